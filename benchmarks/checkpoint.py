@@ -34,9 +34,9 @@ import typer
 from harness import Grid, forget, median_ratio, take_turns
 from rank_group import group_seconds, on_ranks
 
-from raytrec.checkpoint.save import Saver
+from raytrec.checkpoint.save import CheckpointWriter
 from raytrec.checkpoint.storage import ShardReader, ShardWriter
-from raytrec.compat.torch_ import Shard, ShardedTensor, ShardMetadata, sharded_tensor
+from raytrec.compat.torch_ import Shard, ShardedTensor, ShardMetadata, make_sharded_tensor
 from raytrec.config.training import CheckpointSection
 
 TABLES, DIM = 4, 16
@@ -69,7 +69,7 @@ def tables(rank: int, world: int, rows: int, fill: bool) -> State:
             size = shards[rank].shard_sizes
             values = torch.randn(size) if fill else torch.full(size, 0.0)
             local = [Shard(values, shards[rank])]
-            found[name] = sharded_tensor(local, shards, (rows, *rest), torch.float32)
+            found[name] = make_sharded_tensor(local, shards, (rows, *rest), torch.float32)
     return found
 
 
@@ -127,7 +127,7 @@ def turn(name: str, folder: Path, state: State, into: State) -> dict[str, float]
     return found
 
 
-def copied(saver: Saver, step: int, state: State) -> float:
+def copied(saver: CheckpointWriter, step: int, state: State) -> float:
     """Return the seconds for which a step waits for an asynchronous save, on the slowest rank."""
     saver.save(step, state, {})
     saved = saver.taken()
@@ -142,7 +142,7 @@ def measure(
 ) -> dict[str, list[dict[str, float]]]:
     """Return variant → seconds by phase of each turn."""
     state, into = tables(rank, world, rows, fill=True), tables(rank, world, rows, fill=False)
-    saver = Saver(str(folder / f"saver-{world}"), CheckpointSection(keep_last=1, every_s=None))
+    saver = CheckpointWriter(str(folder / f"saver-{world}"), CheckpointSection(keep_last=1, every_s=None))
     steps = count(1)
 
     def of_variant(name: str) -> dict[str, float]:

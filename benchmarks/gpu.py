@@ -40,13 +40,13 @@ from rank_group import join_group, on_ranks
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from raytrec.compat.torchrec_ import sharded_kernels
+from raytrec.compat.torchrec_ import iterate_sharded_kernels
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.data.batch import Batch
 from raytrec.data.form import ReadPlan
 from raytrec.models import build_model
-from raytrec.planning.machines import known_gpu
+from raytrec.planning.machines import find_gpu
 from raytrec.worker.build import build_step
 from raytrec.worker.step import Step, numerics
 
@@ -78,7 +78,7 @@ class Peaks:
 
 def peaks_of(name: str) -> Peaks | None:
     """Return the limits of a device such as 'NVIDIA H100 80GB HBM3', or None if it is unknown."""
-    gpu = known_gpu(name)
+    gpu = find_gpu(name)
     if gpu is None:
         return None
     return Peaks(*(each * 1e12 for each in (gpu.fp32, gpu.tf32, gpu.bf16)), gpu.memory * 1e9, gpu.pcie * 1e9)
@@ -285,7 +285,7 @@ def lookups(size: Size, batch: int, device: torch.device, peaks: Peaks | None) -
     """Return sides with FBGEMM's kernels alone."""
     config, schema = config_of(size, batch), schema_of(size.lookup_rows, size.dim)
     step, _ = build_step(config, schema, device)
-    (kernel,) = sharded_kernels(step.model)
+    (kernel,) = iterate_sharded_kernels(step.model)
     sides = []
     for name, ids in (("1 id a feature", [1] * FEATURES), ("MLPerf's 214 ids a row", MULTI_HOT)):
         sparse = batch_of(batch, size.lookup_rows, ids).sparse.to(device)
@@ -466,7 +466,7 @@ def ingest(
     with ray_session(num_cpus=readers + 1):
         reading = forever()
         one = next(reading)
-        size = sum(t.numel() * t.element_size() for t in _tensors(one))
+        size = sum(t.numel() * t.element_size() for t in _iterate_tensors(one))
         least = peaks and size / peaks.link
 
         def read(count: int) -> None:
@@ -485,7 +485,7 @@ def ingest(
             reading.close()
 
 
-def _tensors(batch: Batch) -> list[torch.Tensor]:
+def _iterate_tensors(batch: Batch) -> list[torch.Tensor]:
     sparse = batch.sparse
     return [batch.dense, batch.labels, batch.weights, sparse.values(), sparse.lengths()]
 

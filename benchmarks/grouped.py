@@ -98,11 +98,11 @@ def build(rank: int, world: int, case: str, grouped: bool) -> tuple[Any, Iterato
         case: Key of CASES.
         grouped: True if a row is a request, False if a row is one of its candidates.
     """
-    from raytrec.common.memory import keep_memory
+    from raytrec.common.memory import retain_freed_memory
     from raytrec.data.canonical import canonical
     from raytrec.data.columns import Place
 
-    keep_memory()  # as runs do
+    retain_freed_memory()  # as runs do
     parts, model, candidates, count = CASES[case]
     schema = {"labels": ["label"], **parts} | ({"candidates": ["label", *candidates]} if grouped else {})
     rows = REQUESTS if grouped else REQUESTS * count

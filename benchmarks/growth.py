@@ -197,7 +197,7 @@ class Loop:
         task = WorkerTask(config, schema, {}, Unheard(), f"{folder}/checkpoints")
         context = WorkerContext(rank, point.workers, device, task, Unheard(), 0)
         self.step, plan = build_step(config, schema, device)
-        self.progress = Progress(Sums(Selection.of_config(config, schema), device))
+        self.progress = Progress(Sums(Selection.from_config(config, schema), device))
         self.batches = RecentBatches(batches_of(point, schema), 0)
         state = LogicalState(self.step.model, self.step.optimizer)
         run = RankRun(context, self.step, plan, state, self.progress, self.batches, NEVER)

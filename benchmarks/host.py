@@ -37,8 +37,8 @@ from harness import REPO, Grid, take_turns
 from rank_group import join_group
 
 from raytrec.data.batch import Batch, Collator
-from raytrec.data.canonical import canonical_table
-from raytrec.data.form import Form, ReadPlan
+from raytrec.data.canonical import build_canonical_table
+from raytrec.data.form import ReadPlan, ResolvedReadPlan
 from raytrec.data.pieces import Rows
 from raytrec.metrics.selection import Selection
 from raytrec.metrics.sums import HELD, Sums
@@ -107,13 +107,13 @@ class _Loop:
         device = torch.device("cpu")
         with patch("raytrec.embeddings.optim.in_one_kernel", lambda weights: True):  # as on a GPU
             self._step, _ = build_step(config, schema, device)
-        self._progress = Progress(Sums(Selection.of_config(config, schema), device))
+        self._run_pipeline_step = Progress(Sums(Selection.from_config(config, schema), device))
         self._batch = batch
         self._train(WARM)
 
     def _train(self, steps: int) -> None:
         for outputs in self._step.train(repeat(self._batch), steps):
-            self._progress.count(1, outputs)
+            self._run_pipeline_step.count(1, outputs)
 
     def count(self) -> dict[str, float]:
         """Return the launches of a step by phase."""
@@ -129,7 +129,7 @@ class _Loop:
             thread.start()
         began = perf_counter()
         for outputs in self._step.train(repeat(self._batch), TIMED):
-            self._progress.count(1, outputs)
+            self._run_pipeline_step.count(1, outputs)
             if other:
                 ready.get()
         return 1000 * (perf_counter() - began) / TIMED
@@ -139,9 +139,11 @@ class Assembling:
     """A function that assembles batches of a number of rows from LANES pieces."""
 
     def __init__(self, rows: int):
-        form, n = Form(ReadPlan(schema_of(ROWS, WIDTH))), rows // LANES
+        form, n = ResolvedReadPlan(ReadPlan(schema_of(ROWS, WIDTH))), rows // LANES
         numbers, ids = np.zeros(n, np.float32), np.zeros(n, np.int32)
-        table = canonical_table(form, [numbers], [numbers] * len(form.schema.dense), [ids] * FEATURES, [], n)
+        table = build_canonical_table(
+            form, [numbers], [numbers] * len(form.schema.dense), [ids] * FEATURES, [], n
+        )
         self._collate, self._rows = Collator(form), rows
         self._pieces = [Rows.of(table.to_batches()[0])] * LANES
 

@@ -59,19 +59,19 @@ def side(rank: int, world: int) -> Any:
         Returns:
             (seconds, bytes of growth of this process since a tenth of the steps).
         """
-        from raytrec.checkpoint.managed import ids_to_read, saved_ids, take_over_ids
+        from raytrec.checkpoint.managed import allocate_ids, gather_ids, load_ids
         from raytrec.checkpoint.restore import restore
-        from raytrec.checkpoint.save import Saver
+        from raytrec.checkpoint.save import CheckpointWriter
         from raytrec.checkpoint.state import LogicalState
         from raytrec.config.training import CheckpointSection
 
         torch.manual_seed(0)
         made = rig(SCHEMA, MODEL, world, BATCH, optim={"embeddings": {"name": "adagrad"}})
         step, state = made.step, LogicalState(made.step.model, made.step.optimizer)
-        saver = Saver(root, CheckpointSection(async_save=False))
+        saver = CheckpointWriter(root, CheckpointSection(async_save=False))
         if first:
-            found = restore(root, state, more=lambda about: ids_to_read(about, step.maps))
-            take_over_ids(step.maps, found.more, found.about)
+            found = restore(root, state, more=lambda about: allocate_ids(about, step.maps))
+            load_ids(step.maps, found.more, found.about)
             step.trained = first
         batches = batches_from(made, rank, world, first)
         before, began, early = 0, perf_counter(), first + (saves[-1] - first) // 10
@@ -79,7 +79,7 @@ def side(rank: int, world: int) -> Any:
             for _ in step.train(batches, save - step.trained):
                 if step.trained == early:
                     before = status_bytes("VmRSS")
-            ids, about = saved_ids(step.maps)
+            ids, about = gather_ids(step.maps)
             saver.save(save, state.tensors(), about, ids)
             if error := saver.taken().error:
                 raise error

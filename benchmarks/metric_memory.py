@@ -34,7 +34,7 @@ def evaluate(
     from raytrec.common.collectives import Peers
     from raytrec.config.tasks import EvalSection
     from raytrec.metrics.evaluation import TaskRows
-    from raytrec.metrics.ranked import Counted
+    from raytrec.metrics.ranked import WeightedRows
     from raytrec.metrics.selection import Selection
     from raytrec.tasks.losses.pointwise import BinaryCrossEntropy
     from raytrec.tasks.task import Task
@@ -58,7 +58,9 @@ def evaluate(
         logits = torch.randn(count) - 2
         labels = (torch.rand(count) < logits.sigmoid()).float()
         kept.add(
-            Counted(logits, labels, torch.ones(count), {"user": torch.randint(0, 1 + rows // 50, (count,))})
+            WeightedRows(
+                logits, labels, torch.ones(count), {"user": torch.randint(0, 1 + rows // 50, (count,))}
+            )
         )
     figures, _ = kept.figures(Peers(device), device)
     return status_bytes("VmHWM") - before, perf_counter() - began, figures

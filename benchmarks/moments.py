@@ -58,7 +58,7 @@ def after(owner: Any, name: str, moment: str, once: bool = False) -> None:
 def timed_train_worker(task: Any) -> None:
     """Run `train_worker` and record moments; runs in the ranks."""
     note(RANK)
-    from raytrec.data.stream import Reading
+    from raytrec.data.stream import PrefetchIterator
     from raytrec.worker import build, checkpointing, loop, observers
     from raytrec.worker.context import WorkerContext
 
@@ -72,17 +72,17 @@ def timed_train_worker(task: Any) -> None:
     WorkerContext.enter = enter  # type: ignore[method-assign]
     after(build, "build_step", "built")
     after(checkpointing.CheckpointManager, "__init__", "restored", once=True)
-    after(observers.Observers, "begin", "checked")
-    after(Reading, "__next__", "first batch", once=True)
+    after(observers.ObserverList, "begin", "checked")
+    after(PrefetchIterator, "__next__", "first batch", once=True)
     after(checkpointing.CheckpointManager, "after_step", FIRST, once=True)
     loop.train_worker(task)
 
 
 def main() -> None:
     """Run the command; workers find the function by its name in this module."""
-    from raytrec.cluster.session import begin_early
+    from raytrec.cluster.session import warm_up_early
 
-    begin_early()  # as the command does, before its other imports
+    warm_up_early()  # as the command does, before its other imports
     import moments
 
     from raytrec import cli

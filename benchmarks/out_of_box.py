@@ -35,7 +35,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import MultiLabelBinarizer, OneHotEncoder, OrdinalEncoder, StandardScaler
 
 from raytrec.config.run_config import load_config
-from raytrec.driver.launch import session_of
+from raytrec.driver.launch import open_session
 from raytrec.driver.run import train
 from raytrec.inspection.propose import inspect
 
@@ -87,7 +87,7 @@ def of_raytrec(trained: pd.DataFrame, tested: pd.DataFrame, seeds: int) -> list[
         Path(place, "schema.yaml").write_text(inspection.schema_yaml(), encoding="utf-8")
         places = [f"data.train={place}/train", f"data.test={place}/test"]
         places.append(f"data.transforms={json.dumps(inspection.transforms)}")
-        with session_of(load_config(JOB, places)):
+        with open_session(load_config(JOB, places)):
             for seed in range(seeds):
                 own = [f"run.seed={seed}", f"run.dir={place}/{seed}", *QUIET]
                 result = train(JOB, [*places, *own])

@@ -31,9 +31,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.data.batch import Batch
-from raytrec.embeddings.constraints import table_optimizers
-from raytrec.embeddings.optim import combine, fuse
-from raytrec.embeddings.pooling import embedding_bags
+from raytrec.embeddings.constraints import resolve_optimizers
+from raytrec.embeddings.optim import combine, mark_fused
+from raytrec.embeddings.pooling import make_embedding_bags
 from raytrec.embeddings.sharding import BagSharder
 from raytrec.models import build_model
 from raytrec.worker.build import build_step
@@ -94,7 +94,7 @@ class Uncorrected(nn.Module):
 
     def __init__(self, config: RunConfig, schema: Schema, device: torch.device):
         super().__init__()
-        self.bags = embedding_bags(schema)
+        self.bags = make_embedding_bags(schema)
         means = {spec.table for spec in schema.sparse.values() if spec.pooling == "mean"}
         for table in self.bags.embedding_bag_configs():
             table.pooling = PoolingType.MEAN if table.name in means else PoolingType.SUM
@@ -110,8 +110,8 @@ class Uncorrected(nn.Module):
 def torchrec_pipeline(config: RunConfig, schema: Schema, device: torch.device, plan: ShardingPlan):
     """Return TorchRec's train pipeline over Uncorrected, with raytrec's plan and optimizers."""
     model = Uncorrected(config, schema, device)
-    optimizers = table_optimizers(config, schema)
-    fuse([model.bags], optimizers, device.type)
+    optimizers = resolve_optimizers(config, schema)
+    mark_fused([model.bags], optimizers, device.type)
     plan = ShardingPlan({"bags": plan.plan["embeddings.bags"]})
     model = DistributedModelParallel(model, device=device, plan=plan, sharders=[BagSharder()])
     return TrainPipelineSparseDist(

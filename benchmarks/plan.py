@@ -28,11 +28,11 @@ from harness import Grid
 from plan_cases import CASES, SCHEMAS, WAYS, Trained, config_of, release
 from rank_group import Ranks, run_script
 
-from raytrec.planning.dry_run import Predictor
+from raytrec.planning.dry_run import ClusterEstimator
 from raytrec.planning.machines import Cluster
 from raytrec.planning.memory import PlannedTable
-from raytrec.planning.probe import Probe, rates_from
-from raytrec.worker.build import unsharded
+from raytrec.planning.probe import RateProbe, compute_rates
+from raytrec.worker.build import build_unsharded
 
 BUSY = 1.5
 CLOCKS = ("s", "cpu s")  # clocks for steps and collectives
@@ -95,7 +95,7 @@ def side(rank: int, world: int) -> Any:
     """
     import torch
 
-    probe, made = Probe(torch.device("cpu")), list[Trained]()
+    probe, made = RateProbe(torch.device("cpu")), list[Trained]()
 
     def answer(sample: str = "", case: str = "", steps: int = 6, memory: bool = False) -> Any:
         if sample:
@@ -133,10 +133,10 @@ def measure(world: int, schemas: list[str], ways: tuple[str, ...], rounds: int, 
 def predict(measured: Measured, clock: str) -> list[Row]:
     """Predict memory and step of each plan from the ranks' rates."""
     world, rows = measured.world, []
-    rates = rates_from([[sample] for sample in measured.samples])
+    rates = compute_rates([[sample] for sample in measured.samples])
     for name, turns in measured.turns.items():
         case, (schema, way) = CASES[name], name.split()
-        found = Predictor(config_of(case, world), case.schema, unsharded, rates)(
+        found = ClusterEstimator(config_of(case, world), case.schema, build_unsharded, rates)(
             Cluster(1, world, 64, 256, 256)
         )
         sizes = sum(size for (_, part), size in found.memory.parts.items() if part not in NOT_HERE)

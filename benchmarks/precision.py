@@ -21,7 +21,7 @@ import typer
 from harness import QUIET, Grid
 
 from raytrec.config.run_config import load_config
-from raytrec.driver.launch import session_of
+from raytrec.driver.launch import open_session
 from raytrec.driver.run import train
 
 HALF = "plan.tables={'*': {dtype: fp16}}"
@@ -96,7 +96,7 @@ def main(
     variants, seeds = (list(VARIANTS)[::4], 1) if smallest else (list(VARIANTS), seeds)
     about = {"config": config, "settings": settings}
     runs = {} if smallest else kept(about)
-    with session_of(load_config(config, settings)):
+    with open_session(load_config(config, settings)):
         for seed in map(str, range(seeds)):
             for names in variants:
                 of_variant = runs.setdefault(" ".join(names), {})

@@ -36,7 +36,7 @@ from rich.console import Console
 from raytrec.common.errors import RaytrecError
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
-from raytrec.driver.launch import session_of
+from raytrec.driver.launch import open_session
 from raytrec.driver.run import train
 from raytrec.exporting.export import export
 
@@ -187,7 +187,7 @@ def measure(row: Row, folder: Path, seeds: int, budget_s: float) -> None:
     if baseline:
         return keep(row, about | {"runs": [baseline(folder, row.metrics, row.features)]})
     settings = [*settings_of(row, folder), *QUIET]
-    with tempfile.TemporaryDirectory() as scratch, session_of(load_config(row.config, settings)):
+    with tempfile.TemporaryDirectory() as scratch, open_session(load_config(row.config, settings)):
         for seed in missing:
             spent = sum(run["seconds"] for run in runs)
             if runs and spent + spent / len(runs) > budget_s:
@@ -242,10 +242,10 @@ def measure_exports(row: Row, folder: Path) -> None:
 def parameters(config: RunConfig, schema: Schema) -> int:
     """Return the number of parameters of the tables and of the dense layers."""
     from raytrec.models import build_model
-    from raytrec.tasks.task import columns_of, needs_vectors, resolve_tasks
+    from raytrec.tasks.task import count_logits, needs_vectors, resolve_tasks
 
     tasks = resolve_tasks(config.tasks, schema)
-    columns = columns_of(tasks)
+    columns = count_logits(tasks)
     model = build_model(schema, config.model, sum(columns.values()), needs_vectors(tasks), columns)
     tables = sum(table.rows * table.dim for table in schema.tables.values())
     return tables + sum(parameter.numel() for parameter in model.parameters())
@@ -264,7 +264,7 @@ def measure_smallest(rows: list[Row]) -> None:
         write_sources(Path(scratch))
         first = next(row for row in read_rows() if row.model not in BASELINES)
         settings = [*settings_of(first, Path(scratch)), *SHORT, "scaling.num_workers=1"]
-        with session_of(load_config(first.config, settings)):
+        with open_session(load_config(first.config, settings)):
             for row in rows:
                 try:
                     found = run_smallest(row, Path(scratch))

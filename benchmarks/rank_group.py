@@ -256,9 +256,9 @@ class Rig:
 
     def piece(self, labels: list[Any], singles: list[Any], bags: Iterable[Any] = ()) -> Any:
         """Return rows with these columns; the arguments are those of `batch`."""
-        from raytrec.data.canonical import canonical_table
+        from raytrec.data.canonical import build_canonical_table
 
-        return self.pieces(canonical_table(self.form, labels, [], singles, list(bags), len(labels[0])))
+        return self.pieces(build_canonical_table(self.form, labels, [], singles, list(bags), len(labels[0])))
 
     def pieces(self, table: Any) -> Any:
         """Return the rows of a pyarrow Table in canonical form."""
@@ -307,7 +307,7 @@ def rig(
     from raytrec.config.run_config import RunConfig
     from raytrec.config.schema import Schema
     from raytrec.data.batch import Collator
-    from raytrec.data.form import Form, ReadPlan
+    from raytrec.data.form import ReadPlan, ResolvedReadPlan
     from raytrec.worker.build import build_step
 
     parsed = Schema.parse({"labels": ["y"], "dense": [], **schema}, "benchmark")
@@ -317,7 +317,7 @@ def rig(
         "model": model,
     }
     config = RunConfig.model_validate(values | sections)
-    form = Form(ReadPlan(parsed), lists=frozenset(lists) & set(parsed.sparse))
+    form = ResolvedReadPlan(ReadPlan(parsed), lists=frozenset(lists) & set(parsed.sparse))
     step, _ = build_step(config, parsed, torch.device("cpu"))
     return Rig(step, form, Collator(form, resolve_features(parsed, config.model)), rows)
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from raytrec.cluster.session import ray_session
-from raytrec.common.messages import PHASES, RankLine, beat_s, recorded_ranks
+from raytrec.common.messages import PHASES, RankLine, compute_heartbeat_interval, select_recorded_ranks
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 
@@ -133,8 +133,8 @@ def beats(world: int, tables: int, folder: Path) -> dict:
         "wall_s_until_all_have_entered": round(entered, 3),
         "us_a_heartbeat": 1e6 * each,
         "answered_a_second": rounds * world / wall,
-        "sent_a_second": world / beat_s(world),
-        "share_of_a_core": each * world / beat_s(world),
+        "sent_a_second": world / compute_heartbeat_interval(world),
+        "share_of_a_core": each * world / compute_heartbeat_interval(world),
         "actor_mib": memory,
     }
 
@@ -167,7 +167,7 @@ def lines_of(world: int, ranks: dict[str, list[int]], step: int) -> list[RankLin
         for rank in on:
             mine[rank][table] = entry(draw, 1000)
     out = []
-    for rank in recorded_ranks(world):
+    for rank in select_recorded_ranks(world):
         line = RankLine(
             step=step,
             first_step=step - 100,
@@ -229,10 +229,10 @@ def _lines(run: Path) -> int:
 @part
 def mlflow(world: int, tables: int, folder: Path) -> dict:
     """Measure the way from the run folder to an sqlite store."""
-    from raytrec.tracking.feed import Feed
+    from raytrec.tracking.feed import RecordReader
     from raytrec.tracking.store import Store
 
-    feed = Feed(folder / "run")
+    feed = RecordReader(folder / "run")
     config = config_of(world)
     config.tracking.uri = f"sqlite:///{folder}/mlflow.db"
     store = Store(config, folder / "run")

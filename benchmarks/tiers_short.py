@@ -16,8 +16,8 @@ from harness import Grid
 from rank_group import Ranks, run_script
 from tiers_side import BATCH, BATCHES, ROW_BYTES, Settings, Trained, scattered, set_up_once
 
-from raytrec.compat.fbgemm import cache_hits
-from raytrec.compat.torchrec_ import sharded_kernels
+from raytrec.compat.fbgemm import measure_cache_hits
+from raytrec.compat.torchrec_ import iterate_sharded_kernels
 from raytrec.embeddings.mapped import ROW_BYTES as ROW_BYTES_IN_MEMORY
 
 EXPONENT = 1.05  # exponent of the power law of lookups
@@ -80,8 +80,8 @@ class Side:
         began = perf_counter()
         losses = [float(outputs.loss.detach()) for outputs in made.step.train(iter(batches), len(batches))]
         took = perf_counter() - began
-        kernels = sharded_kernels(made.step.model)
-        hits = [share for kernel in kernels if (share := cache_hits(kernel)) is not None]
+        kernels = iterate_sharded_kernels(made.step.model)
+        hits = [share for kernel in kernels if (share := measure_cache_hits(kernel)) is not None]
         return took, losses, hits[0] if hits else None
 
 

@@ -12,11 +12,11 @@ import torch
 from harness import status_bytes
 
 from raytrec.checkpoint.restore import restore
-from raytrec.checkpoint.save import Saver
+from raytrec.checkpoint.save import CheckpointWriter
 from raytrec.checkpoint.snapshot import RowSnapshot
 from raytrec.checkpoint.state import LogicalState
-from raytrec.checks.parity.batches import local_batch, random_batches
-from raytrec.common.memory import keep_memory
+from raytrec.checks.parity.batches import make_local_batch, random_batches
+from raytrec.common.memory import retain_freed_memory
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.worker.build import build_step
@@ -59,7 +59,7 @@ class Trained:
         """Return batches whose ids `ids_of` makes from uniform numbers and the number of rows."""
         found = []
         for whole in random_batches(self.schema, BATCH, BATCHES, seed=seed):
-            batch, rows = local_batch(whole, self.schema, [0, BATCH], 0), self.schema.tables["t"].rows
+            batch, rows = make_local_batch(whole, self.schema, [0, BATCH], 0), self.schema.tables["t"].rows
             values = batch.sparse.values()
             values.copy_(ids_of((values.double() + 0.5) / rows, rows))
             found.append(batch)
@@ -78,14 +78,14 @@ class Trained:
         self._end_save(saver)
         return losses
 
-    def _begin_save(self, rows: RowSnapshot | None = None) -> Saver:
+    def _begin_save(self, rows: RowSnapshot | None = None) -> CheckpointWriter:
         keeping = self.config.checkpoint.model_copy(update={"async_save": rows is not None, "keep_last": 1})
         shutil.rmtree(self._folder, ignore_errors=True)
-        saver = Saver(self._folder, keeping, rows=rows)
+        saver = CheckpointWriter(self._folder, keeping, rows=rows)
         saver.save(1, self.state.tensors(), {})
         return saver
 
-    def _end_save(self, saver: Saver) -> None:
+    def _end_save(self, saver: CheckpointWriter) -> None:
         if error := saver.taken().error:
             raise error
         saver.close()
@@ -129,7 +129,7 @@ def describe(settings: Settings, rows: int) -> tuple[Any, Any]:
 
 def set_up_once(settings: Settings) -> None:
     """Train, save and restore a small table, so that one-time costs are not measured."""
-    keep_memory()
+    retain_freed_memory()
     small = Trained(replace(settings, folder=f"{settings.folder}/small"), 1000, fill=True)
     small.train(3)
     small.save_while_training()

@@ -37,10 +37,10 @@ from raytrec.common.messages import Message
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.data.batch import Batch
 from raytrec.driver.recorder import Record
-from raytrec.driver.track import Follower
+from raytrec.driver.track import DeliveryProcess
 from raytrec.metrics.selection import Selection
 from raytrec.metrics.sums import Sums
-from raytrec.tracking.feed import Feed
+from raytrec.tracking.feed import RecordReader
 from raytrec.worker.build import build_step
 from raytrec.worker.context import WorkerContext, WorkerTask
 from raytrec.worker.nonfinite import RecentBatches
@@ -89,7 +89,7 @@ class Side:
         task = WorkerTask(config, schema, {}, mailbox, "")
         context = WorkerContext(rank, world, device, task, Unheard(), 0)
         self._step, plan = build_step(config, schema, device)
-        sums = Sums(Selection.of_config(config, schema), device)
+        sums = Sums(Selection.from_config(config, schema), device)
         self._progress, self._rows, self._device = Progress(sums), rows, device
         state = LogicalState(self._step.model, self._step.optimizer)
         source = _endless(batches_of(rows // world, world, seed=rank))
@@ -154,7 +154,7 @@ def main(
         run = {"name": "watching", "dir": name}
         config = load_config({"run": run, "data": {"train": "none"}, "tracking": tracked})
         (folder / "config.yaml").write_text(config.to_yaml())
-        follower = Follower(config, print)
+        follower = DeliveryProcess(config, print)
         follower.ready()
         record, queue, turns = Record(folder), spawn.Queue(), spawn.Semaphore(0)
         messages: dict[int, list[Message]] = {side: [] for side in range(len(SIDES))}
@@ -165,7 +165,7 @@ def main(
                 if message is not None:
                     messages[side].append(message)
                     return
-                while Feed(folder).waiting:
+                while RecordReader(folder).waiting:
                     sleep(0.05)
                 turns.release()
                 earlier, messages[side] = messages[side], []

@@ -34,7 +34,7 @@ def measured(monkeypatch, tmp_path):
         return {"seed": seed, "seconds": 1.0}
 
     monkeypatch.setattr(quality, "run", run)
-    monkeypatch.setattr(quality, "session_of", lambda config: nullcontext())
+    monkeypatch.setattr(quality, "open_session", lambda config: nullcontext())
     return lambda seeds, budget=100.0, row=row: quality.measure(row, tmp_path, seeds, budget), trained
 
 

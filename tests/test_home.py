@@ -10,8 +10,8 @@ import parquet
 import pytest
 import yaml
 
-from raytrec.cluster.access import MODE, PATH, TOKEN, token_file, use_token
-from raytrec.cluster.session import socket_interfaces
+from raytrec.cluster.access import AUTH_MODE_VARIABLE, TOKEN, TOKEN_PATH_VARIABLE, token_file, use_token
+from raytrec.cluster.session import get_interface_variables
 from raytrec.common.errors import RunError
 
 # Where no user can write, not even root; a home that is a file; a user in no list, who has none.
@@ -20,21 +20,21 @@ HOMES = ["/proc/none", "/dev/null", None]
 
 @pytest.fixture(params=HOMES)
 def home(request, monkeypatch):
-    for name in (TOKEN, PATH, MODE, "XDG_CONFIG_HOME"):
+    for name in (TOKEN, TOKEN_PATH_VARIABLE, AUTH_MODE_VARIABLE, "XDG_CONFIG_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", request.param or "")
     if request.param is None:
         monkeypatch.delenv("HOME")
         monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
     yield request.param
-    for name in (TOKEN, MODE):  # which use_token has set
+    for name in (TOKEN, AUTH_MODE_VARIABLE):  # which use_token has set
         os.environ.pop(name, None)
 
 
 def test_a_local_cluster_keeps_its_token_in_the_environment(home):
     use_token(create=True, own=True)
     token = os.environ[TOKEN]
-    assert len(token) == 64 and os.environ[MODE] == "token"
+    assert len(token) == 64 and os.environ[AUTH_MODE_VARIABLE] == "token"
     use_token(create=True, own=True)
     assert os.environ[TOKEN] == token
 
@@ -42,8 +42,8 @@ def test_a_local_cluster_keeps_its_token_in_the_environment(home):
 def test_a_cluster_for_others_says_where_to_keep_it(home, tmp_path, monkeypatch):
     with pytest.raises(RunError, match="cannot be kept") as error:
         use_token(create=True)
-    assert PATH in error.value.do and TOKEN not in os.environ
-    monkeypatch.setenv(PATH, str(tmp_path / "token"))
+    assert TOKEN_PATH_VARIABLE in error.value.do and TOKEN not in os.environ
+    monkeypatch.setenv(TOKEN_PATH_VARIABLE, str(tmp_path / "token"))
     use_token(create=True)
     assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
 
@@ -60,7 +60,7 @@ def test_ray_train_can_be_imported(home):
 
 
 def test_nothing_else_needs_a_home(home):
-    assert socket_interfaces("lo")["GLOO_SOCKET_IFNAME"] == "lo"
+    assert get_interface_variables("lo")["GLOO_SOCKET_IFNAME"] == "lo"
     assert str(token_file()).endswith(".ray/auth_token")
 
 
@@ -70,7 +70,7 @@ def test_a_run_without_a_home(tmp_path):
     folder = parquet.dataset(tmp_path / "d", train=300, valid=50, test=50)
     values = parquet.settings(folder, tmp_path / "run", scaling__num_workers=1, tracking__report=True)
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
-    hidden = (TOKEN, PATH, MODE, "XDG_CONFIG_HOME", "RAY_ADDRESS")
+    hidden = (TOKEN, TOKEN_PATH_VARIABLE, AUTH_MODE_VARIABLE, "XDG_CONFIG_HOME", "RAY_ADDRESS")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
 
     def raytrec(*words):

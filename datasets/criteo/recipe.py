@@ -21,7 +21,7 @@ from raytrec_datasets.criteo.lines import DENSE, SPARSE, Chunk, chunks, hex_valu
 from raytrec_datasets.writing import SPLITS, Output, SplitWriter, progress
 
 from raytrec.cluster.session import ray_session
-from raytrec.common.errors import ConfigError, DataError, root_cause
+from raytrec.common.errors import ConfigError, DataError, get_root_cause
 from raytrec.config.schema import Schema
 
 MIX = np.uint64(0x9E3779B97F4A7C15)  # 2^64 ÷ golden ratio (Knuth's multiplicative hash)
@@ -174,7 +174,7 @@ def _each(tasks: list, function, skip_bad: bool, text: str) -> Iterator:
                     advance(1)
                     yield pickle.loads(value.as_py())  # safe: our own tasks have just written these bytes
     except Exception as error:
-        raise root_cause(error) from None
+        raise get_root_cause(error) from None
 
 
 def _count(chunk: Chunk, skip_bad: bool) -> tuple[int, int]:

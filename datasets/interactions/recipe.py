@@ -43,7 +43,7 @@ from raytrec_datasets.writing import Output, progress, write_table
 
 from raytrec.common.errors import ConfigError
 from raytrec.common.storage import relative
-from raytrec.config.overrides import as_texts
+from raytrec.config.overrides import to_override_texts
 from raytrec.config.schema import Schema
 
 DRAWN = {
@@ -236,7 +236,7 @@ def fitting_job(folder: Path, chosen: Choices) -> tuple[str, list[str], list[str
         settings["eval.retrieval"] = {"items": f"{relative(folder)}/items", "seen": ["seen"]} | lists
     without = ", without model.towers" if "model.towers" in settings else ""
     also = [f"jobs/{MF}.yaml fits, too: it reads user and item alone{without}"] if job == TWO_TOWER else []
-    return job, as_texts(settings), also
+    return job, to_override_texts(settings), also
 
 
 def _towers(folder: Path) -> dict[str, list[str]]:

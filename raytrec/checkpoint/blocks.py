@@ -16,18 +16,18 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem
 
 from raytrec.checkpoint.index import ITEM_BYTES, CheckpointError
-from raytrec.checkpoint.rawfile import StoredChunk, chunks_of
-from raytrec.common.memory import bring_in
+from raytrec.checkpoint.rawfile import StoredChunk, parse_chunks
+from raytrec.common.memory import prefetch_pages
 
 DTYPES = {name: getattr(torch, name) for name in ITEM_BYTES}
 
 
-def metadata_of(index: dict) -> Metadata:
+def to_metadata(index: dict) -> Metadata:
     """Return a valid index as torch's metadata, with a StoredChunk for every chunk."""
     tensors, stored = {}, {}
     for fqn, entry in index["tensors"].items():
         boxes = []
-        for number, chunk in enumerate(chunks_of(fqn, entry)):
+        for number, chunk in enumerate(parse_chunks(fqn, entry)):
             boxes.append(ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)))
             stored[MetadataIndex(fqn, boxes[-1].offsets, number)] = chunk
         properties = TensorProperties(dtype=DTYPES[entry["dtype"]])
@@ -57,7 +57,7 @@ class Target:
         dtype = DTYPES[chunk.dtype]
         self.begin, self.end = (n * dtype.itemsize for n in (first, first + count))
         solid = count == self.tensor.numel() and self.tensor.dtype == dtype
-        self._memory = memory(self.tensor) if solid and is_plain(self.tensor) else None
+        self._memory = memory(self.tensor) if solid and is_host_contiguous(self.tensor) else None
 
     def memory(self, begin: int, end: int) -> memoryview | None:
         """Return the memory into which these bytes of the chunk can be read directly, or None."""
@@ -68,11 +68,11 @@ class Target:
     def take(self, block: torch.Tensor, begin: int) -> None:
         """Copy the values of the box from a block of values that starts at byte `begin` of the chunk."""
         first = begin // block.element_size()
-        for values, box in overlaps(block, first, self._sizes, self._offsets, self.tensor):
+        for values, box in iterate_overlaps(block, first, self._sizes, self._offsets, self.tensor):
             box.copy_(values)
 
 
-def is_plain(tensor: torch.Tensor) -> bool:
+def is_host_contiguous(tensor: torch.Tensor) -> bool:
     """Return True if a tensor is in host memory and its values are contiguous."""
     return tensor.device.type == "cpu" and tensor.is_contiguous()
 
@@ -84,33 +84,33 @@ def memory(tensor: torch.Tensor) -> memoryview:
 
 def blocks(tensor: torch.Tensor, block_bytes: int) -> Iterator[memoryview]:
     """Yield the bytes of a tensor block by block; each block is valid until the next one is requested."""
-    if is_plain(tensor):
+    if is_host_contiguous(tensor):
         data = memory(tensor)
         for begin in range(0, len(data), block_bytes):
             block = data[begin : begin + block_bytes]
-            bring_in(tensor.data_ptr() + begin, len(block))
+            prefetch_pages(tensor.data_ptr() + begin, len(block))
             yield block
         return
     count = block_bytes // tensor.element_size()
     buffer = torch.empty(min(count, tensor.numel()), dtype=tensor.dtype, pin_memory=tensor.is_cuda)
     for first in range(0, tensor.numel(), count):
         block = buffer[: tensor.numel() - first]
-        for values, box in overlaps(block, first, tensor.shape, (0,) * tensor.dim(), tensor):
+        for values, box in iterate_overlaps(block, first, tensor.shape, (0,) * tensor.dim(), tensor):
             values.copy_(box)
         yield memory(block)
 
 
 def pieces(tensor: torch.Tensor, block_bytes: int) -> Iterator[torch.Tensor]:
     """Yield the values of a tensor; a plain tensor is split into views of some rows at a time."""
-    if not is_plain(tensor) or not tensor.dim() or not tensor.numel():
+    if not is_host_contiguous(tensor) or not tensor.dim() or not tensor.numel():
         yield tensor
         return
     for piece in tensor.split(max(1, block_bytes // tensor[0].nbytes)):
-        bring_in(piece.data_ptr(), piece.nbytes)
+        prefetch_pages(piece.data_ptr(), piece.nbytes)
         yield piece
 
 
-def overlaps(
+def iterate_overlaps(
     block: torch.Tensor, first: int, sizes: Sequence[int], offsets: Sequence[int], box: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield views of the values that a block and a box of a chunk have in common: (of the block, of the box).
@@ -134,7 +134,7 @@ def overlaps(
         if within or len(block) < width:
             part = block[: width - within]
             if offsets[0] <= row < offsets[0] + len(box):
-                yield from overlaps(part, within, sizes[1:], offsets[1:], box[row - offsets[0]])
+                yield from iterate_overlaps(part, within, sizes[1:], offsets[1:], box[row - offsets[0]])
         else:
             rows = len(block) // width
             part = block[: rows * width]

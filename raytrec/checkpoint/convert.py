@@ -18,7 +18,7 @@ import torch
 from raytrec.checkpoint.blocks import DTYPES, blocks
 from raytrec.checkpoint.index import write_index, writing
 from raytrec.checkpoint.managed import ids_of
-from raytrec.checkpoint.rawfile import Sink, Source, chunks_of, make_folder, open_source
+from raytrec.checkpoint.rawfile import RawFileWriter, Source, make_folder, open_data_file, parse_chunks
 from raytrec.checkpoint.rows import StoredTable
 from raytrec.common.errors import SchemaError
 from raytrec.config.schema import Table
@@ -30,7 +30,7 @@ BAND_BYTES = 4 << 20  # float32 values of whole rows that are processed at a tim
 
 
 @dataclass(frozen=True)
-class TableChange:
+class TableConversion:
     """Conversion of a table.
 
     Attributes:
@@ -49,21 +49,23 @@ class TableChange:
     about: Mapping[str, Any] | None = None
 
 
-def to_managed(name: str, table: Table) -> TableChange:
+def to_managed(name: str, table: Table) -> TableConversion:
     """Return the change to managed ids: ids 0 to rows - 1 keep their rows.
 
     Another row is added for ids that have none.
     """
     if table.ids:
-        raise _refused(name, "its ids are managed already", "a table whose ids are the numbers of its rows")
+        raise _conversion_error(
+            name, "its ids are managed already", "a table whose ids are the numbers of its rows"
+        )
     if table.out_of_range == "hash":
         why = "a row of it is of all the ids that were hashed to it, and which these are is not known"
-        raise _refused(name, why, "a table whose ids are the numbers of its rows")
+        raise _conversion_error(name, why, "a table whose ids are the numbers of its rows")
     policy, rows = ManagedIds(), table.rows
     ids = np.arange(rows)
     ids = ids[np.argsort(hash_bits(ids.astype(np.uint64)).view(np.int64), kind="stable")]
     saved = {"id": ids, "row": ids, "sightings": np.ones_like(ids), "last": np.full_like(ids, -1)}
-    return TableChange(
+    return TableConversion(
         Table(rows=rows + policy.fallback_rows, dim=table.dim, ids=policy),
         f"table {name}: ids 0 to {rows - 1:,} keep their rows; one more is for ids that have none",
         np.concatenate([np.arange(rows), np.full(policy.fallback_rows, -1)]),
@@ -72,46 +74,56 @@ def to_managed(name: str, table: Table) -> TableChange:
     )
 
 
-def to_hash(name: str, table: Table) -> TableChange:
+def to_hash(name: str, table: Table) -> TableConversion:
     """Return the change to hashed ids: ids below the number of rows keep their rows.
 
     All other ids, and text, are hashed to the same rows.
     """
     if table.ids:
         why = "it is not known whether they were text, which is hashed in another way than integers"
-        raise _refused(name, why, "a table whose ids are the numbers of its rows")
+        raise _conversion_error(name, why, "a table whose ids are the numbers of its rows")
     if table.out_of_range == "hash":
-        raise _refused(name, "its ids are hashed already", "a table with out_of_range of error or clamp")
-    return TableChange(
+        raise _conversion_error(
+            name, "its ids are hashed already", "a table with out_of_range of error or clamp"
+        )
+    return TableConversion(
         table.model_copy(update={"out_of_range": "hash"}),
         f"table {name}: ids 0 to {table.rows - 1:,} keep their rows; all others are hashed to these",
     )
 
 
-def resized(folder: str, index: Mapping[str, Any], name: str, table: Table, rows: int) -> TableChange:
+def resize_table(
+    folder: str, index: Mapping[str, Any], name: str, table: Table, rows: int
+) -> TableConversion:
     """Return the change to another number of rows.
 
     Without managed ids, the first rows stay. With managed ids, all ids stay, or those seen most often.
     """
     if table.out_of_range == "hash":
-        raise _refused(name, "of another size it has other rows for the ids that are hashed", "another table")
+        raise _conversion_error(
+            name, "of another size it has other rows for the ids that are hashed", "another table"
+        )
     if rows == table.rows:
-        raise _refused(name, f"it has {rows:,} rows already", "another number of rows")
+        raise _conversion_error(name, f"it has {rows:,} rows already", "another number of rows")
     if table.ids and rows <= table.ids.fallback_rows:
-        raise _refused(name, f"{rows} rows leave none for ids", f"more than {table.ids.fallback_rows}")
+        raise _conversion_error(
+            name, f"{rows} rows leave none for ids", f"more than {table.ids.fallback_rows}"
+        )
     new = table.model_copy(update={"rows": rows})
     if table.ids:
-        return _resized_ids(ids_of(folder, index, name), index["about"]["ids"][name], name, table, new)
+        return _resize_ids(ids_of(folder, index, name), index["about"]["ids"][name], name, table, new)
     source = np.arange(rows)
     source[table.rows :] = -1
     more = rows - table.rows
     rest = f"{more:,} more begin with their initial values" if more > 0 else f"the last {-more:,} are dropped"
-    return TableChange(new, f"table {name}: its first {min(rows, table.rows):,} rows stay, {rest}", source)
+    return TableConversion(
+        new, f"table {name}: its first {min(rows, table.rows):,} rows stay, {rest}", source
+    )
 
 
-def _resized_ids(
+def _resize_ids(
     saved: Mapping[str, torch.Tensor], about: Mapping[str, Any], name: str, old: Table, new: Table
-) -> TableChange:
+) -> TableConversion:
     """Return the change of a table with managed ids to another number of rows.
 
     Rows that the new table also has stay in place; the others move to rows without an id.
@@ -130,7 +142,7 @@ def _resized_ids(
     source[after] = before
     source[room:] = np.arange(old.own_rows, old.rows)
     dropped = len(values["id"]) - len(before)
-    return TableChange(
+    return TableConversion(
         new,
         f"table {name}: {len(before):,} ids keep what they have learned"
         + (f"; {dropped:,} that were seen least are dropped" if dropped else ""),
@@ -140,7 +152,7 @@ def _resized_ids(
     )
 
 
-def _refused(table: str, why: str, expected: str) -> SchemaError:
+def _conversion_error(table: str, why: str, expected: str) -> SchemaError:
     return SchemaError(
         f"table {table} cannot be converted: {why}",
         where=f"--table {table}",
@@ -149,8 +161,13 @@ def _refused(table: str, why: str, expected: str) -> SchemaError:
     )
 
 
-def rewrite(
-    folder: str, index: dict[str, Any], out: str, changes: Mapping[str, TableChange], about: dict, seed: int
+def rewrite_checkpoint(
+    folder: str,
+    index: dict[str, Any],
+    out: str,
+    changes: Mapping[str, TableConversion],
+    about: dict,
+    seed: int,
 ) -> None:
     """Write a checkpoint with the tensors of another one, with changes to some tables.
 
@@ -168,12 +185,12 @@ def rewrite(
     attempt = uuid.uuid4().hex[:8]
     with ExitStack() as stack:
         files = {chunk["file"] for entry in index["tensors"].values() for chunk in entry["chunks"]}
-        sources = {name: stack.enter_context(open_source(folder, name)) for name in files}
+        sources = {name: stack.enter_context(open_data_file(folder, name)) for name in files}
         stack.enter_context(writing(out))
         make_folder(out)
         file = f"{attempt}-00000.bin"
-        sink = stack.enter_context(Sink(out, file))
-        writer, tensors = _Writer(sink, file, index["block_bytes"]), {}
+        sink = stack.enter_context(RawFileWriter(out, file))
+        writer, tensors = _TensorWriter(sink, file, index["block_bytes"]), {}
         for name, entry in index["tensors"].items():
             part, owner, kind = (*name.split("/", 2), "", "")[:3]
             change = changes.get(owner) if part in ("tables", "ids") else None
@@ -184,7 +201,7 @@ def rewrite(
                 continue
             shape = [change.table.rows, *entry["shape"][1:]]
             with StoredTable(folder, index, owner, kind) as stored:
-                rows = _rows(stored, owner, change, seed if kind == "weight" else None)
+                rows = _read_new_rows(stored, owner, change, seed if kind == "weight" else None)
                 tensors[name] = writer.write(entry["dtype"], shape, rows)
         for table, change in changes.items():
             for kind, values in change.ids.items():
@@ -195,10 +212,10 @@ def rewrite(
     write_index(out, {**content, "tensors": tensors, "about": about})
 
 
-class _Writer:
+class _TensorWriter:
     """Writer of tensors to one file, each as a single chunk or in its previous chunks."""
 
-    def __init__(self, sink: Sink, file: str, block_bytes: int):
+    def __init__(self, sink: RawFileWriter, file: str, block_bytes: int):
         self._sink, self._file, self._block_bytes = sink, file, block_bytes
 
     def write(self, dtype: str, shape: list[int], pieces: Iterator[torch.Tensor]) -> dict[str, Any]:
@@ -223,7 +240,7 @@ class _Writer:
     ) -> dict[str, Any]:
         """Copy a tensor of another checkpoint, and return its entry in the index."""
         chunks = []
-        for chunk, part in zip(chunks_of(name, entry), entry["chunks"], strict=True):
+        for chunk, part in zip(parse_chunks(name, entry), entry["chunks"], strict=True):
             start = self._sink.align()
             for number in range(len(chunk.crc32)):
                 self._sink.write(chunk.read(sources[chunk.file], folder, number, self._block_bytes))
@@ -235,7 +252,9 @@ class _Writer:
         return zlib.crc32(block)
 
 
-def _rows(stored: StoredTable, name: str, change: TableChange, seed: int | None) -> Iterator[torch.Tensor]:
+def _read_new_rows(
+    stored: StoredTable, name: str, change: TableConversion, seed: int | None
+) -> Iterator[torch.Tensor]:
     """Yield the new rows of a table, some at a time: float32 [n, dim].
 
     Args:

@@ -8,19 +8,26 @@ from math import isnan
 from pathlib import Path
 from typing import Any
 
-from raytrec.checkpoint.index import INDEX, CheckpointError, is_local, read_index, unreadable, why_no_run
+from raytrec.checkpoint.index import (
+    INDEX,
+    CheckpointError,
+    find_run_problem,
+    is_local,
+    read_index,
+    unreadable,
+)
 from raytrec.common.errors import RunError
 from raytrec.common.formatting import number
-from raytrec.common.reading import MOST_YAML_BYTES, NotReadable, read_bytes, yaml_values
+from raytrec.common.reading import MAX_YAML_BYTES, UnreadableError, parse_yaml, read_bytes
 from raytrec.common.storage import absolute, chooses_server, file_info, join_uri, open_filesystem, split_query
-from raytrec.config.trust import is_ours, not_ours
+from raytrec.config.trust import describe_foreign_file, is_own_file
 from raytrec.metrics.selection import Figure
 
 STEP_PREFIX = "step-"
 FOLDER = "checkpoints"  # below the run folder, unless checkpoint.dir is set
 # Cache: folder → size and time of its index, and the index's `about`. Reading an index of many shards takes
 # seconds.
-_KNOWN: dict[str, tuple[tuple[int, int], dict]] = {}
+_ABOUT_CACHE: dict[str, tuple[tuple[int, int], dict]] = {}
 
 
 def folder_of(root: str, step: int) -> str:
@@ -75,12 +82,12 @@ def find(place: str | Path) -> tuple[str, dict[str, Any]]:
         CheckpointError: The given checkpoint is damaged.
     """
     place = absolute(str(place))
-    for root in _roots(place):
+    for root in _list_roots(place):
         folder, index = newest(root)
         if folder:
-            return folder, _of_a_run(folder, index)
+            return folder, _check_run_index(folder, index)
     if _is_step(split_query(place)[0].rpartition("/")[2]) or file_info(join_uri(place, INDEX)).is_file:
-        return place, _of_a_run(place, read_index(place))
+        return place, _check_run_index(place, read_index(place))
     raise RunError(
         "there is no run or checkpoint here",
         where=place,
@@ -98,10 +105,10 @@ def find_step(place: str | Path, step: int) -> tuple[str, dict[str, Any]]:
     """
     place = absolute(str(place))
     there: set[int] = set()
-    for root in _roots(place):
+    for root in _list_roots(place):
         if step in (found := steps(root)):
             folder = folder_of(root, step)
-            return folder, _of_a_run(folder, read_index(folder))
+            return folder, _check_run_index(folder, read_index(folder))
         there.update(found)
     raise RunError(
         f"there is no checkpoint of step {step}",
@@ -116,8 +123,8 @@ def find_best(place: str | Path, by: Figure) -> tuple[str, dict[str, Any]]:
     Raises:
         RunError: No checkpoint has been evaluated.
     """
-    for root in _roots(absolute(str(place))):
-        if best := _best(_found(root), 1, by):
+    for root in _list_roots(absolute(str(place))):
+        if best := _select_best(_read_all_abouts(root), 1, by):
             return find_step(place, best.pop())
     raise RunError(
         f"no checkpoint here has an evaluation with {by.key}",
@@ -133,9 +140,9 @@ def keep(root: str, last: int, best: int, by: Figure | None) -> None:
     Incomplete checkpoints older than the newest complete one are removed as well. A checkpoint that cannot be
     read stays, because it may be readable later.
     """
-    found = _found(root)
+    found = _read_all_abouts(root)
     complete = [step for step, about in found.items() if about is not None]
-    kept = {*complete[:last], *_best(found, best, by)}
+    kept = {*complete[:last], *_select_best(found, best, by)}
     for step, about in found.items():
         if step not in kept and complete and step < complete[0]:
             _remove(root, step, complete=about is not None)
@@ -143,7 +150,7 @@ def keep(root: str, last: int, best: int, by: Figure | None) -> None:
 
 def remove_incomplete(root: str) -> None:
     """Remove the remains of interrupted saves; called by the only writer before it starts to write."""
-    for step, about in _found(root).items():
+    for step, about in _read_all_abouts(root).items():
         if about is None:
             _remove(root, step, complete=False)
 
@@ -153,16 +160,16 @@ def remove_oldest(root: str, best: int, by: Figure | None) -> str | None:
 
     The newest one, from which a run resumes, and the `best` ones by a metric stay.
     """
-    found = _found(root)
+    found = _read_all_abouts(root)
     complete = [step for step, about in found.items() if about is not None]
-    may_go = [step for step in complete[1:] if step not in _best(found, best, by)]
+    may_go = [step for step in complete[1:] if step not in _select_best(found, best, by)]
     if not may_go:
         return None
     _remove(root, may_go[-1], complete=True)
     return folder_of(root, may_go[-1])
 
 
-def _found(root: str) -> dict[int, dict | None]:
+def _read_all_abouts(root: str) -> dict[int, dict | None]:
     """Return, by step, the `about` of each index, None if there is no index, the newest first.
 
     Checkpoints whose index cannot be read are left out.
@@ -182,12 +189,12 @@ def _about(folder: str) -> dict:
     """Return the `about` of an index, which is read again only if the file has changed."""
     info = file_info(join_uri(folder, INDEX))
     seen = info.size, info.mtime_ns
-    if None in seen or _KNOWN.get(folder, (None,))[0] != seen:
-        _KNOWN[folder] = seen, read_index(folder)["about"]
-    return _KNOWN[folder][1]
+    if None in seen or _ABOUT_CACHE.get(folder, (None,))[0] != seen:
+        _ABOUT_CACHE[folder] = seen, read_index(folder)["about"]
+    return _ABOUT_CACHE[folder][1]
 
 
-def _best(found: dict[int, dict | None], best: int, by: Figure | None) -> set[int]:
+def _select_best(found: dict[int, dict | None], best: int, by: Figure | None) -> set[int]:
     if not best or by is None:
         return set()
     values = {
@@ -201,13 +208,13 @@ def _best(found: dict[int, dict | None], best: int, by: Figure | None) -> set[in
 
 def _remove(root: str, step: int, *, complete: bool) -> None:
     filesystem, path = open_filesystem(folder_of(root, step))
-    _KNOWN.pop(folder_of(root, step), None)
+    _ABOUT_CACHE.pop(folder_of(root, step), None)
     if complete:  # the index first, so that a partly removed checkpoint is incomplete
         filesystem.delete_file(f"{path}/{INDEX}")
     filesystem.delete_dir(path)
 
 
-def remove_others(folder: str, attempt: str) -> None:
+def remove_other_attempts(folder: str, attempt: str) -> None:
     """Remove the files of earlier attempts from a checkpoint that is complete now."""
     from pyarrow import fs
 
@@ -243,13 +250,13 @@ def discard(folder: str, attempt: str) -> None:
         return
 
 
-def _of_a_run(folder: str, index: dict[str, Any]) -> dict[str, Any]:
+def _check_run_index(folder: str, index: dict[str, Any]) -> dict[str, Any]:
     """Return the index unchanged after a check.
 
     Raises:
         CheckpointError: The index lacks an entry that a run's checkpoint has.
     """
-    if why := why_no_run(index["about"]):
+    if why := find_run_problem(index["about"]):
         raise unreadable(f"it is not that of a run (about: {why})", join_uri(folder, INDEX))
     return index
 
@@ -258,7 +265,7 @@ def _is_step(name: str) -> bool:
     return name.startswith(STEP_PREFIX) and name.removeprefix(STEP_PREFIX).isdecimal()
 
 
-def _roots(place: str) -> list[str]:
+def _list_roots(place: str) -> list[str]:
     """Return the folders that may hold a run's checkpoints.
 
     These are checkpoint.dir of the run's configuration, the default folder in the run folder, and `place`.
@@ -270,15 +277,17 @@ def _roots(place: str) -> list[str]:
     config = Path(place) / "config.yaml"
     if "://" not in place and config.is_file():
         try:
-            values = yaml_values(read_bytes(config, MOST_YAML_BYTES))
+            values = parse_yaml(read_bytes(config, MAX_YAML_BYTES))
             away = values["checkpoint"]["dir"]
-        except (OSError, NotReadable, KeyError, TypeError):  # reported where the configuration is needed
+        except (OSError, UnreadableError, KeyError, TypeError):  # reported where the configuration is needed
             return roots
         if isinstance(away, str) and away:
-            if chooses_server(away) and not is_ours(config):  # the server would get this user's credentials
+            if chooses_server(away) and not is_own_file(
+                config
+            ):  # the server would get this user's credentials
                 raise RunError(
                     f"the checkpoints are at a server that the configuration of the run chooses: {away}",
-                    where=not_ours(config),
+                    where=describe_foreign_file(config),
                     expected="a run of your own, or a place that names no server",
                     do="if you trust its source, give the folder of a checkpoint there in place of the run's",
                 )

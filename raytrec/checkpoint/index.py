@@ -19,22 +19,22 @@ from typing import Annotated, Any, NotRequired
 from pydantic import Field, Strict
 from typing_extensions import TypedDict
 
-from raytrec.common.documents import typed
+from raytrec.common.documents import validate_as
 from raytrec.common.errors import RunError, first_line, some
-from raytrec.common.reading import MOST_JSON_BYTES, NotReadable, json_values, retry_read, storage_hint
+from raytrec.common.reading import MAX_JSON_BYTES, UnreadableError, parse_json, retry_read, storage_hint
 from raytrec.common.storage import join_uri, open_filesystem, read_bytes, sync
 
 INDEX = "checkpoint.json"
 FORMAT = 1
 FULL = (errno.ENOSPC, errno.EDQUOT)
-MOST_BLOCK_BYTES = 1 << 30  # a block is read as a whole
-MOST_DIMENSIONS = 8
+MAX_BLOCK_BYTES = 1 << 30  # a block is read as a whole
+MAX_DIMENSIONS = 8
 ITEM_BYTES = {"bool": 1, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 ITEM_BYTES |= {f"float{8 * width}": width for width in (2, 4, 8)}
 ITEM_BYTES |= {f"{kind}{8 * width}": width for kind in ("int", "uint") for width in (1, 2, 4, 8)}
 
 Count = Annotated[int, Strict(), Field(ge=0, lt=2**62)]
-Counts = Annotated[list[Count], Field(max_length=MOST_DIMENSIONS)]
+Counts = Annotated[list[Count], Field(max_length=MAX_DIMENSIONS)]
 Checksum = Annotated[int, Strict(), Field(ge=0, lt=2**32)]
 Text = Annotated[str, Strict()]
 
@@ -55,7 +55,7 @@ class _Tensor(TypedDict):
 
 class _Index(TypedDict):
     attempt: Text
-    block_bytes: Annotated[int, Strict(), Field(gt=0, le=MOST_BLOCK_BYTES, multiple_of=8)]
+    block_bytes: Annotated[int, Strict(), Field(gt=0, le=MAX_BLOCK_BYTES, multiple_of=8)]
     tensors: dict[Text, _Tensor]
     about: dict[Text, Any]
 
@@ -118,7 +118,7 @@ def read_index(folder: str) -> dict:
     """
     where = join_uri(folder, INDEX)
     try:
-        text = retry_read(where, lambda: read_bytes(where, MOST_JSON_BYTES))
+        text = retry_read(where, lambda: read_bytes(where, MAX_JSON_BYTES))
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(
             "there is no whole checkpoint here",
@@ -129,9 +129,9 @@ def read_index(folder: str) -> dict:
     except OSError as error:
         raise unreadable(reason(error), where) from None
     try:
-        index = json_values(text)
+        index = parse_json(text)
         version, found = index["format"], index["sha256"]
-        right = found == _digest(index)
+        right = found == _hash_index(index)
     except (ValueError, KeyError, TypeError) as error:
         raise unreadable(f"damaged ({error})", where) from None
     if version != FORMAT:
@@ -140,7 +140,7 @@ def read_index(folder: str) -> dict:
         )
     if not right:
         raise unreadable("damaged (it does not match its own hash)", where)
-    if why := why_unsound(index):
+    if why := find_index_problem(index):
         raise unreadable(f"damaged ({why})", where)
     return index
 
@@ -156,7 +156,7 @@ def write_index(folder: str, content: dict) -> None:
         CheckpointError: The index cannot be written; an earlier index is unchanged.
     """
     index = {"format": FORMAT, **content}
-    text = _canonical({**index, "sha256": _digest(index)})
+    text = _to_canonical_json({**index, "sha256": _hash_index(index)})
     filesystem, path = open_filesystem(folder)
 
     def put() -> None:  # an object appears as a whole when its stream is closed
@@ -225,38 +225,40 @@ def _replace(folder: Path, attempt: str, text: bytes) -> None:
     sync(folder)
 
 
-def _canonical(index: dict) -> bytes:
+def _to_canonical_json(index: dict) -> bytes:
     return json.dumps(index, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
-def _digest(index: dict) -> str:
+def _hash_index(index: dict) -> str:
     """Return the sha256 of an index without its hash."""
     return hashlib.sha256(
-        _canonical({key: value for key, value in index.items() if key != "sha256"})
+        _to_canonical_json({key: value for key, value in index.items() if key != "sha256"})
     ).hexdigest()
 
 
-def why_unsound(index: dict[str, Any]) -> str | None:
+def find_index_problem(index: dict[str, Any]) -> str | None:
     """Return a short reason why an index is invalid, or None if it is valid."""
-    if words := _misfit(_Index, index):
+    if words := _find_type_problem(_Index, index):
         return words
     for name, tensor in index["tensors"].items():
-        if words := _why_not_whole(name[:80], tensor, index["block_bytes"]):
+        if words := _find_tensor_problem(name[:80], tensor, index["block_bytes"]):
             return words
     return None
 
 
-def why_no_run(about: dict[str, Any]) -> str | None:
+def find_run_problem(about: dict[str, Any]) -> str | None:
     """Return why an index's `about` does not describe a run's checkpoint, or None if it does."""
-    return _misfit(_About, about)
+    return _find_type_problem(_About, about)
 
 
-def why_no_progress(about: dict[str, Any]) -> str | None:
+def find_progress_problem(about: dict[str, Any]) -> str | None:
     """Return why a run cannot resume from an index's `about`, or None if it can."""
-    return _misfit(_Progress, about.get("progress")) or _misfit(_Ids, {"ids": about.get("ids", {})})
+    return _find_type_problem(_Progress, about.get("progress")) or _find_type_problem(
+        _Ids, {"ids": about.get("ids", {})}
+    )
 
 
-def _why_not_whole(name: str, tensor: dict[str, Any], block_bytes: int) -> str | None:
+def _find_tensor_problem(name: str, tensor: dict[str, Any], block_bytes: int) -> str | None:
     shape, width = tensor["shape"], ITEM_BYTES.get(tensor["dtype"])
     if width is None:
         return f"tensor {name} is of {tensor['dtype'][:40]}"
@@ -276,9 +278,9 @@ def _why_not_whole(name: str, tensor: dict[str, Any], block_bytes: int) -> str |
     return None
 
 
-def _misfit(kind: type, value: Any) -> str | None:
+def _find_type_problem(kind: type, value: Any) -> str | None:
     try:
-        typed(value, kind)
-    except NotReadable as error:
+        validate_as(value, kind)
+    except UnreadableError as error:
         return str(error)
     return None

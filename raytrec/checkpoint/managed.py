@@ -22,17 +22,17 @@ import torch
 from raytrec.checkpoint.restore import load
 from raytrec.checkpoint.state import State
 from raytrec.common.collectives import Peers, RoundTrip
-from raytrec.compat.torch_ import Shard, ShardedTensor, ShardMetadata, sharded_tensor
+from raytrec.compat.torch_ import Shard, ShardedTensor, ShardMetadata, make_sharded_tensor
 from raytrec.config.schema import Table
-from raytrec.embeddings.hashing import count_by_owner, keys_of, unhash_bits
-from raytrec.embeddings.managed.key_map import Entries, Free, MapState
+from raytrec.embeddings.hashing import count_by_owner, ids_to_keys, unhash_bits
+from raytrec.embeddings.managed.key_map import FreeRows, KeyEntries, MapState
 from raytrec.embeddings.managed.row_map import RowMap
 from raytrec.scoring.lookups import IdRows
 
 ROWS, WAITING = ("row", "sightings", "last"), ("sightings", "last")
 
 
-def saved_ids(maps: Mapping[str, RowMap]) -> tuple[State, dict[str, Any]]:
+def gather_ids(maps: Mapping[str, RowMap]) -> tuple[State, dict[str, Any]]:
     """Return the managed ids of all tables and their entry in the index; a collective.
 
     Args:
@@ -47,8 +47,8 @@ def saved_ids(maps: Mapping[str, RowMap]) -> tuple[State, dict[str, Any]]:
         rows, waiting = state.rows.in_order(), state.waiting.in_order()
         device = rows.keys.device
         sizes = peers.stack(torch.tensor([len(rows), len(waiting)], device=device)).T.tolist()
-        tensors |= _columns(f"ids/{table}/", rows, ROWS, sizes[0], peers)
-        tensors |= _columns(f"ids/{table}/waiting_", waiting, WAITING, sizes[1], peers)
+        tensors |= _to_columns(f"ids/{table}/", rows, ROWS, sizes[0], peers)
+        tensors |= _to_columns(f"ids/{table}/waiting_", waiting, WAITING, sizes[1], peers)
         if len(state.free.left):
             tensors[f"ids/{table}/left"] = state.free.left.cpu().clone()
         about[table] = {
@@ -60,8 +60,8 @@ def saved_ids(maps: Mapping[str, RowMap]) -> tuple[State, dict[str, Any]]:
     return tensors, {"ids": about} if about else {}
 
 
-def ids_to_read(about: Mapping[str, Any], tables: Mapping[str, object]) -> State:
-    """Return empty tensors for the ids saved by `saved_ids`, of which each rank reads a part.
+def allocate_ids(about: Mapping[str, Any], tables: Mapping[str, object]) -> State:
+    """Return empty tensors for the ids saved by `gather_ids`, of which each rank reads a part.
 
     Args:
         about: Entry "about" of the index.
@@ -70,35 +70,37 @@ def ids_to_read(about: Mapping[str, Any], tables: Mapping[str, object]) -> State
     peers, tensors = Peers(), {}
     for table in tables:
         sizes = about["ids"][table]
-        for names, count in _names(table, sizes):
+        for names, count in _list_tensor_names(table, sizes):
             starts = [count * rank // peers.world for rank in range(peers.world + 1)]
             parts = [end - start for start, end in pairwise(starts)]
             for name in names if count else ():
-                tensors[name] = _sharded(torch.empty(parts[peers.rank], dtype=torch.int64), parts, peers)
+                tensors[name] = _to_sharded(torch.empty(parts[peers.rank], dtype=torch.int64), parts, peers)
         if sizes["left"]:
             tensors[f"ids/{table}/left"] = torch.empty(sizes["left"], dtype=torch.int64)
     return tensors
 
 
-def take_over_ids(
+def load_ids(
     maps: Mapping[str, RowMap], tensors: State, about: Mapping[str, Any], *, new_run: bool = False
 ) -> None:
-    """Load maps, which must be empty, from the tensors of `ids_to_read`; a collective.
+    """Load maps, which must be empty, from the tensors of `allocate_ids`; a collective.
 
     Args:
         maps: Table → this rank's part of its map.
-        tensors: Tensors of `ids_to_read`, after they have been read.
+        tensors: Tensors of `allocate_ids`, after they have been read.
         about: Entry "about" of the index.
         new_run: True for a run that begins: all ids count as last seen before its first step.
     """
     for table, part in maps.items():
         sizes, device = about["ids"][table], part.device
-        rows, waiting = (_owned(names, tensors, device) for names, _ in _names(table, sizes))
+        rows, waiting = (
+            _send_to_owners(names, tensors, device) for names, _ in _list_tensor_names(table, sizes)
+        )
         left = tensors.get(f"ids/{table}/left", torch.empty(0, dtype=torch.int64)).to(device)
         if new_run:
             for entries in (rows, waiting):
                 entries.fields["last"].fill_(-1)
-        part.load(MapState(rows, waiting, Free(sizes["handed"], left)))
+        part.load(MapState(rows, waiting, FreeRows(sizes["handed"], left)))
 
 
 def load_with_ids(
@@ -115,17 +117,17 @@ def load_with_ids(
     Args:
         folder: Folder of the checkpoint.
         tensors: As in `load`.
-        maps: As in `take_over_ids`.
+        maps: As in `load_ids`.
         about: Entry "about" of the checkpoint's index.
         rows: As in `load`.
-        new_run: As in `take_over_ids`.
+        new_run: As in `load_ids`.
     """
-    ids = ids_to_read(about, maps)
+    ids = allocate_ids(about, maps)
     load(folder, tensors | ids, rows)
-    take_over_ids(maps, ids, about, new_run=new_run)
+    load_ids(maps, ids, about, new_run=new_run)
 
 
-def stored_rows(
+def find_stored_rows(
     folder: str, index: Mapping[str, Any], name: str, table: Table, ids: torch.Tensor
 ) -> torch.Tensor:
     """Return the rows of ids in a checkpoint, int64 [n]; needs no process group.
@@ -138,7 +140,7 @@ def stored_rows(
         ids: Ids to look up, int64 [n].
     """
     saved = ids_of(folder, index, name, ("id", "row"))
-    return IdRows(table, keys_of(saved["id"]), saved["row"])(ids)
+    return IdRows(table, ids_to_keys(saved["id"]), saved["row"])(ids)
 
 
 def ids_of(
@@ -161,22 +163,24 @@ def ids_of(
     return columns
 
 
-def _names(table: str, sizes: Mapping[str, int]) -> list[tuple[list[str], int]]:
+def _list_tensor_names(table: str, sizes: Mapping[str, int]) -> list[tuple[list[str], int]]:
     """Return (names of tensors, length) for ids with a row and for waiting ids."""
     of_rows = [f"ids/{table}/{name}" for name in ("id", *ROWS)]
     of_waiting = [f"ids/{table}/waiting_{name}" for name in ("id", *WAITING)]
     return [(of_rows, sizes["rows"]), (of_waiting, sizes["waiting"])]
 
 
-def _columns(prefix: str, entries: Entries, names: tuple[str, ...], sizes: list[int], peers: Peers) -> State:
+def _to_columns(
+    prefix: str, entries: KeyEntries, names: tuple[str, ...], sizes: list[int], peers: Peers
+) -> State:
     """Return the entries of all ranks, concatenated in the order of ranks: name → int64 [Σ sizes]."""
     if not sum(sizes):
         return {}
     columns = {"id": unhash_bits(entries.keys)} | {name: entries.fields[name].long() for name in names}
-    return {f"{prefix}{name}": _sharded(values.cpu(), sizes, peers) for name, values in columns.items()}
+    return {f"{prefix}{name}": _to_sharded(values.cpu(), sizes, peers) for name, values in columns.items()}
 
 
-def _sharded(values: torch.Tensor, sizes: list[int], peers: Peers) -> ShardedTensor:
+def _to_sharded(values: torch.Tensor, sizes: list[int], peers: Peers) -> ShardedTensor:
     """Return a tensor [Σ sizes] of which each rank has its own number of consecutive values."""
     everywhere, start, mine = [], 0, []
     for rank, size in enumerate(sizes):
@@ -184,17 +188,17 @@ def _sharded(values: torch.Tensor, sizes: list[int], peers: Peers) -> ShardedTen
             everywhere.append(ShardMetadata([start], [size], f"rank:{rank}/cpu"))
             mine += [Shard(values, everywhere[-1])] if rank == peers.rank else []
         start += size
-    return sharded_tensor(mine, everywhere, (start,), values.dtype)
+    return make_sharded_tensor(mine, everywhere, (start,), values.dtype)
 
 
-def _owned(names: list[str], tensors: State, device: torch.device) -> Entries:
+def _send_to_owners(names: list[str], tensors: State, device: torch.device) -> KeyEntries:
     """Return the entries that this rank owns among those read by all ranks; a collective."""
     peers = Peers()
     local = [tensors[name].local_shards() if name in tensors else [] for name in names]
     nothing = torch.empty(0, dtype=torch.int64)
     columns = torch.stack([shards[0].tensor if shards else nothing for shards in local], 1).to(device)
-    keys = keys_of(columns[:, 0])
+    keys = ids_to_keys(columns[:, 0])
     sizes = count_by_owner(torch.zeros_like(keys), keys, 1, peers.world)
     ids, *fields = RoundTrip(columns, sizes, peers).received.unbind(1)
     kinds = [name.rpartition("/")[2].removeprefix("waiting_") for name in names[1:]]
-    return Entries(keys_of(ids), dict(zip(kinds, fields, strict=True)))
+    return KeyEntries(ids_to_keys(ids), dict(zip(kinds, fields, strict=True)))

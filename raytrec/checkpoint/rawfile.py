@@ -19,12 +19,12 @@ from raytrec.checkpoint.index import ITEM_BYTES, CheckpointError, is_local, reas
 from raytrec.common.reading import open_regular, retry_read
 from raytrec.common.storage import join_uri, open_filesystem, sync
 
-ALIGNMENT = 64  # bytes
-SEND_BYTES = 32 << 20  # bytes after which the disk starts to write
+ALIGNMENT_BYTES = 64  # bytes
+WRITEBACK_INTERVAL_BYTES = 32 << 20  # bytes after which the disk starts to write
 SYNC_FILE_RANGE_WRITE = 2  # flag of Linux
 # Blocks read concurrently. On a disk, two: one is read while the other is checked. An object store has a
 # high latency, so that its speed depends on the number of concurrent requests.
-READS, REMOTE_READS = 2, 8
+MAX_LOCAL_READS, MAX_REMOTE_READS = 2, 8
 
 
 def make_folder(folder: str) -> None:
@@ -44,7 +44,7 @@ def make_folder(folder: str) -> None:
             sync(each.parent)
 
 
-class Sink:
+class RawFileWriter:
     """New file that is written from start to end. A local file is removed after an error.
 
     Attributes:
@@ -65,7 +65,7 @@ class Sink:
         else:
             self._file = filesystem.open_output_stream(path)
 
-    def __enter__(self) -> Sink:
+    def __enter__(self) -> RawFileWriter:
         return self
 
     def __exit__(self, kind, *_) -> None:
@@ -78,7 +78,7 @@ class Sink:
 
     def align(self) -> int:
         """Pad the file to the next possible start of a chunk, and return that offset in bytes."""
-        if gap := -self.size % ALIGNMENT:
+        if gap := -self.size % ALIGNMENT_BYTES:
             self.write(memoryview(bytes(gap)))
         return self.size
 
@@ -87,7 +87,7 @@ class Sink:
         self.size += len(data)
         while len(data):
             data = data[self._file.write(data) :]
-        if self._local and self.size - self._sent >= SEND_BYTES:
+        if self._local and self.size - self._sent >= WRITEBACK_INTERVAL_BYTES:
             # Without this call, Linux may not write to the disk until the final sync. Errors, and systems
             # without the call, are ignored. (posix_fadvise would drop part of the file from the cache.)
             if begin := getattr(ctypes.CDLL(None), "sync_file_range", None):
@@ -116,7 +116,7 @@ class Source:
         self._uri = join_uri(folder, name)
         filesystem, path = open_filesystem(self._uri)
         self._local = is_local(filesystem)
-        self.reads = READS if self._local else REMOTE_READS
+        self.reads = MAX_LOCAL_READS if self._local else MAX_REMOTE_READS
         opening = partial(filesystem.open_input_file, path)
         self._file: Any = open_regular(path) if self._local else retry_read(self._uri, opening)
 
@@ -197,7 +197,7 @@ class StoredChunk:
         return into
 
 
-def chunks_of(fqn: str, entry: dict[str, Any]) -> list[StoredChunk]:
+def parse_chunks(fqn: str, entry: dict[str, Any]) -> list[StoredChunk]:
     """Return the chunks of a tensor from its entry in an index."""
     dtype = entry["dtype"]
     return [
@@ -206,7 +206,7 @@ def chunks_of(fqn: str, entry: dict[str, Any]) -> list[StoredChunk]:
     ]
 
 
-def open_source(folder: str, name: str, where: str | None = None) -> Source:
+def open_data_file(folder: str, name: str, where: str | None = None) -> Source:
     """Open a file of a checkpoint for reading.
 
     Args:

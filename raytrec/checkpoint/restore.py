@@ -15,25 +15,25 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from raytrec.checkpoint.files import indexes
 from raytrec.checkpoint.index import CheckpointError
-from raytrec.checkpoint.state import LogicalState, State, not_finite, on_any_rank
+from raytrec.checkpoint.state import LogicalState, State, find_nonfinite, summarize_over_ranks
 from raytrec.checkpoint.storage import ShardReader
-from raytrec.common.errors import root_cause
+from raytrec.common.errors import get_root_cause
 
 
 @dataclass
-class Restored:
+class RestoreResult:
     """Result of `restore`.
 
     Attributes:
         folder: Folder of the restored checkpoint; None if the run has no checkpoint.
         about: Entry "about" of its index.
-        passed_over: Reasons why newer checkpoints were not used.
+        skip_reasons: Reasons why newer checkpoints were not used.
         more: Tensors that have been read in addition to the model's.
     """
 
     folder: str | None = None
     about: dict[str, Any] = field(default_factory=dict)
-    passed_over: list[str] = field(default_factory=list)
+    skip_reasons: list[str] = field(default_factory=list)
     more: State = field(default_factory=dict)
 
 
@@ -42,7 +42,7 @@ def restore(
     state: LogicalState,
     why_not: Callable[[dict[str, Any]], str | None] = lambda about: None,
     more: Callable[[dict[str, Any]], State] = lambda about: {},
-) -> Restored:
+) -> RestoreResult:
     """Load the newest valid checkpoint into a model; a collective.
 
     Checkpoints that are incomplete, damaged or not finite are skipped.
@@ -56,19 +56,19 @@ def restore(
     Raises:
         CheckpointError: There are complete checkpoints, and none of them can be read.
     """
-    out, unreadable = Restored(), 0
-    for folder, about, reason in _from_first_rank(root, why_not):
+    out, unreadable = RestoreResult(), 0
+    for folder, about, reason in _broadcast_checkpoints(root, why_not):
         if reason:
-            out.passed_over.append(reason)
+            out.skip_reasons.append(reason)
             continue
         try:
             out.more = more(about)
             load(folder, state.tensors() | out.more)
             # Training from a state with NaN or infinity would yield NaN or infinity.
-            if found := on_any_rank(not_finite(state.tensors(), state.unbounded)):
+            if found := summarize_over_ranks(find_nonfinite(state.tensors(), state.unbounded)):
                 raise CheckpointError(f"the checkpoint is NaN or infinite: {found}", where=folder)
         except CheckpointError as error:
-            out.passed_over.append(f"{error.what} ({error.where})")
+            out.skip_reasons.append(f"{error.what} ({error.where})")
             unreadable += 1
             continue
         state.written()
@@ -76,7 +76,7 @@ def restore(
         return out
     if unreadable:
         raise CheckpointError(
-            f"none of {unreadable} checkpoints can be read: " + "; ".join(out.passed_over),
+            f"none of {unreadable} checkpoints can be read: " + "; ".join(out.skip_reasons),
             where=root,
             do="bring one of them back from a copy, or remove them to start over",
         )
@@ -97,12 +97,12 @@ def load(folder: str, tensors: State, rows: dict[str, int] | None = None) -> Non
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # deprecations inside torch that users cannot act on
-            dcp.load(tensors, storage_reader=_FirstRows(folder, rows or {}))
+            dcp.load(tensors, storage_reader=_FirstRowsReader(folder, rows or {}))
     except (Exception, CheckpointException) as error:  # torch's is a BaseException
-        cause = root_cause(error)
+        cause = get_root_cause(error)
         if isinstance(cause, CheckpointError):
             raise cause from None
-        if found := _planned(error):
+        if found := _find_planning_error(error):
             raise CheckpointError(
                 f"the checkpoint does not hold what the model needs: {found}",
                 where=folder,
@@ -112,14 +112,14 @@ def load(folder: str, tensors: State, rows: dict[str, int] | None = None) -> Non
         raise
 
 
-def _planned(error: BaseException) -> str | None:
+def _find_planning_error(error: BaseException) -> str | None:
     """Return torch's message about a tensor that is missing or has another shape; None for other errors."""
     inner = [f[0] for f in getattr(error, "failures", {}).values()] or [error]
     words = [(str(each).splitlines() or [""])[0] for each in inner]
     return next((w for w in words if "Missing key in checkpoint" in w or "ize mismatch" in w), None)
 
 
-class _FirstRows(ShardReader):
+class _FirstRowsReader(ShardReader):
     """Reader that sees only the first rows of some tables of a checkpoint."""
 
     def __init__(self, folder: str, rows: dict[str, int]):
@@ -145,7 +145,7 @@ class _FirstRows(ShardReader):
         return metadata
 
 
-def _from_first_rank(root: str, why_not: Callable) -> list[tuple[str, dict, str | None]]:
+def _broadcast_checkpoints(root: str, why_not: Callable) -> list[tuple[str, dict, str | None]]:
     """Return (folder, about, reason why it is incomplete or None) of all checkpoints, the newest first.
 
     All ranks get the list that rank 0 reads.

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from raytrec.checkpoint.index import CheckpointError
-from raytrec.checkpoint.rawfile import Source, StoredChunk, chunks_of, open_source, read_block
+from raytrec.checkpoint.rawfile import Source, StoredChunk, open_data_file, parse_chunks, read_block
 from raytrec.common.errors import RunError, SchemaError, hint
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema, Table
 
-STORED = {"float64": "<f8", "float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
+NUMPY_DTYPES = {"float64": "<f8", "float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
 TENSOR_KEY = "tables/{}/{}"
 
 
@@ -51,20 +51,20 @@ class StoredTable:
     ):
         entry = index["tensors"].get(TENSOR_KEY.format(name, kind))
         if entry is None:
-            names = table_names(index)
+            names = list_table_names(index)
             expected = ", ".join(names)
             raise RunError(f"there is no table '{name}'{hint(name, names)}", where=folder, expected=expected)
-        if entry["dtype"] not in STORED:
-            raise CheckpointError(f"table {name} is of {entry['dtype']}", expected=", ".join(STORED))
-        self.rows, self.dim = _two(entry["shape"], 1)
+        if entry["dtype"] not in NUMPY_DTYPES:
+            raise CheckpointError(f"table {name} is of {entry['dtype']}", expected=", ".join(NUMPY_DTYPES))
+        self.rows, self.dim = _to_rows_and_columns(entry["shape"], 1)
         self._files = ExitStack()
         sources: dict[str, Source] = {}
         self._chunks = []
-        for chunk in chunks_of(TENSOR_KEY.format(name, kind), entry):
+        for chunk in parse_chunks(TENSOR_KEY.format(name, kind), entry):
             if chunk.file not in sources:
-                sources[chunk.file] = self._files.enter_context(open_source(folder, chunk.file))
+                sources[chunk.file] = self._files.enter_context(open_data_file(folder, chunk.file))
             block_bytes = index["block_bytes"] if checked else None
-            self._chunks.append(_Chunk(sources[chunk.file], chunk, block_bytes, folder))
+            self._chunks.append(_ChunkReader(sources[chunk.file], chunk, block_bytes, folder))
 
     def __enter__(self) -> StoredTable:
         return self
@@ -97,14 +97,14 @@ class StoredTable:
         return found[places]
 
 
-def table_names(index: dict[str, Any]) -> list[str]:
+def list_table_names(index: dict[str, Any]) -> list[str]:
     """Return the names of the tables in a checkpoint, sorted."""
     head, tail = TENSOR_KEY.format("\0", "weight").split("\0")
     names = [n for n in index["tensors"] if n.startswith(head) and n.endswith(tail)]
     return sorted(name.removeprefix(head).removesuffix(tail) for name in names)
 
 
-class _Chunk:
+class _ChunkReader:
     """Shard of a table in a file. The last block is cached, because the next rows may start in it.
 
     Args:
@@ -116,9 +116,9 @@ class _Chunk:
 
     def __init__(self, source: Source, chunk: StoredChunk, block_bytes: int | None, folder: str):
         self._source, self._chunk, self._folder = source, chunk, folder
-        self._dtype, self._block_bytes = np.dtype(STORED[chunk.dtype]), block_bytes
-        self._first, self._column = _two(chunk.offsets, 0)
-        self._rows, self._columns = _two(chunk.sizes, 1)
+        self._dtype, self._block_bytes = np.dtype(NUMPY_DTYPES[chunk.dtype]), block_bytes
+        self._first, self._column = _to_rows_and_columns(chunk.offsets, 0)
+        self._rows, self._columns = _to_rows_and_columns(chunk.sizes, 1)
         self._number, self._block = -1, memoryview(b"")
 
     def into(self, band: np.ndarray, first: int) -> None:
@@ -148,13 +148,13 @@ class _Chunk:
         return (values.astype("<u4") << 16).view("<f4") if self._chunk.dtype == "bfloat16" else values
 
 
-def _two(numbers: Sequence[int], second: int) -> tuple[int, int]:
+def _to_rows_and_columns(numbers: Sequence[int], second: int) -> tuple[int, int]:
     """Return (rows, columns), with `second` as the columns of a one-dimensional tensor."""
     return numbers[0], numbers[1] if len(numbers) > 1 else second
 
 
 @dataclass(frozen=True)
-class TableStart:
+class TableWarmStart:
     """Start of a new run's table from a checkpoint.
 
     Attributes:
@@ -168,7 +168,7 @@ class TableStart:
     note: str | None
 
 
-def table_starts(config: RunConfig, before: Schema, schema: Schema) -> dict[str, TableStart]:
+def resolve_warm_starts(config: RunConfig, before: Schema, schema: Schema) -> dict[str, TableWarmStart]:
     """Return the start of each table under warm_start.tables, including tables only in the checkpoint.
 
     Raises:
@@ -178,25 +178,25 @@ def table_starts(config: RunConfig, before: Schema, schema: Schema) -> dict[str,
     for table in {**before.tables, **schema.tables}:
         fitting = [policy for key, policy in config.warm_start.tables.items() if fnmatchcase(table, key)]
         policy = fitting[-1] if fitting else "exact"  # the last matching pattern
-        starts[table] = _start(table, before.tables.get(table), schema.tables.get(table), policy)
+        starts[table] = _resolve_warm_start(table, before.tables.get(table), schema.tables.get(table), policy)
     return starts
 
 
-def _start(table: str, old: Table | None, new: Table | None, policy: str) -> TableStart:
-    had, has = (_in_words(each) if each else "none" for each in (old, new))
+def _resolve_warm_start(table: str, old: Table | None, new: Table | None, policy: str) -> TableWarmStart:
+    had, has = (_describe_table(each) if each else "none" for each in (old, new))
     if new is None and policy == "drop":
-        return TableStart("drop", 0, f"table {table} ({had}) of the checkpoint is dropped")
+        return TableWarmStart("drop", 0, f"table {table} ({had}) of the checkpoint is dropped")
     if new is not None and policy == "new":
-        return TableStart("new", 0, f"table {table} ({has}) gets its initial values")
+        return TableWarmStart("new", 0, f"table {table} ({has}) gets its initial values")
     managed = [t for t in (old, new) if t and t.ids]
     alike = len(managed) != 1 and (not managed or old.own_rows == new.own_rows)
     if old and new and alike and (old.rows, old.dim) == (new.rows, new.dim):
-        return TableStart("exact", new.rows, None)
+        return TableWarmStart("exact", new.rows, None)
     if old and new and not managed and old.dim == new.dim and policy == "resize":
         more = new.rows - old.rows
         dropped = f"the checkpoint's last {-more:,} rows are dropped"
         rest = f"{more:,} rows get their initial values" if more > 0 else dropped
-        return TableStart("resize", min(old.rows, new.rows), f"table {table}: {rest}")
+        return TableWarmStart("resize", min(old.rows, new.rows), f"table {table}: {rest}")
     fits = old and new and not managed and old.dim == new.dim
     fitting = "drop" if new is None else "resize" if fits else "new"
     raise SchemaError(
@@ -207,7 +207,7 @@ def _start(table: str, old: Table | None, new: Table | None, policy: str) -> Tab
     )
 
 
-def _in_words(table: Table) -> str:
+def _describe_table(table: Table) -> str:
     size = f"{table.rows:,} × {table.dim}"
     if not table.ids:
         return size

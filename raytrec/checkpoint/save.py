@@ -24,14 +24,14 @@ from raytrec.checkpoint.files import (
     keep,
     remove_incomplete,
     remove_oldest,
-    remove_others,
+    remove_other_attempts,
 )
 from raytrec.checkpoint.index import NoRoom
-from raytrec.checkpoint.snapshot import HostCopy, RowSnapshot
-from raytrec.checkpoint.state import State, not_finite, on_any_rank
+from raytrec.checkpoint.snapshot import HostStateBuffer, RowSnapshot
+from raytrec.checkpoint.state import State, find_nonfinite, summarize_over_ranks
 from raytrec.checkpoint.storage import ShardWriter
 from raytrec.common.collectives import Peers
-from raytrec.common.errors import RunError, root_cause
+from raytrec.common.errors import RunError, get_root_cause
 from raytrec.compat.torch_ import ShardedTensor, local_parts
 from raytrec.config.training import CheckpointSection
 from raytrec.metrics.selection import Figure
@@ -39,7 +39,7 @@ from raytrec.metrics.selection import Figure
 SLACK_BYTES = 1 << 20  # reserved on a disk for the index and Ray Train's notes of checkpoints
 
 
-class NotFinite(RunError):
+class NonfiniteStateError(RunError):
     """Error for a state that is not saved because it contains NaN or infinity."""
 
 
@@ -64,7 +64,7 @@ class Saved:
     seconds: float
 
 
-class Saver:
+class CheckpointWriter:
     """Writer of checkpoints of this rank's part of a run; the constructor and each `save` are collectives.
 
     Args:
@@ -88,14 +88,14 @@ class Saver:
         rows: RowSnapshot | None = None,
     ):
         self._root, self._config, self._confirm, self._unbounded = root, config, confirm, unbounded
-        self._best, self._rows = best, rows
-        self._cramped = False  # True if older checkpoints had to be removed first
+        self._select_best, self._rows = best, rows
+        self._has_removed = False  # True if older checkpoints had to be removed first
         # A separate group, because its collectives run concurrently with those of training; gloo, because the
         # tensors are in host memory.
         self._group = dist.new_group(backend="gloo")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._running: Future[Saved] | None = None
-        self._host = HostCopy()
+        self._host = HostStateBuffer()
         self.last_step: int | None = None
 
     @property
@@ -119,7 +119,7 @@ class Saver:
         attempt = [uuid.uuid4().hex[:8]]
         dist.broadcast_object_list(attempt, group=self._group)
         if self._config.async_save:
-            tensors = self._keep(tensors)
+            tensors = self._protect(tensors)
         tensors = {**tensors, **(copied or {})}
         blocked = perf_counter() - began
         self.last_step = step
@@ -127,7 +127,7 @@ class Saver:
         if not self._config.async_save:
             self._running.result()
 
-    def _keep(self, tensors: State) -> State:
+    def _protect(self, tensors: State) -> State:
         """Return the same values, protected from changes by training."""
         rows = self._rows
         if rows is None:
@@ -154,7 +154,9 @@ class Saver:
         folder = folder_of(self._root, step)
         notes = [self._host.note] if self._host.note else []
         try:
-            error = self._refused(tensors, step) or self._store(folder, attempt, tensors, about, notes)
+            error = self._find_nonfinite_error(tensors, step) or self._store(
+                folder, attempt, tensors, about, notes
+            )
         except Exception as failure:  # an error of the exchange between ranks
             error = RunError(str(failure), where=folder)
         finally:
@@ -162,13 +164,13 @@ class Saver:
                 self._rows.end()
         return Saved(step, folder, error, "; ".join(notes) or None, blocked, perf_counter() - began)
 
-    def _refused(self, tensors: State, step: int) -> NotFinite | None:
+    def _find_nonfinite_error(self, tensors: State, step: int) -> NonfiniteStateError | None:
         """Return an error if this state must not be saved, the same on all ranks; None otherwise."""
         pieces_of = self._rows.pieces if self._rows else pieces
-        found = on_any_rank(not_finite(tensors, self._unbounded, pieces_of), self._group)
+        found = summarize_over_ranks(find_nonfinite(tensors, self._unbounded, pieces_of), self._group)
         if found is None:
             return None
-        return NotFinite(
+        return NonfiniteStateError(
             f"the state of step {step} is NaN or infinite: {found}",
             where=f"step {step}",
             expected="finite weights and optimizer state; nothing else is saved as a checkpoint",
@@ -185,20 +187,20 @@ class Saver:
         needed = self._make_room(tensors, notes)
         for number in count():
             name = f"{attempt}{number:02x}"
-            error = self._try(folder, name, tensors, about)
+            error = self._write_attempt(folder, name, tensors, about)
             if dist.get_rank() == 0:
-                self._tidy(folder, name, error, notes)
+                self._clean_up(folder, name, error, notes)
             if not isinstance(error, NoRoom):
                 return error
             last: list[RunError | None] = [None]
             if dist.get_rank() == 0 and not self._remove_oldest(notes):
-                last = [self._explained(error, needed)]
+                last = [self._add_sizes(error, needed)]
             dist.broadcast_object_list(last, group=self._group)
             if last[0] is not None:
                 return last[0]
         return None
 
-    def _try(self, folder: str, attempt: str, tensors: State, about: dict) -> RunError | None:
+    def _write_attempt(self, folder: str, attempt: str, tensors: State, about: dict) -> RunError | None:
         try:
             read = self._rows.blocks if self._rows else blocks
             writer = ShardWriter(folder, attempt, about, self._confirm, read)
@@ -206,7 +208,7 @@ class Saver:
             planner = DefaultSavePlanner(flatten_state_dict=False)
             dcp.save(tensors, storage_writer=writer, planner=planner, process_group=self._group)
         except (Exception, CheckpointException) as failure:  # torch's is a BaseException
-            cause = root_cause(failure)
+            cause = get_root_cause(failure)
             return cause if isinstance(cause, RunError) else RunError(str(cause), where=folder)
         return None
 
@@ -234,19 +236,19 @@ class Saver:
         """Remove an older checkpoint and return True if there was one; called on rank 0."""
         try:
             self._confirm()
-            removed = remove_oldest(self._root, self._config.keep_best, self._best)
+            removed = remove_oldest(self._root, self._config.keep_best, self._select_best)
         except (OSError, RunError) as failure:
             notes.append(f"older checkpoints could not be removed: {str(failure).splitlines()[0]}")
             return False
-        if removed and not self._cramped:
-            self._cramped = True
+        if removed and not self._has_removed:
+            self._has_removed = True
             notes.append(
                 f"there is no room for a checkpoint in addition to {self._config.keep_last} others "
                 f"(checkpoint.keep_last): the oldest is removed before a new one is written, now {removed}"
             )
         return removed is not None
 
-    def _explained(self, error: NoRoom, needed: int) -> NoRoom:
+    def _add_sizes(self, error: NoRoom, needed: int) -> NoRoom:
         free = free_bytes(self._root)
         there = "" if free is None else f", and {free / 2**20:,.1f} MiB are free"
         return NoRoom(
@@ -257,12 +259,12 @@ class Saver:
             "when there is a newer one: even checkpoint.keep_last=1 needs room for two",
         )
 
-    def _tidy(self, folder: str, attempt: str, error: RunError | None, notes: list[str]) -> None:
+    def _clean_up(self, folder: str, attempt: str, error: RunError | None, notes: list[str]) -> None:
         if error is not None:
             return discard(folder, attempt)
         try:
             self._confirm()
-            remove_others(folder, attempt)
-            keep(self._root, self._config.keep_last, self._config.keep_best, self._best)
+            remove_other_attempts(folder, attempt)
+            keep(self._root, self._config.keep_last, self._config.keep_best, self._select_best)
         except (OSError, RunError) as failure:
             notes.append(f"older checkpoints could not be removed: {str(failure).splitlines()[0]}")

@@ -19,22 +19,22 @@ import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from raytrec.checkpoint.blocks import blocks, is_plain, memory, pieces
+from raytrec.checkpoint.blocks import blocks, is_host_contiguous, memory, pieces
 from raytrec.checkpoint.state import State
-from raytrec.common.memory import bring_in
-from raytrec.compat.fbgemm import fbgemm_of
-from raytrec.compat.torch_ import ShardedTensor, local_parts, with_local_shards
-from raytrec.compat.torchrec_ import sharded_kernels, tables_of
+from raytrec.common.memory import prefetch_pages
+from raytrec.compat.fbgemm import find_fused_lookup
+from raytrec.compat.torch_ import ShardedTensor, local_parts, replace_local_shards
+from raytrec.compat.torchrec_ import iterate_sharded_kernels, tables_of
 from raytrec.embeddings.tables import Table
 
 if TYPE_CHECKING:
     from torchrec.distributed.model_parallel import DistributedModelParallel
 
 SHARE = 0.1  # largest share of a table's bytes for the places and values of rows set aside
-LEAST_BYTES = 8 << 20  # the same limit for small tables
-LOOK_S = 1.0  # between two calls of `patient` while training waits
-ALIGNMENT = 64  # of the start of a tensor, in bytes
-PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device
+MIN_ASIDE_BYTES = 8 << 20  # the same limit for small tables
+WAIT_INTERVAL_S = 1.0  # between two calls of `patient` while training waits
+ALIGNMENT_BYTES = 64  # of the start of a tensor, in bytes
+CUDA_HOST_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device
 
 
 class RowSnapshot:
@@ -56,16 +56,16 @@ class RowSnapshot:
         patient: Callable[[], None] = lambda: None,
     ):
         self._patient, self._changed, self._begun = patient, Condition(), False
-        self._shards: dict[str, _Shard] = {}  # table → this rank's part
-        for kernel in sharded_kernels(model):
-            if fbgemm_of(kernel) is None:
+        self._shards: dict[str, _ShardSnapshot] = {}  # table → this rank's part
+        for kernel in iterate_sharded_kernels(model):
+            if find_fused_lookup(kernel) is None:
                 continue
             names = {table.name for table in tables_of(kernel)}
             for name in names:
                 parts = [tables[name].weight, *tables[name].state.values()]
                 live = [shard.values for part in parts for shard in part.local]
-                if live and live[0].numel() and all(is_plain(values) for values in live):
-                    self._shards[name] = _Shard(live)
+                if live and live[0].numel() and all(is_host_contiguous(values) for values in live):
+                    self._shards[name] = _ShardSnapshot(live)
             if names & self._shards.keys():
                 kernel.register_forward_pre_hook(self._before_lookup)
         self._place = {
@@ -120,7 +120,7 @@ class RowSnapshot:
         for first in range(0, len(tensor), count):
             yield self._read(tensor, first, min(first + count, len(tensor)), buffer)
 
-    def set_aside(self, table: str, rows: torch.Tensor) -> None:
+    def preserve_rows(self, table: str, rows: torch.Tensor) -> None:
         """Preserve the values of rows during a save; call before rows are written other than by training.
 
         Args:
@@ -131,18 +131,18 @@ class RowSnapshot:
         if shard is None or not self._begun:
             return
         with self._changed:
-            while self._begun and not shard.set_aside(rows):
-                self._changed.wait(LOOK_S)
+            while self._begun and not shard.preserve_rows(rows):
+                self._changed.wait(WAIT_INTERVAL_S)
                 self._patient()
 
     def _read(self, tensor: torch.Tensor, first: int, last: int, buffer: torch.Tensor) -> torch.Tensor:
         shard, number = self._place[tensor.data_ptr()]
         wanted = tensor[first:last]
-        bring_in(wanted.data_ptr(), wanted.nbytes)
+        prefetch_pages(wanted.data_ptr(), wanted.nbytes)
         # Rows that change during the copy have been set aside before; the saved values overwrite them.
         part = buffer[: last - first].copy_(wanted)
         with self._changed:
-            shard.put_back(number, first, part)
+            shard.restore_preserved(number, first, part)
         return part
 
     def _before_lookup(self, kernel: nn.Module, inputs: tuple) -> None:
@@ -154,10 +154,10 @@ class RowSnapshot:
         ends = offsets[:: (len(offsets) - 1) // len(names)].tolist()
         for name in dict.fromkeys(names):
             ids = [features.values()[ends[k] : ends[k + 1]] for k, n in enumerate(names) if n == name]
-            self.set_aside(name, torch.cat(ids).long())
+            self.preserve_rows(name, torch.cat(ids).long())
 
 
-class _Shard:
+class _ShardSnapshot:
     """A rank's part of a table.
 
     Args:
@@ -173,7 +173,7 @@ class _Shard:
     def begin(self) -> None:
         rows, size = len(self.live[0]), sum(values.nbytes for values in self.live)
         self._slots = torch.full((rows,), -1, dtype=torch.int32)
-        room = max(LEAST_BYTES, int(SHARE * size) - self._slots.nbytes) // (size // rows)
+        room = max(MIN_ASIDE_BYTES, int(SHARE * size) - self._slots.nbytes) // (size // rows)
         # The system allocates pages of these buffers as they are written to.
         self._aside = [values.new_empty(min(rows, room), *values.shape[1:]) for values in self.live]
         self._count = 0
@@ -181,7 +181,7 @@ class _Shard:
     def end(self) -> None:
         self._slots, self._aside = self._slots[:0].clone(), []
 
-    def set_aside(self, rows: torch.Tensor) -> bool:
+    def preserve_rows(self, rows: torch.Tensor) -> bool:
         """Preserve the rows that are not yet preserved; return False if there is no space for them."""
         new = rows[self._slots[rows] < 0].unique()
         first, end = self._count, self._count + len(new)
@@ -193,14 +193,14 @@ class _Shard:
         self._count = end
         return True
 
-    def put_back(self, number: int, first: int, part: torch.Tensor) -> None:
+    def restore_preserved(self, number: int, first: int, part: torch.Tensor) -> None:
         """Overwrite preserved rows in `part`, a copy of the rows from `first` on."""
         slots = self._slots[first : first + len(part)]
         kept = (slots >= 0).nonzero().squeeze(1)
         part[kept] = self._aside[number][slots[kept].long()]
 
 
-class HostCopy:
+class HostStateBuffer:
     """Buffer for one copy of the state, of exactly that size, which is reused by every save.
 
     Copies from a GPU only run at full speed into page-locked memory. torch's pinned memory would take up to
@@ -211,7 +211,7 @@ class HostCopy:
     """
 
     def __init__(self) -> None:
-        self._memory: _Memory | None = None
+        self._memory: _HostMemory | None = None
         self._layout: list[tuple[str, torch.Size, torch.dtype, bool]] = []
         self._places: dict[str, torch.Tensor] = {}
         self.note: str | None = None
@@ -230,8 +230,10 @@ class HostCopy:
                 self._places[f"{name}/{i}"].copy_(part.detach(), non_blocking=True)
                 for i, part in enumerate(local_parts(value))
             ]
-            copies[name] = with_local_shards(value, parts) if isinstance(value, ShardedTensor) else parts[0]
-        for device in {value.device for _, value in _plain(tensors) if value.is_cuda}:
+            copies[name] = (
+                replace_local_shards(value, parts) if isinstance(value, ShardedTensor) else parts[0]
+            )
+        for device in {value.device for _, value in _iterate_local_tensors(tensors) if value.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
         return copies
 
@@ -243,15 +245,17 @@ class HostCopy:
         self._memory = None
 
     def _make_room(self, tensors: State) -> None:
-        layout = [(name, value.shape, value.dtype, value.is_cuda) for name, value in _plain(tensors)]
+        layout = [
+            (name, value.shape, value.dtype, value.is_cuda) for name, value in _iterate_local_tensors(tensors)
+        ]
         if layout == self._layout:
             return
         self.close()
         starts, total = [], 0
         for _, shape, dtype, _ in layout:
             starts.append(total)
-            total += -(-prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
-        self._memory = _Memory(total, locked=any(on_gpu for *_, on_gpu in layout))
+            total += -(-prod(shape) * dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self._memory = _HostMemory(total, locked=any(on_gpu for *_, on_gpu in layout))
         if self._memory.error:
             self.note = (
                 f"{total / 2**30:.1f} GiB for the copies of checkpoints could not be page-locked "
@@ -263,7 +267,7 @@ class HostCopy:
         self._layout = layout
 
 
-class _Memory:
+class _HostMemory:
     """Host memory in separate pages.
 
     Attributes:
@@ -280,7 +284,7 @@ class _Memory:
             return
         pages.madvise(MADV_HUGEPAGE)  # pages are locked one by one
         address, runtime = self.bytes.data_ptr(), torch.cuda.cudart()
-        if code := int(runtime.cudaHostRegister(address, len(pages), PORTABLE)):
+        if code := int(runtime.cudaHostRegister(address, len(pages), CUDA_HOST_REGISTER_PORTABLE)):
             self.error = f"cudaHostRegister: error {code}"
             return
         # Registered memory must be unregistered before it is unmapped; at exit, the CUDA driver does it.
@@ -293,7 +297,7 @@ class _Memory:
             self._unlock()
 
 
-def _plain(tensors: State) -> Iterator[tuple[str, torch.Tensor]]:
+def _iterate_local_tensors(tensors: State) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield this rank's tensors and shards by name."""
     for name, value in tensors.items():
         yield from ((f"{name}/{i}", part) for i, part in enumerate(local_parts(value)))

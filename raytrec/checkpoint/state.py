@@ -23,15 +23,20 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import KeyedOptimizer
 
 from raytrec.checkpoint.blocks import pieces
-from raytrec.checks.live.outcome import rarest_first, read
+from raytrec.checks.live.outcome import group_by_rarity, read
 from raytrec.common.collectives import Peers
-from raytrec.compat.fbgemm import fbgemm_of, set_updates_made, updates_made
-from raytrec.compat.torch_ import Shard, ShardedTensor, ShardMetadata, local_parts, sharded_tensor
-from raytrec.compat.torchrec_ import sharded_kernels, tables_of, torch_optimizers, unwrapped
-from raytrec.embeddings.optim import average_of
+from raytrec.compat.fbgemm import find_fused_lookup, get_update_count, set_update_count
+from raytrec.compat.torch_ import Shard, ShardedTensor, ShardMetadata, local_parts, make_sharded_tensor
+from raytrec.compat.torchrec_ import (
+    iterate_sharded_kernels,
+    iterate_torch_optimizers,
+    tables_of,
+    unwrap_optimizer,
+)
+from raytrec.embeddings.optim import find_dense_average
 from raytrec.embeddings.optimizers import OPTIMIZERS
 from raytrec.embeddings.pooling import table_of
-from raytrec.embeddings.tables import Parts, Table, tables
+from raytrec.embeddings.tables import ShardedValues, Table, tables
 
 State = dict[str, torch.Tensor | ShardedTensor]
 EMA_COUNT = "dense/ema/count"
@@ -56,19 +61,19 @@ class LogicalState:
     def __init__(
         self, model: DistributedModelParallel, optimizer: KeyedOptimizer, *, with_optimizer: bool = True
     ):
-        plain = unwrapped(optimizer)
+        plain = unwrap_optimizer(optimizer)
         if with_optimizer:
             _make_lazy_state(plain)
-        self._kernels = list(sharded_kernels(model))
+        self._kernels = list(iterate_sharded_kernels(model))
         self.tables: dict[str, Table] = tables(model, plain if with_optimizer else None)
         values = {fqn: value for fqn, value in model.state_dict().items() if table_of(fqn) is None}
         self.dense = {f"dense/{fqn}/value": value.detach() for fqn, value in values.items()}
-        if average := average_of(optimizer):
+        if average := find_dense_average(optimizer):
             self.dense |= {f"dense/{fqn}/ema": value for fqn, value in average.values.items()}
             self.dense[EMA_COUNT] = average.count
         buffers = {name: self.dense.get(f"dense/{name}/value") for name, _ in model.named_buffers()}
         built = {f"dense/{name}/value": value for name, value in buffers.items() if value is not None}
-        self.unbounded = frozenset(not_finite(built))
+        self.unbounded = frozenset(find_nonfinite(built))
         self._fused_steps: list[tuple[nn.Module, torch.Tensor]] = []
         if with_optimizer:
             self.dense |= {
@@ -78,7 +83,7 @@ class LogicalState:
                 for kind, value in states.items()
                 if isinstance(value, torch.Tensor)
             }
-            self.dense |= self._table_steps(model, plain)
+            self.dense |= self._collect_table_steps(model, plain)
 
     def tensors(self, rows: dict[str, int] | None = None, leave_out: Set[str] = frozenset()) -> State:
         """Return live tensors by name: ShardedTensors of sharded tables, plain tensors of replicated values.
@@ -90,7 +95,7 @@ class LogicalState:
         for kernel in self._kernels:
             kernel.flush()  # writes cached rows back to the shards
         for kernel, step in self._fused_steps:
-            step.fill_(float(updates_made(kernel)))
+            step.fill_(float(get_update_count(kernel)))
         left_out = tuple(f"tables/{table}/" for table in leave_out)
         out: State = {name: value for name, value in self.dense.items() if not name.startswith(left_out)}
         for name, table in self.tables.items():
@@ -105,18 +110,18 @@ class LogicalState:
         for kernel in self._kernels:
             kernel.purge()  # drops cached rows
         for kernel, step in self._fused_steps:
-            set_updates_made(kernel, int(step))
+            set_update_count(kernel, int(step))
 
-    def _table_steps(self, model: DistributedModelParallel, optimizer: KeyedOptimizer) -> State:
+    def _collect_table_steps(self, model: DistributedModelParallel, optimizer: KeyedOptimizer) -> State:
         """Return the number of updates of each local table whose optimizer counts them."""
         steps: State = {}
         for fqn, states in optimizer.state_dict()["state"].items():
             # torch may also count steps of other optimizers, for a learning-rate decay that is never set.
             if (table := table_of(fqn)) and self.tables[table].optimizer.counts and "step" in states:
                 steps[f"tables/{table}/step"] = states["step"]
-        for kernel in sharded_kernels(model):
+        for kernel in iterate_sharded_kernels(model):
             counting = [table for table in tables_of(kernel) if self.tables[table.name].optimizer.counts]
-            if not counting or fbgemm_of(kernel) is None:  # torch keeps the count in its state
+            if not counting or find_fused_lookup(kernel) is None:  # torch keeps the count in its state
                 continue
             step = torch.tensor(0.0)  # float32 as in torch
             steps |= {f"tables/{table.name}/step": step for table in counting}
@@ -124,7 +129,7 @@ class LogicalState:
         return steps
 
 
-def sharded(parts: Parts, rows: int | None = None) -> torch.Tensor | ShardedTensor:
+def sharded(parts: ShardedValues, rows: int | None = None) -> torch.Tensor | ShardedTensor:
     """Return parts of a table, over the live values, as torch.distributed.checkpoint expects them.
 
     Args:
@@ -149,7 +154,7 @@ def sharded(parts: Parts, rows: int | None = None) -> torch.Tensor | ShardedTens
         everywhere.append(data)
         if shard.values is not None:
             local.append(Shard(shard.values[:count], data))
-    return sharded_tensor(local, everywhere, (rows, *parts.shape[1:]), parts.dtype)
+    return make_sharded_tensor(local, everywhere, (rows, *parts.shape[1:]), parts.dtype)
 
 
 def is_average(name: str) -> bool:
@@ -164,7 +169,7 @@ def _make_lazy_state(optimizer: KeyedOptimizer) -> None:
     tensors of one device only.
     """
     known = {each.torch_class(): each for each in OPTIMIZERS.parts.values()}
-    for inner in torch_optimizers(optimizer):
+    for inner in iterate_torch_optimizers(optimizer):
         of_class = known[type(inner)]
         if not of_class.state:
             continue
@@ -179,7 +184,7 @@ def _make_lazy_state(optimizer: KeyedOptimizer) -> None:
                 state[kind] = torch.zeros_like(parameter if per == "value" else parameter[:, :1])
 
 
-def not_finite(
+def find_nonfinite(
     tensors: State,
     apart: frozenset[str] = frozenset(),
     pieces_of: Callable[[torch.Tensor, int], Iterable[torch.Tensor]] = pieces,
@@ -207,25 +212,25 @@ def not_finite(
     return list(dict.fromkeys(name for (name, _), (fine,) in zip(named, good, strict=True) if not fine))
 
 
-def on_any_rank(mine: list[str], group: dist.ProcessGroup | None = None) -> str | None:
+def summarize_over_ranks(mine: list[str], group: dist.ProcessGroup | None = None) -> str | None:
     """Return a text with the tensors named by any rank and their ranks, or None if there are none.
 
     A collective.
 
     Args:
-        mine: Result of `not_finite` on this rank.
+        mine: Result of `find_nonfinite` on this rank.
         group: Process group; None: all ranks.
     """
     peers = Peers(group=group)
     if not peers.largest(bool(mine)):
         return None
-    found = rarest_first(peers.objects(mine))
-    shown = [f"{in_words(name)} on {where}" for name, where in found[:SHOWN]]
+    found = group_by_rarity(peers.objects(mine))
+    shown = [f"{describe_tensor(name)} on {where}" for name, where in found[:SHOWN]]
     more = f"; and {len(found) - SHOWN} more tensors" if len(found) > SHOWN else ""
     return "; ".join(shown) + more
 
 
-def in_words(name: str) -> str:
+def describe_tensor(name: str) -> str:
     """Return a tensor's name for the user: `tables/user/sum` is "table user's sum".
 
     `dense/top.0.weight/value` is "top.0.weight".

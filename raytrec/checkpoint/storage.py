@@ -35,9 +35,16 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from raytrec.checkpoint.blocks import DTYPES, Target, blocks, metadata_of
+from raytrec.checkpoint.blocks import DTYPES, Target, blocks, to_metadata
 from raytrec.checkpoint.index import INDEX, CheckpointError, read_index, write_index, writing
-from raytrec.checkpoint.rawfile import Sink, Source, StoredChunk, check_files, make_folder, open_source
+from raytrec.checkpoint.rawfile import (
+    RawFileWriter,
+    Source,
+    StoredChunk,
+    check_files,
+    make_folder,
+    open_data_file,
+)
 from raytrec.common.storage import join_uri
 
 BLOCK_BYTES = 4 << 20  # unit of checksums and of reading; a multiple of the largest element
@@ -162,12 +169,12 @@ class ShardWriter(StorageWriter):
         results = []
         with ExitStack() as stack:
             stack.enter_context(writing(join_uri(self._folder, plan.storage_data)))
-            file = stack.enter_context(Sink(self._folder, plan.storage_data))
+            file = stack.enter_context(RawFileWriter(self._folder, plan.storage_data))
             checks = stack.enter_context(ThreadPoolExecutor(1))
             for item in plan.items:
                 tensor = planner.resolve_data(item).detach().as_subclass(torch.Tensor)
                 start, crc32 = file.align(), []
-                for block in self._read(_checked(tensor, item), self._block_bytes):
+                for block in self._read(_check_shard(tensor, item), self._block_bytes):
                     crc = checks.submit(zlib.crc32, block)  # in parallel with the write
                     file.write(block)
                     crc32.append(crc.result())
@@ -185,7 +192,7 @@ class ShardReader(StorageReader):
     Shards may differ from the saved ones. Values are cast if a tensor has another dtype than the saved one.
     Tensors are written in place while blocks are checked, so that their content is undefined after an error.
 
-    Memory: `READS` blocks (`REMOTE_READS` for object stores) in addition to the tensors, whatever their size.
+    Memory: `MAX_LOCAL_READS` blocks (`MAX_REMOTE_READS` for object stores) in addition to the tensors, whatever their size.
 
     Args:
         folder: Local path or URI.
@@ -211,7 +218,7 @@ class ShardReader(StorageReader):
         try:
             index = read_index(self._folder)
             self._block_bytes = index["block_bytes"]
-            return metadata_of(index)
+            return to_metadata(index)
         except CheckpointError as error:
             self._error = error
             return Metadata({}, storage_data={})
@@ -248,7 +255,7 @@ class ShardReader(StorageReader):
         return isinstance(checkpoint_id, str | os.PathLike)
 
     def _read_file(self, chunks: list[StoredChunk], wanted: dict, planner: LoadPlanner) -> None:
-        source = open_source(self._folder, chunks[0].file, chunks[0].where(self._folder))
+        source = open_data_file(self._folder, chunks[0].file, chunks[0].where(self._folder))
         buffers: SimpleQueue[torch.Tensor] = SimpleQueue()
         largest = max(min(chunk.nbytes, self._block_bytes) for chunk in chunks)
         for _ in range(source.reads):
@@ -285,7 +292,7 @@ class ShardReader(StorageReader):
             buffers.put(buffer)
 
 
-def _checked(tensor: torch.Tensor, item: WriteItem) -> torch.Tensor:
+def _check_shard(tensor: torch.Tensor, item: WriteItem) -> torch.Tensor:
     expected = item.tensor_data.properties.dtype, item.tensor_data.chunk.sizes
     if (tensor.dtype, tensor.shape) != expected:
         raise CheckpointError(

@@ -25,7 +25,7 @@ app = typer.Typer(
 )
 app.add_typer(prepare_app, name="prepare")
 # Packages that the base installation does not include.
-OF_EXTRAS = (
+EXTRA_PACKAGES = (
     "ray",
     "torch",
     "torchrec",
@@ -42,10 +42,10 @@ COMMANDS: list[Callable[..., None]] = [
     *(saved.export, service.serve, service.promote, service.skew),
     *(saved.report, saved.track, saved.compare, saved.inspect, runs.config),
 ]
-WITH_WORKERS = (runs.train, runs.check, saved.evaluate, saved.predict, saved.index)
+WORKER_COMMANDS = (runs.train, runs.check, saved.evaluate, saved.predict, saved.index)
 
 
-def _prepared(command: Callable[..., None]) -> Callable[..., None]:
+def _wrap_command(command: Callable[..., None]) -> Callable[..., None]:
     """Return a command that exits with 128 plus the signal's number if it is interrupted.
 
     Commands with workers start the warm process before the other imports.
@@ -54,10 +54,10 @@ def _prepared(command: Callable[..., None]) -> Callable[..., None]:
     @wraps(command)
     def run(**options: Any) -> None:
         try:
-            if command in WITH_WORKERS:
-                from raytrec.cluster.session import begin_early
+            if command in WORKER_COMMANDS:
+                from raytrec.cluster.session import warm_up_early
 
-                begin_early()
+                warm_up_early()
             command(**options)
         except KeyboardInterrupt as error:
             print("interrupted", file=sys.stderr)
@@ -67,7 +67,7 @@ def _prepared(command: Callable[..., None]) -> Callable[..., None]:
 
 
 for command in COMMANDS:
-    app.command(command.__name__.removesuffix("_job"))(with_options(_prepared(command)))
+    app.command(command.__name__.removesuffix("_job"))(with_options(_wrap_command(command)))
 
 
 def _version(wanted: bool) -> None:
@@ -93,12 +93,12 @@ def main(arguments: list[str] | None = None) -> None:
     Args:
         arguments: Arguments; None: use the arguments of the command line and end the process.
     """
-    from raytrec.common.processes import ends_at_once, take_hangup_as_sigterm
-    from raytrec.common.terminal import lasting_streams
+    from raytrec.common.processes import exit_after_block, handle_hangup_as_sigterm
+    from raytrec.common.terminal import tolerate_stream_errors
 
     if arguments is None:
-        take_hangup_as_sigterm()
-    with ends_at_once() if arguments is None else nullcontext(), lasting_streams():
+        handle_hangup_as_sigterm()
+    with exit_after_block() if arguments is None else nullcontext(), tolerate_stream_errors():
         _run(arguments)
 
 
@@ -110,7 +110,7 @@ def _run(arguments: list[str] | None) -> None:
         try:
             app(arguments)
         except ModuleNotFoundError as error:
-            raise _missing(error) from error
+            raise _explain_missing_module(error) from error
     except RaytrecError as error:
         from raytrec.cluster.session import leave
         from raytrec.tracking.progress_log import ERROR, write_message
@@ -124,12 +124,12 @@ def _run(arguments: list[str] | None) -> None:
         sys.exit(130)
 
 
-def _missing(error: ModuleNotFoundError) -> Exception:
+def _explain_missing_module(error: ModuleNotFoundError) -> Exception:
     """Return an error with the packages to install if a package of an extra is missing, else the error."""
     from raytrec.common.errors import RunError
 
     package = (error.name or "").partition(".")[0]
-    if package not in OF_EXTRAS:
+    if package not in EXTRA_PACKAGES:
         return error
     return RunError(
         f"{package} is not installed",

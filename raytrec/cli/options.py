@@ -20,7 +20,7 @@ ENTRY = re.compile(r"^    (\w+)(?: \((.+?)\))?: (.*(?:\n {8}.*)*)", re.MULTILINE
 
 _CONFIG_HELP = "Path or URI of the configuration."
 Config = Annotated[str | None, typer.Argument(metavar="[CONFIG]", help=_CONFIG_HELP)]
-NeededConfig = Annotated[str, typer.Argument(metavar="CONFIG", help=_CONFIG_HELP)]
+RequiredConfig = Annotated[str, typer.Argument(metavar="CONFIG", help=_CONFIG_HELP)]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="Run folder or checkpoint folder.")]
 RunFolder = Annotated[str, typer.Argument(metavar="RUN", help="Run folder.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[section.key=value]...", help="Overrides.")]

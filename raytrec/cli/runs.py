@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from raytrec.cli.options import AllowCode, Config, Json, NeededConfig, Overrides, print_json, show
+from raytrec.cli.options import AllowCode, Config, Json, Overrides, RequiredConfig, print_json, show
 
 
 def train(
@@ -93,7 +93,7 @@ def tune(
     print_json(search.metrics) if json else print_outcome(search)
 
 
-def check(config: NeededConfig, overrides: Overrides = None, json: Json = False):
+def check(config: RequiredConfig, overrides: Overrides = None, json: Json = False):
     """Compare a config, its plan and cluster with a single torch process; exit code 1 if they differ."""
     from raytrec.driver.check import check as run
     from raytrec.driver.check import print_check
@@ -123,7 +123,7 @@ def doctor(
         measure (FILE): Only measure this machine's ranks, and write their rates as JSON.
         ranks: Number of ranks to measure with; default: one per GPU, or 2 on CPU.
     """
-    from raytrec.doctor.examine import as_json, as_markdown, diagnose, print_examination, shared
+    from raytrec.doctor.examine import as_json, diagnose, print_examination, shared, to_markdown
 
     if measure:
         from raytrec.doctor.child import write_rates
@@ -137,7 +137,7 @@ def doctor(
     if json:
         print_json(as_json(found))
     elif share:
-        print(as_markdown(found))
+        print(to_markdown(found))
     else:
         print_examination(found)
     if found.count("failure"):

@@ -138,14 +138,14 @@ def convert(
         out: Folder to write the new checkpoint to.
     """
     from raytrec.common.redaction import hide
-    from raytrec.common.storage import in_shell
+    from raytrec.common.storage import quote_for_shell
     from raytrec.driver.evaluation import convert as run_convert
 
     folder, notes = run_convert(run, tables, out, checkpoint=checkpoint, allow_code=allow_code)
     for line in notes:
         print(line)
     print(f"checkpoint   {hide(folder)}")
-    print(f"train on     raytrec train --warm-start {in_shell(hide(folder))} data.train=DIR")
+    print(f"train on     raytrec train --warm-start {quote_for_shell(hide(folder))} data.train=DIR")
 
 
 def report(run: RunFolder, out: str | None = None):
@@ -156,9 +156,9 @@ def report(run: RunFolder, out: str | None = None):
     """
     from raytrec.common.storage import relative
     from raytrec.report.report import build
-    from raytrec.tracking.run_folder import existing_run
+    from raytrec.tracking.run_folder import check_run_folder
 
-    page, pictures = build(existing_run(run).absolute(), out and Path(out).absolute())
+    page, pictures = build(check_run_folder(run).absolute(), out and Path(out).absolute())
     print(f"report       {relative(page)}")
     if pictures:
         print(f"pictures     {relative(pictures[0].parent)}")
@@ -224,12 +224,12 @@ def inspect(
     from raytrec.common.errors import ConfigError
     from raytrec.driver.evaluation import read_run_schema
     from raytrec.inspection.propose import inspect as look
-    from raytrec.inspection.result import check_out, write_schema
+    from raytrec.inspection.result import check_output_path, write_schema
 
     if (path is None) == (from_run is None):
         raise ConfigError("give either data or a run", expected="inspect PARQUET, or inspect --from-run RUN")
     if out is not None:
-        check_out(out, force)
+        check_output_path(out, force)
     if from_run:
         write_schema(read_run_schema(from_run).to_yaml(), out)
         return

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from raytrec.cli.options import Address, AllowCode, Job, Json, NeededConfig, Overrides, print_json
+from raytrec.cli.options import Address, AllowCode, Job, Json, Overrides, RequiredConfig, print_json
 
 
 def serve(
@@ -39,10 +39,10 @@ def serve(
     """
     options = {**locals()}
     from raytrec.serving.command import serve as run
-    from raytrec.serving.options import Served
+    from raytrec.serving.options import ServiceOptions
 
     of_cluster = {option: options.pop(option) for option in ("address", "replicas")}
-    run(Served(**options), **of_cluster)
+    run(ServiceOptions(**options), **of_cluster)
 
 
 def promote(
@@ -88,7 +88,7 @@ def skew(
 
 
 def submit(
-    config: NeededConfig,
+    config: RequiredConfig,
     overrides: Overrides = None,
     address: Address = None,
     include: list[str] | None = None,

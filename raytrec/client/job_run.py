@@ -16,12 +16,12 @@ from raytrec.client.run import ENDED, Run
 from raytrec.common.documents import from_line
 from raytrec.common.errors import RunError
 from raytrec.common.messages import EVENTS, METRICS
-from raytrec.config.overrides import as_texts
+from raytrec.config.overrides import to_override_texts
 from raytrec.tracking.progress_log import ERROR, FOLDER, RESULT, parse
 
-FOLDER_S = 600  # limit until a job has begun its run; the job may wait for nodes
-LAST_LINES = 3  # of the log of a job that failed without an error of raytrec
-STOPPED_LINES = 4  # of the log of a stopped job: the signal, the save, the step, how to resume
+JOB_START_TIMEOUT_S = 600  # limit until a job has begun its run; the job may wait for nodes
+FAILED_LOG_LINES = 3  # of the log of a job that failed without an error of raytrec
+STOPPED_LOG_LINES = 4  # of the log of a stopped job: the signal, the save, the step, how to resume
 
 
 class JobApi(Jobs):
@@ -77,10 +77,10 @@ class JobRun(Run):
         Raises:
             RunError: The job ended before it began a run, or has not begun one for ten minutes.
         """
-        deadline = monotonic() + FOLDER_S
+        deadline = monotonic() + JOB_START_TIMEOUT_S
         while not self._folder and self._poll() not in ENDED:
             if monotonic() > deadline:
-                raise RunError(f"the job has not begun a run for {FOLDER_S} s", where=self.job)
+                raise RunError(f"the job has not begun a run for {JOB_START_TIMEOUT_S} s", where=self.job)
             sleep(self.poll_s)
         if not self._folder:
             self._outcome()  # raises an error
@@ -99,10 +99,10 @@ class JobRun(Run):
         if status in STATES and self._rest:  # the log ends without a line break
             lines.append(self._rest)
         for line in lines:
-            self._take(line)
+            self._handle_line(line)
         self.state = STATES.get(status) or ("running" if self._folder else "starting")
         if self.state == "failed" and self.error is None:
-            last = [line.strip() for line in self.log if line.strip()][-LAST_LINES:]
+            last = [line.strip() for line in self.log if line.strip()][-FAILED_LOG_LINES:]
             expected = " | ".join(last) or self._jobs.message(self.job)
             self.error = RunError("the job failed", where=self.job, expected=expected)
 
@@ -110,7 +110,7 @@ class JobRun(Run):
         """Run a command as another job, and return its figures."""
         words = ["python", "-m", "raytrec", name, self.folder]
         options = {key: value for key, value in options.items() if value is not None}
-        for override in as_texts(options.pop("overrides", None)):
+        for override in to_override_texts(options.pop("overrides", None)):
             words += ["--set", override]
         if (columns := options.pop("columns", None)) is not None:
             options["columns"] = ",".join(columns)
@@ -128,7 +128,7 @@ class JobRun(Run):
             do="connect with ray://, or run a `raytrec` command as a job of the cluster",
         )
 
-    def _take(self, line: str) -> None:
+    def _handle_line(self, line: str) -> None:
         kind, values = parse(line) or ("", {})
         if not kind:
             self.log.append(f"{line}\n")
@@ -175,5 +175,5 @@ def stop(jobs: Jobs, job: str) -> None:
         raise RunError(f"the job has ended: {status}", where=job)
     jobs.stop(job)
     jobs.exit_code(job)
-    print("".join([*JobRun(jobs, job).logs()][-STOPPED_LINES:]), end="")
+    print("".join([*JobRun(jobs, job).logs()][-STOPPED_LOG_LINES:]), end="")
     print(f"job {job} {jobs.status(job).lower()}", file=sys.stderr)

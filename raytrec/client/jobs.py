@@ -15,16 +15,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from raytrec.client.package import Source, code, config_name, user_modules
-from raytrec.cluster.access import check_ray, token_source, use_token
+from raytrec.client.package import Source, code, config_name, find_user_modules
+from raytrec.cluster.access import check_cluster_version, describe_token_source, use_token
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.redaction import hide
-from raytrec.compat.ray_core import NO_AGENT, quiet_uploads, server_version
+from raytrec.compat.ray_core import NO_AGENT_TEXT, get_server_version, silence_uploads
 from raytrec.config.run_config import load_config
 
-DEFAULT = "http://127.0.0.1:8265"
-ADDRESSES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")  # Ray's client prefers these to its argument
-YOUNG_S = 60.0  # limit until a cluster that answers is ready for jobs
+DEFAULT_ADDRESS = "http://127.0.0.1:8265"
+ADDRESS_VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")  # Ray's client prefers these to its argument
+CLUSTER_READY_TIMEOUT_S = 60.0  # limit until a cluster that answers is ready for jobs
 STATES = {"SUCCEEDED": "finished", "FAILED": "failed", "STOPPED": "stopped"}  # states of jobs that have ended
 T = TypeVar("T")
 
@@ -42,16 +42,16 @@ class Jobs:
     """
 
     def __init__(self, address: str | None = None):
-        self.address = (address or os.environ.get(ADDRESSES[0]) or DEFAULT).rstrip("/")
+        self.address = (address or os.environ.get(ADDRESS_VARIABLES[0]) or DEFAULT_ADDRESS).rstrip("/")
         if not self.address.startswith(("http://", "https://")):
             raise ConfigError(
                 f"'{self.address}' is not the address of a job API",
                 where="--address",
-                expected=f"http://HOST:PORT of the cluster's dashboard, such as {DEFAULT}",
+                expected=f"http://HOST:PORT of the cluster's dashboard, such as {DEFAULT_ADDRESS}",
             )
         use_token()
-        self._client = self._asked(self._connect)
-        check_ray(server_version(self._client), where=self.address)
+        self._client = self._call_api(self._connect)
+        check_cluster_version(get_server_version(self._client), where=self.address)
 
     def submit(
         self,
@@ -76,7 +76,7 @@ class Jobs:
         patience = config.scaling.shutdown_grace_s + 30
         environment = {"RAY_JOB_STOP_WAIT_TIME_S": str(int(patience))}
         environment |= {"RAYTREC_ROOT": root} if root else {}
-        with code([*user_modules(config), *map(Path, include)], taken=(name,)) as folder:
+        with code([*find_user_modules(config), *map(Path, include)], taken=(name,)) as folder:
             (folder / name).write_text(config.to_yaml())
             return self.start(
                 f"python -m raytrec train {shlex.quote(name)} --resume-latest",
@@ -86,19 +86,19 @@ class Jobs:
 
     def start(self, command: str, runtime_env: dict[str, Any], name: str) -> str:
         """Start a command as a job, and return the job's id, which begins with `name`."""
-        _check_shown(command, runtime_env)
+        _check_no_secrets(command, runtime_env)
         name = re.sub(r"[^A-Za-z0-9_.-]", "_", name)  # the name becomes part of URLs
         job = f"{name}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
-        deadline = time.monotonic() + YOUNG_S
+        deadline = time.monotonic() + CLUSTER_READY_TIMEOUT_S
         while True:
             try:
-                return self._asked(
+                return self._call_api(
                     lambda: self._client.submit_job(
                         entrypoint=command, submission_id=job, runtime_env=runtime_env
                     )
                 )
             except RunError as error:  # the cluster has just been started
-                if NO_AGENT not in error.what or time.monotonic() > deadline:
+                if NO_AGENT_TEXT not in error.what or time.monotonic() > deadline:
                     raise
                 time.sleep(1)
 
@@ -106,7 +106,7 @@ class Jobs:
         """Return all submitted jobs, newest first: id, status, and start time (Unix time in seconds)."""
         found = [
             (job.submission_id, str(job.status.value), (job.start_time or 0) / 1000)
-            for job in self._asked(self._client.list_jobs)
+            for job in self._call_api(self._client.list_jobs)
             if job.submission_id
         ]
         return sorted(found, key=lambda job: job[2], reverse=True)
@@ -123,7 +123,7 @@ class Jobs:
 
     def status(self, job: str) -> str:
         """Return the status of a job: PENDING, RUNNING, SUCCEEDED, FAILED or STOPPED."""
-        return str(self._asked(lambda: self._client.get_job_status(job)).value)
+        return str(self._call_api(lambda: self._client.get_job_status(job)).value)
 
     def exit_code(self, job: str) -> int:
         """Wait for the end of a job, and return its exit code; 143 if the job was stopped."""
@@ -131,22 +131,22 @@ class Jobs:
             time.sleep(0.5)
         if status == "STOPPED":
             return 143
-        code = self._asked(lambda: self._client.get_job_info(job)).driver_exit_code
+        code = self._call_api(lambda: self._client.get_job_info(job)).driver_exit_code
         return (0 if status == "SUCCEEDED" else 1) if code is None else code
 
     def message(self, job: str) -> str:
         """Return Ray's explanation of the state of a job."""
-        return self._asked(lambda: self._client.get_job_info(job)).message or ""
+        return self._call_api(lambda: self._client.get_job_info(job)).message or ""
 
     def stop(self, job: str) -> bool:
         """Ask a job to save and end. Return True if the job was running."""
-        return self._asked(lambda: self._client.stop_job(job))
+        return self._call_api(lambda: self._client.stop_job(job))
 
     def read(self, job: str, seen: int) -> tuple[str, str]:
         """Return the log of a job from character `seen` on, and the job's status, queried before the log."""
         status = self.status(job)
         try:
-            return self._asked(lambda: self._client.get_job_logs(job))[seen:], status
+            return self._call_api(lambda: self._client.get_job_logs(job))[seen:], status
         except RunError:
             if status in STATES:
                 raise
@@ -155,14 +155,14 @@ class Jobs:
     def _connect(self) -> Any:
         from ray.job_submission import JobSubmissionClient
 
-        quiet_uploads()
-        before = {name: os.environ.pop(name) for name in ADDRESSES if name in os.environ}
+        silence_uploads()
+        before = {name: os.environ.pop(name) for name in ADDRESS_VARIABLES if name in os.environ}
         try:
             return JobSubmissionClient(self.address)
         finally:
             os.environ |= before
 
-    def _asked(self, ask: Callable[[], T]) -> T:
+    def _call_api(self, ask: Callable[[], T]) -> T:
         """Return an answer of the job API; convert its errors to RunErrors."""
         from ray.exceptions import AuthenticationError
         from requests.exceptions import RequestException
@@ -174,7 +174,7 @@ class Jobs:
                 "the cluster refuses the token",
                 where=self.address,
                 expected="the token with which the cluster was started",
-                do=f"bring it into {token_source()}",
+                do=f"bring it into {describe_token_source()}",
             ) from None
         except (ConnectionError, RequestException):
             raise RunError(
@@ -185,10 +185,10 @@ class Jobs:
                 "cluster here: `raytrec head`",
             ) from None
         except RuntimeError as error:
-            raise RunError(f"Ray reports: {_short(str(error))}", where=self.address) from None
+            raise RunError(f"Ray reports: {_shorten_traceback(str(error))}", where=self.address) from None
 
 
-def _check_shown(command: str, runtime_env: dict[str, Any]) -> None:
+def _check_no_secrets(command: str, runtime_env: dict[str, Any]) -> None:
     """Refuse secrets in the parts of a job that Ray's dashboard shows to all of its users.
 
     Raises:
@@ -204,7 +204,7 @@ def _check_shown(command: str, runtime_env: dict[str, Any]) -> None:
         )
 
 
-def _short(text: str) -> str:
+def _shorten_traceback(text: str) -> str:
     """Return the last line of a traceback sent by a server, without the text about HTTP."""
     text = re.sub(r"^Request failed with status code \d+: ", "", text)
     lines = [line.strip() for line in text.splitlines() if line.strip(" \".'")]

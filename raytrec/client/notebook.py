@@ -17,16 +17,16 @@ from raytrec.tracking.history import History
 if TYPE_CHECKING:
     from raytrec.client.run import Run
 
-REDRAW_S = 3.0  # seconds between two drawings of the curves
+REDRAW_INTERVAL_S = 3.0  # seconds between two drawings of the curves
 COLOURS = {"finished": "#009e73", "failed": "#d55e00", "interrupted": "#d55e00", "stopped": "#e69f00"}
 
 
-def display(name: str) -> InNotebook | OnTerminal:
+def display(name: str) -> NotebookDisplay | TerminalDisplay:
     """Return a function that shows a run in this notebook or terminal each time it is called."""
-    return InNotebook(name) if _in_notebook() else OnTerminal()
+    return NotebookDisplay(name) if _is_notebook() else TerminalDisplay()
 
 
-class InNotebook:
+class NotebookDisplay:
     """Progress, figures and curves as outputs of a cell, which are redrawn while the run trains."""
 
     def __init__(self, name: str):
@@ -37,12 +37,12 @@ class InNotebook:
         """Show the current state of the run."""
         from IPython.display import HTML, Image
 
-        self._show("line", HTML(progress_html(self._name, run)))
+        self._show("line", HTML(render_progress(self._name, run)))
         figures = run.history.step, len(run.history.figures(Eval))
         ended = run.state not in ("starting", "running")
-        if figures != self._drawn and (ended or monotonic() - self._drawn_at > REDRAW_S):
+        if figures != self._drawn and (ended or monotonic() - self._drawn_at > REDRAW_INTERVAL_S):
             self._drawn_at, self._drawn = monotonic(), figures
-            self._show("curves", Image(curves_png(run.history), width=560))
+            self._show("curves", Image(render_curves(run.history), width=560))
 
     def _show(self, output: str, content: Any) -> None:
         from IPython.display import display as put
@@ -53,7 +53,7 @@ class InNotebook:
             self._outputs[output] = put(content, display_id=True)
 
 
-class OnTerminal:
+class TerminalDisplay:
     """Output of new lines of the run's log to stderr."""
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class Page:
         )
 
 
-def progress_html(name: str, run: Run) -> str:
+def render_progress(name: str, run: Run) -> str:
     """Return a progress bar and a line of figures as HTML; after the end of the run, its result."""
     known = run.known()
     share = 100 * known["step"] / known["total"] if known["total"] else 0
@@ -108,7 +108,7 @@ def progress_html(name: str, run: Run) -> str:
     elif run.error:
         text = f"<pre style='margin:0'>{escape(run.error.what)}</pre>"
     else:
-        text = escape(" · ".join(_progress(run, known)))
+        text = escape(" · ".join(_describe_progress(run, known)))
     bar = f"height:6px;border-radius:3px;background:{colour};width:{share:.1f}%"
     return (
         "<div style='font:13px system-ui,sans-serif;max-width:560px'>"
@@ -119,7 +119,7 @@ def progress_html(name: str, run: Run) -> str:
     )
 
 
-def curves_png(history: History) -> bytes:
+def render_curves(history: History) -> bytes:
     """Return the curves of the metrics so far as PNG, as in the run's report."""
     from raytrec.report.figures.learning import curves
     from raytrec.report.figures.style import save_png
@@ -129,19 +129,19 @@ def curves_png(history: History) -> bytes:
     return out.getvalue()
 
 
-def _progress(run: Run, known: dict[str, Any]) -> list[str]:
+def _describe_progress(run: Run, known: dict[str, Any]) -> list[str]:
     """Return the parts of a line about a run that trains."""
     if not (keys := run.keys(Train)):
         return ["waiting for the first figures"]
     speed = f"{known['rows_per_s']:,.0f} rows/s" if known["rows_per_s"] else ""
     left = lines.remaining(known["eta_s"]) if known["eta_s"] is not None else ""
-    shown = [figure for figure in run.history.metrics_of_tasks if figure.key in keys and figure.directed]
+    shown = [figure for figure in run.history.recorded_metrics if figure.key in keys and figure.is_directed]
     figures = [f"{figure.label} {figure.text(known[figure.key])}" for figure in shown]
     parts = [f"step {known['step']:,} of {known['total'] or '?'}", speed, *figures, left]
     return [part for part in parts if part]
 
 
-def _in_notebook() -> bool:
+def _is_notebook() -> bool:
     """Return True if this process is a notebook kernel, which accepts displays."""
     module = sys.modules.get("IPython")
     shell = module.get_ipython() if module else None

@@ -10,15 +10,15 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-from raytrec.common.errors import ConfigError, os_errors
-from raytrec.config.data import name_like
+from raytrec.common.errors import ConfigError, convert_os_errors
+from raytrec.config.data import to_run_name
 from raytrec.config.run_config import RunConfig
-from raytrec.config.trust import own_code
+from raytrec.config.trust import list_user_code
 
 Source = str | Path | dict | RunConfig  # a config file, its values, or a RunConfig
 OURS = ("raytrec", "raytrec_datasets")
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.pyc", ".git", ".venv", ".ipynb_checkpoints")
-MOST_FILES = 20_000
+MAX_UPLOAD_FILES = 20_000
 LARGEST_BYTES = 100 << 20  # data belong on storage that all nodes reach; Ray's own limit is 500 MiB
 
 
@@ -41,19 +41,25 @@ def code(places: list[Path] | tuple = (), taken: tuple[str, ...] = ()) -> Iterat
     ours = {
         Path(package) / path: file
         for package in OURS
-        for path, file in _files(Path(find_spec(package).origin).parent, package)
+        for path, file in _walk_files(Path(find_spec(package).origin).parent, package)
     }
     wanted: dict[Path, Path] = {}
     for place in places:
-        for path, file in _placed(place):
-            if path in ours and not _is_own(place):
-                raise _refused(place, f"{path} is raytrec's own", "another name")
-            if str(path) in taken and not _is_own(place):
-                raise _refused(place, f"{path} is the name of the config that goes up", "another name")
+        for path, file in _list_place_files(place):
+            if path in ours and not _is_working_directory(place):
+                raise _make_include_error(place, f"{path} is raytrec's own", "another name")
+            if str(path) in taken and not _is_working_directory(place):
+                raise _make_include_error(
+                    place, f"{path} is the name of the config that goes up", "another name"
+                )
             if wanted.setdefault(path, file).resolve() != file.resolve():
-                raise _refused(place, f"{path} would be there twice: {wanted[path]}, {file}", "one of them")
-            if len(wanted) > MOST_FILES:
-                raise _refused(place, f"it has more than {MOST_FILES:,} files", "code and small files")
+                raise _make_include_error(
+                    place, f"{path} would be there twice: {wanted[path]}, {file}", "one of them"
+                )
+            if len(wanted) > MAX_UPLOAD_FILES:
+                raise _make_include_error(
+                    place, f"it has more than {MAX_UPLOAD_FILES:,} files", "code and small files"
+                )
     wanted |= ours
     _check_size(wanted)
     folder = Path(tempfile.mkdtemp(prefix="raytrec-job-"))  # 0700
@@ -61,7 +67,9 @@ def code(places: list[Path] | tuple = (), taken: tuple[str, ...] = ()) -> Iterat
         for path, file in wanted.items():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             where = f"--include {file}"
-            with os_errors("it cannot be copied", ConfigError, where=where, expected="a file to read"):
+            with convert_os_errors(
+                "it cannot be copied", ConfigError, where=where, expected="a file to read"
+            ):
                 shutil.copy2(file, folder / path)
         yield folder
     finally:
@@ -70,21 +78,21 @@ def code(places: list[Path] | tuple = (), taken: tuple[str, ...] = ()) -> Iterat
 
 def config_name(source: Source) -> str:
     """Return the name of the config file in the package."""
-    return f"{name_like(Path(source).stem)}.yaml" if isinstance(source, (str, Path)) else "run.yaml"
+    return f"{to_run_name(Path(source).stem)}.yaml" if isinstance(source, (str, Path)) else "run.yaml"
 
 
-def user_modules(config: RunConfig) -> list[Path]:
+def find_user_modules(config: RunConfig) -> list[Path]:
     """Return files and folders, in the working directory, of modules that the configuration names.
 
     Other modules are installed or missing; the run reports missing ones.
     """
-    named = own_code(config.model_dump(by_alias=True, mode="json"))
+    named = list_user_code(config.model_dump(by_alias=True, mode="json"))
     tops = {name.partition(":")[0].partition(".")[0] for name in named}
     places = [place for top in sorted(tops) for place in (Path(top), Path(f"{top}.py"))]
     return [place for place in places if place.exists() and place.stem not in OURS]
 
 
-def _placed(place: Path) -> Iterator[tuple[Path, Path]]:
+def _list_place_files(place: Path) -> Iterator[tuple[Path, Path]]:
     """Yield (path in the package, file) for each file of a place."""
     try:
         here = Path.cwd().resolve()
@@ -92,21 +100,23 @@ def _placed(place: Path) -> Iterator[tuple[Path, Path]]:
         named = place.name not in ("", ".", "..")
         whole = place.absolute().parent.resolve() / place.name if named else place.resolve()
         if not whole.exists():
-            raise _refused(place, "there is no such file or folder", "a file or folder of this machine")
+            raise _make_include_error(
+                place, "there is no such file or folder", "a file or folder of this machine"
+            )
         top = whole.relative_to(here) if whole.is_relative_to(here) else Path(whole.name)
         if here.is_relative_to(whole) and here != whole:
-            raise _refused(place, "the working directory is in it", "what the job needs of it")
-        for path, file in _files(whole, str(place)):
+            raise _make_include_error(place, "the working directory is in it", "what the job needs of it")
+        for path, file in _walk_files(whole, str(place)):
             yield top / path, file
     except (OSError, RuntimeError, ValueError) as error:  # a circle of links, or an invalid name
-        raise _refused(place, f"it cannot be read: {error}", "a file or folder") from None
+        raise _make_include_error(place, f"it cannot be read: {error}", "a file or folder") from None
 
 
-def _files(whole: Path, named: str) -> Iterator[tuple[Path, Path]]:
+def _walk_files(whole: Path, named: str) -> Iterator[tuple[Path, Path]]:
     """Yield (relative path, file) for each file below a folder, or for the file itself; follow links."""
     if not whole.is_dir():
         if not whole.is_file():
-            raise _refused(Path(named), "it is neither a file nor a folder", "files and folders")
+            raise _make_include_error(Path(named), "it is neither a file nor a folder", "files and folders")
         yield Path(), whole
         return
     above: dict[str, tuple[str, ...]] = {str(whole): (os.path.realpath(whole),)}
@@ -117,17 +127,19 @@ def _files(whole: Path, named: str) -> Iterator[tuple[Path, Path]]:
             path = os.path.join(folder, name)
             real = os.path.realpath(path)
             if real in above[folder]:
-                raise _refused(Path(named), f"{path} leads back to a folder above it", "no circles of links")
+                raise _make_include_error(
+                    Path(named), f"{path} leads back to a folder above it", "no circles of links"
+                )
             above[path] = (*above[folder], real)
         for name in sorted(set(files) - skipped):
             file = Path(folder, name)
             if not file.is_file():
                 what = "is a link to nothing" if file.is_symlink() else "is not a file"
-                raise _refused(Path(named), f"{file} {what}", "files and folders")
+                raise _make_include_error(Path(named), f"{file} {what}", "files and folders")
             yield file.relative_to(whole), file
 
 
-def _is_own(place: Path) -> bool:
+def _is_working_directory(place: Path) -> bool:
     """Return True if the place is the whole working directory (e.g. a git checkout).
 
     In this case, files that raytrec adds take precedence over files with the same path.
@@ -135,7 +147,7 @@ def _is_own(place: Path) -> bool:
     return place.resolve() == Path.cwd().resolve()
 
 
-def _refused(place: Path, what: str, expected: str) -> ConfigError:
+def _make_include_error(place: Path, what: str, expected: str) -> ConfigError:
     return ConfigError(what, where=f"--include {place}", expected=expected)
 
 

@@ -16,19 +16,19 @@ from typing import Any
 import numpy as np
 
 from raytrec.checkpoint.files import find
-from raytrec.checkpoint.rows import StoredTable, table_names
-from raytrec.cluster.session import on_node, ray_session
+from raytrec.checkpoint.rows import StoredTable, list_table_names
+from raytrec.cluster.session import pin_to_node, ray_session
 from raytrec.common.documents import find_document
-from raytrec.common.errors import RaytrecError, RunError, hint, os_errors, root_cause
+from raytrec.common.errors import RaytrecError, RunError, convert_os_errors, get_root_cause, hint
 from raytrec.common.messages import EVENTS, METRICS
-from raytrec.common.reading import MOST_YAML_BYTES, NotReadable, open_regular, read_bytes, yaml_values
+from raytrec.common.reading import MAX_YAML_BYTES, UnreadableError, open_regular, parse_yaml, read_bytes
 from raytrec.common.storage import absolute
 from raytrec.config.run_config import RunConfig
-from raytrec.driver.driver_state import ASKED, LOG, ask_to_stop, driver_of, is_alive
+from raytrec.driver.driver_state import LOG_FILE, STOP_EXCEPTIONS, ask_to_stop, is_alive, read_driver_record
 from raytrec.tracking.run_folder import CONFIG, RESULT
 
-RUNS = "runs"
-GROWING = (METRICS, EVENTS, LOG)
+RUNS_FOLDER = "runs"
+GROWING = (METRICS, EVENTS, LOG_FILE)
 FILES = (CONFIG, "schema.yaml", "plan.json", RESULT, "report.html", "error.txt", "skipped.jsonl")
 PICTURES = "pictures"
 MOST_BYTES = 16 << 20  # limit of one answer
@@ -42,9 +42,9 @@ def runs() -> list[dict[str, Any]]:
             "name": folder.name,
             "folder": str(folder),
             "state": _state(folder),
-            "unix_s": driver_of(folder).get("unix_s") or (folder / CONFIG).stat().st_mtime,
+            "unix_s": read_driver_record(folder).get("unix_s") or (folder / CONFIG).stat().st_mtime,
         }
-        for folder in Path(absolute(RUNS)).glob("*")
+        for folder in Path(absolute(RUNS_FOLDER)).glob("*")
         if _is_run(folder)
     ]
     return sorted(found, key=lambda run: run["unix_s"], reverse=True)
@@ -63,7 +63,10 @@ def news(run: str, since: dict[str, int]) -> dict[str, Any]:
             of a failed run; "result": the content of result.json, or empty.
     """
     folder = run_folder(run)
-    state, note = _state(folder), driver_of(folder)  # first, so that the last lines of an ended run are read
+    state, note = (
+        _state(folder),
+        read_driver_record(folder),
+    )  # first, so that the last lines of an ended run are read
     lines = {name: _new_lines(folder / name, since.get(name, 0)) for name in GROWING}
     return {
         "lines": {name: data.decode(errors="replace") for name, data in lines.items()},
@@ -83,21 +86,21 @@ def file(run: str, name: str) -> bytes:
     """
     if name not in FILES:
         raise RunError(f"'{name}' is not a file that can be read", expected=", ".join(FILES))
-    return _content(run_folder(run) / name)
+    return _read_run_file(run_folder(run) / name)
 
 
 def pictures(run: str) -> dict[str, bytes]:
     """Return the pictures of a run's report: name → PNG. The first request draws them."""
     folder = run_folder(run)
-    if not (found := _png_files(folder)) and (folder / "report.html").is_file():
+    if not (found := _list_png_files(folder)) and (folder / "report.html").is_file():
         from raytrec.report.report import pictures as draw
 
         draw(folder)
-        found = _png_files(folder)
-    return {path.stem: _content(path) for path in found}
+        found = _list_png_files(folder)
+    return {path.stem: _read_run_file(path) for path in found}
 
 
-def _png_files(folder: Path) -> list[Path]:
+def _list_png_files(folder: Path) -> list[Path]:
     return sorted((folder / PICTURES).glob("*.png"))
 
 
@@ -108,7 +111,7 @@ def stop(run: str) -> None:
         RunError: The run is not running.
     """
     folder = run_folder(run)
-    note = driver_of(folder)
+    note = read_driver_record(folder)
     if _state(folder) != "running":
         raise RunError(f"the run is not running: it is {_state(folder)}", where=str(folder))
     if is_alive(note):
@@ -116,13 +119,15 @@ def stop(run: str) -> None:
     import ray
 
     with ray_session():
-        ray.get(ray.remote(ask_to_stop).options(**on_node(_hosts()[note["host"]])).remote(note), timeout=60)
+        ray.get(
+            ray.remote(ask_to_stop).options(**pin_to_node(_hosts()[note["host"]])).remote(note), timeout=60
+        )
 
 
 def tables(run: str) -> dict[str, list[int]]:
     """Return the tables of the newest checkpoint: name → [rows, dim]."""
     _, index = find(run_folder(run))
-    return {name: index["tensors"][f"tables/{name}/weight"]["shape"] for name in table_names(index)}
+    return {name: index["tensors"][f"tables/{name}/weight"]["shape"] for name in list_table_names(index)}
 
 
 def rows(run: str, table: str, numbers: list[int]) -> np.ndarray:
@@ -138,12 +143,12 @@ def run_folder(run: str) -> Path:
     Raises:
         RunError: There is no such run.
     """
-    folder = Path(absolute(run if "/" in run else f"{RUNS}/{run}"))
+    folder = Path(absolute(run if "/" in run else f"{RUNS_FOLDER}/{run}"))
     if run in ("", ".", "..") or not _is_run(folder):
         names = [each["name"] for each in runs()]
         raise RunError(
             f"there is no run '{run}'{hint(run, names)}",
-            where=absolute(RUNS),
+            where=absolute(RUNS_FOLDER),
             expected=", ".join(names[:10]) or "the name or folder of a run; there is none yet",
         )
     return folder
@@ -152,15 +157,15 @@ def run_folder(run: str) -> Path:
 def _is_run(folder: Path) -> bool:
     """Return True if the folder has the config.yaml of a run."""
     try:
-        values = yaml_values(read_bytes(folder / CONFIG, MOST_YAML_BYTES))
+        values = parse_yaml(read_bytes(folder / CONFIG, MAX_YAML_BYTES))
         return Path(values["run"]["name"]).name == values["run"]["name"] and "train" in values["data"]
-    except (OSError, NotReadable, ValueError, TypeError, KeyError):
+    except (OSError, UnreadableError, ValueError, TypeError, KeyError):
         return False
 
 
 def _state(folder: Path) -> str:
     """Return running, finished, stopped, failed or interrupted (the driver has died)."""
-    note = driver_of(folder)
+    note = read_driver_record(folder)
     if note.get("status") == "RUNNING":
         alive = is_alive(note)
         if alive or (alive is None and note.get("host") in _hosts()):
@@ -182,17 +187,21 @@ def _hosts() -> dict[str, str]:
 def _new_lines(path: Path, since: int) -> bytes:
     """Return the complete lines from a byte offset on, up to MOST_BYTES."""
     missing = suppress(FileNotFoundError, NotADirectoryError)
-    with os_errors(f"cannot read {path.name}", where=str(path.parent)), missing, open_regular(path) as file:
+    with (
+        convert_os_errors(f"cannot read {path.name}", where=str(path.parent)),
+        missing,
+        open_regular(path) as file,
+    ):
         file.seek(since)
         data = file.read(MOST_BYTES)
         return data[: data.rfind(b"\n") + 1]
     return b""
 
 
-def _content(path: Path) -> bytes:
+def _read_run_file(path: Path) -> bytes:
     if path.is_symlink():
         raise RunError(f"{path.name} is a link to something else", where=str(path))
-    with os_errors(f"cannot read {path.name}", where=str(path)):
+    with convert_os_errors(f"cannot read {path.name}", where=str(path)):
         try:
             return read_bytes(path, MOST_BYTES)
         except FileNotFoundError:
@@ -219,7 +228,9 @@ class Driver:
 
         path = Path(mkdtemp(prefix="raytrec-")) / name
         path.write_text(text)
-        self._config: RunConfig = _raising_ours(resolve_config, path, [], resume_latest=True)[0]
+        self._config: RunConfig = _call_raising_raytrec_errors(resolve_config, path, [], resume_latest=True)[
+            0
+        ]
         return self._config.run.dir
 
     def train(self) -> dict[str, Any] | None:
@@ -227,8 +238,8 @@ class Driver:
         import raytrec
 
         try:
-            return _raising_ours(raytrec.train, self._config, resume_latest=True).metrics
-        except ASKED:  # Ray would treat it as a cancelled call
+            return _call_raising_raytrec_errors(raytrec.train, self._config, resume_latest=True).metrics
+        except STOP_EXCEPTIONS:  # Ray would treat it as a cancelled call
             return None
 
     def command(self, name: str, run: str, places: dict[str, str], options: dict[str, Any]) -> dict[str, Any]:
@@ -236,15 +247,15 @@ class Driver:
         import raytrec
 
         call = {"evaluate": raytrec.evaluate, "predict": raytrec.predict, "index": raytrec.index}[name]
-        return _raising_ours(call, run_folder(run), **places, **options).metrics
+        return _call_raising_raytrec_errors(call, run_folder(run), **places, **options).metrics
 
 
-def _raising_ours(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+def _call_raising_raytrec_errors(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """Return the result of a call; convert errors to RaytrecErrors, which any client can read."""
     try:
         return call(*arguments, **options)
     except Exception as error:
-        cause = root_cause(error)
+        cause = get_root_cause(error)
         if isinstance(cause, RaytrecError):
             raise cause from None
         raise RunError(f"{type(cause).__name__}: {cause}") from None

@@ -14,16 +14,22 @@ from time import sleep
 from typing import Any
 
 from raytrec.client import queries
-from raytrec.client.package import Source, code, config_name, user_modules
+from raytrec.client.package import Source, code, config_name, find_user_modules
 from raytrec.client.run import ENDED, Run
-from raytrec.cluster.access import RAY, check_cluster, check_ray, check_versions, use_token
-from raytrec.cluster.session import on_node
-from raytrec.common.errors import RaytrecError, RunError, first_line, last_line, root_cause
-from raytrec.compat.ray_core import NOT_STARTED, NOT_TAKEN, head_nodes
+from raytrec.cluster.access import (
+    RAY,
+    check_cluster,
+    check_cluster_version,
+    check_version_mismatch,
+    use_token,
+)
+from raytrec.cluster.session import pin_to_node
+from raytrec.common.errors import RaytrecError, RunError, first_line, get_root_cause, last_line
+from raytrec.compat.ray_core import CLIENT_NOT_STARTED_TEXT, CLIENT_REJECTED_TEXT, find_head_nodes
 from raytrec.compat.versions import require_versions
 from raytrec.config.run_config import load_config
-from raytrec.driver.driver_state import LOG
-from raytrec.tracking.progress_log import for_people
+from raytrec.driver.driver_state import LOG_FILE
+from raytrec.tracking.progress_log import strip_messages
 from raytrec.tracking.run_folder import decode
 
 ANSWER_S = 120  # limit of calls that take a second; the cluster may first start a process
@@ -46,7 +52,7 @@ class RayClient:
     def train(self, source: Source, overrides: list[str], include: tuple[Path, ...]) -> Run:
         """Start a run, or resume the run if it was interrupted."""
         config = load_config(source, overrides)
-        places = tuple(path.absolute() for path in (*user_modules(config), *include))
+        places = tuple(path.absolute() for path in (*find_user_modules(config), *include))
         if places not in self._connections:  # processes of other connections have other code
             self._connections[places] = Connection(self.address, places)
         connection = self._connections[places]
@@ -97,7 +103,7 @@ class ClientRun(Run):
         """Wait until the run has started, and ask it to save and end."""
         while self._poll() == "starting":
             sleep(self.poll_s)
-        self._ask(queries.stop)
+        self._call_cluster(queries.stop)
 
     def _read(self) -> None:
         ended = self._result is None or self._connection.is_done(self._result)
@@ -122,8 +128,8 @@ class ClientRun(Run):
     def _take_news(self) -> str:
         """Read all new data, and return the state of the run folder."""
         while True:
-            news = self._ask(queries.news, self._since)
-            self.log += for_people(news["lines"].pop(LOG))
+            news = self._call_cluster(queries.news, self._since)
+            self.log += strip_messages(news["lines"].pop(LOG_FILE))
             for file, text in news["lines"].items():
                 for line in text.splitlines():
                     with suppress(ValueError):  # not a message of this file
@@ -140,7 +146,7 @@ class ClientRun(Run):
         driver = self._connection.actor(queries.Driver)
         return self._connection.ask(driver.command, name, self._folder, places, options, timeout=None)
 
-    def _ask(self, question: Callable[..., Any], *arguments: Any) -> Any:
+    def _call_cluster(self, question: Callable[..., Any], *arguments: Any) -> Any:
         return self._connection.call(question, self._folder, *arguments)
 
 
@@ -160,9 +166,9 @@ class Connection:
 
         with code(places) as folder:
             self._context = _connect(address, folder)
-        check_ray(self._context.ray_version, where=address)
+        check_cluster_version(self._context.ray_version, where=address)
         with self.used():
-            self._head, *_ = head_nodes()
+            self._head, *_ = find_head_nodes()
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -179,7 +185,7 @@ class Connection:
 
         with self.used():
             if function not in self._remote:
-                self._remote[function] = ray.remote(function).options(**on_node(self._head))
+                self._remote[function] = ray.remote(function).options(**pin_to_node(self._head))
         return self.ask(self._remote[function], *arguments)
 
     def ask(self, remote: Any, *arguments: Any, timeout: float | None = ANSWER_S) -> Any:
@@ -193,7 +199,7 @@ class Connection:
         import ray
 
         with self.used():
-            return ray.remote(kind).options(**on_node(self._head)).remote()
+            return ray.remote(kind).options(**pin_to_node(self._head)).remote()
 
     def is_done(self, reference: Any) -> bool:
         """Return True if the result of a reference is available."""
@@ -220,7 +226,7 @@ class Connection:
                 "its last checkpoint when it is started again",
             ) from None
         except RayError as error:
-            cause = root_cause(error)
+            cause = get_root_cause(error)
             if cause is error or isinstance(cause, RayError):
                 cause = RunError(f"Ray reports: {first_line(cause)}", where=self.address)
             raise cause from None
@@ -249,24 +255,24 @@ def _connect(address: str, folder: Path) -> Any:
                 runtime_env={"working_dir": str(folder)},
             )
         except Exception as error:
-            if not (again and NOT_STARTED in str(error)):
-                raise _not_connected(address, error) from None
+            if not (again and CLIENT_NOT_STARTED_TEXT in str(error)):
+                raise _explain_connect_error(address, error) from None
 
 
-def _not_connected(address: str, error: Exception) -> RunError:
+def _explain_connect_error(address: str, error: Exception) -> RunError:
     """Return the error for people about a Ray client that could not connect.
 
     Raises:
         RunError: The cluster runs another version of Ray or Python.
     """
     text = str(error)
-    check_versions(
+    check_version_mismatch(
         text,
         where=address,
         expected="the same Python, X.Y, on both sides: with ray:// they exchange code",
         do="use that Python here; or the job API, Cluster('http://HOST:8265'), which takes any",
     )
-    if NOT_TAKEN in text:
+    if CLIENT_REJECTED_TEXT in text:
         return RunError(
             f"the cluster does not take this connection: {last_line(text, '')}",
             where=address,

@@ -18,7 +18,7 @@ from raytrec.client.notebook import Page, Pictures, display
 from raytrec.client.package import Source
 from raytrec.common.errors import ConfigError, RaytrecError, RunError
 from raytrec.common.messages import Eval, Measured, Train
-from raytrec.config.overrides import Overrides, as_texts
+from raytrec.config.overrides import Overrides, to_override_texts
 from raytrec.tracking.history import History
 
 ENDED = ("finished", "stopped", "failed", "interrupted")
@@ -59,7 +59,7 @@ class Cluster:
             overrides: `section.key=value` strings, or a mapping such as {"train.epochs": 3}.
             include: Additional files and folders that the run needs.
         """
-        return self._way.train(source, as_texts(overrides), tuple(map(Path, include)))
+        return self._way.train(source, to_override_texts(overrides), tuple(map(Path, include)))
 
     def run(self, run: str | Path) -> Run:
         """Return a run by its name in RAYTREC_ROOT/runs or its folder; over http://, by the id of its job."""
@@ -159,7 +159,7 @@ class Run:
     def keys(self, kind: type[Measured]) -> list[str]:
         """Return the keys of metrics that training, or evaluations, have recorded so far."""
         recorded = {key for line in self.history.figures(kind) for key in line.figures}
-        return [figure.key for figure in self.history.metrics_of_tasks if figure.key in recorded]
+        return [figure.key for figure in self.history.recorded_metrics if figure.key in recorded]
 
     def logs(self) -> Iterator[str]:
         """Yield the lines of the run's log, from its beginning until the run ends."""

@@ -22,12 +22,12 @@ from typing import Any
 from raytrec.common.errors import RunError
 from raytrec.common.processes import create_file
 from raytrec.compat.ray_core import (
-    CLIENT_CALL,
-    GCS_CALL,
-    JOB_CONFIG,
-    bootstrap_address,
-    token_metadata,
-    version_mismatch,
+    CLIENT_PROBE_METHOD,
+    GCS_PROBE_METHOD,
+    JOB_CONFIG_VARIABLE,
+    get_token_metadata,
+    parse_version_mismatch,
+    resolve_bootstrap_address,
 )
 from raytrec.compat.ray_start import read_token_again
 from raytrec.compat.versions import OTHERS
@@ -35,10 +35,10 @@ from raytrec.compat.versions import OTHERS
 (RAY,) = OTHERS["ray"]  # raytrec uses private parts of Ray that were checked for this version only
 ANSWER_S = 30.0  # timeout for a busy machine; missing machines are detected earlier
 SCHEME = "ray://"
-COMES_UP_S = 5.0  # time for a starting cluster to listen
-START_ONE = "start one with `raytrec head`, or give no address: a run then starts its own Ray"
-MODE, TOKEN, PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
-NO_HOME = "/dev/null"  # a home folder in which files cannot be created
+STARTUP_TIMEOUT_S = 5.0  # time for a starting cluster to listen
+START_CLUSTER_HINT = "start one with `raytrec head`, or give no address: a run then starts its own Ray"
+AUTH_MODE_VARIABLE, TOKEN, TOKEN_PATH_VARIABLE = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+UNWRITABLE_HOME = "/dev/null"  # a home folder in which files cannot be created
 
 
 def use_token(*, create: bool = False, own: bool = False) -> None:
@@ -55,35 +55,35 @@ def use_token(*, create: bool = False, own: bool = False) -> None:
         RunError: The token is missing and must not be created, or cannot be stored.
     """
     if os.path.expanduser("~") == "~":  # user without passwd entry; importing Ray Train requires a home
-        os.environ["HOME"] = NO_HOME
-    if MODE not in os.environ and JOB_CONFIG in os.environ:
+        os.environ["HOME"] = UNWRITABLE_HOME
+    if AUTH_MODE_VARIABLE not in os.environ and JOB_CONFIG_VARIABLE in os.environ:
         return
-    if os.environ.get(MODE, "token").lower() != "token":
+    if os.environ.get(AUTH_MODE_VARIABLE, "token").lower() != "token":
         return
     if not os.environ.get(TOKEN):
-        _find_file(create, own)
-    os.environ[MODE] = "token"
+        _require_token_file(create, own)
+    os.environ[AUTH_MODE_VARIABLE] = "token"
     if "ray" in sys.modules:  # Ray has already read its settings
         read_token_again()
 
 
 def token_file() -> Path:
     """Return the path of the file in which Ray looks for the token."""
-    named = os.environ.get(PATH)
+    named = os.environ.get(TOKEN_PATH_VARIABLE)
     # Without a home (e.g. a container user without passwd entry), `~` is not expanded and no file exists.
     return Path(os.path.expanduser(named or "~/.ray/auth_token"))
 
 
-def token_source() -> str:
+def describe_token_source() -> str:
     """Return a description of the source of the current token for messages."""
     return (
         f"the environment variable {TOKEN}"
         if os.environ.get(TOKEN)
-        else f"{token_file()}, or set {PATH}=FILE"
+        else f"{token_file()}, or set {TOKEN_PATH_VARIABLE}=FILE"
     )
 
 
-def make_token(file: Path) -> str:
+def load_or_create_token(file: Path) -> str:
     """Return the token in a file; create the file for its owner alone if it does not exist.
 
     Raises:
@@ -95,13 +95,13 @@ def make_token(file: Path) -> str:
     return file.read_text(encoding="utf-8", errors="replace").strip()
 
 
-def _find_file(create: bool, own: bool) -> None:
+def _require_token_file(create: bool, own: bool) -> None:
     file = token_file()
     try:
         if create:
             if not file.is_absolute():
                 raise FileNotFoundError(errno.ENOENT, "there is no home folder")
-            make_token(file)
+            load_or_create_token(file)
         there = file.is_file() and os.access(file, os.R_OK)
     except OSError as error:
         if create and own:
@@ -111,15 +111,15 @@ def _find_file(create: bool, own: bool) -> None:
             f"the token for the Ray cluster cannot be {'kept' if create else 'read'}: {error.strerror}",
             where=str(file),
             expected="a file that this user can write and read, or a token in the environment",
-            do=f"set {PATH}=FILE to a place that can be written to, or {TOKEN}",
+            do=f"set {TOKEN_PATH_VARIABLE}=FILE to a place that can be written to, or {TOKEN}",
         ) from None
     if not there:
         raise RunError(
             "there is no token for the Ray cluster",
             where=f"{TOKEN} is not set, and there is no file {file}",
             expected="the token of the cluster, which its owner has",
-            do=f"put it into {file} (chmod 600), or set {PATH}=FILE; for a cluster of your own that "
-            f"asks for none set {MODE}=disabled",
+            do=f"put it into {file} (chmod 600), or set {TOKEN_PATH_VARIABLE}=FILE; for a cluster of your own that "
+            f"asks for none set {AUTH_MODE_VARIABLE}=disabled",
         )
     if file.stat().st_uid == os.getuid() and file.stat().st_mode & 0o077:
         with suppress(OSError):  # read-only file system
@@ -136,17 +136,17 @@ def check_cluster(address: str, given: str) -> None:
     Raises:
         RunError: Nothing answers, or the server is not a Ray cluster, refuses the token, or requires none.
     """
-    _check_listens(address, given)
+    _check_listening(address, given)
     _check_token(address, given)
 
 
-def _check_listens(address: str, given: str) -> None:
-    places = _places(address)  # if empty, Ray reports the error in the address
-    deadline, why = monotonic() + COMES_UP_S, ""
+def _check_listening(address: str, given: str) -> None:
+    places = _list_addresses(address)  # if empty, Ray reports the error in the address
+    deadline, why = monotonic() + STARTUP_TIMEOUT_S, ""
     while places and not (why and monotonic() > deadline):
         for host, port in places:
             try:
-                return socket.create_connection((host, port), COMES_UP_S).close()
+                return socket.create_connection((host, port), STARTUP_TIMEOUT_S).close()
             except OSError as error:
                 why = error.strerror or str(error)
         sleep(0.3)
@@ -156,7 +156,7 @@ def _check_listens(address: str, given: str) -> None:
         f"no Ray cluster answers at {address.removeprefix(SCHEME)}: {why}",
         where=given,
         expected="the address of a cluster that runs, which this machine can reach",
-        do=START_ONE + (", if you unset RAY_ADDRESS" if given.startswith("RAY_ADDRESS") else ""),
+        do=START_CLUSTER_HINT + (", if you unset RAY_ADDRESS" if given.startswith("RAY_ADDRESS") else ""),
     )
 
 
@@ -164,18 +164,18 @@ def _check_token(address: str, given: str) -> None:
     import grpc
 
     encrypted = os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
-    if encrypted or (target := _place(address)) is None:
+    if encrypted or (target := _find_address(address)) is None:
         return
-    method = CLIENT_CALL if address.startswith(SCHEME) else GCS_CALL
+    method = CLIENT_PROBE_METHOD if address.startswith(SCHEME) else GCS_PROBE_METHOD
     with grpc.insecure_channel(target, options=[("grpc.enable_http_proxy", 0)]) as channel:
-        code = _ask(channel, method, token_metadata())
+        code = _call_cluster(channel, method, get_token_metadata())
         if code is grpc.StatusCode.UNAUTHENTICATED:
-            no_token = "" if token_metadata() else "; and do not set RAY_AUTH_MODE to disabled"
+            no_token = "" if get_token_metadata() else "; and do not set RAY_AUTH_MODE to disabled"
             raise RunError(
                 "the cluster asks for a token" if no_token else "the cluster refuses the token",
                 where=given,
                 expected="the token with which the cluster was started",
-                do=f"bring it into {token_file()} (chmod 600), or name its file in {PATH}{no_token}",
+                do=f"bring it into {token_file()} (chmod 600), or name its file in {TOKEN_PATH_VARIABLE}{no_token}",
             )
         if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
             raise RunError(
@@ -185,17 +185,17 @@ def _check_token(address: str, given: str) -> None:
             )
         # A cluster calls a driver back, and the driver would refuse calls without its token. Ray clients are
         # not called back.
-        if method == GCS_CALL and token_metadata() and _ask(channel, method, ()) is None:
+        if method == GCS_PROBE_METHOD and get_token_metadata() and _call_cluster(channel, method, ()) is None:
             raise RunError(
                 "the cluster was started without a token, so it could not call this process, which has one",
                 where=given,
-                expected=f"a cluster that was started with {token_source()}",
+                expected=f"a cluster that was started with {describe_token_source()}",
                 do="start the cluster with the token, as `raytrec head` does, or set RAY_AUTH_MODE to "
                 "disabled where strangers cannot reach its network",
             )
 
 
-def _ask(channel: Any, method: str, token: tuple[tuple[str, str], ...]) -> Any:
+def _call_cluster(channel: Any, method: str, token: tuple[tuple[str, str], ...]) -> Any:
     """Return the status of a failed call, or None if the call succeeds."""
     import grpc
 
@@ -206,27 +206,27 @@ def _ask(channel: Any, method: str, token: tuple[tuple[str, str], ...]) -> Any:
     return None
 
 
-def _places(address: str) -> list[tuple[str, int]]:
+def _list_addresses(address: str) -> list[tuple[str, int]]:
     """Return the (host, port) pairs to try; Ray replaces 127.0.0.1 with the machine's own address."""
     found = []
-    for target in (address.removeprefix(SCHEME), _place(address)):
+    for target in (address.removeprefix(SCHEME), _find_address(address)):
         host, _, port = (target or "").partition("/")[0].rpartition(":")
         if host and port.isdigit() and int(port) < 2**16 and (host.strip("[]"), int(port)) not in found:
             found.append((host.strip("[]"), int(port)))
     return found
 
 
-def _place(address: str) -> str | None:
+def _find_address(address: str) -> str | None:
     """Return the cluster's HOST:PORT, or None if Ray finds no cluster."""
     if address.startswith(SCHEME):
         return address.removeprefix(SCHEME)
     try:
-        return bootstrap_address(address)
+        return resolve_bootstrap_address(address)
     except (ConnectionError, ValueError):
         return None
 
 
-def check_versions(reported: str, *, where: str, expected: str, do: str) -> None:
+def check_version_mismatch(reported: str, *, where: str, expected: str, do: str) -> None:
     """Check that Ray's error was not caused by a cluster with another version of Ray or Python.
 
     Args:
@@ -238,14 +238,14 @@ def check_versions(reported: str, *, where: str, expected: str, do: str) -> None
     Raises:
         RunError: The versions differ.
     """
-    if found := version_mismatch(reported):
-        check_ray(found[0], where=where)
+    if found := parse_version_mismatch(reported):
+        check_cluster_version(found[0], where=where)
         here = ".".join(map(str, sys.version_info[:3]))
         what = f"the cluster runs Python {found[1]}, and this process Python {here}"
         raise RunError(what, where=where, expected=expected, do=do)
 
 
-def check_ray(cluster: str, *, where: str) -> None:
+def check_cluster_version(cluster: str, *, where: str) -> None:
     """Check that a cluster runs the supported version of Ray.
 
     Args:

@@ -24,12 +24,12 @@ def main() -> None:
     plain = not mine.get("command_prefix") and not mine.get("override_worker_entrypoint")
     command = [a for a in sys.argv[1:] if not a.startswith((CONTEXT, LANGUAGE))]
     plain = plain and mine.get("py_executable") in (None, sys.executable) and command[0].endswith(".py")
-    if not (plain and _forked(command, mine.get("env_vars") or {}, os.environ.get(PLACE, ""))):
+    if not (plain and _run_forked(command, mine.get("env_vars") or {}, os.environ.get(PLACE, ""))):
         script = os.path.join(os.path.dirname(command[0]), "setup_worker.py")
         os.execv(sys.executable, [sys.executable, script, *sys.argv[1:]])
 
 
-def _forked(command: list, set_for_it: dict, place: str) -> bool:
+def _run_forked(command: list, set_for_it: dict, place: str) -> bool:
     """Request a forked worker and wait for its end; return False immediately if none was forked.
 
     Args:

@@ -46,7 +46,7 @@ def main() -> None:
     if ready:  # otherwise workers start without forking and must not wait for the import
         _import_ray(about["modules"])
         # Forked processes with equal generators would confuse each other's objects.
-        ready = _forks_can_use_gpus() and _answer_of_fork(_draw) != _answer_of_fork(_draw)
+        ready = _forks_can_use_gpus() and _call_in_fork(_draw_object_id) != _call_in_fork(_draw_object_id)
     sys.path[:] = own_path
     gc.collect()
     gc.freeze()  # garbage collection in forked processes then leaves the pages of these objects shared
@@ -61,20 +61,20 @@ def _import(modules: list[str]) -> None:
 
 
 def _import_ray(modules: list[str]) -> None:
-    from raytrec.compat.ray_start import actor_class_ids_from, keep_loopback, loopback_setting
+    from raytrec.compat.ray_start import draw_actor_class_ids_from, get_loopback_env, keep_loopback
 
-    os.environ.update(loopback_setting())
+    os.environ.update(get_loopback_env())
     keep_loopback()
-    with actor_class_ids_from(os.urandom), _no_gpu_asked_for():
+    with draw_actor_class_ids_from(os.urandom), _no_gpu_asked_for():
         _import(modules)
 
 
 def _no_gpu_asked_for() -> AbstractContextManager[None]:
     try:
-        from raytrec.compat.torch_ import no_gpu_asked_for
+        from raytrec.compat.torch_ import hide_gpus_during_import
     except ImportError:  # the worker reports the error
         return nullcontext()
-    return no_gpu_asked_for()
+    return hide_gpus_during_import()
 
 
 def _forks_can_use_gpus() -> bool:
@@ -87,22 +87,22 @@ def _forks_can_use_gpus() -> bool:
         with suppress(OSError):
             if os.readlink(place).startswith("/dev/nvidia"):
                 return False
-    return _answer_of_fork(_refuses_gpus) == b"no"
+    return _call_in_fork(_report_gpu_refusal) == b"no"
 
 
-def _refuses_gpus() -> bytes:
+def _report_gpu_refusal() -> bytes:
     from raytrec.compat.torch_ import refuses_gpus
 
     return b"yes" if refuses_gpus() else b"no"
 
 
-def _draw() -> bytes:
+def _draw_object_id() -> bytes:
     from ray import ObjectRef
 
     return ObjectRef.from_random().binary()
 
 
-def _answer_of_fork(ask: Callable[[], bytes]) -> bytes:
+def _call_in_fork(ask: Callable[[], bytes]) -> bytes:
     """Return the result of a function run in a forked process; empty bytes if the function fails."""
     reads, writes = os.pipe()
     if not (pid := os.fork()):
@@ -131,42 +131,42 @@ def _serve(control: socket.socket, listener: socket.socket, ready: bool) -> None
     while True:
         places = [key.fileobj for key, _ in selector.select()]
         if control in places:
-            return _end(pids, driver_killed=not control.recv(1))
+            return _kill_workers_and_exit(pids, driver_killed=not control.recv(1))
         if ended in places:
             ended.recv(4096)
-            _reap(pids)
+            _reap_workers(pids)
         if listener in places:
             with suppress(EOFError, OSError, ValueError):
-                _answer(listener, ready, pids, [selector, control, listener, ended, wake])
+                _answer_request(listener, ready, pids, [selector, control, listener, ended, wake])
 
 
-def _answer(listener: socket.socket, ready: bool, pids: set[int], mine: list) -> None:
+def _answer_request(listener: socket.socket, ready: bool, pids: set[int], mine: list) -> None:
     connection = listener.accept()[0]
     with connection:
         request, fds = _receive(connection)
-        if ready and _is_like_here(request["env"], request["set"]):
+        if ready and _can_fork_for(request["env"], request["set"]):
             if not (pid := os.fork()):
-                _leave(mine)
-                _begin(connection, request, fds)
+                _detach_child(mine)
+                _run_worker(connection, request, fds)
             pids.add(pid)
             connection.sendall(b"!")
         for fd in fds:
             os.close(fd)
 
 
-def _is_like_here(env: dict[str, str], set_for_it: dict[str, str]) -> bool:
+def _can_fork_for(env: dict[str, str], set_for_it: dict[str, str]) -> bool:
     """Return True if the loaded modules would be the same in a process started with these variables.
 
     Args:
         env: Environment with which Ray starts its workers.
         set_for_it: Variables added by the worker's runtime environment.
     """
-    from raytrec.compat.ray_start import READ_AT_ONCE, READ_FOR_EVER, READ_LATER
+    from raytrec.compat.ray_start import LATE_READ_PREFIXES, LOAD_TIME_PREFIXES, READ_FOR_EVER
 
     early = {
         name: value
         for name, value in set_for_it.items()
-        if name.startswith(READ_AT_ONCE) and not name.startswith(READ_LATER)
+        if name.startswith(LOAD_TIME_PREFIXES) and not name.startswith(LATE_READ_PREFIXES)
     }
     early |= {name: env.get(name) for name in READ_FOR_EVER}
     return all(os.environ.get(name) == value for name, value in early.items())
@@ -189,7 +189,7 @@ def _receive(connection: socket.socket) -> tuple[dict, list[int]]:
     return json.loads(message), fds
 
 
-def _leave(mine: list) -> None:
+def _detach_child(mine: list) -> None:
     """Close the sockets and reset the signal handlers of the warm process in a forked process."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -198,7 +198,7 @@ def _leave(mine: list) -> None:
         place.close()
 
 
-def _reap(pids: set[int]) -> None:
+def _reap_workers(pids: set[int]) -> None:
     while pids:
         pid, _ = os.waitpid(-1, os.WNOHANG)
         if not pid:
@@ -206,19 +206,19 @@ def _reap(pids: set[int]) -> None:
         pids.discard(pid)
 
 
-def _end(pids: set[int], driver_killed: bool) -> None:
+def _kill_workers_and_exit(pids: set[int], driver_killed: bool) -> None:
     """Kill all workers and exit; if the driver was killed, kill Ray's agents, which would stay for a minute.
 
     Otherwise, a raylet ends its agents itself.
     """
-    agents = _agents(int(os.environ["RAY_RAYLET_PID"])) if driver_killed else []
+    agents = _find_ray_agents(int(os.environ["RAY_RAYLET_PID"])) if driver_killed else []
     for pid in [*pids, *agents]:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     os._exit(0)
 
 
-def _agents(raylet: int) -> list[int]:
+def _find_ray_agents(raylet: int) -> list[int]:
     """Return the processes of a raylet's session whose title is set by Ray."""
     found = []
     for name in os.listdir("/proc"):
@@ -228,7 +228,7 @@ def _agents(raylet: int) -> list[int]:
     return found
 
 
-def _begin(connection: socket.socket, request: dict, fds: list[int]) -> None:
+def _run_worker(connection: socket.socket, request: dict, fds: list[int]) -> None:
     """Run the worker in a forked process and exit without the cleanup of the warm process."""
     code = 1
     try:
@@ -258,13 +258,13 @@ def _become_worker(connection: socket.socket, request: dict, fds: list[int]) -> 
     if "numpy.random" in sys.modules:  # Python reseeds its own generator after a fork
         sys.modules["numpy"].random.seed()
     sys.modules["raytrec.compat.ray_start"].read_token_again()
-    Thread(target=_end_with, args=(connection,), daemon=True).start()
+    Thread(target=_exit_with_peer, args=(connection,), daemon=True).start()
     sys.argv[:] = request["command"]
     sys.path.insert(0, os.path.dirname(sys.argv[0]))
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-def _end_with(connection: socket.socket) -> None:
+def _exit_with_peer(connection: socket.socket) -> None:
     """Exit when the process that the raylet started in place of the worker (forked_worker.py) ends."""
     connection.recv(1)
     os._exit(1)

@@ -14,13 +14,16 @@ from typing import Any
 
 from raytrec.common.errors import RunError
 
-LOOK_EVERY_S = 0.5
+POLL_INTERVAL_S = 0.5
 CONNECT_S = 2.0
 GONE_S = 2.0  # time after which a process that refuses connections has ended
 # The GCS of a joined cluster may restart if it is backed by Redis; Ray has a setting for the time to wait.
-COMES_BACK_S, RAYS_SETTING = 10.0, "RAY_gcs_rpc_server_reconnect_timeout_s"
+GCS_RESTART_TIMEOUT_S, GCS_RECONNECT_VARIABLE = 10.0, "RAY_gcs_rpc_server_reconnect_timeout_s"
 RAYLET, GCS = "raylet", "GCS"
-WHAT = {RAYLET: "the process that starts the others of a machine", GCS: "the process that knows all others"}
+PART_DESCRIPTIONS = {
+    RAYLET: "the process that starts the others of a machine",
+    GCS: "the process that knows all others",
+}
 
 
 class RayLost(RunError):
@@ -33,7 +36,7 @@ class RayLost(RunError):
     part = ""
 
 
-class Lifeline:
+class RayMonitor:
     """Watches the raylet and GCS of this driver by connecting to them.
 
     Args:
@@ -47,12 +50,12 @@ class Lifeline:
         self._places = _places()
 
     def check(self) -> None:
-        """Check that the raylet and the GCS are running, at most once per LOOK_EVERY_S.
+        """Check that the raylet and the GCS are running, at most once per POLL_INTERVAL_S.
 
         Raises:
             RayLost: One of them has ended.
         """
-        if monotonic() - self._looked < LOOK_EVERY_S:
+        if monotonic() - self._looked < POLL_INTERVAL_S:
             return
         for part, place in self._places.items():
             self._check(part, place)
@@ -66,8 +69,11 @@ class Lifeline:
         """
         self._looked = 0.0
         self.check()
-        while self._since and not monotonic() - min(self._since.values()) > COMES_BACK_S + LOOK_EVERY_S:
-            sleep(LOOK_EVERY_S)
+        while (
+            self._since
+            and not monotonic() - min(self._since.values()) > GCS_RESTART_TIMEOUT_S + POLL_INTERVAL_S
+        ):
+            sleep(POLL_INTERVAL_S)
             self.check()
 
     def _check(self, part: str, place: tuple[str, int]) -> None:
@@ -80,10 +86,12 @@ class Lifeline:
             return
         began = self._since.setdefault(part, monotonic())
         comes_back = part == GCS and not self._own
-        gone_s = float(os.environ.get(RAYS_SETTING, COMES_BACK_S)) if comes_back else GONE_S
+        gone_s = (
+            float(os.environ.get(GCS_RECONNECT_VARIABLE, GCS_RESTART_TIMEOUT_S)) if comes_back else GONE_S
+        )
         if monotonic() - began > (gone_s if refused else self._patience_s):
             lost = RayLost(
-                f"Ray's {part}, {WHAT[part]}, has ended, and all workers with it",
+                f"Ray's {part}, {PART_DESCRIPTIONS[part]}, has ended, and all workers with it",
                 where="{}:{}".format(*place),
             )
             lost.part = part
@@ -104,7 +112,7 @@ def _places() -> dict[str, tuple[str, int]]:
     return {RAYLET: raylet, GCS: (host.strip("[]"), int(port))}
 
 
-def wait_for(ref: Any, lifeline: Lifeline, look: Callable[[], None] = lambda: None) -> Any:
+def wait_for(ref: Any, lifeline: RayMonitor, look: Callable[[], None] = lambda: None) -> Any:
     """Return the result of a task or actor method while checking that Ray is running.
 
     Args:
@@ -117,7 +125,7 @@ def wait_for(ref: Any, lifeline: Lifeline, look: Callable[[], None] = lambda: No
     """
     import ray
 
-    while not ray.wait([ref], timeout=LOOK_EVERY_S, fetch_local=False)[0]:
+    while not ray.wait([ref], timeout=POLL_INTERVAL_S, fetch_local=False)[0]:
         lifeline.check()
         look()
     return ray.get(ref)

@@ -19,23 +19,26 @@ from pathlib import Path
 from time import monotonic, sleep, time
 from typing import NoReturn
 
-from raytrec.cluster.access import PATH, token_file, use_token
-from raytrec.common.errors import RunError, os_errors
+from raytrec.cluster.access import TOKEN_PATH_VARIABLE, token_file, use_token
+from raytrec.common.errors import RunError, convert_os_errors
 from raytrec.common.processes import lock
-from raytrec.compat.ray_start import CURRENT_CLUSTER, REPORTS_SELDOM, SOCKET, popen_replaced
+from raytrec.compat.ray_start import CURRENT_CLUSTER_FILE, INFREQUENT_REPORTS_ENV, SOCKET, replace_popen
 
-PREFIX, OWNER = "raytrec-", "owner"
-TMPDIR = "RAY_TMPDIR"
+FOLDER_PREFIX, OWNER = "raytrec-", "owner"
+RAY_TMPDIR_VARIABLE = "RAY_TMPDIR"
 # Maximum length of a Unix socket address (sys/un.h).
 LONGEST = 107 if sys.platform == "linux" else 103
-ABANDONED_S = 3600.0  # age at which a folder without owner is abandoned and not just being created
-WORDS, MOST_WORDS = 8_000, 200_000  # maximum bytes per log file, and characters in total, that are kept
-STOP_WAIT_S = 60  # by default, `ray job stop` kills after 3 s, which is too short for a checkpoint
+MIN_ABANDONED_AGE_S = 3600.0  # age at which a folder without owner is abandoned and not just being created
+WORDS, MAX_LOG_CHARACTERS = (
+    8_000,
+    200_000,
+)  # maximum bytes per log file, and characters in total, that are kept
+JOB_STOP_TIMEOUT_S = 60  # by default, `ray job stop` kills after 3 s, which is too short for a checkpoint
 LINGER_S = 2.0  # time for Ray's processes to exit by themselves
 
 
 @contextmanager
-def private_folder() -> Iterator[Path]:
+def create_private_folder() -> Iterator[Path]:
     """Create a folder for one Ray that only its user can enter; remove it at the end of the block.
 
     The folder is in RAY_TMPDIR, TMPDIR or /tmp, as Ray's own would be. Folders left by killed owners are
@@ -55,11 +58,11 @@ def make_folder() -> tuple[Path, int]:
     Raises:
         RunError: The folder cannot be created.
     """
-    base = base_folder()
-    do = f"set {TMPDIR} to a folder on a local disk that you can write to"
-    with os_errors("there is no place for Ray's files", where=str(base), do=do):
+    base = find_base_folder()
+    do = f"set {RAY_TMPDIR_VARIABLE} to a folder on a local disk that you can write to"
+    with convert_os_errors("there is no place for Ray's files", where=str(base), do=do):
         sweep(base)
-        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))  # mode 0700
+        folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=base))  # mode 0700
         owner = os.open(folder / f".{OWNER}", os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     if lock(owner):  # without a lock, the folder is never swept
         with suppress(OSError):
@@ -67,20 +70,20 @@ def make_folder() -> tuple[Path, int]:
     return folder, owner
 
 
-def base_folder() -> Path:
+def find_base_folder() -> Path:
     """Return the parent of private folders; the path is short enough for the Unix sockets below."""
-    for name in (TMPDIR, "TMPDIR"):
+    for name in (RAY_TMPDIR_VARIABLE, "TMPDIR"):
         if given := os.environ.get(name):
             base = Path(given).absolute()
-            base = base.parent if base.name.startswith(PREFIX) else base  # folder of an enclosing Ray
-            room = LONGEST - len(f"/{PREFIX}12345678{SOCKET}")
+            base = base.parent if base.name.startswith(FOLDER_PREFIX) else base  # folder of an enclosing Ray
+            room = LONGEST - len(f"/{FOLDER_PREFIX}12345678{SOCKET}")
             if len(os.fsencode(base)) <= room:
                 base.mkdir(parents=True, exist_ok=True, mode=0o700)
                 return base
-            if name == TMPDIR:
+            if name == RAY_TMPDIR_VARIABLE:
                 raise RunError(
                     f"the path of Ray's folder is too long: {len(os.fsencode(base))} bytes",
-                    where=f"{TMPDIR}={given}",
+                    where=f"{RAY_TMPDIR_VARIABLE}={given}",
                     expected=f"at most {room} bytes, because Ray makes Unix sockets below it",
                     do="set it to a shorter path, or a link with one",
                 )
@@ -89,15 +92,15 @@ def base_folder() -> Path:
 
 def sweep(base: Path) -> None:
     """Remove this user's private folders whose owners have exited."""
-    for folder in base.glob(f"{PREFIX}*"):
+    for folder in base.glob(f"{FOLDER_PREFIX}*"):
         with suppress(OSError):
-            _sweep_one(folder)
+            _sweep_folder(folder)
 
 
 def heads() -> list[str]:
     """Return HOST:PORT of this user's `raytrec head` clusters that accept connections."""
     found = []
-    for note in base_folder().glob(f"{PREFIX}*/{CURRENT_CLUSTER}"):
+    for note in find_base_folder().glob(f"{FOLDER_PREFIX}*/{CURRENT_CLUSTER_FILE}"):
         with suppress(OSError, ValueError):
             if note.stat().st_uid == os.getuid():
                 host, _, port = (address := note.read_text().strip()).rpartition(":")
@@ -114,14 +117,14 @@ def listens(host: str, port: int, timeout_s: float = 2.0) -> bool:
     return True
 
 
-def _sweep_one(folder: Path) -> None:
+def _sweep_folder(folder: Path) -> None:
     about = folder.lstat()
     if about.st_uid != os.getuid() or folder.is_symlink() or not folder.is_dir():
         return
     try:
         owner = os.open(folder / OWNER, os.O_RDWR | os.O_NOFOLLOW)
     except FileNotFoundError:
-        if time() - about.st_mtime > ABANDONED_S and (folder / f".{OWNER}").exists():
+        if time() - about.st_mtime > MIN_ABANDONED_AGE_S and (folder / f".{OWNER}").exists():
             _remove(folder)
         return
     try:
@@ -143,7 +146,7 @@ def _remove(folder: Path) -> None:
 
 
 @contextmanager
-def own_sessions(
+def isolate_sessions(
     folder: Path, environment: dict[str, str], on_raylet: Callable[[int], None]
 ) -> Iterator[Callable[[], None]]:
     """Make Ray, when started in the block, keep its files in a folder and its processes in separate sessions.
@@ -165,12 +168,12 @@ def own_sessions(
         if is_raylet:
             on_raylet(pid)
 
-    environment = REPORTS_SELDOM | environment | {TMPDIR: str(folder)}
-    with popen_replaced({"start_new_session": True}, environment, began):
+    environment = INFREQUENT_REPORTS_ENV | environment | {RAY_TMPDIR_VARIABLE: str(folder)}
+    with replace_popen({"start_new_session": True}, environment, began):
         yield lambda: end_sessions(started)
 
 
-def last_words(logs: Path) -> str:
+def read_stderr_tails(logs: Path) -> str:
     """Return the end of each stderr file of a Ray's processes: crashes and stack traces."""
     told = []
     for file in sorted(logs.glob("*.err"), key=lambda file: file.stat().st_mtime):
@@ -178,7 +181,7 @@ def last_words(logs: Path) -> str:
             said.seek(max(0, file.stat().st_size - WORDS))
             if text := said.read().decode(errors="replace").strip():
                 told.append(f"\n{file.name}:\n{text}\n")
-    return "".join(told)[-MOST_WORDS:]
+    return "".join(told)[-MAX_LOG_CHARACTERS:]
 
 
 def end_sessions(leaders: list[int], linger_s: float = LINGER_S) -> None:
@@ -228,7 +231,7 @@ def start_head(
     if not program.exists():
         raise RunError("there is no `ray` command", where=str(program.parent), expected="ray[default]")
     use_token(create=True)
-    environment = os.environ | _environment(root)
+    environment = os.environ | _build_environment(root)
     print(f"job API      http://127.0.0.1:{dashboard_port}")
     print(f"Ray client   ray://127.0.0.1:{client_port}")
     print(f"token        {token_file()}", flush=True)
@@ -254,7 +257,7 @@ def check_ports(ports: dict[str, int]) -> None:
             raise RunError(
                 f"port {port} is given twice", where=f"{other}, {option}", expected="a port for each"
             )
-        if why := _why_not(port):
+        if why := _explain_unusable_port(port):
             raise RunError(
                 f"port {port} cannot be used: {why}",
                 where=f"{option} {port}",
@@ -263,7 +266,7 @@ def check_ports(ports: dict[str, int]) -> None:
             )
 
 
-def _why_not(port: int) -> str | None:
+def _explain_unusable_port(port: int) -> str | None:
     if not 1024 <= port <= 65535:
         return "it is not a port that a user may listen on"
     with socket.socket() as probe:
@@ -275,18 +278,22 @@ def _why_not(port: int) -> str | None:
     return None
 
 
-def _environment(root: Path) -> dict[str, str]:
-    from raytrec.cluster.session import loopback_environment
+def _build_environment(root: Path) -> dict[str, str]:
+    from raytrec.cluster.session import get_loopback_environment
 
     # The `ray` program that replaces this process holds the folder; the next Ray on this machine removes it.
     folder, owner = make_folder()
     os.set_inheritable(owner, True)
-    environment = {TMPDIR: str(folder)} | loopback_environment() | {PATH: str(token_file().absolute())}
+    environment = (
+        {RAY_TMPDIR_VARIABLE: str(folder)}
+        | get_loopback_environment()
+        | {TOKEN_PATH_VARIABLE: str(token_file().absolute())}
+    )
     # Jobs use the `python` of this environment.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     return environment | {
         "PATH": path,
         "RAYTREC_ROOT": str(root.expanduser().absolute()),
-        "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S),
+        "RAY_JOB_STOP_WAIT_TIME_S": str(JOB_STOP_TIMEOUT_S),
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # a single-node cluster has nowhere to drain to
     }

@@ -23,8 +23,8 @@ import typer
 
 from raytrec.compat.ray_core import available_resources, drain
 
-LOOK_EVERY_S = 2.0
-METADATA_S = 2.0  # timeout of a machine's own metadata server
+POLL_INTERVAL_S = 2.0
+METADATA_TIMEOUT_S = 2.0  # timeout of a machine's own metadata server
 NOTICE_S = {"aws": 120, "gcp": 30}
 
 
@@ -36,25 +36,28 @@ class Cloud(StrEnum):
     NOW = "now"
 
 
-def aws_notice(base: str = "http://169.254.169.254") -> bool:
+def has_aws_notice(base: str = "http://169.254.169.254") -> bool:
     """Return True if EC2 has announced the preemption of this spot machine."""
     ttl = {"X-aws-ec2-metadata-token-ttl-seconds": "60"}
-    token = _ask(f"{base}/latest/api/token", ttl, method="PUT")
+    token = _query_metadata(f"{base}/latest/api/token", ttl, method="PUT")
     header = {"X-aws-ec2-metadata-token": token or ""}
-    return _ask(f"{base}/latest/meta-data/spot/instance-action", header) is not None
+    return _query_metadata(f"{base}/latest/meta-data/spot/instance-action", header) is not None
 
 
-def gcp_notice(base: str = "http://metadata.google.internal") -> bool:
+def has_gcp_notice(base: str = "http://metadata.google.internal") -> bool:
     """Return True if GCP has announced the preemption of this machine."""
-    return _ask(f"{base}/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"}) == "TRUE"
+    return (
+        _query_metadata(f"{base}/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"})
+        == "TRUE"
+    )
 
 
-def _ask(url: str, headers: dict[str, str], method: str = "GET") -> str | None:
+def _query_metadata(url: str, headers: dict[str, str], method: str = "GET") -> str | None:
     """Return the metadata server's answer, or None if there is none or the server is unavailable."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never through a proxy
     try:
         request = urllib.request.Request(url, headers=headers, method=method)
-        return opener.open(request, timeout=METADATA_S).read().decode()
+        return opener.open(request, timeout=METADATA_TIMEOUT_S).read().decode()
     except (urllib.error.URLError, TimeoutError, ConnectionError):
         return None
 
@@ -62,10 +65,10 @@ def _ask(url: str, headers: dict[str, str], method: str = "GET") -> str | None:
 def wait_for(notice: Callable[[], bool]) -> None:
     """Wait until there is a notice."""
     while not notice():
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(POLL_INTERVAL_S)
 
 
-def announce(seconds: float, node: str | None = None, address: str = "auto") -> str:
+def announce_preemption(seconds: float, node: str | None = None, address: str = "auto") -> str:
     """Drain a node: Ray places nothing new on the node, and runs on the node save and leave.
 
     Args:
@@ -114,8 +117,8 @@ def main(
     """Announce to Ray that this node will be preempted."""
     seconds = seconds or NOTICE_S.get(cloud, 60)
     if cloud is not Cloud.NOW:
-        wait_for(aws_notice if cloud is Cloud.AWS else gcp_notice)
-    node = announce(seconds, node, address)
+        wait_for(has_aws_notice if cloud is Cloud.AWS else has_gcp_notice)
+    node = announce_preemption(seconds, node, address)
     print(f"node {node} goes within {seconds:.0f} s", flush=True)
     wait_until_empty(node, seconds)
 

@@ -13,44 +13,44 @@ from pathlib import Path
 from threading import Thread, current_thread, main_thread
 from typing import Any, NoReturn
 
-from raytrec.cluster.access import START_ONE, check_cluster, check_versions, use_token
+from raytrec.cluster.access import START_CLUSTER_HINT, check_cluster, check_version_mismatch, use_token
 from raytrec.cluster.lifeline import GCS, RAYLET, RayLost
-from raytrec.cluster.local_ray import heads, listens, own_sessions, private_folder
-from raytrec.cluster.warm import forked_workers, warm_up
+from raytrec.cluster.local_ray import create_private_folder, heads, isolate_sessions, listens
+from raytrec.cluster.warm import fork_workers, warm_up
 from raytrec.common.errors import RunError, first_line
-from raytrec.compat.ray_core import JOB_CONFIG, bootstrap_address, own_address
+from raytrec.compat.ray_core import JOB_CONFIG_VARIABLE, get_own_address, resolve_bootstrap_address
 from raytrec.compat.ray_start import (
-    connect_by_hand,
-    few_wakeups,
-    in_folder,
+    disable_auto_connect,
+    get_logs_folder,
+    get_loopback_env,
     keep_loopback,
-    logs_folder,
-    loopback_setting,
-    only_what_is_needed,
+    make_folder_arguments,
+    make_idle_arguments,
+    omit_unneeded_processes,
     silence_workers,
 )
 from raytrec.compat.versions import require_versions
 
-SHUTDOWN_S = {RAYLET: 20.0, GCS: 1.0}  # Ray may need 13 s to notice that its raylet has ended
+RAY_SHUTDOWN_TIMEOUT_S = {RAYLET: 20.0, GCS: 1.0}  # Ray may need 13 s to notice that its raylet has ended
 
 
-def in_job() -> bool:
+def is_job_driver() -> bool:
     """Return True if this process is the driver of a submitted Ray job."""
-    return JOB_CONFIG in os.environ
+    return JOB_CONFIG_VARIABLE in os.environ
 
 
-def stays_here(address: str | None) -> bool:
+def starts_local_ray(address: str | None) -> bool:
     """Return True if a run with this scaling.address starts its own Ray on this machine."""
-    return not (address or os.environ.get("RAY_ADDRESS") or in_job())
+    return not (address or os.environ.get("RAY_ADDRESS") or is_job_driver())
 
 
-def begin_early() -> None:
+def warm_up_early() -> None:
     """Start the warm process before it is known whether this command starts its own Ray.
 
     Commands call this function before their other imports. A process that has already imported Ray is not a
     new command, so the call does nothing there.
     """
-    if stays_here(None) and "ray" not in sys.modules:
+    if starts_local_ray(None) and "ray" not in sys.modules:
         warm_up()
 
 
@@ -85,45 +85,50 @@ def ray_session(
     alone = not (address or in_environment)
     use_token(create=alone, own=alone)
     if alone:
-        session = _started(num_cpus)
+        session = _start_local_ray(num_cpus)
     elif address:
-        session = _joined(address, f"scaling.address={address}")
+        session = _join_cluster(address, f"scaling.address={address}")
     else:
-        session = _joined(in_environment, f"RAY_ADDRESS={in_environment}")
+        session = _join_cluster(in_environment, f"RAY_ADDRESS={in_environment}")
     with session:
         yield
 
 
 @contextmanager
-def _joined(address: str, given: str) -> Iterator[None]:
+def _join_cluster(address: str, given: str) -> Iterator[None]:
     """Connect to a running cluster for the duration of the block.
 
     `given` names the source of the address in errors.
     """
     if address == "auto" and not os.environ.get("RAY_ADDRESS") and (here := heads()):
-        address = _the_only(here, given)
+        address = _require_single_address(here, given)
     if _is_on_loopback(address):
         stay_on_loopback()
     check_cluster(address, given)
-    with _left_in_time():
-        _init(given, address=address)
+    with _shut_down_in_time():
+        _connect(given, address=address)
         yield
 
 
 @contextmanager
-def _started(num_cpus: int | None) -> Iterator[None]:
+def _start_local_ray(num_cpus: int | None) -> Iterator[None]:
     """Start a local Ray for this process alone and stop it at the end of the block."""
     stay_on_loopback()
     options = {"address": "local", "num_cpus": num_cpus, "include_dashboard": False}
     with (
-        private_folder() as folder,
-        forked_workers(folder) as (environment, on_raylet),
-        own_sessions(folder, environment, on_raylet) as end_rest,
+        create_private_folder() as folder,
+        fork_workers(folder) as (environment, on_raylet),
+        isolate_sessions(folder, environment, on_raylet) as end_rest,
     ):
         try:
-            with _left_in_time():
-                with only_what_is_needed():
-                    _init("a new local cluster", **in_folder(folder / "ray"), **few_wakeups(), **options)
+            with _shut_down_in_time():
+                with omit_unneeded_processes():
+                    _connect(
+                        "a new local cluster",
+                        **make_folder_arguments(folder / "ray"),
+                        **make_idle_arguments(),
+                        **options,
+                    )
                 _state.ours = True
                 yield
         finally:
@@ -131,7 +136,7 @@ def _started(num_cpus: int | None) -> Iterator[None]:
 
 
 @dataclass
-class _State:
+class _RayState:
     """State of this process's Ray.
 
     Attributes:
@@ -143,17 +148,17 @@ class _State:
     stuck: bool = False
 
 
-_state = _State()
+_state = _RayState()
 
 
-def started_here() -> bool:
+def has_local_ray() -> bool:
     """Return True if ray_session started this process's Ray for this process alone."""
     return _state.ours
 
 
-def logs_here() -> Path | None:
+def find_log_folder() -> Path | None:
     """Return the log folder of the Ray that this process started, or None; it is removed with that Ray."""
-    return logs_folder() if _state.ours else None
+    return get_logs_folder() if _state.ours else None
 
 
 def is_stuck() -> bool:
@@ -171,8 +176,8 @@ def leave(code: int) -> NoReturn:
 
 
 @contextmanager
-def _left_in_time() -> Iterator[None]:
-    """Call ray.shutdown() at the end of the block; wait at most SHUTDOWN_S if a part of Ray is lost."""
+def _shut_down_in_time() -> Iterator[None]:
+    """Call ray.shutdown() at the end of the block; wait at most RAY_SHUTDOWN_TIMEOUT_S if a part of Ray is lost."""
     import ray
 
     try:
@@ -180,7 +185,7 @@ def _left_in_time() -> Iterator[None]:
     except RayLost as lost:
         thread = Thread(target=ray.shutdown, daemon=True)
         thread.start()
-        thread.join(SHUTDOWN_S[lost.part])
+        thread.join(RAY_SHUTDOWN_TIMEOUT_S[lost.part])
         _state.stuck = thread.is_alive()
         raise
     finally:
@@ -189,7 +194,7 @@ def _left_in_time() -> Iterator[None]:
             ray.shutdown()
 
 
-def _the_only(addresses: list[str], given: str) -> str:
+def _require_single_address(addresses: list[str], given: str) -> str:
     """Return the only address; Ray itself would use any cluster, even another run's local Ray."""
     if len(addresses) > 1:
         raise RunError(
@@ -200,22 +205,26 @@ def _the_only(addresses: list[str], given: str) -> str:
     return addresses[0]
 
 
-def _init(where: str, **options: Any) -> None:
+def _connect(where: str, **options: Any) -> None:
     import ray
 
     # After this Ray has ended, late calls from other threads must not start or join another Ray.
-    connect_by_hand()
+    disable_auto_connect()
     try:
         ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
     except Exception as error:  # Ray raises a plain Exception if it does not start in time
-        check_versions(
+        check_version_mismatch(
             str(error),
             where=where,
             expected="the same Python on every node, to its patch number",
             do="use that Python here; or, where only the patch number differs, set "
             "RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL=minor here and where Ray is started",
         )
-        do = START_ONE if "ADDRESS" in where.upper() else "try again, with less to do for this machine"
+        do = (
+            START_CLUSTER_HINT
+            if "ADDRESS" in where.upper()
+            else "try again, with less to do for this machine"
+        )
         raise RunError(f"cannot reach Ray: {first_line(error)}", where=where, do=do) from None
     silence_workers()  # raytrec reports worker exits itself
     if current_thread() is main_thread():  # Ray's own handler exits with 15
@@ -228,15 +237,15 @@ def _is_on_loopback(address: str) -> bool:
     Ray would connect to the machine's own address, and make this driver listen there (see stay_on_loopback).
     """
     try:
-        target = bootstrap_address(address)
+        target = resolve_bootstrap_address(address)
         host, _, port = (target or "").rpartition(":")
-        own = bool(host) and host == own_address()
+        own = bool(host) and host == get_own_address()
     except (ConnectionError, ValueError):  # ray://, or no cluster: connecting reports the error
         return False
     return own and not listens(host, int(port)) and listens("127.0.0.1", int(port))
 
 
-def on_node(node: str) -> dict[str, Any]:
+def pin_to_node(node: str) -> dict[str, Any]:
     """Return options of a task or actor that needs no CPU and runs only on the node with this id."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -252,17 +261,17 @@ def stay_on_loopback() -> None:
     inherit the setting from the environment. In this process, where Ray may already be imported, a constant
     is set as well.
     """
-    os.environ |= loopback_environment()
+    os.environ |= get_loopback_environment()
     keep_loopback()
 
 
-def loopback_environment() -> dict[str, str]:
+def get_loopback_environment() -> dict[str, str]:
     """Return the environment variables that keep a new Ray, gloo and NCCL on loopback (stay_on_loopback)."""
-    mine = {name: os.environ.get(name, value) for name, value in socket_interfaces("lo").items()}
-    return loopback_setting() | (mine if sys.platform == "linux" else {})
+    mine = {name: os.environ.get(name, value) for name, value in get_interface_variables("lo").items()}
+    return get_loopback_env() | (mine if sys.platform == "linux" else {})
 
 
-def socket_interfaces(interface: str) -> dict[str, str]:
+def get_interface_variables(interface: str) -> dict[str, str]:
     """Return the variables that restrict gloo, and NCCL unless its files set another, to one interface.
 
     NCCL treats a name as a prefix (eth1 also matches eth10) unless it begins with "=". The environment takes
@@ -270,10 +279,12 @@ def socket_interfaces(interface: str) -> dict[str, str]:
     administrator has set the interface there.
     """
     gloo = {"GLOO_SOCKET_IFNAME": interface}
-    return gloo if in_nccl_files("NCCL_SOCKET_IFNAME") else gloo | {"NCCL_SOCKET_IFNAME": f"={interface}"}
+    return (
+        gloo if is_set_in_nccl_files("NCCL_SOCKET_IFNAME") else gloo | {"NCCL_SOCKET_IFNAME": f"={interface}"}
+    )
 
 
-def interface_of(address: str) -> str | None:
+def find_interface(address: str) -> str | None:
     """Return the name of the network interface with an address, or None."""
     import psutil
 
@@ -283,7 +294,7 @@ def interface_of(address: str) -> str | None:
     return None
 
 
-def in_nccl_files(name: str) -> bool:
+def is_set_in_nccl_files(name: str) -> bool:
     """Return True if a NCCL configuration file on this machine sets a variable."""
     own = os.environ.get("NCCL_CONF_FILE") or os.path.expanduser("~/.nccl.conf")  # a user may have no home
     for file in (Path(own), Path("/etc/nccl.conf")):

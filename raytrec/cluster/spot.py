@@ -16,11 +16,11 @@ from typing import Any
 
 from ray.autoscaler.node_provider import NodeProvider
 
-from raytrec.compat.ray_core import node_providers
+from raytrec.compat.ray_core import load_node_providers
 
 AwsProvider: Any
 GcpProvider: Any
-AwsProvider, GcpProvider = node_providers()
+AwsProvider, GcpProvider = load_node_providers()
 logger = logging.getLogger(__name__)
 # GCP cannot migrate running machines with GPUs, so it requires permission to stop them.
 GCP_ON_DEMAND = {"provisioningModel": "STANDARD", "onHostMaintenance": "TERMINATE"}

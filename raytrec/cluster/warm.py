@@ -19,14 +19,25 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from raytrec.common.memory import FEW_ARENAS
-from raytrec.compat.ray_start import ON_DEMAND, first_job, workers_started_by
+from raytrec.common.memory import ALLOCATOR_ENV
+from raytrec.compat.ray_start import NO_PRESTART_ENV, get_first_job_env, replace_worker_script
 
 HERE = Path(__file__).parent
-SERVER, FORKED_WORKER, PLACE = HERE / "forking.py", HERE / "forked_worker.py", "RAYTREC_WARM"
-END_S = 0.5  # time in which the warm process ends, unless it is importing
+FORK_SERVER_PROGRAM, FORKED_WORKER_PROGRAM, PLACE = (
+    HERE / "forking.py",
+    HERE / "forked_worker.py",
+    "RAYTREC_WARM",
+)
+EXIT_TIMEOUT_S = 0.5  # time in which the warm process ends, unless it is importing
 # Modules imported by ranks, read tasks and Ray Train's controller; MODULES do not import Ray.
-MODULES = ("torch", "torchrec", "torch.distributed.checkpoint", "pandas", "pyarrow.dataset", "pydantic")
+PRELOADED_MODULES = (
+    "torch",
+    "torchrec",
+    "torch.distributed.checkpoint",
+    "pandas",
+    "pyarrow.dataset",
+    "pydantic",
+)
 ON_RAY = (
     "ray.data",
     "ray.train.torch",
@@ -43,7 +54,7 @@ ON_RAY = (
 )
 
 
-class Warm:
+class WarmProcess:
     """Warm process; it ends when `close` is called or this process ends.
 
     Args:
@@ -60,11 +71,11 @@ class Warm:
         self._control, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", str(SERVER)],
+                [sys.executable, "-P", str(FORK_SERVER_PROGRAM)],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                env=os.environ | FEW_ARENAS,
+                env=os.environ | ALLOCATOR_ENV,
                 start_new_session=True,  # signals to the driver's group must not reach the warm process
             )
         self._send({"path": [os.path.abspath(path) for path in sys.path], "modules": list(modules)})
@@ -80,7 +91,7 @@ class Warm:
 
         `raylet` is the process id of the raylet.
         """
-        message = {"env": first_job(raylet), "modules": self._on_ray}
+        message = {"env": get_first_job_env(raylet), "modules": self._on_ray}
         with suppress(OSError), self._listener:  # if the warm process has ended, workers start without it
             self._send(message, [self._listener.fileno()])
 
@@ -91,7 +102,7 @@ class Warm:
         self._control.close()
         self._listener.close()
         try:
-            self._process.wait(END_S)
+            self._process.wait(EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:  # the process is still importing
             self._process.kill()
             self._process.wait()
@@ -102,25 +113,25 @@ class Warm:
         self._control.sendall(data)
 
 
-_running: dict[str, Warm] = {}
+_warm_processes: dict[str, WarmProcess] = {}
 WARM = "warm"
 
 
 def warm_up() -> None:
     """Start the warm process of this process if it is not running, without waiting for its imports."""
-    if WARM not in _running:
-        _running[WARM] = Warm(MODULES, ON_RAY)
-        atexit.register(cool_down)
+    if WARM not in _warm_processes:
+        _warm_processes[WARM] = WarmProcess(PRELOADED_MODULES, ON_RAY)
+        atexit.register(stop_warm_process)
 
 
-def cool_down() -> None:
+def stop_warm_process() -> None:
     """End the warm process of this process if it is running."""
-    if process := _running.pop(WARM, None):
+    if process := _warm_processes.pop(WARM, None):
         process.close()
 
 
 @contextmanager
-def warm_workers(alone: bool) -> Iterator[None]:
+def keep_warm_process(alone: bool) -> Iterator[None]:
     """Keep a warm process during the block, so that a local Ray started in the block forks its workers.
 
     If not `alone`, the block joins a cluster, whose raylets start their workers themselves.
@@ -135,11 +146,11 @@ def warm_workers(alone: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        cool_down()
+        stop_warm_process()
 
 
 @contextmanager
-def forked_workers(folder: Path) -> Iterator[tuple[dict[str, str], Callable[[int], None]]]:
+def fork_workers(folder: Path) -> Iterator[tuple[dict[str, str], Callable[[int], None]]]:
     """Make a local Ray that is started in the block fork its workers, if there is a warm process.
 
     `folder` is a private folder for the socket.
@@ -147,10 +158,10 @@ def forked_workers(folder: Path) -> Iterator[tuple[dict[str, str], Callable[[int
     Yields:
         Environment variables for Ray's processes, and a function to call with the raylet's process id.
     """
-    process, place = _running.get(WARM), folder / WARM
+    process, place = _warm_processes.get(WARM), folder / WARM
     if process is None or process.listens:
-        yield FEW_ARENAS, lambda pid: None
+        yield ALLOCATOR_ENV, lambda pid: None
         return
     process.listen(place)
-    with workers_started_by(FORKED_WORKER):
-        yield FEW_ARENAS | ON_DEMAND | {PLACE: str(place)}, process.serve
+    with replace_worker_script(FORKED_WORKER_PROGRAM):
+        yield ALLOCATOR_ENV | NO_PRESTART_ENV | {PLACE: str(place)}, process.serve

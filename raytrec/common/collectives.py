@@ -15,7 +15,7 @@ import torch.distributed as dist
 AT_ONCE = 1 << 20  # rows per rank that `send` exchanges at a time
 
 
-def device_of(group: dist.ProcessGroup | None = None) -> torch.device:
+def get_collective_device(group: dist.ProcessGroup | None = None) -> torch.device:
     """Return the device of this rank's collectives: its GPU, with an index, for NCCL; else the CPU."""
     if dist.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
@@ -30,7 +30,7 @@ class Peers:
     memory.
 
     Args:
-        device: Device over which the group communicates; default: `device_of` the group.
+        device: Device over which the group communicates; default: `get_collective_device` the group.
         at_once: Rows that `send` holds on that device at a time.
         alone: True for this process only; default: the ranks of the group, if one has been initialized.
         group: Process group; default: torch's default group.
@@ -49,7 +49,7 @@ class Peers:
     ):
         together = dist.is_initialized() and not alone
         self.world, self.rank = (dist.get_world_size(group), dist.get_rank(group)) if together else (1, 0)
-        self.device = device or (device_of(group) if together else None)
+        self.device = device or (get_collective_device(group) if together else None)
         self._at_once, self._group = at_once, group
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
@@ -124,7 +124,7 @@ class Peers:
         of_tables = [sum(of_table) for of_table in zip(*sizes_WT, strict=True)]
         if self.world > 1 and sum(of_ranks):
             everything = self.concatenate(values, of_ranks)
-            values = everything[regrouped(on_device(sizes_WT, values.device), sum(of_ranks))]
+            values = everything[compute_regrouping(on_device(sizes_WT, values.device), sum(of_ranks))]
         return list(values.split(of_tables))
 
     def union(self, keys: torch.Tensor) -> torch.Tensor:
@@ -216,8 +216,8 @@ class RoundTrip:
         received_WT = peers.transpose(sent_TW.T)
         both = torch.stack([sent_TW.sum(0), received_WT.sum(1)])
         self._sent, self._received = both.tolist()  # one transfer, because the host waits for the GPU here
-        self._by_rank, of_all = regrouped(sent_TW, sum(self._sent)), sum(self._received)
-        self._by_table = regrouped(received_WT, of_all)
+        self._by_rank, of_all = compute_regrouping(sent_TW, sum(self._sent)), sum(self._received)
+        self._by_table = compute_regrouping(received_WT, of_all)
         arrived = peers.exchange(values[self._by_rank], self._sent, self._received)
         self.received = arrived[self._by_table]
         numbers = torch.arange(len(sent_TW), device=values.device)
@@ -237,7 +237,7 @@ class RoundTrip:
         return by_table
 
 
-def regrouped(sizes_AB: torch.Tensor, total: int) -> torch.Tensor:
+def compute_regrouping(sizes_AB: torch.Tensor, total: int) -> torch.Tensor:
     """Return the permutation int64 [total] that groups values by b, then a, instead of a, then b.
 
     Args:

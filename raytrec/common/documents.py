@@ -15,9 +15,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from raytrec.common import messages
 from raytrec.common.errors import RunError, first_line
-from raytrec.common.formatting import number, or_0
+from raytrec.common.formatting import number, number_or_zero
 from raytrec.common.messages import Event, Measured, Message, Outcome, RankLine
-from raytrec.common.reading import MOST_JSON_BYTES, NotReadable, json_values
+from raytrec.common.reading import MAX_JSON_BYTES, UnreadableError, parse_json
 from raytrec.common.storage import join_uri, read_bytes
 
 CLASSES: dict[str, type[Message]] = {
@@ -25,7 +25,7 @@ CLASSES: dict[str, type[Message]] = {
     for each in vars(messages).values()
     if isinstance(each, type) and issubclass(each, Message) and "KIND" in vars(each)
 }
-OF_FILE = {messages.CHECKS: Outcome, messages.RANKS: RankLine}  # files whose lines have no kind
+CLASS_OF_FILE = {messages.CHECKS: Outcome, messages.RANKS: RankLine}  # files whose lines have no kind
 T = TypeVar("T")
 
 
@@ -37,7 +37,7 @@ def document(value: Any) -> bytes:
     return _adapter_of(type(value)).dump_json(value, indent=2, by_alias=True) + b"\n"
 
 
-def typed(values: Any, kind: type[T]) -> T:
+def validate_as(values: Any, kind: type[T]) -> T:
     """Return values of JSON as an object of a type.
 
     Args:
@@ -45,27 +45,27 @@ def typed(values: Any, kind: type[T]) -> T:
         kind: Dataclass, pydantic model, TypedDict or any other type that pydantic validates.
 
     Raises:
-        NotReadable: The values do not fit the type; the message names the first key that differs.
+        UnreadableError: The values do not fit the type; the message names the first key that differs.
     """
     try:
         return _adapter_of(kind).validate_python(values)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(str(part)[:80] for part in first["loc"])
-        raise NotReadable(f"{place}: {first['msg']}"[:300] if place else first["msg"][:300]) from None
+        raise UnreadableError(f"{place}: {first['msg']}"[:300] if place else first["msg"][:300]) from None
 
 
-def find_document(uri: str, kind: type[T], most: int = MOST_JSON_BYTES) -> T | None:
+def find_document(uri: str, kind: type[T], most: int = MAX_JSON_BYTES) -> T | None:
     """Return a document, or None if the file does not exist or cannot be read as this type.
 
     Args:
         uri: Path or URI of the file.
-        kind: Type of the document; see `typed`.
+        kind: Type of the document; see `validate_as`.
         most: Largest number of bytes of the file.
     """
     try:
-        return typed(json_values(read_bytes(uri, most)), kind)
-    except (OSError, NotReadable):
+        return validate_as(parse_json(read_bytes(uri, most)), kind)
+    except (OSError, UnreadableError):
         return None
 
 
@@ -75,7 +75,7 @@ def read_document(folder: str, name: str, kind: type[T], what: str, made_by: str
     Args:
         folder: Path or URI of the folder.
         name: Name of the document.
-        kind: Type of the document; see `typed`.
+        kind: Type of the document; see `validate_as`.
         what: Noun for the content of the folder, such as "index".
         made_by: Command that writes the folder, such as "raytrec index".
         do: Advice for a missing document.
@@ -85,7 +85,7 @@ def read_document(folder: str, name: str, kind: type[T], what: str, made_by: str
     """
     uri = join_uri(folder, name)
     try:
-        return typed(json_values(read_bytes(uri)), kind)
+        return validate_as(parse_json(read_bytes(uri)), kind)
     except (FileNotFoundError, NotADirectoryError):
         raise RunError(
             f"there is no {what} here",
@@ -93,7 +93,7 @@ def read_document(folder: str, name: str, kind: type[T], what: str, made_by: str
             expected=f"a folder that `{made_by}` has filled, with its {name}",
             do=do,
         ) from None
-    except (OSError, NotReadable, UnicodeError) as error:
+    except (OSError, UnreadableError, UnicodeError) as error:
         raise RunError(
             f"{name} of the {what} cannot be read: {first_line(error)}",
             where=uri,
@@ -115,21 +115,23 @@ def from_line(file: str, values: Mapping[str, Any]) -> Message:
         ValueError: The values are not a line of that file.
     """
     try:
-        kind, fields_of_line = _kind_of(file, values)
+        kind, fields_of_line = _resolve_message_class(file, values)
     except KeyError as error:
         raise ValueError(f"no {error}") from None
-    message = typed(_fields(kind, fields_of_line), kind)
+    message = validate_as(_collect_fields(kind, fields_of_line), kind)
     if isinstance(message, Measured):
-        return replace(message, figures={name: _number(value) for name, value in message.figures.items()})
+        return replace(message, figures={name: _to_number(value) for name, value in message.figures.items()})
     if isinstance(message, RankLine):
-        return replace(message, tables={name: _entry(entry) for name, entry in message.tables.items()})
+        return replace(
+            message, tables={name: _clean_table_figures(entry) for name, entry in message.tables.items()}
+        )
     return message
 
 
-def _kind_of(file: str, values: Mapping[str, Any]) -> tuple[type[Message], Mapping[str, Any]]:
+def _resolve_message_class(file: str, values: Mapping[str, Any]) -> tuple[type[Message], Mapping[str, Any]]:
     """Return the class of a line's message, and the values of its fields."""
-    if file in OF_FILE:
-        return OF_FILE[file], values
+    if file in CLASS_OF_FILE:
+        return CLASS_OF_FILE[file], values
     tag = "event" if file == messages.EVENTS else "kind"
     kind = CLASSES.get(values[tag]) if isinstance(values[tag], str) else None
     if kind is None or tag != kind.TAG:
@@ -137,26 +139,26 @@ def _kind_of(file: str, values: Mapping[str, Any]) -> tuple[type[Message], Mappi
     return kind, {k: v for k, v in values.items() if k != tag}
 
 
-def _number(value: Any) -> float | None:
+def _to_number(value: Any) -> float | None:
     """Return a number unchanged, a bool as 0 or 1, and None for any other value."""
     if isinstance(value, bool):
         return int(value)
     return None if isnan(number(value)) else value
 
 
-def _entry(values: Mapping[str, Any]) -> dict[str, Any]:
+def _clean_table_figures(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return figures of a table's shards: numbers and three other keys; None for other values."""
-    sound: dict[str, Any] = {key: _number(value) for key, value in values.items()}
+    sound: dict[str, Any] = {key: _to_number(value) for key, value in values.items()}
     if isinstance(device := values.get("device"), str):
         sound["device"] = device
     if isinstance(replicated := values.get("replicated"), bool):
         sound["replicated"] = replicated
     if isinstance(counts := values.get("row_norm_counts"), list):
-        sound["row_norm_counts"] = [or_0(count) for count in counts]
+        sound["row_norm_counts"] = [number_or_zero(count) for count in counts]
     return sound
 
 
-def _fields(kind: type[Message], values: Mapping[str, Any]) -> dict[str, Any]:
+def _collect_fields(kind: type[Message], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return fields of a class; other values are collected in its flat field, if it has one."""
     flat = next((each.name for each in fields(kind) if each.metadata.get("flat")), None)
     names = {each.name for each in fields(kind)} - {flat}

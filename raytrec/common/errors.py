@@ -16,7 +16,7 @@ from typing_extensions import TypedDict
 
 from raytrec.common.redaction import hide
 
-LONGEST_WORD = 200  # characters; the time of a search for similar words grows with their square
+MAX_WORD_LENGTH = 200  # characters; the time of a search for similar words grows with their square
 LONGEST = {"what": 2200, "where": 700, "expected": 500, "do": 450}  # bytes of UTF-8 of each part
 # Characters that move a terminal's cursor or reverse text, and those that UTF-8 cannot encode.
 CONTROL = re.compile("[\\x00-\\x09\\x0b-\\x1f\\x7f-\\x9f\\u2028-\\u202e\\u2066-\\u2069\\ud800-\\udfff]")
@@ -50,10 +50,10 @@ class RaytrecError(Exception):
     def __init__(
         self, what: str, *, where: str | None = None, expected: str | None = None, do: str | None = None
     ):
-        self.what = _shown(what, "what")
-        self.where = where and _shown(where, "where")
-        self.expected = expected and _shown(expected, "expected")
-        self.do = do and _shown(do, "do")
+        self.what = _sanitize_part(what, "what")
+        self.where = where and _sanitize_part(where, "where")
+        self.expected = expected and _sanitize_part(expected, "expected")
+        self.do = do and _sanitize_part(do, "do")
         super().__init__(str(self))
 
     def __str__(self) -> str:
@@ -80,7 +80,7 @@ class ConfigError(RaytrecError):
     """A configuration file, an override or a combination of keys is wrong."""
 
 
-class GpuFailed(ConfigError):
+class GpuFailedError(ConfigError):
     """A GPU must not be used before it has recovered.
 
     Attributes:
@@ -107,7 +107,7 @@ def some(value: object) -> str:
     return _REPR.repr(value)
 
 
-def some_of(lines: list[str], count: int | None = None) -> str:
+def join_first_lines(lines: list[str], count: int | None = None) -> str:
     """Return the first lines that fit into an error, and the number of the others.
 
     Args:
@@ -116,7 +116,7 @@ def some_of(lines: list[str], count: int | None = None) -> str:
     """
     count, told, room = count or len(lines), [], LONGEST["what"] - 100
     for line in lines:
-        line = _cut(line, 500)
+        line = _truncate_middle(line, 500)
         room -= len(line.encode(errors="replace")) + 1
         if room < 0:
             break
@@ -125,20 +125,20 @@ def some_of(lines: list[str], count: int | None = None) -> str:
     return "\n".join([*told, *([f"… and {more:,} more"] if more else [])])
 
 
-def _shown(part: object, name: str) -> str:
+def _sanitize_part(part: object, name: str) -> str:
     """Return a part without secrets and control characters, cut to its longest length."""
     text = str(part)
     if len(text) > 1 << 20:  # the search for secrets takes time
         text = text[: 1 << 19] + " … " + text[-(1 << 19) :]
-    return _cut(CONTROL.sub(_escaped, hide(text)), LONGEST[name])
+    return _truncate_middle(CONTROL.sub(_escape_match, hide(text)), LONGEST[name])
 
 
-def _escaped(found: re.Match) -> str:
+def _escape_match(found: re.Match) -> str:
     character = found.group()
     return "  " if character == "\t" else ascii(character)[1:-1]
 
 
-def _cut(text: str, most: int) -> str:
+def _truncate_middle(text: str, most: int) -> str:
     """Return a text of at most `most` bytes of UTF-8; the middle of a longer text is left out."""
     data = text.encode(errors="replace")
     if len(data) <= most:
@@ -153,11 +153,11 @@ _REPR = reprlib.Repr()
 _REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxlong = 3, 80, 80, 40
 
 
-def did_you_mean(word: str, known: list[str]) -> str | None:
+def find_similar_word(word: str, known: list[str]) -> str | None:
     """Return the known word that is most similar to a misspelt one, or None if none is similar."""
     from difflib import get_close_matches
 
-    if len(word) > LONGEST_WORD:
+    if len(word) > MAX_WORD_LENGTH:
         return None
     near = get_close_matches(word, known, n=1, cutoff=0.6)
     return near[0] if near else None
@@ -165,7 +165,7 @@ def did_you_mean(word: str, known: list[str]) -> str | None:
 
 def hint(word: str, known: Iterable[str]) -> str:
     """Return "; did you mean 'NAME'?" with the most similar known word, or "" if none is similar."""
-    near = did_you_mean(word, list(known))
+    near = find_similar_word(word, list(known))
     return f"; did you mean '{near}'?" if near else ""
 
 
@@ -201,7 +201,7 @@ def first_line(error: BaseException) -> str:
 
 
 @contextmanager
-def os_errors(what: str, kind: type[RaytrecError] = RunError, **parts: str) -> Iterator[None]:
+def convert_os_errors(what: str, kind: type[RaytrecError] = RunError, **parts: str) -> Iterator[None]:
     """Convert an OSError of the block into an error for people: `what`, and the reason.
 
     Args:
@@ -220,7 +220,7 @@ def last_line(text: str, otherwise: str) -> str:
     return (text.strip().splitlines() or [otherwise])[-1].strip()
 
 
-def root_cause(error: BaseException) -> BaseException:
+def get_root_cause(error: BaseException) -> BaseException:
     """Return the RaytrecError inside wrappers (Ray's task and training errors), or the error itself.
 
     Ray wraps the error of a worker in several layers: `cause` (RayTaskError), `worker_failures`

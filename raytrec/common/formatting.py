@@ -31,7 +31,7 @@ def null_nonfinite(values: Mapping[str, Any]) -> dict[str, Any]:
     return {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in values.items()}
 
 
-def or_0(value: Any) -> float:
+def number_or_zero(value: Any) -> float:
     """Return a number from a file; 0 if the value is not a finite number below LARGEST."""
     return 0.0 if isnan(found := number(value)) else found
 
@@ -54,7 +54,7 @@ def percent(share: float) -> str:
     return f"{share * 100:.{digits}f} %"
 
 
-def bytes_text(count: float) -> str:
+def format_bytes(count: float) -> str:
     """Format a number of bytes in the largest unit below it: `2_500_000` is "2.38 MiB". NaN is "–"."""
     if isnan(count):
         return "–"

@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 from typing import Any, TypeVar
 
-from raytrec.common.errors import ConfigError, GpuFailed
+from raytrec.common.errors import ConfigError, GpuFailedError
 
 T = TypeVar("T")
 
@@ -31,10 +31,10 @@ def usable_gpus() -> list[str]:
     """Return the numbers or UUIDs of the GPUs that this process may use."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return []
-    return _of_gpus(lambda nvml, name: name)
+    return _query_gpus(lambda nvml, name: name)
 
 
-def gpu_handle(name: str) -> Any:
+def get_gpu_handle(name: str) -> Any:
     """Return NVML's handle of the GPU with this number or UUID; NVML must be initialized."""
     import pynvml
 
@@ -42,36 +42,36 @@ def gpu_handle(name: str) -> Any:
     return by_number(int(name)) if name.isdigit() else by_uuid(name)
 
 
-def cuda_handle(device: str) -> Any:
+def get_cuda_handle(device: str) -> Any:
     """Return NVML's handle of a device of torch; cuda:I is the I-th visible GPU."""
     index, visible = int(device.partition(":")[2] or 0), visible_gpus()
-    return gpu_handle(visible[index] if visible else str(index))
+    return get_gpu_handle(visible[index] if visible else str(index))
 
 
-def smallest_gpu_memory() -> int | None:
+def get_smallest_gpu_memory() -> int | None:
     """Return the usable bytes of this machine's smallest GPU; None if it has no GPU.
 
     The driver's reserve is not counted, as in torch's total_memory. The result is None as well if a GPU is
     divided into MIG instances, because the instances that programs will use are not known here.
     """
-    return min(_of_gpus(_usable_memory), default=None)
+    return min(_query_gpus(_read_usable_memory), default=None)
 
 
-def gpu_kinds() -> list[tuple[str, tuple[int, int]]]:
+def list_gpu_kinds() -> list[tuple[str, tuple[int, int]]]:
     """Return the name and compute capability of each visible GPU; an empty list if they are not known."""
-    return _of_gpus(_kind)
+    return _query_gpus(_read_gpu_kind)
 
 
-def _of_gpus(read: Callable[[Any, str], T]) -> list[T]:
+def _query_gpus(read: Callable[[Any, str], T]) -> list[T]:
     """Return `read(NVML, name)` of each visible GPU; an empty list if one of them cannot be read."""
 
     def read_all(nvml: Any) -> list[T]:
         return [read(nvml, name) for name in visible_gpus() or map(str, range(nvml.nvmlDeviceGetCount()))]
 
-    return _answer_of_nvml(read_all) or []
+    return _query_nvml(read_all) or []
 
 
-def _answer_of_nvml(ask: Callable[[Any], T]) -> T | None:
+def _query_nvml(ask: Callable[[Any], T]) -> T | None:
     """Return `ask(NVML)`; None without library or driver, without an answer, or for a MIG instance."""
     try:
         import pynvml
@@ -87,12 +87,12 @@ def _answer_of_nvml(ask: Callable[[Any], T]) -> T | None:
         pynvml.nvmlShutdown()
 
 
-def _kind(nvml: Any, name: str) -> tuple[str, tuple[int, int]]:
-    handle = gpu_handle(name)
+def _read_gpu_kind(nvml: Any, name: str) -> tuple[str, tuple[int, int]]:
+    handle = get_gpu_handle(name)
     return nvml.nvmlDeviceGetName(handle), tuple(nvml.nvmlDeviceGetCudaComputeCapability(handle))
 
 
-def _usable_memory(nvml: Any, name: str) -> int:
+def _read_usable_memory(nvml: Any, name: str) -> int:
     """Return the usable bytes of a GPU.
 
     Raises:
@@ -100,7 +100,7 @@ def _usable_memory(nvml: Any, name: str) -> int:
     """
     if name.startswith("MIG"):
         raise ValueError(name)
-    handle = gpu_handle(name)
+    handle = get_gpu_handle(name)
     try:
         if nvml.nvmlDeviceGetMigMode(handle)[0]:
             raise ValueError(name)
@@ -112,17 +112,17 @@ def _usable_memory(nvml: Any, name: str) -> int:
 
 PACKAGES = ("raytrec", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "ray")
 # Advice for an environment that was installed for the other device; see requirements/install.py.
-OTHER_DEVICE = "make clean, then make install DEVICE={device} (docs/install.md)"
+REINSTALL_ADVICE = "make clean, then make install DEVICE={device} (docs/install.md)"
 
 
 # Compute capabilities for which PyPI's fbgemm-gpu has machine code; it has no PTX (cuobjdump --list-elf,
 # --list-ptx): 1.8.0 for sm_80, sm_90a and sm_100a, 1.9.0 for sm_80, sm_90a and sm_100. Code with an "a" runs
 # only on that capability; other code also runs on newer capabilities of its major version.
-_BOTH = frozenset({(8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0)})
-SERVED = {"1.8.0": _BOTH, "1.9.0": _BOTH | {(10, 3)}}
+_COMMON_CAPABILITIES = frozenset({(8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0)})
+FBGEMM_CAPABILITIES = {"1.8.0": _COMMON_CAPABILITIES, "1.9.0": _COMMON_CAPABILITIES | {(10, 3)}}
 
 
-def not_served(kind: tuple[str, tuple[int, int]], host: str) -> ConfigError | None:
+def check_fbgemm_support(kind: tuple[str, tuple[int, int]], host: str) -> ConfigError | None:
     """Return the error for a GPU that the installed FBGEMM has no code for; None if it has code.
 
     Args:
@@ -130,7 +130,7 @@ def not_served(kind: tuple[str, tuple[int, int]], host: str) -> ConfigError | No
         host: Host of the GPU.
     """
     package = installed("fbgemm-gpu")
-    served = SERVED.get((package or "").partition("+")[0])  # None for builds from source
+    served = FBGEMM_CAPABILITIES.get((package or "").partition("+")[0])  # None for builds from source
     gpu, capability = kind
     if not served or capability in served:
         return None
@@ -145,7 +145,7 @@ def not_served(kind: tuple[str, tuple[int, int]], host: str) -> ConfigError | No
 
 # Recovery that NVIDIA's driver (565 or newer) asks for before a GPU is used again, after uncorrected memory
 # errors and others (Xid).
-_RECOVERIES = {
+_RECOVERY_ACTIONS = {
     "GPU_RESET": "a reset (nvidia-smi --gpu-reset)",
     "NODE_REBOOT": "a reboot of its host",
     "DRAIN_AND_RESET": "a reset, when nothing uses it",
@@ -154,17 +154,17 @@ _RECOVERIES = {
 }
 
 
-def awaits_recovery(device: str) -> str | None:
+def find_needed_recovery(device: str) -> str | None:
     """Return the recovery that a device of torch needs before it is used again; None if none, or unknown."""
 
     def ask(nvml: Any) -> str | None:
         asked = [nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION]
-        (field,) = nvml.nvmlDeviceGetFieldValues(cuda_handle(device), asked)
-        names = {getattr(nvml, f"NVML_GPU_RECOVERY_ACTION_{name}", None): name for name in _RECOVERIES}
+        (field,) = nvml.nvmlDeviceGetFieldValues(get_cuda_handle(device), asked)
+        names = {getattr(nvml, f"NVML_GPU_RECOVERY_ACTION_{name}", None): name for name in _RECOVERY_ACTIONS}
         known = field.nvmlReturn == nvml.NVML_SUCCESS
-        return _RECOVERIES.get(names.get(field.value.uiVal, "")) if known else None
+        return _RECOVERY_ACTIONS.get(names.get(field.value.uiVal, "")) if known else None
 
-    return _answer_of_nvml(ask)
+    return _query_nvml(ask)
 
 
 def installed(package: str) -> str | None:
@@ -187,10 +187,10 @@ def built_for() -> str | None:
     """
     if not installed("torch"):
         return None
-    return "cuda" if cuda_of_torch() and not installed("fbgemm-gpu-cpu") else "cpu"
+    return "cuda" if get_torch_cuda_version() and not installed("fbgemm-gpu-cpu") else "cpu"
 
 
-def cuda_of_torch() -> str | None:
+def get_torch_cuda_version() -> str | None:
     """Return the CUDA version (X.Y) for which torch is built; None if torch is for CPUs or missing."""
     try:
         file = distribution("torch").locate_file("torch/version.py")
@@ -200,17 +200,17 @@ def cuda_of_torch() -> str | None:
         return None
 
 
-def driver_cuda() -> tuple[str, str] | None:
+def get_driver_versions() -> tuple[str, str] | None:
     """Return the version of NVIDIA's driver and the newest CUDA (X.Y) it supports; None without a driver."""
 
     def ask(nvml: Any) -> tuple[str, str]:
         cuda = nvml.nvmlSystemGetCudaDriverVersion_v2()
         return nvml.nvmlSystemGetDriverVersion(), f"{cuda // 1000}.{cuda % 1000 // 10}"
 
-    return _answer_of_nvml(ask)
+    return _query_nvml(ask)
 
 
-def code_hash() -> str:
+def compute_code_hash() -> str:
     """Return the first 16 hex digits of the SHA-256 of raytrec's Python files."""
     folder, digest = Path(__file__).parents[1], hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
@@ -238,14 +238,14 @@ def check_gpu(host: str) -> None:
             expected=f"NVIDIA's driver for CUDA {built} or newer (nvidia-smi shows its version)"
             if built
             else "the packages of requirements/cuda.txt wherever there are GPUs",
-            do="update the driver" if built else OTHER_DEVICE.format(device="cuda"),
+            do="update the driver" if built else REINSTALL_ADVICE.format(device="cuda"),
         )
     for index in range(torch.cuda.device_count()):
         kind = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
-        if wrong := not_served(kind, host):
+        if wrong := check_fbgemm_support(kind, host):
             raise wrong
-        if recovery := awaits_recovery(f"cuda:{index}"):
-            failed = GpuFailed(
+        if recovery := find_needed_recovery(f"cuda:{index}"):
+            failed = GpuFailedError(
                 f"GPU {index} of {host} has failed: its driver asks for {recovery}",
                 where="scaling.device=cuda",
                 expected="GPUs that compute as they should (nvidia-smi -q: GPU Recovery Action)",

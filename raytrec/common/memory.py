@@ -9,25 +9,25 @@ from functools import cache
 from threading import Lock
 from time import monotonic
 
-# Parameters of glibc's mallopt(3), from <malloc.h>. Up to KEPT_BYTES of freed memory at an arena's top are
+# Parameters of glibc's mallopt(3), from <malloc.h>. Up to TRIM_THRESHOLD_BYTES of freed memory at an arena's top are
 # not returned to the system, blocks of up to LARGEST_BYTES are not mapped individually, and an arena grows
-# by HEAP_BYTES (else glibc returns the empty heaps of threads other than the main one). A step of 1,024 rows
+# by TOP_PAD_BYTES (else glibc returns the empty heaps of threads other than the main one). A step of 1,024 rows
 # takes 7 % less CPU time with these values; larger values, or steps of 8,192 rows, save nothing more.
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
-KEPT_BYTES, HEAP_BYTES, LARGEST_BYTES = 64 << 20, 64 << 20, 32 << 20
+TRIM_THRESHOLD_BYTES, TOP_PAD_BYTES, LARGEST_BYTES = 64 << 20, 64 << 20, 32 << 20
 MAP_FIXED = 0x10  # of mmap(2) on Linux
-TRIM_EVERY_S = 5.0  # trimming takes milliseconds, and the memory must be allocated again
+TRIM_INTERVAL_S = 5.0  # trimming takes milliseconds, and the memory must be allocated again
 # Environment of ranks, of read tasks and of the process that forks them; glibc reads it when a process
 # starts. By default glibc keeps freed memory in up to eight arenas per core, and each grows to the largest
 # need of any thread: a rank grew by 8 MiB per epoch until all arenas were in use.
-FEW_ARENAS = {"MALLOC_ARENA_MAX": "2"}
+ALLOCATOR_ENV = {"MALLOC_ARENA_MAX": "2"}
 
 _trimmed_s, _lock = 0.0, Lock()
 _LIBC = ctypes.CDLL(None)
 
 
 @cache
-def keep_memory() -> bool:
+def retain_freed_memory() -> bool:
     """Keep freed memory in this process, which allocates and frees arrays of a few MiB all the time.
 
     By default glibc returns such arrays to the system immediately. Each new array then causes a page fault
@@ -38,27 +38,31 @@ def keep_memory() -> bool:
     """
     if not hasattr(_LIBC, "gnu_get_libc_version"):
         return False
-    settings = {M_MMAP_THRESHOLD: LARGEST_BYTES, M_TRIM_THRESHOLD: KEPT_BYTES, M_TOP_PAD: HEAP_BYTES}
+    settings = {
+        M_MMAP_THRESHOLD: LARGEST_BYTES,
+        M_TRIM_THRESHOLD: TRIM_THRESHOLD_BYTES,
+        M_TOP_PAD: TOP_PAD_BYTES,
+    }
     return all([_LIBC.mallopt(name, size) for name, size in settings.items()])
 
 
-def give_back() -> None:
+def trim_memory() -> None:
     """Return freed memory to the system; called when many arrays have been freed, as after an epoch.
 
     glibc keeps freed memory in each arena, and the threads of each epoch use other arenas. Without this
-    call, a process grows by some MiB per epoch, up to KEPT_BYTES per arena. Memory at the top of arenas other
+    call, a process grows by some MiB per epoch, up to TRIM_THRESHOLD_BYTES per arena. Memory at the top of arenas other
     than the main one stays, so a process still grows in its first epochs.
     """
     global _trimmed_s
     with _lock:
-        if monotonic() - _trimmed_s < TRIM_EVERY_S:
+        if monotonic() - _trimmed_s < TRIM_INTERVAL_S:
             return
         _trimmed_s = monotonic()
     if trim := getattr(_LIBC, "malloc_trim", None):
         trim(0)
 
 
-def bring_in(address: int, size: int) -> None:
+def prefetch_pages(address: int, size: int) -> None:
     """Prefetch a part of a mapped file that is about to be read sequentially.
 
     Prefetching is ten times as fast as page faults. Other memory is not affected.
@@ -70,7 +74,7 @@ def bring_in(address: int, size: int) -> None:
     _advise(address, size, mmap.MADV_WILLNEED)
 
 
-def expect_scattered(address: int, size: int) -> None:
+def advise_random_access(address: int, size: int) -> None:
     """Advise the system that a mapped file is read at random, so that it reads single pages.
 
     Args:
@@ -80,7 +84,7 @@ def expect_scattered(address: int, size: int) -> None:
     _advise(address, size, mmap.MADV_RANDOM)
 
 
-def is_here(address: int) -> bool:
+def is_page_resident(address: int) -> bool:
     """Return True if a page of a mapped file is in memory.
 
     Args:

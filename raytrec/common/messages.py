@@ -15,8 +15,8 @@ from pydantic import Field, StrictBool
 from raytrec.common.errors import ErrorParts
 from raytrec.common.formatting import LARGEST, number
 
-BEAT_S = 0.5  # shortest time between two heartbeats of a rank
-MOST_BEATS = 512  # heartbeats per second of all ranks together, which one actor answers
+HEARTBEAT_INTERVAL_S = 0.5  # shortest time between two heartbeats of a rank
+MAX_HEARTBEATS_PER_S = 512  # heartbeats per second of all ranks together, which one actor answers
 METRICS, RANKS, CHECKS, EVENTS = "metrics.jsonl", "ranks.jsonl", "checks.jsonl", "events.jsonl"
 
 Figures = Mapping[str, Any]
@@ -25,23 +25,23 @@ Real = Annotated[float, Field(strict=True, gt=-LARGEST, lt=LARGEST)]
 UnixTime = Annotated[float, Field(strict=True, ge=0, lt=1e11)]  # seconds since 1970, up to the year 5138
 PROFILED = "profiled"  # the Event of a run whose profile has been written
 ENDED_EARLY = "ended early"  # the Event of a run whose evaluations have ended training
-FLAT = {"flat": True}  # metadata of a field whose keys are written next to the other fields
-MOST_RECORDED = 64  # ranks whose lines are recorded, because pictures show no more
+FLATTENED = {"flat": True}  # metadata of a field whose keys are written next to the other fields
+MAX_RECORDED_RANKS = 64  # ranks whose lines are recorded, because pictures show no more
 
 
-def recorded_ranks(world: int) -> list[int]:
-    """Return the ranks whose lines are recorded: all, or MOST_RECORDED at equal distances in a larger group.
+def select_recorded_ranks(world: int) -> list[int]:
+    """Return the ranks whose lines are recorded: all, or MAX_RECORDED_RANKS at equal distances in a larger group.
 
     Example:
-        >>> recorded_ranks(3), len(recorded_ranks(1024)), recorded_ranks(1024)[:3]
+        >>> select_recorded_ranks(3), len(select_recorded_ranks(1024)), select_recorded_ranks(1024)[:3]
         ([0, 1, 2], 64, [0, 16, 32])
     """
-    return sorted({at * world // MOST_RECORDED for at in range(MOST_RECORDED)})
+    return sorted({at * world // MAX_RECORDED_RANKS for at in range(MAX_RECORDED_RANKS)})
 
 
-def beat_s(world: int) -> float:
+def compute_heartbeat_interval(world: int) -> float:
     """Return the seconds between two heartbeats of each of `world` ranks."""
-    return max(BEAT_S, world / MOST_BEATS)
+    return max(HEARTBEAT_INTERVAL_S, world / MAX_HEARTBEATS_PER_S)
 
 
 class Command(IntEnum):
@@ -179,7 +179,7 @@ class Event(RunEvent):
 
     KIND, TAG = "event", None
     event: str
-    details: Figures = field(default_factory=dict, metadata=FLAT)
+    details: Figures = field(default_factory=dict, metadata=FLATTENED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,7 +193,7 @@ class Measured(Message):
     FILE, TAG = METRICS, "kind"
     unix_s: UnixTime | None = None
     step: Count
-    figures: Figures = field(default_factory=dict, metadata=FLAT)
+    figures: Figures = field(default_factory=dict, metadata=FLATTENED)
 
     def figure(self, name: str) -> float:
         """Return a figure; NaN if it is not defined."""
@@ -273,7 +273,7 @@ class RankLine(Message):
         seconds: Duration of the interval.
         phases_s: Seconds in each of PHASES.
         first_s: Share of phases_s of the group's first step, which sets everything up; in one line.
-        system: Sample of worker.process.System.
+        system: Sample of worker.process.SystemMonitor.
         tables: Figures of this rank's shards by table (worker.statistics).
     """
 

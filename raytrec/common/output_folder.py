@@ -13,17 +13,17 @@ from typing import Any, TypeVar
 import pyarrow as pa
 from pyarrow import fs
 
-from raytrec.common.documents import typed
-from raytrec.common.errors import ConfigError, RunError, os_errors
+from raytrec.common.documents import validate_as
+from raytrec.common.errors import ConfigError, RunError, convert_os_errors
 from raytrec.common.processes import lock, owner, remove_leftovers
-from raytrec.common.reading import NotReadable, json_values
+from raytrec.common.reading import UnreadableError, parse_json
 from raytrec.common.storage import join_uri, open_filesystem, read_bytes, sync
 
 OTHER = "choose another --out, or remove the folder yourself"
 T = TypeVar("T")
 
 
-def binding_of(*parts: Any) -> str:
+def compute_binding(*parts: Any) -> str:
     """Return a hash of JSON values that determine the content of a folder or file."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
@@ -130,7 +130,7 @@ class ClaimedFolder(OutputFolder):
         if not self.is_local:
             yield
             return
-        with os_errors("the folder cannot be written", where=f"--out {self.uri}"):
+        with convert_os_errors("the folder cannot be written", where=f"--out {self.uri}"):
             is_new = not os.path.isdir(self.uri)
             os.makedirs(self.uri, exist_ok=True)
             held = os.open(self.uri, os.O_RDONLY | os.O_DIRECTORY)
@@ -171,8 +171,8 @@ class ClaimedFolder(OutputFolder):
                 raise self.refused(f"this folder holds other files, such as {others[0]}")
             return names, None
         try:
-            return names, typed(json_values(read_bytes(self.uri_of(name))), kind)
-        except NotReadable as error:
+            return names, validate_as(parse_json(read_bytes(self.uri_of(name))), kind)
+        except UnreadableError as error:
             raise self.refused(f"{name} cannot be read: {error}") from None
 
     def refused(self, what: str, do: str = OTHER) -> ConfigError:

@@ -96,14 +96,14 @@ def _remove(path: Path) -> None:
             path.unlink()
 
 
-def take_hangup_as_sigterm() -> None:
+def handle_hangup_as_sigterm() -> None:
     """Handle SIGHUP, sent when a terminal or an ssh session ends, like SIGTERM; under nohup, ignore it."""
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
 
 
 @contextmanager
-def ends_at_once() -> Iterator[None]:
+def exit_after_block() -> Iterator[None]:
     """End the process right after Python's exit functions that follow this block.
 
     ray.shutdown() leaves threads behind (Ray 2.60: the GCS client's, gRPC's event engine, the exporter of

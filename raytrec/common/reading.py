@@ -25,11 +25,11 @@ from yaml.reader import Reader
 from yaml.resolver import Resolver
 from yaml.scanner import Scanner
 
-MOST_DEPTH = 64  # levels of nesting; raytrec's own files have fewer than 10
-MOST_VALUES = 200_000  # values of a YAML file, with its anchors expanded
+MAX_DOCUMENT_DEPTH = 64  # levels of nesting; raytrec's own files have fewer than 10
+MAX_VALUES = 200_000  # values of a YAML file, with its anchors expanded
 TEXT_OF_A_VALUE = 100  # characters; longer text counts as several
-MOST_YAML_BYTES = 16 << 20
-MOST_JSON_BYTES = 1 << 30  # the index of a checkpoint of many TiB
+MAX_YAML_BYTES = 16 << 20
+MAX_JSON_BYTES = 1 << 30  # the index of a checkpoint of many TiB
 
 FILE_KINDS = {
     stat.S_IFDIR: "a folder",
@@ -40,10 +40,10 @@ FILE_KINDS = {
 }
 T = TypeVar("T")
 # Seconds before the second, third and last attempt to read from a store that does not answer.
-WAITS_S = (0.2, 1.0, 3.0)
+RETRY_DELAYS_S = (0.2, 1.0, 3.0)
 
 
-class NotReadable(ValueError):
+class UnreadableError(ValueError):
     """Text is not YAML or JSON, or exceeds a limit; the message is one line for people."""
 
 
@@ -66,7 +66,7 @@ def open_regular(path: str | Path) -> FileIO:
     return file
 
 
-def read_bytes(path: str | Path, most: int = MOST_JSON_BYTES) -> bytes:
+def read_bytes(path: str | Path, most: int = MAX_JSON_BYTES) -> bytes:
     """Read a local file.
 
     Raises:
@@ -79,7 +79,7 @@ def read_bytes(path: str | Path, most: int = MOST_JSON_BYTES) -> bytes:
     return data
 
 
-def read_text(path: str | Path, most: int = MOST_YAML_BYTES) -> str:
+def read_text(path: str | Path, most: int = MAX_YAML_BYTES) -> str:
     """Read the text of a local file; bytes that are not UTF-8 are replaced.
 
     Raises:
@@ -88,15 +88,15 @@ def read_text(path: str | Path, most: int = MOST_YAML_BYTES) -> str:
     return read_bytes(path, most).decode(errors="replace")
 
 
-def yaml_values(text: str | bytes) -> Any:
+def parse_yaml(text: str | bytes) -> Any:
     """Parse a YAML text.
 
     Raises:
-        NotReadable: The text is not YAML, repeats a key, has an anchor that contains itself, expands to more
-            than `MOST_VALUES` values, or has more than `MOST_DEPTH` levels.
+        UnreadableError: The text is not YAML, repeats a key, has an anchor that contains itself, expands to more
+            than `MAX_VALUES` values, or has more than `MAX_DOCUMENT_DEPTH` levels.
     """
-    if len(text) > MOST_YAML_BYTES:
-        raise NotReadable(f"it is larger than {MOST_YAML_BYTES >> 20} MiB")
+    if len(text) > MAX_YAML_BYTES:
+        raise UnreadableError(f"it is larger than {MAX_YAML_BYTES >> 20} MiB")
     try:
         if isinstance(text, bytes):
             text = text.decode()
@@ -105,32 +105,32 @@ def yaml_values(text: str | bytes) -> Any:
             return loader.get_single_data()
         finally:
             loader.dispose()
-    except NotReadable:
+    except UnreadableError:
         raise
     except UnicodeError as error:
-        raise NotReadable(f"it is not UTF-8 text: {_line(error)}") from None
+        raise UnreadableError(f"it is not UTF-8 text: {_format_error_line(error)}") from None
     except yaml.YAMLError as error:
-        raise NotReadable(_line(error)) from None
+        raise UnreadableError(_format_error_line(error)) from None
     except (ValueError, KeyError, OverflowError, AttributeError) as error:  # from dates, numbers and tags
-        raise NotReadable(f"it has a value that is none: {_line(error)}") from None
+        raise UnreadableError(f"it has a value that is none: {_format_error_line(error)}") from None
 
 
-def json_values(text: str | bytes) -> Any:
+def parse_json(text: str | bytes) -> Any:
     """Parse a JSON text.
 
     Raises:
-        NotReadable: The text is not JSON, or has more than `MOST_DEPTH` levels.
+        UnreadableError: The text is not JSON, or has more than `MAX_DOCUMENT_DEPTH` levels.
     """
     try:
         values = json.loads(text)
     except RecursionError:
-        raise NotReadable(f"it has more than {MOST_DEPTH} levels") from None
+        raise UnreadableError(f"it has more than {MAX_DOCUMENT_DEPTH} levels") from None
     except ValueError as error:
-        raise NotReadable(_line(error)) from None
+        raise UnreadableError(_format_error_line(error)) from None
     opened = (b"[", b"{") if isinstance(text, bytes) else ("[", "{")
     count = sum(text.count(each) for each in opened)  # type: ignore[arg-type, misc]
-    if count > MOST_DEPTH and _is_deep(values):
-        raise NotReadable(f"it has more than {MOST_DEPTH} levels")
+    if count > MAX_DOCUMENT_DEPTH and _is_deep(values):
+        raise UnreadableError(f"it has more than {MAX_DOCUMENT_DEPTH} levels")
     return values
 
 
@@ -161,10 +161,14 @@ class _Loader(Composer, _Parser, SafeConstructor, Resolver):  # type: ignore[mis
         event = self.peek_event()
         if isinstance(event, yaml.AliasEvent):
             if event.anchor in self._open:
-                raise NotReadable(f"anchor {event.anchor} stands for itself{_at(event.start_mark)}")
+                raise UnreadableError(
+                    f"anchor {event.anchor} stands for itself{_format_position(event.start_mark)}"
+                )
             return super().compose_node(parent, index)
-        if self._depth == MOST_DEPTH:
-            raise NotReadable(f"it has more than {MOST_DEPTH} levels{_at(event.start_mark)}")
+        if self._depth == MAX_DOCUMENT_DEPTH:
+            raise UnreadableError(
+                f"it has more than {MAX_DOCUMENT_DEPTH} levels{_format_position(event.start_mark)}"
+            )
         if event.anchor:
             self._open.add(event.anchor)
         self._depth += 1
@@ -180,7 +184,7 @@ class _Loader(Composer, _Parser, SafeConstructor, Resolver):  # type: ignore[mis
             if not isinstance(key, yaml.ScalarNode):
                 continue
             if first := seen.get((key.tag, key.value)):
-                raise NotReadable(
+                raise UnreadableError(
                     f"key '{key.value}' stands twice: in line {first.line + 1} and in line "
                     f"{key.start_mark.line + 1}"
                 )
@@ -192,8 +196,10 @@ class _Loader(Composer, _Parser, SafeConstructor, Resolver):  # type: ignore[mis
         parts = (part for each in inner for part in (each if isinstance(each, tuple) else (each,)))
         own = 1 if inner else 1 + len(node.value) // TEXT_OF_A_VALUE
         size = self._sizes[id(node)] = own + sum(self._sizes[id(part)] for part in parts)
-        if size > MOST_VALUES:
-            raise NotReadable(f"it stands for more than {MOST_VALUES:,} values{_at(node.start_mark)}")
+        if size > MAX_VALUES:
+            raise UnreadableError(
+                f"it stands for more than {MAX_VALUES:,} values{_format_position(node.start_mark)}"
+            )
 
 
 def _check_kind(mode: int, path: str | Path) -> None:
@@ -205,7 +211,7 @@ def _check_kind(mode: int, path: str | Path) -> None:
 
 def _is_deep(values: Any) -> bool:
     level = [values]
-    for _ in range(MOST_DEPTH + 1):
+    for _ in range(MAX_DOCUMENT_DEPTH + 1):
         inner = (v.values() if isinstance(v, dict) else v for v in level)
         level = [each for several in inner for each in several if isinstance(each, dict | list)]
         if not level:
@@ -213,11 +219,11 @@ def _is_deep(values: Any) -> bool:
     return True
 
 
-def _at(mark: Any) -> str:
+def _format_position(mark: Any) -> str:
     return f" (line {mark.line + 1})" if mark else ""
 
 
-def _line(error: Exception) -> str:
+def _format_error_line(error: Exception) -> str:
     return " ".join(str(error).split())[:500]
 
 
@@ -234,7 +240,7 @@ def retry_read(uri: str, read: Callable[[], T]) -> T:
     Raises:
         OSError: The error of the last attempt.
     """
-    for wait in WAITS_S:
+    for wait in RETRY_DELAYS_S:
         try:
             return read()
         except (FileNotFoundError, PermissionError, IsADirectoryError):
@@ -251,4 +257,6 @@ def storage_hint(uri: str) -> str:
 
     pyarrow raises the same error for a store that does not answer and for malformed content.
     """
-    return f"storage that answers (it was asked {len(WAITS_S) + 1} times), and " if "://" in uri else ""
+    return (
+        f"storage that answers (it was asked {len(RETRY_DELAYS_S) + 1} times), and " if "://" in uri else ""
+    )

@@ -13,14 +13,14 @@ from urllib.parse import unquote_plus
 
 import yaml
 
-from raytrec.common.reading import NotReadable, yaml_values
+from raytrec.common.reading import UnreadableError, parse_yaml
 
 HIDDEN = "***"
 # Quantifiers that could match a character twice are possessive, because text may be long and hostile.
 ADDRESS = re.compile(r"([A-Za-z0-9+.-]*+)://([^\s<>\"]*+)")
 WHOLE_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*+)://(.*+)", re.DOTALL)
 PARAMETER = re.compile(r"[?&;#]([^=&;#?/\s]{1,200}+)=")
-VALUE = re.compile(r"[^&\s]*+")
+PARAMETER_VALUE = re.compile(r"[^&\s]*+")
 SETTING = re.compile(
     r"(?<![\w.%-])([\w.%-]++)(\s*+=\s*+|['\"]\s*+:\s*+)('[^']*+'|\"[^\"]*+\"|[^\s&,;'\"<>(){}\[\]]++)"
 )
@@ -50,24 +50,24 @@ SECRET_NAME = re.compile(rf"{PASSWORD}|secret|token(?!i[sz])|credential|signatur
 PASSWORD_NAME = re.compile(PASSWORD, re.IGNORECASE)
 WORDS = frozenset(["pass", "pw", "sig", "sas", "jwt", "auth", "oauth", "authorization", "cookie", "bearer"])
 TAGS = frozenset(["session"])  # further words for keys of mappings; in text, session=3 may be a partition
-MOST_COUNTED = 99_999  # largest number after `token` that is a count; larger numbers are tokens
+MAX_TOKEN_COUNT = 99_999  # largest number after `token` that is a count; larger numbers are tokens
 PLACES = frozenset(["path", "file", "dir", "mode"])  # last words of names of a place or use of a secret
 WORD = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z0-9]+")
-CONTAINERS = ("abfs", "abfss", "wasb", "wasbs")  # schemes whose addresses begin with CONTAINER@ACCOUNT
-NO_PASSWORD = ("", "x-oauth-basic")  # passwords of addresses that have a token as their user
-MOST_USER = 20  # characters of a user's name; longer names are tokens
-USERS_NAMES = ("tables", "sparse", "relations", "custom")  # settings whose keys the user has chosen
-IN_PATH = r"[\w.@+~%#-]"
-PRIVATE = {  # replacement of `anonymize` → pattern
+CONTAINER_SCHEMES = ("abfs", "abfss", "wasb", "wasbs")  # schemes whose addresses begin with CONTAINER@ACCOUNT
+PLACEHOLDER_PASSWORDS = ("", "x-oauth-basic")  # passwords of addresses that have a token as their user
+MAX_USER_NAME_LENGTH = 20  # characters of a user's name; longer names are tokens
+USER_KEYED_SETTINGS = ("tables", "sparse", "relations", "custom")  # settings whose keys the user has chosen
+PATH_CHARACTER = r"[\w.@+~%#-]"
+PRIVATE_PATTERNS = {  # replacement of `anonymize` → pattern
     "STORAGE": r"\b[\w+]+://\S+",
     # Names of shared libraries and /dev/shm are not private.
-    "PATH": rf"(?<![\w.*])(?!/dev/shm(?!/|{IN_PATH}))~?(?:(?:/{IN_PATH}+)+"
-    rf"(?=/[\w-]+\.so[\d.]*(?!/|{IN_PATH}))|(?:/{IN_PATH}+)+/?)",
+    "PATH": rf"(?<![\w.*])(?!/dev/shm(?!/|{PATH_CHARACTER}))~?(?:(?:/{PATH_CHARACTER}+)+"
+    rf"(?=/[\w-]+\.so[\d.]*(?!/|{PATH_CHARACTER}))|(?:/{PATH_CHARACTER}+)+/?)",
     "ADDRESS": r"\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b"
     r"|(?<![\w:])\[?(?:[0-9a-fA-F]{0,4}:){2,7}[0-9a-fA-F]{0,4}(?:%\w+)?\]?(?::\d+)?(?![\w:])"
     r"|\b[\w-]+(?:\.[\w-]+)*:\d{2,5}\b",
 }
-TRACE = re.compile(r"//\*\*\*|:\*\*\*@|=\*\*\*(&|$)|^\*\*\*$")
+HIDDEN_TRACE = re.compile(r"//\*\*\*|:\*\*\*@|=\*\*\*(&|$)|^\*\*\*$")
 
 
 def hide(text: str) -> str:
@@ -82,12 +82,15 @@ def hide(text: str) -> str:
         'git+https://***@github.com, pwd=***'
     """
     if whole := WHOLE_ADDRESS.fullmatch(text):  # a single address, which may contain any character
-        text = _address(whole) if "\n" not in text else text
+        text = _redact_address(whole) if "\n" not in text else text
     if "-----BEGIN" in text:
         text = PEM.sub(HIDDEN, text)
     if "://" in text:
-        text = ADDRESS.sub(_address, text)
-    text = OPTION.sub(_option, FIELD.sub(_field, COOKIE.sub(rf"\1{HIDDEN}", SETTING.sub(_setting, text))))
+        text = ADDRESS.sub(_redact_address, text)
+    text = OPTION.sub(
+        _redact_option,
+        FIELD.sub(_redact_field, COOKIE.sub(rf"\1{HIDDEN}", SETTING.sub(_redact_setting, text))),
+    )
     return SHAPES.sub(HIDDEN, HEADER.sub(rf"\1{HIDDEN}", text))
 
 
@@ -98,7 +101,7 @@ def hide_all(value: Any) -> Any:
         >>> hide_all({"uri": "http://me:pass@host", "tags": {"api_key": "abc", "team": "ads"}})
         {'uri': 'http://me:***@host', 'tags': {'api_key': '***', 'team': 'ads'}}
     """
-    return _hidden(value, secret=False, password=False, judged=True)
+    return _redact_value(value, secret=False, password=False, judged=True)
 
 
 def anonymize(text: str, names: Mapping[str, str]) -> str:
@@ -109,7 +112,7 @@ def anonymize(text: str, names: Mapping[str, str]) -> str:
         names: Replacements of names of hosts and users.
     """
     longest_first = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))  # "vm (10.0.0.1) #2"
-    places = (f"(?P<{place}>{pattern})" for place, pattern in PRIVATE.items())
+    places = (f"(?P<{place}>{pattern})" for place, pattern in PRIVATE_PATTERNS.items())
     private = re.compile("|".join([*places, rf"(?<![\w-])(?:{longest_first})(?![\w-])"]))
     return private.sub(lambda found: found.lastgroup or names[found[0]], text)
 
@@ -125,23 +128,25 @@ def is_secret(name: str) -> bool:
 def hide_yaml(text: str) -> str:
     """Apply `hide_all` to a YAML text, without its comments; text that is not YAML is passed to `hide`."""
     try:
-        values = yaml_values(text)
-    except NotReadable:
+        values = parse_yaml(text)
+    except UnreadableError:
         return hide(text)
     hidden = hide_all(values)
     return text if hidden == values else yaml.safe_dump(hidden, sort_keys=False, allow_unicode=True)
 
 
-def hidden_keys(value: Any, key: str = "") -> list[str]:
+def find_hidden_keys(value: Any, key: str = "") -> list[str]:
     """Return the keys, such as `tracking.uri`, of nested settings in which a secret has been hidden."""
     if isinstance(value, dict):
-        return [found for k, each in value.items() for found in hidden_keys(each, f"{key}.{k}".strip("."))]
+        return [
+            found for k, each in value.items() for found in find_hidden_keys(each, f"{key}.{k}".strip("."))
+        ]
     if isinstance(value, list | tuple):
-        return list(dict.fromkeys(found for each in value for found in hidden_keys(each, key)))
-    return [key] if isinstance(value, str) and TRACE.search(value) else []
+        return list(dict.fromkeys(found for each in value for found in find_hidden_keys(each, key)))
+    return [key] if isinstance(value, str) and HIDDEN_TRACE.search(value) else []
 
 
-def _hidden(value: Any, *, secret: bool, password: bool, judged: bool) -> Any:
+def _redact_value(value: Any, *, secret: bool, password: bool, judged: bool) -> Any:
     """Return a value of settings without secrets.
 
     Args:
@@ -153,15 +158,15 @@ def _hidden(value: Any, *, secret: bool, password: bool, judged: bool) -> Any:
     if isinstance(value, str):
         return HIDDEN if secret and value else hide(value)
     if isinstance(value, list | tuple):
-        found = (_hidden(each, secret=secret, password=password, judged=judged) for each in value)
+        found = (_redact_value(each, secret=secret, password=password, judged=judged) for each in value)
         return type(value)(found)
     if isinstance(value, dict):
         return {
-            key: _hidden(
+            key: _redact_value(
                 each,
                 secret=secret or (judged and (is_secret(str(key)) or str(key).lower() in TAGS)),
-                password=password or (judged and not _counts(str(key), each)),
-                judged=str(key) not in USERS_NAMES,
+                password=password or (judged and not _is_count(str(key), each)),
+                judged=str(key) not in USER_KEYED_SETTINGS,
             )
             for key, each in value.items()
         }
@@ -170,76 +175,78 @@ def _hidden(value: Any, *, secret: bool, password: bool, judged: bool) -> Any:
     return HIDDEN if secret and isinstance(value, bytes) else value
 
 
-def _address(found: re.Match) -> str:
+def _redact_address(found: re.Match) -> str:
     scheme, rest = found.groups()
     first = re.match(r"[^/?#]*+", rest).group()
     user, colon, _ = first.partition(":")
     at = rest.rfind("@") if colon and "@" not in user else first.rfind("@")
-    for begin, end in _secret_values(rest):
+    for begin, end in _find_secret_values(rest):
         if begin <= at < end:  # a secret that contains @
-            return f"{scheme}://{HIDDEN}{_parameters(rest[end:])}"
+            return f"{scheme}://{HIDDEN}{_redact_parameters(rest[end:])}"
     if at >= 0:
-        shown = _user(scheme, rest[:at])
-        return f"{scheme}://{shown}@{_parameters(rest[at + 1 :])}"
-    return f"{scheme}://{_parameters(rest)}"
+        shown = _redact_user(scheme, rest[:at])
+        return f"{scheme}://{shown}@{_redact_parameters(rest[at + 1 :])}"
+    return f"{scheme}://{_redact_parameters(rest)}"
 
 
-def _user(scheme: str, info: str) -> str:
+def _redact_user(scheme: str, info: str) -> str:
     user, colon, password = info.partition(":")
     if not colon:
-        return info if scheme.lower() in CONTAINERS and len(info) < 64 else HIDDEN
-    is_name = len(user) < MOST_USER and password not in NO_PASSWORD and not SHAPES.search(user)
+        return info if scheme.lower() in CONTAINER_SCHEMES and len(info) < 64 else HIDDEN
+    is_name = (
+        len(user) < MAX_USER_NAME_LENGTH and password not in PLACEHOLDER_PASSWORDS and not SHAPES.search(user)
+    )
     return f"{user if is_name else HIDDEN}:{HIDDEN}"
 
 
-def _parameters(text: str) -> str:
+def _redact_parameters(text: str) -> str:
     shown, at = [], 0
-    for begin, end in _secret_values(text):
+    for begin, end in _find_secret_values(text):
         shown += [text[at:begin], HIDDEN]
         at = end
     return "".join([*shown, text[at:]])
 
 
-def _secret_values(text: str) -> Iterator[tuple[int, int]]:
+def _find_secret_values(text: str) -> Iterator[tuple[int, int]]:
     """Yield begin and end of the values of secret parameters; a value may contain ?, ; or #."""
     end = 0
     for found in PARAMETER.finditer(text):
         name = unquote_plus(found[1])
         if found.start() >= end and (is_secret(name) or "key" in name.lower()):
-            end = VALUE.match(text, found.end()).end()
+            end = PARAMETER_VALUE.match(text, found.end()).end()
             yield found.end(), end
 
 
-def _setting(found: re.Match) -> str:
+def _redact_setting(found: re.Match) -> str:
     name, equals, value = found.groups()
     plain = unquote_plus(name)
-    if any(part in USERS_NAMES for part in plain.split(".")[:-1]) or not is_secret(plain):
+    if any(part in USER_KEYED_SETTINGS for part in plain.split(".")[:-1]) or not is_secret(plain):
         return found.group()
     bare = value.strip("'\"")
     if not bare or bare in ("None", "null", "true", "false", "True", "False"):
         return found.group()
-    if re.fullmatch(r"[\d.]+", bare) and _counts(plain, float(bare.replace(".", ""))):
+    if re.fullmatch(r"[\d.]+", bare) and _is_count(plain, float(bare.replace(".", ""))):
         return found.group()
     quote = value[0] if value[0] in "'\"" else ""
     return f"{name}{equals}{quote}{HIDDEN}{quote}"
 
 
-def _field(found: re.Match) -> str:
+def _redact_field(found: re.Match) -> str:
     """Redact "name: value", unless the value is a word of a sentence and the name no password's."""
     is_sentence = not PASSWORD_NAME.search(found[1]) and re.fullmatch(r"[a-z]+[.,;:]?", found[3])
-    return found.group() if is_sentence else _setting(found)
+    return found.group() if is_sentence else _redact_setting(found)
 
 
-def _option(found: re.Match) -> str:
+def _redact_option(found: re.Match) -> str:
     name, between, value = found.groups()
     if name == "-p":
         return found.group() if PORT.fullmatch(value) else f"{name}{between}{HIDDEN}"
     return f"{name}{between}{HIDDEN}" if is_secret(name) else found.group()
 
 
-def _counts(name: str, number: Any) -> bool:
+def _is_count(name: str, number: Any) -> bool:
     """Return True if a number is a count, as in tokens=5, and not a secret."""
     if PASSWORD_NAME.search(name):
         return False
     is_token = name.lower().endswith("token") and isinstance(number, int | float)
-    return not (is_token and abs(number) > MOST_COUNTED)
+    return not (is_token and abs(number) > MAX_TOKEN_COUNT)

@@ -81,7 +81,7 @@ class Registry(Generic[T]):
     def parts(self) -> dict[str, T]:
         """Parts of the package, in alphabetical order of their names."""
         if not self._complete:
-            for module in modules_of(self._package):
+            for module in list_modules(self._package):
                 import_module(f"{self._package}.{module}")
             self._complete = True
         return dict(sorted(self._parts.items()))
@@ -107,7 +107,7 @@ class Registry(Generic[T]):
         raise unknown(f"there is no {self._kind} '{name}'", name, parts, where, expected)
 
 
-def modules_of(package: str) -> list[str]:
+def list_modules(package: str) -> list[str]:
     """Return the names of a package's modules in alphabetical order, without importing them."""
     found = find_spec(package)
     return sorted(module.name for module in pkgutil.iter_modules(found.submodule_search_locations))

@@ -11,7 +11,7 @@ from typing import Any
 
 from raytrec.common import reading
 from raytrec.common.errors import ConfigError, DataError
-from raytrec.common.reading import MOST_JSON_BYTES, MOST_YAML_BYTES, yaml_values
+from raytrec.common.reading import MAX_JSON_BYTES, MAX_YAML_BYTES, parse_yaml
 
 ROOT = "RAYTREC_ROOT"
 COPIES = (
@@ -19,7 +19,7 @@ COPIES = (
 )
 # URIs of files on this machine or on the provider's own servers. pyarrow takes other servers from parameters
 # such as endpoint_override, scheme and blob_storage_authority, and from the host of abfs:// and hdfs://.
-OWN_SERVER = re.compile(
+OWN_SERVER_URI = re.compile(
     r"file:///(?s:.*)"
     r"|(?:s3|gs|gcs)://(?:[^@/?#\s]*@)?[\w.-]+(?:/[^?#]*)?(?:\?region=[\w-]+)?"
     r"|abfss?://(?:[\w$-]+@)?[\w$-]+(?:\.(?:blob|dfs)\.core\.windows\.net)?(?:/[^?#]*)?",
@@ -74,10 +74,10 @@ def chooses_server(uri: str) -> bool:
         >>> chooses_server("s3://bucket/train?endpoint_override=storage.example:9000")
         True
     """
-    return "://" in uri and not OWN_SERVER.fullmatch(uri)
+    return "://" in uri and not OWN_SERVER_URI.fullmatch(uri)
 
 
-def read_bytes(uri: str, most: int = MOST_YAML_BYTES) -> bytes:
+def read_bytes(uri: str, most: int = MAX_YAML_BYTES) -> bytes:
     """Read a file.
 
     Raises:
@@ -101,7 +101,7 @@ def read_text(uri: str) -> str:
         OSError: As for `read_bytes`.
         UnicodeDecodeError: The content is not UTF-8.
     """
-    return read_bytes(uri, MOST_JSON_BYTES).decode()
+    return read_bytes(uri, MAX_JSON_BYTES).decode()
 
 
 def read_yaml(uri: str) -> Any:
@@ -109,9 +109,9 @@ def read_yaml(uri: str) -> Any:
 
     Raises:
         OSError: As for `read_bytes`.
-        NotReadable: As for `reading.yaml_values`.
+        UnreadableError: As for `reading.parse_yaml`.
     """
-    return yaml_values(read_bytes(uri))
+    return parse_yaml(read_bytes(uri))
 
 
 def absolute(uri: str, root: str | None = None) -> str:
@@ -140,7 +140,7 @@ def absolute(uri: str, root: str | None = None) -> str:
     return os.path.abspath(os.path.join(os.path.expanduser(root or ""), place))
 
 
-def in_shell(place: str | Path) -> str:
+def quote_for_shell(place: str | Path) -> str:
     """Return a path as one word of a shell, for commands that people copy."""
     return shlex.quote(str(place))
 
@@ -176,26 +176,26 @@ def split_query(uri: str) -> tuple[str, str]:
     return path.rstrip("/"), mark + query
 
 
-def sibling(uri: str, name: str) -> str:
+def get_sibling(uri: str, name: str) -> str:
     """Return the place of `name` in the folder that contains `uri`."""
     path, query = split_query(uri)
     return f"{path.rpartition('/')[0]}/{name}{query}"
 
 
-def train_part(uri: str) -> str:
+def find_train_folder(uri: str) -> str:
     """Return the folder train/ inside a folder that has one, else the place itself."""
     inner = join_uri(uri, "train")
     return inner if file_info(inner).type.name == "Directory" else uri
 
 
-def parts_beside(uri: str) -> dict[str, str]:
+def find_sibling_parts(uri: str) -> dict[str, str]:
     """Return validation and test data next to a folder train/ or a file train.parquet: name → place."""
     name = split_query(uri)[0].rpartition("/")[2]
     if name.partition(".")[0] != "train":
         return {}
     found = {}
     for part in ("valid", "val", "validation", "test", "eval"):
-        place = sibling(uri, name.replace("train", part, 1))
+        place = get_sibling(uri, name.replace("train", part, 1))
         if file_info(place).type.name != "NotFound":
             found[part] = place
     return found

@@ -26,7 +26,7 @@ def open_console(*, stderr: bool = False) -> Console:
     """Open a console that shows text as it is: without markup, emoji and highlighting."""
     from rich.console import Console
 
-    stream = LastingStream(lambda: sys.stderr if stderr else sys.stdout)
+    stream = FaultTolerantStream(lambda: sys.stderr if stderr else sys.stdout)
     return Console(file=cast("TextIO", stream), markup=False, emoji=False, highlight=False)
 
 
@@ -42,7 +42,7 @@ def bold(text: object) -> Text:
     return Text(plain(text), style="bold")
 
 
-class LastingStream:
+class FaultTolerantStream:
     """Text stream that drops text instead of raising an error when its terminal, reader or disk fails.
 
     Characters that the stream's encoding lacks are replaced.
@@ -85,11 +85,11 @@ class LastingStream:
 
 
 @contextmanager
-def lasting_streams() -> Iterator[None]:
+def tolerate_stream_errors() -> Iterator[None]:
     """Let no output raise an error in this block; exit with 1 after it if stdout did not take a result."""
     before = out, err = sys.stdout, sys.stderr
-    lasting = LastingStream(lambda: out)
-    sys.stdout, sys.stderr = cast("tuple[TextIO, TextIO]", (lasting, LastingStream(lambda: err)))
+    lasting = FaultTolerantStream(lambda: out)
+    sys.stdout, sys.stderr = cast("tuple[TextIO, TextIO]", (lasting, FaultTolerantStream(lambda: err)))
     try:
         yield
     finally:

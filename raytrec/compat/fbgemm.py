@@ -11,15 +11,15 @@ import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import nn
 
-from raytrec.compat.torchrec_ import sharded_kernels, tables_of
+from raytrec.compat.torchrec_ import iterate_sharded_kernels, tables_of
 from raytrec.compat.versions import private
 
 # Settings of a fused kernel with a cache: hits are counted, and rows are locked until their batch is trained.
 CACHED = {"gather_uvm_cache_stats": True, "prefetch_pipeline": True}
 
 
-class InMemory(Protocol):
-    """Rows of a table in a file that are also in memory; see embeddings.mapped.HotRows."""
+class ResidentRows(Protocol):
+    """Rows of a table in a file that are also in memory; see embeddings.mapped.HotRowCache."""
 
     def look_up(self, rows: torch.Tensor, *, trains: bool) -> torch.Tensor:
         """Return the indices at which the kernel finds these rows."""
@@ -46,12 +46,12 @@ class InMemory(Protocol):
         ...
 
 
-def in_memory_of(kernel: nn.Module) -> InMemory | None:
+def find_resident_rows(kernel: nn.Module) -> ResidentRows | None:
     """Return the rows in memory of a kernel's only table, or None if the table is not in a file."""
-    return getattr(fbgemm_of(kernel), "in_memory", None)
+    return getattr(find_fused_lookup(kernel), "in_memory", None)
 
 
-def fbgemm_of(kernel: nn.Module) -> SplitTableBatchedEmbeddingBagsCodegen | None:
+def find_fused_lookup(kernel: nn.Module) -> SplitTableBatchedEmbeddingBagsCodegen | None:
     """Return FBGEMM's lookup of tables that are updated in backward; None for dense kernels."""
     lookup = private(kernel, "emb_module", "torchrec")
     return lookup if isinstance(lookup, SplitTableBatchedEmbeddingBagsCodegen) else None
@@ -59,8 +59,8 @@ def fbgemm_of(kernel: nn.Module) -> SplitTableBatchedEmbeddingBagsCodegen | None
 
 def has_cache(kernel: nn.Module) -> bool:
     """Return True if a kernel caches rows of host memory on the device (fused_uvm_caching on a GPU)."""
-    lookup = fbgemm_of(kernel)
-    return lookup is not None and _of(lookup, "lxu_cache_weights").numel() > 0
+    lookup = find_fused_lookup(kernel)
+    return lookup is not None and _get_undocumented(lookup, "lxu_cache_weights").numel() > 0
 
 
 @dataclass(frozen=True)
@@ -111,12 +111,17 @@ class Cache:
         if not len(rows):
             return values[:0].clone()
         lookup = self.kernel.emb_module
-        filling = _of(lookup, "prefetch_stream")  # stream that prefetches rows; None without prefetching
+        filling = _get_undocumented(
+            lookup, "prefetch_stream"
+        )  # stream that prefetches rows; None without prefetching
         if filling is not None:
             torch.cuda.current_stream().wait_stream(filling)
         # slots_N has the position of each row in lxu_cache_weights, or -1. lxu_cache_state, [sets, 32], has
         # the indices of cached rows. Only the first `columns` values of a cached row are used.
-        cached, numbers = _of(lookup, "lxu_cache_weights"), _of(lookup, "lxu_cache_state")
+        cached, numbers = (
+            _get_undocumented(lookup, "lxu_cache_weights"),
+            _get_undocumented(lookup, "lxu_cache_state"),
+        )
         slots_N = torch.ops.fbgemm.lxu_cache_lookup((rows + self.first).long(), numbers).long()
         stored_NC = values.index_select(0, rows)
         cached_NC = cached[slots_N.clamp(min=0), : values.shape[1]]
@@ -126,16 +131,16 @@ class Cache:
         return current_NC
 
 
-def caches(model: nn.Module) -> dict[str, Cache | InMemory]:
+def caches(model: nn.Module) -> dict[str, Cache | ResidentRows]:
     """Return table → the cache or the rows in memory of this rank's shard, for tables that have either."""
-    found: dict[str, Cache | InMemory] = {}
-    for kernel in sharded_kernels(model):
-        if (rows := in_memory_of(kernel)) is not None:
+    found: dict[str, Cache | ResidentRows] = {}
+    for kernel in iterate_sharded_kernels(model):
+        if (rows := find_resident_rows(kernel)) is not None:
             found[tables_of(kernel)[0].name] = rows
         if not has_cache(kernel):
             continue
         # The list has one number per feature (-1 for tables that are not cached), then the total.
-        first_of_feature = _of(kernel.emb_module, "cache_hash_size_cumsum").tolist()
+        first_of_feature = _get_undocumented(kernel.emb_module, "cache_hash_size_cumsum").tolist()
         features = 0
         for table in tables_of(kernel):
             if first_of_feature[features] >= 0:
@@ -144,49 +149,55 @@ def caches(model: nn.Module) -> dict[str, Cache | InMemory]:
     return found
 
 
-def cache_hits(kernel: nn.Module) -> float | None:
+def measure_cache_hits(kernel: nn.Module) -> float | None:
     """Return the share of distinct rows found in a kernel's cache since the last call.
 
     The result is None without a cache, without counting (gather_uvm_cache_stats), or without lookups. For
     rows in memory of a table in a file, the result is the share of lookups that found their row.
     """
-    lookup = fbgemm_of(kernel)
-    if (rows := in_memory_of(kernel)) is not None:
+    lookup = find_fused_lookup(kernel)
+    if (rows := find_resident_rows(kernel)) is not None:
         return rows.share_found()
-    if lookup is None or not _of(lookup, "gather_uvm_cache_stats"):
+    if lookup is None or not _get_undocumented(lookup, "gather_uvm_cache_stats"):
         return None
     # Calls, ids, distinct ids, distinct misses, …
-    _, _, distinct, misses, *_ = _of(lookup, "get_uvm_cache_stats")(use_local_cache=False).tolist()
+    _, _, distinct, misses, *_ = _get_undocumented(lookup, "get_uvm_cache_stats")(
+        use_local_cache=False
+    ).tolist()
     lookup.reset_uvm_cache_stats()
     return 1 - misses / distinct if distinct else None
 
 
-def updates_made(kernel: nn.Module) -> int:
+def get_update_count(kernel: nn.Module) -> int:
     """Return the number of updates counted by a fused Adam kernel; every forward counts, also in evaluation.
 
     Raises:
         RunError: The kernel's optimizer counts nothing, or is not fused.
     """
-    return int(_of(kernel.emb_module, "iter").item())
+    return int(_get_undocumented(kernel.emb_module, "iter").item())
 
 
-def set_updates_made(kernel: nn.Module, count: int) -> None:
+def set_update_count(kernel: nn.Module, count: int) -> None:
     """Set the update count from which a fused Adam kernel continues."""
-    _of(kernel.emb_module, "set_optimizer_step")(count)
+    _get_undocumented(kernel.emb_module, "set_optimizer_step")(count)
     # FBGEMM computes with `iter_cpu`, and reads `iter` only while `iter_cpu` is 0.
-    _of(kernel.emb_module, "iter_cpu").fill_(count)
+    _get_undocumented(kernel.emb_module, "iter_cpu").fill_(count)
 
 
 @contextmanager
-def updates_uncounted(model: nn.Module) -> Iterator[None]:
+def exclude_from_update_counts(model: nn.Module) -> Iterator[None]:
     """Exclude lookups in the block from the update counts of fused kernels.
 
     FBGEMM counts every lookup of a fused kernel as an update, even without gradients. Its Adam uses this
     count for bias correction, and the count is saved. Without this block, evaluation would change later
     training.
     """
-    fused = [lookup for kernel in sharded_kernels(model) if (lookup := fbgemm_of(kernel)) is not None]
-    counters = [_of(lookup, name) for lookup in fused for name in ("iter", "iter_cpu")]
+    fused = [
+        lookup
+        for kernel in iterate_sharded_kernels(model)
+        if (lookup := find_fused_lookup(kernel)) is not None
+    ]
+    counters = [_get_undocumented(lookup, name) for lookup in fused for name in ("iter", "iter_cpu")]
     before = [counter.clone() for counter in counters]
     try:
         yield
@@ -202,18 +213,20 @@ def pad_empty_shards(model: nn.Module) -> None:
     table, its backward reads beyond hash_size_cumsum. A last row that belongs to no table and that no id
     reaches fixes both.
     """
-    for kernel in sharded_kernels(model):
+    for kernel in iterate_sharded_kernels(model):
         lookup = kernel.emb_module
-        ends = _of(lookup, "hash_size_cumsum")
+        ends = _get_undocumented(lookup, "hash_size_cumsum")
         if ends.device.type != "cpu":
             continue
         if ends[-1] == ends[-2]:
             ends[-1] += 1
-        if fbgemm_of(kernel) is not None and not _of(lookup, "weights_host").numel():
-            lookup.weights_host = torch.zeros(_of(lookup, "max_D"), dtype=lookup.weights_host.dtype)
+        if find_fused_lookup(kernel) is not None and not _get_undocumented(lookup, "weights_host").numel():
+            lookup.weights_host = torch.zeros(
+                _get_undocumented(lookup, "max_D"), dtype=lookup.weights_host.dtype
+            )
 
 
-def _of(lookup: Any, name: str) -> Any:
+def _get_undocumented(lookup: Any, name: str) -> Any:
     """Return an undocumented attribute of FBGEMM.
 
     Raises:

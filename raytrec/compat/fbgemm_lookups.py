@@ -16,8 +16,8 @@ from torch import nn
 from torchrec.distributed import batched_embedding_kernel
 from torchrec.distributed.types import ShardingPlan
 
-from raytrec.compat.fbgemm import InMemory
-from raytrec.compat.versions import private, replacing
+from raytrec.compat.fbgemm import ResidentRows
+from raytrec.compat.versions import private, replace_private
 
 MAPPED = "raytrec_mapped"  # key in a table's settings; tables with this key share no lookup with others
 
@@ -35,19 +35,19 @@ class Files(Protocol):
         """Return zeros, [count + more], of which the first `count` are shared with a new file."""
         ...
 
-    def in_memory(self, whole: list[torch.Tensor], rows: int) -> InMemory:
+    def in_memory(self, whole: list[torch.Tensor], rows: int) -> ResidentRows:
         """Return the rows in memory of a table with `rows` rows."""
         ...
 
 
-class BagsOfOne(nn.Module):
+class PerIdLookup(nn.Module):
     """FBGEMM's lookup of each id's vector in one table, computed as sums of bags with one id each.
 
     Vectors and updates are the same as with PoolingMode.NONE, which TorchRec requests.
     """
 
     def __init__(self, *args: Any, **settings: Any):
-        super().__init__(*args, **settings | ONE_BAG)
+        super().__init__(*args, **settings | ONE_TABLE_SETTINGS)
 
     def forward(self, indices: torch.Tensor, offsets: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
         """Return the vector of each id."""
@@ -55,7 +55,7 @@ class BagsOfOne(nn.Module):
         return super().forward(indices, one_each, *rest, **more)
 
 
-class FusedBagsOfOne(BagsOfOne, SplitTableBatchedEmbeddingBagsCodegen):
+class FusedPerIdLookup(PerIdLookup, SplitTableBatchedEmbeddingBagsCodegen):
     """Lookup of a table that is updated in backward.
 
     On CPU, the backward of PoolingMode.NONE takes 1 µs per distinct row, in nested hash tables. The backward
@@ -63,14 +63,14 @@ class FusedBagsOfOne(BagsOfOne, SplitTableBatchedEmbeddingBagsCodegen):
     """
 
 
-class DenseBagsOfOne(BagsOfOne, DenseTableBatchedEmbeddingBagsCodegen):
+class DensePerIdLookup(PerIdLookup, DenseTableBatchedEmbeddingBagsCodegen):
     """Lookup of a table with a dense kernel, for which FBGEMM on CPU treats PoolingMode.NONE as SUM."""
 
 
-ONE_BAG: dict[str, Any] = {"feature_table_map": [0], "pooling_mode": PoolingMode.SUM}
-EACH_ID_KERNELS = {
-    SplitTableBatchedEmbeddingBagsCodegen: FusedBagsOfOne,
-    DenseTableBatchedEmbeddingBagsCodegen: DenseBagsOfOne,
+ONE_TABLE_SETTINGS: dict[str, Any] = {"feature_table_map": [0], "pooling_mode": PoolingMode.SUM}
+PER_ID_LOOKUPS = {
+    SplitTableBatchedEmbeddingBagsCodegen: FusedPerIdLookup,
+    DenseTableBatchedEmbeddingBagsCodegen: DensePerIdLookup,
 }
 
 
@@ -90,7 +90,7 @@ def map_table(weight: nn.Parameter, state: Mapping[str, str], name: str = "") ->
 
 
 @contextmanager
-def own_lookups(files: Files) -> Iterator[None]:
+def use_custom_lookups(files: Files) -> Iterator[None]:
     """Make TorchRec create customized lookups in the block.
 
     Lookups of each id's vector in one table use bags of one id. Weights and optimizer state of marked tables
@@ -107,21 +107,25 @@ def own_lookups(files: Files) -> Iterator[None]:
                 return kind(*args, **settings)
             name, *state = mark
             places = int(files.share * specs[0][0]) if name else 0
-            settings["preallocated_host_buffers"] = _buffers(specs, settings, dict(state), files, places)
-            return _with_places(kind, specs, settings, files, places) if places else kind(*args, **settings)
+            settings["preallocated_host_buffers"] = _make_buffers(specs, settings, dict(state), files, places)
+            return (
+                _make_lookup_with_extra_rows(kind, specs, settings, files, places)
+                if places
+                else kind(*args, **settings)
+            )
 
         return made
 
     kernels = batched_embedding_kernel
     with ExitStack() as stack:
-        for theirs, own in EACH_ID_KERNELS.items():
-            stack.enter_context(replacing(kernels, theirs.__name__, making(theirs, own), "torchrec"))
+        for theirs, own in PER_ID_LOOKUPS.items():
+            stack.enter_context(replace_private(kernels, theirs.__name__, making(theirs, own), "torchrec"))
         for base in (kernels.BaseBatchedEmbedding, kernels.BaseBatchedEmbeddingBag):
-            stack.enter_context(replacing(base, "init_parameters", lambda kernel: None, "torchrec"))
+            stack.enter_context(replace_private(base, "init_parameters", lambda kernel: None, "torchrec"))
         yield
 
 
-def _buffers(
+def _make_buffers(
     specs: list[tuple], settings: dict[str, Any], state: Mapping[str, str], files: Files, places: int
 ) -> dict[str, torch.Tensor] | None:
     """Return the weights and optimizer state of a fused kernel on CPU, or None for shards without rows.
@@ -138,7 +142,7 @@ def _buffers(
     return {name: files.zeros(tables, sizes[per], dtype, more[per]) for name, (per, dtype) in kinds.items()}
 
 
-def _with_places(
+def _make_lookup_with_extra_rows(
     kind: Callable[..., nn.Module], specs: list[tuple], settings: dict[str, Any], files: Files, places: int
 ) -> nn.Module:
     """Return a lookup of one table with additional rows behind its own, for rows in memory.
@@ -164,7 +168,7 @@ def _with_places(
 
 
 @contextmanager
-def as_known_to_torchrec(plan: ShardingPlan, kernels: dict[str, str]) -> Iterator[None]:
+def substitute_known_kernels(plan: ShardingPlan, kernels: dict[str, str]) -> Iterator[None]:
     """Replace raytrec's compute kernels in a plan by TorchRec's during the block.
 
     `kernels` maps raytrec's names to TorchRec's names.

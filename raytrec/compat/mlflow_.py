@@ -7,13 +7,13 @@ import os
 import sys
 from importlib.metadata import entry_points
 
-PARENT_RUN = "mlflow.parentRunId"
+PARENT_RUN_TAG = "mlflow.parentRunId"
 # Without this tag, MLflow's pages show training metrics as evaluations of an agent.
 EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
 # The caller retries by itself, so MLflow's client must not retry for minutes (by default 7 times with 120 s
 # each). One retry is kept for connections that an idle server has closed. Nothing is printed, and no
 # telemetry is sent. Settings of the user take precedence.
-ENVIRONMENT = {
+CLIENT_ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",  # seconds without an answer
     "MLFLOW_HTTP_RESPECT_RETRY_AFTER_HEADER": "false",
@@ -30,19 +30,24 @@ QUIET = {  # the caller reports outages itself
 }
 
 
-SCHEMES = ("", "file", "http", "https", "databricks", "databricks-uc", "uc")
-DATABASES = ("sqlite", "postgresql", "mysql", "mssql")  # optionally with a driver, such as mysql+pymysql
-PLUGINS = "mlflow.tracking_store"  # entry points of packages that provide stores
+STORE_SCHEMES = ("", "file", "http", "https", "databricks", "databricks-uc", "uc")
+DATABASE_SCHEMES = (
+    "sqlite",
+    "postgresql",
+    "mysql",
+    "mssql",
+)  # optionally with a driver, such as mysql+pymysql
+STORE_ENTRY_POINT_GROUP = "mlflow.tracking_store"  # entry points of packages that provide stores
 
 
 def has_store(uri: str) -> bool:
     """Return True if MLflow or an installed plugin has a store for a URI's scheme; MLflow is not imported."""
     scheme = uri.partition("://")[0].lower() if "://" in uri else ""
-    known = (*SCHEMES, *(plugin.name for plugin in entry_points(group=PLUGINS)))
-    return scheme in known or scheme.partition("+")[0] in DATABASES
+    known = (*STORE_SCHEMES, *(plugin.name for plugin in entry_points(group=STORE_ENTRY_POINT_GROUP)))
+    return scheme in known or scheme.partition("+")[0] in DATABASE_SCHEMES
 
 
-def server_failed(error: BaseException) -> bool:
+def is_server_failure(error: BaseException) -> bool:
     """Return True if a server answered 5xx until the last retry and MLflow raised its own exception.
 
     Before 3.18, MLflow passes on an exception of requests instead, which the caller checks.
@@ -55,20 +60,20 @@ def server_failed(error: BaseException) -> bool:
 
 
 # MLflow imports these packages if installed, but writes records without them, as its skinny edition does.
-DISPENSABLE = ("pandas", "numpy", "scipy")
+UNNEEDED_PACKAGES = ("pandas", "numpy", "scipy")
 
 
-def leave_out_dispensable() -> None:
+def block_unneeded_packages() -> None:
     """Load MLflow without packages that are not needed to write records: 50 MiB less, in half the time.
 
     Afterwards these packages cannot be imported in this process.
     """
-    sys.modules.update(dict.fromkeys(DISPENSABLE))  # type: ignore[arg-type]
+    sys.modules.update(dict.fromkeys(UNNEEDED_PACKAGES))  # type: ignore[arg-type]
 
 
-def load_quietly() -> None:
+def import_quietly() -> None:
     """Import MLflow with few retries and little output; the import takes seconds and makes no calls."""
-    for name, value in ENVIRONMENT.items():
+    for name, value in CLIENT_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     for name, level in QUIET.items():
         logging.getLogger(name).setLevel(level)

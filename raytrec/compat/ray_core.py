@@ -11,20 +11,20 @@ from typing import Any
 
 from raytrec.compat.versions import private
 
-JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray in the environment of a job's driver
+JOB_CONFIG_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray in the environment of a job's driver
 # Calls without side effects on the two kinds of servers, used to check whether the token is accepted.
-GCS_CALL = "/ray.rpc.NodeInfoGcsService/CheckAlive"
-CLIENT_CALL = "/ray.rpc.RayletDriver/ClusterInfo"
+GCS_PROBE_METHOD = "/ray.rpc.NodeInfoGcsService/CheckAlive"
+CLIENT_PROBE_METHOD = "/ray.rpc.RayletDriver/ClusterInfo"
 HEAD_PROCESSES = ("gcs_server", "ray.util.client.server")  # processes serving the addresses of a cluster
 # From ray/train/v2/_internal/constants.py: interval at which exits and errors are noticed, time to wait for
 # resources that turn out to be missing, and whether Ray watches for nodes that will be preempted.
 HEALTH_CHECK_INTERVAL_S = "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"
 WORKER_GROUP_START_TIMEOUT_S = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"
 ENABLE_PREEMPTION_WATCHER = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
-SNAPSHOT = "checkpoint_manager_snapshot.json"  # written by Ray Train to the folder of a run
-NOT_TAKEN = "Initialization failure from server"  # Ray client's error, with the server's traceback
-NOT_STARTED = "Starting Ray client server failed"  # the traceback if a process has died
-NO_AGENT = "No available agent"  # the Job API's error while a cluster starts
+TRAIN_SNAPSHOT_FILE = "checkpoint_manager_snapshot.json"  # written by Ray Train to the folder of a run
+CLIENT_REJECTED_TEXT = "Initialization failure from server"  # Ray client's error, with the server's traceback
+CLIENT_NOT_STARTED_TEXT = "Starting Ray client server failed"  # the traceback if a process has died
+NO_AGENT_TEXT = "No available agent"  # the Job API's error while a cluster starts
 
 
 def is_head(command: list[str]) -> bool:
@@ -32,7 +32,7 @@ def is_head(command: list[str]) -> bool:
     return any(Path(word).name in HEAD_PROCESSES for word in command)
 
 
-def alive_nodes() -> list[dict[str, Any]]:
+def list_alive_nodes() -> list[dict[str, Any]]:
     """Return the nodes of the cluster that are alive, as in ray.nodes()."""
     import ray
 
@@ -46,50 +46,50 @@ def available_resources() -> dict[str, dict[str, float]]:
     return ray._private.state.available_resources_per_node()
 
 
-def draining_nodes() -> set[str]:
+def list_draining_nodes() -> set[str]:
     """Return the ids of nodes being drained (the same source as ray.train.get_preemption_info)."""
     import ray
 
     return set(ray._private.state.state.get_draining_nodes() or {})
 
 
-def actor_state(actor_id: str) -> dict[str, Any]:
+def get_actor_state(actor_id: str) -> dict[str, Any]:
     """Return the GCS's record of an actor of this process's own cluster; empty if the actor is unknown."""
     import ray
 
     return ray._private.state.actors(actor_id) or {}
 
 
-def keep_for_actor(value: bytes) -> None:
+def store_actor_value(value: bytes) -> None:
     """Store a value of the current actor in the GCS; the value survives restarts of the actor only."""
     from ray.experimental import internal_kv
 
-    internal_kv._internal_kv_put(_key_of_actor(), value)
+    internal_kv._internal_kv_put(_make_actor_key(), value)
 
 
-def kept_for_actor() -> bytes | None:
+def load_actor_value() -> bytes | None:
     """Return the stored value of the current actor, or None."""
     from ray.experimental import internal_kv
 
-    return internal_kv._internal_kv_get(_key_of_actor())
+    return internal_kv._internal_kv_get(_make_actor_key())
 
 
-def _key_of_actor() -> str:
+def _make_actor_key() -> str:
     import ray
 
     return f"raytrec-{ray.get_runtime_context().get_actor_id()}"
 
 
-def starts_nodes() -> bool:
+def has_autoscaler() -> bool:
     """Return True if an autoscaler starts nodes: `ray up` and KubeRay set a type for each node."""
     import ray
     from ray.autoscaler.v2.sdk import get_cluster_resource_state
 
-    cluster = get_cluster_resource_state(gcs_client(ray.get_runtime_context().gcs_address))
+    cluster = get_cluster_resource_state(make_gcs_client(ray.get_runtime_context().gcs_address))
     return any(node.ray_node_type_name for node in cluster.node_states)
 
 
-def gcs_client(address: str) -> Any:
+def make_gcs_client(address: str) -> Any:
     """Return a client of the GCS at HOST:PORT."""
     import ray._raylet as raylet
 
@@ -104,14 +104,14 @@ def drain(gcs_address: str, node: str, why: str, deadline_ms: int) -> tuple[bool
     from ray.core.generated import autoscaler_pb2
 
     preemption = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
-    return gcs_client(gcs_address).drain_node(node, preemption, why, deadline_ms)
+    return make_gcs_client(gcs_address).drain_node(node, preemption, why, deadline_ms)
 
 
-def head_nodes() -> list[str]:
+def find_head_nodes() -> list[str]:
     """Return the id of the head node as a list; empty if the head is not alive."""
     from ray._common.constants import HEAD_NODE_RESOURCE_NAME
 
-    return [node["NodeID"] for node in alive_nodes() if HEAD_NODE_RESOURCE_NAME in node["Resources"]]
+    return [node["NodeID"] for node in list_alive_nodes() if HEAD_NODE_RESOURCE_NAME in node["Resources"]]
 
 
 def system_memory() -> int:
@@ -121,7 +121,7 @@ def system_memory() -> int:
     return get_system_memory()
 
 
-def bootstrap_address(address: str) -> str | None:
+def resolve_bootstrap_address(address: str) -> str | None:
     """Return the HOST:PORT that Ray would join for an address; the machine's own address replaces 127.0.0.1.
 
     Raises:
@@ -133,7 +133,7 @@ def bootstrap_address(address: str) -> str | None:
     return services.canonicalize_bootstrap_address(address)
 
 
-def own_address() -> str:
+def get_own_address() -> str:
     """Return the address by which Ray identifies this machine."""
     from ray._private import services
 
@@ -152,21 +152,21 @@ def is_ray_process(pid: int) -> bool:
 def job_id() -> str | None:
     """Return the id under which Ray's Job API submitted this process, or None if it was not submitted."""
     try:
-        return json.loads(os.environ.get(JOB_CONFIG, "{}"))["metadata"]["job_submission_id"]
+        return json.loads(os.environ.get(JOB_CONFIG_VARIABLE, "{}"))["metadata"]["job_submission_id"]
     except (KeyError, ValueError):
         return None
 
 
-def token_metadata() -> tuple[tuple[str, str], ...]:
+def get_token_metadata() -> tuple[tuple[str, str], ...]:
     """Return the token metadata that Ray sends with each call; empty if authentication is disabled."""
     from ray._private.authentication import grpc_authentication_client_interceptor as interceptor
 
     return interceptor._get_authentication_metadata_tuple()
 
 
-def nodes_without_gpus() -> dict[str, float]:
+def find_nodes_without_gpus() -> dict[str, float]:
     """Return id → CPUs of nodes with CPUs but without GPUs; empty if no node of the cluster has GPUs."""
-    alive = {node["NodeID"]: node["Resources"] for node in alive_nodes()}
+    alive = {node["NodeID"]: node["Resources"] for node in list_alive_nodes()}
     if not any(has.get("GPU") for has in alive.values()):
         return {}
     return {node: has["CPU"] for node, has in alive.items() if has.get("CPU") and not has.get("GPU")}
@@ -179,7 +179,7 @@ def reported(error: BaseException) -> BaseException:
     return error.health_check_failure if isinstance(error, WorkerHealthCheckFailedError) else error
 
 
-def lost_its_node(error: BaseException) -> bool:
+def is_node_loss(error: BaseException) -> bool:
     """Return True if an error of Ray means that the node of an actor is gone."""
     from ray.exceptions import NodeDiedError, RayActorError
 
@@ -187,19 +187,19 @@ def lost_its_node(error: BaseException) -> bool:
     return isinstance(error, NodeDiedError) or preempted or "node has died" in str(error)
 
 
-def ran_out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Return True if Ray killed a process because its node ran low on memory."""
     from ray.exceptions import OutOfMemoryError
 
     return isinstance(error, OutOfMemoryError) or "running low on memory" in str(error)
 
 
-def server_version(client: Any) -> str:
+def get_server_version(client: Any) -> str:
     """Return the cluster's Ray version as queried by a JobSubmissionClient."""
     return private(client, "_server_ray_version", "ray")
 
 
-def quiet_uploads() -> None:
+def silence_uploads() -> None:
     """Silence the log line for each file that is uploaded with a job."""
     for talkative in (
         "ray.dashboard.modules.job.sdk",
@@ -209,13 +209,13 @@ def quiet_uploads() -> None:
         logging.getLogger(talkative).setLevel(logging.WARNING)
 
 
-def version_mismatch(text: str) -> tuple[str, str] | None:
+def parse_version_mismatch(text: str) -> tuple[str, str] | None:
     """Return the Ray and Python versions of a cluster that rejects this client; None for other errors."""
     found = re.findall(r"(Ray|Python): (\S+)", text) if "ersion mismatch" in text else []
     return (found[0][1], found[1][1]) if len(found) > 1 else None
 
 
-def node_providers() -> tuple[Any, Any]:
+def load_node_providers() -> tuple[Any, Any]:
     """Return Ray's node provider classes for AWS and for GCP; they need requirements/cloud.txt."""
     from ray.autoscaler._private.aws.node_provider import AWSNodeProvider
     from ray.autoscaler._private.gcp.node_provider import GCPNodeProvider

@@ -8,15 +8,19 @@ from uuid import uuid4
 
 from raytrec.compat.versions import private
 
-STATISTICS = ("register_dataset_to_stats_actor", "update_execution_metrics", "update_iteration_metrics")
+STATISTICS_METHODS = (
+    "register_dataset_to_stats_actor",
+    "update_execution_metrics",
+    "update_iteration_metrics",
+)
 # Fields of OpRuntimeMetrics.
-PROGRESS = (
+PROGRESS_FIELDS = (
     "num_tasks_submitted",
     "num_task_outputs_generated",
     "num_tasks_finished",
     "num_external_outqueue_blocks",
 )
-LEAST_REST_S, MOST_REST_S = 0.01, 0.2
+MIN_SLEEP_S, MAX_SLEEP_S = 0.01, 0.2
 QUICK_S = 0.05  # half of the time that Ray Data's executor waits for tasks without output
 
 
@@ -27,7 +31,7 @@ def prefer_node(node: str) -> Any:
     return NodeAffinitySchedulingStrategy(node, soft=True, _spill_on_unavailable=True)
 
 
-def ask_for_no_nodes() -> None:
+def disable_autoscaling_requests() -> None:
     """Make Ray Data start read tasks regardless of free resources, without requests to its autoscaler.
 
     Read tasks request no CPU, so nothing is lost: the stream limits their number and memory, and Ray's
@@ -58,7 +62,7 @@ def ask_for_no_nodes() -> None:
     streaming_executor.create_cluster_autoscaler = create_none
 
 
-def pace_executors() -> None:
+def throttle_executors() -> None:
     """Make the threads that drive Ray Data's executions sleep while there is no work.
 
     Ray 2.60's thread (execution/streaming_executor.py) spins while it holds back the output of its tasks, or
@@ -75,10 +79,10 @@ def pace_executors() -> None:
         began = monotonic()
         has_more = before(self, topology)
         # Counts change when tasks of an operator start, produce output or end, or output is consumed.
-        counts = [tuple(private(op.metrics, name, "ray") for name in PROGRESS) for op in topology]
+        counts = [tuple(private(op.metrics, name, "ray") for name in PROGRESS_FIELDS) for op in topology]
         known, rest_s = getattr(self, "raytrec_rest", (None, 0.0))
         idle = counts == known and monotonic() - began < QUICK_S  # a longer step has waited for a task
-        rest_s = min(max(2 * rest_s, LEAST_REST_S), MOST_REST_S) if idle else 0.0
+        rest_s = min(max(2 * rest_s, MIN_SLEEP_S), MAX_SLEEP_S) if idle else 0.0
         self.raytrec_rest = counts, rest_s
         if rest_s and has_more:
             sleep(rest_s)
@@ -87,7 +91,7 @@ def pace_executors() -> None:
     StreamingExecutor._scheduling_loop_step = step_and_rest
 
 
-def keep_no_statistics() -> None:
+def disable_statistics() -> None:
     """Make Ray Data collect no statistics of this process's executions and start no statistics actor.
 
     A stream is one execution per epoch, with a separate name, and the actor keeps some 150 gauges for each
@@ -102,7 +106,7 @@ def keep_no_statistics() -> None:
     def nothing(*_: Any, **__: Any) -> None:
         pass
 
-    for name in STATISTICS:
+    for name in STATISTICS_METHODS:
         private(_StatsManager, name, "ray")
         setattr(_StatsManager, name, staticmethod(nothing))
     private(_StatsManager, "gen_dataset_id_from_stats_actor", "ray")

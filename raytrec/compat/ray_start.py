@@ -8,21 +8,21 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from raytrec.compat.versions import private, replacing
+from raytrec.compat.versions import private, replace_private
 
 # Below RAY_TMPDIR: HOST:PORT of the cluster that was started last.
-CURRENT_CLUSTER = "ray/ray_current_cluster"
+CURRENT_CLUSTER_FILE = "ray/ray_current_cluster"
 # Path that Ray appends to RAY_TMPDIR; the length of a Unix socket address is limited.
 SOCKET = "/ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
 # Prefixes of environment variables that Python, C libraries or Ray read at load time; exceptions that are
 # read later, or again; and variables that cannot be read again after a fork.
-READ_AT_ONCE = ("LD_", "MALLOC_", "PYTHON", "RAY_")
-READ_LATER = ("RAY_AUTH_", "RAY_TRAIN_", "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC")
+LOAD_TIME_PREFIXES = ("LD_", "MALLOC_", "PYTHON", "RAY_")
+LATE_READ_PREFIXES = ("RAY_AUTH_", "RAY_TRAIN_", "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC")
 READ_FOR_EVER = ("RAY_JOB_ID", "RAY_RAYLET_PID")
 # Makes ray.init return without waiting for prestarted workers.
-ON_DEMAND = {"RAY_prestart_worker_first_driver": "0"}
+NO_PRESTART_ENV = {"RAY_prestart_worker_first_driver": "0"}
 # Settings of periodic work in Ray's processes (ray_config_def.h), for a Ray that serves one run.
-SELDOM = {
+INFREQUENT_WORK_SETTINGS = {
     "enable_metrics_collection": False,  # for a dashboard or Prometheus; half the CPU time of an idle Ray
     "task_events_report_interval_ms": 0,  # 0: never; for lists of tasks
     "event_stats": False,  # durations of handlers, for Ray's logs
@@ -32,11 +32,11 @@ SELDOM = {
     "kill_idle_workers_interval_ms": 1_000,
 }
 # The same for Ray's agent, which measures all processes for the dashboard (dashboard/modules/reporter).
-REPORTS_SELDOM = {"REPORTER_UPDATE_INTERVAL_MS": "600000"}
-UNNEEDED = ("start_api_server", "start_monitor", "start_log_monitor")  # methods of Ray's Node
+INFREQUENT_REPORTS_ENV = {"REPORTER_UPDATE_INTERVAL_MS": "600000"}
+UNNEEDED_NODE_METHODS = ("start_api_server", "start_monitor", "start_log_monitor")  # methods of Ray's Node
 
 
-def loopback_setting() -> dict[str, str]:
+def get_loopback_env() -> dict[str, str]:
     """Return the environment in which Ray keeps 127.0.0.1 instead of the machine's own address."""
     from ray._private import ray_constants
 
@@ -44,13 +44,13 @@ def loopback_setting() -> dict[str, str]:
 
 
 def keep_loopback() -> None:
-    """Apply `loopback_setting` in this process, where Ray may already be imported."""
+    """Apply `get_loopback_env` in this process, where Ray may already be imported."""
     from ray._private import ray_constants
 
     _replace(ray_constants, "ENABLE_RAY_CLUSTER", False)
 
 
-def connect_by_hand() -> None:
+def disable_auto_connect() -> None:
     """Disable automatic starting or joining of a cluster by calls to Ray."""
     from ray._private import auto_init_hook
 
@@ -64,21 +64,23 @@ def silence_workers() -> None:
     _replace(ray._private.worker, "print_to_stdstream", lambda data, ignore_prefix: None)
 
 
-def in_folder(folder: Path) -> dict[str, Any]:
+def make_folder_arguments(folder: Path) -> dict[str, Any]:
     """Return arguments of ray.init for a local Ray with its files in this folder."""
     return {"_temp_dir": str(folder)}
 
 
-def few_wakeups() -> dict[str, Any]:
+def make_idle_arguments() -> dict[str, Any]:
     """Return arguments of ray.init for a local Ray whose idle processes leave the cores to training.
 
     Settings in the environment (RAY_enable_metrics_collection=1) take precedence.
     """
-    settings = {name: value for name, value in SELDOM.items() if f"RAY_{name}" not in os.environ}
+    settings = {
+        name: value for name, value in INFREQUENT_WORK_SETTINGS.items() if f"RAY_{name}" not in os.environ
+    }
     return {"_system_config": settings}
 
 
-def logs_folder() -> Path:
+def get_logs_folder() -> Path:
     """Return the log folder of the Ray that this process has started."""
     import ray
 
@@ -86,7 +88,7 @@ def logs_folder() -> Path:
 
 
 @contextmanager
-def popen_replaced(
+def replace_popen(
     options: dict[str, Any], env: dict[str, str], began: Callable[[int, bool], None]
 ) -> Iterator[None]:
     """Make Ray start its processes in the block with additional options of subprocess.Popen.
@@ -106,12 +108,12 @@ def popen_replaced(
             super().__init__(*args, **given, **options)
             began(self.pid, args[0][0] == services.RAYLET_EXECUTABLE)
 
-    with replacing(services, "ConsolePopen", Apart, "ray"):
+    with replace_private(services, "ConsolePopen", Apart, "ray"):
         yield
 
 
 @contextmanager
-def only_what_is_needed() -> Iterator[None]:
+def omit_unneeded_processes() -> Iterator[None]:
     """Make a local Ray that is started in the block omit unneeded processes.
 
     Three processes are omitted, each of which imports Ray for a second, one of them while ray.init waits. The
@@ -121,19 +123,19 @@ def only_what_is_needed() -> Iterator[None]:
     from ray._private.node import Node
 
     with ExitStack() as stack:
-        for name in UNNEEDED:
-            stack.enter_context(replacing(Node, name, lambda self, **_: None, "ray"))
+        for name in UNNEEDED_NODE_METHODS:
+            stack.enter_context(replace_private(Node, name, lambda self, **_: None, "ray"))
         yield
 
 
-def workers_started_by(script: Path) -> AbstractContextManager[None]:
+def replace_worker_script(script: Path) -> AbstractContextManager[None]:
     """Make Ray, when started in the block, use this script instead of its setup_worker.py."""
     from ray._private import ray_constants
 
-    return replacing(ray_constants, "SETUP_WORKER_FILENAME", str(script), "ray")
+    return replace_private(ray_constants, "SETUP_WORKER_FILENAME", str(script), "ray")
 
 
-def first_job(raylet: int) -> dict[str, str]:
+def get_first_job_env(raylet: int) -> dict[str, str]:
     """Return the variables that a raylet adds for workers of a new cluster's first job.
 
     `raylet` is the process id of the raylet.
@@ -141,7 +143,7 @@ def first_job(raylet: int) -> dict[str, str]:
     return dict(zip(READ_FOR_EVER, ("01000000", str(raylet)), strict=True))
 
 
-def actor_class_ids_from(random: Callable[[int], bytes]) -> AbstractContextManager[None]:
+def draw_actor_class_ids_from(random: Callable[[int], bytes]) -> AbstractContextManager[None]:
     """Make Ray draw ids of actor classes from `random` in the block, leaving its own generator unseeded.
 
     `random` maps a number of bytes to random bytes.
@@ -155,7 +157,7 @@ def actor_class_ids_from(random: Callable[[int], bytes]) -> AbstractContextManag
         def from_random() -> Any:
             return before(random(before.size()))
 
-    return replacing(ray.actor, "ActorClassID", FromOutside, "ray")
+    return replace_private(ray.actor, "ActorClassID", FromOutside, "ray")
 
 
 def read_token_again() -> None:

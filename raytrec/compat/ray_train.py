@@ -23,7 +23,7 @@ from ray.train.v2._internal.execution.scaling_policy.autoscaling_coordinator_cli
 )
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-from raytrec.compat.ray_core import actor_state
+from raytrec.compat.ray_core import get_actor_state
 from raytrec.compat.versions import missing
 
 __all__ = [
@@ -63,7 +63,7 @@ class ControlledTrainer(DataParallelTrainer):
         """Run the controller; unlike Ray's method, the wait can be interrupted if a part of Ray ends."""
         try:
             return super()._initialize_and_run_controller(**parts | self._policies)
-        except _Started as started:
+        except _ControllerStarted as started:
             controller = started.controller
         self._wait(controller.run.remote())
         return self._wait(controller.get_result.remote())
@@ -71,7 +71,7 @@ class ControlledTrainer(DataParallelTrainer):
     def _register_sigint_handler(self, controller: Any) -> None:
         """Take over from Ray, which calls this method between the controller's start and the wait for it."""
         self._on_start(controller)
-        raise _Started(controller)
+        raise _ControllerStarted(controller)
 
     def _create_default_callbacks(self) -> list[Any]:
         none = NoDatasets(self.train_run_context, self.datasets)
@@ -103,8 +103,8 @@ class OwnClusterCleaner(PlacementGroupCleaner):
     """
 
     def start_monitoring(self) -> bool:
-        """Start to monitor the controller with `is_alive_here`."""
-        placement_group_cleaner.is_actor_alive = is_alive_here
+        """Start to monitor the controller with `is_own_actor_alive`."""
+        placement_group_cleaner.is_actor_alive = is_own_actor_alive
         return super().start_monitoring()
 
 
@@ -117,7 +117,7 @@ class OwnClusterCleanerCallback(PlacementGroupCleanerCallback):
         super().after_controller_start(train_run_context)
 
 
-def is_alive_here(actor_id: str, timeout: float) -> bool:
+def is_own_actor_alive(actor_id: str, timeout: float) -> bool:
     """Return True if an actor of this process's own cluster is alive, according to the GCS.
 
     Raises:
@@ -126,7 +126,7 @@ def is_alive_here(actor_id: str, timeout: float) -> bool:
     import ray
     from ray.util.state.exception import RayStateApiException
 
-    actor = actor_state(actor_id)
+    actor = get_actor_state(actor_id)
     if not actor and not ray.nodes():
         raise RayStateApiException("the cluster does not answer")
     return bool(actor) and actor["State"] != "DEAD"
@@ -143,7 +143,7 @@ class NoDatasets(DatasetsCallback):
         return {}
 
 
-class _Started(Exception):
+class _ControllerStarted(Exception):
     def __init__(self, controller: Any):
         super().__init__()
         self.controller = controller

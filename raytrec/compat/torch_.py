@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.profiler import record_function
 from torch.distributed import TCPStore, _remote_device
-from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata
-from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
+from torch.distributed._shard.make_sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata
+from torch.distributed._shard.make_sharded_tensor.metadata import TensorProperties
 from torch.distributed._shard.sharding_spec import ShardMetadata
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torch.nn.modules.dropout import _DropoutNd as Dropout
@@ -35,7 +35,7 @@ __all__ = [
     "apply_optimizer_in_backward",
 ]
 
-MEMORY_EVENTS = 100_000  # maximum number of recorded allocator events, a few KB each
+MAX_MEMORY_EVENTS = 100_000  # maximum number of recorded allocator events, a few KB each
 
 
 def load_archive(archive: BinaryIO) -> torch.export.ExportedProgram:
@@ -57,12 +57,12 @@ def is_dispatched(target: str) -> bool:
     return torch._C._dispatch_has_kernel(name)
 
 
-def quiet_tracing() -> None:
+def silence_tracing() -> None:
     """Silence a torch warning about calls made by TorchRec (1.8.0), which users cannot change."""
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 
 
-def mark_only_for_profiler() -> None:
+def skip_unprofiled_records() -> None:
     """Make record_function do nothing while no profiler runs.
 
     torch.optim and TorchRec mark some 30 parts of a step with record_function, which takes an eighth of the
@@ -80,7 +80,7 @@ def _enter_if_profiled(self: record_function) -> record_function:
 
 
 @contextmanager
-def no_gpu_asked_for() -> Iterator[None]:
+def hide_gpus_during_import() -> Iterator[None]:
     """Import modules in the block as on a machine without GPUs.
 
     fbgemm_gpu (1.8.0) checks for a GPU at import, after which torch does not let forked processes use one.
@@ -98,12 +98,12 @@ def refuses_gpus() -> bool:
     return torch.cuda._is_in_bad_fork()
 
 
-def rank_place(rank: int, device: str) -> _remote_device:
+def make_rank_placement(rank: int, device: str) -> _remote_device:
     """Return the placement of a shard on a device of a rank."""
     return _remote_device(f"rank:{rank}/{device}")
 
 
-def sharded_tensor(
+def make_sharded_tensor(
     local: list[Shard], shards: list[ShardMetadata], shape: Sequence[int], dtype: torch.dtype
 ) -> ShardedTensor:
     """Return a ShardedTensor over live values, without a collective.
@@ -123,7 +123,7 @@ def local_parts(value: torch.Tensor | ShardedTensor) -> list[torch.Tensor]:
     return [shard.tensor for shard in value.local_shards()] if isinstance(value, ShardedTensor) else [value]
 
 
-def with_local_shards(value: ShardedTensor, parts: list[torch.Tensor]) -> ShardedTensor:
+def replace_local_shards(value: ShardedTensor, parts: list[torch.Tensor]) -> ShardedTensor:
     """Return a copy of a ShardedTensor in which this rank's shards are replaced by tensors in host memory.
 
     torch checks each part against the device and pinned memory in the metadata.
@@ -222,14 +222,14 @@ def described(operator: Any) -> tuple[str, Any, bool]:
     return schema.name, operator._overloadpacket, is_view
 
 
-def storage_key(storage: torch.UntypedStorage) -> int:
+def get_storage_key(storage: torch.UntypedStorage) -> int:
     """Return a key that is unique among live storages, also on the meta device."""
     return storage._cdata
 
 
 def record_memory() -> None:
     """Start recording the events of the GPU memory allocator, with stacks."""
-    torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
+    torch.cuda.memory._record_memory_history(max_entries=MAX_MEMORY_EVENTS)
 
 
 def save_memory(file: Path) -> None:

@@ -20,30 +20,30 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from raytrec.compat.versions import private
 
 
-def sharded_kernels(model: nn.Module) -> Iterator[nn.Module]:
+def iterate_sharded_kernels(model: nn.Module) -> Iterator[nn.Module]:
     """Yield TorchRec's lookups of this rank's shards, one per group of tables that FBGEMM looks up at once.
 
     Data-parallel tables are in a separate DDP module and not included.
     """
-    for lookup in _lookups(model):
+    for lookup in _iterate_lookups(model):
         if not isinstance(lookup, DistributedDataParallel):
             yield from private(lookup, "_emb_modules", "torchrec")
 
 
-def replicated_kernels(model: nn.Module) -> Iterator[nn.Module]:
+def iterate_replicated_kernels(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the lookups of data-parallel tables, which every rank holds completely."""
-    for lookup in _lookups(model):
+    for lookup in _iterate_lookups(model):
         if isinstance(lookup, DistributedDataParallel):
             yield from private(lookup.module, "_emb_modules", "torchrec")
 
 
-def _lookups(model: nn.Module) -> Iterator[nn.Module]:
+def _iterate_lookups(model: nn.Module) -> Iterator[nn.Module]:
     """Yield one lookup per sharding type of each collection."""
-    for module in sharded_collections(model):
+    for module in iterate_sharded_collections(model):
         yield from private(module, "_lookups", "torchrec")
 
 
-def sharded_collections(model: nn.Module) -> Iterator[nn.Module]:
+def iterate_sharded_collections(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the sharded collections of tables, both those with pooled and with per-id output."""
     for module in model.modules():
         if isinstance(module, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
@@ -56,7 +56,7 @@ def watch_distinct_ids(model: nn.Module, called: Callable[[KeyedJaggedTensor], o
     The function receives the ids sent for each sharding type. Ids of a table can be listed under any feature
     that reads the table. A feature is repeated for each set of columns.
     """
-    for module in sharded_collections(model):
+    for module in iterate_sharded_collections(model):
         if not getattr(module, "_use_index_dedup", False):
             continue
 
@@ -68,7 +68,7 @@ def watch_distinct_ids(model: nn.Module, called: Callable[[KeyedJaggedTensor], o
         module.compute_and_output_dist = look_up
 
 
-def gives_each_id(kernel: nn.Module) -> bool:
+def returns_per_id_vectors(kernel: nn.Module) -> bool:
     """Return True if a lookup returns each id's vector, [N, columns], not sums of bags, [B, Σ columns]."""
     return isinstance(kernel, BaseBatchedEmbedding)
 
@@ -78,7 +78,7 @@ def tables_of(kernel: nn.Module) -> list[ShardedEmbeddingTable]:
     return private(kernel, "config", "torchrec").embedding_tables
 
 
-def shard_origin(table: ShardedEmbeddingTable) -> tuple[int, int]:
+def get_shard_origin(table: ShardedEmbeddingTable) -> tuple[int, int]:
     """Return the first row and column of a rank's shard in the table; (0, 0) for a data-parallel table."""
     if not table.local_metadata:
         return 0, 0
@@ -99,16 +99,16 @@ def layers(optimizer: KeyedOptimizer) -> Iterator[KeyedOptimizer]:
         yield optimizer
 
 
-def unwrapped(optimizer: KeyedOptimizer) -> KeyedOptimizer:
+def unwrap_optimizer(optimizer: KeyedOptimizer) -> KeyedOptimizer:
     """Return the optimizer inside all wrappers."""
     *_, innermost = layers(optimizer)
     return innermost
 
 
-def torch_optimizers(optimizer: KeyedOptimizer) -> Iterator[torch.optim.Optimizer]:
+def iterate_torch_optimizers(optimizer: KeyedOptimizer) -> Iterator[torch.optim.Optimizer]:
     """Yield the torch optimizers of parameters that are not updated in backward."""
     if isinstance(optimizer, CombinedOptimizer):
         for _, part in optimizer.optimizers:
-            yield from torch_optimizers(part)
+            yield from iterate_torch_optimizers(part)
     elif isinstance(optimizer, KeyedOptimizerWrapper):
         yield private(optimizer, "_optimizer", "torchrec")

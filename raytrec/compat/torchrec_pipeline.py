@@ -16,9 +16,9 @@ from torchrec.distributed import embedding_sharding
 from torchrec.distributed.train_pipeline import PrefetchTrainPipelineSparseDist, TrainPipelineSparseDist
 from torchrec.distributed.train_pipeline.utils import _wait_for_batch
 
-from raytrec.compat.fbgemm import fbgemm_of
+from raytrec.compat.fbgemm import find_fused_lookup
 from raytrec.compat.torch_ import call_after_nodes
-from raytrec.compat.torchrec_ import sharded_kernels
+from raytrec.compat.torchrec_ import iterate_sharded_kernels
 
 if TYPE_CHECKING:
     from torchrec.distributed.train_pipeline import TrainPipelineSparseDist as Pipeline
@@ -31,7 +31,7 @@ else:
 embedding_sharding._safe_tolist = lambda tensor: []
 
 
-class Timed(Pipeline):
+class TimedMixin(Pipeline):
     """Pipeline with timed parts; its behavior is unchanged.
 
     Args:
@@ -116,7 +116,9 @@ class PrefetchPipeline(PrefetchTrainPipelineSparseDist):
         self._enqueue_batch_after_forward = enqueue_batch_after_forward
         # TorchRec's default stream here is a new stream, on which nothing runs.
         self._default_stream = torch.get_device_module(device).current_stream()
-        self._kernels = [k for kernel in sharded_kernels(model) if (k := fbgemm_of(kernel)) is not None]
+        self._kernels = [
+            k for kernel in iterate_sharded_kernels(model) if (k := find_fused_lookup(kernel)) is not None
+        ]
 
     def progress(self, dataloader_iter: Iterator) -> Any:
         """Run one step and return the output of the model.
@@ -162,11 +164,11 @@ class PrefetchPipeline(PrefetchTrainPipelineSparseDist):
         super()._prefetch(context)
 
 
-class TimedPipeline(Timed, TrainPipelineSparseDist):
+class TimedPipeline(TimedMixin, TrainPipelineSparseDist):
     """TorchRec's standard pipeline with timed parts."""
 
 
-class TimedPrefetchPipeline(Timed, PrefetchPipeline):
+class TimedPrefetchPipeline(TimedMixin, PrefetchPipeline):
     """Pipeline for tables with a cache on the GPU, with timed parts."""
 
     def _prefetch(self, context: Any) -> None:

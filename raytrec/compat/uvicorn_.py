@@ -11,7 +11,9 @@ from uvicorn.server import Server
 MAX_HEAD_BYTES = 32 << 10  # request line and headers; also consecutive bytes outside of heads and bodies
 MAX_PIPELINED = 100  # requests of one connection that wait for the answer to an earlier request
 MAX_CONNECTIONS = 4096  # per process
-CLIENT_S = 90  # seconds within which a client must send a request, or the next one, and read the answer
+CLIENT_TIMEOUT_S = (
+    90  # seconds within which a client must send a request, or the next one, and read the answer
+)
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -71,8 +73,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 async def abort_slow(server: Server) -> None:
-    """Abort the connections of a server whose clients have exceeded CLIENT_S."""
+    """Abort the connections of a server whose clients have exceeded CLIENT_TIMEOUT_S."""
     now = get_running_loop().time()
     for connection in [*server.server_state.connections]:
-        if now - connection.waiting_since > CLIENT_S:  # type: ignore[union-attr]
+        if now - connection.waiting_since > CLIENT_TIMEOUT_S:  # type: ignore[union-attr]
             connection.transport.abort()

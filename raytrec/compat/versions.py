@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from raytrec.common.errors import RunError
-from raytrec.common.machine import OTHER_DEVICE, cuda_of_torch, installed
+from raytrec.common.machine import REINSTALL_ADVICE, get_torch_cuda_version, installed
 
 # Releases of torch, TorchRec and FBGEMM belong together: FBGEMM is compiled for one torch, and TorchRec calls
 # FBGEMM's operators. File in requirements/ → package → version or its prefix (compared by a test).
@@ -20,7 +20,7 @@ PAIRS = {
     },
     "next.txt": {"torch": "2.14", "torchrec": "1.9", "fbgemm-gpu": "1.9.0", "fbgemm-gpu-cpu": "1.9.0"},
 }  # fmt: skip
-PAIRED = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu")
+PAIRED_PACKAGES = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu")
 # Packages that are compatible with every pair.
 OTHERS = {"ray": ("2.60.0",), "mlflow": ("3.17", "3.18"), "pyarrow": ("25", "26")}
 
@@ -29,28 +29,30 @@ def require_versions() -> None:
     """Check that the installed packages have supported versions.
 
     Raises:
-        RunError: `wrong_versions` has found an error.
+        RunError: `find_wrong_versions` has found an error.
     """
-    if error := wrong_versions():
+    if error := find_wrong_versions():
         raise error
 
 
-def wrong_versions() -> RunError | None:
+def find_wrong_versions() -> RunError | None:
     """Compare the installed packages with PAIRS and OTHERS without importing them; a driver needs only some.
 
     Returns:
         The error, or None. It names the packages of other versions and the pair nearest to the installed one;
             or two builds of FBGEMM in one folder; or a build for another CUDA version than torch's.
     """
-    found = {name: version for name in (*OTHERS, *PAIRED) if (version := installed(name))}
+    found = {name: version for name in (*OTHERS, *PAIRED_PACKAGES) if (version := installed(name))}
     wrong = [name for name in OTHERS if name in found and not _matches(found[name], *OTHERS[name])]
     what = [f"{name} {found[name]}" for name in wrong]
     expected = [f"{name} {' or '.join(OTHERS[name])}" for name in wrong]
-    paired = {name: found[name] for name in PAIRED if name in found}
+    paired = {name: found[name] for name in PAIRED_PACKAGES if name in found}
 
     def distance(pair: dict[str, str]) -> int:
         """Return the number of releases X.Y between the installed packages and a pair, over all packages."""
-        return sum(abs(_release(version) - _release(pair[name])) for name, version in paired.items())
+        return sum(
+            abs(_parse_release(version) - _parse_release(pair[name])) for name, version in paired.items()
+        )
 
     files, pair = min(PAIRS.items(), key=lambda item: distance(item[1]))
     if not all(_matches(version, pair[name]) for name, version in paired.items()):
@@ -58,7 +60,7 @@ def wrong_versions() -> RunError | None:
         expected.append(" with ".join(f"{name} {pair[name]}" for name in paired))
     where = f"{sys.prefix} on {socket.gethostname()}"
     if not what:
-        return _wrong_build(found, where)
+        return _find_wrong_build(found, where)
     return RunError(
         f"this raytrec is not made for {', '.join(what)}",
         where=where,
@@ -67,7 +69,7 @@ def wrong_versions() -> RunError | None:
     )
 
 
-def _wrong_build(found: dict[str, str], where: str) -> RunError | None:
+def _find_wrong_build(found: dict[str, str], where: str) -> RunError | None:
     """Return the error for builds of FBGEMM that this torch cannot load although their releases match."""
     cuda, build = found.get("fbgemm-gpu"), "fbgemm-gpu-cpu"
     release = (cuda or "").partition("+")[0]
@@ -82,7 +84,7 @@ def _wrong_build(found: dict[str, str], where: str) -> RunError | None:
     if not cuda or "torch" not in found:
         return None
     suffix = re.search(r"\+cu(\d+)(\d)$", cuda)  # wheels from PyTorch's index, such as 1.8.0+cu126
-    theirs, ours = ".".join(suffix.groups()) if suffix else None, cuda_of_torch()
+    theirs, ours = ".".join(suffix.groups()) if suffix else None, get_torch_cuda_version()
     if ours and theirs in (None, ours):
         return None
     built, torchs = (f"CUDA {theirs}" if theirs else "CUDA"), (f"CUDA {ours}" if ours else "CPUs")
@@ -93,7 +95,7 @@ def _wrong_build(found: dict[str, str], where: str) -> RunError | None:
         do=f"pip install --no-deps --force-reinstall fbgemm-gpu=={release} (PyPI's, for PyPI's torch)"
         if ours
         else f"pip uninstall --yes fbgemm-gpu, then pip install --no-deps fbgemm-gpu-cpu=={release}; "
-        f"for GPUs: {OTHER_DEVICE.format(device='cuda')}",
+        f"for GPUs: {REINSTALL_ADVICE.format(device='cuda')}",
     )
 
 
@@ -102,13 +104,13 @@ def _matches(found: str, *pins: str) -> bool:
     return any(release[: pin.count(".") + 1] == pin.split(".") for pin in pins)
 
 
-def _release(version: str) -> int:
+def _parse_release(version: str) -> int:
     major, minor = re.match(r"(\d+)(?:\.(\d+))?", version).groups("0")
     return 100 * int(major) + int(minor)
 
 
 @contextmanager
-def replacing(owner: Any, name: str, own: Any, package: str) -> Iterator[None]:
+def replace_private(owner: Any, name: str, own: Any, package: str) -> Iterator[None]:
     """Replace an attribute of an upstream package during the block.
 
     Raises:

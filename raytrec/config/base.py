@@ -9,16 +9,16 @@ from typing import Annotated, Any, Union
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from raytrec.common.errors import RaytrecError
-from raytrec.common.reading import NotReadable
+from raytrec.common.reading import UnreadableError
 from raytrec.common.redaction import hide_all
 from raytrec.common.registry import PYTHON_PATH
 from raytrec.common.storage import read_yaml
 
-MOST_COUNT = 2**53  # larger integers lose precision in JSON
-MOST_AMOUNT = 1e9  # threads can wait this many seconds; GiB, rates and norms stay below it
+MAX_COUNT = 2**53  # larger integers lose precision in JSON
+MAX_AMOUNT = 1e9  # threads can wait this many seconds; GiB, rates and norms stay below it
 
 
-def _no_switch(value: Any) -> Any:
+def _reject_bool(value: Any) -> Any:
     """Reject YAML's true and false, which pydantic would accept as 1 and 0."""
     if isinstance(value, bool):
         raise ValueError(f"expected a number (got {str(value).lower()})")
@@ -26,12 +26,12 @@ def _no_switch(value: Any) -> Any:
 
 
 # Strict integers reject true, "3" and 3.0. Floats accept 1e-3, which YAML 1.1 reads as text.
-PositiveInt = Annotated[int, Field(strict=True, gt=0, le=MOST_COUNT)]
-NonNegativeInt = Annotated[int, Field(strict=True, ge=0, le=MOST_COUNT)]
+PositiveInt = Annotated[int, Field(strict=True, gt=0, le=MAX_COUNT)]
+NonNegativeInt = Annotated[int, Field(strict=True, ge=0, le=MAX_COUNT)]
 Few = Annotated[int, Field(strict=True, gt=0, le=2**16)]  # counts of objects that take memory or a process
-Number = Annotated[float, BeforeValidator(_no_switch)]
-PositiveFloat = Annotated[Number, Field(gt=0, le=MOST_AMOUNT)]
-NonNegativeFloat = Annotated[Number, Field(ge=0, le=MOST_AMOUNT)]
+Number = Annotated[float, BeforeValidator(_reject_bool)]
+PositiveFloat = Annotated[Number, Field(gt=0, le=MAX_AMOUNT)]
+NonNegativeFloat = Annotated[Number, Field(ge=0, le=MAX_AMOUNT)]
 
 
 class Mark(Enum):
@@ -103,7 +103,7 @@ def read_settings(uri: str, what: str, missing: RaytrecError) -> Any:
     """
     try:
         return read_yaml(uri)
-    except NotReadable as error:
+    except UnreadableError as error:
         raise type(missing)(f"not YAML that can be used: {error}", where=uri) from None
     except (FileNotFoundError, NotADirectoryError):
         raise missing from None

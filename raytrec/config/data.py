@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from raytrec.common.errors import some
-from raytrec.common.storage import sibling
+from raytrec.common.storage import get_sibling
 from raytrec.config.base import Few, Mark, Number, PositiveFloat, PositiveInt, Section
 from raytrec.config.transforms import BUILT_IN, Transform
 
@@ -16,13 +16,13 @@ FREE = Mark.FREE  # paths are free, because resuming compares the contents of th
 NAME = re.compile(r"\w[\w .,:+=@()-]{0,149}")
 
 
-def name_like(text: str) -> str:
+def to_run_name(text: str) -> str:
     """Return the valid run name that is nearest to a text."""
     name = re.sub(r"[^\w .,:+=@()-]", "_", text)[:100]
     return name if NAME.fullmatch(name) else f"_{name}"
 
 
-def _a_name(name: str) -> str:
+def _check_run_name(name: str) -> str:
     """Check a run name, which becomes the name of a folder and appears in logs and on terminals."""
     if not NAME.fullmatch(name) or name != name.strip() or len(name.encode()) > 200:
         raise ValueError(
@@ -35,7 +35,7 @@ def _a_name(name: str) -> str:
 class RunSection(Section):
     """Name, folder and seed of a run."""
 
-    name: Annotated[Annotated[str, AfterValidator(_a_name)] | None, FREE, Mark.COMMON] = None
+    name: Annotated[Annotated[str, AfterValidator(_check_run_name)] | None, FREE, Mark.COMMON] = None
     """Name of the run: letters, digits, spaces and . , : + = @ ( ) - _; default: the name of the config and
     the time."""
     dir: Annotated[str | None, FREE, Mark.COMMON] = None
@@ -71,13 +71,13 @@ def folders(value: Folders) -> list[str]:
     return [value] if isinstance(value, str) else value
 
 
-def _each_once(names: list[str]) -> list[str]:
+def _check_unique(names: list[str]) -> list[str]:
     if twice := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"data.reserve_columns: column {some(min(twice))} is named twice")
     return names
 
 
-ReservedColumns = Annotated[list[Annotated[str, Field(min_length=1)]], AfterValidator(_each_once)]
+ReservedColumns = Annotated[list[Annotated[str, Field(min_length=1)]], AfterValidator(_check_unique)]
 
 
 class PartitionRange(Section):
@@ -140,4 +140,4 @@ class DataSection(Section):
     @property
     def schema_uri(self) -> str:
         """Return the path of the schema: data.schema, or schema.yaml next to data.train's first folder."""
-        return self.schema_path or sibling(folders(self.train)[0], "schema.yaml")
+        return self.schema_path or get_sibling(folders(self.train)[0], "schema.yaml")

@@ -76,7 +76,9 @@ def resolve_features(schema: Schema, model: ModelSection | None = None) -> Featu
     return Features(schema, sequences)
 
 
-def columns_before(transforms: list[Transform] | tuple[Transform, ...], columns: list[str]) -> list[str]:
+def resolve_input_columns(
+    transforms: list[Transform] | tuple[Transform, ...], columns: list[str]
+) -> list[str]:
     """Return the columns that files must have so that `columns` exist after the transforms."""
     needed = dict.fromkeys(columns)
     for transform in reversed(transforms):
@@ -86,7 +88,7 @@ def columns_before(transforms: list[Transform] | tuple[Transform, ...], columns:
     return list(needed)
 
 
-def with_rows(transforms: Iterable[Transform], schema: Schema) -> tuple[Transform, ...]:
+def set_draw_rows(transforms: Iterable[Transform], schema: Schema) -> tuple[Transform, ...]:
     """Return the transforms, with `rows` of draws set to the size of the table that looks up the ids.
 
     Draws with `rows` or a vocabulary are not changed. With several tables, the smallest one counts.
@@ -125,7 +127,7 @@ def _rows_of(transform: Sample, schema: Schema) -> int:
     return min(schema.tables[table].rows for table in tables)
 
 
-def needed_transforms(transforms: tuple[Transform, ...], columns: list[str]) -> tuple[Transform, ...]:
+def select_needed_transforms(transforms: tuple[Transform, ...], columns: list[str]) -> tuple[Transform, ...]:
     """Return the transforms, reduced to their needed columns, that `columns` depend on.
 
     The columns that a user-defined function reads for each of its outputs are unknown. The function is kept

@@ -13,14 +13,14 @@ from typing import Any
 import yaml
 
 from raytrec.common.errors import ConfigError, some, unknown
-from raytrec.common.reading import NotReadable, yaml_values
+from raytrec.common.reading import UnreadableError, parse_yaml
 from raytrec.common.redaction import hide, hide_yaml
 from raytrec.config.schema import scalar
 
 Overrides = Iterable[str] | Mapping[str, Any]
 
 
-def as_texts(overrides: Overrides | None) -> list[str]:
+def to_override_texts(overrides: Overrides | None) -> list[str]:
     """Return overrides in the form of the command line, section.key=value.
 
     Raises:
@@ -28,16 +28,16 @@ def as_texts(overrides: Overrides | None) -> list[str]:
     """
     if not isinstance(overrides, Mapping):
         return [*(overrides or [])]
-    with plain_values("overrides"):
+    with convert_yaml_errors("overrides"):
         return [f"{key}={scalar(value)}" for key, value in overrides.items()]
 
 
 @contextmanager
-def plain_values(where: str) -> Iterator[None]:
+def convert_yaml_errors(where: str) -> Iterator[None]:
     """Convert errors of writing or reading YAML in this block into a ConfigError."""
     try:
         yield
-    except (yaml.YAMLError, NotReadable, RecursionError) as error:
+    except (yaml.YAMLError, UnreadableError, RecursionError) as error:
         raise ConfigError(
             f"a value is not plain: {' '.join(str(error).split()) or 'it contains itself'}",
             where=where,
@@ -67,14 +67,14 @@ def apply_override(values: dict, override: str, sections: Collection[str]) -> No
         what = f"there is no section {some(parts[0])}"
         raise unknown(what, parts[0], sections, "command line", expected)
     try:
-        value = yaml_values(text) if text else None
-    except NotReadable as error:
+        value = parse_yaml(text) if text else None
+    except UnreadableError as error:
         raise ConfigError(
             f"{some(text)} is not a YAML value: {error}", where=f"command line, {some(key)}"
         ) from None
     for part in parts[:-1]:
         if isinstance(values, list):
-            values = _entry(values, part, key)
+            values = _find_entry(values, part, key)
             continue
         if values.get(part) is None:
             values[part] = {}
@@ -90,7 +90,7 @@ def apply_override(values: dict, override: str, sections: Collection[str]) -> No
     values[parts[-1]] = value
 
 
-def _entry(values: list, name: str, key: str) -> dict[str, Any]:
+def _find_entry(values: list, name: str, key: str) -> dict[str, Any]:
     """Return the entry of a list, such as tasks, with this name. Unnamed tasks are named by their label."""
     entries = [each for each in values if isinstance(each, dict)]
     names = [str(each.get("name") or each.get("label")) for each in entries]
@@ -100,12 +100,12 @@ def _entry(values: list, name: str, key: str) -> dict[str, Any]:
     return entries[names.index(name)]
 
 
-def section_of(override: str) -> str:
+def get_section_name(override: str) -> str:
     """Return the section that an override changes."""
     return override.partition("=")[0].strip().partition(".")[0]
 
 
-def without_secrets(override: str) -> str:
+def hide_override_secrets(override: str) -> str:
     """Return an override with secrets hidden, for errors."""
     key, equals, text = override.partition("=")
     return f"{key}{equals}{hide_yaml(text).strip().removesuffix(chr(10) + '...')}"

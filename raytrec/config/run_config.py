@@ -20,15 +20,21 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from raytrec.common.errors import LONGEST_WORD, ConfigError, did_you_mean, some, some_of
-from raytrec.common.reading import yaml_values
+from raytrec.common.errors import MAX_WORD_LENGTH, ConfigError, find_similar_word, join_first_lines, some
+from raytrec.common.reading import parse_yaml
 from raytrec.common.redaction import hide_all
 from raytrec.common.storage import join_uri
 from raytrec.config.base import Mark, Section, read_settings
 from raytrec.config.data import DataSection, RunSection, WarmStartSection
 from raytrec.config.models import SECTIONS, AnyModel
 from raytrec.config.models.ranking import DlrmSection
-from raytrec.config.overrides import Overrides, apply_override, as_texts, plain_values, without_secrets
+from raytrec.config.overrides import (
+    Overrides,
+    apply_override,
+    convert_yaml_errors,
+    hide_override_secrets,
+    to_override_texts,
+)
 from raytrec.config.tables import OptimSection, PlanSection
 from raytrec.config.tasks import EvalSection, TaskSection
 from raytrec.config.training import (
@@ -38,11 +44,11 @@ from raytrec.config.training import (
     TrackingSection,
     TrainSection,
 )
-from raytrec.config.trust import code_in, origin, refuse_code
+from raytrec.config.trust import find_foreign_code, origin, refuse_code
 
-MOST_MISTAKES = 20  # listed in one error message
+MAX_MISTAKES = 20  # listed in one error message
 EXPECTED = "Input should be "  # prefix of pydantic's messages
-MAPPING = re.compile(r"a valid dictionary( or instance of \w+)?")
+MAPPING_MESSAGE = re.compile(r"a valid dictionary( or instance of \w+)?")
 
 
 class RunConfig(Section):
@@ -115,7 +121,7 @@ class RunConfig(Section):
         """Return the configuration as YAML with every default, spelled as in the file."""
         return yaml.safe_dump(self.model_dump(by_alias=True, mode="json"), sort_keys=False)
 
-    def own_values(self) -> dict[str, Any]:
+    def get_changed_values(self) -> dict[str, Any]:
         """Return the plain values that differ from the defaults.
 
         A configuration and its resolved form, which lists all defaults, return equal values.
@@ -124,7 +130,7 @@ class RunConfig(Section):
 
     def with_(self, overrides: Overrides) -> RunConfig:
         """Return a copy with overrides. Another kind of model does not inherit this one's defaults."""
-        return load_config(self.own_values(), overrides)
+        return load_config(self.get_changed_values(), overrides)
 
 
 def load_config(
@@ -152,13 +158,13 @@ def load_config(
         values, where = source.model_dump(by_alias=True), "RunConfig"
     elif isinstance(source, dict):
         where = "config"
-        with plain_values(where):
-            values = yaml_values(yaml.safe_dump(source))  # a copy that contains only YAML types
+        with convert_yaml_errors(where):
+            values = parse_yaml(yaml.safe_dump(source))  # a copy that contains only YAML types
     else:
         values, where = _read(str(source)), str(source)
         elsewhere = elsewhere or origin(where)
-    named = code_in(values) if elsewhere and not allow_code else {}
-    overrides = as_texts(overrides)
+    named = find_foreign_code(values) if elsewhere and not allow_code else {}
+    overrides = to_override_texts(overrides)
     for override in overrides:
         apply_override(values, override, RunConfig.model_fields)
     refuse_code(named, values, elsewhere or where)
@@ -166,8 +172,8 @@ def load_config(
         return RunConfig.model_validate(values)
     except ValidationError as error:
         raise ConfigError(
-            _mistakes(error, values),
-            where=where + (f" with {' '.join(map(without_secrets, overrides))}" if overrides else ""),
+            _format_mistakes(error, values),
+            where=where + (f" with {' '.join(map(hide_override_secrets, overrides))}" if overrides else ""),
             do="`raytrec config --schema` lists every key",
         ) from None
 
@@ -181,18 +187,18 @@ def _read(uri: str) -> dict:
     return values
 
 
-def _mistakes(error: ValidationError, values: dict) -> str:
+def _format_mistakes(error: ValidationError, values: dict) -> str:
     """Return one line per invalid key; a section is left out if one of its keys is invalid."""
-    first = [dict(mistake) for mistake in error.errors()[:MOST_MISTAKES]]
+    first = [dict(mistake) for mistake in error.errors()[:MAX_MISTAKES]]
     places: dict[tuple[str, ...], list[dict]] = {}
     for mistake in first:
-        places.setdefault(_place(mistake, values), []).append(mistake)
+        places.setdefault(_locate_mistake(mistake, values), []).append(mistake)
     above = {place[:depth] for place in places for depth in range(len(place))}
     lines = [_explain(".".join(place), found) for place, found in places.items() if place not in above]
-    return some_of(lines, error.error_count() - len(first) + len(lines))
+    return join_first_lines(lines, error.error_count() - len(first) + len(lines))
 
 
-def _place(mistake: dict, values: Any) -> tuple[str, ...]:
+def _locate_mistake(mistake: dict, values: Any) -> tuple[str, ...]:
     """Return the keys of the file that lead to an error: pydantic's location without members of unions."""
     place = []
     for part in mistake["loc"]:
@@ -208,40 +214,40 @@ def _explain(place: str, mistakes: list[dict]) -> str:
     loc: tuple = error["loc"]
     section, model, *rest = (*loc, None, None)
     if kind == "extra_forbidden" and section == "model" and model in SECTIONS and rest[1:] == [None, None]:
-        near = did_you_mean(str(rest[0]), list(SECTIONS[model].model_fields))
+        near = find_similar_word(str(rest[0]), list(SECTIONS[model].model_fields))
         return f"{place}: {model} has no such key" + (f"; did you mean model.{near}?" if near else "")
     if kind == "extra_forbidden":
-        near = _nearest(place)
+        near = _find_nearest_key(place)
         return f"{place}: unknown key" + (f"; did you mean {near}?" if near else "")
     if kind == "missing":
         return f"{place}: missing"
     if kind == "value_error":
         return error["msg"].removeprefix("Value error, ")
-    texts = dict.fromkeys(MAPPING.sub("a mapping of keys", mistake["msg"]) for mistake in mistakes)
+    texts = dict.fromkeys(MAPPING_MESSAGE.sub("a mapping of keys", mistake["msg"]) for mistake in mistakes)
     message = " or ".join(texts).replace(f" or {EXPECTED}", " or ")
     return f"{place}: {message} (got {some(hide_all({place: error['input']})[place])})"
 
 
-def _nearest(place: str) -> str | None:
+def _find_nearest_key(place: str) -> str | None:
     """Return the known key with a similar spelling, else one with a similar last part, else None."""
     from difflib import get_close_matches
 
-    if len(place) > LONGEST_WORD:
+    if len(place) > MAX_WORD_LENGTH:
         return None
-    keys = [key for key, _ in _fields()]
+    keys = [key for key, _ in _iterate_fields()]
     if near := get_close_matches(place, keys, n=1, cutoff=0.85):
         return near[0]
     last = {key.rpartition(".")[2]: key for key in keys}
-    meant = did_you_mean(place.rpartition(".")[2], list(last))
+    meant = find_similar_word(place.rpartition(".")[2], list(last))
     return last[meant] if meant else None
 
 
-def keys_with(mark: Mark) -> tuple[str, ...]:
+def list_keys_with(mark: Mark) -> tuple[str, ...]:
     """Return the sections and keys that have a mark, as section.key."""
-    return tuple(key for key, field in _fields() if mark in field.metadata)
+    return tuple(key for key, field in _iterate_fields() if mark in field.metadata)
 
 
-def _fields(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+def _iterate_fields(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     """Yield every section and every key, as section.key, with its pydantic field."""
     for name, field in model.model_fields.items():
         key = prefix + (field.alias or name)
@@ -249,7 +255,9 @@ def _fields(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[tu
         parts = (field.annotation, *get_args(field.annotation))
         for part in (get_args(p)[0] if get_origin(p) is Annotated else p for p in parts):
             if isinstance(part, type) and issubclass(part, Section):
-                yield from _fields(part, key + (".*." if get_origin(field.annotation) is dict else "."))
+                yield from _iterate_fields(
+                    part, key + (".*." if get_origin(field.annotation) is dict else ".")
+                )
 
 
 def json_schema() -> dict[str, Any]:
@@ -259,10 +267,10 @@ def json_schema() -> dict[str, Any]:
     """
     schema = RunConfig.model_json_schema(by_alias=True)
     parts = {**schema["$defs"], RunConfig.__name__: schema}
-    for section in _below(Section):
+    for section in _iterate_subclasses(Section):
         properties = parts.get(section.__name__, {}).get("properties", {})
         for above in reversed(section.__mro__):
-            for name, text in _docstrings(above.__module__).get(above.__name__, {}).items():
+            for name, text in _parse_docstrings(above.__module__).get(above.__name__, {}).items():
                 if key := properties.get(section.model_fields[name].alias or name):
                     key["description"] = text
         if do := properties.get("do", {}).get("const"):
@@ -270,14 +278,14 @@ def json_schema() -> dict[str, Any]:
     return schema
 
 
-def _below(section: type[Section]) -> Iterator[type[Section]]:
+def _iterate_subclasses(section: type[Section]) -> Iterator[type[Section]]:
     for each in section.__subclasses__():
         yield each
-        yield from _below(each)
+        yield from _iterate_subclasses(each)
 
 
 @cache
-def _docstrings(module: str) -> dict[str, dict[str, str]]:
+def _parse_docstrings(module: str) -> dict[str, dict[str, str]]:
     """Return class → key → docstring below the key, on one line, of a module in this package."""
     found: dict[str, dict[str, str]] = {}
     if not module.startswith(__package__):

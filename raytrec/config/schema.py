@@ -39,10 +39,18 @@ from pathlib import Path
 import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from raytrec.common.errors import SchemaError, hint, some, some_of
-from raytrec.common.reading import NotReadable, yaml_values
+from raytrec.common.errors import SchemaError, hint, join_first_lines, some
+from raytrec.common.reading import UnreadableError, parse_yaml
 from raytrec.config.base import read_settings
-from raytrec.config.schema_parts import ManagedIds, Scale, SchemaPart, Sparse, Statistics, Table, table_name
+from raytrec.config.schema_parts import (
+    ManagedIds,
+    Scale,
+    SchemaPart,
+    Sparse,
+    Statistics,
+    Table,
+    to_table_name,
+)
 
 
 class Schema(SchemaPart):
@@ -80,10 +88,10 @@ class Schema(SchemaPart):
             raise ValueError(f"scale: there is no dense column {', '.join(unknown)}")
         self._check_candidates()
         for name in self.tables:
-            if name != table_name(name) or not name:
+            if name != to_table_name(name) or not name:
                 raise ValueError(
                     f"tables.{name}: a table cannot have this name (empty, with a dot, or an attribute of "
-                    "torch's modules)" + (f"; call it '{table_name(name)}'" if name else "")
+                    "torch's modules)" + (f"; call it '{to_table_name(name)}'" if name else "")
                 )
         unused = set(self.tables) - {f.table for f in self.sparse.values()}
         if unused:
@@ -125,7 +133,7 @@ class Schema(SchemaPart):
         """
         return [name for name in names if name in self.candidates]
 
-    def of_requests(self, names: Collection[str]) -> list[str]:
+    def select_request_names(self, names: Collection[str]) -> list[str]:
         """Return the names that belong to requests instead of candidates, in the given order.
 
         Args:
@@ -198,7 +206,7 @@ class Schema(SchemaPart):
             return cls.model_validate(values)
         except ValidationError as error:
             raise SchemaError(
-                some_of([_explain(dict(e)) for e in error.errors()[:20]], error.error_count()),
+                join_first_lines([_explain(dict(e)) for e in error.errors()[:20]], error.error_count()),
                 where=where,
                 expected="labels, dense, sparse: {feature: {table, pooling}}, tables: {table: {rows, dim}}",
                 do="correct the file; `raytrec inspect DIR` prints one that fits the data",
@@ -212,8 +220,8 @@ class Schema(SchemaPart):
             SchemaError: The text is not YAML, or not a valid schema (see `parse`).
         """
         try:
-            values = yaml_values(text)
-        except NotReadable as error:
+            values = parse_yaml(text)
+        except UnreadableError as error:
             raise SchemaError(f"not YAML that can be used: {error}", where=where) from None
         return cls.parse(values, where)
 

@@ -22,7 +22,7 @@ RESERVED = frozenset(
 )
 
 
-def table_name(text: str) -> str:
+def to_table_name(text: str) -> str:
     """Return the valid table name that is nearest to a text."""
     name = text.replace(".", "_")
     return f"{name}_table" if name in RESERVED else name
@@ -52,7 +52,7 @@ class ManagedIds(SchemaPart):
     chooses the row."""
 
 
-def _from_word(value: Any) -> Any:
+def _parse_managed_ids(value: Any) -> Any:
     words: dict[str, dict | None] = {"static": None, "managed": {}}
     if isinstance(value, str) and value not in words:
         raise ValueError(f"expected static, managed, or some of {', '.join(ManagedIds.model_fields)}")
@@ -60,7 +60,7 @@ def _from_word(value: Any) -> Any:
 
 
 # `static`, `managed`, or the keys of ManagedIds that differ from their defaults.
-Ids = Annotated[ManagedIds | None, BeforeValidator(_from_word)]
+Ids = Annotated[ManagedIds | None, BeforeValidator(_parse_managed_ids)]
 
 
 class Table(SchemaPart):

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from raytrec.common.registry import modules_of
+from raytrec.common.registry import list_modules
 from raytrec.config.base import Mark, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 if TYPE_CHECKING:
     Optimizer = str
 else:  # each optimizer has its own file
-    Optimizer = Literal[tuple(modules_of("raytrec.embeddings.optimizers"))]
+    Optimizer = Literal[tuple(list_modules("raytrec.embeddings.optimizers"))]
 
 
 class EmbeddingOptim(Section):
@@ -106,7 +106,7 @@ Sharding = Literal[
 ]  # fmt: skip
 
 
-def _trainable(dtype: object) -> object:
+def _check_trainable(dtype: object) -> object:
     if dtype in ("bf16", "int8"):
         raise ValueError(
             f"plan.tables: FBGEMM has no kernels for dtype {dtype}, on no device; use fp16 or fp32"
@@ -115,7 +115,7 @@ def _trainable(dtype: object) -> object:
     return dtype
 
 
-def _local(value: str) -> str:
+def _check_local(value: str) -> str:
     if "://" in value:
         raise ValueError(
             "plan.mmap_dir: no table trains in an object store; use a folder on a disk of each node"
@@ -134,7 +134,7 @@ class TablePlan(Section):
     """fused: in device memory, updated in backward. dense: ordinary gradients and a dense update. fused_uvm:
     in host memory. fused_uvm_caching: in host memory, with a fifth of the rows cached on the device.
     fused_mmap: in a file, for workers on CPU."""
-    dtype: Annotated[Literal["fp32", "fp16"], BeforeValidator(_trainable)] | None = None
+    dtype: Annotated[Literal["fp32", "fp16"], BeforeValidator(_check_trainable)] | None = None
     """Dtype of the weights; default: fp32. Sums, gradients and optimizer state stay fp32. On GPUs, updates
     are rounded stochastically to one of the two nearest values; on CPU, to the nearest value. FBGEMM trains
     neither bf16 nor int8 tables."""
@@ -176,7 +176,7 @@ class PlanSection(Section):
     memory_gib: PositiveFloat | None = None
     """Memory for tables on each worker's device, in GiB; default: the device's memory. If set, memory that
     in-memory tables leave free caches the most frequent rows of tables in files."""
-    mmap_dir: Annotated[str, AfterValidator(_local)] | None = None
+    mmap_dir: Annotated[str, AfterValidator(_check_local)] | None = None
     """Folder on a disk of each node for tables with compute_kernel fused_mmap; default: the run folder."""
 
     @model_validator(mode="before")

@@ -290,7 +290,7 @@ class Python(Section):
 
 # A new transform is a class above and a function in data/transform_functions.py.
 _SECTIONS: list[type[Section]] = [*OnColumns.__subclasses__(), Sample]
-WITH_VOCABULARY = (LookupVocabulary, Sample)
+VOCABULARY_TRANSFORMS = (LookupVocabulary, Sample)
 BUILT_IN = {get_args(cls.model_fields["do"].annotation)[0]: cls for cls in _SECTIONS}
 
 if TYPE_CHECKING:

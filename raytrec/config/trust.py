@@ -27,7 +27,7 @@ from urllib.parse import SplitResult, urlsplit
 from raytrec.common.errors import ConfigError
 from raytrec.common.formatting import as_dict, as_list
 from raytrec.common.processes import create_file
-from raytrec.common.reading import read_bytes, read_text, yaml_values
+from raytrec.common.reading import parse_yaml, read_bytes, read_text
 from raytrec.common.redaction import hide_all
 from raytrec.common.storage import chooses_server
 from raytrec.compat.ray_core import is_head
@@ -37,43 +37,47 @@ if TYPE_CHECKING:
 
 CONFIG, MARK = "config.yaml", ".mark"
 # Files that raytrec writes next to the configurations of a run and of a search.
-OF_RUNS = ("driver.json", "events.jsonl", "plan.json", "checkpoints", CONFIG + MARK)
-OF_SEARCHES = ("search.json", "trials.json", "outcome.json")
-FILES_OF_SEARCHES = ("best.yaml", "space.yaml")
+RUN_FILES = ("driver.json", "events.jsonl", "plan.json", "checkpoints", CONFIG + MARK)
+SEARCH_FILES = ("search.json", "trials.json", "outcome.json")
+SEARCH_CONFIG_FILES = ("best.yaml", "space.yaml")
 MLFLOW_SECRETS = ("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_AUTH")
-WITHOUT_PLACES = ("tracking", "scaling", "tasks")  # their values have other rules, or are links or code
+SECTIONS_WITHOUT_PLACES = (
+    "tracking",
+    "scaling",
+    "tasks",
+)  # their values have other rules, or are links or code
 
 
-def code_in(values: dict[str, Any]) -> dict[str, str]:
+def find_foreign_code(values: dict[str, Any]) -> dict[str, str]:
     """Return key → code or server that a configuration names. The values need not be validated."""
-    places = {section: each for section, each in values.items() if section not in WITHOUT_PLACES}
-    found = _modules(values) | dict(_places(places))
+    places = {section: each for section, each in values.items() if section not in SECTIONS_WITHOUT_PLACES}
+    found = _find_modules(values) | dict(_iterate_places(places))
     address = as_dict(values.get("scaling")).get("address")
     if address not in (None, "auto", "local") and not _is_own_head(str(address)):
         found["scaling.address"] = str(address)
-    store = _text(as_dict(values.get("tracking")).get("uri"))
-    if _would_receive_a_secret(store):
+    store = _to_text(as_dict(values.get("tracking")).get("uri"))
+    if _receives_secret(store):
         found["tracking.uri"] = store
     return found
 
 
-def own_code(values: dict[str, Any]) -> list[str]:
+def list_user_code(values: dict[str, Any]) -> list[str]:
     """Return the user's code that a configuration names, as module:name."""
-    return list(dict.fromkeys(_modules(values).values()))
+    return list(dict.fromkeys(_find_modules(values).values()))
 
 
 def refuse_code(before: dict[str, str], values: dict[str, Any], where: str) -> None:
     """Raise if a configuration from elsewhere names code or servers that overrides have not replaced.
 
     Args:
-        before: Result of `code_in` for the values before overrides.
+        before: Result of `find_foreign_code` for the values before overrides.
         values: Values with overrides applied.
         where: Origin of the configuration, for errors.
 
     Raises:
         ConfigError: The configuration names code or servers; the message lists all of them.
     """
-    now = code_in(values) if before else {}
+    now = find_foreign_code(values) if before else {}
     named = [f"{key}: {value}" for key, value in before.items() if now.get(key) == value]
     if named:
         raise ConfigError(
@@ -92,14 +96,14 @@ def mark(file: Path) -> None:
     The file is not marked if a key cannot be stored (e.g. the home is not writable) or the folder is full.
     """
     with suppress(OSError, RuntimeError):
-        file.with_name(file.name + MARK).write_text(_mac(file, _key(create=True)))
+        file.with_name(file.name + MARK).write_text(_compute_mac(file, _read_key(create=True)))
 
 
-def is_ours(file: Path) -> bool:
+def is_own_file(file: Path) -> bool:
     """Return True if this user wrote the current content of a file of settings with this home."""
     try:
         found = read_text(file.with_name(file.name + MARK))
-        return hmac.compare_digest(found.encode(), _mac(file, _key(create=False)).encode())
+        return hmac.compare_digest(found.encode(), _compute_mac(file, _read_key(create=False)).encode())
     except (OSError, RuntimeError):  # no mark, no key, or no home
         return False
 
@@ -109,12 +113,14 @@ def origin(place: str) -> str | None:
     if "://" in place:
         return place
     file = Path(place).absolute()
-    of_run = file.name == CONFIG and (_holds(file.parent, OF_RUNS) or _holds(file.parent.parent, OF_SEARCHES))
-    of_search = file.name in FILES_OF_SEARCHES and _holds(file.parent, OF_SEARCHES)
-    return not_ours(file) if (of_run or of_search) and not is_ours(file) else None
+    of_run = file.name == CONFIG and (
+        _contains_any(file.parent, RUN_FILES) or _contains_any(file.parent.parent, SEARCH_FILES)
+    )
+    of_search = file.name in SEARCH_CONFIG_FILES and _contains_any(file.parent, SEARCH_FILES)
+    return describe_foreign_file(file) if (of_run or of_search) and not is_own_file(file) else None
 
 
-def checkpoint_origin(folder: str, values: dict[str, Any]) -> str | None:
+def find_checkpoint_origin(folder: str, values: dict[str, Any]) -> str | None:
     """Return the origin of a checkpoint's configuration, or None if the configuration is trusted.
 
     A configuration is trusted if the run's config.yaml is this user's and names the same code and servers.
@@ -124,26 +130,26 @@ def checkpoint_origin(folder: str, values: dict[str, Any]) -> str | None:
         values: Configuration of the checkpoint, without secrets.
     """
     run = Path(folder).parent.parent / CONFIG
-    if "://" in folder or not is_ours(run):
+    if "://" in folder or not is_own_file(run):
         return folder
-    own = code_in(hide_all(yaml_values(read_bytes(run))))
-    return None if code_in(values).items() <= own.items() else folder
+    own = find_foreign_code(hide_all(parse_yaml(read_bytes(run))))
+    return None if find_foreign_code(values).items() <= own.items() else folder
 
 
-def not_ours(file: Path) -> str:
+def describe_foreign_file(file: Path) -> str:
     """Return a description, for errors, of a file of settings that is not this user's."""
     return f"{file}, which you have not written with this home, or which was changed since"
 
 
-def _holds(folder: Path, names: tuple[str, ...]) -> bool:
+def _contains_any(folder: Path, names: tuple[str, ...]) -> bool:
     return any((folder / name).exists() for name in names)
 
 
-def _mac(file: Path, key: bytes) -> str:
+def _compute_mac(file: Path, key: bytes) -> str:
     return hmac.new(key, b"raytrec run\0" + read_bytes(file), hashlib.sha256).hexdigest()
 
 
-def _key(*, create: bool) -> bytes:
+def _read_key(*, create: bool) -> bytes:
     """Return the key of this user's marks.
 
     Raises:
@@ -176,7 +182,7 @@ def _make_key(file: Path) -> None:
         partial.unlink()
 
 
-def _modules(values: dict[str, Any]) -> dict[str, str]:
+def _find_modules(values: dict[str, Any]) -> dict[str, str]:
     """Return key → module:name for all code that a configuration names."""
     found = {}
     model, data = as_dict(values.get("model")), as_dict(values.get("data"))
@@ -186,7 +192,7 @@ def _modules(values: dict[str, Any]) -> dict[str, str]:
         do = str(as_dict(transform).get("do", ""))
         if ":" in do:
             found[f"data.transforms[{number}].do"] = do
-    for place, name in _of_tasks(values.get("tasks")):
+    for place, name in _iterate_task_code(values.get("tasks")):
         if ":" in name:
             found[place] = name
     for check in as_dict(as_dict(values.get("checks")).get("custom")):
@@ -194,27 +200,27 @@ def _modules(values: dict[str, Any]) -> dict[str, str]:
     return found
 
 
-def _places(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+def _iterate_places(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
     """Yield (key, URI) of each path that chooses its server."""
     if isinstance(value, dict):
         for name, each in value.items():
-            yield from _places(each, f"{key}.{name}" if key else str(name))
+            yield from _iterate_places(each, f"{key}.{name}" if key else str(name))
     elif isinstance(value, list):
         for number, each in enumerate(value):
-            yield from _places(each, f"{key}[{number}]")
-    elif chooses_server(_text(value)):
-        yield key, _text(value)
+            yield from _iterate_places(each, f"{key}[{number}]")
+    elif chooses_server(_to_text(value)):
+        yield key, _to_text(value)
 
 
-def _would_receive_a_secret(store: str) -> bool:
+def _receives_secret(store: str) -> bool:
     """Return True if an MLflow server would receive a password or token meant for another server."""
     file = os.path.expanduser("~/.mlflow/credentials")
     if not any(os.environ.get(name) for name in MLFLOW_SECRETS) and not os.path.exists(file):
         return False
-    server, mine = _server(store), _server(os.environ.get("MLFLOW_TRACKING_URI", ""))
+    server, mine = _split_server(store), _split_server(os.environ.get("MLFLOW_TRACKING_URI", ""))
     if server is None:
         return True
-    if server.scheme not in ("http", "https") or _own_listeners(server):
+    if server.scheme not in ("http", "https") or _find_own_listeners(server):
         return False
     same = mine and (mine.scheme, mine.hostname, mine.port) == (server.scheme, server.hostname, server.port)
     return not same
@@ -222,12 +228,12 @@ def _would_receive_a_secret(store: str) -> bool:
 
 def _is_own_head(address: str) -> bool:
     """Return True if an address belongs to a Ray cluster that this user started on this machine."""
-    server = _server(address if "://" in address else f"//{address}")
-    listeners = _own_listeners(server) if server else []
+    server = _split_server(address if "://" in address else f"//{address}")
+    listeners = _find_own_listeners(server) if server else []
     return bool(listeners) and all(is_head(process.cmdline()) for process in listeners)
 
 
-def _own_listeners(server: SplitResult) -> list[Process]:
+def _find_own_listeners(server: SplitResult) -> list[Process]:
     """Return the processes that listen at a loopback address, or none if one belongs to another user."""
     import psutil
 
@@ -243,7 +249,7 @@ def _own_listeners(server: SplitResult) -> list[Process]:
         return []
 
 
-def _server(uri: str) -> SplitResult | None:
+def _split_server(uri: str) -> SplitResult | None:
     """Return the parts of a URI, or None if its host or port is invalid."""
     with suppress(ValueError):
         split = urlsplit(uri)
@@ -251,7 +257,7 @@ def _server(uri: str) -> SplitResult | None:
     return None
 
 
-def _of_tasks(tasks: Any) -> Iterator[tuple[str, str]]:
+def _iterate_task_code(tasks: Any) -> Iterator[tuple[str, str]]:
     """Yield (key, value) of each loss and metric."""
     for number, task in enumerate(as_list(tasks)):
         task = as_dict(task)
@@ -260,7 +266,7 @@ def _of_tasks(tasks: Any) -> Iterator[tuple[str, str]]:
             yield f"tasks[{number}].metrics[{place}]", str(metric)
 
 
-def _text(value: Any) -> str:
+def _to_text(value: Any) -> str:
     """Return a value as text, or "" if it is not text. Bytes are decoded, as pydantic does."""
     if isinstance(value, bytes):
         return value.decode(errors="replace")

@@ -17,7 +17,7 @@ from pyarrow import types
 Path = tuple[int, ...]  # index of a column, then of fields; lists and maps take no step
 
 
-class Ambiguous(KeyError):
+class AmbiguousColumnError(KeyError):
     """Error for a name that more than one column or field has."""
 
     def __init__(self, name: str):
@@ -31,36 +31,36 @@ def find_column(schema: pa.Schema, name: str) -> Path | None:
         Ambiguous: More than one column or field has the name.
     """
     exact = schema.get_all_field_indices(name)
-    return (exact[0],) if len(exact) == 1 else _find(list(schema), name)
+    return (exact[0],) if len(exact) == 1 else _find_path(list(schema), name)
 
 
-def _find(fields: list[pa.Field], name: str) -> Path | None:
+def _find_path(fields: list[pa.Field], name: str) -> Path | None:
     exact = [i for i, f in enumerate(fields) if f.name == name]
     if len(exact) > 1:
-        raise Ambiguous(name)
+        raise AmbiguousColumnError(name)
     if exact:
         return (exact[0],)
     found = []
     for i, field in enumerate(fields):
         if name.startswith(f"{field.name}."):
-            inner = _find(_fields(field.type), name[len(field.name) + 1 :])
+            inner = _find_path(_child_fields(field.type), name[len(field.name) + 1 :])
             found += [(i, *inner)] if inner else []
     if len(found) > 1:
-        raise Ambiguous(name)
+        raise AmbiguousColumnError(name)
     return found[0] if found else None
 
 
-def _fields(kind: pa.DataType) -> list[pa.Field]:
+def _child_fields(kind: pa.DataType) -> list[pa.Field]:
     """Return the fields of a struct, of a map's entries, or of the structs in a list."""
     if types.is_map(kind):
         return [pa.field("key", kind.key_type), pa.field("value", kind.item_type)]
     if types.is_struct(kind):
         return [kind.field(i) for i in range(kind.num_fields)]
-    inner = list_element(kind)
-    return _fields(inner) if inner is not None and types.is_struct(inner) else []
+    inner = list_element_type(kind)
+    return _child_fields(inner) if inner is not None and types.is_struct(inner) else []
 
 
-def list_element(kind: pa.DataType) -> pa.DataType | None:
+def list_element_type(kind: pa.DataType) -> pa.DataType | None:
     """Return the type of the elements of any kind of list; None for other types."""
     if not kind.num_fields:  # faster than a check for each kind of list
         return None
@@ -77,13 +77,13 @@ def leaf_names(schema: pa.Schema) -> list[str]:
 
 
 def _leaves(name: str, kind: pa.DataType) -> list[str]:
-    fields = _fields(kind)
+    fields = _child_fields(kind)
     return [leaf for f in fields for leaf in _leaves(f"{name}.{f.name}", f.type)] or [name]
 
 
 def type_at(schema: pa.Schema, path: Path) -> pa.DataType:
     """Return the type of the column that `column_at` returns."""
-    return _at(pa.nulls(0, schema.field(path[0]).type), path[1:]).type
+    return _get_nested(pa.nulls(0, schema.field(path[0]).type), path[1:]).type
 
 
 def select_schema(schema: pa.Schema, names: list[str]) -> pa.Schema:
@@ -100,7 +100,7 @@ def empty_table(schema: pa.Schema) -> pa.Table:
     return pa.table([pa.nulls(0, field.type) for field in schema], names=schema.names)
 
 
-def to_read(schema: pa.Schema, names: list[str]) -> list[str]:
+def find_required_columns(schema: pa.Schema, names: list[str]) -> list[str]:
     """Return the names of the Parquet columns that `pick_columns` needs for these names.
 
     Fields of structs are read individually; lists of structs and maps are read as whole columns.
@@ -108,10 +108,10 @@ def to_read(schema: pa.Schema, names: list[str]) -> list[str]:
     whole = set(schema.names)
     if whole.issuperset(names):
         return names
-    return list(dict.fromkeys(name if name in whole else _to_read(schema, name) for name in names))
+    return list(dict.fromkeys(name if name in whole else _join_struct_path(schema, name) for name in names))
 
 
-def _to_read(schema: pa.Schema, name: str) -> str:
+def _join_struct_path(schema: pa.Schema, name: str) -> str:
     """Return the leading part of a path that passes through structs only, as a name."""
     path = _path(schema, name)
     field = schema.field(path[0])
@@ -149,25 +149,25 @@ def column_at(table: pa.Table, path: Path) -> pa.ChunkedArray:
     if len(path) == 1:
         return column
     kind = type_at(table.schema, path)
-    return pa.chunked_array([_at(chunk, path[1:]) for chunk in column.chunks], kind)
+    return pa.chunked_array([_get_nested(chunk, path[1:]) for chunk in column.chunks], kind)
 
 
-def _at(array: pa.Array, steps: Path) -> pa.Array:
+def _get_nested(array: pa.Array, steps: Path) -> pa.Array:
     if not steps:
         return array
     if types.is_struct(array.type):
-        return _at(pc.struct_field(array, [steps[0]]), steps[1:])
+        return _get_nested(pc.struct_field(array, [steps[0]]), steps[1:])
     if types.is_map(array.type):
         entries = pa.struct([("key", array.type.key_type), ("value", array.type.item_type)])
         array = array.cast(pa.list_(entries))
     lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    return pa.ListArray.from_arrays(offsets, _at(array.flatten(), steps))
+    return pa.ListArray.from_arrays(offsets, _get_nested(array.flatten(), steps))
 
 
 def is_list(kind: pa.DataType) -> bool:
     """Return True if an Arrow type is any kind of list."""
-    return list_element(kind) is not None
+    return list_element_type(kind) is not None
 
 
 def is_text(kind: pa.DataType) -> bool:
@@ -192,7 +192,7 @@ def is_number(kind: pa.DataType) -> bool:
 
 def value_type(kind: pa.DataType) -> pa.DataType:
     """Return the plain type of a column's values: for lists the element type, otherwise the type itself."""
-    inner = list_element(plain(kind))
+    inner = list_element_type(plain(kind))
     return plain(kind) if inner is None else plain(inner)
 
 
@@ -232,7 +232,7 @@ def plain_array(array: pa.Array) -> pa.Array:
     return array
 
 
-def one_array(column: pa.ChunkedArray) -> pa.Array:
+def to_plain_array(column: pa.ChunkedArray) -> pa.Array:
     """Return a column as one array of a plain type (`plain_array`)."""
     return plain_array(column.chunk(0) if column.num_chunks == 1 else column.combine_chunks())
 

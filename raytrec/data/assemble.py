@@ -10,8 +10,8 @@ import pyarrow as pa
 import torch
 
 from raytrec.config.features import Features, resolve_features
-from raytrec.data.form import Form
-from raytrec.data.pieces import Joined, Rows
+from raytrec.data.form import ResolvedReadPlan
+from raytrec.data.pieces import JoinedRows, Rows
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Bags:
 
 
 @dataclass(frozen=True)
-class Assembled:
+class AssembledTensors:
     """Tensors of assembled rows; each field is described under the same name in Batch (batch.py)."""
 
     dense: torch.Tensor
@@ -62,12 +62,12 @@ class Assembler:
             no sequence id by id.
         pin_memory: True to allocate page-locked memory, from which a GPU copies asynchronously.
         part: (rank, number of ranks) of the parts of global batches that are built. Together, the parts have
-            every id of the features in Form.every_id. None: these features have no ids.
+            every id of the features in Form.full_vocabulary_features. None: these features have no ids.
     """
 
     def __init__(
         self,
-        form: Form,
+        form: ResolvedReadPlan,
         features: Features | None = None,
         pin_memory: bool = False,
         part: tuple[int, int] | None = None,
@@ -78,37 +78,37 @@ class Assembler:
         self._side_features = features.side_features
         self._keys = features.keys
         self._column = {name: i for i, name in enumerate(form.singles)}
-        self._all_single = form.singles == self._keys
-        self._counted_by = next(iter(form.schema.of_candidates(form.schema.sparse)), None)
-        places = [schema.dense.index(name) for name in form.schema.of_requests(form.schema.dense)]
+        self._has_single_ids_only = form.singles == self._keys
+        self._candidate_feature = next(iter(form.schema.of_candidates(form.schema.sparse)), None)
+        places = [schema.dense.index(name) for name in form.schema.select_request_names(form.schema.dense)]
         self._dense_places = None if len(places) == len(schema.dense) else places
         # Matrix of a Batch → number of columns and type; None: the Batch has no such matrix.
         self._matrices = {
             "labels": (len(schema.labels), torch.float32),
             "dense": (len(schema.dense), torch.float32),
-            "task_weights": (len(form.plan.tasks), torch.float32) if form.plan.weighs_tasks else None,
+            "task_weights": (len(form.plan.tasks), torch.float32) if form.plan.has_task_weights else None,
             "keys": (len(form.plan.reserved.keys), torch.int64) if form.plan.reserved.keys else None,
         }
 
-    def assemble(self, pieces: list[Rows], padded_rows: int) -> Assembled:
+    def assemble(self, pieces: list[Rows], padded_rows: int) -> AssembledTensors:
         """Return tensors of `padded_rows` rows: the pieces' rows, then padding. Skipped rows are padding."""
-        whole = Joined(pieces)
+        whole = JoinedRows(pieces)
         matrices = {name: self._matrix(name, whole, padded_rows) for name in self._matrices}
-        weights, values = self._memory(padded_rows, torch.float32)
+        weights, values = self._allocate(padded_rows, torch.float32)
         present = whole.present()
         values[: whole.rows] = 1 if present is None else present
         values[whole.rows :] = 0
-        if self._counted_by:
-            matrices |= self._candidates(whole)
+        if self._candidate_feature:
+            matrices |= self._candidate_tensors(whole)
         side_features = {
-            name: self._joined([], torch.float64, width) for name, width in self._side_features.items()
+            name: self._concatenate([], torch.float64, width) for name, width in self._side_features.items()
         }
-        return Assembled(
+        return AssembledTensors(
             matrices["dense"],
-            self._with_every_id(self._bags(whole, padded_rows, side_features)),
+            self._replace_with_all_ids(self._bags(whole, padded_rows, side_features)),
             matrices["labels"],
             weights,
-            self._changed(whole),
+            self._sum_change_counts(whole),
             matrices["task_weights"],
             matrices["keys"],
             self._reserved(pieces, present) if self._form.plan.reserved.columns else None,
@@ -117,29 +117,29 @@ class Assembler:
             matrices.get("dense_of_candidates"),
         )
 
-    def _candidates(self, whole: Joined) -> dict[str, torch.Tensor | None]:
+    def _candidate_tensors(self, whole: JoinedRows) -> dict[str, torch.Tensor | None]:
         """Return the tensors of candidates: requests, labels, dense_of_candidates and task_weights."""
         rows, widths = whole.rows, self._form.of_candidates
-        counts = whole.lengths(f"ids.{self._counted_by}") if rows else np.zeros(0, np.int32)
+        counts = whole.lengths(f"ids.{self._candidate_feature}") if rows else np.zeros(0, np.int32)
         count = int(counts.sum())
         flat = np.concatenate(whole.values("candidates")) if rows and sum(widths) else np.zeros(0, np.float32)
         columns = np.split(flat.reshape(count, sum(widths)), np.cumsum(widths)[:2], axis=1)
-        requests, values = self._memory(count, torch.int64)
+        requests, values = self._allocate(count, torch.int64)
         values[:] = np.repeat(np.arange(rows), counts)
         found: dict[str, torch.Tensor | None] = {"requests": requests}
         for name, of_name in zip(("labels", "dense_of_candidates", "task_weights"), columns, strict=True):
             width = of_name.shape[1] if name != "labels" else self._matrices[name][0]
-            tensor, values = self._memory((count, width), torch.float32)
+            tensor, values = self._allocate((count, width), torch.float32)
             values[:] = of_name if of_name.shape[1] else 0
             found[name] = tensor if width or name != "task_weights" else None
         return found
 
-    def _matrix(self, name: str, whole: Joined, padded_rows: int) -> torch.Tensor | None:
+    def _matrix(self, name: str, whole: JoinedRows, padded_rows: int) -> torch.Tensor | None:
         """Return a matrix of all rows, padded with 0; all 0 if the rows lack the matrix."""
         if self._matrices[name] is None:
             return None
         width, dtype = self._matrices[name]
-        tensor, values = self._memory((padded_rows, width), dtype)
+        tensor, values = self._allocate((padded_rows, width), dtype)
         filled = whole.rows if width and whole.has(name) else 0
         if filled and name == "dense" and self._dense_places is not None:
             values[:] = 0
@@ -160,7 +160,7 @@ class Assembler:
         table = pa.Table.from_batches([piece.reserved() for piece in pieces])
         return table.combine_chunks() if present is None else table.filter(present).combine_chunks()
 
-    def _memory(self, shape: int | tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, np.ndarray]:
+    def _allocate(self, shape: int | tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, np.ndarray]:
         """Return an uninitialized tensor and a NumPy array that shares its memory.
 
         torch's allocator reuses page-locked memory only after copies from that memory have ended.
@@ -168,9 +168,9 @@ class Assembler:
         tensor = torch.empty(shape, dtype=dtype, pin_memory=self._pin_memory)
         return tensor, tensor.numpy()
 
-    def _changed(self, whole: Joined) -> torch.Tensor | None:
+    def _sum_change_counts(self, whole: JoinedRows) -> torch.Tensor | None:
         """Return the sum of the counts that rows of the batch carry, int64 [2, sparse features read]."""
-        if not self._form.counts_changes:
+        if not self._form.accepts_out_of_range_ids:
             return None
         read = len(self._form.schema.sparse)
         if not read:
@@ -178,7 +178,7 @@ class Assembler:
         flat = np.concatenate([np.zeros(2 * read, np.int64), *whole.values("changed")], dtype=np.int64)
         return torch.from_numpy(flat.reshape(-1, 2, read).sum(0))
 
-    def _bags(self, whole: Joined, padded_rows: int, side_features: dict[str, torch.Tensor]) -> Bags:
+    def _bags(self, whole: JoinedRows, padded_rows: int, side_features: dict[str, torch.Tensor]) -> Bags:
         """Return the ids of all rows as bags.
 
         Args:
@@ -187,20 +187,20 @@ class Assembler:
             side_features: Receives the side features of sequences.
         """
         rows = whole.rows
-        flat, lengths = self._memory(len(self._keys) * padded_rows, torch.int32)
+        flat, lengths = self._allocate(len(self._keys) * padded_rows, torch.int32)
         lengths = lengths.reshape(len(self._keys), padded_rows)
         lengths[:, rows:] = 0
         ids, weights = [], []
         singles = whole.matrix("ids") if rows and self._column else None
         no_id = self._form.no_id
         some_missing = singles is not None and singles.min() <= no_id
-        if rows and self._all_single:
+        if rows and self._has_single_ids_only:
             # All features are copied in one call. NumPy releases the GIL in each call and then competes with
             # the step for the lock. Copies themselves delay nothing (make bench-host).
             found = singles.T
             lengths[:, :rows] = there = found > no_id if some_missing else True
             found = found[there] if some_missing else found
-            tensor, values = self._memory(found.size, torch.int64)
+            tensor, values = self._allocate(found.size, torch.int64)
             values.reshape(found.shape)[:] = found
             counts = lengths.sum(1, dtype=np.int32).tolist()
             return Bags(self._keys, tensor, None, flat, counts, padded_rows)
@@ -224,51 +224,53 @@ class Assembler:
             elif self._weighted:
                 weights.append(np.ones(out.sum(), np.float32))
             if name in self._sequences:
-                order, out[:] = recent_first(out, self._sequences[name])
+                order, out[:] = order_recent_first(out, self._sequences[name])
                 for parts, first in (ids, first_ids), (weights, first_weights):
                     parts[first:] = [np.concatenate(part)[order] for part in [parts[first:]] if part]
                 if width := self._side_features.get(name):
                     beside = np.concatenate(whole.values(f"side_features.{name}")).reshape(-1, width)
-                    side_features[name] = self._joined([beside[order]], torch.float64, width)
+                    side_features[name] = self._concatenate([beside[order]], torch.float64, width)
         return Bags(
             self._keys,
-            self._joined(ids, torch.int64),
-            self._joined(weights, torch.float32) if self._weighted else None,
+            self._concatenate(ids, torch.int64),
+            self._concatenate(weights, torch.float32) if self._weighted else None,
             flat,
             lengths.sum(1, dtype=np.int32).tolist(),
             padded_rows,
         )
 
-    def _with_every_id(self, bags: Bags) -> Bags:
-        """Return bags in which the features of Form.every_id have this rank's part of all ids."""
-        if self._part is None or not self._form.every_id:
+    def _replace_with_all_ids(self, bags: Bags) -> Bags:
+        """Return bags in which the features of Form.full_vocabulary_features have this rank's part of all ids."""
+        if self._part is None or not self._form.full_vocabulary_features:
             return bags
         (rank, world), rows, counts = self._part, bags.rows, list(bags.counts)
         ids, lengths = list(bags.ids.split(counts)), bags.lengths.view(-1, rows)
-        for name, count in self._form.every_id.items():
+        for name, count in self._form.full_vocabulary_features.items():
             bounds = np.arange(rank * rows, (rank + 1) * rows + 1) * count // (world * rows)
             key, of_rows = self._keys.index(name), np.diff(bounds)
             ids[key], counts[key] = torch.arange(bounds[0], bounds[-1]), int(bounds[-1] - bounds[0])
             lengths[key] = torch.from_numpy(of_rows)
-        whole, values = self._memory(sum(counts), torch.int64)
+        whole, values = self._allocate(sum(counts), torch.int64)
         np.concatenate([part.numpy() for part in ids], out=values)
         weights = None
         if bags.weights is not None:
-            weights = self._memory(sum(counts), torch.float32)[0].fill_(1)
+            weights = self._allocate(sum(counts), torch.float32)[0].fill_(1)
             for before, after in zip(bags.weights.split(bags.counts), weights.split(counts), strict=True):
                 after[: len(before)] = before
         return replace(bags, ids=whole, weights=weights, counts=counts)
 
-    def _joined(self, parts: list[np.ndarray], dtype: torch.dtype, width: int | None = None) -> torch.Tensor:
+    def _concatenate(
+        self, parts: list[np.ndarray], dtype: torch.dtype, width: int | None = None
+    ) -> torch.Tensor:
         """Return the concatenation of parts of shape [n], or [n, width]."""
         size = sum(map(len, parts))
-        joined, values = self._memory(size if width is None else (size, width), dtype)
+        joined, values = self._allocate(size if width is None else (size, width), dtype)
         if parts:
             np.concatenate(parts, out=values)
         return joined
 
 
-def recent_first(lengths: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
+def order_recent_first(lengths: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the positions of the most recent ids of each bag, from the bag's last id backwards.
 
     Args:

@@ -89,11 +89,11 @@ class Batch(Pipelineable):
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
         """Return a copy of the batch on another device."""
-        return self._with(lambda part: part.to(device, non_blocking=non_blocking))
+        return self._map_tensors(lambda part: part.to(device, non_blocking=non_blocking))
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the batch's memory allocated until a CUDA stream has read the tensors."""
-        parts = [*self._moved().values(), *(self.side_features or {}).values()]
+        parts = [*self._device_tensors().values(), *(self.side_features or {}).values()]
         for new in (self.new_rows or {}).values():
             parts += [new.rows, new.ids, *(new.places or {}).values()]
         for part in parts:
@@ -101,18 +101,20 @@ class Batch(Pipelineable):
 
     def pin_memory(self) -> Batch:
         """Return a copy of the batch in page-locked memory, for asynchronous copies to a GPU."""
-        return self._with(lambda part: part.pin_memory())
+        return self._map_tensors(lambda part: part.pin_memory())
 
-    def _moved(self) -> dict[str, torch.Tensor | KeyedJaggedTensor]:
+    def _device_tensors(self) -> dict[str, torch.Tensor | KeyedJaggedTensor]:
         """Return the tensors that a device reads, except side features and new rows."""
         names = ["dense", "sparse", "labels", "weights", "task_weights", "keys"]
         names += ["requests", "dense_of_candidates"]
         return {name: part for name in names if (part := getattr(self, name)) is not None}
 
-    def _with(self, move: Callable) -> Batch:
+    def _map_tensors(self, move: Callable) -> Batch:
         """Return a copy in which `move` is applied to the tensors and side features that a device reads."""
         sides = self.side_features and {name: move(s) for name, s in self.side_features.items()}
-        return replace(self, side_features=sides, **{name: move(p) for name, p in self._moved().items()})
+        return replace(
+            self, side_features=sides, **{name: move(p) for name, p in self._device_tensors().items()}
+        )
 
 
 class Collator(Assembler):

@@ -29,16 +29,24 @@ import pyarrow as pa
 
 from raytrec.common.errors import DataError
 from raytrec.config.schema import scalar
-from raytrec.data.arrow import is_list, one_array, unnest
-from raytrec.data.columns import Place, first_null, first_unlike, label_of, rows_of, scaled, task_weights
-from raytrec.data.form import Form
-from raytrec.data.ids import Feature, Tally, bags, group_keys, side_features, single
+from raytrec.data.arrow import is_list, to_plain_array, unnest
+from raytrec.data.columns import (
+    Place,
+    find_first_length_mismatch,
+    find_first_null,
+    label_of,
+    rows_of,
+    scaled,
+    task_weights,
+)
+from raytrec.data.form import ResolvedReadPlan
+from raytrec.data.ids import ChangeCounts, Feature, bags, compute_group_keys, side_features, single
 
 Columns = Sequence[np.ndarray | int]
 RESERVED_PREFIX = "reserved."  # prefix of the names of reserved columns
 
 
-def canonical(table: pa.Table, form: Form, place: Place) -> pa.Table:
+def canonical(table: pa.Table, form: ResolvedReadPlan, place: Place) -> pa.Table:
     """Return a decoded table in canonical form.
 
     Args:
@@ -49,7 +57,7 @@ def canonical(table: pa.Table, form: Form, place: Place) -> pa.Table:
     Raises:
         DataError: The schema or a task does not allow a value.
     """
-    schema, sparse, tally = form.schema, form.schema.sparse, Tally()
+    schema, sparse, tally = form.schema, form.schema.sparse, ChangeCounts()
 
     def dense(names: list[str], of: pa.Table, at: Place) -> list[np.ndarray]:
         return [scaled(of[name], name, at, schema.scale.get(name)) for name in names]
@@ -57,23 +65,23 @@ def canonical(table: pa.Table, form: Form, place: Place) -> pa.Table:
     features = {
         name: Feature(name, spec, schema.tables[spec.table], place, tally) for name, spec in sparse.items()
     }
-    examples, at = candidates_of(table, form, place) if schema.candidates else (table, place)
+    examples, at = unnest_candidates(table, form, place) if schema.candidates else (table, place)
     lists = [bags(table, features[name]) for name in form.bags]
     ends = {name: offsets for name, (offsets, _, _) in zip(form.bags, lists, strict=True)}
     labels = {name: label_of(examples[name], name, form, at) for name in form.plan.labels}
-    reserved = {name: reserved_array(table, name, form, place) for name in form.plan.reserved.names}
-    return canonical_table(
+    reserved = {name: cast_reserved_column(table, name, form, place) for name in form.plan.reserved.names}
+    return build_canonical_table(
         form,
         [values for values, _ in labels.values()],
-        dense(schema.of_requests(schema.dense), table, place),
+        dense(schema.select_request_names(schema.dense), table, place),
         [single(table, features[name], form.no_id) for name in form.singles],
         lists,
         table.num_rows,
         tally,
-        task_weights(examples, labels, form, at) if form.plan.weighs_tasks else (),
-        [group_keys(reserved[name]) for name in form.plan.reserved.keys],
+        task_weights(examples, labels, form, at) if form.plan.has_task_weights else (),
+        [compute_group_keys(reserved[name]) for name in form.plan.reserved.keys],
         [reserved[name] for name in form.plan.reserved.columns],
-        {name: side_features(table, features[name], ends[name]) for name in form.with_side_features},
+        {name: side_features(table, features[name], ends[name]) for name in form.features_with_side_features},
         (at.offsets, dense(schema.of_candidates(schema.dense), examples, at))
         if isinstance(at, CandidatePlace)
         else None,
@@ -95,7 +103,9 @@ class CandidatePlace(Place):
         return super().of(column, None if row is None else rows_of(self.offsets)(row))
 
 
-def candidates_of(table: pa.Table, form: Form, place: Place) -> tuple[pa.Table, CandidatePlace]:
+def unnest_candidates(
+    table: pa.Table, form: ResolvedReadPlan, place: Place
+) -> tuple[pa.Table, CandidatePlace]:
     """Return the columns of tasks and candidates' dense columns, one row for each candidate, and their place.
 
     Values of requests are repeated for each candidate.
@@ -104,7 +114,7 @@ def candidates_of(table: pa.Table, form: Form, place: Place) -> tuple[pa.Table, 
         DataError: The lists of a row have different lengths, or a list is null; names file, column and row.
     """
     schema, offsets, found, first = form.schema, None, {}, ""
-    extra = [read.column for read in form.plan.columns_of_tasks]
+    extra = [read.column for read in form.plan.task_columns]
     of_tasks = dict.fromkeys([*form.plan.labels, *schema.of_candidates(schema.dense), *extra])
     lists = dict.fromkeys(
         schema.column_of(name) if name in schema.sparse else name
@@ -113,8 +123,8 @@ def candidates_of(table: pa.Table, form: Form, place: Place) -> tuple[pa.Table, 
     )
     lists |= {name: None for name in of_tasks if is_list(table[name].type)}
     for name in lists:
-        array = one_array(table[name])
-        if (row := first_null(array)) is not None:
+        array = to_plain_array(table[name])
+        if (row := find_first_null(array)) is not None:
             raise DataError(
                 f"column '{name}' has a null in place of a list",
                 where=place.of(name, row),
@@ -123,7 +133,7 @@ def candidates_of(table: pa.Table, form: Form, place: Place) -> tuple[pa.Table, 
             )
         ends, values = unnest(array)
         offsets, first = (ends, name) if offsets is None else (offsets, first)
-        if unlike := first_unlike(ends, offsets):
+        if unlike := find_first_length_mismatch(ends, offsets):
             row, length, other = unlike
             raise DataError(
                 f"'{name}' has {length} values, and '{first}' has {other}",
@@ -137,14 +147,14 @@ def candidates_of(table: pa.Table, form: Form, place: Place) -> tuple[pa.Table, 
     return pa.table(columns), CandidatePlace(place.path, place.group, place.first, offsets)
 
 
-def reserved_array(table: pa.Table, name: str, form: Form, place: Place) -> pa.Array:
+def cast_reserved_column(table: pa.Table, name: str, form: ResolvedReadPlan, place: Place) -> pa.Array:
     """Return a reserved column, cast to the column's common type in all files.
 
     Raises:
         DataError: A value cannot be cast to the type.
     """
     kind = form.types.get(name)
-    array = one_array(table[name])
+    array = to_plain_array(table[name])
     if kind is None or array.type == kind:
         return array
     try:
@@ -159,14 +169,14 @@ def reserved_array(table: pa.Table, name: str, form: Form, place: Place) -> pa.A
         ) from None
 
 
-def canonical_table(
-    form: Form,
+def build_canonical_table(
+    form: ResolvedReadPlan,
     labels: Columns,
     dense: Columns,
     singles: Columns,
     lists: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray | None]],
     rows: int,
-    tally: Tally | None = None,
+    tally: ChangeCounts | None = None,
     weights_of_tasks: Columns = (),
     keys: Columns = (),
     reserved: Sequence[pa.Array] = (),
@@ -194,7 +204,7 @@ def canonical_table(
     if candidates:
         starts, beside = candidates
         if of_each := [*labels, *beside, *weights_of_tasks]:
-            flat = _matrix(of_each, int(starts[-1]), np.float32).flatten()
+            flat = _to_list_array(of_each, int(starts[-1]), np.float32).flatten()
             columns["candidates"] = pa.ListArray.from_arrays(starts * np.int32(len(of_each)), flat)
         labels, weights_of_tasks = [], ()
     matrices = {
@@ -204,7 +214,7 @@ def canonical_table(
         "task_weights": (weights_of_tasks, np.float32),
         "keys": (keys, np.int64),
     }
-    columns |= {name: _matrix(of, rows, dtype) for name, (of, dtype) in matrices.items() if of}
+    columns |= {name: _to_list_array(of, rows, dtype) for name, (of, dtype) in matrices.items() if of}
     for name, (offsets, ids, weights) in zip(form.bags, lists, strict=True):
         columns[f"ids.{name}"] = pa.ListArray.from_arrays(offsets, ids.astype(form.id_dtype, copy=False))
         if weights is not None:
@@ -215,7 +225,9 @@ def canonical_table(
             columns[f"side_features.{name}"] = pa.ListArray.from_arrays(ends, values.reshape(-1))
     for name, array in zip(form.plan.reserved.columns, reserved, strict=True):
         columns[f"{RESERVED_PREFIX}{name}"] = array
-    if form.counts_changes:  # the first row carries the table's counts, wherever a shuffle moves that row
+    if (
+        form.accepts_out_of_range_ids
+    ):  # the first row carries the table's counts, wherever a shuffle moves that row
         counts = [tally[feature] for feature in form.schema.sparse] if tally and rows else []
         flat = np.array(counts, np.int32).T.ravel()
         offsets = np.full(rows + 1, flat.size, np.int32)
@@ -224,31 +236,34 @@ def canonical_table(
     return pa.table(columns)
 
 
-def nothing(form: Form, rows: int) -> pa.Table:
+def nothing(form: ResolvedReadPlan, rows: int) -> pa.Table:
     """Return `rows` rows without values in canonical form."""
     schema, plan = form.schema, form.plan
     offsets, none = np.zeros(rows + 1, np.int32), np.empty(0, np.float32)
-    return canonical_table(
+    return build_canonical_table(
         form,
         [0] * len(plan.labels),
-        [0] * len(schema.of_requests(schema.dense)),
+        [0] * len(schema.select_request_names(schema.dense)),
         [form.no_id] * len(form.singles),
         [(offsets, none, none if schema.sparse[name].weights else None) for name in form.bags],
         rows,
         None,
-        [0] * (len(plan.tasks) if plan.weighs_tasks else 0),
+        [0] * (len(plan.tasks) if plan.has_task_weights else 0),
         [0] * len(plan.reserved.keys),
         [pa.nulls(rows, form.types.get(name, pa.null())) for name in plan.reserved.columns],
-        {name: np.empty((0, len(schema.sparse[name].side_features))) for name in form.with_side_features},
+        {
+            name: np.empty((0, len(schema.sparse[name].side_features)))
+            for name in form.features_with_side_features
+        },
         (offsets, [0] * form.of_candidates[1]) if schema.candidates else None,
     )
 
 
-def shuffled(table: pa.Table, rng: np.random.Generator) -> pa.Table:
+def shuffle_rows(table: pa.Table, rng: np.random.Generator) -> pa.Table:
     """Return the rows of a canonical table in random order."""
     order, columns = rng.permutation(table.num_rows), {}
     for name, column in zip(table.column_names, table.columns, strict=True):
-        array = one_array(column)
+        array = to_plain_array(column)
         if pa.types.is_fixed_size_list(array.type):  # np.take of whole rows is three times as fast as Arrow
             width = array.type.list_size
             values = np.take(array.flatten().to_numpy().reshape(-1, width), order, axis=0)
@@ -258,7 +273,7 @@ def shuffled(table: pa.Table, rng: np.random.Generator) -> pa.Table:
     return pa.table(columns)
 
 
-def _matrix(columns: Columns, rows: int, dtype: type) -> pa.FixedSizeListArray:
+def _to_list_array(columns: Columns, rows: int, dtype: type) -> pa.FixedSizeListArray:
     """Return columns of n values as an array of n lists."""
     packed = np.empty((rows, len(columns)), dtype)
     for i, column in enumerate(columns):

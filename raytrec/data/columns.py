@@ -14,10 +14,10 @@ from pyarrow import types
 from raytrec.common.errors import DataError
 from raytrec.config.schema import scalar
 from raytrec.config.schema_parts import Scale
-from raytrec.data.arrow import one_array
-from raytrec.data.form import Form
+from raytrec.data.arrow import to_plain_array
+from raytrec.data.form import ResolvedReadPlan
 
-PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
+UNITS_PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 DAY_S = 86_400
 EXACT = 2**53  # smallest integer from which float64 does not represent every integer
 
@@ -52,8 +52,8 @@ def numbers(
     Raises:
         DataError: A value is null, NaN or infinite.
     """
-    array = one_array(column)
-    if (row := first_null(array)) is not None:
+    array = to_plain_array(column)
+    if (row := find_first_null(array)) is not None:
         raise DataError(
             f"column '{name}' has a null",
             where=place.of(name, row),
@@ -81,7 +81,7 @@ def scaled(column: pa.ChunkedArray, name: str, place: Place, scale: Scale | None
     if scale is None:
         return numbers(column, name, place)
     if scale.nulls == "mean":
-        x, there = numbers_or_none(column, name, place, np.float64)
+        x, there = to_nullable_floats(column, name, place, np.float64)
     else:
         x, there = numbers(column, name, place, dtype=np.float64), None
     x = signed_log(x) if scale.log else x
@@ -96,7 +96,7 @@ def signed_log(values: np.ndarray) -> np.ndarray:
     return np.sign(values) * np.log1p(np.abs(values))
 
 
-def numbers_or_none(
+def to_nullable_floats(
     column: pa.ChunkedArray, name: str, place: Place, dtype: type = np.float32
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return a column of numbers that may have nulls and NaN.
@@ -107,7 +107,7 @@ def numbers_or_none(
     Raises:
         DataError: A value is infinite.
     """
-    values = as_floats(one_array(column), dtype)
+    values = as_floats(to_plain_array(column), dtype)
     there = ~np.isnan(values)
     values = np.where(there, values, dtype(0))
     check_finite(values, name, place)
@@ -125,7 +125,7 @@ def as_floats(array: pa.Array, dtype: type) -> np.ndarray:
     return array.cast(pa.from_numpy_dtype(dtype), safe=False).to_numpy(zero_copy_only=False)
 
 
-def whole_floats(array: pa.Array, feature: str, column: str, place: Place) -> pa.Array:
+def convert_float_ids(array: pa.Array, feature: str, column: str, place: Place) -> pa.Array:
     """Return a column of ids that are floats as int64, with nulls for NaN; other columns are unchanged.
 
     Args:
@@ -142,7 +142,7 @@ def whole_floats(array: pa.Array, feature: str, column: str, place: Place) -> pa
     values = as_floats(array, np.float64)
     missing = np.isnan(values)
     exact = missing | ((np.abs(values) < EXACT) & (values == np.floor(values)))
-    if (row := first_true(~exact)) is not None:
+    if (row := find_first_true(~exact)) is not None:
         raise DataError(
             f"feature '{feature}' has {values[row]:.17g}",
             where=place.of(feature, row),
@@ -153,19 +153,19 @@ def whole_floats(array: pa.Array, feature: str, column: str, place: Place) -> pa
     return pa.array(np.where(missing, 0, values).astype(np.int64), mask=missing)
 
 
-def first_null(array: pa.Array) -> int | None:
+def find_first_null(array: pa.Array) -> int | None:
     """Return the index of the first null, or None."""
     return pc.index(array.is_null(), True).as_py() if array.null_count else None
 
 
-def first_true(wrong: np.ndarray) -> int | None:
+def find_first_true(wrong: np.ndarray) -> int | None:
     """Return the index of the first True, or None."""
     return int(wrong.argmax()) if wrong.any() else None
 
 
 def check_finite(values: np.ndarray, name: str, place: Place, rows: Callable[[int], int] = int) -> None:
     """Raise DataError if a value is NaN or infinite. `rows` maps the index of a value to its row."""
-    if (at := first_true(~np.isfinite(values))) is not None:
+    if (at := find_first_true(~np.isfinite(values))) is not None:
         raise DataError(
             f"column '{name}' has {values[at]:g}".replace("nan", "NaN"),
             where=place.of(name, rows(at)),
@@ -175,7 +175,7 @@ def check_finite(values: np.ndarray, name: str, place: Place, rows: Callable[[in
         )
 
 
-def first_unlike(ends: np.ndarray, offsets: np.ndarray) -> tuple[int, int, int] | None:
+def find_first_length_mismatch(ends: np.ndarray, offsets: np.ndarray) -> tuple[int, int, int] | None:
     """Return the first row whose lists differ in length, and both lengths; None if all lengths are equal.
 
     Args:
@@ -194,22 +194,22 @@ def rows_of(offsets: np.ndarray) -> Callable[[int], int]:
     return lambda at: int(np.searchsorted(offsets, at, side="right")) - 1
 
 
-def as_float64(array: pa.Array) -> np.ndarray:
+def to_float64(array: pa.Array) -> np.ndarray:
     """Return numbers, or times and dates in seconds (UTC), as float64; NaN for nulls."""
     kind = array.type
     scale: float = 1
     if types.is_timestamp(kind) or types.is_duration(kind):
-        array, scale = array.cast(pa.int64()), PER_SECOND[kind.unit]
+        array, scale = array.cast(pa.int64()), UNITS_PER_SECOND[kind.unit]
     elif types.is_date(kind):
         array, scale = array.cast(pa.date32()).cast(pa.int32()), 1 / DAY_S
     return array.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False) / scale
 
 
 # Values of a label, float32 [n], and True for rows that have the label, bool [n]; None: all rows have it.
-Label = tuple[np.ndarray, np.ndarray | None]
+LabelValues = tuple[np.ndarray, np.ndarray | None]
 
 
-def label_of(column: pa.ChunkedArray, name: str, form: Form, place: Place) -> Label:
+def label_of(column: pa.ChunkedArray, name: str, form: ResolvedReadPlan, place: Place) -> LabelValues:
     """Return a label. Rows without the label have the number nearest to 0 that the losses of its tasks allow.
 
     Raises:
@@ -217,7 +217,7 @@ def label_of(column: pa.ChunkedArray, name: str, form: Form, place: Place) -> La
     """
     allowed = form.plan.label_range(name)
     if form.plan.skips_nulls(name):
-        values, there = numbers_or_none(column, name, place)
+        values, there = to_nullable_floats(column, name, place)
         if allowed:
             values[~there] = np.clip(np.float32(0), *allowed)
     else:
@@ -227,7 +227,7 @@ def label_of(column: pa.ChunkedArray, name: str, form: Form, place: Place) -> La
     wrong, kind = (values < low) | (values > high), "number"
     if name in form.plan.whole_labels:
         wrong, kind = wrong | (values != np.floor(values)), "whole number"
-    if (row := first_true(wrong)) is not None:
+    if (row := find_first_true(wrong)) is not None:
         raise DataError(
             f"label '{name}' is {values[row]:g}",
             where=place.of(name, row),
@@ -238,7 +238,9 @@ def label_of(column: pa.ChunkedArray, name: str, form: Form, place: Place) -> La
     return values, there
 
 
-def task_weights(table: pa.Table, labels: dict[str, Label], form: Form, place: Place) -> list[np.ndarray]:
+def task_weights(
+    table: pa.Table, labels: dict[str, LabelValues], form: ResolvedReadPlan, place: Place
+) -> list[np.ndarray]:
     """Return the factor of each row in each task, float32 [n] ≥ 0.
 
     The factor is 0 for rows without a label of the task and rows that the mask excludes, else the sample
@@ -258,7 +260,7 @@ def task_weights(table: pa.Table, labels: dict[str, Label], form: Form, place: P
     def reads(read: Callable) -> Callable:  # columns named by several tasks are read once
         return cache(lambda name: read(table[name], name, place))
 
-    factor_of, mask_of, out = reads(_factors), reads(_mask), []
+    factor_of, mask_of, out = reads(_read_sample_weights), reads(_read_mask), []
     for task in form.plan.tasks:
         weights = factor_of(task.sample_weight) if task.sample_weight else ones
         counts = [labels[task.label][1] if task.nulls == "skip" else None]
@@ -273,9 +275,9 @@ def task_weights(table: pa.Table, labels: dict[str, Label], form: Form, place: P
     return out
 
 
-def _factors(column: pa.ChunkedArray, name: str, place: Place) -> np.ndarray:
+def _read_sample_weights(column: pa.ChunkedArray, name: str, place: Place) -> np.ndarray:
     values = numbers(column, name, place)
-    if (row := first_true(values < 0)) is not None:
+    if (row := find_first_true(values < 0)) is not None:
         raise DataError(
             f"sample weight '{name}' is {values[row]:g}",
             where=place.of(name, row),
@@ -286,10 +288,10 @@ def _factors(column: pa.ChunkedArray, name: str, place: Place) -> np.ndarray:
     return values
 
 
-def _mask(column: pa.ChunkedArray, name: str, place: Place) -> np.ndarray:
+def _read_mask(column: pa.ChunkedArray, name: str, place: Place) -> np.ndarray:
     """Return True for rows in which a column is 1 and False for 0 and null, bool [n]."""
-    values, _ = numbers_or_none(column, name, place)
-    if (row := first_true((values != 0) & (values != 1))) is not None:
+    values, _ = to_nullable_floats(column, name, place)
+    if (row := find_first_true((values != 0) & (values != 1))) is not None:
         raise DataError(
             f"mask '{name}' is {values[row]:g}",
             where=place.of(name, row),

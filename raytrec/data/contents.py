@@ -22,20 +22,24 @@ import pyarrow.parquet as pq
 from raytrec.common.errors import DataError, first_line
 from raytrec.common.reading import retry_read, storage_hint
 from raytrec.common.storage import open_filesystem
-from raytrec.config.features import columns_before
-from raytrec.config.transforms import WITH_VOCABULARY
-from raytrec.data.form import Form
+from raytrec.config.features import resolve_input_columns
+from raytrec.config.transforms import VOCABULARY_TRANSFORMS
+from raytrec.data.form import ResolvedReadPlan
 from raytrec.data.fragments import Dataset
-from raytrec.data.partitions import in_folders
+from raytrec.data.partitions import parse_folder_values
 
-WHOLE_BYTES = 1 << 30  # files of up to WHOLE_BYTES ÷ number of files are read completely
+MAX_FULL_HASH_BYTES = 1 << 30  # files of up to MAX_FULL_HASH_BYTES ÷ number of files are read completely
 SAMPLES, SAMPLE_BYTES = 4096, 64 << 10  # larger files: number of samples in the dataset, bytes of a sample
 READ_BYTES = 4 << 20
-VERSIONS = ("ETag", "crc32c", "generation")  # keys of an object's metadata that identify its version
+OBJECT_VERSION_KEYS = (
+    "ETag",
+    "crc32c",
+    "generation",
+)  # keys of an object's metadata that identify its version
 
 
 @dataclass(frozen=True)
-class Content:
+class FileIdentity:
     """Identity of a file's content. Instances are equal if two files hold the same content.
 
     The folders and modification times of the files are not compared.
@@ -60,13 +64,13 @@ class Content:
     modified_ns: int | None = field(default=None, compare=False)
     version: str | None = field(default=None, compare=False)
 
-    def written_again(self, other: Content) -> bool:
+    def written_again(self, other: FileIdentity) -> bool:
         """Return True if the file was written again, so that only samples show that the content is equal."""
         if self.whole or (self.version and self.version == other.version):
             return False
         return (self.modified_ns, self.version) != (other.modified_ns, other.version)
 
-    def difference(self, other: Content) -> str:
+    def difference(self, other: FileIdentity) -> str:
         """Return how the file's current content `other` differs from this earlier content, in words."""
         if self.groups != other.groups:
             now, was = ((sum(r for _, r in c.groups), len(c.groups)) for c in (other, self))
@@ -78,7 +82,7 @@ class Content:
         return "as many rows and bytes as before, but other values"
 
 
-def look(dataset: Dataset) -> list[Content]:
+def look(dataset: Dataset) -> list[FileIdentity]:
     """Return the contents of a dataset's files in order, then of its transforms' vocabularies.
 
     Raises:
@@ -90,21 +94,21 @@ def look(dataset: Dataset) -> list[Content]:
     vocabularies = {
         f"data.transforms[{number}].vocabulary": transform.vocabulary
         for number, transform in enumerate(dataset.form.plan.transforms)
-        if isinstance(transform, WITH_VOCABULARY) and transform.vocabulary
+        if isinstance(transform, VOCABULARY_TRANSFORMS) and transform.vocabulary
     }
     remote = any("://" in path for path in files)
     with ThreadPoolExecutor(64 if remote else min(16, 4 + (os.cpu_count() or 1))) as pool:
-        look_at = partial(_look, dataset.form, len(files))
+        look_at = partial(_identify_file, dataset.form, len(files))
         found = pool.map(look_at, files, files.values(), range(len(files)))
-        return [*found, *(_look_at_vocabulary(name, path) for name, path in vocabularies.items())]
+        return [*found, *(_identify_vocabulary(name, path) for name, path in vocabularies.items())]
 
 
-def look_at_all(datasets: dict[str, Dataset]) -> dict[str, list[Content]]:
+def identify_datasets(datasets: dict[str, Dataset]) -> dict[str, list[FileIdentity]]:
     """Return the contents of the files of each dataset."""
     return {name: look(dataset) for name, dataset in datasets.items()}
 
 
-def fingerprint(contents: Iterable[Content] | None) -> str:
+def fingerprint(contents: Iterable[FileIdentity] | None) -> str:
     """Return the fingerprint of contents, which is the same for equal contents; '' for None."""
     if contents is None:
         return ""
@@ -114,7 +118,7 @@ def fingerprint(contents: Iterable[Content] | None) -> str:
     return f"2-{digest.hexdigest()}"  # format of fingerprints in checkpoints
 
 
-def differences(before: list[Content], after: list[Content]) -> list[str]:
+def differences(before: list[FileIdentity], after: list[FileIdentity]) -> list[str]:
     """Return the differences between two lists of contents, one line for each file that has changed."""
     was, now = (_by_name(contents) for contents in (before, after))
     lines = [f"{was[key].name}: gone" for key in was if key not in now]
@@ -126,13 +130,13 @@ def differences(before: list[Content], after: list[Content]) -> list[str]:
     return lines
 
 
-def written_again(before: list[Content], after: list[Content]) -> list[str]:
+def written_again(before: list[FileIdentity], after: list[FileIdentity]) -> list[str]:
     """Return the names of large files that were written again and whose content is equal only by samples."""
     was, now = (_by_name(contents) for contents in (before, after))
     return [was[key].name for key in was if key in now and was[key].written_again(now[key])]
 
 
-def _by_name(contents: list[Content]) -> dict[tuple, Content]:
+def _by_name(contents: list[FileIdentity]) -> dict[tuple, FileIdentity]:
     """Return the contents by name, numbered if several folders have a file of the same name."""
     counted: dict[str, int] = {}
     named = {}
@@ -142,7 +146,9 @@ def _by_name(contents: list[Content]) -> dict[tuple, Content]:
     return named
 
 
-def _look(form: Form, share: int, path: str, groups: list[list[int]], number: int) -> Content:
+def _identify_file(
+    form: ResolvedReadPlan, share: int, path: str, groups: list[list[int]], number: int
+) -> FileIdentity:
     """Return the content of a file.
 
     Args:
@@ -153,30 +159,34 @@ def _look(form: Form, share: int, path: str, groups: list[list[int]], number: in
         number: Index of the file in the dataset.
     """
 
-    def read(file: pa.NativeFile, modified_ns: int | None) -> Content:
+    def read(file: pa.NativeFile, modified_ns: int | None) -> FileIdentity:
         size = file.size()
-        footer = _footer(file, size)
-        whole = size <= WHOLE_BYTES // share
-        pieces = _all(size) if whole else _samples(footer, size, form, max(2, SAMPLES // share), number)
-        folders = "".join(f"{k}={v}/" for k, v in in_folders(path).items() if k in form.from_folders)
+        footer = _read_raw_footer(file, size)
+        whole = size <= MAX_FULL_HASH_BYTES // share
+        pieces = (
+            _whole_file_range(size)
+            if whole
+            else _choose_samples(footer, size, form, max(2, SAMPLES // share), number)
+        )
+        folders = "".join(f"{k}={v}/" for k, v in parse_folder_values(path).items() if k in form.from_folders)
         digest = hashlib.sha256(footer).hexdigest()
-        name, version = folders + path.rpartition("/")[2], _version(file)
-        return Content(name, groups, size, digest, _digest(file, pieces), whole, modified_ns, version)
+        name, version = folders + path.rpartition("/")[2], _read_object_version(file)
+        return FileIdentity(name, groups, size, digest, _digest(file, pieces), whole, modified_ns, version)
 
-    return _with_file(path, read)
-
-
-def _look_at_vocabulary(name: str, path: str) -> Content:
-    def read(file: pa.NativeFile, _: int | None) -> Content:
-        return Content(name, [], file.size(), "", _digest(file, _all(file.size())), True)
-
-    return _with_file(path, read)
+    return _read_with_retry(path, read)
 
 
-def _with_file(path: str, read: Callable[[pa.NativeFile, int | None], Content]) -> Content:
+def _identify_vocabulary(name: str, path: str) -> FileIdentity:
+    def read(file: pa.NativeFile, _: int | None) -> FileIdentity:
+        return FileIdentity(name, [], file.size(), "", _digest(file, _whole_file_range(file.size())), True)
+
+    return _read_with_retry(path, read)
+
+
+def _read_with_retry(path: str, read: Callable[[pa.NativeFile, int | None], FileIdentity]) -> FileIdentity:
     """Call a function with an open file and its modification time in ns, and retry failed reads."""
 
-    def attempt() -> Content:
+    def attempt() -> FileIdentity:
         filesystem, inner = open_filesystem(path)
         info = filesystem.get_file_info(inner)
         with filesystem.open_input_file(inner) as file:
@@ -192,17 +202,19 @@ def _with_file(path: str, read: Callable[[pa.NativeFile, int | None], Content]) 
         ) from None
 
 
-def _footer(file: pa.NativeFile, size: int) -> bytes:
+def _read_raw_footer(file: pa.NativeFile, size: int) -> bytes:
     """Return the raw footer with its length and magic number."""
     length = int.from_bytes(file.read_at(8, size - 8)[:4], "little") + 8
     return file.read_at(min(length, size), max(0, size - length))
 
 
-def _all(size: int) -> Iterator[tuple[int, int]]:
+def _whole_file_range(size: int) -> Iterator[tuple[int, int]]:
     return ((at, min(READ_BYTES, size - at)) for at in range(0, size, READ_BYTES))
 
 
-def _samples(footer: bytes, size: int, form: Form, most: int, number: int) -> list[tuple[int, int]]:
+def _choose_samples(
+    footer: bytes, size: int, form: ResolvedReadPlan, most: int, number: int
+) -> list[tuple[int, int]]:
     """Return (offset, bytes) of the samples to read.
 
     Samples are taken at the start of column chunks, labels first, and then at equal distances in the file.
@@ -216,16 +228,16 @@ def _samples(footer: bytes, size: int, form: Form, most: int, number: int) -> li
         number: Index of the file, so that samples of other files are from other row groups and columns.
     """
     metadata = pq.read_metadata(pa.BufferReader(footer))
-    labels = columns_before(form.plan.transforms, form.schema.labels)
+    labels = resolve_input_columns(form.plan.transforms, form.schema.labels)
     others = [name for name in form.trained_columns if name not in labels]
-    of_labels, rest = (_chunks(metadata, names) for names in (labels, others))
-    found = _spread(of_labels, max(1, most // 2), number)
-    found = found + _spread(rest, most - len(found), number)
+    of_labels, rest = (_column_chunk_ranges(metadata, names) for names in (labels, others))
+    found = _choose_evenly(of_labels, max(1, most // 2), number)
+    found = found + _choose_evenly(rest, most - len(found), number)
     left = most - len(found)
     return found + [(at, min(SAMPLE_BYTES, size - at)) for at in (size * i // left for i in range(left))]
 
 
-def _chunks(metadata: pq.FileMetaData, names: list[str]) -> list[tuple[int, int]]:
+def _column_chunk_ranges(metadata: pq.FileMetaData, names: list[str]) -> list[tuple[int, int]]:
     paths = [metadata.schema.column(i).path for i in range(metadata.num_columns)]
     columns = {name.partition(".")[0] for name in names}  # a field stands for its whole column
     mine = [i for i, path in enumerate(paths) if path.partition(".")[0] in columns]
@@ -239,7 +251,7 @@ def _chunks(metadata: pq.FileMetaData, names: list[str]) -> list[tuple[int, int]
     return found
 
 
-def _spread(chunks: list[tuple[int, int]], most: int, number: int) -> list[tuple[int, int]]:
+def _choose_evenly(chunks: list[tuple[int, int]], most: int, number: int) -> list[tuple[int, int]]:
     """Return at most `most` evenly spaced chunks, starting with a different chunk in each file."""
     if len(chunks) <= most:
         return chunks
@@ -253,10 +265,10 @@ def _digest(file: pa.NativeFile, pieces: Iterable[tuple[int, int]]) -> str:
     return digest.hexdigest()
 
 
-def _version(file: pa.NativeFile) -> str | None:
-    found = {_text(key): _text(value) for key, value in file.metadata().items()}
-    return "; ".join(f"{key} {found[key]}" for key in VERSIONS if key in found) or None
+def _read_object_version(file: pa.NativeFile) -> str | None:
+    found = {_to_text(key): _to_text(value) for key, value in file.metadata().items()}
+    return "; ".join(f"{key} {found[key]}" for key in OBJECT_VERSION_KEYS if key in found) or None
 
 
-def _text(value: bytes | str) -> str:
+def _to_text(value: bytes | str) -> str:
     return value.decode(errors="replace") if isinstance(value, bytes) else value

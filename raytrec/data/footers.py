@@ -1,7 +1,7 @@
 """Parquet footers: plausibility checks and facts from the statistics of columns.
 
 Most footers contain statistics, which cost no additional reads. Row groups whose statistics show invalid
-values are read before a run starts (rows.check_accused), so that the error can name the row. This module does
+values are read before a run starts (rows.check_suspect_groups), so that the error can name the row. This module does
 not import torch.
 """
 
@@ -20,17 +20,17 @@ import pyarrow.parquet as pq
 from raytrec.common.errors import DataError
 from raytrec.common.reading import retry_read, storage_hint
 from raytrec.common.storage import open_filesystem
-from raytrec.data.form import Form, TaskRows
+from raytrec.data.form import ResolvedReadPlan, TaskRows
 
 MOST_ROWS = 2**31 - 1  # maximum number of rows of a row group; far more than any writer produces
-CLOSELY_ROWS = 65_536  # in row groups with more rows, all columns are checked
+MIN_FULLY_CHECKED_ROWS = 65_536  # in row groups with more rows, all columns are checked
 SIGNATURE_BYTES = 28  # bytes after a plaintext footer if columns are encrypted
-MOST_FLOAT32 = float(np.finfo(np.float32).max)
+MAX_FLOAT32 = float(np.finfo(np.float32).max)
 # A column, and a function that returns True if a chunk of the column has invalid values.
-Question = tuple[str, Callable[[pq.ColumnChunkMetaData], bool]]
+StatisticsCheck = tuple[str, Callable[[pq.ColumnChunkMetaData], bool]]
 
 
-class Implausible(Exception):
+class ImplausibleFooterError(Exception):
     """Error for a footer whose claims contradict the size of the file."""
 
 
@@ -43,22 +43,24 @@ def _check_claims(footer: pq.FileMetaData, size: int) -> None:
     for g in range(footer.num_row_groups):
         group = footer.row_group(g)
         if not 0 <= group.num_rows <= MOST_ROWS:
-            raise Implausible(f"its footer claims {group.num_rows:,} rows in row group {g}")
+            raise ImplausibleFooterError(f"its footer claims {group.num_rows:,} rows in row group {g}")
         # Only one column of ordinary row groups is checked, because there may be millions of row groups.
-        for c in range(group.num_columns if group.num_rows > CLOSELY_ROWS else min(1, group.num_columns)):
+        for c in range(
+            group.num_columns if group.num_rows > MIN_FULLY_CHECKED_ROWS else min(1, group.num_columns)
+        ):
             chunk, column = group.column(c), footer.schema.column(c)
             begin = min(chunk.data_page_offset, chunk.dictionary_page_offset or chunk.data_page_offset)
             held = chunk.total_compressed_size
             what = f"its footer claims {group.num_rows:,} rows in row group {g}, and of column {column.path}"
             if begin < 0 or held < 0 or begin + held > size:
-                raise Implausible(
+                raise ImplausibleFooterError(
                     f"{what} {held:,} bytes from byte {begin:,} on, in a file of {size:,} bytes"
                 )
             if column.max_repetition_level == 0 and chunk.num_values != group.num_rows:
-                raise Implausible(f"{what} {chunk.num_values:,} values")
+                raise ImplausibleFooterError(f"{what} {chunk.num_values:,} values")
 
 
-def _check_plain(uri: str, tail: bytes, footer: pq.FileMetaData | None = None) -> None:
+def _check_not_encrypted(uri: str, tail: bytes, footer: pq.FileMetaData | None = None) -> None:
     """Check that a file is not encrypted. pyarrow aborts the process if an encrypted column is accessed.
 
     Args:
@@ -90,16 +92,16 @@ def read_footer(uri: str) -> pq.FileMetaData:
         filesystem, path = open_filesystem(uri)
         with filesystem.open_input_file(path) as file:
             tail = file.read_at(8, max(0, file.size() - 8))
-            _check_plain(uri, tail)
+            _check_not_encrypted(uri, tail)
             metadata = pq.read_metadata(file)
-            _check_plain(uri, tail, metadata)
+            _check_not_encrypted(uri, tail, metadata)
             _check_claims(metadata, file.size())
             return metadata
 
     try:
         metadata = retry_read(uri, read)
         _ = metadata.schema.to_arrow_schema().names, metadata.schema.names  # raises if names are not UTF-8
-    except (pa.ArrowException, OSError, UnicodeDecodeError, Implausible) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError, ImplausibleFooterError) as error:
         raise DataError(
             f"not a whole Parquet file: {str(error).splitlines()[0]}",
             where=uri,
@@ -109,10 +111,10 @@ def read_footer(uri: str) -> pq.FileMetaData:
     return metadata
 
 
-class Footer:
+class FooterStatistics:
     """Statistics of a file's row groups, by column."""
 
-    def __init__(self, metadata: pq.FileMetaData, form: Form):
+    def __init__(self, metadata: pq.FileMetaData, form: ResolvedReadPlan):
         self._form = form
         self._groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
         self._made = {name for transform in form.plan.transforms for name in transform.writes}
@@ -121,7 +123,9 @@ class Footer:
     def accused(self) -> list[int]:
         """Return the indexes of row groups whose statistics show invalid values."""
         asked = [
-            (i, wrong) for name, wrong in _questions(self._form, self._made) for i in self._columns(name)
+            (i, wrong)
+            for name, wrong in _list_statistics_checks(self._form, self._made)
+            for i in self._columns(name)
         ]
         return [
             index
@@ -135,13 +139,15 @@ class Footer:
         The set of reasons is empty if rows of the row group may count.
         """
         return {
-            task.name: self._excluded(task) for task in self._form.plan.tasks if self._form.plan.weighs_tasks
+            task.name: self._find_exclusions(task)
+            for task in self._form.plan.tasks
+            if self._form.plan.has_task_weights
         }
 
-    def _excluded(self, task: TaskRows) -> list[set[str]]:
+    def _find_exclusions(self, task: TaskRows) -> list[set[str]]:
         asked = [
             (i, why, excludes)
-            for name, why, excludes in _conditions(task)
+            for name, why, excludes in _list_exclusion_conditions(task)
             if name not in self._made
             for i in self._columns(name)
         ]
@@ -151,10 +157,12 @@ class Footer:
     def constant_labels(self) -> dict[str, float]:
         """Return label → its only value, for labels with a single value in all rows that have the label."""
         columns = {name: self._columns(name) for name in self._form.plan.labels if name not in self._made}
-        found = {name: self._one_value(places[0]) for name, places in columns.items() if len(places) == 1}
+        found = {
+            name: self._find_constant_value(places[0]) for name, places in columns.items() if len(places) == 1
+        }
         return {name: value for name, value in found.items() if value is not None}
 
-    def _one_value(self, place: int) -> float | None:
+    def _find_constant_value(self, place: int) -> float | None:
         known = None
         for group in self._groups:
             chunk = group.column(place)
@@ -172,7 +180,7 @@ class Footer:
         return [self._places[path] for path in paths if path in self._places]
 
 
-def why_empty(excluded: Iterable[dict[str, list[set[str]]]]) -> dict[str, str]:
+def explain_empty_tasks(excluded: Iterable[dict[str, list[set[str]]]]) -> dict[str, str]:
     """Return task → reason why no row of any file counts, without tasks in which rows may count.
 
     Args:
@@ -189,24 +197,29 @@ def why_empty(excluded: Iterable[dict[str, list[set[str]]]]) -> dict[str, str]:
     }
 
 
-def _questions(form: Form, made: set[str]) -> Iterator[Question]:
+def _list_statistics_checks(form: ResolvedReadPlan, made: set[str]) -> Iterator[StatisticsCheck]:
     """Yield columns that no transform writes, each with a check for invalid values."""
     schema = form.schema
     for name in {*form.plan.labels, *schema.dense} - made:
         label = name in schema.labels
         allowed, may_be_null = form.plan.label_range(name), label and form.plan.skips_nulls(name)
-        yield name, partial(_is_wrong, allowed=allowed if label else None, null=may_be_null)
-    for read in form.plan.columns_of_tasks:
+        yield name, partial(_has_invalid_values, allowed=allowed if label else None, null=may_be_null)
+    for read in form.plan.task_columns:
         if read.column not in made:
             mask = read.role == "mask"
-            yield read.column, partial(_is_wrong, allowed=(0, 1 if mask else MOST_FLOAT32), null=mask)
+            yield (
+                read.column,
+                partial(_has_invalid_values, allowed=(0, 1 if mask else MAX_FLOAT32), null=mask),
+            )
     for name, spec in schema.sparse.items():
         table, column = schema.tables[spec.table], schema.column_of(name)
         if column not in made and table.out_of_range == "error" and not table.ids:
-            yield column, partial(_outside, low=0, high=table.rows - 1)
+            yield column, partial(_is_out_of_range, low=0, high=table.rows - 1)
 
 
-def _conditions(task: TaskRows) -> Iterator[tuple[str, str, Callable[[pq.ColumnChunkMetaData], bool]]]:
+def _list_exclusion_conditions(
+    task: TaskRows,
+) -> Iterator[tuple[str, str, Callable[[pq.ColumnChunkMetaData], bool]]]:
     """Yield (column, reason why no row counts, function that returns True if a chunk shows the reason)."""
     if task.nulls == "skip":
         yield task.label, f"its label '{task.label}' is null in every row", _is_all_null
@@ -231,12 +244,14 @@ def _stays_below(chunk: pq.ColumnChunkMetaData, bound: float, reaches: bool) -> 
     return greatest < bound if reaches else greatest <= bound
 
 
-def _is_wrong(chunk: pq.ColumnChunkMetaData, allowed: tuple[float, float] | None, null: bool) -> bool:
+def _has_invalid_values(
+    chunk: pq.ColumnChunkMetaData, allowed: tuple[float, float] | None, null: bool
+) -> bool:
     has_null = bool(chunk.statistics.has_null_count and chunk.statistics.null_count)
-    return (has_null and not null) or (allowed is not None and _outside(chunk, *allowed))
+    return (has_null and not null) or (allowed is not None and _is_out_of_range(chunk, *allowed))
 
 
-def _outside(chunk: pq.ColumnChunkMetaData, low: float, high: float) -> bool:
+def _is_out_of_range(chunk: pq.ColumnChunkMetaData, low: float, high: float) -> bool:
     """Return True if there are numbers outside of [low, high]."""
     least, greatest = _bounds(chunk) or (low, high)
     return least < low or greatest > high

@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 import pyarrow as pa
 
-from raytrec.config.features import columns_before
+from raytrec.config.features import resolve_input_columns
 from raytrec.config.schema import Schema
 from raytrec.config.transforms import Sample, Transform
 
@@ -70,11 +70,11 @@ class TaskRows:
         return [read for read in (mask, weight) if read.column]
 
 
-Range = tuple[float, float]
+ValueRange = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Reserved:
+class ReservedColumnSet:
     """Columns that are passed along with rows in addition to the model's inputs.
 
     Args:
@@ -82,7 +82,7 @@ class Reserved:
         keys: Columns that rows are grouped by (groups, items, slices), in the order of Batch.keys.
         groups: Reserved columns whose values are compared between rows, or counted; floats are not allowed.
         lists: Reserved columns whose values are lists of types allowed in `groups`.
-        or_lists: Reserved columns whose values may be such lists.
+        optional_lists: Reserved columns whose values may be such lists.
         named_by: Column → configuration key that names the column, for messages; default:
             data.reserve_columns.
     """
@@ -91,7 +91,7 @@ class Reserved:
     keys: tuple[str, ...] = ()
     groups: tuple[str, ...] = ()
     lists: tuple[str, ...] = ()
-    or_lists: tuple[str, ...] = ()
+    optional_lists: tuple[str, ...] = ()
     named_by: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
@@ -119,13 +119,13 @@ class ReadPlan:
     schema: Schema
     transforms: tuple[Transform, ...] = ()
     tasks: tuple[TaskRows, ...] = ()
-    reserved: Reserved = Reserved()
-    label_ranges: Mapping[str, Range | None] = field(default_factory=dict)
+    reserved: ReservedColumnSet = ReservedColumnSet()
+    label_ranges: Mapping[str, ValueRange | None] = field(default_factory=dict)
     whole_labels: Collection[str] = ()
     read_labels: bool = True
     folder: str | None = None
 
-    def label_range(self, label: str) -> Range | None:
+    def label_range(self, label: str) -> ValueRange | None:
         """Return the smallest and largest allowed value of a label; None: any finite number."""
         return self.label_ranges.get(label, (0.0, 1.0))
 
@@ -135,12 +135,12 @@ class ReadPlan:
         return self.schema.labels if self.read_labels else []
 
     @cached_property
-    def weighs_tasks(self) -> bool:
+    def has_task_weights(self) -> bool:
         """Return True if rows may have different weights in some task, so that batches have task_weights."""
         return self.read_labels and any(task.is_weighted for task in self.tasks)
 
     @cached_property
-    def columns_of_tasks(self) -> list[TaskColumn]:
+    def task_columns(self) -> list[TaskColumn]:
         """Return the columns that tasks read in addition to labels."""
         return [column for task in self.tasks for column in task.columns] if self.read_labels else []
 
@@ -151,7 +151,7 @@ class ReadPlan:
         """
         if column in self.schema.columns:
             return None
-        found = [c.named_by for c in self.columns_of_tasks if c.column == column]
+        found = [c.named_by for c in self.task_columns if c.column == column]
         if column in self.reserved.names:
             found.append(self.reserved.named_by.get(column, "data.reserve_columns"))
         return found[0] if found else None
@@ -166,7 +166,7 @@ class ReadPlan:
 
 
 @dataclass(frozen=True)
-class Form:
+class ResolvedReadPlan:
     """Read plan together with facts about the files of a dataset.
 
     Args:
@@ -199,22 +199,22 @@ class Form:
         """Return the columns that must exist after the transforms, without duplicates."""
         plan = self.plan
         names = [name for name in plan.schema.columns if plan.read_labels or name not in plan.schema.labels]
-        names += [c.column for c in plan.columns_of_tasks]
+        names += [c.column for c in plan.task_columns]
         names += plan.reserved.names
         return list(dict.fromkeys(names))
 
     @cached_property
     def columns(self) -> list[str]:
         """Return the columns to read from files or folder names."""
-        return columns_before(self.plan.transforms, self.wanted)
+        return resolve_input_columns(self.plan.transforms, self.wanted)
 
     @cached_property
     def trained_columns(self) -> list[str]:
         """Return the subset of `columns` that affects training."""
         plan = self.plan
-        learned = {*plan.schema.columns, *plan.reserved.groups, *(c.column for c in plan.columns_of_tasks)}
+        learned = {*plan.schema.columns, *plan.reserved.groups, *(c.column for c in plan.task_columns)}
         aside = set(plan.reserved.names) - learned
-        return columns_before(plan.transforms, [name for name in self.wanted if name not in aside])
+        return resolve_input_columns(plan.transforms, [name for name in self.wanted if name not in aside])
 
     @cached_property
     def singles(self) -> list[str]:
@@ -222,7 +222,7 @@ class Form:
         return [name for name in self.schema.sparse if not self._is_list(name)]
 
     @cached_property
-    def with_side_features(self) -> list[str]:
+    def features_with_side_features(self) -> list[str]:
         """Return the features that have side features, in the schema's order."""
         return [name for name, spec in self.schema.sparse.items() if spec.side_features]
 
@@ -240,10 +240,10 @@ class Form:
     def of_candidates(self) -> tuple[int, int, int]:
         """Return the numbers of labels, dense columns and task weights of each candidate."""
         dense = self.schema.of_candidates(self.schema.dense)
-        return len(self.plan.labels), len(dense), len(self.plan.tasks) * self.plan.weighs_tasks
+        return len(self.plan.labels), len(dense), len(self.plan.tasks) * self.plan.has_task_weights
 
     @cached_property
-    def counts_changes(self) -> bool:
+    def accepts_out_of_range_ids(self) -> bool:
         """Return True if any table accepts ids that are out of range."""
         return any(table.out_of_range != "error" for table in self.schema.tables.values())
 
@@ -264,7 +264,7 @@ class Form:
         return NO_MANAGED_ID if self.schema.managed else -1
 
     @cached_property
-    def every_id(self) -> dict[str, int]:
+    def full_vocabulary_features(self) -> dict[str, int]:
         """Return the features of which each global batch has every id exactly once → number of ids."""
         samples = (transform for transform in self.plan.transforms if isinstance(transform, Sample))
         rows = {sample.column: sample.rows for sample in samples if sample.count == "all"}
@@ -277,7 +277,9 @@ class Form:
         samples = [transform for transform in self.plan.transforms if isinstance(transform, Sample)]
         drawn = sum(sample.count for sample in samples if sample.count != "all")
         numbers = (
-            len(self.schema.labels) + len(self.schema.dense) + len(self.plan.tasks) * self.plan.weighs_tasks
+            len(self.schema.labels)
+            + len(self.schema.dense)
+            + len(self.plan.tasks) * self.plan.has_task_weights
         )
         reserved = 8 * len(self.plan.reserved.keys) + 16 * len(self.plan.reserved.columns)
         reserved += sum(8 * 8 * len(spec.side_features) for spec in self.schema.sparse.values())

@@ -12,13 +12,19 @@ import numpy as np
 import pyarrow as pa
 
 from raytrec.common.errors import DataError
-from raytrec.config.features import with_rows
+from raytrec.config.features import set_draw_rows
 from raytrec.data.arrow import empty_table, is_list, plain, select_schema
-from raytrec.data.footers import Footer, read_footer, why_empty
-from raytrec.data.form import Form, ReadPlan
+from raytrec.data.footers import FooterStatistics, explain_empty_tasks, read_footer
+from raytrec.data.form import ReadPlan, ResolvedReadPlan
 from raytrec.data.kinds import check_present, check_types
 from raytrec.data.listing import Listing, list_files, name_of
-from raytrec.data.partitions import ALL, Between, find_in_folders, folder_types, in_folders
+from raytrec.data.partitions import (
+    ALL,
+    PartitionBounds,
+    find_folder_columns,
+    infer_folder_types,
+    parse_folder_values,
+)
 from raytrec.data.transform import apply_transforms
 
 
@@ -41,11 +47,11 @@ class Split:
 
     def rows(self) -> np.ndarray:
         """Return the indexes of the rows in their row group, int64, ascending."""
-        return _rows_of(self)
+        return _split_rows(self)
 
 
 @lru_cache(maxsize=16)
-def _rows_of(split: Split) -> np.ndarray:
+def _split_rows(split: Split) -> np.ndarray:
     blocks, held = split.total // split.every, np.zeros(split.total, bool)
     places = np.random.default_rng((split.total, split.every)).integers(0, split.every, blocks)
     held[np.arange(blocks) * split.every + places] = True
@@ -87,7 +93,7 @@ class Dataset:
 
     uri: str
     groups: tuple[RowGroup, ...]
-    form: Form
+    form: ResolvedReadPlan
     left_out: tuple[DataError, ...] = ()
     accused: tuple[RowGroup, ...] = ()
     empty_tasks: Mapping[str, str] = field(default_factory=dict)
@@ -124,7 +130,7 @@ def scan(
     plan: ReadPlan,
     key: str = "data",
     *,
-    between: Between = ALL,
+    between: PartitionBounds = ALL,
     declared: Iterable[str] = (),
     skip: bool = False,
 ) -> Dataset:
@@ -143,18 +149,18 @@ def scan(
             type.
     """
     listing, left_out = list_files(places, key, between), []
-    plan = replace(plan, transforms=with_rows(plan.transforms, plan.schema), folder=os.getcwd())
-    form, columns = Form(plan), dict.fromkeys([*plan.reserved.columns, *declared])
+    plan = replace(plan, transforms=set_draw_rows(plan.transforms, plan.schema), folder=os.getcwd())
+    form, columns = ResolvedReadPlan(plan), dict.fromkeys([*plan.reserved.columns, *declared])
     # Keys whose ids are hashed or managed are text. Otherwise, a new folder could turn the key from integers
     # into text, which would change the hash of `4`.
     schema = plan.schema
     text = {schema.column_of(n) for n, spec in schema.sparse.items() if schema.tables[spec.table].takes_text}
-    looking = Form(
+    looking = ResolvedReadPlan(
         replace(plan, reserved=replace(plan.reserved, columns=tuple(columns))),
-        types=folder_types(listing.files, text),
+        types=infer_folder_types(listing.files, text),
     )
 
-    def look(file: str) -> _Seen | None:
+    def look(file: str) -> _FileFacts | None:
         try:
             return _look(file, looking)
         except DataError as error:
@@ -165,7 +171,7 @@ def scan(
 
     with ThreadPoolExecutor(16) as pool:
         seen = [found for found in pool.map(look, listing.files) if found is not None]
-    types, from_folders, odd = _agree(seen, form.plan.reserved.names, looking.types)
+    types, from_folders, odd = _unify_types(seen, form.plan.reserved.names, looking.types)
     if odd and not skip:
         raise next(iter(odd.values()))
     left_out += odd.values()
@@ -181,7 +187,7 @@ def scan(
         )
     lists = frozenset().union(*(found.lists for found in seen))
     bad = tuple(g for found in seen for g in found.groups if not skip and g.index in found.accused)
-    empty = why_empty(found.excluded for found in seen)
+    empty = explain_empty_tasks(found.excluded for found in seen)
     constant = dict(set.intersection(*(set(found.constant.items()) for found in seen if found.groups)))
     form = replace(form, lists=lists)
     return Dataset(
@@ -190,7 +196,7 @@ def scan(
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _FileFacts:
     """Facts from a file's footer.
 
     Attributes:
@@ -199,9 +205,9 @@ class _Seen:
         from_folders: Columns that folder names hold instead of the file.
         groups: Row groups with rows.
         lists: Sparse features whose column in the file is a list, after the transforms.
-        accused: Indexes of row groups that contradict the schema (footers.Footer).
-        excluded: Task → reasons why no row counts, for each row group (footers.Footer).
-        constant: Label with a single value → that value (footers.Footer).
+        accused: Indexes of row groups that contradict the schema (footers.FooterStatistics).
+        excluded: Task → reasons why no row counts, for each row group (footers.FooterStatistics).
+        constant: Label with a single value → that value (footers.FooterStatistics).
     """
 
     uri: str
@@ -214,10 +220,10 @@ class _Seen:
     constant: dict[str, float]
 
 
-def _look(uri: str, form: Form) -> _Seen:
+def _look(uri: str, form: ResolvedReadPlan) -> _FileFacts:
     metadata, schema = read_footer(uri), form.schema
     arrow = metadata.schema.to_arrow_schema()
-    form = replace(form, from_folders=find_in_folders(arrow, form, uri))
+    form = replace(form, from_folders=find_folder_columns(arrow, form, uri))
     for name in form.from_folders:
         arrow = arrow.append(pa.field(name, form.types[name]))
     check_present(arrow, form.columns, uri, form)
@@ -230,13 +236,13 @@ def _look(uri: str, form: Form) -> _Seen:
     counts = (metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))
     groups = [RowGroup(uri, i, rows) for i, rows in enumerate(counts) if rows]
     types = {name: plain(arrow.field(name).type) for name in form.plan.reserved.names}
-    footer = Footer(metadata, form)
+    footer = FooterStatistics(metadata, form)
     facts = groups, lists, footer.accused(), footer.excluded(), footer.constant_labels()
-    return _Seen(uri, types, form.from_folders, *facts)
+    return _FileFacts(uri, types, form.from_folders, *facts)
 
 
-def _agree(
-    files: Sequence[_Seen], names: Sequence[str], kinds: Mapping[str, pa.DataType]
+def _unify_types(
+    files: Sequence[_FileFacts], names: Sequence[str], kinds: Mapping[str, pa.DataType]
 ) -> tuple[dict[str, pa.DataType], frozenset[str], dict[str, DataError]]:
     """Return the common types of reserved columns in all files.
 
@@ -245,7 +251,7 @@ def _agree(
     Args:
         files: Facts from the files' footers.
         names: Reserved columns.
-        kinds: Types of the keys in folder names (folder_types).
+        kinds: Types of the keys in folder names (infer_folder_types).
 
     Returns:
         Column → type; columns that folder names hold; file → error, for files that do not fit the previous
@@ -255,7 +261,7 @@ def _agree(
     types: dict[str, pa.DataType] = {}
     odd: dict[str, DataError] = {}
     for file in files:
-        in_path = in_folders(file.uri)
+        in_path = parse_folder_values(file.uri)
         merged = {n: _common_type(types.get(n), file.types[n]) for n in names if n not in from_folders}
         if name := next((n for n in from_folders if n not in in_path), None):
             odd[file.uri] = DataError(

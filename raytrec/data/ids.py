@@ -13,22 +13,22 @@ from pyarrow import types
 from raytrec.common.errors import DataError
 from raytrec.config.schema import scalar
 from raytrec.config.schema_parts import Sparse, Table
-from raytrec.data.arrow import is_list, is_text, one_array, plain_array, unnest
+from raytrec.data.arrow import is_list, is_text, plain_array, to_plain_array, unnest
 from raytrec.data.columns import (
     Place,
-    as_float64,
     check_finite,
-    first_null,
-    first_unlike,
+    convert_float_ids,
+    find_first_length_mismatch,
+    find_first_null,
     rows_of,
-    whole_floats,
+    to_float64,
 )
 from raytrec.data.form import NO_MANAGED_ID
 
 NULL_KEY = -(2**63)  # key of null, so that all nulls are one group
 
 # Feature → (number of ids that were brought into range, number of all ids).
-Tally = dict[str, tuple[int, int]]
+ChangeCounts = dict[str, tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Feature:
     spec: Sparse
     table: Table
     place: Place
-    tally: Tally
+    tally: ChangeCounts
 
     @property
     def column(self) -> str:
@@ -60,7 +60,7 @@ def single(table: pa.Table, feature: Feature, no_id: int) -> np.ndarray:
 
     Whole floats are accepted as ids, and NaN as null, because pandas writes integers with nulls as floats.
     """
-    array = one_array(table[feature.column])
+    array = to_plain_array(table[feature.column])
     if is_list(array.type):
         raise DataError(
             f"feature '{feature.name}' is a list here",
@@ -68,7 +68,7 @@ def single(table: pa.Table, feature: Feature, no_id: int) -> np.ndarray:
             expected="one id a row, as when the files' columns were looked at",
             do="do not change the files while they are read",
         )
-    array = whole_floats(array, feature.name, feature.column, feature.place)
+    array = convert_float_ids(array, feature.name, feature.column, feature.place)
     if array.null_count == 0 and pa.types.is_integer(array.type):
         return _in_range(array.to_numpy(), feature, int)
     offsets, flat = unnest(array)
@@ -84,10 +84,10 @@ def bags(table: pa.Table, feature: Feature) -> tuple[np.ndarray, np.ndarray, np.
         Offsets int32 [n + 1] from 0; ids [offsets[n]] of any integer type; weights float32 [offsets[n]] or
         None. A null row is an empty bag.
     """
-    name, spec, column = feature.name, feature.spec, one_array(table[feature.column])
-    offsets, flat = unnest(whole_floats(column, name, feature.column, feature.place))
+    name, spec, column = feature.name, feature.spec, to_plain_array(table[feature.column])
+    offsets, flat = unnest(convert_float_ids(column, name, feature.column, feature.place))
     rows = rows_of(offsets)
-    if (at := first_null(flat)) is not None:
+    if (at := find_first_null(flat)) is not None:
         raise DataError(
             f"feature '{name}' has a null inside a list",
             where=feature.place.of(name, rows(at)),
@@ -97,27 +97,27 @@ def bags(table: pa.Table, feature: Feature) -> tuple[np.ndarray, np.ndarray, np.
     ids = _ids(flat, feature, rows)
     if spec.weights is None:
         return offsets, ids, None
-    per_id = _one_for_each(table, spec.weights, feature, offsets)
+    per_id = _align_with_ids(table, spec.weights, feature, offsets)
     per_id = per_id.cast(pa.float32(), safe=False).to_numpy(zero_copy_only=False)
     check_finite(per_id, spec.weights, feature.place, rows)
     return offsets, ids, per_id
 
 
-def _one_for_each(table: pa.Table, name: str, feature: Feature, offsets: np.ndarray) -> pa.Array:
+def _align_with_ids(table: pa.Table, name: str, feature: Feature, offsets: np.ndarray) -> pa.Array:
     """Return the flat values of a column of lists, one value for each id.
 
     Raises:
         DataError: A list's length differs from the row's number of ids, or a value is null.
     """
-    ends, flat = unnest(one_array(table[name]))
-    if unlike := first_unlike(ends, offsets):
+    ends, flat = unnest(to_plain_array(table[name]))
+    if unlike := find_first_length_mismatch(ends, offsets):
         row, length, ids = unlike
         raise DataError(
             f"'{name}' has {length} values for {ids} ids of '{feature.name}'",
             where=feature.place.of(name, row),
             expected="one value for each id",
         )
-    if (at := first_null(flat)) is not None:
+    if (at := find_first_null(flat)) is not None:
         raise DataError(
             f"column '{name}' has a null inside a list",
             where=feature.place.of(name, rows_of(offsets)(at)),
@@ -200,7 +200,7 @@ def side_features(table: pa.Table, feature: Feature, offsets: np.ndarray) -> np.
     names = feature.spec.side_features
     out = np.empty((int(offsets[-1]), len(names)))
     for number, column in enumerate(names):
-        out[:, number] = as_float64(_one_for_each(table, column, feature, offsets))
+        out[:, number] = to_float64(_align_with_ids(table, column, feature, offsets))
         check_finite(out[:, number], column, feature.place, rows_of(offsets))
     return out
 
@@ -234,7 +234,7 @@ def hash_text_bits(flat: pa.Array) -> np.ndarray:
     return hashes[encoded.indices.to_numpy(zero_copy_only=False)]
 
 
-def group_keys(array: pa.Array) -> np.ndarray:
+def compute_group_keys(array: pa.Array) -> np.ndarray:
     """Return the key of each value, int64 [n]; equal values have equal keys.
 
     Integers are their own keys (uint64 by the same bits), booleans have keys 1 and 0, and dates and times the
@@ -255,7 +255,7 @@ def group_keys(array: pa.Array) -> np.ndarray:
     return keys
 
 
-def keys_of_rows(columns: Sequence[pa.ChunkedArray], rows: int = 0) -> tuple[np.ndarray, np.ndarray]:
+def compute_row_keys(columns: Sequence[pa.ChunkedArray], rows: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Return the group keys of each row over columns of values or lists of values; nulls have no key.
 
     Args:
@@ -267,10 +267,10 @@ def keys_of_rows(columns: Sequence[pa.ChunkedArray], rows: int = 0) -> tuple[np.
     """
     of, keys = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     for column in columns:
-        offsets, values = unnest(one_array(column))
+        offsets, values = unnest(to_plain_array(column))
         rows = len(column)
         of.append(np.repeat(np.arange(rows), np.diff(offsets)))
-        keys.append(group_keys(values))
+        keys.append(compute_group_keys(values))
     whole = np.concatenate(of)
     order = np.argsort(whole, kind="stable")
     return np.bincount(whole, minlength=rows), np.concatenate(keys)[order]

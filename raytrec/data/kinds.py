@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 from pyarrow import types
 
-from raytrec.common.errors import DataError, did_you_mean
+from raytrec.common.errors import DataError, find_similar_word
 from raytrec.config.schema import scalar
 from raytrec.data.arrow import (
-    Ambiguous,
+    AmbiguousColumnError,
     find_column,
     is_list,
     is_number,
@@ -21,13 +21,15 @@ from raytrec.data.arrow import (
 )
 
 if TYPE_CHECKING:
-    from raytrec.data.form import Form, ReadPlan
+    from raytrec.data.form import ReadPlan, ResolvedReadPlan
 
 SHOWN = 30  # maximum number of column names in a message
-RIGHT_ITEMS = ("eval.retrieval.item", "eval.retrieval.right_items")
+RELEVANT_ITEM_KEYS = ("eval.retrieval.item", "eval.retrieval.right_items")
 
 
-def check_present(arrow: pa.Schema, columns: list[str], where: str, form: Form, fields: bool = True) -> None:
+def check_present(
+    arrow: pa.Schema, columns: list[str], where: str, form: ResolvedReadPlan, fields: bool = True
+) -> None:
     """Check that each column exists exactly once.
 
     Args:
@@ -44,7 +46,7 @@ def check_present(arrow: pa.Schema, columns: list[str], where: str, form: Form, 
         try:
             found = find_column(arrow, column)
             found = found if fields or len(found or ()) == 1 else None
-        except Ambiguous:
+        except AmbiguousColumnError:
             raise DataError(
                 f"column '{column}' is there more than once",
                 where=f"{where}, column {column}",
@@ -53,23 +55,23 @@ def check_present(arrow: pa.Schema, columns: list[str], where: str, form: Form, 
             ) from None
         if found is None:
             known = list(dict.fromkeys([*arrow.names, *leaf_names(arrow), *form.types]))
-            near, named = did_you_mean(column, known), form.plan.named_by(column)
+            near, named = find_similar_word(column, known), form.plan.named_by(column)
             readers = f"{named} reads" if named else "the schema and data.transforms read"
             place = named or "the schema"
             raise DataError(
                 f"column '{column}' is missing",
                 where=where,
-                expected=f"what {readers}, or folders {column}=VALUE; there are {_some(known)}",
+                expected=f"what {readers}, or folders {column}=VALUE; there are {_format_names(known)}",
                 do=f"did you mean '{near}'? Correct {place}" if near else f"correct {place} or the data",
             )
 
 
-def _some(names: list[str]) -> str:
+def _format_names(names: list[str]) -> str:
     more = f" … and {len(names) - SHOWN:,} more" if len(names) > SHOWN else ""
     return ", ".join(name if len(name) < 80 else f"{name[:80]}…" for name in names[:SHOWN]) + more
 
 
-def check_types(arrow: pa.Schema, form: Form, uri: str) -> None:
+def check_types(arrow: pa.Schema, form: ResolvedReadPlan, uri: str) -> None:
     """Check the types of the columns that the schema, the tasks and data.reserve_columns name.
 
     Raises:
@@ -88,14 +90,14 @@ def check_types(arrow: pa.Schema, form: Form, uri: str) -> None:
     for column in form.plan.labels:
         if not (types.is_null(plain(of_one(column))) and form.plan.skips_nulls(column)):
             _check_number(of_one(column), column, "label", uri)
-    for read in form.plan.columns_of_tasks:
+    for read in form.plan.task_columns:
         if read.role != "mask" or not types.is_null(plain(of_one(read.column))):
             _check_number(of_one(read.column), read.column, read.role, uri)
     for column in form.plan.reserved.names:
         kind = plain(arrow.field(column).type)
         if column in form.plan.reserved.lists:
             _check_list(kind, column, uri)
-        if column in (*form.plan.reserved.lists, *form.plan.reserved.or_lists):
+        if column in (*form.plan.reserved.lists, *form.plan.reserved.optional_lists):
             kind = value_type(kind)
         _check_reserved(kind, column, form.plan, uri)
         if column in form.plan.reserved.groups:
@@ -112,10 +114,12 @@ def check_types(arrow: pa.Schema, form: Form, uri: str) -> None:
             _check_side(arrow.field(side).type, side, feature, uri)
 
 
-def _unfit(what: str, kind: pa.DataType, column: str, uri: str, expected: str, do: str) -> DataError:
+def _unsupported_type_error(
+    what: str, kind: pa.DataType, column: str, uri: str, expected: str, do: str
+) -> DataError:
     """Return the error for a column of an unsupported type."""
     return DataError(
-        f"{what} is {'a list:' if is_list(kind) else 'of type'} {_short(kind)}",
+        f"{what} is {'a list:' if is_list(kind) else 'of type'} {_truncate_type(kind)}",
         where=f"{uri}, column {column}",
         expected=expected,
         do=do,
@@ -124,24 +128,26 @@ def _unfit(what: str, kind: pa.DataType, column: str, uri: str, expected: str, d
 
 def _check_number(kind: pa.DataType, column: str, role: str, uri: str) -> None:
     if not is_number(plain(kind)):
-        advice = _as_number(plain(kind), column, role)
-        raise _unfit(f"{role} '{column}'", kind, column, uri, "one number a row", advice)
+        advice = _advise_number(plain(kind), column, role)
+        raise _unsupported_type_error(f"{role} '{column}'", kind, column, uri, "one number a row", advice)
 
 
-def _as_number(kind: pa.DataType, column: str, role: str) -> str:
+def _advise_number(kind: pa.DataType, column: str, role: str) -> str:
     """Return advice on how to convert a column to numbers."""
     if is_text(kind) and role == "label":
-        return f"choose which texts are 1: {_transform('binarize', column, 'positive: […]')}"
+        return f"choose which texts are 1: {_format_transform('binarize', column, 'positive: […]')}"
     if is_text(kind):
         return (
             f"list it under sparse with a table of out_of_range: hash; text that spells numbers: "
-            f"{_transform('cast', column, 'to: float32')}"
+            f"{_format_transform('cast', column, 'to: float32')}"
         )
     if is_list(kind) or types.is_map(kind):
-        return _field_of(kind, column) or "list it under sparse, or make one number of it with a transform"
+        return (
+            _advise_fields(kind, column) or "list it under sparse, or make one number of it with a transform"
+        )
     if types.is_null(kind):
-        return f"it holds nulls only: {_transform('fill_null', column, 'value: 0')}"
-    return _field_of(kind, column) or _of_time(kind, column) or _by_hand()
+        return f"it holds nulls only: {_format_transform('fill_null', column, 'value: 0')}"
+    return _advise_fields(kind, column) or _advise_time(kind, column) or _advise_manual_conversion()
 
 
 def _check_ids(
@@ -153,38 +159,40 @@ def _check_ids(
         return
     deep = " (lists inside of lists)" if is_list(value) else ""
     raise DataError(
-        f"sparse feature '{feature}' holds {_short(value)}{deep}",
+        f"sparse feature '{feature}' holds {_truncate_type(value)}{deep}",
         where=f"{uri}, column {column}",
         expected="whole numbers, text (where out_of_range is hash, or ids are managed), or lists of them",
         do=f"for text, set tables.{table}.out_of_range to hash"
         if is_text(value)
-        else _as_ids(plain(kind), value, column),
+        else _advise_ids(plain(kind), value, column),
     )
 
 
-def _as_ids(kind: pa.DataType, value: pa.DataType, column: str) -> str:
+def _advise_ids(kind: pa.DataType, value: pa.DataType, column: str) -> str:
     """Return advice on how to convert a column to ids."""
     if types.is_boolean(value) or is_number(value):
-        ids = _transform("cast", column, "to: int64")
+        ids = _format_transform("cast", column, "to: int64")
         if is_list(kind):
             return f"for whole numbers: {ids}"
         return f"for whole numbers: {ids}; or list it under dense"
-    return _field_of(kind, column) or _of_time(value, column) or _by_hand()
+    return _advise_fields(kind, column) or _advise_time(value, column) or _advise_manual_conversion()
 
 
 def _check_reserved(kind: pa.DataType, column: str, plan: ReadPlan, uri: str) -> None:
     is_key = column in plan.reserved.keys
     if is_list(kind) or types.is_nested(kind) or (is_key and types.is_interval(kind)):
-        advice = _field_of(kind, column) or _by_hand()
-        if is_key and plan.reserved.named_by.get(column) in RIGHT_ITEMS:
+        advice = _advise_fields(kind, column) or _advise_manual_conversion()
+        if is_key and plan.reserved.named_by.get(column) in RELEVANT_ITEM_KEYS:
             advice = "write the lists into another column: eval.retrieval.right_items=COLUMN"
-        raise _unfit(f"reserved column '{column}'", kind, column, uri, "one value a row", advice)
+        raise _unsupported_type_error(
+            f"reserved column '{column}'", kind, column, uri, "one value a row", advice
+        )
 
 
 def _check_candidates(kind: pa.DataType, column: str, uri: str) -> None:
     if not is_list(plain(kind)):
         expected = "a list in each row, with a value for each of the row's candidates"
-        raise _unfit(
+        raise _unsupported_type_error(
             f"'{column}', of candidates,",
             kind,
             column,
@@ -197,24 +205,26 @@ def _check_candidates(kind: pa.DataType, column: str, uri: str) -> None:
 def _check_list(kind: pa.DataType, column: str, uri: str) -> None:
     if not is_list(kind):
         what, advice = f"'{column}', the items that rows have seen,", "name another in eval.retrieval.seen"
-        raise _unfit(what, kind, column, uri, "lists of items", advice)
+        raise _unsupported_type_error(what, kind, column, uri, "lists of items", advice)
 
 
 def _check_group(kind: pa.DataType, column: str, uri: str) -> None:
     allowed = types.is_integer(kind) or types.is_boolean(kind) or types.is_date(kind) or types.is_null(kind)
     if not allowed and not is_text(kind):
-        number = _transform("cast", column, "to: int64") + "; or name another column"
-        advice = number if is_number(kind) else _of_time(kind, column) or "name another column"
+        number = _format_transform("cast", column, "to: int64") + "; or name another column"
+        advice = number if is_number(kind) else _advise_time(kind, column) or "name another column"
         expected = "integers, text, bools or dates in a column that a task names as group or item"
-        raise _unfit(f"'{column}', whose values group rows,", kind, column, uri, expected, advice)
+        raise _unsupported_type_error(
+            f"'{column}', whose values group rows,", kind, column, uri, expected, advice
+        )
 
 
 def _check_weights(kind: pa.DataType, column: str, feature: str, uri: str) -> None:
     value = value_type(kind)
     if not (is_list(kind) and (types.is_floating(value) or types.is_integer(value) or types.is_null(value))):
-        cast = f"for other numbers in lists: {_transform('cast', column, 'to: float32')}"
-        advice, what = _field_of(plain(kind), column) or cast, f"'{column}', weights of '{feature}',"
-        raise _unfit(what, kind, column, uri, "lists of numbers, one for each id", advice)
+        cast = f"for other numbers in lists: {_format_transform('cast', column, 'to: float32')}"
+        advice, what = _advise_fields(plain(kind), column) or cast, f"'{column}', weights of '{feature}',"
+        raise _unsupported_type_error(what, kind, column, uri, "lists of numbers, one for each id", advice)
 
 
 def _check_side(kind: pa.DataType, column: str, feature: str, uri: str) -> None:
@@ -222,44 +232,42 @@ def _check_side(kind: pa.DataType, column: str, feature: str, uri: str) -> None:
     known = types.is_timestamp(value) or types.is_date(value) or types.is_duration(value)
     if not (is_list(kind) and (is_number(value) or known or types.is_null(value))):
         leave_out = "leave it out of side_features, or make numbers of it with a transform"
-        what, advice = f"'{column}', a side of sequence '{feature}',", _field_of(plain(kind), column)
+        what, advice = f"'{column}', a side of sequence '{feature}',", _advise_fields(plain(kind), column)
         expected = "lists of numbers, times or dates, one for each id"
-        raise _unfit(what, kind, column, uri, expected, advice or leave_out)
+        raise _unsupported_type_error(what, kind, column, uri, expected, advice or leave_out)
 
 
-def _of_time(kind: pa.DataType, column: str) -> str | None:
+def _advise_time(kind: pa.DataType, column: str) -> str | None:
     """Return advice on how to convert a time to a feature; None for types that are not supported times."""
     if types.is_duration(kind):
-        return f"{_transform('age', column, 'unit: days')}; it is a number then"
+        return f"{_format_transform('age', column, 'unit: days')}; it is a number then"
     if not types.is_temporal(kind) or types.is_interval(kind):
         return None
     part = "weekday" if types.is_date(kind) else "hour"
     made = f"{column}_{part}"
-    ways = f"{_transform('date_part', column, f'part: {part}', made)}, and name {made} in the schema"
+    ways = f"{_format_transform('date_part', column, f'part: {part}', made)}, and name {made} in the schema"
     if types.is_time(kind):
         return ways
-    return (
-        f"{ways}; or its age: {_transform('age', column, 'until: 2026-01-01, unit: days', column + '_age')}"
-    )
+    return f"{ways}; or its age: {_format_transform('age', column, 'until: 2026-01-01, unit: days', column + '_age')}"
 
 
-def _field_of(kind: pa.DataType, column: str) -> str | None:
+def _advise_fields(kind: pa.DataType, column: str) -> str | None:
     """Return advice on the names of fields inside a struct or map; None for other types."""
     inside = leaf_names(pa.schema([(column, kind)]))
     if inside == [column]:
         return None
-    return f"name what is inside of it: {_some(inside)} (of a sparse feature, with column: NAME)"
+    return f"name what is inside of it: {_format_names(inside)} (of a sparse feature, with column: NAME)"
 
 
-def _by_hand() -> str:
+def _advise_manual_conversion() -> str:
     return "leave it out, or make numbers of it: data.transforms with {do: 'module:function'}"
 
 
-def _transform(do: str, column: str, settings: str, into: str | None = None) -> str:
+def _format_transform(do: str, column: str, settings: str, into: str | None = None) -> str:
     target = f", into: [{scalar(into)}]" if into else ""
     return f"data.transforms: {{do: {do}, columns: [{scalar(column)}], {settings}{target}}}"
 
 
-def _short(kind: pa.DataType) -> str:
+def _truncate_type(kind: pa.DataType) -> str:
     text = str(kind)
     return text if len(text) < 200 else f"{text[:200]}…"

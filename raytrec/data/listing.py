@@ -15,13 +15,31 @@ from pyarrow import fs
 from raytrec.common.errors import DataError, first_line
 from raytrec.common.storage import open_filesystem
 from raytrec.config.data import folders
-from raytrec.data.partitions import ALL, Between, check_no_table, in_folders, in_order, within
+from raytrec.data.partitions import (
+    ALL,
+    PartitionBounds,
+    check_no_table_format,
+    in_order,
+    parse_folder_values,
+    within,
+)
 
-PARQUET = (b"PAR1", b"PARE")  # first and last bytes of a file; PARE: the footer is encrypted
-PARTIAL = (".tmp", ".temp", ".part", ".crdownload", ".inprogress", "._copying_", ".swp", ".bak", ".old", "~")
-HIDDEN_NAME, TWICE, OUTSIDE = "hidden", "reached twice", "outside data.partitions"
-KEPT_NAMES = 100  # maximum number of names for each reason in the run folder
-NO_FILE = "not readable files: pipes, devices, links to nothing, or names that are not UTF-8"
+PARQUET_MAGIC = (b"PAR1", b"PARE")  # first and last bytes of a file; PARE: the footer is encrypted
+TEMPORARY_SUFFIXES = (
+    ".tmp",
+    ".temp",
+    ".part",
+    ".crdownload",
+    ".inprogress",
+    "._copying_",
+    ".swp",
+    ".bak",
+    ".old",
+    "~",
+)
+REASON_HIDDEN, TWICE, REASON_OUTSIDE_PARTITIONS = "hidden", "reached twice", "outside data.partitions"
+MAX_NAMES_PER_REASON = 100  # maximum number of names for each reason in the run folder
+REASON_UNREADABLE = "not readable files: pipes, devices, links to nothing, or names that are not UTF-8"
 
 
 @dataclass(frozen=True)
@@ -45,11 +63,11 @@ class Listing:
     def record(self) -> dict[str, Any]:
         """Return the record for the run folder: counts in words and by reason, and names of some files."""
         counts = {"read": len(self.files)} | {why: len(paths) for why, paths in self.left_out.items()}
-        left_out = {why: paths[:KEPT_NAMES] for why, paths in self.left_out.items()}
+        left_out = {why: paths[:MAX_NAMES_PER_REASON] for why, paths in self.left_out.items()}
         return {"text": str(self), "counts": counts, "left_out": left_out}
 
 
-def list_files(places: str | list[str], key: str, between: Between = ALL) -> Listing:
+def list_files(places: str | list[str], key: str, between: PartitionBounds = ALL) -> Listing:
     """List the Parquet files of folders, in the order of folders and by path in each folder.
 
     A file is read if its name ends with .parquet, in any case, or if it begins and ends with Parquet's magic
@@ -91,7 +109,7 @@ def _name(path: str) -> str:
     return path.rstrip("/").rpartition("/")[2]
 
 
-def _list_folder(uri: str, key: str, between: Between) -> Listing:
+def _list_folder(uri: str, key: str, between: PartitionBounds) -> Listing:
     filesystem, path = open_filesystem(uri)
     prefix = uri.partition("://")[0] + "://" if "://" in uri else ""
     where = f"{key}={uri}"
@@ -108,18 +126,18 @@ def _list_folder(uri: str, key: str, between: Between) -> Listing:
             raise DataError("this is not a file, but a pipe or a device", where=where, expected="Parquet")
         local, linked = filesystem.type_name == "local", set[str]()
         left_out = defaultdict[str, list[str]](list)
-        entries: list[Entry] = []
+        entries: list[ListedFile] = []
         if kind == fs.FileType.Directory:
-            entries = _walk(path, linked, left_out) if local else _list_store(filesystem, path)
+            entries = _list_local_folder(path, linked, left_out) if local else _list_store(filesystem, path)
     except OSError as error:
         raise DataError(f"cannot list the folder: {error}", where=where) from None
     top = os.path.realpath(path) if local else path
-    check_no_table(filesystem, top, (found for found, *_ in entries), where)
+    check_no_table_format(filesystem, top, (found for found, *_ in entries), where)
     for folder in sorted(linked):
-        check_no_table(filesystem, folder, (), where)
+        check_no_table_format(filesystem, folder, (), where)
     if kind == fs.FileType.File:
         return Listing((prefix + path,))
-    files = _choose(filesystem, path, entries, left_out, where)
+    files = _select_parquet_files(filesystem, path, entries, left_out, where)
     if not files:
         raise DataError(
             "the folder holds no Parquet files",
@@ -129,7 +147,7 @@ def _list_folder(uri: str, key: str, between: Between) -> Listing:
         )
     if any(between):
         chosen = within(files, path, between, uri)
-        left_out[OUTSIDE] += set(files) - set(chosen)
+        left_out[REASON_OUTSIDE_PARTITIONS] += set(files) - set(chosen)
         files = chosen
     return Listing(
         tuple(prefix + file for file in files),
@@ -137,10 +155,10 @@ def _list_folder(uri: str, key: str, between: Between) -> Listing:
     )
 
 
-Entry = tuple[str, int | None]  # path, bytes; None: a pipe, a device or a link to nothing
+ListedFile = tuple[str, int | None]  # path, bytes; None: a pipe, a device or a link to nothing
 
 
-def _walk(root: str, linked: set[str], left_out: dict[str, list[str]]) -> list[Entry]:
+def _list_local_folder(root: str, linked: set[str], left_out: dict[str, list[str]]) -> list[ListedFile]:
     """Return the entries of a local folder.
 
     Symbolic links are followed after all other entries are visited. Hidden folders are not entered. Hard
@@ -151,7 +169,7 @@ def _walk(root: str, linked: set[str], left_out: dict[str, list[str]]) -> list[E
         linked: Set that receives the folders that contain the targets of symbolic links.
         left_out: Mapping that receives the entries that links reach a second time.
     """
-    entries: list[Entry] = []
+    entries: list[ListedFile] = []
     seen: dict[tuple[int, int], str] = {}
     inside, links = deque[str](), deque[str]()
 
@@ -163,8 +181,10 @@ def _walk(root: str, linked: set[str], left_out: dict[str, list[str]]) -> list[E
             return
         is_folder = S_ISDIR(stat.st_mode)
         first = seen.setdefault((stat.st_dev, stat.st_ino or hash(path)), path)
-        if first != path and (is_link or is_folder or in_folders(first) == in_folders(path)):
-            left_out[TWICE].append(as_utf8(path))
+        if first != path and (
+            is_link or is_folder or parse_folder_values(first) == parse_folder_values(path)
+        ):
+            left_out[TWICE].append(to_utf8(path))
         elif is_folder:
             inside.append(path)
         else:
@@ -184,16 +204,16 @@ def _walk(root: str, linked: set[str], left_out: dict[str, list[str]]) -> list[E
                 links.append(entry.path)
             else:
                 visit(entry.path, False)
-    as_text = [(as_utf8(path), path, size) for path, size in entries]
+    as_text = [(to_utf8(path), path, size) for path, size in entries]
     return [(text, size if text == path else None) for text, path, size in as_text]
 
 
-def as_utf8(path: str) -> str:
+def to_utf8(path: str) -> str:
     """Return a path in which bytes that are not UTF-8 are replaced by escapes."""
     return path.encode(errors="backslashreplace").decode()
 
 
-def _list_store(filesystem: fs.FileSystem, root: str) -> list[Entry]:
+def _list_store(filesystem: fs.FileSystem, root: str) -> list[ListedFile]:
     """Return the objects below a folder of an object store, and each hidden folder as one entry."""
     entries: dict[str, int | None] = {}
     for info in filesystem.get_file_info(fs.FileSelector(root, recursive=True)):
@@ -211,8 +231,12 @@ def _is_hidden(name: str) -> bool:
     return name.startswith(".") or (name.startswith("_") and "=" not in name)
 
 
-def _choose(
-    filesystem: fs.FileSystem, root: str, entries: list[Entry], left_out: dict[str, list[str]], where: str
+def _select_parquet_files(
+    filesystem: fs.FileSystem,
+    root: str,
+    entries: list[ListedFile],
+    left_out: dict[str, list[str]],
+    where: str,
 ) -> list[str]:
     """Return the Parquet files among the entries in order, and add the other entries to `left_out`.
 
@@ -223,34 +247,34 @@ def _choose(
     for path, size in entries:
         name = _name(path).lower()
         if _is_hidden(name):
-            left_out[HIDDEN_NAME].append(path)
+            left_out[REASON_HIDDEN].append(path)
         elif size is None:
             odd.append(path)
         elif name.endswith(".parquet"):
             files.append(path)
         elif not size:
             left_out["empty"].append(path)
-        elif name.endswith(PARTIAL):
+        elif name.endswith(TEMPORARY_SUFFIXES):
             left_out["temporary or a backup"].append(path)
         else:
             unknown.append(path)
     if named := sorted(path for path in odd if path.lower().endswith(".parquet")):
         raise DataError(
-            f"{len(named)} of the .parquet in the folder are {NO_FILE}",
+            f"{len(named)} of the .parquet in the folder are {REASON_UNREADABLE}",
             where=f"{where}, {named[0]}",
             expected="files",
             do="remove them, or name them with _ at the beginning",
         )
     if odd:
-        left_out[NO_FILE] += odd
+        left_out[REASON_UNREADABLE] += odd
     with ThreadPoolExecutor(16) as pool:
-        reasons = pool.map(partial(_why_not, filesystem), unknown)
+        reasons = pool.map(partial(_find_rejection_reason, filesystem), unknown)
         for path, why in zip(unknown, reasons, strict=True):
             (files if why is None else left_out[why]).append(path)
     return sorted(files, key=lambda path: (in_order(path), path))
 
 
-def _why_not(filesystem: fs.FileSystem, path: str) -> str | None:
+def _find_rejection_reason(filesystem: fs.FileSystem, path: str) -> str | None:
     """Return the reason why a file is not Parquet, from its first and last bytes; None for a Parquet file."""
     try:
         with filesystem.open_input_file(path) as file:
@@ -258,6 +282,6 @@ def _why_not(filesystem: fs.FileSystem, path: str) -> str | None:
             first, last = file.read_at(4, 0), file.read_at(4, max(0, size - 4))
     except OSError as error:
         return f"unreadable: {first_line(error)}"
-    if first not in PARQUET:
+    if first not in PARQUET_MAGIC:
         return "not Parquet"
-    return None if last in PARQUET else "cut off or still being written"
+    return None if last in PARQUET_MAGIC else "cut off or still being written"

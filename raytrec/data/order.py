@@ -50,7 +50,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Item:
+class LaneItem:
     """Unit of work of a read task: consecutive rows of one lane.
 
     Attributes:
@@ -115,7 +115,7 @@ class Order:
 
     def local_rows(self, rows: int, step: int, rank: int, world: int) -> int:
         """Return the number of rows of a rank's part of the global batch at a step of the epoch."""
-        batch, (low, high) = self.global_rows(rows, step), self.lanes_of(rank, world)
+        batch, (low, high) = self.global_rows(rows, step), self.lane_range(rank, world)
         return high * batch // self.lanes - low * batch // self.lanes
 
     def shares(self, rows: int, step: int, rank: int, world: int) -> list[tuple[int, int]]:
@@ -125,14 +125,14 @@ class Order:
         """
         if self.shuffle == "none":
             return [(0, self.local_rows(rows, step, rank, world))]
-        batch, (low, high) = self.global_rows(rows, step), self.lanes_of(rank, world)
+        batch, (low, high) = self.global_rows(rows, step), self.lane_range(rank, world)
         return [(lane, share(batch, lane, self.lanes)) for lane in range(low, high)]
 
     def padded_rows(self, rows: int, step: int, world: int) -> int:
         """Return the number of rows to which every rank pads its part: the largest part, at least 1."""
         return _largest_part(self.global_rows(rows, step), self.lanes, world)
 
-    def lanes_of(self, rank: int, world: int) -> tuple[int, int]:
+    def lane_range(self, rank: int, world: int) -> tuple[int, int]:
         """Return the range [low, high) of a rank's lanes."""
         return rank * self.lanes // world, (rank + 1) * self.lanes // world
 
@@ -157,17 +157,19 @@ class Order:
             number += group.split.total if group.split else group.rows
         return pieces
 
-    def items(self, dataset: Dataset, epoch: int, rank: int, world: int, start_step: int = 0) -> list[Item]:
+    def items(
+        self, dataset: Dataset, epoch: int, rank: int, world: int, start_step: int = 0
+    ) -> list[LaneItem]:
         """Return a rank's items for the steps from `start_step` on, in the order of their first steps."""
-        layout = _Layout(dataset, self, epoch)
-        low, high = self.lanes_of(rank, world)
+        layout = _EpochLayout(dataset, self, epoch)
+        low, high = self.lane_range(rank, world)
         if self.shuffle == "none":
             return layout.slices(low, high, start_step)
         items = [item for lane in range(low, high) for item in layout.lane(lane, start_step)]
         return sorted(items, key=lambda item: (item.step, item.lane))
 
 
-class _Layout:
+class _EpochLayout:
     """An epoch's permuted pieces as one long sequence of rows."""
 
     def __init__(self, dataset: Dataset, order: Order, epoch: int):
@@ -207,7 +209,7 @@ class _Layout:
         if window:
             yield tuple(window)
 
-    def lane(self, lane: int, start_step: int) -> list[Item]:
+    def lane(self, lane: int, start_step: int) -> list[LaneItem]:
         """Return the items of one lane from a step to the end of the epoch."""
         order = self.order
         per_step = share(order.batch_rows, lane, order.lanes)
@@ -223,11 +225,11 @@ class _Layout:
             if skip < rows:
                 step = (position + skip) // per_step if per_step else self.full
                 seed = (order.seed, self.epoch, lane, start + position) if order.shuffle == "window" else None
-                items.append(Item(lane, min(step, self.full), window, seed, skip, self.draw))
+                items.append(LaneItem(lane, min(step, self.full), window, seed, skip, self.draw))
             position += rows
         return items
 
-    def slices(self, low: int, high: int, start_step: int) -> list[Item]:
+    def slices(self, low: int, high: int, start_step: int) -> list[LaneItem]:
         """Return the items of a rank's slices of all batches in file order, one item for each piece."""
         order = self.order
         per_piece: dict[int, tuple[int, list[Part]]] = {}  # piece → (first step that needs it, parts)
@@ -237,7 +239,7 @@ class _Layout:
             span = begin + offset(batch, low, order.lanes), begin + offset(batch, high, order.lanes)
             for i, part in self.parts(*span) if span[0] < span[1] else ():
                 per_piece.setdefault(i, (step, []))[1].append(part)
-        return [Item(0, step, tuple(parts), None, draw=self.draw) for step, parts in per_piece.values()]
+        return [LaneItem(0, step, tuple(parts), None, draw=self.draw) for step, parts in per_piece.values()]
 
 
 @lru_cache(maxsize=64)  # called at every step, with only two batch sizes in an epoch

@@ -16,54 +16,54 @@ import pyarrow as pa
 from pyarrow import fs
 
 from raytrec.common.errors import DataError
-from raytrec.data.arrow import Ambiguous, find_column
-from raytrec.data.form import Form
+from raytrec.data.arrow import AmbiguousColumnError, find_column
+from raytrec.data.form import ResolvedReadPlan
 
-Between = tuple[str | None, str | None]  # first and last partition, both included; None: no bound
-ALL: Between = (None, None)
-NO_VALUE = "__HIVE_DEFAULT_PARTITION__"  # the folder of rows without a value
+PartitionBounds = tuple[str | None, str | None]  # first and last partition, both included; None: no bound
+ALL: PartitionBounds = (None, None)
+NULL_PARTITION_VALUE = "__HIVE_DEFAULT_PARTITION__"  # the folder of rows without a value
 INTEGER = re.compile(r"0|-?[1-9][0-9]{0,17}")  # canonical spelling only: 04 and 4 are different texts
 DIGITS = re.compile(r"-?[0-9]+")  # compared as numbers in any spelling
 
 
-PARENTS = 7  # levels to search: keys of a partition, a folder such as data/, and the table
+MAX_PARENT_LEVELS = 7  # levels to search: keys of a partition, a folder such as data/, and the table
 # Table format → (pattern of its records' path below the table, code that writes current rows as Parquet).
-SPARK = 'spark.read.format("{}").load("{{table}}").write.parquet("plain")'
-FORMATS = {
+SPARK_CONVERSION = 'spark.read.format("{}").load("{{table}}").write.parquet("plain")'
+TABLE_FORMATS = {
     "a Delta Lake table": (
         r"_delta_log",
         'pyarrow.dataset.write_dataset(deltalake.DeltaTable("{table}").to_pyarrow_dataset(), "plain", '
-        'format="parquet"), or ' + SPARK.format("delta"),
+        'format="parquet"), or ' + SPARK_CONVERSION.format("delta"),
     ),
     "an Iceberg table": (
         r"metadata/(?:[^/]*\.metadata\.json(?:\.gz)?|version-hint\.text)",
         "pyarrow.parquet.write_table(pyiceberg.table.StaticTable.from_metadata(NEWEST_METADATA_JSON).scan()"
-        '.to_arrow(), "plain.parquet"), or ' + SPARK.format("iceberg"),
+        '.to_arrow(), "plain.parquet"), or ' + SPARK_CONVERSION.format("iceberg"),
     ),
-    "a Hudi table": (r"\.hoodie", SPARK.format("hudi")),
-    "a Paimon table": (r"snapshot/(?:snapshot-\d+|EARLIEST|LATEST)", SPARK.format("paimon")),
+    "a Hudi table": (r"\.hoodie", SPARK_CONVERSION.format("hudi")),
+    "a Paimon table": (r"snapshot/(?:snapshot-\d+|EARLIEST|LATEST)", SPARK_CONVERSION.format("paimon")),
     "a transactional Hive table": (
         r"(?:base_\d{7,}(?:_v\d+)?|(?:delete_)?delta_\d{7,}_\d{7,}(?:_\d+)?(?:_v\d+)?)",
         'spark.table(NAME).write.parquet("plain"), or CREATE TABLE … STORED AS PARQUET AS SELECT in Hive',
     ),
-    "the output of a Spark stream": (r"_spark_metadata", SPARK.format("parquet")),
+    "the output of a Spark stream": (r"_spark_metadata", SPARK_CONVERSION.format("parquet")),
 }
 RECORDS = ("_delta_log", "metadata", ".hoodie", "snapshot", "_spark_metadata")  # folders of the records
-_PATTERNS = {name: re.compile(rf"/{pattern}(?=/|$)") for name, (pattern, _) in FORMATS.items()}
+_PATTERNS = {name: re.compile(rf"/{pattern}(?=/|$)") for name, (pattern, _) in TABLE_FORMATS.items()}
 
 
 def in_order(path: str) -> list[tuple]:
     """Return a sort key of a path, in which integer values of key=value folders are compared as numbers."""
-    return [_rank(part) for part in path.split("/")]
+    return [_sort_key(part) for part in path.split("/")]
 
 
-def _rank(part: str) -> tuple:
+def _sort_key(part: str) -> tuple:
     key, equals, value = part.partition("=")
     whole = equals and DIGITS.fullmatch(value)
-    return (key, 0, int(value), "") if whole else (key, 1, 0, _decoded(value))
+    return (key, 0, int(value), "") if whole else (key, 1, 0, _percent_decode(value))
 
 
-def _decoded(text: str) -> str:
+def _percent_decode(text: str) -> str:
     """Return a key or value without percent-encoding, or unchanged if the result is not UTF-8."""
     try:
         return unquote(text, errors="strict")
@@ -71,7 +71,7 @@ def _decoded(text: str) -> str:
         return text
 
 
-def within(paths: list[str], root: str, between: Between, uri: str) -> list[str]:
+def within(paths: list[str], root: str, between: PartitionBounds, uri: str) -> list[str]:
     """Return the paths whose partition is in a range.
 
     A bound names all partition keys or only the outermost ones. The last bound `date=2026-11-07` includes
@@ -86,7 +86,7 @@ def within(paths: list[str], root: str, between: Between, uri: str) -> list[str]
     Raises:
         DataError: The keys of a bound differ from the keys of the folders, or no file is in the range.
     """
-    first, last = (in_order(_checked(bound)) if bound else [] for bound in between)
+    first, last = (in_order(_check_bound(bound)) if bound else [] for bound in between)
     chosen = []
     for path in paths:
         partition = "/".join(part for part in path.removeprefix(root).split("/")[:-1] if "=" in part)
@@ -110,7 +110,7 @@ def within(paths: list[str], root: str, between: Between, uri: str) -> list[str]
     return chosen
 
 
-def _checked(bound: str) -> str:
+def _check_bound(bound: str) -> str:
     parts = bound.strip("/").split("/")
     if not all(re.fullmatch(r"[^=/]+=[^=/]+", part) for part in parts):
         raise DataError(
@@ -121,63 +121,63 @@ def _checked(bound: str) -> str:
     return "/".join(parts)
 
 
-def in_folders(path: str) -> dict[str, str | None]:
+def parse_folder_values(path: str) -> dict[str, str | None]:
     """Return the values of the key=value folders on a file's path; the innermost folder of a key applies."""
     found = {}
     for part in path.split("/")[:-1]:
         key, equals, value = part.partition("=")
         if equals and key:
-            found[_decoded(key)] = None if value == NO_VALUE else _decoded(value)
+            found[_percent_decode(key)] = None if value == NULL_PARTITION_VALUE else _percent_decode(value)
     return found
 
 
-def find_in_folders(arrow: pa.Schema, form: Form, uri: str) -> frozenset[str]:
+def find_folder_columns(arrow: pa.Schema, form: ResolvedReadPlan, uri: str) -> frozenset[str]:
     """Return the columns that a file does not hold and the names of its folders do."""
-    folders = in_folders(uri)
-    return frozenset(name for name in form.columns if name in folders and not _holds(arrow, name))
+    folders = parse_folder_values(uri)
+    return frozenset(name for name in form.columns if name in folders and not _has_column(arrow, name))
 
 
-def _holds(arrow: pa.Schema, name: str) -> bool:
+def _has_column(arrow: pa.Schema, name: str) -> bool:
     try:
         return find_column(arrow, name) is not None
-    except Ambiguous:
+    except AmbiguousColumnError:
         return True
 
 
-def type_of_folders(values: Iterable[str | None]) -> pa.DataType:
+def infer_folder_type(values: Iterable[str | None]) -> pa.DataType:
     """Return the type of values in folder names: int64 if all are integers, else text."""
     whole = all(value is None or INTEGER.fullmatch(value) for value in values)
     return pa.int64() if whole else pa.string()
 
 
-def folder_column(path: str, name: str, kind: pa.DataType | None, rows: int) -> pa.Array:
+def build_folder_column(path: str, name: str, kind: pa.DataType | None, rows: int) -> pa.Array:
     """Return a column of a file's rows from the names of its folders, in type `kind`; None: text."""
-    text, kind = in_folders(path)[name], kind or pa.string()
+    text, kind = parse_folder_values(path)[name], kind or pa.string()
     value = int(text) if text is not None and pa.types.is_integer(kind) else text
     return pa.repeat(pa.scalar(value, kind), rows)
 
 
-def folder_types(paths: Iterable[str], text: Container[str] = ()) -> dict[str, pa.DataType]:
+def infer_folder_types(paths: Iterable[str], text: Container[str] = ()) -> dict[str, pa.DataType]:
     """Return the type of each key in the folder names of files.
 
     Args:
         paths: Paths of files.
         text: Keys that are always text.
     """
-    values = folder_values(paths)
-    return {key: pa.string() if key in text else type_of_folders(each) for key, each in values.items()}
+    values = collect_folder_values(paths)
+    return {key: pa.string() if key in text else infer_folder_type(each) for key, each in values.items()}
 
 
-def folder_values(paths: Iterable[str]) -> dict[str, set[str | None]]:
+def collect_folder_values(paths: Iterable[str]) -> dict[str, set[str | None]]:
     """Return the values of each key in the folder names of files; None stands for a missing value."""
     values: dict[str, set[str | None]] = {}
     for folder in {path.rpartition("/")[0] for path in paths}:
-        for key, value in in_folders(f"{folder}/").items():
+        for key, value in parse_folder_values(f"{folder}/").items():
             values.setdefault(key, set()).add(value)
     return values
 
 
-def check_no_table(filesystem: fs.FileSystem, path: str, inside: Iterable[str], where: str) -> None:
+def check_no_table_format(filesystem: fs.FileSystem, path: str, inside: Iterable[str], where: str) -> None:
     """Check that no table format owns a folder, its parents or folders inside of the folder.
 
     Args:
@@ -189,10 +189,12 @@ def check_no_table(filesystem: fs.FileSystem, path: str, inside: Iterable[str], 
     Raises:
         DataError: The folder belongs to a table.
     """
-    places = [str(folder) for folder in (PurePosixPath(path), *PurePosixPath(path).parents)][:PARENTS]
+    places = [str(folder) for folder in (PurePosixPath(path), *PurePosixPath(path).parents)][
+        :MAX_PARENT_LEVELS
+    ]
     asked = [f"{folder.rstrip('/')}/{name}" for folder in places for name in RECORDS]
     with ThreadPoolExecutor(16) as pool:
-        above = [found for each in pool.map(partial(_entries, filesystem), asked) for found in each]
+        above = [found for each in pool.map(partial(_list_entries, filesystem), asked) for found in each]
     for entry in [path, *above, *inside]:
         for name, pattern in _PATTERNS.items():
             if found := pattern.search(entry):
@@ -202,11 +204,12 @@ def check_no_table(filesystem: fs.FileSystem, path: str, inside: Iterable[str], 
                     "replaced or never committed",
                     where=f"{where}, {table}{found.group()}",
                     expected="a folder of Parquet files whose rows are all current",
-                    do="write the current rows as plain Parquet: " + FORMATS[name][1].format(table=table),
+                    do="write the current rows as plain Parquet: "
+                    + TABLE_FORMATS[name][1].format(table=table),
                 )
 
 
-def _entries(filesystem: fs.FileSystem, folder: str) -> list[str]:
+def _list_entries(filesystem: fs.FileSystem, folder: str) -> list[str]:
     """Return the paths in a folder; no paths if the folder does not exist or cannot be listed."""
     try:
         return [info.path for info in filesystem.get_file_info(fs.FileSelector(folder, allow_not_found=True))]

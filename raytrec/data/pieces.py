@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from raytrec.data.canonical import RESERVED_PREFIX
-from raytrec.data.order import Item
+from raytrec.data.order import LaneItem
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Rows:
         return [values[begin:end] for values, (begin, end) in zip(chunk.values, bounds, strict=True)]
 
 
-class Joined:
+class JoinedRows:
     """Concatenation of several slices of chunks.
 
     Attributes:
@@ -132,14 +132,14 @@ class Joined:
         return self._lengths[:, self._places[name]]
 
 
-class Supply:
+class LaneQueues:
     """Queue, for each lane, of rows that have been read and not yet taken.
 
     Attributes:
         due: Number of rows that have not been read yet.
     """
 
-    def __init__(self, items: list[Item], tables: Iterator[pa.Table]):
+    def __init__(self, items: list[LaneItem], tables: Iterator[pa.Table]):
         self.due = sum(item.rows for item in items)
         self._items, self._tables = iter(items), tables
         self._lanes: dict[int, deque[Rows]] = {}

@@ -16,23 +16,27 @@ import numpy as np
 import pyarrow as pa
 
 from raytrec.common.errors import DataError
-from raytrec.common.memory import give_back, keep_memory
-from raytrec.data.canonical import canonical, nothing, shuffled
+from raytrec.common.memory import retain_freed_memory, trim_memory
+from raytrec.data.canonical import canonical, nothing, shuffle_rows
 from raytrec.data.columns import Place
-from raytrec.data.form import Form
+from raytrec.data.form import ResolvedReadPlan
 from raytrec.data.fragments import Dataset
-from raytrec.data.order import Item, Part
-from raytrec.data.pages.decode import Faults, decode_columns
+from raytrec.data.order import LaneItem, Part
+from raytrec.data.pages.decode import ReadErrorPolicy, decode_columns
 from raytrec.data.transform import Draw, apply_transforms
 
 AHEAD = 2  # number of items decoded ahead, each in a thread
 NICE = 10  # nice value of the decoding threads
-MOST_BAD_ROWS = 64  # bad rows of a row group that are located individually; beyond, whole slices are skipped
-CHECKED_ROWS = 1 << 16  # number of rows read at a time by checks before the run
-MOST_ACCUSED = 4  # number of row groups that are read because of their footers
+MAX_LOCATED_BAD_ROWS = (
+    64  # bad rows of a row group that are located individually; beyond, whole slices are skipped
+)
+CHECK_BATCH_ROWS = 1 << 16  # number of rows read at a time by checks before the run
+MAX_CHECKED_SUSPECT_GROUPS = 4  # number of row groups that are read because of their footers
 
 
-def read_items(items: Any, form: Form, faults: Faults | None, index: pa.Table) -> Iterator[pa.Table]:
+def read_items(
+    items: Any, form: ResolvedReadPlan, faults: ReadErrorPolicy | None, index: pa.Table
+) -> Iterator[pa.Table]:
     """Yield the tables of one Ray Data task's items.
 
     While an item is checked and yielded, threads decode the next items.
@@ -43,19 +47,19 @@ def read_items(items: Any, form: Form, faults: Faults | None, index: pa.Table) -
         faults: Treatment of rows that cannot be read; None: a DataError is raised.
         index: Table whose column `id` has the task's positions in the list.
     """
-    whole = _fetched(items)
+    whole = _get_items(items)
     mine = [whole[i] for i in index["id"].to_pylist()]
-    with ThreadPoolExecutor(AHEAD, initializer=_give_way) as thread:
+    with ThreadPoolExecutor(AHEAD, initializer=_lower_priority) as thread:
         coming = deque(thread.submit(decode_item, item, form) for item in mine[:AHEAD])
         for item, following in zip_longest(mine, mine[AHEAD:]):
             decoded = coming.popleft().result()
             if following is not None:
                 coming.append(thread.submit(decode_item, following, form))
             yield finish_item(item, decoded, form, faults)
-    give_back()
+    trim_memory()
 
 
-def _give_way() -> None:
+def _lower_priority() -> None:
     """Lower the priority of this thread, so that decoding does not delay a rank that all ranks wait for.
 
     On Linux, each thread has its own priority. Ray may have set a lower priority, which only root can raise.
@@ -65,13 +69,13 @@ def _give_way() -> None:
 
 
 @lru_cache(maxsize=2)  # the lists of this epoch and the next
-def _fetched(items: Any) -> list[Item]:
+def _get_items(items: Any) -> list[LaneItem]:
     import ray
 
     return ray.get(items)
 
 
-def read_item(item: Item, form: Form, faults: Faults | None = None) -> pa.Table:
+def read_item(item: LaneItem, form: ResolvedReadPlan, faults: ReadErrorPolicy | None = None) -> pa.Table:
     """Return the rows of an item in canonical form, shuffled if the item has a seed.
 
     The table always has `item.rows` rows.
@@ -83,9 +87,9 @@ def read_item(item: Item, form: Form, faults: Faults | None = None) -> pa.Table:
     return finish_item(item, decode_item(item, form), form, faults)
 
 
-def decode_item(item: Item, form: Form) -> list[pa.Table | DataError]:
+def decode_item(item: LaneItem, form: ResolvedReadPlan) -> list[pa.Table | DataError]:
     """Return the decoded rows of each row group that an item's parts span, or the error of the row group."""
-    keep_memory()
+    retain_freed_memory()
     decoded: list[pa.Table | DataError] = []
     for (path, group), parts in _groups(item):
         try:
@@ -98,20 +102,25 @@ def decode_item(item: Item, form: Form) -> list[pa.Table | DataError]:
 
 
 def finish_item(
-    item: Item, decoded: list[pa.Table | DataError], form: Form, faults: Faults | None = None
+    item: LaneItem,
+    decoded: list[pa.Table | DataError],
+    form: ResolvedReadPlan,
+    faults: ReadErrorPolicy | None = None,
 ) -> pa.Table:
     """Convert the result of `decode_item` to the result of `read_item`."""
     pieces = []
     for ((path, group), parts), table in zip(_groups(item), decoded, strict=True):
         draw = Draw(item.draw, parts[0].number - parts[0].first + _span(parts)[0])
-        pieces.append(_finish_group(Place(path, group, 0), parts, table, form, faults or Faults(), draw))
+        pieces.append(
+            _finish_group(Place(path, group, 0), parts, table, form, faults or ReadErrorPolicy(), draw)
+        )
     table = pieces[0] if len(pieces) == 1 else pa.concat_tables(pieces)
     if item.seed is not None:
-        table = shuffled(table, np.random.default_rng(item.seed))
+        table = shuffle_rows(table, np.random.default_rng(item.seed))
     return table.slice(item.skip) if item.skip else table
 
 
-def _groups(item: Item) -> list[tuple[tuple[str, int], list[Part]]]:
+def _groups(item: LaneItem) -> list[tuple[tuple[str, int], list[Part]]]:
     """Return ((file, row group), parts) for each row group of an item."""
     found = groupby(item.parts, key=lambda part: (part.path, part.group))
     return [(key, list(parts)) for key, parts in found]
@@ -124,7 +133,12 @@ def _span(parts: list[Part]) -> tuple[int, int]:
 
 
 def _finish_group(
-    place: Place, parts: list[Part], table: pa.Table | DataError, form: Form, faults: Faults, draw: Draw
+    place: Place,
+    parts: list[Part],
+    table: pa.Table | DataError,
+    form: ResolvedReadPlan,
+    faults: ReadErrorPolicy,
+    draw: Draw,
 ) -> pa.Table:
     """Return the parts of one row group in canonical form.
 
@@ -144,50 +158,52 @@ def _finish_group(
     except DataError as error:
         rows = sum(part.rows for part in parts)
         faults.leave_out(error, rows)
-        return _absent(rows, form)
+        return _make_skipped_rows(rows, form)
     first, _ = _span(parts)
     place = replace(place, first=first)
-    whole = _present(table, form, place, faults) if faults.skip else canonical(table, form, place)
+    whole = _skip_bad_rows(table, form, place, faults) if faults.skip else canonical(table, form, place)
     if len(parts) == 1 and parts[0].split is None:
         return whole
-    return pa.concat_tables([_rows_of(part, whole, first) for part in parts])
+    return pa.concat_tables([_split_rows(part, whole, first) for part in parts])
 
 
-def _rows_of(part: Part, table: pa.Table, first: int) -> pa.Table:
+def _split_rows(part: Part, table: pa.Table, first: int) -> pa.Table:
     """Return the rows of a part from a table whose first row is row `first` of the row group."""
     if part.split is None:
         return table.slice(part.first - first, part.rows)
     return table.take(pa.array(part.split.rows()[part.first : part.first + part.rows] - first))
 
 
-def _present(table: pa.Table, form: Form, place: Place, faults: Faults, left: list | None = None) -> pa.Table:
+def _skip_bad_rows(
+    table: pa.Table, form: ResolvedReadPlan, place: Place, faults: ReadErrorPolicy, left: list | None = None
+) -> pa.Table:
     """Return the canonical form with a column `present`. Bad rows, found by bisection, are not present."""
-    left = [MOST_BAD_ROWS] if left is None else left
+    left = [MAX_LOCATED_BAD_ROWS] if left is None else left
     try:
         return canonical(table, form, place).append_column("present", pa.array(np.ones(len(table), bool)))
     except DataError as error:
         if len(table) == 1 or not left[0]:
             left[0] -= left[0] > 0
             faults.leave_out(error, len(table))
-            return _absent(len(table), form)
+            return _make_skipped_rows(len(table), form)
     half = len(table) // 2
     after = Place(place.path, place.group, place.first + half)
-    first_half = _present(table.slice(0, half), form, place, faults, left)
-    return pa.concat_tables([first_half, _present(table.slice(half), form, after, faults, left)])
+    first_half = _skip_bad_rows(table.slice(0, half), form, place, faults, left)
+    return pa.concat_tables([first_half, _skip_bad_rows(table.slice(half), form, after, faults, left)])
 
 
-def _absent(rows: int, form: Form) -> pa.Table:
+def _make_skipped_rows(rows: int, form: ResolvedReadPlan) -> pa.Table:
     """Return skipped rows: canonical rows without values that are not present."""
     return nothing(form, rows).append_column("present", pa.array(np.zeros(rows, bool)))
 
 
-def check_accused(dataset: Dataset) -> None:
+def check_suspect_groups(dataset: Dataset) -> None:
     """Read the first row groups whose footers show values that the schema does not allow.
 
     Raises:
         DataError: A row group has such a value; names file, row group, column and row.
     """
-    for group in dataset.accused[:MOST_ACCUSED]:
-        for first in range(0, group.rows, CHECKED_ROWS):
-            part = Part(group.path, group.index, first, min(CHECKED_ROWS, group.rows - first))
-            read_item(Item(0, 0, (part,), None), dataset.form)
+    for group in dataset.accused[:MAX_CHECKED_SUSPECT_GROUPS]:
+        for first in range(0, group.rows, CHECK_BATCH_ROWS):
+            part = Part(group.path, group.index, first, min(CHECK_BATCH_ROWS, group.rows - first))
+            read_item(LaneItem(0, 0, (part,), None), dataset.form)

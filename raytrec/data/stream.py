@@ -15,20 +15,25 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from raytrec.common.errors import root_cause
-from raytrec.common.memory import give_back, keep_memory
-from raytrec.compat.ray_core import nodes_without_gpus
-from raytrec.compat.ray_data import ask_for_no_nodes, keep_no_statistics, pace_executors, prefer_node
+from raytrec.common.errors import get_root_cause
+from raytrec.common.memory import retain_freed_memory, trim_memory
+from raytrec.compat.ray_core import find_nodes_without_gpus
+from raytrec.compat.ray_data import (
+    disable_autoscaling_requests,
+    disable_statistics,
+    prefer_node,
+    throttle_executors,
+)
 from raytrec.config.features import Features
 from raytrec.data.batch import Batch, Collator
 from raytrec.data.fragments import Dataset
-from raytrec.data.order import Item
-from raytrec.data.pages.decode import Faults
-from raytrec.data.pieces import Supply
+from raytrec.data.order import LaneItem
+from raytrec.data.pages.decode import ReadErrorPolicy
+from raytrec.data.pieces import LaneQueues
 from raytrec.data.rows import read_items
 
-NODES_EVERY_S = 10.0  # interval at which the list of nodes is refreshed
-LEAST_TASK_ROWS = 65_536  # starting a task costs as much as decoding some 40,000 rows
+NODE_POLL_INTERVAL_S = 10.0  # interval at which the list of nodes is refreshed
+MIN_TASK_ROWS = 65_536  # starting a task costs as much as decoding some 40,000 rows
 BLOCK_BYTES = 16 << 20  # target size of the blocks that a task yields
 
 
@@ -51,7 +56,7 @@ class Stream:
         buffer_bytes: Limit on the bytes in Ray's object store of rows that are read but not yet received.
         pin_memory: True to put batches in page-locked memory, from which a GPU copies while it computes.
         features: Features of the run; see Collator.
-        train: True if batches are used for training; only then do features have every id (Form.every_id).
+        train: True if batches are used for training; only then do features have every id (Form.full_vocabulary_features).
     """
 
     dataset: Dataset
@@ -62,7 +67,7 @@ class Stream:
     readers: int = 1
     read_on: str = "auto"
     prefetch: int = 4
-    faults: Faults | None = None
+    faults: ReadErrorPolicy | None = None
     buffer_bytes: int = 1 << 29
     pin_memory: bool = False
     features: Features | None = None
@@ -73,7 +78,7 @@ class Stream:
         """Return True if rows that cannot be read are skipped."""
         return bool(self.faults and self.faults.skip)
 
-    def batches(self, epoch: int = 0, start_step: int = 0) -> Reading:
+    def batches(self, epoch: int = 0, start_step: int = 0) -> PrefetchIterator:
         """Return an iterator with one Batch for each step of an epoch from `start_step`.
 
         Every rank gets the same number of batches. Reading starts immediately, before the first batch is
@@ -83,7 +88,9 @@ class Stream:
             DataError: A read task failed; raised by the iterator.
         """
         device = torch.cuda.current_device() if self.pin_memory else None
-        return Reading(lambda reading: self._assemble(reading, epoch, start_step), self.prefetch, device)
+        return PrefetchIterator(
+            lambda reading: self._assemble(reading, epoch, start_step), self.prefetch, device
+        )
 
     def epochs(self, count: int, first_step: int = 0) -> Iterator[Batch]:
         """Return an iterator over the batches of epochs 0 to count - 1. Reading starts immediately.
@@ -95,7 +102,7 @@ class Stream:
         epoch, start_step = divmod(first_step, self.order.steps(self.dataset.rows))
         return self._chain(self.batches(epoch, start_step) if epoch < count else None, epoch, count)
 
-    def _chain(self, current: Reading | None, epoch: int, count: int) -> Iterator[Batch]:
+    def _chain(self, current: PrefetchIterator | None, epoch: int, count: int) -> Iterator[Batch]:
         """Yield the batches of all epochs, and start to read each epoch as soon as the previous one is read.
 
         An epoch is read long before all its batches are trained.
@@ -105,7 +112,7 @@ class Stream:
             while current is not None:
                 epoch += 1
                 for batch in current:
-                    if following is None and epoch < count and current.all_read.is_set():
+                    if following is None and epoch < count and current.is_read_event.is_set():
                         following = self.batches(epoch)
                     yield batch
                 current, following = following or (self.batches(epoch) if epoch < count else None), None
@@ -114,13 +121,13 @@ class Stream:
                 if reading is not None:
                     reading.close()
 
-    def _assemble(self, reading: Reading, epoch: int, start_step: int) -> Iterator[Batch]:
+    def _assemble(self, reading: PrefetchIterator, epoch: int, start_step: int) -> Iterator[Batch]:
         rows = self.dataset.rows
         items = self.order.items(self.dataset, epoch, self.rank, self.world, start_step)
-        supply = Supply(items, self._tables(items))
+        supply = LaneQueues(items, self._tables(items))
         part = (self.rank, self.world) if self.train else None
         collate = Collator(self.dataset.form, self.features, self.pin_memory, part)
-        fill = self.train and bool(self.dataset.form.every_id)
+        fill = self.train and bool(self.dataset.form.full_vocabulary_features)
         for step in range(start_step, self.order.steps(rows)):
             pieces = [
                 piece
@@ -128,28 +135,26 @@ class Stream:
                 for piece in supply.take(lane, count)
             ]
             if not supply.due:
-                reading.all_read.set()
+                reading.is_read_event.set()
             # If the batches have every id, the last batch is padded to the size of a full batch, because its
             # rows hold all ids as well.
             padded = self.order.padded_rows(rows, 0 if fill else step, self.world)
             whole = self.order.global_rows(rows, step)
             yield collate(pieces, padded, whole, epoch * self.order.steps(rows) + step)
 
-    def _tables(self, items: list[Item]) -> Iterator[pa.Table]:
+    def _tables(self, items: list[LaneItem]) -> Iterator[pa.Table]:
         """Yield the items' rows in order; a table may hold several items or a part of one."""
         import ray.data
 
         if not items:
             return
-        ask_for_no_nodes()
-        keep_no_statistics()
-        pace_executors()
+        disable_autoscaling_requests()
+        disable_statistics()
+        throttle_executors()
         read = partial(read_items, ray.put(items), self.dataset.form, self.faults)
         rows = sum(item.rows for item in items)
         # Tasks are consumed in order: the output of later tasks must fit until the first task has ended.
-        task_rows = max(
-            LEAST_TASK_ROWS, self.buffer_bytes // (2 * self.readers * self.dataset.form.row_bytes)
-        )
+        task_rows = max(MIN_TASK_ROWS, self.buffer_bytes // (2 * self.readers * self.dataset.form.row_bytes))
         blocks = min(len(items), max(-(-rows // task_rows), 4 * self.readers))
         # ray.data.range and from_arrow start tasks that request a CPU, and all CPUs may be taken.
         parts = np.array_split(np.arange(len(items)), blocks)
@@ -165,14 +170,14 @@ class Stream:
         )
         context, limits = dataset.context, ray.data.ExecutionResources.for_limits
         context.execution_options.preserve_order = True
-        context.execution_options.resource_limits = limits(object_store_memory=self._held_bytes())
+        context.execution_options.resource_limits = limits(object_store_memory=self._limit_buffer_bytes())
         context.target_max_block_size = BLOCK_BYTES
         context.raise_original_map_exception = True  # otherwise Ray wraps a DataError and loses it
         context.enable_progress_bars = False
         context.memory_usage_poll_interval_s = None  # polling takes a thread in each reader; nothing reads it
         yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1)
 
-    def _held_bytes(self) -> int:
+    def _limit_buffer_bytes(self) -> int:
         """Return the object-store limit of this rank in bytes: the buffer, or less if the store is small."""
         import ray
 
@@ -180,7 +185,7 @@ class Stream:
         return min(self.buffer_bytes, int(store) // (2 * self.world) or self.buffer_bytes)
 
 
-class Reading:
+class PrefetchIterator:
     """Iterator over batches that a background thread produces, at most `prefetch` batches ahead.
 
     Args:
@@ -190,24 +195,26 @@ class Reading:
             GPU 0, where each rank would open a context. None: no GPU.
 
     Attributes:
-        all_read: Event that is set once all rows of the remaining batches are read.
+        is_read_event: Event that is set once all rows of the remaining batches are read.
     """
 
-    def __init__(self, make: Callable[[Reading], Iterator[Batch]], prefetch: int, device: int | None = None):
-        self.all_read, self._device = Event(), device
+    def __init__(
+        self, make: Callable[[PrefetchIterator], Iterator[Batch]], prefetch: int, device: int | None = None
+    ):
+        self.is_read_event, self._device = Event(), device
         self._ready: Queue = Queue(prefetch)
         self._stop = Event()
         self._thread = Thread(target=self._fill, args=(make,), name="stream", daemon=True)
         self._thread.start()
 
-    def __iter__(self) -> Reading:
+    def __iter__(self) -> PrefetchIterator:
         return self
 
     def __next__(self) -> Batch:
         batch = None if self._stop.is_set() else self._ready.get()
         if batch is None or isinstance(batch, BaseException):
             self.close()
-            raise StopIteration if batch is None else root_cause(batch)
+            raise StopIteration if batch is None else get_root_cause(batch)
         return batch
 
     def close(self) -> None:
@@ -216,9 +223,9 @@ class Reading:
         while self._thread.is_alive():
             self._thread.join(0.05)
 
-    def _fill(self, make: Callable[[Reading], Iterator[Batch]]) -> None:
+    def _fill(self, make: Callable[[PrefetchIterator], Iterator[Batch]]) -> None:
         """Put all batches into the queue, then None, or an exception in place of the rest."""
-        keep_memory()
+        retain_freed_memory()
         try:
             if self._device is not None:
                 torch.cuda.set_device(self._device)
@@ -228,7 +235,7 @@ class Reading:
             self._put(None)
         except BaseException as error:
             self._put(error)
-        give_back()
+        trim_memory()
 
     def _put(self, value: object) -> bool:
         """Put a value into the queue as soon as there is room. Return False if the iterator was closed."""
@@ -253,7 +260,7 @@ def place(readers: int, read_on: str = "auto") -> dict[str, Any]:
         readers: Number of readers of all ranks.
         read_on: Value of data.read_on.
     """
-    nodes = {} if read_on == "gpu_nodes" else _nodes(int(monotonic() / NODES_EVERY_S))
+    nodes = {} if read_on == "gpu_nodes" else _count_nodes(int(monotonic() / NODE_POLL_INTERVAL_S))
     share = 1.0 if read_on == "cpu_nodes" else sum(nodes.values()) / readers
     if not nodes or random.random() >= share:
         return {"scheduling_strategy": "DEFAULT"}
@@ -262,5 +269,5 @@ def place(readers: int, read_on: str = "auto") -> dict[str, Any]:
 
 
 @lru_cache(maxsize=1)
-def _nodes(_: int) -> dict[str, float]:
-    return nodes_without_gpus()
+def _count_nodes(_: int) -> dict[str, float]:
+    return find_nodes_without_gpus()

@@ -20,12 +20,12 @@ from raytrec.common.errors import DataError
 from raytrec.common.registry import load_code
 from raytrec.config import transforms as t
 from raytrec.config.transforms import Sample
-from raytrec.data.arrow import is_list, is_text, one_array, unnest, value_type
+from raytrec.data.arrow import is_list, is_text, to_plain_array, unnest, value_type
 from raytrec.data.ids import hash_bits
-from raytrec.data.transform_functions import ON_VALUES, read_shares, read_vocabulary
+from raytrec.data.transform_functions import VALUE_FUNCTIONS, read_cumulative_shares, read_vocabulary
 
-IDS_AT_ONCE = 1 << 20  # number of ids drawn together; each int64 array takes 8 MiB
-_function = lru_cache(load_code)
+MAX_IDS_PER_DRAW = 1 << 20  # number of ids drawn together; each int64 array takes 8 MiB
+_load_function = lru_cache(load_code)
 
 
 @dataclass(frozen=True)
@@ -72,17 +72,17 @@ def apply_transforms(
             first = (str(error).splitlines() or [""])[0]
             own = isinstance(transform, t.Python) or not isinstance(error, (TypeError, ValueError))
             kind = f"{type(error).__name__}: " if own or not first else ""
-            raise _failed(number, transform, where, f"{kind}{first}") from error
+            raise _transform_error(number, transform, where, f"{kind}{first}") from error
         if not isinstance(after, pa.Table) or after.num_rows != table.num_rows:
             got = (
                 f"{after.num_rows} rows for {table.num_rows}" if isinstance(after, pa.Table) else type(after)
             )
-            raise _failed(number, transform, where, f"it returned {got}")
+            raise _transform_error(number, transform, where, f"it returned {got}")
         table = after
     return table
 
 
-def _failed(number: int, transform: Any, where: str, why: str) -> DataError:
+def _transform_error(number: int, transform: Any, where: str, why: str) -> DataError:
     return DataError(
         f"data.transforms[{number}] ({transform.do}) failed: {why}",
         where=where,
@@ -93,16 +93,17 @@ def _failed(number: int, transform: Any, where: str, why: str) -> DataError:
 
 def _apply(transform: t.Transform, table: pa.Table, folder: str | None, draw: Draw) -> pa.Table:
     if isinstance(transform, t.Sample):
-        drawn = sample(transform, table, draw, _known(transform, table))
+        drawn = sample(transform, table, draw, _read_sample_vocabulary(transform, table))
         return _with_columns(table, transform.writes, drawn)
     if isinstance(transform, t.Python):
-        return _function(transform.do, folder)(table, **transform.options)
-    on_values = partial(ON_VALUES[type(transform)], transform)
+        return _load_function(transform.do, folder)(table, **transform.options)
+    on_values = partial(VALUE_FUNCTIONS[type(transform)], transform)
     if isinstance(transform, t.Age):
         end = transform.until_column
-        on_values = partial(on_values, until=one_array(table[end]) if end else None)
+        on_values = partial(on_values, until=to_plain_array(table[end]) if end else None)
     columns = [
-        _within_lists(_typed(one_array(table[name]), transform), on_values) for name in transform.columns
+        _map_list_values(_cast_null_array(to_plain_array(table[name]), transform), on_values)
+        for name in transform.columns
     ]
     return _with_columns(table, transform.writes, columns)
 
@@ -117,7 +118,7 @@ def _with_columns(table: pa.Table, names: list[str], columns: list[pa.Array]) ->
     return table
 
 
-def _typed(array: pa.Array, transform: t.Transform) -> pa.Array:
+def _cast_null_array(array: pa.Array, transform: t.Transform) -> pa.Array:
     """Return an array; an array of type null, as in files without any value, is cast for the transform."""
     if not pa.types.is_null(value_type(array.type)):
         return array
@@ -136,7 +137,7 @@ def _typed(array: pa.Array, transform: t.Transform) -> pa.Array:
     return pa.ListArray.from_arrays(offsets, flat.cast(kind))
 
 
-def _within_lists(array: pa.Array, on_values: Callable[[pa.Array], pa.Array]) -> pa.Array:
+def _map_list_values(array: pa.Array, on_values: Callable[[pa.Array], pa.Array]) -> pa.Array:
     """Return the function's result on an array, or on the values inside the array's lists."""
     if not is_list(array.type):
         return on_values(array)
@@ -149,7 +150,7 @@ def _within_lists(array: pa.Array, on_values: Callable[[pa.Array], pa.Array]) ->
     return pa.ListArray.from_arrays(offsets, values)
 
 
-def _known(spec: t.Sample, table: pa.Table) -> pa.Array | None:
+def _read_sample_vocabulary(spec: t.Sample, table: pa.Table) -> pa.Array | None:
     """Return the vocabulary to draw from, in the type of the first column of excluded ids."""
     if spec.vocabulary is None:
         return None
@@ -180,20 +181,20 @@ def sample(spec: Sample, table: pa.Table, draw: Draw, known: pa.Array | None = N
     if spec.count == "all":  # Assembler adds the ids
         return [pa.ListArray.from_arrays(np.zeros(table.num_rows + 1, np.int32), pa.array([], pa.int64()))]
     among = spec.rows if known is None else len(known)
-    begins = read_shares(spec.vocabulary, spec.frequency, spec.power) if spec.frequency else None
+    begins = read_cumulative_shares(spec.vocabulary, spec.frequency, spec.power) if spec.frequency else None
     total = among if begins is None else int(begins[-1])
     rows, (owners, ids) = table.num_rows, _excluded(spec, table, among, known)
     seed = hash_bits(_seed(spec, draw))
     lengths, parts = np.full(rows, spec.count, np.int64), [np.empty(0, np.int64)]
     if not draw.key and not spec.in_evaluations:
         lengths[:], rows = 0, 0
-    size = max(1, min(IDS_AT_ONCE // spec.count, (1 << 62) // (total + 1)))
+    size = max(1, min(MAX_IDS_PER_DRAW // spec.count, (1 << 62) // (total + 1)))
     for first in range(0, rows, size):
         stop = min(first + size, rows)
         begin, end = (int(np.searchsorted(owners, place)) for place in (first, stop))
         numbers = np.arange(draw.first + first, draw.first + stop, dtype=np.uint64)
         bits = hash_bits(hash_bits(numbers ^ seed)[:, np.newaxis] + np.arange(spec.count, dtype=np.uint64))
-        drawn, some = _others(bits, total, begins, owners[begin:end] - first, ids[begin:end])
+        drawn, some = _to_allowed_ids(bits, total, begins, owners[begin:end] - first, ids[begin:end])
         lengths[first:stop][~some] = 0
         parts.append(drawn[some].ravel())
     offsets = np.zeros(len(lengths) + 1, np.int32)
@@ -220,8 +221,8 @@ def _excluded(
     """
     owners, ids = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     for name in spec.exclude:
-        offsets, flat = unnest(one_array(table[name]))
-        values = _places(flat, name, known).fill_null(-1).to_numpy(zero_copy_only=False)
+        offsets, flat = unnest(to_plain_array(table[name]))
+        values = _to_positions(flat, name, known).fill_null(-1).to_numpy(zero_copy_only=False)
         within = (values >= 0) & (values < among)
         owners.append(np.repeat(np.arange(table.num_rows), np.diff(offsets))[within])
         ids.append(values[within])
@@ -230,7 +231,7 @@ def _excluded(
     return owner[order], value[order]
 
 
-def _places(ids: pa.Array, name: str, known: pa.Array | None) -> pa.Array:
+def _to_positions(ids: pa.Array, name: str, known: pa.Array | None) -> pa.Array:
     """Return ids as int64 numbers; ids of a vocabulary as positions, with null for unknown ids."""
     if pa.types.is_null(ids.type) or (known is None and pa.types.is_integer(ids.type)):
         return ids.cast(pa.int64(), safe=False)
@@ -245,7 +246,7 @@ def _places(ids: pa.Array, name: str, known: pa.Array | None) -> pa.Array:
     )
 
 
-def _others(
+def _to_allowed_ids(
     bits: np.ndarray, total: int, begins: np.ndarray | None, owners: np.ndarray, ids: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Convert random bits to ids that are not excluded by their rows.

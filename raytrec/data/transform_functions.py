@@ -13,12 +13,12 @@ from pyarrow import types
 
 from raytrec.common.storage import open_filesystem, read_text
 from raytrec.config import transforms as t
-from raytrec.data.arrow import is_number, is_text, one_array
-from raytrec.data.columns import PER_SECOND
+from raytrec.data.arrow import is_number, is_text, to_plain_array
+from raytrec.data.columns import UNITS_PER_SECOND
 from raytrec.data.ids import hash_integers, hash_text
 
 # Kind of transform → function (transform, values) that returns as many values.
-ON_VALUES: dict[type, Callable[..., pa.Array]] = {}
+VALUE_FUNCTIONS: dict[type, Callable[..., pa.Array]] = {}
 TIME_PARTS = {
     "second": pc.second,
     "minute": pc.minute,
@@ -37,7 +37,7 @@ SECONDS = {"seconds": 1, "minutes": 60, "hours": 3600, "days": 86400}
 
 def does(kind: type) -> Callable[[Callable[..., pa.Array]], Callable[..., pa.Array]]:
     """Return a decorator that registers a function for transforms of this kind."""
-    return lambda function: ON_VALUES.setdefault(kind, function)
+    return lambda function: VALUE_FUNCTIONS.setdefault(kind, function)
 
 
 @does(t.FillNull)
@@ -117,7 +117,7 @@ def read_vocabulary(uri: str, kind: pa.DataType | None) -> pa.Array:
     """
     if uri.endswith(".parquet"):
         filesystem, path = open_filesystem(uri)
-        values = one_array(pq.read_table(path, filesystem=filesystem).column(0))
+        values = to_plain_array(pq.read_table(path, filesystem=filesystem).column(0))
     else:
         values = pa.array(read_text(uri).splitlines(), pa.string())
     values = values.cast(kind or values.type)
@@ -127,7 +127,7 @@ def read_vocabulary(uri: str, kind: pa.DataType | None) -> pa.Array:
 
 
 @lru_cache
-def read_shares(uri: str, column: str, power: float) -> np.ndarray:
+def read_cumulative_shares(uri: str, column: str, power: float) -> np.ndarray:
     """Return the start of each id's part of [0, total), then the total (about 2⁴⁰), int64 [ids + 1].
 
     The sizes of the parts are proportional to frequency ** power.
@@ -137,7 +137,7 @@ def read_shares(uri: str, column: str, power: float) -> np.ndarray:
     """
     filesystem, path = open_filesystem(uri)
     table = pq.read_table(path, columns=[column], filesystem=filesystem)
-    counts = one_array(table.column(0)).cast(pa.float64()).to_numpy(zero_copy_only=False)
+    counts = to_plain_array(table.column(0)).cast(pa.float64()).to_numpy(zero_copy_only=False)
     if not (counts >= 0).all() or not 0 < counts.sum() < np.inf:
         raise ValueError(f"{column} of {uri} must be numbers of at least 0, some above it, and no nulls")
     chances = np.where(counts > 0, counts, 1) ** power * (counts > 0)
@@ -187,7 +187,7 @@ def _drop_null(spec: t.DropNull, array: pa.Array) -> pa.Array:
 def date_part(spec: t.DatePart, array: pa.Array) -> pa.Array:
     """Return the configured part of each time as int64; null for null."""
     if not types.is_time(array.type):
-        array = timestamps(array, spec.since_1970)
+        array = to_timestamps(array, spec.since_1970)
         if spec.timezone:
             zone = pa.timestamp(array.type.unit, spec.timezone)
             pc.hour(pa.array([0], zone))  # raises for an unknown zone even if the array is empty, at start
@@ -208,30 +208,30 @@ def age(spec: t.Age, array: pa.Array, until: pa.Array | None) -> pa.Array:
         TypeError: The end of ages is missing, or `until` has another length.
     """
     if types.is_duration(array.type):
-        return _in_unit(_seconds(array), spec)
+        return _to_unit(_to_seconds(array), spec)
     if until is None and spec.until is None:
         raise TypeError("age needs until or until_column, unless the column holds durations")
-    seen = _seconds(timestamps(array, spec.since_1970))
+    seen = _to_seconds(to_timestamps(array, spec.since_1970))
     if until is not None:
         if len(until) != len(array):
             raise TypeError("until_column holds one time a row, and the times are in lists")
-        last = _seconds(timestamps(until, spec.since_1970))
+        last = _to_seconds(to_timestamps(until, spec.since_1970))
     else:
-        last = _seconds(timestamps(pa.array([spec.until]), None))[0]
-    return _in_unit(pc.subtract(last, seen), spec)
+        last = _to_seconds(to_timestamps(pa.array([spec.until]), None))[0]
+    return _to_unit(pc.subtract(last, seen), spec)
 
 
-def _in_unit(seconds: pa.Array, spec: t.Age) -> pa.Array:
+def _to_unit(seconds: pa.Array, spec: t.Age) -> pa.Array:
     return pc.divide(seconds, float(SECONDS[spec.unit])).cast(pa.float32(), safe=False)
 
 
-def _seconds(array: pa.Array) -> pa.Array:
+def _to_seconds(array: pa.Array) -> pa.Array:
     """Return timestamps or durations in seconds, float64."""
-    unit = PER_SECOND[array.type.unit]
+    unit = UNITS_PER_SECOND[array.type.unit]
     return pc.divide(array.cast(pa.int64()).cast(pa.float64(), safe=False), float(unit))
 
 
-def timestamps(array: pa.Array, since_1970: str | None) -> pa.Array:
+def to_timestamps(array: pa.Array, since_1970: str | None) -> pa.Array:
     """Return timestamps, dates, ISO text or numbers as timestamps; times without a zone are taken as UTC.
 
     Args:

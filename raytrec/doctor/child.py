@@ -18,22 +18,29 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raytrec.common.errors import RunError, last_line, os_errors
-from raytrec.common.machine import OTHER_DEVICE, built_for, check_gpu, gpu_kinds, not_served, usable_gpus
+from raytrec.common.errors import RunError, convert_os_errors, last_line
+from raytrec.common.machine import (
+    REINSTALL_ADVICE,
+    built_for,
+    check_fbgemm_support,
+    check_gpu,
+    list_gpu_kinds,
+    usable_gpus,
+)
 from raytrec.common.registry import load_code
-from raytrec.compat.versions import PAIRS, wrong_versions
-from raytrec.doctor.host_checks import FAILURE, OK, Diagnosis, Found, has_gpus, host_check
+from raytrec.compat.versions import PAIRS, find_wrong_versions
+from raytrec.doctor.host_checks import FAILURE, OK, Diagnoses, Diagnosis, has_gpus, host_check
 
 if TYPE_CHECKING:
     from raytrec.planning.rates import Rates
 
 ANSWER = "raytrec-doctor "
 ROOT = str(Path(__file__).parents[2])
-LOAD_S, GPU_S = 120.0, 120.0  # a first import from a network file system takes long
-ALONE_S = 180.0  # limit of measuring, for each rank
+LOAD_S, GPU_TIMEOUT_S = 120.0, 120.0  # a first import from a network file system takes long
+MEASURE_TIMEOUT_PER_RANK_S = 180.0  # limit of measuring, for each rank
 PINNED, *_ = PAIRS
-CUDA_LIBRARY = re.compile(r"lib(cud|cublas|cufft|curand|cusparse|cusolver|nccl|nv)\w*\.so")
-OLD_SYSTEM = re.compile(r"version `?(GLIBC|GLIBCXX|CXXABI)_")
+CUDA_LIBRARY_PATTERN = re.compile(r"lib(cud|cublas|cufft|curand|cusparse|cusolver|nccl|nv)\w*\.so")
+OLD_LIBC_PATTERN = re.compile(r"version `?(GLIBC|GLIBCXX|CXXABI)_")
 
 
 class ChildError(Exception):
@@ -84,36 +91,36 @@ def load_fbgemm() -> dict[str, Any]:
     Raises:
         Exception: The first error of the loader, not the errors that follow from it.
     """
-    torch = _imported("torch")
+    torch = _import_package("torch")
     try:
-        fbgemm = _imported("fbgemm_gpu")
-        _operate("cpu")
+        fbgemm = _import_package("fbgemm_gpu")
+        _run_operator("cpu")
     except Exception as error:
-        raise _first_error(torch) or error from None
+        raise _find_load_error(torch) or error from None
     return {"torch": torch.__file__, "fbgemm_gpu": fbgemm.__file__}
 
 
-def _imported(name: str) -> Any:
+def _import_package(name: str) -> Any:
     from importlib import import_module
 
     try:
         return import_module(name)
     except Exception as error:
-        raise OSError(f"import {name}: {_loaders(error)}") from None
+        raise OSError(f"import {name}: {_find_loader_error(error)}") from None
 
 
-def _loaders(error: BaseException) -> BaseException:
+def _find_loader_error(error: BaseException) -> BaseException:
     """Return the loader's own error, without the errors that torch has put around it."""
-    return error if error.__cause__ is None else _loaders(error.__cause__)
+    return error if error.__cause__ is None else _find_loader_error(error.__cause__)
 
 
-def _operate(device: str) -> None:
+def _run_operator(device: str) -> None:
     import torch
 
     torch.ops.fbgemm.asynchronous_complete_cumsum(torch.zeros(1, dtype=torch.int64, device=device))
 
 
-def _first_error(torch: Any) -> OSError | None:
+def _find_load_error(torch: Any) -> OSError | None:
     """Return the load error of the first broken FBGEMM library, which "No such operator" hides."""
     found = find_spec("fbgemm_gpu")
     for folder in found.submodule_search_locations or () if found else ():
@@ -121,7 +128,7 @@ def _first_error(torch: Any) -> OSError | None:
             try:
                 torch.ops.load_library(str(file))
             except OSError as error:
-                return OSError(f"loading {file.name}: {_loaders(error)}")
+                return OSError(f"loading {file.name}: {_find_loader_error(error)}")
     return None
 
 
@@ -130,14 +137,14 @@ def use_gpu() -> dict[str, Any]:
     import torch
 
     check_gpu("this host")
-    _imported("fbgemm_gpu")
-    _operate("cuda")
+    _import_package("fbgemm_gpu")
+    _run_operator("cuda")
     torch.cuda.synchronize()
     return {"name": torch.cuda.get_device_name()}
 
 
 @host_check("operators", LOAD_S + 5)
-def operators() -> Found:
+def operators() -> Diagnoses:
     """Check that FBGEMM's libraries load; find the loader's error behind `No such operator fbgemm::…`."""
     if built_for() is None:
         yield Diagnosis(OK, "not looked at: torch is not installed")
@@ -145,33 +152,33 @@ def operators() -> Found:
     try:
         files = run_child(load_fbgemm, limit_s=LOAD_S)
     except ChildError as error:
-        yield Diagnosis(FAILURE, str(error), _repair(str(error)))
+        yield Diagnosis(FAILURE, str(error), _suggest_repair(str(error)))
     else:
         yield Diagnosis(OK, f"loaded from {files['fbgemm_gpu']}, with {files['torch']}")
 
 
-def _repair(error: str) -> str:
-    if wrong := wrong_versions():
+def _suggest_repair(error: str) -> str:
+    if wrong := find_wrong_versions():
         return wrong.do
     again = f"pip install --no-deps --force-reinstall -r requirements/{PINNED}"
     if "undefined symbol" in error:
         return f"torch and FBGEMM are not of one release, whatever their metadata: {again}"
-    if CUDA_LIBRARY.search(error):
+    if CUDA_LIBRARY_PATTERN.search(error):
         return (
             "the packages are built for CUDA, whose libraries are missing: install requirements/cuda.txt; "
-            f"without a GPU: {OTHER_DEVICE.format(device='cpu')}"
+            f"without a GPU: {REINSTALL_ADVICE.format(device='cpu')}"
         )
-    if OLD_SYSTEM.search(error):
+    if OLD_LIBC_PATTERN.search(error):
         return (
             "this system's C libraries are too old for the wheels: take a newer one, or an image of deploy/"
         )
     return f"{again} (docs/install.md)"
 
 
-@host_check("gpus", GPU_S + 5)
-def gpus() -> Found:
+@host_check("gpus", GPU_TIMEOUT_S + 5)
+def gpus() -> Diagnoses:
     """Check that each GPU runs an FBGEMM operator and is not waiting for a reset."""
-    kinds, names = gpu_kinds(), usable_gpus()
+    kinds, names = list_gpu_kinds(), usable_gpus()
     if built_for() != "cuda" or not has_gpus():
         yield Diagnosis(OK, "not needed: no GPU, or packages for CPUs")
         return
@@ -179,21 +186,21 @@ def gpus() -> Found:
         what, do = "NVML names no GPU that this process may use", "nvidia-smi; look at CUDA_VISIBLE_DEVICES"
         yield Diagnosis(FAILURE, what, do)
     with ThreadPoolExecutor(len(kinds) or 1) as pool:
-        yield from pool.map(_try_gpu, names or map(str, range(len(kinds))), kinds)
+        yield from pool.map(_diagnose_gpu, names or map(str, range(len(kinds))), kinds)
 
 
-def _try_gpu(name: str, kind: tuple[str, tuple[int, int]]) -> Diagnosis:
+def _diagnose_gpu(name: str, kind: tuple[str, tuple[int, int]]) -> Diagnosis:
     """Return the diagnosis of a GPU.
 
     Args:
         name: Number or UUID of the GPU, as in CUDA_VISIBLE_DEVICES.
-        kind: Name and compute capability, as returned by gpu_kinds.
+        kind: Name and compute capability, as returned by list_gpu_kinds.
     """
     about = f"GPU {name}, {kind[0]} ({'.'.join(map(str, kind[1]))})"
-    if error := not_served(kind, "this host"):
+    if error := check_fbgemm_support(kind, "this host"):
         return Diagnosis(FAILURE, f"{about}: {error.what}; expected {error.expected}", error.do)
     try:
-        run_child(use_gpu, limit_s=GPU_S, CUDA_VISIBLE_DEVICES=name)
+        run_child(use_gpu, limit_s=GPU_TIMEOUT_S, CUDA_VISIBLE_DEVICES=name)
         return Diagnosis(OK, f"{about} runs FBGEMM's operators")
     except (ChildError, TimeoutError) as failed:
         do = "use GPUs that the wheel has code for (docs/gpu.md)" if "kernel image" in str(failed) else ""
@@ -213,7 +220,7 @@ def write_rates(file: Path, ranks: int | None) -> None:
     """
     gpus = usable_gpus() if built_for() == "cuda" else []
     rates = measure_rates(ranks or len(gpus) or 2, lambda line: print(line, file=sys.stderr))
-    with os_errors("cannot write the rates", where=str(file)):
+    with convert_os_errors("cannot write the rates", where=str(file)):
         file.write_text(rates.to_json(), encoding="utf-8")
 
 
@@ -229,15 +236,24 @@ def measure_rates(ranks: int, show: Callable[[str], None]) -> Rates:
     Raises:
         RunError: A rank failed.
     """
-    from raytrec.planning.probe import ROUNDS, rates_from, take_samples
+    from raytrec.planning.probe import ROUNDS, compute_rates, take_samples
 
     show(f"measuring with {ranks} rank{'s' if ranks > 1 else ''}, {ROUNDS} rounds")
     environment = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-    environment |= {} if gpu_kinds() else {"OMP_NUM_THREADS": "1"}
-    limit_s = ALONE_S * ranks
+    environment |= {} if list_gpu_kinds() else {"OMP_NUM_THREADS": "1"}
+    limit_s = MEASURE_TIMEOUT_PER_RANK_S * ranks
     with tempfile.TemporaryDirectory(prefix="raytrec-rates-") as folder, ThreadPoolExecutor(ranks) as pool:
         asked = [
-            pool.submit(run_child, take_samples, rank, ranks, folder, ALONE_S, limit_s=limit_s, **environment)
+            pool.submit(
+                run_child,
+                take_samples,
+                rank,
+                ranks,
+                folder,
+                MEASURE_TIMEOUT_PER_RANK_S,
+                limit_s=limit_s,
+                **environment,
+            )
             for rank in range(ranks)
         ]
         try:
@@ -249,7 +265,7 @@ def measure_rates(ranks: int, show: Callable[[str], None]) -> Rates:
                 where=f"{ranks} ranks on this machine",
                 do="look at `raytrec check` of a small configuration, which names what is wrong",
             ) from None
-    rates = rates_from([answer.result()["samples"] for answer in asked])
+    rates = compute_rates([answer.result()["samples"] for answer in asked])
     show(f"{rates.matrix['fp32'] / 1e9:.0f} GFLOP/s in fp32, {rates.copy / 1e9:.0f} GB/s of memory")
     return rates
 

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raytrec import __version__
-from raytrec.cluster.session import stays_here
+from raytrec.cluster.session import starts_local_ray
 from raytrec.common.errors import first_line
 from raytrec.common.formatting import count
 from raytrec.common.redaction import anonymize
@@ -29,21 +29,21 @@ from raytrec.doctor.host_checks import (
     HOST_CHECKS,
     OK,
     WARNING,
+    Diagnoses,
     Diagnosis,
-    Found,
-    failure_of,
+    diagnose_error,
     run_check,
 )
 from raytrec.doctor.nodes import (
-    NO_ANSWER,
+    NO_ANSWER_REPAIR,
     ThisHost,
     check_clocks,
     check_same_packages,
     check_storage,
-    nodes_of,
+    open_nodes,
 )
 
-AMONG_NODES: dict[str, Callable[[ThisHost], Found]] = {  # skipped for one host
+CLUSTER_CHECKS: dict[str, Callable[[ThisHost], Diagnoses]] = {  # skipped for one host
     "interfaces": network.check_interfaces,
     "ports": network.check_ports,
     "all-reduce": network.check_all_reduce,
@@ -55,8 +55,8 @@ CHECK_ORDER = (
     *("interfaces", "ports", "all-reduce", "same packages"),
     *("shared memory", "limits", "memory", "Ray's folder", "clusters", "token", "storage", "clocks"),
 )
-REPORTS_LATE_S = 5.0  # time for a node to answer after a check has reached its limit
-AMONG_NODES_S = 3600.0
+ANSWER_MARGIN_S = 5.0  # time for a node to answer after a check has reached its limit
+CLUSTER_CHECK_TIMEOUT_S = 3600.0
 STYLES = {OK: "green", WARNING: "yellow", FAILURE: "red"}
 COMMON_USERS = ("", "root", "ray", "ubuntu", "user", "runner")  # user names that exist on many machines
 
@@ -102,14 +102,14 @@ def examine(
         storage: URIs and folders that every node must be able to write and read.
         show: Called with the name of each check before the check runs.
     """
-    if address is None and not stays_here(None):
+    if address is None and not starts_local_ray(None):
         address = os.environ.get("RAY_ADDRESS") or "auto"
     found = Examination()
     try:
-        with nodes_of(address) as nodes:
+        with open_nodes(address) as nodes:
             _run_checks(nodes, storage or [], show, found)
     except Exception as error:
-        found.diagnoses.insert(0, replace(failure_of(error), check="cluster"))
+        found.diagnoses.insert(0, replace(diagnose_error(error), check="cluster"))
         if not found.hosts:  # the cluster cannot be joined; this host may show why
             _run_checks(ThisHost(), storage or [], show, found)
     return found
@@ -126,14 +126,14 @@ def diagnose(config: RunConfig | None, address: str | None, storage: list[str]) 
     places = [absolute(uri) for uri in storage]
     if config:
         address = address or config.scaling.address
-        places += [_existing(place) for place in (config.checkpoint.dir, config.run.dir) if place]
+        places += [_find_existing_folder(place) for place in (config.checkpoint.dir, config.run.dir) if place]
     console = open_console(stderr=True)
     with console.status("") if console.is_terminal else nullcontext() as line:
         show = (lambda name: line.update(f"looking at {name}")) if line else lambda _: None
         return examine(address, list(dict.fromkeys(places)), show)
 
 
-def _existing(place: str) -> str:
+def _find_existing_folder(place: str) -> str:
     """Return the nearest existing folder above a place that a run will create; URIs have no folders."""
     if "://" in place:
         return place
@@ -144,18 +144,20 @@ def _run_checks(nodes: ThisHost, storage: list[str], show: Callable[[str], None]
     found.hosts = [*nodes.names, *nodes.silent]
     for host, why in nodes.silent.items():
         what = f"this node does not answer: {why}"
-        found.diagnoses.append(Diagnosis(FAILURE, what, NO_ANSWER, "nodes", (host,)))
+        found.diagnoses.append(Diagnosis(FAILURE, what, NO_ANSWER_REPAIR, "nodes", (host,)))
     of_storage = (diagnosis for uri in storage for diagnosis in check_storage(nodes, uri))
-    among_nodes = AMONG_NODES | {"storage": lambda _: of_storage}
+    among_nodes = CLUSTER_CHECKS | {"storage": lambda _: of_storage}
     for name in CHECK_ORDER:
-        if not nodes.names or (name in AMONG_NODES and len(nodes.names) == 1):
+        if not nodes.names or (name in CLUSTER_CHECKS and len(nodes.names) == 1):
             continue
         show(name)
         if name in among_nodes:
-            found.diagnoses += merge(run_check(name, partial(among_nodes[name], nodes), AMONG_NODES_S))
+            found.diagnoses += merge(
+                run_check(name, partial(among_nodes[name], nodes), CLUSTER_CHECK_TIMEOUT_S)
+            )
             continue
-        answers = nodes.ask(check_host, name, limit_s=HOST_CHECKS[name][1] + REPORTS_LATE_S)
-        diagnoses = _of_hosts(name, nodes.names, answers)
+        answers = nodes.ask(check_host, name, limit_s=HOST_CHECKS[name][1] + ANSWER_MARGIN_S)
+        diagnoses = _collect_diagnoses(name, nodes.names, answers)
         found.diagnoses += diagnoses
         if name == "operators":
             bad = {host for diagnosis in diagnoses if diagnosis.result == FAILURE for host in diagnosis.hosts}
@@ -167,12 +169,12 @@ def check_host(name: str) -> list[Diagnosis]:
     return run_check(name, *HOST_CHECKS[name])
 
 
-def _of_hosts(name: str, hosts: list[str], answers: list[Any]) -> list[Diagnosis]:
+def _collect_diagnoses(name: str, hosts: list[str], answers: list[Any]) -> list[Diagnosis]:
     diagnoses = []
     for host, answer in zip(hosts, answers, strict=True):
         if isinstance(answer, Exception):
             what = f"this host does not answer: {type(answer).__name__}: {first_line(answer)}"
-            answer = [Diagnosis(FAILURE, what, NO_ANSWER, name)]
+            answer = [Diagnosis(FAILURE, what, NO_ANSWER_REPAIR, name)]
         diagnoses += [replace(diagnosis, hosts=(host,)) for diagnosis in answer]
     return merge(diagnoses)
 
@@ -220,7 +222,7 @@ def as_json(found: Examination) -> dict[str, Any]:
     }
 
 
-def as_markdown(found: Examination) -> str:
+def to_markdown(found: Examination) -> str:
     """Return a Markdown table that can be pasted into an issue."""
     system = f"Python {platform.python_version()}, {platform.system()} {platform.machine()}"
     lines = [f"**raytrec doctor** {__version__}, {system}: {found.summary}", ""]

@@ -14,24 +14,34 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from raytrec.cluster.access import MODE, TOKEN, token_file
-from raytrec.cluster.local_ray import TMPDIR, base_folder, listens
+from raytrec.cluster.access import AUTH_MODE_VARIABLE, TOKEN, token_file
+from raytrec.cluster.local_ray import RAY_TMPDIR_VARIABLE, find_base_folder, listens
 from raytrec.common.errors import RaytrecError, first_line
-from raytrec.common.machine import OTHER_DEVICE, built_for, cuda_of_torch, driver_cuda, gpu_kinds, installed
+from raytrec.common.machine import (
+    REINSTALL_ADVICE,
+    built_for,
+    get_driver_versions,
+    get_torch_cuda_version,
+    installed,
+    list_gpu_kinds,
+)
 from raytrec.compat.ray_core import system_memory
-from raytrec.compat.ray_start import CURRENT_CLUSTER, logs_folder
-from raytrec.compat.versions import wrong_versions
+from raytrec.compat.ray_start import CURRENT_CLUSTER_FILE, get_logs_folder
+from raytrec.compat.versions import find_wrong_versions
 
 OK, WARNING, FAILURE = "ok", "warning", "failure"
 MIB, GIB = 1 << 20, 1 << 30
-SHARED_MEMORY, NVIDIA = Path("/dev/shm"), Path("/proc/driver/nvidia/gpus")
-NO_ROOM, LITTLE_ROOM = 64 * MIB, GIB  # bytes of shared memory; Docker gives 64 MiB
-LEAST_FILES, ENOUGH_FILES = 1024, 8192  # open files of a process
+SHARED_MEMORY_FOLDER, NVIDIA = Path("/dev/shm"), Path("/proc/driver/nvidia/gpus")
+MIN_SHARED_MEMORY_BYTES, RECOMMENDED_SHARED_MEMORY_BYTES = (
+    64 * MIB,
+    GIB,
+)  # bytes of shared memory; Docker gives 64 MiB
+MIN_OPEN_FILES, RECOMMENDED_OPEN_FILES = 1024, 8192  # open files of a process
 # Bytes that each Ray process maps, and the object store's share of main memory, which each maps as well. With
 # 24 GiB of memory, a run ended under `ulimit -v` of 12 GiB, but not of 20 GiB.
-LEAST_VIRTUAL, STORE_SHARE = 12 * GIB, 0.3
-LEAST_MEMORY = GIB  # a worker takes about this much before it has a table
-LEAST_DISK, RAY_STOPS_AT = 200 * MIB, 0.95  # Ray 2.60: local_fs_capacity_threshold
+MIN_VIRTUAL_MEMORY_BYTES, OBJECT_STORE_SHARE = 12 * GIB, 0.3
+MIN_MEMORY_BYTES = GIB  # a worker takes about this much before it has a table
+MIN_DISK_BYTES, RAY_MAX_DISK_SHARE = 200 * MIB, 0.95  # Ray 2.60: local_fs_capacity_threshold
 LIMIT_S = 15.0
 
 
@@ -54,31 +64,33 @@ class Diagnosis:
     hosts: tuple[str, ...] = ()
 
 
-Found = Iterator[Diagnosis]
-HOST_CHECKS: dict[str, tuple[Callable[[], Found], float]] = {}  # name → function, limit in seconds
-BEFORE_A_RUN = ("driver", "shared memory", "limits", "memory", "Ray's folder")
+Diagnoses = Iterator[Diagnosis]
+HOST_CHECKS: dict[str, tuple[Callable[[], Diagnoses], float]] = {}  # name → function, limit in seconds
+PRE_RUN_CHECKS = ("driver", "shared memory", "limits", "memory", "Ray's folder")
 
 
-def host_check(name: str, limit_s: float = LIMIT_S) -> Callable[[Callable[[], Found]], Callable[[], Found]]:
+def host_check(
+    name: str, limit_s: float = LIMIT_S
+) -> Callable[[Callable[[], Diagnoses]], Callable[[], Diagnoses]]:
     """Return a decorator that registers a check of the local host."""
 
-    def register(function: Callable[[], Found]) -> Callable[[], Found]:
+    def register(function: Callable[[], Diagnoses]) -> Callable[[], Diagnoses]:
         HOST_CHECKS[name] = function, limit_s
         return function
 
     return register
 
 
-def run_check(name: str, function: Callable[[], Found], limit_s: float) -> list[Diagnosis]:
+def run_check(name: str, function: Callable[[], Diagnoses], limit_s: float) -> list[Diagnosis]:
     """Return the diagnoses of a check; an exception or a timeout becomes one diagnosis."""
     try:
         found = within(limit_s, lambda: list(function()))
     except Exception as error:
-        found = [failure_of(error)]
+        found = [diagnose_error(error)]
     return [replace(diagnosis, check=name) for diagnosis in found]
 
 
-def failure_of(error: Exception) -> Diagnosis:
+def diagnose_error(error: Exception) -> Diagnosis:
     """Return the diagnosis of an error for people, or of an error in a check itself."""
     if isinstance(error, ModuleNotFoundError):
         return Diagnosis(FAILURE, f"{error.name} is not installed", "install what docs/install.md names")
@@ -113,35 +125,35 @@ def within(limit_s: float, function: Callable[[], Any]) -> Any:
 
 def check_before_run() -> list[str]:
     """Return warnings about this host before a run starts Ray here; this takes milliseconds."""
-    found = [diagnosis for name in BEFORE_A_RUN for diagnosis in run_check(name, *HOST_CHECKS[name])]
+    found = [diagnosis for name in PRE_RUN_CHECKS for diagnosis in run_check(name, *HOST_CHECKS[name])]
     return [f"{v.check}: {v.finding}; {v.do}" for v in found if v.result != OK]
 
 
 def has_gpus() -> bool:
     """Return True if this host has NVIDIA GPUs, even if no installed package can query them."""
-    return (NVIDIA.is_dir() and any(NVIDIA.iterdir())) or bool(gpu_kinds())
+    return (NVIDIA.is_dir() and any(NVIDIA.iterdir())) or bool(list_gpu_kinds())
 
 
 @host_check("packages")
-def packages() -> Found:
+def packages() -> Diagnoses:
     """Check that the versions of torch, TorchRec, FBGEMM, Ray, MLflow and pyarrow belong together."""
-    if error := wrong_versions():
-        yield failure_of(error)
+    if error := find_wrong_versions():
+        yield diagnose_error(error)
         return
     names = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "ray")
     have = [f"{name} {version}" for name in names if (version := installed(name))]
-    cuda = cuda_of_torch()
+    cuda = get_torch_cuda_version()
     yield Diagnosis(OK, ", ".join(have) + (f", CUDA {cuda}" if cuda else ", for CPUs"))
 
 
 @host_check("builds")
-def builds() -> Found:
+def builds() -> Diagnoses:
     """Check that torch and FBGEMM are built for the device of this host."""
     device, gpus = built_for(), has_gpus()
     if device is None:
         yield Diagnosis(WARNING, "torch is not installed", "install it where workers run (docs/install.md)")
     elif device == "cpu" and gpus:
-        do = f"for GPUs: {OTHER_DEVICE.format(device='cuda')}"
+        do = f"for GPUs: {REINSTALL_ADVICE.format(device='cuda')}"
         yield Diagnosis(
             WARNING, "there are GPUs, but torch or FBGEMM is built for CPUs, where runs train", do
         )
@@ -150,11 +162,11 @@ def builds() -> Found:
 
 
 @host_check("driver")
-def driver() -> Found:
+def driver() -> Diagnoses:
     """Check that the NVIDIA driver is new enough for the CUDA version that torch is built for."""
-    if not (cuda := cuda_of_torch()) or not has_gpus():
+    if not (cuda := get_torch_cuda_version()) or not has_gpus():
         yield Diagnosis(OK, "not needed: no GPU, or packages for CPUs")
-    elif (found := driver_cuda()) is None:
+    elif (found := get_driver_versions()) is None:
         yield Diagnosis(FAILURE, "there are GPUs, but NVML finds no driver", "pip install nvidia-ml-py")
     elif int(found[1].partition(".")[0]) < int(cuda.partition(".")[0]):
         what = f"driver {found[0]} runs CUDA {found[1]}, and torch is built for CUDA {cuda}"
@@ -164,34 +176,37 @@ def driver() -> Found:
 
 
 @host_check("shared memory")
-def shared_memory() -> Found:
+def shared_memory() -> Diagnoses:
     """Check that /dev/shm, which Ray uses for objects and NCCL for exchanges within a host, has room."""
-    disk = shutil.disk_usage(SHARED_MEMORY)
-    what = f"{SHARED_MEMORY} has {disk.free / GIB:,.2f} GiB free of {disk.total / GIB:,.2f}"
-    do = f"remove files there that no process uses, or enlarge it: mount -o remount,size=8G {SHARED_MEMORY}; "
+    disk = shutil.disk_usage(SHARED_MEMORY_FOLDER)
+    what = f"{SHARED_MEMORY_FOLDER} has {disk.free / GIB:,.2f} GiB free of {disk.total / GIB:,.2f}"
+    do = f"remove files there that no process uses, or enlarge it: mount -o remount,size=8G {SHARED_MEMORY_FOLDER}; "
     do += "docker run --shm-size=8g; an emptyDir with medium Memory in Kubernetes"
-    if disk.free >= LITTLE_ROOM:
+    if disk.free >= RECOMMENDED_SHARED_MEMORY_BYTES:
         yield Diagnosis(OK, what)
-    elif disk.free >= NO_ROOM or not has_gpus():
+    elif disk.free >= MIN_SHARED_MEMORY_BYTES or not has_gpus():
         yield Diagnosis(WARNING, f"{what}: Ray keeps its objects on the disk instead", do)
     else:
         yield Diagnosis(FAILURE, f"{what}: NCCL cannot start", do)
 
 
 @host_check("limits")
-def limits() -> Found:
+def limits() -> Diagnoses:
     """Check the limits of open files, of virtual memory and, with InfiniBand, of locked memory."""
     _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     virtual, _ = resource.getrlimit(resource.RLIMIT_AS)
     limited = ["unlimited" if n == resource.RLIM_INFINITY else f"{n:,}" for n in (files, locked, virtual)]
     what = f"{limited[0]} open files, {limited[1]} bytes of locked and {limited[2]} of virtual memory"
-    if virtual != resource.RLIM_INFINITY and virtual < LEAST_VIRTUAL + STORE_SHARE * system_memory():
+    if (
+        virtual != resource.RLIM_INFINITY
+        and virtual < MIN_VIRTUAL_MEMORY_BYTES + OBJECT_STORE_SHARE * system_memory()
+    ):
         do = "remove it: ulimit -v unlimited, LimitAS=infinity (systemd); limit memory by cgroups instead"
         yield Diagnosis(FAILURE, f"{what}: Ray's processes map more than that, and end at once", do)
     do = "raise it: ulimit -n 65536, LimitNOFILE=65536 (systemd), docker run --ulimit nofile=65536"
-    if files != resource.RLIM_INFINITY and files < ENOUGH_FILES:
-        yield Diagnosis(FAILURE if files < LEAST_FILES else WARNING, f"{what}: Ray needs more files", do)
+    if files != resource.RLIM_INFINITY and files < RECOMMENDED_OPEN_FILES:
+        yield Diagnosis(FAILURE if files < MIN_OPEN_FILES else WARNING, f"{what}: Ray needs more files", do)
     elif locked != resource.RLIM_INFINITY and any(Path("/sys/class/infiniband").glob("*")):
         do = "ulimit -l unlimited, LimitMEMLOCK=infinity (systemd), docker run --ulimit memlock=-1"
         yield Diagnosis(WARNING, f"{what}: InfiniBand needs unlimited locked memory", do)
@@ -200,13 +215,13 @@ def limits() -> Found:
 
 
 @host_check("memory")
-def memory() -> Found:
+def memory() -> Diagnoses:
     """Check the available main memory, within the container's limit."""
     import psutil
 
     total, available = system_memory(), min(psutil.virtual_memory().available, system_memory())
     what = f"{available / GIB:,.1f} GiB available of {total / GIB:,.1f}"
-    if available < LEAST_MEMORY:
+    if available < MIN_MEMORY_BYTES:
         do = "end other processes, or raise the container's limit: Linux kills workers without a message"
         yield Diagnosis(WARNING, what, do)
     else:
@@ -214,23 +229,23 @@ def memory() -> Found:
 
 
 @host_check("Ray's folder")
-def ray_folder() -> Found:
+def ray_folder() -> Diagnoses:
     """Check the disk on which Ray keeps logs, and objects that do not fit into memory."""
     is_on_ray = "ray" in sys.modules and sys.modules["ray"].is_initialized()
-    folder = logs_folder() if is_on_ray else base_folder()
+    folder = get_logs_folder() if is_on_ray else find_base_folder()
     disk = shutil.disk_usage(folder)
     what = f"{disk.free / GIB:,.1f} GiB free of {disk.total / GIB:,.1f} at {folder}"
-    do = f"remove old sessions there, or set {TMPDIR} to a folder on another disk before Ray starts"
-    if disk.free < LEAST_DISK:
+    do = f"remove old sessions there, or set {RAY_TMPDIR_VARIABLE} to a folder on another disk before Ray starts"
+    if disk.free < MIN_DISK_BYTES:
         yield Diagnosis(FAILURE, what, do)
-    elif disk.used / disk.total > RAY_STOPS_AT:
-        yield Diagnosis(WARNING, f"{what}: above {RAY_STOPS_AT:.0%} Ray writes no objects to it", do)
+    elif disk.used / disk.total > RAY_MAX_DISK_SHARE:
+        yield Diagnosis(WARNING, f"{what}: above {RAY_MAX_DISK_SHARE:.0%} Ray writes no objects to it", do)
     else:
         yield Diagnosis(OK, what)
 
 
 @host_check("clusters")
-def clusters() -> Found:
+def clusters() -> Diagnoses:
     """Check that at most one Ray cluster runs on this host, and that no ended cluster is still noted."""
     import psutil
 
@@ -240,7 +255,7 @@ def clusters() -> Found:
             if process.name() == "gcs_server":
                 given = (word.partition("=")[2] for word in process.cmdline() if "gcs_server_port=" in word)
                 ports.append(next(given, "?"))
-    note = Path(os.environ.get(TMPDIR, "/tmp")) / CURRENT_CLUSTER
+    note = Path(os.environ.get(RAY_TMPDIR_VARIABLE, "/tmp")) / CURRENT_CLUSTER_FILE
     with suppress(OSError, ValueError):
         host, _, port = (address := note.read_text().strip()).rpartition(":")
         if not listens(host, int(port)):
@@ -255,11 +270,11 @@ def clusters() -> Found:
 
 
 @host_check("token")
-def token() -> Found:
+def token() -> Diagnoses:
     """Check that Ray's token is present if a cluster requires it, and readable by its owner alone."""
     file = token_file()
-    if os.environ.get(MODE, "token").lower() != "token":
-        yield Diagnosis(OK, f"not used: {MODE}={os.environ[MODE]}")
+    if os.environ.get(AUTH_MODE_VARIABLE, "token").lower() != "token":
+        yield Diagnosis(OK, f"not used: {AUTH_MODE_VARIABLE}={os.environ[AUTH_MODE_VARIABLE]}")
     elif os.environ.get(TOKEN):
         yield Diagnosis(OK, f"in the environment variable {TOKEN}")
     elif not file.is_file():

@@ -14,22 +14,22 @@ from ipaddress import ip_address
 from itertools import combinations
 from typing import Any
 
-from raytrec.cluster.session import interface_of
-from raytrec.common.machine import built_for, gpu_kinds
+from raytrec.cluster.session import find_interface
+from raytrec.common.machine import built_for, list_gpu_kinds
 from raytrec.doctor.child import run_child
-from raytrec.doctor.host_checks import FAILURE, OK, WARNING, Diagnosis, Found
-from raytrec.doctor.nodes import NO_ANSWER, REPLY_S, ThisHost
+from raytrec.doctor.host_checks import FAILURE, OK, WARNING, Diagnoses, Diagnosis
+from raytrec.doctor.nodes import NO_ANSWER_REPAIR, REPLY_S, ThisHost
 
-ELEMENTS, ROUNDS = 1 << 22, 4  # timed all-reduce: 16 MiB of float32, best of four
-REACH_S, GROUP_S, IMPORT_S = 5.0, 90.0, 60.0
-MAX_TRIES = 16  # all-reduces of one check; each may take GROUP_S
+ALL_REDUCE_ELEMENTS, ROUNDS = 1 << 22, 4  # timed all-reduce: 16 MiB of float32, best of four
+PORT_CONNECT_TIMEOUT_S, COLLECTIVE_TIMEOUT_S, IMPORT_ALLOWANCE_S = 5.0, 90.0, 60.0
+MAX_ALL_REDUCES = 16  # all-reduces of one check; each may take COLLECTIVE_TIMEOUT_S
 INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
-BRIDGES = re.compile(r"docker|br-|virbr|veth|cni|flannel|cali|lxc|podman|vmnet|tunl")
-DO_ADDRESS = (
+BRIDGE_PATTERN = re.compile(r"docker|br-|virbr|veth|cni|flannel|cali|lxc|podman|vmnet|tunl")
+ADDRESS_REPAIR = (
     "start Ray on each node with --node-ip-address=ADDRESS, one that all nodes reach, or name the interface: "
     "NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME where Ray is started"
 )
-DO_PORTS = (
+PORTS_REPAIR = (
     "let nodes reach each other at all TCP ports: security group, firewall, NetworkPolicy; workers take any "
     "free port (docs/cluster.md)"
 )
@@ -37,7 +37,7 @@ DO_PORTS = (
 _listeners: list[socket.socket] = []
 
 
-def look_at_interfaces(address: str) -> dict[str, Any]:
+def describe_interfaces(address: str) -> dict[str, Any]:
     """Return the interfaces that gloo and NCCL use on this host, and the addresses of all interfaces.
 
     Args:
@@ -47,30 +47,30 @@ def look_at_interfaces(address: str) -> dict[str, Any]:
 
     have = {name: [each.address for each in all_] for name, all_ in psutil.net_if_addrs().items()}
     chosen = {name: value for name in INTERFACE_VARIABLES if (value := os.environ.get(name))}
-    return {"own": interface_of(address), "have": have, "chosen": chosen}
+    return {"own": find_interface(address), "have": have, "chosen": chosen}
 
 
-def check_interfaces(nodes: ThisHost) -> Found:
+def check_interfaces(nodes: ThisHost) -> Diagnoses:
     """Check that gloo and NCCL use an interface that other nodes reach: no Docker bridge, no loopback."""
     each = {i: (address,) for i, address in enumerate(nodes.addresses)}
     loopback = [ip_address(address).is_loopback for address in nodes.addresses]
-    answers = nodes.ask(look_at_interfaces, each=each)
+    answers = nodes.ask(describe_interfaces, each=each)
     for name, address, local, found in zip(nodes.names, nodes.addresses, loopback, answers, strict=True):
-        judged = _judge(found, address, local and not all(loopback), len(answers) > 1)
+        judged = _diagnose_interfaces(found, address, local and not all(loopback), len(answers) > 1)
         yield Diagnosis(*judged, hosts=(name,))
 
 
-def _judge(found: Any, address: str, lost: bool, several: bool) -> tuple[str, str, str]:
+def _diagnose_interfaces(found: Any, address: str, lost: bool, several: bool) -> tuple[str, str, str]:
     """Return result, finding and repair of one node.
 
     Args:
-        found: Answer of `look_at_interfaces`, or an exception.
+        found: Answer of `describe_interfaces`, or an exception.
         address: Address by which Ray knows the node.
         lost: True if this address is loopback, and the address of another node is not.
         several: True if there are other nodes.
     """
     if isinstance(found, Exception):
-        return FAILURE, f"its interfaces are not known: {found}", NO_ANSWER
+        return FAILURE, f"its interfaces are not known: {found}", NO_ANSWER_REPAIR
     have, own = found["have"], found["own"]
     for variable, value in found["chosen"].items():
         wanted = tuple(each.partition(":")[0] for each in value.lstrip("=").split(","))
@@ -79,13 +79,13 @@ def _judge(found: Any, address: str, lost: bool, several: bool) -> tuple[str, st
         do = f"set {variable} to one of {', '.join(sorted(have))}, or unset it, where Ray is started"
         return FAILURE, f"{variable}={value}, and there is no such interface", do
     names = ", ".join(dict.fromkeys(value.lstrip("=") for value in found["chosen"].values())) or own
-    if several and names and BRIDGES.match(names):
-        return FAILURE, f"gloo and NCCL take {names} ({address}), a bridge inside this host", DO_ADDRESS
+    if several and names and BRIDGE_PATTERN.match(names):
+        return FAILURE, f"gloo and NCCL take {names} ({address}), a bridge inside this host", ADDRESS_REPAIR
     if lost:
-        return FAILURE, f"Ray knows this node as {address}, where other nodes cannot reach it", DO_ADDRESS
+        return FAILURE, f"Ray knows this node as {address}, where other nodes cannot reach it", ADDRESS_REPAIR
     if not names:
         what = f"no interface has the node's address {address}: gloo and NCCL choose one by themselves"
-        return WARNING, what, DO_ADDRESS
+        return WARNING, what, ADDRESS_REPAIR
     return OK, f"gloo and NCCL take {names}, the node's address", ""
 
 
@@ -102,7 +102,7 @@ def listen(address: str, keep: bool = True) -> int:
     return port
 
 
-def reach(places: list[tuple[str, int]], limit_s: float = REACH_S) -> list[str]:
+def reach(places: list[tuple[str, int]], limit_s: float = PORT_CONNECT_TIMEOUT_S) -> list[str]:
     """Return, for each place, why a connection fails; empty if the connection is accepted."""
 
     def connect(place: tuple[str, int]) -> str:
@@ -116,30 +116,30 @@ def reach(places: list[tuple[str, int]], limit_s: float = REACH_S) -> list[str]:
         return list(pool.map(connect, places))
 
 
-def check_ports(nodes: ThisHost) -> Found:
+def check_ports(nodes: ThisHost) -> Diagnoses:
     """Check that each node reaches a free port of every other node; record failing pairs (ThisHost.cut)."""
     everyone = range(len(nodes.names))
     ports = nodes.ask(listen, each={i: (nodes.addresses[i],) for i in everyone})
     known = [i for i in everyone if isinstance(ports[i], int)]
     places = [(nodes.addresses[i], ports[i]) for i in known]
-    answers = nodes.ask(reach, places, limit_s=REPLY_S + REACH_S * (1 + len(places) // 64))
+    answers = nodes.ask(reach, places, limit_s=REPLY_S + PORT_CONNECT_TIMEOUT_S * (1 + len(places) // 64))
     for here in everyone:
         if failed := [a for a in (ports[here], answers[here]) if isinstance(a, Exception)]:
             nodes.cut |= {frozenset((here, there)) for there in everyone}
-            yield Diagnosis(FAILURE, f"not tried: {failed[0]}", NO_ANSWER, hosts=(nodes.names[here],))
+            yield Diagnosis(FAILURE, f"not tried: {failed[0]}", NO_ANSWER_REPAIR, hosts=(nodes.names[here],))
             continue
         for there, (_, port), why in zip(known, places, answers[here], strict=True):
             if why and here != there:
                 nodes.cut.add(frozenset((here, there)))
                 pair = f"{nodes.names[here]} cannot reach {nodes.names[there]}"
-                yield Diagnosis(FAILURE, f"{pair} at port {port}: {why}", DO_PORTS)
+                yield Diagnosis(FAILURE, f"{pair} at port {port}: {why}", PORTS_REPAIR)
     if not nodes.cut:
         yield Diagnosis(OK, f"{len(known)} nodes reach each other at free ports")
 
 
 def uses_nccl() -> bool:
     """Return True if runs use the GPUs of this host."""
-    return built_for() == "cuda" and bool(gpu_kinds())
+    return built_for() == "cuda" and bool(list_gpu_kinds())
 
 
 def join_group(
@@ -159,18 +159,18 @@ def join_group(
     import torch
     import torch.distributed as dist
 
-    from raytrec.worker.rendezvous import chosen_network, keep_to_own_address, log_network
+    from raytrec.worker.rendezvous import enable_network_log, listen_on_own_address, read_chosen_network
 
-    keep_to_own_address(own)
+    listen_on_own_address(own)
     device, network = "cpu", f"gloo over TCP ({os.environ.get('GLOO_SOCKET_IFNAME', 'its own choice')})"
     if backend == "nccl":
-        log_network()
+        enable_network_log()
         device = "cuda"
         torch.cuda.set_device(0)
     host = f"[{address}]" if ":" in address else address
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(backend, f"tcp://{host}:{port}", timeout, world, rank)
-    values, best = torch.ones(ELEMENTS, device=device), float("inf")
+    values, best = torch.ones(ALL_REDUCE_ELEMENTS, device=device), float("inf")
     for _ in range(ROUNDS):
         dist.barrier()
         began = time.perf_counter()
@@ -182,17 +182,19 @@ def join_group(
         raise ValueError(f"the sum is {values[0].item()}, and should be {world**ROUNDS}")
     dist.barrier()
     if backend == "nccl":
-        network = f"NCCL over {chosen_network() or 'an unknown network'}"
+        network = f"NCCL over {read_chosen_network() or 'an unknown network'}"
     dist.destroy_process_group()
     return {"seconds": best, "network": network}
 
 
-def reduce_here(*arguments: Any) -> dict[str, Any]:
+def time_all_reduce_in_child(*arguments: Any) -> dict[str, Any]:
     """Take part in an all-reduce in a child process; the arguments go to `join_group`, before its timeout."""
-    return run_child(join_group, *arguments, GROUP_S, limit_s=GROUP_S + IMPORT_S)
+    return run_child(
+        join_group, *arguments, COLLECTIVE_TIMEOUT_S, limit_s=COLLECTIVE_TIMEOUT_S + IMPORT_ALLOWANCE_S
+    )
 
 
-def check_all_reduce(nodes: ThisHost) -> Found:
+def check_all_reduce(nodes: ThisHost) -> Diagnoses:
     """Time an all-reduce of 16 MiB over all nodes that connect and can import torch.
 
     If the all-reduce fails, the smallest failing groups of nodes are named, and the other nodes are timed.
@@ -210,23 +212,25 @@ def check_all_reduce(nodes: ThisHost) -> Found:
     answers: dict[tuple[int, ...], Any] = {}
 
     def fails(group: Sequence[int]) -> bool:
-        if (key := tuple(group)) not in answers and len(answers) < MAX_TRIES:
+        if (key := tuple(group)) not in answers and len(answers) < MAX_ALL_REDUCES:
             answers[key] = _reduce(nodes, key, backend)
         return isinstance(answers.get(key), Exception)
 
     while len(rest) > 1 and fails(rest):
-        group = smallest_failing(rest, fails)
+        group = find_smallest_failing_group(rest, fails)
         names = " and ".join(nodes.names[i] for i in sorted(group))
-        yield Diagnosis(FAILURE, f"{names} with {backend}: {answers[tuple(group)]}", DO_ADDRESS)
+        yield Diagnosis(FAILURE, f"{names} with {backend}: {answers[tuple(group)]}", ADDRESS_REPAIR)
         # In reverse order, a node that fails with every other node is the last of the next group.
         rest = [i for i in reversed(rest) if i != group[-1]]
     if len(rest) > 1 and (answer := answers.get(tuple(rest))):
         seconds, which = answer["seconds"], "all" if len(answers) == 1 else "the other"
-        speed = f"{ELEMENTS * 4 / seconds / 1e9:.2f} GB/s ({seconds * 1e3:.1f} ms for 16 MiB)"
+        speed = f"{ALL_REDUCE_ELEMENTS * 4 / seconds / 1e9:.2f} GB/s ({seconds * 1e3:.1f} ms for 16 MiB)"
         yield Diagnosis(OK, f"over {which} {len(rest)} nodes: {speed}, {answer['network']}")
 
 
-def smallest_failing(group: Sequence[int], fails: Callable[[Sequence[int]], bool]) -> Sequence[int]:
+def find_smallest_failing_group(
+    group: Sequence[int], fails: Callable[[Sequence[int]], bool]
+) -> Sequence[int]:
     """Return a node, a pair or, if neither fails by itself, a larger part of a group that fails.
 
     Two binary searches find the shortest failing beginning of the group, and the shortest beginning that
@@ -252,5 +256,7 @@ def _reduce(nodes: ThisHost, group: Sequence[int], backend: str) -> Any:
         node: (rank, len(group), first, port, backend, nodes.addresses[node])
         for rank, node in enumerate(group)
     }
-    answers = nodes.ask(reduce_here, each=each, limit_s=GROUP_S + IMPORT_S + REPLY_S)
+    answers = nodes.ask(
+        time_all_reduce_in_child, each=each, limit_s=COLLECTIVE_TIMEOUT_S + IMPORT_ALLOWANCE_S + REPLY_S
+    )
     return next((answer for answer in answers if isinstance(answer, Exception)), answers[group[0]])

@@ -15,21 +15,23 @@ from importlib.metadata import PackageNotFoundError, distribution
 from time import time
 from typing import Any
 
-from raytrec.cluster.session import on_node, ray_session
-from raytrec.common.errors import RaytrecError, RunError, first_line, last_line, root_cause
-from raytrec.common.machine import PACKAGES, code_hash
+from raytrec.cluster.session import pin_to_node, ray_session
+from raytrec.common.errors import RaytrecError, RunError, first_line, get_root_cause, last_line
+from raytrec.common.machine import PACKAGES, compute_code_hash
 from raytrec.common.storage import open_filesystem
-from raytrec.compat.ray_core import alive_nodes
-from raytrec.doctor.host_checks import FAILURE, OK, WARNING, Diagnosis, Found, within
+from raytrec.compat.ray_core import list_alive_nodes
+from raytrec.doctor.host_checks import FAILURE, OK, WARNING, Diagnoses, Diagnosis, within
 
 REPLY_S = 60.0  # on a busy host
-NO_ANSWER = "look at this node's Ray (ray status), and whether it has this raytrec"
+NO_ANSWER_REPAIR = "look at this node's Ray (ray status), and whether it has this raytrec"
 START_S = 120.0  # a node has to start a process before it answers
-STORAGE_S = 60.0
-SKEW_S, MOST_SKEW_S = 1.0, 300.0  # S3 refuses requests that are 15 minutes off
-MEASURED = 3  # measurements of a clock; the fastest answer counts
-WRITTEN_BYTES = 1 << 16
-OF_ENVIRONMENT = re.compile(r"\.dist-info/|^\.\./")  # lines of RECORD that depend on the environment
+STORAGE_TIMEOUT_S = 60.0
+WARNING_SKEW_S, FAILURE_SKEW_S = 1.0, 300.0  # S3 refuses requests that are 15 minutes off
+CLOCK_MEASUREMENTS = 3  # measurements of a clock; the fastest answer counts
+PROBE_FILE_BYTES = 1 << 16
+ENVIRONMENT_LINE_PATTERN = re.compile(
+    r"\.dist-info/|^\.\./"
+)  # lines of RECORD that depend on the environment
 
 
 Function = Callable[..., Any]
@@ -83,12 +85,12 @@ class ClusterNodes(ThisHost):
         import ray
 
         super().__init__()
-        nodes = alive_nodes()
+        nodes = list_alive_nodes()
         addresses = [node["NodeManagerAddress"] for node in nodes]
-        names = _names([node["NodeManagerHostname"] for node in nodes], addresses)
+        names = _make_distinct_names([node["NodeManagerHostname"] for node in nodes], addresses)
         actor = ray.remote(max_restarts=0, max_concurrency=8)(_Caller)
-        self._actors = [actor.options(**on_node(node["NodeID"])).remote() for node in nodes]
-        answers = self.ask(code_hash, limit_s=START_S)  # raises an error on nodes without raytrec
+        self._actors = [actor.options(**pin_to_node(node["NodeID"])).remote() for node in nodes]
+        answers = self.ask(compute_code_hash, limit_s=START_S)  # raises an error on nodes without raytrec
         fit = [number for number, answer in enumerate(answers) if isinstance(answer, str)]
         self.silent = {
             names[i]: last_line(str(answer), type(answer).__name__)[:300]
@@ -102,11 +104,11 @@ class ClusterNodes(ThisHost):
         """Call a function on the nodes, as `ThisHost.ask` on this host."""
         each = dict.fromkeys(range(len(self._actors)), ()) if each is None else each
         refs = [self._actors[i].call.remote(call, (*arguments, *own)) for i, own in each.items()]
-        answers = dict(zip(each, answers_of(refs, limit_s), strict=True))
+        answers = dict(zip(each, collect_answers(refs, limit_s), strict=True))
         return [answers.get(i) for i in range(len(self._actors))]
 
 
-def answers_of(refs: list[Any], limit_s: float) -> list[Any]:
+def collect_answers(refs: list[Any], limit_s: float) -> list[Any]:
     """Return the result or exception of each remote call; a TimeoutError if a call takes too long."""
     import ray
 
@@ -121,11 +123,11 @@ def _answer(ref: Any) -> Any:
     try:
         return ray.get(ref)
     except Exception as error:
-        cause = root_cause(error)
+        cause = get_root_cause(error)
         return getattr(cause, "cause", None) or cause
 
 
-def _names(hosts: list[str], addresses: list[str]) -> list[str]:
+def _make_distinct_names(hosts: list[str], addresses: list[str]) -> list[str]:
     """Return distinct names of nodes, even if several nodes are on one machine."""
     names: list[str] = []
     for host, address in zip(hosts, addresses, strict=True):
@@ -136,7 +138,7 @@ def _names(hosts: list[str], addresses: list[str]) -> list[str]:
 
 
 @contextmanager
-def nodes_of(address: str | None) -> Iterator[ThisHost]:
+def open_nodes(address: str | None) -> Iterator[ThisHost]:
     """Yield the hosts to examine while the block runs.
 
     Args:
@@ -161,7 +163,7 @@ def nodes_of(address: str | None) -> Iterator[ThisHost]:
 
 def describe_packages() -> dict[str, str]:
     """Return the versions of Python and packages, with hashes of their files (RECORD) and raytrec's code."""
-    found = {"Python": platform.python_version(), "raytrec's code": code_hash()}
+    found = {"Python": platform.python_version(), "raytrec's code": compute_code_hash()}
     for package in (*PACKAGES[1:], "numpy", "pyarrow"):
         try:
             about = distribution(package)
@@ -169,13 +171,13 @@ def describe_packages() -> dict[str, str]:
             continue
         lines = (about.read_text("RECORD") or "").splitlines()
         # Without lines that depend on the environment: scripts name its Python, dist-info the installer.
-        lines = [line for line in lines if "sha256=" in line and not OF_ENVIRONMENT.search(line)]
+        lines = [line for line in lines if "sha256=" in line and not ENVIRONMENT_LINE_PATTERN.search(line)]
         digest = hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:8]
         found[package] = f"{about.version} (files {digest})"
     return found
 
 
-def check_same_packages(nodes: ThisHost) -> Found:
+def check_same_packages(nodes: ThisHost) -> Diagnoses:
     """Check that Python, raytrec and its packages are equal on all nodes.
 
     The packages include Ray, torch, TorchRec and FBGEMM. Python is compared to its patch number.
@@ -194,24 +196,24 @@ def check_same_packages(nodes: ThisHost) -> Found:
     for name, answer in zip(nodes.names, answers, strict=True):
         if isinstance(answer, Exception):
             what = f"not known: {first_line(answer)}"
-            found.append(Diagnosis(FAILURE, what, NO_ANSWER, hosts=(name,)))
+            found.append(Diagnosis(FAILURE, what, NO_ANSWER_REPAIR, hosts=(name,)))
     yield from found or [Diagnosis(OK, f"the same {len(answers[0])} on {len(answers)} nodes")]
 
 
-def check_clocks(nodes: ThisHost) -> Found:
+def check_clocks(nodes: ThisHost) -> Diagnoses:
     """Check that the clocks of all nodes agree with this process's clock, within the time of an answer."""
     skews: dict[str, tuple[float, float]] = {}
     for number, name in enumerate(nodes.names):
-        for _ in range(MEASURED):
+        for _ in range(CLOCK_MEASUREMENTS):
             began = time()
             there, ended = nodes.ask(time, each={number: ()})[number], time()
             if isinstance(there, float):
                 skew, doubt = there - (began + ended) / 2, (ended - began) / 2
                 skews[name] = min(skews.get(name, (skew, doubt)), (skew, doubt), key=lambda known: known[1])
-    yield from judge_clocks(skews)
+    yield from diagnose_clocks(skews)
 
 
-def judge_clocks(skews: dict[str, tuple[float, float]]) -> Found:
+def diagnose_clocks(skews: dict[str, tuple[float, float]]) -> Diagnoses:
     """Return diagnoses of the clocks that differ from this process's clock.
 
     Args:
@@ -220,12 +222,12 @@ def judge_clocks(skews: dict[str, tuple[float, float]]) -> Found:
     do = "let an NTP daemon keep the time: timedatectl set-ntp true, chronyc makestep"
     found = []
     for name, (skew, doubt) in skews.items():
-        if (least := abs(skew) - doubt) > SKEW_S:
-            result = FAILURE if least > MOST_SKEW_S else WARNING
+        if (least := abs(skew) - doubt) > WARNING_SKEW_S:
+            result = FAILURE if least > FAILURE_SKEW_S else WARNING
             which = "ahead of" if skew > 0 else "behind"
             what = f"its clock is {abs(skew):,.1f} s {which} this process's"
             found.append(Diagnosis(result, what, do, hosts=(name,)))
-    yield from found or [Diagnosis(OK, f"{len(skews)} clocks are less than {SKEW_S:.0f} s apart")]
+    yield from found or [Diagnosis(OK, f"{len(skews)} clocks are less than {WARNING_SKEW_S:.0f} s apart")]
 
 
 def write_and_read(uri: str, name: str) -> str:
@@ -234,7 +236,7 @@ def write_and_read(uri: str, name: str) -> str:
         filesystem, folder = open_filesystem(uri)
         if filesystem.type_name == "local" and not os.path.isdir(folder):
             return "there is no such folder"
-        data = secrets.token_bytes(WRITTEN_BYTES)
+        data = secrets.token_bytes(PROBE_FILE_BYTES)
         with filesystem.open_output_stream(f"{folder}/{name}") as stream:
             stream.write(data)
         with filesystem.open_input_stream(f"{folder}/{name}") as stream:
@@ -244,7 +246,7 @@ def write_and_read(uri: str, name: str) -> str:
         return first_line(error)
 
 
-def missing_files(uri: str, names: list[str]) -> list[str]:
+def find_missing_files(uri: str, names: list[str]) -> list[str]:
     """Return the files that are missing in a place, seen from this host."""
     from pyarrow import fs
 
@@ -261,19 +263,19 @@ def remove_files(uri: str, names: list[str]) -> None:
             filesystem.delete_file(f"{folder}/{name}")
 
 
-def check_storage(nodes: ThisHost, uri: str) -> Found:
+def check_storage(nodes: ThisHost, uri: str) -> Diagnoses:
     """Check that every node writes to a place, reads its file back, and sees the files of all other nodes."""
     names = [f"raytrec-doctor-{secrets.token_hex(4)}-{number}" for number in range(len(nodes.names))]
     here = {number: (name,) for number, name in enumerate(names)}
     do = f"make {uri} reachable from every node, for this user: mounts, credentials, region, endpoint, quota"
     try:
-        answers = nodes.ask(write_and_read, uri, each=here, limit_s=STORAGE_S)
+        answers = nodes.ask(write_and_read, uri, each=here, limit_s=STORAGE_TIMEOUT_S)
         wrong = [str(answer) for answer in answers]
         written = [name for name, why in zip(names, wrong, strict=True) if not why]
         for host, why in zip(nodes.names, wrong, strict=True):
             if why:
                 yield Diagnosis(FAILURE, f"{uri} cannot be written and read: {why}", do, hosts=(host,))
-        seen = nodes.ask(missing_files, uri, written, limit_s=STORAGE_S)
+        seen = nodes.ask(find_missing_files, uri, written, limit_s=STORAGE_TIMEOUT_S)
         for host, why, lacking in zip(nodes.names, wrong, seen, strict=True):
             if not why and lacking:
                 failed = isinstance(lacking, Exception)
@@ -282,7 +284,7 @@ def check_storage(nodes: ThisHost, uri: str) -> Found:
                 yield Diagnosis(FAILURE, f"{uri} here lacks {what}", again, hosts=(host,))
         if not any(wrong) and not any(seen):
             yield Diagnosis(
-                OK, f"{uri}: each host has written {WRITTEN_BYTES >> 10} KiB there, and read them again"
+                OK, f"{uri}: each host has written {PROBE_FILE_BYTES >> 10} KiB there, and read them again"
             )
     finally:
         nodes.ask(remove_files, uri, names)

@@ -10,19 +10,19 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from raytrec.common.errors import os_errors
+from raytrec.common.errors import convert_os_errors
 from raytrec.common.messages import Compared
 from raytrec.common.terminal import bold, open_console, plain
 from raytrec.config.overrides import Overrides
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
 from raytrec.driver.console import RunConsole
-from raytrec.driver.launch import run_group, session_of
+from raytrec.driver.launch import open_session, run_group
 from raytrec.driver.preflight import check_fit
 from raytrec.driver.prepare import resolve
 from raytrec.driver.recorder import Watch, write_json
 from raytrec.driver.run import short
-from raytrec.driver.track import DELIVERY_S
+from raytrec.driver.track import DELIVERY_TIMEOUT_S
 from raytrec.tracking.journal import append_line
 from raytrec.tracking.run_folder import CHECK_RESULT
 from raytrec.worker.loop import check_worker
@@ -71,7 +71,7 @@ class CheckResult:
     @property
     def worst(self) -> dict[str, dict[str, Any]]:
         """Comparison with the largest error of each check; an error that is not a number is the largest."""
-        groups = {c: [f for f in self.findings if f["check"] == c] for c in COMPARED}
+        groups = {c: [f for f in self.findings if f["check"] == c] for c in CHECK_LABELS}
         return {
             check: max(found, key=lambda f: float("inf") if f["error"] is None else f["error"])
             for check, found in groups.items()
@@ -102,7 +102,7 @@ def check(source: str | Path | dict | RunConfig, overrides: Overrides | None = N
     folder = Path(config.run.dir)
     schema = Schema.load(config.data.schema_uri).model_copy(update={"candidates": []})
     check_fit(config, schema, here=False)  # tables are cut to fit
-    with os_errors("cannot write the folder", where=str(folder)):
+    with convert_os_errors("cannot write the folder", where=str(folder)):
         folder.mkdir(parents=True, exist_ok=True)
     status = "FAILED"
     with RunConsole(config.run.name) as console:
@@ -111,7 +111,7 @@ def check(source: str | Path | dict | RunConfig, overrides: Overrides | None = N
             delivery.deliver()
         try:
             console.phase("starting Ray")
-            with session_of(config):
+            with open_session(config):
                 precisions = {"train.matmul": config.train.matmul}
                 precisions |= {f"plan.qcomms.{name}": value for name, value in config.plan.qcomms}
                 for setting, precision in precisions.items():
@@ -137,12 +137,12 @@ def check(source: str | Path | dict | RunConfig, overrides: Overrides | None = N
             status = "KILLED"
             raise
         finally:
-            if delivery and (lost := delivery.finish(status, DELIVERY_S)):
+            if delivery and (lost := delivery.finish(status, DELIVERY_TIMEOUT_S)):
                 console.warn(lost)
     return result
 
 
-COMPARED = {
+CHECK_LABELS = {
     "forward": "pooled embeddings",
     "gradient": "gradient",
     "weights": "weights, 20 steps",
@@ -162,21 +162,21 @@ def print_check(result: CheckResult) -> None:
     for check, worst in result.worst.items():
         found = [f for f in result.findings if f["check"] == check]
         table.add_row(
-            COMPARED[check],
+            CHECK_LABELS[check],
             str(len(found)),
-            _tiny(worst["absolute"]),
-            _tiny(worst["error"]),
+            _format_error(worst["absolute"]),
+            _format_error(worst["error"]),
             f"{worst['limit']:.0e}",
             Text("pass", "green") if all(f["passed"] for f in found) else Text("FAIL", "red"),
         )
     console.print(table)
     for f in result.findings:
         if not f["passed"]:
-            line = f"FAIL  {COMPARED[f['check']]} of {f['name']}: relative error {_tiny(f['error'])}, limit "
+            line = f"FAIL  {CHECK_LABELS[f['check']]} of {f['name']}: relative error {_format_error(f['error'])}, limit "
             console.print(plain(line + f"{f['limit']:.0e}"), soft_wrap=True)
     for line in result.next_steps:
         console.print(plain(line), soft_wrap=True)
 
 
-def _tiny(value: float | None) -> str:
+def _format_error(value: float | None) -> str:
     return "not a number" if value is None else f"{value:.1e}"

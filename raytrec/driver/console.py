@@ -19,15 +19,15 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from raytrec.cluster.session import in_job
+from raytrec.cluster.session import is_job_driver
 from raytrec.common.messages import ENDED_EARLY, PROFILED
 from raytrec.common.terminal import bold, open_console, plain
-from raytrec.metrics.results import format_result, slice_tables
+from raytrec.metrics.results import build_slice_tables, format_result
 from raytrec.metrics.selection import figures_of
 from raytrec.tracking import progress_log as lines
 
 Pairs = list[tuple[str, str]]  # names and texts: the rows of a table
-PLAIN_EVERY_S = 10.0  # interval of progress lines if stderr is not a terminal
+PLAIN_LINE_INTERVAL_S = 10.0  # interval of progress lines if stderr is not a terminal
 
 
 class RunConsole:
@@ -85,7 +85,9 @@ class RunConsole:
         """Show that training begins at a step; `metrics` describes the figures (selection.Figure)."""
         self._progress.reset(self._task, total=total, completed=step, figures=f"step {step}/{total}")
         self._total, self._begin, self._figures = total, None, figures_of({"metrics": metrics})
-        self._message("start", {"total": total, "step": step, "workers": workers, "metrics": metrics or []})
+        self._write_message(
+            "start", {"total": total, "step": step, "workers": workers, "metrics": metrics or []}
+        )
         if step:
             self.note(f"resuming at step {step} with {workers} workers")
 
@@ -122,19 +124,19 @@ class RunConsole:
 
     def folder(self, folder: str) -> None:
         """Print the folder of the run if this process is the driver of a job, for clients that follow it."""
-        if in_job():
+        if is_job_driver():
             self.note(f"run folder {folder}")
-            self._message(lines.FOLDER, {lines.FOLDER: folder})
+            self._write_message(lines.FOLDER, {lines.FOLDER: folder})
 
     def train(self, step: int, rows_per_s: float | None, **values: Any) -> None:
         """Show the progress and the figures of training."""
-        figures = lines.named((each for each in self._figures if each.sums and each.directed), values)
+        figures = lines.named((each for each in self._figures if each.sums and each.is_directed), values)
         text = lines.progress(step, self._total, rows_per_s, figures)
         self._progress.update(self._task, completed=step, figures=text)
-        left = self._left(step)
+        left = self._estimate_remaining_s(step)
         full = text if left is None else f"{text}  {lines.remaining(left)}"
         if self._plain(full, always=step == self._total):
-            self._message("train", {"step": step, "rows_per_s": rows_per_s, **values})
+            self._write_message("train", {"step": step, "rows_per_s": rows_per_s, **values})
 
     def eval(self, step: int, curves: Any = None, slices: Any = None, **values: Any) -> None:
         """Show the figures of an evaluation."""
@@ -142,9 +144,9 @@ class RunConsole:
         if self._console.is_terminal:
             self._progress.print(f"{self._name}  {plain(text)}")
         self._plain(text, always=True)
-        self._message("eval", {"step": step, **values})
+        self._write_message("eval", {"step": step, **values})
 
-    def _left(self, step: int) -> float | None:
+    def _estimate_remaining_s(self, step: int) -> float | None:
         """Return the seconds until the last step, at the speed since the first figures; None if unknown."""
         now = monotonic()
         began, first = self._begin = self._begin or (now, step)
@@ -160,13 +162,13 @@ class RunConsole:
         The line is skipped if the last one is recent, unless `always` is True.
         """
         now = monotonic()
-        if self._console.is_terminal or not (always or now - self._last_plain >= PLAIN_EVERY_S):
+        if self._console.is_terminal or not (always or now - self._last_plain >= PLAIN_LINE_INTERVAL_S):
             return False
         self._last_plain = now
         self._console.print(f"{self._name}  {plain(text)}", soft_wrap=True)
         return True
 
-    def _message(self, kind: str, values: dict[str, Any]) -> None:
+    def _write_message(self, kind: str, values: dict[str, Any]) -> None:
         """Write a line for programs that follow a job."""
         lines.write_message(kind, values, self._console.file)
 
@@ -212,7 +214,7 @@ def print_summary(summary: Result) -> None:
         table.add_row(plain(name), plain(text))
     console.print(bold(summary.metrics["name"]), soft_wrap=True)
     console.print(table)
-    for title, slices in slice_tables(summary.metrics):
+    for title, slices in build_slice_tables(summary.metrics):
         of_slices = Table(*map(plain, slices.columns), title=plain(title), title_justify="left")
         for cells in slices.rows:
             of_slices.add_row(*(plain(cell.text) for cell in cells))

@@ -18,10 +18,10 @@ from math import inf
 from time import monotonic, time
 from typing import Any
 
-from raytrec.cluster.session import on_node
-from raytrec.common.messages import BEAT_S, Command, Event, Message, beat_s
+from raytrec.cluster.session import pin_to_node
+from raytrec.common.messages import HEARTBEAT_INTERVAL_S, Command, Event, Message, compute_heartbeat_interval
 
-SILENT_S = 3.0  # a process without a heartbeat for so long (or for 3 intervals) hangs or has ended
+HEARTBEAT_TIMEOUT_S = 3.0  # a process without a heartbeat for so long (or for 3 intervals) hangs or has ended
 PHASES = {
     "start": "starting",
     "plan": "building the model",
@@ -32,7 +32,7 @@ PHASES = {
     "save": "saving",
 }
 # Phases of a GPU in a step (common.messages.PHASES), in their order.
-ON_GPU = {
+GPU_PHASE_TEXTS = {
     "data": "waiting for data",
     "copy": "waiting for its batch",
     "input_exchange": "in the exchange of ids",
@@ -42,13 +42,13 @@ ON_GPU = {
     "optimizer": "in the optimizer",
     "other": "",
 }
-LOST = "the run's coordinator, an actor on the driver's node, ended"
+COORDINATOR_LOST = "the run's coordinator, an actor on the driver's node, ended"
 # Phases with their own timeout (launch.PHASE_TIMEOUT_S): they may take long, and end or fail by themselves.
 SLOW_PHASES = PHASES.keys() - {"step"}
 
 
 @dataclass
-class Member:
+class RankState:
     """State of a rank as known to the coordinator: its process and its last progress.
 
     Attributes:
@@ -70,8 +70,8 @@ class Member:
     where: str = ""
     waiting: bool = False
     unfinished: tuple[int, str] | None = None
-    beat_at: float = field(default_factory=monotonic)
-    progress_at: float = field(default_factory=monotonic)
+    last_heartbeat_at: float = field(default_factory=monotonic)
+    last_progress_at: float = field(default_factory=monotonic)
 
     def __str__(self) -> str:
         return f"rank {self.rank} (pid {self.pid} on {self.node})"
@@ -80,7 +80,7 @@ class Member:
     def behind(self) -> tuple[int, int, bool, float, int]:
         """Sort key by which the rank that is most behind comes first; if hosts are equal, the GPU decides."""
         step, phase = self.unfinished or (inf, "")
-        place = list(ON_GPU).index(phase) if phase in ON_GPU else len(ON_GPU)
+        place = list(GPU_PHASE_TEXTS).index(phase) if phase in GPU_PHASE_TEXTS else len(GPU_PHASE_TEXTS)
         return self.step, self.ticks, self.waiting, step, place
 
 
@@ -97,11 +97,11 @@ class Coordinator:
     def __init__(self, hang_timeout_s: float, patience_s: float, again: Callable[[], bool] = lambda: False):
         self._hang_s, self._patience_s = hang_timeout_s, patience_s
         self._messages: asyncio.Queue = asyncio.Queue()
-        self._members: dict[int, Member] = {}
+        self._members: dict[int, RankState] = {}
         self._attempt, self._attempts, self._command = "", 0, Command.GO
-        self._cause = LOST if again() else ""
+        self._cause = COORDINATOR_LOST if again() else ""
         self._look: asyncio.Task | None = None
-        self._beat_s = BEAT_S
+        self._beat_s = HEARTBEAT_INTERVAL_S
 
     # Messages: put by ranks and policies, read by the driver.
 
@@ -123,7 +123,7 @@ class Coordinator:
         """End a wait in `get`."""
         self._messages.put_nowait(None)
 
-    def _event(self, event: str, **details: Any) -> None:
+    def _report_event(self, event: str, **details: Any) -> None:
         self.put(Event(event=event, unix_s=time(), details=details))
 
     # Ranks.
@@ -135,10 +135,13 @@ class Coordinator:
             self._cause = ""
             if self._command != Command.STOP:
                 self._command = Command.GO
-            self._event("started", attempt=self._attempts, workers=world)
-        self._members[rank], self._beat_s = Member(rank, pid, node, node_id), beat_s(world)
+            self._report_event("started", attempt=self._attempts, workers=world)
+        self._members[rank], self._beat_s = (
+            RankState(rank, pid, node, node_id),
+            compute_heartbeat_interval(world),
+        )
         if self._look is None:
-            self._look = asyncio.get_running_loop().create_task(self._keep_looking())
+            self._look = asyncio.get_running_loop().create_task(self._watch_ranks())
         return self._attempts - 1
 
     async def beat(
@@ -158,8 +161,8 @@ class Coordinator:
             return Command.ABORT  # the rank's group has been given up
         now = monotonic()
         if ticks != member.ticks:
-            member.progress_at = now
-        member.beat_at, member.ticks, member.step, member.phase = now, ticks, step, phase
+            member.last_progress_at = now
+        member.last_heartbeat_at, member.ticks, member.step, member.phase = now, ticks, step, phase
         member.where, member.waiting, member.unfinished = where, waiting, unfinished
         return self._command
 
@@ -178,7 +181,7 @@ class Coordinator:
         """Send a command to all ranks, unless an equal or larger one has been sent."""
         if command > self._command:
             self._command = Command(command)
-            self._event("asked", command=self._command.name, reason=reason)
+            self._report_event("asked", command=self._command.name, reason=reason)
 
     async def step(self) -> int:
         """Return the highest step that a rank of the last group has reached."""
@@ -186,7 +189,7 @@ class Coordinator:
 
     async def waiting(self, room: int, least: int) -> None:
         """Report that there are not enough nodes to continue."""
-        self._event("waiting", cause=f"there is room for {room} workers; waiting for {least}")
+        self._report_event("waiting", cause=f"there is room for {room} workers; waiting for {least}")
 
     # Failures.
 
@@ -202,52 +205,54 @@ class Coordinator:
         silent = None
         if not dead and not self._cause:
             for _ in range(round(40 * self._beat_s)):  # find a rank that is silent while others fail
-                if silent := self._silent(3 * self._beat_s):
+                if silent := self._find_silent_rank(3 * self._beat_s):
                     cause = f"{silent} died at step {silent.step}"
                     break
                 await asyncio.sleep(0.1)
         self._cause = cause if rank is None else self._cause or cause
         step = await self.step()
-        self._event("failed", cause=self._cause, rank=silent.rank if silent else rank, step=step, again=again)
+        self._report_event(
+            "failed", cause=self._cause, rank=silent.rank if silent else rank, step=step, again=again
+        )
         self._attempt = ""  # given up: its ranks, even unreachable ones, must end
 
     async def cause(self) -> str:
         """Return the cause of the group's end in one sentence; empty if it is unknown."""
         return self._cause
 
-    def _silent(self, seconds: float) -> Member | None:
-        first = min(self._members.values(), key=lambda member: member.beat_at, default=None)
-        return first if first and monotonic() - first.beat_at > seconds else None
+    def _find_silent_rank(self, seconds: float) -> RankState | None:
+        first = min(self._members.values(), key=lambda member: member.last_heartbeat_at, default=None)
+        return first if first and monotonic() - first.last_heartbeat_at > seconds else None
 
     @property
-    def _silent_s(self) -> float:
-        return max(SILENT_S, 3 * self._beat_s)
+    def _heartbeat_timeout_s(self) -> float:
+        return max(HEARTBEAT_TIMEOUT_S, 3 * self._beat_s)
 
-    async def _keep_looking(self) -> None:
+    async def _watch_ranks(self) -> None:
         while True:
             await asyncio.sleep(1)
-            if self._members and not self._cause and (sentence := self._hang()):
+            if self._members and not self._cause and (sentence := self._describe_hang()):
                 self._cause = sentence
-                self._event("hang", cause=sentence)
+                self._report_event("hang", cause=sentence)
                 self._command = max(self._command, Command.ABORT)
                 await asyncio.sleep(3)
-                self._kill_what_stands_still()
+                self._kill_silent_ranks()
 
-    def _hang(self) -> str | None:
+    def _describe_hang(self) -> str | None:
         """Return a sentence on the rank that keeps the others waiting, or None before the timeout."""
         now, members = monotonic(), list(self._members.values())
-        idle = now - max(m.progress_at for m in members)
-        culprit = self._silent(self._silent_s) or min(members, key=lambda m: m.behind)
-        patient = culprit.phase in SLOW_PHASES and now - culprit.beat_at < self._silent_s
+        idle = now - max(m.last_progress_at for m in members)
+        culprit = self._find_silent_rank(self._heartbeat_timeout_s) or min(members, key=lambda m: m.behind)
+        patient = culprit.phase in SLOW_PHASES and now - culprit.last_heartbeat_at < self._heartbeat_timeout_s
         if idle < (self._patience_s if patient else self._hang_s):
             return None
         others = [m for m in members if m is not culprit]
-        if now - culprit.beat_at > self._silent_s:
-            what = f"{culprit} hangs: no heartbeat for {now - culprit.beat_at:.0f} s"
+        if now - culprit.last_heartbeat_at > self._heartbeat_timeout_s:
+            what = f"{culprit} hangs: no heartbeat for {now - culprit.last_heartbeat_at:.0f} s"
         elif culprit.unfinished:
             alone = not others or len({m.unfinished for m in members}) > 1
             (step, phase), whose = culprit.unfinished, "its GPU has" if alone else "all GPUs have"
-            at = f"step {step}" + (f" ({ON_GPU[phase]})" if ON_GPU.get(phase) else "")
+            at = f"step {step}" + (f" ({GPU_PHASE_TEXTS[phase]})" if GPU_PHASE_TEXTS.get(phase) else "")
             what = f"{culprit} has made no progress for {idle:.0f} s: {whose} not finished {at},"
         elif culprit.waiting and len({m.ticks for m in members}) == 1:
             what = f"all ranks wait for one another for {idle:.0f} s; {culprit}"
@@ -257,14 +262,14 @@ class Coordinator:
         waiting = f"; rank {others[0].rank} waits at {others[0].where}" if others and others[0].where else ""
         return f"{what} at step {culprit.step}{where}{waiting}"
 
-    def _kill_what_stands_still(self) -> None:
+    def _kill_silent_ranks(self) -> None:
         """Kill the processes without heartbeats by tasks on their nodes: they do not receive commands."""
         import ray
 
         now = monotonic()
         for member in self._members.values():
-            if now - member.beat_at > self._silent_s:
-                ray.remote(_kill).options(**on_node(member.node_id)).remote(member.pid)
+            if now - member.last_heartbeat_at > self._heartbeat_timeout_s:
+                ray.remote(_kill).options(**pin_to_node(member.node_id)).remote(member.pid)
 
 
 def _kill(pid: int) -> None:
@@ -278,12 +283,12 @@ def start_coordinator(hang_timeout_s: float, patience_s: float) -> Any:
     """Start the Coordinator actor on this node; it ends with the driver, and Ray restarts it if it dies."""
     import ray
 
-    here = on_node(ray.get_runtime_context().get_node_id())
+    here = pin_to_node(ray.get_runtime_context().get_node_id())
     actor = ray.remote(Coordinator).options(max_concurrency=1000, max_restarts=-1, **here)
-    return actor.remote(hang_timeout_s, patience_s, _is_again)
+    return actor.remote(hang_timeout_s, patience_s, _is_restarted_actor)
 
 
-def cause_of(coordinator: Any) -> str:
+def fetch_cause(coordinator: Any) -> str:
     """Return the coordinator's sentence about the end of a group; "" if the coordinator itself has ended."""
     import ray
 
@@ -293,7 +298,7 @@ def cause_of(coordinator: Any) -> str:
         return ""
 
 
-def _is_again() -> bool:
+def _is_restarted_actor() -> bool:
     import ray
 
     return ray.get_runtime_context().was_current_actor_reconstructed

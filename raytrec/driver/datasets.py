@@ -10,27 +10,27 @@ from typing import Literal
 from raytrec.checkpoint.index import INDEX, read_index
 from raytrec.checkpoint.rows import schema_of
 from raytrec.common.errors import ConfigError, DataError
-from raytrec.common.storage import sibling, split_query
-from raytrec.config.features import needed_transforms, resolve_features
+from raytrec.common.storage import get_sibling, split_query
+from raytrec.config.features import resolve_features, select_needed_transforms
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.config.tasks import TowerName
 from raytrec.data.arrow import find_column, is_list, plain, type_at
 from raytrec.data.footers import read_footer
-from raytrec.data.form import ReadPlan, Reserved
+from raytrec.data.form import ReadPlan, ReservedColumnSet
 from raytrec.data.fragments import Dataset, scan
 from raytrec.data.listing import list_files, name_of
-from raytrec.data.pages.decode import SKIPPED, Faults
-from raytrec.data.rows import check_accused
+from raytrec.data.pages.decode import SKIPPED_ROWS_FILE, ReadErrorPolicy
+from raytrec.data.rows import check_suspect_groups
 from raytrec.driver.console import RunConsole
-from raytrec.driver.item_ids import check_item_ids, check_item_types, check_items
-from raytrec.tasks.columns import check_counts, check_reserved, log_odds, read_plan
+from raytrec.driver.item_ids import check_item_ids, check_item_keys, check_item_types
+from raytrec.tasks.columns import build_read_plan, check_frequency_columns, check_group_columns, log_odds
 from raytrec.tasks.task import resolve_tasks
 
-MOST_HELD_ROWS = 100_000  # maximum of data.holdout: auto
+MAX_HOLDOUT_ROWS = 100_000  # maximum of data.holdout: auto
 
 
-def part_of_tower(config: RunConfig, schema: Schema, tower: TowerName, where: str) -> Schema:
+def select_tower_schema(config: RunConfig, schema: Schema, tower: TowerName, where: str) -> Schema:
     """Return the part of a schema that has only the features of one tower.
 
     Args:
@@ -74,8 +74,8 @@ def open_inputs(
     """
     plan = ReadPlan(
         schema,
-        needed_transforms(tuple(config.data.transforms), [*schema.inputs, *reserve_columns]),
-        reserved=Reserved(
+        select_needed_transforms(tuple(config.data.transforms), [*schema.inputs, *reserve_columns]),
+        reserved=ReservedColumnSet(
             reserve_columns, groups=reserve_columns, named_by=dict.fromkeys(reserve_columns, reserved_by)
         ),
         read_labels=False,
@@ -83,7 +83,7 @@ def open_inputs(
     return scan(places, plan, key, skip=config.data.on_error == "skip")
 
 
-def as_examples(schema: Schema, places: str | list[str]) -> Schema:
+def to_example_schema(schema: Schema, places: str | list[str]) -> Schema:
     """Return the schema for predictions, indexes and exports, whose rows have one candidate each.
 
     Raises:
@@ -116,15 +116,15 @@ def open_items(config: RunConfig, schema: Schema, evaluated: Mapping[str, Datase
         "items" → the dataset; empty without eval.retrieval.
 
     Raises:
-        ConfigError, DataError: As in `part_of_tower`, `open_inputs` and the checks of item_ids.py.
+        ConfigError, DataError: As in `select_tower_schema`, `open_inputs` and the checks of item_ids.py.
     """
     section = config.eval.retrieval
     if section is None:
         return {}
-    part = part_of_tower(config, schema, "item", "eval.retrieval")
+    part = select_tower_schema(config, schema, "item", "eval.retrieval")
     places = "eval.retrieval.items"
     items = open_inputs(config, part, section.items, places, (section.item,), "eval.retrieval.item")
-    check_items(items, section.item)
+    check_item_keys(items, section.item)
     for name, dataset in evaluated.items():
         check_item_types(section, items, dataset)
         if name != "train":
@@ -149,7 +149,7 @@ def check_lookup_l2(config: RunConfig, schema: Schema, datasets: Mapping[str, Da
             )
 
 
-def check_every_id(config: RunConfig, schema: Schema, train: Dataset) -> None:
+def check_sample_counts(config: RunConfig, schema: Schema, train: Dataset) -> None:
     """Check that the model reads all ids that a row of a global batch gets by `do: sample, count: all`.
 
     Raises:
@@ -157,7 +157,7 @@ def check_every_id(config: RunConfig, schema: Schema, train: Dataset) -> None:
     """
     sequences = resolve_features(schema, config.model).sequences
     rows = max(1, min(config.data.global_batch_size, train.rows))
-    for feature, count in train.form.every_id.items():
+    for feature, count in train.form.full_vocabulary_features.items():
         of_row, most = -(-count // rows), sequences.get(feature, 1)
         if of_row > most:
             raise ConfigError(
@@ -173,7 +173,7 @@ def open_data(config: RunConfig) -> tuple[Schema, dict[str, Dataset]]:
     """Open the schema and the datasets of a run, and check their columns and rows."""
     data = config.data
     list_files(data.train, "data.train")  # before the schema, whose default place is next to it
-    folder, name = sibling(data.schema_uri, ""), split_query(data.schema_uri)[0].rpartition("/")[2]
+    folder, name = get_sibling(data.schema_uri, ""), split_query(data.schema_uri)[0].rpartition("/")[2]
     schema = schema_of(read_index(folder)["about"]) if name == INDEX else Schema.load(data.schema_uri)
     datasets = {
         name: open_dataset(config, schema, places, f"data.{name}")
@@ -186,11 +186,11 @@ def open_data(config: RunConfig) -> tuple[Schema, dict[str, Dataset]]:
             read_more = open_dataset(config, schema, data.train, "data.train", held_out=True)
             datasets["valid"] = hold_out(read_more, data.holdout)["valid"]
     check_lookup_l2(config, schema, datasets)
-    check_every_id(config, schema, datasets["train"])
+    check_sample_counts(config, schema, datasets["train"])
     datasets |= open_items(config, schema, datasets)
     for name, dataset in datasets.items():
-        check_accused(dataset)
-        check_rows_count(dataset, to_train=name == "train")
+        check_suspect_groups(dataset)
+        check_usable_rows(dataset, to_train=name == "train")
     rows = datasets["train"].rows
     if config.data.drop_last and rows < config.data.global_batch_size:
         raise DataError(
@@ -211,7 +211,7 @@ def hold_out(train: Dataset, share: float | Literal["auto"]) -> dict[str, Datase
         train: Training data.
         share: Share of rows to hold out (data.holdout).
     """
-    most = max(10, -(-train.rows // MOST_HELD_ROWS))
+    most = max(10, -(-train.rows // MAX_HOLDOUT_ROWS))
     kept, held = train.hold_out(most if share == "auto" else round(1 / share))
     return {"train": kept} | ({"valid": held} if held else {})
 
@@ -233,24 +233,24 @@ def open_dataset(
         DataError: Files, columns or types differ from the configuration.
     """
     data, tasks = config.data, resolve_tasks(config.tasks, schema)
-    check_reserved(tasks, config.eval.slices, data.reserve_columns)
+    check_group_columns(tasks, config.eval.slices, data.reserve_columns)
     to_train = key == "data.train"
     evaluated = held_out or not to_train
     slices = config.eval.slices if evaluated else []
     retrieval = config.eval.retrieval if evaluated else None
     dataset = scan(
         places,
-        read_plan(tasks, schema, data.transforms, slices, retrieval),
+        build_read_plan(tasks, schema, data.transforms, slices, retrieval),
         key,
         between=(data.partitions.from_, data.partitions.to) if to_train else (None, None),
         declared=data.reserve_columns,
         skip=data.on_error == "skip",
     )
-    check_counts(tasks, dataset.form.types, dataset.uri)
+    check_frequency_columns(tasks, dataset.form.types, dataset.uri)
     return dataset
 
 
-def check_rows_count(dataset: Dataset, *, to_train: bool = False) -> None:
+def check_usable_rows(dataset: Dataset, *, to_train: bool = False) -> None:
     """Check in the footers that rows count: for training in each task, for evaluation in at least one.
 
     Raises:
@@ -267,16 +267,16 @@ def check_rows_count(dataset: Dataset, *, to_train: bool = False) -> None:
         )
 
 
-def note_files(console: RunConsole, datasets: Mapping[str, Dataset]) -> None:
+def show_file_counts(console: RunConsole, datasets: Mapping[str, Dataset]) -> None:
     """Show how many files of each dataset are read, and why others are left out."""
     for name, dataset in datasets.items():
         if dataset.listing.files:  # held-out rows are in files of another dataset
             console.note(f"{name}: {dataset.listing}")
 
 
-def note_left_out(folder: Path, datasets: dict[str, Dataset]) -> list[str]:
+def record_skipped_files(folder: Path, datasets: dict[str, Dataset]) -> list[str]:
     """Record files skipped by data.on_error=skip in skipped.jsonl, and return a warning for each."""
-    faults = Faults(skip=True, log=str(folder / SKIPPED))
+    faults = ReadErrorPolicy(skip=True, log=str(folder / SKIPPED_ROWS_FILE))
     errors = [error for dataset in datasets.values() for error in dataset.left_out]
     for error in errors:
         faults.leave_out(error, rows=None)  # their number is unknown

@@ -17,19 +17,19 @@ from pydantic import FiniteFloat
 from typing_extensions import TypedDict
 
 from raytrec.common.documents import find_document
-from raytrec.common.errors import ErrorParts, RaytrecError, RunError, os_errors
-from raytrec.common.formatting import or_0
+from raytrec.common.errors import ErrorParts, RaytrecError, RunError, convert_os_errors
+from raytrec.common.formatting import number_or_zero
 from raytrec.common.messages import EVENTS, METRICS
 from raytrec.common.processes import lock
 from raytrec.compat.ray_core import job_id
-from raytrec.tracking.run_folder import messages_of
+from raytrec.tracking.run_folder import read_messages
 
 # Exceptions raised for signals. While Ray is starting, Ray's own handlers end the process instead.
-ASKED = (KeyboardInterrupt, SystemExit)
-NOTE, LOG = "driver.json", "run.log"
+STOP_EXCEPTIONS = (KeyboardInterrupt, SystemExit)
+NOTE, LOG_FILE = "driver.json", "run.log"
 
 
-class DriverNote(TypedDict, total=False):
+class DriverRecord(TypedDict, total=False):
     """Content of driver.json.
 
     Attributes:
@@ -60,10 +60,10 @@ def record_driver(folder: Path) -> Iterator[float]:
     Yields:
         Total duration of all earlier drivers of the run in seconds.
     """
-    began, before_s = perf_counter(), _seconds(folder)
-    note: DriverNote = {
+    began, before_s = perf_counter(), _sum_driver_seconds(folder)
+    note: DriverRecord = {
         "pid": os.getpid(),
-        "started": _started(os.getpid()),
+        "started": _read_start_time(os.getpid()),
         "host": socket.gethostname(),
         "job": job_id(),
         "unix_s": time(),
@@ -71,12 +71,12 @@ def record_driver(folder: Path) -> Iterator[float]:
         "status": "RUNNING",
         "error": None,
     }
-    _write(folder, note)
+    _write_record(folder, note)
     try:
-        with _logged(folder / LOG):
+        with _tee_stderr(folder / LOG_FILE):
             yield before_s
     except BaseException as error:
-        note["status"] = "STOPPED" if isinstance(error, ASKED) else "FAILED"
+        note["status"] = "STOPPED" if isinstance(error, STOP_EXCEPTIONS) else "FAILED"
         if note["status"] == "FAILED":
             other: ErrorParts = {"what": f"{type(error).__name__}: {error}"}
             note["error"] = error.parts if isinstance(error, RaytrecError) else other
@@ -85,36 +85,36 @@ def record_driver(folder: Path) -> Iterator[float]:
         note["status"] = "FINISHED"
     finally:
         note["seconds"] += perf_counter() - began
-        _write(folder, note)
+        _write_record(folder, note)
 
 
-def driver_of(folder: Path) -> DriverNote:
+def read_driver_record(folder: Path) -> DriverRecord:
     """Return the content of driver.json; empty if the file is missing.
 
     The status can be RUNNING although the process has died.
     """
-    return find_document(str(folder / NOTE), DriverNote) or {}
+    return find_document(str(folder / NOTE), DriverRecord) or {}
 
 
-def _seconds(folder: Path) -> float:
+def _sum_driver_seconds(folder: Path) -> float:
     """Return the seconds of all drivers so far; a killed driver counts up to its last recorded message."""
-    note = driver_of(folder)
-    seconds, begin = or_0(note.get("seconds")), or_0(note.get("unix_s"))
+    note = read_driver_record(folder)
+    seconds, begin = number_or_zero(note.get("seconds")), number_or_zero(note.get("unix_s"))
     if note.get("status") != "RUNNING":
         return seconds
-    last = [message for name in (METRICS, EVENTS) for message in deque(messages_of(folder, name), 1)]
+    last = [message for name in (METRICS, EVENTS) for message in deque(read_messages(folder, name), 1)]
     return seconds + max([0.0, *((message.unix_s or 0.0) - begin for message in last)])
 
 
-def is_alive(note: DriverNote) -> bool | None:
+def is_alive(note: DriverRecord) -> bool | None:
     """Return True if the process of a note is alive; None if the note is from another host."""
     if note.get("host") != socket.gethostname():
         return None
-    started = _started(note.get("pid", 0))
+    started = _read_start_time(note.get("pid", 0))
     return started is not None and started == note.get("started")
 
 
-def ask_to_stop(note: DriverNote) -> None:
+def ask_to_stop(note: DriverRecord) -> None:
     """Send SIGTERM to the driver, which saves the run and ends. Must be called on the driver's host.
 
     Raises:
@@ -125,7 +125,7 @@ def ask_to_stop(note: DriverNote) -> None:
     os.kill(note["pid"], signal.SIGTERM)
 
 
-def _started(pid: int) -> int | None:
+def _read_start_time(pid: int) -> int | None:
     """Return the start time of a process in clock ticks, or None if the process has exited.
 
     Together with the pid, the start time identifies a process uniquely.
@@ -138,7 +138,7 @@ def _started(pid: int) -> int | None:
     return None if fields[0] == "Z" else int(fields[19])
 
 
-def _write(folder: Path, note: DriverNote) -> None:
+def _write_record(folder: Path, note: DriverRecord) -> None:
     from raytrec.driver.recorder import write_json
 
     with suppress(OSError):  # a full disk, which the run itself reports
@@ -146,7 +146,7 @@ def _write(folder: Path, note: DriverNote) -> None:
 
 
 @contextmanager
-def _logged(path: Path) -> Iterator[None]:
+def _tee_stderr(path: Path) -> Iterator[None]:
     if sys.stderr is None or sys.stderr.isatty():
         yield
         return
@@ -156,7 +156,7 @@ def _logged(path: Path) -> Iterator[None]:
     except OSError:  # a full disk, which the run itself reports
         yield
         return
-    sys.stderr = _Both(before, file)
+    sys.stderr = _TeeStream(before, file)
     try:
         yield
     finally:
@@ -165,7 +165,7 @@ def _logged(path: Path) -> Iterator[None]:
             file.close()
 
 
-class _Both:
+class _TeeStream:
     """Stream whose text is also written to a file."""
 
     def __init__(self, stream: TextIO, file: TextIO):
@@ -197,22 +197,22 @@ def hold_run_lock(folder: Path, patience_s: float, report: Callable[[str], None]
     Raises:
         RunError: Another driver trains this run.
     """
-    with os_errors("cannot write the run folder", where=str(folder)):
+    with convert_os_errors("cannot write the run folder", where=str(folder)):
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / LOCK).open("a+")
     with file:
-        _wait(file, folder, patience_s, report)
+        _acquire_lock(file, folder, patience_s, report)
         yield
 
 
-def _wait(file, folder: Path, patience_s: float, report: Callable[[str], None]) -> None:
+def _acquire_lock(file, folder: Path, patience_s: float, report: Callable[[str], None]) -> None:
     deadline, told = monotonic() + patience_s, False
     while True:
         try:
             lock(file)
             return
         except BlockingIOError:
-            note = driver_of(folder)
+            note = read_driver_record(folder)
             holder = "process {pid} on {host}".format(**note) if "pid" in note else "another process"
         if monotonic() > deadline:
             raise RunError(

@@ -19,28 +19,34 @@ from raytrec.common.errors import ConfigError, RunError, SchemaError, unknown
 from raytrec.common.messages import RANKS
 from raytrec.common.processes import owner, remove_leftovers
 from raytrec.common.storage import absolute, join_uri, open_filesystem
-from raytrec.config.overrides import Overrides, as_texts, section_of
+from raytrec.config.overrides import Overrides, get_section_name, to_override_texts
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
-from raytrec.config.trust import checkpoint_origin
-from raytrec.data.rows import check_accused
+from raytrec.config.trust import find_checkpoint_origin
+from raytrec.data.rows import check_suspect_groups
 from raytrec.driver.console import Result, RunConsole
-from raytrec.driver.datasets import check_rows_count, note_files, note_left_out, open_dataset, open_items
-from raytrec.driver.launch import run_group, session_of
+from raytrec.driver.datasets import (
+    check_usable_rows,
+    open_dataset,
+    open_items,
+    record_skipped_files,
+    show_file_counts,
+)
+from raytrec.driver.launch import open_session, run_group
 from raytrec.driver.recorder import Watch
-from raytrec.driver.resume import stored_schema
+from raytrec.driver.resume import load_stored_schema
 from raytrec.metrics.selection import Selection
-from raytrec.planning.loads import recorded_lengths, with_lengths
-from raytrec.tracking.run_folder import CONFIG, RunFolder, existing_run
+from raytrec.planning.loads import compute_recorded_lengths, replace_lengths
+from raytrec.tracking.run_folder import CONFIG, RunFolder, check_run_folder
 from raytrec.worker.loop import evaluate_worker
 
 if TYPE_CHECKING:
-    from raytrec.checkpoint.convert import TableChange
+    from raytrec.checkpoint.convert import TableConversion
 
 # Sections that affect an evaluation without changing the model.
-SETTABLE = ("data", "scaling", "plan", "train", "eval")
+OVERRIDABLE_SECTIONS = ("data", "scaling", "plan", "train", "eval")
 RULE = "out_of_range"
-SCRATCH, TRACEBACK = "raytrec-evaluate-", "error.txt"
+SCRATCH_PREFIX, TRACEBACK_FILE = "raytrec-evaluate-", "error.txt"
 TABLE_KINDS = "managed, resize:ROWS or hash"  # target kinds of a conversion
 
 
@@ -59,7 +65,7 @@ class Checkpoint:
     index: dict[str, Any]
 
 
-def evaluation_config(
+def load_evaluation_config(
     about: dict[str, Any], folder: str, overrides: list[str], *, allow_code: bool
 ) -> tuple[RunConfig, Schema]:
     """Return the configuration and the schema of a checkpoint, with the overrides of an evaluation.
@@ -77,21 +83,21 @@ def evaluation_config(
     of_tables = [override for override in overrides if override.startswith("tables.")]
     others = [override for override in overrides if override not in of_tables]
     for override in others:
-        if section_of(override) not in SETTABLE:
+        if get_section_name(override) not in OVERRIDABLE_SECTIONS:
             raise ConfigError(
                 f"'{override}' has no part in an evaluation",
                 where="command line, --set",
-                expected=f"a key of {', '.join(SETTABLE)}, or tables.NAME.{RULE}: the model is fixed",
+                expected=f"a key of {', '.join(OVERRIDABLE_SECTIONS)}, or tables.NAME.{RULE}: the model is fixed",
             )
-    elsewhere = checkpoint_origin(folder, about["config"])
+    elsewhere = find_checkpoint_origin(folder, about["config"])
     config = load_config(about["config"], others, elsewhere=elsewhere, allow_code=allow_code)
     values = schema_of(about).model_dump()
     for override in of_tables:
-        _set_rule(values["tables"], override)
+        _apply_table_override(values["tables"], override)
     return config, Schema.parse(values, "the checkpoint's schema" + "".join(f" with {o}" for o in of_tables))
 
 
-def _set_rule(tables: dict[str, dict[str, Any]], override: str) -> None:
+def _apply_table_override(tables: dict[str, dict[str, Any]], override: str) -> None:
     key, _, rule = override.partition("=")
     pattern, _, what = key.removeprefix("tables.").rpartition(".")
     if what != RULE:
@@ -112,18 +118,18 @@ def _set_rule(tables: dict[str, dict[str, Any]], override: str) -> None:
 
 
 @contextmanager
-def scratch_folder() -> Iterator[str]:
+def create_scratch_folder() -> Iterator[str]:
     """Yield a temporary folder for the files of an evaluation, because the run may be another user's.
 
     The folder is removed after the block or, if the process was killed, by the next evaluation. A folder with
     a traceback is kept for the error message that names it.
     """
-    remove_leftovers(tempfile.gettempdir(), f"{SCRATCH}{{owner}}-*", keep=TRACEBACK)
-    folder = tempfile.mkdtemp(prefix=f"{SCRATCH}{owner()}-")
+    remove_leftovers(tempfile.gettempdir(), f"{SCRATCH_PREFIX}{{owner}}-*", keep=TRACEBACK_FILE)
+    folder = tempfile.mkdtemp(prefix=f"{SCRATCH_PREFIX}{owner()}-")
     try:
         yield folder
     finally:
-        if not (Path(folder) / TRACEBACK).exists():
+        if not (Path(folder) / TRACEBACK_FILE).exists():
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -162,7 +168,7 @@ def evaluate(
     began = perf_counter()
     changes = [f"scaling.num_workers={workers}"] if workers else []
     changes += [f"data.global_batch_size={batch_size}"] if batch_size else []
-    changes += as_texts(overrides)
+    changes += to_override_texts(overrides)
     saved = resolve_checkpoint(place, None, changes, allow_code)
     config, schema, folder = saved.config, saved.schema, saved.folder
     places = absolute(data) if data else config.data.test or config.data.valid
@@ -173,11 +179,15 @@ def evaluate(
     datasets = {"test": open_dataset(config, schema, places, "--data")}
     datasets |= open_items(config, schema, datasets)
     for dataset in datasets.values():
-        check_accused(dataset)
-        check_rows_count(dataset)
-    with scratch_folder() as config.run.dir, RunConsole(config.run.name) as console, session_of(config):
-        note_files(console, datasets)
-        for line in (left_out := note_left_out(Path(config.run.dir), datasets)):
+        check_suspect_groups(dataset)
+        check_usable_rows(dataset)
+    with (
+        create_scratch_folder() as config.run.dir,
+        RunConsole(config.run.name) as console,
+        open_session(config),
+    ):
+        show_file_counts(console, datasets)
+        for line in (left_out := record_skipped_files(Path(config.run.dir), datasets)):
             console.warn(line)
         figures = run_group(evaluate_worker, config, schema, datasets, folder, Watch(console))
     metrics = {
@@ -197,7 +207,7 @@ def resolve_checkpoint(
     Args:
         place: Run folder or checkpoint folder.
         checkpoint: Step, "best" or "newest" of a run; default: the newest.
-        changes: Overrides as in `evaluation_config`.
+        changes: Overrides as in `load_evaluation_config`.
         allow_code: True if the configuration may name code (trust.py).
     """
     is_step = str(checkpoint).isdecimal()
@@ -209,11 +219,11 @@ def resolve_checkpoint(
             do="or give the folder of a checkpoint in place of the run's",
         )
     folder, index = find_step(place, int(checkpoint)) if is_step else find(place)
-    config, schema = evaluation_config(index["about"], folder, changes, allow_code=allow_code)
+    config, schema = load_evaluation_config(index["about"], folder, changes, allow_code=allow_code)
     if checkpoint == "best":
-        by = Selection.of_config(config, schema).best(config.checkpoint.best_metric)
+        by = Selection.from_config(config, schema).best(config.checkpoint.best_metric)
         folder, index = find_best(place, by)
-        config, schema = evaluation_config(index["about"], folder, changes, allow_code=allow_code)
+        config, schema = load_evaluation_config(index["about"], folder, changes, allow_code=allow_code)
     return Checkpoint(config, schema, folder, index)
 
 
@@ -248,23 +258,25 @@ def convert(
     """
     saved = resolve_checkpoint(place, checkpoint, [], allow_code)
     schema, folder, index = saved.schema, saved.folder, saved.index
-    wanted, out = _parse(tables, schema), absolute(out).rstrip("/")
+    wanted, out = _parse_table_kinds(tables, schema), absolute(out).rstrip("/")
     filesystem, index_file = open_filesystem(join_uri(out, INDEX))
     if filesystem.get_file_info(index_file).is_file:
         expected = "a folder without one"
         raise ConfigError("there is a checkpoint already", where=f"--out {out}", expected=expected)
-    from raytrec.checkpoint.convert import rewrite
+    from raytrec.checkpoint.convert import rewrite_checkpoint
 
-    changes = {table: _change(folder, index, schema, table, kind) for table, kind in wanted.items()}
+    changes = {
+        table: _build_table_change(folder, index, schema, table, kind) for table, kind in wanted.items()
+    }
     new = {table: change.table for table, change in changes.items()}
     schema = schema.model_copy(update={"tables": {**schema.tables, **new}})
     about = {**index["about"], "schema": schema.to_yaml()}
     about["ids"] = dict(about.get("ids", {})) | {t: dict(c.about) for t, c in changes.items() if c.about}
-    rewrite(folder, index, out, changes, about, saved.config.run.seed)
+    rewrite_checkpoint(folder, index, out, changes, about, saved.config.run.seed)
     return out, [change.note for change in changes.values()]
 
 
-def _parse(tables: Sequence[str], schema: Schema) -> dict[str, str]:
+def _parse_table_kinds(tables: Sequence[str], schema: Schema) -> dict[str, str]:
     """Return the kind of each table from TABLE=KIND texts."""
     found: dict[str, str] = {}
     for text in tables:
@@ -282,8 +294,8 @@ def _parse(tables: Sequence[str], schema: Schema) -> dict[str, str]:
     return found
 
 
-def _change(folder: str, index: dict, schema: Schema, name: str, kind: str) -> TableChange:
-    from raytrec.checkpoint.convert import resized, to_hash, to_managed
+def _build_table_change(folder: str, index: dict, schema: Schema, name: str, kind: str) -> TableConversion:
+    from raytrec.checkpoint.convert import resize_table, to_hash, to_managed
 
     table = schema.tables[name]
     if kind == "managed":
@@ -293,7 +305,7 @@ def _change(folder: str, index: dict, schema: Schema, name: str, kind: str) -> T
     rows = kind.partition(":")[2].replace("_", "")
     if not rows.isdecimal() or not 0 < int(rows) < 2**62:
         raise ConfigError(f"--table {name}={kind}", expected="resize:ROWS, such as resize:100000")
-    return resized(folder, index, name, table, int(rows))
+    return resize_table(folder, index, name, table, int(rows))
 
 
 def read_run_schema(place: str | Path) -> Schema:
@@ -302,9 +314,9 @@ def read_run_schema(place: str | Path) -> Schema:
     Raises:
         RunError: The folder contains no run, or its ranks have recorded no lookups.
     """
-    folder = existing_run(place)
-    config, schema = load_config(str(folder / CONFIG)), stored_schema(folder)
-    lengths = recorded_lengths(RunFolder.read(folder).ranks, config, schema)
+    folder = check_run_folder(place)
+    config, schema = load_config(str(folder / CONFIG)), load_stored_schema(folder)
+    lengths = compute_recorded_lengths(RunFolder.read(folder).ranks, config, schema)
     if not lengths:
         raise RunError(
             "the run has recorded no lookups since its workers began",
@@ -312,4 +324,4 @@ def read_run_schema(place: str | Path) -> Schema:
             expected="lines of its ranks, one for each tracking.every_steps steps",
             do="train it for longer, with tracking.every_steps",
         )
-    return with_lengths(config, schema, lengths)
+    return replace_lengths(config, schema, lengths)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-from raytrec.cluster.local_ray import last_words
-from raytrec.cluster.session import logs_here
-from raytrec.common.errors import RaytrecError, RunError, root_cause
+from raytrec.cluster.local_ray import read_stderr_tails
+from raytrec.cluster.session import find_log_folder
+from raytrec.common.errors import RaytrecError, RunError, get_root_cause
 from raytrec.common.messages import Restart
 from raytrec.common.redaction import hide
-from raytrec.compat.ray_core import lost_its_node, ran_out_of_memory, reported
+from raytrec.compat.ray_core import is_node_loss, is_out_of_memory, reported
 from raytrec.config.run_config import RunConfig
 
 
@@ -24,7 +24,7 @@ class Kind(IntEnum):
     NODE = 2  # the node is lost
     DEATH = 3  # the process has ended
     ERROR = 4  # an exception of the rank itself
-    FOLLOWED = 5  # a collective in which another rank did not take part
+    CONSEQUENCE = 5  # a collective in which another rank did not take part
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,12 @@ class Cause:
 # that is a collective, the message names it too. Lower case; torch 2.13.0: c10/cuda/CUDAException.cpp,
 # CUDACachingAllocator.cpp, ATen/cuda/Exceptions.h (cuBLAS and its like: "CUDA error: CUBLAS_STATUS_…");
 # c10d/NCCLUtils.cpp for errors of CUDA in NCCL 2.29.7, and for two ranks on one GPU (ncclInvalidUsage).
-OWN_GPU = (
+GPU_ERROR_PHRASES = (
     *("cuda error", "cuda driver error", "cuda failure", "cudnn error", "cudnn_status_", "cublas_status_"),
     *("cufft error", "out of memory", "ecc error", "ncclinvalidusage"),
 )
 # Phrases of gloo and NCCL in errors after the end of another rank (torch 2.13.0).
-COLLECTIVE = (
+COLLECTIVE_ERROR_PHRASES = (
     "gloo",
     "nccl",
     "connection closed by peer",
@@ -82,24 +82,24 @@ def _classify(rank: int, error: BaseException) -> Cause:
     from ray.exceptions import RayActorError, RaySystemError
 
     inner = reported(error)
-    cause = root_cause(inner)
+    cause = get_root_cause(inner)
     text = str(cause).strip()
     if isinstance(cause, RaytrecError):
         return Cause(Kind.OURS, rank, cause.what, cause)
     if isinstance(cause, Restart):
         return Cause(Kind.RESTART, rank, text, cause)
-    if lost_its_node(inner):
+    if is_node_loss(inner):
         return Cause(Kind.NODE, rank, "lost its node", cause)
-    if ran_out_of_memory(inner):
+    if is_out_of_memory(inner):
         return Cause(Kind.DEATH, rank, "was ended by Ray, because its node ran low on memory", cause)
     if isinstance(inner, (RayActorError, RaySystemError)):
         return Cause(Kind.DEATH, rank, "died: its process was ended, or crashed", cause)
-    followed = not _line_with(OWN_GPU, text) and _line_with(COLLECTIVE, text)
-    kind = Kind.FOLLOWED if followed else Kind.ERROR
-    return Cause(kind, rank, f"raised {type(cause).__name__}: {main_line(text)}", cause)
+    followed = not _find_line(GPU_ERROR_PHRASES, text) and _find_line(COLLECTIVE_ERROR_PHRASES, text)
+    kind = Kind.CONSEQUENCE if followed else Kind.ERROR
+    return Cause(kind, rank, f"raised {type(cause).__name__}: {extract_main_line(text)}", cause)
 
 
-def main_line(text: str) -> str:
+def extract_main_line(text: str) -> str:
     """Return the most specific line of an error's text, or an empty string.
 
     CUDA errors end with advice, NCCL errors have the event after "Last error:", and torch may append frames
@@ -107,33 +107,33 @@ def main_line(text: str) -> str:
     """
     said, _, last = text.partition("\nException raised from ")[0].partition("Last error:")
     lines = [line.strip() for line in (last or said).splitlines() if line.strip()]
-    return _line_with(OWN_GPU, "\n".join(lines)) or (lines[-1] if lines else "")
+    return _find_line(GPU_ERROR_PHRASES, "\n".join(lines)) or (lines[-1] if lines else "")
 
 
-def _line_with(words: tuple[str, ...], text: str) -> str:
+def _find_line(words: tuple[str, ...], text: str) -> str:
     """Return the first line that contains one of the lower-case words in any case, or an empty string."""
     return next((line for line in text.splitlines() if any(word in line.lower() for word in words)), "")
 
 
-def explain(error: Exception, config: RunConfig, sentence: str) -> RaytrecError:
+def to_raytrec_error(error: Exception, config: RunConfig, sentence: str) -> RaytrecError:
     """Return the RaytrecError behind an error of Ray, and write the traceback to error.txt."""
-    cause = root_cause(error)
-    where = write_story(error, config)
+    cause = get_root_cause(error)
+    where = write_traceback(error, config)
     if isinstance(cause, RaytrecError):
         return cause
     return RunError(
-        f"training failed: {sentence or main_line(str(cause)) or type(cause).__name__}", where=where
+        f"training failed: {sentence or extract_main_line(str(cause)) or type(cause).__name__}", where=where
     )
 
 
-def write_story(error: Exception, config: RunConfig) -> str:
+def write_traceback(error: Exception, config: RunConfig) -> str:
     """Write the traceback to error.txt, and return a sentence on its place.
 
     The last lines that a local Ray wrote to stderr are appended, because its logs are removed with it.
     """
-    story, logs = Path(config.run.dir) / "error.txt", logs_here()
+    story, logs = Path(config.run.dir) / "error.txt", find_log_folder()
     try:
-        said = last_words(logs) if logs else ""
+        said = read_stderr_tails(logs) if logs else ""
         story.write_text(hide("".join(traceback.format_exception(error)) + said))
     except OSError as full:
         return f"the traceback could not be written to {story}: {full.strerror}"

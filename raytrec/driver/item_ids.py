@@ -9,14 +9,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from raytrec.common.errors import DataError
-from raytrec.config.features import columns_before, needed_transforms
+from raytrec.config.features import resolve_input_columns, select_needed_transforms
 from raytrec.config.tasks import RetrievalSection
 from raytrec.config.transforms import Sample
-from raytrec.data.arrow import is_text, one_array, plain, value_type
+from raytrec.data.arrow import is_text, plain, to_plain_array, value_type
 from raytrec.data.columns import Place
 from raytrec.data.footers import read_footer
 from raytrec.data.fragments import Dataset, RowGroup
-from raytrec.data.ids import NULL_KEY, group_keys, keys_of_rows
+from raytrec.data.ids import NULL_KEY, compute_group_keys, compute_row_keys
 from raytrec.data.pages.decode import decode_columns
 from raytrec.data.transform import apply_transforms
 
@@ -26,8 +26,8 @@ MOST = 0.5  # share of known ids that must match
 
 def read_columns(dataset: Dataset, group: RowGroup, columns: list[str], rows: int) -> pa.Table:
     """Read columns of the first rows of a row group, after the transforms that make them."""
-    transforms = needed_transforms(dataset.form.plan.transforms, columns)
-    before, rows = columns_before(transforms, columns), min(rows, group.rows)
+    transforms = select_needed_transforms(dataset.form.plan.transforms, columns)
+    before, rows = resolve_input_columns(transforms, columns), min(rows, group.rows)
     table = decode_columns(group.path, group.index, 0, rows, before, dataset.form.folders)
     where = f"{group.path}, row group {group.index}"
     return apply_transforms(table, transforms, where, dataset.form.plan.folder)
@@ -36,10 +36,10 @@ def read_columns(dataset: Dataset, group: RowGroup, columns: list[str], rows: in
 def read_keys(items: Dataset, column: str) -> np.ndarray:
     """Read a column of all items as group keys: int64 [items]."""
     tables = (read_columns(items, group, [column], group.rows) for group in items.groups)
-    return np.concatenate([group_keys(one_array(table[column])) for table in tables])
+    return np.concatenate([compute_group_keys(to_plain_array(table[column])) for table in tables])
 
 
-def check_items(items: Dataset, column: str) -> None:
+def check_item_keys(items: Dataset, column: str) -> None:
     """Check that each item has a key, and no two items have the same key. All keys are read.
 
     Raises:
@@ -127,7 +127,7 @@ def check_item_ids(section: RetrievalSection, items: Dataset, dataset: Dataset) 
         return  # workers raise or skip this error when they read the rows
     for column, references in named.items():
         known = [_pairs(rows[each], read(own)) for each in references]
-        for key in (section.item, *_id_columns(items)):
+        for key in (section.item, *_find_id_columns(items)):
             found = _pairs(rows[column], read(key))
             if not any(len(each) and np.isin(each, found).mean() > MOST for each in known):
                 continue
@@ -141,7 +141,7 @@ def check_item_ids(section: RetrievalSection, items: Dataset, dataset: Dataset) 
             )
 
 
-def _id_columns(items: Dataset) -> list[str]:
+def _find_id_columns(items: Dataset) -> list[str]:
     """Return the columns of the items' files that hold integers or text."""
     fields = read_footer(items.groups[0].path).schema.to_arrow_schema()
     return [
@@ -151,7 +151,7 @@ def _id_columns(items: Dataset) -> list[str]:
 
 def _pairs(column: pa.ChunkedArray, keys: np.ndarray) -> np.ndarray:
     """Return row · len(keys) + position in `keys` for each id that `keys` contains: int64 or float64."""
-    counts, ids = keys_of_rows([column])
+    counts, ids = compute_row_keys([column])
     place = pc.index_in(pa.array(ids), value_set=pa.array(keys)).to_numpy(zero_copy_only=False)
     pairs = np.repeat(np.arange(len(counts)), counts) * len(keys) + place
     return pairs[~np.isnan(pairs)] if pairs.dtype.kind == "f" else pairs

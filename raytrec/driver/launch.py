@@ -11,43 +11,43 @@ from threading import Timer
 from time import monotonic
 from typing import Any, TypeVar
 
-from raytrec.cluster.lifeline import RAYLET, Lifeline, RayLost, wait_for
-from raytrec.cluster.session import in_job, is_stuck, ray_session, started_here, stays_here
-from raytrec.cluster.warm import warm_workers
+from raytrec.cluster.lifeline import RAYLET, RayLost, RayMonitor, wait_for
+from raytrec.cluster.session import has_local_ray, is_job_driver, is_stuck, ray_session, starts_local_ray
+from raytrec.cluster.warm import keep_warm_process
 from raytrec.common.errors import ConfigError, RunError
-from raytrec.common.memory import FEW_ARENAS
+from raytrec.common.memory import ALLOCATOR_ENV
 from raytrec.common.messages import Command
-from raytrec.common.storage import in_shell, join_uri, open_filesystem, relative
+from raytrec.common.storage import join_uri, open_filesystem, quote_for_shell, relative
 from raytrec.compat.ray_core import (
     ENABLE_PREEMPTION_WATCHER,
     HEALTH_CHECK_INTERVAL_S,
-    SNAPSHOT,
+    TRAIN_SNAPSHOT_FILE,
     WORKER_GROUP_START_TIMEOUT_S,
 )
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.data.fragments import Dataset
-from raytrec.driver.failure_analysis import explain, write_story
+from raytrec.driver.failure_analysis import to_raytrec_error, write_traceback
 from raytrec.driver.nodes import (
     bundle,
     check_constraints,
     choose_device,
+    count_local_cpus,
     gpu_nodes,
-    local_cpus,
-    reads_elsewhere,
+    reads_on_cpu_nodes,
 )
 from raytrec.driver.recorder import Watch
-from raytrec.planning.memory import without_saves, without_training
+from raytrec.planning.memory import disable_async_save, exclude_training_memory
 from raytrec.worker.context import WorkerTask
 
 T = TypeVar("T")
 
 
 @contextmanager
-def session_of(config: RunConfig) -> Iterator[None]:
+def open_session(config: RunConfig) -> Iterator[None]:
     """Run the block in the Ray session of a command, whose local workers are forked (cluster.session)."""
     address = config.scaling.address
-    with warm_workers(stays_here(address)), ray_session(address, local_cpus(config)):
+    with keep_warm_process(starts_local_ray(address)), ray_session(address, count_local_cpus(config)):
         yield
 
 
@@ -69,8 +69,8 @@ def run_in_session(config: RunConfig, failed: Callable[[str, bool], None], work:
     left = config.scaling.max_failures
     while True:
         try:
-            with session_of(config):
-                ours = started_here()
+            with open_session(config):
+                ours = has_local_ray()
                 return work()
         except RayLost as lost:
             left -= 1
@@ -83,9 +83,9 @@ def run_in_session(config: RunConfig, failed: Callable[[str, bool], None], work:
 
 def resume_command(config: RunConfig, command: str = "train") -> str:
     """Return the command that resumes a run or search (tune); in a job, the advice to submit it again."""
-    if in_job():
+    if is_job_driver():
         return "submit the same again"
-    return f"raytrec {command} --resume {in_shell(relative(Path(config.run.dir)))}"
+    return f"raytrec {command} --resume {quote_for_shell(relative(Path(config.run.dir)))}"
 
 
 def run_group(
@@ -124,20 +124,22 @@ def run_group(
     scaling = config.scaling
     nodes = gpu_nodes() if scaling.device != "cpu" else []
     device = choose_device(config, nodes, watch.console)
-    needed = config if saves else without_training(config) if checkpoint else without_saves(config)
+    needed = (
+        config if saves else exclude_training_memory(config) if checkpoint else disable_async_save(config)
+    )
     check_constraints(needed, schema, device, nodes, watch.console)
     watch.console.phase("starting the workers")
-    for name, value in RAY_TRAIN.items():
+    for name, value in RAY_TRAIN_ENV.items():
         os.environ.setdefault(name, value)
     import ray.train
 
     from raytrec.compat.ray_train import ControlledTrainer
-    from raytrec.driver.coordinator import cause_of, start_coordinator
-    from raytrec.driver.policies import FailedGpus, FailuresWithReason, RoomOnNodes
+    from raytrec.driver.coordinator import fetch_cause, start_coordinator
+    from raytrec.driver.policies import FailedGpus, GroupFailurePolicy, NodeCapacityPolicy
     from raytrec.worker.rendezvous import OwnAddressConfig
 
     coordinator = start_coordinator(scaling.hang_timeout_s, PHASE_TIMEOUT_S)
-    others_read = reads_elsewhere(config, device)
+    others_read = reads_on_cpu_nodes(config, device)
     places = bundle(config, device, others_read)
     ray_scaling = ray.train.ScalingConfig(
         num_workers=(scaling.min_workers, scaling.max_workers) if scaling.elastic else scaling.max_workers,
@@ -145,33 +147,33 @@ def run_group(
         resources_per_worker=places,
         placement_strategy="PACK" if device == "cuda" else "SPREAD",
     )
-    room = RoomOnNodes(
+    room = NodeCapacityPolicy(
         ray_scaling,
         coordinator,
         scaling.min_workers,
         scaling.max_workers,
         cpus_beside=scaling.max_workers * config.data.readers if others_read else 0,
-        asks=not started_here(),
+        asks=not has_local_ray(),
     )
-    failures = FailuresWithReason(
+    failures = GroupFailurePolicy(
         ray.train.FailureConfig(),
         coordinator,
         scaling.max_failures if saves or restarts else 0,
         FailedGpus(scaling.min_workers),
     )
     stop = Stop(coordinator, scaling.shutdown_grace_s if saves else 0)
-    lifeline = Lifeline(scaling.hang_timeout_s, own=started_here())
+    lifeline = RayMonitor(scaling.hang_timeout_s, own=has_local_ray())
     task = WorkerTask(config, schema, datasets, coordinator, checkpoint, fingerprint)
     trainer = ControlledTrainer(
         worker,
         train_loop_config=task,
         backend_config=OwnAddressConfig(
-            "nccl" if device == "cuda" else "gloo", group_timeout(config, device)
+            "nccl" if device == "cuda" else "gloo", compute_collective_timeout(config, device)
         ),
         scaling_config=ray_scaling,
-        run_config=_ray_run(checkpoint if saves else join_uri(config.run.dir, "ray")),
+        run_config=_make_ray_run_config(checkpoint if saves else join_uri(config.run.dir, "ray")),
         policies={"scaling_policy": room, "failure_policy": failures},
-        own=started_here(),
+        own=has_local_ray(),
         on_start=stop.install,
         wait=lambda ref: wait_for(ref, lifeline, look),
     )
@@ -179,17 +181,17 @@ def run_group(
         try:
             trainer.fit()
         except RayLost as lost:
-            write_story(lost, config)
+            write_traceback(lost, config)
             raise
         except ConfigError as error:
             if isinstance(error, ray.exceptions.RayError):  # raised by a rank
-                raise explain(error, config, cause_of(coordinator)) from None
+                raise to_raytrec_error(error, config, fetch_cause(coordinator)) from None
             stop.abort()
             raise
         except Exception as error:
             lifeline.confirm()
             if stop.signal is None:
-                raise explain(error, config, cause_of(coordinator)) from None
+                raise to_raytrec_error(error, config, fetch_cause(coordinator)) from None
     if watch.result is None and stop.signal is not None:
         raise Interrupted(stop.signal, watch.stopped_at)
     if watch.result is None:
@@ -198,7 +200,7 @@ def run_group(
     return watch.result
 
 
-def group_timeout(config: RunConfig, device: str) -> int:
+def compute_collective_timeout(config: RunConfig, device: str) -> int:
     """Return the timeout of a collective in seconds.
 
     NCCL ends the waiting process after its timeout, which would make that process look like the failed one.
@@ -210,15 +212,15 @@ def group_timeout(config: RunConfig, device: str) -> int:
 # Limit of building, restoring, saving or one read of data on a rank: these phases end or fail by themselves.
 PHASE_TIMEOUT_S = 1800
 # Interval of checks for the end or an error; time that Ray waits for places that are no longer free; and no
-# preemption watcher, because policies.RoomOnNodes detects leaving nodes sooner and needs no barrier.
-RAY_TRAIN = {
+# preemption watcher, because policies.NodeCapacityPolicy detects leaving nodes sooner and needs no barrier.
+RAY_TRAIN_ENV = {
     HEALTH_CHECK_INTERVAL_S: "0.5",
     WORKER_GROUP_START_TIMEOUT_S: "20",
     ENABLE_PREEMPTION_WATCHER: "0",
 }
 
 
-def _ray_run(folder: str) -> Any:
+def _make_ray_run_config(folder: str) -> Any:
     """Return a configuration of Ray Train whose storage is the folder of the checkpoints.
 
     Ray Train accepts only checkpoints inside its own folder. The snapshot of an earlier driver is removed:
@@ -226,7 +228,7 @@ def _ray_run(folder: str) -> Any:
     """
     import ray.train
 
-    filesystem, path = open_filesystem(join_uri(folder, SNAPSHOT))
+    filesystem, path = open_filesystem(join_uri(folder, TRAIN_SNAPSHOT_FILE))
     if filesystem.get_file_info(path).is_file:
         filesystem.delete_file(path)
     filesystem, path = open_filesystem(folder)  # not the URI, which Ray Train would show
@@ -235,11 +237,11 @@ def _ray_run(folder: str) -> Any:
         name=name,
         storage_path=place,
         storage_filesystem=filesystem,
-        worker_runtime_env={"env_vars": FEW_ARENAS},
+        worker_runtime_env={"env_vars": ALLOCATOR_ENV},
     )
 
 
-SAME_S = 1.0  # `timeout` and similar programs signal both the process and its group
+DUPLICATE_SIGNAL_WINDOW_S = 1.0  # `timeout` and similar programs signal both the process and its group
 
 
 class Interrupted(KeyboardInterrupt):
@@ -277,7 +279,7 @@ class Stop(AbstractContextManager):
 
     def _on_signal(self, number: int, _frame: Any) -> None:
         again = self.signal is not None
-        if again and monotonic() - self._asked_at < SAME_S:
+        if again and monotonic() - self._asked_at < DUPLICATE_SIGNAL_WINDOW_S:
             return None
         self.signal, self._asked_at = number, monotonic()
         if again or not self._patience_s:

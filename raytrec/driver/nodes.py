@@ -5,18 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from raytrec.cluster.session import on_node
+from raytrec.cluster.session import pin_to_node
 from raytrec.common.errors import ConfigError
-from raytrec.common.machine import OTHER_DEVICE, built_for, gpu_kinds, not_served, smallest_gpu_memory
-from raytrec.compat.ray_core import alive_nodes, nodes_without_gpus, starts_nodes, system_memory
+from raytrec.common.machine import (
+    REINSTALL_ADVICE,
+    built_for,
+    check_fbgemm_support,
+    get_smallest_gpu_memory,
+    list_gpu_kinds,
+)
+from raytrec.compat.ray_core import find_nodes_without_gpus, has_autoscaler, list_alive_nodes, system_memory
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
-from raytrec.doctor.nodes import answers_of
-from raytrec.planning.machines import known_gpu
-from raytrec.planning.memory import GIB, HOST_RESERVE, memory_for_copies
+from raytrec.doctor.nodes import collect_answers
+from raytrec.planning.machines import find_gpu
+from raytrec.planning.memory import GIB, HOST_RESERVE_SHARE, estimate_copy_bytes
 from raytrec.planning.validation import validate_constraints
 
-NODE_ANSWER_S = 60.0  # a listed node may be gone, or may have to start a process first
+NODE_ANSWER_TIMEOUT_S = 60.0  # a listed node may be gone, or may have to start a process first
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,7 @@ class GpuNode:
     kinds: tuple[tuple[str, tuple[int, int]], ...] = ()
 
 
-def local_cpus(config: RunConfig) -> int:
+def count_local_cpus(config: RunConfig) -> int:
     """Return the number of logical CPUs of a local cluster, for the workers and their readers."""
     return int(config.scaling.max_workers * bundle(config, "cpu")["CPU"])
 
@@ -76,13 +82,13 @@ def gpu_nodes() -> list[GpuNode]:
     """
     import ray
 
-    nodes = [node for node in alive_nodes() if node["Resources"].get("GPU")]
+    nodes = [node for node in list_alive_nodes() if node["Resources"].get("GPU")]
     if is_local():
-        about = [look_here() for _ in nodes]
+        about = [inspect_this_node() for _ in nodes]
     else:
-        look = ray.remote(max_retries=0)(look_here)
-        asked = [look.options(**on_node(node["NodeID"])).remote() for node in nodes]
-        about = answers_of(asked, NODE_ANSWER_S)
+        look = ray.remote(max_retries=0)(inspect_this_node)
+        asked = [look.options(**pin_to_node(node["NodeID"])).remote() for node in nodes]
+        about = collect_answers(asked, NODE_ANSWER_TIMEOUT_S)
     return [
         GpuNode(
             node["NodeManagerAddress"],
@@ -93,13 +99,13 @@ def gpu_nodes() -> list[GpuNode]:
     ]
 
 
-def look_here() -> dict[str, Any]:
+def inspect_this_node() -> dict[str, Any]:
     """Return the fields of GpuNode for the machine of this process."""
     return {
         "built_for": built_for(),
-        "gpu_memory": smallest_gpu_memory(),
+        "gpu_memory": get_smallest_gpu_memory(),
         "host_memory": system_memory(),
-        "kinds": tuple(gpu_kinds()),
+        "kinds": tuple(list_gpu_kinds()),
     }
 
 
@@ -118,7 +124,7 @@ def choose_device(config: RunConfig, nodes: list[GpuNode], console: Any) -> str:
             GPUs are for CPUs. Or FBGEMM has no code for any of the GPUs. Or train.compile is graphs, and
             training is on CPUs.
     """
-    scaling, grows = config.scaling, starts_nodes()
+    scaling, grows = config.scaling, has_autoscaler()
     if grows and not nodes and scaling.device == "auto":
         raise ConfigError(
             "the cluster has no GPU now, but may start nodes with some",
@@ -134,10 +140,10 @@ def choose_device(config: RunConfig, nodes: list[GpuNode], console: Any) -> str:
                 what,
                 where="scaling.device=cuda",
                 expected="the packages of requirements/cuda.txt wherever there are GPUs",
-                do=f"{OTHER_DEVICE.format(device='cuda')}; or set scaling.device=cpu",
+                do=f"{REINSTALL_ADVICE.format(device='cuda')}; or set scaling.device=cpu",
             )
         console.note(
-            f"there are GPUs, but {what}: training on CPUs. For GPUs: {OTHER_DEVICE.format(device='cuda')}"
+            f"there are GPUs, but {what}: training on CPUs. For GPUs: {REINSTALL_ADVICE.format(device='cuda')}"
         )
         device = "cpu"
     if config.train.compile == "graphs" and device == "cpu":
@@ -148,23 +154,23 @@ def choose_device(config: RunConfig, nodes: list[GpuNode], console: Any) -> str:
             do="set train.compile=true",
         )
     if not grows:  # otherwise the run waits, and reports for how many workers there is room
-        refusals = [not_served(kind, node.address) for node in nodes for kind in node.kinds]
+        refusals = [check_fbgemm_support(kind, node.address) for node in nodes for kind in node.kinds]
         if device == "cuda" and refusals and all(refusals) and all(node.kinds for node in nodes):
             raise refusals[0]  # otherwise workers check their own GPUs
-        _check_room(config, device, sum(node.gpus for node in nodes))
-    names = sorted({name for node in nodes for name, _ in node.kinds if not known_gpu(name)})
+        _check_capacity(config, device, sum(node.gpus for node in nodes))
+    names = sorted({name for node in nodes for name, _ in node.kinds if not find_gpu(name)})
     if device == "cuda" and names:
         console.note(f"the bandwidths of {', '.join(names)} are not known: tables are sharded as for a V100")
     return device
 
 
-def _check_room(config: RunConfig, device: str, gpus: int) -> None:
+def _check_capacity(config: RunConfig, device: str, gpus: int) -> None:
     """Check that the nodes, without other work, can hold the minimum number of workers.
 
     Raises:
         ConfigError: The nodes cannot hold them.
     """
-    least, places = config.scaling.min_workers, bundle(config, device, reads_elsewhere(config, device))
+    least, places = config.scaling.min_workers, bundle(config, device, reads_on_cpu_nodes(config, device))
     if device == "cuda" and gpus < least:
         raise ConfigError(
             f"the cluster has {gpus} GPUs for {least} workers",
@@ -172,7 +178,7 @@ def _check_room(config: RunConfig, device: str, gpus: int) -> None:
             expected="one GPU for each worker",
             do="lower scaling.num_workers, or set scaling.device=cpu",
         )
-    have = [node["Resources"] for node in alive_nodes()]
+    have = [node["Resources"] for node in list_alive_nodes()]
     if sum(int(min(node.get(name, 0) // n for name, n in places.items())) for node in have) < least:
         each = places["CPU"]
         with_gpus = " on nodes with GPUs" if device == "cuda" else ""
@@ -185,13 +191,13 @@ def _check_room(config: RunConfig, device: str, gpus: int) -> None:
         )
 
 
-def reads_elsewhere(config: RunConfig, device: str) -> bool:
+def reads_on_cpu_nodes(config: RunConfig, device: str) -> bool:
     """Return True if nodes without GPUs read all rows for workers with GPUs, or may be started for this."""
     if device != "cuda" or config.data.read_on != "auto":
         return device == "cuda" and config.data.read_on == "cpu_nodes"
     return (
-        starts_nodes()
-        or sum(nodes_without_gpus().values()) >= config.scaling.max_workers * config.data.readers
+        has_autoscaler()
+        or sum(find_nodes_without_gpus().values()) >= config.scaling.max_workers * config.data.readers
     )
 
 
@@ -221,12 +227,12 @@ def check_constraints(
             world=workers,
             ranks_per_host=workers if local else None,
             memory=memory,
-            host_share=_host_share(nodes, workers, local),
+            host_share=_compute_host_memory_share(nodes, workers, local),
         )
-    share = _host_share(nodes, least, local)
+    share = _compute_host_memory_share(nodes, least, local)
     if device == "cuda" and share and config.checkpoint.async_save:
-        copies, ahead = memory_for_copies(config, schema, constraints, least)
-        if copies + ahead > (1 - HOST_RESERVE) * share:
+        copies, ahead = estimate_copy_bytes(config, schema, constraints, least)
+        if copies + ahead > (1 - HOST_RESERVE_SHARE) * share:
             console.warn(
                 f"checkpoints copy {copies / GIB:.1f} GiB of each GPU to main memory, {ahead / GIB:.1f} GiB "
                 f"of rows are read ahead, and processes need some of each worker's {share / GIB:.1f} GiB, "
@@ -234,7 +240,7 @@ def check_constraints(
             )
 
 
-def _host_share(nodes: list[GpuNode], workers: int, local: bool) -> int | None:
+def _compute_host_memory_share(nodes: list[GpuNode], workers: int, local: bool) -> int | None:
     """Return the bytes of main memory for each worker on GPUs; None if unknown."""
     if local:
         return system_memory() // workers

@@ -16,10 +16,10 @@ import ray
 from ray.train.v2.api.exceptions import ControllerError
 
 from raytrec.cluster.local_ray import listens
-from raytrec.cluster.session import on_node
-from raytrec.common.errors import GpuFailed
+from raytrec.cluster.session import pin_to_node
+from raytrec.common.errors import GpuFailedError
 from raytrec.common.messages import Command
-from raytrec.compat.ray_core import alive_nodes, available_resources, draining_nodes, starts_nodes
+from raytrec.compat.ray_core import available_resources, has_autoscaler, list_alive_nodes, list_draining_nodes
 from raytrec.compat.ray_train import (
     RETRYABLE_CONTROLLER_ERRORS,
     FailureDecision,
@@ -30,11 +30,11 @@ from raytrec.compat.ray_train import (
 )
 from raytrec.driver.failure_analysis import Cause, Kind, find_cause
 
-FIGURE = re.compile(r"\d[\d.]*( bytes| [KMGT]iB)?")
-SETTLE_S = 2.0  # after a failure, until lost nodes are no longer counted and returning ones are
+NUMBER_PATTERN = re.compile(r"\d[\d.]*( bytes| [KMGT]iB)?")
+NODE_SETTLE_TIME_S = 2.0  # after a failure, until lost nodes are no longer counted and returning ones are
 CONNECT_S = 1.0
-FREE_GPU_S = 10.0  # until the processes of the group have released their GPUs
-GIVE_UP_S = 10.0  # after this time the old group is given up, even without free room
+GPU_RELEASE_TIMEOUT_S = 10.0  # until the processes of the group have released their GPUs
+OLD_GROUP_TIMEOUT_S = 10.0  # after this time the old group is given up, even without free room
 SCALE_UP_INTERVAL_S = 15.0  # between two attempts to add workers, while fewer than the maximum run
 
 
@@ -51,17 +51,17 @@ class FailedGpus:
         self._least = least
         self._held: list[Any] = []
 
-    def leave_out(self, failed: GpuFailed) -> bool:
+    def leave_out(self, failed: GpuFailedError) -> bool:
         """Reserve a failed GPU, so that no worker gets it, and return True on success.
 
         The result is False if the run needs all GPUs, or if the GPU is not free in time.
         """
-        gpus = sum(node["Resources"].get("GPU", 0) for node in alive_nodes())
-        if gpus - len(self._held) - 1 < self._least and not starts_nodes():
+        gpus = sum(node["Resources"].get("GPU", 0) for node in list_alive_nodes())
+        if gpus - len(self._held) - 1 < self._least and not has_autoscaler():
             return False
         node, gpu = failed.place
-        holder = ray.remote(num_gpus=1)(_Holder).options(**on_node(node))
-        others, until = [], monotonic() + FREE_GPU_S
+        holder = ray.remote(num_gpus=1)(_GpuReservation).options(**pin_to_node(node))
+        others, until = [], monotonic() + GPU_RELEASE_TIMEOUT_S
         try:
             # Ray chooses among the free GPUs, so GPUs are reserved until the failed one is chosen.
             while (left := until - monotonic()) > 0:
@@ -77,12 +77,12 @@ class FailedGpus:
         return False
 
 
-class _Holder:
+class _GpuReservation:
     def gpu(self) -> str:
         return ray.get_runtime_context().get_accelerator_ids()["GPU"][0]
 
 
-class FailuresWithReason(FailurePolicy):
+class GroupFailurePolicy(FailurePolicy):
     """FailurePolicy that restarts a group after deaths and exceptions, `max_failures` times.
 
     Errors for people end the run at once. Lost nodes and requested restarts are not counted. The same
@@ -98,46 +98,46 @@ class FailuresWithReason(FailurePolicy):
     def make_decision(self, training_failed_error: Any) -> FailureDecision:
         """Decide whether the group restarts after a failure, and report the failure to the coordinator."""
         if isinstance(training_failed_error, ControllerError):
-            return self._not_started(training_failed_error)
+            return self._decide_failed_start(training_failed_error)
         cause = find_cause(training_failed_error.worker_failures)
-        again = self._again(cause)
+        again = self._should_restart(cause)
         if cause.kind != Kind.RESTART:
-            dead = cause.kind != Kind.FOLLOWED
+            dead = cause.kind != Kind.CONSEQUENCE
             self._coordinator.failed.remote(cause.rank, cause.sentence, dead, again)
         return FailureDecision.RETRY if again else FailureDecision.RAISE
 
-    def _again(self, cause: Cause) -> bool:
+    def _should_restart(self, cause: Cause) -> bool:
         if cause.kind in (Kind.RESTART, Kind.NODE):
             return True
         if cause.kind == Kind.OURS:
             return False
         self._left -= 1
-        seen = FIGURE.sub("#", cause.text), self._step()
+        seen = NUMBER_PATTERN.sub("#", cause.text), self._fetch_step()
         same = cause.kind == Kind.ERROR and self._last == seen
         self._last = seen
         return self._left >= 0 and not same
 
-    def _step(self) -> int:
+    def _fetch_step(self) -> int:
         try:
             return ray.get(self._coordinator.step.remote(), timeout=10)
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):  # it is being restarted
             return -1
 
-    def _not_started(self, error: ControllerError) -> FailureDecision:
+    def _decide_failed_start(self, error: ControllerError) -> FailureDecision:
         """Decide about a group that did not start; a node may have left or become unreachable meanwhile."""
         failure = error.controller_failure
         cause = find_cause({0: failure})
-        if isinstance(cause.error, GpuFailed) and self._gpus.leave_out(cause.error):
+        if isinstance(cause.error, GpuFailedError) and self._gpus.leave_out(cause.error):
             self._coordinator.failed.remote(None, f"{cause.text}; it is left out", True, True)
             return FailureDecision.RETRY
         again = isinstance(failure, RETRYABLE_CONTROLLER_ERRORS)
-        if not again and cause.kind in (Kind.NODE, Kind.DEATH, Kind.FOLLOWED):
-            again = self._again(cause)
+        if not again and cause.kind in (Kind.NODE, Kind.DEATH, Kind.CONSEQUENCE):
+            again = self._should_restart(cause)
         self._coordinator.failed.remote(None, f"the workers did not start: one {cause.text}", True, again)
         return FailureDecision.RETRY if again else FailureDecision.RAISE
 
 
-class RoomOnNodes(RequestingPolicy):
+class NodeCapacityPolicy(RequestingPolicy):
     """ScalingPolicy with as many workers as remaining nodes have room for, between minimum and maximum.
 
     The policy never resizes a running group: it asks the group to save and end, so that no step is lost.
@@ -173,12 +173,12 @@ class RoomOnNodes(RequestingPolicy):
         self.request_resources()
         first, now = not self._asked_for, monotonic()
         self._since = self._since or now
-        room, waited, before = self._room(self._held), now - self._since, self._held.total()
+        room, waited, before = self._count_possible_workers(self._held), now - self._since, self._held.total()
         wanted = min(self._most, max(before, self._least))
-        if room < wanted and not first and waited < SETTLE_S:
+        if room < wanted and not first and waited < NODE_SETTLE_TIME_S:
             return NoopDecision()
         if room < self._least:
-            if waited > GIVE_UP_S and self._asked_for:  # its processes may hold the resources
+            if waited > OLD_GROUP_TIMEOUT_S and self._asked_for:  # its processes may hold the resources
                 return self._resize(self._least)
             if not self._told:
                 self._told = True
@@ -192,22 +192,22 @@ class RoomOnNodes(RequestingPolicy):
         nodes = Counter(worker.metadata.node_id for worker in worker_group_state.workers)
         if nodes != self._held:
             self._held, self._looked, self._roomy = nodes, monotonic(), False
-        going = draining_nodes() & set(nodes)
+        going = list_draining_nodes() & set(nodes)
         if going:
             self._coordinator.ask.remote(
                 Command.RESTART, f"{len(going)} of {len(nodes)} nodes will be preempted"
             )
         elif nodes.total() < self._most and monotonic() - self._looked > SCALE_UP_INTERVAL_S:
             self._looked = monotonic()
-            self._look_for_more(nodes)
+            self._request_scale_up(nodes)
         return NoopDecision()
 
-    def _look_for_more(self, nodes: Counter[str]) -> None:
+    def _request_scale_up(self, nodes: Counter[str]) -> None:
         """Ask for a restart if two looks in a row find room for more workers.
 
         Room that is found only once may be due to a pause of a reader.
         """
-        room = min(self._room(nodes), self._most)
+        room = min(self._count_possible_workers(nodes), self._most)
         if room > nodes.total() and self._roomy:
             self._coordinator.ask.remote(Command.RESTART, f"there is room for {room} workers")
         elif room > nodes.total():
@@ -218,11 +218,11 @@ class RoomOnNodes(RequestingPolicy):
         self._held, self._since, self._told, self._asked_for = Counter(), None, False, workers
         return ResizeDecision(workers, self.resources_per_worker)
 
-    def _room(self, held: Counter[str]) -> int:
+    def _count_possible_workers(self, held: Counter[str]) -> int:
         """Return how many workers have room next to other work; the group's own places count as free."""
         bundle = self.resources_per_worker
-        free, going, room = available_resources(), draining_nodes(), 0
-        for node in alive_nodes():
+        free, going, room = available_resources(), list_draining_nodes(), 0
+        for node in list_alive_nodes():
             # Ray counts a node for seconds after its end; its raylet then takes no connections.
             if node["NodeID"] in going or not listens(
                 node["NodeManagerAddress"], node["NodeManagerPort"], CONNECT_S

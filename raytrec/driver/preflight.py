@@ -8,10 +8,10 @@ from typing import Annotated
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from raytrec.cluster.session import stays_here
-from raytrec.common.errors import ConfigError, DataError, os_errors, some
+from raytrec.cluster.session import starts_local_ray
+from raytrec.common.errors import ConfigError, DataError, convert_os_errors, some
 from raytrec.common.machine import built_for, require_compiler
-from raytrec.common.reading import NotReadable
+from raytrec.common.reading import UnreadableError
 from raytrec.common.storage import read_yaml
 from raytrec.config.base import NonNegativeFloat
 from raytrec.config.features import resolve_features
@@ -22,21 +22,21 @@ from raytrec.config.transforms import Sample
 from raytrec.doctor.host_checks import check_before_run
 from raytrec.driver.prepare import RunPlan, resolve
 from raytrec.driver.resume import check_warm_start
-from raytrec.embeddings.constraints import MMAP_KERNEL, free_disk, resolve_constraints, table_optimizers
+from raytrec.embeddings.constraints import MMAP_KERNEL, free_disk, resolve_constraints, resolve_optimizers
 from raytrec.metrics.selection import Selection
-from raytrec.planning.dry_run import Predictor
-from raytrec.planning.machines import MACHINES, Cluster, cluster_of, machine_of
-from raytrec.planning.memory import GIB, check_disk, footprints, map_share
+from raytrec.planning.dry_run import ClusterEstimator
+from raytrec.planning.machines import MACHINES, Cluster, find_machine, parse_cluster
+from raytrec.planning.memory import GIB, check_disk, estimate_footprints, estimate_id_map_bytes
 from raytrec.planning.rates import Rates
 from raytrec.planning.report import Plans
 from raytrec.planning.validation import check_decay
-from raytrec.tasks.columns import check_reserved
+from raytrec.tasks.columns import check_group_columns
 from raytrec.tasks.losses import BatchLoss
-from raytrec.tasks.task import Task, check_model_learns, columns_of, needs_vectors, resolve_tasks
-from raytrec.tracking.store import check_address
+from raytrec.tasks.task import Task, check_model_learns, count_logits, needs_vectors, resolve_tasks
+from raytrec.tracking.store import check_tracking_uri
 from raytrec.worker.loop import total_steps
 
-PRICES = TypeAdapter(Annotated[dict[str, NonNegativeFloat], Field(min_length=1)])
+PRICES_ADAPTER = TypeAdapter(Annotated[dict[str, NonNegativeFloat], Field(min_length=1)])
 ANY = "any"  # --on any: as many of every known machine as needed
 
 
@@ -48,9 +48,9 @@ def check_plan(plan: RunPlan) -> list[str]:
         DataError: As in `check_constant_labels`.
     """
     config, schema, train = plan.config, plan.schema, plan.datasets["train"]
-    lines = copied_numbers(config, schema, total_steps(config, train.rows))
+    lines = check_row_and_step_counts(config, schema, total_steps(config, train.rows))
     lines += check_warm_start(config, schema) if plan.start == "warm" else []
-    here = stays_here(config.scaling.address)
+    here = starts_local_ray(config.scaling.address)
     check_fit(config, schema, here=here)
     lines += check_before_run() if here else []
     return lines + check_constant_labels(plan)
@@ -72,10 +72,10 @@ def check_fit(config: RunConfig, schema: Schema, *, here: bool) -> None:
     """
     # With `auto` on GPUs, the workers also refuse adam: only they know the device.
     device = "cuda" if config.scaling.device == "cuda" else "cpu"
-    check_decay(resolve_constraints(config, schema), table_optimizers(config, schema), device)
-    check_drawn(config, schema)
+    check_decay(resolve_constraints(config, schema), resolve_optimizers(config, schema), device)
+    check_sampled_ids(config, schema)
     if config.tracking.enabled and config.tracking.uri:
-        check_address(config.tracking.uri)
+        check_tracking_uri(config.tracking.uri)
     features = resolve_features(schema, config.model)
     varying = [*features.sequences, *schema.of_candidates(schema.sparse)]
     if config.train.compile == "graphs" and varying:
@@ -86,10 +86,10 @@ def check_fit(config: RunConfig, schema: Schema, *, here: bool) -> None:
             do="set train.compile=true",
         )
     tasks = resolve_tasks(config.tasks, schema)
-    check_model(schema, config.model, needs_vectors(tasks), columns_of(tasks))
+    check_model(schema, config.model, needs_vectors(tasks), count_logits(tasks))
     check_model_learns(tasks, config.model)
     check_candidates(config, schema, tasks)
-    check_reserved(tasks, config.eval.slices, config.data.reserve_columns)
+    check_group_columns(tasks, config.eval.slices, config.data.reserve_columns)
     selection, keeping = Selection(tasks, config.eval), config.checkpoint
     if keeping.keep_best or keeping.best_metric:
         selection.best(keeping.best_metric)
@@ -122,7 +122,7 @@ def check_candidates(config: RunConfig, schema: Schema, tasks: Sequence[Task]) -
         )
 
 
-def check_drawn(config: RunConfig, schema: Schema) -> list[str]:
+def check_sampled_ids(config: RunConfig, schema: Schema) -> list[str]:
     """Check that sampled ids (do: sample, rows) are in range of the tables that look them up.
 
     Returns:
@@ -165,9 +165,11 @@ def check_memory(config: RunConfig, schema: Schema) -> None:
         return
     from raytrec.compat.ray_core import system_memory
 
-    constraints, optimizers = resolve_constraints(config, schema), table_optimizers(config, schema)
-    sizes = {table: size.device for table, size in footprints(config, schema, constraints, "cpu").items()}
-    have, free, maps = system_memory(), free_disk(config), map_share(schema, 1)
+    constraints, optimizers = resolve_constraints(config, schema), resolve_optimizers(config, schema)
+    sizes = {
+        table: size.device for table, size in estimate_footprints(config, schema, constraints, "cpu").items()
+    }
+    have, free, maps = system_memory(), free_disk(config), estimate_id_map_bytes(schema, 1)
     check_disk(constraints, schema, config, have - maps, free)
     need = sum(sizes.values()) + maps
     if need > have + (free if MMAP_KERNEL in config.plan.compute_kernels else 0):
@@ -184,7 +186,7 @@ def check_memory(config: RunConfig, schema: Schema) -> None:
         )
 
 
-def copied_numbers(config: RunConfig, schema: Schema, steps: int) -> list[str]:
+def check_row_and_step_counts(config: RunConfig, schema: Schema, steps: int) -> list[str]:
     """Return a warning for each number that does not fit the tables or the run.
 
     Args:
@@ -192,7 +194,7 @@ def copied_numbers(config: RunConfig, schema: Schema, steps: int) -> list[str]:
         schema: Schema of the run.
         steps: Number of steps of the whole run.
     """
-    lines = check_drawn(config, schema)
+    lines = check_sampled_ids(config, schema)
     schedule = config.optim.schedule
     end = schedule.warmup_steps + (schedule.decay_steps or steps)
     if end < steps:
@@ -245,7 +247,7 @@ def plan(
     Args:
         source: Config file or its values; data.schema, or schema.yaml above data.train, must exist.
         overrides: `section.key=value` strings.
-        on: Machines, separated by commas: 2x8xh100-sxm,4x48gib (machines.cluster_of); any: as many of every
+        on: Machines, separated by commas: 2x8xh100-sxm,4x48gib (machines.parse_cluster); any: as many of every
             known machine as needed; default without prices: as many GPUs, or workers on CPU, as
             scaling.num_workers, with 80 GiB each and at most 8 on a host.
         rates: File of Rates; default: data sheets of named machines, and no times for other machines.
@@ -254,37 +256,37 @@ def plan(
     Raises:
         ConfigError, SchemaError: The input is invalid.
     """
-    from raytrec.worker.build import unsharded
+    from raytrec.worker.build import build_unsharded
 
     config = resolve(load_config(source, overrides), source)
     schema = Schema.load(config.data.schema_uri)
     check_fit(config, schema, here=False)
-    known = _prices(prices) if prices else {}
-    predict = Predictor(config, schema, unsharded, Rates.load(rates) if rates else None)
+    known = _load_prices(prices) if prices else {}
+    predict = ClusterEstimator(config, schema, build_unsharded, Rates.load(rates) if rates else None)
     names = [name.strip() for name in (on or "").split(",") if name.strip()]
-    clusters = [cluster_of(name) for name in names if name != ANY]
+    clusters = [parse_cluster(name) for name in names if name != ANY]
     if not names and not known:
         workers = config.scaling.max_workers
         gpus = max(count for count in range(1, 9) if workers % count == 0)
         clusters = [Cluster.described(workers // gpus, gpus, 80)]
-    choices = list(MACHINES.values()) if ANY in names else [machine_of(name, str(prices)) for name in known]
+    choices = list(MACHINES.values()) if ANY in names else [find_machine(name, str(prices)) for name in known]
     chosen = predict.choose(choices, known)
     on_these = [predict(cluster, remedies=True) for cluster in clusters]
     return Plans(config=config, schema=schema, on=on_these, chosen=chosen, prices=known)
 
 
-def _prices(path: str | Path) -> dict[str, float]:
+def _load_prices(path: str | Path) -> dict[str, float]:
     """Read a file of machine → price per hour.
 
     Raises:
         ConfigError: The file cannot be read, or is not a table of prices.
     """
     where = {"where": str(path), "expected": "machines and prices an hour, such as 8xh100-sxm: 55.04"}
-    with os_errors("cannot read the prices", ConfigError, **where):
+    with convert_os_errors("cannot read the prices", ConfigError, **where):
         try:
-            prices = PRICES.validate_python(read_yaml(str(path)))
-        except NotReadable as error:
+            prices = PRICES_ADAPTER.validate_python(read_yaml(str(path)))
+        except UnreadableError as error:
             raise ConfigError(f"cannot read the prices: {error}", **where) from None
         except ValidationError:
             raise ConfigError("not a table of prices", **where) from None
-    return {machine_of(name, str(path)).name: price for name, price in prices.items()}
+    return {find_machine(name, str(path)).name: price for name, price in prices.items()}

@@ -13,15 +13,15 @@ from typing import Any, Literal
 
 from raytrec.checkpoint.files import find, steps
 from raytrec.checkpoint.index import INDEX
-from raytrec.common.errors import ConfigError, RunError, os_errors
+from raytrec.common.errors import ConfigError, RunError, convert_os_errors
 from raytrec.common.messages import CHECKS, EVENTS, METRICS, RANKS
-from raytrec.common.redaction import hidden_keys
-from raytrec.common.storage import absolute, in_shell, join_uri, relative
-from raytrec.config.data import name_like
+from raytrec.common.redaction import find_hidden_keys
+from raytrec.common.storage import absolute, join_uri, quote_for_shell, relative
+from raytrec.config.data import to_run_name
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
-from raytrec.config.transforms import WITH_VOCABULARY
-from raytrec.config.trust import checkpoint_origin, mark
+from raytrec.config.transforms import VOCABULARY_TRANSFORMS
+from raytrec.config.trust import find_checkpoint_origin, mark
 from raytrec.data.fragments import Dataset
 from raytrec.driver.datasets import open_data
 from raytrec.driver.driver_state import NOTE as DRIVER
@@ -29,7 +29,14 @@ from raytrec.driver.recorder import RESULT, write_text
 from raytrec.driver.resume import interrupted, resume_config
 from raytrec.tracking.feed import NOTE as DELIVERED
 
-OF_START = (METRICS, RANKS, CHECKS, EVENTS, DELIVERED, DRIVER)  # records that a new run does not continue
+RUN_RECORD_FILES = (
+    METRICS,
+    RANKS,
+    CHECKS,
+    EVENTS,
+    DELIVERED,
+    DRIVER,
+)  # records that a new run does not continue
 
 
 @dataclass(frozen=True)
@@ -55,7 +62,7 @@ def open_run(config: RunConfig, resumed: bool) -> RunPlan:
     Raises:
         ConfigError, SchemaError, DataError: The input is invalid.
     """
-    check_nothing_hidden(config)
+    check_no_redacted_values(config)
     schema, datasets = open_data(config)
     start: Any = "resumed" if resumed else "warm" if config.warm_start.from_ else "new"
     return RunPlan(config, schema, datasets, start)
@@ -84,7 +91,7 @@ def resolve_config(
         RunError: The run to resume does not exist, or has finished.
     """
     if not resume and source is None:
-        config, name = config_from(start_from, overrides, allow_code=allow_code)
+        config, name = load_checkpoint_config(start_from, overrides, allow_code=allow_code)
         return resolve(config, name), False
     if not resume:
         overrides = [*overrides, f"warm_start.from={start_from}"] if start_from else overrides
@@ -106,7 +113,7 @@ def resolve(config: RunConfig, source: object, kind: str = "run") -> RunConfig:
     run, data, tracking = config.run, config.data, config.tracking
     stem = Path(source).stem if isinstance(source, (str, Path)) else "run"
     stem += "" if kind == "run" else f"-{kind}"
-    run.name = run.name or f"{name_like(stem)}-{datetime.now():%Y%m%d-%H%M%S}"
+    run.name = run.name or f"{to_run_name(stem)}-{datetime.now():%Y%m%d-%H%M%S}"
     run.dir = run.dir or f"runs/{run.name}"
     if "://" in run.dir:
         raise ConfigError(
@@ -116,7 +123,7 @@ def resolve(config: RunConfig, source: object, kind: str = "run") -> RunConfig:
             do="use a local or mounted folder; object stores are not supported as run folders",
         )
     place = partial(absolute, root=run.root)
-    with_vocabulary = [each for each in data.transforms if isinstance(each, WITH_VOCABULARY)]
+    with_vocabulary = [each for each in data.transforms if isinstance(each, VOCABULARY_TRANSFORMS)]
     places = [(run, "dir"), (config.checkpoint, "dir"), (config.plan, "mmap_dir")]
     places += [(data, key) for key in ("train", "valid", "test", "schema_path")]
     places += [(config.warm_start, "from_"), (config.eval.retrieval, "items")]
@@ -131,13 +138,13 @@ def resolve(config: RunConfig, source: object, kind: str = "run") -> RunConfig:
     return config
 
 
-def check_nothing_hidden(config: RunConfig) -> None:
+def check_no_redacted_values(config: RunConfig) -> None:
     """Check that a configuration has no redacted values.
 
     Raises:
         ConfigError: Values are missing, because they were redacted in the source of the configuration.
     """
-    if keys := hidden_keys(config.model_dump(by_alias=True, mode="json")):
+    if keys := find_hidden_keys(config.model_dump(by_alias=True, mode="json")):
         raise ConfigError(
             f"redacted in checkpoints and in MLflow: {', '.join(keys)}",
             where="the configuration, which comes from there",
@@ -147,10 +154,10 @@ def check_nothing_hidden(config: RunConfig) -> None:
 
 def write_config(folder: Path, config: RunConfig) -> None:
     """Write config.yaml of a run, and mark the file as this user's (trust.py)."""
-    write_marked(folder / "config.yaml", config.to_yaml())
+    write_marked_file(folder / "config.yaml", config.to_yaml())
 
 
-def write_marked(file: Path, text: str) -> None:
+def write_marked_file(file: Path, text: str) -> None:
     """Write a file of settings, and mark the file as this user's (trust.py)."""
     write_text(file, text)
     mark(file)
@@ -169,7 +176,7 @@ def make_run_folder(folder: Path, config: RunConfig, schema: Schema) -> None:
             expected="a new folder",
             do="choose another run.dir or run.name, or remove the folder",
         )
-    with os_errors(
+    with convert_os_errors(
         "the place for checkpoints cannot be looked at",
         where=f"checkpoint.dir={config.checkpoint_root}",
         expected="storage that answers, and lets this user in",
@@ -180,18 +187,18 @@ def make_run_folder(folder: Path, config: RunConfig, schema: Schema) -> None:
             f"there are checkpoints already, up to step {held[0]}",
             where=config.checkpoint_root,
             expected="a new folder",
-            do=f"resume that run: raytrec train --resume {in_shell(relative(folder))}; or choose another "
+            do=f"resume that run: raytrec train --resume {quote_for_shell(relative(folder))}; or choose another "
             "run.dir or checkpoint.dir",
         )
-    with os_errors("cannot write the run folder", where=str(folder)):
+    with convert_os_errors("cannot write the run folder", where=str(folder)):
         folder.mkdir(parents=True, exist_ok=True)
-        for name in OF_START:
+        for name in RUN_RECORD_FILES:
             (folder / name).unlink(missing_ok=True)
         write_text(folder / "schema.yaml", schema.to_yaml())
         write_config(folder, config)  # last: a run that has a configuration can be resumed
 
 
-def config_from(
+def load_checkpoint_config(
     place: str | Path, overrides: list[str], *, allow_code: bool = False
 ) -> tuple[RunConfig, str]:
     """Return the configuration of a checkpoint for a new run, and the run's name without date and time.
@@ -211,5 +218,5 @@ def config_from(
     name = re.sub(r"-\d{8}-\d{6}$", "", config.run.name or "run")
     config.run.name = config.run.dir = config.checkpoint.dir = None
     own = [f"warm_start.from={json.dumps(folder)}", f"data.schema={json.dumps(join_uri(folder, INDEX))}"]
-    elsewhere = checkpoint_origin(folder, stored)
+    elsewhere = find_checkpoint_origin(folder, stored)
     return load_config(config, own + overrides, elsewhere=elsewhere, allow_code=allow_code), name

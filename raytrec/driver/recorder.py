@@ -19,15 +19,17 @@ from raytrec.common.errors import RunError
 from raytrec.common.formatting import null_nonfinite
 from raytrec.common.messages import CHECKS, ENDED_EARLY, RANKS, Message, RankLine
 from raytrec.common.redaction import hide_all, hide_yaml
-from raytrec.common.storage import in_shell
-from raytrec.report.findings import SURE_S, Times, hot_rank, low_utilisation, straggler
+from raytrec.common.storage import quote_for_shell
+from raytrec.report.findings import MIN_INTERVAL_S, Times, find_hot_rank, find_low_utilization, find_straggler
 from raytrec.tracking.aggregate import sum_over_time
-from raytrec.tracking.history import StepGroups
-from raytrec.tracking.journal import Journal, write_whole
-from raytrec.tracking.run_folder import PLAN, RESULT, messages_of
+from raytrec.tracking.history import StepBuffer
+from raytrec.tracking.journal import Journal, write_atomically
+from raytrec.tracking.run_folder import PLAN, RESULT, read_messages
 
 WAIT_S = 0.5  # interval between checks for the end of a group
-CALL_S = 5.0  # wait of one call for messages of the coordinator; each call takes both a few milliseconds
+MESSAGE_WAIT_S = (
+    5.0  # wait of one call for messages of the coordinator; each call takes both a few milliseconds
+)
 
 
 class Watch:
@@ -82,7 +84,7 @@ class Watch:
         last = False
         while not last and not lost.is_set():
             last = over.is_set()
-            for message in _messages(coordinator, 0 if last else CALL_S, over, lost):
+            for message in _fetch_messages(coordinator, 0 if last else MESSAGE_WAIT_S, over, lost):
                 self.receive(message)
 
     def failed(self, cause: str, again: bool) -> None:
@@ -101,12 +103,12 @@ class Watch:
         if isinstance(message, messages.Event) and message.event == ENDED_EARLY:
             self.ended_early_at = message.details["step"]
         if self._record:
-            for warning in self._keep(message):
+            for warning in self._record_message(message):
                 self.console.warn(warning)
         if show := getattr(self.console, message.KIND, None):
             show(**{name: value for name, value in message.values().items() if name != "unix_s"})
 
-    def _keep(self, message: Message) -> list[str]:
+    def _record_message(self, message: Message) -> list[str]:
         """Record a message, and return sentences for people.
 
         Any exception becomes a warning, because later messages must still be read.
@@ -132,16 +134,16 @@ class Record:
     """
 
     def __init__(self, folder: Path):
-        self.checks = Counter(check.passed for check in messages_of(folder, CHECKS))
+        self.checks = Counter(check.passed for check in read_messages(folder, CHECKS))
         self.times = Times()
-        for line in messages_of(folder, RANKS):
+        for line in read_messages(folder, RANKS):
             self.times.add(line)
         self._folder = folder
-        self._groups, self._advised = StepGroups(), set()
+        self._groups, self._advised = StepBuffer(), set()
         self._warnings: list[str] = []  # warnings about the run folder
         self._journal = Journal(folder, self._warnings.append)
         self._attempt: int | None = None  # attempt whose first interval has ended
-        self._lately: list[RankLine] = []  # each rank's intervals since then, up to SURE_S seconds
+        self._lately: list[RankLine] = []  # each rank's intervals since then, up to MIN_INTERVAL_S seconds
 
     def result(self, metrics: dict[str, Any], unsaved: RunError | None) -> RunError | None:
         """Write result.json, which marks a run as finished, if the trained model has been saved.
@@ -164,7 +166,7 @@ class Record:
                 f"the result cannot be written: {reason(error)}",
                 where=str(self._folder / RESULT),
                 expected="room in the run folder; the model has been saved",
-                do=f"make room, then evaluate it again: raytrec train --resume {in_shell(self._folder)}",
+                do=f"make room, then evaluate it again: raytrec train --resume {quote_for_shell(self._folder)}",
             )
         return None
 
@@ -197,11 +199,11 @@ class Record:
         if line.attempt != self._attempt:  # in the first interval, ranks wait for readers that are starting
             self._attempt, self._lately = line.attempt, []
             return []
-        if any(each.seconds >= SURE_S for each in self._lately):
+        if any(each.seconds >= MIN_INTERVAL_S for each in self._lately):
             self._lately = []
         self._lately = sum_over_time([*self._lately, *lines])
         found = []
-        for advise in (straggler, low_utilisation, hot_rank):
+        for advise in (find_straggler, find_low_utilization, find_hot_rank):
             if advise not in self._advised and (sentence := advise(self._lately)):
                 self._advised.add(advise)
                 found.append(sentence)
@@ -216,7 +218,7 @@ class Record:
         return taken
 
 
-def _messages(coordinator: Any, wait_s: float, over: Event, lost: Event) -> list[Message]:
+def _fetch_messages(coordinator: Any, wait_s: float, over: Event, lost: Event) -> list[Message]:
     """Return the coordinator's messages; wait for the first one at most `wait_s` seconds."""
     import ray
 
@@ -241,4 +243,4 @@ def write_text(path: Path, text: str) -> None:
     A configuration that contains a password is readable by this user alone.
     """
     shown = hide_yaml(text) if path.suffix == ".yaml" else text
-    write_whole(path, text.encode(), 0o666 if shown == text else 0o600)
+    write_atomically(path, text.encode(), 0o666 if shown == text else 0o600)

@@ -8,22 +8,22 @@ from pathlib import Path
 from typing import Any
 
 from raytrec.checkpoint.files import find, newest
-from raytrec.checkpoint.rows import schema_of, table_starts
-from raytrec.common.errors import ConfigError, DataError, RunError, SchemaError, os_errors
+from raytrec.checkpoint.rows import resolve_warm_starts, schema_of
+from raytrec.common.errors import ConfigError, DataError, RunError, SchemaError, convert_os_errors
 from raytrec.common.formatting import flatten
-from raytrec.common.reading import json_values, read_bytes, read_text
-from raytrec.common.storage import absolute, in_shell
+from raytrec.common.reading import parse_json, read_bytes, read_text
+from raytrec.common.storage import absolute, quote_for_shell
 from raytrec.config.base import Mark
-from raytrec.config.run_config import RunConfig, keys_with, load_config
+from raytrec.config.run_config import RunConfig, list_keys_with, load_config
 from raytrec.config.schema import Schema
-from raytrec.config.trust import code_in, is_ours, not_ours, refuse_code
-from raytrec.data.contents import Content, differences, fingerprint, written_again
+from raytrec.config.trust import describe_foreign_file, find_foreign_code, is_own_file, refuse_code
+from raytrec.data.contents import FileIdentity, differences, fingerprint, written_again
 from raytrec.data.fragments import Dataset
 from raytrec.driver.recorder import RESULT, write_json
-from raytrec.embeddings.constraints import table_optimizers
-from raytrec.tracking.run_folder import DATA, LISTED_FILES, SCHEMA
+from raytrec.embeddings.constraints import resolve_optimizers
+from raytrec.tracking.run_folder import DATA, FILES_KEY, SCHEMA
 
-MAY_CHANGE, MUST_STAY = keys_with(Mark.FREE), keys_with(Mark.FIXED)  # on resume
+FREE_KEYS, FIXED_KEYS = list_keys_with(Mark.FREE), list_keys_with(Mark.FIXED)  # on resume
 
 
 def resume_config(
@@ -53,8 +53,8 @@ def resume_config(
             do="give the folder that `raytrec train` printed (run.dir)",
         )
     before = load_config(file, allow_code=True)  # none of its code runs until it is allowed
-    strange = {} if allow_code or is_ours(file) else code_in(before.model_dump(by_alias=True))
-    elsewhere = not_ours(file) if strange and source is None else None
+    strange = {} if allow_code or is_own_file(file) else find_foreign_code(before.model_dump(by_alias=True))
+    elsewhere = describe_foreign_file(file) if strange and source is None else None
     config = load_config(
         before if source is None else source, overrides, elsewhere=elsewhere, allow_code=allow_code
     )
@@ -63,16 +63,16 @@ def resume_config(
         if getattr(part, key) is None:
             setattr(part, key, getattr(getattr(before, section), key))
     kept = {key: named for key, named in strange.items() if key in ("warm_start.from", "checkpoint.dir")}
-    refuse_code(kept, config.model_dump(by_alias=True), not_ours(file))
+    refuse_code(kept, config.model_dump(by_alias=True), describe_foreign_file(file))
     config.run.dir = str(folder)  # the folder may have been moved
     if "tracking.uri" not in strange:
         config.tracking.uri = config.tracking.uri or before.tracking.uri
-    if changed := _differences(before, config):
+    if changed := _list_differences(before, config):
         raise ConfigError(
             "these settings affect the result and cannot change on resume:\n" + "\n".join(changed),
             where=str(file),
             expected="the configuration that the run began with",
-            do=f"restore these, or begin with its weights: raytrec train --warm-start {in_shell(place)}",
+            do=f"restore these, or begin with its weights: raytrec train --warm-start {quote_for_shell(place)}",
         )
     return config
 
@@ -84,7 +84,7 @@ def check_unfinished(folder: Path) -> None:
             "this run has finished",
             where=str(folder),
             expected="a run that was interrupted",
-            do=f"see its {RESULT}, or begin with its weights: raytrec train --warm-start {in_shell(folder)}",
+            do=f"see its {RESULT}, or begin with its weights: raytrec train --warm-start {quote_for_shell(folder)}",
         )
 
 
@@ -96,12 +96,12 @@ def interrupted(config: RunConfig, named: bool) -> Path | None:
         named: True if the user has chosen the run's name or folder. Otherwise, the newest run with the same
             name (except date and time), configuration and data is returned.
     """
-    found = (each for each in earlier_folders(config, named) if (each / "config.yaml").is_file())
+    found = (each for each in list_earlier_folders(config, named) if (each / "config.yaml").is_file())
     unfinished = (each for each in found if not (each / RESULT).exists())
-    return next((each for each in unfinished if named or _is_same(each, config)), None)
+    return next((each for each in unfinished if named or _is_same_run(each, config)), None)
 
 
-def earlier_folders(config: RunConfig, named: bool) -> list[Path]:
+def list_earlier_folders(config: RunConfig, named: bool) -> list[Path]:
     """Return the folders in which the same command may have started before, newest first.
 
     Args:
@@ -112,25 +112,29 @@ def earlier_folders(config: RunConfig, named: bool) -> list[Path]:
     return [folder] if named else sorted(folder.parent.glob(f"{stem}-*"), reverse=True)
 
 
-def _is_same(folder: Path, after: RunConfig) -> bool:
+def _is_same_run(folder: Path, after: RunConfig) -> bool:
     try:
         before = load_config(folder / "config.yaml", allow_code=True)  # it is only compared
     except ConfigError:  # written by another version, or damaged
         return False
     data = all(getattr(before.data, part) == getattr(after.data, part) for part in ("train", "valid", "test"))
-    return data and not _differences(before, after)
+    return data and not _list_differences(before, after)
 
 
-def note_data(folder: Path, datasets: dict[str, Dataset], contents: dict[str, list[Content]]) -> None:
+def record_data(folder: Path, datasets: dict[str, Dataset], contents: dict[str, list[FileIdentity]]) -> None:
     """Write the files and contents of the datasets to the run folder for a resume; ignore OS errors."""
     noted: dict[str, Any] = {name: [asdict(each) for each in found] for name, found in contents.items()}
-    noted[LISTED_FILES] = {name: d.listing.record() for name, d in datasets.items() if d.listing.files}
+    noted[FILES_KEY] = {name: d.listing.record() for name, d in datasets.items() if d.listing.files}
     with suppress(OSError):
         write_json(folder / DATA, noted)
 
 
 def check_same_data(
-    folder: Path, root: str, schema: Schema, datasets: dict[str, Dataset], contents: dict[str, list[Content]]
+    folder: Path,
+    root: str,
+    schema: Schema,
+    datasets: dict[str, Dataset],
+    contents: dict[str, list[FileIdentity]],
 ) -> list[str]:
     """Check that the position in the newest checkpoint still refers to the same rows.
 
@@ -147,7 +151,7 @@ def check_same_data(
     Raises:
         ConfigError, DataError: A change of the schema or of data.train would alter the result.
     """
-    if _trained(schema) != _trained(stored_schema(folder)):
+    if _strip_statistics(schema) != _strip_statistics(load_stored_schema(folder)):
         file = folder / SCHEMA
         raise ConfigError(
             "the schema has changed since the run began",
@@ -158,22 +162,22 @@ def check_same_data(
     _, index = newest(root)
     if not index:
         return []  # no checkpoint depends on earlier data
-    before, lines = _noted(folder), []
+    before, lines = _load_recorded_contents(folder), []
     if index["about"]["data"] != fingerprint(contents["train"]):
         found = differences(before.get("train", []), contents["train"]) if before.get("train") else []
         raise DataError(
-            "data.train is not what it was when the run was interrupted" + _listed(found),
+            "data.train is not what it was when the run was interrupted" + _format_list(found),
             where=f"{datasets['train'].uri}; {root}",
             expected="the same files with the same content: which rows are left is counted in them. (Other "
             "folders, and copies, are fine.)",
-            do=f"restore the files, or begin with its weights: raytrec train --warm-start {in_shell(folder)}",
+            do=f"restore the files, or begin with its weights: raytrec train --warm-start {quote_for_shell(folder)}",
         )
     for name, was in before.items():
         now = contents.get(name, [])
         if now and (found := differences(was, now)):
             lines.append(
                 f"data.{name} is not what it was when the run began, so figures from before and after cannot "
-                f"be compared{_listed(found)}"
+                f"be compared{_format_list(found)}"
             )
         elif again := written_again(was, now):
             lines.append(
@@ -183,21 +187,23 @@ def check_same_data(
     return lines
 
 
-def _trained(schema: Schema) -> str:
+def _strip_statistics(schema: Schema) -> str:
     """Return the part of a schema that results depend on."""
     return schema.model_copy(update={"statistics": {}}).to_yaml()
 
 
-def _noted(folder: Path) -> dict[str, list[Content]]:
+def _load_recorded_contents(folder: Path) -> dict[str, list[FileIdentity]]:
     """Return the contents of the datasets when the run began; empty if no usable record exists."""
     try:
-        noted = json_values(read_bytes(folder / DATA))
-        return {n: [Content(**values) for values in found] for n, found in noted.items() if n != LISTED_FILES}
+        noted = parse_json(read_bytes(folder / DATA))
+        return {
+            n: [FileIdentity(**values) for values in found] for n, found in noted.items() if n != FILES_KEY
+        }
     except (OSError, ValueError, TypeError, AttributeError):
         return {}
 
 
-def stored_schema(folder: Path) -> Schema:
+def load_stored_schema(folder: Path) -> Schema:
     """Read the schema in a run folder.
 
     Raises:
@@ -205,7 +211,7 @@ def stored_schema(folder: Path) -> Schema:
         SchemaError: The file is not a schema.
     """
     file = folder / SCHEMA
-    with os_errors(
+    with convert_os_errors(
         f"{file.name} of the run cannot be read",
         where=str(file),
         expected="the file as the run wrote it",
@@ -215,17 +221,17 @@ def stored_schema(folder: Path) -> Schema:
     return Schema.stored(text, str(file))
 
 
-def _listed(lines: list[str]) -> str:
+def _format_list(lines: list[str]) -> str:
     more = [f"… and {len(lines) - 5} more"] if len(lines) > 5 else []
     return "".join(f"\n  {line}" for line in lines[:5] + more)
 
 
-def _differences(before: RunConfig, after: RunConfig) -> list[str]:
+def _list_differences(before: RunConfig, after: RunConfig) -> list[str]:
     old, new = (flatten(c.model_dump(by_alias=True, mode="json")) for c in (before, after))
     return [
         f"  {key}: {old.get(key)} → {new.get(key)}"
         for key in {**old, **new}
-        if old.get(key) != new.get(key) and (key.startswith(MUST_STAY) or not key.startswith(MAY_CHANGE))
+        if old.get(key) != new.get(key) and (key.startswith(FIXED_KEYS) or not key.startswith(FREE_KEYS))
     ]
 
 
@@ -237,11 +243,11 @@ def check_warm_start(config: RunConfig, schema: Schema) -> list[str]:
     """
     about = find(config.warm_start.from_)[1]["about"]
     before, old_schema = load_config(about["config"], allow_code=True), schema_of(about)
-    lines = [start.note for start in table_starts(config, old_schema, schema).values() if start.note]
+    lines = [start.note for start in resolve_warm_starts(config, old_schema, schema).values() if start.note]
     if config.warm_start.dense == "exact":
         _check_dense(config, before, old_schema, schema)
     if config.warm_start.optimizer:
-        old, new = _optimizer_names(before, old_schema), _optimizer_names(config, schema)
+        old, new = _list_optimizer_names(before, old_schema), _list_optimizer_names(config, schema)
         for part, name in new.items():
             if old.get(part, name) != name:
                 raise ConfigError(
@@ -253,8 +259,8 @@ def check_warm_start(config: RunConfig, schema: Schema) -> list[str]:
     return lines
 
 
-def _optimizer_names(config: RunConfig, schema: Schema) -> dict[str, str]:
-    of_tables = table_optimizers(config, schema).items()
+def _list_optimizer_names(config: RunConfig, schema: Schema) -> dict[str, str]:
+    of_tables = resolve_optimizers(config, schema).items()
     return {"the dense layers": config.optim.dense.name} | {
         f"table {table}": optimizer.name for table, optimizer in of_tables
     }
@@ -272,8 +278,8 @@ def _check_dense(config: RunConfig, before: RunConfig, old_schema: Schema, schem
                 expected="the checkpoint's model",
                 do=f"set model.{key}={str(old).replace(' ', '')}" + hint,
             )
-    old_parts = _dense_parts(old_schema)
-    for what, new in _dense_parts(schema).items():
+    old_parts = _select_dense_parts(old_schema)
+    for what, new in _select_dense_parts(schema).items():
         if new != old_parts[what]:
             raise SchemaError(
                 f"{what}: {new} now, {old_parts[what]} in the checkpoint",
@@ -283,7 +289,7 @@ def _check_dense(config: RunConfig, before: RunConfig, old_schema: Schema, schem
             )
 
 
-def _dense_parts(schema: Schema) -> dict[str, object]:
+def _select_dense_parts(schema: Schema) -> dict[str, object]:
     """Return the parts of a schema that determine the shapes and the meaning of dense weights."""
     sparse = [f"{name} → {spec.table}" for name, spec in schema.sparse.items()]
     return {"labels": schema.labels, "dense": schema.dense, "sparse": sparse}

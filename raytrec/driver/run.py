@@ -14,27 +14,27 @@ from raytrec.checkpoint.files import folder_of, newest
 from raytrec.common.errors import ConfigError, DataError, RaytrecError, RunError
 from raytrec.common.messages import METRICS
 from raytrec.common.redaction import hide, hide_all
-from raytrec.common.storage import in_shell, relative
-from raytrec.config.overrides import Overrides, as_texts
+from raytrec.common.storage import quote_for_shell, relative
+from raytrec.config.overrides import Overrides, to_override_texts
 from raytrec.config.run_config import RunConfig
-from raytrec.config.trust import code_in, own_code
-from raytrec.data.contents import Content, fingerprint, look_at_all
+from raytrec.config.trust import find_foreign_code, list_user_code
+from raytrec.data.contents import FileIdentity, fingerprint, identify_datasets
 from raytrec.driver.console import Result, RunConsole
-from raytrec.driver.datasets import note_files, note_left_out
+from raytrec.driver.datasets import record_skipped_files, show_file_counts
 from raytrec.driver.driver_state import hold_run_lock, record_driver
 from raytrec.driver.launch import resume_command, run_group, run_in_session
 from raytrec.driver.preflight import check_plan
 from raytrec.driver.prepare import RunPlan, make_run_folder, open_run, resolve_config, write_config
 from raytrec.driver.recorder import Record, Watch, write_json
-from raytrec.driver.resume import check_same_data, check_unfinished, note_data
-from raytrec.driver.track import Follower
-from raytrec.report.findings import find_bound, poor_fit
-from raytrec.report.report import EarlyDrawing
+from raytrec.driver.resume import check_same_data, check_unfinished, record_data
+from raytrec.driver.track import DeliveryProcess
+from raytrec.report.findings import find_bound, find_poor_fit
+from raytrec.report.report import BackgroundRenderer
 from raytrec.tracking.run_folder import TAGS, RunFolder
-from raytrec.tracking.translate import run_tags
+from raytrec.tracking.translate import collect_run_tags
 from raytrec.worker.loop import total_steps, train_worker
 
-PATIENCE_S = 60.0  # time for an earlier driver to end, in addition to scaling.shutdown_grace_s
+PREVIOUS_DRIVER_TIMEOUT_S = 60.0  # time for an earlier driver to end, in addition to scaling.shutdown_grace_s
 
 
 class Unfinished(RunError):
@@ -83,12 +83,12 @@ def train(
         (1440, 160)
     """
     began = perf_counter()
-    texts = as_texts(overrides)
+    texts = to_override_texts(overrides)
     plan = open_run(*resolve_config(source, texts, start_from, resume, resume_latest, allow_code))
     config, schema, datasets = plan.config, plan.schema, plan.datasets
     warnings, folder = check_plan(plan), Path(config.run.dir)
-    patience = PATIENCE_S + config.scaling.shutdown_grace_s if resume_latest else 0
-    contents = ThreadPoolExecutor(1, "contents").submit(look_at_all, datasets)
+    patience = PREVIOUS_DRIVER_TIMEOUT_S + config.scaling.shutdown_grace_s if resume_latest else 0
+    contents = ThreadPoolExecutor(1, "contents").submit(identify_datasets, datasets)
     with RunConsole(config.run.name) as console, hold_run_lock(folder, patience, console.phase):
         if plan.start == "resumed":
             check_unfinished(folder)
@@ -97,15 +97,15 @@ def train(
         else:
             make_run_folder(folder, config, schema)
         console.folder(str(folder))
-        note_files(console, datasets)
-        for line in [*warnings, *note_left_out(folder, datasets)]:
+        show_file_counts(console, datasets)
+        for line in [*warnings, *record_skipped_files(folder, datasets)]:
             console.warn(line)
         with record_driver(folder) as before_s:
             return _drive(plan, contents, console, began - before_s)
 
 
 def _drive(
-    plan: RunPlan, contents: Future[dict[str, list[Content]]], console: RunConsole, began: float
+    plan: RunPlan, contents: Future[dict[str, list[FileIdentity]]], console: RunConsole, began: float
 ) -> Result:
     """Start Ray, train, and write the result of a run whose folder is ready.
 
@@ -118,17 +118,17 @@ def _drive(
     """
     config, datasets = plan.config, plan.datasets
     folder, status, page = Path(config.run.dir), "FAILED", None
-    follower = Follower(config, console.warn)
-    record, drawing = Record(folder), EarlyDrawing(folder)
+    follower = DeliveryProcess(config, console.warn)
+    record, drawing = Record(folder), BackgroundRenderer(folder)
     watch = Watch(console, record, drawing.begin if config.tracking.report else lambda: None)
     try:
         console.phase("starting Ray")
-        _import_early()
+        _preload_imports()
 
         def work() -> dict[str, Any]:
-            write_json(folder / TAGS, hide_all(run_tags() | config.tracking.tags))
+            write_json(folder / TAGS, hide_all(collect_run_tags() | config.tracking.tags))
             data = contents.result()
-            note_data(folder, datasets, data)
+            record_data(folder, datasets, data)
             return run_group(
                 train_worker,
                 config,
@@ -143,7 +143,7 @@ def _drive(
 
         figures = run_in_session(config, watch.failed, work)
         drawing.confirm()
-        unopened = _store_error(follower, folder)
+        unopened = _find_store_error(follower, folder)
         metrics = {
             **figures,
             "skipped_files": sum(len(dataset.left_out) for dataset in datasets.values()),
@@ -154,9 +154,9 @@ def _drive(
             "name": config.run.name,
         }
         metrics |= find_bound(record.times, metrics["seconds"], metrics["train.samples_per_s"])
-        for line in poor_fit(RunFolder.read(folder)):
+        for line in find_poor_fit(RunFolder.read(folder)):
             console.warn(line)
-        if code := own_code(config.model_dump(by_alias=True)):
+        if code := list_user_code(config.model_dump(by_alias=True)):
             metrics["code"] = code
         missing = record.result(metrics, watch.unsaved)
         status = "FAILED" if missing else "FINISHED"
@@ -168,7 +168,7 @@ def _drive(
         raise
     except RaytrecError as error:
         steps = watch.ended_early_at or total_steps(config, datasets["train"].rows)
-        raise with_recovery_hint(error, config, steps) from None
+        raise add_recovery_hint(error, config, steps) from None
     except KeyboardInterrupt:
         status = "KILLED"
         console.note(f"resume with: {resume_command(config)}")
@@ -180,10 +180,10 @@ def _drive(
         for lost in [*record.close(), follower.close(status)]:
             if lost:
                 console.warn(lost)
-    return Result(metrics, folder, _next_steps(config, metrics.get("code"), page))
+    return Result(metrics, folder, _list_next_steps(config, metrics.get("code"), page))
 
 
-def with_recovery_hint(error: RaytrecError, config: RunConfig, steps: int) -> RaytrecError:
+def add_recovery_hint(error: RaytrecError, config: RunConfig, steps: int) -> RaytrecError:
     """Return the error that ended a run, with advice if all steps are trained and saved.
 
     Args:
@@ -200,7 +200,7 @@ def with_recovery_hint(error: RaytrecError, config: RunConfig, steps: int) -> Ra
     run = relative(Path(config.run.dir))
     words = ["raytrec", "evaluate", run]
     words += ["--set", "data.on_error=skip"] if isinstance(error, DataError) else []
-    words += ["--allow-code"] if code_in(config.model_dump(by_alias=True)) else []
+    words += ["--allow-code"] if find_foreign_code(config.model_dump(by_alias=True)) else []
     advice = [error.do] if error.do else []
     advice += [
         f"all {steps} steps are trained and saved, in {folder}: evaluate them with `{shlex.join(words)}`",
@@ -209,7 +209,7 @@ def with_recovery_hint(error: RaytrecError, config: RunConfig, steps: int) -> Ra
     return type(error)(error.what, where=error.where, expected=error.expected, do="; ".join(advice))
 
 
-def _store_error(follower: Follower, folder: Path) -> RaytrecError | None:
+def _find_store_error(follower: DeliveryProcess, folder: Path) -> RaytrecError | None:
     """Return the error if the MLflow store of a trained run cannot be opened, else None.
 
     The error is returned and not raised, so that the result of the run is still written.
@@ -218,12 +218,12 @@ def _store_error(follower: Follower, folder: Path) -> RaytrecError | None:
         follower.ready()
     except ConfigError as error:
         run = relative(folder)
-        do = f"the run is complete; in {run}/config.yaml, {error.do}; then: raytrec track {in_shell(run)}"
+        do = f"the run is complete; in {run}/config.yaml, {error.do}; then: raytrec track {quote_for_shell(run)}"
         return RunError(**error.parts | {"do": do})
     return None
 
 
-def _next_steps(config: RunConfig, code: list[str] | None, page: Path | None) -> list[str]:
+def _list_next_steps(config: RunConfig, code: list[str] | None, page: Path | None) -> list[str]:
     """Return lines that name the files of a finished run, and commands to look at them."""
     folder = relative(Path(config.run.dir))
     lines = [f"run folder   {folder}"]
@@ -235,10 +235,10 @@ def _next_steps(config: RunConfig, code: list[str] | None, page: Path | None) ->
         uri = config.tracking.uri
         at = "" if uri.startswith("http") else "mlflow ui --backend-store-uri "
         lines.append(f"look at it   {at}{hide(short(uri))}")
-    return [*lines, f"again        raytrec evaluate {in_shell(folder)} --data PARQUET"]
+    return [*lines, f"again        raytrec evaluate {quote_for_shell(folder)} --data PARQUET"]
 
 
-def _write_report(drawing: EarlyDrawing, console: RunConsole) -> Path | None:
+def _write_report(drawing: BackgroundRenderer, console: RunConsole) -> Path | None:
     """Write the report and its pictures into the run folder, and return the path of the report.
 
     If this fails, print a warning and return None: a missing report does not fail the run.
@@ -247,7 +247,7 @@ def _write_report(drawing: EarlyDrawing, console: RunConsole) -> Path | None:
         return drawing.write()[0]
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
-        console.warn(f"no report: {why}; try again with raytrec report {in_shell(drawing.folder)}")
+        console.warn(f"no report: {why}; try again with raytrec report {quote_for_shell(drawing.folder)}")
         return None
 
 
@@ -256,7 +256,7 @@ def short(uri: str) -> str:
     return uri.replace(f"sqlite:///{Path.cwd()}/", "sqlite:///")
 
 
-def _import_early() -> None:
+def _preload_imports() -> None:
     """Import Ray, and import raytrec.driver.policies in a thread while Ray starts.
 
     The import of that module takes a second, and the module is needed only after the start.

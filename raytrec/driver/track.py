@@ -14,21 +14,21 @@ from time import monotonic
 
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.redaction import hide
-from raytrec.common.storage import in_shell
+from raytrec.common.storage import quote_for_shell
 from raytrec.config.run_config import RunConfig, load_config
-from raytrec.config.trust import is_ours, not_ours
-from raytrec.tracking.run_folder import CONFIG, existing_run
+from raytrec.config.trust import describe_foreign_file, is_own_file
+from raytrec.tracking.run_folder import CONFIG, check_run_folder
 
-SERVER_ANSWER_S = 5.0  # wait for a silent server at the end of a run; a file always answers
-FILE_S = 60.0
-DELIVERY_S = 30.0  # time to deliver missing records at the end of a run
-AWAY_S = 15.0  # time that `raytrec track` waits for a silent server
+SERVER_ANSWER_TIMEOUT_S = 5.0  # wait for a silent server at the end of a run; a file always answers
+FILE_ANSWER_TIMEOUT_S = 60.0
+DELIVERY_TIMEOUT_S = 30.0  # time to deliver missing records at the end of a run
+SILENT_SERVER_TIMEOUT_S = 15.0  # time that `raytrec track` waits for a silent server
 NICE = 19
 # The process computes nothing: threads and memory arenas would only make it larger.
 SMALL = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
 
 
-class Follower:
+class DeliveryProcess:
     """Process that delivers a run to MLflow while the run is trained (tracking.delivery.follow).
 
     The process runs at low priority, and ends with this process in any case. Without tracking.enabled, it is
@@ -71,7 +71,7 @@ class Follower:
             ConfigError: The store cannot be opened, for example a wrong address, or a server that wants
                 another user.
         """
-        self._take(0.0)
+        self._read_reports(0.0)
         if self._refusal:
             raise self._refusal
 
@@ -84,14 +84,16 @@ class Follower:
         Raises:
             ConfigError: As in `check`.
         """
-        until = monotonic() + (FILE_S if self._uri.startswith("sqlite") else SERVER_ANSWER_S)
+        until = monotonic() + (
+            FILE_ANSWER_TIMEOUT_S if self._uri.startswith("sqlite") else SERVER_ANSWER_TIMEOUT_S
+        )
         while self._process and not self._answered and (left := until - monotonic()) > 0:
-            if not self._take(left):
+            if not self._read_reports(left):
                 break
         self.check()
         return self.run_id
 
-    def close(self, status: str, patience_s: float = DELIVERY_S) -> str | None:
+    def close(self, status: str, patience_s: float = DELIVERY_TIMEOUT_S) -> str | None:
         """Let the process write the remaining records, and wait for its end. Ctrl-C ends the wait as well.
 
         Args:
@@ -109,7 +111,7 @@ class Follower:
             with suppress(OSError):  # the process has already ended
                 self._process.stdin.write(status.encode())
                 self._process.stdin.close()
-            while self._take(max(0.0, until - monotonic())):
+            while self._read_reports(max(0.0, until - monotonic())):
                 if monotonic() >= until:
                     self._missing = f"MLflow lacks the end of the run (not written within {patience_s:g} s)"
                     break
@@ -120,21 +122,23 @@ class Follower:
             self._process.wait()
         if self._refusal or not self._missing:
             return None
-        return f"{self._missing}; the run folder has everything: raytrec track {in_shell(self._folder)}"
+        return (
+            f"{self._missing}; the run folder has everything: raytrec track {quote_for_shell(self._folder)}"
+        )
 
-    def _take(self, wait_s: float) -> bool:
+    def _read_reports(self, wait_s: float) -> bool:
         """Handle reports that arrive within `wait_s` seconds. Return False if the process has ended."""
         while self._process and select([self._process.stdout], [], [], wait_s)[0]:
             if not (data := os.read(self._process.stdout.fileno(), 1 << 16)):
                 return False
             *lines, self._read = (self._read + data).split(b"\n")
             for line in lines:
-                self._report(**json.loads(line))
+                self._handle_report(**json.loads(line))
             if lines:
                 return True
         return True
 
-    def _report(self, **values) -> None:
+    def _handle_report(self, **values) -> None:
         """Handle one line of tracking.delivery.follow."""
         self._answered = True
         if "note" in values:
@@ -145,15 +149,15 @@ class Follower:
             self._refusal = ConfigError(**values["refused"])
 
 
-def tracked_config(run: str | Path, allow_code: bool) -> RunConfig:
+def load_tracked_config(run: str | Path, allow_code: bool) -> RunConfig:
     """Return the configuration of a tracked run; run.dir is the current folder of the run.
 
     Raises:
         RunError, ConfigError: As in `track`.
     """
-    folder = existing_run(run).absolute()
+    folder = check_run_folder(run).absolute()
     file = folder / CONFIG
-    elsewhere = None if is_ours(file) else not_ours(file)
+    elsewhere = None if is_own_file(file) else describe_foreign_file(file)
     config = load_config(file, elsewhere=elsewhere, allow_code=allow_code)
     config.run.dir = str(folder)  # the folder may have been moved
     if not config.tracking.enabled:
@@ -178,7 +182,7 @@ def track(run: str | Path, allow_code: bool = False, follow: bool = False) -> Ru
     """
     from raytrec.tracking import delivery
 
-    config = tracked_config(run, allow_code)
+    config = load_tracked_config(run, allow_code)
     folder = Path(config.run.dir)
     if follow:
         delivery.follow(folder, config)
@@ -189,10 +193,10 @@ def track(run: str | Path, allow_code: bool = False, follow: bool = False) -> Ru
     with (
         RunConsole(config.run.name) as console,
         hold_run_lock(folder, 0, console.phase),
-        delivery.one_delivery(folder),
+        delivery.hold_delivery_lock(folder),
     ):
         made = delivery.Delivery(folder, config, console.warn)
-        if lost := made.finish(delivery.status_of(folder), AWAY_S):
+        if lost := made.finish(delivery.read_final_status(folder), SILENT_SERVER_TIMEOUT_S):
             raise RunError(
                 lost,
                 where=f"{folder}, tracking.uri={hide(config.tracking.uri)}",

@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from raytrec.common.errors import ConfigError, hint
-from raytrec.common.storage import in_shell, relative
+from raytrec.common.storage import quote_for_shell, relative
 from raytrec.config.features import resolve_features
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
@@ -22,15 +22,15 @@ from raytrec.config.tables import EmbeddingOptim
 # Sharding types of TorchRec (1.8.0) for tables that produce one vector per id.
 BY_ID_TYPES = ("table_wise", "row_wise", "column_wise", "data_parallel")
 # For tables that produce sums of bags: ranks hold parts of each sum, and a reduce-scatter adds them up.
-SUMMED_TYPES = ("row_wise", "table_row_wise", "grid_shard")
-COLUMN_TYPES = ("column_wise", "table_column_wise", "grid_shard")
-WHOLE_TYPES = ("table_wise", "column_wise", "table_column_wise", "data_parallel")
+REDUCE_SCATTER_TYPES = ("row_wise", "table_row_wise", "grid_shard")
+COLUMN_SHARDED_TYPES = ("column_wise", "table_column_wise", "grid_shard")
+NO_REDUCTION_TYPES = ("table_wise", "column_wise", "table_column_wise", "data_parallel")
 # Reason for rejecting other sharding types, and the expected ones.
 OF_SEQUENCES = (
     "of a table with a sequence that the model reads id by id",
     f"one of {', '.join(BY_ID_TYPES)}: TorchRec shards such a table in no other way",
 )
-WITH_INT8 = (
+INT8_REASON = (
     "with plan.qcomms int8: integers of different scales cannot be added up on their way between ranks",
     "fp16 or bf16; or table_wise, column_wise, table_column_wise or data_parallel",
 )
@@ -55,7 +55,7 @@ class TableConstraint:
     group: int | None = None
 
 
-def matching_tables(pattern: str, schema: Schema, where: str) -> list[str]:
+def match_tables(pattern: str, schema: Schema, where: str) -> list[str]:
     """Return the tables that match a name or a pattern such as 'item*'.
 
     Raises:
@@ -71,7 +71,7 @@ def matching_tables(pattern: str, schema: Schema, where: str) -> list[str]:
     return tables
 
 
-def table_optimizers(config: RunConfig, schema: Schema) -> dict[str, EmbeddingOptim]:
+def resolve_optimizers(config: RunConfig, schema: Schema) -> dict[str, EmbeddingOptim]:
     """Return the optimizer of each table: optim.embeddings, overridden by the matching keys of optim.tables.
 
     Raises:
@@ -80,7 +80,7 @@ def table_optimizers(config: RunConfig, schema: Schema) -> dict[str, EmbeddingOp
     default = config.optim.embeddings.model_dump()
     values = {table: dict(default) for table in schema.tables}
     for pattern, given in config.optim.tables.items():
-        for table in matching_tables(pattern, schema, f"optim.tables.{pattern}"):
+        for table in match_tables(pattern, schema, f"optim.tables.{pattern}"):
             values[table] |= given.model_dump(exclude_none=True)
     return {table: EmbeddingOptim(**of_table) for table, of_table in values.items()}
 
@@ -93,9 +93,9 @@ def resolve_constraints(config: RunConfig, schema: Schema) -> dict[str, TableCon
     """
     constraints: dict[str, dict] = {table: {} for table in schema.tables}
     for pattern, given in config.plan.tables.items():
-        for table in matching_tables(pattern, schema, f"plan.tables.{pattern}"):
+        for table in match_tables(pattern, schema, f"plan.tables.{pattern}"):
             constraints[table] |= given.model_dump(exclude_none=True)
-    groups, by_id = _groups(config, schema), resolve_features(schema, config.model).tables_by_id
+    groups, by_id = _index_groups(config, schema), resolve_features(schema, config.model).tables_by_id
     out = {}
     for table, values in constraints.items():
         ranks = tuple(values["ranks"]) if "ranks" in values else None
@@ -107,17 +107,17 @@ def resolve_constraints(config: RunConfig, schema: Schema) -> dict[str, TableCon
             raise refused(table, what, "plan.tables.….sharding_type in addition to ranks")
         allowed: tuple[str, ...] = (sharding,) if sharding else tuple(config.plan.sharding_types)
         if table in by_id:
-            allowed = _possible(table, allowed, BY_ID_TYPES, *OF_SEQUENCES)
+            allowed = _filter_sharding_types(table, allowed, BY_ID_TYPES, *OF_SEQUENCES)
         elif config.plan.qcomms.has_int8:
-            allowed = _possible(table, allowed, WHOLE_TYPES, *WITH_INT8)
+            allowed = _filter_sharding_types(table, allowed, NO_REDUCTION_TYPES, *INT8_REASON)
         kernel, dtype = values.get("compute_kernel"), values.get("dtype", "fp32")
         out[table] = TableConstraint(allowed, ranks, kernel, dtype, groups.get(table))
         if table in groups and sharding != "table_wise":
             raise refused(table, f"in plan.colocate and {sharding}", "a group is on one rank: table_wise")
-    return _with_group_ranks(out)
+    return _copy_group_ranks(out)
 
 
-def _possible(
+def _filter_sharding_types(
     table: str, sharding: tuple[str, ...], kinds: tuple[str, ...], why: str, expected: str
 ) -> tuple[str, ...]:
     """Return the sharding types that are among `kinds`; raise ConfigError if none is."""
@@ -127,17 +127,17 @@ def _possible(
     return possible
 
 
-def _groups(config: RunConfig, schema: Schema) -> dict[str, int]:
+def _index_groups(config: RunConfig, schema: Schema) -> dict[str, int]:
     groups: dict[str, int] = {}
     for index, names in enumerate(config.plan.colocate):
         for name in names:
-            for table in matching_tables(name, schema, f"plan.colocate, group {index + 1}"):
+            for table in match_tables(name, schema, f"plan.colocate, group {index + 1}"):
                 if groups.setdefault(table, index) != index:
                     raise refused(table, "in two groups of plan.colocate", "join the groups")
     return groups
 
 
-def _with_group_ranks(constraints: dict[str, TableConstraint]) -> dict[str, TableConstraint]:
+def _copy_group_ranks(constraints: dict[str, TableConstraint]) -> dict[str, TableConstraint]:
     """Copy the configured rank of a group's table to the other tables of the group."""
     ranks_of: dict[int, tuple[int, ...]] = {}
     for table, each in constraints.items():
@@ -184,7 +184,7 @@ MMAP_KERNEL = "fused_mmap"
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
 
 
-def kernel_on(device: str, kernel: str | None) -> str | None:
+def resolve_kernel(device: str, kernel: str | None) -> str | None:
     """Return the kernel of a table on a device, or None if the device's memory holds the whole table.
 
     On CPU there is no other memory, so UVM kernels are None as well.
@@ -197,7 +197,7 @@ def kernel_on(device: str, kernel: str | None) -> str | None:
     return kernel if kernel in places else None
 
 
-def kernels_to_choose(config: RunConfig, device: str, managed: bool) -> list[str]:
+def list_kernel_choices(config: RunConfig, device: str, managed: bool) -> list[str]:
     """Return TorchRec's compute kernels that the planner may choose from if a table's kernel is not set.
 
     Args:
@@ -212,7 +212,7 @@ def kernels_to_choose(config: RunConfig, device: str, managed: bool) -> list[str
     return [kernel for kernel in config.plan.compute_kernels if kernel not in not_offered]
 
 
-def mmap_folder(config: RunConfig) -> Path:
+def find_mmap_folder(config: RunConfig) -> Path:
     """Return the folder of this machine's (nameless) table files: plan.mmap_dir, or else the run folder.
 
     If the folder does not exist, the nearest existing parent is returned, which is on the same disk.
@@ -222,18 +222,20 @@ def mmap_folder(config: RunConfig) -> Path:
 
 
 def free_disk(config: RunConfig) -> int:
-    """Return the number of free bytes on the disk of `mmap_folder`."""
-    return shutil.disk_usage(mmap_folder(config)).free
+    """Return the number of free bytes on the disk of `find_mmap_folder`."""
+    return shutil.disk_usage(find_mmap_folder(config)).free
 
 
 def make_room(config: RunConfig) -> str:
     """Return advice for a disk without room for table files, with the resume command if a run has begun."""
     do, run = "make room, or set plan.mmap_dir to a folder on another disk", Path(config.run.dir or "")
     begun = config.run.dir and (run / "config.yaml").is_file()
-    return f"{do}; then resume the run: raytrec train --resume {in_shell(relative(run))}" if begun else do
+    return (
+        f"{do}; then resume the run: raytrec train --resume {quote_for_shell(relative(run))}" if begun else do
+    )
 
 
-def memory_filesystem(folder: Path) -> str | None:
+def find_memory_filesystem(folder: Path) -> str | None:
     """Return the type of a folder's file system if it keeps files in memory, otherwise None; Linux only."""
     device = os.stat(folder).st_dev
     try:

@@ -20,36 +20,36 @@ import torch
 
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # 64-bit constants as torch's signed integers
 FIRST, SECOND = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
-UNDO_FIRST, UNDO_SECOND = 0x96DE1B173F119089 - 2**64, 0x319642B2D24D8EC3  # their inverses
+INVERSE_MULTIPLIER_1, INVERSE_MULTIPLIER_2 = 0x96DE1B173F119089 - 2**64, 0x319642B2D24D8EC3  # their inverses
 NO_KEY = -(2**63)  # marks an empty slot
-BLOCK_VALUES = 2**19  # values made at once: they fit a CPU cache and keep a GPU busy
-_BITS = 32  # bits of a key that determine its owner
+VALUES_PER_BLOCK = 2**19  # values made at once: they fit a CPU cache and keep a GPU busy
+_OWNER_BITS = 32  # bits of a key that determine its owner
 
 
 def hash_bits(values: torch.Tensor) -> torch.Tensor:
     """Return the splitmix64 hashes of integers (Steele, Lea, Flood 2014), int64 [...], one to one."""
     bits = values + GOLDEN
-    bits ^= _shifted(bits, 30)
+    bits ^= _shift_right(bits, 30)
     bits *= FIRST
-    bits ^= _shifted(bits, 27)
+    bits ^= _shift_right(bits, 27)
     bits *= SECOND
-    bits ^= _shifted(bits, 31)
+    bits ^= _shift_right(bits, 31)
     return bits
 
 
 def unhash_bits(hashed: torch.Tensor) -> torch.Tensor:
     """Return the integers whose hashes by `hash_bits` are these, int64 [...]."""
-    bits = _unshifted(hashed, 31) * UNDO_SECOND
-    bits = _unshifted(bits, 27) * UNDO_FIRST
-    return _unshifted(bits, 30) - GOLDEN
+    bits = _invert_xorshift(hashed, 31) * INVERSE_MULTIPLIER_2
+    bits = _invert_xorshift(bits, 27) * INVERSE_MULTIPLIER_1
+    return _invert_xorshift(bits, 30) - GOLDEN
 
 
-def _unshifted(bits: torch.Tensor, count: int) -> torch.Tensor:
+def _invert_xorshift(bits: torch.Tensor, count: int) -> torch.Tensor:
     """Return x, given x ^ (x shifted right by 22 to 31 bits)."""
-    return bits ^ _shifted(bits, count) ^ _shifted(bits, 2 * count)
+    return bits ^ _shift_right(bits, count) ^ _shift_right(bits, 2 * count)
 
 
-def _shifted(bits: torch.Tensor, count: int) -> torch.Tensor:
+def _shift_right(bits: torch.Tensor, count: int) -> torch.Tensor:
     """Shift right and fill with zeros; torch's own shift repeats the sign."""
     return (bits >> count).bitwise_and_(2 ** (64 - count) - 1)
 
@@ -82,7 +82,7 @@ def initial_values(seed: int, table: str, ids: torch.Tensor, columns: range, row
     return (halves >> 7).bitwise_or_(1).to(torch.float32).mul_(scale)
 
 
-def keys_of(ids: torch.Tensor) -> torch.Tensor:
+def ids_to_keys(ids: torch.Tensor) -> torch.Tensor:
     """Return the keys of ids, int64 [...], none of which is NO_KEY.
 
     Two of the 2⁶⁴ ids share the key next to NO_KEY; all other ids have different keys.
@@ -95,11 +95,13 @@ def shares(keys: torch.Tensor, world: int) -> tuple[torch.Tensor, torch.Tensor]:
 
     Both are int64, and (rank, position) ascends with the key.
     """
-    scaled = ((keys >> _BITS) + 2 ** (_BITS - 1)) * world
-    return scaled >> _BITS, scaled & (2**_BITS - 1)
+    scaled = ((keys >> _OWNER_BITS) + 2 ** (_OWNER_BITS - 1)) * world
+    return scaled >> _OWNER_BITS, scaled & (2**_OWNER_BITS - 1)
 
 
-def fallback_of(keys: torch.Tensor, first: int | torch.Tensor, rows: int | torch.Tensor) -> torch.Tensor:
+def assign_fallback_rows(
+    keys: torch.Tensor, first: int | torch.Tensor, rows: int | torch.Tensor
+) -> torch.Tensor:
     """Return the fallback row of each key [n], used while the key has no row, int64 [n].
 
     Args:
@@ -111,7 +113,7 @@ def fallback_of(keys: torch.Tensor, first: int | torch.Tensor, rows: int | torch
 
 
 @dataclass(frozen=True)
-class Distinct:
+class DistinctKeys:
     """Distinct keys, ascending by the number of their table, then by key.
 
     Attributes:
@@ -129,7 +131,7 @@ class Distinct:
     @classmethod
     def of(
         cls, tables: torch.Tensor, keys: torch.Tensor, count: int, counts: torch.Tensor | None = None
-    ) -> Distinct:
+    ) -> DistinctKeys:
         """Return the distinct keys among N keys whose tables ascend.
 
         Args:

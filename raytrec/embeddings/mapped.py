@@ -3,7 +3,7 @@
 The kernel that updates tables in memory also updates these tables, through memory-mapped pages. The operating
 system reads the pages on demand and writes them back when it needs their memory.
 
-The rows that training looks up most are also kept in memory (HotRows).
+The rows that training looks up most are also kept in memory (HotRowCache).
 """
 
 from __future__ import annotations
@@ -17,39 +17,39 @@ import torch
 from torchrec.distributed.types import ShardingPlan
 
 from raytrec.common.errors import RunError
-from raytrec.common.formatting import bytes_text
-from raytrec.common.memory import bring_in, is_here, unmap_file
+from raytrec.common.formatting import format_bytes
+from raytrec.common.memory import is_page_resident, prefetch_pages, unmap_file
 from raytrec.compat.fbgemm_lookups import map_table
 from raytrec.config.run_config import RunConfig
 from raytrec.config.tables import EmbeddingOptim
-from raytrec.embeddings.constraints import MMAP_KERNEL, make_room, memory_filesystem, mmap_folder
-from raytrec.embeddings.optimizers import optimizer_of
-from raytrec.embeddings.pooling import Collection, tables_in
+from raytrec.embeddings.constraints import MMAP_KERNEL, find_memory_filesystem, find_mmap_folder, make_room
+from raytrec.embeddings.optimizers import find_optimizer
+from raytrec.embeddings.pooling import Collection, find_table_modules
 
-SIGHTINGS = 3  # if lower, rarely used rows displace others; if higher, the places fill more slowly
-WINDOW = 4096  # minimum number of places that the hand inspects at once
-PAGES_LOOKED_AT = 32  # number of sampled pages; up to twice as many
+ADMISSION_SIGHTINGS = 3  # if lower, rarely used rows displace others; if higher, the places fill more slowly
+MIN_CLOCK_WINDOW = 4096  # minimum number of places that the hand inspects at once
+SAMPLED_PAGES = 32  # number of sampled pages; up to twice as many
 BLOCK_ROWS = 65_536  # rows written back at once
 # Memory of a place in addition to its row, and of each row of the table.
-PLACE_BYTES, ROW_BYTES = 10, 4
+BYTES_PER_PLACE, ROW_BYTES = 10, 4
 
 
-class MappedFiles:
+class MappedFileFactory:
     """Factory of the files of this rank's tables.
 
     The files have no names and disappear when the process ends for any reason; only checkpoints are kept.
 
     Args:
         config: Configuration of the run, with the folder of the files (plan.mmap_dir).
-        share: Share of the tables' rows that are also kept in memory (HotRows).
+        share: Share of the tables' rows that are also kept in memory (HotRowCache).
     """
 
     def __init__(self, config: RunConfig, share: float = 0.0):
-        self._config, self._folder, self.share = config, mmap_folder(config), share
+        self._config, self._folder, self.share = config, find_mmap_folder(config), share
 
-    def in_memory(self, whole: list[torch.Tensor], rows: int) -> HotRows:
-        """Return the HotRows of a shard."""
-        return HotRows(whole, rows)
+    def in_memory(self, whole: list[torch.Tensor], rows: int) -> HotRowCache:
+        """Return the HotRowCache of a shard."""
+        return HotRowCache(whole, rows)
 
     def zeros(self, tables: list[str], count: int, dtype: torch.dtype, more: int = 0) -> torch.Tensor:
         """Return zeros [count + more] whose first `count` values are shared with a new file.
@@ -67,7 +67,7 @@ class MappedFiles:
         """
         size, folder = count * dtype.itemsize, self._folder
         try:
-            if kind := memory_filesystem(folder):
+            if kind := find_memory_filesystem(folder):
                 raise self._refused(tables, size, f"the folder is on {kind}, which is itself memory")
             with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
                 os.posix_fallocate(file.fileno(), 0, size)
@@ -84,7 +84,7 @@ class MappedFiles:
 
     def _refused(self, tables: list[str], size: int, why: str) -> RunError:
         return RunError(
-            f"no file of {bytes_text(size)} for {', '.join(tables)}: {why}",
+            f"no file of {format_bytes(size)} for {', '.join(tables)}: {why}",
             where=f"plan.mmap_dir, {self._folder}",
             expected="a folder on a disk of the node with room for its tables and their optimizer state",
             do=make_room(self._config),
@@ -102,23 +102,23 @@ def mark_mapped(
     Args:
         collections: Collections of PooledEmbeddings, marked by optim.fuse.
         plan: Sharding plan.
-        optimizers: Optimizer of every table (constraints.table_optimizers).
+        optimizers: Optimizer of every table (constraints.resolve_optimizers).
         hot: True if any rank also keeps rows of these tables in memory; the same on all ranks.
     """
     kernels = {table: spec.compute_kernel for module in plan.plan.values() for table, spec in module.items()}
     for collection in collections:
-        for table, module in tables_in(collection).items():
+        for table, module in find_table_modules(collection).items():
             if kernels[table] == MMAP_KERNEL:
-                state = optimizer_of(optimizers[table].name).state
+                state = find_optimizer(optimizers[table].name).state
                 map_table(module.weight, {each.buffer: each.per for each in state}, table if hot else "")
 
 
-class HotRows:
+class HotRowCache:
     """Rows of a table's shard that have a place in memory, while their values in the file are out of date.
 
     The lookups of the run determine the rows. A row that has been looked up in SIGHTINGS steps gets a place.
     If all places are taken, the row replaces one that was not looked up since a hand last passed it (CLOCK,
-    as in page caches). For rows spread over a file, a page cache keeps 4 KiB each. HotRows keeps only the
+    as in page caches). For rows spread over a file, a page cache keeps 4 KiB each. HotRowCache keeps only the
     row, and writes nothing back while the row is used.
 
     Args:
@@ -129,7 +129,7 @@ class HotRows:
 
     def __init__(self, whole: list[torch.Tensor], rows: int):
         self._whole, self._rows, self._count = whole, rows, len(whole[0]) - rows
-        self._of = {values.data_ptr(): values for values in whole}
+        self._get_undocumented = {values.data_ptr(): values for values in whole}
         # For each row its place, or if it has none, −1 − number of steps in which it was looked up.
         self._places = torch.full((rows,), -1, dtype=torch.int32)
         # For each place its row, and two flags:
@@ -157,11 +157,11 @@ class HotRows:
             self._used[hot] = self._changed[hot] = True
             self._found += len(hot)
             self._looked_up += len(rows)
-            self._bring_in(cold)
+            self._prefetch_pages(cold)
             if self._admit(cold):
                 places = self._places[rows]
         else:
-            self._bring_in(cold)
+            self._prefetch_pages(cold)
         return torch.where(places >= 0, places.to(rows.dtype) + self._rows, rows)
 
     def share_found(self) -> float | None:
@@ -190,7 +190,7 @@ class HotRows:
             values: Tensor of `whole` without the places; selects weights or a kind of state.
             rows: Rows of the shard, int64 [n].
         """
-        return self._of[values.data_ptr()].index_select(0, self._at(rows))
+        return self._get_undocumented[values.data_ptr()].index_select(0, self._find_places(rows))
 
     def write(self, values: torch.Tensor, rows: torch.Tensor, new: torch.Tensor) -> None:
         """Replace the values of some rows.
@@ -200,11 +200,11 @@ class HotRows:
             rows: Rows of the shard, int64 [n].
             new: New values of these rows, of the dtype of `values`.
         """
-        at = self._at(rows)
-        self._of[values.data_ptr()].index_copy_(0, at, new)
+        at = self._find_places(rows)
+        self._get_undocumented[values.data_ptr()].index_copy_(0, at, new)
         self._changed[at[at >= self._rows] - self._rows] = True
 
-    def _at(self, rows: torch.Tensor) -> torch.Tensor:
+    def _find_places(self, rows: torch.Tensor) -> torch.Tensor:
         places = self._places[rows].long()
         return torch.where(places >= 0, places + self._rows, rows)
 
@@ -216,15 +216,15 @@ class HotRows:
         """
         sightings = self._places[cold] - 1
         self._places[cold] = sightings
-        wanted = cold[sightings < -SIGHTINGS]
+        wanted = cold[sightings < -ADMISSION_SIGHTINGS]
         if not len(wanted):
             return False
         filled = min(self._count, self._filled + len(wanted))
         places = torch.arange(self._filled, filled)
         self._filled = filled
         self._used[places] = True  # so that the hand skips them
-        idle = self._idle(len(wanted) - len(places))
-        self._bring_in(self._row[idle])
+        idle = self._find_idle_places(len(wanted) - len(places))
+        self._prefetch_pages(self._row[idle])
         self._write_back(idle[self._changed[idle]])
         self._places[self._row[idle]] = -1
         places = torch.cat([places, idle])
@@ -236,14 +236,14 @@ class HotRows:
         self._used[places] = self._changed[places] = True
         return len(places) > 0
 
-    def _idle(self, count: int) -> torch.Tensor:
+    def _find_idle_places(self, count: int) -> torch.Tensor:
         """Return at most `count` places whose rows were not used since the hand last passed.
 
         The hand makes at most one turn.
         """
         found, left = [torch.zeros(0, dtype=torch.int64)], self._count
         while count and left:
-            end = min(self._hand + max(4 * count, WINDOW), self._hand + left, self._count)
+            end = min(self._hand + max(4 * count, MIN_CLOCK_WINDOW), self._hand + left, self._count)
             idle = self._used[self._hand : end].logical_not().nonzero().squeeze(1)[:count] + self._hand
             if len(idle) == count:
                 end = int(idle[-1]) + 1
@@ -262,28 +262,28 @@ class HotRows:
         if not len(places):
             return
         rows = self._row[places]
-        self._bring_in(rows)
+        self._prefetch_pages(rows)
         for values in self._whole:
             values.index_copy_(0, rows, values.index_select(0, places + self._rows))
         self._changed[places] = False
 
-    def _bring_in(self, rows: torch.Tensor) -> None:
+    def _prefetch_pages(self, rows: torch.Tensor) -> None:
         for values in self._whole:
-            _bring_in_each(values, rows)
+            _prefetch_table_pages(values, rows)
 
 
-def _bring_in_each(values: torch.Tensor, rows: torch.Tensor) -> None:
+def _prefetch_table_pages(values: torch.Tensor, rows: torch.Tensor) -> None:
     """Prefetch the pages of these rows unless a sample shows that they are already in memory.
 
     Without prefetching, each page fault blocks.
     """
     begins, width = values.data_ptr() + rows * values[0].nbytes, values[0].nbytes
     pages = (torch.cat([begins, begins + (width - 1)]) // mmap.PAGESIZE).unique()
-    sample = pages[:: max(1, len(pages) // PAGES_LOOKED_AT)].tolist()
-    if all(is_here(page * mmap.PAGESIZE) for page in sample):
+    sample = pages[:: max(1, len(pages) // SAMPLED_PAGES)].tolist()
+    if all(is_page_resident(page * mmap.PAGESIZE) for page in sample):
         return
     is_first = torch.ones(len(pages) + 1, dtype=torch.bool)
     is_first[1:-1] = pages.diff() > 1
     at = is_first.nonzero().squeeze(1)
     for page, count in zip(pages[at[:-1]].tolist(), at.diff().tolist(), strict=True):
-        bring_in(page * mmap.PAGESIZE, count * mmap.PAGESIZE)
+        prefetch_pages(page * mmap.PAGESIZE, count * mmap.PAGESIZE)

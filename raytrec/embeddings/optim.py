@@ -21,19 +21,21 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from raytrec.compat.torch_ import apply_optimizer_in_backward, multiply_
-from raytrec.compat.torchrec_ import layers, sharded_kernels
+from raytrec.compat.torchrec_ import iterate_sharded_kernels, layers
 from raytrec.config.tables import DenseOptim, EmbeddingOptim
-from raytrec.embeddings.optimizers import optimizer_of
-from raytrec.embeddings.pooling import Collection, table_of, tables_in
+from raytrec.embeddings.optimizers import find_optimizer
+from raytrec.embeddings.pooling import Collection, find_table_modules, table_of
 from raytrec.embeddings.tables import tables
-from raytrec.embeddings.taps import row_gradients_squared
+from raytrec.embeddings.taps import sum_squared_row_gradients
 
 
-def _settings(config: EmbeddingOptim | DenseOptim) -> dict:
-    return {"lr": config.lr} | {key: getattr(config, key) for key in optimizer_of(config.name).settings}
+def _make_settings(config: EmbeddingOptim | DenseOptim) -> dict:
+    return {"lr": config.lr} | {key: getattr(config, key) for key in find_optimizer(config.name).settings}
 
 
-def fuse(collections: Iterable[Collection], optimizers: Mapping[str, EmbeddingOptim], device: str) -> None:
+def mark_fused(
+    collections: Iterable[Collection], optimizers: Mapping[str, EmbeddingOptim], device: str
+) -> None:
     """Mark the tables to be updated in backward, if the device has a kernel for that. Call before sharding.
 
     TorchRec (1.8.0, group_tables) then puts tables with the same collection, optimizer and learning rate into
@@ -41,15 +43,15 @@ def fuse(collections: Iterable[Collection], optimizers: Mapping[str, EmbeddingOp
 
     Args:
         collections: Collections of PooledEmbeddings.
-        optimizers: Optimizer of every table (constraints.table_optimizers).
+        optimizers: Optimizer of every table (constraints.resolve_optimizers).
         device: cpu or cuda.
     """
     for collection in collections:
-        for table, module in tables_in(collection).items():
-            known = optimizer_of(optimizers[table].name)
+        for table, module in find_table_modules(collection).items():
+            known = find_optimizer(optimizers[table].name)
             if device in known.devices:
                 # No weight decay: validation.check_decay rejects weight decay for these kernels.
-                settings = _settings(optimizers[table])
+                settings = _make_settings(optimizers[table])
                 apply_optimizer_in_backward(known.torch_class(), module.parameters(), settings)
 
 
@@ -74,7 +76,7 @@ def combine(model: nn.Module, optimizers: Mapping[str, EmbeddingOptim], of_dense
 
     Args:
         model: DistributedModelParallel.
-        optimizers: Optimizer of every table (constraints.table_optimizers).
+        optimizers: Optimizer of every table (constraints.resolve_optimizers).
         of_dense: Optimizer of the dense layers.
     """
     # A row-wise table with fewer rows than ranks has empty shards on some ranks, with nothing to train.
@@ -84,9 +86,16 @@ def combine(model: nn.Module, optimizers: Mapping[str, EmbeddingOptim], of_dense
     for optimizer in [each for i, each in enumerate(every) if each not in every[:i]]:
         weights = {n: p for n, p in rest.items() if (table := table_of(n)) and optimizers[table] == optimizer}
         if weights:
-            parts.append(("tables", _wrap(weights, optimizer, **_in_one_pass(optimizer, weights.values()))))
+            parts.append(
+                (
+                    "tables",
+                    _make_keyed_optimizer(
+                        weights, optimizer, **_choose_one_pass(optimizer, weights.values())
+                    ),
+                )
+            )
     if dense := {name: p for name, p in rest.items() if not table_of(name)}:
-        parts.append(("dense", _wrap(dense, of_dense, fused=in_one_kernel(dense.values()))))
+        parts.append(("dense", _make_keyed_optimizer(dense, of_dense, fused=in_one_kernel(dense.values()))))
     return RunOptimizer(parts, {table: optimizer.name for table, optimizer in optimizers.items()})
 
 
@@ -98,28 +107,28 @@ def in_one_kernel(weights: Iterable[torch.Tensor]) -> bool | None:
     return all(weight.is_cuda for weight in weights) or None
 
 
-def _in_one_pass(config: EmbeddingOptim, weights: Iterable[torch.Tensor]) -> dict[str, bool]:
+def _choose_one_pass(config: EmbeddingOptim, weights: Iterable[torch.Tensor]) -> dict[str, bool]:
     """Return the option that makes torch update tables on CPU in one pass, or {} if unsupported.
 
     The option applies to optimizers without an FBGEMM kernel on CPU, for tables of any size. One pass reads
     and writes weights, gradients and state together; Adam takes 6 passes otherwise.
     """
-    known = optimizer_of(config.name)
+    known = find_optimizer(config.name)
     takes_it = "cpu" not in known.devices and "fused" in signature(known.torch_class()).parameters
     fits = all(weight.is_cpu and weight.dtype == torch.float32 for weight in weights)
     return {"fused": True} if takes_it and fits else {}
 
 
-def _wrap(
+def _make_keyed_optimizer(
     parameters: dict[str, nn.Parameter], config: EmbeddingOptim | DenseOptim, **more: Any
 ) -> KeyedOptimizerWrapper:
-    settings = _settings(config) | {"weight_decay": config.weight_decay} | more
-    make = optimizer_of(config.name).torch_class()
+    settings = _make_settings(config) | {"weight_decay": config.weight_decay} | more
+    make = find_optimizer(config.name).torch_class()
     return KeyedOptimizerWrapper(parameters, lambda params: make(params, **settings))
 
 
 @dataclass
-class _Cut:
+class _LookupCut:
     """One lookup of one step: its input, its output, and the leaf that replaces the output downstream."""
 
     kernel: nn.Module
@@ -157,11 +166,11 @@ class GlobalNormClip(OptimizerWrapper):
         self.max_norm = max_norm
         self.last_norm: torch.Tensor | None = None
         self._device = model.device
-        self._cuts: list[_Cut] = []
+        self._cuts: list[_LookupCut] = []
         # Every rank holds a copy of dense parameters and data-parallel tables, with the same gradient.
         copies = {name for name, table in tables(model).items() if table.weight.replicated}
         self._replicated = [p for name, p in model.named_parameters() if table_of(name) in {None, *copies}]
-        for kernel in sharded_kernels(model):
+        for kernel in iterate_sharded_kernels(model):
             kernel.register_forward_hook(self._cut)
 
     def zero_grad(self, set_to_none: bool = False) -> None:
@@ -176,7 +185,7 @@ class GlobalNormClip(OptimizerWrapper):
         shards = torch.zeros((), dtype=torch.float64, device=self._device)
         cuts = [cut for cut in self._cuts if cut.leaf.grad is not None]
         for cut in cuts:
-            shards += row_gradients_squared(cut.kernel, cut.features, cut.leaf.grad)
+            shards += sum_squared_row_gradients(cut.kernel, cut.features, cut.leaf.grad)
         dist.all_reduce(shards)
         norm = (shards + sum(g.double().square().sum() for g in gradients)).sqrt()
         scale = (self.max_norm / (norm + 1e-6)).clamp(max=1).float()
@@ -191,7 +200,7 @@ class GlobalNormClip(OptimizerWrapper):
         if not (torch.is_grad_enabled() and output.requires_grad):
             return None
         leaf = output.detach().requires_grad_()
-        self._cuts.append(_Cut(kernel, inputs[0], output, leaf))
+        self._cuts.append(_LookupCut(kernel, inputs[0], output, leaf))
         return leaf
 
 
@@ -203,7 +212,7 @@ class DenseAverage(OptimizerWrapper):
 
         Σ d^(t−i) · w_i ÷ Σ d^(t−i)        over i = 1 … t
 
-    so the initial weights do not contribute, even after few steps. Steps skipped by worker.nonfinite.SkipBad,
+    so the initial weights do not contribute, even after few steps. Steps skipped by worker.nonfinite.SkipNonfiniteOptimizer,
     which wraps this optimizer, are not counted.
 
     Args:
@@ -236,7 +245,7 @@ class DenseAverage(OptimizerWrapper):
         get_ema_multi_avg_fn(1 - share)([*self.values.values()], [*self._weights.values()], None)
 
     @contextmanager
-    def applied(self) -> Iterator[None]:
+    def use_averages(self) -> Iterator[None]:
         """Replace the dense weights by their averages within the `with` block."""
         if not self.count:
             yield
@@ -254,6 +263,6 @@ class DenseAverage(OptimizerWrapper):
             weight.copy_(values[name])
 
 
-def average_of(optimizer: KeyedOptimizer) -> DenseAverage | None:
+def find_dense_average(optimizer: KeyedOptimizer) -> DenseAverage | None:
     """Return the DenseAverage among an optimizer's wrappers, or None."""
     return next((layer for layer in layers(optimizer) if isinstance(layer, DenseAverage)), None)

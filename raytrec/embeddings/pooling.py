@@ -25,7 +25,7 @@ BY_ID = "by_id"  # attribute of PooledEmbeddings; part of the names that TorchRe
 Collection: TypeAlias = EmbeddingBagCollection | EmbeddingCollection
 
 
-def embedding_bags(
+def make_embedding_bags(
     schema: Schema,
     constraints: Mapping[str, TableConstraint] | None = None,
     leave_out: Mapping[str, object] | None = None,
@@ -33,7 +33,7 @@ def embedding_bags(
     """Return the tables that produce sums of bags, on the meta device, as TorchRec shards them.
 
     Every table is declared SUM: TorchRec's sharded mean is wrong or differs under several sharding types.
-    `pooling.Inputs` computes the means.
+    `pooling.DenseInputBuilder` computes the means.
 
     Args:
         schema: Schema of the run.
@@ -58,7 +58,7 @@ def embedding_bags(
     )
 
 
-def embeddings_by_id(
+def make_by_id_collections(
     features: Features, constraints: Mapping[str, TableConstraint] | None = None
 ) -> nn.ModuleList:
     """Return the collections that produce one vector per id, on the meta device.
@@ -87,27 +87,27 @@ def _settings(
         "embedding_dim": schema.tables[table].dim,
         "feature_names": features,
         "data_type": DataType[constraints[table].dtype.upper() if constraints else "FP32"],
-        "init_fn": _leave,
+        "init_fn": _skip_init,
     }
 
 
-def _leave(weight: torch.Tensor) -> torch.Tensor:
+def _skip_init(weight: torch.Tensor) -> torch.Tensor:
     """Leave the weight unchanged: after sharding, tables.fill_tables writes values that depend on no plan."""
     return weight
 
 
-def tables_in(collection: nn.Module) -> dict[str, nn.Module]:
+def find_table_modules(collection: nn.Module) -> dict[str, nn.Module]:
     """Return the module of each table's weight, for a collection of either kind, sharded or not."""
     return dict(getattr(collection, _kind(collection)).items())
 
 
-def weight_name(collection: nn.Module, table: str) -> str:
+def find_weight_name(collection: nn.Module, table: str) -> str:
     """Return the name of a table's weight in a collection of either kind, sharded or not."""
     return f"{_kind(collection)}.{table}.weight"
 
 
 def _kind(collection: nn.Module) -> str:
-    return "embedding_bags" if hasattr(collection, "embedding_bags") else "embeddings"
+    return "embedding_bags" if hasattr(collection, "make_embedding_bags") else "embeddings"
 
 
 def table_of(fqn: str) -> str | None:
@@ -144,10 +144,10 @@ class PooledEmbeddings(FixedDtype):
     ):
         super().__init__()
         features = Features(schema, sequences or {})
-        self.bags = embedding_bags(schema, constraints, features.tables_by_id)
-        self.by_id = embeddings_by_id(features, constraints)
+        self.bags = make_embedding_bags(schema, constraints, features.tables_by_id)
+        self.by_id = make_by_id_collections(features, constraints)
         self._dtypes = {table.dtype for table in self.parameters()}
-        self.inputs = Inputs(features)
+        self.inputs = DenseInputBuilder(features)
 
     @property
     def collections(self) -> list[Collection]:
@@ -162,7 +162,7 @@ class PooledEmbeddings(FixedDtype):
         of its ids, padded with 0. Features of candidates are [N, dim].
         """
         # TorchRec's pipeline traces this method with a Proxy; later it exchanges copies of ids beforehand.
-        given = sparse if is_pipelined(self.collections[0], sparse) else own_copy(sparse)
+        given = sparse if is_pipelined(self.collections[0], sparse) else copy_sparse(sparse)
         sums = None if self.bags is None else self.bags(given)
         return self.inputs(sums, [collection(given) for collection in self.by_id], sparse)
 
@@ -171,7 +171,7 @@ class PooledEmbeddings(FixedDtype):
         refuse_cast(fn, self._dtypes)
 
 
-def own_copy(sparse: KeyedJaggedTensor) -> KeyedJaggedTensor:
+def copy_sparse(sparse: KeyedJaggedTensor) -> KeyedJaggedTensor:
     """Return a copy that FBGEMM and TorchRec may change: they clamp ids in place and replace weights."""
     weights = sparse.weights_or_none()
     return KeyedJaggedTensor(
@@ -218,14 +218,14 @@ class BagMeans(nn.Module):
         pooled = dict(sums) if isinstance(sums, dict) else sums.to_dict()
         if not any(self.is_mean):
             return pooled
-        totals_FB = bag_totals(sparse)
+        totals_FB = sum_bag_weights(sparse)
         for index, feature in enumerate(sparse.keys()):
             if self.is_mean[index] and feature in pooled:
                 pooled[feature] = pooled[feature] / totals_FB[index].unsqueeze(1)
         return pooled
 
 
-class Inputs(nn.Module):
+class DenseInputBuilder(nn.Module):
     """Conversion of looked-up vectors into inputs of the dense layers: bags, and sequences read id by id.
 
     TorchRec's pipeline, which traces the model to find sharded modules, treats this module as one step.
@@ -264,7 +264,7 @@ class Inputs(nn.Module):
             elif feature in self._of_candidates:
                 bags[feature] = vectors_ND
             else:
-                bags[feature] = bag_sums(vectors_ND, found.lengths())
+                bags[feature] = sum_bags(vectors_ND, found.lengths())
         given = self.means(bags, sparse) | sequences
         return {feature: given[feature] for feature in sparse.keys()}  # noqa: SIM118
 
@@ -277,7 +277,7 @@ class Inputs(nn.Module):
         return {feature: of_key for feature, of_key in of_keys if feature in self._weighted}
 
 
-def bag_sums(vectors_ND: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
+def sum_bags(vectors_ND: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
     """Return the sum of each bag's vectors, float32 [B, D]; 0 for empty bags."""
     bag_N = torch.arange(len(lengths_B), device=lengths_B.device).repeat_interleave(
         lengths_B, output_size=len(vectors_ND)
@@ -290,7 +290,7 @@ def padded(vectors_ND: torch.Tensor, offsets: torch.Tensor, length: int) -> torc
     return torch.ops.fbgemm.jagged_to_padded_dense(vectors_ND, [offsets], [length], 0.0)
 
 
-def bag_totals(sparse: KeyedJaggedTensor) -> torch.Tensor:
+def sum_bag_weights(sparse: KeyedJaggedTensor) -> torch.Tensor:
     """Return Σ wᵢ of each bag (its length if unweighted), float32 [F, B]; 1 instead of 0."""
     lengths = sparse.lengths()
     weights = sparse.weights_or_none()

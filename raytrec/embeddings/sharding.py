@@ -18,13 +18,13 @@ from torchrec.distributed.types import CommOp, ModuleSharder, QuantizedCommCodec
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.config.tables import Precision, Sharding
-from raytrec.embeddings.constraints import BY_ID_TYPES, SUMMED_TYPES
+from raytrec.embeddings.constraints import BY_ID_TYPES, REDUCE_SCATTER_TYPES
 
 TYPES = {"fp32": SparseType.FP32, "fp16": SparseType.FP16, "bf16": SparseType.BF16, "int8": SparseType.INT8}
 Codecs = dict[str, QuantizedCommCodecs]
 
 
-class Codec(QuantizedCommCodec):
+class ScaledCodec(QuantizedCommCodec):
     """FBGEMM's codec for one direction of collectives (plan.qcomms), with two changes.
 
     FBGEMM divides by its scale before values leave fp16, so small gradients are lost nevertheless. FBGEMM's
@@ -68,12 +68,12 @@ def make_codecs(config: RunConfig, widths: Iterable[int], world: int) -> Codecs 
     if qcomms.forward_precision == qcomms.backward_precision == "fp32":
         return None
     group = max(1, gcd(*widths))  # so that no group of int8 values spans two rows or two tables
-    forward = Codec(qcomms.forward_precision, group)
-    backward = Codec(qcomms.backward_precision, group, gradient_factor(config, world))
+    forward = ScaledCodec(qcomms.forward_precision, group)
+    backward = ScaledCodec(qcomms.backward_precision, group, choose_gradient_factor(config, world))
     return {operation.name: QuantizedCommCodecs(forward, backward) for operation in CommOp}
 
 
-def widths_of(plan: ShardingPlan) -> list[int]:
+def list_shard_widths(plan: ShardingPlan) -> list[int]:
     """Return the widths of all shards of a plan, except data-parallel tables, which are not sent."""
     return [
         shard.shard_sizes[1]
@@ -86,7 +86,7 @@ def widths_of(plan: ShardingPlan) -> list[int]:
 # Largest relative error of one rounding. With int8 it is relative to the largest value of the group: 255
 # equal steps cover the range from its smallest to its largest value. The limit is half a step plus 2 %,
 # because FBGEMM adds 1e-8 to the divisor.
-UNIT = {"fp32": 0.0, "fp16": 2.0**-11, "bf16": 2.0**-8, "int8": 1 / 250}
+MAX_ROUNDING_ERROR = {"fp32": 0.0, "fp16": 2.0**-11, "bf16": 2.0**-8, "int8": 1 / 250}
 # Smaller values have the same absolute error as this one: fp16 has no smaller exponent, int8 adds that 1e-8.
 SMALLEST = {"fp32": 0.0, "fp16": 2.0**-14, "bf16": 0.0, "int8": 2.0**-12}
 
@@ -104,7 +104,7 @@ class Rounding:
     smallest: float
 
 
-def forward_rounding(
+def bound_forward_rounding(
     precision: Precision, sharding: str, world: int, row_parts: int, by_id: bool
 ) -> Rounding:
     """Return the bound on the rounding error of a table's embeddings.
@@ -120,11 +120,11 @@ def forward_rounding(
         return Rounding(0.0, 0.0)
     # row_parts numbers are rounded and added in turn. Each of these roundings errs by at most a share of the
     # sum of their magnitudes. table_row_wise and grid_shard round once more when they add sums across hosts.
-    times = 1 if by_id or sharding not in SUMMED_TYPES else row_parts + (sharding != "row_wise")
-    return Rounding((1 + UNIT[precision]) ** times - 1, SMALLEST[precision])
+    times = 1 if by_id or sharding not in REDUCE_SCATTER_TYPES else row_parts + (sharding != "row_wise")
+    return Rounding((1 + MAX_ROUNDING_ERROR[precision]) ** times - 1, SMALLEST[precision])
 
 
-def backward_rounding(
+def bound_backward_rounding(
     precision: Precision, sharding: str, world: int, row_parts: int, by_id: bool, factor: float
 ) -> Rounding:
     """Return the bound on the rounding error of the gradients that reach a table.
@@ -137,17 +137,17 @@ def backward_rounding(
         world: Number of ranks.
         row_parts: Number of row ranges into which the table is cut.
         by_id: True if the table produces one vector per id.
-        factor: Factor of the gradients during transfer (`gradient_factor`).
+        factor: Factor of the gradients during transfer (`choose_gradient_factor`).
     """
     if sharding == "data_parallel" or world == 1:
         return Rounding(0.0, 0.0)
-    twice = not by_id and sharding in SUMMED_TYPES and sharding != "row_wise"
+    twice = not by_id and sharding in REDUCE_SCATTER_TYPES and sharding != "row_wise"
     # The first of the two process groups divides by its size before the second one sends.
     smallest = SMALLEST[precision] / factor * (world / row_parts if twice else 1)
-    return Rounding((1 + UNIT[precision]) ** (2 if twice else 1) - 1, smallest)
+    return Rounding((1 + MAX_ROUNDING_ERROR[precision]) ** (2 if twice else 1) - 1, smallest)
 
 
-def gradient_factor(config: RunConfig, world: int) -> float:
+def choose_gradient_factor(config: RunConfig, world: int) -> float:
     """Return the factor of gradients during transfer: a power of two, so that multiplying is exact.
 
     A row's gradient is divided by the rows of a batch and multiplied by the number of ranks (see
@@ -156,7 +156,7 @@ def gradient_factor(config: RunConfig, world: int) -> float:
     return 2.0 ** floor(log2(max(1, config.data.global_batch_size // world)))
 
 
-class _Offers:
+class _ShardingTypesMixin:
     """Mixin that offers all sharding types on every device, with the kernels that train under each.
 
     TorchRec's sharders do not offer row-wise sharding on CPU, although CPUs support it. They also let the
@@ -175,14 +175,14 @@ class _Offers:
         return ["dense"] if sharding_type == "data_parallel" else ["fused", "fused_uvm", "fused_uvm_caching"]
 
 
-class BagSharder(_Offers, EmbeddingBagCollectionSharder):
+class BagSharder(_ShardingTypesMixin, EmbeddingBagCollectionSharder):
     """Sharder of tables that produce sums of bags."""
 
 
-class IdSharder(_Offers, EmbeddingCollectionSharder):
+class IdSharder(_ShardingTypesMixin, EmbeddingCollectionSharder):
     """Sharder of tables that produce one vector per id, with fewer sharding types.
 
-    On CPU each of these tables has a separate lookup (compat.fbgemm_lookups.FusedBagsOfOne).
+    On CPU each of these tables has a separate lookup (compat.fbgemm_lookups.FusedPerIdLookup).
     """
 
     kinds = BY_ID_TYPES
@@ -210,7 +210,7 @@ def sharders(
     return [BagSharder(fused_params, codecs), IdSharder(fused_params, codecs, device, distinct)]
 
 
-def sharders_for_planning(config: RunConfig, schema: Schema, world: int) -> list[ModuleSharder]:
+def make_planning_sharders(config: RunConfig, schema: Schema, world: int) -> list[ModuleSharder]:
     """Return the sharders for the planner, which counts the bytes that are sent."""
     return sharders(codecs=make_codecs(config, [table.dim for table in schema.tables.values()], world))
 

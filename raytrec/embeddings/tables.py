@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.optim.keyed import KeyedOptimizer
 
-from raytrec.common.collectives import device_of
+from raytrec.common.collectives import get_collective_device
 from raytrec.common.errors import RunError
-from raytrec.compat.fbgemm import Cache, InMemory, caches
+from raytrec.compat.fbgemm import Cache, ResidentRows, caches
 from raytrec.compat.torch_ import ShardedTensor, local_parts
-from raytrec.compat.torchrec_ import sharded_collections, unwrapped
-from raytrec.embeddings.hashing import BLOCK_VALUES, initial_values
-from raytrec.embeddings.optimizers import TableOptimizer, optimizer_of
-from raytrec.embeddings.pooling import table_of, weight_name
+from raytrec.compat.torchrec_ import iterate_sharded_collections, unwrap_optimizer
+from raytrec.embeddings.hashing import VALUES_PER_BLOCK, initial_values
+from raytrec.embeddings.optimizers import TableOptimizer, find_optimizer
+from raytrec.embeddings.pooling import find_weight_name, table_of
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Shard:
     rows: range
     columns: range
     values: torch.Tensor | None
-    cache: Cache | InMemory | None = None
+    cache: Cache | ResidentRows | None = None
 
     def read(self, rows: torch.Tensor | slice) -> torch.Tensor:
         """Return the current values of rows, int64 [n] relative to the shard's first row, or a slice."""
@@ -62,7 +62,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Parts:
+class ShardedValues:
     """Shards, on all ranks, of a table's weights or of one kind of its optimizer state.
 
     Attributes:
@@ -100,10 +100,10 @@ class Parts:
         size = (len(rows), *self.shape[1:])
         out = torch.empty(size, dtype=self.dtype, device=self.device) if wanted else None
         for shard in self.shards:
-            if both := _overlap(rows, shard.rows):
+            if both := _intersect_ranges(rows, shard.rows):
                 piece = self._exchange(shard, both, first_only)
                 if wanted:
-                    _part(out, both, rows.start, shard.columns).copy_(piece)
+                    _slice_part(out, both, rows.start, shard.columns).copy_(piece)
         return out
 
     @torch.no_grad()
@@ -127,9 +127,9 @@ class Parts:
         rows = self._checked(range(first_row, first_row + len(values)))
         self._flush()
         for shard in self.local:
-            if both := _overlap(rows, shard.rows):
+            if both := _intersect_ranges(rows, shard.rows):
                 into = shard.values[both.start - shard.rows.start : both.stop - shard.rows.start]
-                into.copy_(_part(values, both, first_row, shard.columns))
+                into.copy_(_slice_part(values, both, first_row, shard.columns))
             if shard.cache is not None:
                 shard.cache.purge()
 
@@ -186,9 +186,9 @@ class Table:
     dtype: torch.dtype
     sharding: str
     kernel: str
-    weight: Parts
+    weight: ShardedValues
     optimizer: type[TableOptimizer] | None
-    state: dict[str, Parts]
+    state: dict[str, ShardedValues]
     parameter: torch.Tensor | None
 
 
@@ -201,14 +201,16 @@ def tables(model: nn.Module, optimizer: KeyedOptimizer | None = None) -> dict[st
     """
     optimizers, live_state, found = {}, {}, {}
     if optimizer is not None:
-        optimizers = {table: optimizer_of(name) for table, name in unwrapped(optimizer).names.items()}
-        live_state = _live_state(optimizer, optimizers)
-    for module in sharded_collections(model):
+        optimizers = {
+            table: find_optimizer(name) for table, name in unwrap_optimizer(optimizer).names.items()
+        }
+        live_state = _collect_live_state(optimizer, optimizers)
+    for module in iterate_sharded_collections(model):
         live, parameters = module.state_dict(), dict(module.named_parameters())
         cached = caches(module)
         for name, spec in module.module_sharding_plan.items():
-            key = weight_name(module, name)
-            weight = _weight(live[key], cached.get(name))
+            key = find_weight_name(module, name)
+            weight = _collect_weight(live[key], cached.get(name))
             found[name] = Table(
                 name,
                 (weight.shape[0], weight.shape[1]),
@@ -217,17 +219,17 @@ def tables(model: nn.Module, optimizer: KeyedOptimizer | None = None) -> dict[st
                 spec.compute_kernel,
                 weight,
                 optimizers.get(name),
-                _state(weight, optimizers.get(name), live_state.get(name, {})),
+                _collect_state(weight, optimizers.get(name), live_state.get(name, {})),
                 parameters.get(key),
             )
     return found
 
 
-def _weight(value: torch.Tensor | ShardedTensor, cache: Cache | InMemory | None) -> Parts:
+def _collect_weight(value: torch.Tensor | ShardedTensor, cache: Cache | ResidentRows | None) -> ShardedValues:
     if not isinstance(value, ShardedTensor):
         value = value.detach().as_subclass(torch.Tensor)
         whole = Shard(dist.get_rank(), range(value.shape[0]), range(value.shape[1]), value)
-        return Parts(tuple(value.shape), value.dtype, [whole], True, value.device)
+        return ShardedValues(tuple(value.shape), value.dtype, [whole], True, value.device)
     live = {tuple(s.metadata.shard_offsets): s.tensor.detach() for s in value.local_shards()}
     shards = []
     for part in value.metadata().shards_metadata:
@@ -236,13 +238,13 @@ def _weight(value: torch.Tensor | ShardedTensor, cache: Cache | InMemory | None)
         (row, column), (rows, columns) = part.shard_offsets, part.shard_sizes
         kept = cache if values is not None else None
         shards.append(Shard(rank, range(row, row + rows), range(column, column + columns), values, kept))
-    device = next((values.device for values in live.values()), None) or device_of()
-    return Parts(tuple(value.shape), value.dtype, shards, False, device)
+    device = next((values.device for values in live.values()), None) or get_collective_device()
+    return ShardedValues(tuple(value.shape), value.dtype, shards, False, device)
 
 
-def _state(
-    weight: Parts, optimizer: type[TableOptimizer] | None, live: Mapping[str, list[torch.Tensor]]
-) -> dict[str, Parts]:
+def _collect_state(
+    weight: ShardedValues, optimizer: type[TableOptimizer] | None, live: Mapping[str, list[torch.Tensor]]
+) -> dict[str, ShardedValues]:
     """Return each kind of optimizer state, sharded like the weights; kinds not yet created are omitted."""
     made, here = {}, any(shard.values.numel() for shard in weight.local)
     for each in optimizer.state if optimizer else ():
@@ -258,7 +260,7 @@ def _state(
     return made
 
 
-def _live_state(
+def _collect_live_state(
     optimizer: KeyedOptimizer, optimizers: Mapping[str, type[TableOptimizer]]
 ) -> dict[str, dict[str, list[torch.Tensor]]]:
     """Return this rank's optimizer state as table → kind → shards in order."""
@@ -277,11 +279,11 @@ def _live_state(
     return live
 
 
-def _overlap(one: range, other: range) -> range:
+def _intersect_ranges(one: range, other: range) -> range:
     return range(max(one.start, other.start), min(one.stop, other.stop))
 
 
-def _part(values: torch.Tensor, rows: range, first_row: int, columns: range) -> torch.Tensor:
+def _slice_part(values: torch.Tensor, rows: range, first_row: int, columns: range) -> torch.Tensor:
     part = values[rows.start - first_row : rows.stop - first_row]
     return part if part.dim() == 1 else part[:, columns.start : columns.stop]
 
@@ -290,7 +292,7 @@ def fill_tables(model: nn.Module, seed: int) -> None:
     """Write the initial values into a sharded model's local shards, block by block on the shard's device."""
     for table in tables(model).values():
         for shard in table.weight.local:
-            block = max(1, BLOCK_VALUES // max(1, len(shard.columns)))
+            block = max(1, VALUES_PER_BLOCK // max(1, len(shard.columns)))
             for first in range(shard.rows.start, shard.rows.stop, block):
                 ids = torch.arange(first, min(first + block, shard.rows.stop), device=shard.values.device)
                 at = first - shard.rows.start

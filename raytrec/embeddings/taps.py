@@ -7,7 +7,7 @@ until the next probed step.
 A row's gradient is Σ over the bags that contain the row of w × the bag's gradient (w = 1 if unweighted). In a
 lookup that returns one vector per id, every id is such a bag. FBGEMM's kernels apply this gradient in
 backward without exposing it. This module computes it in plain torch: for given rows (`add_row_gradients`), or
-as one norm over all rows, for which the host does not wait (`row_gradients_squared`).
+as one norm over all rows, for which the host does not wait (`sum_squared_row_gradients`).
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from raytrec.compat.torchrec_ import (
     ShardedEmbeddingTable,
-    gives_each_id,
-    replicated_kernels,
-    sharded_kernels,
+    iterate_replicated_kernels,
+    iterate_sharded_kernels,
+    returns_per_id_vectors,
     tables_of,
     watch_distinct_ids,
 )
 
 
 @dataclass(frozen=True)
-class Key:
+class KeyLookups:
     """One key of a KeyedJaggedTensor.
 
     Attributes:
@@ -48,10 +48,10 @@ class Key:
     lengths: torch.Tensor
 
 
-Part = tuple[ShardedEmbeddingTable, Key, torch.Tensor]  # one key of a lookup; see `split_lookup`
+Part = tuple[ShardedEmbeddingTable, KeyLookups, torch.Tensor]  # one key of a lookup; see `split_lookup`
 
 
-def each_key(features: KeyedJaggedTensor, count: int) -> Iterator[Key]:
+def iterate_keys(features: KeyedJaggedTensor, count: int) -> Iterator[KeyLookups]:
     """Yield the `count` keys of a KeyedJaggedTensor in order, including keys with a repeated name."""
     lengths_KB = features.lengths().view(count, -1).long()
     sizes = lengths_KB.sum(1).tolist()
@@ -62,10 +62,12 @@ def each_key(features: KeyedJaggedTensor, count: int) -> Iterator[Key]:
     for lengths, ids, of_ids in zip(
         lengths_KB, features.values().split(sizes), weights.split(sizes), strict=True
     ):
-        yield Key(ids, bags.repeat_interleave(lengths, output_size=len(ids)), of_ids, lengths)
+        yield KeyLookups(ids, bags.repeat_interleave(lengths, output_size=len(ids)), of_ids, lengths)
 
 
-def add_row_gradients(out_RD: torch.Tensor, rows_R: torch.Tensor, key: Key, grad_BD: torch.Tensor) -> None:
+def add_row_gradients(
+    out_RD: torch.Tensor, rows_R: torch.Tensor, key: KeyLookups, grad_BD: torch.Tensor
+) -> None:
     """Add the contributions of a key's bags to the gradients of rows.
 
     Args:
@@ -83,14 +85,14 @@ def split_lookup(kernel: nn.Module, features: KeyedJaggedTensor, given: torch.Te
     """Yield the shard, the ids, and the part of the output (or its gradient) for each key of a lookup.
 
     Args:
-        kernel: A module of `sharded_kernels` or `replicated_kernels`.
+        kernel: A module of `iterate_sharded_kernels` or `iterate_replicated_kernels`.
         features: Looked-up ids, as rows of this rank's shards.
         given: Output of the lookup or its gradient, float: sums of bags [B, Σ columns], or one vector per id
             [N, columns]. In the latter case every id is a bag.
     """
     shards = [table for table in tables_of(kernel) for _ in table.feature_names]
-    keys = list(each_key(features, len(shards)))
-    if gives_each_id(kernel):
+    keys = list(iterate_keys(features, len(shards)))
+    if returns_per_id_vectors(kernel):
         keys = [each_id(key) for key in keys]
         parts = given.split([len(key.ids) for key in keys])
     else:
@@ -98,13 +100,13 @@ def split_lookup(kernel: nn.Module, features: KeyedJaggedTensor, given: torch.Te
     yield from zip(shards, keys, parts, strict=True)
 
 
-def each_id(key: Key) -> Key:
+def each_id(key: KeyLookups) -> KeyLookups:
     """Return the key with a separate bag for each id, without weights."""
     ones = torch.ones_like(key.ids)
-    return Key(key.ids, torch.arange(len(key.ids), device=key.ids.device), ones.float(), ones)
+    return KeyLookups(key.ids, torch.arange(len(key.ids), device=key.ids.device), ones.float(), ones)
 
 
-def row_gradients_squared(
+def sum_squared_row_gradients(
     kernel: nn.Module, features: KeyedJaggedTensor, gradient: torch.Tensor
 ) -> torch.Tensor:
     """Return Σ of the squared gradient of each table row that a lookup touched, a float64 scalar.
@@ -114,8 +116,8 @@ def row_gradients_squared(
         features: Looked-up ids, as in `split_lookup`.
         gradient: Gradient of the lookup's output.
     """
-    if gives_each_id(kernel):
-        return _squared(_apart(kernel, features), gradient)
+    if returns_per_id_vectors(kernel):
+        return _sum_squared_gradients(_offset_ids(kernel, features), gradient)
     total = torch.zeros((), dtype=torch.float64, device=gradient.device)
     grads = dict(zip(features.keys(), gradient.split(kernel.config.embedding_dims(), dim=1), strict=True))
     for table in tables_of(kernel):
@@ -128,11 +130,11 @@ def row_gradients_squared(
             weights = feature.weights_or_none()
             per_id.append(grad_ND if weights is None else grad_ND * weights.unsqueeze(1))
             ids.append(feature.values())
-        total += _squared(torch.cat(ids), torch.cat(per_id))
+        total += _sum_squared_gradients(torch.cat(ids), torch.cat(per_id))
     return total
 
 
-def _apart(kernel: nn.Module, features: KeyedJaggedTensor) -> torch.Tensor:
+def _offset_ids(kernel: nn.Module, features: KeyedJaggedTensor) -> torch.Tensor:
     """Return the looked-up ids, int64 [N], shifted by the rows of all preceding tables."""
     ids_N, rows = features.values(), [table.local_rows for table in tables_of(kernel)]
     if len(rows) == 1:
@@ -143,7 +145,7 @@ def _apart(kernel: nn.Module, features: KeyedJaggedTensor) -> torch.Tensor:
     return ids_N + first_K.repeat_interleave(lengths_KB.sum(1), output_size=len(ids_N))
 
 
-def _squared(ids_N: torch.Tensor, grads_ND: torch.Tensor) -> torch.Tensor:
+def _sum_squared_gradients(ids_N: torch.Tensor, grads_ND: torch.Tensor) -> torch.Tensor:
     """Return Σ over distinct ids of the squared sum of their gradients, a float64 scalar."""
     sums_ND = torch.zeros_like(grads_ND).index_add_(0, places_of(ids_N), grads_ND)
     return sums_ND.double().square().sum()
@@ -237,8 +239,10 @@ class Taps:
         self._distinct: dict[tuple[str, ...], tuple[torch.Tensor, torch.Tensor]] = {}
         self.sent = torch.zeros(len(features), dtype=torch.int64, device=device)
         self.rows = torch.zeros((), dtype=torch.int64, device=device)
-        self.lookups = [self._tap(kernel, False, device) for kernel in sharded_kernels(model)]
-        self.lookups += [self._tap(kernel, True, device) for kernel in replicated_kernels(model)]
+        self.lookups = [self._hook_lookup(kernel, False, device) for kernel in iterate_sharded_kernels(model)]
+        self.lookups += [
+            self._hook_lookup(kernel, True, device) for kernel in iterate_replicated_kernels(model)
+        ]
         watch_distinct_ids(model, self._count_distinct)
         head.register_forward_pre_hook(self._before_head)
 
@@ -248,7 +252,7 @@ class Taps:
         for lookup in self.lookups:
             lookup.ids = lookup.gradient = None
 
-    def _tap(self, kernel: nn.Module, replicated: bool, device: torch.device) -> Lookup:
+    def _hook_lookup(self, kernel: nn.Module, replicated: bool, device: torch.device) -> Lookup:
         keys = [(feature, table.name) for table in tables_of(kernel) for feature in table.feature_names]
         features, tables = map(list, zip(*keys, strict=True))
         received = torch.zeros(len(keys), dtype=torch.int64, device=device)

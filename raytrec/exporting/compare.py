@@ -15,29 +15,29 @@ import torch
 from raytrec.common.errors import DataError
 from raytrec.common.formatting import percent
 from raytrec.data.arrow import select_schema
-from raytrec.data.assemble import Assembled, Bags
+from raytrec.data.assemble import AssembledTensors, Bags
 from raytrec.data.batch import Batch
 from raytrec.data.fragments import Dataset, read_footer
-from raytrec.data.order import Item, Order, Part
-from raytrec.data.pages.decode import Faults, decode_columns
+from raytrec.data.order import LaneItem, Order, Part
+from raytrec.data.pages.decode import ReadErrorPolicy, decode_columns
 from raytrec.data.rows import read_item
 from raytrec.data.stream import Stream
 from raytrec.driver.console import RunConsole
-from raytrec.driver.datasets import check_rows_count, open_dataset
+from raytrec.driver.datasets import check_usable_rows, open_dataset
 from raytrec.exporting.programs import ComparedProgram
-from raytrec.exporting.trained import Trained, rounding
+from raytrec.exporting.trained import Trained, make_rounding
 from raytrec.metrics.selection import Selection
-from raytrec.prediction.one_process import outputs_of, read_batch
-from raytrec.prediction.predict import score_names
+from raytrec.prediction.one_process import compute_outputs, read_batch
+from raytrec.prediction.predict import list_score_columns
 from raytrec.scoring.lookups import PRECISIONS, Lookups
 from raytrec.scoring.manifest import Manifest, Metrics, PrecisionName, ProgramName
 from raytrec.scoring.rows import wide
 from raytrec.scoring.scorer import Scorer
-from raytrec.tasks.outputs import Outputs
+from raytrec.tasks.outputs import StepOutputs
 from raytrec.worker.evaluate import evaluate
 
 
-def golden_rows_of(dataset: Dataset, count: int) -> tuple[pa.Table, list[Part]]:
+def select_golden_rows(dataset: Dataset, count: int) -> tuple[pa.Table, list[Part]]:
     """Return (the dataset's first rows as stored in its files, their location).
 
     Without rows, the table still has the columns' types.
@@ -60,16 +60,16 @@ def golden_rows_of(dataset: Dataset, count: int) -> tuple[pa.Table, list[Part]]:
     return pa.concat_tables([kinds.empty_table(), *(table.cast(kinds) for table in tables)]), parts
 
 
-def golden_scores(
+def score_golden_rows(
     trained: Trained, dataset: Dataset, parts: list[Part], precision: PrecisionName
 ) -> dict[str, pa.Array]:
     """Return the scores of rows by the trainer's model, with tables rounded to a precision."""
-    names = score_names(trained.objective.tasks)
+    names = list_score_columns(trained.objective.tasks)
     kinds = [pa.float32() if t.outputs == 1 else pa.list_(pa.float32()) for t in trained.objective.tasks]
     if not parts:
         return {name: pa.array([], kind) for name, kind in zip(names, kinds, strict=True)}
     batch = read_batch(trained.saved, dataset, parts)
-    logits = outputs_of(trained.saved, batch, as_stored=rounding(PRECISIONS[precision]))
+    logits = compute_outputs(trained.saved, batch, as_stored=make_rounding(PRECISIONS[precision]))
     found = trained.objective.predictions(logits).values()
     return {
         name: pa.array(list(values.numpy()), kind)
@@ -102,7 +102,7 @@ def check_golden(
         name: program.exported.module() for name, program in trained.programs.items()
     }
     if onnx:
-        onnx.try_made_up_rows()
+        onnx.compare_random_rows()
         programs["predict"] = onnx
     with trained.lookups(precision) as lookups:
         Scorer(manifest, programs, lookups, columns, golden).check()
@@ -131,7 +131,7 @@ def compare_precisions(
     config = trained.saved.config.model_copy(update={"eval": of_tasks})
     try:
         dataset = open_dataset(config, trained.schema, places, "--data")
-        check_rows_count(dataset)
+        check_usable_rows(dataset)
     except DataError as error:  # features were found earlier, so only other columns can be missing
         console.warn(f"metrics are not compared: {error.what} ({error.where})")
         return {}
@@ -141,7 +141,7 @@ def compare_precisions(
         Order.evaluation(config.data.global_batch_size, lanes=1),
         rank=0,
         world=1,
-        faults=Faults(skip=config.data.on_error == "skip"),
+        faults=ReadErrorPolicy(skip=config.data.on_error == "skip"),
         features=trained.features,
     )
     found: Metrics = {figure.key: {} for figure in selection.figures}
@@ -152,7 +152,9 @@ def compare_precisions(
             console.phase(f"metrics with {each} tables: {percent(rows / dataset.rows)} of rows", always=False)
 
         with trained.lookups(each, checked=False) as lookups:  # the export has just read and checked all rows
-            figures, _ = evaluate(_Model(trained, lookups, tell), stream, torch.device("cpu"), selection)
+            figures, _ = evaluate(
+                _EvaluationModel(trained, lookups, tell), stream, torch.device("cpu"), selection
+            )
         for key, values in found.items():
             value = figures.get(key)
             values[each] = None if value is None or isnan(value) else float(value)
@@ -162,12 +164,12 @@ def compare_precisions(
 class LocalStream(Stream):
     """Stream that this process reads, without Ray."""
 
-    def _tables(self, items: list[Item]) -> Iterator[pa.Table]:
+    def _tables(self, items: list[LaneItem]) -> Iterator[pa.Table]:
         for item in items:
             yield read_item(item, self.dataset.form, self.faults)
 
 
-class _Model:
+class _EvaluationModel:
     """Replacement for a Step in an evaluation.
 
     Args:
@@ -179,23 +181,23 @@ class _Model:
     def __init__(self, trained: Trained, lookups: Lookups, tell: Callable[[int], None]):
         self._trained, self._lookups, self._tell = trained, lookups, tell
 
-    def evaluate(self, batches: Iterator[Batch]) -> Iterator[Outputs]:
+    def evaluate(self, batches: Iterator[Batch]) -> Iterator[StepOutputs]:
         """Yield the outputs of each batch, without gradients."""
         trained, rows = self._trained, 0
         program = trained.programs["predict"]
         with torch.no_grad():
             for batch in batches:
-                found = self._lookups(_assembled(batch), trained.schema.sparse)
+                found = self._lookups(_to_assembled(batch), trained.schema.sparse)
                 logits = program.model.logits([found[each.kind, each.feature] for each in program.inputs])
                 yield trained.objective.outputs(logits.new_zeros(()), logits, batch)
                 rows += batch.global_rows
                 self._tell(rows)
 
 
-def _assembled(batch: Batch) -> Assembled:
+def _to_assembled(batch: Batch) -> AssembledTensors:
     """Return a batch in the form that lookups read."""
     ids = batch.sparse
     counts = ids.length_per_key()
     bags = Bags(ids.keys(), ids.values(), ids.weights_or_none(), ids.lengths(), counts, ids.stride())
     labels = batch.labels, batch.weights
-    return Assembled(batch.dense, bags, *labels, None, None, None, None, batch.side_features)
+    return AssembledTensors(batch.dense, bags, *labels, None, None, None, None, batch.side_features)

@@ -16,28 +16,28 @@ import pyarrow.parquet as pq
 from raytrec.checkpoint.managed import ids_of
 from raytrec.checkpoint.rows import StoredTable
 from raytrec.common.errors import ConfigError
-from raytrec.common.formatting import bytes_text, number, percent
-from raytrec.common.output_folder import ClaimedFolder, binding_of
+from raytrec.common.formatting import format_bytes, number, percent
+from raytrec.common.output_folder import ClaimedFolder, compute_binding
 from raytrec.common.storage import absolute, open_filesystem
 from raytrec.driver.console import Pairs, Result, RunConsole
-from raytrec.driver.datasets import as_examples, open_inputs
+from raytrec.driver.datasets import open_inputs, to_example_schema
 from raytrec.driver.evaluation import resolve_checkpoint
-from raytrec.exporting.compare import check_golden, compare_precisions, golden_rows_of, golden_scores
+from raytrec.exporting.compare import check_golden, compare_precisions, score_golden_rows, select_golden_rows
 from raytrec.exporting.mlflow_model import MlflowRun
 from raytrec.exporting.programs import ComparedProgram, make_onnx
 from raytrec.exporting.target import ExportClaim, Target
 from raytrec.exporting.trained import (
     Trained,
     block_bytes,
-    plan_table,
+    list_tasks,
+    list_towers,
+    make_source,
+    plan_table_files,
     read_trained,
-    source_of,
-    tasks_of,
-    towers_of,
 )
-from raytrec.metrics.selection import EVAL
+from raytrec.metrics.selection import EVAL_PREFIX
 from raytrec.scoring.load import open_export
-from raytrec.scoring.manifest import GOLDEN, ONNX, Manifest, PrecisionName, ProgramEntry
+from raytrec.scoring.manifest import GOLDEN, ONNX_FILE, Manifest, PrecisionName, ProgramEntry
 
 GOLDEN_ROWS = 64
 
@@ -99,8 +99,8 @@ def export(
     places = absolute(str(data)) if data else config.data.test or config.data.valid or config.data.train
     precision: PrecisionName = quantize or "fp32"
     options = precision, golden_rows, onnx
-    request = binding_of(absolute(str(run)), checkpoint, *options)
-    binding = binding_of(saved.index["sha256"], *options)
+    request = compute_binding(absolute(str(run)), checkpoint, *options)
+    binding = compute_binding(saved.index["sha256"], *options)
     target = Target(ClaimedFolder(out, "raytrec export"), ExportClaim(binding, {}, request))
     if embed and not (mlflow and target.folder.is_local):
         raise ConfigError(
@@ -112,14 +112,14 @@ def export(
     with RunConsole(config.run.name) as console, target.folder.hold():
         if (manifest := target.complete()) is None:
             console.phase("exporting the dense model")
-            trained = read_trained(replace(saved, schema=as_examples(saved.schema, places)))
-            manifest = _write(target, trained, places, precision, golden_rows, onnx, console)
+            trained = read_trained(replace(saved, schema=to_example_schema(saved.schema, places)))
+            manifest = _write_export(target, trained, places, precision, golden_rows, onnx, console)
         logged = {}
         if tracked:
             console.phase("logging the model to MLflow")
             logged = {"mlflow_model": tracked.log(out, manifest, embed)}
     compared = {
-        f"{EVAL}{key}" + (f".{each}" if each == precision else ""): value
+        f"{EVAL_PREFIX}{key}" + (f".{each}" if each == precision else ""): value
         for key, values in manifest.metrics.items()
         for each, value in values.items()
     }
@@ -138,13 +138,13 @@ def export(
     }
     next_steps = [f"export       {out}", f"score with   raytrec.load({out!r}).predict(rows)"]
     next_steps += [f"MLflow       {uri}" for uri in logged.values()]
-    return Result(metrics, out, next_steps, _pairs(metrics))
+    return Result(metrics, out, next_steps, _to_pairs(metrics))
 
 
-def _pairs(metrics: dict[str, Any]) -> Pairs:
+def _to_pairs(metrics: dict[str, Any]) -> Pairs:
     precision, compared = metrics["precision"], []
     for key, value in metrics.items():
-        if key.startswith(EVAL) and key.endswith(f".{precision}"):
+        if key.startswith(EVAL_PREFIX) and key.endswith(f".{precision}"):
             name = key.removesuffix(f".{precision}")
             fp32, small = number(metrics[name]), number(value)
             compared.append((name, f"{fp32:.5f} fp32, {small:.5f} {precision}, {small - fp32:+.1e}"))
@@ -152,14 +152,14 @@ def _pairs(metrics: dict[str, Any]) -> Pairs:
         ("version", metrics["version"]),
         ("tables", f"{metrics['export.tables']:,} ({precision})"),
         ("rows of tables", f"{metrics['export.rows']:,}"),
-        ("size", bytes_text(metrics["export.bytes"])),
+        ("size", format_bytes(metrics["export.bytes"])),
         ("golden rows", f"{metrics['export.golden_rows']:,}"),
         *compared,
         ("seconds", f"{metrics['seconds']:,.1f}"),
     ]
 
 
-def _write(
+def _write_export(
     target: Target,
     trained: Trained,
     places: str | list[str],
@@ -171,25 +171,25 @@ def _write(
     """Write all files, the manifest last, and return the manifest."""
     schema = trained.schema
     dataset = open_inputs(trained.saved.config, schema, places)
-    golden, parts = golden_rows_of(dataset, golden_rows)
-    for name, values in golden_scores(trained, dataset, parts, precision).items():
+    golden, parts = select_golden_rows(dataset, golden_rows)
+    for name, values in score_golden_rows(trained, dataset, parts, precision).items():
         golden = golden.append_column(name, values)
-    transforms, tasks = list(dataset.form.plan.transforms), tasks_of(trained)
+    transforms, tasks = list(dataset.form.plan.transforms), list_tasks(trained)
     manifest = Manifest.model_construct(
         made=datetime.now(UTC).isoformat(timespec="seconds"),
-        source=source_of(trained),
+        source=make_source(trained),
         data_schema=schema,
         sequences=dict(trained.features.sequences),
         lists=sorted(dataset.form.lists),
         transforms=transforms,
         tasks=tasks,
-        towers=towers_of(trained),
+        towers=list_towers(trained),
         programs={
             name: ProgramEntry(file=f"{name}.pt2", inputs=list(program.inputs))
             for name, program in trained.programs.items()
         },
         tables={
-            name: plan_table(f"{place}-{name}", table.rows, table.dim, precision)
+            name: plan_table_files(f"{place}-{name}", table.rows, table.dim, precision)
             for place, (name, table) in enumerate(schema.tables.items())
         },
         ids={name: f"ids/{place}.parquet" for place, name in enumerate(schema.managed)},
@@ -203,12 +203,12 @@ def _write(
     for name, program in trained.programs.items():
         target.write(f"{name}.pt2", [program.written()])
     if model:
-        target.write(ONNX, [model])
-    manifest.transforms = _with_vocabularies(target, transforms)
+        target.write(ONNX_FILE, [model])
+    manifest.transforms = _copy_vocabularies(target, transforms)
     for name, file in manifest.ids.items():
-        target.write(file, [_ids_file(trained, name)])
+        target.write(file, [_encode_ids(trained, name)])
     _write_tables(target, trained, manifest, console)
-    target.write(GOLDEN, [_arrow_file(golden)])
+    target.write(GOLDEN, [_encode_arrow(golden)])
     if precision != "fp32":
         manifest.metrics = compare_precisions(trained, places, precision, console)
     manifest.files = dict(target.claim.files)
@@ -218,7 +218,7 @@ def _write(
     return manifest
 
 
-def _ids_file(trained: Trained, table: str) -> bytes:
+def _encode_ids(trained: Trained, table: str) -> bytes:
     """Return the ids of a table and their rows as Parquet."""
     found = ids_of(trained.saved.folder, trained.saved.index, table, ("id", "row"))
     sink = io.BytesIO()
@@ -228,7 +228,7 @@ def _ids_file(trained: Trained, table: str) -> bytes:
     return sink.getvalue()
 
 
-def _with_vocabularies(target: Target, transforms: Sequence[Any]) -> list[Any]:
+def _copy_vocabularies(target: Target, transforms: Sequence[Any]) -> list[Any]:
     """Return the transforms with vocabularies copied into the export."""
     found = []
     for place, transform in enumerate(transforms):
@@ -254,7 +254,7 @@ def _write_tables(target: Target, trained: Trained, manifest: Manifest, console:
             before += table.rows
 
 
-def _arrow_file(table: pa.Table) -> bytes:
+def _encode_arrow(table: pa.Table) -> bytes:
     sink = io.BytesIO()
     with pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)

@@ -19,20 +19,30 @@ from pyarrow import types
 import raytrec
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.redaction import hide
-from raytrec.common.storage import in_shell, join_uri, read_bytes
-from raytrec.data.arrow import list_element
-from raytrec.driver.track import tracked_config
+from raytrec.common.storage import join_uri, quote_for_shell, read_bytes
+from raytrec.data.arrow import list_element_type
+from raytrec.driver.track import load_tracked_config
 from raytrec.scoring.manifest import GOLDEN, Manifest
-from raytrec.tracking.delivery import LOG_IN
-from raytrec.tracking.failures import closed_to_us, reason
-from raytrec.tracking.feed import Delivered
-from raytrec.tracking.store import CORRECT, cannot_open
+from raytrec.tracking.delivery import LOGIN_HINT
+from raytrec.tracking.failures import is_access_denied, reason
+from raytrec.tracking.feed import DeliveryState
+from raytrec.tracking.store import URI_HINT, make_open_error
 
-MODEL, ARTIFACT = "model", "export"  # their names in MLflow
+MODEL, ARTIFACT_NAME = "model", "export"  # their names in MLflow
 PACKAGE = Path(raytrec.__file__).parent
 ENTRY = PACKAGE / "scoring/mlflow_entry.py"
 # Packages that scoring needs: raytrec's requirements and those of its extra `score`.
-REQUIRED = ("numpy", "pandas", "pyarrow", "pydantic", "pyyaml", "rich", "safetensors", "torch", "typer")
+REQUIRED_PACKAGES = (
+    "numpy",
+    "pandas",
+    "pyarrow",
+    "pydantic",
+    "pyyaml",
+    "rich",
+    "safetensors",
+    "torch",
+    "typer",
+)
 EXAMPLE_ROWS = 3
 
 
@@ -58,26 +68,28 @@ class MlflowRun:
             RunError: There is no run, or its store has no such run.
             ConfigError: The run is not tracked, or the store cannot be opened.
         """
-        from raytrec.compat.mlflow_ import load_quietly
+        from raytrec.compat.mlflow_ import import_quietly
 
-        config = tracked_config(run, allow_code)
+        config = load_tracked_config(run, allow_code)
         folder, uri = config.run.dir, config.tracking.uri
-        load_quietly()
+        import_quietly()
         from mlflow import MlflowClient
 
-        run_id = Delivered.read(Path(folder)).run_id
+        run_id = DeliveryState.read(Path(folder)).run_id
         try:
             found = MlflowClient(uri).get_run(run_id) if run_id else None
         except Exception as error:
             if getattr(error, "error_code", "") != "RESOURCE_DOES_NOT_EXIST":
-                raise cannot_open(uri, reason(error), LOG_IN if closed_to_us(error) else CORRECT) from None
+                raise make_open_error(
+                    uri, reason(error), LOGIN_HINT if is_access_denied(error) else URI_HINT
+                ) from None
             found = None
         if found is None:
             raise RunError(
                 "MLflow does not have this run",
                 where=f"{folder}, tracking.uri={hide(uri)}",
                 expected="the run that it was tracked as",
-                do=f"deliver it: raytrec track {in_shell(folder)}",
+                do=f"deliver it: raytrec track {quote_for_shell(folder)}",
             )
         return cls(uri, found.info.run_id, found.info.experiment_id)
 
@@ -106,7 +118,7 @@ class MlflowRun:
         from mlflow.models import Model
 
         try:
-            with TemporaryDirectory() as scratch, _store(self.uri):
+            with TemporaryDirectory() as scratch, _use_store(self.uri):
                 artifact = Path(export)
                 if not embed:
                     artifact = Path(scratch, "export.json")
@@ -123,10 +135,10 @@ class MlflowRun:
                     step=manifest.source.step,
                     python_model=str(ENTRY),
                     code_paths=[str(PACKAGE)],
-                    artifacts={ARTIFACT: str(artifact)},
+                    artifacts={ARTIFACT_NAME: str(artifact)},
                     model_config={"allow_code": False},
                     pip_requirements=requirements(),
-                    **_described(export, manifest),
+                    **_describe_model(export, manifest),
                 )
         except Exception as error:  # MLflow and its stores raise many types
             raise RunError(
@@ -137,16 +149,16 @@ class MlflowRun:
         return info.model_uri
 
 
-def _described(export: str, manifest: Manifest) -> dict[str, Any]:
+def _describe_model(export: str, manifest: Manifest) -> dict[str, Any]:
     """Return the signature and example of a model, from the golden rows and their scores."""
     golden = pa.ipc.open_file(pa.py_buffer(read_bytes(join_uri(export, GOLDEN)))).read_all()
     scores = [task.column for task in manifest.tasks]
-    example = _without_zones(golden.drop_columns(scores)[:EXAMPLE_ROWS]).to_pandas()
-    return {"signature": signature_of(golden, scores), "input_example": example if len(example) else None}
+    example = _remove_time_zones(golden.drop_columns(scores)[:EXAMPLE_ROWS]).to_pandas()
+    return {"signature": make_signature(golden, scores), "input_example": example if len(example) else None}
 
 
 @contextmanager
-def _store(uri: str) -> Iterator[None]:
+def _use_store(uri: str) -> Iterator[None]:
     """Have MLflow's functions write to a store while the block runs, and restore sys.path.
 
     MLflow adds the folders of a model that it tries to sys.path.
@@ -165,10 +177,10 @@ def _store(uri: str) -> Iterator[None]:
 
 def requirements() -> list[str]:
     """Return the packages that the model needs, at the installed versions, in pip's format."""
-    return [f"{name}=={version(name).partition('+')[0]}" for name in ("mlflow", *REQUIRED)]
+    return [f"{name}=={version(name).partition('+')[0]}" for name in ("mlflow", *REQUIRED_PACKAGES)]
 
 
-def signature_of(golden: pa.Table, scores: Collection[str]) -> Any:
+def make_signature(golden: pa.Table, scores: Collection[str]) -> Any:
     """Return MLflow's signature of a model.
 
     Args:
@@ -183,24 +195,24 @@ def signature_of(golden: pa.Table, scores: Collection[str]) -> Any:
     for field, column in zip(golden.schema, golden.columns, strict=True):
         # MLflow does not allow nulls in integers, booleans and dates.
         plain = types.is_integer(field.type) or types.is_boolean(field.type) or types.is_date(field.type)
-        kind = AnyType() if plain and column.null_count else _kind(field.type)
+        kind = AnyType() if plain and column.null_count else _to_mlflow_type(field.type)
         given.append(ColSpec(kind, field.name, required=False))
     outputs = [each for each in given if each.name in scores]
     return ModelSignature(Schema([each for each in given if each.name not in scores]), Schema(outputs))
 
 
-def _without_zones(rows: pa.Table) -> pa.Table:
+def _remove_time_zones(rows: pa.Table) -> pa.Table:
     """Return rows whose times have no time zone, as MLflow requires; times are UTC."""
     kinds = [f.with_type(pa.timestamp(f.type.unit)) if types.is_timestamp(f.type) else f for f in rows.schema]
     return rows.cast(pa.schema(kinds))
 
 
-def _kind(kind: pa.DataType) -> Any:
+def _to_mlflow_type(kind: pa.DataType) -> Any:
     """Return MLflow's type for a column's type."""
     from mlflow.types.schema import AnyType, Array, DataType
 
-    if (inner := list_element(kind)) is not None:
-        return Array(_kind(inner))
+    if (inner := list_element_type(kind)) is not None:
+        return Array(_to_mlflow_type(inner))
     known = {pa.float32(): DataType.float, pa.bool_(): DataType.boolean, pa.string(): DataType.string}
     if types.is_integer(kind):
         return DataType.long

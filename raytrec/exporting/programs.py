@@ -22,13 +22,13 @@ from raytrec.models.inputs import Sequence as IdSequence
 from raytrec.models.recommender import Recommender, last_vectors
 from raytrec.scoring.late import example
 from raytrec.scoring.manifest import Input
-from raytrec.scoring.program_archive import NotAllowed, checked_archive
+from raytrec.scoring.program_archive import DisallowedContent, sanitize_archive
 from raytrec.tasks.objective import Objective
 
 EXAMPLE_ROWS = 3  # with 1, torch would specialize the program to 1 row
 TOLERANCE = 1e-5  # of onnxruntime's outputs, relative to values above 1
-MADE_UP_ROWS = (1, 3, 50)
-AXIS = "rows"  # the name of the first dimension of all inputs and outputs
+RANDOM_BATCH_SIZES = (1, 3, 50)
+ROW_AXIS = "rows"  # the name of the first dimension of all inputs and outputs
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Program:
 
     exported: ExportedProgram
     inputs: tuple[Input, ...]
-    model: Scored
+    model: ScoringModule
 
     def written(self) -> bytes:
         """Return the .pt2 file, without examples, which would be a pickle, and without paths of this machine.
@@ -56,8 +56,8 @@ class Program:
         into = io.BytesIO()
         save(self.exported, into)
         try:
-            return checked_archive(into.getvalue())
-        except NotAllowed as error:
+            return sanitize_archive(into.getvalue())
+        except DisallowedContent as error:
             raise ConfigError(
                 f"the exported model contains {error}",
                 expected="operators of torch.ops.aten that check all sizes and indices",
@@ -81,11 +81,11 @@ def make_program(
     """
     taken = tuple(inputs)
     dense = max((each.width for each in taken if each.kind == "dense"), default=0)
-    model = Scored(recommender, objective, taken, tower, dense)
+    model = ScoringModule(recommender, objective, taken, tower, dense)
     program = _export(model, taken)
-    read = tuple(each for each, is_read in zip(taken, _reads(program), strict=True) if is_read)
+    read = tuple(each for each, is_read in zip(taken, _detect_read_inputs(program), strict=True) if is_read)
     if read != taken:
-        model = Scored(recommender, objective, read, tower, dense)
+        model = ScoringModule(recommender, objective, read, tower, dense)
         program = _export(model, read)
     return Program(program, read, model)
 
@@ -102,13 +102,13 @@ def _export(model: nn.Module, inputs: tuple[Input, ...]) -> ExportedProgram:
     except Exception as error:  # torch's exceptions have no common base
         raise ConfigError(
             f"torch cannot export the model: {first_line(error)}",
-            where=_place(error),
+            where=_find_model_line(error),
             expected="operations whose shapes follow from those of the inputs, for any number of rows",
             do="take x.shape[0] for len(x), and torch.where for a branch on values",
         ) from error
 
 
-def _place(error: Exception) -> str:
+def _find_model_line(error: Exception) -> str:
     """Return the line of the model that raised an error."""
     own = os.path.dirname(torch.__file__), __file__
     frames = traceback.extract_tb(error.__traceback__)
@@ -116,7 +116,7 @@ def _place(error: Exception) -> str:
     return f"{frame.filename}, line {frame.lineno}: {frame.line}"
 
 
-def _reads(program: ExportedProgram) -> Iterator[bool]:
+def _detect_read_inputs(program: ExportedProgram) -> Iterator[bool]:
     """Yield True for each user input that is read, False if only its number of rows is."""
     program.graph.eliminate_dead_code()
     read = {
@@ -129,7 +129,7 @@ def _reads(program: ExportedProgram) -> Iterator[bool]:
             yield read[spec.arg.name]
 
 
-class Scored(nn.Module):
+class ScoringModule(nn.Module):
     """Module from input tensors to predictions of each task, or to one tower's vectors; see make_program.
 
     Args:
@@ -181,7 +181,7 @@ class Scored(nn.Module):
 def make_onnx(program: Program, outputs: Sequence[str]) -> bytes:
     """Return the file model.onnx, with any number of rows.
 
-    Inputs are named KIND.FEATURE (`input_name`), in the program's order.
+    Inputs are named KIND.FEATURE (`make_input_name`), in the program's order.
 
     Args:
         program: Program to convert.
@@ -211,19 +211,19 @@ def make_onnx(program: Program, outputs: Sequence[str]) -> bytes:
     try:
         made = torch.onnx.export(
             program.exported,
-            input_names=[input_name(each) for each in program.inputs],
+            input_names=[make_input_name(each) for each in program.inputs],
             output_names=list(outputs),
             dynamo=True,
             verbose=False,
             custom_translation_table={torch.ops.aten.squeeze.dim: squeeze},
         )
-        made.rename_axes({made.model.graph.inputs[0].shape[0]: AXIS})
+        made.rename_axes({made.model.graph.inputs[0].shape[0]: ROW_AXIS})
         for node in made.model.graph:
             node.metadata_props.clear()  # lines of code and paths of this machine
         made.save(into)
     except Exception as error:  # torch's exceptions have no common base
         raise ConfigError(
-            f"the model cannot be exported as ONNX: {_reason(error)}",
+            f"the model cannot be exported as ONNX: {_summarize_error(error)}",
             where="--onnx",
             expected="operators that ONNX has",
             do="leave out --onnx, or compute the model with other operators",
@@ -231,12 +231,12 @@ def make_onnx(program: Program, outputs: Sequence[str]) -> bytes:
     return into.getvalue()
 
 
-def input_name(of: Input) -> str:
+def make_input_name(of: Input) -> str:
     """Return the name of an input, such as dense, bag.user, vectors.history."""
     return f"{of.kind}.{of.feature}" if of.feature else of.kind
 
 
-def _reason(error: BaseException) -> str:
+def _summarize_error(error: BaseException) -> str:
     """Return the missing operator, or else the first line of the innermost error."""
     while error.__cause__ is not None:
         error = error.__cause__
@@ -263,7 +263,9 @@ class ComparedProgram:
             self._session = onnxruntime.InferenceSession(onnx, providers=["CPUExecutionProvider"])
         except Exception as error:  # its exceptions have no common base
             raise ConfigError(
-                f"onnxruntime cannot load the model: {_reason(error)}", where="--onnx", do="leave out --onnx"
+                f"onnxruntime cannot load the model: {_summarize_error(error)}",
+                where="--onnx",
+                do="leave out --onnx",
             ) from error
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -272,7 +274,7 @@ class ComparedProgram:
         Raises:
             RunError: onnxruntime's outputs differ by more than TOLERANCE.
         """
-        names = [input_name(each) for each in self._inputs]
+        names = [make_input_name(each) for each in self._inputs]
         values = {name: tensor.numpy() for name, tensor in zip(names, tensors, strict=True)}
         with torch.no_grad():
             found = self._run(*tensors)
@@ -288,11 +290,11 @@ class ComparedProgram:
                 )
         return found
 
-    def try_made_up_rows(self) -> None:
+    def compare_random_rows(self) -> None:
         """Compare random rows, in batches of several sizes.
 
         Raises:
             RunError: The outputs differ.
         """
-        for rows in MADE_UP_ROWS:
+        for rows in RANDOM_BATCH_SIZES:
             self.forward(*(example(each, rows) for each in self._inputs))

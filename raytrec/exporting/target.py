@@ -8,12 +8,12 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 
 from raytrec.common.documents import document
-from raytrec.common.errors import os_errors
+from raytrec.common.errors import convert_os_errors
 from raytrec.common.output_folder import ClaimedFolder
 from raytrec.common.storage import join_uri
-from raytrec.scoring.manifest import EXPORT, FileEntry, Manifest, read_manifest
+from raytrec.scoring.manifest import MANIFEST_FILE, FileEntry, Manifest, read_manifest
 
-UNFINISHED = "_export.json"  # claim of an incomplete export
+CLAIM_FILE = "_export.json"  # claim of an incomplete export
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,13 @@ class Target:
         Raises:
             ConfigError: The folder has other content.
         """
-        with _written(self.folder.uri):
-            if EXPORT in self.folder.names():
+        with _report_write_errors(self.folder.uri):
+            if MANIFEST_FILE in self.folder.names():
                 manifest = read_manifest(self.folder.uri)
                 if manifest.binding == self.claim.binding:
                     return manifest
                 raise self.folder.refused(f"this folder holds another export, {manifest.version}")
-            names, before = self.folder.claim(UNFINISHED, ExportClaim)
+            names, before = self.folder.claim(CLAIM_FILE, ExportClaim)
             if before is None:
                 return None
             if before.binding == self.claim.binding:
@@ -80,26 +80,26 @@ class Target:
         if name in files:
             return
         digest, size = hashlib.sha256(), 0
-        with _written(join_uri(self.folder.uri, name)):
+        with _report_write_errors(join_uri(self.folder.uri, name)):
             if not files:  # before all other files, to claim the folder
-                self.folder.write(UNFINISHED, document(self.claim))
+                self.folder.write(CLAIM_FILE, document(self.claim))
             with self.folder.stream(name, f"{self.folder.partial}/{name.replace('/', '-')}") as stream:
                 for piece in data:
                     stream.write(piece)
                     digest.update(piece)
                     size += len(piece)
             files[name] = FileEntry(bytes=size, sha256=digest.hexdigest())
-            self.folder.write(UNFINISHED, document(self.claim))
+            self.folder.write(CLAIM_FILE, document(self.claim))
 
     def commit(self, manifest: Manifest) -> None:
         """Write the manifest, which completes the export."""
-        with _written(join_uri(self.folder.uri, EXPORT)):
-            self.folder.write(EXPORT, document(manifest))
+        with _report_write_errors(join_uri(self.folder.uri, MANIFEST_FILE)):
+            self.folder.write(MANIFEST_FILE, document(manifest))
             with suppress(FileNotFoundError):  # the same export, at the same time, on a store without locks
-                self.folder.delete(UNFINISHED)
+                self.folder.delete(CLAIM_FILE)
             self.folder.remove(self.folder.partial)
 
 
-def _written(where: str) -> AbstractContextManager[None]:
+def _report_write_errors(where: str) -> AbstractContextManager[None]:
     do = "make room, and give the same command again: complete files stay"
-    return os_errors("the export cannot be written", where=where, do=do)
+    return convert_os_errors("the export cannot be written", where=where, do=do)

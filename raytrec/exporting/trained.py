@@ -18,11 +18,11 @@ from raytrec.config.features import Features, resolve_features
 from raytrec.config.schema import Schema
 from raytrec.config.tasks import TowerName
 from raytrec.driver.evaluation import Checkpoint
-from raytrec.embeddings.hashing import keys_of
+from raytrec.embeddings.hashing import ids_to_keys
 from raytrec.exporting.programs import Program, make_program
 from raytrec.models.recommender import Recommender
 from raytrec.prediction.one_process import load_model
-from raytrec.prediction.predict import score_names
+from raytrec.prediction.predict import list_score_columns
 from raytrec.scoring.lookups import PRECISIONS, IdRows, Lookups, TablePrecision
 from raytrec.scoring.manifest import (
     ExportSource,
@@ -30,11 +30,11 @@ from raytrec.scoring.manifest import (
     ProgramName,
     TableEntry,
     TaskEntry,
-    inputs_of,
+    list_inputs,
 )
 from raytrec.tasks.objective import Objective
 
-FILE_BYTES, PIECE_BYTES = 4 << 30, 32 << 20  # bytes of a file, and of the piece in memory
+MAX_FILE_BYTES, PIECE_BYTES = 4 << 30, 32 << 20  # bytes of a file, and of the piece in memory
 NAMES = {torch.float32: "F32", torch.float16: "F16", torch.uint8: "U8"}  # of safetensors
 
 
@@ -72,7 +72,7 @@ class Trained:
         ids = {}
         for name in self.schema.managed:
             found = ids_of(self.saved.folder, self.saved.index, name, ("id", "row"))
-            ids[name] = IdRows(self.schema.tables[name], keys_of(found["id"]), found["row"])
+            ids[name] = IdRows(self.schema.tables[name], ids_to_keys(found["id"]), found["row"])
         with ExitStack() as files:
             tables = {}
             for name in self.schema.tables:
@@ -90,7 +90,7 @@ def read_trained(saved: Checkpoint) -> Trained:
     config, schema = saved.config, saved.schema
     objective = Objective.of(config, schema)
     recommender = load_model(saved, {})
-    inputs = inputs_of(resolve_features(schema, config.model))
+    inputs = list_inputs(resolve_features(schema, config.model))
     programs: dict[ProgramName, Program] = {"predict": make_program(recommender, objective, inputs)}
     if config.model.retrieves:
         for tower in ("query", "item"):
@@ -104,7 +104,7 @@ def read_trained(saved: Checkpoint) -> Trained:
     return Trained(saved, part, recommender, objective, programs)
 
 
-def source_of(trained: Trained) -> ExportSource:
+def make_source(trained: Trained) -> ExportSource:
     """Return the origin of the model, without paths of this machine."""
     return ExportSource(
         run=trained.saved.config.run.name,
@@ -116,18 +116,18 @@ def source_of(trained: Trained) -> ExportSource:
     )
 
 
-def tasks_of(trained: Trained) -> list[TaskEntry]:
+def list_tasks(trained: Trained) -> list[TaskEntry]:
     """Return the tasks, with the columns of their predictions."""
     tasks = trained.objective.tasks
     return [
         TaskEntry(
             name=task.name, label=task.label, column=column, classes=task.outputs, predicts=task.loss.predicts
         )
-        for task, column in zip(tasks, score_names(tasks), strict=True)
+        for task, column in zip(tasks, list_score_columns(tasks), strict=True)
     ]
 
 
-def towers_of(trained: Trained) -> dict[TowerName, list[str]]:
+def list_towers(trained: Trained) -> dict[TowerName, list[str]]:
     """Return the features and dense columns of query and item; empty for models without towers."""
     model, schema = trained.saved.config.model, trained.saved.schema
     if not model.retrieves:
@@ -136,10 +136,10 @@ def towers_of(trained: Trained) -> dict[TowerName, list[str]]:
     return {"query": sorted(members["query"]), "item": sorted(members["item"])}
 
 
-def plan_table(name: str, rows: int, dim: int, precision: PrecisionName) -> TableEntry:
+def plan_table_files(name: str, rows: int, dim: int, precision: PrecisionName) -> TableEntry:
     """Return the files of a table."""
     row_bytes = PRECISIONS[precision].width(dim) * PRECISIONS[precision].dtype.itemsize
-    block_rows = max(1, min(rows, FILE_BYTES // row_bytes))
+    block_rows = max(1, min(rows, MAX_FILE_BYTES // row_bytes))
     name = re.sub(r"[^\w-]", "_", name)
     files = [f"tables/{name}-{number:05d}.safetensors" for number in range(-(-rows // block_rows))]
     return TableEntry(precision=precision, block_rows=block_rows, files=files)
@@ -178,7 +178,7 @@ class CheckpointTable:
     """
 
     def __init__(self, table: StoredTable, precision: TablePrecision):
-        self._table, self._as_stored = table, rounding(precision)
+        self._table, self._as_stored = table, make_rounding(precision)
 
     def vectors(self, rows_N: torch.Tensor) -> torch.Tensor:
         """Return the vectors of rows: int64 [N] → float32 [N, dim]."""
@@ -186,6 +186,6 @@ class CheckpointTable:
         return self._as_stored(torch.from_numpy(self._table.take(used.tolist())))[places_N]
 
 
-def rounding(precision: TablePrecision) -> Callable[[torch.Tensor], torch.Tensor]:
+def make_rounding(precision: TablePrecision) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a function that writes rows, float32 [n, dim], in a precision and reads them again."""
     return lambda rows_ND: precision.decode(precision.encode(rows_ND))

@@ -13,17 +13,17 @@ LABEL_NAMES = tuple(
     "label labels target click clicked is_click is_clicked converted conversion y".split()  # noqa: SIM905
 )
 # Texts that mean yes. If no value matches, the rarest value is the positive one.
-POSITIVE = re.compile(
+POSITIVE_TEXT = re.compile(
     r"(?i)[+]?0*1(\.0*)?|t|true|y|yes|on|pos|positive|click(ed)?|buy|bought|purchased?|liked?|convert(ed)?"
     "|conversion|success|good|win|ja|oui|si|sí"
 )
-LABEL_VALUES = 20  # a text column with more values is not a label
+MAX_LABEL_VALUES = 20  # a text column with more values is not a label
 TIMES = {"s": (10**8, 10**10), "ms": (10**11, 10**13), "us": (10**14, 10**16), "ns": (10**17, 10**19)}
-SPARSE_FILL = 10  # the range of an id column is below this factor × its distinct values
-CODES = 100  # integers with at most this many frequent values are codes
-ONE_VALUE = "the same in every row: nothing can be learned from it"
+MAX_ID_RANGE_FACTOR = 10  # the range of an id column is below this factor × its distinct values
+MAX_CODE_VALUES = 100  # integers with at most this many frequent values are codes
+REASON_CONSTANT = "the same in every row: nothing can be learned from it"
 EXACT = 2**53  # integers of this size and above are not quantities
-LONGEST_NAME = 1000  # YAML keys have at most 1,024 characters
+MAX_NAME_CHARS = 1000  # YAML keys have at most 1,024 characters
 
 
 @dataclass
@@ -53,13 +53,13 @@ def find_role(s: ColumnStats, labels: list[str] | None, other_labels: bool) -> F
     Raises:
         SchemaError: The column is named as a label and cannot be one.
     """
-    if s.name in (labels or ()) or (not labels and is_called_label(s.name)):
+    if s.name in (labels or ()) or (not labels and has_label_name(s.name)):
         if s.is_probability or labels or not other_labels:
             return _label(s, "named with --label" if labels else "its name")
         return Finding(s, "skipped", f"called like a label, with other values than 0 to 1: {_values(s)}")
-    if s.trouble or s.lacking or len(scalar(s.name)) > LONGEST_NAME:
+    if s.trouble or s.lacking or len(scalar(s.name)) > MAX_NAME_CHARS:
         return Finding(s, "skipped", s.trouble or s.lacking or "its name is too long for YAML")
-    return _with_hints(_feature(s))
+    return _add_hints(_feature(s))
 
 
 def find_reserved(s: ColumnStats) -> Finding:
@@ -78,7 +78,7 @@ def find_reserved(s: ColumnStats) -> Finding:
     return Finding(s, "reserved", "named with --reserve: not a feature")
 
 
-def is_called_label(name: str) -> bool:
+def has_label_name(name: str) -> bool:
     """Return True if the name is a usual name of labels."""
     return name.lower() in LABEL_NAMES
 
@@ -90,13 +90,13 @@ def _feature(s: ColumnStats) -> Finding:
         return Finding(s, "skipped", "constant")
     if s.base == "time":
         return Finding(s, "skipped", f"a time; as a feature: {_time_hint(s)}")
-    if s.is_whole and not s.is_list and (unit := _counts_since_1970(s)):
+    if s.is_whole and not s.is_list and (unit := _find_epoch_unit(s)):
         return Finding(s, "skipped", f"a time; as a feature: {_time_hint(s, unit)}")
     if s.base == "text" and s.is_unique:
         return Finding(s, "skipped", "another value in each row")
     if s.base == "text" or (s.is_list and s.base == "integer"):
         return Finding(s, "sparse", "a list of ids" if s.is_list else "text")
-    if s.is_whole and s.base != "integer" and (why := _named_id(s) if s.is_list else _why_id(s)):
+    if s.is_whole and s.base != "integer" and (why := _has_id_name(s) if s.is_list else _explain_id(s)):
         found = Finding(s, "sparse", f"{why}; whole numbers")
         largest = max(abs(s.lowest), abs(s.highest))
         if largest >= 2**63:
@@ -110,14 +110,14 @@ def _feature(s: ColumnStats) -> Finding:
         return Finding(s, "skipped", f"a list of bools; as ids: {hint}")
     if s.is_list:
         return Finding(s, "skipped", f"type {s.type} is not supported")
-    if s.base == "integer" and (why := _why_id(s)):
+    if s.base == "integer" and (why := _explain_id(s)):
         return Finding(s, "sparse", why)
     if s.base == "integer" and s.distinct == s.values > 100:
         return Finding(s, "skipped", "another value in each row")
     return Finding(s, "dense", "a number")
 
 
-def _with_hints(f: Finding) -> Finding:
+def _add_hints(f: Finding) -> Finding:
     """Add notes and transforms that the column needs before training."""
     s = f.stats
     if len(s.types) > 1:
@@ -130,10 +130,10 @@ def _with_hints(f: Finding) -> Finding:
         f.needs("cast", to="string" if s.base == "text" else "int64")
     if f.kind == "sparse" and s.count("nulls_inside"):
         f.needs("drop_null")
-    return _with_finite_numbers(f) if f.kind == "dense" else f
+    return _require_finite_numbers(f) if f.kind == "dense" else f
 
 
-def _with_finite_numbers(f: Finding) -> Finding:
+def _require_finite_numbers(f: Finding) -> Finding:
     s = f.stats
     if s.mixed:
         f.needs("cast", to="float32")
@@ -170,7 +170,7 @@ def _label(s: ColumnStats, why: str) -> Finding:
             do="name another column with --label COLUMN",
         )
     if s.distinct == 1:
-        f.notes.append(ONE_VALUE)
+        f.notes.append(REASON_CONSTANT)
     if missing := s.count_missing():
         f.notes.append(f"{missing:,} nulls or NaN: rows without a label (`nulls: skip` in its task)")
     if infinite := s.count("infinite"):
@@ -196,16 +196,18 @@ def _threshold(s: ColumnStats) -> float:
 
 def _label_of_text(f: Finding) -> Finding:
     s = f.stats
-    if s.few is None or not 0 < len(s.few) <= LABEL_VALUES:
+    if s.few is None or not 0 < len(s.few) <= MAX_LABEL_VALUES:
         raise SchemaError(
             f"column '{s.name}' cannot be the label: it holds text with {s.distinct_text} values",
             where=s.name,
-            expected=f"numbers in [0, 1], or at most {LABEL_VALUES} texts of which some mean 1",
+            expected=f"numbers in [0, 1], or at most {MAX_LABEL_VALUES} texts of which some mean 1",
             do="name another column with --label COLUMN; or make it 0 and 1 in data.transforms: "
             f"{{do: binarize, columns: [{scalar(s.name)}], positive: [TEXT, …]}}",
         )
     counts = {v.decode(errors="replace") if isinstance(v, bytes) else str(v): n for v, n in s.few.items()}
-    positive = [text for text in counts if POSITIVE.fullmatch(text.strip())] or [min(counts, key=counts.get)]
+    positive = [text for text in counts if POSITIVE_TEXT.fullmatch(text.strip())] or [
+        min(counts, key=counts.get)
+    ]
     share = _share(s, lambda v: v in positive)
     chosen = ", ".join(sorted(positive))
     f.notes.append(f"{_values(s)}, not 0 and 1: choose the texts that mean 1, now {chosen}{share}")
@@ -241,33 +243,33 @@ def words(name: str) -> list[str]:
     return [w.lower() for w in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[^\W_A-Z]+|[^\W_]+", name)]
 
 
-def _named_id(s: ColumnStats) -> str | None:
+def _has_id_name(s: ColumnStats) -> str | None:
     return "its name" if (w := words(s.name)) and w[-1] in ("id", "ids") else None
 
 
 def is_ordinal(s: ColumnStats) -> bool:
     """Return True for integers such as an age, for which the nearest value can replace an unseen value."""
-    return s.distinct <= CODES and not s.is_list and not _named_id(s)
+    return s.distinct <= MAX_CODE_VALUES and not s.is_list and not _has_id_name(s)
 
 
-def _why_id(s: ColumnStats) -> str | None:
+def _explain_id(s: ColumnStats) -> str | None:
     """Return why whole numbers are ids, or None if they are not ids."""
-    if why := _named_id(s):
+    if why := _has_id_name(s):
         return why
     repeat, span = s.distinct * 2 <= s.values, s.highest - s.lowest
-    if s.lowest >= 0 and s.highest < SPARSE_FILL * s.distinct and repeat:
+    if s.lowest >= 0 and s.highest < MAX_ID_RANGE_FACTOR * s.distinct and repeat:
         return "integers that fill their range"
-    if s.lowest > 0 and span < SPARSE_FILL * s.distinct and repeat:
+    if s.lowest > 0 and span < MAX_ID_RANGE_FACTOR * s.distinct and repeat:
         return f"integers that fill a range from {s.lowest:,} on"
     if max(abs(s.lowest), abs(s.highest)) >= EXACT and repeat:
         return "integers too large for quantities"
-    if s.distinct <= CODES and s.lowest > span and s.distinct * 20 <= s.values:
+    if s.distinct <= MAX_CODE_VALUES and s.lowest > span and s.distinct * 20 <= s.values:
         return f"{s.distinct} codes that come again and again"
     return None
 
 
-def _counts_since_1970(s: ColumnStats) -> str | None:
+def _find_epoch_unit(s: ColumnStats) -> str | None:
     """Return the unit in which whole numbers look like times since 1970, or None."""
-    if _named_id(s):
+    if _has_id_name(s):
         return None
     return next((u for u, (low, high) in TIMES.items() if low <= s.low and s.high < high), None)

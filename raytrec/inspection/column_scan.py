@@ -15,16 +15,16 @@ from raytrec.common.errors import DataError, first_line
 from raytrec.common.storage import open_filesystem
 from raytrec.common.terminal import open_console
 from raytrec.data.arrow import (
+    find_required_columns,
     pick_columns,
-    to_read,
 )
 from raytrec.data.footers import read_footer
 from raytrec.data.listing import Listing, list_files
-from raytrec.data.partitions import folder_column, in_folders
+from raytrec.data.partitions import build_folder_column, parse_folder_values
 from raytrec.inspection.column_stats import ColumnStats, pair_with_labels
-from raytrec.inspection.column_types import agreed_columns, common_names, folder_kinds
+from raytrec.inspection.column_types import find_common_columns, infer_folder_column_types, unify_columns
 
-COLUMNS_AT_ONCE = 100  # columns read together; bounds memory and updates the progress bar on wide files
+MAX_COLUMNS_PER_READ = 100  # columns read together; bounds memory and updates the progress bar on wide files
 
 
 @dataclass
@@ -71,28 +71,30 @@ def scan_columns(
     listing = list_files(uri, "inspect")
     footers: dict[str | None, dict] = {None: _footers(listing)}
     not_seen: dict[str, str] = {}
-    labels = {name for name in common_names(footers[None]) if is_label(name)}
+    labels = {name for name in find_common_columns(footers[None]) if is_label(name)}
     for part, place in (also or {}).items():
         try:
             footers[part] = _footers(list_files(place, "inspect"))
         except DataError as error:
             not_seen[part] = error.what
             continue
-        if missing := labels - common_names(footers[part]):
+        if missing := labels - find_common_columns(footers[part]):
             not_seen[part] = f"it has no column {', '.join(sorted(missing))}"
             del footers[part]
-    kinds = folder_kinds({path: footer for files in footers.values() for path, footer in files.items()})
-    columns = agreed_columns(footers, kinds)
+    kinds = infer_folder_column_types(
+        {path: footer for files in footers.values() for path, footer in files.items()}
+    )
+    columns = unify_columns(footers, kinds)
     groups = {part: _groups(files) for part, files in footers.items()}
     if not sum(rows for *_, rows in groups[None]):
         raise DataError(
             "there are no rows", where=uri, expected=f"rows in its {len(footers[None])} Parquet files"
         )
-    chosen = {part: _spread(of, max_rows) for part, of in groups.items()}
+    chosen = {part: _choose_row_groups(of, max_rows) for part, of in groups.items()}
     _read_columns(columns, chosen, footers, kinds, [c for c in columns if c.name in labels])
     rows = sum(rows for *_, rows in chosen[None])
     seen = {part: place for part, place in (also or {}).items() if part in footers}
-    in_all = sorted(set.intersection(*(set(in_folders(path)) for path in footers[None])))
+    in_all = sorted(set.intersection(*(set(parse_folder_values(path)) for path in footers[None])))
     return Scan(columns, rows, chosen == groups, seen, not_seen, listing, in_all)
 
 
@@ -106,7 +108,7 @@ def _groups(footers: dict) -> list[tuple[str, int, int]]:
     return [(p, i, f.row_group(i).num_rows) for p, f in footers.items() for i in range(f.num_row_groups)]
 
 
-def _spread(groups: list, max_rows: int | None) -> list:
+def _choose_row_groups(groups: list, max_rows: int | None) -> list:
     """Return evenly spread row groups that hold about max_rows rows."""
     total = sum(rows for *_, rows in groups)
     if max_rows is None or max_rows >= total:
@@ -135,12 +137,12 @@ def _read_columns(
         DataError: A file cannot be opened, or no column can be read.
     """
     console, errors = open_console(stderr=True), []
-    slices = [columns[at : at + COLUMNS_AT_ONCE] for at in range(0, len(columns), COLUMNS_AT_ONCE)]
+    slices = [columns[at : at + MAX_COLUMNS_PER_READ] for at in range(0, len(columns), MAX_COLUMNS_PER_READ)]
     work = [(part, path, i, some) for part, of in chosen.items() for path, i, _ in of for some in slices]
     with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
         steps = bar.track(work, description="reading")
         for (part, path), of_file in groupby(steps, key=lambda step: step[:2]):
-            with _opened(path, footers[part][path]) as reader:
+            with _open_file(path, footers[part][path]) as reader:
                 for *_, index, some in of_file:
                     wanted = [c for c in some if not c.trouble and (part is None or part in c.elsewhere)]
                     beside = [c for c in labels if part is None and wanted and not c.trouble]
@@ -149,7 +151,7 @@ def _read_columns(
                     data = dict(zip(held, _read(reader, index, held) if held else (), strict=True))
                     rows = reader.metadata.row_group(index).num_rows
                     for name in (n for n in names if n not in data):
-                        data[name] = pa.chunked_array([folder_column(path, name, kinds[name], rows)])
+                        data[name] = pa.chunked_array([build_folder_column(path, name, kinds[name], rows)])
                     errors += [
                         error
                         for column in wanted
@@ -172,18 +174,18 @@ def _add(
     except Exception as error:  # an unreadable column must not stop the scan of others
         first = first_line(error)
         column.trouble = f"cannot be read in {where}: {first}"
-        return _unreadable(first, where)
+        return _unreadable_error(first, where)
     return None
 
 
 @contextmanager
-def _opened(path: str, footer: pq.FileMetaData) -> Iterator[pq.ParquetFile]:
+def _open_file(path: str, footer: pq.FileMetaData) -> Iterator[pq.ParquetFile]:
     """Open a file once for all of its row groups, because parsing a footer of many row groups is slow."""
     try:
         filesystem, inner = open_filesystem(path)
         file = filesystem.open_input_file(inner)
     except OSError as error:
-        raise _unreadable(first_line(error), path) from None
+        raise _unreadable_error(first_line(error), path) from None
     with file:
         yield pq.ParquetFile(file, metadata=footer)
 
@@ -193,10 +195,10 @@ def _read(reader: pq.ParquetFile, index: int, names: list[str]) -> list:
     try:
         return _read_together(reader, index, names)
     except (pa.ArrowException, OSError, KeyError):
-        return [_attempt(reader, index, name) for name in names]
+        return [_try_read(reader, index, name) for name in names]
 
 
-def _attempt(reader: pq.ParquetFile, index: int, name: str) -> pa.ChunkedArray | Exception:
+def _try_read(reader: pq.ParquetFile, index: int, name: str) -> pa.ChunkedArray | Exception:
     try:
         return _read_together(reader, index, [name])[0]
     except Exception as error:
@@ -204,11 +206,11 @@ def _attempt(reader: pq.ParquetFile, index: int, name: str) -> pa.ChunkedArray |
 
 
 def _read_together(reader: pq.ParquetFile, index: int, names: list[str]) -> list[pa.ChunkedArray]:
-    table = reader.read_row_group(index, columns=to_read(reader.schema_arrow, names))
+    table = reader.read_row_group(index, columns=find_required_columns(reader.schema_arrow, names))
     return pick_columns(table, names).columns
 
 
-def _unreadable(why: str, where: str) -> DataError:
+def _unreadable_error(why: str, where: str) -> DataError:
     return DataError(
         f"cannot read the row group: {why}",
         where=where,

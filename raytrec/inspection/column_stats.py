@@ -12,13 +12,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pandas.util import hash_array
 
-from raytrec.config.base import MOST_AMOUNT
+from raytrec.config.base import MAX_AMOUNT
 from raytrec.config.schema_parts import Scale, Statistics
-from raytrec.data.arrow import is_list, one_array, unnest
+from raytrec.data.arrow import is_list, to_plain_array, unnest
 from raytrec.data.columns import signed_log
 from raytrec.inspection.sketches import SMALLEST, HotIds, SmallestHashes, count_distinct
 
-LONGEST_COUNTED = 10_000  # longer bags are counted as this length
+MAX_COUNTED_LENGTH = 10_000  # longer bags are counted as this length
 FEW = 64  # most distinct values that are counted exactly
 NUMBERS = frozenset({"integer", "float", "bool", "decimal"})
 FAR = 10  # distance from the mean, in standard deviations, from which logarithms are used
@@ -158,12 +158,12 @@ class ColumnStats:
 
     def add(self, column) -> None:
         """Add a row group's column (pyarrow.ChunkedArray)."""
-        array = one_array(column)
+        array = to_plain_array(column)
         self.rows += len(array)
         self.nulls += array.null_count
         if is_list(array.type):
             lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
-            counts = np.bincount(np.minimum(lengths, LONGEST_COUNTED), minlength=LONGEST_COUNTED + 1)
+            counts = np.bincount(np.minimum(lengths, MAX_COUNTED_LENGTH), minlength=MAX_COUNTED_LENGTH + 1)
             self.lengths = self.lengths + counts if len(self.lengths) else counts
             _, array = unnest(array)
             self.nulls_inside += array.null_count
@@ -174,7 +174,7 @@ class ColumnStats:
 
     def _count(self, array) -> None:
         """Add values (pyarrow.Array without nulls) to range, counts and hashes."""
-        array = comparable(array, self.base, self.mixed)
+        array = to_comparable(array, self.base, self.mixed)
         if pa.types.is_floating(array.type):
             finite = pc.is_finite(array)
             nan = pc.sum(pc.is_nan(array)).as_py()
@@ -230,7 +230,7 @@ class ColumnStats:
             return Scale(nulls=nulls)
         mean, std = apart / count, max(squares / count - (apart / count) ** 2, 0.0) ** 0.5  # may be NaN
         ends = np.array([self.low, self.high]) - self.first
-        if not std <= MOST_AMOUNT or (std and np.abs(ends - mean).max() > FAR * std):
+        if not std <= MAX_AMOUNT or (std and np.abs(ends - mean).max() > FAR * std):
             mean, std = logs / count, max(0.0, log_squares / count - (logs / count) ** 2) ** 0.5
             return _scale(mean, std, log=True, nulls=nulls)
         return _scale(self.first + mean, std, nulls=nulls)
@@ -254,7 +254,7 @@ def _as_integers(values: np.ndarray) -> np.ndarray:
     return np.where(whole, np.where(whole, values, 0).astype(np.int64), values.view(np.int64))
 
 
-def comparable(array, base: str, mixed: bool):
+def to_comparable(array, base: str, mixed: bool):
     """Return values in the type in which values of all files are compared."""
     if base == "time":
         return array.cast(pa.int32() if array.type.bit_width == 32 else pa.int64())
@@ -285,7 +285,7 @@ def pair_with_labels(
         if column.trouble or column.is_list or label.is_list or any(s.few is None for s in both):
             column.pairs[label.name] = None
             continue
-        (ours, ours_N), (theirs, theirs_N) = (_coded(s, data[s.name]) for s in both)
+        (ours, ours_N), (theirs, theirs_N) = (_encode_values(s, data[s.name]) for s in both)
         codes = np.unique(ours_N.astype(np.int64) * len(theirs) + theirs_N)
         for value, of_label in ((ours[code // len(theirs)], theirs[code % len(theirs)]) for code in codes):
             if known.setdefault(value, of_label) != of_label:
@@ -293,8 +293,8 @@ def pair_with_labels(
                 break
 
 
-def _coded(s: ColumnStats, data: pa.ChunkedArray) -> tuple[list, np.ndarray]:
+def _encode_values(s: ColumnStats, data: pa.ChunkedArray) -> tuple[list, np.ndarray]:
     """Return (values, index of each row's value); NaN is a null."""
-    coded = comparable(one_array(data), s.base, s.mixed).dictionary_encode(null_encoding="encode")
+    coded = to_comparable(to_plain_array(data), s.base, s.mixed).dictionary_encode(null_encoding="encode")
     values = [None if value != value else value for value in coded.dictionary.to_pylist()]
     return values, coded.indices.to_numpy()

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 from pyarrow import types as t
 
 from raytrec.data.arrow import (
-    Ambiguous,
+    AmbiguousColumnError,
     find_column,
     is_list,
     is_text,
@@ -19,42 +19,46 @@ from raytrec.data.arrow import (
     type_at,
     value_type,
 )
-from raytrec.data.partitions import folder_types, folder_values, in_folders
+from raytrec.data.partitions import collect_folder_values, infer_folder_types, parse_folder_values
 from raytrec.inspection.column_stats import NUMBERS, ColumnStats
 
 # Keys and values of folders that are times. They are not features, because later days have new values.
 TIMES = {"date", "day", "ds", "dt", "hour", "hr", "minute", "month", "quarter", "time", "ts", "week", "year"}
-DATE = re.compile(r"(19|20)\d\d-?[01]\d(-?[0-3]\d|$)|__|$")
+DATE_PATTERN = re.compile(r"(19|20)\d\d-?[01]\d(-?[0-3]\d|$)|__|$")
 
 
-def common_names(footers: dict) -> set[str]:
+def find_common_columns(footers: dict) -> set[str]:
     """Return the columns that all files have, including keys of their folders."""
-    names = ({*leaf_names(f.schema.to_arrow_schema()), *in_folders(path)} for path, f in footers.items())
+    names = (
+        {*leaf_names(f.schema.to_arrow_schema()), *parse_folder_values(path)} for path, f in footers.items()
+    )
     return set.intersection(*names)
 
 
-def folder_kinds(footers: dict) -> dict[str, pa.DataType]:
+def infer_folder_column_types(footers: dict) -> dict[str, pa.DataType]:
     """Return key → type of the folder keys that are columns.
 
     Such keys have several values that are not times, and are missing in the columns of at least one file.
     """
-    values = {key: {value or "" for value in each} for key, each in folder_values(footers).items()}
+    values = {key: {value or "" for value in each} for key, each in collect_folder_values(footers).items()}
     if not values:
         return {}
     held = set.intersection(*(set(leaf_names(f.schema.to_arrow_schema())) for f in footers.values()))
-    not_columns = held | {key for key, each in values.items() if key in TIMES or all(map(DATE.match, each))}
-    kinds = folder_types(footers)
+    not_columns = held | {
+        key for key, each in values.items() if key in TIMES or all(map(DATE_PATTERN.match, each))
+    }
+    kinds = infer_folder_types(footers)
     return {key: kind for key, kind in kinds.items() if len(values[key]) > 1 and key not in not_columns}
 
 
 def _arrow(path: str, footer: pq.FileMetaData, kinds: dict[str, pa.DataType]) -> pa.Schema:
     """Return the schema of a file, with the keys of its folders."""
     arrow = footer.schema.to_arrow_schema()
-    added = [pa.field(key, kinds[key]) for key in in_folders(path) if key in kinds]
+    added = [pa.field(key, kinds[key]) for key in parse_folder_values(path) if key in kinds]
     return pa.schema([*(field for field in arrow if field.name not in kinds), *added])
 
 
-def agreed_columns(footers: dict[str | None, dict], kinds: dict[str, pa.DataType]) -> list[ColumnStats]:
+def unify_columns(footers: dict[str | None, dict], kinds: dict[str, pa.DataType]) -> list[ColumnStats]:
     """Return every column, including fields of structs, with the type that all files agree on."""
     schemas = {
         part: {path: _arrow(path, footer, kinds) for path, footer in files.items()}
@@ -71,7 +75,7 @@ def _column(name: str, schemas: dict[str | None, dict]) -> ColumnStats:
     for part, path, schema in ((part, *entry) for part, files in schemas.items() for entry in files.items()):
         try:
             place = find_column(schema, name)
-        except Ambiguous:
+        except AmbiguousColumnError:
             twice.append(path)
             first = next(iter(schema.get_all_field_indices(name)), None)
             types.setdefault("unknown" if first is None else schema.field(first).type, path)
@@ -80,33 +84,33 @@ def _column(name: str, schemas: dict[str | None, dict]) -> ColumnStats:
             missing[part].append(path)
         else:
             types.setdefault(type_at(schema, place), path)
-    base, is_list, mixed = _agreed([] if twice else list(types))
-    known = next((t for t in types if twice or _base(t)[0] != "null"), next(iter(types)))
+    base, is_list, mixed = _unify_types([] if twice else list(types))
+    known = next((t for t in types if twice or _base_type(t)[0] != "null"), next(iter(types)))
     column = ColumnStats(name, str(known), base, is_list, {str(t): p for t, p in types.items()}, mixed)
     column.elsewhere = {
         part: replace(column, few=None, elsewhere={}) for part in schemas if part and not missing[part]
     }
     lacking = [path for paths in missing.values() for path in paths]
     if twice:
-        column.trouble = f"there is more than one column of this name in {_and_more(twice)}"
+        column.trouble = f"there is more than one column of this name in {_format_paths(twice)}"
     elif missing[None]:
-        column.trouble = f"there is no such column in {_and_more(lacking)}"
+        column.trouble = f"there is no such column in {_format_paths(lacking)}"
     elif base == "other" and len(types) > 1:
         column.trouble = f"its type differs: {'; '.join(f'{t} in {p}' for t, p in column.types.items())}"
     elif base == "other":
         column.trouble = f"type {known} is not supported"
     elif lacking:
-        column.lacking = f"there is no such column in {_and_more(lacking)}"
+        column.lacking = f"there is no such column in {_format_paths(lacking)}"
     return column
 
 
-def _and_more(paths: list[str]) -> str:
+def _format_paths(paths: list[str]) -> str:
     return paths[0] + (f" and {len(paths) - 1:,} other files" if len(paths) > 1 else "")
 
 
-def _agreed(types: list) -> tuple[str, bool, bool]:
+def _unify_types(types: list) -> tuple[str, bool, bool]:
     """Return (base, is a list, values must be cast) for a column with these types in its files."""
-    kinds = [_base(kind) for kind in types]
+    kinds = [_base_type(kind) for kind in types]
     bases = {base for base, _ in kinds} - {"null"}
     is_list = any(listed for _, listed in kinds)
     if len(bases) <= 1:
@@ -118,7 +122,7 @@ def _agreed(types: list) -> tuple[str, bool, bool]:
     return "other", is_list, False
 
 
-def _base(kind) -> tuple[str, bool]:
+def _base_type(kind) -> tuple[str, bool]:
     """Return (base, is a list) of an Arrow type."""
     value, listed = value_type(kind), is_list(plain(kind))
     tests = {

@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 
 from raytrec.common.errors import ConfigError, DataError, SchemaError, unknown
-from raytrec.common.storage import parts_beside, train_part
+from raytrec.common.storage import find_sibling_parts, find_train_folder
 from raytrec.config.schema import Schema
 from raytrec.inspection.column_roles import (
     LABEL_NAMES,
@@ -41,20 +41,20 @@ from raytrec.inspection.column_roles import (
     fill_weights,
     find_reserved,
     find_role,
-    is_called_label,
+    has_label_name,
 )
 from raytrec.inspection.column_scan import scan_columns
 from raytrec.inspection.column_stats import ColumnStats
-from raytrec.inspection.result import Inspection, as_flow
+from raytrec.inspection.result import Inspection, to_flow_yaml
 from raytrec.inspection.shared_tables import (
     SharedTable,
     bucket_boundaries,
     find_tables,
-    free_name,
-    is_sequence,
+    has_history_name,
+    make_table_name,
 )
 
-FEWEST_ROWS = 100  # with fewer rows, columns may agree by chance
+MIN_COPY_ROWS = 100  # with fewer rows, columns may agree by chance
 # Order of transforms. In lists, all except fill_null remove nulls, but not the weights of these nulls.
 ORDER = ("fill_null", "cast", "drop_null", "binarize", "clip", "bucketize")
 
@@ -89,21 +89,24 @@ def inspect(
         )
     if max_rows is not None and max_rows < 1:
         raise ConfigError(f"{max_rows} rows are to be read", where="--rows", expected="1 or more")
-    uri = train_part(uri)
+    uri = find_train_folder(uri)
     scan = scan_columns(
-        uri, max_rows, parts_beside(uri), lambda name: name in labels if labels else is_called_label(name)
+        uri,
+        max_rows,
+        find_sibling_parts(uri),
+        lambda name: name in labels if labels else has_label_name(name),
     )
     names = [column.name for column in scan.columns]
-    _check_there(labels or [], names, uri)
-    _check_there(reserve_columns or [], [*names, *scan.folders], uri)
-    plain_labels = any(is_called_label(c.name) and c.is_probability for c in scan.columns)
+    _check_columns_exist(labels or [], names, uri)
+    _check_columns_exist(reserve_columns or [], [*names, *scan.folders], uri)
+    plain_labels = any(has_label_name(c.name) and c.is_probability for c in scan.columns)
     findings = [
         find_reserved(column)
         if reserve_columns and column.name in reserve_columns and column.name not in (labels or ())
         else find_role(column, labels, plain_labels)
         for column in scan.columns
     ]
-    _check_some_label(findings, uri)
+    _check_has_label(findings, uri)
     _skip_copies(findings)
     _pair_weights(findings)
     _add_buckets(findings)
@@ -121,19 +124,19 @@ def _add_buckets(findings: list[Finding]) -> None:
     taken = {f.stats.name for f in findings}
     for f in findings:
         if f.kind == "dense":
-            into = free_name(f"{f.stats.name}_bucket", taken)
+            into = make_table_name(f"{f.stats.name}_bucket", taken)
             taken.add(into)
             f.needs("bucketize", boundaries=bucket_boundaries(f.stats.scale()), into=[into])
             f.notes.append("also looked up in buckets, as no column has ids")
 
 
-def _check_there(named: list[str], names: list[str], uri: str) -> None:
+def _check_columns_exist(named: list[str], names: list[str], uri: str) -> None:
     if missing := [name for name in named if name not in names]:
         what, expected = f"there is no column '{missing[0]}'", ", ".join(names[:50])
         raise unknown(what, missing[0], names, uri, expected, kind=SchemaError)
 
 
-def _check_some_label(findings: list[Finding], uri: str) -> None:
+def _check_has_label(findings: list[Finding], uri: str) -> None:
     if any(f.kind == "label" for f in findings):
         return
     likely = [f.stats.name for f in findings if f.stats.is_probability and f.stats.distinct == 2]
@@ -155,18 +158,18 @@ def _skip_copies(findings: list[Finding]) -> None:
     """Skip features that copy a label."""
     labels = [f.stats.name for f in findings if f.kind == "label"]
     for f in findings:
-        if f.kind in ("dense", "sparse") and (label := _copied_label(f.stats, labels)):
+        if f.kind in ("dense", "sparse") and (label := _find_copied_label(f.stats, labels)):
             f.kind, f.why, f.notes = "skipped", f"copies the label {label}", []
 
 
-def _copied_label(column: ColumnStats, labels: Sequence[str]) -> str | None:
+def _find_copied_label(column: ColumnStats, labels: Sequence[str]) -> str | None:
     """Return the label that a column copies, or None.
 
     A column copies a label if its values and the label's values correspond one to one. Nulls are values too.
     """
     for label in labels:
         pairs = column.pairs.get(label) or {}
-        if column.rows > FEWEST_ROWS and len(pairs) >= 2 and len(set(pairs.values())) == len(pairs):
+        if column.rows > MIN_COPY_ROWS and len(pairs) >= 2 and len(set(pairs.values())) == len(pairs):
             return label
     return None
 
@@ -212,7 +215,7 @@ def _schema(findings: list[Finding], tables: list[SharedTable], dim: int, sample
     for f in findings:
         if f.kind == "sparse":
             name = f.stats.name
-            pooling = "sequence" if is_sequence(f) else "mean" if f.stats.is_list else "sum"
+            pooling = "sequence" if has_history_name(f) else "mean" if f.stats.is_list else "sum"
             sparse[name] = {"table": of_column[name].name, "pooling": pooling, "weights": weights.get(name)}
     sizes = {table.name: table.choose_size(sampled) for table in tables}
     for made in (t for f in findings for t in f.transforms if t["do"] == "bucketize"):
@@ -237,6 +240,8 @@ def _transforms(findings: list[Finding]) -> list[dict]:
     together: dict[str, dict] = {}
     for transform in (t for f in findings if f.kind != "skipped" for t in f.transforms):
         settings = {key: value for key, value in transform.items() if key != "columns"}
-        known = together.setdefault(as_flow(settings), {"do": transform["do"], "columns": [], **settings})
+        known = together.setdefault(
+            to_flow_yaml(settings), {"do": transform["do"], "columns": [], **settings}
+        )
         known["columns"] += transform["columns"]
     return sorted(together.values(), key=lambda t: ORDER.index(t["do"]))

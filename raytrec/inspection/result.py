@@ -10,15 +10,15 @@ from pathlib import Path
 import numpy as np
 from rich.table import Table
 
-from raytrec.common.errors import ConfigError, os_errors
+from raytrec.common.errors import ConfigError, convert_os_errors
 from raytrec.common.terminal import open_console, plain
 from raytrec.config.schema import Schema, scalar
-from raytrec.inspection.column_roles import ONE_VALUE, Finding
+from raytrec.inspection.column_roles import REASON_CONSTANT, Finding
 from raytrec.inspection.column_scan import Scan
 from raytrec.inspection.column_stats import ColumnStats
-from raytrec.inspection.shared_tables import SharedTable, is_sequence
+from raytrec.inspection.shared_tables import SharedTable, has_history_name
 
-LONGEST_COMMAND = 2000  # characters of transforms that are included in the printed command
+MAX_COMMAND_CHARS = 2000  # characters of transforms that are included in the printed command
 
 
 @dataclass
@@ -68,12 +68,12 @@ class Inspection:
         if self.transforms or self.reserve_columns:
             lines.append("data:")
         if self.reserve_columns:
-            lines.append(f"  reserve_columns: {as_flow(self.reserve_columns)}")
+            lines.append(f"  reserve_columns: {to_flow_yaml(self.reserve_columns)}")
         if self.transforms:
             lines.append("  transforms:")
-            lines += [f"    - {as_flow(transform)}" for transform in self.transforms]
+            lines += [f"    - {to_flow_yaml(transform)}" for transform in self.transforms]
         if self.tasks:
-            lines += ["tasks:", *(f"  - {as_flow(task)}" for task in self.tasks)]
+            lines += ["tasks:", *(f"  - {to_flow_yaml(task)}" for task in self.tasks)]
         out = [f"# {_printable(line)}" for line in lines]
         out.append(
             self.schema.to_yaml({key: _printable(text) for key, text in self._comments().items()}).rstrip()
@@ -93,7 +93,7 @@ class Inspection:
             section = {"label": "labels", "dense": "dense", "sparse": "sparse"}.get(f.kind)
             if section:
                 more = [shared[f.stats.name]] if section == "sparse" and f.stats.name in shared else []
-                if section == "sparse" and is_sequence(f):
+                if section == "sparse" and has_history_name(f):
                     more.append("it is called like a sequence: the most recent id has to be the last")
                 found[section, f.stats.name] = "; ".join([_describe(f), *more])
         return found
@@ -109,7 +109,7 @@ class Inspection:
             ConfigError: The file exists or cannot be written.
         """
         if out is not None:
-            check_out(out, overwrite)
+            check_output_path(out, overwrite)
         self._print_table()
         write_schema(self.schema_yaml(), out)
         if out is not None:
@@ -122,14 +122,14 @@ class Inspection:
         settings = [f"data.train={self.uri}", *(f"data.{name}={place}" for name, place in parts.items())]
         settings.append(f"data.schema={schema}")
         if self.tasks:
-            settings.append(f"tasks={as_flow(self.tasks)}")
+            settings.append(f"tasks={to_flow_yaml(self.tasks)}")
         if self.reserve_columns:
-            settings.append(f"data.reserve_columns={as_flow(self.reserve_columns)}")
-        transforms = f"data.transforms=[{', '.join(map(as_flow, self.transforms))}]"
-        if self.transforms and len(transforms) <= LONGEST_COMMAND:
+            settings.append(f"data.reserve_columns={to_flow_yaml(self.reserve_columns)}")
+        transforms = f"data.transforms=[{', '.join(map(to_flow_yaml, self.transforms))}]"
+        if self.transforms and len(transforms) <= MAX_COMMAND_CHARS:
             settings.append(transforms)
         command = shlex.join(["raytrec", "train", "jobs/own.yaml", *settings])
-        if self.transforms and len(transforms) > LONGEST_COMMAND:
+        if self.transforms and len(transforms) > MAX_COMMAND_CHARS:
             command += f"  # with the data.transforms that {schema} names in jobs/own.yaml"
         return command
 
@@ -147,8 +147,10 @@ class Inspection:
         console = open_console(stderr=True)
         console.print(table)
         for f in self.findings:
-            if f.kind == "label" and ONE_VALUE in f.notes:
-                console.print(plain(f"warning: the label {f.stats.name} is {ONE_VALUE}"), soft_wrap=True)
+            if f.kind == "label" and REASON_CONSTANT in f.notes:
+                console.print(
+                    plain(f"warning: the label {f.stats.name} is {REASON_CONSTANT}"), soft_wrap=True
+                )
 
 
 def write_schema(text: str, out: str | None) -> None:
@@ -158,7 +160,7 @@ def write_schema(text: str, out: str | None) -> None:
         ConfigError: The file cannot be written.
     """
     if out is not None:
-        with os_errors("cannot write the schema", ConfigError, where=out):
+        with convert_os_errors("cannot write the schema", ConfigError, where=out):
             Path(out).write_text(text, encoding="utf-8")
         return
     if hasattr(sys.stdout, "reconfigure"):
@@ -166,7 +168,7 @@ def write_schema(text: str, out: str | None) -> None:
     sys.stdout.write(text)
 
 
-def check_out(out: str, overwrite: bool) -> None:
+def check_output_path(out: str, overwrite: bool) -> None:
     """Check, before any data is read, that a schema can be written to this path.
 
     Raises:
@@ -181,11 +183,11 @@ def check_out(out: str, overwrite: bool) -> None:
         raise ConfigError("the file exists", where=out, do="choose another --out, or replace it with --force")
 
 
-def as_flow(value: object) -> str:
+def to_flow_yaml(value: object) -> str:
     """Return a value as YAML on one line."""
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{key}: {as_flow(inner)}' for key, inner in value.items())}}}"
-    return f"[{', '.join(map(as_flow, value))}]" if isinstance(value, list) else scalar(value)
+        return f"{{{', '.join(f'{key}: {to_flow_yaml(inner)}' for key, inner in value.items())}}}"
+    return f"[{', '.join(map(to_flow_yaml, value))}]" if isinstance(value, list) else scalar(value)
 
 
 def _printable(text: str) -> str:
@@ -197,7 +199,7 @@ def _describe(finding: Finding) -> str:
     s = finding.stats
     parts = [s.type, f"{s.distinct_text} distinct", s.range_text, f"{_nulls_text(s)} null"]
     if s.is_list:
-        parts.append(f"bags {bag_text(s)}")
+        parts.append(f"bags {format_bag_lengths(s)}")
     beyond = [part for part, other in s.elsewhere.items() if other.high > s.high or other.low < s.low]
     if finding.kind == "sparse" and beyond and s.base != "text":
         parts.append(f"{s.lowest:.10g} to {s.highest:.10g} with {' and '.join(beyond)}")
@@ -209,7 +211,7 @@ def _nulls_text(s: ColumnStats) -> str:
     return f"{share:.0f} %" if share >= 10 else f"{share:.2g} %"
 
 
-def bag_text(s: ColumnStats) -> str:
+def format_bag_lengths(s: ColumnStats) -> str:
     """Return the shortest, mean, 95th percentile and longest bag of a list, and the share of empty bags."""
     if not s.is_list or not s.lengths.sum():
         return ""

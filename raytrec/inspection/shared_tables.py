@@ -9,20 +9,20 @@ from statistics import NormalDist
 
 import numpy as np
 
-from raytrec.config.schema_parts import Scale, table_name
+from raytrec.config.schema_parts import Scale, to_table_name
 from raytrec.data.ids import hash_integers
-from raytrec.inspection.column_roles import SPARSE_FILL, Finding, is_ordinal, words
+from raytrec.inspection.column_roles import MAX_ID_RANGE_FACTOR, Finding, is_ordinal, words
 from raytrec.inspection.column_stats import FEW, ColumnStats
 from raytrec.inspection.sketches import SMALLEST, HotIds, count_distinct
 
-FEW_VALUES = 1000  # tables of fewer values grow until each value has its own row
-SMALL_TABLE = 65_536  # tables up to this size have ten rows per value
+MAX_COLLISION_FREE_VALUES = 1000  # tables of fewer values grow until each value has its own row
+MAX_SMALL_TABLE_ROWS = 65_536  # tables up to this size have ten rows per value
 # Words that describe the use of ids instead of their meaning.
 HISTORY = frozenset(
     """history histories hist seq sequence sequences recent last past previous prev clicked viewed watched
     bought purchased played liked visited read seen session sessions behavior behaviors""".split()  # noqa: SIM905
 )
-USE = HISTORY | frozenset(
+USAGE_WORDS = HISTORY | frozenset(
     "id ids list target candidate next first positive negative pos neg".split()  # noqa: SIM905
 )
 
@@ -60,7 +60,7 @@ class SharedTable:
         return {"rows": rows, "out_of_range": out_of_range}
 
 
-def is_sequence(f: Finding) -> bool:
+def has_history_name(f: Finding) -> bool:
     """Return True if a list's name suggests a history of events."""
     return f.stats.is_list and not HISTORY.isdisjoint(words(f.stats.name))
 
@@ -69,27 +69,27 @@ def find_tables(findings: list[Finding]) -> list[SharedTable]:
     """Return the tables of sparse features. Features with one id are assigned before lists."""
     tables: list[SharedTable] = []
     for f in sorted((f for f in findings if f.kind == "sparse"), key=lambda f: f.stats.is_list):
-        telling = _is_telling(f.stats)
+        telling = _is_distinctive(f.stats)
         found = [
             (why, share, t)
             for t in tables
-            if (why := _why_shared(f, t.members[0], telling))
-            for share in [share_of(t.members[0].stats, f.stats)]
+            if (why := _explain_sharing(f, t.members[0], telling))
+            for share in [estimate_containment(t.members[0].stats, f.stats)]
         ]
         if found:
             why, _, table = max(found, key=lambda entry: entry[1])
             table.members.append(f)
             table.reasons[f.stats.name] = why
         else:
-            tables.append(SharedTable(free_name(f.stats.name, {t.name for t in tables}), [f]))
+            tables.append(SharedTable(make_table_name(f.stats.name, {t.name for t in tables}), [f]))
     return tables
 
 
-def _why_shared(f: Finding, owner: Finding, telling: bool) -> str | None:
+def _explain_sharing(f: Finding, owner: Finding, telling: bool) -> str | None:
     """Return why a feature should look up another feature's table, or None if it should not."""
     mine, theirs = f.stats, owner.stats
-    nouns = _nouns(mine.name)
-    if nouns and nouns == _nouns(theirs.name):
+    nouns = _subject_words(mine.name)
+    if nouns and nouns == _subject_words(theirs.name):
         least = 0.2
     elif telling and len(theirs.hashes) >= 10:
         least = 0.8
@@ -97,35 +97,37 @@ def _why_shared(f: Finding, owner: Finding, telling: bool) -> str | None:
         least = 0.9
     else:
         return None
-    if (mine.base == "text") != (theirs.base == "text") or (share := share_of(mine, theirs)) < least:
+    if (mine.base == "text") != (theirs.base == "text") or (
+        share := estimate_containment(mine, theirs)
+    ) < least:
         return None
     return f"{100 * share:.0f} % of its values are in {theirs.name}, too"
 
 
-def _is_telling(s: ColumnStats) -> bool:
+def _is_distinctive(s: ColumnStats) -> bool:
     """Return True if common values cannot be chance: text, and integers with gaps."""
-    fills = s.lowest >= 0 and s.highest < SPARSE_FILL * s.distinct
+    fills = s.lowest >= 0 and s.highest < MAX_ID_RANGE_FACTOR * s.distinct
     return (s.base == "text" or not fills) and s.distinct >= 10
 
 
 @cache
-def _nouns(name: str) -> frozenset[str]:
-    return frozenset(re.sub(r"(?<=\w\w\w)s$", "", word) for word in words(name) if word not in USE)
+def _subject_words(name: str) -> frozenset[str]:
+    return frozenset(re.sub(r"(?<=\w\w\w)s$", "", word) for word in words(name) if word not in USAGE_WORDS)
 
 
-def free_name(column: str, taken: set[str]) -> str:
+def make_table_name(column: str, taken: set[str]) -> str:
     """Return an unused table name from a column name, without characters that tables or figures reject."""
     name = re.sub(r"[^\w\-]+", "_", re.sub(r"(?<=.)([_.][iI][dD]s?|(?<=[a-z])I[dD]s?)$", "", column)).strip(
         "_"
     )
-    name = table_name(name or "ids")
+    name = to_table_name(name or "ids")
     number = 2
     while name in taken:
         name, number = f"{name.removesuffix(f'_{number - 1}')}_{number}", number + 1
     return name
 
 
-def share_of(inner: ColumnStats, outer: ColumnStats) -> float:
+def estimate_containment(inner: ColumnStats, outer: ColumnStats) -> float:
     """Return the share of a column's distinct values that another column has, estimated from hashes."""
     known = [s.hashes[-1] for s in (inner, outer) if len(s.hashes) >= SMALLEST]
     mine, theirs = (s.hashes[s.hashes <= min(known)] if known else s.hashes for s in (inner, outer))
@@ -152,8 +154,8 @@ def table_size(
         kind: text, id or ordinal.
         sampled: True if not all rows were read.
     """
-    if kind == "text" or low < 0 or high >= max(SPARSE_FILL * distinct, 100_000):
-        rows, shared = _rows_of_hash(distinct, hot, kind == "text")
+    if kind == "text" or low < 0 or high >= max(MAX_ID_RANGE_FACTOR * distinct, 100_000):
+        rows, shared = _size_hashed_table(distinct, hot, kind == "text")
         others = f"values of {100 * shared:.2g} % of the lookups share a row with more frequent ones"
         return rows, "hash", others if shared else "frequent values do not share a row"
     rows = int(high) + 1
@@ -164,17 +166,17 @@ def table_size(
     return rows + 1, "clamp", "larger ids use the last row, which is not trained"
 
 
-def _rows_of_hash(distinct: int, hot: HotIds, is_text: bool) -> tuple[int, float]:
+def _size_hashed_table(distinct: int, hot: HotIds, is_text: bool) -> tuple[int, float]:
     """Return the rows of a hashed table and the share of lookups with collisions.
 
     A lookup collides if its value shares a row with a more frequent value.
     """
     ids, counts = hot.counts()
     order = np.argsort(-counts, kind="stable")
-    ids, counts, few = ids[order], counts[order], distinct < FEW_VALUES
-    rows = least = max(min(10 * distinct, SMALL_TABLE), 2 * distinct, 100)
+    ids, counts, few = ids[order], counts[order], distinct < MAX_COLLISION_FREE_VALUES
+    rows = least = max(min(10 * distinct, MAX_SMALL_TABLE_ROWS), 2 * distinct, 100)
     best = 1.0, rows
-    while best[0] and rows <= (SMALL_TABLE if few else 1.1 * least):
+    while best[0] and rows <= (MAX_SMALL_TABLE_ROWS if few else 1.1 * least):
         places = ids % np.uint64(rows) if is_text else np.where(ids < rows, ids, hash_integers(ids, rows))
         most_frequent = np.unique(places, return_index=True)[1]
         best = min(best, (1 - float(counts[most_frequent].sum() / counts.sum()), rows))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 MOST = 65_536  # most ids with a counter
-POWERS = (1, 10, 100, 1_000, 10_000)
+TOP_ID_COUNTS = (1, 10, 100, 1_000, 10_000)
 SMALLEST = 65_536  # most hashes kept; counts of distinct values are exact below and ± 0.4 % above
 
 
@@ -102,4 +102,4 @@ class HotIds:
         """
         counts = np.sort(self.counts()[1])[::-1]
         sums = np.cumsum(counts) / max(1, self._all)
-        return [round(min(1.0, float(sums[power - 1])), 5) for power in POWERS if power < len(counts)]
+        return [round(min(1.0, float(sums[power - 1])), 5) for power in TOP_ID_COUNTS if power < len(counts)]

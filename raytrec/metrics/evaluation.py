@@ -12,20 +12,27 @@ import torch
 
 from raytrec.common.collectives import Peers
 from raytrec.common.formatting import null_nonfinite
-from raytrec.metrics.groups import GroupRows, auc_of_groups, rank_of
-from raytrec.metrics.ranked import BoundedRows, Counted, Scores, bins_of, midpoints, put_together
-from raytrec.metrics.registry import BOUND, GroupMetric, Metric, RankedMetric
+from raytrec.metrics.groups import GroupRows, assign_ranks, compute_group_auc
+from raytrec.metrics.ranked import (
+    BoundedRows,
+    Scores,
+    WeightedRows,
+    assign_bins,
+    compute_midpoints,
+    sum_equal_rows,
+)
+from raytrec.metrics.registry import BOUND_SUFFIX, GroupMetric, Metric, RankedMetric
 from raytrec.metrics.selection import Selection
 
 if TYPE_CHECKING:
     from raytrec.data.batch import Batch
 
-AUC_BYTES = 160  # peak memory per row: float64, sorted, with cumulative sums
-SHOWN_SLICES = 10  # slices in each list: the largest and the worst
+AUC_BYTES_PER_ROW = 160  # peak memory per row: float64, sorted, with cumulative sums
+MAX_LISTED_SLICES = 10  # slices in each list: the largest and the worst
 LEAST_ROWS = (
     30  # rows of each label that a slice needs to be listed as worst; with fewer, the AUC is mostly noise
 )
-MOST_NAMES = 100_000  # values of a column whose text a rank stores
+MAX_SLICE_NAMES = 100_000  # values of a column whose text a rank stores
 
 
 class TaskRows:
@@ -47,7 +54,7 @@ class TaskRows:
             # These metrics or their curves need rows sorted by prediction.
             if any(issubclass(m, RankedMetric) or m.ranked_curve is not Metric.ranked_curve for m in metrics):
                 self._scores = Scores(*how)
-            if grouped := _of_kind(metrics, GroupMetric):
+            if grouped := _select_subclasses(metrics, GroupMetric):
                 columns = [about.group, *[about.item] * any(metric.needs_item for metric in grouped)]
                 self._groups = GroupRows(*how, columns)
             self._slices = {name: Slices(*how, [name]) for name in settings.slices}
@@ -56,7 +63,7 @@ class TaskRows:
         self._kept = [each for each in kept if each]
         self.needed = bool(self._kept)
 
-    def add(self, rows: Counted) -> None:
+    def add(self, rows: WeightedRows) -> None:
         """Add rows."""
         for kept in self._kept:
             kept.add(rows)
@@ -66,9 +73,9 @@ class TaskRows:
         figures: dict[str, float | None] = {}
         curves: dict[str, dict[str, Any]] = {}
         if self._scores:
-            self._rank(peers, place, figures, curves)
+            self._add_ranked_metrics(peers, place, figures, curves)
         if self._groups:
-            self._group(peers, place, figures)
+            self._add_group_metrics(peers, place, figures)
         return {self._key(name): value for name, value in figures.items()}, curves
 
     def slices(
@@ -83,24 +90,24 @@ class TaskRows:
             for column, slices in self._slices.items()
         }
 
-    def _rank(self, peers: Peers, place: torch.device, figures: dict, curves: dict) -> None:
+    def _add_ranked_metrics(self, peers: Peers, place: torch.device, figures: dict, curves: dict) -> None:
         """Add metrics and curves over rows sorted by prediction to `figures` and `curves`."""
         ranked, binned = self._scores.ranked(peers, place)
-        metrics = _of_kind(self._metrics, RankedMetric)
-        totals = _added([metric.sums(ranked) for metric in metrics], peers)
+        metrics = _select_subclasses(self._metrics, RankedMetric)
+        totals = _sum_over_ranks([metric.sums(ranked) for metric in metrics], peers)
         for metric, sums in zip(metrics, totals, strict=True):
             defined = ranked.both_classes
             figures[metric.name] = float(metric.figure(sums)) if defined else None
             if binned and defined:
-                figures[metric.name + BOUND] = float(metric.bound(sums))
+                figures[metric.name + BOUND_SUFFIX] = float(metric.bound(sums))
         for metric in self._metrics:
             if (points := metric.ranked_curve(ranked)) is not None:
                 curve = self._key(metric.ranked_curve.__name__)
                 curves[curve] = {**points, "metric": self._key(metric.name)}
 
-    def _group(self, peers: Peers, place: torch.device, figures: dict) -> None:
+    def _add_group_metrics(self, peers: Peers, place: torch.device, figures: dict) -> None:
         """Add group metrics to `figures`, one part of the groups at a time."""
-        metrics = _of_kind(self._metrics, GroupMetric)
+        metrics = _select_subclasses(self._metrics, GroupMetric)
         sums: list[dict[str, torch.Tensor]] = [{} for _ in metrics]
         distinct: list[dict[str, torch.Tensor]] = [{} for _ in metrics]
         for groups in self._groups.groups(peers, place):
@@ -111,7 +118,7 @@ class TaskRows:
                     seen[name] = torch.cat([seen.get(name, keys[:0]), keys]).unique()
         for so_far, seen in zip(sums, distinct, strict=True):
             so_far |= {name: _count_distinct(keys, peers) for name, keys in seen.items()}
-        for metric, total in zip(metrics, _added(sums, peers), strict=True):
+        for metric, total in zip(metrics, _sum_over_ranks(sums, peers), strict=True):
             counts = {name: round(float(value)) for name, value in metric.counts(total).items()}
             figures |= {metric.name: float(metric.figure(total)), **counts}
 
@@ -119,7 +126,9 @@ class TaskRows:
         return self._selection.key(self._task, name)
 
 
-def place_for(rows: int, device: torch.device, row_bytes: int = AUC_BYTES) -> torch.device:
+def choose_ranking_device(
+    rows: int, device: torch.device, row_bytes: int = AUC_BYTES_PER_ROW
+) -> torch.device:
     """Return the CUDA device if half of its free memory can hold the rows, else the CPU.
 
     By default, `row_bytes` is the memory of the AUC. A device that is not CUDA is returned unchanged.
@@ -129,11 +138,11 @@ def place_for(rows: int, device: torch.device, row_bytes: int = AUC_BYTES) -> to
     return device
 
 
-def _of_kind(metrics: list[type[Metric]], kind: type) -> list:
+def _select_subclasses(metrics: list[type[Metric]], kind: type) -> list:
     return [metric for metric in metrics if issubclass(metric, kind)]
 
 
-def _added(sums: list[dict[str, torch.Tensor]], peers: Peers) -> list[dict[str, torch.Tensor]]:
+def _sum_over_ranks(sums: list[dict[str, torch.Tensor]], peers: Peers) -> list[dict[str, torch.Tensor]]:
     """Return the sums of several metrics over all ranks, with one collective."""
     values = [value for each in sums for value in each.values()]
     if not values:
@@ -144,14 +153,14 @@ def _added(sums: list[dict[str, torch.Tensor]], peers: Peers) -> list[dict[str, 
 
 def _count_distinct(keys: torch.Tensor, peers: Peers) -> torch.Tensor:
     """Return the number of distinct keys over all ranks that this rank owns."""
-    (mine,) = peers.send([keys], rank_of(keys, peers.world))
+    (mine,) = peers.send([keys], assign_ranks(keys, peers.world))
     return torch.tensor(len(mine.unique()), dtype=torch.float64)
 
 
 class Slices(BoundedRows):
     """Rows by slice, with 20 bytes per row; as bins, memory grows with slices instead of rows."""
 
-    _bins: list[torch.Tensor] | None = None  # binned ties by slice (`_put_together`)
+    _bins: list[torch.Tensor] | None = None  # binned ties by slice (`_merge_slice_ties`)
 
     def figures(self, peers: Peers, place: torch.device, names: Mapping[int, str]) -> dict[str, Any]:
         """Return the largest and the worst slices of all ranks, the same on each rank.
@@ -168,11 +177,11 @@ class Slices(BoundedRows):
             auc, calibration (None if undefined), and auc_bound if rows are in bins.
         """
         if binned := peers.largest(self._bins is not None) > 0:
-            self._put_into_bins()
-        ties = [x.to(place) for x in self._bins or self._ties()]
+            self._bin_rows()
+        ties = [x.to(place) for x in self._bins or self._to_ties()]
         self._bins = None
-        ties = _put_together(*peers.send(ties, rank_of(ties[0], peers.world)))
-        found = SliceFigures.of(ties, peers.largest(not self._binary) == 0, binned)
+        ties = _merge_slice_ties(*peers.send(ties, assign_ranks(ties[0], peers.world)))
+        found = SliceMetrics.of(ties, peers.largest(not self._binary) == 0, binned)
         lists = {"largest": found.first(-found.rows, peers), "worst": found.first(found.goodness, peers)}
         records = [record for listed in lists.values() for record in listed]
         texts: dict[int, str] = {}
@@ -184,22 +193,24 @@ class Slices(BoundedRows):
             record["slice"] = texts.get(key, f"key {key}")
         return {"slices": int(peers.sum(torch.tensor(len(found.keys)))), **lists}
 
-    def _put_into_bins(self) -> None:
-        keys, predictions, *sums = self._ties()
-        new = [keys, midpoints(bins_of(predictions)), *sums]
+    def _bin_rows(self) -> None:
+        keys, predictions, *sums = self._to_ties()
+        new = [keys, compute_midpoints(assign_bins(predictions)), *sums]
         both = zip(self._bins or [x[:0] for x in new], new, strict=True)
-        self._bins = _put_together(*(torch.cat(pair) for pair in both))
+        self._bins = _merge_slice_ties(*(torch.cat(pair) for pair in both))
 
-    def _ties(self) -> list[torch.Tensor]:
+    def _to_ties(self) -> list[torch.Tensor]:
         """Return the stored rows as ties."""
-        logits, labels, weights, keys = self._joined()
+        logits, labels, weights, keys = self._concatenate_rows()
         predictions, weights = self._predict(logits.double()).double(), weights.double()
         positive = weights * labels
         sums = positive, weights - positive, weights * predictions, torch.ones_like(weights)
-        return _put_together(keys, predictions, *sums)
+        return _merge_slice_ties(keys, predictions, *sums)
 
 
-def _put_together(keys: torch.Tensor, predictions: torch.Tensor, *sums: torch.Tensor) -> list[torch.Tensor]:
+def _merge_slice_ties(
+    keys: torch.Tensor, predictions: torch.Tensor, *sums: torch.Tensor
+) -> list[torch.Tensor]:
     """Return ties by slice and descending prediction.
 
     The columns are keys, predictions, and sums over rows that agree in both: positive weights, negative
@@ -207,11 +218,11 @@ def _put_together(keys: torch.Tensor, predictions: torch.Tensor, *sums: torch.Te
     """
     order = predictions.argsort(descending=True)
     order = order[keys[order].argsort(stable=True)]
-    return put_together(order, [keys, predictions], sums)
+    return sum_equal_rows(order, [keys, predictions], sums)
 
 
 @dataclass(frozen=True)
-class SliceFigures:
+class SliceMetrics:
     """Metrics of S slices, float64 [S] each, in host memory.
 
     Attributes:
@@ -229,14 +240,14 @@ class SliceFigures:
     goodness: torch.Tensor
 
     @classmethod
-    def of(cls, ties: list[torch.Tensor], binary: bool, binned: bool) -> SliceFigures:
-        """Return the metrics of complete slices, given as ties (`_put_together`).
+    def of(cls, ties: list[torch.Tensor], binary: bool, binned: bool) -> SliceMetrics:
+        """Return the metrics of complete slices, given as ties (`_merge_slice_ties`).
 
         `binary`: all labels are 0 and 1. `binned`: rows with nearly equal predictions count as tied.
         """
         keys, predictions, positive, negative, predicted, rows = (x.cpu() for x in ties)
         keys, of = keys.unique_consecutive(return_inverse=True)
-        auc, both = auc_of_groups(of, len(keys), predictions, positive, negative)
+        auc, both = compute_group_auc(of, len(keys), predictions, positive, negative)
         auc = auc.masked_fill(~both if binary else torch.ones_like(both), float("nan"))
         positives, negatives, rows, predicted, tied = (
             x.new_zeros(len(keys)).index_add_(0, of, x)
@@ -249,15 +260,15 @@ class SliceFigures:
         return cls(keys, rows, {"auc": auc, "calibration": calibration, **bound}, goodness)
 
     def first(self, values: torch.Tensor, peers: Peers) -> list[dict[str, Any]]:
-        """Return the SHOWN_SLICES slices of all ranks with the lowest values [S], ascending; a collective."""
-        order = values.nan_to_num(nan=float("inf")).argsort(stable=True)[:SHOWN_SLICES]
+        """Return the MAX_LISTED_SLICES slices of all ranks with the lowest values [S], ascending; a collective."""
+        order = values.nan_to_num(nan=float("inf")).argsort(stable=True)[:MAX_LISTED_SLICES]
         columns = torch.stack([values, self.rows, *self.figures.values()], 1)
         found = zip(*(x.tolist() for x in peers.gather([columns[order], self.keys[order]])), strict=True)
         return [
             {"key": key, "rows": int(rows)} | null_nonfinite(dict(zip(self.figures, figures, strict=True)))
             for (value, rows, *figures), key in sorted(found, key=lambda row: (row[0][0], row[1]))
             if isfinite(value)
-        ][:SHOWN_SLICES]
+        ][:MAX_LISTED_SLICES]
 
 
 class Names:
@@ -268,7 +279,7 @@ class Names:
         key_columns: Columns of Batch.keys, in order.
 
     Attributes:
-        of: Column → key → text of the value; the first MOST_NAMES values that this rank has seen.
+        of: Column → key → text of the value; the first MAX_SLICE_NAMES values that this rank has seen.
     """
 
     def __init__(self, columns: Sequence[str], key_columns: Sequence[str]):
@@ -290,6 +301,6 @@ class Names:
         new = [
             (key, row) for key, row in zip(distinct.tolist(), first.tolist(), strict=True) if key not in known
         ]
-        for key, row in new[: MOST_NAMES - len(known)]:
+        for key, row in new[: MAX_SLICE_NAMES - len(known)]:
             value = values[row].as_py()
             known[key] = "null" if value is None else str(value)

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 
 from raytrec.common.collectives import Peers
-from raytrec.data.arrow import one_array
+from raytrec.data.arrow import to_plain_array
 from raytrec.data.batch import Batch
-from raytrec.data.ids import group_keys, keys_of_rows
-from raytrec.metrics.evaluation import place_for
-from raytrec.metrics.groups import RELEVANT
-from raytrec.metrics.selection import RANKING_COUNTS, RETRIEVAL, Selection
+from raytrec.data.ids import compute_group_keys, compute_row_keys
+from raytrec.metrics.evaluation import choose_ranking_device
+from raytrec.metrics.groups import RELEVANCE_THRESHOLD
+from raytrec.metrics.selection import RANKING_COUNT_KEYS, RETRIEVAL_PREFIX, Selection
 
 ABSENT = 1 << 62  # rank of a right item that is not among all items
 
@@ -35,14 +35,14 @@ class FullRanking:
     def __init__(self, selection: Selection, device: torch.device, cells: int | None = None):
         self._selection, self._settings = selection, selection.settings.retrieval
         self._task = next(iter(selection.tasks.values()))
-        self._peers, self._device, self._cells = Peers(device), device, cells or cells_for(device)
+        self._peers, self._device, self._cells = Peers(device), device, cells or choose_block_cells(device)
         self._coming: deque[Queries] = deque()
         self._items: Items | None = None
-        self._sums = torch.zeros(len(selection.of_ranking), dtype=torch.float64, device=device)
+        self._sums = torch.zeros(len(selection.retrieval_metrics), dtype=torch.float64, device=device)
         self._rows, self._unknown = 0, torch.zeros((), dtype=torch.int64, device=device)
         self._seen, self._seen_here = 0, torch.zeros((), dtype=torch.int64, device=device)
 
-    def take_items(self, step: Any, items: Any) -> None:
+    def compute_item_vectors(self, step: Any, items: Any) -> None:
         """Compute the vectors of all items; a collective.
 
         `step` is the worker.step.Step of a retrieval model, `items` the Stream of eval.retrieval.items.
@@ -51,14 +51,14 @@ class FullRanking:
 
         def noted() -> Iterator[Batch]:
             for batch in items.batches():
-                keys.append(group_keys(one_array(batch.reserved[self._settings.item])))
+                keys.append(compute_group_keys(to_plain_array(batch.reserved[self._settings.item])))
                 yield batch
 
         rows = items.dataset.rows // self._peers.world + 1
         parts, place = [], None
         for outputs in step.evaluate(noted(), "item"):
             vectors = outputs.vectors[outputs.rows > 0]
-            place = place or place_for(rows, self._device, 4 * vectors.shape[1])
+            place = place or choose_ranking_device(rows, self._device, 4 * vectors.shape[1])
             parts.append(vectors.to(place))
         together = torch.cat(parts)
         rising, order = torch.from_numpy(np.concatenate(keys)).to(together.device).sort()
@@ -67,22 +67,22 @@ class FullRanking:
     def note(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yield the batches unchanged after storing their queries, which `add` ranks later."""
         for batch in batches:
-            self._coming.append(self._queries(batch))
+            self._coming.append(self._extract_queries(batch))
             yield batch
 
-    def _queries(self, batch: Batch) -> Queries:
+    def _extract_queries(self, batch: Batch) -> Queries:
         there = batch.weights > 0
         weights = batch.weights if batch.task_weights is None else batch.task_weights[:, 0]
-        counted = there & (weights > 0) & (batch.labels[:, self._task.column] > RELEVANT)
+        counted = there & (weights > 0) & (batch.labels[:, self._task.column] > RELEVANCE_THRESHOLD)
         asked = counted[there].numpy()
         reserved = batch.reserved.filter(asked)
-        right, items = keys_of_rows([reserved[self._settings.right_column]])
+        right, items = compute_row_keys([reserved[self._settings.right_column]])
         of = np.repeat(np.arange(len(right)), right)
         order = np.lexsort((items, of))  # removes duplicate items
         of, items = of[order], items[order]
         first = np.append(True, (of[1:] != of[:-1]) | (items[1:] != items[:-1]))[: len(items)]
         right, items = np.bincount(of[first], minlength=len(right)), items[first]
-        lengths, seen = keys_of_rows([reserved[column] for column in self._settings.seen], len(right))
+        lengths, seen = compute_row_keys([reserved[column] for column in self._settings.seen], len(right))
         kept = np.repeat(right > 0, lengths)
         numbers = right[right > 0], items, lengths[right > 0], seen[kept]
         rows = counted.nonzero().squeeze(1)[torch.from_numpy(right > 0)]
@@ -112,14 +112,14 @@ class FullRanking:
         order, right_Q, right_3P, seen_2S = torch.cat(host).to(self._items.keys.device).split(sizes)
         active = (right.unsqueeze(1) > torch.arange(int(right.max()))).sum(0).tolist()
         queries_QD = together(mine, rows)[order.to(mine.device)]
-        ranks_QR = self._ranks(queries_QD, active, right_3P.view(3, -1), seen_2S.view(2, -1))
+        ranks_QR = self._compute_ranks(queries_QD, active, right_3P.view(3, -1), seen_2S.view(2, -1))
         right_Q = right_Q.to(ranks_QR.device)
-        for number, metric in enumerate(self._selection.of_ranking):
+        for number, metric in enumerate(self._selection.retrieval_metrics):
             self._sums[number] += metric.of_ranks(ranks_QR, right_Q).sum()
         self._rows, self._seen = self._rows + len(right), self._seen + sum(seen)
         self._unknown += right_Q.sum() - (ranks_QR < ABSENT).sum()
 
-    def _ranks(
+    def _compute_ranks(
         self, queries_QD: torch.Tensor, active: Sequence[int], right_3P: torch.Tensor, seen_2S: torch.Tensor
     ) -> torch.Tensor:
         """Return the ranks of each query's right items, int64 [Q, R], ascending from 1; a collective.
@@ -149,13 +149,13 @@ class FullRanking:
     def figures(self) -> dict[str, float | None]:
         """Return values by key, the same on all ranks; metrics are None if no row counted."""
         found: dict[str, float | None] = {
-            f"{RETRIEVAL}.{metric.name}": total / self._rows if self._rows else None
-            for metric, total in zip(self._selection.of_ranking, self._sums.tolist(), strict=True)
+            f"{RETRIEVAL_PREFIX}.{metric.name}": total / self._rows if self._rows else None
+            for metric, total in zip(self._selection.retrieval_metrics, self._sums.tolist(), strict=True)
         }
         here = torch.tensor([len(self._items.keys), int(self._seen_here)])
         items, seen = self._peers.sum(here).tolist()
         counts = self._rows, items, int(self._unknown), self._seen - seen
-        return found | dict(zip(RANKING_COUNTS, counts, strict=True))
+        return found | dict(zip(RANKING_COUNT_KEYS, counts, strict=True))
 
 
 @dataclass(frozen=True)
@@ -178,9 +178,11 @@ class Queries:
 
 
 CELLS = 1 << 22  # queries × items per block: 56 MiB while a block is counted
-MOST_CELLS = 1 << 28  # maximum on a GPU with enough memory
+MAX_CELLS = 1 << 28  # maximum on a GPU with enough memory
 BYTES = 128  # free GPU memory required per cell: four times the actual use
-UNSURE = 8  # if float32 leaves more than 1 / UNSURE of a block undecided, the whole block uses float64
+UNDECIDED_DIVISOR = (
+    8  # if float32 leaves more than 1 / UNSURE of a block undecided, the whole block uses float64
+)
 
 
 @dataclass(frozen=True)
@@ -230,7 +232,7 @@ class Items:
         bounds = torch.searchsorted(left_out[1].contiguous(), starts).tolist()
         above_QR = torch.zeros(scores_QR.shape, dtype=torch.int64, device=device)
         is_exact = torch.get_float32_matmul_precision() == "highest"
-        compare = not_below_fast if device.type == "cuda" and is_exact else not_below
+        compare = compare_fast if device.type == "cuda" and is_exact else compare_exact
         for number, start in enumerate(range(0, len(self.keys), block)):
             items = self.vectors[start : start + block].to(device)
             of, places = left_out[:, bounds[number] : bounds[number + 1]].to(device)
@@ -242,14 +244,14 @@ class Items:
         return above_QR
 
 
-def cells_for(device: torch.device) -> int:
+def choose_block_cells(device: torch.device) -> int:
     """Return the number of queries × items per block."""
     if device.type != "cuda":
         return CELLS
-    return min(MOST_CELLS, max(CELLS, torch.cuda.mem_get_info(device)[0] // BYTES))
+    return min(MAX_CELLS, max(CELLS, torch.cuda.mem_get_info(device)[0] // BYTES))
 
 
-def not_below(
+def compare_exact(
     queries_QD: torch.Tensor, items_ND: torch.Tensor, scores_QR: torch.Tensor, active: Sequence[int]
 ) -> Iterator[torch.Tensor]:
     """Yield for each of the R columns a mask of items that do not score below, bool [active, N]."""
@@ -258,10 +260,10 @@ def not_below(
         yield ~(products_QN[:count] < scores_Q[:count].unsqueeze(1))
 
 
-def not_below_fast(
+def compare_fast(
     queries_QD: torch.Tensor, items_ND: torch.Tensor, scores_QR: torch.Tensor, active: Sequence[int]
 ) -> Iterator[torch.Tensor]:
-    """Yield the same masks as `not_below`: products in float32, in float64 only if float32 cannot decide.
+    """Yield the same masks as `compare_exact`: products in float32, in float64 only if float32 cannot decide.
 
     Most GPUs compute float64 at a 32nd or a 64th of the speed of float32. A float32 product of D terms has an
     error of at most D · 2⁻²⁴ · ‖query‖ · ‖item‖ in any summation order (Higham 2002, 3.1). Rounding a score
@@ -276,10 +278,10 @@ def not_below_fast(
         limits, beyond = lengths[:count] + (given.abs() * unit + 1e-30), products_QN[:count] - given
         above = beyond > limits
         unsure = ~(above | (beyond < -limits))  # includes NaN
-        yield _decided(queries_QD[:count], items_ND, given.squeeze(1), above, unsure)
+        yield _decide_unsure(queries_QD[:count], items_ND, given.squeeze(1), above, unsure)
 
 
-def _decided(
+def _decide_unsure(
     queries_QD: torch.Tensor,
     items_ND: torch.Tensor,
     scores_Q: torch.Tensor,
@@ -288,8 +290,8 @@ def _decided(
 ) -> torch.Tensor:
     """Return `above` after deciding the unsure pairs with float64 products."""
     of, places = unsure.nonzero(as_tuple=True)
-    if len(of) * UNSURE > unsure.numel():
-        return next(not_below(queries_QD, items_ND, scores_Q.unsqueeze(1), [len(scores_Q)]))
+    if len(of) * UNDECIDED_DIVISOR > unsure.numel():
+        return next(compare_exact(queries_QD, items_ND, scores_Q.unsqueeze(1), [len(scores_Q)]))
     for part in torch.arange(len(of), device=of.device).split(max(1, CELLS // queries_QD.shape[1])):
         of_part, place = of[part], places[part]
         exactly = (queries_QD[of_part].double() * items_ND[place].double()).sum(1).float()

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 
 from raytrec.common.collectives import Peers
-from raytrec.common.errors import os_errors
+from raytrec.common.errors import convert_os_errors
 from raytrec.embeddings.hashing import hash_bits
-from raytrec.metrics.ranked import Counted, starts_of_runs
+from raytrec.metrics.ranked import WeightedRows, mark_run_starts
 
-RELEVANT = 0.5  # labels above this value are positive
+RELEVANCE_THRESHOLD = 0.5  # labels above this value are positive
 DISK_PARTS = 64  # number of parts, by hash of the key, of the rows on disk
 
 
@@ -82,25 +82,25 @@ class Groups:
     @cached_property
     def relevant(self) -> torch.Tensor:
         """Return a mask of the rows with a positive label, bool [N]."""
-        return self.labels > RELEVANT
+        return self.labels > RELEVANCE_THRESHOLD
 
     @cached_property
     def positives(self) -> torch.Tensor:
         """Return the number of positive rows of each group, float64 [G]."""
         return self.add(self.relevant)
 
-    def best_first(self, values_N: torch.Tensor) -> torch.Tensor:
+    def sort_best_first(self, values_N: torch.Tensor) -> torch.Tensor:
         """Return row values sorted by group and descending value."""
         order = values_N.argsort(descending=True)
         return values_N[order[self.of[order].argsort(stable=True)]]
 
     def auc(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `auc_of_groups` for these groups, with rows weighted."""
+        """Return `compute_group_auc` for these groups, with rows weighted."""
         positive, negative = self.weights * self.relevant, self.weights * ~self.relevant
-        return auc_of_groups(self.of, self.count, self.predictions, positive, negative)
+        return compute_group_auc(self.of, self.count, self.predictions, positive, negative)
 
 
-def auc_of_groups(
+def compute_group_auc(
     of_N: torch.Tensor,
     count: int,
     predictions_N: torch.Tensor,
@@ -122,7 +122,7 @@ def auc_of_groups(
     def add(values_N: torch.Tensor) -> torch.Tensor:
         return values_N.new_zeros(count).index_add_(0, of_N, values_N)
 
-    tie = starts_of_runs(of_N, predictions_N).cumsum(0) - 1  # index of each row's run of equal predictions
+    tie = mark_run_starts(of_N, predictions_N).cumsum(0) - 1  # index of each row's run of equal predictions
     ties = len(tie) and int(tie[-1]) + 1
     tied_negative = negative_N.new_zeros(ties).index_add_(0, tie, negative_N)
     all_positive, all_negative = add(positive_N), add(negative_N)
@@ -162,7 +162,7 @@ class GroupRows:
         self._ranges: list[list[tuple[int, int]]] = [[] for _ in range(DISK_PARTS)]
         self._rows = self._written = 0
 
-    def add(self, rows: Counted) -> None:
+    def add(self, rows: WeightedRows) -> None:
         """Add rows in host memory."""
         group, *item = (rows.keys[name] for name in self._columns)
         self._pieces.append([group, rows.logits, rows.labels, rows.weights, *item])
@@ -177,7 +177,7 @@ class GroupRows:
         `place`.
         """
         for rows in self._parts(peers):
-            keys, logits, labels, weights, *item = peers.send(rows, rank_of(rows[0], peers.world))
+            keys, logits, labels, weights, *item = peers.send(rows, assign_ranks(rows[0], peers.world))
             predictions = self._predict(logits.to(place).double())
             yield Groups.make(keys.to(place), predictions, *(x.to(place) for x in (labels, weights, *item)))
 
@@ -193,18 +193,18 @@ class GroupRows:
             for file in self._files:
                 file.close()
         else:
-            yield self._joined()
+            yield self._concatenate_rows()
         self._begin()
 
-    def _joined(self) -> list[torch.Tensor]:
+    def _concatenate_rows(self) -> list[torch.Tensor]:
         return [torch.cat(pieces) for pieces in zip(*self._pieces, strict=True)]
 
     def _write(self) -> None:
         """Append the rows in memory to the files, sorted by part."""
-        columns = self._joined()
+        columns = self._concatenate_rows()
         parts = hash_bits(columns[0]) % DISK_PARTS
         order, counts = parts.argsort(stable=True), parts.bincount(minlength=DISK_PARTS).tolist()
-        with os_errors(
+        with convert_os_errors(
             "rows of the evaluation cannot be written",
             where=tempfile.gettempdir(),
             expected=f"room for {self._written + len(order):,} rows and more",
@@ -229,6 +229,6 @@ class GroupRows:
         return found
 
 
-def rank_of(keys_N: torch.Tensor, world: int) -> torch.Tensor:
+def assign_ranks(keys_N: torch.Tensor, world: int) -> torch.Tensor:
     """Return the rank that owns each key, int64 [N]; hashing spreads any keys evenly."""
     return (hash_bits(keys_N) >> 8) % world

@@ -18,7 +18,7 @@ LOWER = 0x7FFFFFFF
 
 
 @dataclass(frozen=True)
-class Counted:
+class WeightedRows:
     """Rows of a task with nonzero weight, in host memory.
 
     Attributes:
@@ -34,7 +34,7 @@ class Counted:
     keys: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def starts_of_runs(*columns_N: torch.Tensor) -> torch.Tensor:
+def mark_run_starts(*columns_N: torch.Tensor) -> torch.Tensor:
     """Return a mask of rows that differ from the previous row in any column, bool [N].
 
     The first row is always True.
@@ -44,7 +44,7 @@ def starts_of_runs(*columns_N: torch.Tensor) -> torch.Tensor:
     return starts
 
 
-def put_together(
+def sum_equal_rows(
     order_N: torch.Tensor, equal: Sequence[torch.Tensor], sums: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
     """Sum consecutive rows that have equal values.
@@ -58,7 +58,7 @@ def put_together(
         The columns of `equal` and of `sums`, [D] each.
     """
     values = [column[order_N] for column in equal]
-    starts = starts_of_runs(*values)
+    starts = mark_run_starts(*values)
     first, places = starts.nonzero().squeeze(1), starts.cumsum(0) - 1
     added = (torch.zeros_like(first, dtype=x.dtype).index_add_(0, places, x[order_N]) for x in sums)
     return [*(column[first] for column in values), *added]
@@ -98,11 +98,11 @@ class Ties(NamedTuple):
     @classmethod
     def merge(cls, predictions: torch.Tensor, *sums: torch.Tensor) -> Ties:
         """Merge ties in any order; several of them may have the same prediction."""
-        return cls(*put_together(predictions.argsort(), [predictions], sums))
+        return cls(*sum_equal_rows(predictions.argsort(), [predictions], sums))
 
 
 @dataclass(frozen=True)
-class Ranked:
+class RankedRows:
     """This rank's part of the rows of all ranks, sorted by prediction.
 
     Lower ranks hold lower predictions, and rows with equal predictions are on one rank.
@@ -122,13 +122,13 @@ class Ranked:
     peers: Peers
 
     @classmethod
-    def sort(cls, ties: Ties, peers: Peers, binary: bool = True) -> Ranked:
+    def sort(cls, ties: Ties, peers: Peers, binary: bool = True) -> RankedRows:
         """Sort the ties of all ranks into parts of about equal size; a collective.
 
         `binary` is True if all labels of this rank are 0 and 1.
         """
         if peers.world > 1:
-            ranks = torch.bucketize(ties.predictions, _borders(ties.predictions, peers))
+            ranks = torch.bucketize(ties.predictions, _estimate_borders(ties.predictions, peers))
             ties = Ties.merge(*peers.send(ties, ranks))
         sums = torch.stack([x.sum() for x in ties[1:]])
         parts = peers.stack(torch.cat([sums, sums.new_tensor([not binary])]))
@@ -147,7 +147,7 @@ def is_binary(labels_N: torch.Tensor) -> bool:
     return bool(((labels_N == 0) | (labels_N == 1)).all())
 
 
-def _borders(rising_D: torch.Tensor, peers: Peers) -> torch.Tensor:
+def _estimate_borders(rising_D: torch.Tensor, peers: Peers) -> torch.Tensor:
     """Return the upper bounds [ranks - 1] of the ranks' parts, estimated from samples of all ranks.
 
     About the same number of values lies between two consecutive bounds.
@@ -186,7 +186,7 @@ class BoundedRows:
         self._none = [none, none, none, *[none.long() for _ in columns]]
         self._parts, self._rows, self._binary = [self._none], 0, True
 
-    def add(self, rows: Counted) -> None:
+    def add(self, rows: WeightedRows) -> None:
         """Add rows."""
         keys = [rows.keys[name] for name in self._columns]
         self._parts.append([rows.logits, rows.labels, rows.weights, *keys])
@@ -207,11 +207,11 @@ class BoundedRows:
 
 
 class Scores(BoundedRows):
-    """Rows for `Ranked`: 12 bytes per row, or 24 MiB of bins."""
+    """Rows for `RankedRows`: 12 bytes per row, or 24 MiB of bins."""
 
     _bins: torch.Tensor | None = None  # float64 [3, BIN_COUNT]: positive, negative, rows
 
-    def ranked(self, peers: Peers, place: torch.device) -> tuple[Ranked, bool]:
+    def ranked(self, peers: Peers, place: torch.device) -> tuple[RankedRows, bool]:
         """Return the sorted rows of all ranks, and True if the rows are binned; a collective.
 
         If any rank has binned rows, all ranks bin. Rows are sorted on the device `place` and then discarded.
@@ -220,24 +220,24 @@ class Scores(BoundedRows):
         if binned:
             self._put_into_bins()
             filled = (self._bins[2] > 0).nonzero().squeeze(1)
-            ties = Ties(midpoints(filled), *self._bins[:, filled])
+            ties = Ties(compute_midpoints(filled), *self._bins[:, filled])
         else:
             logits, labels, weights = (column.to(place) for column in self._joined())
             ties = Ties.of(self._predict(logits.double()), labels, weights)
         self._bins = None
-        return Ranked.sort(ties, peers, self._binary), binned
+        return RankedRows.sort(ties, peers, self._binary), binned
 
     def _put_into_bins(self) -> None:
         if self._bins is None:
             self._bins = torch.zeros(3, BIN_COUNT, dtype=torch.float64)
         logits, labels, weights = self._joined()
         predictions = self._predict(logits.double())
-        middles = midpoints(bins_of(predictions)).masked_fill(predictions.isnan(), float("nan"))
+        middles = compute_midpoints(assign_bins(predictions)).masked_fill(predictions.isnan(), float("nan"))
         ties = Ties.of(middles, labels, weights)
-        self._bins.index_add_(1, bins_of(ties.predictions), torch.stack(ties[1:]))
+        self._bins.index_add_(1, assign_bins(ties.predictions), torch.stack(ties[1:]))
 
 
-def bins_of(predictions_N: torch.Tensor) -> torch.Tensor:
+def assign_bins(predictions_N: torch.Tensor) -> torch.Tensor:
     """Return the bin of each prediction, int64 [N]; higher predictions have higher bins."""
     limits = torch.finfo(torch.float32)
     bits = predictions_N.float().clamp(limits.min, limits.max).nan_to_num() + 0.0  # converts -0.0 to 0.0
@@ -246,7 +246,7 @@ def bins_of(predictions_N: torch.Tensor) -> torch.Tensor:
     return (rising.long() >> DROPPED) + BIN_COUNT // 2
 
 
-def midpoints(bins_N: torch.Tensor) -> torch.Tensor:
+def compute_midpoints(bins_N: torch.Tensor) -> torch.Tensor:
     """Return the prediction in the middle of each bin, float64 [N]."""
     rising = (((bins_N - BIN_COUNT // 2) << DROPPED) + (1 << (DROPPED - 1))).int()
     return (rising ^ ((rising >> 31) & LOWER)).view(torch.float32).double()

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import torch
 
     from raytrec.metrics.groups import Groups
-    from raytrec.metrics.ranked import Ranked
+    from raytrec.metrics.ranked import RankedRows
 
 Direction = Literal["higher", "lower", "closer to 1"]
 DIRECTIONS = ("higher", "lower", "closer to 1", None)
@@ -49,7 +49,7 @@ GROUPS, NO_POSITIVE, ONE_CLASS = "groups", "groups_without_positive", "groups_of
 NAME = re.compile(r"[a-z][a-z0-9_]*")
 FORMAT = re.compile(r"\{:,?(\.\d)?[fgeE%]\}")  # strict, because formats are read from untrusted run folders
 WHERE = "tasks.metrics"
-BOUND = "_bound"  # suffix of NAME_bound: the maximum error of a value computed from bins
+BOUND_SUFFIX = "_bound"  # suffix of NAME_bound: the maximum error of a value computed from bins
 RESERVED = {"kind", "step", "total", "state", "eta_s", "rows", "skipped_rows", "nan_steps", "rows_per_s"}
 RESERVED |= {"unix_s", "loss", "curves", "slices", "unknown_items", "unknown_seen"}
 RESERVED |= {COUNTED_ROWS, POSITIVES, GROUPS, NO_POSITIVE, ONE_CLASS}
@@ -94,7 +94,7 @@ class Metric:
         return {}
 
     @staticmethod
-    def ranked_curve(ranked: Ranked) -> dict[str, list] | None:
+    def ranked_curve(ranked: RankedRows) -> dict[str, list] | None:
         """Return a curve over rows sorted by prediction for the report; a collective with equal results."""
         return None
 
@@ -145,7 +145,7 @@ class GroupMetric(Metric):
     def of_ranks(cls, ranks_GR: torch.Tensor, positives_G: torch.Tensor) -> torch.Tensor:
         """Return the values of groups whose labels are 0 and 1, float64 [G].
 
-        Metrics with this method are also used in full rankings (selection.ranking_metrics).
+        Metrics with this method are also used in full rankings (selection.select_ranking_metrics).
 
         Args:
             ranks_GR: Ranks of each group's positive rows, int64, from 1, ascending; padded with values above
@@ -189,7 +189,7 @@ class GroupMetric(Metric):
 
 T = TypeVar("T", bound=type[Metric])
 KINDS = (SumMetric, RankedMetric, GroupMetric)
-NAMES_OF_KINDS = ", ".join(kind.__name__ for kind in KINDS)
+KIND_NAMES = ", ".join(kind.__name__ for kind in KINDS)
 
 
 def metric(
@@ -233,7 +233,7 @@ def metric(
         if not FORMAT.fullmatch(format):
             raise ConfigError(f"{format!r} is not a format", where=where, expected='such as "{:.4f}"')
         if not issubclass(cls, KINDS):
-            raise ConfigError("not a metric class", where=where, expected=f"a subclass of {NAMES_OF_KINDS}")
+            raise ConfigError("not a metric class", where=where, expected=f"a subclass of {KIND_NAMES}")
         cls.name, cls.better, cls.format, cls.at_k = name, better, format, at_k
         cls.title, cls.label = title or name, label or name
         cls.takes = takes or cls.takes
@@ -264,7 +264,7 @@ def find_metric(reference: str, folder: str | None = None) -> type[Metric]:
         raise ConfigError(
             "not a metric class",
             where=where,
-            expected=f"a subclass of {NAMES_OF_KINDS} with @metric (raytrec/metrics/registry.py)",
+            expected=f"a subclass of {KIND_NAMES} with @metric (raytrec/metrics/registry.py)",
         )
     if METRICS.parts.get(found.name, found) is not found:
         raise ConfigError(
@@ -282,10 +282,10 @@ def find_metric(reference: str, folder: str | None = None) -> type[Metric]:
             where=where,
             expected=f"a whole number of at least 1 after @, as in {name}@10",
         )
-    return at_places(found, int(places))
+    return specialize_at_k(found, int(places))
 
 
-def at_places(metric: Any, k: int) -> Any:
+def specialize_at_k(metric: Any, k: int) -> Any:
     """Return the metric class for k places; the same class is returned for the same k."""
     return _at(metric, k)
 

@@ -7,27 +7,27 @@ from math import isnan
 from typing import Any, NamedTuple
 
 from raytrec.common.formatting import as_dict, as_list, number
-from raytrec.metrics.registry import BOUND, COUNTED_ROWS, GROUPS, NO_POSITIVE, ONE_CLASS
-from raytrec.metrics.selection import EVAL, RANKING_COUNTS, Figure, figures_of
+from raytrec.metrics.registry import BOUND_SUFFIX, COUNTED_ROWS, GROUPS, NO_POSITIVE, ONE_CLASS
+from raytrec.metrics.selection import EVAL_PREFIX, RANKING_COUNT_KEYS, Figure, figures_of
 
-BRIEF, WHEN_ANY = "brief", "when any"  # shown in a brief summary; shown unless 0
-RANKED_ROWS, RANKED_ITEMS, UNKNOWN_ITEMS, UNKNOWN_SEEN = (EVAL + key for key in RANKING_COUNTS)
-AFTER = {  # values listed after the metrics: key → title, format, BRIEF or WHEN_ANY
+BRIEF, IF_NONZERO = "brief", "when any"  # shown in a brief summary; shown unless 0
+RANKED_ROWS, RANKED_ITEMS, UNKNOWN_ITEMS, UNKNOWN_SEEN = (EVAL_PREFIX + key for key in RANKING_COUNT_KEYS)
+AFTER = {  # values listed after the metrics: key → title, format, BRIEF or IF_NONZERO
     RANKED_ROWS: ("rows whose item was ranked", "{:,}", ""),
     RANKED_ITEMS: ("among so many items", "{:,}", ""),
-    UNKNOWN_ITEMS: ("of an item that is not among them (never found)", "{:,}", WHEN_ANY),
-    UNKNOWN_SEEN: ("seen items that are not among them (not left out)", "{:,}", WHEN_ANY),
+    UNKNOWN_ITEMS: ("of an item that is not among them (never found)", "{:,}", IF_NONZERO),
+    UNKNOWN_SEEN: ("seen items that are not among them (not left out)", "{:,}", IF_NONZERO),
     "eval.rows": ("rows evaluated", "{:,}", ""),
-    "eval.skipped_rows": ("rows skipped in it", "{:,}", WHEN_ANY),
+    "eval.skipped_rows": ("rows skipped in it", "{:,}", IF_NONZERO),
     "train.rows": ("rows trained", "{:,}", ""),
-    "train.skipped_rows": ("rows skipped in training", "{:,}", WHEN_ANY),
-    "skipped_files": ("files skipped", "{:,}", WHEN_ANY),
-    "train.nan_steps": ("steps skipped for their loss", "{:,}", WHEN_ANY),
+    "train.skipped_rows": ("rows skipped in training", "{:,}", IF_NONZERO),
+    "skipped_files": ("files skipped", "{:,}", IF_NONZERO),
+    "train.nan_steps": ("steps skipped for their loss", "{:,}", IF_NONZERO),
     "train.steps": ("steps", "{:,}", ""),
     "train.ended": ("training ended", "{}", ""),
     "train.samples_per_s": ("rows/s in training", "{:,.0f}", BRIEF),
-    "train.checks_passed": ("checks passed", "{:,}", WHEN_ANY),
-    "train.checks_failed": ("checks failed", "{:,}", WHEN_ANY),
+    "train.checks_passed": ("checks passed", "{:,}", IF_NONZERO),
+    "train.checks_failed": ("checks failed", "{:,}", IF_NONZERO),
     "world_size": ("workers", "{}", ""),
     "seconds": ("seconds in all", "{:.1f}", BRIEF),
     "bound.by": ("bound by", "{}", ""),
@@ -74,22 +74,22 @@ def format_result(result: Mapping[str, Any]) -> dict[str, Row]:
     """Return the values of a result that are displayed, by key."""
     rows: dict[str, tuple[str, str, str]] = {}
     for figure in figures_of(result):
-        rows[EVAL + figure.key] = figure.title, figure.format, BRIEF if figure.directed else ""
-        rows |= _beside(figure)
+        rows[EVAL_PREFIX + figure.key] = figure.title, figure.format, BRIEF if figure.is_directed else ""
+        rows |= _list_metric_counts(figure)
     return {
         key: Row(title, as_text(result[key], form), form, when == BRIEF)
         for key, (title, form, when) in (rows | AFTER).items()
-        if key in result and (result[key] or when != WHEN_ANY)
+        if key in result and (result[key] or when != IF_NONZERO)
     }
 
 
-def _beside(figure: Figure) -> dict[str, tuple[str, str, str]]:
+def _list_metric_counts(figure: Figure) -> dict[str, tuple[str, str, str]]:
     """Return the counts that can accompany a metric: key → (title, format, "")."""
-    place, of_task = EVAL + figure.key, figure.title.rpartition(": ")[0]
-    found = {place + BOUND: (f"{figure.title}: off by at most", "{:.1e}", "")}
+    place, of_task = EVAL_PREFIX + figure.key, figure.title.rpartition(": ")[0]
+    found = {place + BOUND_SUFFIX: (f"{figure.title}: off by at most", "{:.1e}", "")}
     task = figure.key.rpartition(".")[0]
     for name, title in COUNTS.items():
-        key = f"{EVAL}{task}.{name}" if task else EVAL + name
+        key = f"{EVAL_PREFIX}{task}.{name}" if task else EVAL_PREFIX + name
         found[key] = (f"{of_task}: {title}" if task and of_task else title), "{:,}", ""
     return found
 
@@ -108,21 +108,24 @@ class Cell(NamedTuple):
     value: float | None = None
 
 
-class Sheet(NamedTuple):
+class DataTable(NamedTuple):
     """Table: column names and rows of cells."""
 
     columns: list[str]
     rows: list[list[Cell]]
 
 
-def slice_tables(result: Mapping[str, Any]) -> list[tuple[str, Sheet]]:
+def build_slice_tables(result: Mapping[str, Any]) -> list[tuple[str, DataTable]]:
     """Return titles and tables of the largest and the worst slices of a result, by task.
 
     Entries that are not records are skipped.
     """
     tasks = as_dict(result.get(SLICES))
     return [
-        (f"{task}: {name} of {number(slices.get('slices')):,.0f} values of {column}", _sheet(records))
+        (
+            f"{task}: {name} of {number(slices.get('slices')):,.0f} values of {column}",
+            _build_slice_table(records),
+        )
         for task, columns in tasks.items()
         for column, found in as_dict(columns).items()
         for slices in [as_dict(found)]
@@ -131,13 +134,13 @@ def slice_tables(result: Mapping[str, Any]) -> list[tuple[str, Sheet]]:
     ]
 
 
-def _sheet(records: list[dict[str, Any]]) -> Sheet:
+def _build_slice_table(records: list[dict[str, Any]]) -> DataTable:
     shown = {key: about for key, about in COLUMNS.items() if any(key in record for record in records)}
-    rows = [[_cell(record.get(key), form) for key, (_, form) in shown.items()] for record in records]
-    return Sheet([title for title, _ in shown.values()], rows)
+    rows = [[_build_cell(record.get(key), form) for key, (_, form) in shown.items()] for record in records]
+    return DataTable([title for title, _ in shown.values()], rows)
 
 
-def _cell(value: Any, form: str) -> Cell:
+def _build_cell(value: Any, form: str) -> Cell:
     if form == "{}" and isinstance(value, str):
         return Cell(value)
     as_number = number(value)

@@ -22,18 +22,20 @@ from raytrec.metrics.registry import (
     GroupMetric,
     Metric,
     SumMetric,
-    at_places,
     find_metric,
+    specialize_at_k,
 )
 from raytrec.tasks.task import Task, resolve_tasks
 
-ANY_FORMAT = "{:.4g}"
+DEFAULT_FORMAT = "{:.4g}"
 LOSS = "loss"  # key of the training loss; TASK.loss is the part of one task
 NE, LOG_LOSS = "ne", "logloss"  # names of metrics that reports use
-EVAL = "eval."  # prefix of evaluation keys in result.json
-RETRIEVAL = "retrieval"  # prefix of the keys of full rankings (eval.retrieval)
-RANKING_COUNTS = [f"{RETRIEVAL}.{name}" for name in ("rows", "items", "unknown_items", "unknown_seen")]
-PREDICTED = {  # value of Loss.predicts → description
+EVAL_PREFIX = "eval."  # prefix of evaluation keys in result.json
+RETRIEVAL_PREFIX = "retrieval"  # prefix of the keys of full rankings (eval.retrieval)
+RANKING_COUNT_KEYS = [
+    f"{RETRIEVAL_PREFIX}.{name}" for name in ("rows", "items", "unknown_items", "unknown_seen")
+]
+PREDICTION_DESCRIPTIONS = {  # value of Loss.predicts → description
     "probability": "probabilities",
     "number": "numbers in the label's units",
     "classes": "probabilities of classes",
@@ -75,7 +77,7 @@ class Figure:
         return self.better == "closer to 1"
 
     @property
-    def directed(self) -> bool:
+    def is_directed(self) -> bool:
         """Return True if the best value is the highest or the lowest one."""
         return self.better in ("higher", "lower")
 
@@ -91,7 +93,7 @@ class Selection:
         tasks: Task name → task.
         of: Task name → metrics of the task.
         settings: Section `eval`.
-        of_ranking: Metrics of eval.retrieval; empty if retrieval is not set.
+        retrieval_metrics: Metrics of eval.retrieval; empty if retrieval is not set.
 
     Raises:
         ConfigError: A metric does not exist, occurs twice in a task, or does not suit its task; or a task has
@@ -103,10 +105,10 @@ class Selection:
         self.tasks = {task.name: task for task in tasks}
         self.of: dict[str, list[type[Metric]]] = {}
         retrieval = self.settings.retrieval
-        self.of_ranking = ranking_metrics(retrieval.at) if retrieval else []
-        if retrieval and len(tasks) > 1 and RETRIEVAL in self.tasks:
+        self.retrieval_metrics = select_ranking_metrics(retrieval.at) if retrieval else []
+        if retrieval and len(tasks) > 1 and RETRIEVAL_PREFIX in self.tasks:
             raise ConfigError(
-                f"a task is called {RETRIEVAL}, as the figures of eval.retrieval are",
+                f"a task is called {RETRIEVAL_PREFIX}, as the figures of eval.retrieval are",
                 where="tasks, eval.retrieval",
                 do="set name of that task",
             )
@@ -115,11 +117,11 @@ class Selection:
             if twice := [m.name for i, m in enumerate(found) if m.name in {e.name for e in found[:i]}]:
                 raise ConfigError(f"task {task.name} has the metric '{twice[0]}' twice", where=WHERE)
             for metric in found:
-                _check_suits(metric, task)
+                _check_metric_supported(metric, task)
             self.of[task.name] = found
 
     @classmethod
-    def of_config(cls, config: RunConfig, schema: Schema) -> Selection:
+    def from_config(cls, config: RunConfig, schema: Schema) -> Selection:
         """Return the metrics of the tasks in a configuration.
 
         Raises:
@@ -135,23 +137,31 @@ class Selection:
     def figures(self) -> list[Figure]:
         """Return all metrics by task, followed by the metrics of full rankings."""
         of_tasks = [
-            _figure(self.key(task, metric.name), metric, "" if len(self.of) == 1 else f"{task}: ")
+            _make_figure(self.key(task, metric.name), metric, "" if len(self.of) == 1 else f"{task}: ")
             for task, metrics in self.of.items()
             for metric in metrics
         ]
-        return of_tasks + [_figure(f"{RETRIEVAL}.{m.name}", m, f"{RETRIEVAL}: ") for m in self.of_ranking]
+        return of_tasks + [
+            _make_figure(f"{RETRIEVAL_PREFIX}.{m.name}", m, f"{RETRIEVAL_PREFIX}: ")
+            for m in self.retrieval_metrics
+        ]
 
     def described(self, training: bool = False) -> list[dict[str, Any]]:
         """Return `figures` as JSON for the result of a run; `figures_of` is the inverse.
 
         With `training`, the training losses are added, for the start message of a run.
         """
-        losses = [*(_loss(f"{task}.{LOSS}", f"{task}: ") for task in self.tasks), _loss(LOSS)]
+        losses = [
+            *(_make_loss_figure(f"{task}.{LOSS}", f"{task}: ") for task in self.tasks),
+            _make_loss_figure(LOSS),
+        ]
         return [asdict(figure) for figure in [*self.figures, *(losses if training else [])]]
 
     def result(self, figures: Mapping[str, Any]) -> dict[str, Any]:
         """Return the entries of result.json for the last evaluation."""
-        return {f"{EVAL}{key}": value for key, value in figures.items()} | {"metrics": self.described()}
+        return {f"{EVAL_PREFIX}{key}": value for key, value in figures.items()} | {
+            "metrics": self.described()
+        }
 
     @property
     def ratios(self) -> dict[str, str]:
@@ -176,8 +186,8 @@ class Selection:
         """
         able = {figure.key: figure for figure in self.figures if figure.better}
         if key is None and able:
-            return min(able.values(), key=lambda figure: (not figure.directed, not figure.sums))
-        key = str(key).removeprefix(EVAL)
+            return min(able.values(), key=lambda figure: (not figure.is_directed, not figure.sums))
+        key = str(key).removeprefix(EVAL_PREFIX)
         if key not in able and len(self.of) == 1:  # the name of a single task is optional
             key = key.removeprefix(f"{next(iter(self.of))}.")
         if key in able:
@@ -187,24 +197,24 @@ class Selection:
         raise unknown(what, key, able, where, expected)
 
 
-def ranking_metrics(places: Sequence[int]) -> list[type[GroupMetric]]:
+def select_ranking_metrics(places: Sequence[int]) -> list[type[GroupMetric]]:
     """Return the metrics of full rankings, which depend only on the ranks of positive rows.
 
     Args:
         places: Values of k for metrics that count the first k places.
     """
     able = [m for m in METRICS.parts.values() if issubclass(m, GroupMetric) and "of_ranks" in vars(m)]
-    of_places = [at_places(m, k) for m in able if m.at_k for k in dict.fromkeys(places)]
+    of_places = [specialize_at_k(m, k) for m in able if m.at_k for k in dict.fromkeys(places)]
     return [*of_places, *(m for m in able if not m.at_k)]
 
 
-def _check_suits(metric: type[Metric], task: Task) -> None:
+def _check_metric_supported(metric: type[Metric], task: Task) -> None:
     """Raise ConfigError if a task's predictions or columns do not support the metric."""
     where, predicts = f"{WHERE} of task {task.name}", task.loss.predicts
     if metric.takes is not None and predicts is not None and predicts not in metric.takes:
         able = [name for name, each in METRICS.parts.items() if each.takes is None or predicts in each.takes]
         raise ConfigError(
-            f"{metric.name} does not suit the task's loss, whose predictions are {PREDICTED[predicts]}",
+            f"{metric.name} does not suit the task's loss, whose predictions are {PREDICTION_DESCRIPTIONS[predicts]}",
             where=where,
             expected=f"one of {', '.join(able)}",
         )
@@ -229,14 +239,14 @@ def figures_of(*records: Any) -> list[Figure]:
         described = record.get("metrics") if isinstance(record, Mapping) else None
         if isinstance(described, list) and (found := [f for each in described if (f := _read(each))]):
             return found
-    return [_figure(name, metric, "") for name, metric in METRICS.parts.items()]
+    return [_make_figure(name, metric, "") for name, metric in METRICS.parts.items()]
 
 
-def _loss(key: str, of_task: str = "") -> Figure:
+def _make_loss_figure(key: str, of_task: str = "") -> Figure:
     return Figure(key, f"{of_task}training loss", f"{of_task}{LOSS}", "lower", "{:.4f}", sums=True)
 
 
-def _figure(key: str, metric: type[Metric], of_task: str) -> Figure:
+def _make_figure(key: str, metric: type[Metric], of_task: str) -> Figure:
     return Figure(
         key,
         of_task + metric.title,
@@ -256,4 +266,4 @@ def _read(values: Any) -> Figure | None:
     if not all(isinstance(text, str) and text for text in (key, title, label)) or better not in DIRECTIONS:
         return None
     known = isinstance(form, str) and FORMAT.fullmatch(form)
-    return Figure(key, title, label, better, form if known else ANY_FORMAT, values.get("sums") is True)
+    return Figure(key, title, label, better, form if known else DEFAULT_FORMAT, values.get("sums") is True)

@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from raytrec.metrics.registry import COUNTED_ROWS, SumMetric
 from raytrec.metrics.selection import LOSS, Selection
-from raytrec.tasks.outputs import Outputs, TaskOutputs
+from raytrec.tasks.outputs import StepOutputs, TaskOutputs
 
 ROWS = "rows"
-LOSS_OF = "loss of "  # prefix of the names of the tasks' losses (Outputs.losses)
-COUNTED_OF = "counted rows of "  # prefix: rows with nonzero weight in a task
+LOSS_PREFIX = "loss of "  # prefix of the names of the tasks' losses (Outputs.losses)
+COUNTED_ROWS_PREFIX = "counted rows of "  # prefix: rows with nonzero weight in a task
 HELD, HELD_VALUES = 8, 1 << 22  # steps that are summed together, fewer if they have this many logits
 
 
@@ -38,31 +38,31 @@ class Sums:
         self._names: list[str] = []  # of the vector's elements; known after the first call of the functions
         self._before: dict[str, float] = {}  # sums that this rank resumes from
         self._vector: torch.Tensor | None = None
-        self._held: list[Outputs] = []  # steps that have not been added to the vector
+        self._held: list[StepOutputs] = []  # steps that have not been added to the vector
         self._functions: dict[str, dict[Callable, str]] = {task: {} for task in selection.of}
         for task, metrics in selection.of.items():  # the first metric with a function names its sums
             for metric in metrics:
                 if issubclass(metric, SumMetric):
                     self._functions[task].setdefault(metric.sums, f"{task}.{metric.name}.")
 
-    def add(self, outputs: Outputs) -> None:
+    def add(self, outputs: StepOutputs) -> None:
         """Add the outputs of one step of this rank, without making the host wait."""
         self._held.append(replace(outputs, vectors=None))
         values = sum(own.logits.numel() for step in self._held for own in step.tasks.values())
         if len(self._held) == HELD or values >= HELD_VALUES:
-            self._sum()
+            self._flush()
 
-    def _sum(self) -> None:
+    def _flush(self) -> None:
         """Add the held steps to the vector."""
         if not self._held:
             return
         held, self._held = self._held, []
         found = {ROWS: torch.cat([outputs.rows for outputs in held]).sum()}
         for task in held[0].losses:
-            found[LOSS_OF + task] = torch.stack([outputs.losses[task] for outputs in held]).double().sum()
+            found[LOSS_PREFIX + task] = torch.stack([outputs.losses[task] for outputs in held]).double().sum()
         for task, functions in self._functions.items():
             joined = TaskOutputs.joined([outputs[task] for outputs in held])
-            found[COUNTED_OF + task] = (joined.weights > 0).sum()
+            found[COUNTED_ROWS_PREFIX + task] = (joined.weights > 0).sum()
             for function, prefix in functions.items():
                 found |= {prefix + name: value for name, value in function(joined).items()}
         if self._vector is None:
@@ -72,7 +72,7 @@ class Sums:
 
     def total(self) -> dict[str, float]:
         """Return the sums over all ranks since the last `reduce`, for `resume`; a collective."""
-        sums = self._over_ranks().tolist()
+        sums = self._reduce_over_ranks().tolist()
         return dict(zip(self._names, sums, strict=True))
 
     def resume(self, total: dict[str, float]) -> None:
@@ -86,7 +86,7 @@ class Sums:
 
     def take(self) -> torch.Tensor:
         """Return and reset the sums over all ranks, float64 on the device, for `figures`; a collective."""
-        sums = self._over_ranks()
+        sums = self._reduce_over_ranks()
         self._before = {}
         if self._vector is not None:
             self._vector.zero_()
@@ -105,7 +105,7 @@ class Sums:
         """
         sums = dict(zip(self._names, taken, strict=True))
         figures: dict[str, float] = {ROWS: round(float(sums[ROWS])) if ROWS in sums else 0}
-        losses, counted = self._own(sums, LOSS_OF), self._own(sums, COUNTED_OF)
+        losses, counted = self._own(sums, LOSS_PREFIX), self._own(sums, COUNTED_ROWS_PREFIX)
         empty = {task for task, rows in counted.items() if not rows}
         for task, metrics in self.selection.of.items():
             if len(losses) > 1:
@@ -125,9 +125,9 @@ class Sums:
             figures[LOSS] = float(sum(known) / sums[ROWS]) if known else nan
         return figures
 
-    def _over_ranks(self) -> torch.Tensor:
+    def _reduce_over_ranks(self) -> torch.Tensor:
         """Return the sums so far over all ranks; a collective."""
-        self._sum()
+        self._flush()
         sums = self._tensor(self._before) if self._vector is None else self._vector.clone()
         if dist.is_initialized():
             dist.all_reduce(sums)

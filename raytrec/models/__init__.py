@@ -72,31 +72,35 @@ def build_model(
     found = find_code(config.path, "model", "model.name")
     own = isinstance(config, PythonSection)
     if own and not (isinstance(found, type) and issubclass(found, nn.Module)):
-        raise _refused(config.name, "it is not a torch.nn.Module", "a class derived from torch.nn.Module")
+        raise _contract_error(
+            config.name, "it is not a torch.nn.Module", "a class derived from torch.nn.Module"
+        )
     wanted = {"outputs": outputs, "vectors": vectors, "tasks": tasks}
-    taken = {name: value for name, value in wanted.items() if _takes(found, name)}
+    taken = {name: value for name, value in wanted.items() if _accepts_argument(found, name)}
     if vectors and "vectors" not in taken:
-        raise _refused(
+        raise _contract_error(
             config.name,
             "a loss of the tasks reads vectors of query and item, and it takes no `vectors`",
             "def __init__(self, schema, config, outputs, vectors), and those vectors as its last columns",
         )
-    return _checked(found, schema, config, taken) if own else found(schema, config, **taken)
+    return _build_checked_model(found, schema, config, taken) if own else found(schema, config, **taken)
 
 
-def _checked(found: type, schema: Schema, config: ModelSection, taken: dict[str, Any]) -> nn.Module:
+def _build_checked_model(
+    found: type, schema: Schema, config: ModelSection, taken: dict[str, Any]
+) -> nn.Module:
     """Return a model of the user's class after checking the class against the contract."""
     try:
         inspect.signature(found).bind(schema, config, **taken)
     except TypeError as error:
-        raise _refused(
+        raise _contract_error(
             config.name,
             f"it cannot be built from (schema, config): {error}",
             "def __init__(self, schema, config), where config.options has model.options; and outputs, if it "
             "wants to know how many columns of logits the tasks have",
         ) from None
     if config.retrieves and (missing := [tower for tower in ("query", "item") if not hasattr(found, tower)]):
-        raise _refused(
+        raise _contract_error(
             config.name,
             f"model.towers is set, and it has no method {' and no method '.join(missing)}",
             "methods query(dense, pooled) and item(dense, pooled), which give float32 [B, D]",
@@ -105,7 +109,7 @@ def _checked(found: type, schema: Schema, config: ModelSection, taken: dict[str,
     try:
         inspect.signature(model.forward).bind(None, {})
     except TypeError as error:
-        raise _refused(
+        raise _contract_error(
             config.name,
             f"its forward does not take (dense, pooled): {error}",
             "def forward(self, dense, pooled)",
@@ -113,11 +117,11 @@ def _checked(found: type, schema: Schema, config: ModelSection, taken: dict[str,
     return model
 
 
-def _takes(found: type, name: str) -> bool:
+def _accepts_argument(found: type, name: str) -> bool:
     """Return True if the class accepts an argument of this name in addition to (schema, config)."""
     places = list(inspect.signature(found).parameters.values())
     return any(each.name == name and each.kind is not each.VAR_KEYWORD for each in places[2:])
 
 
-def _refused(path: str, what: str, expected: str) -> ConfigError:
+def _contract_error(path: str, what: str, expected: str) -> ConfigError:
     return ConfigError(f"no model {path}: {what}", where="model.name", expected=expected)

@@ -16,7 +16,7 @@ from torch.nn.functional import linear, softplus
 from raytrec.config.models.sequences import DienSection
 from raytrec.config.schema import Schema
 from raytrec.models.inputs import Sequence
-from raytrec.models.parts.layers import PerSequence, dim_of, mlp_and_linear
+from raytrec.models.parts.layers import SequenceModules, dim_of, mlp_and_linear
 from raytrec.models.parts.packed import turn
 
 
@@ -49,10 +49,11 @@ class DIEN(nn.Module):
         super().__init__()
         config.check(schema)
         self.config, target_of = config, config.targets(schema)
-        self.held_against = config.held_against(schema)
+        self.get_supervised_sequences = config.get_supervised_sequences(schema)
         self.features = [feature for feature in schema.sparse if feature != config.negatives]
-        self.interests = PerSequence(
-            target_of, lambda feature: Interests(dim_of(schema, feature), dim_of(schema, target_of[feature]))
+        self.interests = SequenceModules(
+            target_of,
+            lambda feature: InterestEvolution(dim_of(schema, feature), dim_of(schema, target_of[feature])),
         )
         sizes = [len(schema.dense) + sum(dim_of(schema, f) for f in self.features), *config.top_mlp]
         self.top, self.logit = mlp_and_linear(sizes, outputs, config.dropout, nn.PReLU)
@@ -65,9 +66,11 @@ class DIEN(nn.Module):
         read, own_B = dict(inputs), dense.new_zeros(dense.shape[0])
         for feature, (last_BD, states_BLD) in self.interests(inputs).items():
             read[feature] = last_BD
-            if self.training and feature in self.held_against:
+            if self.training and feature in self.get_supervised_sequences:
                 held = inputs[self.config.negatives]
-                own_B = own_B + self.config.auxiliary_weight * auxiliary(states_BLD, inputs[feature], held)
+                own_B = own_B + self.config.auxiliary_weight * compute_auxiliary_loss(
+                    states_BLD, inputs[feature], held
+                )
         vectors = [read[feature] for feature in self.features]
         logits_BT = self.logit(self.top(torch.cat([dense, *vectors], dim=1)))
         if self.config.own_loss:
@@ -75,7 +78,7 @@ class DIEN(nn.Module):
         return logits_BT.squeeze(1)
 
 
-class Interests(nn.Module):
+class InterestEvolution(nn.Module):
     """Interests of a sequence and their evolution towards a target.
 
     Args:
@@ -114,7 +117,7 @@ class Interests(nn.Module):
             return self.extractor(steps_BTD.float())[0]
 
 
-def auxiliary(states_BLD: torch.Tensor, sequence: Sequence, negatives: Sequence) -> torch.Tensor:
+def compute_auxiliary_loss(states_BLD: torch.Tensor, sequence: Sequence, negatives: Sequence) -> torch.Tensor:
     """Return Σ over all ids but the oldest of −ln σ(⟨h, e⟩) − ln(1 − σ(⟨h, n⟩)), float32 [B].
 
     h is the state before the id, e the id's vector, and n its negative. All inputs are most recent first.

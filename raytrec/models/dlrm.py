@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from raytrec.config.models.base import one_dim
+from raytrec.config.models.base import get_common_dim
 from raytrec.config.models.ranking import DlrmSection
 from raytrec.config.models.sequences import SequenceSection
 from raytrec.config.schema import Schema
@@ -30,7 +30,7 @@ class DLRM(nn.Module):
 
     def __init__(self, schema: Schema, config: DlrmSection | SequenceSection, outputs: int = 1):
         super().__init__()
-        dim = one_dim(schema, config.name)
+        dim = get_common_dim(schema, config.name)
         self.features = list(schema.sparse)
         if schema.dense:
             self.bottom = mlp([len(schema.dense), *config.bottom_mlp, dim])

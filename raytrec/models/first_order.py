@@ -8,7 +8,7 @@ from torch import nn
 from raytrec.config.models.ranking import DeepFMSection, WideDeepSection, XDeepFMSection
 from raytrec.config.schema import Schema
 from raytrec.models.dcn import Cross
-from raytrec.models.parts.layers import Fields, SideBySide, mlp, mlp_and_linear
+from raytrec.models.parts.layers import ConcatInputs, FieldVectors, mlp, mlp_and_linear
 
 
 class WideDeep(nn.Module):
@@ -43,7 +43,7 @@ class WideDeep(nn.Module):
         self.register_buffer("columns", torch.tensor(columns, dtype=torch.long), persistent=False)
         self.slopes = nn.Linear(len(columns), outputs, bias=False) if columns else None
         self.slope_rate, self.shrinks = config.slope_rate, config.deep_dropout > 0
-        self.beside = SideBySide(schema, parts["deep"], dict.fromkeys(self.wide, outputs))
+        self.beside = ConcatInputs(schema, parts["deep"], dict.fromkeys(self.wide, outputs))
         self.cross = Cross(self.beside.width, config.cross_layers) if config.cross_layers else nn.Identity()
         sizes = [self.beside.width, *config.top_mlp]
         self.deep, self.logit = mlp_and_linear(sizes, outputs, config.dropout)
@@ -76,7 +76,7 @@ class DeepFM(nn.Module):
     """logit = Σᵢ wᵢ xᵢ + Σᵢ<ⱼ ⟨vᵢ, vⱼ⟩ xᵢ xⱼ + wᵀ MLP(all vectors side by side) + b.
 
     Guo et al. 2017, arXiv:1703.04247. Weights wᵢ and vectors vᵢ are parts of one row of a table
-    (layers.Fields). Several outputs have separate weights and last layers. Each sums the D numbers of Σᵢ<ⱼ vᵢ
+    (layers.FieldVectors). Several outputs have separate weights and last layers. Each sums the D numbers of Σᵢ<ⱼ vᵢ
     ⊙ vⱼ with learned factors, initially 1; for a single output they are fixed to 1.
     (torchrec.modules.deepfm.FactorizationMachine also multiplies each number of a vector by the others, so
     its products are not the paper's.)
@@ -92,7 +92,7 @@ class DeepFM(nn.Module):
 
     def __init__(self, schema: Schema, config: DeepFMSection, outputs: int = 1):
         super().__init__()
-        self.fields = Fields(schema, config.name, outputs)
+        self.fields = FieldVectors(schema, config.name, outputs)
         width = self.fields.count * self.fields.dim
         self.factors = nn.Parameter(torch.ones(self.fields.dim, outputs)) if outputs > 1 else None
         self.deep, self.logit = mlp_and_linear([width, *config.top_mlp], outputs, config.dropout)
@@ -100,12 +100,12 @@ class DeepFM(nn.Module):
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return the logit of each row, float32 [B]; [B, T] for several outputs."""
         first_BT, vectors_BFD = self.fields(dense, pooled)
-        pairs_BD = sum_of_pairs(vectors_BFD)
+        pairs_BD = sum_pair_products(vectors_BFD)
         second = pairs_BD.sum(1, keepdim=True) if self.factors is None else pairs_BD @ self.factors
         return (first_BT + second + self.logit(self.deep(vectors_BFD.flatten(1)))).squeeze(1)
 
 
-def sum_of_pairs(vectors_BFD: torch.Tensor) -> torch.Tensor:
+def sum_pair_products(vectors_BFD: torch.Tensor) -> torch.Tensor:
     """Return Σᵢ<ⱼ vᵢ ⊙ vⱼ = ((Σ v)² − Σ v²) ÷ 2: float [B, F, D] → [B, D]."""
     return (vectors_BFD.sum(1).square() - vectors_BFD.square().sum(1)) / 2
 
@@ -114,7 +114,7 @@ class XDeepFM(nn.Module):
     """logit = Σᵢ wᵢ xᵢ + wᵀ CIN(vectors) + wᵀ MLP(all vectors side by side) + b.
 
     Lian et al. 2018, arXiv:1803.05170. Weights wᵢ and vectors are parts of one row of a table
-    (layers.Fields).
+    (layers.FieldVectors).
 
     Args:
         schema: Any dense columns, sparse features whose tables all have one dim, larger than T.
@@ -127,7 +127,7 @@ class XDeepFM(nn.Module):
 
     def __init__(self, schema: Schema, config: XDeepFMSection, outputs: int = 1):
         super().__init__()
-        self.fields = Fields(schema, config.name, outputs)
+        self.fields = FieldVectors(schema, config.name, outputs)
         width = self.fields.count * self.fields.dim
         self.cin = CIN(self.fields.count, config.cin)
         self.deep = mlp([width, *config.top_mlp], config.dropout)

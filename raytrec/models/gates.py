@@ -7,7 +7,7 @@ from torch import nn
 
 from raytrec.config.models.ranking import FinalMLPSection, MaskNetSection
 from raytrec.config.schema import Schema
-from raytrec.models.parts.layers import Fields, SideBySide, mlp, mlp_and_linear
+from raytrec.models.parts.layers import ConcatInputs, FieldVectors, mlp, mlp_and_linear
 
 
 class FinalMLP(nn.Module):
@@ -29,7 +29,7 @@ class FinalMLP(nn.Module):
 
     def __init__(self, schema: Schema, config: FinalMLPSection, outputs: int = 1):
         super().__init__()
-        self.beside = SideBySide(schema)
+        self.beside = ConcatInputs(schema)
         width, self.heads = self.beside.width, config.heads
         self.streams = nn.ModuleList(
             mlp([width, *sizes], config.dropout) for sizes in (config.mlp1, config.mlp2)
@@ -67,7 +67,7 @@ class Gate(nn.Module):
 
     def __init__(self, schema: Schema, members: set[str], sizes: list[int], width: int):
         super().__init__()
-        self.context = SideBySide(schema, members) if members else None
+        self.context = ConcatInputs(schema, members) if members else None
         inputs = self.context.width if self.context is not None else (sizes or [width])[0]
         self.vector = nn.Parameter(torch.zeros(1, inputs)) if self.context is None else None
         self.hidden, self.last = mlp_and_linear([inputs, *sizes], width)
@@ -97,7 +97,7 @@ class MaskNet(nn.Module):
 
     def __init__(self, schema: Schema, config: MaskNetSection, outputs: int = 1):
         super().__init__()
-        self.fields = Fields(schema, config.name)
+        self.fields = FieldVectors(schema, config.name)
         width = self.fields.count * self.fields.dim
         self.gain = nn.Parameter(torch.ones(self.fields.count, self.fields.dim))
         self.bias = nn.Parameter(torch.zeros(self.fields.count, self.fields.dim))

@@ -35,7 +35,7 @@ class Sequence(NamedTuple):
 IDS = "ids that were looked up"  # key of a model's inputs if it reads ids: feature → int64 [B, L]
 
 
-class Sequences:
+class SequenceLookup:
     """Converter from looked-up embeddings to the inputs of a model that reads sequences id by id.
 
     Args:
@@ -64,7 +64,7 @@ class Sequences:
             present_BL = places_L < lengths_B.unsqueeze(1)
             beside = None
             if feature in side_features:
-                beside = side_by_side(side_features[feature], lengths_B, length)
+                beside = pad_bags(side_features[feature], lengths_B, length)
             inputs[feature] = Sequence(embeddings[feature], present_BL, beside, known_B)
         if self._with_ids:
             inputs[IDS] = {feature: self._ids(feature, batch.sparse) for feature in self._with_ids}
@@ -84,7 +84,7 @@ class Sequences:
         return ids[places_BL.masked_fill(none_BL, -1)]
 
 
-def side_by_side(values_Nn: torch.Tensor, lengths_B: torch.Tensor, length: int) -> torch.Tensor:
+def pad_bags(values_Nn: torch.Tensor, lengths_B: torch.Tensor, length: int) -> torch.Tensor:
     """Return the values of bags of at most `length` ids, padded with 0: [B, length, n].
 
     FBGEMM's jagged_to_padded_dense does not support float64 on CPU (1.8.0).
@@ -100,7 +100,7 @@ def side_by_side(values_Nn: torch.Tensor, lengths_B: torch.Tensor, length: int) 
 REQUESTS = "requests of examples"  # key of a model's inputs if it encodes each request once: Requests
 
 
-class Requests(NamedTuple):
+class RequestInputs(NamedTuple):
     """The rows of a batch that are requests, some of whose inputs are [R, ...].
 
     Attributes:
@@ -112,7 +112,7 @@ class Requests(NamedTuple):
     dense: torch.Tensor
 
 
-class Examples:
+class RequestExpander:
     """Converter from inputs of requests to inputs of examples, one for each candidate.
 
     Args:
@@ -156,7 +156,7 @@ class Examples:
                 parts = of._replace(lengths=None if requests_N.is_cuda else of.lengths)
                 given[name] = Sequence(*(None if x is None else x.index_select(0, requests_N) for x in parts))
         if self._encodes:
-            given[REQUESTS] = Requests(requests_N, batch.dense)
+            given[REQUESTS] = RequestInputs(requests_N, batch.dense)
         return dense_Nn, given
 
 

@@ -15,7 +15,7 @@ from raytrec.config.models.multitask import (
     SharedBottomSection,
 )
 from raytrec.config.schema import Schema
-from raytrec.models.parts.layers import SideBySide, mlp, mlp_and_linear
+from raytrec.models.parts.layers import ConcatInputs, mlp, mlp_and_linear
 
 
 class SharedBottom(nn.Module):
@@ -31,7 +31,7 @@ class SharedBottom(nn.Module):
 
     def __init__(self, schema: Schema, config: SharedBottomSection, tasks: Mapping[str, int]):
         super().__init__()
-        self.beside = SideBySide(schema)
+        self.beside = ConcatInputs(schema)
         self.bottom = mlp([self.beside.width, *config.bottom_mlp], config.dropout)
         self.towers = TaskTowers(config.bottom_mlp[-1], config.tower_mlp, tasks, config.dropout)
         self.count = len(tasks)
@@ -56,7 +56,7 @@ class MMoE(nn.Module):
 
     def __init__(self, schema: Schema, config: MMoESection, tasks: Mapping[str, int]):
         super().__init__()
-        self.beside = SideBySide(schema)
+        self.beside = ConcatInputs(schema)
         width = self.beside.width
         self.experts = Experts(config.experts, width, config.expert_mlp, config.dropout)
         self.gates = nn.ModuleList(Gate(width, config.experts) for _ in tasks)
@@ -84,7 +84,7 @@ class PLE(nn.Module):
 
     def __init__(self, schema: Schema, config: PLESection, tasks: Mapping[str, int]):
         super().__init__()
-        self.beside, self.count = SideBySide(schema), len(tasks)
+        self.beside, self.count = ConcatInputs(schema), len(tasks)
         widths = [self.beside.width, *[config.expert_mlp[-1]] * (config.levels - 1)]
         self.levels = nn.ModuleList(
             Level(width, self.count, config, last=place == config.levels - 1)
@@ -211,7 +211,7 @@ class ESMM(nn.Module):
 
     def __init__(self, schema: Schema, config: ESMMSection, tasks: Mapping[str, int]):
         super().__init__()
-        self.beside = SideBySide(schema)
+        self.beside = ConcatInputs(schema)
         sizes = [self.beside.width, *config.tower_mlp]
         self.click, self.conversion = (
             nn.Sequential(*mlp_and_linear(sizes, 1, config.dropout)) for _ in range(2)
@@ -245,7 +245,7 @@ class DBMTL(nn.Module):
 
     def __init__(self, schema: Schema, config: DBMTLSection, tasks: Mapping[str, int]):
         super().__init__()
-        self.beside = SideBySide(schema)
+        self.beside = ConcatInputs(schema)
         self.bottom = mlp([self.beside.width, *config.bottom_mlp], config.dropout)
         shared = (config.bottom_mlp or [self.beside.width])[-1]
         places = {name: place for place, name in enumerate(tasks)}

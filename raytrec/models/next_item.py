@@ -13,12 +13,12 @@ from raytrec.config.models.sequences import HstuSection, NextItemSection, Sasrec
 from raytrec.config.schema import Schema
 from raytrec.models.inputs import IDS, Sequence, once
 from raytrec.models.parts.layers import Dropout, dim_of
-from raytrec.models.parts.packed import Packed, pack_ids
+from raytrec.models.parts.packed import PackedSequences, pack_ids
 from raytrec.models.parts.sampled import Queries, SampledLoss, result
 from raytrec.models.parts.shared import ItemBatch, SharedNegatives
 
-BUCKETS = 128  # of times between items; the last bucket is unbounded
-FACTOR = log(1.35)  # each bucket's times are 1.35 × those of the previous one
+NUM_TIME_BUCKETS = 128  # of times between items; the last bucket is unbounded
+LOG_BUCKET_RATIO = log(1.35)  # each bucket's times are 1.35 × those of the previous one
 
 
 class NextItem(nn.Module, ABC):
@@ -54,10 +54,10 @@ class NextItem(nn.Module, ABC):
         self.shared = SharedNegatives.of(schema, config, self.loss)
 
     @abstractmethod
-    def states(self, history: Sequence, packed: Packed) -> torch.Tensor:
+    def states(self, history: Sequence, packed: PackedSequences) -> torch.Tensor:
         """Return the state after each item, from this item and older ones alone: float32 [N, D]."""
 
-    def placed(self, history: Sequence, packed: Packed) -> torch.Tensor:
+    def placed(self, history: Sequence, packed: PackedSequences) -> torch.Tensor:
         """Return √D · e + p, with dropout, for each item's embedding e and position vector p: [N, D]."""
         places_N = packed.recency if self.config.positions == "recency" else packed.order
         x_ND = packed.pack(history.vectors) * self.dim**0.5
@@ -71,7 +71,7 @@ class NextItem(nn.Module, ABC):
 
     def item(self, dense: torch.Tensor, inputs: dict) -> torch.Tensor:
         """Return the item vectors, float32 [B, D]."""
-        return self._unit(inputs[self.config.item])
+        return self._normalize(inputs[self.config.item])
 
     def forward(self, dense: torch.Tensor, inputs: dict) -> torch.Tensor:
         """Return float32 [B], or [B, outputs | own loss | query D, item D] (models/__init__.py)."""
@@ -86,50 +86,50 @@ class NextItem(nn.Module, ABC):
         return result(query, item_BD, self.outputs, self.vectors, own_B)
 
     @torch.compiler.disable
-    def _own_loss(self, states_ND: torch.Tensor, packed: Packed, inputs: dict) -> torch.Tensor:
+    def _own_loss(self, states_ND: torch.Tensor, packed: PackedSequences, inputs: dict) -> torch.Tensor:
         history = inputs[self.config.history]
-        query_ND = self._unit(self.queries.of_own_loss(states_ND)) / self.config.temperature
+        query_ND = self._normalize(self.queries.own_loss_query(states_ND)) / self.config.temperature
         # The item after each item; the row's item follows the most recent one.
         next_BLD = torch.cat([inputs[self.config.item].unsqueeze(1), history.vectors[:, :-1]], dim=1)
-        next_ND = self._unit(packed.pack(next_BLD))
+        next_ND = self._normalize(packed.pack(next_BLD))
         if self.shared is None:
-            losses_B = self._against_drawn(query_ND, next_ND, packed, inputs[self.config.negatives])
+            losses_B = self._sampled_losses(query_ND, next_ND, packed, inputs[self.config.negatives])
         else:
-            losses_B = self._against_all_drawn(query_ND, next_ND, packed, inputs)
+            losses_B = self._shared_losses(query_ND, next_ND, packed, inputs)
         return losses_B / self.config.max_length
 
-    def _against_drawn(
-        self, query_ND: torch.Tensor, next_ND: torch.Tensor, packed: Packed, drawn: Sequence
+    def _sampled_losses(
+        self, query_ND: torch.Tensor, next_ND: torch.Tensor, packed: PackedSequences, drawn: Sequence
     ) -> torch.Tensor:
         """Return the sum of each row's losses against its negatives, float32 [B]."""
         groups = zip(
-            packed.by_time(query_ND),
-            packed.by_time(next_ND),
-            packed.in_groups(self._unit(drawn.vectors)),
-            packed.in_groups(drawn.present),
+            packed.to_chronological(query_ND),
+            packed.to_chronological(next_ND),
+            packed.to_groups(self._normalize(drawn.vectors)),
+            packed.to_groups(drawn.present),
             packed.there,
             strict=True,
         )
         losses = [
-            (self.loss.of_vectors(query_bTD, next_bTD, Sequence(vectors, present)) * there_bT).sum(1)
+            (self.loss.loss_of_vectors(query_bTD, next_bTD, Sequence(vectors, present)) * there_bT).sum(1)
             for query_bTD, next_bTD, vectors, present, there_bT in groups
         ]
         return packed.in_rows(losses)
 
-    def _against_all_drawn(
-        self, query_ND: torch.Tensor, next_ND: torch.Tensor, packed: Packed, inputs: dict
+    def _shared_losses(
+        self, query_ND: torch.Tensor, next_ND: torch.Tensor, packed: PackedSequences, inputs: dict
     ) -> torch.Tensor:
         """Return the sum of each row's losses against the negatives of the global batch, float32 [B]."""
         ids, most = inputs[IDS], inputs[self.config.history].present.numel()
         next_BL = torch.cat([ids[self.config.item], ids[self.config.history][:, :-1]], dim=1)
         own = ItemBatch(next_ND, packed.pack(next_BL.unsqueeze(2)).squeeze(1))
-        negatives = self._unit(inputs[self.config.negatives].vectors)
+        negatives = self._normalize(inputs[self.config.negatives].vectors)
         return packed.sum_rows(self.shared(query_ND, own, self.shared.drawn(negatives, inputs), most))
 
-    def _query(self, states_ND: torch.Tensor, packed: Packed) -> torch.Tensor:
-        return self._unit(self.queries(packed.newest(states_ND)))
+    def _query(self, states_ND: torch.Tensor, packed: PackedSequences) -> torch.Tensor:
+        return self._normalize(self.queries(packed.newest(states_ND)))
 
-    def _unit(self, vectors: torch.Tensor) -> torch.Tensor:
+    def _normalize(self, vectors: torch.Tensor) -> torch.Tensor:
         return nn.functional.normalize(vectors, dim=-1) if self.config.normalize else vectors
 
 
@@ -151,7 +151,7 @@ class SASRec(NextItem):
         self.blocks = nn.ModuleList(Block(self.dim, config) for _ in range(config.blocks))
         self.norm = nn.LayerNorm(self.dim)
 
-    def states(self, history: Sequence, packed: Packed) -> torch.Tensor:
+    def states(self, history: Sequence, packed: PackedSequences) -> torch.Tensor:
         """Return the state after each item, float32 [N, D]."""
         x_ND = self.placed(history, packed)
         for block in self.blocks:
@@ -171,7 +171,7 @@ class Block(nn.Module):
         layers = nn.Linear(dim, hidden), nn.ReLU(), Dropout(config.dropout), nn.Linear(hidden, dim)
         self.network = nn.Sequential(*layers)
 
-    def forward(self, x_ND: torch.Tensor, packed: Packed) -> torch.Tensor:
+    def forward(self, x_ND: torch.Tensor, packed: PackedSequences) -> torch.Tensor:
         """Return the output of the block, [N, D]."""
         x_ND = x_ND + self.dropout(self.attention(self.norms[0](x_ND), packed))
         return x_ND + self.dropout(self.network(self.norms[1](x_ND)))
@@ -185,22 +185,22 @@ class Attention(nn.Module):
         self.heads, self.rate = heads, dropout
         self.inputs, self.output = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
 
-    def forward(self, x_ND: torch.Tensor, packed: Packed) -> torch.Tensor:
+    def forward(self, x_ND: torch.Tensor, packed: PackedSequences) -> torch.Tensor:
         """Return the attention output of each item, [N, D]."""
         return self.output(self._read(self.inputs(x_ND), packed))
 
     @torch.compiler.disable
-    def _read(self, of_all_NE: torch.Tensor, packed: Packed) -> torch.Tensor:
+    def _read(self, of_all_NE: torch.Tensor, packed: PackedSequences) -> torch.Tensor:
         """Return Σ_j a_ij v_j: [N, 3 · D] → [N, D]."""
         rate, read = self.rate if self.training else 0.0, []
-        for group_bTE in packed.by_time(of_all_NE):
+        for group_bTE in packed.to_chronological(of_all_NE):
             of_all = group_bTE.unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # [3, b, H, T, D ÷ H]
             query_bHTd, key_bHTd, value_bHTd = of_all.unbind(0)
             read_bHTd = scaled_dot_product_attention(
                 query_bHTd, key_bHTd, value_bHTd, dropout_p=rate, is_causal=True
             )
             read.append(read_bHTd.transpose(1, 2).flatten(2))
-        return packed.from_time(read)
+        return packed.from_chronological(read)
 
 
 class HSTU(NextItem):
@@ -221,10 +221,10 @@ class HSTU(NextItem):
 
     def __init__(self, schema: Schema, config: HstuSection, outputs: int = 1, vectors: bool = False):
         super().__init__(schema, config, outputs, vectors)
-        self.time = config.time_place(schema)
+        self.time = config.find_time_index(schema)
         self.layers = nn.ModuleList(Layer(self.dim, config) for _ in range(config.blocks))
 
-    def states(self, history: Sequence, packed: Packed) -> torch.Tensor:
+    def states(self, history: Sequence, packed: PackedSequences) -> torch.Tensor:
         """Return the state after each item, float32 [N, D]."""
         x_ND = self.placed(history, packed)
         buckets = None if self.time is None else self._buckets(history, packed)
@@ -233,17 +233,17 @@ class HSTU(NextItem):
         return x_ND
 
     @torch.compiler.disable
-    def _buckets(self, history: Sequence, packed: Packed) -> list[torch.Tensor]:
+    def _buckets(self, history: Sequence, packed: PackedSequences) -> list[torch.Tensor]:
         """Return the bucket of the time between every two items, int64 [b, T, T] of each group."""
         assert history.side_features is not None
         times_BL1 = history.side_features[:, :, self.time].unsqueeze(2)
-        groups = [group_bT1.squeeze(2) for group_bT1 in packed.by_time(packed.pack(times_BL1))]
+        groups = [group_bT1.squeeze(2) for group_bT1 in packed.to_chronological(packed.pack(times_BL1))]
         return [bucket(times_bT.unsqueeze(2) - times_bT.unsqueeze(1)) for times_bT in groups]
 
 
 def bucket(between: torch.Tensor) -> torch.Tensor:
     """Return the bucket of a time between items, in the column's own unit: float [...] → int64 [...]."""
-    return (between.clamp(min=1).log() / FACTOR).long().clamp(max=BUCKETS - 1)
+    return (between.clamp(min=1).log() / LOG_BUCKET_RATIO).long().clamp(max=NUM_TIME_BUCKETS - 1)
 
 
 class Layer(nn.Module):
@@ -255,11 +255,13 @@ class Layer(nn.Module):
         self.inputs, self.output = nn.Linear(dim, 4 * width, bias=False), nn.Linear(width, dim)
         self.dropout = Dropout(config.dropout)
         self.distances = nn.Parameter(torch.randn(config.max_length) * 0.02)
-        self.times = None if config.time is None else nn.Parameter(torch.randn(BUCKETS) * 0.02)
+        self.times = None if config.time is None else nn.Parameter(torch.randn(NUM_TIME_BUCKETS) * 0.02)
         nn.init.normal_(self.inputs.weight, std=0.02)
         nn.init.xavier_uniform_(self.output.weight)
 
-    def forward(self, x_ND: torch.Tensor, packed: Packed, buckets: list[torch.Tensor] | None) -> torch.Tensor:
+    def forward(
+        self, x_ND: torch.Tensor, packed: PackedSequences, buckets: list[torch.Tensor] | None
+    ) -> torch.Tensor:
         """Return the output of the unit, [N, D]."""
         of_all_NW = silu(self.inputs(layer_norm(x_ND, x_ND.shape[1:])))
         width = of_all_NW.shape[1] // 4
@@ -270,13 +272,15 @@ class Layer(nn.Module):
 
     @torch.compiler.disable
     def _read(
-        self, others_NW: torch.Tensor, packed: Packed, buckets: list[torch.Tensor] | None
+        self, others_NW: torch.Tensor, packed: PackedSequences, buckets: list[torch.Tensor] | None
     ) -> torch.Tensor:
         """Return Σ_j a_ij v_j: [N, 3 · width] → [N, width]."""
-        groups = packed.by_time(others_NW)
-        return packed.from_time([self._of_group(g, buckets and buckets[i]) for i, g in enumerate(groups)])
+        groups = packed.to_chronological(others_NW)
+        return packed.from_chronological(
+            [self._attend_group(g, buckets and buckets[i]) for i, g in enumerate(groups)]
+        )
 
-    def _of_group(self, group_bTW: torch.Tensor, buckets_bTT: torch.Tensor | None) -> torch.Tensor:
+    def _attend_group(self, group_bTW: torch.Tensor, buckets_bTT: torch.Tensor | None) -> torch.Tensor:
         """Return Σ_j a_ij v_j of one group: [b, T, 3 · width] → [b, T, width]."""
         rows, length, _ = group_bTW.shape
         by_head = group_bTW.unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)

@@ -8,9 +8,9 @@ from torch import nn
 from raytrec.config.models.retrieval import MfSection, NcfSection, TwoTowerSection
 from raytrec.config.schema import Schema
 from raytrec.models.inputs import Sequence, once
-from raytrec.models.parts.layers import SideBySide, dim_of, mlp, mlp_and_linear
-from raytrec.models.parts.sampled import Queries, SampledLoss, absence, result
-from raytrec.models.parts.shared import SharedNegatives, losses_of_pairs
+from raytrec.models.parts.layers import ConcatInputs, dim_of, mlp, mlp_and_linear
+from raytrec.models.parts.sampled import Queries, SampledLoss, mask_absent, result
+from raytrec.models.parts.shared import SharedNegatives, compute_pair_losses
 
 
 class TwoTower(nn.Module):
@@ -97,14 +97,14 @@ class TwoTower(nn.Module):
         """Return the own loss of each row, float32 [B]; 0 in evaluations. query_BQD includes the scale."""
         if not self.training:
             return item_BD.new_zeros(item_BD.shape[0], dtype=torch.float32)
-        drawn, (feature,) = pooled[self.config.negatives], self.towers["item"].beside.first_of
+        drawn, (feature,) = pooled[self.config.negatives], self.towers["item"].beside.skipped_columns
         of_all = self._vectors("item", dense, {feature: drawn.vectors.flatten(0, 1)})
         # The query of the last output; without outputs, the only query.
         own = self.queries - 1 - (self.vectors and self.bias is not None)
         bias_11 = None if self.bias is None else self.bias.view(1, -1)[:, -1:]
         drawn = Sequence(of_all.view(*drawn.present.shape, self.width), drawn.present)
         query_BD = query_BQD[:, own]
-        return losses_of_pairs(self.loss, self.shared, query_BD, item_BD, feature, drawn, pooled, bias_11)
+        return compute_pair_losses(self.loss, self.shared, query_BD, item_BD, feature, drawn, pooled, bias_11)
 
     def _vectors(self, tower: str, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
         vectors = self.towers[tower](dense, pooled)
@@ -125,7 +125,7 @@ class Tower(nn.Module):
 
     def __init__(self, schema: Schema, members: set[str], config: TwoTowerSection, outputs: int):
         super().__init__()
-        self.beside = SideBySide(schema, members)
+        self.beside = ConcatInputs(schema, members)
         sizes = [self.beside.width, *config.tower_mlp[:-1]]
         self.hidden, self.last = mlp_and_linear(sizes, outputs, config.dropout)
 
@@ -181,10 +181,10 @@ class MatrixFactorization(nn.Module):
         """Return the own loss of each row, float32 [B]; 0 in evaluations."""
         if not self.training:
             return item_BD.new_zeros(item_BD.shape[0], dtype=torch.float32)
-        query_BD = self.queries.of_own_loss(self._factors(inputs))
+        query_BD = self.queries.own_loss_query(self._factors(inputs))
         bias_B1 = None if bias_BT is None else bias_BT[:, -1:]
         item, drawn = self.config.item, inputs[self.config.negatives]
-        return losses_of_pairs(self.loss, self.shared, query_BD, item_BD, item, drawn, inputs, bias_B1)
+        return compute_pair_losses(self.loss, self.shared, query_BD, item_BD, item, drawn, inputs, bias_B1)
 
     def _factors(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return the user's vectors with b_user replaced by 1: (p, b_user) → (p, 1), [B, D]."""
@@ -238,8 +238,8 @@ class NeuMF(nn.Module):
         """Return the own loss of each row, float32 [B]; 0 in evaluations."""
         if not self.training:
             return torch.zeros_like(own_B, dtype=torch.float32)
-        drawn, bias = inputs[self.config.negatives], self.loss.bias_of(self.bias[-1])
-        scores_BK = self._scores(user_B1E, drawn.vectors)[:, :, -1].float() + absence(drawn.present)
+        drawn, bias = inputs[self.config.negatives], self.loss.remove_canceling_bias(self.bias[-1])
+        scores_BK = self._scores(user_B1E, drawn.vectors)[:, :, -1].float() + mask_absent(drawn.present)
         return self.loss(own_B.float() + bias, scores_BK + bias, drawn.present.sum(1))
 
     def _scores(self, user_B1E: torch.Tensor, items_BKE: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from raytrec.data.batch import Batch
 from raytrec.embeddings.constraints import resolve_constraints
 from raytrec.embeddings.pooling import PooledEmbeddings
 from raytrec.models import build_model
-from raytrec.models.inputs import Examples, Sequences
+from raytrec.models.inputs import RequestExpander, SequenceLookup
 
 
 class Recommender(nn.Module):
@@ -57,7 +57,10 @@ class ModelCall:
     graph_rows: int | None = None
 
     def __init__(
-        self, sequences: Sequences | None = None, bf16: bool = False, examples: Examples | None = None
+        self,
+        sequences: SequenceLookup | None = None,
+        bf16: bool = False,
+        examples: RequestExpander | None = None,
     ):
         self._sequences, self._bf16, self._examples = sequences, bf16, examples
 
@@ -130,13 +133,15 @@ def build_recommender(
     torch.manual_seed(config.run.seed)
     model = build_model(schema, config.model, outputs, vectors, tasks).to(device)
     constraints, features = resolve_constraints(config, schema), resolve_features(schema, config.model)
-    sequences = Sequences(features, config.model.reads_ids(schema)) if features.sequences else None
-    examples = Examples(schema, _encoded(config.model, schema)) if schema.candidates else None
+    sequences = SequenceLookup(features, config.model.reads_ids(schema)) if features.sequences else None
+    examples = (
+        RequestExpander(schema, _find_request_features(config.model, schema)) if schema.candidates else None
+    )
     call = ModelCall(sequences, config.train.matmul == "bf16", examples)
     return Recommender(PooledEmbeddings(schema, constraints, features.sequences), model, call)
 
 
-def _encoded(model: ModelSection, schema: Schema) -> set[str]:
+def _find_request_features(model: ModelSection, schema: Schema) -> set[str]:
     """Return the query features that the model encodes once per request, if none belongs to candidates."""
     if not model.retrieves or isinstance(model, PythonSection):
         return set()
@@ -178,7 +183,7 @@ def checkpoint_activations(model: nn.Module) -> None:
     gradients are the same to the last bit, and so are random numbers (dropout).
     """
     for block in _blocks(model):
-        block.forward = _recomputed(block, block.forward)
+        block.forward = _wrap_checkpoint(block, block.forward)
 
 
 def _blocks(model: nn.Module) -> Iterator[nn.Module]:
@@ -189,7 +194,7 @@ def _blocks(model: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
-def _recomputed(block: nn.Module, forward: Callable) -> Callable:
+def _wrap_checkpoint(block: nn.Module, forward: Callable) -> Callable:
     def run(*inputs: Any, **options: Any) -> Any:
         if block.training and torch.is_grad_enabled():
             return checkpoint(forward, *inputs, use_reentrant=False, **options)

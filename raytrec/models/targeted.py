@@ -12,7 +12,7 @@ from raytrec.config.models.sequences import BstSection, DinSection, SequenceSect
 from raytrec.config.schema import Schema
 from raytrec.models.dlrm import DLRM
 from raytrec.models.inputs import Sequence
-from raytrec.models.parts.layers import PerSequence, dim_of, mlp, mlp_and_linear
+from raytrec.models.parts.layers import SequenceModules, dim_of, mlp, mlp_and_linear
 
 
 class SequenceModel(nn.Module):
@@ -34,7 +34,7 @@ class SequenceModel(nn.Module):
         super().__init__()
         self.dlrm = DLRM(schema, config, outputs)
         length, sizes = config.max_length, config.attention_mlp
-        self.attention = PerSequence(
+        self.attention = SequenceModules(
             config.targets(schema), lambda feature: TargetAttention(dim_of(schema, feature), length, sizes)
         )
 
@@ -66,7 +66,7 @@ class DIN(nn.Module):
         super().__init__()
         config.check(schema)
         self.features = list(schema.sparse)
-        self.attention = PerSequence(
+        self.attention = SequenceModules(
             config.targets(schema),
             lambda feature: ActivationUnit(dim_of(schema, feature), config.attention_mlp),
         )
@@ -97,7 +97,7 @@ class TargetAttention(nn.Module):
 
     def __init__(self, dim: int, length: int, sizes: list[int]):
         super().__init__()
-        self.score = score_layers(dim, sizes, lambda _: nn.Sigmoid(), bias=False)  # recency is the bias
+        self.score = build_score_layers(dim, sizes, lambda _: nn.Sigmoid(), bias=False)  # recency is the bias
         self.recency = nn.Parameter(torch.zeros(length))
 
     def forward(self, sequence: Sequence, target_BD: torch.Tensor) -> torch.Tensor:
@@ -122,7 +122,7 @@ class ActivationUnit(nn.Module):
 
     def __init__(self, dim: int, sizes: list[int]):
         super().__init__()
-        self.score = score_layers(dim, sizes, nn.PReLU)
+        self.score = build_score_layers(dim, sizes, nn.PReLU)
 
     def forward(self, sequence: Sequence, target_BD: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum of each sequence, float32 [B, dim]."""
@@ -130,7 +130,7 @@ class ActivationUnit(nn.Module):
         return torch.einsum("bl,bld->bd", weights_BL, sequence.vectors)
 
 
-def score_layers(
+def build_score_layers(
     dim: int, sizes: list[int], activation: Callable[[int], nn.Module], bias: bool = True
 ) -> nn.Sequential:
     """Return the MLP from an id's vector and a target's to one number: [N, 4 · dim] → [N, 1].
@@ -159,7 +159,7 @@ def scores_of(layers: nn.Sequential, sequence: Sequence, target_BD: torch.Tensor
     return layers[1:](hidden_NH).view(vectors_BLD.shape[:2])
 
 
-GAIN = 0.02  # initial gain of the last layer norm
+INITIAL_NORM_GAIN = 0.02  # initial gain of the last layer norm
 
 
 class BST(nn.Module):
@@ -189,7 +189,7 @@ class BST(nn.Module):
         config.check(schema)
         target_of = config.targets(schema)
         self.others = [feature for feature in schema.sparse if feature not in target_of]
-        self.transformers = PerSequence(target_of, lambda f: Transformer(dim_of(schema, f), config))
+        self.transformers = SequenceModules(target_of, lambda f: Transformer(dim_of(schema, f), config))
         width = len(schema.dense) + sum(dim_of(schema, f) for f in self.others)
         width += (config.max_length + 1) * sum(dim_of(schema, f) for f in target_of)
         sizes = [width, *config.top_mlp]
@@ -217,7 +217,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.position = nn.Parameter(torch.randn(1 + config.max_length, dim) * 0.02)
         self.layers = nn.ModuleList(Layer(dim, config) for _ in range(config.blocks))
-        nn.init.constant_(self.layers[-1].norms[1].weight, GAIN)
+        nn.init.constant_(self.layers[-1].norms[1].weight, INITIAL_NORM_GAIN)
 
     def forward(self, sequence: Sequence, target_BD: torch.Tensor) -> torch.Tensor:
         """Return the states of the target and of each id, float [B, 1 + L, dim]; 0 without an id."""

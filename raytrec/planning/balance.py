@@ -1,7 +1,7 @@
 """The choice of a plan: a sharding option and ranks for each table that minimize the predicted step time.
 
 TorchRec's planner (1.8.0) adds up the estimated times of all work of a rank, shard by shard. Here,
-`step_time` compares plans by the slowest rank in lookups and the slowest rank in exchanges. Several plans are
+`estimate_step_time` compares plans by the slowest rank in lookups and the slowest rank in exchanges. Several plans are
 built table by table, each with different sharding types. Then tables of the slowest ranks are moved, swapped
 and split.
 """
@@ -14,11 +14,14 @@ from itertools import product
 import numpy as np
 from torchrec.distributed.planner.types import ShardingOption
 
-from raytrec.planning.board import TIE, Board, Change, Placed, Way
+from raytrec.planning.board import TIE_BREAK_WEIGHT, PartialPlan, PlacementSpace, PlanChange, Way
 
 ALIKE = 0.005  # relative score difference below which plans are compared by their fullest rank's memory
 LARGEST = (1.0, 0.5, 0.25, 0.0)  # maximum time of a shard as a share of a rank's mean time
-LOOKED_AT, MOST_LOOKED_AT = 8, 400  # maximum number of changes rated per slow rank, and in total per plan
+MAX_CHANGES_PER_RANK, MAX_CHANGES_PER_PLAN = (
+    8,
+    400,
+)  # maximum number of changes rated per slow rank, and in total per plan
 SLOW = 3  # number of slowest ranks that changes try to relieve
 
 
@@ -26,7 +29,7 @@ class NoRoom(Exception):
     """Raised if no plan that fits into memory was found; the message names a table."""
 
 
-class Balancer:
+class PlanBalancer:
     """Chooses the plan of one configuration on identical ranks.
 
     Tables with fixed ranks stay on these ranks, and each group of tables stays together on one rank.
@@ -35,7 +38,7 @@ class Balancer:
         board: Sharding options of the tables.
     """
 
-    def __init__(self, board: Board):
+    def __init__(self, board: PlacementSpace):
         self._board = board
         groups: dict[int, list[str]] = {}
         for name in self._board.ways:
@@ -79,7 +82,7 @@ class Balancer:
             yield from (({kind}, LARGEST[-1]) for kind in sorted(kinds))
         yield kinds, None
 
-    def _build(self, kinds: set[str], largest: float | None) -> Placed:
+    def _build(self, kinds: set[str], largest: float | None) -> PartialPlan:
         """Build a plan table by table: pinned tables, then groups, then the other tables by time or memory.
 
         Args:
@@ -115,7 +118,9 @@ class Balancer:
         least = min((way.needs.sum(0) for way in ways), key=sum)
         return float((least / np.maximum(1.0, self._board.room.sum(0))).max())
 
-    def _add(self, plan: Placed, name: str, ways: Sequence[Way], largest: float | None, whole: float) -> None:
+    def _add(
+        self, plan: PartialPlan, name: str, ways: Sequence[Way], largest: float | None, whole: float
+    ) -> None:
         """Place one table as described in `_build`."""
         busy = plan.busy if largest is not None else self._board.filled(plan.room)
         places = [(way, ranks) for way in ways if (ranks := self._board.place(way, busy, plan.room))]
@@ -132,7 +137,7 @@ class Balancer:
             chosen = min(places, key=lambda place: self._done(plan.busy, *place))
         self._board.put(plan, *chosen)
 
-    def _add_group(self, plan: Placed, group: Sequence[str]) -> None:
+    def _add_group(self, plan: PartialPlan, group: Sequence[str]) -> None:
         """Place a group of tables together on the least busy rank that has room for all of them."""
         pin = self._board.constraints[group[0]].ranks
         for rank in pin or np.argsort(plan.busy, kind="stable").tolist():
@@ -158,14 +163,16 @@ class Balancer:
         """Return the finish time of a table's slowest rank plus the mean time of the table."""
         return float((busy[list(ranks)] + way.own).max()) + way.spread + self._board.mean(way)
 
-    def _refine(self, plan: Placed) -> Placed:
+    def _refine(self, plan: PartialPlan) -> PartialPlan:
         """Relieve the slowest ranks until the predicted step gets no shorter."""
-        left = MOST_LOOKED_AT
+        left = MAX_CHANGES_PER_PLAN
         while left > 0:
             changes = (
                 change
                 for slow in np.argsort(-plan.busy, kind="stable").tolist()[:SLOW]
-                for _, change in sorted(self._changes(plan, slow), key=lambda pair: pair[0])[:LOOKED_AT]
+                for _, change in sorted(self._changes(plan, slow), key=lambda pair: pair[0])[
+                    :MAX_CHANGES_PER_RANK
+                ]
             )
             for change in changes:
                 left -= 1
@@ -175,7 +182,7 @@ class Balancer:
                 break
         return plan
 
-    def _try(self, plan: Placed, change: Change) -> bool:
+    def _try(self, plan: PartialPlan, change: PlanChange) -> bool:
         """Apply a change if it improves the plan; return True if it was applied."""
         before, busy = plan.score, plan.busy.copy()
         was = [self._board.take(plan, way.option.name) for way, _ in change]
@@ -190,7 +197,7 @@ class Balancer:
         plan.busy, plan.score = busy, before
         return False
 
-    def _changes(self, plan: Placed, slow: int) -> Iterator[tuple[float, Change]]:
+    def _changes(self, plan: PartialPlan, slow: int) -> Iterator[tuple[float, PlanChange]]:
         """Yield (approximate seconds of the slowest rank afterwards, change) for changes that relieve a rank.
 
         A change moves a table to other ranks, uses another sharding option, or swaps two whole tables between
@@ -207,7 +214,7 @@ class Balancer:
                 if to and (way.option is not now.option or set(to) != set(ranks)):
                     after = busy + way.spread
                     after[list(to)] += way.own
-                    yield float(after.max() + TIE * after.mean()), [(way, to)]
+                    yield float(after.max() + TIE_BREAK_WEIGHT * after.mean()), [(way, to)]
         for rank in np.argsort(plan.busy, kind="stable").tolist()[:SLOW]:
             others = [way for way, ranks in movable.values() if ranks == (rank,) != (slow,)]
             for theirs, (mine, ranks) in product(others, here.values()):

@@ -9,18 +9,24 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torchrec.distributed.planner.types import ShardingOption
 
-from raytrec.embeddings.constraints import SUMMED_TYPES, TableConstraint
+from raytrec.embeddings.constraints import REDUCE_SCATTER_TYPES, TableConstraint
 from raytrec.planning.loads import LoadCounter, Loads
 from raytrec.planning.memory import PlannedTable
-from raytrec.planning.step import StepTime, step_time
+from raytrec.planning.step import StepTime, estimate_step_time
 
 if TYPE_CHECKING:
     from raytrec.planning.search import Search
 
-TIE = 0.1  # weight of the sum of all parts; it breaks ties between steps that are limited by the host
-OF_TABLES = ("lookup", "input exchange", "output exchange", "all-reduce")
-EVERYWHERE = ("row_wise", "data_parallel")  # sharding types that use all ranks, in order
-ON_HOSTS = ("table_row_wise", "table_column_wise", "grid_shard")  # sharding types that use one or more hosts
+TIE_BREAK_WEIGHT = (
+    0.1  # weight of the sum of all parts; it breaks ties between steps that are limited by the host
+)
+TABLE_STEP_PARTS = ("lookup", "input exchange", "output exchange", "all-reduce")
+ALL_RANK_SHARDING_TYPES = ("row_wise", "data_parallel")  # sharding types that use all ranks, in order
+HOST_SHARDING_TYPES = (
+    "table_row_wise",
+    "table_column_wise",
+    "grid_shard",
+)  # sharding types that use one or more hosts
 
 
 @dataclass(frozen=True)
@@ -40,11 +46,11 @@ class Way:
     spread: float
 
 
-Change = list[tuple[Way, tuple[int, ...]]]  # new sharding options and ranks of some tables
+PlanChange = list[tuple[Way, tuple[int, ...]]]  # new sharding options and ranks of some tables
 
 
 @dataclass
-class Placed:
+class PartialPlan:
     """A plan under construction.
 
     Attributes:
@@ -62,7 +68,7 @@ class Placed:
     score: float = np.inf
 
 
-class Board:
+class PlacementSpace:
     """Sharding options of every table on identical ranks; adds tables to plans and removes them.
 
     Args:
@@ -96,19 +102,19 @@ class Board:
         for option in options:
             self.ways.setdefault(option.name, []).append(self._way(option))
 
-    def empty(self) -> Placed:
+    def empty(self) -> PartialPlan:
         """Return a plan without tables."""
-        return Placed({}, self.room.copy(), self._counter.count(), self._idle.copy())
+        return PartialPlan({}, self.room.copy(), self._counter.count(), self._idle.copy())
 
     def _time(self, loads: Loads) -> StepTime:
         given = self._search
-        return step_time(given.config, given.schema, loads, given.dense, given.rates, *given.linked)
+        return estimate_step_time(given.config, given.schema, loads, given.dense, given.rates, *given.linked)
 
-    def rate(self, plan: Placed) -> Placed:
-        """Set the score of a plan and the seconds of its ranks with `step_time`."""
+    def rate(self, plan: PartialPlan) -> PartialPlan:
+        """Set the score of a plan and the seconds of its ranks with `estimate_step_time`."""
         time = self._time(plan.loads)
         plan.busy = np.array(time.busy)
-        plan.score = time.step + TIE * sum(time.parts[name] for name in OF_TABLES)
+        plan.score = time.step + TIE_BREAK_WEIGHT * sum(time.parts[name] for name in TABLE_STEP_PARTS)
         return plan
 
     def _way(self, option: ShardingOption) -> Way:
@@ -128,18 +134,18 @@ class Board:
         what = option.sharding_type, kernel, [rank for rank, *_ in shards], shards
         return PlannedTable(option.name, rows, dim, *what, self.constraints[option.name].dtype)
 
-    def put(self, plan: Placed, way: Way, ranks: Sequence[int]) -> None:
+    def put(self, plan: PartialPlan, way: Way, ranks: Sequence[int]) -> None:
         """Add a table to a plan."""
         plan.of[way.option.name] = way, tuple(ranks)
         self._count(plan, way, ranks, 1)
 
-    def take(self, plan: Placed, name: str) -> tuple[Way, tuple[int, ...]]:
+    def take(self, plan: PartialPlan, name: str) -> tuple[Way, tuple[int, ...]]:
         """Remove a table from a plan and return its sharding option and ranks."""
         way, ranks = plan.of.pop(name)
         self._count(plan, way, ranks, -1)
         return way, ranks
 
-    def _count(self, plan: Placed, way: Way, ranks: Sequence[int], times: int) -> None:
+    def _count(self, plan: PartialPlan, way: Way, ranks: Sequence[int], times: int) -> None:
         plan.room[list(ranks)] -= times * way.needs
         plan.busy[list(ranks)] += times * way.own
         plan.busy += times * way.spread
@@ -167,16 +173,16 @@ class Board:
         """Return the least busy ranks with room for a table, one rank per shard; () if there is no room."""
         count, kind = len(way.option.shards), way.option.sharding_type
         pin = self.constraints[way.option.name].ranks
-        if kind in EVERYWHERE:
+        if kind in ALL_RANK_SHARDING_TYPES:
             return tuple(range(count)) if (way.needs <= room).all() else ()
         if pin:
             return pin if len(pin) == count and (way.needs <= room[list(pin)]).all() else ()
-        local = self._search.topology.local_world_size if kind in ON_HOSTS else self.world
+        local = self._search.topology.local_world_size if kind in HOST_SHARDING_TYPES else self.world
         size, fits = min(count, local), (way.needs.max(0) <= room).all(1)
         found: list[int] = []
         for host in sorted(np.arange(self.world).reshape(-1, local), key=lambda host: busy[host].mean()):
             ranks = host[fits[host]]
-            if kind not in SUMMED_TYPES:
+            if kind not in REDUCE_SCATTER_TYPES:
                 ranks = ranks[np.argsort(busy[ranks], kind="stable")]
             if len(ranks) >= size:
                 found += ranks[:size].tolist()

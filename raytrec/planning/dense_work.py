@@ -11,14 +11,22 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from raytrec.compat.torch_ import EveryOperator, described, quiet_tracing, storage_key
+from raytrec.compat.torch_ import EveryOperator, described, get_storage_key, silence_tracing
 from raytrec.config.features import resolve_features
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 
-MOST_META_ROWS, FEW_CPU_ROWS = 8192, 64
+MAX_META_ROWS, NUM_CPU_ROWS = 8192, 64
 # Name prefixes of operators that compute nothing, in addition to views.
-NOTHING = ("empty", "detach", "_local_scalar_dense", "sym_", "is_pinned", "_unsafe_view", "_reshape_alias")
+FREE_OPERATORS = (
+    "empty",
+    "detach",
+    "_local_scalar_dense",
+    "sym_",
+    "is_pinned",
+    "_unsafe_view",
+    "_reshape_alias",
+)
 
 
 @dataclass(frozen=True)
@@ -46,7 +54,7 @@ class DenseWork:
     activations: float
 
 
-def guess_dense_work(parameters: Iterable[torch.Tensor], rows: int) -> DenseWork:
+def estimate_dense_work(parameters: Iterable[torch.Tensor], rows: int) -> DenseWork:
     """Return the approximate work of dense layers for a number of rows, estimated from their shapes alone.
 
     The estimate replaces counting where counting takes too long. Each weight is used once per row. The
@@ -81,18 +89,18 @@ class Counter(EveryOperator):
         name, operator, is_view = described(func)
         if is_view:
             return out
-        given, made = list(_tensors((args, kwargs))), list(_tensors(out))
-        if not name.partition("::")[2].startswith(NOTHING):
+        given, made = list(_iterate_tensors((args, kwargs))), list(_iterate_tensors(out))
+        if not name.partition("::")[2].startswith(FREE_OPERATORS):
             self.launches += 1
             if (count := flop_registry.get(operator)) is not None:
                 self.flops += count(*args, **(kwargs or {}), out_val=out)
                 self.matrices += len(made[0]) if made and made[0].dim() == 3 else 0
             else:
-                self.bytes += sum(map(_bytes, given)) + sum(map(_bytes, made))
-        known = {storage_key(tensor.untyped_storage()) for tensor in given}
+                self.bytes += sum(map(_count_bytes, given)) + sum(map(_count_bytes, made))
+        known = {get_storage_key(tensor.untyped_storage()) for tensor in given}
         for tensor in made:
             storage = tensor.untyped_storage()
-            if storage_key(storage) not in known:
+            if get_storage_key(storage) not in known:
                 self._note(storage)
         return out
 
@@ -101,7 +109,7 @@ class Counter(EveryOperator):
         self.kept = self._alive
 
     def _note(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage_key(storage), storage.nbytes()
+        key, size = get_storage_key(storage), storage.nbytes()
         if key in self._live:
             return
         self._live.add(key)
@@ -114,17 +122,17 @@ class Counter(EveryOperator):
         self._alive -= size
 
 
-def _tensors(value: Any) -> Any:
+def _iterate_tensors(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
+        yield from _iterate_tensors(list(value.values()))
     elif isinstance(value, (list, tuple)):
         for each in value:
-            yield from _tensors(each)
+            yield from _iterate_tensors(each)
 
 
-def _bytes(tensor: torch.Tensor) -> int:
+def _count_bytes(tensor: torch.Tensor) -> int:
     """Return the bytes of the distinct values of a tensor; a value of an expanded tensor counts once."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     return prod(size for size, stride in sizes if stride) * tensor.element_size()
@@ -137,7 +145,7 @@ def count_dense_layers(
 
     Autocast, and models that read values (e.g. lengths of sequences), cannot run on the meta device. Such
     layers run on CPU with two small numbers of rows, and the counts are extrapolated linearly. More than
-    MOST_META_ROWS rows are extrapolated as well. Losses that compare rows of a global batch are counted for
+    MAX_META_ROWS rows are extrapolated as well. Losses that compare rows of a global batch are counted for
     the rows of this rank alone. Extrapolation underestimates losses that compare all pairs of rows.
 
     Args:
@@ -149,10 +157,10 @@ def count_dense_layers(
     Raises:
         ConfigError: No model can be built from this schema.
     """
-    from raytrec.checks.parity.batches import local_batch, random_batches
+    from raytrec.checks.parity.batches import make_local_batch, random_batches
     from raytrec.tasks.task import resolve_tasks
 
-    quiet_tracing()
+    silence_tracing()
     features, tasks = resolve_features(schema, config.model), resolve_tasks(config.tasks, schema)
 
     def count(device: str, rows: int) -> tuple[DenseWork, int]:
@@ -161,7 +169,7 @@ def count_dense_layers(
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             head = build(config, schema, torch.device("cpu")).head.to(device)
             (whole,) = random_batches(schema, rows, 1, seed=0, tasks=tasks)
-            here = local_batch(whole, schema, [0, rows], 0, features)
+            here = make_local_batch(whole, schema, [0, rows], 0, features)
             batch = here.to(torch.device(device))
             batch.lengths = here.lengths
             looked_up = {}
@@ -180,12 +188,12 @@ def count_dense_layers(
         return DenseWork(*work, size, len(parameters), activations), counter.kept
 
     try:
-        if rows <= MOST_META_ROWS:
+        if rows <= MAX_META_ROWS:
             return count("meta", rows)[0]
-        few = MOST_META_ROWS // 2
+        few = MAX_META_ROWS // 2
         (first, kept), (second, kept_of_second) = count("meta", few), count("meta", 2 * few)
     except RuntimeError:
-        few = FEW_CPU_ROWS
+        few = NUM_CPU_ROWS
         (first, kept), (second, kept_of_second) = count("cpu", few), count("cpu", 2 * few)
     more = rows / few - 1
     scaled = {

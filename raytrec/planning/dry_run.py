@@ -18,9 +18,9 @@ from raytrec.common.errors import ConfigError
 from raytrec.config.features import resolve_features
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
-from raytrec.embeddings.constraints import resolve_constraints, table_optimizers
+from raytrec.embeddings.constraints import resolve_constraints, resolve_optimizers
 from raytrec.planning.machines import Cluster, Machine
-from raytrec.planning.memory import GIB, PlannedTable, footprints, planned
+from raytrec.planning.memory import GIB, PlannedTable, estimate_footprints, planned
 from raytrec.planning.rates import Rates
 
 if TYPE_CHECKING:
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
     from raytrec.planning.dense_work import DenseWork
     from raytrec.planning.loads import Loads
-    from raytrec.planning.step import Memory, StepTime
+    from raytrec.planning.step import MemoryUse, StepTime
 
-TABLES_SHARE = 0.85  # share of GPU memory that TorchRec's planner gives to tables
-MOST_HOSTS = 256
-MOST_REFUSALS = 3  # plans refused while doubling the hosts, after which more hosts are assumed not to help
+TABLE_MEMORY_SHARE = 0.85  # share of GPU memory that TorchRec's planner gives to tables
+MAX_HOSTS = 256
+MAX_REFUSALS = 3  # plans refused while doubling the hosts, after which more hosts are assumed not to help
 
 
 @dataclass(frozen=True)
-class Lack:
+class MemoryShortage:
     """Missing memory of the fullest rank in one tier, in GiB; ranks share "host" and "disk" evenly."""
 
     tier: str
@@ -46,13 +46,13 @@ class Lack:
 
 
 @dataclass
-class Prediction:
+class ClusterEstimate:
     """Plan, memory and time of a configuration on a cluster.
 
     Attributes:
         time: Predicted step time; None without rates.
-        refusal: Reason why there is no plan; if set, only `remedies` and `tables_gib` are set as well.
-        tables_gib: GiB that tables need and GiB available to them; set with `refusal`.
+        refusal: Reason why there is no plan; if set, only `remedies` and `table_memory_gib` are set as well.
+        table_memory_gib: GiB that tables need and GiB available to them; set with `refusal`.
         lacks: Missing memory of each tier that is too small.
         remedies: Changes, each of which makes the run fit.
     """
@@ -60,11 +60,11 @@ class Prediction:
     cluster: Cluster
     tables: list[PlannedTable] = field(default_factory=list)
     loads: Loads | None = None
-    memory: Memory | None = None
+    memory: MemoryUse | None = None
     time: StepTime | None = None
     refusal: ConfigError | None = None
-    tables_gib: tuple[float, float] = (0.0, 0.0)
-    lacks: list[Lack] = field(default_factory=list)
+    table_memory_gib: tuple[float, float] = (0.0, 0.0)
+    lacks: list[MemoryShortage] = field(default_factory=list)
     remedies: list[str] = field(default_factory=list)
 
     @property
@@ -78,7 +78,7 @@ class Prediction:
         return self.refusal is None and not self.lacks
 
 
-class Predictor:
+class ClusterEstimator:
     """Predicts one configuration on many clusters; the dense layers are counted once per batch size.
 
     Args:
@@ -95,19 +95,19 @@ class Predictor:
         self._dense: dict[tuple, DenseWork] = {}
         self._parameters: list[Any] = []
 
-    def __call__(self, cluster: Cluster, remedies: bool = False) -> Prediction:
+    def __call__(self, cluster: Cluster, remedies: bool = False) -> ClusterEstimate:
         """Return the prediction for a cluster, with remedies if requested and if the run does not fit."""
-        config = _for(self._config, cluster)
+        config = _configure_for(self._config, cluster)
         found = self._predict(config, cluster)
         if remedies and not found.fits:
             found.remedies = list(self._remedies(config, cluster))
         return found
 
-    def _predict(self, config: RunConfig, cluster: Cluster) -> Prediction:
+    def _predict(self, config: RunConfig, cluster: Cluster) -> ClusterEstimate:
         import torch
 
         from raytrec.planning.loads import LoadCounter
-        from raytrec.planning.step import memory_of, step_time
+        from raytrec.planning.step import estimate_memory, estimate_step_time
 
         try:
             with catch_warnings():  # TorchRec announces future changes
@@ -117,23 +117,25 @@ class Predictor:
                     self._parameters = list(head.parameters())
                 tables = dry_run(config, self._schema, cluster, self._parameters)
         except ConfigError as refusal:
-            return Prediction(cluster, refusal=refusal, tables_gib=self._tables_gib(config, cluster))
+            return ClusterEstimate(
+                cluster, refusal=refusal, table_memory_gib=self._tables_gib(config, cluster)
+            )
         shape = cluster.linked
         loads = LoadCounter(config, self._schema, *shape).count(tables)
         dense = self._dense_work(config, cluster)
-        memory = memory_of(config, self._schema, tables, loads, dense)
+        memory = estimate_memory(config, self._schema, tables, loads, dense)
         rates, cpus, machine = self._rates, 0.0, cluster.machine
         if machine:
-            rates = rates or Rates.of_gpu(machine.gpu, machine.network_of_gpu)
+            rates = rates or Rates.of_gpu(machine.gpu, machine.gpu_network)
             cpus = machine.cpus / cluster.gpus
-        time = step_time(config, self._schema, loads, dense, rates, *shape, cpus) if rates else None
+        time = estimate_step_time(config, self._schema, loads, dense, rates, *shape, cpus) if rates else None
         needs = {tier: memory.of(tier) / GIB for tier in cluster.rooms}
         lacks = [
-            Lack(tier, int(needs[tier].argmax()), float(needs[tier].max()), room)
+            MemoryShortage(tier, int(needs[tier].argmax()), float(needs[tier].max()), room)
             for tier, room in cluster.rooms.items()
             if needs[tier].max() > room
         ]
-        return Prediction(cluster, tables, loads, memory, time, lacks=lacks)
+        return ClusterEstimate(cluster, tables, loads, memory, time, lacks=lacks)
 
     def _dense_work(self, config: RunConfig, cluster: Cluster) -> DenseWork:
         from raytrec.planning.dense_work import count_dense_layers
@@ -172,14 +174,14 @@ class Predictor:
         if more:
             yield f"{more.cluster.hosts} hosts of this kind" if not cluster.machine else more.cluster.name
 
-    def smallest(self, of_hosts: Callable[[int], Cluster], least: int = 1) -> Prediction | None:
+    def smallest(self, of_hosts: Callable[[int], Cluster], least: int = 1) -> ClusterEstimate | None:
         """Return the prediction for the smallest number of hosts on which the run fits, or None.
 
         The number of hosts is doubled from `least`, then bisected. `of_hosts` returns the cluster with a
         number of hosts.
         """
         one = of_hosts(1)
-        config = _for(self._config, one)
+        config = _configure_for(self._config, one)
         needed, room = self._tables_gib(config, one)
         if config.plan.compute_kernels == ["fused"]:
             least = max(least, math.ceil(needed / room))
@@ -189,10 +191,10 @@ class Predictor:
             if found.fits:
                 break
             refused += found.refusal is not None
-            ended = most >= MOST_HOSTS or most * one.gpus >= config.data.global_batch_size
-            if ended or refused == MOST_REFUSALS:
+            ended = most >= MAX_HOSTS or most * one.gpus >= config.data.global_batch_size
+            if ended or refused == MAX_REFUSALS:
                 return None
-            low, most = most, min(2 * most, MOST_HOSTS)
+            low, most = most, min(2 * most, MAX_HOSTS)
         while most - low > 1:
             middle = (low + most) // 2
             between = self(of_hosts(middle))
@@ -206,12 +208,12 @@ class Predictor:
         """Return the GiB of device memory that tables need with optimizer state, and the GiB available."""
         on_cpu = config.scaling.device == "cpu"
         constraints = resolve_constraints(config, self._schema)
-        sizes = footprints(config, self._schema, constraints, "cpu" if on_cpu else "cuda")
-        share = 1.0 if on_cpu else TABLES_SHARE
+        sizes = estimate_footprints(config, self._schema, constraints, "cpu" if on_cpu else "cuda")
+        share = 1.0 if on_cpu else TABLE_MEMORY_SHARE
         memory = config.plan.memory_gib or cluster.memory_gib
         return sum(size.device for size in sizes.values()) / GIB, share * memory * cluster.world
 
-    def choose(self, machines: list[Machine], prices: Mapping[str, float]) -> list[Prediction]:
+    def choose(self, machines: list[Machine], prices: Mapping[str, float]) -> list[ClusterEstimate]:
         """Return the smallest fitting cluster of each machine, sorted by number of GPUs, then by price.
 
         `prices` maps machines to their price per hour.
@@ -219,18 +221,18 @@ class Predictor:
         found = [self.smallest(partial(Cluster.of, machine=machine)) for machine in machines]
         return sorted(
             (each for each in found if each),
-            key=lambda each: (each.cluster.world, price_of(each, prices) or 0),
+            key=lambda each: (each.cluster.world, compute_hourly_price(each, prices) or 0),
         )
 
 
-def price_of(found: Prediction, prices: Mapping[str, float]) -> float | None:
+def compute_hourly_price(found: ClusterEstimate, prices: Mapping[str, float]) -> float | None:
     """Return the price per hour of a prediction's cluster; None if unknown."""
     machine = found.cluster.machine
     price = prices.get(machine.name) if machine else None
     return None if price is None else found.cluster.hosts * price
 
 
-def _for(config: RunConfig, cluster: Cluster) -> RunConfig:
+def _configure_for(config: RunConfig, cluster: Cluster) -> RunConfig:
     """Return the configuration with one worker per GPU of a cluster."""
     values: dict[str, Any] = {"num_workers": cluster.world}
     if cluster.machine:
@@ -249,10 +251,10 @@ def dry_run(
     Raises:
         ConfigError: Tables do not fit, or constraints cannot be met.
     """
-    from raytrec.embeddings.optim import fuse
+    from raytrec.embeddings.optim import mark_fused
     from raytrec.embeddings.pooling import PooledEmbeddings
-    from raytrec.embeddings.sharding import sharders_for_planning
-    from raytrec.planning.plan import Hosts, plan_for, validated
+    from raytrec.embeddings.sharding import make_planning_sharders
+    from raytrec.planning.plan import Hosts, search_plan, validated
 
     device = "cpu" if config.scaling.device == "cpu" else "cuda"
     gpus, world, machine = cluster.gpus, cluster.world, cluster.machine
@@ -265,20 +267,22 @@ def dry_run(
         int(cluster.host_memory_gib * GIB) // gpus,
         int(cluster.disk_gib * GIB) // gpus,
         frozenset([machine.gpu] if machine else []),
-        machine.network_of_gpu if machine else None,
+        machine.gpu_network if machine else None,
     )
-    optimizers = table_optimizers(config, schema)
-    with _as_on_hosts_of(gpus):
+    optimizers = resolve_optimizers(config, schema)
+    with _set_ranks_per_host(gpus):
         constraints, topology = validated(there, world, config, schema, device)
         tables = PooledEmbeddings(schema, constraints, resolve_features(schema, config.model).sequences)
-        fuse(tables.collections, optimizers, device)  # the planner reads the optimizer state from the result
-        offered = sharders_for_planning(config, schema, world)
-        plan = plan_for(there, topology, constraints, schema, config, tables, offered, dense)
+        mark_fused(
+            tables.collections, optimizers, device
+        )  # the planner reads the optimizer state from the result
+        offered = make_planning_sharders(config, schema, world)
+        plan = search_plan(there, topology, constraints, schema, config, tables, offered, dense)
     return planned(plan, config, schema, world)
 
 
 @contextmanager
-def _as_on_hosts_of(ranks: int) -> Iterator[None]:
+def _set_ranks_per_host(ranks: int) -> Iterator[None]:
     """Set the number of ranks per host that TorchRec reads from the environment (plan.agree_on_hosts).
 
     TorchRec's warnings about the hypothetical topology and dense layers are silenced.

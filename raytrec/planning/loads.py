@@ -15,18 +15,18 @@ from raytrec.config.schema import Schema, Statistics
 from raytrec.embeddings.constraints import (
     CACHING_KERNEL,
     MMAP_KERNEL,
-    SUMMED_TYPES,
+    REDUCE_SCATTER_TYPES,
     UVM_KERNELS,
-    table_optimizers,
+    resolve_optimizers,
 )
-from raytrec.embeddings.optimizers import optimizer_of
+from raytrec.embeddings.optimizers import find_optimizer
 from raytrec.planning.memory import CACHED, DTYPE_BYTES, PlannedTable
 
 ID_BYTES, LENGTH_BYTES, VALUE_BYTES = 8, 4, 4
 WIRE_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1.125}  # int8: with scales of 64 values
 # Share of lookups that go to the hottest fifth of the rows of a table without statistics. Zipf's law with
 # exponent 1 gives 0.89 for a million rows; 0.8 leaves a margin.
-UNKNOWN_HITS = 0.8
+DEFAULT_HIT_SHARE = 0.8
 
 
 class Loads:
@@ -62,7 +62,7 @@ class Loads:
         self.ids, self.shards, self.touched, self.near, self.far = (
             defaultdict(partial(np.zeros, world)) for _ in range(5)
         )
-        self.streamed, self.host_bytes, self.file_rows, self.received_ids = np.zeros((4, world))
+        self.streamed_bytes, self.host_bytes, self.file_rows, self.received_ids = np.zeros((4, world))
         self.pooled, self.summed, self.gradients = np.zeros((3, world))
         self.arrived, self.groups = np.zeros(2), Counter[tuple[str, str]]()
         self.sent_ids = self.replicated = self.row_values = 0.0
@@ -97,12 +97,12 @@ class LoadCounter:
 
     def __init__(self, config: RunConfig, schema: Schema, hosts: int, gpus: int):
         self._schema, self._features = schema, resolve_features(schema, config.model)
-        self._lengths = ids_of_features(schema, self._features)
+        self._lengths = estimate_ids_per_row(schema, self._features)
         self._hosts, self._gpus, self._world = hosts, gpus, hosts * gpus
         self._total = config.data.global_batch_size
         self._batch = -(-self._total // self._world)
         self._on_cpu = config.scaling.device == "cpu"
-        self._optimizers = table_optimizers(config, schema)
+        self._optimizers = resolve_optimizers(config, schema)
         self._of_table: dict[str, list[str]] = {table: [] for table in schema.tables}
         for name in schema.sparse:
             self._of_table[schema.sparse[name].table].append(name)
@@ -123,7 +123,7 @@ class LoadCounter:
         each, by_id = sum(self._lengths[name] for name in names), table.table in self._features.tables_by_id
         vectors = each if by_id else len(names)  # vectors sent per row
         out.row_values += times * table.dim * vectors
-        optimizer = optimizer_of(self._optimizers[table.table].name)
+        optimizer = find_optimizer(self._optimizers[table.table].name)
         ranks = np.array([rank for rank, _, _ in table.shards])
         rows, columns = (
             np.array(of, float) for of in zip(*(shard[1:] for shard in table.shards), strict=True)
@@ -139,7 +139,7 @@ class LoadCounter:
             self._distinct[key] = _distinct(draws, table.rows, known)
         distinct = self._distinct[key] * (ids / max(1e-9, draws))
         row = columns * DTYPE_BYTES[table.dtype]
-        state = columns * optimizer.bytes_per("value") + optimizer.bytes_per("row")
+        state = columns * optimizer.count_state_bytes("value") + optimizer.count_state_bytes("row")
         sums = batches * vectors * columns * VALUE_BYTES * (share if by_id else 1.0)
         dense = table.compute_kernel == "dense"
         way = "dense" if dense else self._optimizers[table.table].name
@@ -148,14 +148,14 @@ class LoadCounter:
             np.add.at(to, ranks, times * values)
 
         if dense:  # gradients of all rows are created, copied per table, and read with weights and state
-            add(out.streamed, rows * (3 * row + 2 * state + 5 * columns * VALUE_BYTES))
+            add(out.streamed_bytes, rows * (3 * row + 2 * state + 5 * columns * VALUE_BYTES))
             add(out.gradients, rows * columns * VALUE_BYTES)
         add(out.ids[way], ids)
         add(out.shards[way], 1.0)
         moved, missed = ids * row + 2 * distinct * (row + (0.0 if dense else state)), 0.0
         if table.compute_kernel in UVM_KERNELS and not self._on_cpu:
             is_cached = table.compute_kernel == CACHING_KERNEL
-            missed = 1 - hit_share(table.rows * CACHED, known) if is_cached else 1.0
+            missed = 1 - estimate_hit_share(table.rows * CACHED, known) if is_cached else 1.0
         add(out.host_bytes, missed * moved)
         if table.compute_kernel == MMAP_KERNEL:
             add(out.file_rows, distinct)
@@ -164,7 +164,7 @@ class LoadCounter:
         if kind == "data_parallel":
             out.replicated += times * table.rows * table.dim * VALUE_BYTES
             return
-        if kind in SUMMED_TYPES and not by_id:
+        if kind in REDUCE_SCATTER_TYPES and not by_id:
             add(out.summed, sums)
         group = (table.table if by_id else "", kind)
         out.groups[group] += times
@@ -185,7 +185,7 @@ class LoadCounter:
         """
         world, hosts, gpus, kind = self._world, self._hosts, self._gpus, table.sharding_type
         both = (("reduce_scatter", self._there), ("all_gather", self._back))
-        summed = kind in SUMMED_TYPES and table.table not in self._features.tables_by_id
+        summed = kind in REDUCE_SCATTER_TYPES and table.table not in self._features.tables_by_id
         if summed and kind == "row_wise":
             for collective, width in both:
                 size = values[0] * width
@@ -202,7 +202,7 @@ class LoadCounter:
         out.arrived += values.sum() * wire / world * np.array([near, far])
 
 
-def ids_of_features(schema: Schema, features: Features) -> dict[str, float]:
+def estimate_ids_per_row(schema: Schema, features: Features) -> dict[str, float]:
     """Return the expected number of ids per row, by sparse feature.
 
     The number is the mean length found by `raytrec inspect`. For sequences read id by id, the number is at
@@ -216,10 +216,10 @@ def ids_of_features(schema: Schema, features: Features) -> dict[str, float]:
     return found
 
 
-def lengths_of_tables(schema: Schema, features: Features) -> dict[str, list[float]]:
-    """Return `ids_of_features` by table: one number for each feature that looks up the table."""
+def group_lengths_by_table(schema: Schema, features: Features) -> dict[str, list[float]]:
+    """Return `estimate_ids_per_row` by table: one number for each feature that looks up the table."""
     found: dict[str, list[float]] = {table: [] for table in schema.tables}
-    for name, length in ids_of_features(schema, features).items():
+    for name, length in estimate_ids_per_row(schema, features).items():
         found[schema.sparse[name].table].append(length)
     return found
 
@@ -245,13 +245,13 @@ def _distinct(draws: float, rows: int, known: Statistics | None) -> float:
     return min(total, float(rows))
 
 
-def hit_share(rows: float, known: Statistics | None) -> float:
+def estimate_hit_share(rows: float, known: Statistics | None) -> float:
     """Return the share of lookups that go to the `rows` hottest rows of a table.
 
     Between two powers of ten, the share grows with the logarithm of the number of rows.
     """
     if known is None or not known.hottest:
-        return UNKNOWN_HITS
+        return DEFAULT_HIT_SHARE
     shares, distinct = [*known.hottest], max(1, known.distinct)
     places = [float(power) for power in range(len(shares))]
     if 10 ** places[-1] < distinct:
@@ -259,13 +259,15 @@ def hit_share(rows: float, known: Statistics | None) -> float:
     return float(np.interp(np.log10(max(1.0, rows)), places, shares))
 
 
-UNKNOWN = Statistics(mean_length=0, p99_length=0, max_length=0, distinct=0)
+EMPTY_STATISTICS = Statistics(mean_length=0, p99_length=0, max_length=0, distinct=0)
 
 
-def recorded_lengths(lines: Iterable[RankLine], config: RunConfig, schema: Schema) -> dict[str, float]:
+def compute_recorded_lengths(
+    lines: Iterable[RankLine], config: RunConfig, schema: Schema
+) -> dict[str, float]:
     """Return the mean number of ids per row of the global batch, by table, over all recorded steps.
 
-    Copies of a replicated table count once. Ranks that are not recorded (messages.recorded_ranks) are assumed
+    Copies of a replicated table count once. Ranks that are not recorded (messages.select_recorded_ranks) are assumed
     to look up as many ids as the others. On GPUs, ids that are looked up once per batch count once.
     """
     sums: dict[str, tuple[float, float]] = {}  # table → ids looked up; rows held × steps
@@ -282,18 +284,18 @@ def recorded_lengths(lines: Iterable[RankLine], config: RunConfig, schema: Schem
     }
 
 
-def with_lengths(config: RunConfig, schema: Schema, lengths: Mapping[str, float]) -> Schema:
-    """Return the schema with mean lengths that match these ids per row by table (recorded_lengths).
+def replace_lengths(config: RunConfig, schema: Schema, lengths: Mapping[str, float]) -> Schema:
+    """Return the schema with mean lengths that match these ids per row by table (compute_recorded_lengths).
 
     Features of a table share the number in the same proportion as before. The frequencies of ids are
     unchanged.
     """
     features, statistics = resolve_features(schema, config.model), {}
-    expected, of_tables = ids_of_features(schema, features), lengths_of_tables(schema, features)
+    expected, of_tables = estimate_ids_per_row(schema, features), group_lengths_by_table(schema, features)
     for name, spec in schema.sparse.items():
         if spec.table in lengths:
             of_table = of_tables[spec.table]
             share = expected[name] / sum(of_table) if sum(of_table) else 1 / len(of_table)
-            known = schema.statistics.get(name, UNKNOWN)
+            known = schema.statistics.get(name, EMPTY_STATISTICS)
             statistics[name] = known.model_copy(update={"mean_length": lengths[spec.table] * share})
     return schema.model_copy(update={"statistics": schema.statistics | statistics})

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from raytrec.common.errors import ConfigError, hint
 
-ENOUGH_GIB = 1e6  # assumed disk size if none is given
-GIB_OF = r"(\d+(?:\.\d+)?)gib"
-DESCRIBED = re.compile(rf"(\d+)x{GIB_OF}(?::{GIB_OF}(?::{GIB_OF})?)?")
+DEFAULT_DISK_GIB = 1e6  # assumed disk size if none is given
+GIB_PATTERN = r"(\d+(?:\.\d+)?)gib"
+HOST_SIZES_PATTERN = re.compile(rf"(\d+)x{GIB_PATTERN}(?::{GIB_PATTERN}(?::{GIB_PATTERN})?)?")
 
 
 class Gpu(NamedTuple):
@@ -83,7 +83,7 @@ class Machine(NamedTuple):
     disk_gib: float
 
     @property
-    def network_of_gpu(self) -> float:
+    def gpu_network(self) -> float:
         """Network bandwidth per GPU in one direction, in 10⁹ bytes/s."""
         return self.network / self.gpus
 
@@ -108,7 +108,7 @@ _HOSTS: dict[str, tuple[str, dict[int, tuple[int, float, float, float]]]] = {
     "b200": ("B200", {8: (192, 2048, 3200, 30.7)}),
     "gb200": ("GB200", {4: (144, 960, 1600, 22.5)}),
 }
-_SHORT = {"h100": "h100-sxm", "a100": "a100-80"}
+_GPU_ALIASES = {"h100": "h100-sxm", "a100": "a100-80"}
 MACHINES = {
     f"{gpus}x{kind}": Machine(f"{gpus}x{kind}", gpu, gpus, cpus, memory, gbit / 8, disk * 1e12 / 2**30)
     for kind, (gpu, sizes) in _HOSTS.items()
@@ -116,14 +116,14 @@ MACHINES = {
 }
 
 
-def machine_of(name: str, where: str = "--on") -> Machine:
+def find_machine(name: str, where: str = "--on") -> Machine:
     """Return the machine with a name such as 8xh100-sxm; `where` is the option named in errors.
 
     Raises:
         ConfigError: There is no machine with this name.
     """
     gpus, _, kind = name.strip().lower().partition("x")
-    found = MACHINES.get(f"{gpus}x{_SHORT.get(kind, kind)}")
+    found = MACHINES.get(f"{gpus}x{_GPU_ALIASES.get(kind, kind)}")
     if found is None:
         raise ConfigError(
             f"no machine is called '{name}'{hint(name, MACHINES)}",
@@ -163,7 +163,7 @@ class Cluster(NamedTuple):
         disk_gib: float | None = None,
     ) -> Cluster:
         """Return a cluster of hosts described by their sizes."""
-        return cls(hosts, gpus, memory_gib, host_gib or 2 * memory_gib * gpus, disk_gib or ENOUGH_GIB)
+        return cls(hosts, gpus, memory_gib, host_gib or 2 * memory_gib * gpus, disk_gib or DEFAULT_DISK_GIB)
 
     @classmethod
     def of(cls, hosts: int, machine: Machine) -> Cluster:
@@ -196,7 +196,7 @@ class Cluster(NamedTuple):
         return linked(self.hosts, self.gpus, [self.machine.gpu] if self.machine else [])
 
 
-def cluster_of(text: str) -> Cluster:
+def parse_cluster(text: str) -> Cluster:
     """Return the cluster described by a text such as 2x8xh100-sxm; 8xh100-sxm is a single machine.
 
     2x4x48gib:384gib:900gib describes two hosts, each with 4 GPUs of 48 GiB, 384 GiB of memory and 900 GiB of
@@ -209,10 +209,10 @@ def cluster_of(text: str) -> Cluster:
     count, name = (int(counted[1]), counted[2]) if counted else (1, text)
     if count < 1:
         raise ConfigError(f"{count} machines", where=f"--on {text}", expected="at least one")
-    if own := DESCRIBED.fullmatch(name.strip().lower()):
+    if own := HOST_SIZES_PATTERN.fullmatch(name.strip().lower()):
         memory, host, disk = (float(size) if size else None for size in own.groups()[1:])
         return Cluster.described(count, int(own[1]), memory, host, disk)
-    return Cluster.of(count, machine_of(name))
+    return Cluster.of(count, find_machine(name))
 
 
 def linked(hosts: int, gpus: int, names: Collection[str]) -> tuple[int, int]:
@@ -220,21 +220,21 @@ def linked(hosts: int, gpus: int, names: Collection[str]) -> tuple[int, int]:
 
     `names` has the names of all GPUs.
     """
-    known, world = [known_gpu(name) for name in names], hosts * gpus
+    known, world = [find_gpu(name) for name in names], hosts * gpus
     reach = min((gpu.linked if gpu else 0 for gpu in known), default=0)
     sizes = range(gpus, max(gpus, min(world, reach)) + 1, gpus)
     size = max(size for size in sizes if world % size == 0)
     return world // size, size
 
 
-def known_gpu(name: str) -> Gpu | None:
+def find_gpu(name: str) -> Gpu | None:
     """Return the GPU with a name as reported by its driver; None if unknown."""
     return GPUS.get(name.removeprefix("NVIDIA "))
 
 
-def network_of(name: str) -> float:
+def find_network_bandwidth(name: str) -> float:
     """Return the network bandwidth per GPU, in 10⁹ bytes/s, if the GPU's hosts are unknown.
 
     The result is the highest value of all machines with this GPU; 0 if there is no such machine.
     """
-    return max((m.network_of_gpu for m in MACHINES.values() if GPUS[m.gpu] is known_gpu(name)), default=0.0)
+    return max((m.gpu_network for m in MACHINES.values() if GPUS[m.gpu] is find_gpu(name)), default=0.0)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from raytrec.common.errors import ConfigError
-from raytrec.common.formatting import bytes_text
+from raytrec.common.formatting import format_bytes
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema, Table
 from raytrec.config.tables import EmbeddingOptim
@@ -21,14 +21,14 @@ from raytrec.embeddings.constraints import (
     MMAP_KERNEL,
     UVM_KERNELS,
     TableConstraint,
-    kernel_on,
+    find_memory_filesystem,
+    find_mmap_folder,
     make_room,
-    memory_filesystem,
-    mmap_folder,
     resolve_constraints,
-    table_optimizers,
+    resolve_kernel,
+    resolve_optimizers,
 )
-from raytrec.embeddings.optimizers import optimizer_of
+from raytrec.embeddings.optimizers import find_optimizer
 
 if TYPE_CHECKING:
     from torchrec.distributed.types import ShardingPlan
@@ -37,8 +37,10 @@ GIB = 1024**3
 DTYPE_BYTES = {"fp32": 4, "fp16": 2}
 # Bytes per row (key, sightings, last step, row) and per id that waits for a row, in a map of managed ids
 # (embeddings/managed/key_map.py) with 60 % of its slots in use.
-ID_BYTES, WAITING_BYTES = 41, 35
-HOST_RESERVE = 0.15  # share of a GPU host's memory kept for processes; TorchRec reserves as much of a GPU
+ID_BYTES, WAITING_ID_BYTES = 41, 35
+HOST_RESERVE_SHARE = (
+    0.15  # share of a GPU host's memory kept for processes; TorchRec reserves as much of a GPU
+)
 CACHED = 0.2  # share of a table's rows in the GPU cache of fused_uvm_caching: FBGEMM's default (1.8.0)
 TIERS = ("device", "host", "disk")  # memory tiers
 WEIGHTS, STATE, CACHE = "weights", "optimizer state", "cache"
@@ -68,11 +70,11 @@ def parts_of(table: Table, dtype: str, optimizer: str, kernel: str | None = None
         table: Table or shard; only rows and dim are read.
         dtype: Data type of the weights, fp32 or fp16.
         optimizer: Name of the optimizer.
-        kernel: Kernel that the device uses (`kernel_on`); None: a kernel with all parts on the device.
+        kernel: Kernel that the device uses (`resolve_kernel`); None: a kernel with all parts on the device.
     """
-    values, width, optimizer_ = table.rows * table.dim, DTYPE_BYTES[dtype], optimizer_of(optimizer)
-    weights, state = values * width, values * optimizer_.bytes_per("value")
-    row_state = table.rows * optimizer_.bytes_per("row")
+    values, width, optimizer_ = table.rows * table.dim, DTYPE_BYTES[dtype], find_optimizer(optimizer)
+    weights, state = values * width, values * optimizer_.count_state_bytes("value")
+    row_state = table.rows * optimizer_.count_state_bytes("row")
     if kernel == MMAP_KERNEL:
         return {WEIGHTS: Footprint(0, 0, weights), STATE: Footprint(0, 0, state + row_state)}
     if kernel not in UVM_KERNELS:
@@ -92,25 +94,25 @@ def added(sizes: Iterable[Footprint]) -> Footprint:
     return Footprint(*map(sum, zip(*sizes, strict=True)))
 
 
-def footprints(
+def estimate_footprints(
     config: RunConfig, schema: Schema, constraints: Constraints, device: str
 ) -> dict[str, Footprint]:
     """Return the bytes of each table with a constraint, including optimizer state, on cpu or cuda."""
-    optimizers = table_optimizers(config, schema)
+    optimizers = resolve_optimizers(config, schema)
     return {
         table: added(
             parts_of(
-                schema.tables[table], each.dtype, optimizers[table].name, kernel_on(device, each.kernel)
+                schema.tables[table], each.dtype, optimizers[table].name, resolve_kernel(device, each.kernel)
             ).values()
         )
         for table, each in constraints.items()
     }
 
 
-def map_share(schema: Schema, world: int) -> int:
+def estimate_id_map_bytes(schema: Schema, world: int) -> int:
     """Return the bytes per rank for the maps of managed ids, divided equally among `world` ranks."""
     of_tables = (
-        table.rows * (ID_BYTES + (WAITING_BYTES if table.ids.admit_after > 1 else 0))
+        table.rows * (ID_BYTES + (WAITING_ID_BYTES if table.ids.admit_after > 1 else 0))
         for table in schema.tables.values()
         if table.ids
     )
@@ -176,10 +178,10 @@ def held(
     `device` is cpu or cuda; the default follows scaling.device, where auto means GPUs.
     """
     device = device or ("cpu" if config.scaling.device == "cpu" else "cuda")
-    optimizers = table_optimizers(config, schema)
+    optimizers = resolve_optimizers(config, schema)
     out: dict[tuple[str, int], Held] = {}
     for table in tables:
-        its = table.dtype, optimizers[table.table].name, kernel_on(device, table.compute_kernel)
+        its = table.dtype, optimizers[table.table].name, resolve_kernel(device, table.compute_kernel)
         for rank, rows, dim in table.shards:
             sizes = parts_of(Table.model_construct(rows=rows, dim=dim), *its)
             if before := out.get((table.table, rank)):
@@ -188,20 +190,20 @@ def held(
     return out
 
 
-def without_saves(config: RunConfig) -> RunConfig:
+def disable_async_save(config: RunConfig) -> RunConfig:
     """Return the configuration without memory for the copies from which checkpoints are written."""
     return config.model_copy(
         update={"checkpoint": config.checkpoint.model_copy(update={"async_save": False})}
     )
 
 
-def without_training(config: RunConfig) -> RunConfig:
+def exclude_training_memory(config: RunConfig) -> RunConfig:
     """Return the configuration without checkpoint copies and without optimizer state of tables."""
     optim = config.optim.model_copy(update={"embeddings": EmbeddingOptim(name="sgd"), "tables": {}})
-    return without_saves(config).model_copy(update={"optim": optim})
+    return disable_async_save(config).model_copy(update={"optim": optim})
 
 
-def host_room(
+def estimate_host_table_bytes(
     config: RunConfig, schema: Schema, constraints: Constraints, world: int, host_share: int
 ) -> int:
     """Return the bytes of host memory that each rank on a GPU may use for tables (UVM kernels).
@@ -210,21 +212,21 @@ def host_room(
     checkpoint.async_save, room is also kept for the copies of these tables and of the rank's part of tables
     on GPUs.
     """
-    room = (1 - HOST_RESERVE) * host_share - config.data.buffer_gib * GIB
+    room = (1 - HOST_RESERVE_SHARE) * host_share - config.data.buffer_gib * GIB
     if config.checkpoint.async_save:
-        sizes = footprints(config, schema, constraints, "cuda")
+        sizes = estimate_footprints(config, schema, constraints, "cuda")
         room = (room - sum(size.device for size in sizes.values() if not size.host) / world) / 2
     return max(0, int(room))
 
 
-def memory_for_copies(
+def estimate_copy_bytes(
     config: RunConfig, schema: Schema, constraints: Constraints, world: int
 ) -> tuple[float, float]:
     """Return the bytes of main memory per GPU rank for checkpoint copies of tables, and for rows read ahead.
 
     The copies are page-locked; checkpoints are written from them.
     """
-    sizes = footprints(config, schema, constraints, "cuda").values()
+    sizes = estimate_footprints(config, schema, constraints, "cuda").values()
     return sum(size.device for size in sizes) / world, config.data.buffer_gib * GIB
 
 
@@ -238,17 +240,22 @@ def move_to_files(
     because lookups in files are slow. At first, only as many tables move as needed for the rest to fit into
     memory. If the ranks cannot divide the rest, twice as many are tried.
     """
-    optimizers, features = table_optimizers(config, schema), Counter(f.table for f in schema.sparse.values())
+    optimizers, features = (
+        resolve_optimizers(config, schema),
+        Counter(f.table for f in schema.sparse.values()),
+    )
     movable = [
         table
         for table, constraint in constraints.items()
         if MMAP_KERNEL in config.plan.compute_kernels
         and constraint.kernel is None
         and set(constraint.sharding) - {"data_parallel"}
-        and "cpu" in optimizer_of(optimizers[table].name).devices
+        and "cpu" in find_optimizer(optimizers[table].name).devices
     ]
     movable.sort(key=lambda table: (features[table] / schema.tables[table].rows, table))
-    sizes = {table: size.device for table, size in footprints(config, schema, constraints, "cpu").items()}
+    sizes = {
+        table: size.device for table, size in estimate_footprints(config, schema, constraints, "cpu").items()
+    }
     left, count = sum(sizes.values()), 0 if "fused" in config.plan.compute_kernels else len(movable)
     while count < len(movable) and left - sum(sizes[table] for table in movable[:count]) > memory:
         count += 1
@@ -272,15 +279,15 @@ def check_disk(constraints: Constraints, schema: Schema, config: RunConfig, memo
         ConfigError: The disk is too small, or the folder is in a memory filesystem.
     """
     chosen = next(move_to_files(constraints, schema, config, memory))
-    found = footprints(config, schema, chosen, "cpu")
+    found = estimate_footprints(config, schema, chosen, "cpu")
     sizes = {table: size.disk for table, size in found.items() if size.disk}
-    need, folder = sum(sizes.values()), mmap_folder(config)
-    kind = memory_filesystem(folder) if sizes else None
+    need, folder = sum(sizes.values()), find_mmap_folder(config)
+    kind = find_memory_filesystem(folder) if sizes else None
     if kind is None and need <= free:
         return
-    why = f"it is on {kind}, in memory itself" if kind else f"{bytes_text(free)} are free there"
+    why = f"it is on {kind}, in memory itself" if kind else f"{format_bytes(free)} are free there"
     raise ConfigError(
-        f"tables {', '.join(sizes)} take {bytes_text(need)} of disk, with optimizer state, and {why}",
+        f"tables {', '.join(sizes)} take {format_bytes(need)} of disk, with optimizer state, and {why}",
         where=f"plan.mmap_dir, {folder}",
         expected="a folder on a disk with room for them, and for checkpoints if those go there, too",
         do=make_room(config),

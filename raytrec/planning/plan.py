@@ -16,14 +16,14 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from raytrec.common.errors import ConfigError
 from raytrec.compat.ray_core import system_memory
-from raytrec.compat.torch_ import rank_place
+from raytrec.compat.torch_ import make_rank_placement
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.config.tables import PlanSection
 from raytrec.embeddings.constraints import TableConstraint, free_disk
-from raytrec.planning.dense_work import guess_dense_work
-from raytrec.planning.machines import UNKNOWN_GPU, UNKNOWN_NETWORK, known_gpu, linked, network_of
-from raytrec.planning.memory import GIB, check_disk, host_room, map_share
+from raytrec.planning.dense_work import estimate_dense_work
+from raytrec.planning.machines import UNKNOWN_GPU, UNKNOWN_NETWORK, find_gpu, find_network_bandwidth, linked
+from raytrec.planning.memory import GIB, check_disk, estimate_host_table_bytes, estimate_id_map_bytes
 from raytrec.planning.rates import Rates
 from raytrec.planning.search import Search
 from raytrec.planning.validation import validate_constraints
@@ -82,14 +82,14 @@ def agree_on_hosts(config: RunConfig, device: torch.device) -> Hosts:
     numbers of ranks, this variable differs between ranks. Therefore the ranks agree on one number and set the
     variable to this number.
     """
-    places = [_place(config, device)] * dist.get_world_size()
+    places = [_locate_mistake(config, device)] * dist.get_world_size()
     dist.all_gather_object(places, places[0])
-    hosts = hosts_of(places, config.plan)
+    hosts = merge_resources(places, config.plan)
     os.environ["LOCAL_WORLD_SIZE"] = str(hosts.ranks_per_host)
     return hosts
 
 
-def _place(config: RunConfig, device: torch.device) -> Place:
+def _locate_mistake(config: RunConfig, device: torch.device) -> Place:
     memory, gpu = None, ""
     if device.type == "cuda":
         if device.index is None:
@@ -108,7 +108,7 @@ def _place(config: RunConfig, device: torch.device) -> Place:
     )
 
 
-def hosts_of(places: list[Place], config: PlanSection) -> Hosts:
+def merge_resources(places: list[Place], config: PlanSection) -> Hosts:
     """Return the properties that the places of all ranks imply.
 
     If hosts hold different numbers of ranks, each rank counts as its own host. Memory is the minimum over all
@@ -129,7 +129,7 @@ def hosts_of(places: list[Place], config: PlanSection) -> Hosts:
     return Hosts(local if len(places) % local == 0 else 1, devices, memory, share, disk, gpus)
 
 
-def rates_of(hosts: Hosts, device: str, world: int) -> Rates:
+def select_rates(hosts: Hosts, device: str, world: int) -> Rates:
     """Return the rates from the data sheet of the slowest GPU of any rank; an unknown GPU counts as V100.
 
     Args:
@@ -139,8 +139,8 @@ def rates_of(hosts: Hosts, device: str, world: int) -> Rates:
     """
     if device == "cpu":
         return Rates.of_cpu(world)
-    slowest = min(sorted(hosts.gpus), key=lambda name: (known_gpu(name) or UNKNOWN_GPU).memory, default="")
-    return Rates.of_gpu(slowest, hosts.network or network_of(slowest) or UNKNOWN_NETWORK)
+    slowest = min(sorted(hosts.gpus), key=lambda name: (find_gpu(name) or UNKNOWN_GPU).memory, default="")
+    return Rates.of_gpu(slowest, hosts.network or find_network_bandwidth(slowest) or UNKNOWN_NETWORK)
 
 
 def make_plan(
@@ -164,7 +164,7 @@ def make_plan(
                 world, has = topology.world_size, topology.devices[0].storage
                 check_disk(constraints, schema, config, world * has.ddr, world * has.ssd)
             dense = model.head.parameters()
-            outcome[0] = plan_for(hosts, topology, constraints, schema, config, model, sharders, dense)
+            outcome[0] = search_plan(hosts, topology, constraints, schema, config, model, sharders, dense)
         except ConfigError as error:
             outcome[0] = error
     dist.broadcast_object_list(outcome)
@@ -188,10 +188,10 @@ def validated(
     Raises:
         ConfigError: A constraint cannot be met.
     """
-    memory, local = hosts.memory - map_share(schema, world), hosts.ranks_per_host
+    memory, local = hosts.memory - estimate_id_map_bytes(schema, world), hosts.ranks_per_host
     known = {"ranks_per_host": local, "memory": memory, "host_share": hosts.host_share}
     constraints = validate_constraints(config, schema, device, world=world, **known)
-    room = host_room(config, schema, constraints, world, hosts.host_share)
+    room = estimate_host_table_bytes(config, schema, constraints, world, hosts.host_share)
     sizes = {"ddr_cap": memory, "ssd_cap": hosts.disk_share}
     if device == "cuda":
         sizes = {"hbm_cap": memory, "ddr_cap": room}
@@ -213,11 +213,11 @@ def name_devices(plan: ShardingPlan, devices: Sequence[str]) -> ShardingPlan:
         for spec in module.values():
             for shard in spec.sharding_spec.shards if spec.sharding_spec else ():
                 rank = shard.placement.rank()
-                shard.placement = rank_place(rank, devices[rank])
+                shard.placement = make_rank_placement(rank, devices[rank])
     return plan
 
 
-def plan_for(
+def search_plan(
     hosts: Hosts,
     topology: Topology,
     constraints: dict[str, TableConstraint],
@@ -235,7 +235,7 @@ def plan_for(
     Raises:
         ConfigError: No plan fits.
     """
-    rates = rates_of(hosts, topology.compute_device, topology.world_size)
+    rates = select_rates(hosts, topology.compute_device, topology.world_size)
     shape = linked(topology.world_size // topology.local_world_size, topology.local_world_size, hosts.gpus)
-    work = guess_dense_work(dense, -(-config.data.global_batch_size // topology.world_size))
+    work = estimate_dense_work(dense, -(-config.data.global_batch_size // topology.world_size))
     return Search(topology, schema, config, model, sharders, work, rates, shape).find(constraints)

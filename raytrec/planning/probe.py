@@ -21,12 +21,14 @@ import torch
 import torch.distributed as dist
 from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 
-from raytrec.embeddings.optimizers import OPTIMIZERS, optimizer_of
+from raytrec.embeddings.optimizers import OPTIMIZERS, find_optimizer
 from raytrec.planning.dense_work import Counter
 from raytrec.planning.rates import COLLECTIVES, DENSE, LookupRates, Rates
 
-BAGS, TABLE_BYTES, ID_SETS = 512, 64 << 20, 24
-DENSE_BYTES = 4 * (3 + 2 + 3)  # bytes per value in Adagrad's dense update, as counted by loads.LoadCounter
+BAGS, TABLE_BYTES, NUM_ID_SETS = 512, 64 << 20, 24
+DENSE_UPDATE_BYTES = 4 * (
+    3 + 2 + 3
+)  # bytes per value in Adagrad's dense update, as counted by loads.LoadCounter
 # Shapes of lookups: (tables, columns, ids per bag). Bytes, ids and shards follow from these.
 LOOKUP_SHAPES = ((1, 16, 16), (8, 16, 1), (8, 64, 1), (1, 64, 16))
 SMALL, LARGE = 256, 1 << 20  # numbers of values in collectives
@@ -35,7 +37,7 @@ Sample = dict[str, float]
 Lookup = tuple[str, int, int, int]  # update type, followed by one of LOOKUP_SHAPES
 
 
-def lookups_on(device: str) -> list[Lookup]:
+def list_lookups(device: str) -> list[Lookup]:
     """Return the lookups to measure on a device: dense, and each optimizer with a kernel, in every shape."""
     ways = [name for name, optimizer in OPTIMIZERS.parts.items() if device in optimizer.devices]
     return [(way, *shape) for way in (*ways, DENSE) for shape in LOOKUP_SHAPES]
@@ -60,14 +62,14 @@ def take_samples(rank: int, world: int, folder: str, limit_s: float) -> dict[str
     dist.init_process_group(
         "nccl" if on_gpu else "gloo", f"file://{folder}/store", timeout, rank=rank, world_size=world
     )
-    probe = Probe(device)
+    probe = RateProbe(device)
     probe.sample()  # warm-up
     samples = [probe.sample() for _ in range(ROUNDS)]
     dist.destroy_process_group()
     return {"samples": samples}
 
 
-def rates_from(samples: Sequence[Sequence[Sample]]) -> Rates:
+def compute_rates(samples: Sequence[Sequence[Sample]]) -> Rates:
     """Return the rates computed from samples.
 
     Args:
@@ -79,7 +81,7 @@ def rates_from(samples: Sequence[Sequence[Sample]]) -> Rates:
         for name in samples[0][0]
     }
     took: dict[str, dict[Lookup, float]] = {}
-    for lookup in lookups_on(device):
+    for lookup in list_lookups(device):
         took.setdefault(lookup[0], {})[lookup] = seen[f"lookup {lookup}"]
     latency, bandwidth = {}, {}
     for kind in COLLECTIVES:
@@ -93,7 +95,7 @@ def rates_from(samples: Sequence[Sequence[Sample]]) -> Rates:
         ranks=world,
         copy=seen["copy"],
         stream=seen["stream"],
-        lookup={way: fit_lookups(of_way) for way, of_way in took.items()},
+        lookup={way: fit_lookup_rates(of_way) for way, of_way in took.items()},
         matrix={name: seen[f"matrix {name}"] for name in ("fp32", "tf32", "bf16")},
         latency_s=latency,
         bandwidth=bandwidth,
@@ -102,7 +104,7 @@ def rates_from(samples: Sequence[Sequence[Sample]]) -> Rates:
     )
 
 
-def fit_lookups(took: Mapping[Lookup, float]) -> LookupRates:
+def fit_lookup_rates(took: Mapping[Lookup, float]) -> LookupRates:
     """Return the seconds per byte, id and shard as a non-negative least-squares fit of relative errors.
 
     Args:
@@ -110,7 +112,9 @@ def fit_lookups(took: Mapping[Lookup, float]) -> LookupRates:
     """
     found, left = [0.0, 0.0, 0.0], [0, 1, 2]
     while left:
-        matrix = np.array([lookup_shape(*shape) for shape in took])[:, left] / np.array([[*took.values()]]).T
+        matrix = (
+            np.array([count_lookup_work(*shape) for shape in took])[:, left] / np.array([[*took.values()]]).T
+        )
         values = np.linalg.lstsq(matrix, np.ones(len(took)), rcond=None)[0]
         if (values >= 0).all():
             for place, value in zip(left, values.tolist(), strict=True):
@@ -120,7 +124,7 @@ def fit_lookups(took: Mapping[Lookup, float]) -> LookupRates:
     return LookupRates(*found)
 
 
-class Probe:
+class RateProbe:
     """Measures rates on one rank; the constructor and each sample are collectives.
 
     Args:
@@ -141,7 +145,7 @@ class Probe:
         with Counter() as self._of_layers:
             self._run_layers()
         self._launch_s = (Rates.of_cpu(1) if device.type == "cpu" else Rates.of_gpu("")).launch_s
-        self._lookups = {lookup: _Lookup(*lookup, device, made) for lookup in lookups_on(device.type)}
+        self._lookups = {lookup: _Lookup(*lookup, device, made) for lookup in list_lookups(device.type)}
         self._copy_host = torch.empty(1 << 24, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
     def sample(self, clock: Callable[[], float] = perf_counter) -> Sample:
@@ -167,7 +171,7 @@ class Probe:
         arithmetic = work.flops / out["matrix fp32"] + work.launches * self._launch_s
         out["copy"] = work.bytes / max(0.1 * layers, layers - arithmetic)
         (large,) = self._large.param_groups[0]["params"]
-        out["stream"] = DENSE_BYTES * large.numel() / self._compute(self._update, 1)
+        out["stream"] = DENSE_UPDATE_BYTES * large.numel() / self._compute(self._update, 1)
         for shape, lookup in self._lookups.items():
             out[f"lookup {shape}"] = self._compute(lookup, 1)
         if self._world > 1:
@@ -255,13 +259,13 @@ class _Lookup:
             rows = 1024
             self._kernel: Any = DenseTableBatchedEmbeddingBagsCodegen([(rows, dim)] * tables, use_cpu=on_cpu)
         else:
-            kind = optimizer_type_to_emb_opt_type(optimizer_of(way).torch_class())
+            kind = optimizer_type_to_emb_opt_type(find_optimizer(way).torch_class())
             self._kernel = SplitTableBatchedEmbeddingBagsCodegen(
                 [(rows, dim, *places)] * tables, optimizer=kind, device=device
             )
         bags = BAGS * tables
         # Each call uses other ids, as in training, because the rows of the previous ids are still in caches.
-        drawn = torch.randint(0, rows, (ID_SETS, bags * length), generator=made).to(device)
+        drawn = torch.randint(0, rows, (NUM_ID_SETS, bags * length), generator=made).to(device)
         self._ids = cycle(drawn.unbind())
         self._offsets = torch.arange(0, bags * length + 1, length).to(device)
         self._gradient = torch.full((BAGS, dim * tables), 1e-3, device=device)
@@ -270,10 +274,12 @@ class _Lookup:
         self._kernel(next(self._ids), self._offsets).backward(self._gradient)
 
 
-def lookup_shape(way: str, tables: int, dim: int, length: int) -> tuple[float, float, float]:
+def count_lookup_work(way: str, tables: int, dim: int, length: int) -> tuple[float, float, float]:
     """Return the bytes at random places, ids and shards of `_Lookup`, as counted by loads.LoadCounter."""
     bags, row, state = BAGS * tables, 4.0 * dim, 0.0
     if way != DENSE:
-        state = dim * optimizer_of(way).bytes_per("value") + optimizer_of(way).bytes_per("row")
+        state = dim * find_optimizer(way).count_state_bytes("value") + find_optimizer(way).count_state_bytes(
+            "row"
+        )
     touched = bags * (length * (row + row + 2 * (row + state)) + 2 * row)
     return touched, float(bags * length), float(tables)

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 from pydantic import ConfigDict, PositiveFloat, TypeAdapter, ValidationError
 
-from raytrec.common.errors import ConfigError, os_errors
-from raytrec.common.reading import NotReadable, json_values
+from raytrec.common.errors import ConfigError, convert_os_errors
+from raytrec.common.reading import UnreadableError, parse_json
 from raytrec.embeddings.optimizers import OPTIMIZERS
-from raytrec.planning.machines import UNKNOWN_GPU, UNKNOWN_NETWORK, known_gpu
+from raytrec.planning.machines import UNKNOWN_GPU, UNKNOWN_NETWORK, find_gpu
 
 # Collectives: all_to_all exchanges ids and the sums of whole tables, reduce_scatter the sums of tables split
 # by rows, all_gather their gradients, and all_reduce the gradients of dense layers.
@@ -25,7 +25,7 @@ SHARES = {"fp32": 0.9, "tf32": 0.65, "bf16": 0.5, "copy": 0.75, "lookup": 0.5, "
 
 # Bytes that FBGEMM moves per id to sort ids by row for the update. For each of 4 digits, 12 bytes of row and
 # position are read and written, and 8 are read again for counting; 16 bytes are for creating and reading.
-SORTED = 4 * (2 * 12 + 8) + 16
+SORT_BYTES_PER_ID = 4 * (2 * 12 + 8) + 16
 
 
 class LookupRates(NamedTuple):
@@ -101,7 +101,7 @@ class Rates:
     read_column_s: float = 26e-9
     read_id_s: float = 5e-9
 
-    def lookup_of(self, way: str) -> LookupRates:
+    def get_lookup_rates(self, way: str) -> LookupRates:
         """Return the rates of a table optimizer, or of dense updates.
 
         Raises:
@@ -128,11 +128,11 @@ class Rates:
             ConfigError: The text has another format; the error names `where`.
         """
         try:
-            made = TypeAdapter(cls).validate_python(json_values(text))
+            made = TypeAdapter(cls).validate_python(parse_json(text))
             if set(made.bandwidth) != {*COLLECTIVES}:
                 raise ValueError(f"bandwidth has other keys than {', '.join(COLLECTIVES)}")
             return made
-        except (NotReadable, ValueError) as error:
+        except (UnreadableError, ValueError) as error:
             why = str(error)
             if isinstance(error, ValidationError):
                 first = error.errors()[0]
@@ -150,7 +150,7 @@ class Rates:
         Raises:
             ConfigError: The file is missing or contains no rates.
         """
-        with os_errors("cannot read the rates", ConfigError, where=str(path)):
+        with convert_os_errors("cannot read the rates", ConfigError, where=str(path)):
             text = Path(path).read_bytes()
         return cls.from_json(text, str(path))
 
@@ -206,10 +206,10 @@ class Rates:
             name: Name of the GPU as reported by its driver; an unknown GPU counts as V100.
             network: Network bandwidth to other hosts, in 10⁹ bytes/s.
         """
-        gpu, wire = known_gpu(name) or UNKNOWN_GPU, SHARES["wire"] * 1e9
+        gpu, wire = find_gpu(name) or UNKNOWN_GPU, SHARES["wire"] * 1e9
         copy = SHARES["copy"] * gpu.memory * 1e9
         near = gpu.intra_host * wire
-        lookup = LookupRates(1 / (SHARES["lookup"] * gpu.memory * 1e9), SORTED / copy)
+        lookup = LookupRates(1 / (SHARES["lookup"] * gpu.memory * 1e9), SORT_BYTES_PER_ID / copy)
         return cls(
             source=f"data sheet of {name}",
             device="cuda",

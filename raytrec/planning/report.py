@@ -13,8 +13,8 @@ from raytrec.common.formatting import ranges
 from raytrec.common.terminal import open_console, plain
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
-from raytrec.planning.dry_run import Prediction, price_of
-from raytrec.planning.machines import ENOUGH_GIB
+from raytrec.planning.dry_run import ClusterEstimate, compute_hourly_price
+from raytrec.planning.machines import DEFAULT_DISK_GIB
 from raytrec.planning.memory import GIB, TIERS, held
 
 TIER_NAMES = {"device": "GPU", "host": "host", "disk": "disk"}
@@ -32,13 +32,17 @@ class Plans:
 
     config: RunConfig
     schema: Schema
-    on: list[Prediction]
-    chosen: list[Prediction] = field(default_factory=list)
+    on: list[ClusterEstimate]
+    chosen: list[ClusterEstimate] = field(default_factory=list)
     prices: dict[str, float] = field(default_factory=dict)
 
-    def cheapest(self) -> Prediction | None:
+    def cheapest(self) -> ClusterEstimate | None:
         """Return the chosen prediction with the lowest price; None if no price is known."""
-        priced = [(price, each) for each in self.chosen if (price := price_of(each, self.prices)) is not None]
+        priced = [
+            (price, each)
+            for each in self.chosen
+            if (price := compute_hourly_price(each, self.prices)) is not None
+        ]
         return min(priced, key=lambda pair: pair[0])[1] if priced else None
 
     def metrics(self) -> dict[str, Any]:
@@ -51,7 +55,7 @@ class Plans:
             "cheapest": cheapest.cluster.name if cheapest else None,
         }
 
-    def _of(self, found: Prediction) -> dict[str, Any]:
+    def _of(self, found: ClusterEstimate) -> dict[str, Any]:
         cluster, parts = found.cluster, found.memory.parts if found.memory else {}
         memory = {
             tier: {part: (sizes / GIB).tolist() for (place, part), sizes in parts.items() if place == tier}
@@ -71,7 +75,7 @@ class Plans:
             "tables": [asdict(table) for table in found.tables],
             "memory": memory,
             "time": asdict(found.time) if found.time else None,
-            "price_per_hour": price_of(found, self.prices),
+            "price_per_hour": compute_hourly_price(found, self.prices),
         }
 
 
@@ -80,23 +84,23 @@ def print_plans(plans: Plans) -> None:
     console = open_console()
     shown = plans.on or plans.chosen
     if len(shown) == 1 and shown[0].tables:
-        console.print(_tables(plans, shown[0]))
+        console.print(_format_tables(plans, shown[0]))
     if any(each.memory for each in shown):
-        console.print(_memory(shown))
+        console.print(_format_memory(shown))
     if any(each.time for each in shown):
-        console.print(_time(plans, shown))
+        console.print(_format_time(plans, shown))
     for each in shown:
-        for line in _troubles(each):
+        for line in _describe_problems(each):
             console.print(line, soft_wrap=True, markup=False)
     if plans.chosen:
         least, cheapest = plans.chosen[0], plans.cheapest()
         console.print(f"smallest: {least.cluster.name}", soft_wrap=True)
         if cheapest:
-            price = price_of(cheapest, plans.prices)
+            price = compute_hourly_price(cheapest, plans.prices)
             console.print(f"cheapest: {cheapest.cluster.name}, {price:,.2f} an hour", soft_wrap=True)
 
 
-def _tables(plans: Plans, found: Prediction) -> Table:
+def _format_tables(plans: Plans, found: ClusterEstimate) -> Table:
     gib: dict[str, float] = {}
     for (name, _), its in held(found.tables, plans.config, plans.schema).items():
         gib[name] = gib.get(name, 0.0) + its.size.total / GIB
@@ -115,43 +119,47 @@ def _tables(plans: Plans, found: Prediction) -> Table:
     return lines
 
 
-def _memory(shown: list[Prediction]) -> Table:
+def _format_memory(shown: list[ClusterEstimate]) -> Table:
     """Return a table of the fullest rank's GiB, part by part; a rank has a share of its host."""
     keys = list(dict.fromkeys(key for each in shown if each.memory for key in each.memory.parts))
-    lines = _side_by_side("GiB of a rank, at most", shown)
+    lines = _format_comparison("GiB of a rank, at most", shown)
     for tier, name in TIER_NAMES.items():
         parts = [part for place, part in keys if place == tier]
         if not parts:
             continue
         for part in parts:
-            lines.add_row(f"{name}: {part}", *(_gib(each, tier, part) for each in shown))
-        lines.add_row(f"{name}, of {_has(shown, tier)}", *(_gib(each, tier) for each in shown), style="bold")
+            lines.add_row(f"{name}: {part}", *(_format_gib(each, tier, part) for each in shown))
+        lines.add_row(
+            f"{name}, of {_format_available(shown, tier)}",
+            *(_format_gib(each, tier) for each in shown),
+            style="bold",
+        )
         lines.add_section()
     return lines
 
 
-def _side_by_side(title: str, shown: list[Prediction]) -> Table:
+def _format_comparison(title: str, shown: list[ClusterEstimate]) -> Table:
     columns = (Column(each.name, justify="right") for each in shown)
     return Table("", *columns, title=title, title_justify="left")
 
 
-def _gib(found: Prediction, tier: str, part: str | None = None) -> str:
+def _format_gib(found: ClusterEstimate, tier: str, part: str | None = None) -> str:
     if not found.memory:
         return "–"
     sizes = found.memory.of(tier) if part is None else found.memory.parts.get((tier, part))
     return "–" if sizes is None else f"{sizes.max() / GIB:.2f}"
 
 
-def _has(shown: list[Prediction], tier: str) -> str:
+def _format_available(shown: list[ClusterEstimate], tier: str) -> str:
     rooms = [each.cluster.rooms[tier] for each in shown]
     rooms = rooms if len({*rooms}) > 1 else rooms[:1]
-    return ", ".join(f"{room:.0f}" if room < ENOUGH_GIB / 1000 else "enough" for room in rooms)
+    return ", ".join(f"{room:.0f}" if room < DEFAULT_DISK_GIB / 1000 else "enough" for room in rooms)
 
 
-def _time(plans: Plans, shown: list[Prediction]) -> Table:
+def _format_time(plans: Plans, shown: list[ClusterEstimate]) -> Table:
     from raytrec.planning.step import PARTS
 
-    lines, times = _side_by_side("ms of a step", shown), [each.time for each in shown]
+    lines, times = _format_comparison("ms of a step", shown), [each.time for each in shown]
     for part in PARTS:
         lines.add_row(part, *(f"{time.parts[part] * 1e3:.2f}" if time else "–" for time in times))
     lines.add_section()
@@ -160,7 +168,7 @@ def _time(plans: Plans, shown: list[Prediction]) -> Table:
     lines.add_row("bottleneck", *(time.bottleneck if time else "–" for time in times))
     lines.add_row("balance of lookups", *(f"{time.balance:.0%}" if time else "–" for time in times))
     if plans.prices:
-        prices = [price_of(each, plans.prices) for each in shown]
+        prices = [compute_hourly_price(each, plans.prices) for each in shown]
         costs = (
             "–" if price is None or not time else f"{price / 3600 * 1e9 / time.rows_per_s:,.2f}"
             for price, time in zip(prices, times, strict=True)
@@ -169,12 +177,12 @@ def _time(plans: Plans, shown: list[Prediction]) -> Table:
     return lines
 
 
-def _troubles(found: Prediction) -> list[str]:
+def _describe_problems(found: ClusterEstimate) -> list[str]:
     """Return lines with the missing memory of a prediction and changes that would make the run fit."""
     name, lines = found.name, []
     if found.refusal:
         lines.append(f"{name} does not fit: {found.refusal.what}; expected {found.refusal.expected}")
-        needs, has = found.tables_gib
+        needs, has = found.table_memory_gib
         more = f"{needs - has:.1f} more than" if needs > has else "of"
         lines.append(f"  tables take {needs:.1f} GiB with optimizer state, {more} the {has:.1f} for them")
     for lack in found.lacks:

@@ -27,23 +27,23 @@ from raytrec.config.features import resolve_features
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.embeddings.constraints import (
-    COLUMN_TYPES,
+    COLUMN_SHARDED_TYPES,
     MMAP_KERNEL,
     UVM_KERNELS,
     column_parts,
-    kernels_to_choose,
-    table_optimizers,
+    list_kernel_choices,
+    resolve_optimizers,
 )
-from raytrec.embeddings.optimizers import optimizer_of
-from raytrec.planning.balance import Balancer, NoRoom
-from raytrec.planning.board import Board
+from raytrec.embeddings.optimizers import find_optimizer
+from raytrec.planning.balance import NoRoom, PlanBalancer
+from raytrec.planning.board import PlacementSpace
 from raytrec.planning.dense_work import DenseWork
-from raytrec.planning.loads import lengths_of_tables
+from raytrec.planning.loads import group_lengths_by_table
 from raytrec.planning.memory import GIB, Constraints, move_to_files
 from raytrec.planning.rates import Rates
 
 RESERVED_SHARE = 0.15  # share of GPU memory reserved for dense layers, activations and other uses
-MOST_SHARDS = 32_768  # maximum number of shards that sharding types over all ranks add to the search
+MAX_ADDED_SHARDS = 32_768  # maximum number of shards that sharding types over all ranks add to the search
 LARGE = 0.25  # share of a rank's memory above which a table may always be split
 SPREAD = ("row_wise", "grid_shard")  # sharding types with a shard on every rank, or on many
 
@@ -93,16 +93,16 @@ class Search:
     def _plan(self, constraints: Constraints) -> ShardingPlan:
         fused = {
             table: optimizer.name
-            for table, optimizer in table_optimizers(self.config, self.schema).items()
-            if self.topology.compute_device in optimizer_of(optimizer.name).devices
+            for table, optimizer in resolve_optimizers(self.config, self.schema).items()
+            if self.topology.compute_device in find_optimizer(optimizer.name).devices
         }
         kernels = {table: "dense" for table in constraints if table not in fused}
         kernels |= {table: each.kernel for table, each in constraints.items() if each.kernel}
         of_torchrec = self._for_torchrec(constraints)
         on_disk = {table for table, kernel in kernels.items() if kernel == MMAP_KERNEL}
         options = list(self._options(of_torchrec, fused, on_disk))
-        board = Board(self, constraints, options, self._room(of_torchrec), kernels)
-        chosen = Balancer(board).choose()
+        board = PlacementSpace(self, constraints, options, self._room(of_torchrec), kernels)
+        chosen = PlanBalancer(board).choose()
         plan = to_sharding_plan(chosen, self.topology)
         # TorchRec's options (1.8.0) lack dense kernels for sharded tables, and the kernels of tables in files
         # and of UVM tables on CPU. These kernels work nevertheless, so their names are set here.
@@ -115,13 +115,15 @@ class Search:
         self, of_torchrec: dict[str, ParameterConstraints], fused: Mapping[str, str], on_disk: Set[str]
     ) -> Iterator[ShardingOption]:
         """Yield every sharding option of each table, with the storage of its shards."""
-        yield from Enumerator(self.topology, self._batch, of_torchrec, fused, on_disk).enumerate(
+        yield from CorrectedEnumerator(self.topology, self._batch, of_torchrec, fused, on_disk).enumerate(
             self.model, self.sharders
         )
-        for fewer in finer_cuts(of_torchrec, {name: table.dim for name, table in self.schema.tables.items()}):
-            cut = Enumerator(self.topology, self._batch, of_torchrec | fewer, fused, on_disk)
+        for fewer in split_columns(
+            of_torchrec, {name: table.dim for name, table in self.schema.tables.items()}
+        ):
+            cut = CorrectedEnumerator(self.topology, self._batch, of_torchrec | fewer, fused, on_disk)
             for option in cut.enumerate(self.model, self.sharders):
-                if option.name in fewer and option.sharding_type in COLUMN_TYPES:
+                if option.name in fewer and option.sharding_type in COLUMN_SHARDED_TYPES:
                     yield option
 
     @property
@@ -141,10 +143,10 @@ class Search:
     def _for_torchrec(self, constraints: Constraints) -> dict[str, ParameterConstraints]:
         world, local = self.topology.world_size, self.topology.local_world_size
         device, out = self.topology.compute_device, {}
-        lengths = lengths_of_tables(self.schema, resolve_features(self.schema, self.config.model))
+        lengths = group_lengths_by_table(self.schema, resolve_features(self.schema, self.config.model))
         for table, constraint in constraints.items():
             dim, kernel = self.schema.tables[table].dim, constraint.kernel
-            kernels = kernels_to_choose(self.config, device, bool(self.schema.tables[table].ids))
+            kernels = list_kernel_choices(self.config, device, bool(self.schema.tables[table].ids))
             parts = column_parts(dim, constraint.sharding, constraint.ranks, world, local)
             free = kernel in (None, "dense") or device == "cpu"
             out[table] = ParameterConstraints(
@@ -205,13 +207,13 @@ def narrow(constraints: Constraints, schema: Schema, world: int, memory: int) ->
             if {*kinds} & {*each.sharding} and {*each.sharding} - {*kinds} and table not in spared
         ]
         asking.sort(key=demand, reverse=largest_first)
-        for table in asking[max(1, MOST_SHARDS // world) :]:
+        for table in asking[max(1, MAX_ADDED_SHARDS // world) :]:
             left = tuple(kind for kind in narrowed[table].sharding if kind not in kinds)
             narrowed[table] = replace(narrowed[table], sharding=left)
     return narrowed
 
 
-def finer_cuts(
+def split_columns(
     constraints: dict[str, ParameterConstraints], dims: dict[str, int]
 ) -> Iterator[dict[str, ParameterConstraints]]:
     """Yield constraints that split the columns of tables into 2, 4, 8, … parts.
@@ -221,7 +223,7 @@ def finer_cuts(
     most = {
         table: dims[table] // each.min_partition
         for table, each in constraints.items()
-        if {*COLUMN_TYPES} & {*each.sharding_types}
+        if {*COLUMN_SHARDED_TYPES} & {*each.sharding_types}
     }
     parts = 2
     while parts < max(most.values(), default=0):
@@ -248,7 +250,7 @@ def estimate_once_per_size(
         option.shards = shards
 
 
-class Enumerator(EmbeddingEnumerator):
+class CorrectedEnumerator(EmbeddingEnumerator):
     """TorchRec's enumerator with corrected sizes and locations of weights and optimizer state.
 
     TorchRec (1.8.0) assumes that optimizer state has the dtype of the weights, which is half of its actual
@@ -282,9 +284,9 @@ class Enumerator(EmbeddingEnumerator):
                     shard.storage += self._uncounted_state(option, *shard.size)
 
     def _uncounted_state(self, option: ShardingOption, rows: int, dim: int) -> Storage:
-        optimizer = optimizer_of(self._fused[option.name])
-        per_row = rows * optimizer.bytes_per("row")
-        per_value = rows * dim * optimizer.bytes_per("value")
+        optimizer = find_optimizer(self._fused[option.name])
+        per_row = rows * optimizer.count_state_bytes("row")
+        per_value = rows * dim * optimizer.count_state_bytes("value")
         counted = (per_row + per_value) * option.tensor.element_size() // 4
         if self._on_gpus and option.compute_kernel in UVM_KERNELS:
             return Storage(hbm=per_row, ddr=per_value - counted)

@@ -15,26 +15,30 @@ import numpy as np
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.config.tables import DenseOptim
-from raytrec.embeddings.mapped import PLACE_BYTES, ROW_BYTES
-from raytrec.embeddings.optimizers import optimizer_of
+from raytrec.embeddings.mapped import BYTES_PER_PLACE, ROW_BYTES
+from raytrec.embeddings.optimizers import find_optimizer
 from raytrec.planning.dense_work import DenseWork
 from raytrec.planning.loads import ID_BYTES, LENGTH_BYTES, VALUE_BYTES, Loads
-from raytrec.planning.memory import CACHE, GIB, TIERS, Held, PlannedTable, held, map_share
+from raytrec.planning.memory import CACHE, GIB, TIERS, Held, PlannedTable, estimate_id_map_bytes, held
 from raytrec.planning.rates import COLLECTIVES, Rates
 
 DEVICE, HOST, DISK = TIERS
-IN_FLIGHT = 3  # batches in TorchRec's pipeline: the current batch and the next two
-CONTEXT_GIB = 1.5  # GPU memory of the CUDA context with its kernels, and of NCCL's buffers
+BATCHES_IN_FLIGHT = 3  # batches in TorchRec's pipeline: the current batch and the next two
+CUDA_CONTEXT_GIB = 1.5  # GPU memory of the CUDA context with its kernels, and of NCCL's buffers
 # A rank's process takes 331 MiB after importing torch and TorchRec, and grows during a run. With CUDA's
 # libraries, pinned batches and Ray's worker it takes 6 GiB.
 PROCESS_GIB = {"cpu": 0.45, "cuda": 6.0}
-OBJECTS_MIB = 6  # Python objects of model, plan and pipeline, with allocator overhead (make bench-plan)
+PYTHON_OBJECTS_MIB = (
+    6  # Python objects of model, plan and pipeline, with allocator overhead (make bench-plan)
+)
 GLOO_COPIES = 3  # copies in Gloo's reduce-scatter and all-gather (make bench-plan)
-SORTED_BYTES = 40  # per id in FBGEMM's update on GPUs: row and position, unsorted and sorted, and the run
+SORT_BUFFER_BYTES_PER_ID = (
+    40  # per id in FBGEMM's update on GPUs: row and position, unsorted and sorted, and the run
+)
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryUse:
     """Memory use of each rank: (tier, part) → bytes, float64 [ranks]."""
 
     parts: Mapping[tuple[str, str], np.ndarray]
@@ -45,13 +49,13 @@ class Memory:
         return np.sum(found, axis=0) if found else np.zeros(len(next(iter(self.parts.values()))))
 
 
-def memory_of(
+def estimate_memory(
     config: RunConfig, schema: Schema, plan: Sequence[PlannedTable], loads: Loads, dense: DenseWork
-) -> Memory:
+) -> MemoryUse:
     """Return the memory use of each rank, in these parts.
 
-    weights, optimizer state, cache: Shards, by `memory.parts_of`; id maps: by `memory.map_share`.
-    hot rows: Rows of tables in files that are cached in the rest of plan.memory_gib (`hot_rows`).
+    weights, optimizer state, cache: Shards, by `memory.parts_of`; id maps: by `memory.estimate_id_map_bytes`.
+    hot rows: Rows of tables in files that are cached in the rest of plan.memory_gib (`estimate_hot_rows`).
     dense model: Weights P, optimizer state (Adam 2·P, Adagrad P), and an average P with train.ema.
     gradients: P for the dense layers; twice the size of tables that are replicated or have a dense kernel.
         The kernel creates gradients of all tables at once, and then a copy for each table.
@@ -62,7 +66,7 @@ def memory_of(
         batches the ids received from other ranks.
     checkpoint copies, with checkpoint.async_save: On GPUs all device memory of tables and dense layers, and
         tables in host memory; on CPU only dense layers and tables with dense updates.
-    read ahead: data.buffer_gib; process, objects, CUDA: PROCESS_GIB, OBJECTS_MIB, CONTEXT_GIB.
+    read ahead: data.buffer_gib; process, objects, CUDA: PROCESS_GIB, PYTHON_OBJECTS_MIB, CUDA_CONTEXT_GIB.
     """
     device, world = "cpu" if config.scaling.device == "cpu" else "cuda", len(loads.pooled)
     parts: dict[tuple[str, str], np.ndarray] = {}
@@ -79,41 +83,47 @@ def memory_of(
                 add(tier, part, of_tier, rank)
             if part != CACHE and (device == "cuda" or kernels[table] == "dense"):
                 copies[rank] += size.device + size.host
-    if maps := map_share(schema, world):
+    if maps := estimate_id_map_bytes(schema, world):
         add(DEVICE, "id maps", maps)
-    add(DEVICE, "hot rows", np.array([size for _, size in hot_rows(found, config, schema, world)]))
+    add(DEVICE, "hot rows", np.array([size for _, size in estimate_hot_rows(found, config, schema, world)]))
     batch = -(-config.data.global_batch_size // world)
-    dense_state = dense.parameters * (1 + states_of(config.optim.dense) + bool(config.train.ema))
+    dense_state = dense.parameters * (1 + count_optimizer_states(config.optim.dense) + bool(config.train.ema))
     add(DEVICE, "dense model", dense_state)
     add(DEVICE, "gradients", dense.parameters + 2 * loads.gradients)
     add(DEVICE, "activations", dense.activations)
     arrived = batch * loads.row_values * VALUE_BYTES
-    sorting = SORTED_BYTES * sum(loads.ids.values()) if device == "cuda" else GLOO_COPIES * loads.summed
+    sorting = (
+        SORT_BUFFER_BYTES_PER_ID * sum(loads.ids.values()) if device == "cuda" else GLOO_COPIES * loads.summed
+    )
     add(DEVICE, "exchange buffers", 2 * loads.pooled + (2 * arrived if world > 1 else 0.0) + sorting)
-    add(DEVICE, "pipeline batches", IN_FLIGHT * batch_bytes(schema, loads, batch) + 2 * loads.received_ids)
+    add(
+        DEVICE,
+        "pipeline batches",
+        BATCHES_IN_FLIGHT * estimate_batch_bytes(schema, loads, batch) + 2 * loads.received_ids,
+    )
     if config.checkpoint.async_save:
         add(HOST if device == "cuda" else DEVICE, "checkpoint copies", copies + dense_state)
     add(HOST if device == "cuda" else DEVICE, "read ahead", config.data.buffer_gib * GIB)
     add(HOST if device == "cuda" else DEVICE, "process", PROCESS_GIB[device] * GIB)
-    add(HOST if device == "cuda" else DEVICE, "objects", OBJECTS_MIB * 2**20)
+    add(HOST if device == "cuda" else DEVICE, "objects", PYTHON_OBJECTS_MIB * 2**20)
     if device == "cuda":
-        add(DEVICE, "CUDA", CONTEXT_GIB * GIB)
-    return Memory({key: size for key, size in parts.items() if size.any()})
+        add(DEVICE, "CUDA", CUDA_CONTEXT_GIB * GIB)
+    return MemoryUse({key: size for key, size in parts.items() if size.any()})
 
 
-def states_of(optimizer: DenseOptim) -> int:
+def count_optimizer_states(optimizer: DenseOptim) -> int:
     """Return the number of state values that the dense optimizer stores per weight."""
-    return optimizer_of(optimizer.name).bytes_per("value") // VALUE_BYTES
+    return find_optimizer(optimizer.name).count_state_bytes("value") // VALUE_BYTES
 
 
-def batch_bytes(schema: Schema, loads: Loads, rows: int) -> float:
+def estimate_batch_bytes(schema: Schema, loads: Loads, rows: int) -> float:
     """Return the bytes of a rank's batch as read: ids, lengths, dense columns, labels and weights."""
     ids = loads.row_ids * ID_BYTES + len(schema.sparse) * LENGTH_BYTES
     return rows * (ids + VALUE_BYTES * (len(schema.dense) + len(schema.labels) + 1))
 
 
 BUCKET = 25 << 20  # bytes of gradients in one all-reduce (DistributedDataParallel)
-COMPILED_BYTES, COMPILED_LAUNCHES = 0.5, 1 / 3  # relative to eager layers (docs/gpu.md)
+COMPILED_BYTES_RATIO, COMPILED_LAUNCHES_RATIO = 0.5, 1 / 3  # relative to eager layers (docs/gpu.md)
 HIDDEN = 0.5  # share of dense time that hides an all-reduce: backward except its first layers
 PARTS = (
     *("lookup", "input exchange", "output exchange", "dense layers", "all-reduce", "host launches"),
@@ -142,7 +152,7 @@ class StepTime:
     busy: list[float]
 
 
-def step_time(
+def estimate_step_time(
     config: RunConfig,
     schema: Schema,
     loads: Loads,
@@ -186,15 +196,17 @@ def step_time(
         each = np.broadcast_to(np.asarray(seconds, float), (world,))
         return float(max(each.max(), each.sum() / hosts / rates.cores if rates.cores else 0.0))
 
-    lookups = loads.streamed / rates.stream + loads.host_bytes / rates.host_link
+    lookups = loads.streamed_bytes / rates.stream + loads.host_bytes / rates.host_link
     lookups = lookups + loads.file_rows * rates.file_row_s
     for way, ids_of_way in loads.ids.items():
-        lookups += rates.lookup_of(way).seconds(loads.touched[way], ids_of_way, loads.shards[way])
+        lookups += rates.get_lookup_rates(way).seconds(loads.touched[way], ids_of_way, loads.shards[way])
     precision = "fp32" if on_cpu and config.train.matmul == "tf32" else config.train.matmul
-    moved = dense.bytes * (COMPILED_BYTES if config.train.compile and not on_cpu else 1.0)
-    moved += dense.parameters * (3 + 2 * states_of(config.optim.dense) + 3 * bool(config.train.ema))
+    moved = dense.bytes * (COMPILED_BYTES_RATIO if config.train.compile and not on_cpu else 1.0)
+    moved += dense.parameters * (
+        3 + 2 * count_optimizer_states(config.optim.dense) + 3 * bool(config.train.ema)
+    )
     products = dense.flops / rates.matrix[precision] + dense.matrices * rates.matrix_s + moved / rates.copy
-    launches = dense.launches * (COMPILED_LAUNCHES if config.train.compile and not on_cpu else 1.0)
+    launches = dense.launches * (COMPILED_LAUNCHES_RATIO if config.train.compile and not on_cpu else 1.0)
     host = dense.tensors * rates.tensor_s + launches * rates.launch_s + rates.step_s
     host += (len(loads.groups) + bool(loads.replicated)) * rates.group_s
     columns, its_ids = len(schema.columns), loads.row_ids * rates.read_id_s
@@ -202,10 +214,10 @@ def step_time(
     readers = config.data.readers if not cpus else min(config.data.readers, max(0.5, cpus - 2))
     ids = output = reduced = np.zeros(world)
     if world > 1:
-        ids = _ids_s(loads, rates, world, hosts, gpus)
-        output = _output_s(loads, rates, world)
+        ids = _estimate_input_exchange_s(loads, rates, world, hosts, gpus)
+        output = _estimate_output_exchange_s(loads, rates, world)
         added_up = dense.parameters + loads.replicated
-        reduced = np.full(world, _reduce_s(added_up, rates, world, hosts, gpus))
+        reduced = np.full(world, _estimate_all_reduce_s(added_up, rates, world, hosts, gpus))
     parts = {
         "lookup": shared(lookups),
         "input exchange": float(ids.max()),
@@ -214,7 +226,7 @@ def step_time(
         "all-reduce": float(reduced.max()),
         "host launches": shared(host) + assembled,
         "ingest": batch * (columns * rates.read_column_s + its_ids) / readers,
-        "host to device": 0.0 if on_cpu else batch_bytes(schema, loads, batch) / rates.host_link,
+        "host to device": 0.0 if on_cpu else estimate_batch_bytes(schema, loads, batch) / rates.host_link,
     }
     if on_cpu:
         together = {name: seconds for name, seconds in parts.items() if name != "ingest"}
@@ -232,15 +244,15 @@ def step_time(
     return StepTime(parts, step, total / step, slowest, balance, everything.tolist())
 
 
-def _ids_s(loads: Loads, rates: Rates, world: int, hosts: int, gpus: int) -> np.ndarray:
+def _estimate_input_exchange_s(loads: Loads, rates: Rates, world: int, hosts: int, gpus: int) -> np.ndarray:
     size = np.maximum(loads.received_ids, loads.sent_ids)
     count = 1 + 2 * len(loads.groups)
     near = size * (min(world, gpus) - 1) / world / rates.bandwidth["all_to_all"]
     far = size * (world - gpus) / world / rates.far if hosts > 1 else 0.0
-    return count * _latency(rates, "all_to_all", world) + np.maximum(near, far)
+    return count * _get_latency_s(rates, "all_to_all", world) + np.maximum(near, far)
 
 
-def _output_s(loads: Loads, rates: Rates, world: int) -> np.ndarray:
+def _estimate_output_exchange_s(loads: Loads, rates: Rates, world: int) -> np.ndarray:
     kinds = [kind for _, kind in loads.groups]
     out, near, far = np.zeros(world), np.zeros(world), np.zeros(world)
     for kind in COLLECTIVES[:3]:
@@ -250,35 +262,37 @@ def _output_s(loads: Loads, rates: Rates, world: int) -> np.ndarray:
         near = near + sent / rates.bandwidth[kind]
         far = far + (sent_far / rates.far if rates.far else 0.0)
     summed = sum(kind in ("row_wise", "table_row_wise", "grid_shard") for kind in kinds)
-    out += summed * (_latency(rates, "reduce_scatter", world) + _latency(rates, "all_gather", world))
-    out += 2 * (len(kinds) - kinds.count("row_wise")) * _latency(rates, "all_to_all", world)
+    out += summed * (
+        _get_latency_s(rates, "reduce_scatter", world) + _get_latency_s(rates, "all_gather", world)
+    )
+    out += 2 * (len(kinds) - kinds.count("row_wise")) * _get_latency_s(rates, "all_to_all", world)
     return out + np.maximum(near, far)
 
 
-def _reduce_s(size: float, rates: Rates, world: int, hosts: int, gpus: int) -> float:
+def _estimate_all_reduce_s(size: float, rates: Rates, world: int, hosts: int, gpus: int) -> float:
     near = 2 * size * (min(world, gpus) - 1) / min(world, gpus) / rates.bandwidth["all_reduce"]
     far = 2 * size * (hosts - 1) / hosts / gpus / rates.far if hosts > 1 else 0.0
-    return -(-size // BUCKET) * _latency(rates, "all_reduce", world) + near + far
+    return -(-size // BUCKET) * _get_latency_s(rates, "all_reduce", world) + near + far
 
 
-def _latency(rates: Rates, kind: str, world: int) -> float:
+def _get_latency_s(rates: Rates, kind: str, world: int) -> float:
     return rates.latency_s[kind] + rates.peer_s * (world - 1) * (kind == "all_to_all")
 
 
-def hot_rows(
+def estimate_hot_rows(
     found: Mapping[tuple[str, int], Held], config: RunConfig, schema: Schema, world: int
 ) -> list[tuple[float, float]]:
     """Return for each rank the share of rows in files that memory also holds, and the bytes of these rows.
 
     As many rows are cached as plan.memory_gib leaves room for; none if plan.memory_gib is not set.
     """
-    left = [(config.plan.memory_gib or 0) * GIB - map_share(schema, world)] * world
+    left = [(config.plan.memory_gib or 0) * GIB - estimate_id_map_bytes(schema, world)] * world
     takes, places = [0] * world, [0] * world
     for (_, rank), each in found.items():
         left[rank] -= each.size.device
         if each.size.disk:
             left[rank] -= each.rows * ROW_BYTES
-            takes[rank] += each.size.disk + each.rows * PLACE_BYTES
+            takes[rank] += each.size.disk + each.rows * BYTES_PER_PLACE
             places[rank] += each.rows * ROW_BYTES
     shares = [
         min(1.0, max(0.0, room / size)) if size else 0.0 for room, size in zip(left, takes, strict=True)

@@ -10,20 +10,29 @@ from raytrec.config.schema import Schema, Table
 from raytrec.config.tables import EmbeddingOptim
 from raytrec.embeddings.constraints import (
     CACHING_KERNEL,
-    COLUMN_TYPES,
+    COLUMN_SHARDED_TYPES,
     MMAP_KERNEL,
     TableConstraint,
     column_parts,
-    kernels_to_choose,
+    list_kernel_choices,
     refused,
     resolve_constraints,
-    table_optimizers,
+    resolve_optimizers,
 )
-from raytrec.embeddings.optimizers import optimizer_of
-from raytrec.planning.memory import GIB, Constraints, footprints, host_room, memory_for_copies
+from raytrec.embeddings.optimizers import find_optimizer
+from raytrec.planning.memory import (
+    GIB,
+    Constraints,
+    estimate_copy_bytes,
+    estimate_footprints,
+    estimate_host_table_bytes,
+)
 
 ON_DEVICE = "on one rank", "(plan.memory_gib, or what the device has)"
-ON_HOST = ("of host memory on one rank", "(its share of its host, less what checkpoints are copied to)")
+HOST_MEMORY_WORDING = (
+    "of host memory on one rank",
+    "(its share of its host, less what checkpoints are copied to)",
+)
 DEVICE_NAMES = {"cpu": "CPU", "cuda": "GPUs"}
 
 
@@ -53,7 +62,7 @@ def validate_constraints(
             rank can hold a group; the error names the table. Also raised if main memory cannot hold copies of
             tables.
     """
-    constraints, optimizers = resolve_constraints(config, schema), table_optimizers(config, schema)
+    constraints, optimizers = resolve_constraints(config, schema), resolve_optimizers(config, schema)
     if device == "cuda" and {*config.plan.compute_kernels} == {MMAP_KERNEL}:
         raise ConfigError(
             "plan.compute_kernels leaves nothing but fused_mmap, which no GPU has",
@@ -66,7 +75,9 @@ def validate_constraints(
         is_managed = bool(schema.tables[table].ids)
         for sharding in constraint.sharding:
             _check_kernel(table, constraint, sharding, optimizers[table].name, device)
-        allowed = [constraint.kernel] if constraint.kernel else kernels_to_choose(config, device, is_managed)
+        allowed = (
+            [constraint.kernel] if constraint.kernel else list_kernel_choices(config, device, is_managed)
+        )
         if is_managed and allowed in ([CACHING_KERNEL], []):
             raise refused(
                 table,
@@ -83,7 +94,7 @@ def validate_constraints(
 def _check_kernel(
     table: str, constraint: TableConstraint, sharding: str, optimizer: str, device: str
 ) -> None:
-    if sharding in COLUMN_TYPES and optimizer_of(optimizer).by_row():
+    if sharding in COLUMN_SHARDED_TYPES and find_optimizer(optimizer).by_row():
         raise refused(
             table,
             f"{sharding} with optimizer {optimizer}, whose state is one value a row: column shards would "
@@ -98,7 +109,7 @@ def _check_kernel(
             "kernel fused_mmap on a GPU, which reads no files",
             "fused_uvm or fused_uvm_caching, in host memory; fused_mmap is for workers on CPU",
         )
-    if device not in optimizer_of(optimizer).devices and constraint.kernel not in (None, "dense"):
+    if device not in find_optimizer(optimizer).devices and constraint.kernel not in (None, "dense"):
         raise refused(
             table,
             f"kernel {constraint.kernel} with {optimizer} on {DEVICE_NAMES[device]}, where FBGEMM has none",
@@ -121,7 +132,9 @@ def check_decay(
     """
     for table, constraint in constraints.items():
         name = optimizers[table].name
-        fused = [kind for kind in constraint.sharding if not _is_dense(constraint, kind, name, device)]
+        fused = [
+            kind for kind in constraint.sharding if not _has_dense_update(constraint, kind, name, device)
+        ]
         if optimizers[table].weight_decay and fused:
             raise ConfigError(
                 f"weight_decay of table {table}, which may be {fused[0]} with a fused kernel: it would not "
@@ -132,14 +145,16 @@ def check_decay(
             )
 
 
-def _is_dense(constraint: TableConstraint, sharding: str, optimizer: str, device: str) -> bool:
+def _has_dense_update(constraint: TableConstraint, sharding: str, optimizer: str, device: str) -> bool:
     """Return True if the table has ordinary gradients and a dense update under this sharding type."""
-    fused = device in optimizer_of(optimizer).devices
+    fused = device in find_optimizer(optimizer).devices
     return constraint.kernel == "dense" or sharding == "data_parallel" or not fused
 
 
 def _check_dtype(table: str, constraint: TableConstraint, optimizer: str, device: str) -> None:
-    dense = any(_is_dense(constraint, sharding, optimizer, device) for sharding in constraint.sharding)
+    dense = any(
+        _has_dense_update(constraint, sharding, optimizer, device) for sharding in constraint.sharding
+    )
     if constraint.dtype != "fp32" and dense:
         raise refused(
             table,
@@ -171,7 +186,7 @@ def _check_ranks(table: str, spec: Table, constraint: TableConstraint, world: in
     }[sharding]
     if not possible:
         raise refused(table, f"{sharding} on ranks {list(ranks)}", expected)
-    if sharding in COLUMN_TYPES:
+    if sharding in COLUMN_SHARDED_TYPES:
         wanted = len(ranks) // local if sharding == "grid_shard" else len(ranks)
         if column_parts(spec.dim, constraint.sharding, ranks, world, local) != wanted:
             raise refused(
@@ -181,7 +196,7 @@ def _check_ranks(table: str, spec: Table, constraint: TableConstraint, world: in
             )
 
 
-SCALE_BYTES = 8  # bytes per group of int8 values for its minimum and step size
+INT8_SCALE_BYTES = 8  # bytes per group of int8 values for its minimum and step size
 
 
 def check_qcomms(
@@ -203,13 +218,13 @@ def check_qcomms(
         for table, each in constraints.items()
         if each.sharding != ("data_parallel",)
     }
-    if widths and (group := gcd(*widths.values())) <= SCALE_BYTES:
+    if widths and (group := gcd(*widths.values())) <= INT8_SCALE_BYTES:
         narrow = min(widths, key=lambda table: widths[table])
         raise ConfigError(
             f"int8 saves nothing: {group} values, the common divisor of the widths of all shards, would "
-            f"share {SCALE_BYTES} bytes of scale (a shard of table {narrow} has {widths[narrow]} columns)",
+            f"share {INT8_SCALE_BYTES} bytes of scale (a shard of table {narrow} has {widths[narrow]} columns)",
             where="plan.qcomms",
-            expected=f"shards whose widths have a common divisor above {SCALE_BYTES}, such as 16",
+            expected=f"shards whose widths have a common divisor above {INT8_SCALE_BYTES}, such as 16",
             do="set plan.qcomms to fp16 or bf16, or the tables' dim to multiples of 16",
         )
 
@@ -234,13 +249,17 @@ def _check_room(
             together.setdefault(("rank", constraint.ranks[0]), []).append(table)
         elif constraint.group is not None:
             together.setdefault(("group", constraint.group), []).append(table)
-    room = None if host_share is None else host_room(config, schema, constraints, world, host_share)
+    room = (
+        None
+        if host_share is None
+        else estimate_host_table_bytes(config, schema, constraints, world, host_share)
+    )
     for tables in together.values():
-        sizes = footprints(config, schema, {table: constraints[table] for table in tables}, device)
+        sizes = estimate_footprints(config, schema, {table: constraints[table] for table in tables}, device)
         _check_fits({table: size.device for table, size in sizes.items()}, memory, ON_DEVICE)
-        _check_fits({table: size.host for table, size in sizes.items()}, room, ON_HOST)
+        _check_fits({table: size.host for table, size in sizes.items()}, room, HOST_MEMORY_WORDING)
     if device == "cuda" and host_share is not None and config.checkpoint.async_save:
-        copies, ahead = memory_for_copies(config, schema, constraints, world)
+        copies, ahead = estimate_copy_bytes(config, schema, constraints, world)
         if copies + ahead > host_share:  # the first save would run the host out of memory
             raise ConfigError(
                 f"checkpoints copy {copies / GIB:.1f} GiB of each GPU to main memory, where each worker also "

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pyarrow as pa
 
 from raytrec.common.errors import ConfigError, DataError, unknown
-from raytrec.config.features import columns_before, needed_transforms
+from raytrec.config.features import resolve_input_columns, select_needed_transforms
 from raytrec.config.transforms import Transform
 from raytrec.data.arrow import empty_table, find_column, leaf_names, select_schema, type_at
 from raytrec.data.fragments import read_footer
@@ -16,7 +16,7 @@ from raytrec.data.order import Part
 from raytrec.data.pages.decode import decode_columns
 from raytrec.data.transform import Draw, apply_transforms
 
-SCHEMAS_KEPT = 8  # number of files whose schemas are cached
+MAX_CACHED_SCHEMAS = 8  # number of files whose schemas are cached
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,12 @@ class CarriedColumns:
         """
         if not self.names:
             return pa.schema([])
-        arrow, _ = self._arrow(uri)
-        raw, made = self._divided(arrow)
+        arrow, _ = self._read_schema(uri)
+        raw, made = self._split_columns(arrow)
         kinds = {name: type_at(arrow, find_column(arrow, name)) for name in raw}
         if made:
-            transforms = needed_transforms(self.transforms, made)
-            there = select_schema(arrow, columns_before(transforms, made))
+            transforms = select_needed_transforms(self.transforms, made)
+            there = select_schema(arrow, resolve_input_columns(transforms, made))
             done = apply_transforms(empty_table(there), transforms, uri, self.code)
             kinds |= {name: done.schema.field(name).type for name in made}
         if missing := [name for name in self.names if name not in kinds]:
@@ -62,7 +62,7 @@ class CarriedColumns:
             what = f"there is no column '{missing[0]}' to carry"
             do = "correct --columns (default: data.reserve_columns of the run)"
             raise unknown(what, missing[0], known, uri, do=do, kind=DataError)
-        return pa.schema([(name, _plain(kinds[name])) for name in self.names])
+        return pa.schema([(name, _unwrap_dictionary(kinds[name])) for name in self.names])
 
     def read(self, part: Part) -> pa.Table:
         """Read the carried columns of some rows of a row group, with the types of `schema`.
@@ -70,10 +70,10 @@ class CarriedColumns:
         Raises:
             DataError: The columns cannot be decoded.
         """
-        schema, (arrow, folders) = self.schema(part.path), self._arrow(part.path)
-        raw, made = self._divided(arrow)
-        transforms = needed_transforms(self.transforms, made)
-        before = columns_before(transforms, made)
+        schema, (arrow, folders) = self.schema(part.path), self._read_schema(part.path)
+        raw, made = self._split_columns(arrow)
+        transforms = select_needed_transforms(self.transforms, made)
+        before = resolve_input_columns(transforms, made)
         names = list(dict.fromkeys([*raw, *before]))
         table = decode_columns(part.path, part.group, part.first, part.rows, names, folders)
         columns = {name: table[name] for name in raw}
@@ -84,26 +84,26 @@ class CarriedColumns:
             columns |= {name: done[name] for name in made}
         return pa.table([columns[name].cast(schema.field(name).type) for name in schema.names], schema)
 
-    def _arrow(self, uri: str) -> tuple[pa.Schema, dict[str, pa.DataType]]:
+    def _read_schema(self, uri: str) -> tuple[pa.Schema, dict[str, pa.DataType]]:
         """Return the schema of a file including its folders, and the types of the folders' columns."""
         if uri not in self._schemas:
-            if len(self._schemas) >= SCHEMAS_KEPT:
+            if len(self._schemas) >= MAX_CACHED_SCHEMAS:
                 self._schemas.clear()
             arrow = read_footer(uri).schema.to_arrow_schema()
             added = {name: kind for name, kind in self.folders.items() if find_column(arrow, name) is None}
             self._schemas[uri] = pa.schema([*arrow, *map(pa.field, added, added.values())]), added
         return self._schemas[uri]
 
-    def _divided(self, arrow: pa.Schema) -> tuple[list[str], list[str]]:
+    def _split_columns(self, arrow: pa.Schema) -> tuple[list[str], list[str]]:
         """Return the columns that a file or its folders have, and the columns that transforms create."""
         written = {name for transform in self.transforms for name in transform.writes}
         raw = [name for name in self.names if find_column(arrow, name) is not None]
         return raw, [name for name in self.names if name not in raw and name in written]
 
 
-def _plain(kind: pa.DataType) -> pa.DataType:
+def _unwrap_dictionary(kind: pa.DataType) -> pa.DataType:
     """Return a type that all parts of a file can share: the type of the values for a dictionary."""
-    return _plain(kind.value_type) if pa.types.is_dictionary(kind) else kind
+    return _unwrap_dictionary(kind.value_type) if pa.types.is_dictionary(kind) else kind
 
 
 def split_names(asked: Sequence[str]) -> list[str]:

@@ -25,9 +25,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raytrec.common.documents import document
-from raytrec.common.errors import ConfigError, DataError, os_errors
-from raytrec.common.output_folder import OTHER, ClaimedFolder, binding_of
-from raytrec.common.reading import NotReadable, json_values
+from raytrec.common.errors import ConfigError, DataError, convert_os_errors
+from raytrec.common.output_folder import OTHER, ClaimedFolder, compute_binding
+from raytrec.common.reading import UnreadableError, parse_json
 from raytrec.common.storage import open_filesystem
 from raytrec.config.tasks import TowerName
 from raytrec.data.fragments import read_footer
@@ -37,7 +37,7 @@ from raytrec.prediction.spans import Span
 MANIFEST, PARTS_FOLDER = "_predictions.json", "_parts"
 VECTOR = "vector"  # name of the column of vectors
 KEY = b"raytrec"  # in the metadata of a file of predictions: Counts and binding as JSON
-Changed = dict[str, list[int]]  # feature → [ids clamped or hashed into range, all ids]
+ChangedIds = dict[str, list[int]]  # feature → [ids clamped or hashed into range, all ids]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ class Manifest:
     def binding(self) -> str:
         """Return a hash of everything that a file's content depends on."""
         tower = [self.vectors] if self.vectors else []
-        return binding_of(self.checkpoint_id, self.scores, self.columns, self.input, *tower)
+        return compute_binding(self.checkpoint_id, self.scores, self.columns, self.input, *tower)
 
     def difference(self, before: Manifest) -> tuple[str, str] | None:
         """Return how a folder with the manifest `before` differs and what to do, or None if it does not.
@@ -130,7 +130,7 @@ class PredictionTask:
     def plan(self) -> str:
         """Return a hash of everything that determines the content of a part."""
         of = self.manifest
-        return binding_of(of.binding, of.rules, self.batch_rows, self.span_rows)[:16]
+        return compute_binding(of.binding, of.rules, self.batch_rows, self.span_rows)[:16]
 
     def name_of(self, path: str) -> str:
         """Return the name of an input file's predictions, relative to `out`."""
@@ -161,7 +161,7 @@ class Counts:
 
     rows: int = 0
     skipped: int = 0
-    changed: Changed = field(default_factory=dict)
+    changed: ChangedIds = field(default_factory=dict)
 
     def __iadd__(self, other: Counts) -> Counts:
         self.rows += other.rows
@@ -180,11 +180,11 @@ class Counts:
     def of(cls, footer: pq.FileMetaData, binding: str) -> Counts | None:
         """Return the counts in a file's metadata; None if the file does not contain these predictions."""
         try:
-            values = json_values((footer.metadata or {})[KEY])
+            values = parse_json((footer.metadata or {})[KEY])
             if values["of"] != binding or values["rows"] != footer.num_rows:
                 return None
             return cls(values["rows"], values["skipped"], values["changed"])
-        except (KeyError, TypeError, NotReadable):
+        except (KeyError, TypeError, UnreadableError):
             return None
 
 
@@ -209,7 +209,7 @@ class PredictionFolder(ClaimedFolder):
         ):
             yield writer
 
-    def finished(self, task: PredictionTask, names: Iterable[str]) -> dict[str, Counts]:
+    def find_finished(self, task: PredictionTask, names: Iterable[str]) -> dict[str, Counts]:
         """Return the counts of each input file whose predictions are complete.
 
         Args:
@@ -238,7 +238,9 @@ def claim(folder: PredictionFolder, manifest: Manifest) -> set[str]:
         RunError: The folder cannot be read or written.
     """
     share = "a folder that all nodes can write to"
-    with os_errors("the folder cannot be read or written", where=f"--out {folder.uri}", expected=share):
+    with convert_os_errors(
+        "the folder cannot be read or written", where=f"--out {folder.uri}", expected=share
+    ):
         names, before = folder.claim(MANIFEST, Manifest)
         if before is not None and (difference := manifest.difference(before)):
             raise folder.refused(*difference)
@@ -248,7 +250,7 @@ def claim(folder: PredictionFolder, manifest: Manifest) -> set[str]:
     return names
 
 
-def check_place(out: str, data: str) -> str:
+def check_output_folder(out: str, data: str) -> str:
     """Check the output folder, and return the folder that names of input files are relative to.
 
     Raises:

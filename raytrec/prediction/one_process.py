@@ -9,22 +9,22 @@ import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from raytrec.checkpoint.managed import stored_rows
+from raytrec.checkpoint.managed import find_stored_rows
 from raytrec.checkpoint.restore import load
 from raytrec.checkpoint.rows import StoredTable
-from raytrec.compat.torch_ import quiet_tracing
+from raytrec.compat.torch_ import silence_tracing
 from raytrec.config.features import resolve_features
 from raytrec.config.tasks import TowerName
 from raytrec.data.batch import Batch, Collator
 from raytrec.data.fragments import Dataset
-from raytrec.data.order import Item, Part
+from raytrec.data.order import LaneItem, Part
 from raytrec.data.pieces import Rows
 from raytrec.data.rows import read_item
 from raytrec.driver.evaluation import Checkpoint
 from raytrec.models.recommender import Recommender, build_recommender
-from raytrec.tasks.task import columns_of, needs_vectors, resolve_tasks
+from raytrec.tasks.task import count_logits, needs_vectors, resolve_tasks
 
-Used = dict[str, np.ndarray]  # table → rows that are looked up, ascending
+UsedRows = dict[str, np.ndarray]  # table → rows that are looked up, ascending
 Rounding = Callable[[torch.Tensor], torch.Tensor]  # rows of tables, float32 [n, dim] → rows rounded as stored
 HEAD = "head.model."  # prefix of the names of dense parameters (worker.step.LossModel)
 
@@ -37,14 +37,14 @@ def read_batch(saved: Checkpoint, dataset: Dataset, parts: list[Part]) -> Batch:
         dataset: Dataset of the rows; it may lack some of the schema's features.
         parts: Rows to read.
     """
-    quiet_tracing()
-    tables = [read_item(Item(0, 0, (part,), None), dataset.form) for part in parts]
+    silence_tracing()
+    tables = [read_item(LaneItem(0, 0, (part,), None), dataset.form) for part in parts]
     pieces = [Rows.of(rows) for table in tables for rows in table.combine_chunks().to_batches()]
     rows = sum(len(piece) for piece in pieces)
     return Collator(dataset.form, resolve_features(saved.schema, saved.config.model))(pieces, rows, rows)
 
 
-def outputs_of(
+def compute_outputs(
     saved: Checkpoint, batch: Batch, tower: TowerName | None = None, as_stored: Rounding | None = None
 ) -> torch.Tensor:
     """Return a batch's logits from a checkpoint's model, or a tower's vectors, float32 [rows, width].
@@ -55,20 +55,20 @@ def outputs_of(
         tower: Tower whose vectors are returned; None: logits.
         as_stored: Function that rounds rows of tables before the lookup; None: no rounding.
     """
-    used, sparse = _renumbered(saved, batch.sparse)
+    used, sparse = _renumber_ids(saved, batch.sparse)
     model = load_model(saved, used, as_stored)
     with torch.no_grad():
         return model(replace(batch, sparse=sparse), tower)
 
 
-def _renumbered(saved: Checkpoint, sparse: KeyedJaggedTensor) -> tuple[Used, KeyedJaggedTensor]:
+def _renumber_ids(saved: Checkpoint, sparse: KeyedJaggedTensor) -> tuple[UsedRows, KeyedJaggedTensor]:
     """Return the rows of tables that are looked up, and ids replaced by positions among these rows."""
     keys, schema = sparse.keys(), saved.schema
     table_of = [schema.sparse[key].table for key in keys]
     of_keys = list(sparse.values().split(sparse.length_per_key()))
     for place, table in enumerate(table_of):
         if schema.tables[table].ids:
-            of_keys[place] = stored_rows(
+            of_keys[place] = find_stored_rows(
                 saved.folder, saved.index, table, schema.tables[table], of_keys[place]
             )
     parts = [part.numpy() for part in of_keys]
@@ -83,17 +83,17 @@ def _renumbered(saved: Checkpoint, sparse: KeyedJaggedTensor) -> tuple[Used, Key
     return used, renumbered
 
 
-def load_model(saved: Checkpoint, used: Used, as_stored: Rounding | None = None) -> Recommender:
+def load_model(saved: Checkpoint, used: UsedRows, as_stored: Rounding | None = None) -> Recommender:
     """Return a checkpoint's model, whose tables contain only the rows that are used.
 
     Args:
         saved: Checkpoint of the model.
         used: Rows of each table.
-        as_stored: See `outputs_of`.
+        as_stored: See `compute_outputs`.
     """
     config, schema = saved.config, saved.schema
     tasks, cpu = resolve_tasks(config.tasks, schema), torch.device("cpu")
-    columns = columns_of(tasks)
+    columns = count_logits(tasks)
     needs = sum(columns.values()), needs_vectors(tasks), columns
     model = build_recommender(config, schema, cpu, *needs)
     few = {

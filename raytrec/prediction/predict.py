@@ -16,8 +16,8 @@ import pyarrow as pa
 
 from raytrec.common.errors import DataError, RunError
 from raytrec.common.storage import absolute
-from raytrec.config.features import with_rows
-from raytrec.config.overrides import Overrides, as_texts
+from raytrec.config.features import set_draw_rows
+from raytrec.config.overrides import Overrides, to_override_texts
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.config.tasks import TowerName
@@ -25,12 +25,12 @@ from raytrec.config.transforms import Transform
 from raytrec.data.contents import fingerprint, look
 from raytrec.data.footers import read_footer
 from raytrec.data.fragments import Dataset
-from raytrec.data.partitions import in_folders, type_of_folders
-from raytrec.data.rows import check_accused
+from raytrec.data.partitions import infer_folder_type, parse_folder_values
+from raytrec.data.rows import check_suspect_groups
 from raytrec.driver.console import Pairs, Result, RunConsole
-from raytrec.driver.datasets import as_examples, note_files, open_inputs, part_of_tower
-from raytrec.driver.evaluation import Checkpoint, resolve_checkpoint, scratch_folder
-from raytrec.driver.launch import run_group, session_of
+from raytrec.driver.datasets import open_inputs, select_tower_schema, show_file_counts, to_example_schema
+from raytrec.driver.evaluation import Checkpoint, create_scratch_folder, resolve_checkpoint
+from raytrec.driver.launch import open_session, run_group
 from raytrec.driver.recorder import Watch
 from raytrec.prediction.columns import CarriedColumns, choose_columns
 from raytrec.prediction.folder import (
@@ -40,10 +40,10 @@ from raytrec.prediction.folder import (
     Manifest,
     PredictionFolder,
     PredictionTask,
-    check_place,
+    check_output_folder,
     claim,
 )
-from raytrec.prediction.spans import SPAN_ROWS
+from raytrec.prediction.spans import MIN_SPAN_ROWS
 from raytrec.prediction.worker import predict_worker
 from raytrec.prediction.writer import write_empty
 from raytrec.tasks.task import Task, resolve_tasks
@@ -105,15 +105,15 @@ def predict(
     """
     began, out, data = perf_counter(), absolute(str(out)), absolute(str(data))
     changes = [f"scaling.num_workers={workers}"] if workers else []
-    changes += as_texts(overrides)
+    changes += to_override_texts(overrides)
     saved = resolve_checkpoint(place, checkpoint, changes, allow_code)
-    saved = replace(saved, schema=as_examples(saved.schema, data))
+    saved = replace(saved, schema=to_example_schema(saved.schema, data))
     config, schema = saved.config, saved.schema
     tasks = resolve_tasks(config.tasks, schema)
-    scores, below = [VECTOR] if vectors else score_names(tasks), check_place(out, data)
+    scores, below = [VECTOR] if vectors else list_score_columns(tasks), check_output_folder(out, data)
     chosen = choose_columns(columns, config.data.reserve_columns, scores)
-    dataset, files = _open(data, config, schema, vectors)
-    carried = _carried(chosen, with_rows(config.data.transforms, schema), files)
+    dataset, files = _open_input(data, config, schema, vectors)
+    carried = _make_carried_columns(chosen, set_draw_rows(config.data.transforms, schema), files)
     manifest = Manifest(
         run=config.run.name,
         checkpoint=saved.folder,
@@ -121,17 +121,17 @@ def predict(
         scores=scores,
         columns=chosen,
         data=data,
-        input=_input(dataset, files, below, config),
+        input=_hash_input(dataset, files, below, config),
         rules={name: table.out_of_range for name, table in schema.tables.items()},
         vectors=vectors,
     )
     share = -(-config.data.global_batch_size // config.scaling.max_workers)  # for any number of ranks
     batch_rows = max(1, min(share, max(files.values())))
-    wanted = PredictionTask(out, below, files, carried, manifest, batch_rows, SPAN_ROWS)
+    wanted = PredictionTask(out, below, files, carried, manifest, batch_rows, MIN_SPAN_ROWS)
     target = PredictionFolder(out)
     with target.hold():
-        figures = _fill(target, claim(target, manifest), wanted, saved, dataset, tasks)
-        metrics = _figures(target, wanted, dataset) | figures
+        figures = _predict_missing(target, claim(target, manifest), wanted, saved, dataset, tasks)
+        metrics = _compute_figures(target, wanted, dataset) | figures
         target.remove(PARTS_FOLDER)
     metrics |= {
         "seconds": round(perf_counter() - began, 3),
@@ -159,18 +159,18 @@ def _pairs(metrics: dict[str, Any]) -> Pairs:
     return pairs
 
 
-def score_names(tasks: Sequence[Task]) -> list[str]:
+def list_score_columns(tasks: Sequence[Task]) -> list[str]:
     """Return the names of the columns of scores: `score`, or `score_TASK` for each of several tasks."""
     return ["score"] if len(tasks) == 1 else [f"score_{task.name}" for task in tasks]
 
 
-def _open(
+def _open_input(
     data: str, config: RunConfig, schema: Schema, tower: TowerName | None
 ) -> tuple[Dataset, dict[str, int]]:
     """Return the dataset, and the number of rows of each readable file; labels are not read."""
-    part = part_of_tower(config, schema, tower, "--vectors") if tower else schema
+    part = select_tower_schema(config, schema, tower, "--vectors") if tower else schema
     dataset = open_inputs(config, part, data)
-    check_accused(dataset)
+    check_suspect_groups(dataset)
     rows: dict[str, int] = {}
     for group in dataset.groups:
         rows[group.path] = rows.get(group.path, 0) + group.rows
@@ -189,15 +189,17 @@ def _is_broken(path: str, wheres: set[str]) -> bool:
         return True
 
 
-def _carried(names: list[str], transforms: tuple[Transform, ...], files: dict[str, int]) -> CarriedColumns:
+def _make_carried_columns(
+    names: list[str], transforms: tuple[Transform, ...], files: dict[str, int]
+) -> CarriedColumns:
     """Return the carried columns, after a check that every file has them.
 
     Raises:
         DataError: A file lacks a column.
     """
-    of_paths = [in_folders(path) for path in files]
+    of_paths = [parse_folder_values(path) for path in files]
     keys = set.intersection(*map(set, of_paths)) if of_paths else set()
-    folders = {key: type_of_folders(values[key] for values in of_paths) for key in keys}
+    folders = {key: infer_folder_type(values[key] for values in of_paths) for key in keys}
     carried = CarriedColumns(tuple(names), transforms, folders, os.getcwd())
     with ThreadPoolExecutor(16) as pool:
         for _ in pool.map(carried.schema, files):
@@ -205,14 +207,14 @@ def _carried(names: list[str], transforms: tuple[Transform, ...], files: dict[st
     return carried
 
 
-def _input(dataset: Dataset, files: dict[str, int], below: str, config: RunConfig) -> str:
+def _hash_input(dataset: Dataset, files: dict[str, int], below: str, config: RunConfig) -> str:
     """Return a hash of the names and contents of the input's files and of the transforms."""
     names = sorted(f"{path.removeprefix(below)} {rows}" for path, rows in files.items())
     made = [str(transform.model_dump(mode="json")) for transform in config.data.transforms]
     return hashlib.sha256("\n".join([fingerprint(look(dataset)), *made, *names]).encode()).hexdigest()
 
 
-def _fill(
+def _predict_missing(
     target: PredictionFolder,
     names: set[str],
     wanted: PredictionTask,
@@ -221,7 +223,7 @@ def _fill(
     tasks: Sequence[Task],
 ) -> dict[str, Any]:
     """Predict the files that are not complete yet, and return figures of this call."""
-    config, complete = saved.config, target.finished(wanted, names)
+    config, complete = saved.config, target.find_finished(wanted, names)
     kinds = [pa.float32() if task.outputs == 1 else pa.list_(pa.float32()) for task in tasks]
     kinds = [pa.list_(pa.float32())] if wanted.manifest.vectors else kinds
     for path, rows in wanted.files.items():
@@ -229,8 +231,12 @@ def _fill(
             write_empty(wanted, path, kinds)
     if all(path in complete or not rows for path, rows in wanted.files.items()):
         return {"predict.rows_per_s": None, "world_size": 0}
-    with scratch_folder() as config.run.dir, RunConsole(config.run.name) as console, session_of(config):
-        note_files(console, {"data": dataset})
+    with (
+        create_scratch_folder() as config.run.dir,
+        RunConsole(config.run.name) as console,
+        open_session(config),
+    ):
+        show_file_counts(console, {"data": dataset})
         for error in dataset.left_out:
             console.warn(f"skipped {error.where}: {error.what}")
         if complete:
@@ -248,13 +254,13 @@ def _fill(
     return {"predict.rows_per_s": speed and round(speed, 1), "world_size": found["world_size"]}
 
 
-def _figures(target: PredictionFolder, wanted: PredictionTask, dataset: Dataset) -> dict[str, Any]:
+def _compute_figures(target: PredictionFolder, wanted: PredictionTask, dataset: Dataset) -> dict[str, Any]:
     """Return the figures of the complete folder.
 
     Raises:
         RunError: A file is missing, although all workers have succeeded.
     """
-    complete, counts = target.finished(wanted, target.names()), Counts()
+    complete, counts = target.find_finished(wanted, target.names()), Counts()
     if missing := [path for path in wanted.files if path not in complete]:
         raise RunError(
             f"the predictions of {len(missing)} files are not there, such as those of {missing[0]}",

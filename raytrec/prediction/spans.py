@@ -15,10 +15,10 @@ from heapq import heappop, heappush
 from itertools import groupby, zip_longest
 
 from raytrec.data.fragments import Dataset
-from raytrec.data.order import Item, Order, Part
+from raytrec.data.order import LaneItem, Order, Part
 
-SPAN_ROWS = 65_536  # minimum rows of a span, except the last one of a file
-SPAN_BATCHES = 8  # minimum batches of a span, because its last batch is padded
+MIN_SPAN_ROWS = 65_536  # minimum rows of a span, except the last one of a file
+MIN_SPAN_BATCHES = 8  # minimum batches of a span, because its last batch is padded
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,15 @@ class Span:
         return self.rows == self.of_file
 
 
-def cut_spans(dataset: Dataset, batch_rows: int, span_rows: int = SPAN_ROWS) -> list[Span]:
+def cut_spans(dataset: Dataset, batch_rows: int, span_rows: int = MIN_SPAN_ROWS) -> list[Span]:
     """Cut a dataset into spans, in the order of its rows.
 
     Args:
         dataset: Dataset to cut.
         batch_rows: Rows of one rank's batch.
-        span_rows: Minimum rows of a span; see SPAN_ROWS.
+        span_rows: Minimum rows of a span; see MIN_SPAN_ROWS.
     """
-    least = max(span_rows, SPAN_BATCHES * batch_rows)
+    least = max(span_rows, MIN_SPAN_BATCHES * batch_rows)
     all_pieces, spans = Order.evaluation(batch_rows, 1).pieces(dataset), []
     for path, of_file in groupby(all_pieces, key=lambda piece: piece.path):
         pieces, first, rows, parts = list(of_file), 0, 0, []
@@ -90,7 +90,7 @@ class SpanOrder:
 
     def __init__(self, dealt: list[list[Span]], batch_rows: int):
         self.dealt, self.batch_rows = dealt, batch_rows
-        self._sizes = [_batch_sizes(spans, batch_rows) for spans in dealt]
+        self._sizes = [_list_batch_sizes(spans, batch_rows) for spans in dealt]
         self._whole = [sum(sizes) for sizes in zip_longest(*self._sizes, fillvalue=0)]
 
     def steps(self, rows: int | None = None) -> int:
@@ -114,16 +114,18 @@ class SpanOrder:
         """Return the number of rows to which every rank pads its batch."""
         return self.batch_rows
 
-    def items(self, dataset: Dataset, epoch: int, rank: int, world: int, start_step: int = 0) -> list[Item]:
+    def items(
+        self, dataset: Dataset, epoch: int, rank: int, world: int, start_step: int = 0
+    ) -> list[LaneItem]:
         """Return a rank's items in order, one per part."""
-        return [Item(0, 0, (part,), None) for span in self.dealt[rank] for part in span.parts]
+        return [LaneItem(0, 0, (part,), None) for span in self.dealt[rank] for part in span.parts]
 
 
-def _batch_sizes(spans: list[Span], batch_rows: int) -> list[int]:
+def _list_batch_sizes(spans: list[Span], batch_rows: int) -> list[int]:
     """Return the rows of each batch; a batch has rows of one span only."""
     return [min(batch_rows, span.rows - start) for span in spans for start in range(0, span.rows, batch_rows)]
 
 
-def still_to_do(dealt: list[list[Span]], done: Collection[Span]) -> list[list[Span]]:
+def select_remaining(dealt: list[list[Span]], done: Collection[Span]) -> list[list[Span]]:
     """Return each rank's spans without those that are done."""
     return [[span for span in spans if span not in done] for spans in dealt]

@@ -12,16 +12,16 @@ import numpy as np
 from raytrec.common import messages
 from raytrec.common.messages import Command, Restart
 from raytrec.prediction.folder import Counts, PredictionFolder, PredictionTask
-from raytrec.prediction.spans import Span, SpanOrder, cut_spans, deal, still_to_do
-from raytrec.prediction.writer import SpanWriter, assemble, of_files
+from raytrec.prediction.spans import Span, SpanOrder, cut_spans, deal, select_remaining
+from raytrec.prediction.writer import SpanWriter, assemble, group_by_file
 from raytrec.worker.context import WorkerContext, WorkerTask
 
 if TYPE_CHECKING:
     from raytrec.data.batch import Batch
-    from raytrec.tasks.outputs import Outputs
+    from raytrec.tasks.outputs import StepOutputs
 
-LATE = 2  # batches after which scores are read from a GPU
-PROGRESS_S = 2.0  # between two progress messages
+MAX_STEPS_IN_FLIGHT = 2  # batches after which scores are read from a GPU
+PROGRESS_INTERVAL_S = 2.0  # between two progress messages
 
 
 def predict_worker(wanted: PredictionTask, task: WorkerTask) -> None:
@@ -36,19 +36,19 @@ def predict_worker(wanted: PredictionTask, task: WorkerTask) -> None:
     folder = PredictionFolder(wanted.out)
     context.enter_phase("listing finished files", "restore")
     spans = cut_spans(task.datasets["predict"], wanted.batch_rows, wanted.span_rows)
-    names = [_names(folder, spans, wanted) if context.index == 0 else None]
+    names = [_list_finished(folder, spans, wanted) if context.index == 0 else None]
     dist.broadcast_object_list(names)
     done, complete = names[0]
-    dealt = still_to_do(deal(spans, context.world, wanted.batch_rows), done)
+    dealt = select_remaining(deal(spans, context.world, wanted.batch_rows), done)
     order = SpanOrder(dealt, wanted.batch_rows)
     try:
-        rows, seconds = _predict(context, wanted, order) if order.steps() else (0, 0.0)
+        rows, seconds = _predict_spans(context, wanted, order) if order.steps() else (0, 0.0)
     except Restart:
         context.close()
         raise
     dist.barrier()
     context.enter_phase("putting files together", "evaluate")
-    split = sorted(of_files(span for span in spans if span.path not in complete).items())
+    split = sorted(group_by_file(span for span in spans if span.path not in complete).items())
     for path, parts in split[context.index :: context.world]:
         assemble(wanted, parts, context.heartbeat.tick)
         folder.remove(wanted.parts_of(path))
@@ -57,27 +57,29 @@ def predict_worker(wanted: PredictionTask, task: WorkerTask) -> None:
     context.close()
 
 
-def _names(folder: PredictionFolder, spans: list[Span], wanted: PredictionTask) -> tuple[set[Span], set[str]]:
+def _list_finished(
+    folder: PredictionFolder, spans: list[Span], wanted: PredictionTask
+) -> tuple[set[Span], set[str]]:
     """Return the spans that are done, and the input files that are complete."""
     names = folder.names()
-    complete = set(folder.finished(wanted, names))
+    complete = set(folder.find_finished(wanted, names))
     done = {s for s in spans if s.path in complete or (not s.is_whole and wanted.part_of(s) in names)}
     return done, complete
 
 
-def _predict(context: WorkerContext, wanted: PredictionTask, order: SpanOrder) -> tuple[int, float]:
+def _predict_spans(context: WorkerContext, wanted: PredictionTask, order: SpanOrder) -> tuple[int, float]:
     """Predict and write this rank's spans; return the rows of all ranks and the seconds taken."""
-    from raytrec.tasks.objective import Scoring
+    from raytrec.tasks.objective import ScoringObjective
     from raytrec.worker.build import load_step
     from raytrec.worker.consensus import StepConsensus
-    from raytrec.worker.nonfinite import Known
+    from raytrec.worker.nonfinite import LossStatus
 
-    step = load_step(context, objective=Scoring)
+    step = load_step(context, objective=ScoringObjective)
     stream, total = context.stream("predict", order), order.steps()
     context.enter_phase("predicting", "evaluate")
     context.report(messages.Start(total=total, step=0, workers=context.world))
     writer = SpanWriter(wanted, context.task.config.data.on_error == "skip")
-    spans = _Spans(order.dealt[context.index], writer, list(stream.dataset.form.schema.sparse))
+    spans = _SpanCollector(order.dealt[context.index], writer, list(stream.dataset.form.schema.sparse))
     tower, consensus = wanted.manifest.vectors, StepConsensus()
     rows, began, told = 0, monotonic(), monotonic()
     try:
@@ -85,11 +87,11 @@ def _predict(context: WorkerContext, wanted: PredictionTask, order: SpanOrder) -
         for number, outputs in enumerate(step.evaluate(batches, tower), 1):
             spans.take(outputs, order.local_rows(context.index, number - 1))
             rows += order.global_rows(None, number - 1)
-            if monotonic() - told > PROGRESS_S or number == total:
+            if monotonic() - told > PROGRESS_INTERVAL_S or number == total:
                 told = monotonic()
                 speed = {"rows_per_s": rows / max(1e-9, told - began)}
                 context.report(messages.Train(step=number, figures=speed))
-            agreed = consensus.exchange(context.heartbeat.command, Known(number, None), False)
+            agreed = consensus.exchange(context.heartbeat.command, LossStatus(number, None), False)
             if agreed is not None and agreed.command == Command.RESTART and number < total:
                 raise Restart(f"after {number} of {total} batches")
         consensus.finish()
@@ -99,7 +101,7 @@ def _predict(context: WorkerContext, wanted: PredictionTask, order: SpanOrder) -
     return rows, monotonic() - began
 
 
-class _Spans:
+class _SpanCollector:
     """Collector that assembles the outputs of batches into spans.
 
     Args:
@@ -109,9 +111,9 @@ class _Spans:
     """
 
     def __init__(self, spans: list[Span], writer: SpanWriter, features: list[str]):
-        self._todo, self._writer, self._features = deque(spans), writer, features
+        self._remaining, self._writer, self._features = deque(spans), writer, features
         self._changed: deque[np.ndarray | None] = deque()  # of batches without outputs so far
-        self._coming: deque[tuple[Any, int, np.ndarray | None]] = deque()
+        self._pending: deque[tuple[Any, int, np.ndarray | None]] = deque()
         self._parts: list[tuple[list[np.ndarray], np.ndarray]] = []  # of the current span
         self._rows, self._counts = 0, Counts()
 
@@ -121,34 +123,34 @@ class _Spans:
             self._changed.append(None if batch.changed is None else batch.changed.numpy())
             yield batch
 
-    def take(self, outputs: Outputs, rows: int) -> None:
+    def take(self, outputs: StepOutputs, rows: int) -> None:
         """Add the outputs of the next batch, whose first `rows` rows belong to a span."""
-        from raytrec.worker.nonfinite import Fetch
+        from raytrec.worker.nonfinite import AsyncHostCopy
 
         changed = self._changed.popleft()
         if rows:
             given = [each.predictions for each in outputs.tasks.values()]
             given = given if outputs.vectors is None else [outputs.vectors]
-            scores = [Fetch(each[:rows]) for each in given]
-            self._coming.append(((scores, Fetch(outputs.rows[:rows])), rows, changed))
-        if len(self._coming) > LATE:
-            self._read()
+            scores = [AsyncHostCopy(each[:rows]) for each in given]
+            self._pending.append(((scores, AsyncHostCopy(outputs.rows[:rows])), rows, changed))
+        if len(self._pending) > MAX_STEPS_IN_FLIGHT:
+            self._read_pending()
 
     def finish(self) -> None:
         """Wait for the last outputs."""
-        while self._coming:
-            self._read()
+        while self._pending:
+            self._read_pending()
 
-    def _read(self) -> None:
-        (coming, there), rows, changed = self._coming.popleft()
+    def _read_pending(self) -> None:
+        (coming, there), rows, changed = self._pending.popleft()
         scores = [each.wait().float().numpy().copy() for each in coming]
         present = there.wait().numpy() > 0
         self._parts.append((scores, present))
         self._rows += rows
         of_features = {} if changed is None else dict(zip(self._features, changed.T.tolist(), strict=True))
         self._counts += Counts(rows, int((~present).sum()), of_features)
-        if self._rows == self._todo[0].rows:  # the span is complete
+        if self._rows == self._remaining[0].rows:  # the span is complete
             parts, presences = zip(*self._parts, strict=True)
             whole = [np.concatenate(of_task) for of_task in zip(*parts, strict=True)]
-            self._writer.put(self._todo.popleft(), whole, np.concatenate(presences), self._counts)
+            self._writer.put(self._remaining.popleft(), whole, np.concatenate(presences), self._counts)
             self._parts, self._rows, self._counts = [], 0, Counts()

@@ -11,13 +11,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raytrec.common.errors import DataError, RunError, os_errors
+from raytrec.common.errors import DataError, RunError, convert_os_errors
 from raytrec.common.storage import open_filesystem
 from raytrec.data.fragments import read_footer
 from raytrec.prediction.folder import Counts, PredictionFolder, PredictionTask
 from raytrec.prediction.spans import Span
 
-QUEUED_SPANS = 2  # predicted spans that may wait to be written
+MAX_QUEUED_SPANS = 2  # predicted spans that may wait to be written
 
 
 class SpanWriter:
@@ -46,7 +46,7 @@ class SpanWriter:
             present: True for rows that were read, bool [rows]; the scores of other rows become null.
             counts: Counts of the span's rows.
         """
-        while len(self._waiting) > QUEUED_SPANS:
+        while len(self._waiting) > MAX_QUEUED_SPANS:
             self._waiting.popleft().result()
         self._waiting.append(self._thread.submit(self._write, span, scores, present, counts))
 
@@ -59,10 +59,10 @@ class SpanWriter:
             self._thread.shutdown(cancel_futures=True)
 
     def _write(self, span: Span, scores: list[np.ndarray], present: np.ndarray, counts: Counts) -> None:
-        with _written(self._task):
-            columns = [score_column(each, present) for each in scores]
+        with _report_write_errors(self._task):
+            columns = [to_score_column(each, present) for each in scores]
             kinds = self._task.carried.schema(span.path)
-            schema = _schema(self._task, kinds, [column.type for column in columns], counts)
+            schema = _make_schema(self._task, kinds, [column.type for column in columns], counts)
             carried = pa.concat_tables([self._carried(part, kinds) for part in span.parts])
             table = (
                 pa.table([*carried.columns, *columns], schema) if kinds.names else pa.table(columns, schema)
@@ -79,13 +79,15 @@ class SpanWriter:
             return pa.table([pa.nulls(part.rows, field.type) for field in kinds], kinds)
 
 
-def _schema(task: PredictionTask, carried: pa.Schema, scores: list[pa.DataType], counts: Counts) -> pa.Schema:
+def _make_schema(
+    task: PredictionTask, carried: pa.Schema, scores: list[pa.DataType], counts: Counts
+) -> pa.Schema:
     """Return the schema of a file with carried columns and scores of these types."""
     fields = [*carried, *(pa.field(*column) for column in zip(task.manifest.scores, scores, strict=True))]
     return pa.schema(fields, counts.metadata(task.manifest.binding))
 
 
-def score_column(scores: np.ndarray, present: np.ndarray) -> pa.Array:
+def to_score_column(scores: np.ndarray, present: np.ndarray) -> pa.Array:
     """Return a task's scores as a column of float or list<float> (classes); null for rows not present."""
     absent = ~present
     if scores.ndim == 1:
@@ -104,7 +106,7 @@ def assemble(task: PredictionTask, spans: list[Span], tick: Callable[[], None] =
         tick: Function called after each part.
     """
     folder, counts, binding = PredictionFolder(task.out), Counts(), task.manifest.binding
-    with _written(task):
+    with _report_write_errors(task):
         names = [folder.uri_of(task.part_of(span)) for span in spans]
         for name, span in zip(names, spans, strict=True):
             found = Counts.of(read_footer(name), binding)
@@ -113,7 +115,7 @@ def assemble(task: PredictionTask, spans: list[Span], tick: Callable[[], None] =
             counts += found
         schema = read_footer(names[0]).schema.to_arrow_schema().with_metadata(counts.metadata(binding))
         with folder.writing(task.name_of(spans[0].path), schema) as writer:
-            for table in map(read_checked, names):
+            for table in map(read_verified, names):
                 writer.write_table(table.replace_schema_metadata(schema.metadata), row_group_size=len(table))
                 tick()
 
@@ -121,7 +123,7 @@ def assemble(task: PredictionTask, spans: list[Span], tick: Callable[[], None] =
 AGAIN = "remove the folder _parts there, and give the same command again: complete files stay"
 
 
-def read_checked(uri: str) -> pa.Table:
+def read_verified(uri: str) -> pa.Table:
     """Read a Parquet file and verify the checksums of its pages."""
     filesystem, path = open_filesystem(uri)
     with filesystem.open_input_file(path) as file:
@@ -130,12 +132,12 @@ def read_checked(uri: str) -> pa.Table:
 
 def write_empty(task: PredictionTask, path: str, scores: list[pa.DataType]) -> None:
     """Write the predictions of an input file without rows."""
-    schema = _schema(task, task.carried.schema(path), scores, Counts())
+    schema = _make_schema(task, task.carried.schema(path), scores, Counts())
     with PredictionFolder(task.out).writing(task.name_of(path), schema) as writer:
         writer.write_table(schema.empty_table())
 
 
-def of_files(spans: Iterator[Span] | list[Span]) -> dict[str, list[Span]]:
+def group_by_file(spans: Iterator[Span] | list[Span]) -> dict[str, list[Span]]:
     """Return the spans of each file with several spans, in order."""
     found: dict[str, list[Span]] = {}
     for span in spans:
@@ -144,9 +146,9 @@ def of_files(spans: Iterator[Span] | list[Span]) -> dict[str, list[Span]]:
     return found
 
 
-def _written(task: PredictionTask) -> AbstractContextManager[None]:
+def _report_write_errors(task: PredictionTask) -> AbstractContextManager[None]:
     """Return a context manager that reports errors of writing predictions to the user."""
-    return os_errors(
+    return convert_os_errors(
         "the predictions cannot be written",
         where=task.out,
         expected="a folder that all nodes can write to, with room for them",

@@ -12,9 +12,14 @@ from raytrec.common.errors import RunError
 from raytrec.common.formatting import flatten, number
 from raytrec.common.redaction import hide
 from raytrec.metrics.results import AFTER, Row, as_text, format_result
-from raytrec.tracking.run_folder import RunFolder, existing_run
+from raytrec.tracking.run_folder import RunFolder, check_run_folder
 
-OF_THE_RUN = ("run.name", "run.dir", "tracking.", "checkpoint.dir")  # ignored: differences have no meaning
+IGNORED_KEY_PREFIXES = (
+    "run.name",
+    "run.dir",
+    "tracking.",
+    "checkpoint.dir",
+)  # ignored: differences have no meaning
 
 
 @dataclass(frozen=True)
@@ -48,23 +53,23 @@ def compare(places: Sequence[str | Path]) -> Comparison:
             expected="at least two run folders",
             do="raytrec compare RUN RUN …, or raytrec report RUN for one",
         )
-    runs = [RunFolder.read(existing_run(place)) for place in places]
+    runs = [RunFolder.read(check_run_folder(place)) for place in places]
     found = {key: row for run in runs for key, row in format_result(run.result).items()}
     rows = dict(sorted(found.items(), key=lambda item: item[0] in AFTER and [*AFTER].index(item[0]) + 1))
-    results = {key: [_result(key, row, run, runs[0]) for run in runs] for key, row in rows.items()}
+    results = {key: [_format_result(key, row, run, runs[0]) for run in runs] for key, row in rows.items()}
     titles = {key: row.title for key, row in rows.items()}
-    return Comparison(runs, _names(runs), results, titles, _config_differences(runs))
+    return Comparison(runs, _names(runs), results, titles, _compare_configs(runs))
 
 
 def write(comparison: Comparison, out: str | Path) -> Path:
     """Write a comparison as one self-contained page and return its path."""
     from markupsafe import Markup
 
-    from raytrec.report.figures.learning import overlay
+    from raytrec.report.figures.learning import draw_overlay
     from raytrec.report.figures.style import to_svg
     from raytrec.report.report import write_page
 
-    drawn = overlay(comparison.runs, comparison.names)
+    drawn = draw_overlay(comparison.runs, comparison.names)
     pictures = [Markup(to_svg(picture, picture.get_suptitle())) for picture in drawn]
     return write_page(
         Path(out),
@@ -102,7 +107,7 @@ def _names(runs: list[RunFolder]) -> list[str]:
     return [n if names.count(n) == 1 else f"{n} ({run.path})" for n, run in zip(names, runs, strict=True)]
 
 
-def _result(key: str, row: Row, run: RunFolder, first: RunFolder) -> str:
+def _format_result(key: str, row: Row, run: RunFolder, first: RunFolder) -> str:
     """Return a value as text, with the difference to the first run."""
     if key not in run.result:
         return "–"
@@ -113,10 +118,14 @@ def _result(key: str, row: Row, run: RunFolder, first: RunFolder) -> str:
     return f"{text} ({row.difference(run.result[key], first.result[key])})"
 
 
-def _config_differences(runs: list[RunFolder]) -> dict[str, list[str]]:
+def _compare_configs(runs: list[RunFolder]) -> dict[str, list[str]]:
     flat = [flatten(run.config) for run in runs]
     keys = dict.fromkeys(key for values in flat for key in values)
-    texts = {key: [_value(values, key) for values in flat] for key in keys if not key.startswith(OF_THE_RUN)}
+    texts = {
+        key: [_value(values, key) for values in flat]
+        for key in keys
+        if not key.startswith(IGNORED_KEY_PREFIXES)
+    }
     return {key: row for key, row in texts.items() if len(set(row)) > 1}
 
 

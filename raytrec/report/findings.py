@@ -14,37 +14,39 @@ from statistics import fmean, median
 from typing import Any
 
 from raytrec.common.formatting import as_dict, duration, number, percent
-from raytrec.common.messages import PHASES, Eval, Final, RankLine, Train, recorded_ranks
-from raytrec.metrics.selection import EVAL, NE
+from raytrec.common.messages import PHASES, Eval, Final, RankLine, Train, select_recorded_ranks
+from raytrec.metrics.selection import EVAL_PREFIX, NE
 from raytrec.report.run_timeline import story
 from raytrec.tracking import aggregate
 from raytrec.tracking.run_folder import RunFolder
 
-SURE_S = 60.0  # minimum interval; in shorter ones, starting processes can occupy the CPUs of a small machine
+MIN_INTERVAL_S = (
+    60.0  # minimum interval; in shorter ones, starting processes can occupy the CPUs of a small machine
+)
 SLOWER = 0.15  # a straggler's own time exceeds the others' median by this share of the interval
 IDLE_GPU_PERCENT = 50
-DATA_WAIT = 0.30  # share of the time above which waiting for data is reported
+MAX_DATA_WAIT_SHARE = 0.30  # share of the time above which waiting for data is reported
 HOT = 1.5  # a hot rank exceeds the mean lookup bytes by this factor
 
-LARGER = "raise data.global_batch_size"
+LARGER_BATCH_HINT = "raise data.global_batch_size"
 # Phase → its description in a sentence, and the remedy if the phase takes too long.
 PHASE_TEXTS = {
     "data": ("waiting for data", "raise data.readers"),
-    "copy": ("copying batches to the device", LARGER),
+    "copy": ("copying batches to the device", LARGER_BATCH_HINT),
     "input_exchange": (
         "exchanging ids",
-        f"{LARGER}, or place tables that are looked up together on one rank (plan.colocate)",
+        f"{LARGER_BATCH_HINT}, or place tables that are looked up together on one rank (plan.colocate)",
     ),
     "tables": (
         "lookups and updates of tables",
         "spread tables over more ranks (plan.tables), or lower their dim",
     ),
-    "forward": ("the dense model's forward pass", f"{LARGER}, or make the dense model smaller"),
-    "backward": ("the dense model's backward pass", f"{LARGER}, or make the dense model smaller"),
-    "optimizer": ("the optimizer", f"{LARGER}, or set plan.tables kernels to fused"),
+    "forward": ("the dense model's forward pass", f"{LARGER_BATCH_HINT}, or make the dense model smaller"),
+    "backward": ("the dense model's backward pass", f"{LARGER_BATCH_HINT}, or make the dense model smaller"),
+    "optimizer": ("the optimizer", f"{LARGER_BATCH_HINT}, or set plan.tables kernels to fused"),
     "collectives": (
         "collectives, which includes waiting for other ranks",
-        f"balance the tables (plan.tables), {LARGER}, or take fewer workers",
+        f"balance the tables (plan.tables), {LARGER_BATCH_HINT}, or take fewer workers",
     ),
     "other": (
         "what is outside the step (evaluation, saving, reports)",
@@ -53,12 +55,15 @@ PHASE_TEXTS = {
     ),
 }
 DEAD, DEAD_BYTES = 0.9, 2**26  # share and bytes of untrained rows above which a table is reported
-CHANGED = 0.01  # share of clamped or hashed ids above which a table is reported
-COLLIDED = 0.1
-MISSED = 0.5  # hit rate of a cached table below which the table is reported
-OFF = 0.1  # distance of a ratio from 1 above which the metric is reported
-PARTED, WINDOWS = 1.2, 5  # overfitting: evaluation NE ÷ mean training NE of the last windows
-MOST_OF_A_KIND = 5
+MAX_CHANGED_SHARE = 0.01  # share of clamped or hashed ids above which a table is reported
+MAX_COLLISION_RATE = 0.1
+MIN_CACHE_HIT_RATE = 0.5  # hit rate of a cached table below which the table is reported
+MAX_RATIO_ERROR = 0.1  # distance of a ratio from 1 above which the metric is reported
+OVERFIT_NE_RATIO, OVERFIT_WINDOWS = (
+    1.2,
+    5,
+)  # overfitting: evaluation NE ÷ mean training NE of the last windows
+MAX_FINDINGS_PER_KIND = 5
 BAD = {"failed": "a failure", "hang": "a hang", "not saved": "a checkpoint was not saved"}
 
 
@@ -67,14 +72,14 @@ def findings(run: RunFolder) -> list[str]:
     failed = [f"check {each.check} failed at step {each.step:,}: {each.text}" for each in run.failures]
     return [
         *_model(run),
-        *_shortened(failed, "failed checks"),
-        *_shortened(_story(run), "events"),
-        *_ranks(run),
+        *_shorten(failed, "failed checks"),
+        *_shorten(_describe_events(run), "events"),
+        *_describe_ranks(run),
         *_tables(run),
     ]
 
 
-def _story(run: RunFolder) -> list[str]:
+def _describe_events(run: RunFolder) -> list[str]:
     bad = [mark for mark in story(run).marks if mark.bad and mark.text]
     said = [f"{BAD[mark.kind]} after {duration(mark.at_s)}: {mark.text.splitlines()[0]}" for mark in bad]
     if run.events and not run.result:
@@ -84,86 +89,91 @@ def _story(run: RunFolder) -> list[str]:
 
 def _model(run: RunFolder) -> list[str]:
     found = []
-    for metric in run.metrics_of_tasks:
-        values = _evaluated(run, metric.key)
-        if metric.is_ratio and values and abs(values[-1] - 1) > OFF:
+    for metric in run.recorded_metrics:
+        values = _list_values(run, metric.key)
+        if metric.is_ratio and values and abs(values[-1] - 1) > MAX_RATIO_ERROR:
             found.append(f"predictions are off: {metric.title} is {percent(values[-1])}")
-    return poor_fit(run) + found
+    return find_poor_fit(run) + found
 
 
-def _evaluated(run: RunFolder, key: str) -> list[float]:
+def _list_values(run: RunFolder, key: str) -> list[float]:
     """Return a metric's values in the result and in evaluations, the last evaluation last."""
     measured = [line.figure(key) for line in run.figures(Eval, Final)]
-    return [value for value in (number(run.result.get(EVAL + key)), *measured) if not isnan(value)]
+    return [value for value in (number(run.result.get(EVAL_PREFIX + key)), *measured) if not isnan(value)]
 
 
-def poor_fit(run: RunFolder) -> list[str]:
+def find_poor_fit(run: RunFolder) -> list[str]:
     """Return sentences on evaluations that are worse than the label's mean, or much worse than training."""
     found = []
     stopping = as_dict(as_dict(run.config.get("train")).get("early_stopping"))
     restores = stopping.get("restore_best")  # if set, the weights are not from the last steps
-    for metric in run.metrics_of_tasks:
+    for metric in run.recorded_metrics:
         if metric.key.rpartition(".")[2] != NE:
             continue
-        values = _evaluated(run, metric.key)
+        values = _list_values(run, metric.key)
         trained = [v for line in run.figures(Train) if not isnan(v := line.figure(metric.key))]
         if values and values[-1] > 1:
             text = f"{metric.label} is {metric.text(values[-1])}: worse than predicting the label's mean"
             found.append(f"{text} for every row, which has NE 1")
         elif (
-            values and trained and not restores and values[-1] > PARTED * (last := fmean(trained[-WINDOWS:]))
+            values
+            and trained
+            and not restores
+            and values[-1] > OVERFIT_NE_RATIO * (last := fmean(trained[-OVERFIT_WINDOWS:]))
         ):
             text = f"{metric.label} is {metric.text(values[-1])} in evaluation and {metric.text(last)} in"
             found.append(f"{text} training: the model overfits; see data.holdout and train.early_stopping")
     return found
 
 
-def _ranks(run: RunFolder) -> list[str]:
+def _describe_ranks(run: RunFolder) -> list[str]:
     lines = aggregate.sum_over_time(aggregate.skip_warmup(run.ranks))
-    return [said for advise in (straggler, low_utilisation, hot_rank) if (said := advise(lines))]
+    return [
+        said for advise in (find_straggler, find_low_utilization, find_hot_rank) if (said := advise(lines))
+    ]
 
 
 def _tables(run: RunFolder) -> list[str]:
     lines = list(aggregate.by_step(run.ranks).values())[-1] if run.ranks else []
-    last = {name: run.over_ranks(lines, name) for name in aggregate.order_by_load(lines)}
+    last = {name: run.combine_ranks(lines, name) for name in aggregate.order_by_load(lines)}
     for figures in last.values():
         if figures["dead_share"] * figures["weight_bytes"] < DEAD_BYTES:
             figures["dead_share"] = nan
     found = []
     for key, limit, text in (
         ("dead_share", DEAD, "table {}: {} of rows never trained"),
-        ("changed_share", CHANGED, "table {}: {} of ids were outside the table, and clamped"),
-        ("collision_rate", COLLIDED, "table {}: {} of ids share a row with others (collisions)"),
+        ("changed_share", MAX_CHANGED_SHARE, "table {}: {} of ids were outside the table, and clamped"),
+        ("collision_rate", MAX_COLLISION_RATE, "table {}: {} of ids share a row with others (collisions)"),
     ):
         over = {n: t[key] for n, t in last.items() if t[key] > limit}
         ordered = sorted(over, key=lambda name: -over[name])
-        found += _shortened([text.format(n, percent(over[n])) for n in ordered], "tables like that")
+        found += _shorten([text.format(n, percent(over[n])) for n in ordered], "tables like that")
     hits = {n: t["cache_hit_rate"] for n, t in last.items() if not isnan(t["cache_hit_rate"])}
     text = "table {}: its cache has {} of the rows that are looked up"
-    cold = [text.format(n, percent(h)) for n, h in hits.items() if h < MISSED]
-    return found + _shortened(cold, "tables like that")
+    cold = [text.format(n, percent(h)) for n, h in hits.items() if h < MIN_CACHE_HIT_RATE]
+    return found + _shorten(cold, "tables like that")
 
 
-def _shortened(sentences: list[str], what: str) -> list[str]:
-    more = len(sentences) - MOST_OF_A_KIND
+def _shorten(sentences: list[str], what: str) -> list[str]:
+    more = len(sentences) - MAX_FINDINGS_PER_KIND
     if more <= 1:
         return sentences
-    return [*sentences[:MOST_OF_A_KIND], f"and {more:,} more {what}"]
+    return [*sentences[:MAX_FINDINGS_PER_KIND], f"and {more:,} more {what}"]
 
 
-def straggler(lines: list[RankLine]) -> str | None:
+def find_straggler(lines: list[RankLine]) -> str | None:
     """Return a sentence about the rank whose own work takes longer than the others' work, and the slow phase.
 
-    Times of less than SURE_S seconds are too short for this comparison.
+    Times of less than MIN_INTERVAL_S seconds are too short for this comparison.
     """
     timed = [line for line in lines if line.seconds > 0]
     if len(timed) < 2:
         return None
-    slow = max(timed, key=aggregate.own_time)
-    if slow.seconds < SURE_S:
+    slow = max(timed, key=aggregate.get_own_time_s)
+    if slow.seconds < MIN_INTERVAL_S:
         return None
     others = [line for line in timed if line is not slow]
-    excess = aggregate.own_time(slow) - median(aggregate.own_time(line) for line in others)
+    excess = aggregate.get_own_time_s(slow) - median(aggregate.get_own_time_s(line) for line in others)
     if excess <= SLOWER * slow.seconds:
         return None
     more = {
@@ -173,7 +183,8 @@ def straggler(lines: list[RankLine]) -> str | None:
     }
     phase = max(more, key=lambda p: more[p])
     own, over, added = (
-        seconds / max(1, slow.steps) * 1e3 for seconds in (aggregate.own_time(slow), excess, more[phase])
+        seconds / max(1, slow.steps) * 1e3
+        for seconds in (aggregate.get_own_time_s(slow), excess, more[phase])
     )
     return (
         f"rank {slow.rank} is slow: {own:.1f} ms of own time a step, {over:.1f} ms more than the "
@@ -181,7 +192,7 @@ def straggler(lines: list[RankLine]) -> str | None:
     )
 
 
-def low_utilisation(lines: list[RankLine]) -> str | None:
+def find_low_utilization(lines: list[RankLine]) -> str | None:
     """Return a sentence if GPUs or all ranks mostly wait, with the main phase and the remedy."""
     seconds = sum(line.seconds for line in lines)
     if seconds <= 0:
@@ -194,12 +205,12 @@ def low_utilisation(lines: list[RankLine]) -> str | None:
             f"GPUs are busy {percent(fmean(busy) / 100)} of the time; {percent(shares[phase])} of it goes "
             f"into {': '.join(PHASE_TEXTS[phase])}"
         )
-    if shares["data"] > DATA_WAIT:
+    if shares["data"] > MAX_DATA_WAIT_SHARE:
         return f"ranks wait for data {percent(shares['data'])} of the time: {PHASE_TEXTS['data'][1]}"
     return None
 
 
-def hot_rank(lines: list[RankLine]) -> str | None:
+def find_hot_rank(lines: list[RankLine]) -> str | None:
     """Return a sentence about the rank that looks up far more bytes than the mean."""
     loads = {line.rank: line.added("lookup_bytes") for line in lines}
     total = sum(loads.values())
@@ -216,7 +227,7 @@ def hot_rank(lines: list[RankLine]) -> str | None:
 
 
 INGEST, START = "ingest", "start"
-PHASES_OF = {
+PART_PHASES = {
     "dense model": ("forward", "backward", "optimizer"),
     "tables": ("tables",),
     "exchange": ("input_exchange", "collectives"),
@@ -238,7 +249,7 @@ class Times:
 
     def add(self, line: RankLine) -> None:
         """Add a line of ranks.jsonl."""
-        ranks = max(1, len(recorded_ranks(line.world)))
+        ranks = max(1, len(select_recorded_ranks(line.world)))
         for phase, seconds in line.phases_s.items():
             own = max(0.0, seconds - line.first_s.get(phase, 0.0))
             self.seconds[phase] = self.seconds.get(phase, 0.0) + own / ranks
@@ -253,7 +264,7 @@ def find_bound(times: Times, wall_s: float, rows_per_s: float | None) -> dict[st
     if not times.steps:
         return {}
     seconds = {
-        part: sum(times.seconds.get(phase, 0.0) for phase in phases) for part, phases in PHASES_OF.items()
+        part: sum(times.seconds.get(phase, 0.0) for phase in phases) for part, phases in PART_PHASES.items()
     }
     in_steps = sum(seconds.values())
     seconds[START] = max(0.0, wall_s - in_steps)
@@ -262,12 +273,12 @@ def find_bound(times: Times, wall_s: float, rows_per_s: float | None) -> dict[st
     return {
         "bound.by": by,
         "bound.share": seconds[by] / whole,
-        "bound.sentence": _sentence(seconds, by, whole, rows_per_s),
+        "bound.sentence": _describe_bound(seconds, by, whole, rows_per_s),
         "bound.parts": {part: {"seconds": s, "share": s / whole} for part, s in seconds.items()},
     }
 
 
-def _sentence(seconds: Mapping[str, float], by: str, whole: float, rows_per_s: float | None) -> str:
+def _describe_bound(seconds: Mapping[str, float], by: str, whole: float, rows_per_s: float | None) -> str:
     """Return the bound in words; if the start is the bound, the bound of the steps is added."""
     if by != START:
         return f"bound by {_words(seconds, by, whole, rows_per_s)}"

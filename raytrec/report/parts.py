@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import nan
 
-from raytrec.common.formatting import as_dict, bytes_text, count, duration, figure, number, percent, ranges
+from raytrec.common.formatting import as_dict, count, duration, figure, format_bytes, number, percent, ranges
 from raytrec.common.messages import Outcome, RankLine, Saved
-from raytrec.metrics.results import Cell, Sheet
+from raytrec.metrics.results import Cell, DataTable
 from raytrec.report.run_timeline import story
 from raytrec.tracking import aggregate
 from raytrec.tracking.run_folder import RunFolder
 
-MOST_EVENTS = 200
+MAX_EVENTS = 200
 
 
-def bounds(run: RunFolder) -> Sheet:
+def bounds(run: RunFolder) -> DataTable:
     """Return a table with one row for each part of the run's time (report.findings)."""
     found = as_dict(run.result.get("bound.parts"))
-    return _sheet(
+    return _build_slice_table(
         {
             "part": Cell(str(name)),
-            "seconds": _number(number(part.get("seconds"))),
+            "seconds": _number_cell(number(part.get("seconds"))),
             "share of the time": _share(number(part.get("share"))),
         }
         for name, part in found.items()
@@ -29,14 +29,14 @@ def bounds(run: RunFolder) -> Sheet:
     )
 
 
-def ranks(run: RunFolder) -> Sheet | None:
+def ranks(run: RunFolder) -> DataTable | None:
     """Return a table with one row for each rank of the last group of workers."""
     lines = aggregate.sum_over_time(aggregate.skip_warmup(run.ranks))
     total = sum(line.added("lookup_bytes") for line in lines)
-    return _sheet(_of_rank(line, total) for line in lines) if lines else None
+    return _build_slice_table(_build_rank_row(line, total) for line in lines) if lines else None
 
 
-def _of_rank(line: RankLine, total: float) -> dict[str, Cell]:
+def _build_rank_row(line: RankLine, total: float) -> dict[str, Cell]:
     """Return a row of `ranks`.
 
     Args:
@@ -49,8 +49,8 @@ def _of_rank(line: RankLine, total: float) -> dict[str, Cell]:
 
     return {
         "rank": Cell(str(line.rank), line.rank),
-        "ms a step": _a_step(line, line.seconds),
-        "own time": _a_step(line, aggregate.own_time(line)),
+        "ms a step": _step_ms_cell(line, line.seconds),
+        "own time": _step_ms_cell(line, aggregate.get_own_time_s(line)),
         "data wait": _share(line.phase_s("data") / max(1e-12, line.seconds)),
         "lookups": _share(line.added("lookup_bytes") / total if total else nan),
         "tables": Cell(str(len(line.tables)), len(line.tables)),
@@ -65,22 +65,26 @@ def _of_rank(line: RankLine, total: float) -> dict[str, Cell]:
     }
 
 
-def table_sheet(run: RunFolder) -> Sheet | None:
+def build_table_sheet(run: RunFolder) -> DataTable | None:
     """Return a table with one row per embedding table: its plan and the statistics of the last interval.
 
     Loads are summed since the last group of workers began.
     """
-    group = aggregate.sum_over_time(aggregate.last_group(run.ranks))
+    group = aggregate.sum_over_time(aggregate.select_last_group(run.ranks))
     latest = list(aggregate.by_step(run.ranks).values())[-1] if run.ranks else []
     names = list(dict.fromkeys([*aggregate.order_by_load(group), *run.plan]))
     looked = sum(line.added("lookup_bytes") for line in group)
-    return _sheet(_of_table(run, name, group, latest, looked) for name in names) if names else None
+    return (
+        _build_slice_table(_build_table_row(run, name, group, latest, looked) for name in names)
+        if names
+        else None
+    )
 
 
-def _of_table(
+def _build_table_row(
     run: RunFolder, name: str, group: list[RankLine], latest: list[RankLine], looked: float
 ) -> dict[str, Cell]:
-    """Return a row of `table_sheet`.
+    """Return a row of `build_table_sheet`.
 
     Args:
         run: Run of the table.
@@ -93,36 +97,36 @@ def _of_table(
     plan, (rows, dim) = run.planned(name), run.table_size(name) or (nan, nan)
     on = plan.get("ranks") or [line.rank for line in group if name in line.tables]
     load = sum(entry.get("lookup_bytes") or 0.0 for entry in held) / looked if looked else nan
-    figures = run.over_ranks(latest, name)
+    figures = run.combine_ranks(latest, name)
     return {
         "table": Cell(name),
-        "rows": _number(rows),
-        "dim": _number(dim),
+        "rows": _number_cell(rows),
+        "dim": _number_cell(dim),
         "sharding_type": Cell(str(plan.get("sharding_type") or "")),
         "compute_kernel": Cell(str(plan.get("compute_kernel") or "")),
         "ranks": Cell(ranges(on) if isinstance(on, list) else str(on)),
-        "memory": _bytes(sum(map(aggregate.table_bytes, held)) if held else nan),
+        "memory": _bytes(sum(map(aggregate.sum_table_bytes, held)) if held else nan),
         "lookups": _share(load),
         "distinct ids": _share(figures["unique_ratio"]),
         "never trained": _share(figures["dead_share"]),
-        "row norm, median": _number(figures["row_norm_p50"]),
-        "row norm, max": _number(figures["row_norm_max"]),
-        "max |w|": _number(figures["max_abs"]),
-        "gradient norm": _number(figures["gradient_norm"]),
-        "update norm": _number(figures["update_norm"]),
-        "state norm": _number(figures["state_norm"]),
+        "row norm, median": _number_cell(figures["row_norm_p50"]),
+        "row norm, max": _number_cell(figures["row_norm_max"]),
+        "max |w|": _number_cell(figures["max_abs"]),
+        "gradient norm": _number_cell(figures["gradient_norm"]),
+        "update norm": _number_cell(figures["update_norm"]),
+        "state norm": _number_cell(figures["state_norm"]),
         "ids changed": _share(figures["changed_share"]),
         "cache hits": _share(figures["cache_hit_rate"]),
         "collisions": _share(figures["collision_rate"]),
         "rows with an id": _share(figures["occupancy"]),
-        "ids admitted": _number(figures["admitted_ids"]),
-        "ids evicted": _number(figures["evicted_ids"]),
+        "ids admitted": _number_cell(figures["admitted_ids"]),
+        "ids evicted": _number_cell(figures["evicted_ids"]),
         "at the fallback": _share(figures["fallback_share"]),
-        "steps since seen": _number(figures["id_age"]),
+        "steps since seen": _number_cell(figures["id_age"]),
     }
 
 
-def checks(run: RunFolder) -> Sheet | None:
+def checks(run: RunFolder) -> DataTable | None:
     """Return a table with one row per check: numbers of passes and failures, and the last value."""
     seen: dict[str, list[Outcome]] = {}
     for line in run.checks:
@@ -130,20 +134,20 @@ def checks(run: RunFolder) -> Sheet | None:
     rows = (
         {
             "check": Cell(check),
-            "passed": _number(sum(line.passed for line in lines)),
-            "failed": _number(sum(not line.passed for line in lines)),
-            "last at step": _number(lines[-1].step),
-            "figure": _number(number(lines[-1].figure)),
-            "limit": _number(number(lines[-1].limit)),
+            "passed": _number_cell(sum(line.passed for line in lines)),
+            "failed": _number_cell(sum(not line.passed for line in lines)),
+            "last at step": _number_cell(lines[-1].step),
+            "figure": _number_cell(number(lines[-1].figure)),
+            "limit": _number_cell(number(lines[-1].limit)),
             "last text": Cell(lines[-1].text),
         }
         for check, lines in seen.items()
     )
-    return _sheet(rows) if seen else None
+    return _build_slice_table(rows) if seen else None
 
 
-def events(run: RunFolder) -> Sheet | None:
-    """Return a table of the last MOST_EVENTS events, without successful saves."""
+def events(run: RunFolder) -> DataTable | None:
+    """Return a table of the last MAX_EVENTS events, without successful saves."""
     told = story(run)
     found = [(mark.at_s, mark.kind, mark.step, mark.text) for mark in told.marks if mark.kind != "saved"]
     found += [(g.begin_s, "started", None, _started(g.workers, g.resumed_after_s)) for g in told.groups]
@@ -151,12 +155,12 @@ def events(run: RunFolder) -> Sheet | None:
         {
             "after": Cell(duration(at), at),
             "event": Cell(kind),
-            "step": _number(number(step)),
+            "step": _number_cell(number(step)),
             "what": Cell(text),
         }
-        for at, kind, step, text in sorted(found, key=lambda each: each[0])[-MOST_EVENTS:]
+        for at, kind, step, text in sorted(found, key=lambda each: each[0])[-MAX_EVENTS:]
     )
-    return _sheet(rows) if found else None
+    return _build_slice_table(rows) if found else None
 
 
 def saves(run: RunFolder) -> str:
@@ -169,14 +173,14 @@ def saves(run: RunFolder) -> str:
     return f"Saved {count(len(good), 'time')}, last at step {good[-1].step}; {wait}."
 
 
-def _sheet(rows: Iterable[dict[str, Cell]]) -> Sheet:
+def _build_slice_table(rows: Iterable[dict[str, Cell]]) -> DataTable:
     """Return a table of rows with the same columns, without columns that are empty in all rows."""
     rows = list(rows)
     filled = [name for name in (rows or [{}])[0] if any(row[name].text not in ("", "–") for row in rows)]
-    return Sheet(filled, [[row[name] for name in filled] for row in rows])
+    return DataTable(filled, [[row[name] for name in filled] for row in rows])
 
 
-def _number(value: float) -> Cell:
+def _number_cell(value: float) -> Cell:
     return Cell(figure(value), value)
 
 
@@ -185,10 +189,10 @@ def _share(value: float) -> Cell:
 
 
 def _bytes(value: float) -> Cell:
-    return Cell(bytes_text(value), value)
+    return Cell(format_bytes(value), value)
 
 
-def _a_step(line: RankLine, seconds: float) -> Cell:
+def _step_ms_cell(line: RankLine, seconds: float) -> Cell:
     value = seconds / max(1, line.steps) * 1e3
     return Cell(f"{value:.1f}", value)
 

@@ -18,7 +18,7 @@ from raytrec.common.errors import RunError
 from raytrec.common.formatting import as_dict
 from raytrec.common.processes import owner, remove_leftovers
 from raytrec.common.redaction import hide, hide_yaml
-from raytrec.metrics.results import format_result, slice_tables
+from raytrec.metrics.results import build_slice_tables, format_result
 from raytrec.report import parts
 from raytrec.report.findings import findings
 from raytrec.tracking.run_folder import GROWING, RunFolder
@@ -90,12 +90,12 @@ def write_report(run: RunFolder, drawn: list[Drawn], target: Path) -> tuple[Path
             result=[(row.title, row.text) for row in format_result(run.result).values()],
             findings=findings(run),
             files=run.files,
-            pictures=_sections(drawn),
+            pictures=_group_by_section(drawn),
             bound=run.result.get("bound.sentence"),
             bounds=parts.bounds(run),
-            slices=slice_tables(run.result),
+            slices=build_slice_tables(run.result),
             ranks=parts.ranks(run),
-            tables=parts.table_sheet(run),
+            tables=parts.build_table_sheet(run),
             checks=parts.checks(run),
             failures=[f"{check.check} at step {check.step:,}: {check.text}" for check in run.failures[:50]],
             events=parts.events(run),
@@ -108,7 +108,7 @@ def write_report(run: RunFolder, drawn: list[Drawn], target: Path) -> tuple[Path
     return page, list(files)
 
 
-class EarlyDrawing:
+class BackgroundRenderer:
     """Background thread that draws the figures of an ending run while its workers and Ray shut down.
 
     No figure shows the result, which does not exist yet at that time.
@@ -151,7 +151,7 @@ class EarlyDrawing:
         return [path.stat().st_size if path.is_file() else 0 for path in paths]
 
 
-def _sections(drawn: list[Drawn]) -> dict[str, list[dict[str, Any]]]:
+def _group_by_section(drawn: list[Drawn]) -> dict[str, list[dict[str, Any]]]:
     """Return the figures by section; entries without data have the reason."""
     from markupsafe import Markup
 
@@ -207,7 +207,7 @@ def write_page(path: Path, template: str, **values: Any) -> Path:
         loader=PackageLoader("raytrec.report"),
         autoescape=True,
         undefined=StrictUndefined,
-        finalize=_shown,
+        finalize=_sanitize_part,
         trim_blocks=True,
         lstrip_blocks=True,
     )
@@ -220,7 +220,7 @@ def write_page(path: Path, template: str, **values: Any) -> Path:
     return path
 
 
-def _shown(value: Any) -> Any:
+def _sanitize_part(value: Any) -> Any:
     from markupsafe import Markup
 
     return hide(value) if isinstance(value, str) and not isinstance(value, Markup) else value

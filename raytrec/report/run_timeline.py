@@ -9,7 +9,7 @@ from raytrec.common.formatting import is_step
 from raytrec.common.messages import Event, RunEvent, Saved, Start
 from raytrec.tracking.run_folder import RunFolder
 
-DOWN = ("failed", "hang", "stopped")  # events after which no worker is running
+DOWN_EVENTS = ("failed", "hang", "stopped")  # events after which no worker is running
 PAUSE_S = 300.0  # a longer pause between two drivers is cut out of the timeline
 
 
@@ -51,7 +51,7 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Story:
+class RunTimeline:
     """Timeline of a run.
 
     Attributes:
@@ -74,23 +74,23 @@ class Story:
         return sum(mark.kind == kind for mark in self.marks)
 
 
-def story(run: RunFolder) -> Story:
+def story(run: RunFolder) -> RunTimeline:
     """Return the timeline of a run; empty if nothing was recorded."""
-    events = [_Timed(message.unix_s, message) for message in run.events if message.unix_s is not None]
-    events, trained = _forward(events, run.progress)
+    events = [_TimedEvent(message.unix_s, message) for message in run.events if message.unix_s is not None]
+    events, trained = _make_times_monotonic(events, run.progress)
     records = sorted([event.unix_s for event in events] + [t for t, _ in trained])
     if not records:
-        return Story([], [], [])
+        return RunTimeline([], [], [])
     clock = _Clock(records[0])
-    groups = _groups(events, records, clock)
+    groups = _build_groups(events, records, clock)
     known = [event for event in events if isinstance(event.message, (Start, Saved))]
     progress = [(clock(t), step) for t, step in trained]
     progress += [(clock(event.unix_s), event.detail("step")) for event in known]
-    marks = [_mark(event, clock) for event in events if event.kind not in ("start", "started")]
-    return Story(groups, marks, sorted(progress))
+    marks = [_build_mark(event, clock) for event in events if event.kind not in ("start", "started")]
+    return RunTimeline(groups, marks, sorted(progress))
 
 
-class _Timed(NamedTuple):
+class _TimedEvent(NamedTuple):
     """Message of events.jsonl with its time in seconds since 1970."""
 
     unix_s: float
@@ -106,9 +106,9 @@ class _Timed(NamedTuple):
         return self.message.values().get(name)
 
 
-def _forward(
-    events: list[_Timed], trained: list[tuple[float, int]]
-) -> tuple[list[_Timed], list[tuple[float, int]]]:
+def _make_times_monotonic(
+    events: list[_TimedEvent], trained: list[tuple[float, int]]
+) -> tuple[list[_TimedEvent], list[tuple[float, int]]]:
     """Return events and progress with times that never decrease.
 
     The clock of a new group of workers can be behind the clock of the previous group. Later times are then
@@ -144,7 +144,7 @@ class _Clock:
         return unix_s - self._begin - sum(length for end, length in self._pauses if unix_s >= end)
 
 
-def _groups(events: list[_Timed], records: list[float], clock: _Clock) -> list[Group]:
+def _build_groups(events: list[_TimedEvent], records: list[float], clock: _Clock) -> list[Group]:
     starts = [event for event in events if event.kind == "started"]
     groups = []
     for index, start in enumerate(starts):
@@ -155,7 +155,11 @@ def _groups(events: list[_Timed], records: list[float], clock: _Clock) -> list[G
         if pause:
             clock.cut(before, begin)
         following = starts[index + 1].unix_s if index + 1 < len(starts) else float("inf")
-        down = [event.unix_s for event in events if event.kind in DOWN and begin < event.unix_s <= following]
+        down = [
+            event.unix_s
+            for event in events
+            if event.kind in DOWN_EVENTS and begin < event.unix_s <= following
+        ]
         last = max((t for t in records if begin < t < following), default=begin)
         workers = start.detail("workers")
         end = clock(min(down, default=last))
@@ -163,7 +167,7 @@ def _groups(events: list[_Timed], records: list[float], clock: _Clock) -> list[G
     return groups
 
 
-def _mark(event: _Timed, clock: _Clock) -> Mark:
+def _build_mark(event: _TimedEvent, clock: _Clock) -> Mark:
     kind, step = event.kind, event.detail("step")
     failed_save = kind == "saved" and bool(event.detail("error"))
     text = next((str(value) for key in ("error", "cause", "reason") if (value := event.detail(key))), "")

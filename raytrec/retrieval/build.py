@@ -12,27 +12,27 @@ from typing import Any
 import numpy as np
 
 from raytrec.common.documents import document
-from raytrec.common.errors import ConfigError, RaytrecError, last_line, os_errors
+from raytrec.common.errors import ConfigError, RaytrecError, convert_os_errors, last_line
 from raytrec.common.output_folder import OutputFolder
 from raytrec.common.storage import absolute, join_uri
-from raytrec.config.overrides import Overrides, as_texts
+from raytrec.config.overrides import Overrides, to_override_texts
 from raytrec.data.footers import read_footer
 from raytrec.data.fragments import Dataset
 from raytrec.data.listing import list_files
 from raytrec.data.order import Part
 from raytrec.driver.console import Pairs, Result, RunConsole
-from raytrec.driver.datasets import as_examples, open_inputs, part_of_tower
+from raytrec.driver.datasets import open_inputs, select_tower_schema, to_example_schema
 from raytrec.driver.evaluation import Checkpoint, resolve_checkpoint
-from raytrec.driver.item_ids import check_items
+from raytrec.driver.item_ids import check_item_keys
 from raytrec.prediction.columns import split_names
 from raytrec.prediction.folder import VECTOR
 from raytrec.prediction.predict import predict
-from raytrec.retrieval.index import FAISS, ITEMS, MANIFEST, Index, read_vectors, require_faiss
+from raytrec.retrieval.index import FAISS_FILE, ITEMS, MANIFEST, Index, read_vectors, require_faiss
 
 PLACES = (10, 100)  # values of k for which recall is reported
-QUERIES, TOGETHER = 1000, 10  # number of queries for recall, and of consecutive rows among them
-TRAIN_ROWS = 1 << 18  # maximum number of vectors on which faiss trains clusters and codes
-ADD_ROWS = 1 << 16  # vectors added at a time
+QUERIES, CONSECUTIVE_QUERIES = 1000, 10  # number of queries for recall, and of consecutive rows among them
+MAX_TRAIN_VECTORS = 1 << 18  # maximum number of vectors on which faiss trains clusters and codes
+VECTORS_PER_ADD = 1 << 16  # vectors added at a time
 TAKEN = ("query", "rank", "score", VECTOR)  # names reserved for columns of Index.search and for vectors
 
 
@@ -87,14 +87,14 @@ def index(
     began, out, items = perf_counter(), absolute(str(out)), absolute(str(items))
     if faiss:
         require_faiss()
-    overrides = as_texts(overrides)
+    overrides = to_override_texts(overrides)
     saved = resolve_checkpoint(place, checkpoint, overrides, allow_code)
-    saved = replace(saved, schema=as_examples(saved.schema, items))
+    saved = replace(saved, schema=to_example_schema(saved.schema, items))
     config = saved.config
     key = item or (config.eval.retrieval.item if config.eval.retrieval else "item")
-    asked = _queries(saved, queries) if faiss else None
-    part = part_of_tower(config, saved.schema, "item", "raytrec index")
-    check_items(open_inputs(config, part, items, "--items", (key,)), key)
+    asked = _open_queries(saved, queries) if faiss else None
+    part = select_tower_schema(config, saved.schema, "item", "raytrec index")
+    check_item_keys(open_inputs(config, part, items, "--items", (key,)), key)
     first = list_files(items, "--items").files[0]
     names = split_names(columns) if columns else read_footer(first).schema.to_arrow_schema().names
     kept = list(dict.fromkeys([key, *names]))
@@ -109,18 +109,18 @@ def index(
             found = Index(table, vectors, key, faiss=build_faiss(faiss, vectors))
             if asked:
                 console.phase("comparing it with exact search")
-                metrics |= _recall(found, _sampled(saved, asked), asked.uri)
+                metrics |= _measure_recall(found, _compute_query_vectors(saved, asked), asked.uri)
             data = require_faiss().serialize_index(found.faiss).tobytes()
-            _write(out, FAISS, data)
+            _write_file(out, FAISS_FILE, data)
             metrics["index.faiss_sha256"] = sha256(data).hexdigest()
     metrics |= {name: value for name, value in made.items() if name not in ("name", "seconds")}
     metrics |= {"name": f"{config.run.name}: {items}", "seconds": round(perf_counter() - began, 3)}
-    _write(out, MANIFEST, document({"format": 1, "item": key, "faiss": faiss, **metrics}))
+    _write_file(out, MANIFEST, document({"format": 1, "item": key, "faiss": faiss, **metrics}))
     next_steps = [f"index        {out}", f"ask it       raytrec.load_index({out!r}).search(vectors)"]
-    return Result({"item": key, **metrics}, out, next_steps, _pairs(metrics))
+    return Result({"item": key, **metrics}, out, next_steps, _summarize(metrics))
 
 
-def _pairs(metrics: dict[str, Any]) -> Pairs:
+def _summarize(metrics: dict[str, Any]) -> Pairs:
     pairs = [
         ("items", f"{metrics['index.items']:,}"),
         ("width of a vector", f"{metrics['index.width']:,}"),
@@ -144,9 +144,9 @@ def _check_columns(names: list[str]) -> None:
         )
 
 
-def _queries(saved: Checkpoint, asked: str | None) -> Dataset | None:
+def _open_queries(saved: Checkpoint, asked: str | None) -> Dataset | None:
     """Return the queries, or None if `asked` is None and the run's evaluation data cannot be read."""
-    config, part = saved.config, part_of_tower(saved.config, saved.schema, "query", "raytrec index")
+    config, part = saved.config, select_tower_schema(saved.config, saved.schema, "query", "raytrec index")
     if asked:
         return open_inputs(config, part, absolute(str(asked)), "--queries")
     places = config.data.test or config.data.valid
@@ -156,19 +156,19 @@ def _queries(saved: Checkpoint, asked: str | None) -> Dataset | None:
         return None
 
 
-def _sampled(saved: Checkpoint, dataset: Dataset) -> np.ndarray:
+def _compute_query_vectors(saved: Checkpoint, dataset: Dataset) -> np.ndarray:
     """Return the query vectors of some rows that are spread evenly over the dataset."""
-    from raytrec.prediction.one_process import outputs_of, read_batch
+    from raytrec.prediction.one_process import compute_outputs, read_batch
 
-    pieces = max(1, min(QUERIES, dataset.rows) // TOGETHER)
+    pieces = max(1, min(QUERIES, dataset.rows) // CONSECUTIVE_QUERIES)
     starts = np.arange(pieces) * dataset.rows // pieces
     parts, before = [], 0
     for group in dataset.groups:
         for start in starts[(starts >= before) & (starts < before + group.rows)] - before:
-            rows = min(TOGETHER, group.rows - int(start))
+            rows = min(CONSECUTIVE_QUERIES, group.rows - int(start))
             parts.append(Part(group.path, group.index, int(start), rows))
         before += group.rows
-    return outputs_of(saved, read_batch(saved, dataset, parts), "query").numpy()
+    return compute_outputs(saved, read_batch(saved, dataset, parts), "query").numpy()
 
 
 def build_faiss(spec: str, items_ND: np.ndarray, seed: int = 0) -> Any:
@@ -186,10 +186,10 @@ def build_faiss(spec: str, items_ND: np.ndarray, seed: int = 0) -> Any:
     try:
         index = faiss.index_factory(items_ND.shape[1], spec, faiss.METRIC_INNER_PRODUCT)
         if not index.is_trained:
-            rows = np.random.default_rng(seed).permutation(len(items_ND))[:TRAIN_ROWS]
+            rows = np.random.default_rng(seed).permutation(len(items_ND))[:MAX_TRAIN_VECTORS]
             index.train(np.ascontiguousarray(items_ND[np.sort(rows)]))
-        for first in range(0, len(items_ND), ADD_ROWS):
-            index.add(np.ascontiguousarray(items_ND[first : first + ADD_ROWS]))
+        for first in range(0, len(items_ND), VECTORS_PER_ADD):
+            index.add(np.ascontiguousarray(items_ND[first : first + VECTORS_PER_ADD]))
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(
             f"faiss makes no index '{spec}' of {len(items_ND):,} vectors of width {items_ND.shape[1]}: "
@@ -200,7 +200,7 @@ def build_faiss(spec: str, items_ND: np.ndarray, seed: int = 0) -> Any:
     return index
 
 
-def _recall(index: Index, queries: np.ndarray, uri: str) -> dict[str, Any]:
+def _measure_recall(index: Index, queries: np.ndarray, uri: str) -> dict[str, Any]:
     """Return the share of the k best items that faiss finds among its k items."""
     found: dict[str, Any] = {}
     for k in [k for k in PLACES if k <= len(index)] or [len(index)]:
@@ -210,8 +210,8 @@ def _recall(index: Index, queries: np.ndarray, uri: str) -> dict[str, Any]:
     return found | {"index.queries": len(queries), "index.queried": uri}
 
 
-def _write(out: str, name: str, data: bytes) -> None:
+def _write_file(out: str, name: str, data: bytes) -> None:
     """Write a file of the index. Raise RunError if the file cannot be written."""
     do = "make room, and give the same command again: the vectors stay"
-    with os_errors("the index cannot be written", where=join_uri(out, name), do=do):
+    with convert_os_errors("the index cannot be written", where=join_uri(out, name), do=do):
         OutputFolder(out).write(name, data)

@@ -24,15 +24,15 @@ from raytrec.common.errors import ConfigError, DataError, RunError, first_line, 
 from raytrec.common.storage import absolute, join_uri, open_filesystem
 from raytrec.data.listing import list_files
 from raytrec.prediction.folder import VECTOR
-from raytrec.prediction.writer import read_checked
+from raytrec.prediction.writer import read_verified
 
-MANIFEST, FAISS, ITEMS = "index.json", "index.faiss", "items"
+MANIFEST, FAISS_FILE, ITEMS = "index.json", "index.faiss", "items"
 QUERIES, CELLS = 256, 1 << 22  # queries, and queries × items, in a block of exact search
-LOWER_32 = np.uint64(0xFFFFFFFF)
+LOWER_32_BITS = np.uint64(0xFFFFFFFF)
 
 
 @with_config({"extra": "allow"})
-class About(TypedDict):
+class IndexManifest(TypedDict):
     """Content of index.json; also the metrics of `raytrec index`.
 
     Attributes:
@@ -92,7 +92,7 @@ class Index:
         Raises:
             ConfigError: k is not positive, vectors have another width, or keys have another type.
         """
-        queries = self._checked(vectors, k)
+        queries = self._check_queries(vectors, k)
         asked = [None] * len(queries) if leave_out is None else leave_out
         if len(asked) != len(queries):
             raise ConfigError(
@@ -100,7 +100,7 @@ class Index:
                 where="search",
                 expected="one for each",
             )
-        wanted = [self._rows_of(() if keys is None else keys) for keys in asked]
+        wanted = [self._find_rows(() if keys is None else keys) for keys in asked]
         most = min(len(self), k + max((len(rows) for rows in wanted), default=0))
         found_QK, scores_QK = self.nearest(queries, most, exact=exact)
         kept_QK = found_QK >= 0
@@ -126,7 +126,7 @@ class Index:
         order = np.lexsort((rows, -scores), axis=1)
         return np.take_along_axis(rows, order, 1), np.take_along_axis(scores, order, 1)
 
-    def _checked(self, vectors: np.ndarray, k: int) -> np.ndarray:
+    def _check_queries(self, vectors: np.ndarray, k: int) -> np.ndarray:
         if isinstance(k, bool) or not isinstance(k, int | np.integer) or k < 1:
             raise ConfigError(f"k is {k}", where="search", expected="a whole number of at least 1")
         queries = np.asarray(vectors, np.float32)
@@ -140,12 +140,12 @@ class Index:
             )
         return queries
 
-    def _rows_of(self, keys: Sequence[Any]) -> np.ndarray:
+    def _find_rows(self, keys: Sequence[Any]) -> np.ndarray:
         """Return the rows of the existing keys among `keys`."""
         try:
             if isinstance(keys, str):
                 raise TypeError
-            places = self._places.get_indexer(pd.Index(list(keys), dtype=self._places.dtype))
+            places = self._row_by_key.get_indexer(pd.Index(list(keys), dtype=self._row_by_key.dtype))
         except (TypeError, ValueError, OverflowError):
             raise ConfigError(
                 f"leave_out has {some(keys)} for a query",
@@ -155,7 +155,7 @@ class Index:
         return np.unique(places[places >= 0])
 
     @cached_property
-    def _places(self) -> pd.Index:
+    def _row_by_key(self) -> pd.Index:
         return pd.Index(self.items[self.key].to_pandas())
 
     def __repr__(self) -> str:
@@ -181,9 +181,9 @@ def load_index(folder: str) -> Index:
         ['query', 'rank', 'item_id', 'score']
     """
     uri = absolute(str(folder))
-    about = dict(read_document(uri, MANIFEST, About, "index", "raytrec index"))
+    about = dict(read_document(uri, MANIFEST, IndexManifest, "index", "raytrec index"))
     try:
-        return _read(uri, about)
+        return _read_index(uri, about)
     except ConfigError:  # faiss is not installed
         raise
     except (DataError, OSError, ValueError, LookupError, RuntimeError, pa.ArrowException) as error:
@@ -191,12 +191,12 @@ def load_index(folder: str) -> Index:
         raise RunError(
             f"the index is damaged: {why}",
             where=uri,
-            expected=f"{ITEMS}/, {MANIFEST} and, with faiss, {FAISS}, as `raytrec index` has written them",
+            expected=f"{ITEMS}/, {MANIFEST} and, with faiss, {FAISS_FILE}, as `raytrec index` has written them",
             do="remove the folder, and give the command again",
         ) from None
 
 
-def _read(uri: str, about: dict[str, Any]) -> Index:
+def _read_index(uri: str, about: dict[str, Any]) -> Index:
     """Return the index whose files match its manifest; raise various errors if they do not."""
     items, vectors = read_vectors(join_uri(uri, ITEMS))
     if len(vectors) != about.get("index.items", len(vectors)):
@@ -205,15 +205,15 @@ def _read(uri: str, about: dict[str, Any]) -> Index:
         raise LookupError(f"{ITEMS} has no column '{about['item']}'")
     if not about.get("faiss"):
         return Index(items, vectors, about["item"], about)
-    filesystem, path = open_filesystem(join_uri(uri, FAISS))
+    filesystem, path = open_filesystem(join_uri(uri, FAISS_FILE))
     with filesystem.open_input_stream(path) as stream:
         data = stream.read()
     if about.get("index.faiss_sha256", found := sha256(data).hexdigest()) != found:
-        raise ValueError(f"{FAISS} is not the file that was written with {MANIFEST}")
+        raise ValueError(f"{FAISS_FILE} is not the file that was written with {MANIFEST}")
     faiss = require_faiss().deserialize_index(np.frombuffer(data, np.uint8))
     if (faiss.ntotal, faiss.d) != vectors.shape:
         raise ValueError(
-            f"{FAISS} is of {faiss.ntotal:,} vectors of width {faiss.d}, {ITEMS} of {vectors.shape}"
+            f"{FAISS_FILE} is of {faiss.ntotal:,} vectors of width {faiss.d}, {ITEMS} of {vectors.shape}"
         )
     return Index(items, vectors, about["item"], about, faiss)
 
@@ -223,7 +223,7 @@ def read_vectors(uri: str) -> tuple[pa.Table, np.ndarray]:
 
     Rows that could not be read have no vector and are skipped.
     """
-    table = pa.concat_tables([read_checked(file) for file in list_files(uri, "vectors").files])
+    table = pa.concat_tables([read_verified(file) for file in list_files(uri, "vectors").files])
     table = table.filter(table[VECTOR].is_valid())
     column = table[VECTOR].cast(pa.list_(pa.float32())).combine_chunks()
     flat = column.flatten().to_numpy(zero_copy_only=False)
@@ -251,10 +251,10 @@ def search_exactly(items_ND: np.ndarray, queries_QD: np.ndarray, k: int) -> tupl
         step = max(1, CELLS // len(queries))
         for first in range(0, len(items_ND), step):
             block = items_ND[first : first + step].astype(np.float64)
-            best = np.concatenate([best, _ranked(queries @ block.T, first)], axis=1)
+            best = np.concatenate([best, _pack_ranks(queries @ block.T, first)], axis=1)
             if best.shape[1] > k:
                 best = np.partition(best, best.shape[1] - k, axis=1)[:, -k:]
-        found = (LOWER_32 - (np.sort(best, axis=1)[:, ::-1] & LOWER_32)).astype(np.int64)
+        found = (LOWER_32_BITS - (np.sort(best, axis=1)[:, ::-1] & LOWER_32_BITS)).astype(np.int64)
         rows.append(found)
         scores.append(scores_of(items_ND, queries_QD[start : start + QUERIES], found))
     return np.concatenate(rows), np.concatenate(scores)
@@ -266,7 +266,7 @@ def scores_of(items_ND: np.ndarray, queries_QD: np.ndarray, rows_QK: np.ndarray)
     return np.einsum("qkd,qd->qk", items, queries_QD.astype(np.float64)).astype(np.float32)
 
 
-def _ranked(scores_QN: np.ndarray, first: int) -> np.ndarray:
+def _pack_ranks(scores_QN: np.ndarray, first: int) -> np.ndarray:
     """Return numbers uint64 [Q, N] that combine score and row, and are larger for items that come first.
 
     The upper bits are the float32 score, mapped to an integer of the same order; the lower ones the inverted
@@ -277,7 +277,7 @@ def _ranked(scores_QN: np.ndarray, first: int) -> np.ndarray:
     ordered = np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31))
     ordered[np.isnan(scores)] = 0
     rows = np.arange(first, first + scores.shape[1], dtype=np.uint64)
-    return (ordered.astype(np.uint64) << np.uint64(32)) | (LOWER_32 - rows)
+    return (ordered.astype(np.uint64) << np.uint64(32)) | (LOWER_32_BITS - rows)
 
 
 def require_faiss() -> ModuleType:

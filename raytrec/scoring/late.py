@@ -18,13 +18,18 @@ from torch import fx
 from raytrec.scoring.manifest import Input
 
 aten = torch.ops.aten
-BROADCASTING = {aten.einsum.default, aten.matmul.default}
-CLOSE, TRIED_ROWS = 1e-5, 5  # tolerance and rows of the comparison with the whole program, on random inputs
+BROADCASTING_OPERATORS = {aten.einsum.default, aten.matmul.default}
+CLOSE, NUM_COMPARED_ROWS = (
+    1e-5,
+    5,
+)  # tolerance and rows of the comparison with the whole program, on random inputs
 Program = Callable[..., tuple[torch.Tensor, ...]]
-Origin = Literal["user", "rows", "none"]
+ValueOrigin = Literal["user", "rows", "none"]
 
 
-def compute_once(program: fx.GraphModule, inputs: Sequence[Input], once: Collection[int]) -> Program | None:
+def rewrite_for_single_rows(
+    program: fx.GraphModule, inputs: Sequence[Input], once: Collection[int]
+) -> Program | None:
     """Return a program that takes a single row of some inputs, or None if the program cannot be rewritten.
 
     Args:
@@ -34,20 +39,20 @@ def compute_once(program: fx.GraphModule, inputs: Sequence[Input], once: Collect
     """
     torch_state = torch.random.get_rng_state()
     try:
-        rewritten = _Rewriting(program, once).result()
-        given = [example(each, 1 if i in once else TRIED_ROWS) for i, each in enumerate(inputs)]
-        whole = [t.expand(TRIED_ROWS, *t.shape[1:]).contiguous() for t in given]
+        rewritten = _ProgramRewriter(program, once).result()
+        given = [example(each, 1 if i in once else NUM_COMPARED_ROWS) for i, each in enumerate(inputs)]
+        whole = [t.expand(NUM_COMPARED_ROWS, *t.shape[1:]).contiguous() for t in given]
         with torch.inference_mode():
             pairs = zip(rewritten(*given), program.forward(*whole), strict=True)
-            same = all(got.shape == wanted.shape and _close(got, wanted) for got, wanted in pairs)
-    except (_Cannot, RuntimeError, TypeError, ValueError, LookupError, AttributeError):
+            same = all(got.shape == wanted.shape and _is_close(got, wanted) for got, wanted in pairs)
+    except (_UnsupportedProgram, RuntimeError, TypeError, ValueError, LookupError, AttributeError):
         return None
     finally:
         torch.random.set_rng_state(torch_state)
     return rewritten if same else None
 
 
-def _close(got: torch.Tensor, wanted: torch.Tensor) -> bool:
+def _is_close(got: torch.Tensor, wanted: torch.Tensor) -> bool:
     return bool(torch.allclose(got, wanted, rtol=CLOSE, atol=CLOSE, equal_nan=True))
 
 
@@ -61,12 +66,12 @@ def example(of: Input, rows: int) -> torch.Tensor:
     return torch.randn(rows, of.length, of.width, dtype=dtype)
 
 
-class _Cannot(Exception):
+class _UnsupportedProgram(Exception):
     """Error for parts of a program that the rewriting does not support."""
 
 
 @dataclass
-class _Value:
+class _TensorValue:
     """Tensor of the program.
 
     Attributes:
@@ -75,13 +80,13 @@ class _Value:
         new: Node of the rewritten program.
     """
 
-    of: Origin
+    of: ValueOrigin
     old: fx.Node
     new: fx.Node
 
 
 @dataclass
-class _Size:
+class _SymbolicSize:
     """Size that depends on the number of rows.
 
     Attributes:
@@ -93,16 +98,16 @@ class _Size:
     rows: fx.Node | None
 
 
-class _Rewriting:
+class _ProgramRewriter:
     """Rewriting of one program, node by node."""
 
     def __init__(self, program: fx.GraphModule, once: Collection[int]):
         self._program, self._graph = program, fx.Graph()
-        self._values: dict[fx.Node, _Value | _Size] = {}
+        self._values: dict[fx.Node, _TensorValue | _SymbolicSize] = {}
         placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
         for place, node in enumerate(placeholders):
-            of: Origin = "user" if place in once else "rows"
-            self._values[node] = _Value(of, node, self._graph.placeholder(f"input_{place}"))
+            of: ValueOrigin = "user" if place in once else "rows"
+            self._values[node] = _TensorValue(of, node, self._graph.placeholder(f"input_{place}"))
         first = next(node for place, node in enumerate(placeholders) if place not in once)
         self._symbol = first.meta["val"].shape[0].node.expr
         self._rows = self._graph.call_function(aten.sym_size.int, (self._of_rows(self._values[first]), 0))
@@ -111,60 +116,66 @@ class _Rewriting:
         """Return the rewritten program."""
         for node in self._program.graph.nodes:
             if node.op == "get_attr":
-                self._values[node] = _Value("none", node, self._graph.get_attr(node.target))
+                self._values[node] = _TensorValue("none", node, self._graph.get_attr(node.target))
             elif node.op == "call_function":
                 self._values[node] = self._rewritten(node)
             elif node.op == "output":
                 self._graph.output(fx.map_arg(node.args[0], lambda a: self._of_rows(self._values[a])))
             elif node.op != "placeholder":
-                raise _Cannot(node.op)
+                raise _UnsupportedProgram(node.op)
         self._graph.eliminate_dead_code()
         attributes = {node.target for node in self._program.graph.nodes if node.op == "get_attr"}
         root = {name: operator.attrgetter(name)(self._program) for name in attributes}
         return fx.GraphModule(root, self._graph).forward
 
-    def _rewritten(self, node: fx.Node) -> _Value | _Size:
+    def _rewritten(self, node: fx.Node) -> _TensorValue | _SymbolicSize:
         given = [self._values[each] for each in node.all_input_nodes]
         if isinstance(node.meta.get("val"), torch.SymInt):
             return self._size(node, given)
-        kinds = {value.of for value in given if isinstance(value, _Value)}
+        kinds = {value.of for value in given if isinstance(value, _TensorValue)}
         if "rows" not in kinds:
-            of: Origin = "user" if "user" in kinds or any(isinstance(v, _Size) for v in given) else "none"
-            return _Value(of, node, self._copied(node, lambda v: v.user if isinstance(v, _Size) else v.new))
-        broadcasts = node.target in BROADCASTING or torch.Tag.pointwise in getattr(node.target, "tags", ())
+            of: ValueOrigin = (
+                "user" if "user" in kinds or any(isinstance(v, _SymbolicSize) for v in given) else "none"
+            )
+            return _TensorValue(
+                of, node, self._copied(node, lambda v: v.user if isinstance(v, _SymbolicSize) else v.new)
+            )
+        broadcasts = node.target in BROADCASTING_OPERATORS or torch.Tag.pointwise in getattr(
+            node.target, "tags", ()
+        )
         if node.target is aten.bmm.default and "user" in kinds:
-            return _Value("rows", node, self._copied(node, self._as_it_is, aten.matmul.default))
-        return _Value("rows", node, self._copied(node, self._as_it_is if broadcasts else self._of_rows))
+            return _TensorValue("rows", node, self._copied(node, self._as_it_is, aten.matmul.default))
+        return _TensorValue("rows", node, self._copied(node, self._as_it_is if broadcasts else self._of_rows))
 
-    def _size(self, node: fx.Node, given: list[_Value | _Size]) -> _Size:
+    def _size(self, node: fx.Node, given: list[_TensorValue | _SymbolicSize]) -> _SymbolicSize:
         expression = node.meta["val"].node.expr
         user = int(expression.subs({self._symbol: 1}))
         if expression == self._symbol:
-            return _Size(user, self._rows)
-        if any(isinstance(v, _Value) and v.of == "user" for v in given):
-            return _Size(user, None)
-        return _Size(user, self._copied(node, self._as_it_is))
+            return _SymbolicSize(user, self._rows)
+        if any(isinstance(v, _TensorValue) and v.of == "user" for v in given):
+            return _SymbolicSize(user, None)
+        return _SymbolicSize(user, self._copied(node, self._as_it_is))
 
     def _copied(self, node: fx.Node, argument: Callable[[Any], Any], target: Any = None) -> fx.Node:
         args, kwargs = (fx.map_arg(a, lambda n: argument(self._values[n])) for a in (node.args, node.kwargs))
         return self._graph.create_node("call_function", target or node.target, args, kwargs)
 
-    def _as_it_is(self, value: _Value | _Size) -> fx.Node:
+    def _as_it_is(self, value: _TensorValue | _SymbolicSize) -> fx.Node:
         """Return the node of a tensor, with a single row for the user's, or of a size for B rows."""
-        if isinstance(value, _Value):
+        if isinstance(value, _TensorValue):
             return value.new
         if value.rows is None:
-            raise _Cannot("a size of the user's tensor")
+            raise _UnsupportedProgram("a size of the user's tensor")
         return value.rows
 
-    def _of_rows(self, value: _Value | _Size) -> fx.Node:
+    def _of_rows(self, value: _TensorValue | _SymbolicSize) -> fx.Node:
         """Return the node of a tensor with B rows, which repeats the user's row, or of a size for B rows."""
-        if isinstance(value, _Size) or value.of != "user":
+        if isinstance(value, _SymbolicSize) or value.of != "user":
             return self._as_it_is(value)
         shape = value.old.meta["val"].shape
         if not shape or not isinstance(shape[0], torch.SymInt):
             return value.new
         if shape[0].node.expr != self._symbol:
-            raise _Cannot("rows of another number")
+            raise _UnsupportedProgram("rows of another number")
         sizes = [self._rows, *[-1] * (len(shape) - 1)]
         return self._graph.call_function(aten.expand.default, (value.new, sizes))

@@ -17,19 +17,19 @@ import torch
 from pyarrow import fs
 
 from raytrec.common.errors import ConfigError, RunError, first_line
-from raytrec.common.formatting import bytes_text
-from raytrec.common.memory import expect_scattered
+from raytrec.common.formatting import format_bytes
+from raytrec.common.memory import advise_random_access
 from raytrec.common.processes import owner, remove_leftovers
 from raytrec.common.storage import absolute, open_filesystem
 from raytrec.config.transforms import Python
-from raytrec.embeddings.hashing import keys_of
+from raytrec.embeddings.hashing import ids_to_keys
 from raytrec.scoring.lookups import PRECISIONS, BlockTable, IdRows, Lookups
-from raytrec.scoring.manifest import EXPORT, GOLDEN, Manifest, TableEntry, read_manifest
+from raytrec.scoring.manifest import GOLDEN, MANIFEST_FILE, Manifest, TableEntry, read_manifest
 from raytrec.scoring.program_archive import load_program
 from raytrec.scoring.rows import wide
 from raytrec.scoring.scorer import Scorer
 
-COPY = "raytrec-export-"  # prefix of temporary folders
+COPY_PREFIX = "raytrec-export-"  # prefix of temporary folders
 
 
 def load(uri: str | Path, *, check_tables: bool = False, allow_code: bool = False) -> Scorer:
@@ -57,7 +57,7 @@ def load(uri: str | Path, *, check_tables: bool = False, allow_code: bool = Fals
     manifest = read_manifest(place)
     refuse_code(manifest, place, allow_code)
     with ExitStack() as copies:
-        folder, copied = _on_disk(place, manifest, copies)
+        folder, copied = _copy_to_disk(place, manifest, copies)
         check_files(folder, manifest, check_tables, place)
         try:
             scorer = open_export(folder, manifest)
@@ -66,12 +66,12 @@ def load(uri: str | Path, *, check_tables: bool = False, allow_code: bool = Fals
             raise
         except Exception as error:  # a manifest that does not fit its files can fail anywhere
             raise RunError(
-                f"the files of the export do not fit its {EXPORT}: {first_line(error)}",
+                f"the files of the export do not fit its {MANIFEST_FILE}: {first_line(error)}",
                 where=place,
                 expected="an export as `raytrec export` writes it",
                 do="export the run again",
             ) from error
-        for name in _names_of_tables(manifest) if copied else ():
+        for name in _list_table_names(manifest) if copied else ():
             (folder / name).unlink()  # frees the space when the process ends, even if it is killed
         weakref.finalize(scorer, copies.pop_all().close)
     return scorer
@@ -93,11 +93,11 @@ def refuse_code(manifest: Manifest, where: str, allow_code: bool) -> None:
         )
 
 
-def _names_of_tables(manifest: Manifest) -> set[str]:
+def _list_table_names(manifest: Manifest) -> set[str]:
     return {name for table in manifest.tables.values() for name in table.files}
 
 
-def _on_disk(place: str, manifest: Manifest, copies: ExitStack) -> tuple[Path, bool]:
+def _copy_to_disk(place: str, manifest: Manifest, copies: ExitStack) -> tuple[Path, bool]:
     """Return (a local folder with the export's files, True if they are copies).
 
     Args:
@@ -111,13 +111,13 @@ def _on_disk(place: str, manifest: Manifest, copies: ExitStack) -> tuple[Path, b
     filesystem, path = open_filesystem(place)
     if filesystem.type_name == "local":
         return Path(path), False
-    remove_leftovers(tempfile.gettempdir(), f"{COPY}{{owner}}-*")
-    folder = Path(tempfile.mkdtemp(prefix=f"{COPY}{owner()}-"))
+    remove_leftovers(tempfile.gettempdir(), f"{COPY_PREFIX}{{owner}}-*")
+    folder = Path(tempfile.mkdtemp(prefix=f"{COPY_PREFIX}{owner()}-"))
     copies.callback(shutil.rmtree, folder, ignore_errors=True)
     wanted, free = sum(entry.bytes for entry in manifest.files.values()), shutil.disk_usage(folder).free
     if wanted > free:
         raise RunError(
-            f"a copy of the export takes {bytes_text(wanted)}, and {bytes_text(free)} are free",
+            f"a copy of the export takes {format_bytes(wanted)}, and {format_bytes(free)} are free",
             where=str(folder.parent),
             expected="room for all of its files, as tables are mapped from disk",
             do="make room, or set TMPDIR to a folder on a larger disk",
@@ -148,11 +148,11 @@ def check_files(folder: Path, manifest: Manifest, tables: bool, where: str) -> N
     Raises:
         RunError: A file is missing or differs.
     """
-    big: Collection[str] = () if tables else _names_of_tables(manifest)
+    big: Collection[str] = () if tables else _list_table_names(manifest)
     for name, entry in manifest.files.items():
         try:
             size = (folder / name).stat().st_size
-            same = size == entry.bytes and (name in big or sha256_of(folder / name) == entry.sha256)
+            same = size == entry.bytes and (name in big or compute_sha256(folder / name) == entry.sha256)
             found = f"{name} is not the file that was exported"
         except OSError as error:
             same, found = False, f"{name} cannot be read: {error.strerror or error}"
@@ -160,12 +160,12 @@ def check_files(folder: Path, manifest: Manifest, tables: bool, where: str) -> N
             raise RunError(
                 f"the export is damaged: {found}",
                 where=where,
-                expected=f"{entry.bytes:,} bytes with the checksum of {EXPORT}",
+                expected=f"{entry.bytes:,} bytes with the checksum of {MANIFEST_FILE}",
                 do="copy the folder again, or export the run again",
             )
 
 
-def sha256_of(file: Path) -> str:
+def compute_sha256(file: Path) -> str:
     """Return the checksum of a file's content."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
@@ -173,7 +173,7 @@ def sha256_of(file: Path) -> str:
 
 def open_export(folder: Path, manifest: Manifest) -> Scorer:
     """Return the scorer of an export whose files have been compared with the manifest."""
-    vocabularies = [_located(each, folder) for each in manifest.transforms]
+    vocabularies = [_resolve_vocabulary(each, folder) for each in manifest.transforms]
     manifest = manifest.model_copy(update={"transforms": vocabularies})
     programs = {
         name: load_program(folder / each.file, len(each.inputs)) for name, each in manifest.programs.items()
@@ -183,7 +183,7 @@ def open_export(folder: Path, manifest: Manifest) -> Scorer:
         name: open_table(folder, each, shapes[name].rows, shapes[name].dim)
         for name, each in manifest.tables.items()
     }
-    ids = {name: _ids(folder / file, manifest, name) for name, file in manifest.ids.items()}
+    ids = {name: _read_ids(folder / file, manifest, name) for name, file in manifest.ids.items()}
     with pa.memory_map(str(folder / GOLDEN)) as file:
         golden = pa.ipc.open_file(file).read_all()
     golden.validate(full=True)  # wrong offsets would read other memory
@@ -192,7 +192,7 @@ def open_export(folder: Path, manifest: Manifest) -> Scorer:
     return Scorer(manifest, programs, Lookups(manifest.features, tables, ids), columns, golden)
 
 
-def _located(transform: Any, folder: Path) -> Any:
+def _resolve_vocabulary(transform: Any, folder: Path) -> Any:
     """Return a transform whose vocabulary, a file of the export, has an absolute path."""
     name = getattr(transform, "vocabulary", None)
     return transform.model_copy(update={"vocabulary": str(folder / name)}) if name else transform
@@ -220,14 +220,14 @@ def open_table(folder: Path, entry: TableEntry, rows: int, dim: int) -> BlockTab
                 where=str(folder),
                 expected=f"{precision.dtype} {list(shape)}",
             )
-        expect_scattered(block.data_ptr(), block.nbytes)
+        advise_random_access(block.data_ptr(), block.nbytes)
         blocks.append(block)
     return BlockTable(blocks, entry.block_rows, precision)
 
 
-def _ids(file: Path, manifest: Manifest, table: str) -> IdRows:
+def _read_ids(file: Path, manifest: Manifest, table: str) -> IdRows:
     known, found = manifest.data_schema.tables[table], pq.ParquetFile(file)
     if found.metadata.num_rows > known.rows:
         raise RunError(f"there are more ids than the {known.rows:,} rows of {table}", where=str(file))
     ids, rows = (torch.from_numpy(values.to_numpy().copy()) for values in found.read(["id", "row"]))
-    return IdRows(known, keys_of(ids), rows)
+    return IdRows(known, ids_to_keys(ids), rows)

@@ -22,11 +22,11 @@ import torch
 from raytrec.common.errors import ConfigError
 from raytrec.config.features import Features
 from raytrec.config.schema import Table
-from raytrec.data.assemble import Assembled
-from raytrec.embeddings.hashing import fallback_of, keys_of
+from raytrec.data.assemble import AssembledTensors
+from raytrec.embeddings.hashing import assign_fallback_rows, ids_to_keys
 from raytrec.scoring.manifest import InputKind, PrecisionName
 
-MAX_HALF = 65_504  # the largest float16; int4 stores scale and offset in float16
+MAX_FLOAT16 = 65_504  # the largest float16; int4 stores scale and offset in float16
 Tensors = dict[tuple[InputKind, str], torch.Tensor]  # by kind and feature; see manifest.Input
 
 
@@ -58,10 +58,10 @@ class TablePrecision:
             ConfigError: A value is too large for the precision.
         """
         halves = torch.float16 in (self.dtype, self.side)
-        if halves and not bool((rows_ND.abs() <= MAX_HALF).all()):
+        if halves and not bool((rows_ND.abs() <= MAX_FLOAT16).all()):
             name = next(name for name, each in PRECISIONS.items() if each == self)
             raise ConfigError(
-                f"a table has values beyond ±{MAX_HALF:,}, or NaN",
+                f"a table has values beyond ±{MAX_FLOAT16:,}, or NaN",
                 where=f"--quantize {name}",
                 expected="values that float16 holds",
                 do="use int8 or fp32",
@@ -152,8 +152,8 @@ class IdRows:
 
     def __call__(self, ids_N: torch.Tensor) -> torch.Tensor:
         """Return each id's own row or a shared one: int64 [N] → int64 [N]."""
-        keys_N = keys_of(ids_N)
-        shared_N = fallback_of(keys_N, self._table.own_rows, self._table.ids.fallback_rows)
+        keys_N = ids_to_keys(ids_N)
+        shared_N = assign_fallback_rows(keys_N, self._table.own_rows, self._table.ids.fallback_rows)
         if not len(self._keys):
             return shared_N
         places_N = torch.searchsorted(self._keys, keys_N).clamp(max=len(self._keys) - 1)
@@ -163,7 +163,7 @@ class IdRows:
 class Lookups:
     """Lookup and pooling of ids in the tables of an export.
 
-    The results equal the output of embeddings.pooling.PooledEmbeddings and models.inputs.Sequences in
+    The results equal the output of embeddings.pooling.PooledEmbeddings and models.inputs.SequenceLookup in
     training.
 
     Args:
@@ -175,7 +175,7 @@ class Lookups:
     def __init__(self, features: Features, tables: Mapping[str, TableRows], ids: Mapping[str, IdRows]):
         self._features, self._tables, self._ids = features, tables, ids
 
-    def __call__(self, rows: Assembled, wanted: Collection[str]) -> Tensors:
+    def __call__(self, rows: AssembledTensors, wanted: Collection[str]) -> Tensors:
         """Return the inputs of the wanted features, B rows of each, and the dense columns."""
         found: Tensors = {("dense", ""): rows.dense}
         bags = rows.bags
@@ -211,11 +211,11 @@ class Lookups:
     ) -> Tensors:
         present_BL = torch.arange(self._features.sequences[feature]) < lengths_B.unsqueeze(1)
         found: Tensors = {
-            ("vectors", feature): _padded(vectors_ND, present_BL),
+            ("vectors", feature): _pad_sequences(vectors_ND, present_BL),
             ("present", feature): present_BL,
         }
         if side is not None:
-            found["side_features", feature] = _padded(side, present_BL)
+            found["side_features", feature] = _pad_sequences(side, present_BL)
         return found
 
 
@@ -241,7 +241,7 @@ def pooled(
     return sums_BD / totals_B.unsqueeze(1)
 
 
-def _padded(values_Nx: torch.Tensor, present_BL: torch.Tensor) -> torch.Tensor:
+def _pad_sequences(values_Nx: torch.Tensor, present_BL: torch.Tensor) -> torch.Tensor:
     """Return values of present ids, row after row, as a padded tensor: [N, …] → [B, L, …]; 0 elsewhere."""
     padded = values_Nx.new_zeros(*present_BL.shape, values_Nx.shape[1])
     padded[present_BL] = values_Nx

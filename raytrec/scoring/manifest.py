@@ -27,7 +27,7 @@ from raytrec.config.tasks import TowerName
 from raytrec.config.transforms import Transform
 
 EXPORT_FORMAT: Literal[1] = 1
-EXPORT, GOLDEN, ONNX = "manifest.json", "golden.arrow", "model.onnx"
+MANIFEST_FILE, GOLDEN, ONNX_FILE = "manifest.json", "golden.arrow", "model.onnx"
 PrecisionName = Literal["fp32", "fp16", "int8", "int4"]
 INTERRUPTED = "export a run: `raytrec export RUN --out URI`; interrupted, give it again"
 ProgramName = Literal["predict", "query", "item"]
@@ -51,7 +51,7 @@ class Input(Section):
     width: int = 0
 
 
-def inputs_of(features: Features) -> list[Input]:
+def list_inputs(features: Features) -> list[Input]:
     """Return all inputs of a model, in the order of the schema."""
     schema = features.schema
     found = [Input(kind="dense", width=len(schema.dense))]
@@ -189,4 +189,4 @@ def read_manifest(uri: str) -> Manifest:
     Raises:
         RunError: There is no export, or its manifest cannot be read.
     """
-    return read_document(uri, EXPORT, Manifest, "export", "raytrec export", do=INTERRUPTED)
+    return read_document(uri, MANIFEST_FILE, Manifest, "export", "raytrec export", do=INTERRUPTED)

@@ -20,10 +20,10 @@ from torch.export.pt2_archive import PT2ArchiveWriter
 
 from raytrec.common.errors import RunError, first_line
 from raytrec.common.formatting import as_dict
-from raytrec.common.reading import NotReadable, json_values
+from raytrec.common.reading import UnreadableError, parse_json
 from raytrec.compat.torch_ import is_dispatched, load_archive
 
-MODEL, SAMPLE_INPUTS = "models/model.json", "data/sample_inputs/model.pt"
+MODEL, SAMPLE_INPUTS_ENTRY = "models/model.json", "data/sample_inputs/model.pt"
 # Configuration of tensors → pattern of the entries in its folder.
 TENSORS = {
     "data/weights/model_weights_config.json": re.compile(r"weight_\d+"),
@@ -39,16 +39,16 @@ ARGUMENT_KINDS = {
     *("as_sym_int", "as_sym_ints", "as_sym_bool", "as_sym_bools", "as_sym_float", "as_sym_floats"),
     *("as_name", "as_expr", "as_device", "as_layout", "as_memory_format", "as_scalar_type", "as_graph"),
 }
-IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|")  # torch writes names into source code
-QUALIFIED_NAME = re.compile(r"[\w. -]*")  # torch writes these into string literals
-PATTERNS = {
-    **dict.fromkeys(("parameter_name", "buffer_name", "tensor_constant_name", "fqn"), QUALIFIED_NAME),
+IDENTIFIER_PATTERN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|")  # torch writes names into source code
+QUALIFIED_NAME_PATTERN = re.compile(r"[\w. -]*")  # torch writes these into string literals
+FIELD_PATTERNS = {
+    **dict.fromkeys(("parameter_name", "buffer_name", "tensor_constant_name", "fqn"), QUALIFIED_NAME_PATTERN),
     **dict.fromkeys(("as_float", "as_floats"), re.compile("-?Infinity|NaN")),
     "as_string": re.compile(r"[\w., >-]*"),  # options of operators, such as an equation of einsum
     "torch_version": re.compile(r"[\w.+]*"),
     "type": re.compile("cpu"),  # of a device
 }
-OPERATOR = re.compile(r"torch\.ops\.aten\.(\w+?)_?\.(?!\w*out)\w+")
+OPERATOR_PATTERN = re.compile(r"torch\.ops\.aten\.(\w+?)_?\.(?!\w*out)\w+")
 # Operators of aten that check every index and size on CPU. Others, such as segment_reduce, may access memory
 # outside of their tensors. None of these returns uninitialized memory.
 OPERATORS = """
@@ -74,18 +74,18 @@ OTHERS = {
     *("torch.sym_float", "torch.sym_int", "torch.sym_max", "torch.sym_min", "torch.sym_not", "math.trunc"),
     *(f"_operator.{name}" for name in SIZES.split()),
 }
-FUNCTIONS = {
+EXPRESSION_FUNCTIONS = {
     *("Symbol", "Integer", "Float", "Rational", "Add", "Mul", "Mod", "PythonMod", "FloorDiv", "CeilToInt"),
     *("IntTrueDiv", "ToFloat", "TruncToInt", "Max", "Min", "And", "Or", "Not", "Equality", "Unequality"),
     *("GreaterThan", "StrictGreaterThan", "LessThan", "StrictLessThan"),
 }
-ATOMS = ("Symbol", "Integer", "Float", "Rational")
+EXPRESSION_ATOMS = ("Symbol", "Integer", "Float", "Rational")
 # Kinds of arguments, with torch's text about each: a tensor, a tuple, and an empty mapping.
 SHAPES = {(None, None), ("builtins.tuple", "null"), ("builtins.dict", "[]")}
-MAX_EXPRESSION, MAX_CALLS = 2000, 40  # characters, calls
+MAX_EXPRESSION_CHARACTERS, MAX_EXPRESSION_CALLS = 2000, 40  # characters, calls
 
 
-class NotAllowed(ValueError):
+class DisallowedContent(ValueError):
     """Part of an archive that `raytrec export` does not write."""
 
 
@@ -101,9 +101,9 @@ def load_program(file: Path, inputs: int) -> torch.fx.GraphModule:
             `raytrec export` does not write.
     """
     try:
-        program = load_archive(io.BytesIO(checked_archive(file.read_bytes())))
+        program = load_archive(io.BytesIO(sanitize_archive(file.read_bytes())))
         module = program.module(check_guards=False)  # guards take ten times as long as a small model
-    except NotAllowed as error:
+    except DisallowedContent as error:
         raise RunError(
             f"the program contains {error}",
             where=str(file),
@@ -119,33 +119,33 @@ def load_program(file: Path, inputs: int) -> torch.fx.GraphModule:
     return module
 
 
-def checked_archive(content: bytes) -> bytes:
+def sanitize_archive(content: bytes) -> bytes:
     """Return an archive with the checked parts of an archive of torch.export, without metadata.
 
     Raises:
-        NotAllowed: The archive contains something that `raytrec export` does not write.
+        DisallowedContent: The archive contains something that `raytrec export` does not write.
         BadZipFile: The archive is damaged.
     """
-    entries = _entries(content)
+    entries = _read_entries(content)
     parts: dict[str, bytes] = {}
     for name, pattern in TENSORS.items():
-        config = _checked_tensors(_json(entries, name), pattern)
+        config = _sanitize_tensors(_parse_entry(entries, name), pattern)
         parts[name] = json.dumps(config).encode()
         for tensor in config["config"].values():
             place = f"{name.rpartition('/')[0]}/{tensor['path_name']}"
             if place not in parts:  # tensors without values share an empty entry
-                parts[place] = _taken(entries, place)
+                parts[place] = _pop_entry(entries, place)
             if not parts[place] and {"as_int": 0} not in tensor["tensor_meta"]["sizes"]:
                 raise BadZipFile(f"{place} is empty")  # torch would load zeros
-    parts[MODEL] = json.dumps(_checked(_json(entries, MODEL), "")).encode()
-    parts[SAMPLE_INPUTS] = _taken(entries, SAMPLE_INPUTS)
-    if parts[SAMPLE_INPUTS]:
-        raise NotAllowed("sample inputs, which are a pickle")
+    parts[MODEL] = json.dumps(_sanitize_value(_parse_entry(entries, MODEL), "")).encode()
+    parts[SAMPLE_INPUTS_ENTRY] = _pop_entry(entries, SAMPLE_INPUTS_ENTRY)
+    if parts[SAMPLE_INPUTS_ENTRY]:
+        raise DisallowedContent("sample inputs, which are a pickle")
     for name, value in FIXED.items():
-        if (parts.setdefault(name, _taken(entries, name))) != value:
-            raise NotAllowed(f"another {name} than {value.decode()}")
+        if (parts.setdefault(name, _pop_entry(entries, name))) != value:
+            raise DisallowedContent(f"another {name} than {value.decode()}")
     if unknown := sorted(set(entries) - WRITTEN_BY_TORCH):
-        raise NotAllowed(f"the entry {unknown[0]!r}")
+        raise DisallowedContent(f"the entry {unknown[0]!r}")
     into = io.BytesIO()
     with PT2ArchiveWriter(into) as writer:
         for name, value in parts.items():
@@ -153,7 +153,7 @@ def checked_archive(content: bytes) -> bytes:
     return into.getvalue()
 
 
-def _entries(content: bytes) -> dict[str, bytes]:
+def _read_entries(content: bytes) -> dict[str, bytes]:
     """Return the entries of an archive by name, without the name of its root folder."""
     entries: dict[str, bytes] = {}
     with ZipFile(io.BytesIO(content)) as archive:
@@ -163,83 +163,89 @@ def _entries(content: bytes) -> dict[str, bytes]:
         for info in infos:
             root, _, name = info.filename.partition("/")
             if info.compress_type != ZIP_STORED or info.flag_bits & 1:
-                raise NotAllowed(f"the entry {name!r}, compressed or encrypted")
+                raise DisallowedContent(f"the entry {name!r}, compressed or encrypted")
             if name in entries or not name or root != infos[0].filename.partition("/")[0]:
-                raise NotAllowed(f"the entry {info.filename!r}, twice or outside of its folder")
+                raise DisallowedContent(f"the entry {info.filename!r}, twice or outside of its folder")
             entries[name] = archive.read(info)
     return entries
 
 
-def _taken(entries: dict[str, bytes], name: str) -> bytes:
+def _pop_entry(entries: dict[str, bytes], name: str) -> bytes:
     try:
         return entries.pop(name)
     except KeyError:
         raise BadZipFile(f"{name} is missing") from None
 
 
-def _json(entries: dict[str, bytes], name: str) -> dict[str, Any]:
+def _parse_entry(entries: dict[str, bytes], name: str) -> dict[str, Any]:
     try:
-        return as_dict(json_values(_taken(entries, name)))
-    except (NotReadable, RecursionError) as error:
+        return as_dict(parse_json(_pop_entry(entries, name)))
+    except (UnreadableError, RecursionError) as error:
         raise BadZipFile(f"{name}: {error}") from None
 
 
-def _checked_tensors(config: dict[str, Any], pattern: re.Pattern) -> dict[str, Any]:
+def _sanitize_tensors(config: dict[str, Any], pattern: re.Pattern) -> dict[str, Any]:
     """Return a configuration of tensors, whose entries match a pattern and are not pickles."""
     tensors = as_dict(config.get("config"))
     for name, value in tensors.items():
         tensor = as_dict(value)
         path = str(tensor.get("path_name"))
-        if not QUALIFIED_NAME.fullmatch(name):
-            raise NotAllowed(f"a tensor called {name!r}")
+        if not QUALIFIED_NAME_PATTERN.fullmatch(name):
+            raise DisallowedContent(f"a tensor called {name!r}")
         if tensor.get("use_pickle") is not False or not pattern.fullmatch(path):
-            raise NotAllowed(f"the tensor {name}, as the pickle or file {path!r}")
-        tensors[name] = tensor | {"tensor_meta": _checked(tensor.get("tensor_meta"), "")}
+            raise DisallowedContent(f"the tensor {name}, as the pickle or file {path!r}")
+        tensors[name] = tensor | {"tensor_meta": _sanitize_value(tensor.get("tensor_meta"), "")}
     return {"config": tensors}
 
 
-def _checked(value: Any, key: str) -> Any:
+def _sanitize_value(value: Any, key: str) -> Any:
     """Return a value of model.json without the parts in DROPPED, after checking its strings.
 
     A string must be an operator, a symbolic expression, the shape of arguments, or match its key's pattern.
     """
     if isinstance(value, dict):
         for name in value:
-            if not IDENTIFIER.fullmatch(name) or (name.startswith("as_") and name not in ARGUMENT_KINDS):
-                raise NotAllowed(f"the key {name!r} in {MODEL}")
-        return {name: _checked(DROPPED.get(name, part), name) for name, part in value.items()}
+            if not IDENTIFIER_PATTERN.fullmatch(name) or (
+                name.startswith("as_") and name not in ARGUMENT_KINDS
+            ):
+                raise DisallowedContent(f"the key {name!r} in {MODEL}")
+        return {name: _sanitize_value(DROPPED.get(name, part), name) for name, part in value.items()}
     if isinstance(value, list):
-        return [_checked(part, key) for part in value]
+        return [_sanitize_value(part, key) for part in value]
     if not isinstance(value, str):
         return value
     if key == "expr_str":
-        return _checked_expression(value)
+        return _canonicalize_expression(value)
     if key in ("in_spec", "out_spec"):
-        return _checked_shape(value)
-    allowed = _is_operator(value) if key == "target" else PATTERNS.get(key, IDENTIFIER).fullmatch(value)
+        return _check_tree_shape(value)
+    allowed = (
+        _is_operator(value)
+        if key == "target"
+        else FIELD_PATTERNS.get(key, IDENTIFIER_PATTERN).fullmatch(value)
+    )
     if not allowed:
-        raise NotAllowed(f"{key}: {value[:100]!r} in {MODEL}")
+        raise DisallowedContent(f"{key}: {value[:100]!r} in {MODEL}")
     return value
 
 
 def _is_operator(target: str) -> bool:
     """Return True if a program may call this operator."""
-    name = (OPERATOR.fullmatch(target) or ("", ""))[1]
+    name = (OPERATOR_PATTERN.fullmatch(target) or ("", ""))[1]
     return target in OTHERS or (name in OPERATORS.split() and is_dispatched(target))
 
 
-def _checked_expression(text: str) -> str:
+def _canonicalize_expression(text: str) -> str:
     """Return a symbolic expression, such as "Add(Symbol('s0', integer=True), Integer(1))", in canonical form.
 
     sympy evaluates it as Python.
     """
     try:
-        short = len(text) <= MAX_EXPRESSION and text.count("(") <= MAX_CALLS
+        short = len(text) <= MAX_EXPRESSION_CHARACTERS and text.count("(") <= MAX_EXPRESSION_CALLS
         tree = ast.parse(text, mode="eval") if short else None
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         tree = None
     if tree is None or not _is_expression(tree.body):
-        raise NotAllowed(f"the expression {text[:100]!r} in {MODEL}")
+        raise DisallowedContent(f"the expression {text[:100]!r} in {MODEL}")
     return ast.unparse(tree)
 
 
@@ -254,23 +260,31 @@ def _is_expression(node: ast.expr) -> bool:
         return node.id in ("true", "false")
     if isinstance(node, ast.Constant):
         return isinstance(node.value, int | float)
-    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in FUNCTIONS):
+    if not (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in EXPRESSION_FUNCTIONS
+    ):
         return False
     if node.func.id != "Symbol":
-        calls = [arg for arg in node.args if isinstance(arg, ast.Call) and ast.unparse(arg.func) not in ATOMS]
+        calls = [
+            arg
+            for arg in node.args
+            if isinstance(arg, ast.Call) and ast.unparse(arg.func) not in EXPRESSION_ATOMS
+        ]
         if node.func.id == "Mul" and len(calls) > 1:
             return False
         return not node.keywords and all(_is_expression(argument) for argument in node.args)
     name, *more = [getattr(argument, "value", None) for argument in node.args]
     flags = [(keyword.arg, getattr(keyword.value, "value", None)) for keyword in node.keywords]
-    is_name = isinstance(name, str) and IDENTIFIER.fullmatch(name)
+    is_name = isinstance(name, str) and IDENTIFIER_PATTERN.fullmatch(name)
     return bool(is_name) and not more and all(word and isinstance(flag, bool) for word, flag in flags)
 
 
-def _checked_shape(text: str) -> str:
+def _check_tree_shape(text: str) -> str:
     """Return the shape of a program's arguments or results: tuples of tensors, and no named arguments."""
     try:
-        version, shape = json_values(text)
+        version, shape = parse_json(text)
         stack = [shape]
         while stack:
             part = stack.pop()
@@ -278,5 +292,5 @@ def _checked_shape(text: str) -> str:
                 raise ValueError
             stack += part["children_spec"]
     except (ValueError, TypeError, KeyError, LookupError):
-        raise NotAllowed(f"arguments of the shape {text[:100]!r} in {MODEL}") from None
+        raise DisallowedContent(f"arguments of the shape {text[:100]!r} in {MODEL}") from None
     return json.dumps([int(version), shape])

@@ -13,13 +13,13 @@ import pyarrow as pa
 from pyarrow import types
 
 from raytrec.common.errors import DataError, first_line, some
-from raytrec.config.features import needed_transforms
+from raytrec.config.features import select_needed_transforms
 from raytrec.config.schema import Schema
 from raytrec.config.transforms import Transform
-from raytrec.data.arrow import list_element, pick_columns, plain
+from raytrec.data.arrow import list_element_type, pick_columns, plain
 from raytrec.data.canonical import canonical
 from raytrec.data.columns import Place
-from raytrec.data.form import Form, ReadPlan
+from raytrec.data.form import ReadPlan, ResolvedReadPlan
 from raytrec.data.kinds import check_present, check_types
 from raytrec.data.pieces import Rows
 from raytrec.data.transform import apply_transforms
@@ -44,9 +44,9 @@ class RowReader:
     def __init__(
         self, schema: Schema, transforms: Sequence[Transform], lists: Sequence[str], columns: pa.Schema
     ):
-        needed = needed_transforms(tuple(transforms), schema.inputs)
+        needed = select_needed_transforms(tuple(transforms), schema.inputs)
         of_features = frozenset(lists) & set(schema.sparse)
-        self.form = Form(ReadPlan(schema, needed, read_labels=False), of_features)
+        self.form = ResolvedReadPlan(ReadPlan(schema, needed, read_labels=False), of_features)
         self.columns = pa.schema([columns.field(name) for name in self.form.columns])
         self._checked: pa.Schema | None = None  # schema of the last rows, which passed the checks
 
@@ -148,7 +148,7 @@ def to_table(rows: Any, columns: pa.Schema) -> pa.Table:
         ) from None
 
 
-def with_user(candidates: pa.Table, user: pa.Table, names: Sequence[str]) -> pa.Table:
+def repeat_user(candidates: pa.Table, user: pa.Table, names: Sequence[str]) -> pa.Table:
     """Return candidates with columns of the user's single row, repeated in each row."""
     for name in names:
         value = user[name].take(pa.array(np.zeros(len(candidates), np.int64)))
@@ -168,11 +168,13 @@ def _transpose(rows: Sequence[Any], columns: pa.Schema) -> list[Sequence[Any]]:
     except (KeyError, TypeError, IndexError):
         for at, row in enumerate(rows):
             if not isinstance(row, Mapping):
-                raise _odd(f"a row is {some(row)}", at, None, "a mapping of columns to values") from None
+                raise _make_type_error(
+                    f"a row is {some(row)}", at, None, "a mapping of columns to values"
+                ) from None
             for field in columns:
                 if field.name not in row:
                     what = f"column '{field.name}' is missing"
-                    raise _odd(what, at, field.name, _words(field.type)) from None
+                    raise _make_type_error(what, at, field.name, _describe_type(field.type)) from None
         raise
 
 
@@ -181,11 +183,13 @@ def _to_column(values: Sequence[Any], field: pa.Field) -> pa.Array:
     try:
         return to_array(values, field.type)
     except (pa.ArrowException, OverflowError, TypeError, ValueError):
-        unfit = (i for i, value in enumerate(values) if not _fits(value, field.type))
+        unfit = (i for i, value in enumerate(values) if not _is_convertible(value, field.type))
         # If each value fits alone, some times are text and others numbers.
         other = (i for i, value in enumerate(values) if not isinstance(value, str | None))
         at = next(chain(unfit, other))
-        raise _odd(f"column '{name}' is {some(values[at])}", at, name, _words(field.type)) from None
+        raise _make_type_error(
+            f"column '{name}' is {some(values[at])}", at, name, _describe_type(field.type)
+        ) from None
 
 
 def to_array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
@@ -196,7 +200,7 @@ def to_array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
     """
     if types.is_temporal(kind) and str in set(map(type, values)):
         return pa.array(values, pa.string()).cast(kind)
-    array, element = pa.array(values, kind), list_element(kind)
+    array, element = pa.array(values, kind), list_element_type(kind)
     if types.is_integer(element or kind):  # Arrow truncates fractions
         flat = chain.from_iterable(filter(None, values)) if element else values
         if float in set(map(type, flat)):
@@ -204,7 +208,7 @@ def to_array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
     return array
 
 
-def _fits(value: Any, kind: pa.DataType) -> bool:
+def _is_convertible(value: Any, kind: pa.DataType) -> bool:
     try:
         to_array([value], kind)
     except (pa.ArrowException, OverflowError, TypeError, ValueError):
@@ -212,16 +216,16 @@ def _fits(value: Any, kind: pa.DataType) -> bool:
     return True
 
 
-def _odd(what: str, row: int, column: str | None, expected: str) -> DataError:
+def _make_type_error(what: str, row: int, column: str | None, expected: str) -> DataError:
     of_column = "" if column is None else f", column {column}"
     return DataError(what, where=f"{THE_ROWS}{of_column}, row {row}", expected=expected)
 
 
-def _words(kind: pa.DataType) -> str:
+def _describe_type(kind: pa.DataType) -> str:
     """Return the name of a type for authors of JSON."""
-    inner = list_element(kind)
+    inner = list_element_type(kind)
     if inner is not None:
-        return f"a list, each {_words(inner)}"
+        return f"a list, each {_describe_type(inner)}"
     if types.is_integer(kind):
         return "a whole number below 2⁶³" if kind == pa.int64() else f"a whole number ({kind})"
     if types.is_floating(kind):
@@ -234,7 +238,7 @@ def _words(kind: pa.DataType) -> str:
 def wide(kind: pa.DataType) -> pa.DataType:
     """Return the type for values of a column that arrive without a type."""
     kind = plain(kind)
-    inner = list_element(kind)
+    inner = list_element_type(kind)
     if inner is not None:
         return pa.list_(wide(inner))
     if types.is_integer(kind):

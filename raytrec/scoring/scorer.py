@@ -12,22 +12,22 @@ import pyarrow as pa
 import torch
 
 from raytrec.common.errors import ConfigError, DataError, RunError
-from raytrec.config.features import columns_before
+from raytrec.config.features import resolve_input_columns
 from raytrec.config.tasks import TowerName
 from raytrec.data.assemble import Assembler
 from raytrec.data.pieces import Rows
-from raytrec.scoring.late import Program, compute_once
+from raytrec.scoring.late import Program, rewrite_for_single_rows
 from raytrec.scoring.lookups import Lookups, Tensors
 from raytrec.scoring.manifest import Manifest, ProgramName
-from raytrec.scoring.rows import THE_ROWS, RowReader, to_table, with_user
+from raytrec.scoring.rows import THE_ROWS, RowReader, repeat_user, to_table
 
 TOLERANCE = 1e-6  # of golden rows' scores, relative to scores above 1
-MOST_SPLITS = 16  # cached ways to divide columns between user and candidates
+MAX_CACHED_SPLITS = 16  # cached ways to divide columns between user and candidates
 Programs = Mapping[ProgramName, torch.fx.GraphModule]
 
 
 @dataclass(frozen=True)
-class _Split:
+class _ColumnSplit:
     """Division of a model's columns between user and candidates.
 
     Attributes:
@@ -66,8 +66,10 @@ class Scorer:
     ):
         self.manifest, self.columns, self.golden = manifest, columns, golden
         self._programs, self.lookups, self._features = programs, lookups, manifest.features
-        self._split = lru_cache(MOST_SPLITS)(self._make_split)
-        self._assembler = lru_cache(4 * MOST_SPLITS)(lambda reader: Assembler(reader.form, self._features))
+        self._split = lru_cache(MAX_CACHED_SPLITS)(self._make_split)
+        self._assembler = lru_cache(4 * MAX_CACHED_SPLITS)(
+            lambda reader: Assembler(reader.form, self._features)
+        )
 
     def predict(self, rows: Any = None, *, user: Any = None, candidates: Any = None) -> pa.Table:
         """Return the predictions of rows, or of one user's candidates.
@@ -95,7 +97,7 @@ class Scorer:
             )
         if rows is not None:
             return self.as_table(self.score([self.reader.read(to_table(rows, self.reader.columns))]))
-        return self.as_table(self.rank(*self.ranking_tables(user, candidates)))
+        return self.as_table(self.rank(*self.to_ranking_tables(user, candidates)))
 
     def vectors(self, rows: Any, *, tower: TowerName = "query") -> np.ndarray:
         """Return the query or item vectors of rows, float32 [rows, width], for `Index.search`.
@@ -164,9 +166,11 @@ class Scorer:
         count = sum(map(len, pieces))
         tensors = self._look_up(self.reader_of(program), list(pieces), count)
         inputs = self.manifest.programs[program].inputs
-        return _run(self._programs[program].forward, [tensors[each.kind, each.feature] for each in inputs])
+        return _run_program(
+            self._programs[program].forward, [tensors[each.kind, each.feature] for each in inputs]
+        )
 
-    def ranking_tables(self, user: Any, candidates: Any) -> tuple[pa.Table, pa.Table]:
+    def to_ranking_tables(self, user: Any, candidates: Any) -> tuple[pa.Table, pa.Table]:
         """Return a user and candidates, in any form that `predict` accepts, as tables for `rank`.
 
         Raises:
@@ -203,21 +207,23 @@ class Scorer:
             candidates: Rows with the model's other columns.
         """
         split = self._split(self._known(user))
-        candidates = with_user(candidates, user, split.repeated)
+        candidates = repeat_user(candidates, user, split.repeated)
         of_user = self._look_up(split.user, [split.user.read(user)], 1)
         of_rows = self._look_up(split.candidates, [split.candidates.read(candidates)], len(candidates))
-        return _run(split.program, self._joined(split, of_user, of_rows, len(candidates)))
+        return _run_program(split.program, self._concatenate(split, of_user, of_rows, len(candidates)))
 
     def _known(self, user: pa.Table) -> frozenset[str]:
         """Return the columns of a user that the model has."""
         return frozenset(user.column_names) & frozenset(self.columns.names)
 
-    def _make_split(self, names: frozenset[str]) -> _Split:
+    def _make_split(self, names: frozenset[str]) -> _ColumnSplit:
         """Return the division of the model's columns if the user has columns of these names."""
         schema, transforms = self.manifest.data_schema, list(self.manifest.transforms)
         all_names = self._names("predict")
         of_user = {
-            name for name in all_names if set(columns_before(transforms, schema.part([name]).inputs)) <= names
+            name
+            for name in all_names
+            if set(resolve_input_columns(transforms, schema.part([name]).inputs)) <= names
         }
         if of_user == all_names:
             raise DataError(
@@ -231,11 +237,13 @@ class Scorer:
         users = of_user if of_user >= set(schema.dense) else of_user - set(schema.dense)
         read = [{each.feature} if each.feature else set(schema.dense) for each in inputs]
         once = frozenset(place for place, features in enumerate(read) if features <= users)
-        if len(once) == len(inputs) or not (program := compute_once(whole, inputs, once)):
+        if len(once) == len(inputs) or not (program := rewrite_for_single_rows(whole, inputs, once)):
             program, once = whole.forward, frozenset()
-        return _Split(user, rest, repeated, program, once)
+        return _ColumnSplit(user, rest, repeated, program, once)
 
-    def _joined(self, split: _Split, of_user: Tensors, of_rows: Tensors, count: int) -> list[torch.Tensor]:
+    def _concatenate(
+        self, split: _ColumnSplit, of_user: Tensors, of_rows: Tensors, count: int
+    ) -> list[torch.Tensor]:
         """Return the inputs of a split's program."""
         found = []
         for place, each in enumerate(self.manifest.programs["predict"].inputs):
@@ -294,6 +302,6 @@ class Scorer:
         return f"<Scorer: {self.version}>"
 
 
-def _run(program: Program, tensors: list[torch.Tensor]) -> list[np.ndarray]:
+def _run_program(program: Program, tensors: list[torch.Tensor]) -> list[np.ndarray]:
     with torch.inference_mode():
         return [each.numpy() for each in program(*tensors)]

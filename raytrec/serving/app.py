@@ -21,16 +21,16 @@ from starlette.types import Receive, Scope, Send
 from raytrec.common.errors import ConfigError, DataError, RaytrecError, RunError, SchemaError
 from raytrec.scoring.manifest import ProgramName
 from raytrec.scoring.scorer import Scorer
-from raytrec.serving.batching import Batcher, too_busy
-from raytrec.serving.bodies import JSON, Limits, Refused, decode_request, encode_response
+from raytrec.serving.batching import Batcher, make_busy_refusal
+from raytrec.serving.bodies import JSON, Limits, RefusedRequest, decode_request, encode_response
 from raytrec.serving.figures import Figures
-from raytrec.serving.openapi import Endpoint, describe, example_text, make_page
+from raytrec.serving.openapi import Endpoint, describe, make_example_text, make_page
 from raytrec.serving.request_log import RequestLog
-from raytrec.serving.versions import Versions
+from raytrec.serving.versions import LoadedExports
 
 log = logging.getLogger(__name__)
 LINGER_S, DRAIN_S = 1, 30  # when closing: seconds in which clients may send requests, and answers may finish
-BACKLOG = 2048  # maximum number of connections waiting to be accepted
+LISTEN_BACKLOG = 2048  # maximum number of connections waiting to be accepted
 SO_ATTACH_FILTER, BPF_RET = 26, 6  # linux/asm-generic/socket.h, linux/bpf_common.h
 
 
@@ -47,7 +47,11 @@ class Service:
     """
 
     def __init__(
-        self, versions: Versions, token: str | None, limits: Limits = Limits(), more: Sequence[Endpoint] = ()
+        self,
+        versions: LoadedExports,
+        token: str | None,
+        limits: Limits = Limits(),
+        more: Sequence[Endpoint] = (),
     ):
         self.versions, self.limits, self._token, self._reading = versions, limits, token, 0
         self.figures = Figures()
@@ -80,10 +84,10 @@ class Service:
     async def _answer(self, request: Request) -> Response:
         try:
             return await self._endpoint(request).answer(request, self.versions.current.scorer)
-        except Refused as refused:
+        except RefusedRequest as refused:
             return Response(refused.body, refused.status, refused.headers, JSON)
         except (DataError, ConfigError, SchemaError) as error:
-            return Response(Refused(400, error).body, 400, media_type=JSON)
+            return Response(RefusedRequest(400, error).body, 400, media_type=JSON)
         except ClientDisconnect:
             return Response(status_code=499)
         except Exception as error:
@@ -91,7 +95,7 @@ class Service:
             own = (
                 error if isinstance(error, RaytrecError) else RunError("the service failed", do="see its log")
             )
-            return Response(Refused(500, own).body, 500, media_type=JSON)
+            return Response(RefusedRequest(500, own).body, 500, media_type=JSON)
 
     def _endpoint(self, request: Request) -> Endpoint:
         """Return the endpoint of a request.
@@ -105,7 +109,7 @@ class Service:
             if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
                 expected = "Authorization: Bearer TOKEN"
                 error = RunError("no token, or another", where="Authorization", expected=expected)
-                raise Refused(401, error, **{"WWW-Authenticate": "Bearer"})
+                raise RefusedRequest(401, error, **{"WWW-Authenticate": "Bearer"})
         if endpoint := self._table.get((method, path)):
             return endpoint
         methods = ", ".join(sorted(known for known, of in self._table if of == path))
@@ -113,7 +117,7 @@ class Service:
             f"{method} {path}: " + ("another method" if methods else "no such path"),
             expected=methods or "see /openapi.json",
         )
-        raise Refused(405, what, Allow=methods) if methods else Refused(404, what)
+        raise RefusedRequest(405, what, Allow=methods) if methods else RefusedRequest(404, what)
 
     async def read(self, request: Request) -> bytes:
         """Return the body of a request.
@@ -128,9 +132,11 @@ class Service:
                 self._reading += len(part)
                 if len(body) > limits.body_bytes:
                     most = f"at most {limits.body_bytes:,} bytes"
-                    raise Refused(413, DataError("the body is too large", where="the body", expected=most))
+                    raise RefusedRequest(
+                        413, DataError("the body is too large", where="the body", expected=most)
+                    )
                 if self._reading > limits.all_bodies_bytes:
-                    raise too_busy("too many large requests are coming in")
+                    raise make_busy_refusal("too many large requests are coming in")
             return bytes(body)
         finally:
             self._reading -= len(body)
@@ -171,7 +177,7 @@ class Service:
 
     async def _example(self, request: Request, scorer: Scorer) -> Response:
         # Text, because a browser that parsed it would round large ids.
-        return Response(example_text(scorer), media_type=JSON)
+        return Response(make_example_text(scorer), media_type=JSON)
 
 
 def json_response(values: Any) -> Response:
@@ -201,7 +207,7 @@ class Listener:
     def __init__(self, app: Any, host: str, port: int):
         import uvicorn
 
-        from raytrec.compat.uvicorn_ import CLIENT_S, BoundedProtocol, abort_slow
+        from raytrec.compat.uvicorn_ import CLIENT_TIMEOUT_S, BoundedProtocol, abort_slow
 
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_STREAM)
@@ -217,7 +223,7 @@ class Listener:
                 where=f"{host}:{port}",
                 expected="an address of this machine, and a port that is free",
             ) from None
-        self._socket.listen(BACKLOG)  # connections are queued from now on
+        self._socket.listen(LISTEN_BACKLOG)  # connections are queued from now on
         self.port = self._socket.getsockname()[1]
         config = uvicorn.Config(
             app,
@@ -227,7 +233,7 @@ class Listener:
             lifespan="off",
             ws="none",
             server_header=False,
-            timeout_keep_alive=CLIENT_S,
+            timeout_keep_alive=CLIENT_TIMEOUT_S,
             timeout_graceful_shutdown=DRAIN_S,
             callback_notify=lambda: abort_slow(self._server),
             timeout_notify=0,

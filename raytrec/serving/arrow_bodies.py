@@ -16,7 +16,7 @@ RECORD_BATCH, DICTIONARY_BATCH = 3, 2  # of Arrow's MessageHeader (format/Messag
 PLAIN = "columns as pyarrow writes them: no views, runs or unions, and lists or structs of no dictionary"
 
 
-class TooMuch(Exception):
+class ExpansionLimitError(Exception):
     """Error for rows that expand to more bytes than a body may have."""
 
 
@@ -31,7 +31,7 @@ def read_stream(body: bytes, columns: Collection[str], most_bytes: int) -> pa.Ta
     Raises:
         ValueError: The body is not a stream.
         DataError: The stream is compressed or a column has an unsupported type.
-        TooMuch: The columns exceed most_bytes.
+        ExpansionLimitError: The columns exceed most_bytes.
     """
     try:
         for message in pa.ipc.MessageReader.open_stream(body):
@@ -47,8 +47,11 @@ def read_stream(body: bytes, columns: Collection[str], most_bytes: int) -> pa.Ta
     if sharing:
         used = {name.partition(".")[0] for name in columns} | set(columns)
         names = table.column_names
-        if sum(_expanded(table.column(i), names[i]) for i in sharing if names[i] in used) > most_bytes:
-            raise TooMuch
+        if (
+            sum(_count_expanded_bytes(table.column(i), names[i]) for i in sharing if names[i] in used)
+            > most_bytes
+        ):
+            raise ExpansionLimitError
     return table
 
 
@@ -61,15 +64,15 @@ def _is_compressed(metadata: pa.Buffer) -> bool:
     """Return True if a message's buffers are compressed (RecordBatch.compression of Arrow's format)."""
     data = metadata.to_pybytes()
     message = unpack_from("<I", data)[0]
-    kind = _field(data, message, 1)
+    kind = _find_field(data, message, 1)
     kind = data[kind] if kind else 0
-    batch = _table(data, message, 2) if kind in (RECORD_BATCH, DICTIONARY_BATCH) else 0
+    batch = _find_table(data, message, 2) if kind in (RECORD_BATCH, DICTIONARY_BATCH) else 0
     if kind == DICTIONARY_BATCH:
-        batch = _table(data, batch, 1)
-    return bool(batch and _field(data, batch, 3))
+        batch = _find_table(data, batch, 1)
+    return bool(batch and _find_field(data, batch, 3))
 
 
-def _field(data: bytes, table: int, number: int) -> int:
+def _find_field(data: bytes, table: int, number: int) -> int:
     """Return the position of a field of a FlatBuffers table, or 0 if the field is missing."""
     vtable = table - unpack_from("<i", data, table)[0]
     if vtable < 0 or 4 + 2 * number >= unpack_from("<H", data, vtable)[0]:
@@ -78,36 +81,36 @@ def _field(data: bytes, table: int, number: int) -> int:
     return table + offset if offset else 0
 
 
-def _table(data: bytes, table: int, number: int) -> int:
-    place = _field(data, table, number)
+def _find_table(data: bytes, table: int, number: int) -> int:
+    place = _find_field(data, table, number)
     return place + unpack_from("<I", data, place)[0] if place else 0
 
 
-def _expanded(array: pa.Array | pa.ChunkedArray, name: str) -> int:
+def _count_expanded_bytes(array: pa.Array | pa.ChunkedArray, name: str) -> int:
     """Return the bytes of shared values if each row had its own copy; 0 for types that cannot share values.
 
     Raises:
         DataError: The type could share more than text.
     """
     if isinstance(array, pa.ChunkedArray):
-        return sum(_expanded(chunk, name) for chunk in array.chunks)
+        return sum(_count_expanded_bytes(chunk, name) for chunk in array.chunks)
     kind = array.type
     if types.is_dictionary(kind):
         if kind.value_type.num_fields or kind.value_type.has_variadic_buffers:
-            raise _odd(kind, name)
+            raise _make_type_error(kind, name)
         if not types.is_string(kind.value_type) and not types.is_large_string(kind.value_type):
             return 0
         return pc.sum(pc.binary_length(array.dictionary).take(array.indices)).as_py() or 0
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        return _expanded(array.flatten(), name)
+        return _count_expanded_bytes(array.flatten(), name)
     if types.is_struct(kind):
-        return sum(_expanded(part, name) for part in array.flatten())
+        return sum(_count_expanded_bytes(part, name) for part in array.flatten())
     if types.is_map(kind):
-        return _expanded(array.keys, name) + _expanded(array.items, name)
+        return _count_expanded_bytes(array.keys, name) + _count_expanded_bytes(array.items, name)
     if kind.num_fields or kind.has_variadic_buffers or types.is_list_view(kind):
-        raise _odd(kind, name)
+        raise _make_type_error(kind, name)
     return 0
 
 
-def _odd(kind: pa.DataType, name: str) -> DataError:
+def _make_type_error(kind: pa.DataType, name: str) -> DataError:
     return DataError(f"column '{name}' is of type {kind}", where=f"the body, column {name}", expected=PLAIN)

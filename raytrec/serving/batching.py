@@ -13,21 +13,21 @@ import pyarrow as pa
 
 from raytrec.common.errors import DataError, RunError
 from raytrec.scoring.rows import ObjectRows
-from raytrec.serving.bodies import Query, Refused
+from raytrec.serving.bodies import Query, RefusedRequest
 
-RETRY_S = 1  # seconds after which a refused client may try again
+RETRY_AFTER_S = 1  # seconds after which a refused client may try again
 LEAST_ROWS = 32  # minimum size of a full batch, even if it exceeds the time budget
 
 
 @dataclass(eq=False)
-class _Piece:
+class _BatchPart:
     """Rows of a query that are scored together; the scores are set in `done`."""
 
     query: Query
     rows: pa.Table | ObjectRows
     done: asyncio.Future
 
-    def joins(self, other: _Piece) -> bool:
+    def joins(self, other: _BatchPart) -> bool:
         """Return True if the rows can be scored together with the rows of another piece."""
         mine, theirs = self.query, other.query
         if (mine.scorer, mine.program) != (theirs.scorer, theirs.program):
@@ -60,7 +60,7 @@ class Batcher:
         observe: Callable[[int], object] = lambda rows: None,
     ):
         self._budget_s, self._most_waiting, self._observe = budget_s, most_waiting, observe
-        self._queue: deque[_Piece] = deque()
+        self._queue: deque[_BatchPart] = deque()
         self._row_s = budget_s / 1024  # seconds per row, averaged over recent batches
         self._running = False
         self.waiting = 0
@@ -76,7 +76,7 @@ class Batcher:
         self._admit(len(rows))
         loop, whole = asyncio.get_running_loop(), len(rows) <= most
         parts = [rows] if whole else [rows.slice(at, most) for at in range(0, len(rows), most)]
-        pieces = [_Piece(query, part, loop.create_future()) for part in parts]
+        pieces = [_BatchPart(query, part, loop.create_future()) for part in parts]
         try:
             self._queue.extend(pieces)
             if not self._running:
@@ -97,7 +97,7 @@ class Batcher:
 
     def _admit(self, rows: int) -> None:
         if self.waiting and self.waiting + rows > self._most_waiting:
-            raise too_busy(f"{self.waiting:,} rows are waiting", f"at most {self._most_waiting:,}")
+            raise make_busy_refusal(f"{self.waiting:,} rows are waiting", f"at most {self._most_waiting:,}")
         self.waiting += rows
 
     async def _run(self) -> None:
@@ -115,7 +115,7 @@ class Batcher:
         finally:
             self._running = False
 
-    def _next(self) -> list[_Piece]:
+    def _next(self) -> list[_BatchPart]:
         """Return the first piece of the queue and the following pieces that can be scored with it."""
         batch, rows, most = [], 0, self._most_rows
         while self._queue:
@@ -129,7 +129,7 @@ class Batcher:
             batch.append(self._queue.popleft())
         return batch
 
-    def _score(self, batch: list[_Piece]) -> None:
+    def _score(self, batch: list[_BatchPart]) -> None:
         """Set the scores or the error of each piece of a batch."""
         if not batch:
             return
@@ -138,7 +138,7 @@ class Batcher:
             scores = batch[0].query.score(parts)
         except DataError as error:
             if len(batch) == 1:
-                batch[0].done.set_exception(_of_whole(batch[0]) or error)
+                batch[0].done.set_exception(_to_query_error(batch[0]) or error)
             for piece in batch if len(batch) > 1 else ():
                 self._score([piece])
             return
@@ -153,13 +153,13 @@ class Batcher:
             start = stop
 
 
-def too_busy(what: str, expected: str | None = None) -> Refused:
+def make_busy_refusal(what: str, expected: str | None = None) -> RefusedRequest:
     """Return the refusal of a request that may be sent again later."""
-    error = RunError(what, where="the service", expected=expected, do=f"try again after {RETRY_S} s")
-    return Refused(429, error, **{"Retry-After": str(RETRY_S)})
+    error = RunError(what, where="the service", expected=expected, do=f"try again after {RETRY_AFTER_S} s")
+    return RefusedRequest(429, error, **{"Retry-After": str(RETRY_AFTER_S)})
 
 
-def _of_whole(piece: _Piece) -> DataError | None:
+def _to_query_error(piece: _BatchPart) -> DataError | None:
     """Return the error of a query scored in parts, with rows counted from the first part."""
     if piece.rows is piece.query.rows:
         return None

@@ -16,10 +16,10 @@ from raytrec.data.arrow import is_list
 from raytrec.scoring.manifest import ProgramName
 from raytrec.scoring.rows import THE_ROWS, ObjectRows, concat_rows, to_array
 from raytrec.scoring.scorer import Scorer
-from raytrec.serving.arrow_bodies import TooMuch, read_stream
+from raytrec.serving.arrow_bodies import ExpansionLimitError, read_stream
 
 JSON, ARROW = "application/json", "application/vnd.apache.arrow.stream"
-FORMS = "rows, columns, or user and candidates"
+REQUEST_FORMS = "rows, columns, or user and candidates"
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Limits:
     ids: int = 10_000
 
 
-class Refused(Exception):
+class RefusedRequest(Exception):
     """Request that is answered with an HTTP status and an error instead of predictions."""
 
     def __init__(self, status: int, error: RaytrecError, **headers: str):
@@ -114,7 +114,7 @@ def check_type(content_type: str, *known: str) -> str:
     kind = content_type.partition(";")[0].strip().lower()
     if kind not in known:
         what = f"the body is {kind or 'of no type'}"
-        raise Refused(415, DataError(what, where="Content-Type", expected=" or ".join(known)))
+        raise RefusedRequest(415, DataError(what, where="Content-Type", expected=" or ".join(known)))
     return kind
 
 
@@ -122,10 +122,12 @@ def _decode_arrow(body: bytes, columns: pa.Schema, limits: Limits) -> pa.Table:
     try:
         return read_stream(body, columns.names, limits.body_bytes)
     except ValueError as error:
-        raise _bad(f"not a stream of Arrow: {error}", "the body", "a schema and record batches") from None
-    except TooMuch:
+        raise _make_refusal(
+            f"not a stream of Arrow: {error}", "the body", "a schema and record batches"
+        ) from None
+    except ExpansionLimitError:
         what, expected = "rows share values that would take more than a body may have", limits.body_bytes
-        raise _bad(what, "the body", f"at most {expected:,} bytes", 413) from None
+        raise _make_refusal(what, "the body", f"at most {expected:,} bytes", 413) from None
 
 
 def _decode_json(
@@ -133,55 +135,59 @@ def _decode_json(
 ) -> tuple[pa.Table | ObjectRows, pa.Table | None]:
     """Return (rows or candidates, the user or None)."""
     if body.count(b"{") > 10 * limits.rows:  # parsing would take seconds
-        raise _bad("too many objects", "the body", f"{limits.rows:,} rows", 413)
+        raise _make_refusal("too many objects", "the body", f"{limits.rows:,} rows", 413)
     try:
         values = from_json(body, allow_inf_nan=False)
     except ValueError as error:
-        raise _bad(
+        raise _make_refusal(
             f"not JSON: {first_line(error)}", "the body", "JSON in UTF-8, without NaN and Infinity"
         ) from None
     if not isinstance(values, dict):
-        raise _bad("the body is not an object", "the body", f"an object with {FORMS}")
+        raise _make_refusal("the body is not an object", "the body", f"an object with {REQUEST_FORMS}")
     if set(values) not in ({"rows"}, {"columns"}, {"user", "candidates"}):
-        raise _bad(f"the body has {', '.join(sorted(values)[:8]) or 'nothing'}", "the body", FORMS)
+        raise _make_refusal(
+            f"the body has {', '.join(sorted(values)[:8]) or 'nothing'}", "the body", REQUEST_FORMS
+        )
     if "columns" in values:
-        return _of_columns(values["columns"], scorer.columns), None
+        return _table_from_columns(values["columns"], scorer.columns), None
     rows = values.get("rows", values.get("candidates"))
     if not isinstance(rows, list):
-        raise _bad("rows are not a list", "rows or candidates", "a list of objects")
+        raise _make_refusal("rows are not a list", "rows or candidates", "a list of objects")
     _check_count(rows, limits)  # before rows are converted and take more memory
     if "rows" in values:
         return ObjectRows(rows, scorer.reader_of(program).columns), None
     if program != "predict":
-        raise _bad("vectors are of rows", "the body", "rows or columns")
+        raise _make_refusal("vectors are of rows", "the body", "rows or columns")
     if not isinstance(values["user"], dict):
-        raise _bad("user is not an object", "user", "an object of columns and values")
-    user, candidates = scorer.ranking_tables(values["user"], rows)
+        raise _make_refusal("user is not an object", "user", "an object of columns and values")
+    user, candidates = scorer.to_ranking_tables(values["user"], rows)
     return candidates, user
 
 
-def _of_columns(given: Any, columns: pa.Schema) -> pa.Table:
+def _table_from_columns(given: Any, columns: pa.Schema) -> pa.Table:
     """Return the model's columns of a body as a table; other columns are ignored."""
     if not isinstance(given, dict) or not all(isinstance(values, list) for values in given.values()):
-        raise _bad("columns is not an object of lists", "columns", "a list of values for each column")
+        raise _make_refusal(
+            "columns is not an object of lists", "columns", "a list of values for each column"
+        )
     arrays = {}
     for field in columns:
         if field.name in given:
             try:
                 arrays[field.name] = to_array(given[field.name], field.type)
             except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
-                raise _bad(first_line(error), f"columns, {field.name}", str(field.type)) from None
+                raise _make_refusal(first_line(error), f"columns, {field.name}", str(field.type)) from None
     if len({len(array) for array in arrays.values()}) > 1:
-        raise _bad("columns have different numbers of values", "columns", "one value for each row")
+        raise _make_refusal("columns have different numbers of values", "columns", "one value for each row")
     return pa.table(arrays)
 
 
 def _check_count(rows: Sized, limits: Limits) -> None:
     """Raise Refused if a request has no rows, or too many."""
     if not len(rows):
-        raise _bad("there are no rows", THE_ROWS, "at least one")
+        raise _make_refusal("there are no rows", THE_ROWS, "at least one")
     if len(rows) > limits.rows:
-        raise _bad(f"{len(rows):,} rows", THE_ROWS, f"at most {limits.rows:,} a request", 413)
+        raise _make_refusal(f"{len(rows):,} rows", THE_ROWS, f"at most {limits.rows:,} a request", 413)
 
 
 def _check_lists(rows: pa.Table | ObjectRows, limits: Limits) -> None:
@@ -191,7 +197,7 @@ def _check_lists(rows: pa.Table | ObjectRows, limits: Limits) -> None:
             longest = _longest_list(rows, place, field.name)
             if longest > limits.ids:
                 what = f"a row of '{field.name}' has {longest:,} values"
-                raise _bad(what, field.name, f"at most {limits.ids:,}", 413)
+                raise _make_refusal(what, field.name, f"at most {limits.ids:,}", 413)
 
 
 def _longest_list(rows: pa.Table | ObjectRows, place: int, name: str) -> int:
@@ -223,5 +229,5 @@ def encode_response(
     return JSON, to_json({"version": version, "predictions": columns}, inf_nan_mode="null")
 
 
-def _bad(what: str, where: str, expected: str, status: int = 400) -> Refused:
-    return Refused(status, DataError(what, where=where, expected=expected))
+def _make_refusal(what: str, where: str, expected: str, status: int = 400) -> RefusedRequest:
+    return RefusedRequest(status, DataError(what, where=where, expected=expected))

@@ -14,12 +14,12 @@ from typing import Any
 from raytrec.cluster.local_ray import check_ports
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.storage import absolute, open_filesystem
-from raytrec.serving.options import TOKEN, Served, read_token, token_file
+from raytrec.serving.options import TOKEN, ServiceOptions, read_token, token_file
 
-PROMOTION_S = 1800  # timeout of a promotion, during which all replicas load tables
+PROMOTION_TIMEOUT_S = 1800  # timeout of a promotion, during which all replicas load tables
 
 
-def serve(served: Served, address: str | None = None, replicas: str = "1") -> None:
+def serve(served: ServiceOptions, address: str | None = None, replicas: str = "1") -> None:
     """Serve an export until SIGINT or SIGTERM.
 
     Args:
@@ -32,7 +32,7 @@ def serve(served: Served, address: str | None = None, replicas: str = "1") -> No
         ConfigError: `replicas` is malformed.
         DataError: The address of the log is malformed.
     """
-    least, most = _numbers(replicas)
+    least, most = _parse_replicas(replicas)
     if served.log_requests:
         open_filesystem(served.log_requests)
     served = served.named()
@@ -48,13 +48,13 @@ def serve(served: Served, address: str | None = None, replicas: str = "1") -> No
             signal.signal(number, lambda *_: stop.set())
         try:
             deploy(served, (least, most), token)
-            _say(served.name, f"http://{served.host}:{served.port}", token is not None)
+            _print_address(served.name, f"http://{served.host}:{served.port}", token is not None)
             print_news(served.name, stop)
         finally:
             end(served.name)
 
 
-def _numbers(replicas: str) -> tuple[int, int]:
+def _parse_replicas(replicas: str) -> tuple[int, int]:
     parts = replicas.split(":")
     if len(parts) > 2 or not all(part.isdecimal() and int(part) for part in parts):
         raise ConfigError(
@@ -78,7 +78,7 @@ def _require_serve() -> None:
         ) from None
 
 
-def _say(name: str, url: str, has_token: bool) -> None:
+def _print_address(name: str, url: str, has_token: bool) -> None:
     bearer = ""
     if has_token:
         value = f"${TOKEN}" if os.environ.get(TOKEN) else f"$(cat {shlex.quote(str(token_file(name)))})"
@@ -111,15 +111,15 @@ def promote(uri: str | None, *, service: str, name: str | None, rollback: bool =
     body = json.dumps({} if uri is None else {"uri": absolute(uri)}).encode()
     request = urllib.request.Request(f"{service.rstrip('/')}/promote", body, headers, method="POST")
     try:
-        with urllib.request.urlopen(request, timeout=PROMOTION_S) as answer:
+        with urllib.request.urlopen(request, timeout=PROMOTION_TIMEOUT_S) as answer:
             return json.loads(answer.read())["version"]
     except urllib.error.HTTPError as error:
-        raise _refused(error.read(), service) from None
+        raise _make_promotion_error(error.read(), service) from None
     except (OSError, ValueError, KeyError) as error:
         raise RunError(f"the service does not answer: {error}", where=service) from None
 
 
-def _refused(body: bytes, service: str) -> RunError:
+def _make_promotion_error(body: bytes, service: str) -> RunError:
     try:
         parts: dict[str, Any] = json.loads(body)
         what = parts.pop("error")

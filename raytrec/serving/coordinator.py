@@ -26,10 +26,10 @@ from raytrec.serving.figures import write_metrics
 
 log = logging.getLogger(__name__)
 
-FOLLOW_S = 5.0  # interval at which an idle replica asks again
+FOLLOW_INTERVAL_S = 5.0  # interval at which an idle replica asks again
 GONE_S = 15.0  # time without a request after which a replica counts as ended
 LOAD_S = 1800.0  # timeout of loading
-MAX_ENDED = 1  # replicas that may end while an export is loaded; more ends abort the promotion
+MAX_ENDED_REPLICAS = 1  # replicas that may end while an export is loaded; more ends abort the promotion
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Report:
+class ReplicaState:
     """State of a replica.
 
     Attributes:
@@ -92,10 +92,12 @@ class Coordinator:
         else:
             self._remember(export, None, export)
         # Time by which all replicas have reported; after a restart, replicas already exist.
-        self._complete = monotonic() + 2 * FOLLOW_S if again else 0.0
+        self._complete = monotonic() + 2 * FOLLOW_INTERVAL_S if again else 0.0
         # Numbers differ from those before a restart, which replicas may still report.
         self._order, self._changed = Order(int(time.time() * 1000), self._now), asyncio.Event()
-        self._replicas: dict[str, tuple[Report, float]] = {}  # last report of each replica, and its time
+        self._replicas: dict[
+            str, tuple[ReplicaState, float]
+        ] = {}  # last report of each replica, and its time
         self._news = ""
         self._busy = asyncio.Lock()
 
@@ -140,8 +142,8 @@ class Coordinator:
             self._tell()
         self._remember(self._now, self._before, export)
 
-    async def follow(self, replica: str, report: Report, given: int) -> Order:
-        """Record a replica's report and return the next order, or the same one after FOLLOW_S.
+    async def follow(self, replica: str, report: ReplicaState, given: int) -> Order:
+        """Record a replica's report and return the next order, or the same one after FOLLOW_INTERVAL_S.
 
         Args:
             replica: Id of the replica.
@@ -151,10 +153,10 @@ class Coordinator:
         await self.hear(replica, report)
         if given == self._order.number:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), FOLLOW_S)
+                await asyncio.wait_for(self._changed.wait(), FOLLOW_INTERVAL_S)
         return self._order
 
-    async def hear(self, replica: str, report: Report) -> None:
+    async def hear(self, replica: str, report: ReplicaState) -> None:
         """Record a replica's report."""
         self._replicas[replica] = report, monotonic()
 
@@ -215,7 +217,7 @@ class Coordinator:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _carried_out(self) -> dict[str, Report]:
+    async def _carried_out(self) -> dict[str, ReplicaState]:
         """Wait until all live replicas have carried out the order, and return their reports.
 
         Raises:
@@ -225,11 +227,11 @@ class Coordinator:
         while monotonic() - began < LOAD_S:
             live = self._live()
             seen_ones |= live.keys()
-            if self._order.prepare and len(seen_ones - live.keys()) > MAX_ENDED:
+            if self._order.prepare and len(seen_ones - live.keys()) > MAX_ENDED_REPLICAS:
                 where = self._order.prepare
                 self._tell()
                 raise RunError(
-                    f"{MAX_ENDED + 1} replicas ended while they loaded it, and all others answer as before",
+                    f"{MAX_ENDED_REPLICAS + 1} replicas ended while they loaded it, and all others answer as before",
                     where=where,
                     do="see the service's log; an export may need more memory than there is",
                 )
@@ -242,7 +244,7 @@ class Coordinator:
         self._tell()
         raise RunError("replicas do not answer", where="the service", do="see its log")
 
-    def _live(self) -> dict[str, Report]:
+    def _live(self) -> dict[str, ReplicaState]:
         """Return the last report of each replica that still reports."""
         oldest = monotonic() - GONE_S
         self._replicas = {name: seen for name, seen in self._replicas.items() if seen[1] > oldest}

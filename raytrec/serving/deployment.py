@@ -22,13 +22,13 @@ from raytrec.common.errors import ConfigError, DataError, RaytrecError, RunError
 from raytrec.scoring.manifest import read_manifest
 from raytrec.scoring.scorer import Scorer
 from raytrec.serving.app import Listener, Service, json_response
-from raytrec.serving.bodies import JSON, Refused, check_type
-from raytrec.serving.coordinator import FOLLOW_S, LOAD_S, Coordinator, Export, Order, Report
-from raytrec.serving.figures import about_model
+from raytrec.serving.bodies import JSON, RefusedRequest, check_type
+from raytrec.serving.coordinator import FOLLOW_INTERVAL_S, LOAD_S, Coordinator, Export, Order, ReplicaState
+from raytrec.serving.figures import describe_model
 from raytrec.serving.openapi import Endpoint
-from raytrec.serving.options import TOKEN, Served
+from raytrec.serving.options import TOKEN, ServiceOptions
 from raytrec.serving.request_log import RequestLog
-from raytrec.serving.versions import carry_out, containing_folder, load_either, resolve_export
+from raytrec.serving.versions import carry_out, get_containing_folder, load_either, resolve_export
 
 NAMESPACE = "raytrec-serve"
 BUSY = 0.6  # target share of time in which replicas are busy
@@ -37,7 +37,7 @@ BUSY = 0.6  # target share of time in which replicas are busy
 class Replica:
     """Replica of a service: loads exports, answers, and follows the coordinator's orders in a thread."""
 
-    def __init__(self, served: Served, token: str | None):
+    def __init__(self, served: ServiceOptions, token: str | None):
         import ray
         import torch
         from ray import serve
@@ -47,7 +47,7 @@ class Replica:
         prepare_replica()
         torch.set_num_threads(1)
         gc.freeze()  # collections in Versions skip imported objects and take tens of milliseconds
-        self._coordinator = ray.get_actor(coordinator_of(served.name), NAMESPACE)
+        self._coordinator = ray.get_actor(get_coordinator_name(served.name), NAMESPACE)
         self._id = serve.get_replica_context().replica_id.unique_id
         now, before = ray.get(self._coordinator.exports.remote())
         versions, failed = load_either(now, before, served.allow_code)
@@ -74,7 +74,7 @@ class Replica:
         """
         # One thread carries out orders one after the other; another thread reports meanwhile.
         self._loads, self._reports = ThreadPoolExecutor(1, "load"), Lock()
-        self._done, self._settled = Report(-1, self.service.versions.version), Event()
+        self._done, self._settled = ReplicaState(-1, self.service.versions.version), Event()
         Thread(target=self._follow, name="follow", daemon=True).start()
         if not self._settled.wait(LOAD_S):
             raise self._done.error or RunError("the coordinator does not answer", where="the service")
@@ -110,7 +110,7 @@ class Replica:
             values = None
         given = values.get("uri", "before") if isinstance(values, dict) else None
         if not given or not isinstance(given, str):
-            raise Refused(400, DataError("no uri", where="the body", expected='{"uri": "URI"}, or {}'))
+            raise RefusedRequest(400, DataError("no uri", where="the body", expected='{"uri": "URI"}, or {}'))
         uri = resolve_export(given, self._promote_from) if "uri" in values else None
         version = await self._asking(lambda: self._coordinator.promote.remote(uri))
         return json_response({"version": version})
@@ -124,7 +124,7 @@ class Replica:
 
     async def _model(self, request: Request, scorer: Scorer) -> Response:
         overview = await self._asking(self._coordinator.overview.remote)
-        return json_response(overview | {"model": about_model(scorer)})
+        return json_response(overview | {"model": describe_model(scorer)})
 
     async def _asking(self, ask: Callable[[], Any]) -> Any:
         """Return the coordinator's answer; its errors become refusals for the client."""
@@ -134,11 +134,11 @@ class Replica:
             return await ask()
         except RayActorError:
             lost = RunError("the coordinator is being started again", where="the service", do="try again")
-            raise Refused(503, lost, **{"Retry-After": "1"}) from None
+            raise RefusedRequest(503, lost, **{"Retry-After": "1"}) from None
         except Exception as error:
             cause = getattr(error, "cause", error)
             if isinstance(cause, RaytrecError):
-                raise Refused(409, cause) from None
+                raise RefusedRequest(409, cause) from None
             raise
 
     def _follow(self) -> None:
@@ -150,7 +150,7 @@ class Replica:
             try:
                 with self._reports:
                     asked = self._coordinator.follow.remote(self._id, self._report(), given)
-                order = ray.get(asked, timeout=4 * FOLLOW_S)
+                order = ray.get(asked, timeout=4 * FOLLOW_INTERVAL_S)
             except Exception:  # the coordinator is restarting, or this process ends
                 time.sleep(1)
                 continue
@@ -166,13 +166,13 @@ class Replica:
         if done.version == order.answer.version:
             self._settled.set()
 
-    def _report(self) -> Report:
+    def _report(self) -> ReplicaState:
         service, scorer = self.service, self.service.versions.current.scorer
-        figures = tuple(service.figures.collect(about_model(scorer), service.batcher.waiting))
+        figures = tuple(service.figures.collect(describe_model(scorer), service.batcher.waiting))
         return replace(self._done, version=scorer.version, figures=figures)
 
 
-def replicas_for(context: Any) -> tuple[float, dict]:
+def compute_replicas(context: Any) -> tuple[float, dict]:
     """Return the number of replicas at which each is busy for BUSY of the time (Serve's scaling policy)."""
     busy = (context.aggregated_metrics or {}).get("busy", {})
     return (sum(busy.values()) / BUSY if busy else context.current_num_replicas), {}
@@ -181,12 +181,12 @@ def replicas_for(context: Any) -> tuple[float, dict]:
 def app(args: dict[str, Any]) -> Any:
     """Return the application of Ray Serve, for configuration files of Serve and KubeRay.
 
-    The import path is `raytrec.serving.deployment:app`, with the keys of `Served` as `args`.
+    The import path is `raytrec.serving.deployment:app`, with the keys of `ServiceOptions` as `args`.
 
     Raises:
         ConfigError: RAYTREC_SERVE_TOKEN is not set.
     """
-    served, token = Served.model_validate(args), os.environ.get(TOKEN)
+    served, token = ServiceOptions.model_validate(args), os.environ.get(TOKEN)
     if not (token or served.no_token):
         raise ConfigError(
             f"{TOKEN} is not set",
@@ -197,7 +197,7 @@ def app(args: dict[str, Any]) -> Any:
     return build(served.named(), None if served.no_token else token)
 
 
-def build(served: Served, token: str | None, **scaling: Any) -> Any:
+def build(served: ServiceOptions, token: str | None, **scaling: Any) -> Any:
     """Start the service's coordinator, and return the application of Ray Serve.
 
     Args:
@@ -212,19 +212,19 @@ def build(served: Served, token: str | None, **scaling: Any) -> Any:
     from ray import serve
     from ray.serve.schema import LoggingConfig
 
-    from raytrec.compat.ray_core import keep_for_actor, kept_for_actor
+    from raytrec.compat.ray_core import load_actor_value, store_actor_value
 
-    folder = served.promote_from or containing_folder(served.uri)  # resolved now, as a link may change
+    folder = served.promote_from or get_containing_folder(served.uri)  # resolved now, as a link may change
     served = served.model_copy(update={"promote_from": folder})
     export = Export(served.uri, read_manifest(served.uri).version)
     actor = ray.remote(num_cpus=0, max_restarts=-1)(Coordinator).options(
-        name=coordinator_of(served.name),
+        name=get_coordinator_name(served.name),
         namespace=NAMESPACE,
         lifetime="detached",
         max_concurrency=1000,
         get_if_exists=True,
     )
-    ray.get(actor.remote(export, kept_for_actor, keep_for_actor).declare.remote(export))
+    ray.get(actor.remote(export, load_actor_value, store_actor_value).declare.remote(export))
     deployment = serve.deployment(
         Replica,
         name="raytrec",
@@ -235,7 +235,7 @@ def build(served: Served, token: str | None, **scaling: Any) -> Any:
     return deployment.bind(served, token)
 
 
-def deploy(served: Served, replicas: tuple[int, int], token: str | None) -> None:
+def deploy(served: ServiceOptions, replicas: tuple[int, int], token: str | None) -> None:
     """Start a service on the Ray cluster of this process, and return when the service answers.
 
     Args:
@@ -249,7 +249,7 @@ def deploy(served: Served, replicas: tuple[int, int], token: str | None) -> None
     least, most = replicas
     scaling: dict[str, Any] = {"num_replicas": least}
     if least != most:
-        policy = AutoscalingPolicy(policy_function=f"{__name__}:{replicas_for.__name__}")
+        policy = AutoscalingPolicy(policy_function=f"{__name__}:{compute_replicas.__name__}")
         config = AutoscalingConfig(min_replicas=least, max_replicas=most, policy=policy)
         scaling = {"autoscaling_config": config}
     serve.start(proxy_location=ProxyLocation.Disabled)
@@ -260,10 +260,10 @@ def print_news(name: str, stop: Event) -> None:
     """Print each change of the version that answers, until `stop` is set."""
     import ray
 
-    coordinator, shown = ray.get_actor(coordinator_of(name), NAMESPACE), ""
-    while not stop.wait(FOLLOW_S):
+    coordinator, shown = ray.get_actor(get_coordinator_name(name), NAMESPACE), ""
+    while not stop.wait(FOLLOW_INTERVAL_S):
         with suppress(ray.exceptions.RayError):  # the coordinator is restarting
-            if (news := ray.get(coordinator.news.remote(), timeout=FOLLOW_S)) != shown:
+            if (news := ray.get(coordinator.news.remote(), timeout=FOLLOW_INTERVAL_S)) != shown:
                 shown = news
                 print(f"version      {news}", flush=True)
 
@@ -275,9 +275,9 @@ def end(name: str) -> None:
 
     serve.shutdown()
     with suppress(ValueError):  # the actor does not exist
-        ray.kill(ray.get_actor(coordinator_of(name), NAMESPACE))
+        ray.kill(ray.get_actor(get_coordinator_name(name), NAMESPACE))
 
 
-def coordinator_of(name: str) -> str:
+def get_coordinator_name(name: str) -> str:
     """Return the name of a service's coordinator actor."""
     return f"raytrec-serve-{name}"

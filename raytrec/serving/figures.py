@@ -39,7 +39,7 @@ class Figures:
         """Return the counters and the current gauges.
 
         Args:
-            about: Result of about_model for the current model.
+            about: Result of describe_model for the current model.
             waiting: Number of waiting rows.
         """
         version = GaugeMetricFamily("raytrec_version", "1 of the version that answers.", labels=["version"])
@@ -54,7 +54,7 @@ class Figures:
         return [*counted, waits, version, age]
 
 
-def about_model(scorer: Scorer) -> dict[str, Any]:
+def describe_model(scorer: Scorer) -> dict[str, Any]:
     """Return version, run and step of a model, the time of its export, and its age in seconds."""
     manifest = scorer.manifest
     age = (datetime.now(UTC) - datetime.fromisoformat(manifest.made)).total_seconds()
@@ -67,7 +67,7 @@ def about_model(scorer: Scorer) -> dict[str, Any]:
     }
 
 
-class _Merged(Collector):
+class _MergedCollector(Collector):
     def __init__(self, metrics: Iterable[Metric]):
         self._metrics = metrics
 
@@ -88,4 +88,4 @@ def write_metrics(of_replicas: Mapping[str, Collection[Metric]]) -> bytes:
             into = merged.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
             into.samples += [s._replace(labels=s.labels | {"replica": replica}) for s in metric.samples]
     replicas = GaugeMetricFamily("raytrec_replicas", "Replicas of the service.", len(of_replicas))
-    return generate_latest(_Merged([*merged.values(), replicas]))
+    return generate_latest(_MergedCollector([*merged.values(), replicas]))

@@ -17,7 +17,7 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from raytrec.data.arrow import list_element
+from raytrec.data.arrow import list_element_type
 from raytrec.scoring.scorer import Scorer
 from raytrec.serving.bodies import ARROW, JSON
 
@@ -55,7 +55,7 @@ def describe(scorer: Scorer, endpoints: Iterable[Endpoint]) -> dict[str, Any]:
     columns = _object(columns={"type": "object", "properties": lists})
     users = _object(user=row, candidates=rows)
     arrow = {ARROW: {"schema": {"type": "string", "format": "binary"}}}
-    example = {"example": {"rows": example_rows(scorer)}}
+    example = {"example": {"rows": make_example_rows(scorer)}}
     bodies = {
         "/predict": arrow | {JSON: {"schema": {"oneOf": [_object(rows=rows), columns, users]}} | example},
         "/vectors": arrow | {JSON: {"schema": {"oneOf": [_object(rows=rows), columns]}}},
@@ -86,16 +86,16 @@ def describe(scorer: Scorer, endpoints: Iterable[Endpoint]) -> dict[str, Any]:
     }
 
 
-def example_rows(scorer: Scorer) -> list[dict[str, Any]]:
+def make_example_rows(scorer: Scorer) -> list[dict[str, Any]]:
     """Return a list with an example row: a golden row if there is one, else a made-up row."""
     if len(scorer.golden):
         return scorer.golden.select(scorer.columns.names).slice(0, 1).to_pylist()
     return [{field.name: _value(field.type) for field in scorer.columns}]
 
 
-def example_text(scorer: Scorer) -> str:
+def make_example_text(scorer: Scorer) -> str:
     """Return an example body of /predict, with one column per line."""
-    (row,) = example_rows(scorer)
+    (row,) = make_example_rows(scorer)
     columns = (f"{_json(name)}: {_json(value)}" for name, value in row.items())
     return '{"rows": [{\n  ' + ",\n  ".join(columns) + "\n}]}\n"
 
@@ -109,7 +109,7 @@ def _object(**properties: Any) -> dict[str, Any]:
 
 
 def _type(kind: pa.DataType) -> dict[str, Any]:
-    inner = list_element(kind)
+    inner = list_element_type(kind)
     if inner is not None:
         return {"type": ["array", "null"], "items": _type(inner)}
     name = "string"
@@ -123,7 +123,7 @@ def _type(kind: pa.DataType) -> dict[str, Any]:
 
 
 def _value(kind: pa.DataType) -> Any:
-    if list_element(kind) is not None:
+    if list_element_type(kind) is not None:
         return []
     return 0 if types.is_integer(kind) or types.is_floating(kind) else None
 

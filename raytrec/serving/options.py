@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from raytrec.cluster.access import make_token
+from raytrec.cluster.access import load_or_create_token
 from raytrec.common.storage import absolute
 from raytrec.config.base import Section
 from raytrec.scoring.manifest import read_manifest
@@ -17,7 +17,7 @@ TOKEN = "RAYTREC_SERVE_TOKEN"
 Location = Annotated[str, AfterValidator(lambda place: place and absolute(place))]  # local path or URI
 
 
-class Served(Section):
+class ServiceOptions(Section):
     """Options of `raytrec serve`, and arguments of the service's application on KubeRay."""
 
     uri: Location
@@ -38,7 +38,7 @@ class Served(Section):
     log_sample: float = Field(default=0.01, gt=0, le=1)
     """Share of requests that is logged."""
 
-    def named(self) -> Served:
+    def named(self) -> ServiceOptions:
         """Return the options with a name; the default name is the run's.
 
         Raises:
@@ -57,4 +57,4 @@ def read_token(name: str) -> str:
     """Return RAYTREC_SERVE_TOKEN, or else the token in the service's file, which is created if missing."""
     if given := os.environ.get(TOKEN):
         return given
-    return make_token(token_file(name))
+    return load_or_create_token(token_file(name))

@@ -22,18 +22,18 @@ from raytrec.common.output_folder import OutputFolder
 from raytrec.common.redaction import hide
 from raytrec.common.storage import absolute
 from raytrec.data.arrow import pick_columns
-from raytrec.scoring.rows import concat_rows, with_user
+from raytrec.scoring.rows import concat_rows, repeat_user
 from raytrec.serving.bodies import Query
 from raytrec.serving.figures import Figures
-from raytrec.skew.samples import REQUEST, VERSION
+from raytrec.skew.samples import REQUEST_COLUMN, VERSION_KEY
 
 _log = logging.getLogger(__name__)
-MOST_WAITING = 20_000  # maximum number of rows that wait for the thread
-CLOSE_S = 15.0  # timeout for the last files; Serve kills a replica after 20 s
+MAX_WAITING_ROWS = 20_000  # maximum number of rows that wait for the thread
+CLOSE_TIMEOUT_S = 15.0  # timeout for the last files; Serve kills a replica after 20 s
 
 
 @dataclass(frozen=True)
-class Logged:
+class LoggedRequest:
     """Answered request, with its scores."""
 
     path: str
@@ -72,7 +72,7 @@ class RequestLog:
         self._uri, self._sample, self._writer = absolute(uri), sample, writer
         self._written, self._dropped = figures.logged, figures.not_logged
         self._every_s, self._most_rows = every_s, most_rows
-        self._queue: SimpleQueue[Logged | None] = SimpleQueue()  # None ends the thread
+        self._queue: SimpleQueue[LoggedRequest | None] = SimpleQueue()  # None ends the thread
         self._waiting, self._lock, self._files = 0, Lock(), 0
         self._thread = Thread(target=self._run, name="request-log", daemon=True)
         self._thread.start()
@@ -87,18 +87,18 @@ class RequestLog:
             return None
         rows = len(scores[0])
         with self._lock:
-            fits = self._waiting + rows <= MOST_WAITING
+            fits = self._waiting + rows <= MAX_WAITING_ROWS
             self._waiting += rows if fits else 0
         if not fits:
             self._dropped.inc(rows)
             return None
-        self._queue.put(logged := Logged(path, query, scores))
+        self._queue.put(logged := LoggedRequest(path, query, scores))
         return logged.id
 
     def close(self) -> None:
         """Write the waiting requests and end the thread."""
         self._queue.put(None)
-        self._thread.join(CLOSE_S)
+        self._thread.join(CLOSE_TIMEOUT_S)
 
     def _run(self) -> None:
         tables: dict[str, list[pa.Table]] = defaultdict(list)
@@ -121,9 +121,9 @@ class RequestLog:
             if ended:
                 return
 
-    def _as_table(self, logged: Logged) -> pa.Table | None:
+    def _as_table(self, logged: LoggedRequest) -> pa.Table | None:
         try:
-            return logged_rows(logged)
+            return to_logged_rows(logged)
         except Exception as error:  # an answered request must not end the log
             _log.warning("a request cannot be logged: %s", error)
             self._dropped.inc(len(logged.scores[0]))
@@ -140,14 +140,16 @@ class RequestLog:
             if folder.is_local:
                 os.makedirs(folder.uri, 0o700, exist_ok=True)  # folder of real users' data
             with folder.stream(name, f"{folder.partial}/{name}") as stream:
-                pq.write_table(table.replace_schema_metadata({VERSION: version}), stream, compression="zstd")
+                pq.write_table(
+                    table.replace_schema_metadata({VERSION_KEY: version}), stream, compression="zstd"
+                )
             self._written.inc(len(table))
         except Exception as error:
             _log.warning("%s: %s rows of requests cannot be written: %s", hide(self._uri), len(table), error)
             self._dropped.inc(len(table))
 
 
-def logged_rows(logged: Logged) -> pa.Table:
+def to_logged_rows(logged: LoggedRequest) -> pa.Table:
     """Return the rows of a request as described in RequestLog.
 
     Raises:
@@ -156,13 +158,13 @@ def logged_rows(logged: Logged) -> pa.Table:
     query, scorer, table = logged.query, logged.query.scorer, concat_rows([logged.query.rows])
     columns = scorer.reader.columns
     if query.user is not None:
-        table = with_user(table, query.user, query.user.column_names)
+        table = repeat_user(table, query.user, query.user.column_names)
     table = pick_columns(table, columns.names).cast(columns)
     scores = scorer.as_table(logged.scores)
     for name in scores.column_names:
         table = table.append_column(name, scores[name])
     about = {
-        REQUEST: (logged.id, pa.string()),
+        REQUEST_COLUMN: (logged.id, pa.string()),
         "_time": (logged.time, pa.timestamp("us", "UTC")),
         "_path": (logged.path, pa.string()),
         "_version": (scorer.version, pa.string()),

@@ -15,20 +15,20 @@ from raytrec.common.storage import absolute, chooses_server, open_filesystem
 from raytrec.scoring.load import load
 from raytrec.scoring.manifest import read_manifest
 from raytrec.scoring.scorer import Scorer
-from raytrec.serving.bodies import Refused
-from raytrec.serving.coordinator import Export, Order, Report
+from raytrec.serving.bodies import RefusedRequest
+from raytrec.serving.coordinator import Export, Order, ReplicaState
 
 _log = logging.getLogger(__name__)
 
 
-class Loaded(NamedTuple):
+class LoadedExport(NamedTuple):
     """Export in memory."""
 
     uri: str
     scorer: Scorer
 
 
-class Versions:
+class LoadedExports:
     """Exports of a process, one of which answers. A request keeps the export that it started with.
 
     Args:
@@ -43,11 +43,11 @@ class Versions:
     def __init__(self, uri: str, allow_code: bool = False):
         self._allow_code, self._lock = allow_code, Lock()
         self.current = self._load(uri)
-        self.previous: Loaded | None = None
-        self._prepared: Loaded | None = None
+        self.previous: LoadedExport | None = None
+        self._prepared: LoadedExport | None = None
 
-    def _load(self, uri: str) -> Loaded:
-        return Loaded(uri, load(uri, check_tables=True, allow_code=self._allow_code))
+    def _load(self, uri: str) -> LoadedExport:
+        return LoadedExport(uri, load(uri, check_tables=True, allow_code=self._allow_code))
 
     @property
     def version(self) -> str:
@@ -87,7 +87,7 @@ class Versions:
             gc.collect()
 
 
-def load_either(now: Export, before: Export | None, allow_code: bool) -> tuple[Versions, str | None]:
+def load_either(now: Export, before: Export | None, allow_code: bool) -> tuple[LoadedExports, str | None]:
     """Load the current export, or the previous one if the current one is damaged.
 
     Returns:
@@ -99,7 +99,7 @@ def load_either(now: Export, before: Export | None, allow_code: bool) -> tuple[V
     errors: list[RaytrecError] = []
     for export in filter(None, (now, before)):
         try:
-            versions = Versions(export.uri, allow_code)
+            versions = LoadedExports(export.uri, allow_code)
             if (found := versions.version) == export.version:
                 return versions, str(errors[0]) if errors else None
             what = f"the export has been changed in place, from {export.version} to {found}"
@@ -109,7 +109,7 @@ def load_either(now: Export, before: Export | None, allow_code: bool) -> tuple[V
     raise errors[0]
 
 
-def carry_out(versions: Versions, order: Order, before: Report) -> Report:
+def carry_out(versions: LoadedExports, order: Order, before: ReplicaState) -> ReplicaState:
     """Carry out an order and return the report.
 
     Args:
@@ -132,10 +132,10 @@ def carry_out(versions: Versions, order: Order, before: Report) -> Report:
     except Exception as failed:
         _log.exception("an order could not be carried out")
         error = RunError(f"{type(failed).__name__}: {failed}", where=order.prepare or answer.uri)
-    return Report(order.number, versions.version, prepared, error)
+    return ReplicaState(order.number, versions.version, prepared, error)
 
 
-def containing_folder(uri: str) -> str:
+def get_containing_folder(uri: str) -> str:
     """Return the folder that contains an export, or the bucket if the export fills it."""
     place, query = _split(uri)
     parent = place.rpartition("/")[0] or "/"
@@ -158,7 +158,7 @@ def resolve_export(uri: str, folder: str) -> str:
     if place.startswith(root) and (same_server or query == own_query) and not {"", ".", ".."} & {*inner}:
         return place + query
     what = "the export is not in the folder of the service, or on another server"
-    raise Refused(403, RunError(what, where=uri, expected=f"an export in {folder} (--promote-from)"))
+    raise RefusedRequest(403, RunError(what, where=uri, expected=f"an export in {folder} (--promote-from)"))
 
 
 def _split(uri: str) -> tuple[str, str]:

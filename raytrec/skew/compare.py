@@ -17,17 +17,17 @@ from raytrec.common.terminal import bold, open_console, plain
 from raytrec.config.schema import Schema
 from raytrec.scoring.load import load
 from raytrec.scoring.scorer import TOLERANCE
-from raytrec.skew.samples import RowSample, find_groups, read_rows
+from raytrec.skew.samples import RowSample, group_by_version, read_rows
 
 SAMPLE_ROWS = 50_000  # rows sampled from the log and from the data
-MODERATE = 0.1  # psi above which a change is moderate (Siddiqi 2006); above 0.25 it is large
+MODERATE_PSI = 0.1  # psi above which a change is moderate (Siddiqi 2006); above 0.25 it is large
 DECILES = 10  # numbers are compared in bins bounded by the deciles of training
 TOP = 20  # most frequent ids, compared one by one; all others are compared together
 LENGTHS = np.array([0, 1, 2, 4, 8, 16, 32, 64, 128, 256])  # upper bounds of the bins of bags' lengths
 
 
 @dataclass(frozen=True)
-class Measure:
+class ColumnDifference:
     """One way in which a column of the log may differ from training.
 
     Attributes:
@@ -49,7 +49,7 @@ class Measure:
     @property
     def differs(self) -> bool:
         """True if the difference is moderate or large, and more than chance."""
-        return self.psi > max(MODERATE, self.chance)
+        return self.psi > max(MODERATE_PSI, self.chance)
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Skew:
     """
 
     metrics: dict[str, Any]
-    measures: list[Measure]
+    measures: list[ColumnDifference]
 
     def show(self) -> None:
         """Print the verdict, followed by tables, to stdout."""
@@ -80,9 +80,9 @@ class Skew:
             again.add_row(plain(name), f"{each['max']:.2g}", f"{each['mean']:.2g}", percent(each["share"]))
         console.print(again)
         if self.measures:
-            console.print(self._of_columns(rows))
+            console.print(self._tabulate_columns(rows))
 
-    def _of_columns(self, rows: str) -> Table:
+    def _tabulate_columns(self, rows: str) -> Table:
         """Return a table of all differences, and of the largest psi of each other column."""
         table = Table("", "column", "what", "psi", "log", "training", title_justify="left")
         for column in table.columns:  # narrow terminals wrap names and figures
@@ -91,7 +91,7 @@ class Skew:
         shown: set[str] = set()
         for each in self.measures:
             if each.differs or each.column not in shown:
-                texts = (plain(_text(figures)) for figures in (each.log, each.training))
+                texts = (plain(_format_figures(figures)) for figures in (each.log, each.training))
                 verdict = "differs" if each.differs else ""
                 table.add_row(verdict, plain(each.column), each.measure, f"{each.psi:.3f}", *texts)
             shown.add(each.column)
@@ -119,7 +119,7 @@ def skew(
         DataError: A file or a row is invalid.
     """
     scorer = load(export, allow_code=allow_code)
-    version, groups = scorer.manifest.version, find_groups(absolute(log), "LOG")
+    version, groups = scorer.manifest.version, group_by_version(absolute(log), "LOG")
     others = {name: sum(g.rows for g in found) for name, found in groups.items() if name != version}
     if version not in groups:
         raise RunError(
@@ -130,11 +130,11 @@ def skew(
         )
     served, measures, data_rows = read_rows(scorer, groups[version], rows, logged=True), [], 0
     if data:
-        found = [group for each in find_groups(absolute(data), "--data").values() for group in each]
+        found = [group for each in group_by_version(absolute(data), "--data").values() for group in each]
         trained = read_rows(scorer, found, rows, logged=False)
         compared = _Comparison(served, trained).measures(scorer.reader.form.schema)
         measures, data_rows = sorted(compared, key=lambda m: (not m.differs, -m.psi)), trained.rows
-    rescored = {name: _differences(given, served.rescored[name]) for name, given in served.scores.items()}
+    rescored = {name: _compare_scores(given, served.rescored[name]) for name, given in served.scores.items()}
     differs = [f"{name} (scored again)" for name, each in rescored.items() if each["share"]]
     metrics = {
         "name": version,
@@ -149,7 +149,7 @@ def skew(
     return Skew(metrics, measures)
 
 
-def _differences(given_N: np.ndarray, again_N: np.ndarray) -> dict[str, float]:
+def _compare_scores(given_N: np.ndarray, again_N: np.ndarray) -> dict[str, float]:
     off_N = np.abs(given_N - again_N) / np.maximum(1, np.abs(again_N))
     off_N[np.isnan(given_N) & np.isnan(again_N)] = 0
     off_N = np.nan_to_num(off_N, nan=1.0)
@@ -166,39 +166,41 @@ class _Comparison:
     def __init__(self, log: RowSample, training: RowSample):
         self._sides = log, training
 
-    def measures(self, schema: Schema) -> Iterator[Measure]:
+    def measures(self, schema: Schema) -> Iterator[ColumnDifference]:
         """Yield all measures."""
         for place, name in enumerate(schema.dense):
-            yield self._numbers(name, "values", [each.dense[:, place] for each in self._sides])
+            yield self._to_numbers(name, "values", [each.dense[:, place] for each in self._sides])
             yield self._nulls(name)
         for name, spec in schema.sparse.items():
-            yield from self._ids(name, "without a row" if schema.tables[spec.table].ids else "out of range")
+            yield from self._read_ids(
+                name, "without a row" if schema.tables[spec.table].ids else "out of range"
+            )
             yield self._nulls(name)
         for name in self._sides[0].scores:
-            yield self._numbers(name, "scores", [each.scores[name] for each in self._sides])
+            yield self._to_numbers(name, "scores", [each.scores[name] for each in self._sides])
 
-    def _measure(self, column: str, measure: str, counts: Any, figures: Any) -> Measure:
+    def _measure(self, column: str, measure: str, counts: Any, figures: Any) -> ColumnDifference:
         found_B, expected_B = counts
         bins = int(((found_B + expected_B) > 0).sum())
-        by_chance = chance(bins, *(each.independent for each in self._sides))
-        return Measure(column, measure, psi(found_B, expected_B), by_chance, *figures)
+        by_chance = chance(bins, *(each.independent_values for each in self._sides))
+        return ColumnDifference(column, measure, psi(found_B, expected_B), by_chance, *figures)
 
-    def _numbers(self, column: str, measure: str, values: list[np.ndarray]) -> Measure:
+    def _to_numbers(self, column: str, measure: str, values: list[np.ndarray]) -> ColumnDifference:
         """Return the measure of numbers, in bins bounded by the deciles of training."""
         bounds = np.unique(np.quantile(values[1], np.linspace(0, 1, DECILES + 1)))
         return self._measure(
-            column, measure, [_in_bins(each, bounds) for each in values], map(_figures, values)
+            column, measure, [_count_in_bins(each, bounds) for each in values], map(_describe_values, values)
         )
 
-    def _share(self, column: str, measure: str, shares: list[float]) -> Measure:
+    def _share(self, column: str, measure: str, shares: list[float]) -> ColumnDifference:
         """Return the measure of shares of rows or lookups."""
         counts = [np.array([s, 1 - s]) * each.rows for s, each in zip(shares, self._sides, strict=True)]
         return self._measure(column, measure, counts, [{"share": share} for share in shares])
 
-    def _nulls(self, column: str) -> Measure:
+    def _nulls(self, column: str) -> ColumnDifference:
         return self._share(column, "nulls", [each.nulls[column] / each.rows for each in self._sides])
 
-    def _ids(self, feature: str, odd: str) -> Iterator[Measure]:
+    def _read_ids(self, feature: str, odd: str) -> Iterator[ColumnDifference]:
         sides = self._sides
         found_N, expected_M = ids = [each.ids[feature] for each in sides]
         known, often = np.unique(expected_M, return_counts=True)
@@ -216,10 +218,10 @@ class _Comparison:
         yield self._share(feature, f"ids {odd}", shares)
         lengths = [each.lengths[feature] for each in sides]
         figures = [{"mean": float(n.mean()), "empty": float((n == 0).mean())} for n in lengths]
-        yield self._measure(feature, "length", [_in_bins(n, LENGTHS) for n in lengths], figures)
+        yield self._measure(feature, "length", [_count_in_bins(n, LENGTHS) for n in lengths], figures)
 
 
-def _in_bins(values_N: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+def _count_in_bins(values_N: np.ndarray, bounds: np.ndarray) -> np.ndarray:
     """Return the number of values in each bin, and last, above all bounds. Upper bounds are inclusive."""
     return np.bincount(np.searchsorted(bounds, values_N), minlength=len(bounds) + 1)
 
@@ -256,7 +258,7 @@ def chance(bins: int, found: int, expected: int) -> float:
     return quantile * (1 / max(1, found) + 1 / max(1, expected))
 
 
-def _figures(values_N: np.ndarray) -> dict[str, float]:
+def _describe_values(values_N: np.ndarray) -> dict[str, float]:
     low, middle, high = np.quantile(values_N, (0.05, 0.5, 0.95)).tolist()
     return {
         "mean": float(values_N.mean()),
@@ -267,7 +269,7 @@ def _figures(values_N: np.ndarray) -> dict[str, float]:
     }
 
 
-def _text(figures: dict[str, float]) -> str:
+def _format_figures(figures: dict[str, float]) -> str:
     if "share" in figures:
         return percent(figures["share"])
     shares = {"empty", f"top {TOP}"}

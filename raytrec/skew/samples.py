@@ -13,22 +13,22 @@ import pyarrow.compute as pc
 import torch
 
 from raytrec.common.errors import DataError
-from raytrec.config.features import columns_before
+from raytrec.config.features import resolve_input_columns
 from raytrec.data.arrow import is_list
-from raytrec.data.assemble import Assembled, Assembler
+from raytrec.data.assemble import AssembledTensors, Assembler
 from raytrec.data.footers import read_footer
 from raytrec.data.fragments import RowGroup
 from raytrec.data.listing import list_files
 from raytrec.data.pages.decode import decode_columns
-from raytrec.data.partitions import find_in_folders, in_folders
+from raytrec.data.partitions import find_folder_columns, parse_folder_values
 from raytrec.data.pieces import Rows
 from raytrec.scoring.rows import RowReader
 from raytrec.scoring.scorer import Scorer
 
-REQUEST = "_request"  # column of a log with the id of the request
-VERSION = b"raytrec.version"  # metadata key of a log's file with the version that answered its requests
-MAX_GROUPS = 64  # number of row groups to read if each has enough rows
-SCORED_ROWS = 2048  # rows scored together
+REQUEST_COLUMN = "_request"  # column of a log with the id of the request
+VERSION_KEY = b"raytrec.version"  # metadata key of a log's file with the version that answered its requests
+MAX_ROW_GROUPS = 64  # number of row groups to read if each has enough rows
+ROWS_PER_SCORING = 2048  # rows scored together
 
 Scores = dict[str, np.ndarray]  # column (column[class] for a task with classes) → float32 [rows]
 
@@ -60,39 +60,41 @@ class RowSample:
     rescored: Scores
 
     @property
-    def independent(self) -> int:
+    def independent_values(self) -> int:
         """Minimum number of independent values of a column."""
         return self.requests or self.rows
 
 
-def find_groups(place: str, key: str) -> dict[str, list[RowGroup]]:
+def group_by_version(place: str, key: str) -> dict[str, list[RowGroup]]:
     """Return the row groups of a folder by their version."""
     files, found = list_files(place, key).files, defaultdict(list)
     with ThreadPoolExecutor(16) as pool:
         for file, footer in zip(files, pool.map(read_footer, files), strict=True):
-            version = (footer.metadata or {}).get(VERSION, b"no version").decode()
+            version = (footer.metadata or {}).get(VERSION_KEY, b"no version").decode()
             counts = (footer.row_group(number).num_rows for number in range(footer.num_row_groups))
             found[version] += [RowGroup(file, number, rows) for number, rows in enumerate(counts) if rows]
     return {version: groups for version, groups in found.items() if groups}
 
 
-def _tables(
+def _iterate_tables(
     groups: Sequence[RowGroup], rows: int, reader: RowReader, columns: list[str]
 ) -> Iterator[tuple[str, pa.Table]]:
-    """Yield (file, up to SCORED_ROWS rows) for about `rows` rows, one piece from each of some row groups."""
+    """Yield (file, up to ROWS_PER_SCORING rows) for about `rows` rows, one piece from each of some row groups."""
     draw = np.random.default_rng(0)
-    each, left = -(-rows // min(MAX_GROUPS, len(groups))), rows
+    each, left = -(-rows // min(MAX_ROW_GROUPS, len(groups))), rows
     for place in draw.permutation(len(groups)):
         group, count = groups[place], min(each, groups[place].rows, left)
         if count:
             first = int(draw.integers(0, group.rows - count + 1))
             form = reader.form
-            if in_folders(group.path):
+            if parse_folder_values(group.path):
                 arrow = read_footer(group.path).schema.to_arrow_schema()
                 types = {field.name: field.type for field in reader.columns}
-                form = replace(form, types=types, from_folders=find_in_folders(arrow, form, group.path))
+                form = replace(form, types=types, from_folders=find_folder_columns(arrow, form, group.path))
             table = decode_columns(group.path, group.index, first, count, columns, form.folders)
-            yield from ((group.path, table.slice(at, SCORED_ROWS)) for at in range(0, count, SCORED_ROWS))
+            yield from (
+                (group.path, table.slice(at, ROWS_PER_SCORING)) for at in range(0, count, ROWS_PER_SCORING)
+            )
         left -= count
 
 
@@ -107,12 +109,12 @@ def read_rows(scorer: Scorer, groups: Sequence[RowGroup], rows: int, *, logged: 
     """
     reader, names = scorer.reader, [task.column for task in scorer.manifest.tasks]
     schema, transforms = reader.form.schema, reader.form.plan.transforms
-    sources = {name: columns_before(transforms, [name]) for name in schema.dense}
-    sources |= {name: columns_before(transforms, [schema.column_of(name)]) for name in schema.sparse}
-    columns = [*reader.columns.names, *([*names, REQUEST] if logged else [])]
+    sources = {name: resolve_input_columns(transforms, [name]) for name in schema.dense}
+    sources |= {name: resolve_input_columns(transforms, [schema.column_of(name)]) for name in schema.sparse}
+    columns = [*reader.columns.names, *([*names, REQUEST_COLUMN] if logged else [])]
     pieces: list[Rows] = []
     nulls, requests, scores, rescored = Counter(), set[str](), [], []
-    for file, table in _tables(groups, rows, reader, columns):
+    for file, table in _iterate_tables(groups, rows, reader, columns):
         try:
             pieces.append(reader.read(table))
         except DataError as error:
@@ -120,23 +122,27 @@ def read_rows(scorer: Scorer, groups: Sequence[RowGroup], rows: int, *, logged: 
         for name, of_name in sources.items():
             null = np.any([pc.is_null(table[source]).to_numpy() for source in of_name], axis=0)
             nulls[name] += int(null.sum())
-        rescored.append(_by_class(names, scorer.score(pieces[-1:])))
+        rescored.append(_split_classes(names, scorer.score(pieces[-1:])))
         if logged:
-            requests.update(pc.unique(table[REQUEST]).to_pylist())
-            scores.append(_by_class(names, [_numbers(table[name]) for name in names]))
+            requests.update(pc.unique(table[REQUEST_COLUMN]).to_pylist())
+            scores.append(_split_classes(names, [_to_numbers(table[name]) for name in names]))
     count = sum(map(len, pieces))
     whole = Assembler(reader.form).assemble(pieces, count)
     bags = whole.bags
     lengths = dict(zip(bags.keys, bags.lengths.view(len(bags.keys), -1).numpy(), strict=True))
     ids = dict(zip(bags.keys, bags.ids.split(bags.counts), strict=True))
-    odd = {name: _odd(scorer, name, ids[name], whole, place) for place, name in enumerate(bags.keys)}
+    odd = {
+        name: _make_type_error(scorer, name, ids[name], whole, place) for place, name in enumerate(bags.keys)
+    }
     ids = {name: each.numpy() for name, each in ids.items()}
-    again = _joined(rescored)
-    dense, given = whole.dense.numpy(), _joined(scores) if logged else again
+    again = _concatenate(rescored)
+    dense, given = whole.dense.numpy(), _concatenate(scores) if logged else again
     return RowSample(count, len(requests), dense, ids, lengths, odd, nulls, given, again)
 
 
-def _odd(scorer: Scorer, feature: str, ids_N: torch.Tensor, rows: Assembled, place: int) -> int:
+def _make_type_error(
+    scorer: Scorer, feature: str, ids_N: torch.Tensor, rows: AssembledTensors, place: int
+) -> int:
     """Return the number of a feature's lookups that are out of range or in fallback rows."""
     schema = scorer.reader.form.schema
     name = schema.sparse[feature].table
@@ -145,7 +151,7 @@ def _odd(scorer: Scorer, feature: str, ids_N: torch.Tensor, rows: Assembled, pla
     return int(rows.changed[0, place]) if rows.changed is not None else 0
 
 
-def _by_class(names: list[str], values: Sequence[np.ndarray]) -> Scores:
+def _split_classes(names: list[str], values: Sequence[np.ndarray]) -> Scores:
     found = {}
     for name, each in zip(names, values, strict=True):
         if each.ndim == 1:
@@ -155,11 +161,11 @@ def _by_class(names: list[str], values: Sequence[np.ndarray]) -> Scores:
     return found
 
 
-def _joined(parts: list[Scores]) -> Scores:
+def _concatenate(parts: list[Scores]) -> Scores:
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
-def _numbers(column: pa.ChunkedArray) -> np.ndarray:
+def _to_numbers(column: pa.ChunkedArray) -> np.ndarray:
     """Return a column of scores, float32 [n] or [n, classes]."""
     if not is_list(column.type):
         return column.to_numpy()

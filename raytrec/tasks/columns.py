@@ -13,22 +13,24 @@ import numpy as np
 import pyarrow as pa
 
 from raytrec.common.errors import ConfigError, DataError, hint
-from raytrec.config.features import needed_transforms
+from raytrec.config.features import select_needed_transforms
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.config.tasks import RetrievalSection
 from raytrec.config.transforms import Transform
-from raytrec.data.form import ReadPlan, Reserved, TaskRows
+from raytrec.data.form import ReadPlan, ReservedColumnSet, TaskRows
 from raytrec.data.fragments import Dataset
-from raytrec.data.order import Item, Part
-from raytrec.data.pages.decode import Faults
-from raytrec.data.rows import CHECKED_ROWS, read_item
+from raytrec.data.order import LaneItem, Part
+from raytrec.data.pages.decode import ReadErrorPolicy
+from raytrec.data.rows import CHECK_BATCH_ROWS, read_item
 from raytrec.tasks.task import Task, key_columns, resolve_tasks
 
-MOST_LABELS = 1_000_000  # approximate number of rows whose labels are read, in row groups all over the files
+MAX_LABELS_READ = (
+    1_000_000  # approximate number of rows whose labels are read, in row groups all over the files
+)
 
 
-def read_plan(
+def build_read_plan(
     tasks: Sequence[Task],
     schema: Schema,
     transforms: Sequence[Transform] = (),
@@ -53,12 +55,14 @@ def read_plan(
         schema,
         tuple(transforms),
         task_rows(tasks),
-        Reserved(
+        ReservedColumnSet(
             columns=tuple(dict.fromkeys([*slices, *ranked])),
             keys=keys,
             groups=tuple(dict.fromkeys([*key_columns(tasks), *ranked])),
             lists=seen,
-            or_lists=(retrieval.right_column,) if retrieval and retrieval.right_column not in keys else (),
+            optional_lists=(retrieval.right_column,)
+            if retrieval and retrieval.right_column not in keys
+            else (),
             named_by=named_by | dict.fromkeys(seen, "eval.retrieval.seen"),
         ),
         label_ranges(tasks, schema),
@@ -88,7 +92,7 @@ def label_ranges(tasks: Sequence[Task], schema: Schema) -> dict[str, tuple[float
     return ranges
 
 
-def check_reserved(tasks: Sequence[Task], slices: Sequence[str], reserved: Sequence[str]) -> None:
+def check_group_columns(tasks: Sequence[Task], slices: Sequence[str], reserved: Sequence[str]) -> None:
     """Check that the columns that group rows are reserved.
 
     Raises:
@@ -109,7 +113,7 @@ def check_reserved(tasks: Sequence[Task], slices: Sequence[str], reserved: Seque
             )
 
 
-def check_counts(tasks: Sequence[Task], types: Mapping[str, pa.DataType], uri: str) -> None:
+def check_frequency_columns(tasks: Sequence[Task], types: Mapping[str, pa.DataType], uri: str) -> None:
     """Check that the columns of item frequencies have integer types.
 
     Args:
@@ -146,18 +150,20 @@ def log_odds(config: RunConfig, schema: Schema, dataset: Dataset) -> tuple[float
     if schema.candidates or any(task.loss.reads_vectors for task in tasks):
         return ()
     plan = dataset.form.plan
-    names = [*schema.labels, *(column.column for column in plan.columns_of_tasks)]
-    transforms = needed_transforms(plan.transforms, names)
-    plan = replace(plan, schema=schema.part(()), transforms=transforms, reserved=Reserved())
+    names = [*schema.labels, *(column.column for column in plan.task_columns)]
+    transforms = select_needed_transforms(plan.transforms, names)
+    plan = replace(plan, schema=schema.part(()), transforms=transforms, reserved=ReservedColumnSet())
     form = replace(dataset.form, plan=plan)
     sums = np.zeros((2, len(tasks)))  # sum of the weights of negatives, and of positives
-    for group in dataset.groups[:: -(-dataset.rows // MOST_LABELS)]:
-        for first in range(0, group.rows, CHECKED_ROWS):
-            rows = min(CHECKED_ROWS, group.rows - first)
+    for group in dataset.groups[:: -(-dataset.rows // MAX_LABELS_READ)]:
+        for first in range(0, group.rows, CHECK_BATCH_ROWS):
+            rows = min(CHECK_BATCH_ROWS, group.rows - first)
             part = Part(group.path, group.index, first, rows, split=group.split)
-            table = read_item(Item(0, 0, (part,), None), form, Faults(config.data.on_error == "skip"))
+            table = read_item(
+                LaneItem(0, 0, (part,), None), form, ReadErrorPolicy(config.data.on_error == "skip")
+            )
             labels = _matrix(table, "labels")
-            weights = _matrix(table, "task_weights") if plan.weighs_tasks else np.ones((rows, len(tasks)))
+            weights = _matrix(table, "task_weights") if plan.has_task_weights else np.ones((rows, len(tasks)))
             if "present" in table.column_names:
                 weights = weights * table["present"].to_numpy()[:, None]
             for place, task in enumerate(tasks):

@@ -19,7 +19,7 @@ from raytrec.tasks.losses import BatchLoss, Rows
 AT_ONCE = {"cpu": 1 << 24, "cuda": 1 << 26}
 
 
-def compared_loss(loss: BatchLoss, own: Rows, factors_B: torch.Tensor, world: int) -> torch.Tensor:
+def compute_batch_loss(loss: BatchLoss, own: Rows, factors_B: torch.Tensor, world: int) -> torch.Tensor:
     """Return this rank's part of a loss that compares rows of the global batch; a collective.
 
     Args:
@@ -33,7 +33,7 @@ def compared_loss(loss: BatchLoss, own: Rows, factors_B: torch.Tensor, world: in
         over the global batch.
     """
     count, gradient, peers = len(own.labels), torch.is_grad_enabled(), Peers(alone=world == 1)
-    batch, first = (_of_all_ranks(own, peers), peers.rank * count) if world > 1 else (own, 0)
+    batch, first = (_gather_rows(own, peers), peers.rank * count) if world > 1 else (own, 0)
     logits = batch.logits.detach().requires_grad_(gradient)
     batch, size = batch._replace(logits=logits), max(1, AT_ONCE[logits.device.type] // len(batch.labels))
     losses, grads = [], torch.zeros_like(logits, requires_grad=False)
@@ -46,10 +46,12 @@ def compared_loss(loss: BatchLoss, own: Rows, factors_B: torch.Tensor, world: in
     value = torch.cat(losses).sum()
     if not gradient:
         return value
-    return _Given.apply(own.logits, value, peers.sum_own(grads.view(peers.world, *own.logits.shape)))
+    return _PrecomputedGradient.apply(
+        own.logits, value, peers.sum_own(grads.view(peers.world, *own.logits.shape))
+    )
 
 
-def _of_all_ranks(own: Rows, peers: Peers) -> Rows:
+def _gather_rows(own: Rows, peers: Peers) -> Rows:
     """Return the rows of all ranks in the order of ranks; a collective."""
     width = own.logits[0].numel()
     mine = torch.cat([own.logits.detach().view(-1, width), torch.stack([own.labels, own.weights], 1)], 1)
@@ -59,7 +61,7 @@ def _of_all_ranks(own: Rows, peers: Peers) -> Rows:
     return Rows(logits, numbers[:, width], numbers[:, width + 1], keys, counts)
 
 
-class _Given(torch.autograd.Function):
+class _PrecomputedGradient(torch.autograd.Function):
     """Autograd function of a value whose gradient for the logits is already computed."""
 
     @staticmethod

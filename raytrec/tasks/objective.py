@@ -28,12 +28,14 @@ from raytrec.common.errors import ConfigError
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.data.batch import Batch
-from raytrec.tasks.global_batch import compared_loss
+from raytrec.tasks.global_batch import compute_batch_loss
 from raytrec.tasks.losses import BatchLoss, Rows
-from raytrec.tasks.outputs import Outputs, TaskOutputs
+from raytrec.tasks.outputs import StepOutputs, TaskOutputs
 from raytrec.tasks.task import Task, check_model_learns, key_columns, resolve_tasks
 
-OF_MODEL = ""  # key, in place of a task name, of lookup_l2's loss and of a model's loss that no task uses
+MODEL_LOSS_KEY = (
+    ""  # key, in place of a task name, of lookup_l2's loss and of a model's loss that no task uses
+)
 
 
 def rank_loss(
@@ -116,32 +118,32 @@ class Objective:
             parts[name] = parts[name] + own if name in parts else own
 
         weights = self._weights(batch)
-        examples = batch.global_rows if batch.requests is None else self._examples(batch.labels)
-        for task, own, own_B in zip(self.tasks, self._of_tasks(logits), weights, strict=True):
+        examples = batch.global_rows if batch.requests is None else self._count_examples(batch.labels)
+        for task, own, own_B in zip(self.tasks, self._split_logits(logits), weights, strict=True):
             labels_B = batch.labels[:, task.column]
             factors_B = task.factors(labels_B, own_B)
             if isinstance(task.loss, BatchLoss):
-                key = self._key(getattr(task, task.loss.by) if task.loss.by else None, batch.keys)
-                rows = Rows(own, labels_B, own_B, key, self._key(task.item_frequency, batch.keys))
-                losses = compared_loss(task.loss, rows, factors_B, self.world)
+                key = self._select_keys(getattr(task, task.loss.by) if task.loss.by else None, batch.keys)
+                rows = Rows(own, labels_B, own_B, key, self._select_keys(task.item_frequency, batch.keys))
+                losses = compute_batch_loss(task.loss, rows, factors_B, self.world)
                 factors_B = losses.new_ones(())
             else:
                 losses = task.loss.of_rows(own, labels_B)
             parts[task.name] = rank_loss(losses, factors_B, examples, self.world, task.weight)
         if self.own_loss:
-            name = OF_MODEL if self._own_task is None else self.tasks[self._own_task].name
-            add(name, self._of_model(logits, batch, weights))
+            name = MODEL_LOSS_KEY if self._own_task is None else self.tasks[self._own_task].name
+            add(name, self._model_loss(logits, batch, weights))
         if looked_up is not None and self.l2_factors:
-            lengths_B = self._lengths(looked_up)
-            add(OF_MODEL, rank_loss(lengths_B, batch.weights, batch.global_rows, self.world))
+            lengths_B = self._half_squared_norms(looked_up)
+            add(MODEL_LOSS_KEY, rank_loss(lengths_B, batch.weights, batch.global_rows, self.world))
         return parts
 
-    def _examples(self, labels: torch.Tensor) -> torch.Tensor:
+    def _count_examples(self, labels: torch.Tensor) -> torch.Tensor:
         """Return the number of candidates of the global batch, at least 1; a collective."""
         own = labels.new_full((), len(labels))
         return Peers(own.device, alone=self.world == 1).sum(own).clamp(min=1)
 
-    def _lengths(self, looked_up: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def _half_squared_norms(self, looked_up: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return half of each row's Σ factor · ‖vector‖², float32 [B]."""
         of_features = (
             factor / 2 * looked_up[feature].float().square().flatten(1).sum(1)
@@ -149,7 +151,9 @@ class Objective:
         )
         return torch.stack(list(of_features)).sum(0)
 
-    def _of_model(self, logits: torch.Tensor, batch: Batch, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _model_loss(
+        self, logits: torch.Tensor, batch: Batch, weights: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
         """Return this rank's part of the model's own loss.
 
         Args:
@@ -164,7 +168,7 @@ class Objective:
             weights_B = task.factors(labels_B, weights[self._own_task]) * labels_B
         return rank_loss(logits[:, sum(self._widths)], weights_B, batch.global_rows, self.world, weight)
 
-    def _key(self, column: str | None, keys: torch.Tensor | None) -> torch.Tensor | None:
+    def _select_keys(self, column: str | None, keys: torch.Tensor | None) -> torch.Tensor | None:
         """Return the keys of a column, int64 [B]; None if the column is None or the batch has no keys."""
         return None if column is None or keys is None else keys[:, self.keys.index(column)]
 
@@ -174,7 +178,7 @@ class Objective:
         logits: torch.Tensor,
         batch: Batch,
         losses: Mapping[str, torch.Tensor] | None = None,
-    ) -> Outputs:
+    ) -> StepOutputs:
         """Return the outputs of a step for the metrics.
 
         Args:
@@ -189,19 +193,19 @@ class Objective:
         keys = batch.keys if batch.keys is None or batch.requests is None else batch.keys[batch.requests]
         of_column = {} if keys is None else dict(zip(self.keys, keys.unbind(1), strict=False))
         tasks = {}
-        of_tasks = zip(self.tasks, self._of_tasks(logits.detach()), self._weights(batch), strict=True)
+        of_tasks = zip(self.tasks, self._split_logits(logits.detach()), self._weights(batch), strict=True)
         for task, given, own_B in of_tasks:
-            logits_B = task.calibrated(given)
+            logits_B = task.calibrate(given)
             predictions = task.loss.predict(logits_B)
             tasks[task.name] = TaskOutputs(
                 logits_B, predictions, batch.labels[:, task.column], own_B, of_column
             )
-        return Outputs(tasks, batch.weights, loss.detach(), losses=parts)
+        return StepOutputs(tasks, batch.weights, loss.detach(), losses=parts)
 
     def predictions(self, logits: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return task → predictions in the label's units, float32 [B] or [B, classes]."""
-        of_tasks = zip(self.tasks, self._of_tasks(logits), strict=True)
-        return {task.name: task.loss.predict(task.calibrated(given)) for task, given in of_tasks}
+        of_tasks = zip(self.tasks, self._split_logits(logits), strict=True)
+        return {task.name: task.loss.predict(task.calibrate(given)) for task, given in of_tasks}
 
     def _weights(self, batch: Batch) -> Sequence[torch.Tensor]:
         """Return the weights of the rows in each task, [B] each."""
@@ -210,7 +214,7 @@ class Objective:
         each = batch.weights if batch.requests is None else batch.labels.new_ones(len(batch.labels))
         return [each] * len(self.tasks)
 
-    def _of_tasks(self, logits: torch.Tensor) -> Sequence[torch.Tensor]:
+    def _split_logits(self, logits: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return each task's part of the model's output: [B], [B, classes], or vectors [B, 2·D]."""
         columns, vectors = sum(self._widths), len(self._widths) < len(self.tasks)
         if logits.dim() == 1 and columns == 1 and not vectors and not self.own_loss:
@@ -218,7 +222,7 @@ class Objective:
         before = columns + self.own_loss
         beside = logits.shape[1] - before if logits.dim() == 2 else -1
         if beside < 0 or beside % 2 or (beside > 0) != vectors:
-            raise self._other_shape(logits, before, vectors)
+            raise self._shape_error(logits, before, vectors)
         if before == len(self.tasks) and not vectors and not self.own_loss:
             return logits.unbind(1)
         # torch.export cannot load a split into zero parts.
@@ -227,7 +231,7 @@ class Objective:
             logits[:, before:] if task.loss.reads_vectors else next(parts).squeeze(1) for task in self.tasks
         ]
 
-    def _other_shape(self, logits: torch.Tensor, columns: int, vectors: bool) -> ConfigError:
+    def _shape_error(self, logits: torch.Tensor, columns: int, vectors: bool) -> ConfigError:
         shape = ", ".join(map(str, logits.shape))
         one = "[rows]" if columns == 1 else f"[rows, {columns}]"
         return ConfigError(
@@ -247,7 +251,7 @@ def total(losses: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return first
 
 
-class Scoring(Objective):
+class ScoringObjective(Objective):
     """Objective for predictions only, without labels and losses. No method is a collective."""
 
     def losses(
@@ -262,7 +266,7 @@ class Scoring(Objective):
         logits: torch.Tensor,
         batch: Batch,
         losses: Mapping[str, torch.Tensor] | None = None,
-    ) -> Outputs:
+    ) -> StepOutputs:
         """Return the outputs of a step with labels 0, in which every row counts in every task."""
         labels = batch.labels.new_zeros(len(batch.labels), 1 + max(task.column for task in self.tasks))
         unlabelled = replace(batch, labels=labels, task_weights=None, keys=None)

@@ -42,7 +42,7 @@ class TaskOutputs:
 
 
 @dataclass(frozen=True)
-class Outputs:
+class StepOutputs:
     """Outputs of one rank's step that the metrics read.
 
     A step that is skipped on all ranks has zero logits, predictions, labels, weights and losses.
@@ -53,7 +53,7 @@ class Outputs:
         loss: Scalar that this rank calls backward on (tasks/objective.py): the rank's part × ranks.
         is_skipped: Function that waits for the forward pass and returns True if the step is skipped; None
             unless train.on_nan is skip.
-        losses: Task (or objective.OF_MODEL) → its part of `loss` × rows of the global batch ÷ ranks, in
+        losses: Task (or objective.MODEL_LOSS_KEY) → its part of `loss` × rows of the global batch ÷ ranks, in
             training. The sum over ranks ÷ rows of the global batch is the loss of the step.
         vectors: Vectors of one tower of the model (worker.step.Head), float32 [B, width]; None: no tower.
     """
@@ -68,7 +68,7 @@ class Outputs:
     def __getitem__(self, task: str) -> TaskOutputs:
         return self.tasks[task]
 
-    def masked(self, mask: torch.Tensor, is_skipped: Callable[[], object]) -> Outputs:
+    def masked(self, mask: torch.Tensor, is_skipped: Callable[[], object]) -> StepOutputs:
         """Return the outputs of a step that may be skipped; zeros if skipped, because the values may be NaN.
 
         Args:

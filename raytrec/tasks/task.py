@@ -60,7 +60,7 @@ class Task(TaskRows):
             return weights_B
         return weights_B.where(labels_B != 1, weights_B * self.positive_weight)
 
-    def calibrated(self, logits: torch.Tensor) -> torch.Tensor:
+    def calibrate(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the logits for metrics and predictions, computed from the model's output for this task.
 
         Vectors of query and item are multiplied. If negatives were down-sampled to a share r, the result is
@@ -77,7 +77,7 @@ def key_columns(tasks: Sequence[Task], slices: Sequence[str] = ()) -> tuple[str,
     return tuple(dict.fromkeys([*(name for name in of_tasks if name is not None), *slices]))
 
 
-def columns_of(tasks: Sequence[Task]) -> dict[str, int]:
+def count_logits(tasks: Sequence[Task]) -> dict[str, int]:
     """Return task → number of its logits, in the order of logits, without tasks whose loss reads vectors."""
     return {task.name: task.outputs for task in tasks if not task.loss.reads_vectors}
 

@@ -9,34 +9,40 @@ from typing import Any
 from raytrec.common.messages import RankLine
 from raytrec.tracking.history import sum_intervals
 
-ADDED = ("lookups", "lookup_bytes", "weight_bytes", "state_bytes")  # summed over the tables of a rank
+RANK_SUM_KEYS = ("lookups", "lookup_bytes", "weight_bytes", "state_bytes")  # summed over the tables of a rank
 WAIT_PHASES = ("input_exchange", "collectives")  # phases that include waiting for other ranks
 
 SUMMED = ("weight_bytes", "state_bytes", "lookups", "lookup_bytes", "touched_rows")
-MAXIMA = ("max_abs", "row_norm_max")
-NORMS = ("weight_norm", "gradient_norm", "update_norm", "state_norm")
-OF_IDS = ("occupancy", "admitted_ids", "evicted_ids", "fallback_share", "id_age")  # equal on all ranks
+MAXIMUM_KEYS = ("max_abs", "row_norm_max")
+NORM_KEYS = ("weight_norm", "gradient_norm", "update_norm", "state_norm")
+ID_STATISTIC_KEYS = (
+    "occupancy",
+    "admitted_ids",
+    "evicted_ids",
+    "fallback_share",
+    "id_age",
+)  # equal on all ranks
 # Statistic → weight of a shard in the average: the total to which the shard's share refers.
 WEIGHTS: dict[str, Callable[[dict[str, Any]], float]] = {
     **dict.fromkeys(
         # Hashed ids are spread evenly over rows.
-        ("dead_share", "row_norm_p05", "row_norm_p50", "row_norm_p95", "collision_rate", *OF_IDS),
+        ("dead_share", "row_norm_p05", "row_norm_p50", "row_norm_p95", "collision_rate", *ID_STATISTIC_KEYS),
         lambda entry: entry.get("rows") or 0.0,
     ),
-    "unique_ratio": lambda entry: _ids_of_step(entry),
+    "unique_ratio": lambda entry: _estimate_step_ids(entry),
     "changed_share": lambda entry: entry.get("read_ids") or 0.0,
     "cache_hit_rate": lambda entry: entry.get("lookups") or 0.0,
 }
-FIGURES = (*SUMMED, *MAXIMA, *NORMS, *WEIGHTS)  # statistics of a table over all ranks
+FIGURES = (*SUMMED, *MAXIMUM_KEYS, *NORM_KEYS, *WEIGHTS)  # statistics of a table over all ranks
 BINS = 30
 
 
-def table_bytes(entry: dict[str, Any]) -> float:
+def sum_table_bytes(entry: dict[str, Any]) -> float:
     """Return the bytes of weights and optimizer state of a rank's shards of a table."""
     return (entry.get("weight_bytes") or 0.0) + (entry.get("state_bytes") or 0.0)
 
 
-def own_time(line: RankLine) -> float:
+def get_own_time_s(line: RankLine) -> float:
     """Return the seconds of an interval in which a rank did not wait for other ranks."""
     return line.seconds - sum(line.phase_s(phase) for phase in WAIT_PHASES)
 
@@ -57,7 +63,7 @@ def by_rank(lines: list[RankLine]) -> dict[int, list[RankLine]]:
     return dict(sorted(ranks.items()))
 
 
-def last_group(lines: list[RankLine]) -> list[RankLine]:
+def select_last_group(lines: list[RankLine]) -> list[RankLine]:
     """Return the lines since the last change of the group of workers; only these ranks are comparable."""
     kept: list[RankLine] = []
     for line in reversed(lines):
@@ -72,7 +78,7 @@ def skip_warmup(lines: list[RankLine]) -> list[RankLine]:
 
     The first interval is kept if there is no other one.
     """
-    group = last_group(lines)
+    group = select_last_group(lines)
     first = min((line.first_step for line in group), default=0)
     return [line for line in group if line.first_step > first] or group
 
@@ -111,9 +117,11 @@ def combine_shards(lines: list[RankLine], table: str, replicated: bool = False) 
     entries = [line.tables[table] for line in lines if table in line.tables]
     replicated = replicated or any(entry.get("replicated") is True for entry in entries)
     out: dict[str, Any] = {key: _known(entries, key, sum) for key in SUMMED}
-    out |= {key: _known(entries, key, max) for key in MAXIMA}
-    out |= {key: _known(entries, key, max if replicated else lambda values: hypot(*values)) for key in NORMS}
-    out |= {key: _mean(entries, key, weight) for key, weight in WEIGHTS.items()}
+    out |= {key: _known(entries, key, max) for key in MAXIMUM_KEYS}
+    out |= {
+        key: _known(entries, key, max if replicated else lambda values: hypot(*values)) for key in NORM_KEYS
+    }
+    out |= {key: _compute_weighted_mean(entries, key, weight) for key, weight in WEIGHTS.items()}
     counts = [c for entry in entries if (c := entry.get("row_norm_counts")) and len(c) == BINS]
     out["row_norm_counts"] = [sum(column) for column in zip(*counts, strict=True)] if counts else None
     return out
@@ -124,13 +132,13 @@ def _known(entries: list[dict], key: str, combine: Any) -> float:
     return float(combine(values)) if values else nan
 
 
-def _ids_of_step(entry: dict[str, Any]) -> float:
+def _estimate_step_ids(entry: dict[str, Any]) -> float:
     """Return the ids that a shard looked up in the probed step: distinct rows ÷ their ratio to ids."""
     ratio = entry.get("unique_ratio") or 0.0
     return (entry.get("touched_rows") or 0.0) / ratio if ratio > 0 else 0.0
 
 
-def _mean(entries: list[dict], key: str, weight: Callable[[dict], float]) -> float:
+def _compute_weighted_mean(entries: list[dict], key: str, weight: Callable[[dict], float]) -> float:
     """Return the weighted mean over shards, or the unweighted mean if all weights are 0."""
     pairs = [(value, weight(entry)) for entry in entries if (value := entry.get(key)) is not None]
     if total := sum(w for _, w in pairs):

@@ -18,22 +18,22 @@ from raytrec.common.errors import ConfigError
 from raytrec.common.formatting import count
 from raytrec.common.processes import lock
 from raytrec.common.redaction import hide_all
-from raytrec.compat.mlflow_ import leave_out_dispensable
+from raytrec.compat.mlflow_ import block_unneeded_packages
 from raytrec.config.run_config import RunConfig
-from raytrec.tracking.failures import closed_to_us, may_pass, reason, unreachable
-from raytrec.tracking.feed import Feed
+from raytrec.tracking.failures import is_access_denied, is_transient, is_unreachable, reason
+from raytrec.tracking.feed import RecordReader
 from raytrec.tracking.run_folder import CHECK_RESULT, CONFIG, PLAN, REPORT, RESULT, SCHEMA, TAGS
-from raytrec.tracking.store import CORRECT, Store, cannot_open
-from raytrec.tracking.translate import in_parts, parameters
+from raytrec.tracking.store import URI_HINT, Store, make_open_error
+from raytrec.tracking.translate import parameters, split_texts
 
 ARTIFACTS = (CONFIG, SCHEMA, PLAN, RESULT, REPORT, CHECK_RESULT)
 LOCK = "mlflow.lock"
-EVERY_S = 1.0  # interval between the starts of two rounds of writing
-LAST_S = 25.0  # time limit of the last round, after training has ended
-FIRST_S, LONGEST_S = 1.0, 30.0  # shortest and longest delay between two retries
-BACK = "MLflow is back; the records that it lacks are being written"
-PARAM_LENGTH, TAG_LENGTH = 6000, 8000  # characters
-LOG_IN = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
+ROUND_INTERVAL_S = 1.0  # interval between the starts of two rounds of writing
+FINAL_ROUND_TIMEOUT_S = 25.0  # time limit of the last round, after training has ended
+MIN_RETRY_DELAY_S, LONGEST_S = 1.0, 30.0  # shortest and longest delay between two retries
+RECOVERY_NOTICE = "MLflow is back; the records that it lacks are being written"
+MAX_PARAM_LENGTH, MAX_TAG_LENGTH = 6000, 8000  # characters
+LOGIN_HINT = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
 
 
 class Delivery:
@@ -54,13 +54,13 @@ class Delivery:
 
     def __init__(self, folder: Path, config: RunConfig, notify: Callable[[str], None]):
         self.uri, self._folder, self._notify = config.tracking.uri, folder, notify
-        self._feed = Feed(folder)
+        self._feed = RecordReader(folder)
         self._store = Store(config, folder, self._feed.delivered.key, self._feed.delivered.run_id)
         self._params = parameters(config)
         self._tags: dict[str, str] = {}  # tags that the store has
         self._uploaded: dict[Path, tuple[int, int]] = {}  # file → (modification time, size)
         self._joined = self._tried = self._ended = False
-        self._status: str | None = None  # final status of the run; None during training
+        self._get_http_status: str | None = None  # final status of the run; None during training
         self._pause_s, self._longest_s, self._next = 0.0, LONGEST_S, 0.0
         self._why, self._dropped = "", 0
 
@@ -80,19 +80,19 @@ class Delivery:
             return False
         try:
             self._open()
-            self._describe()
+            self._write_description()
             self._write_lines()
-            self._upload()
-            if self._status and not self._ended:
-                self._ended = self._attempt(self._end, self._status)
+            self._upload_files()
+            if self._get_http_status and not self._ended:
+                self._ended = self._attempt(self._end, self._get_http_status)
         except ConfigError:
             raise
         except Exception as error:
-            self._failed(error)
+            self._schedule_retry(error)
             return False
         if self._pause_s:
             self._pause_s = 0.0
-            self._notify(BACK)
+            self._notify(RECOVERY_NOTICE)
         return True
 
     def finish(self, status: str, patience_s: float) -> str | None:
@@ -109,7 +109,7 @@ class Delivery:
             ConfigError: As in `deliver`.
         """
         until = monotonic() + patience_s
-        self._status, self._longest_s, self._next = status, FIRST_S, 0.0
+        self._get_http_status, self._longest_s, self._next = status, MIN_RETRY_DELAY_S, 0.0
         while not self.deliver() and self._next < until:
             sleep(max(0.0, self._next - monotonic()))
         dropped = self._dropped + self._feed.dropped
@@ -123,7 +123,7 @@ class Delivery:
         try:
             call(*arguments)
         except Exception as error:
-            if may_pass(error):
+            if is_transient(error):
                 raise
             self._why = reason(error)
             return False
@@ -133,12 +133,12 @@ class Delivery:
         """Call the store, and count a call that it rejected permanently."""
         self._dropped += not self._attempt(call, *arguments)
 
-    def _failed(self, error: Exception) -> None:
+    def _schedule_retry(self, error: Exception) -> None:
         if not self._pause_s:
             kept = "records are kept in the run folder, and written when it is back"
             self._notify(f"MLflow does not answer ({reason(error)}): {kept}")
         self._why = reason(error)
-        self._pause_s = min(2 * self._pause_s or FIRST_S, self._longest_s)
+        self._pause_s = min(2 * self._pause_s or MIN_RETRY_DELAY_S, self._longest_s)
         self._next = monotonic() + self._pause_s
 
     def _open(self) -> None:
@@ -154,24 +154,24 @@ class Delivery:
                 raise
             raise RuntimeError(error.what) from None
         except Exception as error:
-            if first and not unreachable(error):
-                do = LOG_IN if closed_to_us(error) else CORRECT
-                raise cannot_open(self.uri, reason(error), do) from None
+            if first and not is_unreachable(error):
+                do = LOGIN_HINT if is_access_denied(error) else URI_HINT
+                raise make_open_error(self.uri, reason(error), do) from None
             raise
         self._feed.use_run(self._store.run_id)
 
-    def _describe(self) -> None:
+    def _write_description(self) -> None:
         """Write the parent run, the parameters (section.key) unless already written, and changed tags."""
         if not self._joined:
             self._joined = self._attempt(self._store.join_parent) or True
         if not self._feed.delivered.params:
-            for part in in_parts(self._params, PARAM_LENGTH):
+            for part in split_texts(self._params, MAX_PARAM_LENGTH):
                 self._write(self._store.write_params, part)
-            self._feed.params_written()
+            self._feed.mark_params_written()
         tags = find_document(str(self._folder / TAGS), dict[str, Any]) or {}
         tags = hide_all({key: str(value) for key, value in tags.items()})
         if tags != self._tags:
-            for part in in_parts(tags, TAG_LENGTH):
+            for part in split_texts(tags, MAX_TAG_LENGTH):
                 self._write(self._store.write_tags, part)
             self._tags = tags
 
@@ -183,7 +183,7 @@ class Delivery:
                     self._write(self._store.write_metrics, [record])
             self._feed.written()
 
-    def _upload(self) -> None:
+    def _upload_files(self) -> None:
         for path, version in self._changed_files().items():
             place = "" if path.parent == self._folder else path.parent.name
             self._write(self._store.upload, path, place)
@@ -205,7 +205,7 @@ class Delivery:
 
 
 @contextmanager
-def one_delivery(folder: Path) -> Iterator[None]:
+def hold_delivery_lock(folder: Path) -> Iterator[None]:
     """Hold the delivery lock of a run folder, after waiting until no other process delivers the run.
 
     On file systems without locks, or if the lock file cannot be created, the block runs without a lock.
@@ -228,36 +228,41 @@ def follow(folder: Path, config: RunConfig) -> None:
     the error if the store cannot be opened}, and at the end {"missing": a sentence, or null}.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # ends with its driver, which may still have to save
-    leave_out_dispensable()
+    block_unneeded_packages()
     status, told = None, None
-    with one_delivery(folder):
-        delivery = Delivery(folder, config, lambda text: _report("note", text))
+    with hold_delivery_lock(folder):
+        delivery = Delivery(folder, config, lambda text: _print_message("note", text))
         try:
             while status is None:
                 began = monotonic()
                 delivery.deliver()
                 if delivery.run_id != told:
-                    _report("run_id", told := delivery.run_id)
-                status = _asked(max(0.0, began + EVERY_S - monotonic()))
-            _report("missing", delivery.finish(status or status_of(folder), LAST_S if status else 0))
+                    _print_message("run_id", told := delivery.run_id)
+                status = _read_status(max(0.0, began + ROUND_INTERVAL_S - monotonic()))
+            _print_message(
+                "missing",
+                delivery.finish(status or read_final_status(folder), FINAL_ROUND_TIMEOUT_S if status else 0),
+            )
         except ConfigError as error:
-            _report("refused", error.parts)
+            _print_message("refused", error.parts)
         except Exception as error:
-            _report("missing", f"MLflow lacks the end of the run ({type(error).__name__}: {reason(error)})")
+            _print_message(
+                "missing", f"MLflow lacks the end of the run ({type(error).__name__}: {reason(error)})"
+            )
 
 
-def status_of(folder: Path) -> str:
+def read_final_status(folder: Path) -> str:
     """Return the status of a run whose driver has exited: FINISHED or FAILED."""
     return "FINISHED" if (folder / RESULT).is_file() else "FAILED"
 
 
-def _asked(wait_s: float) -> str | None:
+def _read_status(wait_s: float) -> str | None:
     """Return a status read from standard input; "" at its end; None if nothing arrived within wait_s."""
     if not select([sys.stdin], [], [], wait_s)[0]:
         return None
     return os.read(sys.stdin.fileno(), 100).decode().strip()
 
 
-def _report(kind: str, value: Any) -> None:
+def _print_message(kind: str, value: Any) -> None:
     with suppress(OSError):  # a dead driver does not read
         print(json.dumps({kind: value}), flush=True)

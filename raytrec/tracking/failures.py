@@ -6,49 +6,54 @@ import sqlite3
 from collections.abc import Iterator
 
 from raytrec.common.redaction import hide
-from raytrec.compat.mlflow_ import server_failed
+from raytrec.compat.mlflow_ import is_server_failure
 
-SQLITE_PASSES = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
-WAITING_HELPS = (401, 403, 408, 409, 429, 499)  # 4xx codes that do not depend on the request's content
+TRANSIENT_SQLITE_CODES = (
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_LOCKED,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_IOERR,
+)
+TRANSIENT_HTTP_CODES = (401, 403, 408, 409, 429, 499)  # 4xx codes that do not depend on the request's content
 
 
-def may_pass(error: BaseException) -> bool:
+def is_transient(error: BaseException) -> bool:
     """Return True if the same call may succeed later, because the store is unreachable, locked or failing.
 
     Other errors are permanent: the store rejects the record, or a file is missing.
     """
-    if _no_answer(error):
+    if _is_unavailable(error):
         return True
-    if (status := _status(error)) is not None:
-        return status >= 500 or status in WAITING_HELPS
+    if (status := _get_http_status(error)) is not None:
+        return status >= 500 or status in TRANSIENT_HTTP_CODES
     return isinstance(error, OSError) and not isinstance(
         error, (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
     )
 
 
-def unreachable(error: BaseException) -> bool:
+def is_unreachable(error: BaseException) -> bool:
     """Return True if the store does not answer, rather than being invalid or refusing access.
 
     Used for the first call to the store.
     """
     from requests.exceptions import SSLError
 
-    return _no_answer(error) and not any(isinstance(cause, SSLError) for cause in _chain(error))
+    return _is_unavailable(error) and not any(isinstance(cause, SSLError) for cause in _iterate_causes(error))
 
 
-def closed_to_us(error: BaseException) -> bool:
+def is_access_denied(error: BaseException) -> bool:
     """Return True if the store requires other credentials."""
-    return _status(error) in (401, 403)
+    return _get_http_status(error) in (401, 403)
 
 
 def reason(error: BaseException) -> str:
     """Return the text of the innermost error, at most 200 characters, without secrets."""
-    said = [str(cause).strip() for cause in _chain(error)]
+    said = [str(cause).strip() for cause in _iterate_causes(error)]
     text = next((words for words in reversed(said) if words), type(error).__name__)
     return hide(text.splitlines()[0])[:200]
 
 
-def _no_answer(error: BaseException) -> bool:
+def _is_unavailable(error: BaseException) -> bool:
     """Return True if the server gave no valid answer, or the database is unavailable.
 
     The cases are: no connection, a timeout, only 5xx answers, or a database that is locked, down or out of
@@ -58,18 +63,19 @@ def _no_answer(error: BaseException) -> bool:
     from sqlalchemy.exc import OperationalError
 
     kinds = (ConnectionError, RetryError, Timeout, OperationalError)
-    return server_failed(error) or any(
-        isinstance(cause, kinds) or _sqlite_code(cause) in SQLITE_PASSES for cause in _chain(error)
+    return is_server_failure(error) or any(
+        isinstance(cause, kinds) or _get_sqlite_code(cause) in TRANSIENT_SQLITE_CODES
+        for cause in _iterate_causes(error)
     )
 
 
-def _sqlite_code(error: BaseException) -> int | None:
+def _get_sqlite_code(error: BaseException) -> int | None:
     """Return SQLite's primary result code, or None for other errors."""
     code = getattr(error, "sqlite_errorcode", None) if isinstance(error, sqlite3.Error) else None
     return None if code is None else code & 0xFF
 
 
-def _status(error: BaseException) -> int | None:
+def _get_http_status(error: BaseException) -> int | None:
     """Return the HTTP status of an MLflow or upload error, or None."""
     from mlflow.exceptions import MlflowException
     from requests.exceptions import HTTPError
@@ -81,7 +87,7 @@ def _status(error: BaseException) -> int | None:
     return None
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
+def _iterate_causes(error: BaseException) -> Iterator[BaseException]:
     """Yield the error, its cause, the cause of that error, and so on."""
     seen: set[int] = set()
     current: BaseException | None = error

@@ -18,9 +18,9 @@ from pydantic import NonNegativeInt
 
 from raytrec.common.documents import document, find_document
 from raytrec.common.messages import CHECKS, METRICS, RANKS
-from raytrec.tracking.journal import write_whole
+from raytrec.tracking.journal import write_atomically
 from raytrec.tracking.run_folder import Line, decode, read_lines
-from raytrec.tracking.store import MOST_METRICS
+from raytrec.tracking.store import MAX_METRICS_PER_CALL
 from raytrec.tracking.translate import Record, Translator
 
 NOTE = "mlflow.json"
@@ -28,7 +28,7 @@ FILES = (METRICS, CHECKS, RANKS)
 
 
 @dataclass
-class Delivered:
+class DeliveryState:
     """Part of a run folder that the store has.
 
     Attributes:
@@ -44,14 +44,14 @@ class Delivered:
     offsets: dict[str, NonNegativeInt] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, folder: Path) -> Delivered:
+    def read(cls, folder: Path) -> DeliveryState:
         """Read the state from a folder; if it is unreadable, everything is delivered again."""
         return find_document(str(folder / NOTE), cls) or cls()
 
     def write(self, folder: Path) -> None:
         """Replace the stored state; a write error is ignored, because the next write has the full state."""
         with suppress(OSError):
-            write_whole(folder / NOTE, document(self))
+            write_atomically(folder / NOTE, document(self))
 
 
 class Batch(NamedTuple):
@@ -61,7 +61,7 @@ class Batch(NamedTuple):
     offsets: dict[str, int]
 
 
-class Feed:
+class RecordReader:
     """Reader of a run folder in batches; a batch is returned again until `written` is called.
 
     Attributes:
@@ -73,19 +73,19 @@ class Feed:
 
     def __init__(self, folder: Path):
         self.folder, self.dropped, self.why = folder, 0, ""
-        self.delivered = Delivered.read(folder)
+        self.delivered = DeliveryState.read(folder)
         self._batch: Batch | None = None
-        self._start()
+        self._rewind()
 
     def use_run(self, run_id: str) -> None:
         """Deliver to this run of the store. If the run is new, delivery starts from the beginning."""
         if run_id != self.delivered.run_id:
-            self.delivered = Delivered(self.delivered.key, run_id)
-            self._start()
+            self.delivered = DeliveryState(self.delivered.key, run_id)
+            self._rewind()
         self.delivered.write(self.folder)
 
     def next_batch(self) -> Batch | None:
-        """Return the next batch of about MOST_METRICS metrics; None if the store has everything."""
+        """Return the next batch of about MAX_METRICS_PER_CALL metrics; None if the store has everything."""
         self._batch = self._batch or self._read_batch()
         return self._batch
 
@@ -95,7 +95,7 @@ class Feed:
         self.delivered.write(self.folder)
         self._batch = None
 
-    def params_written(self) -> None:
+    def mark_params_written(self) -> None:
         """Record that the store has the parameters."""
         self.delivered.params = True
         self.delivered.write(self.folder)
@@ -106,7 +106,7 @@ class Feed:
         unread = sum(1 for file in FILES for _ in read_lines(self.folder / file, self._read_to[file]))
         return unread + (len(self._batch.records) if self._batch else 0)
 
-    def _start(self) -> None:
+    def _rewind(self) -> None:
         self._read_to = dict.fromkeys(FILES, 0) | self.delivered.offsets
         self._batch = None
         self._translator = Translator()
@@ -116,20 +116,20 @@ class Feed:
         metrics, before = 0, dict(self._read_to)
         for file in FILES:
             for line in read_lines(self.folder / file, self._read_to[file]):
-                if metrics >= MOST_METRICS:
+                if metrics >= MAX_METRICS_PER_CALL:
                     break
                 self._read_to[file] = line.end
-                if (record := self._record(file, line)) and record.figures:
+                if (record := self._parse_record(file, line)) and record.figures:
                     records.append(record)
                     metrics += len(record.figures)
         if self._read_to == before:
             return None
         offsets = dict(self._read_to)
-        if (begin := self._translator.begin_of_waiting()) is not None:
+        if (begin := self._translator.find_pending_offset()) is not None:
             offsets[RANKS] = min(begin, offsets[RANKS])
         return Batch(records, offsets)
 
-    def _record(self, file: str, line: Line) -> Record | None:
+    def _parse_record(self, file: str, line: Line) -> Record | None:
         try:
             message = decode(file, line.data)
         except ValueError as error:

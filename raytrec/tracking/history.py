@@ -14,12 +14,12 @@ from raytrec.common.messages import (
     RunEvent,
     Start,
     Train,
-    recorded_ranks,
+    select_recorded_ranks,
 )
-from raytrec.metrics.selection import EVAL, Figure, figures_of
+from raytrec.metrics.selection import EVAL_PREFIX, Figure, figures_of
 
-MOST_INTERVALS = 600  # intervals kept of a run; in longer runs, neighbors are summed repeatedly
-LOADS = ("lookups", "lookup_bytes")  # table values that are summed over intervals
+MAX_INTERVALS = 600  # intervals kept of a run; in longer runs, neighbors are summed repeatedly
+LOAD_KEYS = ("lookups", "lookup_bytes")  # table values that are summed over intervals
 
 
 class Restarts:
@@ -42,7 +42,7 @@ class Restarts:
         return first
 
 
-class StepGroups:
+class StepBuffer:
     """Buffer of lines until the lines of all recorded ranks of a step are present."""
 
     def __init__(self) -> None:
@@ -59,18 +59,18 @@ class StepGroups:
             self._waiting = {}
         group = self._waiting.setdefault(line.step, {})
         group[line.rank] = line, begin
-        if len(group) < len(recorded_ranks(line.world)):
+        if len(group) < len(select_recorded_ranks(line.world)):
             return None
         self._waiting = {later: lines for later, lines in self._waiting.items() if later > line.step}
         return [group[rank][0] for rank in sorted(group)]
 
-    def begin_of_waiting(self) -> int | None:
+    def find_pending_offset(self) -> int | None:
         """Return the offset of the first line that waits for other ranks; None if no line waits."""
         return min((begin for group in self._waiting.values() for _, begin in group.values()), default=None)
 
 
-class Intervals:
-    """Current lines of a run; of more than MOST_INTERVALS steps, neighboring intervals are summed."""
+class IntervalBuffer:
+    """Current lines of a run; of more than MAX_INTERVALS steps, neighboring intervals are summed."""
 
     def __init__(self) -> None:
         self._steps: dict[int, dict[int, RankLine]] = {}
@@ -81,7 +81,7 @@ class Intervals:
         if self._restarts.is_first(line):
             self._steps = {s: lines for s, lines in self._steps.items() if s <= line.first_step}
         self._steps.setdefault(line.step, {})[line.rank] = line
-        if len(self._steps) > MOST_INTERVALS:
+        if len(self._steps) > MAX_INTERVALS:
             self._halve()
 
     def lines(self) -> list[RankLine]:
@@ -107,7 +107,9 @@ def sum_intervals(lines: list[RankLine]) -> RankLine:
     tables = {}
     for name in dict.fromkeys(name for line in lines for name in line.tables):
         entries = [line.tables.get(name, {}) for line in lines]
-        tables[name] = entries[-1] | {key: sum(entry.get(key) or 0.0 for entry in entries) for key in LOADS}
+        tables[name] = entries[-1] | {
+            key: sum(entry.get(key) or 0.0 for entry in entries) for key in LOAD_KEYS
+        }
     return replace(
         lines[-1],
         first_step=lines[0].first_step,
@@ -135,7 +137,7 @@ class History:
         self.result: dict[str, Any] = {}
         self._metrics: dict[str, list[Measured]] = {}
         self._checks: dict[str, list[Outcome]] = {}
-        self._intervals = Intervals()
+        self._intervals = IntervalBuffer()
 
     def add(self, message: Message) -> None:
         """Add a message; messages must be added in the order of writing."""
@@ -188,11 +190,11 @@ class History:
         return self.starts[-1].total if self.starts else 0
 
     @property
-    def metrics_of_tasks(self) -> list[Figure]:
+    def recorded_metrics(self) -> list[Figure]:
         """Return the recorded metrics, as described by the run."""
         described = [start.line() for start in reversed(self.starts)]
         given = {key for lines in self._metrics.values() for line in lines for key in line.figures}
-        given |= {key.removeprefix(EVAL) for key in self.result}
+        given |= {key.removeprefix(EVAL_PREFIX) for key in self.result}
         return [figure for figure in figures_of(*described, self.result) if figure.key in given]
 
 

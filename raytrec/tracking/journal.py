@@ -23,7 +23,7 @@ MOST_BYTES = 32 << 20  # limit of pending lines; beyond it, the oldest are dropp
 
 
 @dataclass(frozen=True)
-class Waiting:
+class PendingWrite:
     """Pending write.
 
     Attributes:
@@ -50,18 +50,18 @@ class Journal:
 
     def __init__(self, folder: Path, notify: Callable[[str], None]):
         self._folder, self._notify = folder, notify
-        self._waiting: deque[Waiting] = deque()
+        self._waiting: deque[PendingWrite] = deque()
         self._bytes, self._lost, self._trouble = 0, 0, ""
         self._begun: set[str] = set()  # files whose last line is known to be complete
 
     def add(self, name: str, entry: dict[str, Any]) -> None:
         """Append a line to a file."""
-        self._put(Waiting(name, json.dumps(entry).encode() + b"\n"))
+        self._enqueue(PendingWrite(name, json.dumps(entry).encode() + b"\n"))
         self.write()
 
     def put(self, name: str, text: str) -> None:
         """Replace a file."""
-        self._put(Waiting(name, text.encode(), True))
+        self._enqueue(PendingWrite(name, text.encode(), True))
         self.write()
 
     def write(self) -> None:
@@ -71,7 +71,7 @@ class Journal:
             try:
                 self._write(first)
             except OSError as error:
-                return self._failed(reason(error))
+                return self._record_failure(reason(error))
             self._waiting.popleft()
             self._bytes -= len(first.data)
         if self._trouble:
@@ -89,14 +89,14 @@ class Journal:
         why = f" ({self._trouble})" if self._trouble else ""
         return f"the run folder lacks {lines:,} record{'s' * (lines != 1)}{why}: {self._folder}"
 
-    def _put(self, what: Waiting) -> None:
+    def _enqueue(self, what: PendingWrite) -> None:
         self._waiting.append(what)
         self._bytes += len(what.data)
         while self._bytes > MOST_BYTES:
             self._bytes -= len(self._waiting.popleft().data)
             self._lost += 1
 
-    def _failed(self, why: str) -> None:
+    def _record_failure(self, why: str) -> None:
         if self._trouble:
             return
         self._trouble = why
@@ -104,16 +104,18 @@ class Journal:
             f"the run folder cannot be written ({why}): {self._folder}; training continues, and "
             "records are kept in memory until there is room"
         )
-        self._put(
-            Waiting(EVENTS, json.dumps({"event": "full", "unix_s": time(), "error": why}).encode() + b"\n")
+        self._enqueue(
+            PendingWrite(
+                EVENTS, json.dumps({"event": "full", "unix_s": time(), "error": why}).encode() + b"\n"
+            )
         )
 
-    def _write(self, what: Waiting) -> None:
+    def _write(self, what: PendingWrite) -> None:
         path = self._folder / what.name
         if what.whole:
-            write_whole(path, what.data)
+            write_atomically(path, what.data)
             return
-        start = b"" if what.name in self._begun else _missing_end(path)
+        start = b"" if what.name in self._begun else _get_missing_newline(path)
         append_to(path, start + what.data)
         self._begun.add(what.name)
 
@@ -147,7 +149,7 @@ def append_to(path: Path, data: bytes) -> None:
         os.close(descriptor)
 
 
-def write_whole(path: Path, data: bytes, mode: int = 0o666) -> None:
+def write_atomically(path: Path, data: bytes, mode: int = 0o666) -> None:
     """Write a file completely or not at all.
 
     Raises:
@@ -164,7 +166,7 @@ def write_whole(path: Path, data: bytes, mode: int = 0o666) -> None:
         raise
 
 
-def _missing_end(path: Path) -> bytes:
+def _get_missing_newline(path: Path) -> bytes:
     """Return a newline if the file's last line is incomplete because a driver died, else nothing."""
     with suppress(FileNotFoundError), open(path, "rb") as file:
         if file.seek(0, os.SEEK_END):

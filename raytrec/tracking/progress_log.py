@@ -17,38 +17,38 @@ from typing import IO, Any
 from pydantic import with_config
 from typing_extensions import TypedDict
 
-from raytrec.cluster.session import in_job
-from raytrec.common.documents import typed
+from raytrec.cluster.session import is_job_driver
+from raytrec.common.documents import validate_as
 from raytrec.common.errors import ErrorParts
 from raytrec.common.formatting import null_nonfinite, number
 from raytrec.common.messages import Count
-from raytrec.common.reading import NotReadable, json_values
+from raytrec.common.reading import UnreadableError, parse_json
 from raytrec.metrics.selection import LOG_LOSS, LOSS, Figure
 
-GAP = "  "  # separator of the parts of a line
+PART_SEPARATOR = "  "  # separator of the parts of a line
 MARK = '{"raytrec": '  # prefix of messages
 # Kinds of messages: the run folder ({"folder": …}), the values of a result, the parts of an error.
 FOLDER, RESULT, ERROR = "folder", "result", "error"
 
 
-class InFolder(TypedDict):
+class FolderMessage(TypedDict):
     """Values of a message of kind FOLDER."""
 
     folder: str
 
 
 @with_config({"extra": "allow"})
-class AtStep(TypedDict):
+class StepMessage(TypedDict):
     """Values of a message of kind start, train or eval."""
 
     step: Count
 
 
 KINDS: dict[str, Any] = {
-    FOLDER: InFolder,
+    FOLDER: FolderMessage,
     RESULT: dict[str, Any],
     ERROR: ErrorParts,
-    **dict.fromkeys(("start", "train", "eval"), AtStep),
+    **dict.fromkeys(("start", "train", "eval"), StepMessage),
 }
 
 
@@ -56,7 +56,7 @@ def progress(step: int, total: int, rows_per_s: float | None, values: Iterable[s
     """Return the progress of training as text; `values` are labeled values (`named`)."""
     parts = [f"step {step}/{total} ({100 * step // max(1, total)}%)"]
     parts += [f"{rows_per_s:,.0f} rows/s"] if rows_per_s else []
-    return GAP.join([*parts, *values])
+    return PART_SEPARATOR.join([*parts, *values])
 
 
 def remaining(seconds: float) -> str:
@@ -68,7 +68,7 @@ def remaining(seconds: float) -> str:
 
 def evaluation(step: int, values: Iterable[str]) -> str:
     """Return the labeled values of an evaluation as text."""
-    return f"step {step}: {GAP.join(values) or 'no figure is defined'}"
+    return f"step {step}: {PART_SEPARATOR.join(values) or 'no figure is defined'}"
 
 
 def named(figures: Iterable[Figure], values: Mapping[str, Any]) -> list[str]:
@@ -91,7 +91,7 @@ def message(kind: str, values: Mapping[str, Any]) -> str:
 
 def write_message(kind: str, values: Mapping[str, Any], file: IO[str] | None = None) -> None:
     """Write a message to `file` (default: stdout) if this process is the driver of a job."""
-    if in_job():
+    if is_job_driver():
         print(message(kind, values), file=file, flush=True)
 
 
@@ -100,13 +100,13 @@ def parse(line: str) -> tuple[str, dict[str, Any]] | None:
     if not line.startswith(MARK):
         return None
     try:
-        values = typed(json_values(line), dict[str, Any])
+        values = validate_as(parse_json(line), dict[str, Any])
         kind = values.pop("raytrec")
-        return kind, dict(typed(values, KINDS[kind]))
-    except (NotReadable, KeyError, TypeError):  # TypeError: the kind is not hashable
+        return kind, dict(validate_as(values, KINDS[kind]))
+    except (UnreadableError, KeyError, TypeError):  # TypeError: the kind is not hashable
         return None
 
 
-def for_people(log: str) -> list[str]:
+def strip_messages(log: str) -> list[str]:
     """Return the lines of a log without messages; line ends are kept."""
     return [line for line in log.splitlines(keepends=True) if not line.startswith(MARK)]

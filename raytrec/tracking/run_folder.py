@@ -14,24 +14,24 @@ from math import nan
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from raytrec.common.documents import find_document, from_line, typed
+from raytrec.common.documents import find_document, from_line, validate_as
 from raytrec.common.errors import RunError
 from raytrec.common.formatting import as_dict, is_step
 from raytrec.common.messages import CHECKS, EVENTS, METRICS, RANKS, Message, RankLine
 from raytrec.common.reading import (
-    MOST_JSON_BYTES,
-    NotReadable,
-    json_values,
+    MAX_JSON_BYTES,
+    UnreadableError,
     open_regular,
+    parse_json,
+    parse_yaml,
     read_text,
-    yaml_values,
 )
 from raytrec.tracking.aggregate import by_step, combine_shards, order_by_load
 from raytrec.tracking.history import History
 
 CONFIG, SCHEMA, PLAN, TAGS = "config.yaml", "schema.yaml", "plan.json", "tags.json"
 DATA = "data.json"  # description of the data at the start of the run
-LISTED_FILES = "files"  # key in DATA: files that were read, and why others were not
+FILES_KEY = "files"  # key in DATA: files that were read, and why others were not
 RESULT, REPORT, CHECK_RESULT = "result.json", "report.html", "check.json"
 GROWING = (METRICS, RANKS, CHECKS, EVENTS)  # files to which messages are appended
 
@@ -70,13 +70,13 @@ def decode(file: str, data: bytes | str) -> Message | None:
         ValueError: The line is JSON but not a message of that file.
     """
     try:
-        values = json_values(data)
-    except NotReadable:
+        values = parse_json(data)
+    except UnreadableError:
         return None
-    return from_line(file, typed(values, dict[str, Any]))
+    return from_line(file, validate_as(values, dict[str, Any]))
 
 
-def messages_of(folder: Path, file: str) -> Iterator[Any]:
+def read_messages(folder: Path, file: str) -> Iterator[Any]:
     """Yield the messages of one file of a run folder in the order of writing.
 
     The message class depends on the file. Invalid lines are skipped.
@@ -148,14 +148,14 @@ class RunFolder(History):
 
     @cached_property
     def tables(self) -> dict[str, dict[int, dict[str, Any]]]:
-        """Return table → step → `over_ranks`, ordered by descending bytes looked up."""
+        """Return table → step → `combine_ranks`, ordered by descending bytes looked up."""
         series: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in order_by_load(self.ranks)}
         for step, lines in by_step(self.ranks).items():
             for name in {name for line in lines for name in line.tables}:
-                series[name][step] = self.over_ranks(lines, name)
+                series[name][step] = self.combine_ranks(lines, name)
         return series
 
-    def over_ranks(self, lines: list[RankLine], table: str) -> dict[str, Any]:
+    def combine_ranks(self, lines: list[RankLine], table: str) -> dict[str, Any]:
         """Return the combined statistics of a table's shards at one step (aggregate.combine_shards).
 
         `changed_share` is NaN for tables with out_of_range: hash, because all text is hashed into these
@@ -187,26 +187,26 @@ class RunFolder(History):
     @cached_property
     def config_text(self) -> str:
         """Return the text of config.yaml."""
-        return _text(self.path / CONFIG)
+        return _read_if_exists(self.path / CONFIG)
 
     @cached_property
     def config(self) -> dict[str, Any]:
         """Return the values of config.yaml."""
-        return _mapping(self.config_text)
+        return _parse_mapping(self.config_text)
 
     @cached_property
     def files(self) -> list[str]:
         """Return a sentence for each dataset with the number of files read, and why others were left out."""
-        listed = as_dict((find_document(str(self.path / DATA), dict[str, Any]) or {}).get(LISTED_FILES))
+        listed = as_dict((find_document(str(self.path / DATA), dict[str, Any]) or {}).get(FILES_KEY))
         return [f"{name}: {as_dict(values).get('text')}" for name, values in listed.items()]
 
     @cached_property
     def schema(self) -> dict[str, Any]:
         """Return the values of schema.yaml."""
-        return _mapping(_text(self.path / SCHEMA))
+        return _parse_mapping(_read_if_exists(self.path / SCHEMA))
 
 
-def existing_run(place: str | Path) -> Path:
+def check_run_folder(place: str | Path) -> Path:
     """Return the path of a run folder after checking that it exists.
 
     Raises:
@@ -229,12 +229,12 @@ def existing_run(place: str | Path) -> Path:
     return folder
 
 
-def _text(path: Path) -> str:
-    return read_text(path, MOST_JSON_BYTES) if path.is_file() else ""
+def _read_if_exists(path: Path) -> str:
+    return read_text(path, MAX_JSON_BYTES) if path.is_file() else ""
 
 
-def _mapping(text: str) -> dict[str, Any]:
+def _parse_mapping(text: str) -> dict[str, Any]:
     try:
-        return as_dict(yaml_values(text))
-    except NotReadable:
+        return as_dict(parse_yaml(text))
+    except UnreadableError:
         return {}

@@ -11,14 +11,14 @@ from pathlib import Path
 from raytrec.common.errors import ConfigError
 from raytrec.common.processes import lock
 from raytrec.common.redaction import hide, hide_yaml
-from raytrec.compat.mlflow_ import EXPERIMENT_TAGS, PARENT_RUN, has_store, load_quietly
+from raytrec.compat.mlflow_ import EXPERIMENT_TAGS, PARENT_RUN_TAG, has_store, import_quietly
 from raytrec.config.run_config import RunConfig
-from raytrec.tracking.failures import may_pass
+from raytrec.tracking.failures import is_transient
 from raytrec.tracking.translate import Record
 
-KEY, PARENT_NAME = "raytrec.key", "raytrec.parent_run"
-MOST_METRICS = 1000  # metrics that MLflow accepts in one call
-CORRECT = "correct tracking.uri, or leave it out for a local sqlite store"
+KEY, PARENT_NAME_TAG = "raytrec.key", "raytrec.parent_run"
+MAX_METRICS_PER_CALL = 1000  # metrics that MLflow accepts in one call
+URI_HINT = "correct tracking.uri, or leave it out for a local sqlite store"
 
 
 class Store:
@@ -40,7 +40,7 @@ class Store:
         tracking = config.tracking
         self.uri, self._experiment, self._parent = tracking.uri, tracking.experiment, tracking.parent_run
         self.run_id: str | None = None
-        self._name, self._artifacts = config.run.name, place_for_artifacts(tracking.uri, folder)
+        self._name, self._artifacts = config.run.name, choose_artifact_folder(tracking.uri, folder)
         self._is_file = self.uri.startswith("sqlite")
         self._before, self._key = before, key
         self._parent_made: str | None = None
@@ -48,7 +48,7 @@ class Store:
     def open(self) -> None:
         """Find or create the experiment and the run. The call can be repeated after a failure."""
         self._connect()
-        self.run_id = self._continue() or self._find_by_key() or self._create(self._name, KEY, self._key)
+        self.run_id = self._reopen_run() or self._find_by_key() or self._create(self._name, KEY, self._key)
 
     def open_parent(self) -> None:
         """Find or create the parent of runs whose parent has this run's name, and select it for writing."""
@@ -57,10 +57,10 @@ class Store:
         self.run_id = self._find_parent()
 
     def _connect(self) -> None:
-        load_quietly()
+        import_quietly()
         from mlflow import MlflowClient
 
-        with _sqlite_file(self.uri) if self._is_file else nullcontext():
+        with _initialize_sqlite_file(self.uri) if self._is_file else nullcontext():
             self._client = MlflowClient(tracking_uri=self.uri)
         self._experiment_id = self._find_experiment()
 
@@ -73,8 +73,8 @@ class Store:
             for record in records
             for name, value in record.figures.items()
         ]
-        for i in range(0, len(metrics), MOST_METRICS):
-            self._client.log_batch(self.run_id, metrics=metrics[i : i + MOST_METRICS])
+        for i in range(0, len(metrics), MAX_METRICS_PER_CALL):
+            self._client.log_batch(self.run_id, metrics=metrics[i : i + MAX_METRICS_PER_CALL])
 
     def write_params(self, params: Mapping[str, str]) -> None:
         """Write parameters of the run; an existing parameter must have the same value."""
@@ -110,18 +110,18 @@ class Store:
         if not self._parent:
             return
         oldest = self._find_parent()
-        self._client.set_tag(self.run_id, PARENT_RUN, oldest)
+        self._client.set_tag(self.run_id, PARENT_RUN_TAG, oldest)
         if self._parent_made not in (None, oldest):
             self._client.delete_run(self._parent_made)
             self._parent_made = None
 
     def _find_parent(self) -> str:
         """Return the id of the oldest run with the parent's name; create it if there is none."""
-        found = self._client.search_runs([self._experiment_id], f"tags.`{PARENT_NAME}` LIKE '%'")
-        named = [run.info for run in found if run.data.tags[PARENT_NAME] == self._parent]
+        found = self._client.search_runs([self._experiment_id], f"tags.`{PARENT_NAME_TAG}` LIKE '%'")
+        named = [run.info for run in found if run.data.tags[PARENT_NAME_TAG] == self._parent]
         if named:
             return min((info.start_time, info.run_id) for info in named)[1]
-        self._parent_made = self._create(self._parent, PARENT_NAME, self._parent)
+        self._parent_made = self._create(self._parent, PARENT_NAME_TAG, self._parent)
         self._client.set_terminated(self._parent_made)  # nothing more is written to it
         return self._find_parent()
 
@@ -153,7 +153,7 @@ class Store:
                 raise
             return self._client.get_experiment_by_name(self._experiment).experiment_id  # created concurrently
 
-    def _continue(self) -> str | None:
+    def _reopen_run(self) -> str | None:
         """Reopen the run to continue and return its id; return None if the store does not have the run."""
         from mlflow.exceptions import MlflowException
 
@@ -162,7 +162,7 @@ class Store:
         try:
             self._client.update_run(self._before, status="RUNNING")
         except MlflowException as error:
-            if may_pass(error):
+            if is_transient(error):
                 raise
             return None
         return self._before
@@ -177,17 +177,17 @@ class Store:
         return run.info.run_id
 
 
-def check_address(uri: str) -> None:
+def check_tracking_uri(uri: str) -> None:
     """Check that MLflow supports the address, without importing MLflow.
 
     Raises:
         ConfigError: MLflow has no store of this kind.
     """
     if not has_store(uri):
-        raise cannot_open(uri, "MLflow has no store of such an address", CORRECT)
+        raise make_open_error(uri, "MLflow has no store of such an address", URI_HINT)
 
 
-def cannot_open(uri: str, why: str, do: str) -> ConfigError:
+def make_open_error(uri: str, why: str, do: str) -> ConfigError:
     """Return the error for a store that cannot be opened."""
     return ConfigError(
         f"cannot open the MLflow store: {why}",
@@ -197,7 +197,7 @@ def cannot_open(uri: str, why: str, do: str) -> ConfigError:
     )
 
 
-def place_for_artifacts(uri: str, folder: Path) -> Path:
+def choose_artifact_folder(uri: str, folder: Path) -> Path:
     """Return the artifact folder for a new experiment of an sqlite store.
 
     The folder is next to the store if the run is below the store's folder, else next to the run. (A trial of
@@ -208,7 +208,7 @@ def place_for_artifacts(uri: str, folder: Path) -> Path:
 
 
 @contextmanager
-def _sqlite_file(uri: str) -> Iterator[None]:
+def _initialize_sqlite_file(uri: str) -> Iterator[None]:
     """Open the database file to report errors early, and let only one process at a time initialize it.
 
     MLflow 3.17 tries for 100 s to open a file that is not a database. Processes that create the tables of a
@@ -231,13 +231,13 @@ def _sqlite_file(uri: str) -> Iterator[None]:
     handle = os.open(folder, os.O_RDONLY)
     try:
         lock(handle, wait=True)  # file systems without locks are accepted
-        _try_to_write(path)
+        _check_writable(path)
         yield
     finally:
         os.close(handle)
 
 
-def _try_to_write(path: str) -> None:
+def _check_writable(path: str) -> None:
     with closing(sqlite3.connect(path, timeout=20)) as database:
         try:
             database.execute("BEGIN IMMEDIATE")

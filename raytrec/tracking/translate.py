@@ -19,8 +19,8 @@ from raytrec.common.machine import installed_versions
 from raytrec.common.messages import Final, Measured, Message, Outcome, RankLine, Result
 from raytrec.common.redaction import hide, hide_all
 from raytrec.config.run_config import RunConfig
-from raytrec.tracking.aggregate import ADDED, FIGURES, combine_shards, table_bytes
-from raytrec.tracking.history import StepGroups
+from raytrec.tracking.aggregate import FIGURES, RANK_SUM_KEYS, combine_shards, sum_table_bytes
+from raytrec.tracking.history import StepBuffer
 
 # MLflow 3.17 shows metrics with the prefix system/ on its page "System metrics". Names and units follow
 # MLflow's monitor (mlflow/system_metrics) if it has the metric.
@@ -36,13 +36,15 @@ MLFLOW_NAMES = {
 
 
 SECTIONS = {"train": "train/", "eval": "eval/", "compared": ""}  # kind → prefix of its metric names
-NOT_IN_NAMES = re.compile(r"[^\w\-. :/]", re.ASCII)  # characters that MLflow does not accept in names
-NAME_LENGTH = 250
+INVALID_NAME_CHARACTERS = re.compile(
+    r"[^\w\-. :/]", re.ASCII
+)  # characters that MLflow does not accept in names
+MAX_NAME_LENGTH = 250
 # A store accepts about 1,000 metrics per call; the run folder contains all metrics.
-MOST_TABLES = 200  # only the largest tables are delivered
-MOST_RANK_TABLES = 64  # maximum of ranks × tables; beyond it, tables are not delivered by rank
+MAX_TABLES = 200  # only the largest tables are delivered
+MAX_RANK_TABLES = 64  # maximum of ranks × tables; beyond it, tables are not delivered by rank
 TEXTS = 100  # parameters or tags that MLflow accepts in one call
-ACCELERATOR = "accelerator_type:"  # prefix of the Ray resource that names a node's GPU type
+ACCELERATOR_PREFIX = "accelerator_type:"  # prefix of the Ray resource that names a node's GPU type
 
 
 class Record(NamedTuple):
@@ -57,7 +59,7 @@ class Translator:
     """Converter of messages to records; rank lines are combined when all ranks of a step are present."""
 
     def __init__(self) -> None:
-        self._groups = StepGroups()
+        self._groups = StepBuffer()
 
     def record(self, message: Message, begin: int) -> Record | None:
         """Return the metrics of a message; None if there are none, or none yet.
@@ -67,11 +69,11 @@ class Translator:
         if not isinstance(message, RankLine):
             return _of(message)
         lines = self._groups.add(message, begin)
-        return None if lines is None else _record(rank_metrics(lines), message.step, message.unix_s)
+        return None if lines is None else _record(to_rank_metrics(lines), message.step, message.unix_s)
 
-    def begin_of_waiting(self) -> int | None:
+    def find_pending_offset(self) -> int | None:
         """Return the offset in ranks.jsonl of the first line that waits for other ranks, or None."""
-        return self._groups.begin_of_waiting()
+        return self._groups.find_pending_offset()
 
 
 def _of(message: Message) -> Record | None:
@@ -91,14 +93,14 @@ def _of(message: Message) -> Record | None:
 def _record(figures: Mapping[str, Any], step: int, unix_s: float) -> Record:
     """Return a record with valid MLflow names, without values that are None or not finite."""
     known = {
-        NOT_IN_NAMES.sub("_", name)[:NAME_LENGTH]: float(value)
+        INVALID_NAME_CHARACTERS.sub("_", name)[:MAX_NAME_LENGTH]: float(value)
         for name, value in figures.items()
         if isinstance(value, (int, float)) and isfinite(value)
     }
     return Record(known, step, round(unix_s * 1000))
 
 
-def rank_metrics(lines: list[RankLine]) -> dict[str, float | None]:
+def to_rank_metrics(lines: list[RankLine]) -> dict[str, float | None]:
     """Return the MLflow metrics of one step.
 
     Args:
@@ -111,32 +113,32 @@ def rank_metrics(lines: list[RankLine]) -> dict[str, float | None]:
     out: dict[str, float | None] = {}
     held: dict[str, float] = {}
     for line in lines:
-        out |= _of_rank(line)
+        out |= _build_rank_metrics(line)
         for name, entry in line.tables.items():
-            held[name] = held.get(name, 0.0) + table_bytes(entry)
-    if len(lines) * len(held) <= MOST_RANK_TABLES:
+            held[name] = held.get(name, 0.0) + sum_table_bytes(entry)
+    if len(lines) * len(held) <= MAX_RANK_TABLES:
         for line in lines:
             for name, figures in line.tables.items():
                 place = f"watch/rank/{line.rank}/table/{name}"
                 out |= {f"{place}/{key}": figures.get(key) for key in FIGURES}
-    for name in sorted(held, key=lambda name: (-held[name], name))[:MOST_TABLES]:
+    for name in sorted(held, key=lambda name: (-held[name], name))[:MAX_TABLES]:
         figures = combine_shards(lines, name)
         out |= {f"watch/table/{name}/{key}": figures[key] for key in FIGURES}
     return out
 
 
-def _of_rank(line: RankLine) -> dict[str, float | None]:
+def _build_rank_metrics(line: RankLine) -> dict[str, float | None]:
     place, steps = f"watch/rank/{line.rank}", max(1, line.steps)
     out: dict[str, float | None] = {
         f"{place}/{phase}_ms": 1e3 * seconds / steps for phase, seconds in line.phases_s.items()
     }
     out[f"{place}/step_ms"] = 1e3 * line.seconds / steps
-    out |= {f"{place}/{key}": line.added(key) for key in ADDED}
+    out |= {f"{place}/{key}": line.added(key) for key in RANK_SUM_KEYS}
     return out | system_metrics(line.rank, line.system)
 
 
 def system_metrics(rank: int, sample: Mapping[str, float | None]) -> dict[str, float]:
-    """Return a sample of `System` as MLflow metrics system/rank_R/NAME, without None values.
+    """Return a sample of `SystemMonitor` as MLflow metrics system/rank_R/NAME, without None values.
 
     Example:
         >>> system_metrics(1, {"cpu_percent": 98.0, "gpu_percent": None})
@@ -149,7 +151,7 @@ def system_metrics(rank: int, sample: Mapping[str, float | None]) -> dict[str, f
     }
 
 
-def run_tags() -> dict[str, str]:
+def collect_run_tags() -> dict[str, str]:
     """Return tags of a run that is started by this process; unknown values are skipped.
 
     The tags contain no environment variables and no command arguments, and therefore no secrets.
@@ -161,10 +163,10 @@ def run_tags() -> dict[str, str]:
     """
     versions = {"python": platform.python_version(), **installed_versions("mlflow")}
     tags = {f"version.{name}": text for name, text in versions.items()}
-    return tags | _commit() | _who() | _cluster()
+    return tags | _collect_git_tags() | _collect_user_tags() | _collect_cluster_tags()
 
 
-def _commit() -> dict[str, str]:
+def _collect_git_tags() -> dict[str, str]:
     command = ["git", "--no-optional-locks", "status", "--porcelain=2", "--branch", "--untracked-files=no"]
     try:
         lines = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
@@ -180,7 +182,7 @@ def _commit() -> dict[str, str]:
     return {"mlflow.source.git.commit": head, "mlflow.source.git.dirty": str(changes).lower()}
 
 
-def _who() -> dict[str, str]:
+def _collect_user_tags() -> dict[str, str]:
     try:
         user = getpass.getuser()
     except (KeyError, OSError, ImportError):  # the user of a container may have no name
@@ -191,7 +193,7 @@ def _who() -> dict[str, str]:
     return {"mlflow.user": user, "mlflow.source.name": program, "mlflow.source.type": "LOCAL"}
 
 
-def _cluster() -> dict[str, str]:
+def _collect_cluster_tags() -> dict[str, str]:
     """Return tags of the nodes that are alive. Ray is not imported: without Ray there is no cluster."""
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
@@ -199,7 +201,9 @@ def _cluster() -> dict[str, str]:
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     gpus = Counter()
     for resources in nodes:
-        kinds = [name.removeprefix(ACCELERATOR) for name in resources if name.startswith(ACCELERATOR)]
+        kinds = [
+            name.removeprefix(ACCELERATOR_PREFIX) for name in resources if name.startswith(ACCELERATOR_PREFIX)
+        ]
         gpus[kinds[0] if kinds else "GPU"] += int(resources.get("GPU", 0))
     tags = {
         "cluster.nodes": str(len(nodes)),
@@ -217,11 +221,11 @@ def parameters(config: RunConfig) -> dict[str, str]:
     MLflow does not accept table patterns as names, so a mapping with patterns is one parameter.
     """
     values = hide_all(config.model_dump(by_alias=True))
-    flat = flatten(values, whole=lambda inner: any(NOT_IN_NAMES.search(name) for name in inner))
+    flat = flatten(values, whole=lambda inner: any(INVALID_NAME_CHARACTERS.search(name) for name in inner))
     return {key: str(value) for key, value in flat.items()}
 
 
-def in_parts(texts: Mapping[str, str], length: int) -> list[dict[str, str]]:
+def split_texts(texts: Mapping[str, str], length: int) -> list[dict[str, str]]:
     """Split texts into parts that MLflow accepts in one call; truncate them and hide secrets in addresses."""
     items = [(key, hide(value)[:length]) for key, value in texts.items()]
     return [dict(items[i : i + TEXTS]) for i in range(0, len(items), TEXTS)]

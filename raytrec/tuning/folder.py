@@ -17,14 +17,14 @@ from pydantic import BeforeValidator, Field
 from typing_extensions import TypedDict
 
 from raytrec.common.documents import read_document
-from raytrec.common.errors import ConfigError, RaytrecError, RunError, os_errors
+from raytrec.common.errors import ConfigError, RaytrecError, RunError, convert_os_errors
 from raytrec.common.reading import read_text
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.driver.console import RunConsole
 from raytrec.driver.driver_state import hold_run_lock
-from raytrec.driver.prepare import make_run_folder, write_config, write_marked
+from raytrec.driver.prepare import make_run_folder, write_config, write_marked_file
 from raytrec.driver.recorder import write_json
-from raytrec.driver.resume import earlier_folders
+from raytrec.driver.resume import list_earlier_folders
 from raytrec.tracking.run_folder import RESULT
 from raytrec.tuning.search import Search, Settings, State, prepare_search
 from raytrec.tuning.space import Space
@@ -41,14 +41,14 @@ class TrialRecord(TypedDict):
     error: str | None
 
 
-def _complete(values: Any) -> Any:
+def _check_complete(values: Any) -> Any:
     if isinstance(values, dict) and (missing := asdict(Settings()).keys() - values.keys()):
         raise ValueError(f"{min(missing)} is missing")
     return values
 
 
 Records = Annotated[list[TrialRecord], Field(min_length=1)]
-StoredSettings = Annotated[Settings, BeforeValidator(_complete)]
+StoredSettings = Annotated[Settings, BeforeValidator(_check_complete)]
 
 
 def write_search(search: Search) -> None:
@@ -58,10 +58,10 @@ def write_search(search: Search) -> None:
         RunError: The folder cannot be written, or a trial's folder contains other files.
     """
     folder = search.folder
-    with os_errors("cannot write the search's folder", where=str(folder)):
+    with convert_os_errors("cannot write the search's folder", where=str(folder)):
         (folder / SEARCH_CONFIG).parent.mkdir(parents=True, exist_ok=True)
         write_config((folder / SEARCH_CONFIG).parent, search.config)
-        write_marked(folder / SPACE, search.space.text)
+        write_marked_file(folder / SPACE, search.space.text)
         write_json(folder / SEARCH, asdict(search.settings))
         write_trials(search)
     for trial in search.trials:
@@ -89,7 +89,7 @@ def read_settings(folder: Path) -> Settings:
     return read_document(str(folder), SEARCH, StoredSettings, "search", "raytrec tune")
 
 
-def reopen(folder: Path, trials: int | None, allow_code: bool, patience_s: float = 0) -> Search:
+def reopen_search(folder: Path, trials: int | None, allow_code: bool, patience_s: float = 0) -> Search:
     """Load an interrupted search.
 
     Finished and stopped trials are not run again; all others remain to be run.
@@ -138,12 +138,12 @@ def reopen(folder: Path, trials: int | None, allow_code: bool, patience_s: float
     return search
 
 
-def newest_like(config: RunConfig, space: Space, settings: Settings, named: bool) -> Path | None:
+def find_matching_search(config: RunConfig, space: Space, settings: Settings, named: bool) -> Path | None:
     """Return the newest unfinished search that the same command started, or None.
 
     `config` is resolved as for a new search. `named` is True if the user chose the folder or the name.
     """
-    for folder in earlier_folders(config, named):
+    for folder in list_earlier_folders(config, named):
         with suppress(RaytrecError, OSError):  # the folder is damaged or contains no search
             earlier = load_config(folder / SEARCH_CONFIG, allow_code=True)  # compared, not run
             earlier.run.name, earlier.run.dir = config.run.name, config.run.dir

@@ -16,32 +16,32 @@ from typing import Any
 
 import numpy as np
 
-from raytrec.cluster.session import ray_session, stays_here
+from raytrec.cluster.session import ray_session, starts_local_ray
 from raytrec.common.errors import RunError
 from raytrec.common.formatting import count
 from raytrec.common.machine import built_for, usable_gpus
 from raytrec.common.terminal import plain
-from raytrec.compat.ray_core import alive_nodes
+from raytrec.compat.ray_core import list_alive_nodes
 from raytrec.config.run_config import RunConfig
 from raytrec.driver.console import RunConsole
 from raytrec.driver.driver_state import hold_run_lock
-from raytrec.driver.launch import SAME_S
-from raytrec.driver.nodes import bundle, local_cpus
-from raytrec.driver.run import PATIENCE_S
+from raytrec.driver.launch import DUPLICATE_SIGNAL_WINDOW_S
+from raytrec.driver.nodes import bundle, count_local_cpus
+from raytrec.driver.run import PREVIOUS_DRIVER_TIMEOUT_S
 from raytrec.tuning.folder import write_trials
-from raytrec.tuning.search import OVER, Search, State, Trial
-from raytrec.worker.loop import evaluation_steps
+from raytrec.tuning.search import ENDED_STATES, Search, State, Trial
+from raytrec.worker.loop import resolve_evaluation_interval
 
 # The user has already allowed the search to run the code named in its configurations.
-COMMAND = (sys.executable, "-P", "-m", "raytrec", "train", "--allow-code", "--resume")
-LOOK_AT_TRIALS_S = 0.5  # polling interval of the trials
-TRIES = 3  # starts of a trial whose process dies; each resumes from the last checkpoint
+TRAIN_COMMAND = (sys.executable, "-P", "-m", "raytrec", "train", "--allow-code", "--resume")
+TRIAL_POLL_INTERVAL_S = 0.5  # polling interval of the trials
+MAX_STARTS = 3  # starts of a trial whose process dies; each resumes from the last checkpoint
 FAILED = 1  # exit status of a run that failed
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # exit statuses of a run that saved because of a signal
 LIBC, PR_SET_PDEATHSIG = ctypes.CDLL(None), 1
 
 
-class Halving:
+class SuccessiveHalving:
     """Asynchronous successive halving (Li et al., MLSys 2020, https://arxiv.org/abs/1810.05934).
 
     The age of a trial is the number of rows trained, so that batch sizes may differ. At grace, grace×factor,
@@ -50,7 +50,11 @@ class Halving:
     """
 
     def __init__(self, search: Search):
-        steps = search.settings.grace_steps or evaluation_steps(search.config, search.trials[0].total) or 1
+        steps = (
+            search.settings.grace_steps
+            or resolve_evaluation_interval(search.config, search.trials[0].total)
+            or 1
+        )
         rows: float = steps * search.config.data.global_batch_size
         self._figure = search.figure
         self._share = 1 / search.settings.factor
@@ -77,7 +81,7 @@ class TuneConsole(RunConsole):
     def show(self, search: Search) -> None:
         """Update the live line; without a terminal, print it at intervals."""
         states = Counter(trial.state for trial in search.trials)
-        ended = [trial for trial in search.trials if trial.state in (*OVER, State.FAILED)]
+        ended = [trial for trial in search.trials if trial.state in (*ENDED_STATES, State.FAILED)]
         parts = [f"{number} {state}" for state, number in states.items() if state != State.WAITING]
         if best := search.best:
             parts.append(f"best {best.number}: {search.value_text(best)}")
@@ -100,16 +104,16 @@ class TrialProcess(subprocess.Popen):
         self.trial, self._asked = trial, False
         self._log = TemporaryFile()  # noqa: SIM115
         super().__init__(
-            [*COMMAND, str(trial.folder)],
+            [*TRAIN_COMMAND, str(trial.folder)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=self._log,
             env=os.environ | environment,
             start_new_session=True,  # signals to the process group must only reach the search
-            preexec_fn=_end_with_search,
+            preexec_fn=_set_parent_death_signal,
         )
 
-    def ask_to_end(self) -> None:
+    def request_stop(self) -> None:
         """Ask the process to save and end; only once, because a second signal would kill the process."""
         if not self._asked:
             self._asked = True
@@ -126,10 +130,10 @@ class TrialProcess(subprocess.Popen):
             return State.FAILED, message if found else text.rpartition("\n")[2] or "exit status 1"
         if self._asked or status in STOPPED:
             return State.STOPPED if self.trial.state == State.STOPPED else State.INTERRUPTED, ""
-        return State.RUNNING, f"its process died {TRIES} times, last with exit status {status}"
+        return State.RUNNING, f"its process died {MAX_STARTS} times, last with exit status {status}"
 
 
-def _end_with_search() -> None:
+def _set_parent_death_signal() -> None:
     """Make the kernel send SIGTERM to the new process, which then saves, if the search is killed."""
     if sys.platform == "linux":
         LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -145,8 +149,8 @@ class Runner:
     def __init__(self, search: Search, console: TuneConsole):
         self.signal: int | None = None
         self._signalled_at = 0.0
-        self._search, self._console, self._halving = search, console, Halving(search)
-        self._waiting = deque(trial for trial in search.trials if trial.state not in OVER)
+        self._search, self._console, self._halving = search, console, SuccessiveHalving(search)
+        self._waiting = deque(trial for trial in search.trials if trial.state not in ENDED_STATES)
         self._deaths: Counter[int] = Counter()  # trial number → deaths of its process
         for trial in search.trials:  # registers the evaluations of a resumed search
             self._halving.falls_behind(trial)
@@ -163,7 +167,7 @@ class Runner:
         """
         if not self._waiting:
             return
-        places = find_room([trial.config for trial in self._waiting], at_once)
+        places = allocate_environments([trial.config for trial in self._waiting], at_once)
         left, label = count(len(self._waiting), "trial"), self._search.figure.label
         self._console.note(f"{left} to run, {len(places)} at a time, compared by {label}")
         running: dict[int, TrialProcess] = {}  # by index into places
@@ -173,12 +177,12 @@ class Runner:
                 for place, environment in enumerate(places):
                     if place not in running and self._waiting and self.signal is None:
                         running[place] = self._begin(self._waiting.popleft(), environment)
-                sleep(LOOK_AT_TRIALS_S)
+                sleep(TRIAL_POLL_INTERVAL_S)
                 for place, process in list(running.items()):
                     status = process.poll()  # poll first, so that no later evaluation is missed
-                    self._look(process)
+                    self._poll_trial(process)
                     if status is not None:
-                        self._note_end(process, status)
+                        self._record_end(process, status)
                         del running[place]
                 self._console.show(self._search)
         except KeyboardInterrupt:
@@ -188,12 +192,12 @@ class Runner:
             raise
         finally:
             for process in running.values():  # after an error
-                process.ask_to_end()
+                process.request_stop()
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 
     def _on_signal(self, number: int, _frame: Any) -> None:
-        if self.signal is not None and monotonic() - self._signalled_at < SAME_S:
+        if self.signal is not None and monotonic() - self._signalled_at < DUPLICATE_SIGNAL_WINDOW_S:
             return  # `timeout` and others send each signal twice
         if self.signal is not None:
             raise KeyboardInterrupt
@@ -201,16 +205,16 @@ class Runner:
         self._console.note("ending: running trials save first")
 
     def _begin(self, trial: Trial, environment: dict[str, str]) -> TrialProcess:
-        patience = PATIENCE_S + trial.config.scaling.shutdown_grace_s
+        patience = PREVIOUS_DRIVER_TIMEOUT_S + trial.config.scaling.shutdown_grace_s
         with suppress(RunError), hold_run_lock(trial.folder, patience, self._console.note):
             pass  # waits until the process of a killed search has saved
         trial.state, trial.error = State.RUNNING, ""
         after = f", resumed after step {trial.step}" if trial.step else ""
         self._console.note(f"trial {trial.number} begins{after}: {trial.values_text}")
-        self._write()
+        self._write_record()
         return TrialProcess(trial, environment)
 
-    def _look(self, process: TrialProcess) -> None:
+    def _poll_trial(self, process: TrialProcess) -> None:
         """Read a trial's progress, and ask its process to end if the trial or the search is to end."""
         trial, before = process.trial, process.trial.value
         trial.read_evaluations(self._search.figure.key)
@@ -219,33 +223,33 @@ class Runner:
             self._console.note(f"trial {trial.number}  {at}  {self._search.value_text(trial)}")
         if self._halving.falls_behind(trial) and trial.step < trial.total:
             trial.state = State.STOPPED
-            self._write()
+            self._write_record()
         if self.signal is not None or trial.state == State.STOPPED:
-            process.ask_to_end()
+            process.request_stop()
 
-    def _note_end(self, process: TrialProcess, status: int) -> None:
+    def _record_end(self, process: TrialProcess, status: int) -> None:
         trial = process.trial
         trial.state, trial.error = process.outcome(status)
         if trial.state == State.RUNNING:
             self._deaths[trial.number] += 1
-            if self._deaths[trial.number] < TRIES:
+            if self._deaths[trial.number] < MAX_STARTS:
                 self._console.warn(f"the process of trial {trial.number} died; restarting")
                 return self._waiting.appendleft(trial)
             trial.state = State.FAILED
-        self._write()
+        self._write_record()
         if trial.state == State.FAILED:
             return self._console.warn(f"trial {trial.number} failed: {trial.error.splitlines()[0]}")
         at = f"step {trial.step}/{trial.total}"
         self._console.note(f"trial {trial.number} {trial.state} at {at}: {self._search.value_text(trial)}")
 
-    def _write(self) -> None:
+    def _write_record(self) -> None:
         try:
             write_trials(self._search)
         except OSError as error:  # the trial folders contain the results as well
             self._console.warn(f"the state of the search cannot be written: {error.strerror}")
 
 
-def find_room(configs: list[RunConfig], at_once: int | None) -> list[dict[str, str]]:
+def allocate_environments(configs: list[RunConfig], at_once: int | None) -> list[dict[str, str]]:
     """Return an environment for each concurrent trial, which sets the GPUs that the trial may use.
 
     On this machine, each trial starts a separate Ray. On a cluster, a trial waits until all of its workers
@@ -256,13 +260,13 @@ def find_room(configs: list[RunConfig], at_once: int | None) -> list[dict[str, s
     """
     scaling = configs[0].scaling
     workers = max(config.scaling.max_workers for config in configs)
-    if not stays_here(scaling.address):
+    if not starts_local_ray(scaling.address):
         if not at_once:
             with ray_session(scaling.address):
-                at_once = min(map(_trials_on_nodes, configs))
+                at_once = min(map(_count_concurrent_trials, configs))
         return [{}] * at_once
     processors = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    at_once = at_once or max(1, processors // max(map(local_cpus, configs)))
+    at_once = at_once or max(1, processors // max(map(count_local_cpus, configs)))
     gpus = usable_gpus() if scaling.device != "cpu" and built_for() != "cpu" else []
     if not gpus:
         return [{}] * at_once
@@ -270,9 +274,9 @@ def find_room(configs: list[RunConfig], at_once: int | None) -> list[dict[str, s
     return [{"CUDA_VISIBLE_DEVICES": ",".join(share)} for share in shares[:at_once]]
 
 
-def _trials_on_nodes(config: RunConfig) -> int:
+def _count_concurrent_trials(config: RunConfig) -> int:
     """Return the number of such trials that fit on the nodes if nothing else runs there; at least one."""
-    scaling, nodes = config.scaling, [node["Resources"] for node in alive_nodes()]
+    scaling, nodes = config.scaling, [node["Resources"] for node in list_alive_nodes()]
     gpus = scaling.device == "cuda" or (scaling.device == "auto" and any(node.get("GPU") for node in nodes))
     places = bundle(config, "cuda" if gpus else "cpu")
     workers = sum(int(min(node.get(name, 0) // n for name, n in places.items())) for node in nodes)

@@ -10,7 +10,7 @@ from math import isnan, nan
 from pathlib import Path
 from typing import Any
 
-from raytrec.cluster.session import stays_here
+from raytrec.cluster.session import starts_local_ray
 from raytrec.common.documents import find_document
 from raytrec.common.errors import ConfigError, RaytrecError
 from raytrec.common.messages import METRICS, Eval, Final
@@ -18,15 +18,15 @@ from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.driver.datasets import open_data
 from raytrec.driver.preflight import check_fit
-from raytrec.driver.prepare import check_nothing_hidden, resolve
-from raytrec.metrics.selection import EVAL, Figure, Selection
+from raytrec.driver.prepare import check_no_redacted_values, resolve
+from raytrec.metrics.selection import EVAL_PREFIX, Figure, Selection
 from raytrec.tracking.run_folder import RESULT, RunFolder
 from raytrec.tuning.space import Space
 from raytrec.worker.loop import total_steps
 
-BEST = "best.yaml"
-MOST_TRIALS = 10_000
-ON_TEST = (
+BEST_FILE = "best.yaml"
+MAX_TRIALS = 10_000
+TEST_DATA_WARNING = (
     "data.valid is not set, so trials are compared on the test data: figures of the best one are better than "
     "they would be on data that took no part in the search"
 )
@@ -43,7 +43,7 @@ class State(StrEnum):
     FAILED = "failed"
 
 
-OVER = (State.FINISHED, State.STOPPED)  # a resumed search does not run these again
+ENDED_STATES = (State.FINISHED, State.STOPPED)  # a resumed search does not run these again
 ORDER = {State.FINISHED: 0, State.STOPPED: 1, State.INTERRUPTED: 2, State.RUNNING: 2}  # best first
 
 
@@ -52,7 +52,7 @@ class Settings:
     """Number of trials, metric of comparison, and rule of early stopping.
 
     Attributes:
-        trials: Number of trials, 1 to MOST_TRIALS.
+        trials: Number of trials, 1 to MAX_TRIALS.
         metric: Key of an evaluation metric; None: the metric by which the best checkpoints are kept.
         seed: Seed of the draws, 0 or more.
         grace_steps: Number of steps before which no trial is stopped; None: train.eval_every_steps.
@@ -71,7 +71,7 @@ class Settings:
     def __post_init__(self) -> None:
         grace = self.grace_steps
         for option, value, is_right, expected in (
-            ("--trials", self.trials, 0 < self.trials <= MOST_TRIALS, f"1 to {MOST_TRIALS:,}"),
+            ("--trials", self.trials, 0 < self.trials <= MAX_TRIALS, f"1 to {MAX_TRIALS:,}"),
             ("--seed", self.seed, self.seed >= 0, "0 or more"),
             ("--grace-steps", grace, grace is None or grace > 0, "1 or more"),
             ("--reduction-factor", self.factor, 1.1 <= self.factor <= 1e6, "at least 1.1"),
@@ -115,10 +115,10 @@ class Trial:
         """Return the metric in the last evaluation; NaN before the first."""
         return self.points[max(self.points)] if self.points else nan
 
-    def last_figures(self) -> dict[str, Any]:
+    def read_last_figures(self) -> dict[str, Any]:
         """Return the metrics of the last evaluation by eval.NAME; empty unless the run has finished."""
         result = find_document(str(self.folder / RESULT), dict[str, Any]) or {}
-        return {key: value for key, value in result.items() if key.startswith(EVAL)}
+        return {key: value for key, value in result.items() if key.startswith(EVAL_PREFIX)}
 
     def rows(self, step: int) -> int:
         """Return the number of rows trained until a step: the age by which trials are compared."""
@@ -177,9 +177,9 @@ class Search:
         return Path(self.config.run.dir)
 
     @property
-    def caution(self) -> str:
+    def test_data_warning(self) -> str:
         """Return a warning about the metrics of the best trial; may be empty."""
-        return "" if self.config.data.valid else ON_TEST
+        return "" if self.config.data.valid else TEST_DATA_WARNING
 
     @property
     def ranked(self) -> list[Trial]:
@@ -193,7 +193,7 @@ class Search:
     @property
     def best(self) -> Trial | None:
         """Return the best finished trial; if no trial has finished, the best stopped trial."""
-        able = (trial for trial in self.ranked if trial.state in OVER and not isnan(trial.value))
+        able = (trial for trial in self.ranked if trial.state in ENDED_STATES and not isnan(trial.value))
         return next(able, None)
 
     def value_text(self, trial: Trial) -> str:
@@ -212,7 +212,7 @@ class Search:
             "folder": str(self.folder),
             "metric": {"key": self.figure.key, "better": self.figure.better},
             "best": best
-            and best.record() | {"figures": best.last_figures(), "config": str(self.folder / BEST)},
+            and best.record() | {"figures": best.read_last_figures(), "config": str(self.folder / BEST_FILE)},
             "trials": [trial.record() for trial in self.trials],
         }
 
@@ -238,32 +238,32 @@ def prepare_search(config: RunConfig, space: Space, settings: Settings, allow_co
             expected="the number of steps between two evaluations on data.valid",
             do="set it in the configuration, or add train.eval_every_steps=STEPS to the command",
         )
-    check_nothing_hidden(config)
+    check_no_redacted_values(config)
     schema, datasets = open_data(config)
-    here = stays_here(config.scaling.address)
+    here = starts_local_ray(config.scaling.address)
 
     def check(each: RunConfig) -> Figure:
         check_fit(each, schema, here=here)
-        able, key = Selection.of_config(each, schema), settings.metric
+        able, key = Selection.from_config(each, schema), settings.metric
         return able.best(each.checkpoint.best_metric) if key is None else able.best(key, "--metric")
 
     search = Search(config, schema, space, settings, check(config))
     for draw, value in space.extremes:  # one key at a time, so that an error names the key and its line
-        with _as_mistake_of(f"{draw.key} = {value}", draw.where):
+        with _attribute_errors(f"{draw.key} = {value}", draw.where):
             check(config.with_({draw.key: value}))
     for index, values in enumerate(space.configurations(settings.trials, settings.seed), 1):
         hint = "draw values that depend on each other as one: a choice of whole sections, such as "
         hint += "optim.schedule: {choice: [{}, {decay: linear}]}"
         shown = ", ".join(f"{key} = {value}" for key, value in values.items())
-        with _as_mistake_of(f"trial {index} ({shown})", space.place, hint):
-            each = trial_config(config, values, index)
+        with _attribute_errors(f"trial {index} ({shown})", space.place, hint):
+            each = make_trial_config(config, values, index)
             check(each)
         search.trials.append(Trial(index, values, each, total_steps(each, datasets["train"].rows)))
     return search
 
 
 @contextmanager
-def _as_mistake_of(what: str, where: str, do: str | None = None) -> Iterator[None]:
+def _attribute_errors(what: str, where: str, do: str | None = None) -> Iterator[None]:
     """Raise errors of the block as a ConfigError that names the drawn values."""
     try:
         yield
@@ -273,7 +273,7 @@ def _as_mistake_of(what: str, where: str, do: str | None = None) -> Iterator[Non
         ) from None
 
 
-def trial_config(base: RunConfig, drawn: dict[str, Any], number: int) -> RunConfig:
+def make_trial_config(base: RunConfig, drawn: dict[str, Any], number: int) -> RunConfig:
     """Return the resolved configuration of one trial.
 
     A trial uses data.valid for its final evaluation as well, so that data.test takes no part in the search.

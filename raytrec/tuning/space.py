@@ -18,13 +18,13 @@ from typing import Any
 import yaml
 from pydantic import ConfigDict, StrictInt, TypeAdapter, ValidationError
 
-from raytrec.common.errors import ConfigError, os_errors, some, unknown
-from raytrec.common.reading import NotReadable, yaml_values
+from raytrec.common.errors import ConfigError, convert_os_errors, some, unknown
+from raytrec.common.reading import UnreadableError, parse_yaml
 from raytrec.common.storage import read_bytes
 from raytrec.config.base import Mark, Number
-from raytrec.config.overrides import apply_override, as_texts
-from raytrec.config.run_config import RunConfig, keys_with
-from raytrec.config.trust import code_in, origin, refuse_code
+from raytrec.config.overrides import apply_override, to_override_texts
+from raytrec.config.run_config import RunConfig, list_keys_with
+from raytrec.config.trust import find_foreign_code, origin, refuse_code
 
 # Kind → expected syntax.
 DRAW_KINDS = {
@@ -34,11 +34,13 @@ DRAW_KINDS = {
     "choice": "a list of different values: {choice: [512, 1024]}",
 }
 EXPECTED = "lines such as optim.dense.lr: {log_uniform: [0.0001, 0.01]}"
-COMMON = keys_with(Mark.COMMON)
+COMMON = list_keys_with(Mark.COMMON)
 # Accepts numbers that YAML 1.1 parses as text (1e-3), but no booleans and no infinite numbers.
-ENDS = TypeAdapter(tuple[Number, Number], config=ConfigDict(allow_inf_nan=False))
-WHOLE_ENDS = TypeAdapter(tuple[StrictInt, StrictInt])
-MOST_LISTED = 100_000  # largest finite space whose configurations are listed and shuffled instead of drawn
+RANGE_ADAPTER = TypeAdapter(tuple[Number, Number], config=ConfigDict(allow_inf_nan=False))
+INTEGER_RANGE_ADAPTER = TypeAdapter(tuple[StrictInt, StrictInt])
+MAX_LISTED_CONFIGURATIONS = (
+    100_000  # largest finite space whose configurations are listed and shuffled instead of drawn
+)
 DIGITS = 4  # significant digits of a drawn number
 
 
@@ -75,7 +77,11 @@ class Draw:
         if self.kind == "choice":
             return self.values
         low, high = self.values
-        return range(low, high + 1) if self.kind == "integer" and high - low < MOST_LISTED else None
+        return (
+            range(low, high + 1)
+            if self.kind == "integer" and high - low < MAX_LISTED_CONFIGURATIONS
+            else None
+        )
 
 
 @dataclass(frozen=True)
@@ -99,7 +105,7 @@ class Space:
         Raises:
             ConfigError: The file cannot be read, or `parse` fails.
         """
-        with os_errors("cannot read the space", ConfigError, where=place, expected=EXPECTED):
+        with convert_os_errors("cannot read the space", ConfigError, where=place, expected=EXPECTED):
             data = read_bytes(place)
         return cls.parse(data.decode(errors="surrogateescape"), place)  # parse rejects the surrogates
 
@@ -111,8 +117,8 @@ class Space:
             ConfigError: The text is invalid; the error names the key and the line.
         """
         try:
-            values = yaml_values(text)
-        except NotReadable as error:
+            values = parse_yaml(text)
+        except UnreadableError as error:
             raise ConfigError(f"not YAML that can be used: {error}", where=place) from None
         if not isinstance(values, dict) or not values:
             raise ConfigError("the space has no keys", where=place, expected=EXPECTED)
@@ -125,11 +131,11 @@ class Space:
     def configurations(self, trials: int, seed: int) -> list[dict[str, Any]]:
         """Return the drawn values, key → value, of each trial.
 
-        A seed draws the same trials for any number of trials. A space of at most MOST_LISTED configurations
+        A seed draws the same trials for any number of trials. A space of at most MAX_LISTED_CONFIGURATIONS configurations
         draws each configuration at most once, and may therefore return fewer than `trials`.
         """
         listed = [draw.listed for draw in self.draws]
-        if any(each is None for each in listed) or prod(map(len, listed)) > MOST_LISTED:
+        if any(each is None for each in listed) or prod(map(len, listed)) > MAX_LISTED_CONFIGURATIONS:
             return [
                 {draw.key: draw.sample(Random(f"{seed}/{number}/{draw.key}")) for draw in self.draws}
                 for number in range(trials)
@@ -154,12 +160,12 @@ class Space:
             ConfigError: The space draws such code; the error lists the code.
         """
         if elsewhere := origin(self.place):
-            known = code_in(config.own_values()).items()
+            known = find_foreign_code(config.get_changed_values()).items()
             for draw, value in self.extremes:
-                drawn = config.own_values()  # these values may be invalid
-                (override,) = as_texts({draw.key: value})
+                drawn = config.get_changed_values()  # these values may be invalid
+                (override,) = to_override_texts({draw.key: value})
                 apply_override(drawn, override, RunConfig.model_fields)
-                refuse_code(dict(code_in(drawn).items() - known), drawn, elsewhere)
+                refuse_code(dict(find_foreign_code(drawn).items() - known), drawn, elsewhere)
 
 
 def _draw(key: str, how: Any, where: str) -> Draw:
@@ -169,14 +175,14 @@ def _draw(key: str, how: Any, where: str) -> Draw:
     if kind not in DRAW_KINDS:
         raise unknown(f"{key}: there is no way to draw '{kind}'", str(kind), DRAW_KINDS, where)
     try:
-        found = _choices(values) if kind == "choice" else _ends(kind, values)
+        found = _parse_choices(values) if kind == "choice" else _ends(kind, values)
     except ValueError as error:
         what = f"{key}: {kind} {error} (got {some(values)})"
         raise ConfigError(what, where=where, expected=DRAW_KINDS[kind]) from None
     return Draw(key, kind, found, where)
 
 
-def _choices(values: Any) -> tuple[Any, ...]:
+def _parse_choices(values: Any) -> tuple[Any, ...]:
     found = tuple(values) if isinstance(values, list) else ()
     if not found:
         raise ValueError("needs values")
@@ -188,7 +194,7 @@ def _choices(values: Any) -> tuple[Any, ...]:
 def _ends(kind: str, values: Any) -> tuple[Any, ...]:
     """Return the two ends of a range."""
     try:
-        low, high = (WHOLE_ENDS if kind == "integer" else ENDS).validate_python(values)
+        low, high = (INTEGER_RANGE_ADAPTER if kind == "integer" else RANGE_ADAPTER).validate_python(values)
     except ValidationError:
         raise ValueError("needs two numbers") from None
     if low >= high:

@@ -12,24 +12,24 @@ from typing import Any
 import yaml
 from rich.table import Table
 
-from raytrec.cluster.session import in_job
+from raytrec.cluster.session import is_job_driver
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.formatting import number
-from raytrec.common.storage import absolute, in_shell, relative
+from raytrec.common.storage import absolute, quote_for_shell, relative
 from raytrec.common.terminal import bold, open_console, plain
 from raytrec.config.overrides import Overrides
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.driver.driver_state import hold_run_lock, record_driver
 from raytrec.driver.launch import Interrupted, resume_command
-from raytrec.driver.prepare import resolve, write_marked
+from raytrec.driver.prepare import resolve, write_marked_file
 from raytrec.driver.recorder import write_json
-from raytrec.driver.run import PATIENCE_S
-from raytrec.metrics.selection import EVAL
+from raytrec.driver.run import PREVIOUS_DRIVER_TIMEOUT_S
+from raytrec.metrics.selection import EVAL_PREFIX
 from raytrec.tracking.store import Store
-from raytrec.tracking.translate import NOT_IN_NAMES, Record
-from raytrec.tuning.folder import OUTCOME, SPACE, is_search, newest_like, reopen, write_search
+from raytrec.tracking.translate import INVALID_NAME_CHARACTERS, Record
+from raytrec.tuning.folder import OUTCOME, SPACE, find_matching_search, is_search, reopen_search, write_search
 from raytrec.tuning.runner import Runner, TuneConsole
-from raytrec.tuning.search import BEST, OVER, Search, Settings, Trial, prepare_search
+from raytrec.tuning.search import BEST_FILE, ENDED_STATES, Search, Settings, Trial, prepare_search
 from raytrec.tuning.space import Space
 
 
@@ -89,7 +89,7 @@ def tune(
                 where="command line",
                 expected="neither CONFIG nor --space",
             )
-        return _run(reopen(Path(absolute(str(resume))), trials, allow_code), at_once)
+        return _run(reopen_search(Path(absolute(str(resume))), trials, allow_code), at_once)
     if source is None or not space:
         raise ConfigError(
             "a search needs a config and a space", expected="raytrec tune CONFIG --space SPACE.yaml"
@@ -99,9 +99,9 @@ def tune(
     named = bool(config.run.name or config.run.dir)
     config = resolve(config, source, "tune")
     drawn = Space.read(str(space))  # relative to the working directory of a job, like CONFIG
-    if resume_latest and (earlier := newest_like(config, drawn, settings, named)):
-        patience_s = PATIENCE_S + config.scaling.shutdown_grace_s
-        return _run(reopen(earlier, None, allow_code, patience_s), at_once)
+    if resume_latest and (earlier := find_matching_search(config, drawn, settings, named)):
+        patience_s = PREVIOUS_DRIVER_TIMEOUT_S + config.scaling.shutdown_grace_s
+        return _run(reopen_search(earlier, None, allow_code, patience_s), at_once)
     if is_search(Path(config.run.dir)):
         raise RunError(
             "there is a search already",
@@ -118,9 +118,9 @@ def _run(search: Search, at_once: int | None) -> Search:
     console = TuneConsole(search.config.run.name)
     with console, hold_run_lock(folder, 0, console.phase):
         write_search(search)
-        if search.caution:
-            console.warn(search.caution)
-        if in_job():
+        if search.test_data_warning:
+            console.warn(search.test_data_warning)
+        if is_job_driver():
             console.note(f"search folder {folder}")
         with record_driver(folder):
             runner = Runner(search, console)
@@ -139,7 +139,7 @@ def _run(search: Search, at_once: int | None) -> Search:
     return search
 
 
-MLFLOW_PATIENCE_S = 60.0  # maximum wait for an MLflow server that does not answer
+MLFLOW_TIMEOUT_S = 60.0  # maximum wait for an MLflow server that does not answer
 
 
 def write_outcome(search: Search, warn: Callable[[str], None]) -> None:
@@ -150,29 +150,29 @@ def write_outcome(search: Search, warn: Callable[[str], None]) -> None:
     """
     folder = search.folder
     if search.best:
-        write_marked(folder / BEST, best_text(search, search.best))
-    if all(trial.state in OVER or trial.error for trial in search.trials):
+        write_marked_file(folder / BEST_FILE, format_best_config(search, search.best))
+    if all(trial.state in ENDED_STATES or trial.error for trial in search.trials):
         write_json(folder / OUTCOME, search.metrics)
     if search.config.tracking.enabled:
         failed = ["no answer within a minute"]
-        thread = Thread(target=_write_run, args=(search, failed), name="mlflow", daemon=True)
+        thread = Thread(target=_write_mlflow_run, args=(search, failed), name="mlflow", daemon=True)
         thread.start()
-        thread.join(MLFLOW_PATIENCE_S)
+        thread.join(MLFLOW_TIMEOUT_S)
         if failed:
             warn(f"MLflow lacks the outcome of the search ({failed[-1]}); the folder has it: {folder}")
 
 
-def best_text(search: Search, best: Trial) -> str:
+def format_best_config(search: Search, best: Trial) -> str:
     """Return the best configuration as YAML for `raytrec train`, with its metrics in comments."""
-    data = "test" if search.caution else "validation"
+    data = "test" if search.test_data_warning else "validation"
     lines = [
         f"# Trial {best.number} of {search.config.run.name}, {best.state} at step {best.step}: "
         f"{search.value_text(best)} on the {data} data.",
-        *([f"# Warning: {search.caution}."] if search.caution else []),
-        *(f"# {key}: {value}" for key, value in best.last_figures().items() if not isnan(number(value))),
+        *([f"# Warning: {search.test_data_warning}."] if search.test_data_warning else []),
+        *(f"# {key}: {value}" for key, value in best.read_last_figures().items() if not isnan(number(value))),
         *(f"# {key} = {value}" for key, value in best.values.items()),
     ]
-    values = search.config.with_(best.values).own_values()
+    values = search.config.with_(best.values).get_changed_values()
     values["run"] = {key: value for key, value in values["run"].items() if key not in ("name", "dir")}
     values = {section: inner for section, inner in values.items() if inner != {}}
     return "\n".join(lines) + "\n" + yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
@@ -182,20 +182,20 @@ def print_outcome(search: Search) -> None:
     """Print a table of the trials, the best first, and the search folder on stdout."""
     console = open_console()
     console.print(bold(search.config.run.name), soft_wrap=True)
-    table = _table(search, list(search.trials[0].values))
+    table = _build_table(search, list(search.trials[0].values))
     if console.measure(table, options=console.options.update_width(10_000)).maximum > console.width:
-        table = _table(search, [])
+        table = _build_table(search, [])
     console.print(table)
-    lines = [f"warning: {search.caution}"] if search.caution else []
+    lines = [f"warning: {search.test_data_warning}"] if search.test_data_warning else []
     lines += [f"trial {trial.number} failed: {trial.error}" for trial in search.trials if trial.error]
     lines.append(f"search       {relative(search.folder)}")
     if search.best:
-        lines.append(f"best         raytrec train {in_shell(relative(search.folder / BEST))}")
+        lines.append(f"best         raytrec train {quote_for_shell(relative(search.folder / BEST_FILE))}")
     for line in lines:
         console.print(plain(line), soft_wrap=True)
 
 
-def _table(search: Search, keys: list[str]) -> Table:
+def _build_table(search: Search, keys: list[str]) -> Table:
     """Return a table of the trials with one column per key; without keys, one column holds all values."""
     table, figure = Table(), search.figure
     for column in ("trial", figure.label, "step", *keys, "state"):
@@ -209,7 +209,7 @@ def _table(search: Search, keys: list[str]) -> Table:
     return table
 
 
-def _write_run(search: Search, failed: list[str]) -> None:
+def _write_mlflow_run(search: Search, failed: list[str]) -> None:
     """Write the parent run of the trials to MLflow: the space, the best metrics and best.yaml.
 
     Args:
@@ -217,18 +217,18 @@ def _write_run(search: Search, failed: list[str]) -> None:
         failed: List that is cleared on success; on an error, the reason is appended.
     """
     folder, store = search.folder, Store(search.config, search.folder)
-    draws = {f"space.{NOT_IN_NAMES.sub('_', draw.key)}": draw for draw in search.space.draws}
+    draws = {f"space.{INVALID_NAME_CHARACTERS.sub('_', draw.key)}": draw for draw in search.space.draws}
     tags = {"trials": str(len(search.trials)), "metric": search.figure.key}
     try:
         store.open_parent()
         store.write_params({key: f"{draw.kind} {list(draw.values)}" for key, draw in draws.items()})
         if best := search.best:
             tags |= {"best.trial": str(best.number)} | {f"best.{k}": str(v) for k, v in best.values.items()}
-            figures: dict[str, Any] = {EVAL + search.figure.key: best.value} | best.last_figures()
+            figures: dict[str, Any] = {EVAL_PREFIX + search.figure.key: best.value} | best.read_last_figures()
             figures = {key: value for key, value in figures.items() if not isnan(number(value))}
             store.write_metrics([Record(figures, best.step, round(time() * 1000))])
         store.write_tags(tags)
-        for file in (SPACE, BEST):
+        for file in (SPACE, BEST_FILE):
             if (folder / file).is_file():
                 store.upload(folder / file, "")
         failed.clear()

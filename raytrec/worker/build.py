@@ -11,33 +11,33 @@ from torchrec.distributed import comm_ops
 from torchrec.distributed.model_parallel import DataParallelWrapper, DistributedModelParallel
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
-from raytrec.checkpoint.index import read_index, why_no_progress
-from raytrec.checkpoint.managed import ids_to_read, load_with_ids, take_over_ids
+from raytrec.checkpoint.index import find_progress_problem, read_index
+from raytrec.checkpoint.managed import allocate_ids, load_ids, load_with_ids
 from raytrec.checkpoint.restore import restore
-from raytrec.checkpoint.rows import schema_of, table_starts
-from raytrec.checkpoint.state import LogicalState, State, is_average, not_finite, on_any_rank
+from raytrec.checkpoint.rows import resolve_warm_starts, schema_of
+from raytrec.checkpoint.state import LogicalState, State, find_nonfinite, is_average, summarize_over_ranks
 from raytrec.common import messages
 from raytrec.common.collectives import Peers
 from raytrec.common.errors import RunError
 from raytrec.compat.fbgemm import CACHED, pad_empty_shards
-from raytrec.compat.fbgemm_lookups import as_known_to_torchrec, own_lookups
+from raytrec.compat.fbgemm_lookups import substitute_known_kernels, use_custom_lookups
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
-from raytrec.embeddings.constraints import CACHING_KERNEL, MMAP_KERNEL, table_optimizers
+from raytrec.embeddings.constraints import CACHING_KERNEL, MMAP_KERNEL, resolve_optimizers
 from raytrec.embeddings.managed.batches import ManagedBatches
-from raytrec.embeddings.mapped import MappedFiles, mark_mapped
-from raytrec.embeddings.optim import DenseAverage, GlobalNormClip, combine, fuse
-from raytrec.embeddings.sharding import make_codecs, sharders, sharders_for_planning, widths_of
+from raytrec.embeddings.mapped import MappedFileFactory, mark_mapped
+from raytrec.embeddings.optim import DenseAverage, GlobalNormClip, combine, mark_fused
+from raytrec.embeddings.sharding import list_shard_widths, make_codecs, make_planning_sharders, sharders
 from raytrec.embeddings.tables import fill_tables
-from raytrec.models.parts.shared import join_ranks
+from raytrec.models.parts.shared import share_negatives_across_ranks
 from raytrec.models.recommender import build_recommender, checkpoint_activations, compile_dense
-from raytrec.planning.memory import held, planned, without_training
+from raytrec.planning.memory import exclude_training_memory, held, planned
 from raytrec.planning.plan import make_plan
-from raytrec.planning.step import hot_rows
+from raytrec.planning.step import estimate_hot_rows
 from raytrec.tasks.objective import Objective
-from raytrec.tasks.task import columns_of, needs_vectors
-from raytrec.worker.loop import train_order
-from raytrec.worker.nonfinite import SkipBad
+from raytrec.tasks.task import count_logits, needs_vectors
+from raytrec.worker.loop import make_train_order
+from raytrec.worker.nonfinite import SkipNonfiniteOptimizer
 from raytrec.worker.process import prepare_process
 from raytrec.worker.step import LossModel, Step
 
@@ -76,20 +76,20 @@ def build_step(
         )
     prepare_process(config.train)
     world = dist.get_world_size()
-    model = unsharded(config, schema, device, world, objective)
-    optimizers = table_optimizers(config, schema)
+    model = build_unsharded(config, schema, device, world, objective)
+    optimizers = resolve_optimizers(config, schema)
     if config.train.compile:
-        rows = train_order(config).padded_rows(config.data.global_batch_size, 0, world)
+        rows = make_train_order(config).padded_rows(config.data.global_batch_size, 0, world)
         graph_rows = rows if config.train.compile == "graphs" else None
         compile_dense(model.head.model, model.head.call, device, graph_rows)
     if config.train.activation_checkpointing:
         checkpoint_activations(model.head.model)
-    fuse(model.embeddings.collections, optimizers, device.type)
-    offered = sharders_for_planning(config, schema, world)
+    mark_fused(model.embeddings.collections, optimizers, device.type)
+    offered = make_planning_sharders(config, schema, world)
     plan = make_plan(model, offered, schema, config, device)
-    codecs = make_codecs(config, widths_of(plan), world)
+    codecs = make_codecs(config, list_shard_widths(plan), world)
     tables = held(planned(plan, config, schema, world), config, schema, device.type)
-    shares = [share for share, _ in hot_rows(tables, config, schema, world)]
+    shares = [share for share, _ in estimate_hot_rows(tables, config, schema, world)]
     mark_mapped(model.embeddings.collections, plan, optimizers, any(shares))
     # For tables in host memory with a cache on the GPUs, hits are counted, and rows are fetched before their
     # step and locked until the step has been trained. On CPU there is no cache.
@@ -98,14 +98,14 @@ def build_step(
     # An unpooled id is sent to other ranks once per batch, and its gradients are sent as a sum. FBGEMM
     # (1.8.0) finds distinct ids only on GPUs, and in fp16 the sum of many gradients may be infinite.
     once = device.type == "cuda" and world > 1 and config.plan.qcomms.backward_precision != "fp16"
-    files = MappedFiles(config, shares[dist.get_rank()])
-    with own_lookups(files), as_known_to_torchrec(plan, {MMAP_KERNEL: "fused"}):
+    files = MappedFileFactory(config, shares[dist.get_rank()])
+    with use_custom_lookups(files), substitute_known_kernels(plan, {MMAP_KERNEL: "fused"}):
         sharded = DistributedModelParallel(
             model,
             device=device,
             plan=plan,
             sharders=sharders(cache, codecs, device.type, once),
-            data_parallel_wrapper=_Alone() if world == 1 else None,
+            data_parallel_wrapper=_SingleRankWrapper() if world == 1 else None,
         )
     pad_empty_shards(sharded)
     if fill:
@@ -116,7 +116,7 @@ def build_step(
     if config.train.ema:
         optimizer = DenseAverage(optimizer, sharded, config.train.ema)
     if config.train.on_nan == "skip":
-        optimizer = SkipBad(optimizer, model.head)
+        optimizer = SkipNonfiniteOptimizer(optimizer, model.head)
     managed = None
     if schema.managed:
         live = LogicalState(sharded, optimizer).tables
@@ -124,7 +124,7 @@ def build_step(
     return Step(sharded, optimizer, device, config, steps, cache is not None, managed), plan
 
 
-class _Alone(DataParallelWrapper):
+class _SingleRankWrapper(DataParallelWrapper):
     """Wrapper that leaves the dense layers of a single rank unchanged, with no gradients to average."""
 
     def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
@@ -134,11 +134,11 @@ class _Alone(DataParallelWrapper):
 def plan_of(config: RunConfig, schema: Schema, device: torch.device) -> ShardingPlan:
     """Return the plan that `build_step` would use, without creating any table; a collective."""
     world = dist.get_world_size()
-    offered = sharders_for_planning(config, schema, world)
-    return make_plan(unsharded(config, schema, device, world), offered, schema, config, device)
+    offered = make_planning_sharders(config, schema, world)
+    return make_plan(build_unsharded(config, schema, device, world), offered, schema, config, device)
 
 
-def unsharded(
+def build_unsharded(
     config: RunConfig,
     schema: Schema,
     device: torch.device,
@@ -147,10 +147,10 @@ def unsharded(
 ) -> LossModel:
     """Return the model and objective of one of `world` ranks: dense layers on the device, tables on meta."""
     made = objective.of(config, schema, world)
-    columns, vectors = columns_of(made.tasks), needs_vectors(made.tasks)
+    columns, vectors = count_logits(made.tasks), needs_vectors(made.tasks)
     recommender = build_recommender(config, schema, device, sum(columns.values()), vectors, columns)
     if world > 1:
-        join_ranks(recommender.model, Peers(device))
+        share_negatives_across_ranks(recommender.model, Peers(device))
     ranks_items = config.eval.retrieval is not None and objective is Objective
     return LossModel(recommender, made, query_vectors=ranks_items)
 
@@ -160,15 +160,15 @@ def begin_or_resume(context: WorkerContext, step: Step, state: LogicalState, pro
 
     def ids(about: dict[str, Any]) -> State:
         context.enter_phase("restoring", "restore")
-        return ids_to_read(about, step.maps)
+        return allocate_ids(about, step.maps)
 
-    found = restore(context.task.checkpoint, state, why_no_progress, ids)
-    for reason in found.passed_over:
+    found = restore(context.task.checkpoint, state, find_progress_problem, ids)
+    for reason in found.skip_reasons:
         context.report(messages.Warn(text=f"passed over a checkpoint: {reason}"))
     if not found.folder:
         context.enter_phase("setting initial values", "plan")
         return begin(step, context.task.config, context.task.schema, context.task.datasets["train"].log_odds)
-    take_over_ids(step.maps, found.more, found.about)
+    load_ids(step.maps, found.more, found.about)
     progress.resume(found.about["progress"])
     step.trained = progress.step
 
@@ -191,7 +191,7 @@ def begin(step: Step, config: RunConfig, schema: Schema, log_odds: Sequence[floa
     if not config.warm_start.from_:
         return
     index = read_index(config.warm_start.from_)
-    starts = table_starts(config, schema_of(index["about"]), schema)
+    starts = resolve_warm_starts(config, schema_of(index["about"]), schema)
     rows = {table: start.rows for table, start in starts.items() if start.policy == "resize"}
     anew = {table for table, start in starts.items() if start.policy == "new"}
     state = LogicalState(step.model, step.optimizer, with_optimizer=config.warm_start.optimizer)
@@ -206,7 +206,7 @@ def begin(step: Step, config: RunConfig, schema: Schema, log_odds: Sequence[floa
         }
     taken = {table: m for table, m in step.maps.items() if starts[table].policy == "exact"}
     load_with_ids(config.warm_start.from_, tensors, taken, index["about"], rows, new_run=True)
-    if found := on_any_rank(not_finite(tensors, state.unbounded)):
+    if found := summarize_over_ranks(find_nonfinite(tensors, state.unbounded)):
         raise RunError(
             f"the checkpoint is NaN or infinite: {found}",
             where=f"warm_start.from={config.warm_start.from_}",
@@ -226,11 +226,11 @@ def load_step(context: WorkerContext, objective: type[Objective] = Objective) ->
     task = context.task
     context.enter_phase("loading the checkpoint", "restore")
     step, _ = build_step(
-        without_training(task.config), task.schema, context.device, fill=False, objective=objective
+        exclude_training_memory(task.config), task.schema, context.device, fill=False, objective=objective
     )
     state = LogicalState(step.model, step.optimizer, with_optimizer=False)
     load_with_ids(task.checkpoint, state.tensors(), step.maps, read_index(task.checkpoint)["about"])
-    if found := on_any_rank(not_finite(state.tensors(), state.unbounded)):
+    if found := summarize_over_ranks(find_nonfinite(state.tensors(), state.unbounded)):
         context.report(
             messages.Warn(text=f"the checkpoint is NaN or infinite, its figures mean nothing: {found}")
         )

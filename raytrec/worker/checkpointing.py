@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from raytrec.checkpoint.files import folder_of, steps
 from raytrec.checkpoint.index import read_index
-from raytrec.checkpoint.managed import load_with_ids, saved_ids
-from raytrec.checkpoint.save import NotFinite, Saved, Saver
+from raytrec.checkpoint.managed import gather_ids, load_with_ids
+from raytrec.checkpoint.save import CheckpointWriter, NonfiniteStateError, Saved
 from raytrec.checkpoint.snapshot import RowSnapshot
 from raytrec.checkpoint.state import LogicalState
 from raytrec.common import messages
@@ -22,27 +22,27 @@ from raytrec.common.errors import ErrorParts, RunError
 from raytrec.common.machine import installed_versions
 from raytrec.common.messages import Command, Restart
 from raytrec.common.redaction import hide_all
-from raytrec.common.storage import in_shell
+from raytrec.common.storage import quote_for_shell
 from raytrec.config.features import resolve_features
 from raytrec.embeddings.sharding import describe
 from raytrec.worker.consensus import Decision, StepConsensus
-from raytrec.worker.nonfinite import NAN_FOLDER, Losses, dump
+from raytrec.worker.nonfinite import NAN_FOLDER, LossMonitor, dump
 from raytrec.worker.progress import RankRun
-from raytrec.worker.step import Outputs, Step
+from raytrec.worker.step import Step, StepOutputs
 
 
 class Stopped(Exception):
     """Signal, raised by all ranks, that the state is saved and the run ends because a user stopped it."""
 
 
-def watch_rows(step: Step, state: LogicalState, patient: Callable[[], None]) -> RowSnapshot:
+def make_row_snapshot(step: Step, state: LogicalState, patient: Callable[[], None]) -> RowSnapshot:
     """Return a snapshot that preserves rows that change during a save, by training or by reassignment of ids.
 
     `patient` is called as in RowSnapshot.
     """
     rows = RowSnapshot(step.model, state.tables, patient)
     if step.managed is not None:
-        step.managed.before_writing = rows.set_aside
+        step.managed.before_writing = rows.preserve_rows
     return rows
 
 
@@ -56,29 +56,29 @@ class CheckpointManager:
 
     def __init__(self, run: RankRun, before_save: Callable[[], None]):
         self._run, self._context, self._config = run, run.context, run.context.task.config
-        self._step, self._state, self._progress = run.step, run.state, run.progress
+        self._step, self._state, self._run_pipeline_step = run.step, run.state, run.progress
         self._before_save, keeping, heartbeat = before_save, self._config.checkpoint, run.context.heartbeat
         best = run.progress.window.selection.best(keeping.best_metric) if keeping.keep_best else None
-        rows = watch_rows(run.step, run.state, heartbeat.tick) if keeping.async_save else None
-        self._saver = Saver(
+        rows = make_row_snapshot(run.step, run.state, heartbeat.tick) if keeping.async_save else None
+        self._saver = CheckpointWriter(
             run.context.task.checkpoint, keeping, heartbeat.confirm, run.state.unbounded, best, rows
         )
-        self._kept: int | None = run.progress.step or None  # step of the newest checkpoint
+        self._recent: int | None = run.progress.step or None  # step of the newest checkpoint
         self._error: RunError | None = None  # error of the last checkpoint
-        self._saver.last_step = self._kept
-        self._consensus, self._losses = StepConsensus(), Losses()
+        self._saver.last_step = self._recent
+        self._consensus, self._losses = StepConsensus(), LossMonitor()
         self._saved_at, self._asked, self._due = monotonic(), False, Command.GO
         run.step.drain_every = keeping.every_steps
-        heartbeat.watch_device(self._unfinished)
+        heartbeat.watch_device(self._find_unfinished_step)
 
-    def after_step(self, outputs: Outputs) -> None:
+    def after_step(self, outputs: StepOutputs) -> None:
         """Start the ranks' decision about this step, and act on the decision about an earlier step.
 
         Raises:
             Restart, Stopped: The state has been saved.
             RunError: A loss was not finite.
         """
-        step, command = self._progress.step, self._context.heartbeat.command
+        step, command = self._run_pipeline_step.step, self._context.heartbeat.command
         is_due = monotonic() - self._saved_at > (self._config.checkpoint.every_s or inf)
         if self._context.index == 0 and command == Command.GO and is_due and not self._asked:
             command, self._asked = Command.SAVE, True
@@ -86,15 +86,15 @@ class CheckpointManager:
         decision = self._consensus.exchange(command, self._losses.look(), self._saver.busy)
         if decision is None:
             decision = Decision(Command.GO, 0, None, True)
-        self._stop_if_bad(decision)
+        self._raise_if_nonfinite(decision)
         began = self._saver.last_step
         if not decision.busy and began is not None and began < step - self._consensus.lag:
-            self._take()
-        self._obey(decision.command)
+            self._collect_save()
+        self._execute(decision.command)
 
-    def _obey(self, command: Command) -> None:
+    def _execute(self, command: Command) -> None:
         """Save or end this group, immediately or as soon as the pipeline has been drained."""
-        step, every = self._progress.step, self._config.checkpoint.every_steps
+        step, every = self._run_pipeline_step.step, self._config.checkpoint.every_steps
         if command == Command.GO and every and step % every == 0:
             command = Command.SAVE
         self._due = max(self._due, command)
@@ -125,27 +125,27 @@ class CheckpointManager:
         Raises:
             RunError: A loss up to this step was not finite, so that the state must not be kept.
         """
-        heartbeat, step = self._context.heartbeat, self._progress.step
+        heartbeat, step = self._context.heartbeat, self._run_pipeline_step.step
         last = self._consensus.finish()
         if last is not None:  # None: this decision has already been read
             if last.through < step:  # GPUs still compute; the copy would wait for them anyway
                 last = self._consensus.agree(self._losses.wait())
-            self._stop_if_bad(last)
+            self._raise_if_nonfinite(last)
         if again or self._saver.last_step != step:
             heartbeat.tick("save")
-            self._take()
+            self._collect_save()
             self._before_save()
-            ids, about_ids = saved_ids(self._step.maps)
-            self._saver.save(step, self._state.tensors(), self._about() | about_ids, ids)
+            ids, about_ids = gather_ids(self._step.maps)
+            self._saver.save(step, self._state.tensors(), self._make_about() | about_ids, ids)
             self._saved_at, self._asked = monotonic(), False
         saved = None
         if wait:
             heartbeat.tick("save")
-            saved = self._take()
+            saved = self._collect_save()
         heartbeat.tick("step")
         return saved
 
-    def take_back(self, step: int) -> None:
+    def roll_back(self, step: int) -> None:
         """Replace the state by that of an earlier step, if its checkpoint is kept.
 
         The counts of the run stay, because they determine which rows have been trained.
@@ -187,18 +187,18 @@ class CheckpointManager:
 
     def _unsaved_model_error(self, error: RunError) -> RunError:
         """Return the error of a run whose last checkpoint could not be written."""
-        if isinstance(error, NotFinite):
+        if isinstance(error, NonfiniteStateError):
             return error
         folder = self._config.run.dir
-        from_step = f"from the checkpoint of step {self._kept}" if self._kept else "from the beginning"
+        from_step = f"from the checkpoint of step {self._recent}" if self._recent else "from the beginning"
         return RunError(
             f"the trained model is not saved: {error.what}",
             where=error.where,
             expected=error.expected,
-            do=f"make room, then train the rest, {from_step}: raytrec train --resume {in_shell(folder)}",
+            do=f"make room, then train the rest, {from_step}: raytrec train --resume {quote_for_shell(folder)}",
         )
 
-    def _take(self) -> Saved | None:
+    def _collect_save(self) -> Saved | None:
         """Return the outcome of the last save, and report it.
 
         Ray Train does not get a report. Its note on the same storage would end the run if that storage is
@@ -210,7 +210,7 @@ class CheckpointManager:
         if saved.error:
             self._warn(f"no checkpoint of step {saved.step}: {saved.error.what}")
         else:
-            self._kept = saved.step
+            self._recent = saved.step
         if saved.note:
             self._warn(saved.note)
         self._context.report(
@@ -222,8 +222,8 @@ class CheckpointManager:
                 seconds=saved.seconds,
             )
         )
-        if isinstance(saved.error, NotFinite):
-            saved = replace(saved, error=self._with_advice(saved.error))
+        if isinstance(saved.error, NonfiniteStateError):
+            saved = replace(saved, error=self._add_advice(saved.error))
             if self._config.checks.finite == "stop":
                 raise saved.error
         return saved
@@ -231,21 +231,21 @@ class CheckpointManager:
     def _warn(self, text: str) -> None:
         self._context.report(messages.Warn(text=text))
 
-    def _with_advice(self, error: NotFinite) -> NotFinite:
+    def _add_advice(self, error: NonfiniteStateError) -> NonfiniteStateError:
         """Return the error with the command that starts again from the newest checkpoint, which is finite."""
         optim = self._config.optim
         lower = f"optim.embeddings.lr={optim.embeddings.lr / 10:g} optim.dense.lr={optim.dense.lr / 10:g}"
-        if self._kept is None:
+        if self._recent is None:
             do = f"begin again with lower learning rates ({lower}) or train.max_grad_norm"
         else:
-            folder = folder_of(self._context.task.checkpoint, self._kept)
+            folder = folder_of(self._context.task.checkpoint, self._recent)
             do = (
                 "begin with the weights of the last checkpoint, which is finite, and lower learning rates "
-                f"or train.max_grad_norm: raytrec train --warm-start {in_shell(folder)} {lower}"
+                f"or train.max_grad_norm: raytrec train --warm-start {quote_for_shell(folder)} {lower}"
             )
-        return NotFinite(error.what, where=error.where, expected=error.expected, do=do)
+        return NonfiniteStateError(error.what, where=error.where, expected=error.expected, do=do)
 
-    def _unfinished(self) -> tuple[int, str] | None:
+    def _find_unfinished_step(self) -> tuple[int, str] | None:
         """Return the step and phase that the GPU has not finished; called by the heartbeat's thread."""
         device = self._context.device
         if device.type != "cuda":
@@ -253,11 +253,11 @@ class CheckpointManager:
         torch.cuda.set_device(device)  # per thread; the default, GPU 0, would be initialized too
         try:
             step = self._losses.unfinished
-            return None if step is None else (step, self._step.phases.standing or "")
+            return None if step is None else (step, self._step.phases.unfinished_phase or "")
         except RuntimeError:  # the GPU has failed; the training thread raises the error
             return None
 
-    def _stop_if_bad(self, decision: Decision) -> None:
+    def _raise_if_nonfinite(self, decision: Decision) -> None:
         """Raise RunError for the first step whose loss was not finite on any rank."""
         if decision.bad is None:
             return
@@ -281,13 +281,13 @@ class CheckpointManager:
             "±10; or set train.on_nan=skip",
         )
 
-    def _about(self) -> dict[str, Any]:
+    def _make_about(self) -> dict[str, Any]:
         config, task = self._config, self._context.task
         return {
             "name": config.run.name,
             "saved_unix_s": time(),
-            "progress": self._progress.record(),
-            "evaluation": self._progress.last_evaluation,
+            "progress": self._run_pipeline_step.record(),
+            "evaluation": self._run_pipeline_step.last_evaluation,
             "data": task.fingerprint,
             "config": hide_all(config.model_dump(by_alias=True, mode="json")),  # users share checkpoints
             "schema": task.schema.to_yaml(),

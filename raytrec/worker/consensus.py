@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from raytrec.common.messages import Command
-from raytrec.worker.nonfinite import Known
+from raytrec.worker.nonfinite import LossStatus
 
 NEVER = 2**62  # stands for the first bad step of a rank without one
-RING = 64  # ranks; the 126 hops of 25 µs take less time than a step
+MAX_RING_RANKS = 64  # ranks; the 126 hops of 25 µs take less time than a step
 
 
 class Decision(NamedTuple):
@@ -50,12 +50,12 @@ class StepConsensus:
         lag: Number of steps after which a decision is known.
     """
 
-    def __init__(self, ring: int = RING):
+    def __init__(self, ring: int = MAX_RING_RANKS):
         self._rings = _rings(ring)
         self.lag = max(1, len(self._rings))
-        self._begun: deque[_Begun] = deque()
+        self._pending: deque[_PendingDecision] = deque()
 
-    def exchange(self, command: Command, known: Known, busy: bool) -> Decision | None:
+    def exchange(self, command: Command, known: LossStatus, busy: bool) -> Decision | None:
         """Start this step's decision, and return the decision of `lag` steps ago, or None if there is none.
 
         Args:
@@ -63,23 +63,23 @@ class StepConsensus:
             known: State of this rank's losses; on a GPU, recent steps are not included.
             busy: True if this rank is writing a checkpoint.
         """
-        earlier = list(self._begun)
+        earlier = list(self._pending)
         self._begin(command, known, busy)
         for begun in earlier:
             self._advance(begun)
-        return self._begun.popleft().decision() if len(self._begun) > self.lag else None
+        return self._pending.popleft().decision() if len(self._pending) > self.lag else None
 
     def finish(self) -> Decision | None:
         """Wait for the decision of the last step and return it; None if it has been returned before."""
         decision = None
-        while self._begun:
-            begun = self._begun.popleft()
+        while self._pending:
+            begun = self._pending.popleft()
             while begun.work is not None:
                 self._advance(begun)
             decision = begun.decision()
         return decision
 
-    def agree(self, known: Known) -> Decision:
+    def agree(self, known: LossStatus) -> Decision:
         """Exchange the state of the losses once more, and wait for the decision of all ranks."""
         self.finish()
         self._begin(Command.GO, known, False)
@@ -87,20 +87,20 @@ class StepConsensus:
         assert decision is not None
         return decision
 
-    def _begin(self, command: Command, known: Known, busy: bool) -> None:
+    def _begin(self, command: Command, known: LossStatus, busy: bool) -> None:
         first = NEVER if known.bad is None else known.bad
         values = torch.tensor([command, -known.through, -first, busy])  # minus: the minimum over ranks
-        begun = _Begun(values)
+        begun = _PendingDecision(values)
         self._reduce(begun)
-        self._begun.append(begun)
+        self._pending.append(begun)
 
-    def _advance(self, begun: _Begun) -> None:
+    def _advance(self, begun: _PendingDecision) -> None:
         """Wait for the reduction over one ring, and start the next one."""
         if begun.work is not None:
             begun.work.wait()
             self._reduce(begun)
 
-    def _reduce(self, begun: _Begun) -> None:
+    def _reduce(self, begun: _PendingDecision) -> None:
         begun.work = None
         if begun.rings < len(self._rings):
             group = self._rings[begun.rings]
@@ -109,7 +109,7 @@ class StepConsensus:
 
 
 @dataclass
-class _Begun:
+class _PendingDecision:
     """Decision in progress: the number of rings entered, and the pending reduction (None: finished)."""
 
     values: torch.Tensor
@@ -131,7 +131,7 @@ def _rings(ring: int) -> list[dist.ProcessGroup]:
         return []
     if world <= ring:
         return [dist.new_group(backend="gloo")]
-    places = [_place(rank, world) for rank in range(world)]
+    places = [_find_grid_position(rank, world) for rank in range(world)]
     mine = places[dist.get_rank()]
     return [
         dist.new_group(
@@ -143,7 +143,7 @@ def _rings(ring: int) -> list[dist.ProcessGroup]:
     ]
 
 
-def _place(rank: int, world: int) -> tuple[int, int]:
+def _find_grid_position(rank: int, world: int) -> tuple[int, int]:
     """Return the row and column of a rank; each place in the grid has one rank, and some places have two."""
     rows = isqrt(world)
     columns = world // rows

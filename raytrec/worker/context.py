@@ -8,14 +8,14 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
-from raytrec.common.messages import Message, Phase, Warn, beat_s
+from raytrec.common.messages import Message, Phase, Warn, compute_heartbeat_interval
 from raytrec.common.storage import join_uri
 from raytrec.compat.versions import require_versions
 from raytrec.config.features import resolve_features
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.data.fragments import Dataset
-from raytrec.data.pages.decode import SKIPPED, Faults
+from raytrec.data.pages.decode import SKIPPED_ROWS_FILE, ReadErrorPolicy
 from raytrec.worker.heartbeat import Heartbeat
 
 
@@ -52,7 +52,7 @@ class WorkerContext:
         task: Task of all ranks.
         heartbeat: Heartbeat of the rank.
         attempt: Number of worker groups that this driver started before.
-        network: Network of NCCL; see rendezvous.chosen_network.
+        network: Network of NCCL; see rendezvous.read_chosen_network.
     """
 
     index: int
@@ -79,7 +79,7 @@ class WorkerContext:
         import torch.distributed as dist
 
         from raytrec.worker.process import prepare_process
-        from raytrec.worker.rendezvous import chosen_network
+        from raytrec.worker.rendezvous import read_chosen_network
 
         prepare_process(task.config.train)
         if task.folder not in sys.path:
@@ -98,8 +98,8 @@ class WorkerContext:
         entering = task.coordinator.enter.remote(group[0], index, world, os.getpid(), *node)
         attempt = ray.get(entering, timeout=60)
         lease_s = task.config.scaling.hang_timeout_s
-        heartbeat = Heartbeat(task.coordinator, group[0], index, lease_s, beat_s(world))
-        entered = cls(index, world, device, task, heartbeat, attempt, chosen_network())
+        heartbeat = Heartbeat(task.coordinator, group[0], index, lease_s, compute_heartbeat_interval(world))
+        entered = cls(index, world, device, task, heartbeat, attempt, read_chosen_network())
         if entered.network == "Socket" and context.get_local_world_size() < world:
             entered.report(Warn(text="NCCL sends to other hosts over TCP (docs/gpu.md, NCCL)"))
         return entered
@@ -119,7 +119,9 @@ class WorkerContext:
             return None
         data = self.task.config.data
         # Skipped rows are recorded in the run folder; an evaluation of a checkpoint has no such folder.
-        skipped = join_uri(self.task.config.run.dir, SKIPPED) if "train" in self.task.datasets else None
+        skipped = (
+            join_uri(self.task.config.run.dir, SKIPPED_ROWS_FILE) if "train" in self.task.datasets else None
+        )
         stream = Stream(
             self.task.datasets[name],
             order,
@@ -127,13 +129,13 @@ class WorkerContext:
             world=self.world,
             readers=data.readers,
             read_on=data.read_on,
-            faults=Faults(data.on_error == "skip", skipped),
+            faults=ReadErrorPolicy(data.on_error == "skip", skipped),
             buffer_bytes=int(data.buffer_gib * 2**30),
             pin_memory=self.device.type == "cuda",
             features=resolve_features(self.task.schema, self.task.config.model),
             train=name == "train",
         )
-        return stream if name == "train" else _Watched(stream, self.heartbeat)
+        return stream if name == "train" else _MonitoredStream(stream, self.heartbeat)
 
     def close(self) -> None:
         """End the heartbeat, because this rank has finished its work."""
@@ -142,9 +144,9 @@ class WorkerContext:
     def report(self, message: Message) -> None:
         """Send a message to the driver if this is rank 0."""
         if self.index == 0:
-            self.report_from_all(message)
+            self.report_from_any_rank(message)
 
-    def report_from_all(self, message: Message) -> None:
+    def report_from_any_rank(self, message: Message) -> None:
         """Send a message to the driver from any rank, without waiting for delivery."""
         self.task.coordinator.put.remote(message)
 
@@ -160,7 +162,7 @@ class WorkerContext:
 
 
 @dataclass
-class _Watched:
+class _MonitoredStream:
     """Stream whose batches count as progress in the heartbeat."""
 
     stream: Any

@@ -13,16 +13,16 @@ from raytrec.common.collectives import Peers
 from raytrec.common.errors import RunError
 from raytrec.data.batch import Batch
 from raytrec.data.stream import Stream
-from raytrec.embeddings.optim import average_of
-from raytrec.metrics.evaluation import Names, TaskRows, place_for
+from raytrec.embeddings.optim import find_dense_average
+from raytrec.metrics.evaluation import Names, TaskRows, choose_ranking_device
 from raytrec.metrics.full_ranking import FullRanking
-from raytrec.metrics.ranked import Counted
+from raytrec.metrics.ranked import WeightedRows
 from raytrec.metrics.selection import Selection
 from raytrec.metrics.sums import ROWS, Sums
-from raytrec.tasks.outputs import Outputs
+from raytrec.tasks.outputs import StepOutputs
 from raytrec.tasks.task import key_columns
-from raytrec.worker.nonfinite import LATE, Fetch
-from raytrec.worker.progress import shared_figure
+from raytrec.worker.nonfinite import MAX_STEPS_IN_FLIGHT, AsyncHostCopy
+from raytrec.worker.progress import broadcast_figure
 from raytrec.worker.step import Step
 
 Curves = dict[str, dict[str, Any]]
@@ -33,7 +33,7 @@ FACTORS = (1.0, 0.75, 0.5, 0.25, 0.0)  # candidates for scaling the deep part
 class Model(Protocol):
     """Model that can be evaluated: a Step, or another one."""
 
-    def evaluate(self, batches: Iterator[Batch]) -> Iterator[Outputs]:
+    def evaluate(self, batches: Iterator[Batch]) -> Iterator[StepOutputs]:
         """Yield the outputs of a forward pass over all batches."""
         ...
 
@@ -63,12 +63,12 @@ def evaluate(
         RunError: The ranks together read more or fewer rows than the dataset has.
     """
     sums, kept = Sums(selection, device), {task: TaskRows(selection, task) for task in selection.of}
-    collected = [Collected(task, rows) for task, rows in kept.items() if rows.needed]
+    collected = [HostRowCollector(task, rows) for task, rows in kept.items() if rows.needed]
     slices = selection.settings.slices
     names = Names(slices, key_columns(list(selection.tasks.values()), slices))
     ranking = None if items is None else FullRanking(selection, device)
     if ranking:
-        ranking.take_items(step, items)
+        ranking.compute_item_vectors(step, items)
     batches = names.note(stream.batches())
     for outputs in step.evaluate(ranking.note(batches) if ranking else batches):
         if ranking:
@@ -85,7 +85,7 @@ def evaluate(
             f"evaluation saw {figures[ROWS]} rows of {stream.dataset.rows}", where=stream.dataset.uri
         )
     peers, further, curves = Peers(device), {}, {}
-    place = place_for(stream.dataset.rows, device)
+    place = choose_ranking_device(stream.dataset.rows, device)
     for rows in kept.values():
         found, drawn = rows.figures(peers, place)
         further, curves = further | found, curves | drawn
@@ -96,7 +96,7 @@ def evaluate(
     return {**further, **figures, "skipped_rows": skipped}, (peers.rank == 0 and curves) or None
 
 
-class Collected:
+class HostRowCollector:
     """Rows of one task on their way into host memory; a GPU's memory is needed for tables.
 
     Rows without weight are left out. Copies from the device are read a few batches later, so that the device
@@ -109,36 +109,36 @@ class Collected:
 
     def __init__(self, task: str, into: TaskRows) -> None:
         self._task, self._into, self._columns = task, into, into.columns
-        self._coming: deque[tuple[Fetch, Fetch | None]] = deque()
+        self._pending: deque[tuple[AsyncHostCopy, AsyncHostCopy | None]] = deque()
 
-    def add(self, outputs: Outputs) -> None:
+    def add(self, outputs: StepOutputs) -> None:
         """Add the rows of a batch."""
         own = outputs[self._task]
         logits = own.logits.unsqueeze(1) if own.logits.dim() == 1 else own.logits
         values = torch.cat([logits, torch.stack([own.labels, own.weights], 1)], dim=1)
         keys = [own.keys[name] for name in self._columns]
-        self._coming.append((Fetch(values), Fetch(torch.stack(keys)) if keys else None))
-        if len(self._coming) > LATE:
-            self._read()
+        self._pending.append((AsyncHostCopy(values), AsyncHostCopy(torch.stack(keys)) if keys else None))
+        if len(self._pending) > MAX_STEPS_IN_FLIGHT:
+            self._read_pending()
 
     def finish(self) -> None:
         """Wait for the last batches."""
-        while self._coming:
-            self._read()
+        while self._pending:
+            self._read_pending()
 
-    def _read(self) -> None:
-        coming, keys = self._coming.popleft()
+    def _read_pending(self) -> None:
+        coming, keys = self._pending.popleft()
         values = coming.wait()
         counted = values[:, -1] > 0
         *logits, labels, weights = (column.contiguous() for column in values[counted].unbind(1))
         joined = logits[0] if len(logits) == 1 else torch.stack(logits, 1)
         of_columns = {} if keys is None else dict(zip(self._columns, keys.wait()[:, counted], strict=True))
-        self._into.add(Counted(joined, labels, weights, of_columns))
+        self._into.add(WeightedRows(joined, labels, weights, of_columns))
 
 
 def can_shrink(step: Step) -> bool:
     """Return True if the model has weights `shrunk`, of which train.ema keeps no average."""
-    return getattr(step.head.model, "shrunk", None) is not None and average_of(step.optimizer) is None
+    return getattr(step.head.model, "shrunk", None) is not None and find_dense_average(step.optimizer) is None
 
 
 def evaluate_shrunk(
@@ -165,7 +165,7 @@ def evaluate_shrunk(
     for factor in FACTORS:
         shrink(step, factor)
         figures, curves = evaluate(step, held, device, selection, items)
-        found.append((figure.loss(shared_figure(figure, figures, device)), figures, curves, factor))
+        found.append((figure.loss(broadcast_figure(figure, figures, device)), figures, curves, factor))
         with torch.no_grad():
             weight.copy_(trained)
     # A comparison with NaN is false: an undefined metric keeps the whole deep part.

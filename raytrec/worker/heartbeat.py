@@ -12,7 +12,7 @@ from time import monotonic
 from typing import Any, TypeVar
 
 from raytrec.common.errors import RunError
-from raytrec.common.messages import BEAT_S, Command
+from raytrec.common.messages import HEARTBEAT_INTERVAL_S, Command
 
 T = TypeVar("T")
 REPLY_S = 10.0  # timeout of the coordinator's answer
@@ -30,14 +30,16 @@ class Heartbeat:
         rank: Rank of this process.
         lease_s: Seconds without an answer after which this process ends itself. A rank that is cut off does
             not hear that the group has been given up, and must not write when the network is back.
-        every_s: Seconds between two heartbeats (common.messages.beat_s).
+        every_s: Seconds between two heartbeats (common.messages.compute_heartbeat_interval).
 
     Attributes:
         command: Last command of the coordinator.
         phase: Current activity of this rank; see coordinator.SLOW_PHASES.
     """
 
-    def __init__(self, coordinator: Any, attempt: str, rank: int, lease_s: float, every_s: float = BEAT_S):
+    def __init__(
+        self, coordinator: Any, attempt: str, rank: int, lease_s: float, every_s: float = HEARTBEAT_INTERVAL_S
+    ):
         self._coordinator, self._attempt, self._rank, self._lease_s = coordinator, attempt, rank, lease_s
         self._every_s = every_s
         self.command, self.phase, self._ticks, self._step = Command.GO, "start", 0, 0
@@ -123,26 +125,26 @@ class Heartbeat:
         while not self._over.wait(self._every_s):
             ticks, where, waiting, unfinished = self._ticks, "", False, None
             if ticks == last:
-                (where, waiting), unfinished = _place(self._watched), self._unfinished()
+                (where, waiting), unfinished = _locate_thread(self._watched), self._unfinished()
             last = ticks
             try:
                 beat = self.send(where, waiting, unfinished)
                 command, heard = Command(ray.get(beat, timeout=REPLY_S)), monotonic()
             except (ray.exceptions.GetTimeoutError, ray.exceptions.ActorUnavailableError):
                 if monotonic() - heard > self._lease_s:
-                    self._end(f"the driver has not answered for {monotonic() - heard:.0f} s")
+                    self._exit_process(f"the driver has not answered for {monotonic() - heard:.0f} s")
                 continue
             except Exception:  # the driver has exited, and the rank's work is lost
                 return
             if command == Command.ABORT:
-                self._end("this group of workers has been given up")
+                self._exit_process("this group of workers has been given up")
             self.command = command
         try:
             ray.get(self._coordinator.leave.remote(self._attempt, self._rank), timeout=10)
         except Exception:
             return
 
-    def _end(self, why: str) -> None:
+    def _exit_process(self, why: str) -> None:
         """End the process, unless the rank has finished; the stacks of all threads go to Ray's log."""
         if not self._over.is_set():
             print(f"rank {self._rank}: {why}", file=sys.stderr)
@@ -150,7 +152,7 @@ class Heartbeat:
             os._exit(70)
 
 
-def _place(thread: int) -> tuple[str, bool]:
+def _locate_thread(thread: int) -> tuple[str, bool]:
     """Return the innermost frame of a thread, and True if raytrec's innermost frame waits for other ranks.
 
     Args:

@@ -9,8 +9,8 @@ from raytrec.config.run_config import RunConfig
 from raytrec.data.order import Order
 from raytrec.worker.context import WorkerContext, WorkerTask
 
-CHECK_STEPS = 20
-AUTO_ROWS, MOST_EPOCHS, LEAST_STEPS = 1_000_000, 10, 100  # for train.epochs: auto
+PARITY_STEPS = 20
+AUTO_TARGET_ROWS, MAX_AUTO_EPOCHS, MIN_AUTO_STEPS = 1_000_000, 10, 100  # for train.epochs: auto
 
 
 def train_worker(task: WorkerTask) -> None:
@@ -31,8 +31,8 @@ def train_worker(task: WorkerTask) -> None:
     from raytrec.worker.progress import EarlyStopping, Progress, RankRun
 
     context = WorkerContext.enter(task)
-    config, order = task.config, train_order(task.config)
-    train, evaluation = context.stream("train", order), evaluation_order(config)
+    config, order = task.config, make_train_order(task.config)
+    train, evaluation = context.stream("train", order), make_evaluation_order(config)
     valid, test, items = (context.stream(name, evaluation) for name in ("valid", "test", "items"))
     valid, test = valid or test, test or valid
     epoch_steps, total = order.steps(train.dataset.rows), total_steps(config, train.dataset.rows)
@@ -41,13 +41,13 @@ def train_worker(task: WorkerTask) -> None:
     if config.train.compile:
         context.heartbeat.watch_compiler()
     step, plan = build_step(config, task.schema, context.device, fill=False, steps=total)
-    selection = Selection.of_config(config, task.schema)
+    selection = Selection.from_config(config, task.schema)
     window = Sums(selection, context.device)
     state, progress = LogicalState(step.model, step.optimizer), Progress(window)
     begin_or_resume(context, step, state, progress)
     freeze_gc()
     stopping = EarlyStopping(config.train.early_stopping, progress, context.device)
-    reading = train.epochs(epochs_of(config, train.dataset.rows), progress.step)
+    reading = train.epochs(resolve_epochs(config, train.dataset.rows), progress.step)
     batches = RecentBatches(context.heartbeat.count_batches(reading), progress.step)
     shrinks = "valid" in task.datasets and can_shrink(step)
     look = evaluate_shrunk if shrinks else evaluate
@@ -65,7 +65,7 @@ def train_worker(task: WorkerTask) -> None:
     )
     try:
         observers.begin()
-        for pause in pauses(total, evaluation_steps(config, total), progress.step):
+        for pause in list_pauses(total, resolve_evaluation_interval(config, total), progress.step):
             if stopping.over:
                 break
             progress.clock.resume()
@@ -87,7 +87,7 @@ def train_worker(task: WorkerTask) -> None:
                 context.report(messages.Eval(step=progress.step, figures=figures, curves=curves))
                 checkpoints.after_evaluation()
         if (best := stopping.best_step()) not in (None, progress.step):
-            checkpoints.take_back(best)
+            checkpoints.roll_back(best)
         if shrinks and progress.deep_share is None:
             context.enter_phase("weighing the deep part by held-out rows", "evaluate")
             _, _, progress.deep_share = evaluate_shrunk(step, valid, context.device, selection)
@@ -129,8 +129,8 @@ def evaluate_worker(task: WorkerTask) -> None:
     context = WorkerContext.enter(task)
     step = load_step(context)
     context.enter_phase("evaluating", "evaluate")
-    selection = Selection.of_config(task.config, task.schema)
-    order = evaluation_order(task.config)
+    selection = Selection.from_config(task.config, task.schema)
+    order = make_evaluation_order(task.config)
     test, items = (context.stream(name, order) for name in ("test", "items"))
     figures, _ = evaluate(step, test, context.device, selection, items)
     figures = selection.result(figures) | {"world_size": context.world}
@@ -151,9 +151,9 @@ def check_worker(task: WorkerTask) -> None:
     context.enter_phase("planning", "plan")
     plan = plan_of(task.config, task.schema, context.device)
     config, schema = shrink(task.config, task.schema, plan)
-    context.enter_phase(f"{CHECK_STEPS} steps, sharded and on one process", "plan")
+    context.enter_phase(f"{PARITY_STEPS} steps, sharded and on one process", "plan")
     rows = max(24, 8 * context.world)
-    findings = compare(build_step, config, schema, context.device, rows=rows, steps=CHECK_STEPS)
+    findings = compare(build_step, config, schema, context.device, rows=rows, steps=PARITY_STEPS)
     figures = {
         "world_size": context.world,
         "plan": describe(plan),
@@ -163,7 +163,7 @@ def check_worker(task: WorkerTask) -> None:
     context.close()
 
 
-def train_order(config: RunConfig) -> Order:
+def make_train_order(config: RunConfig) -> Order:
     """Return the order in which data.train is read.
 
     Together with (epoch, step), the order defines which rows have been consumed.
@@ -179,31 +179,31 @@ def train_order(config: RunConfig) -> Order:
     )
 
 
-def evaluation_order(config: RunConfig) -> Order:
+def make_evaluation_order(config: RunConfig) -> Order:
     """Return the order of evaluations: file order, split over the ranks, with every row once."""
     return Order.evaluation(config.data.global_batch_size, config.data.lanes)
 
 
-def epochs_of(config: RunConfig, rows: int) -> int:
+def resolve_epochs(config: RunConfig, rows: int) -> int:
     """Return the number of epochs (train.epochs) for a training set of `rows` rows."""
     if config.train.epochs != "auto":
         return config.train.epochs
-    epochs = min(MOST_EPOCHS, max(1, AUTO_ROWS // rows))
-    return max(epochs, -(-LEAST_STEPS // max(1, train_order(config).steps(rows))))
+    epochs = min(MAX_AUTO_EPOCHS, max(1, AUTO_TARGET_ROWS // rows))
+    return max(epochs, -(-MIN_AUTO_STEPS // max(1, make_train_order(config).steps(rows))))
 
 
 def total_steps(config: RunConfig, rows: int) -> int:
     """Return the number of steps of the whole run: epochs × steps per epoch, at most train.max_steps."""
-    steps = epochs_of(config, rows) * train_order(config).steps(rows)
+    steps = resolve_epochs(config, rows) * make_train_order(config).steps(rows)
     return min(steps, config.train.max_steps or steps)
 
 
-def evaluation_steps(config: RunConfig, total: int) -> int | None:
+def resolve_evaluation_interval(config: RunConfig, total: int) -> int | None:
     """Return the number of steps between two evaluations of a run of `total` steps (eval_every_steps)."""
     every = config.train.eval_every_steps
     return -(-total // 10) if every == "auto" else every
 
 
-def pauses(total: int, every: int | None, start: int = 0) -> list[int]:
+def list_pauses(total: int, every: int | None, start: int = 0) -> list[int]:
     """Return the steps, from `start` on, after which training pauses for an evaluation; the last is total."""
     return [*range(-(-max(start, 1) // every) * every, total, every), total] if every else [total]

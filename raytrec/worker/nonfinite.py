@@ -17,15 +17,17 @@ from torchrec.optim.keyed import KeyedOptimizer, OptimizerWrapper
 from raytrec.config.schema import Schema
 from raytrec.data.batch import Batch
 
-LATE = 2  # steps that the host may be ahead of a GPU: keeps the GPU busy with few batches in flight
+MAX_STEPS_IN_FLIGHT = (
+    2  # steps that the host may be ahead of a GPU: keeps the GPU busy with few batches in flight
+)
 # Number of batches kept. A bad loss is known at most LATE steps later, and acted on one or two steps after
 # that (StepConsensus.lag); by then a pipeline has read up to three more batches.
-KEPT = LATE + 6
+KEPT = MAX_STEPS_IN_FLIGHT + 6
 NAN_FOLDER = "nan"
-TASK_WEIGHTS = "task_weights"  # column with each row's factors
+TASK_WEIGHTS_COLUMN = "task_weights"  # column with each row's factors
 
 
-class Fetch:
+class AsyncHostCopy:
     """Copy of a tensor's current values on its way to host memory.
 
     On CPU, the tensor itself is used. From a GPU, the values are copied into pinned memory after the work
@@ -57,7 +59,7 @@ class Fetch:
         return self._values
 
 
-class Known(NamedTuple):
+class LossStatus(NamedTuple):
     """Losses of recent steps that have already been copied to the host.
 
     Attributes:
@@ -69,7 +71,7 @@ class Known(NamedTuple):
     bad: int | None
 
 
-class Losses:
+class LossMonitor:
     """Checks of whether the losses of this rank's steps are finite.
 
     On CPU, the result is known at once. A GPU computes losses later than the host requests them, and the host
@@ -77,22 +79,22 @@ class Losses:
     """
 
     def __init__(self) -> None:
-        self._coming: deque[tuple[int, Fetch]] = deque()
-        self._known = Known(0, None)
+        self._coming: deque[tuple[int, AsyncHostCopy]] = deque()
+        self._known = LossStatus(0, None)
 
     def add(self, step: int, loss: torch.Tensor) -> None:
         """Start the check of the next step."""
         if not self._coming:
             self._known = self._known._replace(through=step - 1)
-        self._coming.append((step, Fetch(~torch.isfinite(loss))))
+        self._coming.append((step, AsyncHostCopy(~torch.isfinite(loss))))
 
-    def look(self) -> Known:
+    def look(self) -> LossStatus:
         """Return the results known so far, which include all but the last LATE steps."""
-        while self._coming and (len(self._coming) > LATE or self._coming[0][1].arrived):
+        while self._coming and (len(self._coming) > MAX_STEPS_IN_FLIGHT or self._coming[0][1].arrived):
             self._read()
         return self._known
 
-    def wait(self) -> Known:
+    def wait(self) -> LossStatus:
         """Wait for the device and return the results of all steps."""
         while self._coming:
             self._read()
@@ -106,11 +108,11 @@ class Losses:
     def _read(self) -> None:
         (step, fetch), first = self._coming[0], self._known.bad
         bad = bool(fetch.wait())
-        self._known = Known(step, step if bad and first is None else first)
+        self._known = LossStatus(step, step if bad and first is None else first)
         self._coming.popleft()  # after the wait, during which `unfinished` returns the step
 
 
-class SkipBad(OptimizerWrapper):
+class SkipNonfiniteOptimizer(OptimizerWrapper):
     """Optimizer that skips steps whose loss is not finite on any rank; tables, dense layers and state stay.
 
     Tables that are updated in backward get zero gradients, which change nothing under SGD and Adagrad; under
@@ -131,7 +133,7 @@ class SkipBad(OptimizerWrapper):
     def __init__(self, optimizer: KeyedOptimizer, head: nn.Module):
         super().__init__(optimizer)
         self._bad: torch.Tensor | None = None  # bool scalar: the loss of some rank is not finite
-        self._known: Fetch | None = None  # copy of _bad for the host
+        self._known: AsyncHostCopy | None = None  # copy of _bad for the host
         head.register_forward_pre_hook(self._before_head)
         head.register_forward_hook(self._after_head)
 
@@ -152,7 +154,7 @@ class SkipBad(OptimizerWrapper):
         found = (~torch.isfinite(loss.detach())).float()
         dist.all_reduce(found, dist.ReduceOp.MAX)
         self._bad = found > 0
-        self._known = Fetch(self._bad)
+        self._known = AsyncHostCopy(self._bad)
         return loss, outputs.masked(self._bad, self._known.wait)
 
 
@@ -166,20 +168,20 @@ class RecentBatches:
 
     def __init__(self, batches: Iterator[Batch], first_step: int):
         self._batches, self._step = batches, first_step
-        self._kept: deque[tuple[int, Batch]] = deque(maxlen=KEPT)
+        self._recent: deque[tuple[int, Batch]] = deque(maxlen=KEPT)
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
         batch = next(self._batches)
-        self._kept.append((self._step, batch))
+        self._recent.append((self._step, batch))
         self._step += 1
         return batch
 
     def at(self, step: int) -> Batch | None:
         """Return the batch of a step, or None if the batch is not kept any more."""
-        return dict(self._kept).get(step)
+        return dict(self._recent).get(step)
 
 
 def dump(
@@ -206,7 +208,7 @@ def dump(
         of_candidates = name in schema.candidates
         columns[name] = _values(batch, next(beside)) if of_candidates else batch.dense[real, i].numpy()
     if batch.task_weights is not None:  # a label with factor 0 may be undefined
-        columns[TASK_WEIGHTS] = _values(batch, batch.task_weights)
+        columns[TASK_WEIGHTS_COLUMN] = _values(batch, batch.task_weights)
     for name in schema.sparse:
         feature = batch.sparse[name]
         bags = feature.values().split(feature.lengths().tolist())

@@ -16,15 +16,15 @@ from raytrec.checks.live.outcome import CHECKPOINT, START, STEP, CheckedRun, Out
 from raytrec.checks.live.registry import LiveChecks, choose, verdict
 from raytrec.checks.live.same_environment import NETWORK
 from raytrec.common import messages
-from raytrec.common.machine import code_hash, installed_versions
+from raytrec.common.machine import compute_code_hash, installed_versions
 from raytrec.compat.torch_ import record_memory, save_memory
 from raytrec.embeddings.taps import Taps
-from raytrec.worker.loop import evaluation_steps
-from raytrec.worker.process import System
+from raytrec.worker.loop import resolve_evaluation_interval
+from raytrec.worker.process import SystemMonitor
 from raytrec.worker.progress import RankRun
 from raytrec.worker.statistics import Statistics
 
-PROFILE = "profile"  # folder in the run folder
+PROFILE_FOLDER = "profile"  # folder in the run folder
 
 
 class Observer:
@@ -43,7 +43,7 @@ class Observer:
         """Release resources at the end of training, also after an error."""
 
 
-class Observers(Observer):
+class ObserverList(Observer):
     """List of observers as one observer, which calls them in order."""
 
     def __init__(self, observers: list[Observer]):
@@ -74,16 +74,16 @@ class RankRecorder(Observer):
     """Observer that reports this rank's line every tracking.every_steps steps and at the last step.
 
     The line has the time in each phase of a step, the machine's load, and statistics of this rank's shards
-    (docs/monitoring.md). Of a larger group, only messages.MOST_RECORDED ranks report.
+    (docs/monitoring.md). Of a larger group, only messages.MAX_RECORDED_RANKS ranks report.
     """
 
     def __init__(self, run: RankRun, statistics: Statistics):
         self._run, self._statistics, config = run, statistics, run.context.task.config
         self._first: dict[str, float] = {}  # seconds by phase of the first step
         self._begun = self._first_step = run.progress.step
-        self._system, self._every = System(run.context.device), config.tracking.every_steps
+        self._system, self._every = SystemMonitor(run.context.device), config.tracking.every_steps
         early = config.train.early_stopping
-        self._may_end_every = evaluation_steps(config, run.last_step) if early else None
+        self._may_end_every = resolve_evaluation_interval(config, run.last_step) if early else None
 
     def after_step(self, rows: int) -> None:
         """Add the step to the statistics, and report a line at the end of an interval."""
@@ -122,8 +122,8 @@ class RankRecorder(Observer):
             first_s=first,
             tables=tables,
         )
-        if context.index in messages.recorded_ranks(context.world):
-            context.report_from_all(line)
+        if context.index in messages.select_recorded_ranks(context.world):
+            context.report_from_any_rank(line)
         self._first_step, self._first = step, {}
 
 
@@ -146,7 +146,7 @@ class CheckRunner(Observer):
             "config": context.task.config.to_yaml(),
             "schema": context.task.schema.to_yaml(),
             "training data": context.task.fingerprint,
-            "raytrec's code": code_hash(),
+            "raytrec's code": compute_code_hash(),
             **({NETWORK: context.network} if context.device.type == "cuda" else {}),
             **installed_versions(),
         }
@@ -197,14 +197,14 @@ class ProbeScheduler(Observer):
 
     def begin(self) -> None:
         """Enable recording for the first step if an observer wants it."""
-        self._look_ahead()
+        self._schedule_probe()
 
     def after_step(self, rows: int) -> None:
         """Discard the recorded step, and enable recording for the next one if an observer wants it."""
         self._taps.forget()
-        self._look_ahead()
+        self._schedule_probe()
 
-    def _look_ahead(self) -> None:
+    def _schedule_probe(self) -> None:
         wanted = [observer.wants_probe(self._run.progress.step + 1) for observer in self._wanting]
         self._taps.probing |= any(wanted)
 
@@ -220,7 +220,7 @@ class StepProfiler(Observer):
     def __init__(self, run: RankRun):
         config = run.context.task.config
         self._context, self._progress, self._steps = run.context, run.progress, config.train.profile.range
-        self._folder = Path(str(config.run.dir)) / PROFILE
+        self._folder = Path(str(config.run.dir)) / PROFILE_FOLDER
         self._profile: profile | None = None
         self._first = 0  # first step of the profile
 
@@ -251,7 +251,7 @@ class StepProfiler(Observer):
             if context.device.type == "cuda":
                 save_memory(self._folder / f"{name}.pickle")
         except (OSError, RuntimeError) as error:
-            context.report_from_all(messages.Warn(text=f"rank {context.index}: no profile: {error}"))
+            context.report_from_any_rank(messages.Warn(text=f"rank {context.index}: no profile: {error}"))
         else:
             last = self._progress.step
             done = {"step": last, "reason": f"steps {self._first} to {last}, {self._folder}"}
@@ -269,7 +269,7 @@ class StepProfiler(Observer):
         self._profile.start()
 
 
-def make_observers(run: RankRun) -> Observers:
+def make_observers(run: RankRun) -> ObserverList:
     """Return the observers that the configuration asks for, in order; a collective."""
     config, schema, step = run.context.task.config, run.context.task.schema, run.step
     observers: list[Observer] = []
@@ -277,7 +277,7 @@ def make_observers(run: RankRun) -> Observers:
         observers.append(StepProfiler(run))
     recorded, checked = config.tracking.every_steps, bool(choose(config))
     if not (recorded or checked):
-        return Observers(observers)
+        return ObserverList(observers)
     taps = Taps(step.model, step.head, list(schema.sparse))
     probing: list[RankRecorder | CheckRunner] = []
     if recorded:
@@ -297,4 +297,4 @@ def make_observers(run: RankRun) -> Observers:
         )
         if len(checks := LiveChecks(seen)):
             probing.append(CheckRunner(run, checks))
-    return Observers([*observers, *probing, ProbeScheduler(run, taps, probing)])
+    return ObserverList([*observers, *probing, ProbeScheduler(run, taps, probing)])

@@ -11,14 +11,14 @@ from typing import Any
 
 import psutil
 
-from raytrec.common.machine import cuda_handle
-from raytrec.compat.torch_ import mark_only_for_profiler
+from raytrec.common.machine import get_cuda_handle
+from raytrec.compat.torch_ import skip_unprofiled_records
 from raytrec.config.training import TrainSection
 
-GPU_EVERY_S = 1.0
+GPU_POLL_INTERVAL_S = 1.0
 # Variables that cuBLAS and NCCL read when they are initialized. torch (2.13.0) warns about cuBLAS without the
 # first, and sets the second itself for process groups that are created in deterministic mode.
-DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "^NVLS,NVLSTree"}
+DETERMINISTIC_ENV = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "^NVLS,NVLSTree"}
 
 
 def prepare_process(train: TrainSection) -> None:
@@ -26,9 +26,9 @@ def prepare_process(train: TrainSection) -> None:
 
     Variables that are already set in the environment are not changed.
     """
-    mark_only_for_profiler()
+    skip_unprofiled_records()
     if train.deterministic:
-        for name, value in DETERMINISTIC.items():
+        for name, value in DETERMINISTIC_ENV.items():
             os.environ.setdefault(name, value)
 
 
@@ -47,7 +47,7 @@ def freeze_gc() -> None:
     gc.collect()  # few objects are tracked now, so that Python collects often
 
 
-class System:
+class SystemMonitor:
     """Sensor of the load of this process, its host and its GPU.
 
     Unreadable figures are None, and no error is raised.
@@ -58,8 +58,10 @@ class System:
     """
 
     def __init__(self, device: Any = "cpu"):
-        self._process = _or_none(psutil.Process)
-        self._gpu = _or_none(lambda: _Gpu(str(device))) if str(device).startswith("cuda") else None
+        self._process = _read_or_none(psutil.Process)
+        self._gpu = (
+            _read_or_none(lambda: _GpuMonitor(str(device))) if str(device).startswith("cuda") else None
+        )
         self._then: tuple[float, int, int] | None = None
         self.sample()  # starting point of the next sample's averages
 
@@ -72,12 +74,12 @@ class System:
             without loopback), gpu_percent (share of time with a kernel running), gpu_memory_bytes (all
             processes on the rank's GPU).
         """
-        sent, received = _or_none(self._network) or (None, None)
+        sent, received = _read_or_none(self._measure_network) or (None, None)
         gpu_percent, gpu_memory = self._gpu.read() if self._gpu else (None, None)
         return {
-            "cpu_percent": _or_none(lambda: self._process.cpu_percent(interval=None)),
-            "rss_bytes": _or_none(lambda: self._process.memory_info().rss),
-            "host_memory_percent": _or_none(lambda: psutil.virtual_memory().percent),
+            "cpu_percent": _read_or_none(lambda: self._process.cpu_percent(interval=None)),
+            "rss_bytes": _read_or_none(lambda: self._process.memory_info().rss),
+            "host_memory_percent": _read_or_none(lambda: psutil.virtual_memory().percent),
             "network_sent_bytes_per_s": sent,
             "network_received_bytes_per_s": received,
             "gpu_percent": gpu_percent,
@@ -89,7 +91,7 @@ class System:
         if self._gpu:
             self._gpu.close()
 
-    def _network(self) -> tuple[float, float] | None:
+    def _measure_network(self) -> tuple[float, float] | None:
         """Return the bytes per second sent and received since the last call."""
         counters = [c for name, c in psutil.net_io_counters(pernic=True).items() if name not in ("lo", "lo0")]
         now = (monotonic(), sum(c.bytes_sent for c in counters), sum(c.bytes_recv for c in counters))
@@ -100,14 +102,14 @@ class System:
         return (now[1] - then[1]) / seconds, (now[2] - then[2]) / seconds
 
 
-class _Gpu:
+class _GpuMonitor:
     """One GPU, read over NVML. A thread reads the utilization continuously, as one reading means little."""
 
     def __init__(self, device: str):
         import pynvml
 
         pynvml.nvmlInit()
-        self._handle = cuda_handle(device)
+        self._handle = get_cuda_handle(device)
         self._lock, self._over = Lock(), Event()
         self._readings: list[int] = []
         Thread(target=self._watch, name="gpu", daemon=True).start()
@@ -119,7 +121,7 @@ class _Gpu:
         with self._lock:
             readings, self._readings = self._readings, []
         percent = sum(readings) / len(readings) if readings else None
-        return percent, _or_none(lambda: pynvml.nvmlDeviceGetMemoryInfo(self._handle).used)
+        return percent, _read_or_none(lambda: pynvml.nvmlDeviceGetMemoryInfo(self._handle).used)
 
     def close(self) -> None:
         self._over.set()
@@ -127,14 +129,14 @@ class _Gpu:
     def _watch(self) -> None:
         import pynvml
 
-        while not self._over.wait(GPU_EVERY_S):
-            percent = _or_none(lambda: pynvml.nvmlDeviceGetUtilizationRates(self._handle).gpu)
+        while not self._over.wait(GPU_POLL_INTERVAL_S):
+            percent = _read_or_none(lambda: pynvml.nvmlDeviceGetUtilizationRates(self._handle).gpu)
             if percent is not None:
                 with self._lock:
                     self._readings.append(percent)
 
 
-def _or_none(read: Callable[[], Any]) -> Any:
+def _read_or_none(read: Callable[[], Any]) -> Any:
     """Return the reading, or None after an error: an unreadable counter must not end a run."""
     try:
         return read()

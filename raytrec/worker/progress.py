@@ -18,16 +18,16 @@ from raytrec.common.messages import ENDED_EARLY
 from raytrec.config.training import EarlyStoppingSection
 from raytrec.metrics.selection import Figure
 from raytrec.metrics.sums import Sums
-from raytrec.tasks.outputs import Outputs
+from raytrec.tasks.outputs import StepOutputs
 from raytrec.worker.context import WorkerContext
-from raytrec.worker.nonfinite import LATE, Fetch, RecentBatches
+from raytrec.worker.nonfinite import MAX_STEPS_IN_FLIGHT, AsyncHostCopy, RecentBatches
 from raytrec.worker.step import Step
 
 COUNTS = ("step", "rows", "trained", "nan_steps")  # attributes of Progress, in checkpoints
-STOPPING_METRIC = "train.early_stopping.metric"
+STOPPING_METRIC_KEY = "train.early_stopping.metric"
 
 
-class Clock:
+class Stopwatch:
     """Stopwatch of training, without pauses and without the first step, which initializes everything.
 
     Attributes:
@@ -84,12 +84,12 @@ class Progress:
     rows: int = 0
     trained: int = 0
     nan_steps: int = 0
-    clock: Clock = field(default_factory=Clock)
+    clock: Stopwatch = field(default_factory=Stopwatch)
     reported: dict[str, Any] = field(default_factory=dict)
     evaluation: dict[str, Any] = field(default_factory=dict)
     early_stopping: dict[str, Any] = field(default_factory=dict)
     deep_share: float | None = None
-    _coming: tuple[int, dict[str, Any], Fetch] | None = None  # a finished window: step, counts, sums
+    _coming: tuple[int, dict[str, Any], AsyncHostCopy] | None = None  # a finished window: step, counts, sums
     _ready: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
 
     @property
@@ -102,7 +102,7 @@ class Progress:
         """Return the figures of the current step's evaluation, with None for NaN; None if not evaluated."""
         return null_nonfinite(self.evaluation) if self.evaluated else None
 
-    def count(self, rows: int, outputs: Outputs) -> None:
+    def count(self, rows: int, outputs: StepOutputs) -> None:
         """Count a trained step of `rows` rows over all ranks."""
         self.step, self.rows = self.step + 1, self.rows + rows
         self.nan_steps += outputs.skipped
@@ -121,7 +121,7 @@ class Progress:
 
     def record(self) -> dict[str, Any]:
         """Return the counts as JSON values; a collective."""
-        self._settle()
+        self._read_pending()
         return {name: getattr(self, name) for name in COUNTS} | {
             "window": self.window.total(),
             "seconds": self.clock.seconds,
@@ -143,14 +143,14 @@ class Progress:
 
     def end_window(self) -> None:
         """Start the reduction of the window's figures and of the counts so far; a collective."""
-        self._settle()
+        self._read_pending()
         counts = {
             "rows": self.rows,
             "rows_per_s": self.clock.rows_per_s,
             "skipped_rows": 0,  # set when the sums have been read
             "nan_steps": self.nan_steps,
         }
-        self._coming = self.step, counts, Fetch(self.window.take())
+        self._coming = self.step, counts, AsyncHostCopy(self.window.take())
 
     def report(self, context: WorkerContext, wait: bool = False) -> None:
         """Report the windows that have ended.
@@ -161,13 +161,15 @@ class Progress:
             context: Context of the rank.
             wait: True to wait, and report all windows.
         """
-        if self._coming and (wait or context.device.type != "cuda" or self.step >= self._coming[0] + LATE):
-            self._settle()
+        if self._coming and (
+            wait or context.device.type != "cuda" or self.step >= self._coming[0] + MAX_STEPS_IN_FLIGHT
+        ):
+            self._read_pending()
         for step, figures in self._ready:
             context.report(messages.Train(step=step, figures=figures))
         self._ready = []
 
-    def _settle(self) -> None:
+    def _read_pending(self) -> None:
         if self._coming is None:
             return
         step, counts, fetch = self._coming
@@ -198,7 +200,7 @@ class RankRun:
     last_step: int
 
 
-def shared_figure(figure: Figure, figures: Mapping[str, Any], device: torch.device) -> float:
+def broadcast_figure(figure: Figure, figures: Mapping[str, Any], device: torch.device) -> float:
     """Return rank 0's value of a metric on every rank; NaN if undefined. A collective."""
     shared = torch.tensor(number(figures.get(figure.key)), dtype=torch.float64, device=device)
     dist.broadcast(shared, src=0)
@@ -222,57 +224,60 @@ class EarlyStopping:
     """
 
     def __init__(self, section: EarlyStoppingSection | None, progress: Progress, device: torch.device):
-        self._progress, self._device = progress, device
-        self._figure: Figure | None = None
+        self._run_pipeline_step, self._device = progress, device
+        self._make_figure: Figure | None = None
         self.restores = section is not None and section.restore_best
         if section:
             self._patience = section.patience
-            self._figure = progress.window.selection.best(section.metric, STOPPING_METRIC)
+            self._make_figure = progress.window.selection.best(section.metric, STOPPING_METRIC_KEY)
 
     def best_step(self) -> int | None:
         """Return the step whose weights are the result of the run; None for those of the last step."""
-        return self._progress.early_stopping.get("step") if self.restores else None
+        return self._run_pipeline_step.early_stopping.get("step") if self.restores else None
 
     @property
     def over(self) -> bool:
         """Return True if training is to end now."""
-        return self._figure is not None and self._progress.early_stopping.get("since", 0) >= self._patience
+        return (
+            self._make_figure is not None
+            and self._run_pipeline_step.early_stopping.get("since", 0) >= self._patience
+        )
 
     def after_evaluation(self) -> None:
         """Update the best figure with the evaluation of this step; a collective.
 
         The figure of rank 0 is used on all ranks, because some metrics are only computed there.
         """
-        if self._figure is None:
+        if self._make_figure is None:
             return
-        value = shared_figure(self._figure, self._progress.evaluation, self._device)
-        seen = self._progress.early_stopping
+        value = broadcast_figure(self._make_figure, self._run_pipeline_step.evaluation, self._device)
+        seen = self._run_pipeline_step.early_stopping
         best = seen.get("best")
         # A comparison with NaN is false, so that an undefined figure is never an improvement.
-        if self._figure.loss(value) < (float("inf") if best is None else self._figure.loss(best)):
-            seen |= {"best": value, "step": self._progress.step, "since": 0}
+        if self._make_figure.loss(value) < (float("inf") if best is None else self._make_figure.loss(best)):
+            seen |= {"best": value, "step": self._run_pipeline_step.step, "since": 0}
         else:
             seen["since"] = seen.get("since", 0) + 1
 
     def report(self, context: WorkerContext) -> None:
         """Report an end before the last step, and the figures of training since the last report."""
-        if self._figure is None or not self.over:
+        if self._make_figure is None or not self.over:
             return
-        step = self._progress.step
+        step = self._run_pipeline_step.step
         if step % context.task.config.train.log_every_steps:
-            self._progress.end_window()
-            self._progress.report(context, wait=True)
-        details = {"step": step, "reason": self._why(self._figure)}
+            self._run_pipeline_step.end_window()
+            self._run_pipeline_step.report(context, wait=True)
+        details = {"step": step, "reason": self._describe_end(self._make_figure)}
         context.report(messages.Event(event=ENDED_EARLY, details=details))
 
     def result(self) -> dict[str, Any]:
         """Return train.ended for result.json: why training ended; empty without early stopping."""
-        if self._figure is None:
+        if self._make_figure is None:
             return {}
-        return {"train.ended": self._why(self._figure) if self.over else "after all steps"}
+        return {"train.ended": self._describe_end(self._make_figure) if self.over else "after all steps"}
 
-    def _why(self, figure: Figure) -> str:
-        seen = self._progress.early_stopping
+    def _describe_end(self, figure: Figure) -> str:
+        seen = self._run_pipeline_step.early_stopping
         count = f"{seen['since']} evaluation{'s' * (seen['since'] > 1)}"
         if seen.get("best") is None:
             return f"{figure.key} was defined in none of {count}"

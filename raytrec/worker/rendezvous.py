@@ -20,11 +20,11 @@ from typing import Any
 
 from ray.train.backend import Backend, BackendConfig
 
-from raytrec.cluster.session import in_nccl_files, interface_of, socket_interfaces
-from raytrec.common.errors import GpuFailed
+from raytrec.cluster.session import find_interface, get_interface_variables, is_set_in_nccl_files
+from raytrec.common.errors import GpuFailedError
 from raytrec.common.machine import check_gpu
 
-NCCL_LOG = "raytrec-nccl-"  # prefix of the names of NCCL's log files
+NCCL_LOG_PREFIX = "raytrec-nccl-"  # prefix of the names of NCCL's log files
 
 
 class OwnAddressBackend(Backend):
@@ -38,7 +38,7 @@ class OwnAddressBackend(Backend):
 
     def on_start(self, worker_group: Any, backend_config: OwnAddressConfig) -> None:
         """Prepare the addresses and GPUs of all workers, then start torch's backend."""
-        worker_group.execute(keep_to_own_address)
+        worker_group.execute(listen_on_own_address)
         if backend_config.backend == "nccl":
             worker_group.execute(prepare_gpu)
         of_torch = backend_config.to_torch()
@@ -79,7 +79,7 @@ class OwnAddressConfig(BackendConfig):
         return OwnAddressBackend
 
 
-def keep_to_own_address(address: str = "") -> None:
+def listen_on_own_address(address: str = "") -> None:
     """Make gloo, NCCL and the TCPStore of this process listen only on the address of its node.
 
     If this machine does not have that address (because of address translation), they choose one themselves.
@@ -93,8 +93,8 @@ def keep_to_own_address(address: str = "") -> None:
     from raytrec.compat.torch_ import bind_store
 
     address = address or ray.util.get_node_ip_address()
-    if interface := interface_of(address):
-        for name, value in socket_interfaces(interface).items():
+    if interface := find_interface(address):
+        for name, value in get_interface_variables(interface).items():
             os.environ.setdefault(name, value)
         bind_store(address)
 
@@ -103,21 +103,21 @@ def prepare_gpu() -> None:
     """Configure torch's allocator and NCCL's log before their initialization, and check this worker's GPU.
 
     Raises:
-        GpuFailed: `check_gpu` failed; the error gets the id of this node.
+        GpuFailedError: `check_gpu` failed; the error gets the id of this node.
         ConfigError: As in `check_gpu`.
     """
     import ray
 
-    grow_segments()
-    log_network()
+    enable_expandable_segments()
+    enable_network_log()
     try:
         check_gpu(ray.util.get_node_ip_address())
-    except GpuFailed as failed:
+    except GpuFailedError as failed:
         failed.place = ray.get_runtime_context().get_node_id(), failed.place[1]
         raise
 
 
-def grow_segments() -> None:
+def enable_expandable_segments() -> None:
     """Make torch's allocator of GPU memory grow its segments instead of adding new ones.
 
     The number of ids differs between batches and streams, so that space between segments would be lost, which
@@ -128,25 +128,25 @@ def grow_segments() -> None:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
-def log_network() -> None:
+def enable_network_log() -> None:
     """Make NCCL log its choice of network; call before NCCL is initialized.
 
     If NCCL_DEBUG is already set, the messages of NCCL are meant for the user, and nothing is changed.
     """
-    if "NCCL_DEBUG" not in os.environ and not in_nccl_files("NCCL_DEBUG"):
-        file, path = mkstemp(prefix=NCCL_LOG)
+    if "NCCL_DEBUG" not in os.environ and not is_set_in_nccl_files("NCCL_DEBUG"):
+        file, path = mkstemp(prefix=NCCL_LOG_PREFIX)
         os.close(file)
         os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT", "NCCL_DEBUG_FILE": path}
 
 
-def chosen_network() -> str:
+def read_chosen_network() -> str:
     """Return the network over which NCCL sends to other hosts, or "" if it is unknown.
 
     The network is IB (InfiniBand, RoCE), Socket (TCP) or the name of a plugin. Call once, after the first
     collective on GPUs: NCCL's log file is removed. Source of the format: NCCL 2.29.7, src/init.cc.
     """
     file = Path(os.environ.get("NCCL_DEBUG_FILE", ""))
-    if not file.name.startswith(NCCL_LOG):
+    if not file.name.startswith(NCCL_LOG_PREFIX):
         return ""
     try:
         found = re.findall(r"Using network (.+)", file.read_text(encoding="utf-8", errors="replace"))

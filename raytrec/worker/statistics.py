@@ -15,10 +15,10 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from raytrec.checks.live.outcome import read
-from raytrec.compat.fbgemm import cache_hits
+from raytrec.compat.fbgemm import measure_cache_hits
 from raytrec.config.schema import Schema
 from raytrec.embeddings.constraints import MMAP_KERNEL
-from raytrec.embeddings.tables import Parts, Shard, Table
+from raytrec.embeddings.tables import Shard, ShardedValues, Table
 from raytrec.embeddings.taps import Lookup, Part, Taps, add_row_gradients
 
 SAMPLE = 1024  # rows of a shard's sample, which may have up to twice as many
@@ -26,7 +26,7 @@ NORM_EDGES = (-4.0, 2.0, 30)  # log10 of the first and last edge (1e-4 and 1e2),
 
 
 @dataclass
-class Probed:
+class ProbedRows:
     """Sample of the distinct rows of a table that a rank looked up in one step, before their update.
 
     Attributes:
@@ -66,14 +66,14 @@ class Statistics:
         of_ids: Callable[[], dict[str, dict[str, Any]]] = dict,
     ):
         self._schema, self._taps, self._of_ids, self._turn = schema, taps, of_ids, 0
-        self._tables = {name: table for name, table in tables.items() if _shard(table.weight)}
+        self._tables = {name: table for name, table in tables.items() if _get_local_shard(table.weight)}
         self._counted = {id(lookup): lookup.received.clone() for lookup in taps.lookups}
         self._changed = torch.zeros(2, len(schema.sparse), dtype=torch.int64)
         self._features: dict[str, list[int]] = {name: [] for name in schema.tables}
         for number, spec in enumerate(schema.sparse.values()):
             self._features[spec.table].append(number)
         self._seen: dict[str, torch.Tensor] = {}
-        self._probed: dict[str, Probed] = {}
+        self._probed: dict[str, ProbedRows] = {}
         self._parts: dict[int, list[Part]] = {}  # by lookup of the probed step
         for lookup in taps.lookups:
             lookup.kernel.register_forward_hook(self._before_update(lookup))
@@ -86,20 +86,20 @@ class Statistics:
     @torch.no_grad()
     def collect(self) -> dict[str, dict[str, Any]]:
         """Return the figures of each table since the last call (see docs/monitoring.md); end the probe."""
-        (lookups, hits), ids = self._traffic(), self._of_ids()
+        (lookups, hits), ids = self._count_lookups(), self._of_ids()
         probed = {id(p.lookup): p.lookup for p in self._probed.values()}
         self._parts = {i: lookup.gradients() for i, lookup in probed.items()}
         figures = {
-            name: self._of(table, lookups.get(name, 0)) | hits.get(name, {}) | ids.get(name, {})
+            name: self._get_undocumented(table, lookups.get(name, 0)) | hits.get(name, {}) | ids.get(name, {})
             for name, table in self._tables.items()
         }
         self._turn += 1
         self._probed.clear()
         self._parts.clear()
         self._changed.zero_()
-        return _plain(figures)
+        return _to_numbers(figures)
 
-    def _traffic(self) -> tuple[dict[str, int], dict[str, dict[str, float]]]:
+    def _count_lookups(self) -> tuple[dict[str, int], dict[str, dict[str, float]]]:
         """Return, by table, the ids looked up by this rank since the last call, and the cache's hit rate."""
         total: dict[str, int] = {}
         hits: dict[str, dict[str, float]] = {}
@@ -108,15 +108,15 @@ class Statistics:
             for table, ids in zip(lookup.tables, (now - self._counted[id(lookup)]).tolist(), strict=True):
                 total[table] = total.get(table, 0) + ids
             self._counted[id(lookup)] = now
-            if (share := cache_hits(lookup.kernel)) is not None:
+            if (share := measure_cache_hits(lookup.kernel)) is not None:
                 hits |= {table: {"cache_hit_rate": share} for table in lookup.tables}
         return total, hits
 
-    def _of(self, table: Table, lookups: int) -> dict[str, Any]:
-        shard, probed = _shard(table.weight), self._probed.get(table.name)
+    def _get_undocumented(self, table: Table, lookups: int) -> dict[str, Any]:
+        shard, probed = _get_local_shard(table.weight), self._probed.get(table.name)
         rows, columns = shard.values.shape
-        read_ids, changed_share = self._read(table.name)
-        state = {kind: s for kind, parts in table.state.items() if (s := _shard(parts))}
+        read_ids, changed_share = self._count_read_ids(table.name)
+        state = {kind: s for kind, parts in table.state.items() if (s := _get_local_shard(parts))}
         device = f"host, by {table.kernel}" if "uvm" in table.kernel else str(shard.values.device)
         figures = {
             "rows": rows,
@@ -129,20 +129,20 @@ class Statistics:
             "lookup_bytes": lookups * columns * shard.values.element_size(),
             "read_ids": read_ids,
             "changed_share": changed_share,
-            **self._norms(shard, state, table),
+            **self._compute_norms(shard, state, table),
         }
         if probed:
             now = shard.read(probed.ids).float()
             figures |= {
                 "touched_rows": probed.distinct,
                 "unique_ratio": probed.distinct / max(1, probed.lookups),
-                "gradient_norm": self._gradient_norm(table, probed),
-                "update_norm": _scaled(now - probed.before, probed),
-                "max_abs": torch.maximum(figures["max_abs"], _largest(now)),
+                "gradient_norm": self._compute_gradient_norm(table, probed),
+                "update_norm": _estimate_norm(now - probed.before, probed),
+                "max_abs": torch.maximum(figures["max_abs"], _max_abs(now)),
             }
         return figures
 
-    def _norms(self, shard: Shard, state: dict, table: Table) -> dict[str, Any]:
+    def _compute_norms(self, shard: Shard, state: dict, table: Table) -> dict[str, Any]:
         """Return the figures of a sample of rows."""
         rows = shard.values.shape[0]
         if not rows:
@@ -158,22 +158,25 @@ class Statistics:
             "row_norm_p50": quantiles[1],
             "row_norm_p95": quantiles[2],
             "row_norm_max": norms.max(),
-            "row_norm_counts": _counts(norms),
-            "max_abs": _largest(weights),
+            "row_norm_counts": _count_norms(norms),
+            "max_abs": _max_abs(weights),
             "weight_norm": (norms.square().mean() * rows).sqrt(),
         }
-        if (kind := _second_moment(table)) in state:
+        if (kind := _find_second_moment(table)) in state:
             kept = state[kind].read(sample).reshape(len(norms), -1)
             figures["dead_share"] = (kept == 0).all(1).float().mean()
             figures["state_norm"] = (kept.square().sum(1).mean() * rows).sqrt()
         elif (seen := self._seen.get(table.name)) is not None:
             figures["dead_share"] = 1 - seen.float().mean()
-        hashed = self._schema.tables[table.name].out_of_range == "hash" and self._read(table.name)[1] == 1.0
+        hashed = (
+            self._schema.tables[table.name].out_of_range == "hash"
+            and self._count_read_ids(table.name)[1] == 1.0
+        )
         if hashed and "dead_share" in figures:
             figures["collision_rate"] = collisions(figures["dead_share"])
         return figures
 
-    def _gradient_norm(self, table: Table, probed: Probed) -> torch.Tensor | None:
+    def _compute_gradient_norm(self, table: Table, probed: ProbedRows) -> torch.Tensor | None:
         """Return the norm of the gradient of the table's shard in the probed step, or None if not available.
 
         The gradient comes from the lookup's backward; for a data-parallel table, it is the one over all
@@ -188,44 +191,44 @@ class Statistics:
         for number in probed.keys:
             _, key, of_bags = parts[number]
             add_row_gradients(gradients, probed.ids, key, of_bags)
-        return _scaled(gradients, probed)
+        return _estimate_norm(gradients, probed)
 
     def _before_update(self, lookup: Lookup) -> Any:
         """Return a forward hook that records the values that the update of a probed step changes."""
         keys_of_table = {
             name: [i for i, owner in enumerate(lookup.tables) if owner == name] for name in lookup.tables
         }
-        without_state = [name for name in keys_of_table if _second_moment(self._tables[name]) is None]
+        without_state = [name for name in keys_of_table if _find_second_moment(self._tables[name]) is None]
 
         def after(kernel: torch.nn.Module, inputs: tuple, output: torch.Tensor) -> None:
             if not (kernel.training and torch.is_grad_enabled()):
                 return
             for name in without_state:
-                self._mark(name, inputs[0], keys_of_table[name])
+                self._mark_rows(name, inputs[0], keys_of_table[name])
             if self._taps.probing:
                 for name, keys in keys_of_table.items():
                     self._probe(name, lookup, inputs[0], keys)
 
         return after
 
-    def _mark(self, name: str, features: KeyedJaggedTensor, keys: list[int]) -> None:
+    def _mark_rows(self, name: str, features: KeyedJaggedTensor, keys: list[int]) -> None:
         """Mark looked-up rows of a table without optimizer state that would show its use."""
-        values = _shard(self._tables[name].weight).values
+        values = _get_local_shard(self._tables[name].weight).values
         seen = self._seen.get(name)
         if seen is None:
             seen = self._seen[name] = torch.zeros(len(values), dtype=torch.bool, device=values.device)
         for key in keys:
-            seen[_ids(features, key)] = True
+            seen[_get_ids(features, key)] = True
 
     def _probe(self, name: str, lookup: Lookup, features: KeyedJaggedTensor, keys: list[int]) -> None:
-        shard = _shard(self._tables[name].weight)
-        ids = torch.cat([_ids(features, key) for key in keys])
+        shard = _get_local_shard(self._tables[name].weight)
+        ids = torch.cat([_get_ids(features, key) for key in keys])
         rows = ids.unique()
         some = rows[:: max(1, len(rows) // SAMPLE)].contiguous()  # contiguous, as rows are searched in it
         before = shard.read(some).detach().float()
-        self._probed[name] = Probed(lookup, some, len(rows), len(ids), before, keys)
+        self._probed[name] = ProbedRows(lookup, some, len(rows), len(ids), before, keys)
 
-    def _read(self, table: str) -> tuple[int, float | None]:
+    def _count_read_ids(self, table: str) -> tuple[int, float | None]:
         """Return the number of ids of a table read since the last `collect`, and the share of changed ids."""
         changed, ids = self._changed[:, self._features[table]].sum(1).tolist()
         return ids, changed / ids if ids else None
@@ -241,13 +244,13 @@ def collisions(dead_share: torch.Tensor) -> torch.Tensor:
     return 1 - (1 - dead_share.double()) / load
 
 
-def _scaled(rows: torch.Tensor, probed: Probed) -> torch.Tensor:
+def _estimate_norm(rows: torch.Tensor, probed: ProbedRows) -> torch.Tensor:
     """Return the L2 norm over all touched rows, estimated from a sample."""
     share = probed.distinct / max(1, len(probed.ids))
     return (rows.square().sum() * share).sqrt()
 
 
-def _counts(norms: torch.Tensor) -> torch.Tensor:
+def _count_norms(norms: torch.Tensor) -> torch.Tensor:
     """Return the number of norms in each bin of NORM_EDGES, int64 [bins]; the last bin has both edges.
 
     torch.histc is not used, because torch.use_deterministic_algorithms rejects it on CPU.
@@ -258,27 +261,27 @@ def _counts(norms: torch.Tensor) -> torch.Tensor:
     return (bin_N1 == torch.arange(bins, device=norms.device)).sum(0)
 
 
-def _largest(values: torch.Tensor) -> torch.Tensor:
+def _max_abs(values: torch.Tensor) -> torch.Tensor:
     return values.float().abs().max() if values.numel() else torch.zeros((), device=values.device)
 
 
-def _second_moment(table: Table) -> str | None:
+def _find_second_moment(table: Table) -> str | None:
     """Return the kind of optimizer state that is 0 until a row's first gradient; None without such state."""
     kind = table.optimizer.second_moment if table.optimizer else None
     return kind if kind in table.state else None
 
 
-def _shard(parts: Parts) -> Shard | None:
+def _get_local_shard(parts: ShardedValues) -> Shard | None:
     """Return this rank's shard of a table, or None; a rank has at most one (planning/plan.py)."""
     return parts.local[0] if parts.local else None
 
 
-def _ids(features: KeyedJaggedTensor, key: int) -> torch.Tensor:
+def _get_ids(features: KeyedJaggedTensor, key: int) -> torch.Tensor:
     ends = features.offset_per_key()
     return features.values()[ends[key] : ends[key + 1]]
 
 
-def _plain(found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def _to_numbers(found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return the figures with tensors replaced by numbers, using one copy from the device."""
     tensors = [v for figures in found.values() for v in figures.values() if isinstance(v, torch.Tensor)]
     numbers = iter(read([tensor.double() for tensor in tensors]))

@@ -16,9 +16,9 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.optim.keyed import KeyedOptimizer
 
-from raytrec.compat.fbgemm import updates_uncounted
+from raytrec.compat.fbgemm import exclude_from_update_counts
 from raytrec.compat.torch_ import time_waits
-from raytrec.compat.torchrec_ import replicated_kernels, sharded_kernels
+from raytrec.compat.torchrec_ import iterate_replicated_kernels, iterate_sharded_kernels
 from raytrec.compat.torchrec_pipeline import PrefetchPipeline, TimedPipeline, TimedPrefetchPipeline
 from raytrec.config.run_config import RunConfig
 from raytrec.config.tasks import TowerName
@@ -26,11 +26,11 @@ from raytrec.config.training import TrainSection
 from raytrec.data.batch import Batch
 from raytrec.embeddings.managed.batches import ManagedBatches
 from raytrec.embeddings.managed.row_map import RowMap
-from raytrec.embeddings.optim import average_of
+from raytrec.embeddings.optim import find_dense_average
 from raytrec.models.recommender import Recommender
 from raytrec.tasks.objective import Objective, total
-from raytrec.tasks.outputs import Outputs
-from raytrec.worker.step_timing import Phases, time_tables
+from raytrec.tasks.outputs import StepOutputs
+from raytrec.worker.step_timing import PhaseTimer, time_lookups
 
 
 class LossModel(nn.Module):
@@ -47,7 +47,7 @@ class LossModel(nn.Module):
         self.embeddings = recommender.embeddings
         self.head = Head(recommender, objective, query_vectors)
 
-    def forward(self, batch: Batch) -> tuple[torch.Tensor, Outputs]:
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, StepOutputs]:
         """Return the loss and the outputs of a batch."""
         return self.head(self.embeddings(batch.sparse), batch)
 
@@ -72,12 +72,12 @@ class Head(nn.Module):
         self.model, self.call = recommender.model, recommender.call
         self._objective, self._query_vectors = objective, query_vectors
 
-    def forward(self, pooled: dict[str, torch.Tensor], batch: Batch) -> tuple[torch.Tensor, Outputs]:
+    def forward(self, pooled: dict[str, torch.Tensor], batch: Batch) -> tuple[torch.Tensor, StepOutputs]:
         """Return the loss and the outputs of a batch; the loss is zero if only vectors are computed."""
         if self.tower and not self.training:
             vectors = self.call(self.model, batch, pooled, self.tower)
             nothing = vectors.new_zeros(())
-            return nothing, Outputs({}, batch.weights, nothing, vectors=vectors)
+            return nothing, StepOutputs({}, batch.weights, nothing, vectors=vectors)
         logits = self.call(self.model, batch, pooled)
         losses = self._objective.losses(logits, batch, pooled if self.training else None)
         loss = total(losses)
@@ -126,9 +126,9 @@ class Step:
         self.model, self.optimizer, self._device, self.managed = model, optimizer, device, managed
         self.trained, self._seed, self._schedule = 0, config.run.seed, config.optim.schedule.over(steps)
         self._rates = [(group, group["lr"]) for group in optimizer.param_groups]
-        average = average_of(optimizer)
-        self._averaged = average.applied if average else nullcontext
-        self.phases, self._train = Phases(device), config.train
+        average = find_dense_average(optimizer)
+        self._averaged = average.use_averages if average else nullcontext
+        self.phases, self._train = PhaseTimer(device), config.train
         timed = self.phases if config.tracking.every_steps else None
         self._pipeline = _pipeline(model, optimizer, device, timed, prefetch, managed is not None)
 
@@ -142,7 +142,7 @@ class Step:
         """Return, by table with managed ids, this rank's part of the map of ids to rows."""
         return self.managed.maps if self.managed is not None else {}
 
-    def train(self, batches: Iterator[Batch], steps: int) -> Iterator[Outputs]:
+    def train(self, batches: Iterator[Batch], steps: int) -> Iterator[StepOutputs]:
         """Train on the next `steps` batches and yield the outputs of each step."""
         self.model.train()
         self.phases.resume()
@@ -150,7 +150,7 @@ class Step:
         segment = self._segment(batches)
         while True:
             self._prepare_step()
-            if (outputs := self._progress(segment)) is not None:
+            if (outputs := self._run_pipeline_step(segment)) is not None:
                 self.trained += 1
                 yield outputs
             elif self._draining and self.trained < end:
@@ -160,7 +160,7 @@ class Step:
 
     def _segment(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Return the batches after which the pipeline runs empty."""
-        return batches if self.managed is None else self._assigned(batches)
+        return batches if self.managed is None else self._assign_rows(batches)
 
     @property
     def ahead(self) -> bool:
@@ -171,7 +171,7 @@ class Step:
         """Let the pipeline finish its batches before it takes another one, so that no map is `ahead`."""
         self._draining = True
 
-    def _assigned(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+    def _assign_rows(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yield batches with managed ids replaced by table rows; the first batch belongs to the next step."""
         self._draining = False
         for step, batch in enumerate(batches, self.trained):
@@ -183,7 +183,7 @@ class Step:
 
     def _prepare_step(self) -> None:
         """Set the learning rates and RNG seeds of the next step."""
-        seed = seed_of(self._seed, self.trained, dist.get_rank())
+        seed = derive_seed(self._seed, self.trained, dist.get_rank())
         # torch.manual_seed takes 0.4 ms, because it also stores the seed, with a formatted stack, for every
         # device type that is not initialized yet.
         torch.default_generator.manual_seed(seed)
@@ -193,7 +193,7 @@ class Step:
         for group, rate in self._rates:  # kernels read the rate in zero_grad, the pipeline's first call
             group["lr"] = rate * factor
 
-    def evaluate(self, batches: Iterator[Batch], tower: TowerName | None = None) -> Iterator[Outputs]:
+    def evaluate(self, batches: Iterator[Batch], tower: TowerName | None = None) -> Iterator[StepOutputs]:
         """Yield the outputs of a forward pass over all batches; train.ema: with averaged dense weights.
 
         Args:
@@ -205,11 +205,11 @@ class Step:
         self.head.tower = tower
         if self.managed is not None:
             batches = map(self.managed.find, batches)
-        with torch.no_grad(), updates_uncounted(self.model), self._averaged():
-            while (outputs := self._progress(batches)) is not None:
+        with torch.no_grad(), exclude_from_update_counts(self.model), self._averaged():
+            while (outputs := self._run_pipeline_step(batches)) is not None:
                 yield outputs
 
-    def _progress(self, batches: Iterator[Batch]) -> Outputs | None:
+    def _run_pipeline_step(self, batches: Iterator[Batch]) -> StepOutputs | None:
         """Run one step of the pipeline; return None if the pipeline is empty."""
         try:
             with numerics(self._train, self._device):
@@ -218,13 +218,13 @@ class Step:
             return None
 
 
-def seed_of(*numbers: int) -> int:
+def derive_seed(*numbers: int) -> int:
     """Return one seed derived from several numbers."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)
 
 
 def _pipeline(
-    model: Any, optimizer: Any, device: torch.device, phases: Phases | None, prefetch: bool, managed: bool
+    model: Any, optimizer: Any, device: torch.device, phases: PhaseTimer | None, prefetch: bool, managed: bool
 ) -> TrainPipelineSparseDist:
     """Return TorchRec's pipeline, which exchanges the next batch's ids during this batch's forward.
 
@@ -246,7 +246,7 @@ def _pipeline(
         untimed = PrefetchPipeline if prefetch else TrainPipelineSparseDist
         return untimed(model, optimizer, device, **options)
     time_waits(phases.waits)
-    time_tables([*sharded_kernels(model), *replicated_kernels(model)], phases)
+    time_lookups([*iterate_sharded_kernels(model), *iterate_replicated_kernels(model)], phases)
     timed = TimedPrefetchPipeline if prefetch else TimedPipeline
     return timed(model, optimizer, device, phases.phase, lambda: phases.enter("collectives"), **options)
 
@@ -264,14 +264,14 @@ def numerics(train: TrainSection, device: torch.device) -> Iterator[None]:
     """
     with ExitStack() as stack:
         if device.type == "cuda":
-            stack.enter_context(_tf32(train.matmul == "tf32"))
+            stack.enter_context(_set_tf32(train.matmul == "tf32"))
         if train.deterministic:
-            stack.enter_context(_deterministic())
+            stack.enter_context(_set_deterministic())
         yield
 
 
 @contextmanager
-def _tf32(wanted: bool) -> Iterator[None]:
+def _set_tf32(wanted: bool) -> Iterator[None]:
     # Once torch.backends.cuda.matmul.fp32_precision is set, torch 2.13.0 raises an error if its compiler or a
     # user's model reads the precision by the older name, so that only the older name is used here. cuDNN
     # (RNNs, convolutions) ignores that setting and uses TF32 by default.
@@ -287,7 +287,7 @@ def _tf32(wanted: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _deterministic() -> Iterator[None]:
+def _set_deterministic() -> Iterator[None]:
     before, filled = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory
     torch.set_deterministic_debug_mode("warn")
     torch.utils.deterministic.fill_uninitialized_memory = False  # no uninitialized memory is read

@@ -14,10 +14,10 @@ from torch import nn
 
 from raytrec.common.messages import PHASES
 
-SETTLE = 500  # CUDA intervals that are kept before the finished ones are read
+MAX_PENDING_INTERVALS = 500  # CUDA intervals that are kept before the finished ones are read
 
 
-class Phases:
+class PhaseTimer:
     """Exclusive seconds of each phase: entering a phase stops the clock of the phase around it.
 
     On CPU, the clock is that of this thread. On CUDA, a phase is the time between two events on the stream on
@@ -37,7 +37,7 @@ class Phases:
         self._current, self._running = "other", False
         self._stream = torch.cuda.current_stream(device) if self._cuda else None
         self._mark: Any = None
-        self._passed: deque[tuple[str, Any, Any]] = deque()  # phase, first event, last event
+        self._intervals: deque[tuple[str, Any, Any]] = deque()  # phase, first event, last event
 
     @property
     def current(self) -> str:
@@ -58,7 +58,7 @@ class Phases:
         """Return the seconds of each phase since the last call."""
         if self._running:
             self._switch(self._current)
-        self._settle(wait=True)
+        self._add_intervals(wait=True)
         taken, self._seconds = self._seconds, dict.fromkeys(PHASES, 0.0)
         return taken
 
@@ -96,12 +96,12 @@ class Phases:
         return timed
 
     @property
-    def standing(self) -> str | None:
+    def unfinished_phase(self) -> str | None:
         """Return the phase that a GPU's stream has not finished, or None; can be called from any thread.
 
         None means that all phases are finished, or that the device is a CPU.
         """
-        unfinished = (phase for phase, _, last in list(self._passed) if not last.query())
+        unfinished = (phase for phase, _, last in list(self._intervals) if not last.query())
         if (phase := next(unfinished, None)) is not None or self._stream is None:
             return phase
         return None if self._stream.query() else self._current
@@ -109,9 +109,9 @@ class Phases:
     def _switch(self, to: str) -> None:
         now = self._now()
         if self._cuda:
-            self._passed.append((self._current, self._mark, now))
-            if len(self._passed) > SETTLE:
-                self._settle(wait=False)
+            self._intervals.append((self._current, self._mark, now))
+            if len(self._intervals) > MAX_PENDING_INTERVALS:
+                self._add_intervals(wait=False)
         else:
             self._seconds[self._current] += now - self._mark
         self._mark, self._current = now, to
@@ -123,24 +123,24 @@ class Phases:
         event.record(self._stream)
         return event
 
-    def _settle(self, wait: bool) -> None:
+    def _add_intervals(self, wait: bool) -> None:
         """Add the intervals of CUDA events that have passed.
 
         Args:
             wait: True to wait for all events.
         """
-        if wait and self._passed:
-            self._passed[-1][2].synchronize()
-        while self._passed and self._passed[0][2].query():
-            phase, first, last = self._passed.popleft()
+        if wait and self._intervals:
+            self._intervals[-1][2].synchronize()
+        while self._intervals and self._intervals[0][2].query():
+            phase, first, last = self._intervals.popleft()
             self._seconds[phase] += first.elapsed_time(last) / 1e3
 
 
-def time_tables(kernels: Iterable[nn.Module], phases: Phases) -> None:
+def time_lookups(kernels: Iterable[nn.Module], phases: PhaseTimer) -> None:
     """Count the lookups of kernels and their part of backward as the phase "tables".
 
     Args:
-        kernels: Modules from features to pooled embeddings; see compat.torchrec_.sharded_kernels.
+        kernels: Modules from features to pooled embeddings; see compat.torchrec_.iterate_sharded_kernels.
         phases: Phases to which the time is added.
     """
     for kernel in kernels:
@@ -156,13 +156,13 @@ def time_tables(kernels: Iterable[nn.Module], phases: Phases) -> None:
             end()
             if pooled.grad_fn is not None:
                 pooled.grad_fn.register_prehook(begin)
-                _last(pooled.grad_fn).register_hook(end)
+                _find_last_node(pooled.grad_fn).register_hook(end)
 
         kernel.register_forward_pre_hook(begin)
         kernel.register_forward_hook(after)
 
 
-def _last(node: torch.autograd.graph.Node) -> torch.autograd.graph.Node:
+def _find_last_node(node: torch.autograd.graph.Node) -> torch.autograd.graph.Node:
     """Return the last node of a kernel's backward, or the node before the tables' AccumulateGrad."""
     while len(following := [n for n, _ in node.next_functions if n is not None]) == 1:
         if "AccumulateGrad" in following[0].name():

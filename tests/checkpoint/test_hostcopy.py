@@ -8,10 +8,10 @@ from checkpoints import equal, restored, save, whole
 from ranks import on_ranks
 from small import batches, build, config, train
 from standin import cuda
-from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._get_local_shard.make_sharded_tensor import ShardedTensor
 
-from raytrec.checkpoint.save import Saver
-from raytrec.checkpoint.snapshot import HostCopy
+from raytrec.checkpoint.save import CheckpointWriter
+from raytrec.checkpoint.snapshot import HostStateBuffer
 from raytrec.checkpoint.state import LogicalState
 from raytrec.config.training import CheckpointSection
 
@@ -41,7 +41,7 @@ def same(copies, tensors):
 
 def test_a_copy_from_a_gpu_is_page_locked_and_no_larger_than_the_state():
     with cuda() as gpu:
-        tensors, host = state("cuda"), HostCopy()
+        tensors, host = state("cuda"), HostStateBuffer()
         first = host.copy(tensors)
         assert bytes_of(tensors) <= gpu.pinned_bytes <= 1.1 * bytes_of(tensors)
         assert same(first, tensors) and host.note is None
@@ -62,7 +62,7 @@ def test_a_copy_from_a_gpu_is_page_locked_and_no_larger_than_the_state():
 
 def test_a_copy_waits_once_and_for_the_stream_that_brings_it():
     with cuda() as gpu:
-        tensors, host, other = state("cuda"), HostCopy(), torch.cuda.Stream()
+        tensors, host, other = state("cuda"), HostStateBuffer(), torch.cuda.Stream()
         del tensors["dense/0/value"]  # an empty tensor has no address, pinned or not
         other.work(30.0)  # of another program
         gpu.work(0.01)
@@ -75,7 +75,7 @@ def test_a_copy_waits_once_and_for_the_stream_that_brings_it():
 
 def test_memory_that_cannot_be_locked_is_used_as_it_is_and_said():
     with cuda() as gpu, patch("standin.device._Runtime.cudaHostRegister", lambda *_: 2):
-        tensors, host = state("cuda"), HostCopy()
+        tensors, host = state("cuda"), HostStateBuffer()
         assert same(host.copy(tensors), tensors) and not gpu.pinned_bytes
         assert "could not be page-locked (cudaHostRegister: error 2)" in host.note
         assert same(host.copy(tensors), tensors) and host.note is None, "one warning"
@@ -85,7 +85,7 @@ def test_ranks_without_a_gpu_do_not_touch_cuda():
     def touched(*_, **__):
         raise AssertionError("CUDA was touched")
 
-    tensors, host = state("cpu"), HostCopy()
+    tensors, host = state("cpu"), HostStateBuffer()
     names = ("is_available", "synchronize", "current_stream", "cudart", "current_device", "_lazy_init")
     with patch.multiple(torch.cuda, **dict.fromkeys(names, touched)):
         copies = host.copy(tensors)
@@ -105,7 +105,7 @@ def trained(rank, world, plan, optimizer, device, root, asynchronous):
     step = step_on(world, plan, optimizer, device)
     state = LogicalState(step.model, step.optimizer)
     train(step, batches(3, rank, world)[1])
-    saver = Saver(root, CheckpointSection(async_save=asynchronous))
+    saver = CheckpointWriter(root, CheckpointSection(async_save=asynchronous))
     tensors = state.tensors()
     sharded = [t for t in tensors.values() if isinstance(t, ShardedTensor)]
     devices = {str(shard.metadata.placement.device()) for t in sharded for shard in t.local_shards()}

@@ -12,22 +12,22 @@ from small import build
 
 from raytrec.checkpoint.files import folder_of
 from raytrec.checkpoint.index import read_index
-from raytrec.checkpoint.managed import ids_to_read, saved_ids, stored_rows, take_over_ids
+from raytrec.checkpoint.managed import allocate_ids, find_stored_rows, gather_ids, load_ids
 from raytrec.checkpoint.restore import restore
-from raytrec.checkpoint.rows import table_starts
-from raytrec.checkpoint.save import Saver
+from raytrec.checkpoint.rows import resolve_warm_starts
+from raytrec.checkpoint.save import CheckpointWriter
 from raytrec.checkpoint.state import LogicalState
-from raytrec.checks.parity.batches import cuts, local_batch
+from raytrec.checks.parity.batches import cuts, make_local_batch
 from raytrec.common.errors import SchemaError
 from raytrec.config.training import CheckpointSection
 from raytrec.worker.build import begin
-from raytrec.worker.checkpointing import watch_rows
+from raytrec.worker.checkpointing import make_row_snapshot
 
 MIDDLE = 3
 
 
 def own_batches(rank, world):
-    return [local_batch(b, schema(), cuts(ROWS, world, "unequal"), rank) for b in raw_batches()]
+    return [make_local_batch(b, schema(), cuts(ROWS, world, "unequal"), rank) for b in raw_batches()]
 
 
 def run(rank, world, sharding, root, first, last, drained=()):
@@ -38,11 +38,11 @@ def run(rank, world, sharding, root, first, last, drained=()):
     """
     made = settings(world, {"sharding_type": sharding}, "adagrad")
     step = build(made, schema())
-    state, saver = LogicalState(step.model, step.optimizer), Saver(root, made.checkpoint)
-    found = restore(root, state, more=lambda about: ids_to_read(about, step.maps))
+    state, saver = LogicalState(step.model, step.optimizer), CheckpointWriter(root, made.checkpoint)
+    found = restore(root, state, more=lambda about: allocate_ids(about, step.maps))
     assert bool(found.folder) == bool(first)
     if found.folder:
-        take_over_ids(step.maps, found.more, found.about)
+        load_ids(step.maps, found.more, found.about)
         step.trained = first
     local = own_batches(rank, world)
     # All batches are there to be taken ahead; the pipeline runs empty before the middle is saved.
@@ -52,7 +52,7 @@ def run(rank, world, sharding, root, first, last, drained=()):
         if number in drained:
             step.drain()
         if number in (MIDDLE, STEPS):
-            ids, about = saved_ids(step.maps)
+            ids, about = gather_ids(step.maps)
             saver.save(number, state.tensors(), about | {"schema": schema().to_yaml()}, ids)
             assert saver.taken().error is None
         if number == last:
@@ -118,7 +118,7 @@ def test_rows_of_a_checkpoint_without_any_ranks(undisturbed):
     stored, index = ids_of(folder), read_index(folder)
     for name in schema().managed:
         ids, table = stored[f"ids/{name}/id"], schema().tables[name]
-        found = stored_rows(folder, index, name, table, torch.tensor([*ids, 5, 6])).tolist()
+        found = find_stored_rows(folder, index, name, table, torch.tensor([*ids, 5, 6])).tolist()
         assert found[:-2] == stored[f"ids/{name}/row"] and min(found[-2:]) >= table.own_rows
 
 
@@ -127,11 +127,11 @@ def saved_beside(rank, world, root):
     made = settings(world, {"sharding_type": "row_wise"}, "adagrad")
     step = build(made, schema())
     state, go = LogicalState(step.model, step.optimizer), Event()
-    rows = watch_rows(step, state, lambda: None)
+    rows = make_row_snapshot(step, state, lambda: None)
     plain = rows.pieces
     rows.pieces = lambda *a, **k: go.wait(20) and plain(*a, **k)
-    alone = Saver(f"{root}/alone", CheckpointSection(async_save=False))
-    beside = Saver(f"{root}/next", CheckpointSection(), rows=rows)
+    alone = CheckpointWriter(f"{root}/alone", CheckpointSection(async_save=False))
+    beside = CheckpointWriter(f"{root}/next", CheckpointSection(), rows=rows)
     local = own_batches(rank, world)
     for number, _ in enumerate(step.train(iter(local), STEPS), 1):
         if number == MIDDLE:
@@ -184,7 +184,7 @@ def test_tables_that_a_warm_start_cannot_take_over(table, policy, message):
     made.warm_start.tables = {"user": policy}
     new = schema({**TABLES, "user": table})
     with pytest.raises(SchemaError) as error:
-        table_starts(made, schema(), new)
+        resolve_warm_starts(made, schema(), new)
     assert message in str(error.value)
     made.warm_start.tables = {"user": "new"}
-    assert table_starts(made, schema(), new)["user"].policy == "new"
+    assert resolve_warm_starts(made, schema(), new)["user"].policy == "new"

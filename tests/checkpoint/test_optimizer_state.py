@@ -9,11 +9,11 @@ from small import batches, build, config, train
 
 def misplaced(step, when):
     """Return the state tensors of fused and capturable groups that are not on their parameter's device."""
-    from raytrec.compat.torchrec_ import torch_optimizers, unwrapped
+    from raytrec.compat.torchrec_ import iterate_torch_optimizers, unwrap_optimizer
 
     return [
         f"{when}: {name} of {type(inner).__name__} is on {value.device}, its parameter on {parameter.device}"
-        for inner in torch_optimizers(unwrapped(step.optimizer))
+        for inner in iterate_torch_optimizers(unwrap_optimizer(step.optimizer))
         for group in inner.param_groups
         if group.get("fused") or group.get("capturable")
         for parameter in group["params"]

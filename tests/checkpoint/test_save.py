@@ -13,8 +13,8 @@ from raytrec.checkpoint import files, save
 from raytrec.checkpoint.files import remove_oldest, steps
 from raytrec.checkpoint.index import write_index
 from raytrec.checkpoint.restore import restore
-from raytrec.checkpoint.save import NotFinite, Saver
-from raytrec.checkpoint.state import LogicalState, in_words, not_finite
+from raytrec.checkpoint.save import CheckpointWriter, NonfiniteStateError
+from raytrec.checkpoint.state import LogicalState, describe_tensor, find_nonfinite
 from raytrec.checkpoint.storage import ShardWriter
 from raytrec.config.training import CheckpointSection
 from raytrec.metrics.selection import figures_of
@@ -29,7 +29,7 @@ def state_of(world, sharding="row_wise"):
 
 
 def saver(state, root, **changes):
-    return Saver(str(root), CheckpointSection(**changes), unbounded=state.unbounded)
+    return CheckpointWriter(str(root), CheckpointSection(**changes), unbounded=state.unbounded)
 
 
 def outcome(saver, step, tensors):
@@ -66,7 +66,7 @@ def test_what_is_not_finite_is_never_a_checkpoint(tmp_path, asynchronous):
     assert list(map(str, answers[0])) == list(map(str, answers[1])), "the ranks do not agree"
     good, weights, state, dense, *last = answers[0]
     assert good is None and last == [None, None]
-    assert all(isinstance(error, NotFinite) for error in (weights, state, dense))
+    assert all(isinstance(error, NonfiniteStateError) for error in (weights, state, dense))
     assert "step 2 is NaN or infinite: table user's weight on rank 1" in weights.what
     assert "table tag's sum on rank 1" in state.what and "step 3" in state.where
     assert "head.model.bottom.0.weight on rank 1" in dense.what
@@ -87,10 +87,13 @@ def test_what_is_looked_at():
         "dense/m.w/step": torch.tensor(3),
         "dense/mask/value": torch.tensor([float("-inf")]),
     }
-    assert not_finite(tensors) == ["tables/a/sum", "tables/b/weight", "dense/mask/value"]
-    assert not_finite(tensors, frozenset({"dense/mask/value"})) == ["tables/a/sum", "tables/b/weight"]
-    assert in_words("tables/a.b/sum") == "table a.b's sum"
-    assert in_words("dense/m.w/value") == "m.w" and in_words("dense/m.w/exp_avg") == "m.w's exp_avg"
+    assert find_nonfinite(tensors) == ["tables/a/sum", "tables/b/weight", "dense/mask/value"]
+    assert find_nonfinite(tensors, frozenset({"dense/mask/value"})) == ["tables/a/sum", "tables/b/weight"]
+    assert describe_tensor("tables/a.b/sum") == "table a.b's sum"
+    assert (
+        describe_tensor("dense/m.w/value") == "m.w"
+        and describe_tensor("dense/m.w/exp_avg") == "m.w's exp_avg"
+    )
 
 
 def with_a_mask(rank, world):
@@ -98,7 +101,7 @@ def with_a_mask(rank, world):
     step = build(config(world, {"sharding_type": "row_wise"}))
     step.head.model.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
     state = LogicalState(step.model, step.optimizer)
-    return sorted(state.unbounded), not_finite(state.tensors(), state.unbounded)
+    return sorted(state.unbounded), find_nonfinite(state.tensors(), state.unbounded)
 
 
 def test_a_mask_is_infinite_by_design():
@@ -188,21 +191,21 @@ def refusing(rank, world, root):
     state = state_of(world)
     saves = saver(state, root)
     errors = [outcome(saves, 1, state.tensors()).error]
-    save.not_finite, kept = lambda *_: [], save.not_finite  # as earlier versions saved
+    save.find_nonfinite, kept = lambda *_: [], save.find_nonfinite  # as earlier versions saved
     if rank == 1:
         state.tables["user"].state["sum"].local[0].values[0] = float("inf")
     errors.append(outcome(saves, 2, state.tensors()).error)
-    save.not_finite = kept
+    save.find_nonfinite = kept
     saves.close()
     found = restore(root, state)
-    return errors, found.folder, found.passed_over, not_finite(state.tensors())
+    return errors, found.folder, found.skip_reasons, find_nonfinite(state.tensors())
 
 
 def test_a_checkpoint_that_is_not_finite_is_passed_over(tmp_path):
-    for errors, folder, passed_over, bad in on_ranks(2, refusing, str(tmp_path)):
+    for errors, folder, skip_reasons, bad in on_ranks(2, refusing, str(tmp_path)):
         assert errors == [None, None] and folder.endswith("step-0000000001") and bad == []
-        assert "NaN or infinite: table user's sum on rank 1" in passed_over[0]
-        assert "step-0000000002" in passed_over[0]
+        assert "NaN or infinite: table user's sum on rank 1" in skip_reasons[0]
+        assert "step-0000000002" in skip_reasons[0]
 
 
 def planned(rank, world, root):

@@ -8,7 +8,7 @@ from ranks import on_ranks
 from small import batches, build, config, train
 
 from raytrec.checkpoint import snapshot
-from raytrec.checkpoint.save import Saver
+from raytrec.checkpoint.save import CheckpointWriter
 from raytrec.checkpoint.state import LogicalState
 from raytrec.config.training import CheckpointSection
 
@@ -35,15 +35,15 @@ def saved(rank, world, plan, optimizer, root, room):
     state, local = LogicalState(step.model, step.optimizer), batches(8, rank, world)[1]
     go, waits = Event(), []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(snapshot, "LOOK_S", 0.01)
+        patch.setattr(snapshot, "WAIT_INTERVAL_S", 0.01)
         if room is not None:
-            patch.setattr(snapshot, "LEAST_BYTES", room)
+            patch.setattr(snapshot, "MIN_ASIDE_BYTES", room)
         rows = snapshot.RowSnapshot(step.model, state.tables, lambda: waits.append(1))
         plain = rows.pieces
         patch.setattr(rows, "pieces", lambda *a, **k: go.wait(20) and plain(*a, **k))
         train(step, local[:3])
         folders = [checkpoints.save(f"{root}/alone", step, 3, async_save=False)]
-        beside = Saver(f"{root}/next", CheckpointSection(), rows=rows)
+        beside = CheckpointWriter(f"{root}/next", CheckpointSection(), rows=rows)
         for number, batch in enumerate(local[3:5]):  # twice: places are used again
             beside.save(3 + number, state.tensors(), {})
             if room is not None:

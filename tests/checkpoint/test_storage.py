@@ -21,9 +21,9 @@ import torch.distributed.checkpoint as dcp
 import warm
 from pyarrow import fs
 from ranks import on_ranks
-from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata
-from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
-from torch.distributed._shard.sharding_spec import ShardMetadata
+from torch.distributed._get_local_shard.make_sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata
+from torch.distributed._get_local_shard.make_sharded_tensor.metadata import TensorProperties
+from torch.distributed._get_local_shard.sharding_spec import ShardMetadata
 from torch.distributed.checkpoint.api import CheckpointException
 from waiting import wait_for
 
@@ -414,7 +414,7 @@ def one_fails(rank, world, folder):
 
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(rawfile.Sink, "write", full)
+            patch.setattr(rawfile.RawFileWriter, "write", full)
         with pytest.raises(CheckpointException) as raised:
             dcp.save({f"t{rank}": torch.ones(5)}, storage_writer=ShardWriter(folder, "b", {}))
     return {r: (str(e.where), type(e).__name__) for r, (e, _) in raised.value.failures.items()}
@@ -548,7 +548,7 @@ Store.__abstractmethods__ = frozenset()
 
 
 def test_an_object_store(small, tmp_path, monkeypatch):
-    monkeypatch.setattr(reading, "WAITS_S", (0.01, 0.01, 0.01))
+    monkeypatch.setattr(reading, "RETRY_DELAYS_S", (0.01, 0.01, 0.01))
     store = Store(tmp_path)
     for module in (index, rawfile, raytrec.common.storage):
         monkeypatch.setattr(

@@ -5,13 +5,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata
-from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
-from torch.distributed._shard.sharding_spec import ShardMetadata
+from torch.distributed._get_local_shard.make_sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata
+from torch.distributed._get_local_shard.make_sharded_tensor.metadata import TensorProperties
+from torch.distributed._get_local_shard.sharding_spec import ShardMetadata
 
 from raytrec.checkpoint import storage
 from raytrec.checkpoint.index import CheckpointError, read_index
-from raytrec.checkpoint.rows import StoredTable, table_names
+from raytrec.checkpoint.rows import StoredTable, list_table_names
 from raytrec.checkpoint.storage import ShardWriter
 from raytrec.common.errors import RunError
 
@@ -58,7 +58,7 @@ def table_of(dtype=torch.float32):
 def test_every_row_of_every_cut(tmp_path, cut, dtype):
     table = table_of(dtype)
     index = save(tmp_path / "c", table, cut)
-    assert table_names(index) == ["item"]
+    assert list_table_names(index) == ["item"]
     with StoredTable(str(tmp_path / "c"), index, "item") as stored:
         assert (stored.rows, stored.dim) == (1000, 12)
         found = stored.read(0, 1000)

@@ -72,7 +72,7 @@ def test_the_driver_and_the_package_need_no_torch():
 
 UNTIL_THE_WORKERS_ARE_ASKED_FOR = """
 import sys
-from raytrec.cluster.session import begin_early
+from raytrec.cluster.session import warm_up_early
 early = [name for name in ("ray", "numpy", "pyarrow", "pydantic") if name in sys.modules]
 from raytrec import cli
 from raytrec.driver import run, launch

@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from heads import plain_environment, tiny_config
 
 from raytrec.retrieval.index import load_index
-from raytrec.tracking.progress_log import for_people
+from raytrec.tracking.progress_log import strip_messages
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 WAYS = ["client", "url"]
@@ -160,7 +160,7 @@ def test_lines_of_a_log(whole):
     assert f"{folder.name}  step 48/48 (100%)" in got["stderr"]  # what watch() shows where no notebook is
     if way == "url":
         assert f"{folder.name}  run folder {folder}\n" in got["logs"]
-    written = for_people((folder / "run.log").read_text())
+    written = strip_messages((folder / "run.log").read_text())
     assert set(written) <= set(got["logs"].splitlines(keepends=True))
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from raytrec.client import queries
 from raytrec.common.errors import ConfigError, RunError
-from raytrec.driver.driver_state import driver_of, record_driver
+from raytrec.driver.driver_state import read_driver_record, record_driver
 
 CONFIG = "run: {name: mine, dir: somewhere}\ndata: {train: data/train}\n"
 
@@ -162,9 +162,9 @@ def test_stop_asks_the_driver(root, driver):
 
 
 def test_the_note_names_the_job(root, monkeypatch):
-    from raytrec.compat.ray_core import JOB_CONFIG as IN_JOB
+    from raytrec.compat.ray_core import JOB_CONFIG_VARIABLE as IN_JOB
 
     monkeypatch.setenv(IN_JOB, json.dumps({"metadata": {"job_submission_id": "mine-1"}}))
     with record_driver(root / "runs" / "mine"):
-        note = driver_of(root / "runs" / "mine")
+        note = read_driver_record(root / "runs" / "mine")
     assert note["job"] == "mine-1" and note["pid"] == os.getpid()

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from raytrec.client.job_run import JobApi, JobRun
-from raytrec.client.notebook import Page, Pictures, curves_png, progress_html
+from raytrec.client.notebook import Page, Pictures, render_curves, render_progress
 from raytrec.client.run import Run
 from raytrec.common.errors import RunError
 from raytrec.common.messages import Eval, Start, Train
@@ -78,14 +78,14 @@ def test_a_wait_ends_with_the_result_the_error_or_the_time():
 
 def test_what_a_notebook_shows():
     run = Shown()
-    assert "waiting" in progress_html("<mine>", run) and "<mine>" not in progress_html("<mine>", run)
+    assert "waiting" in render_progress("<mine>", run) and "<mine>" not in render_progress("<mine>", run)
     figures = [train(step, logloss=1 / step, ne=0.9, rows_per_s=8e4) for step in (10, 20)]
     run.take(Start(total=40, step=0, workers=1), *figures)
-    page = progress_html("mine", run)
+    page = render_progress("mine", run)
     assert "width:50.0%" in page and "80,000 rows/s" in page and "log loss 0.0500" in page
-    assert curves_png(run.history).startswith(b"\x89PNG")
+    assert render_curves(run.history).startswith(b"\x89PNG")
     run.take(state="failed").error = RunError("<b>bad</b>")
-    assert "&lt;b&gt;bad" in progress_html("mine", run)
+    assert "&lt;b&gt;bad" in render_progress("mine", run)
     page = Page('<script>parent.document</script>"')._repr_html_()
     assert 'sandbox="allow-scripts"' in page and "<script>" not in page and "same-origin" not in page
     assert "data:image/png;base64,iVBO" in Pictures(roc=b"\x89PNG")._repr_html_()

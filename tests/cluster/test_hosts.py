@@ -177,10 +177,10 @@ STORE = """
 import sys
 from datetime import timedelta
 from importlib import import_module
-from raytrec.cluster.session import interface_of
+from raytrec.cluster.session import find_interface
 from raytrec.compat.torch_ import bind_store
 address, port = sys.argv[1], int(sys.argv[2])
-print(interface_of(address), interface_of("10.99.0.1"))
+print(find_interface(address), find_interface("10.99.0.1"))
 bind_store(address)
 TCPStore = import_module("torch.distributed.rendezvous").TCPStore
 store = TCPStore(address, port, 1, is_master=True, timeout=timedelta(seconds=30))
@@ -216,13 +216,13 @@ def test_who_was_given_up_commits_nothing(tmp_path):
 
     from raytrec.checkpoint.files import newest
     from raytrec.checkpoint.storage import ShardWriter
-    from raytrec.common.errors import RunError, root_cause
+    from raytrec.common.errors import RunError, get_root_cause
     from raytrec.driver.coordinator import Coordinator
 
     coordinator = Coordinator(5, 60)
 
     async def given_up():
-        coordinator._keep_looking = lambda: asyncio.sleep(0)
+        coordinator._watch_ranks = lambda: asyncio.sleep(0)
         await coordinator.enter("old", 0, 1, 1, "10.0.0.1", "")
         before = await coordinator.current("old")
         await coordinator.failed(0, "rank 0 lost its node", True, True)
@@ -242,7 +242,7 @@ def test_who_was_given_up_commits_nothing(tmp_path):
     with pytest.raises(BaseException) as failure:
         writer = ShardWriter(folder, "a", about, confirm=refuse)
         dcp.save({"t": torch.ones(3)}, storage_writer=writer, no_dist=True)
-    assert "given up" in root_cause(failure.value).what
+    assert "given up" in get_root_cause(failure.value).what
     assert newest(str(tmp_path))[0] is None
     dcp.save({"t": torch.ones(3)}, storage_writer=ShardWriter(folder, "b", about), no_dist=True)
     assert newest(str(tmp_path))[0] == folder

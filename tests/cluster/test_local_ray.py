@@ -13,7 +13,13 @@ import pytest
 from waiting import wait_for
 
 from raytrec.cluster import local_ray
-from raytrec.cluster.local_ray import TMPDIR, check_ports, end_sessions, private_folder, sweep
+from raytrec.cluster.local_ray import (
+    RAY_TMPDIR_VARIABLE,
+    check_ports,
+    create_private_folder,
+    end_sessions,
+    sweep,
+)
 from raytrec.cluster.session import ray_session
 from raytrec.common.errors import RunError
 
@@ -23,13 +29,13 @@ def base(tmp_path, monkeypatch):
     """A short path for RAY_TMPDIR, as Ray needs it."""
     link = Path(f"/tmp/rt{os.getpid()}")
     link.symlink_to(tmp_path)
-    monkeypatch.setenv(TMPDIR, str(link))
+    monkeypatch.setenv(RAY_TMPDIR_VARIABLE, str(link))
     yield link
     link.unlink()
 
 
 def test_a_folder_is_its_users_alone_and_goes(base):
-    with private_folder() as folder:
+    with create_private_folder() as folder:
         assert folder.parent == base and folder.stat().st_mode & 0o777 == 0o700
         (folder / "ray").mkdir(0o777)
         (folder / "ray" / "log").write_text("x")
@@ -50,7 +56,7 @@ def test_what_a_killed_owner_left_is_swept_and_what_lives_stays(base):
     assert left.exists(), "its owner lives"
     process.kill()
     process.communicate()
-    with private_folder() as folder:
+    with create_private_folder() as folder:
         assert not left.exists() and folder.exists() and other.exists(), "other folders stay"
         sweep(base)
         assert folder.exists()
@@ -59,29 +65,29 @@ def test_what_a_killed_owner_left_is_swept_and_what_lives_stays(base):
 def test_what_processes_said_last_is_kept(tmp_path):
     (tmp_path / "worker-1.err").write_text("x" * 20_000 + "Fatal Python error: Segmentation fault")
     (tmp_path / "raylet.err").write_text("")
-    said = local_ray.last_words(tmp_path)
+    said = local_ray.read_stderr_tails(tmp_path)
     assert said.startswith("\nworker-1.err:\nxxx") and said.endswith("Segmentation fault\n")
     assert len(said) < 9_000 and "raylet" not in said
 
 
 def test_a_path_that_is_too_long_is_said(base, monkeypatch):
     long = base / ("x" * 60)
-    monkeypatch.setenv(TMPDIR, str(long))
-    with pytest.raises(RunError, match="too long") as error, private_folder():
+    monkeypatch.setenv(RAY_TMPDIR_VARIABLE, str(long))
+    with pytest.raises(RunError, match="too long") as error, create_private_folder():
         pass
-    assert f"{TMPDIR}={long}" in error.value.where and not long.exists()
-    monkeypatch.delenv(TMPDIR)
+    assert f"{RAY_TMPDIR_VARIABLE}={long}" in error.value.where and not long.exists()
+    monkeypatch.delenv(RAY_TMPDIR_VARIABLE)
     monkeypatch.setenv("TMPDIR", str(long))  # a batch system's, which was not chosen for Ray
-    with private_folder() as folder:
+    with create_private_folder() as folder:
         assert folder.parent == Path("/tmp")
 
 
 def test_auto_is_the_head_of_this_user(base):
     """Not whatever GCS Ray finds among the machine's processes, which may be a run's own."""
-    from raytrec.cluster.session import _the_only
+    from raytrec.cluster.session import _require_single_address
 
     assert local_ray.heads() == []
-    with private_folder() as one, private_folder() as other, private_folder() as ended:
+    with create_private_folder() as one, create_private_folder() as other, create_private_folder() as ended:
         addresses = []
         with socket.socket() as first, socket.socket() as second:
             for listener, folder in ((first, one), (second, other)):
@@ -94,14 +100,14 @@ def test_auto_is_the_head_of_this_user(base):
             (ended / "ray/ray_current_cluster").write_text("127.0.0.1:9")
             assert sorted(local_ray.heads()) == sorted(addresses)
             with pytest.raises(RunError, match="there are 2 clusters on this machine"):
-                _the_only(addresses, "scaling.address=auto")
-        assert _the_only(addresses[:1], "") == addresses[0] and local_ray.heads() == []
+                _require_single_address(addresses, "scaling.address=auto")
+        assert _require_single_address(addresses[:1], "") == addresses[0] and local_ray.heads() == []
 
 
 def test_a_ray_inside_another_one_has_its_folder_beside(base, monkeypatch):
-    with private_folder() as outer:
-        monkeypatch.setenv(TMPDIR, str(outer))
-        with private_folder() as inner:
+    with create_private_folder() as outer:
+        monkeypatch.setenv(RAY_TMPDIR_VARIABLE, str(outer))
+        with create_private_folder() as inner:
             assert inner.parent == outer.parent
 
 
@@ -137,7 +143,7 @@ def test_ports_of_a_head_are_looked_at_first():
 @pytest.mark.parametrize("way", ["scaling.address", "RAY_ADDRESS"])
 @pytest.mark.parametrize("scheme", ["", "ray://"])
 def test_a_cluster_that_is_not_there_is_said_soon(monkeypatch, way, scheme):
-    monkeypatch.setattr("raytrec.cluster.access.COMES_UP_S", 0.5)
+    monkeypatch.setattr("raytrec.cluster.access.STARTUP_TIMEOUT_S", 0.5)
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -170,12 +176,12 @@ def test_rays_processes_are_apart(ray_cluster):
 
     @ray.remote(num_cpus=0)
     def look():
-        return os.environ[TMPDIR], os.getpid()
+        return os.environ[RAY_TMPDIR_VARIABLE], os.getpid()
 
     folder, worker = ray.get(look.remote())
     session = ray._private.worker._global_node.get_session_dir_path()
     assert session.startswith(f"{folder}/ray/session_") and os.stat(folder).st_mode & 0o777 == 0o700
-    assert os.environ.get(TMPDIR) != folder, "other programs that we start are not in there"
+    assert os.environ.get(RAY_TMPDIR_VARIABLE) != folder, "other programs that we start are not in there"
     children = psutil.Process().children()
     ours = [c.pid for c in children if session in " ".join(c.cmdline())]
     assert len(ours) == 2, f"GCS and raylet, without those that a local Ray does not need: {children}"
@@ -187,7 +193,7 @@ def test_the_cleaner_asks_its_own_cluster(ray_cluster):
     """Whatever the machine's other clusters know."""
     import ray
 
-    from raytrec.compat.ray_train import OwnClusterCleaner, is_alive_here
+    from raytrec.compat.ray_train import OwnClusterCleaner, is_own_actor_alive
 
     @ray.remote(num_cpus=0)
     class Controller:
@@ -209,12 +215,12 @@ def test_the_cleaner_asks_its_own_cluster(ray_cluster):
     ray.get(cleaner.register_placement_group.remote(group), timeout=60)
     ray.get(cleaner.start_monitoring.remote(), timeout=60)
     time.sleep(1)
-    assert is_alive_here(actor, 1)
+    assert is_own_actor_alive(actor, 1)
     assert ray.util.placement_group_table(group)["state"] == "CREATED"
     ray.kill(controller)
     table = ray.util.placement_group_table
     wait_for(lambda: table(group)["state"] == "REMOVED", "the end of places whose controller died", 20)
-    assert not is_alive_here(actor, 1)
+    assert not is_own_actor_alive(actor, 1)
 
 
 def test_a_run_in_its_own_ray_has_no_actors_that_serve_nobody():
@@ -223,7 +229,7 @@ def test_a_run_in_its_own_ray_has_no_actors_that_serve_nobody():
 
     from raytrec.compat import ray_train
     from raytrec.compat.ray_train import ControlledTrainer, NoDatasets
-    from raytrec.driver.policies import RoomOnNodes
+    from raytrec.driver.policies import NodeCapacityPolicy
 
     def kinds(own):
         trainer = ControlledTrainer(lambda: None, policies={}, on_start=None, wait=None, own=own)
@@ -236,7 +242,7 @@ def test_a_run_in_its_own_ray_has_no_actors_that_serve_nobody():
     assert kinds(own=False).count(ours) == 1 and theirs not in kinds(own=False)
     with pytest.raises(RunError, match="has no PlacementGroupCleanerCallback"):
         ray_train.replace_callback([], theirs, [])
-    alone = RoomOnNodes(ScalingConfig(), None, 1, 1, cpus_beside=1, asks=False)
+    alone = NodeCapacityPolicy(ScalingConfig(), None, 1, 1, cpus_beside=1, asks=False)
     alone.after_controller_start(None)
     alone.request_resources()
     alone.before_controller_abort()
@@ -247,7 +253,7 @@ def test_a_signal_that_comes_twice_at_once_is_one():
     """`timeout` sends each to the process and to its group."""
     from types import SimpleNamespace
 
-    from raytrec.driver.launch import SAME_S, Stop
+    from raytrec.driver.launch import DUPLICATE_SIGNAL_WINDOW_S, Stop
 
     said = []
     coordinator = SimpleNamespace(ask=SimpleNamespace(remote=lambda *a: said.append("save")))
@@ -258,7 +264,7 @@ def test_a_signal_that_comes_twice_at_once_is_one():
         for _ in range(3):
             signal.raise_signal(signal.SIGTERM)
         assert said == ["save"] and stopping.signal == signal.SIGTERM
-        stopping._asked_at -= 2 * SAME_S
+        stopping._asked_at -= 2 * DUPLICATE_SIGNAL_WINDOW_S
         signal.raise_signal(signal.SIGINT)
         assert said == ["save", "abort"]
 

@@ -305,7 +305,7 @@ def metadata():
         yield server
 
 
-@pytest.mark.parametrize("notice", [preemption.aws_notice, preemption.gcp_notice])
+@pytest.mark.parametrize("notice", [preemption.has_aws_notice, preemption.has_gcp_notice])
 def test_a_notice_is_heard_and_a_server_that_does_not_answer_is_none(metadata, notice):
     assert notice(metadata.address) is False
     metadata.going = True
@@ -316,7 +316,7 @@ def test_a_notice_is_heard_and_a_server_that_does_not_answer_is_none(metadata, n
 
 
 def test_it_is_waited_for(monkeypatch):
-    monkeypatch.setattr(preemption, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(preemption, "POLL_INTERVAL_S", 0.01)
     answers = iter([False, False, True])
     preemption.wait_for(lambda: next(answers))
     assert not list(answers)
@@ -325,4 +325,4 @@ def test_it_is_waited_for(monkeypatch):
 def test_a_proxy_is_never_asked(metadata, monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     metadata.going = True
-    assert preemption.aws_notice(metadata.address) is True
+    assert preemption.has_aws_notice(metadata.address) is True

@@ -8,7 +8,7 @@ import sys
 import pytest
 from waiting import wait_for
 
-from raytrec.cluster.warm import FORKED_WORKER, PLACE, Warm
+from raytrec.cluster.warm import FORKED_WORKER_PROGRAM, PLACE, WarmProcess
 
 RAYLET = 4711
 WORKER = """
@@ -59,7 +59,7 @@ class warm:
     def __init__(self, folder, *modules, early=()):
         self._place = folder / f"{modules[-1]}.socket"
         sys.path.insert(0, str(folder))
-        self.process = Warm(["early", "numpy.random", *early], list(modules))
+        self.process = WarmProcess(["early", "numpy.random", *early], list(modules))
         sys.path.remove(str(folder))
 
     def __enter__(self):
@@ -74,7 +74,7 @@ class warm:
 def start(folder, place, script="worker.py", job="01000000", **set_for_it):
     """What the raylet does for a worker."""
     context = json.dumps({"env_vars": set_for_it})
-    command = [sys.executable, "-S", FORKED_WORKER, str(folder / script), "--node-id=1"]
+    command = [sys.executable, "-S", FORKED_WORKER_PROGRAM, str(folder / script), "--node-id=1"]
     environment = os.environ | {PLACE: str(place), "RAY_JOB_ID": job, "RAY_RAYLET_PID": str(RAYLET)}
     return subprocess.Popen(
         [*command, f"--serialized-runtime-env-context={context}", "--language=PYTHON"],

@@ -4,7 +4,7 @@ import pytest
 import torch
 from ranks import on_ranks
 
-from raytrec.common.collectives import Peers, regrouped
+from raytrec.common.collectives import Peers, compute_regrouping
 
 
 def sent(rank, world, at_once):
@@ -63,4 +63,4 @@ def test_a_process_without_others_exchanges_nothing():
 def test_values_are_regrouped_without_a_sort():
     sizes_AB = torch.tensor([[2, 0, 1], [1, 3, 0]])
     of_b = torch.tensor([0, 0, 2, 0, 1, 1, 1])
-    assert regrouped(sizes_AB, 7).tolist() == of_b.argsort(stable=True).tolist()
+    assert compute_regrouping(sizes_AB, 7).tolist() == of_b.argsort(stable=True).tolist()

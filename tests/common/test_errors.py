@@ -1,6 +1,6 @@
 import pickle
 
-from raytrec.common.errors import DataError, RunError, did_you_mean, root_cause
+from raytrec.common.errors import DataError, RunError, find_similar_word, get_root_cause
 
 
 def test_parts_are_shown_and_survive_pickling():
@@ -17,12 +17,12 @@ def test_root_cause_looks_through_wrappers():
     inner = DataError("bad")
     wrapped = RuntimeError("task failed")
     wrapped.cause = inner
-    assert root_cause(WorkerGroupError({0: ValueError("collateral"), 1: wrapped})) is inner
+    assert get_root_cause(WorkerGroupError({0: ValueError("collateral"), 1: wrapped})) is inner
     plain = ValueError("x")
-    assert root_cause(plain) is plain
-    assert root_cause(RunError("r")).what == "r"
+    assert get_root_cause(plain) is plain
+    assert get_root_cause(RunError("r")).what == "r"
 
 
 def test_nearest_word():
-    assert did_you_mean("wokers", ["workers", "window"]) == "workers"
-    assert did_you_mean("zzz", ["workers"]) is None
+    assert find_similar_word("wokers", ["workers", "window"]) == "workers"
+    assert find_similar_word("zzz", ["workers"]) is None

@@ -16,7 +16,7 @@ def resident_mib():
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * 4096 / 2**20
 
-memory.keep_memory()
+memory.retain_freed_memory()
 before = resident_mib()
 pieces = [ctypes.c_void_p(libc.malloc(1 << 20)) for _ in range(100)]
 for piece in pieces:
@@ -24,12 +24,12 @@ for piece in pieces:
 for piece in pieces[:-1]:  # the last stays at the top
     libc.free(piece)
 print(resident_mib() - before)
-memory.give_back()
+memory.trim_memory()
 print(resident_mib() - before)
 """
 STEPS = """
 import ctypes, resource, threading
-from raytrec.common.memory import keep_memory
+from raytrec.common.memory import retain_freed_memory
 
 library = ctypes.CDLL(None)
 library.malloc.restype, library.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
@@ -47,7 +47,7 @@ def step():
 
 def measure():
     as_it_is = [step() for _ in range(3)]
-    assert keep_memory()
+    assert retain_freed_memory()
     print(as_it_is[-1], [step() for _ in range(4)][-1])
 
 if THREAD:

@@ -64,7 +64,7 @@ def remove(folder):
 
 PROGRAM = """
 import atexit, ctypes, sys, threading, time
-from raytrec.common.processes import ends_at_once
+from raytrec.common.processes import exit_after_block
 
 libc = ctypes.CDLL(None)
 libc.__cxa_atexit(ctypes.cast(libc.abort, ctypes.c_void_p), None, None)  # in the place of C++ that frees
@@ -73,7 +73,7 @@ def work():
     time.sleep(0.2)
     print("thread")
 
-with ends_at_once():
+with exit_after_block():
     atexit.register(print, "atexit")
     threading.Thread(target=work).start()
     {last}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from small import SCHEMA
 
 from raytrec.common.errors import ConfigError, RunError
-from raytrec.common.redaction import hidden_keys, hide, hide_all, hide_yaml
+from raytrec.common.redaction import find_hidden_keys, hide, hide_all, hide_yaml
 from raytrec.config.run_config import load_config
 
 SEED = "Zq9x7Kw"  # a part of every secret, which nothing else has
@@ -85,7 +85,7 @@ def test_settings(address, name):
     values[name] = [SEED, {"x": SEED}]
     assert SEED not in str(hide_all(values))
     assert SEED not in hide_yaml(yaml.safe_dump(values))
-    assert {"uri", "list", f"tags.{name}"} <= set(hidden_keys(hide_all(values)))
+    assert {"uri", "list", f"tags.{name}"} <= set(find_hidden_keys(hide_all(values)))
     assert SEED not in str(hide_all(("a", address))) and hide_all(hide_all(values)) == hide_all(values)
 
 
@@ -95,9 +95,9 @@ def test_every_output(address, tmp_path_factory):
     """What is printed, recorded, reported and shown on a dashboard, of a run whose settings hold secrets."""
     from ray.train.v2._internal.state.schema import _to_json_serializable_value
 
-    from raytrec.client.jobs import _check_shown
+    from raytrec.client.jobs import _check_no_secrets
     from raytrec.driver.console import Result, RunConsole, print_summary
-    from raytrec.tracking.translate import TEXTS, in_parts, parameters
+    from raytrec.tracking.translate import TEXTS, parameters, split_texts
     from raytrec.worker.context import WorkerTask
 
     tags = {"team": "ads", "api_key": SEED, "see": address}
@@ -111,7 +111,7 @@ def test_every_output(address, tmp_path_factory):
             console.phase(address)
             console.event("failed", cause=address)
         print_summary(Result({"name": "run"}, Path(), [f"look at it   {address}"]))
-    recorded = [*in_parts(parameters(config), 6000), *in_parts(hide_all(config.tracking.tags), 8000)]
+    recorded = [*split_texts(parameters(config), 6000), *split_texts(hide_all(config.tracking.tags), 8000)]
     assert all(len(part) <= TEXTS for part in recorded)
     shown = _to_json_serializable_value(WorkerTask(config, SCHEMA, {}, None, address))
     try:
@@ -121,7 +121,7 @@ def test_every_output(address, tmp_path_factory):
     for text in (out.getvalue(), str(recorded), str(shown), repr(config), told):
         assert SEED not in text, text
     with pytest.raises(ConfigError) as refused:
-        _check_shown(f"python -m raytrec evaluate run --data {address}", {})
+        _check_no_secrets(f"python -m raytrec evaluate run --data {address}", {})
     assert SEED not in str(refused.value)
 
 

@@ -8,14 +8,14 @@ import sys
 
 import pytest
 
-from raytrec.common.terminal import LastingStream, lasting_streams, open_console
+from raytrec.common.terminal import FaultTolerantStream, open_console, tolerate_stream_errors
 
 CONFIG = [sys.executable, "-m", "raytrec", "config"]
 HANGUP = """
 import os, signal, sys
-from raytrec.common.processes import take_hangup_as_sigterm
+from raytrec.common.processes import handle_hangup_as_sigterm
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
-take_hangup_as_sigterm()
+handle_hangup_as_sigterm()
 os.kill(os.getpid(), signal.SIGHUP)
 """
 
@@ -24,7 +24,7 @@ os.kill(os.getpid(), signal.SIGHUP)
 def test_characters_that_the_encoding_lacks_are_replaced(encoding, monkeypatch):
     stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     monkeypatch.setattr(sys, "stdout", stream)
-    with lasting_streams():
+    with tolerate_stream_errors():
         print("│ 1 – 2 … │")
         open_console().print("× µs")
     stream.flush()
@@ -36,7 +36,7 @@ def test_streams_that_are_gone_drop_text():
     ends = os.pipe()
     os.close(ends[0])
     with open(ends[1], "w", buffering=1) as pipe:
-        stream = LastingStream(lambda: pipe)
+        stream = FaultTolerantStream(lambda: pipe)
         assert stream.write("a\n") == 2 and isinstance(stream.error, BrokenPipeError)
         pipe_error = stream.error
         stream.flush()
@@ -44,8 +44,8 @@ def test_streams_that_are_gone_drop_text():
         os.dup2(os.open(os.devnull, os.O_WRONLY), pipe.fileno())
     closed = io.StringIO()
     closed.close()
-    assert LastingStream(lambda: closed).write("a") == 1
-    nothing = LastingStream(lambda: None)
+    assert FaultTolerantStream(lambda: closed).write("a") == 1
+    nothing = FaultTolerantStream(lambda: None)
     assert nothing.write("a") == 1 and not hasattr(nothing, "isatty")
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from raytrec.common.storage import join_uri, sibling, split_query
+from raytrec.common.storage import get_sibling, join_uri, split_query
 
 
 @pytest.mark.parametrize(
@@ -16,5 +16,5 @@ from raytrec.common.storage import join_uri, sibling, split_query
     ],
 )
 def test_names_are_joined_before_the_query(folder, inside, neighbour):
-    assert (join_uri(folder, "x"), sibling(folder, "x")) == (inside, neighbour)
+    assert (join_uri(folder, "x"), get_sibling(folder, "x")) == (inside, neighbour)
     assert split_query(inside)[1] == split_query(folder)[1]

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from raytrec.compat.ray_data import PROGRESS
-from raytrec.compat.ray_start import REPORTS_SELDOM, SELDOM
+from raytrec.compat.ray_data import PROGRESS_FIELDS
+from raytrec.compat.ray_start import INFREQUENT_REPORTS_ENV, INFREQUENT_WORK_SETTINGS
 
 # Lines `module:name(parameters)`, as upstream has them; one for each, where supported releases differ.
 SIGNATURES = (Path(__file__).parent / "signatures.txt").read_text().splitlines()
@@ -56,7 +56,7 @@ KERNELS = "torchrec.distributed.batched_embedding_kernel:"
 LOOKUP = "torchrec.distributed.embedding_lookup:"
 FUSED = "fbgemm_gpu.split_table_batched_embeddings_ops_training:SplitTableBatchedEmbeddingBagsCodegen"
 METRICS = "ray.data._internal.execution.interfaces.op_runtime_metrics:OpRuntimeMetrics."
-NAMES += [METRICS + name for name in PROGRESS]
+NAMES += [METRICS + name for name in PROGRESS_FIELDS]
 # Class or function → parts of its source: uses of what compat replaces or sets, and attributes that it reads.
 SOURCES = {
     # ray_core.py, names of libraries
@@ -276,7 +276,7 @@ TEXTS = {
         "running low on memory",
         "prestart_worker_first_driver",
         "RAY_JOB_ID",
-        *SELDOM,
+        *INFREQUENT_WORK_SETTINGS,
     ],
     "ray/_raylet.so": ["RAY_RAYLET_PID"],
     "ray/_private/runtime_env/context.py": ["self.override_worker_entrypoint"],
@@ -294,7 +294,7 @@ TEXTS = {
         "MLFLOW_DISABLE_TELEMETRY",
         "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR",
     ],
-    "ray/dashboard/modules/reporter/reporter_consts.py": [*(f'"{name}"' for name in REPORTS_SELDOM)],
+    "ray/dashboard/modules/reporter/reporter_consts.py": [*(f'"{name}"' for name in INFREQUENT_REPORTS_ENV)],
 }
 
 
@@ -366,7 +366,10 @@ def test_a_store_still_takes_a_socket_that_listens():
 def test_addresses_of_stores_are_those_that_mlflow_knows():
     from mlflow.tracking._tracking_service.utils import _tracking_store_registry as known
 
-    from raytrec.compat.mlflow_ import DATABASES, PLUGINS, SCHEMES
+    from raytrec.compat.mlflow_ import DATABASE_SCHEMES, STORE_ENTRY_POINT_GROUP, STORE_SCHEMES
 
-    plugins = {plugin.name for plugin in entry_points(group=PLUGINS)}
-    assert known.group_name == PLUGINS and {*known._registry} == {*SCHEMES, *DATABASES} | plugins
+    plugins = {plugin.name for plugin in entry_points(group=STORE_ENTRY_POINT_GROUP)}
+    assert (
+        known.group_name == STORE_ENTRY_POINT_GROUP
+        and {*known._registry} == {*STORE_SCHEMES, *DATABASE_SCHEMES} | plugins
+    )

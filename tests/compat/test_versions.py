@@ -25,7 +25,7 @@ def other(monkeypatch):
         pinned = versions.PAIRS[CPU] | {name: pins[0] for name, pins in versions.OTHERS.items()}
         pinned |= {"fbgemm-gpu": None} | {name.replace("_", "-"): version for name, version in found.items()}
         monkeypatch.setattr(versions, "installed", pinned.get)
-        monkeypatch.setattr(versions, "cuda_of_torch", lambda: cuda)
+        monkeypatch.setattr(versions, "get_torch_cuda_version", lambda: cuda)
 
     return install
 

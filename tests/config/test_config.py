@@ -4,10 +4,10 @@ import pytest
 
 import raytrec
 from raytrec.common.errors import ConfigError, RaytrecError, SchemaError
-from raytrec.common.reading import yaml_values
+from raytrec.common.reading import parse_yaml
 from raytrec.config.base import Mark
-from raytrec.config.overrides import as_texts
-from raytrec.config.run_config import RunConfig, json_schema, keys_with, load_config
+from raytrec.config.overrides import to_override_texts
+from raytrec.config.run_config import RunConfig, json_schema, list_keys_with, load_config
 from raytrec.config.schema import Schema
 
 BASE = {"data": {"train": "d/train"}}
@@ -37,7 +37,7 @@ def test_a_mapping_of_dotted_keys_is_overrides():
     assert (config.train.epochs, config.train.max_steps) == (3, None)
     assert (config.optim.dense.lr, config.model.name) == (1e-5, "mf")
     assert config.data.reserve_columns == columns
-    assert as_texts({"train.epochs": 3}) == as_texts(["train.epochs=3"])
+    assert to_override_texts({"train.epochs": 3}) == to_override_texts(["train.epochs=3"])
     tables = {"item*": {"ranks": [1]}, "item": {"ranks": [0]}}  # later lines override earlier ones
     assert [*load_config(BASE, {"plan.tables": tables}).plan.tables] == ["item*", "item"]
     for command in (raytrec.train, raytrec.check, raytrec.tune):
@@ -196,7 +196,7 @@ def test_yaml_that_is_a_trap_is_one_line(tmp_path, text, expected_text):
 
 def test_merge_keys_and_anchors_stay():
     text = "base: &b {rows: 5, dim: 4}\ntables: {user: {<<: *b, dim: 8}, item: *b}"
-    found = yaml_values(text)["tables"]
+    found = parse_yaml(text)["tables"]
     assert found == {"user": {"rows": 5, "dim": 8}, "item": {"rows": 5, "dim": 4}}
 
 
@@ -235,12 +235,12 @@ def test_descriptions_name_every_built_in_transform_and_loss():
 
 
 def test_marked_keys_are_those_that_a_resumed_run_may_change():
-    free, fixed = keys_with(Mark.FREE), keys_with(Mark.FIXED)
+    free, fixed = list_keys_with(Mark.FREE), list_keys_with(Mark.FIXED)
     for key in ("plan.tables", "scaling.num_workers", "checkpoint.every_s", "train.on_nan", "data.schema"):
         assert key.startswith(free) and not key.startswith(fixed)
     for key in ("plan.qcomms.forward_precision", "checkpoint.dir"):
         assert key.startswith(fixed)
     for key in ("data.global_batch_size", "model.name", "optim.dense.lr", "train.epochs", "run.seed"):
         assert not key.startswith(free)
-    for section, name in (key.split(".") for key in keys_with(Mark.COMMON) if "." in key):
+    for section, name in (key.split(".") for key in list_keys_with(Mark.COMMON) if "." in key):
         assert name in RunConfig.model_fields[section].annotation.model_fields

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from raytrec.cli import main
 from raytrec.common.errors import ConfigError, SchemaError
-from raytrec.common.reading import yaml_values
+from raytrec.common.reading import parse_yaml
 from raytrec.config.run_config import json_schema, load_config
 from raytrec.config.schema import Schema
 from raytrec.driver.prepare import resolve
@@ -113,7 +113,7 @@ def run_of(name, value):
 
 def check_resolves_to_itself(config):
     text = config.to_yaml()
-    again = load_config(yaml_values(text))
+    again = load_config(parse_yaml(text))
     assert again == config and again.to_yaml() == text
     assert load_config(config) == config
     assert load_config(json.loads(json.dumps(config.model_dump(by_alias=True, mode="json")))) == config
@@ -130,7 +130,7 @@ def test_a_printed_job_is_accepted_and_prints_the_same(file, tmp_path, capsys):
     resolved.write_text(printed(file, *["data.train=d/train"][: file.stem == "own"]))
     assert printed(resolved) == resolved.read_text()
     run = resolve(load_config(resolved), "x")
-    assert resolve(load_config(yaml_values(run.to_yaml())), "other") == run
+    assert resolve(load_config(parse_yaml(run.to_yaml())), "other") == run
 
 
 @pytest.mark.parametrize("name", [*MODELS, *TRANSFORMS, *SECTIONS.values(), "TaskSection"])

@@ -17,11 +17,11 @@ from raytrec.checkpoint.index import write_index
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.storage import chooses_server
 from raytrec.config.run_config import load_config
-from raytrec.config.trust import code_in, mark
+from raytrec.config.trust import find_foreign_code, mark
 from raytrec.driver import evaluation
 from raytrec.driver import run as driver
-from raytrec.driver.evaluation import evaluation_config
-from raytrec.driver.prepare import config_from, write_config
+from raytrec.driver.evaluation import load_evaluation_config
+from raytrec.driver.prepare import load_checkpoint_config, write_config
 from raytrec.driver.resume import resume_config
 
 URIS = {
@@ -172,7 +172,9 @@ PLACES = [
 def test_every_place_of_a_configuration_is_looked_at(section, names, key):
     uri = "s3://b?endpoint_override=h"
     for text in (uri, "!!binary czM6Ly9iP2VuZHBvaW50X292ZXJyaWRlPWg="):
-        assert code_in(yaml.safe_load(yaml.safe_dump({section: names}).replace("X", text))) == {key: uri}
+        assert find_foreign_code(yaml.safe_load(yaml.safe_dump({section: names}).replace("X", text))) == {
+            key: uri
+        }
 
 
 def test_a_place_in_its_own_cloud_needs_no_trust_and_any_other_uri_chooses_its_server():
@@ -202,20 +204,22 @@ def test_what_ones_own_run_names_its_checkpoint_may_name(tmp_path, account):
     folder = str(checkpoint(run / "checkpoints/step-0000000001", config))
     about = {"config": config, "schema": parquet.SCHEMA_YAML}
     write_config(run, load_config(config))
-    assert evaluation_config(about, folder, [], allow_code=False)[0].data.test == uri
-    assert config_from(run, ["data.train=d"])[0].model.name == "mine:Model"
+    assert load_evaluation_config(about, folder, [], allow_code=False)[0].data.test == uri
+    assert load_checkpoint_config(run, ["data.train=d"])[0].model.name == "mine:Model"
     about["config"] = config | {"model": {"name": "theirs:Model"}}
     with pytest.raises(ConfigError, match=r"model\.name: theirs:Model"):
-        evaluation_config(about, folder, [], allow_code=False)
+        load_evaluation_config(about, folder, [], allow_code=False)
     (run / "config.yaml.mark").unlink()
     with pytest.raises(ConfigError, match=r"data\.test: s3.*model\.name|model\.name.*data\.test: s3"):
-        config_from(run, ["data.train=d"])
+        load_checkpoint_config(run, ["data.train=d"])
 
 
 def test_a_warm_start_from_a_place_that_the_user_gives_is_the_users_word(tmp_path, account):
     config = parquet.settings(tmp_path / "none", tmp_path / "run")
     checkpoint(tmp_path / "c", config)
-    assert config_from((tmp_path / "c").as_uri(), ["data.train=d"])[0].warm_start.from_.startswith("file://")
+    assert load_checkpoint_config((tmp_path / "c").as_uri(), ["data.train=d"])[0].warm_start.from_.startswith(
+        "file://"
+    )
 
 
 @pytest.mark.parametrize("scheme", ["", "ray://"])
@@ -251,7 +255,7 @@ def test_a_server_of_another_user_on_this_machine_is_not_trusted(account, monkey
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "secret")
     other = subprocess.Popen([sys.executable, "-c", OF_ANOTHER_USER], stdout=subprocess.PIPE, text=True)
     try:
-        assert code_in({"tracking": {"uri": f"http://127.0.0.1:{int(other.stdout.readline())}"}})
+        assert find_foreign_code({"tracking": {"uri": f"http://127.0.0.1:{int(other.stdout.readline())}"}})
     finally:
         other.kill()
         other.wait()
@@ -263,12 +267,12 @@ def test_mlflow_on_this_machine_receives_a_password_only_from_its_owner(
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "secret")
     here = f"http://127.0.0.1:{listener.port}"
-    assert code_in({"tracking": {"uri": here}}) == {}, "a server of this user's"
+    assert find_foreign_code({"tracking": {"uri": here}}) == {}, "a server of this user's"
     for uri in ("http://127.0.0.1:1", "HTTP://evil:5000", " http://evil:5000", b"http://evil:5000"):
-        assert "tracking.uri" in code_in({"tracking": {"uri": uri}})
+        assert "tracking.uri" in find_foreign_code({"tracking": {"uri": uri}})
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://me:pass@mine")
-    assert code_in({"tracking": {"uri": "https://mine"}}) == {}
-    assert code_in({"tracking": {"uri": "http://mine"}}), "in clear"
+    assert find_foreign_code({"tracking": {"uri": "https://mine"}}) == {}
+    assert find_foreign_code({"tracking": {"uri": "http://mine"}}), "in clear"
     assert listener.received == []
 
 

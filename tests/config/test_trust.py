@@ -7,7 +7,7 @@ import yaml
 
 from raytrec.common.errors import ConfigError
 from raytrec.config.run_config import load_config
-from raytrec.config.trust import CONFIG, MARK, code_in, is_ours, mark
+from raytrec.config.trust import CONFIG, MARK, find_foreign_code, is_own_file, mark
 from raytrec.driver import run as driver
 from raytrec.driver.prepare import resolve, write_config
 from raytrec.driver.resume import interrupted, resume_config
@@ -26,19 +26,19 @@ VALUES = {
 
 
 def test_code_is_found_wherever_it_is_named():
-    assert code_in(VALUES) == {
+    assert find_foreign_code(VALUES) == {
         "model.name": "evil.module:Model",
         "data.transforms[1].do": "evil.module:function",
         "scaling.address": "203.0.113.7:6379",
     }
-    assert code_in({"model": 3, "data": {"transforms": 5}, "scaling": None}) == {}
+    assert find_foreign_code({"model": 3, "data": {"transforms": 5}, "scaling": None}) == {}
 
 
 def test_a_cluster_elsewhere_runs_code_and_one_that_the_user_has_started_does_not():
     elsewhere = ["ray://10.0.0.1:10001", "127.0.0.1.evil.example:1", "head:6379", "127.0.0.1:1"]
     elsewhere += ["ray://localhost:1", "[::1]:1", "ray://127.0.0.1", "127.0.0.1:x"]
     for address in (None, "auto", "local", *elsewhere):
-        assert bool(code_in({"scaling": {"address": address}})) == (address in elsewhere), address
+        assert bool(find_foreign_code({"scaling": {"address": address}})) == (address in elsewhere), address
 
 
 @pytest.fixture
@@ -91,14 +91,14 @@ def run(tmp_path, home):
 
 def test_the_key_is_for_this_user_alone(run, home):
     key = home / ".config/raytrec/key"
-    assert key.stat().st_mode & 0o777 == 0o600 and is_ours(run / CONFIG)
+    assert key.stat().st_mode & 0o777 == 0o600 and is_own_file(run / CONFIG)
     key.chmod(0o644)
-    assert not is_ours(run / CONFIG), "others may have read it"
+    assert not is_own_file(run / CONFIG), "others may have read it"
     key.chmod(0o600)
     key.rename(home / "elsewhere")
-    assert not is_ours(run / CONFIG), "another home"
+    assert not is_own_file(run / CONFIG), "another home"
     key.symlink_to(home / "elsewhere")
-    assert not is_ours(run / CONFIG)
+    assert not is_own_file(run / CONFIG)
 
 
 def test_a_run_of_ones_own_is_resumed_wherever_it_is_moved(run, tmp_path):
@@ -183,7 +183,7 @@ def test_a_password_is_not_sent_to_a_strangers_mlflow(run, home, monkeypatch):
 def test_without_a_home_nothing_is_marked_and_nothing_fails(run, monkeypatch, home_is):
     monkeypatch.setenv("HOME", home_is)
     write_config(run, load_config(VALUES, [f"run.dir={run}"]))
-    assert not is_ours(run / CONFIG)
+    assert not is_own_file(run / CONFIG)
 
 
 def test_damaged_runs_beside_do_not_keep_one_from_being_continued(tmp_path):

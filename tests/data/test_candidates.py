@@ -13,7 +13,7 @@ from raytrec.config.schema import Schema
 from raytrec.data.form import ReadPlan, TaskRows
 from raytrec.data.fragments import scan
 from raytrec.data.order import Order
-from raytrec.data.pages.decode import Faults
+from raytrec.data.pages.decode import ReadErrorPolicy
 from raytrec.worker.nonfinite import dump
 
 TASK = TaskRows("y", "y", mask="shown", sample_weight="w")
@@ -85,7 +85,7 @@ def test_what_is_wrong_is_named_with_its_file_row_and_column(tmp_path, name, row
     where = error.value.where
     assert text in error.value.what
     assert where.endswith(f"a.parquet, row group {row // 10}, column {name}, row {row % 10}"), where
-    kept = batch_of(*read(tmp_path / "a.parquet", plan, Faults(skip=True)))
+    kept = batch_of(*read(tmp_path / "a.parquet", plan, ReadErrorPolicy(skip=True)))
     assert kept.weights.sum() == 29 and row not in kept.requests.tolist()
 
 

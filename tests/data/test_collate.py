@@ -18,13 +18,13 @@ from standin import cuda
 from raytrec.config.features import Features
 from raytrec.config.schema import Schema
 from raytrec.data.batch import Collator
-from raytrec.data.canonical import canonical_table
-from raytrec.data.form import Form, ReadPlan, Reserved, TaskRows
+from raytrec.data.canonical import build_canonical_table
+from raytrec.data.form import ReadPlan, ReservedColumnSet, ResolvedReadPlan, TaskRows
 from raytrec.data.fragments import scan
-from raytrec.data.ids import group_keys
+from raytrec.data.ids import compute_group_keys
 from raytrec.data.order import Order
 from raytrec.data.pieces import Rows
-from raytrec.embeddings.pooling import own_copy
+from raytrec.embeddings.pooling import copy_sparse
 
 PADDED = 40
 
@@ -34,8 +34,10 @@ def form(weights=False, reserved=False):
     more = {}
     if reserved:
         tasks = (TaskRows("y", sample_weight="x"), TaskRows("y", nulls="skip"))
-        more = {"tasks": tasks, "reserved": Reserved(("text",), keys=("text",))}
-    return Form(ReadPlan(schema(weights, dense=["x"]), **more), lists=frozenset({"history", "tags"}))
+        more = {"tasks": tasks, "reserved": ReservedColumnSet(("text",), keys=("text",))}
+    return ResolvedReadPlan(
+        ReadPlan(schema(weights, dense=["x"]), **more), lists=frozenset({"history", "tags"})
+    )
 
 
 def rows(form, count, seed, longest=5, absent=False):
@@ -53,8 +55,8 @@ def rows(form, count, seed, longest=5, absent=False):
     reserved = ([], [], [])
     if form.plan.reserved.columns:
         texts = pa.array([f"row {seed}-{i}" for i in range(count)])
-        reserved = ([numbers, numbers + 1], [group_keys(texts)], [texts])
-    table = canonical_table(form, [numbers], [numbers], singles, bags, count, None, *reserved)
+        reserved = ([numbers, numbers + 1], [compute_group_keys(texts)], [texts])
+    table = build_canonical_table(form, [numbers], [numbers], singles, bags, count, None, *reserved)
     if absent:
         table = table.append_column("present", [rng.random(count) < 0.8])
     return Rows.of(table.combine_chunks().to_batches()[0])
@@ -70,9 +72,9 @@ def batch_of(form, counts, seed=0, by_id=None, pin_memory=False, **how):
 def test_features_of_one_id_are_assembled_at_once(least):
     features = {name: {"table": "t"} for name in ("one", "other", "third")}
     parts = {"labels": ["y"], "sparse": features, "tables": {"t": {"rows": 9, "dim": 4}}}
-    form = Form(ReadPlan(Schema.parse(parts, "test")))
+    form = ResolvedReadPlan(ReadPlan(Schema.parse(parts, "test")))
     ids = np.random.default_rng(0).integers(least, 9, (3, 30)).astype(np.int32)
-    table = canonical_table(form, [np.zeros(30, np.float32)], [], list(ids), [], 30)
+    table = build_canonical_table(form, [np.zeros(30, np.float32)], [], list(ids), [], 30)
     whole = Rows.of(table.to_batches()[0])
     bags = Collator(form).assemble([whole[:7], whole[9:30]], PADDED).bags
     wanted = np.delete(ids, [7, 8], axis=1)
@@ -107,7 +109,7 @@ def test_the_lengths_of_keys_are_those_of_their_bags(counts, longest, weights, b
     order = np.random.default_rng(seed).permutation(len(sparse.keys())).tolist()
     permuted = sparse.permute(order)
     for moved in (
-        own_copy(sparse),
+        copy_sparse(sparse),
         permuted,
         *sparse.split([1, len(order) - 1]),
         *permuted.split([len(order)]),
@@ -122,7 +124,7 @@ def test_no_step_waits_for_the_lengths_of_keys():
         lengths, order = sums(batch.sparse), torch.tensor([3, 1, 0, 2], dtype=torch.int32)
         on_device, order_there = batch.to(gpu.device, non_blocking=True).sparse, order.to(gpu.device)
         gpu.waits.clear()
-        permuted = own_copy(on_device).permute(order.tolist(), order_there)
+        permuted = copy_sparse(on_device).permute(order.tolist(), order_there)
         assert permuted.values().is_cuda
         expected = [lengths[i] for i in order]
         sizes = [part.dist_splits([1, len(part.keys()) - 1])[1] for part in permuted.split([1, 3])]

@@ -12,7 +12,7 @@ from reading import parse_transforms, read
 
 from raytrec.common.errors import DataError
 from raytrec.config.schema import Schema
-from raytrec.data.arrow import to_read
+from raytrec.data.arrow import find_required_columns
 from raytrec.data.form import ReadPlan
 from raytrec.data.fragments import scan
 from raytrec.inspection.propose import inspect
@@ -174,7 +174,7 @@ def test_the_exact_name_wins_over_a_path(tmp_path):
 
 def test_of_a_struct_only_the_named_fields_are_read():
     arrow = pa.schema([("who", USER.type), ("a.b", pa.int64())])
-    assert to_read(arrow, ["who.geo.zip", "a.b"]) == ["who.geo.zip", "a.b"]
+    assert find_required_columns(arrow, ["who.geo.zip", "a.b"]) == ["who.geo.zip", "a.b"]
 
 
 @pytest.mark.parametrize("name", ["a b", "größe", "a:b", "a.b", "", "[x]", "'", "a\nb", "ids", "0"])

@@ -16,12 +16,12 @@ from raytrec.common.errors import DataError
 from raytrec.config.schema import Schema
 from raytrec.config.transforms import LookupVocabulary
 from raytrec.data import contents
-from raytrec.data.contents import Content, fingerprint, look
+from raytrec.data.contents import FileIdentity, fingerprint, look
 from raytrec.data.form import ReadPlan
 from raytrec.data.fragments import scan
-from raytrec.driver.resume import check_same_data, note_data
+from raytrec.driver.resume import check_same_data, record_data
 from raytrec.report.report import build
-from raytrec.tracking.run_folder import DATA, LISTED_FILES, RunFolder
+from raytrec.tracking.run_folder import DATA, FILES_KEY, RunFolder
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def flip(path):
 def test_flipped_labels_are_seen(folder, monkeypatch, whole):
     """Flipped, a column's dictionary may be all that changes: neither sizes nor the footer do."""
     if not whole:
-        monkeypatch.setattr(contents, "WHOLE_BYTES", 0)
+        monkeypatch.setattr(contents, "MAX_FULL_HASH_BYTES", 0)
         monkeypatch.setattr(contents, "SAMPLES", 4)
     path = folder / "train/part-0.parquet"
     before, footer = look(scanned(folder)), pq.read_metadata(path)
@@ -65,7 +65,7 @@ def test_flipped_labels_are_seen(folder, monkeypatch, whole):
 @pytest.mark.parametrize("whole", [True, False])
 def test_copies_are_the_same(folder, tmp_path, monkeypatch, whole):
     if not whole:
-        monkeypatch.setattr(contents, "WHOLE_BYTES", 0)
+        monkeypatch.setattr(contents, "MAX_FULL_HASH_BYTES", 0)
     before = look(scanned(folder))
     shutil.copytree(folder, tmp_path / "copy", copy_function=shutil.copyfile)
     for path in (tmp_path / "copy/train").iterdir():
@@ -75,7 +75,7 @@ def test_copies_are_the_same(folder, tmp_path, monkeypatch, whole):
     said = contents.written_again(before, after)
     assert said == ([] if whole else ["part-0.parquet", "part-1.parquet"]), "samples alone prove nothing"
     assert contents.written_again(before, look(scanned(folder))) == []
-    assert [Content(**json.loads(json.dumps(asdict(c)))) for c in before] == before
+    assert [FileIdentity(**json.loads(json.dumps(asdict(c)))) for c in before] == before
 
 
 def test_each_difference_is_named(folder):
@@ -104,14 +104,14 @@ def test_a_vocabulary_counts_as_data(folder, tmp_path):
 
 def test_many_files_are_sampled_within_bounds(folder, monkeypatch):
     """Few pieces of each of many files; other columns and row groups in each."""
-    monkeypatch.setattr(contents, "WHOLE_BYTES", 0)
+    monkeypatch.setattr(contents, "MAX_FULL_HASH_BYTES", 0)
     path = folder / "train/part-0.parquet"
     size, form = path.stat().st_size, scanned(folder).form
     with open(path, "rb") as file:
-        footer = contents._footer(pa.PythonFile(file), size)
-    pieces = [contents._samples(footer, size, form, 2, number) for number in range(8)]
+        footer = contents._read_raw_footer(pa.PythonFile(file), size)
+    pieces = [contents._choose_samples(footer, size, form, 2, number) for number in range(8)]
     assert all(len(each) == 2 for each in pieces) and len({p for each in pieces for p in each}) > 3
-    many = contents._samples(footer, size, form, 100, 0)
+    many = contents._choose_samples(footer, size, form, 100, 0)
     assert len(many) == 100, "the columns' beginnings, and places all over the file"
     assert all(0 < n <= contents.SAMPLE_BYTES and at + n <= size for at, n in sum(pieces, many))
 
@@ -127,11 +127,11 @@ class Run:
         datasets, found = self._now()
         about = {"data": fingerprint(found["train"]), "step": 3}
         write_index(str(at), {"attempt": "a", "block_bytes": 1 << 22, "tensors": {}, "about": about})
-        note_data(place, datasets, found)
+        record_data(place, datasets, found)
 
     def _now(self):
         datasets = {name: scanned(self.data, name) for name in ("train", "valid", "test")}
-        return datasets, contents.look_at_all(datasets)
+        return datasets, contents.identify_datasets(datasets)
 
     def check(self):
         schema = Schema.load(self.data / "schema.yaml")
@@ -157,7 +157,7 @@ def test_a_run_folder_and_its_report_name_what_was_left_out(folder, tmp_path):
     run = Run(tmp_path / "run", folder)
     text = "2 Parquet files; left out: 1 hidden (_SUCCESS), 1 not Parquet (notes.txt)"
     assert RunFolder.read(run.folder).files[0] == f"train: {text}"
-    noted = json.loads((run.folder / DATA).read_text())[LISTED_FILES]["train"]
+    noted = json.loads((run.folder / DATA).read_text())[FILES_KEY]["train"]
     assert noted["counts"] == {"read": 2, "hidden": 1, "not Parquet": 1}
     assert noted["left_out"]["not Parquet"] == [str(folder / "train/notes.txt")]
     assert text in build(run.folder)[0].read_text() and run.check() == []

@@ -14,10 +14,10 @@ from raytrec.config.schema import Schema
 from raytrec.data import pages
 from raytrec.data.form import ReadPlan
 from raytrec.data.fragments import scan
-from raytrec.data.order import Item, Part
+from raytrec.data.order import LaneItem, Part
 from raytrec.data.pages import decode as decoding
 from raytrec.data.pages.chunks import read_struct
-from raytrec.data.pages.decode import Faults, decode_columns
+from raytrec.data.pages.decode import ReadErrorPolicy, decode_columns
 from raytrec.data.rows import read_item
 
 ROWS, PAGE = 1500, 100  # rows of the file, and of a page
@@ -29,7 +29,7 @@ SPANS = [(230, 40), (610, 300), (ROWS - 30, 30)]  # first row, rows
 @pytest.fixture(autouse=True)
 def by_pages(monkeypatch):
     """Reads even small row groups by their pages."""
-    monkeypatch.setattr(decoding, "WHOLE_ROWS", 10)
+    monkeypatch.setattr(decoding, "MAX_FULL_DECODE_ROWS", 10)
 
 
 def written(path, **how):
@@ -109,9 +109,9 @@ def test_a_page_of_no_known_type_does_not_shift_the_rows_after_it(tmp_path, monk
     raw[at + 1] = 8
     path.write_bytes(raw)
     pages._known.clear()
-    decoding._open.files.clear()
+    decoding._open_files.files.clear()
     if whole:
-        monkeypatch.setattr(decoding, "WHOLE_ROWS", ROWS)
+        monkeypatch.setattr(decoding, "MAX_FULL_DECODE_ROWS", ROWS)
     with pytest.raises(DataError, match=r"hold 1,400 rows, (its|the) footer has 1,500"):
         decode_columns(str(path), 0, 800, 30, ["many"])
 
@@ -127,8 +127,8 @@ def test_rows_that_are_not_skipped_keep_their_lists_after_a_flipped_bit(tmp_path
     form = scan(str(path), ReadPlan(Schema.parse(spec, "test"))).form
 
     def read(begin):
-        item = Item(0, 0, (Part(str(path), 0, begin, 200),), None)
-        return parquet.plain_rows(read_item(item, form, Faults(True)), form)
+        item = LaneItem(0, 0, (Part(str(path), 0, begin, 200),), None)
+        return parquet.plain_rows(read_item(item, form, ReadErrorPolicy(True)), form)
 
     good = read(900)
     raw, bag = bytearray(path.read_bytes()), dict(places(path))["bag"]
@@ -136,7 +136,7 @@ def test_rows_that_are_not_skipped_keep_their_lists_after_a_flipped_bit(tmp_path
     raw[levels + (6 if version == "1.0" else 2)] ^= 4  # after the levels' size, and the first run's
     path.write_bytes(raw)
     pages._known.clear()
-    decoding._open.files.clear()
+    decoding._open_files.files.clear()
     rows = read(900)
     assert len(rows) == 200 and all(
         row == right or not row["present"] for row, right in zip(rows, good, strict=True)

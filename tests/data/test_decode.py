@@ -50,7 +50,7 @@ def test_a_file_that_changes_is_opened_again(tmp_path, opened):
 
 
 def test_not_all_files_stay_open(tmp_path, opened, monkeypatch):
-    monkeypatch.setattr(decoding, "OPEN_FILES", 2)
+    monkeypatch.setattr(decoding, "MAX_OPEN_FILES", 2)
     paths = [write(tmp_path / f"{name}.parquet", 0) for name in "abc"]
     for path in paths + paths[1:] + paths[:1]:
         read(path, 0)

@@ -104,7 +104,7 @@ def test_any_layout_any_stops(tmp_path_factory, layout, batch, lanes, shuffle, w
     rows = write(folder, layout, page_rows)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(order_module, "PAGE_ROWS", page_rows)
-        patch.setattr(decode_module, "WHOLE_ROWS", 2 * page_rows)
+        patch.setattr(decode_module, "MAX_FULL_DECODE_ROWS", 2 * page_rows)
         check_exactly_once(folder, rows, Order(batch, lanes, shuffle, window, seed=5), phases)
 
 

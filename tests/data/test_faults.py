@@ -11,14 +11,14 @@ from pyarrow import fs
 from raytrec.common import reading
 from raytrec.common.errors import DataError
 from raytrec.data import footers, fragments, rows
-from raytrec.data.form import Form, ReadPlan
-from raytrec.data.order import Item, Part
+from raytrec.data.form import ReadPlan, ResolvedReadPlan
+from raytrec.data.order import LaneItem, Part
 from raytrec.data.pages import decode
-from raytrec.data.pages.decode import Faults
+from raytrec.data.pages.decode import ReadErrorPolicy
 from raytrec.driver import run as driver
 
 SCHEMA = parquet.schema()
-FORM = Form(ReadPlan(SCHEMA), frozenset({"tags"}))
+FORM = ResolvedReadPlan(ReadPlan(SCHEMA), frozenset({"tags"}))
 
 
 def users_changed(table, rows, user):
@@ -30,13 +30,13 @@ def users_changed(table, rows, user):
 def with_users(path, bad, count=1000):
     """A file of 1000 rows in one row group; `bad` rows have a user that there is not."""
     pq.write_table(users_changed(parquet.table(count, 0), bad, 40), path)
-    return Item(0, 0, (Part(str(path), 0, 100, count - 100),), None)
+    return LaneItem(0, 0, (Part(str(path), 0, 100, count - 100),), None)
 
 
 def test_bad_rows_are_found_one_by_one(tmp_path):
     item = with_users(tmp_path / "a.parquet", [50, 130, 131, 999])
     log = tmp_path / "skipped.jsonl"
-    table = rows.read_item(item, FORM, Faults(True, str(log)))
+    table = rows.read_item(item, FORM, ReadErrorPolicy(True, str(log)))
     assert np.flatnonzero(~table["present"].to_numpy()).tolist() == [30, 31, 899]  # 50 is not of the item
     notes = [json.loads(line) for line in log.read_text().splitlines()]
     assert [(n["rows"], n["where"].rpartition("row ")[2]) for n in notes] == [
@@ -52,10 +52,10 @@ def test_bad_rows_are_found_one_by_one(tmp_path):
 def test_many_bad_rows_take_others_with_them_and_little_time(tmp_path):
     item = with_users(tmp_path / "a.parquet", slice(500, 1000))
     log = tmp_path / "skipped.jsonl"
-    present = rows.read_item(item, FORM, Faults(True, str(log)))["present"].to_numpy()
+    present = rows.read_item(item, FORM, ReadErrorPolicy(True, str(log)))["present"].to_numpy()
     assert present[:400].all() and not present[400:].any()
     notes = [json.loads(line)["rows"] for line in log.read_text().splitlines()]
-    assert sum(notes) == 500 and len(notes) <= rows.MOST_BAD_ROWS + 10
+    assert sum(notes) == 500 and len(notes) <= rows.MAX_LOCATED_BAD_ROWS + 10
 
 
 def test_a_file_that_has_shrunk_is_seen(tmp_path):
@@ -92,11 +92,11 @@ Flaky.__abstractmethods__ = frozenset()
 
 @pytest.fixture
 def flaky(monkeypatch):
-    monkeypatch.setattr(reading, "WAITS_S", (0.01, 0.01, 0.01))
+    monkeypatch.setattr(reading, "RETRY_DELAYS_S", (0.01, 0.01, 0.01))
 
     def make(failures, error):
         handler = Flaky(failures, error)
-        decode._open.files.clear()
+        decode._open_files.files.clear()
         for module in (decode, footers):
             opened = lambda uri: (fs.PyFileSystem(handler), uri.removeprefix("store://"))  # noqa: E731
             monkeypatch.setattr(module, "open_filesystem", opened)
@@ -108,7 +108,7 @@ def flaky(monkeypatch):
 def test_storage_that_fails_for_a_while(flaky, tmp_path):
     item = with_users(tmp_path / "a.parquet", [])
     path = f"store://{tmp_path}/a.parquet"
-    remote = Item(0, 0, (Part(path, 0, 100, 900),), None)
+    remote = LaneItem(0, 0, (Part(path, 0, 100, 900),), None)
     expected = rows.read_item(item, FORM)
     handler = flaky(3, OSError("503 slow down"))
     assert rows.read_item(remote, FORM).equals(expected)

@@ -16,7 +16,7 @@ from raytrec.data.form import ReadPlan
 from raytrec.data.fragments import scan
 from raytrec.data.listing import list_files
 from raytrec.data.order import Order
-from raytrec.data.rows import check_accused, read_item
+from raytrec.data.rows import check_suspect_groups, read_item
 
 SCHEMA = Schema.parse(
     {
@@ -216,7 +216,7 @@ def test_footers_accuse_and_the_row_is_named(tmp_path, column, value, message):
     dataset = changed(tmp_path, [(column, 310, value)])
     assert [group.index for group in dataset.accused] == [1]
     with pytest.raises(DataError, match=message) as error:
-        check_accused(dataset)
+        check_suspect_groups(dataset)
     assert "a.parquet, row group 1" in error.value.where and "row 10" in error.value.where
 
 

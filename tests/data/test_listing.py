@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from raytrec.common.errors import DataError
-from raytrec.data.listing import NO_FILE, list_files
+from raytrec.data.listing import REASON_UNREADABLE, list_files
 
 
 def put(folder, *names, rows=3):
@@ -51,7 +51,7 @@ def test_what_is_left_out_has_a_reason(tmp_path):
         "hidden": [".hidden.parquet", "_SUCCESS", "_temporary"],
         "empty": ["empty"],
         "temporary or a backup": ["d.parquet.tmp", "e.parquet~"],
-        NO_FILE: ["nothing"],
+        REASON_UNREADABLE: ["nothing"],
         "not Parquet": ["f.csv.gz", "notes.txt"],
         "cut off or still being written": ["growing"],
     }
@@ -143,7 +143,7 @@ def test_names_that_are_not_utf_8_are_refused(tmp_path, name):
 def test_other_entries_that_are_not_utf_8_are_counted(tmp_path):
     put(tmp_path, "a.parquet")
     Path(os.fsdecode(bytes(tmp_path) + b"/\xff.csv")).write_text("x")
-    assert listed(tmp_path) == (["a.parquet"], {NO_FILE: ["\\udcff.csv"]})
+    assert listed(tmp_path) == (["a.parquet"], {REASON_UNREADABLE: ["\\udcff.csv"]})
 
 
 @pytest.mark.parametrize("folder", ["base_0000002", "delta_0000003_0000003_0000"])

@@ -20,7 +20,7 @@ from reading import read
 from raytrec.common.errors import DataError, SchemaError
 from raytrec.config.schema import Schema
 from raytrec.data.form import ReadPlan
-from raytrec.data.pages.decode import Faults
+from raytrec.data.pages.decode import ReadErrorPolicy
 from raytrec.inspection.propose import inspect
 
 ROWS, GROUP = 600, 150
@@ -132,7 +132,7 @@ def mutations():
 def outcome(rank, world, path, skip):
     """What a reading of the folder comes to: (kind, text, rows in canonical form or None)."""
     try:
-        rows = parquet.plain_rows(*read(path, ReadPlan(SCHEMA), Faults(skip), skip))
+        rows = parquet.plain_rows(*read(path, ReadPlan(SCHEMA), ReadErrorPolicy(skip), skip))
     except DataError as error:
         return "error", str(error), None
     return "rows", "", pickle.dumps(rows)

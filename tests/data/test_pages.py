@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from raytrec.data import pages
 from raytrec.data.pages import chunks, read_rows
-from raytrec.data.pages.chunks import Damaged, Pages, Truncated, count_rows, read_struct
+from raytrec.data.pages.chunks import DamagedPageError, PageIndex, TruncatedDataError, count_rows, read_struct
 
 ROWS = 3000
 
@@ -110,7 +110,7 @@ def test_rows_that_arrow_counted_wrongly(tmp_path):
     assert read(str(path), 0, 2040, 2090, ["bag"])["bag"].to_pylist() == bag[2040:2090]
 
 
-@pytest.mark.parametrize("error", [KeyError, IndexError, TypeError, Truncated])
+@pytest.mark.parametrize("error", [KeyError, IndexError, TypeError, TruncatedDataError])
 @pytest.mark.parametrize("after", [0, 20])
 def test_pages_that_are_not_understood(tmp_path, monkeypatch, error, after):
     """What pyarrow can read is not damaged: it is read from the row group's beginning."""
@@ -139,7 +139,7 @@ def test_a_page_without_a_valid_header_is_damage(tmp_path):
     raw, begin = bytearray(path.read_bytes()), pq.read_metadata(path).row_group(0).column(1).data_page_offset
     raw[begin] = 0x10  # a field of type 0
     path.write_bytes(raw)
-    with pytest.raises(Damaged, match="a page of column many has no valid header"):
+    with pytest.raises(DamagedPageError, match="a page of column many has no valid header"):
         read(str(path), 0, 1700, 1790, ["many"])
 
 
@@ -159,7 +159,7 @@ def test_headers_that_lie_take_no_memory(tmp_path, monkeypatch, field, lie):
 
     monkeypatch.setattr(chunks, "read_struct", read_lies)
     if field != chunks.UNCOMPRESSED:
-        with pytest.raises(Damaged, match=r"a page of column bag\S+ has \S+ (values|bytes), of "):
+        with pytest.raises(DamagedPageError, match=r"a page of column bag\S+ has \S+ (values|bytes), of "):
             read(path, 0, 1700, 1790, ["bag"])
     else:
         assert read(path, 0, 1700, 1790, ["bag"])["bag"].to_pylist() == whole["bag"][1700:1790].to_pylist()
@@ -170,7 +170,7 @@ def test_chunks_that_end_later_than_they_are_said_to(tmp_path):
     path, whole = str(tmp_path / "a.parquet"), table()
     pq.write_table(whole, path, max_rows_per_page=100)
     chunk = pq.read_metadata(path).row_group(0).column(1)
-    walk = Pages(chunk, pq.read_metadata(path).schema.column(1), ROWS)
+    walk = PageIndex(chunk, pq.read_metadata(path).schema.column(1), ROWS)
     walk._end -= 20
     file = pa.OSFile(path)
     pages._known[(path, file.size(), 0), 0, 1] = walk
@@ -204,7 +204,7 @@ class Counting:
 def test_what_is_known_of_pages_is_bounded(tmp_path, monkeypatch):
     path = str(tmp_path / "a.parquet")
     pq.write_table(table(), path, max_rows_per_page=20)
-    monkeypatch.setattr(pages, "KNOWN_BYTES", 20_000)
+    monkeypatch.setattr(pages, "MAX_PAGE_CACHE_BYTES", 20_000)
     for name in ("few", "many", "gaps", "real"):
         read(path, 0, 2000, 2010, [name])
         assert sum(known.nbytes for known in pages._known.values()) <= 20_000
@@ -246,7 +246,7 @@ def test_headers_of_anything(data):
     tracemalloc.start()
     try:
         read_struct(data)
-    except (Truncated, ValueError):
+    except (TruncatedDataError, ValueError):
         pass
     finally:
         _, most = tracemalloc.get_traced_memory()

@@ -8,11 +8,11 @@ import pytest
 from raytrec.common.errors import DataError
 from raytrec.config.transforms import Cast
 from raytrec.data.contents import fingerprint, look
-from raytrec.data.form import ReadPlan, Reserved
+from raytrec.data.form import ReadPlan, ReservedColumnSet
 from raytrec.data.fragments import scan
 from raytrec.data.listing import list_files
 from raytrec.data.order import Order
-from raytrec.data.partitions import NO_VALUE
+from raytrec.data.partitions import NULL_PARTITION_VALUE
 from raytrec.data.rows import read_item
 
 SCHEMA = parquet.schema()
@@ -80,7 +80,7 @@ def test_files_outside_of_partitions(clicks, tmp_path):
 @pytest.mark.parametrize(
     ("values", "kind"),
     [
-        (["4", "-10", "0", NO_VALUE], pa.int64()),
+        (["4", "-10", "0", NULL_PARTITION_VALUE], pa.int64()),
         (["04", "4"], pa.string()),
         (["-0", "0"], pa.string()),
         (["+4", "4"], pa.string()),
@@ -99,11 +99,11 @@ def test_no_two_values_become_one(tmp_path, values, kind):
     for value in values:
         (tmp_path / f"k={value}").mkdir()
         pq.write_table(parquet.table(1, 0), tmp_path / f"k={value}/a.parquet")
-    data = scan(str(tmp_path), ReadPlan(SCHEMA, reserved=Reserved(("k",))))
+    data = scan(str(tmp_path), ReadPlan(SCHEMA, reserved=ReservedColumnSet(("k",))))
     tables = [read_item(item, data.form) for item in Order(1, 1, shuffle="none").items(data, 0, 0, 1)]
     found = [value for table in tables for value in table["reserved.k"].to_pylist()]
     assert data.form.types == {"k": kind} and len(set(found)) == len(values), found
-    assert (None in found) == (NO_VALUE in values)
+    assert (None in found) == (NULL_PARTITION_VALUE in values)
 
 
 def test_order_of_numbers_in_names(tmp_path):

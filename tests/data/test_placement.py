@@ -30,12 +30,12 @@ def mixed(monkeypatch):
     from ray.cluster_utils import Cluster
 
     from raytrec.cluster.session import stay_on_loopback
-    from raytrec.compat.ray_start import only_what_is_needed
+    from raytrec.compat.ray_start import omit_unneeded_processes
 
     monkeypatch.setenv("RAY_prestart_worker_first_driver", "0")
     stay_on_loopback()
     gpu = {"num_cpus": 4, "num_gpus": 1, "node_ip_address": "127.0.0.1", "object_store_memory": 200 << 20}
-    with warm.ray_workers(), only_what_is_needed():
+    with warm.ray_workers(), omit_unneeded_processes():
         cluster = Cluster(initialize_head=True, head_node_args=gpu)
         try:
             plain = cluster.add_node(num_cpus=4, node_ip_address="127.0.0.1", object_store_memory=200 << 20)
@@ -65,11 +65,11 @@ def test_nodes_without_gpus_read_what_they_have_cpus_for(monkeypatch, read_on, c
 def test_cpus_are_set_aside_beside_gpus_where_other_nodes_have_too_few(monkeypatch, read_on, cpus, found):
     from raytrec.driver import nodes
 
-    monkeypatch.setattr(nodes, "starts_nodes", lambda: False)
-    monkeypatch.setattr(nodes, "nodes_without_gpus", lambda: {"a": cpus})
+    monkeypatch.setattr(nodes, "has_autoscaler", lambda: False)
+    monkeypatch.setattr(nodes, "find_nodes_without_gpus", lambda: {"a": cpus})
     data = {"train": "d/train", "readers": 2, "read_on": read_on}
     config = RunConfig.model_validate({"data": data, "scaling": {"num_workers": 2}})
-    assert nodes.reads_elsewhere(config, "cuda") == found and not nodes.reads_elsewhere(config, "cpu")
+    assert nodes.reads_on_cpu_nodes(config, "cuda") == found and not nodes.reads_on_cpu_nodes(config, "cpu")
 
 
 @pytest.mark.survive

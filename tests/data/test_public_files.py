@@ -13,11 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from raytrec.data.pages import read_rows
-from raytrec.data.pages.chunks import Damaged
+from raytrec.data.pages.chunks import DamagedPageError
 
 BESIDE = Path(__file__).parents[3] / "shared" / "data" / "parquet-testing"
 FOLDER = Path(os.environ.get("RAYTREC_PARQUET_TESTING") or BESIDE)
-REFUSALS = (Damaged, ValueError, KeyError, IndexError, TypeError, OSError, pa.ArrowException)
+REFUSALS = (DamagedPageError, ValueError, KeyError, IndexError, TypeError, OSError, pa.ArrowException)
 TOO_LARGE = "large_string_map.brotli.parquet"  # 2 GiB of text, which both refuse after minutes
 FILES = sorted(path for path in FOLDER.glob("*/*.parquet") if path.name != TOO_LARGE)
 # Files with pages that only raytrec refuses. Checksums are wrong, which pyarrow ignores unless asked; in

@@ -16,11 +16,11 @@ from raytrec.common.errors import DataError
 from raytrec.config.schema import Schema
 from raytrec.config.transforms import Cast
 from raytrec.data.arrow import plain, plain_array
-from raytrec.data.form import ReadPlan, Reserved
+from raytrec.data.form import ReadPlan, ReservedColumnSet
 from raytrec.data.fragments import scan
-from raytrec.data.ids import NULL_KEY, group_keys
+from raytrec.data.ids import NULL_KEY, compute_group_keys
 from raytrec.data.order import Order
-from raytrec.data.pages.decode import Faults
+from raytrec.data.pages.decode import ReadErrorPolicy
 from raytrec.data.pieces import Rows
 from raytrec.data.rows import read_item
 
@@ -45,7 +45,7 @@ def batches(data, order, world=1, faults=None):
 
 def reserving(folder, *columns, keys=(), **how):
     """The dataset of a folder, with reserved columns."""
-    plan = ReadPlan(SCHEMA, reserved=Reserved(columns=columns, keys=keys), **how)
+    plan = ReadPlan(SCHEMA, reserved=ReservedColumnSet(columns=columns, keys=keys), **how)
     return scan(str(folder), plan)
 
 
@@ -74,7 +74,7 @@ def test_they_stay_with_their_rows(tmp_path, shuffle, world):
     for batch in batches(data, Order(9, 3, shuffle, seed=5), world):
         present = batch.weights == 1
         assert batch.keys.shape == (len(batch.weights), 1) and not batch.keys[~present].any()
-        expected = group_keys(batch.reserved["name"].combine_chunks())
+        expected = compute_group_keys(batch.reserved["name"].combine_chunks())
         assert batch.keys[present, 0].tolist() == expected.tolist()
         assert len(pickle.dumps(batch.reserved)) < 2000, "no more memory than the batch's own rows"
 
@@ -85,7 +85,7 @@ def test_rows_that_are_skipped_are_not_reserved(tmp_path):
     write(tmp_path / "a.parquet", u=users, name=[f"n{i}" for i in range(30)])
     write(tmp_path / "b.parquet", u=np.arange(30, 40), name=pa.nulls(10))
     data = reserving(tmp_path, "name", keys=("name",))
-    found = reserved(data, faults=Faults(skip=True))
+    found = reserved(data, faults=ReadErrorPolicy(skip=True))
     kept = [u for u in range(30) if u not in (3, 17)]
     assert found == {u: {"name": f"n{u}"} for u in kept} | {u: {"name": None} for u in range(30, 40)}
 
@@ -128,7 +128,7 @@ def test_files_of_types_that_differ_a_little(tmp_path, first, second, whole):
     assert data.form.types == {"x": whole}
     values = first.to_pylist() + second.to_pylist()
     assert reserved(data, Order(3, 2, "window")) == {u: {"x": value} for u, value in enumerate(values)}
-    keys = {value: group_keys(pa.array([value], whole))[0] for value in values if value is not None}
+    keys = {value: compute_group_keys(pa.array([value], whole))[0] for value in values if value is not None}
     for batch in batches(data, Order(4, 1, "none")):
         assert batch.keys[:, 0].tolist() == [keys.get(value, NULL_KEY) for value in values]
 
@@ -138,7 +138,7 @@ def test_files_of_other_types(tmp_path):
     write(tmp_path / "b.parquet", x=["a", "b"])
     with pytest.raises(DataError, match="reserved column 'x' is string here, and int64 in the files before"):
         reserving(tmp_path, "x")
-    data = scan(str(tmp_path), ReadPlan(SCHEMA, reserved=Reserved(columns=("x",))), skip=True)
+    data = scan(str(tmp_path), ReadPlan(SCHEMA, reserved=ReservedColumnSet(columns=("x",))), skip=True)
     assert len(data.left_out) == 1 and data.rows == 2 and "b.parquet" in data.left_out[0].where
     assert scan(str(tmp_path), ReadPlan(SCHEMA), declared=("x",)).rows == 4, "not read, so it need not agree"
 
@@ -155,7 +155,7 @@ def test_folders_are_columns(tmp_path):
     assert found == {u: expected[u // 2] for u in range(6)}
     keys = np.concatenate([batch.keys.numpy() for batch in batches(data, Order(6, 1, "none"))])
     assert keys[:, 1].tolist() == [0, 0, 1, 1, 2, 2]
-    assert keys[:, 0].tolist() == [*group_keys(pa.array(days)).repeat(2)]
+    assert keys[:, 0].tolist() == [*compute_group_keys(pa.array(days)).repeat(2)]
     write(tmp_path / "b.parquet", 2)
     with pytest.raises(DataError, match=r"column '\w+' is missing"):
         reserving(tmp_path, "date")
@@ -183,7 +183,11 @@ def test_fields_of_structs_and_what_transforms_make(tmp_path):
 @pytest.mark.parametrize("name,near", [("user_idd", "user_id"), ("zzz", None)])
 def test_a_column_that_is_missing(tmp_path, name, near):
     write(tmp_path / "a.parquet", user_id=[1, 2])
-    for reserved, declared in ((Reserved((name,)), ()), (Reserved(), (name,)), (Reserved(keys=(name,)), ())):
+    for reserved, declared in (
+        (ReservedColumnSet((name,)), ()),
+        (ReservedColumnSet(), (name,)),
+        (ReservedColumnSet(keys=(name,)), ()),
+    ):
         with pytest.raises(DataError, match=f"column '{name}' is missing") as error:
             scan(str(tmp_path), ReadPlan(SCHEMA, reserved=reserved), declared=declared)
         assert "data.reserve_columns" in error.value.do and (not near or f"'{near}'?" in error.value.do)
@@ -202,29 +206,31 @@ def test_a_column_that_is_missing(tmp_path, name, near):
 def test_what_no_rows_are_grouped_by(tmp_path, column, message):
     write(tmp_path / "a.parquet", x=column)
     with pytest.raises(DataError, match=message) as error:
-        scan(str(tmp_path), ReadPlan(SCHEMA, reserved=Reserved(keys=("x",), groups=("x",))))
+        scan(str(tmp_path), ReadPlan(SCHEMA, reserved=ReservedColumnSet(keys=("x",), groups=("x",))))
     assert "a.parquet, column x" in error.value.where and error.value.do
 
 
 @pytest.mark.parametrize("column", [[1, 2], ["a", "b"], [True, None], [date(2026, 1, 1), None], [b"x", b""]])
 def test_what_rows_are_grouped_by(tmp_path, column):
     write(tmp_path / "a.parquet", x=column)
-    data = scan(str(tmp_path), ReadPlan(SCHEMA, reserved=Reserved(keys=("x",), groups=("x",))))
+    data = scan(str(tmp_path), ReadPlan(SCHEMA, reserved=ReservedColumnSet(keys=("x",), groups=("x",))))
     assert data.form.plan.reserved.keys == ("x",)
 
 
 def test_integers_are_their_own_keys_and_all_else_is_mixed():
-    assert group_keys(pa.array([5, -1, None, 2**63 - 1])).tolist() == [5, -1, NULL_KEY, 2**63 - 1]
-    assert group_keys(pa.array([2**64 - 1], pa.uint64())).tolist() == [-1]
-    assert group_keys(pa.array([True, False, None])).tolist() == [1, 0, NULL_KEY]
-    assert group_keys(pa.array([date(1970, 1, 3)])).tolist() == [2]
-    floats = group_keys(pa.array([0.0, -0.0, 1.0, float("nan"), -float("nan")]))
+    assert compute_group_keys(pa.array([5, -1, None, 2**63 - 1])).tolist() == [5, -1, NULL_KEY, 2**63 - 1]
+    assert compute_group_keys(pa.array([2**64 - 1], pa.uint64())).tolist() == [-1]
+    assert compute_group_keys(pa.array([True, False, None])).tolist() == [1, 0, NULL_KEY]
+    assert compute_group_keys(pa.array([date(1970, 1, 3)])).tolist() == [2]
+    floats = compute_group_keys(pa.array([0.0, -0.0, 1.0, float("nan"), -float("nan")]))
     assert floats[0] == floats[1] != floats[2] and floats[3] == floats[4]
     words = [str(i) for i in range(20_000)]
-    keys = group_keys(pa.array(words))
+    keys = compute_group_keys(pa.array(words))
     assert len(set(keys.tolist())) == len(words)
-    assert group_keys(pa.array(words, pa.large_string()).dictionary_encode()).tolist() == keys.tolist()
-    assert group_keys(pa.array([w.encode() for w in words])).tolist() == keys.tolist()
+    assert (
+        compute_group_keys(pa.array(words, pa.large_string()).dictionary_encode()).tolist() == keys.tolist()
+    )
+    assert compute_group_keys(pa.array([w.encode() for w in words])).tolist() == keys.tolist()
     assert abs(np.sign(keys).mean()) < 0.03
 
 

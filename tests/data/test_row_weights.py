@@ -19,8 +19,8 @@ from raytrec.config.transforms import FillNull
 from raytrec.data.form import ReadPlan, TaskRows
 from raytrec.data.fragments import scan
 from raytrec.data.order import Order
-from raytrec.data.pages.decode import Faults
-from raytrec.data.rows import check_accused
+from raytrec.data.pages.decode import ReadErrorPolicy
+from raytrec.data.rows import check_suspect_groups
 from raytrec.worker.nonfinite import dump
 
 SCHEMA = Schema.parse(
@@ -131,7 +131,7 @@ def test_labels_that_are_null_only_after_or_before_a_transform(tmp_path):
 def test_rows_that_are_skipped_count_nowhere(tmp_path):
     path = write(tmp_path / "a.parquet", w=[1.0, -1.0, 2.0, 3.0], mask=[1, 1, 2, 1])
     tasks = [TaskRows("click", sample_weight="w"), TaskRows("buy", mask="mask")]
-    batch = read(path, tasks, Faults(skip=True))
+    batch = read(path, tasks, ReadErrorPolicy(skip=True))
     assert batch.weights.tolist() == [1, 0, 0, 1, 0, 0, 0]
     assert batch.task_weights[:4].tolist() == [[1, 1], [0, 0], [0, 0], [3, 1]]
 
@@ -160,7 +160,7 @@ def test_values_that_are_none(tmp_path, columns, task, expected_text, in_footer)
     assert [group.index for group in data.accused] == [1] * in_footer
     if in_footer:
         with pytest.raises(DataError, match=expected_text):
-            check_accused(data)
+            check_suspect_groups(data)
 
 
 def test_a_label_of_classes_is_a_whole_number(tmp_path):

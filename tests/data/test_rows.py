@@ -8,10 +8,10 @@ import pytest
 
 from raytrec.common.errors import DataError, SchemaError
 from raytrec.config.schema import Schema
-from raytrec.data.form import Form, ReadPlan
+from raytrec.data.form import ReadPlan, ResolvedReadPlan
 from raytrec.data.fragments import scan
 from raytrec.data.ids import _all_below
-from raytrec.data.order import Item, Part
+from raytrec.data.order import LaneItem, Part
 from raytrec.data.rows import read_item
 
 
@@ -42,7 +42,7 @@ def read(tmp_path, columns=None, spec=None, types=None, first=0, seed=None, skip
     pq.write_table(table, path)
     part = Part(str(path), 0, first, table.num_rows - first)
     form = scan(str(path), ReadPlan(spec or schema())).form
-    return parquet.plain_rows(read_item(Item(0, 0, (part,), seed, skip), form), form)
+    return parquet.plain_rows(read_item(LaneItem(0, 0, (part,), seed, skip), form), form)
 
 
 def test_dense_columns_are_read_by_their_scale(tmp_path):
@@ -162,8 +162,8 @@ def test_broken_row_group(tmp_path):
     raw = bytearray(path.read_bytes())
     raw[200:900] = bytes(700)
     path.write_bytes(raw)
-    item = Item(0, 0, (Part(str(path), 0, 0, 15000),), None)
-    form = Form(ReadPlan(schema()), frozenset({"tags"}))
+    item = LaneItem(0, 0, (Part(str(path), 0, 0, 15000),), None)
+    form = ResolvedReadPlan(ReadPlan(schema()), frozenset({"tags"}))
     with pytest.raises(DataError, match=r"cannot decode the row group") as error:
         read_item(item, form)
     assert "a.parquet, row group 0" in str(error.value)

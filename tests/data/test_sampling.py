@@ -12,7 +12,7 @@ from reading import DirectStream
 from reading import parse_transforms as parse
 
 from raytrec.common.errors import ConfigError, DataError
-from raytrec.config.features import Features, columns_before, needed_transforms, with_rows
+from raytrec.config.features import Features, resolve_input_columns, select_needed_transforms, set_draw_rows
 from raytrec.config.run_config import RunConfig
 from raytrec.data import transform
 from raytrec.data.form import ReadPlan
@@ -20,7 +20,7 @@ from raytrec.data.fragments import scan
 from raytrec.data.order import Order, Part
 from raytrec.data.stream import Stream
 from raytrec.data.transform import Draw, apply_transforms
-from raytrec.driver.datasets import check_every_id
+from raytrec.driver.datasets import check_sample_counts
 from raytrec.prediction.columns import CarriedColumns
 from raytrec.prediction.spans import SpanOrder, cut_spans, deal
 
@@ -66,7 +66,7 @@ def test_rows_epochs_seeds_and_columns_draw_differently(monkeypatch):
     assert len(set.union(*seen)) == 7 * 300
     assert drawn(table.slice(20), Draw((3, 0), 20), rows=10**9) == one[20:], "by its number alone"
     assert [own[:2] for own in one] == drawn(table, count=2, rows=10**9)
-    monkeypatch.setattr(transform, "IDS_AT_ONCE", 12)
+    monkeypatch.setattr(transform, "MAX_IDS_PER_DRAW", 12)
     assert drawn(table, rows=10**9) == one
 
 
@@ -141,21 +141,21 @@ def test_what_belongs_to_draws_by_frequency(keys, why):
 
 
 def test_as_many_ids_as_the_table_that_looks_them_up():
-    made = with_rows(parse([{"do": "sample", "column": "negatives", "count": 5}]), SCHEMA)
+    made = set_draw_rows(parse([{"do": "sample", "column": "negatives", "count": 5}]), SCHEMA)
     assert made == (spec(exclude=[]),)
-    assert with_rows((spec(rows=7),), SCHEMA) == (spec(rows=7),)
+    assert set_draw_rows((spec(rows=7),), SCHEMA) == (spec(rows=7),)
     with pytest.raises(ConfigError, match="no feature of the schema reads that column"):
-        with_rows((spec(rows=None, column="other"),), SCHEMA)
+        set_draw_rows((spec(rows=None, column="other"),), SCHEMA)
     managed = parquet.schema(SPARSE, TABLES | {"tag": {"rows": 200, "dim": 8, "ids": "managed"}})
     with pytest.raises(ConfigError, match="whose ids are managed") as error:
-        with_rows((spec(rows=None),), managed)
+        set_draw_rows((spec(rows=None),), managed)
     assert "vocabulary: FILE" in str(error.value)
 
 
 def test_columns_that_are_read():
     made = (spec(), spec(column="others", exclude=["late"]))
-    assert columns_before(made[:1], ["negatives", "price"]) == ["price", "tags", "user"]
-    assert needed_transforms(made, ["others"]) == (made[1],)
+    assert resolve_input_columns(made[:1], ["negatives", "price"]) == ["price", "tags", "user"]
+    assert select_needed_transforms(made, ["others"]) == (made[1],)
 
 
 def negatives(data, order, world=1, epoch=0, start_step=0, kind=DirectStream, **readers):
@@ -206,7 +206,7 @@ def test_evaluations_and_predictions_draw_alike(data):
 def test_every_id_in_each_global_batch(tmp_path, world):
     every = (spec(rows=None, count="all", exclude=[]),)
     folder = parquet.write(tmp_path / "d", 1003, 0, 90)
-    made = scan(str(folder), ReadPlan(SCHEMA, transforms=with_rows(every, SCHEMA)))
+    made = scan(str(folder), ReadPlan(SCHEMA, transforms=set_draw_rows(every, SCHEMA)))
     features = Features(SCHEMA, {"negatives": 2})
     order = Order(128, 6, "window", 2, seed=3)
     place = {"world": world, "features": features}
@@ -229,13 +229,13 @@ def test_every_id_in_each_global_batch(tmp_path, world):
 def test_too_few_negatives_for_every_id_are_refused_before_workers_start(tmp_path):
     every = (spec(rows=None, count="all", exclude=[]),)
     folder = parquet.write(tmp_path / "d", 1003, 0, 90)
-    made = scan(str(folder), ReadPlan(SCHEMA, transforms=with_rows(every, SCHEMA)))
+    made = scan(str(folder), ReadPlan(SCHEMA, transforms=set_draw_rows(every, SCHEMA)))
     model = {"name": "mf", "user": "row", "item": "row", "negatives": "negatives"}
 
     def check(batch, most):
         values = {"data": {"train": str(folder), "global_batch_size": batch}}
         config = RunConfig.model_validate(values | {"model": model | {"max_negatives": most}})
-        check_every_id(config, SCHEMA, made)
+        check_sample_counts(config, SCHEMA, made)
 
     check(128, 2)
     check(200, 1)

@@ -8,15 +8,15 @@ import torch
 from reading import batch_of, read
 from sequence_schema import schema
 
-from raytrec.checks.parity.batches import GlobalBatch, local_batch, random_batches
+from raytrec.checks.parity.batches import GlobalBatch, make_local_batch, random_batches
 from raytrec.config.features import Features, resolve_features
 from raytrec.config.models import PythonSection
 from raytrec.config.models.ranking import DlrmSection
 from raytrec.config.models.sequences import SequenceSection
 from raytrec.config.schema import Schema
 from raytrec.data.form import ReadPlan
-from raytrec.embeddings.pooling import PooledEmbeddings, tables_in
-from raytrec.models.inputs import Sequences
+from raytrec.embeddings.pooling import PooledEmbeddings, find_table_modules
+from raytrec.models.inputs import SequenceLookup
 from raytrec.worker.nonfinite import dump
 
 LENGTH = 3
@@ -73,15 +73,17 @@ def test_what_the_model_is_given():
     bag = torch.tensor([b for b, row in enumerate(rows) for _ in row])
     nothing = torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.long), torch.zeros(0)
     whole = {f: nothing for f in made.sparse} | {"history": (ids, bag, torch.ones(len(ids)))}
-    batch = local_batch(GlobalBatch(torch.zeros(3, 0), torch.zeros(3, 1), whole), made, [0, 3], 0, features)
+    batch = make_local_batch(
+        GlobalBatch(torch.zeros(3, 0), torch.zeros(3, 1), whole), made, [0, 3], 0, features
+    )
     assert batch.sparse["history"].values().tolist() == [8, 7, 6, 9]
     embeddings = PooledEmbeddings(made, None, features.sequences).to_empty(device="cpu")
     table = torch.arange(1000.0).unsqueeze(1).expand(-1, 4)
     for collection in embeddings.collections:
-        for module in tables_in(collection).values():
+        for module in find_table_modules(collection).values():
             module.weight.data.copy_(table)
     found = embeddings(batch.sparse)
-    inputs = Sequences(features)(found, batch)
+    inputs = SequenceLookup(features)(found, batch)
     assert list(inputs) == list(made.sparse)
     assert inputs["history"].present.tolist() == [[True] * 3, [False] * 3, [True, False, False]]
     assert inputs["history"].vectors[:, :, 0].tolist() == [[8, 7, 6], [0, 0, 0], [9, 0, 0]]
@@ -102,7 +104,7 @@ def test_bags_are_the_same_beside_sequences(by_id):
         assert (embeddings.bags is None) == bool(sequences)
         (weight,) = embeddings.parameters()
         weight.data.copy_(table)
-        out = embeddings(local_batch(whole, made, [0, 20], 0, features).sparse)
+        out = embeddings(make_local_batch(whole, made, [0, 20], 0, features).sparse)
         factor = torch.linspace(-1, 1, 20).unsqueeze(1)
         sum((out[name] * factor).sum() for name in ("item", "tags")).backward()
         given[bool(sequences)] = out["item"], out["tags"], weight.grad

@@ -14,11 +14,11 @@ from raytrec.common.errors import DataError, SchemaError
 from raytrec.config.features import Features
 from raytrec.config.schema import Schema
 from raytrec.data.batch import Collator
-from raytrec.data.columns import as_float64
+from raytrec.data.columns import to_float64
 from raytrec.data.form import ReadPlan
 from raytrec.data.pieces import Rows
 from raytrec.embeddings.pooling import PooledEmbeddings
-from raytrec.models.inputs import Sequences
+from raytrec.models.inputs import SequenceLookup
 
 VALUES = {
     "labels": ["y"],
@@ -57,7 +57,7 @@ def test_sides_go_where_their_ids_go(tmp_path):
     assert side_features.tolist() == [[40, 3.5], [30, 2.5], [20, 1.5], [50, 4.5], [70, 6.5], [60, 5.5]]
     embeddings = PooledEmbeddings(SCHEMA, None, features.sequences).to_empty(device="cpu")
     found = embeddings(batch.sparse)
-    given = Sequences(features)(found, batch)["history"]
+    given = SequenceLookup(features)(found, batch)["history"]
     assert given.side_features.shape == (5, 3, 2) and not given.side_features[~given.present].any()
     times = [[40, 30, 20], [0, 0, 0], [50, 0, 0], [70, 60, 0], [0, 0, 0]]
     assert given.side_features[:, :, 0].tolist() == times
@@ -101,8 +101,8 @@ def test_a_side_alone_makes_a_list_of_a_feature(tmp_path):
     ids=str,
 )
 def test_times_are_seconds(kind, value):
-    assert as_float64(pa.array([value, None], kind))[0] == 1_767_225_600.0
-    assert np.isnan(as_float64(pa.array([value, None], kind))[1])
+    assert to_float64(pa.array([value, None], kind))[0] == 1_767_225_600.0
+    assert np.isnan(to_float64(pa.array([value, None], kind))[1])
 
 
 @pytest.mark.parametrize(

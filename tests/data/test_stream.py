@@ -13,9 +13,9 @@ from waiting import wait_for
 from raytrec.common.errors import DataError
 from raytrec.config.transforms import Cast
 from raytrec.data import stream as stream_module
-from raytrec.data.form import ReadPlan, Reserved, TaskRows
+from raytrec.data.form import ReadPlan, ReservedColumnSet, TaskRows
 from raytrec.data.fragments import scan
-from raytrec.data.ids import group_keys
+from raytrec.data.ids import compute_group_keys
 from raytrec.data.order import Order
 from raytrec.data.stream import Stream
 
@@ -67,7 +67,7 @@ def test_weights_keys_and_reserved_columns_come_with_their_rows(folder, plain):
     """Through Ray's object store, for two ranks; texts made of numbers that the files hold."""
     made = Cast(do="cast", columns=["row"], to="string", into=["name"])
     tasks = (TaskRows("label", "a", mask="label"), TaskRows("label", "b", sample_weight="user"))
-    reserved = Reserved(keys=("row", "name"), columns=("name",))
+    reserved = ReservedColumnSet(keys=("row", "name"), columns=("name",))
     data = scan(str(folder), ReadPlan(SCHEMA, transforms=(made,), tasks=tasks, reserved=reserved))
     order, seen = Order(128, 6, "window", 2, seed=3), []
     for rank in range(2):
@@ -77,7 +77,7 @@ def test_weights_keys_and_reserved_columns_come_with_their_rows(folder, plain):
             assert rows == [number for number, _ in real_rows(batch)]
             assert batch.reserved.to_pydict() == {"name": [str(number) for number in rows]}
             texts = pa.array([str(number) for number in rows])
-            assert batch.keys[here, 1].tolist() == group_keys(texts).tolist()
+            assert batch.keys[here, 1].tolist() == compute_group_keys(texts).tolist()
             expected = [[plain[number][0], plain[number][2]] for number in rows]
             assert batch.task_weights[here].tolist() == expected
             assert not batch.task_weights[~here].any() and not batch.keys[~here].any()

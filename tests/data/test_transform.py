@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from reading import parse_transforms, read
 
 from raytrec.common.errors import DataError
-from raytrec.config.features import columns_before
+from raytrec.config.features import resolve_input_columns
 from raytrec.config.schema import Schema
 from raytrec.data.form import ReadPlan
 from raytrec.data.transform import apply_transforms
@@ -167,7 +167,7 @@ def test_ages():
     (spec,) = parse_transforms(
         [{"do": "age", "columns": ["joined"], "into": ["days"], "until_column": "now"}]
     )
-    assert columns_before([spec], ["days"]) == ["joined", "now"]
+    assert resolve_input_columns([spec], ["days"]) == ["joined", "now"]
     assert apply_transforms(table, (spec,), "test")["days"].to_pylist() == expected
     (read,) = parse_transforms([yaml.safe_load("{do: age, columns: [x], until: 2026-03-01}")])
     assert read.until == "2026-03-01", "YAML reads dates as dates"
@@ -255,7 +255,7 @@ def test_columns_before():
             {"do": "m:f", "reads": ["a", "d"], "writes": ["e"]},
         ]
     )
-    assert sorted(columns_before(steps, ["a", "B", "e", "z"])) == ["a", "b", "c", "d", "z"]
+    assert sorted(resolve_input_columns(steps, ["a", "B", "e", "z"])) == ["a", "b", "c", "d", "z"]
 
 
 @pytest.mark.parametrize(

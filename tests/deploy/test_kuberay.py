@@ -18,8 +18,8 @@ from launching import ROOT, Planner
 from pydantic import BaseModel, ConfigDict, Field
 from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
 
-from raytrec.serving.deployment import replicas_for
-from raytrec.serving.options import Served
+from raytrec.serving.deployment import compute_replicas
+from raytrec.serving.options import ServiceOptions
 
 FOLDER, KUBERNETES = ROOT / "deploy" / "kuberay", "1.33"
 WORKER, READER = {"CPU": 1, "GPU": 1}, {"CPU": 1}
@@ -152,7 +152,7 @@ def test_a_service_has_the_head_of_the_others_and_what_serve_needs(cluster, serv
     assert ours["headGroupSpec"]["rayStartParams"] == others["headGroupSpec"]["rayStartParams"]
     config = yaml.safe_load(service["spec"]["serveConfigV2"])
     (application,) = config["applications"]
-    served = Served(**application["args"])
+    served = ServiceOptions(**application["args"])
     assert (config["proxy_location"], application["route_prefix"], served.host) == (
         "Disabled",
         None,
@@ -167,7 +167,9 @@ def test_a_service_has_the_head_of_the_others_and_what_serve_needs(cluster, serv
         assert {"name": "serve", "containerPort": served.port} in container["ports"]
     assert container["readinessProbe"]["httpGet"] == {"path": "/ready", "port": "serve"}
     (scaling,) = (each["autoscaling_config"] for each in application["deployments"])
-    assert scaling["policy"]["policy_function"] == f"{replicas_for.__module__}:{replicas_for.__name__}"
+    assert (
+        scaling["policy"]["policy_function"] == f"{compute_replicas.__module__}:{compute_replicas.__name__}"
+    )
     (group,) = ours["workerGroupSpecs"]
     cpus = int(container["resources"]["limits"]["cpu"]) * group["maxReplicas"]
     assert scaling["max_replicas"] <= cpus, "more replicas than there are CPUs for"

@@ -29,7 +29,7 @@ def address(tmp_path, monkeypatch):
     from ray.cluster_utils import Cluster
 
     from raytrec.cluster.session import stay_on_loopback
-    from raytrec.compat.ray_start import only_what_is_needed
+    from raytrec.compat.ray_start import omit_unneeded_processes
 
     monkeypatch.setenv("RAY_prestart_worker_first_driver", "0")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -41,7 +41,7 @@ def address(tmp_path, monkeypatch):
     broken = simulated_packages.install(tmp_path / "broken", broken)
     without = simulated_packages.install(tmp_path / "without", {"sitecustomize.py": NO_RAYTREC})
     node = {"num_cpus": 2, "node_ip_address": "127.0.0.1", "object_store_memory": 100 << 20}
-    with only_what_is_needed():
+    with omit_unneeded_processes():
         cluster = Cluster(initialize_head=True, head_node_args=node)
         try:
             second = {"PYTHONPATH": os.pathsep.join([other, own]), "HOME": str(tmp_path / "nowhere")}

@@ -20,7 +20,7 @@ from raytrec.cli import main
 from raytrec.cluster import session
 from raytrec.common.errors import RunError
 from raytrec.doctor import child, examine, host_checks, network, nodes
-from raytrec.doctor.examine import as_json, as_markdown, shared
+from raytrec.doctor.examine import as_json, shared, to_markdown
 from raytrec.doctor.host_checks import FAILURE, HOST_CHECKS, OK, WARNING, run_check
 from raytrec.doctor.nodes import ThisHost
 
@@ -100,7 +100,7 @@ def test_the_loaders_first_error_is_shown_in_place_of_no_such_operator(installed
     ],
 )
 def test_what_to_do_about_an_error_of_the_loader(error, do):
-    assert do in child._repair(error)
+    assert do in child._suggest_repair(error)
 
 
 NVML = """
@@ -154,7 +154,7 @@ def test_a_wheel_for_cpus_where_there_are_gpus(with_gpus):
 def test_shared_memory_that_is_full(tmp_path, monkeypatch):
     with small_disk(tmp_path / "shm", "1m") as place:
         fill(place)
-        monkeypatch.setattr(host_checks, "SHARED_MEMORY", place)
+        monkeypatch.setattr(host_checks, "SHARED_MEMORY_FOLDER", place)
         assert "0.00 GiB free" in the_only("shared memory", WARNING).finding
         (line,) = [line for line in host_checks.check_before_run() if line.startswith("shared memory")]
         assert "--shm-size" in line, "raytrec train warns of it, too"
@@ -168,8 +168,8 @@ def test_disks_memory_and_limits_that_are_short(tmp_path, monkeypatch):
         assert "RAY_TMPDIR" in the_only("Ray's folder", FAILURE).do
     monkeypatch.setattr(host_checks, "system_memory", lambda: 1 << 29)
     assert "0.5 GiB available of 0.5" in the_only("memory", WARNING).finding
-    monkeypatch.setattr(host_checks, "LEAST_FILES", 1 << 40)
-    monkeypatch.setattr(host_checks, "ENOUGH_FILES", 1 << 40)
+    monkeypatch.setattr(host_checks, "MIN_OPEN_FILES", 1 << 40)
+    monkeypatch.setattr(host_checks, "RECOMMENDED_OPEN_FILES", 1 << 40)
     assert "ulimit -n" in the_only("limits", FAILURE).do
 
 
@@ -190,7 +190,7 @@ def test_a_run_of_this_host_warns_of_what_is_short_before_ray_starts(tiny_data, 
     from raytrec.driver.prepare import open_run, resolve_config
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(host_checks, "LEAST_MEMORY", 1 << 60)
+    monkeypatch.setattr(host_checks, "MIN_MEMORY_BYTES", 1 << 60)
     for address, warns in ((None, True), ("auto", False)):
         settings = parquet.settings(tiny_data, tmp_path / "run", scaling__address=address)
         lines = check_plan(open_run(*resolve_config(settings, [])))
@@ -263,7 +263,7 @@ def test_a_cluster_of_another_python_or_ray_is_named_with_both(monkeypatch, clus
     own = dict(zip(("ray_version", "python_version"), compute_version_info(), strict=True))
     monkeypatch.setattr(ray, "init", lambda **_: check_version_info(own | cluster, "node 10.0.0.2"))
     with pytest.raises(RunError) as error:
-        session._init("scaling.address=auto", address="auto")
+        session._connect("scaling.address=auto", address="auto")
     assert what in error.value.what and error.value.do
 
 
@@ -286,7 +286,7 @@ def test_a_check_that_fails_itself_or_hangs_is_a_row():
 
 
 def test_every_check_has_its_place_in_the_table():
-    between = {*examine.AMONG_NODES, "storage"}
+    between = {*examine.CLUSTER_CHECKS, "storage"}
     assert sorted([*HOST_CHECKS, *between]) == sorted(examine.CHECK_ORDER)
 
 
@@ -346,7 +346,7 @@ def test_a_port_that_nothing_answers_at_is_named_by_the_pair(monkeypatch):
 def test_interfaces(address, own, chosen, several, result, finding):
     have = {"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"], "docker0": ["172.17.0.1"]}
     found = {"own": own, "have": have, "chosen": chosen}
-    got, what, do = network._judge(found, address, False, several)
+    got, what, do = network._diagnose_interfaces(found, address, False, several)
     assert got == result and finding in what and (do == "") == (result == OK)
 
 
@@ -397,7 +397,7 @@ def test_smallest_groups_that_fail_to_reduce_are_named(monkeypatch, count, bad, 
     speeds = [diagnosis.finding for diagnosis in found[len(failed) :]]
     speed = "0.17 GB/s (100.0 ms for 16 MiB), gloo over TCP (eth0)"
     assert speeds == ([f"over {rest} nodes: {speed}"] if rest else [])
-    assert len(hosts.tried) <= network.MAX_TRIES and len(hosts.tried) == len({*hosts.tried})
+    assert len(hosts.tried) <= network.MAX_ALL_REDUCES and len(hosts.tried) == len({*hosts.tried})
     assert failures or len(hosts.tried) == 1, "one all-reduce where nothing fails"
 
 
@@ -406,7 +406,7 @@ def test_tries_to_reduce_are_bounded(monkeypatch):
     hosts = SeveralHosts(monkeypatch, 40, *everyone)
     found = [*network.check_all_reduce(hosts)]
     assert found and all(diagnosis.result == FAILURE for diagnosis in found)
-    assert len(hosts.tried) == network.MAX_TRIES
+    assert len(hosts.tried) == network.MAX_ALL_REDUCES
 
 
 def test_nothing_is_reduced_over_nodes_that_cannot_connect_or_import_torch(monkeypatch):
@@ -420,13 +420,13 @@ def test_nothing_is_reduced_over_nodes_that_cannot_connect_or_import_torch(monke
 
 
 def test_clocks_that_are_apart():
-    found = [*nodes.judge_clocks({"a": (0.2, 0.01), "b": (-7.0, 0.5), "c": (1000.0, 1.0), "d": (5, 6)})]
+    found = [*nodes.diagnose_clocks({"a": (0.2, 0.01), "b": (-7.0, 0.5), "c": (1000.0, 1.0), "d": (5, 6)})]
     assert [(diagnosis.hosts, diagnosis.result) for diagnosis in found] == [
         (("b",), WARNING),
         (("c",), FAILURE),
     ]
     assert "7.0 s behind" in found[0].finding and "ahead of" in found[1].finding
-    (fine,) = nodes.judge_clocks({"a": (0.2, 0.01)})
+    (fine,) = nodes.diagnose_clocks({"a": (0.2, 0.01)})
     assert fine.result == OK
 
 
@@ -492,7 +492,7 @@ def test_what_is_shared_has_neither_host_nor_user_nor_path(tmp_path, monkeypatch
         monkeypatch.setenv(name, str(value))
     monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
     found = examine.examine(storage=[str(home / "secret")])
-    whole, text = json.dumps(as_json(found)), as_markdown(shared(found))
+    whole, text = json.dumps(as_json(found)), to_markdown(shared(found))
     assert "| failure | storage |" in text and "| warning | clusters |" in text, text
     for hidden in ("alice", "secret", "127.0.0", str(tmp_path), str(rays), sys.prefix):
         assert hidden in whole and hidden not in text
@@ -522,4 +522,4 @@ def test_names_in_findings_are_replaced():
         "node 1 cannot reach node 2 at port 4711: ADDRESS node 1 ADDRESS PATH/x.so.13 loading "
         "fbgemm_gpu_py.so, STORAGE torch 2.13.0 fbgemm::cumsum"
     )
-    assert as_markdown(found).count("\n") == 4
+    assert to_markdown(found).count("\n") == 4

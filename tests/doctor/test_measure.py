@@ -5,25 +5,25 @@ import pytest
 
 from raytrec.doctor.child import measure_rates
 from raytrec.embeddings.optimizers import OPTIMIZERS
-from raytrec.planning.probe import fit_lookups, lookup_shape, lookups_on, rates_from
+from raytrec.planning.probe import compute_rates, count_lookup_work, fit_lookup_rates, list_lookups
 from raytrec.planning.rates import COLLECTIVES, DENSE, LookupRates, Rates
 
 
 def test_what_a_byte_an_id_and_a_table_take_is_told_apart():
-    shapes = [lookup for lookup in lookups_on("cpu") if lookup[0] == "adagrad"]
+    shapes = [lookup for lookup in list_lookups("cpu") if lookup[0] == "adagrad"]
     true = LookupRates(3e-10, 2e-8, 1e-5)
-    took = {shape: true.seconds(*lookup_shape(*shape)) for shape in shapes}
-    assert fit_lookups(took) == pytest.approx(true)
+    took = {shape: true.seconds(*count_lookup_work(*shape)) for shape in shapes}
+    assert fit_lookup_rates(took) == pytest.approx(true)
     less = {shape: seconds - 1e-5 * shape[1] * 1.5 for shape, seconds in took.items()}
-    assert min(fit_lookups(less)) >= 0
+    assert min(fit_lookup_rates(less)) >= 0
 
 
 def test_rates_are_medians_of_samples_with_constants_of_the_host():
-    one = {f"lookup {lookup}": 1e-4 for lookup in lookups_on("cpu")} | {"on_gpu": 0.0}
+    one = {f"lookup {lookup}": 1e-4 for lookup in list_lookups("cpu")} | {"on_gpu": 0.0}
     one |= {f"matrix {name}": 1e11 for name in ("fp32", "tf32", "bf16")} | {"copy": 1e10, "stream": 1e9}
     for kind in COLLECTIVES:
         one |= {f"{kind} 256": 1e-4, f"{kind} {1 << 20}": 1e-3}
-    found = rates_from([[one, one | {"copy": 1.0}, one]] * 2)
+    found = compute_rates([[one, one | {"copy": 1.0}, one]] * 2)
     assert (found.copy, found.ranks, found.device) == (1e10, 2, "cpu") and found.cores >= 1
     assert found.latency_s["all_to_all"] == 1e-4
     assert found.bandwidth["all_gather"] == pytest.approx(4 * (2**20 - 256) / 2 / 9e-4)
@@ -31,8 +31,8 @@ def test_rates_are_medians_of_samples_with_constants_of_the_host():
 
 
 def test_every_optimizer_is_measured_where_it_has_a_kernel():
-    assert {way for way, *_ in lookups_on("cuda")} == {*OPTIMIZERS.parts, DENSE}
-    assert {way for way, *_ in lookups_on("cpu")} == {*Rates.of_cpu(1).lookup}
+    assert {way for way, *_ in list_lookups("cuda")} == {*OPTIMIZERS.parts, DENSE}
+    assert {way for way, *_ in list_lookups("cpu")} == {*Rates.of_cpu(1).lookup}
 
 
 @pytest.mark.survive

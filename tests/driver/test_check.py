@@ -110,10 +110,10 @@ def test_what_a_check_that_fails_says(tmp_path, monkeypatch, capsys):
     ]
     found = {"findings": findings, "plan": [], "world_size": 2}
     monkeypatch.setattr(check, "run_group", lambda *_, **__: found)
-    monkeypatch.setattr(check, "session_of", lambda config: nullcontext())
+    monkeypatch.setattr(check, "open_session", lambda config: nullcontext())
     (tmp_path / "schema.yaml").write_text(parquet.SCHEMA_YAML)
     (tmp_path / "run.json").write_text(json.dumps(settings(tmp_path, tmp_path)))  # JSON is YAML
-    with patch("raytrec.cluster.session.begin_early"), pytest.raises(SystemExit) as ended:
+    with patch("raytrec.cluster.session.warm_up_early"), pytest.raises(SystemExit) as ended:
         main(["check", str(tmp_path / "run.json")])
     assert ended.value.code == 1
     said = capsys.readouterr()

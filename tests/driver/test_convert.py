@@ -28,16 +28,16 @@ def wider(rows):
 
 def begun(rank, world, root, schema, optimizer):
     """A checkpoint after three steps on these ranks."""
-    from raytrec.checkpoint.managed import saved_ids
-    from raytrec.checkpoint.save import Saver
+    from raytrec.checkpoint.managed import gather_ids
+    from raytrec.checkpoint.save import CheckpointWriter
     from raytrec.checkpoint.state import LogicalState
 
     made = config(world, {"sharding_type": "row_wise"}, optimizer)
     step = build(made, schema)
     train(step, parts(rank, world))
-    state, saver = LogicalState(step.model, step.optimizer), Saver(root, made.checkpoint)
+    state, saver = LogicalState(step.model, step.optimizer), CheckpointWriter(root, made.checkpoint)
     about = {"config": made.model_dump(by_alias=True, mode="json"), "schema": schema.to_yaml(), "data": ""}
-    ids, about_ids = saved_ids(step.maps)
+    ids, about_ids = gather_ids(step.maps)
     about |= {"progress": checkpoints.progress(STEPS)} | about_ids
     saver.save(STEPS, state.tensors(), about, ids)
     assert saver.taken().error is None
@@ -45,10 +45,10 @@ def begun(rank, world, root, schema, optimizer):
 
 def parts(rank, world, seed=1):
     """Batches of ids that all tables have."""
-    from raytrec.checks.parity.batches import cuts, local_batch, random_batches
+    from raytrec.checks.parity.batches import cuts, make_local_batch, random_batches
 
     whole = random_batches(SCHEMA, 12, STEPS, seed=seed)
-    return [local_batch(b, SCHEMA, cuts(12, world, "unequal"), rank) for b in whole]
+    return [make_local_batch(b, SCHEMA, cuts(12, world, "unequal"), rank) for b in whole]
 
 
 def goes_on(rank, world, folder, optimizer):

@@ -2,7 +2,12 @@
 
 import asyncio
 
-from raytrec.common.messages import BEAT_S, MOST_BEATS, Command, beat_s
+from raytrec.common.messages import (
+    HEARTBEAT_INTERVAL_S,
+    MAX_HEARTBEATS_PER_S,
+    Command,
+    compute_heartbeat_interval,
+)
 from raytrec.driver.coordinator import Coordinator
 
 WAITS = "wait, distributed/comm_ops.py:12"
@@ -18,18 +23,18 @@ def hang(*states, idle_s=8, silent_s=None, hang_timeout_s=5, patience_s=60):
     coordinator = Coordinator(hang_timeout_s, patience_s)
 
     async def meet():
-        coordinator._keep_looking = lambda: asyncio.sleep(0)
+        coordinator._watch_ranks = lambda: asyncio.sleep(0)
         for rank in range(len(states)):
             await coordinator.enter("a", rank, len(states), 100 + rank, "10.0.0.1", "")
         for rank, state in enumerate(states):
             await coordinator.beat("a", rank, *state)
         assert await coordinator.beat("before", 0, 1, 1, "step", "", False) == Command.ABORT
         for rank, member in coordinator._members.items():
-            member.progress_at -= idle_s
-            member.beat_at -= (silent_s or {}).get(rank, 0)
+            member.last_progress_at -= idle_s
+            member.last_heartbeat_at -= (silent_s or {}).get(rank, 0)
 
     asyncio.run(meet())
-    return coordinator._hang()
+    return coordinator._describe_hang()
 
 
 def test_the_rank_that_others_wait_for_is_named():
@@ -72,8 +77,13 @@ def test_all_gpus_alike():
 
 
 def test_heartbeats_a_second_are_bounded():
-    assert beat_s(1) == beat_s(256) == BEAT_S, "few ranks are heard as often as ever"
-    assert all(world / beat_s(world) <= MOST_BEATS for world in (1, 256, 257, 1024, 4096))
+    assert compute_heartbeat_interval(1) == compute_heartbeat_interval(256) == HEARTBEAT_INTERVAL_S, (
+        "few ranks are heard as often as ever"
+    )
+    assert all(
+        world / compute_heartbeat_interval(world) <= MAX_HEARTBEATS_PER_S
+        for world in (1, 256, 257, 1024, 4096)
+    )
 
 
 def test_many_ranks_that_are_heard_rarely_are_not_silent():
@@ -82,7 +92,7 @@ def test_many_ranks_that_are_heard_rarely_are_not_silent():
         states = [(9, 57, "step", "", False)] * world
         return hang(*states, idle_s=60, silent_s=ages, hang_timeout_s=50, patience_s=500)
 
-    late = beat_s(1024) * 1.5
+    late = compute_heartbeat_interval(1024) * 1.5
     assert late >= 3.0 and "no heartbeat" not in found(1024, late)
     assert "rank 0 (pid 100 on 10.0.0.1) hangs: no heartbeat for 3 s" in found(4, late + 0.1)
     assert "rank 700 (pid 800 on 10.0.0.1) hangs: no heartbeat for 8 s" in found(1024, late, dead=700)

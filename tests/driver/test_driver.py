@@ -17,8 +17,8 @@ import pynvml
 import pytest
 
 from raytrec.common import machine
-from raytrec.common.errors import ConfigError, DataError, GpuFailed, RunError
-from raytrec.common.machine import awaits_recovery, check_gpu
+from raytrec.common.errors import ConfigError, DataError, GpuFailedError, RunError
+from raytrec.common.machine import check_gpu, find_needed_recovery
 from raytrec.config.run_config import load_config
 from raytrec.driver import run as driver
 from raytrec.driver.datasets import open_data
@@ -38,12 +38,12 @@ class Runs(dict):
 
     def __init__(self, folder, place, heard):
         super().__init__()
-        self._folder, self._place, self._heard = folder, place, heard
+        self._folder, self._locate_mistake, self._heard = folder, place, heard
 
     def __missing__(self, workers):
         values = parquet.settings(
             self._folder,
-            self._place / f"w{workers}",
+            self._locate_mistake / f"w{workers}",
             scaling__num_workers=workers,
             train__epochs=3,
             train__eval_every_steps=20,
@@ -218,7 +218,7 @@ def test_gloo_and_nccl_are_told_the_interface_that_ray_uses(monkeypatch, tmp_pat
     """As a worker's process is, before it joins a group. Existing settings stay."""
     import ray
 
-    from raytrec.cluster.session import loopback_environment
+    from raytrec.cluster.session import get_loopback_environment
 
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
@@ -226,12 +226,12 @@ def test_gloo_and_nccl_are_told_the_interface_that_ray_uses(monkeypatch, tmp_pat
         """Of a worker in an environment with these variables."""
         import os
 
-        from raytrec.worker.rendezvous import keep_to_own_address
+        from raytrec.worker.rendezvous import listen_on_own_address
 
         for name in (*names, "NCCL_CONF_FILE"):  # a local cluster's processes have inherited them
             os.environ.pop(name, None)
         os.environ |= env
-        keep_to_own_address()
+        listen_on_own_address()
         return {name: os.environ.get(name) for name in names}
 
     (tmp_path / "nccl.conf").write_text("NCCL_DEBUG=WARN\nNCCL_SOCKET_IFNAME=ib0\n")
@@ -245,9 +245,12 @@ def test_gloo_and_nccl_are_told_the_interface_that_ray_uses(monkeypatch, tmp_pat
     assert conf == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": None}, "NCCL's own file has it"
     for name in names:
         monkeypatch.delenv(name, raising=False)
-    assert loopback_environment().items() >= {"NCCL_SOCKET_IFNAME": "=lo", "GLOO_SOCKET_IFNAME": "lo"}.items()
+    assert (
+        get_loopback_environment().items()
+        >= {"NCCL_SOCKET_IFNAME": "=lo", "GLOO_SOCKET_IFNAME": "lo"}.items()
+    )
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
-    assert loopback_environment()["NCCL_SOCKET_IFNAME"] == "eth7"
+    assert get_loopback_environment()["NCCL_SOCKET_IFNAME"] == "eth7"
 
 
 def test_a_worker_whose_torch_has_no_gpu_says_so(monkeypatch):
@@ -268,12 +271,12 @@ GROWING = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
 def test_memory_of_gpus_grows_unless_the_environment_has_other_settings(monkeypatch):
-    from raytrec.worker.rendezvous import grow_segments
+    from raytrec.worker.rendezvous import enable_expandable_segments
 
     for given, set_for_it in (({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, {}), ({}, GROWING)):
         with monkeypatch.context() as patch:
             patch.setattr(os, "environ", dict(given))
-            grow_segments()
+            enable_expandable_segments()
             assert os.environ == given | set_for_it
 
 
@@ -310,7 +313,11 @@ def test_a_gpu_that_has_failed_is_not_used_again(two_gpus, monkeypatch, action, 
         monkeypatch.setattr(pynvml, name, lambda: None)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda index: index)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetFieldValues", lambda gpu, _: [field if gpu else healthy])
-    with pytest.raises(GpuFailed, match=f"GPU 1 of .* asks for {asks}") if asks else nullcontext() as error:
+    with (
+        pytest.raises(GpuFailedError, match=f"GPU 1 of .* asks for {asks}")
+        if asks
+        else nullcontext() as error
+    ):
         check_gpu("127.0.0.1")
     assert not asks or error.value.place[1] == "1"
 
@@ -319,7 +326,7 @@ def test_the_recovery_of_a_gpu_that_is_not_visible_is_unknown(monkeypatch):
     for name in ("nvmlInit", "nvmlShutdown"):
         monkeypatch.setattr(pynvml, name, lambda: None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    assert awaits_recovery("cuda:1") is None
+    assert find_needed_recovery("cuda:1") is None
 
 
 def seen(folder):

@@ -18,8 +18,8 @@ from standin.clock import simulated
 
 from raytrec.common.errors import ConfigError, DataError, RunError, SchemaError
 from raytrec.config.run_config import load_config
-from raytrec.driver.evaluation import evaluation_config, scratch_folder
-from raytrec.driver.run import with_recovery_hint
+from raytrec.driver.evaluation import create_scratch_folder, load_evaluation_config
+from raytrec.driver.run import add_recovery_hint
 
 ROWS = 6 * 12
 
@@ -36,7 +36,7 @@ def evaluated(rank, world, memory=None):
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     config = small.config(world, {"sharding_type": "row_wise"})
     step, _ = build_step(config, small.SCHEMA, device)
-    selection = Selection.of_config(config, small.SCHEMA)
+    selection = Selection.from_config(config, small.SCHEMA)
     _, local = small.batches(6, rank, world)
     read = [batch.pin_memory() for batch in local] if on_gpu else local
     dataset = SimpleNamespace(rows=ROWS, uri="here")
@@ -77,11 +77,11 @@ def test_a_gpu_gives_the_figures_of_a_cpu_and_does_not_run_dry(memory):
 def test_the_auc_of_many_rows_leaves_the_tables_their_memory(rows, place):
     from standin import cuda
 
-    from raytrec.metrics.evaluation import place_for
+    from raytrec.metrics.evaluation import choose_ranking_device
 
     with cuda():
-        assert place_for(rows, torch.device("cuda", 0)).type == place
-    assert place_for(rows, torch.device("cpu")).type == "cpu"
+        assert choose_ranking_device(rows, torch.device("cuda", 0)).type == place
+    assert choose_ranking_device(rows, torch.device("cpu")).type == "cpu"
 
 
 def test_what_to_do_when_a_trained_run_could_not_be_evaluated(tmp_path, monkeypatch):
@@ -89,11 +89,11 @@ def test_what_to_do_when_a_trained_run_could_not_be_evaluated(tmp_path, monkeypa
     values = {"data": {"train": "d"}, "run": {"dir": str(tmp_path / "a run")}}
     config, root = load_config(values), tmp_path / "a run/checkpoints"
     bad = DataError("id 7", where="there", do="correct the data")
-    assert with_recovery_hint(bad, config, 20) is bad, "nothing is saved"
+    assert add_recovery_hint(bad, config, 20) is bad, "nothing is saved"
     checkpoints.index_alone(root, 10)
-    assert with_recovery_hint(bad, config, 20) is bad, "not all is trained"
+    assert add_recovery_hint(bad, config, 20) is bad, "not all is trained"
     last = checkpoints.index_alone(root, 20)
-    told = with_recovery_hint(bad, config, 20)
+    told = add_recovery_hint(bad, config, 20)
     assert type(told) is DataError and (told.what, told.where) == ("id 7", "there")
     assert told.do == (
         f"correct the data; all 20 steps are trained and saved, in {last}: evaluate them with "
@@ -101,7 +101,7 @@ def test_what_to_do_when_a_trained_run_could_not_be_evaluated(tmp_path, monkeypa
         "`raytrec train --resume 'a run'`"
     )
     config = load_config(values | {"model": {"name": "mine:Model"}})
-    told = with_recovery_hint(RunError("no answer"), config, 20)
+    told = add_recovery_hint(RunError("no answer"), config, 20)
     assert "`raytrec evaluate 'a run' --allow-code`" in told.do
 
 
@@ -113,7 +113,7 @@ ABOUT = {
 
 def test_what_an_evaluation_can_change():
     changes = ["tables.us*.out_of_range=hash", "data.on_error=skip", "scaling.num_workers=1"]
-    config, schema = evaluation_config(ABOUT, "there", changes, allow_code=False)
+    config, schema = load_evaluation_config(ABOUT, "there", changes, allow_code=False)
     assert (config.data.on_error, config.scaling.num_workers) == ("skip", 1)
     assert (schema.tables["user"].out_of_range, schema.tables["tag"].out_of_range) == ("hash", "error")
 
@@ -132,7 +132,7 @@ def test_what_an_evaluation_can_change():
 )
 def test_what_an_evaluation_cannot_change(change, message):
     with pytest.raises((ConfigError, SchemaError), match=message):
-        evaluation_config(ABOUT, "there", [change], allow_code=False)
+        load_evaluation_config(ABOUT, "there", [change], allow_code=False)
 
 
 def test_a_killed_evaluations_folder_is_removed_by_the_next_and_one_with_a_traceback_stays(
@@ -141,7 +141,7 @@ def test_a_killed_evaluations_folder_is_removed_by_the_next_and_one_with_a_trace
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     code = (
         "import os, signal, sys, tempfile; tempfile.tempdir = sys.argv[1]\n"
-        "from raytrec.driver.evaluation import scratch_folder\n"
+        "from raytrec.driver.evaluation import create_scratch_folder\n"
         "with scratch_folder() as one, scratch_folder() as other:\n"
         "    open(one + '/ray.log', 'w').close()\n"
         "    open(other + '/error.txt', 'w').close()\n"
@@ -149,7 +149,7 @@ def test_a_killed_evaluations_folder_is_removed_by_the_next_and_one_with_a_trace
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=60)
     assert len(list(tmp_path.iterdir())) == 2
-    with scratch_folder() as folder:
+    with create_scratch_folder() as folder:
         assert {path.parent == Path(folder) for path in tmp_path.glob("*/*")} == {False}
         assert len(list(tmp_path.iterdir())) == 2
     assert [path.name for path in tmp_path.glob("*/*")] == ["error.txt"]

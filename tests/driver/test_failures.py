@@ -6,7 +6,7 @@ from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
 from raytrec.common.errors import DataError
 from raytrec.common.messages import Restart
-from raytrec.driver.failure_analysis import Kind, find_cause, main_line
+from raytrec.driver.failure_analysis import Kind, extract_main_line, find_cause
 
 GLOO = RuntimeError("[../third_party/gloo/gloo/pair.cc:547] Connection closed by peer [127.0.0.1]")
 OURS = DataError("label 'y' is 7", where="part-0.parquet")
@@ -22,7 +22,7 @@ OURS = DataError("label 'y' is 7", where="part-0.parquet")
         ({0: ActorDiedError(), 1: NodeDiedError("gone")}, Kind.NODE, "rank 1 lost its node"),
         ({0: Restart("at step 3"), 1: GLOO}, Kind.RESTART, "at step 3"),
         ({0: GLOO, 1: OutOfMemoryError("the node was")}, Kind.DEATH, "rank 1 was ended by Ray, because"),
-        ({1: RuntimeError("Timed out waiting 60000ms")}, Kind.FOLLOWED, "rank 1 raised RuntimeError"),
+        ({1: RuntimeError("Timed out waiting 60000ms")}, Kind.CONSEQUENCE, "rank 1 raised RuntimeError"),
     ],
 )
 def test_the_root_cause(failures, kind, sentence):
@@ -80,7 +80,7 @@ def test_an_error_of_its_own_gpu_that_comes_up_in_a_collective(text, message):
     lost = NCCL.format("remote process exited or there was a network error", "ncclRemoteError: A call failed")
     cause = find_cause({0: RuntimeError(lost), 1: RuntimeError(text), 2: RuntimeError(lost)})
     assert (cause.kind, cause.rank) == (Kind.ERROR, 1) and message in cause.text, cause
-    assert message in main_line(text) and "\n" not in main_line(text)
+    assert message in extract_main_line(text) and "\n" not in extract_main_line(text)
 
 
 @pytest.mark.parametrize(
@@ -105,14 +105,14 @@ def test_an_error_of_its_own_gpu_that_comes_up_in_a_collective(text, message):
     ],
 )
 def test_what_nccl_says_of_others_follows_from_them(text):
-    assert find_cause({1: RuntimeError(text)}).kind == Kind.FOLLOWED
+    assert find_cause({1: RuntimeError(text)}).kind == Kind.CONSEQUENCE
 
 
 @pytest.mark.parametrize(
     "text,line", [("", ""), ("\n", ""), ("a\nb\n", "b"), ("bad value" + FRAMES, "bad value")]
 )
 def test_the_line_that_says_most(text, line):
-    assert main_line(text) == line
+    assert extract_main_line(text) == line
 
 
 @pytest.fixture
@@ -130,9 +130,9 @@ def decisions(coordinator, budget, *failures):
     """What the policy decides on one group error after the other."""
     import ray.train
 
-    from raytrec.driver.policies import FailedGpus, FailuresWithReason
+    from raytrec.driver.policies import FailedGpus, GroupFailurePolicy
 
-    policy = FailuresWithReason(ray.train.FailureConfig(), coordinator, budget, FailedGpus(1))
+    policy = GroupFailurePolicy(ray.train.FailureConfig(), coordinator, budget, FailedGpus(1))
     errors = [f if isinstance(f, Exception) else WorkerGroupError("", f) for f in failures]
     return [policy.make_decision(training_failed_error=e).value for e in errors]
 

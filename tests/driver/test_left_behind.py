@@ -121,5 +121,5 @@ def test_old_cycles_are_found_soon():
 
 def test_ranks_have_few_arenas(ray_cluster, tmp_path):
     """Each of glibc's arenas keeps what its threads needed at most."""
-    run = group._ray_run(str(tmp_path / "checkpoints"))
+    run = group._make_ray_run_config(str(tmp_path / "checkpoints"))
     assert run.worker_runtime_env["env_vars"]["MALLOC_ARENA_MAX"] == "2"

@@ -14,15 +14,15 @@ from small import a_schema
 from waiting import wait_for
 
 from raytrec.common import machine
-from raytrec.common.errors import ConfigError, GpuFailed
-from raytrec.common.machine import smallest_gpu_memory
-from raytrec.compat.ray_core import alive_nodes
+from raytrec.common.errors import ConfigError, GpuFailedError
+from raytrec.common.machine import get_smallest_gpu_memory
+from raytrec.compat.ray_core import list_alive_nodes
 from raytrec.config.run_config import RunConfig
 from raytrec.driver import launch, nodes
 from raytrec.driver import run as driver
 from raytrec.driver.nodes import GpuNode
 from raytrec.embeddings.constraints import resolve_constraints
-from raytrec.planning.memory import memory_for_copies
+from raytrec.planning.memory import estimate_copy_bytes
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_nodes_are_asked_while_others_use_all_they_have(ray_with_gpus):
     with patch("raytrec.driver.nodes.is_local", lambda: False):
         (node,) = nodes.gpu_nodes()
     ray.kill(busy)
-    assert node == GpuNode("127.0.0.1", 2, **nodes.look_here())
+    assert node == GpuNode("127.0.0.1", 2, **nodes.inspect_this_node())
     assert node.built_for in ("cpu", "cuda") and node.host_memory > 2**30
 
 
@@ -107,15 +107,15 @@ def test_a_node_that_does_not_answer_is_left_to_the_workers(ray_with_gpus, conso
 def test_rooms_for_workers_and_their_readers(ray_with_gpus, workers, readers, message):
     """Readers' CPUs are their workers' where all nodes have GPUs: tasks that find none wait for ever."""
     with pytest.raises(ConfigError, match=message):
-        nodes._check_room(settings(workers, readers), "cuda", 2)
-    nodes._check_room(settings(2, 2), "cuda", 2)
+        nodes._check_capacity(settings(workers, readers), "cuda", 2)
+    nodes._check_capacity(settings(2, 2), "cuda", 2)
     with pytest.raises(ConfigError, match="6 CPUs for 2 workers"):
-        nodes._check_room(settings(2, 3), "cpu", 2)
+        nodes._check_capacity(settings(2, 3), "cpu", 2)
 
 
 def test_a_worker_sets_aside_what_its_readers_need():
     run = settings(2, 3, cpus_per_worker=2)
-    assert nodes.bundle(run, "cpu") == {"CPU": 5} and nodes.local_cpus(run) == 10
+    assert nodes.bundle(run, "cpu") == {"CPU": 5} and nodes.count_local_cpus(run) == 10
     assert nodes.bundle(run, "cuda") == {"CPU": 5, "GPU": 1}
     assert nodes.bundle(run, "cuda", others_read=True) == {"CPU": 2, "GPU": 1}
 
@@ -126,7 +126,7 @@ def test_an_autoscaler_hears_of_the_cpus_that_read(ray_with_gpus):
     from ray._private.ray_constants import AUTOSCALER_RESOURCE_REQUEST_CHANNEL as CHANNEL
     from ray.experimental.internal_kv import _internal_kv_get
 
-    from raytrec.driver.policies import RoomOnNodes
+    from raytrec.driver.policies import NodeCapacityPolicy
 
     def asks(readers, workers):
         bundles = json.loads(_internal_kv_get(CHANNEL) or "[]")
@@ -135,7 +135,7 @@ def test_an_autoscaler_hears_of_the_cpus_that_read(ray_with_gpus):
 
     places = {"CPU": 1, "GPU": 1}
     scaling = ray.train.ScalingConfig(num_workers=2, use_gpu=True, resources_per_worker=places)
-    room = RoomOnNodes(scaling, None, 2, 2, cpus_beside=4)
+    room = NodeCapacityPolicy(scaling, None, 2, 2, cpus_beside=4)
     room.after_controller_start(SimpleNamespace(run_id="a"))
     wait_for(lambda: asks(readers=4, workers=2), "request", 120)
     room.before_controller_abort()
@@ -147,10 +147,10 @@ def test_a_gpu_that_has_failed_is_left_out_where_there_are_others(ray_with_gpus)
     import ray
     from ray.train.v2.api.exceptions import ControllerError
 
-    from raytrec.driver.policies import FailedGpus, FailuresWithReason
+    from raytrec.driver.policies import FailedGpus, GroupFailurePolicy
 
-    (node,) = alive_nodes()
-    failed = GpuFailed("GPU 1 of 127.0.0.1 has failed", do="reset it")
+    (node,) = list_alive_nodes()
+    failed = GpuFailedError("GPU 1 of 127.0.0.1 has failed", do="reset it")
     failed.place = node["NodeID"], "1"
     failed = pickle.loads(pickle.dumps(failed))
     assert failed.place[1] == "1" and failed.do == "reset it"
@@ -163,7 +163,7 @@ def test_a_gpu_that_has_failed_is_left_out_where_there_are_others(ray_with_gpus)
     coordinator = SimpleNamespace(failed=SimpleNamespace(remote=lambda *about: said.append(about)))
     for least, decision in ((2, "RAISE"), (1, "RETRY")):
         gpus = FailedGpus(least)
-        policy = FailuresWithReason(ray.train.FailureConfig(), coordinator, 0, gpus)
+        policy = GroupFailurePolicy(ray.train.FailureConfig(), coordinator, 0, gpus)
         assert policy.make_decision(training_failed_error=ControllerError(failed)).value == decision
     assert [again for *_, again in said] == [False, True] and "it is left out" in said[1][1]
     assert ray.get([given.remote() for _ in range(3)], timeout=60) == [["0"]] * 3
@@ -204,7 +204,7 @@ class FakeNvml:
 def test_gpu_memory_is_known_without_taking_one(monkeypatch, visible, mig, memory):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with FakeNvml(mig).patches():
-        assert smallest_gpu_memory() == memory
+        assert get_smallest_gpu_memory() == memory
 
 
 @pytest.mark.parametrize("room,warns", [(2, 0), (1.05, 1)])
@@ -212,7 +212,7 @@ def test_host_memory_that_is_short_for_checkpoints_is_pointed_out(ray_with_gpus,
     """Copies fit, and leave little for processes."""
     tables = {"user": {"rows": 10**7, "dim": 64}, "tag": {"rows": 5, "dim": 8}}
     given, config, said = a_schema(tables=tables), settings(2), []
-    needed = sum(memory_for_copies(config, given, resolve_constraints(config, given), 2))
+    needed = sum(estimate_copy_bytes(config, given, resolve_constraints(config, given), 2))
     host = [GpuNode("10.0.0.9", 2, host_memory=int(2 * needed * room))]
     with patch("raytrec.driver.nodes.is_local", lambda: False):
         nodes.check_constraints(config, given, "cuda", host, SimpleNamespace(warn=said.append))
@@ -257,5 +257,5 @@ def test_only_who_trains_needs_room_for_training(monkeypatch, saves, checkpoint,
 def test_nccl_is_given_longer_than_the_hub():
     """It ends the process that waits; the coordinator names the rank that is waited for, and comes first."""
     run = settings(hang_timeout_s=45)
-    assert launch.group_timeout(run, "cpu") == launch.PHASE_TIMEOUT_S
-    assert launch.group_timeout(run, "cuda") > launch.PHASE_TIMEOUT_S + 45
+    assert launch.compute_collective_timeout(run, "cpu") == launch.PHASE_TIMEOUT_S
+    assert launch.compute_collective_timeout(run, "cuda") > launch.PHASE_TIMEOUT_S + 45

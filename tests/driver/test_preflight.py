@@ -115,7 +115,7 @@ def test_names_are_shown_as_they_are(name):
     from raytrec.driver import console
     from raytrec.driver.console import Result, print_summary
     from raytrec.driver.preflight import Plans
-    from raytrec.planning.dry_run import Prediction
+    from raytrec.planning.dry_run import ClusterEstimate
     from raytrec.planning.machines import Cluster
     from raytrec.planning.memory import PlannedTable
     from raytrec.planning.report import print_plans
@@ -123,7 +123,7 @@ def test_names_are_shown_as_they_are(name):
     config = RunConfig.model_validate({"data": {"train": "d/train"}})
     schema = a_schema(sparse={"a": {"table": name}}, tables={name: {"rows": 1, "dim": 4}})
     table = PlannedTable(name, 1, 4, "row_wise", "fused", [0], [(0, 1, 4)], "fp32")
-    planned = Plans(config=config, schema=schema, on=[Prediction(Cluster(1, 1, 80, 160, 100), [table])])
+    planned = Plans(config=config, schema=schema, on=[ClusterEstimate(Cluster(1, 1, 80, 160, 100), [table])])
     out = io.StringIO()
     with redirect_stdout(out), redirect_stderr(out), pytest.MonkeyPatch.context() as patch:
         patch.setattr(Console, "is_terminal", True)
@@ -156,7 +156,7 @@ def copied(rows=None, steps=1000, **schedule):
     sparse = {"item": {"table": "item"}, "negatives": {"table": "item", "pooling": "sequence"}}
     tables = {"item": {"rows": 12_101, "dim": 8}}
     schema = Schema.parse({"labels": ["label"], "sparse": sparse, "tables": tables}, "test")
-    return fit.copied_numbers(load_config(values), schema, steps)
+    return fit.check_row_and_step_counts(load_config(values), schema, steps)
 
 
 def test_a_table_of_which_not_all_rows_are_drawn_is_a_warning():

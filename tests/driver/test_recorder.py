@@ -13,7 +13,7 @@ from raytrec.common.errors import RunError
 from raytrec.common.messages import ENDED_EARLY, Event, Outcome, RankLine
 from raytrec.config.run_config import load_config
 from raytrec.config.schema import Schema
-from raytrec.driver.driver_state import driver_of, record_driver
+from raytrec.driver.driver_state import read_driver_record, record_driver
 from raytrec.driver.prepare import make_run_folder
 from raytrec.driver.recorder import Record, Watch
 
@@ -69,12 +69,12 @@ def test_the_seconds_of_a_run_are_those_of_all_its_drivers(tmp_path):
         assert before_s == 0
         time.sleep(0.2)
         raise RunError("a failure")
-    first = driver_of(tmp_path)["seconds"]
+    first = read_driver_record(tmp_path)["seconds"]
     assert 0.2 <= first < 60
     with record_driver(tmp_path) as before_s:
-        assert before_s == first == driver_of(tmp_path)["seconds"]
+        assert before_s == first == read_driver_record(tmp_path)["seconds"]
         time.sleep(0.1)
-    assert driver_of(tmp_path)["seconds"] >= first + 0.1
+    assert read_driver_record(tmp_path)["seconds"] >= first + 0.1
 
 
 def test_a_new_run_counts_nothing_of_a_start_that_failed_before_a_checkpoint(tmp_path, tiny_data):

@@ -118,7 +118,7 @@ def test_what_training_and_evaluations_read(folder):
 
 def test_nothing_more_is_read_than_is_asked_for(folder):
     form = opened(folder)["train"].form
-    assert form.columns == ["label", "price", "user", "tags"] and not form.plan.weighs_tasks
+    assert form.columns == ["label", "price", "user", "tags"] and not form.plan.has_task_weights
     assert opened(folder, reserve_columns=["country", "row"])["test"].form.columns == form.columns
 
 

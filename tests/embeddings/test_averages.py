@@ -8,7 +8,7 @@ from small import batches, build, config, train
 
 from raytrec.checkpoint.restore import load
 from raytrec.checkpoint.state import LogicalState, is_average
-from raytrec.embeddings.optim import average_of
+from raytrec.embeddings.optim import find_dense_average
 
 ROWS = {"sharding_type": "row_wise"}
 DECAY = 0.7
@@ -40,7 +40,7 @@ def followed(rank, world, steps, optimizer, spoiled):
     for number, _ in enumerate(step.train(iter(local), steps)):
         if number != spoiled:
             history.append(dense(step))
-    average = average_of(step.optimizer)
+    average = find_dense_average(step.optimizer)
     return average.values, formula(history), int(average.count)
 
 
@@ -66,7 +66,7 @@ def evaluated(rank, world):
     before = dense(step)
     logits = logits_of(step, local[4])
     assert all(torch.equal(weight, before[name]) for name, weight in dense(step).items()), "training goes on"
-    averages = average_of(step.optimizer).values
+    averages = find_dense_average(step.optimizer).values
     with pytest.raises(ValueError, match="stop"):
         for _ in step.evaluate(iter(local[4:])):
             raise ValueError("stop")
@@ -103,7 +103,7 @@ def warm(rank, world, root):
     load(f"{root}/step-{3:010d}", {n: v for n, v in state.tensors().items() if not is_average(n)})
     state.written()
     train(step, batches(1, rank, world)[1])
-    average = average_of(step.optimizer)
+    average = find_dense_average(step.optimizer)
     return int(average.count), average.values, dense(step)
 
 

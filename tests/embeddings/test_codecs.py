@@ -9,11 +9,11 @@ from small import SCHEMA, batches, build, config, train
 
 from raytrec.config.tables import QCommsSection
 from raytrec.embeddings.sharding import (
+    MAX_ROUNDING_ERROR,
     SMALLEST,
-    UNIT,
-    Codec,
-    backward_rounding,
-    forward_rounding,
+    ScaledCodec,
+    bound_backward_rounding,
+    bound_forward_rounding,
     make_codecs,
 )
 from raytrec.embeddings.tables import tables
@@ -42,18 +42,18 @@ def int8_by_definition(values, group):
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_16_bits_are_the_nearest(precision):
     values = torch.randn(64, GROUP)
-    arrived, size = sent(Codec(precision, GROUP), values)
+    arrived, size = sent(ScaledCodec(precision, GROUP), values)
     assert torch.equal(arrived, values.to(CAST[precision]).float())
     assert size == 2 * values.numel()
 
 
 def test_int8_is_the_nearest_of_255_steps_of_its_group():
     values = torch.randn(64, GROUP)
-    arrived, size = sent(Codec("int8", GROUP), values)
+    arrived, size = sent(ScaledCodec("int8", GROUP), values)
     steps = (values.amax(1) - values.amin(1)) / 255
     assert ((arrived - int8_by_definition(values, GROUP)).abs() <= steps.unsqueeze(1) * 1e-3).all()
     assert size == values.numel() * (GROUP + 8) // GROUP
-    none, _ = sent(Codec("int8", GROUP), values[:0])  # of a rank without tables
+    none, _ = sent(ScaledCodec("int8", GROUP), values[:0])  # of a rank without tables
     assert none.shape == (0, GROUP)
 
 
@@ -63,9 +63,9 @@ def test_nothing_loses_more_than_is_stated(precision, factor):
     """Values of all sizes, down to nothing."""
     sizes = 10.0 ** torch.arange(-12, 0).repeat_interleave(500)
     values = torch.randn(len(sizes), GROUP) * sizes.unsqueeze(1)
-    arrived, _ = sent(Codec(precision, GROUP, factor), values)
+    arrived, _ = sent(ScaledCodec(precision, GROUP, factor), values)
     largest = values.abs().amax(1, keepdim=True) if precision == "int8" else values.abs()
-    bound = UNIT[precision] * largest.clamp(min=SMALLEST[precision] / factor)
+    bound = MAX_ROUNDING_ERROR[precision] * largest.clamp(min=SMALLEST[precision] / factor)
     assert ((arrived - values).abs() <= bound * (1 + 1e-6)).all()
     assert ((arrived - values).abs() > bound / 3).any(), "the bound is useless"
 
@@ -73,7 +73,7 @@ def test_nothing_loses_more_than_is_stated(precision, factor):
 def test_small_gradients_travel_and_do_not_with_fbgemms_own_scale():
     """FBGEMM (1.8.0) divides by its loss_scale while the values are still fp16."""
     gradients = torch.randn(100, GROUP) * 1e-9
-    ours, _ = sent(Codec("fp16", GROUP, 2.0**20), gradients)
+    ours, _ = sent(ScaledCodec("fp16", GROUP, 2.0**20), gradients)
     theirs, _ = sent(QuantizedCommCodec(SparseType.FP16, loss_scale=2.0**20), gradients)
     worst = (gradients.abs() * 2.0**-10).clamp(min=1e-13)
     assert ((ours - gradients).abs() <= worst).all()
@@ -85,7 +85,7 @@ def test_int8_of_fbgemm_does_not_fit_every_batch():
     theirs = QuantizedCommCodec(SparseType.INT8)
     with pytest.raises(RuntimeError, match=r"not a multiple of row dim|invalid for input of size"):
         sent(theirs, torch.randn(3, 16))
-    sent(Codec("int8", GROUP), torch.randn(3, 16))
+    sent(ScaledCodec("int8", GROUP), torch.randn(3, 16))
 
 
 def test_fp32_in_one_direction_is_left_as_it_is():
@@ -103,15 +103,15 @@ def test_fp32_in_one_direction_is_left_as_it_is():
 
 def test_roundings_add_up_along_the_way():
     def of(sharding, parts=4, by_id=False, world=4):
-        one = forward_rounding("bf16", sharding, world, parts, by_id)
-        back = backward_rounding("fp16", sharding, world, parts, by_id, 8.0)
-        return round(one.share / UNIT["bf16"]), round(back.share / UNIT["fp16"])
+        one = bound_forward_rounding("bf16", sharding, world, parts, by_id)
+        back = bound_backward_rounding("fp16", sharding, world, parts, by_id, 8.0)
+        return round(one.share / MAX_ROUNDING_ERROR["bf16"]), round(back.share / MAX_ROUNDING_ERROR["fp16"])
 
     assert of("table_wise", 1) == of("column_wise", 1) == of("table_column_wise", 1) == (1, 1)
     assert of("row_wise") == (4, 1) and of("row_wise", by_id=True) == (1, 1)
     assert of("table_row_wise", 2) == of("grid_shard", 2) == (3, 2)
     assert of("data_parallel") == of("row_wise", 1, world=1) == (0, 0)
-    assert backward_rounding("fp16", "row_wise", 4, 4, False, 8.0).smallest == 2.0**-17
+    assert bound_backward_rounding("fp16", "row_wise", 4, 4, False, 8.0).smallest == 2.0**-17
 
 
 def pooled(rank, world, sharding, precision):

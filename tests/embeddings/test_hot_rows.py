@@ -12,14 +12,14 @@ import torch
 from ranks import on_ranks
 from small import batches, build, config, train
 
-from raytrec.checkpoint.save import Saver
+from raytrec.checkpoint.save import CheckpointWriter
 from raytrec.checkpoint.snapshot import RowSnapshot
 from raytrec.checkpoint.state import LogicalState
-from raytrec.checks.parity.sharded import Sharded
-from raytrec.compat.fbgemm import cache_hits, in_memory_of
-from raytrec.compat.torchrec_ import sharded_kernels
+from raytrec.checks.parity.sharded import ShardedRun
+from raytrec.compat.fbgemm import find_resident_rows, measure_cache_hits
+from raytrec.compat.torchrec_ import iterate_sharded_kernels
 from raytrec.config.training import CheckpointSection
-from raytrec.embeddings.mapped import HotRows
+from raytrec.embeddings.mapped import HotRowCache
 from raytrec.embeddings.tables import tables
 from raytrec.worker import build as build_module
 from raytrec.worker.build import build_step
@@ -45,13 +45,19 @@ def built(world, plan, optimizer, kernel, share, folder):
 
 def sharing(share):
     patch = pytest.MonkeyPatch()
-    patch.setattr(build_module, "hot_rows", lambda found, config, schema, world: [(share, 0.0)] * world)
+    patch.setattr(
+        build_module, "estimate_hot_rows", lambda found, config, schema, world: [(share, 0.0)] * world
+    )
     return closing(SimpleNamespace(close=patch.undo))
 
 
 def places_of(step):
     """Table's rows in memory, of each kernel that has any."""
-    return [hot for kernel in sharded_kernels(step.model) if (hot := in_memory_of(kernel)) is not None]
+    return [
+        hot
+        for kernel in iterate_sharded_kernels(step.model)
+        if (hot := find_resident_rows(kernel)) is not None
+    ]
 
 
 def written_back(places):
@@ -78,7 +84,11 @@ def trained(rank, world, plan, optimizer, kernel, share, folder):
     places, watched = places_of(step), tables(step.model)
     written = written_back(places)
     losses = [float(o.loss.detach()) for o in train(step, batches(16, rank, world)[1])]
-    shares = [cache_hits(kernel) for kernel in sharded_kernels(step.model) if in_memory_of(kernel)]
+    shares = [
+        measure_cache_hits(kernel)
+        for kernel in iterate_sharded_kernels(step.model)
+        if find_resident_rows(kernel)
+    ]
     assert all(0 < share <= 1 for share in shares) and len(shares) == len(places)
     filled, moved = sum(hot._filled for hot in places), sum(written)
     read = {
@@ -111,7 +121,7 @@ def saved(rank, world, kernel, share, folder):
     rows.pieces = lambda *args, **named: go.wait(20) and read(*args, **named)
     train(step, local[:8])
     alone = checkpoints.save(f"{folder}/{kernel}-alone", step, 8)
-    saver = Saver(f"{folder}/{kernel}", CheckpointSection(keep_last=9), rows=rows)
+    saver = CheckpointWriter(f"{folder}/{kernel}", CheckpointSection(keep_last=9), rows=rows)
     saver.save(8, state.tensors(), {})
     written = written_back(places_of(step))
     train(step, local[8:])
@@ -159,7 +169,7 @@ def with_managed_ids(rank, world, kernel, share, folder):
     made.plan.mmap_dir = folder
     with sharing(share):
         bounds = [0, 5, managed_ids.ROWS]
-        run = Sharded(build_step, made, managed_ids.schema(), torch.device("cpu"), bounds)
+        run = ShardedRun(build_step, made, managed_ids.schema(), torch.device("cpu"), bounds)
     run.train(managed_ids.raw_batches())
     return values_of(run.step), sum(hot._filled for hot in places_of(run.step))
 
@@ -173,7 +183,7 @@ def test_rows_in_memory_that_get_another_id_begin_with_its_values(tmp_path):
 
 def test_rows_in_use_keep_their_places_and_others_lose_them():
     weights = torch.arange(12.0).reshape(12, 1).repeat(1, 4)
-    hot = HotRows([weights], 10)  # and two places
+    hot = HotRowCache([weights], 10)  # and two places
     look_up = partial(hot.look_up, trains=True)
     for times in (1, 2, 3):
         assert look_up(torch.tensor([7, 3])).tolist() == ([7, 3] if times < 3 else [11, 10])

@@ -10,12 +10,12 @@ from ranks import on_ranks
 from small import a_schema, config, initial_rows
 
 from raytrec.data.ids import hash_bits as hash_bits_in_numpy
-from raytrec.embeddings.hashing import BLOCK_VALUES, GOLDEN, hash_bits, initial_values
+from raytrec.embeddings.hashing import GOLDEN, VALUES_PER_BLOCK, hash_bits, initial_values
 from raytrec.embeddings.pooling import table_of
 from raytrec.embeddings.tables import fill_tables
 from raytrec.worker.build import build_step
 
-BLOCK_ROWS = BLOCK_VALUES // 8
+BLOCK_ROWS = VALUES_PER_BLOCK // 8
 SCHEMA = a_schema(
     sparse={"big": {"table": "big"}, "small": {"table": "small"}},
     tables={"big": {"rows": BLOCK_ROWS + 500, "dim": 8}, "small": {"rows": 5, "dim": 8}},
@@ -118,7 +118,7 @@ def most_values(rank, world):
 
 
 def test_tables_are_filled_block_by_block():
-    assert on_ranks(1, most_values) == [BLOCK_VALUES]
+    assert on_ranks(1, most_values) == [VALUES_PER_BLOCK]
 
 
 def local_parts(rank, world, sharding):

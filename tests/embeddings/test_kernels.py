@@ -16,8 +16,14 @@ from raytrec.checkpoint.state import LogicalState
 from raytrec.checks.live.numerics import Numerics
 from raytrec.checks.live.outcome import CheckedRun, Position
 from raytrec.checks.live.probe import Parity
-from raytrec.compat.fbgemm import Cache, cache_hits, fbgemm_of, set_updates_made, updates_made
-from raytrec.compat.torchrec_ import sharded_kernels
+from raytrec.compat.fbgemm import (
+    Cache,
+    find_fused_lookup,
+    get_update_count,
+    measure_cache_hits,
+    set_update_count,
+)
+from raytrec.compat.torchrec_ import iterate_sharded_kernels
 from raytrec.embeddings.tables import tables
 from raytrec.embeddings.taps import Taps
 from raytrec.worker.statistics import Statistics
@@ -167,10 +173,10 @@ def test_hits_of_a_kernel_count_for_all_of_its_tables():
     statistics._taps = SimpleNamespace(lookups=[looked_up])
     statistics._counted = {id(looked_up): torch.tensor([1, 1, 1])}
     hits = {"a": {"cache_hit_rate": 0.75}, "b": {"cache_hit_rate": 0.75}}
-    assert statistics._traffic() == ({"a": 10, "b": 5}, hits)
-    assert statistics._traffic() == ({"a": 0, "b": 0}, {}), "counted again"
+    assert statistics._count_lookups() == ({"a": 10, "b": 5}, hits)
+    assert statistics._count_lookups() == ({"a": 0, "b": 0}, {}), "counted again"
     lookup.gather_uvm_cache_stats = False
-    assert cache_hits(kernel) is None
+    assert measure_cache_hits(kernel) is None
 
 
 def test_the_operator_that_looks_rows_up_in_the_cache_is_there():
@@ -180,17 +186,17 @@ def test_the_operator_that_looks_rows_up_in_the_cache_is_there():
 
 def a_kernel(world, **plan):
     step = build(config(world, {"sharding_type": "table_wise", **plan}))
-    return next(sharded_kernels(step.model))
+    return next(iterate_sharded_kernels(step.model))
 
 
 def counted(rank, world):
     """What a kernel counts before and once its count has been set; whether one of fp16 rounds stochastically,
     FBGEMM's default, which its CPU kernels ignore."""
     kernel = a_kernel(world)
-    before = updates_made(kernel)
-    set_updates_made(kernel, 7)
-    count = before, updates_made(kernel), int(kernel.emb_module.iter_cpu)
-    return count, fbgemm_of(a_kernel(world, dtype="fp16")).stochastic_rounding
+    before = get_update_count(kernel)
+    set_update_count(kernel, 7)
+    count = before, get_update_count(kernel), int(kernel.emb_module.iter_cpu)
+    return count, find_fused_lookup(a_kernel(world, dtype="fp16")).stochastic_rounding
 
 
 def test_the_count_of_updates_can_be_set_and_kernels_round_stochastically():

@@ -8,12 +8,12 @@ from small import a_schema
 
 from raytrec.common.collectives import Peers
 from raytrec.config.schema_parts import ManagedIds
-from raytrec.embeddings.hashing import NO_KEY, hash_bits, keys_of, shares, unhash_bits
+from raytrec.embeddings.hashing import NO_KEY, hash_bits, ids_to_keys, shares, unhash_bits
 from raytrec.embeddings.managed.batches import IdExchange
-from raytrec.embeddings.managed.key_map import Entries, KeyMap
+from raytrec.embeddings.managed.key_map import KeyEntries, KeyMap
 from raytrec.embeddings.managed.policy import lowest
 from raytrec.embeddings.managed.row_maps import RowMaps
-from raytrec.planning.memory import map_share
+from raytrec.planning.memory import estimate_id_map_bytes
 
 CPU, ALONE = torch.device("cpu"), Peers(alone=True)
 EDGES = [0, 1, -1, 2**63 - 1, -(2**63), 2**62, 12345678901234567]
@@ -110,9 +110,9 @@ def plain_state(state):
 
 def test_keys_are_those_of_plain_python_and_lead_back_to_ids():
     ids = torch.tensor([*EDGES, *range(100)])
-    assert keys_of(ids).tolist() == [key(i) for i in ids.tolist()]
+    assert ids_to_keys(ids).tolist() == [key(i) for i in ids.tolist()]
     assert torch.equal(unhash_bits(hash_bits(ids)), ids)
-    assert keys_of(unhash_bits(torch.tensor([NO_KEY, NO_KEY + 1]))).tolist() == [NO_KEY + 1] * 2
+    assert ids_to_keys(unhash_bits(torch.tensor([NO_KEY, NO_KEY + 1]))).tolist() == [NO_KEY + 1] * 2
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 7])
@@ -142,7 +142,7 @@ def test_a_key_map_is_a_dict_for_each_table(made_for, steps):
         drawn = [{key(int(i)) for i in rng.integers(0, 2000, 60)} for _ in tables]
         new = [[k for k in drawn[table] if k not in plain[table]] for table in tables]
         values = [rng.integers(0, 2**31, len(of_table)).tolist() for of_table in new]
-        entries = Entries(joined(new), {"a": joined(values), "b": joined(values)})
+        entries = KeyEntries(joined(new), {"a": joined(values), "b": joined(values)})
         map.insert(*arguments(new), entries)
         for table in tables:
             plain[table] |= dict(zip(new[table], values[table], strict=True))
@@ -169,7 +169,7 @@ def test_a_key_map_is_a_dict_for_each_table(made_for, steps):
         low = [(n, v) for n, t in enumerate(few) for v in plain[t].values() if v < 2**30 + t]
         assert sorted(zip(which.tolist(), map.fields["a"][slots].tolist(), strict=True)) == sorted(low)
     # Keys that have left no longer count as passing.
-    everything = [map.occupied(table) for table in tables]
+    everything = [map.find_occupied_slots(table) for table in tables]
     map.remove(*arguments(everything), torch.cat(everything))
     assert not any(map.counts) and not map._passed.any()
 
@@ -198,10 +198,10 @@ def test_a_full_map_takes_what_a_plan_counts(ids):
     rows = 100_001
     schema = a_schema(sparse={"f": {"table": "t"}}, tables={"t": {"rows": rows, "dim": 4, "ids": ids}})
     part = RowMaps([rows], [schema.tables["t"].ids], 0, ALONE, CPU)
-    keys = keys_of(torch.arange(rows - 1))
-    entries = Entries(keys, dict.fromkeys(("row", "sightings", "last"), torch.ones_like(keys)))
+    keys = ids_to_keys(torch.arange(rows - 1))
+    entries = KeyEntries(keys, dict.fromkeys(("row", "sightings", "last"), torch.ones_like(keys)))
     part.rows.insert(torch.zeros_like(keys), [len(keys)], entries)
     maps = [value for value in vars(part).values() if isinstance(value, KeyMap)]
     held = sum(v.nbytes for m in maps for v in (m._keys, m._passed, *m.fields.values()))
-    assert held == pytest.approx(map_share(schema, 1), rel=0.05)
-    assert map_share(schema, 4) == -(-map_share(schema, 1) // 4)
+    assert held == pytest.approx(estimate_id_map_bytes(schema, 1), rel=0.05)
+    assert estimate_id_map_bytes(schema, 4) == -(-estimate_id_map_bytes(schema, 1) // 4)

@@ -14,7 +14,7 @@ from small import assert_same_state, state_of
 from raytrec.checks.parity import compare
 from raytrec.checks.parity import reference as one_process
 from raytrec.checks.parity.batches import cuts
-from raytrec.checks.parity.sharded import Sharded
+from raytrec.checks.parity.sharded import ShardedRun
 from raytrec.embeddings.hashing import initial_values
 from raytrec.embeddings.tables import tables
 from raytrec.models import build_model
@@ -58,7 +58,7 @@ class Lives:
 def a_run(rank, world, sharding, optimizer, train):
     """On rank 0: what was trained, and what one process makes of the same batches."""
     batches, made = raw_batches(), settings(world, sharding, optimizer, **train)
-    run = Sharded(build_step, made, schema(), torch.device("cpu"), cuts(ROWS, world, "unequal"))
+    run = ShardedRun(build_step, made, schema(), torch.device("cpu"), cuts(ROWS, world, "unequal"))
     start = {n: None if v is None else v.clone() for n, v in run.weights().items()}
     ahead = raw_batches()[-1]  # looked up without being trained
     run.train(batches)
@@ -152,7 +152,7 @@ def trained(rank, world, device, block):
     import torch.distributed as dist
 
     made, sizes = settings(world, {"sharding_type": "row_wise"}, "adagrad"), []
-    run = Sharded(build_step, made, schema(), torch.device(device), cuts(ROWS, world, "unequal"))
+    run = ShardedRun(build_step, made, schema(), torch.device(device), cuts(ROWS, world, "unequal"))
 
     def values(seed, table, ids, columns, rows):
         sizes.append(len(ids) * len(columns))

@@ -15,10 +15,10 @@ from small import SCHEMA, batches, build, config, train
 from waiting import wait_for
 
 from raytrec.common.errors import RunError
-from raytrec.common.memory import bring_in
+from raytrec.common.memory import prefetch_pages
 from raytrec.config.features import resolve_features
 from raytrec.config.run_config import load_config
-from raytrec.embeddings.mapped import MappedFiles
+from raytrec.embeddings.mapped import MappedFileFactory
 from raytrec.embeddings.tables import tables as tables_of
 from raytrec.worker.build import build_step
 
@@ -114,7 +114,7 @@ def test_upstream_draws_no_values_that_are_then_overwritten():
 
 def zeros_in(folder):
     plan = {"mmap_dir": str(folder)}
-    files = MappedFiles(load_config({"data": {"train": "d/train"}, "plan": plan}))
+    files = MappedFileFactory(load_config({"data": {"train": "d/train"}, "plan": plan}))
     return files.zeros(["user"], 1 << 20, torch.float32)
 
 
@@ -153,8 +153,8 @@ def test_rows_bring_in_their_pages_and_blocks_all_at_once(tmp_path):
         pytest.skip("this system does not let go of pages when asked to")
     values[[0, 300_000, 700_000]].sum()
     assert resident(values) == 3
-    bring_in(values.data_ptr(), values.nbytes // 2)
+    prefetch_pages(values.data_ptr(), values.nbytes // 2)
     wait_for(lambda: resident(values) >= count // 2 + 1, "pages that are read ahead", 10)
     assert resident(values) == count // 2 + 1
     other = torch.ones(10)  # of no file
-    bring_in(other.data_ptr(), other.nbytes)
+    prefetch_pages(other.data_ptr(), other.nbytes)

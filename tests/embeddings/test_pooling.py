@@ -6,7 +6,7 @@ from ranks import on_ranks
 from small import batches, build, config
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from raytrec.embeddings.pooling import BagMeans, bag_totals
+from raytrec.embeddings.pooling import BagMeans, sum_bag_weights
 
 
 def keyed(weights=None):
@@ -17,9 +17,9 @@ def keyed(weights=None):
 
 
 def test_totals_are_lengths_or_sums_of_weights_and_never_zero():
-    assert bag_totals(keyed()).tolist() == [[2, 1, 1], [1, 3, 1]]
+    assert sum_bag_weights(keyed()).tolist() == [[2, 1, 1], [1, 3, 1]]
     weights = torch.tensor([0.5, 1.0, -2.0, 0.0, 1.0, 1.0, 0.25])
-    assert bag_totals(keyed(weights)).tolist() == [[1.5, 1, -2], [1, 2.25, 1]]
+    assert sum_bag_weights(keyed(weights)).tolist() == [[1.5, 1, -2], [1, 2.25, 1]]
 
 
 def test_only_mean_features_are_divided():

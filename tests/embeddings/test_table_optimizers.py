@@ -8,10 +8,10 @@ from small import SCHEMA, batches, build, config, train
 
 from raytrec.checks.parity.compare import compare
 from raytrec.common.errors import ConfigError
-from raytrec.compat.fbgemm import fbgemm_of
-from raytrec.compat.torchrec_ import sharded_kernels, tables_of
+from raytrec.compat.fbgemm import find_fused_lookup
+from raytrec.compat.torchrec_ import iterate_sharded_kernels, tables_of
 from raytrec.config.run_config import load_config
-from raytrec.embeddings.constraints import resolve_constraints, table_optimizers
+from raytrec.embeddings.constraints import resolve_constraints, resolve_optimizers
 from raytrec.embeddings.optimizers import OPTIMIZERS, TableOptimizer, table_optimizer
 from raytrec.planning.rates import Rates
 from raytrec.planning.validation import check_decay
@@ -34,16 +34,16 @@ def test_an_optimizer_without_rates_is_an_error():
     with pytest.raises(TypeError, match="Momentum has a kernel on CPU, but no cpu_lookup"):
         table_optimizer(type("Momentum", (TableOptimizer,), {}))
     with pytest.raises(ConfigError, match="no rates of lookups with the optimizer lamb"):
-        Rates.of_cpu(2).lookup_of("lamb")
+        Rates.of_cpu(2).get_lookup_rates("lamb")
 
 
 def test_later_lines_override_earlier_ones():
     lines = {"*": {"lr": 0.5}, "us*": {"name": "adam", "lr": 0.001}, "user": {"eps": 1e-4}}
-    found = table_optimizers(config(1, PLANS["row-wise"], "sgd", 0.1, lines), SCHEMA)
+    found = resolve_optimizers(config(1, PLANS["row-wise"], "sgd", 0.1, lines), SCHEMA)
     assert found["user"].model_dump() == {"name": "adam", "lr": 0.001, "eps": 1e-4, "weight_decay": 0.0}
     assert (found["tag"].name, found["tag"].lr) == ("sgd", 0.5)
     with pytest.raises(ConfigError, match="no table is named, or matches, 'uzer'; did you mean 'user'"):
-        table_optimizers(config(1, PLANS["row-wise"], tables={"uzer": {"lr": 0.5}}), SCHEMA)
+        resolve_optimizers(config(1, PLANS["row-wise"], tables={"uzer": {"lr": 0.5}}), SCHEMA)
 
 
 def compared(rank, world, plan, tables, changes=()):
@@ -74,7 +74,7 @@ def test_weight_decay_reaches_every_row(optimizer, plan):
 @pytest.mark.parametrize("optimizer,device", [("sgd", "cpu"), ("rowwise_adagrad", "cuda"), ("adam", "cuda")])
 def test_fused_kernels_do_not_keep_it(optimizer, device):
     settings = config(2, ["row_wise", "data_parallel"], optimizer, tables={"tag": {"weight_decay": 0.1}})
-    constraints, optimizers = resolve_constraints(settings, SCHEMA), table_optimizers(settings, SCHEMA)
+    constraints, optimizers = resolve_constraints(settings, SCHEMA), resolve_optimizers(settings, SCHEMA)
     with pytest.raises(ConfigError, match="weight_decay of table tag, which may be row_wise with a fused"):
         check_decay(constraints, optimizers, device)
     if optimizer == "adam":  # on CPU its update is dense
@@ -84,7 +84,10 @@ def test_fused_kernels_do_not_keep_it(optimizer, device):
 def kernels(rank, world, tables):
     """The tables of each lookup, with its optimizer."""
     step = build(config(world, PLANS["row-wise"], "adagrad", 0.1, tables))
-    found = [(fbgemm_of(each), {t.name for t in tables_of(each)}) for each in sharded_kernels(step.model)]
+    found = [
+        (find_fused_lookup(each), {t.name for t in tables_of(each)})
+        for each in iterate_sharded_kernels(step.model)
+    ]
     return sorted(str((str(lookup.optimizer) if lookup else "dense", names)) for lookup, names in found)
 
 

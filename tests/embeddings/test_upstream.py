@@ -64,7 +64,7 @@ def local_means(schema):
 
 
 def clipping_without_tables(schema):
-    return patch.object(optim, "sharded_kernels", lambda model: iter(()))
+    return patch.object(optim, "iterate_sharded_kernels", lambda model: iter(()))
 
 
 def errors(rank, world, settings, schema, off):
@@ -171,7 +171,7 @@ def by_hand(rank, world):
     """TorchRec's error about a plan with a rank that does not exist."""
     try:
         construct_module_sharding_plan(
-            pooling.embedding_bags(schema(a="sum")),
+            pooling.make_embedding_bags(schema(a="sum")),
             {"a": table_wise(rank=7)},
             EmbeddingBagCollectionSharder(),
             local_size=world,

@@ -20,7 +20,7 @@ from test_models import CASES, Modelled
 
 import raytrec
 from raytrec.common.errors import ConfigError, RaytrecError, RunError
-from raytrec.exporting.mlflow_model import REQUIRED, signature_of
+from raytrec.exporting.mlflow_model import REQUIRED_PACKAGES, make_signature
 from raytrec.exporting.programs import Program, make_onnx
 from raytrec.scoring.manifest import Input
 
@@ -127,7 +127,7 @@ def is_pickle(content):
 def test_the_requirements_are_those_of_the_extra_score():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     needed = [*project["dependencies"], *project["optional-dependencies"]["score"]]
-    assert {Requirement(each).name for each in needed} == set(REQUIRED)
+    assert {Requirement(each).name for each in needed} == set(REQUIRED_PACKAGES)
 
 
 def test_columns_with_nulls_have_a_type_that_takes_them():
@@ -138,7 +138,7 @@ def test_columns_with_nulls_have_a_type_that_takes_them():
         "price": [0.5, None],
         "score": [0.5, 0.5],
     }
-    signature = signature_of(pa.table(columns), ["score"])
+    signature = make_signature(pa.table(columns), ["score"])
     kinds = [each["type"] for each in signature.inputs.to_dict()]
     assert kinds == ["any", "long", "array", "double"]
     assert [each["name"] for each in signature.outputs.to_dict()] == ["score"]

@@ -154,7 +154,7 @@ def test_a_request_log_has_the_models_types_and_is_compared_column_by_column(fol
     rows = as_rows(table)
     user = {name: rows[0][name] for name in ("user", "history")}
     others = [{k: v for k, v in row.items() if k not in user} for row in rows[:9]]
-    of_user, candidates = model.ranking_tables(user, others)
+    of_user, candidates = model.to_ranking_tables(user, others)
     query = Query(model, "predict", candidates, of_user)
     log.offer("/predict", query, query.score([candidates]))
     for at in range(len(table)):

@@ -159,7 +159,7 @@ def test_a_store_that_does_not_answer(made, monkeypatch):
 def test_places_keep_the_query_of_their_uri(made, copies, tmp_path):
     """Training data, a run's checkpoints and exports whose URI names a region."""
     from raytrec.checkpoint.files import folder_of, newest
-    from raytrec.common.storage import parts_beside, train_part
+    from raytrec.common.storage import find_sibling_parts, find_train_folder
 
     folder, _, rows = made
     with object_stores.s3() as bucket:
@@ -167,8 +167,8 @@ def test_places_keep_the_query_of_their_uri(made, copies, tmp_path):
         filesystem, path = open_filesystem(bucket)
         for name in ("data/train/a.parquet", "data/test/a.parquet", "run/checkpoints/step-0000000001/part"):
             filesystem.open_output_stream(f"{path}/{name}").close()
-        assert train_part(f"{bucket}/data{query}") == f"{bucket}/data/train{query}"
-        assert parts_beside(f"{bucket}/data/train{query}") == {"test": f"{bucket}/data/test{query}"}
+        assert find_train_folder(f"{bucket}/data{query}") == f"{bucket}/data/train{query}"
+        assert find_sibling_parts(f"{bucket}/data/train{query}") == {"test": f"{bucket}/data/test{query}"}
         assert folder_of(f"{bucket}/run{query}", 1) == f"{bucket}/run/step-0000000001{query}"
         assert newest(f"{bucket}/run/checkpoints{query}")[0] is None
         out = f"{bucket}/export{query}"

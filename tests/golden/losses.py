@@ -67,7 +67,7 @@ def train(rank: int, world: int, name: str, folder: str, batch_rows: int) -> tup
     from raytrec.data.rows import read_item
     from raytrec.data.stream import Stream
     from raytrec.worker.build import build_step
-    from raytrec.worker.loop import train_order
+    from raytrec.worker.loop import make_train_order
 
     class Direct(Stream):
         """Reads in this process what Ray Data's tasks read otherwise: the same rows in the same order."""
@@ -86,7 +86,7 @@ def train(rank: int, world: int, name: str, folder: str, batch_rows: int) -> tup
     step.model.register_forward_hook(lambda model, inputs, outputs: losses.append(outputs[0].item()))
     features = resolve_features(schema, config.model)
     dataset = scan(f"{folder}/train", ReadPlan(schema))
-    stream = Direct(dataset, train_order(config), rank=rank, world=world, features=features)
+    stream = Direct(dataset, make_train_order(config), rank=rank, world=world, features=features)
     seen, digest = stream.epochs(config.train.epochs), hashlib.sha256()
     for _ in step.train(_hashed(islice(seen, STEPS), digest), STEPS):
         pass

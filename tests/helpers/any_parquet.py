@@ -12,7 +12,7 @@ from reading import parse_transforms, read
 from raytrec.config.schema import Schema
 from raytrec.config.tasks import TaskSection
 from raytrec.data.arrow import is_list, is_text
-from raytrec.tasks.columns import read_plan
+from raytrec.tasks.columns import build_read_plan
 from raytrec.tasks.task import resolve_tasks
 
 LEAVES = [
@@ -92,7 +92,7 @@ def random_array(kind, rng, rows):
 def read_all(place, schema, transforms=(), tasks=({},)):  # noqa: B006 (nothing changes it)
     """Reads all rows of a place as a run would."""
     resolved = resolve_tasks([TaskSection(**task) for task in tasks], schema)
-    read(place, read_plan(resolved, schema, parse_transforms(transforms)))
+    read(place, build_read_plan(resolved, schema, parse_transforms(transforms)))
 
 
 def accepted(text, *places):

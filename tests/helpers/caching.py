@@ -19,11 +19,11 @@ class Caches:
     """
 
     def __init__(self, model):
-        from raytrec.compat.fbgemm import fbgemm_of
-        from raytrec.compat.torchrec_ import sharded_kernels
+        from raytrec.compat.fbgemm import find_fused_lookup
+        from raytrec.compat.torchrec_ import iterate_sharded_kernels
 
         self.flushes = 0
-        self._kernels = [k for k in sharded_kernels(model) if fbgemm_of(k) is not None]
+        self._kernels = [k for k in iterate_sharded_kernels(model) if find_fused_lookup(k) is not None]
 
     @contextmanager
     def holding(self):

@@ -10,11 +10,11 @@ import torch
 
 def save(root, step, number, **section):
     """Saves a Step as the checkpoint of step `number`, with these keys of checkpoint; its folder."""
-    from raytrec.checkpoint.save import Saver
+    from raytrec.checkpoint.save import CheckpointWriter
     from raytrec.checkpoint.state import LogicalState
     from raytrec.config.training import CheckpointSection
 
-    saver = Saver(str(root), CheckpointSection(**section))
+    saver = CheckpointWriter(str(root), CheckpointSection(**section))
     saver.save(number, LogicalState(step.model, step.optimizer).tensors(), {})
     saved = saver.taken()
     saver.close()
@@ -30,7 +30,7 @@ def restored(root, step):
 
     state = LogicalState(step.model, step.optimizer)
     found = restore(str(root), state)
-    assert found.folder and not found.passed_over
+    assert found.folder and not found.skip_reasons
     return state
 
 

@@ -77,9 +77,9 @@ def as_table(batch, schema):
 
 def _saved(rank, world, case, root):
     """Trains for two steps and saves; (rows, task → predictions, tower → vectors) of the evaluated step."""
-    from raytrec.checkpoint.save import Saver
+    from raytrec.checkpoint.save import CheckpointWriter
     from raytrec.checkpoint.state import LogicalState
-    from raytrec.checks.parity.batches import cuts, local_batch, random_batches
+    from raytrec.checks.parity.batches import cuts, make_local_batch, random_batches
     from raytrec.config.features import resolve_features
     from raytrec.config.run_config import load_config
     from raytrec.tasks.objective import Objective
@@ -91,13 +91,13 @@ def _saved(rank, world, case, root):
     config = load_config(values)
     features, tasks = resolve_features(schema, config.model), Objective.of(config, schema).tasks
     whole = random_batches(schema, ROWS, 3, seed=1, tasks=tasks)
-    local = [local_batch(batch, schema, cuts(ROWS, 1, "equal"), 0, features) for batch in whole]
+    local = [make_local_batch(batch, schema, cuts(ROWS, 1, "equal"), 0, features) for batch in whole]
     step, _ = build_step(config, schema, torch.device("cpu"))
     list(step.train(iter(local[:2]), 2))
     (outputs,) = step.evaluate(iter(local[2:]))
     towers = ("query", "item") if config.model.retrieves else ()
     vectors = {tower: next(step.evaluate(iter(local[2:]), tower)).vectors for tower in towers}
-    saver = Saver(f"{root}/checkpoints", config.checkpoint)
+    saver = CheckpointWriter(f"{root}/checkpoints", config.checkpoint)
     about = {"config": values, "schema": schema.to_yaml(), "data": "", "progress": progress(2)}
     saver.save(2, LogicalState(step.model, step.optimizer).tensors(), about)
     folder = saver.taken().folder

@@ -135,7 +135,7 @@ def make(
     read = [batch.pin_memory() for batch in local] if on_gpu else local
     task = WorkerTask(config, schema, {}, SimpleNamespace(put=said), f"{folder}/checkpoints")
     context = WorkerContext(rank, world, device, task, Heartbeat(), 0)
-    sums = Sums(Selection.of_config(config, schema), device)
+    sums = Sums(Selection.from_config(config, schema), device)
     batches, progress = RecentBatches(iter(read), 0), Progress(sums)
     state = LogicalState(step.model, step.optimizer)
     run = RankRun(context, step, sharding, state, progress, batches, steps)

@@ -6,14 +6,14 @@ Not with torch.profiler (2.13.0): a rank has crashed in its stop() with a segmen
 from collections import Counter
 
 from raytrec.compat.torch_ import EveryOperator, described
-from raytrec.planning.dense_work import NOTHING
+from raytrec.planning.dense_work import FREE_OPERATORS
 
 
 def is_launched(func):
     """Whether an operator computes something."""
     name, _, is_view = described(func)
     room, _, name = name.partition("::")
-    return room != "profiler" and not is_view and not name.startswith(NOTHING)
+    return room != "profiler" and not is_view and not name.startswith(FREE_OPERATORS)
 
 
 class Operators(EveryOperator):

@@ -23,7 +23,7 @@ class Rays:
     def use(self, gpus):
         if self.gpus != gpus:
             self.close()
-            self._running.enter_context(_started(gpus))
+            self._running.enter_context(_start_local_ray(gpus))
             self.gpus = gpus
 
     def close(self):
@@ -41,7 +41,7 @@ def workers():
 
 
 @contextmanager
-def _started(gpus):
+def _start_local_ray(gpus):
     """A local Ray on loopback with 6 logical CPUs and, as far as it knows, so many GPUs."""
     import ranks
     import ray
@@ -61,4 +61,4 @@ def _started(gpus):
             with made_once(), counted, ray_session(num_cpus=CPUS):
                 yield
         finally:
-            warm.cool_down()
+            warm.stop_warm_process()

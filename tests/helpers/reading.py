@@ -6,7 +6,7 @@ from pydantic import TypeAdapter
 from raytrec.config.transforms import Transform
 from raytrec.data.batch import Collator
 from raytrec.data.fragments import scan
-from raytrec.data.order import Item, Part
+from raytrec.data.order import LaneItem, Part
 from raytrec.data.pieces import Rows
 from raytrec.data.rows import read_item
 from raytrec.data.stream import Stream
@@ -18,7 +18,7 @@ def read(place, plan, faults=None, skip=False):
     """(all rows of a place in canonical form, the form)."""
     data = scan(str(place), plan, skip=skip)
     parts = [Part(group.path, group.index, 0, group.rows) for group in data.groups]
-    tables = [read_item(Item(0, 0, (part,), None), data.form, faults) for part in parts]
+    tables = [read_item(LaneItem(0, 0, (part,), None), data.form, faults) for part in parts]
     return pa.concat_tables(tables), data.form
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from raytrec.common.messages import PHASES
 from raytrec.metrics.selection import figures_of
-from raytrec.tracking.aggregate import OF_IDS
+from raytrec.tracking.aggregate import ID_STATISTIC_KEYS
 
 BEGIN_S = 1.8e9
 KNOWN = {figure.key: asdict(figure) for figure in figures_of()}
@@ -117,7 +117,9 @@ def shard(table: int, parts: int) -> dict:
         "gradient_norm": 0.04,
         "update_norm": 0.004,
         "dead_share": 0.25,
-        **dict.fromkeys(("state_norm", "changed_share", "cache_hit_rate", "collision_rate", *OF_IDS)),
+        **dict.fromkeys(
+            ("state_norm", "changed_share", "cache_hit_rate", "collision_rate", *ID_STATISTIC_KEYS)
+        ),
     }
 
 

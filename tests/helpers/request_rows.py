@@ -71,10 +71,10 @@ def batch_of(requests, schema, features=None, padding=0, plan=None, global_rows=
     from raytrec.data.batch import Collator
     from raytrec.data.canonical import canonical
     from raytrec.data.columns import Place
-    from raytrec.data.form import Form, ReadPlan
+    from raytrec.data.form import ReadPlan, ResolvedReadPlan
     from raytrec.data.pieces import Rows
 
-    form = Form(plan or ReadPlan(schema), lists=LISTS)
+    form = ResolvedReadPlan(plan or ReadPlan(schema), lists=LISTS)
     made = canonical(requests, form, Place("test", 0, 0)).combine_chunks().to_batches()
     rows = requests.num_rows
     pieces = [Rows.of(piece) for piece in made]

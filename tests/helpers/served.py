@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from raytrec.serving.app import Listener, Service
 from raytrec.serving.bodies import ARROW, JSON
-from raytrec.serving.versions import Versions
+from raytrec.serving.versions import LoadedExports
 
 TOKEN = "a token"
 
@@ -28,7 +28,7 @@ class Http:
 
     def serve(self, export):
         """Answers with an export from now on; its scorer, of `raytrec.load`."""
-        self.service.versions = Versions(str(export))
+        self.service.versions = LoadedExports(str(export))
         return self.service.versions.current.scorer
 
     def __enter__(self):

@@ -56,10 +56,10 @@ def build(config, schema=SCHEMA, device="cpu"):
 
 def batches(count, rank, world, balance="unequal", schema=SCHEMA, features=None, tasks=(), rows=12):
     """(global batches, this rank's parts of them)."""
-    from raytrec.checks.parity.batches import cuts, local_batch, random_batches
+    from raytrec.checks.parity.batches import cuts, make_local_batch, random_batches
 
     whole = random_batches(schema, rows, count, seed=1, tasks=tasks)
-    return whole, [local_batch(b, schema, cuts(rows, world, balance), rank, features) for b in whole]
+    return whole, [make_local_batch(b, schema, cuts(rows, world, balance), rank, features) for b in whole]
 
 
 def train(step, local):

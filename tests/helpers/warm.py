@@ -140,19 +140,19 @@ class _Copy:
 
     def __init__(self):
         self._folder = tempfile.TemporaryDirectory(prefix="warm-")
-        self._address, (self._alive, theirs) = f"{self._folder.name}/socket", Pipe()
+        self._redact_address, (self._alive, theirs) = f"{self._folder.name}/socket", Pipe()
         self._ready, self._pid = False, os.fork()
         if not self._pid:
             self._alive.close()
             gc.freeze()  # what is here stays: collections leave its pages shared
-            _begin(_serve, theirs, self._address, (*TORCH, *WITH_RAY))
+            _begin(_serve, theirs, self._redact_address, (*TORCH, *WITH_RAY))
         theirs.close()
 
     @property
     def address(self):
         if not self._ready:
             self._ready = self._alive.recv() is None
-        return self._address
+        return self._redact_address
 
     def close(self):
         self._alive.close()
@@ -183,7 +183,7 @@ def _serve(alive, address, modules):
             return _end(pids)
         if ended in ready:
             ended.recv(4096)
-            _reap(pids)
+            _reap_workers(pids)
         if listener not in ready:
             continue
         connection = listener.accept()[0]
@@ -214,7 +214,7 @@ def _leave(*places):
         place.close()
 
 
-def _reap(pids):
+def _reap_workers(pids):
     while pids:
         pid, _ = os.waitpid(-1, os.WNOHANG)
         if not pid:
@@ -265,19 +265,19 @@ def _become_ray_worker(connection, request, fds):
     os.chdir(request["folder"])
     _enter(request["env"])
     random.seed()
-    Thread(target=_end_with, args=(connection,), daemon=True).start()
+    Thread(target=_exit_with_peer, args=(connection,), daemon=True).start()
     sys.argv[:] = request["command"]
     sys.path.insert(0, os.path.dirname(sys.argv[0]))
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-def _end_with(connection):
+def _exit_with_peer(connection):
     """The worker ends with the process that the raylet has started in its place (warm_worker.py)."""
     connection.recv(1)
     os._exit(1)
 
 
 @atexit.register
-def _close():
+def _is_close():
     while _servers:
         _servers.popitem()[1].close()  # the last one first

@@ -23,7 +23,7 @@ from raytrec.data.form import ReadPlan
 from raytrec.data.fragments import scan
 from raytrec.inspection import column_scan
 from raytrec.inspection.propose import inspect
-from raytrec.inspection.result import bag_text
+from raytrec.inspection.result import format_bag_lengths
 
 ROWS = 2000
 
@@ -90,7 +90,7 @@ def test_figures(folder):
         assert stats[name].distinct == len(set(column[name].to_pylist()))
     assert stats["price"].nulls == column["price"].null_count
     lengths = [len(bag) for bag in column["tags"].to_pylist()]
-    assert bag_text(stats["tags"]).startswith(f"0 to 4, mean {np.mean(lengths):.3g}, p95 4, empty")
+    assert format_bag_lengths(stats["tags"]).startswith(f"0 to 4, mean {np.mean(lengths):.3g}, p95 4, empty")
 
 
 def test_text_loads_fits_the_data_and_shows_its_reasons(folder, tmp_path):

@@ -14,7 +14,7 @@ from raytrec.inspection.sketches import HotIds
 @pytest.mark.parametrize("most", [65_536, 300])
 def test_shares_are_those_of_a_plain_count(most, monkeypatch):
     monkeypatch.setattr(sketches, "MOST", most)
-    monkeypatch.setattr(sketches, "POWERS", (1, 10, 100))
+    monkeypatch.setattr(sketches, "TOP_ID_COUNTS", (1, 10, 100))
     made = np.random.default_rng(0)
     drawn = np.minimum(made.zipf(1.4, 60_000), 5_000).astype(np.uint64)
     found = HotIds()

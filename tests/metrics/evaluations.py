@@ -9,7 +9,7 @@ from small import SCHEMA
 
 from raytrec.config.tasks import EvalSection, TaskSection
 from raytrec.metrics.selection import Selection
-from raytrec.tasks.outputs import Outputs, TaskOutputs
+from raytrec.tasks.outputs import StepOutputs, TaskOutputs
 from raytrec.tasks.task import key_columns, resolve_tasks
 
 PARTS = {1: [1.0], 2: [0.3, 1.0], 3: [0.2, 0.2, 1.0]}  # of the rows that end with each rank; one has none
@@ -52,7 +52,7 @@ class Step:
             logits, labels, weights = parts
             keys = {name: batch.keys[:, i].to(self._device) for i, name in enumerate(batch.columns)}
             outputs = TaskOutputs(logits, self._task.loss.predict(logits), labels, weights, keys)
-            yield Outputs({"y": outputs}, batch.weights.to(self._device), torch.zeros(()))
+            yield StepOutputs({"y": outputs}, batch.weights.to(self._device), torch.zeros(()))
 
 
 def batches(case, task, rank, world):

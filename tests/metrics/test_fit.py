@@ -11,7 +11,7 @@ import raytrec
 from raytrec.common.errors import ConfigError
 from raytrec.config.tasks import TaskSection
 from raytrec.metrics.registry import METRICS, GroupMetric, find_metric
-from raytrec.metrics.results import format_result, slice_tables
+from raytrec.metrics.results import build_slice_tables, format_result
 from raytrec.metrics.selection import Selection, figures_of
 from raytrec.tasks.losses import Loss
 from raytrec.tasks.task import resolve_tasks
@@ -90,14 +90,14 @@ def test_counts_and_bounds_are_in_the_table():
 def test_slices_are_tables():
     record = {"slice": "DE", "rows": 1234, "auc": 0.8, "calibration": None}
     found = {"slices": 2000, "largest": [record], "worst": [{**record, "auc_bound": 1e-4}]}
-    (title, largest), (_, worst) = slice_tables({"eval.slices": {"y": {"country": found}}})
+    (title, largest), (_, worst) = build_slice_tables({"eval.slices": {"y": {"country": found}}})
     assert title == "y: largest of 2,000 values of country"
     assert largest.columns == ["value", "rows", "AUC", "calibration"]
     assert [cell.text for cell in largest.rows[0]] == ["DE", "1,234", "0.8000", "–"]
     assert "off by at most" in worst.columns
     for strange in (None, {}, [1], {"y": 3}, {"y": {"c": {"largest": [3]}}}, {"y": {"c": {"worst": "x"}}}):
-        assert slice_tables({"eval.slices": strange}) == []
-    assert slice_tables({}) == [] and figures_of({})
+        assert build_slice_tables({"eval.slices": strange}) == []
+    assert build_slice_tables({}) == [] and figures_of({})
 
 
 def test_console_and_report_show_slices(tmp_path, capsys):

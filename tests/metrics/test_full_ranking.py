@@ -15,7 +15,7 @@ from standin import cuda
 
 from raytrec.config.tasks import EvalSection, TaskSection
 from raytrec.metrics.selection import Selection
-from raytrec.tasks.outputs import Outputs
+from raytrec.tasks.outputs import StepOutputs
 from raytrec.tasks.task import resolve_tasks
 
 ITEMS, ROWS, WIDTH, AT = 47, 60, 4, (1, 5)
@@ -114,7 +114,9 @@ class Step:
     def evaluate(self, batches, tower=None):
         for batch in list(batches):  # the pipeline is ahead of what it gives
             nothing = torch.zeros((), device=self._device)
-            yield Outputs({}, batch.weights.to(self._device), nothing, vectors=batch.vectors.to(self._device))
+            yield StepOutputs(
+                {}, batch.weights.to(self._device), nothing, vectors=batch.vectors.to(self._device)
+            )
 
 
 def batches(columns, vectors, rank, world, **more):
@@ -148,7 +150,7 @@ def ranked(rank, world, given, cells):
         batches=lambda: batches({"item": given["keys"]}, given["vectors"], rank, world),
         dataset=SimpleNamespace(rows=ITEMS),
     )
-    ranking.take_items(step, all_items)
+    ranking.compute_item_vectors(step, all_items)
     kind = pa.list_(pa.array(given["keys"]).type)
     lists = any(isinstance(each, list) for each in given["item"])
     columns = {"item": pa.array(given["item"], kind if lists else None)}
@@ -212,7 +214,7 @@ def close(count, width, seed):
 
 @pytest.mark.parametrize("case", ["spread", "close", "ties", "zeros", "large", "small", "not finite"])
 def test_products_in_float32_first_decide_as_those_in_float64(case):
-    from raytrec.metrics.full_ranking import not_below, not_below_fast
+    from raytrec.metrics.full_ranking import compare_exact, compare_fast
 
     for seed in range(20):
         queries, items = close(400, 33, seed)
@@ -225,8 +227,8 @@ def test_products_in_float32_first_decide_as_those_in_float64(case):
             items[3], items[4, 0], items[5], queries[1, 2] = np.nan, np.inf, 3e38, np.nan
         scores = torch.stack([not_rounded(queries[i], items[7 * i]) for i in range(4)])
         scores = torch.stack([scores, scores.flip(0)], 1)
-        expected = [*not_below(queries, items, scores, [4, 2])]
-        found = [*not_below_fast(queries, items, scores, [4, 2])]
+        expected = [*compare_exact(queries, items, scores, [4, 2])]
+        found = [*compare_fast(queries, items, scores, [4, 2])]
         assert all(map(torch.equal, found, expected)) and len(found[1]) == 2, seed
     if case == "close":  # float32 alone decides otherwise
         assert not torch.equal(~(queries @ items.T < scores[:, :1]), expected[0])
@@ -237,11 +239,11 @@ def not_rounded(query, item):
 
 
 def test_blocks_of_a_gpu_are_as_large_as_its_memory_allows():
-    from raytrec.metrics.full_ranking import CELLS, MOST_CELLS, cells_for
+    from raytrec.metrics.full_ranking import CELLS, MAX_CELLS, choose_block_cells
 
-    assert cells_for(torch.device("cpu")) == CELLS
+    assert choose_block_cells(torch.device("cpu")) == CELLS
     with cuda():
-        assert cells_for(torch.device("cuda")) == MOST_CELLS
+        assert choose_block_cells(torch.device("cuda")) == MAX_CELLS
         for free, cells in ((1 << 33, 1 << 26), (1 << 20, CELLS)):
             with patch.object(torch.cuda, "mem_get_info", lambda device, free=free: (free, 1 << 36)):
-                assert cells_for(torch.device("cuda")) == cells
+                assert choose_block_cells(torch.device("cuda")) == cells

@@ -12,7 +12,7 @@ from raytrec.common.errors import ConfigError
 from raytrec.config.tasks import TaskSection
 from raytrec.metrics.registry import METRICS, SumMetric, find_metric, metric
 from raytrec.metrics.selection import Selection, figures_of
-from raytrec.tasks.outputs import Outputs, TaskOutputs
+from raytrec.tasks.outputs import StepOutputs, TaskOutputs
 from raytrec.tasks.task import resolve_tasks
 
 BATCHES, ROWS = 13, 40
@@ -50,7 +50,7 @@ def batches(of, rank=0, world=1):
         for task in of.tasks:
             logits, labels, weights, predict = data[task]
             tasks[task] = TaskOutputs(logits[rows], predict(logits[rows]), labels[rows], weights[rows])
-        yield Outputs(tasks, next(iter(tasks.values())).weights, torch.zeros(()))
+        yield StepOutputs(tasks, next(iter(tasks.values())).weights, torch.zeros(()))
 
 
 def summed(rank, world, tasks, first=0, total=None):
@@ -144,7 +144,7 @@ def a_step(click_weights, watched_weights):
         values = torch.tensor([0.25, 0.75])
         made[name] = TaskOutputs(values, values, torch.tensor([0.0, 1.0]), torch.tensor(weights))
     losses = {name: own.weights.sum() for name, own in made.items()}
-    return Outputs(made, torch.ones(2), torch.zeros(()), losses=losses)
+    return StepOutputs(made, torch.ones(2), torch.zeros(()), losses=losses)
 
 
 @pytest.mark.parametrize("click_weights", [[0.0, 0.0], [0.0, 2.0]])

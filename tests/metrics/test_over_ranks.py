@@ -189,14 +189,14 @@ def test_beyond_exact_rows_there_are_bins_with_their_bound_and_files(world):
 
 
 def test_bins_rise_with_predictions():
-    from raytrec.metrics.ranked import BIN_COUNT, bins_of, midpoints
+    from raytrec.metrics.ranked import BIN_COUNT, assign_bins, compute_midpoints
 
     edges = torch.tensor([-torch.inf, -1e30, -1.5, -1.0, -1e-30, 0.0, 1e-30, 0.5, 0.9, 1.0, 1e30, torch.inf])
-    bins = bins_of(edges.double())
+    bins = assign_bins(edges.double())
     assert (bins[1:] > bins[:-1]).all() and bins.min() >= 0 and bins.max() < BIN_COUNT
-    assert bins_of(torch.tensor([-0.0])) == bins_of(torch.tensor([0.0]))
-    middles = midpoints(bins)
-    assert middles.isfinite().all() and (bins_of(middles) == bins).all()
+    assert assign_bins(torch.tensor([-0.0])) == assign_bins(torch.tensor([0.0]))
+    middles = compute_midpoints(bins)
+    assert middles.isfinite().all() and (assign_bins(middles) == bins).all()
     assert ((middles - edges).abs() <= edges.abs() / 2**11 + 1e-40)[1:-1].all()
 
 
@@ -212,12 +212,12 @@ def test_what_a_gpu_holds_is_exchanged_over_it():
 def parts(rank, world):
     """How many predictions this rank has of all ranks', and of as many that are all the same."""
     from raytrec.common.collectives import Peers
-    from raytrec.metrics.ranked import Ranked, Ties
+    from raytrec.metrics.ranked import RankedRows, Ties
 
     rows = (8000, 0, 1000)[rank]
     found = []
     for predictions in (torch.randn(rows).exp(), torch.ones(rows)):
-        ranked = Ranked.sort(Ties.of(predictions, torch.zeros(rows), torch.ones(rows)), Peers())
+        ranked = RankedRows.sort(Ties.of(predictions, torch.zeros(rows), torch.ones(rows)), Peers())
         found.append(len(ranked.ties.predictions))
         assert ranked.total.tolist() == [0, 9000, 9000]
     return found

@@ -72,11 +72,11 @@ def test_torchrecs_pairs_are_other_ones():
     """Each number with each other one, of the same vector, too; where vectors have one number, ours."""
     from torchrec.modules.deepfm import FactorizationMachine
 
-    from raytrec.models.first_order import sum_of_pairs
+    from raytrec.models.first_order import sum_pair_products
 
     narrow, wide = torch.randn(ROWS, 4, 1), torch.randn(ROWS, 4, 3)
-    torch.testing.assert_close(sum_of_pairs(narrow), FactorizationMachine()([narrow]))
-    assert not torch.allclose(sum_of_pairs(wide).sum(1, keepdim=True), FactorizationMachine()([wide]))
+    torch.testing.assert_close(sum_pair_products(narrow), FactorizationMachine()([narrow]))
+    assert not torch.allclose(sum_pair_products(wide).sum(1, keepdim=True), FactorizationMachine()([wide]))
 
 
 @pytest.mark.parametrize("outputs", [1, 2])

@@ -22,7 +22,7 @@ from made import make as make_model
 from standin import cuda
 from torch.nn.functional import layer_norm, silu
 
-from raytrec.models.parts.packed import Packed
+from raytrec.models.parts.packed import PackedSequences
 
 SIZES = {"max_length": LENGTH, "dropout": 0.0, "negatives": "negatives", "max_negatives": 3}
 NAMES = ["sasrec", "hstu"]
@@ -162,15 +162,15 @@ def test_lengths_on_the_host_are_enough():
     with cuda() as gpu:
         here = present.to("cuda"), values.to("cuda")
         gpu.waits.clear()
-        packed = Packed(here[0], lengths)
+        packed = PackedSequences(here[0], lengths)
         found = packed.pack(here[1])
-        groups, newest = packed.by_time(found), packed.newest(found)
-        back = packed.from_time(groups)
+        groups, newest = packed.to_chronological(found), packed.newest(found)
+        back = packed.from_chronological(groups)
         assert not gpu.waits and torch.equal(back.cpu(), found.cpu())
         assert torch.equal(found.cpu(), values[present])
         assert torch.equal(newest.cpu(), values[:, 0].where(lengths.unsqueeze(1) > 0, 0))
         assert [len(group) * group.shape[1] for group in groups] == [there.numel() for there in packed.there]
-        plain = Packed(present)
+        plain = PackedSequences(present)
         for name, value in vars(plain).items():
             given = getattr(packed, name)
             of_both = zip(value, given, strict=True) if isinstance(value, list) else [(value, given)]

@@ -24,7 +24,7 @@ SEQUENCES = a_schema(
 def state_after(rank, world, name, plan, root, first, last):
     """Trains steps first to last, from what is in root, if anything is; dense parameters and tables."""
     from raytrec.checkpoint.restore import restore
-    from raytrec.checkpoint.save import Saver
+    from raytrec.checkpoint.save import CheckpointWriter
     from raytrec.checkpoint.state import LogicalState
     from raytrec.embeddings.tables import tables
 
@@ -33,7 +33,7 @@ def state_after(rank, world, name, plan, root, first, last):
     state = LogicalState(step.model, step.optimizer)
     assert bool(restore(root, state).folder) == bool(first)
     train(step, batches(last, rank, world, schema=SEQUENCES, features=features)[1][first:])
-    saver = Saver(root, settings.checkpoint)
+    saver = CheckpointWriter(root, settings.checkpoint)
     saver.save(last, state.tensors(), {})
     assert saver.taken().error is None
     found = {key: p.detach().clone() for key, p in step.model.module.head.model.named_parameters()}
@@ -51,8 +51,8 @@ def test_goes_on_under_another_plan(name, tmp_path):
 
 def scored(rank, world, matmul):
     """Logits of a global batch: by evaluation on ranks, and by a model that is given features alone."""
-    from raytrec.checks.parity.batches import local_batch
-    from raytrec.embeddings.pooling import tables_in
+    from raytrec.checks.parity.batches import make_local_batch
+    from raytrec.embeddings.pooling import find_table_modules
     from raytrec.embeddings.tables import tables
     from raytrec.models.recommender import build_recommender
 
@@ -67,9 +67,9 @@ def scored(rank, world, matmul):
     recommender.model.load_state_dict(step.model.module.head.model.state_dict())
     with torch.no_grad():
         for collection in recommender.embeddings.collections:
-            for name, table in tables_in(collection).items():
+            for name, table in find_table_modules(collection).items():
                 table.weight.copy_(weights[name])
-        logits = recommender.eval()(local_batch(whole[-1], SEQUENCES, [0, 12], 0, features))
+        logits = recommender.eval()(make_local_batch(whole[-1], SEQUENCES, [0, 12], 0, features))
     return outputs["y"].logits[outputs.rows > 0], logits
 
 

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from raytrec.checkpoint.storage import ShardWriter
 from raytrec.config.run_config import load_config
-from raytrec.data.contents import fingerprint, look_at_all
+from raytrec.data.contents import fingerprint, identify_datasets
 from raytrec.driver.datasets import open_data
 
 STEP = 3
@@ -41,7 +41,7 @@ def make(run, data):
         "saved_unix_s": 1.8e9,
         "progress": checkpoints.progress(STEP, window={"rows": 0.0}),
         "evaluation": None,
-        "data": fingerprint(look_at_all(datasets)["train"]),
+        "data": fingerprint(identify_datasets(datasets)["train"]),
         "config": config.model_dump(by_alias=True, mode="json"),
         "schema": schema.to_yaml(),
         "plan": [],

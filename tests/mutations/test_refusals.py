@@ -26,7 +26,7 @@ from mutate import (
     watched,
 )
 
-from raytrec.config.run_config import _fields
+from raytrec.config.run_config import _iterate_fields
 
 FEW, PARTS, EACH = 6, 10, 34  # examples of each of the six kinds: 6, and 10 × 34
 INDEX = f"run/checkpoints/step-{recorded_run.STEP:010d}/checkpoint.json"
@@ -48,9 +48,11 @@ def place(tmp_path_factory):
         warnings.simplefilter("ignore")
         made = Place(tmp_path_factory.mktemp("mutations"))
         patch.setattr(driver, "_drive", reached)
-        patch.setattr(evaluation, "session_of", reached)
+        patch.setattr(evaluation, "open_session", reached)
         patch.setattr(queries, "_hosts", dict)
-        patch.setattr("raytrec.common.reading.WAITS_S", (0.0, 0.0, 0.0))  # what cannot be read is tried again
+        patch.setattr(
+            "raytrec.common.reading.RETRY_DELAYS_S", (0.0, 0.0, 0.0)
+        )  # what cannot be read is tried again
         patch.setenv("HOME", str(made.kept.parent))
         patch.delenv("RAYTREC_ROOT", raising=False)
         yield made
@@ -99,7 +101,7 @@ def values_of_configurations(place, data):
     on_config(place, dumped(values))
 
 
-KEYS = [key.replace("*", "user") for key, _ in _fields() if key not in ("run.dir", "run.root")]
+KEYS = [key.replace("*", "user") for key, _ in _iterate_fields() if key not in ("run.dir", "run.root")]
 OVERRIDES = st.lists(st.tuples(st.sampled_from(KEYS), VALUES), min_size=1, max_size=3)
 
 
@@ -161,9 +163,9 @@ def history(folder):
     """What `report` and `compare` read of a run, and the tables of the report: all but the drawing."""
     from raytrec.report.compare import compare, print_table
     from raytrec.report.report import made_with
-    from raytrec.tracking.run_folder import RunFolder, existing_run
+    from raytrec.tracking.run_folder import RunFolder, check_run_folder
 
-    found = RunFolder.read(existing_run(folder))
+    found = RunFolder.read(check_run_folder(folder))
     print(found.name, found.config, found.tables, found.restarts, made_with(Path(folder)))
     print_table(compare([folder, folder]))
 

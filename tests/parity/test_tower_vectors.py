@@ -37,12 +37,12 @@ def found(rank, world, model, root):
     the checkpoint."""
     from raytrec.checkpoint.files import folder_of
     from raytrec.checkpoint.index import read_index
-    from raytrec.checkpoint.save import Saver
+    from raytrec.checkpoint.save import CheckpointWriter
     from raytrec.checkpoint.state import LogicalState
-    from raytrec.checks.parity.batches import cuts, local_batch, random_batches
+    from raytrec.checks.parity.batches import cuts, make_local_batch, random_batches
     from raytrec.config.features import resolve_features
     from raytrec.driver.evaluation import Checkpoint
-    from raytrec.prediction.one_process import outputs_of
+    from raytrec.prediction.one_process import compute_outputs
     from raytrec.worker.build import build_step
 
     case = Modelled(model, (world, 1))
@@ -55,7 +55,7 @@ def found(rank, world, model, root):
     step, _ = build_step(config, schema, torch.device("cpu"))
 
     def evaluated(batch, tower=None):
-        local = local_batch(
+        local = make_local_batch(
             batch, schema, cuts(ROWS, world, "equal"), rank, resolve_features(schema, config.model)
         )
         (outputs,) = step.evaluate(iter([local]), tower)
@@ -73,13 +73,13 @@ def found(rank, world, model, root):
         alone = replace(whole, dense=dense, bags=bags, side_features=side_features)
         pairs[tower] = evaluated(whole, tower).vectors, evaluated(alone, tower).vectors
     outputs = evaluated(whole)
-    saver, state = Saver(root, config.checkpoint), LogicalState(step.model, step.optimizer)
+    saver, state = CheckpointWriter(root, config.checkpoint), LogicalState(step.model, step.optimizer)
     saver.save(1, state.tensors(), {})
     assert saver.taken().error is None
     folder = folder_of(root, 1)
-    together = local_batch(whole, schema, [0, ROWS], 0, resolve_features(schema, config.model))
+    together = make_local_batch(whole, schema, [0, ROWS], 0, resolve_features(schema, config.model))
     saved = Checkpoint(config, schema, folder, read_index(folder))
-    here = {tower: outputs_of(saved, together, tower).numpy() for tower in pairs}
+    here = {tower: compute_outputs(saved, together, tower).numpy() for tower in pairs}
     return pairs, (outputs["y"].logits, outputs.vectors), here
 
 

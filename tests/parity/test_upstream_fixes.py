@@ -62,7 +62,7 @@ def compare_uneven(rank, world, cases):
     """Return the findings of one gradient and of three steps for each case (on rank 0)."""
     from raytrec.checks.parity import compare
     from raytrec.checks.parity.batches import cuts
-    from raytrec.checks.parity.sharded import Sharded
+    from raytrec.checks.parity.sharded import ShardedRun
     from raytrec.worker.build import build_step
 
     out = []
@@ -72,7 +72,7 @@ def compare_uneven(rank, world, cases):
         choices = [uneven_batches(schema, compare.CANDIDATES, seed) for seed in range(3)]
 
         def shard(config):
-            return Sharded(build_step, config, schema, device, bounds)  # noqa: B023
+            return ShardedRun(build_step, config, schema, device, bounds)  # noqa: B023
 
         found = compare._gradient(shard, config, choices[0]) + compare._steps(shard, config, choices)
         out.append([finding.record() for finding in found])
@@ -106,16 +106,18 @@ def test_features_of_a_shared_table_keep_their_ids_in_every_place(ids, place):
 
 def weight_gradients(rank, world, case):
     """Return feature → gradients of the weights of its ids: (by the sharded lookup, in one process)."""
-    from raytrec.checks.parity.batches import local_batch, random_batches
-    from raytrec.checks.parity.sharded import Sharded
+    from raytrec.checks.parity.batches import make_local_batch, random_batches
+    from raytrec.checks.parity.sharded import ShardedRun
     from raytrec.worker.build import build_step
 
     schema, bounds = case.schema(), [0, ROWS]
-    run = Sharded(build_step, case.config(), schema, torch.device("cpu"), bounds)
+    run = ShardedRun(build_step, case.config(), schema, torch.device("cpu"), bounds)
     run.weights()
     one, (batch,) = run.reference(), random_batches(schema, ROWS, 1, seed=2)
     weights = [weights.requires_grad_() for _, _, weights in batch.bags.values()]
-    found = run.step.model.module.embeddings(local_batch(batch, schema, bounds, rank, run.features).sparse)
+    found = run.step.model.module.embeddings(
+        make_local_batch(batch, schema, bounds, rank, run.features).sparse
+    )
     slopes = {feature: torch.randn_like(vectors) for feature, vectors in found.items()}
 
     def gradients(vectors):

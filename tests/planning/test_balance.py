@@ -5,9 +5,9 @@ from small import a_schema
 
 from raytrec.config.run_config import load_config
 from raytrec.config.schema import Schema
-from raytrec.planning.dry_run import Predictor
-from raytrec.planning.machines import Cluster, cluster_of
-from raytrec.worker.build import unsharded
+from raytrec.planning.dry_run import ClusterEstimator
+from raytrec.planning.machines import Cluster, parse_cluster
+from raytrec.worker.build import build_unsharded
 
 FEW = {f"t{i}": {"rows": 40_000_000 if i < 4 else 2000, "dim": 128} for i in range(12)}
 LENGTHS = {f"t{i}": 100.0 if i in (0, 5) else 3.0 for i in range(12)}
@@ -33,7 +33,7 @@ def predicted(cluster, **plan):
         "plan": plan,
         "checkpoint": {"async_save": False},
     }
-    found = Predictor(load_config(values), uneven(), unsharded)(cluster)
+    found = ClusterEstimator(load_config(values), uneven(), build_unsharded)(cluster)
     assert found.refusal is None, found.refusal
     return found
 
@@ -50,7 +50,7 @@ ALL = ["table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_
     ],
 )
 def test_a_step_is_never_longer_and_all_fits(machines, kinds, torchrecs_ms):
-    cluster = cluster_of(machines)
+    cluster = parse_cluster(machines)
     found = predicted(cluster, sharding_types=kinds)
     assert found.time.step <= 1.01e-3 * torchrecs_ms
     assert max(found.memory.of("device")) <= cluster.memory_gib * 2**30
@@ -58,13 +58,13 @@ def test_a_step_is_never_longer_and_all_fits(machines, kinds, torchrecs_ms):
 
 
 def test_the_ranks_of_a_hot_table_are_relieved():
-    found = predicted(cluster_of("2x8xh100")).time
+    found = predicted(parse_cluster("2x8xh100")).time
     assert found.parts["lookup"] < 0.8 * 11.81e-3  # of TorchRec's plan
     assert found.step < 0.934 * 12.99e-3
 
 
 def test_parts_of_columns_are_on_different_ranks():
-    found = predicted(cluster_of("2x8xh100"), sharding_types=["table_wise", "column_wise"]).tables
+    found = predicted(parse_cluster("2x8xh100"), sharding_types=["table_wise", "column_wise"]).tables
     cut = [table for table in found if table.sharding_type == "column_wise"]
     assert cut, "or nothing is tested here"
     for table in cut:
@@ -78,5 +78,5 @@ def test_on_cpu_lookups_are_balanced_too():
 
 
 def test_a_plan_is_the_same_every_time():
-    plans = [predicted(cluster_of("2x8xh100"), sharding_types=ALL).tables for _ in range(2)]
+    plans = [predicted(parse_cluster("2x8xh100"), sharding_types=ALL).tables for _ in range(2)]
     assert plans[0] == plans[1]

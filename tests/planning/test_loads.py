@@ -5,10 +5,10 @@ from uneven import IDS, config_of, lines_of, plan_of, schema_of, write_run
 
 from raytrec import cli
 from raytrec.common.errors import RunError
-from raytrec.common.messages import recorded_ranks
+from raytrec.common.messages import select_recorded_ranks
 from raytrec.config.schema import Schema
 from raytrec.driver.evaluation import read_run_schema
-from raytrec.planning.loads import recorded_lengths, with_lengths
+from raytrec.planning.loads import compute_recorded_lengths, replace_lengths
 
 
 @pytest.fixture(scope="module")
@@ -76,20 +76,22 @@ def test_lengths_are_known_from_the_shards_of_every_sharding_type(tmp_path, kind
     schema.tables["t3"].rows = 5  # of six ranks one has none
     config = config_of(tmp_path, workers, sharding_types=[kind])
     lines = lines_of(plan_of(config, schema, hosts), workers)
-    assert recorded_lengths(lines, config, schema) == pytest.approx(IDS)
+    assert compute_recorded_lengths(lines, config, schema) == pytest.approx(IDS)
 
 
 def test_ranks_that_are_not_recorded_count_as_the_others(tmp_path):
     config, schema = config_of(tmp_path, 128, sharding_types=["row_wise"]), schema_of()
-    kept = [line for line in lines_of(plan_of(config, schema), 128) if line.rank in recorded_ranks(128)]
+    kept = [
+        line for line in lines_of(plan_of(config, schema), 128) if line.rank in select_recorded_ranks(128)
+    ]
     assert len(kept) == 3 * 64
-    assert recorded_lengths(kept, config, schema) == pytest.approx(IDS, rel=0.02)
+    assert compute_recorded_lengths(kept, config, schema) == pytest.approx(IDS, rel=0.02)
 
 
 def test_features_of_one_table_share_the_recorded_lookups(tmp_path):
     schema = schema_of(f1={"mean_length": 3, "p99_length": 9, "max_length": 9, "distinct": 9})
     schema.sparse["f0"].table = schema.sparse["f1"].table = schema.sparse["f2"].table = "t0"
     del schema.statistics["f2"]
-    known = with_lengths(config_of(tmp_path), schema, {"t0": 10.0}).statistics
+    known = replace_lengths(config_of(tmp_path), schema, {"t0": 10.0}).statistics
     assert [known[name].mean_length for name in ("f0", "f1", "f2")] == [2, 6, 2]
     assert known["f3"] == schema.statistics["f3"] and schema.statistics["f1"].mean_length == 3

@@ -11,20 +11,27 @@ from small import SCHEMA, a_schema, batches, config, train
 from torchrec.distributed.planner import Topology
 
 from raytrec.common.errors import ConfigError
-from raytrec.compat.fbgemm import in_memory_of
+from raytrec.compat.fbgemm import find_resident_rows
 from raytrec.compat.ray_core import system_memory
-from raytrec.compat.torchrec_ import sharded_kernels
+from raytrec.compat.torchrec_ import iterate_sharded_kernels
 from raytrec.config.run_config import load_config
 from raytrec.config.schema_parts import ManagedIds
 from raytrec.embeddings.constraints import resolve_constraints
 from raytrec.embeddings.pooling import PooledEmbeddings
 from raytrec.embeddings.sharding import describe, sharders
 from raytrec.planning.dry_run import dry_run
-from raytrec.planning.machines import GPUS, MACHINES, Cluster, cluster_of, machine_of, network_of
-from raytrec.planning.memory import GIB, held, without_training
-from raytrec.planning.plan import Place, hosts_of, name_devices, plan_for, rates_of
+from raytrec.planning.machines import (
+    GPUS,
+    MACHINES,
+    Cluster,
+    find_machine,
+    find_network_bandwidth,
+    parse_cluster,
+)
+from raytrec.planning.memory import GIB, exclude_training_memory, held
+from raytrec.planning.plan import Place, merge_resources, name_devices, search_plan, select_rates
 from raytrec.planning.rates import SHARES
-from raytrec.planning.step import hot_rows
+from raytrec.planning.step import estimate_hot_rows
 from raytrec.worker.build import build_step, plan_of
 
 
@@ -180,11 +187,11 @@ def by_name(numbers):
 @pytest.mark.parametrize("sharding", ["row_wise", "table_wise", "table_row_wise", "column_wise"])
 def test_shards_lie_on_the_gpus_that_ranks_have(ranks, local, sharding):
     made = settings(len(ranks), {"sharding_types": [sharding]})
-    on = hosts_of(ranks, made.plan)
+    on = merge_resources(ranks, made.plan)
     assert on.ranks_per_host == local
     topology = Topology(len(ranks), "cuda", hbm_cap=on.memory, local_world_size=on.ranks_per_host)
     given = schema(), made, PooledEmbeddings(schema()), sharders()
-    plan = name_devices(plan_for(on, topology, resolve_constraints(made, schema()), *given), on.devices)
+    plan = name_devices(search_plan(on, topology, resolve_constraints(made, schema()), *given), on.devices)
     named = [
         str(shard.placement)
         for module in plan.plan.values()
@@ -201,12 +208,12 @@ def test_memory_is_the_least_of_any_rank():
     """So that all ranks refuse alike, and none waits for a plan that another does not make."""
     section = settings(1, {}).plan
     alone = Place("alone", 4, "cuda:0", 40 * GIB, 600 * GIB)
-    on = hosts_of([*places(4), alone], section)
+    on = merge_resources([*places(4), alone], section)
     assert (on.memory, on.host_share) == (40 * GIB, 256 * GIB)
     on_cpu = [Place("host", 4, "cpu", None, 64 * GIB)] * 4
-    assert hosts_of(on_cpu, section).memory == 16 * GIB
+    assert merge_resources(on_cpu, section).memory == 16 * GIB
     section.memory_gib = 3
-    assert hosts_of(places(4), section).memory == hosts_of(on_cpu, section).memory == 3 * GIB
+    assert merge_resources(places(4), section).memory == merge_resources(on_cpu, section).memory == 3 * GIB
 
 
 @pytest.mark.parametrize(
@@ -221,7 +228,7 @@ def test_memory_is_the_least_of_any_rank():
 )
 def test_the_planner_knows_how_fast_gpus_are(gpus, memory, intra_host, inter_host):
     ranks = [replace(place, gpu=gpus[i % len(gpus)]) for i, place in enumerate(places(4, 4))]
-    rates = rates_of(hosts_of(ranks, settings(8, {}).plan), "cuda", 8)
+    rates = select_rates(merge_resources(ranks, settings(8, {}).plan), "cuda", 8)
     assert rates.copy == pytest.approx(SHARES["copy"] * memory * 1e9)
     reached = rates.bandwidth["all_reduce"], rates.far
     assert reached == pytest.approx([SHARES["wire"] * gb * 1e9 for gb in (intra_host, inter_host)])
@@ -229,19 +236,19 @@ def test_the_planner_knows_how_fast_gpus_are(gpus, memory, intra_host, inter_hos
 
 @pytest.mark.parametrize("name", list(MACHINES))
 def test_machines_have_what_plans_read_of_them(name):
-    machine = machine_of(name)
+    machine = find_machine(name)
     assert machine.name == name and machine.gpu in GPUS and name.startswith(f"{machine.gpus}x")
-    assert cluster_of(f"3x{name}").world == 3 * machine.gpus and cluster_of(name).machine is machine
-    assert 0 < machine.network_of_gpu <= network_of(machine.gpu) <= GPUS[machine.gpu].intra_host
+    assert parse_cluster(f"3x{name}").world == 3 * machine.gpus and parse_cluster(name).machine is machine
+    assert 0 < machine.gpu_network <= find_network_bandwidth(machine.gpu) <= GPUS[machine.gpu].intra_host
     assert machine.cpus >= machine.gpus and machine.memory_gib > 0 and machine.disk_gib > 0
 
 
 def test_a_machine_that_is_not_known_is_refused_with_the_nearest_name():
-    assert machine_of("8xH100") is MACHINES["8xh100-sxm"]
+    assert find_machine("8xH100") is MACHINES["8xh100-sxm"]
     with pytest.raises(ConfigError, match="8xh100-sx'; did you mean '8xh100-sxm'"):
-        cluster_of("2x8xh100-sx")
+        parse_cluster("2x8xh100-sx")
     with pytest.raises(ConfigError, match="0 machines"):
-        cluster_of("0x8xh200")
+        parse_cluster("0x8xh200")
 
 
 @pytest.mark.parametrize(
@@ -253,7 +260,7 @@ def test_a_machine_that_is_not_known_is_refused_with_the_nearest_name():
     ],
 )
 def test_machines_without_a_name_are_described_by_their_sizes(text, sizes):
-    assert cluster_of(text) == Cluster(*sizes)
+    assert parse_cluster(text) == Cluster(*sizes)
 
 
 def test_plans_follow_from_how_fast_gpus_are():
@@ -261,7 +268,7 @@ def test_plans_follow_from_how_fast_gpus_are():
     given = a_schema(sparse={t: {"table": t} for t in tables}, tables=tables)
     made = settings(8, {"sharding_types": ["table_wise", "data_parallel"]})
     made.data.global_batch_size = 65536
-    slow, unknown = cluster_of("8xl4"), Cluster(1, 8, 80, 640, 1000)
+    slow, unknown = parse_cluster("8xl4"), Cluster(1, 8, 80, 640, 1000)
     assert dry_run(made, given, unknown)[0].sharding_type == "table_wise"
     assert dry_run(made, given, slow)[0].sharding_type == "data_parallel"
 
@@ -362,7 +369,7 @@ def test_a_plan_counts_rows_of_files_that_are_in_memory_too():
     tables = dry_run(made, given, cluster)
 
     def hot():
-        return [taken / GIB for _, taken in hot_rows(held(tables, made, given), made, given, 2)]
+        return [taken / GIB for _, taken in estimate_hot_rows(held(tables, made, given), made, given, 2)]
 
     assert hot() == pytest.approx([0.8 - size] * 2, rel=1e-6), "what two tables in memory leave"
     made.plan.memory_gib = 10
@@ -377,7 +384,7 @@ def share_of_places(rank, world, memory_gib):
         "tables": {"*": {"sharding_type": "row_wise", "compute_kernel": "fused_mmap"}},
     }
     step, _ = build_step(settings(world, plan), schema(200_000), torch.device("cpu"))
-    places = [in_memory_of(kernel) for kernel in sharded_kernels(step.model)]
+    places = [find_resident_rows(kernel) for kernel in iterate_sharded_kernels(step.model)]
     return [hot and hot._count / hot._rows for hot in places]
 
 
@@ -427,7 +434,13 @@ def test_what_is_not_trained_needs_no_room_for_the_optimizers_state():
     config = settings(1, {"sharding_types": ["row_wise"]}, "adagrad")
     with pytest.raises(ConfigError, match="no plan for 4 tables"):
         Held(config, schema(10_000_000), gpus=2, memory_gib=weights + 0.1, host_memory_gib=16)
-    Held(without_training(config), schema(10_000_000), gpus=2, memory_gib=weights + 0.1, host_memory_gib=16)
+    Held(
+        exclude_training_memory(config),
+        schema(10_000_000),
+        gpus=2,
+        memory_gib=weights + 0.1,
+        host_memory_gib=16,
+    )
 
 
 @pytest.mark.parametrize("kernels", [["fused", "fused_uvm_caching"], ["fused_uvm_caching"]])

@@ -9,7 +9,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from raytrec.embeddings.constraints import TableConstraint
 from raytrec.embeddings.sharding import BagSharder
-from raytrec.planning.search import MOST_SHARDS, estimate_once_per_size, finer_cuts, narrow
+from raytrec.planning.search import MAX_ADDED_SHARDS, estimate_once_per_size, narrow, split_columns
 
 ALL = ["table_wise", "row_wise", "data_parallel", "column_wise", "table_row_wise", "table_column_wise"]
 
@@ -69,9 +69,9 @@ def test_only_tables_that_need_it_are_cut_for_every_rank_where_there_are_many():
     narrowed = narrow(constraints, few, 1024, 10**10)
     cut = {t for t, constraint in narrowed.items() if "row_wise" in constraint.sharding}
     assert {"huge", "hot", "t7", "t999"} <= cut and "t1" not in cut
-    assert len(cut) * 1024 <= MOST_SHARDS + 3 * 1024
+    assert len(cut) * 1024 <= MAX_ADDED_SHARDS + 3 * 1024
     copied = {t for t, constraint in narrowed.items() if "data_parallel" in constraint.sharding}
-    assert "t1" in copied and "t900" not in copied and len(copied) * 1024 <= MOST_SHARDS + 3 * 1024
+    assert "t1" in copied and "t900" not in copied and len(copied) * 1024 <= MAX_ADDED_SHARDS + 3 * 1024
     assert all("table_wise" in constraint.sharding for t, constraint in narrowed.items() if t != "t7")
 
 
@@ -85,7 +85,7 @@ def test_on_one_rank_no_table_is_cut_that_need_not_be():
 def test_columns_may_be_cut_into_fewer_parts_than_there_are_ranks():
     kinds = {"a": ["column_wise"], "b": ["table_wise"], "c": ["table_wise", "grid_shard"]}
     given = {name: ParameterConstraints(sharding_types=of, min_partition=8) for name, of in kinds.items()}
-    cuts = list(finer_cuts(given, {"a": 128, "b": 128, "c": 24}))
+    cuts = list(split_columns(given, {"a": 128, "b": 128, "c": 24}))
     assert [{name: each.min_partition for name, each in cut.items()} for cut in cuts] == [
         {"a": 64, "c": 12},
         {"a": 32},

@@ -12,11 +12,11 @@ from raytrec.config.run_config import load_config
 from raytrec.config.schema import Statistics
 from raytrec.planning import dense_work
 from raytrec.planning.dense_work import count_dense_layers
-from raytrec.planning.dry_run import Predictor
-from raytrec.planning.loads import hit_share
-from raytrec.planning.machines import Cluster, cluster_of
+from raytrec.planning.dry_run import ClusterEstimator
+from raytrec.planning.loads import estimate_hit_share
+from raytrec.planning.machines import Cluster, parse_cluster
 from raytrec.planning.rates import Rates
-from raytrec.worker.build import unsharded
+from raytrec.worker.build import build_unsharded
 
 ROWS, DIM, WORLD = 1000, 32, 4
 BYTES = ROWS * DIM * 4  # 128,000
@@ -66,7 +66,7 @@ def config(sharding="table_wise", kernel=None, optimizer="adagrad", device="cuda
 
 
 def predicted(made, rates=None, of=None):
-    found = Predictor(made, of or schema(), unsharded, rates)(Cluster(2, 2, 8, 32, 100))
+    found = ClusterEstimator(made, of or schema(), build_unsharded, rates)(Cluster(2, 2, 8, 32, 100))
     assert found.refusal is None, found.refusal
     return found
 
@@ -100,7 +100,7 @@ def test_tables_take_what_one_counts_by_hand(sharding, kernel, optimizer):
         for part in ("weights", "optimizer state", "cache"):
             found = parts.get((tier, part), np.zeros(WORLD))
             assert found == pytest.approx(expected.get((tier, part), np.zeros(WORLD))), (tier, part)
-    dense = count_dense_layers(unsharded, config(), schema(), 16).parameters
+    dense = count_dense_layers(build_unsharded, config(), schema(), 16).parameters
     of_tables = 2 * np.array(weights) if kernel == "dense" else 0
     assert parts["device", "gradients"] == pytest.approx(dense + of_tables)
 
@@ -110,7 +110,7 @@ def test_other_parts_of_a_step():
     made = config("table_wise", "fused", ranks=[0])
     made.checkpoint.async_save, made.train.ema = True, 0.9
     parts = predicted(made).memory.parts
-    dense = count_dense_layers(unsharded, made, schema(), 16).parameters
+    dense = count_dense_layers(build_unsharded, made, schema(), 16).parameters
     batch = 16 * (3 * 8 + 4 + 4 * (2 + 1 + 1))
     arrived = np.array([64 * (3 * 8 + 4), 0, 0, 0])
     assert parts["device", "pipeline batches"] == pytest.approx(3 * batch + 2 * arrived)
@@ -143,7 +143,7 @@ def test_dense_layers_are_counted_as_by_hand():
     made = config(
         model={"name": "dcn", "bottom_mlp": [16, 8], "cross_layers": 2, "cross_rank": 4, "top_mlp": [8]}
     )
-    work, x0 = count_dense_layers(unsharded, made, schema(), 10), 8 + DIM
+    work, x0 = count_dense_layers(build_unsharded, made, schema(), 10), 8 + DIM
     layers = [(2, 16), (16, 8), *[(x0, 4), (4, x0)] * 2, (x0, 8), (8, 1)]
     products = sum(2 * 10 * a * b for a, b in layers)
     assert work.flops == 3 * products - 2 * 10 * 2 * 16, "the first layer's inputs have no gradient"
@@ -153,7 +153,9 @@ def test_dense_layers_are_counted_as_by_hand():
 
 def test_activations_are_what_is_alive_at_once():
     made = config(model={"bottom_mlp": [4096], "top_mlp": [4096]})
-    few, many = (count_dense_layers(unsharded, made, schema(), rows).activations for rows in (1000, 2000))
+    few, many = (
+        count_dense_layers(build_unsharded, made, schema(), rows).activations for rows in (1000, 2000)
+    )
     assert many == pytest.approx(2 * few, rel=0.01)
     assert 2 * 4 * 4096 * 1000 < few < 8 * 4 * 4096 * 1000  # of two layers, and their gradients
 
@@ -173,7 +175,7 @@ def a_machine(**parts):
 def test_a_steps_time_is_the_sum_of_its_parts_where_ranks_compute_what_they_send():
     made = config("table_wise", "fused", "adagrad", "cpu", ranks=[0])
     found = predicted(made, a_machine())
-    time, dense = found.time, count_dense_layers(unsharded, made, schema(), 16)
+    time, dense = found.time, count_dense_layers(build_unsharded, made, schema(), 16)
     ids = 64 * 3
     distinct = ROWS * (1 - (1 - 1 / ROWS) ** ids)
     touched = ids * DIM * 8 + 2 * distinct * DIM * 8 + 2 * 64 * DIM * 4
@@ -189,12 +191,12 @@ def test_a_steps_time_is_the_sum_of_its_parts_where_ranks_compute_what_they_send
 
 def test_ranks_that_share_cores_take_turns():
     one, four = (
-        Predictor(config("data_parallel", device="cpu"), schema(), unsharded, a_machine())(
+        ClusterEstimator(config("data_parallel", device="cpu"), schema(), build_unsharded, a_machine())(
             Cluster(1, ranks, 8, 32, 100)
         )
         for ranks in (1, 4)
     )
-    work = [count_dense_layers(unsharded, config(), schema(), rows) for rows in (64, 16)]
+    work = [count_dense_layers(build_unsharded, config(), schema(), rows) for rows in (64, 16)]
     ratio = four.time.parts["dense layers"] / one.time.parts["dense layers"]
     moved = [each.flops + each.bytes + 7 * each.parameters for each in work]
     assert ratio == pytest.approx(2 * moved[1] / moved[0], rel=0.02)
@@ -207,14 +209,19 @@ def test_hot_ids_are_fewer_rows_and_stay_in_the_cache():
     )
     assert warm.sum() < cold.sum()
     known = hot.statistics["t"]
-    assert hit_share(1, known) == 0.5 and hit_share(10, known) == 0.9 and hit_share(100, known) == 1
-    assert 0.9 < hit_share(50, known) < 1 and hit_share(50, None) == 0.8
+    assert (
+        estimate_hit_share(1, known) == 0.5
+        and estimate_hit_share(10, known) == 0.9
+        and estimate_hit_share(100, known) == 1
+    )
+    assert 0.9 < estimate_hit_share(50, known) < 1 and estimate_hit_share(50, None) == 0.8
 
 
 def test_a_faster_machine_is_never_slower():
     made = config("row_wise", "fused")
     seconds = [
-        Predictor(made, schema(), unsharded)(cluster_of(name)).time.parts for name in ("4xa100-80", "4xh100")
+        ClusterEstimator(made, schema(), build_unsharded)(parse_cluster(name)).time.parts
+        for name in ("4xa100-80", "4xh100")
     ]
     assert all(seconds[1][part] <= seconds[0][part] for part in ("lookup", "dense layers", "host to device"))
 

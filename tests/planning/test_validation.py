@@ -12,15 +12,15 @@ from raytrec.config.schema import Statistics
 from raytrec.embeddings.constraints import (
     TableConstraint,
     column_parts,
-    kernels_to_choose,
+    list_kernel_choices,
     resolve_constraints,
 )
-from raytrec.planning.loads import lengths_of_tables
+from raytrec.planning.loads import group_lengths_by_table
 from raytrec.planning.memory import (
     GIB,
-    HOST_RESERVE,
-    footprints,
-    host_room,
+    HOST_RESERVE_SHARE,
+    estimate_footprints,
+    estimate_host_table_bytes,
     move_to_files,
 )
 from raytrec.planning.validation import validate_constraints
@@ -203,7 +203,7 @@ def test_tables_in_host_memory_do_not_count_against_the_gpu(kernel):
         """With so many bytes of host memory for tables."""
         settings = config(tables, groups)
         settings.data.buffer_gib, settings.checkpoint.async_save = 1000 / GIB, False
-        share = (room + 1000.5) / (1 - HOST_RESERVE)
+        share = (room + 1000.5) / (1 - HOST_RESERVE_SHARE)
         validate_constraints(
             settings, schema(), device, world=4, ranks_per_host=2, memory=ITEM // 2, host_share=share
         )
@@ -239,24 +239,24 @@ def test_gpus_have_no_files():
     with pytest.raises(ConfigError, match="which no GPU has"):
         check(device="cuda", compute_kernels=["fused_mmap"])
     both = config(compute_kernels=["fused_mmap", "fused", "fused_uvm"])
-    assert kernels_to_choose(both, "cuda", managed=False) == ["fused", "fused_uvm"]
-    assert kernels_to_choose(both, "cpu", managed=False) == ["fused"]
+    assert list_kernel_choices(both, "cuda", managed=False) == ["fused", "fused_uvm"]
+    assert list_kernel_choices(both, "cpu", managed=False) == ["fused"]
 
 
 def test_room_in_host_memory_is_left_for_checkpoints():
     """Of a rank's share: a reserve, rows read ahead, and copies of its part of all tables."""
     settings, others = config(item(kernel="fused_uvm")), 157 * 16 * 8
     resolved = resolve_constraints(settings, schema())
-    assert host_room(settings, schema(), resolved, 4, 1000) == 0
+    assert estimate_host_table_bytes(settings, schema(), resolved, 4, 1000) == 0
     settings.data.buffer_gib = 1000 / GIB
-    left = (1 - HOST_RESERVE) * 200_000 - 1000
+    left = (1 - HOST_RESERVE_SHARE) * 200_000 - 1000
     for settings.checkpoint.async_save, room in ((True, (left - others / 4) / 2), (False, left)):
-        assert host_room(settings, schema(), resolved, 4, 200_000) == int(room)
+        assert estimate_host_table_bytes(settings, schema(), resolved, 4, 200_000) == int(room)
 
 
 def test_copies_of_tables_on_gpus_need_main_memory():
     settings, buffer = config(), int(0.5 * GIB)
-    sizes = footprints(settings, schema(), resolve_constraints(settings, schema()), "cuda").values()
+    sizes = estimate_footprints(settings, schema(), resolve_constraints(settings, schema()), "cuda").values()
     copies = sum(size.device for size in sizes) // 4
     options = {"world": 4, "ranks_per_host": 2}
     validate_constraints(settings, schema(), "cuda", host_share=buffer + copies + 4, **options)
@@ -310,12 +310,12 @@ def test_ways_that_tables_of_sequences_do_not_have(sharding):
 
 
 def test_the_planner_expects_the_ids_of_sequences():
-    assert lengths_of_tables(SEQUENCES, Features(SEQUENCES, {"history": 50}))["item"] == [1.0, 50.0]
-    assert lengths_of_tables(SEQUENCES, Features(SEQUENCES, {}))["item"] == [1.0, 1.0]
+    assert group_lengths_by_table(SEQUENCES, Features(SEQUENCES, {"history": 50}))["item"] == [1.0, 50.0]
+    assert group_lengths_by_table(SEQUENCES, Features(SEQUENCES, {}))["item"] == [1.0, 1.0]
     known = {"mean_length": 70.5, "p99_length": 200, "max_length": 500, "distinct": 1000}
     found = SEQUENCES.model_copy(update={"statistics": {"history": Statistics(**known)}})
-    assert lengths_of_tables(found, Features(SEQUENCES, {}))["item"] == [1.0, 70.5]
-    assert lengths_of_tables(found, Features(SEQUENCES, {"history": 50}))["item"] == [1.0, 50.0]
+    assert group_lengths_by_table(found, Features(SEQUENCES, {}))["item"] == [1.0, 70.5]
+    assert group_lengths_by_table(found, Features(SEQUENCES, {"history": 50}))["item"] == [1.0, 50.0]
 
 
 def test_a_key_of_earlier_configurations_is_ignored():

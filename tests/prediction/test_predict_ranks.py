@@ -139,12 +139,12 @@ def expected_scores(rank, world, folder):
     from raytrec.data.order import Order
     from raytrec.data.pieces import Rows
     from raytrec.data.rows import read_item
-    from raytrec.tasks.objective import Scoring
+    from raytrec.tasks.objective import ScoringObjective
     from raytrec.worker.build import build_step
 
     config, schema = settings(folder), Schema.load(folder / "schema.yaml")
     dataset = scan(str(folder / "test"), ReadPlan(schema, read_labels=False))
-    step, _ = build_step(config, schema, torch.device("cpu"), objective=Scoring)
+    step, _ = build_step(config, schema, torch.device("cpu"), objective=ScoringObjective)
     items = Order.evaluation(10_000, 1).items(dataset, 0, 0, 1)
     tables = [read_item(item, dataset.form) for item in items]
     pieces = [Rows.of(chunk) for table in tables for chunk in table.to_batches()]

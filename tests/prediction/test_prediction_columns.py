@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from raytrec.common.errors import DataError
-from raytrec.config.features import columns_before, needed_transforms
+from raytrec.config.features import resolve_input_columns, select_needed_transforms
 from raytrec.config.run_config import load_config
 from raytrec.data.order import Part
 from raytrec.prediction.columns import CarriedColumns
@@ -85,14 +85,21 @@ def test_transforms_of_labels_alone_are_left_undone():
         {"do": "log", "columns": ["price"]},
         {"do": "age", "columns": ["joined"], "until_column": "seen_at", "into": ["days"]},
     )
-    needed = needed_transforms(given, ["price", "days", "user"])
+    needed = select_needed_transforms(given, ["price", "days", "user"])
     assert [(t.do, t.columns, t.writes) for t in needed] == [
         ("fill_null", ["price"], ["price"]),
         ("log", ["price"], ["price"]),
         ("age", ["joined"], ["days"]),
     ]
-    assert sorted(columns_before(needed, ["price", "days", "user"])) == ["joined", "price", "seen_at", "user"]
+    assert sorted(resolve_input_columns(needed, ["price", "days", "user"])) == [
+        "joined",
+        "price",
+        "seen_at",
+        "user",
+    ]
     assert needed[1] is given[2] and given[0].columns == ["rating", "price"]
-    assert needed_transforms(given, ["label", "price"])[:2] == given[:2]
+    assert select_needed_transforms(given, ["label", "price"])[:2] == given[:2]
     mine = transforms({"do": "os:getcwd", "reads": ["rating"], "writes": ["label"]})
-    assert needed_transforms(mine, ["price"]) == () and needed_transforms(mine, ["label"]) == mine
+    assert (
+        select_needed_transforms(mine, ["price"]) == () and select_needed_transforms(mine, ["label"]) == mine
+    )

@@ -24,7 +24,7 @@ from raytrec.prediction import predict as predicting
 from raytrec.prediction.folder import Counts, PredictionFolder
 from raytrec.prediction.predict import predict
 from raytrec.prediction.spans import cut_spans
-from raytrec.prediction.writer import SpanWriter, assemble, of_files
+from raytrec.prediction.writer import SpanWriter, assemble, group_by_file
 
 
 def save(root, step, auc, **changes):
@@ -75,7 +75,7 @@ def group(monkeypatch):
             assert restarts and watch.console
             folder = PredictionFolder(predictions.out)
             names = folder.names()
-            complete = folder.finished(predictions, names)
+            complete = folder.find_finished(predictions, names)
             spans = cut_spans(datasets["predict"], predictions.batch_rows, predictions.span_rows)
             todo = [s for s in spans if s.path not in complete and predictions.part_of(s) not in names]
             writer = SpanWriter(predictions, False)
@@ -86,14 +86,14 @@ def group(monkeypatch):
             writer.close()
             if self.stop_after is not None:
                 raise RunError("the workers have died")
-            for parts in of_files([s for s in spans if s.path not in complete]).values():
+            for parts in group_by_file([s for s in spans if s.path not in complete]).values():
                 assemble(predictions, parts)
             return {"predicted": sum(s.rows for s in todo), "predict_s": 2.0, "world_size": 2}
 
     made = Group()
     monkeypatch.setattr(predicting, "run_group", made)
-    monkeypatch.setattr(predicting, "session_of", lambda config: nullcontext())
-    monkeypatch.setattr(predicting, "SPAN_ROWS", 60)
+    monkeypatch.setattr(predicting, "open_session", lambda config: nullcontext())
+    monkeypatch.setattr(predicting, "MIN_SPAN_ROWS", 60)
     return made
 
 

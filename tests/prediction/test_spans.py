@@ -5,7 +5,7 @@ import random
 import pytest
 
 from raytrec.data.fragments import Dataset, RowGroup
-from raytrec.prediction.spans import SpanOrder, cut_spans, deal, still_to_do
+from raytrec.prediction.spans import SpanOrder, cut_spans, deal, select_remaining
 
 
 def dataset(sizes):
@@ -71,7 +71,7 @@ def test_what_is_done_moves_no_other_span():
     spans = cut_spans(dataset([[500] * 20]), 10, span_rows=500)
     dealt = deal(spans, 3, 10)
     assert {len(mine) for mine in dealt} <= {6, 7}
-    left = still_to_do(dealt, set(spans[:11]))
+    left = select_remaining(dealt, set(spans[:11]))
     assert all(set(some) <= set(mine) for some, mine in zip(left, dealt, strict=True))
     assert sorted(s.first for some in left for s in some) == [s.first for s in spans[11:]]
     assert SpanOrder([[], []], 10).steps() == 0

@@ -10,7 +10,7 @@ from raytrec.data.fragments import Dataset, RowGroup
 from raytrec.prediction.columns import CarriedColumns
 from raytrec.prediction.folder import Counts, Manifest, PredictionFolder, PredictionTask
 from raytrec.prediction.spans import cut_spans
-from raytrec.prediction.writer import SpanWriter, assemble, of_files, score_column
+from raytrec.prediction.writer import SpanWriter, assemble, group_by_file, to_score_column
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_files_have_all_rows_in_order_with_the_scores_of_every_task(task):
     written(task, reversed(spans), absent=(5, 41))
     folder = PredictionFolder(task.out)
     assert sorted(folder.names()) == [*sorted(map(task.part_of, spans[:2])), "b/c.parquet"]
-    (mine,) = of_files(spans).values()
+    (mine,) = group_by_file(spans).values()
     assemble(task, mine)
     found = pq.ParquetFile(f"{task.out}/a.parquet")
     table = found.read()
@@ -67,7 +67,7 @@ def test_files_have_all_rows_in_order_with_the_scores_of_every_task(task):
         assert [i for i, score in enumerate(table[name].to_pylist()) if score is None] == [5, 41]
     assert table["score_kind"].type == pa.list_(pa.float32())
     assert table["score_kind"][42].as_py() == [42, -42, 0]
-    complete = folder.finished(task, folder.names())
+    complete = folder.find_finished(task, folder.names())
     first, second = task.files
     assert complete[first] == Counts(60, 2, {"user": [2, 60]}) and complete[second].skipped == 1
     again = f"{task.out}/again.parquet"
@@ -99,5 +99,5 @@ def test_parts_that_are_not_as_they_were_written_are_not_used(task):
 
 def test_scores_as_columns():
     scores = np.array([0.5, np.nan], np.float32)
-    assert score_column(scores, np.array([True, True])).null_count == 0, "a NaN of the model stays"
-    assert score_column(scores, np.array([True, False])).to_pylist() == [0.5, None]
+    assert to_score_column(scores, np.array([True, True])).null_count == 0, "a NaN of the model stays"
+    assert to_score_column(scores, np.array([True, False])).to_pylist() == [0.5, None]

@@ -8,7 +8,7 @@ import recorded
 from ranks import on_ranks
 from recorded import interval, record
 
-from raytrec.common.messages import RankLine, recorded_ranks
+from raytrec.common.messages import RankLine, select_recorded_ranks
 from raytrec.report.findings import Times, find_bound
 
 STEPS = 7
@@ -64,7 +64,7 @@ def test_ranks_are_averaged_and_first_steps_belong_to_the_start():
 
 
 def test_of_a_large_group_the_recorded_ranks_are_averaged():
-    times = of(*(line({"forward": 3.0}, 10, rank=rank, world=1024) for rank in recorded_ranks(1024)))
+    times = of(*(line({"forward": 3.0}, 10, rank=rank, world=1024) for rank in select_recorded_ranks(1024)))
     assert times.seconds["forward"] == pytest.approx(3.0) and times.steps == pytest.approx(10)
 
 

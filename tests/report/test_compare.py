@@ -11,7 +11,7 @@ from raytrec.cli import main
 from raytrec.common.errors import RunError
 from raytrec.common.messages import Train
 from raytrec.report.compare import compare, write
-from raytrec.report.figures.learning import overlay
+from raytrec.report.figures.learning import draw_overlay
 
 
 def another(folder, name, config=CONFIG, **result):
@@ -62,7 +62,7 @@ def test_a_run_without_a_result_has_its_place(runs):
 
 def test_curves_lie_over_one_another(runs):
     comparison = compare(runs)
-    made = overlay(comparison.runs, comparison.names)
+    made = draw_overlay(comparison.runs, comparison.names)
     final = "in evaluations (diamonds: final ones)"
     assert [picture.get_suptitle() for picture in made] == [
         "NE in training", "log loss in training", f"AUC {final}", f"NE {final}", f"log loss {final}"
@@ -79,7 +79,7 @@ def test_curves_lie_over_one_another(runs):
 def test_long_names_of_many_runs_fit_below_the_curves(runs):
     comparison = compare(runs)
     names = [f"clicks-and-purchases-20261126-15385{i}" for i in range(6)]
-    assert [collisions(picture) for picture in overlay(comparison.runs * 3, names)] == [[]] * 5
+    assert [collisions(picture) for picture in draw_overlay(comparison.runs * 3, names)] == [[]] * 5
 
 
 def test_the_tables_of_the_page_have_no_scroll_bars(runs, tmp_path):

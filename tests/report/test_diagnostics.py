@@ -6,7 +6,13 @@ from dataclasses import replace
 from recorded import METRICS, interval, record, write_lines
 
 from raytrec.common.messages import RankLine
-from raytrec.report.findings import findings, hot_rank, low_utilisation, poor_fit, straggler
+from raytrec.report.findings import (
+    find_hot_rank,
+    find_low_utilization,
+    find_poor_fit,
+    find_straggler,
+    findings,
+)
 from raytrec.tracking.run_folder import RunFolder
 
 NAMES = ["user", "item", "tag"]
@@ -30,52 +36,52 @@ def lines(*changes: dict, seconds: float = 3.5, **fields) -> list[RankLine]:
 
 
 def test_a_straggler_is_named_with_its_phase():
-    sentence = straggler(lines({}, {"data": 0.9}, {}, {}, seconds=4.0))
+    sentence = find_straggler(lines({}, {"data": 0.9}, {}, {}, seconds=4.0))
     assert "rank 1" in sentence and "data (+8.0 ms)" in sentence
     assert "35.0 ms of own time a step, 8.0 ms more" in sentence
-    sentence = straggler(lines({"backward": 2.0}, {}, seconds=4.0))
+    sentence = find_straggler(lines({"backward": 2.0}, {}, seconds=4.0))
     assert "rank 0" in sentence and "backward (+8.0 ms)" in sentence
 
 
 def test_who_is_a_little_slower_is_no_straggler():
     limit = 0.15 * 4.0
-    assert straggler(lines({}, {"data": 0.1 + limit - 0.01}, {}, seconds=4.0)) is None
-    assert straggler(lines({}, {"data": 0.1 + limit + 0.01}, {}, seconds=4.0))
+    assert find_straggler(lines({}, {"data": 0.1 + limit - 0.01}, {}, seconds=4.0)) is None
+    assert find_straggler(lines({}, {"data": 0.1 + limit + 0.01}, {}, seconds=4.0))
 
 
 def test_less_than_a_minute_makes_no_straggler():
     """What starts next to a rank takes the processors of a small machine for a while."""
     quick, slow = lines({}, {"data": 2.0}, seconds=5.0)
-    assert "rank 1" in straggler([quick, slow])
+    assert "rank 1" in find_straggler([quick, slow])
     tenths = [
         replace(line, seconds=line.seconds / 10, phases_s={p: s / 10 for p, s in line.phases_s.items()})
         for line in (quick, slow)
     ]
-    assert straggler(tenths) is None
+    assert find_straggler(tenths) is None
 
 
 def test_waiting_for_others_is_not_slowness():
     slow, quick = lines({}, {}, seconds=4.0)
     quick.phases_s["input_exchange"] += 100.0
     quick.phases_s["collectives"] -= 100.0
-    assert straggler([slow, quick]) is None
+    assert find_straggler([slow, quick]) is None
 
 
 def test_waiting_is_not_to_blame_for_slowness():
     ranks = lines({"input_exchange": 2.0, "data": 1.0}, {}, seconds=5.5)
-    assert "most of it in data (+9.0 ms)" in straggler(ranks)
+    assert "most of it in data (+9.0 ms)" in find_straggler(ranks)
 
 
 def test_one_rank_alone_and_ranks_without_times_are_no_stragglers():
     for ranks in (lines({}), [], [replace(line, seconds=0.0) for line in lines({}, {})]):
-        assert straggler(ranks) is None
+        assert find_straggler(ranks) is None
 
 
 def test_gpus_that_wait_for_data():
     waiting = lines({"data": 1.5}, {"data": 1.5}, seconds=5.0)
     for line, busy in zip(waiting, (35, 45), strict=True):
         line.system["gpu_percent"] = busy
-    sentence = low_utilisation(waiting)
+    sentence = find_low_utilization(waiting)
     assert "GPUs are busy 40 % of the time; 30 % of it goes into waiting for data" in sentence
     assert "data.readers" in sentence
 
@@ -84,18 +90,18 @@ def test_gpus_that_wait_for_one_another_or_have_little_to_do():
     cures = {"input_exchange": "plan", "backward": "data.global_batch_size", "other": "save"}
     for phase, cure in cures.items():
         idle = lines({phase: 4.0}, {phase: 4.0}, seconds=8.0, system={"gpu_percent": 49})
-        assert cure in low_utilisation(idle), phase
+        assert cure in find_low_utilization(idle), phase
 
 
 def test_busy_gpus_and_cpus_need_no_advice():
-    assert low_utilisation(lines({}, {})) is None
-    assert low_utilisation(lines({}, {}, system={"gpu_percent": 50})) is None
-    assert low_utilisation([]) is None
+    assert find_low_utilization(lines({}, {})) is None
+    assert find_low_utilization(lines({}, {}, system={"gpu_percent": 50})) is None
+    assert find_low_utilization([]) is None
 
 
 def test_cpus_that_wait_for_data():
-    assert low_utilisation(lines({"data": 1.4}, {"data": 1.4}, seconds=5.0)) is None  # 28 %
-    sentence = low_utilisation(lines({"data": 1.6}, {"data": 1.6}, seconds=5.0))
+    assert find_low_utilization(lines({"data": 1.4}, {"data": 1.4}, seconds=5.0)) is None  # 28 %
+    sentence = find_low_utilization(lines({"data": 1.6}, {"data": 1.6}, seconds=5.0))
     assert "ranks wait for data 32 % of the time" in sentence and "data.readers" in sentence
 
 
@@ -107,16 +113,16 @@ def loaded(*loads: float) -> list[RankLine]:
 
 
 def test_a_hot_rank_is_named_with_its_share():
-    sentence = hot_rank(loaded(10, 71, 10, 9))
+    sentence = find_hot_rank(loaded(10, 71, 10, 9))
     assert "rank 1 looked up 71 % of all bytes, 2.8 times the mean" in sentence and "plan.tables" in sentence
 
 
 def test_a_rank_is_hot_above_one_and_a_half_times_the_mean():
-    assert hot_rank(loaded(50, 150, 100)) is None
-    assert hot_rank(loaded(49, 152, 99))
-    assert hot_rank(loaded(100)) is None
-    assert hot_rank(loaded(0, 0)) is None
-    assert hot_rank([]) is None
+    assert find_hot_rank(loaded(50, 150, 100)) is None
+    assert find_hot_rank(loaded(49, 152, 99))
+    assert find_hot_rank(loaded(100)) is None
+    assert find_hot_rank(loaded(0, 0)) is None
+    assert find_hot_rank([]) is None
 
 
 def told(folder, **changes):
@@ -164,10 +170,10 @@ def test_evaluations_much_worse_than_training_are_found(tmp_path):
     trained = [{"kind": "train", "step": step, "ne": ne} for step, ne in enumerate([2.0, *[0.5] * 5])]
     for evaluated, expected in ((0.59, []), (0.62, ["NE is 0.6200 in evaluation and 0.5000 in training"])):
         write_lines(tmp_path / "metrics.jsonl", [*trained, {"kind": "final", "step": 10, "ne": evaluated}])
-        found = [text.partition(":")[0] for text in poor_fit(RunFolder.read(tmp_path))]
+        found = [text.partition(":")[0] for text in find_poor_fit(RunFolder.read(tmp_path))]
         assert found == expected
     (tmp_path / "config.yaml").write_text("train: {early_stopping: {restore_best: true}}")
-    assert poor_fit(RunFolder.read(tmp_path)) == [], "the weights are not those of the last steps"
+    assert find_poor_fit(RunFolder.read(tmp_path)) == [], "the weights are not those of the last steps"
 
 
 def test_worse_than_the_base_rate_is_found_in_each_task_and_before_the_result(tmp_path):

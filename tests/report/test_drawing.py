@@ -7,7 +7,7 @@ import pytest
 from recorded import record
 
 from raytrec.report import report
-from raytrec.report.report import EarlyDrawing
+from raytrec.report.report import BackgroundRenderer
 
 
 class Warned(list):
@@ -19,7 +19,7 @@ class Warned(list):
 def test_pictures_are_named_only_where_they_were_drawn(tmp_path, drawn):
 
     from raytrec.config.run_config import RunConfig
-    from raytrec.driver.run import _next_steps, _write_report
+    from raytrec.driver.run import _list_next_steps, _write_report
 
     for name in ("good", "bad"):
         warned, folder = Warned(), record(tmp_path / name)
@@ -27,8 +27,8 @@ def test_pictures_are_named_only_where_they_were_drawn(tmp_path, drawn):
         config = RunConfig.model_validate(values)
         if name == "bad":
             (folder / "report.html").mkdir()
-        page = _write_report(EarlyDrawing(folder), warned)
-        said = [line for line in _next_steps(config, None, page) if line.startswith("pictures ")]
+        page = _write_report(BackgroundRenderer(folder), warned)
+        said = [line for line in _list_next_steps(config, None, page) if line.startswith("pictures ")]
         assert [len(said), len(warned)] == ([1, 0] if name == "good" else [0, 1])
 
 
@@ -50,7 +50,7 @@ def drawn():
 
 def test_drawn_once_and_written_with_the_result(tmp_path, drawn):
     record(tmp_path)
-    early = EarlyDrawing(tmp_path)
+    early = BackgroundRenderer(tmp_path)
     early.begin()
     early.begin()  # of a second result, after a restart
     early.confirm()
@@ -65,7 +65,7 @@ def test_drawn_once_and_written_with_the_result(tmp_path, drawn):
 @pytest.mark.parametrize("begun, confirmed", [(False, False), (True, False), (True, True)])
 def test_what_was_not_drawn_or_has_changed_is_drawn_at_the_end(tmp_path, drawn, begun, confirmed):
     record(tmp_path)
-    early = EarlyDrawing(tmp_path)
+    early = BackgroundRenderer(tmp_path)
     if begun:
         early.begin()
         with (tmp_path / "events.jsonl").open("a") as events:
@@ -78,7 +78,7 @@ def test_what_was_not_drawn_or_has_changed_is_drawn_at_the_end(tmp_path, drawn, 
 
 def test_what_cannot_be_drawn_early_says_so_at_the_end(tmp_path):
     record(tmp_path)
-    early = EarlyDrawing(tmp_path)
+    early = BackgroundRenderer(tmp_path)
     with patch.object(report, "draw", side_effect=RuntimeError("no room")):
         early.begin()
         early.confirm()

@@ -71,20 +71,20 @@ def learned(folder, train, *others):
 def test_a_loss_that_repeats_the_log_loss_is_left_out(tmp_path, factor, labels):
     run = learned(tmp_path, [{"logloss": 0.5 / n, "loss": factor * 0.5 / n} for n in range(1, 9)])
     assert [axes.get_ylabel() for axes in learning.curves(run).axes] == labels
-    assert len(learning.overlay([run, run], ["a", "b"])) == len(labels)
+    assert len(learning.draw_overlay([run, run], ["a", "b"])) == len(labels)
 
 
 def test_a_far_first_point_does_not_flatten_the_curve(tmp_path):
     values = [15.2, *(1 - 0.02 * n for n in range(20))]
     run = learned(tmp_path, [{"ne": ne} for ne in values], {"kind": "eval", "step": 15, "ne": 1.1})
-    for figure in (learning.curves(run), learning.overlay([run], ["a"])[0]):
+    for figure in (learning.curves(run), learning.draw_overlay([run], ["a"])[0]):
         (axes,) = figure.axes
         low, high = axes.get_ylim()
         assert low < 0.62 and 1 < high < 1.3, "the later points fill the panel"
         assert [y for line in axes.lines for y in line.get_ydata() if y > high] == [15.2]
         assert [text.get_text() for text in axes.texts] == ["▲ 15.2"], "the clipped point is marked"
         assert collisions(figure) == []
-    overlaid = learning.overlay([run] * 7, list("abcdefg"))[0]
+    overlaid = learning.draw_overlay([run] * 7, list("abcdefg"))[0]
     assert len(overlaid.axes[0].texts) == 5 and collisions(overlaid) == []
 
 
@@ -102,7 +102,7 @@ def test_a_figure_of_one_point_is_a_number_and_no_panel(tmp_path):
     figure = learning.curves(run)
     assert [axes.get_ylabel() for axes in figure.axes] == ["NE"]
     assert figure.get_suptitle() == "NE 0.8500, AUC 0.7000 at step 20"
-    titles = [picture.get_suptitle() for picture in learning.overlay([run, run], ["a", "b"])]
+    titles = [picture.get_suptitle() for picture in learning.draw_overlay([run, run], ["a", "b"])]
     assert titles == ["NE in training"]
 
 
@@ -110,7 +110,7 @@ def test_runs_of_one_interval_have_no_pictures_over_steps(tmp_path):
     run = learned(tmp_path, [{"ne": 0.9, "calibration": 1.0, "rows_per_s": 5.0}])
     write_lines(tmp_path / "ranks.jsonl", [interval(["t"], 0, 1, 100)])
     run = RunFolder.read(tmp_path)
-    over_steps = learning.curves, learning.ratios, timeline.throughput, tables.health
+    over_steps = learning.curves, learning.ratios, timeline.draw_throughput, tables.health
     assert [draw(run) for draw in over_steps] == [None] * 4
 
 
@@ -161,7 +161,7 @@ def test_two_tasks_have_a_panel_for_each_metric_and_a_line_for_each_curve(tmp_pa
 
 
 def test_maps_show_bytes_and_load_of_each_table_on_each_rank(run):
-    memory = tables.by_memory(run)
+    memory = tables.draw_memory(run)
     grid = memory.axes[1]
     assert [t.get_text() for t in grid.get_yticklabels()] == ["table_2", "table_1", "table_0"]
     bytes_of = {"table_2": [300 * 68, 0], "table_1": [0, 200 * 68], "table_0": [50 * 68, 50 * 68]}
@@ -170,7 +170,7 @@ def test_maps_show_bytes_and_load_of_each_table_on_each_rank(run):
     assert [bar.get_height() for bar in memory.axes[0].patches] == [350 * 68, 250 * 68]
     assert "39.8 KiB on 2 ranks, 16.6 KiB to 23.2 KiB each" in memory.get_suptitle().replace("\n", " ")
 
-    load = tables.by_load(run)
+    load = tables.draw_load(run)
     cells = load.axes[1].images[0].get_array().filled(0)
     assert np.allclose(cells, np.array([[3, 0], [1, 1], [0, 2]]) / 7)
     assert "rank 0 looks up 57 % of all bytes" in load.get_suptitle()
@@ -178,7 +178,7 @@ def test_maps_show_bytes_and_load_of_each_table_on_each_rank(run):
 
 def test_maps_of_many_tables_put_the_small_ones_together(tmp_path):
     run = RunFolder.read(record(tmp_path, tables=200, ranks=64, intervals=1))
-    made = tables.by_memory(run)
+    made = tables.draw_memory(run)
     cells = made.axes[1].images[0].get_array().filled(0)
     assert cells.shape == (41, 64)
     assert made.axes[1].get_yticklabels()[-1].get_text() == "160 other tables"
@@ -191,7 +191,7 @@ def test_maps_of_many_tables_put_the_small_ones_together(tmp_path):
 
 def test_a_map_of_one_table_on_one_rank(tmp_path):
     run = RunFolder.read(record(tmp_path, tables=1, ranks=1))
-    for draw, text in ((tables.by_memory, "6.64 KiB"), (tables.by_load, "100 %")):
+    for draw, text in ((tables.draw_memory, "6.64 KiB"), (tables.draw_load, "100 %")):
         assert [t.get_text() for t in draw(run).axes[1].texts] == [text]
 
 
@@ -199,11 +199,11 @@ def test_only_the_last_group_of_workers_is_on_the_map(tmp_path):
     before = [interval(["a", "b"], rank, 3, 100) for rank in range(3)]
     after = [interval(["a", "b"], rank, 2, 200, attempt=1) for rank in range(2)]
     write_lines(tmp_path / "ranks.jsonl", before + after)
-    assert tables.by_memory(RunFolder.read(tmp_path)).axes[1].images[0].get_array().shape == (2, 2)
+    assert tables.draw_memory(RunFolder.read(tmp_path)).axes[1].images[0].get_array().shape == (2, 2)
 
 
 def test_phases_are_milliseconds_a_step(run):
-    (axes,) = timeline.in_total(run).axes
+    (axes,) = timeline.draw_phase_totals(run).axes
     widths = {c.get_label(): [bar.get_width() for bar in c] for c in axes.containers}
     names = [phase.replace("_", " ") for phase in PHASES]
     assert widths == {name: pytest.approx([10 * s] * 2) for name, s in zip(names, PHASE_S, strict=True)}
@@ -222,7 +222,7 @@ def test_the_straggler_is_in_the_title(tmp_path):
         line["seconds"] = 73.5
         line["phases_s"]["data" if line["rank"] == 2 else "collectives"] += 70.0
     write_lines(tmp_path / "ranks.jsonl", lines)
-    made = timeline.in_total(RunFolder.read(tmp_path))
+    made = timeline.draw_phase_totals(RunFolder.read(tmp_path))
     assert made.get_suptitle() == "Time of a step: rank 2 is slow"
 
 
@@ -232,14 +232,14 @@ def test_many_ranks_show_those_with_the_most_time_of_their_own(tmp_path):
         line["phases_s"]["forward"] += line["rank"] / 100
         line["phases_s"]["collectives"] -= line["rank"] / 100
     write_lines(tmp_path / "ranks.jsonl", lines)
-    made = timeline.in_total(RunFolder.read(tmp_path))
+    made = timeline.draw_phase_totals(RunFolder.read(tmp_path))
     labels = [t.get_text() for t in made.axes[0].get_yticklabels()]
     assert labels == [f"rank {rank}" for rank in range(31, 15, -1)]
     assert "the 16 of 32 ranks" in made.get_suptitle().replace("\n", " ")
 
 
 def test_row_norms_are_shares_of_rows_at_each_step(run):
-    made = tables.row_norms(run)
+    made = tables.draw_row_norms(run)
     panels = {axes.get_title("left"): axes for axes in made.axes}
     mesh = panels["table_2"].collections[0]
     counts = np.array(run.ranks[0].tables["table_2"]["row_norm_counts"])
@@ -284,7 +284,7 @@ def test_timeline_shows_workers_steps_and_faults(run):
 
 
 def test_speed_is_rows_a_second(run):
-    (axes,) = timeline.throughput(run).axes
+    (axes,) = timeline.draw_throughput(run).axes
     assert axes.lines[0].get_ydata() == pytest.approx([60_000] * 25)
 
 
@@ -305,19 +305,25 @@ LONG_NAMES = ["W" * 30, "item_brand_and_manufacturer", "campaign_" + "w" * 20, "
 def test_no_texts_of_a_picture_run_into_each_other(tmp_path, names, ranks):
     run = RunFolder.read(record(tmp_path, names=names, ranks=ranks))
     with warnings.catch_warnings(action="ignore"):  # of characters that the font lacks
-        for draw in (tables.row_norms, tables.health, tables.by_memory, tables.by_load, timeline.over_steps):
+        for draw in (
+            tables.draw_row_norms,
+            tables.health,
+            tables.draw_memory,
+            tables.draw_load,
+            timeline.over_steps,
+        ):
             assert collisions(draw(run)) == []
 
 
 def test_a_name_that_does_not_fit_loses_its_middle():
-    assert style.fitted("user_id", 90) == "user_id"
-    assert style.fitted("w" * 40, 90) == "wwwwwww…wwwwww"
-    assert len(style.fitted("i" * 40, 90)) > 2 * len(style.fitted("W" * 40, 90))
-    assert style.fitted("abcd", 0) == "a…d"
+    assert style.fit_name("user_id", 90) == "user_id"
+    assert style.fit_name("w" * 40, 90) == "wwwwwww…wwwwww"
+    assert len(style.fit_name("i" * 40, 90)) > 2 * len(style.fit_name("W" * 40, 90))
+    assert style.fit_name("abcd", 0) == "a…d"
 
 
 def test_long_lines_are_means_of_neighbours():
-    xs, ys = style.thinned(list(range(2500)), [float(x) for x in range(2500)])
+    xs, ys = style.thin_line(list(range(2500)), [float(x) for x in range(2500)])
     assert len(xs) == 834 and xs[-1] == 2499
     assert (xs[0], ys[0]) == (2, 1.0)
-    assert style.thinned([1, 2], [3, 4]) == ([1, 2], [3, 4])
+    assert style.thin_line([1, 2], [3, 4]) == ([1, 2], [3, 4])

@@ -13,7 +13,7 @@ from raytrec.common.documents import document
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.retrieval import index as searched
 from raytrec.retrieval.build import build_faiss
-from raytrec.retrieval.index import FAISS, MANIFEST, Index, load_index, require_faiss
+from raytrec.retrieval.index import FAISS_FILE, MANIFEST, Index, load_index, require_faiss
 
 WIDTH = 6
 
@@ -104,7 +104,7 @@ def folder(tmp_path):
         compression="zstd",
     )
     data = to_bytes(films.faiss)
-    (tmp_path / FAISS).write_bytes(data)
+    (tmp_path / FAISS_FILE).write_bytes(data)
     written = {"index.items": 50, "index.faiss_sha256": sha256(data).hexdigest()}
     (tmp_path / MANIFEST).write_bytes(document({"format": 1, "item": "item", "faiss": "Flat", **written}))
     return tmp_path
@@ -124,7 +124,7 @@ def test_a_folder_is_read_as_it_was_written(folder):
             load_index(folder)
 
 
-@pytest.mark.parametrize("name", [MANIFEST, FAISS, "items/part-0.parquet"])
+@pytest.mark.parametrize("name", [MANIFEST, FAISS_FILE, "items/part-0.parquet"])
 def test_a_damaged_index_is_an_error_for_people_or_as_it_was(folder, name):
     """Files that are cut off, or in which bits are flipped."""
     before, draw = load_index(folder), np.random.default_rng(5)
@@ -161,10 +161,10 @@ def test_an_index_that_lacks_a_file_or_a_column_is_damaged(folder):
         with pytest.raises(RunError, match=f"the index is damaged: .*{words}"):
             load_index(folder)
     pq.write_table(table, folder / "items/part-0.parquet")
-    (folder / FAISS).write_bytes(to_bytes(build_faiss("Flat", vectors(50, 2))))
+    (folder / FAISS_FILE).write_bytes(to_bytes(build_faiss("Flat", vectors(50, 2))))
     with pytest.raises(RunError, match=r"index\.faiss is not the file that was written with index\.json"):
         load_index(folder)
-    (folder / FAISS).unlink()
+    (folder / FAISS_FILE).unlink()
     with pytest.raises(RunError, match="the index is damaged"):
         load_index(folder)
 

@@ -16,10 +16,10 @@ from raytrec.common.errors import RunError
 from raytrec.scoring.program_archive import (
     MODEL,
     OPERATORS,
-    SAMPLE_INPUTS,
+    SAMPLE_INPUTS_ENTRY,
     _is_operator,
-    checked_archive,
     load_program,
+    sanitize_archive,
 )
 
 WEIGHTS, CONSTANTS = ("data/weights/model_weights_config.json", "data/constants/model_constants_config.json")
@@ -135,9 +135,9 @@ def other_case(entries, marker, file):
 
 
 def name_twice(entries, marker, file):
-    rest = {name: content for name, content in entries.items() if name != SAMPLE_INPUTS}
+    rest = {name: content for name, content in entries.items() if name != SAMPLE_INPUTS_ENTRY}
     with pytest.warns(UserWarning, match="Duplicate"):
-        return write(file, {SAMPLE_INPUTS: pickled(marker)} | rest, [(SAMPLE_INPUTS, b"")])
+        return write(file, {SAMPLE_INPUTS_ENTRY: pickled(marker)} | rest, [(SAMPLE_INPUTS_ENTRY, b"")])
 
 
 def name_in_source(entries, marker, file):
@@ -174,7 +174,7 @@ def test_a_program_loads_without_metadata_and_computes_the_same(program, entries
     (expected,), (scores,) = program.module()(rows), load_program(file, 1)(rows)
     assert torch.equal(scores, expected)
     assert str(Path(__file__).parent).encode() in entries[MODEL], "torch writes paths of this machine"
-    assert str(Path(__file__).parent).encode() not in checked_archive(file.read_bytes())
+    assert str(Path(__file__).parent).encode() not in sanitize_archive(file.read_bytes())
 
 
 @pytest.mark.parametrize("build", HARMFUL, ids=lambda build: build.__name__)
@@ -239,7 +239,7 @@ def test_expressions_are_calls_of_known_functions(text, entries, tmp_path):
 def test_guards_and_metadata_are_dropped(entries, tmp_path):
     edit = lambda model: model.update(guards_code=["open('harm', 'w')"])  # noqa: E731
     file = write(tmp_path / "predict.pt2", edited(entries, MODEL, edit))
-    assert b"harm" not in checked_archive(file.read_bytes())
+    assert b"harm" not in sanitize_archive(file.read_bytes())
     load_program(file, 1)
 
 
@@ -295,7 +295,7 @@ BROKEN = (None, b"", b"[" * 100_000, b"[1]", b"\xff{}", os.urandom(99))
     ("name", "contents"),
     [
         *((name, BROKEN) for name in (MODEL, WEIGHTS, CONSTANTS, "archive_format")),
-        (SAMPLE_INPUTS, (None, b"1")),
+        (SAMPLE_INPUTS_ENTRY, (None, b"1")),
         ("data/weights/weight_0", (None, b"", b"123")),  # for other numbers, manifests have checksums
     ],
 )

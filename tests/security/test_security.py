@@ -22,8 +22,8 @@ from waiting import wait_for
 from raytrec.cluster.access import check_cluster, use_token
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.redaction import hide_yaml
-from raytrec.compat.ray_core import GCS_CALL
-from raytrec.config.trust import code_in
+from raytrec.compat.ray_core import GCS_PROBE_METHOD
+from raytrec.config.trust import find_foreign_code
 
 SECRET, KEY = "hunter2-correct-horse", "battery-staple-9"
 
@@ -67,7 +67,7 @@ def token(monkeypatch):
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
     own = (("authorization", f"Bearer {TOKEN}"),)
-    monkeypatch.setattr("raytrec.cluster.access.token_metadata", lambda: own)  # Ray has read its settings
+    monkeypatch.setattr("raytrec.cluster.access.get_token_metadata", lambda: own)  # Ray has read its settings
     monkeypatch.setattr("ray._private.ray_constants.ENABLE_RAY_CLUSTER", False)  # 127.0.0.1 stays what it is
 
 
@@ -83,7 +83,7 @@ class Gcs(grpc.GenericRpcHandler):
                 context.abort(grpc.StatusCode.UNAUTHENTICATED, "InvalidAuthToken")
             return b""
 
-        return grpc.unary_unary_rpc_method_handler(answer) if call.method == GCS_CALL else None
+        return grpc.unary_unary_rpc_method_handler(answer) if call.method == GCS_PROBE_METHOD else None
 
 
 @pytest.mark.parametrize("asks", [True, False])
@@ -155,10 +155,12 @@ def test_strangers_are_told_at_once(head, tmp_path, kind, way):
 @pytest.mark.cluster
 def test_a_head_of_this_user_is_trusted_and_another_port_of_it_is_not(head):
     # Its Ray client server is the last to listen.
-    wait_for(lambda: not code_in({"scaling": {"address": head.client}}), "trust in the head's Ray client")
-    assert code_in({"scaling": {"address": head.address}}) == {}
+    wait_for(
+        lambda: not find_foreign_code({"scaling": {"address": head.client}}), "trust in the head's Ray client"
+    )
+    assert find_foreign_code({"scaling": {"address": head.address}}) == {}
     dashboard = head.url.removeprefix("http://")
-    assert code_in({"scaling": {"address": dashboard}}) == {"scaling.address": dashboard}
+    assert find_foreign_code({"scaling": {"address": dashboard}}) == {"scaling.address": dashboard}
 
 
 GCS = """

@@ -27,10 +27,10 @@ from raytrec.scoring.rows import ObjectRows
 from raytrec.serving.app import Service
 from raytrec.serving.batching import Batcher
 from raytrec.serving.bodies import ARROW, JSON, Limits, Query
-from raytrec.serving.coordinator import Export, Order, Report
-from raytrec.serving.figures import about_model
+from raytrec.serving.coordinator import Export, Order, ReplicaState
+from raytrec.serving.figures import describe_model
 from raytrec.serving.openapi import make_page
-from raytrec.serving.versions import Versions, carry_out, load_either
+from raytrec.serving.versions import LoadedExports, carry_out, load_either
 
 LIMITS = Limits(body_bytes=200_000, rows=100, ids=50)
 
@@ -46,7 +46,7 @@ def made(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def http(made):
-    http = Http(Service(Versions(made[0]), TOKEN, LIMITS))
+    http = Http(Service(LoadedExports(made[0]), TOKEN, LIMITS))
     yield http
     http.close()
 
@@ -201,7 +201,7 @@ def test_a_wrong_row_fails_its_own_request_alone(model, made):
 
 
 def test_a_full_queue_turns_requests_away(made):
-    http = Http(Service(Versions(made[0]), None))
+    http = Http(Service(LoadedExports(made[0]), None))
     try:
         http.service.batcher = Batcher(most_waiting=3)
         http.service.batcher.waiting = 2
@@ -217,10 +217,10 @@ def test_a_full_queue_turns_requests_away(made):
 
 
 def test_a_replica_that_has_missed_a_promotion_answers_with_it_after_the_next_order(made):
-    versions, small = Versions(made[0]), made[0].replace("export", "small")
+    versions, small = LoadedExports(made[0]), made[0].replace("export", "small")
     first, second = versions.version, read_manifest(small).version
     order = Order(7, Export(small, second), prepare=str(Path(small) / "nothing"))
-    report = carry_out(versions, order, Report(-1, first))
+    report = carry_out(versions, order, ReplicaState(-1, first))
     assert (report.done, report.version, versions.version) == (7, second, second)
     assert report.prepared is None and "there is no export here" in str(report.error)
     report = carry_out(versions, Order(8, Export(small, second), prepare=made[0]), report)
@@ -256,7 +256,7 @@ def test_an_export_that_was_changed_in_place_gives_way_to_the_one_before(made, t
 def test_the_page_is_open_and_the_model_is_described(http):
     status, content, headers = http.ask("/", token="")
     assert (status, headers["Content-Security-Policy"][:19]) == (200, "default-src 'none';")
-    about = about_model(http.service.versions.current.scorer)
+    about = describe_model(http.service.versions.current.scorer)
     assert about["version"].encode() not in content
     assert (about["run"], about["step"]) == ("small", 2) and 0 <= about["age_s"] < 600
 
@@ -274,7 +274,7 @@ def test_the_documents_client_repeats_what_is_turned_away(http, model, made, mon
     """429 to its first request here; in the soak, what a killed replica had in its hands."""
     page = (Path(__file__).parents[2] / "docs/serving.md").read_text()
     (block,) = re.findall(r"(?m)^    import urllib3\n(?:(?:    .*)?\n)+", page)
-    monkeypatch.setattr("raytrec.serving.batching.RETRY_S", 0)
+    monkeypatch.setattr("raytrec.serving.batching.RETRY_AFTER_S", 0)
     monkeypatch.setattr(http.service, "batcher", Batcher(most_waiting=3))
     http.service.batcher.waiting = 2
     threading.Thread(target=make_room_after_a_refusal, args=[http.service]).start()
@@ -285,7 +285,7 @@ def test_the_documents_client_repeats_what_is_turned_away(http, model, made, mon
 
 
 def test_another_version_answers_when_it_is_committed(made, tmp_path):
-    first = Versions(made[0])
+    first = LoadedExports(made[0])
     small = made[0].replace("export", "small")
     before, version = first.version, first.prepare(small)
     assert first.version == before != version

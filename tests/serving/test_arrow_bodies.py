@@ -8,7 +8,7 @@ import pytest
 from served import ARROW, stream
 
 from raytrec.common.errors import DataError
-from raytrec.serving.bodies import Limits, Refused, decode_request
+from raytrec.serving.bodies import Limits, RefusedRequest, decode_request
 
 MODEL = SimpleNamespace(columns=pa.schema([("ids", pa.list_(pa.int64())), ("text", pa.string())]))
 LIMITS = Limits(body_bytes=1 << 20, rows=2_000, ids=1_000)
@@ -38,7 +38,7 @@ def test_values_that_rows_share_count_for_each(array):
     body = stream(pa.table({"ids" if "list" in str(array.type) else "text": array}))
     assert len(body) < LIMITS.body_bytes
     before = pa.total_allocated_bytes()
-    with pytest.raises((Refused, DataError), match=r"rows share values|is of type"):
+    with pytest.raises((RefusedRequest, DataError), match=r"rows share values|is of type"):
         decode_request(ARROW, body, MODEL, "predict", LIMITS)
     assert pa.total_allocated_bytes() - before < 4 << 20
 

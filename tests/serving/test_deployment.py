@@ -5,8 +5,8 @@ import os
 import pytest
 
 from raytrec.common.errors import DataError
-from raytrec.serving.bodies import Refused
-from raytrec.serving.versions import containing_folder, resolve_export
+from raytrec.serving.bodies import RefusedRequest
+from raytrec.serving.versions import get_containing_folder, resolve_export
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_exports_in_the_folder_are_accepted_with_links_resolved(root):
 )
 def test_places_outside_of_the_folder_are_refused(root, place):
     for uri in (f"{root}/{place}", f"file://{root}/{place}", f"file://{root}/{place.replace('.', '%2e')}"):
-        with pytest.raises(Refused, match="not in the folder"):
+        with pytest.raises(RefusedRequest, match="not in the folder"):
             resolve_export(uri, str(root / "exports"))
 
 
@@ -95,14 +95,18 @@ def test_exports_in_a_folder_of_a_store_are_accepted(uri, folder):
     ],
 )
 def test_other_places_and_servers_are_refused(uri, folder):
-    with pytest.raises((Refused, DataError)):
+    with pytest.raises((RefusedRequest, DataError)):
         resolve_export(uri, folder)
 
 
 def test_the_folder_that_contains_an_export(root):
-    assert containing_folder(f"{root}/link") == containing_folder(f"file://{root}/link") == f"{root}/exports"
-    assert containing_folder("s3://bucket/exports/films/?region=x") == "s3://bucket/exports?region=x"
-    assert containing_folder("s3://bucket/films") == "s3://bucket"
-    assert containing_folder("s3://bucket") == containing_folder("s3://bucket/") == "s3://bucket"
+    assert (
+        get_containing_folder(f"{root}/link")
+        == get_containing_folder(f"file://{root}/link")
+        == f"{root}/exports"
+    )
+    assert get_containing_folder("s3://bucket/exports/films/?region=x") == "s3://bucket/exports?region=x"
+    assert get_containing_folder("s3://bucket/films") == "s3://bucket"
+    assert get_containing_folder("s3://bucket") == get_containing_folder("s3://bucket/") == "s3://bucket"
     os.chdir(root)
-    assert containing_folder("exports/films") == f"{root}/exports"
+    assert get_containing_folder("exports/films") == f"{root}/exports"

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from raytrec.common.errors import RunError
-from raytrec.serving.coordinator import Coordinator, Export, Report
+from raytrec.serving.coordinator import Coordinator, Export, ReplicaState
 from raytrec.serving.figures import Figures
 
 FIRST, SECOND = Export("a", "films-1"), Export("b", "films-2")
@@ -32,14 +32,14 @@ def coordinator(kept=None):
 
 async def replica(of, name, loads=(FIRST, SECOND), failing=None, orders=None):
     """Follows, and reports every order as carried out."""
-    versions, report, given = {each.uri: each.version for each in loads}, Report(-1, FIRST.version), -1
+    versions, report, given = {each.uri: each.version for each in loads}, ReplicaState(-1, FIRST.version), -1
     while True:
         order = await of.follow(name, report, given)
         (orders if orders is not None else []).append(order)
         given = order.number
         prepared = versions.get(order.prepare)
         error = failing if order.prepare else None
-        report = Report(order.number, order.answer.version, None if error else prepared, error)
+        report = ReplicaState(order.number, order.answer.version, None if error else prepared, error)
 
 
 def run(scenario, *replicas):
@@ -94,10 +94,12 @@ def test_none_changes_where_one_cannot_load_it():
 async def ending(of, name):
     """Replicas that end when they load an export, each in the place of the one before."""
     for number in range(99):
-        versions = Report(-1, FIRST.version)
+        versions = ReplicaState(-1, FIRST.version)
         order = await of.follow(f"{name} {number}", versions, -1)
         while not order.prepare:
-            order = await of.follow(f"{name} {number}", Report(order.number, FIRST.version), order.number)
+            order = await of.follow(
+                f"{name} {number}", ReplicaState(order.number, FIRST.version), order.number
+            )
 
 
 def test_an_export_that_ends_replicas_is_given_up(monkeypatch):
@@ -129,7 +131,7 @@ def test_one_that_is_started_again_knows_what_was_promoted():
     assert asyncio.run(again.exports()) == (SECOND, FIRST)
     assert asyncio.run(again.overview())["before"] == FIRST.version
     last = orders[-1].number
-    order = asyncio.run(again.follow("one", Report(last, SECOND.version), given=last))
+    order = asyncio.run(again.follow("one", ReplicaState(last, SECOND.version), given=last))
     assert order.number > last and order.answer == SECOND, "its orders are others than those of before"
 
 
@@ -166,7 +168,7 @@ def test_metrics_are_those_of_replicas_that_still_report(monkeypatch):
         figures = Figures()
         figures.requests.labels("/predict", 200).inc(requests)
         counted = tuple(figures.collect(about, 0))
-        await made.hear(name, replace(Report(1, FIRST.version), figures=counted))
+        await made.hear(name, replace(ReplicaState(1, FIRST.version), figures=counted))
 
     def shown():
         text = asyncio.run(made.metrics()).decode()

@@ -15,14 +15,14 @@ from raytrec.serving import request_log
 from raytrec.serving.app import Service
 from raytrec.serving.figures import Figures
 from raytrec.serving.request_log import RequestLog
-from raytrec.serving.versions import Versions
+from raytrec.serving.versions import LoadedExports
 
 
 class Logging:
     """A service that logs."""
 
     def __init__(self, export, folder, sample=1.0, **options):
-        self.http = Http(Service(Versions(export), TOKEN))
+        self.http = Http(Service(LoadedExports(export), TOKEN))
         service, self.folder = self.http.service, folder
         self.figures = figures = service.figures
         self.log = RequestLog(str(folder), sample, "writer", figures, **options)
@@ -112,15 +112,15 @@ def test_a_store_that_cannot_be_written_costs_no_request(made, tmp_path, caplog)
 
 def test_what_the_thread_cannot_keep_up_with_is_dropped(made, tmp_path, monkeypatch):  # noqa: F811
     stuck, go_on = threading.Event(), threading.Event()
-    convert = request_log.logged_rows
+    convert = request_log.to_logged_rows
 
     def slowly(logged):
         stuck.set()
         assert go_on.wait(60)
         return convert(logged)
 
-    monkeypatch.setattr(request_log, "logged_rows", slowly)
-    monkeypatch.setattr(request_log, "MOST_WAITING", 6)
+    monkeypatch.setattr(request_log, "to_logged_rows", slowly)
+    monkeypatch.setattr(request_log, "MAX_WAITING_ROWS", 6)
     with Logging(made[0], tmp_path) as service:
         for _ in range(10):
             status, _, headers = service.http.ask("/predict", {"rows": good(made)})

@@ -9,8 +9,8 @@ from raytrec.common.errors import DataError
 from raytrec.config.tasks import TaskSection
 from raytrec.data.form import ReadPlan
 from raytrec.data.fragments import scan
-from raytrec.data.order import Item, Part
-from raytrec.data.rows import check_accused, read_item
+from raytrec.data.order import LaneItem, Part
+from raytrec.data.rows import check_suspect_groups, read_item
 from raytrec.tasks.columns import label_ranges
 from raytrec.tasks.task import resolve_tasks
 
@@ -34,8 +34,8 @@ def read(path, *tasks, check=True):
     ranges = label_ranges(resolve_tasks([TaskSection(**task) for task in tasks], SCHEMA), SCHEMA)
     dataset = scan(path, ReadPlan(SCHEMA, label_ranges=ranges))
     if check:
-        check_accused(dataset)
-    item = Item(0, 0, (Part(path, 0, 0, dataset.rows),), None, 0)
+        check_suspect_groups(dataset)
+    item = LaneItem(0, 0, (Part(path, 0, 0, dataset.rows),), None, 0)
     return read_item(item, dataset.form)["labels"].to_pylist(), bool(dataset.accused)
 
 

@@ -31,7 +31,7 @@ def ids(step):
 
 
 def on_rank(rank, world, plan):
-    from raytrec.checks.parity.batches import GlobalBatch, cuts, local_batch
+    from raytrec.checks.parity.batches import GlobalBatch, cuts, make_local_batch
     from raytrec.config.features import resolve_features
 
     tasks = [{"label": "y", "loss": "from_model", "metrics": []}]
@@ -48,7 +48,7 @@ def on_rank(rank, world, plan):
         }
         whole = GlobalBatch(torch.zeros(ROWS, 0), torch.ones(ROWS, 1), bags)
         bounds = cuts(ROWS, world, "empty")
-        local.append(local_batch(whole, SCHEMA, bounds, rank, resolve_features(SCHEMA, settings.model)))
+        local.append(make_local_batch(whole, SCHEMA, bounds, rank, resolve_features(SCHEMA, settings.model)))
     losses = [float(outputs.loss) for outputs in train(step, local)]
     evaluated = [float(outputs.loss) for outputs in step.evaluate(iter(local[:1]))]
     return before, weights_of(step), losses, evaluated

@@ -20,7 +20,7 @@ from small import (
 )
 
 from raytrec.common.errors import ConfigError
-from raytrec.tasks.objective import Scoring, total
+from raytrec.tasks.objective import ScoringObjective, total
 
 HERE = str(Path(__file__).parent)
 TWO = SCHEMA.model_copy(update={"labels": ["y", "z"]})
@@ -70,7 +70,7 @@ def test_scores_without_labels_are_predictions_of_every_task():
         {"label": "z", "loss": "cross_entropy", "options": {"classes": 3}},
         {"label": "y", "name": "pairs", "loss": "bpr", "group": "user"},
     ]
-    scoring = Scoring(objective(tasks, TWO).tasks, world=2)
+    scoring = ScoringObjective(objective(tasks, TWO).tasks, world=2)
     logits = torch.tensor([[0.5, 1.0, 2.0, 3.0, -1.0], [-2.0, 0.0, 0.0, 0.0, 4.0]])
     batch = labelled(torch.empty(2, 0), torch.tensor([1.0, 0.0]))
     loss = total(scoring.losses(logits, batch))

@@ -10,7 +10,7 @@ from ranks import on_ranks
 from small import SCHEMA, batches, build, config, labelled, objective, train
 
 from raytrec.checks.parity.batches import GlobalBatch
-from raytrec.checks.parity.losses import loss_of
+from raytrec.checks.parity.losses import compute_loss
 from raytrec.common.errors import ConfigError
 from raytrec.config.run_config import load_config
 from raytrec.tasks.objective import Objective, total
@@ -68,7 +68,7 @@ def test_the_reference_has_the_same_definition(tasks):
     made = objective(tasks, TWO, own_loss=True)
     logits, labels, weights = columns(made)
     batch = GlobalBatch(torch.zeros(5, 0), labels, {}, weights)
-    expected = loss_of(made.tasks, logits, batch, own_loss=True)
+    expected = compute_loss(made.tasks, logits, batch, own_loss=True)
     found = total(made.losses(logits, labelled(labels, task_weights=weights)))
     assert float(found) == pytest.approx(float(expected))
 
@@ -131,7 +131,7 @@ def figures_of_training(rank, world, tasks, changes, spoil=False):
     _, local = batches(3, rank, world, schema=TWO)
     if spoil:
         local[1].dense[0, 0] = float("nan")
-    step, sums = build(made, TWO), Sums(Selection.of_config(made, TWO), torch.device("cpu"))
+    step, sums = build(made, TWO), Sums(Selection.from_config(made, TWO), torch.device("cpu"))
     losses = []
     for outputs in step.train(iter(local), 3):
         sums.add(outputs)

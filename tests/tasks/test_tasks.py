@@ -10,11 +10,11 @@ from small import SCHEMA
 from raytrec.common.errors import ConfigError
 from raytrec.config.run_config import load_config
 from raytrec.config.schema import Schema
-from raytrec.config.trust import code_in
+from raytrec.config.trust import find_foreign_code
 from raytrec.driver.preflight import check_fit
 from raytrec.tasks.columns import label_ranges, task_rows, whole_labels
 from raytrec.tasks.losses.pointwise import BinaryCrossEntropy
-from raytrec.tasks.task import columns_of, key_columns, needs_vectors, resolve_tasks
+from raytrec.tasks.task import count_logits, key_columns, needs_vectors, resolve_tasks
 
 TWO = SCHEMA.model_copy(update={"labels": ["clicked", "watched s"]})
 
@@ -181,7 +181,7 @@ def test_columns_that_models_give_and_keys():
         ],
         TWO,
     )
-    assert columns_of(tasks) == {"clicked": 1, "kind": 3}
+    assert count_logits(tasks) == {"clicked": 1, "kind": 3}
     assert needs_vectors(tasks) and not needs_vectors(tasks[:2])
     assert key_columns(tasks) == ("user", "film")
     assert key_columns(tasks, ["country", "user"]) == ("user", "film", "country")
@@ -208,8 +208,8 @@ def test_losses_that_read_vectors_need_a_model_that_gives_them(model):
 
 def test_losses_and_metrics_elsewhere_are_code():
     tasks = [{"loss": "bce", "metrics": ["auc", "mine:A"]}, {"loss": "mine:L"}, {"metrics": 3}, "x"]
-    assert code_in({"tasks": tasks}) == {"tasks[0].metrics[1]": "mine:A", "tasks[1].loss": "mine:L"}
-    assert code_in({"tasks": "mine:L"}) == {}
+    assert find_foreign_code({"tasks": tasks}) == {"tasks[0].metrics[1]": "mine:A", "tasks[1].loss": "mine:L"}
+    assert find_foreign_code({"tasks": "mine:L"}) == {}
     with pytest.raises(ConfigError, match=r"tasks\[0\].loss: mine:L"):
         load_config({"data": {"train": "d"}, "tasks": [{"loss": "mine:L"}]}, elsewhere="s3://there")
     load_config({"data": {"train": "d"}, "tasks": [{"loss": "mine:L"}]}, elsewhere="s3://t", allow_code=True)

@@ -101,7 +101,7 @@ def test_a_gpu_compares_more_pairs_at_once(device, pieces, monkeypatch):
     expected = made.of_batch(Rows(logits, labels, torch.ones(8)), slice(0, 8)).sum()
     with cuda(), patch.object(made, "of_batch", piece):
         given = Rows(logits.to(device).requires_grad_(), labels.to(device), torch.ones(8, device=device))
-        value = global_batch.compared_loss(made, given, torch.ones(8, device=device), 1)
+        value = global_batch.compute_batch_loss(made, given, torch.ones(8, device=device), 1)
         assert float(value) == pytest.approx(float(expected)) and len(found) == pieces
 
 

@@ -19,10 +19,10 @@ from tracked import add, client
 from raytrec.common.errors import ConfigError
 from raytrec.common.messages import METRICS
 from raytrec.tracking.delivery import Delivery
-from raytrec.tracking.failures import may_pass, unreachable
-from raytrec.tracking.feed import Feed
-from raytrec.tracking.store import KEY, PARENT_NAME, Store
-from raytrec.tracking.translate import run_tags
+from raytrec.tracking.failures import is_transient, is_unreachable
+from raytrec.tracking.feed import RecordReader
+from raytrec.tracking.store import KEY, PARENT_NAME_TAG, Store
+from raytrec.tracking.translate import collect_run_tags
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +138,7 @@ class LooksBeforeOthersMake(Store):
     gate = Barrier(4, timeout=30)
 
     def _create(self, name, tag, value):
-        if tag != PARENT_NAME:
+        if tag != PARENT_NAME_TAG:
             return super()._create(name, tag, value)
         turn = self.gate.wait()
         began_ms = int(time() * 1000) - 100 * turn
@@ -172,7 +172,7 @@ def test_four_runs_that_start_at_once_have_one_parent(place):
     assert parent_of(later) == parent_of(stores[0])
     assert [parent_of(other)] == parents("another") != parents("it's a grid")
 
-    tags = {PARENT_NAME: "another"}  # of a process that was first, but whose call took very long
+    tags = {PARENT_NAME_TAG: "another"}  # of a process that was first, but whose call took very long
     first = other._client.create_run(other._experiment_id, start_time=1000, run_name="another", tags=tags)
     other.join_parent()
     assert [parent_of(other)] == parents("another") == [first.info.run_id]
@@ -181,7 +181,7 @@ def test_four_runs_that_start_at_once_have_one_parent(place):
 def test_records_that_fit_into_a_call_are_merged(tmp_path):
     for step in range(6):
         add(tmp_path, {f"m{i}": 1.0 for i in range(300)}, step)
-    feed = Feed(tmp_path)
+    feed = RecordReader(tmp_path)
 
     def steps():
         return [record.step for record in feed.next_batch().records]
@@ -232,7 +232,7 @@ def test_a_deleted_experiment_is_named_with_what_to_do(place, tmp_path):
 
 def test_an_address_that_no_store_has_is_refused_without_importing_mlflow():
     code = (
-        "import sys\nfrom raytrec.tracking.store import check_address\n"
+        "import sys\nfrom raytrec.tracking.store import check_tracking_uri\n"
         "for uri in ('sqlite:///a', 'mysql+pymysql://a:b@c/d', 'HTTPS://a', 'http://[a', 'uc', 'mlruns'):\n"
         "    check_address(uri)\n"
         "try: check_address('foo://me:secret@here')\n"
@@ -317,21 +317,21 @@ def test_a_server_that_fails_is_waited_for_and_one_that_is_no_mlflow_server_is_r
         RestException({"error_code": "INTERNAL_ERROR", "message": "no connection to the database"}),
         RestException({"error_code": "TEMPORARILY_UNAVAILABLE"}),
     ):
-        assert unreachable(error) and may_pass(error), error
+        assert is_unreachable(error) and is_transient(error), error
     for error in (
         MlflowException(failed.format(404)),
         RestException({"detail": "Not Found"}),
         RestException({"error_code": "PERMISSION_DENIED"}),
         MlflowException("the response body was not in a valid JSON format"),
     ):
-        assert not unreachable(error), error
+        assert not is_unreachable(error), error
 
 
 def test_run_tags(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["/home/me/bin/raytrec", "train", "tracking.uri=http://me:secret@host"])
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "secret")
-    tags = run_tags()
+    tags = collect_run_tags()
     assert tags["version.torch"] == version("torch") and tags["version.python"].startswith("3.")
     assert tags["mlflow.source.name"] == "raytrec" and "secret" not in str(tags)
     assert "mlflow.source.git.commit" not in tags and "cluster.nodes" not in tags
@@ -341,13 +341,13 @@ def test_run_tags(tmp_path, monkeypatch):
         return subprocess.run(["git", *me, *words], check=True, capture_output=True, text=True).stdout.strip()
 
     git("init")
-    assert "mlflow.source.git.commit" not in run_tags(), "nothing is committed yet"
+    assert "mlflow.source.git.commit" not in collect_run_tags(), "nothing is committed yet"
     Path("a").write_text("1")
     git("add", "a")
     git("commit", "-m", "a")
     Path("untracked").write_text("1")
-    tags = run_tags()
+    tags = collect_run_tags()
     assert tags["mlflow.source.git.commit"] == git("rev-parse", "HEAD")
     assert tags["mlflow.source.git.dirty"] == "false"
     Path("a").write_text("2")
-    assert run_tags()["mlflow.source.git.dirty"] == "true"
+    assert collect_run_tags()["mlflow.source.git.dirty"] == "true"

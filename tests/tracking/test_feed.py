@@ -20,7 +20,7 @@ from raytrec.common.errors import RunError
 from raytrec.driver import track as track_module
 from raytrec.driver.recorder import Record
 from raytrec.tracking.delivery import Delivery
-from raytrec.tracking.feed import NOTE, Delivered, Feed
+from raytrec.tracking.feed import NOTE, DeliveryState, RecordReader
 from raytrec.tracking.journal import append_line
 
 RANKS = 2
@@ -125,7 +125,7 @@ def test_a_driver_that_dies_between_the_store_and_its_note(uri, tmp_path, proces
     process, run_id = begin(processes, uri, folder, 1, 200, 2)
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
-    noted = Delivered.read(folder)
+    noted = DeliveryState.read(folder)
     last = mend(folder)
     written = {step for step, _, _ in stored(uri, run_id, ["train/loss"])["train/loss"]}
     lines = (folder / messages.METRICS).read_bytes()[: noted.offsets[messages.METRICS]].count(b"\n")
@@ -169,7 +169,7 @@ def mend(folder):
 
 
 def lines_behind(folder):
-    noted = Delivered.read(folder).offsets
+    noted = DeliveryState.read(folder).offsets
     return sum(
         (folder / name).read_bytes()[noted.get(name, 0) :].count(b"\n")
         for name in ("metrics.jsonl", "checks.jsonl", "ranks.jsonl")
@@ -189,12 +189,12 @@ def test_lines_of_a_group_that_was_lost_wait_for_nobody(tmp_path):
     """A rank's line without the other's; then another driver, whose attempts are counted from 0 again."""
     add_all(tmp_path, 1, 3)
     append_line(tmp_path, message(0, 3))
-    feed = Feed(tmp_path)
+    feed = RecordReader(tmp_path)
     assert len([r for r in records(feed) if "watch/rank/0/step_ms" in r.figures]) == 2
     size = (tmp_path / "ranks.jsonl").stat().st_size
     assert feed.delivered.offsets[messages.RANKS] < size, "it may yet be complete"
     append_line(tmp_path, message(1, 3))
-    resumed = Feed(tmp_path)
+    resumed = RecordReader(tmp_path)
     assert [r.step for r in records(resumed)] == [300], "with the line that waited"
     assert resumed.delivered.offsets[messages.RANKS] > size
 
@@ -211,7 +211,7 @@ def test_lines_of_a_group_that_was_lost_wait_for_nobody(tmp_path):
 
 def test_torn_lines_and_others_are_passed_over(tmp_path):
     one, two, three = (json.dumps(message("train", step).line()) + "\n" for step in (1, 2, 3))
-    feed = Feed(tmp_path)
+    feed = RecordReader(tmp_path)
 
     def add(text):
         with open(tmp_path / "metrics.jsonl", "a") as file:
@@ -230,7 +230,7 @@ def test_torn_lines_and_others_are_passed_over(tmp_path):
 def test_a_note_that_cannot_be_read_has_all_written_once_more(tmp_path, note):
     add_all(tmp_path, 1, 4)
     (tmp_path / NOTE).write_text(note)
-    feed = Feed(tmp_path)
+    feed = RecordReader(tmp_path)
     assert feed.delivered.offsets == {} and len(records(feed)) == 9
 
 

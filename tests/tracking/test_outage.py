@@ -19,7 +19,7 @@ from tracked import add, client
 from waiting import wait_for
 
 from raytrec.common.errors import ConfigError
-from raytrec.driver.track import Follower
+from raytrec.driver.track import DeliveryProcess
 from raytrec.tracking.delivery import Delivery
 
 
@@ -78,7 +78,7 @@ def follow(uri, folder, **tracking):
     """A follower of a run, and its sentences for people."""
     values = {"run": {"name": "run"}, "tracking": {"uri": uri, "experiment": "outage", **tracking}}
     said = []
-    return Follower(tracked.config(folder, values), said.append), said
+    return DeliveryProcess(tracked.config(folder, values), said.append), said
 
 
 def run_id_of(follower):

@@ -6,7 +6,7 @@ import pytest
 from recorded import METRICS
 
 from raytrec.common.errors import RunError
-from raytrec.compat.ray_core import JOB_CONFIG
+from raytrec.compat.ray_core import JOB_CONFIG_VARIABLE
 from raytrec.config.schema import Schema
 from raytrec.config.tasks import TaskSection
 from raytrec.driver.console import RunConsole
@@ -20,14 +20,14 @@ NAME, FOLDER = "movielens-20261122-101500", "/shared/my [red] :eye: runs/moviele
 @pytest.fixture
 def written(monkeypatch, capsys):
     """A console in a job, without a terminal, and a function for its output."""
-    monkeypatch.setattr("raytrec.driver.console.PLAIN_EVERY_S", 0)
+    monkeypatch.setattr("raytrec.driver.console.PLAIN_LINE_INTERVAL_S", 0)
     monkeypatch.setenv("COLUMNS", "40")  # lines are not cut where a terminal would end
-    monkeypatch.setenv(JOB_CONFIG, "{}")
+    monkeypatch.setenv(JOB_CONFIG_VARIABLE, "{}")
     return RunConsole(NAME), lambda: capsys.readouterr().err
 
 
 def people_see(text):
-    return "".join(lines.for_people(text))
+    return "".join(lines.strip_messages(text))
 
 
 def test_what_the_console_writes_is_read_back(written):
@@ -85,7 +85,7 @@ def test_lines_suit_a_log(written):
 
 
 def test_only_a_job_has_messages_in_its_log(written, monkeypatch):
-    monkeypatch.delenv(JOB_CONFIG)
+    monkeypatch.delenv(JOB_CONFIG_VARIABLE)
     _, out = written
     console = RunConsole(NAME)
     console.start(total=10, metrics=METRICS)

@@ -9,8 +9,8 @@ from recorded import interval, record, write_lines
 from raytrec.common.errors import RunError
 from raytrec.common.messages import METRICS, RANKS, Eval, Final, Train
 from raytrec.tracking import history
-from raytrec.tracking.aggregate import last_group, skip_warmup
-from raytrec.tracking.run_folder import RunFolder, existing_run, read_lines
+from raytrec.tracking.aggregate import select_last_group, skip_warmup
+from raytrec.tracking.run_folder import RunFolder, check_run_folder, read_lines
 
 NAMES = ["user", "item", "tag"]
 
@@ -25,7 +25,7 @@ def test_everything_is_read(tmp_path):
     assert len(run.checks) == 30
     assert [check.check for check in run.failures] == ["parity"]
     assert (run.restarts, run.step, run.total_steps) == ([150], 500, 500)
-    assert [metric.key for metric in run.metrics_of_tasks] == ["auc", "ne", "logloss", "calibration"]
+    assert [metric.key for metric in run.recorded_metrics] == ["auc", "ne", "logloss", "calibration"]
     assert run.table_size("table_1") == (200, 16) and run.table_size("no_such") is None
     assert run.planned("table_0")["ranks"] == recorded.holders(0, 2)
 
@@ -116,7 +116,7 @@ def test_of_intervals_that_were_trained_again_the_later_count(tmp_path):
     assert [(line.step, line.rank, line.world) for line in ranks] == [
         (100, 0, 2), (100, 1, 2), (250, 0, 1), (350, 0, 1)
     ]  # fmt: skip
-    assert [line.step for line in last_group(ranks)] == [250, 350]
+    assert [line.step for line in select_last_group(ranks)] == [250, 350]
     assert [line.step for line in skip_warmup(ranks)] == [350]
 
 
@@ -137,7 +137,7 @@ def test_a_resumed_run_counts_attempts_from_0_again(tmp_path):
 
 
 def test_long_runs_are_put_together_and_nothing_is_lost_from_sums(tmp_path, monkeypatch):
-    monkeypatch.setattr(history, "MOST_INTERVALS", 10)
+    monkeypatch.setattr(history, "MAX_INTERVALS", 10)
     lines = [interval(NAMES, rank, 2, 100 * k) for k in range(1, 51) for rank in (0, 1)]
     write_lines(tmp_path / RANKS, lines)
     kept = RunFolder.read(tmp_path).ranks
@@ -156,9 +156,9 @@ def test_long_runs_are_put_together_and_nothing_is_lost_from_sums(tmp_path, monk
 
 def test_folders_that_are_not_runs_are_errors_for_people(tmp_path):
     with pytest.raises(RunError, match="no such run folder"):
-        existing_run(tmp_path / "nowhere")
+        check_run_folder(tmp_path / "nowhere")
     with pytest.raises(RunError, match="nothing of a run") as error:
-        existing_run(tmp_path)
+        check_run_folder(tmp_path)
     assert error.value.do
     write_lines(tmp_path / METRICS, recorded.metrics(100))
-    assert existing_run(tmp_path) == tmp_path
+    assert check_run_folder(tmp_path) == tmp_path

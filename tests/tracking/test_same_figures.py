@@ -9,7 +9,7 @@ import recorded
 from raytrec.common import messages
 from raytrec.driver.recorder import Record
 from raytrec.report import parts
-from raytrec.tracking.feed import Feed
+from raytrec.tracking.feed import RecordReader
 from raytrec.tracking.run_folder import RunFolder
 
 TABLES = ("user", "item", "city")
@@ -20,7 +20,7 @@ class Kept:
     """What MLflow is given of a run folder."""
 
     def __init__(self, folder):
-        self.figures, feed = {}, Feed(folder)
+        self.figures, feed = {}, RecordReader(folder)
         while batch := feed.next_batch():
             for record in batch.records:
                 self.figures.setdefault(record.step, {}).update(record.figures)
@@ -102,7 +102,7 @@ COLUMNS = {
 
 def test_the_tables_of_the_page(both):
     kept, history = both
-    sheet = parts.table_sheet(history)
+    sheet = parts.build_table_sheet(history)
     for row in sheet.rows:
         cells = dict(zip(sheet.columns, row, strict=True))
         name = cells["table"].text

@@ -7,7 +7,7 @@ import pytest
 from test_searching import prepared
 
 from raytrec.config.run_config import load_config
-from raytrec.config.trust import is_ours
+from raytrec.config.trust import is_own_file
 from raytrec.tuning.folder import write_search
 from raytrec.tuning.search import Settings, State
 from raytrec.tuning.tune import print_outcome, write_outcome
@@ -48,7 +48,7 @@ def test_what_is_written(search, tiny_data, capsys, monkeypatch):
 
     text = (search.folder / "best.yaml").read_text()
     assert "Trial 1 of" in text and "0.8123" in text and f"# eval.{key}: 0.8123" in text
-    assert is_ours(search.folder / "best.yaml")
+    assert is_own_file(search.folder / "best.yaml")
     config = load_config(search.folder / "best.yaml")
     assert config.optim.dense.lr == search.trials[0].values["optim.dense.lr"]
     assert config.run.name is None is config.run.dir and config.data.test == f"{tiny_data}/test"

@@ -32,14 +32,14 @@ STOPS = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n"
 @pytest.fixture
 def run(tiny_data, tmp_path, monkeypatch):
     """Runs a search whose trials do something else; its trials, and the signal that ended it."""
-    monkeypatch.setattr(runner, "LOOK_AT_TRIALS_S", 0.01)
+    monkeypatch.setattr(runner, "TRIAL_POLL_INTERVAL_S", 0.01)
 
     def inner(body, trials=1, at_once=1):
         steps = {"eval_every_steps": 1, "max_steps": 20}
         search = prepared(tiny_data, tmp_path, settings=Settings(trials, "auc"), train=steps)
         write_search(search)
         script = TRIAL.format(key=search.figure.key, body=body)
-        monkeypatch.setattr(runner, "COMMAND", (sys.executable, "-c", script))
+        monkeypatch.setattr(runner, "TRAIN_COMMAND", (sys.executable, "-c", script))
         running = runner.Runner(search, runner.TuneConsole("search"))
         running.run(at_once)
         return search.trials, running.signal
@@ -107,7 +107,7 @@ def test_a_signal_ends_all_trials_once_they_have_saved(run, tmp_path):
 
 
 def test_a_second_signal_kills_them(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(runner, "SAME_S", 0.1)
+    monkeypatch.setattr(runner, "DUPLICATE_SIGNAL_WINDOW_S", 0.1)
     signal_when_ready(tmp_path, 1, signal.SIGINT, signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         run("signal.signal(signal.SIGTERM, signal.SIG_IGN); " + READY)

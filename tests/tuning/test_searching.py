@@ -8,14 +8,14 @@ import parquet
 import pytest
 
 from raytrec.common.errors import ConfigError, DataError, RunError
-from raytrec.common.reading import yaml_values
+from raytrec.common.reading import parse_yaml
 from raytrec.config.run_config import load_config
 from raytrec.driver.prepare import resolve
 from raytrec.metrics.registry import METRICS
 from raytrec.metrics.selection import Selection
 from raytrec.tuning import runner
-from raytrec.tuning.folder import is_search, newest_like, reopen, write_search
-from raytrec.tuning.search import Settings, State, prepare_search, trial_config
+from raytrec.tuning.folder import find_matching_search, is_search, reopen_search, write_search
+from raytrec.tuning.search import Settings, State, make_trial_config, prepare_search
 from raytrec.tuning.space import Space
 from raytrec.tuning.tune import tune
 
@@ -132,7 +132,7 @@ def test_the_space_is_not_looked_for_below_the_root_of_a_cluster(tiny_data, tmp_
 
 def test_a_metric_by_its_name(tiny_data, tmp_path):
     search = prepared(tiny_data, tmp_path)
-    for figure in Selection.of_config(search.config, search.schema).figures:
+    for figure in Selection.from_config(search.config, search.schema).figures:
         named = prepared(tiny_data, tmp_path, settings=Settings(trials=1, metric=figure.key))
         assert named.figure == figure and figure.better == METRICS.parts[figure.key].better
 
@@ -152,7 +152,7 @@ def test_a_search_is_taken_up_where_it_was(tiny_data, tmp_path):
     (search.trials[2].folder / "result.json").write_text("{}")
     before = {t.folder: (t.folder / "config.yaml").read_text() for t in search.trials}
 
-    again = reopen(search.folder, 4, allow_code=False)
+    again = reopen_search(search.folder, 4, allow_code=False)
     states = [State.INTERRUPTED, State.STOPPED, State.FINISHED, State.WAITING]
     assert [t.state for t in again.trials] == states
     assert [t.points for t in again.trials] == [{2: 0.1}, {2: 0.2}, {2: 0.3}, {}]
@@ -161,9 +161,9 @@ def test_a_search_is_taken_up_where_it_was(tiny_data, tmp_path):
     assert {folder: (folder / "config.yaml").read_text() for folder in before} == before
     assert (again.trials[3].folder / "config.yaml").exists()
     with pytest.raises(ConfigError, match="the search has 4"):
-        reopen(search.folder, 2, allow_code=False)
+        reopen_search(search.folder, 2, allow_code=False)
     with pytest.raises(RunError, match="no search here"):
-        reopen(tmp_path, None, allow_code=False)
+        reopen_search(tmp_path, None, allow_code=False)
 
 
 KEYS = ("state", "values", "error")
@@ -190,7 +190,7 @@ def test_a_trial_that_was_changed_cannot_be_resumed(tiny_data, tmp_path, change,
     change(records[1])
     file.write_text(json.dumps(records))
     with pytest.raises(RunError, match=mistake):
-        reopen(search.folder, None, allow_code=False)
+        reopen_search(search.folder, None, allow_code=False)
 
 
 @pytest.mark.parametrize("name", ["search.json", "trials.json", "space.yaml", "base/config.yaml"])
@@ -202,7 +202,7 @@ def test_a_damaged_file_of_a_search_is_an_error_for_people(tiny_data, tmp_path, 
     if text is not None:
         (search.folder / name).write_text(text)
     with pytest.raises((RunError, ConfigError, DataError)):
-        reopen(search.folder, None, allow_code=False)
+        reopen_search(search.folder, None, allow_code=False)
 
 
 def test_a_search_of_somebody_elses_may_not_bring_code(tiny_data, tmp_path, monkeypatch):
@@ -210,7 +210,7 @@ def test_a_search_of_somebody_elses_may_not_bring_code(tiny_data, tmp_path, monk
     (tmp_path / "home").mkdir()
     search = prepared(tiny_data, tmp_path)
     write_search(search)
-    reopen(search.folder, None, allow_code=False)
+    reopen_search(search.folder, None, allow_code=False)
     for folder in (search.trials[1].folder, search.folder / "base"):
         config, mark = folder / "config.yaml", folder / "config.yaml.mark"
         before, sealed = config.read_text(), mark.read_text()
@@ -219,15 +219,15 @@ def test_a_search_of_somebody_elses_may_not_bring_code(tiny_data, tmp_path, monk
         config.write_text(code.to_yaml())
         mark.unlink()
         with pytest.raises(ConfigError, match="names code to run"):
-            reopen(search.folder, None, allow_code=False)
+            reopen_search(search.folder, None, allow_code=False)
         config.write_text(before)
         mark.write_text(sealed)
-    reopen(search.folder, None, allow_code=False)
+    reopen_search(search.folder, None, allow_code=False)
     mark.unlink()  # of the search's configuration: its space is not the user's own either
     space = search.folder / "space.yaml"
     space.write_text(SPACE + 'model.name: {choice: ["theirs:Net"]}\n')
     with pytest.raises(ConfigError, match="names code to run"):
-        reopen(search.folder, 4, allow_code=False)
+        reopen_search(search.folder, 4, allow_code=False)
 
 
 @pytest.mark.parametrize(
@@ -253,10 +253,10 @@ def test_a_space_or_trials_from_elsewhere_may_not_draw_code(tiny_data, tmp_path,
     records[0]["values"][key] = value
     trials.write_text(json.dumps(records))
     with pytest.raises(RunError, match="trial 1 of the search is not what its space draws"):
-        reopen(search.folder, None, allow_code=False)
+        reopen_search(search.folder, None, allow_code=False)
     (search.folder / "space.yaml").write_text(drawn.read_text())
     with pytest.raises(ConfigError, match="names code to run"):
-        reopen(search.folder, None, allow_code=False)
+        reopen_search(search.folder, None, allow_code=False)
 
 
 def test_the_same_command_finds_its_search(tiny_data, tmp_path):
@@ -271,13 +271,16 @@ def test_the_same_command_finds_its_search(tiny_data, tmp_path):
     later = new("run.name=run-tune-20990101-000000")
     later.run.name = search.config.run.name.rsplit("-", 2)[0] + "-20990101-000000"
     later.run.dir = str(search.folder.parent / later.run.name)
-    assert newest_like(later, space, settings, named=False) == search.folder
-    assert newest_like(later, space, settings, named=True) is None
-    assert newest_like(later, space, replace(settings, seed=1), named=False) is None
-    assert newest_like(later, Space.parse(SPACE + "# changed", "space.yaml"), settings, named=False) is None
-    assert newest_like(new("train.epochs=2"), space, settings, named=False) is None
+    assert find_matching_search(later, space, settings, named=False) == search.folder
+    assert find_matching_search(later, space, settings, named=True) is None
+    assert find_matching_search(later, space, replace(settings, seed=1), named=False) is None
+    assert (
+        find_matching_search(later, Space.parse(SPACE + "# changed", "space.yaml"), settings, named=False)
+        is None
+    )
+    assert find_matching_search(new("train.epochs=2"), space, settings, named=False) is None
     (search.folder / "outcome.json").write_text("{}")
-    assert newest_like(later, space, settings, named=False) is None
+    assert find_matching_search(later, space, settings, named=False) is None
 
 
 def test_trials_that_run_at_a_time_fill_the_processors(tiny_data, tmp_path, monkeypatch):
@@ -285,8 +288,8 @@ def test_trials_that_run_at_a_time_fill_the_processors(tiny_data, tmp_path, monk
     configs = [trial.config for trial in search.trials]  # of 2 workers: 4 and 8 processors
     for processors, places in ((4, 1), (16, 2), (17, 2)):
         monkeypatch.setattr("os.sched_getaffinity", lambda _, processors=processors: set(range(processors)))
-        assert runner.find_room(configs, None) == [{}] * places
-    assert runner.find_room(configs, 3) == [{}] * 3
+        assert runner.allocate_environments(configs, None) == [{}] * places
+    assert runner.allocate_environments(configs, 3) == [{}] * 3
 
 
 def test_trials_on_one_machine_share_its_gpus(tiny_data, tmp_path, monkeypatch):
@@ -296,7 +299,7 @@ def test_trials_on_one_machine_share_its_gpus(tiny_data, tmp_path, monkeypatch):
     configs = [trial.config for trial in prepared(tiny_data, tmp_path, scaling__device="auto").trials]
 
     def places(at_once=None):
-        return [place.get("CUDA_VISIBLE_DEVICES") for place in runner.find_room(configs, at_once)]
+        return [place.get("CUDA_VISIBLE_DEVICES") for place in runner.allocate_environments(configs, at_once)]
 
     assert places() == ["0,1", "2,3"] and places(1) == ["0,1"]
     monkeypatch.setattr(runner, "usable_gpus", lambda: ["0"])
@@ -310,12 +313,12 @@ def test_trials_on_a_cluster_fill_its_nodes(tiny_data, tmp_path, monkeypatch):
     for config in configs:
         config.scaling.address, config.scaling.device = "10.0.0.1:6379", "auto"
     nodes = [{"Resources": {"CPU": cpus}} for cpus in (8.0, 3.0, 1.0)]
-    monkeypatch.setattr(runner, "alive_nodes", lambda: nodes)
+    monkeypatch.setattr(runner, "list_alive_nodes", lambda: nodes)
     monkeypatch.setattr(runner, "ray_session", lambda address: nullcontext())
-    assert runner.find_room(configs, None) == [{}] * 2  # 4 and 1 workers
+    assert runner.allocate_environments(configs, None) == [{}] * 2  # 4 and 1 workers
     nodes[0]["Resources"]["GPU"] = 2.0
-    assert runner.find_room(configs, None) == [{}]
-    assert runner.find_room(configs, 3) == [{}] * 3
+    assert runner.allocate_environments(configs, None) == [{}]
+    assert runner.allocate_environments(configs, 3) == [{}] * 3
 
 
 def test_a_reopened_search_draws_other_models_as_before(tiny_data, tmp_path):
@@ -324,9 +327,9 @@ def test_a_reopened_search_draws_other_models_as_before(tiny_data, tmp_path):
     )
     search = prepared(tiny_data, tmp_path, space, Settings(trials=8), model={"top_mlp": [8]})
     write_search(search)
-    again = reopen(search.folder, None, False)
+    again = reopen_search(search.folder, None, False)
     assert [trial.config for trial in again.trials] == [trial.config for trial in search.trials]
-    printed = load_config(yaml_values(search.config.to_yaml()))
-    assert trial_config(printed, {"model.name": "deepfm"}, 1) == trial_config(
+    printed = load_config(parse_yaml(search.config.to_yaml()))
+    assert make_trial_config(printed, {"model.name": "deepfm"}, 1) == make_trial_config(
         search.config, {"model.name": "deepfm"}, 1
     )

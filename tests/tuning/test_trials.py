@@ -11,8 +11,8 @@ import pytest
 from raytrec.config.run_config import load_config
 from raytrec.metrics.registry import METRICS
 from raytrec.metrics.selection import Figure
-from raytrec.tuning.runner import Halving
-from raytrec.tuning.search import Search, Settings, State, Trial, trial_config
+from raytrec.tuning.runner import SuccessiveHalving
+from raytrec.tuning.search import Search, Settings, State, Trial, make_trial_config
 from raytrec.tuning.space import Space
 
 HIGH = Figure("area", "area", "area", "higher", "{:.4f}", False)
@@ -55,7 +55,7 @@ def test_trials_that_were_trained_to_the_end_are_before_the_others():
 
 def test_a_trial_differs_in_what_was_drawn_and_leaves_test_data_alone():
     base = load_config(BASE)
-    config = trial_config(base, {"optim.dense.lr": 0.5, "model.name": "dcn"}, 2)
+    config = make_trial_config(base, {"optim.dense.lr": 0.5, "model.name": "dcn"}, 2)
     assert config.optim.dense.lr == 0.5 and config.model.name == "dcn" and config.run.seed == 3
     assert (config.run.name, config.run.dir) == ("search-002", "/runs/search/trial-002")
     assert config.checkpoint.dir == "/checkpoints/trial-002"
@@ -104,7 +104,7 @@ def halving(factor=2.0, grace=None, trials=30):
     made = {number: Trial(number, {}, CONFIG, STEPS) for number in range(trials)}
     settings = Settings(grace_steps=grace, factor=factor)
     search = SimpleNamespace(config=CONFIG, settings=settings, figure=HIGH, trials=list(made.values()))
-    return Halving(search), made
+    return SuccessiveHalving(search), made
 
 
 class Plain:

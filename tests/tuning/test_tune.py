@@ -14,7 +14,7 @@ from waiting import wait_for
 from raytrec.checkpoint.files import newest
 from raytrec.common.errors import RunError
 from raytrec.config.run_config import load_config
-from raytrec.driver.driver_state import driver_of, is_alive
+from raytrec.driver.driver_state import is_alive, read_driver_record
 from raytrec.driver.run import train
 from raytrec.tuning.tune import tune
 
@@ -59,7 +59,7 @@ def test_a_search(tiny_data, tmp_path, capfd):
     assert (good.state, bad.state) == ("finished", "stopped")
     assert outcome.best is good and max(good.points) == good.total == good.step == 32
     assert max(bad.points) < bad.total and saved(bad.folder) >= 4  # it has saved
-    assert driver_of(bad.folder)["status"] == "STOPPED" and not (bad.folder / "result.json").exists()
+    assert read_driver_record(bad.folder)["status"] == "STOPPED" and not (bad.folder / "result.json").exists()
 
     result = json.loads((good.folder / "result.json").read_text())
     assert result[f"eval.{outcome.figure.key}"] == good.value and result["eval.rows"] == 501  # of data.valid
@@ -126,10 +126,10 @@ def test_a_search_is_ended_and_resumed(tiny_data, tmp_path, number):
     os.kill(process.pid, number)
     said = process.communicate(timeout=120)[1]
     assert process.returncode == (-number if number == signal.SIGKILL else 128 + number), said
-    wait_for(lambda: not is_alive(driver_of(second)), "end of the trial of a search that was killed")
+    wait_for(lambda: not is_alive(read_driver_record(second)), "end of the trial of a search that was killed")
     reached = saved(second)
     assert 0 < reached < 160 and not (second / "result.json").exists()
-    assert driver_of(second)["status"] == "STOPPED"
+    assert read_driver_record(second)["status"] == "STOPPED"
     if number != signal.SIGKILL:
         assert state_of(folder) == {1: "finished", 2: "interrupted"}
         assert f"raytrec tune --resume {folder}" in said

@@ -57,7 +57,7 @@ def trained_on_lengths(rank, world, name, dropout):
     logits; and how many graphs there are compiled after each step."""
     import torch._dynamo.utils
 
-    from raytrec.checks.parity.batches import local_batch, random_batches
+    from raytrec.checks.parity.batches import make_local_batch, random_batches
     from raytrec.config.features import resolve_features
 
     sparse = {
@@ -86,7 +86,7 @@ def trained_on_lengths(rank, world, name, dropout):
             ids = torch.randint(0, 31, (int(lengths.sum()),), generator=g)
             bag = torch.arange(rows).repeat_interleave(lengths)
             whole.bags["history"] = ids, bag, torch.ones(len(ids))
-            (outputs,) = train(step, [local_batch(whole, schema, [0, rows], 0, features)])
+            (outputs,) = train(step, [make_local_batch(whole, schema, [0, rows], 0, features)])
             logits.append(outputs["y"].logits)
             graphs.append(stats["unique_graphs"] - before)
     return logits[:6], logits[6:], graphs

@@ -7,8 +7,8 @@ import torch.distributed as dist
 from ranks import on_ranks
 
 from raytrec.common.messages import Command
-from raytrec.worker.consensus import StepConsensus, _place
-from raytrec.worker.nonfinite import Known
+from raytrec.worker.consensus import StepConsensus, _find_grid_position
+from raytrec.worker.nonfinite import LossStatus
 
 STEPS = 6
 
@@ -20,10 +20,12 @@ def decisions(rank, world, ring):
     for step in range(1, STEPS + 1):
         command = Command.SAVE if step == 1 + rank % 3 else Command.GO
         bad = 100 + rank if step == 4 and rank == world - 1 else None
-        given.append(consensus.exchange(command, Known(step - rank % 2, bad), busy=rank == 0 and step == 2))
+        given.append(
+            consensus.exchange(command, LossStatus(step - rank % 2, bad), busy=rank == 0 and step == 2)
+        )
     last = consensus.finish()
     assert consensus.finish() is None
-    agreed = consensus.agree(Known(50 + rank, 7 if rank == 1 else None))
+    agreed = consensus.agree(LossStatus(50 + rank, 7 if rank == 1 else None))
     sizes = [dist.get_world_size(group) for group in consensus._rings]
     return consensus.lag, given, last, agreed, sizes
 
@@ -53,7 +55,7 @@ def test_rings_of_many_ranks_are_short():
 
 @pytest.mark.parametrize("world", [65, 97, 256, 1000, 1021, 1024])
 def test_every_row_meets_every_column(world):
-    places = [_place(rank, world) for rank in range(world)]
+    places = [_find_grid_position(rank, world) for rank in range(world)]
     rows, columns = ({place[axis] for place in places} for axis in (0, 1))
     assert set(places) == {(row, column) for row in rows for column in columns}
     assert max(

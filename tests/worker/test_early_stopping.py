@@ -33,7 +33,7 @@ def ended(rank, world, values, section, resumed_after=None):
     from raytrec.metrics.sums import Sums
     from raytrec.worker.progress import EarlyStopping, Progress
 
-    selection = Selection.of_config(config(1, {"sharding_type": "row_wise"}), SCHEMA)
+    selection = Selection.from_config(config(1, {"sharding_type": "row_wise"}), SCHEMA)
 
     def begin():
         progress = Progress(Sums(selection, torch.device("cpu")))
@@ -97,7 +97,7 @@ def test_what_cannot_be():
         load_config(base, ["train.early_stopping={patience: 2}"])
     with pytest.raises(ConfigError, match="greater than 0"):
         load_config(base, ["train.early_stopping={patience: 0}"])
-    selection = Selection.of_config(base, SCHEMA)
+    selection = Selection.from_config(base, SCHEMA)
     with pytest.raises(ConfigError, match=r"train\.early_stopping\.metric is aux.* did you mean 'auc'"):
         selection.best("aux", "train.early_stopping.metric")
 
@@ -105,5 +105,5 @@ def test_what_cannot_be():
 def test_a_task_may_be_named_where_there_is_one():
     from raytrec.metrics.selection import Selection
 
-    selection = Selection.of_config(config(1, {"sharding_type": "row_wise"}), SCHEMA)
+    selection = Selection.from_config(config(1, {"sharding_type": "row_wise"}), SCHEMA)
     assert selection.best("y.auc").key == "auc" == selection.best("auc").key

@@ -3,7 +3,7 @@
 import pytest
 
 from raytrec.config.run_config import RunConfig
-from raytrec.worker.loop import epochs_of, total_steps
+from raytrec.worker.loop import resolve_epochs, total_steps
 
 
 @pytest.mark.parametrize(
@@ -21,5 +21,5 @@ def test_auto(rows, epochs):
     data = {"train": "unused", "global_batch_size": 512}
     values = {"data": data, "model": {"name": "dlrm"}, "train": {"epochs": "auto"}}
     config = RunConfig.model_validate(values)
-    assert epochs_of(config, rows) == epochs
+    assert resolve_epochs(config, rows) == epochs
     assert total_steps(config, rows) == epochs * -(-rows // 512)

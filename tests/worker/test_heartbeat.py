@@ -4,7 +4,7 @@ from threading import Event, Thread
 
 import pytest
 
-from raytrec.worker.heartbeat import PACKAGE, _place
+from raytrec.worker.heartbeat import PACKAGE, _locate_thread
 
 SITE = "/home/me/raytrec/.venv/lib/python3.11/site-packages/"  # what `git clone` and `make install` give
 
@@ -26,7 +26,7 @@ def place_of(*files):
     thread.start()
     assert blocked.wait(30)
     try:
-        return _place(thread.ident)[1]
+        return _locate_thread(thread.ident)[1]
     finally:
         release.set()
         thread.join()

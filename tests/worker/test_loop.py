@@ -7,7 +7,7 @@ from operators import Operators
 from ranks import on_ranks
 
 from raytrec.driver.coordinator import SLOW_PHASES
-from raytrec.worker.step import seed_of
+from raytrec.worker.step import derive_seed
 
 NO_RECORDS = "tracking.every_steps=null"
 CHECKS = ("same_environment", "shards", "replicas", "parity", "conservation", "finite", "numerics")
@@ -84,7 +84,7 @@ def slow_start(made):
 def test_a_rank_that_waits_for_a_slow_one(tmp_path):
     """A rank that is slow spends that time itself; the other one waits for it in collectives."""
     from raytrec.common.messages import RankLine
-    from raytrec.report.findings import straggler
+    from raytrec.report.findings import find_straggler
 
     results = on_ranks(2, run, 12, ["tracking.every_steps=6"], str(tmp_path), slow_start)
     lines = [[m for m in said if m["kind"] == "rank"][1] for said, _ in results]
@@ -96,7 +96,7 @@ def test_a_rank_that_waits_for_a_slow_one(tmp_path):
         del line["kind"]
         line["seconds"] *= 1000
         line["phases_s"] = {phase: 1000 * seconds for phase, seconds in line["phases_s"].items()}
-    assert "rank 1" in straggler([RankLine(**line) for line in lines])
+    assert "rank 1" in find_straggler([RankLine(**line) for line in lines])
 
 
 def phases_of_waits(rank, world, folder):
@@ -135,7 +135,7 @@ def all_reduces(rank, world, folder):
             made.checkpoints.after_step(outputs)
             if number == 4:
                 operators.calls.clear()
-    torch.manual_seed(seed_of(3, made.step.trained - 1, rank))
+    torch.manual_seed(derive_seed(3, made.step.trained - 1, rank))
     drawn = torch.rand(3).tolist()
     return operators.calls["c10d::allreduce_"], found[-1], drawn
 

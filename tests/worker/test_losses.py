@@ -64,13 +64,13 @@ def heartbeats(rank, world, folder):
 
 
 def test_the_heartbeat_says_what_the_gpu_has_not_finished(tmp_path):
-    from raytrec.driver.coordinator import ON_GPU
-    from raytrec.worker.nonfinite import LATE
+    from raytrec.driver.coordinator import GPU_PHASE_TEXTS
+    from raytrec.worker.nonfinite import MAX_STEPS_IN_FLIGHT
 
     for first, *said, recorded, last in on_ranks(2, heartbeats, str(tmp_path), device="cuda"):
         assert first is recorded is last is None, "nothing has been done yet; the rest has been waited for"
         for step, (unfinished, phase) in enumerate(said, 2):
-            assert step - 1 - LATE <= unfinished < step and phase in ON_GPU
+            assert step - 1 - MAX_STEPS_IN_FLIGHT <= unfinished < step and phase in GPU_PHASE_TEXTS
 
 
 @pytest.mark.parametrize("device,behind_s", [("cpu", 0), ("cuda", 0.1)])
@@ -80,13 +80,13 @@ def test_the_first_bad_step_is_named_dumped_and_not_saved(device, behind_s, bad,
 
     A GPU finishes each step 0.1 s after the host.
     """
-    from raytrec.worker.nonfinite import LATE
+    from raytrec.worker.nonfinite import MAX_STEPS_IN_FLIGHT
 
     changes = ["checkpoint.every_steps=4", "checkpoint.keep_last=9"]
     results = on_ranks(2, run, str(tmp_path), bad, 9, behind_s, changes, device=device)
     for rank, (error, ended, labels, dense) in enumerate(results):
         assert error and f"where: step {bad};" in " ".join(error.split()), error
-        assert ended <= bad + 1 + (LATE if device == "cuda" else 0)
+        assert ended <= bad + 1 + (MAX_STEPS_IN_FLIGHT if device == "cuda" else 0)
         table = pq.read_table(tmp_path / f"nan/step-{bad:010d}-rank-{rank}.parquet")
         assert table["y"].to_pylist() == labels
         columns = table["a"].to_pylist(), table["b"].to_pylist()

@@ -23,24 +23,24 @@ def environment(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("network", ["IB", "Socket", "AWS Libfabric"])
 def test_the_network_is_read_and_nothing_is_left(tmp_path, network):
-    rendezvous.log_network()
+    rendezvous.enable_network_log()
     assert os.environ["NCCL_DEBUG"] == "INFO"
     (file,) = tmp_path.iterdir()
     Path(os.environ["NCCL_DEBUG_FILE"]).write_text(WRITTEN.format(network))
-    assert rendezvous.chosen_network() == network and not file.exists()
-    assert rendezvous.chosen_network() == "", "it is known once"
+    assert rendezvous.read_chosen_network() == network and not file.exists()
+    assert rendezvous.read_chosen_network() == "", "it is known once"
 
 
 def test_who_wants_messages_of_nccl_gets_them(tmp_path):
     os.environ |= {"NCCL_DEBUG": "WARN", "NCCL_DEBUG_FILE": str(tmp_path / "mine")}
     before = dict(os.environ)
-    rendezvous.log_network()
+    rendezvous.enable_network_log()
     (tmp_path / "mine").write_text(WRITTEN.format("IB"))
-    assert os.environ == before and rendezvous.chosen_network() == ""
+    assert os.environ == before and rendezvous.read_chosen_network() == ""
     assert (tmp_path / "mine").exists()
 
 
 def test_nccls_own_file_comes_first(tmp_path):
     (tmp_path / ".nccl.conf").write_text("NCCL_DEBUG=INFO\n")
-    rendezvous.log_network()
+    rendezvous.enable_network_log()
     assert "NCCL_DEBUG" not in os.environ

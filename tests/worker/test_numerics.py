@@ -187,10 +187,10 @@ def test_parity_is_looked_at_in_fp32():
 
 
 def test_what_may_change_in_mid_run():
-    from raytrec.driver.resume import _differences
+    from raytrec.driver.resume import _list_differences
 
     def changed(**settings):
-        return _differences(config(1, {}), config(1, {}, **settings))
+        return _list_differences(config(1, {}), config(1, {}, **settings))
 
     assert changed(deterministic=True) == []
     assert changed(matmul="tf32") == ["  train.matmul: fp32 → tf32"]

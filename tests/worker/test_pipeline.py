@@ -75,9 +75,9 @@ def test_the_cache_is_at_rest_between_steps():
 def counts(rank, world):
     """Updates that FBGEMM has counted: on the device, and on the host."""
     step = build(config(world, {"sharding_type": "row_wise"}, "rowwise_adagrad"))
-    from raytrec.compat.torchrec_ import sharded_kernels
+    from raytrec.compat.torchrec_ import iterate_sharded_kernels
 
-    kernels = [kernel.emb_module for kernel in sharded_kernels(step.model)]
+    kernels = [kernel.emb_module for kernel in iterate_sharded_kernels(step.model)]
 
     def now():
         return [(int(kernel.iter), int(kernel.iter_cpu)) for kernel in kernels]

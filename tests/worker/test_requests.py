@@ -3,7 +3,7 @@
 from functools import partialmethod
 
 import pytest
-import request_rows as of_requests
+import request_rows as select_request_names
 import small
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ MODELS = {
 
 def parts(step, rank, world):
     """This rank's requests of a global batch, of unequal numbers; rank 0 of three has none in step 1."""
-    whole = of_requests.table(ROWS, step)
+    whole = select_request_names.table(ROWS, step)
     bounds = small_cuts(world, "empty" if world == 3 and step == 1 else "unequal")
     return whole, whole.slice(bounds[rank], bounds[rank + 1] - bounds[rank]), bounds
 
@@ -45,24 +45,26 @@ def run(rank, world, name, form, tasks=TASKS, optimizer="rowwise_adagrad", **tra
     from raytrec.config.features import resolve_features
     from raytrec.metrics.selection import Selection
     from raytrec.metrics.sums import Sums
-    from raytrec.tasks.columns import read_plan
+    from raytrec.tasks.columns import build_read_plan
     from raytrec.tasks.task import resolve_tasks
 
-    schema = of_requests.SCHEMA if form == "requests" else of_requests.REPEATED
+    schema = select_request_names.SCHEMA if form == "requests" else select_request_names.REPEATED
     kinds = ["row_wise", "table_wise"]
     config = small.config(world, kinds, optimizer, tasks=tasks, model=MODELS[name], **train)
     features, learned = resolve_features(schema, config.model), resolve_tasks(config.tasks, schema)
     on_gpu = dist.get_backend() == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    plan = read_plan(learned, schema)
+    plan = build_read_plan(learned, schema)
     made = []
     for number in range(STEPS):
         whole, mine, bounds = parts(number, rank, world)
         if form == "repeated":
-            whole, mine = of_requests.repeated(whole), of_requests.repeated(mine)
+            whole, mine = select_request_names.repeated(whole), select_request_names.repeated(mine)
         padding = ROWS - (bounds[rank + 1] - bounds[rank]) if form == "requests" else 99 - mine.num_rows
         made.append(
-            of_requests.batch_of(mine, schema, features, padding, plan=plan, global_rows=whole.num_rows)
+            select_request_names.batch_of(
+                mine, schema, features, padding, plan=plan, global_rows=whole.num_rows
+            )
         )
     made = [batch.pin_memory() for batch in made] if on_gpu else made
     step = small.build(config, schema, device)
@@ -148,7 +150,7 @@ def test_requests_train_what_plain_torch_does(world):
     weights = {name: nn.Parameter(values.clone()) for name, values in before.items()}
     optimizer, expected = torch.optim.SGD(weights.values(), lr=0.1), []
     for step in range(STEPS):
-        requests = of_requests.table(ROWS, step).to_pylist()
+        requests = select_request_names.table(ROWS, step).to_pylist()
         logits = torch.stack([logit for request in requests for logit in plain_logits(weights, request)])
         labels = torch.tensor([y for request in requests for y in request["y"]], dtype=torch.float32)
         loss = nn.functional.binary_cross_entropy_with_logits(logits, labels)

@@ -40,7 +40,7 @@ def shrunk(rank, world, scale, average):
             (task,) = outputs.tasks.values()
             batch.labels[:, 0] = task.predictions
         weight.copy_(kept)
-    selection = Selection.of_config(settings, SCHEMA)
+    selection = Selection.from_config(settings, SCHEMA)
     if not can_shrink(step):
         return None
     held = Held(local, 240)

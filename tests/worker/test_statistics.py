@@ -10,7 +10,7 @@ from ranks import on_ranks
 
 from raytrec.common.messages import RankLine
 from raytrec.tracking.aggregate import combine_shards
-from raytrec.worker.statistics import NORM_EDGES, _counts, collisions
+from raytrec.worker.statistics import NORM_EDGES, _count_norms, collisions
 
 STEPS = 3
 
@@ -126,7 +126,7 @@ def test_bins_are_those_of_a_histogram():
     drawn = torch.randn(2000, generator=torch.Generator().manual_seed(0)).mul(3).exp()
     for norms in (drawn, edges, torch.tensor([0.0, 1e-9, 1e9, torch.inf, torch.nan])):
         expected = torch.histc(norms.clamp_min(1e-30).log10().clamp(low, high), bins, low, high)
-        assert torch.equal(_counts(norms), expected.long())
+        assert torch.equal(_count_norms(norms), expected.long())
 
 
 def test_samples_stand_for_the_whole():

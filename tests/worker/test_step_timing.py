@@ -11,8 +11,8 @@ from standin.clock import Time
 
 from raytrec.worker import progress
 from raytrec.worker import step_timing as module
-from raytrec.worker.progress import Clock
-from raytrec.worker.step_timing import Phases
+from raytrec.worker.progress import Stopwatch
+from raytrec.worker.step_timing import PhaseTimer
 
 GPU = torch.device("cuda", 0)
 
@@ -50,7 +50,7 @@ def step(phases, gpu, time, others, data=0.0, computing=0.0):
 
 def timed(gpu, time, steps, **times):
     """(seconds of each phase, seconds of the host) of some steps."""
-    phases, others = Phases(GPU), (torch.cuda.Stream(), torch.cuda.Stream())
+    phases, others = PhaseTimer(GPU), (torch.cuda.Stream(), torch.cuda.Stream())
     for stream in others:
         stream.work(0.05)  # far ahead of the stream on which the model computes
     began = time.now
@@ -80,31 +80,31 @@ def test_waiting_for_data_counts_where_the_gpu_stands_idle(gpu, time):
 
 
 def test_reading_events_while_training_waits_for_nothing(gpu, time, monkeypatch):
-    monkeypatch.setattr(module, "SETTLE", 4)
-    phases, others = Phases(GPU), (torch.cuda.Stream(), torch.cuda.Stream())
+    monkeypatch.setattr(module, "MAX_PENDING_INTERVALS", 4)
+    phases, others = PhaseTimer(GPU), (torch.cuda.Stream(), torch.cuda.Stream())
     phases.resume()
     for _ in range(5):
         step(phases, gpu, time, others, computing=0.02)
     assert gpu.waits == [], "the GPU is still computing"
-    assert phases.standing == "forward", "the first step's"
+    assert phases.unfinished_phase == "forward", "the first step's"
     phases.pause()
     assert sum(phases.take().values()) == pytest.approx(0.1, rel=0.05)
     assert [wait.what for wait in gpu.waits] == ["Event.synchronize"]
-    assert phases.standing is None
+    assert phases.unfinished_phase is None
 
 
 def test_events_that_have_passed_are_read_in_time(gpu, monkeypatch):
-    monkeypatch.setattr(module, "SETTLE", 10)
-    phases = Phases(GPU)
+    monkeypatch.setattr(module, "MAX_PENDING_INTERVALS", 10)
+    phases = PhaseTimer(GPU)
     phases.resume()
     for _ in range(200):
         with phases.phase("data"):
             pass
-    assert len(phases._passed) <= 11
+    assert len(phases._intervals) <= 11
 
 
 def test_rows_a_second_count_a_gpus_last_steps_until_they_have_ended(gpu, time):
-    clock = Clock()
+    clock = Stopwatch()
     with time.of(progress, "perf_counter"):
         clock.resume()
         for _ in range(6):
@@ -116,7 +116,7 @@ def test_rows_a_second_count_a_gpus_last_steps_until_they_have_ended(gpu, time):
 
 
 def test_on_cpu_a_pause_of_the_clock_adds_nothing():
-    clock = Clock()
+    clock = Stopwatch()
     clock.resume()
     clock.step(100)
     clock.step(100)
@@ -140,9 +140,9 @@ def phases_of_steps(rank, world, pause, sharding):
 
 
 def kernels(step):
-    from raytrec.compat.torchrec_ import replicated_kernels, sharded_kernels
+    from raytrec.compat.torchrec_ import iterate_replicated_kernels, iterate_sharded_kernels
 
-    return [*sharded_kernels(step.model), *replicated_kernels(step.model)]
+    return [*iterate_sharded_kernels(step.model), *iterate_replicated_kernels(step.model)]
 
 
 def in_lookups(rank, step):

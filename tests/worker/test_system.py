@@ -6,8 +6,8 @@ from mmap import PAGESIZE, mmap
 import psutil
 import pytest
 
-from raytrec.tracking.translate import run_tags, system_metrics
-from raytrec.worker.process import System
+from raytrec.tracking.translate import collect_run_tags, system_metrics
+from raytrec.worker.process import SystemMonitor
 
 KEYS = {
     "cpu_percent",
@@ -37,7 +37,7 @@ def spin(seconds):
 
 
 def test_sample_is_of_this_process_since_the_last_call():
-    system = System()
+    system = SystemMonitor()
     time.sleep(0.3)
     idle = system.sample()
     began, cpu = time.perf_counter(), time.process_time()
@@ -60,7 +60,7 @@ def test_network_is_what_the_hosts_counters_say(monkeypatch):
     counter = psutil.net_io_counters()
     now = {"lo": counter._replace(bytes_sent=10**9), "eth0": counter._replace(bytes_sent=0, bytes_recv=0)}
     monkeypatch.setattr("psutil.net_io_counters", lambda pernic: now)
-    system = System()
+    system = SystemMonitor()
     time.sleep(0.2)
     now = {
         "lo": counter._replace(bytes_sent=10**10),
@@ -75,7 +75,7 @@ def test_what_cannot_be_read_is_none(monkeypatch):
     def fails(*_, **__):
         raise PermissionError("/proc")
 
-    system = System()
+    system = SystemMonitor()
     for name in ("virtual_memory", "net_io_counters"):
         monkeypatch.setattr(psutil, name, fails)
     monkeypatch.setattr(psutil.Process, "cpu_percent", fails)
@@ -86,13 +86,13 @@ def test_what_cannot_be_read_is_none(monkeypatch):
 
 @pytest.mark.skipif(has_gpu(), reason="a machine with a GPU")
 def test_cuda_without_a_gpu_is_none():
-    sample = System("cuda:0").sample()
+    sample = SystemMonitor("cuda:0").sample()
     assert sample["gpu_percent"] is sample["gpu_memory_bytes"] is None
 
 
 @pytest.mark.skipif(not has_gpu(), reason="a GPU and its driver are not here")
 def test_gpu_is_read_over_nvml():
-    system = System("cuda:0")
+    system = SystemMonitor("cuda:0")
     time.sleep(2.5)
     sample = system.sample()
     system.close()
@@ -111,6 +111,6 @@ def test_names_are_those_of_mlflows_page():
 
 
 def test_tags_have_the_clusters_shape(ray_cluster):
-    tags = run_tags()
+    tags = collect_run_tags()
     assert (tags["cluster.nodes"], tags["cluster.cpus"], tags["cluster.gpus"]) == ("1", "6", "0")
     assert "cluster.gpu_types" not in tags

@@ -262,13 +262,13 @@ def waits_of_prediction(rank, world, folder):
     """The same, while batches are predicted and the first and the last are not among them."""
     from standin import Gpu
 
-    from raytrec.prediction.worker import _Spans
+    from raytrec.prediction.worker import _SpanCollector
 
     gpu, found = Gpu.active, []
     made = loop.make(rank, world, 30, (), folder)
     batches, rows = [batch.pin_memory() for batch in made.local], len(made.local[0].weights)
     whole = SimpleNamespace(rows=30 * rows)
-    spans = _Spans([whole], SimpleNamespace(put=lambda span, scores, *_: found.extend(scores)), [])
+    spans = _SpanCollector([whole], SimpleNamespace(put=lambda span, scores, *_: found.extend(scores)), [])
     gpu.waits.clear()
     with simulated():
         for number, outputs in enumerate(made.step.evaluate(spans.watch(iter(batches)))):

@@ -6,11 +6,19 @@ from dataclasses import dataclass
 
 import torch
 
-from raytrec.checks.live.outcome import CHECKPOINT, STEP, Check, Outcome, Position, odd_ones, ranks
+from raytrec.checks.live.outcome import (
+    CHECKPOINT,
+    STEP,
+    Check,
+    Outcome,
+    Position,
+    find_deviating_ranks,
+    ranks,
+)
 from raytrec.checks.live.registry import check
-from raytrec.embeddings.tables import Parts
+from raytrec.embeddings.tables import ShardedValues
 
-SHOWN_RANKS = 8  # maximum number of ranks whose counts are listed
+MAX_SHOWN_RANKS = 8  # maximum number of ranks whose counts are listed
 
 
 @dataclass(frozen=True)
@@ -52,12 +60,12 @@ class Conservation(Check):
         mine, peers = self._counts(position), self.run.peers
         features = list(self.run.schema.sparse)
         received = [mine.looked_up.get(feature, 0) for feature in features]
-        wrong = mine.is_behind + sum(self._differs(feature, mine) for feature in features)
+        wrong = mine.is_behind + sum(self._has_copy_mismatch(feature, mine) for feature in features)
         numbers = [*(mine.sent[feature] for feature in features), *received, mine.rows, wrong]
         totals = peers.sum(torch.tensor(numbers)).tolist()
         sent, received, (rows, wrong) = totals[: len(features)], totals[len(features) : -2], totals[-2:]
         both = zip(features, sent, received, strict=True)
-        lost = [feature for feature, *ids in both if self._lost(feature, *ids)]
+        lost = [feature for feature, *ids in both if self._has_lost_ids(feature, *ids)]
         well = not wrong and not lost and position.expected_rows in (None, rows)
         problems: list[str] = []
         if not (peers.same((position.step, position.expected_rows)) and well):
@@ -74,46 +82,49 @@ class Conservation(Check):
         sent = dict(zip(taps.features, taps.sent.tolist(), strict=True))
         return IdCounts(position.step, position.batch_step, sent, looked_up, int(taps.rows))
 
-    def _differs(self, feature: str, counts: IdCounts) -> bool:
+    def _has_copy_mismatch(self, feature: str, counts: IdCounts) -> bool:
         """Return True if the number of ids looked up in a rank's copy of a table differs from its batches."""
-        return self._weight(feature).replicated and counts.looked_up.get(feature, 0) != counts.sent[feature]
+        return (
+            self._collect_weight(feature).replicated
+            and counts.looked_up.get(feature, 0) != counts.sent[feature]
+        )
 
-    def _lost(self, feature: str, sent: int, received: int) -> bool:
+    def _has_lost_ids(self, feature: str, sent: int, received: int) -> bool:
         """Return True if the ids of all ranks were not looked up once per set of their table's columns."""
-        weight = self._weight(feature)
-        return not weight.replicated and received != sent * self._cuts(feature)
+        weight = self._collect_weight(feature)
+        return not weight.replicated and received != sent * self._count_row_parts(feature)
 
-    def _cuts(self, feature: str) -> int:
-        return len({shard.columns.start for shard in self._weight(feature).shards if len(shard.rows)})
+    def _count_row_parts(self, feature: str) -> int:
+        return len({shard.columns.start for shard in self._collect_weight(feature).shards if len(shard.rows)})
 
-    def _weight(self, feature: str) -> Parts:
+    def _collect_weight(self, feature: str) -> ShardedValues:
         return self.run.tables[self.run.schema.sparse[feature].table].weight
 
     def _problems(self, of_ranks: list[IdCounts], lost: list[str], expected_rows: int | None) -> list[str]:
-        problems = [*_steps(of_ranks), *_rows(of_ranks, expected_rows)]
+        problems = [*_describe_step_mismatches(of_ranks), *_describe_row_mismatches(of_ranks, expected_rows)]
         for feature, spec in self.run.schema.sparse.items():
             where = f"table {spec.table}, feature {feature}"
             problems += [
                 f"{where}: {counts.sent[feature]:,} ids in the batches of rank {rank}, "
                 f"{counts.looked_up.get(feature, 0):,} looked up there"
                 for rank, counts in enumerate(of_ranks)
-                if self._differs(feature, counts)
+                if self._has_copy_mismatch(feature, counts)
             ]
             if feature in lost:
                 received = [counts.looked_up.get(feature, 0) for counts in of_ranks]
-                sent = sum(counts.sent[feature] for counts in of_ranks) * self._cuts(feature)
-                each = ", ".join(f"{ids:,}" for ids in received[:SHOWN_RANKS])
+                sent = sum(counts.sent[feature] for counts in of_ranks) * self._count_row_parts(feature)
+                each = ", ".join(f"{ids:,}" for ids in received[:MAX_SHOWN_RANKS])
                 problems.append(
                     f"{where}: {sent:,} ids sent, {sum(received):,} received (ranks from 0: {each})"
                 )
         return problems
 
 
-def _steps(of_ranks: list[IdCounts]) -> list[str]:
+def _describe_step_mismatches(of_ranks: list[IdCounts]) -> list[str]:
     """Return the problems of ranks at another step, or with the batch of another step."""
     problems = []
     steps = [counts.step for counts in of_ranks]
-    if odd := odd_ones(steps):
+    if odd := find_deviating_ranks(steps):
         problems.append(f"{ranks(odd)} has trained {steps[odd[0]]} steps, the others another number")
     for rank, counts in enumerate(of_ranks):
         if counts.is_behind:
@@ -123,9 +134,9 @@ def _steps(of_ranks: list[IdCounts]) -> list[str]:
     return problems
 
 
-def _rows(of_ranks: list[IdCounts], expected: int | None) -> list[str]:
+def _describe_row_mismatches(of_ranks: list[IdCounts], expected: int | None) -> list[str]:
     rows = [counts.rows for counts in of_ranks]
     if expected in (None, sum(rows)):
         return []
-    each = ", ".join(f"{part:,}" for part in rows[:SHOWN_RANKS])
+    each = ", ".join(f"{part:,}" for part in rows[:MAX_SHOWN_RANKS])
     return [f"the batches had {expected:,} rows, the ranks trained {sum(rows):,} (from rank 0: {each})"]

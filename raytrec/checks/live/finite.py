@@ -7,12 +7,12 @@ from math import isfinite
 
 import torch
 
-from raytrec.checks.live.outcome import Check, Outcome, Position, rarest_first, read
+from raytrec.checks.live.outcome import Check, Outcome, Position, group_by_rarity, read
 from raytrec.checks.live.registry import check
 from raytrec.embeddings.tables import Shard
 from raytrec.embeddings.taps import Lookup
 
-SAMPLED_ROWS = 4096  # rows checked per shard and evaluation, and per key of a probed step
+SAMPLED_ROWS_PER_SHARD = 4096  # rows checked per shard and evaluation, and per key of a probed step
 
 
 @check("finite")
@@ -36,7 +36,7 @@ class Finite(Check):
         """Return the outcome, with the names of values that are not finite; a collective."""
         peers = self.run.peers
         bad = [name for name, size in self.sizes(probed).items() if not isfinite(size)]
-        on_ranks = rarest_first(peers.objects(bad)) if peers.largest(bool(bad)) else []
+        on_ranks = group_by_rarity(peers.objects(bad)) if peers.largest(bool(bad)) else []
         problems = [f"{name}: a value is NaN or infinite on {where}" for name, where in on_ranks]
         return self.outcome(
             position.step, problems, "all weights and optimizer state are finite", len(problems), 0
@@ -62,7 +62,7 @@ def weights_of(run, turn: int, probed: bool) -> list[tuple[str, torch.Tensor]]:
 
     The rows differ at each turn. After a probed step, some of the rows that the step looked up are added.
     """
-    touched = _touched(run.taps.lookups) if probed else {}
+    touched = _sample_looked_up_rows(run.taps.lookups) if probed else {}
     found = []
     for table in run.tables.values():
         for shard in (s for s in table.weight.local if len(s.rows)):
@@ -73,8 +73,8 @@ def weights_of(run, turn: int, probed: bool) -> list[tuple[str, torch.Tensor]]:
 
 
 def sample(shard: Shard, turn: int) -> torch.Tensor:
-    """Return about `SAMPLED_ROWS` rows of a shard; successive turns cover all rows."""
-    stride = max(1, -(-len(shard.rows) // SAMPLED_ROWS))
+    """Return about `SAMPLED_ROWS_PER_SHARD` rows of a shard; successive turns cover all rows."""
+    stride = max(1, -(-len(shard.rows) // SAMPLED_ROWS_PER_SHARD))
     return shard.read(slice(turn % stride, None, stride))
 
 
@@ -90,7 +90,7 @@ def largest(tensors: list[tuple[str, torch.Tensor]]) -> dict[str, float]:
     return out
 
 
-def _touched(lookups: list[Lookup]) -> dict[str, list[torch.Tensor]]:
+def _sample_looked_up_rows(lookups: list[Lookup]) -> dict[str, list[torch.Tensor]]:
     """Return, by table, some rows of this rank's shard for each looked-up key of the probed step."""
     rows: dict[str, list[torch.Tensor]] = defaultdict(list)
     for lookup in lookups:
@@ -98,5 +98,5 @@ def _touched(lookups: list[Lookup]) -> dict[str, list[torch.Tensor]]:
             continue
         sizes = lookup.ids.lengths().view(len(lookup.tables), -1).sum(1).tolist()
         for table, of_key in zip(lookup.tables, lookup.ids.values().split(sizes), strict=True):
-            rows[table].append(of_key[:: max(1, -(-len(of_key) // SAMPLED_ROWS))])
+            rows[table].append(of_key[:: max(1, -(-len(of_key) // SAMPLED_ROWS_PER_SHARD))])
     return rows

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from raytrec.embeddings.taps import Key
+from raytrec.embeddings.taps import KeyLookups
 
 LONGEST_BAG = 1024  # maximum number of ids in a compared bag
 
@@ -33,7 +33,7 @@ class Bags:
     share: torch.Tensor
 
 
-def factors_of(
+def compute_bag_factors(
     weights_N: torch.Tensor, bag_N: torch.Tensor, bags: int, mean: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the factor of each id's vector, and the doubt and share of each bag (see Bags)."""
@@ -46,7 +46,7 @@ def factors_of(
     return weights_N / totals_B[bag_N], doubt_B, share_B
 
 
-def slots(key: Key, length: int | None) -> torch.Tensor:
+def slots(key: KeyLookups, length: int | None) -> torch.Tensor:
     """Return the slot of each id's vector, int64 [N].
 
     The slot is the id's bag. For sequences of at most `length` ids, it is the id's position among the
@@ -63,8 +63,8 @@ def flat(values: torch.Tensor) -> torch.Tensor:
     return values if values.dim() == 2 else values.flatten(0, 1)
 
 
-def some_bags(
-    key: Key,
+def select_bags(
+    key: KeyLookups,
     first: torch.Tensor,
     mean: bool,
     device: torch.device,
@@ -88,7 +88,7 @@ def some_bags(
     starts = (key.lengths.cumsum(0) - key.lengths)[at] - (lengths.cumsum(0) - lengths)
     bag = torch.arange(len(at)).repeat_interleave(lengths)
     places = torch.arange(len(bag)) + starts[bag]
-    some = Key(key.ids[places], bag, key.weights[places], lengths)
+    some = KeyLookups(key.ids[places], bag, key.weights[places], lengths)
     slot, count = slots(some, sequence), len(at) * (sequence or 1)
-    factors, doubt, share = factors_of(some.weights, slot, count, mean)
+    factors, doubt, share = compute_bag_factors(some.weights, slot, count, mean)
     return Bags(*(x.to(device) for x in (at, some.ids, slot, factors, doubt, share)))

@@ -6,11 +6,11 @@ import torch
 
 from raytrec.checks.live.outcome import CHECKPOINT, STEP, Check, CheckedRun, Outcome, Position
 from raytrec.checks.live.registry import check
-from raytrec.embeddings.managed.row_map import is_sound, problems
+from raytrec.embeddings.managed.row_map import is_one_to_one, problems
 
 
 @check("managed_ids")
-class OneToOne(Check):
+class ManagedIdsCheck(Check):
     """Check of the number of ids and the sum of their rows' hashes, over all ranks."""
 
     moments = frozenset({STEP, CHECKPOINT})
@@ -30,7 +30,7 @@ class OneToOne(Check):
         mine = {table: part.audit() for table, part in maps.items()}
         totals = peers.sum(torch.tensor([audit.numbers for audit in mine.values()])).tolist()
         parts = zip(mine.values(), totals, maps.values(), strict=True)
-        well = all(is_sound(audit, total, part.capacity) for audit, total, part in parts)
+        well = all(is_one_to_one(audit, total, part.capacity) for audit, total, part in parts)
         wrong: list[str] = []
         if not (peers.same([audit.free for audit in mine.values()]) and well):
             audits = peers.objects(mine)

@@ -11,17 +11,17 @@ from statistics import median
 import torch
 
 from raytrec.checks.live.finite import largest, weights_of
-from raytrec.checks.live.outcome import Check, Outcome, Position, rarest_first, read
+from raytrec.checks.live.outcome import Check, Outcome, Position, group_by_rarity, read
 from raytrec.checks.live.registry import check
 
-GROWTH = 100.0  # largest ratio of a value to its median at earlier evaluations
-LEARN = 3  # evaluations before values are judged
+MAX_GROWTH = 100.0  # largest ratio of a value to its median at earlier evaluations
+WARMUP_EVALUATIONS = 3  # evaluations before values are judged
 HISTORY = 100  # evaluations over which the median is taken
 # Values that start near 0 may grow to this limit in any run: large tables start with values below 1e-3.
-FLOOR = 0.1
-DRIFT = 0.75, 1.33  # predicted ÷ real
-SIGMAS = 6.0  # standard deviations; that of a ratio of rates over n positives is about 1 ÷ √n
-SETTLED = 200  # steps after which rates are compared
+MIN_USUAL_MAGNITUDE = 0.1
+RATIO_BOUNDS = 0.75, 1.33  # predicted ÷ real
+MAX_SIGMAS = 6.0  # standard deviations; that of a ratio of rates over n positives is about 1 ÷ √n
+MIN_RATIO_STEP = 200  # steps after which rates are compared
 DENSE = "dense layers'"
 
 
@@ -65,20 +65,22 @@ class Numerics(Check):
             mine: Magnitudes on this rank.
             step: Number of trained steps.
         """
-        values, squares = self._over_ranks(mine)
+        values, squares = self._reduce_over_ranks(mine)
         # Only the norm over dense layers and all tables is judged: the norm of a single part can grow a
         # thousandfold when training leaves a plateau.
         norm, most = sqrt(sum(squares.values())), max(squares, key=squares.get, default="")
-        growth = self._growth("the gradient", norm, 0.0)
-        growths = {name: self._growth(name, size, FLOOR) for name, size in values.items()}
-        exploded = [name for name, grown in growths.items() if grown > GROWTH]
+        growth = self._measure_growth("the gradient", norm, 0.0)
+        growths = {
+            name: self._measure_growth(name, size, MIN_USUAL_MAGNITUDE) for name, size in values.items()
+        }
+        exploded = [name for name, grown in growths.items() if grown > MAX_GROWTH]
         undefined = [name for name, square in squares.items() if not isfinite(square)]
         of_ranks = self.run.peers.objects(mine) if exploded or undefined else []
         bad = [[name for name in undefined if not isfinite(each.squares[name])] for each in of_ranks]
         problems = [
-            f"{name}: the gradient is NaN or infinite on {where}" for name, where in rarest_first(bad)
+            f"{name}: the gradient is NaN or infinite on {where}" for name, where in group_by_rarity(bad)
         ]
-        if growth > GROWTH:
+        if growth > MAX_GROWTH:
             times = f"{growth:,.0f} × what is usual"
             problems.append(
                 f"the norm of the whole gradient is {norm:.3g}, {times}; most of it is that of {most}"
@@ -87,9 +89,9 @@ class Numerics(Check):
             size, rank = max((each.values[name], rank) for rank, each in enumerate(of_ranks))
             times = f"{growths[name]:,.0f} × what is usual"
             problems.append(f"{name}: max |value| is {size:.3g} (on rank {rank}), {times}")
-        problems += _drift(mine.ratios) if step >= SETTLED else ()
+        problems += _describe_drift(mine.ratios) if step >= MIN_RATIO_STEP else ()
         good = "all gradients are finite, and all numbers of usual size"
-        return self.outcome(step, problems, good, max([growth, *growths.values()]), GROWTH)
+        return self.outcome(step, problems, good, max([growth, *growths.values()]), MAX_GROWTH)
 
     @torch.no_grad()
     def sizes(self, position: Position, probed: bool) -> Sizes:
@@ -102,14 +104,14 @@ class Numerics(Check):
         squares: dict[str, float] = {}
         if probed:
             squares = dict.fromkeys([*(f"{DENSE} {name}" for name in run.parameters), *tables], 0.0)
-            found = self._squares()
+            found = self._square_gradients()
             # The gradients of a skipped step are ignored, because the step has changed no weights.
             if run.config.train.on_nan != "skip" or all(map(isfinite, found.values())):
                 squares |= found
         ratios = {key: (figures.get(key), figures.get(counted)) for key, counted in position.ratios.items()}
         return Sizes(values, squares, ratios)
 
-    def _over_ranks(self, mine: Sizes) -> tuple[dict[str, float], dict[str, float]]:
+    def _reduce_over_ranks(self, mine: Sizes) -> tuple[dict[str, float], dict[str, float]]:
         """Return the largest values by name, and the squares by name, over all ranks.
 
         Squares are maxima for dense layers, of which every rank has a copy, and sums for tables.
@@ -125,16 +127,16 @@ class Numerics(Check):
             dict(zip([*dense, *parts], squares, strict=True)),
         )
 
-    def _growth(self, name: str, size: float, floor: float) -> float:
-        """Return the ratio of a magnitude to its usual value; 0 during the first `LEARN` evaluations."""
+    def _measure_growth(self, name: str, size: float, floor: float) -> float:
+        """Return the ratio of a magnitude to its usual value; 0 during the first `WARMUP_EVALUATIONS` evaluations."""
         earlier = self._earlier[name]
-        usual = max(median(earlier), floor) if len(earlier) >= LEARN else None
+        usual = max(median(earlier), floor) if len(earlier) >= WARMUP_EVALUATIONS else None
         if not size or not isfinite(size):
             return 0.0
         earlier.append(size)
         return size / usual if usual else 0.0
 
-    def _squares(self) -> dict[str, float]:
+    def _square_gradients(self) -> dict[str, float]:
         """Return the squared gradients of dense parameters, and of each table's lookup outputs."""
         found = [
             (f"{DENSE} {name}", p.grad.square().sum())
@@ -150,13 +152,13 @@ class Numerics(Check):
         return dict(out)
 
 
-def _drift(ratios: dict[str, tuple[float | None, float | None]]) -> Iterator[str]:
+def _describe_drift(ratios: dict[str, tuple[float | None, float | None]]) -> Iterator[str]:
     """Yield descriptions of the ratios of predicted to real rates that deviate by more than chance."""
     for key, (ratio, positives) in ratios.items():
         if ratio is None or not positives:
             continue
-        by_chance = SIGMAS / sqrt(positives)
-        if not DRIFT[0] <= ratio <= DRIFT[1] and abs(ratio - 1) > by_chance:
+        by_chance = MAX_SIGMAS / sqrt(positives)
+        if not RATIO_BOUNDS[0] <= ratio <= RATIO_BOUNDS[1] and abs(ratio - 1) > by_chance:
             task = key.rpartition(".")[0]
             of_task = f" of {task}" if task else ""
             yield f"predicted ÷ real rate{of_task} is {ratio:.3g} over {positives:,.0f} positives"

@@ -145,7 +145,7 @@ def ranks(numbers: list[int]) -> str:
     return f"ranks {', '.join(shown[:-1])} and {shown[-1]}"
 
 
-def rarest_first(of_ranks: Sequence[Sequence[str]]) -> list[tuple[str, str]]:
+def group_by_rarity(of_ranks: Sequence[Sequence[str]]) -> list[tuple[str, str]]:
     """Return (name, its ranks in words) for the names found by each rank, names of the fewest ranks first.
 
     An error that begins on one rank soon spreads to all ranks, so names of few ranks are closest to the
@@ -158,7 +158,7 @@ def rarest_first(of_ranks: Sequence[Sequence[str]]) -> list[tuple[str, str]]:
     return [(name, ranks(on[name])) for name in sorted(on, key=lambda name: (len(on[name]), name))]
 
 
-def differing(found: Mapping[str, Any], peers: Peers) -> list[tuple[str, list[Any], list[int]]]:
+def find_differing(found: Mapping[str, Any], peers: Peers) -> list[tuple[str, list[Any], list[int]]]:
     """Return (name, values of all ranks, deviating ranks) for values that are not the same on all ranks.
 
     This is a collective. If all values are the same, only a hash is exchanged.
@@ -172,10 +172,10 @@ def differing(found: Mapping[str, Any], peers: Peers) -> list[tuple[str, list[An
     of_ranks = peers.objects(found)
     names = dict.fromkeys(name for one in of_ranks for name in one)
     values = {name: [one.get(name) for one in of_ranks] for name in names}
-    return [(name, each, odd) for name, each in values.items() if (odd := odd_ones(each))]
+    return [(name, each, odd) for name, each in values.items() if (odd := find_deviating_ranks(each))]
 
 
-def odd_ones(values: list[Any]) -> list[int]:
+def find_deviating_ranks(values: list[Any]) -> list[int]:
     """Return the ranks whose value is not the most common one; ties favor the value of the lowest rank."""
     texts = [repr(value) for value in values]  # compared as text, as in Peers.same
     usual = Counter(texts).most_common(1)[0][0]

@@ -14,21 +14,28 @@ from math import prod
 import torch
 import torch.distributed as dist
 
-from raytrec.checks.live.keys import Bags, factors_of, flat, slots, some_bags
+from raytrec.checks.live.keys import Bags, compute_bag_factors, flat, select_bags, slots
 from raytrec.checks.live.outcome import STEP, Check, CheckedRun, Outcome, Position
 from raytrec.checks.live.registry import check
-from raytrec.compat.torchrec_ import shard_origin
+from raytrec.compat.torchrec_ import get_shard_origin
 from raytrec.config.tables import QCommsSection
 from raytrec.data.batch import Batch
 from raytrec.embeddings.hashing import initial_values
-from raytrec.embeddings.sharding import Rounding, backward_rounding, forward_rounding, gradient_factor
-from raytrec.embeddings.taps import Key, add_row_gradients, each_id, each_key, found
+from raytrec.embeddings.sharding import (
+    Rounding,
+    bound_backward_rounding,
+    bound_forward_rounding,
+    choose_gradient_factor,
+)
+from raytrec.embeddings.taps import KeyLookups, add_row_gradients, each_id, found, iterate_keys
 
 BAGS = 4  # compared bags per feature and rank, in addition to the longest one
-LOOKING = 8  # ranks whose bags are compared at a time, since all ranks exchange the ids of these bags
+MAX_COMPARING_RANKS = (
+    8  # ranks whose bags are compared at a time, since all ranks exchange the ids of these bags
+)
 COMPARED_ROWS = 256  # rows per table whose gradient is compared
-LIMIT = 1e-5  # largest relative error, plus the rounding of plan.qcomms; see Parity
-TINY = 1e-30  # smaller numbers lose digits
+MAX_RELATIVE_ERROR = 1e-5  # largest relative error, plus the rounding of plan.qcomms; see Parity
+MIN_MAGNITUDE = 1e-30  # smaller numbers lose digits
 
 
 @check("parity")
@@ -51,7 +58,7 @@ class Parity(Check):
     def __init__(self, run: CheckedRun):
         super().__init__(run)
         self._turn = 0
-        self._forward, self._backward = _roundings(run)
+        self._forward, self._backward = _bound_roundings(run)
         self._rows: dict[str, torch.Tensor] = {}
         self._expected: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
@@ -59,9 +66,9 @@ class Parity(Check):
     def prepare(self, batch: Batch) -> None:
         """Pool a few bags of the batch in plain torch; a collective."""
         bags = self._bags(batch)
-        self._rows = self._wanted(bags)
-        values = self._gathered()
-        self._begin(values, batch)
+        self._rows = self._gather_compared_rows(bags)
+        values = self._gather_row_values()
+        self._reset_new_rows(values, batch)
         for feature, some in bags.items():
             table = self.run.schema.sparse[feature].table
             vectors_ND = values[table][torch.searchsorted(self._rows[table], some.ids)]
@@ -80,19 +87,19 @@ class Parity(Check):
         pooled = run.taps.input.pooled
         # Feature → error of its pooled embeddings; table → (error, rank that holds the largest error).
         forward = {
-            feature: error_of(flat(pooled[feature][at]), expected, sizes)[0]
+            feature: find_largest_error(flat(pooled[feature][at]), expected, sizes)[0]
             for feature, (at, expected, sizes) in self._expected.items()
         }
-        gradient = dict(self._gradients())
-        limits = [LIMIT + self._forward[run.schema.sparse[f].table].share for f in forward]
-        limits += [LIMIT + self._backward[table].share for table in gradient]
+        gradient = dict(self._compare_gradients())
+        limits = [MAX_RELATIVE_ERROR + self._forward[run.schema.sparse[f].table].share for f in forward]
+        limits += [MAX_RELATIVE_ERROR + self._backward[table].share for table in gradient]
         found = [*forward.values(), *(error for error, _ in gradient.values())]
         worst = peers.max(torch.tensor(found, dtype=torch.float64)).tolist()
         errors = list(zip(worst, limits, strict=True))
         wrong = any(error > limit for error, limit in errors)
         problems = self._problems(peers.objects((forward, gradient)), errors) if wrong else []
         good = "pooled embeddings and gradients are those of one process"
-        nearest = max([(0.0, LIMIT), *errors], key=lambda pair: pair[0] / pair[1])
+        nearest = max([(0.0, MAX_RELATIVE_ERROR), *errors], key=lambda pair: pair[0] / pair[1])
         return self.outcome(position.step, problems, good, *nearest)
 
     def _problems(self, of_ranks: list[tuple[dict, dict]], errors: list[tuple[float, float]]) -> list[str]:
@@ -111,7 +118,7 @@ class Parity(Check):
             )
         return [text for text, (error, limit) in zip(texts, errors, strict=True) if error > limit]
 
-    def _begin(self, values: dict[str, torch.Tensor], batch: Batch) -> None:
+    def _reset_new_rows(self, values: dict[str, torch.Tensor], batch: Batch) -> None:
         """Replace the values of rows that the batch assigns to new ids by the initial values of these ids."""
         for name, (rows, ids, _) in (batch.new_rows or {}).items():
             known, table = self._rows[name], self.run.tables[name]
@@ -126,11 +133,11 @@ class Parity(Check):
 
         On ranks whose turn it is not, bags are empty.
         """
-        looking = is_looking(dist.get_rank(), dist.get_world_size(), self._turn)
+        looking = is_comparing(dist.get_rank(), dist.get_world_size(), self._turn)
         self._turn += 1
         first = (batch.weights > 0).nonzero().squeeze(1)[: BAGS if looking else 0]
         return {
-            feature: some_bags(
+            feature: select_bags(
                 key,
                 first[first < len(key.lengths)],
                 self.run.features.is_mean(feature),
@@ -141,13 +148,13 @@ class Parity(Check):
             for feature, key in self._keys(batch)
         }
 
-    def _keys(self, batch: Batch) -> Iterator[tuple[str, Key]]:
+    def _keys(self, batch: Batch) -> Iterator[tuple[str, KeyLookups]]:
         """Yield the ids of each feature; for features of candidates, each id is a bag."""
         schema = self.run.schema
-        for feature, key in zip(schema.sparse, each_key(batch.sparse, len(schema.sparse)), strict=True):
+        for feature, key in zip(schema.sparse, iterate_keys(batch.sparse, len(schema.sparse)), strict=True):
             yield feature, each_id(key) if feature in schema.candidates else key
 
-    def _wanted(self, bags: dict[str, Bags]) -> dict[str, torch.Tensor]:
+    def _gather_compared_rows(self, bags: dict[str, Bags]) -> dict[str, torch.Tensor]:
         """Return, by table, the rows in the bags of any rank, int64 [R], sorted."""
         starts, total = {}, 0
         for name, table in self.run.tables.items():
@@ -158,10 +165,10 @@ class Parity(Check):
         sizes = torch.searchsorted(keys, borders).diff().tolist()
         return {name: part - starts[name] for name, part in zip(starts, keys.split(sizes), strict=True)}
 
-    def _gathered(self) -> dict[str, torch.Tensor]:
+    def _gather_row_values(self) -> dict[str, torch.Tensor]:
         """Return the wanted rows of each table, float32 [R, dim], from the ranks that hold them."""
         tables = self.run.tables
-        flat, blocks = _blocks(
+        flat, blocks = _make_zero_blocks(
             [(len(self._rows[name]), table.shape[1]) for name, table in tables.items()], self.run.device
         )
         values = dict(zip(tables, blocks, strict=True))
@@ -177,16 +184,16 @@ class Parity(Check):
                 values[name].copy_(table.weight.local[0].values[self._rows[name]])
         return values
 
-    def _gradients(self) -> Iterator[tuple[str, tuple[float, int]]]:
+    def _compare_gradients(self) -> Iterator[tuple[str, tuple[float, int]]]:
         """Yield each table with (error, rank that holds the largest error)."""
         device, world = self.run.device, dist.get_world_size()
         rows = {name: every[:: max(1, -(-len(every) // COMPARED_ROWS))] for name, every in self._rows.items()}
         sizes = [(len(rows[name]), table.shape[1]) for name, table in self.run.tables.items()]
-        flat, blocks = _blocks([*sizes, *sizes, *[(r,) for r, _ in sizes]], device)
+        flat, blocks = _make_zero_blocks([*sizes, *sizes, *[(r,) for r, _ in sizes]], device)
         n = len(rows)
         expected, got, size = (dict(zip(rows, blocks[i : i + n], strict=True)) for i in (0, n, 2 * n))
-        self._define(rows, expected, size)
-        self._collect(rows, got)
+        self._add_expected_gradients(rows, expected, size)
+        self._add_actual_gradients(rows, got)
         dist.all_reduce(flat)
         for name, table in self.run.tables.items():
             if table.weight.replicated:
@@ -195,7 +202,7 @@ class Parity(Check):
                 as_given = averaged is None or self.run.config.train.max_grad_norm
                 got[name] = got[name] / world if as_given else averaged[rows[name]].float()
             # Each rank's loss is W times its part of the global loss (tasks/objective.py).
-            error, row, column = error_of(got[name], expected[name] / world, size[name] / world)
+            error, row, column = find_largest_error(got[name], expected[name] / world, size[name] / world)
             holder = 0
             if len(rows[name]):
                 at, shards = int(rows[name][row]), table.weight.shards
@@ -203,7 +210,7 @@ class Parity(Check):
                 holder = next(holders, dist.get_rank())
             yield name, (error, holder)
 
-    def _define(
+    def _add_expected_gradients(
         self, rows: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], size: dict[str, torch.Tensor]
     ) -> None:
         """Add the contributions of this rank's bags to the gradient of rows, and the summands' magnitudes."""
@@ -214,7 +221,7 @@ class Parity(Check):
                 continue
             grad_SD, slot = flat(gradient), slots(key, self.run.features.sequences.get(feature))
             mean = self.run.features.is_mean(feature)
-            factors, doubt, _ = factors_of(key.weights, slot, len(grad_SD), mean)
+            factors, doubt, _ = compute_bag_factors(key.weights, slot, len(grad_SD), mean)
             hits, places = found(rows[table], key.ids)
             terms_ND = grad_SD[slot[hits]] * factors[hits].unsqueeze(1)
             expected[table].index_add_(0, places, terms_ND)
@@ -224,16 +231,16 @@ class Parity(Check):
             )
             size[table].index_add_(0, places, sizes_N * doubt[slot[hits]])
 
-    def _collect(self, rows: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> None:
+    def _add_actual_gradients(self, rows: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> None:
         """Add the gradients that reached this rank's kernels to those of `rows`."""
         for lookup in self.run.taps.lookups:
             for shard, key, grad_BC in lookup.gradients():
-                row, column = shard_origin(shard)
+                row, column = get_shard_origin(shard)
                 part = got[shard.name][:, column : column + grad_BC.shape[1]]
                 add_row_gradients(part, rows[shard.name] - row, key, grad_BC)
 
 
-def _roundings(run: CheckedRun) -> tuple[dict[str, Rounding], dict[str, Rounding]]:
+def _bound_roundings(run: CheckedRun) -> tuple[dict[str, Rounding], dict[str, Rounding]]:
     """Return the bounds on rounding by plan.qcomms, by table, for embeddings and for gradients."""
     qcomms = run.config.plan.qcomms
     forward = dict.fromkeys(run.tables, Rounding(0.0, 0.0))
@@ -241,22 +248,24 @@ def _roundings(run: CheckedRun) -> tuple[dict[str, Rounding], dict[str, Rounding
     if qcomms == QCommsSection():
         return forward, backward
     world = dist.get_world_size()
-    factor = gradient_factor(run.config, world)
+    factor = choose_gradient_factor(run.config, world)
     for name, table in run.tables.items():
         row_parts = sum(shard.columns.start == 0 for shard in table.weight.shards)
         how = table.sharding, world, row_parts, name in run.features.tables_by_id
-        forward[name] = forward_rounding(qcomms.forward_precision, *how)
-        backward[name] = backward_rounding(qcomms.backward_precision, *how, factor)
+        forward[name] = bound_forward_rounding(qcomms.forward_precision, *how)
+        backward[name] = bound_backward_rounding(qcomms.backward_precision, *how, factor)
     return forward, backward
 
 
-def is_looking(rank: int, world: int, turn: int) -> bool:
+def is_comparing(rank: int, world: int, turn: int) -> bool:
     """Return True if a rank's bags are compared at this turn. At most LOOKING ranks take part in a turn."""
-    turns = -(-world // LOOKING)
+    turns = -(-world // MAX_COMPARING_RANKS)
     return rank % turns == turn % turns
 
 
-def error_of(got: torch.Tensor, expected: torch.Tensor, sizes: torch.Tensor) -> tuple[float, int, int]:
+def find_largest_error(
+    got: torch.Tensor, expected: torch.Tensor, sizes: torch.Tensor
+) -> tuple[float, int, int]:
     """Return the largest error, and its row and column.
 
     Args:
@@ -270,13 +279,13 @@ def error_of(got: torch.Tensor, expected: torch.Tensor, sizes: torch.Tensor) -> 
     if not got.numel():
         return 0.0, 0, 0
     same = (got == expected) | (got.isnan() & expected.isnan())
-    errors = (got - expected).abs() / sizes.clamp(min=TINY).unsqueeze(1)
+    errors = (got - expected).abs() / sizes.clamp(min=MIN_MAGNITUDE).unsqueeze(1)
     errors = errors.nan_to_num(nan=float("inf")).masked_fill(same, 0.0)
     at = int(errors.argmax())
     return float(errors.flatten()[at]), at // errors.shape[1], at % errors.shape[1]
 
 
-def _blocks(
+def _make_zero_blocks(
     shapes: list[tuple[int, ...]], device: torch.device
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """Return zeros as one flat tensor, which needs only one collective, and views of it in these shapes."""

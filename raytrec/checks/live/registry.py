@@ -57,7 +57,7 @@ def check(name: str) -> Callable[[T], T]:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class EnabledCheck:
     """Check that is enabled in a run.
 
     Attributes:
@@ -71,13 +71,13 @@ class Chosen:
     lenient: str
 
 
-def all_checks() -> list[type[Check]]:
+def list_builtin_checks() -> list[type[Check]]:
     """Return raytrec's checks in the order of their settings: checks that explain others come first."""
     settings = list(ChecksSection.model_fields)
     return [CHECKS.parts[name] for name in sorted(CHECKS.parts, key=settings.index)]
 
 
-def choose(config: RunConfig) -> dict[str, Chosen]:
+def choose(config: RunConfig) -> dict[str, EnabledCheck]:
     """Return the enabled checks by name: raytrec's checks, then those of checks.custom.
 
     Raises:
@@ -85,7 +85,8 @@ def choose(config: RunConfig) -> dict[str, Chosen]:
             check.
     """
     chosen = {
-        c.name: Chosen(c, getattr(config.checks, c.name), f"checks.{c.name}=warn") for c in all_checks()
+        c.name: EnabledCheck(c, getattr(config.checks, c.name), f"checks.{c.name}=warn")
+        for c in list_builtin_checks()
     }
     for path, reaction in config.checks.custom.items():
         if reaction == "off":
@@ -104,7 +105,7 @@ def choose(config: RunConfig) -> dict[str, Chosen]:
                 where=WHERE,
                 do="give one of them another name",
             )
-        chosen[found.name] = Chosen(found, reaction, f"{WHERE}: {{{path}: warn}}")
+        chosen[found.name] = EnabledCheck(found, reaction, f"{WHERE}: {{{path}: warn}}")
     return {name: one for name, one in chosen.items() if one.reaction != "off"}
 
 

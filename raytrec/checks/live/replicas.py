@@ -7,13 +7,13 @@ from functools import cache
 
 import torch
 
-from raytrec.checks.live.outcome import Check, Outcome, Position, differing, ranks, read
+from raytrec.checks.live.outcome import Check, Outcome, Position, find_differing, ranks, read
 from raytrec.checks.live.registry import check
 from raytrec.embeddings.hashing import hash_bits
 
 # Number of values multiplied at once: they fit a core's cache, or keep a GPU busy.
 CHUNK = {"cpu": 1 << 16, "cuda": 1 << 22}
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 ODD = 6364136223846793005  # Knuth's multiplier for 64 bits
 
 
@@ -30,7 +30,7 @@ class Replicas(Check):
         """Return the outcome, with the names of tensors that differ between ranks; a collective."""
         hashes, world = self.hashes(), self.run.peers.world
         problems = []
-        for name, _, odd in differing(hashes, self.run.peers):
+        for name, _, odd in find_differing(hashes, self.run.peers):
             others = "the others" if world > 2 else f"rank {1 - odd[0]}"
             problems.append(f"{name} on {ranks(odd)} is not what it is on {others}")
         good = f"{len(hashes)} tensors are the same on all ranks"
@@ -66,9 +66,9 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     of 4, so that high bits cannot cancel.
     """
     flat = tensor.detach().reshape(-1).contiguous()
-    bits = flat.view(INTEGERS[flat.element_size()])
+    bits = flat.view(INTEGER_DTYPES[flat.element_size()])
     size = CHUNK.get(tensor.device.type, CHUNK["cuda"])
-    multipliers = _multipliers(size, tensor.device)
+    multipliers = _make_multipliers(size, tensor.device)
     total = torch.tensor(bits.numel(), dtype=torch.int64, device=tensor.device)
     for chunk in bits.split(size):
         total = total * ODD + (chunk * multipliers[: len(chunk)]).sum()
@@ -76,6 +76,6 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def _multipliers(size: int, device: torch.device) -> torch.Tensor:
+def _make_multipliers(size: int, device: torch.device) -> torch.Tensor:
     """Return odd multipliers that are the same on all ranks, int64 [size]."""
     return hash_bits(torch.arange(size, device=device)) | 1

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from itertools import takewhile
 
-from raytrec.checks.live.outcome import START, Check, Outcome, Position, differing, ranks
+from raytrec.checks.live.outcome import START, Check, Outcome, Position, find_differing, ranks
 from raytrec.checks.live.registry import check
 
-VALUE_WIDTH = 60  # characters shown of a value
+MAX_VALUE_CHARS = 60  # characters shown of a value
 NETWORK = "NCCL's network"
 
 
@@ -21,9 +21,9 @@ class SameEnvironment(Check):
     def evaluate(self, position: Position, probed: bool) -> Outcome:
         """Return the outcome, with the facts that differ between ranks; a collective."""
         problems = []
-        for key, values, odd in differing(position.about, self.run.peers):
+        for key, values, odd in find_differing(position.about, self.run.peers):
             usual = next(value for rank, value in enumerate(values) if rank not in odd)
-            one, other = _apart(str(values[odd[0]]), str(usual))
+            one, other = _split_at_difference(str(values[odd[0]]), str(usual))
             problems.append(f"{key} is {one!r} on {ranks(odd)} and {other!r} on the others")
         good = f"{len(position.about)} facts are the same on all ranks"
         if network := position.about.get(NETWORK):
@@ -31,9 +31,9 @@ class SameEnvironment(Check):
         return self.outcome(position.step, problems, good, float(len(problems)), 0.0)
 
 
-def _apart(one: str, other: str) -> list[str]:
+def _split_at_difference(one: str, other: str) -> list[str]:
     """Return the parts of two texts around the first character in which they differ."""
     same = [*takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))]
-    start = max(0, len(same) - VALUE_WIDTH // 3)
-    end = start + VALUE_WIDTH
+    start = max(0, len(same) - MAX_VALUE_CHARS // 3)
+    end = start + MAX_VALUE_CHARS
     return ["…" * (start > 0) + text[start:end] + "…" * (len(text) > end) for text in (one, other)]

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import numpy as np
 import torch.distributed as dist
 
-from raytrec.checks.live.outcome import Check, Outcome, Position, odd_ones, ranks
+from raytrec.checks.live.outcome import Check, Outcome, Position, find_deviating_ranks, ranks
 from raytrec.checks.live.registry import check
-from raytrec.embeddings.tables import Parts, Shard
+from raytrec.embeddings.tables import Shard, ShardedValues
 
 
 @check("shards")
@@ -31,18 +31,21 @@ class Shards(Check):
         found, peers = {}, self.run.peers
         for table in self.run.tables.values():
             for kind, parts in {"weight": table.weight, **table.state}.items():
-                found[f"{table.name}'s {kind}"] = _digest(parts), [*_gaps(parts), *_misfits(parts)]
+                found[f"{table.name}'s {kind}"] = (
+                    _hash_shard_map(parts),
+                    [*_find_gaps(parts), *_find_misfits(parts)],
+                )
         well = peers.same(found) and not any(texts for _, texts in found.values())
-        problems = [] if well else _problems(peers.objects(found))
+        problems = [] if well else _find_problems(peers.objects(found))
         good = f"every row of {len(self.run.tables)} tables, and its state, is there once"
         return self.outcome(position.step, problems, good, float(len(problems)), 0.0)
 
 
-def _problems(of_ranks: list[dict[str, tuple[str, list[str]]]]) -> list[str]:
+def _find_problems(of_ranks: list[dict[str, tuple[str, list[str]]]]) -> list[str]:
     problems = []
     for name in dict.fromkeys(name for found in of_ranks for name in found):
         seen = [found.get(name, ("", ["it is not known"])) for found in of_ranks]
-        if odd := odd_ones([digest for digest, _ in seen]):
+        if odd := find_deviating_ranks([digest for digest, _ in seen]):
             problems.append(f"table {name}: {ranks(odd)} has another map of its shards than the others")
         for text in dict.fromkeys(text for _, texts in seen for text in texts):
             where = [rank for rank, (_, texts) in enumerate(seen) if text in texts]
@@ -50,7 +53,7 @@ def _problems(of_ranks: list[dict[str, tuple[str, list[str]]]]) -> list[str]:
     return problems
 
 
-def _digest(parts: Parts) -> str:
+def _hash_shard_map(parts: ShardedValues) -> str:
     where = [
         (-1 if parts.replicated else s.rank, s.rows.start, s.rows.stop, s.columns.start, s.columns.stop)
         for s in parts.shards
@@ -59,7 +62,7 @@ def _digest(parts: Parts) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _gaps(parts: Parts) -> Iterator[str]:
+def _find_gaps(parts: ShardedValues) -> Iterator[str]:
     """Yield values that no shard or several shards have.
 
     The borders of all shards cut the table into a grid, whose cells are tested.
@@ -82,7 +85,7 @@ def _gaps(parts: Parts) -> Iterator[str]:
         yield f"{box} {what}"
 
 
-def _misfits(parts: Parts) -> Iterator[str]:
+def _find_misfits(parts: ShardedValues) -> Iterator[str]:
     """Yield shards of this rank whose tensor is missing, or has another size or dtype."""
     me = dist.get_rank()
     for shard in parts.shards:
@@ -90,13 +93,13 @@ def _misfits(parts: Parts) -> Iterator[str]:
             continue
         expected = (len(shard.rows), len(shard.columns))[: len(parts.shape)]
         if shard.values is None:
-            yield f"the {_box(shard)} should be here and are not"
+            yield f"the {_format_shard(shard)} should be here and are not"
         elif tuple(shard.values.shape) != expected or shard.values.dtype != parts.dtype:
             yield (
-                f"the {_box(shard)} are a tensor {tuple(shard.values.shape)} of {shard.values.dtype}, "
+                f"the {_format_shard(shard)} are a tensor {tuple(shard.values.shape)} of {shard.values.dtype}, "
                 f"not {expected} of {parts.dtype}"
             )
 
 
-def _box(shard: Shard) -> str:
+def _format_shard(shard: Shard) -> str:
     return f"rows from {shard.rows.start:,} and columns from {shard.columns.start}"

@@ -16,8 +16,8 @@ from raytrec.data.batch import Batch
 from raytrec.tasks.columns import label_ranges, whole_labels
 from raytrec.tasks.task import Task, key_columns
 
-YEAR_2026 = 1_767_225_600.0  # start of 2026 in UTC, in seconds since 1970
-HIGHEST = 5.0  # largest label for losses without an upper bound
+START_OF_2026_S = 1_767_225_600.0  # start of 2026 in UTC, in seconds since 1970
+MAX_UNBOUNDED_LABEL = 5.0  # largest label for losses without an upper bound
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,9 @@ def random_batches(
     """
     ranges, classes = label_ranges(tasks, schema), whole_labels(tasks)
     bounds_L = [ranges[label] or (0.0, 1.0) for label in schema.labels]
-    low_L, high_L = torch.tensor(bounds_L).T.nan_to_num(posinf=HIGHEST, neginf=-HIGHEST)
+    low_L, high_L = torch.tensor(bounds_L).T.nan_to_num(
+        posinf=MAX_UNBOUNDED_LABEL, neginf=-MAX_UNBOUNDED_LABEL
+    )
     weighs, columns = any(task.is_weighted for task in tasks), len(key_columns(tasks))
     widths = {name: len(spec.side_features) for name, spec in schema.sparse.items() if spec.side_features}
     g = torch.Generator().manual_seed(seed)
@@ -108,7 +110,8 @@ def random_batches(
             weights = torch.rand(len(ids), generator=g) * 2 if spec.weights else torch.ones(len(ids))
             bags[feature] = ids, torch.arange(rows).repeat_interleave(lengths), weights
         side_features = {  # times within the first hour of 2026, in seconds
-            name: YEAR_2026 + 3600 * torch.rand(len(bags[name][0]), width, generator=g, dtype=torch.float64)
+            name: START_OF_2026_S
+            + 3600 * torch.rand(len(bags[name][0]), width, generator=g, dtype=torch.float64)
             for name, width in widths.items()
         }
         dense = torch.randn(rows, len(schema.dense), generator=g)
@@ -142,7 +145,7 @@ def cuts(rows: int, world: int, balance: str) -> list[int]:
     return [rows * sum(shares[:r]) // sum(shares) for r in range(world + 1)]
 
 
-def local_batch(
+def make_local_batch(
     batch: GlobalBatch, schema: Schema, bounds: list[int], rank: int, features: Features | None = None
 ) -> Batch:
     """Return one rank's part as training reads it, padded with empty rows of weight 0 to the largest part.
@@ -161,7 +164,7 @@ def local_batch(
         return None if rows is None else pad(rows, (0, 0, 0, longest - len(part)))
 
     features = features or resolve_features(schema)
-    orders = {f: _recent_first(part.bags[f][1], features.sequences.get(f)) for f in schema.sparse}
+    orders = {f: _order_recent_first(part.bags[f][1], features.sequences.get(f)) for f in schema.sparse}
     bags = [tuple(values[orders[f]] for values in part.bags[f]) for f in schema.sparse]
     lengths = [torch.bincount(bag, minlength=longest) for _, bag, _ in bags]
     weights = torch.cat([weights for _, _, weights in bags]) if schema.has_weights else None
@@ -189,7 +192,7 @@ def age(bag: torch.Tensor) -> torch.Tensor:
     return ends[bag] - 1 - torch.arange(len(bag), device=bag.device)
 
 
-def _recent_first(bag: torch.Tensor, most: int | None) -> torch.Tensor:
+def _order_recent_first(bag: torch.Tensor, most: int | None) -> torch.Tensor:
     """Return the places in `bag` of the ids in the order of training batches, int64 [n].
 
     For a sequence that is read id by id, these are its `most` most recent ids, last first. For other features

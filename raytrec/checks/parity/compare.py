@@ -14,13 +14,13 @@ from torchrec.distributed.types import ShardingPlan
 from raytrec.checks.parity import reference
 from raytrec.checks.parity.batches import GlobalBatch, cuts, random_batches
 from raytrec.checks.parity.reference import Reference, TableReference
-from raytrec.checks.parity.sharded import Sharded
+from raytrec.checks.parity.sharded import ShardedRun
 from raytrec.common.formatting import null_nonfinite
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.config.schema_parts import ManagedIds
 from raytrec.config.tables import QCommsSection, Schedule, TablePlan
-from raytrec.embeddings.constraints import resolve_constraints, table_optimizers
+from raytrec.embeddings.constraints import resolve_constraints, resolve_optimizers
 from raytrec.embeddings.sharding import describe
 from raytrec.models.inputs import Sequence
 from raytrec.tasks.task import resolve_tasks
@@ -39,11 +39,11 @@ GRADIENT_LR = 2.0**10
 DENSE_GRADIENT_LR = 2.0**20
 CANDIDATES = 8  # batches per step, of which the one farthest from any ReLU's kink is used
 
-SHRUNK_ROWS = 199  # rows of a table; a prime, so that no number of ranks divides it
+MAX_SHRUNK_ROWS = 199  # rows of a table; a prime, so that no number of ranks divides it
 # Adam and Adagrad divide by the root of the second moment. If a first gradient consists only of the rounding
 # of larger terms that cancel, about 1e-9 (as for the key bias of an attention), the step is rounding ÷ eps.
 # A larger eps makes this step negligible.
-SHRUNK_EPS = 1e-5
+MIN_SHRUNK_EPS = 1e-5
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,10 @@ def shrink(config: RunConfig, schema: Schema, plan: ShardingPlan) -> tuple[RunCo
     config, schema = config.model_copy(deep=True), schema.model_copy(deep=True)
     constraints = resolve_constraints(config, schema)
     for table in schema.tables.values():
-        table.rows, table.ids = min(table.rows, SHRUNK_ROWS), table.ids and ManagedIds()
+        table.rows, table.ids = min(table.rows, MAX_SHRUNK_ROWS), table.ids and ManagedIds()
     optims: list[Any] = [config.optim.embeddings, config.optim.dense, *config.optim.tables.values()]
     for optim in optims:
-        optim.eps = optim.eps and max(optim.eps, SHRUNK_EPS)
+        optim.eps = optim.eps and max(optim.eps, MIN_SHRUNK_EPS)
     config.plan.colocate = []
     config.plan.tables = {
         entry["table"]: TablePlan(
@@ -129,24 +129,24 @@ def compare(
     tasks = resolve_tasks(config.tasks, schema)
     choices = [random_batches(schema, rows, CANDIDATES, seed * steps + step, tasks) for step in range(steps)]
 
-    def shard(config: RunConfig) -> Sharded:
-        return Sharded(build, config, schema, device, bounds)
+    def shard(config: RunConfig) -> ShardedRun:
+        return ShardedRun(build, config, schema, device, bounds)
 
-    return _gradient(shard, config, choices[0]) + _steps(shard, config, choices)
+    return _compare_gradient(shard, config, choices[0]) + _compare_steps(shard, config, choices)
 
 
-def _clear_of_kinks(one: Reference | None, choices: list[GlobalBatch]) -> GlobalBatch:
+def _choose_smooth_batch(one: Reference | None, choices: list[GlobalBatch]) -> GlobalBatch:
     """Return the batch at which the reference's gradient is defined best; a collective."""
     best = [0]
     if one:
-        margins = reference.kink_margins(one, choices)
+        margins = reference.measure_kink_margins(one, choices)
         best[0] = margins.index(max(margins))
     dist.broadcast_object_list(best)
     return choices[best[0]]
 
 
-def _gradient(
-    shard: Callable[[RunConfig], Sharded], config: RunConfig, choices: list[GlobalBatch]
+def _compare_gradient(
+    shard: Callable[[RunConfig], ShardedRun], config: RunConfig, choices: list[GlobalBatch]
 ) -> list[Finding]:
     """Compare the pooled embeddings and the gradient of one batch, without clipping."""
     config = config.model_copy(deep=True)
@@ -157,7 +157,7 @@ def _gradient(
     config.optim.schedule = Schedule()
     run = shard(config)
     before, one = run.weights(), run.reference()
-    batch = _clear_of_kinks(one, choices)
+    batch = _choose_smooth_batch(one, choices)
     pooled = run.pooled(batch)  # must precede training, when the pipeline changes the model
     run.train([batch])
     after = run.weights()
@@ -167,19 +167,19 @@ def _gradient(
     for feature, expected in one.pooled(batch).items():
         vectors = expected.vectors if isinstance(expected, Sequence) else expected
         table = run.schema.sparse[feature].table
-        found.append(_finding(run, "forward", feature, pooled[feature], vectors.detach(), table))
+        found.append(_make_finding(run, "forward", feature, pooled[feature], vectors.detach(), table))
     parameters = run.named(one)
-    sizes = reference.largest_of_a_row(one, batch, list(parameters.values()))
+    sizes = reference.measure_max_row_gradients(one, batch, list(parameters.values()))
     reference.train(one, [batch], [])
     for (name, parameter), size in zip(parameters.items(), sizes, strict=True):
         rate = GRADIENT_LR if name in run.dtypes else DENSE_GRADIENT_LR
         gradient = (before[name].float() - after[name].float()) / rate
-        found.append(_finding(run, "gradient", name, gradient, parameter.grad, name, size))
+        found.append(_make_finding(run, "gradient", name, gradient, parameter.grad, name, size))
     return found
 
 
-def _steps(
-    shard: Callable[[RunConfig], Sharded], config: RunConfig, choices: list[list[GlobalBatch]]
+def _compare_steps(
+    shard: Callable[[RunConfig], ShardedRun], config: RunConfig, choices: list[list[GlobalBatch]]
 ) -> list[Finding]:
     """Compare weights and optimizer state after all steps, with the optimizers of the configuration.
 
@@ -191,16 +191,16 @@ def _steps(
     config.optim.schedule = config.optim.schedule.over(len(choices))
     run = shard(config)
     start, one = run.weights(), run.reference()
-    optimizers = _optimizers(run, one) if one else {}
+    optimizers = _make_optimizers(run, one) if one else {}
     rates = [(group, group["lr"]) for each in optimizers.values() for group in each.param_groups]
     every_step = set(run.dtypes.values()) != {"fp32"}
     worst: dict[tuple[str, str], Finding] = {}
     sizes: dict[str, float] = {}
     ahead = []  # batches that only the reference has trained on
     for number, of_step in enumerate(choices, start=1):
-        ahead.append(_clear_of_kinks(one, of_step))
+        ahead.append(_choose_smooth_batch(one, of_step))
         if one and number == 1:
-            sizes = _sizes(run, one, start, ahead[0])
+            sizes = _measure_sizes(run, one, start, ahead[0])
         for group, rate in rates:
             group["lr"] = rate * config.optim.schedule.factor(number - 1)
         if one:
@@ -214,13 +214,15 @@ def _steps(
         weights, state = run.weights(), run.state()
         if one:
             compared = [
-                _finding(run, "weights", name, weights[name], parameter.detach(), name, sizes[name])
+                _make_finding(run, "weights", name, weights[name], parameter.detach(), name, sizes[name])
                 for name, parameter in run.named(one).items()
             ]
             for table, kinds in state.items():
                 expected = optimizers[table].state[one.tables[table]]
                 for kind, values in kinds.items():
-                    compared.append(_finding(run, "state", f"{table}.{kind}", values, expected[kind], table))
+                    compared.append(
+                        _make_finding(run, "state", f"{table}.{kind}", values, expected[kind], table)
+                    )
             for found in compared:
                 key = found.check, found.name
                 worst[key] = max(worst.get(key, found), found, key=lambda f: (isnan(f.error), f.error))
@@ -228,9 +230,9 @@ def _steps(
     return list(worst.values())
 
 
-def _optimizers(run: Sharded, one: Reference) -> dict[str, torch.optim.Optimizer]:
+def _make_optimizers(run: ShardedRun, one: Reference) -> dict[str, torch.optim.Optimizer]:
     """Return the reference's optimizer of each table, and under '' that of the dense parameters."""
-    of_table, d = table_optimizers(run.config, run.schema), run.config.optim.dense
+    of_table, d = resolve_optimizers(run.config, run.schema), run.config.optim.dense
     eps = {} if d.name == "sgd" else {"eps": d.eps}
     make = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}[d.name]
     out = {"": make(one.model.parameters(), lr=d.lr, weight_decay=d.weight_decay, **eps)}
@@ -241,8 +243,8 @@ def _optimizers(run: Sharded, one: Reference) -> dict[str, torch.optim.Optimizer
     return out
 
 
-def _sizes(
-    run: Sharded, one: Reference, start: dict[str, torch.Tensor], batch: GlobalBatch
+def _measure_sizes(
+    run: ShardedRun, one: Reference, start: dict[str, torch.Tensor], batch: GlobalBatch
 ) -> dict[str, float]:
     """Return the minimum magnitude that errors of weights are compared with, by name.
 
@@ -251,13 +253,13 @@ def _sizes(
     """
     sizes = {name: float(values.abs().max()) for name, values in start.items()}
     dense = dict(one.model.named_parameters())
-    of_rows = reference.largest_of_a_row(one, batch, list(dense.values()))
+    of_rows = reference.measure_max_row_gradients(one, batch, list(dense.values()))
     rate = run.config.optim.dense.lr
     return sizes | {n: max(sizes[n], rate * of_row) for n, of_row in zip(dense, of_rows, strict=True)}
 
 
-def _finding(
-    run: Sharded,
+def _make_finding(
+    run: ShardedRun,
     check: str,
     name: str,
     got: torch.Tensor,

@@ -1,7 +1,7 @@
 """Loss of a global batch from its definition, in plain torch and independent of raytrec's objective.
 
 Losses of single rows are those of torch.nn. Losses that compare rows are computed row by row. Each loss of
-raytrec has its definition in OF_ROWS or OF_BATCH. A user's loss is its own definition: parity then compares
+raytrec has its definition in OF_ROWS or BATCH_LOSSES. A user's loss is its own definition: parity then compares
 only the summation over rows.
 """
 
@@ -19,7 +19,7 @@ from raytrec.tasks.losses import BatchLoss, Loss, Rows, loss
 from raytrec.tasks.task import Task, key_columns
 
 
-def loss_of(
+def compute_loss(
     tasks: Sequence[Task], logits: torch.Tensor, batch: GlobalBatch, own_loss: bool = False
 ) -> torch.Tensor:
     """Return the loss of a global batch.
@@ -37,17 +37,17 @@ def loss_of(
         own = columns[:, beside + own_loss :]
         if not task.loss.reads_vectors:
             own, first = columns[:, first : first + task.outputs], first + task.outputs
-        labels, weights = batch.labels[:, task.column], _weights(batch, place)
+        labels, weights = batch.labels[:, task.column], _select_weights(batch, place)
         by = getattr(task.loss, "by", None)
-        keys = _keys(batch, tasks, getattr(task, by) if by else None)
-        counts = _keys(batch, tasks, task.item_frequency)
-        losses = _losses(task.loss, own, labels, weights, keys, counts)
+        keys = _select_keys(batch, tasks, getattr(task, by) if by else None)
+        counts = _select_keys(batch, tasks, task.item_frequency)
+        losses = _compute_row_losses(task.loss, own, labels, weights, keys, counts)
         losses = losses * weights * torch.where(labels == 1, task.positive_weight, 1.0)
         total = total + task.weight * losses.sum() / len(batch)
-    return total + _of_model(tasks, columns[:, first], batch) if own_loss else total
+    return total + _compute_model_loss(tasks, columns[:, first], batch) if own_loss else total
 
 
-def _of_model(tasks: Sequence[Task], losses: torch.Tensor, batch: GlobalBatch) -> torch.Tensor:
+def _compute_model_loss(tasks: Sequence[Task], losses: torch.Tensor, batch: GlobalBatch) -> torch.Tensor:
     """Return the loss computed by the model.
 
     Args:
@@ -59,29 +59,31 @@ def _of_model(tasks: Sequence[Task], losses: torch.Tensor, batch: GlobalBatch) -
     if not mine:
         return losses.sum() / len(batch)
     ((place, task),) = mine
-    labels, weights = batch.labels[:, task.column], _weights(batch, place)
+    labels, weights = batch.labels[:, task.column], _select_weights(batch, place)
     losses = losses * labels * weights * torch.where(labels == 1, task.positive_weight, 1.0)
     return task.weight * losses.sum() / len(batch)
 
 
-def _weights(rows: GlobalBatch, place: int) -> torch.Tensor:
+def _select_weights(rows: GlobalBatch, place: int) -> torch.Tensor:
     return rows.labels.new_ones(len(rows)) if rows.weights is None else rows.weights[:, place]
 
 
-def _keys(rows: GlobalBatch, tasks: Sequence[Task], column: str | None) -> torch.Tensor | None:
+def _select_keys(rows: GlobalBatch, tasks: Sequence[Task], column: str | None) -> torch.Tensor | None:
     if column is None or rows.keys is None:
         return None
     return rows.keys[:, key_columns(tasks).index(column)]
 
 
-def _losses(made: Loss, own: torch.Tensor, labels: torch.Tensor, weights, keys, counts) -> torch.Tensor:
+def _compute_row_losses(
+    made: Loss, own: torch.Tensor, labels: torch.Tensor, weights, keys, counts
+) -> torch.Tensor:
     """Return the loss of each row, [n]; `own` is [n, columns of the task]."""
     name = next((name for name, kind in loss.parts.items() if kind is type(made)), None)
     if name in OF_ROWS:
         return OF_ROWS[name](made, own if name == "cross_entropy" else own.squeeze(1), labels)
-    if name in OF_BATCH:
+    if name in BATCH_LOSSES:
         return torch.stack(
-            [OF_BATCH[name](made, own, labels, weights, keys, counts, i) for i in range(len(labels))]
+            [BATCH_LOSSES[name](made, own, labels, weights, keys, counts, i) for i in range(len(labels))]
         )
     if name:
         raise RunError(
@@ -135,6 +137,6 @@ OF_ROWS: dict[str, Callable] = {
     "poisson": lambda _, x, y: nn.PoissonNLLLoss(reduction="none")(x, y),
     "cross_entropy": lambda _, x, y: nn.CrossEntropyLoss(reduction="none")(x, y.long()),
     "focal": _focal,
-    "from_model": lambda _, x, y: torch.zeros_like(x),  # _of_model adds the model's own loss
+    "from_model": lambda _, x, y: torch.zeros_like(x),  # _compute_model_loss adds the model's own loss
 }
-OF_BATCH: dict[str, Callable] = {"bpr": _bpr, "in_batch_softmax": _in_batch_softmax}
+BATCH_LOSSES: dict[str, Callable] = {"bpr": _bpr, "in_batch_softmax": _in_batch_softmax}

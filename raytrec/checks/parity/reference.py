@@ -13,15 +13,15 @@ import torch
 from torch import nn
 
 from raytrec.checks.parity.batches import GlobalBatch, age
-from raytrec.checks.parity.losses import loss_of
+from raytrec.checks.parity.losses import compute_loss
 from raytrec.config.schema import Schema
 from raytrec.config.tasks import TaskSection
-from raytrec.embeddings.optimizers import optimizer_of
+from raytrec.embeddings.optimizers import find_optimizer
 from raytrec.models.inputs import IDS, Sequence
 from raytrec.tasks.objective import Objective
 from raytrec.tasks.task import resolve_tasks
 
-KINKED = (nn.ReLU, nn.PReLU, nn.LeakyReLU)
+KINKED_ACTIVATIONS = (nn.ReLU, nn.PReLU, nn.LeakyReLU)
 
 
 class Reference(nn.Module):
@@ -119,7 +119,7 @@ class Reference(nn.Module):
 
     def loss(self, logits: torch.Tensor, batch: GlobalBatch) -> torch.Tensor:
         """Return the loss of a global batch."""
-        loss = loss_of(self.objective.tasks, logits, batch, own_loss=self.objective.own_loss)
+        loss = compute_loss(self.objective.tasks, logits, batch, own_loss=self.objective.own_loss)
         for feature, factor in self.objective.l2_factors.items():
             ids, bag, _ = batch.bags[feature]
             kept = age(bag) < self.sequences.get(feature, len(ids) + 1)
@@ -152,7 +152,7 @@ class TableReference(torch.optim.Optimizer):
         touched_rows: bool = False,
     ):
         super().__init__([table], {"lr": lr, "eps": eps, "weight_decay": weight_decay})
-        self._optimizer, self._touched_rows, self._steps = optimizer_of(name), touched_rows, 0
+        self._optimizer, self._touched_rows, self._steps = find_optimizer(name), touched_rows, 0
         for kind, per, _ in self._optimizer.state:
             self.state[table][kind] = torch.zeros_like(table if per == "value" else table[:, 0])
 
@@ -206,7 +206,7 @@ def train(
 
 
 @torch.no_grad()
-def kink_margins(reference: Reference, batches: list[GlobalBatch]) -> list[float]:
+def measure_kink_margins(reference: Reference, batches: list[GlobalBatch]) -> list[float]:
     """Return each batch's distance from the nearest kink of an activation; inf without such activations.
 
     The distance is the smallest |input| of any activation with a kink at 0, relative to the largest |input|.
@@ -224,14 +224,18 @@ def kink_margins(reference: Reference, batches: list[GlobalBatch]) -> list[float
         sizes_NM = sizes.reshape(len(batches) if of_rows else 1, -1)
         least.copy_(least.minimum(sizes_NM.amin(1) / sizes_NM.amax(1).clamp(min=1e-30)))
 
-    hooks = [m.register_forward_pre_hook(look) for m in reference.modules() if isinstance(m, KINKED)]
+    hooks = [
+        m.register_forward_pre_hook(look) for m in reference.modules() if isinstance(m, KINKED_ACTIVATIONS)
+    ]
     reference(whole)
     for hook in hooks:
         hook.remove()
     return least.tolist()
 
 
-def largest_of_a_row(reference: Reference, batch: GlobalBatch, parameters: list[nn.Parameter]) -> list[float]:
+def measure_max_row_gradients(
+    reference: Reference, batch: GlobalBatch, parameters: list[nn.Parameter]
+) -> list[float]:
     """Return, for each parameter, the largest value in any single row's contribution to the gradient.
 
     Contributions may cancel in the sum, but their rounding does not. Errors must be compared with this

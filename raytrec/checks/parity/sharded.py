@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from raytrec.checks.parity.batches import GlobalBatch, local_batch
+from raytrec.checks.parity.batches import GlobalBatch, make_local_batch
 from raytrec.checks.parity.reference import Reference
 from raytrec.compat.torch_ import Dropout
 from raytrec.config.features import resolve_features
@@ -24,10 +24,10 @@ from raytrec.embeddings.hashing import initial_values
 from raytrec.embeddings.tables import tables
 from raytrec.models import build_model
 from raytrec.tasks.objective import Objective
-from raytrec.tasks.task import columns_of, needs_vectors
+from raytrec.tasks.task import count_logits, needs_vectors
 
 
-class Sharded:
+class ShardedRun:
     """Sharded model for comparisons. Every method is a collective unless noted otherwise.
 
     Args:
@@ -45,7 +45,7 @@ class Sharded:
         self.dtypes = {table: each.dtype for table, each in resolve_constraints(config, schema).items()}
         self.features = resolve_features(schema, config.model)
         self.step, _ = build(config, schema, device)
-        _without_dropout(self.step.model)
+        _disable_dropout(self.step.model)
         self.kernels = {name: table.kernel for name, table in tables(self.step.model).items()}
 
     def train(self, batches: list[GlobalBatch]) -> None:
@@ -60,7 +60,7 @@ class Sharded:
         rank = dist.get_rank()
         local = self._local(batch).to(self.device)
         if self.step.managed is not None:  # the ids have rows before the batch is trained
-            self.step.managed.begin_rows(self.step.managed.assign(local, 0))
+            self.step.managed.reset_new_rows(self.step.managed.assign(local, 0))
         out = self.step.model.module.embeddings(local.sparse)
         mine = {f: v[: self.bounds[rank + 1] - self.bounds[rank]].cpu() for f, v in out.items()}
         parts: list | None = [None] * dist.get_world_size() if rank == 0 else None
@@ -68,7 +68,7 @@ class Sharded:
         return {f: torch.cat([part[f] for part in parts]) for f in mine} if parts else {}
 
     def _local(self, batch: GlobalBatch) -> Batch:
-        return local_batch(batch, self.schema, self.bounds, dist.get_rank(), self.features)
+        return make_local_batch(batch, self.schema, self.bounds, dist.get_rank(), self.features)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return every table and dense parameter as a whole tensor on rank 0.
@@ -76,21 +76,21 @@ class Sharded:
         Other ranks get only the tensors of which they hold a copy.
         """
         model = self.step.model.module.head.model
-        whole = {name: _farthest(p.detach()).cpu() for name, p in model.named_parameters()}
+        whole = {name: _select_farthest_copy(p.detach()).cpu() for name, p in model.named_parameters()}
         for table in tables(self.step.model).values():
             if table.weight.replicated:
-                whole[table.name] = _farthest(table.weight.local[0].values).cpu()
+                whole[table.name] = _select_farthest_copy(table.weight.local[0].values).cpu()
             else:
                 values = table.weight.dense(first_only=True)
                 whole[table.name] = values if values is None else values.cpu()
         for name in self.schema.managed:
             spec, seed = self.schema.tables[name], self.config.run.seed
             begun = initial_values(seed, name, torch.arange(spec.rows), range(spec.dim), spec.rows)
-            whole[name] = self._by_id(name, whole[name], begun)
+            whole[name] = self._sort_by_id(name, whole[name], begun)
         self._read = whole
         return whole
 
-    def _by_id(
+    def _sort_by_id(
         self, table: str, values: torch.Tensor | None, without_row: torch.Tensor
     ) -> torch.Tensor | None:
         """Return values of a managed table in the order of ids, followed by the fallback rows.
@@ -116,7 +116,7 @@ class Sharded:
                 values = parts.dense(first_only=True)
                 values = values if values is None else values.cpu()
                 if table.name in self.schema.managed:
-                    values = self._by_id(table.name, values, torch.zeros(parts.shape))
+                    values = self._sort_by_id(table.name, values, torch.zeros(parts.shape))
                 out.setdefault(table.name, {})[kind] = values
         return out
 
@@ -125,10 +125,10 @@ class Sharded:
         if dist.get_rank():
             return None
         objective = Objective.of(self.config, self.schema)
-        columns, vectors = columns_of(objective.tasks), needs_vectors(objective.tasks)
+        columns, vectors = count_logits(objective.tasks), needs_vectors(objective.tasks)
         section = copy.deepcopy(self.config.model)
         model = build_model(self.schema, section, sum(columns.values()), vectors, columns)
-        _without_dropout(model)
+        _disable_dropout(model)
         tables = {t: self._read[t] for t in self.schema.tables}
         with_ids = section.reads_ids(self.schema)
         one = Reference(self.schema, tables, model.train(), self.features.sequences, objective, with_ids)
@@ -146,14 +146,14 @@ class Sharded:
         return one.tables | dict(one.model.named_parameters())
 
 
-def _without_dropout(model: torch.nn.Module) -> None:
+def _disable_dropout(model: torch.nn.Module) -> None:
     """Disable dropout, whose masks each rank draws independently."""
     for module in model.modules():
         if isinstance(module, Dropout):
             module.p = 0.0
 
 
-def _farthest(replica: torch.Tensor) -> torch.Tensor:
+def _select_farthest_copy(replica: torch.Tensor) -> torch.Tensor:
     """Return, for each value of a replicated tensor, the copy that is farthest from this rank's copy.
 
     The result equals the tensor if all copies are the same.

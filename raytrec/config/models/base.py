@@ -138,7 +138,7 @@ def model(name: str, path: str) -> Callable[[S], S]:
     return register
 
 
-def one_dim(schema: Schema, model: str) -> int:
+def get_common_dim(schema: Schema, model: str) -> int:
     """Return the dim that all tables share.
 
     Raises:
@@ -160,7 +160,7 @@ class OneDimSection(ModelSection):
 
     def check(self, schema: Schema) -> None:
         """Check that all tables have the same dim."""
-        one_dim(schema, self.name)
+        get_common_dim(schema, self.name)
 
 
 def check_same_dim(schema: Schema, features: Sequence[str], expected: str, do: str) -> None:
@@ -180,7 +180,7 @@ def check_same_dim(schema: Schema, features: Sequence[str], expected: str, do: s
         )
 
 
-def matching(patterns: Sequence[str], names: Sequence[str], where: str) -> set[str]:
+def match_names(patterns: Sequence[str], names: Sequence[str], where: str) -> set[str]:
     """Return the features and dense columns that match names or patterns such as 'user*'.
 
     Args:
@@ -217,7 +217,7 @@ def check_lengths(schema: Schema, config: ModelSection) -> None:
             )
 
 
-def feature_of(schema: Schema, feature: str, key: str, *, sequence: bool = False) -> None:
+def check_feature(schema: Schema, feature: str, key: str, *, sequence: bool = False) -> None:
     """Check that a feature exists and, if required, can be read id by id.
 
     Args:
@@ -241,7 +241,7 @@ def feature_of(schema: Schema, feature: str, key: str, *, sequence: bool = False
         )
 
 
-def side_feature_place(schema: Schema, feature: str, column: str, where: str) -> int:
+def find_side_feature(schema: Schema, feature: str, column: str, where: str) -> int:
     """Return the index of a column among the side features of a feature.
 
     Args:

@@ -15,7 +15,7 @@ from raytrec.config.models.base import (
     OneDimSection,
     Size,
     Sizes,
-    matching,
+    match_names,
     model,
 )
 from raytrec.config.schema import Schema
@@ -131,7 +131,7 @@ class WideDeepSection(ModelSection):
             ConfigError: A pattern matches nothing, or a feature is in neither part.
         """
         names = [*schema.dense, *schema.sparse]
-        found = {part: matching(getattr(self, part), names, f"model.{part}") for part in ("wide", "deep")}
+        found = {part: match_names(getattr(self, part), names, f"model.{part}") for part in ("wide", "deep")}
         if neither := set(names) - found["wide"] - found["deep"]:
             raise ConfigError(
                 f"neither wide nor deep: {', '.join(sorted(neither))}",
@@ -225,7 +225,7 @@ class FinalMLPSection(ModelSection):
         Raises:
             ConfigError: A pattern matches nothing.
         """
-        return matching(getattr(self, stream), [*schema.dense, *schema.sparse], f"model.{stream}")
+        return match_names(getattr(self, stream), [*schema.dense, *schema.sparse], f"model.{stream}")
 
 
 @model("masknet", "raytrec.models.gates:MaskNet")

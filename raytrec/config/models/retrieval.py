@@ -12,12 +12,12 @@ from raytrec.config.models.base import (
     Dropout,
     ModelSection,
     Sizes,
+    check_feature,
     check_same_dim,
-    feature_of,
-    matching,
+    find_side_feature,
+    match_names,
     model,
     same_table,
-    side_feature_place,
 )
 from raytrec.config.schema import Schema
 
@@ -62,12 +62,12 @@ class SampledSection(ModelSection):
             ConfigError: The sequence does not exist, looks up another table, or a key has no effect.
         """
         if self.negatives is not None:
-            feature_of(schema, self.negatives, "model.negatives", sequence=True)
+            check_feature(schema, self.negatives, "model.negatives", sequence=True)
             same_table(schema, self.negatives, item, "model.negatives")
         self.check_own_loss()
-        self.log_share_place(schema)
+        self.find_log_share_index(schema)
 
-    def log_share_place(self, schema: Schema) -> int | None:
+    def find_log_share_index(self, schema: Schema) -> int | None:
         """Return the index of log_share among the negatives' side features; None: scores are unchanged.
 
         Raises:
@@ -75,7 +75,7 @@ class SampledSection(ModelSection):
         """
         if self.log_share is None or self.negatives is None:
             return None
-        return side_feature_place(schema, self.negatives, self.log_share, "model.log_share")
+        return find_side_feature(schema, self.negatives, self.log_share, "model.log_share")
 
     def check_own_loss(self) -> None:
         """Check that share_negatives, log_share and gbce are only set with a loss that uses them.
@@ -114,8 +114,8 @@ class PairSection(SampledSection):
 
     def check(self, schema: Schema) -> None:
         """Check that the features of user and item exist and that the negatives fit the item."""
-        feature_of(schema, self.user, "model.user")
-        feature_of(schema, self.item, "model.item")
+        check_feature(schema, self.user, "model.user")
+        check_feature(schema, self.item, "model.item")
         self.check_negatives(schema, self.item)
 
 
@@ -218,7 +218,7 @@ class Towers(Section):
             ConfigError: A pattern matches nothing.
         """
         return {
-            tower: matching(getattr(self, tower), names, f"model.towers.{tower}")
+            tower: match_names(getattr(self, tower), names, f"model.towers.{tower}")
             for tower in ("query", "item")
         }
 

@@ -13,12 +13,12 @@ from raytrec.config.models.base import (
     ModelSection,
     Size,
     Sizes,
+    check_feature,
     check_same_dim,
-    feature_of,
+    find_side_feature,
+    get_common_dim,
     model,
-    one_dim,
     same_table,
-    side_feature_place,
 )
 from raytrec.config.models.retrieval import SampledSection
 from raytrec.config.schema import Schema
@@ -96,7 +96,7 @@ class SequenceSection(TargetedSection):
 
     def check(self, schema: Schema) -> None:
         """Check that all tables have the same dim and that each sequence has a target."""
-        one_dim(schema, self.name)
+        get_common_dim(schema, self.name)
         self.targets(schema)
 
 
@@ -137,7 +137,7 @@ class DienSection(TargetedSection):
         """Return all sequences except the negatives."""
         return [feature for feature in super().sequences(schema) if feature != self.negatives]
 
-    def held_against(self, schema: Schema) -> list[str]:
+    def get_supervised_sequences(self, schema: Schema) -> list[str]:
         """Return the sequences that negatives are compared with: all that look up the negatives' table."""
         if self.negatives is None:
             return []
@@ -147,9 +147,9 @@ class DienSection(TargetedSection):
     def check(self, schema: Schema) -> None:
         """Check that each sequence has a target and that negatives, if any, share a sequence's table."""
         if self.negatives is not None:
-            feature_of(schema, self.negatives, "model.negatives", sequence=True)
+            check_feature(schema, self.negatives, "model.negatives", sequence=True)
         self.targets(schema)
-        if self.negatives is not None and not self.held_against(schema):
+        if self.negatives is not None and not self.get_supervised_sequences(schema):
             table = schema.sparse[self.negatives].table
             raise ConfigError(
                 f"'{self.negatives}' looks up table {table}, and no sequence does",
@@ -236,8 +236,8 @@ class NextItemSection(SampledSection):
 
     def check(self, schema: Schema) -> None:
         """Check that history, item and negatives exist and share a table."""
-        feature_of(schema, self.history, "model.history", sequence=True)
-        feature_of(schema, self.item, "model.item")
+        check_feature(schema, self.history, "model.history", sequence=True)
+        check_feature(schema, self.item, "model.item")
         same_table(schema, self.history, self.item, "model.history")
         self.check_negatives(schema, self.item)
 
@@ -288,10 +288,10 @@ class HstuSection(NextItemSection):
         super().check(schema)
         self.check_heads(schema, self.width)
         if self.time is not None:
-            self.time_place(schema)
+            self.find_time_index(schema)
 
-    def time_place(self, schema: Schema) -> int | None:
+    def find_time_index(self, schema: Schema) -> int | None:
         """Return the index of the times among the history's side features, or None without times."""
         if self.time is None:
             return None
-        return side_feature_place(schema, self.history, self.time, "model.time")
+        return find_side_feature(schema, self.history, self.time, "model.time")

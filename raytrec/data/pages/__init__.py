@@ -17,24 +17,24 @@ from typing import NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raytrec.data.pages.chunks import Pages, ReadAt
+from raytrec.data.pages.chunks import PageIndex, ReadAt
 
-Version = tuple[str, int, int | None]  # version of a file: path, size, modification time in ns
+FileVersion = tuple[str, int, int | None]  # version of a file: path, size, modification time in ns
 # Errors raised for unexpected bytes. Storage errors (OSError) are not among them, because reads are retried.
 ODD = (ValueError, LookupError, TypeError, OverflowError, pa.ArrowException)
 
-STREAMED_BYTES = 64 << 10  # buffer size of pyarrow's reads
-AHEAD_BYTES = 4 << 20  # bytes that a search for pages reads from an object store at a time
+STREAM_BUFFER_BYTES = 64 << 10  # buffer size of pyarrow's reads
+READ_AHEAD_BYTES = 4 << 20  # bytes that a search for pages reads from an object store at a time
 BATCH_ROWS = 65_536  # rows decoded at a time if rows before the requested ones must be decoded
-KNOWN_BYTES = 16 << 20  # memory limit of a process for the positions of pages
+MAX_PAGE_CACHE_BYTES = 16 << 20  # memory limit of a process for the positions of pages
 
-_known: dict[tuple[Version, int, int], Pages] = {}  # (file, row group, leaf column) → its pages
+_page_cache: dict[tuple[FileVersion, int, int], PageIndex] = {}  # (file, row group, leaf column) → its pages
 _lock = Lock()
 
 
 def read_rows(
     file: pa.NativeFile,
-    version: Version,
+    version: FileVersion,
     reader: pq.ParquetFile,
     group: int,
     first: int,
@@ -63,7 +63,7 @@ def read_rows(
     # The leaf columns of a struct have different page boundaries.
     single = {name: leaves[name][0] for name in names if name in whole and len(leaves[name]) == 1}
     looked_up = [leaf for name in names for leaf in leaves[name]]
-    cut = _Cut(version, footer, group, first, last)
+    cut = _RowSpan(version, footer, group, first, last)
     pieces = _fetch(file, cut, looked_up, set(single.values()))
     paged = {name: leaf for name, leaf in single.items() if leaf in pieces}
     try:
@@ -79,21 +79,21 @@ def read_rows(
 
 def _reader(file: pa.NativeFile, footer: pq.FileMetaData) -> pq.ParquetFile:
     """Return a reader that reads only the bytes of the requested rows from a file."""
-    how = {"metadata": footer, "pre_buffer": False, "buffer_size": STREAMED_BYTES}
+    how = {"metadata": footer, "pre_buffer": False, "buffer_size": STREAM_BUFFER_BYTES}
     return pq.ParquetFile(file, page_checksum_verification=True, **how)
 
 
-class _Cut(NamedTuple):
+class _RowSpan(NamedTuple):
     """Rows [first, last) of a file's row group."""
 
-    version: Version
+    version: FileVersion
     footer: pq.FileMetaData
     group: int
     first: int
     last: int
 
 
-def _read_pages(pieces: dict[int, Piece], cut: _Cut, columns: dict[str, int]) -> list[pa.Table]:
+def _read_pages(pieces: dict[int, ChunkBytes], cut: _RowSpan, columns: dict[str, int]) -> list[pa.Table]:
     """Return one table of columns for each number of skipped rows, decoded from pages.
 
     Args:
@@ -110,7 +110,7 @@ def _read_pages(pieces: dict[int, Piece], cut: _Cut, columns: dict[str, int]) ->
     rows = min(cut.last, cut.footer.row_group(cut.group).num_rows) - cut.first
     data = {piece.begin: piece.data for piece in pieces.values()}
     try:
-        with pa.PythonFile(Excerpts(data, cut.version[1]), mode="r") as excerpts:
+        with pa.PythonFile(SparseFile(data, cut.version[1]), mode="r") as excerpts:
             reader = _reader(excerpts, cut.footer)
             tables = [_stream(reader, cut.group, skip, rows, alike) for skip, alike in by_skip.items()]
     except OSError as error:  # the bytes are in memory, so this is not a storage error
@@ -131,7 +131,7 @@ def _leaves(footer: pq.FileMetaData) -> dict[str, list[int]]:
     return found
 
 
-class Piece(NamedTuple):
+class ChunkBytes(NamedTuple):
     """Bytes that are read from a column chunk.
 
     Attributes:
@@ -145,7 +145,7 @@ class Piece(NamedTuple):
     row: int
 
 
-def _fetch(file: pa.NativeFile, cut: _Cut, leaves: list[int], wanted: set[int]) -> dict[int, Piece]:
+def _fetch(file: pa.NativeFile, cut: _RowSpan, leaves: list[int], wanted: set[int]) -> dict[int, ChunkBytes]:
     """Return leaf column → pages with rows [first, last), for wanted columns whose pages are understood.
 
     Args:
@@ -163,11 +163,13 @@ def _fetch(file: pa.NativeFile, cut: _Cut, leaves: list[int], wanted: set[int]) 
     def read_at(at: int, size: int) -> bytes:
         return file.read_at(size, at)
 
-    def fetch(leaf: int) -> Piece | None:
+    def fetch(leaf: int) -> ChunkBytes | None:
         pages = _pages(cut, leaf)
         try:
-            pages.look_up(Ahead(read_at, AHEAD_BYTES) if remote else read_at)
-            return Piece(pages.begin, *pages.read(read_at, cut.first, cut.last)) if leaf in wanted else None
+            pages.look_up(ReadAheadReader(read_at, READ_AHEAD_BYTES) if remote else read_at)
+            return (
+                ChunkBytes(pages.begin, *pages.read(read_at, cut.first, cut.last)) if leaf in wanted else None
+            )
         except ODD:
             return None
 
@@ -176,27 +178,27 @@ def _fetch(file: pa.NativeFile, cut: _Cut, leaves: list[int], wanted: set[int]) 
             found = list(pool.map(fetch, leaves))
     else:
         found = list(map(fetch, leaves))
-    _forget()
+    _evict_pages()
     return {leaf: piece for leaf, piece in zip(leaves, found, strict=True) if piece}
 
 
-def _pages(cut: _Cut, leaf: int) -> Pages:
+def _pages(cut: _RowSpan, leaf: int) -> PageIndex:
     key = cut.version, cut.group, leaf
     with _lock:
-        if key not in _known:
+        if key not in _page_cache:
             about = cut.footer.row_group(cut.group)
-            _known[key] = Pages(about.column(leaf), cut.footer.schema.column(leaf), about.num_rows)
-        return _known[key]
+            _page_cache[key] = PageIndex(about.column(leaf), cut.footer.schema.column(leaf), about.num_rows)
+        return _page_cache[key]
 
 
-def _forget() -> None:
-    """Drop the positions of the oldest pages beyond KNOWN_BYTES."""
+def _evict_pages() -> None:
+    """Drop the positions of the oldest pages beyond MAX_PAGE_CACHE_BYTES."""
     with _lock:
-        taken = sum(pages.nbytes for pages in _known.values())
-        for key in list(_known):
-            if taken <= KNOWN_BYTES:
+        taken = sum(pages.nbytes for pages in _page_cache.values())
+        for key in list(_page_cache):
+            if taken <= MAX_PAGE_CACHE_BYTES:
                 break
-            taken -= _known.pop(key).nbytes
+            taken -= _page_cache.pop(key).nbytes
 
 
 def _stream(reader: pq.ParquetFile, group: int, skip: int, rows: int, columns: list[str]) -> pa.Table:
@@ -212,7 +214,7 @@ def _stream(reader: pq.ParquetFile, group: int, skip: int, rows: int, columns: l
     return pa.Table.from_batches([part for part in kept if part.num_rows] or kept)
 
 
-class Ahead:
+class ReadAheadReader:
     """Callable that reads at least `size` bytes at a time, so that the next requests need no read."""
 
     def __init__(self, read_at: ReadAt, size: int):
@@ -226,7 +228,7 @@ class Ahead:
         return self._data[at - self._begin : at - self._begin + size]
 
 
-class Excerpts(io.RawIOBase):
+class SparseFile(io.RawIOBase):
     """File that consists of some pieces only, given as offset → bytes."""
 
     def __init__(self, pieces: dict[int, bytes], size: int):

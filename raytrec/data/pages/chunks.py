@@ -14,21 +14,21 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 ReadAt = Callable[[int, int], bytes]  # (offset, size) → bytes, fewer only at the end of the file
-HEADER_BYTES = 1 << 20  # upper limit of a page header's size
-DATA, DATA_V2 = 0, 3  # PageType of parquet.thrift
+MAX_HEADER_BYTES = 1 << 20  # upper limit of a page header's size
+DATA, DATA_PAGE_V2 = 0, 3  # PageType of parquet.thrift
 TYPE, UNCOMPRESSED, COMPRESSED, CRC, DATA_HEADER, DATA_HEADER_V2 = 1, 2, 3, 4, 5, 8  # fields of PageHeader
-DATA_HEADERS = {DATA: DATA_HEADER, DATA_V2: DATA_HEADER_V2}
+DATA_HEADERS = {DATA: DATA_HEADER, DATA_PAGE_V2: DATA_HEADER_V2}
 VALUES, ENCODING, LEVELS_ENCODING = 1, 2, 4  # fields of DataPageHeader; VALUES also of DataPageHeaderV2
 V2_ENCODING, V2_LEVELS_BYTES = 4, 6  # fields of DataPageHeaderV2
-RLE, DICTIONARY_CODED = 3, (2, 8)  # values of Encoding; (PLAIN_DICTIONARY, RLE_DICTIONARY)
-UNCOUNTED_BYTES = 100  # dictionary headers, which early Java writers did not count in the size of chunks
+RLE, DICTIONARY_ENCODINGS = 3, (2, 8)  # values of Encoding; (PLAIN_DICTIONARY, RLE_DICTIONARY)
+MAX_UNCOUNTED_BYTES = 100  # dictionary headers, which early Java writers did not count in the size of chunks
 
 
-class Damaged(Exception):
+class DamagedPageError(Exception):
     """Error for pages that contradict the footer and would be decoded to wrong rows."""
 
 
-class Pages:
+class PageIndex:
     """Positions of the data pages of a column chunk that start with a new row.
 
     Damage to one page would shift the rows of all later pages. Therefore, rows and values of the pages must
@@ -64,9 +64,9 @@ class Pages:
         """
         with self._lock:
             while self._left > 0 and self._at < self._end:
-                self._walk(read_at)
+                self._advance_page(read_at)
         if self._left or self._row != self._all_rows:
-            raise Damaged(
+            raise DamagedPageError(
                 f"the pages of column {self._name} hold {self._row:,} rows, the footer has {self._all_rows:,}"
             )
 
@@ -89,55 +89,63 @@ class Pages:
             data = read_at(self.begin, self._first - self.begin) + data
         return data, row
 
-    def _walk(self, read_at: ReadAt) -> None:
+    def _advance_page(self, read_at: ReadAt) -> None:
         """Record the next page and advance behind its end."""
         header, size = self._header(read_at)
         kind, body = header[TYPE], header[COMPRESSED]
         room = self._end - self._at - size
-        if not 0 <= body <= room + UNCOUNTED_BYTES:  # pyarrow would allocate memory for the claimed size
-            raise Damaged(f"a page of column {self._name} has {body:,} bytes, of {room:,}")
+        if not 0 <= body <= room + MAX_UNCOUNTED_BYTES:  # pyarrow would allocate memory for the claimed size
+            raise DamagedPageError(f"a page of column {self._name} has {body:,} bytes, of {room:,}")
         if body > room:
             raise ValueError("the column chunk ends within a page")
         if about := header.get(DATA_HEADERS.get(kind, 0)):
             values, rows, begins_row = about[VALUES], about[VALUES], True
             if not 0 <= values <= self._left:
-                raise Damaged(f"a page of column {self._name} has {values:,} values, of {self._left:,}")
+                raise DamagedPageError(
+                    f"a page of column {self._name} has {values:,} values, of {self._left:,}"
+                )
             if self._depth:
-                rows, begins_row = self._count(read_at, self._at + size, header, values)
+                rows, begins_row = self._count_page_rows(read_at, self._at + size, header, values)
             if begins_row:
                 self._first = self._offsets[0] if self._offsets else self._at
                 self._offsets.append(self._at)
                 self._rows.append(self._row)
                 self._coded.append(False)
-            self._coded[-1] |= about[ENCODING if kind == DATA else V2_ENCODING] in DICTIONARY_CODED
+            self._coded[-1] |= about[ENCODING if kind == DATA else V2_ENCODING] in DICTIONARY_ENCODINGS
             self._row, self._left = self._row + rows, self._left - values
         self._at += size + body
 
     def _header(self, read_at: ReadAt) -> tuple[dict[int, Any], int]:
         """Return (fields of the next page's header, size of the header in bytes)."""
-        size, room = 128, min(HEADER_BYTES, self._end - self._at)
+        size, room = 128, min(MAX_HEADER_BYTES, self._end - self._at)
         while True:
             try:
                 return read_struct(read_at(self._at, min(size, room)))
-            except Truncated:
+            except TruncatedDataError:
                 if size >= room:
                     raise
                 size *= 16
             except ValueError as error:  # pyarrow could misread the header as another page
-                raise Damaged(f"a page of column {self._name} has no valid header: {error}") from None
+                raise DamagedPageError(
+                    f"a page of column {self._name} has no valid header: {error}"
+                ) from None
 
-    def _count(self, read_at: ReadAt, at: int, header: dict[int, Any], values: int) -> tuple[int, bool]:
+    def _count_page_rows(
+        self, read_at: ReadAt, at: int, header: dict[int, Any], values: int
+    ) -> tuple[int, bool]:
         """Return (number of rows that begin in a page of lists, True if a row begins with the page)."""
         body = read_at(at, header[COMPRESSED])
         if CRC in header and crc32(body) != header[CRC] % (1 << 32):
             raise ValueError("a page's checksum is wrong")
-        if header[TYPE] == DATA_V2:  # its field of rows is unreliable: Arrow used to write the value count
+        if (
+            header[TYPE] == DATA_PAGE_V2
+        ):  # its field of rows is unreliable: Arrow used to write the value count
             packed = body[: max(0, header[DATA_HEADER_V2][V2_LEVELS_BYTES])]
         else:
-            packed = self._unpacked(body, header)
+            packed = self._decompress_levels(body, header)
         return count_rows(packed, self._depth.bit_length(), values)
 
-    def _unpacked(self, body: bytes, header: dict[int, Any]) -> bytes:
+    def _decompress_levels(self, body: bytes, header: dict[int, Any]) -> bytes:
         """Return the levels of a page of version 1, which are compressed together with the values."""
         if header[DATA_HEADER][LEVELS_ENCODING] != RLE:
             raise ValueError("levels in an encoding of long ago")
@@ -204,11 +212,11 @@ def _unpack(packed: bytearray, width: int, count: int) -> np.ndarray:
     return np.packbits(each, axis=1, bitorder="little").reshape(-1)
 
 
-DEEPEST = 16  # maximum nesting of structs; Parquet's structs are at most 8 deep
+MAX_NESTING_DEPTH = 16  # maximum nesting of structs; Parquet's structs are at most 8 deep
 TRUE, FALSE, BYTE, I16, I32, I64, DOUBLE, BINARY, LIST, SET, MAP, STRUCT = range(1, 13)
 
 
-class Truncated(ValueError):
+class TruncatedDataError(ValueError):
     """Error for bytes that end within a value."""
 
 
@@ -219,7 +227,7 @@ def read_struct(data: bytes, at: int = 0, depth: int = 0) -> tuple[dict[int, Any
         Truncated: The bytes end before the struct.
         ValueError: The bytes are not a struct.
     """
-    if depth > DEEPEST:
+    if depth > MAX_NESTING_DEPTH:
         raise ValueError("structs too deep for a header of Parquet")
     fields: dict[int, Any] = {}
     last = 0
@@ -235,7 +243,7 @@ def read_struct(data: bytes, at: int = 0, depth: int = 0) -> tuple[dict[int, Any
             kind = head & 15
             fields[last], at = (kind == TRUE, at) if kind in (TRUE, FALSE) else _value(data, at, kind, depth)
     except IndexError:
-        raise Truncated("the bytes end within a header") from None
+        raise TruncatedDataError("the bytes end within a header") from None
 
 
 def _value(data: bytes, at: int, kind: int, depth: int) -> tuple[Any, int]:

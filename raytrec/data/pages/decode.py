@@ -15,21 +15,23 @@ from pyarrow import fs
 from raytrec.common.errors import DataError, first_line
 from raytrec.common.reading import retry_read, storage_hint
 from raytrec.common.storage import open_filesystem
-from raytrec.data.arrow import pick_columns, to_read
-from raytrec.data.pages import Version, read_rows
-from raytrec.data.pages.chunks import Damaged
-from raytrec.data.partitions import folder_column
+from raytrec.data.arrow import find_required_columns, pick_columns
+from raytrec.data.pages import FileVersion, read_rows
+from raytrec.data.pages.chunks import DamagedPageError
+from raytrec.data.partitions import build_folder_column
 
-SKIPPED = "skipped.jsonl"  # file in the run folder that lists skipped rows
-_footers: dict[Version, pq.FileMetaData] = {}  # shared by the threads of this process
+SKIPPED_ROWS_FILE = "skipped.jsonl"  # file in the run folder that lists skipped rows
+_footers: dict[FileVersion, pq.FileMetaData] = {}  # shared by the threads of this process
 _lock = threading.Lock()
-FOOTER_BYTES = 16 << 20
-OPEN_FILES = 8  # per thread
-WHOLE_ROWS = 65_536  # row groups with at most this number of rows are decoded completely, then sliced
+MAX_FOOTER_CACHE_BYTES = 16 << 20
+MAX_OPEN_FILES = 8  # per thread
+MAX_FULL_DECODE_ROWS = (
+    65_536  # row groups with at most this number of rows are decoded completely, then sliced
+)
 
 
 @dataclass(frozen=True)
-class Faults:
+class ReadErrorPolicy:
     """Treatment of rows that cannot be read (data.on_error), for read tasks.
 
     Attributes:
@@ -84,7 +86,7 @@ def decode_columns(
     table = _decode(path, group, first, rows, held) if held else pa.table([pa.nulls(rows)], [""])
     for name in names:
         if name in folders:
-            table = table.append_column(name, folder_column(path, name, folders[name], rows))
+            table = table.append_column(name, build_folder_column(path, name, folders[name], rows))
     return table.select(names)
 
 
@@ -93,7 +95,15 @@ def _decode(path: str, group: int, first: int, rows: int, columns: list[str]) ->
         table = retry_read(path, partial(_read, path, group, first, rows, columns))
         if table.num_rows < rows:
             raise IndexError(f"its pages hold fewer than {first + rows:,} rows, and its footer has more")
-    except (Damaged, pa.ArrowException, OSError, IndexError, KeyError, ValueError, RecursionError) as error:
+    except (
+        DamagedPageError,
+        pa.ArrowException,
+        OSError,
+        IndexError,
+        KeyError,
+        ValueError,
+        RecursionError,
+    ) as error:
         raise DataError(
             f"cannot decode the row group: {first_line(error)}",
             where=f"{path}, row group {group}",
@@ -107,15 +117,18 @@ def _read(path: str, group: int, first: int, rows: int, columns: list[str]) -> p
     filesystem, inner = open_filesystem(path)
     info = filesystem.get_file_info(inner)
     if info.type == fs.FileType.NotFound:
-        _open.files.pop(path, None)
+        _open_files.files.pop(path, None)
         raise FileNotFoundError(f"there is no such file any more: {path}")
     version = path, info.size, info.mtime_ns
     try:
-        file, reader = _opened(version, lambda: filesystem.open_input_file(inner))
-        asked, there = to_read(reader.schema_arrow, columns), reader.metadata.row_group(group).num_rows
+        file, reader = _open_cached(version, lambda: filesystem.open_input_file(inner))
+        asked, there = (
+            find_required_columns(reader.schema_arrow, columns),
+            reader.metadata.row_group(group).num_rows,
+        )
         if there < first + rows:
             raise IndexError(f"it has {there:,} rows, and had {first + rows:,} or more before")
-        if there <= max(WHOLE_ROWS, 2 * rows):
+        if there <= max(MAX_FULL_DECODE_ROWS, 2 * rows):
             table = reader.read_row_group(group, columns=asked, use_threads=False)
             if table.num_rows != there:
                 raise IndexError(f"its pages hold {table.num_rows:,} rows, its footer has {there:,}")
@@ -124,7 +137,7 @@ def _read(path: str, group: int, first: int, rows: int, columns: list[str]) -> p
             table = read_rows(file, version, reader, group, first, first + rows, asked)
         return pick_columns(table, columns)
     except BaseException:
-        _open.files.pop(path, None)  # after a storage error, the retry must open the file again
+        _open_files.files.pop(path, None)  # after a storage error, the retry must open the file again
         raise
 
 
@@ -132,38 +145,43 @@ class _OpenFiles(threading.local):
     """Open files of each thread, the most recently used last."""
 
     def __init__(self) -> None:
-        self.files: dict[str, tuple[Version, pa.NativeFile, pq.ParquetFile]] = {}
+        self.files: dict[str, tuple[FileVersion, pa.NativeFile, pq.ParquetFile]] = {}
 
 
-_open = _OpenFiles()
+_open_files = _OpenFiles()
 
 
-def _opened(version: Version, open_file: Callable[[], pa.NativeFile]) -> tuple[pa.NativeFile, pq.ParquetFile]:
+def _open_cached(
+    version: FileVersion, open_file: Callable[[], pa.NativeFile]
+) -> tuple[pa.NativeFile, pq.ParquetFile]:
     """Return a file and its reader, and keep them open for the next row groups.
 
     Opening a file takes as long as decoding a thousand rows.
     """
     path, remote = version[0], "://" in version[0]
-    known = _open.files.pop(path, None)
+    known = _open_files.files.pop(path, None)
     if known is None or known[0] != version:
         file, footer = open_file(), _footers.get(version)
         # Local files are read without latency, and the threads of pre_buffer would cost time.
         reader = pq.ParquetFile(file, metadata=footer, pre_buffer=remote, page_checksum_verification=True)
         if footer is None:
-            _remember(version, reader.metadata)
+            _cache_footer(version, reader.metadata)
         known = version, file, reader
-    _open.files[path] = known  # at the end of the dict, where files are closed last
-    if len(_open.files) > OPEN_FILES:
-        del _open.files[next(iter(_open.files))]
+    _open_files.files[path] = known  # at the end of the dict, where files are closed last
+    if len(_open_files.files) > MAX_OPEN_FILES:
+        del _open_files.files[next(iter(_open_files.files))]
     return known[1:]
 
 
-def _remember(version: Version, footer: pq.FileMetaData) -> None:
-    """Keep a footer for the file's other row groups, and drop the oldest footers beyond FOOTER_BYTES.
+def _cache_footer(version: FileVersion, footer: pq.FileMetaData) -> None:
+    """Keep a footer for the file's other row groups, and drop the oldest footers beyond MAX_FOOTER_CACHE_BYTES.
 
     Parsing the footer for each row group would take a considerable share of the decoding time.
     """
     with _lock:
         _footers[version] = footer
-        while sum(known.serialized_size for known in _footers.values()) > FOOTER_BYTES and len(_footers) > 1:
+        while (
+            sum(known.serialized_size for known in _footers.values()) > MAX_FOOTER_CACHE_BYTES
+            and len(_footers) > 1
+        ):
             del _footers[next(iter(_footers))]

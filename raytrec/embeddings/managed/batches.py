@@ -20,11 +20,11 @@ from raytrec.config.schema import Schema
 from raytrec.config.schema_parts import ManagedIds
 from raytrec.data.batch import Batch, NewRows
 from raytrec.embeddings.hashing import (
-    BLOCK_VALUES,
-    Distinct,
+    VALUES_PER_BLOCK,
+    DistinctKeys,
     count_by_owner,
+    ids_to_keys,
     initial_values,
-    keys_of,
     unhash_bits,
 )
 from raytrec.embeddings.managed.row_map import RowMap
@@ -66,7 +66,7 @@ class IdExchange:
         Returns:
             The row of each id by table, int64 [n]; and the newly assigned rows on all ranks by table.
         """
-        asked, trip, owned = self._ask(ids)
+        asked, trip, owned = self._request(ids)
         rows, places, sizes_WT = self._all.train(step, owned)
         # Every rank gets all new rows, because a table's shards and its ids can be on different ranks.
         pairs = torch.stack([rows[places], unhash_bits(owned.keys[places])], 1)
@@ -80,31 +80,33 @@ class IdExchange:
         Args:
             ids: This rank's ids by table, int64 [n].
         """
-        asked, trip, owned = self._ask(ids)
+        asked, trip, owned = self._request(ids)
         return self._answer(ids, asked, trip, owned, self._all.look_up(owned))
 
-    def _ask(self, ids: Mapping[str, torch.Tensor]) -> tuple[Distinct, RoundTrip | None, Distinct]:
+    def _request(
+        self, ids: Mapping[str, torch.Tensor]
+    ) -> tuple[DistinctKeys, RoundTrip | None, DistinctKeys]:
         """Return the keys this rank requests, their exchange, and the keys all ranks request from this rank.
 
         With a single rank, there is no exchange and both sets of keys are the same.
         """
-        keys, count = keys_of(torch.cat([ids[table] for table in self.maps])), len(self.maps)
+        keys, count = ids_to_keys(torch.cat([ids[table] for table in self.maps])), len(self.maps)
         sizes = on_device([len(ids[table]) for table in self.maps], self._device)
         numbers = torch.arange(count, device=self._device)
-        asked = Distinct.of(numbers.repeat_interleave(sizes, output_size=len(keys)), keys, count)
+        asked = DistinctKeys.of(numbers.repeat_interleave(sizes, output_size=len(keys)), keys, count)
         if self._peers.world == 1:
             return asked, None, asked
         sent_TW = count_by_owner(asked.tables, asked.keys, count, self._peers.world)
         trip = RoundTrip(torch.stack([asked.keys, asked.counts], 1), sent_TW, self._peers)
         keys, counts = trip.received.unbind(1)
-        return asked, trip, Distinct.of(trip.tables, keys, count, counts)
+        return asked, trip, DistinctKeys.of(trip.tables, keys, count, counts)
 
     def _answer(
         self,
         ids: Mapping[str, torch.Tensor],
-        asked: Distinct,
+        asked: DistinctKeys,
         trip: RoundTrip | None,
-        owned: Distinct,
+        owned: DistinctKeys,
         rows: torch.Tensor,
     ) -> dict[str, torch.Tensor]:
         """Return the row of each of this rank's ids by table.
@@ -140,7 +142,7 @@ def _peers(device: torch.device) -> Peers:
 class ManagedBatches:
     """Mapping of the ids of batches to rows, and reset of rows that are assigned to another id.
 
-    All methods except `begin_rows` are collectives, as is the constructor. A pipeline fetches batches a few
+    All methods except `reset_new_rows` are collectives, as is the constructor. A pipeline fetches batches a few
     steps ahead, and their ids get rows at that time. A row must keep the previous id's values until all
     earlier steps have been trained. The values are replaced when the model is called with the batch that
     reassigned the row.
@@ -168,7 +170,7 @@ class ManagedBatches:
             name: {shard.rows for part in (table.weight, *table.state.values()) for shard in part.local}
             for name, table in live.items()
         }
-        model.register_forward_pre_hook(lambda _, inputs: self.begin_rows(inputs[0]))
+        model.register_forward_pre_hook(lambda _, inputs: self.reset_new_rows(inputs[0]))
         self._peers = peers = _peers(device)
         self._device, self.steps, self._told = device, 0, {}
         tables = {name: (table.rows, table.ids) for name, table in schema.tables.items() if table.ids}
@@ -190,12 +192,12 @@ class ManagedBatches:
         if batch.new_rows is not None:
             raise RunError("a batch whose ids have their rows already", where=f"step {step}")
         rows, new = self._exchange.train(self._ids(batch.sparse), step)
-        self._settle()
+        self._synchronize()
         self.steps = step + 1
-        batch.sparse, batch.new_rows = self._with_rows(batch.sparse, rows), self._placed(new)
+        batch.sparse, batch.new_rows = self._replace_ids(batch.sparse, rows), self._locate_new_rows(new)
         return batch
 
-    def _placed(self, new: dict[str, NewRows]) -> dict[str, NewRows]:
+    def _locate_new_rows(self, new: dict[str, NewRows]) -> dict[str, NewRows]:
         """Return the new rows of each table that has any, with their places in this rank's shards.
 
         The host waits for the number of rows. At this point a GPU still has earlier steps to train; when the
@@ -214,7 +216,7 @@ class ManagedBatches:
         return {name: its._replace(places=places[name]) for name, its in new.items()}
 
     @torch.no_grad()
-    def begin_rows(self, batch: Batch) -> None:
+    def reset_new_rows(self, batch: Batch) -> None:
         """Reset the rows of this rank's shards that a batch has assigned to other ids.
 
         Rows get the initial values of their new ids, block by block, and zero optimizer state.
@@ -222,7 +224,7 @@ class ManagedBatches:
         for name, (rows, ids, places) in (batch.new_rows or {}).items():
             table, spec = self._tables[name], self._schema.tables[name]
             for shard in table.weight.local:
-                for its in places[shard.rows].split(max(1, BLOCK_VALUES // len(shard.columns))):
+                for its in places[shard.rows].split(max(1, VALUES_PER_BLOCK // len(shard.columns))):
                     its_rows = rows[its] - shard.rows.start
                     values = initial_values(self._seed, name, ids[its], shard.columns, spec.rows)
                     self.before_writing(name, its_rows)
@@ -235,8 +237,8 @@ class ManagedBatches:
     def find(self, batch: Batch) -> Batch:
         """Return a copy of the batch with rows in place of ids, without assigning rows."""
         rows = self._exchange.look_up(self._ids(batch.sparse))
-        self._settle()
-        return replace(batch, sparse=self._with_rows(batch.sparse, rows), new_rows={})
+        self._synchronize()
+        return replace(batch, sparse=self._replace_ids(batch.sparse, rows), new_rows={})
 
     def figures(self) -> dict[str, dict[str, float]]:
         """Return figures of each managed table since the last call, over all ranks (docs/monitoring.md)."""
@@ -272,7 +274,7 @@ class ManagedBatches:
             table: torch.cat([of_keys[place] for place in places]) for table, places in self._keys.items()
         }
 
-    def _with_rows(self, sparse: KeyedJaggedTensor, rows: dict[str, torch.Tensor]) -> KeyedJaggedTensor:
+    def _replace_ids(self, sparse: KeyedJaggedTensor, rows: dict[str, torch.Tensor]) -> KeyedJaggedTensor:
         sizes, values = sparse.length_per_key(), sparse.values()
         of_keys = list(values.split(sizes))
         places = [place for table in rows for place in self._keys[table]]
@@ -289,7 +291,7 @@ class ManagedBatches:
             length_per_key=sizes,
         )
 
-    def _settle(self) -> None:
+    def _synchronize(self) -> None:
         """Wait for the GPU: the pipeline changes the maps on one stream, and saving reads them on another."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()

@@ -24,12 +24,12 @@ from raytrec.common.collectives import on_device
 from raytrec.embeddings.hashing import NO_KEY, of_table, shares
 
 BUCKET = 8  # slots per bucket
-LOAD = 0.6  # share of slots filled when a map has the number of entries it was created for
-MOST_FILLED = 0.9  # share of filled slots above which a map grows
+INITIAL_LOAD_FACTOR = 0.6  # share of slots filled when a map has the number of entries it was created for
+MAX_LOAD_FACTOR = 0.9  # share of filled slots above which a map grows
 
 
 @dataclass(frozen=True)
-class Entries:
+class KeyEntries:
     """Distinct keys and their fields.
 
     Attributes:
@@ -43,16 +43,16 @@ class Entries:
     def __len__(self) -> int:
         return len(self.keys)
 
-    def __getitem__(self, which: torch.Tensor) -> Entries:
-        return Entries(self.keys[which], {name: values[which] for name, values in self.fields.items()})
+    def __getitem__(self, which: torch.Tensor) -> KeyEntries:
+        return KeyEntries(self.keys[which], {name: values[which] for name, values in self.fields.items()})
 
-    def in_order(self) -> Entries:
+    def in_order(self) -> KeyEntries:
         """Return the entries in the order of keys."""
         return self[self.keys.argsort()]
 
 
 @dataclass(frozen=True)
-class Free:
+class FreeRows:
     """Rows of a table without an id; the same on all ranks.
 
     Attributes:
@@ -74,9 +74,9 @@ class MapState:
         free: Rows without an id.
     """
 
-    rows: Entries
-    waiting: Entries
-    free: Free
+    rows: KeyEntries
+    waiting: KeyEntries
+    free: FreeRows
 
 
 class KeyMap:
@@ -107,9 +107,9 @@ class KeyMap:
         self.fields = {
             name: torch.empty(total * BUCKET, dtype=dtype, device=device) for name, dtype in dtypes.items()
         }
-        self._measure()
+        self._update_ranges()
 
-    def _measure(self) -> None:
+    def _update_ranges(self) -> None:
         self._ends = list(accumulate(self._buckets))
         ranges = on_device([self._ends, self._buckets], self._device)
         self._end_T, self._buckets_T = ranges.unbind()
@@ -117,36 +117,38 @@ class KeyMap:
 
     def find(self, tables: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Return the slot of each key [n], int64 [n]; -1 if the key is missing."""
-        bucket_M = self._home(tables, keys)
-        slots, rest = self._find_in(bucket_M, keys)
+        bucket_M = self._find_home_buckets(tables, keys)
+        slots, rest = self._find_in_buckets(bucket_M, keys)
         place_M = rest  # keys that have not been found yet
         for _ in range(1, max(self._buckets)):
             if not len(rest):
                 break
-            bucket_M = self._next(tables[place_M], bucket_M[rest])
-            found_M, rest = self._find_in(bucket_M, keys[place_M])
+            bucket_M = self._find_next_buckets(tables[place_M], bucket_M[rest])
+            found_M, rest = self._find_in_buckets(bucket_M, keys[place_M])
             slots.index_copy_(0, place_M, found_M)
             place_M = place_M[rest]
         return slots
 
-    def _find_in(self, bucket_M: torch.Tensor, keys_M: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _find_in_buckets(
+        self, bucket_M: torch.Tensor, keys_M: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the slot of each key (-1 if not in its bucket) and the keys that may be in the next one."""
-        column_M = _column(self._keys.index_select(0, bucket_M) == keys_M.unsqueeze(1))
+        column_M = _find_column(self._keys.index_select(0, bucket_M) == keys_M.unsqueeze(1))
         missing_M = column_M < 0
         goes_on_M = missing_M & (self._passed.index_select(0, bucket_M) > 0)
         slots_M = (bucket_M * BUCKET + column_M).masked_fill_(missing_M, -1)
         return slots_M, goes_on_M.nonzero().squeeze(1)
 
-    def insert(self, tables: torch.Tensor, sizes: Sequence[int], entries: Entries) -> None:
+    def insert(self, tables: torch.Tensor, sizes: Sequence[int], entries: KeyEntries) -> None:
         """Insert keys that are not in the map. Slots found earlier may change."""
         for table, size in enumerate(sizes):
             needed = self.counts[table] + size
-            if needed > MOST_FILLED * BUCKET * self._buckets[table]:
+            if needed > MAX_LOAD_FACTOR * BUCKET * self._buckets[table]:
                 self._grow(table, 2 * needed)
             self.counts[table] = needed
-        self._put(tables, entries)
+        self._insert_in_buckets(tables, entries)
 
-    def _put(self, tables: torch.Tensor, entries: Entries) -> None:
+    def _insert_in_buckets(self, tables: torch.Tensor, entries: KeyEntries) -> None:
         slots = self._take_slots(tables, entries.keys)
         for name, values in entries.fields.items():
             self.fields[name].index_copy_(0, slots, values.to(self.fields[name].dtype))
@@ -156,7 +158,7 @@ class KeyMap:
 
         Tensors are copied one after the other to limit the memory that is needed twice.
         """
-        everything, start, end = self.entries(table), self._start(table), self._ends[table]
+        everything, start, end = self.entries(table), self._find_first_bucket(table), self._ends[table]
         buckets = self._buckets[table] = _buckets(entries)
 
         def grown(values: torch.Tensor, content: int, each: int = 1) -> torch.Tensor:
@@ -166,13 +168,13 @@ class KeyMap:
         self._keys, self._passed = grown(self._keys, NO_KEY), grown(self._passed, 0)
         for name in self.fields:
             self.fields[name] = grown(self.fields[name], 0, BUCKET)
-        self._measure()
-        self._put(torch.full_like(everything.keys, table), everything)
+        self._update_ranges()
+        self._insert_in_buckets(torch.full_like(everything.keys, table), everything)
 
     def _take_slots(self, tables: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Write keys into free slots and return the slots, int64 [n]."""
         slots = torch.empty_like(keys)
-        bucket_M, place_M = self._home(tables, keys), torch.arange(len(keys), device=keys.device)
+        bucket_M, place_M = self._find_home_buckets(tables, keys), torch.arange(len(keys), device=keys.device)
         while len(place_M):
             bucket_M, order = bucket_M.sort(stable=True)
             place_M = place_M[order]
@@ -180,36 +182,36 @@ class KeyMap:
             nth_M = torch.arange(len(bucket_M), device=keys.device) - torch.searchsorted(bucket_M, bucket_M)
             free_M8 = self._keys.index_select(0, bucket_M) == NO_KEY
             taken_M8 = free_M8 & (free_M8.cumsum(1) == nth_M.unsqueeze(1) + 1)
-            column_M = _column(taken_M8)
+            column_M = _find_column(taken_M8)
             which, rest = (column_M >= 0).nonzero().squeeze(1), (column_M < 0).nonzero().squeeze(1)
             found, its_place = bucket_M[which] * BUCKET + column_M[which], place_M[which]
             slots.index_copy_(0, its_place, found)
             self._keys.view(-1).index_copy_(0, found, keys[its_place])
-            self._count_passing(bucket_M[rest], 1)
+            self._count_overflows(bucket_M[rest], 1)
             place_M = place_M[rest]
-            bucket_M = self._next(tables[place_M], bucket_M[rest])
+            bucket_M = self._find_next_buckets(tables[place_M], bucket_M[rest])
         return slots
 
     def remove(self, tables: torch.Tensor, sizes: Sequence[int], slots: torch.Tensor) -> None:
         """Remove keys by their distinct slots [n]."""
         bucket = slots // BUCKET
-        home = self._home(tables, self._keys.view(-1)[slots])
+        home = self._find_home_buckets(tables, self._keys.view(-1)[slots])
         while len(passed := (home != bucket).nonzero().squeeze(1)):
             bucket, home, tables = bucket[passed], home[passed], tables[passed]
-            self._count_passing(home, -1)
-            home = self._next(tables, home)
+            self._count_overflows(home, -1)
+            home = self._find_next_buckets(tables, home)
         self._keys.view(-1).index_fill_(0, slots, NO_KEY)
         self.counts = [count - size for count, size in zip(self.counts, sizes, strict=True)]
 
-    def occupied(self, table: int) -> torch.Tensor:
+    def find_occupied_slots(self, table: int) -> torch.Tensor:
         """Return the slots with a key of a table, int64 [n], ascending."""
         return self.sample(table, self._buckets[table] * BUCKET)
 
     def sample(self, table: int, most: int) -> torch.Tensor:
         """Return the slots with a key among about `most` evenly spaced slots of a table, int64 [n]."""
         stride = max(1, self._buckets[table] * BUCKET // most)
-        taken = self._of(table, self._keys.view(-1))[::stride] != NO_KEY
-        return taken.nonzero().squeeze(1) * stride + self._start(table) * BUCKET
+        taken = self._slice_table(table, self._keys.view(-1))[::stride] != NO_KEY
+        return taken.nonzero().squeeze(1) * stride + self._find_first_bucket(table) * BUCKET
 
     def below(
         self, tables: Sequence[int], field: str, limits: Sequence[int]
@@ -225,10 +227,10 @@ class KeyMap:
         """
         values, keys = self.fields[field], self._keys.view(-1)
         parts = [
-            (self._of(table, values) < limit).logical_and_(self._of(table, keys) != NO_KEY)
+            (self._slice_table(table, values) < limit).logical_and_(self._slice_table(table, keys) != NO_KEY)
             for table, limit in zip(tables, limits, strict=True)
         ]
-        starts = [self._start(table) * BUCKET for table in tables]
+        starts = [self._find_first_bucket(table) * BUCKET for table in tables]
         ends = list(accumulate(map(len, parts)))
         shifts = [start + len(part) - end for start, part, end in zip(starts, parts, ends, strict=True)]
         ends_P, shifts_P = on_device([ends, shifts], self._device)
@@ -238,42 +240,42 @@ class KeyMap:
         which = which.repeat_interleave(sizes_P, output_size=len(found))
         return which, found + of_table(shifts_P, which)
 
-    def _of(self, table: int, values: torch.Tensor) -> torch.Tensor:
+    def _slice_table(self, table: int, values: torch.Tensor) -> torch.Tensor:
         """Return a table's part of the values of all slots."""
-        return values[self._start(table) * BUCKET : self._ends[table] * BUCKET]
+        return values[self._find_first_bucket(table) * BUCKET : self._ends[table] * BUCKET]
 
-    def _start(self, table: int) -> int:
+    def _find_first_bucket(self, table: int) -> int:
         return self._ends[table] - self._buckets[table]
 
-    def at(self, slots: torch.Tensor) -> Entries:
+    def at(self, slots: torch.Tensor) -> KeyEntries:
         """Return the entries in these slots, each of which has a key."""
         fields = {name: values.index_select(0, slots) for name, values in self.fields.items()}
-        return Entries(self._keys.view(-1).index_select(0, slots), fields)
+        return KeyEntries(self._keys.view(-1).index_select(0, slots), fields)
 
-    def entries(self, table: int) -> Entries:
+    def entries(self, table: int) -> KeyEntries:
         """Return all entries of a table in no particular order."""
-        return self.at(self.occupied(table))
+        return self.at(self.find_occupied_slots(table))
 
-    def _home(self, tables: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    def _find_home_buckets(self, tables: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Return the bucket of each key, in which the key is stored unless the bucket is full."""
         within = (shares(keys, self._world)[1] * of_table(self._buckets_T, tables)) >> 32
         return within.add_(of_table(self._start_T, tables))
 
-    def _next(self, tables: torch.Tensor, buckets: torch.Tensor) -> torch.Tensor:
+    def _find_next_buckets(self, tables: torch.Tensor, buckets: torch.Tensor) -> torch.Tensor:
         """Return the bucket after each bucket; the first bucket of the table follows its last one."""
         after = buckets + 1
         return after.where(after < of_table(self._end_T, tables), of_table(self._start_T, tables))
 
-    def _count_passing(self, buckets: torch.Tensor, by: int) -> None:
+    def _count_overflows(self, buckets: torch.Tensor, by: int) -> None:
         change = torch.full_like(buckets, by, dtype=self._passed.dtype)
         self._passed.index_add_(0, buckets, change)
 
 
 def _buckets(entries: int) -> int:
-    return max(1, -(-int(entries / LOAD) // BUCKET))
+    return max(1, -(-int(entries / INITIAL_LOAD_FACTOR) // BUCKET))
 
 
-def _column(chosen_M8: torch.Tensor) -> torch.Tensor:
+def _find_column(chosen_M8: torch.Tensor) -> torch.Tensor:
     """Return the chosen column of each row, int64 [M]; -1 if no column is chosen.
 
     Args:

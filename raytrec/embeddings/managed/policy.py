@@ -13,17 +13,17 @@ from raytrec.common.collectives import Peers, on_device
 from raytrec.config.schema_parts import Eviction
 from raytrec.embeddings.hashing import count_tables, hash_bits, in_order, of_table
 
-SWEEPS = 8  # searches for expired ids within ttl_steps steps
-MOST_SIGHTINGS = 2**31 - 1
-FREED = 64  # at least 1/64 of the rows is freed at once, so that searches are rare
-STEPS, MOST_FREED = 4, 4  # lru frees rows for 4 steps like the current one, up to 1/4 of the rows
+EXPIRY_CHECKS_PER_TTL = 8  # searches for expired ids within ttl_steps steps
+MAX_SIGHTINGS = 2**31 - 1
+MIN_FREED_DIVISOR = 64  # at least 1/64 of the rows is freed at once, so that searches are rare
+STEPS, LRU_MAX_FREED_DIVISOR = 4, 4  # lru frees rows for 4 steps like the current one, up to 1/4 of the rows
 MOST_ROWS = 2**20  # maximum number of rows freed ahead; every rank keeps a list of them
 HISTOGRAM_BITS = 12  # bits of a score per histogram, which all ranks sum: 32 KiB
 
 
 def counted_sightings(eviction: Eviction) -> int:
     """Return the maximum number of sightings that an id's score distinguishes; 0 with lru."""
-    return 0 if eviction == "lru" else MOST_SIGHTINGS
+    return 0 if eviction == "lru" else MAX_SIGHTINGS
 
 
 def scores(counted: torch.Tensor, sightings: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
@@ -40,7 +40,9 @@ def scores(counted: torch.Tensor, sightings: torch.Tensor, last: torch.Tensor) -
     return (torch.minimum(sightings, counted) << 31) | (last + 1)
 
 
-def admission_scores(keys: torch.Tensor, sightings: torch.Tensor, step: int, seed: int) -> torch.Tensor:
+def compute_admission_scores(
+    keys: torch.Tensor, sightings: torch.Tensor, step: int, seed: int
+) -> torch.Tensor:
     """Return the scores of ids without a row, int64 [n], 0 or more, used if there are too few rows.
 
     Ids with more sightings are admitted first. A uniform draw, a function of (seed, step, key), breaks ties.
@@ -54,10 +56,10 @@ def admission_scores(keys: torch.Tensor, sightings: torch.Tensor, step: int, see
     of_seed, of_step = (torch.full((1,), number, device=keys.device) for number in (seed, step))
     salt = hash_bits(of_seed ^ hash_bits(of_step))
     draw = (hash_bits(keys ^ salt) >> 33) & (2**31 - 1)
-    return (sightings.clamp(max=MOST_SIGHTINGS) << 31) | draw
+    return (sightings.clamp(max=MAX_SIGHTINGS) << 31) | draw
 
 
-def rows_to_free(eviction: Eviction, missing: int, rows: int) -> int:
+def count_rows_to_free(eviction: Eviction, missing: int, rows: int) -> int:
     """Return the number of ids that lose their rows at a step with too few free rows.
 
     With lru, the missing rows are freed, and some more ahead. With lfu, at most 1/64 of the rows is
@@ -68,20 +70,20 @@ def rows_to_free(eviction: Eviction, missing: int, rows: int) -> int:
         missing: Number of missing rows.
         rows: Number of rows that ids can have.
     """
-    least = min(max(1, rows // FREED), MOST_ROWS)
+    least = min(max(1, rows // MIN_FREED_DIVISOR), MOST_ROWS)
     if eviction != "lru":
         return least
-    return max(missing, least, min(STEPS * missing, rows // MOST_FREED, MOST_ROWS))
+    return max(missing, least, min(STEPS * missing, rows // LRU_MAX_FREED_DIVISOR, MOST_ROWS))
 
 
-def horizon(ttl_steps: int | None, step: int) -> int | None:
+def find_expiry_step(ttl_steps: int | None, step: int) -> int | None:
     """Return the step before which ids must have been last seen to expire now, or None if no ids expire.
 
     Args:
         ttl_steps: Number of steps for which an id may be unseen; None: unlimited.
         step: Current step.
     """
-    due = ttl_steps and step % max(1, ttl_steps // SWEEPS) == 0
+    due = ttl_steps and step % max(1, ttl_steps // EXPIRY_CHECKS_PER_TTL) == 0
     return step - ttl_steps if due else None
 
 
@@ -130,7 +132,7 @@ def lowest(
     all_of = [table for table, (count, of_ranks) in enumerate(of_tables) if count >= sum(of_ranks)]
     for table in all_of:
         lows[table] = highs[table] = 0
-    found, missing = _thresholds(tables, scores, counts, lows, highs, peers)
+    found, missing = _find_thresholds(tables, scores, counts, lows, highs, peers)
     for table in all_of:
         found[table] = 2**63 - 1
     limits_T, missing_T = on_device([found, missing], device)
@@ -146,7 +148,7 @@ def lowest(
     return chosen.nonzero().squeeze(1)
 
 
-def _thresholds(
+def _find_thresholds(
     tables: torch.Tensor,
     scores: torch.Tensor,
     counts: list[int],

@@ -82,17 +82,17 @@ class RowMap:
         last = rows.at(rows.sample(self._table, SAMPLE)).fields["last"]
         return (step - last.long()).clamp(min=0)
 
-    def audit(self) -> Audit:
+    def audit(self) -> MapAudit:
         """Return the figures needed to check that ids and rows are one to one over all ranks."""
         maps, table, peers = self._maps, self._table, self._maps.peers
         free, entries = maps.free[table], maps.rows.entries(table)
         rows, (owners, _) = entries.fields["row"].long(), shares(entries.keys, peers.world)
-        total = hash_sum(rows)
+        total = sum_hashes(rows)
         part = peers.rank, peers.world
         handed_out = partial(maps.nth_row, table)
-        total += share_sum(free.handed, self.capacity, *part, handed_out, self.device)
-        total -= share_sum(0, self.capacity, *part, lambda numbers: numbers, self.device)
-        return Audit(
+        total += sum_share_hashes(free.handed, self.capacity, *part, handed_out, self.device)
+        total -= sum_share_hashes(0, self.capacity, *part, lambda numbers: numbers, self.device)
+        return MapAudit(
             rank=peers.rank,
             ids=len(entries),
             outside=int(((rows < 0) | (rows >= self.capacity)).sum()),
@@ -100,13 +100,13 @@ class RowMap:
             repeated=len(entries) - len(entries.keys.unique()),
             sum=total & MASK,
             left=len(free.left),
-            left_sum=hash_sum(free.left),
+            left_hash_sum=sum_hashes(free.left),
             unused=self.capacity - free.handed,
         )
 
 
 @dataclass(frozen=True)
-class Audit:
+class MapAudit:
     """Counts and hashes of one rank's part of a map.
 
     Attributes:
@@ -118,7 +118,7 @@ class Audit:
         sum: Σ of the hashes of the ids' rows and of this rank's share of the rows never assigned, minus the
             hashes of this rank's share of all rows; mod 2⁶⁴.
         left: Number of rows whose ids have left; the same on all ranks.
-        left_sum: Σ of the hashes of these rows, mod 2⁶⁴.
+        left_hash_sum: Σ of the hashes of these rows, mod 2⁶⁴.
         unused: Number of rows never assigned on any rank.
     """
 
@@ -129,7 +129,7 @@ class Audit:
     repeated: int
     sum: int
     left: int
-    left_sum: int
+    left_hash_sum: int
     unused: int
 
     @property
@@ -140,11 +140,11 @@ class Audit:
 
     @property
     def free(self) -> tuple[int, int, int]:
-        """Rows without an id (left, left_sum, unused), which are the same on all ranks."""
-        return self.left, self.left_sum, self.unused
+        """Rows without an id (left, left_hash_sum, unused), which are the same on all ranks."""
+        return self.left, self.left_hash_sum, self.unused
 
 
-def is_sound(mine: Audit, total: list[int], rows: int) -> bool:
+def is_one_to_one(mine: MapAudit, total: list[int], rows: int) -> bool:
     """Return True if each row of a map has exactly one id or is free.
 
     Rows that occur twice change the sum of hashes except with a probability of 2⁻⁶⁴.
@@ -155,10 +155,10 @@ def is_sound(mine: Audit, total: list[int], rows: int) -> bool:
         rows: Number of rows that ids can have.
     """
     wrong, ids, hashes = total
-    return not wrong and ids + mine.left + mine.unused == rows and not (hashes + mine.left_sum) & MASK
+    return not wrong and ids + mine.left + mine.unused == rows and not (hashes + mine.left_hash_sum) & MASK
 
 
-def problems(audits: list[Audit], rows: int) -> list[str]:
+def problems(audits: list[MapAudit], rows: int) -> list[str]:
     """Return descriptions of the errors in a map, or an empty list if there are none.
 
     Args:
@@ -181,21 +181,23 @@ def problems(audits: list[Audit], rows: int) -> list[str]:
     ids = sum(audit.ids for audit in audits)
     if (counted := ids + first.left + first.unused) != rows:
         return [f"{ids:,} ids and {first.left + first.unused:,} free rows are {counted:,}, and not {rows:,}"]
-    if (sum(audit.sum for audit in audits) + first.left_sum) & MASK:
+    if (sum(audit.sum for audit in audits) + first.left_hash_sum) & MASK:
         return ["there are rows that have two ids, or that have one and are free"]
     return []
 
 
-def hash_sum(rows: torch.Tensor) -> int:
+def sum_hashes(rows: torch.Tensor) -> int:
     """Return Σ of the hashes of rows [n], mod 2⁶⁴."""
     return int(hash_bits(rows.long()).sum()) & MASK if len(rows) else 0
 
 
-def share_sum(first: int, end: int, rank: int, world: int, rows_of: Callable, device: torch.device) -> int:
+def sum_share_hashes(
+    first: int, end: int, rank: int, world: int, rows_of: Callable, device: torch.device
+) -> int:
     """Return Σ of the hashes of `rows_of` applied to a rank's share of the numbers [first, end), mod 2⁶⁴."""
     count, total = end - first, 0
     begin, stop = first + count * rank // world, first + count * (rank + 1) // world
     for start in range(begin, stop, CHUNK):
         numbers = torch.arange(start, min(start + CHUNK, stop), device=device)
-        total += hash_sum(rows_of(numbers))
+        total += sum_hashes(rows_of(numbers))
     return total & MASK

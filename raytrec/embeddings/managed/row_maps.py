@@ -9,19 +9,19 @@ import torch
 
 from raytrec.common.collectives import Peers, on_device
 from raytrec.config.schema_parts import ManagedIds
-from raytrec.embeddings.hashing import Distinct, count_tables, fallback_of, in_order, of_table
-from raytrec.embeddings.managed.key_map import Entries, Free, KeyMap
+from raytrec.embeddings.hashing import DistinctKeys, assign_fallback_rows, count_tables, in_order, of_table
+from raytrec.embeddings.managed.key_map import FreeRows, KeyEntries, KeyMap
 from raytrec.embeddings.managed.policy import (
-    admission_scores,
+    compute_admission_scores,
+    count_rows_to_free,
     counted_sightings,
-    horizon,
+    find_expiry_step,
     lowest,
-    rows_to_free,
     scores,
     stride,
 )
 
-KEPT_SHARE = 8  # if too many ids wait for a row, the excess and 1/8 of the capacity are removed
+TRIM_DIVISOR = 8  # if too many ids wait for a row, the excess and 1/8 of the capacity are removed
 
 
 class RowMaps:
@@ -69,7 +69,7 @@ class RowMaps:
         room = [share * (policy.admit_after > 1) for share, policy in zip(shares, policies, strict=True)]
         self.waiting = KeyMap(room, fields, peers.world, device)
         self._any_waits = any(room)
-        self.free = [Free(0, torch.empty(0, dtype=torch.int64, device=device)) for _ in rows]
+        self.free = [FreeRows(0, torch.empty(0, dtype=torch.int64, device=device)) for _ in rows]
         self.admitted, self.evicted = ([0] * len(rows) for _ in range(2))
         self.lookups_T, self.fallback_T = torch.zeros(2, len(rows), dtype=torch.int64, device=device)
         numbers = [
@@ -83,7 +83,7 @@ class RowMaps:
         """Return the row assigned to the n-th new id, for each number n."""
         return numbers * self._strides[table] % self.capacities[table]
 
-    def look_up(self, ids: Distinct) -> torch.Tensor:
+    def look_up(self, ids: DistinctKeys) -> torch.Tensor:
         """Return the row of each id [n], -1 for ids without a row. The maps do not change."""
         slots = self.rows.find(ids.tables, ids.keys)
         rows = self.rows.fields["row"].index_select(0, slots.clamp(min=0)).long()
@@ -91,9 +91,11 @@ class RowMaps:
 
     def fallback(self, tables: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Return the fallback row of each key [n], used while the key has no row."""
-        return fallback_of(keys, of_table(self._capacity_T, tables), of_table(self._fallback_T, tables))
+        return assign_fallback_rows(
+            keys, of_table(self._capacity_T, tables), of_table(self._fallback_T, tables)
+        )
 
-    def train(self, step: int, ids: Distinct) -> tuple[torch.Tensor, torch.Tensor, list[list[int]]]:
+    def train(self, step: int, ids: DistinctKeys) -> tuple[torch.Tensor, torch.Tensor, list[list[int]]]:
         """Count the ids of a global batch that this rank owns, and assign rows to some; a collective.
 
         Args:
@@ -104,79 +106,83 @@ class RowMaps:
             The row of each id (-1 without one); the places of ids with a new row; the number of these per
             rank and table.
         """
-        rows, wanted, sightings = self._sight(step, ids)
+        rows, wanted, sightings = self._count_ids(step, ids)
         wanted_T = count_tables(ids.tables[wanted], len(self.policies))
         sizes = torch.stack([wanted_T, on_device(self.waiting.counts, self.device)])
         wanted_WT, waiting_WT = zip(*self.peers.stack(sizes).tolist(), strict=True)
         self._expire(step)
-        self._trim_waiting(_total(waiting_WT), step)
-        self._evict(_total(wanted_WT), step)
-        chosen, given_WT = self._choose(step, ids, wanted, sightings, list(wanted_WT))
+        self._trim_waiting(_sum_over_ranks(waiting_WT), step)
+        self._evict(_sum_over_ranks(wanted_WT), step)
+        chosen, given_WT = self._choose_admitted(step, ids, wanted, sightings, list(wanted_WT))
         places = wanted[chosen]
-        if any(_total(given_WT)):
-            rows = rows.index_copy(0, places, self._enter(step, ids, places, sightings[chosen], given_WT))
+        if any(_sum_over_ranks(given_WT)):
+            rows = rows.index_copy(
+                0, places, self._assign_rows(step, ids, places, sightings[chosen], given_WT)
+            )
         # The counts stay on the device, because the host would wait for them.
         self.lookups_T.index_add_(0, ids.tables, ids.counts)
         self.fallback_T.index_add_(0, ids.tables, ids.counts * (rows < 0))
         return rows, places, given_WT
 
-    def _sight(self, step: int, ids: Distinct) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _count_ids(self, step: int, ids: DistinctKeys) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Count ids. Return their rows (-1 without one), and the places and sightings of ids to admit."""
         slots = self.rows.find(ids.tables, ids.keys)
         known, wanted = (slots >= 0).nonzero().squeeze(1), (slots < 0).nonzero().squeeze(1)
         counts = ids.counts.index_select(0, known)
-        before = _see(self.rows, slots.index_select(0, known), counts, step)
+        before = _record_sightings(self.rows, slots.index_select(0, known), counts, step)
         rows = torch.full_like(ids.keys, -1).index_copy_(0, known, before.fields["row"].long())
         sightings = ids.counts[wanted]
         if self._any_waits:
             enough_at = self._admit_after_T[ids.tables[wanted]]
             waits = (enough_at > 1).nonzero().squeeze(1)
-            sightings[waits] = self._see_waiting(ids, wanted[waits], step)
+            sightings[waits] = self._count_waiting(ids, wanted[waits], step)
             enough = (sightings >= enough_at).nonzero().squeeze(1)
             wanted, sightings = wanted[enough], sightings[enough]
         return rows, wanted, sightings
 
-    def _see_waiting(self, ids: Distinct, which: torch.Tensor, step: int) -> torch.Tensor:
+    def _count_waiting(self, ids: DistinctKeys, which: torch.Tensor, step: int) -> torch.Tensor:
         """Count the ids that have no row, and return the number of sightings of each so far."""
         tables, keys, counts = ids.tables[which], ids.keys[which], ids.counts[which]
         slots = self.waiting.find(tables, keys)
         known, unknown = (slots >= 0).nonzero().squeeze(1), (slots < 0).nonzero().squeeze(1)
-        before = _see(self.waiting, slots[known], counts[known], step)
-        new = Entries(keys, {"sightings": counts, "last": torch.full_like(keys, step)})[unknown]
+        before = _record_sightings(self.waiting, slots[known], counts[known], step)
+        new = KeyEntries(keys, {"sightings": counts, "last": torch.full_like(keys, step)})[unknown]
         tables = tables[unknown]
         self.waiting.insert(tables, count_tables(tables, len(self.policies)).tolist(), new)
         return counts.index_add(0, known, before.fields["sightings"])
 
     def _expire(self, step: int) -> None:
-        of_tables = (horizon(policy.ttl_steps, step) for policy in self.policies)
+        of_tables = (find_expiry_step(policy.ttl_steps, step) for policy in self.policies)
         due = {table: oldest for table, oldest in enumerate(of_tables) if oldest is not None}
         if due:
-            self._give_back(list(due), *self.rows.below(list(due), "last", list(due.values())))
+            self._release_rows(list(due), *self.rows.below(list(due), "last", list(due.values())))
 
     def _trim_waiting(self, waiting: Sequence[int], step: int) -> None:
         """Remove the waiting ids that have not been seen for longest."""
         counts = {
-            table: count - capacity + capacity // KEPT_SHARE
+            table: count - capacity + capacity // TRIM_DIVISOR
             for table, (count, capacity) in enumerate(zip(waiting, self.capacities, strict=True))
             if count > capacity
         }
         if counts:
             nothing_T = torch.zeros_like(self._counted_T)
-            which, slots = self._lowest(self.waiting, counts, nothing_T, step)
+            which, slots = self._select_lowest(self.waiting, counts, nothing_T, step)
             sizes = count_tables(which, len(counts)).tolist()
-            self.waiting.remove(self._numbers(counts)[which], self._spread(counts, sizes), slots)
+            self.waiting.remove(
+                self._to_table_numbers(counts)[which], self._spread_over_tables(counts, sizes), slots
+            )
 
     def _evict(self, wanted: Sequence[int], step: int) -> None:
         """Free rows, including some for later steps."""
         counts = {
-            table: rows_to_free(self.policies[table].eviction, missing, self.capacities[table])
-            for table, missing in self._missing(wanted).items()
+            table: count_rows_to_free(self.policies[table].eviction, missing, self.capacities[table])
+            for table, missing in self._count_missing_rows(wanted).items()
             if self.policies[table].eviction != "none"
         }
         if counts:
-            self._give_back(list(counts), *self._lowest(self.rows, counts, self._counted_T, step))
+            self._release_rows(list(counts), *self._select_lowest(self.rows, counts, self._counted_T, step))
 
-    def _missing(self, wanted: Sequence[int]) -> dict[int, int]:
+    def _count_missing_rows(self, wanted: Sequence[int]) -> dict[int, int]:
         """Return the number of missing rows for each table that has too few."""
         have = (
             capacity - free.handed + len(free.left)
@@ -185,7 +191,7 @@ class RowMaps:
         missing = (count - available for count, available in zip(wanted, have, strict=True))
         return {table: count for table, count in enumerate(missing) if count > 0}
 
-    def _lowest(
+    def _select_lowest(
         self, map: KeyMap, counts: Mapping[int, int], counted_T: torch.Tensor, step: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (index into the tables of `counts`, slot) of the ids with the lowest scores; a collective.
@@ -200,12 +206,12 @@ class RowMaps:
         """
         which, slots = map.below(list(counts), "last", [step] * len(counts))
         its = map.at(slots)
-        counted = of_table(counted_T[self._numbers(counts)], which)
+        counted = of_table(counted_T[self._to_table_numbers(counts)], which)
         of_ids = scores(counted, its.fields["sightings"], its.fields["last"])
         chosen = lowest(which, of_ids, its.keys, list(counts.values()), self.peers)
         return which[chosen], slots[chosen]
 
-    def _give_back(self, tables: Sequence[int], which: torch.Tensor, slots: torch.Tensor) -> None:
+    def _release_rows(self, tables: Sequence[int], which: torch.Tensor, slots: torch.Tensor) -> None:
         """Take the rows of ids, and append them in key order to the rows to be reassigned; a collective.
 
         The slots belong to ids of `tables`; `which` is each slot's index into `tables`.
@@ -214,48 +220,48 @@ class RowMaps:
         rows = its.fields["row"][in_order(which, its.keys)[1]].long()
         sizes_WP = self.peers.stack(count_tables(which, len(tables))).tolist()
         mine = sizes_WP[self.peers.rank]
-        self.rows.remove(self._numbers(tables)[which], self._spread(tables, mine), slots)
+        self.rows.remove(self._to_table_numbers(tables)[which], self._spread_over_tables(tables, mine), slots)
         for table, left, count in zip(tables, self.peers.join(rows, sizes_WP), mine, strict=True):
             free = self.free[table]
             self.free[table] = replace(free, left=torch.cat([free.left, left]))
             self.evicted[table] += count
 
-    def _choose(
+    def _choose_admitted(
         self,
         step: int,
-        ids: Distinct,
+        ids: DistinctKeys,
         wanted: torch.Tensor,
         sightings: torch.Tensor,
         wanted_WT: list[list[int]],
     ) -> tuple[torch.Tensor, list[list[int]]]:
         """Return the places in `wanted` that get a row, and their number per rank and table; a collective."""
-        refused = self._missing(_total(wanted_WT))
+        refused = self._count_missing_rows(_sum_over_ranks(wanted_WT))
         if not refused:
             return torch.arange(len(wanted), device=self.device), wanted_WT
         tables, keys = ids.tables[wanted], ids.keys[wanted]
         number_T = torch.full_like(self._capacity_T, -1)
-        number_T[self._numbers(refused)] = torch.arange(len(refused), device=self.device)
+        number_T[self._to_table_numbers(refused)] = torch.arange(len(refused), device=self.device)
         numbers = number_T[tables]
         which = (numbers >= 0).nonzero().squeeze(1)
         numbers, of_refused = numbers[which], keys[which]
-        of_keys = admission_scores(of_refused, sightings[which], step, self.seed)
+        of_keys = compute_admission_scores(of_refused, sightings[which], step, self.seed)
         out = lowest(numbers, of_keys, of_refused, list(refused.values()), self.peers)
         kept = torch.ones_like(tables, dtype=torch.bool).index_fill_(0, which[out], False)
         chosen = kept.nonzero().squeeze(1)
         return chosen, self.peers.stack(count_tables(tables[chosen], len(self.policies))).tolist()
 
-    def _enter(
+    def _assign_rows(
         self,
         step: int,
-        ids: Distinct,
+        ids: DistinctKeys,
         places: torch.Tensor,
         sightings: torch.Tensor,
         given_WT: list[list[int]],
     ) -> torch.Tensor:
         """Assign the next rows to the ids at these places, and return the rows, int64 [n]."""
         tables, keys, sizes = ids.tables[places], ids.keys[places], given_WT[self.peers.rank]
-        rows, last = self._take(given_WT), torch.full_like(keys, step)
-        self.rows.insert(tables, sizes, Entries(keys, {"row": rows, "sightings": sightings, "last": last}))
+        rows, last = self._take_free_rows(given_WT), torch.full_like(keys, step)
+        self.rows.insert(tables, sizes, KeyEntries(keys, {"row": rows, "sightings": sightings, "last": last}))
         if self._any_waits:
             slots = self.waiting.find(tables, keys)
             there = (slots >= 0).nonzero().squeeze(1)
@@ -264,7 +270,7 @@ class RowMaps:
         self.admitted = [count + size for count, size in zip(self.admitted, sizes, strict=True)]
         return rows
 
-    def _take(self, given_WT: list[list[int]]) -> torch.Tensor:
+    def _take_free_rows(self, given_WT: list[list[int]]) -> torch.Tensor:
         """Take this rank's part of the next free rows, table after table, int64 [n]."""
         rank, parts = self.peers.rank, []
         for table, given in enumerate(zip(*given_WT, strict=True)):
@@ -276,19 +282,21 @@ class RowMaps:
                 numbers_F = torch.arange(numbers.start, numbers.stop, device=self.device)
                 parts.append(self.nth_row(table, numbers_F))
             parts.append(free.left[max(first - fresh, 0) : max(end - fresh, 0)])
-            self.free[table] = Free(free.handed + fresh, free.left[count - fresh :])
+            self.free[table] = FreeRows(free.handed + fresh, free.left[count - fresh :])
         return torch.cat(parts)
 
-    def _numbers(self, tables: Sequence[int] | Mapping[int, int]) -> torch.Tensor:
+    def _to_table_numbers(self, tables: Sequence[int] | Mapping[int, int]) -> torch.Tensor:
         return on_device(list(tables), self.device)
 
-    def _spread(self, tables: Sequence[int] | Mapping[int, int], values: Sequence[int]) -> list[int]:
+    def _spread_over_tables(
+        self, tables: Sequence[int] | Mapping[int, int], values: Sequence[int]
+    ) -> list[int]:
         """Return a value for each table: the given values, and 0 for other tables."""
         of_table = dict(zip(tables, values, strict=True))
         return [of_table.get(table, 0) for table in range(len(self.policies))]
 
 
-def _see(map: KeyMap, slots: torch.Tensor, counts: torch.Tensor, step: int) -> Entries:
+def _record_sightings(map: KeyMap, slots: torch.Tensor, counts: torch.Tensor, step: int) -> KeyEntries:
     """Count a sighting of distinct keys, and return their previous entries."""
     before = map.at(slots)
     map.fields["sightings"].index_copy_(0, slots, before.fields["sightings"] + counts)
@@ -296,5 +304,5 @@ def _see(map: KeyMap, slots: torch.Tensor, counts: torch.Tensor, step: int) -> E
     return before
 
 
-def _total(sizes_WT: Sequence[Sequence[int]]) -> list[int]:
+def _sum_over_ranks(sizes_WT: Sequence[Sequence[int]]) -> list[int]:
     return [sum(of_ranks) for of_ranks in zip(*sizes_WT, strict=True)]

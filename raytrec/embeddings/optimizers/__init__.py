@@ -24,7 +24,7 @@ from raytrec.common.registry import Registry
 if TYPE_CHECKING:
     import torch
 
-STATE_BYTES = 4  # size of a state value: FBGEMM keeps state in fp32 for any dtype of weights
+BYTES_PER_STATE_VALUE = 4  # size of a state value: FBGEMM keeps state in fp32 for any dtype of weights
 
 
 class StateKind(NamedTuple):
@@ -94,9 +94,9 @@ class TableOptimizer(ABC):
         """
 
     @classmethod
-    def bytes_per(cls, unit: Literal["value", "row"]) -> int:
+    def count_state_bytes(cls, unit: Literal["value", "row"]) -> int:
         """Return the bytes of state for each weight ("value") or each row ("row")."""
-        return STATE_BYTES * sum(state.per == unit for state in cls.state)
+        return BYTES_PER_STATE_VALUE * sum(state.per == unit for state in cls.state)
 
     @classmethod
     def by_row(cls) -> bool:
@@ -121,6 +121,6 @@ def table_optimizer(cls: T) -> T:
     return cls
 
 
-def optimizer_of(name: str) -> type[TableOptimizer]:
+def find_optimizer(name: str) -> type[TableOptimizer]:
     """Return the optimizer with this name in the configuration."""
     return OPTIMIZERS.parts[name]

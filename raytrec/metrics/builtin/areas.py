@@ -10,13 +10,13 @@ from raytrec.metrics.registry import RankedMetric, metric
 if TYPE_CHECKING:
     import torch
 
-    from raytrec.metrics.ranked import Ranked
+    from raytrec.metrics.ranked import RankedRows
 
 
-POINTS = 200  # maximum number of points of the ROC curve
+MAX_ROC_POINTS = 200  # maximum number of points of the ROC curve
 
 
-def roc(ranked: Ranked) -> dict[str, list] | None:
+def roc(ranked: RankedRows) -> dict[str, list] | None:
     """Return fpr and tpr of the ROC curve from (0, 0) to (1, 1); a collective.
 
     The result is None unless the labels contain 0 and 1 and no other value.
@@ -31,14 +31,14 @@ def roc(ranked: Ranked) -> dict[str, list] | None:
     # Rates of the rows predicted at least as high as each distinct prediction. More than POINTS predictions
     # are thinned evenly. If two ranks have a point at one place, the lower rank's point is used.
     order = torch.arange(before, before + len(positive), device=positive.device)
-    places = (order * (POINTS / max(POINTS, distinct))).ceil().long()
+    places = (order * (MAX_ROC_POINTS / max(MAX_ROC_POINTS, distinct))).ceil().long()
     first = torch.ones_like(places, dtype=torch.bool)
     first[1:] = places[1:] != places[:-1]
-    found = positive.new_zeros(POINTS + 1, 3)
+    found = positive.new_zeros(MAX_ROC_POINTS + 1, 3)
     rates = 1 - negative / ranked.total[1], 1 - positive / ranked.total[0], torch.ones_like(positive)
     found[places[first]] = torch.stack(rates, 1)[first]
     all_found = ranked.peers.stack(found).cpu()
-    points = all_found[all_found[:, :, 2].argmax(0), torch.arange(POINTS + 1)]
+    points = all_found[all_found[:, :, 2].argmax(0), torch.arange(MAX_ROC_POINTS + 1)]
     rising = points[points[:, 2] > 0, :2].flip(0).unique_consecutive(dim=0)
     fpr, tpr = torch.cat([rising.new_zeros(1, 2), rising]).unique_consecutive(dim=0).T.tolist()
     return {"fpr": fpr, "tpr": tpr}
@@ -57,7 +57,7 @@ class AUC(RankedMetric):
     ranked_curve = staticmethod(roc)
 
     @classmethod
-    def sums(cls, ranked: Ranked) -> dict[str, torch.Tensor]:
+    def sums(cls, ranked: RankedRows) -> dict[str, torch.Tensor]:
         """Return the weights of correctly ordered pairs, of tied pairs, and of both classes."""
         positive, negative = ranked.ties.positive, ranked.ties.negative
         tied = positive * negative / 2
@@ -89,7 +89,7 @@ class PRAUC(RankedMetric):
     """
 
     @classmethod
-    def sums(cls, ranked: Ranked) -> dict[str, torch.Tensor]:
+    def sums(cls, ranked: RankedRows) -> dict[str, torch.Tensor]:
         """Return the sums of precision, of its maximum error by binning, and of positive weights."""
         positive, negative = ranked.ties.positive, ranked.ties.negative
         # Weights of all rows with higher predictions; rounding must not make them negative.

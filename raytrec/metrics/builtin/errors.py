@@ -12,13 +12,13 @@ from raytrec.tasks.losses import Kind
 if TYPE_CHECKING:
     import torch
 
-    from raytrec.metrics.ranked import Ranked
+    from raytrec.metrics.ranked import RankedRows
     from raytrec.tasks.outputs import TaskOutputs
 
 ETA = 1e-12  # TorchRec's bound on probabilities inside logarithms
 
 
-def entropy_sums(outputs: TaskOutputs) -> dict[str, torch.Tensor]:
+def sum_entropy(outputs: TaskOutputs) -> dict[str, torch.Tensor]:
     """Return weighted sums: cross-entropy in bits, rows, labels, and 1 - labels.
 
     For class predictions, the last two sums are the weight of all rows and 0.
@@ -26,13 +26,13 @@ def entropy_sums(outputs: TaskOutputs) -> dict[str, torch.Tensor]:
     Source: torchrec.metrics.ne.get_ne_states.
     """
     if outputs.predictions.dim() == 2:
-        return _entropy_of_classes(outputs)
+        return _sum_class_entropy(outputs)
     from torchrec.metrics.ne import get_ne_states
 
     return get_ne_states(outputs.labels, outputs.predictions, outputs.weights, ETA)
 
 
-def _entropy_of_classes(outputs: TaskOutputs) -> dict[str, torch.Tensor]:
+def _sum_class_entropy(outputs: TaskOutputs) -> dict[str, torch.Tensor]:
     weights_B = outputs.weights.double()
     of_labels_B = outputs.predictions.double().gather(1, outputs.labels.long().unsqueeze(1)).squeeze(1)
     rows = weights_B.sum()
@@ -55,7 +55,7 @@ class LogLoss(SumMetric):
     Source: torchrec.metrics.ne.compute_logloss, converted from bits to nats.
     """
 
-    sums = staticmethod(entropy_sums)
+    sums = staticmethod(sum_entropy)
 
     @staticmethod
     def figure(sums: Mapping[str, torch.Tensor]) -> float:
@@ -73,7 +73,7 @@ class NE(SumMetric):
     Source: X. He et al., Practical Lessons from Predicting Clicks on Ads at Facebook, ADKDD 2014, section 3.
     """
 
-    sums = staticmethod(entropy_sums)
+    sums = staticmethod(sum_entropy)
 
     @staticmethod
     def figure(sums: Mapping[str, torch.Tensor]) -> float:
@@ -175,7 +175,7 @@ BINS = 15  # bins of equal width in the ECE
 DRAWN = 20  # bins of the reliability diagram, with about equal numbers of rows
 
 
-def reliability(ranked: Ranked) -> dict[str, list] | None:
+def reliability(ranked: RankedRows) -> dict[str, list] | None:
     """Return the weighted mean prediction, weighted mean label and rows of each bin; a collective.
 
     The keys are predicted, actual and rows. The result is None unless the labels contain 0 and 1 and no other

@@ -74,7 +74,7 @@ class MRR(GroupMetric):
 
 
 @metric("map", title="MAP (mean average precision) at {k}", label="MAP@{k}", better="higher", at_k=True)
-class MeanPrecision(GroupMetric):
+class MeanAveragePrecision(GroupMetric):
     """Mean over groups of Σ precision at the rank of each positive row among the first k ÷ min(k, positives).
 
     Precision at a rank is the share of positive rows up to that rank. Among equal predictions, negative rows
@@ -112,7 +112,7 @@ class NDCG(GroupMetric):
     def of_groups(cls, groups: Groups) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the NDCG of each group."""
         gains = groups.labels.clamp(min=0)
-        best = groups.best_first(gains)
+        best = groups.sort_best_first(gains)
         discounts = (groups.ranks + 1.0).double().log2().reciprocal() * (groups.ranks <= cls.k)
         reached, possible = groups.add(gains * discounts), groups.add(best * discounts)
         return reached / possible, possible > 0

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from raytrec.config.models.base import one_dim
+from raytrec.config.models.base import get_common_dim
 from raytrec.config.schema import Schema
 
 
@@ -77,7 +77,7 @@ class Dropout(nn.Dropout):
         return input * kept.mul_(2**16 / (2**16 - dropped))
 
 
-class PerSequence(nn.ModuleList):
+class SequenceModules(nn.ModuleList):
     """One module for each sequence feature, called with the feature's input and its target's input.
 
     A list is used because names of features may contain dots, which names of modules cannot.
@@ -97,7 +97,7 @@ class PerSequence(nn.ModuleList):
         return {feature: module(inputs[feature], inputs[target]) for (feature, target), module in modules}
 
 
-class SideBySide(nn.Module):
+class ConcatInputs(nn.Module):
     """Dense columns, unchanged, followed by pooled embeddings, in the schema's order: → float32 [B, width].
 
     Args:
@@ -115,19 +115,21 @@ class SideBySide(nn.Module):
         super().__init__()
         taken = {*schema.dense, *schema.sparse} if members is None else members
         skip = skip or {}
-        self.first_of = {f: skip.get(f, 0) for f in schema.sparse if f in taken}
+        self.skipped_columns = {f: skip.get(f, 0) for f in schema.sparse if f in taken}
         columns = [place for place, name in enumerate(schema.dense) if name in taken]
         self.register_buffer("columns", torch.tensor(columns, dtype=torch.long), persistent=False)
-        self.width = len(columns) + sum(dim_of(schema, f) - first for f, first in self.first_of.items())
+        self.width = len(columns) + sum(
+            dim_of(schema, f) - first for f, first in self.skipped_columns.items()
+        )
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return the members' values side by side, float32 [B, width]."""
         parts = [dense.index_select(1, self.columns)] if len(self.columns) else []
-        parts += [pooled[f][:, first:] if first else pooled[f] for f, first in self.first_of.items()]
+        parts += [pooled[f][:, first:] if first else pooled[f] for f, first in self.skipped_columns.items()]
         return torch.cat(parts, dim=1)
 
 
-class Fields(nn.Module):
+class FieldVectors(nn.Module):
     """One vector for each dense column and each sparse feature: → float32 [B, F, D].
 
     A sparse feature's vector is its pooled embedding. A dense column with value x has the vector x · v with a
@@ -148,7 +150,7 @@ class Fields(nn.Module):
 
     def __init__(self, schema: Schema, model: str, first_order: int = 0):
         super().__init__()
-        dim, self.first_order = one_dim(schema, model), first_order
+        dim, self.first_order = get_common_dim(schema, model), first_order
         self.features, self.count = list(schema.sparse), len(schema.dense) + len(schema.sparse)
         self.dim = dim - first_order
         self.columns = nn.Parameter(torch.randn(len(schema.dense), dim) * 0.1) if schema.dense else None

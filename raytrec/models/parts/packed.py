@@ -14,15 +14,15 @@ GROUPS = 8  # of rows of about the same length
 
 
 @torch.compiler.disable
-def pack_ids(present: torch.Tensor, lengths: torch.Tensor | None = None) -> Packed:
+def pack_ids(present: torch.Tensor, lengths: torch.Tensor | None = None) -> PackedSequences:
     """Return the ids of sequences for layers; during torch.export, in shapes that do not depend on values.
 
     For arguments, see Packed.
     """
-    return Padded(present) if torch.compiler.is_exporting() else Packed(present, lengths)
+    return PaddedSequences(present) if torch.compiler.is_exporting() else PackedSequences(present, lengths)
 
 
-class Packed:
+class PackedSequences:
     """Positions of the N ids in a batch of sequences, and conversions between layouts.
 
     Layers that read one id at a time take [N, D], which is much smaller than [B, L, D] if few sequences are
@@ -74,35 +74,35 @@ class Packed:
         """Return the vector of the most recent id of each row: [N, D] → [B, D]; 0 for empty sequences."""
         return _Put.apply(_Take.apply(values_ND, self._newest), self._rows, self._count)
 
-    def by_time(self, values_ND: torch.Tensor) -> list[torch.Tensor]:
+    def to_chronological(self, values_ND: torch.Tensor) -> list[torch.Tensor]:
         """Return the values of each group, oldest first: [N, D] → [b, T, D]; 0 at positions without an id."""
         sizes = [there_bT.numel() for there_bT in self.there]
         parts = _Put.apply(values_ND, self._by_time, sum(sizes)).split(sizes)
         return [part.view(*there_bT.shape, -1) for part, there_bT in zip(parts, self.there, strict=True)]
 
-    def from_time(self, groups: list[torch.Tensor]) -> torch.Tensor:
-        """Return the ids' values from groups, the reverse of `by_time`: [b, T, D] of each group → [N, D]."""
+    def from_chronological(self, groups: list[torch.Tensor]) -> torch.Tensor:
+        """Return the ids' values from groups, the reverse of `to_chronological`: [b, T, D] of each group → [N, D]."""
         return _Take.apply(torch.cat([group.flatten(0, 1) for group in groups]), self._by_time)
 
     def sum_rows(self, values_N: torch.Tensor) -> torch.Tensor:
         """Return the sum over the ids of each row: [N] → [B]."""
         return values_N.new_zeros(self._count).index_add(0, self._rows_N, values_N)
 
-    def in_groups(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def to_groups(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return values of rows by group: [B, …] → [b, …] of each group."""
         return values.index_select(0, self._by_length).split(self._size)
 
     def in_rows(self, groups: list[torch.Tensor]) -> torch.Tensor:
-        """Return values of groups by row, the reverse of `in_groups`: [b] of each group → [B]."""
+        """Return values of groups by row, the reverse of `to_groups`: [b] of each group → [B]."""
         values_B = torch.cat(groups)
         return torch.empty_like(values_B).index_copy(0, self._by_length, values_B)
 
 
-class Padded(Packed):
+class PaddedSequences(PackedSequences):
     """Packed ids including padding, N = B · L, for torch.export.
 
     Values at positions without an id are finite and do not affect the values of other ids. There is one group
-    of all rows, L ids long. `in_groups` and `in_rows` are for training only. For arguments and attributes,
+    of all rows, L ids long. `to_groups` and `in_rows` are for training only. For arguments and attributes,
     see Packed.
     """
 
@@ -122,12 +122,12 @@ class Padded(Packed):
         newest_BD = values_ND.unflatten(0, (-1, self._length))[:, 0]
         return newest_BD.where(self._lengths_B.unsqueeze(1) > 0, 0)
 
-    def by_time(self, values_ND: torch.Tensor) -> list[torch.Tensor]:
+    def to_chronological(self, values_ND: torch.Tensor) -> list[torch.Tensor]:
         """Return the values of all rows, oldest first: [N, D] → [B, L, D]."""
         return [turn(values_ND.unflatten(0, (-1, self._length)), self._lengths_B)]
 
-    def from_time(self, groups: list[torch.Tensor]) -> torch.Tensor:
-        """Return the ids' values, the reverse of `by_time`: [B, L, D] → [N, D]."""
+    def from_chronological(self, groups: list[torch.Tensor]) -> torch.Tensor:
+        """Return the ids' values, the reverse of `to_chronological`: [B, L, D] → [N, D]."""
         return turn(groups[0], self._lengths_B).flatten(0, 1)
 
 

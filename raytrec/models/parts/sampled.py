@@ -76,7 +76,7 @@ class SampledLoss:
         """Return the loss, float32 [...], from the scores of all negatives; see `reduce` and `finish`."""
         return self.finish(own, self.reduce(own, scores_K), count)
 
-    def bias_of(self, bias: torch.Tensor) -> torch.Tensor:
+    def remove_canceling_bias(self, bias: torch.Tensor) -> torch.Tensor:
         """Return the effect of a bias on all scores.
 
         In differences of scores the bias cancels, so its effect and gradient are exactly 0. Otherwise,
@@ -84,7 +84,7 @@ class SampledLoss:
         """
         return bias if self.kind == "bce" else 0 * bias
 
-    def of_vectors(
+    def loss_of_vectors(
         self,
         query_BLD: torch.Tensor,
         item_BLD: torch.Tensor,
@@ -99,18 +99,18 @@ class SampledLoss:
             query_BLD: Query vectors, float [B, L, D].
             item_BLD: Item vectors, float [B, L, D].
             negatives: Negatives with vectors [B, K, D].
-            bias: Bias added to all scores of a row, [B, 1] or [1, 1]; see `bias_of`.
+            bias: Bias added to all scores of a row, [B, 1] or [1, 1]; see `remove_canceling_bias`.
         """
         own_BL = (query_BLD * item_BLD).sum(2).float()
-        absent_B1K = absence(negatives.present, query_BLD.dtype).unsqueeze(1)
+        absent_B1K = mask_absent(negatives.present, query_BLD.dtype).unsqueeze(1)
         if bias is not None:
-            bias = self.bias_of(bias)
+            bias = self.remove_canceling_bias(bias)
             own_BL, absent_B1K = own_BL + bias, (absent_B1K + bias.unsqueeze(2)).to(query_BLD.dtype)
         scores_BLK = torch.baddbmm(absent_B1K, query_BLD, negatives.vectors.transpose(1, 2)).float()
         return self(own_BL, scores_BLK, negatives.present.sum(1, keepdim=True))
 
 
-def absence(present: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def mask_absent(present: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return the term to add to scores of negatives: 0, or ABSENT for missing negatives."""
     return torch.zeros(present.shape, dtype=dtype, device=present.device).masked_fill_(~present, ABSENT)
 
@@ -142,7 +142,7 @@ class Queries(nn.Module):
         """Return the query vectors: float [B, D] → [B, D], or [B, count, D] if there are several."""
         return query if self.weights is None else query.unsqueeze(-2) * self.weights
 
-    def of_own_loss(self, query: torch.Tensor) -> torch.Tensor:
+    def own_loss_query(self, query: torch.Tensor) -> torch.Tensor:
         """Return the query vector for the model's own loss: float [..., D] → [..., D]."""
         return query if self.weights is None else query * self.weights[self.own]
 

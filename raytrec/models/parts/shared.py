@@ -21,7 +21,7 @@ from raytrec.models.inputs import IDS, Sequence
 from raytrec.models.parts.sampled import ABSENT, SampledLoss
 
 # Maximum number of scores in memory. With more scores, queries are split and backward recomputes each part.
-SCORES_AT_ONCE = {"cpu": 1 << 24, "cuda": 1 << 27}
+MAX_SCORES_PER_BLOCK = {"cpu": 1 << 24, "cuda": 1 << 27}
 
 
 class ItemBatch(NamedTuple):
@@ -50,7 +50,7 @@ class SharedNegatives(nn.Module):
         log_share: Index of the side feature of negatives that is subtracted from scores; None: none is.
 
     Attributes:
-        peers: Ranks that share the global batch; initially this process alone (see `join_ranks`).
+        peers: Ranks that share the global batch; initially this process alone (see `share_negatives_across_ranks`).
     """
 
     def __init__(self, loss: SampledLoss, negatives: str = "", log_share: int | None = None):
@@ -63,7 +63,7 @@ class SharedNegatives(nn.Module):
         """Return the configured loss, or None if rows do not share negatives."""
         if not config.share_negatives:
             return None
-        return cls(loss, config.negatives, config.log_share_place(schema))
+        return cls(loss, config.negatives, config.find_log_share_index(schema))
 
     def drawn(self, vectors: torch.Tensor, inputs: dict[str, Any]) -> ItemBatch:
         """Return the negatives of this rank's rows.
@@ -93,23 +93,23 @@ class SharedNegatives(nn.Module):
             own: Item of each query, [N, D].
             negatives: Negatives of this rank's rows, [K, D]; K is equal on all ranks.
             most: Upper bound of N on all ranks, equal on all ranks.
-            bias_N: Bias added to all scores of a query; see SampledLoss.bias_of.
+            bias_N: Bias added to all scores of a query; see SampledLoss.remove_canceling_bias.
         """
         own_N = (query_ND * own.vectors).sum(1).float()
-        bias_N = torch.zeros_like(own_N) if bias_N is None else self.loss.bias_of(bias_N)
+        bias_N = torch.zeros_like(own_N) if bias_N is None else self.loss.remove_canceling_bias(bias_N)
         asked_NE = torch.cat([query_ND.float(), (own_N + bias_N).unsqueeze(1), bias_N.unsqueeze(1)], 1)
         if self.peers.world == 1:
-            added_N, count_N = self._held_against(asked_NE, own.ids, negatives).unbind(1)
+            added_N, count_N = self._compare_with_negatives(asked_NE, own.ids, negatives).unbind(1)
         elif self.peers.world * len(negatives.ids) <= most:
             vectors = _Gather.apply(negatives.vectors, self.peers)
             others = (each if each is None else self.peers.stack(each).flatten() for each in negatives[1:])
             everyone = ItemBatch(vectors, *others)
-            added_N, count_N = self._held_against(asked_NE, own.ids, everyone).unbind(1)
+            added_N, count_N = self._compare_with_negatives(asked_NE, own.ids, everyone).unbind(1)
         else:
-            added_N, count_N = self._elsewhere(asked_NE, own.ids, negatives)
+            added_N, count_N = self._compare_on_all_ranks(asked_NE, own.ids, negatives)
         return self.loss.finish(own_N + bias_N, added_N, count_N)
 
-    def _elsewhere(
+    def _compare_on_all_ranks(
         self, asked_NE: torch.Tensor, ids_N: torch.Tensor, negatives: ItemBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the contribution and the number of all ranks' negatives for each query: float32 [N] each.
@@ -122,15 +122,15 @@ class SharedNegatives(nn.Module):
         asked_ME = nn.functional.pad(asked_NE, (0, 0, 0, padding))
         ids_M = nn.functional.pad(ids_N, (0, padding), value=-1)
         of_all = _Gather.apply(asked_ME, self.peers), self.peers.stack(ids_M).flatten()
-        here = self._held_against(*of_all, negatives)
+        here = self._compare_with_negatives(*of_all, negatives)
         parts_WN2 = _Transpose.apply(here.view(self.peers.world, longest, 2), self.peers)[:, :count]
         return self.loss.join(parts_WN2[..., 0]), parts_WN2[..., 1].sum(0)
 
-    def _held_against(
+    def _compare_with_negatives(
         self, asked_NE: torch.Tensor, ids_N: torch.Tensor, negatives: ItemBatch
     ) -> torch.Tensor:
         """Return the contribution and the number of negatives for each query: float32 [N, 2]."""
-        cells, most = len(ids_N) * len(negatives.ids), SCORES_AT_ONCE[asked_NE.device.type]
+        cells, most = len(ids_N) * len(negatives.ids), MAX_SCORES_PER_BLOCK[asked_NE.device.type]
         if cells <= most:
             return self._block(asked_NE, ids_N, *negatives)
         size = max(1, most // len(negatives.ids))
@@ -154,7 +154,7 @@ class SharedNegatives(nn.Module):
         return torch.stack([added_n, (~absent_nK).sum(1).float()], 1)
 
 
-def losses_of_pairs(
+def compute_pair_losses(
     loss: SampledLoss,
     shared: SharedNegatives | None,
     query_BD: torch.Tensor,
@@ -174,16 +174,16 @@ def losses_of_pairs(
         item: Feature of the items.
         drawn: Negatives of the rows, vectors [B, K, D].
         inputs: Inputs of the model.
-        bias: Bias added to all scores of a row, [B, 1] or [1, 1]; see SampledLoss.bias_of.
+        bias: Bias added to all scores of a row, [B, 1] or [1, 1]; see SampledLoss.remove_canceling_bias.
     """
     if shared is None:
-        return loss.of_vectors(query_BD.unsqueeze(1), item_BD.unsqueeze(1), drawn, bias).squeeze(1)
+        return loss.loss_of_vectors(query_BD.unsqueeze(1), item_BD.unsqueeze(1), drawn, bias).squeeze(1)
     own = ItemBatch(item_BD, inputs[IDS][item].squeeze(1))
     bias_B = None if bias is None else bias.expand(len(item_BD), 1).squeeze(1)
     return shared(query_BD, own, shared.drawn(drawn.vectors, inputs), len(item_BD), bias_B)
 
 
-def join_ranks(model: nn.Module, peers: Peers) -> None:
+def share_negatives_across_ranks(model: nn.Module, peers: Peers) -> None:
     """Have the rows of a model share negatives with the rows of other ranks."""
     for module in model.modules():
         if isinstance(module, SharedNegatives):

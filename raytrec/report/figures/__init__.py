@@ -12,7 +12,7 @@ from raytrec.tracking.run_folder import RunFolder
 
 
 @dataclass(frozen=True)
-class Picture:
+class GalleryEntry:
     """Entry of the gallery.
 
     Attributes:
@@ -36,19 +36,21 @@ NO_CURVES = "no evaluation in metrics.jsonl has this curve (labels must be both 
 NO_TABLES = "ranks.jsonl has no such figures of tables, or of one interval: see the table below"
 
 GALLERY = (
-    Picture("curves", "learning", "Metrics over steps", learning.curves, NO_METRICS),
-    Picture("ratios", "learning", "Metrics that should be 1, over steps", learning.ratios, NO_METRICS),
-    Picture("reliability", "learning", "Predicted and actual rates", learning.reliability, NO_CURVES),
-    Picture("roc", "learning", "ROC curve", learning.roc, NO_CURVES),
-    Picture("speed", "speed", "Rows a second over steps", timeline.throughput, NO_METRICS),
-    Picture("phases", "speed", "Time in each phase, by rank", timeline.in_total, NO_RANKS),
-    Picture("phases_over_steps", "speed", "Time in each phase, over steps", timeline.over_steps, NO_RANKS),
-    Picture("memory_map", "tables", "Memory of tables by rank", tables.by_memory, NO_TABLES),
-    Picture("load_map", "tables", "Lookups of tables by rank", tables.by_load, NO_TABLES),
-    Picture("row_norms", "tables", "Norms of rows over steps", tables.row_norms, NO_TABLES),
-    Picture("health", "tables", "Dead rows, distinct ids, gradients, updates", tables.health, NO_TABLES),
-    Picture("checks", "checks", "Checks over steps", timeline.checks, "checks.jsonl has no checks"),
-    Picture(
+    GalleryEntry("curves", "learning", "Metrics over steps", learning.curves, NO_METRICS),
+    GalleryEntry("ratios", "learning", "Metrics that should be 1, over steps", learning.ratios, NO_METRICS),
+    GalleryEntry("reliability", "learning", "Predicted and actual rates", learning.reliability, NO_CURVES),
+    GalleryEntry("roc", "learning", "ROC curve", learning.roc, NO_CURVES),
+    GalleryEntry("speed", "speed", "Rows a second over steps", timeline.draw_throughput, NO_METRICS),
+    GalleryEntry("phases", "speed", "Time in each phase, by rank", timeline.draw_phase_totals, NO_RANKS),
+    GalleryEntry(
+        "phases_over_steps", "speed", "Time in each phase, over steps", timeline.over_steps, NO_RANKS
+    ),
+    GalleryEntry("memory_map", "tables", "Memory of tables by rank", tables.draw_memory, NO_TABLES),
+    GalleryEntry("load_map", "tables", "Lookups of tables by rank", tables.draw_load, NO_TABLES),
+    GalleryEntry("row_norms", "tables", "Norms of rows over steps", tables.draw_row_norms, NO_TABLES),
+    GalleryEntry("health", "tables", "Dead rows, distinct ids, gradients, updates", tables.health, NO_TABLES),
+    GalleryEntry("checks", "checks", "Checks over steps", timeline.checks, "checks.jsonl has no checks"),
+    GalleryEntry(
         "timeline", "timeline", "Workers and steps over time", timeline.elastic, "events.jsonl has no events"
     ),
 )

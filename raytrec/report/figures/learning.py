@@ -31,19 +31,19 @@ DASHES = ("-", "--", ":")  # with more runs than colors, colors are reused with 
 @style.styled
 def curves(run: History) -> Figure | None:
     """Draw each metric over steps: training, evaluations and the final evaluation."""
-    return _over_steps(run, [each for each in _measured(run) if not each.is_ratio])
+    return _draw_over_steps(run, [each for each in _measured(run) if not each.is_ratio])
 
 
 @style.styled
 def ratios(run: History) -> Figure | None:
     """Draw metrics with target 1 over steps, such as the sum of predictions ÷ the sum of labels."""
-    return _over_steps(run, [each for each in _measured(run) if each.is_ratio], right=1)
+    return _draw_over_steps(run, [each for each in _measured(run) if each.is_ratio], right=1)
 
 
 @style.styled
 def reliability(run: History) -> Figure | None:
     """Draw predicted and actual rates of the last evaluation by bins of predictions, and the bins' rows."""
-    evaluation, curves = _last_curves(run, "reliability", ("predicted", "actual"))
+    evaluation, curves = _find_last_curves(run, "reliability", ("predicted", "actual"))
     if not curves:
         return None
     title = f"Predicted and actual rates at step {evaluation.step:,}"
@@ -62,7 +62,7 @@ def reliability(run: History) -> Figure | None:
     above.legend(loc="upper left")
     below.set_ylim(bottom=0)
     below.set(ylabel="rows", xlabel="predicted rate")
-    style.few_ticks(below.yaxis, 2)
+    style.limit_ticks(below.yaxis, 2)
     for axis in (above.yaxis, below.xaxis):
         axis.set_major_formatter(style.PERCENT)
     return made
@@ -71,10 +71,10 @@ def reliability(run: History) -> Figure | None:
 @style.styled
 def roc(run: History) -> Figure | None:
     """Draw the ROC curve of the last evaluation."""
-    evaluation, curves = _last_curves(run, "roc", ("fpr", "tpr"))
+    evaluation, curves = _find_last_curves(run, "roc", ("fpr", "tpr"))
     if not curves:
         return None
-    areas = {each.key: _reached(each, evaluation) for each in run.metrics_of_tasks}
+    areas = {each.key: _format_metric(each, evaluation) for each in run.recorded_metrics}
     named = [areas.get(str(curve["written"].get("metric"))) for curve in curves]
     area = ": " + ", ".join(filter(None, named)) if any(named) else ""
     made, (axes,) = style.new_figure(f"ROC at step {evaluation.step:,}{area}", style.WIDTH * 0.8)
@@ -90,18 +90,20 @@ def roc(run: History) -> Figure | None:
 
 
 @style.styled
-def overlay(runs: Sequence[History], names: list[str]) -> list[Figure]:
+def draw_overlay(runs: Sequence[History], names: list[str]) -> list[Figure]:
     """Draw each metric that should be low or high, with a line for each run.
 
     Training and evaluations have separate figures. A diamond is a final evaluation, which may use other data.
     Metrics of one point have no figure.
     """
-    metrics = {each.key: each.label for run in runs for each in _distinct(run) if each.directed}
+    metrics = {
+        each.key: each.label for run in runs for each in _select_distinct_metrics(run) if each.is_directed
+    }
     found = {
         (kind, name): f"{label} {where}"
         for kind, where in ((Train, "in training"), (Eval, "in evaluations (diamonds: final ones)"))
         for name, label in metrics.items()
-        if any(_is_line(run, name, {kind, Final if kind is Eval else kind}) for run in runs)
+        if any(_has_line(run, name, {kind, Final if kind is Eval else kind}) for run in runs)
     }
     pictures = []
     for (kind, name), title in found.items():
@@ -109,23 +111,23 @@ def overlay(runs: Sequence[History], names: list[str]) -> list[Figure]:
         for index, (run, called) in enumerate(zip(runs, names, strict=True)):
             turn, place = divmod(index, len(style.LINES))
             line: dict[str, Any] = {"color": style.LINES[place], "linestyle": DASHES[turn % len(DASHES)]}
-            line |= {"label": style.fitted(called, 110), "marker": "." if kind is Eval else None}
-            axes.plot(*style.thinned(*points(run, kind, name)), **line)
+            line |= {"label": style.fit_name(called, 110), "marker": "." if kind is Eval else None}
+            axes.plot(*style.thin_line(*points(run, kind, name)), **line)
             if kind is Eval:
                 final = points(run, Final, name)
                 axes.plot(*final, color=style.LINES[place], linestyle="none", marker="D", markersize=5)
-        style.clip_start(axes)
+        style.clip_initial_outliers(axes)
         axes.yaxis.set_major_formatter(style.PLAIN)
-        style.few_ticks(axes.yaxis)
-        style.step_axis(axes)
+        style.limit_ticks(axes.yaxis)
+        style.format_step_axis(axes)
         made.legend(ncols=2, loc="outside lower left")
         pictures.append(made)
     return pictures
 
 
-def _distinct(run: History) -> list[Metric]:
+def _select_distinct_metrics(run: History) -> list[Metric]:
     """Return the run's metrics without training losses that repeat the log loss of the same task."""
-    return [each for each in run.metrics_of_tasks if not _repeats_log_loss(run, each.key)]
+    return [each for each in run.recorded_metrics if not _repeats_log_loss(run, each.key)]
 
 
 def _repeats_log_loss(run: History, key: str) -> bool:
@@ -137,28 +139,30 @@ def _repeats_log_loss(run: History, key: str) -> bool:
 
 def _measured(run: History) -> list[Metric]:
     """Return the metrics that were measured; metrics of training first."""
-    found = [each for each in _distinct(run) if any(points(run, k, each.key)[0] for k in STYLES)]
+    found = [
+        each for each in _select_distinct_metrics(run) if any(points(run, k, each.key)[0] for k in STYLES)
+    ]
     return sorted(found, key=lambda each: not points(run, Train, each.key)[0])
 
 
-def _is_line(run: History, key: str, kinds: Iterable[type[Measured]]) -> bool:
+def _has_line(run: History, key: str, kinds: Iterable[type[Measured]]) -> bool:
     """Return True if a metric has at least two points; a single value belongs in the title or the result."""
     return sum(len(points(run, kind, key)[0]) for kind in kinds) > 1
 
 
-def _over_steps(run: History, found: list[Metric], right: float | None = None) -> Figure | None:
+def _draw_over_steps(run: History, found: list[Metric], right: float | None = None) -> Figure | None:
     """Draw a panel for each metric of at least two points, with a horizontal line at the value `right`."""
-    shown = [metric for metric in found if _is_line(run, metric.key, STYLES)]
+    shown = [metric for metric in found if _has_line(run, metric.key, STYLES)]
     if not shown:
         return None
     height = 0.75 + 1.35 * len(shown)
-    made, axes = style.new_figure(_what_was_reached(run, found), height, len(shown), sharex=True)
+    made, axes = style.new_figure(_make_title(run, found), height, len(shown), sharex=True)
     for panel, metric in zip(axes, shown, strict=True):
         if right is not None:
             panel.axhline(right, color=style.MUTED, linewidth=0.8)
         _draw(panel, run, metric.key)
         panel.set_ylabel(metric.label)
-    style.step_axis(axes[-1])
+    style.format_step_axis(axes[-1])
     # The first panel may lack a kind: training has no AUC, and evaluations have no training loss.
     kinds = {
         label: line for panel in axes for line, label in zip(*panel.get_legend_handles_labels(), strict=True)
@@ -172,11 +176,11 @@ def _draw(axes: Axes, run: History, name: str) -> None:
         steps, values = points(run, kind, name)
         if steps:
             line: dict[str, Any] = {"color": colour, "marker": marker, "markersize": size, "label": label}
-            axes.plot(*style.thinned(steps, values), **line)
-    style.clip_start(axes)
-    style.restart_lines(axes, run.restarts)
+            axes.plot(*style.thin_line(steps, values), **line)
+    style.clip_initial_outliers(axes)
+    style.draw_restart_lines(axes, run.restarts)
     axes.yaxis.set_major_formatter(style.PLAIN)
-    style.few_ticks(axes.yaxis)
+    style.limit_ticks(axes.yaxis)
 
 
 def points(run: History, kind: type[Measured], name: str) -> tuple[list[int], list[float]]:
@@ -186,19 +190,19 @@ def points(run: History, kind: type[Measured], name: str) -> tuple[list[int], li
     return [step for step, _ in points], [value for _, value in points]
 
 
-def _what_was_reached(run: History, found: list[Metric]) -> str:
+def _make_title(run: History, found: list[Metric]) -> str:
     last = (run.figures(Final) or run.figures(Eval) or run.figures(Train))[-1]
-    text = ", ".join(filter(None, (_reached(metric, last) for metric in found))) or "figures"
+    text = ", ".join(filter(None, (_format_metric(metric, last) for metric in found))) or "figures"
     return f"{text[0].upper()}{text[1:]} at step {last.step:,}"
 
 
-def _reached(metric: Metric, line: Measured) -> str:
+def _format_metric(metric: Metric, line: Measured) -> str:
     """Return a metric's value with its label; empty if the line has no value."""
     value = line.figure(metric.key)
     return "" if isnan(value) else f"{metric.label} {metric.text(value)}"
 
 
-def _last_curves(
+def _find_last_curves(
     run: History, name: str, keys: tuple[str, str]
 ) -> tuple[Measured | None, list[dict[str, Any]]]:
     """Return the last evaluation with such curves, and the curve of each task.

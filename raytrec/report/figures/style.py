@@ -23,15 +23,15 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import findfont, get_font
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from raytrec.common.formatting import bytes_text, percent, short
+from raytrec.common.formatting import format_bytes, percent, short
 
 WIDTH = 4.2  # inches
-TITLE_WIDTH = 54  # characters
+MAX_TITLE_CHARACTERS = 54  # characters
 # Points: width of one of two panels that share the left axis; maximum width of a name next to a panel.
-PANEL, NAME_POINTS = 112, 90
+MAX_PANEL_TITLE_POINTS, MAX_NAME_POINTS = 112, 90
 FONT = "DejaVu Sans"
-MOST_POINTS = 1000  # maximum points of a line
-MOST_MARKED = 5  # maximum points beyond an edge that are annotated with their value
+MAX_LINE_POINTS = 1000  # maximum points of a line
+MAX_MARKED_POINTS = 5  # maximum points beyond an edge that are annotated with their value
 FAR = 4  # points further above later points than this multiple of their range are clipped
 ROUND = (1, 2, 2.5, 5, 10)  # ticks are multiples of these
 
@@ -42,7 +42,7 @@ BLUE, ORANGE, GREEN, VERMILION = "#0072b2", "#e69f00", "#009e73", "#d55e00"
 PURPLE, SKY, YELLOW, GREY = "#cc79a7", "#56b4e9", "#f0e442", "#999999"
 THEME = {INK: "var(--ink)", MUTED: "var(--muted)", GRID: "var(--grid)", BLUE: "var(--blue)"}
 LINES = (BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY)
-NINE = (ORANGE, YELLOW, PURPLE, INK, SKY, BLUE, GREEN, VERMILION, GREY)  # for the phases of a step
+PHASE_PALETTE = (ORANGE, YELLOW, PURPLE, INK, SKY, BLUE, GREEN, VERMILION, GREY)  # for the phases of a step
 
 STYLE: dict[str, Any] = {
     "font.size": 8.5,
@@ -112,7 +112,7 @@ def new_figure(
     """
     made = Figure(figsize=(WIDTH, height), layout="constrained")
     axes = made.subplots(rows, columns, squeeze=False, **options)
-    made.suptitle(textwrap.fill(title, TITLE_WIDTH), x=0.01, ha="left")
+    made.suptitle(textwrap.fill(title, MAX_TITLE_CHARACTERS), x=0.01, ha="left")
     return made, list(axes.flat)
 
 
@@ -134,8 +134,8 @@ def new_grid(
     for axes in panels[count:]:
         axes.set_axis_off()
     for axes in panels[max(0, count - columns) : count]:
-        step_axis(axes)
-        few_ticks(axes.xaxis, 3)
+        format_step_axis(axes)
+        limit_ticks(axes.xaxis, 3)
         axes.tick_params(labelbottom=True)
     made.supylabel(label, fontsize=8.5)
     return made, panels[:count]
@@ -178,9 +178,9 @@ def alone(svg: str) -> str:
     return svg.replace("<svg", '<svg style="background: white"', 1)
 
 
-def thinned(xs: Sequence[float], ys: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Return a line as at most MOST_POINTS means of neighboring points."""
-    size = -(-len(xs) // MOST_POINTS)
+def thin_line(xs: Sequence[float], ys: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Return a line as at most MAX_LINE_POINTS means of neighboring points."""
+    size = -(-len(xs) // MAX_LINE_POINTS)
     if size <= 1:
         return list(xs), list(ys)
     starts = range(0, len(xs), size)
@@ -189,29 +189,29 @@ def thinned(xs: Sequence[float], ys: Sequence[float]) -> tuple[list[float], list
     ]
 
 
-def step_axis(axes: Axes) -> None:
+def format_step_axis(axes: Axes) -> None:
     """Format the x axis for steps: whole numbers with commas."""
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=ROUND))
     axes.xaxis.set_major_formatter(WHOLE)
 
 
-def few_ticks(axis: Axis, most: int = 4, whole: bool = False) -> None:
+def limit_ticks(axis: Axis, most: int = 4, whole: bool = False) -> None:
     """Limit an axis to a number of round ticks."""
     axis.set_major_locator(MaxNLocator(most, integer=whole, steps=ROUND))
 
 
-def fitted(name: object, points: float, size: float = STYLE["xtick.labelsize"]) -> str:
+def fit_name(name: object, points: float, size: float = STYLE["xtick.labelsize"]) -> str:
     """Return a name with its middle cut out if the name is wider than some points at a font size."""
     text, most = short(name, 60), 60
-    while most > 3 and sum(map(_em, text)) * size > points:
+    while most > 3 and sum(map(_measure_em, text)) * size > points:
         most = min(most, len(text)) - 1
         text = short(name, most)
     return text
 
 
 @cache
-def _em(character: str) -> float:
+def _measure_em(character: str) -> float:
     """Return the width of a character in em; characters that the font lacks have a fixed width."""
     font = get_font(findfont(FONT))
     font.set_size(100, 72)
@@ -219,13 +219,13 @@ def _em(character: str) -> float:
     return font.load_char(ord(character)).linearHoriAdvance / 65536 / 100 if known else 1.2
 
 
-def restart_lines(axes: Axes, steps: Sequence[int], label: str | None = "restart") -> None:
+def draw_restart_lines(axes: Axes, steps: Sequence[int], label: str | None = "restart") -> None:
     """Draw dashed lines at the steps where a run started again."""
     for index, step in enumerate(steps):
         axes.axvline(step, color=MUTED, linewidth=0.8, linestyle=(0, (3, 2)), label=None if index else label)
 
 
-def clip_start(axes: Axes) -> None:
+def clip_initial_outliers(axes: Axes) -> None:
     """Fit y to all lines without their first tenth, if that tenth reaches far above the rest.
 
     A triangle at the upper edge marks the highest point of each clipped line with its value. Lines of fewer
@@ -239,7 +239,7 @@ def clip_start(axes: Axes) -> None:
     if all(y <= high + FAR * span for _, y, _ in highest):
         return
     axes.set_ylim(low - 0.05 * span, high + 0.3 * span)
-    cut = [each for each in highest if each[1] > high + 0.3 * span][:MOST_MARKED]
+    cut = [each for each in highest if each[1] > high + 0.3 * span][:MAX_MARKED_POINTS]
     for number, (colour, y, x) in enumerate(cut):
         text: dict[str, Any] = {"color": colour, "va": "top", "fontsize": STYLE["xtick.labelsize"]}
         text |= {"xytext": (-4, -8 * number), "textcoords": "offset points"}
@@ -247,6 +247,6 @@ def clip_start(axes: Axes) -> None:
 
 
 PERCENT = FuncFormatter(lambda value, _: percent(round(value, 6)))
-BYTES = FuncFormatter(lambda value, _: bytes_text(value))
+BYTES = FuncFormatter(lambda value, _: format_bytes(value))
 WHOLE = FuncFormatter(lambda value, _: f"{value:,.0f}")
 PLAIN = FuncFormatter(lambda value, _: f"{value:g}")  # without powers of ten, even on logarithmic axes

@@ -11,21 +11,21 @@ from matplotlib.colors import LinearSegmentedColormap, LogNorm, Normalize, Power
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from raytrec.common.formatting import bytes_text, count, percent
+from raytrec.common.formatting import count, format_bytes, percent
 from raytrec.report.figures import style
-from raytrec.tracking.aggregate import BINS, last_group, sum_over_time, table_bytes
+from raytrec.tracking.aggregate import BINS, select_last_group, sum_over_time, sum_table_bytes
 from raytrec.tracking.run_folder import RunFolder
 
-MOST_TABLES = 40  # tables with a separate row; all others share one row
+MAX_TABLES = 40  # tables with a separate row; all others share one row
 UNEVEN = 1.2  # bars above this multiple of the mean are highlighted
-WRITTEN_RANKS = 4  # maximum number of ranks with values in the cells
+MAX_LABELED_RANKS = 4  # maximum number of ranks with values in the cells
 MAP = "cividis"
 
 
-def by_memory(run: RunFolder) -> Figure | None:
+def draw_memory(run: RunFolder) -> Figure | None:
     """Draw tables × ranks: bytes of weights and optimizer state in each rank's last interval."""
-    ranks = sum_over_time(last_group(run.ranks))
-    held = [{name: table_bytes(entry) // 1 for name, entry in line.tables.items()} for line in ranks]
+    ranks = sum_over_time(select_last_group(run.ranks))
+    held = [{name: sum_table_bytes(entry) // 1 for name, entry in line.tables.items()} for line in ranks]
     return memory_map(held, [line.rank for line in ranks])
 
 
@@ -38,22 +38,22 @@ def memory_map(tables: list[dict[str, float]], ranks: list[int] | None = None) -
         ranks: Rank numbers; default: 0, 1, …
     """
     ranks = list(range(len(tables))) if ranks is None else ranks
-    held, names = _matrix(tables)
+    held, names = _build_matrix(tables)
     if not held.sum():
         return None
-    each = f", {_spread(held)}" if len(ranks) > 1 else ""
-    title = f"Memory of tables: {bytes_text(held.sum())} on {count(len(ranks), 'rank')}{each}"
+    each = f", {_format_range(held)}" if len(ranks) > 1 else ""
+    title = f"Memory of tables: {format_bytes(held.sum())} on {count(len(ranks), 'rank')}{each}"
     made, axes = _draw(held, names, ranks, title, style.BYTES, LogNorm(held[held > 0].min() / 2, held.max()))
     axes.set_ylabel("total")
     return made
 
 
 @style.styled
-def by_load(run: RunFolder) -> Figure | None:
+def draw_load(run: RunFolder) -> Figure | None:
     """Draw tables × ranks: share of all bytes looked up since the last change of the group of workers."""
-    lines = sum_over_time(last_group(run.ranks))
+    lines = sum_over_time(select_last_group(run.ranks))
     ranks = [line.rank for line in lines]
-    looked, names = _matrix(
+    looked, names = _build_matrix(
         [{name: entry.get("lookup_bytes") or 0.0 for name, entry in line.tables.items()} for line in lines]
     )
     if not looked.sum():
@@ -63,17 +63,17 @@ def by_load(run: RunFolder) -> Figure | None:
     title = (
         f"Load: rank {ranks[hottest]} looks up {percent(shares.sum(axis=0)[hottest])} of all bytes"
         if len(ranks) > 1
-        else f"Load: share of {bytes_text(looked.sum())} looked up, by table"
+        else f"Load: share of {format_bytes(looked.sum())} looked up, by table"
     )
     made, axes = _draw(shares, names, ranks, title, style.PERCENT, PowerNorm(0.5, 0, shares.max()))
     axes.set_ylabel("share")
     return made
 
 
-def _matrix(ranks: list[dict[str, float]]) -> tuple[np.ndarray, list[str]]:
+def _build_matrix(ranks: list[dict[str, float]]) -> tuple[np.ndarray, list[str]]:
     """Return a matrix with a row for each table, the largest first, and a column for each rank.
 
-    Tables beyond MOST_TABLES are combined into one row. The second value has the labels of the rows.
+    Tables beyond MAX_TABLES are combined into one row. The second value has the labels of the rows.
     """
     cells: dict[str, np.ndarray] = {}
     for column, tables in enumerate(ranks):
@@ -83,8 +83,11 @@ def _matrix(ranks: list[dict[str, float]]) -> tuple[np.ndarray, list[str]]:
     if not cells:
         return np.zeros((0, len(ranks))), []
     names = sorted(cells, key=lambda name: (-cells[name].sum(), name))
-    own, others = names[:MOST_TABLES], names[MOST_TABLES:]
-    rows, labels = [cells[name] for name in own], [style.fitted(name, style.NAME_POINTS) for name in own]
+    own, others = names[:MAX_TABLES], names[MAX_TABLES:]
+    rows, labels = (
+        [cells[name] for name in own],
+        [style.fit_name(name, style.MAX_NAME_POINTS) for name in own],
+    )
     if others:
         rows.append(np.sum([cells[name] for name in others], axis=0))
         labels.append(f"{len(others)} other tables")
@@ -111,8 +114,8 @@ def _draw(
     grid.grid(visible=False)
     grid.tick_params(length=0)
     grid.xaxis.set_major_locator(MaxNLocator(8, integer=True, steps=style.ROUND))
-    grid.xaxis.set_major_formatter(FuncFormatter(lambda x, _: _rank_at(ranks, x)))
-    if len(ranks) <= WRITTEN_RANKS:
+    grid.xaxis.set_major_formatter(FuncFormatter(lambda x, _: _format_rank(ranks, x)))
+    if len(ranks) <= MAX_LABELED_RANKS:
         _write(grid, cells, kind, norm)
     else:
         bar = made.colorbar(image, ax=grid, location="bottom", aspect=40, format=kind)
@@ -133,23 +136,25 @@ def _write(axes: Axes, cells: np.ndarray, kind: FuncFormatter, norm: Normalize) 
             axes.text(column, row, kind(value), color=ink, ha="center", va="center", fontsize=6.5)
 
 
-def _rank_at(ranks: list[int], x: float) -> str:
+def _format_rank(ranks: list[int], x: float) -> str:
     return str(ranks[int(x)]) if x == int(x) and 0 <= x < len(ranks) else ""
 
 
-def _spread(held: np.ndarray) -> str:
+def _format_range(held: np.ndarray) -> str:
     """Return the smallest and the largest total of a rank as text."""
     totals = held.sum(axis=0)
-    return f"{bytes_text(totals.min())} to {bytes_text(totals.max())} each"
+    return f"{format_bytes(totals.min())} to {format_bytes(totals.max())} each"
 
 
 EDGES = np.logspace(-4, 2, BINS + 1)  # bin edges of row_norm_counts
-FADING = LinearSegmentedColormap.from_list("fading", [to_rgba(style.BLUE, 0.0), to_rgba(style.BLUE, 1.0)])
-MOST_MAPS = 12
-MOST_NAMED = 5  # lines of a panel that have a color and a name
+FADING_COLORMAP = LinearSegmentedColormap.from_list(
+    "fading", [to_rgba(style.BLUE, 0.0), to_rgba(style.BLUE, 1.0)]
+)
+MAX_MAPS = 12
+MAX_NAMED_LINES = 5  # lines of a panel that have a color and a name
 
 # Panels of `health`: key of the statistic, its label, and True if it is a share.
-PANELS = (
+HEALTH_PANELS = (
     ("dead_share", "rows never\ntrained", True),
     ("unique_ratio", "distinct ids\n÷ ids", True),
     ("gradient_norm", "gradient\nnorm", False),
@@ -158,7 +163,7 @@ PANELS = (
 
 
 @style.styled
-def row_norms(run: RunFolder) -> Figure | None:
+def draw_row_norms(run: RunFolder) -> Figure | None:
     """Draw the distribution of row norms over steps in a panel for each of the most loaded tables."""
     measured = {
         name: points
@@ -167,15 +172,17 @@ def row_norms(run: RunFolder) -> Figure | None:
     }
     if not measured:
         return None
-    shown = list(measured)[:MOST_MAPS]
-    which = f"; the {MOST_MAPS} most loaded of {len(measured)} tables" if len(measured) > MOST_MAPS else ""
+    shown = list(measured)[:MAX_MAPS]
+    which = f"; the {MAX_MAPS} most loaded of {len(measured)} tables" if len(measured) > MAX_MAPS else ""
     title = f"Norms of rows over steps (stronger: more rows){which}"
     made, panels = style.new_grid(title, len(shown), 0.8, 0.95, "norm of a row")
     for axes, name in zip(panels, shown, strict=True):
         steps = sorted(measured[name])
         shares = np.array([np.array(measured[name][s]) / sum(measured[name][s]) for s in steps]).T
-        axes.pcolormesh(_borders(steps), EDGES, shares, cmap=FADING, vmin=0, rasterized=True)
-        axes.set_title(style.fitted(name, style.PANEL, style.STYLE["axes.titlesize"]))
+        axes.pcolormesh(
+            _compute_column_borders(steps), EDGES, shares, cmap=FADING_COLORMAP, vmin=0, rasterized=True
+        )
+        axes.set_title(style.fit_name(name, style.MAX_PANEL_TITLE_POINTS, style.STYLE["axes.titlesize"]))
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(FixedLocator([1e-4, 1e-2, 1, 100]))
         axes.yaxis.set_minor_locator(NullLocator())
@@ -186,31 +193,31 @@ def row_norms(run: RunFolder) -> Figure | None:
 @style.styled
 def health(run: RunFolder) -> Figure | None:
     """Draw dead rows, distinct ids, gradient and update norms of tables over steps; the highest are named."""
-    lines = {key: _known(run.tables, key) for key, _, _ in PANELS}
-    found = [panel for panel in PANELS if lines[panel[0]]]
+    lines = {key: _known(run.tables, key) for key, _, _ in HEALTH_PANELS}
+    found = [panel for panel in HEALTH_PANELS if lines[panel[0]]]
     if not found:
         return None
     title = "Tables over steps" + (
-        f" (the {MOST_NAMED} highest at the end are named)" if len(run.tables) > MOST_NAMED else ""
+        f" (the {MAX_NAMED_LINES} highest at the end are named)" if len(run.tables) > MAX_NAMED_LINES else ""
     )
     made, panels = style.new_figure(title, 0.6 + 1.2 * len(found), len(found), sharex=True)
     for axes, (key, label, is_share) in zip(panels, found, strict=True):
         ordered = sorted(lines[key].items(), key=lambda item: item[1][-1][1], reverse=True)
         for index, (name, points) in enumerate(reversed(ordered)):
             place = len(ordered) - 1 - index
-            named = place < MOST_NAMED
+            named = place < MAX_NAMED_LINES
             axes.plot(
                 *zip(*points, strict=True),
                 color=style.LINES[place] if named else style.GREY,
                 linewidth=1.3 if named else 0.6,
-                label=style.fitted(name, style.NAME_POINTS) if named else None,
+                label=style.fit_name(name, style.MAX_NAME_POINTS) if named else None,
             )
         axes.set_ylabel(label)
         axes.yaxis.set_major_formatter(style.PERCENT if is_share else style.PLAIN)
-        style.few_ticks(axes.yaxis, 3)
-        style.restart_lines(axes, run.restarts, label=None)
+        style.limit_ticks(axes.yaxis, 3)
+        style.draw_restart_lines(axes, run.restarts, label=None)
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), reverse=True)
-    style.step_axis(panels[-1])
+    style.format_step_axis(panels[-1])
     return made
 
 
@@ -220,7 +227,7 @@ def _known(series: dict[str, dict[int, dict]], key: str) -> dict[str, list[tuple
     return {name: found for name, found in points.items() if len(found) > 1}
 
 
-def _borders(steps: list[int]) -> np.ndarray:
+def _compute_column_borders(steps: list[int]) -> np.ndarray:
     """Return the borders of the columns of a map, which are midway between two steps."""
     if len(steps) == 1:
         return np.array([steps[0] - 1, steps[0]])

@@ -11,15 +11,15 @@ from raytrec.common.formatting import count, duration, short
 from raytrec.common.messages import PHASES, Outcome, RankLine, Train
 from raytrec.report.figures import style
 from raytrec.report.figures.learning import points
-from raytrec.report.findings import straggler
-from raytrec.report.run_timeline import Mark, Story, story
-from raytrec.tracking.aggregate import by_rank, own_time, skip_warmup, sum_over_time
+from raytrec.report.findings import find_straggler
+from raytrec.report.run_timeline import Mark, RunTimeline, story
+from raytrec.tracking.aggregate import by_rank, get_own_time_s, skip_warmup, sum_over_time
 from raytrec.tracking.run_folder import RunFolder
 
-COLOURS = dict(zip(PHASES, style.NINE, strict=True))
-MOST_BARS = 16
-MOST_PANELS = 6
-MARKS = {  # kind of event → name, color, marker
+COLOURS = dict(zip(PHASES, style.PHASE_PALETTE, strict=True))
+MAX_BARS = 16
+MAX_PANELS = 6
+EVENT_STYLES = {  # kind of event → name, color, marker
     "failed": ("failure", style.VERMILION, "X"),
     "hang": ("hang", style.PURPLE, "P"),
     "not saved": ("save failed", style.VERMILION, "v"),
@@ -36,9 +36,9 @@ def elastic(run: RunFolder) -> Figure | None:
     told = story(run)
     if not told.groups:
         return None
-    unit, seconds = _unit(max(group.end_s for group in told.groups))
-    made, (workers, steps) = style.new_figure(_title(told), 3.9, 2, sharex=True, height_ratios=(1, 2))
-    _workers(workers, told, seconds)
+    unit, seconds = _choose_time_unit(max(group.end_s for group in told.groups))
+    made, (workers, steps) = style.new_figure(_make_title(told), 3.9, 2, sharex=True, height_ratios=(1, 2))
+    _draw_workers(workers, told, seconds)
     _steps(steps, told, seconds)
     steps.set_xlabel(f"{unit} since the start")
     steps.xaxis.set_major_formatter(style.PLAIN)
@@ -46,7 +46,7 @@ def elastic(run: RunFolder) -> Figure | None:
     return made
 
 
-def _workers(axes: Axes, told: Story, unit_s: int) -> None:
+def _draw_workers(axes: Axes, told: RunTimeline, unit_s: int) -> None:
     for group in told.groups:
         begin, end = group.begin_s / unit_s, group.end_s / unit_s
         axes.bar(begin, group.workers, end - begin, align="edge", color=style.SKY)
@@ -57,33 +57,36 @@ def _workers(axes: Axes, told: Story, unit_s: int) -> None:
             axes.text(begin, 1.02, text, transform=above, fontsize=6.5, ha="center", va="bottom")
     axes.set_ylabel("workers")
     axes.set_ylim(0, 1.15 * max(1, *(group.workers for group in told.groups)))
-    style.few_ticks(axes.yaxis, whole=True)
+    style.limit_ticks(axes.yaxis, whole=True)
 
 
-def _steps(axes: Axes, told: Story, unit_s: int) -> None:
+def _steps(axes: Axes, told: RunTimeline, unit_s: int) -> None:
     begins = [group.begin_s for group in told.groups]
     for begin, end in zip(begins, [*begins[1:], float("inf")], strict=True):
         points = [(at / unit_s, step) for at, step in told.progress if begin <= at < end]
         axes.plot([at for at, _ in points], [step for _, step in points], color=style.BLUE, linewidth=1)
-    for kind, (name, colour, marker) in MARKS.items():
+    for kind, (name, colour, marker) in EVENT_STYLES.items():
         marks = [mark for mark in told.marks if mark.kind == kind]
-        times, heights = [mark.at_s / unit_s for mark in marks], [_height(mark, told) for mark in marks]
+        times, heights = (
+            [mark.at_s / unit_s for mark in marks],
+            [_get_mark_step(mark, told) for mark in marks],
+        )
         if marks:
             axes.scatter(times, heights, c=colour, marker=marker, s=32, label=name, zorder=3)
     axes.set_ylabel("step")
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(style.WHOLE)
-    style.few_ticks(axes.yaxis, whole=True)
+    style.limit_ticks(axes.yaxis, whole=True)
 
 
-def _height(mark: Mark, told: Story) -> int:
+def _get_mark_step(mark: Mark, told: RunTimeline) -> int:
     """Return the step of a mark, or the step of the run at that time."""
     if mark.step is not None:
         return mark.step
     return next((step for at, step in reversed(told.progress) if at <= mark.at_s), 0)
 
 
-def _title(told: Story) -> str:
+def _make_title(told: RunTimeline) -> str:
     seconds = max(group.end_s for group in told.groups)
     sizes = sorted({group.workers for group in told.groups})
     workers = count(sizes[0], "worker") if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]} workers"
@@ -94,7 +97,7 @@ def _title(told: Story) -> str:
     return f"The run: {', '.join(parts)}"
 
 
-def _unit(seconds: float) -> tuple[str, int]:
+def _choose_time_unit(seconds: float) -> tuple[str, int]:
     if seconds < 180:
         return "seconds", 1
     return ("minutes", 60) if seconds < 3 * 3600 else ("hours", 3600)
@@ -108,7 +111,7 @@ def checks(run: RunFolder) -> Figure | None:
     names = list(dict.fromkeys(line.check for line in run.checks))
     failed = [line for line in run.checks if not line.passed]
     passed = [line for line in run.checks if line.passed]
-    made, (axes,) = style.new_figure(_checks_title(run.checks, failed), 1.3 + 0.2 * len(names))
+    made, (axes,) = style.new_figure(_make_checks_title(run.checks, failed), 1.3 + 0.2 * len(names))
     for lines, colour, marker, size, label in (
         (passed, style.GREEN, "o", 12, "passed"),
         (failed, style.VERMILION, "X", 45, "failed"),
@@ -119,13 +122,13 @@ def checks(run: RunFolder) -> Figure | None:
         axes.scatter([line.step for line in lines], places, c=colour, marker=marker, s=size, label=label)
     axes.set_yticks(range(len(names)), [short(name) for name in names])
     axes.set_ylim(len(names) - 0.5, -0.5)
-    style.restart_lines(axes, run.restarts)
-    style.step_axis(axes)
+    style.draw_restart_lines(axes, run.restarts)
+    style.format_step_axis(axes)
     made.legend(ncols=3, loc="outside lower left")
     return made
 
 
-def _checks_title(checks: list[Outcome], failed: list[Outcome]) -> str:
+def _make_checks_title(checks: list[Outcome], failed: list[Outcome]) -> str:
     if not failed:
         return f"Checks: all {len(checks)} passed"
     first = failed[0]
@@ -135,38 +138,43 @@ def _checks_title(checks: list[Outcome], failed: list[Outcome]) -> str:
 
 
 @style.styled
-def throughput(run: RunFolder) -> Figure | None:
+def draw_throughput(run: RunFolder) -> Figure | None:
     """Draw rows trained per second by all ranks together, over steps."""
     steps, rates = points(run, Train, "rows_per_s")
     if len(steps) < 2:
         return None
     usual = median(rates)
     made, (axes,) = style.new_figure(f"Speed: {usual:,.0f} rows/s in the median", 1.9)
-    axes.plot(*style.thinned(steps, rates), color=style.BLUE)
-    style.restart_lines(axes, run.restarts)
+    axes.plot(*style.thin_line(steps, rates), color=style.BLUE)
+    style.draw_restart_lines(axes, run.restarts)
     axes.set_ylim(bottom=0)
     axes.set_ylabel("rows/s")
-    style.few_ticks(axes.yaxis)
+    style.limit_ticks(axes.yaxis)
     axes.yaxis.set_major_formatter(style.WHOLE)
-    style.step_axis(axes)
+    style.format_step_axis(axes)
     return made
 
 
 @style.styled
-def in_total(run: RunFolder) -> Figure | None:
+def draw_phase_totals(run: RunFolder) -> Figure | None:
     """Draw milliseconds per step in each phase, with a bar for each rank of the last group of workers."""
     ranks = [line for line in sum_over_time(skip_warmup(run.ranks)) if line.steps]
     if not ranks:
         return None
-    shown, which = _slowest(ranks, MOST_BARS)
-    slow = straggler(ranks)
+    shown, which = _select_slowest(ranks, MAX_BARS)
+    slow = find_straggler(ranks)
     title = f"Time of a step: {slow.partition(':')[0]}" if slow else f"Time of a step{which}"
     made, (axes,) = style.new_figure(title, 1.6 + 0.2 * len(shown))
     left = [0.0] * len(shown)
     for phase in PHASES:
         widths = [line.phase_s(phase) / line.steps * 1e3 for line in shown]
         axes.barh(
-            range(len(shown)), widths, left=left, color=COLOURS[phase], label=_words(phase), height=0.75
+            range(len(shown)),
+            widths,
+            left=left,
+            color=COLOURS[phase],
+            label=_format_phase(phase),
+            height=0.75,
         )
         left = [a + b for a, b in zip(left, widths, strict=True)]
     axes.set_yticks(range(len(shown)), [f"rank {line.rank}" for line in shown])
@@ -183,20 +191,20 @@ def over_steps(run: RunFolder) -> Figure | None:
     ranks = [line for line in sum_over_time(run.ranks) if line.steps]
     if not ranks:
         return None
-    shown, which = _slowest(ranks, MOST_PANELS)
+    shown, which = _select_slowest(ranks, MAX_PANELS)
     title = f"Time of a step over steps{which}"
     made, panels = style.new_grid(title, len(shown), 1.2, 1.15, "ms a step")
     lines = by_rank(run.ranks)
     for axes, total in zip(panels, shown, strict=True):
-        _stack(axes, lines[total.rank])
+        _draw_phase_areas(axes, lines[total.rank])
         axes.set_title(f"rank {total.rank}")
-        style.restart_lines(axes, run.restarts, label=None)
-        style.few_ticks(axes.yaxis)
+        style.draw_restart_lines(axes, run.restarts, label=None)
+        style.limit_ticks(axes.yaxis)
     made.legend(*panels[0].get_legend_handles_labels(), loc="outside lower left", ncols=4)
     return made
 
 
-def _stack(axes: Axes, lines: list[RankLine]) -> None:
+def _draw_phase_areas(axes: Axes, lines: list[RankLine]) -> None:
     """Draw intervals as stacked areas, as wide as their steps; gaps where the rank did not exist."""
     edges: list[int] = [lines[0].first_step]
     kept: list[RankLine | None] = []
@@ -210,18 +218,18 @@ def _stack(axes: Axes, lines: list[RankLine]) -> None:
     for phase in PHASES:
         heights = [line.phase_s(phase) / line.steps * 1e3 if line and line.steps else 0.0 for line in kept]
         top = [a + b for a, b in zip(bottom, heights, strict=True)]
-        axes.stairs(top, edges, baseline=bottom, fill=True, color=COLOURS[phase], label=_words(phase))
+        axes.stairs(top, edges, baseline=bottom, fill=True, color=COLOURS[phase], label=_format_phase(phase))
         bottom = top
     axes.set_ylim(bottom=0)
 
 
-def _slowest(ranks: list[RankLine], most: int) -> tuple[list[RankLine], str]:
+def _select_slowest(ranks: list[RankLine], most: int) -> tuple[list[RankLine], str]:
     """Return the ranks with the most own time per step if there are too many, and a part of the title."""
     if len(ranks) <= most:
         return ranks, ", by rank" if len(ranks) > 1 else ""
-    chosen = sorted(ranks, key=lambda line: own_time(line) / line.steps, reverse=True)[:most]
+    chosen = sorted(ranks, key=lambda line: get_own_time_s(line) / line.steps, reverse=True)[:most]
     return chosen, f": the {most} of {len(ranks)} ranks with the most own time"
 
 
-def _words(phase: str) -> str:
+def _format_phase(phase: str) -> str:
     return phase.replace("_", " ")

@@ -126,7 +126,7 @@ class BatchLoss(Loss):
 loss: Registry[type[Loss]] = Registry("loss", __name__)
 
 
-def in_range(name: str, value: object, low: float, high: float, *, exclusive: bool = False) -> float:
+def check_in_range(name: str, value: object, low: float, high: float, *, exclusive: bool = False) -> float:
     """Return an option of a loss as a float after a check of its range.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from raytrec.tasks.losses import BatchLoss, Rows, in_range, loss
+from raytrec.tasks.losses import BatchLoss, Rows, check_in_range, loss
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +63,7 @@ class InBatchSoftmax(BatchLoss):
     reads_counts = True
 
     def __init__(self, temperature: float = 1.0):
-        self.temperature = in_range("temperature", temperature, 0.0, 1e6, exclusive=True)
+        self.temperature = check_in_range("temperature", temperature, 0.0, 1e6, exclusive=True)
 
     def scores(self, vectors_BV: torch.Tensor) -> torch.Tensor:
         """Return ⟨query, item⟩ of each row: float32 [B, 2·D] → [B]."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from raytrec.tasks.losses import Loss, in_range, loss
+from raytrec.tasks.losses import Loss, check_in_range, loss
 
 if TYPE_CHECKING:
     import torch
@@ -46,8 +46,8 @@ class Focal(BinaryCrossEntropy):
     """
 
     def __init__(self, gamma: float = 2.0, alpha: float | None = None):
-        self.gamma = in_range("gamma", gamma, 0.0, 100.0)
-        self.alpha = None if alpha is None else in_range("alpha", alpha, 0.0, 1.0, exclusive=True)
+        self.gamma = check_in_range("gamma", gamma, 0.0, 100.0)
+        self.alpha = None if alpha is None else check_in_range("alpha", alpha, 0.0, 1.0, exclusive=True)
 
     def of_rows(self, logits_B: torch.Tensor, labels_B: torch.Tensor) -> torch.Tensor:
         """Return the focal loss of each row: float32 [B]."""
@@ -117,7 +117,7 @@ class Huber(Loss):
     predicts = "number"
 
     def __init__(self, delta: float = 1.0):
-        self.delta = in_range("delta", delta, 0.0, 1e9, exclusive=True)
+        self.delta = check_in_range("delta", delta, 0.0, 1e9, exclusive=True)
 
     def of_rows(self, logits_B: torch.Tensor, labels_B: torch.Tensor) -> torch.Tensor:
         """Return the Huber loss of each row: float32 [B]."""

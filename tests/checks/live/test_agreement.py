@@ -124,7 +124,9 @@ def test_a_run_that_is_well_exchanges_no_objects():
 
 
 def test_the_probe_compares_the_bags_of_few_ranks_at_a_time():
-    assert all(probe.is_looking(rank, 8, turn) for rank in range(8) for turn in range(3)), "few: all, always"
+    assert all(probe.is_comparing(rank, 8, turn) for rank in range(8) for turn in range(3)), (
+        "few: all, always"
+    )
     for world in (9, 64, 1000):
-        turns = [{r for r in range(world) if probe.is_looking(r, world, turn)} for turn in range(world)]
-        assert max(map(len, turns)) <= probe.LOOKING and set.union(*turns) == set(range(world))
+        turns = [{r for r in range(world) if probe.is_comparing(r, world, turn)} for turn in range(world)]
+        assert max(map(len, turns)) <= probe.MAX_COMPARING_RANKS and set.union(*turns) == set(range(world))

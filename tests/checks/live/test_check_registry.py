@@ -3,11 +3,11 @@
 import pytest
 
 from raytrec.checks.live.outcome import Check, Outcome
-from raytrec.checks.live.registry import CHECKS, all_checks, check, choose, verdict
+from raytrec.checks.live.registry import CHECKS, check, choose, list_builtin_checks, verdict
 from raytrec.common.errors import ConfigError
 from raytrec.config.run_config import load_config
 from raytrec.config.training import ChecksSection
-from raytrec.config.trust import code_in, own_code
+from raytrec.config.trust import find_foreign_code, list_user_code
 
 NOT_CHECKS = {"every_steps", "at_checkpoints", "custom"}
 
@@ -36,7 +36,7 @@ def own(name, reaction="warn"):
 
 def test_each_setting_is_a_check_and_each_check_has_one():
     names = [setting for setting in ChecksSection.model_fields if setting not in NOT_CHECKS]
-    assert [one.name for one in all_checks()] == names == list(choose(configured()))
+    assert [one.name for one in list_builtin_checks()] == names == list(choose(configured()))
     assert CHECKS.parts.keys() == set(names), "nothing of these tests"
 
 
@@ -78,5 +78,5 @@ def test_what_is_no_setting_is_refused(custom):
 
 def test_it_is_code_of_the_users():
     values = own("Steady").model_dump(by_alias=True)
-    assert own_code(values) == [f"{__name__}:Steady"] == list(code_in(values).values())
-    assert own_code(configured().model_dump(by_alias=True)) == []
+    assert list_user_code(values) == [f"{__name__}:Steady"] == list(find_foreign_code(values).values())
+    assert list_user_code(configured().model_dump(by_alias=True)) == []

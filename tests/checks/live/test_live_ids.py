@@ -18,14 +18,14 @@ def two_ids_of_a_row(scene):
     """The first id of each rank gets the row of that rank's second one."""
     if scene.rank == 1:
         one = scene.step.maps["user"]._maps.rows
-        slots = one.occupied(USER)
+        slots = one.find_occupied_slots(USER)
         one.fields["row"][slots[0]] = one.fields["row"][slots[1]]
 
 
 def row_of_the_fallback(scene):
     if scene.rank == 1:
         one = scene.step.maps["user"]._maps.rows
-        one.fields["row"][one.occupied(USER)[0]] = scene.step.maps["user"].capacity
+        one.fields["row"][one.find_occupied_slots(USER)[0]] = scene.step.maps["user"].capacity
 
 
 def a_row_that_is_free_as_well(scene):
@@ -43,13 +43,13 @@ def other_free_rows(scene):
 def an_id_of_another_rank(scene):
     import torch
 
-    from raytrec.embeddings.managed.key_map import Entries
+    from raytrec.embeddings.managed.key_map import KeyEntries
 
     if scene.rank == 0:
         nothing = torch.zeros(1, dtype=torch.int64)  # 0 is the least key of the second of two ranks
         fields = dict.fromkeys(("row", "sightings", "last"), nothing)
         tables = torch.full_like(nothing, USER)
-        scene.step.maps["user"]._maps.rows.insert(tables, [1, 0], Entries(nothing, fields))
+        scene.step.maps["user"]._maps.rows.insert(tables, [1, 0], KeyEntries(nothing, fields))
 
 
 @pytest.mark.parametrize(
@@ -75,14 +75,14 @@ def test_nothing_is_wrong_without_a_fault(world):
 
 
 def test_sums_of_audits_are_judged_as_the_audits_are():
-    from raytrec.embeddings.managed.row_map import MASK, Audit, is_sound, problems
+    from raytrec.embeddings.managed.row_map import MASK, MapAudit, is_one_to_one, problems
 
-    good = [Audit(rank, 5, 0, 0, 0, (-1) ** rank * 7 & MASK, 2, 9, 3) for rank in range(4)]
+    good = [MapAudit(rank, 5, 0, 0, 0, (-1) ** rank * 7 & MASK, 2, 9, 3) for rank in range(4)]
     good[3] = replace(good[3], sum=(good[3].sum - 9) & MASK)
 
     def summed(audits):
         wrong, ids, total = (sum(column) for column in zip(*(a.numbers for a in audits), strict=True))
-        return is_sound(audits[0], [wrong, ids, total], 25)
+        return is_one_to_one(audits[0], [wrong, ids, total], 25)
 
     assert problems(good, 25) == [] and summed(good) and problems(good, 24) != []
     assert all(-(2**63) <= number < 2**63 for audit in good for number in audit.numbers)

@@ -15,17 +15,25 @@ from small import config
 from standin import cuda
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from raytrec.checks.live.finite import SAMPLED_ROWS, Finite, largest, sample
-from raytrec.checks.live.keys import LONGEST_BAG, some_bags
-from raytrec.checks.live.numerics import GROWTH, Numerics, Sizes
-from raytrec.checks.live.outcome import Check, CheckedRun, Outcome, Position, odd_ones, ranks, read
-from raytrec.checks.live.probe import error_of
-from raytrec.checks.live.registry import all_checks, verdict
-from raytrec.checks.live.replicas import CHUNK, Replicas, _multipliers, fingerprint
-from raytrec.checks.live.shards import _gaps
+from raytrec.checks.live.finite import SAMPLED_ROWS_PER_SHARD, Finite, largest, sample
+from raytrec.checks.live.keys import LONGEST_BAG, select_bags
+from raytrec.checks.live.numerics import MAX_GROWTH, Numerics, Sizes
+from raytrec.checks.live.outcome import (
+    Check,
+    CheckedRun,
+    Outcome,
+    Position,
+    find_deviating_ranks,
+    ranks,
+    read,
+)
+from raytrec.checks.live.probe import find_largest_error
+from raytrec.checks.live.registry import list_builtin_checks, verdict
+from raytrec.checks.live.replicas import CHUNK, Replicas, _make_multipliers, fingerprint
+from raytrec.checks.live.shards import _find_gaps
 from raytrec.common.collectives import Peers
-from raytrec.embeddings.tables import Parts, Shard, Table
-from raytrec.embeddings.taps import Lookup, each_key
+from raytrec.embeddings.tables import Shard, ShardedValues, Table
+from raytrec.embeddings.taps import Lookup, iterate_keys
 
 WIDTHS = {torch.float32: 32, torch.float16: 16, torch.bfloat16: 16, torch.float64: 64, torch.int64: 64}
 
@@ -45,7 +53,9 @@ def test_every_bit_counts(dtype):
 
 
 def test_no_change_of_one_value_can_vanish():
-    assert bool((_multipliers(CHUNK["cpu"], torch.device("cpu")) % 2 == 1).all()), "odd ones have an inverse"
+    assert bool((_make_multipliers(CHUNK["cpu"], torch.device("cpu")) % 2 == 1).all()), (
+        "odd ones have an inverse"
+    )
 
 
 def test_two_high_bits_do_not_cancel():
@@ -83,13 +93,13 @@ def test_maps_of_shards_against_a_count_of_every_value(seed):
         outside |= bool(len(r) and len(c) and r.stop > rows)
         count[r.start : r.stop, c.start : c.stop] += 1
     shards = [Shard(rank, r, c, None) for rank, (r, c) in enumerate(boxes)]
-    found = list(_gaps(Parts((rows, dim), torch.float32, shards, False, torch.device("cpu"))))
+    found = list(_find_gaps(ShardedValues((rows, dim), torch.float32, shards, False, torch.device("cpu"))))
     assert bool(found) == (bool((count != 1).any()) or outside), (boxes, found)
 
 
 def test_odd_ones():
-    assert odd_ones([1, 1, 1]) == [] and odd_ones([1, 2]) == [1]
-    assert odd_ones([2, 1, 1]) == [0] and odd_ones([1, 2, None, 1]) == [1, 2]
+    assert find_deviating_ranks([1, 1, 1]) == [] and find_deviating_ranks([1, 2]) == [1]
+    assert find_deviating_ranks([2, 1, 1]) == [0] and find_deviating_ranks([1, 2, None, 1]) == [1, 2]
     assert ranks([3]) == "rank 3" and ranks([0, 2, 3]) == "ranks 0, 2 and 3"
     assert ranks(list(range(100))) == "ranks 0, 1, 2, 3, 4, 5, 6 and 93 more"
 
@@ -107,8 +117,8 @@ def test_growth_is_seen_against_the_median_of_earlier_looks():
     assert all(judged(numbers, values=x).passed for x in (0.5, 500.0, 0.5)), "it only learns at first"
     assert not judged(numbers, values=51.0).passed and judged(numbers, values=0.5).passed
     assert judged(numbers, values=49.0).passed
-    assert "× what is usual" in judged(numbers, gradient=0.1 * GROWTH * 1.1).text
-    assert judged(numbers, gradient=0.1 * GROWTH * 0.9).passed
+    assert "× what is usual" in judged(numbers, gradient=0.1 * MAX_GROWTH * 1.1).text
+    assert judged(numbers, gradient=0.1 * MAX_GROWTH * 0.9).passed
     small = numerics()
     assert all(judged(small, values=x).passed for x in (1e-4, 1e-4, 1e-4, 0.5, 9.0)), "tables begin near 0"
     rare = numerics()
@@ -171,21 +181,23 @@ def test_rates_that_drift(step, ratio, positives, passed):
 
 
 def test_every_row_is_looked_at_in_turn():
-    rows = 3 * SAMPLED_ROWS - 5
+    rows = 3 * SAMPLED_ROWS_PER_SHARD - 5
     shard = Shard(0, range(rows), range(1), torch.arange(rows).view(-1, 1))
     seen = set()
     for turn in range(3):
         some = sample(shard, turn)
-        assert len(some) <= SAMPLED_ROWS
+        assert len(some) <= SAMPLED_ROWS_PER_SHARD
         seen |= set(some.flatten().tolist())
     assert len(seen) == rows
 
 
 def test_rows_that_a_probed_step_touched_are_looked_at():
-    rows = 10 * SAMPLED_ROWS
+    rows = 10 * SAMPLED_ROWS_PER_SHARD
     values = torch.zeros(rows, 2)
     values[777] = float("nan")
-    whole = Parts((rows, 2), values.dtype, [Shard(0, range(rows), range(2), values)], False, values.device)
+    whole = ShardedValues(
+        (rows, 2), values.dtype, [Shard(0, range(rows), range(2), values)], False, values.device
+    )
     table = Table("t", (rows, 2), values.dtype, "table_wise", "fused", whole, None, {}, None)
     ids = KeyedJaggedTensor(["a", "b"], torch.tensor([5, 6, 777]), lengths=torch.tensor([1, 1, 1, 0]))
     lookup = Lookup(None, ["a", "b"], ["other", "t"], False, torch.zeros(2), ids)
@@ -205,25 +217,25 @@ def test_bags_that_are_compared():
     ids = torch.arange(int(lengths.sum()))
     weights = torch.rand(len(ids)) + 0.5
     sparse = KeyedJaggedTensor(["a", "b"], ids, weights, lengths=torch.cat([lengths, 0 * lengths]))
-    key, empty = each_key(sparse, 2)
+    key, empty = iterate_keys(sparse, 2)
     for mean in (False, True):
-        bags = some_bags(key, torch.tensor([0, 1, 2]), mean, ids.device)
+        bags = select_bags(key, torch.tensor([0, 1, 2]), mean, ids.device)
         assert bags.at.tolist() == [0, 1, 3], "the longest that is not too long comes last"
         assert bags.ids.tolist() == [0, 1, *range(LONGEST_BAG + 3, 2 * LONGEST_BAG + 3)]
         assert bags.bag.tolist() == [1, 1, *[2] * LONGEST_BAG]
         divisor = weights[:2].sum() if mean else 1.0
         assert torch.allclose(bags.factors[:2], weights[:2] / divisor)
-    assert some_bags(empty, torch.tensor([4]), True, ids.device).ids.tolist() == []
+    assert select_bags(empty, torch.tensor([4]), True, ids.device).ids.tolist() == []
 
 
 def test_errors_are_seen_against_what_is_added_up():
     nan, inf = float("nan"), float("inf")
     got, expected = torch.tensor([[1.0, 2.0], [nan, 8.0]]), torch.tensor([[1.0, 2.5], [nan, 9.0]])
-    assert error_of(got, expected, torch.tensor([1.0, 4.0])) == (0.5, 0, 1)
-    assert error_of(got, expected, torch.tensor([4.0, 4.0])) == (0.25, 1, 1)
-    assert error_of(got, got, torch.zeros(2)) == (0.0, 0, 0)
-    assert error_of(got, expected.nan_to_num(), torch.ones(2)) == (inf, 1, 0)
-    assert error_of(got[:0], expected[:0], torch.ones(0)) == (0.0, 0, 0)
+    assert find_largest_error(got, expected, torch.tensor([1.0, 4.0])) == (0.5, 0, 1)
+    assert find_largest_error(got, expected, torch.tensor([4.0, 4.0])) == (0.25, 1, 1)
+    assert find_largest_error(got, got, torch.zeros(2)) == (0.0, 0, 0)
+    assert find_largest_error(got, expected.nan_to_num(), torch.ones(2)) == (inf, 1, 0)
+    assert find_largest_error(got[:0], expected[:0], torch.ones(0)) == (0.0, 0, 0)
 
 
 def outcome(check, passed, text="text"):
@@ -238,7 +250,7 @@ def test_what_ends_a_run():
     assert "raytrec train --resume" in error.do and "checks.shards=warn" in error.do
     settings.checks.shards = settings.checks.replicas = "warn"
     assert verdict([outcome("shards", False), outcome("replicas", False)], settings) is None
-    assert all(check.do for check in all_checks())
+    assert all(check.do for check in list_builtin_checks())
 
 
 def test_outcomes_are_json():
@@ -258,7 +270,7 @@ def off(rank, world, names):
 
 
 def test_checks_that_are_off_are_not_made():
-    names = [check.name for check in all_checks()]
+    names = [check.name for check in list_builtin_checks()]
     assert on_ranks(2, off, names) == [[], []]
     for name in names:
         answers = on_ranks(2, off, [other for other in names if other != name])

@@ -90,10 +90,10 @@ def test_ids_that_reach_other_rows():
 
 
 def divided_again(scene):
-    from raytrec.embeddings.pooling import bag_totals
+    from raytrec.embeddings.pooling import sum_bag_weights
 
     def again(means, inputs, pooled):
-        totals = dict(zip(inputs[1].keys(), bag_totals(inputs[1]), strict=True))
+        totals = dict(zip(inputs[1].keys(), sum_bag_weights(inputs[1]), strict=True))
         return {
             f: v / totals[f].unsqueeze(1) if mean else v
             for (f, v), mean in zip(pooled.items(), means.is_mean, strict=True)
@@ -273,11 +273,11 @@ def scaled_back_too_much(scene):
     """Gradients that arrive 2 % too large."""
     from unittest.mock import patch
 
-    from raytrec.embeddings.sharding import Codec
+    from raytrec.embeddings.sharding import ScaledCodec
 
-    decode = Codec.decode
+    decode = ScaledCodec.decode
     patched = patch.object(
-        Codec, "decode", lambda self, *given: decode(self, *given) * (1 if self.factor == 1 else 1.02)
+        ScaledCodec, "decode", lambda self, *given: decode(self, *given) * (1 if self.factor == 1 else 1.02)
     )
     patched.start()
     return patched.stop

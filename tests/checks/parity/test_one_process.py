@@ -8,7 +8,7 @@ from raytrec.checks.parity import reference
 from raytrec.checks.parity.batches import random_batches
 from raytrec.config.schema import Schema
 from raytrec.config.tasks import TaskSection
-from raytrec.embeddings.optimizers import optimizer_of
+from raytrec.embeddings.optimizers import find_optimizer
 from raytrec.tasks.objective import Objective
 from raytrec.tasks.task import resolve_tasks
 
@@ -123,7 +123,7 @@ def _sparse(grad):
 @pytest.mark.parametrize("name", ["sgd", "adagrad", "adam"])
 def test_dense_updates_of_tables_are_torchs(name, decay):
     eps = {} if name == "sgd" else {"eps": 1e-6}
-    make = optimizer_of(name).torch_class()
+    make = find_optimizer(name).torch_class()
     ours = trained(lambda p: reference.TableReference(name, *p, lr=0.1, weight_decay=decay, **eps))
     torch.testing.assert_close(ours, trained(lambda p: make(p, lr=0.1, weight_decay=decay, **eps)))
 
@@ -166,15 +166,17 @@ class Deep(nn.Module):
 
 def test_margin_of_a_kink():
     batch = random_batches(SCHEMA, 10, 1, seed=3)[0]
-    assert reference.kink_margins(model(), [batch]) == [float("inf")]  # and model() seeds what follows
+    assert reference.measure_kink_margins(model(), [batch]) == [
+        float("inf")
+    ]  # and model() seeds what follows
     one = reference.Reference(SCHEMA, {"t": torch.randn(11, 4)}, Deep())
     with torch.no_grad():
         inputs = one.model.hidden(torch.cat(list(one.pooled(batch).values()), 1)).abs()
     margin = pytest.approx(float(inputs.min() / inputs.max()), rel=1e-4)  # the least input is a difference
-    assert reference.kink_margins(one, [batch]) == [margin]
+    assert reference.measure_kink_margins(one, [batch]) == [margin]
     others = random_batches(SCHEMA, 10, 2, seed=4)
-    together = reference.kink_margins(one, [others[0], batch, others[1]])
-    alone = [reference.kink_margins(one, [other])[0] for other in others]
+    together = reference.measure_kink_margins(one, [others[0], batch, others[1]])
+    alone = [reference.measure_kink_margins(one, [other])[0] for other in others]
     assert together == [pytest.approx(alone[0], rel=1e-4), margin, pytest.approx(alone[1], rel=1e-4)]
     assert len({round(each, 9) for each in together}) == 3
     assert not one.model.relu._forward_pre_hooks

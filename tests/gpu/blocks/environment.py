@@ -20,7 +20,7 @@ def run(here: Here) -> None:
 
     if here.stand_in:
         raise CannotRun("a stand-in has neither a driver nor kernels")
-    others = _others() if here.kind == "cuda" else []  # before this process is one of them
+    others = _to_allowed_ids() if here.kind == "cuda" else []  # before this process is one of them
     fbgemm = "fbgemm-gpu" if here.kind == "cuda" else "fbgemm-gpu-cpu"
     require_versions()
     file = "next" if (version("torchrec") or "").startswith("1.9.") else here.kind
@@ -47,13 +47,13 @@ def run(here: Here) -> None:
 def _check_gpu(here: Here) -> None:
     import torch
 
-    from raytrec.common.machine import SERVED
+    from raytrec.common.machine import FBGEMM_CAPABILITIES
 
     assert (torch.version.cuda or "").startswith(CUDA), f"torch is built for CUDA {torch.version.cuda}"
     driver = driver_version()
     assert int(driver.split(".")[0]) >= DRIVER, f"driver {driver}; CUDA {CUDA} needs {DRIVER} or newer"
     assert torch.cuda.is_available(), "torch finds no GPU that it can use"
-    served = SERVED[version("fbgemm-gpu")]
+    served = FBGEMM_CAPABILITIES[version("fbgemm-gpu")]
     for gpu in range(torch.cuda.device_count()):
         capability = torch.cuda.get_device_capability(gpu)
         assert capability in served, f"GPU {gpu}: capability {capability}; FBGEMM has {sorted(served)}"
@@ -92,13 +92,13 @@ def handle() -> Any:
     """NVML's handle of the GPU that the blocks use."""
     import pynvml
 
-    from raytrec.common.machine import cuda_handle
+    from raytrec.common.machine import get_cuda_handle
 
     pynvml.nvmlInit()
-    return cuda_handle("cuda:0")
+    return get_cuda_handle("cuda:0")
 
 
-def _others() -> list[int]:
+def _to_allowed_ids() -> list[int]:
     """Processes that compute on the GPU. (Their numbers are the host's, which in a container are others.)"""
     import pynvml
 

@@ -77,10 +77,10 @@ def _initial_values_agree(here: Here) -> None:
 def _checkpoint_is_equal(here: Here, state) -> None:
     """Saves by the thread, loads into another model, and compares to the last bit."""
     import torch
-    from torch.distributed._shard.sharded_tensor import ShardedTensor
+    from torch.distributed._get_local_shard.make_sharded_tensor import ShardedTensor
 
     from raytrec.checkpoint.restore import load
-    from raytrec.checkpoint.save import Saver
+    from raytrec.checkpoint.save import CheckpointWriter
     from raytrec.config.training import CheckpointSection
 
     tensors = state.tensors()
@@ -88,7 +88,7 @@ def _checkpoint_is_equal(here: Here, state) -> None:
         for shard in value.local_shards() if isinstance(value, ShardedTensor) else []:
             claimed, lies = shard.metadata.placement.device(), shard.tensor.device
             assert claimed == lies, f"{name}: its metadata has {claimed}, it lies on {lies}"
-    saver = Saver(str(here.folder / "checkpoints"), CheckpointSection(every_s=None))
+    saver = CheckpointWriter(str(here.folder / "checkpoints"), CheckpointSection(every_s=None))
     for number in (3, 4):  # the second uses the first one's buffers again
         saver.save(number, tensors, {})
         saved = saver.taken()
@@ -106,7 +106,7 @@ def _checkpoint_is_equal(here: Here, state) -> None:
 def _local(value):
     """This rank's values, on the CPU."""
     import torch
-    from torch.distributed._shard.sharded_tensor import ShardedTensor
+    from torch.distributed._get_local_shard.make_sharded_tensor import ShardedTensor
 
     if isinstance(value, ShardedTensor):
         return torch.cat([shard.tensor.detach().reshape(-1).cpu() for shard in value.local_shards()])

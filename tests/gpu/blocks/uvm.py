@@ -15,8 +15,8 @@ def run(here: Here) -> None:
     import torch
 
     from raytrec.checkpoint.state import LogicalState
-    from raytrec.compat.fbgemm import cache_hits
-    from raytrec.compat.torchrec_ import sharded_kernels
+    from raytrec.compat.fbgemm import measure_cache_hits
+    from raytrec.compat.torchrec_ import iterate_sharded_kernels
 
     tables = {"t": {"rows": TABLE_ROWS, "dim": DIM}}
     schema = small.a_schema(dense=["a"], sparse={"f": {"table": "t"}}, tables=tables)
@@ -24,8 +24,8 @@ def run(here: Here) -> None:
     with here.group():
         step = small.build(config, schema, here.device)
         _train(step, here)
-        (kernel,) = sharded_kernels(step.model)
-        here.found["cache_hits"] = hits = cache_hits(kernel)
+        (kernel,) = iterate_sharded_kernels(step.model)
+        here.found["cache_hits"] = hits = measure_cache_hits(kernel)
         assert hits, "no row was found in the cache"
         ids = torch.randint(0, TABLE_ROWS, (4096,), device=here.device)
         looked_up = _lookup(kernel, ids)
@@ -72,12 +72,12 @@ def _check_host_memory(here: Here, tensors) -> None:
     """Of the whole process: raytrec locks memory that torch's statistics of pinned memory do not know of."""
     import psutil
 
-    from raytrec.checkpoint.save import Saver
+    from raytrec.checkpoint.save import CheckpointWriter
     from raytrec.config.training import CheckpointSection
 
     process = psutil.Process()
     before = process.memory_info().rss
-    saver = Saver(str(here.folder / "checkpoints"), CheckpointSection(every_s=None))
+    saver = CheckpointWriter(str(here.folder / "checkpoints"), CheckpointSection(every_s=None))
     saver.save(1, tensors, {})
     saved = saver.taken()
     assert saved.error is None, str(saved.error)
@@ -87,7 +87,7 @@ def _check_host_memory(here: Here, tensors) -> None:
 
 
 def _bytes(value) -> int:
-    from torch.distributed._shard.sharded_tensor import ShardedTensor
+    from torch.distributed._get_local_shard.make_sharded_tensor import ShardedTensor
 
     parts = [s.tensor for s in value.local_shards()] if isinstance(value, ShardedTensor) else [value]
     return sum(part.numel() * part.element_size() for part in parts)
