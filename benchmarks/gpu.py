@@ -44,7 +44,7 @@ from raytrec.compat.torchrec_ import iterate_sharded_kernels
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.data.batch import Batch
-from raytrec.data.form import ReadPlan
+from raytrec.data.read_plans import ReadPlan
 from raytrec.models import build_model
 from raytrec.planning.machines import find_gpu
 from raytrec.worker.build import build_step

@@ -100,7 +100,7 @@ def build(rank: int, world: int, case: str, grouped: bool) -> tuple[Any, Iterato
     """
     from raytrec.common.memory import retain_freed_memory
     from raytrec.data.canonical import canonical
-    from raytrec.data.columns import Place
+    from raytrec.data.column_conversion import Place
 
     retain_freed_memory()  # as runs do
     parts, model, candidates, count = CASES[case]

@@ -38,8 +38,8 @@ from rank_group import join_group
 
 from raytrec.data.batch import Batch, Collator
 from raytrec.data.canonical import build_canonical_table
-from raytrec.data.form import ReadPlan, ResolvedReadPlan
-from raytrec.data.pieces import Rows
+from raytrec.data.read_plans import ReadPlan, ResolvedReadPlan
+from raytrec.data.row_slices import Rows
 from raytrec.metrics.selection import Selection
 from raytrec.metrics.sums import HELD, Sums
 from raytrec.worker.build import build_step

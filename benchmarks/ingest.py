@@ -47,9 +47,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from raytrec.cluster.session import ray_session
 from raytrec.config.schema import Schema
-from raytrec.data.form import ReadPlan
 from raytrec.data.fragments import Dataset, RowGroup, scan
 from raytrec.data.order import Order
+from raytrec.data.read_plans import ReadPlan
 from raytrec.data.stream import Stream
 
 BATCH, LANES = 4096, 24

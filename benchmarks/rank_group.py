@@ -262,7 +262,7 @@ class Rig:
 
     def pieces(self, table: Any) -> Any:
         """Return the rows of a pyarrow Table in canonical form."""
-        from raytrec.data.assemble import Rows
+        from raytrec.data.assembler import Rows
 
         return Rows.of(table.combine_chunks().to_batches()[0])
 
@@ -307,7 +307,7 @@ def rig(
     from raytrec.config.run_config import RunConfig
     from raytrec.config.schema import Schema
     from raytrec.data.batch import Collator
-    from raytrec.data.form import ReadPlan, ResolvedReadPlan
+    from raytrec.data.read_plans import ReadPlan, ResolvedReadPlan
     from raytrec.worker.build import build_step
 
     parsed = Schema.parse({"labels": ["y"], "dense": [], **schema}, "benchmark")

@@ -192,7 +192,9 @@ class ShardReader(StorageReader):
     Shards may differ from the saved ones. Values are cast if a tensor has another dtype than the saved one.
     Tensors are written in place while blocks are checked, so that their content is undefined after an error.
 
-    Memory: `MAX_LOCAL_READS` blocks (`MAX_REMOTE_READS` for object stores) in addition to the tensors, whatever their size.
+    Memory: `MAX_LOCAL_READS` blocks (`MAX_REMOTE_READS` for object stores) in addition to the tensors,
+        whatever
+    their size.
 
     Args:
         folder: Local path or URI.

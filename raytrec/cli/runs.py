@@ -166,7 +166,7 @@ def plan(
     """
     from raytrec.common.errors import ConfigError
     from raytrec.driver.preflight import plan as make
-    from raytrec.planning.report import draw, print_plans
+    from raytrec.planning.plan_report import draw, print_plans
 
     if not (config or prices):
         raise ConfigError("no config was given", expected="raytrec plan CONFIG")

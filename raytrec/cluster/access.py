@@ -118,7 +118,8 @@ def _require_token_file(create: bool, own: bool) -> None:
             "there is no token for the Ray cluster",
             where=f"{TOKEN} is not set, and there is no file {file}",
             expected="the token of the cluster, which its owner has",
-            do=f"put it into {file} (chmod 600), or set {TOKEN_PATH_VARIABLE}=FILE; for a cluster of your own that "
+            do=f"put it into {file} (chmod 600), or set {TOKEN_PATH_VARIABLE}=FILE; for a cluster "
+            "of your own that "
             f"asks for none set {AUTH_MODE_VARIABLE}=disabled",
         )
     if file.stat().st_uid == os.getuid() and file.stat().st_mode & 0o077:
@@ -175,7 +176,8 @@ def _check_token(address: str, given: str) -> None:
                 "the cluster asks for a token" if no_token else "the cluster refuses the token",
                 where=given,
                 expected="the token with which the cluster was started",
-                do=f"bring it into {token_file()} (chmod 600), or name its file in {TOKEN_PATH_VARIABLE}{no_token}",
+                do=f"bring it into {token_file()} (chmod 600), or name its file in "
+                f"{TOKEN_PATH_VARIABLE}{no_token}",
             )
         if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
             raise RunError(

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from raytrec.cluster.access import START_CLUSTER_HINT, check_cluster, check_version_mismatch, use_token
 from raytrec.cluster.lifeline import GCS, RAYLET, RayLost
 from raytrec.cluster.local_ray import create_private_folder, heads, isolate_sessions, listens
-from raytrec.cluster.warm import fork_workers, warm_up
+from raytrec.cluster.warm_process import fork_workers, warm_up
 from raytrec.common.errors import RunError, first_line
 from raytrec.compat.ray_core import JOB_CONFIG_VARIABLE, get_own_address, resolve_bootstrap_address
 from raytrec.compat.ray_start import (
@@ -177,7 +177,7 @@ def leave(code: int) -> NoReturn:
 
 @contextmanager
 def _shut_down_in_time() -> Iterator[None]:
-    """Call ray.shutdown() at the end of the block; wait at most RAY_SHUTDOWN_TIMEOUT_S if a part of Ray is lost."""
+    """Call ray.shutdown() at the end of the block; wait at most RAY_SHUTDOWN_TIMEOUT_S."""
     import ray
 
     try:

@@ -9,10 +9,11 @@ from functools import cache
 from threading import Lock
 from time import monotonic
 
-# Parameters of glibc's mallopt(3), from <malloc.h>. Up to TRIM_THRESHOLD_BYTES of freed memory at an arena's top are
-# not returned to the system, blocks of up to LARGEST_BYTES are not mapped individually, and an arena grows
-# by TOP_PAD_BYTES (else glibc returns the empty heaps of threads other than the main one). A step of 1,024 rows
-# takes 7 % less CPU time with these values; larger values, or steps of 8,192 rows, save nothing more.
+# Parameters of glibc's mallopt(3), from <malloc.h>. Up to TRIM_THRESHOLD_BYTES of freed memory at an arena's
+# top are not returned to the system, blocks of up to LARGEST_BYTES are not mapped individually, and an arena
+# grows by TOP_PAD_BYTES (else glibc returns the empty heaps of threads other than the main one). A step of
+# 1,024 rows takes 7 % less CPU time with these values; larger values, or steps of 8,192 rows, save nothing
+# more.
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 TRIM_THRESHOLD_BYTES, TOP_PAD_BYTES, LARGEST_BYTES = 64 << 20, 64 << 20, 32 << 20
 MAP_FIXED = 0x10  # of mmap(2) on Linux
@@ -50,8 +51,8 @@ def trim_memory() -> None:
     """Return freed memory to the system; called when many arrays have been freed, as after an epoch.
 
     glibc keeps freed memory in each arena, and the threads of each epoch use other arenas. Without this
-    call, a process grows by some MiB per epoch, up to TRIM_THRESHOLD_BYTES per arena. Memory at the top of arenas other
-    than the main one stays, so a process still grows in its first epochs.
+    call, a process grows by some MiB per epoch, up to TRIM_THRESHOLD_BYTES per arena. Memory at the top of
+    arenas other than the main one stays, so a process still grows in its first epochs.
     """
     global _trimmed_s
     with _lock:

@@ -30,7 +30,7 @@ MAX_RECORDED_RANKS = 64  # ranks whose lines are recorded, because pictures show
 
 
 def select_recorded_ranks(world: int) -> list[int]:
-    """Return the ranks whose lines are recorded: all, or MAX_RECORDED_RANKS at equal distances in a larger group.
+    """Return the ranks whose lines are recorded: all, or MAX_RECORDED_RANKS at equal distances.
 
     Example:
         >>> select_recorded_ranks(3), len(select_recorded_ranks(1024)), select_recorded_ranks(1024)[:3]

@@ -92,8 +92,8 @@ def parse_yaml(text: str | bytes) -> Any:
     """Parse a YAML text.
 
     Raises:
-        UnreadableError: The text is not YAML, repeats a key, has an anchor that contains itself, expands to more
-            than `MAX_VALUES` values, or has more than `MAX_DOCUMENT_DEPTH` levels.
+        UnreadableError: The text is not YAML, repeats a key, has an anchor that contains itself, expands to
+            more than `MAX_VALUES` values, or has more than `MAX_DOCUMENT_DEPTH` levels.
     """
     if len(text) > MAX_YAML_BYTES:
         raise UnreadableError(f"it is larger than {MAX_YAML_BYTES >> 20} MiB")

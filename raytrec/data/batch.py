@@ -11,8 +11,8 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
-from raytrec.data.assemble import Assembler
-from raytrec.data.pieces import Rows
+from raytrec.data.assembler import Assembler
+from raytrec.data.row_slices import Rows
 
 
 class NewRows(NamedTuple):
@@ -49,8 +49,8 @@ class Batch(Pipelineable):
             features]. The counts are of the decoded tables whose first row is in this batch (canonical.py).
             None if no table accepts ids that are out of range.
         task_weights: Factor of each row in each task, float32 [B, T], in the order of the configuration. The
-            factor is the sample weight (raytrec/data/columns.py); 0 for padding, rows without a label of the
-            task and rows that the task's mask excludes. None: `weights` applies to every task.
+            factor is the sample weight (raytrec/data/column_conversion.py); 0 for padding, rows without a
+            label of the task and rows that the task's mask excludes. None: `weights` applies to every task.
         keys: Group keys of the columns in Reserved.keys, int64 [B, K]: integers are unchanged, other values
             are hashed (raytrec/data/ids.py). 0 for padding.
         reserved: Columns in Reserved.columns of the rows whose `weights` are 1, in row order; on the host.

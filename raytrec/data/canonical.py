@@ -30,7 +30,7 @@ import pyarrow as pa
 from raytrec.common.errors import DataError
 from raytrec.config.schema import scalar
 from raytrec.data.arrow import is_list, to_plain_array, unnest
-from raytrec.data.columns import (
+from raytrec.data.column_conversion import (
     Place,
     find_first_length_mismatch,
     find_first_null,
@@ -39,8 +39,8 @@ from raytrec.data.columns import (
     scaled,
     task_weights,
 )
-from raytrec.data.form import ResolvedReadPlan
 from raytrec.data.ids import ChangeCounts, Feature, bags, compute_group_keys, side_features, single
+from raytrec.data.read_plans import ResolvedReadPlan
 
 Columns = Sequence[np.ndarray | int]
 RESERVED_PREFIX = "reserved."  # prefix of the names of reserved columns

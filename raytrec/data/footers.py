@@ -1,8 +1,8 @@
 """Parquet footers: plausibility checks and facts from the statistics of columns.
 
 Most footers contain statistics, which cost no additional reads. Row groups whose statistics show invalid
-values are read before a run starts (rows.check_suspect_groups), so that the error can name the row. This module does
-not import torch.
+values are read before a run starts (item_reader.check_suspect_groups), so that the error can name the row.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from raytrec.common.errors import DataError
 from raytrec.common.reading import retry_read, storage_hint
 from raytrec.common.storage import open_filesystem
-from raytrec.data.form import ResolvedReadPlan, TaskRows
+from raytrec.data.read_plans import ResolvedReadPlan, TaskRows
 
 MOST_ROWS = 2**31 - 1  # maximum number of rows of a row group; far more than any writer produces
 MIN_FULLY_CHECKED_ROWS = 65_536  # in row groups with more rows, all columns are checked

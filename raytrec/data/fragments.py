@@ -15,8 +15,6 @@ from raytrec.common.errors import DataError
 from raytrec.config.features import set_draw_rows
 from raytrec.data.arrow import empty_table, is_list, plain, select_schema
 from raytrec.data.footers import FooterStatistics, explain_empty_tasks, read_footer
-from raytrec.data.form import ReadPlan, ResolvedReadPlan
-from raytrec.data.kinds import check_present, check_types
 from raytrec.data.listing import Listing, list_files, name_of
 from raytrec.data.partitions import (
     ALL,
@@ -25,7 +23,9 @@ from raytrec.data.partitions import (
     infer_folder_types,
     parse_folder_values,
 )
+from raytrec.data.read_plans import ReadPlan, ResolvedReadPlan
 from raytrec.data.transform import apply_transforms
+from raytrec.data.type_checks import check_present, check_types
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from raytrec.common.errors import DataError
 from raytrec.config.schema import scalar
 from raytrec.config.schema_parts import Sparse, Table
 from raytrec.data.arrow import is_list, is_text, plain_array, to_plain_array, unnest
-from raytrec.data.columns import (
+from raytrec.data.column_conversion import (
     Place,
     check_finite,
     convert_float_ids,
@@ -23,7 +23,7 @@ from raytrec.data.columns import (
     rows_of,
     to_float64,
 )
-from raytrec.data.form import NO_MANAGED_ID
+from raytrec.data.read_plans import NO_MANAGED_ID
 
 NULL_KEY = -(2**63)  # key of null, so that all nulls are one group
 

@@ -17,7 +17,7 @@ from pyarrow import fs
 
 from raytrec.common.errors import DataError
 from raytrec.data.arrow import AmbiguousColumnError, find_column
-from raytrec.data.form import ResolvedReadPlan
+from raytrec.data.read_plans import ResolvedReadPlan
 
 PartitionBounds = tuple[str | None, str | None]  # first and last partition, both included; None: no bound
 ALL: PartitionBounds = (None, None)

@@ -27,10 +27,10 @@ from raytrec.compat.ray_data import (
 from raytrec.config.features import Features
 from raytrec.data.batch import Batch, Collator
 from raytrec.data.fragments import Dataset
+from raytrec.data.item_reader import read_items
 from raytrec.data.order import LaneItem
 from raytrec.data.pages.decode import ReadErrorPolicy
-from raytrec.data.pieces import LaneQueues
-from raytrec.data.rows import read_items
+from raytrec.data.row_slices import LaneQueues
 
 NODE_POLL_INTERVAL_S = 10.0  # interval at which the list of nodes is refreshed
 MIN_TASK_ROWS = 65_536  # starting a task costs as much as decoding some 40,000 rows
@@ -56,7 +56,7 @@ class Stream:
         buffer_bytes: Limit on the bytes in Ray's object store of rows that are read but not yet received.
         pin_memory: True to put batches in page-locked memory, from which a GPU copies while it computes.
         features: Features of the run; see Collator.
-        train: True if batches are used for training; only then do features have every id (Form.full_vocabulary_features).
+        train: True if batches are used for training; only then are Form.full_vocabulary_features filled.
     """
 
     dataset: Dataset

@@ -14,7 +14,7 @@ from pyarrow import types
 from raytrec.common.storage import open_filesystem, read_text
 from raytrec.config import transforms as t
 from raytrec.data.arrow import is_number, is_text, to_plain_array
-from raytrec.data.columns import UNITS_PER_SECOND
+from raytrec.data.column_conversion import UNITS_PER_SECOND
 from raytrec.data.ids import hash_integers, hash_text
 
 # Kind of transform → function (transform, values) that returns as many values.

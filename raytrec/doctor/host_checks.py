@@ -180,7 +180,10 @@ def shared_memory() -> Diagnoses:
     """Check that /dev/shm, which Ray uses for objects and NCCL for exchanges within a host, has room."""
     disk = shutil.disk_usage(SHARED_MEMORY_FOLDER)
     what = f"{SHARED_MEMORY_FOLDER} has {disk.free / GIB:,.2f} GiB free of {disk.total / GIB:,.2f}"
-    do = f"remove files there that no process uses, or enlarge it: mount -o remount,size=8G {SHARED_MEMORY_FOLDER}; "
+    do = (
+        f"remove files there that no process uses, or enlarge it: mount -o remount,size=8G "
+        f"{SHARED_MEMORY_FOLDER}; "
+    )
     do += "docker run --shm-size=8g; an emptyDir with medium Memory in Kubernetes"
     if disk.free >= RECOMMENDED_SHARED_MEMORY_BYTES:
         yield Diagnosis(OK, what)
@@ -235,7 +238,10 @@ def ray_folder() -> Diagnoses:
     folder = get_logs_folder() if is_on_ray else find_base_folder()
     disk = shutil.disk_usage(folder)
     what = f"{disk.free / GIB:,.1f} GiB free of {disk.total / GIB:,.1f} at {folder}"
-    do = f"remove old sessions there, or set {RAY_TMPDIR_VARIABLE} to a folder on another disk before Ray starts"
+    do = (
+        f"remove old sessions there, or set {RAY_TMPDIR_VARIABLE} to a folder on another disk "
+        "before Ray starts"
+    )
     if disk.free < MIN_DISK_BYTES:
         yield Diagnosis(FAILURE, what, do)
     elif disk.used / disk.total > RAY_MAX_DISK_SHARE:

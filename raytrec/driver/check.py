@@ -172,7 +172,10 @@ def print_check(result: CheckResult) -> None:
     console.print(table)
     for f in result.findings:
         if not f["passed"]:
-            line = f"FAIL  {CHECK_LABELS[f['check']]} of {f['name']}: relative error {_format_error(f['error'])}, limit "
+            line = (
+                f"FAIL  {CHECK_LABELS[f['check']]} of {f['name']}: relative error "
+                f"{_format_error(f['error'])}, limit "
+            )
             console.print(plain(line + f"{f['limit']:.0e}"), soft_wrap=True)
     for line in result.next_steps:
         console.print(plain(line), soft_wrap=True)

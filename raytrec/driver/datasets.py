@@ -17,15 +17,15 @@ from raytrec.config.schema import Schema
 from raytrec.config.tasks import TowerName
 from raytrec.data.arrow import find_column, is_list, plain, type_at
 from raytrec.data.footers import read_footer
-from raytrec.data.form import ReadPlan, ReservedColumnSet
 from raytrec.data.fragments import Dataset, scan
+from raytrec.data.item_reader import check_suspect_groups
 from raytrec.data.listing import list_files, name_of
 from raytrec.data.pages.decode import SKIPPED_ROWS_FILE, ReadErrorPolicy
-from raytrec.data.rows import check_suspect_groups
+from raytrec.data.read_plans import ReadPlan, ReservedColumnSet
 from raytrec.driver.console import RunConsole
-from raytrec.driver.item_ids import check_item_ids, check_item_keys, check_item_types
-from raytrec.tasks.columns import build_read_plan, check_frequency_columns, check_group_columns, log_odds
+from raytrec.driver.item_checks import check_item_ids, check_item_keys, check_item_types
 from raytrec.tasks.task import resolve_tasks
+from raytrec.tasks.task_columns import build_read_plan, check_frequency_columns, check_group_columns, log_odds
 
 MAX_HOLDOUT_ROWS = 100_000  # maximum of data.holdout: auto
 

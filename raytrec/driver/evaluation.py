@@ -23,7 +23,7 @@ from raytrec.config.overrides import Overrides, get_section_name, to_override_te
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
 from raytrec.config.trust import find_checkpoint_origin
-from raytrec.data.rows import check_suspect_groups
+from raytrec.data.item_reader import check_suspect_groups
 from raytrec.driver.console import Result, RunConsole
 from raytrec.driver.datasets import (
     check_usable_rows,
@@ -87,7 +87,8 @@ def load_evaluation_config(
             raise ConfigError(
                 f"'{override}' has no part in an evaluation",
                 where="command line, --set",
-                expected=f"a key of {', '.join(OVERRIDABLE_SECTIONS)}, or tables.NAME.{RULE}: the model is fixed",
+                expected=f"a key of {', '.join(OVERRIDABLE_SECTIONS)}, or tables.NAME.{RULE}: the "
+                "model is fixed",
             )
     elsewhere = find_checkpoint_origin(folder, about["config"])
     config = load_config(about["config"], others, elsewhere=elsewhere, allow_code=allow_code)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from raytrec.cluster.lifeline import RAYLET, RayLost, RayMonitor, wait_for
 from raytrec.cluster.session import has_local_ray, is_job_driver, is_stuck, ray_session, starts_local_ray
-from raytrec.cluster.warm import keep_warm_process
+from raytrec.cluster.warm_process import keep_warm_process
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.memory import ALLOCATOR_ENV
 from raytrec.common.messages import Command

@@ -143,7 +143,8 @@ def choose_device(config: RunConfig, nodes: list[GpuNode], console: Any) -> str:
                 do=f"{REINSTALL_ADVICE.format(device='cuda')}; or set scaling.device=cpu",
             )
         console.note(
-            f"there are GPUs, but {what}: training on CPUs. For GPUs: {REINSTALL_ADVICE.format(device='cuda')}"
+            f"there are GPUs, but {what}: training on CPUs. For GPUs: "
+            f"{REINSTALL_ADVICE.format(device='cuda')}"
         )
         device = "cpu"
     if config.train.compile == "graphs" and device == "cpu":

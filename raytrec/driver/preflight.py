@@ -27,12 +27,12 @@ from raytrec.metrics.selection import Selection
 from raytrec.planning.dry_run import ClusterEstimator
 from raytrec.planning.machines import MACHINES, Cluster, find_machine, parse_cluster
 from raytrec.planning.memory import GIB, check_disk, estimate_footprints, estimate_id_map_bytes
+from raytrec.planning.plan_report import Plans
 from raytrec.planning.rates import Rates
-from raytrec.planning.report import Plans
 from raytrec.planning.validation import check_decay
-from raytrec.tasks.columns import check_group_columns
 from raytrec.tasks.losses import BatchLoss
 from raytrec.tasks.task import Task, check_model_learns, count_logits, needs_vectors, resolve_tasks
+from raytrec.tasks.task_columns import check_group_columns
 from raytrec.tracking.store import check_tracking_uri
 from raytrec.worker.loop import total_steps
 
@@ -247,8 +247,8 @@ def plan(
     Args:
         source: Config file or its values; data.schema, or schema.yaml above data.train, must exist.
         overrides: `section.key=value` strings.
-        on: Machines, separated by commas: 2x8xh100-sxm,4x48gib (machines.parse_cluster); any: as many of every
-            known machine as needed; default without prices: as many GPUs, or workers on CPU, as
+        on: Machines, separated by commas: 2x8xh100-sxm,4x48gib (machines.parse_cluster); any: as many of
+            every known machine as needed; default without prices: as many GPUs, or workers on CPU, as
             scaling.num_workers, with 80 GiB each and at most 8 on a host.
         rates: File of Rates; default: data sheets of named machines, and no times for other machines.
         prices: File of machine → price per hour; the smallest and the cheapest cluster are chosen.

@@ -187,7 +187,8 @@ def make_run_folder(folder: Path, config: RunConfig, schema: Schema) -> None:
             f"there are checkpoints already, up to step {held[0]}",
             where=config.checkpoint_root,
             expected="a new folder",
-            do=f"resume that run: raytrec train --resume {quote_for_shell(relative(folder))}; or choose another "
+            do=f"resume that run: raytrec train --resume {quote_for_shell(relative(folder))}; or "
+            "choose another "
             "run.dir or checkpoint.dir",
         )
     with convert_os_errors("cannot write the run folder", where=str(folder)):

@@ -166,7 +166,8 @@ class Record:
                 f"the result cannot be written: {reason(error)}",
                 where=str(self._folder / RESULT),
                 expected="room in the run folder; the model has been saved",
-                do=f"make room, then evaluate it again: raytrec train --resume {quote_for_shell(self._folder)}",
+                do=f"make room, then evaluate it again: raytrec train --resume "
+                f"{quote_for_shell(self._folder)}",
             )
         return None
 

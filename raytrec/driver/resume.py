@@ -17,7 +17,7 @@ from raytrec.config.base import Mark
 from raytrec.config.run_config import RunConfig, list_keys_with, load_config
 from raytrec.config.schema import Schema
 from raytrec.config.trust import describe_foreign_file, find_foreign_code, is_own_file, refuse_code
-from raytrec.data.contents import FileIdentity, differences, fingerprint, written_again
+from raytrec.data.file_identity import FileIdentity, differences, fingerprint, written_again
 from raytrec.data.fragments import Dataset
 from raytrec.driver.recorder import RESULT, write_json
 from raytrec.embeddings.constraints import resolve_optimizers
@@ -72,7 +72,8 @@ def resume_config(
             "these settings affect the result and cannot change on resume:\n" + "\n".join(changed),
             where=str(file),
             expected="the configuration that the run began with",
-            do=f"restore these, or begin with its weights: raytrec train --warm-start {quote_for_shell(place)}",
+            do=f"restore these, or begin with its weights: raytrec train --warm-start "
+            f"{quote_for_shell(place)}",
         )
     return config
 
@@ -84,7 +85,8 @@ def check_unfinished(folder: Path) -> None:
             "this run has finished",
             where=str(folder),
             expected="a run that was interrupted",
-            do=f"see its {RESULT}, or begin with its weights: raytrec train --warm-start {quote_for_shell(folder)}",
+            do=f"see its {RESULT}, or begin with its weights: raytrec train --warm-start "
+            f"{quote_for_shell(folder)}",
         )
 
 
@@ -170,7 +172,8 @@ def check_same_data(
             where=f"{datasets['train'].uri}; {root}",
             expected="the same files with the same content: which rows are left is counted in them. (Other "
             "folders, and copies, are fine.)",
-            do=f"restore the files, or begin with its weights: raytrec train --warm-start {quote_for_shell(folder)}",
+            do=f"restore the files, or begin with its weights: raytrec train --warm-start "
+            f"{quote_for_shell(folder)}",
         )
     for name, was in before.items():
         now = contents.get(name, [])

@@ -18,7 +18,7 @@ from raytrec.common.storage import quote_for_shell, relative
 from raytrec.config.overrides import Overrides, to_override_texts
 from raytrec.config.run_config import RunConfig
 from raytrec.config.trust import find_foreign_code, list_user_code
-from raytrec.data.contents import FileIdentity, fingerprint, identify_datasets
+from raytrec.data.file_identity import FileIdentity, fingerprint, identify_datasets
 from raytrec.driver.console import Result, RunConsole
 from raytrec.driver.datasets import record_skipped_files, show_file_counts
 from raytrec.driver.driver_state import hold_run_lock, record_driver
@@ -30,8 +30,8 @@ from raytrec.driver.resume import check_same_data, check_unfinished, record_data
 from raytrec.driver.track import DeliveryProcess
 from raytrec.report.findings import find_bound, find_poor_fit
 from raytrec.report.report import BackgroundRenderer
+from raytrec.tracking.mlflow_records import collect_run_tags
 from raytrec.tracking.run_folder import TAGS, RunFolder
-from raytrec.tracking.translate import collect_run_tags
 from raytrec.worker.loop import total_steps, train_worker
 
 PREVIOUS_DRIVER_TIMEOUT_S = 60.0  # time for an earlier driver to end, in addition to scaling.shutdown_grace_s
@@ -218,7 +218,10 @@ def _find_store_error(follower: DeliveryProcess, folder: Path) -> RaytrecError |
         follower.ready()
     except ConfigError as error:
         run = relative(folder)
-        do = f"the run is complete; in {run}/config.yaml, {error.do}; then: raytrec track {quote_for_shell(run)}"
+        do = (
+            f"the run is complete; in {run}/config.yaml, {error.do}; then: raytrec track "
+            f"{quote_for_shell(run)}"
+        )
         return RunError(**error.parts | {"do": do})
     return None
 

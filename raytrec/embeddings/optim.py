@@ -212,8 +212,8 @@ class DenseAverage(OptimizerWrapper):
 
         Σ d^(t−i) · w_i ÷ Σ d^(t−i)        over i = 1 … t
 
-    so the initial weights do not contribute, even after few steps. Steps skipped by worker.nonfinite.SkipNonfiniteOptimizer,
-    which wraps this optimizer, are not counted.
+    so the initial weights do not contribute, even after few steps. Steps skipped by
+    worker.nonfinite.SkipNonfiniteOptimizer, which wraps this optimizer, are not counted.
 
     Args:
         optimizer: Optimizer of all weights (optim.combine), possibly wrapped for clipping.

@@ -15,23 +15,23 @@ import torch
 from raytrec.common.errors import DataError
 from raytrec.common.formatting import percent
 from raytrec.data.arrow import select_schema
-from raytrec.data.assemble import AssembledTensors, Bags
+from raytrec.data.assembler import AssembledTensors, Bags
 from raytrec.data.batch import Batch
 from raytrec.data.fragments import Dataset, read_footer
+from raytrec.data.item_reader import read_item
 from raytrec.data.order import LaneItem, Order, Part
 from raytrec.data.pages.decode import ReadErrorPolicy, decode_columns
-from raytrec.data.rows import read_item
 from raytrec.data.stream import Stream
 from raytrec.driver.console import RunConsole
 from raytrec.driver.datasets import check_usable_rows, open_dataset
 from raytrec.exporting.programs import ComparedProgram
-from raytrec.exporting.trained import Trained, make_rounding
+from raytrec.exporting.trained_model import Trained, make_rounding
 from raytrec.metrics.selection import Selection
 from raytrec.prediction.one_process import compute_outputs, read_batch
 from raytrec.prediction.predict import list_score_columns
 from raytrec.scoring.lookups import PRECISIONS, Lookups
 from raytrec.scoring.manifest import Manifest, Metrics, PrecisionName, ProgramName
-from raytrec.scoring.rows import wide
+from raytrec.scoring.request_rows import wide
 from raytrec.scoring.scorer import Scorer
 from raytrec.tasks.outputs import StepOutputs
 from raytrec.worker.evaluate import evaluate

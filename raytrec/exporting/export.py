@@ -23,10 +23,10 @@ from raytrec.driver.console import Pairs, Result, RunConsole
 from raytrec.driver.datasets import open_inputs, to_example_schema
 from raytrec.driver.evaluation import resolve_checkpoint
 from raytrec.exporting.compare import check_golden, compare_precisions, score_golden_rows, select_golden_rows
+from raytrec.exporting.export_folder import ExportClaim, Target
 from raytrec.exporting.mlflow_model import MlflowRun
 from raytrec.exporting.programs import ComparedProgram, make_onnx
-from raytrec.exporting.target import ExportClaim, Target
-from raytrec.exporting.trained import (
+from raytrec.exporting.trained_model import (
     Trained,
     block_bytes,
     list_tasks,

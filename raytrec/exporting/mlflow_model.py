@@ -24,8 +24,8 @@ from raytrec.data.arrow import list_element_type
 from raytrec.driver.track import load_tracked_config
 from raytrec.scoring.manifest import GOLDEN, Manifest
 from raytrec.tracking.delivery import LOGIN_HINT
-from raytrec.tracking.failures import is_access_denied, reason
 from raytrec.tracking.feed import DeliveryState
+from raytrec.tracking.mlflow_errors import is_access_denied, reason
 from raytrec.tracking.store import URI_HINT, make_open_error
 
 MODEL, ARTIFACT_NAME = "model", "export"  # their names in MLflow

@@ -20,9 +20,9 @@ from raytrec.common.errors import ConfigError, RaytrecError, RunError, first_lin
 from raytrec.config.tasks import TowerName
 from raytrec.models.inputs import Sequence as IdSequence
 from raytrec.models.recommender import Recommender, last_vectors
-from raytrec.scoring.late import example
 from raytrec.scoring.manifest import Input
 from raytrec.scoring.program_archive import DisallowedContent, sanitize_archive
+from raytrec.scoring.single_rows import example
 from raytrec.tasks.objective import Objective
 
 EXAMPLE_ROWS = 3  # with 1, torch would specialize the program to 1 row

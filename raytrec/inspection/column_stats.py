@@ -15,7 +15,7 @@ from pandas.util import hash_array
 from raytrec.config.base import MAX_AMOUNT
 from raytrec.config.schema_parts import Scale, Statistics
 from raytrec.data.arrow import is_list, to_plain_array, unnest
-from raytrec.data.columns import signed_log
+from raytrec.data.column_conversion import signed_log
 from raytrec.inspection.sketches import SMALLEST, HotIds, SmallestHashes, count_distinct
 
 MAX_COUNTED_LENGTH = 10_000  # longer bags are counted as this length

@@ -260,7 +260,7 @@ class SliceMetrics:
         return cls(keys, rows, {"auc": auc, "calibration": calibration, **bound}, goodness)
 
     def first(self, values: torch.Tensor, peers: Peers) -> list[dict[str, Any]]:
-        """Return the MAX_LISTED_SLICES slices of all ranks with the lowest values [S], ascending; a collective."""
+        """Return the MAX_LISTED_SLICES slices with the lowest values [S], ascending; a collective."""
         order = values.nan_to_num(nan=float("inf")).argsort(stable=True)[:MAX_LISTED_SLICES]
         columns = torch.stack([values, self.rows, *self.figures.values()], 1)
         found = zip(*(x.tolist() for x in peers.gather([columns[order], self.keys[order]])), strict=True)

@@ -196,10 +196,10 @@ class BoundedRows:
             self._put_into_bins()
 
     def _put_into_bins(self) -> None:
-        """Move the rows of `_joined` to the bins."""
+        """Move the rows of `_concatenate_rows` to the bins."""
         raise NotImplementedError
 
-    def _joined(self) -> list[torch.Tensor]:
+    def _concatenate_rows(self) -> list[torch.Tensor]:
         """Return and discard the stored rows: logits, labels, weights and keys."""
         joined = [torch.cat(pieces) for pieces in zip(*self._parts, strict=True)]
         self._parts, self._rows = [self._none], 0
@@ -222,7 +222,7 @@ class Scores(BoundedRows):
             filled = (self._bins[2] > 0).nonzero().squeeze(1)
             ties = Ties(compute_midpoints(filled), *self._bins[:, filled])
         else:
-            logits, labels, weights = (column.to(place) for column in self._joined())
+            logits, labels, weights = (column.to(place) for column in self._concatenate_rows())
             ties = Ties.of(self._predict(logits.double()), labels, weights)
         self._bins = None
         return RankedRows.sort(ties, peers, self._binary), binned
@@ -230,7 +230,7 @@ class Scores(BoundedRows):
     def _put_into_bins(self) -> None:
         if self._bins is None:
             self._bins = torch.zeros(3, BIN_COUNT, dtype=torch.float64)
-        logits, labels, weights = self._joined()
+        logits, labels, weights = self._concatenate_rows()
         predictions = self._predict(logits.double())
         middles = compute_midpoints(assign_bins(predictions)).masked_fill(predictions.isnan(), float("nan"))
         ties = Ties.of(middles, labels, weights)

@@ -214,7 +214,8 @@ def _check_metric_supported(metric: type[Metric], task: Task) -> None:
     if metric.takes is not None and predicts is not None and predicts not in metric.takes:
         able = [name for name, each in METRICS.parts.items() if each.takes is None or predicts in each.takes]
         raise ConfigError(
-            f"{metric.name} does not suit the task's loss, whose predictions are {PREDICTION_DESCRIPTIONS[predicts]}",
+            f"{metric.name} does not suit the task's loss, whose predictions are "
+            f"{PREDICTION_DESCRIPTIONS[predicts]}",
             where=where,
             expected=f"one of {', '.join(able)}",
         )

@@ -17,7 +17,7 @@ from raytrec.config.models.sequences import DienSection
 from raytrec.config.schema import Schema
 from raytrec.models.inputs import Sequence
 from raytrec.models.parts.layers import SequenceModules, dim_of, mlp_and_linear
-from raytrec.models.parts.packed import turn
+from raytrec.models.parts.packed_sequences import turn
 
 
 class DIEN(nn.Module):

@@ -76,8 +76,8 @@ class DeepFM(nn.Module):
     """logit = Σᵢ wᵢ xᵢ + Σᵢ<ⱼ ⟨vᵢ, vⱼ⟩ xᵢ xⱼ + wᵀ MLP(all vectors side by side) + b.
 
     Guo et al. 2017, arXiv:1703.04247. Weights wᵢ and vectors vᵢ are parts of one row of a table
-    (layers.FieldVectors). Several outputs have separate weights and last layers. Each sums the D numbers of Σᵢ<ⱼ vᵢ
-    ⊙ vⱼ with learned factors, initially 1; for a single output they are fixed to 1.
+    (layers.FieldVectors). Several outputs have separate weights and last layers. Each sums the D numbers of
+    Σᵢ<ⱼ vᵢ ⊙ vⱼ with learned factors, initially 1; for a single output they are fixed to 1.
     (torchrec.modules.deepfm.FactorizationMachine also multiplies each number of a vector by the others, so
     its products are not the paper's.)
 

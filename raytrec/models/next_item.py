@@ -13,9 +13,9 @@ from raytrec.config.models.sequences import HstuSection, NextItemSection, Sasrec
 from raytrec.config.schema import Schema
 from raytrec.models.inputs import IDS, Sequence, once
 from raytrec.models.parts.layers import Dropout, dim_of
-from raytrec.models.parts.packed import PackedSequences, pack_ids
-from raytrec.models.parts.sampled import Queries, SampledLoss, result
-from raytrec.models.parts.shared import ItemBatch, SharedNegatives
+from raytrec.models.parts.packed_sequences import PackedSequences, pack_ids
+from raytrec.models.parts.sampled_loss import Queries, SampledLoss, result
+from raytrec.models.parts.shared_negatives import ItemBatch, SharedNegatives
 
 NUM_TIME_BUCKETS = 128  # of times between items; the last bucket is unbounded
 LOG_BUCKET_RATIO = log(1.35)  # each bucket's times are 1.35 × those of the previous one

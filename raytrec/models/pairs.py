@@ -9,8 +9,8 @@ from raytrec.config.models.retrieval import MfSection, NcfSection, TwoTowerSecti
 from raytrec.config.schema import Schema
 from raytrec.models.inputs import Sequence, once
 from raytrec.models.parts.layers import ConcatInputs, dim_of, mlp, mlp_and_linear
-from raytrec.models.parts.sampled import Queries, SampledLoss, mask_absent, result
-from raytrec.models.parts.shared import SharedNegatives, compute_pair_losses
+from raytrec.models.parts.sampled_loss import Queries, SampledLoss, mask_absent, result
+from raytrec.models.parts.shared_negatives import SharedNegatives, compute_pair_losses
 
 
 class TwoTower(nn.Module):

@@ -1,9 +1,9 @@
 """The choice of a plan: a sharding option and ranks for each table that minimize the predicted step time.
 
 TorchRec's planner (1.8.0) adds up the estimated times of all work of a rank, shard by shard. Here,
-`estimate_step_time` compares plans by the slowest rank in lookups and the slowest rank in exchanges. Several plans are
-built table by table, each with different sharding types. Then tables of the slowest ranks are moved, swapped
-and split.
+`estimate_step_time` compares plans by the slowest rank in lookups and the slowest rank in exchanges. Several
+plans are built table by table, each with different sharding types. Then tables of the slowest ranks are
+moved, swapped and split.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import product
 import numpy as np
 from torchrec.distributed.planner.types import ShardingOption
 
-from raytrec.planning.board import TIE_BREAK_WEIGHT, PartialPlan, PlacementSpace, PlanChange, Way
+from raytrec.planning.placement import TIE_BREAK_WEIGHT, PartialPlan, PlacementSpace, PlanChange, Way
 
 ALIKE = 0.005  # relative score difference below which plans are compared by their fullest rank's memory
 LARGEST = (1.0, 0.5, 0.25, 0.0)  # maximum time of a shard as a share of a rank's mean time

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from raytrec.planning.dense_work import DenseWork
     from raytrec.planning.loads import Loads
-    from raytrec.planning.step import MemoryUse, StepTime
+    from raytrec.planning.step_cost import MemoryUse, StepTime
 
 TABLE_MEMORY_SHARE = 0.85  # share of GPU memory that TorchRec's planner gives to tables
 MAX_HOSTS = 256
@@ -107,7 +107,7 @@ class ClusterEstimator:
         import torch
 
         from raytrec.planning.loads import LoadCounter
-        from raytrec.planning.step import estimate_memory, estimate_step_time
+        from raytrec.planning.step_cost import estimate_memory, estimate_step_time
 
         try:
             with catch_warnings():  # TorchRec announces future changes

@@ -267,8 +267,8 @@ def compute_recorded_lengths(
 ) -> dict[str, float]:
     """Return the mean number of ids per row of the global batch, by table, over all recorded steps.
 
-    Copies of a replicated table count once. Ranks that are not recorded (messages.select_recorded_ranks) are assumed
-    to look up as many ids as the others. On GPUs, ids that are looked up once per batch count once.
+    Copies of a replicated table count once. Ranks that are not recorded (messages.select_recorded_ranks) are
+    assumed to look up as many ids as the others. On GPUs, ids that are looked up once per batch count once.
     """
     sums: dict[str, tuple[float, float]] = {}  # table → ids looked up; rows held × steps
     for line in lines:

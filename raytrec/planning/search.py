@@ -36,10 +36,10 @@ from raytrec.embeddings.constraints import (
 )
 from raytrec.embeddings.optimizers import find_optimizer
 from raytrec.planning.balance import NoRoom, PlanBalancer
-from raytrec.planning.board import PlacementSpace
 from raytrec.planning.dense_work import DenseWork
 from raytrec.planning.loads import group_lengths_by_table
 from raytrec.planning.memory import GIB, Constraints, move_to_files
+from raytrec.planning.placement import PlacementSpace
 from raytrec.planning.rates import Rates
 
 RESERVED_SHARE = 0.15  # share of GPU memory reserved for dense layers, activations and other uses

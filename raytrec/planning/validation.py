@@ -222,7 +222,8 @@ def check_qcomms(
         narrow = min(widths, key=lambda table: widths[table])
         raise ConfigError(
             f"int8 saves nothing: {group} values, the common divisor of the widths of all shards, would "
-            f"share {INT8_SCALE_BYTES} bytes of scale (a shard of table {narrow} has {widths[narrow]} columns)",
+            f"share {INT8_SCALE_BYTES} bytes of scale (a shard of table {narrow} has "
+            f"{widths[narrow]} columns)",
             where="plan.qcomms",
             expected=f"shards whose widths have a common divisor above {INT8_SCALE_BYTES}, such as 16",
             do="set plan.qcomms to fp16 or bf16, or the tables' dim to multiples of 16",

@@ -17,9 +17,9 @@ from raytrec.config.features import resolve_features
 from raytrec.config.tasks import TowerName
 from raytrec.data.batch import Batch, Collator
 from raytrec.data.fragments import Dataset
+from raytrec.data.item_reader import read_item
 from raytrec.data.order import LaneItem, Part
-from raytrec.data.pieces import Rows
-from raytrec.data.rows import read_item
+from raytrec.data.row_slices import Rows
 from raytrec.driver.evaluation import Checkpoint
 from raytrec.models.recommender import Recommender, build_recommender
 from raytrec.tasks.task import count_logits, needs_vectors, resolve_tasks

@@ -19,7 +19,7 @@ from raytrec.common.formatting import as_dict
 from raytrec.common.processes import owner, remove_leftovers
 from raytrec.common.redaction import hide, hide_yaml
 from raytrec.metrics.results import build_slice_tables, format_result
-from raytrec.report import parts
+from raytrec.report import sheets
 from raytrec.report.findings import findings
 from raytrec.tracking.run_folder import GROWING, RunFolder
 
@@ -92,14 +92,14 @@ def write_report(run: RunFolder, drawn: list[Drawn], target: Path) -> tuple[Path
             files=run.files,
             pictures=_group_by_section(drawn),
             bound=run.result.get("bound.sentence"),
-            bounds=parts.bounds(run),
+            bounds=sheets.bounds(run),
             slices=build_slice_tables(run.result),
-            ranks=parts.ranks(run),
-            tables=parts.build_table_sheet(run),
-            checks=parts.checks(run),
+            ranks=sheets.ranks(run),
+            tables=sheets.build_table_sheet(run),
+            checks=sheets.checks(run),
             failures=[f"{check.check} at step {check.step:,}: {check.text}" for check in run.failures[:50]],
-            events=parts.events(run),
-            saves=parts.saves(run),
+            events=sheets.events(run),
+            saves=sheets.saves(run),
             config=hide_yaml(run.config_text),
             versions=made_with(run.path),
         )

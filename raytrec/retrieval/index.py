@@ -191,7 +191,8 @@ def load_index(folder: str) -> Index:
         raise RunError(
             f"the index is damaged: {why}",
             where=uri,
-            expected=f"{ITEMS}/, {MANIFEST} and, with faiss, {FAISS_FILE}, as `raytrec index` has written them",
+            expected=f"{ITEMS}/, {MANIFEST} and, with faiss, {FAISS_FILE}, as `raytrec index` has "
+            "written them",
             do="remove the folder, and give the command again",
         ) from None
 

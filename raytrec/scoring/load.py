@@ -26,7 +26,7 @@ from raytrec.embeddings.hashing import ids_to_keys
 from raytrec.scoring.lookups import PRECISIONS, BlockTable, IdRows, Lookups
 from raytrec.scoring.manifest import GOLDEN, MANIFEST_FILE, Manifest, TableEntry, read_manifest
 from raytrec.scoring.program_archive import load_program
-from raytrec.scoring.rows import wide
+from raytrec.scoring.request_rows import wide
 from raytrec.scoring.scorer import Scorer
 
 COPY_PREFIX = "raytrec-export-"  # prefix of temporary folders

@@ -22,7 +22,7 @@ import torch
 from raytrec.common.errors import ConfigError
 from raytrec.config.features import Features
 from raytrec.config.schema import Table
-from raytrec.data.assemble import AssembledTensors
+from raytrec.data.assembler import AssembledTensors
 from raytrec.embeddings.hashing import assign_fallback_rows, ids_to_keys
 from raytrec.scoring.manifest import InputKind, PrecisionName
 

@@ -14,12 +14,12 @@ import torch
 from raytrec.common.errors import ConfigError, DataError, RunError
 from raytrec.config.features import resolve_input_columns
 from raytrec.config.tasks import TowerName
-from raytrec.data.assemble import Assembler
-from raytrec.data.pieces import Rows
-from raytrec.scoring.late import Program, rewrite_for_single_rows
+from raytrec.data.assembler import Assembler
+from raytrec.data.row_slices import Rows
 from raytrec.scoring.lookups import Lookups, Tensors
 from raytrec.scoring.manifest import Manifest, ProgramName
-from raytrec.scoring.rows import THE_ROWS, RowReader, repeat_user, to_table
+from raytrec.scoring.request_rows import THE_ROWS, RowReader, repeat_user, to_table
+from raytrec.scoring.single_rows import Program, rewrite_for_single_rows
 
 TOLERANCE = 1e-6  # of golden rows' scores, relative to scores above 1
 MAX_CACHED_SPLITS = 16  # cached ways to divide columns between user and candidates

@@ -23,10 +23,10 @@ from raytrec.scoring.manifest import ProgramName
 from raytrec.scoring.scorer import Scorer
 from raytrec.serving.batching import Batcher, make_busy_refusal
 from raytrec.serving.bodies import JSON, Limits, RefusedRequest, decode_request, encode_response
-from raytrec.serving.figures import Figures
+from raytrec.serving.loaded_exports import LoadedExports
 from raytrec.serving.openapi import Endpoint, describe, make_example_text, make_page
+from raytrec.serving.replica_metrics import Figures
 from raytrec.serving.request_log import RequestLog
-from raytrec.serving.versions import LoadedExports
 
 log = logging.getLogger(__name__)
 LINGER_S, DRAIN_S = 1, 30  # when closing: seconds in which clients may send requests, and answers may finish

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from raytrec.common.errors import DataError, RunError
-from raytrec.scoring.rows import ObjectRows
+from raytrec.scoring.request_rows import ObjectRows
 from raytrec.serving.bodies import Query, RefusedRequest
 
 RETRY_AFTER_S = 1  # seconds after which a refused client may try again

@@ -14,7 +14,7 @@ from pydantic_core import from_json, to_json
 from raytrec.common.errors import DataError, RaytrecError, first_line
 from raytrec.data.arrow import is_list
 from raytrec.scoring.manifest import ProgramName
-from raytrec.scoring.rows import THE_ROWS, ObjectRows, concat_rows, to_array
+from raytrec.scoring.request_rows import THE_ROWS, ObjectRows, concat_rows, to_array
 from raytrec.scoring.scorer import Scorer
 from raytrec.serving.arrow_bodies import ExpansionLimitError, read_stream
 

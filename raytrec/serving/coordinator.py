@@ -22,7 +22,7 @@ from typing import Any
 from prometheus_client.metrics_core import Metric
 
 from raytrec.common.errors import RaytrecError, RunError
-from raytrec.serving.figures import write_metrics
+from raytrec.serving.replica_metrics import write_metrics
 
 log = logging.getLogger(__name__)
 
@@ -231,7 +231,8 @@ class Coordinator:
                 where = self._order.prepare
                 self._tell()
                 raise RunError(
-                    f"{MAX_ENDED_REPLICAS + 1} replicas ended while they loaded it, and all others answer as before",
+                    f"{MAX_ENDED_REPLICAS + 1} replicas ended while they loaded it, and all others "
+                    "answer as before",
                     where=where,
                     do="see the service's log; an export may need more memory than there is",
                 )

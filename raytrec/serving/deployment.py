@@ -24,11 +24,11 @@ from raytrec.scoring.scorer import Scorer
 from raytrec.serving.app import Listener, Service, json_response
 from raytrec.serving.bodies import JSON, RefusedRequest, check_type
 from raytrec.serving.coordinator import FOLLOW_INTERVAL_S, LOAD_S, Coordinator, Export, Order, ReplicaState
-from raytrec.serving.figures import describe_model
+from raytrec.serving.loaded_exports import carry_out, get_containing_folder, load_either, resolve_export
 from raytrec.serving.openapi import Endpoint
 from raytrec.serving.options import TOKEN, ServiceOptions
+from raytrec.serving.replica_metrics import describe_model
 from raytrec.serving.request_log import RequestLog
-from raytrec.serving.versions import carry_out, get_containing_folder, load_either, resolve_export
 
 NAMESPACE = "raytrec-serve"
 BUSY = 0.6  # target share of time in which replicas are busy

@@ -22,9 +22,9 @@ from raytrec.common.output_folder import OutputFolder
 from raytrec.common.redaction import hide
 from raytrec.common.storage import absolute
 from raytrec.data.arrow import pick_columns
-from raytrec.scoring.rows import concat_rows, repeat_user
+from raytrec.scoring.request_rows import concat_rows, repeat_user
 from raytrec.serving.bodies import Query
-from raytrec.serving.figures import Figures
+from raytrec.serving.replica_metrics import Figures
 from raytrec.skew.samples import REQUEST_COLUMN, VERSION_KEY
 
 _log = logging.getLogger(__name__)

@@ -15,14 +15,14 @@ import torch
 from raytrec.common.errors import DataError
 from raytrec.config.features import resolve_input_columns
 from raytrec.data.arrow import is_list
-from raytrec.data.assemble import AssembledTensors, Assembler
+from raytrec.data.assembler import AssembledTensors, Assembler
 from raytrec.data.footers import read_footer
 from raytrec.data.fragments import RowGroup
 from raytrec.data.listing import list_files
 from raytrec.data.pages.decode import decode_columns
 from raytrec.data.partitions import find_folder_columns, parse_folder_values
-from raytrec.data.pieces import Rows
-from raytrec.scoring.rows import RowReader
+from raytrec.data.row_slices import Rows
+from raytrec.scoring.request_rows import RowReader
 from raytrec.scoring.scorer import Scorer
 
 REQUEST_COLUMN = "_request"  # column of a log with the id of the request
@@ -79,7 +79,7 @@ def group_by_version(place: str, key: str) -> dict[str, list[RowGroup]]:
 def _iterate_tables(
     groups: Sequence[RowGroup], rows: int, reader: RowReader, columns: list[str]
 ) -> Iterator[tuple[str, pa.Table]]:
-    """Yield (file, up to ROWS_PER_SCORING rows) for about `rows` rows, one piece from each of some row groups."""
+    """Yield (file, up to ROWS_PER_SCORING rows) for about `rows` rows, a slice of each chosen row group."""
     draw = np.random.default_rng(0)
     each, left = -(-rows // min(MAX_ROW_GROUPS, len(groups))), rows
     for place in draw.permutation(len(groups)):

@@ -17,7 +17,7 @@ from raytrec.common.errors import ConfigError, unknown
 from raytrec.config.models.base import ModelSection
 from raytrec.config.schema import Schema
 from raytrec.config.tasks import TaskSection
-from raytrec.data.form import TaskRows
+from raytrec.data.read_plans import TaskRows
 from raytrec.tasks.losses import BatchLoss, Loss, loss
 
 if TYPE_CHECKING:

@@ -20,11 +20,11 @@ from raytrec.common.processes import lock
 from raytrec.common.redaction import hide_all
 from raytrec.compat.mlflow_ import block_unneeded_packages
 from raytrec.config.run_config import RunConfig
-from raytrec.tracking.failures import is_access_denied, is_transient, is_unreachable, reason
 from raytrec.tracking.feed import RecordReader
+from raytrec.tracking.mlflow_errors import is_access_denied, is_transient, is_unreachable, reason
+from raytrec.tracking.mlflow_records import parameters, split_texts
 from raytrec.tracking.run_folder import CHECK_RESULT, CONFIG, PLAN, REPORT, RESULT, SCHEMA, TAGS
 from raytrec.tracking.store import URI_HINT, Store, make_open_error
-from raytrec.tracking.translate import parameters, split_texts
 
 ARTIFACTS = (CONFIG, SCHEMA, PLAN, RESULT, REPORT, CHECK_RESULT)
 LOCK = "mlflow.lock"

@@ -19,9 +19,9 @@ from pydantic import NonNegativeInt
 from raytrec.common.documents import document, find_document
 from raytrec.common.messages import CHECKS, METRICS, RANKS
 from raytrec.tracking.journal import write_atomically
+from raytrec.tracking.mlflow_records import Record, Translator
 from raytrec.tracking.run_folder import Line, decode, read_lines
 from raytrec.tracking.store import MAX_METRICS_PER_CALL
-from raytrec.tracking.translate import Record, Translator
 
 NOTE = "mlflow.json"
 FILES = (METRICS, CHECKS, RANKS)

@@ -13,8 +13,8 @@ from raytrec.common.processes import lock
 from raytrec.common.redaction import hide, hide_yaml
 from raytrec.compat.mlflow_ import EXPERIMENT_TAGS, PARENT_RUN_TAG, has_store, import_quietly
 from raytrec.config.run_config import RunConfig
-from raytrec.tracking.failures import is_transient
-from raytrec.tracking.translate import Record
+from raytrec.tracking.mlflow_errors import is_transient
+from raytrec.tracking.mlflow_records import Record
 
 KEY, PARENT_NAME_TAG = "raytrec.key", "raytrec.parent_run"
 MAX_METRICS_PER_CALL = 1000  # metrics that MLflow accepts in one call

@@ -131,8 +131,9 @@ class Space:
     def configurations(self, trials: int, seed: int) -> list[dict[str, Any]]:
         """Return the drawn values, key → value, of each trial.
 
-        A seed draws the same trials for any number of trials. A space of at most MAX_LISTED_CONFIGURATIONS configurations
-        draws each configuration at most once, and may therefore return fewer than `trials`.
+        A seed draws the same trials for any number of trials. A space of at most
+        MAX_LISTED_CONFIGURATIONS configurations draws each configuration at most once, and may therefore
+        return fewer than `trials`.
         """
         listed = [draw.listed for draw in self.draws]
         if any(each is None for each in listed) or prod(map(len, listed)) > MAX_LISTED_CONFIGURATIONS:

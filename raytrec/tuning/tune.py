@@ -25,8 +25,8 @@ from raytrec.driver.prepare import resolve, write_marked_file
 from raytrec.driver.recorder import write_json
 from raytrec.driver.run import PREVIOUS_DRIVER_TIMEOUT_S
 from raytrec.metrics.selection import EVAL_PREFIX
+from raytrec.tracking.mlflow_records import INVALID_NAME_CHARACTERS, Record
 from raytrec.tracking.store import Store
-from raytrec.tracking.translate import INVALID_NAME_CHARACTERS, Record
 from raytrec.tuning.folder import OUTCOME, SPACE, find_matching_search, is_search, reopen_search, write_search
 from raytrec.tuning.runner import Runner, TuneConsole
 from raytrec.tuning.search import BEST_FILE, ENDED_STATES, Search, Settings, Trial, prepare_search

@@ -29,11 +29,11 @@ from raytrec.embeddings.mapped import MappedFileFactory, mark_mapped
 from raytrec.embeddings.optim import DenseAverage, GlobalNormClip, combine, mark_fused
 from raytrec.embeddings.sharding import list_shard_widths, make_codecs, make_planning_sharders, sharders
 from raytrec.embeddings.tables import fill_tables
-from raytrec.models.parts.shared import share_negatives_across_ranks
+from raytrec.models.parts.shared_negatives import share_negatives_across_ranks
 from raytrec.models.recommender import build_recommender, checkpoint_activations, compile_dense
 from raytrec.planning.memory import exclude_training_memory, held, planned
 from raytrec.planning.plan import make_plan
-from raytrec.planning.step import estimate_hot_rows
+from raytrec.planning.step_cost import estimate_hot_rows
 from raytrec.tasks.objective import Objective
 from raytrec.tasks.task import count_logits, needs_vectors
 from raytrec.worker.loop import make_train_order

@@ -195,7 +195,8 @@ class CheckpointManager:
             f"the trained model is not saved: {error.what}",
             where=error.where,
             expected=error.expected,
-            do=f"make room, then train the rest, {from_step}: raytrec train --resume {quote_for_shell(folder)}",
+            do=f"make room, then train the rest, {from_step}: raytrec train --resume "
+            f"{quote_for_shell(folder)}",
         )
 
     def _collect_save(self) -> Saved | None:

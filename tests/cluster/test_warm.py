@@ -8,7 +8,7 @@ import sys
 import pytest
 from waiting import wait_for
 
-from raytrec.cluster.warm import FORKED_WORKER_PROGRAM, PLACE, WarmProcess
+from raytrec.cluster.warm_process import FORKED_WORKER_PROGRAM, PLACE, WarmProcess
 
 RAYLET = 4711
 WORKER = """

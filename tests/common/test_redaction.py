@@ -97,7 +97,7 @@ def test_every_output(address, tmp_path_factory):
 
     from raytrec.client.jobs import _check_no_secrets
     from raytrec.driver.console import Result, RunConsole, print_summary
-    from raytrec.tracking.translate import TEXTS, parameters, split_texts
+    from raytrec.tracking.mlflow_records import TEXTS, parameters, split_texts
     from raytrec.worker.context import WorkerTask
 
     tags = {"team": "ads", "api_key": SEED, "see": address}

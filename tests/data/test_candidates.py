@@ -10,10 +10,10 @@ from request_rows import CANDIDATES, LISTS, PARTS, SCHEMA, repeated, table
 
 from raytrec.common.errors import DataError, SchemaError
 from raytrec.config.schema import Schema
-from raytrec.data.form import ReadPlan, TaskRows
 from raytrec.data.fragments import scan
 from raytrec.data.order import Order
 from raytrec.data.pages.decode import ReadErrorPolicy
+from raytrec.data.read_plans import ReadPlan, TaskRows
 from raytrec.worker.nonfinite import dump
 
 TASK = TaskRows("y", "y", mask="shown", sample_weight="w")

@@ -19,11 +19,11 @@ from raytrec.config.features import Features
 from raytrec.config.schema import Schema
 from raytrec.data.batch import Collator
 from raytrec.data.canonical import build_canonical_table
-from raytrec.data.form import ReadPlan, ReservedColumnSet, ResolvedReadPlan, TaskRows
 from raytrec.data.fragments import scan
 from raytrec.data.ids import compute_group_keys
 from raytrec.data.order import Order
-from raytrec.data.pieces import Rows
+from raytrec.data.read_plans import ReadPlan, ReservedColumnSet, ResolvedReadPlan, TaskRows
+from raytrec.data.row_slices import Rows
 from raytrec.embeddings.pooling import copy_sparse
 
 PADDED = 40

@@ -13,8 +13,8 @@ from reading import parse_transforms, read
 from raytrec.common.errors import DataError
 from raytrec.config.schema import Schema
 from raytrec.data.arrow import find_required_columns
-from raytrec.data.form import ReadPlan
 from raytrec.data.fragments import scan
+from raytrec.data.read_plans import ReadPlan
 from raytrec.inspection.propose import inspect
 
 BASE = {"label": [0, 1, 1], "user": [1, 2, 3]}

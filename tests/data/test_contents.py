@@ -15,10 +15,10 @@ from raytrec.checkpoint.index import write_index
 from raytrec.common.errors import DataError
 from raytrec.config.schema import Schema
 from raytrec.config.transforms import LookupVocabulary
-from raytrec.data import contents
-from raytrec.data.contents import FileIdentity, fingerprint, look
-from raytrec.data.form import ReadPlan
+from raytrec.data import file_identity
+from raytrec.data.file_identity import FileIdentity, fingerprint, look
 from raytrec.data.fragments import scan
+from raytrec.data.read_plans import ReadPlan
 from raytrec.driver.resume import check_same_data, record_data
 from raytrec.report.report import build
 from raytrec.tracking.run_folder import DATA, FILES_KEY, RunFolder
@@ -47,8 +47,8 @@ def flip(path):
 def test_flipped_labels_are_seen(folder, monkeypatch, whole):
     """Flipped, a column's dictionary may be all that changes: neither sizes nor the footer do."""
     if not whole:
-        monkeypatch.setattr(contents, "MAX_FULL_HASH_BYTES", 0)
-        monkeypatch.setattr(contents, "SAMPLES", 4)
+        monkeypatch.setattr(file_identity, "MAX_FULL_HASH_BYTES", 0)
+        monkeypatch.setattr(file_identity, "SAMPLES", 4)
     path = folder / "train/part-0.parquet"
     before, footer = look(scanned(folder)), pq.read_metadata(path)
     flip(path)
@@ -57,7 +57,7 @@ def test_flipped_labels_are_seen(folder, monkeypatch, whole):
     assert [old == new for old, new in zip(before, after, strict=True)] == [False, True]
     assert before[0].whole == whole
     assert fingerprint(before) != fingerprint(after)
-    assert contents.differences(before, after) == [
+    assert file_identity.differences(before, after) == [
         "part-0.parquet: as many rows and bytes as before, but other values"
     ]
 
@@ -65,16 +65,16 @@ def test_flipped_labels_are_seen(folder, monkeypatch, whole):
 @pytest.mark.parametrize("whole", [True, False])
 def test_copies_are_the_same(folder, tmp_path, monkeypatch, whole):
     if not whole:
-        monkeypatch.setattr(contents, "MAX_FULL_HASH_BYTES", 0)
+        monkeypatch.setattr(file_identity, "MAX_FULL_HASH_BYTES", 0)
     before = look(scanned(folder))
     shutil.copytree(folder, tmp_path / "copy", copy_function=shutil.copyfile)
     for path in (tmp_path / "copy/train").iterdir():
         os.utime(path, (1, 1))
     after = look(scanned(tmp_path / "copy"))
-    assert fingerprint(after) == fingerprint(before) and not contents.differences(before, after)
-    said = contents.written_again(before, after)
+    assert fingerprint(after) == fingerprint(before) and not file_identity.differences(before, after)
+    said = file_identity.written_again(before, after)
     assert said == ([] if whole else ["part-0.parquet", "part-1.parquet"]), "samples alone prove nothing"
-    assert contents.written_again(before, look(scanned(folder))) == []
+    assert file_identity.written_again(before, look(scanned(folder))) == []
     assert [FileIdentity(**json.loads(json.dumps(asdict(c)))) for c in before] == before
 
 
@@ -84,7 +84,7 @@ def test_each_difference_is_named(folder):
     pq.write_table(table.slice(0, 200), folder / "train/part-0.parquet", row_group_size=100)
     pq.write_table(table, folder / "train/part-2.parquet")
     (folder / "train/part-1.parquet").unlink()
-    assert contents.differences(before, look(scanned(folder))) == [
+    assert file_identity.differences(before, look(scanned(folder))) == [
         "part-1.parquet: gone",
         "part-2.parquet: new",
         "part-0.parquet: 200 rows in 2 row groups, and had 300 in 1",
@@ -97,23 +97,23 @@ def test_a_vocabulary_counts_as_data(folder, tmp_path):
     dataset = scanned(folder, transforms=(transform,))
     before = look(dataset)
     (tmp_path / "words").write_text("2\n1\n")
-    assert contents.differences(before, look(dataset)) == [
+    assert file_identity.differences(before, look(dataset)) == [
         "data.transforms[0].vocabulary: as many rows and bytes as before, but other values"
     ]
 
 
 def test_many_files_are_sampled_within_bounds(folder, monkeypatch):
     """Few pieces of each of many files; other columns and row groups in each."""
-    monkeypatch.setattr(contents, "MAX_FULL_HASH_BYTES", 0)
+    monkeypatch.setattr(file_identity, "MAX_FULL_HASH_BYTES", 0)
     path = folder / "train/part-0.parquet"
     size, form = path.stat().st_size, scanned(folder).form
     with open(path, "rb") as file:
-        footer = contents._read_raw_footer(pa.PythonFile(file), size)
-    pieces = [contents._choose_samples(footer, size, form, 2, number) for number in range(8)]
+        footer = file_identity._read_raw_footer(pa.PythonFile(file), size)
+    pieces = [file_identity._choose_samples(footer, size, form, 2, number) for number in range(8)]
     assert all(len(each) == 2 for each in pieces) and len({p for each in pieces for p in each}) > 3
-    many = contents._choose_samples(footer, size, form, 100, 0)
+    many = file_identity._choose_samples(footer, size, form, 100, 0)
     assert len(many) == 100, "the columns' beginnings, and places all over the file"
-    assert all(0 < n <= contents.SAMPLE_BYTES and at + n <= size for at, n in sum(pieces, many))
+    assert all(0 < n <= file_identity.SAMPLE_BYTES and at + n <= size for at, n in sum(pieces, many))
 
 
 class Run:
@@ -131,7 +131,7 @@ class Run:
 
     def _now(self):
         datasets = {name: scanned(self.data, name) for name in ("train", "valid", "test")}
-        return datasets, contents.identify_datasets(datasets)
+        return datasets, file_identity.identify_datasets(datasets)
 
     def check(self):
         schema = Schema.load(self.data / "schema.yaml")

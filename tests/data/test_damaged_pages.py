@@ -12,13 +12,13 @@ from test_pages import table
 from raytrec.common.errors import DataError
 from raytrec.config.schema import Schema
 from raytrec.data import pages
-from raytrec.data.form import ReadPlan
 from raytrec.data.fragments import scan
+from raytrec.data.item_reader import read_item
 from raytrec.data.order import LaneItem, Part
 from raytrec.data.pages import decode as decoding
 from raytrec.data.pages.chunks import read_struct
 from raytrec.data.pages.decode import ReadErrorPolicy, decode_columns
-from raytrec.data.rows import read_item
+from raytrec.data.read_plans import ReadPlan
 
 ROWS, PAGE = 1500, 100  # rows of the file, and of a page
 COPIES = 40

@@ -13,10 +13,10 @@ from reading import DirectStream
 
 from raytrec.config.schema import Schema
 from raytrec.data import order as order_module
-from raytrec.data.form import ReadPlan
 from raytrec.data.fragments import scan
 from raytrec.data.order import Order
 from raytrec.data.pages import decode as decode_module
+from raytrec.data.read_plans import ReadPlan
 
 SCHEMA = Schema.parse(
     {

@@ -10,11 +10,11 @@ from pyarrow import fs
 
 from raytrec.common import reading
 from raytrec.common.errors import DataError
-from raytrec.data import footers, fragments, rows
-from raytrec.data.form import ReadPlan, ResolvedReadPlan
+from raytrec.data import footers, fragments, item_reader
 from raytrec.data.order import LaneItem, Part
 from raytrec.data.pages import decode
 from raytrec.data.pages.decode import ReadErrorPolicy
+from raytrec.data.read_plans import ReadPlan, ResolvedReadPlan
 from raytrec.driver import run as driver
 
 SCHEMA = parquet.schema()
@@ -36,7 +36,7 @@ def with_users(path, bad, count=1000):
 def test_bad_rows_are_found_one_by_one(tmp_path):
     item = with_users(tmp_path / "a.parquet", [50, 130, 131, 999])
     log = tmp_path / "skipped.jsonl"
-    table = rows.read_item(item, FORM, ReadErrorPolicy(True, str(log)))
+    table = item_reader.read_item(item, FORM, ReadErrorPolicy(True, str(log)))
     assert np.flatnonzero(~table["present"].to_numpy()).tolist() == [30, 31, 899]  # 50 is not of the item
     notes = [json.loads(line) for line in log.read_text().splitlines()]
     assert [(n["rows"], n["where"].rpartition("row ")[2]) for n in notes] == [
@@ -46,23 +46,23 @@ def test_bad_rows_are_found_one_by_one(tmp_path):
     ]
     assert "id 40 of feature 'user'" in notes[0]["what"]
     with pytest.raises(DataError, match="id 40"):
-        rows.read_item(item, FORM)
+        item_reader.read_item(item, FORM)
 
 
 def test_many_bad_rows_take_others_with_them_and_little_time(tmp_path):
     item = with_users(tmp_path / "a.parquet", slice(500, 1000))
     log = tmp_path / "skipped.jsonl"
-    present = rows.read_item(item, FORM, ReadErrorPolicy(True, str(log)))["present"].to_numpy()
+    present = item_reader.read_item(item, FORM, ReadErrorPolicy(True, str(log)))["present"].to_numpy()
     assert present[:400].all() and not present[400:].any()
     notes = [json.loads(line)["rows"] for line in log.read_text().splitlines()]
-    assert sum(notes) == 500 and len(notes) <= rows.MAX_LOCATED_BAD_ROWS + 10
+    assert sum(notes) == 500 and len(notes) <= item_reader.MAX_LOCATED_BAD_ROWS + 10
 
 
 def test_a_file_that_has_shrunk_is_seen(tmp_path):
     item = with_users(tmp_path / "a.parquet", [])
     with_users(tmp_path / "a.parquet", [], count=400)
     with pytest.raises(DataError, match="it has 400 rows, and had 1,000 or more before"):
-        rows.read_item(item, FORM)
+        item_reader.read_item(item, FORM)
 
 
 class Flaky(fs.FileSystemHandler):
@@ -109,21 +109,21 @@ def test_storage_that_fails_for_a_while(flaky, tmp_path):
     item = with_users(tmp_path / "a.parquet", [])
     path = f"store://{tmp_path}/a.parquet"
     remote = LaneItem(0, 0, (Part(path, 0, 100, 900),), None)
-    expected = rows.read_item(item, FORM)
+    expected = item_reader.read_item(item, FORM)
     handler = flaky(3, OSError("503 slow down"))
-    assert rows.read_item(remote, FORM).equals(expected)
+    assert item_reader.read_item(remote, FORM).equals(expected)
     assert handler.opened == 4
     flaky(2, OSError("503 slow down"))
     assert fragments.read_footer(path).num_rows == 1000
     handler = flaky(99, OSError("503 slow down"))
     with pytest.raises(DataError, match="503 slow down") as error:
-        rows.read_item(remote, FORM)
+        item_reader.read_item(remote, FORM)
     assert "a.parquet, row group 0" in str(error.value)
     assert "storage that answers (it was asked 4 times)" in str(error.value)
     assert handler.opened == 4
     handler = flaky(99, FileNotFoundError("no such key"))
     with pytest.raises(DataError, match="no such key"):
-        rows.read_item(remote, FORM)
+        item_reader.read_item(remote, FORM)
     assert handler.opened == 1
 
 

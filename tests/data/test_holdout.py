@@ -12,9 +12,9 @@ from reading import DirectStream
 
 from raytrec.config.schema import Schema
 from raytrec.data import order as order_module
-from raytrec.data.form import ReadPlan
 from raytrec.data.fragments import Dataset, RowGroup, scan
 from raytrec.data.order import Order
+from raytrec.data.read_plans import ReadPlan
 
 SCHEMA = Schema.parse(
     {

@@ -8,7 +8,7 @@ from pandas.util import hash_array
 from reading import batch_of, read
 
 from raytrec.config.schema import Schema
-from raytrec.data.form import ReadPlan
+from raytrec.data.read_plans import ReadPlan
 
 LEAST = -(2**63)
 SCHEMA = {

@@ -19,8 +19,8 @@ from reading import read
 
 from raytrec.common.errors import DataError, SchemaError
 from raytrec.config.schema import Schema
-from raytrec.data.form import ReadPlan
 from raytrec.data.pages.decode import ReadErrorPolicy
+from raytrec.data.read_plans import ReadPlan
 from raytrec.inspection.propose import inspect
 
 ROWS, GROUP = 600, 150

@@ -7,13 +7,13 @@ import pytest
 
 from raytrec.common.errors import DataError
 from raytrec.config.transforms import Cast
-from raytrec.data.contents import fingerprint, look
-from raytrec.data.form import ReadPlan, ReservedColumnSet
+from raytrec.data.file_identity import fingerprint, look
 from raytrec.data.fragments import scan
+from raytrec.data.item_reader import read_item
 from raytrec.data.listing import list_files
 from raytrec.data.order import Order
 from raytrec.data.partitions import NULL_PARTITION_VALUE
-from raytrec.data.rows import read_item
+from raytrec.data.read_plans import ReadPlan, ReservedColumnSet
 
 SCHEMA = parquet.schema()
 CAST = Cast(do="cast", columns=["price"], to="float32")
@@ -102,7 +102,7 @@ def test_no_two_values_become_one(tmp_path, values, kind):
     data = scan(str(tmp_path), ReadPlan(SCHEMA, reserved=ReservedColumnSet(("k",))))
     tables = [read_item(item, data.form) for item in Order(1, 1, shuffle="none").items(data, 0, 0, 1)]
     found = [value for table in tables for value in table["reserved.k"].to_pylist()]
-    assert data.form.types == {"k": kind} and len(set(found)) == len(values), found
+    assert data.read_plans.types == {"k": kind} and len(set(found)) == len(values), found
     assert (None in found) == (NULL_PARTITION_VALUE in values)
 
 

@@ -76,9 +76,9 @@ def test_cpus_are_set_aside_beside_gpus_where_other_nodes_have_too_few(monkeypat
 def test_reading_keeps_off_the_gpu_nodes(mixed, tmp_path, monkeypatch):
     import ray
 
-    from raytrec.data.form import ReadPlan
     from raytrec.data.fragments import scan
     from raytrec.data.order import Order
+    from raytrec.data.read_plans import ReadPlan
     from raytrec.data.stream import Stream
 
     (tmp_path / "where_am_i.py").write_text(MODULE)

@@ -16,11 +16,11 @@ from test_reserved import batches
 from raytrec.common.errors import DataError
 from raytrec.config.schema import Schema
 from raytrec.config.transforms import FillNull
-from raytrec.data.form import ReadPlan, TaskRows
 from raytrec.data.fragments import scan
+from raytrec.data.item_reader import check_suspect_groups
 from raytrec.data.order import Order
 from raytrec.data.pages.decode import ReadErrorPolicy
-from raytrec.data.rows import check_suspect_groups
+from raytrec.data.read_plans import ReadPlan, TaskRows
 from raytrec.worker.nonfinite import dump
 
 SCHEMA = Schema.parse(
@@ -221,7 +221,7 @@ def test_tasks_that_weigh_no_row_cost_nothing(tmp_path):
     path = write(tmp_path / "a.parquet", click=[0, 1])
     assert read(path, [TaskRows("click"), TaskRows("buy")]).task_weights is None
     data = scan(path, ReadPlan(SCHEMA, read_labels=False, tasks=(CLICK, TaskRows("buy", mask="nowhere"))))
-    assert data.form.columns == ["u"]
+    assert data.read_plans.columns == ["u"]
     (batch,) = batches(data, Order(2, 1, "none"))
     assert batch.task_weights is None and not batch.labels.any() and batch.labels.shape == (2, 2)
     assert np.array_equal(batch.weights, [1, 1])

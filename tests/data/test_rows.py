@@ -8,11 +8,11 @@ import pytest
 
 from raytrec.common.errors import DataError, SchemaError
 from raytrec.config.schema import Schema
-from raytrec.data.form import ReadPlan, ResolvedReadPlan
 from raytrec.data.fragments import scan
 from raytrec.data.ids import _all_below
+from raytrec.data.item_reader import read_item
 from raytrec.data.order import LaneItem, Part
-from raytrec.data.rows import read_item
+from raytrec.data.read_plans import ReadPlan, ResolvedReadPlan
 
 
 def schema(policy="error", weights=None, rows=10):

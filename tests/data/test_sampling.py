@@ -15,9 +15,9 @@ from raytrec.common.errors import ConfigError, DataError
 from raytrec.config.features import Features, resolve_input_columns, select_needed_transforms, set_draw_rows
 from raytrec.config.run_config import RunConfig
 from raytrec.data import transform
-from raytrec.data.form import ReadPlan
 from raytrec.data.fragments import scan
 from raytrec.data.order import Order, Part
+from raytrec.data.read_plans import ReadPlan
 from raytrec.data.stream import Stream
 from raytrec.data.transform import Draw, apply_transforms
 from raytrec.driver.datasets import check_sample_counts

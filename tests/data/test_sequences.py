@@ -14,7 +14,7 @@ from raytrec.config.models import PythonSection
 from raytrec.config.models.ranking import DlrmSection
 from raytrec.config.models.sequences import SequenceSection
 from raytrec.config.schema import Schema
-from raytrec.data.form import ReadPlan
+from raytrec.data.read_plans import ReadPlan
 from raytrec.embeddings.pooling import PooledEmbeddings, find_table_modules
 from raytrec.models.inputs import SequenceLookup
 from raytrec.worker.nonfinite import dump

@@ -14,9 +14,9 @@ from raytrec.common.errors import DataError, SchemaError
 from raytrec.config.features import Features
 from raytrec.config.schema import Schema
 from raytrec.data.batch import Collator
-from raytrec.data.columns import to_float64
-from raytrec.data.form import ReadPlan
-from raytrec.data.pieces import Rows
+from raytrec.data.column_conversion import to_float64
+from raytrec.data.read_plans import ReadPlan
+from raytrec.data.row_slices import Rows
 from raytrec.embeddings.pooling import PooledEmbeddings
 from raytrec.models.inputs import SequenceLookup
 

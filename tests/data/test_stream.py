@@ -13,10 +13,10 @@ from waiting import wait_for
 from raytrec.common.errors import DataError
 from raytrec.config.transforms import Cast
 from raytrec.data import stream as stream_module
-from raytrec.data.form import ReadPlan, ReservedColumnSet, TaskRows
 from raytrec.data.fragments import scan
 from raytrec.data.ids import compute_group_keys
 from raytrec.data.order import Order
+from raytrec.data.read_plans import ReadPlan, ReservedColumnSet, TaskRows
 from raytrec.data.stream import Stream
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")

@@ -14,7 +14,7 @@ from reading import parse_transforms, read
 from raytrec.common.errors import DataError
 from raytrec.config.features import resolve_input_columns
 from raytrec.config.schema import Schema
-from raytrec.data.form import ReadPlan
+from raytrec.data.read_plans import ReadPlan
 from raytrec.data.transform import apply_transforms
 
 

@@ -15,9 +15,9 @@ SECONDS = 120
 def test_an_evaluation_reads_while_training_waits(ray_with_gpus, tmp_path):
     import ray
 
-    from raytrec.data.form import ReadPlan
     from raytrec.data.fragments import scan
     from raytrec.data.order import Order
+    from raytrec.data.read_plans import ReadPlan
 
     folder = parquet.write(tmp_path / "d", ROWS, 0, row_group=2000)
     data = scan(str(folder), ReadPlan(parquet.schema()))

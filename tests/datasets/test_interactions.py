@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from raytrec.common.errors import RaytrecError
 from raytrec.config.schema import Schema
 from raytrec.config.transforms import Sample
-from raytrec.data.form import ReadPlan
 from raytrec.data.fragments import scan
+from raytrec.data.read_plans import ReadPlan
 
 USERS, ITEMS, LONGEST = 9, 40, 4
 SPLITS, LISTS = ("train", "valid", "test"), ("history", "seen", "right_items")

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from raytrec.common.errors import ConfigError, DataError
 from raytrec.config.schema import Schema
-from raytrec.data.form import ReadPlan
 from raytrec.data.fragments import scan
+from raytrec.data.read_plans import ReadPlan
 
 REAL = Path(os.environ.get("RAYTREC_ML100K", Path(__file__).parents[3] / "shared/data/ml-100k"))
 MOVIES = [

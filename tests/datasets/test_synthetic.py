@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from raytrec.common.errors import ConfigError
 from raytrec.config.schema import Schema
-from raytrec.data.form import ReadPlan
 from raytrec.data.fragments import scan
+from raytrec.data.read_plans import ReadPlan
 
 
 def run(out, *options):

@@ -92,7 +92,7 @@ def test_plans_for_gpus_that_are_not_here(name, hosts, sizes):
 
 def test_each_memory_is_reported_where_it_is(tmp_path, capsys):
     from raytrec.driver.preflight import plan
-    from raytrec.planning.report import print_plans
+    from raytrec.planning.plan_report import print_plans
 
     schema = tmp_path / "schema.yaml"
     schema.write_text(yaml.safe_dump(criteo([10_000_000] * 26).model_dump(exclude_none=True)))

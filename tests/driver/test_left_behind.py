@@ -12,9 +12,9 @@ import pytest
 import ranks
 
 from raytrec.config.schema import Schema
-from raytrec.data.form import ReadPlan
 from raytrec.data.fragments import scan
 from raytrec.data.order import Order
+from raytrec.data.read_plans import ReadPlan
 from raytrec.data.stream import Stream
 from raytrec.driver import launch as group
 from raytrec.worker import process

@@ -118,7 +118,7 @@ def test_names_are_shown_as_they_are(name):
     from raytrec.planning.dry_run import ClusterEstimate
     from raytrec.planning.machines import Cluster
     from raytrec.planning.memory import PlannedTable
-    from raytrec.planning.report import print_plans
+    from raytrec.planning.plan_report import print_plans
 
     config = RunConfig.model_validate({"data": {"train": "d/train"}})
     schema = a_schema(sparse={"a": {"table": name}}, tables={name: {"rows": 1, "dim": 4}})

@@ -12,7 +12,7 @@ from served import Http, assert_same
 
 import raytrec
 from raytrec.common.errors import ConfigError, DataError, RunError
-from raytrec.scoring.rows import to_table
+from raytrec.scoring.request_rows import to_table
 
 ROWS = 300
 SCHEMA = {
@@ -143,7 +143,7 @@ def test_rows_in_every_form_score_as_the_run_predicts(folder, made, model):
 @pytest.mark.survive
 def test_a_request_log_has_the_models_types_and_is_compared_column_by_column(folder, made, model, tmp_path):
     from raytrec.serving.bodies import Query
-    from raytrec.serving.figures import Figures
+    from raytrec.serving.replica_metrics import Figures
     from raytrec.serving.request_log import RequestLog
     from raytrec.skew.compare import skew
 

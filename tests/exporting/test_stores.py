@@ -20,7 +20,7 @@ from raytrec.common.output_folder import OutputFolder
 from raytrec.common.processes import owner
 from raytrec.common.storage import open_filesystem
 from raytrec.serving.bodies import Query
-from raytrec.serving.figures import Figures
+from raytrec.serving.replica_metrics import Figures
 from raytrec.serving.request_log import RequestLog
 from raytrec.skew.compare import skew
 

@@ -15,7 +15,7 @@ from test_models import Modelled
 import raytrec
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.output_folder import ClaimedFolder
-from raytrec.exporting.target import Target
+from raytrec.exporting.export_folder import Target
 
 exporting = import_module("raytrec.exporting.export")
 

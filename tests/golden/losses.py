@@ -62,9 +62,9 @@ def train(rank: int, world: int, name: str, folder: str, batch_rows: int) -> tup
     from raytrec.config.features import resolve_features
     from raytrec.config.run_config import load_config
     from raytrec.config.schema import Schema
-    from raytrec.data.form import ReadPlan
     from raytrec.data.fragments import scan
-    from raytrec.data.rows import read_item
+    from raytrec.data.item_reader import read_item
+    from raytrec.data.read_plans import ReadPlan
     from raytrec.data.stream import Stream
     from raytrec.worker.build import build_step
     from raytrec.worker.loop import make_train_order

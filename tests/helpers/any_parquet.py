@@ -12,8 +12,8 @@ from reading import parse_transforms, read
 from raytrec.config.schema import Schema
 from raytrec.config.tasks import TaskSection
 from raytrec.data.arrow import is_list, is_text
-from raytrec.tasks.columns import build_read_plan
 from raytrec.tasks.task import resolve_tasks
+from raytrec.tasks.task_columns import build_read_plan
 
 LEAVES = [
     *(pa.int8(), pa.uint64(), pa.float16(), pa.float32(), pa.float64(), pa.bool_(), pa.string()),

@@ -1,7 +1,7 @@
 """Rows in the order of their predictions, all in this process."""
 
 from raytrec.common.collectives import Peers
-from raytrec.metrics.builtin.areas import AUC
+from raytrec.metrics.builtin.auc import AUC
 from raytrec.metrics.ranked import RankedRows, Ties, is_binary
 
 

@@ -47,7 +47,7 @@ def _start_local_ray(gpus):
     import ray
     from stores import made_once
 
-    from raytrec.cluster import warm
+    from raytrec.cluster import warm_process
     from raytrec.cluster.session import ray_session
 
     ranks.close_all()  # they would take a part of each core
@@ -55,10 +55,10 @@ def _start_local_ray(gpus):
     # Workers with stand-ins for GPUs import them from here.
     path = os.pathsep.join(p for p in (HERE, os.environ.get("PYTHONPATH")) if p)
     with patch.dict(os.environ, {"PYTHONPATH": path} if gpus else {}):
-        warm.warm_up()
+        warm_process.warm_up()
         counted = patch("ray.init", partial(ray.init, num_gpus=gpus)) if gpus else nullcontext()
         try:
             with made_once(), counted, ray_session(num_cpus=CPUS):
                 yield
         finally:
-            warm.stop_warm_process()
+            warm_process.stop_warm_process()

@@ -6,9 +6,9 @@ from pydantic import TypeAdapter
 from raytrec.config.transforms import Transform
 from raytrec.data.batch import Collator
 from raytrec.data.fragments import scan
+from raytrec.data.item_reader import read_item
 from raytrec.data.order import LaneItem, Part
-from raytrec.data.pieces import Rows
-from raytrec.data.rows import read_item
+from raytrec.data.row_slices import Rows
 from raytrec.data.stream import Stream
 
 parse_transforms = TypeAdapter(tuple[Transform, ...]).validate_python

@@ -70,9 +70,9 @@ def batch_of(requests, schema, features=None, padding=0, plan=None, global_rows=
     """A Batch of a table, as a run reads it."""
     from raytrec.data.batch import Collator
     from raytrec.data.canonical import canonical
-    from raytrec.data.columns import Place
-    from raytrec.data.form import ReadPlan, ResolvedReadPlan
-    from raytrec.data.pieces import Rows
+    from raytrec.data.column_conversion import Place
+    from raytrec.data.read_plans import ReadPlan, ResolvedReadPlan
+    from raytrec.data.row_slices import Rows
 
     form = ResolvedReadPlan(plan or ReadPlan(schema), lists=LISTS)
     made = canonical(requests, form, Place("test", 0, 0)).combine_chunks().to_batches()

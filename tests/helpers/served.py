@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from raytrec.serving.app import Listener, Service
 from raytrec.serving.bodies import ARROW, JSON
-from raytrec.serving.versions import LoadedExports
+from raytrec.serving.loaded_exports import LoadedExports
 
 TOKEN = "a token"
 

@@ -19,8 +19,8 @@ from raytrec.cli import app
 from raytrec.common.errors import ConfigError, DataError, SchemaError
 from raytrec.config.run_config import load_config
 from raytrec.config.schema import Schema
-from raytrec.data.form import ReadPlan
 from raytrec.data.fragments import scan
+from raytrec.data.read_plans import ReadPlan
 from raytrec.inspection import column_scan
 from raytrec.inspection.propose import inspect
 from raytrec.inspection.result import format_bag_lengths
@@ -500,7 +500,7 @@ def test_columns_only_in_folders_are_proposed(tmp_path):
     assert found.schema.tables[found.schema.sparse["zone"].table].out_of_range == "hash"
     assert found.rows == 240
     data = scan(str(tmp_path / "train"), ReadPlan(found.schema))
-    assert data.rows == 240 and data.form.from_folders == {"label", "zone"}
+    assert data.rows == 240 and data.read_plans.from_folders == {"label", "zone"}
     assert inspect(str(tmp_path / "train"), reserve_columns=["day"]).reserve_columns == ["day"]
 
 

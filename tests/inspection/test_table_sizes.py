@@ -10,9 +10,9 @@ from any_parquet import accepted, write
 from reading import batch_of, read
 
 from raytrec.data.batch import Collator
-from raytrec.data.form import ReadPlan
+from raytrec.data.read_plans import ReadPlan
 from raytrec.inspection.propose import inspect
-from raytrec.scoring.rows import RowReader, to_table
+from raytrec.scoring.request_rows import RowReader, to_table
 
 ROWS = 4000
 

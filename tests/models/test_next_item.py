@@ -22,7 +22,7 @@ from made import make as make_model
 from standin import cuda
 from torch.nn.functional import layer_norm, silu
 
-from raytrec.models.parts.packed import PackedSequences
+from raytrec.models.parts.packed_sequences import PackedSequences
 
 SIZES = {"max_length": LENGTH, "dropout": 0.0, "negatives": "negatives", "max_negatives": 3}
 NAMES = ["sasrec", "hstu"]

@@ -12,8 +12,8 @@ from ranks import on_ranks
 from raytrec.common.errors import ConfigError
 from raytrec.config.models import SECTIONS
 from raytrec.models.inputs import IDS, Sequence
-from raytrec.models.parts import shared
-from raytrec.models.parts.sampled import SampledLoss
+from raytrec.models.parts import shared_negatives
+from raytrec.models.parts.sampled_loss import SampledLoss
 
 OF = schema("user", "item", "history", "negatives", dense=())
 DRAWN = {"negatives": "negatives", "max_negatives": 3, "share_negatives": True}
@@ -79,7 +79,7 @@ def test_every_query_against_every_negative(name, kind):
         torch.testing.assert_close(given[i], expected, msg=f"row {i}: {given[i]} instead of {expected}")
     wanted = [*model.parameters(), found["negatives"].vectors, found["item"]]
     whole = torch.autograd.grad(given.sum(), wanted, allow_unused=True)
-    with patch.dict(shared.MAX_SCORES_PER_BLOCK, cpu=20):  # two queries, or one, at a time
+    with patch.dict(shared_negatives.MAX_SCORES_PER_BLOCK, cpu=20):  # two queries, or one, at a time
         parts = torch.autograd.grad(model(dense, found)[:, 1].sum(), wanted, allow_unused=True)
     torch.testing.assert_close(parts, whole)
     assert whole[-2][~found["negatives"].present].count_nonzero() == 0
@@ -142,10 +142,10 @@ def parts(rank, world, kind, most, counts):
     mine = slice(sum(counts[:rank]), sum(counts[: rank + 1])) if world > 1 else slice(None)
     taken = slice(rank * 6 // world, (rank + 1) * 6 // world)
     leaves = [x.clone().requires_grad_() for x in (query[mine], items[mine], drawn[taken], bias[mine])]
-    made = shared.SharedNegatives(SampledLoss(kind, 0.5, 9))
-    shared.share_negatives_across_ranks(made, Peers(alone=world == 1))
-    own = shared.ItemBatch(leaves[1], own_ids[mine])
-    negatives = shared.ItemBatch(leaves[2], ids[taken], share[taken] if kind == "softmax" else None)
+    made = shared_negatives.SharedNegatives(SampledLoss(kind, 0.5, 9))
+    shared_negatives.share_negatives_across_ranks(made, Peers(alone=world == 1))
+    own = shared_negatives.ItemBatch(leaves[1], own_ids[mine])
+    negatives = shared_negatives.ItemBatch(leaves[2], ids[taken], share[taken] if kind == "softmax" else None)
     losses = made(leaves[0], own, negatives, most, leaves[3])
     grads = torch.autograd.grad((losses * (1 + own_ids[mine])).sum(), leaves)
     return [losses.detach(), *grads]

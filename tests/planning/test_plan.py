@@ -31,7 +31,7 @@ from raytrec.planning.machines import (
 from raytrec.planning.memory import GIB, exclude_training_memory, held
 from raytrec.planning.plan import Place, merge_resources, name_devices, search_plan, select_rates
 from raytrec.planning.rates import SHARES
-from raytrec.planning.step import estimate_hot_rows
+from raytrec.planning.step_cost import estimate_hot_rows
 from raytrec.worker.build import build_step, plan_of
 
 

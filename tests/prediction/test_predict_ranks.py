@@ -18,7 +18,7 @@ BATCH = 40  # rows of a rank's batch
 
 def read_here(stream, items):
     """Stream._tables without Ray."""
-    from raytrec.data.rows import read_item
+    from raytrec.data.item_reader import read_item
 
     yield from (read_item(item, stream.dataset.form, stream.faults) for item in items)
 
@@ -53,8 +53,8 @@ def predict(rank, world, folder, out, changes, fail_after=None, restart_after=No
 
     from raytrec.common.messages import Command
     from raytrec.config.schema import Schema
-    from raytrec.data.form import ReadPlan
     from raytrec.data.fragments import scan
+    from raytrec.data.read_plans import ReadPlan
     from raytrec.data.stream import Stream
     from raytrec.prediction import worker
     from raytrec.worker import build
@@ -134,11 +134,11 @@ def expected_scores(rank, world, folder):
 
     from raytrec.config.schema import Schema
     from raytrec.data.batch import Collator
-    from raytrec.data.form import ReadPlan
     from raytrec.data.fragments import scan
+    from raytrec.data.item_reader import read_item
     from raytrec.data.order import Order
-    from raytrec.data.pieces import Rows
-    from raytrec.data.rows import read_item
+    from raytrec.data.read_plans import ReadPlan
+    from raytrec.data.row_slices import Rows
     from raytrec.tasks.objective import ScoringObjective
     from raytrec.worker.build import build_step
 

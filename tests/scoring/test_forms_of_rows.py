@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 
 from raytrec.common.errors import DataError
-from raytrec.scoring.rows import ObjectRows, concat_rows, to_table
+from raytrec.scoring.request_rows import ObjectRows, concat_rows, to_table
 
 
 def test_empty_bags_of_a_dataframe_may_be_of_another_dtype():

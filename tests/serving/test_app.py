@@ -23,14 +23,14 @@ from waiting import wait_for
 import raytrec
 from raytrec.common.errors import DataError, RunError
 from raytrec.scoring.manifest import read_manifest
-from raytrec.scoring.rows import ObjectRows
+from raytrec.scoring.request_rows import ObjectRows
 from raytrec.serving.app import Service
 from raytrec.serving.batching import Batcher
 from raytrec.serving.bodies import ARROW, JSON, Limits, Query
 from raytrec.serving.coordinator import Export, Order, ReplicaState
-from raytrec.serving.figures import describe_model
+from raytrec.serving.loaded_exports import LoadedExports, carry_out, load_either
 from raytrec.serving.openapi import make_page
-from raytrec.serving.versions import LoadedExports, carry_out, load_either
+from raytrec.serving.replica_metrics import describe_model
 
 LIMITS = Limits(body_bytes=200_000, rows=100, ids=50)
 

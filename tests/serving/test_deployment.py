@@ -6,7 +6,7 @@ import pytest
 
 from raytrec.common.errors import DataError
 from raytrec.serving.bodies import RefusedRequest
-from raytrec.serving.versions import get_containing_folder, resolve_export
+from raytrec.serving.loaded_exports import get_containing_folder, resolve_export
 
 
 @pytest.fixture

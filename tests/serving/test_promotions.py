@@ -8,7 +8,7 @@ import pytest
 
 from raytrec.common.errors import RunError
 from raytrec.serving.coordinator import Coordinator, Export, ReplicaState
-from raytrec.serving.figures import Figures
+from raytrec.serving.replica_metrics import Figures
 
 FIRST, SECOND = Export("a", "films-1"), Export("b", "films-2")
 

@@ -13,9 +13,9 @@ from test_app import ARROW, TOKEN, Http, good, made, stream  # noqa: F401
 import raytrec
 from raytrec.serving import request_log
 from raytrec.serving.app import Service
-from raytrec.serving.figures import Figures
+from raytrec.serving.loaded_exports import LoadedExports
+from raytrec.serving.replica_metrics import Figures
 from raytrec.serving.request_log import RequestLog
-from raytrec.serving.versions import LoadedExports
 
 
 class Logging:

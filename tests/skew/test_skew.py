@@ -14,7 +14,7 @@ from test_models import Modelled
 import raytrec
 from raytrec.common.errors import RunError
 from raytrec.serving.bodies import Query
-from raytrec.serving.figures import Figures
+from raytrec.serving.replica_metrics import Figures
 from raytrec.serving.request_log import RequestLog
 from raytrec.skew.compare import skew
 

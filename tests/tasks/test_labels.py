@@ -7,12 +7,12 @@ from small import a_schema
 
 from raytrec.common.errors import DataError
 from raytrec.config.tasks import TaskSection
-from raytrec.data.form import ReadPlan
 from raytrec.data.fragments import scan
+from raytrec.data.item_reader import check_suspect_groups, read_item
 from raytrec.data.order import LaneItem, Part
-from raytrec.data.rows import check_suspect_groups, read_item
-from raytrec.tasks.columns import label_ranges
+from raytrec.data.read_plans import ReadPlan
 from raytrec.tasks.task import resolve_tasks
+from raytrec.tasks.task_columns import label_ranges
 
 SCHEMA = a_schema(
     labels=["clicked", "stars"],

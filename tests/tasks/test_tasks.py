@@ -12,9 +12,9 @@ from raytrec.config.run_config import load_config
 from raytrec.config.schema import Schema
 from raytrec.config.trust import find_foreign_code
 from raytrec.driver.preflight import check_fit
-from raytrec.tasks.columns import label_ranges, task_rows, whole_labels
 from raytrec.tasks.losses.pointwise import BinaryCrossEntropy
 from raytrec.tasks.task import count_logits, key_columns, needs_vectors, resolve_tasks
+from raytrec.tasks.task_columns import label_ranges, task_rows, whole_labels
 
 TWO = SCHEMA.model_copy(update={"labels": ["clicked", "watched s"]})
 

@@ -19,10 +19,10 @@ from tracked import add, client
 from raytrec.common.errors import ConfigError
 from raytrec.common.messages import METRICS
 from raytrec.tracking.delivery import Delivery
-from raytrec.tracking.failures import is_transient, is_unreachable
 from raytrec.tracking.feed import RecordReader
+from raytrec.tracking.mlflow_errors import is_transient, is_unreachable
+from raytrec.tracking.mlflow_records import collect_run_tags
 from raytrec.tracking.store import KEY, PARENT_NAME_TAG, Store
-from raytrec.tracking.translate import collect_run_tags
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import recorded
 
 from raytrec.common import messages
 from raytrec.driver.recorder import Record
-from raytrec.report import parts
+from raytrec.report import sheets
 from raytrec.tracking.feed import RecordReader
 from raytrec.tracking.run_folder import RunFolder
 
@@ -102,7 +102,7 @@ COLUMNS = {
 
 def test_the_tables_of_the_page(both):
     kept, history = both
-    sheet = parts.build_table_sheet(history)
+    sheet = sheets.build_table_sheet(history)
     for row in sheet.rows:
         cells = dict(zip(sheet.columns, row, strict=True))
         name = cells["table"].text
@@ -116,7 +116,7 @@ def test_the_tables_of_the_page(both):
 
 def test_the_ranks_of_the_page(both):
     kept, history = both
-    sheet = parts.ranks(history)
+    sheet = sheets.ranks(history)
     looked = [sum(kept.figures[s][f"watch/rank/{rank}/lookup_bytes"] for s in STEPS[1:]) for rank in (0, 1)]
     for rank, row in enumerate(sheet.rows):
         cells = dict(zip(sheet.columns, row, strict=True))

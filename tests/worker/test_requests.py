@@ -45,8 +45,8 @@ def run(rank, world, name, form, tasks=TASKS, optimizer="rowwise_adagrad", **tra
     from raytrec.config.features import resolve_features
     from raytrec.metrics.selection import Selection
     from raytrec.metrics.sums import Sums
-    from raytrec.tasks.columns import build_read_plan
     from raytrec.tasks.task import resolve_tasks
+    from raytrec.tasks.task_columns import build_read_plan
 
     schema = select_request_names.SCHEMA if form == "requests" else select_request_names.REPEATED
     kinds = ["row_wise", "table_wise"]

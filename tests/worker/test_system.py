@@ -6,7 +6,7 @@ from mmap import PAGESIZE, mmap
 import psutil
 import pytest
 
-from raytrec.tracking.translate import collect_run_tags, system_metrics
+from raytrec.tracking.mlflow_records import collect_run_tags, system_metrics
 from raytrec.worker.process import SystemMonitor
 
 KEYS = {

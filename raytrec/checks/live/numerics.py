@@ -128,7 +128,7 @@ class Numerics(Check):
         )
 
     def _measure_growth(self, name: str, size: float, floor: float) -> float:
-        """Return the ratio of a magnitude to its usual value; 0 during the first `WARMUP_EVALUATIONS` evaluations."""
+        """Return the ratio of a magnitude to its usual value; 0 in the first WARMUP_EVALUATIONS calls."""
         earlier = self._earlier[name]
         usual = max(median(earlier), floor) if len(earlier) >= WARMUP_EVALUATIONS else None
         if not size or not isfinite(size):

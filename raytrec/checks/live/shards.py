@@ -96,7 +96,8 @@ def _find_misfits(parts: ShardedValues) -> Iterator[str]:
             yield f"the {_format_shard(shard)} should be here and are not"
         elif tuple(shard.values.shape) != expected or shard.values.dtype != parts.dtype:
             yield (
-                f"the {_format_shard(shard)} are a tensor {tuple(shard.values.shape)} of {shard.values.dtype}, "
+                f"the {_format_shard(shard)} are a tensor {tuple(shard.values.shape)} of "
+                f"{shard.values.dtype}, "
                 f"not {expected} of {parts.dtype}"
             )
 

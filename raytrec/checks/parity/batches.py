@@ -13,8 +13,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from raytrec.config.features import Features, resolve_features
 from raytrec.config.schema import Schema
 from raytrec.data.batch import Batch
-from raytrec.tasks.columns import label_ranges, whole_labels
 from raytrec.tasks.task import Task, key_columns
+from raytrec.tasks.task_columns import label_ranges, whole_labels
 
 START_OF_2026_S = 1_767_225_600.0  # start of 2026 in UTC, in seconds since 1970
 MAX_UNBOUNDED_LABEL = 5.0  # largest label for losses without an upper bound

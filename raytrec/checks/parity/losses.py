@@ -1,8 +1,8 @@
 """Loss of a global batch from its definition, in plain torch and independent of raytrec's objective.
 
 Losses of single rows are those of torch.nn. Losses that compare rows are computed row by row. Each loss of
-raytrec has its definition in OF_ROWS or BATCH_LOSSES. A user's loss is its own definition: parity then compares
-only the summation over rows.
+raytrec has its definition in OF_ROWS or BATCH_LOSSES. A user's loss is its own definition: parity then
+compares only the summation over rows.
 """
 
 from __future__ import annotations

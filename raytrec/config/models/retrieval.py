@@ -23,7 +23,7 @@ from raytrec.config.schema import Schema
 
 
 class SampledSection(ModelSection):
-    """A model that can compare each row's item with negatives drawn for the row (models/parts/sampled.py)."""
+    """A model that can compare each row's item with negatives drawn for the row."""
 
     own_loss_of_last: ClassVar[bool] = True
     negatives: str | None = None

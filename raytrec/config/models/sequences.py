@@ -82,7 +82,7 @@ class TargetedSection(ModelSection):
         return same[0]
 
 
-@model("sequence", "raytrec.models.targeted:SequenceModel")
+@model("sequence", "raytrec.models.target_attention:SequenceModel")
 class SequenceSection(TargetedSection):
     """Attention over sequences with respect to the target, before DLRM's dot products (models/dlrm.py)."""
 
@@ -100,9 +100,9 @@ class SequenceSection(TargetedSection):
         self.targets(schema)
 
 
-@model("din", "raytrec.models.targeted:DIN")
+@model("din", "raytrec.models.target_attention:DIN")
 class DinSection(TargetedSection):
-    """Deep Interest Network: sequences summed with weights that depend on the target (models/targeted.py)."""
+    """Deep Interest Network: sequences summed with weights that depend on the target."""
 
     name: Literal["din"]
     attention_mlp: Sizes = Field([36])
@@ -174,9 +174,9 @@ def _check_heads(heads: int, width: int, what: str) -> None:
         )
 
 
-@model("bst", "raytrec.models.targeted:BST")
+@model("bst", "raytrec.models.target_attention:BST")
 class BstSection(TargetedSection):
-    """Behavior Sequence Transformer: attention between a sequence and its target (models/targeted.py)."""
+    """Behavior Sequence Transformer: attention between a sequence and its target."""
 
     name: Literal["bst"]
     blocks: Annotated[Few, Field(le=1000)] = 1

@@ -174,7 +174,7 @@ def _open_cached(
 
 
 def _cache_footer(version: FileVersion, footer: pq.FileMetaData) -> None:
-    """Keep a footer for the file's other row groups, and drop the oldest footers beyond MAX_FOOTER_CACHE_BYTES.
+    """Keep a footer for the file's other row groups; drop the oldest footers beyond MAX_FOOTER_CACHE_BYTES.
 
     Parsing the footer for each row group would take a considerable share of the decoding time.
     """

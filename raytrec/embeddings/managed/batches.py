@@ -142,8 +142,8 @@ def _peers(device: torch.device) -> Peers:
 class ManagedBatches:
     """Mapping of the ids of batches to rows, and reset of rows that are assigned to another id.
 
-    All methods except `reset_new_rows` are collectives, as is the constructor. A pipeline fetches batches a few
-    steps ahead, and their ids get rows at that time. A row must keep the previous id's values until all
+    All methods except `reset_new_rows` are collectives, as is the constructor. A pipeline fetches batches a
+    few steps ahead, and their ids get rows at that time. A row must keep the previous id's values until all
     earlier steps have been trained. The values are replaced when the model is called with the batch that
     reassigned the row.
 

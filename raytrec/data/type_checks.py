@@ -21,7 +21,7 @@ from raytrec.data.arrow import (
 )
 
 if TYPE_CHECKING:
-    from raytrec.data.form import ReadPlan, ResolvedReadPlan
+    from raytrec.data.read_plans import ReadPlan, ResolvedReadPlan
 
 SHOWN = 30  # maximum number of column names in a message
 RELEVANT_ITEM_KEYS = ("eval.retrieval.item", "eval.retrieval.right_items")
@@ -248,7 +248,8 @@ def _advise_time(kind: pa.DataType, column: str) -> str | None:
     ways = f"{_format_transform('date_part', column, f'part: {part}', made)}, and name {made} in the schema"
     if types.is_time(kind):
         return ways
-    return f"{ways}; or its age: {_format_transform('age', column, 'until: 2026-01-01, unit: days', column + '_age')}"
+    age = _format_transform("age", column, "until: 2026-01-01, unit: days", f"{column}_age")
+    return f"{ways}; or its age: {age}"
 
 
 def _advise_fields(kind: pa.DataType, column: str) -> str | None:

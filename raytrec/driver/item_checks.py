@@ -13,7 +13,7 @@ from raytrec.config.features import resolve_input_columns, select_needed_transfo
 from raytrec.config.tasks import RetrievalSection
 from raytrec.config.transforms import Sample
 from raytrec.data.arrow import is_text, plain, to_plain_array, value_type
-from raytrec.data.columns import Place
+from raytrec.data.column_conversion import Place
 from raytrec.data.footers import read_footer
 from raytrec.data.fragments import Dataset, RowGroup
 from raytrec.data.ids import NULL_KEY, compute_group_keys, compute_row_keys

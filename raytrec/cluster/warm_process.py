@@ -49,7 +49,7 @@ ON_RAY = (
     "raytrec.worker.evaluate",
     "raytrec.worker.observers",
     "raytrec.data.stream",
-    "raytrec.data.rows",
+    "raytrec.data.item_reader",
     "torchrec.metrics.rec_metric",  # also imports torchmetrics and PIL, which the first step needs
 )
 

@@ -12,7 +12,7 @@ from torchrec.distributed.planner.types import ShardingOption
 from raytrec.embeddings.constraints import REDUCE_SCATTER_TYPES, TableConstraint
 from raytrec.planning.loads import LoadCounter, Loads
 from raytrec.planning.memory import PlannedTable
-from raytrec.planning.step import StepTime, estimate_step_time
+from raytrec.planning.step_cost import StepTime, estimate_step_time
 
 if TYPE_CHECKING:
     from raytrec.planning.search import Search

@@ -81,7 +81,7 @@ class PackedSequences:
         return [part.view(*there_bT.shape, -1) for part, there_bT in zip(parts, self.there, strict=True)]
 
     def from_chronological(self, groups: list[torch.Tensor]) -> torch.Tensor:
-        """Return the ids' values from groups, the reverse of `to_chronological`: [b, T, D] of each group → [N, D]."""
+        """Return the ids' values from groups, [b, T, D] each → [N, D]; the reverse of `to_chronological`."""
         return _Take.apply(torch.cat([group.flatten(0, 1) for group in groups]), self._by_time)
 
     def sum_rows(self, values_N: torch.Tensor) -> torch.Tensor:

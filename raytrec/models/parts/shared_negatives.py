@@ -18,7 +18,7 @@ from raytrec.common.collectives import Peers
 from raytrec.config.models.retrieval import SampledSection
 from raytrec.config.schema import Schema
 from raytrec.models.inputs import IDS, Sequence
-from raytrec.models.parts.sampled import ABSENT, SampledLoss
+from raytrec.models.parts.sampled_loss import ABSENT, SampledLoss
 
 # Maximum number of scores in memory. With more scores, queries are split and backward recomputes each part.
 MAX_SCORES_PER_BLOCK = {"cpu": 1 << 24, "cuda": 1 << 27}
@@ -50,7 +50,8 @@ class SharedNegatives(nn.Module):
         log_share: Index of the side feature of negatives that is subtracted from scores; None: none is.
 
     Attributes:
-        peers: Ranks that share the global batch; initially this process alone (see `share_negatives_across_ranks`).
+        peers: Ranks that share the global batch; initially this process alone (see
+            `share_negatives_across_ranks`).
     """
 
     def __init__(self, loss: SampledLoss, negatives: str = "", log_share: int | None = None):

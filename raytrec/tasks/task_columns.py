@@ -18,11 +18,11 @@ from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.config.tasks import RetrievalSection
 from raytrec.config.transforms import Transform
-from raytrec.data.form import ReadPlan, ReservedColumnSet, TaskRows
 from raytrec.data.fragments import Dataset
+from raytrec.data.item_reader import CHECK_BATCH_ROWS, read_item
 from raytrec.data.order import LaneItem, Part
 from raytrec.data.pages.decode import ReadErrorPolicy
-from raytrec.data.rows import CHECK_BATCH_ROWS, read_item
+from raytrec.data.read_plans import ReadPlan, ReservedColumnSet, TaskRows
 from raytrec.tasks.task import Task, key_columns, resolve_tasks
 
 MAX_LABELS_READ = (

@@ -18,11 +18,11 @@ from raytrec.config.schema import Schema
 from raytrec.config.transforms import Transform
 from raytrec.data.arrow import list_element_type, pick_columns, plain
 from raytrec.data.canonical import canonical
-from raytrec.data.columns import Place
-from raytrec.data.form import ReadPlan, ResolvedReadPlan
-from raytrec.data.kinds import check_present, check_types
-from raytrec.data.pieces import Rows
+from raytrec.data.column_conversion import Place
+from raytrec.data.read_plans import ReadPlan, ResolvedReadPlan
+from raytrec.data.row_slices import Rows
 from raytrec.data.transform import apply_transforms
+from raytrec.data.type_checks import check_present, check_types
 
 THE_ROWS = "the rows"
 

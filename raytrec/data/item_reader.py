@@ -18,11 +18,11 @@ import pyarrow as pa
 from raytrec.common.errors import DataError
 from raytrec.common.memory import retain_freed_memory, trim_memory
 from raytrec.data.canonical import canonical, nothing, shuffle_rows
-from raytrec.data.columns import Place
-from raytrec.data.form import ResolvedReadPlan
+from raytrec.data.column_conversion import Place
 from raytrec.data.fragments import Dataset
 from raytrec.data.order import LaneItem, Part
 from raytrec.data.pages.decode import ReadErrorPolicy, decode_columns
+from raytrec.data.read_plans import ResolvedReadPlan
 from raytrec.data.transform import Draw, apply_transforms
 
 AHEAD = 2  # number of items decoded ahead, each in a thread

@@ -157,7 +157,7 @@ def _format_available(shown: list[ClusterEstimate], tier: str) -> str:
 
 
 def _format_time(plans: Plans, shown: list[ClusterEstimate]) -> Table:
-    from raytrec.planning.step import PARTS
+    from raytrec.planning.step_cost import PARTS
 
     lines, times = _format_comparison("ms of a step", shown), [each.time for each in shown]
     for part in PARTS:

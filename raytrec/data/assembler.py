@@ -10,8 +10,8 @@ import pyarrow as pa
 import torch
 
 from raytrec.config.features import Features, resolve_features
-from raytrec.data.form import ResolvedReadPlan
-from raytrec.data.pieces import JoinedRows, Rows
+from raytrec.data.read_plans import ResolvedReadPlan
+from raytrec.data.row_slices import JoinedRows, Rows
 
 
 @dataclass(frozen=True)
@@ -240,7 +240,7 @@ class Assembler:
         )
 
     def _replace_with_all_ids(self, bags: Bags) -> Bags:
-        """Return bags in which the features of Form.full_vocabulary_features have this rank's part of all ids."""
+        """Return bags in which each of Form.full_vocabulary_features has this rank's part of all ids."""
         if self._part is None or not self._form.full_vocabulary_features:
             return bags
         (rank, world), rows, counts = self._part, bags.rows, list(bags.counts)

@@ -15,7 +15,7 @@ from raytrec.common.errors import DataError
 from raytrec.config.schema import scalar
 from raytrec.config.schema_parts import Scale
 from raytrec.data.arrow import to_plain_array
-from raytrec.data.form import ResolvedReadPlan
+from raytrec.data.read_plans import ResolvedReadPlan
 
 UNITS_PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 DAY_S = 86_400
