@@ -90,7 +90,7 @@ def main() -> None:
 
     note("driver imported")
     after(run, "check_plan", "data read")
-    after(run, "_import_early", "Ray imported")
+    after(run, "_preload_imports", "Ray imported")
     run_in_session: Callable[..., Any] = run.run_in_session
 
     def in_session(config: Any, failed: Any, work: Callable[[], Any]) -> Any:

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.profiler import record_function
 from torch.distributed import TCPStore, _remote_device
-from torch.distributed._shard.make_sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata
-from torch.distributed._shard.make_sharded_tensor.metadata import TensorProperties
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
 from torch.distributed._shard.sharding_spec import ShardMetadata
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torch.nn.modules.dropout import _DropoutNd as Dropout

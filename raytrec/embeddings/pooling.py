@@ -107,7 +107,7 @@ def find_weight_name(collection: nn.Module, table: str) -> str:
 
 
 def _kind(collection: nn.Module) -> str:
-    return "embedding_bags" if hasattr(collection, "make_embedding_bags") else "embeddings"
+    return "embedding_bags" if hasattr(collection, "embedding_bags") else "embeddings"
 
 
 def table_of(fqn: str) -> str | None:

@@ -8,7 +8,7 @@ from checkpoints import equal, restored, save, whole
 from ranks import on_ranks
 from small import batches, build, config, train
 from standin import cuda
-from torch.distributed._get_local_shard.make_sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from raytrec.checkpoint.save import CheckpointWriter
 from raytrec.checkpoint.snapshot import HostStateBuffer

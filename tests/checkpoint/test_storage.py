@@ -21,9 +21,9 @@ import torch.distributed.checkpoint as dcp
 import warm
 from pyarrow import fs
 from ranks import on_ranks
-from torch.distributed._get_local_shard.make_sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata
-from torch.distributed._get_local_shard.make_sharded_tensor.metadata import TensorProperties
-from torch.distributed._get_local_shard.sharding_spec import ShardMetadata
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
+from torch.distributed._shard.sharding_spec import ShardMetadata
 from torch.distributed.checkpoint.api import CheckpointException
 from waiting import wait_for
 

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed._get_local_shard.make_sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata
-from torch.distributed._get_local_shard.make_sharded_tensor.metadata import TensorProperties
-from torch.distributed._get_local_shard.sharding_spec import ShardMetadata
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
+from torch.distributed._shard.sharding_spec import ShardMetadata
 
 from raytrec.checkpoint import storage
 from raytrec.checkpoint.index import CheckpointError, read_index

@@ -74,5 +74,5 @@ def test_freed_memory_is_kept_and_given_back():
 @pytest.mark.parametrize("thread", [False, True])
 def test_a_step_takes_no_page_from_the_kernel_that_the_one_before_has_freed(thread):
     before, after = printed(STEPS.replace("THREAD", str(thread)))
-    assert before > 1000, "glibc keeps it by itself: keep_memory is not needed"
+    assert before > 1000, "glibc keeps it by itself: retain_freed_memory is not needed"
     assert after < 100

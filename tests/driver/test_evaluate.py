@@ -142,7 +142,7 @@ def test_a_killed_evaluations_folder_is_removed_by_the_next_and_one_with_a_trace
     code = (
         "import os, signal, sys, tempfile; tempfile.tempdir = sys.argv[1]\n"
         "from raytrec.driver.evaluation import create_scratch_folder\n"
-        "with scratch_folder() as one, scratch_folder() as other:\n"
+        "with create_scratch_folder() as one, create_scratch_folder() as other:\n"
         "    open(one + '/ray.log', 'w').close()\n"
         "    open(other + '/error.txt', 'w').close()\n"
         "    os.kill(os.getpid(), signal.SIGKILL)"

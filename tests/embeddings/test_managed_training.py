@@ -169,7 +169,7 @@ def trained(rank, world, device, block):
     if device != "cpu":
         local = [batch.pin_memory() for batch in local]
     with (
-        patch(f"{batches}.BLOCK_VALUES", block or 2**19),
+        patch(f"{batches}.VALUES_PER_BLOCK", block or 2**19),
         patch(f"{batches}.initial_values", values),
         patch.object(dist, "all_gather_into_tensor", noted),
     ):

@@ -62,7 +62,7 @@ def echo(shared):
 @pytest.fixture
 def short(monkeypatch):
     """Clients have 1.2 s; the listener looks at them once a second."""
-    monkeypatch.setattr(LIMITS + "CLIENT_S", 1.2)
+    monkeypatch.setattr(LIMITS + "CLIENT_TIMEOUT_S", 1.2)
 
 
 def connect(listener):

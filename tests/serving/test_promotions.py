@@ -103,7 +103,7 @@ async def ending(of, name):
 
 
 def test_an_export_that_ends_replicas_is_given_up(monkeypatch):
-    for name, seconds in (("FOLLOW_S", 0.1), ("GONE_S", 0.3)):
+    for name, seconds in (("FOLLOW_INTERVAL_S", 0.1), ("GONE_S", 0.3)):
         monkeypatch.setattr(f"raytrec.serving.coordinator.{name}", seconds)
     made = coordinator()
 
@@ -136,7 +136,7 @@ def test_one_that_is_started_again_knows_what_was_promoted():
 
 
 def test_it_falls_back_when_no_replica_can_load_the_current_export(monkeypatch, caplog):
-    for name, seconds in (("FOLLOW_S", 0.1), ("GONE_S", 0.5)):
+    for name, seconds in (("FOLLOW_INTERVAL_S", 0.1), ("GONE_S", 0.5)):
         monkeypatch.setattr(f"raytrec.serving.coordinator.{name}", seconds)
     made = coordinator(kept := Kept())
 

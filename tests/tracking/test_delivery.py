@@ -234,8 +234,8 @@ def test_an_address_that_no_store_has_is_refused_without_importing_mlflow():
     code = (
         "import sys\nfrom raytrec.tracking.store import check_tracking_uri\n"
         "for uri in ('sqlite:///a', 'mysql+pymysql://a:b@c/d', 'HTTPS://a', 'http://[a', 'uc', 'mlruns'):\n"
-        "    check_address(uri)\n"
-        "try: check_address('foo://me:secret@here')\n"
+        "    check_tracking_uri(uri)\n"
+        "try: check_tracking_uri('foo://me:secret@here')\n"
         "except Exception as error: print(error)\n"
         "print('mlflow' in sys.modules)"
     )

@@ -88,9 +88,9 @@ def _compute_row_losses(
     if name:
         raise RunError(
             f"loss {name} has no definition that parity could compare it with",
-            where=f"{__name__}.OF_ROWS, OF_BATCH",
+            where=f"{__name__}.OF_ROWS, BATCH_LOSSES",
             expected="a function of each loss of raytrec/tasks/losses, in plain torch",
-            do=f"add '{name}' to OF_BATCH if it compares rows, else to OF_ROWS",
+            do=f"add '{name}' to BATCH_LOSSES if it compares rows, else to OF_ROWS",
         )
     own = own.squeeze(1)
     if isinstance(made, BatchLoss):

@@ -77,7 +77,7 @@ def _initial_values_agree(here: Here) -> None:
 def _checkpoint_is_equal(here: Here, state) -> None:
     """Saves by the thread, loads into another model, and compares to the last bit."""
     import torch
-    from torch.distributed._get_local_shard.make_sharded_tensor import ShardedTensor
+    from torch.distributed._shard.sharded_tensor import ShardedTensor
 
     from raytrec.checkpoint.restore import load
     from raytrec.checkpoint.save import CheckpointWriter
@@ -106,7 +106,7 @@ def _checkpoint_is_equal(here: Here, state) -> None:
 def _local(value):
     """This rank's values, on the CPU."""
     import torch
-    from torch.distributed._get_local_shard.make_sharded_tensor import ShardedTensor
+    from torch.distributed._shard.sharded_tensor import ShardedTensor
 
     if isinstance(value, ShardedTensor):
         return torch.cat([shard.tensor.detach().reshape(-1).cpu() for shard in value.local_shards()])

@@ -87,7 +87,7 @@ def _check_host_memory(here: Here, tensors) -> None:
 
 
 def _bytes(value) -> int:
-    from torch.distributed._get_local_shard.make_sharded_tensor import ShardedTensor
+    from torch.distributed._shard.sharded_tensor import ShardedTensor
 
     parts = [s.tensor for s in value.local_shards()] if isinstance(value, ShardedTensor) else [value]
     return sum(part.numel() * part.element_size() for part in parts)

@@ -79,6 +79,6 @@ def _place(kernel: torch.nn.Module) -> None:
     for name, value in list(kernel._parameters.items()):
         if value is not None and name.startswith(ON_DEVICE):
             kernel._parameters[name] = torch.nn.Parameter(place(value.detach()), value.requires_grad)
-    for name, value in list(kernel._make_buffers.items()):
+    for name, value in list(kernel._buffers.items()):
         if value is not None and (name.startswith(ON_DEVICE) or name == "iter"):
-            kernel._make_buffers[name] = place(value)
+            kernel._buffers[name] = place(value)
