@@ -199,6 +199,7 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python benchmarks/language.py
+	$(BIN)/python benchmarks/commits.py
 	$(BIN)/mypy
 
 format: install
