@@ -193,9 +193,9 @@ class BoundedRows:
         self._rows += len(rows.labels)
         self._binary = self._binary and is_binary(rows.labels)
         if self._rows > self._exact_rows:
-            self._put_into_bins()
+            self._bin_rows()
 
-    def _put_into_bins(self) -> None:
+    def _bin_rows(self) -> None:
         """Move the rows of `_concatenate_rows` to the bins."""
         raise NotImplementedError
 
@@ -218,7 +218,7 @@ class Scores(BoundedRows):
         """
         binned = peers.largest(self._bins is not None) > 0
         if binned:
-            self._put_into_bins()
+            self._bin_rows()
             filled = (self._bins[2] > 0).nonzero().squeeze(1)
             ties = Ties(compute_midpoints(filled), *self._bins[:, filled])
         else:
@@ -227,7 +227,7 @@ class Scores(BoundedRows):
         self._bins = None
         return RankedRows.sort(ties, peers, self._binary), binned
 
-    def _put_into_bins(self) -> None:
+    def _bin_rows(self) -> None:
         if self._bins is None:
             self._bins = torch.zeros(3, BIN_COUNT, dtype=torch.float64)
         logits, labels, weights = self._concatenate_rows()

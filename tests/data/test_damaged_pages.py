@@ -43,7 +43,7 @@ def places(path):
     """(column, its pages) in the order of the file."""
     footer, file = pq.read_metadata(path), pa.OSFile(str(path))
     for i in range(footer.num_columns):
-        found = pages._pages(pages._Cut((str(path), file.size(), 0), footer, 0, 0, 0), i)
+        found = pages._pages(pages._RowSpan((str(path), file.size(), 0), footer, 0, 0, 0), i)
         found.look_up(lambda at, size: file.read_at(size, at))
         yield footer.schema.column(i).path.removesuffix(".list.element"), found
 
@@ -108,7 +108,7 @@ def test_a_page_of_no_known_type_does_not_shift_the_rows_after_it(tmp_path, monk
     assert raw[at : at + 2] == b"\x15\x00"
     raw[at + 1] = 8
     path.write_bytes(raw)
-    pages._known.clear()
+    pages._page_cache.clear()
     decoding._open_files.files.clear()
     if whole:
         monkeypatch.setattr(decoding, "MAX_FULL_DECODE_ROWS", ROWS)
@@ -135,7 +135,7 @@ def test_rows_that_are_not_skipped_keep_their_lists_after_a_flipped_bit(tmp_path
     _, levels = read_struct(raw, bag._offsets[2])
     raw[levels + (6 if version == "1.0" else 2)] ^= 4  # after the levels' size, and the first run's
     path.write_bytes(raw)
-    pages._known.clear()
+    pages._page_cache.clear()
     decoding._open_files.files.clear()
     rows = read(900)
     assert len(rows) == 200 and all(

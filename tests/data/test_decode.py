@@ -13,13 +13,13 @@ from raytrec.data.pages import decode as decoding
 @pytest.fixture
 def opened(monkeypatch):
     """The files that have been opened, in turn."""
-    places, real = [], decoding._opened
+    places, real = [], decoding._open_cached
 
     def counted(version, open_file):
         return real(version, lambda: places.append(version[0]) or open_file())
 
-    monkeypatch.setattr(decoding, "_opened", counted)
-    decoding._open.files.clear()
+    monkeypatch.setattr(decoding, "_open_cached", counted)
+    decoding._open_files.files.clear()
     return places
 
 
@@ -46,7 +46,7 @@ def test_a_file_that_changes_is_opened_again(tmp_path, opened):
     (tmp_path / "a.parquet").unlink()
     with pytest.raises(DataError, match="no such file"):
         read(path, 2)
-    assert opened == [path, path] and not decoding._open.files
+    assert opened == [path, path] and not decoding._open_files.files
 
 
 def test_not_all_files_stay_open(tmp_path, opened, monkeypatch):
@@ -54,4 +54,4 @@ def test_not_all_files_stay_open(tmp_path, opened, monkeypatch):
     paths = [write(tmp_path / f"{name}.parquet", 0) for name in "abc"]
     for path in paths + paths[1:] + paths[:1]:
         read(path, 0)
-    assert opened == paths + paths[:1] and set(decoding._open.files) == {paths[0], paths[2]}
+    assert opened == paths + paths[:1] and set(decoding._open_files.files) == {paths[0], paths[2]}

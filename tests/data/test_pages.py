@@ -173,7 +173,7 @@ def test_chunks_that_end_later_than_they_are_said_to(tmp_path):
     walk = PageIndex(chunk, pq.read_metadata(path).schema.column(1), ROWS)
     walk._end -= 20
     file = pa.OSFile(path)
-    pages._known[(path, file.size(), 0), 0, 1] = walk
+    pages._page_cache[(path, file.size(), 0), 0, 1] = walk
     assert read(path, 0, 2900, 3000, ["many"])["many"].to_pylist() == whole["many"][2900:].to_pylist()
 
 
@@ -207,7 +207,7 @@ def test_what_is_known_of_pages_is_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(pages, "MAX_PAGE_CACHE_BYTES", 20_000)
     for name in ("few", "many", "gaps", "real"):
         read(path, 0, 2000, 2010, [name])
-        assert sum(known.nbytes for known in pages._known.values()) <= 20_000
+        assert sum(known.nbytes for known in pages._page_cache.values()) <= 20_000
 
 
 @settings(max_examples=100, deadline=None)

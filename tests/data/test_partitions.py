@@ -102,7 +102,7 @@ def test_no_two_values_become_one(tmp_path, values, kind):
     data = scan(str(tmp_path), ReadPlan(SCHEMA, reserved=ReservedColumnSet(("k",))))
     tables = [read_item(item, data.form) for item in Order(1, 1, shuffle="none").items(data, 0, 0, 1)]
     found = [value for table in tables for value in table["reserved.k"].to_pylist()]
-    assert data.read_plans.types == {"k": kind} and len(set(found)) == len(values), found
+    assert data.form.types == {"k": kind} and len(set(found)) == len(values), found
     assert (None in found) == (NULL_PARTITION_VALUE in values)
 
 

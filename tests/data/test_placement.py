@@ -52,7 +52,7 @@ def mixed(monkeypatch):
 def test_nodes_without_gpus_read_what_they_have_cpus_for(monkeypatch, read_on, cpus, elsewhere):
     from raytrec.data import stream
 
-    monkeypatch.setattr(stream, "_nodes", lambda _: {"a": cpus / 4, "b": 3 * cpus / 4})
+    monkeypatch.setattr(stream, "_count_nodes", lambda _: {"a": cpus / 4, "b": 3 * cpus / 4})
     monkeypatch.setattr(stream, "prefer_node", lambda node: node)
     found = Counter(stream.place(32, read_on)["scheduling_strategy"] for _ in range(4000))
     assert (found["a"] + found["b"]) / 4000 == pytest.approx(elsewhere, abs=0.05)

@@ -55,7 +55,7 @@ def reserved(data, order=None, **how):
     for batch in batches(data, order or Order(7, 1, "none"), **how):
         users = batch.sparse.values().tolist()
         assert batch.reserved.num_rows == int(batch.weights.sum()) == len(users)
-        assert batch.reserved.column_names == list(data.read_plans.plan.reserved.columns)
+        assert batch.reserved.column_names == list(data.form.plan.reserved.columns)
         found |= dict(zip(users, batch.reserved.to_pylist(), strict=True))
     return found
 
@@ -99,7 +99,7 @@ def test_every_type_is_kept(tmp_path, kind):
         pytest.skip("Parquet has no such type")
     data = reserving(tmp_path, "x", keys=("x",))
     read = pq.read_table(tmp_path / "a.parquet")["x"].combine_chunks()
-    assert data.read_plans.types["x"] == plain(read.type)
+    assert data.form.types["x"] == plain(read.type)
     found = reserved(data, Order(30, 1, "none"))
     expected = plain_array(read).to_pylist()
     assert [repr(found[u]["x"]) for u in range(30)] == [repr(value) for value in expected]
@@ -125,7 +125,7 @@ def test_files_of_types_that_differ_a_little(tmp_path, first, second, whole):
     write(tmp_path / "a.parquet", x=first)
     write(tmp_path / "b.parquet", x=second, u=[2, 3])
     data = reserving(tmp_path, "x", keys=("x",))
-    assert data.read_plans.types == {"x": whole}
+    assert data.form.types == {"x": whole}
     values = first.to_pylist() + second.to_pylist()
     assert reserved(data, Order(3, 2, "window")) == {u: {"x": value} for u, value in enumerate(values)}
     keys = {value: compute_group_keys(pa.array([value], whole))[0] for value in values if value is not None}
@@ -148,7 +148,7 @@ def test_folders_are_columns(tmp_path):
         folder = tmp_path / f"date={day}" / f"hour={number}" / "city=S%C3%A3o%20Paulo"
         write(folder / "a.parquet", 2, u=[2 * number, 2 * number + 1])
     data = reserving(tmp_path, "hour", "date", "city", keys=("date", "hour"))
-    assert data.read_plans.types == {"date": pa.string(), "hour": pa.int64(), "city": pa.string()}
+    assert data.form.types == {"date": pa.string(), "hour": pa.int64(), "city": pa.string()}
     found = reserved(data, Order(4, 2, "window"))
     days = ["2026-11-01", "2026-11-02", None]
     expected = [{"hour": i, "date": day, "city": "São Paulo"} for i, day in enumerate(days)]
@@ -214,7 +214,7 @@ def test_what_no_rows_are_grouped_by(tmp_path, column, message):
 def test_what_rows_are_grouped_by(tmp_path, column):
     write(tmp_path / "a.parquet", x=column)
     data = scan(str(tmp_path), ReadPlan(SCHEMA, reserved=ReservedColumnSet(keys=("x",), groups=("x",))))
-    assert data.read_plans.plan.reserved.keys == ("x",)
+    assert data.form.plan.reserved.keys == ("x",)
 
 
 def test_integers_are_their_own_keys_and_all_else_is_mixed():

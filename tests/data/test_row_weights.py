@@ -221,7 +221,7 @@ def test_tasks_that_weigh_no_row_cost_nothing(tmp_path):
     path = write(tmp_path / "a.parquet", click=[0, 1])
     assert read(path, [TaskRows("click"), TaskRows("buy")]).task_weights is None
     data = scan(path, ReadPlan(SCHEMA, read_labels=False, tasks=(CLICK, TaskRows("buy", mask="nowhere"))))
-    assert data.read_plans.columns == ["u"]
+    assert data.form.columns == ["u"]
     (batch,) = batches(data, Order(2, 1, "none"))
     assert batch.task_weights is None and not batch.labels.any() and batch.labels.shape == (2, 2)
     assert np.array_equal(batch.weights, [1, 1])

@@ -77,7 +77,7 @@ def a_run(rank, world, sharding, optimizer, train):
     if rank:
         return None
     one, lives = reference(run, start, batches)
-    optimizers = list(compare._optimizers(run, one).values())
+    optimizers = list(compare._make_optimizers(run, one).values())
     whole = [renumbered(batch, lives, step) for step, batch in enumerate(batches)]
     one_process.train(one, whole, optimizers, max_grad_norm=train.get("max_grad_norm"))
     expected = {n: [w.detach(), *states(optimizers, w)] for n, w in one.tables.items()}

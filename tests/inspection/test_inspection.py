@@ -500,7 +500,7 @@ def test_columns_only_in_folders_are_proposed(tmp_path):
     assert found.schema.tables[found.schema.sparse["zone"].table].out_of_range == "hash"
     assert found.rows == 240
     data = scan(str(tmp_path / "train"), ReadPlan(found.schema))
-    assert data.rows == 240 and data.read_plans.from_folders == {"label", "zone"}
+    assert data.rows == 240 and data.form.from_folders == {"label", "zone"}
     assert inspect(str(tmp_path / "train"), reserve_columns=["day"]).reserve_columns == ["day"]
 
 

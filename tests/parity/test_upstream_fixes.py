@@ -74,7 +74,9 @@ def compare_uneven(rank, world, cases):
         def shard(config):
             return ShardedRun(build_step, config, schema, device, bounds)  # noqa: B023
 
-        found = compare._gradient(shard, config, choices[0]) + compare._steps(shard, config, choices)
+        found = compare._compare_gradient(shard, config, choices[0]) + compare._compare_steps(
+            shard, config, choices
+        )
         out.append([finding.record() for finding in found])
     return out
 

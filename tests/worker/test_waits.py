@@ -26,7 +26,7 @@ ALLOWED = {
     ("train_pipeline/runtime_forwards.py:__call__", "pipeline.py:start_sparse_data_dist"): SPLITS,
     ("torchrec/distributed/dist_data.py:_get_recat", "pipeline.py:wait_sparse_data_dist"): SPLITS,
     ("nonfinite.py:wait", "nonfinite.py:_read", "nonfinite.py:look", "checkpointing.py:after_step"): THROTTLE,
-    ("nonfinite.py:wait", "progress.py:_settle", "progress.py:report"): THROTTLE,
+    ("nonfinite.py:wait", "progress.py:_read_pending", "progress.py:report"): THROTTLE,
     (
         "nonfinite.py:wait",
         "nonfinite.py:step",
@@ -286,5 +286,5 @@ def waits_of_prediction(rank, world, folder):
 def test_predictions_come_late_enough(tmp_path):
     for waited in on_ranks(2, waits_of_prediction, str(tmp_path), device="cuda"):
         ours = [callers for where, callers, _ in waited if where.startswith("raytrec/")]
-        assert ours and all("raytrec/prediction/worker.py:_read" in callers for callers in ours)
+        assert ours and all("raytrec/prediction/worker.py:_read_pending" in callers for callers in ours)
         assert not any(drains for *_, drains in waited)
