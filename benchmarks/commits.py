@@ -3,7 +3,8 @@
     python benchmarks/commits.py [COUNT]
 
 Reads the last 20 commits without merges. Ruff's rule D401 decides whether a subject is imperative: each
-subject becomes the docstring of a function. `make lint` runs this script; outside a git checkout it checks nothing.
+subject becomes the docstring of a function. `make lint` runs this script; outside a git checkout it checks
+nothing.
 """
 
 from __future__ import annotations
