@@ -133,7 +133,7 @@ def compare_precisions(
         dataset = open_dataset(config, trained.schema, places, "--data")
         check_usable_rows(dataset)
     except DataError as error:  # features were found earlier, so only other columns can be missing
-        console.warn(f"metrics are not compared: {error.what} ({error.where})")
+        console.warn(f"skipped the comparison of metrics: {error.what} ({error.where})")
         return {}
     selection = Selection(trained.objective.tasks, of_tasks)
     stream = LocalStream(
@@ -149,7 +149,7 @@ def compare_precisions(
     for each in precisions:
 
         def tell(rows: int, each: str = each) -> None:
-            console.phase(f"metrics with {each} tables: {percent(rows / dataset.rows)} of rows", always=False)
+            console.phase(f"evaluating {each} tables: {percent(rows / dataset.rows)} of rows", always=False)
 
         with trained.lookups(each, checked=False) as lookups:  # the export has just read and checked all rows
             figures, _ = evaluate(

@@ -104,9 +104,9 @@ def export(
     target = Target(ClaimedFolder(out, "raytrec export"), ExportClaim(binding, {}, request))
     if embed and not (mlflow and target.folder.is_local):
         raise ConfigError(
-            "only a local export goes into an MLflow model",
+            "only a local export can be embedded in an MLflow model",
             where="--embed",
-            expected="--mlflow, and a local --out",
+            expected="--mlflow and a local --out",
         )
     tracked = MlflowRun.of(run, allow_code) if mlflow else None
     with RunConsole(config.run.name) as console, target.folder.hold():
@@ -151,7 +151,7 @@ def _to_pairs(metrics: dict[str, Any]) -> Pairs:
     return [
         ("version", metrics["version"]),
         ("tables", f"{metrics['export.tables']:,} ({precision})"),
-        ("rows of tables", f"{metrics['export.rows']:,}"),
+        ("table rows", f"{metrics['export.rows']:,}"),
         ("size", format_bytes(metrics["export.bytes"])),
         ("golden rows", f"{metrics['export.golden_rows']:,}"),
         *compared,
@@ -249,7 +249,7 @@ def _write_tables(target: Target, trained: Trained, manifest: Manifest, console:
         with StoredTable(trained.saved.folder, trained.saved.index, name) as table:
             for number, file in enumerate(entry.files):
                 first = before + number * entry.block_rows
-                console.phase(f"table {name}: {percent(first / rows)} of all rows written", always=False)
+                console.phase(f"writing table {name}: {percent(first / rows)} of all rows", always=False)
                 target.write(file, block_bytes(table, entry, number))
             before += table.rows
 

@@ -86,10 +86,10 @@ class MlflowRun:
             found = None
         if found is None:
             raise RunError(
-                "MLflow does not have this run",
+                "the run does not exist in MLflow",
                 where=f"{folder}, tracking.uri={hide(uri)}",
-                expected="the run that it was tracked as",
-                do=f"deliver it: raytrec track {quote_for_shell(folder)}",
+                expected="the MLflow run of this run folder",
+                do=f"deliver the run to MLflow: raytrec track {quote_for_shell(folder)}",
             )
         return cls(uri, found.info.run_id, found.info.experiment_id)
 
@@ -110,9 +110,9 @@ class MlflowRun:
         """
         if not embed and hide(export) != export:
             raise ConfigError(
-                "the export's address has a password, which MLflow would show",
+                "the URI of the export contains a password, which MLflow would show",
                 where=hide(export),
-                expected="an address without, and credentials from the environment",
+                expected="a URI without a password, and credentials in the environment",
             )
         import mlflow
         from mlflow.models import Model
@@ -142,9 +142,9 @@ class MlflowRun:
                 )
         except Exception as error:  # MLflow and its stores raise many types
             raise RunError(
-                f"MLflow does not take the model: {reason(error)}",
+                f"MLflow rejected the model: {reason(error)}",
                 where=f"tracking.uri={hide(self.uri)}",
-                do="mend that, and give the same command again: the export is complete",
+                do="fix the cause and repeat the command; the complete export is kept",
             ) from error
         return info.model_uri
 

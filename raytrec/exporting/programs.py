@@ -61,7 +61,7 @@ class Program:
             raise ConfigError(
                 f"the exported model contains {error}",
                 expected="operators of torch.ops.aten that check all sizes and indices",
-                do="write the model with those that OPERATORS in raytrec/scoring/program_archive.py lists",
+                do="use only operators listed in OPERATORS in raytrec/scoring/program_archive.py",
             ) from error
 
 
@@ -103,8 +103,8 @@ def _export(model: nn.Module, inputs: tuple[Input, ...]) -> ExportedProgram:
         raise ConfigError(
             f"torch cannot export the model: {first_line(error)}",
             where=_find_model_line(error),
-            expected="operations whose shapes follow from those of the inputs, for any number of rows",
-            do="take x.shape[0] for len(x), and torch.where for a branch on values",
+            expected="operations whose output shapes depend only on input shapes, for any number of rows",
+            do="use x.shape[0] instead of len(x), and torch.where instead of branches on values",
         ) from error
 
 
@@ -223,10 +223,10 @@ def make_onnx(program: Program, outputs: Sequence[str]) -> bytes:
         made.save(into)
     except Exception as error:  # torch's exceptions have no common base
         raise ConfigError(
-            f"the model cannot be exported as ONNX: {_summarize_error(error)}",
+            f"the model cannot be exported to ONNX: {_summarize_error(error)}",
             where="--onnx",
-            expected="operators that ONNX has",
-            do="leave out --onnx, or compute the model with other operators",
+            expected="operators supported by ONNX",
+            do="omit --onnx, or use other operators in the model",
         ) from error
     return into.getvalue()
 
@@ -241,7 +241,7 @@ def _summarize_error(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     missing = re.search(r"No ONNX function found for <OpOverload\(op='([\w.]+)'", str(error))
-    return f"ONNX has no {missing[1]}" if missing else first_line(error)
+    return f"ONNX does not support {missing[1]}" if missing else first_line(error)
 
 
 class ComparedProgram:
@@ -265,7 +265,7 @@ class ComparedProgram:
             raise ConfigError(
                 f"onnxruntime cannot load the model: {_summarize_error(error)}",
                 where="--onnx",
-                do="leave out --onnx",
+                do="omit --onnx",
             ) from error
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -283,10 +283,10 @@ class ComparedProgram:
             got = torch.from_numpy(given)
             if got.shape != expected.shape or not got.allclose(expected, half, half, equal_nan=True):
                 raise RunError(
-                    "onnxruntime's scores differ from the model's",
+                    "the scores of onnxruntime differ from the scores of the model",
                     where=f"--onnx, {len(expected)} rows",
-                    expected=f"at most {TOLERANCE:g} of difference",
-                    do="leave out --onnx",
+                    expected=f"a difference of at most {TOLERANCE:g}",
+                    do="omit --onnx",
                 )
         return found
 

@@ -59,7 +59,7 @@ class CarriedColumns:
             kinds |= {name: done.schema.field(name).type for name in made}
         if missing := [name for name in self.names if name not in kinds]:
             known = leaf_names(arrow)
-            what = f"there is no column '{missing[0]}' to carry"
+            what = f"column '{missing[0]}' does not exist in the input"
             do = "correct --columns (default: data.reserve_columns of the run)"
             raise unknown(what, missing[0], known, uri, do=do, kind=DataError)
         return pa.schema([(name, _unwrap_dictionary(kinds[name])) for name in self.names])
@@ -124,12 +124,12 @@ def choose_columns(asked: Sequence[str] | None, carry: Sequence[str], scores: Se
     """
     names = list(carry) if asked is None else split_names(asked)
     if twice := {name for name in names if names.count(name) > 1}:
-        raise ConfigError(f"column '{min(twice)}' is named twice", where="--columns", expected="each once")
+        raise ConfigError(f"column '{min(twice)}' is repeated", where="--columns", expected="unique names")
     if taken := set(names) & set(scores):
         raise ConfigError(
-            f"the column '{min(taken)}' would have the name of a column of scores",
+            f"column '{min(taken)}' conflicts with a score column of the same name",
             where="--columns",
-            expected=f"other names than {', '.join(scores)}",
-            do="rename the column in the input, or the task",
+            expected=f"names other than {', '.join(scores)}",
+            do="rename the column in the input or the task",
         )
     return names

@@ -80,27 +80,27 @@ class Manifest:
         change.
         """
         if before.checkpoint_id != self.checkpoint_id:
-            of = f"of {before.checkpoint}"
-            return f"this folder holds predictions {of}", f"predict with that checkpoint, or {OTHER}"
+            what = f"predictions of checkpoint {before.checkpoint}"
+            return f"the folder contains {what}", f"predict with that checkpoint, or {OTHER}"
         if before.vectors != self.vectors:
             what = f"vectors of the {before.vectors} tower" if before.vectors else "scores"
-            return f"this folder holds {what}", OTHER
+            return f"the folder contains {what}", OTHER
         for key, what in {"columns": "--columns", "scores": "tasks"}.items():
             if (names := getattr(before, key)) != getattr(self, key):
                 return (
-                    f"this folder holds predictions with other {what}: {', '.join(names or ['none'])}",
-                    f"give the same, or {OTHER}",
+                    f"the folder contains predictions with different {what}: {', '.join(names or ['none'])}",
+                    f"use the same {what}, or {OTHER}",
                 )
         if before.input != self.input:
-            what = f"this folder holds predictions of other rows, from {before.data}"
+            what = f"the folder contains predictions of different rows, from {before.data}"
             if before.data == self.data:
-                what = "the input's files have changed since predictions were written here"
-            return what, f"predict all of it again, into a new folder: {OTHER}"
+                what = "the input files have changed since the predictions were written"
+            return what, f"predict the whole input into a new folder: {OTHER}"
         rules = before.rules
         changed = [name for name, rule in self.rules.items() if rules.get(name, rule) not in (rule, "error")]
         if changed:
             rule = f"tables.{changed[0]}.out_of_range={rules[changed[0]]}"
-            return f"this folder holds predictions with {rule}", f"give the same, or {OTHER}"
+            return f"the folder contains predictions with {rule}", f"use the same rule, or {OTHER}"
         return None
 
 
@@ -270,9 +270,9 @@ def check_output_folder(out: str, data: str) -> str:
         inside = f"{target}/".startswith(f"{below}/") and (not is_file or target == below)
     if inside:
         raise ConfigError(
-            "the predictions would be written among their input",
+            "the predictions would be written into their input folder",
             where=f"--out {out}, --data {data}",
-            expected="a folder outside of the data",
+            expected="a folder outside the input data",
             do="choose another --out",
         )
     return prefix + below

@@ -148,7 +148,7 @@ def _pairs(metrics: dict[str, Any]) -> Pairs:
     pairs = [
         ("rows", f"{metrics['predict.rows']:,}"),
         ("files", f"{metrics['predict.files']:,}"),
-        ("rows per second", f"{speed:,.0f}" if speed else "nothing was left to do"),
+        ("rows per second", f"{speed:,.0f}" if speed else "all files were already complete"),
         ("seconds", f"{metrics['seconds']:,.1f}"),
     ]
     if ids := metrics["predict.ids"]:
@@ -240,7 +240,7 @@ def _predict_missing(
         for error in dataset.left_out:
             console.warn(f"skipped {error.where}: {error.what}")
         if complete:
-            console.note(f"{len(complete)} of {len(wanted.files)} files are complete already")
+            console.note(f"{len(complete)} of {len(wanted.files)} files are already complete")
         found = run_group(
             partial(predict_worker, wanted),
             config,
@@ -263,10 +263,10 @@ def _compute_figures(target: PredictionFolder, wanted: PredictionTask, dataset: 
     complete, counts = target.find_finished(wanted, target.names()), Counts()
     if missing := [path for path in wanted.files if path not in complete]:
         raise RunError(
-            f"the predictions of {len(missing)} files are not there, such as those of {missing[0]}",
+            f"predictions of {len(missing)} input files are missing, such as {missing[0]}",
             where=target.uri,
-            expected="a folder that all nodes share, and only raytrec writes to",
-            do="give the same command again: complete files stay",
+            expected="a folder that all nodes share and only raytrec writes to",
+            do="repeat the command; complete files are kept",
         )
     for each in complete.values():
         counts += each

@@ -47,7 +47,7 @@ def predict_worker(wanted: PredictionTask, task: WorkerTask) -> None:
         context.close()
         raise
     dist.barrier()
-    context.enter_phase("putting files together", "evaluate")
+    context.enter_phase("joining files", "evaluate")
     split = sorted(group_by_file(span for span in spans if span.path not in complete).items())
     for path, parts in split[context.index :: context.world]:
         assemble(wanted, parts, context.heartbeat.tick)

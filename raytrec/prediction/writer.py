@@ -111,7 +111,7 @@ def assemble(task: PredictionTask, spans: list[Span], tick: Callable[[], None] =
         for name, span in zip(names, spans, strict=True):
             found = Counts.of(read_footer(name), binding)
             if found is None or found.rows != span.rows:
-                raise RunError("a part of the predictions is not as it was written", where=name, do=AGAIN)
+                raise RunError("a part of the predictions is damaged or has changed", where=name, do=AGAIN)
             counts += found
         schema = read_footer(names[0]).schema.to_arrow_schema().with_metadata(counts.metadata(binding))
         with folder.writing(task.name_of(spans[0].path), schema) as writer:
@@ -120,7 +120,7 @@ def assemble(task: PredictionTask, spans: list[Span], tick: Callable[[], None] =
                 tick()
 
 
-AGAIN = "remove the folder _parts there, and give the same command again: complete files stay"
+AGAIN = "remove the folder _parts in the output folder and repeat the command; complete files are kept"
 
 
 def read_verified(uri: str) -> pa.Table:
@@ -151,6 +151,6 @@ def _report_write_errors(task: PredictionTask) -> AbstractContextManager[None]:
     return convert_os_errors(
         "the predictions cannot be written",
         where=task.out,
-        expected="a folder that all nodes can write to, with room for them",
-        do="make room, or correct its permissions, and give the same command again: complete files stay",
+        expected="a folder with free space that all nodes can write to",
+        do="free space or correct the permissions, then repeat the command; complete files are kept",
     )

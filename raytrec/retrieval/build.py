@@ -105,10 +105,10 @@ def index(
     metrics = {"index.items": len(vectors), "index.width": vectors.shape[1], "index.faiss": faiss}
     if faiss:
         with RunConsole(config.run.name) as console:
-            console.phase(f"building {faiss} of {len(vectors):,} items")
+            console.phase(f"building the {faiss} index of {len(vectors):,} items")
             found = Index(table, vectors, key, faiss=build_faiss(faiss, vectors))
             if asked:
-                console.phase("comparing it with exact search")
+                console.phase("comparing the index with exact search")
                 metrics |= _measure_recall(found, _compute_query_vectors(saved, asked), asked.uri)
             data = require_faiss().serialize_index(found.faiss).tobytes()
             _write_file(out, FAISS_FILE, data)
@@ -116,31 +116,31 @@ def index(
     metrics |= {name: value for name, value in made.items() if name not in ("name", "seconds")}
     metrics |= {"name": f"{config.run.name}: {items}", "seconds": round(perf_counter() - began, 3)}
     _write_file(out, MANIFEST, document({"format": 1, "item": key, "faiss": faiss, **metrics}))
-    next_steps = [f"index        {out}", f"ask it       raytrec.load_index({out!r}).search(vectors)"]
+    next_steps = [f"index        {out}", f"search with  raytrec.load_index({out!r}).search(vectors)"]
     return Result({"item": key, **metrics}, out, next_steps, _summarize(metrics))
 
 
 def _summarize(metrics: dict[str, Any]) -> Pairs:
     pairs = [
         ("items", f"{metrics['index.items']:,}"),
-        ("width of a vector", f"{metrics['index.width']:,}"),
-        ("index of faiss", metrics["index.faiss"] or "none: search is exact"),
+        ("vector width", f"{metrics['index.width']:,}"),
+        ("faiss index", metrics["index.faiss"] or "none (exact search)"),
     ]
     for name, value in metrics.items():
         if name.startswith("index.recall@"):
-            pairs.append((f"its recall of the exact {name.partition('@')[2]}", f"{value:.4f}"))
+            pairs.append((f"recall of the exact top {name.partition('@')[2]}", f"{value:.4f}"))
     if count := metrics.get("index.queries"):
-        pairs.append(("measured with queries", f"{count:,}"))
+        pairs.append(("queries for recall", f"{count:,}"))
     return [*pairs, ("seconds", f"{metrics['seconds']:,.1f}")]
 
 
 def _check_columns(names: list[str]) -> None:
     if taken := [name for name in names if name in TAKEN]:
         raise ConfigError(
-            f"a column of the items is called '{taken[0]}', as one of what a search gives",
+            f"item column '{taken[0]}' conflicts with a column of search results",
             where="--columns",
-            expected=f"other names than {', '.join(TAKEN)}",
-            do="name the columns to keep with --columns, without it",
+            expected=f"names other than {', '.join(TAKEN)}",
+            do="list the columns to keep with --columns and omit this column",
         )
 
 
@@ -192,10 +192,10 @@ def build_faiss(spec: str, items_ND: np.ndarray, seed: int = 0) -> Any:
             index.add(np.ascontiguousarray(items_ND[first : first + VECTORS_PER_ADD]))
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(
-            f"faiss makes no index '{spec}' of {len(items_ND):,} vectors of width {items_ND.shape[1]}: "
+            f"faiss cannot build index '{spec}' of {len(items_ND):,} vectors of width {items_ND.shape[1]}: "
             f"{last_line(str(error), 'no reason given')}",
             where="--faiss",
-            expected="what faiss.index_factory takes, such as HNSW32 or 'IVF256,Flat'",
+            expected="a specification for faiss.index_factory, such as HNSW32 or 'IVF256,Flat'",
         ) from None
     return index
 
@@ -212,6 +212,6 @@ def _measure_recall(index: Index, queries: np.ndarray, uri: str) -> dict[str, An
 
 def _write_file(out: str, name: str, data: bytes) -> None:
     """Write a file of the index. Raise RunError if the file cannot be written."""
-    do = "make room, and give the same command again: the vectors stay"
+    do = "free disk space and repeat the command; the vectors are kept"
     with convert_os_errors("the index cannot be written", where=join_uri(out, name), do=do):
         OutputFolder(out).write(name, data)

@@ -98,7 +98,7 @@ class Index:
             raise ConfigError(
                 f"leave_out has {len(asked)} entries for {len(queries)} queries",
                 where="search",
-                expected="one for each",
+                expected="one entry per query",
             )
         wanted = [self._find_rows(() if keys is None else keys) for keys in asked]
         most = min(len(self), k + max((len(rows) for rows in wanted), default=0))
@@ -128,15 +128,15 @@ class Index:
 
     def _check_queries(self, vectors: np.ndarray, k: int) -> np.ndarray:
         if isinstance(k, bool) or not isinstance(k, int | np.integer) or k < 1:
-            raise ConfigError(f"k is {k}", where="search", expected="a whole number of at least 1")
+            raise ConfigError(f"invalid k: {k}", where="search", expected="a whole number of at least 1")
         queries = np.asarray(vectors, np.float32)
         queries = queries[np.newaxis] if queries.ndim == 1 else queries
         width = self.vectors.shape[1]
         if queries.ndim != 2 or queries.shape[1] != width:
             raise ConfigError(
-                f"the queries are of shape {list(np.shape(vectors))}",
+                f"the queries have the shape {list(np.shape(vectors))}",
                 where="search",
-                expected=f"[queries, {width}], of the run whose items these are",
+                expected=f"[queries, {width}], from the run that the index was built with",
             )
         return queries
 
@@ -148,9 +148,9 @@ class Index:
             places = self._row_by_key.get_indexer(pd.Index(list(keys), dtype=self._row_by_key.dtype))
         except (TypeError, ValueError, OverflowError):
             raise ConfigError(
-                f"leave_out has {some(keys)} for a query",
+                f"leave_out contains {some(keys)} for a query",
                 where="search",
-                expected=f"a list of values of column {self.key}, {self.items[self.key].type}; or None",
+                expected=f"a list of values of column {self.key} ({self.items[self.key].type}), or None",
             ) from None
         return np.unique(places[places >= 0])
 
@@ -191,9 +191,8 @@ def load_index(folder: str) -> Index:
         raise RunError(
             f"the index is damaged: {why}",
             where=uri,
-            expected=f"{ITEMS}/, {MANIFEST} and, with faiss, {FAISS_FILE}, as `raytrec index` has "
-            "written them",
-            do="remove the folder, and give the command again",
+            expected=f"{ITEMS}/, {MANIFEST} and, with faiss, {FAISS_FILE}, written by `raytrec index`",
+            do="remove the folder and run `raytrec index` again",
         ) from None
 
 
@@ -201,20 +200,20 @@ def _read_index(uri: str, about: dict[str, Any]) -> Index:
     """Return the index whose files match its manifest; raise various errors if they do not."""
     items, vectors = read_vectors(join_uri(uri, ITEMS))
     if len(vectors) != about.get("index.items", len(vectors)):
-        raise ValueError(f"{ITEMS} has {len(vectors):,} vectors, and {MANIFEST} has {about['index.items']}")
+        raise ValueError(f"{ITEMS} has {len(vectors):,} vectors, but {MANIFEST} lists {about['index.items']}")
     if about["item"] not in items.column_names:
-        raise LookupError(f"{ITEMS} has no column '{about['item']}'")
+        raise LookupError(f"column '{about['item']}' is missing in {ITEMS}")
     if not about.get("faiss"):
         return Index(items, vectors, about["item"], about)
     filesystem, path = open_filesystem(join_uri(uri, FAISS_FILE))
     with filesystem.open_input_stream(path) as stream:
         data = stream.read()
     if about.get("index.faiss_sha256", found := sha256(data).hexdigest()) != found:
-        raise ValueError(f"{FAISS_FILE} is not the file that was written with {MANIFEST}")
+        raise ValueError(f"{FAISS_FILE} does not match the checksum in {MANIFEST}")
     faiss = require_faiss().deserialize_index(np.frombuffer(data, np.uint8))
     if (faiss.ntotal, faiss.d) != vectors.shape:
         raise ValueError(
-            f"{FAISS_FILE} is of {faiss.ntotal:,} vectors of width {faiss.d}, {ITEMS} of {vectors.shape}"
+            f"{FAISS_FILE} has the shape {(faiss.ntotal, faiss.d)}, but {ITEMS} has {vectors.shape}"
         )
     return Index(items, vectors, about["item"], about, faiss)
 
@@ -294,6 +293,6 @@ def require_faiss() -> ModuleType:
             "faiss is not installed",
             where="--faiss",
             expected="the extra raytrec[faiss]",
-            do="pip install faiss-cpu; or leave --faiss out: exact search needs none",
+            do="pip install faiss-cpu, or omit --faiss to search exactly",
         ) from None
     return faiss

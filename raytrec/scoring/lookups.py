@@ -61,9 +61,9 @@ class TablePrecision:
         if halves and not bool((rows_ND.abs() <= MAX_FLOAT16).all()):
             name = next(name for name, each in PRECISIONS.items() if each == self)
             raise ConfigError(
-                f"a table has values beyond ±{MAX_FLOAT16:,}, or NaN",
+                f"a table contains NaN or values beyond ±{MAX_FLOAT16:,}",
                 where=f"--quantize {name}",
-                expected="values that float16 holds",
+                expected="values in the range of float16",
                 do="use int8 or fp32",
             )
         if not self.bits:

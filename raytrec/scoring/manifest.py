@@ -29,7 +29,7 @@ from raytrec.config.transforms import Transform
 EXPORT_FORMAT: Literal[1] = 1
 MANIFEST_FILE, GOLDEN, ONNX_FILE = "manifest.json", "golden.arrow", "model.onnx"
 PrecisionName = Literal["fp32", "fp16", "int8", "int4"]
-INTERRUPTED = "export a run: `raytrec export RUN --out URI`; interrupted, give it again"
+INTERRUPTED = "run `raytrec export RUN --out URI`, or repeat that command if it was interrupted"
 ProgramName = Literal["predict", "query", "item"]
 InputKind = Literal["dense", "bag", "vectors", "present", "side_features"]
 Metrics = dict[str, dict[PrecisionName, float | None]]
@@ -156,13 +156,13 @@ class Manifest(Section):
                 raise ValueError(f"files: {name} is missing")
         for name in self.files:
             if name.startswith("/") or ".." in name.split("/") or not name.isprintable():
-                raise ValueError(f"files: {name!r} is outside of the folder, or not a name")
+                raise ValueError(f"files: {name!r} is outside the folder or not a valid file name")
         for name, table in self.data_schema.tables.items():
             entry = self.tables.get(name)
             if entry is None or len(entry.files) != -(-table.rows // entry.block_rows):
-                raise ValueError(f"tables: the files of {name} are not those of its {table.rows:,} rows")
+                raise ValueError(f"tables: the files of {name} do not match its {table.rows:,} rows")
         if set(self.ids) != set(self.data_schema.managed):
-            raise ValueError("ids: they are not those of the tables with managed ids")
+            raise ValueError("ids: the entries do not match the tables with managed ids")
         return self
 
     @property

@@ -142,7 +142,7 @@ def to_table(rows: Any, columns: pa.Schema) -> pa.Table:
             return pa.Table.from_pandas(rows, given, preserve_index=False)
     except (pa.ArrowException, AttributeError, TypeError, ValueError) as error:
         raise DataError(
-            f"not tabular data: {first_line(error)}",
+            f"the rows are not tabular data: {first_line(error)}",
             where=THE_ROWS,
             expected="mappings of columns to values, a pandas.DataFrame or a pyarrow.Table",
         ) from None
@@ -169,7 +169,7 @@ def _transpose(rows: Sequence[Any], columns: pa.Schema) -> list[Sequence[Any]]:
         for at, row in enumerate(rows):
             if not isinstance(row, Mapping):
                 raise _make_type_error(
-                    f"a row is {some(row)}", at, None, "a mapping of columns to values"
+                    f"the row is not a mapping: {some(row)}", at, None, "a mapping of columns to values"
                 ) from None
             for field in columns:
                 if field.name not in row:
@@ -188,7 +188,7 @@ def _to_column(values: Sequence[Any], field: pa.Field) -> pa.Array:
         other = (i for i, value in enumerate(values) if not isinstance(value, str | None))
         at = next(chain(unfit, other))
         raise _make_type_error(
-            f"column '{name}' is {some(values[at])}", at, name, _describe_type(field.type)
+            f"column '{name}' has the invalid value {some(values[at])}", at, name, _describe_type(field.type)
         ) from None
 
 
@@ -204,7 +204,7 @@ def to_array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
     if types.is_integer(element or kind):  # Arrow truncates fractions
         flat = chain.from_iterable(filter(None, values)) if element else values
         if float in set(map(type, flat)):
-            raise TypeError("a fraction in the place of a whole number")
+            raise TypeError("the values contain a fraction instead of a whole number")
     return array
 
 
@@ -225,7 +225,7 @@ def _describe_type(kind: pa.DataType) -> str:
     """Return the name of a type for authors of JSON."""
     inner = list_element_type(kind)
     if inner is not None:
-        return f"a list, each {_describe_type(inner)}"
+        return f"a list of values, each {_describe_type(inner)}"
     if types.is_integer(kind):
         return "a whole number below 2⁶³" if kind == pa.int64() else f"a whole number ({kind})"
     if types.is_floating(kind):

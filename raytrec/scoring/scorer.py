@@ -91,7 +91,7 @@ class Scorer:
         given = [each is not None for each in (rows, user, candidates)]
         if given not in ([True, False, False], [False, True, True]):
             raise ConfigError(
-                "predict takes rows, or user and candidates",
+                "predict requires either rows, or user and candidates",
                 where="predict",
                 expected="predict(rows) or predict(user=…, candidates=…)",
             )
@@ -131,7 +131,7 @@ class Scorer:
         """
         if program not in self._programs:
             raise ConfigError(
-                f"the model of run {self.manifest.source.run} gives no vectors of query and item",
+                f"the model of run {self.manifest.source.run} does not compute query and item vectors",
                 where=f"tower={program}",
                 expected="a model with a query and an item tower, such as two_tower (docs/retrieval.md)",
             )
@@ -193,9 +193,9 @@ class Scorer:
         candidates = to_table(candidates, pa.schema(others))
         if twice := sorted(names & (given | set(candidates.column_names))):
             raise DataError(
-                f"column '{twice[0]}' is in user and in candidates",
+                f"column '{twice[0]}' is in both user and candidates",
                 where="user, candidates",
-                expected="each column in one of them",
+                expected="each column in only one of the two",
             )
         return user, candidates
 
@@ -227,9 +227,9 @@ class Scorer:
         }
         if of_user == all_names:
             raise DataError(
-                "user has all of the model's columns, so that all candidates are the same",
+                "user has all columns of the model, so all candidates would have the same scores",
                 where="user",
-                expected="columns of the candidates in candidates",
+                expected="at least one column of the model in candidates only",
             )
         user, rest = self._reader(of_user), self._reader(all_names - of_user)
         repeated = [name for name in rest.columns.names if name in names]
@@ -260,7 +260,7 @@ class Scorer:
 
     def _look_up(self, reader: RowReader, pieces: list[Rows], count: int) -> Tensors:
         if not count:
-            raise DataError("there are no rows", where=THE_ROWS, expected="at least one")
+            raise DataError("there are no rows", where=THE_ROWS, expected="at least one row")
         rows = self._assembler(reader).assemble(pieces, count)
         return self.lookups(rows, reader.form.schema.sparse)
 
@@ -291,9 +291,9 @@ class Scorer:
             largest = max(largest, float(np.nan_to_num(off, nan=np.inf).max()))
         if largest > TOLERANCE:
             raise RunError(
-                f"the golden rows' scores differ by {largest:.2g} from those that were exported",
+                f"the scores of the golden rows differ from the exported scores by {largest:.2g}",
                 where=f"{self.version}, {THE_ROWS}",
-                expected=f"at most {TOLERANCE:g}",
+                expected=f"a difference of at most {TOLERANCE:g}",
                 do="export the run again",
             )
         return largest

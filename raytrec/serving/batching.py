@@ -155,7 +155,7 @@ class Batcher:
 
 def make_busy_refusal(what: str, expected: str | None = None) -> RefusedRequest:
     """Return the refusal of a request that may be sent again later."""
-    error = RunError(what, where="the service", expected=expected, do=f"try again after {RETRY_AFTER_S} s")
+    error = RunError(what, where="the service", expected=expected, do=f"retry after {RETRY_AFTER_S} s")
     return RefusedRequest(429, error, **{"Retry-After": str(RETRY_AFTER_S)})
 
 

@@ -58,11 +58,11 @@ def _parse_replicas(replicas: str) -> tuple[int, int]:
     parts = replicas.split(":")
     if len(parts) > 2 or not all(part.isdecimal() and int(part) for part in parts):
         raise ConfigError(
-            f"--replicas is '{replicas}'", where="--replicas", expected="N or MIN:MAX, such as 2 or 1:4"
+            f"invalid value '{replicas}'", where="--replicas", expected="N or MIN:MAX, such as 2 or 1:4"
         )
     least, most = int(parts[0]), int(parts[-1])
     if least > most:
-        raise ConfigError(f"--replicas is '{replicas}'", where="--replicas", expected="MIN at most MAX")
+        raise ConfigError(f"MIN exceeds MAX in '{replicas}'", where="--replicas", expected="MIN ≤ MAX")
     return least, most
 
 
@@ -73,7 +73,7 @@ def _require_serve() -> None:
         raise RunError(
             f"Ray Serve cannot be imported: {error}",
             where="raytrec serve",
-            expected="raytrec[serve]",
+            expected="the extra raytrec[serve]",
             do="pip install --no-deps -r requirements/serve.txt (docs/serving.md)",
         ) from None
 
@@ -86,7 +86,7 @@ def _print_address(name: str, url: str, has_token: bool) -> None:
     print(f"service      {url} ({name})")
     print(f"example      curl{bearer} {url}/openapi.json")
     print(f"page         {url}/ (asks for the token)" if has_token else f"page         {url}/")
-    print(f"another      raytrec promote URI --service {url} --name {name}", flush=True)
+    print(f"promote      raytrec promote URI --service {url} --name {name}", flush=True)
 
 
 def promote(uri: str | None, *, service: str, name: str | None, rollback: bool = False) -> str:
@@ -104,7 +104,7 @@ def promote(uri: str | None, *, service: str, name: str | None, rollback: bool =
     """
     if (uri is None) != rollback:
         raise ConfigError(
-            "promote takes a URI, or --rollback", where="raytrec promote", expected="one of the two"
+            "promote requires either a URI or --rollback", where="raytrec promote", expected="one of the two"
         )
     token = os.environ.get(TOKEN) or (name and token_file(name).exists() and read_token(name)) or ""
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
@@ -116,7 +116,7 @@ def promote(uri: str | None, *, service: str, name: str | None, rollback: bool =
     except urllib.error.HTTPError as error:
         raise _make_promotion_error(error.read(), service) from None
     except (OSError, ValueError, KeyError) as error:
-        raise RunError(f"the service does not answer: {error}", where=service) from None
+        raise RunError(f"the service does not respond: {error}", where=service) from None
 
 
 def _make_promotion_error(body: bytes, service: str) -> RunError:
@@ -125,4 +125,4 @@ def _make_promotion_error(body: bytes, service: str) -> RunError:
         what = parts.pop("error")
         return RunError(what, **{key: parts.get(key) for key in ("where", "expected", "do")})
     except (ValueError, KeyError, TypeError, AttributeError):
-        return RunError("the service refuses it", where=service)
+        return RunError("the service rejected the promotion", where=service)

@@ -119,7 +119,7 @@ class Coordinator:
             if self._live():
                 raise RunError(why, where=failed.uri, do="promote another export")
             self._remember(self._before, failed, self._declared)
-            self._news = f"{self._now.version} answers again, because {failed.uri} cannot be loaded: {why}"
+            self._news = f"rolled back to {self._now.version} because {failed.uri} cannot be loaded: {why}"
             log.warning(self._news)
             self._tell()
 
@@ -188,9 +188,9 @@ class Coordinator:
         if not uri and self._before:
             uri = self._before.uri
         if not uri:
-            raise RunError("there is no version before this one", where="--rollback", expected="a promotion")
+            raise RunError("there is no previous version", where="--rollback", expected="a promotion")
         if self._busy.locked():
-            raise RunError("another promotion is under way", where=uri, do="wait for its end")
+            raise RunError("another promotion is in progress", where=uri, do="wait until that promotion ends")
         async with self._busy:
             self._tell(prepare=uri)
             prepared = await self._carried_out()
@@ -198,11 +198,11 @@ class Coordinator:
             versions = {report.prepared for report in prepared.values()}
             if errors or len(versions) != 1:
                 self._tell()
-                raise errors[0] if errors else RunError("replicas have loaded different files", where=uri)
+                raise errors[0] if errors else RunError("the replicas have loaded different files", where=uri)
             export = Export(uri, versions.pop())
             if export != self._now:
                 self._remember(export, self._now, self._declared)
-                self._news = f"{export.version} answers ({uri})"
+                self._news = f"promoted {export.version} ({uri})"
             self._tell()
             await self._carried_out()
             return export.version
@@ -231,10 +231,10 @@ class Coordinator:
                 where = self._order.prepare
                 self._tell()
                 raise RunError(
-                    f"{MAX_ENDED_REPLICAS + 1} replicas ended while they loaded it, and all others "
-                    "answer as before",
+                    f"{MAX_ENDED_REPLICAS + 1} replicas ended while they loaded the export; all others "
+                    "keep their version",
                     where=where,
-                    do="see the service's log; an export may need more memory than there is",
+                    do="check the log of the service; the export may need more memory than is available",
                 )
             done = all(report.done == self._order.number for report in live.values())
             if live and done and monotonic() > self._complete:
@@ -243,7 +243,7 @@ class Coordinator:
                 break
             await asyncio.sleep(0.05)
         self._tell()
-        raise RunError("replicas do not answer", where="the service", do="see its log")
+        raise RunError("the replicas do not respond", where="the service", do="check the log of the service")
 
     def _live(self) -> dict[str, ReplicaState]:
         """Return the last report of each replica that still reports."""

@@ -54,10 +54,10 @@ class Replica:
         if failed:
             ray.get(self._coordinator.fall_back.remote(now, failed))
         endpoints = [
-            Endpoint("POST", "/promote", self._promote, "Answer with the export at uri; {}: the one before."),
-            Endpoint("GET", "/versions", self._versions, "The version that each replica answers with."),
-            Endpoint("GET", "/metrics", self._metrics, "Metrics of all replicas, for Prometheus."),
-            Endpoint("GET", "/model", self._model, "The model that answers, and the version before it."),
+            Endpoint("POST", "/promote", self._promote, "Promote the export at uri; {}: the previous one."),
+            Endpoint("GET", "/versions", self._versions, "Current version of each replica."),
+            Endpoint("GET", "/metrics", self._metrics, "Prometheus metrics of all replicas."),
+            Endpoint("GET", "/model", self._model, "Current model and previous version."),
         ]
         self.service = Service(versions, token, more=endpoints)
         if folder := served.log_requests:
@@ -77,12 +77,12 @@ class Replica:
         self._done, self._settled = ReplicaState(-1, self.service.versions.version), Event()
         Thread(target=self._follow, name="follow", daemon=True).start()
         if not self._settled.wait(LOAD_S):
-            raise self._done.error or RunError("the coordinator does not answer", where="the service")
+            raise self._done.error or RunError("the coordinator does not respond", where="the service")
 
     def check_health(self) -> None:
         """Raise an error if the HTTP server has ended, whereupon Serve starts another replica."""
         if not self._listener.alive:
-            raise RunError("the replica does not listen any more", where="HTTP")
+            raise RunError("the replica has stopped listening", where="HTTP")
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Return busy, the CPU seconds per second since the last call.
@@ -110,7 +110,9 @@ class Replica:
             values = None
         given = values.get("uri", "before") if isinstance(values, dict) else None
         if not given or not isinstance(given, str):
-            raise RefusedRequest(400, DataError("no uri", where="the body", expected='{"uri": "URI"}, or {}'))
+            raise RefusedRequest(
+                400, DataError("invalid uri", where="the body", expected='{"uri": "…"} or {}')
+            )
         uri = resolve_export(given, self._promote_from) if "uri" in values else None
         version = await self._asking(lambda: self._coordinator.promote.remote(uri))
         return json_response({"version": version})
@@ -133,7 +135,7 @@ class Replica:
         try:
             return await ask()
         except RayActorError:
-            lost = RunError("the coordinator is being started again", where="the service", do="try again")
+            lost = RunError("the coordinator is restarting", where="the service", do="retry")
             raise RefusedRequest(503, lost, **{"Retry-After": "1"}) from None
         except Exception as error:
             cause = getattr(error, "cause", error)
@@ -192,7 +194,7 @@ def app(args: dict[str, Any]) -> Any:
             f"{TOKEN} is not set",
             where="the node that builds the application",
             expected="the token that clients send",
-            do=f"set {TOKEN} on all nodes, from a Secret; or no_token: true, where others guard the service",
+            do=f"set {TOKEN} on all nodes from a Secret, or no_token: true if access is restricted elsewhere",
         )
     return build(served.named(), None if served.no_token else token)
 

@@ -75,7 +75,7 @@ class LoadedExports:
         with self._lock:
             if self.version != version:
                 if self._prepared is None or self._prepared.scorer.version != version:
-                    raise RunError(f"{version} is not prepared", where="the service", do="prepare it first")
+                    raise RunError(f"{version} is not prepared", where="the service", do="prepare the export")
                 self.current, self.previous = self._prepared, self.current
             self._prepared = None
             gc.collect()  # programs contain cycles; their files stay mapped until they are collected
@@ -102,7 +102,7 @@ def load_either(now: Export, before: Export | None, allow_code: bool) -> tuple[L
             versions = LoadedExports(export.uri, allow_code)
             if (found := versions.version) == export.version:
                 return versions, str(errors[0]) if errors else None
-            what = f"the export has been changed in place, from {export.version} to {found}"
+            what = f"the export has been changed in place from version {export.version} to {found}"
             errors.append(RunError(what, where=export.uri))
         except RaytrecError as error:
             errors.append(error)
@@ -130,7 +130,7 @@ def carry_out(versions: LoadedExports, order: Order, before: ReplicaState) -> Re
     except RaytrecError as failed:
         error = copy(failed)  # the traceback would keep the exports of its frames alive
     except Exception as failed:
-        _log.exception("an order could not be carried out")
+        _log.exception("a command of the coordinator failed")
         error = RunError(f"{type(failed).__name__}: {failed}", where=order.prepare or answer.uri)
     return ReplicaState(order.number, versions.version, prepared, error)
 
@@ -157,7 +157,7 @@ def resolve_export(uri: str, folder: str) -> str:
     inner = unquote(place.removeprefix(root)).split("/")
     if place.startswith(root) and (same_server or query == own_query) and not {"", ".", ".."} & {*inner}:
         return place + query
-    what = "the export is not in the folder of the service, or on another server"
+    what = "the export is outside the folder of the service or on another server"
     raise RefusedRequest(403, RunError(what, where=uri, expected=f"an export in {folder} (--promote-from)"))
 
 

@@ -22,9 +22,9 @@ from raytrec.scoring.scorer import Scorer
 from raytrec.serving.bodies import ARROW, JSON
 
 ERRORS = {
-    "400": "A body, column or value that does not fit; names field and reason.",
-    "413": "More bytes, rows or ids than are taken.",
-    "429": "Too many rows wait; Retry-After has seconds.",
+    "400": "Invalid body, column or value; the error names the field and the reason.",
+    "413": "Too many bytes, rows or ids.",
+    "429": "Too many rows are waiting; Retry-After contains the seconds to wait.",
 }
 
 
@@ -67,7 +67,7 @@ def describe(scorer: Scorer, endpoints: Iterable[Endpoint]) -> dict[str, Any]:
             continue
         content = bodies.get(each.path)
         body = {"requestBody": {"required": True, "content": content}} if content else {}
-        errors = (ERRORS if body else {}) | ({} if each.is_open else {"401": "No token, or another."})
+        errors = (ERRORS if body else {}) | ({} if each.is_open else {"401": "Missing or wrong token."})
         paths[each.path][each.method.lower()] = {
             "summary": each.summary,
             "responses": {

@@ -25,14 +25,14 @@ class Figures:
         self.requests = Counter(
             "raytrec_requests", "Requests by path and status.", ["path", "status"], registry=of
         )
-        self.rows = Counter("raytrec_rows", "Rows that were scored.", registry=of)
+        self.rows = Counter("raytrec_rows", "Scored rows.", registry=of)
         self.logged = Counter("raytrec_logged_rows", "Rows written to the request log.", registry=of)
-        self.not_logged = Counter("raytrec_log_dropped_rows", "Rows that the log lost.", registry=of)
+        self.not_logged = Counter("raytrec_log_dropped_rows", "Rows dropped by the log.", registry=of)
         self.seconds = Histogram(
-            "raytrec_seconds", "Time of a request.", ["path"], buckets=SECONDS, registry=of
+            "raytrec_seconds", "Duration of a request in seconds.", ["path"], buckets=SECONDS, registry=of
         )
         self.batch_rows = Histogram(
-            "raytrec_batch_rows", "Rows that were scored together.", buckets=BATCH_ROWS, registry=of
+            "raytrec_batch_rows", "Rows per scored batch.", buckets=BATCH_ROWS, registry=of
         )
 
     def collect(self, about: Mapping[str, Any], waiting: int) -> list[Metric]:
@@ -42,12 +42,12 @@ class Figures:
             about: Result of describe_model for the current model.
             waiting: Number of waiting rows.
         """
-        version = GaugeMetricFamily("raytrec_version", "1 of the version that answers.", labels=["version"])
+        version = GaugeMetricFamily("raytrec_version", "1 for the current version.", labels=["version"])
         version.add_metric([about["version"]], 1)
         age = GaugeMetricFamily(
-            "raytrec_model_age_seconds", "Time since the export was made.", about["age_s"]
+            "raytrec_model_age_seconds", "Seconds since the export was created.", about["age_s"]
         )
-        waits = GaugeMetricFamily("raytrec_waiting_rows", "Rows that wait to be scored.", waiting)
+        waits = GaugeMetricFamily("raytrec_waiting_rows", "Rows waiting to be scored.", waiting)
         counted = list(self._registry.collect())
         for metric in counted:
             metric.samples = [each for each in metric.samples if not each.name.endswith("_created")]

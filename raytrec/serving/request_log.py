@@ -145,7 +145,7 @@ class RequestLog:
                 )
             self._written.inc(len(table))
         except Exception as error:
-            _log.warning("%s: %s rows of requests cannot be written: %s", hide(self._uri), len(table), error)
+            _log.warning("%s: %s logged rows cannot be written: %s", hide(self._uri), len(table), error)
             self._dropped.inc(len(table))
 
 

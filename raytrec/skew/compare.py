@@ -74,8 +74,8 @@ class Skew:
         console.print(bold(metrics["name"]), soft_wrap=True)
         for version, count in metrics["other_versions"].items():
             console.print(plain(f"not compared: {count:,} rows of {version}"), soft_wrap=True)
-        again = Table("score", "largest", "mean", f"beyond {TOLERANCE:g}", title_justify="left")
-        again.title = plain(f"{rows}, scored again by the export: differences")
+        again = Table("score", "largest", "mean", f"above {TOLERANCE:g}", title_justify="left")
+        again.title = plain(f"{rows}: differences from the scores of the export")
         for name, each in metrics["rescored"].items():
             again.add_row(plain(name), f"{each['max']:.2g}", f"{each['mean']:.2g}", percent(each["share"]))
         console.print(again)
@@ -84,10 +84,10 @@ class Skew:
 
     def _tabulate_columns(self, rows: str) -> Table:
         """Return a table of all differences, and of the largest psi of each other column."""
-        table = Table("", "column", "what", "psi", "log", "training", title_justify="left")
+        table = Table("", "column", "measure", "psi", "log", "training", title_justify="left")
         for column in table.columns:  # narrow terminals wrap names and figures
             column.no_wrap, column.overflow = column.header in ("", "psi"), "fold"
-        table.title = plain(f"{rows}, and {self.metrics['data_rows']:,} of training")
+        table.title = plain(f"{rows}, compared with {self.metrics['data_rows']:,} rows of training")
         shown: set[str] = set()
         for each in self.measures:
             if each.differs or each.column not in shown:
@@ -123,10 +123,10 @@ def skew(
     others = {name: sum(g.rows for g in found) for name, found in groups.items() if name != version}
     if version not in groups:
         raise RunError(
-            "the log has no rows of this export",
+            "the log contains no rows of this export",
             where=log,
-            expected=f"rows of {version}; it has {', '.join(sorted(others))}",
-            do="--export URI of a version that is in the log",
+            expected=f"rows of {version} (versions in the log: {', '.join(sorted(others))})",
+            do="pass the --export URI of a version that the log contains",
         )
     served, measures, data_rows = read_rows(scorer, groups[version], rows, logged=True), [], 0
     if data:

@@ -35,7 +35,7 @@ function show() {
     ["version", model.version],
     ["trained", `run ${model.run}, step ${model.step.toLocaleString("en")}`],
     ["exported", `${new Date(model.made).toLocaleString()}, ${age(model.age_s)} ago`],
-    ["before it", before ?? "none"],
+    ["previous", before ?? "none"],
   ]));
   find("differ").hidden = new Set(versions).size < 2;
   find("replicas").replaceChildren(...Object.entries(replicas).map(([name, version]) => {
@@ -52,7 +52,7 @@ function errorOf(text) {
   try {
     return Object.entries(JSON.parse(text)).map(([name, value]) => [name, String(value)]);
   } catch {
-    return [["error", text || "an empty answer"]];
+    return [["error", text || "empty response"]];
   }
 }
 
@@ -65,14 +65,14 @@ async function refresh() {
       show();
       if (first) find("body").value = (await ask("example")).text;
     } else if (answer.status === 401) {
-      find("state").textContent = token ? "The service refuses this token." : "The service asks for a token.";
+      find("state").textContent = token ? "The service rejected this token." : "The service requires a token.";
       find("ask-token").hidden = false;
       find("all").hidden = true;
     } else {
       find("state").textContent = errorOf(text).map(([name, value]) => `${name}: ${value}`).join(" · ");
     }
   } catch (error) {
-    find("state").textContent = `The service does not answer: ${error.message}`;
+    find("state").textContent = `The service does not respond: ${error.message}`;
   }
 }
 
@@ -93,7 +93,7 @@ find("try").addEventListener("submit", async (event) => {
     status = `${answer.status}${answer.ok ? "" : ` ${answer.statusText}`}`;
     if (answer.ok) shown = text; else parts = errorOf(text);
   } catch (error) {
-    status = `no answer: ${error.message}`;
+    status = `no response: ${error.message}`;
   }
   find("outcome").textContent = `${status} · ${number(performance.now() - began)} ms`;
   find("outcome").className = shown ? "" : "bad";
