@@ -57,16 +57,16 @@ class Target:
                 if manifest.binding == self.claim.binding:
                     return manifest
                 raise self.folder.refused(f"the folder contains another export: {manifest.version}")
-            names, before = self.folder.claim(CLAIM_FILE, ExportClaim)
-            if before is None:
+            names, previous = self.folder.claim(CLAIM_FILE, ExportClaim)
+            if previous is None:
                 return None
-            if before.binding == self.claim.binding:
-                self.claim.files.update({n: entry for n, entry in before.files.items() if n in names})
-            elif before.request != self.claim.request:
+            if previous.binding == self.claim.binding:
+                self.claim.files.update({n: entry for n, entry in previous.files.items() if n in names})
+            elif previous.request != self.claim.request:
                 what = "an interrupted export of another run or with other options"
                 raise self.folder.refused(f"the folder contains {what}")
             else:
-                for name in before.files.keys() & names:
+                for name in previous.files.keys() & names:
                     self.folder.delete(name)
         return None
 

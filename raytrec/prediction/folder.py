@@ -129,8 +129,8 @@ class PredictionTask:
     @property
     def plan(self) -> str:
         """Return a hash of everything that determines the content of a part."""
-        of = self.manifest
-        return compute_binding(of.binding, of.rules, self.batch_rows, self.span_rows)[:16]
+        manifest = self.manifest
+        return compute_binding(manifest.binding, manifest.rules, self.batch_rows, self.span_rows)[:16]
 
     def name_of(self, path: str) -> str:
         """Return the name of an input file's predictions, relative to `out`."""
@@ -167,8 +167,8 @@ class Counts:
         self.rows += other.rows
         self.skipped += other.skipped
         for feature, (changed, ids) in other.changed.items():
-            before = self.changed.get(feature, [0, 0])
-            self.changed[feature] = [before[0] + changed, before[1] + ids]
+            previous = self.changed.get(feature, [0, 0])
+            self.changed[feature] = [previous[0] + changed, previous[1] + ids]
         return self
 
     def metadata(self, binding: str) -> dict[bytes, bytes]:
@@ -216,18 +216,18 @@ class PredictionFolder(ClaimedFolder):
             task: Input and output of the predictions.
             names: Names of the existing files.
         """
-        there = set(names)
-        candidates = [path for path in task.files if task.name_of(path) in there]
+        existing = set(names)
+        candidates = [path for path in task.files if task.name_of(path) in existing]
         with ThreadPoolExecutor(16 if self.is_local else 64) as pool:
             counts = pool.map(lambda path: self._counts(task, path), candidates)
             return {path: each for path, each in zip(candidates, counts, strict=True) if each is not None}
 
     def _counts(self, task: PredictionTask, path: str) -> Counts | None:
         try:
-            found = Counts.of(read_footer(self.uri_of(task.name_of(path))), task.manifest.binding)
+            counts = Counts.of(read_footer(self.uri_of(task.name_of(path))), task.manifest.binding)
         except DataError:  # the file is incomplete
             return None
-        return found if found is not None and found.rows == task.files[path] else None
+        return counts if counts is not None and counts.rows == task.files[path] else None
 
 
 def claim(folder: PredictionFolder, manifest: Manifest) -> set[str]:
@@ -237,15 +237,15 @@ def claim(folder: PredictionFolder, manifest: Manifest) -> set[str]:
         ConfigError: The folder holds something else.
         RunError: The folder cannot be read or written.
     """
-    share = "a folder that all nodes can write to"
+    expected = "a folder that all nodes can write to"
     with convert_os_errors(
-        "the folder cannot be read or written", where=f"--out {folder.uri}", expected=share
+        "the folder cannot be read or written", where=f"--out {folder.uri}", expected=expected
     ):
-        names, before = folder.claim(MANIFEST, Manifest)
-        if before is not None and (difference := manifest.difference(before)):
+        names, previous = folder.claim(MANIFEST, Manifest)
+        if previous is not None and (difference := manifest.difference(previous)):
             raise folder.refused(*difference)
         folder.sweep()
-        if before != manifest:
+        if previous != manifest:
             folder.write(MANIFEST, document(manifest))
     return names
 

@@ -83,10 +83,10 @@ def refuse_code(manifest: Manifest, where: str, allow_code: bool) -> None:
     Raises:
         ConfigError: A transform names code.
     """
-    named = [each.do for each in manifest.transforms if isinstance(each, Python)]
-    if named and not allow_code:
+    code_names = [each.do for each in manifest.transforms if isinstance(each, Python)]
+    if code_names and not allow_code:
         raise ConfigError(
-            f"the transforms of the export run user code: {', '.join(named)}",
+            f"the transforms of the export run user code: {', '.join(code_names)}",
             where=where,
             expected="built-in transforms only",
             do="pass --allow-code or load(…, allow_code=True) if you trust the source of the export",
@@ -114,10 +114,10 @@ def _copy_to_disk(place: str, manifest: Manifest, copies: ExitStack) -> tuple[Pa
     remove_leftovers(tempfile.gettempdir(), f"{COPY_PREFIX}{{owner}}-*")
     folder = Path(tempfile.mkdtemp(prefix=f"{COPY_PREFIX}{owner()}-"))
     copies.callback(shutil.rmtree, folder, ignore_errors=True)
-    wanted, free = sum(entry.bytes for entry in manifest.files.values()), shutil.disk_usage(folder).free
-    if wanted > free:
+    needed, available = sum(entry.bytes for entry in manifest.files.values()), shutil.disk_usage(folder).free
+    if needed > available:
         raise RunError(
-            f"a copy of the export needs {format_bytes(wanted)}, but only {format_bytes(free)} are free",
+            f"a copy of the export needs {format_bytes(needed)}, but only {format_bytes(available)} are free",
             where=str(folder.parent),
             expected="disk space for all files of the export, because tables are mapped from disk",
             do="free disk space, or set TMPDIR to a folder on a larger disk",
@@ -148,17 +148,17 @@ def check_files(folder: Path, manifest: Manifest, tables: bool, where: str) -> N
     Raises:
         RunError: A file is missing or differs.
     """
-    big: Collection[str] = () if tables else _list_table_names(manifest)
+    lazy: Collection[str] = () if tables else _list_table_names(manifest)
     for name, entry in manifest.files.items():
         try:
             size = (folder / name).stat().st_size
-            same = size == entry.bytes and (name in big or compute_sha256(folder / name) == entry.sha256)
-            found = f"{name} differs from the exported file"
+            intact = size == entry.bytes and (name in lazy or compute_sha256(folder / name) == entry.sha256)
+            damage = f"{name} differs from the exported file"
         except OSError as error:
-            same, found = False, f"{name} cannot be read: {error.strerror or error}"
-        if not same:
+            intact, damage = False, f"{name} cannot be read: {error.strerror or error}"
+        if not intact:
             raise RunError(
-                f"the export is damaged: {found}",
+                f"the export is damaged: {damage}",
                 where=where,
                 expected=f"{entry.bytes:,} bytes with the checksum in {MANIFEST_FILE}",
                 do="copy the folder again, or export the run again",
@@ -226,8 +226,8 @@ def open_table(folder: Path, entry: TableEntry, rows: int, dim: int) -> BlockTab
 
 
 def _read_ids(file: Path, manifest: Manifest, table: str) -> IdRows:
-    known, found = manifest.data_schema.tables[table], pq.ParquetFile(file)
-    if found.metadata.num_rows > known.rows:
-        raise RunError(f"table {table} has more ids than its {known.rows:,} rows", where=str(file))
-    ids, rows = (torch.from_numpy(values.to_numpy().copy()) for values in found.read(["id", "row"]))
-    return IdRows(known, ids_to_keys(ids), rows)
+    schema, parquet = manifest.data_schema.tables[table], pq.ParquetFile(file)
+    if parquet.metadata.num_rows > schema.rows:
+        raise RunError(f"table {table} has more ids than its {schema.rows:,} rows", where=str(file))
+    ids, rows = (torch.from_numpy(values.to_numpy().copy()) for values in parquet.read(["id", "row"]))
+    return IdRows(schema, ids_to_keys(ids), rows)

@@ -54,17 +54,17 @@ class Input(Section):
 def list_inputs(features: Features) -> list[Input]:
     """Return all inputs of a model, in the order of the schema."""
     schema = features.schema
-    found = [Input(kind="dense", width=len(schema.dense))]
+    inputs = [Input(kind="dense", width=len(schema.dense))]
     for name, spec in schema.sparse.items():
         width, length = schema.tables[spec.table].dim, features.sequences.get(name)
         if length is None:
-            found.append(Input(kind="bag", feature=name, width=width))
+            inputs.append(Input(kind="bag", feature=name, width=width))
             continue
-        found.append(Input(kind="vectors", feature=name, length=length, width=width))
-        found.append(Input(kind="present", feature=name, length=length))
+        inputs.append(Input(kind="vectors", feature=name, length=length, width=width))
+        inputs.append(Input(kind="present", feature=name, length=length))
         if sides := features.side_features.get(name):
-            found.append(Input(kind="side_features", feature=name, length=length, width=sides))
-    return found
+            inputs.append(Input(kind="side_features", feature=name, length=length, width=sides))
+    return inputs
 
 
 class FileEntry(Section):
@@ -147,11 +147,11 @@ class Manifest(Section):
     """Hash of everything that determines the export."""
 
     @model_validator(mode="after")
-    def _names_its_files(self) -> Manifest:
-        named = [each.file for each in self.programs.values()] + list(self.ids.values()) + [GOLDEN]
-        named += [file for each in self.tables.values() for file in each.files]
-        named += [name for each in self.transforms if (name := getattr(each, "vocabulary", None))]
-        for name in named:
+    def _check_files(self) -> Manifest:
+        referenced = [each.file for each in self.programs.values()] + list(self.ids.values()) + [GOLDEN]
+        referenced += [file for each in self.tables.values() for file in each.files]
+        referenced += [name for each in self.transforms if (name := getattr(each, "vocabulary", None))]
+        for name in referenced:
             if name not in self.files:
                 raise ValueError(f"files: {name} is missing")
         for name in self.files:

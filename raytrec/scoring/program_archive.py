@@ -112,9 +112,9 @@ def load_program(file: Path, inputs: int) -> torch.fx.GraphModule:
         ) from None
     except Exception as error:  # torch's exceptions have no common base
         raise RunError(f"the program cannot be read: {first_line(error)}", where=str(file)) from None
-    if (taken := len(program.graph_signature.user_inputs)) != inputs:
+    if (count := len(program.graph_signature.user_inputs)) != inputs:
         raise RunError(
-            f"the program {file.name} takes {taken} tensors", where=str(file), expected=f"{inputs} tensors"
+            f"the program {file.name} takes {count} tensors", where=str(file), expected=f"{inputs} tensors"
         )
     return module
 
@@ -132,11 +132,11 @@ def sanitize_archive(content: bytes) -> bytes:
         config = _sanitize_tensors(_parse_entry(entries, name), pattern)
         parts[name] = json.dumps(config).encode()
         for tensor in config["config"].values():
-            place = f"{name.rpartition('/')[0]}/{tensor['path_name']}"
-            if place not in parts:  # tensors without values share an empty entry
-                parts[place] = _pop_entry(entries, place)
-            if not parts[place] and {"as_int": 0} not in tensor["tensor_meta"]["sizes"]:
-                raise BadZipFile(f"{place} is empty")  # torch would load zeros
+            entry_name = f"{name.rpartition('/')[0]}/{tensor['path_name']}"
+            if entry_name not in parts:  # tensors without values share an empty entry
+                parts[entry_name] = _pop_entry(entries, entry_name)
+            if not parts[entry_name] and {"as_int": 0} not in tensor["tensor_meta"]["sizes"]:
+                raise BadZipFile(f"{entry_name} is empty")  # torch would load zeros
     parts[MODEL] = json.dumps(_sanitize_value(_parse_entry(entries, MODEL), "")).encode()
     parts[SAMPLE_INPUTS_ENTRY] = _pop_entry(entries, SAMPLE_INPUTS_ENTRY)
     if parts[SAMPLE_INPUTS_ENTRY]:
@@ -146,11 +146,11 @@ def sanitize_archive(content: bytes) -> bytes:
             raise DisallowedContent(f"an entry {name} other than {value.decode()}")
     if unknown := sorted(set(entries) - WRITTEN_BY_TORCH):
         raise DisallowedContent(f"the unexpected entry {unknown[0]!r}")
-    into = io.BytesIO()
-    with PT2ArchiveWriter(into) as writer:
+    buffer = io.BytesIO()
+    with PT2ArchiveWriter(buffer) as writer:
         for name, value in parts.items():
             writer.write_bytes(name, value)
-    return into.getvalue()
+    return buffer.getvalue()
 
 
 def _read_entries(content: bytes) -> dict[str, bytes]:

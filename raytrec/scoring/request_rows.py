@@ -45,8 +45,8 @@ class RowReader:
         self, schema: Schema, transforms: Sequence[Transform], lists: Sequence[str], columns: pa.Schema
     ):
         needed = select_needed_transforms(tuple(transforms), schema.inputs)
-        of_features = frozenset(lists) & set(schema.sparse)
-        self.form = ResolvedReadPlan(ReadPlan(schema, needed, read_labels=False), of_features)
+        feature_lists = frozenset(lists) & set(schema.sparse)
+        self.form = ResolvedReadPlan(ReadPlan(schema, needed, read_labels=False), feature_lists)
         self.columns = pa.schema([columns.field(name) for name in self.form.columns])
         self._checked: pa.Schema | None = None  # schema of the last rows, which passed the checks
 
@@ -56,19 +56,19 @@ class RowReader:
         Raises:
             DataError: The schema does not allow a value. The error names the column and the row.
         """
-        given, plan = table.schema, self.form.plan
-        is_known = given == self._checked
-        if not is_known:
-            check_present(given, self.columns.names, THE_ROWS, self.form)
+        schema, plan = table.schema, self.form.plan
+        is_checked = schema == self._checked
+        if not is_checked:
+            check_present(schema, self.columns.names, THE_ROWS, self.form)
         table = pick_columns(table, self.columns.names)
         if plan.transforms:
             table = apply_transforms(table, plan.transforms, THE_ROWS, plan.folder)
             check_present(
                 table.schema, self.form.wanted, f"{THE_ROWS}, after data.transforms", self.form, fields=False
             )
-        if plan.transforms or not is_known:
+        if plan.transforms or not is_checked:
             check_types(table.schema, self.form, THE_ROWS)
-            self._checked = given
+            self._checked = schema
         try:
             rows_read = canonical(table, self.form, Place(THE_ROWS, None, 0))
         except DataError as error:
@@ -138,8 +138,8 @@ def to_table(rows: Any, columns: pa.Schema) -> pa.Table:
         try:
             return pa.Table.from_pandas(rows, preserve_index=False)
         except pa.ArrowException:  # lists of several NumPy dtypes: an empty array is float64
-            given = pa.schema([field for field in columns if field.name in rows.columns])
-            return pa.Table.from_pandas(rows, given, preserve_index=False)
+            schema = pa.schema([field for field in columns if field.name in rows.columns])
+            return pa.Table.from_pandas(rows, schema, preserve_index=False)
     except (pa.ArrowException, AttributeError, TypeError, ValueError) as error:
         raise DataError(
             f"the rows are not tabular data: {first_line(error)}",
@@ -183,10 +183,10 @@ def _to_column(values: Sequence[Any], field: pa.Field) -> pa.Array:
     try:
         return to_array(values, field.type)
     except (pa.ArrowException, OverflowError, TypeError, ValueError):
-        unfit = (i for i, value in enumerate(values) if not _is_convertible(value, field.type))
+        invalid = (i for i, value in enumerate(values) if not _is_convertible(value, field.type))
         # If each value fits alone, some times are text and others numbers.
-        other = (i for i, value in enumerate(values) if not isinstance(value, str | None))
-        at = next(chain(unfit, other))
+        not_text = (i for i, value in enumerate(values) if not isinstance(value, str | None))
+        at = next(chain(invalid, not_text))
         raise _make_type_error(
             f"column '{name}' has the invalid value {some(values[at])}", at, name, _describe_type(field.type)
         ) from None
@@ -217,8 +217,8 @@ def _is_convertible(value: Any, kind: pa.DataType) -> bool:
 
 
 def _make_type_error(what: str, row: int, column: str | None, expected: str) -> DataError:
-    of_column = "" if column is None else f", column {column}"
-    return DataError(what, where=f"{THE_ROWS}{of_column}, row {row}", expected=expected)
+    column_text = "" if column is None else f", column {column}"
+    return DataError(what, where=f"{THE_ROWS}{column_text}, row {row}", expected=expected)
 
 
 def _describe_type(kind: pa.DataType) -> str:

@@ -105,19 +105,19 @@ class Service:
         """
         method, path = request.method, request.scope["path"]
         if self._token is not None and path not in self._open:
-            given = request.headers.get("authorization", "")
-            if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
+            authorization = request.headers.get("authorization", "")
+            if not hmac.compare_digest(authorization.encode(), f"Bearer {self._token}".encode()):
                 expected = "Authorization: Bearer TOKEN"
                 error = RunError("the token is missing or wrong", where="Authorization", expected=expected)
                 raise RefusedRequest(401, error, **{"WWW-Authenticate": "Bearer"})
         if endpoint := self._table.get((method, path)):
             return endpoint
-        methods = ", ".join(sorted(known for known, of in self._table if of == path))
-        what = DataError(
+        methods = ", ".join(sorted(verb for verb, known_path in self._table if known_path == path))
+        missing = DataError(
             f"{method} {path}: " + ("method not allowed" if methods else "path not found"),
             expected=methods or "a path listed in /openapi.json",
         )
-        raise RefusedRequest(405, what, Allow=methods) if methods else RefusedRequest(404, what)
+        raise RefusedRequest(405, missing, Allow=methods) if methods else RefusedRequest(404, missing)
 
     async def read(self, request: Request) -> bytes:
         """Return the body of a request.
@@ -131,9 +131,9 @@ class Service:
                 body += part
                 self._reading += len(part)
                 if len(body) > limits.body_bytes:
-                    most = f"at most {limits.body_bytes:,} bytes"
+                    expected = f"at most {limits.body_bytes:,} bytes"
                     raise RefusedRequest(
-                        413, DataError("the request body is too large", where="the body", expected=most)
+                        413, DataError("the request body is too large", where="the body", expected=expected)
                     )
                 if self._reading > limits.all_bodies_bytes:
                     raise make_busy_refusal("too many large request bodies are being received")
@@ -142,14 +142,14 @@ class Service:
             self._reading -= len(body)
 
     async def _predict(self, request: Request, scorer: Scorer) -> Response:
-        return await self._scored(request, scorer, "predict", [task.column for task in scorer.manifest.tasks])
+        return await self._score(request, scorer, "predict", [task.column for task in scorer.manifest.tasks])
 
     async def _vectors(self, request: Request, scorer: Scorer) -> Response:
         tower: ProgramName = "item" if request.query_params.get("tower", "query") == "item" else "query"
         scorer.reader_of(tower)  # before the body is read
-        return await self._scored(request, scorer, tower, ["vector"])
+        return await self._score(request, scorer, tower, ["vector"])
 
-    async def _scored(
+    async def _score(
         self, request: Request, scorer: Scorer, program: ProgramName, names: list[str]
     ) -> Response:
         body, headers = await self.read(request), {"X-Model-Version": scorer.version}

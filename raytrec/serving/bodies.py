@@ -164,17 +164,17 @@ def _decode_json(
     return candidates, user
 
 
-def _table_from_columns(given: Any, columns: pa.Schema) -> pa.Table:
+def _table_from_columns(lists: Any, columns: pa.Schema) -> pa.Table:
     """Return the model's columns of a body as a table; other columns are ignored."""
-    if not isinstance(given, dict) or not all(isinstance(values, list) for values in given.values()):
+    if not isinstance(lists, dict) or not all(isinstance(values, list) for values in lists.values()):
         raise _make_refusal(
             "columns is not an object of lists", "columns", "a list of values for each column"
         )
     arrays = {}
     for field in columns:
-        if field.name in given:
+        if field.name in lists:
             try:
-                arrays[field.name] = to_array(given[field.name], field.type)
+                arrays[field.name] = to_array(lists[field.name], field.type)
             except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
                 raise _make_refusal(first_line(error), f"columns, {field.name}", str(field.type)) from None
     if len({len(array) for array in arrays.values()}) > 1:

@@ -32,7 +32,7 @@ def serve(served: ServiceOptions, address: str | None = None, replicas: str = "1
         ConfigError: `replicas` is malformed.
         DataError: The address of the log is malformed.
     """
-    least, most = _parse_replicas(replicas)
+    min_replicas, max_replicas = _parse_replicas(replicas)
     if served.log_requests:
         open_filesystem(served.log_requests)
     served = served.named()
@@ -42,12 +42,12 @@ def serve(served: ServiceOptions, address: str | None = None, replicas: str = "1
     from raytrec.cluster.session import ray_session
     from raytrec.serving.deployment import deploy, end, print_news
 
-    with ray_session(address, 1 + most):
+    with ray_session(address, 1 + max_replicas):
         stop = Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: stop.set())
         try:
-            deploy(served, (least, most), token)
+            deploy(served, (min_replicas, max_replicas), token)
             _print_address(served.name, f"http://{served.host}:{served.port}", token is not None)
             print_news(served.name, stop)
         finally:
@@ -60,10 +60,10 @@ def _parse_replicas(replicas: str) -> tuple[int, int]:
         raise ConfigError(
             f"invalid value '{replicas}'", where="--replicas", expected="N or MIN:MAX, such as 2 or 1:4"
         )
-    least, most = int(parts[0]), int(parts[-1])
-    if least > most:
+    min_replicas, max_replicas = int(parts[0]), int(parts[-1])
+    if min_replicas > max_replicas:
         raise ConfigError(f"MIN exceeds MAX in '{replicas}'", where="--replicas", expected="MIN ≤ MAX")
-    return least, most
+    return min_replicas, max_replicas
 
 
 def _require_serve() -> None:

@@ -202,7 +202,7 @@ def test_an_export_that_is_changed_while_it_answers_gives_way_to_the_one_before(
     assert not any(replica.is_running() for replica in found)
     answer = service.ask("/predict", {"rows": rows})["predictions"]
     assert all(np.allclose(answer[n], v, atol=1e-6) for n, v in scores_of(made["whole"], rows).items())
-    said = f"version      rolled back to {made['whole'].version} because {copy} cannot be loaded"
+    said = f"version      rolled back to {made['whole'].version}: {copy} cannot be loaded"
     wait_for(lambda: said in (service.folder / "serve.log").read_text(), "the reason", 30)
 
 
