@@ -50,9 +50,9 @@ def select_golden_rows(dataset: Dataset, count: int) -> tuple[pa.Table, list[Par
     tables = [decode_columns(p.path, p.group, p.first, p.rows, columns, dataset.form.folders) for p in parts]
     footers = {group.path: read_footer(group.path) for group in dataset.groups}
     form = dataset.form
-    held = [name for name in columns if name not in form.from_folders]
-    schemas = [select_schema(each.schema.to_arrow_schema(), held) for each in footers.values()]
-    schemas.append(pa.schema([(name, form.types[name]) for name in columns if name not in held]))
+    file_columns = [name for name in columns if name not in form.from_folders]
+    schemas = [select_schema(each.schema.to_arrow_schema(), file_columns) for each in footers.values()]
+    schemas.append(pa.schema([(name, form.types[name]) for name in columns if name not in file_columns]))
     kinds = pa.unify_schemas(
         [pa.schema([(f.name, wide(f.type)) for f in each]) for each in schemas], promote_options="permissive"
     )
@@ -70,10 +70,10 @@ def score_golden_rows(
         return {name: pa.array([], kind) for name, kind in zip(names, kinds, strict=True)}
     batch = read_batch(trained.saved, dataset, parts)
     logits = compute_outputs(trained.saved, batch, as_stored=make_rounding(PRECISIONS[precision]))
-    found = trained.objective.predictions(logits).values()
+    predictions = trained.objective.predictions(logits).values()
     return {
         name: pa.array(list(values.numpy()), kind)
-        for name, kind, values in zip(names, kinds, found, strict=True)
+        for name, kind, values in zip(names, kinds, predictions, strict=True)
     }
 
 
@@ -127,15 +127,15 @@ def compare_precisions(
     Raises:
         DataError: The schema does not allow a row.
     """
-    of_tasks = trained.saved.config.eval.model_copy(update={"retrieval": None, "slices": []})
-    config = trained.saved.config.model_copy(update={"eval": of_tasks})
+    eval_config = trained.saved.config.eval.model_copy(update={"retrieval": None, "slices": []})
+    config = trained.saved.config.model_copy(update={"eval": eval_config})
     try:
         dataset = open_dataset(config, trained.schema, places, "--data")
         check_usable_rows(dataset)
     except DataError as error:  # features were found earlier, so only other columns can be missing
-        console.warn(f"metrics are not compared: {error.what} ({error.where})")
+        console.warn(f"skipped the comparison of metrics: {error.what} ({error.where})")
         return {}
-    selection = Selection(trained.objective.tasks, of_tasks)
+    selection = Selection(trained.objective.tasks, eval_config)
     stream = LocalStream(
         dataset,
         Order.evaluation(config.data.global_batch_size, lanes=1),
@@ -144,21 +144,21 @@ def compare_precisions(
         faults=ReadErrorPolicy(skip=config.data.on_error == "skip"),
         features=trained.features,
     )
-    found: Metrics = {figure.key: {} for figure in selection.figures}
+    metrics: Metrics = {figure.key: {} for figure in selection.figures}
     precisions: list[PrecisionName] = ["fp32", precision]
-    for each in precisions:
+    for name in precisions:
 
-        def tell(rows: int, each: str = each) -> None:
-            console.phase(f"metrics with {each} tables: {percent(rows / dataset.rows)} of rows", always=False)
+        def report(rows: int, name: str = name) -> None:
+            console.phase(f"evaluating {name} tables: {percent(rows / dataset.rows)} of rows", always=False)
 
-        with trained.lookups(each, checked=False) as lookups:  # the export has just read and checked all rows
+        with trained.lookups(name, checked=False) as lookups:  # the export has just read and checked all rows
             figures, _ = evaluate(
-                _EvaluationModel(trained, lookups, tell), stream, torch.device("cpu"), selection
+                _EvaluationModel(trained, lookups, report), stream, torch.device("cpu"), selection
             )
-        for key, values in found.items():
+        for key, values in metrics.items():
             value = figures.get(key)
-            values[each] = None if value is None or isnan(value) else float(value)
-    return found
+            values[name] = None if value is None or isnan(value) else float(value)
+    return metrics
 
 
 class LocalStream(Stream):
@@ -175,11 +175,11 @@ class _EvaluationModel:
     Args:
         trained: Checkpoint to export.
         lookups: Lookups in the tables.
-        tell: Function that is called with the number of evaluated rows.
+        report: Function that is called with the number of evaluated rows.
     """
 
-    def __init__(self, trained: Trained, lookups: Lookups, tell: Callable[[int], None]):
-        self._trained, self._lookups, self._tell = trained, lookups, tell
+    def __init__(self, trained: Trained, lookups: Lookups, report: Callable[[int], None]):
+        self._trained, self._lookups, self._report = trained, lookups, report
 
     def evaluate(self, batches: Iterator[Batch]) -> Iterator[StepOutputs]:
         """Yield the outputs of each batch, without gradients."""
@@ -187,11 +187,11 @@ class _EvaluationModel:
         program = trained.programs["predict"]
         with torch.no_grad():
             for batch in batches:
-                found = self._lookups(_to_assembled(batch), trained.schema.sparse)
-                logits = program.model.logits([found[each.kind, each.feature] for each in program.inputs])
+                inputs = self._lookups(_to_assembled(batch), trained.schema.sparse)
+                logits = program.model.logits([inputs[each.kind, each.feature] for each in program.inputs])
                 yield trained.objective.outputs(logits.new_zeros(()), logits, batch)
                 rows += batch.global_rows
-                self._tell(rows)
+                self._report(rows)
 
 
 def _to_assembled(batch: Batch) -> AssembledTensors:

@@ -104,9 +104,9 @@ def export(
     target = Target(ClaimedFolder(out, "raytrec export"), ExportClaim(binding, {}, request))
     if embed and not (mlflow and target.folder.is_local):
         raise ConfigError(
-            "only a local export goes into an MLflow model",
+            "only a local export can be embedded in an MLflow model",
             where="--embed",
-            expected="--mlflow, and a local --out",
+            expected="--mlflow and a local --out",
         )
     tracked = MlflowRun.of(run, allow_code) if mlflow else None
     with RunConsole(config.run.name) as console, target.folder.hold():
@@ -146,12 +146,12 @@ def _to_pairs(metrics: dict[str, Any]) -> Pairs:
     for key, value in metrics.items():
         if key.startswith(EVAL_PREFIX) and key.endswith(f".{precision}"):
             name = key.removesuffix(f".{precision}")
-            fp32, small = number(metrics[name]), number(value)
-            compared.append((name, f"{fp32:.5f} fp32, {small:.5f} {precision}, {small - fp32:+.1e}"))
+            fp32, quantized = number(metrics[name]), number(value)
+            compared.append((name, f"{fp32:.5f} fp32, {quantized:.5f} {precision}, {quantized - fp32:+.1e}"))
     return [
         ("version", metrics["version"]),
         ("tables", f"{metrics['export.tables']:,} ({precision})"),
-        ("rows of tables", f"{metrics['export.rows']:,}"),
+        ("table rows", f"{metrics['export.rows']:,}"),
         ("size", format_bytes(metrics["export.bytes"])),
         ("golden rows", f"{metrics['export.golden_rows']:,}"),
         *compared,
@@ -220,17 +220,17 @@ def _write_export(
 
 def _encode_ids(trained: Trained, table: str) -> bytes:
     """Return the ids of a table and their rows as Parquet."""
-    found = ids_of(trained.saved.folder, trained.saved.index, table, ("id", "row"))
+    columns = ids_of(trained.saved.folder, trained.saved.index, table, ("id", "row"))
     sink = io.BytesIO()
     pq.write_table(
-        pa.table({name: values.numpy() for name, values in found.items()}), sink, compression="zstd"
+        pa.table({name: values.numpy() for name, values in columns.items()}), sink, compression="zstd"
     )
     return sink.getvalue()
 
 
 def _copy_vocabularies(target: Target, transforms: Sequence[Any]) -> list[Any]:
     """Return the transforms with vocabularies copied into the export."""
-    found = []
+    copied = []
     for place, transform in enumerate(transforms):
         if uri := getattr(transform, "vocabulary", None):
             name = f"vocabularies/{place}-{uri.rstrip('/').rpartition('/')[2]}"
@@ -238,20 +238,20 @@ def _copy_vocabularies(target: Target, transforms: Sequence[Any]) -> list[Any]:
             with filesystem.open_input_stream(path) as stream:
                 target.write(name, [stream.read()])
             transform = transform.model_copy(update={"vocabulary": name})
-        found.append(transform)
-    return found
+        copied.append(transform)
+    return copied
 
 
 def _write_tables(target: Target, trained: Trained, manifest: Manifest, console: RunConsole) -> None:
-    rows = sum(table.rows for table in trained.schema.tables.values())
-    before = 0
+    total = sum(table.rows for table in trained.schema.tables.values())
+    rows_before = 0
     for name, entry in manifest.tables.items():
         with StoredTable(trained.saved.folder, trained.saved.index, name) as table:
             for number, file in enumerate(entry.files):
-                first = before + number * entry.block_rows
-                console.phase(f"table {name}: {percent(first / rows)} of all rows written", always=False)
+                first = rows_before + number * entry.block_rows
+                console.phase(f"table {name}: {percent(first / total)} of all rows written", always=False)
                 target.write(file, block_bytes(table, entry, number))
-            before += table.rows
+            rows_before += table.rows
 
 
 def _encode_arrow(table: pa.Table) -> bytes:

@@ -56,17 +56,17 @@ class Target:
                 manifest = read_manifest(self.folder.uri)
                 if manifest.binding == self.claim.binding:
                     return manifest
-                raise self.folder.refused(f"this folder holds another export, {manifest.version}")
-            names, before = self.folder.claim(CLAIM_FILE, ExportClaim)
-            if before is None:
+                raise self.folder.refused(f"the folder contains another export: {manifest.version}")
+            names, previous = self.folder.claim(CLAIM_FILE, ExportClaim)
+            if previous is None:
                 return None
-            if before.binding == self.claim.binding:
-                self.claim.files.update({n: entry for n, entry in before.files.items() if n in names})
-            elif before.request != self.claim.request:
-                what = "an export of something else that was interrupted"
-                raise self.folder.refused(f"this folder holds {what}")
+            if previous.binding == self.claim.binding:
+                self.claim.files.update({n: entry for n, entry in previous.files.items() if n in names})
+            elif previous.request != self.claim.request:
+                what = "an interrupted export of another run or with other options"
+                raise self.folder.refused(f"the folder contains {what}")
             else:
-                for name in before.files.keys() & names:
+                for name in previous.files.keys() & names:
                     self.folder.delete(name)
         return None
 
@@ -101,5 +101,5 @@ class Target:
 
 
 def _report_write_errors(where: str) -> AbstractContextManager[None]:
-    do = "make room, and give the same command again: complete files stay"
+    do = "free disk space and repeat the command; complete files are kept"
     return convert_os_errors("the export cannot be written", where=where, do=do)

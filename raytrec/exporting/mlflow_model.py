@@ -77,21 +77,21 @@ class MlflowRun:
 
         run_id = DeliveryState.read(Path(folder)).run_id
         try:
-            found = MlflowClient(uri).get_run(run_id) if run_id else None
+            mlflow_run = MlflowClient(uri).get_run(run_id) if run_id else None
         except Exception as error:
             if getattr(error, "error_code", "") != "RESOURCE_DOES_NOT_EXIST":
                 raise make_open_error(
                     uri, reason(error), LOGIN_HINT if is_access_denied(error) else URI_HINT
                 ) from None
-            found = None
-        if found is None:
+            mlflow_run = None
+        if mlflow_run is None:
             raise RunError(
-                "MLflow does not have this run",
+                "the run does not exist in MLflow",
                 where=f"{folder}, tracking.uri={hide(uri)}",
-                expected="the run that it was tracked as",
-                do=f"deliver it: raytrec track {quote_for_shell(folder)}",
+                expected="the MLflow run of this run folder",
+                do=f"deliver the run to MLflow: raytrec track {quote_for_shell(folder)}",
             )
-        return cls(uri, found.info.run_id, found.info.experiment_id)
+        return cls(uri, mlflow_run.info.run_id, mlflow_run.info.experiment_id)
 
     def log(self, export: str, manifest: Manifest, embed: bool) -> str:
         """Log an export as a model and return the model's URI.
@@ -110,9 +110,9 @@ class MlflowRun:
         """
         if not embed and hide(export) != export:
             raise ConfigError(
-                "the export's address has a password, which MLflow would show",
+                "the URI of the export contains a password, which MLflow would show",
                 where=hide(export),
-                expected="an address without, and credentials from the environment",
+                expected="a URI without a password, and credentials in the environment",
             )
         import mlflow
         from mlflow.models import Model
@@ -124,14 +124,14 @@ class MlflowRun:
                     artifact = Path(scratch, "export.json")
                     about = {"uri": export, "version": manifest.version, "checksum": manifest.checksum}
                     artifact.write_text(json.dumps(about))
-                made = mlflow.MlflowClient().create_logged_model(
+                logged = mlflow.MlflowClient().create_logged_model(
                     self.experiment_id, MODEL, self.run_id, params={"version": manifest.version}
                 )
                 info = Model.log(
                     None,
                     mlflow.pyfunc,
                     run_id=self.run_id,
-                    model_id=made.model_id,
+                    model_id=logged.model_id,
                     step=manifest.source.step,
                     python_model=str(ENTRY),
                     code_paths=[str(PACKAGE)],
@@ -142,9 +142,9 @@ class MlflowRun:
                 )
         except Exception as error:  # MLflow and its stores raise many types
             raise RunError(
-                f"MLflow does not take the model: {reason(error)}",
+                f"MLflow rejected the model: {reason(error)}",
                 where=f"tracking.uri={hide(self.uri)}",
-                do="mend that, and give the same command again: the export is complete",
+                do="fix the cause and repeat the command; the complete export is kept",
             ) from error
         return info.model_uri
 
@@ -166,12 +166,12 @@ def _use_store(uri: str) -> Iterator[None]:
     import mlflow
 
     # set_tracking_uri also sets the variable, which processes started later would inherit.
-    before, path = os.environ.get("MLFLOW_TRACKING_URI"), list(sys.path)
+    previous_uri, path = os.environ.get("MLFLOW_TRACKING_URI"), list(sys.path)
     mlflow.set_tracking_uri(uri)
     try:
         yield
     finally:
-        mlflow.set_tracking_uri(before)
+        mlflow.set_tracking_uri(previous_uri)
         sys.path[:] = path
 
 
@@ -191,14 +191,14 @@ def make_signature(golden: pa.Table, scores: Collection[str]) -> Any:
     from mlflow.types import ColSpec, Schema
     from mlflow.types.schema import AnyType
 
-    given = []
+    specs = []
     for field, column in zip(golden.schema, golden.columns, strict=True):
         # MLflow does not allow nulls in integers, booleans and dates.
         plain = types.is_integer(field.type) or types.is_boolean(field.type) or types.is_date(field.type)
         kind = AnyType() if plain and column.null_count else _to_mlflow_type(field.type)
-        given.append(ColSpec(kind, field.name, required=False))
-    outputs = [each for each in given if each.name in scores]
-    return ModelSignature(Schema([each for each in given if each.name not in scores]), Schema(outputs))
+        specs.append(ColSpec(kind, field.name, required=False))
+    outputs = [each for each in specs if each.name in scores]
+    return ModelSignature(Schema([each for each in specs if each.name not in scores]), Schema(outputs))
 
 
 def _remove_time_zones(rows: pa.Table) -> pa.Table:
@@ -213,9 +213,9 @@ def _to_mlflow_type(kind: pa.DataType) -> Any:
 
     if (inner := list_element_type(kind)) is not None:
         return Array(_to_mlflow_type(inner))
-    known = {pa.float32(): DataType.float, pa.bool_(): DataType.boolean, pa.string(): DataType.string}
+    mlflow_types = {pa.float32(): DataType.float, pa.bool_(): DataType.boolean, pa.string(): DataType.string}
     if types.is_integer(kind):
         return DataType.long
     if types.is_temporal(kind):
         return DataType.datetime
-    return known.get(kind, DataType.double if types.is_floating(kind) else AnyType())
+    return mlflow_types.get(kind, DataType.double if types.is_floating(kind) else AnyType())

@@ -53,15 +53,15 @@ class Program:
             ConfigError: The model contains an operator that exports must not contain.
         """
         self.exported.example_inputs = None
-        into = io.BytesIO()
-        save(self.exported, into)
+        buffer = io.BytesIO()
+        save(self.exported, buffer)
         try:
-            return sanitize_archive(into.getvalue())
+            return sanitize_archive(buffer.getvalue())
         except DisallowedContent as error:
             raise ConfigError(
                 f"the exported model contains {error}",
                 expected="operators of torch.ops.aten that check all sizes and indices",
-                do="write the model with those that OPERATORS in raytrec/scoring/program_archive.py lists",
+                do="use only operators listed in OPERATORS in raytrec/scoring/program_archive.py",
             ) from error
 
 
@@ -79,15 +79,15 @@ def make_program(
     Raises:
         ConfigError: torch cannot export the model.
     """
-    taken = tuple(inputs)
-    dense = max((each.width for each in taken if each.kind == "dense"), default=0)
-    model = ScoringModule(recommender, objective, taken, tower, dense)
-    program = _export(model, taken)
-    read = tuple(each for each, is_read in zip(taken, _detect_read_inputs(program), strict=True) if is_read)
-    if read != taken:
-        model = ScoringModule(recommender, objective, read, tower, dense)
-        program = _export(model, read)
-    return Program(program, read, model)
+    all_inputs = tuple(inputs)
+    dense = max((each.width for each in all_inputs if each.kind == "dense"), default=0)
+    model = ScoringModule(recommender, objective, all_inputs, tower, dense)
+    program = _export(model, all_inputs)
+    read_inputs = tuple(i for i, read in zip(all_inputs, _detect_read_inputs(program), strict=True) if read)
+    if read_inputs != all_inputs:
+        model = ScoringModule(recommender, objective, read_inputs, tower, dense)
+        program = _export(model, read_inputs)
+    return Program(program, read_inputs, model)
 
 
 def _export(model: nn.Module, inputs: tuple[Input, ...]) -> ExportedProgram:
@@ -103,16 +103,16 @@ def _export(model: nn.Module, inputs: tuple[Input, ...]) -> ExportedProgram:
         raise ConfigError(
             f"torch cannot export the model: {first_line(error)}",
             where=_find_model_line(error),
-            expected="operations whose shapes follow from those of the inputs, for any number of rows",
-            do="take x.shape[0] for len(x), and torch.where for a branch on values",
+            expected="operations whose output shapes depend only on input shapes, for any number of rows",
+            do="use x.shape[0] instead of len(x), and torch.where instead of branches on values",
         ) from error
 
 
 def _find_model_line(error: Exception) -> str:
     """Return the line of the model that raised an error."""
-    own = os.path.dirname(torch.__file__), __file__
+    excluded = os.path.dirname(torch.__file__), __file__
     frames = traceback.extract_tb(error.__traceback__)
-    frame = next((each for each in reversed(frames) if not each.filename.startswith(own)), frames[-1])
+    frame = next((each for each in reversed(frames) if not each.filename.startswith(excluded)), frames[-1])
     return f"{frame.filename}, line {frame.lineno}: {frame.line}"
 
 
@@ -156,25 +156,25 @@ class ScoringModule(nn.Module):
         """Return the predictions of each task, or the vectors of the tower."""
         if self._tower:
             tower = getattr(self.model, self._tower)
-            return (last_vectors(self._call.run(tower, *self._given(tensors))),)
+            return (last_vectors(self._call.run(tower, *self._split_inputs(tensors))),)
         return tuple(self._objective.predictions(self.logits(tensors)).values())
 
     def logits(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the logits of the rows, in the form that Objective reads."""
-        return self._call.run(self.model, *self._given(tensors))
+        return self._call.run(self.model, *self._split_inputs(tensors))
 
-    def _given(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
+    def _split_inputs(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
         """Return (dense columns of the rows, inputs by feature)."""
         dense = tensors[0].new_zeros(tensors[0].shape[0], self._dense)  # len() would be traced as a constant
         features: dict[str, Any] = {}
-        for given, tensor in zip(self._inputs, tensors, strict=True):
-            if given.kind == "dense":
+        for spec, tensor in zip(self._inputs, tensors, strict=True):
+            if spec.kind == "dense":
                 dense = tensor
-            elif given.kind == "bag":
-                features[given.feature] = tensor
+            elif spec.kind == "bag":
+                features[spec.feature] = tensor
             else:
-                whole = features.get(given.feature, IdSequence(None, None))
-                features[given.feature] = whole._replace(**{given.kind: tensor})
+                sequence = features.get(spec.feature, IdSequence(None, None))
+                features[spec.feature] = sequence._replace(**{spec.kind: tensor})
         return dense, features
 
 
@@ -207,9 +207,9 @@ def make_onnx(program: Program, outputs: Sequence[str]) -> bytes:
         return op.Squeeze(self, op.Constant(value_ints=[dim])) if self.shape[dim] == 1 else self
 
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # always warns about torchvision
-    into = io.BytesIO()
+    buffer = io.BytesIO()
     try:
-        made = torch.onnx.export(
+        onnx_program = torch.onnx.export(
             program.exported,
             input_names=[make_input_name(each) for each in program.inputs],
             output_names=list(outputs),
@@ -217,18 +217,18 @@ def make_onnx(program: Program, outputs: Sequence[str]) -> bytes:
             verbose=False,
             custom_translation_table={torch.ops.aten.squeeze.dim: squeeze},
         )
-        made.rename_axes({made.model.graph.inputs[0].shape[0]: ROW_AXIS})
-        for node in made.model.graph:
+        onnx_program.rename_axes({onnx_program.model.graph.inputs[0].shape[0]: ROW_AXIS})
+        for node in onnx_program.model.graph:
             node.metadata_props.clear()  # lines of code and paths of this machine
-        made.save(into)
+        onnx_program.save(buffer)
     except Exception as error:  # torch's exceptions have no common base
         raise ConfigError(
-            f"the model cannot be exported as ONNX: {_summarize_error(error)}",
+            f"the model cannot be exported to ONNX: {_summarize_error(error)}",
             where="--onnx",
-            expected="operators that ONNX has",
-            do="leave out --onnx, or compute the model with other operators",
+            expected="operators supported by ONNX",
+            do="omit --onnx, or use other operators in the model",
         ) from error
-    return into.getvalue()
+    return buffer.getvalue()
 
 
 def make_input_name(of: Input) -> str:
@@ -241,7 +241,7 @@ def _summarize_error(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     missing = re.search(r"No ONNX function found for <OpOverload\(op='([\w.]+)'", str(error))
-    return f"ONNX has no {missing[1]}" if missing else first_line(error)
+    return f"ONNX does not support {missing[1]}" if missing else first_line(error)
 
 
 class ComparedProgram:
@@ -265,7 +265,7 @@ class ComparedProgram:
             raise ConfigError(
                 f"onnxruntime cannot load the model: {_summarize_error(error)}",
                 where="--onnx",
-                do="leave out --onnx",
+                do="omit --onnx",
             ) from error
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -277,18 +277,18 @@ class ComparedProgram:
         names = [make_input_name(each) for each in self._inputs]
         values = {name: tensor.numpy() for name, tensor in zip(names, tensors, strict=True)}
         with torch.no_grad():
-            found = self._run(*tensors)
+            outputs = self._run(*tensors)
         half = TOLERANCE / 2  # the sum of both terms is at most TOLERANCE · max(1, |expected|)
-        for given, expected in zip(self._session.run(None, values), found, strict=True):
-            got = torch.from_numpy(given)
-            if got.shape != expected.shape or not got.allclose(expected, half, half, equal_nan=True):
+        for array, expected in zip(self._session.run(None, values), outputs, strict=True):
+            actual = torch.from_numpy(array)
+            if actual.shape != expected.shape or not actual.allclose(expected, half, half, equal_nan=True):
                 raise RunError(
-                    "onnxruntime's scores differ from the model's",
+                    "the scores of onnxruntime differ from the scores of the model",
                     where=f"--onnx, {len(expected)} rows",
-                    expected=f"at most {TOLERANCE:g} of difference",
-                    do="leave out --onnx",
+                    expected=f"a difference of at most {TOLERANCE:g}",
+                    do="omit --onnx",
                 )
-        return found
+        return outputs
 
     def compare_random_rows(self) -> None:
         """Compare random rows, in batches of several sizes.

@@ -71,8 +71,8 @@ class Trained:
         """
         ids = {}
         for name in self.schema.managed:
-            found = ids_of(self.saved.folder, self.saved.index, name, ("id", "row"))
-            ids[name] = IdRows(self.schema.tables[name], ids_to_keys(found["id"]), found["row"])
+            stored_ids = ids_of(self.saved.folder, self.saved.index, name, ("id", "row"))
+            ids[name] = IdRows(self.schema.tables[name], ids_to_keys(stored_ids["id"]), stored_ids["row"])
         with ExitStack() as files:
             tables = {}
             for name in self.schema.tables:
@@ -95,9 +95,9 @@ def read_trained(saved: Checkpoint) -> Trained:
     if config.model.retrieves:
         for tower in ("query", "item"):
             programs[tower] = make_program(recommender, objective, inputs, tower)
-    read = [each for program in programs.values() for each in program.inputs]
-    names = {each.feature for each in read if each.feature}
-    names |= set(schema.dense) if any(each.kind == "dense" for each in read) else set()
+    inputs_read = [each for program in programs.values() for each in program.inputs]
+    names = {each.feature for each in inputs_read if each.feature}
+    names |= set(schema.dense) if any(each.kind == "dense" for each in inputs_read) else set()
     part = schema.part(names)
     tables = {spec.table for spec in part.sparse.values()}
     part = part.model_copy(update={"tables": {n: t for n, t in schema.tables.items() if n in tables}})

@@ -50,18 +50,18 @@ class CarriedColumns:
         if not self.names:
             return pa.schema([])
         arrow, _ = self._read_schema(uri)
-        raw, made = self._split_columns(arrow)
+        raw, created = self._split_columns(arrow)
         kinds = {name: type_at(arrow, find_column(arrow, name)) for name in raw}
-        if made:
-            transforms = select_needed_transforms(self.transforms, made)
-            there = select_schema(arrow, resolve_input_columns(transforms, made))
-            done = apply_transforms(empty_table(there), transforms, uri, self.code)
-            kinds |= {name: done.schema.field(name).type for name in made}
+        if created:
+            transforms = select_needed_transforms(self.transforms, created)
+            input_schema = select_schema(arrow, resolve_input_columns(transforms, created))
+            outputs = apply_transforms(empty_table(input_schema), transforms, uri, self.code)
+            kinds |= {name: outputs.schema.field(name).type for name in created}
         if missing := [name for name in self.names if name not in kinds]:
-            known = leaf_names(arrow)
-            what = f"there is no column '{missing[0]}' to carry"
+            available = leaf_names(arrow)
+            what = f"column '{missing[0]}' does not exist in the input"
             do = "correct --columns (default: data.reserve_columns of the run)"
-            raise unknown(what, missing[0], known, uri, do=do, kind=DataError)
+            raise unknown(what, missing[0], available, uri, do=do, kind=DataError)
         return pa.schema([(name, _unwrap_dictionary(kinds[name])) for name in self.names])
 
     def read(self, part: Part) -> pa.Table:
@@ -71,17 +71,17 @@ class CarriedColumns:
             DataError: The columns cannot be decoded.
         """
         schema, (arrow, folders) = self.schema(part.path), self._read_schema(part.path)
-        raw, made = self._split_columns(arrow)
-        transforms = select_needed_transforms(self.transforms, made)
-        before = resolve_input_columns(transforms, made)
-        names = list(dict.fromkeys([*raw, *before]))
+        raw, created = self._split_columns(arrow)
+        transforms = select_needed_transforms(self.transforms, created)
+        sources = resolve_input_columns(transforms, created)
+        names = list(dict.fromkeys([*raw, *sources]))
         table = decode_columns(part.path, part.group, part.first, part.rows, names, folders)
         columns = {name: table[name] for name in raw}
-        if made:
+        if created:
             where = f"{part.path}, row group {part.group}"
             draw = Draw(first=part.number)
-            done = apply_transforms(table.select(before), transforms, where, self.code, draw)
-            columns |= {name: done[name] for name in made}
+            outputs = apply_transforms(table.select(sources), transforms, where, self.code, draw)
+            columns |= {name: outputs[name] for name in created}
         return pa.table([columns[name].cast(schema.field(name).type) for name in schema.names], schema)
 
     def _read_schema(self, uri: str) -> tuple[pa.Schema, dict[str, pa.DataType]]:
@@ -123,13 +123,13 @@ def choose_columns(asked: Sequence[str] | None, carry: Sequence[str], scores: Se
         ConfigError: A column is named twice, or has the name of a column of scores.
     """
     names = list(carry) if asked is None else split_names(asked)
-    if twice := {name for name in names if names.count(name) > 1}:
-        raise ConfigError(f"column '{min(twice)}' is named twice", where="--columns", expected="each once")
-    if taken := set(names) & set(scores):
+    if repeated := {name for name in names if names.count(name) > 1}:
+        raise ConfigError(f"column '{min(repeated)}' is repeated", where="--columns", expected="unique names")
+    if conflicts := set(names) & set(scores):
         raise ConfigError(
-            f"the column '{min(taken)}' would have the name of a column of scores",
+            f"column '{min(conflicts)}' conflicts with a score column of the same name",
             where="--columns",
-            expected=f"other names than {', '.join(scores)}",
-            do="rename the column in the input, or the task",
+            expected=f"names other than {', '.join(scores)}",
+            do="rename the column in the input or the task",
         )
     return names

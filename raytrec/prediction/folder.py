@@ -80,27 +80,27 @@ class Manifest:
         change.
         """
         if before.checkpoint_id != self.checkpoint_id:
-            of = f"of {before.checkpoint}"
-            return f"this folder holds predictions {of}", f"predict with that checkpoint, or {OTHER}"
+            what = f"predictions of checkpoint {before.checkpoint}"
+            return f"the folder contains {what}", f"predict with that checkpoint, or {OTHER}"
         if before.vectors != self.vectors:
             what = f"vectors of the {before.vectors} tower" if before.vectors else "scores"
-            return f"this folder holds {what}", OTHER
+            return f"the folder contains {what}", OTHER
         for key, what in {"columns": "--columns", "scores": "tasks"}.items():
             if (names := getattr(before, key)) != getattr(self, key):
                 return (
-                    f"this folder holds predictions with other {what}: {', '.join(names or ['none'])}",
-                    f"give the same, or {OTHER}",
+                    f"the folder contains predictions with different {what}: {', '.join(names or ['none'])}",
+                    f"use the same {what}, or {OTHER}",
                 )
         if before.input != self.input:
-            what = f"this folder holds predictions of other rows, from {before.data}"
+            what = f"the folder contains predictions of different rows, from {before.data}"
             if before.data == self.data:
-                what = "the input's files have changed since predictions were written here"
-            return what, f"predict all of it again, into a new folder: {OTHER}"
+                what = "the input files have changed since the predictions were written"
+            return what, f"predict the whole input into a new folder: {OTHER}"
         rules = before.rules
         changed = [name for name, rule in self.rules.items() if rules.get(name, rule) not in (rule, "error")]
         if changed:
             rule = f"tables.{changed[0]}.out_of_range={rules[changed[0]]}"
-            return f"this folder holds predictions with {rule}", f"give the same, or {OTHER}"
+            return f"the folder contains predictions with {rule}", f"use the same rule, or {OTHER}"
         return None
 
 
@@ -129,8 +129,8 @@ class PredictionTask:
     @property
     def plan(self) -> str:
         """Return a hash of everything that determines the content of a part."""
-        of = self.manifest
-        return compute_binding(of.binding, of.rules, self.batch_rows, self.span_rows)[:16]
+        manifest = self.manifest
+        return compute_binding(manifest.binding, manifest.rules, self.batch_rows, self.span_rows)[:16]
 
     def name_of(self, path: str) -> str:
         """Return the name of an input file's predictions, relative to `out`."""
@@ -167,8 +167,8 @@ class Counts:
         self.rows += other.rows
         self.skipped += other.skipped
         for feature, (changed, ids) in other.changed.items():
-            before = self.changed.get(feature, [0, 0])
-            self.changed[feature] = [before[0] + changed, before[1] + ids]
+            previous = self.changed.get(feature, [0, 0])
+            self.changed[feature] = [previous[0] + changed, previous[1] + ids]
         return self
 
     def metadata(self, binding: str) -> dict[bytes, bytes]:
@@ -216,18 +216,18 @@ class PredictionFolder(ClaimedFolder):
             task: Input and output of the predictions.
             names: Names of the existing files.
         """
-        there = set(names)
-        candidates = [path for path in task.files if task.name_of(path) in there]
+        existing = set(names)
+        candidates = [path for path in task.files if task.name_of(path) in existing]
         with ThreadPoolExecutor(16 if self.is_local else 64) as pool:
             counts = pool.map(lambda path: self._counts(task, path), candidates)
             return {path: each for path, each in zip(candidates, counts, strict=True) if each is not None}
 
     def _counts(self, task: PredictionTask, path: str) -> Counts | None:
         try:
-            found = Counts.of(read_footer(self.uri_of(task.name_of(path))), task.manifest.binding)
+            counts = Counts.of(read_footer(self.uri_of(task.name_of(path))), task.manifest.binding)
         except DataError:  # the file is incomplete
             return None
-        return found if found is not None and found.rows == task.files[path] else None
+        return counts if counts is not None and counts.rows == task.files[path] else None
 
 
 def claim(folder: PredictionFolder, manifest: Manifest) -> set[str]:
@@ -237,15 +237,15 @@ def claim(folder: PredictionFolder, manifest: Manifest) -> set[str]:
         ConfigError: The folder holds something else.
         RunError: The folder cannot be read or written.
     """
-    share = "a folder that all nodes can write to"
+    expected = "a folder that all nodes can write to"
     with convert_os_errors(
-        "the folder cannot be read or written", where=f"--out {folder.uri}", expected=share
+        "the folder cannot be read or written", where=f"--out {folder.uri}", expected=expected
     ):
-        names, before = folder.claim(MANIFEST, Manifest)
-        if before is not None and (difference := manifest.difference(before)):
+        names, previous = folder.claim(MANIFEST, Manifest)
+        if previous is not None and (difference := manifest.difference(previous)):
             raise folder.refused(*difference)
         folder.sweep()
-        if before != manifest:
+        if previous != manifest:
             folder.write(MANIFEST, document(manifest))
     return names
 
@@ -270,9 +270,9 @@ def check_output_folder(out: str, data: str) -> str:
         inside = f"{target}/".startswith(f"{below}/") and (not is_file or target == below)
     if inside:
         raise ConfigError(
-            "the predictions would be written among their input",
+            "the predictions would be written into their input folder",
             where=f"--out {out}, --data {data}",
-            expected="a folder outside of the data",
+            expected="a folder outside the input data",
             do="choose another --out",
         )
     return prefix + below

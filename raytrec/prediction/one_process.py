@@ -65,19 +65,19 @@ def _renumber_ids(saved: Checkpoint, sparse: KeyedJaggedTensor) -> tuple[UsedRow
     """Return the rows of tables that are looked up, and ids replaced by positions among these rows."""
     keys, schema = sparse.keys(), saved.schema
     table_of = [schema.sparse[key].table for key in keys]
-    of_keys = list(sparse.values().split(sparse.length_per_key()))
+    key_ids = list(sparse.values().split(sparse.length_per_key()))
     for place, table in enumerate(table_of):
         if schema.tables[table].ids:
-            of_keys[place] = find_stored_rows(
-                saved.folder, saved.index, table, schema.tables[table], of_keys[place]
+            key_ids[place] = find_stored_rows(
+                saved.folder, saved.index, table, schema.tables[table], key_ids[place]
             )
-    parts = [part.numpy() for part in of_keys]
+    parts = [part.numpy() for part in key_ids]
     used = {
         table: np.unique(np.concatenate([p for p, t in zip(parts, table_of, strict=True) if t == table]))
         for table in set(table_of)
     }
-    places = [np.searchsorted(used[table], part) for part, table in zip(parts, table_of, strict=True)]
-    ids = torch.from_numpy(np.concatenate(places)).long()
+    positions = [np.searchsorted(used[table], part) for part, table in zip(parts, table_of, strict=True)]
+    ids = torch.from_numpy(np.concatenate(positions)).long()
     lengths, weights = sparse.lengths(), sparse.weights_or_none()
     renumbered = KeyedJaggedTensor(keys, ids, weights, lengths=lengths, stride=sparse.stride())
     return used, renumbered
@@ -94,14 +94,14 @@ def load_model(saved: Checkpoint, used: UsedRows, as_stored: Rounding | None = N
     config, schema = saved.config, saved.schema
     tasks, cpu = resolve_tasks(config.tasks, schema), torch.device("cpu")
     columns = count_logits(tasks)
-    needs = sum(columns.values()), needs_vectors(tasks), columns
-    model = build_recommender(config, schema, cpu, *needs)
-    few = {
+    sizes = sum(columns.values()), needs_vectors(tasks), columns
+    model = build_recommender(config, schema, cpu, *sizes)
+    small_tables = {
         name: table.model_copy(update={"rows": max(1, len(used.get(name, ())))})
         for name, table in schema.tables.items()
     }
     model.embeddings = build_recommender(
-        config, schema.model_copy(update={"tables": few}), cpu, *needs
+        config, schema.model_copy(update={"tables": small_tables}), cpu, *sizes
     ).embeddings
     model.embeddings.to_empty(device=cpu)
     for name, parameter in model.embeddings.named_parameters():
@@ -110,11 +110,11 @@ def load_model(saved: Checkpoint, used: UsedRows, as_stored: Rounding | None = N
             rows = used.get(table, np.empty(0, np.int64))
             values = torch.from_numpy(stored.take(rows.tolist()))
             parameter.data[: len(rows)] = as_stored(values) if as_stored and len(rows) else values
-    wanted = {}  # as in evaluations: with train.ema, the averages
+    targets = {}  # as in evaluations: with train.ema, the averages
     for name, value in model.model.state_dict().items():
         average = f"dense/{HEAD}{name}/ema"
         has_average = config.train.ema and average in saved.index["tensors"]
-        wanted[average if has_average else f"dense/{HEAD}{name}/value"] = value
-    if wanted:
-        load(saved.folder, wanted)
+        targets[average if has_average else f"dense/{HEAD}{name}/value"] = value
+    if targets:
+        load(saved.folder, targets)
     return model.eval()

@@ -127,11 +127,11 @@ def predict(
     )
     share = -(-config.data.global_batch_size // config.scaling.max_workers)  # for any number of ranks
     batch_rows = max(1, min(share, max(files.values())))
-    wanted = PredictionTask(out, below, files, carried, manifest, batch_rows, MIN_SPAN_ROWS)
+    task = PredictionTask(out, below, files, carried, manifest, batch_rows, MIN_SPAN_ROWS)
     target = PredictionFolder(out)
     with target.hold():
-        figures = _predict_missing(target, claim(target, manifest), wanted, saved, dataset, tasks)
-        metrics = _compute_figures(target, wanted, dataset) | figures
+        figures = _predict_missing(target, claim(target, manifest), task, saved, dataset, tasks)
+        metrics = _compute_figures(target, task, dataset) | figures
         target.remove(PARTS_FOLDER)
     metrics |= {
         "seconds": round(perf_counter() - began, 3),
@@ -148,7 +148,7 @@ def _pairs(metrics: dict[str, Any]) -> Pairs:
     pairs = [
         ("rows", f"{metrics['predict.rows']:,}"),
         ("files", f"{metrics['predict.files']:,}"),
-        ("rows per second", f"{speed:,.0f}" if speed else "nothing was left to do"),
+        ("rows per second", f"{speed:,.0f}" if speed else "all files were already complete"),
         ("seconds", f"{metrics['seconds']:,.1f}"),
     ]
     if ids := metrics["predict.ids"]:
@@ -179,9 +179,9 @@ def _open_input(
     return dataset, {path: rows.get(path, 0) for path in files}
 
 
-def _is_broken(path: str, wheres: set[str]) -> bool:
+def _is_broken(path: str, places: set[str]) -> bool:
     """Return True if a file without rows in the dataset was skipped, and False if it is empty."""
-    if any(where.startswith(path) for where in wheres):
+    if any(where.startswith(path) for where in places):
         return True
     try:
         return read_footer(path).num_rows > 0
@@ -197,9 +197,9 @@ def _make_carried_columns(
     Raises:
         DataError: A file lacks a column.
     """
-    of_paths = [parse_folder_values(path) for path in files]
-    keys = set.intersection(*map(set, of_paths)) if of_paths else set()
-    folders = {key: infer_folder_type(values[key] for values in of_paths) for key in keys}
+    folder_values = [parse_folder_values(path) for path in files]
+    keys = set.intersection(*map(set, folder_values)) if folder_values else set()
+    folders = {key: infer_folder_type(values[key] for values in folder_values) for key in keys}
     carried = CarriedColumns(tuple(names), transforms, folders, os.getcwd())
     with ThreadPoolExecutor(16) as pool:
         for _ in pool.map(carried.schema, files):
@@ -210,26 +210,26 @@ def _make_carried_columns(
 def _hash_input(dataset: Dataset, files: dict[str, int], below: str, config: RunConfig) -> str:
     """Return a hash of the names and contents of the input's files and of the transforms."""
     names = sorted(f"{path.removeprefix(below)} {rows}" for path, rows in files.items())
-    made = [str(transform.model_dump(mode="json")) for transform in config.data.transforms]
-    return hashlib.sha256("\n".join([fingerprint(look(dataset)), *made, *names]).encode()).hexdigest()
+    transforms = [str(transform.model_dump(mode="json")) for transform in config.data.transforms]
+    return hashlib.sha256("\n".join([fingerprint(look(dataset)), *transforms, *names]).encode()).hexdigest()
 
 
 def _predict_missing(
     target: PredictionFolder,
     names: set[str],
-    wanted: PredictionTask,
+    task: PredictionTask,
     saved: Checkpoint,
     dataset: Dataset,
     tasks: Sequence[Task],
 ) -> dict[str, Any]:
     """Predict the files that are not complete yet, and return figures of this call."""
-    config, complete = saved.config, target.find_finished(wanted, names)
-    kinds = [pa.float32() if task.outputs == 1 else pa.list_(pa.float32()) for task in tasks]
-    kinds = [pa.list_(pa.float32())] if wanted.manifest.vectors else kinds
-    for path, rows in wanted.files.items():
+    config, complete = saved.config, target.find_finished(task, names)
+    kinds = [pa.float32() if each.outputs == 1 else pa.list_(pa.float32()) for each in tasks]
+    kinds = [pa.list_(pa.float32())] if task.manifest.vectors else kinds
+    for path, rows in task.files.items():
         if not rows and path not in complete:
-            write_empty(wanted, path, kinds)
-    if all(path in complete or not rows for path, rows in wanted.files.items()):
+            write_empty(task, path, kinds)
+    if all(path in complete or not rows for path, rows in task.files.items()):
         return {"predict.rows_per_s": None, "world_size": 0}
     with (
         create_scratch_folder() as config.run.dir,
@@ -240,9 +240,9 @@ def _predict_missing(
         for error in dataset.left_out:
             console.warn(f"skipped {error.where}: {error.what}")
         if complete:
-            console.note(f"{len(complete)} of {len(wanted.files)} files are complete already")
-        found = run_group(
-            partial(predict_worker, wanted),
+            console.note(f"{len(complete)} of {len(task.files)} files are already complete")
+        result = run_group(
+            partial(predict_worker, task),
             config,
             saved.schema,
             {"predict": dataset},
@@ -250,26 +250,26 @@ def _predict_missing(
             Watch(console),
             restarts=True,
         )
-    speed = found["predicted"] / found["predict_s"] if found["predict_s"] else None
-    return {"predict.rows_per_s": speed and round(speed, 1), "world_size": found["world_size"]}
+    speed = result["predicted"] / result["predict_s"] if result["predict_s"] else None
+    return {"predict.rows_per_s": speed and round(speed, 1), "world_size": result["world_size"]}
 
 
-def _compute_figures(target: PredictionFolder, wanted: PredictionTask, dataset: Dataset) -> dict[str, Any]:
+def _compute_figures(target: PredictionFolder, task: PredictionTask, dataset: Dataset) -> dict[str, Any]:
     """Return the figures of the complete folder.
 
     Raises:
         RunError: A file is missing, although all workers have succeeded.
     """
-    complete, counts = target.find_finished(wanted, target.names()), Counts()
-    if missing := [path for path in wanted.files if path not in complete]:
+    complete, counts = target.find_finished(task, target.names()), Counts()
+    if missing := [path for path in task.files if path not in complete]:
         raise RunError(
-            f"the predictions of {len(missing)} files are not there, such as those of {missing[0]}",
+            f"predictions of {len(missing)} input files are missing, such as {missing[0]}",
             where=target.uri,
-            expected="a folder that all nodes share, and only raytrec writes to",
-            do="give the same command again: complete files stay",
+            expected="a folder that all nodes share and only raytrec writes to",
+            do="repeat the command; complete files are kept",
         )
-    for each in complete.values():
-        counts += each
+    for file_counts in complete.values():
+        counts += file_counts
     return {
         "predict.rows": counts.rows,
         "predict.files": len(complete),

@@ -53,16 +53,16 @@ def cut_spans(dataset: Dataset, batch_rows: int, span_rows: int = MIN_SPAN_ROWS)
         batch_rows: Rows of one rank's batch.
         span_rows: Minimum rows of a span; see MIN_SPAN_ROWS.
     """
-    least = max(span_rows, MIN_SPAN_BATCHES * batch_rows)
+    min_rows = max(span_rows, MIN_SPAN_BATCHES * batch_rows)
     all_pieces, spans = Order.evaluation(batch_rows, 1).pieces(dataset), []
     for path, of_file in groupby(all_pieces, key=lambda piece: piece.path):
         pieces, first, rows, parts = list(of_file), 0, 0, []
-        whole = sum(piece.rows for piece in pieces)
+        file_rows = sum(piece.rows for piece in pieces)
         for number, piece in enumerate(pieces):
             rows += piece.rows
             parts.append(piece)
-            if rows >= least or number == len(pieces) - 1:
-                spans.append(Span(path, first, rows, tuple(parts), whole))
+            if rows >= min_rows or number == len(pieces) - 1:
+                spans.append(Span(path, first, rows, tuple(parts), file_rows))
                 first, rows, parts = first + rows, 0, []
     return spans
 

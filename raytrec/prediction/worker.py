@@ -47,7 +47,7 @@ def predict_worker(wanted: PredictionTask, task: WorkerTask) -> None:
         context.close()
         raise
     dist.barrier()
-    context.enter_phase("putting files together", "evaluate")
+    context.enter_phase("joining files", "evaluate")
     split = sorted(group_by_file(span for span in spans if span.path not in complete).items())
     for path, parts in split[context.index :: context.world]:
         assemble(wanted, parts, context.heartbeat.tick)
@@ -58,16 +58,16 @@ def predict_worker(wanted: PredictionTask, task: WorkerTask) -> None:
 
 
 def _list_finished(
-    folder: PredictionFolder, spans: list[Span], wanted: PredictionTask
+    folder: PredictionFolder, spans: list[Span], task: PredictionTask
 ) -> tuple[set[Span], set[str]]:
     """Return the spans that are done, and the input files that are complete."""
     names = folder.names()
-    complete = set(folder.find_finished(wanted, names))
-    done = {s for s in spans if s.path in complete or (not s.is_whole and wanted.part_of(s) in names)}
+    complete = set(folder.find_finished(task, names))
+    done = {s for s in spans if s.path in complete or (not s.is_whole and task.part_of(s) in names)}
     return done, complete
 
 
-def _predict_spans(context: WorkerContext, wanted: PredictionTask, order: SpanOrder) -> tuple[int, float]:
+def _predict_spans(context: WorkerContext, task: PredictionTask, order: SpanOrder) -> tuple[int, float]:
     """Predict and write this rank's spans; return the rows of all ranks and the seconds taken."""
     from raytrec.tasks.objective import ScoringObjective
     from raytrec.worker.build import load_step
@@ -78,18 +78,18 @@ def _predict_spans(context: WorkerContext, wanted: PredictionTask, order: SpanOr
     stream, total = context.stream("predict", order), order.steps()
     context.enter_phase("predicting", "evaluate")
     context.report(messages.Start(total=total, step=0, workers=context.world))
-    writer = SpanWriter(wanted, context.task.config.data.on_error == "skip")
+    writer = SpanWriter(task, context.task.config.data.on_error == "skip")
     spans = _SpanCollector(order.dealt[context.index], writer, list(stream.dataset.form.schema.sparse))
-    tower, consensus = wanted.manifest.vectors, StepConsensus()
-    rows, began, told = 0, monotonic(), monotonic()
+    tower, consensus = task.manifest.vectors, StepConsensus()
+    rows, began, reported = 0, monotonic(), monotonic()
     try:
         batches = spans.watch(stream.batches())
         for number, outputs in enumerate(step.evaluate(batches, tower), 1):
             spans.take(outputs, order.local_rows(context.index, number - 1))
             rows += order.global_rows(None, number - 1)
-            if monotonic() - told > PROGRESS_INTERVAL_S or number == total:
-                told = monotonic()
-                speed = {"rows_per_s": rows / max(1e-9, told - began)}
+            if monotonic() - reported > PROGRESS_INTERVAL_S or number == total:
+                reported = monotonic()
+                speed = {"rows_per_s": rows / max(1e-9, reported - began)}
                 context.report(messages.Train(step=number, figures=speed))
             agreed = consensus.exchange(context.heartbeat.command, LossStatus(number, None), False)
             if agreed is not None and agreed.command == Command.RESTART and number < total:
@@ -129,9 +129,9 @@ class _SpanCollector:
 
         changed = self._changed.popleft()
         if rows:
-            given = [each.predictions for each in outputs.tasks.values()]
-            given = given if outputs.vectors is None else [outputs.vectors]
-            scores = [AsyncHostCopy(each[:rows]) for each in given]
+            values = [each.predictions for each in outputs.tasks.values()]
+            values = values if outputs.vectors is None else [outputs.vectors]
+            scores = [AsyncHostCopy(each[:rows]) for each in values]
             self._pending.append(((scores, AsyncHostCopy(outputs.rows[:rows])), rows, changed))
         if len(self._pending) > MAX_STEPS_IN_FLIGHT:
             self._read_pending()
@@ -142,15 +142,15 @@ class _SpanCollector:
             self._read_pending()
 
     def _read_pending(self) -> None:
-        (coming, there), rows, changed = self._pending.popleft()
-        scores = [each.wait().float().numpy().copy() for each in coming]
-        present = there.wait().numpy() > 0
+        (score_copies, present_copy), rows, changed = self._pending.popleft()
+        scores = [each.wait().float().numpy().copy() for each in score_copies]
+        present = present_copy.wait().numpy() > 0
         self._parts.append((scores, present))
         self._rows += rows
-        of_features = {} if changed is None else dict(zip(self._features, changed.T.tolist(), strict=True))
-        self._counts += Counts(rows, int((~present).sum()), of_features)
+        feature_counts = {} if changed is None else dict(zip(self._features, changed.T.tolist(), strict=True))
+        self._counts += Counts(rows, int((~present).sum()), feature_counts)
         if self._rows == self._remaining[0].rows:  # the span is complete
             parts, presences = zip(*self._parts, strict=True)
-            whole = [np.concatenate(of_task) for of_task in zip(*parts, strict=True)]
-            self._writer.put(self._remaining.popleft(), whole, np.concatenate(presences), self._counts)
+            span_scores = [np.concatenate(task_scores) for task_scores in zip(*parts, strict=True)]
+            self._writer.put(self._remaining.popleft(), span_scores, np.concatenate(presences), self._counts)
             self._parts, self._rows, self._counts = [], 0, Counts()

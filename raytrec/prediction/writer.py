@@ -63,14 +63,14 @@ class SpanWriter:
             columns = [to_score_column(each, present) for each in scores]
             kinds = self._task.carried.schema(span.path)
             schema = _make_schema(self._task, kinds, [column.type for column in columns], counts)
-            carried = pa.concat_tables([self._carried(part, kinds) for part in span.parts])
+            carried = pa.concat_tables([self._read_carried(part, kinds) for part in span.parts])
             table = (
                 pa.table([*carried.columns, *columns], schema) if kinds.names else pa.table(columns, schema)
             )
             with self._folder.writing(self._task.output_of(span), schema) as writer:
                 writer.write_table(table, row_group_size=len(table))
 
-    def _carried(self, part, kinds: pa.Schema) -> pa.Table:
+    def _read_carried(self, part, kinds: pa.Schema) -> pa.Table:
         try:
             return self._task.carried.read(part)
         except DataError:
@@ -109,10 +109,10 @@ def assemble(task: PredictionTask, spans: list[Span], tick: Callable[[], None] =
     with _report_write_errors(task):
         names = [folder.uri_of(task.part_of(span)) for span in spans]
         for name, span in zip(names, spans, strict=True):
-            found = Counts.of(read_footer(name), binding)
-            if found is None or found.rows != span.rows:
-                raise RunError("a part of the predictions is not as it was written", where=name, do=AGAIN)
-            counts += found
+            part_counts = Counts.of(read_footer(name), binding)
+            if part_counts is None or part_counts.rows != span.rows:
+                raise RunError("a part of the predictions is damaged or has changed", where=name, do=AGAIN)
+            counts += part_counts
         schema = read_footer(names[0]).schema.to_arrow_schema().with_metadata(counts.metadata(binding))
         with folder.writing(task.name_of(spans[0].path), schema) as writer:
             for table in map(read_verified, names):
@@ -120,7 +120,7 @@ def assemble(task: PredictionTask, spans: list[Span], tick: Callable[[], None] =
                 tick()
 
 
-AGAIN = "remove the folder _parts there, and give the same command again: complete files stay"
+AGAIN = "remove the folder _parts in the output folder and repeat the command; complete files are kept"
 
 
 def read_verified(uri: str) -> pa.Table:
@@ -139,11 +139,11 @@ def write_empty(task: PredictionTask, path: str, scores: list[pa.DataType]) -> N
 
 def group_by_file(spans: Iterator[Span] | list[Span]) -> dict[str, list[Span]]:
     """Return the spans of each file with several spans, in order."""
-    found: dict[str, list[Span]] = {}
+    groups: dict[str, list[Span]] = {}
     for span in spans:
         if not span.is_whole:
-            found.setdefault(span.path, []).append(span)
-    return found
+            groups.setdefault(span.path, []).append(span)
+    return groups
 
 
 def _report_write_errors(task: PredictionTask) -> AbstractContextManager[None]:
@@ -151,6 +151,6 @@ def _report_write_errors(task: PredictionTask) -> AbstractContextManager[None]:
     return convert_os_errors(
         "the predictions cannot be written",
         where=task.out,
-        expected="a folder that all nodes can write to, with room for them",
-        do="make room, or correct its permissions, and give the same command again: complete files stay",
+        expected="a folder with free space that all nodes can write to",
+        do="free space or correct the permissions, then repeat the command; complete files are kept",
     )

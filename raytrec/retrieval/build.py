@@ -92,63 +92,63 @@ def index(
     saved = replace(saved, schema=to_example_schema(saved.schema, items))
     config = saved.config
     key = item or (config.eval.retrieval.item if config.eval.retrieval else "item")
-    asked = _open_queries(saved, queries) if faiss else None
+    dataset = _open_queries(saved, queries) if faiss else None
     part = select_tower_schema(config, saved.schema, "item", "raytrec index")
     check_item_keys(open_inputs(config, part, items, "--items", (key,)), key)
     first = list_files(items, "--items").files[0]
     names = split_names(columns) if columns else read_footer(first).schema.to_arrow_schema().names
-    kept = list(dict.fromkeys([key, *names]))
-    _check_columns(kept)
+    stored = list(dict.fromkeys([key, *names]))
+    _check_columns(stored)
     options: dict[str, Any] = {"workers": workers, "overrides": overrides, "allow_code": allow_code}
-    made = predict(saved.folder, items, join_uri(out, ITEMS), columns=kept, vectors="item", **options).metrics
+    scored = predict(saved.folder, items, join_uri(out, ITEMS), columns=stored, vectors="item", **options)
     table, vectors = read_vectors(join_uri(out, ITEMS))
     metrics = {"index.items": len(vectors), "index.width": vectors.shape[1], "index.faiss": faiss}
     if faiss:
         with RunConsole(config.run.name) as console:
-            console.phase(f"building {faiss} of {len(vectors):,} items")
-            found = Index(table, vectors, key, faiss=build_faiss(faiss, vectors))
-            if asked:
-                console.phase("comparing it with exact search")
-                metrics |= _measure_recall(found, _compute_query_vectors(saved, asked), asked.uri)
-            data = require_faiss().serialize_index(found.faiss).tobytes()
+            console.phase(f"building the {faiss} index of {len(vectors):,} items")
+            built = Index(table, vectors, key, faiss=build_faiss(faiss, vectors))
+            if dataset:
+                console.phase("comparing the index with exact search")
+                metrics |= _measure_recall(built, _compute_query_vectors(saved, dataset), dataset.uri)
+            data = require_faiss().serialize_index(built.faiss).tobytes()
             _write_file(out, FAISS_FILE, data)
             metrics["index.faiss_sha256"] = sha256(data).hexdigest()
-    metrics |= {name: value for name, value in made.items() if name not in ("name", "seconds")}
+    metrics |= {name: value for name, value in scored.metrics.items() if name not in ("name", "seconds")}
     metrics |= {"name": f"{config.run.name}: {items}", "seconds": round(perf_counter() - began, 3)}
     _write_file(out, MANIFEST, document({"format": 1, "item": key, "faiss": faiss, **metrics}))
-    next_steps = [f"index        {out}", f"ask it       raytrec.load_index({out!r}).search(vectors)"]
+    next_steps = [f"index        {out}", f"search with  raytrec.load_index({out!r}).search(vectors)"]
     return Result({"item": key, **metrics}, out, next_steps, _summarize(metrics))
 
 
 def _summarize(metrics: dict[str, Any]) -> Pairs:
     pairs = [
         ("items", f"{metrics['index.items']:,}"),
-        ("width of a vector", f"{metrics['index.width']:,}"),
-        ("index of faiss", metrics["index.faiss"] or "none: search is exact"),
+        ("vector width", f"{metrics['index.width']:,}"),
+        ("faiss index", metrics["index.faiss"] or "none (exact search)"),
     ]
     for name, value in metrics.items():
         if name.startswith("index.recall@"):
-            pairs.append((f"its recall of the exact {name.partition('@')[2]}", f"{value:.4f}"))
+            pairs.append((f"recall of the exact top {name.partition('@')[2]}", f"{value:.4f}"))
     if count := metrics.get("index.queries"):
-        pairs.append(("measured with queries", f"{count:,}"))
+        pairs.append(("queries for recall", f"{count:,}"))
     return [*pairs, ("seconds", f"{metrics['seconds']:,.1f}")]
 
 
 def _check_columns(names: list[str]) -> None:
-    if taken := [name for name in names if name in TAKEN]:
+    if reserved := [name for name in names if name in TAKEN]:
         raise ConfigError(
-            f"a column of the items is called '{taken[0]}', as one of what a search gives",
+            f"item column '{reserved[0]}' conflicts with a column of search results",
             where="--columns",
-            expected=f"other names than {', '.join(TAKEN)}",
-            do="name the columns to keep with --columns, without it",
+            expected=f"names other than {', '.join(TAKEN)}",
+            do="list the columns to keep with --columns and omit this column",
         )
 
 
-def _open_queries(saved: Checkpoint, asked: str | None) -> Dataset | None:
+def _open_queries(saved: Checkpoint, queries: str | None) -> Dataset | None:
     """Return the queries, or None if `asked` is None and the run's evaluation data cannot be read."""
     config, part = saved.config, select_tower_schema(saved.config, saved.schema, "query", "raytrec index")
-    if asked:
-        return open_inputs(config, part, absolute(str(asked)), "--queries")
+    if queries:
+        return open_inputs(config, part, absolute(str(queries)), "--queries")
     places = config.data.test or config.data.valid
     try:
         return open_inputs(config, part, places, "data.test") if places else None
@@ -162,12 +162,12 @@ def _compute_query_vectors(saved: Checkpoint, dataset: Dataset) -> np.ndarray:
 
     pieces = max(1, min(QUERIES, dataset.rows) // CONSECUTIVE_QUERIES)
     starts = np.arange(pieces) * dataset.rows // pieces
-    parts, before = [], 0
+    parts, rows_before = [], 0
     for group in dataset.groups:
-        for start in starts[(starts >= before) & (starts < before + group.rows)] - before:
+        for start in starts[(starts >= rows_before) & (starts < rows_before + group.rows)] - rows_before:
             rows = min(CONSECUTIVE_QUERIES, group.rows - int(start))
             parts.append(Part(group.path, group.index, int(start), rows))
-        before += group.rows
+        rows_before += group.rows
     return compute_outputs(saved, read_batch(saved, dataset, parts), "query").numpy()
 
 
@@ -192,26 +192,26 @@ def build_faiss(spec: str, items_ND: np.ndarray, seed: int = 0) -> Any:
             index.add(np.ascontiguousarray(items_ND[first : first + VECTORS_PER_ADD]))
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(
-            f"faiss makes no index '{spec}' of {len(items_ND):,} vectors of width {items_ND.shape[1]}: "
+            f"faiss cannot build index '{spec}' of {len(items_ND):,} vectors of width {items_ND.shape[1]}: "
             f"{last_line(str(error), 'no reason given')}",
             where="--faiss",
-            expected="what faiss.index_factory takes, such as HNSW32 or 'IVF256,Flat'",
+            expected="a specification for faiss.index_factory, such as HNSW32 or 'IVF256,Flat'",
         ) from None
     return index
 
 
 def _measure_recall(index: Index, queries: np.ndarray, uri: str) -> dict[str, Any]:
     """Return the share of the k best items that faiss finds among its k items."""
-    found: dict[str, Any] = {}
+    metrics: dict[str, Any] = {}
     for k in [k for k in PLACES if k <= len(index)] or [len(index)]:
-        exact, near = (index.nearest(queries, k, exact=e)[0] for e in (True, False))
-        both = sum(len(np.intersect1d(a, b)) for a, b in zip(exact, near, strict=True))
-        found[f"index.recall@{k}"] = both / exact.size
-    return found | {"index.queries": len(queries), "index.queried": uri}
+        exact, approximate = (index.nearest(queries, k, exact=e)[0] for e in (True, False))
+        common = sum(len(np.intersect1d(a, b)) for a, b in zip(exact, approximate, strict=True))
+        metrics[f"index.recall@{k}"] = common / exact.size
+    return metrics | {"index.queries": len(queries), "index.queried": uri}
 
 
 def _write_file(out: str, name: str, data: bytes) -> None:
     """Write a file of the index. Raise RunError if the file cannot be written."""
-    do = "make room, and give the same command again: the vectors stay"
+    do = "free disk space and repeat the command; the vectors are kept"
     with convert_os_errors("the index cannot be written", where=join_uri(out, name), do=do):
         OutputFolder(out).write(name, data)

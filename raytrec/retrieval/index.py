@@ -93,25 +93,25 @@ class Index:
             ConfigError: k is not positive, vectors have another width, or keys have another type.
         """
         queries = self._check_queries(vectors, k)
-        asked = [None] * len(queries) if leave_out is None else leave_out
-        if len(asked) != len(queries):
+        excluded_keys = [None] * len(queries) if leave_out is None else leave_out
+        if len(excluded_keys) != len(queries):
             raise ConfigError(
-                f"leave_out has {len(asked)} entries for {len(queries)} queries",
+                f"leave_out has {len(excluded_keys)} entries for {len(queries)} queries",
                 where="search",
-                expected="one for each",
+                expected="one entry per query",
             )
-        wanted = [self._find_rows(() if keys is None else keys) for keys in asked]
-        most = min(len(self), k + max((len(rows) for rows in wanted), default=0))
-        found_QK, scores_QK = self.nearest(queries, most, exact=exact)
-        kept_QK = found_QK >= 0
-        for number, left_out in enumerate(wanted):
-            kept_QK[number] &= ~np.isin(found_QK[number], left_out)
-        ranks_QK = kept_QK.cumsum(1)
-        kept_QK &= ranks_QK <= k
-        table = self.items.take(found_QK[kept_QK]).to_pandas()
-        table.insert(0, "query", kept_QK.nonzero()[0])
-        table.insert(1, "rank", ranks_QK[kept_QK])
-        return table.assign(score=scores_QK[kept_QK])
+        excluded_rows = [self._find_rows(() if keys is None else keys) for keys in excluded_keys]
+        count = min(len(self), k + max((len(rows) for rows in excluded_rows), default=0))
+        found_QK, scores_QK = self.nearest(queries, count, exact=exact)
+        selected_QK = found_QK >= 0
+        for number, excluded in enumerate(excluded_rows):
+            selected_QK[number] &= ~np.isin(found_QK[number], excluded)
+        ranks_QK = selected_QK.cumsum(1)
+        selected_QK &= ranks_QK <= k
+        table = self.items.take(found_QK[selected_QK]).to_pandas()
+        table.insert(0, "query", selected_QK.nonzero()[0])
+        table.insert(1, "rank", ranks_QK[selected_QK])
+        return table.assign(score=scores_QK[selected_QK])
 
     def nearest(self, queries: np.ndarray, k: int, *, exact: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows and scores of the k best items for each query, highest score first.
@@ -120,23 +120,23 @@ class Index:
         """
         if exact or self.faiss is None:
             return search_exactly(self.vectors, queries, k)
-        found = self.faiss.search(np.ascontiguousarray(queries, np.float32), k)[1]
-        rows = found.astype(np.int64, copy=False)
+        faiss_rows = self.faiss.search(np.ascontiguousarray(queries, np.float32), k)[1]
+        rows = faiss_rows.astype(np.int64, copy=False)
         scores = np.where(rows < 0, -np.inf, scores_of(self.vectors, queries, rows)).astype(np.float32)
         order = np.lexsort((rows, -scores), axis=1)
         return np.take_along_axis(rows, order, 1), np.take_along_axis(scores, order, 1)
 
     def _check_queries(self, vectors: np.ndarray, k: int) -> np.ndarray:
         if isinstance(k, bool) or not isinstance(k, int | np.integer) or k < 1:
-            raise ConfigError(f"k is {k}", where="search", expected="a whole number of at least 1")
+            raise ConfigError(f"invalid k: {k}", where="search", expected="a whole number of at least 1")
         queries = np.asarray(vectors, np.float32)
         queries = queries[np.newaxis] if queries.ndim == 1 else queries
         width = self.vectors.shape[1]
         if queries.ndim != 2 or queries.shape[1] != width:
             raise ConfigError(
-                f"the queries are of shape {list(np.shape(vectors))}",
+                f"the queries have the shape {list(np.shape(vectors))}",
                 where="search",
-                expected=f"[queries, {width}], of the run whose items these are",
+                expected=f"[queries, {width}], from the run that the index was built with",
             )
         return queries
 
@@ -148,9 +148,9 @@ class Index:
             places = self._row_by_key.get_indexer(pd.Index(list(keys), dtype=self._row_by_key.dtype))
         except (TypeError, ValueError, OverflowError):
             raise ConfigError(
-                f"leave_out has {some(keys)} for a query",
+                f"leave_out contains {some(keys)} for a query",
                 where="search",
-                expected=f"a list of values of column {self.key}, {self.items[self.key].type}; or None",
+                expected=f"a list of values of column {self.key} ({self.items[self.key].type}), or None",
             ) from None
         return np.unique(places[places >= 0])
 
@@ -191,9 +191,8 @@ def load_index(folder: str) -> Index:
         raise RunError(
             f"the index is damaged: {why}",
             where=uri,
-            expected=f"{ITEMS}/, {MANIFEST} and, with faiss, {FAISS_FILE}, as `raytrec index` has "
-            "written them",
-            do="remove the folder, and give the command again",
+            expected=f"{ITEMS}/, {MANIFEST} and, with faiss, {FAISS_FILE}, written by `raytrec index`",
+            do="remove the folder and run `raytrec index` again",
         ) from None
 
 
@@ -201,20 +200,20 @@ def _read_index(uri: str, about: dict[str, Any]) -> Index:
     """Return the index whose files match its manifest; raise various errors if they do not."""
     items, vectors = read_vectors(join_uri(uri, ITEMS))
     if len(vectors) != about.get("index.items", len(vectors)):
-        raise ValueError(f"{ITEMS} has {len(vectors):,} vectors, and {MANIFEST} has {about['index.items']}")
+        raise ValueError(f"{ITEMS} has {len(vectors):,} vectors, but {MANIFEST} lists {about['index.items']}")
     if about["item"] not in items.column_names:
-        raise LookupError(f"{ITEMS} has no column '{about['item']}'")
+        raise LookupError(f"column '{about['item']}' is missing in {ITEMS}")
     if not about.get("faiss"):
         return Index(items, vectors, about["item"], about)
     filesystem, path = open_filesystem(join_uri(uri, FAISS_FILE))
     with filesystem.open_input_stream(path) as stream:
         data = stream.read()
-    if about.get("index.faiss_sha256", found := sha256(data).hexdigest()) != found:
-        raise ValueError(f"{FAISS_FILE} is not the file that was written with {MANIFEST}")
+    if about.get("index.faiss_sha256", checksum := sha256(data).hexdigest()) != checksum:
+        raise ValueError(f"{FAISS_FILE} does not match the checksum in {MANIFEST}")
     faiss = require_faiss().deserialize_index(np.frombuffer(data, np.uint8))
     if (faiss.ntotal, faiss.d) != vectors.shape:
         raise ValueError(
-            f"{FAISS_FILE} is of {faiss.ntotal:,} vectors of width {faiss.d}, {ITEMS} of {vectors.shape}"
+            f"{FAISS_FILE} has the shape {(faiss.ntotal, faiss.d)}, but {ITEMS} has {vectors.shape}"
         )
     return Index(items, vectors, about["item"], about, faiss)
 
@@ -255,9 +254,9 @@ def search_exactly(items_ND: np.ndarray, queries_QD: np.ndarray, k: int) -> tupl
             best = np.concatenate([best, _pack_ranks(queries @ block.T, first)], axis=1)
             if best.shape[1] > k:
                 best = np.partition(best, best.shape[1] - k, axis=1)[:, -k:]
-        found = (LOWER_32_BITS - (np.sort(best, axis=1)[:, ::-1] & LOWER_32_BITS)).astype(np.int64)
-        rows.append(found)
-        scores.append(scores_of(items_ND, queries_QD[start : start + QUERIES], found))
+        best_rows = (LOWER_32_BITS - (np.sort(best, axis=1)[:, ::-1] & LOWER_32_BITS)).astype(np.int64)
+        rows.append(best_rows)
+        scores.append(scores_of(items_ND, queries_QD[start : start + QUERIES], best_rows))
     return np.concatenate(rows), np.concatenate(scores)
 
 
@@ -294,6 +293,6 @@ def require_faiss() -> ModuleType:
             "faiss is not installed",
             where="--faiss",
             expected="the extra raytrec[faiss]",
-            do="pip install faiss-cpu; or leave --faiss out: exact search needs none",
+            do="pip install faiss-cpu, or omit --faiss to search exactly",
         ) from None
     return faiss

@@ -66,9 +66,9 @@ def load(uri: str | Path, *, check_tables: bool = False, allow_code: bool = Fals
             raise
         except Exception as error:  # a manifest that does not fit its files can fail anywhere
             raise RunError(
-                f"the files of the export do not fit its {MANIFEST_FILE}: {first_line(error)}",
+                f"the files of the export do not match its {MANIFEST_FILE}: {first_line(error)}",
                 where=place,
-                expected="an export as `raytrec export` writes it",
+                expected="an export written by `raytrec export`",
                 do="export the run again",
             ) from error
         for name in _list_table_names(manifest) if copied else ():
@@ -83,13 +83,13 @@ def refuse_code(manifest: Manifest, where: str, allow_code: bool) -> None:
     Raises:
         ConfigError: A transform names code.
     """
-    named = [each.do for each in manifest.transforms if isinstance(each, Python)]
-    if named and not allow_code:
+    code_names = [each.do for each in manifest.transforms if isinstance(each, Python)]
+    if code_names and not allow_code:
         raise ConfigError(
-            f"the export's transforms name code to run: {', '.join(named)}",
+            f"the transforms of the export run user code: {', '.join(code_names)}",
             where=where,
-            expected="transforms of raytrec's own",
-            do="if you trust its source: --allow-code, or load(…, allow_code=True)",
+            expected="built-in transforms only",
+            do="pass --allow-code or load(…, allow_code=True) if you trust the source of the export",
         )
 
 
@@ -114,13 +114,13 @@ def _copy_to_disk(place: str, manifest: Manifest, copies: ExitStack) -> tuple[Pa
     remove_leftovers(tempfile.gettempdir(), f"{COPY_PREFIX}{{owner}}-*")
     folder = Path(tempfile.mkdtemp(prefix=f"{COPY_PREFIX}{owner()}-"))
     copies.callback(shutil.rmtree, folder, ignore_errors=True)
-    wanted, free = sum(entry.bytes for entry in manifest.files.values()), shutil.disk_usage(folder).free
-    if wanted > free:
+    needed, available = sum(entry.bytes for entry in manifest.files.values()), shutil.disk_usage(folder).free
+    if needed > available:
         raise RunError(
-            f"a copy of the export takes {format_bytes(wanted)}, and {format_bytes(free)} are free",
+            f"a copy of the export needs {format_bytes(needed)}, but only {format_bytes(available)} are free",
             where=str(folder.parent),
-            expected="room for all of its files, as tables are mapped from disk",
-            do="make room, or set TMPDIR to a folder on a larger disk",
+            expected="disk space for all files of the export, because tables are mapped from disk",
+            do="free disk space, or set TMPDIR to a folder on a larger disk",
         )
     for name in manifest.files:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -130,8 +130,8 @@ def _copy_to_disk(place: str, manifest: Manifest, copies: ExitStack) -> tuple[Pa
             raise RunError(
                 f"{name} cannot be copied: {error}",
                 where=place,
-                expected="all files that its manifest names, and a store that answers",
-                do="try again; if the file is gone, export the run again",
+                expected="all files listed in the manifest, and a reachable store",
+                do="retry; if the file is missing, export the run again",
             ) from None
     return folder, True
 
@@ -148,19 +148,19 @@ def check_files(folder: Path, manifest: Manifest, tables: bool, where: str) -> N
     Raises:
         RunError: A file is missing or differs.
     """
-    big: Collection[str] = () if tables else _list_table_names(manifest)
+    lazy: Collection[str] = () if tables else _list_table_names(manifest)
     for name, entry in manifest.files.items():
         try:
             size = (folder / name).stat().st_size
-            same = size == entry.bytes and (name in big or compute_sha256(folder / name) == entry.sha256)
-            found = f"{name} is not the file that was exported"
+            intact = size == entry.bytes and (name in lazy or compute_sha256(folder / name) == entry.sha256)
+            damage = f"{name} differs from the exported file"
         except OSError as error:
-            same, found = False, f"{name} cannot be read: {error.strerror or error}"
-        if not same:
+            intact, damage = False, f"{name} cannot be read: {error.strerror or error}"
+        if not intact:
             raise RunError(
-                f"the export is damaged: {found}",
+                f"the export is damaged: {damage}",
                 where=where,
-                expected=f"{entry.bytes:,} bytes with the checksum of {MANIFEST_FILE}",
+                expected=f"{entry.bytes:,} bytes with the checksum in {MANIFEST_FILE}",
                 do="copy the folder again, or export the run again",
             )
 
@@ -216,7 +216,7 @@ def open_table(folder: Path, entry: TableEntry, rows: int, dim: int) -> BlockTab
             raise RunError(f"{name} cannot be read: {error}", where=str(folder)) from None
         if (block.shape, block.dtype) != (shape, precision.dtype):
             raise RunError(
-                f"{name} has {block.dtype} {list(block.shape)}",
+                f"{name} contains a tensor {block.dtype} {list(block.shape)}",
                 where=str(folder),
                 expected=f"{precision.dtype} {list(shape)}",
             )
@@ -226,8 +226,8 @@ def open_table(folder: Path, entry: TableEntry, rows: int, dim: int) -> BlockTab
 
 
 def _read_ids(file: Path, manifest: Manifest, table: str) -> IdRows:
-    known, found = manifest.data_schema.tables[table], pq.ParquetFile(file)
-    if found.metadata.num_rows > known.rows:
-        raise RunError(f"there are more ids than the {known.rows:,} rows of {table}", where=str(file))
-    ids, rows = (torch.from_numpy(values.to_numpy().copy()) for values in found.read(["id", "row"]))
-    return IdRows(known, ids_to_keys(ids), rows)
+    schema, parquet = manifest.data_schema.tables[table], pq.ParquetFile(file)
+    if parquet.metadata.num_rows > schema.rows:
+        raise RunError(f"table {table} has more ids than its {schema.rows:,} rows", where=str(file))
+    ids, rows = (torch.from_numpy(values.to_numpy().copy()) for values in parquet.read(["id", "row"]))
+    return IdRows(schema, ids_to_keys(ids), rows)

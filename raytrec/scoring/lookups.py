@@ -61,9 +61,9 @@ class TablePrecision:
         if halves and not bool((rows_ND.abs() <= MAX_FLOAT16).all()):
             name = next(name for name, each in PRECISIONS.items() if each == self)
             raise ConfigError(
-                f"a table has values beyond ±{MAX_FLOAT16:,}, or NaN",
+                f"a table contains NaN or values beyond ±{MAX_FLOAT16:,}",
                 where=f"--quantize {name}",
-                expected="values that float16 holds",
+                expected="values in the range of float16",
                 do="use int8 or fp32",
             )
         if not self.bits:
@@ -126,16 +126,16 @@ class BlockTable:
         sorted_N, order_N = rows_N.sort()
         starts = torch.arange(len(self._blocks) + 1) * self._block_rows
         counts = torch.searchsorted(sorted_N, starts).diff().tolist()
-        of_blocks = sorted_N.split(counts)
+        block_parts = sorted_N.split(counts)
         parts = [
             block.index_select(0, part - number * self._block_rows)
-            for number, (block, part) in enumerate(zip(self._blocks, of_blocks, strict=True))
+            for number, (block, part) in enumerate(zip(self._blocks, block_parts, strict=True))
             if len(part)
         ]
         if not parts:
             return decode(self._blocks[0][:0])
-        found = decode(torch.cat(parts))
-        return torch.empty_like(found).index_copy_(0, order_N, found)
+        vectors_ND = decode(torch.cat(parts))
+        return torch.empty_like(vectors_ND).index_copy_(0, order_N, vectors_ND)
 
 
 class IdRows:
@@ -177,7 +177,7 @@ class Lookups:
 
     def __call__(self, rows: AssembledTensors, wanted: Collection[str]) -> Tensors:
         """Return the inputs of the wanted features, B rows of each, and the dense columns."""
-        found: Tensors = {("dense", ""): rows.dense}
+        inputs: Tensors = {("dense", ""): rows.dense}
         bags = rows.bags
         weights = [None] * len(bags.keys) if bags.weights is None else bags.weights.split(bags.counts)
         ids, lengths = bags.ids.split(bags.counts), bags.lengths.view(len(bags.keys), -1)
@@ -189,34 +189,34 @@ class Lookups:
                 continue
             spec = self._features.schema.sparse[feature]
             vectors_ND = self._tables[spec.table].vectors(self.rows_of(spec.table, ids_N))
-            given_N = weights_N if spec.weights else None
-            if given_N is not None:
-                vectors_ND = vectors_ND * given_N.unsqueeze(1)
+            bag_weights_N = weights_N if spec.weights else None
+            if bag_weights_N is not None:
+                vectors_ND = vectors_ND * bag_weights_N.unsqueeze(1)
             if feature in self._features.sequences:
                 side = (rows.side_features or {}).get(feature)
-                found |= self._sequence(feature, vectors_ND, lengths_B, side)
-            elif is_single and given_N is None:
-                found["bag", feature] = vectors_ND
+                inputs |= self._pad_inputs(feature, vectors_ND, lengths_B, side)
+            elif is_single and bag_weights_N is None:
+                inputs["bag", feature] = vectors_ND
             else:
                 mean = self._features.is_mean(feature)
-                found["bag", feature] = pooled(vectors_ND, lengths_B, given_N, mean)
-        return found
+                inputs["bag", feature] = pooled(vectors_ND, lengths_B, bag_weights_N, mean)
+        return inputs
 
     def rows_of(self, table: str, ids_N: torch.Tensor) -> torch.Tensor:
         """Return the rows of ids in a table: int64 [N] → int64 [N]."""
         return self._ids[table](ids_N) if table in self._ids else ids_N
 
-    def _sequence(
+    def _pad_inputs(
         self, feature: str, vectors_ND: torch.Tensor, lengths_B: torch.Tensor, side: torch.Tensor | None
     ) -> Tensors:
         present_BL = torch.arange(self._features.sequences[feature]) < lengths_B.unsqueeze(1)
-        found: Tensors = {
+        inputs: Tensors = {
             ("vectors", feature): _pad_sequences(vectors_ND, present_BL),
             ("present", feature): present_BL,
         }
         if side is not None:
-            found["side_features", feature] = _pad_sequences(side, present_BL)
-        return found
+            inputs["side_features", feature] = _pad_sequences(side, present_BL)
+        return inputs
 
 
 def pooled(

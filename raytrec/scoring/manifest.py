@@ -29,7 +29,7 @@ from raytrec.config.transforms import Transform
 EXPORT_FORMAT: Literal[1] = 1
 MANIFEST_FILE, GOLDEN, ONNX_FILE = "manifest.json", "golden.arrow", "model.onnx"
 PrecisionName = Literal["fp32", "fp16", "int8", "int4"]
-INTERRUPTED = "export a run: `raytrec export RUN --out URI`; interrupted, give it again"
+INTERRUPTED = "run `raytrec export RUN --out URI`, or repeat that command if it was interrupted"
 ProgramName = Literal["predict", "query", "item"]
 InputKind = Literal["dense", "bag", "vectors", "present", "side_features"]
 Metrics = dict[str, dict[PrecisionName, float | None]]
@@ -54,17 +54,17 @@ class Input(Section):
 def list_inputs(features: Features) -> list[Input]:
     """Return all inputs of a model, in the order of the schema."""
     schema = features.schema
-    found = [Input(kind="dense", width=len(schema.dense))]
+    inputs = [Input(kind="dense", width=len(schema.dense))]
     for name, spec in schema.sparse.items():
         width, length = schema.tables[spec.table].dim, features.sequences.get(name)
         if length is None:
-            found.append(Input(kind="bag", feature=name, width=width))
+            inputs.append(Input(kind="bag", feature=name, width=width))
             continue
-        found.append(Input(kind="vectors", feature=name, length=length, width=width))
-        found.append(Input(kind="present", feature=name, length=length))
+        inputs.append(Input(kind="vectors", feature=name, length=length, width=width))
+        inputs.append(Input(kind="present", feature=name, length=length))
         if sides := features.side_features.get(name):
-            found.append(Input(kind="side_features", feature=name, length=length, width=sides))
-    return found
+            inputs.append(Input(kind="side_features", feature=name, length=length, width=sides))
+    return inputs
 
 
 class FileEntry(Section):
@@ -147,22 +147,22 @@ class Manifest(Section):
     """Hash of everything that determines the export."""
 
     @model_validator(mode="after")
-    def _names_its_files(self) -> Manifest:
-        named = [each.file for each in self.programs.values()] + list(self.ids.values()) + [GOLDEN]
-        named += [file for each in self.tables.values() for file in each.files]
-        named += [name for each in self.transforms if (name := getattr(each, "vocabulary", None))]
-        for name in named:
+    def _check_files(self) -> Manifest:
+        referenced = [each.file for each in self.programs.values()] + list(self.ids.values()) + [GOLDEN]
+        referenced += [file for each in self.tables.values() for file in each.files]
+        referenced += [name for each in self.transforms if (name := getattr(each, "vocabulary", None))]
+        for name in referenced:
             if name not in self.files:
                 raise ValueError(f"files: {name} is missing")
         for name in self.files:
             if name.startswith("/") or ".." in name.split("/") or not name.isprintable():
-                raise ValueError(f"files: {name!r} is outside of the folder, or not a name")
+                raise ValueError(f"files: {name!r} is outside the folder or not a valid file name")
         for name, table in self.data_schema.tables.items():
             entry = self.tables.get(name)
             if entry is None or len(entry.files) != -(-table.rows // entry.block_rows):
-                raise ValueError(f"tables: the files of {name} are not those of its {table.rows:,} rows")
+                raise ValueError(f"tables: the files of {name} do not match its {table.rows:,} rows")
         if set(self.ids) != set(self.data_schema.managed):
-            raise ValueError("ids: they are not those of the tables with managed ids")
+            raise ValueError("ids: the entries do not match the tables with managed ids")
         return self
 
     @property

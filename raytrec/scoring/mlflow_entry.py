@@ -30,10 +30,10 @@ class ExportedModel(PythonModel):
         manifest = self._model.manifest
         if logged and manifest.checksum != logged["checksum"]:
             raise raytrec.RaytrecError(
-                f"this is another export than the one that was logged: {manifest.version}",
+                f"the export differs from the logged export: it has version {manifest.version}",
                 where=logged["uri"],
                 expected=logged["version"],
-                do="log this export, too: raytrec export RUN --out URI --mlflow",
+                do="log this export with `raytrec export RUN --out URI --mlflow`",
             )
 
     def predict(self, context, model_input: pd.DataFrame, params=None):

@@ -107,14 +107,14 @@ def load_program(file: Path, inputs: int) -> torch.fx.GraphModule:
         raise RunError(
             f"the program contains {error}",
             where=str(file),
-            expected="a graph and tensors, as `raytrec export` writes them",
-            do="do not use this export; export the model again, or ask a person you trust to do so",
+            expected="a graph and tensors written by `raytrec export`",
+            do="do not use this export; export the model again or obtain an export from a trusted source",
         ) from None
     except Exception as error:  # torch's exceptions have no common base
         raise RunError(f"the program cannot be read: {first_line(error)}", where=str(file)) from None
-    if (taken := len(program.graph_signature.user_inputs)) != inputs:
+    if (count := len(program.graph_signature.user_inputs)) != inputs:
         raise RunError(
-            f"the program {file.name} takes {taken} tensors", where=str(file), expected=str(inputs)
+            f"the program {file.name} takes {count} tensors", where=str(file), expected=f"{inputs} tensors"
         )
     return module
 
@@ -132,25 +132,25 @@ def sanitize_archive(content: bytes) -> bytes:
         config = _sanitize_tensors(_parse_entry(entries, name), pattern)
         parts[name] = json.dumps(config).encode()
         for tensor in config["config"].values():
-            place = f"{name.rpartition('/')[0]}/{tensor['path_name']}"
-            if place not in parts:  # tensors without values share an empty entry
-                parts[place] = _pop_entry(entries, place)
-            if not parts[place] and {"as_int": 0} not in tensor["tensor_meta"]["sizes"]:
-                raise BadZipFile(f"{place} is empty")  # torch would load zeros
+            entry_name = f"{name.rpartition('/')[0]}/{tensor['path_name']}"
+            if entry_name not in parts:  # tensors without values share an empty entry
+                parts[entry_name] = _pop_entry(entries, entry_name)
+            if not parts[entry_name] and {"as_int": 0} not in tensor["tensor_meta"]["sizes"]:
+                raise BadZipFile(f"{entry_name} is empty")  # torch would load zeros
     parts[MODEL] = json.dumps(_sanitize_value(_parse_entry(entries, MODEL), "")).encode()
     parts[SAMPLE_INPUTS_ENTRY] = _pop_entry(entries, SAMPLE_INPUTS_ENTRY)
     if parts[SAMPLE_INPUTS_ENTRY]:
-        raise DisallowedContent("sample inputs, which are a pickle")
+        raise DisallowedContent("pickled sample inputs")
     for name, value in FIXED.items():
         if (parts.setdefault(name, _pop_entry(entries, name))) != value:
-            raise DisallowedContent(f"another {name} than {value.decode()}")
+            raise DisallowedContent(f"an entry {name} other than {value.decode()}")
     if unknown := sorted(set(entries) - WRITTEN_BY_TORCH):
-        raise DisallowedContent(f"the entry {unknown[0]!r}")
-    into = io.BytesIO()
-    with PT2ArchiveWriter(into) as writer:
+        raise DisallowedContent(f"the unexpected entry {unknown[0]!r}")
+    buffer = io.BytesIO()
+    with PT2ArchiveWriter(buffer) as writer:
         for name, value in parts.items():
             writer.write_bytes(name, value)
-    return into.getvalue()
+    return buffer.getvalue()
 
 
 def _read_entries(content: bytes) -> dict[str, bytes]:
@@ -159,13 +159,13 @@ def _read_entries(content: bytes) -> dict[str, bytes]:
     with ZipFile(io.BytesIO(content)) as archive:
         infos = archive.infolist()
         if sum(info.file_size for info in infos) > len(content):
-            raise BadZipFile("its entries overlap")
+            raise BadZipFile("entries of the archive overlap")
         for info in infos:
             root, _, name = info.filename.partition("/")
             if info.compress_type != ZIP_STORED or info.flag_bits & 1:
-                raise DisallowedContent(f"the entry {name!r}, compressed or encrypted")
+                raise DisallowedContent(f"the compressed or encrypted entry {name!r}")
             if name in entries or not name or root != infos[0].filename.partition("/")[0]:
-                raise DisallowedContent(f"the entry {info.filename!r}, twice or outside of its folder")
+                raise DisallowedContent(f"the duplicate or misplaced entry {info.filename!r}")
             entries[name] = archive.read(info)
     return entries
 
@@ -191,9 +191,9 @@ def _sanitize_tensors(config: dict[str, Any], pattern: re.Pattern) -> dict[str, 
         tensor = as_dict(value)
         path = str(tensor.get("path_name"))
         if not QUALIFIED_NAME_PATTERN.fullmatch(name):
-            raise DisallowedContent(f"a tensor called {name!r}")
+            raise DisallowedContent(f"a tensor with the invalid name {name!r}")
         if tensor.get("use_pickle") is not False or not pattern.fullmatch(path):
-            raise DisallowedContent(f"the tensor {name}, as the pickle or file {path!r}")
+            raise DisallowedContent(f"the tensor {name} as a pickle or in the unexpected file {path!r}")
         tensors[name] = tensor | {"tensor_meta": _sanitize_value(tensor.get("tensor_meta"), "")}
     return {"config": tensors}
 
@@ -208,7 +208,7 @@ def _sanitize_value(value: Any, key: str) -> Any:
             if not IDENTIFIER_PATTERN.fullmatch(name) or (
                 name.startswith("as_") and name not in ARGUMENT_KINDS
             ):
-                raise DisallowedContent(f"the key {name!r} in {MODEL}")
+                raise DisallowedContent(f"the unexpected key {name!r} in {MODEL}")
         return {name: _sanitize_value(DROPPED.get(name, part), name) for name, part in value.items()}
     if isinstance(value, list):
         return [_sanitize_value(part, key) for part in value]
@@ -224,7 +224,7 @@ def _sanitize_value(value: Any, key: str) -> Any:
         else FIELD_PATTERNS.get(key, IDENTIFIER_PATTERN).fullmatch(value)
     )
     if not allowed:
-        raise DisallowedContent(f"{key}: {value[:100]!r} in {MODEL}")
+        raise DisallowedContent(f"the unexpected value {value[:100]!r} of {key} in {MODEL}")
     return value
 
 
@@ -245,7 +245,7 @@ def _canonicalize_expression(text: str) -> str:
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         tree = None
     if tree is None or not _is_expression(tree.body):
-        raise DisallowedContent(f"the expression {text[:100]!r} in {MODEL}")
+        raise DisallowedContent(f"the unsupported expression {text[:100]!r} in {MODEL}")
     return ast.unparse(tree)
 
 
@@ -292,5 +292,5 @@ def _check_tree_shape(text: str) -> str:
                 raise ValueError
             stack += part["children_spec"]
     except (ValueError, TypeError, KeyError, LookupError):
-        raise DisallowedContent(f"arguments of the shape {text[:100]!r} in {MODEL}") from None
+        raise DisallowedContent(f"the unsupported argument structure {text[:100]!r} in {MODEL}") from None
     return json.dumps([int(version), shape])

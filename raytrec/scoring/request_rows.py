@@ -45,8 +45,8 @@ class RowReader:
         self, schema: Schema, transforms: Sequence[Transform], lists: Sequence[str], columns: pa.Schema
     ):
         needed = select_needed_transforms(tuple(transforms), schema.inputs)
-        of_features = frozenset(lists) & set(schema.sparse)
-        self.form = ResolvedReadPlan(ReadPlan(schema, needed, read_labels=False), of_features)
+        feature_lists = frozenset(lists) & set(schema.sparse)
+        self.form = ResolvedReadPlan(ReadPlan(schema, needed, read_labels=False), feature_lists)
         self.columns = pa.schema([columns.field(name) for name in self.form.columns])
         self._checked: pa.Schema | None = None  # schema of the last rows, which passed the checks
 
@@ -56,19 +56,19 @@ class RowReader:
         Raises:
             DataError: The schema does not allow a value. The error names the column and the row.
         """
-        given, plan = table.schema, self.form.plan
-        is_known = given == self._checked
-        if not is_known:
-            check_present(given, self.columns.names, THE_ROWS, self.form)
+        schema, plan = table.schema, self.form.plan
+        is_checked = schema == self._checked
+        if not is_checked:
+            check_present(schema, self.columns.names, THE_ROWS, self.form)
         table = pick_columns(table, self.columns.names)
         if plan.transforms:
             table = apply_transforms(table, plan.transforms, THE_ROWS, plan.folder)
             check_present(
                 table.schema, self.form.wanted, f"{THE_ROWS}, after data.transforms", self.form, fields=False
             )
-        if plan.transforms or not is_known:
+        if plan.transforms or not is_checked:
             check_types(table.schema, self.form, THE_ROWS)
-            self._checked = given
+            self._checked = schema
         try:
             rows_read = canonical(table, self.form, Place(THE_ROWS, None, 0))
         except DataError as error:
@@ -138,11 +138,11 @@ def to_table(rows: Any, columns: pa.Schema) -> pa.Table:
         try:
             return pa.Table.from_pandas(rows, preserve_index=False)
         except pa.ArrowException:  # lists of several NumPy dtypes: an empty array is float64
-            given = pa.schema([field for field in columns if field.name in rows.columns])
-            return pa.Table.from_pandas(rows, given, preserve_index=False)
+            schema = pa.schema([field for field in columns if field.name in rows.columns])
+            return pa.Table.from_pandas(rows, schema, preserve_index=False)
     except (pa.ArrowException, AttributeError, TypeError, ValueError) as error:
         raise DataError(
-            f"not tabular data: {first_line(error)}",
+            f"the rows are not tabular data: {first_line(error)}",
             where=THE_ROWS,
             expected="mappings of columns to values, a pandas.DataFrame or a pyarrow.Table",
         ) from None
@@ -169,7 +169,7 @@ def _transpose(rows: Sequence[Any], columns: pa.Schema) -> list[Sequence[Any]]:
         for at, row in enumerate(rows):
             if not isinstance(row, Mapping):
                 raise _make_type_error(
-                    f"a row is {some(row)}", at, None, "a mapping of columns to values"
+                    f"the row is not a mapping: {some(row)}", at, None, "a mapping of columns to values"
                 ) from None
             for field in columns:
                 if field.name not in row:
@@ -183,12 +183,12 @@ def _to_column(values: Sequence[Any], field: pa.Field) -> pa.Array:
     try:
         return to_array(values, field.type)
     except (pa.ArrowException, OverflowError, TypeError, ValueError):
-        unfit = (i for i, value in enumerate(values) if not _is_convertible(value, field.type))
+        invalid = (i for i, value in enumerate(values) if not _is_convertible(value, field.type))
         # If each value fits alone, some times are text and others numbers.
-        other = (i for i, value in enumerate(values) if not isinstance(value, str | None))
-        at = next(chain(unfit, other))
+        not_text = (i for i, value in enumerate(values) if not isinstance(value, str | None))
+        at = next(chain(invalid, not_text))
         raise _make_type_error(
-            f"column '{name}' is {some(values[at])}", at, name, _describe_type(field.type)
+            f"column '{name}' has the invalid value {some(values[at])}", at, name, _describe_type(field.type)
         ) from None
 
 
@@ -204,7 +204,7 @@ def to_array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
     if types.is_integer(element or kind):  # Arrow truncates fractions
         flat = chain.from_iterable(filter(None, values)) if element else values
         if float in set(map(type, flat)):
-            raise TypeError("a fraction in the place of a whole number")
+            raise TypeError("the values contain a fraction instead of a whole number")
     return array
 
 
@@ -217,15 +217,15 @@ def _is_convertible(value: Any, kind: pa.DataType) -> bool:
 
 
 def _make_type_error(what: str, row: int, column: str | None, expected: str) -> DataError:
-    of_column = "" if column is None else f", column {column}"
-    return DataError(what, where=f"{THE_ROWS}{of_column}, row {row}", expected=expected)
+    column_text = "" if column is None else f", column {column}"
+    return DataError(what, where=f"{THE_ROWS}{column_text}, row {row}", expected=expected)
 
 
 def _describe_type(kind: pa.DataType) -> str:
     """Return the name of a type for authors of JSON."""
     inner = list_element_type(kind)
     if inner is not None:
-        return f"a list, each {_describe_type(inner)}"
+        return f"a list of values, each {_describe_type(inner)}"
     if types.is_integer(kind):
         return "a whole number below 2⁶³" if kind == pa.int64() else f"a whole number ({kind})"
     if types.is_floating(kind):

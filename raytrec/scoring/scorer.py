@@ -88,10 +88,10 @@ class Scorer:
             DataError: A row does not fit the model; the message names the column and the row.
             ConfigError: The arguments are neither rows nor user and candidates.
         """
-        given = [each is not None for each in (rows, user, candidates)]
-        if given not in ([True, False, False], [False, True, True]):
+        is_given = [each is not None for each in (rows, user, candidates)]
+        if is_given not in ([True, False, False], [False, True, True]):
             raise ConfigError(
-                "predict takes rows, or user and candidates",
+                "predict requires either rows, or user and candidates",
                 where="predict",
                 expected="predict(rows) or predict(user=…, candidates=…)",
             )
@@ -131,7 +131,7 @@ class Scorer:
         """
         if program not in self._programs:
             raise ConfigError(
-                f"the model of run {self.manifest.source.run} gives no vectors of query and item",
+                f"the model of run {self.manifest.source.run} does not compute query and item vectors",
                 where=f"tower={program}",
                 expected="a model with a query and an item tower, such as two_tower (docs/retrieval.md)",
             )
@@ -139,9 +139,9 @@ class Scorer:
 
     @cached_property
     def _readers(self) -> dict[ProgramName, RowReader]:
-        return {name: self._reader(self._names(name)) for name in self._programs}
+        return {name: self._make_reader(self._list_names(name)) for name in self._programs}
 
-    def _names(self, program: ProgramName) -> set[str]:
+    def _list_names(self, program: ProgramName) -> set[str]:
         """Return the features and dense columns that a program reads."""
         if program in ("query", "item"):
             return set(self.manifest.towers[program])
@@ -149,7 +149,7 @@ class Scorer:
         dense = self.manifest.data_schema.dense if any(each.kind == "dense" for each in inputs) else []
         return {*dense, *(each.feature for each in inputs if each.feature)}
 
-    def _reader(self, names: Collection[str]) -> RowReader:
+    def _make_reader(self, names: Collection[str]) -> RowReader:
         manifest = self.manifest
         return RowReader(manifest.data_schema.part(names), manifest.transforms, manifest.lists, self.columns)
 
@@ -180,22 +180,22 @@ class Scorer:
         if isinstance(user, Mapping):
             user = to_table(user, pa.schema([field for field in self.columns if field.name in user]))
         user = to_table(user, self.columns)
-        names = self._known(user)
+        names = self._select_known(user)
         if not names or len(user) != 1:
             raise DataError(
                 f"user has {len(user):,} rows" if names else "user has none of the model's columns",
                 where="user",
                 expected=f"one row with some of {', '.join(self.columns.names)}",
             )
-        first = candidates[:1] if isinstance(candidates, list | tuple) else [candidates]
-        given = {name for row in first if isinstance(row, Mapping) for name in row}
-        others = [field for field in self._split(names).candidates.columns if field.name not in names]
-        candidates = to_table(candidates, pa.schema(others))
-        if twice := sorted(names & (given | set(candidates.column_names))):
+        first_rows = candidates[:1] if isinstance(candidates, list | tuple) else [candidates]
+        candidate_names = {name for row in first_rows if isinstance(row, Mapping) for name in row}
+        fields = [field for field in self._split(names).candidates.columns if field.name not in names]
+        candidates = to_table(candidates, pa.schema(fields))
+        if repeated := sorted(names & (candidate_names | set(candidates.column_names))):
             raise DataError(
-                f"column '{twice[0]}' is in user and in candidates",
+                f"column '{repeated[0]}' is in both user and candidates",
                 where="user, candidates",
-                expected="each column in one of them",
+                expected="each column in only one of the two",
             )
         return user, candidates
 
@@ -206,61 +206,60 @@ class Scorer:
             user: One row.
             candidates: Rows with the model's other columns.
         """
-        split = self._split(self._known(user))
+        split = self._split(self._select_known(user))
         candidates = repeat_user(candidates, user, split.repeated)
-        of_user = self._look_up(split.user, [split.user.read(user)], 1)
-        of_rows = self._look_up(split.candidates, [split.candidates.read(candidates)], len(candidates))
-        return _run_program(split.program, self._concatenate(split, of_user, of_rows, len(candidates)))
+        user_inputs = self._look_up(split.user, [split.user.read(user)], 1)
+        row_inputs = self._look_up(split.candidates, [split.candidates.read(candidates)], len(candidates))
+        return _run_program(split.program, self._concatenate(split, user_inputs, row_inputs, len(candidates)))
 
-    def _known(self, user: pa.Table) -> frozenset[str]:
+    def _select_known(self, user: pa.Table) -> frozenset[str]:
         """Return the columns of a user that the model has."""
         return frozenset(user.column_names) & frozenset(self.columns.names)
 
     def _make_split(self, names: frozenset[str]) -> _ColumnSplit:
         """Return the division of the model's columns if the user has columns of these names."""
         schema, transforms = self.manifest.data_schema, list(self.manifest.transforms)
-        all_names = self._names("predict")
-        of_user = {
+        all_names = self._list_names("predict")
+        user_names = {
             name
             for name in all_names
             if set(resolve_input_columns(transforms, schema.part([name]).inputs)) <= names
         }
-        if of_user == all_names:
+        if user_names == all_names:
             raise DataError(
-                "user has all of the model's columns, so that all candidates are the same",
+                "user has all columns of the model, so all candidates would have the same scores",
                 where="user",
-                expected="columns of the candidates in candidates",
+                expected="at least one column of the model in candidates only",
             )
-        user, rest = self._reader(of_user), self._reader(all_names - of_user)
-        repeated = [name for name in rest.columns.names if name in names]
-        inputs, whole = self.manifest.programs["predict"].inputs, self._programs["predict"]
-        users = of_user if of_user >= set(schema.dense) else of_user - set(schema.dense)
-        read = [{each.feature} if each.feature else set(schema.dense) for each in inputs]
-        once = frozenset(place for place, features in enumerate(read) if features <= users)
-        if len(once) == len(inputs) or not (program := rewrite_for_single_rows(whole, inputs, once)):
-            program, once = whole.forward, frozenset()
-        return _ColumnSplit(user, rest, repeated, program, once)
+        user_reader, other_reader = self._make_reader(user_names), self._make_reader(all_names - user_names)
+        repeated = [name for name in other_reader.columns.names if name in names]
+        inputs, module = self.manifest.programs["predict"].inputs, self._programs["predict"]
+        once_names = user_names if user_names >= set(schema.dense) else user_names - set(schema.dense)
+        read_names = [{each.feature} if each.feature else set(schema.dense) for each in inputs]
+        once = frozenset(place for place, features in enumerate(read_names) if features <= once_names)
+        if len(once) == len(inputs) or not (program := rewrite_for_single_rows(module, inputs, once)):
+            program, once = module.forward, frozenset()
+        return _ColumnSplit(user_reader, other_reader, repeated, program, once)
 
     def _concatenate(
-        self, split: _ColumnSplit, of_user: Tensors, of_rows: Tensors, count: int
+        self, split: _ColumnSplit, user_inputs: Tensors, row_inputs: Tensors, count: int
     ) -> list[torch.Tensor]:
         """Return the inputs of a split's program."""
-        found = []
-        for place, each in enumerate(self.manifest.programs["predict"].inputs):
-            key = each.kind, each.feature
+        tensors = []
+        for place, entry in enumerate(self.manifest.programs["predict"].inputs):
+            key = entry.kind, entry.feature
             if place in split.once:
-                found.append(of_user[key])
-            elif each.kind == "dense":  # columns of the other part are 0
-                found.append(of_user[key] + of_rows[key])
+                tensors.append(user_inputs[key])
+            elif entry.kind == "dense":  # columns of the other part are 0
+                tensors.append(user_inputs[key] + row_inputs[key])
             else:
-                found.append(
-                    of_user[key].expand(count, *of_user[key].shape[1:]) if key in of_user else of_rows[key]
-                )
-        return found
+                row = user_inputs.get(key)
+                tensors.append(row_inputs[key] if row is None else row.expand(count, *row.shape[1:]))
+        return tensors
 
     def _look_up(self, reader: RowReader, pieces: list[Rows], count: int) -> Tensors:
         if not count:
-            raise DataError("there are no rows", where=THE_ROWS, expected="at least one")
+            raise DataError("there are no rows", where=THE_ROWS, expected="at least one row")
         rows = self._assembler(reader).assemble(pieces, count)
         return self.lookups(rows, reader.form.schema.sparse)
 
@@ -284,16 +283,16 @@ class Scorer:
         """
         if not len(self.golden):
             return 0.0
-        largest, found = 0.0, self.score([self.reader.read(self.golden)])
-        for task, got in zip(self.manifest.tasks, found, strict=True):
+        largest, predictions = 0.0, self.score([self.reader.read(self.golden)])
+        for task, actual in zip(self.manifest.tasks, predictions, strict=True):
             expected = np.array(self.golden[task.column].to_pylist(), np.float32)
-            off = np.abs(got - expected) / np.maximum(1, np.abs(expected))
-            largest = max(largest, float(np.nan_to_num(off, nan=np.inf).max()))
+            differences = np.abs(actual - expected) / np.maximum(1, np.abs(expected))
+            largest = max(largest, float(np.nan_to_num(differences, nan=np.inf).max()))
         if largest > TOLERANCE:
             raise RunError(
-                f"the golden rows' scores differ by {largest:.2g} from those that were exported",
+                f"the scores of the golden rows differ from the exported scores by {largest:.2g}",
                 where=f"{self.version}, {THE_ROWS}",
-                expected=f"at most {TOLERANCE:g}",
+                expected=f"a difference of at most {TOLERANCE:g}",
                 do="export the run again",
             )
         return largest

@@ -40,11 +40,11 @@ def rewrite_for_single_rows(
     torch_state = torch.random.get_rng_state()
     try:
         rewritten = _ProgramRewriter(program, once).result()
-        given = [example(each, 1 if i in once else NUM_COMPARED_ROWS) for i, each in enumerate(inputs)]
-        whole = [t.expand(NUM_COMPARED_ROWS, *t.shape[1:]).contiguous() for t in given]
+        examples = [example(each, 1 if i in once else NUM_COMPARED_ROWS) for i, each in enumerate(inputs)]
+        repeated = [t.expand(NUM_COMPARED_ROWS, *t.shape[1:]).contiguous() for t in examples]
         with torch.inference_mode():
-            pairs = zip(rewritten(*given), program.forward(*whole), strict=True)
-            same = all(got.shape == wanted.shape and _is_close(got, wanted) for got, wanted in pairs)
+            pairs = zip(rewritten(*examples), program.forward(*repeated), strict=True)
+            same = all(a.shape == b.shape and _is_close(a, b) for a, b in pairs)
     except (_UnsupportedProgram, RuntimeError, TypeError, ValueError, LookupError, AttributeError):
         return None
     finally:
@@ -52,8 +52,8 @@ def rewrite_for_single_rows(
     return rewritten if same else None
 
 
-def _is_close(got: torch.Tensor, wanted: torch.Tensor) -> bool:
-    return bool(torch.allclose(got, wanted, rtol=CLOSE, atol=CLOSE, equal_nan=True))
+def _is_close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    return bool(torch.allclose(actual, expected, rtol=CLOSE, atol=CLOSE, equal_nan=True))
 
 
 def example(of: Input, rows: int) -> torch.Tensor:
@@ -75,12 +75,12 @@ class _TensorValue:
     """Tensor of the program.
 
     Attributes:
-        of: user (one row), rows (B rows), or none of them, such as a weight.
+        origin: user (one row), rows (B rows), or none of them, such as a weight.
         old: Node of the program.
         new: Node of the rewritten program.
     """
 
-    of: ValueOrigin
+    origin: ValueOrigin
     old: fx.Node
     new: fx.Node
 
@@ -106,11 +106,11 @@ class _ProgramRewriter:
         self._values: dict[fx.Node, _TensorValue | _SymbolicSize] = {}
         placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
         for place, node in enumerate(placeholders):
-            of: ValueOrigin = "user" if place in once else "rows"
-            self._values[node] = _TensorValue(of, node, self._graph.placeholder(f"input_{place}"))
-        first = next(node for place, node in enumerate(placeholders) if place not in once)
-        self._symbol = first.meta["val"].shape[0].node.expr
-        self._rows = self._graph.call_function(aten.sym_size.int, (self._of_rows(self._values[first]), 0))
+            origin: ValueOrigin = "user" if place in once else "rows"
+            self._values[node] = _TensorValue(origin, node, self._graph.placeholder(f"input_{place}"))
+        first_rows = next(node for place, node in enumerate(placeholders) if place not in once)
+        self._symbol = first_rows.meta["val"].shape[0].node.expr
+        self._rows = self._graph.call_function(aten.sym_size.int, (self._expand(self._values[first_rows]), 0))
 
     def result(self) -> Program:
         """Return the rewritten program."""
@@ -118,9 +118,9 @@ class _ProgramRewriter:
             if node.op == "get_attr":
                 self._values[node] = _TensorValue("none", node, self._graph.get_attr(node.target))
             elif node.op == "call_function":
-                self._values[node] = self._rewritten(node)
+                self._values[node] = self._rewrite_node(node)
             elif node.op == "output":
-                self._graph.output(fx.map_arg(node.args[0], lambda a: self._of_rows(self._values[a])))
+                self._graph.output(fx.map_arg(node.args[0], lambda a: self._expand(self._values[a])))
             elif node.op != "placeholder":
                 raise _UnsupportedProgram(node.op)
         self._graph.eliminate_dead_code()
@@ -128,39 +128,39 @@ class _ProgramRewriter:
         root = {name: operator.attrgetter(name)(self._program) for name in attributes}
         return fx.GraphModule(root, self._graph).forward
 
-    def _rewritten(self, node: fx.Node) -> _TensorValue | _SymbolicSize:
-        given = [self._values[each] for each in node.all_input_nodes]
+    def _rewrite_node(self, node: fx.Node) -> _TensorValue | _SymbolicSize:
+        arguments = [self._values[each] for each in node.all_input_nodes]
         if isinstance(node.meta.get("val"), torch.SymInt):
-            return self._size(node, given)
-        kinds = {value.of for value in given if isinstance(value, _TensorValue)}
+            return self._make_size(node, arguments)
+        kinds = {value.origin for value in arguments if isinstance(value, _TensorValue)}
         if "rows" not in kinds:
-            of: ValueOrigin = (
-                "user" if "user" in kinds or any(isinstance(v, _SymbolicSize) for v in given) else "none"
+            origin: ValueOrigin = (
+                "user" if "user" in kinds or any(isinstance(v, _SymbolicSize) for v in arguments) else "none"
             )
             return _TensorValue(
-                of, node, self._copied(node, lambda v: v.user if isinstance(v, _SymbolicSize) else v.new)
+                origin, node, self._copy(node, lambda v: v.user if isinstance(v, _SymbolicSize) else v.new)
             )
         broadcasts = node.target in BROADCASTING_OPERATORS or torch.Tag.pointwise in getattr(
             node.target, "tags", ()
         )
         if node.target is aten.bmm.default and "user" in kinds:
-            return _TensorValue("rows", node, self._copied(node, self._as_it_is, aten.matmul.default))
-        return _TensorValue("rows", node, self._copied(node, self._as_it_is if broadcasts else self._of_rows))
+            return _TensorValue("rows", node, self._copy(node, self._get_node, aten.matmul.default))
+        return _TensorValue("rows", node, self._copy(node, self._get_node if broadcasts else self._expand))
 
-    def _size(self, node: fx.Node, given: list[_TensorValue | _SymbolicSize]) -> _SymbolicSize:
+    def _make_size(self, node: fx.Node, arguments: list[_TensorValue | _SymbolicSize]) -> _SymbolicSize:
         expression = node.meta["val"].node.expr
         user = int(expression.subs({self._symbol: 1}))
         if expression == self._symbol:
             return _SymbolicSize(user, self._rows)
-        if any(isinstance(v, _TensorValue) and v.of == "user" for v in given):
+        if any(isinstance(v, _TensorValue) and v.origin == "user" for v in arguments):
             return _SymbolicSize(user, None)
-        return _SymbolicSize(user, self._copied(node, self._as_it_is))
+        return _SymbolicSize(user, self._copy(node, self._get_node))
 
-    def _copied(self, node: fx.Node, argument: Callable[[Any], Any], target: Any = None) -> fx.Node:
+    def _copy(self, node: fx.Node, argument: Callable[[Any], Any], target: Any = None) -> fx.Node:
         args, kwargs = (fx.map_arg(a, lambda n: argument(self._values[n])) for a in (node.args, node.kwargs))
         return self._graph.create_node("call_function", target or node.target, args, kwargs)
 
-    def _as_it_is(self, value: _TensorValue | _SymbolicSize) -> fx.Node:
+    def _get_node(self, value: _TensorValue | _SymbolicSize) -> fx.Node:
         """Return the node of a tensor, with a single row for the user's, or of a size for B rows."""
         if isinstance(value, _TensorValue):
             return value.new
@@ -168,14 +168,14 @@ class _ProgramRewriter:
             raise _UnsupportedProgram("a size of the user's tensor")
         return value.rows
 
-    def _of_rows(self, value: _TensorValue | _SymbolicSize) -> fx.Node:
+    def _expand(self, value: _TensorValue | _SymbolicSize) -> fx.Node:
         """Return the node of a tensor with B rows, which repeats the user's row, or of a size for B rows."""
-        if isinstance(value, _SymbolicSize) or value.of != "user":
-            return self._as_it_is(value)
+        if isinstance(value, _SymbolicSize) or value.origin != "user":
+            return self._get_node(value)
         shape = value.old.meta["val"].shape
         if not shape or not isinstance(shape[0], torch.SymInt):
             return value.new
         if shape[0].node.expr != self._symbol:
-            raise _UnsupportedProgram("rows of another number")
+            raise _UnsupportedProgram("a tensor with another number of rows")
         sizes = [self._rows, *[-1] * (len(shape) - 1)]
         return self._graph.call_function(aten.expand.default, (value.new, sizes))

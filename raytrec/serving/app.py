@@ -58,15 +58,15 @@ class Service:
         self.batcher = Batcher(observe=self.figures.batch_rows.observe)
         self.request_log: RequestLog | None = None
         self.endpoints = [
-            Endpoint("POST", "/predict", self._predict, "Predictions of rows, or of one user's candidates."),
-            Endpoint("POST", "/vectors", self._vectors, "Vectors of rows, of a model of two towers."),
-            Endpoint("GET", "/", self._page, "A page that shows the model and sends an example.", True),
+            Endpoint("POST", "/predict", self._predict, "Predictions for rows or for one user's candidates."),
+            Endpoint("POST", "/vectors", self._vectors, "Query or item vectors of two-tower models."),
+            Endpoint("GET", "/", self._page, "Page with the model and an example request.", True),
             # The golden rows were scored when the version was loaded.
-            Endpoint("GET", "/health", self._health, "The version that answers.", True),
-            Endpoint("GET", "/ready", self._health, "The version that answers.", True),
-            Endpoint("GET", "/-/healthz", self._healthz, "Health check that KubeRay sends to proxies.", True),
+            Endpoint("GET", "/health", self._health, "Version of the current model.", True),
+            Endpoint("GET", "/ready", self._health, "Version of the current model.", True),
+            Endpoint("GET", "/-/healthz", self._healthz, "Health check for KubeRay.", True),
             Endpoint("GET", "/openapi.json", self._openapi, "This document."),
-            Endpoint("GET", "/example", self._example, "A body of /predict, to be sent unchanged."),
+            Endpoint("GET", "/example", self._example, "Example request body for /predict."),
             *more,
         ]
         self._table = {(each.method, each.path): each for each in self.endpoints}
@@ -92,10 +92,10 @@ class Service:
             return Response(status_code=499)
         except Exception as error:
             log.exception("a request failed")
-            own = (
-                error if isinstance(error, RaytrecError) else RunError("the service failed", do="see its log")
+            reported = (
+                error if isinstance(error, RaytrecError) else RunError("internal error", do="check the log")
             )
-            return Response(RefusedRequest(500, own).body, 500, media_type=JSON)
+            return Response(RefusedRequest(500, reported).body, 500, media_type=JSON)
 
     def _endpoint(self, request: Request) -> Endpoint:
         """Return the endpoint of a request.
@@ -105,19 +105,19 @@ class Service:
         """
         method, path = request.method, request.scope["path"]
         if self._token is not None and path not in self._open:
-            given = request.headers.get("authorization", "")
-            if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
+            authorization = request.headers.get("authorization", "")
+            if not hmac.compare_digest(authorization.encode(), f"Bearer {self._token}".encode()):
                 expected = "Authorization: Bearer TOKEN"
-                error = RunError("no token, or another", where="Authorization", expected=expected)
+                error = RunError("the token is missing or wrong", where="Authorization", expected=expected)
                 raise RefusedRequest(401, error, **{"WWW-Authenticate": "Bearer"})
         if endpoint := self._table.get((method, path)):
             return endpoint
-        methods = ", ".join(sorted(known for known, of in self._table if of == path))
-        what = DataError(
-            f"{method} {path}: " + ("another method" if methods else "no such path"),
-            expected=methods or "see /openapi.json",
+        methods = ", ".join(sorted(verb for verb, known_path in self._table if known_path == path))
+        missing = DataError(
+            f"{method} {path}: " + ("method not allowed" if methods else "path not found"),
+            expected=methods or "a path listed in /openapi.json",
         )
-        raise RefusedRequest(405, what, Allow=methods) if methods else RefusedRequest(404, what)
+        raise RefusedRequest(405, missing, Allow=methods) if methods else RefusedRequest(404, missing)
 
     async def read(self, request: Request) -> bytes:
         """Return the body of a request.
@@ -131,25 +131,25 @@ class Service:
                 body += part
                 self._reading += len(part)
                 if len(body) > limits.body_bytes:
-                    most = f"at most {limits.body_bytes:,} bytes"
+                    expected = f"at most {limits.body_bytes:,} bytes"
                     raise RefusedRequest(
-                        413, DataError("the body is too large", where="the body", expected=most)
+                        413, DataError("the request body is too large", where="the body", expected=expected)
                     )
                 if self._reading > limits.all_bodies_bytes:
-                    raise make_busy_refusal("too many large requests are coming in")
+                    raise make_busy_refusal("too many large request bodies are being received")
             return bytes(body)
         finally:
             self._reading -= len(body)
 
     async def _predict(self, request: Request, scorer: Scorer) -> Response:
-        return await self._scored(request, scorer, "predict", [task.column for task in scorer.manifest.tasks])
+        return await self._score(request, scorer, "predict", [task.column for task in scorer.manifest.tasks])
 
     async def _vectors(self, request: Request, scorer: Scorer) -> Response:
         tower: ProgramName = "item" if request.query_params.get("tower", "query") == "item" else "query"
         scorer.reader_of(tower)  # before the body is read
-        return await self._scored(request, scorer, tower, ["vector"])
+        return await self._score(request, scorer, tower, ["vector"])
 
-    async def _scored(
+    async def _score(
         self, request: Request, scorer: Scorer, program: ProgramName, names: list[str]
     ) -> Response:
         body, headers = await self.read(request), {"X-Model-Version": scorer.version}
@@ -221,7 +221,7 @@ class Listener:
             raise RunError(
                 f"the service cannot listen: {error.strerror}",
                 where=f"{host}:{port}",
-                expected="an address of this machine, and a port that is free",
+                expected="an address of this machine and a free port",
             ) from None
         self._socket.listen(LISTEN_BACKLOG)  # connections are queued from now on
         self.port = self._socket.getsockname()[1]

@@ -13,7 +13,7 @@ from pyarrow import types
 from raytrec.common.errors import DataError, first_line
 
 RECORD_BATCH, DICTIONARY_BATCH = 3, 2  # of Arrow's MessageHeader (format/Message.fbs)
-PLAIN = "columns as pyarrow writes them: no views, runs or unions, and lists or structs of no dictionary"
+PLAIN = "plain Arrow columns: no views, run-end encoding or unions, and no dictionaries of lists or structs"
 
 
 class ExpansionLimitError(Exception):
@@ -37,7 +37,7 @@ def read_stream(body: bytes, columns: Collection[str], most_bytes: int) -> pa.Ta
         for message in pa.ipc.MessageReader.open_stream(body):
             if _is_compressed(message.metadata):  # Arrow allocates the size that a buffer claims
                 raise DataError(
-                    "buffers are compressed", where="the body", expected="a stream without compression"
+                    "the Arrow buffers are compressed", where="the body", expected="an uncompressed stream"
                 )
         table = pa.ipc.open_stream(body).read_all()
         table.validate(full=True)  # offsets outside of the body would crash the process
@@ -113,4 +113,4 @@ def _count_expanded_bytes(array: pa.Array | pa.ChunkedArray, name: str) -> int:
 
 
 def _make_type_error(kind: pa.DataType, name: str) -> DataError:
-    return DataError(f"column '{name}' is of type {kind}", where=f"the body, column {name}", expected=PLAIN)
+    return DataError(f"unsupported type {kind}", where=f"the body, column {name}", expected=PLAIN)

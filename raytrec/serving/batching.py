@@ -29,10 +29,10 @@ class _BatchPart:
 
     def joins(self, other: _BatchPart) -> bool:
         """Return True if the rows can be scored together with the rows of another piece."""
-        mine, theirs = self.query, other.query
-        if (mine.scorer, mine.program) != (theirs.scorer, theirs.program):
+        query, other_query = self.query, other.query
+        if (query.scorer, query.program) != (other_query.scorer, other_query.program):
             return False
-        if mine.user is not None or theirs.user is not None or type(self.rows) is not type(other.rows):
+        if query.user is not None or other_query.user is not None or type(self.rows) is not type(other.rows):
             return False
         return self.rows.schema.equals(other.rows.schema)
 
@@ -59,7 +59,7 @@ class Batcher:
         most_waiting: int = 32_768,
         observe: Callable[[int], object] = lambda rows: None,
     ):
-        self._budget_s, self._most_waiting, self._observe = budget_s, most_waiting, observe
+        self._budget_s, self._max_waiting, self._observe = budget_s, most_waiting, observe
         self._queue: deque[_BatchPart] = deque()
         self._row_s = budget_s / 1024  # seconds per row, averaged over recent batches
         self._running = False
@@ -72,17 +72,17 @@ class Batcher:
             Refused: Too many rows are waiting.
             DataError: A value does not fit the model.
         """
-        rows, most = query.rows, self._most_rows
+        rows, max_rows = query.rows, self._max_batch_rows
         self._admit(len(rows))
-        loop, whole = asyncio.get_running_loop(), len(rows) <= most
-        parts = [rows] if whole else [rows.slice(at, most) for at in range(0, len(rows), most)]
+        loop, is_whole = asyncio.get_running_loop(), len(rows) <= max_rows
+        parts = [rows] if is_whole else [rows.slice(at, max_rows) for at in range(0, len(rows), max_rows)]
         pieces = [_BatchPart(query, part, loop.create_future()) for part in parts]
         try:
             self._queue.extend(pieces)
             if not self._running:
                 self._running = True
                 loop.create_task(self._run())
-            if whole:
+            if is_whole:
                 return await pieces[0].done
             scores = await asyncio.gather(*(piece.done for piece in pieces))
             return [np.concatenate(each) for each in zip(*scores, strict=True)]
@@ -92,12 +92,12 @@ class Batcher:
                 piece.done.cancel()
 
     @property
-    def _most_rows(self) -> int:
+    def _max_batch_rows(self) -> int:
         return max(LEAST_ROWS, int(self._budget_s / self._row_s))
 
     def _admit(self, rows: int) -> None:
-        if self.waiting and self.waiting + rows > self._most_waiting:
-            raise make_busy_refusal(f"{self.waiting:,} rows are waiting", f"at most {self._most_waiting:,}")
+        if self.waiting and self.waiting + rows > self._max_waiting:
+            raise make_busy_refusal(f"{self.waiting:,} rows are waiting", f"at most {self._max_waiting:,}")
         self.waiting += rows
 
     async def _run(self) -> None:
@@ -106,7 +106,7 @@ class Batcher:
             while self._queue:
                 for _ in range(2):  # lets requests that have arrived be received, then read
                     await asyncio.sleep(0)
-                began, batch = perf_counter(), self._next()
+                began, batch = perf_counter(), self._take_batch()
                 self._score(batch)
                 seconds, rows = perf_counter() - began, sum(len(piece.rows) for piece in batch)
                 self._observe(rows)
@@ -115,16 +115,16 @@ class Batcher:
         finally:
             self._running = False
 
-    def _next(self) -> list[_BatchPart]:
+    def _take_batch(self) -> list[_BatchPart]:
         """Return the first piece of the queue and the following pieces that can be scored with it."""
-        batch, rows, most = [], 0, self._most_rows
+        batch, rows, max_rows = [], 0, self._max_batch_rows
         while self._queue:
             piece = self._queue[0]
             if piece.done.cancelled():
                 self._queue.popleft()
                 continue
             rows += len(piece.rows)
-            if batch and (rows > most or not piece.joins(batch[0])):
+            if batch and (rows > max_rows or not piece.joins(batch[0])):
                 break
             batch.append(self._queue.popleft())
         return batch
@@ -155,7 +155,7 @@ class Batcher:
 
 def make_busy_refusal(what: str, expected: str | None = None) -> RefusedRequest:
     """Return the refusal of a request that may be sent again later."""
-    error = RunError(what, where="the service", expected=expected, do=f"try again after {RETRY_AFTER_S} s")
+    error = RunError(what, where="the service", expected=expected, do=f"retry after {RETRY_AFTER_S} s")
     return RefusedRequest(429, error, **{"Retry-After": str(RETRY_AFTER_S)})
 
 

@@ -113,7 +113,7 @@ def check_type(content_type: str, *known: str) -> str:
     """
     kind = content_type.partition(";")[0].strip().lower()
     if kind not in known:
-        what = f"the body is {kind or 'of no type'}"
+        what = f"the content type '{kind}' is not supported"
         raise RefusedRequest(415, DataError(what, where="Content-Type", expected=" or ".join(known)))
     return kind
 
@@ -123,10 +123,10 @@ def _decode_arrow(body: bytes, columns: pa.Schema, limits: Limits) -> pa.Table:
         return read_stream(body, columns.names, limits.body_bytes)
     except ValueError as error:
         raise _make_refusal(
-            f"not a stream of Arrow: {error}", "the body", "a schema and record batches"
+            f"the body is not an Arrow stream: {error}", "the body", "a schema followed by record batches"
         ) from None
     except ExpansionLimitError:
-        what, expected = "rows share values that would take more than a body may have", limits.body_bytes
+        what, expected = "the expanded values of the rows exceed the size limit of a body", limits.body_bytes
         raise _make_refusal(what, "the body", f"at most {expected:,} bytes", 413) from None
 
 
@@ -135,59 +135,59 @@ def _decode_json(
 ) -> tuple[pa.Table | ObjectRows, pa.Table | None]:
     """Return (rows or candidates, the user or None)."""
     if body.count(b"{") > 10 * limits.rows:  # parsing would take seconds
-        raise _make_refusal("too many objects", "the body", f"{limits.rows:,} rows", 413)
+        raise _make_refusal("the body has too many objects", "the body", f"at most {limits.rows:,} rows", 413)
     try:
         values = from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise _make_refusal(
-            f"not JSON: {first_line(error)}", "the body", "JSON in UTF-8, without NaN and Infinity"
+            f"invalid JSON: {first_line(error)}", "the body", "UTF-8 JSON without NaN or Infinity"
         ) from None
     if not isinstance(values, dict):
         raise _make_refusal("the body is not an object", "the body", f"an object with {REQUEST_FORMS}")
     if set(values) not in ({"rows"}, {"columns"}, {"user", "candidates"}):
         raise _make_refusal(
-            f"the body has {', '.join(sorted(values)[:8]) or 'nothing'}", "the body", REQUEST_FORMS
+            f"the body has the keys [{', '.join(sorted(values)[:8])}]", "the body", REQUEST_FORMS
         )
     if "columns" in values:
         return _table_from_columns(values["columns"], scorer.columns), None
     rows = values.get("rows", values.get("candidates"))
     if not isinstance(rows, list):
-        raise _make_refusal("rows are not a list", "rows or candidates", "a list of objects")
+        raise _make_refusal("the rows are not a list", "rows or candidates", "a list of objects")
     _check_count(rows, limits)  # before rows are converted and take more memory
     if "rows" in values:
         return ObjectRows(rows, scorer.reader_of(program).columns), None
     if program != "predict":
-        raise _make_refusal("vectors are of rows", "the body", "rows or columns")
+        raise _make_refusal("/vectors does not accept user and candidates", "the body", "rows or columns")
     if not isinstance(values["user"], dict):
-        raise _make_refusal("user is not an object", "user", "an object of columns and values")
+        raise _make_refusal("user is not an object", "user", "an object that maps columns to values")
     user, candidates = scorer.to_ranking_tables(values["user"], rows)
     return candidates, user
 
 
-def _table_from_columns(given: Any, columns: pa.Schema) -> pa.Table:
+def _table_from_columns(lists: Any, columns: pa.Schema) -> pa.Table:
     """Return the model's columns of a body as a table; other columns are ignored."""
-    if not isinstance(given, dict) or not all(isinstance(values, list) for values in given.values()):
+    if not isinstance(lists, dict) or not all(isinstance(values, list) for values in lists.values()):
         raise _make_refusal(
             "columns is not an object of lists", "columns", "a list of values for each column"
         )
     arrays = {}
     for field in columns:
-        if field.name in given:
+        if field.name in lists:
             try:
-                arrays[field.name] = to_array(given[field.name], field.type)
+                arrays[field.name] = to_array(lists[field.name], field.type)
             except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
                 raise _make_refusal(first_line(error), f"columns, {field.name}", str(field.type)) from None
     if len({len(array) for array in arrays.values()}) > 1:
-        raise _make_refusal("columns have different numbers of values", "columns", "one value for each row")
+        raise _make_refusal("the columns have different numbers of values", "columns", "one value per row")
     return pa.table(arrays)
 
 
 def _check_count(rows: Sized, limits: Limits) -> None:
     """Raise Refused if a request has no rows, or too many."""
     if not len(rows):
-        raise _make_refusal("there are no rows", THE_ROWS, "at least one")
+        raise _make_refusal("there are no rows", THE_ROWS, "at least one row")
     if len(rows) > limits.rows:
-        raise _make_refusal(f"{len(rows):,} rows", THE_ROWS, f"at most {limits.rows:,} a request", 413)
+        raise _make_refusal(f"there are {len(rows):,} rows", THE_ROWS, f"at most {limits.rows:,} rows", 413)
 
 
 def _check_lists(rows: pa.Table | ObjectRows, limits: Limits) -> None:
@@ -196,8 +196,8 @@ def _check_lists(rows: pa.Table | ObjectRows, limits: Limits) -> None:
         if is_list(field.type):
             longest = _longest_list(rows, place, field.name)
             if longest > limits.ids:
-                what = f"a row of '{field.name}' has {longest:,} values"
-                raise _make_refusal(what, field.name, f"at most {limits.ids:,}", 413)
+                what = f"a list in column '{field.name}' has {longest:,} values"
+                raise _make_refusal(what, field.name, f"at most {limits.ids:,} values", 413)
 
 
 def _longest_list(rows: pa.Table | ObjectRows, place: int, name: str) -> int:

@@ -32,7 +32,7 @@ def serve(served: ServiceOptions, address: str | None = None, replicas: str = "1
         ConfigError: `replicas` is malformed.
         DataError: The address of the log is malformed.
     """
-    least, most = _parse_replicas(replicas)
+    min_replicas, max_replicas = _parse_replicas(replicas)
     if served.log_requests:
         open_filesystem(served.log_requests)
     served = served.named()
@@ -42,12 +42,12 @@ def serve(served: ServiceOptions, address: str | None = None, replicas: str = "1
     from raytrec.cluster.session import ray_session
     from raytrec.serving.deployment import deploy, end, print_news
 
-    with ray_session(address, 1 + most):
+    with ray_session(address, 1 + max_replicas):
         stop = Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: stop.set())
         try:
-            deploy(served, (least, most), token)
+            deploy(served, (min_replicas, max_replicas), token)
             _print_address(served.name, f"http://{served.host}:{served.port}", token is not None)
             print_news(served.name, stop)
         finally:
@@ -58,12 +58,12 @@ def _parse_replicas(replicas: str) -> tuple[int, int]:
     parts = replicas.split(":")
     if len(parts) > 2 or not all(part.isdecimal() and int(part) for part in parts):
         raise ConfigError(
-            f"--replicas is '{replicas}'", where="--replicas", expected="N or MIN:MAX, such as 2 or 1:4"
+            f"invalid value '{replicas}'", where="--replicas", expected="N or MIN:MAX, such as 2 or 1:4"
         )
-    least, most = int(parts[0]), int(parts[-1])
-    if least > most:
-        raise ConfigError(f"--replicas is '{replicas}'", where="--replicas", expected="MIN at most MAX")
-    return least, most
+    min_replicas, max_replicas = int(parts[0]), int(parts[-1])
+    if min_replicas > max_replicas:
+        raise ConfigError(f"MIN exceeds MAX in '{replicas}'", where="--replicas", expected="MIN ≤ MAX")
+    return min_replicas, max_replicas
 
 
 def _require_serve() -> None:
@@ -73,7 +73,7 @@ def _require_serve() -> None:
         raise RunError(
             f"Ray Serve cannot be imported: {error}",
             where="raytrec serve",
-            expected="raytrec[serve]",
+            expected="the extra raytrec[serve]",
             do="pip install --no-deps -r requirements/serve.txt (docs/serving.md)",
         ) from None
 
@@ -86,7 +86,7 @@ def _print_address(name: str, url: str, has_token: bool) -> None:
     print(f"service      {url} ({name})")
     print(f"example      curl{bearer} {url}/openapi.json")
     print(f"page         {url}/ (asks for the token)" if has_token else f"page         {url}/")
-    print(f"another      raytrec promote URI --service {url} --name {name}", flush=True)
+    print(f"promote      raytrec promote URI --service {url} --name {name}", flush=True)
 
 
 def promote(uri: str | None, *, service: str, name: str | None, rollback: bool = False) -> str:
@@ -104,7 +104,7 @@ def promote(uri: str | None, *, service: str, name: str | None, rollback: bool =
     """
     if (uri is None) != rollback:
         raise ConfigError(
-            "promote takes a URI, or --rollback", where="raytrec promote", expected="one of the two"
+            "promote requires either a URI or --rollback", where="raytrec promote", expected="one of the two"
         )
     token = os.environ.get(TOKEN) or (name and token_file(name).exists() and read_token(name)) or ""
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
@@ -116,7 +116,7 @@ def promote(uri: str | None, *, service: str, name: str | None, rollback: bool =
     except urllib.error.HTTPError as error:
         raise _make_promotion_error(error.read(), service) from None
     except (OSError, ValueError, KeyError) as error:
-        raise RunError(f"the service does not answer: {error}", where=service) from None
+        raise RunError(f"the service does not respond: {error}", where=service) from None
 
 
 def _make_promotion_error(body: bytes, service: str) -> RunError:
@@ -125,4 +125,4 @@ def _make_promotion_error(body: bytes, service: str) -> RunError:
         what = parts.pop("error")
         return RunError(what, **{key: parts.get(key) for key in ("where", "expected", "do")})
     except (ValueError, KeyError, TypeError, AttributeError):
-        return RunError("the service refuses it", where=service)
+        return RunError("the service rejected the promotion", where=service)

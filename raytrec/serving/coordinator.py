@@ -84,17 +84,17 @@ class Coordinator:
     """
 
     def __init__(self, export: Export, read: Callable[[], bytes | None], keep: Callable[[bytes], None]):
-        self._keep = keep
-        self._now, self._before, self._declared, again = export, None, export, read()
-        if again:
-            of_before = (each and Export(**each) for each in json.loads(again))
-            self._now, self._before, self._declared = of_before
+        self._store = keep
+        self._current, self._previous, self._declared, saved_state = export, None, export, read()
+        if saved_state:
+            exports = (each and Export(**each) for each in json.loads(saved_state))
+            self._current, self._previous, self._declared = exports
         else:
             self._remember(export, None, export)
         # Time by which all replicas have reported; after a restart, replicas already exist.
-        self._complete = monotonic() + 2 * FOLLOW_INTERVAL_S if again else 0.0
+        self._complete = monotonic() + 2 * FOLLOW_INTERVAL_S if saved_state else 0.0
         # Numbers differ from those before a restart, which replicas may still report.
-        self._order, self._changed = Order(int(time.time() * 1000), self._now), asyncio.Event()
+        self._order, self._changed = Order(int(time.time() * 1000), self._current), asyncio.Event()
         self._replicas: dict[
             str, tuple[ReplicaState, float]
         ] = {}  # last report of each replica, and its time
@@ -103,7 +103,7 @@ class Coordinator:
 
     async def exports(self) -> tuple[Export, Export | None]:
         """Return the current export, which a new replica loads, and the previous one."""
-        return self._now, self._before
+        return self._current, self._previous
 
     async def fall_back(self, failed: Export, why: str) -> None:
         """Return to the previous export, because a starting replica could not load the current one.
@@ -115,13 +115,13 @@ class Coordinator:
         Raises:
             RunError: Other replicas answer with the failed export, or ended less than GONE_S ago.
         """
-        if failed == self._now and self._before:
+        if failed == self._current and self._previous:
             if self._live():
                 raise RunError(why, where=failed.uri, do="promote another export")
-            self._remember(self._before, failed, self._declared)
-            self._news = f"{self._now.version} answers again, because {failed.uri} cannot be loaded: {why}"
+            self._remember(self._previous, failed, self._declared)
+            self._news = f"rolled back to {self._current.version}: {failed.uri} cannot be loaded: {why}"
             log.warning(self._news)
-            self._tell()
+            self._publish_order()
 
     async def news(self) -> str:
         """Return a message about the last change of the version, for the console; empty if there is none."""
@@ -138,9 +138,9 @@ class Coordinator:
         if self._live():
             await self.promote(export.uri)
         else:
-            self._now = export
-            self._tell()
-        self._remember(self._now, self._before, export)
+            self._current = export
+            self._publish_order()
+        self._remember(self._current, self._previous, export)
 
     async def follow(self, replica: str, report: ReplicaState, given: int) -> Order:
         """Record a replica's report and return the next order, or the same one after FOLLOW_INTERVAL_S.
@@ -174,7 +174,7 @@ class Coordinator:
 
     async def overview(self) -> dict[str, Any]:
         """Return the version of each replica, and the previous version."""
-        return {"replicas": await self.versions(), "before": self._before and self._before.version}
+        return {"replicas": await self.versions(), "before": self._previous and self._previous.version}
 
     async def promote(self, uri: str | None) -> str:
         """Have all replicas answer with an export, and return its version when all of them do.
@@ -185,56 +185,56 @@ class Coordinator:
         Raises:
             RunError: The export cannot be used, and all replicas keep their version.
         """
-        if not uri and self._before:
-            uri = self._before.uri
+        if not uri and self._previous:
+            uri = self._previous.uri
         if not uri:
-            raise RunError("there is no version before this one", where="--rollback", expected="a promotion")
+            raise RunError("there is no previous version", where="--rollback", expected="a promotion")
         if self._busy.locked():
-            raise RunError("another promotion is under way", where=uri, do="wait for its end")
+            raise RunError("another promotion is in progress", where=uri, do="wait until that promotion ends")
         async with self._busy:
-            self._tell(prepare=uri)
-            prepared = await self._carried_out()
+            self._publish_order(prepare=uri)
+            prepared = await self._wait_for_replicas()
             errors = [report.error for report in prepared.values() if report.error]
             versions = {report.prepared for report in prepared.values()}
             if errors or len(versions) != 1:
-                self._tell()
-                raise errors[0] if errors else RunError("replicas have loaded different files", where=uri)
+                self._publish_order()
+                raise errors[0] if errors else RunError("the replicas have loaded different files", where=uri)
             export = Export(uri, versions.pop())
-            if export != self._now:
-                self._remember(export, self._now, self._declared)
-                self._news = f"{export.version} answers ({uri})"
-            self._tell()
-            await self._carried_out()
+            if export != self._current:
+                self._remember(export, self._current, self._declared)
+                self._news = f"promoted {export.version} ({uri})"
+            self._publish_order()
+            await self._wait_for_replicas()
             return export.version
 
-    def _remember(self, now: Export, before: Export | None, declared: Export) -> None:
+    def _remember(self, current: Export, previous: Export | None, declared: Export) -> None:
         """Keep the state before changing it, so that a failure to keep it changes nothing."""
-        self._keep(json.dumps([each and asdict(each) for each in (now, before, declared)]).encode())
-        self._now, self._before, self._declared = now, before, declared
+        self._store(json.dumps([each and asdict(each) for each in (current, previous, declared)]).encode())
+        self._current, self._previous, self._declared = current, previous, declared
 
-    def _tell(self, prepare: str | None = None) -> None:
-        self._order = Order(self._order.number + 1, self._now, prepare)
+    def _publish_order(self, prepare: str | None = None) -> None:
+        self._order = Order(self._order.number + 1, self._current, prepare)
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _carried_out(self) -> dict[str, ReplicaState]:
+    async def _wait_for_replicas(self) -> dict[str, ReplicaState]:
         """Wait until all live replicas have carried out the order, and return their reports.
 
         Raises:
             RunError: Loading takes too long, replicas end during loading, or there are no replicas.
         """
-        began, seen_ones = monotonic(), set[str]()
+        began, seen_replicas = monotonic(), set[str]()
         while monotonic() - began < LOAD_S:
             live = self._live()
-            seen_ones |= live.keys()
-            if self._order.prepare and len(seen_ones - live.keys()) > MAX_ENDED_REPLICAS:
+            seen_replicas |= live.keys()
+            if self._order.prepare and len(seen_replicas - live.keys()) > MAX_ENDED_REPLICAS:
                 where = self._order.prepare
-                self._tell()
+                self._publish_order()
                 raise RunError(
-                    f"{MAX_ENDED_REPLICAS + 1} replicas ended while they loaded it, and all others "
-                    "answer as before",
+                    f"{MAX_ENDED_REPLICAS + 1} replicas ended while they loaded the export; all others "
+                    "keep their version",
                     where=where,
-                    do="see the service's log; an export may need more memory than there is",
+                    do="check the log of the service; the export may need more memory than is available",
                 )
             done = all(report.done == self._order.number for report in live.values())
             if live and done and monotonic() > self._complete:
@@ -242,11 +242,11 @@ class Coordinator:
             if not live and monotonic() - began > 2 * GONE_S:
                 break
             await asyncio.sleep(0.05)
-        self._tell()
-        raise RunError("replicas do not answer", where="the service", do="see its log")
+        self._publish_order()
+        raise RunError("the replicas do not respond", where="the service", do="check the log of the service")
 
     def _live(self) -> dict[str, ReplicaState]:
         """Return the last report of each replica that still reports."""
         oldest = monotonic() - GONE_S
-        self._replicas = {name: seen for name, seen in self._replicas.items() if seen[1] > oldest}
+        self._replicas = {name: report for name, report in self._replicas.items() if report[1] > oldest}
         return {name: report for name, (report, _) in self._replicas.items()}

@@ -49,15 +49,15 @@ class Replica:
         gc.freeze()  # collections in Versions skip imported objects and take tens of milliseconds
         self._coordinator = ray.get_actor(get_coordinator_name(served.name), NAMESPACE)
         self._id = serve.get_replica_context().replica_id.unique_id
-        now, before = ray.get(self._coordinator.exports.remote())
-        versions, failed = load_either(now, before, served.allow_code)
+        current, previous = ray.get(self._coordinator.exports.remote())
+        versions, failed = load_either(current, previous, served.allow_code)
         if failed:
-            ray.get(self._coordinator.fall_back.remote(now, failed))
+            ray.get(self._coordinator.fall_back.remote(current, failed))
         endpoints = [
-            Endpoint("POST", "/promote", self._promote, "Answer with the export at uri; {}: the one before."),
-            Endpoint("GET", "/versions", self._versions, "The version that each replica answers with."),
-            Endpoint("GET", "/metrics", self._metrics, "Metrics of all replicas, for Prometheus."),
-            Endpoint("GET", "/model", self._model, "The model that answers, and the version before it."),
+            Endpoint("POST", "/promote", self._promote, "Promote the export at uri; {}: the previous one."),
+            Endpoint("GET", "/versions", self._versions, "Current version of each replica."),
+            Endpoint("GET", "/metrics", self._metrics, "Prometheus metrics of all replicas."),
+            Endpoint("GET", "/model", self._model, "Current model and previous version."),
         ]
         self.service = Service(versions, token, more=endpoints)
         if folder := served.log_requests:
@@ -73,25 +73,25 @@ class Replica:
         From now on promotions wait for this replica. Another version may have been promoted while it loaded.
         """
         # One thread carries out orders one after the other; another thread reports meanwhile.
-        self._loads, self._reports = ThreadPoolExecutor(1, "load"), Lock()
-        self._done, self._settled = ReplicaState(-1, self.service.versions.version), Event()
+        self._load_thread, self._report_lock = ThreadPoolExecutor(1, "load"), Lock()
+        self._last_report, self._is_current = ReplicaState(-1, self.service.versions.version), Event()
         Thread(target=self._follow, name="follow", daemon=True).start()
-        if not self._settled.wait(LOAD_S):
-            raise self._done.error or RunError("the coordinator does not answer", where="the service")
+        if not self._is_current.wait(LOAD_S):
+            raise self._last_report.error or RunError("the coordinator does not respond", where="the service")
 
     def check_health(self) -> None:
         """Raise an error if the HTTP server has ended, whereupon Serve starts another replica."""
         if not self._listener.alive:
-            raise RunError("the replica does not listen any more", where="HTTP")
+            raise RunError("the replica has stopped listening", where="HTTP")
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Return busy, the CPU seconds per second since the last call.
 
         The maximum is 1, as a replica reads, scores and writes in one thread.
         """
-        (then, before), now = self._busy, (perf_counter(), process_time())
+        (last_s, last_cpu_s), now = self._busy, (perf_counter(), process_time())
         self._busy = now
-        return {"busy": (now[1] - before) / max(now[0] - then, 1e-3)}
+        return {"busy": (now[1] - last_cpu_s) / max(now[0] - last_s, 1e-3)}
 
     def __del__(self) -> None:
         """Close the listener and the request log; Serve calls this method before it ends the process."""
@@ -108,33 +108,33 @@ class Replica:
             values = from_json(await self.service.read(request))
         except ValueError:
             values = None
-        given = values.get("uri", "before") if isinstance(values, dict) else None
-        if not given or not isinstance(given, str):
-            raise RefusedRequest(400, DataError("no uri", where="the body", expected='{"uri": "URI"}, or {}'))
-        uri = resolve_export(given, self._promote_from) if "uri" in values else None
-        version = await self._asking(lambda: self._coordinator.promote.remote(uri))
+        requested = values.get("uri", "before") if isinstance(values, dict) else None
+        if not requested or not isinstance(requested, str):
+            raise RefusedRequest(400, DataError("invalid uri", where="the body", expected='{"uri": …} or {}'))
+        uri = resolve_export(requested, self._promote_from) if "uri" in values else None
+        version = await self._ask_coordinator(lambda: self._coordinator.promote.remote(uri))
         return json_response({"version": version})
 
     async def _versions(self, request: Request, scorer: Scorer) -> Response:
-        return json_response(await self._asking(self._coordinator.versions.remote))
+        return json_response(await self._ask_coordinator(self._coordinator.versions.remote))
 
     async def _metrics(self, request: Request, scorer: Scorer) -> Response:
-        text = await self._asking(self._coordinator.metrics.remote)
+        text = await self._ask_coordinator(self._coordinator.metrics.remote)
         return Response(text, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     async def _model(self, request: Request, scorer: Scorer) -> Response:
-        overview = await self._asking(self._coordinator.overview.remote)
+        overview = await self._ask_coordinator(self._coordinator.overview.remote)
         return json_response(overview | {"model": describe_model(scorer)})
 
-    async def _asking(self, ask: Callable[[], Any]) -> Any:
+    async def _ask_coordinator(self, ask: Callable[[], Any]) -> Any:
         """Return the coordinator's answer; its errors become refusals for the client."""
         from ray.exceptions import RayActorError
 
         try:
             return await ask()
         except RayActorError:
-            lost = RunError("the coordinator is being started again", where="the service", do="try again")
-            raise RefusedRequest(503, lost, **{"Retry-After": "1"}) from None
+            restarting = RunError("the coordinator is restarting", where="the service", do="retry")
+            raise RefusedRequest(503, restarting, **{"Retry-After": "1"}) from None
         except Exception as error:
             cause = getattr(error, "cause", error)
             if isinstance(cause, RaytrecError):
@@ -145,31 +145,31 @@ class Replica:
         """Pass on the coordinator's orders, and report, until the process ends."""
         import ray
 
-        versions, given, work = self.service.versions, -1, None
+        versions, received, work = self.service.versions, -1, None
         while True:
             try:
-                with self._reports:
-                    asked = self._coordinator.follow.remote(self._id, self._report(), given)
-                order = ray.get(asked, timeout=4 * FOLLOW_INTERVAL_S)
+                with self._report_lock:
+                    answer = self._coordinator.follow.remote(self._id, self._report(), received)
+                order = ray.get(answer, timeout=4 * FOLLOW_INTERVAL_S)
             except Exception:  # the coordinator is restarting, or this process ends
                 time.sleep(1)
                 continue
             failed = work and work.done() and versions.version != order.answer.version
-            if order.number != given or failed:
-                given, work = order.number, self._loads.submit(self._carry_out, order)
+            if order.number != received or failed:
+                received, work = order.number, self._load_thread.submit(self._carry_out, order)
 
     def _carry_out(self, order: Order) -> None:
-        done = carry_out(self.service.versions, order, self._done)
-        with self._reports:  # reports are sent in order
-            self._done = done
+        report = carry_out(self.service.versions, order, self._last_report)
+        with self._report_lock:  # reports are sent in order
+            self._last_report = report
             self._coordinator.hear.remote(self._id, self._report())
-        if done.version == order.answer.version:
-            self._settled.set()
+        if report.version == order.answer.version:
+            self._is_current.set()
 
     def _report(self) -> ReplicaState:
         service, scorer = self.service, self.service.versions.current.scorer
         figures = tuple(service.figures.collect(describe_model(scorer), service.batcher.waiting))
-        return replace(self._done, version=scorer.version, figures=figures)
+        return replace(self._last_report, version=scorer.version, figures=figures)
 
 
 def compute_replicas(context: Any) -> tuple[float, dict]:
@@ -192,7 +192,7 @@ def app(args: dict[str, Any]) -> Any:
             f"{TOKEN} is not set",
             where="the node that builds the application",
             expected="the token that clients send",
-            do=f"set {TOKEN} on all nodes, from a Secret; or no_token: true, where others guard the service",
+            do=f"set {TOKEN} on all nodes from a Secret, or no_token: true if access is restricted elsewhere",
         )
     return build(served.named(), None if served.no_token else token)
 
@@ -246,11 +246,11 @@ def deploy(served: ServiceOptions, replicas: tuple[int, int], token: str | None)
     from ray import serve
     from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, ProxyLocation
 
-    least, most = replicas
-    scaling: dict[str, Any] = {"num_replicas": least}
-    if least != most:
+    min_replicas, max_replicas = replicas
+    scaling: dict[str, Any] = {"num_replicas": min_replicas}
+    if min_replicas != max_replicas:
         policy = AutoscalingPolicy(policy_function=f"{__name__}:{compute_replicas.__name__}")
-        config = AutoscalingConfig(min_replicas=least, max_replicas=most, policy=policy)
+        config = AutoscalingConfig(min_replicas=min_replicas, max_replicas=max_replicas, policy=policy)
         scaling = {"autoscaling_config": config}
     serve.start(proxy_location=ProxyLocation.Disabled)
     serve.run(build(served, token, **scaling), name=served.name, route_prefix=None)
@@ -260,11 +260,11 @@ def print_news(name: str, stop: Event) -> None:
     """Print each change of the version that answers, until `stop` is set."""
     import ray
 
-    coordinator, shown = ray.get_actor(get_coordinator_name(name), NAMESPACE), ""
+    coordinator, printed = ray.get_actor(get_coordinator_name(name), NAMESPACE), ""
     while not stop.wait(FOLLOW_INTERVAL_S):
         with suppress(ray.exceptions.RayError):  # the coordinator is restarting
-            if (news := ray.get(coordinator.news.remote(), timeout=FOLLOW_INTERVAL_S)) != shown:
-                shown = news
+            if (news := ray.get(coordinator.news.remote(), timeout=FOLLOW_INTERVAL_S)) != printed:
+                printed = news
                 print(f"version      {news}", flush=True)
 
 

@@ -61,9 +61,9 @@ class LoadedExports:
             RunError, ConfigError: The export cannot be used.
         """
         with self._lock:
-            wanted, known = (uri, read_manifest(uri).version), (self.current, self.previous, self._prepared)
-            found = next((each for each in known if each and (each.uri, each.scorer.version) == wanted), None)
-            self._prepared = found or self._load(uri)
+            key, exports = (uri, read_manifest(uri).version), (self.current, self.previous, self._prepared)
+            loaded = next((each for each in exports if each and (each.uri, each.scorer.version) == key), None)
+            self._prepared = loaded or self._load(uri)
             return self._prepared.scorer.version
 
     def commit(self, version: str) -> None:
@@ -75,7 +75,7 @@ class LoadedExports:
         with self._lock:
             if self.version != version:
                 if self._prepared is None or self._prepared.scorer.version != version:
-                    raise RunError(f"{version} is not prepared", where="the service", do="prepare it first")
+                    raise RunError(f"{version} is not prepared", where="the service", do="prepare the export")
                 self.current, self.previous = self._prepared, self.current
             self._prepared = None
             gc.collect()  # programs contain cycles; their files stay mapped until they are collected
@@ -100,9 +100,9 @@ def load_either(now: Export, before: Export | None, allow_code: bool) -> tuple[L
     for export in filter(None, (now, before)):
         try:
             versions = LoadedExports(export.uri, allow_code)
-            if (found := versions.version) == export.version:
+            if (version := versions.version) == export.version:
                 return versions, str(errors[0]) if errors else None
-            what = f"the export has been changed in place, from {export.version} to {found}"
+            what = f"the export has been changed in place from version {export.version} to {version}"
             errors.append(RunError(what, where=export.uri))
         except RaytrecError as error:
             errors.append(error)
@@ -130,7 +130,7 @@ def carry_out(versions: LoadedExports, order: Order, before: ReplicaState) -> Re
     except RaytrecError as failed:
         error = copy(failed)  # the traceback would keep the exports of its frames alive
     except Exception as failed:
-        _log.exception("an order could not be carried out")
+        _log.exception("a command of the coordinator failed")
         error = RunError(f"{type(failed).__name__}: {failed}", where=order.prepare or answer.uri)
     return ReplicaState(order.number, versions.version, prepared, error)
 
@@ -152,12 +152,12 @@ def resolve_export(uri: str, folder: str) -> str:
     Raises:
         Refused: The export is elsewhere, or the URI chooses another server.
     """
-    (place, query), (root, own_query) = _split(uri), _split(folder)
+    (place, query), (root, root_query) = _split(uri), _split(folder)
     root, same_server = root.rstrip("/") + "/", not (chooses_server(uri) or chooses_server(folder))
     inner = unquote(place.removeprefix(root)).split("/")
-    if place.startswith(root) and (same_server or query == own_query) and not {"", ".", ".."} & {*inner}:
+    if place.startswith(root) and (same_server or query == root_query) and not {"", ".", ".."} & {*inner}:
         return place + query
-    what = "the export is not in the folder of the service, or on another server"
+    what = "the export is outside the folder of the service or on another server"
     raise RefusedRequest(403, RunError(what, where=uri, expected=f"an export in {folder} (--promote-from)"))
 
 

@@ -22,9 +22,9 @@ from raytrec.scoring.scorer import Scorer
 from raytrec.serving.bodies import ARROW, JSON
 
 ERRORS = {
-    "400": "A body, column or value that does not fit; names field and reason.",
-    "413": "More bytes, rows or ids than are taken.",
-    "429": "Too many rows wait; Retry-After has seconds.",
+    "400": "Invalid body, column or value; the error names the field and the reason.",
+    "413": "Too many bytes, rows or ids.",
+    "429": "Too many rows are waiting; Retry-After contains the seconds to wait.",
 }
 
 
@@ -62,19 +62,19 @@ def describe(scorer: Scorer, endpoints: Iterable[Endpoint]) -> dict[str, Any]:
         "/promote": {JSON: {"schema": {"type": "object", "properties": {"uri": {"type": "string"}}}}},
     }
     tower = {"name": "tower", "in": "query", "schema": {"enum": ["query", "item"]}}
-    for each in endpoints:
-        if each.path == "/vectors" and not manifest.towers:
+    for endpoint in endpoints:
+        if endpoint.path == "/vectors" and not manifest.towers:
             continue
-        content = bodies.get(each.path)
+        content = bodies.get(endpoint.path)
         body = {"requestBody": {"required": True, "content": content}} if content else {}
-        errors = (ERRORS if body else {}) | ({} if each.is_open else {"401": "No token, or another."})
-        paths[each.path][each.method.lower()] = {
-            "summary": each.summary,
+        errors = (ERRORS if body else {}) | ({} if endpoint.is_open else {"401": "Missing or wrong token."})
+        paths[endpoint.path][endpoint.method.lower()] = {
+            "summary": endpoint.summary,
             "responses": {
-                status: {"description": text} for status, text in {"200": each.summary, **errors}.items()
+                status: {"description": text} for status, text in {"200": endpoint.summary, **errors}.items()
             },
-            **({"security": []} if each.is_open else {}),
-            **({"parameters": [tower]} if each.path == "/vectors" else {}),
+            **({"security": []} if endpoint.is_open else {}),
+            **({"parameters": [tower]} if endpoint.path == "/vectors" else {}),
             **body,
         }
     return {

@@ -55,6 +55,6 @@ def token_file(name: str) -> Path:
 
 def read_token(name: str) -> str:
     """Return RAYTREC_SERVE_TOKEN, or else the token in the service's file, which is created if missing."""
-    if given := os.environ.get(TOKEN):
-        return given
+    if token := os.environ.get(TOKEN):
+        return token
     return load_or_create_token(token_file(name))

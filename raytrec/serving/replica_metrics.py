@@ -21,18 +21,18 @@ class Figures:
     """Metrics of a process."""
 
     def __init__(self) -> None:
-        self._registry = of = CollectorRegistry()
+        self._registry = registry = CollectorRegistry()
         self.requests = Counter(
-            "raytrec_requests", "Requests by path and status.", ["path", "status"], registry=of
+            "raytrec_requests", "Requests by path and status.", ["path", "status"], registry=registry
         )
-        self.rows = Counter("raytrec_rows", "Rows that were scored.", registry=of)
-        self.logged = Counter("raytrec_logged_rows", "Rows written to the request log.", registry=of)
-        self.not_logged = Counter("raytrec_log_dropped_rows", "Rows that the log lost.", registry=of)
+        self.rows = Counter("raytrec_rows", "Scored rows.", registry=registry)
+        self.logged = Counter("raytrec_logged_rows", "Rows written to the request log.", registry=registry)
+        self.not_logged = Counter("raytrec_log_dropped_rows", "Rows dropped by the log.", registry=registry)
         self.seconds = Histogram(
-            "raytrec_seconds", "Time of a request.", ["path"], buckets=SECONDS, registry=of
+            "raytrec_seconds", "Duration of a request.", ["path"], buckets=SECONDS, registry=registry
         )
         self.batch_rows = Histogram(
-            "raytrec_batch_rows", "Rows that were scored together.", buckets=BATCH_ROWS, registry=of
+            "raytrec_batch_rows", "Rows per scored batch.", buckets=BATCH_ROWS, registry=registry
         )
 
     def collect(self, about: Mapping[str, Any], waiting: int) -> list[Metric]:
@@ -42,16 +42,16 @@ class Figures:
             about: Result of describe_model for the current model.
             waiting: Number of waiting rows.
         """
-        version = GaugeMetricFamily("raytrec_version", "1 of the version that answers.", labels=["version"])
+        version = GaugeMetricFamily("raytrec_version", "1 for the current version.", labels=["version"])
         version.add_metric([about["version"]], 1)
         age = GaugeMetricFamily(
-            "raytrec_model_age_seconds", "Time since the export was made.", about["age_s"]
+            "raytrec_model_age_seconds", "Seconds since the export was created.", about["age_s"]
         )
-        waits = GaugeMetricFamily("raytrec_waiting_rows", "Rows that wait to be scored.", waiting)
-        counted = list(self._registry.collect())
-        for metric in counted:
+        waiting_rows = GaugeMetricFamily("raytrec_waiting_rows", "Rows waiting to be scored.", waiting)
+        counters = list(self._registry.collect())
+        for metric in counters:
             metric.samples = [each for each in metric.samples if not each.name.endswith("_created")]
-        return [*counted, waits, version, age]
+        return [*counters, waiting_rows, version, age]
 
 
 def describe_model(scorer: Scorer) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def write_metrics(of_replicas: Mapping[str, Collection[Metric]]) -> bytes:
     merged: dict[str, Metric] = {}
     for replica, metrics in of_replicas.items():
         for metric in metrics:
-            into = merged.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
-            into.samples += [s._replace(labels=s.labels | {"replica": replica}) for s in metric.samples]
+            family = merged.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
+            family.samples += [s._replace(labels=s.labels | {"replica": replica}) for s in metric.samples]
     replicas = GaugeMetricFamily("raytrec_replicas", "Replicas of the service.", len(of_replicas))
     return generate_latest(_MergedCollector([*merged.values(), replicas]))

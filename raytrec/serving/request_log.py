@@ -71,7 +71,7 @@ class RequestLog:
     ):
         self._uri, self._sample, self._writer = absolute(uri), sample, writer
         self._written, self._dropped = figures.logged, figures.not_logged
-        self._every_s, self._most_rows = every_s, most_rows
+        self._every_s, self._max_rows = every_s, most_rows
         self._queue: SimpleQueue[LoggedRequest | None] = SimpleQueue()  # None ends the thread
         self._waiting, self._lock, self._files = 0, Lock(), 0
         self._thread = Thread(target=self._run, name="request-log", daemon=True)
@@ -113,7 +113,7 @@ class RequestLog:
             if logged is not None and (table := self._as_table(logged)) is not None:
                 tables[logged.query.scorer.version].append(table)
                 rows += len(table)
-            if ended or rows >= self._most_rows or monotonic() >= due:
+            if ended or rows >= self._max_rows or monotonic() >= due:
                 for version, parts in tables.items():
                     self._write(version, pa.concat_tables(parts))
                 tables.clear()
@@ -145,7 +145,7 @@ class RequestLog:
                 )
             self._written.inc(len(table))
         except Exception as error:
-            _log.warning("%s: %s rows of requests cannot be written: %s", hide(self._uri), len(table), error)
+            _log.warning("%s: %s logged rows cannot be written: %s", hide(self._uri), len(table), error)
             self._dropped.inc(len(table))
 
 

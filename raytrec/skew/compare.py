@@ -74,27 +74,27 @@ class Skew:
         console.print(bold(metrics["name"]), soft_wrap=True)
         for version, count in metrics["other_versions"].items():
             console.print(plain(f"not compared: {count:,} rows of {version}"), soft_wrap=True)
-        again = Table("score", "largest", "mean", f"beyond {TOLERANCE:g}", title_justify="left")
-        again.title = plain(f"{rows}, scored again by the export: differences")
+        table = Table("score", "largest", "mean", f"above {TOLERANCE:g}", title_justify="left")
+        table.title = plain(f"{rows}: differences from the scores of the export")
         for name, each in metrics["rescored"].items():
-            again.add_row(plain(name), f"{each['max']:.2g}", f"{each['mean']:.2g}", percent(each["share"]))
-        console.print(again)
+            table.add_row(plain(name), f"{each['max']:.2g}", f"{each['mean']:.2g}", percent(each["share"]))
+        console.print(table)
         if self.measures:
             console.print(self._tabulate_columns(rows))
 
     def _tabulate_columns(self, rows: str) -> Table:
         """Return a table of all differences, and of the largest psi of each other column."""
-        table = Table("", "column", "what", "psi", "log", "training", title_justify="left")
+        table = Table("", "column", "measure", "psi", "log", "training", title_justify="left")
         for column in table.columns:  # narrow terminals wrap names and figures
             column.no_wrap, column.overflow = column.header in ("", "psi"), "fold"
-        table.title = plain(f"{rows}, and {self.metrics['data_rows']:,} of training")
-        shown: set[str] = set()
-        for each in self.measures:
-            if each.differs or each.column not in shown:
-                texts = (plain(_format_figures(figures)) for figures in (each.log, each.training))
-                verdict = "differs" if each.differs else ""
-                table.add_row(verdict, plain(each.column), each.measure, f"{each.psi:.3f}", *texts)
-            shown.add(each.column)
+        table.title = plain(f"{rows}, compared with {self.metrics['data_rows']:,} rows of training")
+        listed: set[str] = set()
+        for diff in self.measures:
+            if diff.differs or diff.column not in listed:
+                texts = (plain(_format_figures(figures)) for figures in (diff.log, diff.training))
+                verdict = "differs" if diff.differs else ""
+                table.add_row(verdict, plain(diff.column), diff.measure, f"{diff.psi:.3f}", *texts)
+            listed.add(diff.column)
         return table
 
 
@@ -120,26 +120,26 @@ def skew(
     """
     scorer = load(export, allow_code=allow_code)
     version, groups = scorer.manifest.version, group_by_version(absolute(log), "LOG")
-    others = {name: sum(g.rows for g in found) for name, found in groups.items() if name != version}
+    others = {name: sum(g.rows for g in parts) for name, parts in groups.items() if name != version}
     if version not in groups:
         raise RunError(
-            "the log has no rows of this export",
+            "the log contains no rows of this export",
             where=log,
-            expected=f"rows of {version}; it has {', '.join(sorted(others))}",
-            do="--export URI of a version that is in the log",
+            expected=f"rows of {version} (versions in the log: {', '.join(sorted(others))})",
+            do="pass the --export URI of a version that the log contains",
         )
-    served, measures, data_rows = read_rows(scorer, groups[version], rows, logged=True), [], 0
+    logged, measures, data_rows = read_rows(scorer, groups[version], rows, logged=True), [], 0
     if data:
-        found = [group for each in group_by_version(absolute(data), "--data").values() for group in each]
-        trained = read_rows(scorer, found, rows, logged=False)
-        compared = _Comparison(served, trained).measures(scorer.reader.form.schema)
+        training = [group for each in group_by_version(absolute(data), "--data").values() for group in each]
+        trained = read_rows(scorer, training, rows, logged=False)
+        compared = _Comparison(logged, trained).measures(scorer.reader.form.schema)
         measures, data_rows = sorted(compared, key=lambda m: (not m.differs, -m.psi)), trained.rows
-    rescored = {name: _compare_scores(given, served.rescored[name]) for name, given in served.scores.items()}
+    rescored = {n: _compare_scores(values, logged.rescored[n]) for n, values in logged.scores.items()}
     differs = [f"{name} (scored again)" for name, each in rescored.items() if each["share"]]
     metrics = {
         "name": version,
-        "rows": served.rows,
-        "requests": served.requests,
+        "rows": logged.rows,
+        "requests": logged.requests,
         "other_versions": others,
         "rescored": rescored,
         "data_rows": data_rows,
@@ -149,14 +149,14 @@ def skew(
     return Skew(metrics, measures)
 
 
-def _compare_scores(given_N: np.ndarray, again_N: np.ndarray) -> dict[str, float]:
-    off_N = np.abs(given_N - again_N) / np.maximum(1, np.abs(again_N))
-    off_N[np.isnan(given_N) & np.isnan(again_N)] = 0
-    off_N = np.nan_to_num(off_N, nan=1.0)
+def _compare_scores(logged_N: np.ndarray, rescored_N: np.ndarray) -> dict[str, float]:
+    differences_N = np.abs(logged_N - rescored_N) / np.maximum(1, np.abs(rescored_N))
+    differences_N[np.isnan(logged_N) & np.isnan(rescored_N)] = 0
+    differences_N = np.nan_to_num(differences_N, nan=1.0)
     return {
-        "max": float(off_N.max()),
-        "mean": float(off_N.mean()),
-        "share": float((off_N > TOLERANCE).mean()),
+        "max": float(differences_N.max()),
+        "mean": float(differences_N.mean()),
+        "share": float((differences_N > TOLERANCE).mean()),
     }
 
 
@@ -169,53 +169,53 @@ class _Comparison:
     def measures(self, schema: Schema) -> Iterator[ColumnDifference]:
         """Yield all measures."""
         for place, name in enumerate(schema.dense):
-            yield self._to_numbers(name, "values", [each.dense[:, place] for each in self._sides])
-            yield self._nulls(name)
+            yield self._measure_numbers(name, "values", [each.dense[:, place] for each in self._sides])
+            yield self._measure_nulls(name)
         for name, spec in schema.sparse.items():
-            yield from self._read_ids(
+            yield from self._measure_ids(
                 name, "without a row" if schema.tables[spec.table].ids else "out of range"
             )
-            yield self._nulls(name)
+            yield self._measure_nulls(name)
         for name in self._sides[0].scores:
-            yield self._to_numbers(name, "scores", [each.scores[name] for each in self._sides])
+            yield self._measure_numbers(name, "scores", [each.scores[name] for each in self._sides])
 
     def _measure(self, column: str, measure: str, counts: Any, figures: Any) -> ColumnDifference:
-        found_B, expected_B = counts
-        bins = int(((found_B + expected_B) > 0).sum())
+        log_B, expected_B = counts
+        bins = int(((log_B + expected_B) > 0).sum())
         by_chance = chance(bins, *(each.independent_values for each in self._sides))
-        return ColumnDifference(column, measure, psi(found_B, expected_B), by_chance, *figures)
+        return ColumnDifference(column, measure, psi(log_B, expected_B), by_chance, *figures)
 
-    def _to_numbers(self, column: str, measure: str, values: list[np.ndarray]) -> ColumnDifference:
+    def _measure_numbers(self, column: str, measure: str, values: list[np.ndarray]) -> ColumnDifference:
         """Return the measure of numbers, in bins bounded by the deciles of training."""
         bounds = np.unique(np.quantile(values[1], np.linspace(0, 1, DECILES + 1)))
         return self._measure(
             column, measure, [_count_in_bins(each, bounds) for each in values], map(_describe_values, values)
         )
 
-    def _share(self, column: str, measure: str, shares: list[float]) -> ColumnDifference:
+    def _measure_share(self, column: str, measure: str, shares: list[float]) -> ColumnDifference:
         """Return the measure of shares of rows or lookups."""
         counts = [np.array([s, 1 - s]) * each.rows for s, each in zip(shares, self._sides, strict=True)]
         return self._measure(column, measure, counts, [{"share": share} for share in shares])
 
-    def _nulls(self, column: str) -> ColumnDifference:
-        return self._share(column, "nulls", [each.nulls[column] / each.rows for each in self._sides])
+    def _measure_nulls(self, column: str) -> ColumnDifference:
+        return self._measure_share(column, "nulls", [each.nulls[column] / each.rows for each in self._sides])
 
-    def _read_ids(self, feature: str, odd: str) -> Iterator[ColumnDifference]:
+    def _measure_ids(self, feature: str, odd: str) -> Iterator[ColumnDifference]:
         sides = self._sides
-        found_N, expected_M = ids = [each.ids[feature] for each in sides]
-        known, often = np.unique(expected_M, return_counts=True)
-        top = known[np.argsort(-often, kind="stable")[:TOP]]
-        of_top = [np.array([(each == one).sum() for one in top], np.int64) for each in ids]
-        counts = [np.append(of, len(each) - of.sum()) for of, each in zip(of_top, ids, strict=True)]
+        logged_N, expected_M = ids = [each.ids[feature] for each in sides]
+        training_ids, id_counts = np.unique(expected_M, return_counts=True)
+        top = training_ids[np.argsort(-id_counts, kind="stable")[:TOP]]
+        top_counts = [np.array([(each == one).sum() for one in top], np.int64) for each in ids]
+        counts = [np.append(of, len(each) - of.sum()) for of, each in zip(top_counts, ids, strict=True)]
         tops = [{f"top {TOP}": 1 - each[-1] / max(1, each.sum())} for each in counts]
         yield self._measure(feature, "ids", counts, tops)
         # The share of ids that occur once predicts the share of unseen ids among further lookups (I. J. Good,
         # "The population frequencies of species", 1953).
-        once = float((often == 1).sum()) / max(1, len(expected_M))
-        unseen = float((~np.isin(found_N, known)).sum() / max(1, len(found_N)))
-        yield self._share(feature, "unseen ids", [unseen, once])
+        once = float((id_counts == 1).sum()) / max(1, len(expected_M))
+        unseen = float((~np.isin(logged_N, training_ids)).sum() / max(1, len(logged_N)))
+        yield self._measure_share(feature, "unseen ids", [unseen, once])
         shares = [each.odd[feature] / max(1, len(each.ids[feature])) for each in sides]
-        yield self._share(feature, f"ids {odd}", shares)
+        yield self._measure_share(feature, f"ids {odd}", shares)
         lengths = [each.lengths[feature] for each in sides]
         figures = [{"mean": float(n.mean()), "empty": float((n == 0).mean())} for n in lengths]
         yield self._measure(feature, "length", [_count_in_bins(n, LENGTHS) for n in lengths], figures)

@@ -67,13 +67,13 @@ class RowSample:
 
 def group_by_version(place: str, key: str) -> dict[str, list[RowGroup]]:
     """Return the row groups of a folder by their version."""
-    files, found = list_files(place, key).files, defaultdict(list)
+    files, groups = list_files(place, key).files, defaultdict(list)
     with ThreadPoolExecutor(16) as pool:
         for file, footer in zip(files, pool.map(read_footer, files), strict=True):
             version = (footer.metadata or {}).get(VERSION_KEY, b"no version").decode()
             counts = (footer.row_group(number).num_rows for number in range(footer.num_row_groups))
-            found[version] += [RowGroup(file, number, rows) for number, rows in enumerate(counts) if rows]
-    return {version: groups for version, groups in found.items() if groups}
+            groups[version] += [RowGroup(file, number, rows) for number, rows in enumerate(counts) if rows]
+    return {version: row_groups for version, row_groups in groups.items() if row_groups}
 
 
 def _iterate_tables(
@@ -81,9 +81,9 @@ def _iterate_tables(
 ) -> Iterator[tuple[str, pa.Table]]:
     """Yield (file, up to ROWS_PER_SCORING rows) for about `rows` rows, a slice of each chosen row group."""
     draw = np.random.default_rng(0)
-    each, left = -(-rows // min(MAX_ROW_GROUPS, len(groups))), rows
+    rows_per_group, remaining = -(-rows // min(MAX_ROW_GROUPS, len(groups))), rows
     for place in draw.permutation(len(groups)):
-        group, count = groups[place], min(each, groups[place].rows, left)
+        group, count = groups[place], min(rows_per_group, groups[place].rows, remaining)
         if count:
             first = int(draw.integers(0, group.rows - count + 1))
             form = reader.form
@@ -95,7 +95,7 @@ def _iterate_tables(
             yield from (
                 (group.path, table.slice(at, ROWS_PER_SCORING)) for at in range(0, count, ROWS_PER_SCORING)
             )
-        left -= count
+        remaining -= count
 
 
 def read_rows(scorer: Scorer, groups: Sequence[RowGroup], rows: int, *, logged: bool) -> RowSample:
@@ -119,28 +119,26 @@ def read_rows(scorer: Scorer, groups: Sequence[RowGroup], rows: int, *, logged: 
             pieces.append(reader.read(table))
         except DataError as error:
             raise DataError(**error.parts | {"where": f"{file}: {error.parts['where']}"}) from None
-        for name, of_name in sources.items():
-            null = np.any([pc.is_null(table[source]).to_numpy() for source in of_name], axis=0)
+        for name, columns_of_name in sources.items():
+            null = np.any([pc.is_null(table[source]).to_numpy() for source in columns_of_name], axis=0)
             nulls[name] += int(null.sum())
         rescored.append(_split_classes(names, scorer.score(pieces[-1:])))
         if logged:
             requests.update(pc.unique(table[REQUEST_COLUMN]).to_pylist())
-            scores.append(_split_classes(names, [_to_numbers(table[name]) for name in names]))
+            scores.append(_split_classes(names, [_to_scores(table[name]) for name in names]))
     count = sum(map(len, pieces))
-    whole = Assembler(reader.form).assemble(pieces, count)
-    bags = whole.bags
+    assembled = Assembler(reader.form).assemble(pieces, count)
+    bags = assembled.bags
     lengths = dict(zip(bags.keys, bags.lengths.view(len(bags.keys), -1).numpy(), strict=True))
     ids = dict(zip(bags.keys, bags.ids.split(bags.counts), strict=True))
-    odd = {
-        name: _make_type_error(scorer, name, ids[name], whole, place) for place, name in enumerate(bags.keys)
-    }
+    odd = {n: _count_odd_lookups(scorer, n, ids[n], assembled, place) for place, n in enumerate(bags.keys)}
     ids = {name: each.numpy() for name, each in ids.items()}
-    again = _concatenate(rescored)
-    dense, given = whole.dense.numpy(), _concatenate(scores) if logged else again
-    return RowSample(count, len(requests), dense, ids, lengths, odd, nulls, given, again)
+    export_scores = _concatenate(rescored)
+    dense, sample_scores = assembled.dense.numpy(), _concatenate(scores) if logged else export_scores
+    return RowSample(count, len(requests), dense, ids, lengths, odd, nulls, sample_scores, export_scores)
 
 
-def _make_type_error(
+def _count_odd_lookups(
     scorer: Scorer, feature: str, ids_N: torch.Tensor, rows: AssembledTensors, place: int
 ) -> int:
     """Return the number of a feature's lookups that are out of range or in fallback rows."""
@@ -152,20 +150,20 @@ def _make_type_error(
 
 
 def _split_classes(names: list[str], values: Sequence[np.ndarray]) -> Scores:
-    found = {}
-    for name, each in zip(names, values, strict=True):
-        if each.ndim == 1:
-            found[name] = each
+    columns = {}
+    for name, array in zip(names, values, strict=True):
+        if array.ndim == 1:
+            columns[name] = array
         else:
-            found |= {f"{name}[{i}]": each[:, i] for i in range(each.shape[1])}
-    return found
+            columns |= {f"{name}[{i}]": array[:, i] for i in range(array.shape[1])}
+    return columns
 
 
 def _concatenate(parts: list[Scores]) -> Scores:
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
-def _to_numbers(column: pa.ChunkedArray) -> np.ndarray:
+def _to_scores(column: pa.ChunkedArray) -> np.ndarray:
     """Return a column of scores, float32 [n] or [n, classes]."""
     if not is_list(column.type):
         return column.to_numpy()

@@ -34,7 +34,7 @@ def test_so_are_predictions_and_an_index():
     metrics = {"name": "films", "seconds": 2.0, "index.items": 40, "index.width": 8, "index.faiss": None}
     metrics["index.recall@10"] = 0.98
     shown = Result(metrics, "films", pairs=build._summarize(metrics))._repr_html_()
-    assert "recall of the exact 10</td><td>0.9800" in shown and "none: search is exact" in shown
+    assert "recall of the exact top 10</td><td>0.9800" in shown and "none (exact search)" in shown
 
 
 def test_the_names_of_the_package_can_be_completed():

@@ -74,7 +74,9 @@ class Bessel(torch.nn.Module):
 def test_an_operator_that_onnx_lacks_is_named():
     rows = {0: torch.export.Dim("rows", min=1)}
     program = torch.export.export(Bessel(), (torch.ones(3, 2),), dynamic_shapes=(rows,))
-    with pytest.raises(ConfigError, match=r"cannot be exported as ONNX: ONNX has no prims\.bessel_j0"):
+    with pytest.raises(
+        ConfigError, match=r"cannot be exported to ONNX: ONNX does not support prims\.bessel_j0"
+    ):
         make_onnx(Program(program, (Input(kind="dense", width=2),), Bessel()), ["score"])
 
 
@@ -94,7 +96,7 @@ def test_onnx_that_gives_something_else_ends_the_export(run, tmp_path, monkeypat
                 next(iter(program.exported.state_dict.values())).sub_(0.1)
 
     monkeypatch.setattr(module, "make_onnx", shifted)
-    with pytest.raises(RunError, match="onnxruntime's scores differ from"):
+    with pytest.raises(RunError, match="the scores of onnxruntime differ from"):
         raytrec.export(run.folder, str(tmp_path / "out"), onnx=True)
     assert not (tmp_path / "out").exists()
 
@@ -171,7 +173,7 @@ def test_another_export_in_its_place_is_refused(run, tmp_path):
     moved = shutil.move(run.export, tmp_path / "export")
     try:
         raytrec.export(run.folder, str(run.export), golden_rows=3)
-        with pytest.raises(RaytrecError, match="another export than the one that was logged: small-2-"):
+        with pytest.raises(RaytrecError, match="differs from the logged export: it has version small-2-"):
             mlflow.pyfunc.load_model(run.model)
     finally:
         shutil.rmtree(run.export, ignore_errors=True)
@@ -191,13 +193,13 @@ def test_a_run_that_mlflow_does_not_have(run, tmp_path):
     folder, out = tmp_path / "run", str(tmp_path / "out")
     shutil.copytree(run.folder, folder)
     (folder / "mlflow.json").unlink()
-    with pytest.raises(RunError, match=r"MLflow does not have this run(?s:.*)raytrec track"):
+    with pytest.raises(RunError, match=r"the run does not exist in MLflow(?s:.*)raytrec track"):
         raytrec.export(folder, out, mlflow=True)
     config = yaml.safe_load((folder / "config.yaml").read_text())
     config["tracking"] = {"enabled": False}
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     with pytest.raises(ConfigError, match="this run is not tracked"):
         raytrec.export(folder, out, mlflow=True)
-    with pytest.raises(ConfigError, match="only a local export goes into an MLflow model"):
+    with pytest.raises(ConfigError, match="only a local export can be embedded in an MLflow model"):
         raytrec.export(folder, out, embed=True)
     assert not Path(out).exists()

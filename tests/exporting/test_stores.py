@@ -111,7 +111,7 @@ def test_a_copy_that_fails_says_why_and_leaves_nothing(bucket, made, copies, mon
     usage = namedtuple("usage", ["total", "used", "free"])
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: usage(10_000, 0, 10_000))
-        with pytest.raises(RunError, match=r"takes .* and 9.77 KiB are free") as caught:
+        with pytest.raises(RunError, match=r"needs .*, but only 9.77 KiB are free") as caught:
             raytrec.load(uri)
     assert caught.value.where == str(copies) and "TMPDIR" in caught.value.do
     assert not list(copies.iterdir())

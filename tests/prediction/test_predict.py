@@ -78,7 +78,7 @@ def test_the_scores_are_those_that_the_run_was_evaluated_with(run, folder, made)
     assert figures["predict.rows_per_s"] > 0 and figures["predict.skipped_rows"] == 0
     assert sorted(path.name for path in Path(made.path).iterdir()) == ["_predictions.json", "large"]
     again = predict(run.path, folder / "test", made.path, columns=COLUMNS)
-    assert again.metrics["predict.rows_per_s"] is None, "nothing was left to do"
+    assert again.metrics["predict.rows_per_s"] is None, "all files were already complete"
     assert again.metrics["predict.rows"] == ROWS
 
 

@@ -74,7 +74,7 @@ def test_columns_of_folders_may_also_be_read_by_transforms(file):
 
 
 def test_a_column_that_is_not_there(file):
-    with pytest.raises(DataError, match="no column 'txet' to carry; did you mean 'text'"):
+    with pytest.raises(DataError, match="column 'txet' does not exist in the input; did you mean 'text'"):
         CarriedColumns(("id", "txet")).schema(file)
 
 

@@ -118,7 +118,7 @@ def test_files_figures_and_the_command(run, data, tmp_path, group):
     assert (figures["predict.ids"], figures["predict.changed_ids"]) == (500, figures["changed"]["user"])
     assert figures["checkpoint"].endswith("step-0000000020")
     shown = CliRunner().invoke(app, words[:-1])
-    assert "nothing was left to do" in shown.stdout and "ids clamped or hashed" in shown.stdout
+    assert "all files were already complete" in shown.stdout and "ids clamped or hashed" in shown.stdout
     assert len(group) == 1
 
 
@@ -197,13 +197,18 @@ def test_what_is_refused(run, data, tmp_path):
     refused(RunError, "no run or checkpoint here", place=tmp_path)
     refused(RunError, "no checkpoint of step 7", "one of the steps 10, 20", checkpoint=7)
     refused(ConfigError, "--checkpoint is 'last'", checkpoint="last")
-    refused(DataError, "no column 'rwo' to carry; did you mean 'row'", out=tmp_path / "o", columns=["rwo"])
-    refused(ConfigError, "'row' is named twice", columns=["row", "row"])
-    refused(ConfigError, "'score' would have the name", columns=["score"])
-    refused(ConfigError, "among their input", out=data / "scores")
-    refused(ConfigError, "among their input", data=data / "part-0.parquet", out=data)
-    refused(ConfigError, "other --columns: row", "choose another --out", columns=["row", "price"])
-    refused(ConfigError, "holds predictions of", "step-0000000020", checkpoint=10)
+    refused(
+        DataError,
+        "column 'rwo' does not exist in the input; did you mean 'row'",
+        out=tmp_path / "o",
+        columns=["rwo"],
+    )
+    refused(ConfigError, "'row' is repeated", columns=["row", "row"])
+    refused(ConfigError, "'score' conflicts with a score column", columns=["score"])
+    refused(ConfigError, "into their input folder", out=data / "scores")
+    refused(ConfigError, "into their input folder", data=data / "part-0.parquet", out=data)
+    refused(ConfigError, "different --columns: row", "choose another --out", columns=["row", "price"])
+    refused(ConfigError, "contains predictions of checkpoint", "step-0000000020", checkpoint=10)
     refused(ConfigError, "tables.user.out_of_range=hash", overrides=["tables.user.out_of_range=clamp"])
     refused(ConfigError, "has no part in an evaluation", overrides=["model.top_mlp=[3]"])
     (tmp_path / "text").mkdir()
@@ -211,7 +216,7 @@ def test_what_is_refused(run, data, tmp_path):
     refused(DataError, "no Parquet files", data=tmp_path / "text")
     refused(ConfigError, "holds other files, such as a.csv", out=tmp_path / "text")
     other = parquet.write(tmp_path / "other", 500, 4)
-    refused(ConfigError, f"predictions of other rows, from {data}", data=other)
+    refused(ConfigError, f"predictions of different rows, from {data}", data=other)
     with PredictionFolder(str(out)).hold():
         refused(RunError, "another process writes to this folder")
 
@@ -236,5 +241,5 @@ def test_input_that_has_changed(run, data, tmp_path):
     price = pa.array(np.zeros(len(table), np.float32))
     at = table.column_names.index("price")
     pq.write_table(table.set_column(at, "price", price), data / "part-1.parquet", row_group_size=50)
-    with pytest.raises(ConfigError, match="the input's files have changed"):
+    with pytest.raises(ConfigError, match="the input files have changed"):
         predict(run, data, tmp_path / "out", columns=["row"])

@@ -92,7 +92,7 @@ def test_parts_that_are_not_as_they_were_written_are_not_used(task):
     spans = spans_of(task)[:2]
     written(task, spans)
     pq.write_table(pa.table({"id": range(20)}), f"{task.out}/{task.part_of(spans[1])}")
-    with pytest.raises(RunError, match="not as it was written"):
+    with pytest.raises(RunError, match="is damaged or has changed"):
         assemble(task, spans)
     assert not (PredictionFolder(task.out).names() & {"a.parquet"})
 

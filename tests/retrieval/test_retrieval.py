@@ -170,7 +170,7 @@ def test_the_index_says_what_it_is(run, folder, made):
     assert about["item"] == "item" and about["faiss"] == "HNSW8" and about["index.items"] == ITEMS
     assert about["index.recall@10"] > 0.9 and about["index.queries"] == ROWS
     again = index(run.path, folder / "items", made.path, faiss="HNSW8")
-    assert again.metrics["predict.rows_per_s"] is None, "the vectors stay"
+    assert again.metrics["predict.rows_per_s"] is None, "the vectors are kept"
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_settings_that_cannot_be_met_are_refused(folder, tmp_path, changes, erro
 
 
 def test_searches_that_cannot_be_answered(model, made):
-    with pytest.raises(ConfigError, match=r"of shape \[9\]"):
+    with pytest.raises(ConfigError, match=r"the shape \[9\]"):
         raytrec.load_index(made.path).search(np.zeros(9))
     with pytest.raises(DataError, match="column 'age' is missing"):
         model.vectors({"user": 7, "history": []})

@@ -232,7 +232,7 @@ def test_parts_of_a_model_that_no_export_has_are_refused(edit, entries, tmp_path
 def test_expressions_are_calls_of_known_functions(text, entries, tmp_path):
     size = {"as_expr": {"expr_str": text, "hint": None}}
     edit = lambda model: graph(model)["tensor_values"].update(y={"sizes": [size]})  # noqa: E731
-    with pytest.raises(RunError, match="the program contains the expression"):
+    with pytest.raises(RunError, match="the program contains the unsupported expression"):
         load_program(write(tmp_path / "predict.pt2", edited(entries, MODEL, edit)), 1)
 
 

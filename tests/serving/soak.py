@@ -119,7 +119,7 @@ class Swaps:
         try:
             promote(self._copy("whole", change), service=self._service.url, name=None)
         except RunError as error:
-            assert "not the file that was" in error.what or "scores differ" in error.what, error
+            assert "differs from the exported file" in error.what or "exported scores" in error.what, error
         else:
             raise AssertionError(f"{change.__name__}: it was promoted")
 

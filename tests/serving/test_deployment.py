@@ -41,7 +41,7 @@ def test_exports_in_the_folder_are_accepted_with_links_resolved(root):
 )
 def test_places_outside_of_the_folder_are_refused(root, place):
     for uri in (f"{root}/{place}", f"file://{root}/{place}", f"file://{root}/{place.replace('.', '%2e')}"):
-        with pytest.raises(RefusedRequest, match="not in the folder"):
+        with pytest.raises(RefusedRequest, match="outside the folder"):
             resolve_export(uri, str(root / "exports"))
 
 

@@ -158,7 +158,7 @@ def test_other_versions_are_named_and_not_compared(made, loaded, training, tmp_p
     found.show()
     shown = capsys.readouterr().out
     assert f"60 rows of {other.version}" in shown and "differs      nothing" in shown and "psi" in shown
-    with pytest.raises(RunError, match="no rows of this export") as caught:
+    with pytest.raises(RunError, match="contains no rows of this export") as caught:
         skew(str(tmp_path / "more"), made[0])
     assert other.version in caught.value.expected
 

@@ -1,23 +1,23 @@
 "use strict";
 const REFRESH_MS = 5000;
 const find = (id) => document.getElementById(id);
-let token = sessionStorage.getItem("raytrec-token") ?? "", seen = null;
+let token = sessionStorage.getItem("raytrec-token") ?? "", overview = null;
 
-// Asks the service: the answer and its text.
+// Send a request; return the response and its text.
 async function ask(path, options = {}) {
   const headers = { ...options.headers, ...(token && { Authorization: `Bearer ${token}` }) };
   const answer = await fetch(path, { ...options, headers, cache: "no-store" });
   return { answer, text: await answer.text() };
 }
 
-// Elements with text: what comes from data is never taken for HTML.
-function made(tag, text = "", kind = "") {
+// Create an element with text. Data is never parsed as HTML.
+function makeElement(tag, text = "", kind = "") {
   const element = document.createElement(tag);
   element.textContent = text;
   element.className = kind;
   return element;
 }
-const facts = (pairs) => pairs.flatMap(([name, value]) => [made("dt", name), made("dd", value)]);
+const facts = (pairs) => pairs.flatMap(([name, value]) => [makeElement("dt", name), makeElement("dd", value)]);
 
 function age(seconds) {
   const units = [["days", 86400], ["h", 3600], ["min", 60], ["s", 1]];
@@ -27,7 +27,7 @@ function age(seconds) {
 const number = (value) => (value >= 100 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(3))));
 
 function show() {
-  const { model, before, replicas } = seen, versions = Object.values(replicas);
+  const { model, before, replicas } = overview, versions = Object.values(replicas);
   find("name").textContent = document.title = model.run;
   const how = versions.length === 1 ? "1 replica" : `${versions.length} replicas`;
   find("state").textContent = `${model.version} · ${how}`;
@@ -35,24 +35,24 @@ function show() {
     ["version", model.version],
     ["trained", `run ${model.run}, step ${model.step.toLocaleString("en")}`],
     ["exported", `${new Date(model.made).toLocaleString()}, ${age(model.age_s)} ago`],
-    ["before it", before ?? "none"],
+    ["previous", before ?? "none"],
   ]));
   find("differ").hidden = new Set(versions).size < 2;
   find("replicas").replaceChildren(...Object.entries(replicas).map(([name, version]) => {
-    const row = made("tr");
-    row.append(made("td", name), made("td", version, version === model.version ? "" : "bad"));
+    const row = makeElement("tr");
+    row.append(makeElement("td", name), makeElement("td", version, version === model.version ? "" : "bad"));
     return row;
   }));
   find("ask-token").hidden = true;
   find("all").hidden = false;
 }
 
-// The error of an answer: error, where, expected and do.
+// Return the parts of an error: error, where, expected and do.
 function errorOf(text) {
   try {
     return Object.entries(JSON.parse(text)).map(([name, value]) => [name, String(value)]);
   } catch {
-    return [["error", text || "an empty answer"]];
+    return [["error", text || "empty response"]];
   }
 }
 
@@ -60,19 +60,19 @@ async function refresh() {
   try {
     const { answer, text } = await ask("model");
     if (answer.ok) {
-      const first = !seen;
-      seen = JSON.parse(text);
+      const first = !overview;
+      overview = JSON.parse(text);
       show();
       if (first) find("body").value = (await ask("example")).text;
     } else if (answer.status === 401) {
-      find("state").textContent = token ? "The service refuses this token." : "The service asks for a token.";
+      find("state").textContent = token ? "The service rejected this token." : "The service requires a token.";
       find("ask-token").hidden = false;
       find("all").hidden = true;
     } else {
       find("state").textContent = errorOf(text).map(([name, value]) => `${name}: ${value}`).join(" · ");
     }
   } catch (error) {
-    find("state").textContent = `The service does not answer: ${error.message}`;
+    find("state").textContent = `The service does not respond: ${error.message}`;
   }
 }
 
@@ -87,23 +87,23 @@ find("ask-token").addEventListener("submit", (event) => {
 find("try").addEventListener("submit", async (event) => {
   event.preventDefault();
   const began = performance.now(), body = find("body").value;
-  let status = "", parts = [], shown = "";
+  let status = "", parts = [], result = "";
   try {
     const { answer, text } = await ask("predict", { method: "POST", body, headers: { "Content-Type": "application/json" } });
     status = `${answer.status}${answer.ok ? "" : ` ${answer.statusText}`}`;
-    if (answer.ok) shown = text; else parts = errorOf(text);
+    if (answer.ok) result = text; else parts = errorOf(text);
   } catch (error) {
-    status = `no answer: ${error.message}`;
+    status = `no response: ${error.message}`;
   }
   find("outcome").textContent = `${status} · ${number(performance.now() - began)} ms`;
-  find("outcome").className = shown ? "" : "bad";
+  find("outcome").className = result ? "" : "bad";
   find("error").replaceChildren(...facts(parts));
   find("error").hidden = !parts.length;
-  find("answer").textContent = shown;
-  find("answer").hidden = !shown;
+  find("answer").textContent = result;
+  find("answer").hidden = !result;
 });
 
 setInterval(() => {
-  if (!document.hidden && find("ask-token").hidden) refresh();  // not while a token is asked for
+  if (!document.hidden && find("ask-token").hidden) refresh();  // not while the token form is open
 }, REFRESH_MS);
 refresh();
