@@ -21,7 +21,7 @@ class AmbiguousColumnError(KeyError):
     """Error for a name that more than one column or field has."""
 
     def __init__(self, name: str):
-        super().__init__(f"column {name} is there more than once")
+        super().__init__(f"column {name} exists more than once")
 
 
 def find_column(schema: pa.Schema, name: str) -> Path | None:
@@ -139,7 +139,7 @@ def pick_columns(table: pa.Table, names: list[str]) -> pa.Table:
 def _path(schema: pa.Schema, name: str) -> Path:
     path = find_column(schema, name)
     if path is None:
-        raise KeyError(f"column {name} is gone")
+        raise KeyError(f"column {name} no longer exists")
     return path
 
 

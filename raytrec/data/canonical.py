@@ -126,9 +126,9 @@ def unnest_candidates(
         array = to_plain_array(table[name])
         if (row := find_first_null(array)) is not None:
             raise DataError(
-                f"column '{name}' has a null in place of a list",
+                f"column '{name}' contains a null instead of a list",
                 where=place.of(name, row),
-                expected="a value for each candidate; an empty list where a request has none",
+                expected="a list with one value per candidate, or an empty list without candidates",
                 do="correct the data; or skip such rows: data.on_error=skip",
             )
         ends, values = unnest(array)
@@ -136,10 +136,10 @@ def unnest_candidates(
         if unlike := find_first_length_mismatch(ends, offsets):
             row, length, other = unlike
             raise DataError(
-                f"'{name}' has {length} values, and '{first}' has {other}",
+                f"column '{name}' has {length} values, but column '{first}' has {other}",
                 where=place.of(name, row),
                 expected="one value for each candidate of the row",
-                do=f"correct the data, or schema.yaml, candidates: [{scalar(first)}, {scalar(name)}, …]",
+                do=f"correct the data, or candidates: [{scalar(first)}, {scalar(name)}, …] in schema.yaml",
             )
         found[name] = values
     rows = pa.array(np.repeat(np.arange(table.num_rows), np.diff(offsets)))
@@ -161,11 +161,11 @@ def cast_reserved_column(table: pa.Table, name: str, form: ResolvedReadPlan, pla
         return array.cast(kind)
     except pa.ArrowInvalid as error:
         raise DataError(
-            f"reserved column '{name}' is {array.type} here and {kind} in all files together: "
+            f"cannot cast reserved column '{name}' from {array.type} to {kind}, the type in all files: "
             f"{str(error).splitlines()[0]}",
             where=place.of(name),
-            expected=f"values that {kind} holds",
-            do="write the files with one type, or use data.transforms: {do: cast, …}",
+            expected=f"values that can be cast to {kind}",
+            do="write all files with the same type, or use data.transforms: {do: cast, …}",
         ) from None
 
 

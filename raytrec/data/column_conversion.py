@@ -55,11 +55,11 @@ def numbers(
     array = to_plain_array(column)
     if (row := find_first_null(array)) is not None:
         raise DataError(
-            f"column '{name}' has a null",
+            f"column '{name}' contains a null",
             where=place.of(name, row),
             expected="a number in every row of a dense column, label or sample weight",
-            do=f"{also}data.transforms: {{do: fill_null, columns: [{scalar(name)}], value: 0}}; or skip such "
-            "rows: data.on_error=skip",
+            do=f"{also}add to data.transforms: {{do: fill_null, columns: [{scalar(name)}], value: 0}}; or "
+            "skip such rows: data.on_error=skip",
         )
     values = as_floats(array, dtype)
     check_finite(values, name, place)
@@ -144,11 +144,11 @@ def convert_float_ids(array: pa.Array, feature: str, column: str, place: Place) 
     exact = missing | ((np.abs(values) < EXACT) & (values == np.floor(values)))
     if (row := find_first_true(~exact)) is not None:
         raise DataError(
-            f"feature '{feature}' has {values[row]:.17g}",
+            f"sparse feature '{feature}' contains the value {values[row]:.17g}",
             where=place.of(feature, row),
-            expected="ids: whole numbers below 2**53 in a column of floats",
-            do=f"list it under dense; or data.transforms: {{do: bucketize, columns: [{scalar(column)}], "
-            "boundaries: […]}; or skip such rows: data.on_error=skip",
+            expected="ids; in a column of floats, whole numbers below 2**53",
+            do=f"list the column under dense; or add to data.transforms: {{do: bucketize, columns: "
+            f"[{scalar(column)}], boundaries: […]}}; or skip such rows: data.on_error=skip",
         )
     return pa.array(np.where(missing, 0, values).astype(np.int64), mask=missing)
 
@@ -167,11 +167,11 @@ def check_finite(values: np.ndarray, name: str, place: Place, rows: Callable[[in
     """Raise DataError if a value is NaN or infinite. `rows` maps the index of a value to its row."""
     if (at := find_first_true(~np.isfinite(values))) is not None:
         raise DataError(
-            f"column '{name}' has {values[at]:g}".replace("nan", "NaN"),
+            f"column '{name}' contains {values[at]:g}".replace("nan", "NaN"),
             where=place.of(name, rows(at)),
             expected="finite numbers",
-            do=f"data.transforms: {{do: fill_null, columns: [{scalar(name)}], value: 0}} for NaN, clip or "
-            "log for what is too large; or skip such rows: data.on_error=skip",
+            do=f"add to data.transforms: {{do: fill_null, columns: [{scalar(name)}], value: 0}} for NaN, "
+            "clip or log for values that are too large; or skip such rows: data.on_error=skip",
         )
 
 
@@ -221,7 +221,7 @@ def label_of(column: pa.ChunkedArray, name: str, form: ResolvedReadPlan, place: 
         if allowed:
             values[~there] = np.clip(np.float32(0), *allowed)
     else:
-        also = f"tasks: [{{label: {scalar(name)}, nulls: skip}}]; or "
+        also = f"set tasks: [{{label: {scalar(name)}, nulls: skip}}]; or "
         values, there = numbers(column, name, place, also), None
     low, high = allowed or (-np.inf, np.inf)
     wrong, kind = (values < low) | (values > high), "number"
@@ -231,9 +231,9 @@ def label_of(column: pa.ChunkedArray, name: str, form: ResolvedReadPlan, place: 
         raise DataError(
             f"label '{name}' is {values[row]:g}",
             where=place.of(name, row),
-            expected=f"a {kind} in [{low:g}, {high:g}], which its task's loss takes",
-            do=f"data.transforms: {{do: binarize, columns: [{scalar(name)}], at_least: NUMBER}}; or learn "
-            f"the number itself: tasks: [{{label: {scalar(name)}, loss: mse}}]",
+            expected=f"a {kind} in [{low:g}, {high:g}], the range of the task's loss",
+            do=f"add to data.transforms: {{do: binarize, columns: [{scalar(name)}], at_least: NUMBER}}; or "
+            f"learn the number with a regression loss: tasks: [{{label: {scalar(name)}, loss: mse}}]",
         )
     return values, there
 
@@ -282,7 +282,7 @@ def _read_sample_weights(column: pa.ChunkedArray, name: str, place: Place) -> np
             f"sample weight '{name}' is {values[row]:g}",
             where=place.of(name, row),
             expected="a finite number ≥ 0",
-            do=f"data.transforms: {{do: clip, columns: [{scalar(name)}], low: 0}}; or skip such rows: "
+            do=f"add to data.transforms: {{do: clip, columns: [{scalar(name)}], low: 0}}; or skip such rows: "
             "data.on_error=skip",
         )
     return values
@@ -295,7 +295,7 @@ def _read_mask(column: pa.ChunkedArray, name: str, place: Place) -> np.ndarray:
         raise DataError(
             f"mask '{name}' is {values[row]:g}",
             where=place.of(name, row),
-            expected="0 or 1 (false or true) in a column that a task's `mask` names",
-            do=f"data.transforms: {{do: binarize, columns: [{scalar(name)}], at_least: NUMBER}}",
+            expected="0 or 1 (false or true) in the column of a task's `mask`",
+            do=f"add to data.transforms: {{do: binarize, columns: [{scalar(name)}], at_least: NUMBER}}",
         )
     return values == 1

@@ -74,12 +74,12 @@ class FileIdentity:
         """Return how the file's current content `other` differs from this earlier content, in words."""
         if self.groups != other.groups:
             now, was = ((sum(r for _, r in c.groups), len(c.groups)) for c in (other, self))
-            return "{:,} rows in {} row groups, and had {:,} in {}".format(*now, *was)
+            return "{:,} rows in {} row groups, previously {:,} in {}".format(*now, *was)
         if self.size != other.size:
-            return f"{other.size:,} bytes, and had {self.size:,}"
+            return f"{other.size:,} bytes, previously {self.size:,}"
         if self.footer != other.footer:
-            return "another footer: its columns' sizes or statistics have changed"
-        return "as many rows and bytes as before, but other values"
+            return "a different footer: sizes or statistics of columns have changed"
+        return "the same number of rows and bytes, but different values"
 
 
 def look(dataset: Dataset) -> list[FileIdentity]:
@@ -121,12 +121,12 @@ def fingerprint(contents: Iterable[FileIdentity] | None) -> str:
 def differences(before: list[FileIdentity], after: list[FileIdentity]) -> list[str]:
     """Return the differences between two lists of contents, one line for each file that has changed."""
     was, now = (_by_name(contents) for contents in (before, after))
-    lines = [f"{was[key].name}: gone" for key in was if key not in now]
-    lines += [f"{now[key].name}: new" for key in now if key not in was]
+    lines = [f"{was[key].name}: removed" for key in was if key not in now]
+    lines += [f"{now[key].name}: added" for key in now if key not in was]
     changed = [(was[key], now[key]) for key in was if key in now and was[key] != now[key]]
     lines += [f"{old.name}: {old.difference(new)}" for old, new in changed]
     if not lines and [c.name for c in before] != [c.name for c in after]:
-        lines = ["the order of the files"]
+        lines = ["the order of the files has changed"]
     return lines
 
 
@@ -196,9 +196,9 @@ def _read_with_retry(path: str, read: Callable[[pa.NativeFile, int | None], File
         return retry_read(path, attempt)
     except (pa.ArrowException, OSError) as error:
         raise DataError(
-            f"cannot be read: {first_line(error)}",
+            f"cannot read the file: {first_line(error)}",
             where=path,
-            expected=storage_hint(path) + "a whole file that does not change while it is read",
+            expected=storage_hint(path) + "a complete file that does not change while it is read",
         ) from None
 
 

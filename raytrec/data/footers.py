@@ -43,7 +43,7 @@ def _check_claims(footer: pq.FileMetaData, size: int) -> None:
     for g in range(footer.num_row_groups):
         group = footer.row_group(g)
         if not 0 <= group.num_rows <= MOST_ROWS:
-            raise ImplausibleFooterError(f"its footer claims {group.num_rows:,} rows in row group {g}")
+            raise ImplausibleFooterError(f"the footer claims {group.num_rows:,} rows in row group {g}")
         # Only one column of ordinary row groups is checked, because there may be millions of row groups.
         for c in range(
             group.num_columns if group.num_rows > MIN_FULLY_CHECKED_ROWS else min(1, group.num_columns)
@@ -51,7 +51,7 @@ def _check_claims(footer: pq.FileMetaData, size: int) -> None:
             chunk, column = group.column(c), footer.schema.column(c)
             begin = min(chunk.data_page_offset, chunk.dictionary_page_offset or chunk.data_page_offset)
             held = chunk.total_compressed_size
-            what = f"its footer claims {group.num_rows:,} rows in row group {g}, and of column {column.path}"
+            what = f"the footer claims {group.num_rows:,} rows in row group {g}, but for column {column.path}"
             if begin < 0 or held < 0 or begin + held > size:
                 raise ImplausibleFooterError(
                     f"{what} {held:,} bytes from byte {begin:,} on, in a file of {size:,} bytes"
@@ -74,9 +74,9 @@ def _check_not_encrypted(uri: str, tail: bytes, footer: pq.FileMetaData | None =
     signature = int.from_bytes(tail[:4], "little") - footer.serialized_size if footer else 0
     if tail[4:] == b"PARE" or signature == SIGNATURE_BYTES:
         raise DataError(
-            "the file is encrypted, or some of its columns are",
+            "the file or some of its columns are encrypted",
             where=uri,
-            expected="Parquet without encryption, as raytrec has no keys",
+            expected="an unencrypted Parquet file, because raytrec does not support encryption keys",
             do="write the file again without encryption, or remove it",
         )
 
@@ -103,9 +103,9 @@ def read_footer(uri: str) -> pq.FileMetaData:
         _ = metadata.schema.to_arrow_schema().names, metadata.schema.names  # raises if names are not UTF-8
     except (pa.ArrowException, OSError, UnicodeDecodeError, ImplausibleFooterError) as error:
         raise DataError(
-            f"not a whole Parquet file: {str(error).splitlines()[0]}",
+            f"the file is not a complete Parquet file: {str(error).splitlines()[0]}",
             where=uri,
-            expected=storage_hint(uri) + "a readable footer; the file may be cut off, or still being written",
+            expected=storage_hint(uri) + "a readable footer; the file may be cut off or still being written",
             do="write or copy the file again, or remove it",
         ) from None
     return metadata
@@ -191,7 +191,7 @@ def explain_empty_tasks(excluded: Iterable[dict[str, list[set[str]]]]) -> dict[s
         for task, of_groups in of_file.items():
             of_tasks.setdefault(task, []).extend(of_groups)
     return {
-        task: min(set.intersection(*reasons), default="its mask, weight and label exclude every row together")
+        task: min(set.intersection(*reasons), default="its mask, weight and label together exclude every row")
         for task, reasons in of_tasks.items()
         if reasons and all(reasons)
     }
@@ -225,7 +225,7 @@ def _list_exclusion_conditions(
         yield task.label, f"its label '{task.label}' is null in every row", _is_all_null
     for mask in (task.mask, task.mask_label):
         if mask:
-            yield mask, f"its mask '{mask}' is nowhere 1", partial(_stays_below, bound=1, reaches=True)
+            yield mask, f"its mask '{mask}' is not 1 in any row", partial(_stays_below, bound=1, reaches=True)
     if task.sample_weight:
         why = f"its sample weight '{task.sample_weight}' is 0 in every row"
         yield task.sample_weight, why, partial(_stays_below, bound=0, reaches=False)

@@ -180,10 +180,10 @@ def scan(
     found_groups = tuple(group for found in seen for group in found.groups)
     if not found_groups:
         raise DataError(
-            "there are no rows",
+            "the dataset has no rows",
             where=f"{key}={name_of(places)}",
-            expected=f"rows in its {listing}"
-            + (f", of which {len(left_out)} are skipped: {left_out[0].what}" if left_out else ""),
+            expected=f"at least one row in {listing}"
+            + (f"; {len(left_out)} files are skipped: {left_out[0].what}" if left_out else ""),
         )
     lists = frozenset().union(*(found.lists for found in seen))
     bad = tuple(g for found in seen for g in found.groups if not skip and g.index in found.accused)
@@ -265,17 +265,17 @@ def _unify_types(
         merged = {n: _common_type(types.get(n), file.types[n]) for n in names if n not in from_folders}
         if name := next((n for n in from_folders if n not in in_path), None):
             odd[file.uri] = DataError(
-                f"column '{name}' is missing: other files are in folders {name}=…",
+                f"column '{name}' is missing, but other files are in folders {name}=…",
                 where=file.uri,
-                expected="all files in such folders",
+                expected=f"all files in folders {name}=VALUE",
                 do=f"move the file into a folder {name}=VALUE, or name another column",
             )
         elif name := next((n for n, kind in merged.items() if kind is None), None):
             odd[file.uri] = DataError(
-                f"reserved column '{name}' is {file.types[name]} here, and {types[name]} in the files before",
+                f"reserved column '{name}' has type {file.types[name]}, but {types[name]} in other files",
                 where=f"{file.uri}, column {name}",
-                expected="one type in all files, or integers, or texts, of several widths",
-                do="write the files with one type, or use data.transforms: {do: cast, …}",
+                expected="the same type in all files, or integer or text types of different widths",
+                do="write all files with the same type, or use data.transforms: {do: cast, …}",
             )
         else:
             types = merged

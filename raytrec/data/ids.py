@@ -63,10 +63,10 @@ def single(table: pa.Table, feature: Feature, no_id: int) -> np.ndarray:
     array = to_plain_array(table[feature.column])
     if is_list(array.type):
         raise DataError(
-            f"feature '{feature.name}' is a list here",
+            f"feature '{feature.name}' has changed to a column of lists",
             where=feature.place.of(feature.name),
-            expected="one id a row, as when the files' columns were looked at",
-            do="do not change the files while they are read",
+            expected="one id per row, as in the earlier scan of the files",
+            do="do not modify the files while they are read",
         )
     array = convert_float_ids(array, feature.name, feature.column, feature.place)
     if array.null_count == 0 and pa.types.is_integer(array.type):
@@ -89,10 +89,10 @@ def bags(table: pa.Table, feature: Feature) -> tuple[np.ndarray, np.ndarray, np.
     rows = rows_of(offsets)
     if (at := find_first_null(flat)) is not None:
         raise DataError(
-            f"feature '{name}' has a null inside a list",
+            f"feature '{name}' contains a null inside a list",
             where=feature.place.of(name, rows(at)),
-            expected="ids; an empty list, or null for the whole list, when there are none",
-            do=f"data.transforms: {{do: drop_null, columns: [{scalar(feature.column)}]}}",
+            expected="ids; an empty list, or null instead of the list, for a row without ids",
+            do=f"add to data.transforms: {{do: drop_null, columns: [{scalar(feature.column)}]}}",
         )
     ids = _ids(flat, feature, rows)
     if spec.weights is None:
@@ -113,15 +113,15 @@ def _align_with_ids(table: pa.Table, name: str, feature: Feature, offsets: np.nd
     if unlike := find_first_length_mismatch(ends, offsets):
         row, length, ids = unlike
         raise DataError(
-            f"'{name}' has {length} values for {ids} ids of '{feature.name}'",
+            f"column '{name}' has {length} values for {ids} ids of feature '{feature.name}'",
             where=feature.place.of(name, row),
-            expected="one value for each id",
+            expected="one value per id",
         )
     if (at := find_first_null(flat)) is not None:
         raise DataError(
-            f"column '{name}' has a null inside a list",
+            f"column '{name}' contains a null inside a list",
             where=feature.place.of(name, rows_of(offsets)(at)),
-            expected=f"a value for each id of '{feature.name}'",
+            expected=f"a value for each id of feature '{feature.name}'",
             do="correct the data; or skip such rows: data.on_error=skip",
         )
     return flat
@@ -165,7 +165,7 @@ def _in_range(ids: np.ndarray, feature: Feature, rows: Callable[[int], int]) -> 
     if table.out_of_range == "error":
         at, key = int(outside.argmax()), f"tables.{feature.spec.table}"
         raise DataError(
-            f"id {ids[at]} of feature '{name}' is not in table '{feature.spec.table}'",
+            f"id {ids[at]} of feature '{name}' is out of range for table '{feature.spec.table}'",
             where=feature.place.of(name, rows(at)),
             expected=f"0 ≤ id < {table.rows} ({key}.rows)",
             do=f"correct the data or {key}.rows, or set {key}.out_of_range to clamp or hash, or {key}.ids to "
@@ -295,4 +295,4 @@ def _keys(array: pa.Array) -> np.ndarray:
         return hash_bits(values.view(np.uint64)).view(np.int64)
     if is_text(array.type):
         return hash_text_bits(array).view(np.int64)
-    raise TypeError(f"a column of {kind} has no keys")
+    raise TypeError(f"cannot compute group keys of a column of type {kind}")

@@ -39,7 +39,7 @@ TEMPORARY_SUFFIXES = (
 )
 REASON_HIDDEN, TWICE, REASON_OUTSIDE_PARTITIONS = "hidden", "reached twice", "outside data.partitions"
 MAX_NAMES_PER_REASON = 100  # maximum number of names for each reason in the run folder
-REASON_UNREADABLE = "not readable files: pipes, devices, links to nothing, or names that are not UTF-8"
+REASON_UNREADABLE = "not readable files: pipes, devices, broken links, or names that are not UTF-8"
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,10 @@ def list_files(places: str | list[str], key: str, between: PartitionBounds = ALL
         counts = Counter(file if "://" in file else os.path.realpath(file) for file in files)
         if twice := [file for file, count in counts.items() if count > 1]:
             raise DataError(
-                f"{len(twice)} files are named twice, the first is {twice[0]}",
+                f"{len(twice)} files are listed more than once; the first is {twice[0]}",
                 where=f"{key}={name_of(places)}",
-                expected="folders that do not hold each other",
-                do="name each folder once: every row is trained once an epoch",
+                expected="folders that do not contain each other",
+                do="list each folder once, because every row is trained once per epoch",
             )
     return Listing(tuple(files), dict(left_out))
 
@@ -117,13 +117,13 @@ def _list_folder(uri: str, key: str, between: PartitionBounds) -> Listing:
         kind = filesystem.get_file_info(path).type
         if kind == fs.FileType.NotFound:
             raise DataError(
-                "there is no such folder",
+                "the folder does not exist",
                 where=where,
                 expected="a folder of .parquet files, or a list of folders: [a, b]; globs are not expanded",
                 do="correct the path, or write the data with `raytrec prepare`",
             )
         if kind == fs.FileType.Unknown:
-            raise DataError("this is not a file, but a pipe or a device", where=where, expected="Parquet")
+            raise DataError("the path is a pipe or a device", where=where, expected="a Parquet file")
         local, linked = filesystem.type_name == "local", set[str]()
         left_out = defaultdict[str, list[str]](list)
         entries: list[ListedFile] = []
@@ -140,10 +140,10 @@ def _list_folder(uri: str, key: str, between: PartitionBounds) -> Listing:
     files = _select_parquet_files(filesystem, path, entries, left_out, where)
     if not files:
         raise DataError(
-            "the folder holds no Parquet files",
+            "the folder contains no Parquet files",
             where=where,
-            expected="files named *.parquet, or others that begin and end as Parquet does",
-            do=f"it has: {Listing((), dict(left_out))}" if left_out else None,
+            expected="files named *.parquet, or other files that begin and end with Parquet's magic bytes",
+            do=f"check the entries of the folder: {Listing((), dict(left_out))}" if left_out else None,
         )
     if any(between):
         chosen = within(files, path, between, uri)
@@ -260,10 +260,10 @@ def _select_parquet_files(
             unknown.append(path)
     if named := sorted(path for path in odd if path.lower().endswith(".parquet")):
         raise DataError(
-            f"{len(named)} of the .parquet in the folder are {REASON_UNREADABLE}",
+            f"{len(named)} entries named *.parquet are {REASON_UNREADABLE}",
             where=f"{where}, {named[0]}",
-            expected="files",
-            do="remove them, or name them with _ at the beginning",
+            expected="regular files with UTF-8 names",
+            do="remove these entries, or rename them with a leading _",
         )
     if odd:
         left_out[REASON_UNREADABLE] += odd

@@ -94,18 +94,18 @@ def within(paths: list[str], root: str, between: PartitionBounds, uri: str) -> l
         for rank, bound in ((first, between[0]), (last, between[1])):
             if [key for key, *_ in rank] != [key for key, *_ in ranks[: len(rank)]]:
                 raise DataError(
-                    f"a file's partition is {partition or 'none'}; data.partitions has {bound}",
+                    f"the partition of a file is {partition or 'none'}, but data.partitions has {bound}",
                     where=path,
-                    expected="folders key=value with data.partitions's keys, from the outermost on",
+                    expected="folders key=value with the keys of data.partitions, from the outermost on",
                     do="correct data.partitions, or remove files that are not in such folders",
                 )
         if first <= ranks[: len(first)] and ranks[: len(last)] <= last:
             chosen.append(path)
     if not chosen:
         raise DataError(
-            f"no partition between {between[0] or 'the first'} and {between[1] or 'the last'}",
+            f"no partition exists between {between[0] or 'the first'} and {between[1] or 'the last'}",
             where=f"data.partitions, {uri}",
-            expected=f"some of the {len(paths)} files there, such as {paths[0].removeprefix(root)}",
+            expected=f"a range with some of the {len(paths)} files, such as {paths[0].removeprefix(root)}",
         )
     return chosen
 
@@ -116,7 +116,7 @@ def _check_bound(bound: str) -> str:
         raise DataError(
             f"'{bound}' is not a partition",
             where="data.partitions",
-            expected="key=value, or several with / between them: date=2026-11-07/hour=11",
+            expected="key=value, or several pairs separated by /, such as date=2026-11-07/hour=11",
         )
     return "/".join(parts)
 
@@ -200,10 +200,10 @@ def check_no_table_format(filesystem: fs.FileSystem, path: str, inside: Iterable
             if found := pattern.search(entry):
                 table = entry[: found.start()]
                 raise DataError(
-                    f"the folder is {name} or part of one: its files also hold rows that were removed, "
+                    f"the folder is {name} or part of one: its files also contain rows that were removed, "
                     "replaced or never committed",
                     where=f"{where}, {table}{found.group()}",
-                    expected="a folder of Parquet files whose rows are all current",
+                    expected="a folder of Parquet files that contain only current rows",
                     do="write the current rows as plain Parquet: "
                     + TABLE_FORMATS[name][1].format(table=table),
                 )

@@ -75,7 +75,7 @@ def apply_transforms(
             raise _transform_error(number, transform, where, f"{kind}{first}") from error
         if not isinstance(after, pa.Table) or after.num_rows != table.num_rows:
             got = (
-                f"{after.num_rows} rows for {table.num_rows}" if isinstance(after, pa.Table) else type(after)
+                f"{after.num_rows} rows, not {table.num_rows}" if isinstance(after, pa.Table) else type(after)
             )
             raise _transform_error(number, transform, where, f"it returned {got}")
         table = after
@@ -86,7 +86,7 @@ def _transform_error(number: int, transform: Any, where: str, why: str) -> DataE
     return DataError(
         f"data.transforms[{number}] ({transform.do}) failed: {why}",
         where=where,
-        expected="a table with as many rows, in the same order",
+        expected="a table with the same number of rows, in the same order",
         do="correct the transform's settings, or the column",
     )
 
@@ -238,11 +238,11 @@ def _to_positions(ids: pa.Array, name: str, known: pa.Array | None) -> pa.Array:
     if known is not None and (is_text if is_text(known.type) else pa.types.is_integer)(ids.type):
         return pc.index_in(ids.cast(known.type), value_set=known, skip_nulls=True).cast(pa.int64())
     raise DataError(
-        f"sample draws {'whole numbers' if known is None else known.type}, and {name} holds {ids.type}",
+        f"sample draws {'whole numbers' if known is None else known.type}, but {name} has type {ids.type}",
         where=f"data.transforms, do: sample, exclude: {name}",
-        expected="columns of such ids as are drawn",
-        do="name a file of the ids to draw from, text with one in each line or Parquet: vocabulary: FILE; or "
-        "make numbers of the column first: {do: lookup_vocabulary, …}",
+        expected="columns of ids of the same type as the drawn ids",
+        do="set vocabulary: FILE to a file of the ids to draw, Parquet or text with one id per line; or "
+        "convert the column to numbers first: {do: lookup_vocabulary, …}",
     )
 
 

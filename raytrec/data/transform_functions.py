@@ -122,7 +122,7 @@ def read_vocabulary(uri: str, kind: pa.DataType | None) -> pa.Array:
         values = pa.array(read_text(uri).splitlines(), pa.string())
     values = values.cast(kind or values.type)
     if len(values.unique()) != len(values):
-        raise ValueError(f"{uri} has a value twice")
+        raise ValueError(f"{uri} contains duplicate values")
     return values
 
 
@@ -139,7 +139,7 @@ def read_cumulative_shares(uri: str, column: str, power: float) -> np.ndarray:
     table = pq.read_table(path, columns=[column], filesystem=filesystem)
     counts = to_plain_array(table.column(0)).cast(pa.float64()).to_numpy(zero_copy_only=False)
     if not (counts >= 0).all() or not 0 < counts.sum() < np.inf:
-        raise ValueError(f"{column} of {uri} must be numbers of at least 0, some above it, and no nulls")
+        raise ValueError(f"column {column} of {uri} must have numbers ≥ 0 with a positive sum, and no nulls")
     chances = np.where(counts > 0, counts, 1) ** power * (counts > 0)
     parts = np.ceil(chances / chances.sum() * 2**40).astype(np.int64)
     return np.concatenate([[0], np.cumsum(parts)])
@@ -153,12 +153,12 @@ def _binarize(spec: t.Binarize, array: pa.Array) -> pa.Array:
         array = pc.if_else(pc.is_nan(array), pa.scalar(None, pa.float64()), array)
     if spec.at_least is not None:
         if is_text(array.type):
-            raise TypeError(f"at_least takes numbers, not {array.type}; for text: positive: [TEXT, …]")
+            raise TypeError(f"at_least requires numbers, not {array.type}; for text, set positive: [TEXT, …]")
         return pc.greater_equal(array, float(spec.at_least)).cast(pa.int8())
     if wrong := [value for value in spec.positive if isinstance(value, str) != is_text(array.type)]:
         raise TypeError(
-            f"the column holds {kind}, and positive {wrong[0]!r}"
-            + ("; put it into quotes (YAML's bare yes, no and numbers are not text)" * is_text(array.type))
+            f"the column has type {kind}, but positive contains {wrong[0]!r}"
+            + ("; quote the value (in YAML, unquoted yes, no and numbers are not text)" * is_text(array.type))
         )
     known = spec.positive if is_text(array.type) else [float(value) for value in spec.positive]
     known = pa.array(known).cast(array.type)
@@ -210,11 +210,11 @@ def age(spec: t.Age, array: pa.Array, until: pa.Array | None) -> pa.Array:
     if types.is_duration(array.type):
         return _to_unit(_to_seconds(array), spec)
     if until is None and spec.until is None:
-        raise TypeError("age needs until or until_column, unless the column holds durations")
+        raise TypeError("age requires until or until_column unless the column contains durations")
     seen = _to_seconds(to_timestamps(array, spec.since_1970))
     if until is not None:
         if len(until) != len(array):
-            raise TypeError("until_column holds one time a row, and the times are in lists")
+            raise TypeError("until_column has one time per row, but the times are in lists")
         last = _to_seconds(to_timestamps(until, spec.since_1970))
     else:
         last = _to_seconds(to_timestamps(pa.array([spec.until]), None))[0]
@@ -255,7 +255,7 @@ def to_timestamps(array: pa.Array, since_1970: str | None) -> pa.Array:
     if types.is_integer(kind) or types.is_floating(kind):
         if since_1970 is None:
             raise TypeError(
-                f"these are numbers ({kind}): set since_1970 to the unit that they count: s, ms, us or ns"
+                f"the column contains numbers ({kind}): set since_1970 to their unit: s, ms, us or ns"
             )
         if types.is_floating(kind):
             array = pc.if_else(pc.is_finite(array), array, pa.scalar(None, kind))
@@ -263,4 +263,4 @@ def to_timestamps(array: pa.Array, since_1970: str | None) -> pa.Array:
             whole = pc.round(pc.multiply(array.cast(pa.float64()), scale)).cast(pa.int64())
             return whole.cast(pa.timestamp("us"))
         return array.cast(pa.int64()).cast(pa.timestamp(since_1970))
-    raise TypeError(f"a time, a date, ISO text or numbers are needed, not {kind}")
+    raise TypeError(f"the column must contain times, dates, ISO text or numbers, not {kind}")

@@ -235,11 +235,11 @@ class Objective:
         shape = ", ".join(map(str, logits.shape))
         one = "[rows]" if columns == 1 else f"[rows, {columns}]"
         return ConfigError(
-            f"the model gives logits of shape [{shape}] for {len(self.tasks)} tasks",
+            f"the model returns logits of shape [{shape}] for {len(self.tasks)} tasks",
             where="model.name, tasks",
             expected=f"[rows, {columns} + 2 · width of a vector]" if vectors else one,
-            do="give the model an output for each entry of tasks, and for each class, or change tasks"
-            + ("; its own loss is the column after them" if self.own_loss else ""),
+            do="add a model output for each entry of tasks and each class, or change tasks"
+            + ("; the model's own loss is the column after these outputs" if self.own_loss else ""),
         )
 
 

@@ -109,7 +109,7 @@ def check_group_columns(tasks: Sequence[Task], slices: Sequence[str], reserved: 
                 expected=f"one of data.reserve_columns: {', '.join(reserved)}"
                 if reserved
                 else "a column of data.reserve_columns",
-                do=f"add it: data.reserve_columns=[{', '.join(dict.fromkeys([*reserved, column]))}]",
+                do=f"set data.reserve_columns=[{', '.join(dict.fromkeys([*reserved, column]))}]",
             )
 
 
@@ -127,10 +127,10 @@ def check_frequency_columns(tasks: Sequence[Task], types: Mapping[str, pa.DataTy
     for column in (task.item_frequency for task in tasks if task.item_frequency is not None):
         if not pa.types.is_integer(types.get(column, pa.int64())):
             raise DataError(
-                f"'{column}', the frequency of items, is of type {types[column]}",
+                f"item frequency column '{column}' has type {types[column]}",
                 where=f"{uri}, column {column}",
                 expected="whole numbers",
-                do=f"data.transforms: {{do: cast, columns: [{column}], to: int64}}, or name another column",
+                do=f"add to data.transforms: {{do: cast, columns: [{column}], to: int64}}; or use another",
             )
 
 

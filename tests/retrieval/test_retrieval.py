@@ -203,7 +203,7 @@ def test_items_that_are_none_are_refused_before_anything_starts(folder, tmp_path
         (
             {"retrieval": {"seen": ["user"]}},
             DataError,
-            "'user', the items that rows have seen, is of type int64",
+            "column 'user' of seen items has type int64",
         ),
         ({"retrieval": {"at": [0]}}, ConfigError, "eval.retrieval.at"),
         ({"retrieval": {"item": "title"}}, DataError, "what eval.retrieval.item reads"),

@@ -116,7 +116,7 @@ def _read_pages(pieces: dict[int, ChunkBytes], cut: _RowSpan, columns: dict[str,
     except OSError as error:  # the bytes are in memory, so this is not a storage error
         raise ValueError(str(error)) from None
     if any(table.num_rows < rows for table in tables):
-        raise ValueError("the pages hold fewer rows")
+        raise ValueError("the pages contain fewer rows than requested")
     return tables
 
 

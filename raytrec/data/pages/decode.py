@@ -94,7 +94,7 @@ def _decode(path: str, group: int, first: int, rows: int, columns: list[str]) ->
     try:
         table = retry_read(path, partial(_read, path, group, first, rows, columns))
         if table.num_rows < rows:
-            raise IndexError(f"its pages hold fewer than {first + rows:,} rows, and its footer has more")
+            raise IndexError(f"the pages hold fewer than {first + rows:,} rows, but the footer has more")
     except (
         DamagedPageError,
         pa.ArrowException,
@@ -107,7 +107,7 @@ def _decode(path: str, group: int, first: int, rows: int, columns: list[str]) ->
         raise DataError(
             f"cannot decode the row group: {first_line(error)}",
             where=f"{path}, row group {group}",
-            expected=storage_hint(path) + "a whole Parquet file that does not change while it is read",
+            expected=storage_hint(path) + "a complete Parquet file that does not change while it is read",
             do="write or copy the file again, or skip its rows: data.on_error=skip",
         ) from None
     return table
@@ -118,7 +118,7 @@ def _read(path: str, group: int, first: int, rows: int, columns: list[str]) -> p
     info = filesystem.get_file_info(inner)
     if info.type == fs.FileType.NotFound:
         _open_files.files.pop(path, None)
-        raise FileNotFoundError(f"there is no such file any more: {path}")
+        raise FileNotFoundError(f"the file no longer exists: {path}")
     version = path, info.size, info.mtime_ns
     try:
         file, reader = _open_cached(version, lambda: filesystem.open_input_file(inner))
@@ -127,11 +127,11 @@ def _read(path: str, group: int, first: int, rows: int, columns: list[str]) -> p
             reader.metadata.row_group(group).num_rows,
         )
         if there < first + rows:
-            raise IndexError(f"it has {there:,} rows, and had {first + rows:,} or more before")
+            raise IndexError(f"it has {there:,} rows, but previously had {first + rows:,} or more")
         if there <= max(MAX_FULL_DECODE_ROWS, 2 * rows):
             table = reader.read_row_group(group, columns=asked, use_threads=False)
             if table.num_rows != there:
-                raise IndexError(f"its pages hold {table.num_rows:,} rows, its footer has {there:,}")
+                raise IndexError(f"the pages hold {table.num_rows:,} rows, but the footer has {there:,}")
             table = table.slice(first, rows)
         else:
             table = read_rows(file, version, reader, group, first, first + rows, asked)
