@@ -44,8 +44,8 @@ def check_present(
     """
     for column in columns:
         try:
-            found = find_column(arrow, column)
-            found = found if fields or len(found or ()) == 1 else None
+            path = find_column(arrow, column)
+            path = path if fields or len(path or ()) == 1 else None
         except AmbiguousColumnError:
             raise DataError(
                 f"column '{column}' exists more than once",
@@ -53,15 +53,15 @@ def check_present(
                 expected="a single column or struct field with this name",
                 do="write the file again with a unique name for each column",
             ) from None
-        if found is None:
-            known = list(dict.fromkeys([*arrow.names, *leaf_names(arrow), *form.types]))
-            near, named = find_similar_word(column, known), form.plan.named_by(column)
-            required = f"columns named by {named or 'the schema and data.transforms'}"
-            place = named or "the schema"
+        if path is None:
+            available = list(dict.fromkeys([*arrow.names, *leaf_names(arrow), *form.types]))
+            near, key = find_similar_word(column, available), form.plan.named_by(column)
+            required = f"columns named by {key or 'the schema and data.transforms'}"
+            place = key or "the schema"
             raise DataError(
                 f"column '{column}' is missing",
                 where=where,
-                expected=f"{required}, or folders {column}=VALUE; available: {_format_names(known)}",
+                expected=f"{required}, or folders {column}=VALUE; available: {_format_names(available)}",
                 do=f"did you mean '{near}'? Correct {place}" if near else f"correct {place} or the data",
             )
 
@@ -82,17 +82,17 @@ def check_types(arrow: pa.Schema, form: ResolvedReadPlan, uri: str) -> None:
         column = schema.column_of(name) if name in schema.sparse else name
         _check_candidates(arrow.field(column).type, column, uri)
 
-    def of_one(column: str) -> pa.DataType:
+    def get_value_type(column: str) -> pa.DataType:
         kind = arrow.field(column).type
         in_tasks = schema.candidates and column not in schema.columns  # masks and weights: numbers or lists
         return value_type(kind) if column in schema.candidates or in_tasks else kind
 
     for column in form.plan.labels:
-        if not (types.is_null(plain(of_one(column))) and form.plan.skips_nulls(column)):
-            _check_number(of_one(column), column, "label", uri)
+        if not (types.is_null(plain(get_value_type(column))) and form.plan.skips_nulls(column)):
+            _check_number(get_value_type(column), column, "label", uri)
     for read in form.plan.task_columns:
-        if read.role != "mask" or not types.is_null(plain(of_one(read.column))):
-            _check_number(of_one(read.column), read.column, read.role, uri)
+        if read.role != "mask" or not types.is_null(plain(get_value_type(read.column))):
+            _check_number(get_value_type(read.column), read.column, read.role, uri)
     for column in form.plan.reserved.names:
         kind = plain(arrow.field(column).type)
         if column in form.plan.reserved.lists:
@@ -103,11 +103,11 @@ def check_types(arrow: pa.Schema, form: ResolvedReadPlan, uri: str) -> None:
         if column in form.plan.reserved.groups:
             _check_group(plain(kind), column, uri)
     for column in schema.dense:
-        _check_number(of_one(column), column, "dense column", uri)
+        _check_number(get_value_type(column), column, "dense column", uri)
     for feature, spec in schema.sparse.items():
         column = schema.column_of(feature)
-        text_allowed = schema.tables[spec.table].takes_text
-        _check_ids(arrow.field(column).type, feature, column, spec.table, text_allowed, uri)
+        is_text_allowed = schema.tables[spec.table].takes_text
+        _check_ids(arrow.field(column).type, feature, column, spec.table, is_text_allowed, uri)
         if spec.weights:
             _check_weights(arrow.field(spec.weights).type, spec.weights, feature, uri)
         for side in spec.side_features:
@@ -149,15 +149,15 @@ def _advise_number(kind: pa.DataType, column: str, role: str) -> str:
 
 
 def _check_ids(
-    kind: pa.DataType, feature: str, column: str, table: str, text_allowed: bool, uri: str
+    kind: pa.DataType, feature: str, column: str, table: str, is_text_allowed: bool, uri: str
 ) -> None:
     value = value_type(kind)
-    whole = types.is_integer(value) or types.is_floating(plain(kind))  # floats: integers with nulls
-    if whole or (is_text(value) and text_allowed) or types.is_null(value):
+    is_integral = types.is_integer(value) or types.is_floating(plain(kind))  # floats: integers with nulls
+    if is_integral or (is_text(value) and is_text_allowed) or types.is_null(value):
         return
-    deep = " (nested lists)" if is_list(value) else ""
+    nesting = " (nested lists)" if is_list(value) else ""
     raise DataError(
-        f"sparse feature '{feature}' has values of type {_truncate_type(value)}{deep}",
+        f"sparse feature '{feature}' has values of type {_truncate_type(value)}{nesting}",
         where=f"{uri}, column {column}",
         expected="whole numbers, text (if out_of_range is hash or ids are managed), or lists of such values",
         do=f"for text, set tables.{table}.out_of_range to hash"
@@ -228,8 +228,8 @@ def _check_weights(kind: pa.DataType, column: str, feature: str, uri: str) -> No
 
 def _check_side(kind: pa.DataType, column: str, feature: str, uri: str) -> None:
     value = value_type(kind)
-    known = types.is_timestamp(value) or types.is_date(value) or types.is_duration(value)
-    if not (is_list(kind) and (is_number(value) or known or types.is_null(value))):
+    is_time = types.is_timestamp(value) or types.is_date(value) or types.is_duration(value)
+    if not (is_list(kind) and (is_number(value) or is_time or types.is_null(value))):
         leave_out = "remove the column from side_features, or convert it to numbers with a transform"
         what, advice = f"side feature '{column}' of sequence '{feature}'", _advise_fields(plain(kind), column)
         expected = "lists with one number, time or date per id"
@@ -243,20 +243,20 @@ def _advise_time(kind: pa.DataType, column: str) -> str | None:
     if not types.is_temporal(kind) or types.is_interval(kind):
         return None
     part = "weekday" if types.is_date(kind) else "hour"
-    made = f"{column}_{part}"
-    ways = f"{_format_transform('date_part', column, f'part: {part}', made)}, and add {made} to the schema"
+    into = f"{column}_{part}"
+    advice = f"{_format_transform('date_part', column, f'part: {part}', into)}, and add {into} to the schema"
     if types.is_time(kind):
-        return ways
+        return advice
     age = _format_transform("age", column, "until: 2026-01-01, unit: days", f"{column}_age")
-    return f"{ways}; or, for the age, {age}"
+    return f"{advice}; or, for the age, {age}"
 
 
 def _advise_fields(kind: pa.DataType, column: str) -> str | None:
     """Return advice on the names of fields inside a struct or map; None for other types."""
-    inside = leaf_names(pa.schema([(column, kind)]))
-    if inside == [column]:
+    fields = leaf_names(pa.schema([(column, kind)]))
+    if fields == [column]:
         return None
-    return f"use a field of the column: {_format_names(inside)} (in a sparse feature, as column: NAME)"
+    return f"use a field of the column: {_format_names(fields)} (in a sparse feature, as column: NAME)"
 
 
 def _advise_manual_conversion() -> str:

@@ -98,8 +98,8 @@ class PageIndex:
             raise DamagedPageError(f"a page of column {self._name} claims {body:,} of {room:,} bytes left")
         if body > room:
             raise ValueError("the column chunk ends within a page")
-        if about := header.get(DATA_HEADERS.get(kind, 0)):
-            values, rows, begins_row = about[VALUES], about[VALUES], True
+        if fields := header.get(DATA_HEADERS.get(kind, 0)):
+            values, rows, begins_row = fields[VALUES], fields[VALUES], True
             if not 0 <= values <= self._left:
                 raise DamagedPageError(
                     f"a page of column {self._name} claims {values:,} of {self._left:,} values left"
@@ -111,7 +111,7 @@ class PageIndex:
                 self._offsets.append(self._at)
                 self._rows.append(self._row)
                 self._coded.append(False)
-            self._coded[-1] |= about[ENCODING if kind == DATA else V2_ENCODING] in DICTIONARY_ENCODINGS
+            self._coded[-1] |= fields[ENCODING if kind == DATA else V2_ENCODING] in DICTIONARY_ENCODINGS
             self._row, self._left = self._row + rows, self._left - values
         self._at += size + body
 
@@ -176,8 +176,8 @@ def count_rows(data: bytes, width: int, count: int) -> tuple[int, bool]:
     """
     packed, levels = bytearray(), 0  # bytes and number of levels of all groups; only the last may be cut
     rows, begins_row = 0, False
-    at, left = 0, count
-    while left > 0:
+    at, remaining = 0, count
+    while remaining > 0:
         head = shift = 0
         byte = 128
         while byte > 127:
@@ -187,19 +187,19 @@ def count_rows(data: bytes, width: int, count: int) -> tuple[int, bool]:
         if head & 1:  # groups of eight levels
             size = (head >> 1) * width
             groups = data[at : at + size]
-            found = min(8 * len(groups) // width, left)
+            decoded = min(8 * len(groups) // width, remaining)
             packed += groups
-            levels += found
+            levels += decoded
             level &= (1 << width) - 1
         else:  # one level many times
             size = 1
-            found = min(head >> 1, left) if at < len(data) else 0
-            rows += 0 if level else found
-        if not found:
+            decoded = min(head >> 1, remaining) if at < len(data) else 0
+            rows += 0 if level else decoded
+        if not decoded:
             raise ValueError("the levels of a page are truncated")
-        if left == count:
+        if remaining == count:
             begins_row = level == 0
-        at, left = at + size, left - found
+        at, remaining = at + size, remaining - decoded
     return rows + int((_unpack(packed, width, levels) == 0).sum()), begins_row
 
 
@@ -208,8 +208,8 @@ def _unpack(packed: bytearray, width: int, count: int) -> np.ndarray:
     bits = np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little")
     if width == 1:
         return bits[:count]
-    each = bits[: count * width].reshape(-1, width)
-    return np.packbits(each, axis=1, bitorder="little").reshape(-1)
+    level_bits = bits[: count * width].reshape(-1, width)
+    return np.packbits(level_bits, axis=1, bitorder="little").reshape(-1)
 
 
 MAX_NESTING_DEPTH = 16  # maximum nesting of structs; Parquet's structs are at most 8 deep
@@ -230,18 +230,18 @@ def read_struct(data: bytes, at: int = 0, depth: int = 0) -> tuple[dict[int, Any
     if depth > MAX_NESTING_DEPTH:
         raise ValueError("structs are nested too deeply for a Parquet header")
     fields: dict[int, Any] = {}
-    last = 0
+    key = 0
     try:
         while True:
             head, at = data[at], at + 1
             if head == 0:
                 return fields, at
             if head >> 4:
-                last += head >> 4
+                key += head >> 4
             else:
-                last, at = _integer(data, at)
+                key, at = _integer(data, at)
             kind = head & 15
-            fields[last], at = (kind == TRUE, at) if kind in (TRUE, FALSE) else _value(data, at, kind, depth)
+            fields[key], at = (kind == TRUE, at) if kind in (TRUE, FALSE) else _value(data, at, kind, depth)
     except IndexError:
         raise TruncatedDataError("the bytes end within a header") from None
 
