@@ -241,7 +241,7 @@ def _to_positions(ids: pa.Array, name: str, vocab: pa.Array | None) -> pa.Array:
         f"sample draws {'whole numbers' if vocab is None else vocab.type}, but {name} has type {ids.type}",
         where=f"data.transforms, do: sample, exclude: {name}",
         expected="columns of ids of the same type as the drawn ids",
-        do="set vocabulary: FILE to a file of the ids to draw, Parquet or text with one id per line; or "
+        do="set vocabulary: FILE to a file of the ids to draw, Parquet or text with one id per line. Or "
         "convert the column to numbers first: {do: lookup_vocabulary, …}",
     )
 
