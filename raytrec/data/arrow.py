@@ -21,7 +21,7 @@ class AmbiguousColumnError(KeyError):
     """Error for a name that more than one column or field has."""
 
     def __init__(self, name: str):
-        super().__init__(f"column {name} is there more than once")
+        super().__init__(f"column {name} exists more than once")
 
 
 def find_column(schema: pa.Schema, name: str) -> Path | None:
@@ -40,14 +40,14 @@ def _find_path(fields: list[pa.Field], name: str) -> Path | None:
         raise AmbiguousColumnError(name)
     if exact:
         return (exact[0],)
-    found = []
+    paths = []
     for i, field in enumerate(fields):
         if name.startswith(f"{field.name}."):
             inner = _find_path(_child_fields(field.type), name[len(field.name) + 1 :])
-            found += [(i, *inner)] if inner else []
-    if len(found) > 1:
+            paths += [(i, *inner)] if inner else []
+    if len(paths) > 1:
         raise AmbiguousColumnError(name)
-    return found[0] if found else None
+    return paths[0] if paths else None
 
 
 def _child_fields(kind: pa.DataType) -> list[pa.Field]:
@@ -105,10 +105,10 @@ def find_required_columns(schema: pa.Schema, names: list[str]) -> list[str]:
 
     Fields of structs are read individually; lists of structs and maps are read as whole columns.
     """
-    whole = set(schema.names)
-    if whole.issuperset(names):
+    columns = set(schema.names)
+    if columns.issuperset(names):
         return names
-    return list(dict.fromkeys(name if name in whole else _join_struct_path(schema, name) for name in names))
+    return list(dict.fromkeys(name if name in columns else _join_struct_path(schema, name) for name in names))
 
 
 def _join_struct_path(schema: pa.Schema, name: str) -> str:
@@ -139,7 +139,7 @@ def pick_columns(table: pa.Table, names: list[str]) -> pa.Table:
 def _path(schema: pa.Schema, name: str) -> Path:
     path = find_column(schema, name)
     if path is None:
-        raise KeyError(f"column {name} is gone")
+        raise KeyError(f"column {name} no longer exists")
     return path
 
 

@@ -92,23 +92,23 @@ class Assembler:
 
     def assemble(self, pieces: list[Rows], padded_rows: int) -> AssembledTensors:
         """Return tensors of `padded_rows` rows: the pieces' rows, then padding. Skipped rows are padding."""
-        whole = JoinedRows(pieces)
-        matrices = {name: self._matrix(name, whole, padded_rows) for name in self._matrices}
+        batch = JoinedRows(pieces)
+        matrices = {name: self._matrix(name, batch, padded_rows) for name in self._matrices}
         weights, values = self._allocate(padded_rows, torch.float32)
-        present = whole.present()
-        values[: whole.rows] = 1 if present is None else present
-        values[whole.rows :] = 0
+        present = batch.present()
+        values[: batch.rows] = 1 if present is None else present
+        values[batch.rows :] = 0
         if self._candidate_feature:
-            matrices |= self._candidate_tensors(whole)
+            matrices |= self._candidate_tensors(batch)
         side_features = {
             name: self._concatenate([], torch.float64, width) for name, width in self._side_features.items()
         }
         return AssembledTensors(
             matrices["dense"],
-            self._replace_with_all_ids(self._bags(whole, padded_rows, side_features)),
+            self._replace_with_all_ids(self._bags(batch, padded_rows, side_features)),
             matrices["labels"],
             weights,
-            self._sum_change_counts(whole),
+            self._sum_change_counts(batch),
             matrices["task_weights"],
             matrices["keys"],
             self._reserved(pieces, present) if self._form.plan.reserved.columns else None,
@@ -117,37 +117,37 @@ class Assembler:
             matrices.get("dense_of_candidates"),
         )
 
-    def _candidate_tensors(self, whole: JoinedRows) -> dict[str, torch.Tensor | None]:
+    def _candidate_tensors(self, batch: JoinedRows) -> dict[str, torch.Tensor | None]:
         """Return the tensors of candidates: requests, labels, dense_of_candidates and task_weights."""
-        rows, widths = whole.rows, self._form.of_candidates
-        counts = whole.lengths(f"ids.{self._candidate_feature}") if rows else np.zeros(0, np.int32)
+        rows, widths = batch.rows, self._form.of_candidates
+        counts = batch.lengths(f"ids.{self._candidate_feature}") if rows else np.zeros(0, np.int32)
         count = int(counts.sum())
-        flat = np.concatenate(whole.values("candidates")) if rows and sum(widths) else np.zeros(0, np.float32)
+        flat = np.concatenate(batch.values("candidates")) if rows and sum(widths) else np.zeros(0, np.float32)
         columns = np.split(flat.reshape(count, sum(widths)), np.cumsum(widths)[:2], axis=1)
         requests, values = self._allocate(count, torch.int64)
         values[:] = np.repeat(np.arange(rows), counts)
-        found: dict[str, torch.Tensor | None] = {"requests": requests}
-        for name, of_name in zip(("labels", "dense_of_candidates", "task_weights"), columns, strict=True):
-            width = of_name.shape[1] if name != "labels" else self._matrices[name][0]
+        tensors: dict[str, torch.Tensor | None] = {"requests": requests}
+        for name, matrix in zip(("labels", "dense_of_candidates", "task_weights"), columns, strict=True):
+            width = matrix.shape[1] if name != "labels" else self._matrices[name][0]
             tensor, values = self._allocate((count, width), torch.float32)
-            values[:] = of_name if of_name.shape[1] else 0
-            found[name] = tensor if width or name != "task_weights" else None
-        return found
+            values[:] = matrix if matrix.shape[1] else 0
+            tensors[name] = tensor if width or name != "task_weights" else None
+        return tensors
 
-    def _matrix(self, name: str, whole: JoinedRows, padded_rows: int) -> torch.Tensor | None:
+    def _matrix(self, name: str, batch: JoinedRows, padded_rows: int) -> torch.Tensor | None:
         """Return a matrix of all rows, padded with 0; all 0 if the rows lack the matrix."""
         if self._matrices[name] is None:
             return None
         width, dtype = self._matrices[name]
         tensor, values = self._allocate((padded_rows, width), dtype)
-        filled = whole.rows if width and whole.has(name) else 0
+        filled = batch.rows if width and batch.has(name) else 0
         if filled and name == "dense" and self._dense_places is not None:
             values[:] = 0
-            values[:filled, self._dense_places] = whole.matrix(name)
+            values[:filled, self._dense_places] = batch.matrix(name)
             return tensor
         values[filled:] = 0
         if filled:
-            whole.matrix(name, out=values[:filled])
+            batch.matrix(name, out=values[:filled])
         return tensor
 
     def _reserved(self, pieces: list[Rows], present: np.ndarray | None) -> pa.Table:
@@ -168,68 +168,68 @@ class Assembler:
         tensor = torch.empty(shape, dtype=dtype, pin_memory=self._pin_memory)
         return tensor, tensor.numpy()
 
-    def _sum_change_counts(self, whole: JoinedRows) -> torch.Tensor | None:
+    def _sum_change_counts(self, batch: JoinedRows) -> torch.Tensor | None:
         """Return the sum of the counts that rows of the batch carry, int64 [2, sparse features read]."""
         if not self._form.accepts_out_of_range_ids:
             return None
         read = len(self._form.schema.sparse)
         if not read:
             return torch.zeros(2, 0, dtype=torch.int64)
-        flat = np.concatenate([np.zeros(2 * read, np.int64), *whole.values("changed")], dtype=np.int64)
+        flat = np.concatenate([np.zeros(2 * read, np.int64), *batch.values("changed")], dtype=np.int64)
         return torch.from_numpy(flat.reshape(-1, 2, read).sum(0))
 
-    def _bags(self, whole: JoinedRows, padded_rows: int, side_features: dict[str, torch.Tensor]) -> Bags:
+    def _bags(self, batch: JoinedRows, padded_rows: int, side_features: dict[str, torch.Tensor]) -> Bags:
         """Return the ids of all rows as bags.
 
         Args:
-            whole: Rows of the batch.
+            batch: Rows of the batch.
             padded_rows: Number of rows with padding.
             side_features: Receives the side features of sequences.
         """
-        rows = whole.rows
+        rows = batch.rows
         flat, lengths = self._allocate(len(self._keys) * padded_rows, torch.int32)
         lengths = lengths.reshape(len(self._keys), padded_rows)
         lengths[:, rows:] = 0
         ids, weights = [], []
-        singles = whole.matrix("ids") if rows and self._column else None
+        singles = batch.matrix("ids") if rows and self._column else None
         no_id = self._form.no_id
         some_missing = singles is not None and singles.min() <= no_id
         if rows and self._has_single_ids_only:
             # All features are copied in one call. NumPy releases the GIL in each call and then competes with
             # the step for the lock. Copies themselves delay nothing (make bench-host).
-            found = singles.T
-            lengths[:, :rows] = there = found > no_id if some_missing else True
-            found = found[there] if some_missing else found
-            tensor, values = self._allocate(found.size, torch.int64)
-            values.reshape(found.shape)[:] = found
+            id_matrix = singles.T
+            lengths[:, :rows] = has_id = id_matrix > no_id if some_missing else True
+            id_matrix = id_matrix[has_id] if some_missing else id_matrix
+            tensor, values = self._allocate(id_matrix.size, torch.int64)
+            values.reshape(id_matrix.shape)[:] = id_matrix
             counts = lengths.sum(1, dtype=np.int32).tolist()
             return Bags(self._keys, tensor, None, flat, counts, padded_rows)
         for key, name in enumerate(self._keys if rows else ()):
             if name not in self._form.schema.sparse:
                 lengths[key, :rows] = 0
                 continue
-            out = lengths[key, :rows]
+            row_lengths = lengths[key, :rows]
             first_ids, first_weights = len(ids), len(weights)
             if name in self._column:
-                column, out[:] = singles[:, self._column[name]], 1
+                column, row_lengths[:] = singles[:, self._column[name]], 1
                 if some_missing:
-                    out[:] = column > no_id
+                    row_lengths[:] = column > no_id
                     column = column[column > no_id]
                 ids.append(column)
             else:
-                out[:] = whole.lengths(f"ids.{name}")
-                ids += whole.values(f"ids.{name}")
+                row_lengths[:] = batch.lengths(f"ids.{name}")
+                ids += batch.values(f"ids.{name}")
             if self._weighted and self._form.schema.sparse[name].weights:
-                weights += whole.values(f"weights.{name}")
+                weights += batch.values(f"weights.{name}")
             elif self._weighted:
-                weights.append(np.ones(out.sum(), np.float32))
+                weights.append(np.ones(row_lengths.sum(), np.float32))
             if name in self._sequences:
-                order, out[:] = order_recent_first(out, self._sequences[name])
+                order, row_lengths[:] = order_recent_first(row_lengths, self._sequences[name])
                 for parts, first in (ids, first_ids), (weights, first_weights):
                     parts[first:] = [np.concatenate(part)[order] for part in [parts[first:]] if part]
                 if width := self._side_features.get(name):
-                    beside = np.concatenate(whole.values(f"side_features.{name}")).reshape(-1, width)
-                    side_features[name] = self._concatenate([beside[order]], torch.float64, width)
+                    side_values = np.concatenate(batch.values(f"side_features.{name}")).reshape(-1, width)
+                    side_features[name] = self._concatenate([side_values[order]], torch.float64, width)
         return Bags(
             self._keys,
             self._concatenate(ids, torch.int64),
@@ -247,17 +247,17 @@ class Assembler:
         ids, lengths = list(bags.ids.split(counts)), bags.lengths.view(-1, rows)
         for name, count in self._form.full_vocabulary_features.items():
             bounds = np.arange(rank * rows, (rank + 1) * rows + 1) * count // (world * rows)
-            key, of_rows = self._keys.index(name), np.diff(bounds)
+            key, row_lengths = self._keys.index(name), np.diff(bounds)
             ids[key], counts[key] = torch.arange(bounds[0], bounds[-1]), int(bounds[-1] - bounds[0])
-            lengths[key] = torch.from_numpy(of_rows)
-        whole, values = self._allocate(sum(counts), torch.int64)
+            lengths[key] = torch.from_numpy(row_lengths)
+        all_ids, values = self._allocate(sum(counts), torch.int64)
         np.concatenate([part.numpy() for part in ids], out=values)
         weights = None
         if bags.weights is not None:
             weights = self._allocate(sum(counts), torch.float32)[0].fill_(1)
-            for before, after in zip(bags.weights.split(bags.counts), weights.split(counts), strict=True):
-                after[: len(before)] = before
-        return replace(bags, ids=whole, weights=weights, counts=counts)
+            for old, new in zip(bags.weights.split(bags.counts), weights.split(counts), strict=True):
+                new[: len(old)] = old
+        return replace(bags, ids=all_ids, weights=weights, counts=counts)
 
     def _concatenate(
         self, parts: list[np.ndarray], dtype: torch.dtype, width: int | None = None
@@ -280,7 +280,7 @@ def order_recent_first(lengths: np.ndarray, most: int) -> tuple[np.ndarray, np.n
     Returns:
         Positions int64 [N], and number of remaining ids of each bag int [n].
     """
-    kept = np.minimum(lengths, most)
+    kept_lengths = np.minimum(lengths, most)
     # The first output of a bag is its last id, and the positions then decrease by one within the bag.
-    last_in, first_out = lengths.cumsum() - 1, kept.cumsum() - kept
-    return np.repeat(last_in + first_out, kept) - np.arange(kept.sum()), kept
+    last_in, first_out = lengths.cumsum() - 1, kept_lengths.cumsum() - kept_lengths
+    return np.repeat(last_in + first_out, kept_lengths) - np.arange(kept_lengths.sum()), kept_lengths

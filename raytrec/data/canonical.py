@@ -59,16 +59,16 @@ def canonical(table: pa.Table, form: ResolvedReadPlan, place: Place) -> pa.Table
     """
     schema, sparse, tally = form.schema, form.schema.sparse, ChangeCounts()
 
-    def dense(names: list[str], of: pa.Table, at: Place) -> list[np.ndarray]:
-        return [scaled(of[name], name, at, schema.scale.get(name)) for name in names]
+    def dense(names: list[str], source: pa.Table, first_place: Place) -> list[np.ndarray]:
+        return [scaled(source[name], name, first_place, schema.scale.get(name)) for name in names]
 
     features = {
         name: Feature(name, spec, schema.tables[spec.table], place, tally) for name, spec in sparse.items()
     }
-    examples, at = unnest_candidates(table, form, place) if schema.candidates else (table, place)
+    examples, example_place = unnest_candidates(table, form, place) if schema.candidates else (table, place)
     lists = [bags(table, features[name]) for name in form.bags]
     ends = {name: offsets for name, (offsets, _, _) in zip(form.bags, lists, strict=True)}
-    labels = {name: label_of(examples[name], name, form, at) for name in form.plan.labels}
+    labels = {name: label_of(examples[name], name, form, example_place) for name in form.plan.labels}
     reserved = {name: cast_reserved_column(table, name, form, place) for name in form.plan.reserved.names}
     return build_canonical_table(
         form,
@@ -78,12 +78,12 @@ def canonical(table: pa.Table, form: ResolvedReadPlan, place: Place) -> pa.Table
         lists,
         table.num_rows,
         tally,
-        task_weights(examples, labels, form, at) if form.plan.has_task_weights else (),
+        task_weights(examples, labels, form, example_place) if form.plan.has_task_weights else (),
         [compute_group_keys(reserved[name]) for name in form.plan.reserved.keys],
         [reserved[name] for name in form.plan.reserved.columns],
         {name: side_features(table, features[name], ends[name]) for name in form.features_with_side_features},
-        (at.offsets, dense(schema.of_candidates(schema.dense), examples, at))
-        if isinstance(at, CandidatePlace)
+        (example_place.offsets, dense(schema.of_candidates(schema.dense), examples, example_place))
+        if isinstance(example_place, CandidatePlace)
         else None,
     )
 
@@ -113,37 +113,37 @@ def unnest_candidates(
     Raises:
         DataError: The lists of a row have different lengths, or a list is null; names file, column and row.
     """
-    schema, offsets, found, first = form.schema, None, {}, ""
-    extra = [read.column for read in form.plan.task_columns]
-    of_tasks = dict.fromkeys([*form.plan.labels, *schema.of_candidates(schema.dense), *extra])
+    schema, offsets, flat, first = form.schema, None, {}, ""
+    task_columns = [read.column for read in form.plan.task_columns]
+    task_names = dict.fromkeys([*form.plan.labels, *schema.of_candidates(schema.dense), *task_columns])
     lists = dict.fromkeys(
         schema.column_of(name) if name in schema.sparse else name
         for name in schema.candidates
         if form.plan.read_labels or name not in schema.labels
     )
-    lists |= {name: None for name in of_tasks if is_list(table[name].type)}
+    lists |= {name: None for name in task_names if is_list(table[name].type)}
     for name in lists:
         array = to_plain_array(table[name])
         if (row := find_first_null(array)) is not None:
             raise DataError(
-                f"column '{name}' has a null in place of a list",
+                f"column '{name}' contains a null instead of a list",
                 where=place.of(name, row),
-                expected="a value for each candidate; an empty list where a request has none",
+                expected="a list with one value per candidate, or an empty list without candidates",
                 do="correct the data; or skip such rows: data.on_error=skip",
             )
         ends, values = unnest(array)
         offsets, first = (ends, name) if offsets is None else (offsets, first)
-        if unlike := find_first_length_mismatch(ends, offsets):
-            row, length, other = unlike
+        if mismatch := find_first_length_mismatch(ends, offsets):
+            row, length, other_length = mismatch
             raise DataError(
-                f"'{name}' has {length} values, and '{first}' has {other}",
+                f"column '{name}' has {length} values, but column '{first}' has {other_length}",
                 where=place.of(name, row),
                 expected="one value for each candidate of the row",
-                do=f"correct the data, or schema.yaml, candidates: [{scalar(first)}, {scalar(name)}, …]",
+                do=f"correct the data, or candidates: [{scalar(first)}, {scalar(name)}, …] in schema.yaml",
             )
-        found[name] = values
+        flat[name] = values
     rows = pa.array(np.repeat(np.arange(table.num_rows), np.diff(offsets)))
-    columns = {name: found[name] if name in found else table[name].take(rows) for name in of_tasks}
+    columns = {name: flat[name] if name in flat else table[name].take(rows) for name in task_names}
     return pa.table(columns), CandidatePlace(place.path, place.group, place.first, offsets)
 
 
@@ -161,11 +161,11 @@ def cast_reserved_column(table: pa.Table, name: str, form: ResolvedReadPlan, pla
         return array.cast(kind)
     except pa.ArrowInvalid as error:
         raise DataError(
-            f"reserved column '{name}' is {array.type} here and {kind} in all files together: "
+            f"cannot cast reserved column '{name}' from {array.type} to {kind}, the type in all files: "
             f"{str(error).splitlines()[0]}",
             where=place.of(name),
-            expected=f"values that {kind} holds",
-            do="write the files with one type, or use data.transforms: {do: cast, …}",
+            expected=f"values that can be cast to {kind}",
+            do="write all files with the same type, or use data.transforms: {do: cast, …}",
         ) from None
 
 
@@ -202,10 +202,10 @@ def build_canonical_table(
     """
     columns: dict[str, pa.Array] = {}
     if candidates:
-        starts, beside = candidates
-        if of_each := [*labels, *beside, *weights_of_tasks]:
-            flat = _to_list_array(of_each, int(starts[-1]), np.float32).flatten()
-            columns["candidates"] = pa.ListArray.from_arrays(starts * np.int32(len(of_each)), flat)
+        starts, dense_columns = candidates
+        if candidate_columns := [*labels, *dense_columns, *weights_of_tasks]:
+            flat = _to_list_array(candidate_columns, int(starts[-1]), np.float32).flatten()
+            columns["candidates"] = pa.ListArray.from_arrays(starts * np.int32(len(candidate_columns)), flat)
         labels, weights_of_tasks = [], ()
     matrices = {
         "labels": (labels, np.float32),
@@ -239,13 +239,13 @@ def build_canonical_table(
 def nothing(form: ResolvedReadPlan, rows: int) -> pa.Table:
     """Return `rows` rows without values in canonical form."""
     schema, plan = form.schema, form.plan
-    offsets, none = np.zeros(rows + 1, np.int32), np.empty(0, np.float32)
+    offsets, no_values = np.zeros(rows + 1, np.int32), np.empty(0, np.float32)
     return build_canonical_table(
         form,
         [0] * len(plan.labels),
         [0] * len(schema.select_request_names(schema.dense)),
         [form.no_id] * len(form.singles),
-        [(offsets, none, none if schema.sparse[name].weights else None) for name in form.bags],
+        [(offsets, no_values, no_values if schema.sparse[name].weights else None) for name in form.bags],
         rows,
         None,
         [0] * (len(plan.tasks) if plan.has_task_weights else 0),

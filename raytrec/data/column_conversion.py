@@ -55,11 +55,11 @@ def numbers(
     array = to_plain_array(column)
     if (row := find_first_null(array)) is not None:
         raise DataError(
-            f"column '{name}' has a null",
+            f"column '{name}' contains a null",
             where=place.of(name, row),
             expected="a number in every row of a dense column, label or sample weight",
-            do=f"{also}data.transforms: {{do: fill_null, columns: [{scalar(name)}], value: 0}}; or skip such "
-            "rows: data.on_error=skip",
+            do=f"{also}add to data.transforms: {{do: fill_null, columns: [{scalar(name)}], value: 0}}; or "
+            "skip such rows: data.on_error=skip",
         )
     values = as_floats(array, dtype)
     check_finite(values, name, place)
@@ -81,14 +81,14 @@ def scaled(column: pa.ChunkedArray, name: str, place: Place, scale: Scale | None
     if scale is None:
         return numbers(column, name, place)
     if scale.nulls == "mean":
-        x, there = to_nullable_floats(column, name, place, np.float64)
+        x, is_present = to_nullable_floats(column, name, place, np.float64)
     else:
-        x, there = numbers(column, name, place, dtype=np.float64), None
+        x, is_present = numbers(column, name, place, dtype=np.float64), None
     x = signed_log(x) if scale.log else x
     with np.errstate(over="ignore"):
         x = ((x - scale.mean) / scale.std).astype(np.float32)
     check_finite(x, name, place)
-    return x if there is None else np.where(there, x, np.float32(0))
+    return x if is_present is None else np.where(is_present, x, np.float32(0))
 
 
 def signed_log(values: np.ndarray) -> np.ndarray:
@@ -108,16 +108,16 @@ def to_nullable_floats(
         DataError: A value is infinite.
     """
     values = as_floats(to_plain_array(column), dtype)
-    there = ~np.isnan(values)
-    values = np.where(there, values, dtype(0))
+    is_present = ~np.isnan(values)
+    values = np.where(is_present, values, dtype(0))
     check_finite(values, name, place)
-    return values, there
+    return values, is_present
 
 
 def as_floats(array: pa.Array, dtype: type) -> np.ndarray:
     """Return numbers as floats of type `dtype`, [n]; NaN for nulls."""
-    whole = not array.null_count and (pa.types.is_integer(array.type) or pa.types.is_float64(array.type))
-    if whole or pa.types.is_float32(array.type):  # faster than Arrow's cast
+    is_exact = not array.null_count and (pa.types.is_integer(array.type) or pa.types.is_float64(array.type))
+    if is_exact or pa.types.is_float32(array.type):  # faster than Arrow's cast
         with np.errstate(over="ignore"):
             return array.to_numpy(zero_copy_only=False).astype(dtype, copy=False)
     if pa.types.is_decimal(array.type):  # a direct cast to float32 has a larger error than rounding
@@ -144,11 +144,11 @@ def convert_float_ids(array: pa.Array, feature: str, column: str, place: Place) 
     exact = missing | ((np.abs(values) < EXACT) & (values == np.floor(values)))
     if (row := find_first_true(~exact)) is not None:
         raise DataError(
-            f"feature '{feature}' has {values[row]:.17g}",
+            f"sparse feature '{feature}' contains the value {values[row]:.17g}",
             where=place.of(feature, row),
-            expected="ids: whole numbers below 2**53 in a column of floats",
-            do=f"list it under dense; or data.transforms: {{do: bucketize, columns: [{scalar(column)}], "
-            "boundaries: […]}; or skip such rows: data.on_error=skip",
+            expected="ids; in a column of floats, whole numbers below 2**53",
+            do=f"list the column under dense; or add to data.transforms: {{do: bucketize, columns: "
+            f"[{scalar(column)}], boundaries: […]}}; or skip such rows: data.on_error=skip",
         )
     return pa.array(np.where(missing, 0, values).astype(np.int64), mask=missing)
 
@@ -165,13 +165,13 @@ def find_first_true(wrong: np.ndarray) -> int | None:
 
 def check_finite(values: np.ndarray, name: str, place: Place, rows: Callable[[int], int] = int) -> None:
     """Raise DataError if a value is NaN or infinite. `rows` maps the index of a value to its row."""
-    if (at := find_first_true(~np.isfinite(values))) is not None:
+    if (index := find_first_true(~np.isfinite(values))) is not None:
         raise DataError(
-            f"column '{name}' has {values[at]:g}".replace("nan", "NaN"),
-            where=place.of(name, rows(at)),
+            f"column '{name}' contains {values[index]:g}".replace("nan", "NaN"),
+            where=place.of(name, rows(index)),
             expected="finite numbers",
-            do=f"data.transforms: {{do: fill_null, columns: [{scalar(name)}], value: 0}} for NaN, clip or "
-            "log for what is too large; or skip such rows: data.on_error=skip",
+            do=f"add to data.transforms: {{do: fill_null, columns: [{scalar(name)}], value: 0}} for NaN, "
+            "clip or log for values that are too large; or skip such rows: data.on_error=skip",
         )
 
 
@@ -184,14 +184,14 @@ def find_first_length_mismatch(ends: np.ndarray, offsets: np.ndarray) -> tuple[i
     """
     if np.array_equal(ends, offsets):
         return None
-    lengths, others = np.diff(ends), np.diff(offsets)
-    row = int((lengths != others).argmax())
-    return row, int(lengths[row]), int(others[row])
+    lengths, other_lengths = np.diff(ends), np.diff(offsets)
+    row = int((lengths != other_lengths).argmax())
+    return row, int(lengths[row]), int(other_lengths[row])
 
 
 def rows_of(offsets: np.ndarray) -> Callable[[int], int]:
     """Return a function that maps an index of the flat values to its row, for errors."""
-    return lambda at: int(np.searchsorted(offsets, at, side="right")) - 1
+    return lambda index: int(np.searchsorted(offsets, index, side="right")) - 1
 
 
 def to_float64(array: pa.Array) -> np.ndarray:
@@ -217,25 +217,25 @@ def label_of(column: pa.ChunkedArray, name: str, form: ResolvedReadPlan, place: 
     """
     allowed = form.plan.label_range(name)
     if form.plan.skips_nulls(name):
-        values, there = to_nullable_floats(column, name, place)
+        values, is_present = to_nullable_floats(column, name, place)
         if allowed:
-            values[~there] = np.clip(np.float32(0), *allowed)
+            values[~is_present] = np.clip(np.float32(0), *allowed)
     else:
-        also = f"tasks: [{{label: {scalar(name)}, nulls: skip}}]; or "
-        values, there = numbers(column, name, place, also), None
+        nulls_advice = f"set tasks: [{{label: {scalar(name)}, nulls: skip}}]; or "
+        values, is_present = numbers(column, name, place, nulls_advice), None
     low, high = allowed or (-np.inf, np.inf)
-    wrong, kind = (values < low) | (values > high), "number"
+    invalid, kind = (values < low) | (values > high), "number"
     if name in form.plan.whole_labels:
-        wrong, kind = wrong | (values != np.floor(values)), "whole number"
-    if (row := find_first_true(wrong)) is not None:
+        invalid, kind = invalid | (values != np.floor(values)), "whole number"
+    if (row := find_first_true(invalid)) is not None:
         raise DataError(
             f"label '{name}' is {values[row]:g}",
             where=place.of(name, row),
-            expected=f"a {kind} in [{low:g}, {high:g}], which its task's loss takes",
-            do=f"data.transforms: {{do: binarize, columns: [{scalar(name)}], at_least: NUMBER}}; or learn "
-            f"the number itself: tasks: [{{label: {scalar(name)}, loss: mse}}]",
+            expected=f"a {kind} in [{low:g}, {high:g}], the range of the task's loss",
+            do=f"add to data.transforms: {{do: binarize, columns: [{scalar(name)}], at_least: NUMBER}}; or "
+            f"learn the number with a regression loss: tasks: [{{label: {scalar(name)}, loss: mse}}]",
         )
-    return values, there
+    return values, is_present
 
 
 def task_weights(
@@ -257,22 +257,22 @@ def task_weights(
     """
     ones = np.ones(table.num_rows, np.float32)
 
-    def reads(read: Callable) -> Callable:  # columns named by several tasks are read once
+    def read_once(read: Callable) -> Callable:  # columns named by several tasks are read once
         return cache(lambda name: read(table[name], name, place))
 
-    factor_of, mask_of, out = reads(_read_sample_weights), reads(_read_mask), []
+    factor_of, mask_of, weights_of_tasks = read_once(_read_sample_weights), read_once(_read_mask), []
     for task in form.plan.tasks:
         weights = factor_of(task.sample_weight) if task.sample_weight else ones
-        counts = [labels[task.label][1] if task.nulls == "skip" else None]
+        masks = [labels[task.label][1] if task.nulls == "skip" else None]
         if task.mask:
-            counts.append(mask_of(task.mask))
+            masks.append(mask_of(task.mask))
         if task.mask_label:
-            values, there = labels[task.mask_label]
-            counts += [values == 1, there]
-        for mask in counts:
+            values, is_labelled = labels[task.mask_label]
+            masks += [values == 1, is_labelled]
+        for mask in masks:
             weights = weights if mask is None else weights * mask
-        out.append(weights)
-    return out
+        weights_of_tasks.append(weights)
+    return weights_of_tasks
 
 
 def _read_sample_weights(column: pa.ChunkedArray, name: str, place: Place) -> np.ndarray:
@@ -282,7 +282,7 @@ def _read_sample_weights(column: pa.ChunkedArray, name: str, place: Place) -> np
             f"sample weight '{name}' is {values[row]:g}",
             where=place.of(name, row),
             expected="a finite number ≥ 0",
-            do=f"data.transforms: {{do: clip, columns: [{scalar(name)}], low: 0}}; or skip such rows: "
+            do=f"add to data.transforms: {{do: clip, columns: [{scalar(name)}], low: 0}}; or skip such rows: "
             "data.on_error=skip",
         )
     return values
@@ -295,7 +295,7 @@ def _read_mask(column: pa.ChunkedArray, name: str, place: Place) -> np.ndarray:
         raise DataError(
             f"mask '{name}' is {values[row]:g}",
             where=place.of(name, row),
-            expected="0 or 1 (false or true) in a column that a task's `mask` names",
-            do=f"data.transforms: {{do: binarize, columns: [{scalar(name)}], at_least: NUMBER}}",
+            expected="0 or 1 (false or true) in the column of a task's `mask`",
+            do=f"add to data.transforms: {{do: binarize, columns: [{scalar(name)}], at_least: NUMBER}}",
         )
     return values == 1

@@ -74,12 +74,12 @@ class FileIdentity:
         """Return how the file's current content `other` differs from this earlier content, in words."""
         if self.groups != other.groups:
             now, was = ((sum(r for _, r in c.groups), len(c.groups)) for c in (other, self))
-            return "{:,} rows in {} row groups, and had {:,} in {}".format(*now, *was)
+            return "{:,} rows in {} row groups, previously {:,} in {}".format(*now, *was)
         if self.size != other.size:
-            return f"{other.size:,} bytes, and had {self.size:,}"
+            return f"{other.size:,} bytes, previously {self.size:,}"
         if self.footer != other.footer:
-            return "another footer: its columns' sizes or statistics have changed"
-        return "as many rows and bytes as before, but other values"
+            return "a different footer: sizes or statistics of columns have changed"
+        return "the same number of rows and bytes, but different values"
 
 
 def look(dataset: Dataset) -> list[FileIdentity]:
@@ -98,9 +98,9 @@ def look(dataset: Dataset) -> list[FileIdentity]:
     }
     remote = any("://" in path for path in files)
     with ThreadPoolExecutor(64 if remote else min(16, 4 + (os.cpu_count() or 1))) as pool:
-        look_at = partial(_identify_file, dataset.form, len(files))
-        found = pool.map(look_at, files, files.values(), range(len(files)))
-        return [*found, *(_identify_vocabulary(name, path) for name, path in vocabularies.items())]
+        identify = partial(_identify_file, dataset.form, len(files))
+        identities = pool.map(identify, files, files.values(), range(len(files)))
+        return [*identities, *(_identify_vocabulary(name, path) for name, path in vocabularies.items())]
 
 
 def identify_datasets(datasets: dict[str, Dataset]) -> dict[str, list[FileIdentity]]:
@@ -121,12 +121,12 @@ def fingerprint(contents: Iterable[FileIdentity] | None) -> str:
 def differences(before: list[FileIdentity], after: list[FileIdentity]) -> list[str]:
     """Return the differences between two lists of contents, one line for each file that has changed."""
     was, now = (_by_name(contents) for contents in (before, after))
-    lines = [f"{was[key].name}: gone" for key in was if key not in now]
-    lines += [f"{now[key].name}: new" for key in now if key not in was]
+    lines = [f"{was[key].name}: removed" for key in was if key not in now]
+    lines += [f"{now[key].name}: added" for key in now if key not in was]
     changed = [(was[key], now[key]) for key in was if key in now and was[key] != now[key]]
     lines += [f"{old.name}: {old.difference(new)}" for old, new in changed]
     if not lines and [c.name for c in before] != [c.name for c in after]:
-        lines = ["the order of the files"]
+        lines = ["the order of the files has changed"]
     return lines
 
 
@@ -138,12 +138,12 @@ def written_again(before: list[FileIdentity], after: list[FileIdentity]) -> list
 
 def _by_name(contents: list[FileIdentity]) -> dict[tuple, FileIdentity]:
     """Return the contents by name, numbered if several folders have a file of the same name."""
-    counted: dict[str, int] = {}
-    named = {}
+    counts: dict[str, int] = {}
+    by_name = {}
     for content in contents:
-        number = counted[content.name] = counted.get(content.name, 0) + 1
-        named[(content.name,) if number == 1 else (content.name, number)] = content
-    return named
+        number = counts[content.name] = counts.get(content.name, 0) + 1
+        by_name[(content.name,) if number == 1 else (content.name, number)] = content
+    return by_name
 
 
 def _identify_file(
@@ -162,16 +162,16 @@ def _identify_file(
     def read(file: pa.NativeFile, modified_ns: int | None) -> FileIdentity:
         size = file.size()
         footer = _read_raw_footer(file, size)
-        whole = size <= MAX_FULL_HASH_BYTES // share
+        is_whole = size <= MAX_FULL_HASH_BYTES // share
         pieces = (
             _whole_file_range(size)
-            if whole
+            if is_whole
             else _choose_samples(footer, size, form, max(2, SAMPLES // share), number)
         )
         folders = "".join(f"{k}={v}/" for k, v in parse_folder_values(path).items() if k in form.from_folders)
         digest = hashlib.sha256(footer).hexdigest()
         name, version = folders + path.rpartition("/")[2], _read_object_version(file)
-        return FileIdentity(name, groups, size, digest, _digest(file, pieces), whole, modified_ns, version)
+        return FileIdentity(name, groups, size, digest, _digest(file, pieces), is_whole, modified_ns, version)
 
     return _read_with_retry(path, read)
 
@@ -196,9 +196,9 @@ def _read_with_retry(path: str, read: Callable[[pa.NativeFile, int | None], File
         return retry_read(path, attempt)
     except (pa.ArrowException, OSError) as error:
         raise DataError(
-            f"cannot be read: {first_line(error)}",
+            f"cannot read the file: {first_line(error)}",
             where=path,
-            expected=storage_hint(path) + "a whole file that does not change while it is read",
+            expected=storage_hint(path) + "a complete file that does not change while it is read",
         ) from None
 
 
@@ -213,7 +213,7 @@ def _whole_file_range(size: int) -> Iterator[tuple[int, int]]:
 
 
 def _choose_samples(
-    footer: bytes, size: int, form: ResolvedReadPlan, most: int, number: int
+    footer: bytes, size: int, form: ResolvedReadPlan, max_samples: int, number: int
 ) -> list[tuple[int, int]]:
     """Return (offset, bytes) of the samples to read.
 
@@ -224,38 +224,38 @@ def _choose_samples(
         footer: Raw footer of the file.
         size: Size of the file in bytes.
         form: Form of the dataset's rows.
-        most: Number of samples.
+        max_samples: Number of samples.
         number: Index of the file, so that samples of other files are from other row groups and columns.
     """
     metadata = pq.read_metadata(pa.BufferReader(footer))
     labels = resolve_input_columns(form.plan.transforms, form.schema.labels)
-    others = [name for name in form.trained_columns if name not in labels]
-    of_labels, rest = (_column_chunk_ranges(metadata, names) for names in (labels, others))
-    found = _choose_evenly(of_labels, max(1, most // 2), number)
-    found = found + _choose_evenly(rest, most - len(found), number)
-    left = most - len(found)
-    return found + [(at, min(SAMPLE_BYTES, size - at)) for at in (size * i // left for i in range(left))]
+    other_names = [name for name in form.trained_columns if name not in labels]
+    label_ranges, other_ranges = (_column_chunk_ranges(metadata, names) for names in (labels, other_names))
+    ranges = _choose_evenly(label_ranges, max(1, max_samples // 2), number)
+    ranges = ranges + _choose_evenly(other_ranges, max_samples - len(ranges), number)
+    count = max_samples - len(ranges)
+    return ranges + [(at, min(SAMPLE_BYTES, size - at)) for at in (size * i // count for i in range(count))]
 
 
 def _column_chunk_ranges(metadata: pq.FileMetaData, names: list[str]) -> list[tuple[int, int]]:
     paths = [metadata.schema.column(i).path for i in range(metadata.num_columns)]
     columns = {name.partition(".")[0] for name in names}  # a field stands for its whole column
-    mine = [i for i, path in enumerate(paths) if path.partition(".")[0] in columns]
-    found = []
+    leaf_indexes = [i for i, path in enumerate(paths) if path.partition(".")[0] in columns]
+    ranges = []
     for group in range(metadata.num_row_groups):
-        for i in mine:
+        for i in leaf_indexes:
             chunk = metadata.row_group(group).column(i)
-            first = chunk.dictionary_page_offset if chunk.has_dictionary_page else None
-            first = chunk.data_page_offset if first is None else min(first, chunk.data_page_offset)
-            found.append((first, min(SAMPLE_BYTES, chunk.total_compressed_size)))
-    return found
+            begin = chunk.dictionary_page_offset if chunk.has_dictionary_page else None
+            begin = chunk.data_page_offset if begin is None else min(begin, chunk.data_page_offset)
+            ranges.append((begin, min(SAMPLE_BYTES, chunk.total_compressed_size)))
+    return ranges
 
 
-def _choose_evenly(chunks: list[tuple[int, int]], most: int, number: int) -> list[tuple[int, int]]:
-    """Return at most `most` evenly spaced chunks, starting with a different chunk in each file."""
-    if len(chunks) <= most:
+def _choose_evenly(chunks: list[tuple[int, int]], max_chunks: int, number: int) -> list[tuple[int, int]]:
+    """Return at most `max_chunks` evenly spaced chunks, starting with a different chunk in each file."""
+    if len(chunks) <= max_chunks:
         return chunks
-    return [chunks[(number + i * len(chunks) // most) % len(chunks)] for i in range(most)]
+    return [chunks[(number + i * len(chunks) // max_chunks) % len(chunks)] for i in range(max_chunks)]
 
 
 def _digest(file: pa.NativeFile, pieces: Iterable[tuple[int, int]]) -> str:
@@ -266,8 +266,8 @@ def _digest(file: pa.NativeFile, pieces: Iterable[tuple[int, int]]) -> str:
 
 
 def _read_object_version(file: pa.NativeFile) -> str | None:
-    found = {_to_text(key): _to_text(value) for key, value in file.metadata().items()}
-    return "; ".join(f"{key} {found[key]}" for key in OBJECT_VERSION_KEYS if key in found) or None
+    metadata = {_to_text(key): _to_text(value) for key, value in file.metadata().items()}
+    return "; ".join(f"{key} {metadata[key]}" for key in OBJECT_VERSION_KEYS if key in metadata) or None
 
 
 def _to_text(value: bytes | str) -> str:

@@ -43,18 +43,18 @@ def _check_claims(footer: pq.FileMetaData, size: int) -> None:
     for g in range(footer.num_row_groups):
         group = footer.row_group(g)
         if not 0 <= group.num_rows <= MOST_ROWS:
-            raise ImplausibleFooterError(f"its footer claims {group.num_rows:,} rows in row group {g}")
+            raise ImplausibleFooterError(f"the footer claims {group.num_rows:,} rows in row group {g}")
         # Only one column of ordinary row groups is checked, because there may be millions of row groups.
         for c in range(
             group.num_columns if group.num_rows > MIN_FULLY_CHECKED_ROWS else min(1, group.num_columns)
         ):
             chunk, column = group.column(c), footer.schema.column(c)
             begin = min(chunk.data_page_offset, chunk.dictionary_page_offset or chunk.data_page_offset)
-            held = chunk.total_compressed_size
-            what = f"its footer claims {group.num_rows:,} rows in row group {g}, and of column {column.path}"
-            if begin < 0 or held < 0 or begin + held > size:
+            chunk_bytes = chunk.total_compressed_size
+            what = f"the footer claims {group.num_rows:,} rows in row group {g}, but for column {column.path}"
+            if begin < 0 or chunk_bytes < 0 or begin + chunk_bytes > size:
                 raise ImplausibleFooterError(
-                    f"{what} {held:,} bytes from byte {begin:,} on, in a file of {size:,} bytes"
+                    f"{what} {chunk_bytes:,} bytes from byte {begin:,} on, in a file of {size:,} bytes"
                 )
             if column.max_repetition_level == 0 and chunk.num_values != group.num_rows:
                 raise ImplausibleFooterError(f"{what} {chunk.num_values:,} values")
@@ -74,9 +74,9 @@ def _check_not_encrypted(uri: str, tail: bytes, footer: pq.FileMetaData | None =
     signature = int.from_bytes(tail[:4], "little") - footer.serialized_size if footer else 0
     if tail[4:] == b"PARE" or signature == SIGNATURE_BYTES:
         raise DataError(
-            "the file is encrypted, or some of its columns are",
+            "the file or some of its columns are encrypted",
             where=uri,
-            expected="Parquet without encryption, as raytrec has no keys",
+            expected="an unencrypted Parquet file, because raytrec does not support encryption keys",
             do="write the file again without encryption, or remove it",
         )
 
@@ -103,9 +103,9 @@ def read_footer(uri: str) -> pq.FileMetaData:
         _ = metadata.schema.to_arrow_schema().names, metadata.schema.names  # raises if names are not UTF-8
     except (pa.ArrowException, OSError, UnicodeDecodeError, ImplausibleFooterError) as error:
         raise DataError(
-            f"not a whole Parquet file: {str(error).splitlines()[0]}",
+            f"the file is not a complete Parquet file: {str(error).splitlines()[0]}",
             where=uri,
-            expected=storage_hint(uri) + "a readable footer; the file may be cut off, or still being written",
+            expected=storage_hint(uri) + "a readable footer; the file may be cut off or still being written",
             do="write or copy the file again, or remove it",
         ) from None
     return metadata
@@ -117,20 +117,20 @@ class FooterStatistics:
     def __init__(self, metadata: pq.FileMetaData, form: ResolvedReadPlan):
         self._form = form
         self._groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
-        self._made = {name for transform in form.plan.transforms for name in transform.writes}
+        self._outputs = {name for transform in form.plan.transforms for name in transform.writes}
         self._places = {metadata.schema.column(i).path: i for i in range(metadata.num_columns)}
 
     def accused(self) -> list[int]:
         """Return the indexes of row groups whose statistics show invalid values."""
-        asked = [
+        checks = [
             (i, wrong)
-            for name, wrong in _list_statistics_checks(self._form, self._made)
+            for name, wrong in _list_statistics_checks(self._form, self._outputs)
             for i in self._columns(name)
         ]
         return [
             index
             for index, group in enumerate(self._groups)
-            if any(wrong(column) for i, wrong in asked if (column := group.column(i)).is_stats_set)
+            if any(wrong(column) for i, wrong in checks if (column := group.column(i)).is_stats_set)
         ]
 
     def excluded(self) -> dict[str, list[set[str]]]:
@@ -145,34 +145,34 @@ class FooterStatistics:
         }
 
     def _find_exclusions(self, task: TaskRows) -> list[set[str]]:
-        asked = [
+        conditions = [
             (i, why, excludes)
             for name, why, excludes in _list_exclusion_conditions(task)
-            if name not in self._made
+            if name not in self._outputs
             for i in self._columns(name)
         ]
         groups = (group for group in self._groups if group.num_rows)
-        return [{why for i, why, excludes in asked if excludes(group.column(i))} for group in groups]
+        return [{why for i, why, excludes in conditions if excludes(group.column(i))} for group in groups]
 
     def constant_labels(self) -> dict[str, float]:
         """Return label → its only value, for labels with a single value in all rows that have the label."""
-        columns = {name: self._columns(name) for name in self._form.plan.labels if name not in self._made}
-        found = {
+        columns = {name: self._columns(name) for name in self._form.plan.labels if name not in self._outputs}
+        values = {
             name: self._find_constant_value(places[0]) for name, places in columns.items() if len(places) == 1
         }
-        return {name: value for name, value in found.items() if value is not None}
+        return {name: value for name, value in values.items() if value is not None}
 
     def _find_constant_value(self, place: int) -> float | None:
-        known = None
+        constant = None
         for group in self._groups:
             chunk = group.column(place)
             if not group.num_rows or _is_all_null(chunk):
                 continue
             least, greatest = _bounds(chunk) or (0, 1)
-            if least != greatest or known not in (None, float(least)):
+            if least != greatest or constant not in (None, float(least)):
                 return None
-            known = float(least)
-        return known
+            constant = float(least)
+        return constant
 
     def _columns(self, name: str) -> list[int]:
         """Return the indexes of a column's leaf columns; lists have their values in a leaf column."""
@@ -186,34 +186,34 @@ def explain_empty_tasks(excluded: Iterable[dict[str, list[set[str]]]]) -> dict[s
     Args:
         excluded: Results of Footer.excluded of all files.
     """
-    of_tasks: dict[str, list[set[str]]] = {}
-    for of_file in excluded:
-        for task, of_groups in of_file.items():
-            of_tasks.setdefault(task, []).extend(of_groups)
+    reasons_by_task: dict[str, list[set[str]]] = {}
+    for file_reasons in excluded:
+        for task, group_reasons in file_reasons.items():
+            reasons_by_task.setdefault(task, []).extend(group_reasons)
     return {
-        task: min(set.intersection(*reasons), default="its mask, weight and label exclude every row together")
-        for task, reasons in of_tasks.items()
+        task: min(set.intersection(*reasons), default="its mask, weight and label together exclude every row")
+        for task, reasons in reasons_by_task.items()
         if reasons and all(reasons)
     }
 
 
-def _list_statistics_checks(form: ResolvedReadPlan, made: set[str]) -> Iterator[StatisticsCheck]:
+def _list_statistics_checks(form: ResolvedReadPlan, outputs: set[str]) -> Iterator[StatisticsCheck]:
     """Yield columns that no transform writes, each with a check for invalid values."""
     schema = form.schema
-    for name in {*form.plan.labels, *schema.dense} - made:
-        label = name in schema.labels
-        allowed, may_be_null = form.plan.label_range(name), label and form.plan.skips_nulls(name)
-        yield name, partial(_has_invalid_values, allowed=allowed if label else None, null=may_be_null)
+    for name in {*form.plan.labels, *schema.dense} - outputs:
+        is_label = name in schema.labels
+        allowed, may_be_null = form.plan.label_range(name), is_label and form.plan.skips_nulls(name)
+        yield name, partial(_has_invalid_values, allowed=allowed if is_label else None, null=may_be_null)
     for read in form.plan.task_columns:
-        if read.column not in made:
-            mask = read.role == "mask"
+        if read.column not in outputs:
+            is_mask = read.role == "mask"
             yield (
                 read.column,
-                partial(_has_invalid_values, allowed=(0, 1 if mask else MAX_FLOAT32), null=mask),
+                partial(_has_invalid_values, allowed=(0, 1 if is_mask else MAX_FLOAT32), null=is_mask),
             )
     for name, spec in schema.sparse.items():
         table, column = schema.tables[spec.table], schema.column_of(name)
-        if column not in made and table.out_of_range == "error" and not table.ids:
+        if column not in outputs and table.out_of_range == "error" and not table.ids:
             yield column, partial(_is_out_of_range, low=0, high=table.rows - 1)
 
 
@@ -225,15 +225,15 @@ def _list_exclusion_conditions(
         yield task.label, f"its label '{task.label}' is null in every row", _is_all_null
     for mask in (task.mask, task.mask_label):
         if mask:
-            yield mask, f"its mask '{mask}' is nowhere 1", partial(_stays_below, bound=1, reaches=True)
+            yield mask, f"its mask '{mask}' is not 1 in any row", partial(_stays_below, bound=1, reaches=True)
     if task.sample_weight:
         why = f"its sample weight '{task.sample_weight}' is 0 in every row"
         yield task.sample_weight, why, partial(_stays_below, bound=0, reaches=False)
 
 
 def _is_all_null(chunk: pq.ColumnChunkMetaData) -> bool:
-    found = chunk.statistics if chunk.is_stats_set else None
-    return bool(found and found.has_null_count and found.null_count == chunk.num_values)
+    statistics = chunk.statistics if chunk.is_stats_set else None
+    return bool(statistics and statistics.has_null_count and statistics.null_count == chunk.num_values)
 
 
 def _stays_below(chunk: pq.ColumnChunkMetaData, bound: float, reaches: bool) -> bool:
@@ -259,6 +259,6 @@ def _is_out_of_range(chunk: pq.ColumnChunkMetaData, low: float, high: float) -> 
 
 def _bounds(chunk: pq.ColumnChunkMetaData) -> tuple[Any, Any] | None:
     """Return the smallest and largest number of a chunk; None if the statistics do not have them."""
-    found = chunk.statistics if chunk.is_stats_set else None
-    known = found and found.has_min_max and isinstance(found.min, int | float | Decimal)
-    return (found.min, found.max) if known else None
+    statistics = chunk.statistics if chunk.is_stats_set else None
+    has_numbers = statistics and statistics.has_min_max and isinstance(statistics.min, int | float | Decimal)
+    return (statistics.min, statistics.max) if has_numbers else None

@@ -52,10 +52,10 @@ class Split:
 
 @lru_cache(maxsize=16)
 def _split_rows(split: Split) -> np.ndarray:
-    blocks, held = split.total // split.every, np.zeros(split.total, bool)
+    blocks, is_held_out = split.total // split.every, np.zeros(split.total, bool)
     places = np.random.default_rng((split.total, split.every)).integers(0, split.every, blocks)
-    held[np.arange(blocks) * split.every + places] = True
-    return np.flatnonzero(held == split.held)
+    is_held_out[np.arange(blocks) * split.every + places] = True
+    return np.flatnonzero(is_held_out == split.held)
 
 
 @dataclass(frozen=True)
@@ -109,15 +109,15 @@ class Dataset:
             has fewer than `every` rows.
         """
 
-        def part(held: bool) -> Dataset:
-            splits = (Split(group.rows, every, held) for group in self.groups)
+        def part(is_held_out: bool) -> Dataset:
+            splits = (Split(group.rows, every, is_held_out) for group in self.groups)
             groups = (
                 replace(g, rows=len(s.rows()), split=s) for g, s in zip(self.groups, splits, strict=True)
             )
             return replace(self, groups=tuple(group for group in groups if group.rows))
 
-        held = replace(part(held=True), accused=(), left_out=(), listing=Listing())
-        return (part(held=False), held) if held.groups else (self, None)
+        held_out = replace(part(is_held_out=True), accused=(), left_out=(), listing=Listing())
+        return (part(is_held_out=False), held_out) if held_out.groups else (self, None)
 
     @cached_property
     def rows(self) -> int:
@@ -155,14 +155,14 @@ def scan(
     # into text, which would change the hash of `4`.
     schema = plan.schema
     text = {schema.column_of(n) for n, spec in schema.sparse.items() if schema.tables[spec.table].takes_text}
-    looking = ResolvedReadPlan(
+    scan_form = ResolvedReadPlan(
         replace(plan, reserved=replace(plan.reserved, columns=tuple(columns))),
         types=infer_folder_types(listing.files, text),
     )
 
-    def look(file: str) -> _FileFacts | None:
+    def scan_file(file: str) -> _FileFacts | None:
         try:
-            return _look(file, looking)
+            return _look(file, scan_form)
         except DataError as error:
             if not skip:
                 raise
@@ -170,29 +170,27 @@ def scan(
             return None
 
     with ThreadPoolExecutor(16) as pool:
-        seen = [found for found in pool.map(look, listing.files) if found is not None]
-    types, from_folders, odd = _unify_types(seen, form.plan.reserved.names, looking.types)
-    if odd and not skip:
-        raise next(iter(odd.values()))
-    left_out += odd.values()
-    seen = [found for found in seen if found.uri not in odd]
+        files = [facts for facts in pool.map(scan_file, listing.files) if facts is not None]
+    types, from_folders, odd_types = _unify_types(files, form.plan.reserved.names, scan_form.types)
+    if odd_types and not skip:
+        raise next(iter(odd_types.values()))
+    left_out += odd_types.values()
+    files = [facts for facts in files if facts.uri not in odd_types]
     form = replace(form, types=types, from_folders=from_folders)
-    found_groups = tuple(group for found in seen for group in found.groups)
-    if not found_groups:
+    groups = tuple(group for facts in files for group in facts.groups)
+    if not groups:
         raise DataError(
-            "there are no rows",
+            "the dataset has no rows",
             where=f"{key}={name_of(places)}",
-            expected=f"rows in its {listing}"
-            + (f", of which {len(left_out)} are skipped: {left_out[0].what}" if left_out else ""),
+            expected=f"at least one row in {listing}"
+            + (f"; {len(left_out)} files are skipped: {left_out[0].what}" if left_out else ""),
         )
-    lists = frozenset().union(*(found.lists for found in seen))
-    bad = tuple(g for found in seen for g in found.groups if not skip and g.index in found.accused)
-    empty = explain_empty_tasks(found.excluded for found in seen)
-    constant = dict(set.intersection(*(set(found.constant.items()) for found in seen if found.groups)))
+    lists = frozenset().union(*(facts.lists for facts in files))
+    accused = tuple(g for facts in files for g in facts.groups if not skip and g.index in facts.accused)
+    empty = explain_empty_tasks(facts.excluded for facts in files)
+    constant = dict(set.intersection(*(set(facts.constant.items()) for facts in files if facts.groups)))
     form = replace(form, lists=lists)
-    return Dataset(
-        name_of(places), found_groups, form, tuple(left_out), bad, empty, constant, listing=listing
-    )
+    return Dataset(name_of(places), groups, form, tuple(left_out), accused, empty, constant, listing=listing)
 
 
 @dataclass(frozen=True)
@@ -259,36 +257,36 @@ def _unify_types(
     """
     from_folders = frozenset().union(*(file.from_folders for file in files))
     types: dict[str, pa.DataType] = {}
-    odd: dict[str, DataError] = {}
+    errors: dict[str, DataError] = {}
     for file in files:
-        in_path = parse_folder_values(file.uri)
+        folder_values = parse_folder_values(file.uri)
         merged = {n: _common_type(types.get(n), file.types[n]) for n in names if n not in from_folders}
-        if name := next((n for n in from_folders if n not in in_path), None):
-            odd[file.uri] = DataError(
-                f"column '{name}' is missing: other files are in folders {name}=…",
+        if name := next((n for n in from_folders if n not in folder_values), None):
+            errors[file.uri] = DataError(
+                f"column '{name}' is missing, but other files are in folders {name}=…",
                 where=file.uri,
-                expected="all files in such folders",
+                expected=f"all files in folders {name}=VALUE",
                 do=f"move the file into a folder {name}=VALUE, or name another column",
             )
         elif name := next((n for n, kind in merged.items() if kind is None), None):
-            odd[file.uri] = DataError(
-                f"reserved column '{name}' is {file.types[name]} here, and {types[name]} in the files before",
+            errors[file.uri] = DataError(
+                f"reserved column '{name}' has type {file.types[name]}, but {types[name]} in other files",
                 where=f"{file.uri}, column {name}",
-                expected="one type in all files, or integers, or texts, of several widths",
-                do="write the files with one type, or use data.transforms: {do: cast, …}",
+                expected="the same type in all files, or integer or text types of different widths",
+                do="write all files with the same type, or use data.transforms: {do: cast, …}",
             )
         else:
             types = merged
     types |= {name: kinds[name] for name in from_folders}
-    return types, from_folders, odd
+    return types, from_folders, errors
 
 
-def _common_type(known: pa.DataType | None, other: pa.DataType) -> pa.DataType | None:
+def _common_type(first: pa.DataType | None, second: pa.DataType) -> pa.DataType | None:
     """Return the type that holds the values of both types, e.g. int64 for int32 and int64, or None."""
-    if known is None or known == other:
-        return other
-    both = [pa.schema([("x", kind)]) for kind in (known, other)]
+    if first is None or first == second:
+        return second
+    schemas = [pa.schema([("x", kind)]) for kind in (first, second)]
     try:
-        return pa.unify_schemas(both, promote_options="permissive").field(0).type
+        return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
     except (pa.ArrowTypeError, pa.ArrowInvalid):
         return None

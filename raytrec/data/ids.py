@@ -63,10 +63,10 @@ def single(table: pa.Table, feature: Feature, no_id: int) -> np.ndarray:
     array = to_plain_array(table[feature.column])
     if is_list(array.type):
         raise DataError(
-            f"feature '{feature.name}' is a list here",
+            f"feature '{feature.name}' has changed to a column of lists",
             where=feature.place.of(feature.name),
-            expected="one id a row, as when the files' columns were looked at",
-            do="do not change the files while they are read",
+            expected="one id per row, as in the earlier scan of the files",
+            do="do not modify the files while they are read",
         )
     array = convert_float_ids(array, feature.name, feature.column, feature.place)
     if array.null_count == 0 and pa.types.is_integer(array.type):
@@ -87,20 +87,20 @@ def bags(table: pa.Table, feature: Feature) -> tuple[np.ndarray, np.ndarray, np.
     name, spec, column = feature.name, feature.spec, to_plain_array(table[feature.column])
     offsets, flat = unnest(convert_float_ids(column, name, feature.column, feature.place))
     rows = rows_of(offsets)
-    if (at := find_first_null(flat)) is not None:
+    if (index := find_first_null(flat)) is not None:
         raise DataError(
-            f"feature '{name}' has a null inside a list",
-            where=feature.place.of(name, rows(at)),
-            expected="ids; an empty list, or null for the whole list, when there are none",
-            do=f"data.transforms: {{do: drop_null, columns: [{scalar(feature.column)}]}}",
+            f"feature '{name}' contains a null inside a list",
+            where=feature.place.of(name, rows(index)),
+            expected="ids; an empty list, or null instead of the list, for a row without ids",
+            do=f"add to data.transforms: {{do: drop_null, columns: [{scalar(feature.column)}]}}",
         )
     ids = _ids(flat, feature, rows)
     if spec.weights is None:
         return offsets, ids, None
-    per_id = _align_with_ids(table, spec.weights, feature, offsets)
-    per_id = per_id.cast(pa.float32(), safe=False).to_numpy(zero_copy_only=False)
-    check_finite(per_id, spec.weights, feature.place, rows)
-    return offsets, ids, per_id
+    id_weights = _align_with_ids(table, spec.weights, feature, offsets)
+    id_weights = id_weights.cast(pa.float32(), safe=False).to_numpy(zero_copy_only=False)
+    check_finite(id_weights, spec.weights, feature.place, rows)
+    return offsets, ids, id_weights
 
 
 def _align_with_ids(table: pa.Table, name: str, feature: Feature, offsets: np.ndarray) -> pa.Array:
@@ -110,18 +110,18 @@ def _align_with_ids(table: pa.Table, name: str, feature: Feature, offsets: np.nd
         DataError: A list's length differs from the row's number of ids, or a value is null.
     """
     ends, flat = unnest(to_plain_array(table[name]))
-    if unlike := find_first_length_mismatch(ends, offsets):
-        row, length, ids = unlike
+    if mismatch := find_first_length_mismatch(ends, offsets):
+        row, length, ids = mismatch
         raise DataError(
-            f"'{name}' has {length} values for {ids} ids of '{feature.name}'",
+            f"column '{name}' has {length} values for {ids} ids of feature '{feature.name}'",
             where=feature.place.of(name, row),
-            expected="one value for each id",
+            expected="one value per id",
         )
-    if (at := find_first_null(flat)) is not None:
+    if (index := find_first_null(flat)) is not None:
         raise DataError(
-            f"column '{name}' has a null inside a list",
-            where=feature.place.of(name, rows_of(offsets)(at)),
-            expected=f"a value for each id of '{feature.name}'",
+            f"column '{name}' contains a null inside a list",
+            where=feature.place.of(name, rows_of(offsets)(index)),
+            expected=f"a value for each id of feature '{feature.name}'",
             do="correct the data; or skip such rows: data.on_error=skip",
         )
     return flat
@@ -163,10 +163,10 @@ def _in_range(ids: np.ndarray, feature: Feature, rows: Callable[[int], int]) -> 
     outside = (ids < 0) | (ids >= table.rows)
     tally[name] = int(outside.sum()), len(ids)
     if table.out_of_range == "error":
-        at, key = int(outside.argmax()), f"tables.{feature.spec.table}"
+        index, key = int(outside.argmax()), f"tables.{feature.spec.table}"
         raise DataError(
-            f"id {ids[at]} of feature '{name}' is not in table '{feature.spec.table}'",
-            where=feature.place.of(name, rows(at)),
+            f"id {ids[index]} of feature '{name}' is out of range for table '{feature.spec.table}'",
+            where=feature.place.of(name, rows(index)),
             expected=f"0 ≤ id < {table.rows} ({key}.rows)",
             do=f"correct the data or {key}.rows, or set {key}.out_of_range to clamp or hash, or {key}.ids to "
             "managed",
@@ -198,11 +198,11 @@ def side_features(table: pa.Table, feature: Feature, offsets: np.ndarray) -> np.
         DataError: The numbers of values and ids differ, or a value is null, NaN or infinite.
     """
     names = feature.spec.side_features
-    out = np.empty((int(offsets[-1]), len(names)))
+    values = np.empty((int(offsets[-1]), len(names)))
     for number, column in enumerate(names):
-        out[:, number] = to_float64(_align_with_ids(table, column, feature, offsets))
-        check_finite(out[:, number], column, feature.place, rows_of(offsets))
-    return out
+        values[:, number] = to_float64(_align_with_ids(table, column, feature, offsets))
+        check_finite(values[:, number], column, feature.place, rows_of(offsets))
+    return values
 
 
 def hash_integers(ids: np.ndarray, rows: int) -> np.ndarray:
@@ -248,10 +248,10 @@ def compute_group_keys(array: pa.Array) -> np.ndarray:
     array = plain_array(array)
     if not array.null_count:
         return _keys(array)
-    there = array.is_valid().to_numpy(zero_copy_only=False)
+    is_valid = array.is_valid().to_numpy(zero_copy_only=False)
     keys = np.full(len(array), NULL_KEY, np.int64)
-    if there.any():
-        keys[there] = _keys(array.drop_null())
+    if is_valid.any():
+        keys[is_valid] = _keys(array.drop_null())
     return keys
 
 
@@ -265,15 +265,15 @@ def compute_row_keys(columns: Sequence[pa.ChunkedArray], rows: int = 0) -> tuple
     Returns:
         Number of keys of each row, int64 [rows], and the keys, row after row, int64.
     """
-    of, keys = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    key_rows, keys = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     for column in columns:
         offsets, values = unnest(to_plain_array(column))
         rows = len(column)
-        of.append(np.repeat(np.arange(rows), np.diff(offsets)))
+        key_rows.append(np.repeat(np.arange(rows), np.diff(offsets)))
         keys.append(compute_group_keys(values))
-    whole = np.concatenate(of)
-    order = np.argsort(whole, kind="stable")
-    return np.bincount(whole, minlength=rows), np.concatenate(keys)[order]
+    all_rows = np.concatenate(key_rows)
+    order = np.argsort(all_rows, kind="stable")
+    return np.bincount(all_rows, minlength=rows), np.concatenate(keys)[order]
 
 
 def _keys(array: pa.Array) -> np.ndarray:
@@ -295,4 +295,4 @@ def _keys(array: pa.Array) -> np.ndarray:
         return hash_bits(values.view(np.uint64)).view(np.int64)
     if is_text(array.type):
         return hash_text_bits(array).view(np.int64)
-    raise TypeError(f"a column of {kind} has no keys")
+    raise TypeError(f"cannot compute group keys of a column of type {kind}")

@@ -47,14 +47,14 @@ def read_items(
         faults: Treatment of rows that cannot be read; None: a DataError is raised.
         index: Table whose column `id` has the task's positions in the list.
     """
-    whole = _get_items(items)
-    mine = [whole[i] for i in index["id"].to_pylist()]
+    all_items = _get_items(items)
+    task_items = [all_items[i] for i in index["id"].to_pylist()]
     with ThreadPoolExecutor(AHEAD, initializer=_lower_priority) as thread:
-        coming = deque(thread.submit(decode_item, item, form) for item in mine[:AHEAD])
-        for item, following in zip_longest(mine, mine[AHEAD:]):
-            decoded = coming.popleft().result()
-            if following is not None:
-                coming.append(thread.submit(decode_item, following, form))
+        pending = deque(thread.submit(decode_item, item, form) for item in task_items[:AHEAD])
+        for item, next_item in zip_longest(task_items, task_items[AHEAD:]):
+            decoded = pending.popleft().result()
+            if next_item is not None:
+                pending.append(thread.submit(decode_item, next_item, form))
             yield finish_item(item, decoded, form, faults)
     trim_memory()
 
@@ -122,8 +122,8 @@ def finish_item(
 
 def _groups(item: LaneItem) -> list[tuple[tuple[str, int], list[Part]]]:
     """Return ((file, row group), parts) for each row group of an item."""
-    found = groupby(item.parts, key=lambda part: (part.path, part.group))
-    return [(key, list(parts)) for key, parts in found]
+    groups = groupby(item.parts, key=lambda part: (part.path, part.group))
+    return [(key, list(parts)) for key, parts in groups]
 
 
 def _span(parts: list[Part]) -> tuple[int, int]:
@@ -161,10 +161,10 @@ def _finish_group(
         return _make_skipped_rows(rows, form)
     first, _ = _span(parts)
     place = replace(place, first=first)
-    whole = _skip_bad_rows(table, form, place, faults) if faults.skip else canonical(table, form, place)
+    converted = _skip_bad_rows(table, form, place, faults) if faults.skip else canonical(table, form, place)
     if len(parts) == 1 and parts[0].split is None:
-        return whole
-    return pa.concat_tables([_split_rows(part, whole, first) for part in parts])
+        return converted
+    return pa.concat_tables([_split_rows(part, converted, first) for part in parts])
 
 
 def _split_rows(part: Part, table: pa.Table, first: int) -> pa.Table:
@@ -175,21 +175,21 @@ def _split_rows(part: Part, table: pa.Table, first: int) -> pa.Table:
 
 
 def _skip_bad_rows(
-    table: pa.Table, form: ResolvedReadPlan, place: Place, faults: ReadErrorPolicy, left: list | None = None
+    table: pa.Table, form: ResolvedReadPlan, place: Place, faults: ReadErrorPolicy, budget: list | None = None
 ) -> pa.Table:
     """Return the canonical form with a column `present`. Bad rows, found by bisection, are not present."""
-    left = [MAX_LOCATED_BAD_ROWS] if left is None else left
+    budget = [MAX_LOCATED_BAD_ROWS] if budget is None else budget
     try:
         return canonical(table, form, place).append_column("present", pa.array(np.ones(len(table), bool)))
     except DataError as error:
-        if len(table) == 1 or not left[0]:
-            left[0] -= left[0] > 0
+        if len(table) == 1 or not budget[0]:
+            budget[0] -= budget[0] > 0
             faults.leave_out(error, len(table))
             return _make_skipped_rows(len(table), form)
     half = len(table) // 2
-    after = Place(place.path, place.group, place.first + half)
-    first_half = _skip_bad_rows(table.slice(0, half), form, place, faults, left)
-    return pa.concat_tables([first_half, _skip_bad_rows(table.slice(half), form, after, faults, left)])
+    middle = Place(place.path, place.group, place.first + half)
+    first_half = _skip_bad_rows(table.slice(0, half), form, place, faults, budget)
+    return pa.concat_tables([first_half, _skip_bad_rows(table.slice(half), form, middle, faults, budget)])
 
 
 def _make_skipped_rows(rows: int, form: ResolvedReadPlan) -> pa.Table:

@@ -39,7 +39,7 @@ TEMPORARY_SUFFIXES = (
 )
 REASON_HIDDEN, TWICE, REASON_OUTSIDE_PARTITIONS = "hidden", "reached twice", "outside data.partitions"
 MAX_NAMES_PER_REASON = 100  # maximum number of names for each reason in the run folder
-REASON_UNREADABLE = "not readable files: pipes, devices, links to nothing, or names that are not UTF-8"
+REASON_UNREADABLE = "not readable files: pipes, devices, broken links, or names that are not UTF-8"
 
 
 @dataclass(frozen=True)
@@ -84,18 +84,18 @@ def list_files(places: str | list[str], key: str, between: PartitionBounds = ALL
     """
     files, left_out = [], defaultdict[str, list[str]](list)
     for place in folders(places):
-        one = _list_folder(place, key, between)
-        files += one.files
-        for why, paths in one.left_out.items():
+        listing = _list_folder(place, key, between)
+        files += listing.files
+        for why, paths in listing.left_out.items():
             left_out[why] += paths
     if len(folders(places)) > 1:
         counts = Counter(file if "://" in file else os.path.realpath(file) for file in files)
-        if twice := [file for file, count in counts.items() if count > 1]:
+        if duplicates := [file for file, count in counts.items() if count > 1]:
             raise DataError(
-                f"{len(twice)} files are named twice, the first is {twice[0]}",
+                f"{len(duplicates)} files are listed more than once; the first is {duplicates[0]}",
                 where=f"{key}={name_of(places)}",
-                expected="folders that do not hold each other",
-                do="name each folder once: every row is trained once an epoch",
+                expected="folders that do not contain each other",
+                do="list each folder once, because every row is trained once per epoch",
             )
     return Listing(tuple(files), dict(left_out))
 
@@ -117,13 +117,13 @@ def _list_folder(uri: str, key: str, between: PartitionBounds) -> Listing:
         kind = filesystem.get_file_info(path).type
         if kind == fs.FileType.NotFound:
             raise DataError(
-                "there is no such folder",
+                "the folder does not exist",
                 where=where,
                 expected="a folder of .parquet files, or a list of folders: [a, b]; globs are not expanded",
                 do="correct the path, or write the data with `raytrec prepare`",
             )
         if kind == fs.FileType.Unknown:
-            raise DataError("this is not a file, but a pipe or a device", where=where, expected="Parquet")
+            raise DataError("the path is a pipe or a device", where=where, expected="a Parquet file")
         local, linked = filesystem.type_name == "local", set[str]()
         left_out = defaultdict[str, list[str]](list)
         entries: list[ListedFile] = []
@@ -140,10 +140,10 @@ def _list_folder(uri: str, key: str, between: PartitionBounds) -> Listing:
     files = _select_parquet_files(filesystem, path, entries, left_out, where)
     if not files:
         raise DataError(
-            "the folder holds no Parquet files",
+            "the folder contains no Parquet files",
             where=where,
-            expected="files named *.parquet, or others that begin and end as Parquet does",
-            do=f"it has: {Listing((), dict(left_out))}" if left_out else None,
+            expected="files named *.parquet, or other files that begin and end with Parquet's magic bytes",
+            do=f"check the entries of the folder: {Listing((), dict(left_out))}" if left_out else None,
         )
     if any(between):
         chosen = within(files, path, between, uri)
@@ -170,8 +170,8 @@ def _list_local_folder(root: str, linked: set[str], left_out: dict[str, list[str
         left_out: Mapping that receives the entries that links reach a second time.
     """
     entries: list[ListedFile] = []
-    seen: dict[tuple[int, int], str] = {}
-    inside, links = deque[str](), deque[str]()
+    first_paths: dict[tuple[int, int], str] = {}
+    pending_folders, pending_links = deque[str](), deque[str]()
 
     def visit(path: str, is_link: bool) -> None:
         try:
@@ -180,32 +180,32 @@ def _list_local_folder(root: str, linked: set[str], left_out: dict[str, list[str
             entries.append((path, None))
             return
         is_folder = S_ISDIR(stat.st_mode)
-        first = seen.setdefault((stat.st_dev, stat.st_ino or hash(path)), path)
-        if first != path and (
-            is_link or is_folder or parse_folder_values(first) == parse_folder_values(path)
+        first_path = first_paths.setdefault((stat.st_dev, stat.st_ino or hash(path)), path)
+        if first_path != path and (
+            is_link or is_folder or parse_folder_values(first_path) == parse_folder_values(path)
         ):
             left_out[TWICE].append(to_utf8(path))
         elif is_folder:
-            inside.append(path)
+            pending_folders.append(path)
         else:
             entries.append((path, stat.st_size if S_ISREG(stat.st_mode) else None))
 
     visit(root, False)
-    while inside or links:
-        if not inside:
-            link = links.popleft()
+    while pending_folders or pending_links:
+        if not pending_folders:
+            link = pending_links.popleft()
             linked.add(os.path.dirname(os.path.realpath(link)))
             visit(link, True)
             continue
-        for entry in sorted(os.scandir(inside.popleft()), key=lambda entry: entry.name):
+        for entry in sorted(os.scandir(pending_folders.popleft()), key=lambda entry: entry.name):
             if _is_hidden(entry.name):
                 entries.append((entry.path, 0))
             elif entry.is_symlink():
-                links.append(entry.path)
+                pending_links.append(entry.path)
             else:
                 visit(entry.path, False)
-    as_text = [(to_utf8(path), path, size) for path, size in entries]
-    return [(text, size if text == path else None) for text, path, size in as_text]
+    decoded = [(to_utf8(path), path, size) for path, size in entries]
+    return [(text, size if text == path else None) for text, path, size in decoded]
 
 
 def to_utf8(path: str) -> str:
@@ -243,13 +243,13 @@ def _select_parquet_files(
     Raises:
         DataError: An entry named *.parquet is not a file.
     """
-    files, unknown, odd = [], [], []
+    files, candidates, unreadable = [], [], []
     for path, size in entries:
         name = _name(path).lower()
         if _is_hidden(name):
             left_out[REASON_HIDDEN].append(path)
         elif size is None:
-            odd.append(path)
+            unreadable.append(path)
         elif name.endswith(".parquet"):
             files.append(path)
         elif not size:
@@ -257,19 +257,19 @@ def _select_parquet_files(
         elif name.endswith(TEMPORARY_SUFFIXES):
             left_out["temporary or a backup"].append(path)
         else:
-            unknown.append(path)
-    if named := sorted(path for path in odd if path.lower().endswith(".parquet")):
+            candidates.append(path)
+    if unreadable_parquet := sorted(path for path in unreadable if path.lower().endswith(".parquet")):
         raise DataError(
-            f"{len(named)} of the .parquet in the folder are {REASON_UNREADABLE}",
-            where=f"{where}, {named[0]}",
-            expected="files",
-            do="remove them, or name them with _ at the beginning",
+            f"{len(unreadable_parquet)} entries named *.parquet are {REASON_UNREADABLE}",
+            where=f"{where}, {unreadable_parquet[0]}",
+            expected="regular files with UTF-8 names",
+            do="remove these entries, or rename them with a leading _",
         )
-    if odd:
-        left_out[REASON_UNREADABLE] += odd
+    if unreadable:
+        left_out[REASON_UNREADABLE] += unreadable
     with ThreadPoolExecutor(16) as pool:
-        reasons = pool.map(partial(_find_rejection_reason, filesystem), unknown)
-        for path, why in zip(unknown, reasons, strict=True):
+        reasons = pool.map(partial(_find_rejection_reason, filesystem), candidates)
+        for path, why in zip(candidates, reasons, strict=True):
             (files if why is None else left_out[why]).append(path)
     return sorted(files, key=lambda path: (in_order(path), path))
 

@@ -182,9 +182,9 @@ class _EpochLayout:
         self.pieces = [pieces[i] for i in index]
         self.ends = np.cumsum([piece.rows for piece in self.pieces])
         self.rows = int(self.ends[-1])
-        self.full, self.rest = divmod(self.rows, order.batch_rows)
+        self.full, self.tail = divmod(self.rows, order.batch_rows)
         if order.drop_last:
-            self.rest = 0
+            self.tail = 0
 
     def parts(self, start: int, stop: int) -> Iterator[tuple[int, Part]]:
         """Yield (index of the piece, part of that piece) for rows [start, stop) of the sequence."""
@@ -213,8 +213,8 @@ class _EpochLayout:
         """Return the items of one lane from a step to the end of the epoch."""
         order = self.order
         per_step = share(order.batch_rows, lane, order.lanes)
-        start = self.full * offset(order.batch_rows, lane, order.lanes) + offset(self.rest, lane, order.lanes)
-        stop = start + self.full * per_step + share(self.rest, lane, order.lanes)
+        start = self.full * offset(order.batch_rows, lane, order.lanes) + offset(self.tail, lane, order.lanes)
+        stop = start + self.full * per_step + share(self.tail, lane, order.lanes)
         consumed = min(start_step, self.full) * per_step
         if start_step > self.full:
             consumed = stop - start
@@ -233,8 +233,8 @@ class _EpochLayout:
         """Return the items of a rank's slices of all batches in file order, one item for each piece."""
         order = self.order
         per_piece: dict[int, tuple[int, list[Part]]] = {}  # piece → (first step that needs it, parts)
-        for step in range(start_step, self.full + (self.rest > 0)):
-            batch = order.batch_rows if step < self.full else self.rest
+        for step in range(start_step, self.full + (self.tail > 0)):
+            batch = order.batch_rows if step < self.full else self.tail
             begin = step * order.batch_rows
             span = begin + offset(batch, low, order.lanes), begin + offset(batch, high, order.lanes)
             for i, part in self.parts(*span) if span[0] < span[1] else ():

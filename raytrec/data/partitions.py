@@ -59,8 +59,8 @@ def in_order(path: str) -> list[tuple]:
 
 def _sort_key(part: str) -> tuple:
     key, equals, value = part.partition("=")
-    whole = equals and DIGITS.fullmatch(value)
-    return (key, 0, int(value), "") if whole else (key, 1, 0, _percent_decode(value))
+    is_integer = equals and DIGITS.fullmatch(value)
+    return (key, 0, int(value), "") if is_integer else (key, 1, 0, _percent_decode(value))
 
 
 def _percent_decode(text: str) -> str:
@@ -94,18 +94,18 @@ def within(paths: list[str], root: str, between: PartitionBounds, uri: str) -> l
         for rank, bound in ((first, between[0]), (last, between[1])):
             if [key for key, *_ in rank] != [key for key, *_ in ranks[: len(rank)]]:
                 raise DataError(
-                    f"a file's partition is {partition or 'none'}; data.partitions has {bound}",
+                    f"the partition of a file is {partition or 'none'}, but data.partitions has {bound}",
                     where=path,
-                    expected="folders key=value with data.partitions's keys, from the outermost on",
+                    expected="folders key=value with the keys of data.partitions, from the outermost on",
                     do="correct data.partitions, or remove files that are not in such folders",
                 )
         if first <= ranks[: len(first)] and ranks[: len(last)] <= last:
             chosen.append(path)
     if not chosen:
         raise DataError(
-            f"no partition between {between[0] or 'the first'} and {between[1] or 'the last'}",
+            f"no partition exists between {between[0] or 'the first'} and {between[1] or 'the last'}",
             where=f"data.partitions, {uri}",
-            expected=f"some of the {len(paths)} files there, such as {paths[0].removeprefix(root)}",
+            expected=f"a range with some of the {len(paths)} files, such as {paths[0].removeprefix(root)}",
         )
     return chosen
 
@@ -116,19 +116,19 @@ def _check_bound(bound: str) -> str:
         raise DataError(
             f"'{bound}' is not a partition",
             where="data.partitions",
-            expected="key=value, or several with / between them: date=2026-11-07/hour=11",
+            expected="key=value, or several pairs separated by /, such as date=2026-11-07/hour=11",
         )
     return "/".join(parts)
 
 
 def parse_folder_values(path: str) -> dict[str, str | None]:
     """Return the values of the key=value folders on a file's path; the innermost folder of a key applies."""
-    found = {}
+    values = {}
     for part in path.split("/")[:-1]:
         key, equals, value = part.partition("=")
         if equals and key:
-            found[_percent_decode(key)] = None if value == NULL_PARTITION_VALUE else _percent_decode(value)
-    return found
+            values[_percent_decode(key)] = None if value == NULL_PARTITION_VALUE else _percent_decode(value)
+    return values
 
 
 def find_folder_columns(arrow: pa.Schema, form: ResolvedReadPlan, uri: str) -> frozenset[str]:
@@ -146,8 +146,8 @@ def _has_column(arrow: pa.Schema, name: str) -> bool:
 
 def infer_folder_type(values: Iterable[str | None]) -> pa.DataType:
     """Return the type of values in folder names: int64 if all are integers, else text."""
-    whole = all(value is None or INTEGER.fullmatch(value) for value in values)
-    return pa.int64() if whole else pa.string()
+    is_integer = all(value is None or INTEGER.fullmatch(value) for value in values)
+    return pa.int64() if is_integer else pa.string()
 
 
 def build_folder_column(path: str, name: str, kind: pa.DataType | None, rows: int) -> pa.Array:
@@ -165,7 +165,7 @@ def infer_folder_types(paths: Iterable[str], text: Container[str] = ()) -> dict[
         text: Keys that are always text.
     """
     values = collect_folder_values(paths)
-    return {key: pa.string() if key in text else infer_folder_type(each) for key, each in values.items()}
+    return {key: pa.string() if key in text else infer_folder_type(texts) for key, texts in values.items()}
 
 
 def collect_folder_values(paths: Iterable[str]) -> dict[str, set[str | None]]:
@@ -189,21 +189,21 @@ def check_no_table_format(filesystem: fs.FileSystem, path: str, inside: Iterable
     Raises:
         DataError: The folder belongs to a table.
     """
-    places = [str(folder) for folder in (PurePosixPath(path), *PurePosixPath(path).parents)][
+    ancestors = [str(folder) for folder in (PurePosixPath(path), *PurePosixPath(path).parents)][
         :MAX_PARENT_LEVELS
     ]
-    asked = [f"{folder.rstrip('/')}/{name}" for folder in places for name in RECORDS]
+    folders = [f"{folder.rstrip('/')}/{name}" for folder in ancestors for name in RECORDS]
     with ThreadPoolExecutor(16) as pool:
-        above = [found for each in pool.map(partial(_list_entries, filesystem), asked) for found in each]
-    for entry in [path, *above, *inside]:
+        entries = [path for paths in pool.map(partial(_list_entries, filesystem), folders) for path in paths]
+    for entry in [path, *entries, *inside]:
         for name, pattern in _PATTERNS.items():
-            if found := pattern.search(entry):
-                table = entry[: found.start()]
+            if match := pattern.search(entry):
+                table = entry[: match.start()]
                 raise DataError(
-                    f"the folder is {name} or part of one: its files also hold rows that were removed, "
+                    f"the folder is {name} or part of one: its files also contain rows that were removed, "
                     "replaced or never committed",
-                    where=f"{where}, {table}{found.group()}",
-                    expected="a folder of Parquet files whose rows are all current",
+                    where=f"{where}, {table}{match.group()}",
+                    expected="a folder of Parquet files that contain only current rows",
                     do="write the current rows as plain Parquet: "
                     + TABLE_FORMATS[name][1].format(table=table),
                 )

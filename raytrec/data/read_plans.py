@@ -151,10 +151,10 @@ class ReadPlan:
         """
         if column in self.schema.columns:
             return None
-        found = [c.named_by for c in self.task_columns if c.column == column]
+        keys = [c.named_by for c in self.task_columns if c.column == column]
         if column in self.reserved.names:
-            found.append(self.reserved.named_by.get(column, "data.reserve_columns"))
-        return found[0] if found else None
+            keys.append(self.reserved.named_by.get(column, "data.reserve_columns"))
+        return keys[0] if keys else None
 
     def skips_nulls(self, label: str) -> bool:
         """Return True if a row may lack this label.
@@ -213,8 +213,8 @@ class ResolvedReadPlan:
         """Return the subset of `columns` that affects training."""
         plan = self.plan
         learned = {*plan.schema.columns, *plan.reserved.groups, *(c.column for c in plan.task_columns)}
-        aside = set(plan.reserved.names) - learned
-        return resolve_input_columns(plan.transforms, [name for name in self.wanted if name not in aside])
+        passive = set(plan.reserved.names) - learned
+        return resolve_input_columns(plan.transforms, [name for name in self.wanted if name not in passive])
 
     @cached_property
     def singles(self) -> list[str]:

@@ -57,8 +57,8 @@ class Chunk:
         matrices["lengths"] = offsets[1:] - offsets[:-1]
         lists = {name: i for i, name in enumerate(arrays)}
         values = [array.values.to_numpy() for array in arrays.values()]
-        whole = pa.RecordBatch.from_pydict(reserved) if reserved else None
-        return cls(matrices, lists, values, offsets, present, whole)
+        reserved_batch = pa.RecordBatch.from_pydict(reserved) if reserved else None
+        return cls(matrices, lists, values, offsets, present, reserved_batch)
 
 
 @dataclass(slots=True)
@@ -165,7 +165,7 @@ class LaneQueues:
                 if self._left == 0:
                     item = next(self._items)
                     self._lane, self._left = item.lane, item.rows
-                mine, rows = rows[: self._left], rows[self._left :]
-                self._lanes.setdefault(self._lane, deque()).append(mine)
-                self._left -= len(mine)
-                self.due -= len(mine)
+                part, rows = rows[: self._left], rows[self._left :]
+                self._lanes.setdefault(self._lane, deque()).append(part)
+                self._left -= len(part)
+                self.due -= len(part)

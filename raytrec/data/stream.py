@@ -107,24 +107,24 @@ class Stream:
 
         An epoch is read long before all its batches are trained.
         """
-        following = None
+        next_epoch = None
         try:
             while current is not None:
                 epoch += 1
                 for batch in current:
-                    if following is None and epoch < count and current.is_read_event.is_set():
-                        following = self.batches(epoch)
+                    if next_epoch is None and epoch < count and current.is_read_event.is_set():
+                        next_epoch = self.batches(epoch)
                     yield batch
-                current, following = following or (self.batches(epoch) if epoch < count else None), None
+                current, next_epoch = next_epoch or (self.batches(epoch) if epoch < count else None), None
         finally:
-            for reading in (current, following):
+            for reading in (current, next_epoch):
                 if reading is not None:
                     reading.close()
 
     def _assemble(self, reading: PrefetchIterator, epoch: int, start_step: int) -> Iterator[Batch]:
         rows = self.dataset.rows
         items = self.order.items(self.dataset, epoch, self.rank, self.world, start_step)
-        supply = LaneQueues(items, self._tables(items))
+        queues = LaneQueues(items, self._tables(items))
         part = (self.rank, self.world) if self.train else None
         collate = Collator(self.dataset.form, self.features, self.pin_memory, part)
         fill = self.train and bool(self.dataset.form.full_vocabulary_features)
@@ -132,15 +132,15 @@ class Stream:
             pieces = [
                 piece
                 for lane, count in self.order.shares(rows, step, self.rank, self.world)
-                for piece in supply.take(lane, count)
+                for piece in queues.take(lane, count)
             ]
-            if not supply.due:
+            if not queues.due:
                 reading.is_read_event.set()
             # If the batches have every id, the last batch is padded to the size of a full batch, because its
             # rows hold all ids as well.
             padded = self.order.padded_rows(rows, 0 if fill else step, self.world)
-            whole = self.order.global_rows(rows, step)
-            yield collate(pieces, padded, whole, epoch * self.order.steps(rows) + step)
+            global_rows = self.order.global_rows(rows, step)
+            yield collate(pieces, padded, global_rows, epoch * self.order.steps(rows) + step)
 
     def _tables(self, items: list[LaneItem]) -> Iterator[pa.Table]:
         """Yield the items' rows in order; a table may hold several items or a part of one."""
@@ -264,8 +264,8 @@ def place(readers: int, read_on: str = "auto") -> dict[str, Any]:
     share = 1.0 if read_on == "cpu_nodes" else sum(nodes.values()) / readers
     if not nodes or random.random() >= share:
         return {"scheduling_strategy": "DEFAULT"}
-    (chosen,) = random.choices(list(nodes), weights=list(nodes.values()))
-    return {"scheduling_strategy": prefer_node(chosen)}
+    (node,) = random.choices(list(nodes), weights=list(nodes.values()))
+    return {"scheduling_strategy": prefer_node(node)}
 
 
 @lru_cache(maxsize=1)

@@ -69,15 +69,15 @@ def apply_transforms(
         except DataError:
             raise
         except Exception as error:
-            first = (str(error).splitlines() or [""])[0]
-            own = isinstance(transform, t.Python) or not isinstance(error, (TypeError, ValueError))
-            kind = f"{type(error).__name__}: " if own or not first else ""
-            raise _transform_error(number, transform, where, f"{kind}{first}") from error
+            message = (str(error).splitlines() or [""])[0]
+            is_unexpected = isinstance(transform, t.Python) or not isinstance(error, (TypeError, ValueError))
+            kind = f"{type(error).__name__}: " if is_unexpected or not message else ""
+            raise _transform_error(number, transform, where, f"{kind}{message}") from error
         if not isinstance(after, pa.Table) or after.num_rows != table.num_rows:
-            got = (
-                f"{after.num_rows} rows for {table.num_rows}" if isinstance(after, pa.Table) else type(after)
+            returned = (
+                f"{after.num_rows} rows, not {table.num_rows}" if isinstance(after, pa.Table) else type(after)
             )
-            raise _transform_error(number, transform, where, f"it returned {got}")
+            raise _transform_error(number, transform, where, f"it returned {returned}")
         table = after
     return table
 
@@ -86,7 +86,7 @@ def _transform_error(number: int, transform: Any, where: str, why: str) -> DataE
     return DataError(
         f"data.transforms[{number}] ({transform.do}) failed: {why}",
         where=where,
-        expected="a table with as many rows, in the same order",
+        expected="a table with the same number of rows, in the same order",
         do="correct the transform's settings, or the column",
     )
 
@@ -144,8 +144,8 @@ def _map_list_values(array: pa.Array, on_values: Callable[[pa.Array], pa.Array])
     offsets, flat = unnest(array)
     values = on_values(flat)
     if values.null_count:  # e.g. a value that is not in the vocabulary has no id and leaves the bag
-        kept = values.is_valid().to_numpy(zero_copy_only=False)
-        offsets = np.concatenate([[0], np.cumsum(kept)]).astype(np.int32)[offsets]
+        is_valid = values.is_valid().to_numpy(zero_copy_only=False)
+        offsets = np.concatenate([[0], np.cumsum(is_valid)]).astype(np.int32)[offsets]
         values = values.drop_null()
     return pa.ListArray.from_arrays(offsets, values)
 
@@ -180,10 +180,10 @@ def sample(spec: Sample, table: pa.Table, draw: Draw, known: pa.Array | None = N
     """
     if spec.count == "all":  # Assembler adds the ids
         return [pa.ListArray.from_arrays(np.zeros(table.num_rows + 1, np.int32), pa.array([], pa.int64()))]
-    among = spec.rows if known is None else len(known)
+    id_count = spec.rows if known is None else len(known)
     begins = read_cumulative_shares(spec.vocabulary, spec.frequency, spec.power) if spec.frequency else None
-    total = among if begins is None else int(begins[-1])
-    rows, (owners, ids) = table.num_rows, _excluded(spec, table, among, known)
+    total = id_count if begins is None else int(begins[-1])
+    rows, (owners, ids) = table.num_rows, _excluded(spec, table, id_count, known)
     seed = hash_bits(_seed(spec, draw))
     lengths, parts = np.full(rows, spec.count, np.int64), [np.empty(0, np.int64)]
     if not draw.key and not spec.in_evaluations:
@@ -194,16 +194,16 @@ def sample(spec: Sample, table: pa.Table, draw: Draw, known: pa.Array | None = N
         begin, end = (int(np.searchsorted(owners, place)) for place in (first, stop))
         numbers = np.arange(draw.first + first, draw.first + stop, dtype=np.uint64)
         bits = hash_bits(hash_bits(numbers ^ seed)[:, np.newaxis] + np.arange(spec.count, dtype=np.uint64))
-        drawn, some = _to_allowed_ids(bits, total, begins, owners[begin:end] - first, ids[begin:end])
-        lengths[first:stop][~some] = 0
-        parts.append(drawn[some].ravel())
+        drawn, has_ids = _to_allowed_ids(bits, total, begins, owners[begin:end] - first, ids[begin:end])
+        lengths[first:stop][~has_ids] = 0
+        parts.append(drawn[has_ids].ravel())
     offsets = np.zeros(len(lengths) + 1, np.int32)
     np.cumsum(lengths, out=offsets[1:])
-    found = np.concatenate(parts)
-    values = [pa.array(found) if known is None else known.take(pa.array(found))]
+    numbers_drawn = np.concatenate(parts)
+    values = [pa.array(numbers_drawn) if known is None else known.take(pa.array(numbers_drawn))]
     if begins is not None and spec.log_share:
-        values.append(pa.array(np.log(np.diff(begins)[found] * (among / total))))
-    return [pa.ListArray.from_arrays(offsets, each) for each in values]
+        values.append(pa.array(np.log(np.diff(begins)[numbers_drawn] * (id_count / total))))
+    return [pa.ListArray.from_arrays(offsets, column) for column in values]
 
 
 def _seed(spec: Sample, draw: Draw) -> np.ndarray:
@@ -213,7 +213,7 @@ def _seed(spec: Sample, draw: Draw) -> np.ndarray:
 
 
 def _excluded(
-    spec: Sample, table: pa.Table, among: int, known: pa.Array | None
+    spec: Sample, table: pa.Table, id_count: int, vocab: pa.Array | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return (rows int64 [N] ascending, ids int64 [N]) of excluded ids that could be drawn.
 
@@ -222,8 +222,8 @@ def _excluded(
     owners, ids = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     for name in spec.exclude:
         offsets, flat = unnest(to_plain_array(table[name]))
-        values = _to_positions(flat, name, known).fill_null(-1).to_numpy(zero_copy_only=False)
-        within = (values >= 0) & (values < among)
+        values = _to_positions(flat, name, vocab).fill_null(-1).to_numpy(zero_copy_only=False)
+        within = (values >= 0) & (values < id_count)
         owners.append(np.repeat(np.arange(table.num_rows), np.diff(offsets))[within])
         ids.append(values[within])
     owner, value = np.concatenate(owners), np.concatenate(ids)
@@ -231,18 +231,18 @@ def _excluded(
     return owner[order], value[order]
 
 
-def _to_positions(ids: pa.Array, name: str, known: pa.Array | None) -> pa.Array:
+def _to_positions(ids: pa.Array, name: str, vocab: pa.Array | None) -> pa.Array:
     """Return ids as int64 numbers; ids of a vocabulary as positions, with null for unknown ids."""
-    if pa.types.is_null(ids.type) or (known is None and pa.types.is_integer(ids.type)):
+    if pa.types.is_null(ids.type) or (vocab is None and pa.types.is_integer(ids.type)):
         return ids.cast(pa.int64(), safe=False)
-    if known is not None and (is_text if is_text(known.type) else pa.types.is_integer)(ids.type):
-        return pc.index_in(ids.cast(known.type), value_set=known, skip_nulls=True).cast(pa.int64())
+    if vocab is not None and (is_text if is_text(vocab.type) else pa.types.is_integer)(ids.type):
+        return pc.index_in(ids.cast(vocab.type), value_set=vocab, skip_nulls=True).cast(pa.int64())
     raise DataError(
-        f"sample draws {'whole numbers' if known is None else known.type}, and {name} holds {ids.type}",
+        f"sample draws {'whole numbers' if vocab is None else vocab.type}, but {name} has type {ids.type}",
         where=f"data.transforms, do: sample, exclude: {name}",
-        expected="columns of such ids as are drawn",
-        do="name a file of the ids to draw from, text with one in each line or Parquet: vocabulary: FILE; or "
-        "make numbers of the column first: {do: lookup_vocabulary, …}",
+        expected="columns of ids of the same type as the drawn ids",
+        do="set vocabulary: FILE to a file of the ids to draw, Parquet or text with one id per line. Or "
+        "convert the column to numbers first: {do: lookup_vocabulary, …}",
     )
 
 
@@ -269,13 +269,13 @@ def _to_allowed_ids(
     owners, ids = excluded
     first = ids if begins is None else begins[ids]
     sizes = np.ones_like(ids) if begins is None else begins[ids + 1] - first
-    of_all = np.concatenate([[0], np.cumsum(sizes)])  # sizes of the excluded parts, row after row
-    bounds = of_all[np.searchsorted(owners, np.arange(count + 1))]
+    totals = np.concatenate([[0], np.cumsum(sizes)])  # sizes of the excluded parts, row after row
+    bounds = totals[np.searchsorted(owners, np.arange(count + 1))]
     free = total - np.diff(bounds)
     u = (bits % np.maximum(free, 1).astype(np.uint64)[:, np.newaxis]).astype(np.int64)
-    shifted = owners * width + first - (of_all[:-1] - bounds[owners])
-    before = of_all[np.searchsorted(shifted, np.arange(count)[:, np.newaxis] * width + u, side="right")]
-    found = u + before - bounds[:-1, np.newaxis]
+    shifted = owners * width + first - (totals[:-1] - bounds[owners])
+    skipped = totals[np.searchsorted(shifted, np.arange(count)[:, np.newaxis] * width + u, side="right")]
+    allowed = u + skipped - bounds[:-1, np.newaxis]
     if begins is not None:
-        found = np.searchsorted(begins, found, side="right") - 1
-    return found, free > 0
+        allowed = np.searchsorted(begins, allowed, side="right") - 1
+    return allowed, free > 0

@@ -73,8 +73,8 @@ def _log(spec: t.Log, array: pa.Array) -> pa.Array:
 @does(t.Decay)
 def _decay(spec: t.Decay, array: pa.Array) -> pa.Array:
     age = pc.max_element_wise(array.cast(pa.float64(), safe=False), 0.0, skip_nulls=False)
-    left = pc.power(2.0, pc.divide(age, -spec.half_life))
-    return pc.add(pc.multiply(left, 1 - spec.floor), spec.floor).cast(pa.float32(), safe=False)
+    share = pc.power(2.0, pc.divide(age, -spec.half_life))
+    return pc.add(pc.multiply(share, 1 - spec.floor), spec.floor).cast(pa.float32(), safe=False)
 
 
 @does(t.Bucketize)
@@ -94,15 +94,15 @@ def _hash(spec: t.Hash, array: pa.Array) -> pa.Array:
         if not pa.types.is_integer(flat.type):
             raise TypeError(f"hash takes integers or text, not {flat.type}")
         ids = hash_integers(flat.to_numpy(), spec.rows)
-    out = np.zeros(len(array), np.int64)
-    out[valid] = ids
-    return pa.array(out, mask=~valid)
+    hashed = np.zeros(len(array), np.int64)
+    hashed[valid] = ids
+    return pa.array(hashed, mask=~valid)
 
 
 @does(t.LookupVocabulary)
 def _lookup_vocabulary(spec: t.LookupVocabulary, array: pa.Array) -> pa.Array:
-    known = read_vocabulary(spec.vocabulary, array.type)
-    ids = pc.index_in(array, value_set=known, skip_nulls=True).cast(pa.int64())
+    vocabulary = read_vocabulary(spec.vocabulary, array.type)
+    ids = pc.index_in(array, value_set=vocabulary, skip_nulls=True).cast(pa.int64())
     if spec.unknown is None:
         return ids
     return pc.if_else(array.is_valid(), pc.fill_null(ids, spec.unknown), ids)
@@ -122,7 +122,7 @@ def read_vocabulary(uri: str, kind: pa.DataType | None) -> pa.Array:
         values = pa.array(read_text(uri).splitlines(), pa.string())
     values = values.cast(kind or values.type)
     if len(values.unique()) != len(values):
-        raise ValueError(f"{uri} has a value twice")
+        raise ValueError(f"{uri} contains duplicate values")
     return values
 
 
@@ -139,7 +139,7 @@ def read_cumulative_shares(uri: str, column: str, power: float) -> np.ndarray:
     table = pq.read_table(path, columns=[column], filesystem=filesystem)
     counts = to_plain_array(table.column(0)).cast(pa.float64()).to_numpy(zero_copy_only=False)
     if not (counts >= 0).all() or not 0 < counts.sum() < np.inf:
-        raise ValueError(f"{column} of {uri} must be numbers of at least 0, some above it, and no nulls")
+        raise ValueError(f"column {column} of {uri} must have numbers ≥ 0 with a positive sum, and no nulls")
     chances = np.where(counts > 0, counts, 1) ** power * (counts > 0)
     parts = np.ceil(chances / chances.sum() * 2**40).astype(np.int64)
     return np.concatenate([[0], np.cumsum(parts)])
@@ -153,17 +153,17 @@ def _binarize(spec: t.Binarize, array: pa.Array) -> pa.Array:
         array = pc.if_else(pc.is_nan(array), pa.scalar(None, pa.float64()), array)
     if spec.at_least is not None:
         if is_text(array.type):
-            raise TypeError(f"at_least takes numbers, not {array.type}; for text: positive: [TEXT, …]")
+            raise TypeError(f"at_least requires numbers, not {array.type}; for text, set positive: [TEXT, …]")
         return pc.greater_equal(array, float(spec.at_least)).cast(pa.int8())
     if wrong := [value for value in spec.positive if isinstance(value, str) != is_text(array.type)]:
         raise TypeError(
-            f"the column holds {kind}, and positive {wrong[0]!r}"
-            + ("; put it into quotes (YAML's bare yes, no and numbers are not text)" * is_text(array.type))
+            f"the column has type {kind}, but positive contains {wrong[0]!r}"
+            + ("; quote the value (in YAML, unquoted yes, no and numbers are not text)" * is_text(array.type))
         )
-    known = spec.positive if is_text(array.type) else [float(value) for value in spec.positive]
-    known = pa.array(known).cast(array.type)
-    found = pc.is_in(array, value_set=known).cast(pa.int8())
-    return pc.if_else(array.is_valid(), found, pa.scalar(None, pa.int8()))
+    positives = spec.positive if is_text(array.type) else [float(value) for value in spec.positive]
+    positives = pa.array(positives).cast(array.type)
+    is_positive = pc.is_in(array, value_set=positives).cast(pa.int8())
+    return pc.if_else(array.is_valid(), is_positive, pa.scalar(None, pa.int8()))
 
 
 @does(t.Cast)
@@ -210,15 +210,15 @@ def age(spec: t.Age, array: pa.Array, until: pa.Array | None) -> pa.Array:
     if types.is_duration(array.type):
         return _to_unit(_to_seconds(array), spec)
     if until is None and spec.until is None:
-        raise TypeError("age needs until or until_column, unless the column holds durations")
-    seen = _to_seconds(to_timestamps(array, spec.since_1970))
+        raise TypeError("age requires until or until_column unless the column contains durations")
+    begin = _to_seconds(to_timestamps(array, spec.since_1970))
     if until is not None:
         if len(until) != len(array):
-            raise TypeError("until_column holds one time a row, and the times are in lists")
-        last = _to_seconds(to_timestamps(until, spec.since_1970))
+            raise TypeError("until_column has one time per row, but the times are in lists")
+        end = _to_seconds(to_timestamps(until, spec.since_1970))
     else:
-        last = _to_seconds(to_timestamps(pa.array([spec.until]), None))[0]
-    return _to_unit(pc.subtract(last, seen), spec)
+        end = _to_seconds(to_timestamps(pa.array([spec.until]), None))[0]
+    return _to_unit(pc.subtract(end, begin), spec)
 
 
 def _to_unit(seconds: pa.Array, spec: t.Age) -> pa.Array:
@@ -255,12 +255,12 @@ def to_timestamps(array: pa.Array, since_1970: str | None) -> pa.Array:
     if types.is_integer(kind) or types.is_floating(kind):
         if since_1970 is None:
             raise TypeError(
-                f"these are numbers ({kind}): set since_1970 to the unit that they count: s, ms, us or ns"
+                f"the column contains numbers ({kind}): set since_1970 to their unit: s, ms, us or ns"
             )
         if types.is_floating(kind):
             array = pc.if_else(pc.is_finite(array), array, pa.scalar(None, kind))
             scale = {"s": 1e6, "ms": 1e3, "us": 1.0, "ns": 1e-3}[since_1970]
-            whole = pc.round(pc.multiply(array.cast(pa.float64()), scale)).cast(pa.int64())
-            return whole.cast(pa.timestamp("us"))
+            microseconds = pc.round(pc.multiply(array.cast(pa.float64()), scale)).cast(pa.int64())
+            return microseconds.cast(pa.timestamp("us"))
         return array.cast(pa.int64()).cast(pa.timestamp(since_1970))
-    raise TypeError(f"a time, a date, ISO text or numbers are needed, not {kind}")
+    raise TypeError(f"the column must contain times, dates, ISO text or numbers, not {kind}")

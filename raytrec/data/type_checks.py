@@ -44,24 +44,24 @@ def check_present(
     """
     for column in columns:
         try:
-            found = find_column(arrow, column)
-            found = found if fields or len(found or ()) == 1 else None
+            path = find_column(arrow, column)
+            path = path if fields or len(path or ()) == 1 else None
         except AmbiguousColumnError:
             raise DataError(
-                f"column '{column}' is there more than once",
+                f"column '{column}' exists more than once",
                 where=f"{where}, column {column}",
-                expected="one column, or one field of a struct, of this name",
-                do="write the file again with a separate name for each column",
+                expected="a single column or struct field with this name",
+                do="write the file again with a unique name for each column",
             ) from None
-        if found is None:
-            known = list(dict.fromkeys([*arrow.names, *leaf_names(arrow), *form.types]))
-            near, named = find_similar_word(column, known), form.plan.named_by(column)
-            readers = f"{named} reads" if named else "the schema and data.transforms read"
-            place = named or "the schema"
+        if path is None:
+            available = list(dict.fromkeys([*arrow.names, *leaf_names(arrow), *form.types]))
+            near, key = find_similar_word(column, available), form.plan.named_by(column)
+            required = f"columns named by {key or 'the schema and data.transforms'}"
+            place = key or "the schema"
             raise DataError(
                 f"column '{column}' is missing",
                 where=where,
-                expected=f"what {readers}, or folders {column}=VALUE; there are {_format_names(known)}",
+                expected=f"{required}, or folders {column}=VALUE; available: {_format_names(available)}",
                 do=f"did you mean '{near}'? Correct {place}" if near else f"correct {place} or the data",
             )
 
@@ -82,17 +82,17 @@ def check_types(arrow: pa.Schema, form: ResolvedReadPlan, uri: str) -> None:
         column = schema.column_of(name) if name in schema.sparse else name
         _check_candidates(arrow.field(column).type, column, uri)
 
-    def of_one(column: str) -> pa.DataType:
+    def get_value_type(column: str) -> pa.DataType:
         kind = arrow.field(column).type
         in_tasks = schema.candidates and column not in schema.columns  # masks and weights: numbers or lists
         return value_type(kind) if column in schema.candidates or in_tasks else kind
 
     for column in form.plan.labels:
-        if not (types.is_null(plain(of_one(column))) and form.plan.skips_nulls(column)):
-            _check_number(of_one(column), column, "label", uri)
+        if not (types.is_null(plain(get_value_type(column))) and form.plan.skips_nulls(column)):
+            _check_number(get_value_type(column), column, "label", uri)
     for read in form.plan.task_columns:
-        if read.role != "mask" or not types.is_null(plain(of_one(read.column))):
-            _check_number(of_one(read.column), read.column, read.role, uri)
+        if read.role != "mask" or not types.is_null(plain(get_value_type(read.column))):
+            _check_number(get_value_type(read.column), read.column, read.role, uri)
     for column in form.plan.reserved.names:
         kind = plain(arrow.field(column).type)
         if column in form.plan.reserved.lists:
@@ -103,11 +103,11 @@ def check_types(arrow: pa.Schema, form: ResolvedReadPlan, uri: str) -> None:
         if column in form.plan.reserved.groups:
             _check_group(plain(kind), column, uri)
     for column in schema.dense:
-        _check_number(of_one(column), column, "dense column", uri)
+        _check_number(get_value_type(column), column, "dense column", uri)
     for feature, spec in schema.sparse.items():
         column = schema.column_of(feature)
-        text_allowed = schema.tables[spec.table].takes_text
-        _check_ids(arrow.field(column).type, feature, column, spec.table, text_allowed, uri)
+        is_text_allowed = schema.tables[spec.table].takes_text
+        _check_ids(arrow.field(column).type, feature, column, spec.table, is_text_allowed, uri)
         if spec.weights:
             _check_weights(arrow.field(spec.weights).type, spec.weights, feature, uri)
         for side in spec.side_features:
@@ -119,7 +119,7 @@ def _unsupported_type_error(
 ) -> DataError:
     """Return the error for a column of an unsupported type."""
     return DataError(
-        f"{what} is {'a list:' if is_list(kind) else 'of type'} {_truncate_type(kind)}",
+        f"{what} has type {_truncate_type(kind)}",
         where=f"{uri}, column {column}",
         expected=expected,
         do=do,
@@ -129,39 +129,37 @@ def _unsupported_type_error(
 def _check_number(kind: pa.DataType, column: str, role: str, uri: str) -> None:
     if not is_number(plain(kind)):
         advice = _advise_number(plain(kind), column, role)
-        raise _unsupported_type_error(f"{role} '{column}'", kind, column, uri, "one number a row", advice)
+        raise _unsupported_type_error(f"{role} '{column}'", kind, column, uri, "one number per row", advice)
 
 
 def _advise_number(kind: pa.DataType, column: str, role: str) -> str:
     """Return advice on how to convert a column to numbers."""
     if is_text(kind) and role == "label":
-        return f"choose which texts are 1: {_format_transform('binarize', column, 'positive: […]')}"
+        return f"{_format_transform('binarize', column, 'positive: […]')} with the texts that mean 1"
     if is_text(kind):
         return (
-            f"list it under sparse with a table of out_of_range: hash; text that spells numbers: "
+            f"list the column under sparse with a table that sets out_of_range: hash; for numbers as text, "
             f"{_format_transform('cast', column, 'to: float32')}"
         )
     if is_list(kind) or types.is_map(kind):
-        return (
-            _advise_fields(kind, column) or "list it under sparse, or make one number of it with a transform"
-        )
+        return _advise_fields(kind, column) or "list the column under sparse, or transform it to one number"
     if types.is_null(kind):
-        return f"it holds nulls only: {_format_transform('fill_null', column, 'value: 0')}"
+        return f"{_format_transform('fill_null', column, 'value: 0')} to replace nulls, the only values"
     return _advise_fields(kind, column) or _advise_time(kind, column) or _advise_manual_conversion()
 
 
 def _check_ids(
-    kind: pa.DataType, feature: str, column: str, table: str, text_allowed: bool, uri: str
+    kind: pa.DataType, feature: str, column: str, table: str, is_text_allowed: bool, uri: str
 ) -> None:
     value = value_type(kind)
-    whole = types.is_integer(value) or types.is_floating(plain(kind))  # floats: integers with nulls
-    if whole or (is_text(value) and text_allowed) or types.is_null(value):
+    is_integral = types.is_integer(value) or types.is_floating(plain(kind))  # floats: integers with nulls
+    if is_integral or (is_text(value) and is_text_allowed) or types.is_null(value):
         return
-    deep = " (lists inside of lists)" if is_list(value) else ""
+    nesting = " (nested lists)" if is_list(value) else ""
     raise DataError(
-        f"sparse feature '{feature}' holds {_truncate_type(value)}{deep}",
+        f"sparse feature '{feature}' has values of type {_truncate_type(value)}{nesting}",
         where=f"{uri}, column {column}",
-        expected="whole numbers, text (where out_of_range is hash, or ids are managed), or lists of them",
+        expected="whole numbers, text (if out_of_range is hash or ids are managed), or lists of such values",
         do=f"for text, set tables.{table}.out_of_range to hash"
         if is_text(value)
         else _advise_ids(plain(kind), value, column),
@@ -173,8 +171,8 @@ def _advise_ids(kind: pa.DataType, value: pa.DataType, column: str) -> str:
     if types.is_boolean(value) or is_number(value):
         ids = _format_transform("cast", column, "to: int64")
         if is_list(kind):
-            return f"for whole numbers: {ids}"
-        return f"for whole numbers: {ids}; or list it under dense"
+            return f"for whole numbers, {ids}"
+        return f"for whole numbers, {ids}; or list the column under dense"
     return _advise_fields(kind, column) or _advise_time(value, column) or _advise_manual_conversion()
 
 
@@ -183,28 +181,28 @@ def _check_reserved(kind: pa.DataType, column: str, plan: ReadPlan, uri: str) ->
     if is_list(kind) or types.is_nested(kind) or (is_key and types.is_interval(kind)):
         advice = _advise_fields(kind, column) or _advise_manual_conversion()
         if is_key and plan.reserved.named_by.get(column) in RELEVANT_ITEM_KEYS:
-            advice = "write the lists into another column: eval.retrieval.right_items=COLUMN"
+            advice = "write the lists to another column and set eval.retrieval.right_items=COLUMN"
         raise _unsupported_type_error(
-            f"reserved column '{column}'", kind, column, uri, "one value a row", advice
+            f"reserved column '{column}'", kind, column, uri, "one value per row", advice
         )
 
 
 def _check_candidates(kind: pa.DataType, column: str, uri: str) -> None:
     if not is_list(plain(kind)):
-        expected = "a list in each row, with a value for each of the row's candidates"
+        expected = "a list in each row, with one value per candidate"
         raise _unsupported_type_error(
-            f"'{column}', of candidates,",
+            f"candidate column '{column}'",
             kind,
             column,
             uri,
             expected,
-            "leave it out of schema.yaml, candidates",
+            "remove the column from candidates in schema.yaml",
         )
 
 
 def _check_list(kind: pa.DataType, column: str, uri: str) -> None:
     if not is_list(kind):
-        what, advice = f"'{column}', the items that rows have seen,", "name another in eval.retrieval.seen"
+        what, advice = f"column '{column}' of seen items", "name another column in eval.retrieval.seen"
         raise _unsupported_type_error(what, kind, column, uri, "lists of items", advice)
 
 
@@ -213,60 +211,61 @@ def _check_group(kind: pa.DataType, column: str, uri: str) -> None:
     if not allowed and not is_text(kind):
         number = _format_transform("cast", column, "to: int64") + "; or name another column"
         advice = number if is_number(kind) else _advise_time(kind, column) or "name another column"
-        expected = "integers, text, bools or dates in a column that a task names as group or item"
-        raise _unsupported_type_error(
-            f"'{column}', whose values group rows,", kind, column, uri, expected, advice
-        )
+        expected = "integers, text, bools or dates in a column that a task uses as group or item"
+        raise _unsupported_type_error(f"grouping column '{column}'", kind, column, uri, expected, advice)
 
 
 def _check_weights(kind: pa.DataType, column: str, feature: str, uri: str) -> None:
     value = value_type(kind)
     if not (is_list(kind) and (types.is_floating(value) or types.is_integer(value) or types.is_null(value))):
-        cast = f"for other numbers in lists: {_format_transform('cast', column, 'to: float32')}"
-        advice, what = _advise_fields(plain(kind), column) or cast, f"'{column}', weights of '{feature}',"
-        raise _unsupported_type_error(what, kind, column, uri, "lists of numbers, one for each id", advice)
+        cast = f"for lists of other numbers, {_format_transform('cast', column, 'to: float32')}"
+        advice, what = (
+            _advise_fields(plain(kind), column) or cast,
+            f"weights column '{column}' of '{feature}'",
+        )
+        raise _unsupported_type_error(what, kind, column, uri, "lists with one number per id", advice)
 
 
 def _check_side(kind: pa.DataType, column: str, feature: str, uri: str) -> None:
     value = value_type(kind)
-    known = types.is_timestamp(value) or types.is_date(value) or types.is_duration(value)
-    if not (is_list(kind) and (is_number(value) or known or types.is_null(value))):
-        leave_out = "leave it out of side_features, or make numbers of it with a transform"
-        what, advice = f"'{column}', a side of sequence '{feature}',", _advise_fields(plain(kind), column)
-        expected = "lists of numbers, times or dates, one for each id"
+    is_time = types.is_timestamp(value) or types.is_date(value) or types.is_duration(value)
+    if not (is_list(kind) and (is_number(value) or is_time or types.is_null(value))):
+        leave_out = "remove the column from side_features, or convert it to numbers with a transform"
+        what, advice = f"side feature '{column}' of sequence '{feature}'", _advise_fields(plain(kind), column)
+        expected = "lists with one number, time or date per id"
         raise _unsupported_type_error(what, kind, column, uri, expected, advice or leave_out)
 
 
 def _advise_time(kind: pa.DataType, column: str) -> str | None:
     """Return advice on how to convert a time to a feature; None for types that are not supported times."""
     if types.is_duration(kind):
-        return f"{_format_transform('age', column, 'unit: days')}; it is a number then"
+        return f"{_format_transform('age', column, 'unit: days')} to convert the durations to numbers"
     if not types.is_temporal(kind) or types.is_interval(kind):
         return None
     part = "weekday" if types.is_date(kind) else "hour"
-    made = f"{column}_{part}"
-    ways = f"{_format_transform('date_part', column, f'part: {part}', made)}, and name {made} in the schema"
+    into = f"{column}_{part}"
+    advice = f"{_format_transform('date_part', column, f'part: {part}', into)}, and add {into} to the schema"
     if types.is_time(kind):
-        return ways
+        return advice
     age = _format_transform("age", column, "until: 2026-01-01, unit: days", f"{column}_age")
-    return f"{ways}; or its age: {age}"
+    return f"{advice}; or, for the age, {age}"
 
 
 def _advise_fields(kind: pa.DataType, column: str) -> str | None:
     """Return advice on the names of fields inside a struct or map; None for other types."""
-    inside = leaf_names(pa.schema([(column, kind)]))
-    if inside == [column]:
+    fields = leaf_names(pa.schema([(column, kind)]))
+    if fields == [column]:
         return None
-    return f"name what is inside of it: {_format_names(inside)} (of a sparse feature, with column: NAME)"
+    return f"use a field of the column: {_format_names(fields)} (in a sparse feature, as column: NAME)"
 
 
 def _advise_manual_conversion() -> str:
-    return "leave it out, or make numbers of it: data.transforms with {do: 'module:function'}"
+    return "leave the column out, or convert it to numbers with {do: 'module:function'} in data.transforms"
 
 
 def _format_transform(do: str, column: str, settings: str, into: str | None = None) -> str:
     target = f", into: [{scalar(into)}]" if into else ""
-    return f"data.transforms: {{do: {do}, columns: [{scalar(column)}], {settings}{target}}}"
+    return f"add to data.transforms: {{do: {do}, columns: [{scalar(column)}], {settings}{target}}}"
 
 
 def _truncate_type(kind: pa.DataType) -> str:

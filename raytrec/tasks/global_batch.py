@@ -51,13 +51,13 @@ def compute_batch_loss(loss: BatchLoss, own: Rows, factors_B: torch.Tensor, worl
     )
 
 
-def _gather_rows(own: Rows, peers: Peers) -> Rows:
+def _gather_rows(rows: Rows, peers: Peers) -> Rows:
     """Return the rows of all ranks in the order of ranks; a collective."""
-    width = own.logits[0].numel()
-    mine = torch.cat([own.logits.detach().view(-1, width), torch.stack([own.labels, own.weights], 1)], 1)
-    numbers = peers.stack(mine).flatten(0, 1)
-    logits = numbers[:, :width].reshape(-1, *own.logits.shape[1:])
-    keys, counts = (None if x is None else peers.stack(x).flatten(0, 1) for x in (own.keys, own.counts))
+    width = rows.logits[0].numel()
+    flat = torch.cat([rows.logits.detach().view(-1, width), torch.stack([rows.labels, rows.weights], 1)], 1)
+    numbers = peers.stack(flat).flatten(0, 1)
+    logits = numbers[:, :width].reshape(-1, *rows.logits.shape[1:])
+    keys, counts = (None if x is None else peers.stack(x).flatten(0, 1) for x in (rows.keys, rows.counts))
     return Rows(logits, numbers[:, width], numbers[:, width + 1], keys, counts)
 
 

@@ -114,21 +114,23 @@ class Objective:
         """
         parts: dict[str, torch.Tensor] = {}
 
-        def add(name: str, own: torch.Tensor) -> None:
-            parts[name] = parts[name] + own if name in parts else own
+        def add(name: str, part: torch.Tensor) -> None:
+            parts[name] = parts[name] + part if name in parts else part
 
         weights = self._weights(batch)
         examples = batch.global_rows if batch.requests is None else self._count_examples(batch.labels)
-        for task, own, own_B in zip(self.tasks, self._split_logits(logits), weights, strict=True):
+        for task, task_logits, weights_B in zip(self.tasks, self._split_logits(logits), weights, strict=True):
             labels_B = batch.labels[:, task.column]
-            factors_B = task.factors(labels_B, own_B)
+            factors_B = task.factors(labels_B, weights_B)
             if isinstance(task.loss, BatchLoss):
                 key = self._select_keys(getattr(task, task.loss.by) if task.loss.by else None, batch.keys)
-                rows = Rows(own, labels_B, own_B, key, self._select_keys(task.item_frequency, batch.keys))
+                rows = Rows(
+                    task_logits, labels_B, weights_B, key, self._select_keys(task.item_frequency, batch.keys)
+                )
                 losses = compute_batch_loss(task.loss, rows, factors_B, self.world)
                 factors_B = losses.new_ones(())
             else:
-                losses = task.loss.of_rows(own, labels_B)
+                losses = task.loss.of_rows(task_logits, labels_B)
             parts[task.name] = rank_loss(losses, factors_B, examples, self.world, task.weight)
         if self.own_loss:
             name = MODEL_LOSS_KEY if self._own_task is None else self.tasks[self._own_task].name
@@ -140,8 +142,8 @@ class Objective:
 
     def _count_examples(self, labels: torch.Tensor) -> torch.Tensor:
         """Return the number of candidates of the global batch, at least 1; a collective."""
-        own = labels.new_full((), len(labels))
-        return Peers(own.device, alone=self.world == 1).sum(own).clamp(min=1)
+        count = labels.new_full((), len(labels))
+        return Peers(count.device, alone=self.world == 1).sum(count).clamp(min=1)
 
     def _half_squared_norms(self, looked_up: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return half of each row's Σ factor · ‖vector‖², float32 [B]."""
@@ -191,55 +193,55 @@ class Objective:
         parts = {name: part.detach() * rows_of_rank for name, part in (losses or {}).items()}
         # Batches in training have no keys of slices, which come last, hence strict=False below.
         keys = batch.keys if batch.keys is None or batch.requests is None else batch.keys[batch.requests]
-        of_column = {} if keys is None else dict(zip(self.keys, keys.unbind(1), strict=False))
+        column_keys = {} if keys is None else dict(zip(self.keys, keys.unbind(1), strict=False))
         tasks = {}
-        of_tasks = zip(self.tasks, self._split_logits(logits.detach()), self._weights(batch), strict=True)
-        for task, given, own_B in of_tasks:
-            logits_B = task.calibrate(given)
+        per_task = zip(self.tasks, self._split_logits(logits.detach()), self._weights(batch), strict=True)
+        for task, task_logits, weights_B in per_task:
+            logits_B = task.calibrate(task_logits)
             predictions = task.loss.predict(logits_B)
             tasks[task.name] = TaskOutputs(
-                logits_B, predictions, batch.labels[:, task.column], own_B, of_column
+                logits_B, predictions, batch.labels[:, task.column], weights_B, column_keys
             )
         return StepOutputs(tasks, batch.weights, loss.detach(), losses=parts)
 
     def predictions(self, logits: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return task → predictions in the label's units, float32 [B] or [B, classes]."""
-        of_tasks = zip(self.tasks, self._split_logits(logits), strict=True)
-        return {task.name: task.loss.predict(task.calibrate(given)) for task, given in of_tasks}
+        per_task = zip(self.tasks, self._split_logits(logits), strict=True)
+        return {task.name: task.loss.predict(task.calibrate(task_logits)) for task, task_logits in per_task}
 
     def _weights(self, batch: Batch) -> Sequence[torch.Tensor]:
         """Return the weights of the rows in each task, [B] each."""
         if batch.task_weights is not None:
             return batch.task_weights.unbind(1)
-        each = batch.weights if batch.requests is None else batch.labels.new_ones(len(batch.labels))
-        return [each] * len(self.tasks)
+        row_weights = batch.weights if batch.requests is None else batch.labels.new_ones(len(batch.labels))
+        return [row_weights] * len(self.tasks)
 
     def _split_logits(self, logits: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return each task's part of the model's output: [B], [B, classes], or vectors [B, 2·D]."""
         columns, vectors = sum(self._widths), len(self._widths) < len(self.tasks)
         if logits.dim() == 1 and columns == 1 and not vectors and not self.own_loss:
             return (logits,)
-        before = columns + self.own_loss
-        beside = logits.shape[1] - before if logits.dim() == 2 else -1
-        if beside < 0 or beside % 2 or (beside > 0) != vectors:
-            raise self._shape_error(logits, before, vectors)
-        if before == len(self.tasks) and not vectors and not self.own_loss:
+        scalars = columns + self.own_loss
+        vector_columns = logits.shape[1] - scalars if logits.dim() == 2 else -1
+        if vector_columns < 0 or vector_columns % 2 or (vector_columns > 0) != vectors:
+            raise self._shape_error(logits, scalars, vectors)
+        if scalars == len(self.tasks) and not vectors and not self.own_loss:
             return logits.unbind(1)
         # torch.export cannot load a split into zero parts.
         parts = iter(logits[:, :columns].split(self._widths, 1) if self._widths else ())
         return [
-            logits[:, before:] if task.loss.reads_vectors else next(parts).squeeze(1) for task in self.tasks
+            logits[:, scalars:] if task.loss.reads_vectors else next(parts).squeeze(1) for task in self.tasks
         ]
 
     def _shape_error(self, logits: torch.Tensor, columns: int, vectors: bool) -> ConfigError:
         shape = ", ".join(map(str, logits.shape))
-        one = "[rows]" if columns == 1 else f"[rows, {columns}]"
+        scalar_shape = "[rows]" if columns == 1 else f"[rows, {columns}]"
         return ConfigError(
-            f"the model gives logits of shape [{shape}] for {len(self.tasks)} tasks",
+            f"the model returns logits of shape [{shape}] for {len(self.tasks)} tasks",
             where="model.name, tasks",
-            expected=f"[rows, {columns} + 2 · width of a vector]" if vectors else one,
-            do="give the model an output for each entry of tasks, and for each class, or change tasks"
-            + ("; its own loss is the column after them" if self.own_loss else ""),
+            expected=f"[rows, {columns} + 2 · width of a vector]" if vectors else scalar_shape,
+            do="add a model output for each entry of tasks and each class, or change tasks"
+            + ("; the model's own loss is the column after these outputs" if self.own_loss else ""),
         )
 
 

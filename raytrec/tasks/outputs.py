@@ -76,15 +76,15 @@ class StepOutputs:
             is_skipped: Function that returns the same on the host.
         """
 
-        def kept(values: torch.Tensor) -> torch.Tensor:
+        def mask_values(values: torch.Tensor) -> torch.Tensor:
             return values.masked_fill(mask, 0)
 
         tasks = {
-            task: replace(own, **{name: kept(getattr(own, name)) for name in OF_ROWS})
-            for task, own in self.tasks.items()
+            task: replace(outputs, **{name: mask_values(getattr(outputs, name)) for name in OF_ROWS})
+            for task, outputs in self.tasks.items()
         }
-        losses = {name: kept(part) for name, part in self.losses.items()}
-        rows, loss = kept(self.rows), kept(self.loss)
+        losses = {name: mask_values(part) for name, part in self.losses.items()}
+        rows, loss = mask_values(self.rows), mask_values(self.loss)
         return replace(self, tasks=tasks, rows=rows, loss=loss, losses=losses, is_skipped=is_skipped)
 
     @property

@@ -95,17 +95,17 @@ def resolve_tasks(sections: Sequence[TaskSection], schema: Schema) -> tuple[Task
             Also raised if a loss does not accept a setting of its task.
     """
     tasks = [_resolve(section, schema, i, len(sections) > 1) for i, section in enumerate(sections)]
-    of_name = {task.name: task for task in tasks}
+    by_name = {task.name: task for task in tasks}
     names = [task.name for task in tasks]
-    if twice := {name for name in names if names.count(name) > 1}:
+    if duplicates := {name for name in names if names.count(name) > 1}:
         raise ConfigError(
-            f"two tasks are called {min(twice)}",
+            f"two tasks have the name {min(duplicates)}",
             where="tasks",
-            expected="a different name for each; by default it is the label",
-            do="set name on one of them",
+            expected="a different name for each task; the default is the label",
+            do="set name for one of the tasks",
         )
     for place, task in enumerate(tasks):
-        _check_mask(task, of_name, f"tasks[{place}].mask")
+        _check_mask(task, by_name, f"tasks[{place}].mask")
     label_of = {label: label for label in schema.labels} | {task.name: task.label for task in tasks}
     return tuple(
         replace(task, mask=None, mask_label=label_of[task.mask]) if task.mask in label_of else task
@@ -116,41 +116,41 @@ def resolve_tasks(sections: Sequence[TaskSection], schema: Schema) -> tuple[Task
 def _resolve(section: TaskSection, schema: Schema, place: int, several: bool) -> Task:
     where = f"tasks[{place}]"
     label = _label(section.label, schema, where)
-    made = _loss(section, f"{where}.loss")
-    check_options(section, made, where)
-    as_set = section.model_dump(include={each.name for each in fields(Task)})
+    task_loss = _loss(section, f"{where}.loss")
+    check_options(section, task_loss, where)
+    settings = section.model_dump(include={field.name for field in fields(Task)})
     resolved = {
         "name": section.name or re.sub(r"[^\w-]", "_", label),
         "label": label,
         "column": schema.labels.index(label),
-        "loss": made,
-        "metrics": tuple(made.metrics if section.metrics is None else section.metrics),
+        "loss": task_loss,
+        "metrics": tuple(task_loss.metrics if section.metrics is None else section.metrics),
         "nulls": section.nulls or ("skip" if several else "error"),
-        "outputs": made.outputs,
+        "outputs": task_loss.outputs,
     }
-    return Task(**as_set | resolved)
+    return Task(**settings | resolved)
 
 
-def _check_mask(task: Task, of_name: Mapping[str, Task], where: str) -> None:
+def _check_mask(task: Task, by_name: Mapping[str, Task], where: str) -> None:
     """Check that masks that are other tasks form no cycle.
 
     Raises:
         ConfigError: The masks form a cycle.
     """
-    seen, at = [task.name], task
-    while at.mask in of_name:
-        at = of_name[at.mask]
-        if at.name in seen:
-            way = " → ".join([*seen, at.name])
+    chain, current = [task.name], task
+    while current.mask in by_name:
+        current = by_name[current.mask]
+        if current.name in chain:
+            cycle = " → ".join([*chain, current.name])
             raise ConfigError(
-                f"task {task.name} counts where task {task.name} is 1"
-                if len(seen) == 1
-                else f"masks of tasks go round in a circle: {way}",
+                f"task {task.name} is its own mask"
+                if len(chain) == 1
+                else f"masks of tasks form a cycle: {cycle}",
                 where=where,
-                expected="another task, whose own masks do not lead back, or a column of 0 and 1",
-                do="name a column that is not a task's name, or leave mask out of one of them",
+                expected="another task whose masks form no cycle, or a column of 0 and 1",
+                do="set mask to a column without a task's name, or remove mask from one of the tasks",
             )
-        seen.append(at.name)
+        chain.append(current.name)
 
 
 def _label(label: str | None, schema: Schema, where: str) -> str:
@@ -160,21 +160,21 @@ def _label(label: str | None, schema: Schema, where: str) -> str:
 
 
 def _loss(section: TaskSection, where: str) -> Loss:
-    found = loss.find(section.loss, where, os.getcwd())
-    if not (isinstance(found, type) and issubclass(found, Loss)) or inspect.isabstract(found):
+    loss_class = loss.find(section.loss, where, os.getcwd())
+    if not (isinstance(loss_class, type) and issubclass(loss_class, Loss)) or inspect.isabstract(loss_class):
         raise ConfigError(
-            f"no loss {section.loss}: not a raytrec.tasks.losses.Loss with of_rows",
+            f"loss {section.loss} is not a subclass of raytrec.tasks.losses.Loss that defines of_rows",
             where=where,
             expected="a class derived from raytrec.tasks.losses.Loss",
         )
-    what, options = f"the loss {section.loss} does not take these options", where.replace(".loss", ".options")
+    what, options = f"loss {section.loss} does not accept these options", where.replace(".loss", ".options")
     try:
-        inspect.signature(found).bind(**section.options)
+        inspect.signature(loss_class).bind(**section.options)
     except TypeError as error:
-        expected = "the keyword arguments of its class"
+        expected = "the keyword arguments of the loss class"
         raise ConfigError(f"{what}: {error}", where=options, expected=expected) from None
     try:
-        return found(**section.options)
+        return loss_class(**section.options)
     except ValueError as error:
         raise ConfigError(f"{what}: {error}", where=options) from None
 
@@ -186,32 +186,32 @@ def check_model_learns(tasks: Sequence[Task], model: ModelSection) -> None:
         ConfigError: The model computes no loss, two tasks have loss from_model, or the model's loss belongs
             to the last task with logits and another task has from_model.
     """
-    left = [place for place, task in enumerate(tasks) if task.loss.from_model]
-    if len(left) > 1:
+    places = [place for place, task in enumerate(tasks) if task.loss.from_model]
+    if len(places) > 1:
         raise ConfigError(
-            "two tasks leave their loss to the model, which gives one",
-            where=f"tasks[{left[1]}].loss",
-            expected="from_model once",
-            do="take another loss for one of them",
+            "only one task can use loss: from_model",
+            where=f"tasks[{places[1]}].loss",
+            expected="one task with loss: from_model",
+            do="set another loss for one of the tasks",
         )
-    if left and not model.own_loss:
-        of_theirs = "gives_loss" in type(model).model_fields
+    if places and not model.own_loss:
+        has_gives_loss = "gives_loss" in type(model).model_fields
         raise ConfigError(
-            f"the task leaves its loss to the model, and model.name={model.name}, as it is set, gives none",
-            where=f"tasks[{left[0]}].loss, model.name",
-            expected="a model that computes its loss: one whose model.negatives is set",
-            do="set model.gives_loss=true if its outputs are followed by one"
-            if of_theirs
-            else "set model.negatives, if the model has it; or take another loss, such as bce",
+            f"the task uses loss: from_model, but model.name={model.name} computes no loss as configured",
+            where=f"tasks[{places[0]}].loss, model.name",
+            expected="a model that computes its loss, such as a model with model.negatives",
+            do="set model.gives_loss=true if the model returns a loss after its outputs"
+            if has_gives_loss
+            else "set model.negatives if the model has this key, or use another loss such as bce",
         )
-    if left and model.own_loss_of_last:
-        after = [task.name for task in tasks[left[0] + 1 :] if not task.loss.reads_vectors]
-        if after:
+    if places and model.own_loss_of_last:
+        later_tasks = [task.name for task in tasks[places[0] + 1 :] if not task.loss.reads_vectors]
+        if later_tasks:
             raise ConfigError(
-                f"the task leaves its loss to the model, and {after[0]} comes after it",
-                where=f"tasks[{left[0]}]",
-                expected=f"the last task that has logits: what {model.name} itself learns is its last score",
-                do="put it behind them",
+                f"the task uses loss: from_model, but task {later_tasks[0]} follows it",
+                where=f"tasks[{places[0]}]",
+                expected=f"the last task with logits, because {model.name} trains on its last score",
+                do="move the task to the end of tasks",
             )
 
 
@@ -228,30 +228,30 @@ def check_options(section: TaskSection, loss: Loss, where: str) -> None:
     """
     if section.positive_weight != 1 and loss.label_range != BINARY:
         raise ConfigError(
-            f"positive_weight is {section.positive_weight:g}, and {section.loss} has no positives: "
+            f"positive_weight is {section.positive_weight:g}, but the loss {section.loss} has no positives: "
             "its labels are not from 0 to 1",
             where=f"{where}.positive_weight",
-            expected="a loss of labels from 0 to 1, such as bce",
-            do="leave it out, or weigh rows by sample_weight",
+            expected="a loss with labels from 0 to 1, such as bce",
+            do="remove positive_weight, or weight rows by sample_weight",
         )
     if section.negatives_kept != 1 and not loss.log_odds:
         raise ConfigError(
-            f"negatives_kept is {section.negatives_kept:g}, and {section.loss} predicts no probabilities",
+            f"negatives_kept is {section.negatives_kept:g}, but {section.loss} predicts no probabilities",
             where=f"{where}.negatives_kept",
             expected="bce or focal, whose logits are log-odds",
-            do="leave it out, or take one of these losses",
+            do="remove negatives_kept, or use one of these losses",
         )
     if section.item_frequency is not None and not (isinstance(loss, BatchLoss) and loss.reads_counts):
         raise ConfigError(
-            f"item_frequency is {section.item_frequency}, and {section.loss} compares no items of a batch",
+            f"item_frequency is {section.item_frequency}, but {section.loss} compares no items of a batch",
             where=f"{where}.item_frequency",
-            expected="in_batch_softmax, which corrects for frequent items being in more batches",
-            do="leave it out, or take this loss",
+            expected="in_batch_softmax, which corrects for the frequency of items in batches",
+            do="remove item_frequency, or use this loss",
         )
     if isinstance(loss, BatchLoss) and loss.needs_column and getattr(section, loss.by or "", None) is None:
         raise ConfigError(
-            f"the loss {section.loss} compares rows by the task's {loss.by}, and there is none",
+            f"the loss {section.loss} compares rows by the task's {loss.by}, but {loss.by} is not set",
             where=f"{where}.{loss.by}",
-            expected="a column by which rows are grouped",
+            expected="a column that groups rows",
             do=f"set {loss.by} to a column of data.reserve_columns",
         )

@@ -50,7 +50,7 @@ def build_read_plan(
     ranked = (retrieval.right_column, *retrieval.seen) if retrieval else ()
     key = "right_items" if retrieval and retrieval.right_items else "item"
     named_by = {retrieval.right_column: f"eval.retrieval.{key}"} if retrieval else {}
-    seen, keys = tuple(retrieval.seen) if retrieval else (), key_columns(tasks, slices)
+    seen_columns, keys = tuple(retrieval.seen) if retrieval else (), key_columns(tasks, slices)
     return ReadPlan(
         schema,
         tuple(transforms),
@@ -59,11 +59,11 @@ def build_read_plan(
             columns=tuple(dict.fromkeys([*slices, *ranked])),
             keys=keys,
             groups=tuple(dict.fromkeys([*key_columns(tasks), *ranked])),
-            lists=seen,
+            lists=seen_columns,
             optional_lists=(retrieval.right_column,)
             if retrieval and retrieval.right_column not in keys
             else (),
-            named_by=named_by | dict.fromkeys(seen, "eval.retrieval.seen"),
+            named_by=named_by | dict.fromkeys(seen_columns, "eval.retrieval.seen"),
         ),
         label_ranges(tasks, schema),
         whole_labels(tasks),
@@ -72,7 +72,7 @@ def build_read_plan(
 
 def task_rows(tasks: Sequence[Task]) -> tuple[TaskRows, ...]:
     """Return the row rules of each task without losses, so that readers do not import modules of losses."""
-    names = [each.name for each in fields(TaskRows)]
+    names = [field.name for field in fields(TaskRows)]
     return tuple(TaskRows(**{name: getattr(task, name) for name in names}) for task in tasks)
 
 
@@ -85,10 +85,10 @@ def label_ranges(tasks: Sequence[Task], schema: Schema) -> dict[str, tuple[float
     """Return label → smallest and largest value that all of its tasks allow; None: any finite number."""
     ranges: dict[str, tuple[float, float] | None] = dict.fromkeys(schema.labels)
     for task in tasks:
-        before, mine = ranges[task.label], task.loss.label_range
-        if before and mine:
-            mine = max(before[0], mine[0]), min(before[1], mine[1])
-        ranges[task.label] = mine or before
+        common, allowed = ranges[task.label], task.loss.label_range
+        if common and allowed:
+            allowed = max(common[0], allowed[0]), min(common[1], allowed[1])
+        ranges[task.label] = allowed or common
     return ranges
 
 
@@ -99,9 +99,9 @@ def check_group_columns(tasks: Sequence[Task], slices: Sequence[str], reserved: 
         ConfigError: A column is not in data.reserve_columns.
     """
     keys = ("group", "item", "item_frequency")
-    named = [(f"tasks[{i}].{key}", getattr(task, key)) for key in keys for i, task in enumerate(tasks)]
-    named += [("eval.slices", column) for column in slices]
-    for key, column in named:
+    references = [(f"tasks[{i}].{key}", getattr(task, key)) for key in keys for i, task in enumerate(tasks)]
+    references += [("eval.slices", column) for column in slices]
+    for key, column in references:
         if column is not None and column not in reserved:
             raise ConfigError(
                 f"column '{column}' is not reserved" + hint(column, list(reserved)),
@@ -109,7 +109,7 @@ def check_group_columns(tasks: Sequence[Task], slices: Sequence[str], reserved: 
                 expected=f"one of data.reserve_columns: {', '.join(reserved)}"
                 if reserved
                 else "a column of data.reserve_columns",
-                do=f"add it: data.reserve_columns=[{', '.join(dict.fromkeys([*reserved, column]))}]",
+                do=f"set data.reserve_columns=[{', '.join(dict.fromkeys([*reserved, column]))}]",
             )
 
 
@@ -127,10 +127,10 @@ def check_frequency_columns(tasks: Sequence[Task], types: Mapping[str, pa.DataTy
     for column in (task.item_frequency for task in tasks if task.item_frequency is not None):
         if not pa.types.is_integer(types.get(column, pa.int64())):
             raise DataError(
-                f"'{column}', the frequency of items, is of type {types[column]}",
+                f"item frequency column '{column}' has type {types[column]}",
                 where=f"{uri}, column {column}",
                 expected="whole numbers",
-                do=f"data.transforms: {{do: cast, columns: [{column}], to: int64}}, or name another column",
+                do=f"add to data.transforms: {{do: cast, columns: [{column}], to: int64}}; or use another",
             )
 
 

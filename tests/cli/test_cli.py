@@ -102,7 +102,7 @@ def train(here, tiny_data, tmp_path, *overrides):
     "overrides,message",
     [
         (["scaling.wokers=2"], "did you mean scaling.num_workers"),
-        (["data.train=/nowhere/train"], "there is no such folder"),
+        (["data.train=/nowhere/train"], "the folder does not exist"),
         (["data.global_batch_size=5000", "data.drop_last=true"], "set data.drop_last=false"),
         (["data.schema=/nowhere.yaml"], "there is no schema file"),
     ],
@@ -119,7 +119,7 @@ def test_bad_row_in_a_worker_is_one_message(here, tiny_data, tmp_path):
     schema.write_text((tiny_data / "schema.yaml").read_text().replace("tag: {rows: 12", "tag: {rows: 11"))
     result = train(here, tiny_data, tmp_path, f"data.schema={schema}")
     assert result.returncode == 1
-    assert "id 11 of feature 'tags' is not in table 'tag'" in result.stderr
+    assert "id 11 of feature 'tags' is out of range for table 'tag'" in result.stderr
     assert ".parquet, row group" in result.stderr and "Traceback" not in result.stderr
     assert not (tmp_path / "run/result.json").exists()
 

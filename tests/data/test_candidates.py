@@ -58,14 +58,14 @@ def test_every_step_of_a_stream_has_what_it_would_have_had_from_the_start(tmp_pa
 @pytest.mark.parametrize(
     "name,row,value,text",
     [
-        ("price", 17, [1.0], "'price' has 1 values, and 'y' has"),
-        ("item", 25, list(range(9)), "'item' has 9 values, and 'y' has"),
-        ("shown", 3, [1] * 8, "'shown' has 8 values, and 'y' has"),
-        ("y", 12, None, "column 'y' has a null in place of a list"),
-        ("shop", 29, None, "column 'shop' has a null in place of a list"),
-        ("price", 8, [None, 1.0], "column 'price' has a null"),
+        ("price", 17, [1.0], "column 'price' has 1 values, but column 'y' has"),
+        ("item", 25, list(range(9)), "column 'item' has 9 values, but column 'y' has"),
+        ("shown", 3, [1] * 8, "column 'shown' has 8 values, but column 'y' has"),
+        ("y", 12, None, "column 'y' contains a null instead of a list"),
+        ("shop", 29, None, "column 'shop' contains a null instead of a list"),
+        ("price", 8, [None, 1.0], "column 'price' contains a null"),
         ("y", 8, [2, 0], "label 'y' is 2"),
-        ("item", 8, [99, 0], "id 99 of feature 'item' is not in table 'item'"),
+        ("item", 8, [99, 0], "id 99 of feature 'item' is out of range for table 'item'"),
     ],
 )
 def test_what_is_wrong_is_named_with_its_file_row_and_column(tmp_path, name, row, value, text):
@@ -94,7 +94,7 @@ def test_a_column_of_candidates_is_a_list(tmp_path, name):
     made = table(30, 1)
     single = pa.array([1] * 30)
     pq.write_table(made.set_column(made.column_names.index(name), name, single), tmp_path / "a.parquet")
-    with pytest.raises(DataError, match=f"'{name}', of candidates, is of type int64"):
+    with pytest.raises(DataError, match=f"candidate column '{name}' has type int64"):
         scan(str(tmp_path), ReadPlan(SCHEMA))
 
 

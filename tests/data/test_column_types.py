@@ -121,7 +121,7 @@ def test_large_whole_floats_are_hashed_as_integers_are(tmp_path):
 def test_floats_that_are_no_ids_are_named(tmp_path, value, policy):
     with pytest.raises(DataError, match=r"(?s)a\.parquet, row group 0, column x, row 2") as error:
         ids(tmp_path, pa.array([1.0, float("nan"), value]), policy)
-    assert f"feature 'x' has {value:.17g}" in str(error.value)
+    assert f"feature 'x' contains the value {value:.17g}" in str(error.value)
 
 
 def test_weights_of_half_floats(tmp_path):
@@ -167,7 +167,7 @@ def test_the_exact_name_wins_over_a_path(tmp_path):
     table = {**BASE, "who": USER, "who.age": [40, 50, 60], "who.geo": pa.array([{"zip": 1}] * 3)}
     rows = rows_of(tmp_path, table, schema(["who.age"]))
     assert [row["dense"] for row in rows] == [[40], [50], [60]]
-    with pytest.raises(DataError, match=r"'who.geo.zip' is there more than once") as error:
+    with pytest.raises(DataError, match=r"'who.geo.zip' exists more than once") as error:
         rows_of(tmp_path, table, schema(["who.geo.zip"]))
     assert "a.parquet, column who.geo.zip" in str(error.value)
 
@@ -187,13 +187,13 @@ def test_names_of_columns(tmp_path, name):
 
 def test_a_column_that_stands_twice(tmp_path):
     twice = pa.table([[0, 1], [1, 2], [1, 2], [3, 4]], names=["label", "user", "user", "other"])
-    with pytest.raises(DataError, match="column 'user' is there more than once") as error:
+    with pytest.raises(DataError, match="column 'user' exists more than once") as error:
         rows_of(tmp_path, twice, schema())
     assert "a.parquet" in str(error.value)
     fine = twice.rename_columns(["label", "other", "other", "user"])
     assert [row["user"] for row in rows_of(tmp_path, fine, schema())] == [[3], [4]]
     both = pa.StructArray.from_arrays([pa.array([1, 2, 3])] * 2, names=["a", "a"])
-    with pytest.raises(DataError, match=r"'s.a' is there more than once"):
+    with pytest.raises(DataError, match=r"'s.a' exists more than once"):
         rows_of(tmp_path, {**BASE, "s": both}, schema(["s.a"]))
 
 
@@ -257,7 +257,7 @@ def test_the_advice_works_when_it_is_followed(tmp_path, name):
         rows_of(tmp_path, table, schema([name]))
     transform = followed(error)
     made = transform.get("into", transform["columns"])
-    assert made == [name] or f"name {made[0]} in the schema" in str(error.value)
+    assert made == [name] or f"add {made[0]} to the schema" in str(error.value)
     rows = rows_of(tmp_path, table, schema(made), [transform])
     assert [row["dense"] for row in rows] == [[n] for n in numbers]
 
@@ -308,7 +308,7 @@ def test_of_ids_beyond_63_bits_the_advice_is_managed_too(tmp_path):
 def test_the_advice_for_structs_works_when_it_is_followed(tmp_path):
     with pytest.raises(DataError) as error:
         rows_of(tmp_path, {**BASE, "who": USER}, schema(x={"column": "who"}))
-    named = re.search(r"name what is inside of it: (\S+), (\S+)", str(error.value)).groups()
+    named = re.search(r"use a field of the column: (\S+), (\S+)", str(error.value)).groups()
     assert named == ("who.age", "who.geo.zip")
     rows = rows_of(tmp_path, {**BASE, "who": USER}, schema(x={"column": named[1]}))
     assert [row["x"] for row in rows] == [[7], [], []]

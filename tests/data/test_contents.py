@@ -58,7 +58,7 @@ def test_flipped_labels_are_seen(folder, monkeypatch, whole):
     assert before[0].whole == whole
     assert fingerprint(before) != fingerprint(after)
     assert file_identity.differences(before, after) == [
-        "part-0.parquet: as many rows and bytes as before, but other values"
+        "part-0.parquet: the same number of rows and bytes, but different values"
     ]
 
 
@@ -85,9 +85,9 @@ def test_each_difference_is_named(folder):
     pq.write_table(table, folder / "train/part-2.parquet")
     (folder / "train/part-1.parquet").unlink()
     assert file_identity.differences(before, look(scanned(folder))) == [
-        "part-1.parquet: gone",
-        "part-2.parquet: new",
-        "part-0.parquet: 200 rows in 2 row groups, and had 300 in 1",
+        "part-1.parquet: removed",
+        "part-2.parquet: added",
+        "part-0.parquet: 200 rows in 2 row groups, previously 300 in 1",
     ]
 
 
@@ -98,7 +98,7 @@ def test_a_vocabulary_counts_as_data(folder, tmp_path):
     before = look(dataset)
     (tmp_path / "words").write_text("2\n1\n")
     assert file_identity.differences(before, look(dataset)) == [
-        "data.transforms[0].vocabulary: as many rows and bytes as before, but other values"
+        "data.transforms[0].vocabulary: the same number of rows and bytes, but different values"
     ]
 
 
@@ -144,7 +144,7 @@ def test_a_run_is_not_resumed_on_other_labels(folder, tmp_path):
     flip(folder / "train/part-1.parquet")
     with pytest.raises(DataError) as error:
         run.check()
-    assert "part-1.parquet: as many rows and bytes as before, but other values" in str(error.value)
+    assert "part-1.parquet: the same number of rows and bytes, but different values" in str(error.value)
     assert "--warm-start" in error.value.do
     (run.folder / DATA).write_text("[")  # it is refused without the list of files, too
     with pytest.raises(DataError, match=r"data\.train is not what it was"):

@@ -44,7 +44,7 @@ def test_a_file_that_changes_is_opened_again(tmp_path, opened):
     os.utime(write(tmp_path / "a.parquet", 500), ns=(1, 1))
     assert read(path, 1)[0] == 550
     (tmp_path / "a.parquet").unlink()
-    with pytest.raises(DataError, match="no such file"):
+    with pytest.raises(DataError, match="the file no longer exists"):
         read(path, 2)
     assert opened == [path, path] and not decoding._open_files.files
 

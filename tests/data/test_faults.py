@@ -61,7 +61,7 @@ def test_many_bad_rows_take_others_with_them_and_little_time(tmp_path):
 def test_a_file_that_has_shrunk_is_seen(tmp_path):
     item = with_users(tmp_path / "a.parquet", [])
     with_users(tmp_path / "a.parquet", [], count=400)
-    with pytest.raises(DataError, match="it has 400 rows, and had 1,000 or more before"):
+    with pytest.raises(DataError, match="it has 400 rows, but previously had 1,000 or more"):
         item_reader.read_item(item, FORM)
 
 

@@ -82,13 +82,13 @@ def test_links_to_one_file_in_two_partitions_are_two_files(tmp_path):
 def test_one_folder_under_two_names_is_refused(tmp_path):
     put(tmp_path, "a/x.parquet")
     (tmp_path / "b").symlink_to("a")
-    with pytest.raises(DataError, match="1 files are named twice"):
+    with pytest.raises(DataError, match="1 files are listed more than once"):
         list_files([str(tmp_path / "a"), str(tmp_path / "b")], "data.train")
 
 
 def test_a_folder_without_parquet_names_what_it_has(tmp_path):
     (tmp_path / "x.csv").write_text("a,b")
-    with pytest.raises(DataError, match=r"holds no Parquet files[\s\S]*1 not Parquet \(x.csv\)"):
+    with pytest.raises(DataError, match=r"contains no Parquet files[\s\S]*1 not Parquet \(x.csv\)"):
         list_files(str(tmp_path), "data.train")
 
 

@@ -136,7 +136,7 @@ def test_files_of_types_that_differ_a_little(tmp_path, first, second, whole):
 def test_files_of_other_types(tmp_path):
     write(tmp_path / "a.parquet", x=[1, 2])
     write(tmp_path / "b.parquet", x=["a", "b"])
-    with pytest.raises(DataError, match="reserved column 'x' is string here, and int64 in the files before"):
+    with pytest.raises(DataError, match="reserved column 'x' has type string, but int64 in other files"):
         reserving(tmp_path, "x")
     data = scan(str(tmp_path), ReadPlan(SCHEMA, reserved=ReservedColumnSet(columns=("x",))), skip=True)
     assert len(data.left_out) == 1 and data.rows == 2 and "b.parquet" in data.left_out[0].where
@@ -196,11 +196,11 @@ def test_a_column_that_is_missing(tmp_path, name, near):
 @pytest.mark.parametrize(
     "column,message",
     [
-        ([[1], [2]], "reserved column 'x' is a list"),
-        ([{"a": 1}, {"a": 2}], "reserved column 'x' is of type struct"),
-        ([0.5, 1.5], "'x', whose values group rows, is of type double"),
-        ([Decimal("0.5"), Decimal(1)], "group rows, is of type decimal"),
-        ([datetime(2026, 1, 1), None], "group rows, is of type timestamp"),
+        ([[1], [2]], "reserved column 'x' has type list"),
+        ([{"a": 1}, {"a": 2}], "reserved column 'x' has type struct"),
+        ([0.5, 1.5], "grouping column 'x' has type double"),
+        ([Decimal("0.5"), Decimal(1)], "grouping column 'x' has type decimal"),
+        ([datetime(2026, 1, 1), None], "grouping column 'x' has type timestamp"),
     ],
 )
 def test_what_no_rows_are_grouped_by(tmp_path, column, message):

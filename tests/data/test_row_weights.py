@@ -100,12 +100,12 @@ def test_one_row_may_count_in_one_task_alone(tmp_path):
     )
     weighted = TaskRows("buy", "buy", "skip", sample_weight="w")
     assert read(path, [CLICK, weighted]).task_weights[:3].tolist() == [[1, 0], [0, 2], [1, 0.5]]
-    with pytest.raises(DataError, match=r"column 'click' has a null") as error:
+    with pytest.raises(DataError, match=r"column 'click' contains a null") as error:
         read(path, [TaskRows("click"), weighted])
     assert "row group 0, column click, row 1" in error.value.where
     assert "tasks: [{label: click, nulls: skip}]" in error.value.do
     strict = TaskRows("click", "strict", "error")
-    with pytest.raises(DataError, match="column 'click' has a null"):
+    with pytest.raises(DataError, match="column 'click' contains a null"):
         read(path, [CLICK, strict, weighted])
 
 
@@ -124,7 +124,7 @@ def test_labels_that_are_null_only_after_or_before_a_transform(tmp_path):
     assert batch.task_weights[:3].tolist() == [[1, 0]] * 3 and batch.labels[1, 0] == 1
     path = write(tmp_path / "b.parquet", click=[0, 1], buy=pa.nulls(2))
     assert read(path, [CLICK, BUY]).task_weights[:2].tolist() == [[1, 0]] * 2
-    with pytest.raises(DataError, match="label 'buy' is of type null"):
+    with pytest.raises(DataError, match="label 'buy' has type null"):
         read(path, [CLICK, TaskRows("buy")])
 
 
@@ -139,13 +139,13 @@ def test_rows_that_are_skipped_count_nowhere(tmp_path):
 @pytest.mark.parametrize(
     "columns,task,expected_text,in_footer",
     [
-        ({"w": [1.0, 2.0, math.nan]}, {"sample_weight": "w"}, "column 'w' has NaN", False),
-        ({"w": [1.0, 2.0, None]}, {"sample_weight": "w"}, "column 'w' has a null", True),
-        ({"w": [1.0, 2.0, math.inf]}, {"sample_weight": "w"}, "column 'w' has inf", True),
+        ({"w": [1.0, 2.0, math.nan]}, {"sample_weight": "w"}, "column 'w' contains NaN", False),
+        ({"w": [1.0, 2.0, None]}, {"sample_weight": "w"}, "column 'w' contains a null", True),
+        ({"w": [1.0, 2.0, math.inf]}, {"sample_weight": "w"}, "column 'w' contains inf", True),
         ({"w": [1.0, 2.0, -0.5]}, {"sample_weight": "w"}, "sample weight 'w' is -0.5", True),
         ({"m": [1.0, None, 0.5]}, {"mask": "m"}, "mask 'm' is 0.5", False),
         ({"m": [0, 1, 2]}, {"mask": "m"}, "mask 'm' is 2", True),
-        ({"click": [0.5, None, math.inf]}, {}, "column 'click' has inf", True),
+        ({"click": [0.5, None, math.inf]}, {}, "column 'click' contains inf", True),
         ({"click": [0.5, None, -1]}, {}, "label 'click' is -1", True),
     ],
 )
@@ -174,11 +174,11 @@ def test_a_label_of_classes_is_a_whole_number(tmp_path):
     "columns,task,why",
     [
         ({"click": [None] * 4}, {}, "its label 'click' is null in every row"),
-        ({"m": [0, 0, None, 0]}, {"mask": "m"}, "its mask 'm' is nowhere 1"),
-        ({"m": [False] * 4}, {"mask": "m"}, "its mask 'm' is nowhere 1"),
-        ({"buy": [0.5] * 4}, {"mask_label": "buy"}, "its mask 'buy' is nowhere 1"),
+        ({"m": [0, 0, None, 0]}, {"mask": "m"}, "its mask 'm' is not 1 in any row"),
+        ({"m": [False] * 4}, {"mask": "m"}, "its mask 'm' is not 1 in any row"),
+        ({"buy": [0.5] * 4}, {"mask_label": "buy"}, "its mask 'buy' is not 1 in any row"),
         ({"w": [0.0] * 4}, {"sample_weight": "w"}, "its sample weight 'w' is 0 in every row"),
-        ({"click": [None, None, 1, 1], "m": [1, 1, 0, 0]}, {"mask": "m"}, "exclude every row together"),
+        ({"click": [None, None, 1, 1], "m": [1, 1, 0, 0]}, {"mask": "m"}, "together exclude every row"),
         ({"click": [None, 1, 1, 1], "m": [1, 0, 0, 1]}, {"mask": "m"}, None),
         ({"w": [0, 0, 0, 1]}, {"sample_weight": "w"}, None),
     ],
@@ -200,10 +200,10 @@ def test_a_task_in_which_no_row_counts_is_known_from_footers(tmp_path, columns, 
 @pytest.mark.parametrize(
     "columns,task,expected_text",
     [
-        ({"m": ["a", "b"]}, {"mask": "m"}, "mask 'm' is of type string"),
-        ({"m": [[1], [0]]}, {"mask": "m"}, "mask 'm' is a list"),
-        ({"w": ["a", "b"]}, {"sample_weight": "w"}, "sample weight 'w' is of type string"),
-        ({"w": pa.nulls(2)}, {"sample_weight": "w"}, "sample weight 'w' is of type null"),
+        ({"m": ["a", "b"]}, {"mask": "m"}, "mask 'm' has type string"),
+        ({"m": [[1], [0]]}, {"mask": "m"}, "mask 'm' has type list"),
+        ({"w": ["a", "b"]}, {"sample_weight": "w"}, "sample weight 'w' has type string"),
+        ({"w": pa.nulls(2)}, {"sample_weight": "w"}, "sample weight 'w' has type null"),
         ({"x": [1, 2]}, {"mask": "mask"}, "column 'mask' is missing"),
         ({"weigth": [1, 2]}, {"sample_weight": "weight"}, "column 'weight' is missing"),
     ],

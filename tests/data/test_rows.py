@@ -55,7 +55,7 @@ def test_dense_columns_are_read_by_their_scale(tmp_path):
     for scale, given, expected in scales.values():
         found = read(tmp_path, {"price": given}, Schema.parse(values | {"scale": {"price": scale}}, "test"))
         assert [row["dense"][0] for row in found] == pytest.approx(expected, abs=1e-6)
-    with pytest.raises(DataError, match="column 'price' has a null"):
+    with pytest.raises(DataError, match="column 'price' contains a null"):
         read(tmp_path, {"price": [None, 1.0, 2.0]}, Schema.parse(values | {"scale": {"price": {}}}, "test"))
     with pytest.raises(DataError, match="inf"):
         spec = Schema.parse(values | {"scale": {"price": {"nulls": "mean"}}}, "test")
@@ -111,12 +111,12 @@ def test_weights(tmp_path):
 @pytest.mark.parametrize(
     "columns,expected_text,row",
     [
-        ({"price": [1.0, float("nan"), 2.0]}, "column 'price' has NaN", 1),
-        ({"price": [1.0, 2.0, float("inf")]}, "column 'price' has inf", 2),
-        ({"price": [1.0, 1e300, 2.0]}, "column 'price' has inf", 1),
+        ({"price": [1.0, float("nan"), 2.0]}, "column 'price' contains NaN", 1),
+        ({"price": [1.0, 2.0, float("inf")]}, "column 'price' contains inf", 2),
+        ({"price": [1.0, 1e300, 2.0]}, "column 'price' contains inf", 1),
         ({"label": [0.0, 1.0, -0.5]}, "label 'label' is -0.5", 2),
         ({"user": pa.array([1, 2, 2**64 - 1], pa.uint64())}, f"id {2**64 - 1} of feature 'user'", 2),
-        ({"tags": [[1], [], [None]]}, "feature 'tags' has a null inside a list", 2),
+        ({"tags": [[1], [], [None]]}, "feature 'tags' contains a null inside a list", 2),
     ],
 )
 def test_wrong_values_are_placed(tmp_path, columns, expected_text, row):
@@ -133,9 +133,9 @@ def test_wrong_values_are_placed(tmp_path, columns, expected_text, row):
 @pytest.mark.parametrize(
     "weights,expected_text",
     [
-        ([[0.5], [], [2.0]], "'w' has 1 values for 2 ids of 'tags'"),
-        ([[0.5], [], [2.0, float("nan")]], "column 'w' has NaN"),
-        ([[0.5], [], [2.0, None]], "column 'w' has a null inside a list"),
+        ([[0.5], [], [2.0]], "column 'w' has 1 values for 2 ids of feature 'tags'"),
+        ([[0.5], [], [2.0, float("nan")]], "column 'w' contains NaN"),
+        ([[0.5], [], [2.0, None]], "column 'w' contains a null inside a list"),
     ],
 )
 def test_wrong_weights(tmp_path, weights, expected_text):

@@ -77,7 +77,7 @@ def test_what_there_is_to_exclude():
     nothing = pa.table({"x": [1, 2], "tags": pa.nulls(2), "user": pa.nulls(2, pa.int32())})
     assert [len(own) for own in drawn(nothing)] == [5, 5]
     assert [len(own) for own in drawn(nothing, exclude=[])] == [5, 5]
-    with pytest.raises(DataError, match="draws whole numbers, and user holds string") as error:
+    with pytest.raises(DataError, match="draws whole numbers, but user has type string") as error:
         drawn(pa.table({"tags": [[1]], "user": ["a"]}))
     assert "vocabulary: FILE" in str(error.value) and "TypeError" not in str(error.value)
     only_training = {"in_evaluations": False, "exclude": []}
@@ -95,7 +95,7 @@ def test_ids_of_a_vocabulary_are_drawn(tmp_path):
     table = pa.table({"tags": [[-3, 8]] * 40, "user": pa.array([10**15] * 40, pa.int64())})
     assert {i for own in drawn(table, rows=None, vocabulary=str(numbers)) for i in own} == {7, 9}
     assert len(set(drawn(table, rows=None, vocabulary=str(text), exclude=[])[0])) > 1
-    with pytest.raises(DataError, match="draws int64, and name holds string"):
+    with pytest.raises(DataError, match="draws int64, but name has type string"):
         both = table.append_column("name", pa.array(["a"] * 40))
         drawn(both, rows=None, vocabulary=str(numbers), exclude=["user", "name"])
     with pytest.raises(ValueError, match="not both"):
@@ -123,7 +123,7 @@ def test_ids_are_drawn_by_frequency(tmp_path):
         expected = {i: math.log(chance / sum(chances.values()) * 5) for i, chance in chances.items()}
         for ids, of_row in zip(of_rows, shares, strict=True):
             assert of_row == pytest.approx([expected[i] for i in ids], abs=1e-9)
-    with pytest.raises(DataError, match=r"none of .*must be numbers of at least 0"):
+    with pytest.raises(DataError, match=r"column none of .*must have numbers ≥ 0"):
         drawn(table, **keys | {"frequency": "none"})
 
 

@@ -108,9 +108,13 @@ def test_times_are_seconds(kind, value):
 @pytest.mark.parametrize(
     ("column", "values", "message"),
     [
-        ("times", [[1, 2, 3, 4], [], [5, 6], [6, 7]], "'times' has 2 values for 1 ids of 'history'"),
-        ("times", [[1, 2, None, 4], [], [5], [6, 7]], "column 'times' has a null inside a list"),
-        ("price", [[1.0, float("nan"), 1, 1], [], [1], [1, 1]], "column 'price' has NaN"),
+        (
+            "times",
+            [[1, 2, 3, 4], [], [5, 6], [6, 7]],
+            "column 'times' has 2 values for 1 ids of feature 'history'",
+        ),
+        ("times", [[1, 2, None, 4], [], [5], [6, 7]], "column 'times' contains a null inside a list"),
+        ("price", [[1.0, float("nan"), 1, 1], [], [1], [1, 1]], "column 'price' contains NaN"),
     ],
 )
 def test_what_is_refused(column, values, message, tmp_path):
@@ -120,7 +124,7 @@ def test_what_is_refused(column, values, message, tmp_path):
 
 
 def test_types_that_are_refused(tmp_path):
-    with pytest.raises(DataError, match="'times', a side of sequence 'history', is a list: list<"):
+    with pytest.raises(DataError, match="side feature 'times' of sequence 'history' has type list<"):
         read(tmp_path, times=[["a"] * 4, [], ["b"], ["c", "d"]], kind=pa.string())
 
 

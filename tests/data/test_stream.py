@@ -150,6 +150,6 @@ def test_a_stream_that_waits_for_the_step_rests(folder, monkeypatch):
 def test_a_bad_value_is_a_data_error(folder):
     schema = parquet.schema(ROW[0], {"row": {"rows": 900, "dim": 8}})
     stream = Stream(scan(str(folder), ReadPlan(schema)), Order(64, 6), rank=0, world=1)
-    with pytest.raises(DataError, match="of feature 'row' is not in table 'row'") as error:
+    with pytest.raises(DataError, match="of feature 'row' is out of range for table 'row'") as error:
         list(stream.batches())
     assert "File " not in str(error.value) and "ray::" not in str(error.value), "Ray's traceback is shown"

@@ -91,7 +91,7 @@ def test_lookup_vocabulary(tmp_path):
     assert run(dictionary, **spec) == [1, 0]
     assert run([10, 11], do="lookup_vocabulary", vocabulary=str(table), unknown=0) == [1, 0]
     (tmp_path / "w.txt").write_text("red\nred\n")
-    with pytest.raises(DataError, match="twice"):
+    with pytest.raises(DataError, match="duplicate values"):
         run(["x"], do="lookup_vocabulary", vocabulary=str(tmp_path / "w.txt"))
 
 
@@ -193,9 +193,9 @@ def test_settings_that_do_not_fit(spec, message):
 @pytest.mark.parametrize(
     "spec,column,message",
     [
-        ({"do": "binarize", "positive": [True]}, ["yes"], "put it into quotes"),
-        ({"do": "binarize", "positive": ["1"]}, [1], "holds int64, and positive '1'"),
-        ({"do": "binarize", "at_least": 1}, ["1"], "for text: positive"),
+        ({"do": "binarize", "positive": [True]}, ["yes"], "quote the value"),
+        ({"do": "binarize", "positive": ["1"]}, [1], "has type int64, but positive contains '1'"),
+        ({"do": "binarize", "at_least": 1}, ["1"], "for text, set positive"),
         ({"do": "date_part", "part": "hour"}, [1_700_000_000], "since_1970"),
         ({"do": "date_part", "part": "hour"}, ["noon"], "noon"),
         ({"do": "age"}, WHEN, "until_column"),
@@ -332,10 +332,10 @@ def test_from_files_that_do_not_fit_to_rows_that_do(own, tmp_path):
     [
         ([HASH], "column 'ratio' is missing"),
         ([RATIO | {"do": "my_features:no_ratio"}, HASH], "column 'ratio' is missing"),
-        ([RATIO], "sparse feature 'city' holds string"),
+        ([RATIO], "sparse feature 'city' has values of type string"),
         ([RATIO | {"do": "my_features:nothing"}], r"\(my_features:nothing\) failed: it returned"),
         ([RATIO | {"do": "nowhere:f"}], "No module named 'nowhere'"),
-        ([RATIO, {"do": "my_features:shorter"}, HASH], "it returned 2 rows for 3"),
+        ([RATIO, {"do": "my_features:shorter"}, HASH], "it returned 2 rows, not 3"),
     ],
 )
 def test_wrong_results_are_seen(own, tmp_path, transforms, message):

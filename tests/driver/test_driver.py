@@ -340,7 +340,7 @@ def test_bad_rows_in_test_lose_no_training(tiny_data, tmp_path, monkeypatch):
     bad, run = parquet.dataset(tmp_path / "bad"), tmp_path / "run"
     parquet.change(bad / "test/part-0.parquet", "user", {3: 40}, write_statistics=False)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(DataError, match="id 40 of feature 'user' is not in table 'user'") as error:
+    with pytest.raises(DataError, match="id 40 of feature 'user' is out of range for table 'user'") as error:
         driver.train(parquet.settings(bad, run, scaling__num_workers=1, train__max_steps=3))
     assert "all 3 steps are trained and saved" in error.value.do
     assert "`raytrec evaluate run --set data.on_error=skip`" in error.value.do

@@ -49,17 +49,17 @@ def opened(folder, *tasks, reserve_columns=(), **eval_section):
     "how,error,message,where",
     [
         ({"reserve_columns": ["countri"]}, DataError, "column 'countri' is missing", "part-0.parquet"),
-        ({"reserve_columns": ["tags"]}, DataError, "reserved column 'tags' is a list", "column tags"),
+        ({"reserve_columns": ["tags"]}, DataError, "reserved column 'tags' has type list", "column tags"),
         (
             {"group": "share", "reserve_columns": ["share"]},
             DataError,
-            "group rows, is of type double",
+            "grouping column 'share' has type double",
             "column share",
         ),
         (
             {"loss": "in_batch_softmax", "item_frequency": "country", "reserve_columns": ["country"]},
             DataError,
-            "the frequency of items, is of type string",
+            "item frequency column 'country' has type string",
             "column country",
         ),
         (
@@ -73,10 +73,15 @@ def opened(folder, *tasks, reserve_columns=(), **eval_section):
         ({"slices": ["country"]}, ConfigError, "column 'country' is not reserved", "eval.slices"),
         ({"mask": "clickd"}, DataError, "column 'clickd' is missing", "part-0.parquet"),
         ({"mask": "odd"}, DataError, "mask 'odd' is 2", "part-0.parquet, row group 0, column odd, row 2"),
-        ({"mask": "never"}, DataError, "in task label: its mask 'never' is nowhere 1", "d/train"),
-        ({"mask": "country"}, DataError, "mask 'country' is of type string", "column country"),
+        ({"mask": "never"}, DataError, "in task label: its mask 'never' is not 1 in any row", "d/train"),
+        ({"mask": "country"}, DataError, "mask 'country' has type string", "column country"),
         ({"sample_weight": "below"}, DataError, "sample weight 'below' is -1", "column below, row 7"),
-        ({"sample_weight": "nothing"}, DataError, "column 'nothing' has a null", "column nothing, row 0"),
+        (
+            {"sample_weight": "nothing"},
+            DataError,
+            "column 'nothing' contains a null",
+            "column nothing, row 0",
+        ),
         ({"sample_weight": "never"}, DataError, "weight 'never' is 0 in every row", "d/train"),
     ],
 )
@@ -95,7 +100,9 @@ def test_an_evaluation_in_which_no_row_counts_is_refused(tmp_path):
         pq.write_table(table.append_column("seen", pa.array([int(train)] * len(table))), path)
     masked, weighted = {"name": "masked", "mask": "seen"}, {"name": "weighed", "sample_weight": "seen"}
     for tasks in ([masked], [weighted], [masked, weighted]):
-        with pytest.raises(DataError, match=r"no row counts in .*(nowhere 1|is 0 in every row)") as found:
+        with pytest.raises(
+            DataError, match=r"no row counts in .*(is not 1 in any row|is 0 in every row)"
+        ) as found:
             opened(folder, *tasks)
         assert "d/valid" in found.value.where and found.value.expected and found.value.do
     assert set(opened(folder, {}, masked)) == {"train", "valid", "test"}, "another task has figures"

@@ -217,9 +217,9 @@ def test_a_users_columns_come_once(folder, model):
     [
         ("tags", [3, 2**63], "column 'tags' has the invalid value"),
         ("tags", 3, "column 'tags' has the invalid value 3"),
-        ("tags", [9], "id 9 of feature 'tags' is not in table 'tag'"),
-        ("tags", [1, None], "has a null inside a list"),
-        ("tag_weights", [float("nan")], "column 'tag_weights' has NaN"),
+        ("tags", [9], "id 9 of feature 'tags' is out of range for table 'tag'"),
+        ("tags", [1, None], "contains a null inside a list"),
+        ("tag_weights", [float("nan")], "column 'tag_weights' contains NaN"),
         ("tag_weights", [0.5, 0.5], "has 2 values for 1 ids"),
         ("shown.id", "three", "column 'shown.id' has the invalid value 'three'"),
         ("shown.id", 3.5, "column 'shown.id' has the invalid value 3.5"),

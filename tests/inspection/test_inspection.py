@@ -202,7 +202,7 @@ def test_label_must_be_known(tmp_path):
 
 
 def test_nothing_to_learn_from_and_nothing_there(tmp_path):
-    with pytest.raises(DataError, match="no such folder"):
+    with pytest.raises(DataError, match="the folder does not exist"):
         inspect(str(tmp_path / "none"))
     pq.write_table(pa.table({"label": [0, 1], "x": pa.nulls(2)}), tmp_path / "a.parquet")
     with pytest.raises(SchemaError, match="no column can be a feature"):
@@ -458,7 +458,7 @@ def test_a_file_beside_others(tmp_path):
     found = inspect(str(tmp_path / "train.parquet"))
     assert list(found.scan.also) == ["valid"] and found.schema.tables["user"].rows == 9
     assert "# test was not looked at: it has no column label\n" in found.schema_yaml()
-    assert "# val was not looked at: the folder holds no Parquet files\n" in found.schema_yaml()
+    assert "# val was not looked at: the folder contains no Parquet files\n" in found.schema_yaml()
 
 
 @pytest.mark.parametrize("place", ["", " "])

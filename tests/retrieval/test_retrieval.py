@@ -203,11 +203,11 @@ def test_items_that_are_none_are_refused_before_anything_starts(folder, tmp_path
         (
             {"retrieval": {"seen": ["user"]}},
             DataError,
-            "'user', the items that rows have seen, is of type int64",
+            "column 'user' of seen items has type int64",
         ),
         ({"retrieval": {"at": [0]}}, ConfigError, "eval.retrieval.at"),
-        ({"retrieval": {"item": "title"}}, DataError, "what eval.retrieval.item reads"),
-        ({"retrieval": {"seen": ["met"]}}, DataError, "what eval.retrieval.seen reads"),
+        ({"retrieval": {"item": "title"}}, DataError, "columns named by eval.retrieval.item"),
+        ({"retrieval": {"seen": ["met"]}}, DataError, "columns named by eval.retrieval.seen"),
         ({"checkpoint": {"best_metric": "retrieval.mrrr"}}, ConfigError, "did you mean 'retrieval.mrr'"),
     ],
 )

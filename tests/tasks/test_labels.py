@@ -60,8 +60,8 @@ def test_any_finite_number_where_squared_error_is_learned(tmp_path):
         ({"label": "stars"}, [0.5, 4.5], "tasks: [{label: stars, loss: mse}]"),
         (COUNT, [3.0, -1.0], "label 'stars' is -1"),
         (COUNT, [3.0, -1.0], "a number in [0, inf]"),
-        (STARS, [0.5, float("nan")], "column 'stars' has NaN"),
-        (STARS, [0.5, float("inf")], "column 'stars' has inf"),
+        (STARS, [0.5, float("nan")], "column 'stars' contains NaN"),
+        (STARS, [0.5, float("inf")], "column 'stars' contains inf"),
     ],
 )
 def test_labels_that_a_loss_does_not_take_are_refused(task, stars, message, tmp_path):

@@ -109,9 +109,9 @@ def test_evaluations_have_no_such_loss():
 @pytest.mark.parametrize(
     "tasks,options,message",
     [
-        ([{"loss": "from_model"}], {"gives_loss": False}, "gives none"),
-        ([{"loss": "from_model"}], {"name": "dlrm"}, "model.name=dlrm, as it is set, gives none"),
-        ([LEFT, {"name": "b", "loss": "from_model"}], {}, "two tasks leave their loss to the model"),
+        ([{"loss": "from_model"}], {"gives_loss": False}, "computes no loss as configured"),
+        ([{"loss": "from_model"}], {"name": "dlrm"}, "model.name=dlrm computes no loss"),
+        ([LEFT, {"name": "b", "loss": "from_model"}], {}, "only one task can use loss: from_model"),
     ],
 )
 def test_a_task_without_a_loss_needs_a_model_that_gives_one(tasks, options, message):

@@ -91,20 +91,24 @@ ROUND = [
 @pytest.mark.parametrize(
     "tasks,schema,messages",
     [
-        ([{}, {"loss": "mse"}], TWO, ["two tasks are called clicked"]),
+        ([{}, {"loss": "mse"}], TWO, ["two tasks have the name clicked"]),
         ([{"label": "cliked"}], TWO, ["no label 'cliked'; did you mean 'clicked'?"]),
         ([{"loss": "msee"}], SCHEMA, ["there is no loss 'msee'; did you mean 'mse'?", "tasks[0].loss"]),
         ([{"loss": "own_parts:Focall"}], SCHEMA, ["the module has no Focall; did you mean 'Focal'?"]),
         ([{"loss": "no_such_parts:Focal"}], SCHEMA, ["there is no module no_such_parts"]),
-        ([{"loss": "own_parts:NoLoss"}], SCHEMA, ["not a raytrec.tasks.losses.Loss"]),
-        ([{"loss": "own_parts:Unfinished"}], SCHEMA, ["not a raytrec.tasks.losses.Loss with of_rows"]),
+        ([{"loss": "own_parts:NoLoss"}], SCHEMA, ["not a subclass of raytrec.tasks.losses.Loss"]),
+        ([{"loss": "own_parts:Unfinished"}], SCHEMA, ["raytrec.tasks.losses.Loss that defines of_rows"]),
         ([{"loss": "own_parts:Focal", "options": {"gama": 2}}], SCHEMA, ["keyword argument 'gama'"]),
         ([{"loss": "bce", "options": {"gamma": 2}}], SCHEMA, ["tasks[0].options"]),
-        ([{"mask": "y"}], SCHEMA, ["task y counts where task y is 1", "tasks[0].mask"]),
-        (ROUND, TWO, ["masks of tasks go round in a circle: a → b → a"]),
-        ([{"loss": "mse", "positive_weight": 2}], SCHEMA, ["positive_weight is 2, and mse has no positives"]),
+        ([{"mask": "y"}], SCHEMA, ["task y is its own mask", "tasks[0].mask"]),
+        (ROUND, TWO, ["masks of tasks form a cycle: a → b → a"]),
+        (
+            [{"loss": "mse", "positive_weight": 2}],
+            SCHEMA,
+            ["positive_weight is 2, but the loss mse has no positives"],
+        ),
         ([{**THREE, "positive_weight": 2}], SCHEMA, ["tasks[0].positive_weight"]),
-        ([{"loss": "poisson", "negatives_kept": 0.5}], SCHEMA, ["negatives_kept is 0.5, and poisson predi"]),
+        ([{"loss": "poisson", "negatives_kept": 0.5}], SCHEMA, ["negatives_kept is 0.5, but poisson predi"]),
         ([{"loss": "bpr", "negatives_kept": 0.5}], SCHEMA, ["tasks[0].negatives_kept"]),
         ([{"loss": "huber", "options": {"delta": 0}}], SCHEMA, ["delta is 0, not a number between 0 and"]),
         (
@@ -122,9 +126,9 @@ ROUND = [
         (
             [{"loss": "own_parts:WithinGroups"}],
             SCHEMA,
-            ["compares rows by the task's group, and there is none", "tasks[0].group"],
+            ["compares rows by the task's group, but group is not set", "tasks[0].group"],
         ),
-        ([{"item_frequency": "often"}], SCHEMA, ["item_frequency is often, and bce compares no items"]),
+        ([{"item_frequency": "often"}], SCHEMA, ["item_frequency is often, but bce compares no items"]),
         ([{"loss": "bpr", "item_frequency": "often"}], SCHEMA, ["tasks[0].item_frequency"]),
     ],
 )

@@ -85,7 +85,7 @@ def test_values_that_are_refused_together(tiny_data, tmp_path):
     "changes, error, mistake",
     [
         ({"train": {}}, ConfigError, "train.eval_every_steps is not set"),
-        ({"data__train": "/nowhere"}, DataError, "no such folder"),
+        ({"data__train": "/nowhere"}, DataError, "the folder does not exist"),
         ({"train__epochs": 0}, ConfigError, "train.epochs"),
         ({"plan__tables": {"none": {"ranks": [0]}}}, ConfigError, "none"),
     ],

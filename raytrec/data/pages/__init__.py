@@ -58,29 +58,29 @@ def read_rows(
     Raises:
         Damaged, ValueError, KeyError, OSError, pa.ArrowException: The file is damaged, or the storage fails.
     """
-    footer, whole = reader.metadata, set(reader.schema_arrow.names)
+    footer, columns = reader.metadata, set(reader.schema_arrow.names)
     leaves = _leaves(footer)
     # The leaf columns of a struct have different page boundaries.
-    single = {name: leaves[name][0] for name in names if name in whole and len(leaves[name]) == 1}
+    single = {name: leaves[name][0] for name in names if name in columns and len(leaves[name]) == 1}
     looked_up = [leaf for name in names for leaf in leaves[name]]
-    cut = _RowSpan(version, footer, group, first, last)
-    pieces = _fetch(file, cut, looked_up, set(single.values()))
+    span = _RowSpan(version, footer, group, first, last)
+    pieces = _fetch(file, span, looked_up, set(single.values()))
     paged = {name: leaf for name, leaf in single.items() if leaf in pieces}
     try:
-        tables = _read_pages(pieces, cut, paged)
+        tables = _read_pages(pieces, span, paged)
     except ODD:
         paged, tables = {}, []
-    if others := [name for name in names if name not in paged]:
-        tables.append(_stream(_reader(file, footer), group, first, last - first, others))
+    if other_names := [name for name in names if name not in paged]:
+        tables.append(_stream(_reader(file, footer), group, first, last - first, other_names))
     rows = min(table.num_rows for table in tables)
-    found = {name: table[name].slice(0, rows) for table in tables for name in table.column_names}
-    return pa.table({name: found[name] for name in names if name in found} | found)
+    decoded = {name: table[name].slice(0, rows) for table in tables for name in table.column_names}
+    return pa.table({name: decoded[name] for name in names if name in decoded} | decoded)
 
 
 def _reader(file: pa.NativeFile, footer: pq.FileMetaData) -> pq.ParquetFile:
     """Return a reader that reads only the bytes of the requested rows from a file."""
-    how = {"metadata": footer, "pre_buffer": False, "buffer_size": STREAM_BUFFER_BYTES}
-    return pq.ParquetFile(file, page_checksum_verification=True, **how)
+    options = {"metadata": footer, "pre_buffer": False, "buffer_size": STREAM_BUFFER_BYTES}
+    return pq.ParquetFile(file, page_checksum_verification=True, **options)
 
 
 class _RowSpan(NamedTuple):
@@ -93,12 +93,12 @@ class _RowSpan(NamedTuple):
     last: int
 
 
-def _read_pages(pieces: dict[int, ChunkBytes], cut: _RowSpan, columns: dict[str, int]) -> list[pa.Table]:
+def _read_pages(pieces: dict[int, ChunkBytes], span: _RowSpan, columns: dict[str, int]) -> list[pa.Table]:
     """Return one table of columns for each number of skipped rows, decoded from pages.
 
     Args:
         pieces: Leaf column → bytes of its pages.
-        cut: Rows to return.
+        span: Rows to return.
         columns: Name → leaf column.
 
     Raises:
@@ -106,29 +106,29 @@ def _read_pages(pieces: dict[int, ChunkBytes], cut: _RowSpan, columns: dict[str,
     """
     by_skip = defaultdict(list)
     for name, leaf in columns.items():
-        by_skip[cut.first - pieces[leaf].row].append(name)
-    rows = min(cut.last, cut.footer.row_group(cut.group).num_rows) - cut.first
+        by_skip[span.first - pieces[leaf].row].append(name)
+    rows = min(span.last, span.footer.row_group(span.group).num_rows) - span.first
     data = {piece.begin: piece.data for piece in pieces.values()}
     try:
-        with pa.PythonFile(SparseFile(data, cut.version[1]), mode="r") as excerpts:
-            reader = _reader(excerpts, cut.footer)
-            tables = [_stream(reader, cut.group, skip, rows, alike) for skip, alike in by_skip.items()]
+        with pa.PythonFile(SparseFile(data, span.version[1]), mode="r") as excerpts:
+            reader = _reader(excerpts, span.footer)
+            tables = [_stream(reader, span.group, skip, rows, names) for skip, names in by_skip.items()]
     except OSError as error:  # the bytes are in memory, so this is not a storage error
         raise ValueError(str(error)) from None
     if any(table.num_rows < rows for table in tables):
-        raise ValueError("the pages hold fewer rows")
+        raise ValueError("the pages contain fewer rows than requested")
     return tables
 
 
 def _leaves(footer: pq.FileMetaData) -> dict[str, list[int]]:
     """Return full name of a column or field → its leaf columns."""
-    found = defaultdict(list)
+    leaves = defaultdict(list)
     for i in range(footer.num_columns):
         path = footer.schema.column(i).path
         while path:
-            found[path].append(i)
+            leaves[path].append(i)
             path = path.rpartition(".")[0]
-    return found
+    return leaves
 
 
 class ChunkBytes(NamedTuple):
@@ -145,73 +145,73 @@ class ChunkBytes(NamedTuple):
     row: int
 
 
-def _fetch(file: pa.NativeFile, cut: _RowSpan, leaves: list[int], wanted: set[int]) -> dict[int, ChunkBytes]:
-    """Return leaf column → pages with rows [first, last), for wanted columns whose pages are understood.
+def _fetch(file: pa.NativeFile, span: _RowSpan, leaves: list[int], used: set[int]) -> dict[int, ChunkBytes]:
+    """Return leaf column → pages with rows [first, last), for columns to read whose pages are understood.
 
     Args:
         file: Open file.
-        cut: Rows to read.
+        span: Rows to read.
         leaves: Leaf columns whose pages are looked up and checked.
-        wanted: Leaf columns whose pages are read.
+        used: Leaf columns whose pages are read.
 
     Raises:
         Damaged: The pages of a column contradict the footer.
         OSError: The storage fails.
     """
-    remote = "://" in cut.version[0]
+    remote = "://" in span.version[0]
 
     def read_at(at: int, size: int) -> bytes:
         return file.read_at(size, at)
 
     def fetch(leaf: int) -> ChunkBytes | None:
-        pages = _pages(cut, leaf)
+        pages = _pages(span, leaf)
         try:
             pages.look_up(ReadAheadReader(read_at, READ_AHEAD_BYTES) if remote else read_at)
             return (
-                ChunkBytes(pages.begin, *pages.read(read_at, cut.first, cut.last)) if leaf in wanted else None
+                ChunkBytes(pages.begin, *pages.read(read_at, span.first, span.last)) if leaf in used else None
             )
         except ODD:
             return None
 
     if remote:  # concurrent reads, as pyarrow does for whole row groups
         with ThreadPoolExecutor(8) as pool:
-            found = list(pool.map(fetch, leaves))
+            pieces = list(pool.map(fetch, leaves))
     else:
-        found = list(map(fetch, leaves))
+        pieces = list(map(fetch, leaves))
     _evict_pages()
-    return {leaf: piece for leaf, piece in zip(leaves, found, strict=True) if piece}
+    return {leaf: piece for leaf, piece in zip(leaves, pieces, strict=True) if piece}
 
 
-def _pages(cut: _RowSpan, leaf: int) -> PageIndex:
-    key = cut.version, cut.group, leaf
+def _pages(span: _RowSpan, leaf: int) -> PageIndex:
+    key = span.version, span.group, leaf
     with _lock:
         if key not in _page_cache:
-            about = cut.footer.row_group(cut.group)
-            _page_cache[key] = PageIndex(about.column(leaf), cut.footer.schema.column(leaf), about.num_rows)
+            group = span.footer.row_group(span.group)
+            _page_cache[key] = PageIndex(group.column(leaf), span.footer.schema.column(leaf), group.num_rows)
         return _page_cache[key]
 
 
 def _evict_pages() -> None:
     """Drop the positions of the oldest pages beyond MAX_PAGE_CACHE_BYTES."""
     with _lock:
-        taken = sum(pages.nbytes for pages in _page_cache.values())
+        total_bytes = sum(pages.nbytes for pages in _page_cache.values())
         for key in list(_page_cache):
-            if taken <= MAX_PAGE_CACHE_BYTES:
+            if total_bytes <= MAX_PAGE_CACHE_BYTES:
                 break
-            taken -= _page_cache.pop(key).nbytes
+            total_bytes -= _page_cache.pop(key).nbytes
 
 
 def _stream(reader: pq.ParquetFile, group: int, skip: int, rows: int, columns: list[str]) -> pa.Table:
     """Return columns of `rows` rows of a row group, after the first `skip` rows that the reader finds."""
     size = skip + rows if skip + rows <= 2 * BATCH_ROWS else BATCH_ROWS
-    kept, left = [], rows
+    batches, remaining = [], rows
     for batch in reader.iter_batches(size, row_groups=[group], columns=columns, use_threads=False):
-        part = batch.slice(min(skip, batch.num_rows), left)
-        skip, left = max(0, skip - batch.num_rows), left - part.num_rows
-        kept.append(part)
-        if not left:
+        part = batch.slice(min(skip, batch.num_rows), remaining)
+        skip, remaining = max(0, skip - batch.num_rows), remaining - part.num_rows
+        batches.append(part)
+        if not remaining:
             break
-    return pa.Table.from_batches([part for part in kept if part.num_rows] or kept)
+    return pa.Table.from_batches([part for part in batches if part.num_rows] or batches)
 
 
 class ReadAheadReader:

@@ -67,7 +67,7 @@ class PageIndex:
                 self._advance_page(read_at)
         if self._left or self._row != self._all_rows:
             raise DamagedPageError(
-                f"the pages of column {self._name} hold {self._row:,} rows, the footer has {self._all_rows:,}"
+                f"the pages of column {self._name} hold {self._row:,} rows; the footer has {self._all_rows:,}"
             )
 
     def read(self, read_at: ReadAt, first: int, last: int) -> tuple[bytes, int]:
@@ -95,14 +95,14 @@ class PageIndex:
         kind, body = header[TYPE], header[COMPRESSED]
         room = self._end - self._at - size
         if not 0 <= body <= room + MAX_UNCOUNTED_BYTES:  # pyarrow would allocate memory for the claimed size
-            raise DamagedPageError(f"a page of column {self._name} has {body:,} bytes, of {room:,}")
+            raise DamagedPageError(f"a page of column {self._name} claims {body:,} of {room:,} bytes left")
         if body > room:
             raise ValueError("the column chunk ends within a page")
-        if about := header.get(DATA_HEADERS.get(kind, 0)):
-            values, rows, begins_row = about[VALUES], about[VALUES], True
+        if fields := header.get(DATA_HEADERS.get(kind, 0)):
+            values, rows, begins_row = fields[VALUES], fields[VALUES], True
             if not 0 <= values <= self._left:
                 raise DamagedPageError(
-                    f"a page of column {self._name} has {values:,} values, of {self._left:,}"
+                    f"a page of column {self._name} claims {values:,} of {self._left:,} values left"
                 )
             if self._depth:
                 rows, begins_row = self._count_page_rows(read_at, self._at + size, header, values)
@@ -111,7 +111,7 @@ class PageIndex:
                 self._offsets.append(self._at)
                 self._rows.append(self._row)
                 self._coded.append(False)
-            self._coded[-1] |= about[ENCODING if kind == DATA else V2_ENCODING] in DICTIONARY_ENCODINGS
+            self._coded[-1] |= fields[ENCODING if kind == DATA else V2_ENCODING] in DICTIONARY_ENCODINGS
             self._row, self._left = self._row + rows, self._left - values
         self._at += size + body
 
@@ -148,10 +148,10 @@ class PageIndex:
     def _decompress_levels(self, body: bytes, header: dict[int, Any]) -> bytes:
         """Return the levels of a page of version 1, which are compressed together with the values."""
         if header[DATA_HEADER][LEVELS_ENCODING] != RLE:
-            raise ValueError("levels in an encoding of long ago")
+            raise ValueError("the levels of a page have a deprecated encoding")
         if self._codec != "UNCOMPRESSED":
             if not 0 <= header[UNCOMPRESSED] <= self._most_bytes:
-                raise ValueError(f"a page of {header[UNCOMPRESSED]} bytes")
+                raise ValueError(f"a page claims an uncompressed size of {header[UNCOMPRESSED]} bytes")
             try:
                 codec = self._codec.lower().replace("lz4", "lz4_raw")  # Hadoop's LZ4 framing raises an error
                 body = pa.decompress(body, header[UNCOMPRESSED], codec, asbytes=True)
@@ -176,8 +176,8 @@ def count_rows(data: bytes, width: int, count: int) -> tuple[int, bool]:
     """
     packed, levels = bytearray(), 0  # bytes and number of levels of all groups; only the last may be cut
     rows, begins_row = 0, False
-    at, left = 0, count
-    while left > 0:
+    at, remaining = 0, count
+    while remaining > 0:
         head = shift = 0
         byte = 128
         while byte > 127:
@@ -187,19 +187,19 @@ def count_rows(data: bytes, width: int, count: int) -> tuple[int, bool]:
         if head & 1:  # groups of eight levels
             size = (head >> 1) * width
             groups = data[at : at + size]
-            found = min(8 * len(groups) // width, left)
+            decoded = min(8 * len(groups) // width, remaining)
             packed += groups
-            levels += found
+            levels += decoded
             level &= (1 << width) - 1
         else:  # one level many times
             size = 1
-            found = min(head >> 1, left) if at < len(data) else 0
-            rows += 0 if level else found
-        if not found:
-            raise ValueError("a page's levels end too soon")
-        if left == count:
+            decoded = min(head >> 1, remaining) if at < len(data) else 0
+            rows += 0 if level else decoded
+        if not decoded:
+            raise ValueError("the levels of a page are truncated")
+        if remaining == count:
             begins_row = level == 0
-        at, left = at + size, left - found
+        at, remaining = at + size, remaining - decoded
     return rows + int((_unpack(packed, width, levels) == 0).sum()), begins_row
 
 
@@ -208,8 +208,8 @@ def _unpack(packed: bytearray, width: int, count: int) -> np.ndarray:
     bits = np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little")
     if width == 1:
         return bits[:count]
-    each = bits[: count * width].reshape(-1, width)
-    return np.packbits(each, axis=1, bitorder="little").reshape(-1)
+    level_bits = bits[: count * width].reshape(-1, width)
+    return np.packbits(level_bits, axis=1, bitorder="little").reshape(-1)
 
 
 MAX_NESTING_DEPTH = 16  # maximum nesting of structs; Parquet's structs are at most 8 deep
@@ -228,20 +228,20 @@ def read_struct(data: bytes, at: int = 0, depth: int = 0) -> tuple[dict[int, Any
         ValueError: The bytes are not a struct.
     """
     if depth > MAX_NESTING_DEPTH:
-        raise ValueError("structs too deep for a header of Parquet")
+        raise ValueError("structs are nested too deeply for a Parquet header")
     fields: dict[int, Any] = {}
-    last = 0
+    key = 0
     try:
         while True:
             head, at = data[at], at + 1
             if head == 0:
                 return fields, at
             if head >> 4:
-                last += head >> 4
+                key += head >> 4
             else:
-                last, at = _integer(data, at)
+                key, at = _integer(data, at)
             kind = head & 15
-            fields[last], at = (kind == TRUE, at) if kind in (TRUE, FALSE) else _value(data, at, kind, depth)
+            fields[key], at = (kind == TRUE, at) if kind in (TRUE, FALSE) else _value(data, at, kind, depth)
     except IndexError:
         raise TruncatedDataError("the bytes end within a header") from None
 
@@ -264,7 +264,7 @@ def _value(data: bytes, at: int, kind: int, depth: int) -> tuple[Any, int]:
         if at + 8 > len(data):
             raise IndexError
         return unpack_from("<d", data, at)[0], at + 8
-    raise ValueError(f"type {kind} in a header of Parquet")
+    raise ValueError(f"type {kind} is not valid in a Parquet header")
 
 
 def _list(data: bytes, at: int, depth: int) -> tuple[list, int]:
@@ -288,7 +288,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
             return value, at
         shift += 7
         if shift > 63:
-            raise ValueError("a number too long for a header of Parquet")
+            raise ValueError("a number is too long for a Parquet header")
 
 
 def _integer(data: bytes, at: int) -> tuple[int, int]:

@@ -82,8 +82,8 @@ def decode_columns(
         DataError: The file is damaged, the file has changed or the storage fails; names file and row group.
     """
     folders = folders or {}
-    held = [name for name in names if name not in folders]
-    table = _decode(path, group, first, rows, held) if held else pa.table([pa.nulls(rows)], [""])
+    stored = [name for name in names if name not in folders]
+    table = _decode(path, group, first, rows, stored) if stored else pa.table([pa.nulls(rows)], [""])
     for name in names:
         if name in folders:
             table = table.append_column(name, build_folder_column(path, name, folders[name], rows))
@@ -94,7 +94,7 @@ def _decode(path: str, group: int, first: int, rows: int, columns: list[str]) ->
     try:
         table = retry_read(path, partial(_read, path, group, first, rows, columns))
         if table.num_rows < rows:
-            raise IndexError(f"its pages hold fewer than {first + rows:,} rows, and its footer has more")
+            raise IndexError(f"the pages hold fewer than {first + rows:,} rows, but the footer has more")
     except (
         DamagedPageError,
         pa.ArrowException,
@@ -107,7 +107,7 @@ def _decode(path: str, group: int, first: int, rows: int, columns: list[str]) ->
         raise DataError(
             f"cannot decode the row group: {first_line(error)}",
             where=f"{path}, row group {group}",
-            expected=storage_hint(path) + "a whole Parquet file that does not change while it is read",
+            expected=storage_hint(path) + "a complete Parquet file that does not change while it is read",
             do="write or copy the file again, or skip its rows: data.on_error=skip",
         ) from None
     return table
@@ -118,23 +118,23 @@ def _read(path: str, group: int, first: int, rows: int, columns: list[str]) -> p
     info = filesystem.get_file_info(inner)
     if info.type == fs.FileType.NotFound:
         _open_files.files.pop(path, None)
-        raise FileNotFoundError(f"there is no such file any more: {path}")
+        raise FileNotFoundError(f"the file no longer exists: {path}")
     version = path, info.size, info.mtime_ns
     try:
         file, reader = _open_cached(version, lambda: filesystem.open_input_file(inner))
-        asked, there = (
+        required_columns, group_rows = (
             find_required_columns(reader.schema_arrow, columns),
             reader.metadata.row_group(group).num_rows,
         )
-        if there < first + rows:
-            raise IndexError(f"it has {there:,} rows, and had {first + rows:,} or more before")
-        if there <= max(MAX_FULL_DECODE_ROWS, 2 * rows):
-            table = reader.read_row_group(group, columns=asked, use_threads=False)
-            if table.num_rows != there:
-                raise IndexError(f"its pages hold {table.num_rows:,} rows, its footer has {there:,}")
+        if group_rows < first + rows:
+            raise IndexError(f"it has {group_rows:,} rows, but previously had {first + rows:,} or more")
+        if group_rows <= max(MAX_FULL_DECODE_ROWS, 2 * rows):
+            table = reader.read_row_group(group, columns=required_columns, use_threads=False)
+            if table.num_rows != group_rows:
+                raise IndexError(f"the pages hold {table.num_rows:,} rows, but the footer has {group_rows:,}")
             table = table.slice(first, rows)
         else:
-            table = read_rows(file, version, reader, group, first, first + rows, asked)
+            table = read_rows(file, version, reader, group, first, first + rows, required_columns)
         return pick_columns(table, columns)
     except BaseException:
         _open_files.files.pop(path, None)  # after a storage error, the retry must open the file again
@@ -159,18 +159,18 @@ def _open_cached(
     Opening a file takes as long as decoding a thousand rows.
     """
     path, remote = version[0], "://" in version[0]
-    known = _open_files.files.pop(path, None)
-    if known is None or known[0] != version:
+    cached = _open_files.files.pop(path, None)
+    if cached is None or cached[0] != version:
         file, footer = open_file(), _footers.get(version)
         # Local files are read without latency, and the threads of pre_buffer would cost time.
         reader = pq.ParquetFile(file, metadata=footer, pre_buffer=remote, page_checksum_verification=True)
         if footer is None:
             _cache_footer(version, reader.metadata)
-        known = version, file, reader
-    _open_files.files[path] = known  # at the end of the dict, where files are closed last
+        cached = version, file, reader
+    _open_files.files[path] = cached  # at the end of the dict, where files are closed last
     if len(_open_files.files) > MAX_OPEN_FILES:
         del _open_files.files[next(iter(_open_files.files))]
-    return known[1:]
+    return cached[1:]
 
 
 def _cache_footer(version: FileVersion, footer: pq.FileMetaData) -> None:
@@ -181,7 +181,7 @@ def _cache_footer(version: FileVersion, footer: pq.FileMetaData) -> None:
     with _lock:
         _footers[version] = footer
         while (
-            sum(known.serialized_size for known in _footers.values()) > MAX_FOOTER_CACHE_BYTES
+            sum(cached.serialized_size for cached in _footers.values()) > MAX_FOOTER_CACHE_BYTES
             and len(_footers) > 1
         ):
             del _footers[next(iter(_footers))]
