@@ -70,8 +70,8 @@ for command in COMMANDS:
     app.command(command.__name__.removesuffix("_job"))(with_options(_wrap_command(command)))
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(is_requested: bool) -> None:
+    if is_requested:
         from raytrec import __version__
 
         print(__version__)
@@ -135,5 +135,5 @@ def _explain_missing_module(error: ModuleNotFoundError) -> Exception:
         f"{package} is not installed",
         where=sys.prefix,
         expected="raytrec[cpu] or raytrec[cuda] to train and export, raytrec[score] to score",
-        do="install what docs/install.md names",
+        do="install the packages that docs/install.md lists",
     )

@@ -26,7 +26,7 @@ RunFolder = Annotated[str, typer.Argument(metavar="RUN", help="Run folder.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[section.key=value]...", help="Overrides.")]
 Job = Annotated[
     str | None,
-    typer.Argument(metavar="[JOB]", help="Job id, as printed by `raytrec submit`; default: the newest."),
+    typer.Argument(metavar="[JOB]", help="Job id, as printed by `raytrec submit`; default: the newest job."),
 ]
 Address = Annotated[
     str | None,
@@ -38,7 +38,7 @@ AllowCode = Annotated[
         "--allow-code", help="Allow code (module:name) named by a config from a URI, run or checkpoint."
     ),
 ]
-Workers = Annotated[int | None, typer.Option(help="Workers; default: as in training.")]
+Workers = Annotated[int | None, typer.Option(help="Number of workers; default: as in training.")]
 Changes = Annotated[
     list[str] | None,
     typer.Option(
@@ -48,7 +48,7 @@ Changes = Annotated[
     ),
 ]
 Checkpoint = Annotated[
-    str | None, typer.Option(metavar="STEP|best", help="Which checkpoint of a run; default: the newest.")
+    str | None, typer.Option(metavar="STEP|best", help="Checkpoint of a run; default: the newest one.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 

@@ -38,9 +38,9 @@ def train(
     if earlier and config and "=" in config:  # no CONFIG: the first argument is an override
         config, overrides = None, [config, *overrides]
     if warm_start and resume:
-        raise ConfigError("--warm-start and --resume exclude each other", expected="one of them")
+        raise ConfigError("--warm-start and --resume are mutually exclusive", expected="only one of them")
     if resume_latest and earlier:
-        raise ConfigError("--resume-latest finds the run itself", expected="CONFIG alone, or --resume RUN")
+        raise ConfigError("--resume-latest selects the run itself", expected="CONFIG alone, or --resume RUN")
     if config is None and earlier is None:
         raise ConfigError(
             "no config was given",
@@ -77,10 +77,10 @@ def tune(
         space (SPACE.yaml): Keys to search and their distributions.
         trials: Number of trials; default: 10.
         metric: Metric to compare trials by; default: as for checkpoint.best_metric.
-        at_once: Number of concurrent trials; default: as many as there is room for.
+        at_once: Number of concurrent trials; default: as many as the cluster has room for.
         seed: Seed of the search; the same seed draws the same trials.
         grace_steps: Steps before which no trial is stopped; default: train.eval_every_steps.
-        reduction_factor: Of trials of the same age, one in this many continues.
+        reduction_factor: One in this many trials of the same age continues.
         resume (FOLDER): Resume this search; --trials may add trials.
         resume_latest: Resume the newest interrupted search of this command; start a new one if there is none.
     """
@@ -132,15 +132,15 @@ def doctor(
     if config:
         from raytrec.config.run_config import load_config
         from raytrec.driver.prepare import resolve
-    found = diagnose(resolve(load_config(config), config) if config else None, address, storage or [])
-    found = shared(found) if share else found
+    examination = diagnose(resolve(load_config(config), config) if config else None, address, storage or [])
+    examination = shared(examination) if share else examination
     if json:
-        print_json(as_json(found))
+        print_json(as_json(examination))
     elif share:
-        print(to_markdown(found))
+        print(to_markdown(examination))
     else:
-        print_examination(found)
-    if found.count("failure"):
+        print_examination(examination)
+    if examination.count("failure"):
         raise typer.Exit(1)
 
 
@@ -157,20 +157,20 @@ def plan(
 
     Options:
         on (2x8xh100-sxm,4x48gib): Machines, separated by commas: known machines, or GPUs (on CPU: workers)
-            per host x memory of each[:memory of the host[:its disk]]; any: of every known machine as many as
-            needed; default: 80 GiB for each of scaling.num_workers.
+            per host x memory of each[:memory of the host[:disk of the host]]; any: as many of each known
+            machine as needed; default: 80 GiB for each of scaling.num_workers.
         rates (FILE): Measured rates, instead of data sheet rates.
         prices (FILE): Machines and their hourly prices, as YAML or JSON: find the smallest and the cheapest
             cluster of these machines.
         picture (FILE.svg): Draw the shards, tables × ranks (.svg or .png).
     """
     from raytrec.common.errors import ConfigError
-    from raytrec.driver.preflight import plan as make
+    from raytrec.driver.preflight import plan as predict
     from raytrec.planning.plan_report import draw, print_plans
 
     if not (config or prices):
         raise ConfigError("no config was given", expected="raytrec plan CONFIG")
-    plans = make(config, overrides or [], on, rates, prices)
+    plans = predict(config, overrides or [], on, rates, prices)
     if picture:
         draw(plans, picture)
     print_json(plans.metrics()) if json else print_plans(plans)

@@ -27,9 +27,9 @@ def evaluate(
     """
     options = {**locals()}
     del options["json"]
-    from raytrec.driver.evaluation import evaluate as again
+    from raytrec.driver.evaluation import evaluate as run_evaluate
 
-    show(again(options.pop("run"), **options), json)
+    show(run_evaluate(options.pop("run"), **options), json)
 
 
 def predict(
@@ -49,8 +49,8 @@ def predict(
     Options:
         data: Folder or file of Parquet; labels are not needed.
         out: Folder to write to: one file per file of the data, with the same name.
-        columns (A,B,...): Columns to copy to the output (repeatable); default: data.reserve_columns; '' for
-            none.
+        columns (A,B,...): Columns to copy to the output (repeatable); default: data.reserve_columns; '':
+            no columns.
         vectors: Write the vectors of this tower instead of scores; the data needs only the tower's features.
     """
     options = {**locals()}
@@ -86,9 +86,9 @@ def index(
     """
     options = {**locals()}
     del options["json"]
-    from raytrec.retrieval.build import index as build
+    from raytrec.retrieval.build import index as run_index
 
-    show(build(options.pop("run"), **options), json)
+    show(run_index(options.pop("run"), **options), json)
 
 
 def export(
@@ -108,12 +108,12 @@ def export(
 
     Options:
         out: Folder to write to: local, s3:// or gs://.
-        quantize: Precision of tables; default: fp32. Prints the metrics before and after.
+        quantize: Precision of tables; default: fp32. Prints the metrics before and after quantization.
         data: Parquet for types, golden rows and metrics; default: the run's data.test.
         golden_rows: Number of rows that are exported with their scores; 0: no rows of the data are exported.
         onnx: Also export the dense model as model.onnx.
         mlflow: Log the export as a model of the run's MLflow run.
-        embed: Copy the export into that model; otherwise the model refers to the export.
+        embed: Copy the export into the MLflow model; otherwise the model refers to the export.
     """
     options = {**locals()}
     del options["json"]
@@ -178,7 +178,7 @@ def track(run: RunFolder, allow_code: AllowCode = False, follow: bool = False):
         return
     from raytrec.driver.run import short
 
-    print(f"MLflow       {hide(short(config.tracking.uri))} has all of {config.run.name}")
+    print(f"MLflow       {hide(short(config.tracking.uri))} contains all records of {config.run.name}")
 
 
 def compare(
@@ -191,10 +191,10 @@ def compare(
         runs: Run folders.
         out: HTML page to write.
     """
-    from raytrec.report.compare import compare as read
+    from raytrec.report.compare import compare as compare_runs
     from raytrec.report.compare import print_table, write
 
-    comparison = read(runs)
+    comparison = compare_runs(runs)
     print_table(comparison)
     print(f"page         {write(comparison, out)}")
 
@@ -217,20 +217,20 @@ def inspect(
         out: File to write the schema to; default: stdout.
         force: Overwrite the file.
         label: Column to predict (repeatable).
-        reserve: Column of data.reserve_columns: kept with its rows, not a feature (repeatable).
+        reserve: Column of data.reserve_columns, which is passed through and not a feature (repeatable).
         dim: Width of the embeddings; a multiple of 4.
         rows: Approximate number of rows to read; default: all.
     """
     from raytrec.common.errors import ConfigError
     from raytrec.driver.evaluation import read_run_schema
-    from raytrec.inspection.propose import inspect as look
+    from raytrec.inspection.propose import inspect as propose
     from raytrec.inspection.result import check_output_path, write_schema
 
     if (path is None) == (from_run is None):
-        raise ConfigError("give either data or a run", expected="inspect PARQUET, or inspect --from-run RUN")
+        raise ConfigError("inspect needs either data or a run", expected="PARQUET, or --from-run RUN")
     if out is not None:
         check_output_path(out, force)
     if from_run:
         write_schema(read_run_schema(from_run).to_yaml(), out)
         return
-    look(path, dim=dim, labels=label, reserve_columns=reserve, max_rows=rows).show(out, overwrite=force)
+    propose(path, dim=dim, labels=label, reserve_columns=reserve, max_rows=rows).show(out, overwrite=force)

@@ -41,8 +41,8 @@ def serve(
     from raytrec.serving.command import serve as run
     from raytrec.serving.options import ServiceOptions
 
-    of_cluster = {option: options.pop(option) for option in ("address", "replicas")}
-    run(ServiceOptions(**options), **of_cluster)
+    cluster_options = {option: options.pop(option) for option in ("address", "replicas")}
+    run(ServiceOptions(**options), **cluster_options)
 
 
 def promote(
@@ -62,7 +62,7 @@ def promote(
     from raytrec.serving.command import promote as run
 
     print(f"version      {run(uri, service=service, name=name, rollback=rollback)}")
-    print("restart      a service that is started again answers with the export that its command names")
+    print("restart      a restarted service loads the export that its command names")
 
 
 def skew(
@@ -77,14 +77,14 @@ def skew(
 
     Options:
         log: Folder of `raytrec serve --log-requests`.
-        export (URI): Export that gave the answers.
+        export (URI): Export that produced the logged answers.
         data: Parquet that the export was trained on; default: only scores are compared.
-        rows: Rows of the log and of the data to read.
+        rows: Number of rows to read from the log and from the data.
     """
     from raytrec.skew.compare import skew as compare
 
-    found = compare(log, export, data=data, rows=rows, allow_code=allow_code)
-    print_json(found.metrics) if json else found.show()
+    comparison = compare(log, export, data=data, rows=rows, allow_code=allow_code)
+    print_json(comparison.metrics) if json else comparison.show()
 
 
 def submit(
@@ -109,8 +109,8 @@ def submit(
     jobs = Jobs(address)
     job = jobs.submit(config, overrides, [*(include or [])], root)
     print(f"job          {job}")
-    print(f"see it       raytrec follow {job} --address {hide(jobs.address)}")
-    print(f"stop it      raytrec stop {job} --address {hide(jobs.address)}", flush=True)
+    print(f"follow       raytrec follow {job} --address {hide(jobs.address)}")
+    print(f"stop         raytrec stop {job} --address {hide(jobs.address)}", flush=True)
     if not detach:
         raise typer.Exit(follow(jobs, job))
 

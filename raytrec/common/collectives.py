@@ -47,9 +47,9 @@ class Peers:
         alone: bool = False,
         group: dist.ProcessGroup | None = None,
     ):
-        together = dist.is_initialized() and not alone
-        self.world, self.rank = (dist.get_world_size(group), dist.get_rank(group)) if together else (1, 0)
-        self.device = device or (get_collective_device(group) if together else None)
+        is_grouped = dist.is_initialized() and not alone
+        self.world, self.rank = (dist.get_world_size(group), dist.get_rank(group)) if is_grouped else (1, 0)
+        self.device = device or (get_collective_device(group) if is_grouped else None)
         self._at_once, self._group = at_once, group
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
@@ -60,10 +60,10 @@ class Peers:
         """Return this rank's part [...] of the sum over ranks of values [ranks, ...]."""
         if self.world == 1:
             return values[0]
-        mine = self._travelling(values)
-        own = torch.empty_like(mine[0])
-        dist.reduce_scatter_single(own.view(-1), mine.view(-1), group=self._group)
-        return own.to(values.device)
+        sent = self._to_device(values)
+        part = torch.empty_like(sent[0])
+        dist.reduce_scatter_single(part.view(-1), sent.view(-1), group=self._group)
+        return part.to(values.device)
 
     def max(self, values: torch.Tensor) -> torch.Tensor:
         """Return the maximum over ranks of values [...], which have the same shape and dtype on all ranks."""
@@ -77,17 +77,17 @@ class Peers:
         """Return True if a value has the same repr on all ranks; hashes are compared."""
         digest = hashlib.sha256(repr(value).encode()).digest()
         number = int.from_bytes(digest[:8], signed=True)
-        most, least = self.max(torch.tensor([number, ~number], device=self.device)).tolist()
-        return most == ~least
+        maximum, complement = self.max(torch.tensor([number, ~number], device=self.device)).tolist()
+        return maximum == ~complement
 
     def stack(self, values: torch.Tensor) -> torch.Tensor:
         """Return the values [...] of all ranks, of one shape and dtype, as [ranks, ...]."""
         if self.world == 1:
             return values.unsqueeze(0)
-        mine = self._travelling(values)
-        everyone = mine.new_empty(self.world, *mine.shape)
-        dist.all_gather_into_tensor(everyone.view(-1), mine.view(-1), group=self._group)
-        return everyone.to(values.device)
+        sent = self._to_device(values)
+        gathered = sent.new_empty(self.world, *sent.shape)
+        dist.all_gather_into_tensor(gathered.view(-1), sent.view(-1), group=self._group)
+        return gathered.to(values.device)
 
     def gather(self, columns: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the rows of all ranks, in the order of ranks.
@@ -123,19 +123,19 @@ class Peers:
         of_ranks = [sum(of_rank) for of_rank in sizes_WT]
         of_tables = [sum(of_table) for of_table in zip(*sizes_WT, strict=True)]
         if self.world > 1 and sum(of_ranks):
-            everything = self.concatenate(values, of_ranks)
-            values = everything[compute_regrouping(on_device(sizes_WT, values.device), sum(of_ranks))]
+            gathered = self.concatenate(values, of_ranks)
+            values = gathered[compute_regrouping(on_device(sizes_WT, values.device), sum(of_ranks))]
         return list(values.split(of_tables))
 
     def union(self, keys: torch.Tensor) -> torch.Tensor:
         """Return the sorted distinct keys of all ranks, int64; ranks with few keys need no padding."""
-        mine = keys.unique()
+        own_keys = keys.unique()
         if self.world == 1:
-            return mine
-        ends = self.stack(torch.tensor([len(mine)], device=mine.device)).cumsum(0).flatten().tolist()
-        everyone = mine.new_zeros(ends[-1])
-        everyone[ends[self.rank] - len(mine) : ends[self.rank]] = mine
-        return self.sum(everyone).unique()
+            return own_keys
+        ends = self.stack(torch.tensor([len(own_keys)], device=own_keys.device)).cumsum(0).flatten().tolist()
+        all_keys = own_keys.new_zeros(ends[-1])
+        all_keys[ends[self.rank] - len(own_keys) : ends[self.rank]] = own_keys
+        return self.sum(all_keys).unique()
 
     def send(self, columns: Sequence[torch.Tensor], ranks_N: torch.Tensor) -> list[torch.Tensor]:
         """Send each row to a rank.
@@ -149,14 +149,14 @@ class Peers:
         """
         if self.world == 1:
             return list(columns)
-        came: list[list[torch.Tensor]] = [[column[:0]] for column in columns]
+        received: list[list[torch.Tensor]] = [[column[:0]] for column in columns]
         for start in range(0, int(self.largest(len(ranks_N))), self._at_once):
-            here = slice(start, start + self._at_once)
-            order, counts = ranks_N[here].argsort(stable=True), ranks_N[here].bincount(minlength=self.world)
+            part = slice(start, start + self._at_once)
+            order, counts = ranks_N[part].argsort(stable=True), ranks_N[part].bincount(minlength=self.world)
             sizes = counts.tolist(), self.transpose(counts).tolist()
-            for column, parts in zip(columns, came, strict=True):
-                parts.append(self.exchange(column[here][order], *sizes))
-        return [torch.cat(parts) for parts in came]
+            for column, parts in zip(columns, received, strict=True):
+                parts.append(self.exchange(column[part][order], *sizes))
+        return [torch.cat(parts) for parts in received]
 
     def transpose(self, values: torch.Tensor) -> torch.Tensor:
         """Send part r of values [ranks, ...] to rank r; return the received parts as [ranks, ...]."""
@@ -172,20 +172,20 @@ class Peers:
         """
         if self.world == 1:
             return values
-        mine = self._travelling(values)
-        arrived = mine.new_empty(sum(received), *values.shape[1:])
-        dist.all_to_all_single(arrived, mine, received, sent, group=self._group)
-        return arrived.to(values.device)
+        outgoing = self._to_device(values)
+        incoming = outgoing.new_empty(sum(received), *values.shape[1:])
+        dist.all_to_all_single(incoming, outgoing, received, sent, group=self._group)
+        return incoming.to(values.device)
 
     def objects(self, value: Any) -> list[Any]:
         """Return the small Python values of all ranks, such as names in messages; never data of many rows."""
         if self.world == 1:
             return [value]
-        everyone: list[Any] = [None] * self.world
-        dist.all_gather_object(everyone, value, group=self._group)
-        return everyone
+        gathered: list[Any] = [None] * self.world
+        dist.all_gather_object(gathered, value, group=self._group)
+        return gathered
 
-    def _travelling(self, values: torch.Tensor) -> torch.Tensor:
+    def _to_device(self, values: torch.Tensor) -> torch.Tensor:
         return values.to(self.device).contiguous()
 
     def _reduce(self, values: torch.Tensor, how: Any) -> torch.Tensor:
@@ -256,5 +256,5 @@ def on_device(numbers: Sequence[Any], device: torch.device) -> torch.Tensor:
 
     A copy from page-locked memory does not make the host wait for a GPU.
     """
-    made = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
-    return made.to(device, non_blocking=True)
+    tensor = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return tensor.to(device, non_blocking=True)

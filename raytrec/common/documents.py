@@ -88,16 +88,16 @@ def read_document(folder: str, name: str, kind: type[T], what: str, made_by: str
         return validate_as(parse_json(read_bytes(uri)), kind)
     except (FileNotFoundError, NotADirectoryError):
         raise RunError(
-            f"there is no {what} here",
+            f"there is no {what} in this folder",
             where=folder,
-            expected=f"a folder that `{made_by}` has filled, with its {name}",
+            expected=f"a folder written by `{made_by}`, with {name}",
             do=do,
         ) from None
     except (OSError, UnreadableError, UnicodeError) as error:
         raise RunError(
             f"{name} of the {what} cannot be read: {first_line(error)}",
             where=uri,
-            expected=f"the file as this version's `{made_by}` writes it",
+            expected=f"a file written by `{made_by}` of this version",
             do=f"restore the file, or run `{made_by}` again",
         ) from None
 
@@ -117,7 +117,7 @@ def from_line(file: str, values: Mapping[str, Any]) -> Message:
     try:
         kind, fields_of_line = _resolve_message_class(file, values)
     except KeyError as error:
-        raise ValueError(f"no {error}") from None
+        raise ValueError(f"missing key {error}") from None
     message = validate_as(_collect_fields(kind, fields_of_line), kind)
     if isinstance(message, Measured):
         return replace(message, figures={name: _to_number(value) for name, value in message.figures.items()})
@@ -148,19 +148,19 @@ def _to_number(value: Any) -> float | None:
 
 def _clean_table_figures(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return figures of a table's shards: numbers and three other keys; None for other values."""
-    sound: dict[str, Any] = {key: _to_number(value) for key, value in values.items()}
+    figures: dict[str, Any] = {key: _to_number(value) for key, value in values.items()}
     if isinstance(device := values.get("device"), str):
-        sound["device"] = device
+        figures["device"] = device
     if isinstance(replicated := values.get("replicated"), bool):
-        sound["replicated"] = replicated
+        figures["replicated"] = replicated
     if isinstance(counts := values.get("row_norm_counts"), list):
-        sound["row_norm_counts"] = [number_or_zero(count) for count in counts]
-    return sound
+        figures["row_norm_counts"] = [number_or_zero(count) for count in counts]
+    return figures
 
 
 def _collect_fields(kind: type[Message], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return fields of a class; other values are collected in its flat field, if it has one."""
     flat = next((each.name for each in fields(kind) if each.metadata.get("flat")), None)
     names = {each.name for each in fields(kind)} - {flat}
-    known = {name: value for name, value in values.items() if name in names}
-    return known | ({flat: {k: v for k, v in values.items() if k not in known}} if flat else {})
+    named = {name: value for name, value in values.items() if name in names}
+    return named | ({flat: {k: v for k, v in values.items() if k not in named}} if flat else {})

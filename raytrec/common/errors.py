@@ -114,15 +114,15 @@ def join_first_lines(lines: list[str], count: int | None = None) -> str:
         lines: First lines, or all.
         count: Number of all lines; default: that of `lines`.
     """
-    count, told, room = count or len(lines), [], LONGEST["what"] - 100
+    count, first_lines, room = count or len(lines), [], LONGEST["what"] - 100
     for line in lines:
         line = _truncate_middle(line, 500)
         room -= len(line.encode(errors="replace")) + 1
         if room < 0:
             break
-        told.append(line)
-    more = count - len(told)
-    return "\n".join([*told, *([f"… and {more:,} more"] if more else [])])
+        first_lines.append(line)
+    more = count - len(first_lines)
+    return "\n".join([*first_lines, *([f"… and {more:,} more"] if more else [])])
 
 
 def _sanitize_part(part: object, name: str) -> str:
@@ -133,18 +133,18 @@ def _sanitize_part(part: object, name: str) -> str:
     return _truncate_middle(CONTROL.sub(_escape_match, hide(text)), LONGEST[name])
 
 
-def _escape_match(found: re.Match) -> str:
-    character = found.group()
+def _escape_match(match: re.Match) -> str:
+    character = match.group()
     return "  " if character == "\t" else ascii(character)[1:-1]
 
 
-def _truncate_middle(text: str, most: int) -> str:
-    """Return a text of at most `most` bytes of UTF-8; the middle of a longer text is left out."""
+def _truncate_middle(text: str, limit: int) -> str:
+    """Return a text of at most `limit` bytes of UTF-8; the middle of a longer text is left out."""
     data = text.encode(errors="replace")
-    if len(data) <= most:
+    if len(data) <= limit:
         return text
     mark = f" … ({len(data):,} bytes) … "
-    room = most - len(mark.encode())
+    room = limit - len(mark.encode())
     begin, end = data[: room * 2 // 3], data[-(room - room * 2 // 3) :]
     return begin.decode(errors="ignore") + mark + end.decode(errors="ignore")
 
@@ -226,13 +226,13 @@ def get_root_cause(error: BaseException) -> BaseException:
     Ray wraps the error of a worker in several layers: `cause` (RayTaskError), `worker_failures`
     (TrainingFailedError), `__cause__` and `__context__`.
     """
-    seen: set[int] = set()
+    visited: set[int] = set()
     queue = [error]
     while queue:
         current = queue.pop(0)
-        if id(current) in seen:
+        if id(current) in visited:
             continue
-        seen.add(id(current))
+        visited.add(id(current))
         # Ray's wrapper is an instance of the wrapped error's class, too.
         wrapped = isinstance(getattr(current, "cause", None), BaseException)
         if isinstance(current, RaytrecError) and not wrapped:

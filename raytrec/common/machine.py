@@ -130,16 +130,16 @@ def check_fbgemm_support(kind: tuple[str, tuple[int, int]], host: str) -> Config
         host: Host of the GPU.
     """
     package = installed("fbgemm-gpu")
-    served = FBGEMM_CAPABILITIES.get((package or "").partition("+")[0])  # None for builds from source
+    supported = FBGEMM_CAPABILITIES.get((package or "").partition("+")[0])  # None for builds from source
     gpu, capability = kind
-    if not served or capability in served:
+    if not supported or capability in supported:
         return None
     return ConfigError(
         f"fbgemm-gpu {package} has no code for {gpu} (compute capability {'.'.join(map(str, capability))})",
         where=f"scaling.device=cuda, {host}",
-        expected=f"one of {', '.join(f'{a}.{b}' for a, b in sorted(served))}, such as A100, A10G, L4, L40S, "
-        "H100, H200 or B200",
-        do="use such GPUs (docs/gpu.md), or CPUs: scaling.device=cpu",
+        expected=f"compute capability {', '.join(f'{a}.{b}' for a, b in sorted(supported))}, such as A100, "
+        "A10G, L4, L40S, H100, H200 or B200",
+        do="use a supported GPU (docs/gpu.md), or set scaling.device=cpu",
     )
 
 
@@ -148,7 +148,7 @@ def check_fbgemm_support(kind: tuple[str, tuple[int, int]], host: str) -> Config
 _RECOVERY_ACTIONS = {
     "GPU_RESET": "a reset (nvidia-smi --gpu-reset)",
     "NODE_REBOOT": "a reboot of its host",
-    "DRAIN_AND_RESET": "a reset, when nothing uses it",
+    "DRAIN_AND_RESET": "a reset after all processes on it have ended",
     "BUS_RESET": "a reset of its bus",
     "SYSTEM_REBOOT": "a reboot of its host",
 }
@@ -158,11 +158,11 @@ def find_needed_recovery(device: str) -> str | None:
     """Return the recovery that a device of torch needs before it is used again; None if none, or unknown."""
 
     def ask(nvml: Any) -> str | None:
-        asked = [nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION]
-        (field,) = nvml.nvmlDeviceGetFieldValues(get_cuda_handle(device), asked)
+        fields = [nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION]
+        (field,) = nvml.nvmlDeviceGetFieldValues(get_cuda_handle(device), fields)
         names = {getattr(nvml, f"NVML_GPU_RECOVERY_ACTION_{name}", None): name for name in _RECOVERY_ACTIONS}
-        known = field.nvmlReturn == nvml.NVML_SUCCESS
-        return _RECOVERY_ACTIONS.get(names.get(field.value.uiVal, "")) if known else None
+        is_valid = field.nvmlReturn == nvml.NVML_SUCCESS
+        return _RECOVERY_ACTIONS.get(names.get(field.value.uiVal, "")) if is_valid else None
 
     return _query_nvml(ask)
 
@@ -233,26 +233,26 @@ def check_gpu(host: str) -> None:
     if not torch.cuda.is_available():
         raise ConfigError(
             f"torch {torch.__version__} cannot use the GPU of {host}"
-            + ("" if built else ": it is built for CPUs"),
+            + ("" if built else ": this build of torch is for CPUs"),
             where="scaling.device=cuda",
             expected=f"NVIDIA's driver for CUDA {built} or newer (nvidia-smi shows its version)"
             if built
-            else "the packages of requirements/cuda.txt wherever there are GPUs",
+            else "the packages of requirements/cuda.txt on all machines with GPUs",
             do="update the driver" if built else REINSTALL_ADVICE.format(device="cuda"),
         )
     for index in range(torch.cuda.device_count()):
         kind = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
-        if wrong := check_fbgemm_support(kind, host):
-            raise wrong
+        if error := check_fbgemm_support(kind, host):
+            raise error
         if recovery := find_needed_recovery(f"cuda:{index}"):
-            failed = GpuFailedError(
-                f"GPU {index} of {host} has failed: its driver asks for {recovery}",
+            error = GpuFailedError(
+                f"GPU {index} of {host} has failed: its driver requires {recovery}",
                 where="scaling.device=cuda",
-                expected="GPUs that compute as they should (nvidia-smi -q: GPU Recovery Action)",
-                do="do that, or take the node out of the cluster, and resume the run",
+                expected="GPUs that need no recovery (nvidia-smi -q: GPU Recovery Action)",
+                do="recover the GPU or remove the node from the cluster, and resume the run",
             )
-            failed.place = "", (visible_gpus() or {index: str(index)})[index]
-            raise failed
+            error.place = "", (visible_gpus() or {index: str(index)})[index]
+            raise error
 
 
 def require_compiler(device: str) -> None:
@@ -269,17 +269,17 @@ def require_compiler(device: str) -> None:
     """
     names = [os.environ.get("CXX", "g++")] if device == "cpu" else [os.environ.get("CC", "gcc"), "clang"]
     headers = Path(sysconfig.get_path("include")) / "Python.h"
-    lacking = None
+    problem = None
     if not any(shutil.which(name) for name in names):
-        lacking = f"there is no {'C++' if device == 'cpu' else 'C'} compiler ({' or '.join(names)})"
+        problem = f"there is no {'C++' if device == 'cpu' else 'C'} compiler ({' or '.join(names)})"
     elif not headers.is_file():
-        lacking = f"Python's headers are missing ({headers})"
+        problem = f"Python's headers are missing ({headers})"
     elif device == "cuda" and not installed("triton"):
-        lacking = "the package triton is not installed"
-    if lacking:
+        problem = "the package triton is not installed"
+    if problem:
         raise ConfigError(
-            f"train.compile is set, and {lacking}",
+            f"train.compile is set, but {problem}",
             where="train.compile",
-            expected="what torch.compile needs on every node with workers",
-            do="install it, or set train.compile=false",
+            expected="the requirements of torch.compile on every node with workers",
+            do="install the missing requirement, or set train.compile=false",
         )

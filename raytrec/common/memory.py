@@ -91,9 +91,9 @@ def is_page_resident(address: int) -> bool:
     Args:
         address: First byte of the page.
     """
-    here = ctypes.c_ubyte()
-    _LIBC.mincore(ctypes.c_void_p(address), ctypes.c_size_t(mmap.PAGESIZE), ctypes.byref(here))
-    return bool(here.value & 1)
+    flags = ctypes.c_ubyte()
+    _LIBC.mincore(ctypes.c_void_p(address), ctypes.c_size_t(mmap.PAGESIZE), ctypes.byref(flags))
+    return bool(flags.value & 1)
 
 
 def unmap_file(address: int, size: int) -> None:
@@ -108,9 +108,9 @@ def unmap_file(address: int, size: int) -> None:
     """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED
     place, rights = ctypes.c_void_p(address), mmap.PROT_READ | mmap.PROT_WRITE
-    made = ctypes.CDLL(None, use_errno=True).mmap
-    made.restype, none = ctypes.c_void_p, ctypes.c_long(0)
-    if made(place, ctypes.c_size_t(size), rights, flags, -1, none) != address:
+    map_pages = ctypes.CDLL(None, use_errno=True).mmap
+    map_pages.restype, offset = ctypes.c_void_p, ctypes.c_long(0)
+    if map_pages(place, ctypes.c_size_t(size), rights, flags, -1, offset) != address:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 

@@ -19,7 +19,7 @@ from raytrec.common.processes import lock, owner, remove_leftovers
 from raytrec.common.reading import UnreadableError, parse_json
 from raytrec.common.storage import join_uri, open_filesystem, read_bytes, sync
 
-OTHER = "choose another --out, or remove the folder yourself"
+OTHER = "choose another --out, or remove the folder"
 T = TypeVar("T")
 
 
@@ -48,10 +48,10 @@ class OutputFolder:
 
     def names(self) -> set[str]:
         """Return the names of all files, including those in subfolders."""
-        found = self._filesystem.get_file_info(
+        infos = self._filesystem.get_file_info(
             fs.FileSelector(self._path, recursive=True, allow_not_found=True)
         )
-        files = (info.path for info in found if info.type == fs.FileType.File)
+        files = (info.path for info in infos if info.type == fs.FileType.File)
         return {path.removeprefix(self._path).lstrip("/") for path in files}
 
     def write(self, name: str, data: bytes) -> None:
@@ -97,9 +97,9 @@ class OutputFolder:
 
     def remove(self, folder: str) -> None:
         """Remove a folder inside with its content, if it exists."""
-        found = self._filesystem.get_file_info(f"{self._path}/{folder}")
-        if found.type == fs.FileType.Directory:
-            self._filesystem.delete_dir(found.path)
+        info = self._filesystem.get_file_info(f"{self._path}/{folder}")
+        if info.type == fs.FileType.Directory:
+            self._filesystem.delete_dir(info.path)
 
     def delete(self, name: str) -> None:
         """Remove a file."""
@@ -130,12 +130,12 @@ class ClaimedFolder(OutputFolder):
         if not self.is_local:
             yield
             return
-        with convert_os_errors("the folder cannot be written", where=f"--out {self.uri}"):
+        with convert_os_errors("cannot write to the folder", where=f"--out {self.uri}"):
             is_new = not os.path.isdir(self.uri)
             os.makedirs(self.uri, exist_ok=True)
-            held = os.open(self.uri, os.O_RDONLY | os.O_DIRECTORY)
+            descriptor = os.open(self.uri, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            self._lock(held)
+            self._lock(descriptor)
             try:
                 yield
             finally:
@@ -143,16 +143,16 @@ class ClaimedFolder(OutputFolder):
                     if is_new:
                         os.rmdir(self.uri)
         finally:
-            os.close(held)
+            os.close(descriptor)
 
-    def _lock(self, held: int) -> None:
+    def _lock(self, descriptor: int) -> None:
         try:
-            lock(held)
+            lock(descriptor)
         except BlockingIOError:
             raise RunError(
-                "another process writes to this folder",
+                "another process is writing to this folder",
                 where=f"--out {self.uri}",
-                do="wait until that has ended, or choose another --out",
+                do="wait until that process has ended, or choose another --out",
             ) from None
 
     def claim(self, name: str, kind: type[T]) -> tuple[set[str], T | None]:
@@ -168,18 +168,18 @@ class ClaimedFolder(OutputFolder):
         names = self.names()
         if name not in names:
             if others := sorted(each for each in names if not each.startswith(name)):
-                raise self.refused(f"this folder holds other files, such as {others[0]}")
+                raise self.refused(f"the folder contains other files, such as {others[0]}")
             return names, None
         try:
             return names, validate_as(parse_json(read_bytes(self.uri_of(name))), kind)
         except UnreadableError as error:
-            raise self.refused(f"{name} cannot be read: {error}") from None
+            raise self.refused(f"cannot read {name}: {error}") from None
 
     def refused(self, what: str, do: str = OTHER) -> ConfigError:
         """Return the error for a folder that holds something else."""
         return ConfigError(
             what,
             where=f"--out {self.uri}",
-            expected=f"a new folder, or one that the same `{self._command}` has begun to fill",
+            expected=f"a new folder, or the folder of an earlier run of the same `{self._command}`",
             do=do,
         )

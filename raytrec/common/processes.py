@@ -73,8 +73,8 @@ def remove_leftovers(folder: str | Path, pattern: str, keep: str | None = None) 
     names = re.compile("".join(parts.get(part) or re.escape(part) for part in split), re.DOTALL)
     with suppress(OSError):
         for path in Path(folder).iterdir():
-            found = names.fullmatch(path.name)
-            if found and _has_ended(int(found[1])) and not (keep and (path / keep).exists()):
+            match = names.fullmatch(path.name)
+            if match and _has_ended(int(match[1])) and not (keep and (path / keep).exists()):
                 _remove(path)
 
 

@@ -75,7 +75,7 @@ def read_bytes(path: str | Path, most: int = MAX_JSON_BYTES) -> bytes:
     with open_regular(path) as file:
         data = file.read(most + 1)  # the system returns fewer bytes only beyond 2 GiB
     if len(data) > most:
-        raise OSError(errno.EFBIG, f"it is larger than {most >> 20} MiB", str(path))
+        raise OSError(errno.EFBIG, f"the file is larger than {most >> 20} MiB", str(path))
     return data
 
 
@@ -96,7 +96,7 @@ def parse_yaml(text: str | bytes) -> Any:
             more than `MAX_VALUES` values, or has more than `MAX_DOCUMENT_DEPTH` levels.
     """
     if len(text) > MAX_YAML_BYTES:
-        raise UnreadableError(f"it is larger than {MAX_YAML_BYTES >> 20} MiB")
+        raise UnreadableError(f"the text is larger than {MAX_YAML_BYTES >> 20} MiB")
     try:
         if isinstance(text, bytes):
             text = text.decode()
@@ -108,11 +108,11 @@ def parse_yaml(text: str | bytes) -> Any:
     except UnreadableError:
         raise
     except UnicodeError as error:
-        raise UnreadableError(f"it is not UTF-8 text: {_format_error_line(error)}") from None
+        raise UnreadableError(f"the text is not UTF-8: {_format_error_line(error)}") from None
     except yaml.YAMLError as error:
         raise UnreadableError(_format_error_line(error)) from None
     except (ValueError, KeyError, OverflowError, AttributeError) as error:  # from dates, numbers and tags
-        raise UnreadableError(f"it has a value that is none: {_format_error_line(error)}") from None
+        raise UnreadableError(f"the text contains an invalid value: {_format_error_line(error)}") from None
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -124,13 +124,13 @@ def parse_json(text: str | bytes) -> Any:
     try:
         values = json.loads(text)
     except RecursionError:
-        raise UnreadableError(f"it has more than {MAX_DOCUMENT_DEPTH} levels") from None
+        raise UnreadableError(f"the text exceeds {MAX_DOCUMENT_DEPTH} levels of nesting") from None
     except ValueError as error:
         raise UnreadableError(_format_error_line(error)) from None
-    opened = (b"[", b"{") if isinstance(text, bytes) else ("[", "{")
-    count = sum(text.count(each) for each in opened)  # type: ignore[arg-type, misc]
+    brackets = (b"[", b"{") if isinstance(text, bytes) else ("[", "{")
+    count = sum(text.count(bracket) for bracket in brackets)  # type: ignore[arg-type, misc]
     if count > MAX_DOCUMENT_DEPTH and _is_deep(values):
-        raise UnreadableError(f"it has more than {MAX_DOCUMENT_DEPTH} levels")
+        raise UnreadableError(f"the text exceeds {MAX_DOCUMENT_DEPTH} levels of nesting")
     return values
 
 
@@ -162,12 +162,12 @@ class _Loader(Composer, _Parser, SafeConstructor, Resolver):  # type: ignore[mis
         if isinstance(event, yaml.AliasEvent):
             if event.anchor in self._open:
                 raise UnreadableError(
-                    f"anchor {event.anchor} stands for itself{_format_position(event.start_mark)}"
+                    f"anchor {event.anchor} refers to itself{_format_position(event.start_mark)}"
                 )
             return super().compose_node(parent, index)
         if self._depth == MAX_DOCUMENT_DEPTH:
             raise UnreadableError(
-                f"it has more than {MAX_DOCUMENT_DEPTH} levels{_format_position(event.start_mark)}"
+                f"the text exceeds {MAX_DOCUMENT_DEPTH} levels of nesting{_format_position(event.start_mark)}"
             )
         if event.anchor:
             self._open.add(event.anchor)
@@ -179,34 +179,33 @@ class _Loader(Composer, _Parser, SafeConstructor, Resolver):  # type: ignore[mis
         return node
 
     def compose_mapping_node(self, anchor: Any) -> Any:
-        node, seen = super().compose_mapping_node(anchor), {}
+        node, marks = super().compose_mapping_node(anchor), {}
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 continue
-            if first := seen.get((key.tag, key.value)):
+            if first := marks.get((key.tag, key.value)):
                 raise UnreadableError(
-                    f"key '{key.value}' stands twice: in line {first.line + 1} and in line "
-                    f"{key.start_mark.line + 1}"
+                    f"duplicate key '{key.value}' in lines {first.line + 1} and {key.start_mark.line + 1}"
                 )
-            seen[key.tag, key.value] = key.start_mark
+            marks[key.tag, key.value] = key.start_mark
         return node
 
     def _measure(self, node: Any) -> None:
         inner = node.value if isinstance(node, yaml.CollectionNode) else []
         parts = (part for each in inner for part in (each if isinstance(each, tuple) else (each,)))
-        own = 1 if inner else 1 + len(node.value) // TEXT_OF_A_VALUE
-        size = self._sizes[id(node)] = own + sum(self._sizes[id(part)] for part in parts)
+        own_size = 1 if inner else 1 + len(node.value) // TEXT_OF_A_VALUE
+        size = self._sizes[id(node)] = own_size + sum(self._sizes[id(part)] for part in parts)
         if size > MAX_VALUES:
             raise UnreadableError(
-                f"it stands for more than {MAX_VALUES:,} values{_format_position(node.start_mark)}"
+                f"the text expands to more than {MAX_VALUES:,} values{_format_position(node.start_mark)}"
             )
 
 
 def _check_kind(mode: int, path: str | Path) -> None:
     if not stat.S_ISREG(mode):
-        kind = FILE_KINDS.get(stat.S_IFMT(mode), "something else")
+        kind = FILE_KINDS.get(stat.S_IFMT(mode), "a special file")
         number = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
-        raise OSError(number, f"it is {kind}, and not a file", str(path))
+        raise OSError(number, f"the path is {kind}, not a regular file", str(path))
 
 
 def _is_deep(values: Any) -> bool:
@@ -258,5 +257,5 @@ def storage_hint(uri: str) -> str:
     pyarrow raises the same error for a store that does not answer and for malformed content.
     """
     return (
-        f"storage that answers (it was asked {len(RETRY_DELAYS_S) + 1} times), and " if "://" in uri else ""
+        f"reachable storage (after {len(RETRY_DELAYS_S) + 1} failed attempts), and " if "://" in uri else ""
     )

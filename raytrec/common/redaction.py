@@ -175,18 +175,18 @@ def _redact_value(value: Any, *, secret: bool, password: bool, judged: bool) -> 
     return HIDDEN if secret and isinstance(value, bytes) else value
 
 
-def _redact_address(found: re.Match) -> str:
-    scheme, rest = found.groups()
-    first = re.match(r"[^/?#]*+", rest).group()
-    user, colon, _ = first.partition(":")
-    at = rest.rfind("@") if colon and "@" not in user else first.rfind("@")
-    for begin, end in _find_secret_values(rest):
+def _redact_address(match: re.Match) -> str:
+    scheme, location = match.groups()
+    authority = re.match(r"[^/?#]*+", location).group()
+    user, colon, _ = authority.partition(":")
+    at = location.rfind("@") if colon and "@" not in user else authority.rfind("@")
+    for begin, end in _find_secret_values(location):
         if begin <= at < end:  # a secret that contains @
-            return f"{scheme}://{HIDDEN}{_redact_parameters(rest[end:])}"
+            return f"{scheme}://{HIDDEN}{_redact_parameters(location[end:])}"
     if at >= 0:
-        shown = _redact_user(scheme, rest[:at])
-        return f"{scheme}://{shown}@{_redact_parameters(rest[at + 1 :])}"
-    return f"{scheme}://{_redact_parameters(rest)}"
+        redacted_user = _redact_user(scheme, location[:at])
+        return f"{scheme}://{redacted_user}@{_redact_parameters(location[at + 1 :])}"
+    return f"{scheme}://{_redact_parameters(location)}"
 
 
 def _redact_user(scheme: str, info: str) -> str:
@@ -200,48 +200,48 @@ def _redact_user(scheme: str, info: str) -> str:
 
 
 def _redact_parameters(text: str) -> str:
-    shown, at = [], 0
+    pieces, at = [], 0
     for begin, end in _find_secret_values(text):
-        shown += [text[at:begin], HIDDEN]
+        pieces += [text[at:begin], HIDDEN]
         at = end
-    return "".join([*shown, text[at:]])
+    return "".join([*pieces, text[at:]])
 
 
 def _find_secret_values(text: str) -> Iterator[tuple[int, int]]:
     """Yield begin and end of the values of secret parameters; a value may contain ?, ; or #."""
     end = 0
-    for found in PARAMETER.finditer(text):
-        name = unquote_plus(found[1])
-        if found.start() >= end and (is_secret(name) or "key" in name.lower()):
-            end = PARAMETER_VALUE.match(text, found.end()).end()
-            yield found.end(), end
+    for match in PARAMETER.finditer(text):
+        name = unquote_plus(match[1])
+        if match.start() >= end and (is_secret(name) or "key" in name.lower()):
+            end = PARAMETER_VALUE.match(text, match.end()).end()
+            yield match.end(), end
 
 
-def _redact_setting(found: re.Match) -> str:
-    name, equals, value = found.groups()
+def _redact_setting(match: re.Match) -> str:
+    name, equals, value = match.groups()
     plain = unquote_plus(name)
     if any(part in USER_KEYED_SETTINGS for part in plain.split(".")[:-1]) or not is_secret(plain):
-        return found.group()
+        return match.group()
     bare = value.strip("'\"")
     if not bare or bare in ("None", "null", "true", "false", "True", "False"):
-        return found.group()
+        return match.group()
     if re.fullmatch(r"[\d.]+", bare) and _is_count(plain, float(bare.replace(".", ""))):
-        return found.group()
+        return match.group()
     quote = value[0] if value[0] in "'\"" else ""
     return f"{name}{equals}{quote}{HIDDEN}{quote}"
 
 
-def _redact_field(found: re.Match) -> str:
+def _redact_field(match: re.Match) -> str:
     """Redact "name: value", unless the value is a word of a sentence and the name no password's."""
-    is_sentence = not PASSWORD_NAME.search(found[1]) and re.fullmatch(r"[a-z]+[.,;:]?", found[3])
-    return found.group() if is_sentence else _redact_setting(found)
+    is_sentence = not PASSWORD_NAME.search(match[1]) and re.fullmatch(r"[a-z]+[.,;:]?", match[3])
+    return match.group() if is_sentence else _redact_setting(match)
 
 
-def _redact_option(found: re.Match) -> str:
-    name, between, value = found.groups()
+def _redact_option(match: re.Match) -> str:
+    name, separator, value = match.groups()
     if name == "-p":
-        return found.group() if PORT.fullmatch(value) else f"{name}{between}{HIDDEN}"
-    return f"{name}{between}{HIDDEN}" if is_secret(name) else found.group()
+        return match.group() if PORT.fullmatch(value) else f"{name}{separator}{HIDDEN}"
+    return f"{name}{separator}{HIDDEN}" if is_secret(name) else match.group()
 
 
 def _is_count(name: str, number: Any) -> bool:

@@ -38,13 +38,13 @@ def load_code(path: str, folder: str | None = None) -> Any:
     """
     module, _, name = path.partition(":")
     try:
-        found = import_module(module)
+        imported = import_module(module)
     except ModuleNotFoundError as error:
         if folder is None or folder in sys.path or error.name != module.partition(".")[0]:
             raise
         sys.path.insert(0, folder)
-        found = import_module(module)
-    return getattr(found, name)
+        imported = import_module(module)
+    return getattr(imported, name)
 
 
 class Registry(Generic[T]):
@@ -69,9 +69,9 @@ class Registry(Generic[T]):
         def register(part: Any) -> Any:
             if not f"{part.__module__}.".startswith(f"{self._package}."):
                 return part
-            known = self._parts.setdefault(name, part)
-            if (known.__module__, known.__qualname__) != (part.__module__, part.__qualname__):
-                raise ValueError(f"two parts are called {self._kind} {name}: {known} and {part}")
+            first = self._parts.setdefault(name, part)
+            if (first.__module__, first.__qualname__) != (part.__module__, part.__qualname__):
+                raise ValueError(f"{self._kind} {name} is registered twice: {first} and {part}")
             self._parts[name] = part
             return part
 
@@ -103,14 +103,14 @@ class Registry(Generic[T]):
             return parts[name]
         if PYTHON_PATH.fullmatch(name):
             return find_code(name, self._kind, where, folder)
-        expected = f"{', '.join(parts)}, or module:name for one of your own"
+        expected = f"{', '.join(parts)}, or module:name of a user-defined {self._kind}"
         raise unknown(f"there is no {self._kind} '{name}'", name, parts, where, expected)
 
 
 def list_modules(package: str) -> list[str]:
     """Return the names of a package's modules in alphabetical order, without importing them."""
-    found = find_spec(package)
-    return sorted(module.name for module in pkgutil.iter_modules(found.submodule_search_locations))
+    spec = find_spec(package)
+    return sorted(module.name for module in pkgutil.iter_modules(spec.submodule_search_locations))
 
 
 def find_code(path: str, kind: str, where: str, folder: str | None = None) -> Any:
@@ -131,16 +131,15 @@ def find_code(path: str, kind: str, where: str, folder: str | None = None) -> An
         return load_code(path, folder)
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"no {kind} {path}: there is no module {error.name}",
+            f"cannot import {kind} {path}: no module named '{error.name}'",
             where=where,
-            expected=f"{module} on Python's path of every worker, or in the folder that the command was "
-            "given in",
+            expected=f"{module} on the Python path of every worker, or in the command's working directory",
         ) from None
     except AttributeError:
         if module not in sys.modules:
             raise  # an error of the module's own code
         raise ConfigError(
-            f"no {kind} {path}: the module has no {name}"
+            f"cannot import {kind} {path}: the module has no attribute '{name}'"
             + hint(name, [n for n in vars(sys.modules[module]) if not n.startswith("_")]),
             where=where,
             expected="module:name",

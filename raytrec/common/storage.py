@@ -49,10 +49,10 @@ def open_filesystem(uri: str):
             filesystem, path = fs.LocalFileSystem(), os.path.abspath(os.path.expanduser(uri))
             path.encode()  # pyarrow accepts only UTF-8
             if "\0" in path:
-                raise ValueError("a zero byte is in its name")
+                raise ValueError("the path contains a null byte")
     except (OSError, ValueError) as error:
         raise DataError(
-            f"cannot open this place: {error}",
+            f"cannot open the path: {error}",
             where=uri,
             expected="a local path, s3://bucket/folder or gs://bucket/folder",
         ) from None
@@ -90,7 +90,7 @@ def read_bytes(uri: str, most: int = MAX_YAML_BYTES) -> bytes:
     with filesystem.open_input_stream(path) as stream:
         data = stream.read(most + 1)
     if len(data) > most:
-        raise OSError(errno.EFBIG, f"it is larger than {most >> 20} MiB", uri)
+        raise OSError(errno.EFBIG, f"the file is larger than {most >> 20} MiB", uri)
     return data
 
 
@@ -132,10 +132,10 @@ def absolute(uri: str, root: str | None = None) -> str:
     root = root or os.environ.get(ROOT)
     if not root and not os.path.isabs(place) and COPIES in os.getcwd():
         raise ConfigError(
-            f"'{uri}' is a relative path, and this job's working directory is a copy of what was submitted",
+            f"'{uri}' is a relative path, but this job's working directory is a copy of the submitted files",
             where=os.getcwd(),
             expected="a folder that all nodes of the cluster share",
-            do=f"set run.root=FOLDER, or {ROOT} where the cluster is started; or give an absolute path",
+            do=f"set run.root=FOLDER, set {ROOT} on the nodes of the cluster, or use an absolute path",
         )
     return os.path.abspath(os.path.join(os.path.expanduser(root or ""), place))
 
@@ -193,9 +193,9 @@ def find_sibling_parts(uri: str) -> dict[str, str]:
     name = split_query(uri)[0].rpartition("/")[2]
     if name.partition(".")[0] != "train":
         return {}
-    found = {}
+    places = {}
     for part in ("valid", "val", "validation", "test", "eval"):
         place = get_sibling(uri, name.replace("train", part, 1))
         if file_info(place).type.name != "NotFound":
-            found[part] = place
-    return found
+            places[part] = place
+    return places

@@ -87,16 +87,16 @@ class FaultTolerantStream:
 @contextmanager
 def tolerate_stream_errors() -> Iterator[None]:
     """Let no output raise an error in this block; exit with 1 after it if stdout did not take a result."""
-    before = out, err = sys.stdout, sys.stderr
-    lasting = FaultTolerantStream(lambda: out)
-    sys.stdout, sys.stderr = cast("tuple[TextIO, TextIO]", (lasting, FaultTolerantStream(lambda: err)))
+    previous = out, err = sys.stdout, sys.stderr
+    tolerant = FaultTolerantStream(lambda: out)
+    sys.stdout, sys.stderr = cast("tuple[TextIO, TextIO]", (tolerant, FaultTolerantStream(lambda: err)))
     try:
         yield
     finally:
-        lasting.flush()
-        is_lost = lasting.error and getattr(lasting.error, "errno", None) != errno.EPIPE
+        tolerant.flush()
+        is_lost = tolerant.error and getattr(tolerant.error, "errno", None) != errno.EPIPE
         if is_lost:  # False if the reader has ended, as `head` does
-            print(f"error: the output is incomplete: {lasting.error}", file=sys.stderr)
-        sys.stdout, sys.stderr = before
+            print(f"error: the output is incomplete: {tolerant.error}", file=sys.stderr)
+        sys.stdout, sys.stderr = previous
         if is_lost:
             sys.exit(1)

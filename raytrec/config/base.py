@@ -78,15 +78,15 @@ def one_of(sections: Mapping[str, type[Section]], key: str, own: str, what: str,
     """
     built_in = [name for name in sections if name != own]
 
-    def kind_of(value: Any) -> str | None:
+    def get_tag(value: Any) -> str | None:
         kind = value.get(key, default) if isinstance(value, dict) else getattr(value, key, None)
         if isinstance(kind, str) and kind in built_in:
             return kind
         return own if PYTHON_PATH.fullmatch(str(kind)) else None
 
     members = tuple(Annotated[section, Tag(name)] for name, section in sections.items())
-    message = f"{key} is one of {', '.join(built_in)}, or {own}"
-    choice = Discriminator(kind_of, custom_error_type=what, custom_error_message=message)
+    message = f"{key} must be one of {', '.join(built_in)}, or {own}"
+    choice = Discriminator(get_tag, custom_error_type=what, custom_error_message=message)
     return Annotated[Union[members], choice]  # noqa: UP007
 
 
@@ -104,7 +104,7 @@ def read_settings(uri: str, what: str, missing: RaytrecError) -> Any:
     try:
         return read_yaml(uri)
     except UnreadableError as error:
-        raise type(missing)(f"not YAML that can be used: {error}", where=uri) from None
+        raise type(missing)(f"cannot parse the YAML: {error}", where=uri) from None
     except (FileNotFoundError, NotADirectoryError):
         raise missing from None
     except OSError as error:

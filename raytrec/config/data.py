@@ -26,8 +26,8 @@ def _check_run_name(name: str) -> str:
     """Check a run name, which becomes the name of a folder and appears in logs and on terminals."""
     if not NAME.fullmatch(name) or name != name.strip() or len(name.encode()) > 200:
         raise ValueError(
-            "run.name: a name is at most 150 letters, digits, spaces and . , : + = @ ( ) - _, beginning with "
-            f"a letter, digit or _ (got {name[:60]!r}); run.dir sets where its folder is"
+            "run.name: expected at most 150 letters, digits, spaces and . , : + = @ ( ) - _, beginning with "
+            f"a letter, digit or _ (got {name[:60]!r}); the folder of the run is set by run.dir"
         )
     return name
 
@@ -55,9 +55,9 @@ class WarmStartSection(Section):
     optimizer: bool = False
     """Also load the state of the optimizers."""
     tables: dict[str, Literal["exact", "resize", "new", "drop"]] = Field(default_factory=dict)
-    """Table, or pattern such as 'item*', to the treatment of a changed table. exact: raise an error. resize:
-    keep the rows that both tables have and initialize additional rows. new: initialize all rows. drop: ignore
-    the checkpoint's table."""
+    """Treatment of changed tables, by table or pattern such as 'item*'. exact: raise an error. resize: keep
+    the rows that both tables have and initialize additional rows. new: initialize all rows. drop: ignore the
+    checkpoint's table."""
     dense: Literal["exact", "matching"] = "exact"
     """exact: raise an error if the shape of a dense parameter changed. matching: initialize such
     parameters."""
@@ -72,8 +72,8 @@ def folders(value: Folders) -> list[str]:
 
 
 def _check_unique(names: list[str]) -> list[str]:
-    if twice := {name for name in names if names.count(name) > 1}:
-        raise ValueError(f"data.reserve_columns: column {some(min(twice))} is named twice")
+    if duplicates := {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"data.reserve_columns: column {some(min(duplicates))} is listed twice")
     return names
 
 
@@ -104,7 +104,7 @@ class DataSection(Section):
     """Path of the schema.yaml; default: schema.yaml in the parent folder of data.train."""
     transforms: list[Transform] = Field(
         default_factory=list,
-        description="What is applied to columns before the schema sees them: "
+        description="Transforms of columns, applied before the schema: "
         f"{', '.join(BUILT_IN)}, or module:function.",
     )
     holdout: Annotated[Number, Field(gt=0, le=0.5)] | Literal["auto"] | None = None
@@ -131,9 +131,9 @@ class DataSection(Section):
     readers: Annotated[Few, FREE] = 1
     """Concurrent Ray Data read tasks per worker."""
     read_on: Annotated[Literal["auto", "gpu_nodes", "cpu_nodes"], FREE] = "auto"
-    """Nodes that read rows for GPU workers. auto: as many of the readers as there are CPUs for on nodes
-    without GPUs, the others on the workers' nodes. gpu_nodes or cpu_nodes: all readers on nodes of this
-    kind."""
+    """Nodes that read rows for GPU workers. auto: nodes without GPUs, as long as they have CPUs for the
+    readers; the remaining readers run on the workers' nodes. gpu_nodes or cpu_nodes: all readers run on nodes
+    of this kind."""
     buffer_gib: Annotated[PositiveFloat, FREE] = 0.5
     """GiB of rows that are read ahead per worker, in Ray's object store."""
 

@@ -41,24 +41,24 @@ class Features:
     @cached_property
     def side_features(self) -> dict[str, int]:
         """Return sequence → number of its side features, if any, for sequences read id by id."""
-        found = {feature: len(self.schema.sparse[feature].side_features) for feature in self.sequences}
-        return {feature: count for feature, count in found.items() if count}
+        counts = {feature: len(self.schema.sparse[feature].side_features) for feature in self.sequences}
+        return {feature: count for feature, count in counts.items() if count}
 
     def is_mean(self, feature: str) -> bool:
         """Return True if the bags of a feature are averaged."""
-        one = feature in self.sequences or feature in self.schema.candidates
-        return self.schema.sparse[feature].pooling != "sum" and not one
+        by_id = feature in self.sequences or feature in self.schema.candidates
+        return self.schema.sparse[feature].pooling != "sum" and not by_id
 
     @cached_property
     def tables_by_id(self) -> dict[str, list[str]]:
         """Return table → all features that read it, for tables that return a vector per id."""
         by_id = [*self.sequences, *self.schema.of_candidates(self.schema.sparse)]
         tables = {self.schema.sparse[feature].table for feature in by_id}
-        found: dict[str, list[str]] = {table: [] for table in self.schema.tables if table in tables}
+        readers: dict[str, list[str]] = {table: [] for table in self.schema.tables if table in tables}
         for feature, spec in self.schema.sparse.items():
-            if spec.table in found:
-                found[spec.table].append(feature)
-        return found
+            if spec.table in readers:
+                readers[spec.table].append(feature)
+        return readers
 
 
 def resolve_features(schema: Schema, model: ModelSection | None = None) -> Features:
@@ -98,31 +98,31 @@ def set_draw_rows(transforms: Iterable[Transform], schema: Schema) -> tuple[Tran
             row numbers.
     """
     return tuple(
-        transform.model_copy(update={"rows": _rows_of(transform, schema)})
+        transform.model_copy(update={"rows": _get_table_rows(transform, schema)})
         if isinstance(transform, Sample) and not transform.rows and not transform.vocabulary
         else transform
         for transform in transforms
     )
 
 
-def _rows_of(transform: Sample, schema: Schema) -> int:
+def _get_table_rows(transform: Sample, schema: Schema) -> int:
     features = [name for name in schema.sparse if schema.column_of(name) == transform.column]
     tables = {schema.sparse[name].table for name in features}
     where = f"data.transforms, do: sample, column: {transform.column}"
     if not tables:
         raise ConfigError(
-            f"ids are drawn into {transform.column}, and no feature of the schema reads that column",
+            f"ids are drawn into {transform.column}, but no feature of the schema reads this column",
             where=where,
-            expected="a feature that looks the ids up",
-            do=f"add {transform.column}: {{table: TABLE, pooling: sequence}} to the schema; or set rows",
+            expected="a feature that looks up the ids",
+            do=f"add {transform.column}: {{table: TABLE, pooling: sequence}} to the schema, or set rows",
         )
     for table in tables:
         if schema.tables[table].ids:
             raise ConfigError(
-                f"ids are drawn for table {table}, whose ids are managed: any numbers or text",
+                f"ids are drawn for table {table}, but its ids are managed: arbitrary numbers or text",
                 where=where,
                 expected="vocabulary: FILE, a text file or Parquet of the ids to draw from",
-                do="write the ids into a file, one in each line; or set rows where the ids are 0 to rows - 1",
+                do="write the ids to a file, one per line; or set rows if the ids are 0 to rows - 1",
             )
     return min(schema.tables[table].rows for table in tables)
 
@@ -133,7 +133,7 @@ def select_needed_transforms(transforms: tuple[Transform, ...], columns: list[st
     The columns that a user-defined function reads for each of its outputs are unknown. The function is kept
     if it writes a needed column, or if it does not name its outputs.
     """
-    needed, kept = set(columns), []
+    needed, selected = set(columns), []
     for transform in reversed(transforms):
         if isinstance(transform, OnColumns):
             pairs = [
@@ -142,10 +142,10 @@ def select_needed_transforms(transforms: tuple[Transform, ...], columns: list[st
             if not pairs:
                 continue
             if len(pairs) < len(transform.columns):
-                read, made = map(list, zip(*pairs, strict=True))
-                transform = transform.model_copy(update={"columns": read, "into": made})
+                read, written = map(list, zip(*pairs, strict=True))
+                transform = transform.model_copy(update={"columns": read, "into": written})
         elif transform.writes and not needed & set(transform.writes):
             continue
         needed = (needed - set(transform.writes)) | set(transform.reads)
-        kept.append(transform)
-    return tuple(reversed(kept))
+        selected.append(transform)
+    return tuple(reversed(selected))

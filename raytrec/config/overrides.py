@@ -39,7 +39,7 @@ def convert_yaml_errors(where: str) -> Iterator[None]:
         yield
     except (yaml.YAMLError, UnreadableError, RecursionError) as error:
         raise ConfigError(
-            f"a value is not plain: {' '.join(str(error).split()) or 'it contains itself'}",
+            f"a value is not valid YAML: {' '.join(str(error).split()) or 'the value contains itself'}",
             where=where,
             expected="mappings, lists, text, numbers, true, false and None",
         ) from None
@@ -83,9 +83,9 @@ def apply_override(values: dict, override: str, sections: Collection[str]) -> No
             raise ConfigError(f"'{part}' is a value, not a section", where=f"command line, {key}")
     if isinstance(values, list):
         raise ConfigError(
-            f"'{parts[-2]}' is a list, which has no keys",
+            f"'{parts[-2]}' is a list and has no keys",
             where=f"command line, {key}",
-            expected="tasks.NAME.KEY, or the list as a whole",
+            expected="tasks.NAME.KEY, or the whole list",
         )
     values[parts[-1]] = value
 
@@ -96,7 +96,7 @@ def _find_entry(values: list, name: str, key: str) -> dict[str, Any]:
     names = [str(each.get("name") or each.get("label")) for each in entries]
     if name not in names:
         expected = "" if names else "a section"
-        raise unknown(f"there is no '{name}'", name, names, f"command line, {key}", expected)
+        raise unknown(f"there is no entry '{name}'", name, names, f"command line, {key}", expected)
     return entries[names.index(name)]
 
 

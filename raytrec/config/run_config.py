@@ -58,11 +58,11 @@ class RunConfig(Section):
     warm_start: WarmStartSection = Field(default_factory=WarmStartSection)
     data: DataSection
     scaling: Annotated[ScalingSection, Mark.FREE] = Field(default_factory=ScalingSection)
-    model: AnyModel = Field(default_factory=DlrmSection, description="The model, and what it reads.")
+    model: AnyModel = Field(default_factory=DlrmSection, description="Model and its inputs.")
     tasks: list[TaskSection] = Field(
         default_factory=lambda: [TaskSection()],
         min_length=1,
-        description="What is learned; default: the schema's label, by binary cross-entropy.",
+        description="Tasks to learn; default: the schema's label, with binary cross-entropy.",
     )
     optim: OptimSection = Field(default_factory=OptimSection)
     plan: Annotated[PlanSection, Mark.FREE] = Field(default_factory=PlanSection)
@@ -73,30 +73,30 @@ class RunConfig(Section):
     tracking: Annotated[TrackingSection, Mark.FREE, Mark.COMMON] = Field(default_factory=TrackingSection)
 
     @model_validator(mode="after")
-    def _possible(self) -> RunConfig:
+    def _check_combinations(self) -> RunConfig:
         workers = self.scaling.max_workers
         if self.scaling.min_workers > workers:
             raise ValueError(
-                f"scaling.num_workers.min is {self.scaling.min_workers}, more than .max, {workers}"
+                f"scaling.num_workers.min is {self.scaling.min_workers}, which is larger than .max, {workers}"
             )
         if self.data.lanes < workers:
             raise ValueError(
-                f"data.lanes is {self.data.lanes} and scaling.num_workers {workers}: each worker "
-                "reads at least one lane; raise data.lanes"
+                f"data.lanes is {self.data.lanes}, but scaling.num_workers is {workers}: each worker "
+                "reads at least one lane; increase data.lanes"
             )
         if self.data.global_batch_size < workers:
             raise ValueError(
-                f"data.global_batch_size is {self.data.global_batch_size} and scaling.num_workers "
+                f"data.global_batch_size is {self.data.global_batch_size}, but scaling.num_workers is "
                 f"{workers}: each worker needs at least one row of a batch"
             )
         if self.train.compile == "graphs" and self.scaling.device == "cpu":
             raise ValueError(
-                "train.compile=graphs records CUDA graphs, and scaling.device is cpu; set train.compile=true"
+                "train.compile=graphs records CUDA graphs, but scaling.device is cpu; set train.compile=true"
             )
         if self.train.compile and self.train.activation_checkpointing:
             raise ValueError(
-                "train.compile and train.activation_checkpointing are both set; set one of them to false: "
-                "torch.compile chooses by itself what is computed again"
+                "train.compile and train.activation_checkpointing are both set; set one of them to false, "
+                "because torch.compile itself selects the activations to recompute"
             )
         if self.checkpoint.keep_best and not self.train.eval_every_steps:
             raise ValueError("checkpoint.keep_best is set, but train.eval_every_steps is not")
@@ -106,10 +106,10 @@ class RunConfig(Section):
         if stopping and stopping.restore_best and not self.checkpoint.keep_best:
             raise ValueError("train.early_stopping.restore_best is set, but checkpoint.keep_best is not")
         if self.eval.retrieval and not (self.data.valid or self.data.test):
-            raise ValueError("eval.retrieval is set, but neither data.valid nor data.test is")
+            raise ValueError("eval.retrieval is set, but neither data.valid nor data.test is set")
         evaluated = self.data.valid or self.data.test or self.data.holdout
         if self.train.eval_every_steps and not evaluated:
-            raise ValueError("train.eval_every_steps is set, but neither data.valid nor data.test is")
+            raise ValueError("train.eval_every_steps is set, but neither data.valid nor data.test is set")
         return self
 
     @property
@@ -163,23 +163,23 @@ def load_config(
     else:
         values, where = _read(str(source)), str(source)
         elsewhere = elsewhere or origin(where)
-    named = find_foreign_code(values) if elsewhere and not allow_code else {}
+    foreign_code = find_foreign_code(values) if elsewhere and not allow_code else {}
     overrides = to_override_texts(overrides)
     for override in overrides:
         apply_override(values, override, RunConfig.model_fields)
-    refuse_code(named, values, elsewhere or where)
+    refuse_code(foreign_code, values, elsewhere or where)
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
         raise ConfigError(
             _format_mistakes(error, values),
             where=where + (f" with {' '.join(map(hide_override_secrets, overrides))}" if overrides else ""),
-            do="`raytrec config --schema` lists every key",
+            do="list all keys with `raytrec config --schema`",
         ) from None
 
 
 def _read(uri: str) -> dict:
-    missing = ConfigError("there is no such config file", where=uri, expected="a YAML file, as in jobs/")
+    missing = ConfigError("the config file does not exist", where=uri, expected="a YAML file, as in jobs/")
     values = read_settings(uri, "config", missing)
     values = {} if values is None else values
     if not isinstance(values, dict):
@@ -189,13 +189,13 @@ def _read(uri: str) -> dict:
 
 def _format_mistakes(error: ValidationError, values: dict) -> str:
     """Return one line per invalid key; a section is left out if one of its keys is invalid."""
-    first = [dict(mistake) for mistake in error.errors()[:MAX_MISTAKES]]
+    listed = [dict(mistake) for mistake in error.errors()[:MAX_MISTAKES]]
     places: dict[tuple[str, ...], list[dict]] = {}
-    for mistake in first:
+    for mistake in listed:
         places.setdefault(_locate_mistake(mistake, values), []).append(mistake)
     above = {place[:depth] for place in places for depth in range(len(place))}
-    lines = [_explain(".".join(place), found) for place, found in places.items() if place not in above]
-    return join_first_lines(lines, error.error_count() - len(first) + len(lines))
+    lines = [_explain(".".join(place), mistakes) for place, mistakes in places.items() if place not in above]
+    return join_first_lines(lines, error.error_count() - len(listed) + len(lines))
 
 
 def _locate_mistake(mistake: dict, values: Any) -> tuple[str, ...]:
@@ -215,7 +215,7 @@ def _explain(place: str, mistakes: list[dict]) -> str:
     section, model, *rest = (*loc, None, None)
     if kind == "extra_forbidden" and section == "model" and model in SECTIONS and rest[1:] == [None, None]:
         near = find_similar_word(str(rest[0]), list(SECTIONS[model].model_fields))
-        return f"{place}: {model} has no such key" + (f"; did you mean model.{near}?" if near else "")
+        return f"{place}: unknown key of model {model}" + (f"; did you mean model.{near}?" if near else "")
     if kind == "extra_forbidden":
         near = _find_nearest_key(place)
         return f"{place}: unknown key" + (f"; did you mean {near}?" if near else "")
@@ -269,8 +269,8 @@ def json_schema() -> dict[str, Any]:
     parts = {**schema["$defs"], RunConfig.__name__: schema}
     for section in _iterate_subclasses(Section):
         properties = parts.get(section.__name__, {}).get("properties", {})
-        for above in reversed(section.__mro__):
-            for name, text in _parse_docstrings(above.__module__).get(above.__name__, {}).items():
+        for base in reversed(section.__mro__):
+            for name, text in _parse_docstrings(base.__module__).get(base.__name__, {}).items():
                 if key := properties.get(section.model_fields[name].alias or name):
                     key["description"] = text
         if do := properties.get("do", {}).get("const"):
@@ -287,13 +287,13 @@ def _iterate_subclasses(section: type[Section]) -> Iterator[type[Section]]:
 @cache
 def _parse_docstrings(module: str) -> dict[str, dict[str, str]]:
     """Return class → key → docstring below the key, on one line, of a module in this package."""
-    found: dict[str, dict[str, str]] = {}
+    docstrings: dict[str, dict[str, str]] = {}
     if not module.startswith(__package__):
-        return found
+        return docstrings
     tree = ast.parse(getsource(sys.modules[module]))
-    for each in (part for part in tree.body if isinstance(part, ast.ClassDef)):
-        for key, text in pairwise(each.body):
+    for section in (part for part in tree.body if isinstance(part, ast.ClassDef)):
+        for key, text in pairwise(section.body):
             match key, text:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(words))):
-                    found.setdefault(each.name, {})[name] = " ".join(words.split())
-    return found
+                    docstrings.setdefault(section.name, {})[name] = " ".join(words.split())
+    return docstrings

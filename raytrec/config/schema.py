@@ -73,15 +73,13 @@ class Schema(SchemaPart):
     request, all of the same length. Default: a row is one example."""
 
     @model_validator(mode="after")
-    def _consistent(self) -> Schema:
+    def _check_consistency(self) -> Schema:
         for name, feature in self.sparse.items():
             if feature.table not in self.tables:
                 near = hint(feature.table, self.tables) or f"; tables are {', '.join(self.tables)}"
                 raise ValueError(f"sparse.{name}.table: there is no table '{feature.table}'{near}")
             if feature.side_features and feature.pooling != "sequence":
-                raise ValueError(
-                    f"sparse.{name}.side_features: only a feature of pooling: sequence has side features"
-                )
+                raise ValueError(f"sparse.{name}.side_features: side features require pooling: sequence")
         if unknown := sorted(set(self.statistics) - set(self.sparse)):
             raise ValueError(f"statistics: there is no sparse feature {', '.join(unknown)}")
         if unknown := sorted(set(self.scale) - set(self.dense)):
@@ -90,16 +88,16 @@ class Schema(SchemaPart):
         for name in self.tables:
             if name != to_table_name(name) or not name:
                 raise ValueError(
-                    f"tables.{name}: a table cannot have this name (empty, with a dot, or an attribute of "
-                    "torch's modules)" + (f"; call it '{to_table_name(name)}'" if name else "")
+                    f"tables.{name}: the name must not be empty, contain a dot, or be an attribute of "
+                    "torch's modules" + (f"; use '{to_table_name(name)}'" if name else "")
                 )
         unused = set(self.tables) - {f.table for f in self.sparse.values()}
         if unused:
             raise ValueError(f"tables: no sparse feature looks up {', '.join(sorted(unused))}")
         single = [*self.labels, *self.dense]
-        twice = {c for c in single if single.count(c) > 1}
-        if twice:
-            raise ValueError(f"labels/dense: column {', '.join(sorted(twice))} is named twice")
+        duplicates = {c for c in single if single.count(c) > 1}
+        if duplicates:
+            raise ValueError(f"labels/dense: column {', '.join(sorted(duplicates))} is listed twice")
         leaked = set(self.labels) & {c for f in self.sparse.values() for c in (f.column, f.weights) if c}
         leaked |= set(self.labels) & {n for n, f in self.sparse.items() if f.column is None}
         leaked |= set(self.labels) & {column for f in self.sparse.values() for column in f.side_features}
@@ -108,21 +106,21 @@ class Schema(SchemaPart):
         return self
 
     def _check_candidates(self) -> None:
-        known = [*self.labels, *self.dense, *self.sparse]
+        names = [*self.labels, *self.dense, *self.sparse]
         for name in self.candidates:
-            if name not in known:
+            if name not in names:
                 raise ValueError(
                     f"candidates: there is no label, dense column or sparse feature '{name}'"
-                    + hint(name, known)
+                    + hint(name, names)
                 )
             spec = self.sparse.get(name)
             if spec and (spec.weights or spec.pooling == "sequence"):
                 raise ValueError(
-                    f"candidates: {name} has weights or is a sequence; a candidate has one id of a feature"
+                    f"candidates: {name} has weights or is a sequence; a candidate has one id per feature"
                 )
         if self.candidates and not self.of_candidates(self.sparse):
             raise ValueError(
-                "candidates: there is no sparse feature among them, by whose ids they are counted"
+                "candidates: at least one sparse feature is required, by whose ids candidates are counted"
             )
 
     def of_candidates(self, names: Collection[str]) -> list[str]:
@@ -173,9 +171,11 @@ class Schema(SchemaPart):
             "scale": self.scale,
             "statistics": self.statistics,
         }
-        kept = {key: {name: of for name, of in part.items() if name in names} for key, part in parts.items()}
+        update = {
+            key: {name: of for name, of in part.items() if name in names} for key, part in parts.items()
+        }
         candidates = [name for name in self.candidates if name in (*self.labels, *names)]
-        return self.model_copy(update={"dense": dense, "candidates": candidates} | kept)
+        return self.model_copy(update={"dense": dense, "candidates": candidates} | update)
 
     @property
     def managed(self) -> list[str]:
@@ -200,7 +200,7 @@ class Schema(SchemaPart):
                 "the schema is not a mapping of keys",
                 where=where,
                 expected="labels, dense, sparse and tables",
-                do="write one with `raytrec inspect DIR`",
+                do="create a schema with `raytrec inspect DIR`",
             )
         try:
             return cls.model_validate(values)
@@ -209,7 +209,7 @@ class Schema(SchemaPart):
                 join_first_lines([_explain(dict(e)) for e in error.errors()[:20]], error.error_count()),
                 where=where,
                 expected="labels, dense, sparse: {feature: {table, pooling}}, tables: {table: {rows, dim}}",
-                do="correct the file; `raytrec inspect DIR` prints one that fits the data",
+                do="correct the file, or print a schema of the data with `raytrec inspect DIR`",
             ) from None
 
     @classmethod
@@ -222,7 +222,7 @@ class Schema(SchemaPart):
         try:
             values = parse_yaml(text)
         except UnreadableError as error:
-            raise SchemaError(f"not YAML that can be used: {error}", where=where) from None
+            raise SchemaError(f"cannot parse the YAML: {error}", where=where) from None
         return cls.parse(values, where)
 
     @classmethod
@@ -236,10 +236,10 @@ class Schema(SchemaPart):
             SchemaError: The file does not exist, cannot be read, or is not a valid schema (see `parse`).
         """
         missing = SchemaError(
-            "there is no schema file",
+            "the schema file does not exist",
             where=str(path),
             expected="a schema.yaml next to the data, or data.schema=PATH",
-            do="write one with `raytrec inspect DIR > schema.yaml`",
+            do="create a schema with `raytrec inspect DIR > schema.yaml`",
         )
         return cls.parse(read_settings(str(path), "schema", missing), str(path))
 
@@ -252,8 +252,8 @@ class Schema(SchemaPart):
         comments, lines = comments or {}, []
         for section in ("labels", "dense"):
             names = getattr(self, section)
-            known = ((name, comments.get((section, name))) for name in names)
-            lines += [f"# {scalar(name)}: {comment}" for name, comment in known if comment]
+            pairs = ((name, comments.get((section, name))) for name in names)
+            lines += [f"# {scalar(name)}: {comment}" for name, comment in pairs if comment]
             lines.append(f"{section}: [{', '.join(map(scalar, names))}]")
         for section in ("scale", "sparse", "tables"):
             lines += [f"{section}:"] if getattr(self, section) else []
@@ -263,9 +263,9 @@ class Schema(SchemaPart):
                 inner = ", ".join(f"{key}: {scalar(value)}" for key, value in values.items())
                 comment = comments.get((section, name))
                 lines.append(f"  {scalar(name)}: {{{inner}}}" + (f"  # {comment}" if comment else ""))
-        for name, found in self.statistics.items():
+        for name, statistics in self.statistics.items():
             lines += ["statistics:"] if "statistics:" not in lines else []
-            lines.append(f"  {scalar(name)}: {json.dumps(found.model_dump())}")
+            lines.append(f"  {scalar(name)}: {json.dumps(statistics.model_dump())}")
         if self.candidates:
             lines.append(f"candidates: [{', '.join(map(scalar, self.candidates))}]")
         return "\n".join(lines) + "\n"
@@ -291,5 +291,5 @@ def _explain(error: dict) -> str:
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "value_error" and not place:
         return message
-    given = "" if isinstance(error["input"], dict) else f" (got {some(error['input'])})"
-    return f"{place}: {message}{given}"
+    received = "" if isinstance(error["input"], dict) else f" (got {some(error['input'])})"
+    return f"{place}: {message}{received}"

@@ -55,7 +55,7 @@ class ManagedIds(SchemaPart):
 def _parse_managed_ids(value: Any) -> Any:
     words: dict[str, dict | None] = {"static": None, "managed": {}}
     if isinstance(value, str) and value not in words:
-        raise ValueError(f"expected static, managed, or some of {', '.join(ManagedIds.model_fields)}")
+        raise ValueError(f"expected static, managed, or a mapping of {', '.join(ManagedIds.model_fields)}")
     return words[value] if isinstance(value, str) else value
 
 
@@ -78,11 +78,11 @@ class Table(SchemaPart):
     rows are assigned as ids occur."""
 
     @model_validator(mode="after")
-    def _fits_ids(self) -> Table:
+    def _check_ids(self) -> Table:
         if self.ids and self.out_of_range != "error":
-            raise ValueError("out_of_range has no meaning where ids are managed: none is out of range")
+            raise ValueError("out_of_range is set, but managed ids are never out of range")
         if self.ids and self.rows <= self.ids.fallback_rows:
-            raise ValueError(f"rows: more than ids.fallback_rows={self.ids.fallback_rows} are needed")
+            raise ValueError(f"rows: expected more than ids.fallback_rows={self.ids.fallback_rows}")
         return self
 
     @property

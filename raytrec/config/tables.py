@@ -67,7 +67,7 @@ class Schedule(Section):
     """Steps after the warm-up in which the factor falls to 0; default: until the end of the run."""
 
     @model_validator(mode="after")
-    def _known(self) -> Schedule:
+    def _check_decay(self) -> Schedule:
         if self.decay == "constant" and self.decay_steps:
             raise ValueError("optim.schedule: decay_steps is set, but decay is constant")
         return self
@@ -93,8 +93,8 @@ class OptimSection(Section):
 
     embeddings: EmbeddingOptim = Field(default_factory=EmbeddingOptim)
     tables: dict[str, TableOptim] = Field(default_factory=dict)
-    """Table, or pattern such as 'item*', to name, lr, eps and weight_decay that differ from optim.embeddings.
-    If several entries match, later entries override earlier ones."""
+    """Settings that differ from optim.embeddings (name, lr, eps, weight_decay), by table or pattern such as
+    'item*'. If several entries match, later entries override earlier ones."""
     dense: DenseOptim = Field(default_factory=DenseOptim)
     schedule: Schedule = Field(default_factory=Schedule)
 
@@ -109,8 +109,8 @@ Sharding = Literal[
 def _check_trainable(dtype: object) -> object:
     if dtype in ("bf16", "int8"):
         raise ValueError(
-            f"plan.tables: FBGEMM has no kernels for dtype {dtype}, on no device; use fp16 or fp32"
-            + ("; its int8 tables are for inference alone" if dtype == "int8" else "")
+            f"plan.tables: FBGEMM has no training kernels for dtype {dtype} on any device; use fp16 or fp32"
+            + ("; FBGEMM supports int8 tables for inference only" if dtype == "int8" else "")
         )
     return dtype
 
@@ -118,7 +118,7 @@ def _check_trainable(dtype: object) -> object:
 def _check_local(value: str) -> str:
     if "://" in value:
         raise ValueError(
-            "plan.mmap_dir: no table trains in an object store; use a folder on a disk of each node"
+            "plan.mmap_dir: tables cannot train in an object store; use a folder on a disk of each node"
         )
     return value
 
@@ -164,7 +164,7 @@ class PlanSection(Section):
     sharding_types: list[Sharding] = Field(["table_wise", "row_wise"], min_length=1)
     """Sharding types that the planner may choose from."""
     tables: dict[str, TablePlan] = Field(default_factory=dict)
-    """Constraints: table, or pattern such as 'item*', to sharding_type, ranks, compute_kernel and dtype. If
+    """Constraints (sharding_type, ranks, compute_kernel, dtype), by table or pattern such as 'item*'. If
     several entries match, later entries override earlier ones."""
     compute_kernels: list[Kernel] = Field(["fused"], min_length=1)
     """Compute kernels that the planner may choose from for tables without a compute_kernel. In addition to
@@ -181,7 +181,7 @@ class PlanSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_balance(cls, values: Any) -> Any:
+    def _drop_balance(cls, values: Any) -> Any:
         """Drop plan.balance, which configurations of earlier runs contain."""
         if isinstance(values, dict):
             return {key: value for key, value in values.items() if key != "balance"}

@@ -99,9 +99,9 @@ class ProfileSection(Section):
     others."""
 
     @model_validator(mode="after")
-    def _check(self) -> ProfileSection:
+    def _check_steps(self) -> ProfileSection:
         if not self.range:
-            raise ValueError(f"train.profile.steps ends before it begins: {self.steps}")
+            raise ValueError(f"train.profile.steps: FIRST is larger than LAST (got {self.steps})")
         return self
 
     @property
@@ -115,8 +115,8 @@ class TrainSection(Section):
     """Length, evaluation, numerics and compilation of training."""
 
     epochs: PositiveInt | Literal["auto"] = 1
-    """Passes over data.train. auto: as many as reach a million rows, at least 1 and at most 10; with little
-    data more, up to 100 steps."""
+    """Passes over data.train. auto: enough passes for a million rows, at least 1 and at most 10; more on
+    small data, up to 100 steps."""
     initial_bias: Literal["drawn", "log_odds"] = "drawn"
     """Initial bias of a model's last layer. drawn: random. log_odds: log-odds of the share of positives in a
     million rows of data.train, for tasks of log-odds and models with one last layer."""
@@ -210,4 +210,4 @@ class ChecksSection(Section):
     numerics: Reaction = "warn"
     """Gradients are finite, norms do not explode, and calibration does not drift."""
     custom: dict[ModuleName, Reaction] = Field(default_factory=dict)
-    """User-defined checks: module:Class to off, warn or stop."""
+    """User-defined checks: module:Class → off, warn or stop."""

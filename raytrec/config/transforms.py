@@ -42,9 +42,9 @@ class OnColumns(Section):
     """Columns to write, one per column read; default: the columns are replaced."""
 
     @model_validator(mode="after")
-    def _pairs(self) -> OnColumns:
+    def _check_pairs(self) -> OnColumns:
         if self.into is not None and len(self.into) != len(self.columns):
-            raise ValueError(f"into has {len(self.into)} names for {len(self.columns)} columns")
+            raise ValueError(f"into has {len(self.into)} names, but columns has {len(self.columns)}")
         return self
 
     @property
@@ -76,11 +76,11 @@ class Clip(OnColumns):
     """Upper bound; default: no bound."""
 
     @model_validator(mode="after")
-    def _some_bound(self) -> Clip:
+    def _check_bounds(self) -> Clip:
         if self.low is None and self.high is None:
             raise ValueError("clip needs low, high or both")
         if self.low is not None and self.high is not None and self.low > self.high:
-            raise ValueError(f"clip has low {self.low} above high {self.high}")
+            raise ValueError(f"clip: low is {self.low}, which is larger than high, {self.high}")
         return self
 
 
@@ -99,9 +99,9 @@ class Bucketize(OnColumns):
 
     @field_validator("boundaries")
     @classmethod
-    def _rising(cls, value: list[float]) -> list[float]:
+    def _check_increasing(cls, value: list[float]) -> list[float]:
         if any(a >= b for a, b in pairwise(value)):
-            raise ValueError("boundaries must rise")
+            raise ValueError("boundaries must be strictly increasing")
         return value
 
 
@@ -134,7 +134,7 @@ class Binarize(OnColumns):
     """Values that become 1, such as ['yes', 'buy'] (quoted, because YAML reads yes as true)."""
 
     @model_validator(mode="after")
-    def _one_rule(self) -> Binarize:
+    def _check_rule(self) -> Binarize:
         if (self.at_least is None) == (self.positive is None):
             raise ValueError("binarize needs either at_least (for numbers) or positive (a list of values)")
         return self
@@ -170,11 +170,11 @@ class Age(OnColumns):
 
     @field_validator("until", mode="before")
     @classmethod
-    def _iso(cls, value: Any) -> Any:
+    def _to_iso(cls, value: Any) -> Any:
         return value.isoformat() if isinstance(value, date) else value  # YAML reads 2026-11-01 as a date
 
     @model_validator(mode="after")
-    def _one_end(self) -> Age:
+    def _check_end(self) -> Age:
         if self.until is not None and self.until_column is not None:
             raise ValueError("age takes until or until_column, not both")
         return self
@@ -248,15 +248,15 @@ class Sample(Section):
     only in training."""
 
     @model_validator(mode="after")
-    def _one_source(self) -> Sample:
+    def _check_source(self) -> Sample:
         if self.rows and self.vocabulary:
             raise ValueError("sample takes rows or vocabulary, not both")
         if self.count == "all" and (self.vocabulary or self.exclude):
-            raise ValueError("count: all takes neither vocabulary nor exclude: it is all ids of the table")
+            raise ValueError("count: all uses all ids of the table and takes neither vocabulary nor exclude")
         if self.frequency and not (self.vocabulary or "").endswith(".parquet"):
-            raise ValueError("frequency is a column of a Parquet file of ids: set vocabulary: FILE.parquet")
+            raise ValueError("frequency is a column of a Parquet vocabulary: set vocabulary: FILE.parquet")
         if not self.frequency and (self.power != 1 or self.log_share):
-            raise ValueError("power and log_share belong to draws by frequency: set frequency too")
+            raise ValueError("power and log_share only apply to draws by frequency: set frequency")
         return self
 
     @property

@@ -51,14 +51,14 @@ SECTIONS_WITHOUT_PLACES = (
 def find_foreign_code(values: dict[str, Any]) -> dict[str, str]:
     """Return key → code or server that a configuration names. The values need not be validated."""
     places = {section: each for section, each in values.items() if section not in SECTIONS_WITHOUT_PLACES}
-    found = _find_modules(values) | dict(_iterate_places(places))
+    foreign_code = _find_modules(values) | dict(_iterate_places(places))
     address = as_dict(values.get("scaling")).get("address")
     if address not in (None, "auto", "local") and not _is_own_head(str(address)):
-        found["scaling.address"] = str(address)
+        foreign_code["scaling.address"] = str(address)
     store = _to_text(as_dict(values.get("tracking")).get("uri"))
     if _receives_secret(store):
-        found["tracking.uri"] = store
-    return found
+        foreign_code["tracking.uri"] = store
+    return foreign_code
 
 
 def list_user_code(values: dict[str, Any]) -> list[str]:
@@ -81,12 +81,12 @@ def refuse_code(before: dict[str, str], values: dict[str, Any], where: str) -> N
     named = [f"{key}: {value}" for key, value in before.items() if now.get(key) == value]
     if named:
         raise ConfigError(
-            f"a configuration from elsewhere names code to run or servers to trust: {'; '.join(named)}",
+            f"an untrusted configuration names code to run or servers to contact: {'; '.join(named)}",
             where=where,
-            expected="data alone: no module:name, no cluster, no URI that chooses its server, and no MLflow "
-            "server while a password for one is set",
-            do="if you trust its source, add --allow-code, or make a copy of your own; else set these keys "
-            "to something of your own",
+            expected="no module:name, no cluster, no URI that selects its server, and no MLflow server while "
+            "an MLflow password is set",
+            do="add --allow-code or use your own copy of the file if you trust its source; else override "
+            "these keys",
         )
 
 
@@ -102,8 +102,8 @@ def mark(file: Path) -> None:
 def is_own_file(file: Path) -> bool:
     """Return True if this user wrote the current content of a file of settings with this home."""
     try:
-        found = read_text(file.with_name(file.name + MARK))
-        return hmac.compare_digest(found.encode(), _compute_mac(file, _read_key(create=False)).encode())
+        stored_mac = read_text(file.with_name(file.name + MARK))
+        return hmac.compare_digest(stored_mac.encode(), _compute_mac(file, _read_key(create=False)).encode())
     except (OSError, RuntimeError):  # no mark, no key, or no home
         return False
 
@@ -138,7 +138,7 @@ def find_checkpoint_origin(folder: str, values: dict[str, Any]) -> str | None:
 
 def describe_foreign_file(file: Path) -> str:
     """Return a description, for errors, of a file of settings that is not this user's."""
-    return f"{file}, which you have not written with this home, or which was changed since"
+    return f"{file}, which was not written from this home directory, or has been changed since"
 
 
 def _contains_any(folder: Path, names: tuple[str, ...]) -> bool:
@@ -159,13 +159,13 @@ def _read_key(*, create: bool) -> bytes:
     file = (Path(home) if home else Path.home() / ".config") / "raytrec" / "key"
     if create and not file.exists():
         _make_key(file)
-    with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as opened:
-        found = os.fstat(opened.fileno())
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-            raise PermissionError(f"{file} is not for this user alone")
-        key = opened.read(64)
+    with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as stream:
+        status = os.fstat(stream.fileno())
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+            raise PermissionError(f"{file} must be accessible only to this user")
+        key = stream.read(64)
     if len(key) != 64:
-        raise OSError(f"{file} is damaged")
+        raise OSError(f"{file} does not contain a key of 64 bytes")
     return key
 
 
@@ -184,20 +184,20 @@ def _make_key(file: Path) -> None:
 
 def _find_modules(values: dict[str, Any]) -> dict[str, str]:
     """Return key → module:name for all code that a configuration names."""
-    found = {}
+    modules = {}
     model, data = as_dict(values.get("model")), as_dict(values.get("data"))
     if ":" in str(model.get("name", "")):
-        found["model.name"] = str(model["name"])
+        modules["model.name"] = str(model["name"])
     for number, transform in enumerate(as_list(data.get("transforms"))):
         do = str(as_dict(transform).get("do", ""))
         if ":" in do:
-            found[f"data.transforms[{number}].do"] = do
+            modules[f"data.transforms[{number}].do"] = do
     for place, name in _iterate_task_code(values.get("tasks")):
         if ":" in name:
-            found[place] = name
+            modules[place] = name
     for check in as_dict(as_dict(values.get("checks")).get("custom")):
-        found[f"checks.custom.{check}"] = str(check)
-    return found
+        modules[f"checks.custom.{check}"] = str(check)
+    return modules
 
 
 def _iterate_places(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
@@ -217,13 +217,13 @@ def _receives_secret(store: str) -> bool:
     file = os.path.expanduser("~/.mlflow/credentials")
     if not any(os.environ.get(name) for name in MLFLOW_SECRETS) and not os.path.exists(file):
         return False
-    server, mine = _split_server(store), _split_server(os.environ.get("MLFLOW_TRACKING_URI", ""))
+    server, own_server = _split_server(store), _split_server(os.environ.get("MLFLOW_TRACKING_URI", ""))
     if server is None:
         return True
     if server.scheme not in ("http", "https") or _find_own_listeners(server):
         return False
-    same = mine and (mine.scheme, mine.hostname, mine.port) == (server.scheme, server.hostname, server.port)
-    return not same
+    address = server.scheme, server.hostname, server.port
+    return not own_server or (own_server.scheme, own_server.hostname, own_server.port) != address
 
 
 def _is_own_head(address: str) -> bool:
@@ -242,9 +242,9 @@ def _find_own_listeners(server: SplitResult) -> list[Process]:
             return []
         sockets = [each for each in psutil.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
         pids = [each.pid for each in sockets if each.laddr.port == server.port]  # None: not visible
-        found = [psutil.Process(pid) for pid in pids if pid is not None]
-        ours = None not in pids and all(process.uids().effective == os.geteuid() for process in found)
-        return found if ours else []
+        processes = [psutil.Process(pid) for pid in pids if pid is not None]
+        is_own = None not in pids and all(process.uids().effective == os.geteuid() for process in processes)
+        return processes if is_own else []
     except (ValueError, psutil.Error):  # a host name; a process that has ended or is not accessible
         return []
 

@@ -104,7 +104,7 @@ def train(here, tiny_data, tmp_path, *overrides):
         (["scaling.wokers=2"], "did you mean scaling.num_workers"),
         (["data.train=/nowhere/train"], "the folder does not exist"),
         (["data.global_batch_size=5000", "data.drop_last=true"], "set data.drop_last=false"),
-        (["data.schema=/nowhere.yaml"], "there is no schema file"),
+        (["data.schema=/nowhere.yaml"], "the schema file does not exist"),
     ],
 )
 def test_wrong_input_is_one_message(here, tiny_data, tmp_path, overrides, message):
@@ -167,4 +167,4 @@ def test_job_script_is_the_same_command(tmp_path):
     result = subprocess.run(
         [sys.executable, script, tmp_path / "none.yaml"], capture_output=True, text=True, timeout=60
     )
-    assert result.returncode == 1 and "no such config file" in result.stderr
+    assert result.returncode == 1 and "config file does not exist" in result.stderr

@@ -95,7 +95,7 @@ def test_a_model_of_ones_own_and_who_may_run_it(folder, tmp_path):
         raytrec(folder, "train", (tmp_path / "run.json").as_uri(), f"run.dir={tmp_path}/third"),
     ):
         assert refused.returncode == 1
-        assert "servers to trust: model.name: models_of_mine:Mine" in refused.stderr
+        assert "servers to contact: model.name: models_of_mine:Mine" in refused.stderr
         assert "--allow-code" in refused.stderr and "Traceback" not in refused.stderr
     assert not (tmp_path / "second").exists() and not (tmp_path / "third").exists()
     allowed = raytrec(folder, "evaluate", place, "--data", data, "--allow-code")

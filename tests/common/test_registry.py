@@ -46,8 +46,8 @@ def test_one_of_yours_is_found_by_its_path(parts):
     [
         ("tofee", "there is no sweet 'tofee'; did you mean 'toffee'?"),
         ("tofee", "fudge, toffee, or module:name"),
-        ("elsewhere_sweets:Nugat", "no sweet elsewhere_sweets:Nugat: the module has no Nugat; did you mean"),
-        ("no_such_sweets:Nougat", "there is no module no_such_sweets"),
+        ("elsewhere_sweets:Nugat", "sweet elsewhere_sweets:Nugat: the module has no attribute 'Nugat'; did"),
+        ("no_such_sweets:Nougat", "no module named 'no_such_sweets'"),
     ],
 )
 def test_what_is_none_is_refused(parts, name, message):
@@ -65,5 +65,5 @@ def test_a_name_belongs_to_one_part():
     registry = Registry("sweet", __name__)
     one = type("One", (), {})
     assert registry("fudge")(one) is one and registry("fudge")(one) is one
-    with pytest.raises(ValueError, match="two parts are called sweet fudge"):
+    with pytest.raises(ValueError, match="sweet fudge is registered twice"):
         registry("fudge")(type("Two", (), {}))

@@ -43,16 +43,16 @@ def test_columns():
         (("tables", "user", "rows"), 0, "tables.user.rows"),
         (("sparse", "user", "pooling"), "max", "sparse.user.pooling"),
         (("tables", "other"), {"rows": 3, "dim": 4}, "no sparse feature looks up other"),
-        (("labels",), ["a"], "named twice"),
+        (("labels",), ["a"], "listed twice"),
         (("labels",), ["user"], "also an input"),
         (("labels",), [], "labels"),
-        (("tables", "a.b"), {"rows": 3, "dim": 4}, "tables.a.b: a table cannot have this name"),
-        (("tables", "items"), {"rows": 3, "dim": 4}, "call it 'items_table'"),
-        (USER_IDS, "manged", "tables.user.ids: expected static, managed, or some of admit_after"),
+        (("tables", "a.b"), {"rows": 3, "dim": 4}, "tables.a.b: the name must not be empty, contain a dot"),
+        (("tables", "items"), {"rows": 3, "dim": 4}, "use 'items_table'"),
+        (USER_IDS, "manged", "tables.user.ids: expected static, managed, or a mapping of admit_after"),
         (USER_IDS, {"admit_afte": 2}, "did you mean 'admit_after'"),
-        (USER_IDS, {"fallback_rows": 10}, "rows: more than ids.fallback_rows=10 are needed"),
+        (USER_IDS, {"fallback_rows": 10}, "rows: expected more than ids.fallback_rows=10"),
         (USER_IDS, {"eviction": "fifo"}, "'lru', 'lfu' or 'none'"),
-        (("tables", "tag", "ids"), "managed", "out_of_range has no meaning where ids are managed"),
+        (("tables", "tag", "ids"), "managed", "out_of_range is set, but managed ids are never out of range"),
     ],
 )
 def test_mistakes_are_named(path, value, message):
@@ -86,7 +86,7 @@ def test_names_that_tables_cannot_have_are_torchs_own():
 
 
 @pytest.mark.parametrize(
-    "text,kind", [(None, "no schema file"), ("a: [", "not YAML"), ("text", "not a mapping")]
+    "text,kind", [(None, "file does not exist"), ("a: [", "cannot parse"), ("text", "not a mapping")]
 )
 def test_missing_and_broken_files(tmp_path, text, kind):
     if text:

@@ -68,7 +68,7 @@ def test_overrides_are_the_users_word(uri):
 def test_a_uri_is_read_through_filesystems(tmp_path):
     (tmp_path / "run.yaml").write_text("data: {train: d/train}")
     assert load_config((tmp_path / "run.yaml").as_uri()).data.train == "d/train"
-    with pytest.raises(ConfigError, match="no such config file"):
+    with pytest.raises(ConfigError, match="config file does not exist"):
         load_config((tmp_path / "none.yaml").as_uri())
 
 

@@ -104,7 +104,7 @@ def test_a_column_of_candidates_is_a_list(tmp_path, name):
         (["y", "prise"], "no label, dense column or sparse feature 'prise'; did you mean 'price'"),
         (["y", "item", "tags"], "tags has weights or is a sequence"),
         (["y", "item", "history"], "history has weights or is a sequence"),
-        (["y", "price"], "there is no sparse feature among them"),
+        (["y", "price"], "at least one sparse feature is required"),
     ],
 )
 def test_a_schema_names_candidates_that_it_has(named, text):

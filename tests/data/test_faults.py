@@ -119,7 +119,7 @@ def test_storage_that_fails_for_a_while(flaky, tmp_path):
     with pytest.raises(DataError, match="503 slow down") as error:
         item_reader.read_item(remote, FORM)
     assert "a.parquet, row group 0" in str(error.value)
-    assert "storage that answers (it was asked 4 times)" in str(error.value)
+    assert "reachable storage (after 4 failed attempts)" in str(error.value)
     assert handler.opened == 4
     handler = flaky(99, FileNotFoundError("no such key"))
     with pytest.raises(DataError, match="no such key"):

@@ -136,7 +136,7 @@ def test_names_that_are_not_utf_8_are_refused(tmp_path, name):
     with pytest.raises(DataError, match="names that are not UTF-8") as error:
         list_files(str(tmp_path), "data.train")
     assert "\\udcff" in error.value.where
-    with pytest.raises(DataError, match="cannot open this place"):
+    with pytest.raises(DataError, match="cannot open the path"):
         list_files(os.fsdecode(bytes(tmp_path) + b"/\xff"), "data.train")
 
 

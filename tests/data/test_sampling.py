@@ -130,7 +130,7 @@ def test_ids_are_drawn_by_frequency(tmp_path):
 @pytest.mark.parametrize(
     "keys,why",
     [
-        ({"vocabulary": "ids.txt", "frequency": "count"}, "a column of a Parquet file"),
+        ({"vocabulary": "ids.txt", "frequency": "count"}, "a column of a Parquet vocabulary"),
         ({"vocabulary": "ids.parquet", "power": 0.5}, "set frequency"),
         ({"vocabulary": "ids.parquet", "log_share": "share"}, "set frequency"),
     ],
@@ -144,10 +144,10 @@ def test_as_many_ids_as_the_table_that_looks_them_up():
     made = set_draw_rows(parse([{"do": "sample", "column": "negatives", "count": 5}]), SCHEMA)
     assert made == (spec(exclude=[]),)
     assert set_draw_rows((spec(rows=7),), SCHEMA) == (spec(rows=7),)
-    with pytest.raises(ConfigError, match="no feature of the schema reads that column"):
+    with pytest.raises(ConfigError, match="no feature of the schema reads this column"):
         set_draw_rows((spec(rows=None, column="other"),), SCHEMA)
     managed = parquet.schema(SPARSE, TABLES | {"tag": {"rows": 200, "dim": 8, "ids": "managed"}})
-    with pytest.raises(ConfigError, match="whose ids are managed") as error:
+    with pytest.raises(ConfigError, match="its ids are managed") as error:
         set_draw_rows((spec(rows=None),), managed)
     assert "vocabulary: FILE" in str(error.value)
 

@@ -130,9 +130,7 @@ def test_types_that_are_refused(tmp_path):
 
 def test_only_sequences_have_side_features():
     values = VALUES | {"sparse": {"item": {"table": "item", "side_features": ["times"]}}}
-    with pytest.raises(
-        SchemaError, match=r"sparse\.item\.side_features: only a feature of pooling: sequence"
-    ):
+    with pytest.raises(SchemaError, match=r"item\.side_features: side features require pooling: sequence"):
         Schema.parse(values, "test")
     assert Schema.parse(SCHEMA.model_dump(), "test").columns == ["y", "item", "history", "times", "price"]
     assert "side_features: [times, price]" in SCHEMA.to_yaml()

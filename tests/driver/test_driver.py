@@ -258,7 +258,7 @@ def test_a_worker_whose_torch_has_no_gpu_says_so(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", None)
-    with pytest.raises(ConfigError, match=r"cannot use the GPU of 127.0.0.1: it is built for CPUs") as error:
+    with pytest.raises(ConfigError, match=r"GPU of 127.0.0.1: this build of torch is for CPUs") as error:
         check_gpu("127.0.0.1")
     assert "make install DEVICE=cuda" in error.value.do
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -314,7 +314,7 @@ def test_a_gpu_that_has_failed_is_not_used_again(two_gpus, monkeypatch, action, 
     monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda index: index)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetFieldValues", lambda gpu, _: [field if gpu else healthy])
     with (
-        pytest.raises(GpuFailedError, match=f"GPU 1 of .* asks for {asks}")
+        pytest.raises(GpuFailedError, match=f"GPU 1 of .* requires {asks}")
         if asks
         else nullcontext() as error
     ):

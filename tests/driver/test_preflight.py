@@ -44,7 +44,7 @@ def test_before_ray_starts(schema, model, message):
 def test_what_cannot_be_replayed_as_cuda_graphs():
     graphs = ["scaling.device=auto", "train.compile=graphs"]
     check({}, settings=graphs, here=False)
-    with pytest.raises(ConfigError, match="graphs, and scaling"):
+    with pytest.raises(ConfigError, match="graphs, but scaling"):
         check({}, settings=graphs[1:], here=False)
     tags = {"sparse": SCHEMA["sparse"] | {"tags": {"table": "tag", "pooling": "sequence"}}}
     model = {"name": "bst", "max_length": 4, "target": "user", "top_mlp": [4]}
@@ -56,7 +56,7 @@ def test_what_cannot_be_replayed_as_cuda_graphs():
     ("task", "settings", "message"),
     [
         ({"metrics": ["auc", "nee"]}, [], "there is no metric 'nee'; did you mean 'ne'?"),
-        ({"metrics": ["mine:Hits"]}, [], "the module has no Hits"),
+        ({"metrics": ["mine:Hits"]}, [], "the module has no attribute 'Hits'"),
         ({}, ["checkpoint.best_metric=mse"], "checkpoint.best_metric is mse, which is not a metric of the"),
         ({"metrics": []}, ["checkpoint.keep_best=1"], "a metric with a direction"),
         ({}, ["train.early_stopping={metric: gini}"], "train.early_stopping.metric is gini"),

@@ -325,7 +325,7 @@ def test_an_export_is_complete_or_not_there(folder, made, tmp_path, monkeypatch)
             raytrec.export(run.path, str(out))
         except RunError as error:
             assert "No space left" in error.what and not (out / "manifest.json").exists()
-            with pytest.raises(RunError, match="no export here"):
+            with pytest.raises(RunError, match="no export in this folder"):
                 raytrec.load(out)
     assert tries > 3, "a try wrote more files than it could"
     found = {str(p.relative_to(out)): p.read_bytes() for p in out.rglob("*") if p.is_file()}

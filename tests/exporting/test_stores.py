@@ -78,7 +78,7 @@ def test_an_interrupted_export_goes_on_where_it_ended(bucket, made, monkeypatch)
             raytrec.export(folder, out)
         except RunError as error:
             assert "the connection broke" in error.what
-            with pytest.raises(RunError, match="no export here"):
+            with pytest.raises(RunError, match="no export in this folder"):
                 raytrec.load(out)
     assert tries > 3
     gc.collect()  # a stream that broke is closed with its object
@@ -115,7 +115,7 @@ def test_a_copy_that_fails_says_why_and_leaves_nothing(bucket, made, copies, mon
             raytrec.load(uri)
     assert caught.value.where == str(copies) and "TMPDIR" in caught.value.do
     assert not list(copies.iterdir())
-    with pytest.raises(RunError, match="no export here"):
+    with pytest.raises(RunError, match="no export in this folder"):
         raytrec.load(f"{bucket}/nowhere")
 
 

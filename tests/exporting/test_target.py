@@ -97,7 +97,7 @@ def test_a_folder_that_another_process_writes_to_is_refused(run, tmp_path):
     out = tmp_path / "out"
     with (
         ClaimedFolder(str(out), "raytrec export").hold(),
-        pytest.raises(RunError, match="another process writes"),
+        pytest.raises(RunError, match="another process is writing"),
     ):
         raytrec.export(run, str(out))
     assert raytrec.export(run, str(out)).path == str(out)
@@ -126,7 +126,7 @@ def test_two_processes_export_into_one_folder_at_once(run, tmp_path):
     codes = [each.returncode for each in both]
     assert 0 in codes, said
     assert all(
-        not code or "another process writes" in text for code, text in zip(codes, said, strict=True)
+        not code or "another process is writing" in text for code, text in zip(codes, said, strict=True)
     ), said
     assert raytrec.load(out, check_tables=True).check() <= 1e-6
 

@@ -292,8 +292,8 @@ def test_a_metric_of_the_users_own_on_two_ranks(tmp_path):
     ("reference", "text"),
     [
         ("loglos", "there is no metric 'loglos'; did you mean 'logloss'"),
-        ("no_such_module:X", "there is no module no_such_module"),
-        ("metrics_of_mine:Hitrate", "the module has no Hitrate; did you mean 'HitRate'"),
+        ("no_such_module:X", "no module named 'no_such_module'"),
+        ("metrics_of_mine:Hitrate", "the module has no attribute 'Hitrate'; did you mean 'HitRate'"),
         ("metrics_of_mine:NoName", "not a metric class"),
         ("metrics_of_mine:SumMetric", "not a metric class"),
         ("metrics_of_mine:metric", "not a metric class"),

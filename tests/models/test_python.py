@@ -98,16 +98,16 @@ def test_a_class_that_retrieves():
     assert not section("models_of_mine:Good").retrieves
     with pytest.raises(ConfigError, match="no method query and no method item"):
         build_model(SCHEMA, section("models_of_mine:Good", options={"width": 3}, towers=towers))
-    with pytest.raises(ConfigError, match="matches, 'usr'; did you mean 'user'"):
+    with pytest.raises(ConfigError, match="matches 'usr'; did you mean 'user'"):
         build_model(SCHEMA, section("models_of_mine:Retrieves", towers={"query": ["usr"], "item": ["user"]}))
 
 
 @pytest.mark.parametrize(
     "name,message",
     [
-        ("no_such_models:Good", "there is no module no_such_models"),
-        ("models_of_mine:Goood", "no Goood; did you mean 'Good"),
-        ("broken_models:Good", "there is no module there_is_no_such_module"),
+        ("no_such_models:Good", "no module named 'no_such_models'"),
+        ("models_of_mine:Goood", "no attribute 'Goood'; did you mean 'Good"),
+        ("broken_models:Good", "no module named 'there_is_no_such_module'"),
         ("models_of_mine:NoModule", "not a torch.nn.Module"),
         ("models_of_mine:function", "not a torch.nn.Module"),
         ("models_of_mine:NoArguments", r"cannot be built from \(schema, config\)"),
@@ -127,9 +127,9 @@ def test_errors_of_the_module_itself_are_its_own():
 @pytest.mark.parametrize(
     "model,message",
     [
-        ({"name": "models_of_mine"}, f"name is one of {', '.join(MODELS.parts)}, or module:Class"),
+        ({"name": "models_of_mine"}, f"name must be one of {', '.join(MODELS.parts)}, or module:Class"),
         ({"name": "models_of_mine:a.b"}, "module:Class"),
-        ({"cross_layers": 2}, "model.cross_layers: dlrm has no such key"),
+        ({"cross_layers": 2}, "model.cross_layers: unknown key of model dlrm"),
         ({"name": "dcn", "cros_rank": 2}, "did you mean model.cross_rank"),
         ({"name": "sequence", "max_length": 0}, "model.max_length: "),
         ({"name": "two_tower"}, "model.towers: missing"),

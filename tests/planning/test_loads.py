@@ -43,8 +43,8 @@ def test_recorded_lookups_give_a_balanced_plan(run, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "give either data or a run"),
-        (["data", "--from-run", "RUN"], "give either data or a run"),
+        ([], "inspect needs either data or a run"),
+        (["data", "--from-run", "RUN"], "inspect needs either data or a run"),
         (["--from-run", "nowhere"], "there is no such run folder"),
         (["--from-run", "RUN", "--out", "RUN"], "this is a folder"),
     ],

@@ -137,9 +137,9 @@ def test_rowwise_adagrad_cannot_be_cut_by_columns(sharding):
 @pytest.mark.parametrize(
     "key,message",
     [
-        ("plan.tables.item.dtype=bf16", "no kernels for dtype bf16, on no device; use fp16 or fp32"),
-        ("plan.tables.item.dtype=int8", "dtype int8, on no device; use fp16 or fp32; .*inference alone"),
-        ("plan.mmap_dir=s3://bucket/tables", r"plan\.mmap_dir: no table trains in an object store"),
+        ("plan.tables.item.dtype=bf16", "no training kernels for dtype bf16 on any device; use fp16 or fp32"),
+        ("plan.tables.item.dtype=int8", "dtype int8 on any device; use fp16 or fp32; .*inference only"),
+        ("plan.mmap_dir=s3://bucket/tables", r"plan\.mmap_dir: tables cannot train in an object store"),
     ],
 )
 def test_what_no_device_has(key, message):

@@ -214,11 +214,11 @@ def test_what_is_refused(run, data, tmp_path):
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.csv").write_text("a")
     refused(DataError, "no Parquet files", data=tmp_path / "text")
-    refused(ConfigError, "holds other files, such as a.csv", out=tmp_path / "text")
+    refused(ConfigError, "contains other files, such as a.csv", out=tmp_path / "text")
     other = parquet.write(tmp_path / "other", 500, 4)
     refused(ConfigError, f"predictions of different rows, from {data}", data=other)
     with PredictionFolder(str(out)).hold():
-        refused(RunError, "another process writes to this folder")
+        refused(RunError, "another process is writing to this folder")
 
 
 def test_a_damaged_manifest_is_an_error_for_people(run, data, tmp_path):
@@ -230,9 +230,9 @@ def test_a_damaged_manifest_is_an_error_for_people(run, data, tmp_path):
     changed = [json.dumps(values | change).encode() for change in changes]
     for damaged in (b"{", b"\xff\xfe{", b"[]", b'{"format": 1}', *changed):
         manifest.write_bytes(damaged)
-        with pytest.raises(ConfigError, match=r"_predictions\.json cannot be read: ") as error:
+        with pytest.raises(ConfigError, match=r"cannot read _predictions\.json: ") as error:
             predict(run, data, tmp_path / "out", columns=["row"])
-        assert "choose another --out, or remove the folder yourself" in error.value.do, damaged
+        assert "choose another --out, or remove the folder" in error.value.do, damaged
 
 
 def test_input_that_has_changed(run, data, tmp_path):

@@ -116,7 +116,7 @@ def test_a_folder_is_read_as_it_was_written(folder):
     assert same.faiss.ntotal == len(same) == 50 and same.key == "item"
     assert repr(same) == "<Index: 50 items × 6, Flat>"
     (folder / MANIFEST).unlink()
-    with pytest.raises(RunError, match="there is no index here"):
+    with pytest.raises(RunError, match="there is no index in this folder"):
         load_index(folder)
     for text in ("[", json.dumps({"format": 99, "item": "item"}), '{"format": 1}'):
         (folder / MANIFEST).write_text(text)

@@ -222,7 +222,7 @@ def test_a_replica_that_has_missed_a_promotion_answers_with_it_after_the_next_or
     order = Order(7, Export(small, second), prepare=str(Path(small) / "nothing"))
     report = carry_out(versions, order, ReplicaState(-1, first))
     assert (report.done, report.version, versions.version) == (7, second, second)
-    assert report.prepared is None and "there is no export here" in str(report.error)
+    assert report.prepared is None and "there is no export in this folder" in str(report.error)
     report = carry_out(versions, Order(8, Export(small, second), prepare=made[0]), report)
     assert (report.version, report.prepared, report.error) == (second, first, None)
     assert carry_out(versions, Order(9, Export(made[0], first)), report).version == first

@@ -75,7 +75,7 @@ def test_its_configuration_serves_promotes_and_logs(head, exports, tmp_path):  #
         wait_for(lambda: deployed.answers_with(small.version), "the other version", START_S)
         deployed.apply(uri=str(tmp_path / "nothing"), **log)
         wait_for(lambda: deployed.status()[0] == "DEPLOY_FAILED", "the refusal", START_S)
-        assert "there is no export here" in deployed.status()[1]
+        assert "there is no export in this folder" in deployed.status()[1]
         time.sleep(1)
     assert not load.failed and set(load.counts) == {whole.version, small.version}, load.failed[:3]
     assert deployed.service.ask("/predict", {"rows": rows})["version"] == small.version

@@ -94,8 +94,8 @@ ROUND = [
         ([{}, {"loss": "mse"}], TWO, ["two tasks have the name clicked"]),
         ([{"label": "cliked"}], TWO, ["no label 'cliked'; did you mean 'clicked'?"]),
         ([{"loss": "msee"}], SCHEMA, ["there is no loss 'msee'; did you mean 'mse'?", "tasks[0].loss"]),
-        ([{"loss": "own_parts:Focall"}], SCHEMA, ["the module has no Focall; did you mean 'Focal'?"]),
-        ([{"loss": "no_such_parts:Focal"}], SCHEMA, ["there is no module no_such_parts"]),
+        ([{"loss": "own_parts:Focall"}], SCHEMA, ["no attribute 'Focall'; did you mean 'Focal'?"]),
+        ([{"loss": "no_such_parts:Focal"}], SCHEMA, ["no module named 'no_such_parts'"]),
         ([{"loss": "own_parts:NoLoss"}], SCHEMA, ["not a subclass of raytrec.tasks.losses.Loss"]),
         ([{"loss": "own_parts:Unfinished"}], SCHEMA, ["raytrec.tasks.losses.Loss that defines of_rows"]),
         ([{"loss": "own_parts:Focal", "options": {"gama": 2}}], SCHEMA, ["keyword argument 'gama'"]),
@@ -205,7 +205,7 @@ def test_losses_that_read_vectors_need_a_model_that_gives_them(model):
     config = configured([{"loss": "in_batch_softmax"}], model={"name": model})
     with pytest.raises(ConfigError) as error:
         check_fit(config, TWO, here=False)
-    assert f"reads vectors of query and item, and model.name={model} gives none" in str(error.value)
+    assert f"reads query and item vectors, but model.name={model} returns none" in str(error.value)
     assert "where:    tasks, model.name" in str(error.value)
     check_fit(configured([{"loss": "in_batch_softmax"}], model={"name": "own_parts:Linear"}), TWO, here=False)
 

@@ -284,7 +284,7 @@ def test_what_is_missing_at_the_end_is_written_later(uri, tmp_path, monkeypatch,
     for _ in range(2):
         with pytest.raises(SystemExit, match="0"):
             main(["track", str(folder), "--allow-code"])
-        assert "has all of later" in capsys.readouterr().out
+        assert "contains all records of later" in capsys.readouterr().out
         run_id = json.loads((folder / NOTE).read_text())["run_id"]
         wanted = expected(range(1, 4))
         assert stored(uri, run_id, wanted) == wanted

@@ -162,7 +162,7 @@ def test_a_search_is_taken_up_where_it_was(tiny_data, tmp_path):
     assert (again.trials[3].folder / "config.yaml").exists()
     with pytest.raises(ConfigError, match="the search has 4"):
         reopen_search(search.folder, 2, allow_code=False)
-    with pytest.raises(RunError, match="no search here"):
+    with pytest.raises(RunError, match="no search in this folder"):
         reopen_search(tmp_path, None, allow_code=False)
 
 

@@ -69,7 +69,7 @@ class PythonSection(ModelSection):
     @classmethod
     def _path(cls, value: str) -> str:
         if not PYTHON_PATH.fullmatch(value):
-            raise ValueError("a class is named as module:Class")
+            raise ValueError("model.name: expected module:Class")
         return value
 
 
@@ -93,10 +93,10 @@ def check_model(
     if vectors and config.gives_vectors is False:
         with_vectors = [name for name, section in MODELS.parts.items() if section.gives_vectors]
         raise ConfigError(
-            f"a loss of the tasks reads vectors of query and item, and model.name={config.name} gives none",
+            f"a task's loss reads query and item vectors, but model.name={config.name} returns none",
             where="tasks, model.name",
-            expected=f"model.name={', '.join(with_vectors)}, or a class of yours that takes `vectors`",
-            do="set model.name=two_tower and model.towers, or take another loss, such as bpr",
+            expected=f"model.name={', '.join(with_vectors)}, or a user-defined class with `vectors`",
+            do="set model.name=two_tower and model.towers, or use another loss, such as bpr",
         )
     check_lengths(schema, config)
     config.l2_factors(schema)

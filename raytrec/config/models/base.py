@@ -57,10 +57,10 @@ class ModelSection(Section):
         Other sequence features are averaged.
         """
         length = getattr(self, "max_length", None)
-        found = [f for f, spec in schema.sparse.items() if spec.pooling == "sequence"]
+        sequences = [f for f, spec in schema.sparse.items() if spec.pooling == "sequence"]
         if isinstance(length, dict):
-            return {feature: length[feature] for feature in found if feature in length}
-        return dict.fromkeys(found, length) if length else {}
+            return {feature: length[feature] for feature in sequences if feature in length}
+        return dict.fromkeys(sequences, length) if length else {}
 
     def l2_factors(self, schema: Schema) -> dict[str, float]:
         """Return feature → λ of `lookup_l2`, for features with λ > 0.
@@ -68,24 +68,24 @@ class ModelSection(Section):
         Raises:
             ConfigError: A table does not exist, or a feature has weights.
         """
-        named = (
+        factors = (
             self.lookup_l2
             if isinstance(self.lookup_l2, dict)
             else dict.fromkeys(schema.tables, self.lookup_l2)
         )
-        for table in named:
+        for table in factors:
             if table not in schema.tables:
                 raise unknown(f"'{table}' is not a table", table, schema.tables, f"model.lookup_l2.{table}")
-        found = {f: named[spec.table] for f, spec in schema.sparse.items() if named.get(spec.table)}
-        for feature in found:
+        result = {f: factors[spec.table] for f, spec in schema.sparse.items() if factors.get(spec.table)}
+        for feature in result:
             if schema.sparse[feature].weights:
                 raise ConfigError(
-                    f"the ids of {feature} have weights, by which their vectors are multiplied",
+                    f"the ids of {feature} have weights, which lookup_l2 does not support",
                     where="model.lookup_l2",
-                    expected="tables whose features have none",
-                    do="name the other tables: model.lookup_l2={TABLE: …}, or take weight_decay for this one",
+                    expected="tables whose features have no weights",
+                    do="list only other tables in model.lookup_l2={TABLE: …}, or use weight_decay instead",
                 )
-        return found
+        return result
 
     def reads_ids(self, schema: Schema) -> list[str]:
         """Return the features whose ids the model reads, in addition to embeddings (models/inputs.py)."""
@@ -149,7 +149,7 @@ def get_common_dim(schema: Schema, model: str) -> int:
         raise ConfigError(
             f"the tables have dims {', '.join(map(str, sorted(dims)))}",
             where="schema.yaml, tables",
-            expected=f"one dim for all tables: {model} stacks their vectors",
+            expected=f"the same dim for all tables, because {model} stacks their vectors",
             do="give every table the same dim",
         )
     return dims.pop()
@@ -173,7 +173,7 @@ def check_same_dim(schema: Schema, features: Sequence[str], expected: str, do: s
     dims = [schema.dim_of(feature) for feature in features]
     if dims[0] != dims[1]:
         raise ConfigError(
-            f"vectors of {one} have dim {dims[0]}, and those of {other} {dims[1]}",
+            f"vectors of {one} have dim {dims[0]}, but vectors of {other} have dim {dims[1]}",
             where="schema.yaml, tables",
             expected=expected,
             do=do,
@@ -191,14 +191,14 @@ def match_names(patterns: Sequence[str], names: Sequence[str], where: str) -> se
     Raises:
         ConfigError: A pattern matches nothing.
     """
-    found: set[str] = set()
+    matches: set[str] = set()
     for pattern in patterns:
-        of_pattern = {name for name in names if fnmatchcase(name, pattern)}
-        if not of_pattern:
-            what = f"no feature or dense column is named, or matches, '{pattern}'"
-            raise unknown(what, pattern, names, where, f"names or patterns of {', '.join(names)}")
-        found |= of_pattern
-    return found
+        new_matches = {name for name in names if fnmatchcase(name, pattern)}
+        if not new_matches:
+            what = f"no feature or dense column matches '{pattern}'"
+            raise unknown(what, pattern, names, where, f"a name or pattern of {', '.join(names)}")
+        matches |= new_matches
+    return matches
 
 
 def check_lengths(schema: Schema, config: ModelSection) -> None:
@@ -208,12 +208,12 @@ def check_lengths(schema: Schema, config: ModelSection) -> None:
         ConfigError: A feature is not a sequence.
     """
     lengths = getattr(config, "max_length", None)
-    known = [feature for feature, spec in schema.sparse.items() if spec.pooling == "sequence"]
+    sequences = [feature for feature, spec in schema.sparse.items() if spec.pooling == "sequence"]
     for name in lengths if isinstance(lengths, dict) else ():
-        if name not in known:
-            expected = f"features of pooling: sequence, of {', '.join(known) or 'which there are none'}"
+        if name not in sequences:
+            expected = f"a feature with pooling: sequence ({', '.join(sequences) or 'the schema has none'})"
             raise unknown(
-                f"'{name}' is not a sequence feature", name, known, f"model.max_length.{name}", expected
+                f"'{name}' is not a sequence feature", name, sequences, f"model.max_length.{name}", expected
             )
 
 
@@ -234,7 +234,7 @@ def check_feature(schema: Schema, feature: str, key: str, *, sequence: bool = Fa
     pooling = schema.sparse[feature].pooling
     if sequence and pooling != "sequence":
         raise ConfigError(
-            f"'{feature}' is pooled by its {pooling}, and is to be read id by id",
+            f"'{feature}' has pooling: {pooling}, but the model reads it id by id",
             where=f"schema.yaml, sparse.{feature}.pooling",
             expected="sequence",
             do=f"set pooling: sequence on {feature}, or name another feature",
@@ -255,7 +255,7 @@ def find_side_feature(schema: Schema, feature: str, column: str, where: str) -> 
     """
     columns = schema.sparse[feature].side_features
     if column not in columns:
-        expected = f"a side feature of {feature}: {', '.join(columns) or 'there are none'}"
+        expected = f"a side feature of {feature} ({', '.join(columns) or 'none is configured'})"
         do = f"set side_features: [{column}] on {feature} in schema.yaml"
         raise unknown(f"'{column}' is not a side feature of {feature}", column, columns, where, expected, do)
     return columns.index(column)
@@ -270,8 +270,8 @@ def same_table(schema: Schema, feature: str, item: str, key: str) -> None:
     tables = schema.sparse[feature].table, schema.sparse[item].table
     if tables[0] != tables[1]:
         raise ConfigError(
-            f"'{feature}' looks up table {tables[0]}, and '{item}' table {tables[1]}",
+            f"'{feature}' looks up table {tables[0]}, but '{item}' looks up table {tables[1]}",
             where=key,
-            expected="one table: their ids are of the same things, whose vectors are compared",
+            expected="the same table for both features, because their vectors are compared",
             do=f"set table: {tables[1]} on {feature}, or name another feature",
         )

@@ -67,8 +67,8 @@ def _check_task_name(name: str, tasks: Collection[str], where: str) -> None:
         ConfigError: The task does not exist.
     """
     if name not in tasks:
-        do = "name an entry of tasks: its name, which by default is its label"
-        raise unknown(f"no task is called '{name}'", name, tasks, where, do=do)
+        do = "use the name of an entry of tasks; the default name is the label"
+        raise unknown(f"there is no task '{name}'", name, tasks, where, do=do)
 
 
 @model("esmm", "raytrec.models.multitask:ESMM")
@@ -91,22 +91,22 @@ class ESMMSection(ModelSection):
             _check_task_name(getattr(self, key), tasks, f"model.{key}")
         if self.click == self.conversion:
             raise ConfigError(
-                f"{self.click} is both click and conversion",
+                f"model.click and model.conversion are both {self.click}",
                 where="model.click, model.conversion",
-                expected="two tasks",
+                expected="two different tasks",
             )
         if others := [name for name in tasks if name not in (self.click, self.conversion)]:
             raise ConfigError(
-                f"esmm has a tower for clicks and one for conversions, and none for {', '.join(others)}",
+                f"esmm has towers for click and conversion only, not for {', '.join(others)}",
                 where="tasks, model.name",
                 expected="two tasks",
-                do="leave the others out, or take model.name=dbmtl, which relates any number of tasks",
+                do="remove the other tasks, or set model.name=dbmtl, which relates any number of tasks",
             )
         if wide := [name for name, columns in tasks.items() if columns != 1]:
             raise ConfigError(
-                f"the loss of task {wide[0]} has {tasks[wide[0]]} columns, and esmm gives one log-odds",
+                f"the loss of task {wide[0]} has {tasks[wide[0]]} columns, but esmm returns one log-odds",
                 where="tasks",
-                expected="loss: bce, or another one of a probability",
+                expected="loss: bce, or another loss of a probability",
             )
 
 
@@ -145,16 +145,16 @@ class DBMTLSection(ModelSection):
             _check_task_name(name, names, "model.relations")
             for parent in parents:
                 _check_task_name(parent, names, f"model.relations.{name}")
-        left = {name: list(dict.fromkeys(self.relations.get(name, []))) for name in names}
+        remaining = {name: list(dict.fromkeys(self.relations.get(name, []))) for name in names}
         ordered: dict[str, list[str]] = {}
-        while left:
-            ready = [name for name, parents in left.items() if set(parents) <= set(ordered)]
+        while remaining:
+            ready = [name for name, parents in remaining.items() if set(parents) <= set(ordered)]
             if not ready:
                 raise ConfigError(
-                    f"tasks depend on each other in a circle, {' and '.join(left)} among them or behind it",
+                    f"{' and '.join(remaining)} depend on each other in a cycle, or on tasks of a cycle",
                     where="model.relations",
-                    expected="tasks that depend on others which do not depend on them",
-                    do="leave one of the relations out",
+                    expected="relations without cycles",
+                    do="remove one of the relations",
                 )
-            ordered |= {name: left.pop(name) for name in ready}
+            ordered |= {name: remaining.pop(name) for name in ready}
         return ordered

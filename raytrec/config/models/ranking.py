@@ -57,7 +57,7 @@ class DcnSection(ModelSection):
         """Check that a bottom MLP has dense columns to read."""
         if self.bottom_mlp and not schema.dense:
             raise ConfigError(
-                f"model.bottom_mlp is {self.bottom_mlp}, and the schema has no dense columns",
+                f"model.bottom_mlp is {self.bottom_mlp}, but the schema has no dense columns",
                 where="model.bottom_mlp",
                 expected="[] without dense columns",
                 do="set model.bottom_mlp=[]",
@@ -83,10 +83,10 @@ def _check_first_order(
         table = schema.sparse[feature].table
         if (dim := schema.tables[table].dim) <= outputs:
             raise ConfigError(
-                f"table {table} has dim {dim}, and the tasks have {outputs} columns of logits",
+                f"table {table} has dim {dim}, but the tasks have {outputs} columns of logits",
                 where="schema.yaml, tables",
-                expected=f"a larger dim: {model} reads the first numbers of a row as the id's first-order "
-                "weights, one for each column, and the rest as its vector",
+                expected=f"a larger dim: in {model}, a row contains a first-order weight for each column, "
+                "followed by the vector of the id",
                 do=f"give {table} a dim of {(outputs // 4 + 1) * 4} or more",
             )
 
@@ -131,15 +131,15 @@ class WideDeepSection(ModelSection):
             ConfigError: A pattern matches nothing, or a feature is in neither part.
         """
         names = [*schema.dense, *schema.sparse]
-        found = {part: match_names(getattr(self, part), names, f"model.{part}") for part in ("wide", "deep")}
-        if neither := set(names) - found["wide"] - found["deep"]:
+        parts = {part: match_names(getattr(self, part), names, f"model.{part}") for part in ("wide", "deep")}
+        if neither := set(names) - parts["wide"] - parts["deep"]:
             raise ConfigError(
-                f"neither wide nor deep: {', '.join(sorted(neither))}",
+                f"features are in neither wide nor deep: {', '.join(sorted(neither))}",
                 where="model.wide, model.deep",
-                expected="each feature and dense column in one of them at least",
-                do="name it, or leave it out of the schema",
+                expected="each feature and dense column in wide, deep or both",
+                do="add them to model.wide or model.deep, or remove them from the schema",
             )
-        return found
+        return parts
 
 
 class FirstOrderSection(OneDimSection):
@@ -203,9 +203,9 @@ class FinalMLPSection(ModelSection):
         """Check that gates and heads fit the features and the sizes of the streams."""
         if not self.gating and (self.gate1 or self.gate2):
             raise ConfigError(
-                "gate1 and gate2 name what inputs are weighted by, and gating is false",
+                "model.gate1 or model.gate2 is set, but model.gating is false",
                 where="model.gating, model.gate1, model.gate2",
-                expected="gating: true, or neither of them",
+                expected="gating: true, or neither gate1 nor gate2",
                 do="set model.gating=true",
             )
         for stream in ("gate1", "gate2"):
@@ -213,10 +213,10 @@ class FinalMLPSection(ModelSection):
         for name, sizes in (("mlp1", self.mlp1), ("mlp2", self.mlp2)):
             if sizes[-1] % self.heads:
                 raise ConfigError(
-                    f"a stream of width {sizes[-1]} cannot be cut into {self.heads} heads",
+                    f"a stream of width {sizes[-1]} cannot be split into {self.heads} heads",
                     where=f"model.{name}, model.heads",
                     expected=f"a last size that is a multiple of {self.heads}",
-                    do=f"set the last of model.{name} to {-(-sizes[-1] // self.heads) * self.heads}",
+                    do=f"set the last size of model.{name} to {-(-sizes[-1] // self.heads) * self.heads}",
                 )
 
     def context(self, schema: Schema, stream: str) -> set[str]:

@@ -84,17 +84,17 @@ class SampledSection(ModelSection):
             ConfigError: A key is set without such a loss.
         """
         shared = self.negatives is not None and self.share_negatives
-        for key, needed, there in (
+        for key, needed, is_met in (
             ("share_negatives", "model.negatives", self.negatives is not None),
             ("log_share", "model.share_negatives and model.loss=softmax", shared and self.loss == "softmax"),
             ("gbce", "model.negatives and model.loss=bce", self.negatives is not None and self.loss == "bce"),
         ):
-            if getattr(self, key) and not there:
+            if getattr(self, key) and not is_met:
                 raise ConfigError(
                     f"model.{key} is set without {needed}",
                     where=f"model.{key}",
                     expected=needed,
-                    do=f"set {needed}, or leave {key} out",
+                    do=f"set {needed}, or remove {key}",
                 )
 
     def _with_ids(self, *features: str) -> list[str]:
@@ -132,7 +132,7 @@ class MfSection(PairSection):
     def check(self, schema: Schema) -> None:
         """Check the features, and that the tables of user and item have the same dim."""
         super().check(schema)
-        expected = "one dim: mf takes dot products between them"
+        expected = "the same dim for both tables, because mf computes their dot products"
         check_same_dim(schema, (self.user, self.item), expected, "give both tables the same dim")
 
     def reads_ids(self, schema: Schema) -> list[str]:
@@ -165,10 +165,10 @@ class NcfSection(PairSection):
         self.widths(schema)
         if self.share_negatives:
             raise ConfigError(
-                "ncf puts user and item through an MLP together",
+                "ncf does not support share_negatives, because its MLP reads user and item together",
                 where="model.share_negatives",
-                expected="a model whose scores are dot products, which can be taken of many rows at once",
-                do="leave share_negatives out, or take mf or two_tower",
+                expected="a model whose scores are dot products, which can be computed for many rows at once",
+                do="remove share_negatives, or set model.name to mf or two_tower",
             )
 
     def widths(self, schema: Schema) -> tuple[int, int, int]:
@@ -180,14 +180,14 @@ class NcfSection(PairSection):
         dims = [schema.dim_of(feature) for feature in (self.user, self.item)]
         if self.shared and self.gmf_dim is not None:
             raise ConfigError(
-                f"model.shared is true, and model.gmf_dim is {self.gmf_dim}",
+                f"model.shared is true, but model.gmf_dim is {self.gmf_dim}",
                 where="model.gmf_dim",
-                expected="one of the two: embeddings are shared, or parted",
-                do="leave gmf_dim out, or set model.shared=false",
+                expected="only one of the keys: embeddings are either shared or split",
+                do="remove gmf_dim, or set model.shared=false",
             )
         if self.shared:
             expected, do = (
-                "one dim: model.shared takes products of whole vectors",
+                "the same dim for both tables, because model.shared multiplies whole vectors",
                 "change a dim, or set gmf_dim",
             )
             check_same_dim(schema, (self.user, self.item), expected, do)
@@ -195,9 +195,9 @@ class NcfSection(PairSection):
         products = min(dims) // 2 if self.gmf_dim is None else self.gmf_dim
         if products > min(dims):
             raise ConfigError(
-                f"embeddings of {self.user} have {dims[0]} numbers, those of {self.item} {dims[1]}",
+                f"gmf_dim is {products}, but {self.user} has dim {dims[0]} and {self.item} has dim {dims[1]}",
                 where="schema.yaml, tables; model.gmf_dim",
-                expected=f"{products} of each for their products",
+                expected=f"a dim of at least {products} for both, for the products",
                 do="change the tables' dims, or set model.gmf_dim",
             )
         return products, dims[0] - products, dims[1] - products
@@ -252,10 +252,10 @@ class TwoTowerSection(SampledSection):
             return self.check_own_loss()
         if len(of_item) > 1 or not of_item <= set(schema.sparse):
             raise ConfigError(
-                f"the item tower reads {', '.join(sorted(of_item))}, and of negatives only ids are known",
+                f"the item tower reads {', '.join(sorted(of_item))}, but only the ids of negatives are known",
                 where="model.towers.item, model.negatives",
-                expected="one sparse feature in the item tower, whose ids negatives are",
-                do="leave negatives out: in_batch_softmax needs none, or leave the other features out",
+                expected="a single sparse feature in the item tower, with the same ids as the negatives",
+                do="remove negatives (in_batch_softmax needs none), or remove the other features",
             )
         self.check_negatives(schema, *of_item)
 
@@ -274,16 +274,16 @@ class TwoTowerSection(SampledSection):
             ConfigError: A feature is in neither or both towers, or a pattern matches nothing.
         """
         names = [name for name in [*schema.dense, *schema.sparse] if name != self.negatives]
-        found = self.towers.members(names)
-        both = found["query"] & found["item"]
-        neither = set(names) - found["query"] - found["item"]
+        towers = self.towers.members(names)
+        both = towers["query"] & towers["item"]
+        neither = set(names) - towers["query"] - towers["item"]
         if both or neither:
             what, which = ("both towers", both) if both else ("neither tower", neither)
             raise ConfigError(
-                f"in {what}: {', '.join(sorted(which))}",
+                f"features are in {what}: {', '.join(sorted(which))}",
                 where="model.towers",
-                expected="each feature and dense column in one tower: a query's vector knows nothing of the "
-                "item",
-                do="name it under query or item, or leave it out of the schema",
+                expected="each feature and dense column in one tower, because a query's vector does not "
+                "depend on the item",
+                do="list them under either query or item, or remove them from the schema",
             )
-        return found
+        return towers

@@ -47,10 +47,10 @@ class TargetedSection(ModelSection):
         sequences = self.sequences(schema)
         if not sequences:
             raise ConfigError(
-                "the schema has no sequence",
+                "the schema has no sequence feature",
                 where="schema.yaml, sparse",
-                expected=f"a feature of pooling: sequence for model.name={self.name}",
-                do="set pooling: sequence on the feature whose ids are in the order of time, or take dlrm",
+                expected=f"a feature with pooling: sequence for model.name={self.name}",
+                do="set pooling: sequence on a feature with ids in the order of time, or use dlrm",
             )
         return {sequence: self._target(schema, sequence) for sequence in sequences}
 
@@ -61,7 +61,7 @@ class TargetedSection(ModelSection):
             ConfigError: The widths differ, or see `targets`.
         """
         for pair in self.targets(schema).items():
-            expected = "one dim: ids of a sequence and its target are held against each other"
+            expected = "the same dim for both tables, because ids of a sequence are compared with its target"
             do = "give both tables the same dim, or set model.target to another feature"
             check_same_dim(schema, pair, expected, do)
 
@@ -74,9 +74,9 @@ class TargetedSection(ModelSection):
             raise unknown(f"'{self.target}' is not a feature", self.target, bags, "model.target")
         if len(same) != 1:
             raise ConfigError(
-                f"for which feature is {sequence} to be read? {len(same)} others look up its table",
+                f"sequence {sequence} has no default target: {len(same)} other features look up its table",
                 where="model.target",
-                expected="one feature that shares the sequence's table, or a word on which it is",
+                expected="exactly one feature that shares the sequence's table, or an explicit target",
                 do=f"set model.target to one of {', '.join(same or bags)}",
             )
         return same[0]
@@ -152,10 +152,10 @@ class DienSection(TargetedSection):
         if self.negatives is not None and not self.get_supervised_sequences(schema):
             table = schema.sparse[self.negatives].table
             raise ConfigError(
-                f"'{self.negatives}' looks up table {table}, and no sequence does",
+                f"'{self.negatives}' looks up table {table}, but no sequence does",
                 where="model.negatives",
-                expected="a feature of the table of a sequence, whose ids they are held against",
-                do=f"set table on {self.negatives} to that of {self.sequences(schema)[0]}",
+                expected="a feature of a sequence's table, because its ids are compared with the negatives",
+                do=f"set the table of {self.negatives} to the table of {self.sequences(schema)[0]}",
             )
 
 
@@ -167,9 +167,9 @@ def _check_heads(heads: int, width: int, what: str) -> None:
     """
     if width % heads:
         raise ConfigError(
-            f"{what}, and model.heads is {heads}",
+            f"{what}, which is not a multiple of model.heads={heads}",
             where="model.heads",
-            expected="a divisor of it: each head has an equal part",
+            expected=f"a divisor of {width}, because all heads have the same width",
             do="set model.heads=1, or another divisor",
         )
 

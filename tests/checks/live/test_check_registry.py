@@ -60,7 +60,7 @@ def test_one_of_the_users_comes_last_with_its_own_reaction():
     [
         ("Nameless", "is not a check"),
         ("NOT_CHECKS", "is not a check"),
-        ("Gone", "the module has no Gone"),
+        ("Gone", "the module has no attribute 'Gone'"),
         ("Shards", "two checks are called shards"),
     ],
 )
