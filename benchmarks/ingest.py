@@ -162,33 +162,33 @@ class Measured:
 
 def measure(run: Callable[[], int], rows: int) -> Measured:
     """Run a variant once and return its figures."""
-    cpu, mine, began = tree_cpu_s(), process_time(), perf_counter()
+    cpu, own_cpu, began = tree_cpu_s(), process_time(), perf_counter()
     assert run() == rows
-    seconds, mine, cpu = perf_counter() - began, process_time() - mine, tree_cpu_s() - cpu
-    return Measured(rows / seconds, cpu / rows * 1e6, mine / seconds)
+    seconds, own_cpu, cpu = perf_counter() - began, process_time() - own_cpu, tree_cpu_s() - cpu
+    return Measured(rows / seconds, cpu / rows * 1e6, own_cpu / seconds)
 
 
 def memory_mib() -> float:
     """Return the private memory of this process and its descendants and of Ray's object store."""
-    held = ray.cluster_resources()["object_store_memory"]
-    held -= ray.available_resources().get("object_store_memory", 0)
+    total = ray.cluster_resources()["object_store_memory"]
+    total -= ray.available_resources().get("object_store_memory", 0)
     me = psutil.Process()
     for process in [me, *me.children(recursive=True)]:
         try:
             memory = process.memory_info()
-            held += memory.rss - memory.shared
+            total += memory.rss - memory.shared
         except psutil.Error:
             continue
-    return held / 2**20
+    return total / 2**20
 
 
 def peak_memory_mib(run: Callable[[], int]) -> float:
     """Return the peak of `memory_mib` during a call."""
-    over, most = Event(), [memory_mib()]
+    over, peak = Event(), [memory_mib()]
 
     def watch() -> None:
         while not over.wait(0.2):
-            most[0] = max(most[0], memory_mib())
+            peak[0] = max(peak[0], memory_mib())
 
     watcher = Thread(target=watch)
     watcher.start()
@@ -197,7 +197,7 @@ def peak_memory_mib(run: Callable[[], int]) -> float:
     finally:
         over.set()
         watcher.join()
-    return most[0]
+    return peak[0]
 
 
 def repeated(dataset: Dataset, times: int) -> Dataset:

@@ -231,12 +231,12 @@ def measure_exports(row: Row, folder: Path) -> None:
     settings = [*settings_of(row, folder), *QUIET, "run.seed=0"]
     with tempfile.TemporaryDirectory() as scratch:
         trained = train(row.config, [*settings, f"run.dir={scratch}/run"])
-        found = {name: {"fp32": trained.metrics[key]} for name, key in row.metrics.items()}
+        values = {name: {"fp32": trained.metrics[key]} for name, key in row.metrics.items()}
         for precision in ("fp16", "int8", "int4"):
             metrics = export(trained.path, f"{scratch}/{precision}", quantize=precision).metrics
             for name, key in row.metrics.items():
-                found[name][precision] = metrics[f"{key}.{precision}"]
-    harness.store("quality_exports", harness.load("quality_exports") | {row.name: found})
+                values[name][precision] = metrics[f"{key}.{precision}"]
+    harness.store("quality_exports", harness.load("quality_exports") | {row.name: values})
 
 
 def parameters(config: RunConfig, schema: Schema) -> int:

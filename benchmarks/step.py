@@ -139,7 +139,7 @@ def main(
         models, workers, rows, steps, rounds = "dlrm", "1", 256, EVERY, 1
     os.environ["OMP_NUM_THREADS"] = "1"
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # exit in order, which ends the commands
-    found: dict[str, dict[str, list[Measured]]] = {}
+    runs: dict[str, dict[str, list[Measured]]] = {}
     cases = cases_of(harness.split(models), harness.integers(workers))
     with tempfile.TemporaryDirectory(prefix="step-", ignore_cleanup_errors=True) as place:
         data = str(repeat(Path(data), Path(place)).absolute())
@@ -155,9 +155,9 @@ def main(
 
         for case in cases:
             turns = {side: lambda side=side, case=case: turn(case, side) for side in harness.split(sides)}
-            found[case] = take_turns(turns, rounds)
+            runs[case] = take_turns(turns, rounds)
     title = f"{rows:,} rows a rank, {steps} steps, best of {rounds} round{'s' * (rounds > 1)}"
-    results = summarize(title, found)
+    results = summarize(title, runs)
     for case in cases:
         table_of(results, case).show()
     if whole:

@@ -126,14 +126,14 @@ class Run:
         step = attempts[-1].last if attempts else 0
         print(f"{time.monotonic() - self._began:6.1f} s  step {step:5}  {text}", flush=True)
 
-    def wait(self, what: str, found: Callable[[], T], seconds: float = LONGEST_S, alive: bool = True) -> T:
-        """Wait until `found` returns a true value, and return it.
+    def wait(self, what: str, ready: Callable[[], T], seconds: float = LONGEST_S, alive: bool = True) -> T:
+        """Wait until `ready` returns a true value, and return it.
 
         Raises:
             Problem: The time is over, or the driver ended although it should be alive.
         """
         end = min(time.monotonic() + seconds, self._until)
-        while not (value := found()):
+        while not (value := ready()):
             if alive and self.ended() is not None:
                 raise Problem(f"{what}: the driver has ended with exit code {self.ended()}\n{self.tail()}")
             if time.monotonic() > end:

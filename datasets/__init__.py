@@ -88,11 +88,11 @@ def find_recipe(path: str) -> Callable[..., None]:
     """
     from raytrec.common.registry import find_code
 
-    found = find_code(path, "recipe", "raytrec prepare", os.getcwd())
-    if not inspect.isfunction(found):
+    recipe = find_code(path, "recipe", "raytrec prepare", os.getcwd())
+    if not inspect.isfunction(recipe):
         raise ConfigError(
             f"the recipe {path} is not a function",
             where="raytrec prepare",
             expected="def prepare(out: Path, …)",
         )
-    return found
+    return recipe

@@ -68,11 +68,11 @@ def main(arguments: list[str]) -> None:
     refuse_other_python(sys.version_info[:2])
     file = HERE / f"{options.device}.txt"
     torch = re.search(r"^torch==(\S+)", file.read_text(), re.MULTILINE)[1]
-    before = installed_versions()
-    refuse_other_device(options.device, before)
+    installed = installed_versions()
+    refuse_other_device(options.device, installed)
     if options.device == "cuda":
         refuse_old_driver()
-    if not is_right_torch(options.device, before.get("torch", ""), torch):
+    if not is_right_torch(options.device, installed.get("torch", ""), torch):
         install_torch(options.device, torch, options.torch_index)
     if pip(*INSTALL, "-r", str(file), *more).returncode:
         raise InstallError(
@@ -136,13 +136,13 @@ def refuse_old_driver(file: Path = DRIVER_FILE) -> None:
         InstallError: NVIDIA's driver on this machine is older than the packages' CUDA needs.
     """
     try:
-        found = re.search(r"\b(\d{3})\.\d+(\.\d+)?\b", file.read_text(encoding="utf-8"))
+        match = re.search(r"\b(\d{3})\.\d+(\.\d+)?\b", file.read_text(encoding="utf-8"))
     except OSError:
         return
     # Data-center GPUs can use older drivers with NVIDIA's compatibility package of CUDA.
-    if found and int(found[1]) < DRIVER and not list(Path("/usr/local").glob("cuda-13*/compat/libcuda.so.*")):
+    if match and int(match[1]) < DRIVER and not list(Path("/usr/local").glob("cuda-13*/compat/libcuda.so.*")):
         raise InstallError(
-            f"NVIDIA's driver is {found[0]}, with which these packages find no GPU",
+            f"NVIDIA's driver is {match[0]}, with which these packages find no GPU",
             where=str(file),
             expected=f"{DRIVER} or newer: the packages are built for CUDA {CUDA}",
             do="install a newer driver; or, on GPUs of data centers, NVIDIA's package "
@@ -166,19 +166,19 @@ def install_torch(device: str, version: str, index: str) -> None:
         if pip(*INSTALL, f"torch==={version}").returncode:
             raise InstallError(f"pip could not install torch {version}", where="pip's messages above")
         return
-    said = []
+    logs = []
     for place in ([], ["--timeout", "15", "--index-url", index]):
         done = pip(*INSTALL, *SOON, *place, f"torch=={version}+cpu", stderr=subprocess.PIPE)
         if not done.returncode:
             return
-        said += [line for line in done.stderr.splitlines() if line.startswith(("ERROR", "WARNING: Retrying"))]
+        logs += [line for line in done.stderr.splitlines() if line.startswith(("ERROR", "WARNING: Retrying"))]
     raise InstallError(
         f"found no CPU build of torch {version}",
         where=f"where pip is configured to look, then {index}",
         expected=f"torch {version}+cpu; PyPI's torch {version} is the CUDA build, which fails without CUDA",
         do="name an index that this machine reaches (--torch-index URL; make install TORCH_INDEX=URL), or a "
         "folder with the wheel (PIP_FIND_LINKS=FOLDER)",
-        **{"pip said": "\n            ".join(dict.fromkeys(said))},
+        **{"pip said": "\n            ".join(dict.fromkeys(logs))},
     )
 
 

@@ -210,14 +210,14 @@ def _vocabulary(train: list[Chunk], skip_bad: bool, min_count: int, folder: Path
             parts = [_added_up(parts)]
     total = _added_up(parts)
     folder.mkdir()
-    kept = {}
+    vocabulary = {}
     for number, name in enumerate(SPARSE):
         rows = total.filter((pa.compute.field("column") == number) & (pa.compute.field("value") >= 0))
         rows = rows.filter(pa.compute.field("count") >= min_count)
         rows = rows.sort_by([("count", "descending"), ("value", "ascending")]).select(["value", "count"])
         pq.write_table(rows, folder / f"{name}.parquet", compression="zstd")
-        kept[name] = rows["value"].to_numpy()
-    return kept
+        vocabulary[name] = rows["value"].to_numpy()
+    return vocabulary
 
 
 def _added_up(parts: list[pa.Table]) -> pa.Table:
@@ -279,8 +279,8 @@ class ChunkWriter:
                 mixed = (values.astype(np.uint64) + np.uint64(1)) * MIX >> np.uint64(20)
             ids = 1 + (mixed % np.uint64(self._hash_rows - 1)).astype(np.int64)
             return np.where(values < 0, 0, ids)
-        known, ids = self._tables[name]
-        if not len(known):
+        keys, ids = self._tables[name]
+        if not len(keys):
             return np.zeros(len(values), np.int64)
-        at = np.minimum(np.searchsorted(known, values), len(known) - 1)
-        return np.where(known[at] == values, ids[at], 0).astype(np.int64)
+        at = np.minimum(np.searchsorted(keys, values), len(keys) - 1)
+        return np.where(keys[at] == values, ids[at], 0).astype(np.int64)

@@ -55,8 +55,8 @@ def draw_unmet(
         drawn[open_] = again
     for row in open_[_wrong(users[open_], drawn[open_], items, met).any(axis=1)]:
         first, end = np.searchsorted(met, [users[row] * items, (users[row] + 1) * items])
-        left = np.setdiff1d(np.arange(items), met[first:end] - users[row] * items)
-        drawn[row] = rng.choice(left, count, replace=False)
+        unmet = np.setdiff1d(np.arange(items), met[first:end] - users[row] * items)
+        drawn[row] = rng.choice(unmet, count, replace=False)
     return drawn
 
 
@@ -71,14 +71,14 @@ def _wrong(users: np.ndarray, drawn: np.ndarray, items: int, met: np.ndarray) ->
 
 
 def _check_enough(users: np.ndarray, count: int, items: int, met: np.ndarray) -> None:
-    asked = np.unique(users)
-    known = np.searchsorted(met, (asked + 1) * items) - np.searchsorted(met, asked * items)
-    if len(asked) and known.max() + count > items:
-        left = items - int(known.max())
+    unique = np.unique(users)
+    counts = np.searchsorted(met, (unique + 1) * items) - np.searchsorted(met, unique * items)
+    if len(unique) and counts.max() + count > items:
+        remaining = items - int(counts.max())
         raise DataError(
-            f"{count} items that a user has not met, and one has met all of {items:,} but {left}",
+            f"{count} items that a user has not met, and one has met all of {items:,} but {remaining}",
             where="--negatives, --train-negatives",
-            expected=f"{max(left, 0)} or fewer",
+            expected=f"{max(remaining, 0)} or fewer",
             do="lower it",
         )
 

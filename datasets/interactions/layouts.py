@@ -106,24 +106,24 @@ def find_splits(source: Path) -> dict[int, list[Path]]:
     Raises:
         DataError: The folder has train without test, or splits of several data sets.
     """
-    found: dict[tuple[str, str], dict[int, list[Path]]] = {}
+    datasets: dict[tuple[str, str], dict[int, list[Path]]] = {}
     for place in sorted(source.iterdir()) if source.is_dir() else ():
         inside = place.rglob("*") if place.is_dir() else [place]
         files = sorted(path for path in inside if path.is_file() and suffix_of(path))
         suffixes = {suffix_of(path) for path in files}
         stem = place.name if place.is_dir() else place.name.removesuffix(suffix_of(place) or "")
         if (named := SPLIT.fullmatch(stem)) and len(suffixes) == 1:
-            of_set = found.setdefault((named[1] or "", *suffixes), {})
+            of_set = datasets.setdefault((named[1] or "", *suffixes), {})
             of_set.setdefault(SPLITS[named[2].lower()], []).extend(files)
-    found = {key: splits for key, splits in found.items() if TRAIN in splits}
-    if len(found) > 1:
+    datasets = {key: splits for key, splits in datasets.items() if TRAIN in splits}
+    if len(datasets) > 1:
         raise DataError(
             "train, valid and test of several data sets are there",
-            where=f"{source}: {', '.join(str(splits[TRAIN][0].name) for splits in found.values())}",
+            where=f"{source}: {', '.join(str(splits[TRAIN][0].name) for splits in datasets.values())}",
             expected="files of one data set, in one format",
             do="give each data set a folder, or name one file",
         )
-    for (_, suffix), splits in found.items():
+    for (_, suffix), splits in datasets.items():
         if TEST in splits:
             return dict(sorted(splits.items()))
         if VALID in splits or suffix != ".parquet":
@@ -138,8 +138,8 @@ def find_splits(source: Path) -> dict[int, list[Path]]:
 
 def _ncf_file(source: Path) -> Path | None:
     """Return NAME.train.rating, given directly or by its folder, or None for other sources."""
-    found = sorted(source.glob(f"*{TRAIN_END}")) if source.is_dir() else [source]
-    return found[0] if found and found[0].name.endswith(TRAIN_END) else None
+    paths = sorted(source.glob(f"*{TRAIN_END}")) if source.is_dir() else [source]
+    return paths[0] if paths and paths[0].name.endswith(TRAIN_END) else None
 
 
 def _read_ncf(train: Path, gathering: Gathering) -> dict[str, Any]:
@@ -182,7 +182,7 @@ def read_negatives(path: Path) -> dict[int, list[int]]:
     Raises:
         DataError: A line is not a user with candidates; the error names the line.
     """
-    found: dict[int, list[int]] = {}
+    candidates: dict[int, list[int]] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         first, *others = line.split("\t")
         pair = PAIR.fullmatch(first.strip())
@@ -192,10 +192,10 @@ def read_negatives(path: Path) -> dict[int, list[int]]:
                 where=str(path),
                 expected="(user,item) and items, with tabs between them",
             )
-        found[int(pair[1])] = list(dict.fromkeys([int(pair[2]), *map(int, others)]))
-    if not found:
+        candidates[int(pair[1])] = list(dict.fromkeys([int(pair[2]), *map(int, others)]))
+    if not candidates:
         raise DataError("there are no users", where=str(path), expected="a line for each user")
-    return found
+    return candidates
 
 
 def check_same(rated: dict[int, int], left_out: dict[int, int], path: Path) -> None:

@@ -69,14 +69,14 @@ class Side:
             ConfigError: The feature's keys have another type.
         """
         try:
-            found = pc.index_in(keys, value_set=self.keys.cast(keys.type))
+            indices = pc.index_in(keys, value_set=self.keys.cast(keys.type))
         except pa.ArrowInvalid as error:
             raise ConfigError(
                 f"the keys of the side feature {self.name} are none of the source's: {error}",
                 where="--user-features, --item-features",
                 expected=f"keys of type {keys.type}",
             ) from None
-        values = self.values.take(found)
+        values = self.values.take(indices)
         if self.is_bag:
             return pc.if_else(values.is_null(), pa.scalar([], values.type), values)
         return values.fill_null(0) if self.rows or pa.types.is_floating(values.type) else values
@@ -154,14 +154,14 @@ def _side(name: str, keys: pa.Array, values: pa.Array, path: Path) -> Side:
 def encode(name: str, keys: pa.Array, values: pa.Array) -> Side:
     """Encode a feature of values, or of lists of values, as ids."""
     flat = values.flatten() if pa.types.is_list(values.type) else values
-    known = pc.unique(flat.drop_null())
-    known = known.take(pc.sort_indices(known))
-    ids = pc.add(pc.index_in(flat, value_set=known).cast(pa.int64()), 1).fill_null(0)
+    vocabulary = pc.unique(flat.drop_null())
+    vocabulary = vocabulary.take(pc.sort_indices(vocabulary))
+    ids = pc.add(pc.index_in(flat, value_set=vocabulary).cast(pa.int64()), 1).fill_null(0)
     if pa.types.is_list(values.type):
         lengths = pc.list_value_length(values).fill_null(0).to_numpy(zero_copy_only=False)
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         ids = pa.ListArray.from_arrays(pa.array(offsets), ids)
-    return Side(name, keys, ids, len(known) + 1)
+    return Side(name, keys, ids, len(vocabulary) + 1)
 
 
 def _refuse_nulls(name: str, values: pa.Array, path: Path) -> None:

@@ -57,10 +57,10 @@ def parquet_batches(path: Path, columns: Columns) -> Iterator[Batch]:
     """Yield users, items and times of a Parquet file. A list of items counts as one interaction per item."""
     try:
         file = pq.ParquetFile(path)
-        wanted = [name for name in (columns.user, columns.item, columns.time) if name]
-        check_columns(wanted, file.schema_arrow.names, path)
+        required = [name for name in (columns.user, columns.item, columns.time) if name]
+        check_columns(required, file.schema_arrow.names, path)
         done = 0
-        for batch in file.iter_batches(BATCH_ROWS, columns=wanted):
+        for batch in file.iter_batches(BATCH_ROWS, columns=required):
             yield _batch(batch, columns, f"{path}, rows from {done:,}")
             done += len(batch)
     except (pa.ArrowException, OSError) as error:
@@ -78,10 +78,10 @@ def csv_batches(path: Path, columns: Columns) -> Iterator[Batch]:
     try:
         names = csv.open_csv(path, reading, parse).schema.names
         columns = _of_inter(columns, names) if path.suffix == ".inter" else columns
-        wanted = [name for name in (columns.user, columns.item, columns.time) if name]
-        check_columns(wanted, names, path)
+        required = [name for name in (columns.user, columns.item, columns.time) if name]
+        check_columns(required, names, path)
         types = {name: pa.string() for name in (columns.user, columns.item)}
-        options = csv.ConvertOptions(include_columns=wanted, column_types=types)
+        options = csv.ConvertOptions(include_columns=required, column_types=types)
         with csv.open_csv(path, reading, parse, options) as reader:
             if columns.time and pa.types.is_string(reader.schema.field(columns.time).type):
                 raise _broken(path, divider, columns.time, f"{columns.time} is text")
@@ -131,11 +131,11 @@ def _first_bad(words: pa.Array) -> int:
 
 def _of_inter(columns: Columns, names: list[str]) -> Columns:
     """Return the columns as named in a .inter file (name:type). RecBole's own names are the fallback."""
-    known = {name.partition(":")[0]: name for name in names}
+    by_name = {name.partition(":")[0]: name for name in names}
     user, item = (
-        known.get(name if name in known else f"{name}_id", name) for name in (columns.user, columns.item)
+        by_name.get(name if name in by_name else f"{name}_id", name) for name in (columns.user, columns.item)
     )
-    return Columns(user, item, known.get(columns.time or "timestamp", columns.time))
+    return Columns(user, item, by_name.get(columns.time or "timestamp", columns.time))
 
 
 def check_columns(wanted: list[str], there: list[str], path: Path) -> None:
@@ -244,12 +244,14 @@ def _broken(path: Path, divider: str, time: str | None, why: str) -> DataError:
             lines = plain_csv.reader(file, delimiter=divider)
             names = next(lines, [])
             for line in filter(None, lines):
-                wrong = f"{len(line)} fields, not {len(names)}" if len(line) != len(names) else None
-                if not wrong and time and not _is_time(line[names.index(time)]):
-                    wrong = f"{line[names.index(time)]!r} as {time}"
-                if wrong:
+                problem = f"{len(line)} fields, not {len(names)}" if len(line) != len(names) else None
+                if not problem and time and not _is_time(line[names.index(time)]):
+                    problem = f"{line[names.index(time)]!r} as {time}"
+                if problem:
                     where = f"{path}, line {lines.line_num}"
-                    return DataError(f"the line has {wrong}", where=where, expected=expected, do="correct it")
+                    return DataError(
+                        f"the line has {problem}", where=where, expected=expected, do="correct it"
+                    )
     except (OSError, ValueError):
         pass  # pyarrow's message is enough
     return DataError(f"the file does not parse: {why}", where=str(path), expected=expected)

@@ -95,16 +95,16 @@ def load_or_create_token(file: Path) -> str:
     return file.read_text(encoding="utf-8", errors="replace").strip()
 
 
-def _require_token_file(create: bool, own: bool) -> None:
+def _require_token_file(create: bool, local_only: bool) -> None:
     file = token_file()
     try:
         if create:
             if not file.is_absolute():
                 raise FileNotFoundError(errno.ENOENT, "there is no home folder")
             load_or_create_token(file)
-        there = file.is_file() and os.access(file, os.R_OK)
+        is_readable = file.is_file() and os.access(file, os.R_OK)
     except OSError as error:
-        if create and own:
+        if create and local_only:
             os.environ[TOKEN] = secrets.token_hex(32)
             return
         raise RunError(
@@ -113,7 +113,7 @@ def _require_token_file(create: bool, own: bool) -> None:
             expected="a file that this user can write and read, or a token in the environment",
             do=f"set {TOKEN_PATH_VARIABLE}=FILE to a place that can be written to, or {TOKEN}",
         ) from None
-    if not there:
+    if not is_readable:
         raise RunError(
             "there is no token for the Ray cluster",
             where=f"{TOKEN} is not set, and there is no file {file}",
@@ -141,7 +141,7 @@ def check_cluster(address: str, given: str) -> None:
     _check_token(address, given)
 
 
-def _check_listening(address: str, given: str) -> None:
+def _check_listening(address: str, source: str) -> None:
     places = _list_addresses(address)  # if empty, Ray reports the error in the address
     deadline, why = monotonic() + STARTUP_TIMEOUT_S, ""
     while places and not (why and monotonic() > deadline):
@@ -155,13 +155,13 @@ def _check_listening(address: str, given: str) -> None:
         return None
     raise RunError(
         f"no Ray cluster answers at {address.removeprefix(SCHEME)}: {why}",
-        where=given,
+        where=source,
         expected="the address of a cluster that runs, which this machine can reach",
-        do=START_CLUSTER_HINT + (", if you unset RAY_ADDRESS" if given.startswith("RAY_ADDRESS") else ""),
+        do=START_CLUSTER_HINT + (", if you unset RAY_ADDRESS" if source.startswith("RAY_ADDRESS") else ""),
     )
 
 
-def _check_token(address: str, given: str) -> None:
+def _check_token(address: str, source: str) -> None:
     import grpc
 
     encrypted = os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
@@ -174,7 +174,7 @@ def _check_token(address: str, given: str) -> None:
             no_token = "" if get_token_metadata() else "; and do not set RAY_AUTH_MODE to disabled"
             raise RunError(
                 "the cluster asks for a token" if no_token else "the cluster refuses the token",
-                where=given,
+                where=source,
                 expected="the token with which the cluster was started",
                 do=f"bring it into {token_file()} (chmod 600), or name its file in "
                 f"{TOKEN_PATH_VARIABLE}{no_token}",
@@ -182,7 +182,7 @@ def _check_token(address: str, given: str) -> None:
         if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
             raise RunError(
                 f"what listens at {target} does not answer as a Ray cluster does",
-                where=given,
+                where=source,
                 expected="HOST:PORT of a cluster's head (by default 6379), or ray://HOST:PORT",
             )
         # A cluster calls a driver back, and the driver would refuse calls without its token. Ray clients are
@@ -190,7 +190,7 @@ def _check_token(address: str, given: str) -> None:
         if method == GCS_PROBE_METHOD and get_token_metadata() and _call_cluster(channel, method, ()) is None:
             raise RunError(
                 "the cluster was started without a token, so it could not call this process, which has one",
-                where=given,
+                where=source,
                 expected=f"a cluster that was started with {describe_token_source()}",
                 do="start the cluster with the token, as `raytrec head` does, or set RAY_AUTH_MODE to "
                 "disabled where strangers cannot reach its network",
@@ -210,12 +210,12 @@ def _call_cluster(channel: Any, method: str, token: tuple[tuple[str, str], ...])
 
 def _list_addresses(address: str) -> list[tuple[str, int]]:
     """Return the (host, port) pairs to try; Ray replaces 127.0.0.1 with the machine's own address."""
-    found = []
+    addresses = []
     for target in (address.removeprefix(SCHEME), _find_address(address)):
         host, _, port = (target or "").partition("/")[0].rpartition(":")
-        if host and port.isdigit() and int(port) < 2**16 and (host.strip("[]"), int(port)) not in found:
-            found.append((host.strip("[]"), int(port)))
-    return found
+        if host and port.isdigit() and int(port) < 2**16 and (host.strip("[]"), int(port)) not in addresses:
+            addresses.append((host.strip("[]"), int(port)))
+    return addresses
 
 
 def _find_address(address: str) -> str | None:
@@ -240,10 +240,10 @@ def check_version_mismatch(reported: str, *, where: str, expected: str, do: str)
     Raises:
         RunError: The versions differ.
     """
-    if found := parse_version_mismatch(reported):
-        check_cluster_version(found[0], where=where)
-        here = ".".join(map(str, sys.version_info[:3]))
-        what = f"the cluster runs Python {found[1]}, and this process Python {here}"
+    if versions := parse_version_mismatch(reported):
+        check_cluster_version(versions[0], where=where)
+        own_python = ".".join(map(str, sys.version_info[:3]))
+        what = f"the cluster runs Python {versions[1]}, and this process Python {own_python}"
         raise RunError(what, where=where, expected=expected, do=do)
 
 

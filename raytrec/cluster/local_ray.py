@@ -73,18 +73,18 @@ def make_folder() -> tuple[Path, int]:
 def find_base_folder() -> Path:
     """Return the parent of private folders; the path is short enough for the Unix sockets below."""
     for name in (RAY_TMPDIR_VARIABLE, "TMPDIR"):
-        if given := os.environ.get(name):
-            base = Path(given).absolute()
+        if value := os.environ.get(name):
+            base = Path(value).absolute()
             base = base.parent if base.name.startswith(FOLDER_PREFIX) else base  # folder of an enclosing Ray
-            room = LONGEST - len(f"/{FOLDER_PREFIX}12345678{SOCKET}")
-            if len(os.fsencode(base)) <= room:
+            max_bytes = LONGEST - len(f"/{FOLDER_PREFIX}12345678{SOCKET}")
+            if len(os.fsencode(base)) <= max_bytes:
                 base.mkdir(parents=True, exist_ok=True, mode=0o700)
                 return base
             if name == RAY_TMPDIR_VARIABLE:
                 raise RunError(
                     f"the path of Ray's folder is too long: {len(os.fsencode(base))} bytes",
-                    where=f"{RAY_TMPDIR_VARIABLE}={given}",
-                    expected=f"at most {room} bytes, because Ray makes Unix sockets below it",
+                    where=f"{RAY_TMPDIR_VARIABLE}={value}",
+                    expected=f"at most {max_bytes} bytes, because Ray makes Unix sockets below it",
                     do="set it to a shorter path, or a link with one",
                 )
     return Path("/tmp")
@@ -99,13 +99,13 @@ def sweep(base: Path) -> None:
 
 def heads() -> list[str]:
     """Return HOST:PORT of this user's `raytrec head` clusters that accept connections."""
-    found = []
+    addresses = []
     for note in find_base_folder().glob(f"{FOLDER_PREFIX}*/{CURRENT_CLUSTER_FILE}"):
         with suppress(OSError, ValueError):
             if note.stat().st_uid == os.getuid():
                 host, _, port = (address := note.read_text().strip()).rpartition(":")
-                found += [address] if listens(host, int(port)) else []
-    return found
+                addresses += [address] if listens(host, int(port)) else []
+    return addresses
 
 
 def listens(host: str, port: int, timeout_s: float = 2.0) -> bool:
@@ -175,13 +175,13 @@ def isolate_sessions(
 
 def read_stderr_tails(logs: Path) -> str:
     """Return the end of each stderr file of a Ray's processes: crashes and stack traces."""
-    told = []
+    parts = []
     for file in sorted(logs.glob("*.err"), key=lambda file: file.stat().st_mtime):
-        with suppress(OSError), open(file, "rb") as said:
-            said.seek(max(0, file.stat().st_size - WORDS))
-            if text := said.read().decode(errors="replace").strip():
-                told.append(f"\n{file.name}:\n{text}\n")
-    return "".join(told)[-MAX_LOG_CHARACTERS:]
+        with suppress(OSError), open(file, "rb") as stream:
+            stream.seek(max(0, file.stat().st_size - WORDS))
+            if text := stream.read().decode(errors="replace").strip():
+                parts.append(f"\n{file.name}:\n{text}\n")
+    return "".join(parts)[-MAX_LOG_CHARACTERS:]
 
 
 def end_sessions(leaders: list[int], linger_s: float = LINGER_S) -> None:
@@ -192,9 +192,9 @@ def end_sessions(leaders: list[int], linger_s: float = LINGER_S) -> None:
     """
     for patience_s in (linger_s, 1.0):  # a process that survives SIGKILL for a second is left to the system
         deadline = monotonic() + patience_s
-        while (left := _members(set(leaders))) and monotonic() < deadline:
+        while (remaining := _members(set(leaders))) and monotonic() < deadline:
             sleep(0.05)
-        for pid in left:
+        for pid in remaining:
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
 
@@ -203,12 +203,12 @@ def _members(sessions: set[int]) -> list[int]:
     """Return the living processes of these sessions; this process's own session is skipped."""
     import psutil
 
-    others, found = sessions - {os.getsid(0)}, []
+    others, members = sessions - {os.getsid(0)}, []
     for pid in psutil.pids():
         with suppress(OSError, psutil.Error):
             if os.getsid(pid) in others and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-                found.append(pid)
-    return found
+                members.append(pid)
+    return members
 
 
 def start_head(

@@ -97,12 +97,12 @@ def _feature(s: ColumnStats) -> Finding:
     if s.base == "text" or (s.is_list and s.base == "integer"):
         return Finding(s, "sparse", "a list of ids" if s.is_list else "text")
     if s.is_whole and s.base != "integer" and (why := _has_id_name(s) if s.is_list else _explain_id(s)):
-        found = Finding(s, "sparse", f"{why}; whole numbers")
+        finding = Finding(s, "sparse", f"{why}; whole numbers")
         largest = max(abs(s.lowest), abs(s.highest))
         if largest >= 2**63:
             return Finding(s, "skipped", "whole numbers beyond int64; as ids, write them as text")
         exact = s.base == "float" and largest < EXACT
-        return found if exact and not s.is_list else found.needs("cast", to="int64")
+        return finding if exact and not s.is_list else finding.needs("cast", to="int64")
     if s.is_list and s.base in ("float", "decimal"):
         return Finding(s, "skipped", "a list of floats that are not a feature's weights")
     if s.is_list and s.base == "bool":

@@ -218,9 +218,9 @@ def _schema(findings: list[Finding], tables: list[SharedTable], dim: int, sample
             pooling = "sequence" if has_history_name(f) else "mean" if f.stats.is_list else "sum"
             sparse[name] = {"table": of_column[name].name, "pooling": pooling, "weights": weights.get(name)}
     sizes = {table.name: table.choose_size(sampled) for table in tables}
-    for made in (t for f in findings for t in f.transforms if t["do"] == "bucketize"):
-        (name,) = made["into"]
-        sparse[name], sizes[name] = {"table": name}, {"rows": len(made["boundaries"]) + 1}
+    for transform in (t for f in findings for t in f.transforms if t["do"] == "bucketize"):
+        (name,) = transform["into"]
+        sparse[name], sizes[name] = {"table": name}, {"rows": len(transform["boundaries"]) + 1}
     if not sparse:
         expected = "numbers, integer ids, lists of them, or text"
         raise SchemaError("no column can be a feature", where=uri, expected=expected)
@@ -240,8 +240,8 @@ def _transforms(findings: list[Finding]) -> list[dict]:
     together: dict[str, dict] = {}
     for transform in (t for f in findings if f.kind != "skipped" for t in f.transforms):
         settings = {key: value for key, value in transform.items() if key != "columns"}
-        known = together.setdefault(
+        merged = together.setdefault(
             to_flow_yaml(settings), {"do": transform["do"], "columns": [], **settings}
         )
-        known["columns"] += transform["columns"]
+        merged["columns"] += transform["columns"]
     return sorted(together.values(), key=lambda t: ORDER.index(t["do"]))

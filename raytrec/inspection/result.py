@@ -52,8 +52,8 @@ class Inspection:
     def tasks(self) -> list[dict]:
         """Return the configuration's tasks, or [] if the default task fits: one label without nulls."""
         of_labels = [f.stats for f in self.findings if f.kind == "label"]
-        found = [{"label": s.name} | ({"nulls": "skip"} if s.count_missing() else {}) for s in of_labels]
-        return found if len(found) > 1 or "nulls" in found[0] else []
+        tasks = [{"label": s.name} | ({"nulls": "skip"} if s.count_missing() else {}) for s in of_labels]
+        return tasks if len(tasks) > 1 or "nulls" in tasks[0] else []
 
     def schema_yaml(self) -> str:
         """Return the text of schema.yaml, with the transforms and a comment for every column."""
@@ -88,15 +88,15 @@ class Inspection:
         shared = {
             name: f"shares {t.name}'s table: {why}" for t in self.tables for name, why in t.reasons.items()
         }
-        found = {("tables", t.name): t.comment for t in self.tables}
+        comments = {("tables", t.name): t.comment for t in self.tables}
         for f in self.findings:
             section = {"label": "labels", "dense": "dense", "sparse": "sparse"}.get(f.kind)
             if section:
                 more = [shared[f.stats.name]] if section == "sparse" and f.stats.name in shared else []
                 if section == "sparse" and has_history_name(f):
                     more.append("it is called like a sequence: the most recent id has to be the last")
-                found[section, f.stats.name] = "; ".join([_describe(f), *more])
-        return found
+                comments[section, f.stats.name] = "; ".join([_describe(f), *more])
+        return comments
 
     def show(self, out: str | None = None, overwrite: bool = False) -> None:
         """Print a table of the columns on stderr, and write the schema to stdout or to a file.
@@ -215,8 +215,8 @@ def format_bag_lengths(s: ColumnStats) -> str:
     """Return the shortest, mean, 95th percentile and longest bag of a list, and the share of empty bags."""
     if not s.is_list or not s.lengths.sum():
         return ""
-    counts, seen = s.lengths, np.flatnonzero(s.lengths)
+    counts, lengths = s.lengths, np.flatnonzero(s.lengths)
     total = counts.sum()
     p95 = int(np.searchsorted(np.cumsum(counts), 0.95 * total))
     mean = s.values / total
-    return f"{seen[0]} to {seen[-1]}, mean {mean:.3g}, p95 {p95}, empty {100 * counts[0] / total:.3g} %"
+    return f"{lengths[0]} to {lengths[-1]}, mean {mean:.3g}, p95 {p95}, empty {100 * counts[0] / total:.3g} %"

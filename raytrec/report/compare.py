@@ -54,8 +54,8 @@ def compare(places: Sequence[str | Path]) -> Comparison:
             do="raytrec compare RUN RUN …, or raytrec report RUN for one",
         )
     runs = [RunFolder.read(check_run_folder(place)) for place in places]
-    found = {key: row for run in runs for key, row in format_result(run.result).items()}
-    rows = dict(sorted(found.items(), key=lambda item: item[0] in AFTER and [*AFTER].index(item[0]) + 1))
+    unordered = {key: row for run in runs for key, row in format_result(run.result).items()}
+    rows = dict(sorted(unordered.items(), key=lambda item: item[0] in AFTER and [*AFTER].index(item[0]) + 1))
     results = {key: [_format_result(key, row, run, runs[0]) for run in runs] for key, row in rows.items()}
     titles = {key: row.title for key, row in rows.items()}
     return Comparison(runs, _names(runs), results, titles, _compare_configs(runs))
@@ -69,8 +69,8 @@ def write(comparison: Comparison, out: str | Path) -> Path:
     from raytrec.report.figures.style import to_svg
     from raytrec.report.report import write_page
 
-    drawn = draw_overlay(comparison.runs, comparison.names)
-    pictures = [Markup(to_svg(picture, picture.get_suptitle())) for picture in drawn]
+    figures = draw_overlay(comparison.runs, comparison.names)
+    pictures = [Markup(to_svg(picture, picture.get_suptitle())) for picture in figures]
     return write_page(
         Path(out),
         "compare.html.j2",
@@ -112,8 +112,8 @@ def _format_result(key: str, row: Row, run: RunFolder, first: RunFolder) -> str:
     if key not in run.result:
         return "–"
     text = as_text(run.result[key], row.form)
-    value, before = number(run.result[key]), number(first.result.get(key))
-    if run is first or isnan(value) or isnan(before):
+    value, reference = number(run.result[key]), number(first.result.get(key))
+    if run is first or isnan(value) or isnan(reference):
         return text
     return f"{text} ({row.difference(run.result[key], first.result[key])})"
 

@@ -17,14 +17,14 @@ MAX_EVENTS = 200
 
 def bounds(run: RunFolder) -> DataTable:
     """Return a table with one row for each part of the run's time (report.findings)."""
-    found = as_dict(run.result.get("bound.parts"))
+    parts = as_dict(run.result.get("bound.parts"))
     return _build_slice_table(
         {
             "part": Cell(str(name)),
             "seconds": _number_cell(number(part.get("seconds"))),
             "share of the time": _share(number(part.get("share"))),
         }
-        for name, part in found.items()
+        for name, part in parts.items()
         if isinstance(part, dict)
     )
 
@@ -93,10 +93,10 @@ def _build_table_row(
         latest: Lines of the last interval.
         looked: Bytes looked up by all ranks.
     """
-    held = [line.tables[name] for line in group if name in line.tables]
+    entries = [line.tables[name] for line in group if name in line.tables]
     plan, (rows, dim) = run.planned(name), run.table_size(name) or (nan, nan)
     on = plan.get("ranks") or [line.rank for line in group if name in line.tables]
-    load = sum(entry.get("lookup_bytes") or 0.0 for entry in held) / looked if looked else nan
+    load = sum(entry.get("lookup_bytes") or 0.0 for entry in entries) / looked if looked else nan
     figures = run.combine_ranks(latest, name)
     return {
         "table": Cell(name),
@@ -105,7 +105,7 @@ def _build_table_row(
         "sharding_type": Cell(str(plan.get("sharding_type") or "")),
         "compute_kernel": Cell(str(plan.get("compute_kernel") or "")),
         "ranks": Cell(ranges(on) if isinstance(on, list) else str(on)),
-        "memory": _bytes(sum(map(aggregate.sum_table_bytes, held)) if held else nan),
+        "memory": _bytes(sum(map(aggregate.sum_table_bytes, entries)) if entries else nan),
         "lookups": _share(load),
         "distinct ids": _share(figures["unique_ratio"]),
         "never trained": _share(figures["dead_share"]),
@@ -128,9 +128,9 @@ def _build_table_row(
 
 def checks(run: RunFolder) -> DataTable | None:
     """Return a table with one row per check: numbers of passes and failures, and the last value."""
-    seen: dict[str, list[Outcome]] = {}
+    outcomes: dict[str, list[Outcome]] = {}
     for line in run.checks:
-        seen.setdefault(line.check, []).append(line)
+        outcomes.setdefault(line.check, []).append(line)
     rows = (
         {
             "check": Cell(check),
@@ -141,16 +141,16 @@ def checks(run: RunFolder) -> DataTable | None:
             "limit": _number_cell(number(lines[-1].limit)),
             "last text": Cell(lines[-1].text),
         }
-        for check, lines in seen.items()
+        for check, lines in outcomes.items()
     )
-    return _build_slice_table(rows) if seen else None
+    return _build_slice_table(rows) if outcomes else None
 
 
 def events(run: RunFolder) -> DataTable | None:
     """Return a table of the last MAX_EVENTS events, without successful saves."""
-    told = story(run)
-    found = [(mark.at_s, mark.kind, mark.step, mark.text) for mark in told.marks if mark.kind != "saved"]
-    found += [(g.begin_s, "started", None, _started(g.workers, g.resumed_after_s)) for g in told.groups]
+    record = story(run)
+    items = [(mark.at_s, mark.kind, mark.step, mark.text) for mark in record.marks if mark.kind != "saved"]
+    items += [(g.begin_s, "started", None, _started(g.workers, g.resumed_after_s)) for g in record.groups]
     rows = (
         {
             "after": Cell(duration(at), at),
@@ -158,9 +158,9 @@ def events(run: RunFolder) -> DataTable | None:
             "step": _number_cell(number(step)),
             "what": Cell(text),
         }
-        for at, kind, step, text in sorted(found, key=lambda each: each[0])[-MAX_EVENTS:]
+        for at, kind, step, text in sorted(items, key=lambda each: each[0])[-MAX_EVENTS:]
     )
-    return _build_slice_table(rows) if found else None
+    return _build_slice_table(rows) if items else None
 
 
 def saves(run: RunFolder) -> str:

@@ -89,9 +89,9 @@ class Journal:
         why = f" ({self._trouble})" if self._trouble else ""
         return f"the run folder lacks {lines:,} record{'s' * (lines != 1)}{why}: {self._folder}"
 
-    def _enqueue(self, what: PendingWrite) -> None:
-        self._waiting.append(what)
-        self._bytes += len(what.data)
+    def _enqueue(self, item: PendingWrite) -> None:
+        self._waiting.append(item)
+        self._bytes += len(item.data)
         while self._bytes > MOST_BYTES:
             self._bytes -= len(self._waiting.popleft().data)
             self._lost += 1
@@ -110,14 +110,14 @@ class Journal:
             )
         )
 
-    def _write(self, what: PendingWrite) -> None:
-        path = self._folder / what.name
-        if what.whole:
-            write_atomically(path, what.data)
+    def _write(self, item: PendingWrite) -> None:
+        path = self._folder / item.name
+        if item.whole:
+            write_atomically(path, item.data)
             return
-        start = b"" if what.name in self._begun else _get_missing_newline(path)
-        append_to(path, start + what.data)
-        self._begun.add(what.name)
+        start = b"" if item.name in self._begun else _get_missing_newline(path)
+        append_to(path, start + item.data)
+        self._begun.add(item.name)
 
 
 def append_line(folder: Path, message: Message) -> None:
@@ -137,10 +137,10 @@ def append_to(path: Path, data: bytes) -> None:
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     try:
-        size, left = os.fstat(descriptor).st_size, memoryview(data)
+        size, remaining = os.fstat(descriptor).st_size, memoryview(data)
         try:
-            while left:
-                left = left[os.write(descriptor, left) :]
+            while remaining:
+                remaining = remaining[os.write(descriptor, remaining) :]
         except OSError:
             with suppress(OSError):
                 os.ftruncate(descriptor, size)

@@ -128,7 +128,7 @@ class RunFolder(History):
         Raises:
             OSError: A path is not a regular file, or the file cannot be read.
         """
-        before = dict(self._read_to)
+        offsets = dict(self._read_to)
         for file in self._read_to:
             for line in read_lines(self.path / file, self._read_to[file]):
                 self._read_to[file] = line.end
@@ -144,7 +144,7 @@ class RunFolder(History):
         plan = find_document(str(self.path / PLAN), list[dict[str, Any]]) or []
         self.plan = {str(entry.get("table")): entry for entry in plan}
         self.__dict__.pop("tables", None)
-        return self._read_to != before
+        return self._read_to != offsets
 
     @cached_property
     def tables(self) -> dict[str, dict[int, dict[str, Any]]]:

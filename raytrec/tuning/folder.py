@@ -107,10 +107,10 @@ def reopen_search(folder: Path, trials: int | None, allow_code: bool, patience_s
     read_settings(folder)  # checked first, because the lock creates the folder
     with hold_run_lock(folder, patience_s, RunConsole(folder.name).note):
         settings = read_settings(folder)
-        before = read_document(str(folder), TRIALS, Records, "search", "raytrec tune")
-    if trials is not None and trials < len(before):
+        records = read_document(str(folder), TRIALS, Records, "search", "raytrec tune")
+    if trials is not None and trials < len(records):
         raise ConfigError(
-            f"--trials {trials}, but the search has {len(before)} already",
+            f"--trials {trials}, but the search has {len(records)} already",
             where=str(folder),
             do="leave it out",
         )
@@ -118,7 +118,7 @@ def reopen_search(folder: Path, trials: int | None, allow_code: bool, patience_s
     config.run.dir = str(folder)  # the folder may have been moved
     space = Space.read(str(folder / SPACE))
     search = prepare_search(config, space, replace(settings, trials=trials or settings.trials), allow_code)
-    for trial, record in zip(search.trials, before, strict=False):
+    for trial, record in zip(search.trials, records, strict=False):
         if record["values"] != trial.values:
             raise RunError(
                 f"trial {trial.number} of the search is not what its space draws",

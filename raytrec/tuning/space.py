@@ -161,35 +161,35 @@ class Space:
             ConfigError: The space draws such code; the error lists the code.
         """
         if elsewhere := origin(self.place):
-            known = find_foreign_code(config.get_changed_values()).items()
+            allowed = find_foreign_code(config.get_changed_values()).items()
             for draw, value in self.extremes:
-                drawn = config.get_changed_values()  # these values may be invalid
+                changed = config.get_changed_values()  # these values may be invalid
                 (override,) = to_override_texts({draw.key: value})
-                apply_override(drawn, override, RunConfig.model_fields)
-                refuse_code(dict(find_foreign_code(drawn).items() - known), drawn, elsewhere)
+                apply_override(changed, override, RunConfig.model_fields)
+                refuse_code(dict(find_foreign_code(changed).items() - allowed), changed, elsewhere)
 
 
-def _draw(key: str, how: Any, where: str) -> Draw:
-    if not isinstance(how, dict) or len(how) != 1:
-        raise ConfigError(f"{key}: {some(how)} is not a way to draw it", where=where, expected=EXPECTED)
-    ((kind, values),) = how.items()
+def _draw(key: str, spec: Any, where: str) -> Draw:
+    if not isinstance(spec, dict) or len(spec) != 1:
+        raise ConfigError(f"{key}: {some(spec)} is not a way to draw it", where=where, expected=EXPECTED)
+    ((kind, values),) = spec.items()
     if kind not in DRAW_KINDS:
         raise unknown(f"{key}: there is no way to draw '{kind}'", str(kind), DRAW_KINDS, where)
     try:
-        found = _parse_choices(values) if kind == "choice" else _ends(kind, values)
+        parsed = _parse_choices(values) if kind == "choice" else _ends(kind, values)
     except ValueError as error:
         what = f"{key}: {kind} {error} (got {some(values)})"
         raise ConfigError(what, where=where, expected=DRAW_KINDS[kind]) from None
-    return Draw(key, kind, found, where)
+    return Draw(key, kind, parsed, where)
 
 
 def _parse_choices(values: Any) -> tuple[Any, ...]:
-    found = tuple(values) if isinstance(values, list) else ()
-    if not found:
+    choices = tuple(values) if isinstance(values, list) else ()
+    if not choices:
         raise ValueError("needs values")
-    if any(v == w and type(v) is type(w) for i, v in enumerate(found) for w in found[:i]):
+    if any(v == w and type(v) is type(w) for i, v in enumerate(choices) for w in choices[:i]):
         raise ValueError("has a value twice")
-    return found
+    return choices
 
 
 def _ends(kind: str, values: Any) -> tuple[Any, ...]:
@@ -219,9 +219,9 @@ def _check_key(draw: Draw, draws: list[Draw]) -> None:
             expected="a key that trials may differ in",
             do=f"set it in the configuration; the same in all trials are {', '.join(COMMON)}",
         )
-    if around := [each for each in draws if each is not draw and parts.startswith(f"{each.key}.")]:
+    if enclosing := [each for each in draws if each is not draw and parts.startswith(f"{each.key}.")]:
         raise ConfigError(
-            f"{draw.key} is a part of {around[0].key}, which is drawn in {around[0].where}",
+            f"{draw.key} is a part of {enclosing[0].key}, which is drawn in {enclosing[0].where}",
             where=draw.where,
             expected="keys that are not parts of one another",
         )

@@ -98,8 +98,8 @@ def tune(
     config = load_config(source, overrides, allow_code=allow_code)
     named = bool(config.run.name or config.run.dir)
     config = resolve(config, source, "tune")
-    drawn = Space.read(str(space))  # relative to the working directory of a job, like CONFIG
-    if resume_latest and (earlier := find_matching_search(config, drawn, settings, named)):
+    search_space = Space.read(str(space))  # relative to the working directory of a job, like CONFIG
+    if resume_latest and (earlier := find_matching_search(config, search_space, settings, named)):
         patience_s = PREVIOUS_DRIVER_TIMEOUT_S + config.scaling.shutdown_grace_s
         return _run(reopen_search(earlier, None, allow_code, patience_s), at_once)
     if is_search(Path(config.run.dir)):
@@ -109,12 +109,12 @@ def tune(
             expected="a new folder",
             do=f"raytrec tune --resume {relative(Path(config.run.dir))}; or choose another run.name",
         )
-    return _run(prepare_search(config, drawn, settings, allow_code), at_once)
+    return _run(prepare_search(config, search_space, settings, allow_code), at_once)
 
 
 def _run(search: Search, at_once: int | None) -> Search:
     """Write the search folder, run the trials, and write the outcome."""
-    folder, again = search.folder, f"resume with: {resume_command(search.config, 'tune')}"
+    folder, resume_hint = search.folder, f"resume with: {resume_command(search.config, 'tune')}"
     console = TuneConsole(search.config.run.name)
     with console, hold_run_lock(folder, 0, console.phase):
         write_search(search)
@@ -131,11 +131,11 @@ def _run(search: Search, at_once: int | None) -> Search:
                 if runner.signal is not None:
                     raise Interrupted(runner.signal, None)
             except KeyboardInterrupt:
-                console.note(again)
+                console.note(resume_hint)
                 raise
     if search.best is None:
         failed = next((trial.error for trial in search.trials if trial.error), "none has been evaluated")
-        raise RunError(f"no trial has a result: {failed}", where=str(folder), do=again)
+        raise RunError(f"no trial has a result: {failed}", where=str(folder), do=resume_hint)
     return search
 
 
