@@ -67,14 +67,14 @@ def choose(kinds: list[str], nodes: int) -> str:
 
 def undisturbed(run: Run) -> None:
     """Run without faults to the end."""
-    run.say("the undisturbed run begins")
+    run.say("starting the undisturbed run")
     with run.begun():
         run.finish()
 
 
 def disturbed(run: Run, kinds: list[str], total: int, rng: random.Random, faults: list[Fault]) -> None:
     """Run with faults to the end and append each to `faults`."""
-    run.say("the run under faults begins")
+    run.say("starting the run with faults")
     with run.begun():
         run.wait("training", run.settled)
         while kinds:
@@ -86,7 +86,7 @@ def disturbed(run: Run, kinds: list[str], total: int, rng: random.Random, faults
             try:
                 faults.append(inject(run, kind, rng))
             except Exception as error:
-                error.add_note(f"at fault {len(faults) + 1}, {kind}; {len(kinds)} were still to come")
+                error.add_note(f"at fault {len(faults) + 1} ({kind}); {len(kinds)} faults remained")
                 raise
         run.pace(0)
         run.finish()
@@ -100,7 +100,7 @@ def inject(run: Run, kind: str, rng: random.Random) -> Fault:
     fault = Fault(kind, act(run, rng), step)
     if kind not in GOES_ON:
         run.wait("training again", lambda: run.since(fault.unix_s))
-    run.wait("as many workers as there is room for", run.settled)
+    run.wait("the maximum number of workers", run.settled)
     measure(run, fault, event_names)
     notice = "–" if fault.notice_s is None else f"{fault.notice_s:.1f} s"
     run.say(f"noticed after {notice}, training after {fault.again_s:.1f} s, {fault.steps_lost} steps lost")
@@ -115,15 +115,15 @@ def loss_delta(run: Run, calm: Run) -> float:
 
 
 def main(
-    faults: Annotated[int, typer.Option(help="Least number of faults.")] = 28,
-    seed: Annotated[int, typer.Option(help="Seed of kinds and moments.")] = 0,
-    only: Annotated[list[str] | None, typer.Option(help="Use these kinds alone (repeatable).")] = None,
-    minutes: Annotated[float, typer.Option(help="Minutes after which the benchmark ends.")] = 40,
+    faults: Annotated[int, typer.Option(help="Minimum number of faults.")] = 28,
+    seed: Annotated[int, typer.Option(help="Seed for the kinds and times of faults.")] = 0,
+    only: Annotated[list[str] | None, typer.Option(help="Use only these kinds (repeatable).")] = None,
+    minutes: Annotated[float, typer.Option(help="Time limit of the benchmark in minutes.")] = 40,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the folders of the runs.")] = False,
 ) -> None:
     """Print the tables; with all faults, write benchmarks/results/chaos.json."""
     if unknown := set(only or []) - set(FAULTS):
-        raise typer.BadParameter(f"--only {min(unknown)}: faults are {', '.join(FAULTS)}")
+        raise typer.BadParameter(f"--only {min(unknown)}: choose from {', '.join(FAULTS)}")
     began, rng = time.monotonic(), random.Random(seed)
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     until, data = began + 60 * minutes, folder / "data"
@@ -131,7 +131,7 @@ def main(
     kinds, done = plan(faults, rng, only or []), []
     total = max(len(kinds), 4) * STEPS_EACH // EPOCHS * EPOCHS
     rows = prepare(data, total)
-    print(f"{total} steps, {rows:,} rows, {EPOCHS} epochs; everything is in {folder}", flush=True)
+    print(f"{total} steps, {rows:,} rows, {EPOCHS} epochs; all files are in {folder}", flush=True)
     nodes, problem, outcome = Nodes(folder / "ray"), None, {}
     try:
         for _ in range(MOST):
@@ -164,7 +164,7 @@ def main(
     largest = {"auc_delta": LARGEST_AUC_DELTA, "loss_delta_same_workers": LARGEST_LOSS_DELTA}
     wrong += [k for k, limit in largest.items() if outcome.get(k, 0) > limit]
     if problem or wrong:
-        print(f"FAILED: {problem or ', '.join(wrong)}\nits files are in {folder}")
+        print(f"FAILED: {problem or ', '.join(wrong)}\nthe files are in {folder}")
     elif not keep:
         shutil.rmtree(folder, ignore_errors=True)
     sys.exit(int(bool(problem or wrong or len(done) < min(faults, LEAST_FAULTS))))

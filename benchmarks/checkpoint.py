@@ -165,7 +165,7 @@ def rows_of(gib: float, world: int, turns: dict[str, list[dict[str, float]]]) ->
 
 
 def main(
-    gib: Annotated[float, typer.Option(help="Size of all tensors together.")] = 1.0,
+    gib: Annotated[float, typer.Option(help="Total size of all tensors in GiB.")] = 1.0,
     rounds: harness.Rounds = 3,
     folder: Annotated[Path, typer.Option(help="Folder of the temporary files.")] = Path("data"),
     smallest: harness.Smallest = False,
@@ -180,7 +180,7 @@ def main(
             turns = on_ranks(world, measure, world, Path(place).absolute(), rows, rounds)[0]
             lines += rows_of(gib, world, turns)
     title = f"{gib:g} GiB, {os.cpu_count()} cores, median of {rounds}"
-    Grid(("processes", "phase", "variant", "seconds", "GiB/s", "of plain"), lines, title, left=3).show()
+    Grid(("processes", "phase", "variant", "seconds", "GiB/s", "× plain"), lines, title, left=3).show()
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ def _measure(run: Path, out: Path, precision: str, rows: int, requests: int) -> 
         sleep(0.2)
     seconds = perf_counter() - began
     if process.returncode:
-        raise SystemExit(f"raytrec export ended with {process.returncode}")
+        raise SystemExit(f"raytrec export failed with exit code {process.returncode}")
     entry = read_manifest(str(out)).tables[TABLE]
     files = [out / name for name in entry.files]
     size = sum(file.stat().st_size for file in files)
@@ -139,7 +139,7 @@ def grid(exports: list[dict[str, Any]]) -> Grid:
 
 
 def main(
-    gib: Annotated[float, typer.Option(help="Size of the table.")] = 30,
+    gib: Annotated[float, typer.Option(help="Size of the table in GiB.")] = 30,
     precisions: Annotated[str, typer.Option(help="Precisions, separated by commas.")] = "fp32,int8",
     requests: Annotated[int, typer.Option(help="Number of hot requests.")] = 2000,
     folder: Annotated[Path | None, typer.Option(help="Folder with room for an export and 2 GiB.")] = None,

@@ -564,7 +564,7 @@ def show(results: dict[str, dict[str, Figures]], peaks: Peaks | None, name: str)
             share = f"{f.share:.0%}" if f.share else "?"
             rows.append([case, side, f"{f.ms:.2f}", f"{f.rows_per_s:,.0f}", least, share])
         sections.add(len(rows) - 1)
-    header = ("case", "side", "ms/step", "rows/s", "least ms", "of the most")
+    header = ("case", "side", "ms/step", "rows/s", "minimum ms", "minimum ÷ ms")
     Grid(header, rows, f"{name}: compared with {limits}", 2, sections).show(130)
 
 
@@ -572,12 +572,12 @@ def main(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     only: harness.Only = "lookup,dense,step,kinds,host,exchange,ingest",
     rounds: harness.Rounds = 7,
-    readers: Annotated[int, typer.Option(help="Ray Data tasks that read.")] = 1,
+    readers: Annotated[int, typer.Option(help="Number of Ray Data tasks that read.")] = 1,
     data: Annotated[str, typer.Option(help="Folder of `raytrec prepare synthetic`.")] = "data/ingest",
-    compiled: Annotated[bool, typer.Option(help="Also compile, which needs a C compiler.")] = True,
+    compiled: Annotated[bool, typer.Option(help="Also compile; requires a C compiler.")] = True,
     out: Annotated[
         Path | None,
-        typer.Option(help="File of results; default: benchmarks/results/gpu.json, on a GPU alone."),
+        typer.Option(help="Output file; default: benchmarks/results/gpu.json, only on a GPU."),
     ] = None,
 ) -> None:
     """Print the table and, on a GPU, write benchmarks/results/gpu.json."""

@@ -296,13 +296,13 @@ def table_of(name: str, curve: dict[str, Any]) -> Grid:
     for x, y, expected in zip(curve["x"], curve["cpu_ms"], curve["law_ms"], strict=True):
         mark = "  kink" if x in curve["kinks"] else ""
         rows.append([f"{x:,.0f}", f"{y:.2f}", f"{expected:.2f}", f"{y / expected:.2f}{mark}"])
-    header = (curve["label"], f"CPU {curve['unit']}", "law", "of the law")
+    header = (curve["label"], f"CPU {curve['unit']}", "law", "÷ law")
     return Grid(header, rows, f"{name}: {curve['law']}", left=0)
 
 
 def document(curves: dict[str, Any]) -> str:
     """Return the text for docs/benchmarks.md."""
-    header = "size", "from", "to", "CPU", "at the first", "at the last", "law", "of the law there", "kinks at"
+    header = "size", "from", "to", "CPU", "first", "last", "law", "last ÷ law", "kinks at"
     rows = []
     for curve in curves.values():
         first, last = curve["cpu_ms"][0], curve["cpu_ms"][-1]
@@ -311,7 +311,7 @@ def document(curves: dict[str, Any]) -> str:
         rows.append([*cells, ", ".join(f"{x:,.0f}" for x in curve["kinks"])])
     saved = curves["checkpoint"]
     each = ", ".join(f"{size / x:.3f}" for x, size in zip(saved["x"], saved["bytes"], strict=True))
-    sizes = f"Bytes of a checkpoint's files, of a byte of tables and state, from small to large: {each}."
+    sizes = f"Checkpoint bytes per byte of tables and state, from small to large: {each}."
     picture = "![measured points, the law of each curve, and kinks](images/growth.png)"
     return "\n\n".join([Grid(header, rows).markdown(), sizes, picture])
 
@@ -332,7 +332,7 @@ def draw(curves: dict[str, Any], path: Path) -> None:
 
     @styled
     def made() -> Any:
-        figure, panels = new_figure("What a step, a record and a save cost as sizes grow", 12.6, rows=7)
+        figure, panels = new_figure("Cost of a step, a record and a save by size", 12.6, rows=7)
         for axes, curve in zip(panels, curves.values(), strict=False):
             axes.loglog(curve["x"], curve["law_ms"], color=MUTED, linestyle=(0, (3, 2)), label=curve["law"])
             axes.loglog(curve["x"], curve["cpu_ms"], "o-", color=BLUE, markersize=3)
@@ -356,7 +356,7 @@ def draw(curves: dict[str, Any], path: Path) -> None:
 def main(
     only: harness.Only = ",".join(CURVES),
     steps: Annotated[int, typer.Option(help="Steps of a block; the cheapest of five counts.")] = 10,
-    largest: Annotated[float, typer.Option(help="Largest size that is measured.")] = 1e9,
+    largest: Annotated[float, typer.Option(help="Largest measured size.")] = 1e9,
     smallest: harness.Smallest = False,
 ) -> None:
     """Print the tables; with all curves, write growth.json and growth.png."""

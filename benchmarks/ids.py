@@ -42,7 +42,7 @@ SIDES = {
 }
 HEADER = (
     *("workers", "ms a step: static", "ids known", "", "a hundredth new", "", "a tenth new", ""),
-    *("ids/s through the map", "grown, MiB"),
+    *("ids/s through the map", "memory growth, MiB"),
 )
 
 

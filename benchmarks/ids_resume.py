@@ -118,7 +118,7 @@ def differences(one: Path, other: Path) -> dict[str, float]:
         whole.append({n: torch.empty(e["shape"], dtype=DTYPES[e["dtype"]]) for n, e in entries.items()})
         load(str(folder), whole[-1])
     if whole[0].keys() != whole[1].keys():
-        raise SystemExit(f"other tensors: {sorted(whole[0].keys() ^ whole[1].keys())}")
+        raise SystemExit(f"different tensors: {sorted(whole[0].keys() ^ whole[1].keys())}")
     pairs = ((name, values, whole[1][name]) for name, values in whole[0].items())
     return {n: float((a.double() - b.double()).abs().max()) for n, a, b in pairs if not torch.equal(a, b)}
 

@@ -70,7 +70,7 @@ def main(
     rows: Annotated[
         str, typer.Option(help="Numbers of rows, separated by commas.")
     ] = "100000,1000000,10000000",
-    exact_rows: Annotated[int | None, typer.Option(help="eval.max_exact_rows; default: the default.")] = None,
+    exact_rows: Annotated[int | None, typer.Option(help="eval.max_exact_rows; default: raytrec's.")] = None,
     only: harness.Only = ",".join(METRICS),
     smallest: harness.Smallest = False,
 ) -> None:

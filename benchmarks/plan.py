@@ -211,9 +211,9 @@ def words(figures: dict[str, float]) -> str:
     parts = (
         f"{figures['ways']} rows of {figures['plans']} plans: memory within {memory:.1%} "
         f"({figures['memory_within_5']} within 5 %)",
-        f"time off by {time:.1%} (median)",
+        f"median time error {time:.1%}",
         f"rank correlation {places:.2f}",
-        f"the best plan or one within 5 % of it picked in {picked:.0%}",
+        f"in {picked:.0%} of the cases the chosen plan was within 5 % of the best",
     )
     return ", ".join(parts)
 
@@ -231,7 +231,7 @@ def show(rows: list[Row], figures: dict[str, float], clock: str) -> None:
 
 def document(rows: list[Row], figures: dict[str, float]) -> str:
     """Return the text for docs/planning.md: errors by way of sharding; --again prints all rows."""
-    header = ("sharding", "plans", "ms a step", "time off by: median", "worst", "memory off by: worst")
+    header = ("sharding", "plans", "ms per step", "time error: median", "largest", "memory error: largest")
     lines = []
     for way in dict.fromkeys(row.way for row in rows):
         of = [row for row in rows if row.way == way]

@@ -95,9 +95,7 @@ def main(
         float | None, typer.Option(help="Seconds after which a row gets no more seeds; default: the row's.")
     ] = None,
     smallest: harness.Smallest = False,
-    exports: Annotated[
-        bool, typer.Option("--exports", help="Measure exports with fewer bits instead.")
-    ] = False,
+    exports: Annotated[bool, typer.Option("--exports", help="Measure quantized exports instead.")] = False,
 ) -> None:
     """Train the missing runs, print the table and write it into docs/quality.md.
 
@@ -143,7 +141,7 @@ def chosen(rows: list[Row], only: str) -> list[Row]:
     names = set(harness.split(only))
     if unknown := names - {name for row in rows for name in (row.name, row.model, row.data)}:
         raise typer.BadParameter(
-            f"there is no {', '.join(sorted(unknown))}; rows are {', '.join(r.name for r in rows)}"
+            f"unknown row {', '.join(sorted(unknown))}; choose from {', '.join(r.name for r in rows)}"
         )
     return [row for row in rows if not names or names & {row.name, row.model, row.data}]
 
@@ -155,7 +153,7 @@ def prepare(row: Row, source: Path, into: Path) -> Path | None:
     arguments = shlex.split(row.recipe.format(source=shlex.quote(str(source))))
     original = Path(arguments[arguments.index("--source") + 1])
     if not original.exists():
-        Console(stderr=True).print(f"{row.name}: left out, there is no {original}", soft_wrap=True)
+        Console(stderr=True).print(f"{row.name}: skipped, because {original} does not exist", soft_wrap=True)
         return None
     app([*arguments, "--out", str(into / row.data)], standalone_mode=False)
     return into / row.data

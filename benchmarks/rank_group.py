@@ -153,7 +153,7 @@ class Ranks:
             rank.stdin.flush()
         answers = [json.loads(rank.stdout.readline() or "null") for rank in self._ranks]
         if None in answers:
-            raise RuntimeError(f"a rank has ended: {values}")
+            raise RuntimeError(f"a rank exited before it answered {values}")
         return answers
 
     def time(self, **values: Any) -> dict[str, float]:

@@ -38,7 +38,7 @@ def measure(part: str, world: int, tables: int, folder: Path) -> dict:
             [*command, str(folder)], env=environment, capture_output=True, text=True, timeout=LIMIT_S
         )
     except subprocess.TimeoutExpired:
-        return {"missing": f"not done within {LIMIT_S} s"}
+        return {"missing": f"timed out after {LIMIT_S} s"}
     if done.returncode:
         return {"missing": (done.stderr.strip().splitlines() or ["no message"])[-1]}
     return json.loads(done.stdout.splitlines()[-1])

@@ -172,7 +172,7 @@ def _running(words: list[str], port: int, body: bytes, environment: dict[str, st
             while not _answers(port, body):
                 if process.poll() is not None or time.monotonic() > until:
                     log.seek(0)
-                    raise SystemExit(f"{' '.join(words)} does not answer:\n{log.read()[-4000:]}")
+                    raise SystemExit(f"{' '.join(words)} does not respond:\n{log.read()[-4000:]}")
                 time.sleep(0.5)
             yield
         finally:
@@ -274,7 +274,7 @@ def _inside_rows(figures: dict[str, float]) -> list[list[str]]:
 
 def main(
     rounds: harness.Rounds = 3,
-    seconds: Annotated[float, typer.Option(help="Of a side with so many clients, in a round.")] = 4,
+    seconds: Annotated[float, typer.Option(help="Seconds per side and client count.")] = 4,
     smallest: harness.Smallest = False,
 ) -> None:
     """Print the tables and write benchmarks/results/serve.json."""

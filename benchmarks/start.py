@@ -175,7 +175,7 @@ def grid(values: dict[str, Any]) -> Grid:
     for part in [*dict.fromkeys([*START.values(), *AGAIN.values()]), "in all"]:
         seconds = (values[which].get(part) for which in ("start", "restart"))
         rows.append([part, *("" if value is None else f"{value:.2f}" for value in seconds)])
-    return Grid(("what ends", "start, s", "restart, s"), rows)
+    return Grid(("part", "start, s", "restart, s"), rows)
 
 
 def document(values: dict[str, Any]) -> str:

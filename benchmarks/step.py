@@ -109,7 +109,7 @@ def run(side: str, settings: Settings, folder: Path, steps: int) -> Measured:
     finally:
         code = command.end()
     if code or end not in (times := times_of(side, settings, folder)):
-        raise RuntimeError(f"{side}: no step {end}\n{command.output}")
+        raise RuntimeError(f"{side} did not reach step {end}\n{command.output}")
     seconds, rows = times[end] - times[begin], steps * settings.batch * settings.workers
     cpu_s = command.cpu_s(times[end]) - command.cpu_s(times[begin])
     first = times.get(1, times[EVERY] - seconds / steps * (EVERY - 1))
@@ -122,7 +122,7 @@ def run(side: str, settings: Settings, folder: Path, steps: int) -> Measured:
 
 
 def main(
-    data: Annotated[str, typer.Argument(help="Folder of Parquet.")] = "data/step/train",
+    data: Annotated[str, typer.Argument(help="Folder with Parquet files.")] = "data/step/train",
     rows: Annotated[int, typer.Option(help="Rows of a rank's batch.")] = BATCH,
     steps: Annotated[int, typer.Option(help="Measured steps; a multiple of 20.")] = 240,
     rounds: harness.Rounds = 3,
@@ -133,7 +133,7 @@ def main(
 ) -> None:
     """Print the tables; with all models, workers and sides, write results, picture and documents."""
     if steps % EVERY:
-        raise typer.BadParameter(f"--steps is a multiple of {EVERY}")
+        raise typer.BadParameter(f"--steps must be a multiple of {EVERY}")
     whole = not smallest and (models, workers, sides) == (",".join(MODELS), "1,2", ",".join(SIDES))
     if smallest:
         models, workers, rows, steps, rounds = "dlrm", "1", 256, EVERY, 1

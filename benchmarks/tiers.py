@@ -156,13 +156,13 @@ def measure_short(folder: Path, gib: float, smallest: bool) -> None:
 
 
 def main(
-    gib: Annotated[float, typer.Option(help="Size of the table with its state.")] = 1.0,
+    gib: Annotated[float, typer.Option(help="Size of the table and its state in GiB.")] = 1.0,
     steps: Annotated[int, typer.Option(help="Training steps before the table is saved.")] = 100,
     turns: Annotated[int, typer.Option(help="Turns of each kernel for speed; 0: no turns.")] = 20,
     kernels: Annotated[str, typer.Option(help="Kernels, separated by commas.")] = "fused,fused_mmap",
     folder: Annotated[Path, typer.Option(help="Folder of checkpoints and files of tables.")] = Path("data"),
     short_gib: Annotated[
-        float, typer.Option(help="Size of the table with short memory; 0: no table.")
+        float, typer.Option(help="Size in GiB of the table with limited memory; 0: skip.")
     ] = 0.25,
     smallest: harness.Smallest = False,
 ) -> None:

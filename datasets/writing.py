@@ -53,7 +53,7 @@ class Output:
         source = self.options.get("source")
         if source and Path(source).is_relative_to(self.folder):
             raise ConfigError(
-                "the source is inside the folder to write",
+                "the source is inside the output folder",
                 where=f"--source {source}, --out {self.folder}",
                 do="choose another --out",
             )
@@ -63,18 +63,18 @@ class Output:
         if stored and self._force:
             return False
         if stored == self.options:
-            open_console(stderr=True).print(f"{self.folder} is prepared already", soft_wrap=True)
+            open_console(stderr=True).print(f"{self.folder} is already prepared", soft_wrap=True)
             return True
         if stored is None:
             raise ConfigError(
-                "this exists and no recipe has made it",
+                "the path exists but was not created by a recipe",
                 where=str(self.folder),
-                do="choose another --out, or remove it yourself: --force replaces prepared datasets only",
+                do="choose another --out, or delete the path: --force only replaces prepared datasets",
             )
         keys = sorted(k for k in stored.keys() | self.options.keys() if stored.get(k) != self.options.get(k))
         changes = ", ".join(f"{k} was {stored.get(k)}, now {self.options.get(k)}" for k in keys)
         raise ConfigError(
-            f"the folder was prepared otherwise: {changes}",
+            f"the folder was prepared with other options: {changes}",
             where=str(self.folder),
             do="choose another --out, or replace it with --force",
         )

@@ -140,7 +140,7 @@ def test_no_cpu_build_anywhere(place):
 def test_a_torch_that_something_else_chose_is_noticed(place):
     done = place.install("cpu", "--force-reinstall", index=place.pytorch)  # of the pinned files, from PyPI
     assert done.returncode == 1, done.stdout
-    assert f"error: torch {TORCH} is installed, which is not the build for cpu" in done.stderr
+    assert f"error: torch {TORCH} is not the build for cpu" in done.stderr
     assert "make clean" in done.stderr
 
 

@@ -76,7 +76,7 @@ def _blocks(chunk: Chunk) -> Iterator[bytes]:
                     yield block + file.readline()
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise DataError(
-                f"the file does not decompress: {error}", where=chunk.path, do="fetch the file again"
+                f"cannot decompress the file: {error}", where=chunk.path, do="download it again"
             ) from None
         return
     with open(chunk.path, "rb") as file:
@@ -128,8 +128,8 @@ def _line_by_line(block: bytes, chunk: Chunk, skip_bad: bool, line_offset: int) 
             raise DataError(
                 _problem(line),
                 where=f"{chunk.path}, line {at}: {line[:60].decode('latin-1')!r}",
-                expected="label (0 or 1), 13 integers and 26 hexadecimal values, divided by tabs",
-                do="correct the line, or leave such lines out with --on-bad-line skip",
+                expected="label (0 or 1), 13 integers and 26 hexadecimal values, separated by tabs",
+                do="correct the line, or skip such lines with --on-bad-line skip",
             )
         elif line:  # empty lines are ignored, as in Arrow
             bad += 1

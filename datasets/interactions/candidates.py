@@ -76,10 +76,10 @@ def _check_enough(users: np.ndarray, count: int, items: int, met: np.ndarray) ->
     if len(unique) and counts.max() + count > items:
         remaining = items - int(counts.max())
         raise DataError(
-            f"{count} items that a user has not met, and one has met all of {items:,} but {remaining}",
+            f"cannot draw {count} unmet items per user: one has met all but {remaining} of {items:,}",
             where="--negatives, --train-negatives",
             expected=f"{max(remaining, 0)} or fewer",
-            do="lower it",
+            do="lower the option",
         )
 
 
@@ -99,22 +99,22 @@ def read_candidates(path: Path, gathering: Gathering, columns: Columns) -> Pairs
             user_keys, item_keys = user_keys.cast(kinds[0]), item_keys.cast(kinds[1])
         except pa.ArrowInvalid as error:
             raise DataError(
-                f"its users or items are none of the source's: {error}", where=f"--candidates {path}"
+                f"the users or items do not match the source: {error}", where=f"--candidates {path}"
             ) from None
         user = gathering.users.known_ids(user_keys)
         users.append(user[user >= 0])
         items.append(gathering.items.ids(item_keys.filter(pa.array(user >= 0))))
     if not sum(map(len, users)):
-        raise DataError("none of its users are the source's", where=f"--candidates {path}")
+        raise DataError("none of the users occur in the source", where=f"--candidates {path}")
     return Pairs(np.concatenate(users), np.concatenate(items))
 
 
 def _parts(path: Path, columns: Columns) -> Iterator[tables.Batch]:
     if not path.is_file():
-        raise DataError("there is no such file", where=f"--candidates {path}")
+        raise DataError("the file does not exist", where=f"--candidates {path}")
     if path.suffix not in (".parquet", ".txt"):
         raise ConfigError(
-            f"no layout of candidates that is known: {path.name}",
+            f"unknown format of candidates: {path.name}",
             where="--candidates",
             expected="FILE.parquet, or FILE.txt with a user and items in each line",
         )

@@ -145,7 +145,7 @@ class Gathering:
         """
         if not sum(len(part[0]) for part in self._parts):
             raise DataError(
-                "there are no interactions", where=where, expected="a user and an item in each row"
+                "the source contains no interactions", where=where, expected="a user and an item in each row"
             )
         user, item, split, *time = (np.concatenate(parts) for parts in zip(*self._parts, strict=True))
         attributes = {"split": split} if split.any() else {}
@@ -177,9 +177,9 @@ def keep_core(data: Interactions, least: int) -> Interactions:
         data = data.only(mask)
     if not len(data):
         raise DataError(
-            f"no user and item are left that have {least} interactions with each other's",
+            f"no users and items with at least {least} interactions remain",
             where=f"--min-interactions {least}",
-            do="lower it",
+            do="lower --min-interactions",
         )
     user_ids, user = np.unique(data.user, return_inverse=True)
     item_ids, item = np.unique(data.item, return_inverse=True)
@@ -225,9 +225,9 @@ def divide(data: Interactions, order: np.ndarray, how: str | None, seed: int, le
     if data.split is not None:
         if how:
             raise ConfigError(
-                "the source divides its rows itself",
+                "the source is already divided into splits",
                 where=f"--split {how}",
-                do="leave --split out; or give one file of the source",
+                do="omit --split, or pass one file of the source",
             )
         return data.split if VALID in data.split else _held_out_of_train(data, order, rng)
     if how == RANDOM:
@@ -243,7 +243,7 @@ def _check_order(data: Interactions, how: str) -> None:
     ordered = data.of_all if how == BY_TIME else data.in_order
     if data.time is None and not ordered:
         raise ConfigError(
-            "the source has no times, and its order is not that of time",
+            "the source has no times and is not ordered by time",
             where=f"--split {how}",
             expected="a column of times",
             do="name one with --time, or use --split random",
@@ -272,7 +272,7 @@ def _leave_one_out(data: Interactions, order: np.ndarray, lenient: bool) -> np.n
             f"{data.users[int(few[0])].as_py()!r}, has {counts[few[0]]}",
             where=f"--split {LEAVE_ONE_OUT}",
             expected=f"{FEWEST} or more: one for test, one for valid, one for train",
-            do=f"leave them out with --min-interactions {FEWEST}, or have them in train alone with "
+            do=f"exclude them with --min-interactions {FEWEST}, or keep them only in train with "
             "--min-interactions 1",
         )
     user = data.user[order]

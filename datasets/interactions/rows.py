@@ -228,10 +228,10 @@ class Rows:
         keys = keys[~is_among(keys, np.sort(positive))]
         if len(without := np.setdiff1d(users, pairs.user)):
             raise DataError(
-                f"{len(without):,} users of the test have no candidates; the first is "
+                f"{len(without):,} test users have no candidates; the first is "
                 f"{self._data.users[int(without[0])].as_py()!r}",
                 where="the file of candidates",
-                expected="candidates of every user that has a row in test",
+                expected="candidates for every user that has a row in test",
             )
         return keys // self.items, keys % self.items
 

@@ -78,7 +78,7 @@ def read_candidates(folder: Path) -> Candidates:
         pairs = _without(pairs, left_out, folder / "pairs.parquet")
     else:
         raise DataError(
-            "there are no pairs to train on",
+            "the folder contains no training pairs",
             where=str(folder),
             expected=f"{train.name}, or pairs.parquet (userID, movieID in the order of ratings.dat)",
         )
@@ -101,9 +101,9 @@ def _without(pairs: np.ndarray, left_out: dict[int, int], path: Path) -> np.ndar
     of_test = np.isin(_key(pairs[:, 0], pairs[:, 1]), _key(test[:, 0], test[:, 1]))
     if of_test.sum() != len(test):
         raise DataError(
-            f"{of_test.sum():,} of its pairs are those of {len(test):,} users in {NEGATIVE}",
+            f"{of_test.sum():,} pairs match the {len(test):,} left-out pairs of {NEGATIVE}",
             where=str(path),
-            expected="each pair that is left out, once",
+            expected="each left-out pair exactly once",
         )
     return pairs[~of_test]
 

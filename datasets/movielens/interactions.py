@@ -98,7 +98,7 @@ def _in_order(path: Path, layout: Candidates, pairs: np.ndarray) -> np.ndarray:
     try:
         table = pq.read_table(path, columns=["user", "movies"])
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"the file cannot be read: {error}", where=str(path)) from None
+        raise DataError(f"cannot read the file: {error}", where=str(path)) from None
     lists = table["movies"].combine_chunks()
     users = np.repeat(table["user"].to_numpy().astype(np.int64) - 1, np.diff(lists.offsets.to_numpy()))
     movies = lists.flatten().to_numpy().astype(np.int64)
@@ -108,7 +108,7 @@ def _in_order(path: Path, layout: Candidates, pairs: np.ndarray) -> np.ndarray:
     same = np.array_equal(layout.movies[ordered[:, 1]], movies) and len(ordered) == len(pairs)
     if not same or not np.array_equal(*(np.sort(p[:, 0] * layout.items + p[:, 1]) for p in (ordered, pairs))):
         raise DataError(
-            "its users' films are not those of pairs.parquet", where=str(path), expected="the same, in order"
+            "the users' films differ from pairs.parquet", where=str(path), expected="the same films, in order"
         )
     return ordered
 

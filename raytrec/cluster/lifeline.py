@@ -21,8 +21,8 @@ GONE_S = 2.0  # time after which a process that refuses connections has ended
 GCS_RESTART_TIMEOUT_S, GCS_RECONNECT_VARIABLE = 10.0, "RAY_gcs_rpc_server_reconnect_timeout_s"
 RAYLET, GCS = "raylet", "GCS"
 PART_DESCRIPTIONS = {
-    RAYLET: "the process that starts the others of a machine",
-    GCS: "the process that knows all others",
+    RAYLET: "the process that starts workers on a machine",
+    GCS: "the process that manages the cluster",
 }
 
 
@@ -91,7 +91,7 @@ class RayMonitor:
         )
         if monotonic() - began > (gone_s if refused else self._patience_s):
             lost = RayLost(
-                f"Ray's {part}, {PART_DESCRIPTIONS[part]}, has ended, and all workers with it",
+                f"Ray's {part}, {PART_DESCRIPTIONS[part]}, has exited, which ended all workers",
                 where="{}:{}".format(*place),
             )
             lost.part = part

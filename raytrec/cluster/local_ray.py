@@ -60,7 +60,7 @@ def make_folder() -> tuple[Path, int]:
     """
     base = find_base_folder()
     do = f"set {RAY_TMPDIR_VARIABLE} to a folder on a local disk that you can write to"
-    with convert_os_errors("there is no place for Ray's files", where=str(base), do=do):
+    with convert_os_errors("cannot create a folder for Ray's files", where=str(base), do=do):
         sweep(base)
         folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=base))  # mode 0700
         owner = os.open(folder / f".{OWNER}", os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
@@ -84,8 +84,8 @@ def find_base_folder() -> Path:
                 raise RunError(
                     f"the path of Ray's folder is too long: {len(os.fsencode(base))} bytes",
                     where=f"{RAY_TMPDIR_VARIABLE}={value}",
-                    expected=f"at most {max_bytes} bytes, because Ray makes Unix sockets below it",
-                    do="set it to a shorter path, or a link with one",
+                    expected=f"at most {max_bytes} bytes, because Ray creates Unix sockets in it",
+                    do="set it to a shorter path, or to a symbolic link with a shorter path",
                 )
     return Path("/tmp")
 
@@ -229,7 +229,7 @@ def start_head(
     check_ports({"--port": port, "--dashboard-port": dashboard_port, "--client-port": client_port})
     program = Path(sys.executable).with_name("ray")
     if not program.exists():
-        raise RunError("there is no `ray` command", where=str(program.parent), expected="ray[default]")
+        raise RunError("the `ray` command is missing", where=str(program.parent), expected="ray[default]")
     use_token(create=True)
     environment = os.environ | _build_environment(root)
     print(f"job API      http://127.0.0.1:{dashboard_port}")
@@ -255,20 +255,20 @@ def check_ports(ports: dict[str, int]) -> None:
     for option, port in ports.items():
         if (other := options.setdefault(port, option)) != option:
             raise RunError(
-                f"port {port} is given twice", where=f"{other}, {option}", expected="a port for each"
+                f"port {port} is used twice", where=f"{other}, {option}", expected="two different ports"
             )
         if why := _explain_unusable_port(port):
             raise RunError(
                 f"port {port} cannot be used: {why}",
                 where=f"{option} {port}",
-                expected="a port from 1024 to 65535 on which nothing listens on this machine",
-                do="end what listens there (another `raytrec head`?), or give another port",
+                expected="a free port from 1024 to 65535 on this machine",
+                do="stop the process that listens there (another `raytrec head`?), or choose another port",
             )
 
 
 def _explain_unusable_port(port: int) -> str | None:
     if not 1024 <= port <= 65535:
-        return "it is not a port that a user may listen on"
+        return "it is outside the range of ports that a user may listen on"
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # recently closed ports count as free
         try:

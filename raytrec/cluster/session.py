@@ -216,16 +216,12 @@ def _connect(where: str, **options: Any) -> None:
         check_version_mismatch(
             str(error),
             where=where,
-            expected="the same Python on every node, to its patch number",
-            do="use that Python here; or, where only the patch number differs, set "
+            expected="the same Python version on every node, including the patch number",
+            do="use that Python version here; if only the patch number differs, set "
             "RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL=minor here and where Ray is started",
         )
-        do = (
-            START_CLUSTER_HINT
-            if "ADDRESS" in where.upper()
-            else "try again, with less to do for this machine"
-        )
-        raise RunError(f"cannot reach Ray: {first_line(error)}", where=where, do=do) from None
+        do = START_CLUSTER_HINT if "ADDRESS" in where.upper() else "try again when the machine has less load"
+        raise RunError(f"cannot connect to Ray: {first_line(error)}", where=where, do=do) from None
     silence_workers()  # raytrec reports worker exits itself
     if current_thread() is main_thread():  # Ray's own handler exits with 15
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))

@@ -79,7 +79,7 @@ def scan_columns(
             not_seen[part] = error.what
             continue
         if missing := labels - find_common_columns(footers[part]):
-            not_seen[part] = f"it has no column {', '.join(sorted(missing))}"
+            not_seen[part] = f"column {', '.join(sorted(missing))} is missing"
             del footers[part]
     kinds = infer_folder_column_types(
         {path: footer for files in footers.values() for path, footer in files.items()}
@@ -88,7 +88,7 @@ def scan_columns(
     groups = {part: _groups(files) for part, files in footers.items()}
     if not sum(rows for *_, rows in groups[None]):
         raise DataError(
-            "there are no rows", where=uri, expected=f"rows in its {len(footers[None])} Parquet files"
+            "the data has no rows", where=uri, expected=f"rows in its {len(footers[None])} Parquet files"
         )
     chosen = {part: _choose_row_groups(of, max_rows) for part, of in groups.items()}
     _read_columns(columns, chosen, footers, kinds, [c for c in columns if c.name in labels])
@@ -214,6 +214,6 @@ def _unreadable_error(why: str, where: str) -> DataError:
     return DataError(
         f"cannot read the row group: {why}",
         where=where,
-        expected="a whole Parquet file",
+        expected="a complete Parquet file",
         do="write or copy the file again",
     )

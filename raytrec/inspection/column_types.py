@@ -92,15 +92,15 @@ def _column(name: str, schemas: dict[str | None, dict]) -> ColumnStats:
     }
     lacking = [path for paths in missing.values() for path in paths]
     if ambiguous:
-        column.trouble = f"there is more than one column of this name in {_format_paths(ambiguous)}"
+        column.trouble = f"several columns have this name in {_format_paths(ambiguous)}"
     elif missing[None]:
-        column.trouble = f"there is no such column in {_format_paths(lacking)}"
+        column.trouble = f"the column is missing in {_format_paths(lacking)}"
     elif base == "other" and len(types) > 1:
         column.trouble = f"its type differs: {'; '.join(f'{t} in {p}' for t, p in column.types.items())}"
     elif base == "other":
         column.trouble = f"type {kind} is not supported"
     elif lacking:
-        column.lacking = f"there is no such column in {_format_paths(lacking)}"
+        column.lacking = f"the column is missing in {_format_paths(lacking)}"
     return column
 
 

@@ -101,7 +101,7 @@ def _explain_sharing(f: Finding, owner: Finding, is_distinctive: bool) -> str | 
         share := estimate_containment(stats, owner_stats)
     ) < min_share:
         return None
-    return f"{100 * share:.0f} % of its values are in {owner_stats.name}, too"
+    return f"{100 * share:.0f} % of its values are also in {owner_stats.name}"
 
 
 def _is_distinctive(s: ColumnStats) -> bool:
@@ -156,13 +156,13 @@ def table_size(
     """
     if kind == "text" or low < 0 or high >= max(MAX_ID_RANGE_FACTOR * distinct, 100_000):
         rows, shared = _size_hashed_table(distinct, hot, kind == "text")
-        others = f"values of {100 * shared:.2g} % of the lookups share a row with more frequent ones"
+        others = f"{100 * shared:.2g} % of the lookups share a row with a more frequent value"
         return rows, "hash", others if shared else "frequent values do not share a row"
     rows = int(high) + 1
     if sampled:
-        return rows + max(1, rows // 10), "hash", "larger ids share rows with others"
+        return rows + max(1, rows // 10), "hash", "larger ids share rows with other ids"
     if kind == "ordinal":
-        return rows, "clamp", f"larger values are read as {rows - 1}"
+        return rows, "clamp", f"larger values are clamped to {rows - 1}"
     return rows + 1, "clamp", "larger ids use the last row, which is not trained"
 
 

@@ -49,9 +49,9 @@ def compare(places: Sequence[str | Path]) -> Comparison:
     """
     if len(places) < 2:
         raise RunError(
-            f"{len(places)} run{'' if len(places) == 1 else 's'} given",
+            f"cannot compare {len(places)} run{'' if len(places) == 1 else 's'}",
             expected="at least two run folders",
-            do="raytrec compare RUN RUN …, or raytrec report RUN for one",
+            do="run raytrec compare RUN RUN …, or raytrec report RUN for a single run",
         )
     runs = [RunFolder.read(check_run_folder(place)) for place in places]
     unordered = {key: row for run in runs for key, row in format_result(run.result).items()}
@@ -89,15 +89,15 @@ def print_table(comparison: Comparison) -> None:
     from raytrec.common.terminal import open_console, plain
 
     console = open_console()
-    for title, rows in (("figure", comparison.results), ("configuration", comparison.config)):
+    for title, rows in (("metric", comparison.results), ("configuration", comparison.config)):
         if not rows:
             continue
         table = Table()
         table.add_column(title)
         for name in comparison.names:
-            table.add_column(plain(name), justify="right" if title == "figure" else "left", overflow="fold")
+            table.add_column(plain(name), justify="right" if title == "metric" else "left", overflow="fold")
         for key, texts in rows.items():
-            label = comparison.titles[key] if title == "figure" else key
+            label = comparison.titles[key] if title == "metric" else key
             table.add_row(plain(label), *map(plain, texts))
         console.print(table)
 
@@ -131,5 +131,5 @@ def _compare_configs(runs: list[RunFolder]) -> dict[str, list[str]]:
 
 def _value(values: dict[str, Any], key: str) -> str:
     if key not in values:
-        return "(not there)"
+        return "(not set)"
     return "null" if values[key] is None else hide(str(values[key]))

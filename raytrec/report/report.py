@@ -189,7 +189,7 @@ def writing(path: Path) -> Iterator[None]:
         raise RunError(
             f"cannot write the page: {error.strerror}",
             where=str(error.filename or path),
-            do="choose another place with --out",
+            do="choose another path with --out",
         ) from None
 
 

@@ -49,12 +49,12 @@ def _build_rank_row(line: RankLine, total: float) -> dict[str, Cell]:
 
     return {
         "rank": Cell(str(line.rank), line.rank),
-        "ms a step": _step_ms_cell(line, line.seconds),
+        "ms per step": _step_ms_cell(line, line.seconds),
         "own time": _step_ms_cell(line, aggregate.get_own_time_s(line)),
         "data wait": _share(line.phase_s("data") / max(1e-12, line.seconds)),
         "lookups": _share(line.added("lookup_bytes") / total if total else nan),
         "tables": Cell(str(len(line.tables)), len(line.tables)),
-        "memory of tables": _bytes(line.added("weight_bytes") + line.added("state_bytes")),
+        "table memory": _bytes(line.added("weight_bytes") + line.added("state_bytes")),
         "process": _bytes(system("rss_bytes")),
         "CPU": _share(system("cpu_percent") / 100),
         "host memory": _share(system("host_memory_percent") / 100),
@@ -121,8 +121,8 @@ def _build_table_row(
         "rows with an id": _share(figures["occupancy"]),
         "ids admitted": _number_cell(figures["admitted_ids"]),
         "ids evicted": _number_cell(figures["evicted_ids"]),
-        "at the fallback": _share(figures["fallback_share"]),
-        "steps since seen": _number_cell(figures["id_age"]),
+        "fallback share": _share(figures["fallback_share"]),
+        "steps since last use": _number_cell(figures["id_age"]),
     }
 
 
@@ -137,9 +137,9 @@ def checks(run: RunFolder) -> DataTable | None:
             "passed": _number_cell(sum(line.passed for line in lines)),
             "failed": _number_cell(sum(not line.passed for line in lines)),
             "last at step": _number_cell(lines[-1].step),
-            "figure": _number_cell(number(lines[-1].figure)),
+            "value": _number_cell(number(lines[-1].figure)),
             "limit": _number_cell(number(lines[-1].limit)),
-            "last text": Cell(lines[-1].text),
+            "last message": Cell(lines[-1].text),
         }
         for check, lines in outcomes.items()
     )
@@ -156,7 +156,7 @@ def events(run: RunFolder) -> DataTable | None:
             "after": Cell(duration(at), at),
             "event": Cell(kind),
             "step": _number_cell(number(step)),
-            "what": Cell(text),
+            "details": Cell(text),
         }
         for at, kind, step, text in sorted(items, key=lambda each: each[0])[-MAX_EVENTS:]
     )
@@ -169,7 +169,7 @@ def saves(run: RunFolder) -> str:
     if not good:
         return "No checkpoint was recorded."
     wait_ms = 1e3 * sum(event.blocked_s for event in good) / len(good)
-    wait = f"a save held training up for {wait_ms:.0f} ms on average"
+    wait = f"each save blocked training for {wait_ms:.0f} ms on average"
     return f"Saved {count(len(good), 'time')}, last at step {good[-1].step}; {wait}."
 
 

@@ -31,7 +31,7 @@ LOCK = "mlflow.lock"
 ROUND_INTERVAL_S = 1.0  # interval between the starts of two rounds of writing
 FINAL_ROUND_TIMEOUT_S = 25.0  # time limit of the last round, after training has ended
 MIN_RETRY_DELAY_S, LONGEST_S = 1.0, 30.0  # shortest and longest delay between two retries
-RECOVERY_NOTICE = "MLflow is back; the records that it lacks are being written"
+RECOVERY_NOTICE = "MLflow is reachable again; the missing records are being written"
 MAX_PARAM_LENGTH, MAX_TAG_LENGTH = 6000, 8000  # characters
 LOGIN_HINT = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
 
@@ -135,8 +135,8 @@ class Delivery:
 
     def _schedule_retry(self, error: Exception) -> None:
         if not self._pause_s:
-            kept = "records are kept in the run folder, and written when it is back"
-            self._notify(f"MLflow does not answer ({reason(error)}): {kept}")
+            kept = "records stay in the run folder and are written when MLflow responds again"
+            self._notify(f"MLflow does not respond ({reason(error)}): {kept}")
         self._why = reason(error)
         self._pause_s = min(2 * self._pause_s or MIN_RETRY_DELAY_S, self._max_delay_s)
         self._next = monotonic() + self._pause_s

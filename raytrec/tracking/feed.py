@@ -134,6 +134,6 @@ class RecordReader:
             message = decode(file, line.data)
         except ValueError as error:
             self.dropped += 1
-            self.why = f"{file} has a line that is not a message: {error}"
+            self.why = f"{file} contains an invalid line: {error}"
             return None
         return self._translator.record(message, line.begin) if message else None

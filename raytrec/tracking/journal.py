@@ -76,8 +76,8 @@ class Journal:
             self._bytes -= len(first.data)
         if self._trouble:
             self._trouble = ""
-            lost = f", but for the oldest {self._lost:,} records" if self._lost else ""
-            self._notify(f"the run folder can be written again; what waited is there{lost}")
+            lost = f", except for the oldest {self._lost:,} records" if self._lost else ""
+            self._notify(f"the run folder is writable again; all pending records were written{lost}")
             self.add(EVENTS, {"event": "room", "unix_s": time()})
 
     def missing(self) -> str | None:
@@ -101,8 +101,8 @@ class Journal:
             return
         self._trouble = why
         self._notify(
-            f"the run folder cannot be written ({why}): {self._folder}; training continues, and "
-            "records are kept in memory until there is room"
+            f"cannot write to the run folder ({why}): {self._folder}; training continues, and "
+            "records stay in memory until there is space"
         )
         self._enqueue(
             PendingWrite(

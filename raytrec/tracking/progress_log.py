@@ -68,7 +68,7 @@ def remaining(seconds: float) -> str:
 
 def evaluation(step: int, values: Iterable[str]) -> str:
     """Return the labeled values of an evaluation as text."""
-    return f"step {step}: {PART_SEPARATOR.join(values) or 'no figure is defined'}"
+    return f"step {step}: {PART_SEPARATOR.join(values) or 'no metric is defined'}"
 
 
 def named(figures: Iterable[Figure], values: Mapping[str, Any]) -> list[str]:

@@ -215,16 +215,16 @@ def check_run_folder(place: str | Path) -> Path:
     folder, files = Path(place).expanduser(), (CONFIG, *GROWING, RESULT)
     if not folder.is_dir():
         raise RunError(
-            "there is no such run folder",
+            "the run folder does not exist",
             where=str(place),
-            expected="a folder that `raytrec train` printed (run.dir)",
+            expected="a run folder printed by `raytrec train` (run.dir)",
         )
     if not any((folder / name).is_file() for name in files):
         raise RunError(
-            "nothing of a run is in this folder",
+            "the folder contains no files of a run",
             where=str(place),
             expected=f"one of {', '.join(files)}",
-            do="name the folder of a run, not the one above it",
+            do="pass the run folder itself, not its parent",
         )
     return folder
 

@@ -18,7 +18,7 @@ from raytrec.tracking.mlflow_records import Record
 
 KEY, PARENT_NAME_TAG = "raytrec.key", "raytrec.parent_run"
 MAX_METRICS_PER_CALL = 1000  # metrics that MLflow accepts in one call
-URI_HINT = "correct tracking.uri, or leave it out for a local sqlite store"
+URI_HINT = "correct tracking.uri, or omit it to use a local sqlite store"
 
 
 class Store:
@@ -184,7 +184,7 @@ def check_tracking_uri(uri: str) -> None:
         ConfigError: MLflow has no store of this kind.
     """
     if not has_store(uri):
-        raise make_open_error(uri, "MLflow has no store of such an address", URI_HINT)
+        raise make_open_error(uri, "MLflow does not support this address", URI_HINT)
 
 
 def make_open_error(uri: str, why: str, do: str) -> ConfigError:

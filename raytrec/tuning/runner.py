@@ -130,7 +130,7 @@ class TrialProcess(subprocess.Popen):
             return State.FAILED, message if separator else text.rpartition("\n")[2] or "exit status 1"
         if self._stop_requested or status in STOPPED:
             return State.STOPPED if self.trial.state == State.STOPPED else State.INTERRUPTED, ""
-        return State.RUNNING, f"its process died {MAX_STARTS} times, last with exit status {status}"
+        return State.RUNNING, f"the process died {MAX_STARTS} times, most recently with exit status {status}"
 
 
 def _set_parent_death_signal() -> None:
@@ -169,7 +169,7 @@ class Runner:
             return
         places = allocate_environments([trial.config for trial in self._waiting], at_once)
         remaining, label = count(len(self._waiting), "trial"), self._search.figure.label
-        self._console.note(f"{remaining} to run, {len(places)} at a time, compared by {label}")
+        self._console.note(f"running {remaining}, {len(places)} at a time, compared by {label}")
         running: dict[int, TrialProcess] = {}  # by index into places
         handlers = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -202,7 +202,7 @@ class Runner:
         if self.signal is not None:
             raise KeyboardInterrupt
         self.signal, self._signalled_at = number, monotonic()
-        self._console.note("ending: running trials save first")
+        self._console.note("stopping: running trials save a checkpoint first")
 
     def _begin(self, trial: Trial, environment: dict[str, str]) -> TrialProcess:
         patience = PREVIOUS_DRIVER_TIMEOUT_S + trial.config.scaling.shutdown_grace_s
@@ -210,7 +210,7 @@ class Runner:
             pass  # waits until the process of a killed search has saved
         trial.state, trial.error = State.RUNNING, ""
         after = f", resumed after step {trial.step}" if trial.step else ""
-        self._console.note(f"trial {trial.number} begins{after}: {trial.values_text}")
+        self._console.note(f"trial {trial.number} starts{after}: {trial.values_text}")
         self._write_record()
         return TrialProcess(trial, environment)
 
@@ -246,7 +246,7 @@ class Runner:
         try:
             write_trials(self._search)
         except OSError as error:  # the trial folders contain the results as well
-            self._console.warn(f"the state of the search cannot be written: {error.strerror}")
+            self._console.warn(f"cannot write the state of the search: {error.strerror}")
 
 
 def allocate_environments(configs: list[RunConfig], at_once: int | None) -> list[dict[str, str]]:

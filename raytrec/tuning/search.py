@@ -27,8 +27,8 @@ from raytrec.worker.loop import total_steps
 BEST_FILE = "best.yaml"
 MAX_TRIALS = 10_000
 TEST_DATA_WARNING = (
-    "data.valid is not set, so trials are compared on the test data: figures of the best one are better than "
-    "they would be on data that took no part in the search"
+    "data.valid is not set, so trials are compared on the test data; "
+    "the metrics of the best trial are optimistic compared with unseen data"
 )
 
 
@@ -233,7 +233,7 @@ def prepare_search(config: RunConfig, space: Space, settings: Settings, allow_co
         space.refuse_code(config)
     if not config.train.eval_every_steps:
         raise ConfigError(
-            "train.eval_every_steps is not set, so there is nothing to compare trials by",
+            "train.eval_every_steps is not set, so trials cannot be compared",
             where="train.eval_every_steps",
             expected="the number of steps between two evaluations on data.valid",
             do="set it in the configuration, or add train.eval_every_steps=STEPS to the command",
@@ -252,7 +252,7 @@ def prepare_search(config: RunConfig, space: Space, settings: Settings, allow_co
         with _attribute_errors(f"{draw.key} = {value}", draw.where):
             check(config.with_({draw.key: value}))
     for index, values in enumerate(space.configurations(settings.trials, settings.seed), 1):
-        hint = "draw values that depend on each other as one: a choice of whole sections, such as "
+        hint = "draw dependent values together as a choice of whole sections, such as "
         hint += "optim.schedule: {choice: [{}, {decay: linear}]}"
         values_text = ", ".join(f"{key} = {value}" for key, value in values.items())
         with _attribute_errors(f"trial {index} ({values_text})", space.place, hint):

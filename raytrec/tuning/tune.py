@@ -85,14 +85,14 @@ def tune(
     if resume:
         if source or space or overrides:
             raise ConfigError(
-                "--resume takes CONFIG and space from the folder of the search",
+                "--resume reads CONFIG and the space from the search folder",
                 where="command line",
                 expected="neither CONFIG nor --space",
             )
         return _run(reopen_search(Path(absolute(str(resume))), trials, allow_code), at_once)
     if source is None or not space:
         raise ConfigError(
-            "a search needs a config and a space", expected="raytrec tune CONFIG --space SPACE.yaml"
+            "a search requires a config and a space", expected="raytrec tune CONFIG --space SPACE.yaml"
         )
     settings = Settings(10 if trials is None else trials, metric, seed, grace_steps, reduction_factor)
     config = load_config(source, overrides, allow_code=allow_code)
@@ -104,10 +104,10 @@ def tune(
         return _run(reopen_search(earlier, None, allow_code, patience_s), at_once)
     if is_search(Path(config.run.dir)):
         raise RunError(
-            "there is a search already",
+            "the folder already contains a search",
             where=config.run.dir,
             expected="a new folder",
-            do=f"raytrec tune --resume {relative(Path(config.run.dir))}; or choose another run.name",
+            do=f"run raytrec tune --resume {relative(Path(config.run.dir))}, or choose another run.name",
         )
     return _run(prepare_search(config, search_space, settings, allow_code), at_once)
 
@@ -134,7 +134,7 @@ def _run(search: Search, at_once: int | None) -> Search:
                 console.note(resume_hint)
                 raise
     if search.best is None:
-        failed = next((trial.error for trial in search.trials if trial.error), "none has been evaluated")
+        failed = next((trial.error for trial in search.trials if trial.error), "no trial was evaluated")
         raise RunError(f"no trial has a result: {failed}", where=str(folder), do=resume_hint)
     return search
 
@@ -154,12 +154,12 @@ def write_outcome(search: Search, warn: Callable[[str], None]) -> None:
     if all(trial.state in ENDED_STATES or trial.error for trial in search.trials):
         write_json(folder / OUTCOME, search.metrics)
     if search.config.tracking.enabled:
-        failed = ["no answer within a minute"]
+        failed = ["no response within a minute"]
         thread = Thread(target=_write_mlflow_run, args=(search, failed), name="mlflow", daemon=True)
         thread.start()
         thread.join(MLFLOW_TIMEOUT_S)
         if failed:
-            warn(f"MLflow lacks the outcome of the search ({failed[-1]}); the folder has it: {folder}")
+            warn(f"MLflow lacks the outcome of the search ({failed[-1]}); it is stored in {folder}")
 
 
 def format_best_config(search: Search, best: Trial) -> str:

@@ -50,7 +50,7 @@ def reliability(run: History) -> Figure | None:
     figure, (above, below) = style.new_figure(title, 3.6, 2, sharex=True, height_ratios=(4, 1))
     top = 1.05 * max(value for curve in curves for key in ("predicted", "actual") for value in curve[key])
     top = max(top, 1e-9)
-    above.plot([0, top], [0, top], color=style.MUTED, linewidth=0.8, label="as predicted")
+    above.plot([0, top], [0, top], color=style.MUTED, linewidth=0.8, label="perfect calibration")
     for curve, colour in zip(curves, cycle(style.LINES)):
         line = {"color": colour, "marker": "o", "markersize": 3.5, "label": curve["name"]}
         above.plot(curve["predicted"], curve["actual"], **line)
@@ -101,7 +101,7 @@ def draw_overlay(runs: Sequence[History], names: list[str]) -> list[Figure]:
     }
     titles = {
         (kind, name): f"{label} {where}"
-        for kind, where in ((Train, "in training"), (Eval, "in evaluations (diamonds: final ones)"))
+        for kind, where in ((Train, "in training"), (Eval, "in evaluations (diamonds: final evaluation)"))
         for name, label in metrics.items()
         if any(_has_line(run, name, {kind, Final if kind is Eval else kind}) for run in runs)
     }
@@ -192,7 +192,7 @@ def points(run: History, kind: type[Measured], name: str) -> tuple[list[int], li
 
 def _make_title(run: History, metrics: list[Metric]) -> str:
     last = (run.figures(Final) or run.figures(Eval) or run.figures(Train))[-1]
-    text = ", ".join(filter(None, (_format_metric(metric, last) for metric in metrics))) or "figures"
+    text = ", ".join(filter(None, (_format_metric(metric, last) for metric in metrics))) or "metrics"
     return f"{text[0].upper()}{text[1:]} at step {last.step:,}"
 
 

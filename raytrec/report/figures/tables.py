@@ -42,7 +42,7 @@ def memory_map(tables: list[dict[str, float]], ranks: list[int] | None = None) -
     if not grid.sum():
         return None
     span = f", {_format_range(grid)}" if len(ranks) > 1 else ""
-    title = f"Memory of tables: {format_bytes(grid.sum())} on {count(len(ranks), 'rank')}{span}"
+    title = f"Table memory: {format_bytes(grid.sum())} on {count(len(ranks), 'rank')}{span}"
     fig, axes = _draw(grid, names, ranks, title, style.BYTES, LogNorm(grid[grid > 0].min() / 2, grid.max()))
     axes.set_ylabel("total")
     return fig
@@ -122,7 +122,7 @@ def _draw(
         bar.outline.set_visible(False)
         bar.minorticks_off()
         bar.set_ticks(norm.inverse([0, 0.25, 0.5, 0.75, 1]))
-        bar.set_label("of a table on a rank")
+        bar.set_label("per table and rank")
     return figure, bars
 
 
@@ -174,8 +174,8 @@ def draw_row_norms(run: RunFolder) -> Figure | None:
         return None
     names = list(measured)[:MAX_MAPS]
     suffix = f"; the {MAX_MAPS} most loaded of {len(measured)} tables" if len(measured) > MAX_MAPS else ""
-    title = f"Norms of rows over steps (stronger: more rows){suffix}"
-    figure, panels = style.new_grid(title, len(names), 0.8, 0.95, "norm of a row")
+    title = f"Row norms over steps (more opaque: more rows){suffix}"
+    figure, panels = style.new_grid(title, len(names), 0.8, 0.95, "row norm")
     for axes, name in zip(panels, names, strict=True):
         steps = sorted(measured[name])
         shares = np.array([np.array(measured[name][s]) / sum(measured[name][s]) for s in steps]).T
@@ -197,8 +197,8 @@ def health(run: RunFolder) -> Figure | None:
     specs = [panel for panel in HEALTH_PANELS if lines[panel[0]]]
     if not specs:
         return None
-    title = "Tables over steps" + (
-        f" (the {MAX_NAMED_LINES} highest at the end are named)" if len(run.tables) > MAX_NAMED_LINES else ""
+    title = "Table statistics over steps" + (
+        f" (named: the {MAX_NAMED_LINES} highest final values)" if len(run.tables) > MAX_NAMED_LINES else ""
     )
     figure, panels = style.new_figure(title, 0.6 + 1.2 * len(specs), len(specs), sharex=True)
     for axes, (key, label, is_share) in zip(panels, specs, strict=True):

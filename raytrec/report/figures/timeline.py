@@ -23,7 +23,7 @@ EVENT_STYLES = {  # kind of event → name, color, marker
     "failed": ("failure", style.VERMILION, "X"),
     "hang": ("hang", style.PURPLE, "P"),
     "not saved": ("save failed", style.VERMILION, "v"),
-    "asked": ("restart or stop asked for", style.ORANGE, "^"),
+    "asked": ("restart or stop requested", style.ORANGE, "^"),
     "waiting": ("too few nodes", style.MUTED, "s"),
     "stopped": ("stopped", style.INK, "s"),
     "saved": ("saved", style.GREEN, "|"),
@@ -144,7 +144,7 @@ def draw_throughput(run: RunFolder) -> Figure | None:
     if len(steps) < 2:
         return None
     usual = median(rates)
-    figure, (axes,) = style.new_figure(f"Speed: {usual:,.0f} rows/s in the median", 1.9)
+    figure, (axes,) = style.new_figure(f"Speed: median of {usual:,.0f} rows/s", 1.9)
     axes.plot(*style.thin_line(steps, rates), color=style.BLUE)
     style.draw_restart_lines(axes, run.restarts)
     axes.set_ylim(bottom=0)
@@ -180,7 +180,7 @@ def draw_phase_totals(run: RunFolder) -> Figure | None:
     axes.set_yticks(range(len(selected)), [f"rank {line.rank}" for line in selected])
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
-    axes.set_xlabel("ms a step")
+    axes.set_xlabel("ms per step")
     figure.legend(loc="outside lower left", ncols=4)
     return figure
 
@@ -193,7 +193,7 @@ def over_steps(run: RunFolder) -> Figure | None:
         return None
     selected, suffix = _select_slowest(ranks, MAX_PANELS)
     title = f"Time of a step over steps{suffix}"
-    figure, panels = style.new_grid(title, len(selected), 1.2, 1.15, "ms a step")
+    figure, panels = style.new_grid(title, len(selected), 1.2, 1.15, "ms per step")
     lines = by_rank(run.ranks)
     for axes, total in zip(panels, selected, strict=True):
         _draw_phase_areas(axes, lines[total.rank])
