@@ -173,7 +173,7 @@ def _check_token(address: str, source: str) -> None:
         if code is grpc.StatusCode.UNAUTHENTICATED:
             no_token = "" if get_token_metadata() else ", and do not set RAY_AUTH_MODE to disabled"
             raise RunError(
-                "the cluster requires a token" if no_token else "the cluster rejected the token",
+                "the cluster requires a token" if no_token else "the cluster refuses the token",
                 where=source,
                 expected="the token with which the cluster was started",
                 do=f"store it in {token_file()} (chmod 600), or set {TOKEN_PATH_VARIABLE} "

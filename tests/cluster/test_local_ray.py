@@ -133,7 +133,7 @@ def test_ports_of_a_head_are_looked_at_first():
         with pytest.raises(RunError, match=f"port {port} cannot be used: Address already in use"):
             check_ports({"--port": port})
     check_ports({"--port": port, "--dashboard-port": port - 1})
-    with pytest.raises(RunError, match="given twice") as error:
+    with pytest.raises(RunError, match="is used twice") as error:
         check_ports({"--port": port, "--client-port": port})
     assert error.value.where == "--port, --client-port"
     with pytest.raises(RunError, match="port 80 cannot be used"):

@@ -289,7 +289,7 @@ def test_kinds_of_odd_columns(odd):
     assert tables[schema.sparse["code"].table].rows == 100 and tables["year"].rows == 2025
     assert schema.sparse["scores.key"].weights == "scores.value"
     assert "caf\u00e9_id: {table: café}" in found.schema_yaml()
-    assert "0 to 259 with test" in found.schema_yaml()
+    assert "0 to 259 including test" in found.schema_yaml()
 
 
 def test_columns_of_the_same_ids_share_a_table(odd):

@@ -74,7 +74,7 @@ def test_a_small_space_is_tried_once_in_an_order_of_the_seed():
         (
             "optim.dense.lr: {choice: [1]}\noptim: {choice: [{}]}",
             1,
-            "a part of optim, which is drawn in space.yaml, line 2",
+            "is part of optim, which is drawn in space.yaml, line 2",
         ),
     ],
 )
