@@ -56,37 +56,37 @@ def plan(number: int, rng: random.Random, only: list[str]) -> list[str]:
     return (first + rng.choices(kinds, k=max(0, number - len(first))))[:number]
 
 
-def choose(wanted: list[str], nodes: int) -> str:
+def choose(kinds: list[str], nodes: int) -> str:
     """Return the next kind, or a kind that makes it possible if the number of nodes does not allow it."""
-    if wanted[0] == "node added" and nodes >= MOST:
+    if kinds[0] == "node added" and nodes >= MOST:
         return "node killed"
-    if wanted[0] == "node drained" and nodes < MOST:
+    if kinds[0] == "node drained" and nodes < MOST:
         return "node added"
-    return wanted.pop(0)
+    return kinds.pop(0)
 
 
 def undisturbed(run: Run) -> None:
     """Run without faults to the end."""
-    run.say("the undisturbed run begins")
+    run.say("starting the undisturbed run")
     with run.begun():
         run.finish()
 
 
-def disturbed(run: Run, wanted: list[str], total: int, rng: random.Random, faults: list[Fault]) -> None:
+def disturbed(run: Run, kinds: list[str], total: int, rng: random.Random, faults: list[Fault]) -> None:
     """Run with faults to the end and append each to `faults`."""
-    run.say("the run under faults begins")
+    run.say("starting the run with faults")
     with run.begun():
         run.wait("training", run.settled)
-        while wanted:
-            left, steps = len(wanted), total - run.attempt().last
+        while kinds:
+            left, steps = len(kinds), total - run.attempt().last
             run.pace(min(0.5, max(0.01, SECONDS_EACH * left / max(steps, 1))))
             until = time.time() + rng.uniform(0, 2)
             run.wait("training", lambda until=until: time.time() > until)
-            kind = choose(wanted, len(run.nodes.all))
+            kind = choose(kinds, len(run.nodes.all))
             try:
                 faults.append(inject(run, kind, rng))
             except Exception as error:
-                error.add_note(f"at fault {len(faults) + 1}, {kind}; {len(wanted)} were still to come")
+                error.add_note(f"at fault {len(faults) + 1} ({kind}); {len(kinds)} faults remained")
                 raise
         run.pace(0)
         run.finish()
@@ -95,13 +95,13 @@ def disturbed(run: Run, wanted: list[str], total: int, rng: random.Random, fault
 def inject(run: Run, kind: str, rng: random.Random) -> Fault:
     """Cause a fault and wait until the run has recovered from it."""
     run.say(f"[{kind}]")
-    act, seen = FAULTS[kind]
+    act, event_names = FAULTS[kind]
     step = run.attempt().last
     fault = Fault(kind, act(run, rng), step)
     if kind not in GOES_ON:
         run.wait("training again", lambda: run.since(fault.unix_s))
-    run.wait("as many workers as there is room for", run.settled)
-    measure(run, fault, seen)
+    run.wait("the maximum number of workers", run.settled)
+    measure(run, fault, event_names)
     notice = "–" if fault.notice_s is None else f"{fault.notice_s:.1f} s"
     run.say(f"noticed after {notice}, training after {fault.again_s:.1f} s, {fault.steps_lost} steps lost")
     return fault
@@ -115,23 +115,23 @@ def loss_delta(run: Run, calm: Run) -> float:
 
 
 def main(
-    faults: Annotated[int, typer.Option(help="Least number of faults.")] = 28,
-    seed: Annotated[int, typer.Option(help="Seed of kinds and moments.")] = 0,
-    only: Annotated[list[str] | None, typer.Option(help="Use these kinds alone (repeatable).")] = None,
-    minutes: Annotated[float, typer.Option(help="Minutes after which the benchmark ends.")] = 40,
+    faults: Annotated[int, typer.Option(help="Minimum number of faults.")] = 28,
+    seed: Annotated[int, typer.Option(help="Seed for the kinds and times of faults.")] = 0,
+    only: Annotated[list[str] | None, typer.Option(help="Use only these kinds (repeatable).")] = None,
+    minutes: Annotated[float, typer.Option(help="Time limit of the benchmark in minutes.")] = 40,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the folders of the runs.")] = False,
 ) -> None:
     """Print the tables; with all faults, write benchmarks/results/chaos.json."""
     if unknown := set(only or []) - set(FAULTS):
-        raise typer.BadParameter(f"--only {min(unknown)}: faults are {', '.join(FAULTS)}")
+        raise typer.BadParameter(f"--only {min(unknown)}: choose from {', '.join(FAULTS)}")
     began, rng = time.monotonic(), random.Random(seed)
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     until, data = began + 60 * minutes, folder / "data"
     os.environ[RECORDS] = str(folder / "records")
-    wanted, done = plan(faults, rng, only or []), []
-    total = max(len(wanted), 4) * STEPS_EACH // EPOCHS * EPOCHS
+    kinds, done = plan(faults, rng, only or []), []
+    total = max(len(kinds), 4) * STEPS_EACH // EPOCHS * EPOCHS
     rows = prepare(data, total)
-    print(f"{total} steps, {rows:,} rows, {EPOCHS} epochs; everything is in {folder}", flush=True)
+    print(f"{total} steps, {rows:,} rows, {EPOCHS} epochs; all files are in {folder}", flush=True)
     nodes, problem, outcome = Nodes(folder / "ray"), None, {}
     try:
         for _ in range(MOST):
@@ -142,14 +142,14 @@ def main(
             places.append((folder / "calm", folder / "calm-checkpoints", configure(folder, data, MOST)))
             run, calm = (Run(*place, nodes, until) for place in places)
             undisturbed(calm)
-            disturbed(run, wanted, total, rng, done)
+            disturbed(run, kinds, total, rng, done)
             auc, expected = (r.result()["eval.auc"] for r in (run, calm))
         outcome = compare(run.record.trained(), calm.record.trained(), rows, EPOCHS)
         outcome["loss_delta_same_workers"] = loss_delta(run, calm)
         outcome |= {"auc": auc, "auc_undisturbed": expected, "auc_delta": abs(auc - expected)}
     except Exception as error:  # after any error, the faults so far are stored
-        known = isinstance(error, Problem)
-        story = [str(error), *getattr(error, "__notes__", [])] if known else format_exception(error)
+        is_problem = isinstance(error, Problem)
+        story = [str(error), *getattr(error, "__notes__", [])] if is_problem else format_exception(error)
         problem = "\n".join(story)
     finally:
         nodes.close()
@@ -164,7 +164,7 @@ def main(
     largest = {"auc_delta": LARGEST_AUC_DELTA, "loss_delta_same_workers": LARGEST_LOSS_DELTA}
     wrong += [k for k, limit in largest.items() if outcome.get(k, 0) > limit]
     if problem or wrong:
-        print(f"FAILED: {problem or ', '.join(wrong)}\nits files are in {folder}")
+        print(f"FAILED: {problem or ', '.join(wrong)}\nthe files are in {folder}")
     elif not keep:
         shutil.rmtree(folder, ignore_errors=True)
     sys.exit(int(bool(problem or wrong or len(done) < min(faults, LEAST_FAULTS))))

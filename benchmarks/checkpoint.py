@@ -55,13 +55,13 @@ def tables(rank: int, world: int, rows: int, fill: bool) -> State:
         rows: Rows of each table.
         fill: True for random numbers, False for zeros to load into.
     """
-    found = {}
+    tensors = {}
     for i in range(TABLES):
-        for name, rest in ((f"tables/{i}/weight", (DIM,)), (f"tables/{i}/sum", ())):
+        for name, columns in ((f"tables/{i}/weight", (DIM,)), (f"tables/{i}/sum", ())):
             shards = [
                 ShardMetadata(
-                    [rows * r // world, *(0 for _ in rest)],
-                    [rows * (r + 1) // world - rows * r // world, *rest],
+                    [rows * r // world, *(0 for _ in columns)],
+                    [rows * (r + 1) // world - rows * r // world, *columns],
                     f"rank:{r}/cpu",
                 )
                 for r in range(world)
@@ -69,8 +69,8 @@ def tables(rank: int, world: int, rows: int, fill: bool) -> State:
             size = shards[rank].shard_sizes
             values = torch.randn(size) if fill else torch.full(size, 0.0)
             local = [Shard(values, shards[rank])]
-            found[name] = make_sharded_tensor(local, shards, (rows, *rest), torch.float32)
-    return found
+            tensors[name] = make_sharded_tensor(local, shards, (rows, *columns), torch.float32)
+    return tensors
 
 
 def memories(state: State) -> list[memoryview]:
@@ -111,20 +111,20 @@ READ: dict[str, Callable[[Path, State], object]] = {
 def turn(name: str, folder: Path, state: State, into: State) -> dict[str, float]:
     """Write and read with a variant, check the values, remove the files, and return seconds by phase."""
     rank = dist.get_rank()
-    found = {"write": group_seconds(lambda: WRITE[name](folder, state))}
+    seconds = {"write": group_seconds(lambda: WRITE[name](folder, state))}
     for phase in PHASES[1:]:
         for data in memories(into):
             torch.frombuffer(data, dtype=torch.uint8).zero_()
         if rank == 0 and phase == FROM_DISK:
             forget(folder.iterdir())
-        found[phase] = group_seconds(lambda: READ[name](folder, into))
+        seconds[phase] = group_seconds(lambda: READ[name](folder, into))
         for one, other in zip(state.values(), into.values(), strict=True):
             assert torch.equal(one.local_shards()[0].tensor, other.local_shards()[0].tensor), (name, phase)
     dist.barrier()
     if rank == 0:
         shutil.rmtree(folder)
         os.sync()  # so that no variant waits for the pages of another
-    return found
+    return seconds
 
 
 def copied(saver: CheckpointWriter, step: int, state: State) -> float:
@@ -165,7 +165,7 @@ def rows_of(gib: float, world: int, turns: dict[str, list[dict[str, float]]]) ->
 
 
 def main(
-    gib: Annotated[float, typer.Option(help="Size of all tensors together.")] = 1.0,
+    gib: Annotated[float, typer.Option(help="Total size of all tensors in GiB.")] = 1.0,
     rounds: harness.Rounds = 3,
     folder: Annotated[Path, typer.Option(help="Folder of the temporary files.")] = Path("data"),
     smallest: harness.Smallest = False,
@@ -180,7 +180,7 @@ def main(
             turns = on_ranks(world, measure, world, Path(place).absolute(), rows, rounds)[0]
             lines += rows_of(gib, world, turns)
     title = f"{gib:g} GiB, {os.cpu_count()} cores, median of {rounds}"
-    Grid(("processes", "phase", "variant", "seconds", "GiB/s", "of plain"), lines, title, left=3).show()
+    Grid(("processes", "phase", "variant", "seconds", "GiB/s", "× plain"), lines, title, left=3).show()
 
 
 if __name__ == "__main__":

@@ -84,14 +84,14 @@ def _measure(run: Path, out: Path, precision: str, rows: int, requests: int) -> 
         sleep(0.2)
     seconds = perf_counter() - began
     if process.returncode:
-        raise SystemExit(f"raytrec export ended with {process.returncode}")
+        raise SystemExit(f"raytrec export failed with exit code {process.returncode}")
     entry = read_manifest(str(out)).tables[TABLE]
     files = [out / name for name in entry.files]
     size = sum(file.stat().st_size for file in files)
     draw = np.random.default_rng(1)
     table = open_table(out, entry, rows, DIM)
-    asked = [_keys(draw, rows) for _ in range(requests)]
-    hot = [[_look_up(table, keys) for keys in asked] for _ in range(2)][1]
+    hot_keys = [_keys(draw, rows) for _ in range(requests)]
+    hot = [[_look_up(table, keys) for keys in hot_keys] for _ in range(2)][1]
     del table
     cold = []
     for _ in range(min(COLD, requests)):
@@ -122,7 +122,7 @@ def _look_up(table: BlockTable, keys: torch.Tensor) -> float:
     return 1000 * (perf_counter() - began)
 
 
-def grid(found: list[dict[str, Any]]) -> Grid:
+def grid(exports: list[dict[str, Any]]) -> Grid:
     """Return the table: a row for each precision."""
     rows = [
         [
@@ -133,13 +133,13 @@ def grid(found: list[dict[str, Any]]) -> Grid:
             f"{each['hot_p50_ms']:.2f} / {each['hot_p99_ms']:.2f} ms",
             f"{each['cold_p50_ms']:.0f} / {each['cold_p99_ms']:.0f} ms",
         ]
-        for each in found
+        for each in exports
     ]
     return Grid(HEADER, rows)
 
 
 def main(
-    gib: Annotated[float, typer.Option(help="Size of the table.")] = 30,
+    gib: Annotated[float, typer.Option(help="Size of the table in GiB.")] = 30,
     precisions: Annotated[str, typer.Option(help="Precisions, separated by commas.")] = "fp32,int8",
     requests: Annotated[int, typer.Option(help="Number of hot requests.")] = 2000,
     folder: Annotated[Path | None, typer.Option(help="Folder with room for an export and 2 GiB.")] = None,
@@ -151,14 +151,14 @@ def main(
     with tempfile.TemporaryDirectory(prefix="raytrec-export-", dir=folder) as scratch:
         run = _trained(Path(scratch))
         rows = _enlarge(run, int(gib * GIB))
-        found = [
+        exports = [
             _measure(run, Path(scratch, "export"), precision, rows, requests)
             for precision in harness.split(precisions)
         ]
-    grid(found).show()
+    grid(exports).show()
     if not smallest:
-        content = {"gib": gib, "rows": rows, "requests": requests, "exports": found}
-        harness.publish("export", content, grid(found).markdown())
+        content = {"gib": gib, "rows": rows, "requests": requests, "exports": exports}
+        harness.publish("export", content, grid(exports).markdown())
 
 
 if __name__ == "__main__":

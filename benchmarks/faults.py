@@ -24,13 +24,13 @@ from raytrec.checkpoint.index import INDEX, read_index
 NOTICE_S = 15.0  # seconds from the notice to the end of a drained node
 OVER_S = 60.0  # limit for a run that cannot continue to report and end; 20 is promised on an idle machine
 ENDED = 143  # exit code after SIGTERM
-FULL, ROOM = "the run folder cannot be written", "the run folder can be written again"
+FULL, ROOM = "cannot write to the run folder", "the run folder is writable again"
 
 
 def signal_worker(run: Run, rng: random.Random, number: signal.Signals = signal.SIGKILL) -> float:
     """Send a signal to a random worker."""
     rank, pid = run.worker(rng)
-    run.say(f"{number.name} for rank {rank} (pid {pid})")
+    run.say(f"sending {number.name} to rank {rank} (pid {pid})")
     return _send(pid, number)
 
 
@@ -38,13 +38,13 @@ def kill_in_commit(run: Run, rng: random.Random) -> float:
     """Kill a worker while a checkpoint is half written; repeat if the checkpoint was completed first."""
     for _ in range(5):
         rank, pid = run.worker(rng)
-        run.wait("a checkpoint being written", lambda: not run.half_saved())
-        folder = run.wait("a checkpoint being written", run.half_saved)
+        run.wait("a checkpoint that is being written", lambda: not run.half_saved())
+        folder = run.wait("a checkpoint that is being written", run.half_saved)
         done = _send(pid, signal.SIGKILL)
         time.sleep(0.5)
         whole = os.path.exists(f"{folder}/{INDEX}")
-        state = "too late" if whole else "not whole"
-        run.say(f"SIGKILL for rank {rank} (pid {pid}) in {Path(folder).name}: {state}")
+        state = "already complete" if whole else "incomplete"
+        run.say(f"sent SIGKILL to rank {rank} (pid {pid}); {Path(folder).name} is {state}")
         if not whole:
             return done
         run.wait("training again", lambda done=done: run.since(done) and run.settled())
@@ -76,49 +76,49 @@ def _corrupt(run: Run, rng: random.Random, step: int, path: Path, at: int) -> fl
         byte = file.read(1)[0]
         file.seek(at)
         file.write(bytes([byte ^ 1 << rng.randrange(8)]))
-    run.say(f"a bit of byte {at:,} of {path.parent.name}/{path.name} has been flipped")
+    run.say(f"flipped a bit of byte {at:,} of {path.parent.name}/{path.name}")
     done = signal_worker(run, rng)
     restored = run.wait("training again", lambda: run.since(done))[0].first - 1
     if restored >= step:
-        raise Problem(f"step {restored} has been restored, although {path} is damaged")
+        raise Problem(f"step {restored} was restored although {path} is corrupt")
     return done
 
 
 def kill_node(run: Run, rng: random.Random) -> float:
     """Kill a node; if it was the last, add another one a little later."""
     node = run.node(rng)
-    run.say(f"a node goes without notice; {len(run.nodes.all) - 1} left")
+    run.say(f"killing a node without notice; {len(run.nodes.all) - 1} nodes remain")
     done = time.time()
     run.nodes.kill(node)
     if not run.nodes.all:
         time.sleep(3)
         run.nodes.add()
-        run.say("another node is there")
+        run.say("added another node")
     return done
 
 
 def add_node(run: Run, rng: random.Random) -> float:
     """Add a node to the cluster."""
     run.nodes.add()
-    run.say(f"there are {len(run.nodes.all)} nodes")
+    run.say(f"the cluster has {len(run.nodes.all)} nodes")
     return time.time()
 
 
 def drain_node(run: Run, rng: random.Random) -> float:
     """Give notice of the end of a random node, and kill it NOTICE_S later."""
     node = run.node(rng)
-    run.say(f"a node will go in {NOTICE_S:.0f} s")
+    run.say(f"a node will be terminated in {NOTICE_S:.0f} s")
     done = time.time()
     run.nodes.drain(node, NOTICE_S)
     time.sleep(NOTICE_S)
     run.nodes.kill(node)
-    run.say("it has gone")
+    run.say("the node was terminated")
     return done
 
 
 def kill_driver(run: Run, rng: random.Random) -> float:
     """Kill the driver and resume the run."""
-    run.say("SIGKILL for the driver; --resume")
+    run.say("sending SIGKILL to the driver, then --resume")
     done = time.time()
     run.signal(signal.SIGKILL)
     run.resume()
@@ -127,22 +127,22 @@ def kill_driver(run: Run, rng: random.Random) -> float:
 
 def interrupt_driver(run: Run, rng: random.Random) -> float:
     """Send Ctrl-C to the driver and resume the run."""
-    run.say("Ctrl-C for the driver")
+    run.say("sending Ctrl-C to the driver")
     done = time.time()
     code = run.signal(signal.SIGINT)
-    run.say(f"it has ended with exit code {code}; --resume")
+    run.say(f"the driver exited with code {code}; restarting with --resume")
     run.resume()
     return done
 
 
 def end_group(run: Run, rng: random.Random) -> float:
     """Send SIGTERM to the driver's process group, as batch systems, containers and `timeout` do."""
-    run.say("SIGTERM for the driver's process group")
+    run.say("sending SIGTERM to the driver's process group")
     done = time.time()
     code = run.signal(signal.SIGTERM, group=True)
     if code != ENDED:
-        raise Problem(f"after SIGTERM, the exit code is {code}, not {ENDED}\n{run.tail()}")
-    run.say("it has saved and ended; --resume")
+        raise Problem(f"the exit code after SIGTERM is {code} instead of {ENDED}\n{run.tail()}")
+    run.say("the run saved and exited; restarting with --resume")
     run.resume()
     return done
 
@@ -150,18 +150,18 @@ def end_group(run: Run, rng: random.Random) -> float:
 def kill_coordinator(run: Run, rng: random.Random) -> float:
     """Kill the coordinator; the run continues without help, because Ray starts another coordinator."""
     pid = run.wait("a coordinator", run.nodes.coordinator)
-    run.say(f"SIGKILL for the coordinator (pid {pid})")
+    run.say(f"sending SIGKILL to the coordinator (pid {pid})")
     return _send(pid, signal.SIGKILL)
 
 
 def kill_raylet(run: Run, rng: random.Random) -> float:
     """Kill the raylet of a node and add another node."""
     node = run.node(rng)
-    run.say("SIGKILL for the raylet of a node")
+    run.say("sending SIGKILL to the raylet of a node")
     done = time.time()
     run.nodes.kill_raylet(node)
     run.nodes.add()
-    run.say("another node is there")
+    run.say("added another node")
     return done
 
 
@@ -171,15 +171,15 @@ def kill_in_head(run: Run, rng: random.Random, process: str) -> float:
     Raises:
         Problem: The run took too long to end, did not name --resume, or printed a traceback.
     """
-    run.say(f"SIGKILL for the {process} of the cluster's head")
+    run.say(f"sending SIGKILL to the {process} of the cluster's head")
     written, done = len(run.output()), time.time()
     run.nodes.kill_in_head(process)
     code = run.end(OVER_S)
     output, seconds = run.output(written), time.time() - done
     if "--resume" not in output or "Traceback" in output or code != 1:
-        raise Problem(f"after {seconds:.0f} s with exit code {code} the run printed:\n{output}")
+        raise Problem(f"the run exited with code {code} after {seconds:.0f} s and printed:\n{output}")
     error = next((line.strip() for line in output.splitlines() if "error" in line), "")
-    run.say(f"it has ended after {seconds:.1f} s: {error}; --resume on another cluster")
+    run.say(f"the run exited after {seconds:.1f} s: {error}; resuming on another cluster")
     run.nodes.begin_again()
     run.resume()
     return done
@@ -188,26 +188,26 @@ def kill_in_head(run: Run, rng: random.Random, process: str) -> float:
 def fill_run_disk(run: Run, rng: random.Random) -> float:
     """Fill the disk of the run folder for some seconds; checkpoints are elsewhere, so training continues."""
     written = len(run.output())
-    run.say("the disk of the run folder is full")
+    run.say("filled the disk of the run folder")
     done = time.time()
     with _full(run.folder.parent):
-        run.wait("a word about it", lambda: FULL in run.output(written))
+        run.wait("a message about the disk", lambda: FULL in run.output(written))
         step = run.attempt().last
-        run.wait("training that goes on", lambda: run.attempt().last > step + 5)
-    run.say("there is room again")
-    run.wait("a word about it", lambda: ROOM in run.output(written))
+        run.wait("further training steps", lambda: run.attempt().last > step + 5)
+    run.say("freed the disk of the run folder")
+    run.wait("a message about the disk", lambda: ROOM in run.output(written))
     if run.since(done):
-        raise Problem(f"the workers were started again\n{run.tail()}")
+        raise Problem(f"the workers were restarted\n{run.tail()}")
     return done
 
 
 def fill_disk(run: Run, rng: random.Random) -> float:
     """Fill the disk of the checkpoints until a save has failed."""
-    run.say("the disk of the checkpoints is full")
+    run.say("filled the disk of the checkpoints")
     done = time.time()
     with _full(Path(run.checkpoints).parent):
-        failed = run.wait("a save that fails", lambda: [e for e in run.events(done) if e.get("error")])
-    run.say(f"there is room again; the run reported: {failed[0]['error'].splitlines()[0]}")
+        failed = run.wait("a failed save", lambda: [e for e in run.events(done) if e.get("error")])
+    run.say(f"freed the disk of the checkpoints; the run reported: {failed[0]['error'].splitlines()[0]}")
     run.new_checkpoint()
     return done
 

@@ -162,13 +162,13 @@ def measure(sides: list[Side], device: torch.device, rounds: int, turn_s: float)
     turns = {}
     for side in sides:
         side.steps(3)  # compiles, fills caches
-        each = timed(lambda side=side: side.steps(3), device) / 3
-        count = max(1, min(200, int(turn_s / each)))
+        cost = timed(lambda side=side: side.steps(3), device) / 3
+        count = max(1, min(200, int(turn_s / cost)))
         turns[side.name] = lambda side=side, n=count: timed(lambda: side.steps(n), device) / n
     seconds, out = take_turns(turns, rounds), {}
     for side in sides:
-        each, least = median(seconds[side.name]), side.least_s
-        out[side.name] = Figures(each * 1e3, side.rows / each, least and least * 1e3, least and least / each)
+        cost, least = median(seconds[side.name]), side.least_s
+        out[side.name] = Figures(cost * 1e3, side.rows / cost, least and least * 1e3, least and least / cost)
     return out
 
 
@@ -311,11 +311,11 @@ def dense(
     variants = [(precision, False) for precision in PRECISIONS]
     variants += [("tf32", True), ("bf16", True)] if compiled else []
     sides = []
-    for precision, whether in variants:
+    for precision, is_compiled in variants:
         config = config_of(size, batch, matmul=precision)
         model = build_model(schema, config.model).to(device)
         least = dense_least_s(size, model, batch, precision, peaks)
-        if whether:
+        if is_compiled:
             model.compile()
         optimizer = torch.optim.Adagrad(model.parameters(), lr=0.005)
 
@@ -332,7 +332,7 @@ def dense(
                         values.grad = None
                     optimizer.step()
 
-        sides.append(Side(precision + ", compiled" * whether, steps, batch, least))
+        sides.append(Side(precision + ", compiled" * is_compiled, steps, batch, least))
     return sides
 
 
@@ -368,8 +368,8 @@ def host_steps(size: Size, device: torch.device, compiled: bool) -> list[Side]:
     """Return sides with steps of one row."""
     sides, schema = [], schema_of(size.step_rows, size.dim)
     batches = [batch_of(1, size.step_rows, [1] * FEATURES)]
-    for name, whether in [("eager", False), ("compiled", True)][: 1 + compiled]:
-        step, _ = build_step(config_of(size, 1, matmul="tf32", compile=whether), schema, device)
+    for name, is_compiled in [("eager", False), ("compiled", True)][: 1 + compiled]:
+        step, _ = build_step(config_of(size, 1, matmul="tf32", compile=is_compiled), schema, device)
         sides.append(Side(name, _steps_of(step, batches), 1, None))
     return sides
 
@@ -430,18 +430,18 @@ def exchange(rank: int, device: torch.device, size: Size, batch: int, world: int
     vectors = torch.randn(batch * FEATURES * size.dim // world * world, device=device)
     model = build_model(schema_of(1, size.dim), config_of(size, batch).model)
     gradients = torch.zeros(sum(p.numel() for p in model.parameters()), device=device)
-    found = {}
-    for name, call, given in (
+    results = {}
+    for name, call, tensor in (
         ("all-to-all of vectors, fp32", dist.all_to_all_single, vectors),
         ("all-to-all of vectors, bf16", dist.all_to_all_single, vectors.bfloat16()),
-        ("all-reduce of dense gradients", lambda _, given: dist.all_reduce(given), gradients),
+        ("all-reduce of dense gradients", lambda _, tensor: dist.all_reduce(tensor), gradients),
     ):
-        into = torch.empty_like(given)
-        seconds = [timed(lambda c=call, i=into, g=given: c(i, g), device) for _ in range(20)]
+        into = torch.empty_like(tensor)
+        seconds = [timed(lambda c=call, i=into, g=tensor: c(i, g), device) for _ in range(20)]
         each = median(seconds[5:])
         figures = Figures(each * 1e3, batch / each, None, None)
-        found[f"{name}, {given.nbytes / 2**20:.1f} MiB a rank"] = figures
-    return found
+        results[f"{name}, {tensor.nbytes / 2**20:.1f} MiB a rank"] = figures
+    return results
 
 
 @contextmanager
@@ -544,27 +544,27 @@ def run(
     world = torch.cuda.device_count() if device.type == "cuda" else 2
     if "exchange" in only and world > 1:
         for batch in size.batches:
-            found = on_ranks(world, exchange, size, batch, world, device=device.type)[0]
-            out[f"exchange of {world}, {batch} rows"] = found
+            results = on_ranks(world, exchange, size, batch, world, device=device.type)[0]
+            out[f"exchange of {world}, {batch} rows"] = results
     if "ingest" in only:
         with ingest(data, size.batches[0], device, peaks, readers) as sides:
             out[f"ingest, {size.batches[0]} rows"] = measure(sides, device, rounds, size.turn_s)
     return out, peaks
 
 
-def show(found: dict[str, dict[str, Figures]], peaks: Peaks | None, name: str) -> None:
+def show(results: dict[str, dict[str, Figures]], peaks: Peaks | None, name: str) -> None:
     """Print the table."""
     limits = "an unknown device"
     if peaks:
         limits = "peaks measured here" if peaks.measured else "its data sheet"
     rows, sections = [], set()
-    for case, sides in found.items():
+    for case, sides in results.items():
         for side, f in sides.items():
             least = f"{f.least_ms:.2f}" if f.least_ms else "?"
             share = f"{f.share:.0%}" if f.share else "?"
             rows.append([case, side, f"{f.ms:.2f}", f"{f.rows_per_s:,.0f}", least, share])
         sections.add(len(rows) - 1)
-    header = ("case", "side", "ms/step", "rows/s", "least ms", "of the most")
+    header = ("case", "side", "ms/step", "rows/s", "minimum ms", "minimum ÷ ms")
     Grid(header, rows, f"{name}: compared with {limits}", 2, sections).show(130)
 
 
@@ -572,26 +572,26 @@ def main(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     only: harness.Only = "lookup,dense,step,kinds,host,exchange,ingest",
     rounds: harness.Rounds = 7,
-    readers: Annotated[int, typer.Option(help="Ray Data tasks that read.")] = 1,
+    readers: Annotated[int, typer.Option(help="Number of Ray Data tasks that read.")] = 1,
     data: Annotated[str, typer.Option(help="Folder of `raytrec prepare synthetic`.")] = "data/ingest",
-    compiled: Annotated[bool, typer.Option(help="Also compile, which needs a C compiler.")] = True,
+    compiled: Annotated[bool, typer.Option(help="Also compile; requires a C compiler.")] = True,
     out: Annotated[
         Path | None,
-        typer.Option(help="File of results; default: benchmarks/results/gpu.json, on a GPU alone."),
+        typer.Option(help="Output file; default: benchmarks/results/gpu.json, only on a GPU."),
     ] = None,
 ) -> None:
     """Print the table and, on a GPU, write benchmarks/results/gpu.json."""
     warnings.simplefilter("ignore")
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    here = torch.device("cuda", 0) if kind == "cuda" else torch.device("cpu")
-    size, cases, folder = size_for(here), harness.split(only), Path(data)
+    torch_device = torch.device("cuda", 0) if kind == "cuda" else torch.device("cpu")
+    size, cases, folder = size_for(torch_device), harness.split(only), Path(data)
     if "ingest" in cases and not (folder / "schema.yaml").exists():
         run_raytrec("prepare", "synthetic", "--out", data, "--rows", "1250000" if kind == "cuda" else "5000")
-    name = torch.cuda.get_device_name(here) if kind == "cuda" else "cpu"
-    found, peaks = run(here, size, cases, rounds, folder, readers, compiled)
-    show(found, peaks, name)
+    name = torch.cuda.get_device_name(torch_device) if kind == "cuda" else "cpu"
+    results, peaks = run(torch_device, size, cases, rounds, folder, readers, compiled)
+    show(results, peaks, name)
     if out := out or (harness.results_file("gpu") if kind == "cuda" else None):
-        figures = {case: {side: asdict(f) for side, f in sides.items()} for case, sides in found.items()}
+        figures = {case: {side: asdict(f) for side, f in sides.items()} for case, sides in results.items()}
         about = {"device": name, "torch": torch.__version__, "rounds": rounds, "readers": readers}
         harness.keep(out, {**about, "peaks": peaks and asdict(peaks), "cases": figures})
 

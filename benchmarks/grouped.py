@@ -106,17 +106,17 @@ def build(rank: int, world: int, case: str, grouped: bool) -> tuple[Any, Iterato
     parts, model, candidates, count = CASES[case]
     schema = {"labels": ["label"], **parts} | ({"candidates": ["label", *candidates]} if grouped else {})
     rows = REQUESTS if grouped else REQUESTS * count
-    made = rig(schema, model, world, rows * world, ["history"])
+    rank_rig = rig(schema, model, world, rows * world, ["history"])
     tables = [requests_of(case, PIECES * rank + i) for i in range(PIECES)]
     tables = tables if grouped else [repeat_rows(table, candidates, count) for table in tables]
-    pieces = [made.pieces(canonical(table, made.form, Place(case, 0, 0))) for table in tables]
-    return made.step, made.repeat(pieces)
+    pieces = [rank_rig.pieces(canonical(table, rank_rig.form, Place(case, 0, 0))) for table in tables]
+    return rank_rig.step, rank_rig.repeat(pieces)
 
 
-def document(found: dict[str, Any]) -> str:
+def document(results: dict[str, Any]) -> str:
     """Return the table for docs/benchmarks.md: a row for each point."""
     rows = []
-    for point in found["points"]:
+    for point in results["points"]:
         speeds = [1e3 * point["examples"] / point[side]["step_ms"] for side in SIDES]
         costs = [point[side]["cpu_us_per_row"] for side in SIDES]
         cells = [point["case"], str(point["workers"]), *(f"{speed:,.0f}" for speed in speeds)]
@@ -139,15 +139,15 @@ def main(
             sides = {side: Ranks("grouped.py", world, stack) for side in SIDES}
             for case in harness.split(cases):
                 examples = REQUESTS * CASES[case][3] * world
-                asked = {side: {"case": case, "grouped": grouped} for side, grouped in SIDES.items()}
-                figures = compare(sides, asked, rounds, examples, turn_s=0.8)
+                requests = {side: {"case": case, "grouped": grouped} for side, grouped in SIDES.items()}
+                figures = compare(sides, requests, rounds, examples, turn_s=0.8)
                 points.append({"case": case, "workers": world, "examples": examples, **figures})
                 print(json.dumps(points[-1]), flush=True)
     points.sort(key=lambda point: (list(CASES).index(point["case"]), point["workers"]))
-    found = {"cpus": os.cpu_count(), "points": points}
-    print(document(found))
+    results = {"cpus": os.cpu_count(), "points": points}
+    print(document(results))
     if (harness.split(cases), workers) == (list(CASES), "1,2"):
-        harness.publish("grouped", found, document(found))
+        harness.publish("grouped", results, document(results))
 
 
 if __name__ == "__main__":

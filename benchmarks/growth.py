@@ -145,7 +145,7 @@ def batches_of(point: Point, schema: Any) -> Iterator[Any]:
 
     from raytrec.data.batch import Batch
 
-    made, batch = [], point.batch
+    batches, batch = [], point.batch
     for _ in range(BATCHES):
         ids = torch.randint(0, point.rows, (point.features * batch * point.bag,))
         sparse = KeyedJaggedTensor(
@@ -157,10 +157,10 @@ def batches_of(point: Point, schema: Any) -> Iterator[Any]:
         )
         labels = torch.randint(0, 2, (batch, 1)).float()
         rows = batch * point.workers
-        made.append(Batch(torch.randn(batch, 1), sparse, labels, torch.ones(batch), rows))
+        batches.append(Batch(torch.randn(batch, 1), sparse, labels, torch.ones(batch), rows))
     step = 0
     while True:
-        yield replace(made[step % BATCHES], step=step)
+        yield replace(batches[step % BATCHES], step=step)
         step += 1
 
 
@@ -224,13 +224,13 @@ class Loop:
 
 def measure(rank: int, device: Any, points: list[Point], steps: int, folder: str) -> list[dict[str, float]]:
     """Return cpu_ms of each point on this rank and, on rank 0, the bytes of a checkpoint."""
-    found = []
+    figures = []
     for number, point in enumerate(points):
-        found.append(measure_point(point, rank, steps, f"{folder}/{number}"))
+        figures.append(measure_point(point, rank, steps, f"{folder}/{number}"))
         gc.collect()  # models are cycles
         if rank == 0:
-            print(point, found[-1], flush=True)
-    return found
+            print(point, figures[-1], flush=True)
+    return figures
 
 
 def measure_point(point: Point, rank: int, steps: int, folder: str) -> dict[str, float]:
@@ -251,14 +251,14 @@ def measure_point(point: Point, rank: int, steps: int, folder: str) -> dict[str,
 
 def run(points: list[Point], steps: int) -> dict[Point, dict[str, Any]]:
     """Return the figures of each point, summed over its ranks. Points with equal ranks share them."""
-    found = {}
+    figures = {}
     for workers in sorted({point.workers for point in points}):
         chosen = [point for point in dict.fromkeys(points) if point.workers == workers]
         with tempfile.TemporaryDirectory(prefix="growth-") as folder:
             ranks = on_ranks(workers, measure, chosen, steps, folder)
         for point, *of in zip(chosen, *ranks, strict=True):
-            found[point] = {key: sum(each[key] for each in of) for key in of[0]}
-    return found
+            figures[point] = {key: sum(each[key] for each in of) for key in of[0]}
+    return figures
 
 
 def law_of(xs: list[float], ys: list[float], linear: bool) -> list[float]:
@@ -296,13 +296,13 @@ def table_of(name: str, curve: dict[str, Any]) -> Grid:
     for x, y, expected in zip(curve["x"], curve["cpu_ms"], curve["law_ms"], strict=True):
         mark = "  kink" if x in curve["kinks"] else ""
         rows.append([f"{x:,.0f}", f"{y:.2f}", f"{expected:.2f}", f"{y / expected:.2f}{mark}"])
-    header = (curve["label"], f"CPU {curve['unit']}", "law", "of the law")
+    header = (curve["label"], f"CPU {curve['unit']}", "law", "÷ law")
     return Grid(header, rows, f"{name}: {curve['law']}", left=0)
 
 
 def document(curves: dict[str, Any]) -> str:
     """Return the text for docs/benchmarks.md."""
-    header = "size", "from", "to", "CPU", "at the first", "at the last", "law", "of the law there", "kinks at"
+    header = "size", "from", "to", "CPU", "first", "last", "law", "last ÷ law", "kinks at"
     rows = []
     for curve in curves.values():
         first, last = curve["cpu_ms"][0], curve["cpu_ms"][-1]
@@ -311,7 +311,7 @@ def document(curves: dict[str, Any]) -> str:
         rows.append([*cells, ", ".join(f"{x:,.0f}" for x in curve["kinks"])])
     saved = curves["checkpoint"]
     each = ", ".join(f"{size / x:.3f}" for x, size in zip(saved["x"], saved["bytes"], strict=True))
-    sizes = f"Bytes of a checkpoint's files, of a byte of tables and state, from small to large: {each}."
+    sizes = f"Checkpoint bytes per byte of tables and state, from small to large: {each}."
     picture = "![measured points, the law of each curve, and kinks](images/growth.png)"
     return "\n\n".join([Grid(header, rows).markdown(), sizes, picture])
 
@@ -332,7 +332,7 @@ def draw(curves: dict[str, Any], path: Path) -> None:
 
     @styled
     def made() -> Any:
-        figure, panels = new_figure("What a step, a record and a save cost as sizes grow", 12.6, rows=7)
+        figure, panels = new_figure("Cost of a step, a record and a save by size", 12.6, rows=7)
         for axes, curve in zip(panels, curves.values(), strict=False):
             axes.loglog(curve["x"], curve["law_ms"], color=MUTED, linestyle=(0, (3, 2)), label=curve["law"])
             axes.loglog(curve["x"], curve["cpu_ms"], "o-", color=BLUE, markersize=3)
@@ -356,7 +356,7 @@ def draw(curves: dict[str, Any], path: Path) -> None:
 def main(
     only: harness.Only = ",".join(CURVES),
     steps: Annotated[int, typer.Option(help="Steps of a block; the cheapest of five counts.")] = 10,
-    largest: Annotated[float, typer.Option(help="Largest size that is measured.")] = 1e9,
+    largest: Annotated[float, typer.Option(help="Largest measured size.")] = 1e9,
     smallest: harness.Smallest = False,
 ) -> None:
     """Print the tables; with all curves, write growth.json and growth.png."""
@@ -369,12 +369,12 @@ def main(
         for name, curve in chosen.items()
     }
     measured = run([point for of in points.values() for point in of], steps)
-    found = {name: describe(chosen[name], [measured[point] for point in of]) for name, of in points.items()}
-    for name, curve in found.items():
+    curves = {name: describe(chosen[name], [measured[point] for point in of]) for name, of in points.items()}
+    for name, curve in curves.items():
         table_of(name, curve).show()
     if set(chosen) == set(CURVES) and largest >= 1e9 and not smallest:
-        harness.publish("growth", found, document(found))
-        draw(found, harness.IMAGES / "growth.png")
+        harness.publish("growth", curves, document(curves))
+        draw(curves, harness.IMAGES / "growth.png")
 
 
 if __name__ == "__main__":

@@ -61,14 +61,14 @@ def take_turns(sides: Mapping[str, Callable[[], T]], rounds: int, warm_up: int =
         rounds: Number of rounds. The side that begins changes from round to round.
         warm_up: Number of additional rounds at the beginning whose values are dropped.
     """
-    names, found = list(sides), {name: list[T]() for name in sides}
+    names, values = list(sides), {name: list[T]() for name in sides}
     for turn in range(warm_up + rounds):
         first = turn % len(names)
         for name in names[first:] + names[:first]:
             value = sides[name]()
             if turn >= warm_up:
-                found[name].append(value)
-    return found
+                values[name].append(value)
+    return values
 
 
 def seconds_of(call: Callable[[], Any]) -> float:

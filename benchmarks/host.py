@@ -107,13 +107,13 @@ class _Loop:
         device = torch.device("cpu")
         with patch("raytrec.embeddings.optim.in_one_kernel", lambda weights: True):  # as on a GPU
             self._step, _ = build_step(config, schema, device)
-        self._run_pipeline_step = Progress(Sums(Selection.from_config(config, schema), device))
+        self._progress = Progress(Sums(Selection.from_config(config, schema), device))
         self._batch = batch
         self._train(WARM)
 
     def _train(self, steps: int) -> None:
         for outputs in self._step.train(repeat(self._batch), steps):
-            self._run_pipeline_step.count(1, outputs)
+            self._progress.count(1, outputs)
 
     def count(self) -> dict[str, float]:
         """Return the launches of a step by phase."""
@@ -129,7 +129,7 @@ class _Loop:
             thread.start()
         began = perf_counter()
         for outputs in self._step.train(repeat(self._batch), TIMED):
-            self._run_pipeline_step.count(1, outputs)
+            self._progress.count(1, outputs)
             if other:
                 ready.get()
         return 1000 * (perf_counter() - began) / TIMED
@@ -159,15 +159,15 @@ class Assembling:
         return 1000 * (perf_counter() - began) / TIMED
 
 
-def grid(found: dict[str, Any]) -> Grid:
+def grid(results: dict[str, Any]) -> Grid:
     """Return the table: a row for each model."""
-    phases = list(dict.fromkeys(phase for each in found.values() for phase in each["launches"]))
+    phases = list(dict.fromkeys(phase for figures in results.values() for phase in figures["launches"]))
     header = ["launches of a step", *(phase.replace("_", " ") for phase in phases), "all", *SHOWN]
     rows = []
-    for model, each in found.items():
-        launches = each["launches"]
+    for model, figures in results.items():
+        launches = figures["launches"]
         counts = [*(launches.get(phase, 0) for phase in phases), sum(launches.values())]
-        times = (f"{each[name]:.2f}" for name in SHOWN.values())
+        times = (f"{figures[name]:.2f}" for name in SHOWN.values())
         rows.append([model, *(f"{count:.0f}" for count in counts), *times])
     return Grid(header, rows)
 
@@ -181,10 +181,10 @@ def main(
     with tempfile.TemporaryDirectory(prefix="raytrec-host-") as folder:
         join_group(0, 1, f"{folder}/store")
         names = harness.split(models)
-        found = {name: measure(CASES[name], 1 if smallest else rounds) for name in names}
-    grid(found).show(140)
+        results = {name: measure(CASES[name], 1 if smallest else rounds) for name in names}
+    grid(results).show(140)
     if not smallest:
-        harness.publish("host", found, grid(found).markdown())
+        harness.publish("host", results, grid(results).markdown())
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ SIDES = {
 }
 HEADER = (
     *("workers", "ms a step: static", "ids known", "", "a hundredth new", "", "a tenth new", ""),
-    *("ids/s through the map", "grown, MiB"),
+    *("ids/s through the map", "memory growth, MiB"),
 )
 
 
@@ -73,7 +73,7 @@ def build(rank: int, world: int, ids: str, new_share: float) -> tuple[Any, Itera
         "tables": {"item": {"rows": ROWS, "dim": DIM, "ids": ids}},
     }
     plan = {"tables": {"item": {"sharding_type": "row_wise"}}}
-    made = rig(schema, MODEL, world, BATCH * world, ["bag"], plan=plan)
+    rank_rig = rig(schema, MODEL, world, BATCH * world, ["bag"], plan=plan)
 
     def batches() -> Iterator[Any]:
         random, fresh = np.random.default_rng(rank), (rank + 1) * 2**40
@@ -86,9 +86,9 @@ def build(rank: int, world: int, ids: str, new_share: float) -> tuple[Any, Itera
                 drawn[:: len(drawn) // new][:new] = np.arange(fresh, fresh + new)
                 fresh += new
             singles = np.split(drawn[: BATCH * SINGLES], SINGLES)
-            yield made.batch(labels, singles, [(offsets, drawn[BATCH * SINGLES :], None)], number)
+            yield rank_rig.batch(labels, singles, [(offsets, drawn[BATCH * SINGLES :], None)], number)
 
-    return made.step, batches()
+    return rank_rig.step, batches()
 
 
 def stream(world: int, ids: int) -> tuple[float, int]:
@@ -98,34 +98,34 @@ def stream(world: int, ids: int) -> tuple[float, int]:
     from raytrec.embeddings.managed.batches import IdExchange
 
     peers, cpu = Peers(), torch.device("cpu")
-    exchange, mine = IdExchange({"item": (ROWS, ManagedIds())}, 0, peers, cpu), AT_ONCE // world
-    before, began, steps = 0, perf_counter(), -(-ids // AT_ONCE)
+    exchange, rank_ids = IdExchange({"item": (ROWS, ManagedIds())}, 0, peers, cpu), AT_ONCE // world
+    start_bytes, began, steps = 0, perf_counter(), -(-ids // AT_ONCE)
     for step in range(steps):
         if step == steps // 10:
-            before = status_bytes("VmRSS")
-        first = step * AT_ONCE + peers.rank * mine
-        exchange.train({"item": torch.arange(first, first + mine)}, step)
-    return perf_counter() - began, status_bytes("VmRSS") - before
+            start_bytes = status_bytes("VmRSS")
+        first = step * AT_ONCE + peers.rank * rank_ids
+        exchange.train({"item": torch.arange(first, first + rank_ids)}, step)
+    return perf_counter() - began, status_bytes("VmRSS") - start_bytes
 
 
 def side(rank: int, world: int) -> Any:
     """Return the function that answers a rank's requests: build, train, or send a stream through a map."""
-    made: list[Any] = []
+    current: list[Any] = []
 
     def answer(steps: int = FIRST, stream_ids: int = 0, **request: Any) -> tuple[float, float]:
         if stream_ids:
             return stream(world, stream_ids)
         if request:
-            made[:] = build(rank, world, **request)
-        return time_steps(*made, steps)
+            current[:] = build(rank, world, **request)
+        return time_steps(*current, steps)
 
     return answer
 
 
-def document(found: dict[str, Any]) -> str:
+def document(results: dict[str, Any]) -> str:
     """Return the table for docs/benchmarks.md: a row for each number of workers."""
     rows = []
-    for point in found["points"]:
+    for point in results["points"]:
         static, *others = (point["sides"][side]["step_ms"] for side in SIDES)
         cells = [str(point["workers"]), f"{static:,.1f}"]
         for managed in others:
@@ -154,10 +154,10 @@ def main(
         through = {"ids": ids, "s": seconds, "ids_per_s": ids / seconds, "grown_mib": grown / 2**20}
         points.append({"workers": world, "sides": figures, "stream": through})
         print(json.dumps(points[-1]), flush=True)
-    found = {"cpus": os.cpu_count(), "points": points}
-    print(document(found))
+    results = {"cpus": os.cpu_count(), "points": points}
+    print(document(results))
     if not smallest:
-        harness.publish("ids", found, document(found))
+        harness.publish("ids", results, document(results))
 
 
 if __name__ == "__main__":

@@ -80,8 +80,8 @@ class Ratings:
         while len(again):
             drawn[again, 1] = random.integers(0, self._films, len(again))
             places = drawn[again, 0] * self._films + drawn[again, 1]
-            found = np.searchsorted(self._rated, places).clip(max=len(self._rated) - 1)
-            again = again[self._rated[found] == places]
+            positions = np.searchsorted(self._rated, places).clip(max=len(self._rated) - 1)
+            again = again[self._rated[positions] == places]
         order = random.permutation(2 * len(pairs))
         labels = np.repeat(np.float32([1, 0]), len(pairs))
         return np.concatenate([pairs, drawn])[order], labels[order]
@@ -106,31 +106,31 @@ def auc_of(ratings: Ratings, kind: str, share: float, seed: int) -> float:
         codes = [hash_text(texts, n) for texts, n in zip(ratings.texts, rows.values(), strict=True)]
     torch.manual_seed(seed)
     schema = {"sparse": {name: {"table": name} for name in tables}, "tables": tables}
-    made = rig(schema, {"name": "mf"}, 1, BATCH, run={"seed": seed}, optim=OPTIM)
+    rank_rig = rig(schema, {"name": "mf"}, 1, BATCH, run={"seed": seed}, optim=OPTIM)
     train, labels = ratings.rows(ratings.train, seed)
-    for _ in made.step.train(_batches(made, codes, train, labels), -(-len(labels) // BATCH)):
+    for _ in rank_rig.step.train(_batches(rank_rig, codes, train, labels), -(-len(labels) // BATCH)):
         pass
     test, labels = ratings.rows(ratings.test, 10_000)
     logits = [
         outputs.tasks["y"].logits[: int(outputs.rows.sum())].numpy()
-        for outputs in made.step.evaluate(_batches(made, codes, test, labels))
+        for outputs in rank_rig.step.evaluate(_batches(rank_rig, codes, test, labels))
     ]
     return float(roc_auc_score(labels, np.concatenate(logits)))
 
 
-def _batches(made: Rig, codes: list[np.ndarray], pairs: np.ndarray, labels: np.ndarray) -> Iterator[Any]:
+def _batches(rank_rig: Rig, codes: list[np.ndarray], pairs: np.ndarray, labels: np.ndarray) -> Iterator[Any]:
     for number, first in enumerate(range(0, len(labels), BATCH)):
         some = slice(first, first + BATCH)
         ids, count = [c[pairs[some, i]] for i, c in enumerate(codes)], len(labels[some])
-        piece = made.piece([labels[some]], ids)
-        yield made.collate([piece], BATCH, count, number)
+        piece = rank_rig.piece([labels[some]], ids)
+        yield rank_rig.collate([piece], BATCH, count, number)
 
 
-def document(found: dict[str, list[float]]) -> str:
+def document(results: dict[str, list[float]]) -> str:
     """Return the table for docs/benchmarks.md: a row for each side."""
     rows = []
     for kind, share in SIDES:
-        if values := found.get(f"{kind} {share:g}"):
+        if values := results.get(f"{kind} {share:g}"):
             spread = stdev(values) if len(values) > 1 else 0.0
             rows.append([kind, f"{share:.0%}", f"{mean(values):.5f}", f"{spread:.5f}", str(len(values))])
     header = ("ids", "rows ÷ distinct ids", "AUC, mean", "standard deviation", "seeds")
@@ -151,19 +151,19 @@ def main(
         elif data is None:
             raise typer.BadParameter("the folder with ml-1m/pairs.parquet is missing", param_hint="DATA")
         ratings = Ratings(data)
-    found: dict[str, list[float]] = {} if smallest else harness.load("ids_quality")
+    results: dict[str, list[float]] = {} if smallest else harness.load("ids_quality")
     for seed in range(1 if smallest else seeds):
         for kind, share in SIDES:
-            values = found.setdefault(f"{kind} {share:g}", [])
+            values = results.setdefault(f"{kind} {share:g}", [])
             if len(values) > seed:
                 continue
             values.append(auc_of(ratings, kind, share, seed))
             print(f"seed {seed}, {kind}, {share:.0%}: {values[-1]:.5f}", flush=True)
             if not smallest:
-                harness.store("ids_quality", found)
-    print(document(found))
+                harness.store("ids_quality", results)
+    print(document(results))
     if not smallest:
-        harness.fill(harness.BENCHMARKS_PAGE, "ids_quality", document(found))
+        harness.fill(harness.BENCHMARKS_PAGE, "ids_quality", document(results))
 
 
 if __name__ == "__main__":

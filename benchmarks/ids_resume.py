@@ -40,14 +40,14 @@ SCHEMA = {
 }
 
 
-def batches_from(made: Rig, rank: int, world: int, first: int) -> Iterator[Any]:
+def batches_from(rank_rig: Rig, rank: int, world: int, first: int) -> Iterator[Any]:
     """Yield this rank's batches from step `first` on; ids depend on the step alone."""
     size = BATCH // world
     places = np.arange(rank * size, (rank + 1) * size)
     for number in range(first, sys.maxsize):
         new = number * BATCH + places
         ids = [new, np.maximum(new - BATCH * (1 + places % 4), places)]
-        yield made.batch((new * 7919 % 13 < 6).astype(np.float32), ids, number=number)
+        yield rank_rig.batch((new * 7919 % 13 < 6).astype(np.float32), ids, number=number)
 
 
 def side(rank: int, world: int) -> Any:
@@ -66,24 +66,24 @@ def side(rank: int, world: int) -> Any:
         from raytrec.config.training import CheckpointSection
 
         torch.manual_seed(0)
-        made = rig(SCHEMA, MODEL, world, BATCH, optim={"embeddings": {"name": "adagrad"}})
-        step, state = made.step, LogicalState(made.step.model, made.step.optimizer)
+        rank_rig = rig(SCHEMA, MODEL, world, BATCH, optim={"embeddings": {"name": "adagrad"}})
+        step, state = rank_rig.step, LogicalState(rank_rig.step.model, rank_rig.step.optimizer)
         saver = CheckpointWriter(root, CheckpointSection(async_save=False))
         if first:
-            found = restore(root, state, more=lambda about: allocate_ids(about, step.maps))
-            load_ids(step.maps, found.more, found.about)
+            restored = restore(root, state, more=lambda about: allocate_ids(about, step.maps))
+            load_ids(step.maps, restored.more, restored.about)
             step.trained = first
-        batches = batches_from(made, rank, world, first)
-        before, began, early = 0, perf_counter(), first + (saves[-1] - first) // 10
+        batches = batches_from(rank_rig, rank, world, first)
+        start_bytes, began, early = 0, perf_counter(), first + (saves[-1] - first) // 10
         for save in saves:
             for _ in step.train(batches, save - step.trained):
                 if step.trained == early:
-                    before = status_bytes("VmRSS")
+                    start_bytes = status_bytes("VmRSS")
             ids, about = gather_ids(step.maps)
             saver.save(save, state.tensors(), about, ids)
             if error := saver.taken().error:
                 raise error
-        return perf_counter() - began, status_bytes("VmRSS") - before
+        return perf_counter() - began, status_bytes("VmRSS") - start_bytes
 
     return resume
 
@@ -95,15 +95,15 @@ def train(world: int, root: Path, first: int, saves: list[int]) -> dict[str, Any
         return json.loads(record.read_text())
     with ExitStack() as stack:
         answers = Ranks("ids_resume.py", world, stack).ask(root=str(root), first=first, saves=saves)
-    found = {
+    figures = {
         "workers": world,
         "steps": [first, saves[-1]],
         "s": max(s for s, _ in answers),
         "grown_mib": sum(size for _, size in answers) / 2**20,
     }
-    print(json.dumps(found), flush=True)
-    record.write_text(json.dumps(found))
-    return found
+    print(json.dumps(figures), flush=True)
+    record.write_text(json.dumps(figures))
+    return figures
 
 
 def differences(one: Path, other: Path) -> dict[str, float]:
@@ -118,7 +118,7 @@ def differences(one: Path, other: Path) -> dict[str, float]:
         whole.append({n: torch.empty(e["shape"], dtype=DTYPES[e["dtype"]]) for n, e in entries.items()})
         load(str(folder), whole[-1])
     if whole[0].keys() != whole[1].keys():
-        raise SystemExit(f"other tensors: {sorted(whole[0].keys() ^ whole[1].keys())}")
+        raise SystemExit(f"different tensors: {sorted(whole[0].keys() ^ whole[1].keys())}")
     pairs = ((name, values, whole[1][name]) for name, values in whole[0].items())
     return {n: float((a.double() - b.double()).abs().max()) for n, a, b in pairs if not torch.equal(a, b)}
 
@@ -127,17 +127,17 @@ def measure(steps: int, root: Path) -> dict[str, Any]:
     """Train all runs and return their figures and differences."""
     from raytrec.checkpoint.files import folder_of
 
-    third, rest, paths = steps // 3, steps - steps // 3, {n: root / n for n in ("whole", "two", "others")}
+    third, tail, paths = steps // 3, steps - steps // 3, {n: root / n for n in ("whole", "two", "others")}
     runs = [train(2, paths["whole"], 0, [third, steps])]
     for name in ("two", "others"):
         if not paths[name].exists():
             shutil.copytree(folder_of(str(paths["whole"]), third), folder_of(str(paths[name]), third))
     runs.append(train(2, paths["two"], third, [steps]))
-    runs.append(train(3, paths["others"], third, [third + rest // 2]))
-    runs.append(train(1, paths["others"], third + rest // 2, [steps]))
+    runs.append(train(3, paths["others"], third, [third + tail // 2]))
+    runs.append(train(1, paths["others"], third + tail // 2, [steps]))
     ends = {name: Path(folder_of(str(path), steps)) for name, path in paths.items()}
-    found = {name: differences(ends["whole"], ends[name]) for name in ("two", "others")}
-    return {"ids": steps * BATCH, "runs": runs, "differences": found}
+    differing = {name: differences(ends["whole"], ends[name]) for name in ("two", "others")}
+    return {"ids": steps * BATCH, "runs": runs, "differences": differing}
 
 
 def main(
@@ -150,11 +150,11 @@ def main(
     """Print the comparison; exit with 1 if ids differ or, with two workers, anything else."""
     steps = 12 if smallest else -(-ids // BATCH)
     with TemporaryDirectory(prefix="ids-") as temporary:
-        found = measure(steps, folder or Path(temporary))
-    two, others = found["differences"].values()
-    print(f"{found['ids']:,} ids; 2 → 2 workers: {two or 'equal to the last bit'}; 2 → 3 → 1: {others}")
+        results = measure(steps, folder or Path(temporary))
+    two, others = results["differences"].values()
+    print(f"{results['ids']:,} ids; 2 → 2 workers: {two or 'equal to the last bit'}; 2 → 3 → 1: {others}")
     if not smallest:
-        harness.store("ids_resume", found)
+        harness.store("ids_resume", results)
     if two or any(name.startswith("ids/") for name in others):
         raise SystemExit("the resumed run differs from the uninterrupted run")
 

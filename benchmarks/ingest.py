@@ -162,33 +162,33 @@ class Measured:
 
 def measure(run: Callable[[], int], rows: int) -> Measured:
     """Run a variant once and return its figures."""
-    cpu, mine, began = tree_cpu_s(), process_time(), perf_counter()
+    cpu, own_cpu, began = tree_cpu_s(), process_time(), perf_counter()
     assert run() == rows
-    seconds, mine, cpu = perf_counter() - began, process_time() - mine, tree_cpu_s() - cpu
-    return Measured(rows / seconds, cpu / rows * 1e6, mine / seconds)
+    seconds, own_cpu, cpu = perf_counter() - began, process_time() - own_cpu, tree_cpu_s() - cpu
+    return Measured(rows / seconds, cpu / rows * 1e6, own_cpu / seconds)
 
 
 def memory_mib() -> float:
     """Return the private memory of this process and its descendants and of Ray's object store."""
-    held = ray.cluster_resources()["object_store_memory"]
-    held -= ray.available_resources().get("object_store_memory", 0)
+    total = ray.cluster_resources()["object_store_memory"]
+    total -= ray.available_resources().get("object_store_memory", 0)
     me = psutil.Process()
     for process in [me, *me.children(recursive=True)]:
         try:
             memory = process.memory_info()
-            held += memory.rss - memory.shared
+            total += memory.rss - memory.shared
         except psutil.Error:
             continue
-    return held / 2**20
+    return total / 2**20
 
 
 def peak_memory_mib(run: Callable[[], int]) -> float:
     """Return the peak of `memory_mib` during a call."""
-    over, most = Event(), [memory_mib()]
+    over, peak = Event(), [memory_mib()]
 
     def watch() -> None:
         while not over.wait(0.2):
-            most[0] = max(most[0], memory_mib())
+            peak[0] = max(peak[0], memory_mib())
 
     watcher = Thread(target=watch)
     watcher.start()
@@ -197,7 +197,7 @@ def peak_memory_mib(run: Callable[[], int]) -> float:
     finally:
         over.set()
         watcher.join()
-    return most[0]
+    return peak[0]
 
 
 def repeated(dataset: Dataset, times: int) -> Dataset:
@@ -248,11 +248,11 @@ def first_batches(
 
 
 def main(
-    data: Annotated[str, typer.Argument(help="Folder of Parquet.")] = "data/ingest/train",
+    data: Annotated[str, typer.Argument(help="Folder with Parquet files.")] = "data/ingest/train",
     rounds: harness.Rounds = 3,
-    readers: Annotated[int, typer.Option(help="Reading processes.")] = 1,
-    times: Annotated[int, typer.Option(help="How often the folder is read as one epoch.")] = 4,
-    only: Annotated[list[str] | None, typer.Option(help="Run these variants alone (repeatable).")] = None,
+    readers: Annotated[int, typer.Option(help="Number of reading processes.")] = 1,
+    times: Annotated[int, typer.Option(help="Number of times the folder is read in one epoch.")] = 4,
+    only: Annotated[list[str] | None, typer.Option(help="Run only these variants (repeatable).")] = None,
     smallest: harness.Smallest = False,
 ) -> None:
     """Print the tables and, with all variants, write benchmarks/results/ingest.json."""
@@ -285,7 +285,7 @@ def main(
     show(rate, cpu_us, consumer, f"{dataset.rows:,} rows, batch {BATCH}, {readers} reading process(es)")
     for rows, mib in memory.items():
         print(f"peak memory of the stream, all processes and object store: {mib:,.0f} MiB for {rows:,} rows")
-    header = ("seconds to the first batch, rows of a row group", *map("{:,}".format, starts["groups"]))
+    header = ("seconds to the first batch, by rows per row group", *map("{:,}".format, starts["groups"]))
     lines = [[f"shuffle: {name}", *map("{:.2f}".format, found.values())] for name, found in starts.items()]
     Grid(header, lines).show()
     if set(turns) == set(VARIANTS) and not smallest:
@@ -310,7 +310,7 @@ def show(rate: dict[str, float], cpu_us: dict[str, float], consumer: dict[str, f
     for name, speed in rate.items():
         share = f"{speed / rate['decode']:.2f}" if "decode" in rate else ""
         rows.append([name, f"{speed:,.0f}", share, f"{cpu_us[name]:.2f}", f"{consumer[name]:.0%}"])
-    Grid(("variant", "rows/s", "of decode", "CPU-µs/row", "consumer CPU"), rows, title).show()
+    Grid(("variant", "rows/s", "× decode", "CPU-µs/row", "consumer CPU"), rows, title).show()
 
 
 if __name__ == "__main__":

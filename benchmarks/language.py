@@ -101,7 +101,7 @@ def main(arguments: list[str]) -> int:
                     number = first + text.count("\n", 0, found.start())
                     line = text[: found.end()].rsplit("\n", 1)[-1] + text[found.end() :].split("\n", 1)[0]
                     print(f"{path}:{number}: {found[0]!r}: {instead}\n    {line.strip()[:140]}")
-    print(f"{count} words to replace" if count else "the language is as agreed")
+    print(f"{count} words to replace" if count else "no words to replace")
     return int(count > 0)
 
 

@@ -49,28 +49,28 @@ def evaluate(
         group="user",
     )
     settings = EvalSection(**({} if exact_rows is None else {"max_exact_rows": exact_rows}))
-    kept, peers, numbers = TaskRows(Selection([task], settings), "y"), Peers(device), torch.arange(1000)
+    task_rows, peers, numbers = TaskRows(Selection([task], settings), "y"), Peers(device), torch.arange(1000)
     peers.send([numbers], numbers % WORLD)  # torch and gloo allocate memory once
     peers.sum(numbers.double().sort().values)
-    began, before = perf_counter(), status_bytes("VmHWM")
+    began, start_bytes = perf_counter(), status_bytes("VmHWM")
     for start in range(0, rows // WORLD, BATCH):
         count = min(BATCH, rows // WORLD - start)
         logits = torch.randn(count) - 2
         labels = (torch.rand(count) < logits.sigmoid()).float()
-        kept.add(
+        task_rows.add(
             WeightedRows(
                 logits, labels, torch.ones(count), {"user": torch.randint(0, 1 + rows // 50, (count,))}
             )
         )
-    figures, _ = kept.figures(Peers(device), device)
-    return status_bytes("VmHWM") - before, perf_counter() - began, figures
+    figures, _ = task_rows.figures(Peers(device), device)
+    return status_bytes("VmHWM") - start_bytes, perf_counter() - began, figures
 
 
 def main(
     rows: Annotated[
         str, typer.Option(help="Numbers of rows, separated by commas.")
     ] = "100000,1000000,10000000",
-    exact_rows: Annotated[int | None, typer.Option(help="eval.max_exact_rows; default: the default.")] = None,
+    exact_rows: Annotated[int | None, typer.Option(help="eval.max_exact_rows; default: raytrec's.")] = None,
     only: harness.Only = ",".join(METRICS),
     smallest: harness.Smallest = False,
 ) -> None:

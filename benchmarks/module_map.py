@@ -48,14 +48,14 @@ def module_map() -> str:
 
 
 def _entries(folder: Path, room: Path) -> list[str]:
-    found = []
+    entries = []
     for path in sorted(folder.iterdir(), key=lambda path: (path.is_dir(), path.name)):
         name = path.relative_to(room).as_posix()
         if path.suffix == ".py" and path.name != "__init__.py":
-            found.append(_entry(name, first_sentence(path)))
+            entries.append(_entry(name, first_sentence(path)))
         elif path.is_dir() and list(path.glob("*.py")):
-            found += [_entry(f"{name}/", first_sentence(path / "__init__.py")), *_entries(path, room)]
-    return found
+            entries += [_entry(f"{name}/", first_sentence(path / "__init__.py")), *_entries(path, room)]
+    return entries
 
 
 def _entry(name: str, sentence: str) -> str:

@@ -43,13 +43,13 @@ def note(name: str) -> None:
 
 def after(owner: Any, name: str, moment: str, once: bool = False) -> None:
     """Replace a function by one that records a moment whenever, or the first time, it returns."""
-    function, seen = getattr(owner, name), []
+    function, calls = getattr(owner, name), []
 
     def noting(*args: Any, **options: Any) -> Any:
         value = function(*args, **options)
-        if not (once and seen):
+        if not (once and calls):
             note(moment)
-        seen.append(moment)
+        calls.append(moment)
         return value
 
     setattr(owner, name, noting)

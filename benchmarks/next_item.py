@@ -96,15 +96,15 @@ def build_raytrec(shape: dict[str, Any], rank: int, world: int) -> tuple[Any, It
     tasks = [{"loss": "from_model", "metrics": []}]
     optim = {"embeddings": {"name": "adam", "lr": 1e-3}, "dense": {"lr": 1e-3}}
     lists = ["history", "negatives"]
-    made = rig(schema, model, world, shape["rows"], lists, tasks=tasks, optim=optim)
-    mine = slice(rank * shape["rows"] // world, (rank + 1) * shape["rows"] // world)
+    rank_rig = rig(schema, model, world, shape["rows"], lists, tasks=tasks, optim=optim)
+    rank_rows = slice(rank * shape["rows"] // world, (rank + 1) * shape["rows"] // world)
     pieces = []
     for seed in range(PIECES):
         offsets, ids, own, negatives = rows_of(shape, seed)
         starts = np.arange(len(own) + 1, dtype=np.int32) * shape["negatives"]
         bags = [(offsets.astype(np.int32), ids, None), (starts, negatives.ravel(), None)]
-        pieces.append(made.piece([np.ones(len(own), np.float32)], [own], bags)[mine])
-    return made.step, made.repeat(pieces)
+        pieces.append(rank_rig.piece([np.ones(len(own), np.float32)], [own], bags)[rank_rows])
+    return rank_rig.step, rank_rig.repeat(pieces)
 
 
 def build_plain(shape: dict[str, Any]) -> tuple[Any, Iterator[Any]]:
@@ -122,10 +122,10 @@ def measure(sides: dict[str, Ranks], model: str, shape: dict[str, Any], rounds: 
     """Return tokens (ids of histories) per second and CPU-µs of a token over all processes for each side."""
     shape = shape | {"model": model}
     tokens = int(lengths_of(shape).sum())
-    asked = {side: {"shape": shape, "plain": plain} for side, plain in SIDES.items()}
+    requests = {side: {"shape": shape, "plain": plain} for side, plain in SIDES.items()}
     return {
         side: {"tokens_per_s": 1e3 * tokens / of["step_ms"], "cpu_us_per_token": of["cpu_us_per_row"]}
-        for side, of in compare(sides, asked, rounds, tokens, turn_s=0.8).items()
+        for side, of in compare(sides, requests, rounds, tokens, turn_s=0.8).items()
     }
 
 

@@ -34,30 +34,30 @@ class PlainModel(nn.Module):
         self.blocks = nn.ModuleList(make(shape) for _ in range(shape["blocks"]))
         self.norm = nn.LayerNorm(self.dim) if shape["model"] == "sasrec" else nn.Identity()
 
-    def forward(self, ids: torch.Tensor, there: torch.Tensor, negatives: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor, present: torch.Tensor, negatives: torch.Tensor) -> torch.Tensor:
         """Return the mean over rows of Σ over places ÷ max_length.
 
         Args:
             ids: Each row's history and its own item, int64 [B, T + 1].
-            there: True for places with an id, bool [B, T].
+            present: True for places with an id, bool [B, T].
             negatives: int64 [B, K].
         """
         vectors = self.items(ids)
-        x = self.dropout(vectors[:, :-1] * self.dim**0.5 + self.positions.weight[: there.shape[1]])
+        x = self.dropout(vectors[:, :-1] * self.dim**0.5 + self.positions.weight[: present.shape[1]])
         for block in self.blocks:
             x = block(x)
         states, following = self.norm(x), vectors[:, 1:]
         drawn = F.normalize(self.items(negatives), dim=-1)
         if self.shared:
-            states, following = states[there], following[there]
+            states, following = states[present], following[present]
         query = F.normalize(states, dim=-1) / self.temperature
-        own = (query * F.normalize(following, dim=-1)).sum(-1)
+        positive = (query * F.normalize(following, dim=-1)).sum(-1)
         if self.shared:
-            same = ids[:, 1:][there].unsqueeze(1) == negatives.view(-1)
+            same = ids[:, 1:][present].unsqueeze(1) == negatives.view(-1)
             scores = (query @ drawn.view(-1, self.dim).T).masked_fill(same, -torch.inf)
-            losses = F.softplus(scores.logsumexp(-1) - own)
+            losses = F.softplus(scores.logsumexp(-1) - positive)
         else:
-            losses = F.softplus((query @ drawn.transpose(1, 2)).logsumexp(-1) - own)[there]
+            losses = F.softplus((query @ drawn.transpose(1, 2)).logsumexp(-1) - positive)[present]
         return losses.sum() / (self.length * len(ids))
 
 
@@ -132,8 +132,8 @@ def padded(offsets: np.ndarray, ids: np.ndarray, own: np.ndarray, negatives: np.
     """Return a batch of the plain model from concatenated ids, the oldest first."""
     lengths = np.diff(offsets)
     places = np.arange(lengths.max() + 1)
-    there = places[:-1] < lengths[:, None]
+    present = places[:-1] < lengths[:, None]
     padded_ids = np.full((len(lengths), len(places)), shape["items"])
-    padded_ids[:, :-1][there] = ids
+    padded_ids[:, :-1][present] = ids
     padded_ids[np.arange(len(lengths)), lengths] = own
-    return tuple(torch.from_numpy(part) for part in (padded_ids, there, negatives))
+    return tuple(torch.from_numpy(part) for part in (padded_ids, present, negatives))

@@ -38,8 +38,8 @@ class Nodes:
 
     def _begin(self) -> None:
         head = self._node(0, temp_dir=self._temporary, include_dashboard=False)
-        self._collect_cluster_tags = Cluster(initialize_head=True, head_node_args=head)
-        self.address = self._collect_cluster_tags.address
+        self._cluster = Cluster(initialize_head=True, head_node_args=head)
+        self.address = self._cluster.address
         self._gcs = make_gcs_client(self.address)
         self.all: list[Any] = []
         _end_in_order()
@@ -57,13 +57,13 @@ class Nodes:
 
     def add(self) -> None:
         """Add a node to the cluster."""
-        self.all.append(self._collect_cluster_tags.add_node(**self._node(2)))
+        self.all.append(self._cluster.add_node(**self._node(2)))
         _end_in_order()
 
     def kill(self, node: Any) -> None:
         """Kill the processes of a node without notice."""
         self.all.remove(node)
-        self._collect_cluster_tags.remove_node(node, allow_graceful=False)
+        self._cluster.remove_node(node, allow_graceful=False)
 
     def drain(self, node: Any, seconds: float) -> None:
         """Give notice that a node will be terminated."""
@@ -78,9 +78,7 @@ class Nodes:
     def coordinator(self) -> int | None:
         """Return the process id of the coordinator on the head node, or None if it is not running."""
         with suppress(psutil.Error):  # a process may end during the search
-            for process in psutil.Process(self._raylet(self._collect_cluster_tags.head_node)).children(
-                recursive=True
-            ):
+            for process in psutil.Process(self._raylet(self._cluster.head_node)).children(recursive=True):
                 if "".join(process.cmdline()[:1]).startswith("ray::Coordinator"):
                     return process.pid
         return None
@@ -93,14 +91,14 @@ class Nodes:
 
     def kill_in_head(self, name: str) -> None:
         """Kill a process of the head node: gcs_server or raylet."""
-        os.kill(self._collect_cluster_tags.head_node.all_processes[name][0].process.pid, signal.SIGKILL)
+        os.kill(self._cluster.head_node.all_processes[name][0].process.pid, signal.SIGKILL)
 
     def _raylet(self, node: Any) -> int:
         return node.all_processes["raylet"][0].process.pid
 
     def close(self) -> None:
         """Shut down the cluster."""
-        self._collect_cluster_tags.shutdown()
+        self._cluster.shutdown()
 
 
 def _end_in_order() -> None:

@@ -49,36 +49,36 @@ def main(
     only: Annotated[str, typer.Option(help="Data sets, separated by commas.")] = "",
 ) -> None:
     """Print the rows, store the results and write the table."""
-    kept = harness.load("out_of_box")
+    results = harness.load("out_of_box")
     for name in harness.split(only) or list(SETS):
         split = SETS[name](source.expanduser())
-        kept[name] = {"rows": len(split[0]), "positive": float(split[0]["label"].mean())}
-        kept[name] |= {**of_scikit_learn(*split), "ours": of_raytrec(*split, seeds)}
-        print(" | ".join(line(name, kept[name])), flush=True)
-        harness.store("out_of_box", {key: kept[key] for key in SETS if key in kept})
-    harness.fill("docs/quality.md", "out_of_box", document(kept))
+        results[name] = {"rows": len(split[0]), "positive": float(split[0]["label"].mean())}
+        results[name] |= {**of_scikit_learn(*split), "ours": of_raytrec(*split, seeds)}
+        print(" | ".join(line(name, results[name])), flush=True)
+        harness.store("out_of_box", {key: results[key] for key in SETS if key in results})
+    harness.fill("docs/quality.md", "out_of_box", document(results))
 
 
-def document(kept: dict) -> str:
+def document(results: dict) -> str:
     """Return the table for docs/quality.md."""
     header = ("data", "rows", "positive", *(f"{who}: {what}" for what in FIGURES for who in WHO), "seeds")
-    return Grid(header, [line(name, kept[name]) for name in SETS if name in kept]).markdown()
+    return Grid(header, [line(name, results[name]) for name in SETS if name in results]).markdown()
 
 
-def line(name: str, found: dict) -> list[str]:
+def line(name: str, result: dict) -> list[str]:
     """Return a row of the table."""
-    cells = [name, f"{found['rows']:,}", f"{found['positive']:.1%}".replace("%", " %")]
+    cells = [name, f"{result['rows']:,}", f"{result['positive']:.1%}".replace("%", " %")]
     for place in range(len(FIGURES)):
-        ours = [each[place] for each in found["ours"]]
+        ours = [each[place] for each in result["ours"]]
         spread = f" ± {statistics.stdev(ours):.4f}" if len(ours) > 1 else ""
-        others = f"{found['logistic'][place]:.4f}", f"{found['trees'][place]:.4f}"
+        others = f"{result['logistic'][place]:.4f}", f"{result['trees'][place]:.4f}"
         cells += [*others, f"{statistics.mean(ours):.4f}{spread}"]
-    return [*cells, str(len(found["ours"]))]
+    return [*cells, str(len(result["ours"]))]
 
 
 def of_raytrec(trained: pd.DataFrame, tested: pd.DataFrame, seeds: int) -> list[tuple[float, float]]:
     """Return AUC and log loss of each seed."""
-    found = []
+    scores = []
     with tempfile.TemporaryDirectory() as place:
         for name, rows in (("train", trained), ("test", tested)):
             (Path(place) / name).mkdir()
@@ -91,8 +91,8 @@ def of_raytrec(trained: pd.DataFrame, tested: pd.DataFrame, seeds: int) -> list[
             for seed in range(seeds):
                 own = [f"run.seed={seed}", f"run.dir={place}/{seed}", *QUIET]
                 result = train(JOB, [*places, *own])
-                found.append((float(result.metrics["eval.auc"]), float(result.metrics["eval.logloss"])))
-    return found
+                scores.append((float(result.metrics["eval.auc"]), float(result.metrics["eval.logloss"])))
+    return scores
 
 
 def of_scikit_learn(trained: pd.DataFrame, tested: pd.DataFrame) -> dict[str, tuple[float, float]]:
@@ -100,9 +100,9 @@ def of_scikit_learn(trained: pd.DataFrame, tested: pd.DataFrame) -> dict[str, tu
     lists = [name for name in trained if isinstance(trained[name].iloc[0], list | np.ndarray)]
     names = [name for name in trained if name not in (*lists, "label")]
     kinds = [n for n in names if not pd.api.types.is_numeric_dtype(trained[n]) or is_id(n)]
-    rest = [name for name in names if name not in kinds]
+    numeric = [name for name in names if name not in kinds]
     numbers = make_pipeline(SimpleImputer(), StandardScaler())
-    inputs = make_column_transformer((OneHotEncoder(handle_unknown="ignore"), kinds), (numbers, rest))
+    inputs = make_column_transformer((OneHotEncoder(handle_unknown="ignore"), kinds), (numbers, numeric))
     parts = [[inputs.fit_transform(trained)], [inputs.transform(tested)]]
     for name in lists:
         values = MultiLabelBinarizer(sparse_output=True)
@@ -111,16 +111,16 @@ def of_scikit_learn(trained: pd.DataFrame, tested: pd.DataFrame) -> dict[str, tu
     linear_train, linear_test = (sparse.hstack([*map(sparse.csr_matrix, part)]).tocsr() for part in parts)
     linear = LogisticRegression(max_iter=3000).fit(linear_train, trained["label"])
     ordered = OrdinalEncoder(handle_unknown="use_encoded_value", unknown_value=-1)
-    numbers_of = make_column_transformer((ordered, kinds), ("passthrough", rest))
+    numbers_of = make_column_transformer((ordered, kinds), ("passthrough", numeric))
     trees = HistGradientBoostingClassifier(random_state=0).fit(
         numbers_of.fit_transform(trained), trained["label"]
     )
-    found = {
+    predictions = {
         "logistic": linear.predict_proba(linear_test)[:, 1],
         "trees": trees.predict_proba(numbers_of.transform(tested))[:, 1],
     }
     label = tested["label"]
-    return {name: (roc_auc_score(label, p), log_loss(label, p)) for name, p in found.items()}
+    return {name: (roc_auc_score(label, p), log_loss(label, p)) for name, p in predictions.items()}
 
 
 def is_id(name: str) -> bool:

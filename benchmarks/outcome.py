@@ -42,7 +42,7 @@ class Fault:
     parts: dict[str, float] = field(default_factory=dict)
 
 
-def measure(run: Run, fault: Fault, seen: tuple[str, ...]) -> None:
+def measure(run: Run, fault: Fault, event_names: tuple[str, ...]) -> None:
     """Fill in the reaction of the run."""
     attempts, at = run.record.look(), fault.unix_s
     events = run.events(at)
@@ -50,7 +50,7 @@ def measure(run: Run, fault: Fault, seen: tuple[str, ...]) -> None:
         events = [event for event in events if event.get("error")]
         fault.again_s = min(t for attempt in attempts for t in attempt.times.values() if t > at) - at
     when = {event["event"]: event["unix_s"] - at for event in reversed(events)}  # the first of each
-    fault.notice_s = next((when[event] for event in seen if event in when), None)
+    fault.notice_s = next((when[event] for event in event_names if event in when), None)
     before = [attempt for attempt in attempts if attempt.began <= at]
     fault.workers = before[-1].world, attempts[-1].world
     for one, other in pairwise(attempts[len(before) - 1 :]):

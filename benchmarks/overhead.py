@@ -125,9 +125,9 @@ def measure(rank: int, device: torch.device, workers: int, rounds: int, batch: i
     times = {}
     for sharding, pooling in track(CASES, disable=rank > 0):
         config, schema = config_of(sharding, workers, batch), schema_of(pooling)
-        ours, plan = build_step(config, schema, device)
-        theirs = torchrec_pipeline(config, schema, device, plan)
-        ours.model.train()
+        step, plan = build_step(config, schema, device)
+        reference = torchrec_pipeline(config, schema, device, plan)
+        step.model.train()
         batches = batches_of(batch, workers, seed=rank)
 
         def train(pipeline: Any, batches: list[Batch] = batches) -> None:
@@ -135,7 +135,7 @@ def measure(rank: int, device: torch.device, workers: int, rounds: int, batch: i
             for _ in range(STEPS):
                 pipeline.progress(source)
 
-        pipelines = {"torchrec": theirs, "raytrec": ours._pipeline}
+        pipelines = {"torchrec": reference, "raytrec": step._pipeline}
         turns = {
             side: lambda pipeline=pipeline, train=train: group_seconds(lambda: train(pipeline), device)
             for side, pipeline in pipelines.items()

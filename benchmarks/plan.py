@@ -95,18 +95,18 @@ def side(rank: int, world: int) -> Any:
     """
     import torch
 
-    probe, made = RateProbe(torch.device("cpu")), list[Trained]()
+    probe, current = RateProbe(torch.device("cpu")), list[Trained]()
 
     def answer(sample: str = "", case: str = "", steps: int = 6, memory: bool = False) -> Any:
         if sample:
             return probe.sample(process_time if sample == "cpu s" else perf_counter)
         if memory:
-            return made[0].memory()
+            return current[0].memory()
         if case:
-            made.clear()
+            current.clear()
             release()
-            made.append(Trained(case, rank, world))
-        return made[0].train(steps)
+            current.append(Trained(case, rank, world))
+        return current[0].train(steps)
 
     return answer
 
@@ -136,14 +136,14 @@ def predict(measured: Measured, clock: str) -> list[Row]:
     rates = compute_rates([[sample] for sample in measured.samples])
     for name, turns in measured.turns.items():
         case, (schema, way) = CASES[name], name.split()
-        found = ClusterEstimator(config_of(case, world), case.schema, build_unsharded, rates)(
+        estimate = ClusterEstimator(config_of(case, world), case.schema, build_unsharded, rates)(
             Cluster(1, world, 64, 256, 256)
         )
-        sizes = sum(size for (_, part), size in found.memory.parts.items() if part not in NOT_HERE)
-        step = found.time.step if clock == CLOCKS[0] else critical(found.time.busy)
+        sizes = sum(size for (_, part), size in estimate.memory.parts.items() if part not in NOT_HERE)
+        step = estimate.time.step if clock == CLOCKS[0] else critical(estimate.time.busy)
         times = 1e3 * took(turns, clock), 1e3 * step
         memory = measured.memory[name] / MiB, float(sizes.max()) / MiB
-        rows.append(Row(world, schema, way, *times, *memory, placement(found.tables)))
+        rows.append(Row(world, schema, way, *times, *memory, placement(estimate.tables)))
     return rows
 
 
@@ -204,21 +204,21 @@ def of_plans(rows: list[Row]) -> list[Row]:
     ]
 
 
-def words(found: dict[str, float]) -> str:
+def words(figures: dict[str, float]) -> str:
     """Return the summary as a sentence."""
-    memory, time = found["memory_error_max"], found["time_error_median"]
-    picked, places = found["best_picked"], found["rank_correlation"]
+    memory, time = figures["memory_error_max"], figures["time_error_median"]
+    picked, places = figures["best_picked"], figures["rank_correlation"]
     parts = (
-        f"{found['ways']} rows of {found['plans']} plans: memory within {memory:.1%} "
-        f"({found['memory_within_5']} within 5 %)",
-        f"time off by {time:.1%} (median)",
+        f"{figures['ways']} rows of {figures['plans']} plans: memory within {memory:.1%} "
+        f"({figures['memory_within_5']} within 5 %)",
+        f"median time error {time:.1%}",
         f"rank correlation {places:.2f}",
-        f"the best plan or one within 5 % of it picked in {picked:.0%}",
+        f"in {picked:.0%} of the cases the chosen plan was within 5 % of the best",
     )
     return ", ".join(parts)
 
 
-def show(rows: list[Row], found: dict[str, float], clock: str) -> None:
+def show(rows: list[Row], figures: dict[str, float], clock: str) -> None:
     """Print all rows and the summary."""
     cells = []
     for row in rows:
@@ -226,12 +226,12 @@ def show(rows: list[Row], found: dict[str, float], clock: str) -> None:
         memory = f"{row.mib:.0f}", f"{row.predicted_mib:.0f}", f"{row.memory_error:+.1%}"
         cells.append([str(row.ranks), row.schema, row.way, *times, *memory])
     Grid(HEADER, cells, f"A step by {clock}, and memory of the fullest rank", left=3).show()
-    print(words(found))
+    print(words(figures))
 
 
-def document(rows: list[Row], found: dict[str, float]) -> str:
+def document(rows: list[Row], figures: dict[str, float]) -> str:
     """Return the text for docs/planning.md: errors by way of sharding; --again prints all rows."""
-    header = ("sharding", "plans", "ms a step", "time off by: median", "worst", "memory off by: worst")
+    header = ("sharding", "plans", "ms per step", "time error: median", "largest", "memory error: largest")
     lines = []
     for way in dict.fromkeys(row.way for row in rows):
         of = [row for row in rows if row.way == way]
@@ -240,7 +240,7 @@ def document(rows: list[Row], found: dict[str, float]) -> str:
         middle = statistics.median(map(abs, times))
         worst = f"{max(times, key=abs):+.0%}", f"{max(memory, key=abs):+.1%}"
         lines.append([way, str(len(of)), span, f"{middle:.0%}", *worst])
-    return f"{Grid(header, lines).markdown()}\n\n{words(found)}."
+    return f"{Grid(header, lines).markdown()}\n\n{words(figures)}."
 
 
 def main(
@@ -254,8 +254,8 @@ def main(
     ways = {2: ("table_wise", "row_wise")} if smallest else WAYS
     schemas, rounds = (["clicks"], 1) if smallest else (list(SCHEMAS), rounds)
     if again:
-        kept = harness.load("plan")
-        clock, measured = kept["clock"], [Measured(**each) for each in kept["measured"]]
+        stored = harness.load("plan")
+        clock, measured = stored["clock"], [Measured(**each) for each in stored["measured"]]
     else:
         clock, measured = CLOCKS[os.getloadavg()[0] > BUSY], []
         for world in ways:
@@ -263,11 +263,11 @@ def main(
             if not smallest:  # kept for --again in case a later step fails
                 harness.store("plan", {"clock": clock, "measured": [asdict(each) for each in measured]})
     rows = [row for each in measured for row in predict(each, clock)]
-    found = summary(rows)
-    show(rows, found, clock)
+    figures = summary(rows)
+    show(rows, figures, clock)
     if not smallest:
-        content = {"clock": clock, "summary": found, "measured": [asdict(each) for each in measured]}
-        harness.publish("plan", content, document(rows, found), "docs/planning.md")
+        content = {"clock": clock, "summary": figures, "measured": [asdict(each) for each in measured]}
+        harness.publish("plan", content, document(rows, figures), "docs/planning.md")
 
 
 if __name__ == "__main__":

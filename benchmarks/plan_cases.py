@@ -24,7 +24,7 @@ from raytrec.worker.build import build_step
 def _schema(dense: int, features: list[tuple[int, int, int]]) -> Schema:
     """Return a schema with a table for each feature, given as (rows, columns, ids of a bag)."""
     names = [f"f{i}" for i in range(len(features))]
-    known = {
+    statistics = {
         name: {"mean_length": ids, "p99_length": ids, "max_length": ids, "distinct": rows}
         for name, (rows, _, ids) in zip(names, features, strict=True)
     }
@@ -36,7 +36,7 @@ def _schema(dense: int, features: list[tuple[int, int, int]]) -> Schema:
             "tables": {
                 name: {"rows": rows, "dim": dim} for name, (rows, dim, _) in zip(names, features, strict=True)
             },
-            "statistics": known,
+            "statistics": statistics,
         },
         "plans",
     )
@@ -137,20 +137,20 @@ class Trained:
             for part in (table.weight, *table.state.values()):
                 for shard in part.local:  # touches its pages
                     shard.values.fill_(0.01)
-        made = np.random.default_rng(rank)
+        rng = np.random.default_rng(rank)
         lengths = torch.tensor([ids_of(case, name) for name in schema.sparse], dtype=torch.int32)
         bounds = [schema.tables[spec.table].rows for spec in schema.sparse.values()]
         self._batches = []
         for _ in range(4):
-            ids = [made.integers(0, n, rows * int(k)) for n, k in zip(bounds, lengths, strict=True)]
+            ids = [rng.integers(0, n, rows * int(k)) for n, k in zip(bounds, lengths, strict=True)]
             sparse = KeyedJaggedTensor(
                 list(schema.sparse),
                 torch.from_numpy(np.concatenate(ids)),
                 lengths=lengths.repeat_interleave(rows),
                 length_per_key=[len(of) for of in ids],
             )
-            labels = torch.from_numpy(made.integers(0, 2, (rows, 1)).astype(np.float32))
-            dense = torch.from_numpy(made.normal(size=(rows, len(schema.dense))).astype(np.float32))
+            labels = torch.from_numpy(rng.integers(0, 2, (rows, 1)).astype(np.float32))
+            dense = torch.from_numpy(rng.normal(size=(rows, len(schema.dense))).astype(np.float32))
             self._batches.append(Batch(dense, sparse, labels, torch.ones(rows), rows * world))
 
     def train(self, steps: int) -> list[float]:

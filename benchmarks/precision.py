@@ -56,20 +56,20 @@ def run(config: str, settings: list[str]) -> dict[str, float]:
 
 def kept(about: dict) -> Runs:
     """Return the stored runs if they have this configuration."""
-    before = harness.load("precision")
-    return before["runs"] if before and before | about == before else {}
+    stored = harness.load("precision")
+    return stored["runs"] if stored and stored | about == stored else {}
 
 
 def rows_of(runs: Runs) -> list[list[str]]:
     """Return the rows of the table, for the variants that have runs."""
     exact, out = runs[" ".join(next(iter(VARIANTS)))], []
     for names in VARIANTS:
-        if not (found := runs.get(" ".join(names))):
+        if not (seed_runs := runs.get(" ".join(names))):
             continue
-        auc, ne, speed = (mean(one[key] for one in found.values()) for key in ("auc", "ne", "rows_per_s"))
-        apart = [one["auc"] - exact[seed]["auc"] for seed, one in found.items() if seed in exact]
+        auc, ne, speed = (mean(one[key] for one in seed_runs.values()) for key in ("auc", "ne", "rows_per_s"))
+        apart = [one["auc"] - exact[seed]["auc"] for seed, one in seed_runs.items() if seed in exact]
         error = stdev(apart) / sqrt(len(apart)) if len(apart) > 1 else float("nan")
-        difference = "" if found is exact else f"{mean(apart):+.1e} ± {error:.1e}"
+        difference = "" if seed_runs is exact else f"{mean(apart):+.1e} ± {error:.1e}"
         out.append([*names, f"{auc:.5f}", difference, f"{ne:.5f}", f"{speed:,.0f}"])
     return out
 

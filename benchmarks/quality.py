@@ -95,9 +95,7 @@ def main(
         float | None, typer.Option(help="Seconds after which a row gets no more seeds; default: the row's.")
     ] = None,
     smallest: harness.Smallest = False,
-    exports: Annotated[
-        bool, typer.Option("--exports", help="Measure exports with fewer bits instead.")
-    ] = False,
+    exports: Annotated[bool, typer.Option("--exports", help="Measure quantized exports instead.")] = False,
 ) -> None:
     """Train the missing runs, print the table and write it into docs/quality.md.
 
@@ -143,7 +141,7 @@ def chosen(rows: list[Row], only: str) -> list[Row]:
     names = set(harness.split(only))
     if unknown := names - {name for row in rows for name in (row.name, row.model, row.data)}:
         raise typer.BadParameter(
-            f"there is no {', '.join(sorted(unknown))}; rows are {', '.join(r.name for r in rows)}"
+            f"unknown row {', '.join(sorted(unknown))}; choose from {', '.join(r.name for r in rows)}"
         )
     return [row for row in rows if not names or names & {row.name, row.model, row.data}]
 
@@ -155,7 +153,7 @@ def prepare(row: Row, source: Path, into: Path) -> Path | None:
     arguments = shlex.split(row.recipe.format(source=shlex.quote(str(source))))
     original = Path(arguments[arguments.index("--source") + 1])
     if not original.exists():
-        Console(stderr=True).print(f"{row.name}: left out, there is no {original}", soft_wrap=True)
+        Console(stderr=True).print(f"{row.name}: skipped, because {original} does not exist", soft_wrap=True)
         return None
     app([*arguments, "--out", str(into / row.data)], standalone_mode=False)
     return into / row.data
@@ -231,12 +229,12 @@ def measure_exports(row: Row, folder: Path) -> None:
     settings = [*settings_of(row, folder), *QUIET, "run.seed=0"]
     with tempfile.TemporaryDirectory() as scratch:
         trained = train(row.config, [*settings, f"run.dir={scratch}/run"])
-        found = {name: {"fp32": trained.metrics[key]} for name, key in row.metrics.items()}
+        values = {name: {"fp32": trained.metrics[key]} for name, key in row.metrics.items()}
         for precision in ("fp16", "int8", "int4"):
             metrics = export(trained.path, f"{scratch}/{precision}", quantize=precision).metrics
             for name, key in row.metrics.items():
-                found[name][precision] = metrics[f"{key}.{precision}"]
-    harness.store("quality_exports", harness.load("quality_exports") | {row.name: found})
+                values[name][precision] = metrics[f"{key}.{precision}"]
+    harness.store("quality_exports", harness.load("quality_exports") | {row.name: values})
 
 
 def parameters(config: RunConfig, schema: Schema) -> int:

@@ -79,16 +79,16 @@ def measure_popularity(folder: Path, names: dict[str, str], features: list[str])
 def _popular(rows: pd.DataFrame, items: np.ndarray, times: np.ndarray, days: int) -> tuple[float, float]:
     """Return HR@10 and NDCG@10 of the items that were popular in the days before each row."""
     rows = rows.sort_values("time")
-    counts, ever, found = np.zeros(items.max() + 1), np.zeros(items.max() + 1), []
+    counts, ever, ranks = np.zeros(items.max() + 1), np.zeros(items.max() + 1), []
     firsts, ends = (np.searchsorted(times, rows["time"] - span) for span in (days * DAY_S, 0))
     first = end = 0
-    for next_first, next_end, own, seen in zip(firsts, ends, rows["item"], rows["seen"], strict=True):
+    for next_first, next_end, item, seen_items in zip(firsts, ends, rows["item"], rows["seen"], strict=True):
         np.add.at(counts, items[end:next_end], 1)
         np.add.at(ever, items[end:next_end], 1)
         np.subtract.at(counts, items[first:next_first], 1)
         first, end = next_first, next_end
         scores = counts + ever / (end + 1)
-        scores[seen] = -1
-        found.append((scores > scores[own]).sum())
-    places = np.array(found)
+        scores[seen_items] = -1
+        ranks.append((scores > scores[item]).sum())
+    places = np.array(ranks)
     return float((places < TOP).mean()), float(((places < TOP) / np.log2(places + 2)).mean())

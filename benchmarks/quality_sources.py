@@ -46,14 +46,14 @@ def _ml1m(folder: Path, lists: list[np.ndarray], rng: np.random.Generator) -> No
     pq.write_table(pa.table(columns), folder / "pairs.parquet")
     movies = [items + 1 for items in lists]
     pq.write_table(pa.table({"user": range(1, USERS + 1), "movies": movies}), folder / "sequences.parquet")
-    left = [number[int(items[-1])] for items in lists]
+    last = [number[int(items[-1])] for items in lists]
     unmet = [sorted(set(number.values()) - {number[int(i)] for i in items}) for items in lists]
     lines = [
-        f"({user},{left[user]})\t" + "\t".join(map(str, rng.choice(unmet[user], 99, replace=False))) + "\n"
+        f"({user},{last[user]})\t" + "\t".join(map(str, rng.choice(unmet[user], 99, replace=False))) + "\n"
         for user in range(USERS)
     ]
     (folder / "ml-1m.test.negative").write_text("".join(lines))
-    (folder / "ml-1m.test.rating").write_text("".join(f"{u}\t{i}\t5\t1\n" for u, i in enumerate(left)))
+    (folder / "ml-1m.test.rating").write_text("".join(f"{u}\t{i}\t5\t1\n" for u, i in enumerate(last)))
     lines = [f"{movie}::Film {movie} (1990)::Drama|War\n" for movie in range(1, ITEMS + 1)]
     (folder / "movies.dat").write_text("".join(lines))
     lines = [f"{user + 1}::{'MF'[user % 2]}::25::{user % 20}::90210\n" for user in range(USERS)]

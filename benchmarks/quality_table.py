@@ -46,15 +46,15 @@ def grid(rows: list, results: dict) -> Grid:
 
 def document(rows: list, results: dict) -> str:
     """Return the text for docs/quality.md: the table, data sets, and the sources of published figures."""
-    there: list[Any] = [row for row in rows if results.get(row.name, {}).get("runs")]
-    if not there:
+    measured: list[Any] = [row for row in rows if results.get(row.name, {}).get("runs")]
+    if not measured:
         return ""
     notes = [
         f"- `{row.data}`: {row.title}: `raytrec prepare {row.recipe.replace('{source}/', 'SOURCE/')}`"
-        for row in there
+        for row in measured
     ]
     models: dict[tuple[str, str], list[str]] = {}  # (data set, source) → models with figures of the source
-    for row in there:
+    for row in measured:
         if row.published:
             models.setdefault((row.data, row.published["source"]), []).append(row.model)
     sources = [f"- `{data}`, {', '.join(names)}: {source}" for (data, source), names in models.items()]

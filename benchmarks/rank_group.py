@@ -44,9 +44,9 @@ def join_group(rank: int, world: int, store: str | Path, device: str = "cpu") ->
     warnings.simplefilter("ignore")
     os.environ |= {"LOCAL_WORLD_SIZE": str(world), "GLOO_SOCKET_IFNAME": "lo"}
     torch.set_num_threads(1)
-    here = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
+    torch_device = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
     if device == "cuda":
-        torch.cuda.set_device(here)
+        torch.cuda.set_device(torch_device)
     dist.init_process_group(
         "nccl" if device == "cuda" else "gloo",
         init_method=f"file://{store}",
@@ -55,7 +55,7 @@ def join_group(rank: int, world: int, store: str | Path, device: str = "cpu") ->
         timeout=timedelta(seconds=300),
     )
     torch.manual_seed(rank)
-    return here
+    return torch_device
 
 
 # Ranks that run one function
@@ -153,7 +153,7 @@ class Ranks:
             rank.stdin.flush()
         answers = [json.loads(rank.stdout.readline() or "null") for rank in self._ranks]
         if None in answers:
-            raise RuntimeError(f"a rank has ended: {values}")
+            raise RuntimeError(f"a rank exited before it answered {values}")
         return answers
 
     def time(self, **values: Any) -> dict[str, float]:
@@ -207,12 +207,12 @@ def trainer(build: Callable[..., tuple[Any, Iterator[Any]]]) -> Callable[[int, i
     """
 
     def side(rank: int, world: int) -> Answer:
-        made: list[Any] = []
+        current: list[Any] = []
 
         def answer(steps: int | None = None, **request: Any) -> tuple[float, float]:
             if steps is None:
-                made[:] = build(rank, world, **request)
-            return time_steps(*made, steps or FIRST_STEPS)
+                current[:] = build(rank, world, **request)
+            return time_steps(*current, steps or FIRST_STEPS)
 
         return answer
 

@@ -49,7 +49,7 @@ class Writer:
         step = checkpoints._run.progress.step
         batch = checkpoints._run.batches.at(step - 1)  # `at` counts from 0
         rows = batch.sparse[FEATURE].values().tolist()
-        assert len(rows) == int((batch.weights > 0).sum()), "each row has one id"
+        assert len(rows) == int((batch.weights > 0).sum()), "each row must have one id"
         (task,) = outputs.tasks.values()
         loss = entropy(task.logits.double(), task.labels.double(), task.weights, reduction="sum")
         line = {"world": self._world, "raylet": int(os.environ["RAY_RAYLET_PID"]), "step": step}

@@ -38,21 +38,21 @@ def measure(part: str, world: int, tables: int, folder: Path) -> dict:
             [*command, str(folder)], env=environment, capture_output=True, text=True, timeout=LIMIT_S
         )
     except subprocess.TimeoutExpired:
-        return {"missing": f"not done within {LIMIT_S} s"}
+        return {"missing": f"timed out after {LIMIT_S} s"}
     if done.returncode:
         return {"missing": (done.stderr.strip().splitlines() or ["no message"])[-1]}
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def show(found: dict[str, dict[str, dict]]) -> None:
+def show(results: dict[str, dict[str, dict]]) -> None:
     """Print a row for each figure and a column for each size."""
     rows, sections = [], set()
     for part in PARTS:
-        for name in dict.fromkeys(name for of_size in found.values() for name in of_size.get(part, {})):
-            cells = [text_of(of_size.get(part, {}).get(name))[:24] for of_size in found.values()]
+        for name in dict.fromkeys(name for of_size in results.values() for name in of_size.get(part, {})):
+            cells = [text_of(of_size.get(part, {}).get(name))[:24] for of_size in results.values()]
             rows.append([part, name.replace("_", " "), *cells])
         sections.add(len(rows) - 1)
-    Grid(("part", "figure", *found), rows, "the control plane, ranks × tables", 2, sections).show(110)
+    Grid(("part", "figure", *results), rows, "the control plane, ranks × tables", 2, sections).show(110)
 
 
 def text_of(value: float | str | None) -> str:
@@ -64,19 +64,19 @@ def text_of(value: float | str | None) -> str:
 
 def main(smallest: harness.Smallest = False, only: harness.Only = ",".join(PARTS)) -> None:
     """Print the table; with all parts, write benchmarks/results/scale.json."""
-    found: dict[str, dict[str, dict]] = {}
+    results: dict[str, dict[str, dict]] = {}
     # The other parts need the plan, and some need the records.
     chosen = [part for part in PARTS if part in ("plan", "records", *harness.split(only))]
     for world, tables in SMALLEST if smallest else SIZES:
-        of_size = found.setdefault(f"{world:,} × {tables:,}", {})
+        of_size = results.setdefault(f"{world:,} × {tables:,}", {})
         with tempfile.TemporaryDirectory(prefix="scale-", ignore_cleanup_errors=True) as place:
             for part in chosen:
                 of_size[part] = measure(part, world, tables, Path(place))
                 print(f"{world} × {tables}: {part} {of_size[part]}", file=sys.stderr, flush=True)
-    show(found)
+    show(results)
     if not smallest and len(chosen) == len(PARTS):
-        harness.store("scale", found)
-    missing = any("missing" in figures for of_size in found.values() for figures in of_size.values())
+        harness.store("scale", results)
+    missing = any("missing" in figures for of_size in results.values() for figures in of_size.values())
     raise typer.Exit(int(missing))
 
 

@@ -82,14 +82,14 @@ def plan(world: int, tables: int, folder: Path) -> dict:
     from raytrec.planning.dry_run import dry_run
     from raytrec.planning.machines import Cluster
 
-    before = peak_mib()
-    with Cpu() as took:
+    start = peak_mib()
+    with Cpu() as cpu:
         hosts, gpus = max(1, world // 8), min(8, world)
         found = dry_run(config_of(world), schema_of(world, tables), Cluster(hosts, gpus, 80, 1280, 1e6))
     (folder / "ranks.json").write_text(json.dumps({table.table: table.ranks for table in found}))
     shards = sum(len(table.ranks) for table in found)
     cut = sum(len(table.ranks) > 1 for table in found)
-    return {"seconds": took.seconds, "memory_mib": peak_mib() - before, "shards": shards, "tables_cut": cut}
+    return {"seconds": cpu.seconds, "memory_mib": peak_mib() - start, "shards": shards, "tables_cut": cut}
 
 
 @part
@@ -128,13 +128,13 @@ def beats(world: int, tables: int, folder: Path) -> dict:
             ray.get([actor.beat.remote("a", r, tick, tick, "step", "", False) for r in range(world)])
         wall, cpu = time.monotonic() - began, sum(process.cpu_times()[:2]) - before
         memory = process.memory_info().rss >> 20
-    each = cpu / (rounds * world)
+    cpu_per_beat = cpu / (rounds * world)
     return {
         "wall_s_until_all_have_entered": round(entered, 3),
-        "us_a_heartbeat": 1e6 * each,
+        "us_a_heartbeat": 1e6 * cpu_per_beat,
         "answered_a_second": rounds * world / wall,
         "sent_a_second": world / compute_heartbeat_interval(world),
-        "share_of_a_core": each * world / compute_heartbeat_interval(world),
+        "share_of_a_core": cpu_per_beat * world / compute_heartbeat_interval(world),
         "actor_mib": memory,
     }
 
@@ -162,10 +162,10 @@ def entry(draw: random.Random, rows: int) -> dict[str, Any]:
 
 def lines_of(world: int, ranks: dict[str, list[int]], step: int) -> list[RankLine]:
     """Return the lines that the recorded ranks send at a step."""
-    draw, mine = random.Random(step), defaultdict(dict)
+    draw, rank_tables = random.Random(step), defaultdict(dict)
     for table, on in ranks.items():
         for rank in on:
-            mine[rank][table] = entry(draw, 1000)
+            rank_tables[rank][table] = entry(draw, 1000)
     out = []
     for rank in select_recorded_ranks(world):
         line = RankLine(
@@ -179,7 +179,7 @@ def lines_of(world: int, ranks: dict[str, list[int]], step: int) -> list[RankLin
             seconds=5.0,
             phases_s=dict.fromkeys(PHASES, 0.5),
             system=dict.fromkeys(("cpu_percent", "rss_bytes", "gpu_percent", "gpu_memory_bytes"), 10.0**10),
-            tables=mine[rank],
+            tables=rank_tables[rank],
         )
         out.append(line)
     return out
@@ -197,7 +197,7 @@ def records(world: int, tables: int, folder: Path) -> dict:
         actor = start_coordinator(60, 600)
         watch = Watch(SimpleNamespace(warn=lambda text: None), Record(run))
         process = _process_of(actor)
-        before, began, took, most = process.memory_info().rss, time.monotonic(), 0.0, 0
+        start_bytes, began, cpu_s, growth = process.memory_info().rss, time.monotonic(), 0.0, 0
         with watch.reading(actor):
             for record in range(1, RECORDS + 1):
                 lines = lines_of(world, ranks, 100 * record)
@@ -205,9 +205,9 @@ def records(world: int, tables: int, folder: Path) -> dict:
                 for line in lines:
                     actor.put.remote(line)
                 while (run / "ranks.jsonl").exists() is False or _lines(run) < record * len(lines):
-                    most = max(most, process.memory_info().rss - before)
+                    growth = max(growth, process.memory_info().rss - start_bytes)
                     time.sleep(0.02)
-                took += time.process_time() - before_cpu
+                cpu_s += time.process_time() - before_cpu
                 began = time.monotonic() - sent
     size = (run / "ranks.jsonl").stat().st_size
     (run / "config.yaml").write_text(config_of(world).to_yaml())
@@ -215,9 +215,9 @@ def records(world: int, tables: int, folder: Path) -> dict:
         "messages_a_record": len(lines),
         "kb_a_record": size / RECORDS / 1e3,
         "kb_of_largest_line": max(map(len, (run / "ranks.jsonl").read_bytes().splitlines())) / 1e3,
-        "driver_s_a_record": took / RECORDS,
+        "driver_s_a_record": cpu_s / RECORDS,
         "wall_s_of_last_record": began,
-        "actor_grows_mib": most >> 20,
+        "actor_grows_mib": growth >> 20,
     }
 
 
@@ -238,7 +238,7 @@ def mlflow(world: int, tables: int, folder: Path) -> dict:
     store = Store(config, folder / "run")
     store.open()
     metrics = calls = 0
-    with Cpu() as took:
+    with Cpu() as cpu:
         while batch := feed.next_batch():
             store.write_metrics(batch.records)
             count = sum(len(record.figures) for record in batch.records)
@@ -247,7 +247,7 @@ def mlflow(world: int, tables: int, folder: Path) -> dict:
     return {
         "metrics_a_record": metrics // RECORDS,
         "calls_a_record": calls / RECORDS,
-        "seconds_a_record": took.seconds / RECORDS,
+        "seconds_a_record": cpu.seconds / RECORDS,
     }
 
 

@@ -71,7 +71,7 @@ def build(rank: int, world: int, length: int | None, ids: int) -> tuple[Any, Ite
     }
     plan = {"tables": {"item": {"sharding_type": "row_wise"}}}
     model = {"name": "sequences:Means", "max_length": length}
-    made = rig(schema, model, world, BATCH * world, ["history"], plan=plan)
+    rank_rig = rig(schema, model, world, BATCH * world, ["history"], plan=plan)
     pieces = []
     for seed in range(PIECES * rank, PIECES * (rank + 1)):
         rng = np.random.default_rng(seed)
@@ -79,8 +79,8 @@ def build(rank: int, world: int, length: int | None, ids: int) -> tuple[Any, Ite
         offsets = np.cumsum([0, *lengths]).astype(np.int32)
         bags = [(offsets, rng.integers(0, ROWS, offsets[-1]), None)]
         labels = rng.integers(0, 2, BATCH).astype(np.float32)
-        pieces.append(made.piece([labels], [rng.integers(0, ROWS, BATCH)], bags))
-    return made.step, made.repeat(pieces)
+        pieces.append(rank_rig.piece([labels], [rng.integers(0, ROWS, BATCH)], bags))
+    return rank_rig.step, rank_rig.repeat(pieces)
 
 
 def lengths_table(points: list[dict[str, Any]]) -> Grid:
@@ -115,9 +115,9 @@ def draw(points: list[dict[str, Any]]) -> None:
     figure.savefig(harness.IMAGES / "sequences.png", dpi=130)
 
 
-def document(found: dict[str, Any]) -> str:
+def document(results: dict[str, Any]) -> str:
     """Return the table of models for docs/benchmarks.md; empty before models have been measured."""
-    return next_item.table_of(found["models"]) if found.get("models") else ""
+    return next_item.table_of(results["models"]) if results.get("models") else ""
 
 
 def measure_lengths(worlds: list[int], lengths: list[int], rounds: int) -> list[dict[str, Any]]:
@@ -129,11 +129,11 @@ def measure_lengths(worlds: list[int], lengths: list[int], rounds: int) -> list[
             for fill, share in FILLS.items():
                 for length in lengths:
                     ids = max(1, round(length * share))
-                    asked = {
+                    requests = {
                         "mean": {"length": None, "ids": ids},
                         "by_id": {"length": length, "ids": ids},
                     }
-                    figures = compare(sides, asked, rounds, BATCH * world)
+                    figures = compare(sides, requests, rounds, BATCH * world)
                     points.append({"workers": world, "length": length, "fill": fill, "ids": ids, **figures})
                     print(json.dumps(points[-1]), flush=True)
     return points
@@ -167,18 +167,18 @@ def main(
     """Print the tables; with all lengths and workers, write benchmarks/results/sequences.json."""
     whole = not smallest and (lengths, workers) == (LENGTHS, "1,2")
     lengths, workers, rounds = ("3", "1", 1) if smallest else (lengths, workers, rounds)
-    found, worlds = {"cpus": os.cpu_count()}, harness.integers(workers)
+    results, worlds = {"cpus": os.cpu_count()}, harness.integers(workers)
     if "lengths" in harness.split(only):
-        found["points"] = measure_lengths(worlds, harness.integers(lengths), rounds)
-        lengths_table(found["points"]).show()
+        results["points"] = measure_lengths(worlds, harness.integers(lengths), rounds)
+        lengths_table(results["points"]).show()
     if "models" in harness.split(only):
         cases = next_item.SMALLEST if smallest else next_item.CASES
-        found["models"] = measure_models(worlds, cases, rounds)
-        print(document(found))
+        results["models"] = measure_models(worlds, cases, rounds)
+        print(document(results))
     if whole:
-        found = harness.load("sequences") | found
-        harness.publish("sequences", found, document(found))
-        draw(found["points"])
+        results = harness.load("sequences") | results
+        harness.publish("sequences", results, document(results))
+        draw(results["points"])
 
 
 if __name__ == "__main__":

@@ -111,25 +111,25 @@ def _sasrec() -> tuple[str, pa.Table]:
     return raytrec.export("sasrec", "sasrec-export").path, table.drop_columns(["label"])
 
 
-def _candidates(export: str, rows: pa.Table, mine: list[str]) -> dict[str, float]:
+def _candidates(export: str, rows: pa.Table, user_columns: list[str]) -> dict[str, float]:
     """Return milliseconds of 500 rows and of the same candidates of a user, and the difference of scores."""
-    model, rest = raytrec.load(export), rows.slice(0, CANDIDATES).drop_columns(mine)
-    first = rows.slice(0, 1).select(mine)
-    user = {name: first[name][0].as_py() for name in mine}
-    whole = rest
-    for name in mine:
-        values = first[name].combine_chunks().take(pa.array(np.zeros(len(rest), np.int64)))
+    model, items = raytrec.load(export), rows.slice(0, CANDIDATES).drop_columns(user_columns)
+    first = rows.slice(0, 1).select(user_columns)
+    user = {name: first[name][0].as_py() for name in user_columns}
+    whole = items
+    for name in user_columns:
+        values = first[name].combine_chunks().take(pa.array(np.zeros(len(items), np.int64)))
         whole = whole.append_column(name, values)
-    as_rows, as_candidates = whole.to_pylist(), rest.to_pylist()
-    apart = np.subtract(model.predict(whole)["score"], model.predict(user=user, candidates=rest)["score"])
+    as_rows, as_candidates = whole.to_pylist(), items.to_pylist()
+    gaps = np.subtract(model.predict(whole)["score"], model.predict(user=user, candidates=items)["score"])
     ways = {
         "rows": lambda: model.predict(as_rows),
         "candidates": lambda: model.predict(user=user, candidates=as_candidates),
         "rows_arrow": lambda: model.predict(whole),
-        "candidates_arrow": lambda: model.predict(user=user, candidates=rest),
+        "candidates_arrow": lambda: model.predict(user=user, candidates=items),
     }
-    took = take_turns({name: lambda way=way: 1000 * seconds_of(way) for name, way in ways.items()}, 30)
-    return {name: median(each) for name, each in took.items()} | {"apart": float(np.abs(apart).max())}
+    times = take_turns({name: lambda way=way: 1000 * seconds_of(way) for name, way in ways.items()}, 30)
+    return {name: median(each) for name, each in times.items()} | {"apart": float(np.abs(gaps).max())}
 
 
 def _rows_per_second(export: str) -> dict[str, float]:
@@ -144,16 +144,16 @@ def _rows_per_second(export: str) -> dict[str, float]:
 def _sides(stack: ExitStack, export: str, data: pa.Table, table_rows: int) -> dict[str, tuple[int, str, str]]:
     """Start the services until the stack ends; return side → (port, type, file of bodies)."""
     ports = dict(zip(("ray", "fastapi", "raytrec"), _free_ports(3), strict=True))
-    here, bodies = {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}, _bodies(data)
+    environment, bodies = {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}, _bodies(data)
     lists, columns = (_first(bodies[form]) for form in ("lists", "columns"))
     stack.enter_context(
-        _running(["benchmarks/serve_sides.py", "ray", str(ports["ray"])], ports["ray"], lists, here)
+        _running(["benchmarks/serve_sides.py", "ray", str(ports["ray"])], ports["ray"], lists, environment)
     )
     fastapi = ["-m", "uvicorn", "serve_sides:app", "--port", str(ports["fastapi"])]
     fastapi += ["--log-level", "warning", "--no-access-log"]
-    stack.enter_context(_running(fastapi, ports["fastapi"], lists, here))
+    stack.enter_context(_running(fastapi, ports["fastapi"], lists, environment))
     own = ["-m", "raytrec", "serve", export, "--port", str(ports["raytrec"]), "--no-token"]
-    stack.enter_context(_running(own, ports["raytrec"], columns, here))
+    stack.enter_context(_running(own, ports["raytrec"], columns, environment))
     names = {"ray": "lists", "fastapi": "lists", "raytrec rows": "rows", "raytrec columns": "columns"}
     sides = {side: (ports[side.split()[0]], JSON, bodies[form]) for side, form in names.items()}
     return sides | {"raytrec Arrow": (ports["raytrec"], ARROW, bodies["arrow"])}
@@ -172,7 +172,7 @@ def _running(words: list[str], port: int, body: bytes, environment: dict[str, st
             while not _answers(port, body):
                 if process.poll() is not None or time.monotonic() > until:
                     log.seek(0)
-                    raise SystemExit(f"{' '.join(words)} does not answer:\n{log.read()[-4000:]}")
+                    raise SystemExit(f"{' '.join(words)} does not respond:\n{log.read()[-4000:]}")
                 time.sleep(0.5)
             yield
         finally:
@@ -200,7 +200,7 @@ def _free_ports(count: int) -> list[int]:
 
 def _bodies(data: pa.Table) -> dict[str, str]:
     """Write the same requests in each form; return form → file."""
-    made: dict[str, list[bytes]] = {"lists": [], "rows": [], "columns": [], "arrow": []}
+    by_form: dict[str, list[bytes]] = {"lists": [], "rows": [], "columns": [], "arrow": []}
     for place in range(BODIES):
         rows = data.slice(place * ROWS, ROWS).combine_chunks()
         lists = {
@@ -212,14 +212,14 @@ def _bodies(data: pa.Table) -> dict[str, str]:
             ("rows", {"rows": rows.to_pylist()}),
             ("columns", {"columns": rows.to_pydict()}),
         ):
-            made[form].append(json.dumps(values, separators=(",", ":")).encode())
+            by_form[form].append(json.dumps(values, separators=(",", ":")).encode())
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, rows.schema) as writer:
             writer.write_table(rows)
-        made["arrow"].append(sink.getvalue().to_pybytes())
-    for form, bodies in made.items():
+        by_form["arrow"].append(sink.getvalue().to_pybytes())
+    for form, bodies in by_form.items():
         Path(form).write_bytes(json.dumps([len(body) for body in bodies]).encode() + b"\n" + b"".join(bodies))
-    return {form: str(Path(form).absolute()) for form in made}
+    return {form: str(Path(form).absolute()) for form in by_form}
 
 
 def _first(file: str) -> bytes:
@@ -229,7 +229,7 @@ def _first(file: str) -> bytes:
 
 def _round(sides: dict[str, tuple[int, str, str]], seconds: float) -> dict[str, dict[str, dict[str, float]]]:
     """Send requests to each side in turn; return side → clients → figures."""
-    found: dict[str, dict[str, dict[str, float]]] = {side: {} for side in sides}
+    figures: dict[str, dict[str, dict[str, float]]] = {side: {} for side in sides}
     for clients in CLIENTS:
         for side, (port, kind, bodies) in sides.items():
             words = [str(HERE / "serve_client.py"), str(port), str(clients)]
@@ -240,8 +240,8 @@ def _round(sides: dict[str, tuple[int, str, str]], seconds: float) -> dict[str, 
                     check=True,
                     timeout=START_S,
                 )
-            found[side][str(clients)] = json.loads(done.stdout)
-    return found
+            figures[side][str(clients)] = json.loads(done.stdout)
+    return figures
 
 
 def _http_rows(rounds: list[dict]) -> list[list[str]]:
@@ -263,18 +263,18 @@ def _http_rows(rounds: list[dict]) -> list[list[str]]:
     return rows
 
 
-def _inside_rows(found: dict[str, float]) -> list[list[str]]:
+def _inside_rows(figures: dict[str, float]) -> list[list[str]]:
     lines = []
     for form, suffix in (("mappings", ""), ("Arrow", "_arrow")):
-        rows, candidates = found[f"rows{suffix}"], found[f"candidates{suffix}"]
-        times, apart = f"{rows / candidates:.1f}", f"{found['apart']:.0e}"
+        rows, candidates = figures[f"rows{suffix}"], figures[f"candidates{suffix}"]
+        times, apart = f"{rows / candidates:.1f}", f"{figures['apart']:.0e}"
         lines.append([f"sasrec, {form}", f"{rows:.1f}", f"{candidates:.1f}", times, apart])
     return lines
 
 
 def main(
     rounds: harness.Rounds = 3,
-    seconds: Annotated[float, typer.Option(help="Of a side with so many clients, in a round.")] = 4,
+    seconds: Annotated[float, typer.Option(help="Seconds per side and client count.")] = 4,
     smallest: harness.Smallest = False,
 ) -> None:
     """Print the tables and write benchmarks/results/serve.json."""
@@ -287,16 +287,16 @@ def main(
         inside = {"sasrec": _candidates(*_sasrec(), ["history"]), "rows": _rows_per_second(dlrm)}
         with ExitStack() as stack:
             sides = _sides(stack, dlrm, data, table_rows)
-            found = [_round(sides, seconds) for _ in range(rounds)]
+            results = [_round(sides, seconds) for _ in range(rounds)]
     grids = (
-        Grid(HTTP_HEADER, _http_rows(found)),
+        Grid(HTTP_HEADER, _http_rows(results)),
         Grid(INSIDE_HEADER, _inside_rows(inside["sasrec"])),
         Grid(SPEED_HEADER, [["dlrm", *(f"{inside['rows'][way]:,.0f}" for way in ("load", "predict"))]]),
     )
     for grid in grids:
         grid.show(140)
     if not smallest:
-        content = {"rounds": found, "inside": inside}
+        content = {"rounds": results, "inside": inside}
         harness.publish("serve", content, "\n\n".join(grid.markdown() for grid in grids))
 
 

@@ -20,9 +20,9 @@ STEP = 7  # bodies from one request of a client to its next
 
 
 async def ask(
-    port: int, head: bytes, bodies: list[bytes], first: int, until: float, took: list[float]
+    port: int, head: bytes, bodies: list[bytes], first: int, until: float, durations: list[float]
 ) -> None:
-    """Send requests until the time is over and append the seconds of each to `took`."""
+    """Send requests until the time is over and append the seconds of each to `durations`."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     while perf_counter() < until:
         body = bodies[first % len(bodies)]
@@ -39,7 +39,7 @@ async def ask(
             while size := int(await reader.readline(), 16):
                 await reader.readexactly(size + 2)
             await reader.readline()
-        took.append(perf_counter() - began)
+        durations.append(perf_counter() - began)
     writer.close()
 
 
@@ -49,12 +49,12 @@ async def run(port: int, clients: int, seconds: float, kind: str, bodies: list[b
         f"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\nAccept: {kind}\r\n"
         "Content-Length: %d\r\n\r\n"
     ).encode()
-    took: list[float] = []
+    durations: list[float] = []
     began = perf_counter()
-    each = [ask(port, head, bodies, i, began + seconds, took) for i in range(clients)]
+    each = [ask(port, head, bodies, i, began + seconds, durations) for i in range(clients)]
     await asyncio.gather(*each)
-    rate = len(took) / (perf_counter() - began)
-    return {"rate": rate, **{f"p{p}": 1000 * float(np.percentile(took, p)) for p in (50, 99)}}
+    rate = len(durations) / (perf_counter() - began)
+    return {"rate": rate, **{f"p{p}": 1000 * float(np.percentile(durations, p)) for p in (50, 99)}}
 
 
 def main() -> None:

@@ -43,15 +43,15 @@ def reached(folder: Path) -> list[tuple[float, int]]:
 
 def step_at(moment: float, reports: list[tuple[float, int]]) -> float:
     """Return the highest step that the run had reached at a moment, interpolated between reports."""
-    before, after = (0.0, 0), None
+    earlier, later = (0.0, 0), None
     for at, step in reports:
         if at <= moment:
-            before = max(before, (at, step), key=lambda report: report[1])
-        elif step >= before[1] and after is None:
-            after = at, step
-    if after is None or not before[1]:
-        return float(before[1])
-    return before[1] + (after[1] - before[1]) * (moment - before[0]) / (after[0] - before[0])
+            earlier = max(earlier, (at, step), key=lambda report: report[1])
+        elif step >= earlier[1] and later is None:
+            later = at, step
+    if later is None or not earlier[1]:
+        return float(earlier[1])
+    return earlier[1] + (later[1] - earlier[1]) * (moment - earlier[0]) / (later[0] - earlier[0])
 
 
 def measure(config: Path, folder: Path, every_s: float, faults: int) -> dict[str, float]:
@@ -101,8 +101,8 @@ def document(values: dict[str, Any]) -> str:
     """Return the sentence for docs/benchmarks.md."""
     rates, times, every = values["rows_per_s"], values["faults"], values["every_s"]
     return (
-        f"Undisturbed {rates['calm']:,.0f} rows/s; in {times} periods of {every:.0f} s that begin with a "
-        f"killed worker {rates['disturbed']:,.0f} rows/s: {values['share']:.0%}."
+        f"Undisturbed: {rates['calm']:,.0f} rows/s. With a worker killed at the start of {times} periods of "
+        f"{every:.0f} s: {rates['disturbed']:,.0f} rows/s, which is {values['share']:.0%}."
     )
 
 

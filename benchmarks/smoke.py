@@ -91,7 +91,7 @@ def run(smallest: str, folder: Path) -> tuple[float, subprocess.CompletedProcess
             output = process.communicate(timeout=LIMIT_S)[0]
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-            output = f"{process.communicate()[0]}\nnot done within {LIMIT_S} s"
+            output = f"{process.communicate()[0]}\ntimed out after {LIMIT_S} s"
     done = subprocess.CompletedProcess(command, process.returncode, output)
     return time.monotonic() - began, done
 
@@ -101,7 +101,7 @@ def main(only: Only = "") -> None:
     wanted = set(split(only))
     chosen = {name: command for name, command in TARGETS.items() if not only or target_of(name) in wanted}
     if unknown := wanted - {target_of(name) for name in TARGETS}:
-        raise typer.BadParameter(f"no target {', '.join(sorted(unknown))}; there are {', '.join(TARGETS)}")
+        raise typer.BadParameter(f"unknown target {', '.join(sorted(unknown))}; use {', '.join(TARGETS)}")
     rows, failed = [], []
     with tempfile.TemporaryDirectory(prefix="smoke-", ignore_cleanup_errors=True) as place:
         folder = Path(place)

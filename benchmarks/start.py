@@ -106,15 +106,15 @@ def one_round(config: Path, folder: Path, rng: random.Random) -> dict[str, Any]:
 
 def parts(names: dict[str, str], began: float, moments: list[Moment]) -> dict[str, float]:
     """Return part → seconds since the previous moment. The moment of the last rank counts."""
-    found, before = {}, began
+    seconds, previous = {}, began
     for name, part in names.items():
         firsts: dict[int, float] = {}
         for moment in moments:
             if moment.name == name:
                 firsts[moment.pid] = min(moment.unix_s, firsts.get(moment.pid, moment.unix_s))
-        at = max(firsts.values(), default=before)
-        found[part], before = round(at - before, 3), at
-    return found | {"in all": round(before - began, 3)}
+        at = max(firsts.values(), default=previous)
+        seconds[part], previous = round(at - previous, 3), at
+    return seconds | {"in all": round(previous - began, 3)}
 
 
 def read_moments(file: Path) -> list[Moment]:
@@ -137,14 +137,14 @@ def _saved(run: Path) -> int:
     return 0
 
 
-def wait(process: subprocess.Popen, folder: Path, found: Callable[[], Any]) -> Any:
-    """Wait until `found` returns a true value, and return it.
+def wait(process: subprocess.Popen, folder: Path, ready: Callable[[], Any]) -> Any:
+    """Wait until `ready` returns a true value, and return it.
 
     Raises:
         Failed: The driver ended, or LONGEST_S have passed.
     """
     until = time.monotonic() + LONGEST_S
-    while not (value := found()):
+    while not (value := ready()):
         if process.poll() is not None or time.monotonic() > until:
             raise Failed(folder.with_suffix(".log").read_text(errors="replace")[-3000:])
         time.sleep(0.01)
@@ -175,7 +175,7 @@ def grid(values: dict[str, Any]) -> Grid:
     for part in [*dict.fromkeys([*START.values(), *AGAIN.values()]), "in all"]:
         seconds = (values[which].get(part) for which in ("start", "restart"))
         rows.append([part, *("" if value is None else f"{value:.2f}" for value in seconds)])
-    return Grid(("what ends", "start, s", "restart, s"), rows)
+    return Grid(("part", "start, s", "restart, s"), rows)
 
 
 def document(values: dict[str, Any]) -> str:

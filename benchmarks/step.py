@@ -109,7 +109,7 @@ def run(side: str, settings: Settings, folder: Path, steps: int) -> Measured:
     finally:
         code = command.end()
     if code or end not in (times := times_of(side, settings, folder)):
-        raise RuntimeError(f"{side}: no step {end}\n{command.output}")
+        raise RuntimeError(f"{side} did not reach step {end}\n{command.output}")
     seconds, rows = times[end] - times[begin], steps * settings.batch * settings.workers
     cpu_s = command.cpu_s(times[end]) - command.cpu_s(times[begin])
     first = times.get(1, times[EVERY] - seconds / steps * (EVERY - 1))
@@ -122,7 +122,7 @@ def run(side: str, settings: Settings, folder: Path, steps: int) -> Measured:
 
 
 def main(
-    data: Annotated[str, typer.Argument(help="Folder of Parquet.")] = "data/step/train",
+    data: Annotated[str, typer.Argument(help="Folder with Parquet files.")] = "data/step/train",
     rows: Annotated[int, typer.Option(help="Rows of a rank's batch.")] = BATCH,
     steps: Annotated[int, typer.Option(help="Measured steps; a multiple of 20.")] = 240,
     rounds: harness.Rounds = 3,
@@ -133,13 +133,13 @@ def main(
 ) -> None:
     """Print the tables; with all models, workers and sides, write results, picture and documents."""
     if steps % EVERY:
-        raise typer.BadParameter(f"--steps is a multiple of {EVERY}")
+        raise typer.BadParameter(f"--steps must be a multiple of {EVERY}")
     whole = not smallest and (models, workers, sides) == (",".join(MODELS), "1,2", ",".join(SIDES))
     if smallest:
         models, workers, rows, steps, rounds = "dlrm", "1", 256, EVERY, 1
     os.environ["OMP_NUM_THREADS"] = "1"
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # exit in order, which ends the commands
-    found: dict[str, dict[str, list[Measured]]] = {}
+    runs: dict[str, dict[str, list[Measured]]] = {}
     cases = cases_of(harness.split(models), harness.integers(workers))
     with tempfile.TemporaryDirectory(prefix="step-", ignore_cleanup_errors=True) as place:
         data = str(repeat(Path(data), Path(place)).absolute())
@@ -155,9 +155,9 @@ def main(
 
         for case in cases:
             turns = {side: lambda side=side, case=case: turn(case, side) for side in harness.split(sides)}
-            found[case] = take_turns(turns, rounds)
+            runs[case] = take_turns(turns, rounds)
     title = f"{rows:,} rows a rank, {steps} steps, best of {rounds} round{'s' * (rounds > 1)}"
-    results = summarize(title, found)
+    results = summarize(title, runs)
     for case in cases:
         table_of(results, case).show()
     if whole:

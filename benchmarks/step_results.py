@@ -30,30 +30,30 @@ def case_title(case: str) -> str:
     return f"{NAMES.get(model, model)}, {ranks} worker{'s' * (ranks != '1')}"
 
 
-def summarize(title: str, found: dict[str, dict[str, list[Any]]]) -> dict[str, Any]:
+def summarize(title: str, runs: dict[str, dict[str, list[Any]]]) -> dict[str, Any]:
     """Return the content of step.json.
 
     Args:
         title: Sizes and rounds.
-        found: Case → side → figures of each round.
+        runs: Case → side → figures of each round.
 
     Returns:
         Each figure as side → case → best of the rounds. `rounds`: case → side → rows/s of each round.
         `ratios` of rows/s are the lowest over all cases, `cpu_ratio` is the highest; `by_case` has all.
     """
-    sides = list(next(iter(found.values())))
+    sides = list(next(iter(runs.values())))
     results: dict[str, Any] = {"title": title}
     for figure in FIGURES:
         best = max if figure == "samples_per_s" else min
         results[figure] = {
-            side: {case: round(best(getattr(m, figure) for m in of[side]), 3) for case, of in found.items()}
+            side: {case: round(best(getattr(m, figure) for m in of[side]), 3) for case, of in runs.items()}
             for side in sides
         }
     results["rounds"] = {
         case: {side: [round(m.samples_per_s) for m in of[side]] for side in sides}
-        for case, of in found.items()
+        for case, of in runs.items()
     }
-    by_case = {case: _compare(results, case) for case in found}
+    by_case = {case: _compare(results, case) for case in runs}
     results["ratios"] = {
         name: min(of[name] for of in by_case.values())
         for name in (f"raytrec_over_{other}" for other in OTHERS)

@@ -64,18 +64,18 @@ class Phase:
 
 
 @contextmanager
-def watched(phase: Phase, before: int) -> Iterator[None]:
+def watched(phase: Phase, base_bytes: int) -> Iterator[None]:
     """Record the seconds of a block and its peak memory.
 
     Args:
         phase: Record that is filled in.
-        before: Bytes that are subtracted from the memory.
+        base_bytes: Bytes that are subtracted from the memory.
     """
     over = Event()
 
     def look() -> None:
         while not over.wait(SAMPLE_S):
-            phase.memory = max(phase.memory, own_memory() - before)
+            phase.memory = max(phase.memory, own_memory() - base_bytes)
 
     thread, began = Thread(target=look), perf_counter()
     thread.start()
@@ -90,42 +90,42 @@ def watched(phase: Phase, before: int) -> Iterator[None]:
 def first_run(rank: int, device: Any, settings: Settings) -> tuple[dict[str, dict], list[float]]:
     """Initialise, train and save; return the phases, and the losses since the last save began."""
     set_up_once(settings)
-    before, phases = own_memory(), {name: Phase() for name in PHASES[:4]}
-    with watched(phases["initialise"], before):
-        made = Trained(settings, settings.rows, fill=True)
-    with watched(phases["train"], before):
-        made.train(settings.steps)
-    with watched(phases["save"], before):
-        made.save()
-    with watched(phases["save while training"], before):
-        losses = made.save_while_training()
+    base_bytes, phases = own_memory(), {name: Phase() for name in PHASES[:4]}
+    with watched(phases["initialise"], base_bytes):
+        trained = Trained(settings, settings.rows, fill=True)
+    with watched(phases["train"], base_bytes):
+        trained.train(settings.steps)
+    with watched(phases["save"], base_bytes):
+        trained.save()
+    with watched(phases["save while training"], base_bytes):
+        losses = trained.save_while_training()
     return {name: asdict(phase) for name, phase in phases.items()}, losses
 
 
 def second_run(rank: int, device: Any, settings: Settings) -> tuple[dict[str, dict], list[float]]:
     """Restore and train; return the phase and the losses."""
     set_up_once(settings)
-    before, phase = own_memory(), Phase()
-    made = Trained(settings, settings.rows, fill=False)
-    with watched(phase, before):
-        made.restore()
-    return {"restore": asdict(phase)}, made.train(BATCHES)
+    base_bytes, phase = own_memory(), Phase()
+    trained = Trained(settings, settings.rows, fill=False)
+    with watched(phase, base_bytes):
+        trained.restore()
+    return {"restore": asdict(phase)}, trained.train(BATCHES)
 
 
 def run_in_turns(rank: int, device: Any, each: list[Settings], turns: int) -> list[dict[str, Any]]:
     """Train all kernels in turns and return the speed and equality of each kind of ids."""
     set_up_once(each[0])
-    made = {settings.kernel: Trained(settings, settings.rows, fill=True) for settings in each}
+    rigs = {settings.kernel: Trained(settings, settings.rows, fill=True) for settings in each}
     lines = []
     for ids in IDS:
-        losses: dict[str, list[float]] = {kernel: [] for kernel in made}
+        losses: dict[str, list[float]] = {kernel: [] for kernel in rigs}
 
         def turn(kernel: str, ids: str = ids, losses: dict[str, list[float]] = losses) -> float:
             began = perf_counter()
-            losses[kernel] += made[kernel].train(BATCHES, ids)
+            losses[kernel] += rigs[kernel].train(BATCHES, ids)
             return (perf_counter() - began) / BATCHES
 
-        seconds = take_turns({kernel: lambda kernel=kernel: turn(kernel) for kernel in made}, turns, WARM_UP)
+        seconds = take_turns({kernel: lambda kernel=kernel: turn(kernel) for kernel in rigs}, turns, WARM_UP)
         first, *others = losses.values()
         medians = {kernel: median(took) for kernel, took in seconds.items()}
         lines.append({"ids": ids, "seconds": medians, "equal": all(other == first for other in others)})
@@ -134,12 +134,12 @@ def run_in_turns(rank: int, device: Any, each: list[Settings], turns: int) -> li
 
 def measure_memory(settings: Settings) -> dict[str, Any]:
     """Return the phases of a kernel and whether it resumes with the same losses."""
-    ((first, after),) = on_ranks(1, first_run, settings)
+    ((first, first_losses),) = on_ranks(1, first_run, settings)
     ((second, resumed),) = on_ranks(1, second_run, settings)
     phases, size = first | second, settings.rows * ROW_BYTES
     return {
         "kernel": settings.kernel,
-        "resumed": after[:BATCHES] == resumed,
+        "resumed": first_losses[:BATCHES] == resumed,
         "memory": {name: phase["memory"] / size for name, phase in phases.items()},
         "seconds": {name: phase["seconds"] for name, phase in phases.items()},
     }
@@ -156,13 +156,13 @@ def measure_short(folder: Path, gib: float, smallest: bool) -> None:
 
 
 def main(
-    gib: Annotated[float, typer.Option(help="Size of the table with its state.")] = 1.0,
+    gib: Annotated[float, typer.Option(help="Size of the table and its state in GiB.")] = 1.0,
     steps: Annotated[int, typer.Option(help="Training steps before the table is saved.")] = 100,
     turns: Annotated[int, typer.Option(help="Turns of each kernel for speed; 0: no turns.")] = 20,
     kernels: Annotated[str, typer.Option(help="Kernels, separated by commas.")] = "fused,fused_mmap",
     folder: Annotated[Path, typer.Option(help="Folder of checkpoints and files of tables.")] = Path("data"),
     short_gib: Annotated[
-        float, typer.Option(help="Size of the table with short memory; 0: no table.")
+        float, typer.Option(help="Size in GiB of the table with limited memory; 0: skip.")
     ] = 0.25,
     smallest: harness.Smallest = False,
 ) -> None:
@@ -173,25 +173,25 @@ def main(
         measure_short(folder, short_gib, smallest)
     rows = int((0.01 if smallest else gib) * 2**30) // ROW_BYTES
     steps, turns = (5, 2) if smallest else (steps, turns)
-    each, lines, speed = [], [], []
+    chosen, lines, speed = [], [], []
     for kernel in harness.split(kernels):
         with tempfile.TemporaryDirectory(dir=folder) as place:
-            each.append(Settings(kernel, rows, steps, place))
-            lines.append(measure_memory(each[-1]))
-    if not each:
+            chosen.append(Settings(kernel, rows, steps, place))
+            lines.append(measure_memory(chosen[-1]))
+    if not chosen:
         return
     show_memory(lines, rows)
     if turns:
         with tempfile.TemporaryDirectory(dir=folder) as place:
-            (speed,) = on_ranks(1, run_in_turns, [replace(one, folder=place) for one in each], turns)
+            (speed,) = on_ranks(1, run_in_turns, [replace(one, folder=place) for one in chosen], turns)
         show_speed(speed)
     if not smallest:
-        found = {"rows": rows, "dim": DIM, "steps": steps, "turns": turns, "memory": lines, "speed": speed}
-        alone = {"alone": found | {"host_memory": virtual_memory().total}}
-        found = harness.load("tiers") | (found if speed else alone)
-        harness.store("tiers", found)
-        if "speed" in found:
-            harness.fill(harness.BENCHMARKS_PAGE, "tiers", document(found))
+        content = {"rows": rows, "dim": DIM, "steps": steps, "turns": turns, "memory": lines, "speed": speed}
+        alone = {"alone": content | {"host_memory": virtual_memory().total}}
+        content = harness.load("tiers") | (content if speed else alone)
+        harness.store("tiers", content)
+        if "speed" in content:
+            harness.fill(harness.BENCHMARKS_PAGE, "tiers", document(content))
 
 
 def show_memory(lines: list[dict[str, Any]], rows: int) -> None:
@@ -223,15 +223,15 @@ def show_speed(lines: list[dict[str, Any]]) -> None:
     Grid(header, rows, "ms a step").show()
 
 
-def document(found: dict[str, Any]) -> str:
+def document(results: dict[str, Any]) -> str:
     """Return the tables for docs/benchmarks.md."""
     memory = [
-        [f"`{of['kernel']}`", *(f"{of['memory'][name]:.2f}" for name in PHASES)] for of in found["memory"]
+        [f"`{of['kernel']}`", *(f"{of['memory'][name]:.2f}" for name in PHASES)] for of in results["memory"]
     ]
     grids = [Grid(("memory ÷ table", *PHASES), memory)]
-    kernels = [f"`{name}`, ms a step" for name in found["speed"][0]["seconds"]]
-    grids.append(Grid(("ids", *kernels, "ratio"), [speed_row(line) for line in found["speed"]]))
-    if alone := found.get("alone"):
+    kernels = [f"`{name}`, ms a step" for name in results["speed"][0]["seconds"]]
+    grids.append(Grid(("ids", *kernels, "ratio"), [speed_row(line) for line in results["speed"]]))
+    if alone := results.get("alone"):
         size, host = alone["rows"] * ROW_BYTES / 2**30, alone["host_memory"] / 2**30
         rows = [
             [f"`{line['kernel']}`: {title}", *(f"{line[of][name]:,.{digits}f}" for name in PHASES)]

@@ -75,20 +75,20 @@ class Side:
 
     def train(self, turn: int) -> tuple[float, list[float], float | None]:
         """Return the seconds of BATCHES steps, their losses, and the share of lookups of rows in memory."""
-        made = self._trained
-        batches = made.random_batches(power_law, seed=turn)
+        trained = self._trained
+        batches = trained.random_batches(power_law, seed=turn)
         began = perf_counter()
-        losses = [float(outputs.loss.detach()) for outputs in made.step.train(iter(batches), len(batches))]
+        losses = [float(outputs.loss.detach()) for outputs in trained.step.train(iter(batches), len(batches))]
         took = perf_counter() - began
-        kernels = iterate_sharded_kernels(made.step.model)
+        kernels = iterate_sharded_kernels(trained.step.model)
         hits = [share for kernel in kernels if (share := measure_cache_hits(kernel)) is not None]
         return took, losses, hits[0] if hits else None
 
 
 def side(rank: int, world: int) -> Any:
     """Return the function that answers a rank's requests by calling a method of `Side`."""
-    made = Side()
-    return lambda method, **values: getattr(made, method)(**values)
+    process = Side()
+    return lambda method, **values: getattr(process, method)(**values)
 
 
 def power_law(uniform: torch.Tensor, rows: int) -> torch.Tensor:
@@ -113,7 +113,7 @@ def run_short(folder: str, gib: float, warm_up: int, turns: int) -> dict[str, An
         turns: Turns that are counted.
     """
     rows, above = int(gib * 2**30) // ROW_BYTES, groups_here()
-    took, losses, hits = ({side: [] for side in SIDES} for _ in range(3))
+    durations, losses, hits = ({side: [] for side in SIDES} for _ in range(3))
     ranks: dict[str, Ranks] = {}
     groups = []
     with ExitStack() as at_end:
@@ -132,7 +132,7 @@ def run_short(folder: str, gib: float, warm_up: int, turns: int) -> dict[str, An
                 ((seconds, of_turn, share),) = ranks[side].ask(method="train", turn=turn + warm_up)
                 losses[side] += of_turn
                 if turn >= 0:
-                    took[side].append(seconds)
+                    durations[side].append(seconds)
                     hits[side] += [share] if share is not None else []
             for side in [side for side, (_, bounded, _) in SIDES.items() if bounded and turn == -warm_up]:
                 limit = ranks[side].ask(method="bound", limit=limit)[0] or None
@@ -140,15 +140,15 @@ def run_short(folder: str, gib: float, warm_up: int, turns: int) -> dict[str, An
     return {
         "rows": rows,
         "bounded": above is not None,
-        "rows_per_s": {side: BATCH * BATCHES / median(seconds) for side, seconds in took.items()},
+        "rows_per_s": {side: BATCH * BATCHES / median(seconds) for side, seconds in durations.items()},
         "equal": all(each == every[0] and all(map(math.isfinite, each)) for each in every),
         "hits": {side: median(shares) for side, shares in hits.items() if shares},
     }
 
 
-def short_table(found: dict[str, Any]) -> Grid:
+def short_table(results: dict[str, Any]) -> Grid:
     """Return the table for docs/sharding.md."""
-    rates, hits, size = found["rows_per_s"], found["hits"], found["rows"] * ROW_BYTES / 2**20
+    rates, hits, size = results["rows_per_s"], results["hits"], results["rows"] * ROW_BYTES / 2**20
     slowest, *_ = rates.values()
     rows = [
         [side, f"{rate:,.0f}", f"{rate / slowest:.1f}", f"{hits[side]:.0%}" if side in hits else ""]

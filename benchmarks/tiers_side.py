@@ -57,14 +57,14 @@ class Trained:
 
     def random_batches(self, ids_of: Callable[[torch.Tensor, int], torch.Tensor], seed: int = 1) -> list[Any]:
         """Return batches whose ids `ids_of` makes from uniform numbers and the number of rows."""
-        found = []
+        batches = []
         for whole in random_batches(self.schema, BATCH, BATCHES, seed=seed):
             batch, rows = make_local_batch(whole, self.schema, [0, BATCH], 0), self.schema.tables["t"].rows
             values = batch.sparse.values()
             values.copy_(ids_of((values.double() + 0.5) / rows, rows))
-            found.append(batch)
+            batches.append(batch)
         torch.manual_seed(0)
-        return found
+        return batches
 
     def save(self) -> None:
         """Save a checkpoint that replaces the previous one."""

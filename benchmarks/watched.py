@@ -80,7 +80,7 @@ class Run:
         """
         self.wait("the end of the run", lambda: self.ended() is not None, FINISH_S, alive=False)
         if self.ended() or not (self.folder / "result.json").exists():
-            raise Problem(f"the run has ended with exit code {self.ended()}\n{self.tail()}")
+            raise Problem(f"the run exited with code {self.ended()}\n{self.tail()}")
         self.say("the run has finished")
 
     def result(self) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class Run:
         try:
             return self._process.wait(seconds)
         except subprocess.TimeoutExpired:
-            raise Problem(f"the driver has not ended within {seconds:.0f} s\n{self.tail()}") from None
+            raise Problem(f"the driver did not exit within {seconds:.0f} s\n{self.tail()}") from None
 
     def output(self, since: int = 0) -> str:
         """Return the output of the run from a character on."""
@@ -126,18 +126,18 @@ class Run:
         step = attempts[-1].last if attempts else 0
         print(f"{time.monotonic() - self._began:6.1f} s  step {step:5}  {text}", flush=True)
 
-    def wait(self, what: str, found: Callable[[], T], seconds: float = LONGEST_S, alive: bool = True) -> T:
-        """Wait until `found` returns a true value, and return it.
+    def wait(self, what: str, ready: Callable[[], T], seconds: float = LONGEST_S, alive: bool = True) -> T:
+        """Wait until `ready` returns a true value, and return it.
 
         Raises:
             Problem: The time is over, or the driver ended although it should be alive.
         """
         end = min(time.monotonic() + seconds, self._until)
-        while not (value := found()):
+        while not (value := ready()):
             if alive and self.ended() is not None:
-                raise Problem(f"{what}: the driver has ended with exit code {self.ended()}\n{self.tail()}")
+                raise Problem(f"{what}: the driver exited with code {self.ended()}\n{self.tail()}")
             if time.monotonic() > end:
-                raise Problem(f"{what}: nothing for {seconds:.0f} s, or no time is left\n{self.tail()}")
+                raise Problem(f"{what}: timed out after at most {seconds:.0f} s\n{self.tail()}")
             time.sleep(0.02)
         return value
 

@@ -118,14 +118,14 @@ def budgets(changelog: str) -> Counter[str]:
     return Counter(entry for entry in entries if BUDGET.search(entry))
 
 
-def allowed_growth(before: str, after: str) -> int:
+def allowed_growth(older: str, newer: str) -> int:
     """Return the sum of the budgets of entries that were added between two texts of CHANGELOG.md.
 
     Args:
-        before: Text of CHANGELOG.md at the older commit.
-        after: Text of CHANGELOG.md in the working tree.
+        older: Text of CHANGELOG.md at the older commit.
+        newer: Text of CHANGELOG.md in the working tree.
     """
-    added = budgets(after) - budgets(before)
+    added = budgets(newer) - budgets(older)
     return sum(int(lines.replace(",", "")) for entry in added.elements() for lines in BUDGET.findall(entry))
 
 

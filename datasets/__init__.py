@@ -45,7 +45,7 @@ SHARED = {
     ),
     "force": typer.Option("--force", help="Replace the content of the folder."),
     "dim": typer.Option(help="Width of the embeddings; a multiple of 4."),
-    "seed": typer.Option(help="The same seed gives the same data."),
+    "seed": typer.Option(help="Random seed; the same seed produces the same data."),
     "source": typer.Option(parser=place, metavar="PATH", help="Folder with the original files."),
 }
 
@@ -88,11 +88,11 @@ def find_recipe(path: str) -> Callable[..., None]:
     """
     from raytrec.common.registry import find_code
 
-    found = find_code(path, "recipe", "raytrec prepare", os.getcwd())
-    if not inspect.isfunction(found):
+    recipe = find_code(path, "recipe", "raytrec prepare", os.getcwd())
+    if not inspect.isfunction(recipe):
         raise ConfigError(
             f"the recipe {path} is not a function",
             where="raytrec prepare",
             expected="def prepare(out: Path, …)",
         )
-    return found
+    return recipe

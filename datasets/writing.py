@@ -53,33 +53,33 @@ class Output:
         source = self.options.get("source")
         if source and Path(source).is_relative_to(self.folder):
             raise ConfigError(
-                "the source is inside the folder to write",
+                "the source is inside the output folder",
                 where=f"--source {source}, --out {self.folder}",
                 do="choose another --out",
             )
         if not self.folder.exists() or (self.folder.is_dir() and not any(self.folder.iterdir())):
             return False
-        before = self._options_before()
-        if before and self._force:
+        stored = self._previous_options()
+        if stored and self._force:
             return False
-        if before == self.options:
-            open_console(stderr=True).print(f"{self.folder} is prepared already", soft_wrap=True)
+        if stored == self.options:
+            open_console(stderr=True).print(f"{self.folder} is already prepared", soft_wrap=True)
             return True
-        if before is None:
+        if stored is None:
             raise ConfigError(
-                "this exists and no recipe has made it",
+                "the path exists but was not created by a recipe",
                 where=str(self.folder),
-                do="choose another --out, or remove it yourself: --force replaces prepared datasets only",
+                do="choose another --out, or delete the path: --force only replaces prepared datasets",
             )
-        keys = sorted(k for k in before.keys() | self.options.keys() if before.get(k) != self.options.get(k))
-        changes = ", ".join(f"{k} was {before.get(k)}, now {self.options.get(k)}" for k in keys)
+        keys = sorted(k for k in stored.keys() | self.options.keys() if stored.get(k) != self.options.get(k))
+        changes = ", ".join(f"{k} was {stored.get(k)}, now {self.options.get(k)}" for k in keys)
         raise ConfigError(
-            f"the folder was prepared otherwise: {changes}",
+            f"the folder was prepared with other options: {changes}",
             where=str(self.folder),
             do="choose another --out, or replace it with --force",
         )
 
-    def _options_before(self) -> dict | None:
+    def _previous_options(self) -> dict | None:
         """Return the options that the folder was prepared with, or None if it has no valid marker."""
         try:
             return self.facts()["options"]
@@ -180,9 +180,9 @@ class SplitWriter:
 
     def close(self) -> None:
         """Write the last, smaller row group and close the file."""
-        rest = pa.concat_tables(self._waiting) if self._waiting else self._schema.empty_table()
-        if len(rest) or not self._files:
-            self._write_group(rest)
+        remaining = pa.concat_tables(self._waiting) if self._waiting else self._schema.empty_table()
+        if len(remaining) or not self._files:
+            self._write_group(remaining)
         self._waiting = []
         self._writer.close()
 

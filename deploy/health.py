@@ -1,7 +1,8 @@
 #!/usr/bin/env python3.11
-"""Whether a container does what it is for: exit code 0 or 1, and a sentence.
+"""Check the health of a container: exit code 0 or 1, and a message.
 
-It asks the server of the role that role.sh has noted. Python's own library only: it runs every few seconds.
+The script queries the server of the role that role.sh has recorded. It runs every few seconds, so it imports
+only the standard library.
 """
 
 import sys
@@ -14,14 +15,14 @@ QUESTIONS = {
     "head": ["http://127.0.0.1:8265/api/gcs_healthz", RAYLET],
     "worker": [RAYLET],
     "mlflow": ["http://127.0.0.1:5000/health"],
-    "notebook": ["http://127.0.0.1:8888/login"],  # the one page that needs no token
+    "notebook": ["http://127.0.0.1:8888/login"],  # the only page that requires no token
 }
 
 
 def main() -> int:
     """Return 0 if the services of this container's role answer, else 1."""
     role = Path("/tmp/role")
-    if not role.exists():  # a command, which ends by itself
+    if not role.exists():  # a command, which exits by itself
         return 0
     for url in QUESTIONS[role.read_text(encoding="utf-8").strip()]:
         try:

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Makes what compose.yaml needs and nobody else may know: the tokens of Ray and of JupyterLab, and .env.
-# Again, it changes nothing: new tokens only after `rm -r deploy/secrets`.
+# Create the secrets of compose.yaml (the tokens of Ray and JupyterLab) and .env.
+# A second run changes nothing. For new tokens, run `rm -r deploy/secrets` first.
 set -eu
 cd "$(dirname "$0")"
 uid=$(id -u)
@@ -12,6 +12,6 @@ for name in ray_token jupyter_token; do
     [ -e "secrets/$name" ] || od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"secrets/$name"
 done
 chmod 600 secrets/*
-[ "$(id -u)" -ne 0 ] || chown "$uid" secrets/* # whom the containers run as
+[ "$(id -u)" -ne 0 ] || chown "$uid" secrets/* # the user of the containers
 [ -e .env ] || echo "RAYTREC_UID=$uid" >.env
 echo "tokens: $(pwd)/secrets; containers run as user $uid"

@@ -62,24 +62,24 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("device", choices=list(FBGEMM))
     parser.add_argument(
-        "--torch-index", default=TORCH_INDEX, help="where torch's CPU build is, after pip's own"
+        "--torch-index", default=TORCH_INDEX, help="index of torch's CPU build, used after pip's own indexes"
     )
     options, more = parser.parse_known_args(arguments)
     refuse_other_python(sys.version_info[:2])
     file = HERE / f"{options.device}.txt"
     torch = re.search(r"^torch==(\S+)", file.read_text(), re.MULTILINE)[1]
-    before = installed_versions()
-    refuse_other_device(options.device, before)
+    installed = installed_versions()
+    refuse_other_device(options.device, installed)
     if options.device == "cuda":
         refuse_old_driver()
-    if not is_right_torch(options.device, before.get("torch", ""), torch):
+    if not is_right_torch(options.device, installed.get("torch", ""), torch):
         install_torch(options.device, torch, options.torch_index)
     if pip(*INSTALL, "-r", str(file), *more).returncode:
         raise InstallError(
             f"pip could not install {file.name} for Python {sys.version_info[0]}.{sys.version_info[1]}",
             where="pip's messages above",
-            expected="wheels of every package; 'No matching distribution found' names one that has none",
-            do="let pip reach an index with all of them, or use another Python: make clean, make install "
+            expected="a wheel of every package; 'No matching distribution found' names a missing one",
+            do="let pip reach an index with all packages, or use another Python: make clean, make install "
             "PYTHON=python3.12",
         )
     check_installed(options.device, installed_versions(), torch)
@@ -106,10 +106,10 @@ def refuse_other_python(version: tuple[int, int]) -> None:
     first, last = PYTHONS
     if not first <= version <= last:
         raise InstallError(
-            f"this is Python {version[0]}.{version[1]}, for which pinned packages have no wheels",
+            f"the pinned packages have no wheels for Python {version[0]}.{version[1]}",
             where=sys.executable,
             expected=f"Python {first[0]}.{first[1]} to {last[0]}.{last[1]}",
-            do="make clean, then make install, or make install PYTHON=/path/to/python3.12",
+            do="run make clean, then make install or make install PYTHON=/path/to/python3.12",
         )
 
 
@@ -122,10 +122,10 @@ def refuse_other_device(device: str, installed: dict[str, str]) -> None:
     other = next(name for name in FBGEMM if name != device)
     if FBGEMM[other] in installed:
         raise InstallError(
-            f"this environment is for {other}: it holds {FBGEMM[other]}",
+            f"this environment is for {other}, because it contains {FBGEMM[other]}",
             where=f"requirements/install.py {device}",
-            expected=f"an environment without it, because {FBGEMM[device]} has the same files",
-            do=f"go on with {other}, or make another environment: make clean, make install DEVICE={device}",
+            expected=f"an environment without {FBGEMM[other]}; {FBGEMM[device]} has the same files",
+            do=f"use {other}, or create another environment: make clean, make install DEVICE={device}",
         )
 
 
@@ -136,17 +136,17 @@ def refuse_old_driver(file: Path = DRIVER_FILE) -> None:
         InstallError: NVIDIA's driver on this machine is older than the packages' CUDA needs.
     """
     try:
-        found = re.search(r"\b(\d{3})\.\d+(\.\d+)?\b", file.read_text(encoding="utf-8"))
+        match = re.search(r"\b(\d{3})\.\d+(\.\d+)?\b", file.read_text(encoding="utf-8"))
     except OSError:
         return
     # Data-center GPUs can use older drivers with NVIDIA's compatibility package of CUDA.
-    if found and int(found[1]) < DRIVER and not list(Path("/usr/local").glob("cuda-13*/compat/libcuda.so.*")):
+    if match and int(match[1]) < DRIVER and not list(Path("/usr/local").glob("cuda-13*/compat/libcuda.so.*")):
         raise InstallError(
-            f"NVIDIA's driver is {found[0]}, with which these packages find no GPU",
+            f"NVIDIA's driver {match[0]} is too old for these packages to find a GPU",
             where=str(file),
             expected=f"{DRIVER} or newer: the packages are built for CUDA {CUDA}",
-            do="install a newer driver; or, on GPUs of data centers, NVIDIA's package "
-            f"cuda-compat-{CUDA.replace('.', '-')}, whose folder LD_LIBRARY_PATH has to name",
+            do="install a newer driver, or, for data-center GPUs, NVIDIA's package "
+            f"cuda-compat-{CUDA.replace('.', '-')}, whose folder must be in LD_LIBRARY_PATH",
         )
 
 
@@ -166,19 +166,19 @@ def install_torch(device: str, version: str, index: str) -> None:
         if pip(*INSTALL, f"torch==={version}").returncode:
             raise InstallError(f"pip could not install torch {version}", where="pip's messages above")
         return
-    said = []
+    logs = []
     for place in ([], ["--timeout", "15", "--index-url", index]):
         done = pip(*INSTALL, *SOON, *place, f"torch=={version}+cpu", stderr=subprocess.PIPE)
         if not done.returncode:
             return
-        said += [line for line in done.stderr.splitlines() if line.startswith(("ERROR", "WARNING: Retrying"))]
+        logs += [line for line in done.stderr.splitlines() if line.startswith(("ERROR", "WARNING: Retrying"))]
     raise InstallError(
         f"found no CPU build of torch {version}",
-        where=f"where pip is configured to look, then {index}",
+        where=f"the indexes configured for pip, then {index}",
         expected=f"torch {version}+cpu; PyPI's torch {version} is the CUDA build, which fails without CUDA",
-        do="name an index that this machine reaches (--torch-index URL; make install TORCH_INDEX=URL), or a "
+        do="pass a reachable index (--torch-index URL; make install TORCH_INDEX=URL), or a "
         "folder with the wheel (PIP_FIND_LINKS=FOLDER)",
-        **{"pip said": "\n            ".join(dict.fromkeys(said))},
+        **{"pip": "\n            ".join(dict.fromkeys(logs))},
     )
 
 
@@ -191,12 +191,12 @@ def check_installed(device: str, installed: dict[str, str], pinned: str) -> None
     version = installed.get("torch", "")
     if not is_right_torch(device, version, pinned):
         raise InstallError(
-            f"torch {version or 'is missing'} is installed, which is not the build for {device}",
+            f"torch {version or '(missing)'} is not the build for {device}",
             expected=f"torch {pinned}+cpu"
             if device == "cpu"
             else f"torch {pinned} for CUDA {CUDA}, as on PyPI",
-            do="look for constraints or indexes of pip that choose another one (pip config list), and make "
-            f"the environment anew: make clean, make install DEVICE={device}",
+            do="check pip's constraints and indexes (pip config list), then recreate "
+            f"the environment: make clean, make install DEVICE={device}",
         )
     refuse_other_device(device, installed)
 

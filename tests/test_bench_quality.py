@@ -97,7 +97,7 @@ def test_rows_are_named_by_model_data_or_themselves():
     assert [row.name for row in quality.chosen(rows, "ml100k_dcn")] == ["ml100k_dcn"]
     assert {row.model for row in quality.chosen(rows, "dcn")} == {"dcn"}
     assert {row.data for row in quality.chosen(rows, "adult")} == {"adult"}
-    with pytest.raises(Exception, match="there is no nothing"):
+    with pytest.raises(Exception, match="unknown row nothing"):
         quality.chosen(rows, "nothing,dcn")
 
 

@@ -140,7 +140,7 @@ def test_no_cpu_build_anywhere(place):
 def test_a_torch_that_something_else_chose_is_noticed(place):
     done = place.install("cpu", "--force-reinstall", index=place.pytorch)  # of the pinned files, from PyPI
     assert done.returncode == 1, done.stdout
-    assert f"error: torch {TORCH} is installed, which is not the build for cpu" in done.stderr
+    assert f"error: torch {TORCH} is not the build for cpu" in done.stderr
     assert "make clean" in done.stderr
 
 
@@ -187,9 +187,7 @@ def test_a_python_without_wheels_is_refused_before_anything_is_installed(script,
     assert (f"{version[0]}.{version[1]}" in SpecifierSet(project["requires-python"])) == good
     if good:
         return script.refuse_other_python(version)
-    with pytest.raises(
-        script.InstallError, match=r"Python 3\.1[05], .*\n.*\n  expected: Python 3\.11 to 3\.14"
-    ):
+    with pytest.raises(script.InstallError, match=r"Python 3\.1[05]\n.*\n  expected: Python 3\.11 to 3\.14"):
         script.refuse_other_python(version)
 
 
@@ -201,7 +199,7 @@ def test_an_old_driver_is_named_before_anything_is_downloaded(script, tmp_path, 
     if good:
         return script.refuse_old_driver(file)
     with pytest.raises(
-        script.InstallError, match=f"driver is {driver}(.|\n)*580 or newer(.|\n)*cuda-compat-13-0"
+        script.InstallError, match=f"driver {driver} is(.|\n)*580 or newer(.|\n)*cuda-compat-13-0"
     ):
         script.refuse_old_driver(file)
 

@@ -75,10 +75,10 @@ def read(path: Path) -> pd.DataFrame:
         lines = path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
-            f"{path.name} cannot be read: {error}",
+            f"cannot read {path.name}: {error}",
             where=str(path.parent),
             expected="adult.data and adult.test, as text",
-            do="give the folder that holds UCI's files with --source",
+            do="pass the folder with UCI's files as --source",
         ) from None
     rows = list(_rows(lines, path))
     if not rows:
@@ -96,7 +96,7 @@ def _rows(lines: list[str], path: Path) -> Iterator[list]:
             raise DataError(
                 problem,
                 where=f"{path}, line {number}: {line[:60]!r}",
-                expected="14 columns and the income (<=50K or >50K), divided by commas",
+                expected="14 columns and the income (<=50K or >50K), separated by commas",
                 do="correct the line, or remove it",
             )
         *person, income = fields
@@ -110,7 +110,7 @@ def _problem(fields: list[str]) -> str | None:
         return f"the line has {len(fields)} fields"
     for name, value in zip(COLUMNS, fields, strict=True):
         if name in NUMBERS and not (value.isascii() and value.isdigit() and len(value) < 10):
-            return f"{name} is {value!r}, no number of 0 or more"
+            return f"{name} is {value!r}, not an integer of 0 or more"
         if not value:
             return f"{name} is empty"
     return None if _income(fields[-1]) is not None else f"income is {fields[-1]!r}"

@@ -60,11 +60,11 @@ def read(chunk: Chunk, skip_bad: bool) -> Iterator[tuple[pa.Table, int]]:
         DataError: A line is malformed and `skip_bad` is False; the error names the file and the line and
             quotes its beginning.
     """
-    before = 0  # lines of earlier blocks of a stream
+    line_offset = 0  # lines of earlier blocks of a stream
     for block in _blocks(chunk):
-        yield _parse(block, chunk, skip_bad, before)
+        yield _parse(block, chunk, skip_bad, line_offset)
         if chunk.stop is None:
-            before += block.count(b"\n")
+            line_offset += block.count(b"\n")
 
 
 def _blocks(chunk: Chunk) -> Iterator[bytes]:
@@ -76,7 +76,7 @@ def _blocks(chunk: Chunk) -> Iterator[bytes]:
                     yield block + file.readline()
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise DataError(
-                f"the file does not decompress: {error}", where=chunk.path, do="fetch the file again"
+                f"cannot decompress the file: {error}", where=chunk.path, do="download it again"
             ) from None
         return
     with open(chunk.path, "rb") as file:
@@ -89,14 +89,14 @@ def _blocks(chunk: Chunk) -> Iterator[bytes]:
             yield block + (b"" if block.endswith(b"\n") else file.readline())
 
 
-def _parse(block: bytes, chunk: Chunk, skip_bad: bool, before: int) -> tuple[pa.Table, int]:
+def _parse(block: bytes, chunk: Chunk, skip_bad: bool, line_offset: int) -> tuple[pa.Table, int]:
     try:
         table = _arrow(block)
         if _well_formed(table):
             return table, 0
     except pa.ArrowInvalid:  # a wrong number of fields, or a field that is not a number
         pass
-    return _line_by_line(block, chunk, skip_bad, before)
+    return _line_by_line(block, chunk, skip_bad, line_offset)
 
 
 def _arrow(block: bytes) -> pa.Table:
@@ -117,19 +117,19 @@ def _well_formed(table: pa.Table) -> bool:
     )
 
 
-def _line_by_line(block: bytes, chunk: Chunk, skip_bad: bool, before: int) -> tuple[pa.Table, int]:
+def _line_by_line(block: bytes, chunk: Chunk, skip_bad: bool, line_offset: int) -> tuple[pa.Table, int]:
     """Parse a block that holds a malformed line: report the line, or skip it if `skip_bad` is set."""
     good, bad = [], 0
     for number, line in enumerate(block.splitlines(), 1):
         if LINE.fullmatch(line):
             good.append(line)
         elif line and not skip_bad:
-            at = before + number + _lines_before(chunk)
+            at = line_offset + number + _lines_before(chunk)
             raise DataError(
                 _problem(line),
                 where=f"{chunk.path}, line {at}: {line[:60].decode('latin-1')!r}",
-                expected="label (0 or 1), 13 integers and 26 hexadecimal values, divided by tabs",
-                do="correct the line, or leave such lines out with --on-bad-line skip",
+                expected="label (0 or 1), 13 integers and 26 hexadecimal values, separated by tabs",
+                do="correct the line, or skip such lines with --on-bad-line skip",
             )
         elif line:  # empty lines are ignored, as in Arrow
             bad += 1
@@ -154,10 +154,10 @@ def _lines_before(chunk: Chunk) -> int:
     count = 0
     if chunk.start:
         with open(chunk.path, "rb") as file:
-            left = chunk.start
-            while left and (block := file.read(min(left, 1 << 24))):
+            remaining = chunk.start
+            while remaining and (block := file.read(min(remaining, 1 << 24))):
                 count += block.count(b"\n")
-                left -= len(block)
+                remaining -= len(block)
             if block[-1:] != b"\n":
                 count += 1  # the line that the chunk's start cuts belongs to the previous chunk
     return count

@@ -98,19 +98,19 @@ def find_files(source: Path, layout: str) -> Files:
     if layout != "kaggle" and days:
         if len(days) < 2:
             raise DataError(
-                f"only {days[0].name} is there",
+                f"the source contains only {days[0].name}",
                 where=str(source),
-                expected="at least two days: the last is valid and test",
+                expected="at least two days; the last day becomes valid and test",
                 do="add days, or use --layout kaggle to split one file by rows",
             )
         return Files(days, days[-1])
     if layout != "1tb" and kaggle:
         return Files(kaggle[:1], None)
     raise DataError(
-        f"no Criteo files here{'' if layout == 'auto' else f' for --layout {layout}'}",
+        f"no Criteo files found{'' if layout == 'auto' else f' for --layout {layout}'}",
         where=str(source),
         expected="train.txt (Kaggle), or day_0 … day_23 (1TB), plain or .gz",
-        do="give the folder that holds the extracted files with --source",
+        do="pass the folder with the extracted files as --source",
     )
 
 
@@ -140,7 +140,7 @@ def _bounds(files: Files, work: list[Chunk], counts: list[int]) -> tuple[int, in
     else:
         first = sum(n for c, n in zip(work, counts, strict=True) if c.path != str(files.held_out))
     if total - first < 2 or first < 1:
-        raise ConfigError(f"the files have {total} rows", where=str(files.all[0]), expected="enough to split")
+        raise ConfigError(f"cannot split {total} rows", where=str(files.all[0]), expected="more rows")
     return first, first + (total - first) // 2
 
 
@@ -210,14 +210,14 @@ def _vocabulary(train: list[Chunk], skip_bad: bool, min_count: int, folder: Path
             parts = [_added_up(parts)]
     total = _added_up(parts)
     folder.mkdir()
-    kept = {}
+    vocabulary = {}
     for number, name in enumerate(SPARSE):
         rows = total.filter((pa.compute.field("column") == number) & (pa.compute.field("value") >= 0))
         rows = rows.filter(pa.compute.field("count") >= min_count)
         rows = rows.sort_by([("count", "descending"), ("value", "ascending")]).select(["value", "count"])
         pq.write_table(rows, folder / f"{name}.parquet", compression="zstd")
-        kept[name] = rows["value"].to_numpy()
-    return kept
+        vocabulary[name] = rows["value"].to_numpy()
+    return vocabulary
 
 
 def _added_up(parts: list[pa.Table]) -> pa.Table:
@@ -279,8 +279,8 @@ class ChunkWriter:
                 mixed = (values.astype(np.uint64) + np.uint64(1)) * MIX >> np.uint64(20)
             ids = 1 + (mixed % np.uint64(self._hash_rows - 1)).astype(np.int64)
             return np.where(values < 0, 0, ids)
-        known, ids = self._tables[name]
-        if not len(known):
+        keys, ids = self._tables[name]
+        if not len(keys):
             return np.zeros(len(values), np.int64)
-        at = np.minimum(np.searchsorted(known, values), len(known) - 1)
-        return np.where(known[at] == values, ids[at], 0).astype(np.int64)
+        at = np.minimum(np.searchsorted(keys, values), len(keys) - 1)
+        return np.where(keys[at] == values, ids[at], 0).astype(np.int64)

@@ -55,8 +55,8 @@ def draw_unmet(
         drawn[open_] = again
     for row in open_[_wrong(users[open_], drawn[open_], items, met).any(axis=1)]:
         first, end = np.searchsorted(met, [users[row] * items, (users[row] + 1) * items])
-        left = np.setdiff1d(np.arange(items), met[first:end] - users[row] * items)
-        drawn[row] = rng.choice(left, count, replace=False)
+        unmet = np.setdiff1d(np.arange(items), met[first:end] - users[row] * items)
+        drawn[row] = rng.choice(unmet, count, replace=False)
     return drawn
 
 
@@ -71,15 +71,15 @@ def _wrong(users: np.ndarray, drawn: np.ndarray, items: int, met: np.ndarray) ->
 
 
 def _check_enough(users: np.ndarray, count: int, items: int, met: np.ndarray) -> None:
-    asked = np.unique(users)
-    known = np.searchsorted(met, (asked + 1) * items) - np.searchsorted(met, asked * items)
-    if len(asked) and known.max() + count > items:
-        left = items - int(known.max())
+    unique = np.unique(users)
+    counts = np.searchsorted(met, (unique + 1) * items) - np.searchsorted(met, unique * items)
+    if len(unique) and counts.max() + count > items:
+        remaining = items - int(counts.max())
         raise DataError(
-            f"{count} items that a user has not met, and one has met all of {items:,} but {left}",
+            f"cannot draw {count} unmet items per user: one has met all but {remaining} of {items:,}",
             where="--negatives, --train-negatives",
-            expected=f"{max(left, 0)} or fewer",
-            do="lower it",
+            expected=f"{max(remaining, 0)} or fewer",
+            do="lower the option",
         )
 
 
@@ -99,22 +99,22 @@ def read_candidates(path: Path, gathering: Gathering, columns: Columns) -> Pairs
             user_keys, item_keys = user_keys.cast(kinds[0]), item_keys.cast(kinds[1])
         except pa.ArrowInvalid as error:
             raise DataError(
-                f"its users or items are none of the source's: {error}", where=f"--candidates {path}"
+                f"the users or items do not match the source: {error}", where=f"--candidates {path}"
             ) from None
         user = gathering.users.known_ids(user_keys)
         users.append(user[user >= 0])
         items.append(gathering.items.ids(item_keys.filter(pa.array(user >= 0))))
     if not sum(map(len, users)):
-        raise DataError("none of its users are the source's", where=f"--candidates {path}")
+        raise DataError("none of the users occur in the source", where=f"--candidates {path}")
     return Pairs(np.concatenate(users), np.concatenate(items))
 
 
 def _parts(path: Path, columns: Columns) -> Iterator[tables.Batch]:
     if not path.is_file():
-        raise DataError("there is no such file", where=f"--candidates {path}")
+        raise DataError("the file does not exist", where=f"--candidates {path}")
     if path.suffix not in (".parquet", ".txt"):
         raise ConfigError(
-            f"no layout of candidates that is known: {path.name}",
+            f"unknown format of candidates: {path.name}",
             where="--candidates",
             expected="FILE.parquet, or FILE.txt with a user and items in each line",
         )

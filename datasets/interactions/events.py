@@ -35,17 +35,17 @@ class Vocabulary:
         distinct = encoded.dictionary
         if self.keys is None:
             self.keys = distinct.slice(0, 0)
-        known = pc.index_in(distinct, value_set=self.keys)
-        new = pc.is_null(known).to_numpy(zero_copy_only=False)
-        ids = known.fill_null(0).to_numpy(zero_copy_only=False).astype(np.int32)
+        indices = pc.index_in(distinct, value_set=self.keys)
+        new = pc.is_null(indices).to_numpy(zero_copy_only=False)
+        ids = indices.fill_null(0).to_numpy(zero_copy_only=False).astype(np.int32)
         ids[new] = len(self.keys) + np.arange(new.sum(), dtype=np.int32)
         self.keys = pa.concat_arrays([self.keys, distinct.filter(pa.array(new))])
         return ids[encoded.indices.to_numpy(zero_copy_only=False)]
 
     def known_ids(self, values: pa.Array) -> np.ndarray:
         """Return the id of each key, or -1 for unknown keys; int32 [n]."""
-        found = pc.index_in(values, value_set=self.keys).fill_null(-1)
-        return found.to_numpy(zero_copy_only=False).astype(np.int32)
+        indices = pc.index_in(values, value_set=self.keys).fill_null(-1)
+        return indices.to_numpy(zero_copy_only=False).astype(np.int32)
 
 
 @dataclass(frozen=True)
@@ -145,10 +145,10 @@ class Gathering:
         """
         if not sum(len(part[0]) for part in self._parts):
             raise DataError(
-                "there are no interactions", where=where, expected="a user and an item in each row"
+                "the source contains no interactions", where=where, expected="a user and an item in each row"
             )
         user, item, split, *time = (np.concatenate(parts) for parts in zip(*self._parts, strict=True))
-        given = {"split": split} if split.any() else {}
+        attributes = {"split": split} if split.any() else {}
         return Interactions(
             user,
             item,
@@ -156,7 +156,7 @@ class Gathering:
             self._time_type,
             self.users.keys,
             self.items.keys,
-            **given | more,
+            **attributes | more,
         )
 
 
@@ -171,15 +171,15 @@ def keep_core(data: Interactions, least: int) -> Interactions:
     while len(data):
         users = np.bincount(data.user, minlength=1)[data.user]
         items = np.bincount(data.item, minlength=1)[data.item]
-        kept = (users >= least) & (items >= least)
-        if kept.all():
+        mask = (users >= least) & (items >= least)
+        if mask.all():
             break
-        data = data.only(kept)
+        data = data.only(mask)
     if not len(data):
         raise DataError(
-            f"no user and item are left that have {least} interactions with each other's",
+            f"no users and items with at least {least} interactions remain",
             where=f"--min-interactions {least}",
-            do="lower it",
+            do="lower --min-interactions",
         )
     user_ids, user = np.unique(data.user, return_inverse=True)
     item_ids, item = np.unique(data.item, return_inverse=True)
@@ -197,8 +197,8 @@ def _renumbered(pairs: Pairs | None, users: np.ndarray, items: np.ndarray) -> Pa
     """Convert pairs of old ids to new ids; pairs with removed ids are dropped."""
     if pairs is None:
         return None
-    kept = np.isin(pairs.user, users) & np.isin(pairs.item, items)
-    new = np.searchsorted(users, pairs.user[kept]), np.searchsorted(items, pairs.item[kept])
+    mask = np.isin(pairs.user, users) & np.isin(pairs.item, items)
+    new = np.searchsorted(users, pairs.user[mask]), np.searchsorted(items, pairs.item[mask])
     return Pairs(*(ids.astype(np.int32) for ids in new))
 
 
@@ -225,9 +225,9 @@ def divide(data: Interactions, order: np.ndarray, how: str | None, seed: int, le
     if data.split is not None:
         if how:
             raise ConfigError(
-                "the source divides its rows itself",
+                "the source is already divided into splits",
                 where=f"--split {how}",
-                do="leave --split out; or give one file of the source",
+                do="omit --split, or pass one file of the source",
             )
         return data.split if VALID in data.split else _held_out_of_train(data, order, rng)
     if how == RANDOM:
@@ -243,7 +243,7 @@ def _check_order(data: Interactions, how: str) -> None:
     ordered = data.of_all if how == BY_TIME else data.in_order
     if data.time is None and not ordered:
         raise ConfigError(
-            "the source has no times, and its order is not that of time",
+            "the source has no times and is not ordered by time",
             where=f"--split {how}",
             expected="a column of times",
             do="name one with --time, or use --split random",
@@ -272,13 +272,13 @@ def _leave_one_out(data: Interactions, order: np.ndarray, lenient: bool) -> np.n
             f"{data.users[int(few[0])].as_py()!r}, has {counts[few[0]]}",
             where=f"--split {LEAVE_ONE_OUT}",
             expected=f"{FEWEST} or more: one for test, one for valid, one for train",
-            do=f"leave them out with --min-interactions {FEWEST}, or have them in train alone with "
+            do=f"exclude them with --min-interactions {FEWEST}, or keep them only in train with "
             "--min-interactions 1",
         )
     user = data.user[order]
     from_end = np.cumsum(counts)[user] - 1 - np.arange(len(user))
-    held = (counts[user] >= FEWEST) & (from_end < 2)
-    return _at(order, np.where(held, TEST - from_end, TRAIN).astype(np.int8))
+    is_held_out = (counts[user] >= FEWEST) & (from_end < 2)
+    return _at(order, np.where(is_held_out, TEST - from_end, TRAIN).astype(np.int8))
 
 
 def _held_out_of_train(data: Interactions, order: np.ndarray, rng: np.random.Generator) -> np.ndarray:

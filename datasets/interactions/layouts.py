@@ -39,7 +39,7 @@ from raytrec.common.errors import ConfigError, DataError
 
 TRAIN_END, TEST_END, NEGATIVE_END = ".train.rating", ".test.rating", ".test.negative"
 PAIR = re.compile(r"\((\d+),(\d+)\)")
-RATINGS = "user, item, rating and time in each line, whole numbers with tabs between them"
+RATINGS = "user, item, rating and time in each line, whole numbers separated by tabs"
 SUFFIXES = (".parquet", ".csv", ".tsv", ".csv.gz", ".tsv.gz", ".inter", ".txt")
 EXPECTED = (
     "FILE.parquet or a folder of them, FILE.csv, FILE.tsv, FILE.inter, FILE.txt (a user and its items in "
@@ -64,12 +64,12 @@ def read_interactions(source: Path, columns: Columns, candidates: Path | None) -
             the line.
     """
     if not source.exists():
-        raise DataError("there is no such file or folder", where=str(source), expected=EXPECTED)
+        raise DataError("the file or folder does not exist", where=str(source), expected=EXPECTED)
     gathering = Gathering()
     facts = _read(source, columns, gathering)
     if candidates and "candidates" in facts:
         raise ConfigError(
-            "the source has its own candidates", where=f"--candidates {candidates}", do="leave it out"
+            "the source has its own candidates", where=f"--candidates {candidates}", do="omit --candidates"
         )
     if candidates:
         facts["candidates"] = read_candidates(candidates, gathering, columns)
@@ -88,7 +88,7 @@ def _read(source: Path, columns: Columns, gathering: Gathering) -> dict[str, Any
         return facts | ({"in_order": False} if suffix_of(splits[TRAIN][0]) == ".txt" else {})
     files = sorted(source.rglob("*.parquet")) if source.is_dir() else [source]
     if not files or not suffix_of(files[0]):
-        raise DataError("no layout of interactions that is known", where=str(source), expected=EXPECTED)
+        raise DataError("unknown layout of interactions", where=str(source), expected=EXPECTED)
     return tables.read(files, columns, gathering)
 
 
@@ -106,40 +106,40 @@ def find_splits(source: Path) -> dict[int, list[Path]]:
     Raises:
         DataError: The folder has train without test, or splits of several data sets.
     """
-    found: dict[tuple[str, str], dict[int, list[Path]]] = {}
+    datasets: dict[tuple[str, str], dict[int, list[Path]]] = {}
     for place in sorted(source.iterdir()) if source.is_dir() else ():
         inside = place.rglob("*") if place.is_dir() else [place]
         files = sorted(path for path in inside if path.is_file() and suffix_of(path))
         suffixes = {suffix_of(path) for path in files}
         stem = place.name if place.is_dir() else place.name.removesuffix(suffix_of(place) or "")
         if (named := SPLIT.fullmatch(stem)) and len(suffixes) == 1:
-            of_set = found.setdefault((named[1] or "", *suffixes), {})
+            of_set = datasets.setdefault((named[1] or "", *suffixes), {})
             of_set.setdefault(SPLITS[named[2].lower()], []).extend(files)
-    found = {key: splits for key, splits in found.items() if TRAIN in splits}
-    if len(found) > 1:
+    datasets = {key: splits for key, splits in datasets.items() if TRAIN in splits}
+    if len(datasets) > 1:
         raise DataError(
-            "train, valid and test of several data sets are there",
-            where=f"{source}: {', '.join(str(splits[TRAIN][0].name) for splits in found.values())}",
+            "the folder contains splits of several data sets",
+            where=f"{source}: {', '.join(str(splits[TRAIN][0].name) for splits in datasets.values())}",
             expected="files of one data set, in one format",
-            do="give each data set a folder, or name one file",
+            do="use one folder per data set, or pass one file",
         )
-    for (_, suffix), splits in found.items():
+    for (_, suffix), splits in datasets.items():
         if TEST in splits:
             return dict(sorted(splits.items()))
         if VALID in splits or suffix != ".parquet":
             raise DataError(
-                f"{splits[TRAIN][0].name} is there, and a file of the test is missing",
+                f"{splits[TRAIN][0].name} exists, but the test split is missing",
                 where=str(source),
-                expected="train and test, and valid if there is one, in files or folders of these names",
-                do="name the file alone, if raytrec is to divide it",
+                expected="files or folders named train and test, and optionally valid",
+                do="pass the file itself so that raytrec splits it",
             )
     return {}
 
 
 def _ncf_file(source: Path) -> Path | None:
     """Return NAME.train.rating, given directly or by its folder, or None for other sources."""
-    found = sorted(source.glob(f"*{TRAIN_END}")) if source.is_dir() else [source]
-    return found[0] if found and found[0].name.endswith(TRAIN_END) else None
+    paths = sorted(source.glob(f"*{TRAIN_END}")) if source.is_dir() else [source]
+    return paths[0] if paths and paths[0].name.endswith(TRAIN_END) else None
 
 
 def _read_ncf(train: Path, gathering: Gathering) -> dict[str, Any]:
@@ -182,7 +182,7 @@ def read_negatives(path: Path) -> dict[int, list[int]]:
     Raises:
         DataError: A line is not a user with candidates; the error names the line.
     """
-    found: dict[int, list[int]] = {}
+    candidates: dict[int, list[int]] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         first, *others = line.split("\t")
         pair = PAIR.fullmatch(first.strip())
@@ -190,12 +190,12 @@ def read_negatives(path: Path) -> dict[int, list[int]]:
             raise DataError(
                 f"line {number} is not a user with candidates",
                 where=str(path),
-                expected="(user,item) and items, with tabs between them",
+                expected="(user,item) and items, separated by tabs",
             )
-        found[int(pair[1])] = list(dict.fromkeys([int(pair[2]), *map(int, others)]))
-    if not found:
-        raise DataError("there are no users", where=str(path), expected="a line for each user")
-    return found
+        candidates[int(pair[1])] = list(dict.fromkeys([int(pair[2]), *map(int, others)]))
+    if not candidates:
+        raise DataError("the file contains no users", where=str(path), expected="a line for each user")
+    return candidates
 
 
 def check_same(rated: dict[int, int], left_out: dict[int, int], path: Path) -> None:
@@ -207,7 +207,7 @@ def check_same(rated: dict[int, int], left_out: dict[int, int], path: Path) -> N
     users = rated.keys() | left_out.keys()
     if odd := sorted(user for user in users if rated.get(user) != left_out.get(user)):
         raise DataError(
-            f"user {odd[0]} has item {rated.get(odd[0])} here, and {left_out.get(odd[0])} in {NEGATIVE_END}",
+            f"user {odd[0]} has item {rated.get(odd[0])}, but {left_out.get(odd[0])} in {NEGATIVE_END}",
             where=str(path),
             expected="the same pairs in both files",
         )
@@ -240,5 +240,5 @@ def _broken(path: Path, why: str) -> DataError:
                 named = [fields[place] for place in (0, 1, 3) if place < len(fields)]
                 if len(named) < 2 or not all(field.isdecimal() for field in named):
                     where = f"{path}, line {number}: {line[:60]!r}"
-                    return DataError("the line is none of this layout", where=where, expected=RATINGS)
-    return DataError(f"the file does not parse: {why}", where=str(path), expected=RATINGS)
+                    return DataError("the line does not match the layout", where=where, expected=RATINGS)
+    return DataError(f"cannot parse the file: {why}", where=str(path), expected=RATINGS)

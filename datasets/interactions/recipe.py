@@ -47,7 +47,7 @@ from raytrec.config.overrides import to_override_texts
 from raytrec.config.schema import Schema
 
 DRAWN = {
-    ("sparse", "negatives"): "made by data.transforms, {do: sample, …}, as in jobs/interactions/sasrec.yaml"
+    ("sparse", "negatives"): "drawn by data.transforms, {do: sample, …}, as in jobs/interactions/sasrec.yaml"
 }
 OWN, SASREC, TWO_TOWER = "own", "interactions/sasrec", "interactions/two_tower"
 MF = "interactions/mf"
@@ -83,7 +83,7 @@ class Choices:
         """
         if self.test_rows == "user" and self.negatives:
             raise ConfigError(
-                "a row of all held-out items of a user cannot be ranked with candidates",
+                "rows with all held-out items of a user cannot be ranked against candidates",
                 where=f"--test-rows user --negatives {self.negatives}",
                 expected="--negatives 0, which ranks them among all items (eval.retrieval)",
                 do="add --negatives 0",
@@ -91,7 +91,7 @@ class Choices:
         if self.rows == "user" and (not self.max_length or self.train_negatives):
             wrong = f"{negatives} {self.train_negatives}" if self.max_length else f"{length} 0"
             raise ConfigError(
-                "rows of whole users are for models that learn at every position of a history",
+                "rows of whole users are only for models that learn at every position of a history",
                 where=f"--rows user {wrong}",
                 expected=f"{length} of 1 or more, and {negatives} 0",
             )
@@ -172,9 +172,9 @@ def _core(data: Interactions, least: int | None) -> Interactions:
         return data
     if data.split is not None:
         raise ConfigError(
-            "the source divides its rows itself, so that none can be left out",
+            "the source is already divided into splits, so no rows can be removed",
             where=f"--min-interactions {least}",
-            do="leave it out",
+            do="omit --min-interactions",
         )
     return keep_core(data, least)
 
@@ -235,7 +235,7 @@ def fitting_job(folder: Path, chosen: Choices) -> tuple[str, list[str], list[str
         lists = {"right_items": "right_items"} if chosen.test_rows == "user" else {}
         settings["eval.retrieval"] = {"items": f"{relative(folder)}/items", "seen": ["seen"]} | lists
     without = ", without model.towers" if "model.towers" in settings else ""
-    also = [f"jobs/{MF}.yaml fits, too: it reads user and item alone{without}"] if job == TWO_TOWER else []
+    also = [f"jobs/{MF}.yaml also fits: it reads only user and item{without}"] if job == TWO_TOWER else []
     return job, to_override_texts(settings), also
 
 

@@ -110,9 +110,9 @@ class Rows:
         self.counts = np.bincount(self._past[TRAIN].item, minlength=self.items)
         self._met = self._keys(slice(None))
 
-    def _keys(self, kept) -> np.ndarray:
+    def _keys(self, rows) -> np.ndarray:
         """Return the keys user · items + item of the selected interactions, each once; int64, sorted."""
-        return np.unique(self._data.user[kept].astype(np.int64) * self.items + self._data.item[kept])
+        return np.unique(self._data.user[rows].astype(np.int64) * self.items + self._data.item[rows])
 
     def write_train(self, folder: Path, each: bool, negatives: int, advance: Callable[[int], None]) -> int:
         """Write train in random order and return its number of rows.
@@ -191,17 +191,17 @@ class Rows:
         return len(rows)
 
     def _held_out(self, split: int, negatives: int) -> Targets:
-        here = self._split == split
-        user, item = self._data.user[here].astype(np.int64), self._data.item[here].astype(np.int64)
+        mask = self._split == split
+        user, item = self._data.user[mask].astype(np.int64), self._data.item[mask].astype(np.int64)
         others = self._candidates(split, user, item, negatives)
         users = np.concatenate([user, others[0]])
         order = np.argsort(users, kind="stable")
         past, label = self._past[split], np.repeat(np.int8([1, 0]), [len(user), len(others[0])])
         time = None
         if self._data.time is not None:
-            time = self._data.time[here]
+            time = self._data.time[mask]
             time = np.concatenate([time, time[_in_turn(user, others[0])]])
-        end = np.flatnonzero(here[self._split <= split]) if self._rolling else past.offsets[users + 1]
+        end = np.flatnonzero(mask[self._split <= split]) if self._rolling else past.offsets[users + 1]
         start = np.maximum(past.offsets[users], end - self._length)
         if self._right:
             order = order[np.unique(users[order], return_index=True)[1]]
@@ -211,8 +211,8 @@ class Rows:
         self, split: int, user: np.ndarray, item: np.ndarray, negatives: int
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return (users, items) of the rows with label 0."""
-        users, given = np.unique(user), self._data.candidates
-        if split == TEST and given is not None:
+        users, pairs = np.unique(user), self._data.candidates
+        if split == TEST and pairs is not None:
             return self._given(users, user * self.items + item)
         if not negatives:
             return np.empty(0, np.int64), np.empty(0, np.int64)
@@ -228,10 +228,10 @@ class Rows:
         keys = keys[~is_among(keys, np.sort(positive))]
         if len(without := np.setdiff1d(users, pairs.user)):
             raise DataError(
-                f"{len(without):,} users of the test have no candidates; the first is "
+                f"{len(without):,} test users have no candidates; the first is "
                 f"{self._data.users[int(without[0])].as_py()!r}",
                 where="the file of candidates",
-                expected="candidates of every user that has a row in test",
+                expected="candidates for every user that has a row in test",
             )
         return keys // self.items, keys % self.items
 
@@ -265,9 +265,9 @@ class Rows:
         return pa.table(columns)
 
     def _writer(self, folder: Path, split: int, rows: int) -> SplitWriter:
-        nothing = np.empty(0, np.int64)
+        no_ids = np.empty(0, np.int64)
         time = None if self._data.time is None else self._data.time[:0]
-        empty = Targets(nothing, nothing, nothing.astype(np.int8), nothing, nothing, time)
+        empty = Targets(no_ids, no_ids, no_ids.astype(np.int8), no_ids, no_ids, time)
         return SplitWriter(folder, self.table(empty, split).schema, group_rows=_group_rows(rows))
 
 

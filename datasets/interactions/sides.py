@@ -69,14 +69,14 @@ class Side:
             ConfigError: The feature's keys have another type.
         """
         try:
-            found = pc.index_in(keys, value_set=self.keys.cast(keys.type))
+            indices = pc.index_in(keys, value_set=self.keys.cast(keys.type))
         except pa.ArrowInvalid as error:
             raise ConfigError(
-                f"the keys of the side feature {self.name} are none of the source's: {error}",
+                f"the keys of the side feature {self.name} do not match the source: {error}",
                 where="--user-features, --item-features",
                 expected=f"keys of type {keys.type}",
             ) from None
-        values = self.values.take(found)
+        values = self.values.take(indices)
         if self.is_bag:
             return pc.if_else(values.is_null(), pa.scalar([], values.type), values)
         return values.fill_null(0) if self.rows or pa.types.is_floating(values.type) else values
@@ -111,7 +111,7 @@ def read_sides(path: Path, key: str) -> list[Side]:
     table = _table(path, key)
     keys = table[key].combine_chunks()
     if pc.count_distinct(keys).as_py() != len(keys) or keys.null_count:
-        raise DataError(f"a value of {key} is empty, or there twice", where=str(path), expected="each once")
+        raise DataError(f"a value of {key} is empty or duplicated", where=str(path), expected="unique keys")
     return [
         _side(name, keys, table[name].combine_chunks(), path) for name in table.column_names if name != key
     ]
@@ -125,7 +125,7 @@ def _table(path: Path, key: str) -> pa.Table:
         table = pq.read_table(path) if path.suffix == ".parquet" else csv.read_csv(path)
     except (OSError, ValueError, TypeError, AttributeError, pa.ArrowException) as error:
         raise DataError(
-            f"the file cannot be read: {error}",
+            f"cannot read the file: {error}",
             where=str(path),
             expected="FILE.parquet, FILE.csv or FILE.json",
         ) from None
@@ -135,16 +135,14 @@ def _table(path: Path, key: str) -> pa.Table:
 
 def _side(name: str, keys: pa.Array, values: pa.Array, path: Path) -> Side:
     if name in TAKEN:
-        raise ConfigError(
-            f"a side feature cannot be called '{name}'", where=str(path), do="call its column something else"
-        )
+        raise ConfigError(f"a side feature cannot be named '{name}'", where=str(path), do="rename the column")
     if pa.types.is_floating(values.type):
         _refuse_nulls(name, values, path)
         return Side(name, keys, values.cast(pa.float32()))
     inner = values.type.value_type if pa.types.is_nested(values.type) else values.type
     if not (pa.types.is_integer(inner) or pa.types.is_string(inner) or pa.types.is_boolean(inner)):
         raise ConfigError(
-            f"the side feature {name} is of type {values.type}",
+            f"the side feature {name} has the unsupported type {values.type}",
             where=str(path),
             expected="whole numbers, text, lists of them, or other numbers",
         )
@@ -154,14 +152,14 @@ def _side(name: str, keys: pa.Array, values: pa.Array, path: Path) -> Side:
 def encode(name: str, keys: pa.Array, values: pa.Array) -> Side:
     """Encode a feature of values, or of lists of values, as ids."""
     flat = values.flatten() if pa.types.is_list(values.type) else values
-    known = pc.unique(flat.drop_null())
-    known = known.take(pc.sort_indices(known))
-    ids = pc.add(pc.index_in(flat, value_set=known).cast(pa.int64()), 1).fill_null(0)
+    vocabulary = pc.unique(flat.drop_null())
+    vocabulary = vocabulary.take(pc.sort_indices(vocabulary))
+    ids = pc.add(pc.index_in(flat, value_set=vocabulary).cast(pa.int64()), 1).fill_null(0)
     if pa.types.is_list(values.type):
         lengths = pc.list_value_length(values).fill_null(0).to_numpy(zero_copy_only=False)
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         ids = pa.ListArray.from_arrays(pa.array(offsets), ids)
-    return Side(name, keys, ids, len(known) + 1)
+    return Side(name, keys, ids, len(vocabulary) + 1)
 
 
 def _refuse_nulls(name: str, values: pa.Array, path: Path) -> None:

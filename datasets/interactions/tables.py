@@ -57,14 +57,14 @@ def parquet_batches(path: Path, columns: Columns) -> Iterator[Batch]:
     """Yield users, items and times of a Parquet file. A list of items counts as one interaction per item."""
     try:
         file = pq.ParquetFile(path)
-        wanted = [name for name in (columns.user, columns.item, columns.time) if name]
-        check_columns(wanted, file.schema_arrow.names, path)
+        required = [name for name in (columns.user, columns.item, columns.time) if name]
+        check_columns(required, file.schema_arrow.names, path)
         done = 0
-        for batch in file.iter_batches(BATCH_ROWS, columns=wanted):
+        for batch in file.iter_batches(BATCH_ROWS, columns=required):
             yield _batch(batch, columns, f"{path}, rows from {done:,}")
             done += len(batch)
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"the file cannot be read: {error}", where=str(path)) from None
+        raise DataError(f"cannot read the file: {error}", where=str(path)) from None
 
 
 def csv_batches(path: Path, columns: Columns) -> Iterator[Batch]:
@@ -78,10 +78,10 @@ def csv_batches(path: Path, columns: Columns) -> Iterator[Batch]:
     try:
         names = csv.open_csv(path, reading, parse).schema.names
         columns = _of_inter(columns, names) if path.suffix == ".inter" else columns
-        wanted = [name for name in (columns.user, columns.item, columns.time) if name]
-        check_columns(wanted, names, path)
+        required = [name for name in (columns.user, columns.item, columns.time) if name]
+        check_columns(required, names, path)
         types = {name: pa.string() for name in (columns.user, columns.item)}
-        options = csv.ConvertOptions(include_columns=wanted, column_types=types)
+        options = csv.ConvertOptions(include_columns=required, column_types=types)
         with csv.open_csv(path, reading, parse, options) as reader:
             if columns.time and pa.types.is_string(reader.schema.field(columns.time).type):
                 raise _broken(path, divider, columns.time, f"{columns.time} is text")
@@ -111,9 +111,9 @@ def text_batches(path: Path, columns: Columns) -> Iterator[Batch]:
             if bad := _first_bad(words):
                 line = int(np.searchsorted(ends, bad - 1, side="right")) - 1
                 raise DataError(
-                    f"line {first + line} has {words[bad - 1].as_py()!r}",
+                    f"line {first + line} contains {words[bad - 1].as_py()!r}",
                     where=f"{path}: {text[line][:60]!r}",
-                    expected="a user and items in each line, whole numbers with spaces between them",
+                    expected="a user and items in each line, whole numbers separated by spaces",
                 )
             numbers = words.cast(pa.int64()).to_numpy()
             starts = ends[:-1]
@@ -131,11 +131,11 @@ def _first_bad(words: pa.Array) -> int:
 
 def _of_inter(columns: Columns, names: list[str]) -> Columns:
     """Return the columns as named in a .inter file (name:type). RecBole's own names are the fallback."""
-    known = {name.partition(":")[0]: name for name in names}
+    by_name = {name.partition(":")[0]: name for name in names}
     user, item = (
-        known.get(name if name in known else f"{name}_id", name) for name in (columns.user, columns.item)
+        by_name.get(name if name in by_name else f"{name}_id", name) for name in (columns.user, columns.item)
     )
-    return Columns(user, item, known.get(columns.time or "timestamp", columns.time))
+    return Columns(user, item, by_name.get(columns.time or "timestamp", columns.time))
 
 
 def check_columns(wanted: list[str], there: list[str], path: Path) -> None:
@@ -166,7 +166,7 @@ def _batch(batch: pa.RecordBatch, columns: Columns, where: str) -> Batch:
         lengths = pc.list_value_length(item).fill_null(0)
         if time is not None and lengths != _lengths(time, columns, where):
             raise DataError(
-                f"lists of {columns.time} are not as long as those of {columns.item}", where=where
+                f"the lists of {columns.time} and {columns.item} have different lengths", where=where
             )
         user = user.take(pa.array(np.repeat(np.arange(len(user)), lengths.to_numpy(zero_copy_only=False))))
         item, time = item.flatten(), None if time is None else time.flatten()
@@ -177,7 +177,7 @@ def _batch(batch: pa.RecordBatch, columns: Columns, where: str) -> Batch:
 def _lengths(time: pa.Array, columns: Columns, where: str) -> pa.Array:
     if not pa.types.is_list(time.type) and not pa.types.is_large_list(time.type):
         raise ConfigError(
-            f"{columns.item} has lists, and {columns.time} has none",
+            f"{columns.item} contains lists, but {columns.time} does not",
             where=where,
             expected="a time for each item of a list",
         )
@@ -197,7 +197,7 @@ def _keys(values: pa.Array, name: str, where: str) -> pa.Array:
         values = values.cast(pa.string())
     else:
         raise ConfigError(
-            f"{name} is of type {values.type}",
+            f"{name} has the unsupported type {values.type}",
             where=where,
             expected="whole numbers or text, or lists of them",
         )
@@ -215,7 +215,7 @@ def _times(values: pa.Array, name: str, where: str) -> pa.Array:
         values = values.cast(pa.timestamp("s"))
     elif not pa.types.is_timestamp(kind):
         raise ConfigError(
-            f"{name} is of type {kind}",
+            f"{name} has the unsupported type {kind}",
             where=where,
             expected="numbers, dates or timestamps such as 2026-11-02",
         )
@@ -238,21 +238,21 @@ def _broken(path: Path, divider: str, time: str | None, why: str) -> DataError:
 
     It names the first line with an unexpected number of fields or an invalid time.
     """
-    expected = "as many fields in each line as in the first" + f", {time}: a number or timestamp" * bool(time)
+    expected = "the same number of fields in each line" + f", {time}: a number or timestamp" * bool(time)
     try:
         with gzip.open(path, "rt") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
             lines = plain_csv.reader(file, delimiter=divider)
             names = next(lines, [])
             for line in filter(None, lines):
-                wrong = f"{len(line)} fields, not {len(names)}" if len(line) != len(names) else None
-                if not wrong and time and not _is_time(line[names.index(time)]):
-                    wrong = f"{line[names.index(time)]!r} as {time}"
-                if wrong:
+                problem = f"{len(line)} fields instead of {len(names)}" if len(line) != len(names) else None
+                if not problem and time and not _is_time(line[names.index(time)]):
+                    problem = f"{line[names.index(time)]!r} as {time}"
+                if problem:
                     where = f"{path}, line {lines.line_num}"
-                    return DataError(f"the line has {wrong}", where=where, expected=expected, do="correct it")
+                    return DataError(f"the line has {problem}", where=where, expected=expected, do="fix it")
     except (OSError, ValueError):
         pass  # pyarrow's message is enough
-    return DataError(f"the file does not parse: {why}", where=str(path), expected=expected)
+    return DataError(f"cannot parse the file: {why}", where=str(path), expected=expected)
 
 
 def _is_time(text: str) -> bool:

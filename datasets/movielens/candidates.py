@@ -78,7 +78,7 @@ def read_candidates(folder: Path) -> Candidates:
         pairs = _without(pairs, left_out, folder / "pairs.parquet")
     else:
         raise DataError(
-            "there are no pairs to train on",
+            "the folder contains no training pairs",
             where=str(folder),
             expected=f"{train.name}, or pairs.parquet (userID, movieID in the order of ratings.dat)",
         )
@@ -101,9 +101,9 @@ def _without(pairs: np.ndarray, left_out: dict[int, int], path: Path) -> np.ndar
     of_test = np.isin(_key(pairs[:, 0], pairs[:, 1]), _key(test[:, 0], test[:, 1]))
     if of_test.sum() != len(test):
         raise DataError(
-            f"{of_test.sum():,} of its pairs are those of {len(test):,} users in {NEGATIVE}",
+            f"{of_test.sum():,} pairs match the {len(test):,} left-out pairs of {NEGATIVE}",
             where=str(path),
-            expected="each pair that is left out, once",
+            expected="each left-out pair exactly once",
         )
     return pairs[~of_test]
 
@@ -125,18 +125,18 @@ def write_candidates(output: Output, source: Path, negatives: int, seed: int, di
     pairs = data.train[order]
     _, first = np.unique(pairs[:, 0], return_index=True)
     alone = np.bincount(pairs[:, 0], minlength=data.users)[pairs[first, 0]] < 2
-    held = np.zeros(len(pairs), bool)
-    held[first[~alone]] = True
-    train, valid = pairs[~held], pairs[held]
-    seen = np.unique(_key(train[:, 0], train[:, 1]))
+    held_out = np.zeros(len(pairs), bool)
+    held_out[first[~alone]] = True
+    train, valid = pairs[~held_out], pairs[held_out]
+    keys = np.unique(_key(train[:, 0], train[:, 1]))
     test = np.array([(user, item) for user, items in data.test.items() for item in items])
     labels = np.array([number == 0 for items in data.test.values() for number in range(len(items))])
-    ever = np.unique(np.concatenate([_key(pairs[:, 0], pairs[:, 1]), _key(*test[labels].T)]))
+    all_keys = np.unique(np.concatenate([_key(pairs[:, 0], pairs[:, 1]), _key(*test[labels].T)]))
     with output, progress("rows", len(train) * (1 + negatives)) as advance:
         rows = {
-            "train": _write_train(output.partial / "train", train, seen, negatives, data.items, rng, advance)
+            "train": _write_train(output.partial / "train", train, keys, negatives, data.items, rng, advance)
         }
-        wide = _with_negatives(valid, ever, VALID_CANDIDATES, data.items, rng)
+        wide = _with_negatives(valid, all_keys, VALID_CANDIDATES, data.items, rng)
         rows["valid"] = write_table(output.partial / "valid", _table(*wide))
         rows["test"] = write_table(output.partial / "test", _table(test, labels))
         if data.movies is not None and (source / "movies.dat").is_file():
@@ -144,11 +144,11 @@ def write_candidates(output: Output, source: Path, negatives: int, seed: int, di
         output.finish(_schema(data, dim), rows)
 
 
-def _write_train(folder, pairs, seen, negatives, items, rng, advance) -> int:
+def _write_train(folder, pairs, excluded, negatives, items, rng, advance) -> int:
     writer = SplitWriter(folder, _table(pairs[:0], np.empty(0, bool)).schema)
     step = max(1, CHUNK_ROWS // (1 + negatives))
     for start in range(0, len(pairs), step):
-        rows, labels = _with_negatives(pairs[start : start + step], seen, negatives, items, rng)
+        rows, labels = _with_negatives(pairs[start : start + step], excluded, negatives, items, rng)
         mixed = rng.permutation(len(rows))
         writer.write(_table(rows[mixed], labels[mixed]))
         advance(len(rows))
@@ -157,13 +157,13 @@ def _write_train(folder, pairs, seen, negatives, items, rng, advance) -> int:
 
 
 def _with_negatives(
-    pairs: np.ndarray, seen: np.ndarray, count: int, items: int, rng: np.random.Generator
+    pairs: np.ndarray, excluded: np.ndarray, count: int, items: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return each pair followed by `count` drawn pairs of its user, and the labels.
 
     Args:
         pairs: User and item of each pair, int64 [n, 2].
-        seen: Sorted keys of pairs that must not be drawn.
+        excluded: Sorted keys of pairs that must not be drawn.
         count: Number of pairs drawn for each pair.
         items: Number of items to draw from.
         rng: Random number generator.
@@ -174,7 +174,7 @@ def _with_negatives(
     users = np.repeat(pairs[:, 0], count)
     drawn = rng.integers(0, items, len(users))
     wrong = np.arange(len(users))
-    while len(wrong := wrong[is_among(_key(users[wrong], drawn[wrong]), seen)]):
+    while len(wrong := wrong[is_among(_key(users[wrong], drawn[wrong]), excluded)]):
         drawn[wrong] = rng.integers(0, items, len(wrong))
     rows = np.empty((len(pairs), 1 + count, 2), np.int64)
     rows[:, :, 0], rows[:, 0, 1] = pairs[:, :1], pairs[:, 1]
@@ -191,12 +191,12 @@ def _table(pairs: np.ndarray, labels: np.ndarray) -> pa.Table:
 
 def _titles(source: Path, movies: np.ndarray) -> pd.DataFrame:
     """Return a table with item_id (in the dataset), movie_id (original), title, year and genres."""
-    known = movie_table(source / "movies.dat").set_index("item").reindex(movies).reset_index()
-    known = known.rename(columns={"item": "movie_id"})
-    known["genres"] = known["genres"].map(lambda names: names if isinstance(names, list) else [])
-    known["year"] = known["year"].fillna(0).astype(int)
-    known.insert(0, "item_id", np.arange(len(known)))
-    return known
+    titles = movie_table(source / "movies.dat").set_index("item").reindex(movies).reset_index()
+    titles = titles.rename(columns={"item": "movie_id"})
+    titles["genres"] = titles["genres"].map(lambda names: names if isinstance(names, list) else [])
+    titles["year"] = titles["year"].fillna(0).astype(int)
+    titles.insert(0, "item_id", np.arange(len(titles)))
+    return titles
 
 
 def _schema(data: Candidates, dim: int) -> Schema:

@@ -46,50 +46,50 @@ def write_interactions(output: Output, source: Path, chosen: Choices) -> None:
 
 
 def _of_ratings(source: Path) -> tuple[Interactions, pd.DataFrame | None, pd.DataFrame]:
-    known, gathering = read(source), Gathering()
-    gathering.add(*(pa.array(known.ratings[name].to_numpy()) for name in ("user", "item", "timestamp")))
-    return gathering.finish(str(source)), known.users, known.items
+    dataset, gathering = read(source), Gathering()
+    gathering.add(*(pa.array(dataset.ratings[name].to_numpy()) for name in ("user", "item", "timestamp")))
+    return gathering.finish(str(source)), dataset.users, dataset.items
 
 
 def _of_candidates(
     source: Path, ranked: bool
 ) -> tuple[Interactions, pd.DataFrame | None, pd.DataFrame | None]:
     """Read the layout with candidates. Keys are userID and movieID if pairs.parquet exists, else numbers."""
-    known, named = read_candidates(source), (source / "pairs.parquet").is_file()
-    ordered = named and (source / SEQUENCES).is_file()
-    test = np.array([(user, items[0]) for user, items in known.test.items()])
-    pairs = np.concatenate([known.train, test])
+    layout, has_keys = read_candidates(source), (source / "pairs.parquet").is_file()
+    ordered = has_keys and (source / SEQUENCES).is_file()
+    test = np.array([(user, items[0]) for user, items in layout.test.items()])
+    pairs = np.concatenate([layout.train, test])
     if ordered:
-        pairs = _in_order(source / SEQUENCES, known, pairs)
-    keys = pairs[:, 0] * known.items + pairs[:, 1]
-    of_test = np.isin(keys, test[:, 0] * known.items + test[:, 1])
-    others = np.array([(user, item) for user, items in known.test.items() for item in items[1:]])
+        pairs = _in_order(source / SEQUENCES, layout, pairs)
+    keys = pairs[:, 0] * layout.items + pairs[:, 1]
+    of_test = np.isin(keys, test[:, 0] * layout.items + test[:, 1])
+    others = np.array([(user, item) for user, items in layout.test.items() for item in items[1:]])
     data = Interactions(
         *pairs.astype(np.int32).T,
         time=None,
         time_type=None,
-        users=pa.array(np.arange(known.users) + int(named)),
-        items=pa.array(_item_keys(known)),
+        users=pa.array(np.arange(layout.users) + int(has_keys)),
+        items=pa.array(_item_keys(layout)),
         split=None if ordered and not ranked else np.where(of_test, TEST, TRAIN).astype(np.int8),
         candidates=Pairs(*others.astype(np.int32).T) if ranked else None,
         in_order=ordered,
         of_all=False,
     )
-    users = user_table(source / USERS) if (source / USERS).is_file() and named else None
-    return data, users, movie_table(source / MOVIES) if (source / MOVIES).is_file() and named else None
+    users = user_table(source / USERS) if (source / USERS).is_file() and has_keys else None
+    return data, users, movie_table(source / MOVIES) if (source / MOVIES).is_file() and has_keys else None
 
 
-def _item_keys(known: Candidates) -> np.ndarray:
+def _item_keys(layout: Candidates) -> np.ndarray:
     """Return a key for each item: its movieID, or its number in the layout if movieIDs are unknown.
 
     Candidates that occur in no pair get negative numbers, so that keys are unique.
     """
-    if known.movies is None:
-        return np.arange(known.items)
-    return np.concatenate([known.movies, -1 - np.arange(len(known.movies), known.items)])
+    if layout.movies is None:
+        return np.arange(layout.items)
+    return np.concatenate([layout.movies, -1 - np.arange(len(layout.movies), layout.items)])
 
 
-def _in_order(path: Path, known: Candidates, pairs: np.ndarray) -> np.ndarray:
+def _in_order(path: Path, layout: Candidates, pairs: np.ndarray) -> np.ndarray:
     """Return the pairs of users and items in the order of sequences.parquet, int64 [n, 2].
 
     Raises:
@@ -98,19 +98,19 @@ def _in_order(path: Path, known: Candidates, pairs: np.ndarray) -> np.ndarray:
     try:
         table = pq.read_table(path, columns=["user", "movies"])
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"the file cannot be read: {error}", where=str(path)) from None
+        raise DataError(f"cannot read the file: {error}", where=str(path)) from None
     lists = table["movies"].combine_chunks()
     users = np.repeat(table["user"].to_numpy().astype(np.int64) - 1, np.diff(lists.offsets.to_numpy()))
     movies = lists.flatten().to_numpy().astype(np.int64)
-    order = np.argsort(known.movies)
-    places = np.minimum(np.searchsorted(known.movies, movies, sorter=order), len(order) - 1)
-    found = np.stack([users, order[places]], axis=1)
-    same = np.array_equal(known.movies[found[:, 1]], movies) and len(found) == len(pairs)
-    if not same or not np.array_equal(*(np.sort(p[:, 0] * known.items + p[:, 1]) for p in (found, pairs))):
+    order = np.argsort(layout.movies)
+    places = np.minimum(np.searchsorted(layout.movies, movies, sorter=order), len(order) - 1)
+    ordered = np.stack([users, order[places]], axis=1)
+    same = np.array_equal(layout.movies[ordered[:, 1]], movies) and len(ordered) == len(pairs)
+    if not same or not np.array_equal(*(np.sort(p[:, 0] * layout.items + p[:, 1]) for p in (ordered, pairs))):
         raise DataError(
-            "its users' films are not those of pairs.parquet", where=str(path), expected="the same, in order"
+            "the users' films differ from pairs.parquet", where=str(path), expected="the same films, in order"
         )
-    return found
+    return ordered
 
 
 def _of_users(users: pd.DataFrame) -> list[Side]:

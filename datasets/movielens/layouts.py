@@ -67,17 +67,17 @@ def read(folder: Path) -> MovieLens:
             for other in others:
                 if not (folder / other).is_file():
                     raise DataError(
-                        f"{marker} is there, but {other} is missing",
+                        f"{marker} exists, but {other} is missing",
                         where=str(folder),
                         do="extract the whole zip",
                     )
             return reader(folder)
     raise DataError(
-        "no MovieLens files here",
+        "no MovieLens files found",
         where=str(folder),
         expected="u.data, u.item, u.user (100K), ratings.dat, movies.dat, users.dat (1M), ratings.csv, "
         "movies.csv (20M, 25M, 32M), or NAME.test.negative (leave-one-out with candidates)",
-        do="give the extracted folder with --source, or fetch a set with --download",
+        do="pass the extracted folder as --source, or download a set with --download",
     )
 
 
@@ -158,7 +158,7 @@ def _lines(path: Path, separator: str, fields: int) -> pd.DataFrame:
     for number, row in enumerate(rows, 1):
         if len(row) != fields:
             raise _broken(
-                path, f"line {number} has {len(row)} fields", f"{fields} fields between '{separator}'"
+                path, f"line {number} has {len(row)} fields", f"{fields} fields separated by '{separator}'"
             )
     return pd.DataFrame(rows)
 
@@ -192,7 +192,7 @@ def _ratings(path: Path, separator: str) -> pd.DataFrame:
 
 
 def _broken(path: Path, error: object, expected: str) -> DataError:
-    return DataError(f"the file does not parse: {error}", where=str(path), expected=expected)
+    return DataError(f"cannot parse the file: {error}", where=str(path), expected=expected)
 
 
 def fetch(name: str, folder: Path, base: str = BASE, md5: str | None = None) -> Path:
@@ -219,7 +219,7 @@ def fetch(name: str, folder: Path, base: str = BASE, md5: str | None = None) -> 
             f"the checksum of the download is {digest}",
             where=url,
             expected=f"MD5 {md5 or MD5[name]}",
-            do="try again; if it stays so, download the set yourself and give its folder with --source",
+            do="try again; if the error persists, download the set and pass its folder as --source",
         )
     partial = folder / f".ml-{name}.partial"  # an interrupted extraction must not look like the set
     shutil.rmtree(partial, ignore_errors=True)
@@ -232,7 +232,7 @@ def fetch(name: str, folder: Path, base: str = BASE, md5: str | None = None) -> 
         content.extractall(partial)  # zipfile drops absolute paths and '..'
     archive.unlink()
     if not (partial / target.name).is_dir():
-        raise DataError(f"the zip holds no folder {target.name}", where=url)
+        raise DataError(f"the zip contains no folder {target.name}", where=url)
     (partial / target.name).rename(target)
     shutil.rmtree(partial)
     return target
@@ -255,7 +255,7 @@ def _download(url: str, archive: Path) -> str:
         raise DataError(
             f"cannot download: {getattr(error, 'reason', error)}",
             where=url,
-            do="download it yourself and give its folder with --source",
+            do="download it manually and pass its folder as --source",
         ) from None
     shutil.move(partial, archive)
     return digest.hexdigest()

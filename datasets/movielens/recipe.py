@@ -41,7 +41,7 @@ def write(
     """Write the dataset; the arguments are those of `raytrec prepare movielens`."""
     if source is None and download is None:
         raise ConfigError(
-            "no data was named", expected="--source DIR, or --download 100k, 1m, 20m, 25m or 32m"
+            "no data source was given", expected="--source DIR, or --download 100k, 1m, 20m, 25m or 32m"
         )
     if download:
         source = fetch(download, (source or out.absolute().parent / "movielens-original").expanduser())
@@ -49,7 +49,7 @@ def write(
     if split == "leave-one-out" or rows == "user":
         if split not in SPLIT_OF:
             raise ConfigError(
-                "rows of whole users go up to a point in time",
+                "rows of whole users require a split in time",
                 where=f"--split {split} --rows user",
                 expected=f"--split {' or '.join(SPLIT_OF)}",
             )

@@ -36,7 +36,7 @@ from raytrec.compat.versions import OTHERS
 ANSWER_S = 30.0  # timeout for a busy machine; missing machines are detected earlier
 SCHEME = "ray://"
 STARTUP_TIMEOUT_S = 5.0  # time for a starting cluster to listen
-START_CLUSTER_HINT = "start one with `raytrec head`, or give no address: a run then starts its own Ray"
+START_CLUSTER_HINT = "start a cluster with `raytrec head`, or omit the address to start a local Ray"
 AUTH_MODE_VARIABLE, TOKEN, TOKEN_PATH_VARIABLE = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 UNWRITABLE_HOME = "/dev/null"  # a home folder in which files cannot be created
 
@@ -95,32 +95,32 @@ def load_or_create_token(file: Path) -> str:
     return file.read_text(encoding="utf-8", errors="replace").strip()
 
 
-def _require_token_file(create: bool, own: bool) -> None:
+def _require_token_file(create: bool, local_only: bool) -> None:
     file = token_file()
     try:
         if create:
             if not file.is_absolute():
-                raise FileNotFoundError(errno.ENOENT, "there is no home folder")
+                raise FileNotFoundError(errno.ENOENT, "no home folder")
             load_or_create_token(file)
-        there = file.is_file() and os.access(file, os.R_OK)
+        is_readable = file.is_file() and os.access(file, os.R_OK)
     except OSError as error:
-        if create and own:
+        if create and local_only:
             os.environ[TOKEN] = secrets.token_hex(32)
             return
         raise RunError(
-            f"the token for the Ray cluster cannot be {'kept' if create else 'read'}: {error.strerror}",
+            f"cannot {'store' if create else 'read'} the token of the Ray cluster: {error.strerror}",
             where=str(file),
             expected="a file that this user can write and read, or a token in the environment",
-            do=f"set {TOKEN_PATH_VARIABLE}=FILE to a place that can be written to, or {TOKEN}",
+            do=f"set {TOKEN_PATH_VARIABLE}=FILE to a writable file, or set {TOKEN}",
         ) from None
-    if not there:
+    if not is_readable:
         raise RunError(
-            "there is no token for the Ray cluster",
-            where=f"{TOKEN} is not set, and there is no file {file}",
-            expected="the token of the cluster, which its owner has",
-            do=f"put it into {file} (chmod 600), or set {TOKEN_PATH_VARIABLE}=FILE; for a cluster "
-            "of your own that "
-            f"asks for none set {AUTH_MODE_VARIABLE}=disabled",
+            "the token of the Ray cluster is missing",
+            where=f"{TOKEN} is not set, and {file} does not exist",
+            expected="the token of the cluster, available from its owner",
+            do=f"store it in {file} (chmod 600), or set {TOKEN_PATH_VARIABLE}=FILE; "
+            "if your own cluster requires no token, "
+            f"set {AUTH_MODE_VARIABLE}=disabled",
         )
     if file.stat().st_uid == os.getuid() and file.stat().st_mode & 0o077:
         with suppress(OSError):  # read-only file system
@@ -141,7 +141,7 @@ def check_cluster(address: str, given: str) -> None:
     _check_token(address, given)
 
 
-def _check_listening(address: str, given: str) -> None:
+def _check_listening(address: str, source: str) -> None:
     places = _list_addresses(address)  # if empty, Ray reports the error in the address
     deadline, why = monotonic() + STARTUP_TIMEOUT_S, ""
     while places and not (why and monotonic() > deadline):
@@ -154,14 +154,14 @@ def _check_listening(address: str, given: str) -> None:
     if not places:
         return None
     raise RunError(
-        f"no Ray cluster answers at {address.removeprefix(SCHEME)}: {why}",
-        where=given,
-        expected="the address of a cluster that runs, which this machine can reach",
-        do=START_CLUSTER_HINT + (", if you unset RAY_ADDRESS" if given.startswith("RAY_ADDRESS") else ""),
+        f"cannot connect to a Ray cluster at {address.removeprefix(SCHEME)}: {why}",
+        where=source,
+        expected="the address of a running cluster that this machine can reach",
+        do=START_CLUSTER_HINT + (" (unset RAY_ADDRESS)" if source.startswith("RAY_ADDRESS") else ""),
     )
 
 
-def _check_token(address: str, given: str) -> None:
+def _check_token(address: str, source: str) -> None:
     import grpc
 
     encrypted = os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
@@ -171,29 +171,29 @@ def _check_token(address: str, given: str) -> None:
     with grpc.insecure_channel(target, options=[("grpc.enable_http_proxy", 0)]) as channel:
         code = _call_cluster(channel, method, get_token_metadata())
         if code is grpc.StatusCode.UNAUTHENTICATED:
-            no_token = "" if get_token_metadata() else "; and do not set RAY_AUTH_MODE to disabled"
+            no_token = "" if get_token_metadata() else ", and do not set RAY_AUTH_MODE to disabled"
             raise RunError(
-                "the cluster asks for a token" if no_token else "the cluster refuses the token",
-                where=given,
+                "the cluster requires a token" if no_token else "the cluster refuses the token",
+                where=source,
                 expected="the token with which the cluster was started",
-                do=f"bring it into {token_file()} (chmod 600), or name its file in "
-                f"{TOKEN_PATH_VARIABLE}{no_token}",
+                do=f"store it in {token_file()} (chmod 600), or set {TOKEN_PATH_VARIABLE} "
+                f"to its file{no_token}",
             )
         if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
             raise RunError(
-                f"what listens at {target} does not answer as a Ray cluster does",
-                where=given,
+                f"the server at {target} does not respond like a Ray cluster",
+                where=source,
                 expected="HOST:PORT of a cluster's head (by default 6379), or ray://HOST:PORT",
             )
         # A cluster calls a driver back, and the driver would refuse calls without its token. Ray clients are
         # not called back.
         if method == GCS_PROBE_METHOD and get_token_metadata() and _call_cluster(channel, method, ()) is None:
             raise RunError(
-                "the cluster was started without a token, so it could not call this process, which has one",
-                where=given,
+                "the cluster was started without a token, so it cannot call this process, which requires one",
+                where=source,
                 expected=f"a cluster that was started with {describe_token_source()}",
                 do="start the cluster with the token, as `raytrec head` does, or set RAY_AUTH_MODE to "
-                "disabled where strangers cannot reach its network",
+                "disabled if the network of the cluster is private",
             )
 
 
@@ -210,12 +210,12 @@ def _call_cluster(channel: Any, method: str, token: tuple[tuple[str, str], ...])
 
 def _list_addresses(address: str) -> list[tuple[str, int]]:
     """Return the (host, port) pairs to try; Ray replaces 127.0.0.1 with the machine's own address."""
-    found = []
+    addresses = []
     for target in (address.removeprefix(SCHEME), _find_address(address)):
         host, _, port = (target or "").partition("/")[0].rpartition(":")
-        if host and port.isdigit() and int(port) < 2**16 and (host.strip("[]"), int(port)) not in found:
-            found.append((host.strip("[]"), int(port)))
-    return found
+        if host and port.isdigit() and int(port) < 2**16 and (host.strip("[]"), int(port)) not in addresses:
+            addresses.append((host.strip("[]"), int(port)))
+    return addresses
 
 
 def _find_address(address: str) -> str | None:
@@ -240,10 +240,10 @@ def check_version_mismatch(reported: str, *, where: str, expected: str, do: str)
     Raises:
         RunError: The versions differ.
     """
-    if found := parse_version_mismatch(reported):
-        check_cluster_version(found[0], where=where)
-        here = ".".join(map(str, sys.version_info[:3]))
-        what = f"the cluster runs Python {found[1]}, and this process Python {here}"
+    if versions := parse_version_mismatch(reported):
+        check_cluster_version(versions[0], where=where)
+        own_python = ".".join(map(str, sys.version_info[:3]))
+        what = f"the cluster runs Python {versions[1]}, but this process runs Python {own_python}"
         raise RunError(what, where=where, expected=expected, do=do)
 
 
@@ -259,7 +259,7 @@ def check_cluster_version(cluster: str, *, where: str) -> None:
     """
     if cluster != RAY:
         raise RunError(
-            f"the cluster runs Ray {cluster}, and this raytrec is made for Ray {RAY}",
+            f"the cluster runs Ray {cluster}, but this raytrec requires Ray {RAY}",
             where=where,
             expected=f"Ray {RAY} on every node",
             do="install requirements/cuda.txt (or cpu.txt) of this raytrec on the cluster, or use the "

@@ -20,25 +20,25 @@ CONTEXT, LANGUAGE, PLACE = "--serialized-runtime-env-context=", "--language=", "
 def main() -> None:
     """Wait for a forked worker, or run Ray's setup_worker.py if no worker can be forked."""
     context = next((a[len(CONTEXT) :] for a in sys.argv if a.startswith(CONTEXT)), "") or "{}"
-    mine = json.loads(context)
-    plain = not mine.get("command_prefix") and not mine.get("override_worker_entrypoint")
+    settings = json.loads(context)
+    plain = not settings.get("command_prefix") and not settings.get("override_worker_entrypoint")
     command = [a for a in sys.argv[1:] if not a.startswith((CONTEXT, LANGUAGE))]
-    plain = plain and mine.get("py_executable") in (None, sys.executable) and command[0].endswith(".py")
-    if not (plain and _run_forked(command, mine.get("env_vars") or {}, os.environ.get(PLACE, ""))):
+    plain = plain and settings.get("py_executable") in (None, sys.executable) and command[0].endswith(".py")
+    if not (plain and _run_forked(command, settings.get("env_vars") or {}, os.environ.get(PLACE, ""))):
         script = os.path.join(os.path.dirname(command[0]), "setup_worker.py")
         os.execv(sys.executable, [sys.executable, script, *sys.argv[1:]])
 
 
-def _run_forked(command: list, set_for_it: dict, place: str) -> bool:
+def _run_forked(command: list, overrides: dict, place: str) -> bool:
     """Request a forked worker and wait for its end; return False immediately if none was forked.
 
     Args:
         command: Command line of the worker.
-        set_for_it: Variables set by the worker's runtime environment.
+        overrides: Variables set by the worker's runtime environment.
         place: Socket address of the warm process.
     """
     nice = os.getpriority(os.PRIO_PROCESS, 0)
-    worker = {"command": command, "env": dict(os.environ), "set": set_for_it, "folder": os.getcwd()}
+    worker = {"command": command, "env": dict(os.environ), "set": overrides, "folder": os.getcwd()}
     message = json.dumps({**worker, "nice": nice}).encode()
     connection = socket.socket(socket.AF_UNIX)
     forked = False

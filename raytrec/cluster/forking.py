@@ -38,7 +38,7 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     about, _ = _receive(control)
     own_path, sys.path[:] = list(sys.path), about["path"]
-    with _no_gpu_asked_for():
+    with _hide_gpus():
         _import(about["modules"])
     ready = _forks_can_use_gpus()
     about, (listener,) = _receive(control)
@@ -65,11 +65,11 @@ def _import_ray(modules: list[str]) -> None:
 
     os.environ.update(get_loopback_env())
     keep_loopback()
-    with draw_actor_class_ids_from(os.urandom), _no_gpu_asked_for():
+    with draw_actor_class_ids_from(os.urandom), _hide_gpus():
         _import(modules)
 
 
-def _no_gpu_asked_for() -> AbstractContextManager[None]:
+def _hide_gpus() -> AbstractContextManager[None]:
     try:
         from raytrec.compat.torch_ import hide_gpus_during_import
     except ImportError:  # the worker reports the error
@@ -102,12 +102,12 @@ def _draw_object_id() -> bytes:
     return ObjectRef.from_random().binary()
 
 
-def _call_in_fork(ask: Callable[[], bytes]) -> bytes:
+def _call_in_fork(function: Callable[[], bytes]) -> bytes:
     """Return the result of a function run in a forked process; empty bytes if the function fails."""
     reads, writes = os.pipe()
     if not (pid := os.fork()):
         with suppress(BaseException):
-            os.write(writes, ask())
+            os.write(writes, function())
         os._exit(0)
     os.close(writes)
     with open(reads, "rb") as file:
@@ -140,13 +140,13 @@ def _serve(control: socket.socket, listener: socket.socket, ready: bool) -> None
                 _answer_request(listener, ready, pids, [selector, control, listener, ended, wake])
 
 
-def _answer_request(listener: socket.socket, ready: bool, pids: set[int], mine: list) -> None:
+def _answer_request(listener: socket.socket, ready: bool, pids: set[int], sockets: list) -> None:
     connection = listener.accept()[0]
     with connection:
         request, fds = _receive(connection)
         if ready and _can_fork_for(request["env"], request["set"]):
             if not (pid := os.fork()):
-                _detach_child(mine)
+                _detach_child(sockets)
                 _run_worker(connection, request, fds)
             pids.add(pid)
             connection.sendall(b"!")
@@ -154,18 +154,18 @@ def _answer_request(listener: socket.socket, ready: bool, pids: set[int], mine: 
             os.close(fd)
 
 
-def _can_fork_for(env: dict[str, str], set_for_it: dict[str, str]) -> bool:
+def _can_fork_for(env: dict[str, str], overrides: dict[str, str]) -> bool:
     """Return True if the loaded modules would be the same in a process started with these variables.
 
     Args:
         env: Environment with which Ray starts its workers.
-        set_for_it: Variables added by the worker's runtime environment.
+        overrides: Variables added by the worker's runtime environment.
     """
     from raytrec.compat.ray_start import LATE_READ_PREFIXES, LOAD_TIME_PREFIXES, READ_FOR_EVER
 
     early = {
         name: value
-        for name, value in set_for_it.items()
+        for name, value in overrides.items()
         if name.startswith(LOAD_TIME_PREFIXES) and not name.startswith(LATE_READ_PREFIXES)
     }
     early |= {name: env.get(name) for name in READ_FOR_EVER}
@@ -189,12 +189,12 @@ def _receive(connection: socket.socket) -> tuple[dict, list[int]]:
     return json.loads(message), fds
 
 
-def _detach_child(mine: list) -> None:
+def _detach_child(sockets: list) -> None:
     """Close the sockets and reset the signal handlers of the warm process in a forked process."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for place in mine:
+    for place in sockets:
         place.close()
 
 
@@ -220,12 +220,12 @@ def _kill_workers_and_exit(pids: set[int], driver_killed: bool) -> None:
 
 def _find_ray_agents(raylet: int) -> list[int]:
     """Return the processes of a raylet's session whose title is set by Ray."""
-    found = []
+    pids = []
     for name in os.listdir("/proc"):
         with suppress(OSError, ValueError), open(f"/proc/{int(name)}/cmdline", "rb") as file:
             if os.getsid(int(name)) == raylet and file.read().startswith(b"ray::"):
-                found.append(int(name))
-    return found
+                pids.append(int(name))
+    return pids
 
 
 def _run_worker(connection: socket.socket, request: dict, fds: list[int]) -> None:

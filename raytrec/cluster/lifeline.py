@@ -21,8 +21,8 @@ GONE_S = 2.0  # time after which a process that refuses connections has ended
 GCS_RESTART_TIMEOUT_S, GCS_RECONNECT_VARIABLE = 10.0, "RAY_gcs_rpc_server_reconnect_timeout_s"
 RAYLET, GCS = "raylet", "GCS"
 PART_DESCRIPTIONS = {
-    RAYLET: "the process that starts the others of a machine",
-    GCS: "the process that knows all others",
+    RAYLET: "the process that starts workers on a machine",
+    GCS: "the process that manages the cluster",
 }
 
 
@@ -45,7 +45,7 @@ class RayMonitor:
     """
 
     def __init__(self, patience_s: float, own: bool):
-        self._patience_s, self._own, self._looked = patience_s, own, 0.0
+        self._patience_s, self._own, self._last_check = patience_s, own, 0.0
         self._since: dict[str, float] = {}
         self._places = _places()
 
@@ -55,11 +55,11 @@ class RayMonitor:
         Raises:
             RayLost: One of them has ended.
         """
-        if monotonic() - self._looked < POLL_INTERVAL_S:
+        if monotonic() - self._last_check < POLL_INTERVAL_S:
             return
         for part, place in self._places.items():
             self._check(part, place)
-        self._looked = monotonic()
+        self._last_check = monotonic()
 
     def confirm(self) -> None:
         """Check whether the end of the raylet or GCS caused an error that Ray raised.
@@ -67,7 +67,7 @@ class RayMonitor:
         Raises:
             RayLost: One of them has ended.
         """
-        self._looked = 0.0
+        self._last_check = 0.0
         self.check()
         while (
             self._since
@@ -91,7 +91,7 @@ class RayMonitor:
         )
         if monotonic() - began > (gone_s if refused else self._patience_s):
             lost = RayLost(
-                f"Ray's {part}, {PART_DESCRIPTIONS[part]}, has ended, and all workers with it",
+                f"Ray's {part}, {PART_DESCRIPTIONS[part]}, has exited, which ended all workers",
                 where="{}:{}".format(*place),
             )
             lost.part = part
@@ -106,9 +106,9 @@ def _places() -> dict[str, tuple[str, int]]:
     if client.is_connected():
         return {}
     context = ray.get_runtime_context()
-    here = next(node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
+    own_node = next(node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
     host, _, port = context.gcs_address.rpartition(":")
-    raylet = (here["NodeManagerAddress"], here["NodeManagerPort"])
+    raylet = (own_node["NodeManagerAddress"], own_node["NodeManagerPort"])
     return {RAYLET: raylet, GCS: (host.strip("[]"), int(port))}
 
 

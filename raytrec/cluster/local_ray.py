@@ -60,7 +60,7 @@ def make_folder() -> tuple[Path, int]:
     """
     base = find_base_folder()
     do = f"set {RAY_TMPDIR_VARIABLE} to a folder on a local disk that you can write to"
-    with convert_os_errors("there is no place for Ray's files", where=str(base), do=do):
+    with convert_os_errors("cannot create a folder for Ray's files", where=str(base), do=do):
         sweep(base)
         folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=base))  # mode 0700
         owner = os.open(folder / f".{OWNER}", os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
@@ -73,19 +73,19 @@ def make_folder() -> tuple[Path, int]:
 def find_base_folder() -> Path:
     """Return the parent of private folders; the path is short enough for the Unix sockets below."""
     for name in (RAY_TMPDIR_VARIABLE, "TMPDIR"):
-        if given := os.environ.get(name):
-            base = Path(given).absolute()
+        if value := os.environ.get(name):
+            base = Path(value).absolute()
             base = base.parent if base.name.startswith(FOLDER_PREFIX) else base  # folder of an enclosing Ray
-            room = LONGEST - len(f"/{FOLDER_PREFIX}12345678{SOCKET}")
-            if len(os.fsencode(base)) <= room:
+            max_bytes = LONGEST - len(f"/{FOLDER_PREFIX}12345678{SOCKET}")
+            if len(os.fsencode(base)) <= max_bytes:
                 base.mkdir(parents=True, exist_ok=True, mode=0o700)
                 return base
             if name == RAY_TMPDIR_VARIABLE:
                 raise RunError(
                     f"the path of Ray's folder is too long: {len(os.fsencode(base))} bytes",
-                    where=f"{RAY_TMPDIR_VARIABLE}={given}",
-                    expected=f"at most {room} bytes, because Ray makes Unix sockets below it",
-                    do="set it to a shorter path, or a link with one",
+                    where=f"{RAY_TMPDIR_VARIABLE}={value}",
+                    expected=f"at most {max_bytes} bytes, because Ray creates Unix sockets in it",
+                    do="set it to a shorter path, or to a symbolic link with a shorter path",
                 )
     return Path("/tmp")
 
@@ -99,13 +99,13 @@ def sweep(base: Path) -> None:
 
 def heads() -> list[str]:
     """Return HOST:PORT of this user's `raytrec head` clusters that accept connections."""
-    found = []
+    addresses = []
     for note in find_base_folder().glob(f"{FOLDER_PREFIX}*/{CURRENT_CLUSTER_FILE}"):
         with suppress(OSError, ValueError):
             if note.stat().st_uid == os.getuid():
                 host, _, port = (address := note.read_text().strip()).rpartition(":")
-                found += [address] if listens(host, int(port)) else []
-    return found
+                addresses += [address] if listens(host, int(port)) else []
+    return addresses
 
 
 def listens(host: str, port: int, timeout_s: float = 2.0) -> bool:
@@ -175,13 +175,13 @@ def isolate_sessions(
 
 def read_stderr_tails(logs: Path) -> str:
     """Return the end of each stderr file of a Ray's processes: crashes and stack traces."""
-    told = []
+    parts = []
     for file in sorted(logs.glob("*.err"), key=lambda file: file.stat().st_mtime):
-        with suppress(OSError), open(file, "rb") as said:
-            said.seek(max(0, file.stat().st_size - WORDS))
-            if text := said.read().decode(errors="replace").strip():
-                told.append(f"\n{file.name}:\n{text}\n")
-    return "".join(told)[-MAX_LOG_CHARACTERS:]
+        with suppress(OSError), open(file, "rb") as stream:
+            stream.seek(max(0, file.stat().st_size - WORDS))
+            if text := stream.read().decode(errors="replace").strip():
+                parts.append(f"\n{file.name}:\n{text}\n")
+    return "".join(parts)[-MAX_LOG_CHARACTERS:]
 
 
 def end_sessions(leaders: list[int], linger_s: float = LINGER_S) -> None:
@@ -192,9 +192,9 @@ def end_sessions(leaders: list[int], linger_s: float = LINGER_S) -> None:
     """
     for patience_s in (linger_s, 1.0):  # a process that survives SIGKILL for a second is left to the system
         deadline = monotonic() + patience_s
-        while (left := _members(set(leaders))) and monotonic() < deadline:
+        while (remaining := _members(set(leaders))) and monotonic() < deadline:
             sleep(0.05)
-        for pid in left:
+        for pid in remaining:
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
 
@@ -203,12 +203,12 @@ def _members(sessions: set[int]) -> list[int]:
     """Return the living processes of these sessions; this process's own session is skipped."""
     import psutil
 
-    others, found = sessions - {os.getsid(0)}, []
+    others, members = sessions - {os.getsid(0)}, []
     for pid in psutil.pids():
         with suppress(OSError, psutil.Error):
             if os.getsid(pid) in others and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-                found.append(pid)
-    return found
+                members.append(pid)
+    return members
 
 
 def start_head(
@@ -229,7 +229,7 @@ def start_head(
     check_ports({"--port": port, "--dashboard-port": dashboard_port, "--client-port": client_port})
     program = Path(sys.executable).with_name("ray")
     if not program.exists():
-        raise RunError("there is no `ray` command", where=str(program.parent), expected="ray[default]")
+        raise RunError("the `ray` command is missing", where=str(program.parent), expected="ray[default]")
     use_token(create=True)
     environment = os.environ | _build_environment(root)
     print(f"job API      http://127.0.0.1:{dashboard_port}")
@@ -255,20 +255,20 @@ def check_ports(ports: dict[str, int]) -> None:
     for option, port in ports.items():
         if (other := options.setdefault(port, option)) != option:
             raise RunError(
-                f"port {port} is given twice", where=f"{other}, {option}", expected="a port for each"
+                f"port {port} is used twice", where=f"{other}, {option}", expected="two different ports"
             )
         if why := _explain_unusable_port(port):
             raise RunError(
                 f"port {port} cannot be used: {why}",
                 where=f"{option} {port}",
-                expected="a port from 1024 to 65535 on which nothing listens on this machine",
-                do="end what listens there (another `raytrec head`?), or give another port",
+                expected="a free port from 1024 to 65535 on this machine",
+                do="stop the process that listens there (another `raytrec head`?), or choose another port",
             )
 
 
 def _explain_unusable_port(port: int) -> str | None:
     if not 1024 <= port <= 65535:
-        return "it is not a port that a user may listen on"
+        return "it is outside the range of ports that a user may listen on"
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # recently closed ports count as free
         try:

@@ -89,7 +89,7 @@ def announce_preemption(seconds: float, node: str | None = None, address: str = 
     deadline_ms = int((time.time() + seconds) * 1000)
     accepted, why = drain(context.gcs_address, node, "the machine will be preempted", deadline_ms)
     if not accepted:
-        raise SystemExit(f"Ray did not accept that node {node} goes: {why}")
+        raise SystemExit(f"Ray rejected the drain request of node {node}: {why}")
     return node
 
 
@@ -109,17 +109,17 @@ def wait_until_empty(node: str, seconds: float) -> None:
 
 
 def main(
-    cloud: Annotated[Cloud, typer.Argument(help="Whose notice to wait for; now: there was one.")],
-    seconds: Annotated[float | None, typer.Option(help="From the notice to the end of the machine.")] = None,
-    node: Annotated[str | None, typer.Option(help="Ray's id of the node; default: this one.")] = None,
-    address: Annotated[str, typer.Option(help="Of the cluster.")] = "auto",
+    cloud: Annotated[Cloud, typer.Argument(help="Source of the notice to wait for; now: do not wait.")],
+    seconds: Annotated[float | None, typer.Option(help="Seconds from the notice to the termination.")] = None,
+    node: Annotated[str | None, typer.Option(help="Ray's id of the node; default: this node.")] = None,
+    address: Annotated[str, typer.Option(help="Address of the cluster.")] = "auto",
 ) -> None:
     """Announce to Ray that this node will be preempted."""
     seconds = seconds or NOTICE_S.get(cloud, 60)
     if cloud is not Cloud.NOW:
         wait_for(has_aws_notice if cloud is Cloud.AWS else has_gcp_notice)
     node = announce_preemption(seconds, node, address)
-    print(f"node {node} goes within {seconds:.0f} s", flush=True)
+    print(f"node {node} will be terminated within {seconds:.0f} s", flush=True)
     wait_until_empty(node, seconds)
 
 

@@ -95,18 +95,18 @@ def ray_session(
 
 
 @contextmanager
-def _join_cluster(address: str, given: str) -> Iterator[None]:
+def _join_cluster(address: str, source: str) -> Iterator[None]:
     """Connect to a running cluster for the duration of the block.
 
-    `given` names the source of the address in errors.
+    `source` names the source of the address in errors.
     """
-    if address == "auto" and not os.environ.get("RAY_ADDRESS") and (here := heads()):
-        address = _require_single_address(here, given)
+    if address == "auto" and not os.environ.get("RAY_ADDRESS") and (addresses := heads()):
+        address = _require_single_address(addresses, source)
     if _is_on_loopback(address):
         stay_on_loopback()
-    check_cluster(address, given)
+    check_cluster(address, source)
     with _shut_down_in_time():
-        _connect(given, address=address)
+        _connect(source, address=address)
         yield
 
 
@@ -129,7 +129,7 @@ def _start_local_ray(num_cpus: int | None) -> Iterator[None]:
                         **make_idle_arguments(),
                         **options,
                     )
-                _state.ours = True
+                _state.is_own = True
                 yield
         finally:
             end_rest()
@@ -140,11 +140,11 @@ class _RayState:
     """State of this process's Ray.
 
     Attributes:
-        ours: True if this process started the Ray.
+        is_own: True if this process started the Ray.
         stuck: True if ray.shutdown() does not return.
     """
 
-    ours: bool = False
+    is_own: bool = False
     stuck: bool = False
 
 
@@ -153,12 +153,12 @@ _state = _RayState()
 
 def has_local_ray() -> bool:
     """Return True if ray_session started this process's Ray for this process alone."""
-    return _state.ours
+    return _state.is_own
 
 
 def find_log_folder() -> Path | None:
     """Return the log folder of the Ray that this process started, or None; it is removed with that Ray."""
-    return get_logs_folder() if _state.ours else None
+    return get_logs_folder() if _state.is_own else None
 
 
 def is_stuck() -> bool:
@@ -189,17 +189,17 @@ def _shut_down_in_time() -> Iterator[None]:
         _state.stuck = thread.is_alive()
         raise
     finally:
-        _state.ours = False
+        _state.is_own = False
         if not _state.stuck:
             ray.shutdown()
 
 
-def _require_single_address(addresses: list[str], given: str) -> str:
+def _require_single_address(addresses: list[str], source: str) -> str:
     """Return the only address; Ray itself would use any cluster, even another run's local Ray."""
     if len(addresses) > 1:
         raise RunError(
             f"there are {len(addresses)} clusters on this machine: {', '.join(sorted(addresses))}",
-            where=given,
+            where=source,
             expected="the address of one of them",
         )
     return addresses[0]
@@ -216,16 +216,12 @@ def _connect(where: str, **options: Any) -> None:
         check_version_mismatch(
             str(error),
             where=where,
-            expected="the same Python on every node, to its patch number",
-            do="use that Python here; or, where only the patch number differs, set "
+            expected="the same Python version on every node, including the patch number",
+            do="use that Python version here; if only the patch number differs, set "
             "RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL=minor here and where Ray is started",
         )
-        do = (
-            START_CLUSTER_HINT
-            if "ADDRESS" in where.upper()
-            else "try again, with less to do for this machine"
-        )
-        raise RunError(f"cannot reach Ray: {first_line(error)}", where=where, do=do) from None
+        do = START_CLUSTER_HINT if "ADDRESS" in where.upper() else "try again when the machine has less load"
+        raise RunError(f"cannot connect to Ray: {first_line(error)}", where=where, do=do) from None
     silence_workers()  # raytrec reports worker exits itself
     if current_thread() is main_thread():  # Ray's own handler exits with 15
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
@@ -267,8 +263,8 @@ def stay_on_loopback() -> None:
 
 def get_loopback_environment() -> dict[str, str]:
     """Return the environment variables that keep a new Ray, gloo and NCCL on loopback (stay_on_loopback)."""
-    mine = {name: os.environ.get(name, value) for name, value in get_interface_variables("lo").items()}
-    return get_loopback_env() | (mine if sys.platform == "linux" else {})
+    interfaces = {name: os.environ.get(name, value) for name, value in get_interface_variables("lo").items()}
+    return get_loopback_env() | (interfaces if sys.platform == "linux" else {})
 
 
 def get_interface_variables(interface: str) -> dict[str, str]:
@@ -296,8 +292,9 @@ def find_interface(address: str) -> str | None:
 
 def is_set_in_nccl_files(name: str) -> bool:
     """Return True if a NCCL configuration file on this machine sets a variable."""
-    own = os.environ.get("NCCL_CONF_FILE") or os.path.expanduser("~/.nccl.conf")  # a user may have no home
-    for file in (Path(own), Path("/etc/nccl.conf")):
+    # A user may have no home.
+    user_file = os.environ.get("NCCL_CONF_FILE") or os.path.expanduser("~/.nccl.conf")
+    for file in (Path(user_file), Path("/etc/nccl.conf")):
         with suppress(OSError):
             if any(line.startswith(f"{name}=") for line in file.read_text().splitlines()):
                 return True

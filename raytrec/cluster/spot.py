@@ -55,10 +55,10 @@ class SpotFirst(NodeProvider):
             created = super().create_node(node_config, tags, count) or {}
         except Exception as refused:
             # Every kind of error is retried on demand; a mistake in the request fails again and is raised.
-            logger.warning("no spot machine: %s", refused)
+            logger.warning("no spot machine is available: %s", refused)
         missing = count - len(created)
         if missing > 0:
-            logger.warning("%d of %d machines are launched on demand", missing, count)
+            logger.warning("launching %d of %d machines on demand", missing, count)
             created |= super().create_node(on_demand, tags, missing) or {}
         return created
 

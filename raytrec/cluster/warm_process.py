@@ -68,11 +68,11 @@ class WarmProcess:
     def __init__(self, modules: Sequence[str], on_ray: Sequence[str]):
         self._on_ray, self._listener = list(on_ray), socket.socket(socket.AF_UNIX)
         self.listens = False
-        self._control, theirs = socket.socketpair()
-        with theirs:
+        self._control, child_end = socket.socketpair()
+        with child_end:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", str(FORK_SERVER_PROGRAM)],
-                stdin=theirs.fileno(),
+                stdin=child_end.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 env=os.environ | ALLOCATOR_ENV,

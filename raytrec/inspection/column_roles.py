@@ -21,7 +21,7 @@ MAX_LABEL_VALUES = 20  # a text column with more values is not a label
 TIMES = {"s": (10**8, 10**10), "ms": (10**11, 10**13), "us": (10**14, 10**16), "ns": (10**17, 10**19)}
 MAX_ID_RANGE_FACTOR = 10  # the range of an id column is below this factor × its distinct values
 MAX_CODE_VALUES = 100  # integers with at most this many frequent values are codes
-REASON_CONSTANT = "the same in every row: nothing can be learned from it"
+REASON_CONSTANT = "constant: the model cannot learn anything from it"
 EXACT = 2**53  # integers of this size and above are not quantities
 MAX_NAME_CHARS = 1000  # YAML keys have at most 1,024 characters
 
@@ -56,7 +56,7 @@ def find_role(s: ColumnStats, labels: list[str] | None, other_labels: bool) -> F
     if s.name in (labels or ()) or (not labels and has_label_name(s.name)):
         if s.is_probability or labels or not other_labels:
             return _label(s, "named with --label" if labels else "its name")
-        return Finding(s, "skipped", f"called like a label, with other values than 0 to 1: {_values(s)}")
+        return Finding(s, "skipped", f"named like a label, but with values outside 0 to 1: {_values(s)}")
     if s.trouble or s.lacking or len(scalar(s.name)) > MAX_NAME_CHARS:
         return Finding(s, "skipped", s.trouble or s.lacking or "its name is too long for YAML")
     return _add_hints(_feature(s))
@@ -72,8 +72,8 @@ def find_reserved(s: ColumnStats) -> Finding:
         raise SchemaError(
             f"column '{s.name}' cannot be reserved: {trouble}",
             where=s.name,
-            expected="one value a row, of one type in all files",
-            do="name another column with --reserve COLUMN",
+            expected="one value per row, with the same type in all files",
+            do="pass another column with --reserve COLUMN",
         )
     return Finding(s, "reserved", "named with --reserve: not a feature")
 
@@ -89,31 +89,31 @@ def _feature(s: ColumnStats) -> Finding:
     if s.distinct <= 1 and not s.nulls and not s.nan and not s.is_list:
         return Finding(s, "skipped", "constant")
     if s.base == "time":
-        return Finding(s, "skipped", f"a time; as a feature: {_time_hint(s)}")
+        return Finding(s, "skipped", f"a time; to use it as a feature: {_time_hint(s)}")
     if s.is_whole and not s.is_list and (unit := _find_epoch_unit(s)):
-        return Finding(s, "skipped", f"a time; as a feature: {_time_hint(s, unit)}")
+        return Finding(s, "skipped", f"a time; to use it as a feature: {_time_hint(s, unit)}")
     if s.base == "text" and s.is_unique:
-        return Finding(s, "skipped", "another value in each row")
+        return Finding(s, "skipped", "a different value in each row")
     if s.base == "text" or (s.is_list and s.base == "integer"):
         return Finding(s, "sparse", "a list of ids" if s.is_list else "text")
     if s.is_whole and s.base != "integer" and (why := _has_id_name(s) if s.is_list else _explain_id(s)):
-        found = Finding(s, "sparse", f"{why}; whole numbers")
+        finding = Finding(s, "sparse", f"{why}; whole numbers")
         largest = max(abs(s.lowest), abs(s.highest))
         if largest >= 2**63:
-            return Finding(s, "skipped", "whole numbers beyond int64; as ids, write them as text")
+            return Finding(s, "skipped", "whole numbers beyond int64; to use them as ids, write them as text")
         exact = s.base == "float" and largest < EXACT
-        return found if exact and not s.is_list else found.needs("cast", to="int64")
+        return finding if exact and not s.is_list else finding.needs("cast", to="int64")
     if s.is_list and s.base in ("float", "decimal"):
         return Finding(s, "skipped", "a list of floats that are not a feature's weights")
     if s.is_list and s.base == "bool":
         hint = f"{{do: cast, columns: [{scalar(s.name)}], to: int64}}"
-        return Finding(s, "skipped", f"a list of bools; as ids: {hint}")
+        return Finding(s, "skipped", f"a list of bools; to use them as ids: {hint}")
     if s.is_list:
         return Finding(s, "skipped", f"type {s.type} is not supported")
     if s.base == "integer" and (why := _explain_id(s)):
         return Finding(s, "sparse", why)
     if s.base == "integer" and s.distinct == s.values > 100:
-        return Finding(s, "skipped", "another value in each row")
+        return Finding(s, "skipped", "a different value in each row")
     return Finding(s, "dense", "a number")
 
 
@@ -139,9 +139,9 @@ def _require_finite_numbers(f: Finding) -> Finding:
         f.needs("cast", to="float32")
     if s.count("nulls") or s.count("nan"):
         what = [f"{s.count(n):,} {t}" for n, t in (("nulls", "nulls"), ("nan", "NaN")) if s.count(n)]
-        f.notes.append(f"{' and '.join(what)}: read as the mean (scale)")
+        f.notes.append(f"{' and '.join(what)}: replaced by the mean (scale)")
     if s.count("infinite"):
-        f.notes.append(f"{s.count('infinite'):,} infinite: training refuses them")
+        f.notes.append(f"{s.count('infinite'):,} infinite values, which training rejects")
         f.needs("clip", low=s.lowest, high=s.highest)
     return f
 
@@ -162,19 +162,19 @@ def _label(s: ColumnStats, why: str) -> Finding:
     f = Finding(s, "label", why)
     fits = s.values and not s.is_list and s.base in ("integer", "float", "bool", "decimal", "text")
     if s.trouble or not fits:
-        trouble = s.trouble or (f"it is of type {s.type}" if s.values else "it holds only nulls")
+        trouble = s.trouble or (f"it is of type {s.type}" if s.values else "it contains only nulls")
         raise SchemaError(
             f"column '{s.name}' cannot be the label: {trouble}",
             where=s.name,
             expected="a number or a text in each row of every file",
-            do="name another column with --label COLUMN",
+            do="pass another column with --label COLUMN",
         )
     if s.distinct == 1:
         f.notes.append(REASON_CONSTANT)
     if missing := s.count_missing():
         f.notes.append(f"{missing:,} nulls or NaN: rows without a label (`nulls: skip` in its task)")
     if infinite := s.count("infinite"):
-        f.notes.append(f"{infinite:,} infinite: training refuses them; data.on_error=skip skips such rows")
+        f.notes.append(f"{infinite:,} infinite values: rejected, or skipped with data.on_error=skip")
     if s.base == "text":
         return _label_of_text(f)
     if s.mixed:
@@ -198,10 +198,10 @@ def _label_of_text(f: Finding) -> Finding:
     s = f.stats
     if s.few is None or not 0 < len(s.few) <= MAX_LABEL_VALUES:
         raise SchemaError(
-            f"column '{s.name}' cannot be the label: it holds text with {s.distinct_text} values",
+            f"column '{s.name}' cannot be the label: it contains text with {s.distinct_text} values",
             where=s.name,
-            expected=f"numbers in [0, 1], or at most {MAX_LABEL_VALUES} texts of which some mean 1",
-            do="name another column with --label COLUMN; or make it 0 and 1 in data.transforms: "
+            expected=f"numbers in [0, 1], or at most {MAX_LABEL_VALUES} distinct texts, some of which mean 1",
+            do="pass another column with --label COLUMN, or convert it to 0 and 1 in data.transforms: "
             f"{{do: binarize, columns: [{scalar(s.name)}], positive: [TEXT, …]}}",
         )
     counts = {v.decode(errors="replace") if isinstance(v, bytes) else str(v): n for v, n in s.few.items()}
@@ -210,7 +210,7 @@ def _label_of_text(f: Finding) -> Finding:
     ]
     share = _share(s, lambda v: v in positive)
     chosen = ", ".join(sorted(positive))
-    f.notes.append(f"{_values(s)}, not 0 and 1: choose the texts that mean 1, now {chosen}{share}")
+    f.notes.append(f"{_values(s)}, not 0 and 1: choose the texts that mean 1, currently {chosen}{share}")
     if s.mixed:
         f.needs("cast", to="string")
     return f.needs("binarize", positive=sorted(positive))
@@ -220,7 +220,7 @@ def _share(s: ColumnStats, positive) -> str:
     if not s.few:
         return ""
     share = sum(n for value, n in s.few.items() if positive(value)) / max(sum(s.few.values()), 1)
-    return f" ({100 * share:.2g} % of the rows are 1 now)"
+    return f" ({100 * share:.2g} % of the rows are currently 1)"
 
 
 def _values(s: ColumnStats) -> str:
@@ -260,11 +260,11 @@ def _explain_id(s: ColumnStats) -> str | None:
     if s.lowest >= 0 and s.highest < MAX_ID_RANGE_FACTOR * s.distinct and repeat:
         return "integers that fill their range"
     if s.lowest > 0 and span < MAX_ID_RANGE_FACTOR * s.distinct and repeat:
-        return f"integers that fill a range from {s.lowest:,} on"
+        return f"integers that fill a range starting at {s.lowest:,}"
     if max(abs(s.lowest), abs(s.highest)) >= EXACT and repeat:
-        return "integers too large for quantities"
+        return "integers too large to be quantities"
     if s.distinct <= MAX_CODE_VALUES and s.lowest > span and s.distinct * 20 <= s.values:
-        return f"{s.distinct} codes that come again and again"
+        return f"{s.distinct} codes that occur repeatedly"
     return None
 
 

@@ -79,7 +79,7 @@ def scan_columns(
             not_seen[part] = error.what
             continue
         if missing := labels - find_common_columns(footers[part]):
-            not_seen[part] = f"it has no column {', '.join(sorted(missing))}"
+            not_seen[part] = f"column {', '.join(sorted(missing))} is missing"
             del footers[part]
     kinds = infer_folder_column_types(
         {path: footer for files in footers.values() for path, footer in files.items()}
@@ -88,14 +88,14 @@ def scan_columns(
     groups = {part: _groups(files) for part, files in footers.items()}
     if not sum(rows for *_, rows in groups[None]):
         raise DataError(
-            "there are no rows", where=uri, expected=f"rows in its {len(footers[None])} Parquet files"
+            "the data has no rows", where=uri, expected=f"rows in its {len(footers[None])} Parquet files"
         )
     chosen = {part: _choose_row_groups(of, max_rows) for part, of in groups.items()}
     _read_columns(columns, chosen, footers, kinds, [c for c in columns if c.name in labels])
     rows = sum(rows for *_, rows in chosen[None])
-    seen = {part: place for part, place in (also or {}).items() if part in footers}
+    scanned = {part: place for part, place in (also or {}).items() if part in footers}
     in_all = sorted(set.intersection(*(set(parse_folder_values(path)) for path in footers[None])))
-    return Scan(columns, rows, chosen == groups, seen, not_seen, listing, in_all)
+    return Scan(columns, rows, chosen == groups, scanned, not_seen, listing, in_all)
 
 
 def _footers(listing: Listing) -> dict:
@@ -138,27 +138,27 @@ def _read_columns(
     """
     console, errors = open_console(stderr=True), []
     slices = [columns[at : at + MAX_COLUMNS_PER_READ] for at in range(0, len(columns), MAX_COLUMNS_PER_READ)]
-    work = [(part, path, i, some) for part, of in chosen.items() for path, i, _ in of for some in slices]
+    work = [(part, path, i, batch) for part, of in chosen.items() for path, i, _ in of for batch in slices]
     with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
         steps = bar.track(work, description="reading")
         for (part, path), of_file in groupby(steps, key=lambda step: step[:2]):
             with _open_file(path, footers[part][path]) as reader:
-                for *_, index, some in of_file:
-                    wanted = [c for c in some if not c.trouble and (part is None or part in c.elsewhere)]
-                    beside = [c for c in labels if part is None and wanted and not c.trouble]
-                    names = list(dict.fromkeys(column.name for column in [*wanted, *beside]))
-                    held = [name for name in names if name not in kinds]
-                    data = dict(zip(held, _read(reader, index, held) if held else (), strict=True))
+                for *_, index, batch in of_file:
+                    usable = [c for c in batch if not c.trouble and (part is None or part in c.elsewhere)]
+                    label_columns = [c for c in labels if part is None and usable and not c.trouble]
+                    names = list(dict.fromkeys(column.name for column in [*usable, *label_columns]))
+                    stored = [name for name in names if name not in kinds]
+                    data = dict(zip(stored, _read(reader, index, stored) if stored else (), strict=True))
                     rows = reader.metadata.row_group(index).num_rows
                     for name in (n for n in names if n not in data):
                         data[name] = pa.chunked_array([build_folder_column(path, name, kinds[name], rows)])
                     errors += [
                         error
-                        for column in wanted
+                        for column in usable
                         if (error := _add(column, part, data[column.name], f"{path}, row group {index}"))
                     ]
-                    for column in wanted if beside else []:
-                        pair_with_labels(column, data, [c for c in beside if not c.trouble])
+                    for column in usable if label_columns else []:
+                        pair_with_labels(column, data, [c for c in label_columns if not c.trouble])
     if errors and all(column.trouble for column in columns):
         raise errors[0]
 
@@ -214,6 +214,6 @@ def _unreadable_error(why: str, where: str) -> DataError:
     return DataError(
         f"cannot read the row group: {why}",
         where=where,
-        expected="a whole Parquet file",
+        expected="a complete Parquet file",
         do="write or copy the file again",
     )

@@ -111,14 +111,14 @@ class ColumnStats:
     def statistics(self) -> Statistics:
         """Return the statistics of ids from which plans estimate lookups."""
         rows, lengths = max(1, self.rows), self.lengths
-        p99, most = 1, 1
+        p99, longest = 1, 1
         if self.is_list:
             p99 = int(np.searchsorted(np.cumsum(lengths), 0.99 * lengths.sum())) if len(lengths) else 0
-            most = int(np.flatnonzero(lengths)[-1]) if len(lengths) else 0
+            longest = int(np.flatnonzero(lengths)[-1]) if len(lengths) else 0
         return Statistics(
             mean_length=float(f"{self.values / rows:.5g}"),
             p99_length=p99,
-            max_length=most,
+            max_length=longest,
             distinct=self.distinct,
             hottest=self.hot.shares(),
         )
@@ -278,17 +278,17 @@ def pair_with_labels(
         labels: Labels to pair the column with.
     """
     for label in labels:
-        known = column.pairs.setdefault(label.name, {})
-        if known is None or label.name == column.name:
+        pairs = column.pairs.setdefault(label.name, {})
+        if pairs is None or label.name == column.name:
             continue
         both = (column, label)
         if column.trouble or column.is_list or label.is_list or any(s.few is None for s in both):
             column.pairs[label.name] = None
             continue
-        (ours, ours_N), (theirs, theirs_N) = (_encode_values(s, data[s.name]) for s in both)
-        codes = np.unique(ours_N.astype(np.int64) * len(theirs) + theirs_N)
-        for value, of_label in ((ours[code // len(theirs)], theirs[code % len(theirs)]) for code in codes):
-            if known.setdefault(value, of_label) != of_label:
+        (left, left_N), (right, right_N) = (_encode_values(s, data[s.name]) for s in both)
+        codes = np.unique(left_N.astype(np.int64) * len(right) + right_N)
+        for value, of_label in ((left[code // len(right)], right[code % len(right)]) for code in codes):
+            if pairs.setdefault(value, of_label) != of_label:
                 column.pairs[label.name] = None
                 break
 

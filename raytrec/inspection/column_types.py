@@ -40,12 +40,12 @@ def infer_folder_column_types(footers: dict) -> dict[str, pa.DataType]:
 
     Such keys have several values that are not times, and are missing in the columns of at least one file.
     """
-    values = {key: {value or "" for value in each} for key, each in collect_folder_values(footers).items()}
+    values = {key: {value or "" for value in texts} for key, texts in collect_folder_values(footers).items()}
     if not values:
         return {}
-    held = set.intersection(*(set(leaf_names(f.schema.to_arrow_schema())) for f in footers.values()))
-    not_columns = held | {
-        key for key, each in values.items() if key in TIMES or all(map(DATE_PATTERN.match, each))
+    file_columns = set.intersection(*(set(leaf_names(f.schema.to_arrow_schema())) for f in footers.values()))
+    not_columns = file_columns | {
+        key for key, texts in values.items() if key in TIMES or all(map(DATE_PATTERN.match, texts))
     }
     kinds = infer_folder_types(footers)
     return {key: kind for key, kind in kinds.items() if len(values[key]) > 1 and key not in not_columns}
@@ -71,12 +71,12 @@ def unify_columns(footers: dict[str | None, dict], kinds: dict[str, pa.DataType]
 
 
 def _column(name: str, schemas: dict[str | None, dict]) -> ColumnStats:
-    types, missing, twice = {}, {part: [] for part in schemas}, []
+    types, missing, ambiguous = {}, {part: [] for part in schemas}, []
     for part, path, schema in ((part, *entry) for part, files in schemas.items() for entry in files.items()):
         try:
             place = find_column(schema, name)
         except AmbiguousColumnError:
-            twice.append(path)
+            ambiguous.append(path)
             first = next(iter(schema.get_all_field_indices(name)), None)
             types.setdefault("unknown" if first is None else schema.field(first).type, path)
             continue
@@ -84,23 +84,23 @@ def _column(name: str, schemas: dict[str | None, dict]) -> ColumnStats:
             missing[part].append(path)
         else:
             types.setdefault(type_at(schema, place), path)
-    base, is_list, mixed = _unify_types([] if twice else list(types))
-    known = next((t for t in types if twice or _base_type(t)[0] != "null"), next(iter(types)))
-    column = ColumnStats(name, str(known), base, is_list, {str(t): p for t, p in types.items()}, mixed)
+    base, is_list, mixed = _unify_types([] if ambiguous else list(types))
+    kind = next((t for t in types if ambiguous or _base_type(t)[0] != "null"), next(iter(types)))
+    column = ColumnStats(name, str(kind), base, is_list, {str(t): p for t, p in types.items()}, mixed)
     column.elsewhere = {
         part: replace(column, few=None, elsewhere={}) for part in schemas if part and not missing[part]
     }
     lacking = [path for paths in missing.values() for path in paths]
-    if twice:
-        column.trouble = f"there is more than one column of this name in {_format_paths(twice)}"
+    if ambiguous:
+        column.trouble = f"several columns have this name in {_format_paths(ambiguous)}"
     elif missing[None]:
-        column.trouble = f"there is no such column in {_format_paths(lacking)}"
+        column.trouble = f"the column is missing in {_format_paths(lacking)}"
     elif base == "other" and len(types) > 1:
         column.trouble = f"its type differs: {'; '.join(f'{t} in {p}' for t, p in column.types.items())}"
     elif base == "other":
-        column.trouble = f"type {known} is not supported"
+        column.trouble = f"type {kind} is not supported"
     elif lacking:
-        column.lacking = f"there is no such column in {_format_paths(lacking)}"
+        column.lacking = f"the column is missing in {_format_paths(lacking)}"
     return column
 
 

@@ -85,10 +85,10 @@ def inspect(
     """
     if not uri.strip():
         raise DataError(
-            "the place has no name", where="raytrec inspect", expected="a folder or file of Parquet"
+            "the path of the data is empty", where="raytrec inspect", expected="a folder or file of Parquet"
         )
     if max_rows is not None and max_rows < 1:
-        raise ConfigError(f"{max_rows} rows are to be read", where="--rows", expected="1 or more")
+        raise ConfigError(f"cannot read {max_rows} rows", where="--rows", expected="1 or more")
     uri = find_train_folder(uri)
     scan = scan_columns(
         uri,
@@ -127,7 +127,7 @@ def _add_buckets(findings: list[Finding]) -> None:
             into = make_table_name(f"{f.stats.name}_bucket", taken)
             taken.add(into)
             f.needs("bucketize", boundaries=bucket_boundaries(f.stats.scale()), into=[into])
-            f.notes.append("also looked up in buckets, as no column has ids")
+            f.notes.append("also looked up in buckets, because no column contains ids")
 
 
 def _check_columns_exist(named: list[str], names: list[str], uri: str) -> None:
@@ -142,12 +142,12 @@ def _check_has_label(findings: list[Finding], uri: str) -> None:
     likely = [f.stats.name for f in findings if f.stats.is_probability and f.stats.distinct == 2]
     ratings = [f.stats.name for f in findings if f.kind in ("dense", "sparse") and _could_be_rating(f.stats)]
     raise SchemaError(
-        "cannot tell which column is the label",
+        "cannot determine the label column",
         where=uri,
-        expected=f"a column called {', '.join(LABEL_NAMES[:5])} or the like",
-        do=f"name it with --label COLUMN; columns of 0 and 1 are: {', '.join(likely[:20]) or 'none'}"
+        expected=f"a column named {', '.join(LABEL_NAMES[:5])} or similar",
+        do=f"pass --label COLUMN; columns of 0 and 1: {', '.join(likely[:20]) or 'none'}"
         + (
-            f"; with few values, which a transform makes 0 and 1: {', '.join(ratings[:20])}"
+            f"; columns of few values, which a transform can convert to 0 and 1: {', '.join(ratings[:20])}"
             if ratings
             else ""
         ),
@@ -188,7 +188,7 @@ def _pair_weights(findings: list[Finding]) -> None:
         floats = f.stats.is_list and f.stats.base in ("float", "decimal") and not f.stats.trouble
         if floats and owner in lists and owner != name:
             if not np.array_equal(f.stats.lengths, lists[owner].stats.lengths):
-                f.why = f"a list of floats of other lengths than {owner}"
+                f.why = f"a list of floats whose lengths differ from {owner}"
                 continue
             f.kind, f.why, f.transforms = "weights", f"of {owner}", []
             fill_weights(f)
@@ -218,11 +218,11 @@ def _schema(findings: list[Finding], tables: list[SharedTable], dim: int, sample
             pooling = "sequence" if has_history_name(f) else "mean" if f.stats.is_list else "sum"
             sparse[name] = {"table": of_column[name].name, "pooling": pooling, "weights": weights.get(name)}
     sizes = {table.name: table.choose_size(sampled) for table in tables}
-    for made in (t for f in findings for t in f.transforms if t["do"] == "bucketize"):
-        (name,) = made["into"]
-        sparse[name], sizes[name] = {"table": name}, {"rows": len(made["boundaries"]) + 1}
+    for transform in (t for f in findings for t in f.transforms if t["do"] == "bucketize"):
+        (name,) = transform["into"]
+        sparse[name], sizes[name] = {"table": name}, {"rows": len(transform["boundaries"]) + 1}
     if not sparse:
-        expected = "numbers, integer ids, lists of them, or text"
+        expected = "columns of numbers, integer ids, text, or lists of ids"
         raise SchemaError("no column can be a feature", where=uri, expected=expected)
     values: dict[str, Any] = {
         "labels": [f.stats.name for f in findings if f.kind == "label"],
@@ -240,8 +240,8 @@ def _transforms(findings: list[Finding]) -> list[dict]:
     together: dict[str, dict] = {}
     for transform in (t for f in findings if f.kind != "skipped" for t in f.transforms):
         settings = {key: value for key, value in transform.items() if key != "columns"}
-        known = together.setdefault(
+        merged = together.setdefault(
             to_flow_yaml(settings), {"do": transform["do"], "columns": [], **settings}
         )
-        known["columns"] += transform["columns"]
+        merged["columns"] += transform["columns"]
     return sorted(together.values(), key=lambda t: ORDER.index(t["do"]))

@@ -52,19 +52,19 @@ class Inspection:
     def tasks(self) -> list[dict]:
         """Return the configuration's tasks, or [] if the default task fits: one label without nulls."""
         of_labels = [f.stats for f in self.findings if f.kind == "label"]
-        found = [{"label": s.name} | ({"nulls": "skip"} if s.count_missing() else {}) for s in of_labels]
-        return found if len(found) > 1 or "nulls" in found[0] else []
+        tasks = [{"label": s.name} | ({"nulls": "skip"} if s.count_missing() else {}) for s in of_labels]
+        return tasks if len(tasks) > 1 or "nulls" in tasks[0] else []
 
     def schema_yaml(self) -> str:
         """Return the text of schema.yaml, with the transforms and a comment for every column."""
         sampled = "" if self.scan.whole else ", a sample: cardinalities and ranges are lower bounds"
-        others = f", ids also from {' and '.join(self.scan.also)}" if self.scan.also else ""
+        others = f", ids also read from {' and '.join(self.scan.also)}" if self.scan.also else ""
         lines = [
-            f"Inferred from {self.uri} ({self.rows:,} rows{sampled}{others}). Look it over before you train."
+            f"Inferred from {self.uri} ({self.rows:,} rows{sampled}{others}). Review it before training."
         ]
-        lines += [f"{part} was not looked at: {why}" for part, why in self.scan.not_seen.items()]
+        lines += [f"{part} was not inspected: {why}" for part, why in self.scan.not_seen.items()]
         if self.transforms or self.reserve_columns or self.tasks:
-            lines.append("Training needs these in its configuration, too:")
+            lines.append("Training also requires these settings:")
         if self.transforms or self.reserve_columns:
             lines.append("data:")
         if self.reserve_columns:
@@ -88,15 +88,15 @@ class Inspection:
         shared = {
             name: f"shares {t.name}'s table: {why}" for t in self.tables for name, why in t.reasons.items()
         }
-        found = {("tables", t.name): t.comment for t in self.tables}
+        comments = {("tables", t.name): t.comment for t in self.tables}
         for f in self.findings:
             section = {"label": "labels", "dense": "dense", "sparse": "sparse"}.get(f.kind)
             if section:
                 more = [shared[f.stats.name]] if section == "sparse" and f.stats.name in shared else []
                 if section == "sparse" and has_history_name(f):
-                    more.append("it is called like a sequence: the most recent id has to be the last")
-                found[section, f.stats.name] = "; ".join([_describe(f), *more])
-        return found
+                    more.append("its name suggests a sequence: the most recent id must be last")
+                comments[section, f.stats.name] = "; ".join([_describe(f), *more])
+        return comments
 
     def show(self, out: str | None = None, overwrite: bool = False) -> None:
         """Print a table of the columns on stderr, and write the schema to stdout or to a file.
@@ -113,7 +113,7 @@ class Inspection:
         self._print_table()
         write_schema(self.schema_yaml(), out)
         if out is not None:
-            print(f"wrote {out}; look it over, then:", file=sys.stderr)
+            print(f"wrote {out}; review it, then run:", file=sys.stderr)
             print(f"  {self._command(out)}", file=sys.stderr)
 
     def _command(self, schema: str) -> str:
@@ -130,14 +130,14 @@ class Inspection:
             settings.append(transforms)
         command = shlex.join(["raytrec", "train", "jobs/own.yaml", *settings])
         if self.transforms and len(transforms) > MAX_COMMAND_CHARS:
-            command += f"  # with the data.transforms that {schema} names in jobs/own.yaml"
+            command += f"  # add the data.transforms listed in {schema} to jobs/own.yaml"
         return command
 
     def _print_table(self) -> None:
         table = Table(
             title=plain(f"{self.uri}: {self.rows:,} rows, {self.scan.listing}"), title_justify="left"
         )
-        for heading in ("column", "role", "because", "nulls", "distinct"):
+        for heading in ("column", "role", "reason", "nulls", "distinct"):
             table.add_column(heading)
         for f in self.findings:
             why = "; ".join([f.why, *f.notes])
@@ -176,9 +176,9 @@ def check_output_path(out: str, overwrite: bool) -> None:
     """
     path = Path(out)
     if path.is_dir():
-        raise ConfigError("this is a folder", where=out, expected="a file: --out schema.yaml")
+        raise ConfigError("the output path is a folder", where=out, expected="a file: --out schema.yaml")
     if not path.parent.is_dir():
-        raise ConfigError("there is no such folder", where=str(path.parent), do="make it, or correct --out")
+        raise ConfigError("the folder does not exist", where=str(path.parent), do="create it or fix --out")
     if path.exists() and not overwrite:
         raise ConfigError("the file exists", where=out, do="choose another --out, or replace it with --force")
 
@@ -202,7 +202,7 @@ def _describe(finding: Finding) -> str:
         parts.append(f"bags {format_bag_lengths(s)}")
     beyond = [part for part, other in s.elsewhere.items() if other.high > s.high or other.low < s.low]
     if finding.kind == "sparse" and beyond and s.base != "text":
-        parts.append(f"{s.lowest:.10g} to {s.highest:.10g} with {' and '.join(beyond)}")
+        parts.append(f"{s.lowest:.10g} to {s.highest:.10g} including {' and '.join(beyond)}")
     return ", ".join(p for p in [*parts, *finding.notes] if p)
 
 
@@ -215,8 +215,8 @@ def format_bag_lengths(s: ColumnStats) -> str:
     """Return the shortest, mean, 95th percentile and longest bag of a list, and the share of empty bags."""
     if not s.is_list or not s.lengths.sum():
         return ""
-    counts, seen = s.lengths, np.flatnonzero(s.lengths)
+    counts, lengths = s.lengths, np.flatnonzero(s.lengths)
     total = counts.sum()
     p95 = int(np.searchsorted(np.cumsum(counts), 0.95 * total))
     mean = s.values / total
-    return f"{seen[0]} to {seen[-1]}, mean {mean:.3g}, p95 {p95}, empty {100 * counts[0] / total:.3g} %"
+    return f"{lengths[0]} to {lengths[-1]}, mean {mean:.3g}, p95 {p95}, empty {100 * counts[0] / total:.3g} %"

@@ -69,15 +69,15 @@ def find_tables(findings: list[Finding]) -> list[SharedTable]:
     """Return the tables of sparse features. Features with one id are assigned before lists."""
     tables: list[SharedTable] = []
     for f in sorted((f for f in findings if f.kind == "sparse"), key=lambda f: f.stats.is_list):
-        telling = _is_distinctive(f.stats)
-        found = [
+        is_distinctive = _is_distinctive(f.stats)
+        candidates = [
             (why, share, t)
             for t in tables
-            if (why := _explain_sharing(f, t.members[0], telling))
+            if (why := _explain_sharing(f, t.members[0], is_distinctive))
             for share in [estimate_containment(t.members[0].stats, f.stats)]
         ]
-        if found:
-            why, _, table = max(found, key=lambda entry: entry[1])
+        if candidates:
+            why, _, table = max(candidates, key=lambda entry: entry[1])
             table.members.append(f)
             table.reasons[f.stats.name] = why
         else:
@@ -85,23 +85,23 @@ def find_tables(findings: list[Finding]) -> list[SharedTable]:
     return tables
 
 
-def _explain_sharing(f: Finding, owner: Finding, telling: bool) -> str | None:
+def _explain_sharing(f: Finding, owner: Finding, is_distinctive: bool) -> str | None:
     """Return why a feature should look up another feature's table, or None if it should not."""
-    mine, theirs = f.stats, owner.stats
-    nouns = _subject_words(mine.name)
-    if nouns and nouns == _subject_words(theirs.name):
-        least = 0.2
-    elif telling and len(theirs.hashes) >= 10:
-        least = 0.8
-    elif not nouns and mine.is_list:  # a name such as `history`
-        least = 0.9
+    stats, owner_stats = f.stats, owner.stats
+    nouns = _subject_words(stats.name)
+    if nouns and nouns == _subject_words(owner_stats.name):
+        min_share = 0.2
+    elif is_distinctive and len(owner_stats.hashes) >= 10:
+        min_share = 0.8
+    elif not nouns and stats.is_list:  # a name such as `history`
+        min_share = 0.9
     else:
         return None
-    if (mine.base == "text") != (theirs.base == "text") or (
-        share := estimate_containment(mine, theirs)
-    ) < least:
+    if (stats.base == "text") != (owner_stats.base == "text") or (
+        share := estimate_containment(stats, owner_stats)
+    ) < min_share:
         return None
-    return f"{100 * share:.0f} % of its values are in {theirs.name}, too"
+    return f"{100 * share:.0f} % of its values are also in {owner_stats.name}"
 
 
 def _is_distinctive(s: ColumnStats) -> bool:
@@ -129,16 +129,16 @@ def make_table_name(column: str, taken: set[str]) -> str:
 
 def estimate_containment(inner: ColumnStats, outer: ColumnStats) -> float:
     """Return the share of a column's distinct values that another column has, estimated from hashes."""
-    known = [s.hashes[-1] for s in (inner, outer) if len(s.hashes) >= SMALLEST]
-    mine, theirs = (s.hashes[s.hashes <= min(known)] if known else s.hashes for s in (inner, outer))
-    first = mine[:FEW]  # a few values are enough to reject most pairs of columns
+    bounds = [s.hashes[-1] for s in (inner, outer) if len(s.hashes) >= SMALLEST]
+    inside, outside = (s.hashes[s.hashes <= min(bounds)] if bounds else s.hashes for s in (inner, outer))
+    first = inside[:FEW]  # a few values are enough to reject most pairs of columns
     if (
-        len(mine) > FEW
-        and len(theirs)
-        and not (theirs[np.searchsorted(theirs, first).clip(max=len(theirs) - 1)] == first).any()
+        len(inside) > FEW
+        and len(outside)
+        and not (outside[np.searchsorted(outside, first).clip(max=len(outside) - 1)] == first).any()
     ):
         return 0.0
-    return len(np.intersect1d(mine, theirs, assume_unique=True)) / max(len(mine), 1)
+    return len(np.intersect1d(inside, outside, assume_unique=True)) / max(len(inside), 1)
 
 
 def table_size(
@@ -156,13 +156,13 @@ def table_size(
     """
     if kind == "text" or low < 0 or high >= max(MAX_ID_RANGE_FACTOR * distinct, 100_000):
         rows, shared = _size_hashed_table(distinct, hot, kind == "text")
-        others = f"values of {100 * shared:.2g} % of the lookups share a row with more frequent ones"
+        others = f"{100 * shared:.2g} % of the lookups share a row with a more frequent value"
         return rows, "hash", others if shared else "frequent values do not share a row"
     rows = int(high) + 1
     if sampled:
-        return rows + max(1, rows // 10), "hash", "larger ids share rows with others"
+        return rows + max(1, rows // 10), "hash", "larger ids share rows with other ids"
     if kind == "ordinal":
-        return rows, "clamp", f"larger values are read as {rows - 1}"
+        return rows, "clamp", f"larger values are clamped to {rows - 1}"
     return rows + 1, "clamp", "larger ids use the last row, which is not trained"
 
 

@@ -49,13 +49,13 @@ def compare(places: Sequence[str | Path]) -> Comparison:
     """
     if len(places) < 2:
         raise RunError(
-            f"{len(places)} run{'' if len(places) == 1 else 's'} given",
+            f"cannot compare {len(places)} run{'' if len(places) == 1 else 's'}",
             expected="at least two run folders",
-            do="raytrec compare RUN RUN …, or raytrec report RUN for one",
+            do="run raytrec compare RUN RUN …, or raytrec report RUN for a single run",
         )
     runs = [RunFolder.read(check_run_folder(place)) for place in places]
-    found = {key: row for run in runs for key, row in format_result(run.result).items()}
-    rows = dict(sorted(found.items(), key=lambda item: item[0] in AFTER and [*AFTER].index(item[0]) + 1))
+    unordered = {key: row for run in runs for key, row in format_result(run.result).items()}
+    rows = dict(sorted(unordered.items(), key=lambda item: item[0] in AFTER and [*AFTER].index(item[0]) + 1))
     results = {key: [_format_result(key, row, run, runs[0]) for run in runs] for key, row in rows.items()}
     titles = {key: row.title for key, row in rows.items()}
     return Comparison(runs, _names(runs), results, titles, _compare_configs(runs))
@@ -69,8 +69,8 @@ def write(comparison: Comparison, out: str | Path) -> Path:
     from raytrec.report.figures.style import to_svg
     from raytrec.report.report import write_page
 
-    drawn = draw_overlay(comparison.runs, comparison.names)
-    pictures = [Markup(to_svg(picture, picture.get_suptitle())) for picture in drawn]
+    figures = draw_overlay(comparison.runs, comparison.names)
+    pictures = [Markup(to_svg(picture, picture.get_suptitle())) for picture in figures]
     return write_page(
         Path(out),
         "compare.html.j2",
@@ -89,15 +89,15 @@ def print_table(comparison: Comparison) -> None:
     from raytrec.common.terminal import open_console, plain
 
     console = open_console()
-    for title, rows in (("figure", comparison.results), ("configuration", comparison.config)):
+    for title, rows in (("metric", comparison.results), ("configuration", comparison.config)):
         if not rows:
             continue
         table = Table()
         table.add_column(title)
         for name in comparison.names:
-            table.add_column(plain(name), justify="right" if title == "figure" else "left", overflow="fold")
+            table.add_column(plain(name), justify="right" if title == "metric" else "left", overflow="fold")
         for key, texts in rows.items():
-            label = comparison.titles[key] if title == "figure" else key
+            label = comparison.titles[key] if title == "metric" else key
             table.add_row(plain(label), *map(plain, texts))
         console.print(table)
 
@@ -112,8 +112,8 @@ def _format_result(key: str, row: Row, run: RunFolder, first: RunFolder) -> str:
     if key not in run.result:
         return "–"
     text = as_text(run.result[key], row.form)
-    value, before = number(run.result[key]), number(first.result.get(key))
-    if run is first or isnan(value) or isnan(before):
+    value, reference = number(run.result[key]), number(first.result.get(key))
+    if run is first or isnan(value) or isnan(reference):
         return text
     return f"{text} ({row.difference(run.result[key], first.result[key])})"
 
@@ -131,5 +131,5 @@ def _compare_configs(runs: list[RunFolder]) -> dict[str, list[str]]:
 
 def _value(values: dict[str, Any], key: str) -> str:
     if key not in values:
-        return "(not there)"
+        return "(not set)"
     return "null" if values[key] is None else hide(str(values[key]))

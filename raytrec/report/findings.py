@@ -39,17 +39,17 @@ PHASE_TEXTS = {
     ),
     "tables": (
         "lookups and updates of tables",
-        "spread tables over more ranks (plan.tables), or lower their dim",
+        "spread tables over more ranks (plan.tables), or reduce their dim",
     ),
     "forward": ("the dense model's forward pass", f"{LARGER_BATCH_HINT}, or make the dense model smaller"),
     "backward": ("the dense model's backward pass", f"{LARGER_BATCH_HINT}, or make the dense model smaller"),
     "optimizer": ("the optimizer", f"{LARGER_BATCH_HINT}, or set plan.tables kernels to fused"),
     "collectives": (
         "collectives, which includes waiting for other ranks",
-        f"balance the tables (plan.tables), {LARGER_BATCH_HINT}, or take fewer workers",
+        f"balance the tables (plan.tables), {LARGER_BATCH_HINT}, or use fewer workers",
     ),
     "other": (
-        "what is outside the step (evaluation, saving, reports)",
+        "work outside the step (evaluation, saving, reports)",
         "evaluate, save or report less often (train.eval_every_steps, checkpoint.every_s, "
         "train.log_every_steps)",
     ),
@@ -80,20 +80,20 @@ def findings(run: RunFolder) -> list[str]:
 
 
 def _describe_events(run: RunFolder) -> list[str]:
-    bad = [mark for mark in story(run).marks if mark.bad and mark.text]
-    said = [f"{BAD[mark.kind]} after {duration(mark.at_s)}: {mark.text.splitlines()[0]}" for mark in bad]
+    marks = [mark for mark in story(run).marks if mark.bad and mark.text]
+    texts = [f"{BAD[mark.kind]} after {duration(mark.at_s)}: {mark.text.splitlines()[0]}" for mark in marks]
     if run.events and not run.result:
-        said.append("there is no result: the run is still on, or was interrupted (raytrec train --resume)")
-    return said
+        texts.append("there is no result: the run is running or was interrupted (raytrec train --resume)")
+    return texts
 
 
 def _model(run: RunFolder) -> list[str]:
-    found = []
+    texts = []
     for metric in run.recorded_metrics:
         values = _list_values(run, metric.key)
         if metric.is_ratio and values and abs(values[-1] - 1) > MAX_RATIO_ERROR:
-            found.append(f"predictions are off: {metric.title} is {percent(values[-1])}")
-    return find_poor_fit(run) + found
+            texts.append(f"predictions are miscalibrated: {metric.title} is {percent(values[-1])}")
+    return find_poor_fit(run) + texts
 
 
 def _list_values(run: RunFolder, key: str) -> list[float]:
@@ -104,7 +104,7 @@ def _list_values(run: RunFolder, key: str) -> list[float]:
 
 def find_poor_fit(run: RunFolder) -> list[str]:
     """Return sentences on evaluations that are worse than the label's mean, or much worse than training."""
-    found = []
+    texts = []
     stopping = as_dict(as_dict(run.config.get("train")).get("early_stopping"))
     restores = stopping.get("restore_best")  # if set, the weights are not from the last steps
     for metric in run.recorded_metrics:
@@ -114,7 +114,7 @@ def find_poor_fit(run: RunFolder) -> list[str]:
         trained = [v for line in run.figures(Train) if not isnan(v := line.figure(metric.key))]
         if values and values[-1] > 1:
             text = f"{metric.label} is {metric.text(values[-1])}: worse than predicting the label's mean"
-            found.append(f"{text} for every row, which has NE 1")
+            texts.append(f"{text} for every row, which has NE 1")
         elif (
             values
             and trained
@@ -122,14 +122,14 @@ def find_poor_fit(run: RunFolder) -> list[str]:
             and values[-1] > OVERFIT_NE_RATIO * (last := fmean(trained[-OVERFIT_WINDOWS:]))
         ):
             text = f"{metric.label} is {metric.text(values[-1])} in evaluation and {metric.text(last)} in"
-            found.append(f"{text} training: the model overfits; see data.holdout and train.early_stopping")
-    return found
+            texts.append(f"{text} training: the model overfits; see data.holdout and train.early_stopping")
+    return texts
 
 
 def _describe_ranks(run: RunFolder) -> list[str]:
     lines = aggregate.sum_over_time(aggregate.skip_warmup(run.ranks))
     return [
-        said for advise in (find_straggler, find_low_utilization, find_hot_rank) if (said := advise(lines))
+        text for advise in (find_straggler, find_low_utilization, find_hot_rank) if (text := advise(lines))
     ]
 
 
@@ -139,26 +139,26 @@ def _tables(run: RunFolder) -> list[str]:
     for figures in last.values():
         if figures["dead_share"] * figures["weight_bytes"] < DEAD_BYTES:
             figures["dead_share"] = nan
-    found = []
+    texts = []
     for key, limit, text in (
-        ("dead_share", DEAD, "table {}: {} of rows never trained"),
-        ("changed_share", MAX_CHANGED_SHARE, "table {}: {} of ids were outside the table, and clamped"),
-        ("collision_rate", MAX_COLLISION_RATE, "table {}: {} of ids share a row with others (collisions)"),
+        ("dead_share", DEAD, "table {}: {} of the rows were never trained"),
+        ("changed_share", MAX_CHANGED_SHARE, "table {}: {} of the ids were out of range and were clamped"),
+        ("collision_rate", MAX_COLLISION_RATE, "table {}: {} of the ids share a row (collisions)"),
     ):
         over = {n: t[key] for n, t in last.items() if t[key] > limit}
         ordered = sorted(over, key=lambda name: -over[name])
-        found += _shorten([text.format(n, percent(over[n])) for n in ordered], "tables like that")
+        texts += _shorten([text.format(n, percent(over[n])) for n in ordered], "tables with this problem")
     hits = {n: t["cache_hit_rate"] for n, t in last.items() if not isnan(t["cache_hit_rate"])}
-    text = "table {}: its cache has {} of the rows that are looked up"
+    text = "table {}: only {} of the lookups hit the cache"
     cold = [text.format(n, percent(h)) for n, h in hits.items() if h < MIN_CACHE_HIT_RATE]
-    return found + _shorten(cold, "tables like that")
+    return texts + _shorten(cold, "tables with this problem")
 
 
-def _shorten(sentences: list[str], what: str) -> list[str]:
+def _shorten(sentences: list[str], noun: str) -> list[str]:
     more = len(sentences) - MAX_FINDINGS_PER_KIND
     if more <= 1:
         return sentences
-    return [*sentences[:MAX_FINDINGS_PER_KIND], f"and {more:,} more {what}"]
+    return [*sentences[:MAX_FINDINGS_PER_KIND], f"and {more:,} more {noun}"]
 
 
 def find_straggler(lines: list[RankLine]) -> str | None:
@@ -176,19 +176,19 @@ def find_straggler(lines: list[RankLine]) -> str | None:
     excess = aggregate.get_own_time_s(slow) - median(aggregate.get_own_time_s(line) for line in others)
     if excess <= SLOWER * slow.seconds:
         return None
-    more = {
+    phase_excess = {
         phase: slow.phase_s(phase) - median(other.phase_s(phase) for other in others)
         for phase in PHASES
         if phase not in aggregate.WAIT_PHASES
     }
-    phase = max(more, key=lambda p: more[p])
-    own, over, added = (
+    phase = max(phase_excess, key=lambda p: phase_excess[p])
+    own_ms, excess_ms, phase_ms = (
         seconds / max(1, slow.steps) * 1e3
-        for seconds in (aggregate.get_own_time_s(slow), excess, more[phase])
+        for seconds in (aggregate.get_own_time_s(slow), excess, phase_excess[phase])
     )
     return (
-        f"rank {slow.rank} is slow: {own:.1f} ms of own time a step, {over:.1f} ms more than the "
-        f"median of the others, most of it in {phase} (+{added:.1f} ms)"
+        f"rank {slow.rank} is slow: {own_ms:.1f} ms of own time per step, {excess_ms:.1f} ms more than "
+        f"the median of the other ranks, mostly in {phase} (+{phase_ms:.1f} ms)"
     )
 
 
@@ -202,8 +202,8 @@ def find_low_utilization(lines: list[RankLine]) -> str | None:
     if busy and fmean(busy) < IDLE_GPU_PERCENT:
         phase = max(PHASES, key=lambda p: shares[p])
         return (
-            f"GPUs are busy {percent(fmean(busy) / 100)} of the time; {percent(shares[phase])} of it goes "
-            f"into {': '.join(PHASE_TEXTS[phase])}"
+            f"GPUs are busy {percent(fmean(busy) / 100)} of the time; {percent(shares[phase])} of it is "
+            f"spent on {': '.join(PHASE_TEXTS[phase])}"
         )
     if shares["data"] > MAX_DATA_WAIT_SHARE:
         return f"ranks wait for data {percent(shares['data'])} of the time: {PHASE_TEXTS['data'][1]}"
@@ -287,7 +287,7 @@ def _describe_bound(seconds: Mapping[str, float], by: str, whole: float, rows_pe
     steps = {part: s for part, s in seconds.items() if part != START}
     if not (whole := sum(steps.values())):
         return text
-    return f"{text}; steps by {_words(steps, max(steps, key=lambda part: steps[part]), whole, rows_per_s)}"
+    return f"{text}; steps bound by {_words(steps, max(steps, key=lambda p: steps[p]), whole, rows_per_s)}"
 
 
 def _words(seconds: Mapping[str, float], part: str, whole: float, rows_per_s: float | None) -> str:

@@ -40,11 +40,11 @@ def pictures(folder: str | Path) -> list[Path]:
 
     run, target = RunFolder.read(folder), Path(folder) / PICTURES
     target.mkdir(exist_ok=True)
-    found = {target / f"{picture.name}.png": picture.draw(run) for picture in GALLERY}
-    made = {path: figure for path, figure in found.items() if figure}
-    for path, figure in made.items():
+    figures = {target / f"{picture.name}.png": picture.draw(run) for picture in GALLERY}
+    available = {path: figure for path, figure in figures.items() if figure}
+    for path, figure in available.items():
         save_png(figure, path)
-    return list(made)
+    return list(available)
 
 
 def build(folder: str | Path, out: str | Path | None = None) -> tuple[Path, list[Path]]:
@@ -158,8 +158,8 @@ def _group_by_section(drawn: list[Drawn]) -> dict[str, list[dict[str, Any]]]:
     sections: dict[str, list[dict[str, Any]]] = {}
     for picture, svg in drawn:
         # matplotlib has escaped all texts.
-        shown = Markup(svg) if svg else None
-        entry = {"name": picture.name, "label": picture.label, "svg": shown, "missing": picture.missing}
+        markup = Markup(svg) if svg else None
+        entry = {"name": picture.name, "label": picture.label, "svg": markup, "missing": picture.missing}
         sections.setdefault(picture.section, []).append(entry)
     return sections
 
@@ -172,8 +172,8 @@ def made_with(folder: Path) -> dict[str, str]:
     if not (folder / FOLDER).is_dir():
         return {}
     _, index = newest(str(folder / FOLDER))
-    found = as_dict(as_dict(index.get("about")).get("versions"))
-    return {str(key): str(value) for key, value in found.items()}
+    versions = as_dict(as_dict(index.get("about")).get("versions"))
+    return {str(key): str(value) for key, value in versions.items()}
 
 
 @contextmanager
@@ -189,7 +189,7 @@ def writing(path: Path) -> Iterator[None]:
         raise RunError(
             f"cannot write the page: {error.strerror}",
             where=str(error.filename or path),
-            do="choose another place with --out",
+            do="choose another path with --out",
         ) from None
 
 

@@ -83,9 +83,9 @@ def story(run: RunFolder) -> RunTimeline:
         return RunTimeline([], [], [])
     clock = _Clock(records[0])
     groups = _build_groups(events, records, clock)
-    known = [event for event in events if isinstance(event.message, (Start, Saved))]
+    saves = [event for event in events if isinstance(event.message, (Start, Saved))]
     progress = [(clock(t), step) for t, step in trained]
-    progress += [(clock(event.unix_s), event.detail("step")) for event in known]
+    progress += [(clock(event.unix_s), event.detail("step")) for event in saves]
     marks = [_build_mark(event, clock) for event in events if event.kind not in ("start", "started")]
     return RunTimeline(groups, marks, sorted(progress))
 
@@ -114,18 +114,18 @@ def _make_times_monotonic(
     The clock of a new group of workers can be behind the clock of the previous group. Later times are then
     shifted as if no time had passed in between.
     """
-    later, latest = [0.0], 0.0  # shift in seconds after each backward jump of the clock
+    shifts, latest = [0.0], 0.0  # shift in seconds after each backward jump of the clock
     moved = []
     for event in events:
-        if event.kind == "started" and event.unix_s + later[-1] < latest:
-            later.append(latest - event.unix_s)
-        moved.append(event._replace(unix_s=event.unix_s + later[-1]))
+        if event.kind == "started" and event.unix_s + shifts[-1] < latest:
+            shifts.append(latest - event.unix_s)
+        moved.append(event._replace(unix_s=event.unix_s + shifts[-1]))
         latest = max(latest, moved[-1].unix_s)
-    place, before, steps = 0, 0.0, []
+    jump, previous, steps = 0, 0.0, []
     for at, step in trained:
-        place = min(place + (at < before), len(later) - 1)
-        before = at
-        steps.append((at + later[place], step))
+        jump = min(jump + (at < previous), len(shifts) - 1)
+        previous = at
+        steps.append((at + shifts[jump], step))
     return moved, steps
 
 
@@ -149,11 +149,11 @@ def _build_groups(events: list[_TimedEvent], records: list[float], clock: _Clock
     groups = []
     for index, start in enumerate(starts):
         begin = start.unix_s
-        before = max((t for t in records if t < begin), default=begin)
+        previous = max((t for t in records if t < begin), default=begin)
         first = index and start.detail("attempt") == 1  # first group of another driver
-        pause = begin - before if first and begin - before > PAUSE_S else None
+        pause = begin - previous if first and begin - previous > PAUSE_S else None
         if pause:
-            clock.cut(before, begin)
+            clock.cut(previous, begin)
         following = starts[index + 1].unix_s if index + 1 < len(starts) else float("inf")
         down = [
             event.unix_s

@@ -17,14 +17,14 @@ MAX_EVENTS = 200
 
 def bounds(run: RunFolder) -> DataTable:
     """Return a table with one row for each part of the run's time (report.findings)."""
-    found = as_dict(run.result.get("bound.parts"))
+    parts = as_dict(run.result.get("bound.parts"))
     return _build_slice_table(
         {
             "part": Cell(str(name)),
             "seconds": _number_cell(number(part.get("seconds"))),
             "share of the time": _share(number(part.get("share"))),
         }
-        for name, part in found.items()
+        for name, part in parts.items()
         if isinstance(part, dict)
     )
 
@@ -49,12 +49,12 @@ def _build_rank_row(line: RankLine, total: float) -> dict[str, Cell]:
 
     return {
         "rank": Cell(str(line.rank), line.rank),
-        "ms a step": _step_ms_cell(line, line.seconds),
+        "ms per step": _step_ms_cell(line, line.seconds),
         "own time": _step_ms_cell(line, aggregate.get_own_time_s(line)),
         "data wait": _share(line.phase_s("data") / max(1e-12, line.seconds)),
         "lookups": _share(line.added("lookup_bytes") / total if total else nan),
         "tables": Cell(str(len(line.tables)), len(line.tables)),
-        "memory of tables": _bytes(line.added("weight_bytes") + line.added("state_bytes")),
+        "table memory": _bytes(line.added("weight_bytes") + line.added("state_bytes")),
         "process": _bytes(system("rss_bytes")),
         "CPU": _share(system("cpu_percent") / 100),
         "host memory": _share(system("host_memory_percent") / 100),
@@ -93,10 +93,10 @@ def _build_table_row(
         latest: Lines of the last interval.
         looked: Bytes looked up by all ranks.
     """
-    held = [line.tables[name] for line in group if name in line.tables]
+    entries = [line.tables[name] for line in group if name in line.tables]
     plan, (rows, dim) = run.planned(name), run.table_size(name) or (nan, nan)
     on = plan.get("ranks") or [line.rank for line in group if name in line.tables]
-    load = sum(entry.get("lookup_bytes") or 0.0 for entry in held) / looked if looked else nan
+    load = sum(entry.get("lookup_bytes") or 0.0 for entry in entries) / looked if looked else nan
     figures = run.combine_ranks(latest, name)
     return {
         "table": Cell(name),
@@ -105,7 +105,7 @@ def _build_table_row(
         "sharding_type": Cell(str(plan.get("sharding_type") or "")),
         "compute_kernel": Cell(str(plan.get("compute_kernel") or "")),
         "ranks": Cell(ranges(on) if isinstance(on, list) else str(on)),
-        "memory": _bytes(sum(map(aggregate.sum_table_bytes, held)) if held else nan),
+        "memory": _bytes(sum(map(aggregate.sum_table_bytes, entries)) if entries else nan),
         "lookups": _share(load),
         "distinct ids": _share(figures["unique_ratio"]),
         "never trained": _share(figures["dead_share"]),
@@ -121,46 +121,46 @@ def _build_table_row(
         "rows with an id": _share(figures["occupancy"]),
         "ids admitted": _number_cell(figures["admitted_ids"]),
         "ids evicted": _number_cell(figures["evicted_ids"]),
-        "at the fallback": _share(figures["fallback_share"]),
-        "steps since seen": _number_cell(figures["id_age"]),
+        "fallback share": _share(figures["fallback_share"]),
+        "steps since last use": _number_cell(figures["id_age"]),
     }
 
 
 def checks(run: RunFolder) -> DataTable | None:
     """Return a table with one row per check: numbers of passes and failures, and the last value."""
-    seen: dict[str, list[Outcome]] = {}
+    outcomes: dict[str, list[Outcome]] = {}
     for line in run.checks:
-        seen.setdefault(line.check, []).append(line)
+        outcomes.setdefault(line.check, []).append(line)
     rows = (
         {
             "check": Cell(check),
             "passed": _number_cell(sum(line.passed for line in lines)),
             "failed": _number_cell(sum(not line.passed for line in lines)),
             "last at step": _number_cell(lines[-1].step),
-            "figure": _number_cell(number(lines[-1].figure)),
+            "value": _number_cell(number(lines[-1].figure)),
             "limit": _number_cell(number(lines[-1].limit)),
-            "last text": Cell(lines[-1].text),
+            "last message": Cell(lines[-1].text),
         }
-        for check, lines in seen.items()
+        for check, lines in outcomes.items()
     )
-    return _build_slice_table(rows) if seen else None
+    return _build_slice_table(rows) if outcomes else None
 
 
 def events(run: RunFolder) -> DataTable | None:
     """Return a table of the last MAX_EVENTS events, without successful saves."""
-    told = story(run)
-    found = [(mark.at_s, mark.kind, mark.step, mark.text) for mark in told.marks if mark.kind != "saved"]
-    found += [(g.begin_s, "started", None, _started(g.workers, g.resumed_after_s)) for g in told.groups]
+    record = story(run)
+    items = [(mark.at_s, mark.kind, mark.step, mark.text) for mark in record.marks if mark.kind != "saved"]
+    items += [(g.begin_s, "started", None, _started(g.workers, g.resumed_after_s)) for g in record.groups]
     rows = (
         {
             "after": Cell(duration(at), at),
             "event": Cell(kind),
             "step": _number_cell(number(step)),
-            "what": Cell(text),
+            "details": Cell(text),
         }
-        for at, kind, step, text in sorted(found, key=lambda each: each[0])[-MAX_EVENTS:]
+        for at, kind, step, text in sorted(items, key=lambda each: each[0])[-MAX_EVENTS:]
     )
-    return _build_slice_table(rows) if found else None
+    return _build_slice_table(rows) if items else None
 
 
 def saves(run: RunFolder) -> str:
@@ -169,7 +169,7 @@ def saves(run: RunFolder) -> str:
     if not good:
         return "No checkpoint was recorded."
     wait_ms = 1e3 * sum(event.blocked_s for event in good) / len(good)
-    wait = f"a save held training up for {wait_ms:.0f} ms on average"
+    wait = f"each save blocked training for {wait_ms:.0f} ms on average"
     return f"Saved {count(len(good), 'time')}, last at step {good[-1].step}; {wait}."
 
 

@@ -65,12 +65,12 @@ def by_rank(lines: list[RankLine]) -> dict[int, list[RankLine]]:
 
 def select_last_group(lines: list[RankLine]) -> list[RankLine]:
     """Return the lines since the last change of the group of workers; only these ranks are comparable."""
-    kept: list[RankLine] = []
+    group: list[RankLine] = []
     for line in reversed(lines):
-        if kept and (line.attempt, line.world) != (kept[0].attempt, kept[0].world):
+        if group and (line.attempt, line.world) != (group[0].attempt, group[0].world):
             break
-        kept.append(line)
-    return kept[::-1]
+        group.append(line)
+    return group[::-1]
 
 
 def skip_warmup(lines: list[RankLine]) -> list[RankLine]:
@@ -89,7 +89,7 @@ def sum_over_time(lines: list[RankLine]) -> list[RankLine]:
     Args:
         lines: Lines of one or several ranks; each rank's lines are ordered by step.
     """
-    return [sum_intervals(mine) for mine in by_rank(lines).values()]
+    return [sum_intervals(rank_lines) for rank_lines in by_rank(lines).values()]
 
 
 def order_by_load(lines: list[RankLine]) -> list[str]:
@@ -116,10 +116,10 @@ def combine_shards(lines: list[RankLine], table: str, replicated: bool = False) 
     """
     entries = [line.tables[table] for line in lines if table in line.tables]
     replicated = replicated or any(entry.get("replicated") is True for entry in entries)
-    out: dict[str, Any] = {key: _known(entries, key, sum) for key in SUMMED}
-    out |= {key: _known(entries, key, max) for key in MAXIMUM_KEYS}
+    out: dict[str, Any] = {key: _merge(entries, key, sum) for key in SUMMED}
+    out |= {key: _merge(entries, key, max) for key in MAXIMUM_KEYS}
     out |= {
-        key: _known(entries, key, max if replicated else lambda values: hypot(*values)) for key in NORM_KEYS
+        key: _merge(entries, key, max if replicated else lambda values: hypot(*values)) for key in NORM_KEYS
     }
     out |= {key: _compute_weighted_mean(entries, key, weight) for key, weight in WEIGHTS.items()}
     counts = [c for entry in entries if (c := entry.get("row_norm_counts")) and len(c) == BINS]
@@ -127,7 +127,7 @@ def combine_shards(lines: list[RankLine], table: str, replicated: bool = False) 
     return out
 
 
-def _known(entries: list[dict], key: str, combine: Any) -> float:
+def _merge(entries: list[dict], key: str, combine: Any) -> float:
     values = [value for entry in entries if (value := entry.get(key)) is not None]
     return float(combine(values)) if values else nan
 

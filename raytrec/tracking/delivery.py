@@ -31,7 +31,7 @@ LOCK = "mlflow.lock"
 ROUND_INTERVAL_S = 1.0  # interval between the starts of two rounds of writing
 FINAL_ROUND_TIMEOUT_S = 25.0  # time limit of the last round, after training has ended
 MIN_RETRY_DELAY_S, LONGEST_S = 1.0, 30.0  # shortest and longest delay between two retries
-RECOVERY_NOTICE = "MLflow is back; the records that it lacks are being written"
+RECOVERY_NOTICE = "MLflow is reachable again; the missing records are being written"
 MAX_PARAM_LENGTH, MAX_TAG_LENGTH = 6000, 8000  # characters
 LOGIN_HINT = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
 
@@ -60,8 +60,8 @@ class Delivery:
         self._tags: dict[str, str] = {}  # tags that the store has
         self._uploaded: dict[Path, tuple[int, int]] = {}  # file → (modification time, size)
         self._joined = self._tried = self._ended = False
-        self._get_http_status: str | None = None  # final status of the run; None during training
-        self._pause_s, self._longest_s, self._next = 0.0, LONGEST_S, 0.0
+        self._final_status: str | None = None  # final status of the run; None during training
+        self._pause_s, self._max_delay_s, self._next = 0.0, LONGEST_S, 0.0
         self._why, self._dropped = "", 0
 
     @property
@@ -83,8 +83,8 @@ class Delivery:
             self._write_description()
             self._write_lines()
             self._upload_files()
-            if self._get_http_status and not self._ended:
-                self._ended = self._attempt(self._end, self._get_http_status)
+            if self._final_status and not self._ended:
+                self._ended = self._attempt(self._end, self._final_status)
         except ConfigError:
             raise
         except Exception as error:
@@ -109,7 +109,7 @@ class Delivery:
             ConfigError: As in `deliver`.
         """
         until = monotonic() + patience_s
-        self._get_http_status, self._longest_s, self._next = status, MIN_RETRY_DELAY_S, 0.0
+        self._final_status, self._max_delay_s, self._next = status, MIN_RETRY_DELAY_S, 0.0
         while not self.deliver() and self._next < until:
             sleep(max(0.0, self._next - monotonic()))
         dropped = self._dropped + self._feed.dropped
@@ -135,10 +135,10 @@ class Delivery:
 
     def _schedule_retry(self, error: Exception) -> None:
         if not self._pause_s:
-            kept = "records are kept in the run folder, and written when it is back"
-            self._notify(f"MLflow does not answer ({reason(error)}): {kept}")
+            kept = "records stay in the run folder and are written when MLflow responds again"
+            self._notify(f"MLflow does not respond ({reason(error)}): {kept}")
         self._why = reason(error)
-        self._pause_s = min(2 * self._pause_s or MIN_RETRY_DELAY_S, self._longest_s)
+        self._pause_s = min(2 * self._pause_s or MIN_RETRY_DELAY_S, self._max_delay_s)
         self._next = monotonic() + self._pause_s
 
     def _open(self) -> None:
@@ -192,12 +192,12 @@ class Delivery:
     def _changed_files(self) -> dict[Path, tuple[int, int]]:
         """Return files whose current version is not in the store, with their modification time and size."""
         paths = [*map(self._folder.joinpath, ARTIFACTS), *sorted(self._folder.glob("pictures/*.svg"))]
-        found = {}
+        versions = {}
         for path in paths:
             with suppress(OSError):
                 about = path.stat()
-                found[path] = about.st_mtime_ns, about.st_size
-        return {path: version for path, version in found.items() if self._uploaded.get(path) != version}
+                versions[path] = about.st_mtime_ns, about.st_size
+        return {path: version for path, version in versions.items() if self._uploaded.get(path) != version}
 
     def _end(self, status: str) -> None:
         self._store.end(status)
@@ -229,15 +229,15 @@ def follow(folder: Path, config: RunConfig) -> None:
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # ends with its driver, which may still have to save
     block_unneeded_packages()
-    status, told = None, None
+    status, sent_id = None, None
     with hold_delivery_lock(folder):
         delivery = Delivery(folder, config, lambda text: _print_message("note", text))
         try:
             while status is None:
                 began = monotonic()
                 delivery.deliver()
-                if delivery.run_id != told:
-                    _print_message("run_id", told := delivery.run_id)
+                if delivery.run_id != sent_id:
+                    _print_message("run_id", sent_id := delivery.run_id)
                 status = _read_status(max(0.0, began + ROUND_INTERVAL_S - monotonic()))
             _print_message(
                 "missing",

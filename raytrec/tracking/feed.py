@@ -113,7 +113,7 @@ class RecordReader:
 
     def _read_batch(self) -> Batch | None:
         records: list[Record] = []
-        metrics, before = 0, dict(self._read_to)
+        metrics, start_offsets = 0, dict(self._read_to)
         for file in FILES:
             for line in read_lines(self.folder / file, self._read_to[file]):
                 if metrics >= MAX_METRICS_PER_CALL:
@@ -122,7 +122,7 @@ class RecordReader:
                 if (record := self._parse_record(file, line)) and record.figures:
                     records.append(record)
                     metrics += len(record.figures)
-        if self._read_to == before:
+        if self._read_to == start_offsets:
             return None
         offsets = dict(self._read_to)
         if (begin := self._translator.find_pending_offset()) is not None:
@@ -134,6 +134,6 @@ class RecordReader:
             message = decode(file, line.data)
         except ValueError as error:
             self.dropped += 1
-            self.why = f"{file} has a line that is not a message: {error}"
+            self.why = f"{file} contains an invalid line: {error}"
             return None
         return self._translator.record(message, line.begin) if message else None

@@ -156,8 +156,8 @@ class History:
 
     def figures(self, *kinds: type[Measured]) -> list[Measured]:
         """Return lines of metrics.jsonl of these kinds (messages.Train, Eval, Final, …), by step."""
-        found = [line for kind in kinds for line in self._metrics.get(kind.KIND, [])]
-        return sorted(found, key=lambda line: line.step)
+        lines = [line for kind in kinds for line in self._metrics.get(kind.KIND, [])]
+        return sorted(lines, key=lambda line: line.step)
 
     @property
     def ranks(self) -> list[RankLine]:
@@ -193,9 +193,9 @@ class History:
     def recorded_metrics(self) -> list[Figure]:
         """Return the recorded metrics, as described by the run."""
         described = [start.line() for start in reversed(self.starts)]
-        given = {key for lines in self._metrics.values() for line in lines for key in line.figures}
-        given |= {key.removeprefix(EVAL_PREFIX) for key in self.result}
-        return [figure for figure in figures_of(*described, self.result) if figure.key in given]
+        keys = {key for lines in self._metrics.values() for line in lines for key in line.figures}
+        keys |= {key.removeprefix(EVAL_PREFIX) for key in self.result}
+        return [figure for figure in figures_of(*described, self.result) if figure.key in keys]
 
 
 def _replace_later(lines: list[Any], line: Any) -> None:

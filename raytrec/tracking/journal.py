@@ -76,8 +76,8 @@ class Journal:
             self._bytes -= len(first.data)
         if self._trouble:
             self._trouble = ""
-            lost = f", but for the oldest {self._lost:,} records" if self._lost else ""
-            self._notify(f"the run folder can be written again; what waited is there{lost}")
+            lost = f", except for the oldest {self._lost:,} records" if self._lost else ""
+            self._notify(f"the run folder is writable again; all pending records were written{lost}")
             self.add(EVENTS, {"event": "room", "unix_s": time()})
 
     def missing(self) -> str | None:
@@ -89,9 +89,9 @@ class Journal:
         why = f" ({self._trouble})" if self._trouble else ""
         return f"the run folder lacks {lines:,} record{'s' * (lines != 1)}{why}: {self._folder}"
 
-    def _enqueue(self, what: PendingWrite) -> None:
-        self._waiting.append(what)
-        self._bytes += len(what.data)
+    def _enqueue(self, item: PendingWrite) -> None:
+        self._waiting.append(item)
+        self._bytes += len(item.data)
         while self._bytes > MOST_BYTES:
             self._bytes -= len(self._waiting.popleft().data)
             self._lost += 1
@@ -101,8 +101,8 @@ class Journal:
             return
         self._trouble = why
         self._notify(
-            f"the run folder cannot be written ({why}): {self._folder}; training continues, and "
-            "records are kept in memory until there is room"
+            f"cannot write to the run folder ({why}): {self._folder}; training continues, and "
+            "records stay in memory until there is space"
         )
         self._enqueue(
             PendingWrite(
@@ -110,14 +110,14 @@ class Journal:
             )
         )
 
-    def _write(self, what: PendingWrite) -> None:
-        path = self._folder / what.name
-        if what.whole:
-            write_atomically(path, what.data)
+    def _write(self, item: PendingWrite) -> None:
+        path = self._folder / item.name
+        if item.whole:
+            write_atomically(path, item.data)
             return
-        start = b"" if what.name in self._begun else _get_missing_newline(path)
-        append_to(path, start + what.data)
-        self._begun.add(what.name)
+        start = b"" if item.name in self._begun else _get_missing_newline(path)
+        append_to(path, start + item.data)
+        self._begun.add(item.name)
 
 
 def append_line(folder: Path, message: Message) -> None:
@@ -137,10 +137,10 @@ def append_to(path: Path, data: bytes) -> None:
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     try:
-        size, left = os.fstat(descriptor).st_size, memoryview(data)
+        size, remaining = os.fstat(descriptor).st_size, memoryview(data)
         try:
-            while left:
-                left = left[os.write(descriptor, left) :]
+            while remaining:
+                remaining = remaining[os.write(descriptor, remaining) :]
         except OSError:
             with suppress(OSError):
                 os.ftruncate(descriptor, size)

@@ -48,8 +48,8 @@ def is_access_denied(error: BaseException) -> bool:
 
 def reason(error: BaseException) -> str:
     """Return the text of the innermost error, at most 200 characters, without secrets."""
-    said = [str(cause).strip() for cause in _iterate_causes(error)]
-    text = next((words for words in reversed(said) if words), type(error).__name__)
+    messages = [str(cause).strip() for cause in _iterate_causes(error)]
+    text = next((message for message in reversed(messages) if message), type(error).__name__)
     return hide(text.splitlines()[0])[:200]
 
 
@@ -89,9 +89,9 @@ def _get_http_status(error: BaseException) -> int | None:
 
 def _iterate_causes(error: BaseException) -> Iterator[BaseException]:
     """Yield the error, its cause, the cause of that error, and so on."""
-    seen: set[int] = set()
+    visited: set[int] = set()
     current: BaseException | None = error
-    while current is not None and id(current) not in seen:
-        seen.add(id(current))
+    while current is not None and id(current) not in visited:
+        visited.add(id(current))
         yield current
         current = current.__cause__ or current.__context__

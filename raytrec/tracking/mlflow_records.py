@@ -67,7 +67,7 @@ class Translator:
         `begin` is the offset of the message's line in its file.
         """
         if not isinstance(message, RankLine):
-            return _of(message)
+            return _to_record(message)
         lines = self._groups.add(message, begin)
         return None if lines is None else _record(to_rank_metrics(lines), message.step, message.unix_s)
 
@@ -76,7 +76,7 @@ class Translator:
         return self._groups.find_pending_offset()
 
 
-def _of(message: Message) -> Record | None:
+def _to_record(message: Message) -> Record | None:
     if isinstance(message, Outcome):
         place = f"watch/check/{message.check}"
         named = {place: int(message.passed), f"{place}_figure": message.figure}
@@ -92,12 +92,12 @@ def _of(message: Message) -> Record | None:
 
 def _record(figures: Mapping[str, Any], step: int, unix_s: float) -> Record:
     """Return a record with valid MLflow names, without values that are None or not finite."""
-    known = {
+    valid = {
         INVALID_NAME_CHARACTERS.sub("_", name)[:MAX_NAME_LENGTH]: float(value)
         for name, value in figures.items()
         if isinstance(value, (int, float)) and isfinite(value)
     }
-    return Record(known, step, round(unix_s * 1000))
+    return Record(valid, step, round(unix_s * 1000))
 
 
 def to_rank_metrics(lines: list[RankLine]) -> dict[str, float | None]:
@@ -111,17 +111,17 @@ def to_rank_metrics(lines: list[RankLine]) -> dict[str, float | None]:
         of a table over ranks (aggregate.combine_shards); watch/rank/R/table/NAME/…; system/rank_R/….
     """
     out: dict[str, float | None] = {}
-    held: dict[str, float] = {}
+    table_bytes: dict[str, float] = {}
     for line in lines:
         out |= _build_rank_metrics(line)
         for name, entry in line.tables.items():
-            held[name] = held.get(name, 0.0) + sum_table_bytes(entry)
-    if len(lines) * len(held) <= MAX_RANK_TABLES:
+            table_bytes[name] = table_bytes.get(name, 0.0) + sum_table_bytes(entry)
+    if len(lines) * len(table_bytes) <= MAX_RANK_TABLES:
         for line in lines:
             for name, figures in line.tables.items():
                 place = f"watch/rank/{line.rank}/table/{name}"
                 out |= {f"{place}/{key}": figures.get(key) for key in FIGURES}
-    for name in sorted(held, key=lambda name: (-held[name], name))[:MAX_TABLES]:
+    for name in sorted(table_bytes, key=lambda name: (-table_bytes[name], name))[:MAX_TABLES]:
         figures = combine_shards(lines, name)
         out |= {f"watch/table/{name}/{key}": figures[key] for key in FIGURES}
     return out

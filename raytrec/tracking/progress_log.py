@@ -61,14 +61,14 @@ def progress(step: int, total: int, rows_per_s: float | None, values: Iterable[s
 
 def remaining(seconds: float) -> str:
     """Return the remaining time as text: ETA 0:42, ETA 1:02:03."""
-    hours, rest = divmod(max(0, round(seconds)), 3600)
-    minutes, rest = divmod(rest, 60)
-    return f"ETA {hours}:{minutes:02}:{rest:02}" if hours else f"ETA {minutes}:{rest:02}"
+    hours, secs = divmod(max(0, round(seconds)), 3600)
+    minutes, secs = divmod(secs, 60)
+    return f"ETA {hours}:{minutes:02}:{secs:02}" if hours else f"ETA {minutes}:{secs:02}"
 
 
 def evaluation(step: int, values: Iterable[str]) -> str:
     """Return the labeled values of an evaluation as text."""
-    return f"step {step}: {PART_SEPARATOR.join(values) or 'no figure is defined'}"
+    return f"step {step}: {PART_SEPARATOR.join(values) or 'no metric is defined'}"
 
 
 def named(figures: Iterable[Figure], values: Mapping[str, Any]) -> list[str]:
@@ -76,11 +76,11 @@ def named(figures: Iterable[Figure], values: Mapping[str, Any]) -> list[str]:
 
     A training loss is left out if it has the same text as the log loss of the same task.
     """
-    known = {each.key: each for each in figures if not isnan(number(values.get(each.key)))}
-    texts = {key: each.format.format(values[key]) for key, each in known.items()}
+    defined = {each.key: each for each in figures if not isnan(number(values.get(each.key)))}
+    texts = {key: each.format.format(values[key]) for key, each in defined.items()}
     losses = [key for key in texts if key.split(".")[-1] == LOSS]
     repeated = {key for key in losses if texts[key] == texts.get(f"{key.removesuffix(LOSS)}{LOG_LOSS}")}
-    return [f"{known[key].label} {text}" for key, text in texts.items() if key not in repeated]
+    return [f"{defined[key].label} {text}" for key, text in texts.items() if key not in repeated]
 
 
 def message(kind: str, values: Mapping[str, Any]) -> str:

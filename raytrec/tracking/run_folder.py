@@ -128,7 +128,7 @@ class RunFolder(History):
         Raises:
             OSError: A path is not a regular file, or the file cannot be read.
         """
-        before = dict(self._read_to)
+        offsets = dict(self._read_to)
         for file in self._read_to:
             for line in read_lines(self.path / file, self._read_to[file]):
                 self._read_to[file] = line.end
@@ -144,7 +144,7 @@ class RunFolder(History):
         plan = find_document(str(self.path / PLAN), list[dict[str, Any]]) or []
         self.plan = {str(entry.get("table")): entry for entry in plan}
         self.__dict__.pop("tables", None)
-        return self._read_to != before
+        return self._read_to != offsets
 
     @cached_property
     def tables(self) -> dict[str, dict[int, dict[str, Any]]]:
@@ -215,16 +215,16 @@ def check_run_folder(place: str | Path) -> Path:
     folder, files = Path(place).expanduser(), (CONFIG, *GROWING, RESULT)
     if not folder.is_dir():
         raise RunError(
-            "there is no such run folder",
+            "the run folder does not exist",
             where=str(place),
-            expected="a folder that `raytrec train` printed (run.dir)",
+            expected="a run folder printed by `raytrec train` (run.dir)",
         )
     if not any((folder / name).is_file() for name in files):
         raise RunError(
-            "nothing of a run is in this folder",
+            "the folder contains no files of a run",
             where=str(place),
             expected=f"one of {', '.join(files)}",
-            do="name the folder of a run, not the one above it",
+            do="pass the run folder itself, not its parent",
         )
     return folder
 

@@ -18,7 +18,7 @@ from raytrec.tracking.mlflow_records import Record
 
 KEY, PARENT_NAME_TAG = "raytrec.key", "raytrec.parent_run"
 MAX_METRICS_PER_CALL = 1000  # metrics that MLflow accepts in one call
-URI_HINT = "correct tracking.uri, or leave it out for a local sqlite store"
+URI_HINT = "correct tracking.uri, or omit it to use a local sqlite store"
 
 
 class Store:
@@ -42,8 +42,8 @@ class Store:
         self.run_id: str | None = None
         self._name, self._artifacts = config.run.name, choose_artifact_folder(tracking.uri, folder)
         self._is_file = self.uri.startswith("sqlite")
-        self._before, self._key = before, key
-        self._parent_made: str | None = None
+        self._previous_id, self._key = before, key
+        self._created_parent: str | None = None
 
     def open(self) -> None:
         """Find or create the experiment and the run. The call can be repeated after a failure."""
@@ -111,18 +111,18 @@ class Store:
             return
         oldest = self._find_parent()
         self._client.set_tag(self.run_id, PARENT_RUN_TAG, oldest)
-        if self._parent_made not in (None, oldest):
-            self._client.delete_run(self._parent_made)
-            self._parent_made = None
+        if self._created_parent not in (None, oldest):
+            self._client.delete_run(self._created_parent)
+            self._created_parent = None
 
     def _find_parent(self) -> str:
         """Return the id of the oldest run with the parent's name; create it if there is none."""
-        found = self._client.search_runs([self._experiment_id], f"tags.`{PARENT_NAME_TAG}` LIKE '%'")
-        named = [run.info for run in found if run.data.tags[PARENT_NAME_TAG] == self._parent]
+        runs = self._client.search_runs([self._experiment_id], f"tags.`{PARENT_NAME_TAG}` LIKE '%'")
+        named = [run.info for run in runs if run.data.tags[PARENT_NAME_TAG] == self._parent]
         if named:
             return min((info.start_time, info.run_id) for info in named)[1]
-        self._parent_made = self._create(self._parent, PARENT_NAME_TAG, self._parent)
-        self._client.set_terminated(self._parent_made)  # nothing more is written to it
+        self._created_parent = self._create(self._parent, PARENT_NAME_TAG, self._parent)
+        self._client.set_terminated(self._created_parent)  # nothing more is written to it
         return self._find_parent()
 
     def _find_experiment(self) -> str:
@@ -134,16 +134,16 @@ class Store:
         from mlflow.exceptions import MlflowException
 
         local = self._artifacts.as_uri() if self._is_file else None
-        if found := self._client.get_experiment_by_name(self._experiment):
-            if found.lifecycle_stage == "deleted":
+        if experiment := self._client.get_experiment_by_name(self._experiment):
+            if experiment.lifecycle_stage == "deleted":
                 raise ConfigError(
                     f"the experiment {self._experiment} is deleted in MLflow",
                     where=f"tracking.experiment={self._experiment}, tracking.uri={hide(self.uri)}",
                     expected="an experiment that is not deleted, or a new name",
                     do="set another tracking.experiment, or restore it with MLFLOW_TRACKING_URI set: "
-                    f"mlflow experiments restore --experiment-id {found.experiment_id}",
+                    f"mlflow experiments restore --experiment-id {experiment.experiment_id}",
                 )
-            return found.experiment_id
+            return experiment.experiment_id
         try:
             return self._client.create_experiment(
                 self._experiment, artifact_location=local, tags=EXPERIMENT_TAGS
@@ -157,20 +157,20 @@ class Store:
         """Reopen the run to continue and return its id; return None if the store does not have the run."""
         from mlflow.exceptions import MlflowException
 
-        if not self._before:
+        if not self._previous_id:
             return None
         try:
-            self._client.update_run(self._before, status="RUNNING")
+            self._client.update_run(self._previous_id, status="RUNNING")
         except MlflowException as error:
             if is_transient(error):
                 raise
             return None
-        return self._before
+        return self._previous_id
 
     def _find_by_key(self) -> str | None:
         """Return the id of the run that an earlier call created without receiving the answer."""
-        found = self._client.search_runs([self._experiment_id], f"tags.`{KEY}` = '{self._key}'")
-        return found[0].info.run_id if found else None
+        runs = self._client.search_runs([self._experiment_id], f"tags.`{KEY}` = '{self._key}'")
+        return runs[0].info.run_id if runs else None
 
     def _create(self, name: str, tag: str, value: str) -> str:
         run = self._client.create_run(self._experiment_id, run_name=name, tags={tag: value})
@@ -184,7 +184,7 @@ def check_tracking_uri(uri: str) -> None:
         ConfigError: MLflow has no store of this kind.
     """
     if not has_store(uri):
-        raise make_open_error(uri, "MLflow has no store of such an address", URI_HINT)
+        raise make_open_error(uri, "MLflow does not support this address", URI_HINT)
 
 
 def make_open_error(uri: str, why: str, do: str) -> ConfigError:

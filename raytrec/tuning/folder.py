@@ -58,7 +58,7 @@ def write_search(search: Search) -> None:
         RunError: The folder cannot be written, or a trial's folder contains other files.
     """
     folder = search.folder
-    with convert_os_errors("cannot write the search's folder", where=str(folder)):
+    with convert_os_errors("cannot write the search folder", where=str(folder)):
         (folder / SEARCH_CONFIG).parent.mkdir(parents=True, exist_ok=True)
         write_config((folder / SEARCH_CONFIG).parent, search.config)
         write_marked_file(folder / SPACE, search.space.text)
@@ -107,24 +107,24 @@ def reopen_search(folder: Path, trials: int | None, allow_code: bool, patience_s
     read_settings(folder)  # checked first, because the lock creates the folder
     with hold_run_lock(folder, patience_s, RunConsole(folder.name).note):
         settings = read_settings(folder)
-        before = read_document(str(folder), TRIALS, Records, "search", "raytrec tune")
-    if trials is not None and trials < len(before):
+        records = read_document(str(folder), TRIALS, Records, "search", "raytrec tune")
+    if trials is not None and trials < len(records):
         raise ConfigError(
-            f"--trials {trials}, but the search has {len(before)} already",
+            f"--trials {trials} is less than the {len(records)} trials of the search",
             where=str(folder),
-            do="leave it out",
+            do="increase it, or omit --trials",
         )
     config = load_config(folder / SEARCH_CONFIG, allow_code=allow_code)
     config.run.dir = str(folder)  # the folder may have been moved
     space = Space.read(str(folder / SPACE))
     search = prepare_search(config, space, replace(settings, trials=trials or settings.trials), allow_code)
-    for trial, record in zip(search.trials, before, strict=False):
+    for trial, record in zip(search.trials, records, strict=False):
         if record["values"] != trial.values:
             raise RunError(
-                f"trial {trial.number} of the search is not what its space draws",
+                f"trial {trial.number} of the search differs from the values that its space draws",
                 where=str(folder / TRIALS),
-                expected=f"{trial.values}, which {SPACE} and the seed in {SEARCH} draw",
-                do="restore the files of the search, or begin a new one",
+                expected=f"{trial.values}, as drawn from {SPACE} with the seed in {SEARCH}",
+                do="restore the files of the search, or start a new search",
             )
         if (trial.folder / "config.yaml").exists():
             load_config(trial.folder / "config.yaml", allow_code=allow_code)

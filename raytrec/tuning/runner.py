@@ -101,7 +101,7 @@ class TrialProcess(subprocess.Popen):
     """
 
     def __init__(self, trial: Trial, environment: dict[str, str]):
-        self.trial, self._asked = trial, False
+        self.trial, self._stop_requested = trial, False
         self._log = TemporaryFile()  # noqa: SIM115
         super().__init__(
             [*TRAIN_COMMAND, str(trial.folder)],
@@ -115,8 +115,8 @@ class TrialProcess(subprocess.Popen):
 
     def request_stop(self) -> None:
         """Ask the process to save and end; only once, because a second signal would kill the process."""
-        if not self._asked:
-            self._asked = True
+        if not self._stop_requested:
+            self._stop_requested = True
             self.terminate()
 
     def outcome(self, status: int) -> tuple[State, str]:
@@ -126,11 +126,11 @@ class TrialProcess(subprocess.Popen):
         if status == FAILED:
             self._log.seek(0)
             text = self._log.read().decode(errors="replace").strip()
-            _, found, message = f"\n{text}".rpartition("\nerror: ")
-            return State.FAILED, message if found else text.rpartition("\n")[2] or "exit status 1"
-        if self._asked or status in STOPPED:
+            _, separator, message = f"\n{text}".rpartition("\nerror: ")
+            return State.FAILED, message if separator else text.rpartition("\n")[2] or "exit status 1"
+        if self._stop_requested or status in STOPPED:
             return State.STOPPED if self.trial.state == State.STOPPED else State.INTERRUPTED, ""
-        return State.RUNNING, f"its process died {MAX_STARTS} times, last with exit status {status}"
+        return State.RUNNING, f"the process died {MAX_STARTS} times, most recently with exit status {status}"
 
 
 def _set_parent_death_signal() -> None:
@@ -168,8 +168,8 @@ class Runner:
         if not self._waiting:
             return
         places = allocate_environments([trial.config for trial in self._waiting], at_once)
-        left, label = count(len(self._waiting), "trial"), self._search.figure.label
-        self._console.note(f"{left} to run, {len(places)} at a time, compared by {label}")
+        remaining, label = count(len(self._waiting), "trial"), self._search.figure.label
+        self._console.note(f"running {remaining}, {len(places)} at a time, compared by {label}")
         running: dict[int, TrialProcess] = {}  # by index into places
         handlers = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -202,7 +202,7 @@ class Runner:
         if self.signal is not None:
             raise KeyboardInterrupt
         self.signal, self._signalled_at = number, monotonic()
-        self._console.note("ending: running trials save first")
+        self._console.note("stopping: running trials save a checkpoint first")
 
     def _begin(self, trial: Trial, environment: dict[str, str]) -> TrialProcess:
         patience = PREVIOUS_DRIVER_TIMEOUT_S + trial.config.scaling.shutdown_grace_s
@@ -210,15 +210,15 @@ class Runner:
             pass  # waits until the process of a killed search has saved
         trial.state, trial.error = State.RUNNING, ""
         after = f", resumed after step {trial.step}" if trial.step else ""
-        self._console.note(f"trial {trial.number} begins{after}: {trial.values_text}")
+        self._console.note(f"trial {trial.number} starts{after}: {trial.values_text}")
         self._write_record()
         return TrialProcess(trial, environment)
 
     def _poll_trial(self, process: TrialProcess) -> None:
         """Read a trial's progress, and ask its process to end if the trial or the search is to end."""
-        trial, before = process.trial, process.trial.value
+        trial, previous = process.trial, process.trial.value
         trial.read_evaluations(self._search.figure.key)
-        if not isnan(trial.value) and trial.value != before:
+        if not isnan(trial.value) and trial.value != previous:
             at = f"step {max(trial.points)}/{trial.total}"
             self._console.note(f"trial {trial.number}  {at}  {self._search.value_text(trial)}")
         if self._halving.falls_behind(trial) and trial.step < trial.total:
@@ -246,7 +246,7 @@ class Runner:
         try:
             write_trials(self._search)
         except OSError as error:  # the trial folders contain the results as well
-            self._console.warn(f"the state of the search cannot be written: {error.strerror}")
+            self._console.warn(f"cannot write the state of the search: {error.strerror}")
 
 
 def allocate_environments(configs: list[RunConfig], at_once: int | None) -> list[dict[str, str]]:

@@ -27,8 +27,8 @@ from raytrec.worker.loop import total_steps
 BEST_FILE = "best.yaml"
 MAX_TRIALS = 10_000
 TEST_DATA_WARNING = (
-    "data.valid is not set, so trials are compared on the test data: figures of the best one are better than "
-    "they would be on data that took no part in the search"
+    "data.valid is not set, so trials are compared on the test data; "
+    "the metrics of the best trial are optimistic compared with unseen data"
 )
 
 
@@ -233,32 +233,32 @@ def prepare_search(config: RunConfig, space: Space, settings: Settings, allow_co
         space.refuse_code(config)
     if not config.train.eval_every_steps:
         raise ConfigError(
-            "train.eval_every_steps is not set, so there is nothing to compare trials by",
+            "train.eval_every_steps is not set, so trials cannot be compared",
             where="train.eval_every_steps",
             expected="the number of steps between two evaluations on data.valid",
             do="set it in the configuration, or add train.eval_every_steps=STEPS to the command",
         )
     check_no_redacted_values(config)
     schema, datasets = open_data(config)
-    here = starts_local_ray(config.scaling.address)
+    is_local = starts_local_ray(config.scaling.address)
 
-    def check(each: RunConfig) -> Figure:
-        check_fit(each, schema, here=here)
-        able, key = Selection.from_config(each, schema), settings.metric
-        return able.best(each.checkpoint.best_metric) if key is None else able.best(key, "--metric")
+    def check(trial: RunConfig) -> Figure:
+        check_fit(trial, schema, here=is_local)
+        metrics, key = Selection.from_config(trial, schema), settings.metric
+        return metrics.best(trial.checkpoint.best_metric) if key is None else metrics.best(key, "--metric")
 
     search = Search(config, schema, space, settings, check(config))
     for draw, value in space.extremes:  # one key at a time, so that an error names the key and its line
         with _attribute_errors(f"{draw.key} = {value}", draw.where):
             check(config.with_({draw.key: value}))
     for index, values in enumerate(space.configurations(settings.trials, settings.seed), 1):
-        hint = "draw values that depend on each other as one: a choice of whole sections, such as "
+        hint = "draw dependent values together as a choice of whole sections, such as "
         hint += "optim.schedule: {choice: [{}, {decay: linear}]}"
-        shown = ", ".join(f"{key} = {value}" for key, value in values.items())
-        with _attribute_errors(f"trial {index} ({shown})", space.place, hint):
-            each = make_trial_config(config, values, index)
-            check(each)
-        search.trials.append(Trial(index, values, each, total_steps(each, datasets["train"].rows)))
+        values_text = ", ".join(f"{key} = {value}" for key, value in values.items())
+        with _attribute_errors(f"trial {index} ({values_text})", space.place, hint):
+            trial = make_trial_config(config, values, index)
+            check(trial)
+        search.trials.append(Trial(index, values, trial, total_steps(trial, datasets["train"].rows)))
     return search
 
 

@@ -105,7 +105,7 @@ class Space:
         Raises:
             ConfigError: The file cannot be read, or `parse` fails.
         """
-        with convert_os_errors("cannot read the space", ConfigError, where=place, expected=EXPECTED):
+        with convert_os_errors("cannot read the search space", ConfigError, where=place, expected=EXPECTED):
             data = read_bytes(place)
         return cls.parse(data.decode(errors="surrogateescape"), place)  # parse rejects the surrogates
 
@@ -119,9 +119,9 @@ class Space:
         try:
             values = parse_yaml(text)
         except UnreadableError as error:
-            raise ConfigError(f"not YAML that can be used: {error}", where=place) from None
+            raise ConfigError(f"the search space is not valid YAML: {error}", where=place) from None
         if not isinstance(values, dict) or not values:
-            raise ConfigError("the space has no keys", where=place, expected=EXPECTED)
+            raise ConfigError("the search space has no keys", where=place, expected=EXPECTED)
         lines = {key.value: key.start_mark.line + 1 for key, _ in yaml.compose(text).value}
         draws = [_draw(str(k), how, f"{place}, line {lines.get(str(k), 1)}") for k, how in values.items()]
         for draw in draws:
@@ -161,35 +161,35 @@ class Space:
             ConfigError: The space draws such code; the error lists the code.
         """
         if elsewhere := origin(self.place):
-            known = find_foreign_code(config.get_changed_values()).items()
+            allowed = find_foreign_code(config.get_changed_values()).items()
             for draw, value in self.extremes:
-                drawn = config.get_changed_values()  # these values may be invalid
+                changed = config.get_changed_values()  # these values may be invalid
                 (override,) = to_override_texts({draw.key: value})
-                apply_override(drawn, override, RunConfig.model_fields)
-                refuse_code(dict(find_foreign_code(drawn).items() - known), drawn, elsewhere)
+                apply_override(changed, override, RunConfig.model_fields)
+                refuse_code(dict(find_foreign_code(changed).items() - allowed), changed, elsewhere)
 
 
-def _draw(key: str, how: Any, where: str) -> Draw:
-    if not isinstance(how, dict) or len(how) != 1:
-        raise ConfigError(f"{key}: {some(how)} is not a way to draw it", where=where, expected=EXPECTED)
-    ((kind, values),) = how.items()
+def _draw(key: str, spec: Any, where: str) -> Draw:
+    if not isinstance(spec, dict) or len(spec) != 1:
+        raise ConfigError(f"{key}: {some(spec)} is not a distribution", where=where, expected=EXPECTED)
+    ((kind, values),) = spec.items()
     if kind not in DRAW_KINDS:
-        raise unknown(f"{key}: there is no way to draw '{kind}'", str(kind), DRAW_KINDS, where)
+        raise unknown(f"{key}: unknown distribution '{kind}'", str(kind), DRAW_KINDS, where)
     try:
-        found = _parse_choices(values) if kind == "choice" else _ends(kind, values)
+        parsed = _parse_choices(values) if kind == "choice" else _ends(kind, values)
     except ValueError as error:
         what = f"{key}: {kind} {error} (got {some(values)})"
         raise ConfigError(what, where=where, expected=DRAW_KINDS[kind]) from None
-    return Draw(key, kind, found, where)
+    return Draw(key, kind, parsed, where)
 
 
 def _parse_choices(values: Any) -> tuple[Any, ...]:
-    found = tuple(values) if isinstance(values, list) else ()
-    if not found:
-        raise ValueError("needs values")
-    if any(v == w and type(v) is type(w) for i, v in enumerate(found) for w in found[:i]):
-        raise ValueError("has a value twice")
-    return found
+    choices = tuple(values) if isinstance(values, list) else ()
+    if not choices:
+        raise ValueError("requires values")
+    if any(v == w and type(v) is type(w) for i, v in enumerate(choices) for w in choices[:i]):
+        raise ValueError("contains a duplicate value")
+    return choices
 
 
 def _ends(kind: str, values: Any) -> tuple[Any, ...]:
@@ -197,11 +197,11 @@ def _ends(kind: str, values: Any) -> tuple[Any, ...]:
     try:
         low, high = (INTEGER_RANGE_ADAPTER if kind == "integer" else RANGE_ADAPTER).validate_python(values)
     except ValidationError:
-        raise ValueError("needs two numbers") from None
+        raise ValueError("requires two numbers") from None
     if low >= high:
-        raise ValueError("needs the lower number first")
+        raise ValueError("requires the lower number first")
     if kind == "log_uniform" and low <= 0:
-        raise ValueError("needs a lower bound above 0")
+        raise ValueError("requires a lower bound above 0")
     return low, high
 
 
@@ -216,12 +216,12 @@ def _check_key(draw: Draw, draws: list[Draw]) -> None:
         raise ConfigError(
             f"{draw.key} cannot be searched",
             where=draw.where,
-            expected="a key that trials may differ in",
-            do=f"set it in the configuration; the same in all trials are {', '.join(COMMON)}",
+            expected="a key that may differ between trials",
+            do=f"set it in the configuration; these keys are equal in all trials: {', '.join(COMMON)}",
         )
-    if around := [each for each in draws if each is not draw and parts.startswith(f"{each.key}.")]:
+    if enclosing := [each for each in draws if each is not draw and parts.startswith(f"{each.key}.")]:
         raise ConfigError(
-            f"{draw.key} is a part of {around[0].key}, which is drawn in {around[0].where}",
+            f"{draw.key} is part of {enclosing[0].key}, which is drawn in {enclosing[0].where}",
             where=draw.where,
-            expected="keys that are not parts of one another",
+            expected="keys that do not contain each other",
         )

@@ -85,36 +85,36 @@ def tune(
     if resume:
         if source or space or overrides:
             raise ConfigError(
-                "--resume takes CONFIG and space from the folder of the search",
+                "--resume reads CONFIG and the space from the search folder",
                 where="command line",
                 expected="neither CONFIG nor --space",
             )
         return _run(reopen_search(Path(absolute(str(resume))), trials, allow_code), at_once)
     if source is None or not space:
         raise ConfigError(
-            "a search needs a config and a space", expected="raytrec tune CONFIG --space SPACE.yaml"
+            "a search requires a config and a space", expected="raytrec tune CONFIG --space SPACE.yaml"
         )
     settings = Settings(10 if trials is None else trials, metric, seed, grace_steps, reduction_factor)
     config = load_config(source, overrides, allow_code=allow_code)
     named = bool(config.run.name or config.run.dir)
     config = resolve(config, source, "tune")
-    drawn = Space.read(str(space))  # relative to the working directory of a job, like CONFIG
-    if resume_latest and (earlier := find_matching_search(config, drawn, settings, named)):
+    search_space = Space.read(str(space))  # relative to the working directory of a job, like CONFIG
+    if resume_latest and (earlier := find_matching_search(config, search_space, settings, named)):
         patience_s = PREVIOUS_DRIVER_TIMEOUT_S + config.scaling.shutdown_grace_s
         return _run(reopen_search(earlier, None, allow_code, patience_s), at_once)
     if is_search(Path(config.run.dir)):
         raise RunError(
-            "there is a search already",
+            "the folder already contains a search",
             where=config.run.dir,
             expected="a new folder",
-            do=f"raytrec tune --resume {relative(Path(config.run.dir))}; or choose another run.name",
+            do=f"run raytrec tune --resume {relative(Path(config.run.dir))}, or choose another run.name",
         )
-    return _run(prepare_search(config, drawn, settings, allow_code), at_once)
+    return _run(prepare_search(config, search_space, settings, allow_code), at_once)
 
 
 def _run(search: Search, at_once: int | None) -> Search:
     """Write the search folder, run the trials, and write the outcome."""
-    folder, again = search.folder, f"resume with: {resume_command(search.config, 'tune')}"
+    folder, resume_hint = search.folder, f"resume with: {resume_command(search.config, 'tune')}"
     console = TuneConsole(search.config.run.name)
     with console, hold_run_lock(folder, 0, console.phase):
         write_search(search)
@@ -131,11 +131,11 @@ def _run(search: Search, at_once: int | None) -> Search:
                 if runner.signal is not None:
                     raise Interrupted(runner.signal, None)
             except KeyboardInterrupt:
-                console.note(again)
+                console.note(resume_hint)
                 raise
     if search.best is None:
-        failed = next((trial.error for trial in search.trials if trial.error), "none has been evaluated")
-        raise RunError(f"no trial has a result: {failed}", where=str(folder), do=again)
+        failed = next((trial.error for trial in search.trials if trial.error), "no trial was evaluated")
+        raise RunError(f"no trial has a result: {failed}", where=str(folder), do=resume_hint)
     return search
 
 
@@ -154,12 +154,12 @@ def write_outcome(search: Search, warn: Callable[[str], None]) -> None:
     if all(trial.state in ENDED_STATES or trial.error for trial in search.trials):
         write_json(folder / OUTCOME, search.metrics)
     if search.config.tracking.enabled:
-        failed = ["no answer within a minute"]
+        failed = ["no response within a minute"]
         thread = Thread(target=_write_mlflow_run, args=(search, failed), name="mlflow", daemon=True)
         thread.start()
         thread.join(MLFLOW_TIMEOUT_S)
         if failed:
-            warn(f"MLflow lacks the outcome of the search ({failed[-1]}); the folder has it: {folder}")
+            warn(f"MLflow lacks the outcome of the search ({failed[-1]}); it is stored in {folder}")
 
 
 def format_best_config(search: Search, best: Trial) -> str:

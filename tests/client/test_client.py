@@ -366,7 +366,7 @@ def test_a_wrong_token_and_none(head, way, tmp_path):
     assert "refuses the token" in got["error"] and got["seconds"] < 60
     assert got["rendered"] == [f"error: {got['error']}"]
     got = light.run(CONNECT, plain_environment() | {"HOME": str(tmp_path)}, getattr(head, way))
-    assert "there is no token for the Ray cluster" in got["error"]
+    assert "the token of the Ray cluster is missing" in got["error"]
 
 
 @pytest.mark.parametrize("address", ["ray://127.0.0.1:9", "http://127.0.0.1:9", "127.0.0.1:10001"])
@@ -402,4 +402,4 @@ sys.version_info = (3, {other[2:]}, 1)
 """
     got = light.run(pretend + CONNECT, head.env, head.client)
     assert got["error"].startswith(f"the cluster runs Python {ours}.")
-    assert f"and this process Python {other}" in got["error"] and "http://" in got["error"]
+    assert f"but this process runs Python {other}" in got["error"] and "http://" in got["error"]

@@ -40,8 +40,8 @@ def test_what_was_seen_before_the_benchmark_broke_down_is_kept():
     )
     assert done.returncode == 1, done.stdout + done.stderr
     assert "FAILED" in done.stdout and "StopIteration" in done.stdout, done.stdout + done.stderr
-    assert "at fault 2, node added; 0 were still to come" in done.stdout
-    folder = Path(done.stdout.rpartition("its files are in ")[2].strip())
+    assert "at fault 2 (node added); 0 faults remained" in done.stdout
+    folder = Path(done.stdout.rpartition("the files are in ")[2].strip())
     kept = json.loads((folder / "chaos.json").read_text())
     assert [fault["kind"] for fault in kept["list"]] == ["coordinator killed"]
     assert kept["list"][0]["again_s"] > 0

@@ -133,7 +133,7 @@ def test_ports_of_a_head_are_looked_at_first():
         with pytest.raises(RunError, match=f"port {port} cannot be used: Address already in use"):
             check_ports({"--port": port})
     check_ports({"--port": port, "--dashboard-port": port - 1})
-    with pytest.raises(RunError, match="given twice") as error:
+    with pytest.raises(RunError, match="is used twice") as error:
         check_ports({"--port": port, "--client-port": port})
     assert error.value.where == "--port, --client-port"
     with pytest.raises(RunError, match="port 80 cannot be used"):
@@ -152,7 +152,7 @@ def test_a_cluster_that_is_not_there_is_said_soon(monkeypatch, way, scheme):
             monkeypatch.setenv(way, address)
         began = time.monotonic()
         with (
-            pytest.raises(RunError, match="no Ray cluster answers at 127") as error,
+            pytest.raises(RunError, match="cannot connect to a Ray cluster at 127") as error,
             ray_session(address if way == "scaling.address" else None),
         ):
             pass
@@ -166,7 +166,7 @@ def test_what_is_no_cluster_is_said(monkeypatch):
         web.bind(("127.0.0.1", 0))
         web.listen()
         address = f"127.0.0.1:{web.getsockname()[1]}"
-        with pytest.raises(RunError, match="does not answer as a Ray cluster does"), ray_session(address):
+        with pytest.raises(RunError, match="does not respond like a Ray cluster"), ray_session(address):
             pass
 
 

@@ -288,7 +288,7 @@ def test_inspect_advises_the_same_for_lists_of_bools(tmp_path):
     with pytest.raises(DataError) as error:
         rows_of(tmp_path, table, schema(x={}))
     (skipped,) = [f for f in inspect(str(tmp_path)).findings if f.stats.name == "x"]
-    assert yaml.safe_load(skipped.why.partition("; as ids: ")[2]) == followed(error)
+    assert yaml.safe_load(skipped.why.partition("; to use them as ids: ")[2]) == followed(error)
 
 
 def test_of_ids_beyond_63_bits_the_advice_is_managed_too(tmp_path):

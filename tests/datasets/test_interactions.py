@@ -349,7 +349,7 @@ def test_a_source_with_train_valid_and_test_keeps_them(name, valid, tmp_path):
 def test_sources_divided_in_part_or_twice_are_refused(tmp_path):
     as_table(tmp_path / "a.train.csv", events())
     as_table(tmp_path / "a.valid.csv", events())
-    assert "a file of the test is missing" in str(run(tmp_path, tmp_path / "out").exception)
+    assert "the test split is missing" in str(run(tmp_path, tmp_path / "out").exception)
     as_table(tmp_path / "a.test.csv", events())
     as_table(tmp_path / "b.train.csv", events())
     assert "several data sets" in str(run(tmp_path, tmp_path / "out").exception)
@@ -462,17 +462,17 @@ GOOD = "user,item,time\n" + "".join(f"{u},{i},{10 * u + i}\n" for u in range(4) 
         ("x.csv", GOOD + ",1,7\n", [], "x.csv, line 22"),
         ("x.csv", GOOD + "7,1,\n", ["--time", "time"], "time is empty"),
         ("x.csv", GOOD + "7,1,7\n", [], "1 users have fewer than 3 interactions; the first, '7', has 1"),
-        ("x.csv", GOOD, ["--min-interactions", 9], "no user and item are left"),
-        ("x.csv", GOOD, ["--negatives", 9], "met all of 5 but 0"),
+        ("x.csv", GOOD, ["--min-interactions", 9], "no users and items with at least 9"),
+        ("x.csv", GOOD, ["--negatives", 9], "one has met all but 0 of 5"),
         ("x.csv", GOOD, ["--rows", "user", "--max-length", 0], "--rows user --max-length 0"),
-        ("x.csv", "user,item\n", [], "there are no interactions"),
-        ("x.csv", "", [], "does not parse"),
-        ("x.txt", "1 2 3 4\n2 3 x 5\n", [], "line 2 has 'x'"),
-        ("x.txt", "1 2 3 4\n\n", [], "line 2 has ''"),
+        ("x.csv", "user,item\n", [], "the source contains no interactions"),
+        ("x.csv", "", [], "cannot parse the file"),
+        ("x.txt", "1 2 3 4\n2 3 x 5\n", [], "line 2 contains 'x'"),
+        ("x.txt", "1 2 3 4\n\n", [], "line 2 contains ''"),
         ("x.txt", "1 2 3 4\n", ["--split", "time"], "name one with --time"),
-        ("x.pdf", "", [], "no layout of interactions"),
-        ("x.parquet", "no", [], "cannot be read"),
-        ("train.txt", "1 2 3\n", [], "train.txt is there, and a file of the test is missing"),
+        ("x.pdf", "", [], "unknown layout of interactions"),
+        ("x.parquet", "no", [], "cannot read the file"),
+        ("train.txt", "1 2 3\n", [], "train.txt exists, but the test split is missing"),
         ("x.train.rating", "1\t2\t3\t4\n1\tx\t3\t4\n", [], "x.train.rating, line 2"),
         ("x.train.rating", "1\t2\t3\t4\n", [], "x.test.rating"),
     ],

@@ -232,10 +232,10 @@ def test_the_same_seed_gives_the_same_rows(tmp_path):
     [
         ("x.test.negative", "(0,1)\n", "line 1 is not a user with candidates"),
         ("x.test.negative", "(0,1)\t2\tx\n", "line 1 is not a user"),
-        ("x.test.negative", "", "there are no users"),
-        ("x.test.rating", "0\t249\t5\t1\n", "user 0 has item 249 here"),
-        ("x.test.rating", "a\tb\n", "none of this layout"),
-        ("pairs.parquet", None, "no pairs to train on"),
+        ("x.test.negative", "", "the file contains no users"),
+        ("x.test.rating", "0\t249\t5\t1\n", "user 0 has item 249, but"),
+        ("x.test.rating", "a\tb\n", "does not match the layout"),
+        ("pairs.parquet", None, "contains no training pairs"),
     ],
 )
 def test_what_is_wrong_with_files(tmp_path, file, text, message):

@@ -193,9 +193,9 @@ def test_an_empty_genre_is_not_a_genre(tmp_path, monkeypatch):
     "break_it,message",
     [
         (lambda d: (d / "u.item").unlink(), "u.item is missing"),
-        (lambda d: (d / "u.data").unlink(), "no MovieLens files here"),
+        (lambda d: (d / "u.data").unlink(), "no MovieLens files found"),
         (lambda d: (d / "u.user").write_text("1|2|3\n"), "line 1 has 3 fields"),
-        (lambda d: (d / "u.data").write_text("1\t2\tx\t4\n"), "does not parse"),
+        (lambda d: (d / "u.data").write_text("1\t2\tx\t4\n"), "cannot parse"),
     ],
 )
 def test_broken_sources(tmp_path, break_it, message):

@@ -40,7 +40,7 @@ def next_command(source, *arguments):
     assert [result.exit_code for result in said] == [0, 0], said[0].exception
     lines = [result.stderr.splitlines()[-1] for result in said]
     assert lines[0] == lines[1]
-    also = "jobs/interactions/mf.yaml fits, too" in said[0].stderr
+    also = "jobs/interactions/mf.yaml also fits" in said[0].stderr
     assert also == ("two_tower.yaml" in lines[0])
     assert ("without model.towers" in said[0].stderr) == (also and "model.towers" in lines[0])
     words = shlex.split(lines[0].removeprefix("next: "))

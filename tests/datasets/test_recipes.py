@@ -49,7 +49,7 @@ def test_what_the_function_does_not_take_is_refused(arguments):
 def test_help_is_the_docstring_and_the_shared_options_say_what_they_are():
     shown = " ".join(run("plain", "--help").output.split())
     assert "Repeats its option." in shown and "Folder to write train/" in shown
-    assert "Replace the content of the folder." in shown and "The same seed gives the same data." in shown
+    assert "Replace the content of the folder." in shown and "the same seed produces the same data." in shown
 
 
 def test_a_module_of_the_working_directory_is_found(tmp_path, monkeypatch):

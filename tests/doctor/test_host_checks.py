@@ -245,13 +245,13 @@ def test_no_token_for_a_cluster(tmp_path, monkeypatch):
     monkeypatch.setattr(examine, "CHECK_ORDER", ())
     first, *_ = examine.examine(f"127.0.0.1:{free_ports(1)[0]}").diagnoses
     assert (first.check, first.result) == ("cluster", FAILURE)
-    assert "there is no token for the Ray cluster" in first.finding and "chmod 600" in first.do
+    assert "the token of the Ray cluster is missing" in first.finding and "chmod 600" in first.do
 
 
 @pytest.mark.parametrize(
     "cluster,what",
     [
-        ({"python_version": "3.11.99"}, "the cluster runs Python 3.11.99, and this process Python"),
+        ({"python_version": "3.11.99"}, "the cluster runs Python 3.11.99, but this process runs Python"),
         ({"ray_version": "2.59.0"}, "the cluster runs Ray 2.59.0"),
     ],
 )

@@ -101,7 +101,7 @@ def test_tables_in_files_must_fit_the_disk(tmp_path, monkeypatch):
 
 
 def test_an_address_that_no_mlflow_store_has_is_refused_before_anything_starts():
-    with pytest.raises(ConfigError, match="MLflow has no store of such an address") as error:
+    with pytest.raises(ConfigError, match="MLflow does not support this address") as error:
         check({"tracking": {"uri": "foo://here"}}, here=False)
     assert error.value.where == "tracking.uri=foo://here"
     check({"tracking": {"uri": "foo://here", "enabled": False}}, here=False)

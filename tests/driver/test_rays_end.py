@@ -87,7 +87,7 @@ def test_the_end_of_gcs_is_one_sentence(undisturbed, tiny_data, tmp_path):  # no
         family, ray = end(process, "GCS")
         _, said = process.communicate(timeout=60)
     assert process.returncode == 1 and time.monotonic() - began < 20
-    assert "error: Ray's GCS, the process that knows all others, has ended" in said
+    assert "error: Ray's GCS, the process that manages the cluster, has exited" in said
     assert f"raytrec train --resume {run}" in said and "Traceback" not in said and len(said) < 2000, said
     wait_until_gone(family, ray)
     assert json.loads((run / "driver.json").read_text())["status"] == "FAILED"

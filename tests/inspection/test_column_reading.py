@@ -84,7 +84,7 @@ def test_a_column_that_only_the_training_data_has_is_shown_with_its_values(tmp_p
     write(tmp_path / "test" / "a.parquet", table(300))
     found = inspect(str(tmp_path))
     bid = next(f for f in found.findings if f.stats.name == "bid")
-    assert (bid.kind, bid.why) == ("skipped", f"there is no such column in {tmp_path / 'test' / 'a.parquet'}")
+    assert (bid.kind, bid.why) == ("skipped", f"the column is missing in {tmp_path / 'test' / 'a.parquet'}")
     assert (bid.stats.rows, bid.stats.nulls, bid.stats.distinct) == (300, 100, 2)
     found.show()
     line = next(line for line in capsys.readouterr().err.splitlines() if "bid" in line)

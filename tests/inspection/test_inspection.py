@@ -98,7 +98,7 @@ def test_text_loads_fits_the_data_and_shows_its_reasons(folder, tmp_path):
     schema = Schema.parse(yaml.safe_load(text), "text")
     assert scan(str(folder), ReadPlan(schema)).rows == ROWS
     assert {t.dim for t in schema.tables.values()} == {8}
-    assert "nulls: read as the mean (scale)" in text and schema == inspect(str(folder), dim=8).schema
+    assert "nulls: replaced by the mean (scale)" in text and schema == inspect(str(folder), dim=8).schema
     assert "# skipped: seen_at (int64): a time" in text
     assert "bags 0 to 4" in text
 
@@ -193,7 +193,7 @@ def test_columns_whose_names_tables_cannot_have(tmp_path):
 
 def test_label_must_be_known(tmp_path):
     pq.write_table(pa.table({"bought": [0, 1] * 5, "user_id": [1, 2] * 5}), tmp_path / "a.parquet")
-    with pytest.raises(SchemaError, match="cannot tell which column is the label") as error:
+    with pytest.raises(SchemaError, match="cannot determine the label column") as error:
         inspect(str(tmp_path))
     assert "--label" in str(error.value) and "bought" in str(error.value)
     assert inspect(str(tmp_path), labels=["bought"]).schema.labels == ["bought"]
@@ -224,7 +224,7 @@ def test_numbers_alone_are_also_looked_up_in_buckets(tmp_path):
     found = inspect(str(tmp_path))
     schema = accepted(found.schema_yaml(), tmp_path / "train")
     assert schema.dense == list(columns)[1:] and len(schema.sparse) == len(schema.dense)
-    assert "also looked up in buckets, as no column has ids" in found.schema_yaml()
+    assert "also looked up in buckets, because no column contains ids" in found.schema_yaml()
     table, form = read(tmp_path / "train", ReadPlan(schema, transforms=parse_transforms(found.transforms)))
     batch = batch_of(table, form)
     for name in ("x_bucket_2", "x_bucket_bucket", "a_b_bucket"):
@@ -289,7 +289,7 @@ def test_kinds_of_odd_columns(odd):
     assert tables[schema.sparse["code"].table].rows == 100 and tables["year"].rows == 2025
     assert schema.sparse["scores.key"].weights == "scores.value"
     assert "caf\u00e9_id: {table: café}" in found.schema_yaml()
-    assert "0 to 259 with test" in found.schema_yaml()
+    assert "0 to 259 including test" in found.schema_yaml()
 
 
 def test_columns_of_the_same_ids_share_a_table(odd):
@@ -301,8 +301,8 @@ def test_columns_of_the_same_ids_share_a_table(odd):
     assert sparse["[/red]"].table != sparse["a\nb"].table, "small integers look alike"
     text = found.schema_yaml().partition("\nstatistics:")[0]
     lines = {line.strip().partition(":")[0]: line for line in text.splitlines()}
-    assert "shares item's table: 100 % of its values are in item_id, too" in lines["clicked_items"]
-    assert "the most recent id has to be the last" in lines["clicked_items"]
+    assert "shares item's table: 100 % of its values are also in item_id" in lines["clicked_items"]
+    assert "the most recent id must be last" in lines["clicked_items"]
 
 
 def test_text_ids_share_a_table_and_names_of_tables_do_not_clash(tmp_path):
@@ -353,7 +353,7 @@ def test_labels_that_are_no_0_or_1_become_so(tmp_path, name, values, transform):
     assert accepted(text, tmp_path).labels == [name]
     assert "choose the t" in text
     if len(set(values)) < 64:
-        assert "of the rows are 1 now" in text
+        assert "of the rows are currently 1" in text
 
 
 def test_the_command_that_is_shown_has_the_transforms(tmp_path, capsys):
@@ -379,10 +379,10 @@ def test_labels_that_cannot_be(tmp_path):
     columns = {"label": np.arange(90) % 5 + 1, "click": np.arange(90) % 2, "user_id": np.arange(90) % 7}
     write(tmp_path / "a.parquet", columns)
     found = inspect(str(tmp_path))
-    assert found.schema.labels == ["click"] and "called like a label" in found.schema_yaml()
+    assert found.schema.labels == ["click"] and "named like a label" in found.schema_yaml()
     assert "label" not in found.schema.columns, "it gives the click away"
     write(tmp_path / "a.parquet", {"stars": np.arange(90) % 5 + 1, "user_id": np.arange(90) % 40})
-    with pytest.raises(SchemaError, match="which a transform makes 0 and 1: stars"):
+    with pytest.raises(SchemaError, match="which a transform can convert to 0 and 1: stars"):
         inspect(str(tmp_path))
 
 
@@ -403,8 +403,8 @@ def test_files_that_differ_are_named(tmp_path):
     where, there = tmp_path / "a.parquet", tmp_path / "b.parquet"
     assert f"its type differs: int64 in {where}; double in {there}" in text
     assert f"skipped: w (int64): its type differs: int64 in {where}; struct<a: int64> in {there}" in text
-    assert f"skipped: here (int64): there is no such column in {there}" in text
-    assert f"skipped: w.a (int64): there is no such column in {where}" in text
+    assert f"skipped: here (int64): the column is missing in {there}" in text
+    assert f"skipped: w.a (int64): the column is missing in {where}" in text
     write(tmp_path / "b.parquet", b | {"w": pa.array([[[1]]] * n)})
     text = inspect(str(tmp_path)).schema_yaml()
     assert f"its type differs: int64 in {where}; list<element: list<element: int64>> in {there}" in text
@@ -417,9 +417,7 @@ def test_a_column_that_stands_twice_or_cannot_be_read_is_left_out_by_name(tmp_pa
     )
     write(tmp_path / "a.parquet", table)
     found = inspect(str(tmp_path))
-    assert (
-        f"skipped: x (int64): there is more than one column of this name in {tmp_path}" in found.schema_yaml()
-    )
+    assert f"skipped: x (int64): several columns have this name in {tmp_path}" in found.schema_yaml()
     accepted(found.schema_yaml(), tmp_path)
     spoiled = {"y": np.arange(n) % 2, "user": np.arange(n) % 9, "big": np.arange(n) * 7.5}
     write(tmp_path / "a.parquet", spoiled, compression="none", use_dictionary=False)
@@ -457,15 +455,15 @@ def test_a_file_beside_others(tmp_path):
     (tmp_path / "val.parquet").mkdir()
     found = inspect(str(tmp_path / "train.parquet"))
     assert list(found.scan.also) == ["valid"] and found.schema.tables["user"].rows == 9
-    assert "# test was not looked at: it has no column label\n" in found.schema_yaml()
-    assert "# val was not looked at: the folder contains no Parquet files\n" in found.schema_yaml()
+    assert "# test was not inspected: column label is missing\n" in found.schema_yaml()
+    assert "# val was not inspected: the folder contains no Parquet files\n" in found.schema_yaml()
 
 
 @pytest.mark.parametrize("place", ["", " "])
 def test_a_place_without_a_name_is_refused(place, tmp_path, monkeypatch):
     write(tmp_path / "a.parquet", {"label": [0, 1] * 50, "user_id": [1, 2] * 50})
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(DataError, match="the place has no name"):
+    with pytest.raises(DataError, match="the path of the data is empty"):
         inspect(place)
 
 
@@ -478,7 +476,7 @@ def test_fewer_rows_than_one_are_refused(rows, tmp_path):
 
 @pytest.mark.parametrize(
     "out,what",
-    [("there.yaml", "the file exists"), ("no/x.yaml", "no such folder"), (".", "this is a folder")],
+    [("there.yaml", "the file exists"), ("no/x.yaml", "folder does not exist"), (".", "is a folder")],
 )
 def test_a_schema_that_cannot_be_written_is_refused_before_anything_is_read(out, what, tmp_path, monkeypatch):
     (tmp_path / "there.yaml").write_text("")
@@ -509,7 +507,7 @@ def test_weights_have_the_lengths_of_their_ids(tmp_path):
     tags, weights = pa.array([[1, 2], [3, 4]] * 50), pa.array([[0.5], [1.0]] * 50)
     write(tmp_path / "a.parquet", pa.table({"label": [0, 1] * 50, "tags": tags, "tags_weights": weights}))
     found = {f.stats.name: f for f in inspect(str(tmp_path)).findings}
-    assert found["tags_weights"].kind == "skipped" and "other lengths than tags" in found["tags_weights"].why
+    assert found["tags_weights"].kind == "skipped" and "lengths differ from tags" in found["tags_weights"].why
 
 
 @pytest.mark.parametrize("kind", [pa.float64(), pa.decimal256(60, 0)])
@@ -546,4 +544,4 @@ def test_which_text_of_a_label_means_1(tmp_path, texts, positive):
         write(tmp_path / f"label={text}/a.parquet", {"user_id": [1, 2, 3] * (10 + 9 * (text == "y z"))})
     (label,) = [f for f in inspect(str(tmp_path)).findings if f.kind == "label"]
     assert label.transforms == [{"do": "binarize", "columns": ["label"], "positive": [positive]}]
-    assert f"mean 1, now {positive} (" in " ".join(label.notes)
+    assert f"mean 1, currently {positive} (" in " ".join(label.notes)

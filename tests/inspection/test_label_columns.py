@@ -62,7 +62,7 @@ def test_copies_are_told_of_each_label_and_in_few_rows_of_none(tmp_path):
 def test_text_that_differs_in_each_row_is_no_feature(tmp_path):
     rows = [f"request {i}" for i in range(ROWS)]
     found = kinds(tmp_path, request_id=rows, query=[*rows[:-1], rows[0]])
-    assert found["request_id"] == ("skipped", "another value in each row")
+    assert found["request_id"] == ("skipped", "a different value in each row")
     assert found["query"] == ("sparse", "text")
 
 
@@ -87,7 +87,7 @@ def test_a_label_with_one_value_is_warned_of(tmp_path, capsys):
     write(tmp_path / "a.parquet", {"label": [1] * 90, "user_id": np.arange(90) % 9})
     found = inspect(str(tmp_path))
     found.show()
-    warning = "the same in every row: nothing can be learned from it"
+    warning = "constant: the model cannot learn anything from it"
     assert f"warning: the label label is {warning}\n" in capsys.readouterr().err
     assert warning in next(line for line in found.schema_yaml().splitlines() if line.startswith("# label"))
     write(tmp_path / "a.parquet", {"label": [1, 0] * 45, "user_id": np.arange(90) % 9})

@@ -68,7 +68,7 @@ def test_frequent_values_of_large_text_columns_do_not_share_rows(tmp_path):
     lost = shared_rows(tmp_path, found.schema, values)
     assert 0 < lost <= 1500 / len(values)
     assert shared_rows(tmp_path, found.schema, values, among=set(frequent)) == 0
-    assert f"values of {100 * lost:.2g} % of the lookups share a row with more frequent ones" in (
+    assert f"{100 * lost:.2g} % of the lookups share a row with a more frequent value" in (
         found.schema_yaml()
     )
 
@@ -131,7 +131,7 @@ def test_a_service_has_rows_for_integers_that_were_not_seen(tmp_path):
         "user: {rows: 301, dim: 16, out_of_range: clamp}  # larger ids use the last row, which is not trained"
         in text
     )
-    assert "age: {rows: 91, dim: 16, out_of_range: clamp}  # larger values are read as 90" in text
+    assert "age: {rows: 91, dim: 16, out_of_range: clamp}  # larger values are clamped to 90" in text
 
 
 def test_ids_beyond_a_sample_are_spread(tmp_path):

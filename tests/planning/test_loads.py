@@ -45,8 +45,8 @@ def test_recorded_lookups_give_a_balanced_plan(run, capsys, tmp_path):
     [
         ([], "inspect needs either data or a run"),
         (["data", "--from-run", "RUN"], "inspect needs either data or a run"),
-        (["--from-run", "nowhere"], "there is no such run folder"),
-        (["--from-run", "RUN", "--out", "RUN"], "this is a folder"),
+        (["--from-run", "nowhere"], "the run folder does not exist"),
+        (["--from-run", "RUN", "--out", "RUN"], "the output path is a folder"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(run, capsys, arguments, message):
@@ -60,7 +60,7 @@ def test_a_run_without_records_is_refused(tmp_path):
         read_run_schema(run)
     assert "tracking.every_steps" in error.value.expected
     (tmp_path / "empty").mkdir()
-    with pytest.raises(RunError, match="nothing of a run is in this folder"):
+    with pytest.raises(RunError, match="the folder contains no files of a run"):
         read_run_schema(tmp_path / "empty")
 
 

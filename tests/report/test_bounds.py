@@ -52,7 +52,7 @@ def test_the_sentence_of_each_part(phase, sentence):
 
 def test_a_start_says_what_bounds_the_steps():
     sentence = find_bound(of(line()), 400.0, 1000.0)["bound.sentence"]
-    assert sentence.endswith("; steps by dense model: 63 % of the time")
+    assert sentence.endswith("; steps bound by dense model: 63 % of the time")
 
 
 def test_ranks_are_averaged_and_first_steps_belong_to_the_start():

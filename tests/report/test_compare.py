@@ -45,7 +45,7 @@ def test_only_what_differs_in_the_configurations_is_shown(runs):
         "optim.embeddings.lr": ["0.02", "0.05"],
     }
     (runs[1] / "config.yaml").write_text(CONFIG + "train: {max_grad_norm: null}\n")
-    assert compare(runs).config == {"train.max_grad_norm": ["(not there)", "null"]}
+    assert compare(runs).config == {"train.max_grad_norm": ["(not set)", "null"]}
 
 
 def test_runs_called_alike_are_told_apart_by_their_places(tmp_path):
@@ -63,7 +63,7 @@ def test_a_run_without_a_result_has_its_place(runs):
 def test_curves_lie_over_one_another(runs):
     comparison = compare(runs)
     made = draw_overlay(comparison.runs, comparison.names)
-    final = "in evaluations (diamonds: final ones)"
+    final = "in evaluations (diamonds: final evaluation)"
     assert [picture.get_suptitle() for picture in made] == [
         "NE in training", "log loss in training", f"AUC {final}", f"NE {final}", f"log loss {final}"
     ]  # fmt: skip
@@ -106,12 +106,12 @@ def test_the_page_of_runs_without_anything_to_compare(tmp_path):
 
 
 def test_what_is_no_run_is_an_error_for_people(runs, tmp_path):
-    with pytest.raises(RunError, match="no such run folder"):
+    with pytest.raises(RunError, match="the run folder does not exist"):
         compare([runs[0], tmp_path / "nowhere"])
-    with pytest.raises(RunError, match="1 run given"):
+    with pytest.raises(RunError, match="cannot compare 1 run"):
         compare(runs[:1])
     (tmp_path / "empty").mkdir()
-    with pytest.raises(RunError, match="nothing of a run"):
+    with pytest.raises(RunError, match="no files of a run"):
         compare([runs[0], tmp_path / "empty"])
 
 

@@ -38,7 +38,7 @@ def lines(*changes: dict, seconds: float = 3.5, **fields) -> list[RankLine]:
 def test_a_straggler_is_named_with_its_phase():
     sentence = find_straggler(lines({}, {"data": 0.9}, {}, {}, seconds=4.0))
     assert "rank 1" in sentence and "data (+8.0 ms)" in sentence
-    assert "35.0 ms of own time a step, 8.0 ms more" in sentence
+    assert "35.0 ms of own time per step, 8.0 ms more" in sentence
     sentence = find_straggler(lines({"backward": 2.0}, {}, seconds=4.0))
     assert "rank 0" in sentence and "backward (+8.0 ms)" in sentence
 
@@ -69,7 +69,7 @@ def test_waiting_for_others_is_not_slowness():
 
 def test_waiting_is_not_to_blame_for_slowness():
     ranks = lines({"input_exchange": 2.0, "data": 1.0}, {}, seconds=5.5)
-    assert "most of it in data (+9.0 ms)" in find_straggler(ranks)
+    assert "mostly in data (+9.0 ms)" in find_straggler(ranks)
 
 
 def test_one_rank_alone_and_ranks_without_times_are_no_stragglers():
@@ -82,7 +82,7 @@ def test_gpus_that_wait_for_data():
     for line, busy in zip(waiting, (35, 45), strict=True):
         line.system["gpu_percent"] = busy
     sentence = find_low_utilization(waiting)
-    assert "GPUs are busy 40 % of the time; 30 % of it goes into waiting for data" in sentence
+    assert "GPUs are busy 40 % of the time; 30 % of it is spent on waiting for data" in sentence
     assert "data.readers" in sentence
 
 
@@ -142,12 +142,12 @@ def told(folder, **changes):
 def test_ids_that_are_meant_to_be_hashed_are_no_finding(tmp_path):
     found = told(tmp_path, changed_share=1.0, read_ids=10)
     assert found["hash"] == []
-    assert found["clamp"] == ["table table_0: 100 % of ids were outside the table, and clamped"]
+    assert found["clamp"] == ["table table_0: 100 % of the ids were out of range and were clamped"]
 
 
 def test_nearly_all_rows_are_not_all(tmp_path):
     large = {"weight_bytes": 2**30, "dead_share": 0.9996}
-    assert told(tmp_path, **large)["hash"] == ["table table_0: 99.96 % of rows never trained"]
+    assert told(tmp_path, **large)["hash"] == ["table table_0: 99.96 % of the rows were never trained"]
 
 
 def test_untrained_rows_of_small_tables_are_no_finding(tmp_path):
@@ -163,7 +163,7 @@ def test_worse_than_the_base_rate_is_the_first_finding(tmp_path):
     write_lines(place / "metrics.jsonl", [*map(json.loads, lines), last])
     first, second, *others = findings(RunFolder.read(place))
     assert first == "NE is 1.1600: worse than predicting the label's mean for every row, which has NE 1"
-    assert second.startswith("predictions are off: calibration") and len(others) == 2
+    assert second.startswith("predictions are miscalibrated: calibration") and len(others) == 2
 
 
 def test_evaluations_much_worse_than_training_are_found(tmp_path):

@@ -157,7 +157,7 @@ def test_two_tasks_have_a_panel_for_each_metric_and_a_line_for_each_curve(tmp_pa
     assert {line.get_label() for line in figure.axes[0].lines} == {"chance", "click", "like"}
     assert "click: AUC 0.8100" in figure.get_suptitle().replace("\n", " ")
     above = learning.reliability(run).axes[0]
-    assert {line.get_label() for line in above.lines} == {"as predicted", "click", "like"}
+    assert {line.get_label() for line in above.lines} == {"perfect calibration", "click", "like"}
 
 
 def test_maps_show_bytes_and_load_of_each_table_on_each_rank(run):

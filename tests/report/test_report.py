@@ -73,7 +73,7 @@ def test_a_full_run_is_all_there(full):
         "check parity failed at step 300: table table_1 on rank 1 differs by 0.2",
         "rank 1 (pid 7 on 10.0.0.7) died at step 220",
         "table_2", "row_wise", "0–1", "19.9 KiB",  # tables
-        "Saved 2 times, last at step 500; a save held training up for 20 ms on average.",
+        "Saved 2 times, last at step 500; each save blocked training for 20 ms on average.",
         "lr: 0.02",
     ):  # fmt: skip
         assert text in page.text, text
@@ -181,7 +181,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert "report       run/report.html" in out and "run/pictures" in out
     Page(tmp_path / "run" / "report.html")
     (tmp_path / "empty").mkdir()
-    for folder, what in (("nowhere", "no such run folder"), ("empty", "nothing of a run")):
+    for folder, what in (("nowhere", "run folder does not exist"), ("empty", "no files of a run")):
         status, _, err = run("report", folder)
         assert status == 1 and what in err and "Traceback" not in err
 

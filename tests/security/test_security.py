@@ -40,7 +40,7 @@ def home(tmp_path, monkeypatch):
 
 
 def test_the_tokens_file_is_its_owners(home):
-    with pytest.raises(RunError, match="no token"):
+    with pytest.raises(RunError, match="the token of the Ray cluster is missing"):
         use_token()
     use_token(create=True)
     file = home / ".ray" / "auth_token"
@@ -146,7 +146,7 @@ def test_strangers_are_told_at_once(head, tmp_path, kind, way):
     command = [RAYTREC, "train", config(head, tmp_path / "a.yaml"), f"scaling.address={address}"]
     done = subprocess.run(command, env=stranger(head, kind), capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
-    what = "asks for a token" if kind == "without a token" else "refuses the token"
+    what = "requires a token" if kind == "without a token" else "refuses the token"
     assert f"error: the cluster {what}" in done.stderr, done.stderr
     assert f"scaling.address={address}" in done.stderr and "RAY_AUTH_TOKEN_PATH" in done.stderr
     assert time.monotonic() - began < 60

@@ -240,7 +240,7 @@ def test_an_address_that_no_store_has_is_refused_without_importing_mlflow():
         "print('mlflow' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert "cannot open the MLflow store: MLflow has no store of such an address" in done.stdout, done.stderr
+    assert "cannot open the MLflow store: MLflow does not support this address" in done.stdout, done.stderr
     assert "tracking.uri=foo://" in done.stdout and "secret" not in done.stdout
     assert done.stdout.endswith("False\n")
 
@@ -249,7 +249,7 @@ def test_lines_that_are_not_messages_are_the_reason_that_is_given(run, tmp_path)
     (tmp_path / METRICS).write_text('{"kind": "train"}\n' * 19)
     delivery, _ = run()
     lost = delivery.finish("FINISHED", 60)
-    assert lost.startswith(f"MLflow lacks 19 records ({METRICS} has a line that is not a message: "), lost
+    assert lost.startswith(f"MLflow lacks 19 records ({METRICS} contains an invalid line: "), lost
 
 
 @pytest.fixture
@@ -302,7 +302,7 @@ def test_server_that_fails_is_asked_again_at_our_pace(answers, tmp_path):
     lost = delivery.finish("FINISHED", patience_s=2.5)
     assert perf_counter() - began < 40
     assert "lacks 2 records and the end of the run" in lost and "503" in lost  # with config.yaml
-    assert len(said) == 1 and "does not answer" in said[0]
+    assert len(said) == 1 and "does not respond" in said[0]
     assert 4 <= len(asked) <= 10, "at once and after about 1 s, 2 s, each time twice"
 
 

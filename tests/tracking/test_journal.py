@@ -47,7 +47,7 @@ def test_lines_wait_while_the_disk_is_full(disk):
     assert [e["step"] for e in events if e["event"] == "saved"] == list(range(1, 50))
     assert [e["event"] for e in events if e["event"] != "saved"] == ["full", "room"]
     assert events[-1]["event"] == "room" and (disk / "plan.json").read_text() == "[]"
-    assert len(said) == 2 and "can be written again" in said[1] and kept.missing() is None
+    assert len(said) == 2 and "is writable again" in said[1] and kept.missing() is None
 
 
 def test_what_waits_is_bounded_and_its_loss_said(tmp_path, monkeypatch):
@@ -68,7 +68,7 @@ def test_what_waits_is_bounded_and_its_loss_said(tmp_path, monkeypatch):
     kept.write()
     left = [line["step"] for line in lines(tmp_path / "ranks.jsonl")]
     assert left == list(range(left[0], 1000)) and 30 < len(left) < 100
-    assert f"but for the oldest {left[0] + 1:,} records" in said[1]  # and the note that the disk is full
+    assert f"except for the oldest {left[0] + 1:,} records" in said[1]  # and the note that the disk is full
     assert "lacks" in kept.missing()
 
 

@@ -92,11 +92,11 @@ def test_server_that_comes_after_the_start(server, tmp_path):
     assert follower.ready() is follower.run_id is None
     for step in range(100):
         add(tmp_path, {"loss": step / 100}, step)
-    assert len(said) == 1 and "Connection refused" in said[0] and "kept in the run folder" in said[0]
+    assert len(said) == 1 and "Connection refused" in said[0] and "stay in the run folder" in said[0]
     server.start()
     run_id = run_id_of(follower)
     assert follower.close("FINISHED") is None
-    assert len(said) == 2 and said[1].startswith("MLflow is back")
+    assert len(said) == 2 and said[1].startswith("MLflow is reachable again")
     assert history(server.uri, run_id, "loss") == [(step, step / 100) for step in range(100)]
     assert [a.path for a in client(server.uri).list_artifacts(run_id)] == ["config.yaml"]
     run = client(server.uri).get_run(run_id)
@@ -124,10 +124,10 @@ def test_server_killed_while_metrics_come_in(server, tmp_path):
     server.kill()
     hand_over(60, until=lambda: said)
     (tmp_path / "plan.json").write_text("kept")
-    assert len(said) == 1 and "does not answer" in said[0]
+    assert len(said) == 1 and "does not respond" in said[0]
     server.start()
     hand_over(120, until=lambda: len(said) == 2)
-    assert said[1].startswith("MLflow is back")
+    assert said[1].startswith("MLflow is reachable again")
     hand_over(1)
     assert follower.close("FINISHED") is None
     assert len(said) == 2, said

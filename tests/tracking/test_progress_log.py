@@ -106,7 +106,7 @@ def test_figures_that_are_not_defined(written):
     console.eval(step=4, auc=None, ne=nan)
     console.eval(step=5, auc=None, ne=0.9, logloss=nan)
     text = people_see(out())
-    assert "step 4: no figure is defined\n" in text and "step 5: NE 0.9000\n" in text
+    assert "step 4: no metric is defined\n" in text and "step 5: NE 0.9000\n" in text
 
 
 def test_metrics_of_the_users_own_and_of_several_tasks(written):

@@ -155,9 +155,9 @@ def test_long_runs_are_put_together_and_nothing_is_lost_from_sums(tmp_path, monk
 
 
 def test_folders_that_are_not_runs_are_errors_for_people(tmp_path):
-    with pytest.raises(RunError, match="no such run folder"):
+    with pytest.raises(RunError, match="the run folder does not exist"):
         check_run_folder(tmp_path / "nowhere")
-    with pytest.raises(RunError, match="nothing of a run") as error:
+    with pytest.raises(RunError, match="no files of a run") as error:
         check_run_folder(tmp_path)
     assert error.value.do
     write_lines(tmp_path / METRICS, recorded.metrics(100))

@@ -95,8 +95,8 @@ COLUMNS = {
     "rows with an id": "occupancy",
     "ids admitted": "admitted_ids",
     "ids evicted": "evicted_ids",
-    "at the fallback": "fallback_share",
-    "steps since seen": "id_age",
+    "fallback share": "fallback_share",
+    "steps since last use": "id_age",
 }
 
 
@@ -125,7 +125,7 @@ def test_the_ranks_of_the_page(both):
             for k, v in kept.figures[300].items()
             if f"rank/{rank}/" in k or f"rank_{rank}/" in k
         }
-        assert same(cells["ms a step"].value, seen["step_ms"])
+        assert same(cells["ms per step"].value, seen["step_ms"])
         assert same(cells["data wait"].value, seen["data_ms"] / seen["step_ms"])
         assert same(cells["lookups"].value, looked[rank] / sum(looked))
         assert same(cells["process"].value, 1e6 * seen["process_memory_usage_megabytes"])

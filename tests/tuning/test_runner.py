@@ -59,7 +59,7 @@ def test_a_trial_whose_process_dies_is_tried_again(run):
 def test_a_trial_whose_process_always_dies_has_failed(run):
     (trial,), _ = run("os.kill(os.getpid(), signal.SIGKILL)")
     assert trial.state == State.FAILED and begun(trial) == 3
-    assert trial.error == "its process died 3 times, last with exit status -9"
+    assert trial.error == "the process died 3 times, most recently with exit status -9"
 
 
 @pytest.mark.parametrize(

@@ -107,9 +107,9 @@ def test_a_configuration_that_cannot_be_run(tiny_data, tmp_path, changes, error,
         ({"reduction_factor": 1}, "--reduction-factor must be at least 1.1 (got 1)"),
         ({"seed": -1}, "--seed must be 0 or more (got -1)"),
         ({"at_once": 0}, "--at-once must be 1 or more (got 0)"),
-        ({"space": None}, "a search needs a config and a space"),
-        ({"space": "/nowhere.yaml"}, "cannot read the space: No such file"),
-        ({"resume": "/nowhere"}, "--resume takes CONFIG and space from the folder"),
+        ({"space": None}, "a search requires a config and a space"),
+        ({"space": "/nowhere.yaml"}, "cannot read the search space: No such file"),
+        ({"resume": "/nowhere"}, "--resume reads CONFIG and the space from the search folder"),
     ],
 )
 def test_options_that_are_wrong(tiny_data, tmp_path, options, mistake):
@@ -160,7 +160,7 @@ def test_a_search_is_taken_up_where_it_was(tiny_data, tmp_path):
     write_search(again)
     assert {folder: (folder / "config.yaml").read_text() for folder in before} == before
     assert (again.trials[3].folder / "config.yaml").exists()
-    with pytest.raises(ConfigError, match="the search has 4"):
+    with pytest.raises(ConfigError, match="less than the 4 trials of the search"):
         reopen_search(search.folder, 2, allow_code=False)
     with pytest.raises(RunError, match="no search in this folder"):
         reopen_search(tmp_path, None, allow_code=False)
@@ -177,7 +177,7 @@ KEYS = ("state", "values", "error")
             for key in KEYS
         ),
         (lambda trial: trial.update(state="odd"), "trials.json of the search cannot be read"),
-        (lambda trial: trial["values"].pop("model.dropout"), "trial 2 of the search is not what its space"),
+        (lambda trial: trial["values"].pop("model.dropout"), "trial 2 of the search differs from the values"),
         (lambda trial: trial.update(values=[]), "trials.json of the search cannot be read: 1.values"),
         (lambda trial: trial["values"].update({"model.dropout": "much"}), "trial 2 .*its space draws"),
     ],
@@ -252,7 +252,7 @@ def test_a_space_or_trials_from_elsewhere_may_not_draw_code(tiny_data, tmp_path,
     records = json.loads(trials.read_text())
     records[0]["values"][key] = value
     trials.write_text(json.dumps(records))
-    with pytest.raises(RunError, match="trial 1 of the search is not what its space draws"):
+    with pytest.raises(RunError, match="trial 1 of the search differs from the values that its space draws"):
         reopen_search(search.folder, None, allow_code=False)
     (search.folder / "space.yaml").write_text(drawn.read_text())
     with pytest.raises(ConfigError, match="names code to run"):

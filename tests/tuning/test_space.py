@@ -55,18 +55,18 @@ def test_a_small_space_is_tried_once_in_an_order_of_the_seed():
 @pytest.mark.parametrize(
     "text, line, mistake",
     [
-        ("optim.dense.lr: 0.1", 1, "not a way to draw it"),
-        ("\noptim.dense.lr: {uniform: [0, 1], choice: [1]}", 2, "not a way to draw it"),
+        ("optim.dense.lr: 0.1", 1, "is not a distribution"),
+        ("\noptim.dense.lr: {uniform: [0, 1], choice: [1]}", 2, "is not a distribution"),
         ("x.y: {choice: [1]}\noptim.dense.lr: {loguniform: [1, 2]}", 2, "did you mean 'log_uniform'?"),
-        ("optim.dense.lr: {uniform: [1, 0]}", 1, "needs the lower number first (got [1, 0])"),
-        ("optim.dense.lr: {uniform: [1]}", 1, "uniform needs two numbers (got [1])"),
-        ("optim.dense.lr: {uniform: [a, 2]}", 1, "needs two numbers (got ['a', 2])"),
-        ("optim.dense.lr: {uniform: [0, .inf]}", 1, "uniform needs two numbers"),
-        ("optim.dense.lr: {uniform: [false, true]}", 1, "uniform needs two numbers"),
-        ("optim.dense.lr: {log_uniform: [0, 1]}", 1, "needs a lower bound above 0 (got [0, 1])"),
-        ("train.epochs: {integer: [1, 2.5]}", 1, "integer needs two numbers (got [1, 2.5])"),
-        ("train.epochs: {choice: []}", 1, "choice needs values (got [])"),
-        ("train.epochs: {choice: [1, 2, 1]}", 1, "has a value twice (got [1, 2, 1])"),
+        ("optim.dense.lr: {uniform: [1, 0]}", 1, "requires the lower number first (got [1, 0])"),
+        ("optim.dense.lr: {uniform: [1]}", 1, "uniform requires two numbers (got [1])"),
+        ("optim.dense.lr: {uniform: [a, 2]}", 1, "requires two numbers (got ['a', 2])"),
+        ("optim.dense.lr: {uniform: [0, .inf]}", 1, "uniform requires two numbers"),
+        ("optim.dense.lr: {uniform: [false, true]}", 1, "uniform requires two numbers"),
+        ("optim.dense.lr: {log_uniform: [0, 1]}", 1, "requires a lower bound above 0 (got [0, 1])"),
+        ("train.epochs: {integer: [1, 2.5]}", 1, "integer requires two numbers (got [1, 2.5])"),
+        ("train.epochs: {choice: []}", 1, "choice requires values (got [])"),
+        ("train.epochs: {choice: [1, 2, 1]}", 1, "contains a duplicate value (got [1, 2, 1])"),
         ("# a\n\nrun.name: {choice: [a]}", 3, "run.name cannot be searched"),
         ("train: {choice: [{}]}", 1, "train cannot be searched"),
         ("tracking.uri: {choice: [a]}", 1, "tracking.uri cannot be searched"),
@@ -74,7 +74,7 @@ def test_a_small_space_is_tried_once_in_an_order_of_the_seed():
         (
             "optim.dense.lr: {choice: [1]}\noptim: {choice: [{}]}",
             1,
-            "a part of optim, which is drawn in space.yaml, line 2",
+            "is part of optim, which is drawn in space.yaml, line 2",
         ),
     ],
 )
@@ -87,7 +87,7 @@ def test_an_error_has_key_and_line(text, line, mistake):
 
 @pytest.mark.parametrize("text", ["", "[]", "a: b: c", "a: 1\na: 2"])
 def test_no_space(text):
-    with pytest.raises(ConfigError, match=r"no keys|not YAML"):
+    with pytest.raises(ConfigError, match=r"no keys|not valid YAML"):
         parse(text)
 
 

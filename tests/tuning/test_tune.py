@@ -70,8 +70,8 @@ def test_a_search(tiny_data, tmp_path, capfd):
     config = load_config(folder / "best.yaml")
     assert config.model.top_mlp == [16] and config.data.test == f"{tiny_data}/test" and config.run.dir is None
     assert f"{good.value:.4f}" in (folder / "best.yaml").read_text().splitlines()[0]
-    assert "trial 1 begins" in shown and f"trial {bad.number} stopped at step" in shown
-    with pytest.raises(RunError, match="there is a search already"):
+    assert "trial 1 starts" in shown and f"trial {bad.number} stopped at step" in shown
+    with pytest.raises(RunError, match="already contains a search"):
         tune(settings(tiny_data, tmp_path / "s"), space, trials=2)
 
 

@@ -30,26 +30,26 @@ class GalleryEntry:
     missing: str
 
 
-NO_METRICS = "metrics.jsonl has no figure of training or evaluation at two steps: see the result"
-NO_RANKS = "ranks.jsonl has no intervals: too short a run, or tracking is off"
-NO_CURVES = "no evaluation in metrics.jsonl has this curve (labels must be both 0 and 1)"
-NO_TABLES = "ranks.jsonl has no such figures of tables, or of one interval: see the table below"
+NO_METRICS = "metrics.jsonl contains no metric at two or more steps; see the result"
+NO_RANKS = "ranks.jsonl contains no intervals: the run was too short, or tracking is off"
+NO_CURVES = "no evaluation in metrics.jsonl contains this curve, which requires labels 0 and 1"
+NO_TABLES = "ranks.jsonl contains these table statistics for fewer than two intervals; see the table below"
 
 GALLERY = (
     GalleryEntry("curves", "learning", "Metrics over steps", learning.curves, NO_METRICS),
     GalleryEntry("ratios", "learning", "Metrics that should be 1, over steps", learning.ratios, NO_METRICS),
     GalleryEntry("reliability", "learning", "Predicted and actual rates", learning.reliability, NO_CURVES),
     GalleryEntry("roc", "learning", "ROC curve", learning.roc, NO_CURVES),
-    GalleryEntry("speed", "speed", "Rows a second over steps", timeline.draw_throughput, NO_METRICS),
+    GalleryEntry("speed", "speed", "Rows per second over steps", timeline.draw_throughput, NO_METRICS),
     GalleryEntry("phases", "speed", "Time in each phase, by rank", timeline.draw_phase_totals, NO_RANKS),
     GalleryEntry(
         "phases_over_steps", "speed", "Time in each phase, over steps", timeline.over_steps, NO_RANKS
     ),
-    GalleryEntry("memory_map", "tables", "Memory of tables by rank", tables.draw_memory, NO_TABLES),
-    GalleryEntry("load_map", "tables", "Lookups of tables by rank", tables.draw_load, NO_TABLES),
-    GalleryEntry("row_norms", "tables", "Norms of rows over steps", tables.draw_row_norms, NO_TABLES),
+    GalleryEntry("memory_map", "tables", "Table memory by rank", tables.draw_memory, NO_TABLES),
+    GalleryEntry("load_map", "tables", "Table lookups by rank", tables.draw_load, NO_TABLES),
+    GalleryEntry("row_norms", "tables", "Row norms over steps", tables.draw_row_norms, NO_TABLES),
     GalleryEntry("health", "tables", "Dead rows, distinct ids, gradients, updates", tables.health, NO_TABLES),
-    GalleryEntry("checks", "checks", "Checks over steps", timeline.checks, "checks.jsonl has no checks"),
+    GalleryEntry("checks", "checks", "Checks over steps", timeline.checks, "checks.jsonl contains no checks"),
     GalleryEntry(
         "timeline", "timeline", "Workers and steps over time", timeline.elastic, "events.jsonl has no events"
     ),

@@ -47,10 +47,10 @@ def reliability(run: History) -> Figure | None:
     if not curves:
         return None
     title = f"Predicted and actual rates at step {evaluation.step:,}"
-    made, (above, below) = style.new_figure(title, 3.6, 2, sharex=True, height_ratios=(4, 1))
+    figure, (above, below) = style.new_figure(title, 3.6, 2, sharex=True, height_ratios=(4, 1))
     top = 1.05 * max(value for curve in curves for key in ("predicted", "actual") for value in curve[key])
     top = max(top, 1e-9)
-    above.plot([0, top], [0, top], color=style.MUTED, linewidth=0.8, label="as predicted")
+    above.plot([0, top], [0, top], color=style.MUTED, linewidth=0.8, label="perfect calibration")
     for curve, colour in zip(curves, cycle(style.LINES)):
         line = {"color": colour, "marker": "o", "markersize": 3.5, "label": curve["name"]}
         above.plot(curve["predicted"], curve["actual"], **line)
@@ -65,7 +65,7 @@ def reliability(run: History) -> Figure | None:
     style.limit_ticks(below.yaxis, 2)
     for axis in (above.yaxis, below.xaxis):
         axis.set_major_formatter(style.PERCENT)
-    return made
+    return figure
 
 
 @style.styled
@@ -77,7 +77,7 @@ def roc(run: History) -> Figure | None:
     areas = {each.key: _format_metric(each, evaluation) for each in run.recorded_metrics}
     named = [areas.get(str(curve["written"].get("metric"))) for curve in curves]
     area = ": " + ", ".join(filter(None, named)) if any(named) else ""
-    made, (axes,) = style.new_figure(f"ROC at step {evaluation.step:,}{area}", style.WIDTH * 0.8)
+    figure, (axes,) = style.new_figure(f"ROC at step {evaluation.step:,}{area}", style.WIDTH * 0.8)
     axes.plot([0, 1], [0, 1], color=style.MUTED, linewidth=0.8, label="chance")
     for curve, colour in zip(curves, cycle(style.LINES)):
         axes.plot(curve["fpr"], curve["tpr"], color=colour, label=curve["name"])
@@ -86,7 +86,7 @@ def roc(run: History) -> Figure | None:
     axes.legend(loc="lower right")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(style.PERCENT)
-    return made
+    return figure
 
 
 @style.styled
@@ -99,19 +99,19 @@ def draw_overlay(runs: Sequence[History], names: list[str]) -> list[Figure]:
     metrics = {
         each.key: each.label for run in runs for each in _select_distinct_metrics(run) if each.is_directed
     }
-    found = {
+    titles = {
         (kind, name): f"{label} {where}"
-        for kind, where in ((Train, "in training"), (Eval, "in evaluations (diamonds: final ones)"))
+        for kind, where in ((Train, "in training"), (Eval, "in evaluations (diamonds: final evaluation)"))
         for name, label in metrics.items()
         if any(_has_line(run, name, {kind, Final if kind is Eval else kind}) for run in runs)
     }
     pictures = []
-    for (kind, name), title in found.items():
-        made, (axes,) = style.new_figure(title, 1.9 + 0.2 * -(-len(runs) // 2))
-        for index, (run, called) in enumerate(zip(runs, names, strict=True)):
+    for (kind, name), title in titles.items():
+        figure, (axes,) = style.new_figure(title, 1.9 + 0.2 * -(-len(runs) // 2))
+        for index, (run, run_name) in enumerate(zip(runs, names, strict=True)):
             turn, place = divmod(index, len(style.LINES))
             line: dict[str, Any] = {"color": style.LINES[place], "linestyle": DASHES[turn % len(DASHES)]}
-            line |= {"label": style.fit_name(called, 110), "marker": "." if kind is Eval else None}
+            line |= {"label": style.fit_name(run_name, 110), "marker": "." if kind is Eval else None}
             axes.plot(*style.thin_line(*points(run, kind, name)), **line)
             if kind is Eval:
                 final = points(run, Final, name)
@@ -120,8 +120,8 @@ def draw_overlay(runs: Sequence[History], names: list[str]) -> list[Figure]:
         axes.yaxis.set_major_formatter(style.PLAIN)
         style.limit_ticks(axes.yaxis)
         style.format_step_axis(axes)
-        made.legend(ncols=2, loc="outside lower left")
-        pictures.append(made)
+        figure.legend(ncols=2, loc="outside lower left")
+        pictures.append(figure)
     return pictures
 
 
@@ -139,10 +139,10 @@ def _repeats_log_loss(run: History, key: str) -> bool:
 
 def _measured(run: History) -> list[Metric]:
     """Return the metrics that were measured; metrics of training first."""
-    found = [
+    metrics = [
         each for each in _select_distinct_metrics(run) if any(points(run, k, each.key)[0] for k in STYLES)
     ]
-    return sorted(found, key=lambda each: not points(run, Train, each.key)[0])
+    return sorted(metrics, key=lambda each: not points(run, Train, each.key)[0])
 
 
 def _has_line(run: History, key: str, kinds: Iterable[type[Measured]]) -> bool:
@@ -150,14 +150,14 @@ def _has_line(run: History, key: str, kinds: Iterable[type[Measured]]) -> bool:
     return sum(len(points(run, kind, key)[0]) for kind in kinds) > 1
 
 
-def _draw_over_steps(run: History, found: list[Metric], right: float | None = None) -> Figure | None:
+def _draw_over_steps(run: History, metrics: list[Metric], right: float | None = None) -> Figure | None:
     """Draw a panel for each metric of at least two points, with a horizontal line at the value `right`."""
-    shown = [metric for metric in found if _has_line(run, metric.key, STYLES)]
-    if not shown:
+    plotted = [metric for metric in metrics if _has_line(run, metric.key, STYLES)]
+    if not plotted:
         return None
-    height = 0.75 + 1.35 * len(shown)
-    made, axes = style.new_figure(_make_title(run, found), height, len(shown), sharex=True)
-    for panel, metric in zip(axes, shown, strict=True):
+    height = 0.75 + 1.35 * len(plotted)
+    figure, axes = style.new_figure(_make_title(run, metrics), height, len(plotted), sharex=True)
+    for panel, metric in zip(axes, plotted, strict=True):
         if right is not None:
             panel.axhline(right, color=style.MUTED, linewidth=0.8)
         _draw(panel, run, metric.key)
@@ -167,8 +167,8 @@ def _draw_over_steps(run: History, found: list[Metric], right: float | None = No
     kinds = {
         label: line for panel in axes for line, label in zip(*panel.get_legend_handles_labels(), strict=True)
     }
-    made.legend(kinds.values(), kinds.keys(), ncols=4, loc="outside lower left")
-    return made
+    figure.legend(kinds.values(), kinds.keys(), ncols=4, loc="outside lower left")
+    return figure
 
 
 def _draw(axes: Axes, run: History, name: str) -> None:
@@ -190,9 +190,9 @@ def points(run: History, kind: type[Measured], name: str) -> tuple[list[int], li
     return [step for step, _ in points], [value for _, value in points]
 
 
-def _make_title(run: History, found: list[Metric]) -> str:
+def _make_title(run: History, metrics: list[Metric]) -> str:
     last = (run.figures(Final) or run.figures(Eval) or run.figures(Train))[-1]
-    text = ", ".join(filter(None, (_format_metric(metric, last) for metric in found))) or "figures"
+    text = ", ".join(filter(None, (_format_metric(metric, last) for metric in metrics))) or "metrics"
     return f"{text[0].upper()}{text[1:]} at step {last.step:,}"
 
 
@@ -210,7 +210,7 @@ def _find_last_curves(
     A curve consists of two lists of numbers of equal length, a name for a legend, and the recorded curve.
     """
     for evaluation in reversed(run.figures(Eval, Final)):
-        found = []
+        task_curves = []
         for key, curve in (evaluation.curves or {}).items():  # type: ignore[attr-defined]
             task, _, kind = key.rpartition(".")
             if kind != name or not isinstance(curve, dict):
@@ -218,7 +218,7 @@ def _find_last_curves(
             first, second = ([number(v) for v in as_list(curve.get(each))] for each in keys)
             if len(first) == len(second) > 0 and not any(map(isnan, first + second)):
                 pair = zip(keys, (first, second), strict=True)
-                found.append({**dict(pair), "name": task or "this model", "written": curve})
-        if found:
-            return evaluation, found
+                task_curves.append({**dict(pair), "name": task or "this model", "written": curve})
+        if task_curves:
+            return evaluation, task_curves
     return None, []

@@ -110,10 +110,10 @@ def new_figure(
         columns: Columns of axes.
         options: Options of Figure.subplots.
     """
-    made = Figure(figsize=(WIDTH, height), layout="constrained")
-    axes = made.subplots(rows, columns, squeeze=False, **options)
-    made.suptitle(textwrap.fill(title, MAX_TITLE_CHARACTERS), x=0.01, ha="left")
-    return made, list(axes.flat)
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False, **options)
+    figure.suptitle(textwrap.fill(title, MAX_TITLE_CHARACTERS), x=0.01, ha="left")
+    return figure, list(axes.flat)
 
 
 def new_grid(
@@ -130,15 +130,15 @@ def new_grid(
     """
     columns = 2 if count > 1 else 1
     rows = -(-count // columns)
-    made, panels = new_figure(title, height + row_height * rows, rows, columns, sharex=True, sharey=True)
+    figure, panels = new_figure(title, height + row_height * rows, rows, columns, sharex=True, sharey=True)
     for axes in panels[count:]:
         axes.set_axis_off()
     for axes in panels[max(0, count - columns) : count]:
         format_step_axis(axes)
         limit_ticks(axes.xaxis, 3)
         axes.tick_params(labelbottom=True)
-    made.supylabel(label, fontsize=8.5)
-    return made, panels[:count]
+    figure.supylabel(label, fontsize=8.5)
+    return figure, panels[:count]
 
 
 @styled
@@ -203,10 +203,10 @@ def limit_ticks(axis: Axis, most: int = 4, whole: bool = False) -> None:
 
 def fit_name(name: object, points: float, size: float = STYLE["xtick.labelsize"]) -> str:
     """Return a name with its middle cut out if the name is wider than some points at a font size."""
-    text, most = short(name, 60), 60
-    while most > 3 and sum(map(_measure_em, text)) * size > points:
-        most = min(most, len(text)) - 1
-        text = short(name, most)
+    text, max_chars = short(name, 60), 60
+    while max_chars > 3 and sum(map(_measure_em, text)) * size > points:
+        max_chars = min(max_chars, len(text)) - 1
+        text = short(name, max_chars)
     return text
 
 
@@ -215,8 +215,8 @@ def _measure_em(character: str) -> float:
     """Return the width of a character in em; characters that the font lacks have a fixed width."""
     font = get_font(findfont(FONT))
     font.set_size(100, 72)
-    known = font.get_char_index(ord(character))
-    return font.load_char(ord(character)).linearHoriAdvance / 65536 / 100 if known else 1.2
+    has_glyph = font.get_char_index(ord(character))
+    return font.load_char(ord(character)).linearHoriAdvance / 65536 / 100 if has_glyph else 1.2
 
 
 def draw_restart_lines(axes: Axes, steps: Sequence[int], label: str | None = "restart") -> None:
@@ -232,8 +232,8 @@ def clip_initial_outliers(axes: Axes) -> None:
     than five points count completely.
     """
     lines = [(line.get_color(), *map(list, line.get_data())) for line in axes.lines if len(line.get_ydata())]
-    rest = [y for _, _, ys in lines for y in ys[len(ys) // 10 + 1 if len(ys) >= 5 else 0 :]]
-    low, high = min(rest), max(rest)
+    later = [y for _, _, ys in lines for y in ys[len(ys) // 10 + 1 if len(ys) >= 5 else 0 :]]
+    low, high = min(later), max(later)
     span = high - low or abs(high) or 1.0
     highest = [(colour, *max(zip(ys, xs, strict=True))) for colour, xs, ys in lines]
     if all(y <= high + FAR * span for _, y, _ in highest):

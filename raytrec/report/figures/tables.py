@@ -25,8 +25,8 @@ MAP = "cividis"
 def draw_memory(run: RunFolder) -> Figure | None:
     """Draw tables × ranks: bytes of weights and optimizer state in each rank's last interval."""
     ranks = sum_over_time(select_last_group(run.ranks))
-    held = [{name: sum_table_bytes(entry) // 1 for name, entry in line.tables.items()} for line in ranks]
-    return memory_map(held, [line.rank for line in ranks])
+    sizes = [{name: sum_table_bytes(entry) // 1 for name, entry in line.tables.items()} for line in ranks]
+    return memory_map(sizes, [line.rank for line in ranks])
 
 
 @style.styled
@@ -38,14 +38,14 @@ def memory_map(tables: list[dict[str, float]], ranks: list[int] | None = None) -
         ranks: Rank numbers; default: 0, 1, …
     """
     ranks = list(range(len(tables))) if ranks is None else ranks
-    held, names = _build_matrix(tables)
-    if not held.sum():
+    grid, names = _build_matrix(tables)
+    if not grid.sum():
         return None
-    each = f", {_format_range(held)}" if len(ranks) > 1 else ""
-    title = f"Memory of tables: {format_bytes(held.sum())} on {count(len(ranks), 'rank')}{each}"
-    made, axes = _draw(held, names, ranks, title, style.BYTES, LogNorm(held[held > 0].min() / 2, held.max()))
+    span = f", {_format_range(grid)}" if len(ranks) > 1 else ""
+    title = f"Table memory: {format_bytes(grid.sum())} on {count(len(ranks), 'rank')}{span}"
+    fig, axes = _draw(grid, names, ranks, title, style.BYTES, LogNorm(grid[grid > 0].min() / 2, grid.max()))
     axes.set_ylabel("total")
-    return made
+    return fig
 
 
 @style.styled
@@ -53,21 +53,21 @@ def draw_load(run: RunFolder) -> Figure | None:
     """Draw tables × ranks: share of all bytes looked up since the last change of the group of workers."""
     lines = sum_over_time(select_last_group(run.ranks))
     ranks = [line.rank for line in lines]
-    looked, names = _build_matrix(
+    loads, names = _build_matrix(
         [{name: entry.get("lookup_bytes") or 0.0 for name, entry in line.tables.items()} for line in lines]
     )
-    if not looked.sum():
+    if not loads.sum():
         return None
-    shares = looked / looked.sum()
+    shares = loads / loads.sum()
     hottest = int(shares.sum(axis=0).argmax())
     title = (
         f"Load: rank {ranks[hottest]} looks up {percent(shares.sum(axis=0)[hottest])} of all bytes"
         if len(ranks) > 1
-        else f"Load: share of {format_bytes(looked.sum())} looked up, by table"
+        else f"Load: share of {format_bytes(loads.sum())} looked up, by table"
     )
-    made, axes = _draw(shares, names, ranks, title, style.PERCENT, PowerNorm(0.5, 0, shares.max()))
+    figure, axes = _draw(shares, names, ranks, title, style.PERCENT, PowerNorm(0.5, 0, shares.max()))
     axes.set_ylabel("share")
-    return made
+    return figure
 
 
 def _build_matrix(ranks: list[dict[str, float]]) -> tuple[np.ndarray, list[str]]:
@@ -83,10 +83,10 @@ def _build_matrix(ranks: list[dict[str, float]]) -> tuple[np.ndarray, list[str]]
     if not cells:
         return np.zeros((0, len(ranks))), []
     names = sorted(cells, key=lambda name: (-cells[name].sum(), name))
-    own, others = names[:MAX_TABLES], names[MAX_TABLES:]
+    separate, others = names[:MAX_TABLES], names[MAX_TABLES:]
     rows, labels = (
-        [cells[name] for name in own],
-        [style.fit_name(name, style.MAX_NAME_POINTS) for name in own],
+        [cells[name] for name in separate],
+        [style.fit_name(name, style.MAX_NAME_POINTS) for name in separate],
     )
     if others:
         rows.append(np.sum([cells[name] for name in others], axis=0))
@@ -100,7 +100,7 @@ def _draw(
     """Draw the map with the ranks' totals as bars above it; return the figure and the bars' axes."""
     height = 0.16 * len(names)
     ratios = 0.6, 0.3 + height
-    made, (bars, grid) = style.new_figure(title, 2.0 + height, 2, sharex=True, height_ratios=ratios)
+    figure, (bars, grid) = style.new_figure(title, 2.0 + height, 2, sharex=True, height_ratios=ratios)
     totals = cells.sum(axis=0)
     colours = [style.VERMILION if total > UNEVEN * totals.mean() else style.BLUE for total in totals]
     bars.bar(range(len(ranks)), totals, color=colours, width=0.8)
@@ -118,12 +118,12 @@ def _draw(
     if len(ranks) <= MAX_LABELED_RANKS:
         _write(grid, cells, kind, norm)
     else:
-        bar = made.colorbar(image, ax=grid, location="bottom", aspect=40, format=kind)
+        bar = figure.colorbar(image, ax=grid, location="bottom", aspect=40, format=kind)
         bar.outline.set_visible(False)
         bar.minorticks_off()
         bar.set_ticks(norm.inverse([0, 0.25, 0.5, 0.75, 1]))
-        bar.set_label("of a table on a rank")
-    return made, bars
+        bar.set_label("per table and rank")
+    return figure, bars
 
 
 def _write(axes: Axes, cells: np.ndarray, kind: FuncFormatter, norm: Normalize) -> None:
@@ -140,9 +140,9 @@ def _format_rank(ranks: list[int], x: float) -> str:
     return str(ranks[int(x)]) if x == int(x) and 0 <= x < len(ranks) else ""
 
 
-def _format_range(held: np.ndarray) -> str:
+def _format_range(cells: np.ndarray) -> str:
     """Return the smallest and the largest total of a rank as text."""
-    totals = held.sum(axis=0)
+    totals = cells.sum(axis=0)
     return f"{format_bytes(totals.min())} to {format_bytes(totals.max())} each"
 
 
@@ -172,11 +172,11 @@ def draw_row_norms(run: RunFolder) -> Figure | None:
     }
     if not measured:
         return None
-    shown = list(measured)[:MAX_MAPS]
-    which = f"; the {MAX_MAPS} most loaded of {len(measured)} tables" if len(measured) > MAX_MAPS else ""
-    title = f"Norms of rows over steps (stronger: more rows){which}"
-    made, panels = style.new_grid(title, len(shown), 0.8, 0.95, "norm of a row")
-    for axes, name in zip(panels, shown, strict=True):
+    names = list(measured)[:MAX_MAPS]
+    suffix = f"; the {MAX_MAPS} most loaded of {len(measured)} tables" if len(measured) > MAX_MAPS else ""
+    title = f"Row norms over steps (more opaque: more rows){suffix}"
+    figure, panels = style.new_grid(title, len(names), 0.8, 0.95, "row norm")
+    for axes, name in zip(panels, names, strict=True):
         steps = sorted(measured[name])
         shares = np.array([np.array(measured[name][s]) / sum(measured[name][s]) for s in steps]).T
         axes.pcolormesh(
@@ -187,21 +187,21 @@ def draw_row_norms(run: RunFolder) -> Figure | None:
         axes.yaxis.set_major_locator(FixedLocator([1e-4, 1e-2, 1, 100]))
         axes.yaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_major_formatter(style.PLAIN)
-    return made
+    return figure
 
 
 @style.styled
 def health(run: RunFolder) -> Figure | None:
     """Draw dead rows, distinct ids, gradient and update norms of tables over steps; the highest are named."""
-    lines = {key: _known(run.tables, key) for key, _, _ in HEALTH_PANELS}
-    found = [panel for panel in HEALTH_PANELS if lines[panel[0]]]
-    if not found:
+    lines = {key: _select_series(run.tables, key) for key, _, _ in HEALTH_PANELS}
+    specs = [panel for panel in HEALTH_PANELS if lines[panel[0]]]
+    if not specs:
         return None
-    title = "Tables over steps" + (
-        f" (the {MAX_NAMED_LINES} highest at the end are named)" if len(run.tables) > MAX_NAMED_LINES else ""
+    title = "Table statistics over steps" + (
+        f" (named: the {MAX_NAMED_LINES} highest final values)" if len(run.tables) > MAX_NAMED_LINES else ""
     )
-    made, panels = style.new_figure(title, 0.6 + 1.2 * len(found), len(found), sharex=True)
-    for axes, (key, label, is_share) in zip(panels, found, strict=True):
+    figure, panels = style.new_figure(title, 0.6 + 1.2 * len(specs), len(specs), sharex=True)
+    for axes, (key, label, is_share) in zip(panels, specs, strict=True):
         ordered = sorted(lines[key].items(), key=lambda item: item[1][-1][1], reverse=True)
         for index, (name, points) in enumerate(reversed(ordered)):
             place = len(ordered) - 1 - index
@@ -218,10 +218,10 @@ def health(run: RunFolder) -> Figure | None:
         style.draw_restart_lines(axes, run.restarts, label=None)
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), reverse=True)
     style.format_step_axis(panels[-1])
-    return made
+    return figure
 
 
-def _known(series: dict[str, dict[int, dict]], key: str) -> dict[str, list[tuple[int, float]]]:
+def _select_series(series: dict[str, dict[int, dict]], key: str) -> dict[str, list[tuple[int, float]]]:
     """Return table → (step, value) of tables that have the value at two steps or more."""
     points = {n: [(s, e[key]) for s, e in steps.items() if not isnan(e[key])] for n, steps in series.items()}
     return {name: found for name, found in points.items() if len(found) > 1}

@@ -23,7 +23,7 @@ EVENT_STYLES = {  # kind of event → name, color, marker
     "failed": ("failure", style.VERMILION, "X"),
     "hang": ("hang", style.PURPLE, "P"),
     "not saved": ("save failed", style.VERMILION, "v"),
-    "asked": ("restart or stop asked for", style.ORANGE, "^"),
+    "asked": ("restart or stop requested", style.ORANGE, "^"),
     "waiting": ("too few nodes", style.MUTED, "s"),
     "stopped": ("stopped", style.INK, "s"),
     "saved": ("saved", style.GREEN, "|"),
@@ -33,21 +33,21 @@ EVENT_STYLES = {  # kind of event → name, color, marker
 @style.styled
 def elastic(run: RunFolder) -> Figure | None:
     """Draw the number of workers and, below, the steps over time with events; failures set steps back."""
-    told = story(run)
-    if not told.groups:
+    record = story(run)
+    if not record.groups:
         return None
-    unit, seconds = _choose_time_unit(max(group.end_s for group in told.groups))
-    made, (workers, steps) = style.new_figure(_make_title(told), 3.9, 2, sharex=True, height_ratios=(1, 2))
-    _draw_workers(workers, told, seconds)
-    _steps(steps, told, seconds)
+    unit, seconds = _choose_time_unit(max(group.end_s for group in record.groups))
+    fig, (workers, steps) = style.new_figure(_make_title(record), 3.9, 2, sharex=True, height_ratios=(1, 2))
+    _draw_workers(workers, record, seconds)
+    _steps(steps, record, seconds)
     steps.set_xlabel(f"{unit} since the start")
     steps.xaxis.set_major_formatter(style.PLAIN)
-    made.legend(*steps.get_legend_handles_labels(), loc="outside lower left", ncols=3)
-    return made
+    fig.legend(*steps.get_legend_handles_labels(), loc="outside lower left", ncols=3)
+    return fig
 
 
-def _draw_workers(axes: Axes, told: RunTimeline, unit_s: int) -> None:
-    for group in told.groups:
+def _draw_workers(axes: Axes, timeline: RunTimeline, unit_s: int) -> None:
+    for group in timeline.groups:
         begin, end = group.begin_s / unit_s, group.end_s / unit_s
         axes.bar(begin, group.workers, end - begin, align="edge", color=style.SKY)
         if group.resumed_after_s:
@@ -56,20 +56,20 @@ def _draw_workers(axes: Axes, told: RunTimeline, unit_s: int) -> None:
             above = axes.get_xaxis_transform()
             axes.text(begin, 1.02, text, transform=above, fontsize=6.5, ha="center", va="bottom")
     axes.set_ylabel("workers")
-    axes.set_ylim(0, 1.15 * max(1, *(group.workers for group in told.groups)))
+    axes.set_ylim(0, 1.15 * max(1, *(group.workers for group in timeline.groups)))
     style.limit_ticks(axes.yaxis, whole=True)
 
 
-def _steps(axes: Axes, told: RunTimeline, unit_s: int) -> None:
-    begins = [group.begin_s for group in told.groups]
+def _steps(axes: Axes, timeline: RunTimeline, unit_s: int) -> None:
+    begins = [group.begin_s for group in timeline.groups]
     for begin, end in zip(begins, [*begins[1:], float("inf")], strict=True):
-        points = [(at / unit_s, step) for at, step in told.progress if begin <= at < end]
+        points = [(at / unit_s, step) for at, step in timeline.progress if begin <= at < end]
         axes.plot([at for at, _ in points], [step for _, step in points], color=style.BLUE, linewidth=1)
     for kind, (name, colour, marker) in EVENT_STYLES.items():
-        marks = [mark for mark in told.marks if mark.kind == kind]
+        marks = [mark for mark in timeline.marks if mark.kind == kind]
         times, heights = (
             [mark.at_s / unit_s for mark in marks],
-            [_get_mark_step(mark, told) for mark in marks],
+            [_get_mark_step(mark, timeline) for mark in marks],
         )
         if marks:
             axes.scatter(times, heights, c=colour, marker=marker, s=32, label=name, zorder=3)
@@ -79,21 +79,21 @@ def _steps(axes: Axes, told: RunTimeline, unit_s: int) -> None:
     style.limit_ticks(axes.yaxis, whole=True)
 
 
-def _get_mark_step(mark: Mark, told: RunTimeline) -> int:
+def _get_mark_step(mark: Mark, timeline: RunTimeline) -> int:
     """Return the step of a mark, or the step of the run at that time."""
     if mark.step is not None:
         return mark.step
-    return next((step for at, step in reversed(told.progress) if at <= mark.at_s), 0)
+    return next((step for at, step in reversed(timeline.progress) if at <= mark.at_s), 0)
 
 
-def _make_title(told: RunTimeline) -> str:
-    seconds = max(group.end_s for group in told.groups)
-    sizes = sorted({group.workers for group in told.groups})
+def _make_title(timeline: RunTimeline) -> str:
+    seconds = max(group.end_s for group in timeline.groups)
+    sizes = sorted({group.workers for group in timeline.groups})
     workers = count(sizes[0], "worker") if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]} workers"
-    faults = told.count("failed") + told.count("hang")
+    faults = timeline.count("failed") + timeline.count("hang")
     parts = [duration(seconds), workers, count(faults, "failure") if faults else "no failures"]
-    if told.restarts:
-        parts.append(count(told.restarts, "restart"))
+    if timeline.restarts:
+        parts.append(count(timeline.restarts, "restart"))
     return f"The run: {', '.join(parts)}"
 
 
@@ -111,7 +111,7 @@ def checks(run: RunFolder) -> Figure | None:
     names = list(dict.fromkeys(line.check for line in run.checks))
     failed = [line for line in run.checks if not line.passed]
     passed = [line for line in run.checks if line.passed]
-    made, (axes,) = style.new_figure(_make_checks_title(run.checks, failed), 1.3 + 0.2 * len(names))
+    figure, (axes,) = style.new_figure(_make_checks_title(run.checks, failed), 1.3 + 0.2 * len(names))
     for lines, colour, marker, size, label in (
         (passed, style.GREEN, "o", 12, "passed"),
         (failed, style.VERMILION, "X", 45, "failed"),
@@ -124,8 +124,8 @@ def checks(run: RunFolder) -> Figure | None:
     axes.set_ylim(len(names) - 0.5, -0.5)
     style.draw_restart_lines(axes, run.restarts)
     style.format_step_axis(axes)
-    made.legend(ncols=3, loc="outside lower left")
-    return made
+    figure.legend(ncols=3, loc="outside lower left")
+    return figure
 
 
 def _make_checks_title(checks: list[Outcome], failed: list[Outcome]) -> str:
@@ -144,7 +144,7 @@ def draw_throughput(run: RunFolder) -> Figure | None:
     if len(steps) < 2:
         return None
     usual = median(rates)
-    made, (axes,) = style.new_figure(f"Speed: {usual:,.0f} rows/s in the median", 1.9)
+    figure, (axes,) = style.new_figure(f"Speed: median of {usual:,.0f} rows/s", 1.9)
     axes.plot(*style.thin_line(steps, rates), color=style.BLUE)
     style.draw_restart_lines(axes, run.restarts)
     axes.set_ylim(bottom=0)
@@ -152,7 +152,7 @@ def draw_throughput(run: RunFolder) -> Figure | None:
     style.limit_ticks(axes.yaxis)
     axes.yaxis.set_major_formatter(style.WHOLE)
     style.format_step_axis(axes)
-    return made
+    return figure
 
 
 @style.styled
@@ -161,28 +161,28 @@ def draw_phase_totals(run: RunFolder) -> Figure | None:
     ranks = [line for line in sum_over_time(skip_warmup(run.ranks)) if line.steps]
     if not ranks:
         return None
-    shown, which = _select_slowest(ranks, MAX_BARS)
+    selected, suffix = _select_slowest(ranks, MAX_BARS)
     slow = find_straggler(ranks)
-    title = f"Time of a step: {slow.partition(':')[0]}" if slow else f"Time of a step{which}"
-    made, (axes,) = style.new_figure(title, 1.6 + 0.2 * len(shown))
-    left = [0.0] * len(shown)
+    title = f"Time of a step: {slow.partition(':')[0]}" if slow else f"Time of a step{suffix}"
+    figure, (axes,) = style.new_figure(title, 1.6 + 0.2 * len(selected))
+    offsets = [0.0] * len(selected)
     for phase in PHASES:
-        widths = [line.phase_s(phase) / line.steps * 1e3 for line in shown]
+        widths = [line.phase_s(phase) / line.steps * 1e3 for line in selected]
         axes.barh(
-            range(len(shown)),
+            range(len(selected)),
             widths,
-            left=left,
+            left=offsets,
             color=COLOURS[phase],
             label=_format_phase(phase),
             height=0.75,
         )
-        left = [a + b for a, b in zip(left, widths, strict=True)]
-    axes.set_yticks(range(len(shown)), [f"rank {line.rank}" for line in shown])
+        offsets = [a + b for a, b in zip(offsets, widths, strict=True)]
+    axes.set_yticks(range(len(selected)), [f"rank {line.rank}" for line in selected])
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
-    axes.set_xlabel("ms a step")
-    made.legend(loc="outside lower left", ncols=4)
-    return made
+    axes.set_xlabel("ms per step")
+    figure.legend(loc="outside lower left", ncols=4)
+    return figure
 
 
 @style.styled
@@ -191,44 +191,44 @@ def over_steps(run: RunFolder) -> Figure | None:
     ranks = [line for line in sum_over_time(run.ranks) if line.steps]
     if not ranks:
         return None
-    shown, which = _select_slowest(ranks, MAX_PANELS)
-    title = f"Time of a step over steps{which}"
-    made, panels = style.new_grid(title, len(shown), 1.2, 1.15, "ms a step")
+    selected, suffix = _select_slowest(ranks, MAX_PANELS)
+    title = f"Time of a step over steps{suffix}"
+    figure, panels = style.new_grid(title, len(selected), 1.2, 1.15, "ms per step")
     lines = by_rank(run.ranks)
-    for axes, total in zip(panels, shown, strict=True):
+    for axes, total in zip(panels, selected, strict=True):
         _draw_phase_areas(axes, lines[total.rank])
         axes.set_title(f"rank {total.rank}")
         style.draw_restart_lines(axes, run.restarts, label=None)
         style.limit_ticks(axes.yaxis)
-    made.legend(*panels[0].get_legend_handles_labels(), loc="outside lower left", ncols=4)
-    return made
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower left", ncols=4)
+    return figure
 
 
 def _draw_phase_areas(axes: Axes, lines: list[RankLine]) -> None:
     """Draw intervals as stacked areas, as wide as their steps; gaps where the rank did not exist."""
     edges: list[int] = [lines[0].first_step]
-    kept: list[RankLine | None] = []
+    spans: list[RankLine | None] = []
     for line in lines:
         if line.first_step > edges[-1]:
             edges.append(line.first_step)
-            kept.append(None)
+            spans.append(None)
         edges.append(line.step)
-        kept.append(line)
-    bottom = [0.0] * len(kept)
+        spans.append(line)
+    bottom = [0.0] * len(spans)
     for phase in PHASES:
-        heights = [line.phase_s(phase) / line.steps * 1e3 if line and line.steps else 0.0 for line in kept]
+        heights = [line.phase_s(phase) / line.steps * 1e3 if line and line.steps else 0.0 for line in spans]
         top = [a + b for a, b in zip(bottom, heights, strict=True)]
         axes.stairs(top, edges, baseline=bottom, fill=True, color=COLOURS[phase], label=_format_phase(phase))
         bottom = top
     axes.set_ylim(bottom=0)
 
 
-def _select_slowest(ranks: list[RankLine], most: int) -> tuple[list[RankLine], str]:
+def _select_slowest(ranks: list[RankLine], max_count: int) -> tuple[list[RankLine], str]:
     """Return the ranks with the most own time per step if there are too many, and a part of the title."""
-    if len(ranks) <= most:
+    if len(ranks) <= max_count:
         return ranks, ", by rank" if len(ranks) > 1 else ""
-    chosen = sorted(ranks, key=lambda line: get_own_time_s(line) / line.steps, reverse=True)[:most]
-    return chosen, f": the {most} of {len(ranks)} ranks with the most own time"
+    chosen = sorted(ranks, key=lambda line: get_own_time_s(line) / line.steps, reverse=True)[:max_count]
+    return chosen, f": the {max_count} of {len(ranks)} ranks with the most own time"
 
 
 def _format_phase(phase: str) -> str:

@@ -1,4 +1,4 @@
-// A click on a column's name sorts its table, a second one the other way round.
+// A click on a column name sorts the table; a second click reverses the order.
 for (const button of document.querySelectorAll("th button")) {
   button.addEventListener("click", () => {
     const head = button.closest("th"), body = head.closest("table").tBodies[0];
