@@ -106,7 +106,7 @@ def _import_package(name: str) -> Any:
     try:
         return import_module(name)
     except Exception as error:
-        raise OSError(f"import {name}: {_find_loader_error(error)}") from None
+        raise OSError(f"cannot import {name}: {_find_loader_error(error)}") from None
 
 
 def _find_loader_error(error: BaseException) -> BaseException:
@@ -128,7 +128,7 @@ def _find_load_error(torch: Any) -> OSError | None:
             try:
                 torch.ops.load_library(str(file))
             except OSError as error:
-                return OSError(f"loading {file.name}: {_find_loader_error(error)}")
+                return OSError(f"cannot load {file.name}: {_find_loader_error(error)}")
     return None
 
 
@@ -147,14 +147,14 @@ def use_gpu() -> dict[str, Any]:
 def operators() -> Diagnoses:
     """Check that FBGEMM's libraries load; find the loader's error behind `No such operator fbgemm::…`."""
     if built_for() is None:
-        yield Diagnosis(OK, "not looked at: torch is not installed")
+        yield Diagnosis(OK, "not checked: torch is not installed")
         return
     try:
         files = run_child(load_fbgemm, limit_s=LOAD_S)
     except ChildError as error:
         yield Diagnosis(FAILURE, str(error), _suggest_repair(str(error)))
     else:
-        yield Diagnosis(OK, f"loaded from {files['fbgemm_gpu']}, with {files['torch']}")
+        yield Diagnosis(OK, f"FBGEMM is loaded from {files['fbgemm_gpu']}, torch from {files['torch']}")
 
 
 def _suggest_repair(error: str) -> str:
@@ -162,16 +162,14 @@ def _suggest_repair(error: str) -> str:
         return wrong.do
     again = f"pip install --no-deps --force-reinstall -r requirements/{PINNED}"
     if "undefined symbol" in error:
-        return f"torch and FBGEMM are not of one release, whatever their metadata: {again}"
+        return f"reinstall FBGEMM, whose release does not match torch despite its metadata: {again}"
     if CUDA_LIBRARY_PATTERN.search(error):
         return (
-            "the packages are built for CUDA, whose libraries are missing: install requirements/cuda.txt; "
+            "install requirements/cuda.txt: the CUDA libraries of the packages are missing; "
             f"without a GPU: {REINSTALL_ADVICE.format(device='cpu')}"
         )
     if OLD_LIBC_PATTERN.search(error):
-        return (
-            "this system's C libraries are too old for the wheels: take a newer one, or an image of deploy/"
-        )
+        return "use a newer system or an image from deploy/: the C libraries are too old for the wheels"
     return f"{again} (docs/install.md)"
 
 
@@ -180,10 +178,10 @@ def gpus() -> Diagnoses:
     """Check that each GPU runs an FBGEMM operator and is not waiting for a reset."""
     kinds, names = list_gpu_kinds(), usable_gpus()
     if built_for() != "cuda" or not has_gpus():
-        yield Diagnosis(OK, "not needed: no GPU, or packages for CPUs")
+        yield Diagnosis(OK, "not needed: there is no GPU, or the packages are built for CPUs")
         return
     if not kinds:
-        what, do = "NVML names no GPU that this process may use", "nvidia-smi; look at CUDA_VISIBLE_DEVICES"
+        what, do = "NVML reports no GPU for this process", "run nvidia-smi, and check CUDA_VISIBLE_DEVICES"
         yield Diagnosis(FAILURE, what, do)
     with ThreadPoolExecutor(len(kinds) or 1) as pool:
         yield from pool.map(_diagnose_gpu, names or map(str, range(len(kinds))), kinds)
@@ -203,8 +201,8 @@ def _diagnose_gpu(name: str, kind: tuple[str, tuple[int, int]]) -> Diagnosis:
         run_child(use_gpu, limit_s=GPU_TIMEOUT_S, CUDA_VISIBLE_DEVICES=name)
         return Diagnosis(OK, f"{about} runs FBGEMM's operators")
     except (ChildError, TimeoutError) as failed:
-        do = "use GPUs that the wheel has code for (docs/gpu.md)" if "kernel image" in str(failed) else ""
-        do = do or "nvidia-smi -q: look at this GPU; see `operators` and `driver`"
+        do = "use GPUs that the wheel supports (docs/gpu.md)" if "kernel image" in str(failed) else ""
+        do = do or "check this GPU with nvidia-smi -q; see the checks `operators` and `driver`"
         return Diagnosis(FAILURE, f"{about}: {failed}", do)
 
 
@@ -261,12 +259,12 @@ def measure_rates(ranks: int, show: Callable[[str], None]) -> Rates:
                 answer.result()
         except (ChildError, TimeoutError) as error:
             raise RunError(
-                f"rank {asked.index(answer)} could not measure: {error}",
+                f"rank {asked.index(answer)} could not measure its rates: {error}",
                 where=f"{ranks} ranks on this machine",
-                do="look at `raytrec check` of a small configuration, which names what is wrong",
+                do="run `raytrec check` on a small configuration to find the cause",
             ) from None
     rates = compute_rates([answer.result()["samples"] for answer in asked])
-    show(f"{rates.matrix['fp32'] / 1e9:.0f} GFLOP/s in fp32, {rates.copy / 1e9:.0f} GB/s of memory")
+    show(f"{rates.matrix['fp32'] / 1e9:.0f} GFLOP/s in fp32, {rates.copy / 1e9:.0f} GB/s of memory bandwidth")
     return rates
 
 

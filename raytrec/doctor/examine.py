@@ -129,7 +129,7 @@ def diagnose(config: RunConfig | None, address: str | None, storage: list[str]) 
         places += [_find_existing_folder(place) for place in (config.checkpoint.dir, config.run.dir) if place]
     console = open_console(stderr=True)
     with console.status("") if console.is_terminal else nullcontext() as line:
-        show = (lambda name: line.update(f"looking at {name}")) if line else lambda _: None
+        show = (lambda name: line.update(f"checking {name}")) if line else lambda _: None
         return examine(address, list(dict.fromkeys(places)), show)
 
 

@@ -26,12 +26,12 @@ MAX_ALL_REDUCES = 16  # all-reduces of one check; each may take COLLECTIVE_TIMEO
 INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 BRIDGE_PATTERN = re.compile(r"docker|br-|virbr|veth|cni|flannel|cali|lxc|podman|vmnet|tunl")
 ADDRESS_REPAIR = (
-    "start Ray on each node with --node-ip-address=ADDRESS, one that all nodes reach, or name the interface: "
-    "NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME where Ray is started"
+    "start Ray on each node with --node-ip-address=ADDRESS, an address that all nodes can reach, or set "
+    "NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to the interface before Ray starts"
 )
 PORTS_REPAIR = (
-    "let nodes reach each other at all TCP ports: security group, firewall, NetworkPolicy; workers take any "
-    "free port (docs/cluster.md)"
+    "allow all TCP ports between nodes (security group, firewall, NetworkPolicy): workers use any free port "
+    "(docs/cluster.md)"
 )
 
 _listeners: list[socket.socket] = []
@@ -70,23 +70,23 @@ def _diagnose_interfaces(found: Any, address: str, lost: bool, several: bool) ->
         several: True if there are other nodes.
     """
     if isinstance(found, Exception):
-        return FAILURE, f"its interfaces are not known: {found}", NO_ANSWER_REPAIR
+        return FAILURE, f"the interfaces of this node are unknown: {found}", NO_ANSWER_REPAIR
     have, own = found["have"], found["own"]
     for variable, value in found["chosen"].items():
         wanted = tuple(each.partition(":")[0] for each in value.lstrip("=").split(","))
         if value.startswith("^") or any(name.startswith(wanted) for name in have):
             continue
-        do = f"set {variable} to one of {', '.join(sorted(have))}, or unset it, where Ray is started"
-        return FAILURE, f"{variable}={value}, and there is no such interface", do
+        do = f"set {variable} to one of {', '.join(sorted(have))}, or unset it, before Ray starts"
+        return FAILURE, f"{variable}={value}, but there is no such interface", do
     names = ", ".join(dict.fromkeys(value.lstrip("=") for value in found["chosen"].values())) or own
     if several and names and BRIDGE_PATTERN.match(names):
-        return FAILURE, f"gloo and NCCL take {names} ({address}), a bridge inside this host", ADDRESS_REPAIR
+        return FAILURE, f"gloo and NCCL use {names} ({address}), a bridge inside this host", ADDRESS_REPAIR
     if lost:
-        return FAILURE, f"Ray knows this node as {address}, where other nodes cannot reach it", ADDRESS_REPAIR
+        return FAILURE, f"other nodes cannot reach this node at Ray's address {address}", ADDRESS_REPAIR
     if not names:
-        what = f"no interface has the node's address {address}: gloo and NCCL choose one by themselves"
+        what = f"no interface has the node's address {address}, so gloo and NCCL choose an interface"
         return WARNING, what, ADDRESS_REPAIR
-    return OK, f"gloo and NCCL take {names}, the node's address", ""
+    return OK, f"gloo and NCCL use {names}, the interface of the node's address", ""
 
 
 def listen(address: str, keep: bool = True) -> int:
@@ -126,7 +126,7 @@ def check_ports(nodes: ThisHost) -> Diagnoses:
     for here in everyone:
         if failed := [a for a in (ports[here], answers[here]) if isinstance(a, Exception)]:
             nodes.cut |= {frozenset((here, there)) for there in everyone}
-            yield Diagnosis(FAILURE, f"not tried: {failed[0]}", NO_ANSWER_REPAIR, hosts=(nodes.names[here],))
+            yield Diagnosis(FAILURE, f"no result: {failed[0]}", NO_ANSWER_REPAIR, hosts=(nodes.names[here],))
             continue
         for there, (_, port), why in zip(known, places, answers[here], strict=True):
             if why and here != there:
@@ -162,7 +162,7 @@ def join_group(
     from raytrec.worker.rendezvous import enable_network_log, listen_on_own_address, read_chosen_network
 
     listen_on_own_address(own)
-    device, network = "cpu", f"gloo over TCP ({os.environ.get('GLOO_SOCKET_IFNAME', 'its own choice')})"
+    device, network = "cpu", f"gloo over TCP ({os.environ.get('GLOO_SOCKET_IFNAME', 'default interface')})"
     if backend == "nccl":
         enable_network_log()
         device = "cuda"
@@ -179,7 +179,7 @@ def join_group(
             torch.cuda.synchronize()
         best = min(best, time.perf_counter() - began)
     if values[0].item() != world**ROUNDS or values[-1].item() != world**ROUNDS:
-        raise ValueError(f"the sum is {values[0].item()}, and should be {world**ROUNDS}")
+        raise ValueError(f"the all-reduce returned {values[0].item()} instead of {world**ROUNDS}")
     dist.barrier()
     if backend == "nccl":
         network = f"NCCL over {read_chosen_network() or 'an unknown network'}"
@@ -202,10 +202,10 @@ def check_all_reduce(nodes: ThisHost) -> Diagnoses:
     rest = [i for i in range(len(nodes.names)) if i not in nodes.unfit]
     if len(rest) < 2:
         what = "fewer than two nodes can import torch"
-        yield Diagnosis(WARNING, what, "first repair what `operators` names")
+        yield Diagnosis(WARNING, what, "first repair failures of `operators`")
         return
     if any(frozenset(pair) in nodes.cut for pair in combinations(rest, 2)):
-        yield Diagnosis(WARNING, "not timed over all nodes", "first repair what is between single nodes")
+        yield Diagnosis(WARNING, "not timed: some nodes cannot connect", "first repair failures of `ports`")
         return
     nccl = nodes.ask(uses_nccl)
     backend = "nccl" if all(nccl[i] is True for i in rest) else "gloo"
@@ -219,7 +219,7 @@ def check_all_reduce(nodes: ThisHost) -> Diagnoses:
     while len(rest) > 1 and fails(rest):
         group = find_smallest_failing_group(rest, fails)
         names = " and ".join(nodes.names[i] for i in sorted(group))
-        yield Diagnosis(FAILURE, f"{names} with {backend}: {answers[tuple(group)]}", ADDRESS_REPAIR)
+        yield Diagnosis(FAILURE, f"{names} failed with {backend}: {answers[tuple(group)]}", ADDRESS_REPAIR)
         # In reverse order, a node that fails with every other node is the last of the next group.
         rest = [i for i in reversed(rest) if i != group[-1]]
     if len(rest) > 1 and (answer := answers.get(tuple(rest))):

@@ -23,7 +23,7 @@ from raytrec.compat.ray_core import list_alive_nodes
 from raytrec.doctor.host_checks import FAILURE, OK, WARNING, Diagnoses, Diagnosis, within
 
 REPLY_S = 60.0  # on a busy host
-NO_ANSWER_REPAIR = "look at this node's Ray (ray status), and whether it has this raytrec"
+NO_ANSWER_REPAIR = "check Ray on this node (ray status), and whether the node has this version of raytrec"
 START_S = 120.0  # a node has to start a process before it answers
 STORAGE_TIMEOUT_S = 60.0
 WARNING_SKEW_S, FAILURE_SKEW_S = 1.0, 300.0  # S3 refuses requests that are 15 minutes off
@@ -152,10 +152,10 @@ def open_nodes(address: str | None) -> Iterator[ThisHost]:
         return
     if address.startswith(("http://", "https://")):
         raise RunError(
-            f"{address} is a dashboard, which cannot ask nodes",
+            f"{address} is the address of a dashboard, which cannot run checks on nodes",
             where="--address",
             expected="the address of the cluster itself",
-            do="give auto or HOST:PORT on a node of the cluster, or ray://HOST:PORT from elsewhere",
+            do="use auto or HOST:PORT on a node of the cluster, or ray://HOST:PORT on other hosts",
         )
     with ray_session(address, any_versions=True):
         yield ClusterNodes()
@@ -190,14 +190,14 @@ def check_same_packages(nodes: ThisHost) -> Diagnoses:
         (usual, _), *others = Counter(versions.values()).most_common()
         for version, _ in others:
             hosts = tuple(name for name, each in versions.items() if each == version)
-            what = f"{package} {version}, and {usual} on the other nodes"
-            do = "install the same on every node, with the same requirements/*.txt, or one image for all"
+            what = f"{package} {version}, but {usual} on other nodes"
+            do = "install the same packages on every node with one requirements/*.txt, or use one image"
             found.append(Diagnosis(FAILURE, what, do, hosts=hosts))
     for name, answer in zip(nodes.names, answers, strict=True):
         if isinstance(answer, Exception):
-            what = f"not known: {first_line(answer)}"
+            what = f"the packages of this node are unknown: {first_line(answer)}"
             found.append(Diagnosis(FAILURE, what, NO_ANSWER_REPAIR, hosts=(name,)))
-    yield from found or [Diagnosis(OK, f"the same {len(answers[0])} on {len(answers)} nodes")]
+    yield from found or [Diagnosis(OK, f"{len(answers[0])} versions are the same on {len(answers)} nodes")]
 
 
 def check_clocks(nodes: ThisHost) -> Diagnoses:
@@ -219,13 +219,13 @@ def diagnose_clocks(skews: dict[str, tuple[float, float]]) -> Diagnoses:
     Args:
         skews: Node → seconds that its clock is ahead, and the uncertainty of this value in seconds.
     """
-    do = "let an NTP daemon keep the time: timedatectl set-ntp true, chronyc makestep"
+    do = "synchronize the clock with NTP: timedatectl set-ntp true, chronyc makestep"
     found = []
     for name, (skew, doubt) in skews.items():
         if (least := abs(skew) - doubt) > WARNING_SKEW_S:
             result = FAILURE if least > FAILURE_SKEW_S else WARNING
             which = "ahead of" if skew > 0 else "behind"
-            what = f"its clock is {abs(skew):,.1f} s {which} this process's"
+            what = f"the clock of this node is {abs(skew):,.1f} s {which} the clock of this process"
             found.append(Diagnosis(result, what, do, hosts=(name,)))
     yield from found or [Diagnosis(OK, f"{len(skews)} clocks are less than {WARNING_SKEW_S:.0f} s apart")]
 
@@ -241,7 +241,7 @@ def write_and_read(uri: str, name: str) -> str:
             stream.write(data)
         with filesystem.open_input_stream(f"{folder}/{name}") as stream:
             same = stream.read() == data
-        return "" if same else "what was read is not what had been written"
+        return "" if same else "the data read differs from the data written"
     except (OSError, RaytrecError) as error:
         return first_line(error)
 
@@ -267,7 +267,7 @@ def check_storage(nodes: ThisHost, uri: str) -> Diagnoses:
     """Check that every node writes to a place, reads its file back, and sees the files of all other nodes."""
     names = [f"raytrec-doctor-{secrets.token_hex(4)}-{number}" for number in range(len(nodes.names))]
     here = {number: (name,) for number, name in enumerate(names)}
-    do = f"make {uri} reachable from every node, for this user: mounts, credentials, region, endpoint, quota"
+    do = f"make {uri} accessible to this user on every node: mounts, credentials, region, endpoint, quota"
     try:
         answers = nodes.ask(write_and_read, uri, each=here, limit_s=STORAGE_TIMEOUT_S)
         wrong = [str(answer) for answer in answers]
@@ -279,12 +279,12 @@ def check_storage(nodes: ThisHost, uri: str) -> Diagnoses:
         for host, why, lacking in zip(nodes.names, wrong, seen, strict=True):
             if not why and lacking:
                 failed = isinstance(lacking, Exception)
-                what = str(lacking) if failed else f"{len(lacking)} files that other nodes have written"
-                again = f"{uri} is not the same place on every node: mount one that all share, or use s3://"
-                yield Diagnosis(FAILURE, f"{uri} here lacks {what}", again, hosts=(host,))
+                what = (
+                    f"cannot be listed: {lacking}" if failed else f"lacks {len(lacking)} files of other nodes"
+                )
+                again = f"mount the same storage at {uri} on every node, or use s3://"
+                yield Diagnosis(FAILURE, f"{uri} on this node {what}", again, hosts=(host,))
         if not any(wrong) and not any(seen):
-            yield Diagnosis(
-                OK, f"{uri}: each host has written {PROBE_FILE_BYTES >> 10} KiB there, and read them again"
-            )
+            yield Diagnosis(OK, f"{uri}: each host has written and read {PROBE_FILE_BYTES >> 10} KiB")
     finally:
         nodes.ask(remove_files, uri, names)

@@ -205,10 +205,10 @@ class GroupRows:
         parts = hash_bits(columns[0]) % DISK_PARTS
         order, counts = parts.argsort(stable=True), parts.bincount(minlength=DISK_PARTS).tolist()
         with convert_os_errors(
-            "rows of the evaluation cannot be written",
+            "cannot write the rows of the evaluation",
             where=tempfile.gettempdir(),
-            expected=f"room for {self._written + len(order):,} rows and more",
-            do="make room, set TMPDIR to another folder, or raise eval.max_exact_rows if memory allows",
+            expected=f"disk space for at least {self._written + len(order):,} rows",
+            do="free disk space, set TMPDIR to another folder, or raise eval.max_exact_rows if memory allows",
         ):
             self._files = self._files or [tempfile.TemporaryFile() for _ in columns]  # noqa: SIM115
             for file, column in zip(self._files, columns, strict=True):

@@ -39,7 +39,7 @@ PREDICTION_DESCRIPTIONS = {  # value of Loss.predicts → description
     "probability": "probabilities",
     "number": "numbers in the label's units",
     "classes": "probabilities of classes",
-    "score": "scores that only give an order",
+    "score": "scores that only define an order",
 }
 
 
@@ -108,9 +108,9 @@ class Selection:
         self.retrieval_metrics = select_ranking_metrics(retrieval.at) if retrieval else []
         if retrieval and len(tasks) > 1 and RETRIEVAL_PREFIX in self.tasks:
             raise ConfigError(
-                f"a task is called {RETRIEVAL_PREFIX}, as the figures of eval.retrieval are",
+                f"the task name '{RETRIEVAL_PREFIX}' is reserved for the metrics of eval.retrieval",
                 where="tasks, eval.retrieval",
-                do="set name of that task",
+                do="set another name for this task",
             )
         for task in tasks:
             found = [find_metric(reference, os.getcwd()) for reference in task.metrics]
@@ -192,8 +192,8 @@ class Selection:
             key = key.removeprefix(f"{next(iter(self.of))}.")
         if key in able:
             return able[key]
-        what = f"{where} is {key}, which is not a metric of the tasks that has a direction"
-        expected = "" if able else "a metric with a direction among tasks.metrics"
+        what = f"{where} is {key}, but the tasks have no metric with this name and a direction"
+        expected = "" if able else "a metric with a direction in tasks.metrics"
         raise unknown(what, key, able, where, expected)
 
 
@@ -214,7 +214,7 @@ def _check_metric_supported(metric: type[Metric], task: Task) -> None:
     if metric.takes is not None and predicts is not None and predicts not in metric.takes:
         able = [name for name, each in METRICS.parts.items() if each.takes is None or predicts in each.takes]
         raise ConfigError(
-            f"{metric.name} does not suit the task's loss, whose predictions are "
+            f"metric {metric.name} does not support the predictions of the task's loss, which are "
             f"{PREDICTION_DESCRIPTIONS[predicts]}",
             where=where,
             expected=f"one of {', '.join(able)}",
@@ -223,10 +223,10 @@ def _check_metric_supported(metric: type[Metric], task: Task) -> None:
         needed = {"group": task.group} | ({"item": task.item} if metric.needs_item else {})
         if missing := [key for key, column in needed.items() if column is None]:
             raise ConfigError(
-                f"{metric.name} needs a column {' and '.join(missing)}, and the task names none",
+                f"metric {metric.name} requires {' and '.join(missing)}, which the task does not set",
                 where=where,
                 expected="a column of data.reserve_columns",
-                do=f"set tasks.{missing[0]}, such as {missing[0]}: {missing[0]}_id",
+                do=f"set tasks.{missing[0]}, for example {missing[0]}: {missing[0]}_id",
             )
 
 

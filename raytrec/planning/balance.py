@@ -126,8 +126,8 @@ class PlanBalancer:
         places = [(way, ranks) for way in ways if (ranks := self._board.place(way, busy, plan.room))]
         if not places:
             pin = self._board.constraints[name].ranks
-            where = f"rank{'s' if len(pin) > 1 else ''} {', '.join(map(str, pin))}" if pin else "any ranks"
-            raise NoRoom(f"table {name} does not fit on {where} with what else must be there")
+            where = f"rank{'s' if len(pin) > 1 else ''} {', '.join(map(str, pin))}" if pin else "the ranks"
+            raise NoRoom(f"table {name} does not fit into the remaining memory of {where}")
         small = [place for place in places if place[0].own.max() <= (largest or 0) * whole]
         if largest is None:
             chosen = min(places, key=lambda place: self._fullest(plan.room, *place))
@@ -152,7 +152,7 @@ class PlanBalancer:
                 for way in chosen:
                     self._board.put(plan, way, [rank])
                 return
-        raise NoRoom(f"no rank has room for {', '.join(group)} together")
+        raise NoRoom(f"no rank has enough memory for tables {', '.join(group)} together")
 
     def _fullest(self, room: np.ndarray, way: Way, ranks: Sequence[int]) -> tuple[float, float]:
         """Return the used memory share of the fullest rank after adding a table, and its mean time."""

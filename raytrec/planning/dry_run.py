@@ -169,10 +169,10 @@ class ClusterEstimator:
             except ConfigError:
                 continue
             if self._predict(changed, cluster).fits:
-                yield change + (" (other results)" if change.startswith("optim") else "")
+                yield change + (" (changes results)" if change.startswith("optim") else "")
         more = self.smallest(lambda hosts: cluster._replace(hosts=hosts), cluster.hosts + 1)
         if more:
-            yield f"{more.cluster.hosts} hosts of this kind" if not cluster.machine else more.cluster.name
+            yield f"{more.cluster.hosts} hosts of this type" if not cluster.machine else more.cluster.name
 
     def smallest(self, of_hosts: Callable[[int], Cluster], least: int = 1) -> ClusterEstimate | None:
         """Return the prediction for the smallest number of hosts on which the run fits, or None.
@@ -259,7 +259,9 @@ def dry_run(
     device = "cpu" if config.scaling.device == "cpu" else "cuda"
     gpus, world, machine = cluster.gpus, cluster.world, cluster.machine
     if min(cluster.hosts, gpus) < 1:
-        raise ConfigError(f"{cluster.hosts} hosts with {gpus} GPUs each", expected="at least one of each")
+        raise ConfigError(
+            f"the cluster has {cluster.hosts} hosts with {gpus} GPUs each", expected="at least one of each"
+        )
     there = Hosts(
         gpus,
         (),

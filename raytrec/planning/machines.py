@@ -126,10 +126,10 @@ def find_machine(name: str, where: str = "--on") -> Machine:
     found = MACHINES.get(f"{gpus}x{_GPU_ALIASES.get(kind, kind)}")
     if found is None:
         raise ConfigError(
-            f"no machine is called '{name}'{hint(name, MACHINES)}",
+            f"machine '{name}' does not exist{hint(name, MACHINES)}",
             where=where,
             expected=f"one of {', '.join(MACHINES)}",
-            do="describe others by the memory of their GPUs, such as 2x4x48gib, with --rates",
+            do="describe other machines by the memory of their GPUs, such as 2x4x48gib, and pass --rates",
         )
     return found
 
@@ -208,7 +208,7 @@ def parse_cluster(text: str) -> Cluster:
     counted = re.fullmatch(r"\s*(\d+)x(\d+x.+)", text)
     count, name = (int(counted[1]), counted[2]) if counted else (1, text)
     if count < 1:
-        raise ConfigError(f"{count} machines", where=f"--on {text}", expected="at least one")
+        raise ConfigError(f"the number of machines is {count}", where=f"--on {text}", expected="at least 1")
     if own := HOST_SIZES_PATTERN.fullmatch(name.strip().lower()):
         memory, host, disk = (float(size) if size else None for size in own.groups()[1:])
         return Cluster.described(count, int(own[1]), memory, host, disk)

@@ -285,10 +285,10 @@ def check_disk(constraints: Constraints, schema: Schema, config: RunConfig, memo
     kind = find_memory_filesystem(folder) if sizes else None
     if kind is None and need <= free:
         return
-    why = f"it is on {kind}, in memory itself" if kind else f"{format_bytes(free)} are free there"
+    why = f"the folder is on {kind}, which is in memory" if kind else f"only {format_bytes(free)} are free"
     raise ConfigError(
-        f"tables {', '.join(sizes)} take {format_bytes(need)} of disk, with optimizer state, and {why}",
+        f"tables {', '.join(sizes)} need {format_bytes(need)} of disk including optimizer state, but {why}",
         where=f"plan.mmap_dir, {folder}",
-        expected="a folder on a disk with room for them, and for checkpoints if those go there, too",
+        expected="a folder on a disk with enough space for these tables and for all checkpoints on this disk",
         do=make_room(config),
     )

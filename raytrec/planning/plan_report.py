@@ -97,14 +97,14 @@ def print_plans(plans: Plans) -> None:
         console.print(f"smallest: {least.cluster.name}", soft_wrap=True)
         if cheapest:
             price = compute_hourly_price(cheapest, plans.prices)
-            console.print(f"cheapest: {cheapest.cluster.name}, {price:,.2f} an hour", soft_wrap=True)
+            console.print(f"cheapest: {cheapest.cluster.name}, {price:,.2f} per hour", soft_wrap=True)
 
 
 def _format_tables(plans: Plans, found: ClusterEstimate) -> Table:
     gib: dict[str, float] = {}
     for (name, _), its in held(found.tables, plans.config, plans.schema).items():
         gib[name] = gib.get(name, 0.0) + its.size.total / GIB
-    rows, dim, size = (Column(name, justify="right") for name in ("rows", "dim", "GiB in all"))
+    rows, dim, size = (Column(name, justify="right") for name in ("rows", "dim", "total GiB"))
     lines = Table("table", rows, dim, "sharding_type", "compute_kernel", "ranks", size)
     for table in found.tables:
         lines.add_row(
@@ -122,7 +122,7 @@ def _format_tables(plans: Plans, found: ClusterEstimate) -> Table:
 def _format_memory(shown: list[ClusterEstimate]) -> Table:
     """Return a table of the fullest rank's GiB, part by part; a rank has a share of its host."""
     keys = list(dict.fromkeys(key for each in shown if each.memory for key in each.memory.parts))
-    lines = _format_comparison("GiB of a rank, at most", shown)
+    lines = _format_comparison("GiB per rank (maximum)", shown)
     for tier, name in TIER_NAMES.items():
         parts = [part for place, part in keys if place == tier]
         if not parts:
@@ -130,7 +130,7 @@ def _format_memory(shown: list[ClusterEstimate]) -> Table:
         for part in parts:
             lines.add_row(f"{name}: {part}", *(_format_gib(each, tier, part) for each in shown))
         lines.add_row(
-            f"{name}, of {_format_available(shown, tier)}",
+            f"{name}: total (of {_format_available(shown, tier)})",
             *(_format_gib(each, tier) for each in shown),
             style="bold",
         )
@@ -159,7 +159,7 @@ def _format_available(shown: list[ClusterEstimate], tier: str) -> str:
 def _format_time(plans: Plans, shown: list[ClusterEstimate]) -> Table:
     from raytrec.planning.step_cost import PARTS
 
-    lines, times = _format_comparison("ms of a step", shown), [each.time for each in shown]
+    lines, times = _format_comparison("ms per step", shown), [each.time for each in shown]
     for part in PARTS:
         lines.add_row(part, *(f"{time.parts[part] * 1e3:.2f}" if time else "–" for time in times))
     lines.add_section()
@@ -173,7 +173,7 @@ def _format_time(plans: Plans, shown: list[ClusterEstimate]) -> Table:
             "–" if price is None or not time else f"{price / 3600 * 1e9 / time.rows_per_s:,.2f}"
             for price, time in zip(prices, times, strict=True)
         )
-        lines.add_row("price of 10⁹ rows", *costs)
+        lines.add_row("price per 10⁹ rows", *costs)
     return lines
 
 
@@ -183,17 +183,17 @@ def _describe_problems(found: ClusterEstimate) -> list[str]:
     if found.refusal:
         lines.append(f"{name} does not fit: {found.refusal.what}; expected {found.refusal.expected}")
         needs, has = found.table_memory_gib
-        more = f"{needs - has:.1f} more than" if needs > has else "of"
-        lines.append(f"  tables take {needs:.1f} GiB with optimizer state, {more} the {has:.1f} for them")
+        more = f"{needs - has:.1f} GiB more than" if needs > has else "out of"
+        lines.append(f"  tables need {needs:.1f} GiB with optimizer state, {more} the {has:.1f} available")
     for lack in found.lacks:
-        where = {"device": "GPU", "host": "share of its host", "disk": "share of its disk"}[lack.tier]
+        where = {"device": "GPU memory", "host": "host memory", "disk": "disk space"}[lack.tier]
         lines.append(
-            f"{name} does not fit: rank {lack.rank} needs {lack.needs:.1f} GiB of its {where}, "
-            f"{lack.needs - lack.has:.1f} GiB more than the {lack.has:.1f} that it has"
+            f"{name} does not fit: rank {lack.rank} needs {lack.needs:.1f} GiB of {where}, "
+            f"{lack.needs - lack.has:.1f} GiB more than the {lack.has:.1f} GiB available to the rank"
         )
     if lines:
-        helps = "; or ".join(found.remedies) or "none of the changes that were tried"
-        lines.append(f"  it would fit with: {helps}")
+        helps = "; or ".join(found.remedies) or "none of the attempted changes"
+        lines.append(f"  the run would fit with: {helps}")
     return lines
 
 
@@ -208,7 +208,7 @@ def draw(plans: Plans, path: str | Path) -> None:
 
     path = Path(path)
     if path.suffix not in (".svg", ".png"):
-        raise ConfigError(f"{path.name} is not a picture", where="--picture", expected=".svg or .png")
+        raise ConfigError(f"{path.name} is not an image file", where="--picture", expected=".svg or .png")
     found = next((each for each in [*plans.on, *plans.chosen] if each.tables), None)
     if found is None:
         raise ConfigError("there is no plan to draw", where="--picture")

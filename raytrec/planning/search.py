@@ -162,17 +162,17 @@ class Search:
         has, types = self.topology.devices[0].storage, ", ".join(self.config.plan.sharding_types)
         kernels = {constraint.kernel for constraint in constraints.values()}
         if self.topology.compute_device == "cuda":
-            room = f"{has.hbm / GIB:.1f} GiB on each GPU, less 15 %"
+            room = f"{has.hbm / GIB:.1f} GiB per GPU, of which 15 % are reserved"
             if kernels & {*UVM_KERNELS}:
-                room += f", and {has.ddr / GIB:.1f} GiB of host memory for each"
+                room += f", and {has.ddr / GIB:.1f} GiB of host memory per GPU"
         else:
-            room = f"{has.ddr / GIB:.1f} GiB of memory for each worker"
-            room += f", and {has.ssd / GIB:.1f} GiB of disk" if MMAP_KERNEL in kernels else ""
+            room = f"{has.ddr / GIB:.1f} GiB of memory per worker"
+            room += f", and {has.ssd / GIB:.1f} GiB of disk per worker" if MMAP_KERNEL in kernels else ""
         return ConfigError(
-            f"no plan for {len(self.schema.tables)} tables ({gib:.2f} GiB of weights) on "
+            f"cannot place {len(self.schema.tables)} tables ({gib:.2f} GiB of weights) on "
             f"{self.topology.world_size} workers: {reason}",
             where="plan, scaling.num_workers",
-            expected=f"tables that fit under {types} and plan.tables in {room}",
+            expected=f"tables that fit with sharding types {types} and plan.tables into {room}",
             do="add workers, allow row_wise, or make tables smaller",
         )
 
