@@ -84,10 +84,10 @@ def host_check(
 def run_check(name: str, function: Callable[[], Diagnoses], limit_s: float) -> list[Diagnosis]:
     """Return the diagnoses of a check; an exception or a timeout becomes one diagnosis."""
     try:
-        found = within(limit_s, lambda: list(function()))
+        diagnoses = within(limit_s, lambda: list(function()))
     except Exception as error:
-        found = [diagnose_error(error)]
-    return [replace(diagnosis, check=name) for diagnosis in found]
+        diagnoses = [diagnose_error(error)]
+    return [replace(diagnosis, check=name) for diagnosis in diagnoses]
 
 
 def diagnose_error(error: Exception) -> Diagnosis:
@@ -125,8 +125,8 @@ def within(limit_s: float, function: Callable[[], Any]) -> Any:
 
 def check_before_run() -> list[str]:
     """Return warnings about this host before a run starts Ray here; this takes milliseconds."""
-    found = [diagnosis for name in PRE_RUN_CHECKS for diagnosis in run_check(name, *HOST_CHECKS[name])]
-    return [f"{v.check}: {v.finding}; {v.do}" for v in found if v.result != OK]
+    diagnoses = [diagnosis for name in PRE_RUN_CHECKS for diagnosis in run_check(name, *HOST_CHECKS[name])]
+    return [f"{v.check}: {v.finding}; {v.do}" for v in diagnoses if v.result != OK]
 
 
 def has_gpus() -> bool:
@@ -141,9 +141,9 @@ def packages() -> Diagnoses:
         yield diagnose_error(error)
         return
     names = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "ray")
-    have = [f"{name} {version}" for name in names if (version := installed(name))]
+    versions = [f"{name} {version}" for name in names if (version := installed(name))]
     cuda = get_torch_cuda_version()
-    yield Diagnosis(OK, ", ".join(have) + (f", CUDA {cuda}" if cuda else ", built for CPUs"))
+    yield Diagnosis(OK, ", ".join(versions) + (f", CUDA {cuda}" if cuda else ", built for CPUs"))
 
 
 @host_check("builds")
@@ -166,13 +166,13 @@ def driver() -> Diagnoses:
     """Check that the NVIDIA driver is new enough for the CUDA version that torch is built for."""
     if not (cuda := get_torch_cuda_version()) or not has_gpus():
         yield Diagnosis(OK, "not needed: there is no GPU, or the packages are built for CPUs")
-    elif (found := get_driver_versions()) is None:
+    elif (versions := get_driver_versions()) is None:
         yield Diagnosis(FAILURE, "there are GPUs, but NVML finds no driver", "run pip install nvidia-ml-py")
-    elif int(found[1].partition(".")[0]) < int(cuda.partition(".")[0]):
-        what = f"driver {found[0]} supports CUDA {found[1]}, but torch is built for CUDA {cuda}"
+    elif int(versions[1].partition(".")[0]) < int(cuda.partition(".")[0]):
+        what = f"driver {versions[0]} supports CUDA {versions[1]}, but torch is built for CUDA {cuda}"
         yield Diagnosis(FAILURE, what, "update the NVIDIA driver, or install cuda-compat (docs/install.md)")
     else:
-        yield Diagnosis(OK, f"driver {found[0]} supports CUDA {found[1]}; torch requires CUDA {cuda}")
+        yield Diagnosis(OK, f"driver {versions[0]} supports CUDA {versions[1]}; torch requires CUDA {cuda}")
 
 
 @host_check("shared memory")
@@ -259,8 +259,8 @@ def clusters() -> Diagnoses:
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             if process.name() == "gcs_server":
-                given = (word.partition("=")[2] for word in process.cmdline() if "gcs_server_port=" in word)
-                ports.append(next(given, "?"))
+                values = (word.partition("=")[2] for word in process.cmdline() if "gcs_server_port=" in word)
+                ports.append(next(values, "?"))
     note = Path(os.environ.get(RAY_TMPDIR_VARIABLE, "/tmp")) / CURRENT_CLUSTER_FILE
     with suppress(OSError, ValueError):
         host, _, port = (address := note.read_text().strip()).rpartition(":")

@@ -110,7 +110,8 @@ class SumMetric(Metric):
 class RankedMetric(Metric):
     """Metric over the rows of an evaluation, sorted by prediction across all ranks.
 
-    `sums` takes this rank's part (Ranked). The value is undefined unless labels are 0 and 1, and both occur.
+    `sums` takes this rank's part (RankedRows). The value is undefined unless labels are 0 and 1, and both
+    occur.
     """
 
     takes = ("probability", "number", "score")
@@ -257,24 +258,24 @@ def find_metric(reference: str, folder: str | None = None) -> type[Metric]:
         ConfigError: The metric does not exist, is not a metric class, or reuses another metric's name; or k
             is missing, less than 1, or not supported.
     """
-    (name, at, places), where = reference.partition("@"), f"{WHERE}: {reference}"
-    found = METRICS.find(name, WHERE, folder)
+    (name, separator, places), where = reference.partition("@"), f"{WHERE}: {reference}"
+    cls = METRICS.find(name, WHERE, folder)
     # The class itself must be registered; a registered base class is not enough.
-    if not (isinstance(found, type) and issubclass(found, Metric) and vars(found).get("name")):
+    if not (isinstance(cls, type) and issubclass(cls, Metric) and vars(cls).get("name")):
         raise ConfigError(
             f"{reference} is not a metric class",
             where=where,
             expected=f"a subclass of {KIND_NAMES} with @metric (raytrec/metrics/registry.py)",
         )
-    if METRICS.parts.get(found.name, found) is not found:
+    if METRICS.parts.get(cls.name, cls) is not cls:
         raise ConfigError(
-            f"the metric name '{found.name}' is already used by raytrec",
+            f"the metric name '{cls.name}' is already used by raytrec",
             where=where,
             expected="another name in @metric",
         )
-    if not found.at_k and not at:
-        return found
-    if not found.at_k:
+    if not cls.at_k and not separator:
+        return cls
+    if not cls.at_k:
         raise ConfigError(f"metric {name} does not support @{places}", where=where, expected=name)
     if not re.fullmatch(r"[1-9]\d{0,8}", places):
         raise ConfigError(
@@ -282,7 +283,7 @@ def find_metric(reference: str, folder: str | None = None) -> type[Metric]:
             where=where,
             expected=f"an integer of at least 1 after @, such as {name}@10",
         )
-    return specialize_at_k(found, int(places))
+    return specialize_at_k(cls, int(places))
 
 
 def specialize_at_k(metric: Any, k: int) -> Any:

@@ -85,13 +85,13 @@ def format_result(result: Mapping[str, Any]) -> dict[str, Row]:
 
 def _list_metric_counts(figure: Figure) -> dict[str, tuple[str, str, str]]:
     """Return the counts that can accompany a metric: key → (title, format, "")."""
-    place, of_task = EVAL_PREFIX + figure.key, figure.title.rpartition(": ")[0]
-    found = {place + BOUND_SUFFIX: (f"{figure.title}: maximum error", "{:.1e}", "")}
+    metric_key, of_task = EVAL_PREFIX + figure.key, figure.title.rpartition(": ")[0]
+    counts = {metric_key + BOUND_SUFFIX: (f"{figure.title}: maximum error", "{:.1e}", "")}
     task = figure.key.rpartition(".")[0]
     for name, title in COUNTS.items():
         key = f"{EVAL_PREFIX}{task}.{name}" if task else EVAL_PREFIX + name
-        found[key] = (f"{of_task}: {title}" if task and of_task else title), "{:,}", ""
-    return found
+        counts[key] = (f"{of_task}: {title}" if task and of_task else title), "{:,}", ""
+    return counts
 
 
 def as_text(value: Any, form: str) -> str:
@@ -135,9 +135,9 @@ def build_slice_tables(result: Mapping[str, Any]) -> list[tuple[str, DataTable]]
 
 
 def _build_slice_table(records: list[dict[str, Any]]) -> DataTable:
-    shown = {key: about for key, about in COLUMNS.items() if any(key in record for record in records)}
-    rows = [[_build_cell(record.get(key), form) for key, (_, form) in shown.items()] for record in records]
-    return DataTable([title for title, _ in shown.values()], rows)
+    columns = {key: column for key, column in COLUMNS.items() if any(key in record for record in records)}
+    rows = [[_build_cell(record.get(key), form) for key, (_, form) in columns.items()] for record in records]
+    return DataTable([title for title, _ in columns.values()], rows)
 
 
 def _build_cell(value: Any, form: str) -> Cell:

@@ -128,17 +128,17 @@ class Rates:
             ConfigError: The text has another format; the error names `where`.
         """
         try:
-            made = TypeAdapter(cls).validate_python(parse_json(text))
-            if set(made.bandwidth) != {*COLLECTIVES}:
+            rates = TypeAdapter(cls).validate_python(parse_json(text))
+            if set(rates.bandwidth) != {*COLLECTIVES}:
                 raise ValueError(f"the keys of bandwidth are not {', '.join(COLLECTIVES)}")
-            return made
+            return rates
         except (UnreadableError, ValueError) as error:
-            why = str(error)
+            reason = str(error)
             if isinstance(error, ValidationError):
                 first = error.errors()[0]
-                why = ".".join(map(str, first["loc"])) + f": {first['msg']}"
+                reason = ".".join(map(str, first["loc"])) + f": {first['msg']}"
             raise ConfigError(
-                f"the file does not contain valid rates: {why}",
+                f"the file does not contain valid rates: {reason}",
                 where=where,
                 do="write the file again with `raytrec doctor --measure FILE`",
             ) from None

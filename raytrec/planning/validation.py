@@ -158,13 +158,12 @@ def _check_dtype(table: str, constraint: TableConstraint, optimizer: str, device
     if constraint.dtype != "fp32" and dense:
         raise refused(
             table,
-            f"dense kernels do not support dtype {constraint.dtype}, because the optimizer state would "
-            f"also be {constraint.dtype}",
+            f"dense kernels do not support dtype {constraint.dtype}, which the optimizer state would share",
             "fp32, or a fused kernel (not data_parallel; an optimizer with such a kernel on this device)",
         )
 
 
-def _check_ranks(table: str, spec: Table, constraint: TableConstraint, world: int, local: int) -> None:
+def _check_ranks(table: str, spec: Table, constraint: TableConstraint, world: int, per_host: int) -> None:
     ranks, sharding = constraint.ranks, constraint.sharding[0]
     outside = [r for r in ranks if r >= world]
     if outside:
@@ -173,9 +172,9 @@ def _check_ranks(table: str, spec: Table, constraint: TableConstraint, world: in
         )
     if len(set(ranks)) < len(ranks):
         raise refused(table, f"ranks {list(ranks)} contain duplicates", "each rank once")
-    hosts = [list(range(h, h + local)) for h in range(0, world, local)]
+    hosts = [list(range(h, h + per_host)) for h in range(0, world, per_host)]
     one_host = any(set(ranks) <= set(host) for host in hosts)
-    whole_hosts = all(list(ranks[i : i + local]) in hosts for i in range(0, len(ranks), local))
+    whole_hosts = all(list(ranks[i : i + per_host]) in hosts for i in range(0, len(ranks), per_host))
     possible, expected = {
         "table_wise": (len(ranks) == 1, "one rank"),
         "row_wise": (list(ranks) == list(range(world)), "all ranks in order, or no ranks setting"),
@@ -188,11 +187,11 @@ def _check_ranks(table: str, spec: Table, constraint: TableConstraint, world: in
     if not possible:
         raise refused(table, f"{sharding} cannot use ranks {list(ranks)}", expected)
     if sharding in COLUMN_SHARDED_TYPES:
-        wanted = len(ranks) // local if sharding == "grid_shard" else len(ranks)
-        if column_parts(spec.dim, constraint.sharding, ranks, world, local) != wanted:
+        num_parts = len(ranks) // per_host if sharding == "grid_shard" else len(ranks)
+        if column_parts(spec.dim, constraint.sharding, ranks, world, per_host) != num_parts:
             raise refused(
                 table,
-                f"{sharding} cannot split {spec.dim} columns into {wanted} parts",
+                f"{sharding} cannot split {spec.dim} columns into {num_parts} parts",
                 "parts of equal width, which is a multiple of 4",
             )
 
@@ -220,11 +219,11 @@ def check_qcomms(
         if each.sharding != ("data_parallel",)
     }
     if widths and (group := gcd(*widths.values())) <= INT8_SCALE_BYTES:
-        narrow = min(widths, key=lambda table: widths[table])
+        narrowest = min(widths, key=lambda table: widths[table])
         raise ConfigError(
             f"int8 does not reduce exchanges: {group} values (the common divisor of all shard widths) would "
-            f"share {INT8_SCALE_BYTES} bytes of scale (a shard of table {narrow} has "
-            f"{widths[narrow]} columns)",
+            f"share {INT8_SCALE_BYTES} bytes of scale (a shard of table {narrowest} has "
+            f"{widths[narrowest]} columns)",
             where="plan.qcomms",
             expected=f"shards whose widths have a common divisor above {INT8_SCALE_BYTES}, such as 16",
             do="set plan.qcomms to fp16 or bf16, or the tables' dim to multiples of 16",
@@ -245,18 +244,18 @@ def _check_room(
     Raises:
         ConfigError: Tables or copies do not fit.
     """
-    together: dict[tuple, list[str]] = {}
+    groups: dict[tuple, list[str]] = {}
     for table, constraint in constraints.items():
         if constraint.ranks and len(constraint.ranks) == 1:
-            together.setdefault(("rank", constraint.ranks[0]), []).append(table)
+            groups.setdefault(("rank", constraint.ranks[0]), []).append(table)
         elif constraint.group is not None:
-            together.setdefault(("group", constraint.group), []).append(table)
+            groups.setdefault(("group", constraint.group), []).append(table)
     room = (
         None
         if host_share is None
         else estimate_host_table_bytes(config, schema, constraints, world, host_share)
     )
-    for tables in together.values():
+    for tables in groups.values():
         sizes = estimate_footprints(config, schema, {table: constraints[table] for table in tables}, device)
         _check_fits({table: size.device for table, size in sizes.items()}, memory, ON_DEVICE)
         _check_fits({table: size.host for table, size in sizes.items()}, room, HOST_MEMORY_WORDING)
@@ -273,10 +272,10 @@ def _check_room(
             )
 
 
-def _check_fits(sizes: dict[str, int], memory: int | None, words: tuple[str, str]) -> None:
+def _check_fits(sizes: dict[str, int], memory: int | None, wording: tuple[str, str]) -> None:
     if memory is not None and (size := sum(sizes.values())) > memory:
         raise refused(
             ", ".join(table for table, bytes_ in sizes.items() if bytes_),
-            f"{size / GIB:.2f} GiB {words[0]} are required, including optimizer state",
-            f"at most {memory / GIB:.2f} GiB {words[1]}",
+            f"{size / GIB:.2f} GiB {wording[0]} are required, including optimizer state",
+            f"at most {memory / GIB:.2f} GiB {wording[1]}",
         )
