@@ -69,20 +69,20 @@ def run_child(
     path = f"{function.__module__}:{function.__name__}"
     command = [sys.executable, "-W", "ignore", "-m", __name__, path, json.dumps([limit_s, *arguments])]
     try:
-        done = subprocess.run(
+        run = subprocess.run(
             command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=limit_s
         )
     except subprocess.TimeoutExpired:
         raise TimeoutError(f"no answer within {limit_s:.0f} s") from None
-    for line in done.stdout.splitlines():
+    for line in run.stdout.splitlines():
         if line.startswith(ANSWER):
             answer = json.loads(line.removeprefix(ANSWER))
             if "error" in answer:
                 raise ChildError(answer["error"])
             return answer
-    last = last_line(done.stderr, "")
-    how = signal.Signals(-done.returncode).name if done.returncode < 0 else f"exit code {done.returncode}"
-    raise ChildError(f"the process ended with {how}" + (f": {last}" if last else ""))
+    message = last_line(run.stderr, "")
+    ending = signal.Signals(-run.returncode).name if run.returncode < 0 else f"exit code {run.returncode}"
+    raise ChildError(f"the process ended with {ending}" + (f": {message}" if message else ""))
 
 
 def load_fbgemm() -> dict[str, Any]:
@@ -106,7 +106,7 @@ def _import_package(name: str) -> Any:
     try:
         return import_module(name)
     except Exception as error:
-        raise OSError(f"import {name}: {_find_loader_error(error)}") from None
+        raise OSError(f"cannot import {name}: {_find_loader_error(error)}") from None
 
 
 def _find_loader_error(error: BaseException) -> BaseException:
@@ -122,13 +122,13 @@ def _run_operator(device: str) -> None:
 
 def _find_load_error(torch: Any) -> OSError | None:
     """Return the load error of the first broken FBGEMM library, which "No such operator" hides."""
-    found = find_spec("fbgemm_gpu")
-    for folder in found.submodule_search_locations or () if found else ():
+    spec = find_spec("fbgemm_gpu")
+    for folder in spec.submodule_search_locations or () if spec else ():
         for file in sorted(Path(folder).glob("*.so")):
             try:
                 torch.ops.load_library(str(file))
             except OSError as error:
-                return OSError(f"loading {file.name}: {_find_loader_error(error)}")
+                return OSError(f"cannot load {file.name}: {_find_loader_error(error)}")
     return None
 
 
@@ -147,32 +147,30 @@ def use_gpu() -> dict[str, Any]:
 def operators() -> Diagnoses:
     """Check that FBGEMM's libraries load; find the loader's error behind `No such operator fbgemm::…`."""
     if built_for() is None:
-        yield Diagnosis(OK, "not looked at: torch is not installed")
+        yield Diagnosis(OK, "not checked: torch is not installed")
         return
     try:
         files = run_child(load_fbgemm, limit_s=LOAD_S)
     except ChildError as error:
         yield Diagnosis(FAILURE, str(error), _suggest_repair(str(error)))
     else:
-        yield Diagnosis(OK, f"loaded from {files['fbgemm_gpu']}, with {files['torch']}")
+        yield Diagnosis(OK, f"FBGEMM is loaded from {files['fbgemm_gpu']}, torch from {files['torch']}")
 
 
 def _suggest_repair(error: str) -> str:
     if wrong := find_wrong_versions():
         return wrong.do
-    again = f"pip install --no-deps --force-reinstall -r requirements/{PINNED}"
+    reinstall = f"pip install --no-deps --force-reinstall -r requirements/{PINNED}"
     if "undefined symbol" in error:
-        return f"torch and FBGEMM are not of one release, whatever their metadata: {again}"
+        return f"reinstall FBGEMM, whose release does not match torch despite its metadata: {reinstall}"
     if CUDA_LIBRARY_PATTERN.search(error):
         return (
-            "the packages are built for CUDA, whose libraries are missing: install requirements/cuda.txt; "
+            "install requirements/cuda.txt: the CUDA libraries of the packages are missing; "
             f"without a GPU: {REINSTALL_ADVICE.format(device='cpu')}"
         )
     if OLD_LIBC_PATTERN.search(error):
-        return (
-            "this system's C libraries are too old for the wheels: take a newer one, or an image of deploy/"
-        )
-    return f"{again} (docs/install.md)"
+        return "use a newer system or an image from deploy/: the C libraries are too old for the wheels"
+    return f"{reinstall} (docs/install.md)"
 
 
 @host_check("gpus", GPU_TIMEOUT_S + 5)
@@ -180,10 +178,10 @@ def gpus() -> Diagnoses:
     """Check that each GPU runs an FBGEMM operator and is not waiting for a reset."""
     kinds, names = list_gpu_kinds(), usable_gpus()
     if built_for() != "cuda" or not has_gpus():
-        yield Diagnosis(OK, "not needed: no GPU, or packages for CPUs")
+        yield Diagnosis(OK, "not needed: there is no GPU, or the packages are built for CPUs")
         return
     if not kinds:
-        what, do = "NVML names no GPU that this process may use", "nvidia-smi; look at CUDA_VISIBLE_DEVICES"
+        what, do = "NVML reports no GPU for this process", "run nvidia-smi, and check CUDA_VISIBLE_DEVICES"
         yield Diagnosis(FAILURE, what, do)
     with ThreadPoolExecutor(len(kinds) or 1) as pool:
         yield from pool.map(_diagnose_gpu, names or map(str, range(len(kinds))), kinds)
@@ -196,16 +194,16 @@ def _diagnose_gpu(name: str, kind: tuple[str, tuple[int, int]]) -> Diagnosis:
         name: Number or UUID of the GPU, as in CUDA_VISIBLE_DEVICES.
         kind: Name and compute capability, as returned by list_gpu_kinds.
     """
-    about = f"GPU {name}, {kind[0]} ({'.'.join(map(str, kind[1]))})"
+    description = f"GPU {name}, {kind[0]} ({'.'.join(map(str, kind[1]))})"
     if error := check_fbgemm_support(kind, "this host"):
-        return Diagnosis(FAILURE, f"{about}: {error.what}; expected {error.expected}", error.do)
+        return Diagnosis(FAILURE, f"{description}: {error.what}; expected {error.expected}", error.do)
     try:
         run_child(use_gpu, limit_s=GPU_TIMEOUT_S, CUDA_VISIBLE_DEVICES=name)
-        return Diagnosis(OK, f"{about} runs FBGEMM's operators")
+        return Diagnosis(OK, f"{description} runs FBGEMM's operators")
     except (ChildError, TimeoutError) as failed:
-        do = "use GPUs that the wheel has code for (docs/gpu.md)" if "kernel image" in str(failed) else ""
-        do = do or "nvidia-smi -q: look at this GPU; see `operators` and `driver`"
-        return Diagnosis(FAILURE, f"{about}: {failed}", do)
+        do = "use GPUs that the wheel supports (docs/gpu.md)" if "kernel image" in str(failed) else ""
+        do = do or "check this GPU with nvidia-smi -q; see the checks `operators` and `driver`"
+        return Diagnosis(FAILURE, f"{description}: {failed}", do)
 
 
 def write_rates(file: Path, ranks: int | None) -> None:
@@ -243,7 +241,7 @@ def measure_rates(ranks: int, show: Callable[[str], None]) -> Rates:
     environment |= {} if list_gpu_kinds() else {"OMP_NUM_THREADS": "1"}
     limit_s = MEASURE_TIMEOUT_PER_RANK_S * ranks
     with tempfile.TemporaryDirectory(prefix="raytrec-rates-") as folder, ThreadPoolExecutor(ranks) as pool:
-        asked = [
+        futures = [
             pool.submit(
                 run_child,
                 take_samples,
@@ -257,16 +255,16 @@ def measure_rates(ranks: int, show: Callable[[str], None]) -> Rates:
             for rank in range(ranks)
         ]
         try:
-            for answer in as_completed(asked):  # the first error is the cause of the others
+            for answer in as_completed(futures):  # the first error is the cause of the others
                 answer.result()
         except (ChildError, TimeoutError) as error:
             raise RunError(
-                f"rank {asked.index(answer)} could not measure: {error}",
+                f"rank {futures.index(answer)} could not measure its rates: {error}",
                 where=f"{ranks} ranks on this machine",
-                do="look at `raytrec check` of a small configuration, which names what is wrong",
+                do="run `raytrec check` on a small configuration to find the cause",
             ) from None
-    rates = compute_rates([answer.result()["samples"] for answer in asked])
-    show(f"{rates.matrix['fp32'] / 1e9:.0f} GFLOP/s in fp32, {rates.copy / 1e9:.0f} GB/s of memory")
+    rates = compute_rates([answer.result()["samples"] for answer in futures])
+    show(f"{rates.matrix['fp32'] / 1e9:.0f} GFLOP/s in fp32, {rates.copy / 1e9:.0f} GB/s of memory bandwidth")
     return rates
 
 

@@ -104,15 +104,15 @@ def examine(
     """
     if address is None and not starts_local_ray(None):
         address = os.environ.get("RAY_ADDRESS") or "auto"
-    found = Examination()
+    examination = Examination()
     try:
         with open_nodes(address) as nodes:
-            _run_checks(nodes, storage or [], show, found)
+            _run_checks(nodes, storage or [], show, examination)
     except Exception as error:
-        found.diagnoses.insert(0, replace(diagnose_error(error), check="cluster"))
-        if not found.hosts:  # the cluster cannot be joined; this host may show why
-            _run_checks(ThisHost(), storage or [], show, found)
-    return found
+        examination.diagnoses.insert(0, replace(diagnose_error(error), check="cluster"))
+        if not examination.hosts:  # the cluster cannot be joined; this host may show why
+            _run_checks(ThisHost(), storage or [], show, examination)
+    return examination
 
 
 def diagnose(config: RunConfig | None, address: str | None, storage: list[str]) -> Examination:
@@ -129,7 +129,7 @@ def diagnose(config: RunConfig | None, address: str | None, storage: list[str]) 
         places += [_find_existing_folder(place) for place in (config.checkpoint.dir, config.run.dir) if place]
     console = open_console(stderr=True)
     with console.status("") if console.is_terminal else nullcontext() as line:
-        show = (lambda name: line.update(f"looking at {name}")) if line else lambda _: None
+        show = (lambda name: line.update(f"checking {name}")) if line else lambda _: None
         return examine(address, list(dict.fromkeys(places)), show)
 
 
@@ -140,25 +140,25 @@ def _find_existing_folder(place: str) -> str:
     return str(next(path for path in (Path(place), *Path(place).parents) if path.is_dir()))
 
 
-def _run_checks(nodes: ThisHost, storage: list[str], show: Callable[[str], None], found: Examination) -> None:
-    found.hosts = [*nodes.names, *nodes.silent]
+def _run_checks(nodes: ThisHost, storage: list[str], show: Callable[[str], None], exam: Examination) -> None:
+    exam.hosts = [*nodes.names, *nodes.silent]
     for host, why in nodes.silent.items():
         what = f"this node does not answer: {why}"
-        found.diagnoses.append(Diagnosis(FAILURE, what, NO_ANSWER_REPAIR, "nodes", (host,)))
-    of_storage = (diagnosis for uri in storage for diagnosis in check_storage(nodes, uri))
-    among_nodes = CLUSTER_CHECKS | {"storage": lambda _: of_storage}
+        exam.diagnoses.append(Diagnosis(FAILURE, what, NO_ANSWER_REPAIR, "nodes", (host,)))
+    storage_diagnoses = (diagnosis for uri in storage for diagnosis in check_storage(nodes, uri))
+    node_checks = CLUSTER_CHECKS | {"storage": lambda _: storage_diagnoses}
     for name in CHECK_ORDER:
         if not nodes.names or (name in CLUSTER_CHECKS and len(nodes.names) == 1):
             continue
         show(name)
-        if name in among_nodes:
-            found.diagnoses += merge(
-                run_check(name, partial(among_nodes[name], nodes), CLUSTER_CHECK_TIMEOUT_S)
+        if name in node_checks:
+            exam.diagnoses += merge(
+                run_check(name, partial(node_checks[name], nodes), CLUSTER_CHECK_TIMEOUT_S)
             )
             continue
         answers = nodes.ask(check_host, name, limit_s=HOST_CHECKS[name][1] + ANSWER_MARGIN_S)
         diagnoses = _collect_diagnoses(name, nodes.names, answers)
-        found.diagnoses += diagnoses
+        exam.diagnoses += diagnoses
         if name == "operators":
             bad = {host for diagnosis in diagnoses if diagnosis.result == FAILURE for host in diagnosis.hosts}
             nodes.unfit.update(i for i, host in enumerate(nodes.names) if host in bad)
@@ -239,11 +239,11 @@ def print_examination(found: Examination) -> None:
     console, table = open_console(), Table()
     for column in ("check", "result", "finding"):
         table.add_column(column, overflow="fold", no_wrap=column != "finding")
-    for each in found.diagnoses:
-        where = found.place(each)
-        text = Text(plain(f"{where}: {each.finding}" if where else each.finding))
-        if each.do:
-            text.append(plain(f"\n→ {each.do}"), style="bold")
-        table.add_row(each.check, Text(each.result, STYLES[each.result]), text)
+    for diagnosis in found.diagnoses:
+        where = found.place(diagnosis)
+        text = Text(plain(f"{where}: {diagnosis.finding}" if where else diagnosis.finding))
+        if diagnosis.do:
+            text.append(plain(f"\n→ {diagnosis.do}"), style="bold")
+        table.add_row(diagnosis.check, Text(diagnosis.result, STYLES[diagnosis.result]), text)
     console.print(table)
     console.print(found.summary)

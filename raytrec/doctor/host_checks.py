@@ -84,23 +84,23 @@ def host_check(
 def run_check(name: str, function: Callable[[], Diagnoses], limit_s: float) -> list[Diagnosis]:
     """Return the diagnoses of a check; an exception or a timeout becomes one diagnosis."""
     try:
-        found = within(limit_s, lambda: list(function()))
+        diagnoses = within(limit_s, lambda: list(function()))
     except Exception as error:
-        found = [diagnose_error(error)]
-    return [replace(diagnosis, check=name) for diagnosis in found]
+        diagnoses = [diagnose_error(error)]
+    return [replace(diagnosis, check=name) for diagnosis in diagnoses]
 
 
 def diagnose_error(error: Exception) -> Diagnosis:
     """Return the diagnosis of an error for people, or of an error in a check itself."""
     if isinstance(error, ModuleNotFoundError):
-        return Diagnosis(FAILURE, f"{error.name} is not installed", "install what docs/install.md names")
+        return Diagnosis(FAILURE, f"{error.name} is not installed", "install it (docs/install.md)")
     if isinstance(error, TimeoutError):
-        return Diagnosis(FAILURE, first_line(error), "look at what this host waits for: shared file systems?")
+        return Diagnosis(FAILURE, first_line(error), "check whether this host waits for a shared file system")
     if not isinstance(error, RaytrecError):
         what = f"the check itself failed: {type(error).__name__}: {first_line(error)}"
         return Diagnosis(FAILURE, what, "report this with `raytrec doctor --share`")
     what = " ".join(error.what.split()) + (f"; expected {error.expected}" if error.expected else "")
-    return Diagnosis(FAILURE, what, error.do or f"give {error.expected or 'what the message names'}")
+    return Diagnosis(FAILURE, what, error.do or f"provide {error.expected or 'a valid value'}")
 
 
 def within(limit_s: float, function: Callable[[], Any]) -> Any:
@@ -125,8 +125,8 @@ def within(limit_s: float, function: Callable[[], Any]) -> Any:
 
 def check_before_run() -> list[str]:
     """Return warnings about this host before a run starts Ray here; this takes milliseconds."""
-    found = [diagnosis for name in PRE_RUN_CHECKS for diagnosis in run_check(name, *HOST_CHECKS[name])]
-    return [f"{v.check}: {v.finding}; {v.do}" for v in found if v.result != OK]
+    diagnoses = [diagnosis for name in PRE_RUN_CHECKS for diagnosis in run_check(name, *HOST_CHECKS[name])]
+    return [f"{v.check}: {v.finding}; {v.do}" for v in diagnoses if v.result != OK]
 
 
 def has_gpus() -> bool:
@@ -141,9 +141,9 @@ def packages() -> Diagnoses:
         yield diagnose_error(error)
         return
     names = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "ray")
-    have = [f"{name} {version}" for name in names if (version := installed(name))]
+    versions = [f"{name} {version}" for name in names if (version := installed(name))]
     cuda = get_torch_cuda_version()
-    yield Diagnosis(OK, ", ".join(have) + (f", CUDA {cuda}" if cuda else ", for CPUs"))
+    yield Diagnosis(OK, ", ".join(versions) + (f", CUDA {cuda}" if cuda else ", built for CPUs"))
 
 
 @host_check("builds")
@@ -151,44 +151,44 @@ def builds() -> Diagnoses:
     """Check that torch and FBGEMM are built for the device of this host."""
     device, gpus = built_for(), has_gpus()
     if device is None:
-        yield Diagnosis(WARNING, "torch is not installed", "install it where workers run (docs/install.md)")
+        yield Diagnosis(WARNING, "torch is not installed", "install it on workers (docs/install.md)")
     elif device == "cpu" and gpus:
-        do = f"for GPUs: {REINSTALL_ADVICE.format(device='cuda')}"
+        do = f"reinstall the packages for GPUs: {REINSTALL_ADVICE.format(device='cuda')}"
         yield Diagnosis(
-            WARNING, "there are GPUs, but torch or FBGEMM is built for CPUs, where runs train", do
+            WARNING, "there are GPUs, but torch or FBGEMM is built for CPUs, so runs train on CPU", do
         )
     else:
-        yield Diagnosis(OK, f"for {device}, and this host has {'' if gpus else 'no '}GPUs")
+        yield Diagnosis(OK, f"built for {device}, and this host has {'' if gpus else 'no '}GPUs")
 
 
 @host_check("driver")
 def driver() -> Diagnoses:
     """Check that the NVIDIA driver is new enough for the CUDA version that torch is built for."""
     if not (cuda := get_torch_cuda_version()) or not has_gpus():
-        yield Diagnosis(OK, "not needed: no GPU, or packages for CPUs")
-    elif (found := get_driver_versions()) is None:
-        yield Diagnosis(FAILURE, "there are GPUs, but NVML finds no driver", "pip install nvidia-ml-py")
-    elif int(found[1].partition(".")[0]) < int(cuda.partition(".")[0]):
-        what = f"driver {found[0]} runs CUDA {found[1]}, and torch is built for CUDA {cuda}"
-        yield Diagnosis(FAILURE, what, "update NVIDIA's driver, or install its cuda-compat (docs/install.md)")
+        yield Diagnosis(OK, "not needed: there is no GPU, or the packages are built for CPUs")
+    elif (versions := get_driver_versions()) is None:
+        yield Diagnosis(FAILURE, "there are GPUs, but NVML finds no driver", "run pip install nvidia-ml-py")
+    elif int(versions[1].partition(".")[0]) < int(cuda.partition(".")[0]):
+        what = f"driver {versions[0]} supports CUDA {versions[1]}, but torch is built for CUDA {cuda}"
+        yield Diagnosis(FAILURE, what, "update the NVIDIA driver, or install cuda-compat (docs/install.md)")
     else:
-        yield Diagnosis(OK, f"driver {found[0]} runs CUDA {found[1]}, torch needs {cuda}")
+        yield Diagnosis(OK, f"driver {versions[0]} supports CUDA {versions[1]}; torch requires CUDA {cuda}")
 
 
 @host_check("shared memory")
 def shared_memory() -> Diagnoses:
     """Check that /dev/shm, which Ray uses for objects and NCCL for exchanges within a host, has room."""
     disk = shutil.disk_usage(SHARED_MEMORY_FOLDER)
-    what = f"{SHARED_MEMORY_FOLDER} has {disk.free / GIB:,.2f} GiB free of {disk.total / GIB:,.2f}"
+    what = f"{SHARED_MEMORY_FOLDER} has {disk.free / GIB:,.2f} GiB free of {disk.total / GIB:,.2f} GiB"
     do = (
-        f"remove files there that no process uses, or enlarge it: mount -o remount,size=8G "
+        f"remove unused files in this folder, or enlarge it: mount -o remount,size=8G "
         f"{SHARED_MEMORY_FOLDER}; "
     )
-    do += "docker run --shm-size=8g; an emptyDir with medium Memory in Kubernetes"
+    do += "docker run --shm-size=8g; in Kubernetes, an emptyDir with medium Memory"
     if disk.free >= RECOMMENDED_SHARED_MEMORY_BYTES:
         yield Diagnosis(OK, what)
     elif disk.free >= MIN_SHARED_MEMORY_BYTES or not has_gpus():
-        yield Diagnosis(WARNING, f"{what}: Ray keeps its objects on the disk instead", do)
+        yield Diagnosis(WARNING, f"{what}: Ray stores its objects on disk instead", do)
     else:
         yield Diagnosis(FAILURE, f"{what}: NCCL cannot start", do)
 
@@ -200,18 +200,18 @@ def limits() -> Diagnoses:
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     virtual, _ = resource.getrlimit(resource.RLIMIT_AS)
     limited = ["unlimited" if n == resource.RLIM_INFINITY else f"{n:,}" for n in (files, locked, virtual)]
-    what = f"{limited[0]} open files, {limited[1]} bytes of locked and {limited[2]} of virtual memory"
+    what = f"{limited[0]} open files, {limited[1]} bytes of locked and {limited[2]} bytes of virtual memory"
     if (
         virtual != resource.RLIM_INFINITY
         and virtual < MIN_VIRTUAL_MEMORY_BYTES + OBJECT_STORE_SHARE * system_memory()
     ):
-        do = "remove it: ulimit -v unlimited, LimitAS=infinity (systemd); limit memory by cgroups instead"
-        yield Diagnosis(FAILURE, f"{what}: Ray's processes map more than that, and end at once", do)
-    do = "raise it: ulimit -n 65536, LimitNOFILE=65536 (systemd), docker run --ulimit nofile=65536"
+        do = "remove the limit: ulimit -v unlimited, LimitAS=infinity (systemd); limit memory by cgroup"
+        yield Diagnosis(FAILURE, f"{what}: Ray processes map more virtual memory, and exit at startup", do)
+    do = "raise the limit: ulimit -n 65536, LimitNOFILE=65536 (systemd), docker run --ulimit nofile=65536"
     if files != resource.RLIM_INFINITY and files < RECOMMENDED_OPEN_FILES:
         yield Diagnosis(FAILURE if files < MIN_OPEN_FILES else WARNING, f"{what}: Ray needs more files", do)
     elif locked != resource.RLIM_INFINITY and any(Path("/sys/class/infiniband").glob("*")):
-        do = "ulimit -l unlimited, LimitMEMLOCK=infinity (systemd), docker run --ulimit memlock=-1"
+        do = "set ulimit -l unlimited, LimitMEMLOCK=infinity (systemd) or docker run --ulimit memlock=-1"
         yield Diagnosis(WARNING, f"{what}: InfiniBand needs unlimited locked memory", do)
     else:
         yield Diagnosis(OK, what)
@@ -223,9 +223,9 @@ def memory() -> Diagnoses:
     import psutil
 
     total, available = system_memory(), min(psutil.virtual_memory().available, system_memory())
-    what = f"{available / GIB:,.1f} GiB available of {total / GIB:,.1f}"
+    what = f"{available / GIB:,.1f} GiB available of {total / GIB:,.1f} GiB"
     if available < MIN_MEMORY_BYTES:
-        do = "end other processes, or raise the container's limit: Linux kills workers without a message"
+        do = "end other processes, or raise the container's limit: Linux may kill workers without a message"
         yield Diagnosis(WARNING, what, do)
     else:
         yield Diagnosis(OK, what)
@@ -237,15 +237,15 @@ def ray_folder() -> Diagnoses:
     is_on_ray = "ray" in sys.modules and sys.modules["ray"].is_initialized()
     folder = get_logs_folder() if is_on_ray else find_base_folder()
     disk = shutil.disk_usage(folder)
-    what = f"{disk.free / GIB:,.1f} GiB free of {disk.total / GIB:,.1f} at {folder}"
+    what = f"{disk.free / GIB:,.1f} GiB free of {disk.total / GIB:,.1f} GiB at {folder}"
     do = (
-        f"remove old sessions there, or set {RAY_TMPDIR_VARIABLE} to a folder on another disk "
+        f"remove old sessions from this folder, or set {RAY_TMPDIR_VARIABLE} to a folder on another disk "
         "before Ray starts"
     )
     if disk.free < MIN_DISK_BYTES:
         yield Diagnosis(FAILURE, what, do)
     elif disk.used / disk.total > RAY_MAX_DISK_SHARE:
-        yield Diagnosis(WARNING, f"{what}: above {RAY_MAX_DISK_SHARE:.0%} Ray writes no objects to it", do)
+        yield Diagnosis(WARNING, f"{what}: Ray writes objects only up to {RAY_MAX_DISK_SHARE:.0%}", do)
     else:
         yield Diagnosis(OK, what)
 
@@ -259,17 +259,17 @@ def clusters() -> Diagnoses:
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             if process.name() == "gcs_server":
-                given = (word.partition("=")[2] for word in process.cmdline() if "gcs_server_port=" in word)
-                ports.append(next(given, "?"))
+                values = (word.partition("=")[2] for word in process.cmdline() if "gcs_server_port=" in word)
+                ports.append(next(values, "?"))
     note = Path(os.environ.get(RAY_TMPDIR_VARIABLE, "/tmp")) / CURRENT_CLUSTER_FILE
     with suppress(OSError, ValueError):
         host, _, port = (address := note.read_text().strip()).rpartition(":")
         if not listens(host, int(port)):
-            what = f"{note} names the cluster {address}, where nothing listens"
-            yield Diagnosis(WARNING, what, f"ray stop, then rm {note}: the address `auto` would be that one")
+            what = f"{note} names the cluster {address}, but no process listens there"
+            yield Diagnosis(WARNING, what, f"run ray stop; rm {note}, which sets the address `auto`")
     if len(ports) > 1:
         what = f"{len(ports)} Ray clusters run on this host (GCS at ports {', '.join(sorted(ports))})"
-        do = "end those that are not needed (`ray stop` ends them all), or name HOST:PORT, not `auto`"
+        do = "end the clusters that are not needed (`ray stop` ends all), or use HOST:PORT instead of `auto`"
         yield Diagnosis(WARNING, what, do)
     else:
         yield Diagnosis(OK, f"{len(ports) or 'no'} Ray cluster on this host")
@@ -282,13 +282,13 @@ def token() -> Diagnoses:
     if os.environ.get(AUTH_MODE_VARIABLE, "token").lower() != "token":
         yield Diagnosis(OK, f"not used: {AUTH_MODE_VARIABLE}={os.environ[AUTH_MODE_VARIABLE]}")
     elif os.environ.get(TOKEN):
-        yield Diagnosis(OK, f"in the environment variable {TOKEN}")
+        yield Diagnosis(OK, f"set in the environment variable {TOKEN}")
     elif not file.is_file():
-        yield Diagnosis(OK, f"none yet: a run of this host's own Ray makes {file}")
+        yield Diagnosis(OK, f"none yet: a run that starts Ray on this host creates {file}")
     elif not os.access(file, os.R_OK):
-        yield Diagnosis(FAILURE, f"this user cannot read {file}", f"chown it, then chmod 600 {file}")
+        yield Diagnosis(FAILURE, f"this user cannot read {file}", f"run chown, then chmod 600 {file}")
     elif (mode := file.stat().st_mode) & 0o077:
-        do = f"chmod 600 {file}; make another where others may have read it: they can run code"
+        do = f"chmod 600 {file}; create a new token if others may have read it, because they can run code"
         yield Diagnosis(FAILURE, f"other users can read {file} (mode {mode & 0o777:o})", do)
     else:
-        yield Diagnosis(OK, f"in {file}, which its owner alone can read")
+        yield Diagnosis(OK, f"in {file}, which only its owner can read")

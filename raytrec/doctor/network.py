@@ -26,12 +26,12 @@ MAX_ALL_REDUCES = 16  # all-reduces of one check; each may take COLLECTIVE_TIMEO
 INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 BRIDGE_PATTERN = re.compile(r"docker|br-|virbr|veth|cni|flannel|cali|lxc|podman|vmnet|tunl")
 ADDRESS_REPAIR = (
-    "start Ray on each node with --node-ip-address=ADDRESS, one that all nodes reach, or name the interface: "
-    "NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME where Ray is started"
+    "start Ray on each node with --node-ip-address=ADDRESS, an address that all nodes can reach, or set "
+    "NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to the interface before Ray starts"
 )
 PORTS_REPAIR = (
-    "let nodes reach each other at all TCP ports: security group, firewall, NetworkPolicy; workers take any "
-    "free port (docs/cluster.md)"
+    "allow all TCP ports between nodes (security group, firewall, NetworkPolicy): workers use any free port "
+    "(docs/cluster.md)"
 )
 
 _listeners: list[socket.socket] = []
@@ -45,48 +45,48 @@ def describe_interfaces(address: str) -> dict[str, Any]:
     """
     import psutil
 
-    have = {name: [each.address for each in all_] for name, all_ in psutil.net_if_addrs().items()}
+    interfaces = {name: [each.address for each in all_] for name, all_ in psutil.net_if_addrs().items()}
     chosen = {name: value for name in INTERFACE_VARIABLES if (value := os.environ.get(name))}
-    return {"own": find_interface(address), "have": have, "chosen": chosen}
+    return {"own": find_interface(address), "have": interfaces, "chosen": chosen}
 
 
 def check_interfaces(nodes: ThisHost) -> Diagnoses:
     """Check that gloo and NCCL use an interface that other nodes reach: no Docker bridge, no loopback."""
-    each = {i: (address,) for i, address in enumerate(nodes.addresses)}
+    arguments = {i: (address,) for i, address in enumerate(nodes.addresses)}
     loopback = [ip_address(address).is_loopback for address in nodes.addresses]
-    answers = nodes.ask(describe_interfaces, each=each)
-    for name, address, local, found in zip(nodes.names, nodes.addresses, loopback, answers, strict=True):
-        judged = _diagnose_interfaces(found, address, local and not all(loopback), len(answers) > 1)
-        yield Diagnosis(*judged, hosts=(name,))
+    answers = nodes.ask(describe_interfaces, each=arguments)
+    for name, address, local, answer in zip(nodes.names, nodes.addresses, loopback, answers, strict=True):
+        parts = _diagnose_interfaces(answer, address, local and not all(loopback), len(answers) > 1)
+        yield Diagnosis(*parts, hosts=(name,))
 
 
-def _diagnose_interfaces(found: Any, address: str, lost: bool, several: bool) -> tuple[str, str, str]:
+def _diagnose_interfaces(answer: Any, address: str, is_loopback: bool, several: bool) -> tuple[str, str, str]:
     """Return result, finding and repair of one node.
 
     Args:
-        found: Answer of `describe_interfaces`, or an exception.
+        answer: Answer of `describe_interfaces`, or an exception.
         address: Address by which Ray knows the node.
-        lost: True if this address is loopback, and the address of another node is not.
+        is_loopback: True if this address is loopback, and the address of another node is not.
         several: True if there are other nodes.
     """
-    if isinstance(found, Exception):
-        return FAILURE, f"its interfaces are not known: {found}", NO_ANSWER_REPAIR
-    have, own = found["have"], found["own"]
-    for variable, value in found["chosen"].items():
-        wanted = tuple(each.partition(":")[0] for each in value.lstrip("=").split(","))
-        if value.startswith("^") or any(name.startswith(wanted) for name in have):
+    if isinstance(answer, Exception):
+        return FAILURE, f"the interfaces of this node are unknown: {answer}", NO_ANSWER_REPAIR
+    interfaces, default = answer["have"], answer["own"]
+    for variable, value in answer["chosen"].items():
+        prefixes = tuple(each.partition(":")[0] for each in value.lstrip("=").split(","))
+        if value.startswith("^") or any(name.startswith(prefixes) for name in interfaces):
             continue
-        do = f"set {variable} to one of {', '.join(sorted(have))}, or unset it, where Ray is started"
-        return FAILURE, f"{variable}={value}, and there is no such interface", do
-    names = ", ".join(dict.fromkeys(value.lstrip("=") for value in found["chosen"].values())) or own
+        do = f"set {variable} to one of {', '.join(sorted(interfaces))}, or unset it, before Ray starts"
+        return FAILURE, f"{variable}={value}, but there is no such interface", do
+    names = ", ".join(dict.fromkeys(value.lstrip("=") for value in answer["chosen"].values())) or default
     if several and names and BRIDGE_PATTERN.match(names):
-        return FAILURE, f"gloo and NCCL take {names} ({address}), a bridge inside this host", ADDRESS_REPAIR
-    if lost:
-        return FAILURE, f"Ray knows this node as {address}, where other nodes cannot reach it", ADDRESS_REPAIR
+        return FAILURE, f"gloo and NCCL use {names} ({address}), a bridge inside this host", ADDRESS_REPAIR
+    if is_loopback:
+        return FAILURE, f"other nodes cannot reach this node at Ray's address {address}", ADDRESS_REPAIR
     if not names:
-        what = f"no interface has the node's address {address}: gloo and NCCL choose one by themselves"
+        what = f"no interface has the node's address {address}, so gloo and NCCL choose an interface"
         return WARNING, what, ADDRESS_REPAIR
-    return OK, f"gloo and NCCL take {names}, the node's address", ""
+    return OK, f"gloo and NCCL use {names}, the interface of the node's address", ""
 
 
 def listen(address: str, keep: bool = True) -> int:
@@ -118,23 +118,23 @@ def reach(places: list[tuple[str, int]], limit_s: float = PORT_CONNECT_TIMEOUT_S
 
 def check_ports(nodes: ThisHost) -> Diagnoses:
     """Check that each node reaches a free port of every other node; record failing pairs (ThisHost.cut)."""
-    everyone = range(len(nodes.names))
-    ports = nodes.ask(listen, each={i: (nodes.addresses[i],) for i in everyone})
-    known = [i for i in everyone if isinstance(ports[i], int)]
-    places = [(nodes.addresses[i], ports[i]) for i in known]
+    indices = range(len(nodes.names))
+    ports = nodes.ask(listen, each={i: (nodes.addresses[i],) for i in indices})
+    listening = [i for i in indices if isinstance(ports[i], int)]
+    places = [(nodes.addresses[i], ports[i]) for i in listening]
     answers = nodes.ask(reach, places, limit_s=REPLY_S + PORT_CONNECT_TIMEOUT_S * (1 + len(places) // 64))
-    for here in everyone:
-        if failed := [a for a in (ports[here], answers[here]) if isinstance(a, Exception)]:
-            nodes.cut |= {frozenset((here, there)) for there in everyone}
-            yield Diagnosis(FAILURE, f"not tried: {failed[0]}", NO_ANSWER_REPAIR, hosts=(nodes.names[here],))
+    for node in indices:
+        if failed := [a for a in (ports[node], answers[node]) if isinstance(a, Exception)]:
+            nodes.cut |= {frozenset((node, peer)) for peer in indices}
+            yield Diagnosis(FAILURE, f"no result: {failed[0]}", NO_ANSWER_REPAIR, hosts=(nodes.names[node],))
             continue
-        for there, (_, port), why in zip(known, places, answers[here], strict=True):
-            if why and here != there:
-                nodes.cut.add(frozenset((here, there)))
-                pair = f"{nodes.names[here]} cannot reach {nodes.names[there]}"
-                yield Diagnosis(FAILURE, f"{pair} at port {port}: {why}", PORTS_REPAIR)
+        for peer, (_, port), reason in zip(listening, places, answers[node], strict=True):
+            if reason and node != peer:
+                nodes.cut.add(frozenset((node, peer)))
+                pair = f"{nodes.names[node]} cannot reach {nodes.names[peer]}"
+                yield Diagnosis(FAILURE, f"{pair} at port {port}: {reason}", PORTS_REPAIR)
     if not nodes.cut:
-        yield Diagnosis(OK, f"{len(known)} nodes reach each other at free ports")
+        yield Diagnosis(OK, f"{len(listening)} nodes reach each other at free ports")
 
 
 def uses_nccl() -> bool:
@@ -162,7 +162,7 @@ def join_group(
     from raytrec.worker.rendezvous import enable_network_log, listen_on_own_address, read_chosen_network
 
     listen_on_own_address(own)
-    device, network = "cpu", f"gloo over TCP ({os.environ.get('GLOO_SOCKET_IFNAME', 'its own choice')})"
+    device, network = "cpu", f"gloo over TCP ({os.environ.get('GLOO_SOCKET_IFNAME', 'default interface')})"
     if backend == "nccl":
         enable_network_log()
         device = "cuda"
@@ -179,7 +179,7 @@ def join_group(
             torch.cuda.synchronize()
         best = min(best, time.perf_counter() - began)
     if values[0].item() != world**ROUNDS or values[-1].item() != world**ROUNDS:
-        raise ValueError(f"the sum is {values[0].item()}, and should be {world**ROUNDS}")
+        raise ValueError(f"the all-reduce returned {values[0].item()} instead of {world**ROUNDS}")
     dist.barrier()
     if backend == "nccl":
         network = f"NCCL over {read_chosen_network() or 'an unknown network'}"
@@ -199,16 +199,16 @@ def check_all_reduce(nodes: ThisHost) -> Diagnoses:
 
     If the all-reduce fails, the smallest failing groups of nodes are named, and the other nodes are timed.
     """
-    rest = [i for i in range(len(nodes.names)) if i not in nodes.unfit]
-    if len(rest) < 2:
+    remaining = [i for i in range(len(nodes.names)) if i not in nodes.unfit]
+    if len(remaining) < 2:
         what = "fewer than two nodes can import torch"
-        yield Diagnosis(WARNING, what, "first repair what `operators` names")
+        yield Diagnosis(WARNING, what, "first repair failures of `operators`")
         return
-    if any(frozenset(pair) in nodes.cut for pair in combinations(rest, 2)):
-        yield Diagnosis(WARNING, "not timed over all nodes", "first repair what is between single nodes")
+    if any(frozenset(pair) in nodes.cut for pair in combinations(remaining, 2)):
+        yield Diagnosis(WARNING, "not timed: some nodes cannot connect", "first repair failures of `ports`")
         return
     nccl = nodes.ask(uses_nccl)
-    backend = "nccl" if all(nccl[i] is True for i in rest) else "gloo"
+    backend = "nccl" if all(nccl[i] is True for i in remaining) else "gloo"
     answers: dict[tuple[int, ...], Any] = {}
 
     def fails(group: Sequence[int]) -> bool:
@@ -216,16 +216,16 @@ def check_all_reduce(nodes: ThisHost) -> Diagnoses:
             answers[key] = _reduce(nodes, key, backend)
         return isinstance(answers.get(key), Exception)
 
-    while len(rest) > 1 and fails(rest):
-        group = find_smallest_failing_group(rest, fails)
+    while len(remaining) > 1 and fails(remaining):
+        group = find_smallest_failing_group(remaining, fails)
         names = " and ".join(nodes.names[i] for i in sorted(group))
-        yield Diagnosis(FAILURE, f"{names} with {backend}: {answers[tuple(group)]}", ADDRESS_REPAIR)
+        yield Diagnosis(FAILURE, f"{names} failed with {backend}: {answers[tuple(group)]}", ADDRESS_REPAIR)
         # In reverse order, a node that fails with every other node is the last of the next group.
-        rest = [i for i in reversed(rest) if i != group[-1]]
-    if len(rest) > 1 and (answer := answers.get(tuple(rest))):
+        remaining = [i for i in reversed(remaining) if i != group[-1]]
+    if len(remaining) > 1 and (answer := answers.get(tuple(remaining))):
         seconds, which = answer["seconds"], "all" if len(answers) == 1 else "the other"
         speed = f"{ALL_REDUCE_ELEMENTS * 4 / seconds / 1e9:.2f} GB/s ({seconds * 1e3:.1f} ms for 16 MiB)"
-        yield Diagnosis(OK, f"over {which} {len(rest)} nodes: {speed}, {answer['network']}")
+        yield Diagnosis(OK, f"over {which} {len(remaining)} nodes: {speed}, {answer['network']}")
 
 
 def find_smallest_failing_group(
@@ -252,11 +252,11 @@ def _reduce(nodes: ThisHost, group: Sequence[int], backend: str) -> Any:
     port = nodes.ask(listen, each={group[0]: (first, False)})[group[0]]
     if isinstance(port, Exception):
         return port
-    each = {
+    arguments = {
         node: (rank, len(group), first, port, backend, nodes.addresses[node])
         for rank, node in enumerate(group)
     }
     answers = nodes.ask(
-        time_all_reduce_in_child, each=each, limit_s=COLLECTIVE_TIMEOUT_S + IMPORT_ALLOWANCE_S + REPLY_S
+        time_all_reduce_in_child, each=arguments, limit_s=COLLECTIVE_TIMEOUT_S + IMPORT_ALLOWANCE_S + REPLY_S
     )
     return next((answer for answer in answers if isinstance(answer, Exception)), answers[group[0]])

@@ -23,7 +23,7 @@ from raytrec.compat.ray_core import list_alive_nodes
 from raytrec.doctor.host_checks import FAILURE, OK, WARNING, Diagnoses, Diagnosis, within
 
 REPLY_S = 60.0  # on a busy host
-NO_ANSWER_REPAIR = "look at this node's Ray (ray status), and whether it has this raytrec"
+NO_ANSWER_REPAIR = "check Ray on this node (ray status), and whether the node has this version of raytrec"
 START_S = 120.0  # a node has to start a process before it answers
 STORAGE_TIMEOUT_S = 60.0
 WARNING_SKEW_S, FAILURE_SKEW_S = 1.0, 300.0  # S3 refuses requests that are 15 minutes off
@@ -103,7 +103,7 @@ class ClusterNodes(ThisHost):
     def ask(self, call: Function, *arguments: Any, each: Each = None, limit_s: float = REPLY_S) -> list[Any]:
         """Call a function on the nodes, as `ThisHost.ask` on this host."""
         each = dict.fromkeys(range(len(self._actors)), ()) if each is None else each
-        refs = [self._actors[i].call.remote(call, (*arguments, *own)) for i, own in each.items()]
+        refs = [self._actors[i].call.remote(call, (*arguments, *extra)) for i, extra in each.items()]
         answers = dict(zip(each, collect_answers(refs, limit_s), strict=True))
         return [answers.get(i) for i in range(len(self._actors))]
 
@@ -113,8 +113,8 @@ def collect_answers(refs: list[Any], limit_s: float) -> list[Any]:
     import ray
 
     ready, _ = ray.wait(refs, num_returns=len(refs), timeout=limit_s) if refs else ([], [])
-    late = TimeoutError(f"no answer within {limit_s:.0f} s")
-    return [_answer(ref) if ref in ready else late for ref in refs]
+    timeout_error = TimeoutError(f"no answer within {limit_s:.0f} s")
+    return [_answer(ref) if ref in ready else timeout_error for ref in refs]
 
 
 def _answer(ref: Any) -> Any:
@@ -152,10 +152,10 @@ def open_nodes(address: str | None) -> Iterator[ThisHost]:
         return
     if address.startswith(("http://", "https://")):
         raise RunError(
-            f"{address} is a dashboard, which cannot ask nodes",
+            f"{address} is the address of a dashboard, which cannot run checks on nodes",
             where="--address",
             expected="the address of the cluster itself",
-            do="give auto or HOST:PORT on a node of the cluster, or ray://HOST:PORT from elsewhere",
+            do="use auto or HOST:PORT on a node of the cluster, or ray://HOST:PORT on other hosts",
         )
     with ray_session(address, any_versions=True):
         yield ClusterNodes()
@@ -163,18 +163,18 @@ def open_nodes(address: str | None) -> Iterator[ThisHost]:
 
 def describe_packages() -> dict[str, str]:
     """Return the versions of Python and packages, with hashes of their files (RECORD) and raytrec's code."""
-    found = {"Python": platform.python_version(), "raytrec's code": compute_code_hash()}
+    versions = {"Python": platform.python_version(), "raytrec's code": compute_code_hash()}
     for package in (*PACKAGES[1:], "numpy", "pyarrow"):
         try:
-            about = distribution(package)
+            package_info = distribution(package)
         except PackageNotFoundError:
             continue
-        lines = (about.read_text("RECORD") or "").splitlines()
+        lines = (package_info.read_text("RECORD") or "").splitlines()
         # Without lines that depend on the environment: scripts name its Python, dist-info the installer.
         lines = [line for line in lines if "sha256=" in line and not ENVIRONMENT_LINE_PATTERN.search(line)]
         digest = hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:8]
-        found[package] = f"{about.version} (files {digest})"
-    return found
+        versions[package] = f"{package_info.version} (files {digest})"
+    return versions
 
 
 def check_same_packages(nodes: ThisHost) -> Diagnoses:
@@ -183,21 +183,21 @@ def check_same_packages(nodes: ThisHost) -> Diagnoses:
     The packages include Ray, torch, TorchRec and FBGEMM. Python is compared to its patch number.
     """
     answers = nodes.ask(describe_packages)
-    known = {name: have for name, have in zip(nodes.names, answers, strict=True) if isinstance(have, dict)}
-    found = []
-    for package in sorted({package for have in known.values() for package in have}):
-        versions = {name: have.get(package, "missing") for name, have in known.items()}
+    by_host = {name: dist for name, dist in zip(nodes.names, answers, strict=True) if isinstance(dist, dict)}
+    failed = []
+    for package in sorted({package for dist in by_host.values() for package in dist}):
+        versions = {name: dist.get(package, "missing") for name, dist in by_host.items()}
         (usual, _), *others = Counter(versions.values()).most_common()
         for version, _ in others:
             hosts = tuple(name for name, each in versions.items() if each == version)
-            what = f"{package} {version}, and {usual} on the other nodes"
-            do = "install the same on every node, with the same requirements/*.txt, or one image for all"
-            found.append(Diagnosis(FAILURE, what, do, hosts=hosts))
+            what = f"{package} {version}, but {usual} on other nodes"
+            do = "install the same packages on every node with one requirements/*.txt, or use one image"
+            failed.append(Diagnosis(FAILURE, what, do, hosts=hosts))
     for name, answer in zip(nodes.names, answers, strict=True):
         if isinstance(answer, Exception):
-            what = f"not known: {first_line(answer)}"
-            found.append(Diagnosis(FAILURE, what, NO_ANSWER_REPAIR, hosts=(name,)))
-    yield from found or [Diagnosis(OK, f"the same {len(answers[0])} on {len(answers)} nodes")]
+            what = f"the packages of this node are unknown: {first_line(answer)}"
+            failed.append(Diagnosis(FAILURE, what, NO_ANSWER_REPAIR, hosts=(name,)))
+    yield from failed or [Diagnosis(OK, f"{len(answers[0])} versions are the same on {len(answers)} nodes")]
 
 
 def check_clocks(nodes: ThisHost) -> Diagnoses:
@@ -206,10 +206,10 @@ def check_clocks(nodes: ThisHost) -> Diagnoses:
     for number, name in enumerate(nodes.names):
         for _ in range(CLOCK_MEASUREMENTS):
             began = time()
-            there, ended = nodes.ask(time, each={number: ()})[number], time()
-            if isinstance(there, float):
-                skew, doubt = there - (began + ended) / 2, (ended - began) / 2
-                skews[name] = min(skews.get(name, (skew, doubt)), (skew, doubt), key=lambda known: known[1])
+            remote_time, ended = nodes.ask(time, each={number: ()})[number], time()
+            if isinstance(remote_time, float):
+                skew, doubt = remote_time - (began + ended) / 2, (ended - began) / 2
+                skews[name] = min(skews.get(name, (skew, doubt)), (skew, doubt), key=lambda pair: pair[1])
     yield from diagnose_clocks(skews)
 
 
@@ -219,15 +219,15 @@ def diagnose_clocks(skews: dict[str, tuple[float, float]]) -> Diagnoses:
     Args:
         skews: Node → seconds that its clock is ahead, and the uncertainty of this value in seconds.
     """
-    do = "let an NTP daemon keep the time: timedatectl set-ntp true, chronyc makestep"
-    found = []
+    do = "synchronize the clock with NTP: timedatectl set-ntp true, chronyc makestep"
+    diagnoses = []
     for name, (skew, doubt) in skews.items():
-        if (least := abs(skew) - doubt) > WARNING_SKEW_S:
-            result = FAILURE if least > FAILURE_SKEW_S else WARNING
+        if (min_skew := abs(skew) - doubt) > WARNING_SKEW_S:
+            result = FAILURE if min_skew > FAILURE_SKEW_S else WARNING
             which = "ahead of" if skew > 0 else "behind"
-            what = f"its clock is {abs(skew):,.1f} s {which} this process's"
-            found.append(Diagnosis(result, what, do, hosts=(name,)))
-    yield from found or [Diagnosis(OK, f"{len(skews)} clocks are less than {WARNING_SKEW_S:.0f} s apart")]
+            what = f"the clock of this node is {abs(skew):,.1f} s {which} the clock of this process"
+            diagnoses.append(Diagnosis(result, what, do, hosts=(name,)))
+    yield from diagnoses or [Diagnosis(OK, f"{len(skews)} clocks are less than {WARNING_SKEW_S:.0f} s apart")]
 
 
 def write_and_read(uri: str, name: str) -> str:
@@ -241,7 +241,7 @@ def write_and_read(uri: str, name: str) -> str:
             stream.write(data)
         with filesystem.open_input_stream(f"{folder}/{name}") as stream:
             same = stream.read() == data
-        return "" if same else "what was read is not what had been written"
+        return "" if same else "the data read differs from the data written"
     except (OSError, RaytrecError) as error:
         return first_line(error)
 
@@ -266,25 +266,25 @@ def remove_files(uri: str, names: list[str]) -> None:
 def check_storage(nodes: ThisHost, uri: str) -> Diagnoses:
     """Check that every node writes to a place, reads its file back, and sees the files of all other nodes."""
     names = [f"raytrec-doctor-{secrets.token_hex(4)}-{number}" for number in range(len(nodes.names))]
-    here = {number: (name,) for number, name in enumerate(names)}
-    do = f"make {uri} reachable from every node, for this user: mounts, credentials, region, endpoint, quota"
+    file_arguments = {number: (name,) for number, name in enumerate(names)}
+    do = f"make {uri} accessible to this user on every node: mounts, credentials, region, endpoint, quota"
     try:
-        answers = nodes.ask(write_and_read, uri, each=here, limit_s=STORAGE_TIMEOUT_S)
-        wrong = [str(answer) for answer in answers]
-        written = [name for name, why in zip(names, wrong, strict=True) if not why]
-        for host, why in zip(nodes.names, wrong, strict=True):
-            if why:
-                yield Diagnosis(FAILURE, f"{uri} cannot be written and read: {why}", do, hosts=(host,))
-        seen = nodes.ask(find_missing_files, uri, written, limit_s=STORAGE_TIMEOUT_S)
-        for host, why, lacking in zip(nodes.names, wrong, seen, strict=True):
-            if not why and lacking:
-                failed = isinstance(lacking, Exception)
-                what = str(lacking) if failed else f"{len(lacking)} files that other nodes have written"
-                again = f"{uri} is not the same place on every node: mount one that all share, or use s3://"
-                yield Diagnosis(FAILURE, f"{uri} here lacks {what}", again, hosts=(host,))
-        if not any(wrong) and not any(seen):
-            yield Diagnosis(
-                OK, f"{uri}: each host has written {PROBE_FILE_BYTES >> 10} KiB there, and read them again"
-            )
+        answers = nodes.ask(write_and_read, uri, each=file_arguments, limit_s=STORAGE_TIMEOUT_S)
+        reasons = [str(answer) for answer in answers]
+        written = [name for name, reason in zip(names, reasons, strict=True) if not reason]
+        for host, reason in zip(nodes.names, reasons, strict=True):
+            if reason:
+                yield Diagnosis(FAILURE, f"{uri} cannot be written and read: {reason}", do, hosts=(host,))
+        missing_by_host = nodes.ask(find_missing_files, uri, written, limit_s=STORAGE_TIMEOUT_S)
+        for host, reason, missing in zip(nodes.names, reasons, missing_by_host, strict=True):
+            if not reason and missing:
+                failed = isinstance(missing, Exception)
+                what = (
+                    f"cannot be listed: {missing}" if failed else f"lacks {len(missing)} files of other nodes"
+                )
+                mount_repair = f"mount the same storage at {uri} on every node, or use s3://"
+                yield Diagnosis(FAILURE, f"{uri} on this node {what}", mount_repair, hosts=(host,))
+        if not any(reasons) and not any(missing_by_host):
+            yield Diagnosis(OK, f"{uri}: each host has written and read {PROBE_FILE_BYTES >> 10} KiB")
     finally:
         nodes.ask(remove_files, uri, names)

@@ -44,29 +44,29 @@ class TaskRows:
     """
 
     def __init__(self, selection: Selection, task: str):
-        about, settings, metrics = selection.tasks[task], selection.settings, selection.of[task]
+        spec, settings, metrics = selection.tasks[task], selection.settings, selection.of[task]
         self._selection, self._task, self._metrics = selection, task, metrics
         self._scores = self._groups = None
         self._slices: dict[str, Slices] = {}
         columns: list[str] = []
-        if about.outputs == 1:
-            how = about.loss.predict, settings.max_exact_rows
+        if spec.outputs == 1:
+            row_args = spec.loss.predict, settings.max_exact_rows
             # These metrics or their curves need rows sorted by prediction.
             if any(issubclass(m, RankedMetric) or m.ranked_curve is not Metric.ranked_curve for m in metrics):
-                self._scores = Scores(*how)
+                self._scores = Scores(*row_args)
             if grouped := _select_subclasses(metrics, GroupMetric):
-                columns = [about.group, *[about.item] * any(metric.needs_item for metric in grouped)]
-                self._groups = GroupRows(*how, columns)
-            self._slices = {name: Slices(*how, [name]) for name in settings.slices}
+                columns = [spec.group, *[spec.item] * any(metric.needs_item for metric in grouped)]
+                self._groups = GroupRows(*row_args, columns)
+            self._slices = {name: Slices(*row_args, [name]) for name in settings.slices}
         self.columns = list(dict.fromkeys([*columns, *self._slices]))
-        kept: list[Any] = [self._scores, self._groups, *self._slices.values()]
-        self._kept = [each for each in kept if each]
-        self.needed = bool(self._kept)
+        stores: list[Any] = [self._scores, self._groups, *self._slices.values()]
+        self._stores = [each for each in stores if each]
+        self.needed = bool(self._stores)
 
     def add(self, rows: WeightedRows) -> None:
         """Add rows."""
-        for kept in self._kept:
-            kept.add(rows)
+        for store in self._stores:
+            store.add(rows)
 
     def figures(self, peers: Peers, place: torch.device) -> tuple[dict[str, float | None], dict]:
         """Return values by key, and curves (evaluate.Curves), the same on all ranks; a collective."""
@@ -90,9 +90,9 @@ class TaskRows:
             for column, slices in self._slices.items()
         }
 
-    def _add_ranked_metrics(self, peers: Peers, place: torch.device, figures: dict, curves: dict) -> None:
+    def _add_ranked_metrics(self, peers: Peers, device: torch.device, figures: dict, curves: dict) -> None:
         """Add metrics and curves over rows sorted by prediction to `figures` and `curves`."""
-        ranked, binned = self._scores.ranked(peers, place)
+        ranked, binned = self._scores.ranked(peers, device)
         metrics = _select_subclasses(self._metrics, RankedMetric)
         totals = _sum_over_ranks([metric.sums(ranked) for metric in metrics], peers)
         for metric, sums in zip(metrics, totals, strict=True):
@@ -105,19 +105,19 @@ class TaskRows:
                 curve = self._key(metric.ranked_curve.__name__)
                 curves[curve] = {**points, "metric": self._key(metric.name)}
 
-    def _add_group_metrics(self, peers: Peers, place: torch.device, figures: dict) -> None:
+    def _add_group_metrics(self, peers: Peers, device: torch.device, figures: dict) -> None:
         """Add group metrics to `figures`, one part of the groups at a time."""
         metrics = _select_subclasses(self._metrics, GroupMetric)
         sums: list[dict[str, torch.Tensor]] = [{} for _ in metrics]
         distinct: list[dict[str, torch.Tensor]] = [{} for _ in metrics]
-        for groups in self._groups.groups(peers, place):
-            for metric, so_far, seen in zip(metrics, sums, distinct, strict=True):
+        for groups in self._groups.groups(peers, device):
+            for metric, metric_sums, metric_keys in zip(metrics, sums, distinct, strict=True):
                 for name, value in metric.sums(groups).items():
-                    so_far[name] = so_far.get(name, 0) + value.double()
+                    metric_sums[name] = metric_sums.get(name, 0) + value.double()
                 for name, keys in metric.distinct(groups).items():
-                    seen[name] = torch.cat([seen.get(name, keys[:0]), keys]).unique()
-        for so_far, seen in zip(sums, distinct, strict=True):
-            so_far |= {name: _count_distinct(keys, peers) for name, keys in seen.items()}
+                    metric_keys[name] = torch.cat([metric_keys.get(name, keys[:0]), keys]).unique()
+        for metric_sums, metric_keys in zip(sums, distinct, strict=True):
+            metric_sums |= {name: _count_distinct(keys, peers) for name, keys in metric_keys.items()}
         for metric, total in zip(metrics, _sum_over_ranks(sums, peers), strict=True):
             counts = {name: round(float(value)) for name, value in metric.counts(total).items()}
             figures |= {metric.name: float(metric.figure(total)), **counts}
@@ -153,8 +153,8 @@ def _sum_over_ranks(sums: list[dict[str, torch.Tensor]], peers: Peers) -> list[d
 
 def _count_distinct(keys: torch.Tensor, peers: Peers) -> torch.Tensor:
     """Return the number of distinct keys over all ranks that this rank owns."""
-    (mine,) = peers.send([keys], assign_ranks(keys, peers.world))
-    return torch.tensor(len(mine.unique()), dtype=torch.float64)
+    (owned_keys,) = peers.send([keys], assign_ranks(keys, peers.world))
+    return torch.tensor(len(owned_keys.unique()), dtype=torch.float64)
 
 
 class Slices(BoundedRows):
@@ -181,23 +181,23 @@ class Slices(BoundedRows):
         ties = [x.to(place) for x in self._bins or self._to_ties()]
         self._bins = None
         ties = _merge_slice_ties(*peers.send(ties, assign_ranks(ties[0], peers.world)))
-        found = SliceMetrics.of(ties, peers.largest(not self._binary) == 0, binned)
-        lists = {"largest": found.first(-found.rows, peers), "worst": found.first(found.goodness, peers)}
+        slices = SliceMetrics.of(ties, peers.largest(not self._binary) == 0, binned)
+        lists = {"largest": slices.first(-slices.rows, peers), "worst": slices.first(slices.goodness, peers)}
         records = [record for listed in lists.values() for record in listed]
         texts: dict[int, str] = {}
-        wanted = {record["key"] for record in records}
-        for known in peers.objects({key: names[key] for key in wanted & names.keys()}):
-            texts = known | texts
+        listed_keys = {record["key"] for record in records}
+        for rank_texts in peers.objects({key: names[key] for key in listed_keys & names.keys()}):
+            texts = rank_texts | texts
         for record in records:
             key = record.pop("key")
             record["slice"] = texts.get(key, f"key {key}")
-        return {"slices": int(peers.sum(torch.tensor(len(found.keys)))), **lists}
+        return {"slices": int(peers.sum(torch.tensor(len(slices.keys)))), **lists}
 
     def _bin_rows(self) -> None:
         keys, predictions, *sums = self._to_ties()
         new = [keys, compute_midpoints(assign_bins(predictions)), *sums]
-        both = zip(self._bins or [x[:0] for x in new], new, strict=True)
-        self._bins = _merge_slice_ties(*(torch.cat(pair) for pair in both))
+        pairs = zip(self._bins or [x[:0] for x in new], new, strict=True)
+        self._bins = _merge_slice_ties(*(torch.cat(pair) for pair in pairs))
 
     def _to_ties(self) -> list[torch.Tensor]:
         """Return the stored rows as ties."""
@@ -246,16 +246,16 @@ class SliceMetrics:
         `binary`: all labels are 0 and 1. `binned`: rows with nearly equal predictions count as tied.
         """
         keys, predictions, positive, negative, predicted, rows = (x.cpu() for x in ties)
-        keys, of = keys.unique_consecutive(return_inverse=True)
-        auc, both = compute_group_auc(of, len(keys), predictions, positive, negative)
-        auc = auc.masked_fill(~both if binary else torch.ones_like(both), float("nan"))
+        keys, slice_of = keys.unique_consecutive(return_inverse=True)
+        auc, has_both = compute_group_auc(slice_of, len(keys), predictions, positive, negative)
+        auc = auc.masked_fill(~has_both if binary else torch.ones_like(has_both), float("nan"))
         positives, negatives, rows, predicted, tied = (
-            x.new_zeros(len(keys)).index_add_(0, of, x)
+            x.new_zeros(len(keys)).index_add_(0, slice_of, x)
             for x in (positive, negative, rows, predicted, positive * negative / 2)
         )
         calibration = predicted / positives
-        enough = torch.minimum(positives, negatives) >= LEAST_ROWS if binary else rows >= 2 * LEAST_ROWS
-        goodness = (auc if binary else -calibration.log().abs()).masked_fill(~enough, float("nan"))
+        has_enough = torch.minimum(positives, negatives) >= LEAST_ROWS if binary else rows >= 2 * LEAST_ROWS
+        goodness = (auc if binary else -calibration.log().abs()).masked_fill(~has_enough, float("nan"))
         bound = {"auc_bound": tied / (positives * negatives)} if binary and binned else {}
         return cls(keys, rows, {"auc": auc, "calibration": calibration, **bound}, goodness)
 
@@ -263,10 +263,10 @@ class SliceMetrics:
         """Return the MAX_LISTED_SLICES slices with the lowest values [S], ascending; a collective."""
         order = values.nan_to_num(nan=float("inf")).argsort(stable=True)[:MAX_LISTED_SLICES]
         columns = torch.stack([values, self.rows, *self.figures.values()], 1)
-        found = zip(*(x.tolist() for x in peers.gather([columns[order], self.keys[order]])), strict=True)
+        entries = zip(*(x.tolist() for x in peers.gather([columns[order], self.keys[order]])), strict=True)
         return [
             {"key": key, "rows": int(rows)} | null_nonfinite(dict(zip(self.figures, figures, strict=True)))
-            for (value, rows, *figures), key in sorted(found, key=lambda row: (row[0][0], row[1]))
+            for (value, rows, *figures), key in sorted(entries, key=lambda row: (row[0][0], row[1]))
             if isfinite(value)
         ][:MAX_LISTED_SLICES]
 
@@ -291,16 +291,16 @@ class Names:
         for batch in batches:
             if self.of and batch.reserved is not None and batch.keys is not None:
                 keys_BK = batch.keys[batch.weights > 0].numpy()
-                for name, known in self.of.items():
+                for name, texts in self.of.items():
                     if name in batch.reserved.column_names:
-                        self._note(known, keys_BK[:, self._places[name]], batch.reserved.column(name))
+                        self._record_names(texts, keys_BK[:, self._places[name]], batch.reserved.column(name))
             yield batch
 
-    def _note(self, known: dict[int, str], keys, values) -> None:
+    def _record_names(self, texts: dict[int, str], keys, values) -> None:
         distinct, first = np.unique(keys, return_index=True)
         new = [
-            (key, row) for key, row in zip(distinct.tolist(), first.tolist(), strict=True) if key not in known
+            (key, row) for key, row in zip(distinct.tolist(), first.tolist(), strict=True) if key not in texts
         ]
-        for key, row in new[: MAX_SLICE_NAMES - len(known)]:
+        for key, row in new[: MAX_SLICE_NAMES - len(texts)]:
             value = values[row].as_py()
-            known[key] = "null" if value is None else str(value)
+            texts[key] = "null" if value is None else str(value)

@@ -36,11 +36,11 @@ class FullRanking:
         self._selection, self._settings = selection, selection.settings.retrieval
         self._task = next(iter(selection.tasks.values()))
         self._peers, self._device, self._cells = Peers(device), device, cells or choose_block_cells(device)
-        self._coming: deque[Queries] = deque()
+        self._pending: deque[Queries] = deque()
         self._items: Items | None = None
         self._sums = torch.zeros(len(selection.retrieval_metrics), dtype=torch.float64, device=device)
         self._rows, self._unknown = 0, torch.zeros((), dtype=torch.int64, device=device)
-        self._seen, self._seen_here = 0, torch.zeros((), dtype=torch.int64, device=device)
+        self._seen, self._own_seen = 0, torch.zeros((), dtype=torch.int64, device=device)
 
     def compute_item_vectors(self, step: Any, items: Any) -> None:
         """Compute the vectors of all items; a collective.
@@ -49,69 +49,69 @@ class FullRanking:
         """
         keys: list[np.ndarray] = []
 
-        def noted() -> Iterator[Batch]:
+        def record_keys() -> Iterator[Batch]:
             for batch in items.batches():
                 keys.append(compute_group_keys(to_plain_array(batch.reserved[self._settings.item])))
                 yield batch
 
         rows = items.dataset.rows // self._peers.world + 1
-        parts, place = [], None
-        for outputs in step.evaluate(noted(), "item"):
+        parts, ranking_device = [], None
+        for outputs in step.evaluate(record_keys(), "item"):
             vectors = outputs.vectors[outputs.rows > 0]
-            place = place or choose_ranking_device(rows, self._device, 4 * vectors.shape[1])
-            parts.append(vectors.to(place))
-        together = torch.cat(parts)
-        rising, order = torch.from_numpy(np.concatenate(keys)).to(together.device).sort()
-        self._items = Items(rising, together[order])
+            ranking_device = ranking_device or choose_ranking_device(rows, self._device, 4 * vectors.shape[1])
+            parts.append(vectors.to(ranking_device))
+        all_vectors = torch.cat(parts)
+        sorted_keys, order = torch.from_numpy(np.concatenate(keys)).to(all_vectors.device).sort()
+        self._items = Items(sorted_keys, all_vectors[order])
 
     def note(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yield the batches unchanged after storing their queries, which `add` ranks later."""
         for batch in batches:
-            self._coming.append(self._extract_queries(batch))
+            self._pending.append(self._extract_queries(batch))
             yield batch
 
     def _extract_queries(self, batch: Batch) -> Queries:
-        there = batch.weights > 0
+        has_weight = batch.weights > 0
         weights = batch.weights if batch.task_weights is None else batch.task_weights[:, 0]
-        counted = there & (weights > 0) & (batch.labels[:, self._task.column] > RELEVANCE_THRESHOLD)
-        asked = counted[there].numpy()
-        reserved = batch.reserved.filter(asked)
+        counted = has_weight & (weights > 0) & (batch.labels[:, self._task.column] > RELEVANCE_THRESHOLD)
+        is_query = counted[has_weight].numpy()
+        reserved = batch.reserved.filter(is_query)
         right, items = compute_row_keys([reserved[self._settings.right_column]])
-        of = np.repeat(np.arange(len(right)), right)
-        order = np.lexsort((items, of))  # removes duplicate items
-        of, items = of[order], items[order]
-        first = np.append(True, (of[1:] != of[:-1]) | (items[1:] != items[:-1]))[: len(items)]
-        right, items = np.bincount(of[first], minlength=len(right)), items[first]
+        query_of = np.repeat(np.arange(len(right)), right)
+        order = np.lexsort((items, query_of))  # removes duplicate items
+        query_of, items = query_of[order], items[order]
+        is_first = np.append(True, (query_of[1:] != query_of[:-1]) | (items[1:] != items[:-1]))[: len(items)]
+        right, items = np.bincount(query_of[is_first], minlength=len(right)), items[is_first]
         lengths, seen = compute_row_keys([reserved[column] for column in self._settings.seen], len(right))
-        kept = np.repeat(right > 0, lengths)
-        numbers = right[right > 0], items, lengths[right > 0], seen[kept]
+        is_kept = np.repeat(right > 0, lengths)
+        arrays = right[right > 0], items, lengths[right > 0], seen[is_kept]
         rows = counted.nonzero().squeeze(1)[torch.from_numpy(right > 0)]
-        return Queries(rows, *map(torch.from_numpy, numbers))
+        return Queries(rows, *map(torch.from_numpy, arrays))
 
     def add(self, vectors_BD: torch.Tensor) -> None:
         """Rank the items of the next batch, given the vectors of all of its rows; a collective."""
-        asked = self._coming.popleft()
-        mine = vectors_BD[asked.rows.to(vectors_BD.device)]
-        counts = torch.tensor([len(asked.rows), len(asked.items), len(asked.seen)])
+        queries = self._pending.popleft()
+        query_vectors = vectors_BD[queries.rows.to(vectors_BD.device)]
+        counts = torch.tensor([len(queries.rows), len(queries.items), len(queries.seen)])
         rows, items, seen = self._peers.stack(counts).T.tolist()
         if not sum(rows):
             return
-        together = self._peers.concatenate
-        right, lengths = together(torch.stack([asked.right, asked.lengths], 1), rows).unbind(1)
+        concat = self._peers.concatenate
+        right, lengths = concat(torch.stack([queries.right, queries.lengths], 1), rows).unbind(1)
         order = right.argsort(descending=True, stable=True)  # queries with most right items come first
-        place = torch.empty_like(order)
-        place[order] = torch.arange(len(order))
+        slots = torch.empty_like(order)
+        slots[order] = torch.arange(len(order))
         number = torch.arange(sum(items)) - (right.cumsum(0) - right).repeat_interleave(right)
-        host = (
+        host_parts = (
             order,
             right[order],
-            torch.stack([place.repeat_interleave(right), number, together(asked.items, items)]).flatten(),
-            torch.stack([place.repeat_interleave(lengths), together(asked.seen, seen)]).flatten(),
+            torch.stack([slots.repeat_interleave(right), number, concat(queries.items, items)]).flatten(),
+            torch.stack([slots.repeat_interleave(lengths), concat(queries.seen, seen)]).flatten(),
         )
-        sizes = [len(part) for part in host]
-        order, right_Q, right_3P, seen_2S = torch.cat(host).to(self._items.keys.device).split(sizes)
+        sizes = [len(part) for part in host_parts]
+        order, right_Q, right_3P, seen_2S = torch.cat(host_parts).to(self._items.keys.device).split(sizes)
         active = (right.unsqueeze(1) > torch.arange(int(right.max()))).sum(0).tolist()
-        queries_QD = together(mine, rows)[order.to(mine.device)]
+        queries_QD = concat(query_vectors, rows)[order.to(query_vectors.device)]
         ranks_QR = self._compute_ranks(queries_QD, active, right_3P.view(3, -1), seen_2S.view(2, -1))
         right_Q = right_Q.to(ranks_QR.device)
         for number, metric in enumerate(self._selection.retrieval_metrics):
@@ -128,34 +128,34 @@ class FullRanking:
         items. `right_3P`, int64 [3, P], holds queries, numbers of their right items, and keys. `seen_2S`,
         int64 [2, S], holds queries and keys of items to leave out.
         """
-        (of_P, number_P, keys_P), (of_S, keys_S), place = right_3P, seen_2S, queries_QD.device
-        own_P, place_S = self._items.find(keys_P), self._items.find(keys_S)
-        self._seen_here += (place_S >= 0).sum().to(self._device)
-        scores_P = self._items.scores(queries_QD[of_P.to(place)], own_P)
-        here_P = (own_P >= 0).to(place)
-        scores_P, known_P = self._peers.sum(torch.stack([scores_P.double(), here_P.double()]))
-        least = torch.finfo(torch.float32).min  # score of NaN, which ranks last
-        scores_P = torch.where(scores_P.isnan(), least, scores_P.float()).masked_fill(
-            known_P == 0, -torch.inf
+        (of_P, number_P, keys_P), (of_S, keys_S), device = right_3P, seen_2S, queries_QD.device
+        position_P, position_S = self._items.find(keys_P), self._items.find(keys_S)
+        self._own_seen += (position_S >= 0).sum().to(self._device)
+        scores_P = self._items.scores(queries_QD[of_P.to(device)], position_P)
+        is_own_P = (position_P >= 0).to(device)
+        scores_P, owners_P = self._peers.sum(torch.stack([scores_P.double(), is_own_P.double()]))
+        lowest = torch.finfo(torch.float32).min  # score of NaN, which ranks last
+        scores_P = torch.where(scores_P.isnan(), lowest, scores_P.float()).masked_fill(
+            owners_P == 0, -torch.inf
         )
         scores_QR = scores_P.new_full((len(queries_QD), len(active)), -torch.inf)
-        scores_QR[of_P.to(place), number_P.to(place)] = scores_P
+        scores_QR[of_P.to(device), number_P.to(device)] = scores_P
         scores_QR = scores_QR.sort(dim=1, descending=True).values
-        left_out = torch.stack([torch.cat([of_S, of_P]), torch.cat([place_S, own_P])])
+        left_out = torch.stack([torch.cat([of_S, of_P]), torch.cat([position_S, position_P])])
         above_QR = self._items.count_above(queries_QD, scores_QR, active, left_out, self._cells)
-        before_R = torch.arange(1, 1 + len(active), device=place)
-        return (self._peers.sum(above_QR) + before_R).masked_fill(scores_QR == -torch.inf, ABSENT)
+        offset_R = torch.arange(1, 1 + len(active), device=device)
+        return (self._peers.sum(above_QR) + offset_R).masked_fill(scores_QR == -torch.inf, ABSENT)
 
     def figures(self) -> dict[str, float | None]:
         """Return values by key, the same on all ranks; metrics are None if no row counted."""
-        found: dict[str, float | None] = {
+        values: dict[str, float | None] = {
             f"{RETRIEVAL_PREFIX}.{metric.name}": total / self._rows if self._rows else None
             for metric, total in zip(self._selection.retrieval_metrics, self._sums.tolist(), strict=True)
         }
-        here = torch.tensor([len(self._items.keys), int(self._seen_here)])
-        items, seen = self._peers.sum(here).tolist()
+        own_counts = torch.tensor([len(self._items.keys), int(self._own_seen)])
+        items, seen = self._peers.sum(own_counts).tolist()
         counts = self._rows, items, int(self._unknown), self._seen - seen
-        return found | dict(zip(RANKING_COUNT_KEYS, counts, strict=True))
+        return values | dict(zip(RANKING_COUNT_KEYS, counts, strict=True))
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ CELLS = 1 << 22  # queries × items per block: 56 MiB while a block is counted
 MAX_CELLS = 1 << 28  # maximum on a GPU with enough memory
 BYTES = 128  # free GPU memory required per cell: four times the actual use
 UNDECIDED_DIVISOR = (
-    8  # if float32 leaves more than 1 / UNSURE of a block undecided, the whole block uses float64
+    8  # if float32 leaves more than 1 / UNDECIDED_DIVISOR of a block undecided, the whole block uses float64
 )
 
 
@@ -209,8 +209,8 @@ class Items:
         if not len(self.keys):
             return torch.zeros(len(places_Q), device=queries_QD.device)
         items = self.vectors[places_Q.clamp(min=0)].to(queries_QD.device).double()
-        here = (places_Q >= 0).to(queries_QD.device)
-        return (queries_QD.double() * items).sum(1).float().where(here, 0)
+        is_own = (places_Q >= 0).to(queries_QD.device)
+        return (queries_QD.double() * items).sum(1).float().where(is_own, 0)
 
     def count_above(
         self,
@@ -235,12 +235,12 @@ class Items:
         compare = compare_fast if device.type == "cuda" and is_exact else compare_exact
         for number, start in enumerate(range(0, len(self.keys), block)):
             items = self.vectors[start : start + block].to(device)
-            of, places = left_out[:, bounds[number] : bounds[number + 1]].to(device)
+            queries, positions = left_out[:, bounds[number] : bounds[number + 1]].to(device)
             counted = torch.ones(len(queries_QD), len(items), dtype=torch.bool, device=device)
-            counted[of, places - start] = False
+            counted[queries, positions - start] = False
             above = compare(queries_QD, items, scores_QR, active)
-            for place, of_place in enumerate(above):
-                above_QR[: active[place], place] += (of_place & counted[: active[place]]).sum(1)
+            for column, of_column in enumerate(above):
+                above_QR[: active[column], column] += (of_column & counted[: active[column]]).sum(1)
         return above_QR
 
 
@@ -273,12 +273,12 @@ def compare_fast(
     lengths = torch.outer(*(part.double().norm(dim=1).float() for part in (queries_QD, items_ND)))
     lengths.mul_((queries_QD.shape[1] + 2) * unit)
     products_QN = queries_QD @ items_ND.T
-    for place, count in enumerate(active):
-        given = scores_QR[:count, place].unsqueeze(1)
-        limits, beyond = lengths[:count] + (given.abs() * unit + 1e-30), products_QN[:count] - given
-        above = beyond > limits
-        unsure = ~(above | (beyond < -limits))  # includes NaN
-        yield _decide_unsure(queries_QD[:count], items_ND, given.squeeze(1), above, unsure)
+    for column, count in enumerate(active):
+        targets = scores_QR[:count, column].unsqueeze(1)
+        limits, margins = lengths[:count] + (targets.abs() * unit + 1e-30), products_QN[:count] - targets
+        above = margins > limits
+        unsure = ~(above | (margins < -limits))  # includes NaN
+        yield _decide_unsure(queries_QD[:count], items_ND, targets.squeeze(1), above, unsure)
 
 
 def _decide_unsure(
@@ -289,11 +289,11 @@ def _decide_unsure(
     unsure: torch.Tensor,
 ) -> torch.Tensor:
     """Return `above` after deciding the unsure pairs with float64 products."""
-    of, places = unsure.nonzero(as_tuple=True)
-    if len(of) * UNDECIDED_DIVISOR > unsure.numel():
+    queries, positions = unsure.nonzero(as_tuple=True)
+    if len(queries) * UNDECIDED_DIVISOR > unsure.numel():
         return next(compare_exact(queries_QD, items_ND, scores_Q.unsqueeze(1), [len(scores_Q)]))
-    for part in torch.arange(len(of), device=of.device).split(max(1, CELLS // queries_QD.shape[1])):
-        of_part, place = of[part], places[part]
-        exactly = (queries_QD[of_part].double() * items_ND[place].double()).sum(1).float()
-        above[of_part, place] = ~(exactly < scores_Q[of_part])
+    for part in torch.arange(len(queries), device=queries.device).split(max(1, CELLS // queries_QD.shape[1])):
+        part_queries, part_positions = queries[part], positions[part]
+        exact_scores = (queries_QD[part_queries].double() * items_ND[part_positions].double()).sum(1).float()
+        above[part_queries, part_positions] = ~(exact_scores < scores_Q[part_queries])
     return above

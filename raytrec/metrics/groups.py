@@ -126,8 +126,8 @@ def compute_group_auc(
     ties = len(tie) and int(tie[-1]) + 1
     tied_negative = negative_N.new_zeros(ties).index_add_(0, tie, negative_N)
     all_positive, all_negative = add(positive_N), add(negative_N)
-    before = all_negative.cumsum(0) - all_negative  # negative weight of all previous groups
-    above = tied_negative.cumsum(0)[tie] - before[of_N]  # negative weight predicted at least as high
+    negative_before = all_negative.cumsum(0) - all_negative  # negative weight of all previous groups
+    above = tied_negative.cumsum(0)[tie] - negative_before[of_N]  # negative weight predicted at least as high
     below = all_negative[of_N] - above
     pairs = add(positive_N * (below + tied_negative[tie] / 2))
     both = (all_positive > 0) & (all_negative > 0)
@@ -149,14 +149,14 @@ class GroupRows:
     def __init__(
         self, predict: Callable[[torch.Tensor], torch.Tensor], exact_rows: int, columns: Sequence[str]
     ):
-        self._predict, self._columns, self._most = predict, columns, exact_rows
+        self._predict, self._columns, self._exact_rows = predict, columns, exact_rows
         key, value = torch.empty(0, dtype=torch.int64), torch.empty(0)
-        self._none = [key, value, value, value, *[key] * (len(columns) - 1)]
+        self._empty_rows = [key, value, value, value, *[key] * (len(columns) - 1)]
         self._begin()
 
     def _begin(self) -> None:
         """Discard all rows."""
-        self._pieces: list[Sequence[torch.Tensor]] = [self._none]
+        self._pieces: list[Sequence[torch.Tensor]] = [self._empty_rows]
         self._files: list[IO[bytes]] = []
         # (first row, number of rows) of each part's ranges in the files.
         self._ranges: list[list[tuple[int, int]]] = [[] for _ in range(DISK_PARTS)]
@@ -167,7 +167,7 @@ class GroupRows:
         group, *item = (rows.keys[name] for name in self._columns)
         self._pieces.append([group, rows.logits, rows.labels, rows.weights, *item])
         self._rows += len(group)
-        if self._rows > self._most:
+        if self._rows > self._exact_rows:
             self._write()
 
     def groups(self, peers: Peers, place: torch.device) -> Iterator[Groups]:
@@ -205,10 +205,10 @@ class GroupRows:
         parts = hash_bits(columns[0]) % DISK_PARTS
         order, counts = parts.argsort(stable=True), parts.bincount(minlength=DISK_PARTS).tolist()
         with convert_os_errors(
-            "rows of the evaluation cannot be written",
+            "cannot write the rows of the evaluation",
             where=tempfile.gettempdir(),
-            expected=f"room for {self._written + len(order):,} rows and more",
-            do="make room, set TMPDIR to another folder, or raise eval.max_exact_rows if memory allows",
+            expected=f"disk space for at least {self._written + len(order):,} rows",
+            do="free disk space, set TMPDIR to another folder, or raise eval.max_exact_rows if memory allows",
         ):
             self._files = self._files or [tempfile.TemporaryFile() for _ in columns]  # noqa: SIM115
             for file, column in zip(self._files, columns, strict=True):
@@ -216,17 +216,17 @@ class GroupRows:
         for ranges, count in zip(self._ranges, counts, strict=True):
             ranges.append((self._written, count))
             self._written += count
-        self._pieces, self._rows = [self._none], 0
+        self._pieces, self._rows = [self._empty_rows], 0
 
     def _read(self, part: int) -> list[torch.Tensor]:
-        found = []
-        for file, none in zip(self._files, self._none, strict=True):
-            pieces = [none.numpy()]
+        columns = []
+        for file, empty in zip(self._files, self._empty_rows, strict=True):
+            pieces = [empty.numpy()]
             for first, count in self._ranges[part]:
-                file.seek(first * none.element_size())
+                file.seek(first * empty.element_size())
                 pieces.append(np.fromfile(file, pieces[0].dtype, count))
-            found.append(torch.from_numpy(np.concatenate(pieces)))
-        return found
+            columns.append(torch.from_numpy(np.concatenate(pieces)))
+        return columns
 
 
 def assign_ranks(keys_N: torch.Tensor, world: int) -> torch.Tensor:

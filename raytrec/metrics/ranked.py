@@ -133,8 +133,8 @@ class RankedRows:
         sums = torch.stack([x.sum() for x in ties[1:]])
         parts = peers.stack(torch.cat([sums, sums.new_tensor([not binary])]))
         below, total = parts[: peers.rank].sum(0), parts.sum(0)
-        both = bool(total[0] > 0 and total[1] > 0 and total[3] == 0)
-        return cls(ties, below[:3], total[:3], both, peers)
+        has_both = bool(total[0] > 0 and total[1] > 0 and total[3] == 0)
+        return cls(ties, below[:3], total[:3], has_both, peers)
 
     def before(self, which: int) -> torch.Tensor:
         """Return the sum below each tie of this rank, float64 [D]: positive (0), negative (1) or rows (2)."""
@@ -152,15 +152,15 @@ def _estimate_borders(rising_D: torch.Tensor, peers: Peers) -> torch.Tensor:
 
     About the same number of values lies between two consecutive bounds.
     """
-    places = torch.linspace(0, max(0, len(rising_D) - 1), SAMPLES, device=rising_D.device).long()
-    mine = rising_D[places] if len(rising_D) else rising_D.new_zeros(SAMPLES)
-    weights = torch.full_like(mine, len(rising_D) / SAMPLES)
-    values, weights = peers.stack(torch.stack([mine, weights])).transpose(0, 1).flatten(1)
+    positions = torch.linspace(0, max(0, len(rising_D) - 1), SAMPLES, device=rising_D.device).long()
+    samples = rising_D[positions] if len(rising_D) else rising_D.new_zeros(SAMPLES)
+    weights = torch.full_like(samples, len(rising_D) / SAMPLES)
+    values, weights = peers.stack(torch.stack([samples, weights])).transpose(0, 1).flatten(1)
     values, order = values.sort()
-    reached = weights[order].cumsum(0)
+    cumulative = weights[order].cumsum(0)
     shares = torch.arange(1, peers.world, dtype=torch.float64, device=values.device) / peers.world
-    shares *= reached[-1]
-    return values[torch.searchsorted(reached, shares).clamp(max=len(values) - 1)]
+    shares *= cumulative[-1]
+    return values[torch.searchsorted(cumulative, shares).clamp(max=len(values) - 1)]
 
 
 class BoundedRows:
@@ -182,9 +182,9 @@ class BoundedRows:
         columns: Sequence[str] = (),
     ):
         self._predict, self._exact_rows, self._columns = predict, exact_rows, columns
-        none = torch.empty(0)
-        self._none = [none, none, none, *[none.long() for _ in columns]]
-        self._parts, self._rows, self._binary = [self._none], 0, True
+        empty = torch.empty(0)
+        self._empty_rows = [empty, empty, empty, *[empty.long() for _ in columns]]
+        self._parts, self._rows, self._binary = [self._empty_rows], 0, True
 
     def add(self, rows: WeightedRows) -> None:
         """Add rows."""
@@ -202,7 +202,7 @@ class BoundedRows:
     def _concatenate_rows(self) -> list[torch.Tensor]:
         """Return and discard the stored rows: logits, labels, weights and keys."""
         joined = [torch.cat(pieces) for pieces in zip(*self._parts, strict=True)]
-        self._parts, self._rows = [self._none], 0
+        self._parts, self._rows = [self._empty_rows], 0
         return joined
 
 

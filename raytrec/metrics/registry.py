@@ -110,7 +110,8 @@ class SumMetric(Metric):
 class RankedMetric(Metric):
     """Metric over the rows of an evaluation, sorted by prediction across all ranks.
 
-    `sums` takes this rank's part (Ranked). The value is undefined unless labels are 0 and 1, and both occur.
+    `sums` takes this rank's part (RankedRows). The value is undefined unless labels are 0 and 1, and both
+    occur.
     """
 
     takes = ("probability", "number", "score")
@@ -222,18 +223,18 @@ def metric(
         where = f"@metric({name!r}) of {cls.__module__}:{cls.__qualname__}"
         if not NAME.fullmatch(name) or name in RESERVED:
             raise ConfigError(
-                f"'{name}' cannot be a metric's name",
+                f"'{name}' is not a valid metric name",
                 where=where,
-                expected="lower-case letters, digits and _, and none of " + ", ".join(sorted(RESERVED)),
+                expected="lower-case letters, digits and _, except " + ", ".join(sorted(RESERVED)),
             )
         if better not in DIRECTIONS:
             raise ConfigError(
                 f"{better!r} is not a direction", where=where, expected=", ".join(map(str, DIRECTIONS))
             )
         if not FORMAT.fullmatch(format):
-            raise ConfigError(f"{format!r} is not a format", where=where, expected='such as "{:.4f}"')
+            raise ConfigError(f"{format!r} is not a format", where=where, expected='a text such as "{:.4f}"')
         if not issubclass(cls, KINDS):
-            raise ConfigError("not a metric class", where=where, expected=f"a subclass of {KIND_NAMES}")
+            raise ConfigError(f"{cls} is not a metric", where=where, expected=f"a subclass of {KIND_NAMES}")
         cls.name, cls.better, cls.format, cls.at_k = name, better, format, at_k
         cls.title, cls.label = title or name, label or name
         cls.takes = takes or cls.takes
@@ -257,32 +258,32 @@ def find_metric(reference: str, folder: str | None = None) -> type[Metric]:
         ConfigError: The metric does not exist, is not a metric class, or reuses another metric's name; or k
             is missing, less than 1, or not supported.
     """
-    (name, at, places), where = reference.partition("@"), f"{WHERE}: {reference}"
-    found = METRICS.find(name, WHERE, folder)
+    (name, separator, places), where = reference.partition("@"), f"{WHERE}: {reference}"
+    cls = METRICS.find(name, WHERE, folder)
     # The class itself must be registered; a registered base class is not enough.
-    if not (isinstance(found, type) and issubclass(found, Metric) and vars(found).get("name")):
+    if not (isinstance(cls, type) and issubclass(cls, Metric) and vars(cls).get("name")):
         raise ConfigError(
-            "not a metric class",
+            f"{reference} is not a metric class",
             where=where,
             expected=f"a subclass of {KIND_NAMES} with @metric (raytrec/metrics/registry.py)",
         )
-    if METRICS.parts.get(found.name, found) is not found:
+    if METRICS.parts.get(cls.name, cls) is not cls:
         raise ConfigError(
-            f"raytrec has a metric of the name '{found.name}'",
+            f"the metric name '{cls.name}' is already used by raytrec",
             where=where,
             expected="another name in @metric",
         )
-    if not found.at_k and not at:
-        return found
-    if not found.at_k:
-        raise ConfigError(f"{name} has no places to count", where=where, expected=name)
+    if not cls.at_k and not separator:
+        return cls
+    if not cls.at_k:
+        raise ConfigError(f"metric {name} does not support @{places}", where=where, expected=name)
     if not re.fullmatch(r"[1-9]\d{0,8}", places):
         raise ConfigError(
-            f"{name} counts the first k places, and k is {places or 'missing'}",
+            f"metric {name} counts the first k places, but k is {places or 'missing'}",
             where=where,
-            expected=f"a whole number of at least 1 after @, as in {name}@10",
+            expected=f"an integer of at least 1 after @, such as {name}@10",
         )
-    return specialize_at_k(found, int(places))
+    return specialize_at_k(cls, int(places))
 
 
 def specialize_at_k(metric: Any, k: int) -> Any:

@@ -13,38 +13,38 @@ from raytrec.metrics.selection import EVAL_PREFIX, RANKING_COUNT_KEYS, Figure, f
 BRIEF, IF_NONZERO = "brief", "when any"  # shown in a brief summary; shown unless 0
 RANKED_ROWS, RANKED_ITEMS, UNKNOWN_ITEMS, UNKNOWN_SEEN = (EVAL_PREFIX + key for key in RANKING_COUNT_KEYS)
 AFTER = {  # values listed after the metrics: key → title, format, BRIEF or IF_NONZERO
-    RANKED_ROWS: ("rows whose item was ranked", "{:,}", ""),
-    RANKED_ITEMS: ("among so many items", "{:,}", ""),
-    UNKNOWN_ITEMS: ("of an item that is not among them (never found)", "{:,}", IF_NONZERO),
-    UNKNOWN_SEEN: ("seen items that are not among them (not left out)", "{:,}", IF_NONZERO),
+    RANKED_ROWS: ("rows with a ranked item", "{:,}", ""),
+    RANKED_ITEMS: ("items in the ranking", "{:,}", ""),
+    UNKNOWN_ITEMS: ("right items outside the ranking (never found)", "{:,}", IF_NONZERO),
+    UNKNOWN_SEEN: ("seen items outside the ranking (not excluded)", "{:,}", IF_NONZERO),
     "eval.rows": ("rows evaluated", "{:,}", ""),
-    "eval.skipped_rows": ("rows skipped in it", "{:,}", IF_NONZERO),
+    "eval.skipped_rows": ("rows skipped in evaluation", "{:,}", IF_NONZERO),
     "train.rows": ("rows trained", "{:,}", ""),
     "train.skipped_rows": ("rows skipped in training", "{:,}", IF_NONZERO),
     "skipped_files": ("files skipped", "{:,}", IF_NONZERO),
-    "train.nan_steps": ("steps skipped for their loss", "{:,}", IF_NONZERO),
+    "train.nan_steps": ("steps skipped because of a non-finite loss", "{:,}", IF_NONZERO),
     "train.steps": ("steps", "{:,}", ""),
     "train.ended": ("training ended", "{}", ""),
     "train.samples_per_s": ("rows/s in training", "{:,.0f}", BRIEF),
     "train.checks_passed": ("checks passed", "{:,}", IF_NONZERO),
     "train.checks_failed": ("checks failed", "{:,}", IF_NONZERO),
     "world_size": ("workers", "{}", ""),
-    "seconds": ("seconds in all", "{:.1f}", BRIEF),
+    "seconds": ("total seconds", "{:.1f}", BRIEF),
     "bound.by": ("bound by", "{}", ""),
     "bound.share": ("share of the time", "{:.0%}", ""),
 }
 COUNTS = {  # counts listed with a task's metrics
-    COUNTED_ROWS: "rows that count",
+    COUNTED_ROWS: "counted rows",
     GROUPS: "groups",
-    NO_POSITIVE: "groups without a positive row (left out)",
-    ONE_CLASS: "groups of one class (left out)",
+    NO_POSITIVE: "groups without a positive row (excluded)",
+    ONE_CLASS: "groups with only one class (excluded)",
 }
 SLICES = "eval.slices"  # task → column → slices, largest, worst
 COLUMNS = {  # key in a slice record → title, format
     "slice": ("value", "{}"),
     "rows": ("rows", "{:,.0f}"),
     "auc": ("AUC", "{:.4f}"),
-    "auc_bound": ("off by at most", "{:.1e}"),
+    "auc_bound": ("maximum error", "{:.1e}"),
     "calibration": ("calibration", "{:.4f}"),
 }
 
@@ -85,13 +85,13 @@ def format_result(result: Mapping[str, Any]) -> dict[str, Row]:
 
 def _list_metric_counts(figure: Figure) -> dict[str, tuple[str, str, str]]:
     """Return the counts that can accompany a metric: key → (title, format, "")."""
-    place, of_task = EVAL_PREFIX + figure.key, figure.title.rpartition(": ")[0]
-    found = {place + BOUND_SUFFIX: (f"{figure.title}: off by at most", "{:.1e}", "")}
+    metric_key, of_task = EVAL_PREFIX + figure.key, figure.title.rpartition(": ")[0]
+    counts = {metric_key + BOUND_SUFFIX: (f"{figure.title}: maximum error", "{:.1e}", "")}
     task = figure.key.rpartition(".")[0]
     for name, title in COUNTS.items():
         key = f"{EVAL_PREFIX}{task}.{name}" if task else EVAL_PREFIX + name
-        found[key] = (f"{of_task}: {title}" if task and of_task else title), "{:,}", ""
-    return found
+        counts[key] = (f"{of_task}: {title}" if task and of_task else title), "{:,}", ""
+    return counts
 
 
 def as_text(value: Any, form: str) -> str:
@@ -123,7 +123,7 @@ def build_slice_tables(result: Mapping[str, Any]) -> list[tuple[str, DataTable]]
     tasks = as_dict(result.get(SLICES))
     return [
         (
-            f"{task}: {name} of {number(slices.get('slices')):,.0f} values of {column}",
+            f"{task}: {name} slices of {column} ({number(slices.get('slices')):,.0f} values)",
             _build_slice_table(records),
         )
         for task, columns in tasks.items()
@@ -135,9 +135,9 @@ def build_slice_tables(result: Mapping[str, Any]) -> list[tuple[str, DataTable]]
 
 
 def _build_slice_table(records: list[dict[str, Any]]) -> DataTable:
-    shown = {key: about for key, about in COLUMNS.items() if any(key in record for record in records)}
-    rows = [[_build_cell(record.get(key), form) for key, (_, form) in shown.items()] for record in records]
-    return DataTable([title for title, _ in shown.values()], rows)
+    columns = {key: column for key, column in COLUMNS.items() if any(key in record for record in records)}
+    rows = [[_build_cell(record.get(key), form) for key, (_, form) in columns.items()] for record in records]
+    return DataTable([title for title, _ in columns.values()], rows)
 
 
 def _build_cell(value: Any, form: str) -> Cell:

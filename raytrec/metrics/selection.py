@@ -39,7 +39,7 @@ PREDICTION_DESCRIPTIONS = {  # value of Loss.predicts → description
     "probability": "probabilities",
     "number": "numbers in the label's units",
     "classes": "probabilities of classes",
-    "score": "scores that only give an order",
+    "score": "scores that only define an order",
 }
 
 
@@ -108,17 +108,17 @@ class Selection:
         self.retrieval_metrics = select_ranking_metrics(retrieval.at) if retrieval else []
         if retrieval and len(tasks) > 1 and RETRIEVAL_PREFIX in self.tasks:
             raise ConfigError(
-                f"a task is called {RETRIEVAL_PREFIX}, as the figures of eval.retrieval are",
+                f"the task name '{RETRIEVAL_PREFIX}' is reserved for the metrics of eval.retrieval",
                 where="tasks, eval.retrieval",
-                do="set name of that task",
+                do="set another name for this task",
             )
         for task in tasks:
-            found = [find_metric(reference, os.getcwd()) for reference in task.metrics]
-            if twice := [m.name for i, m in enumerate(found) if m.name in {e.name for e in found[:i]}]:
-                raise ConfigError(f"task {task.name} has the metric '{twice[0]}' twice", where=WHERE)
-            for metric in found:
+            metrics = [find_metric(reference, os.getcwd()) for reference in task.metrics]
+            if repeated := [m.name for i, m in enumerate(metrics) if m.name in {e.name for e in metrics[:i]}]:
+                raise ConfigError(f"task {task.name} has the metric '{repeated[0]}' twice", where=WHERE)
+            for metric in metrics:
                 _check_metric_supported(metric, task)
-            self.of[task.name] = found
+            self.of[task.name] = metrics
 
     @classmethod
     def from_config(cls, config: RunConfig, schema: Schema) -> Selection:
@@ -136,12 +136,12 @@ class Selection:
     @property
     def figures(self) -> list[Figure]:
         """Return all metrics by task, followed by the metrics of full rankings."""
-        of_tasks = [
+        task_figures = [
             _make_figure(self.key(task, metric.name), metric, "" if len(self.of) == 1 else f"{task}: ")
             for task, metrics in self.of.items()
             for metric in metrics
         ]
-        return of_tasks + [
+        return task_figures + [
             _make_figure(f"{RETRIEVAL_PREFIX}.{m.name}", m, f"{RETRIEVAL_PREFIX}: ")
             for m in self.retrieval_metrics
         ]
@@ -184,17 +184,17 @@ class Selection:
         Raises:
             ConfigError: No task has this metric, or the metric has no direction.
         """
-        able = {figure.key: figure for figure in self.figures if figure.better}
-        if key is None and able:
-            return min(able.values(), key=lambda figure: (not figure.is_directed, not figure.sums))
+        directed = {figure.key: figure for figure in self.figures if figure.better}
+        if key is None and directed:
+            return min(directed.values(), key=lambda figure: (not figure.is_directed, not figure.sums))
         key = str(key).removeprefix(EVAL_PREFIX)
-        if key not in able and len(self.of) == 1:  # the name of a single task is optional
+        if key not in directed and len(self.of) == 1:  # the name of a single task is optional
             key = key.removeprefix(f"{next(iter(self.of))}.")
-        if key in able:
-            return able[key]
-        what = f"{where} is {key}, which is not a metric of the tasks that has a direction"
-        expected = "" if able else "a metric with a direction among tasks.metrics"
-        raise unknown(what, key, able, where, expected)
+        if key in directed:
+            return directed[key]
+        what = f"{where} is {key}, but the tasks have no metric with this name and a direction"
+        expected = "" if directed else "a metric with a direction in tasks.metrics"
+        raise unknown(what, key, directed, where, expected)
 
 
 def select_ranking_metrics(places: Sequence[int]) -> list[type[GroupMetric]]:
@@ -203,30 +203,30 @@ def select_ranking_metrics(places: Sequence[int]) -> list[type[GroupMetric]]:
     Args:
         places: Values of k for metrics that count the first k places.
     """
-    able = [m for m in METRICS.parts.values() if issubclass(m, GroupMetric) and "of_ranks" in vars(m)]
-    of_places = [specialize_at_k(m, k) for m in able if m.at_k for k in dict.fromkeys(places)]
-    return [*of_places, *(m for m in able if not m.at_k)]
+    rankable = [m for m in METRICS.parts.values() if issubclass(m, GroupMetric) and "of_ranks" in vars(m)]
+    at_places = [specialize_at_k(m, k) for m in rankable if m.at_k for k in dict.fromkeys(places)]
+    return [*at_places, *(m for m in rankable if not m.at_k)]
 
 
 def _check_metric_supported(metric: type[Metric], task: Task) -> None:
     """Raise ConfigError if a task's predictions or columns do not support the metric."""
     where, predicts = f"{WHERE} of task {task.name}", task.loss.predicts
     if metric.takes is not None and predicts is not None and predicts not in metric.takes:
-        able = [name for name, each in METRICS.parts.items() if each.takes is None or predicts in each.takes]
+        supported = [name for name, m in METRICS.parts.items() if m.takes is None or predicts in m.takes]
         raise ConfigError(
-            f"{metric.name} does not suit the task's loss, whose predictions are "
+            f"metric {metric.name} does not support the predictions of the task's loss, which are "
             f"{PREDICTION_DESCRIPTIONS[predicts]}",
             where=where,
-            expected=f"one of {', '.join(able)}",
+            expected=f"one of {', '.join(supported)}",
         )
     if issubclass(metric, GroupMetric):
         needed = {"group": task.group} | ({"item": task.item} if metric.needs_item else {})
         if missing := [key for key, column in needed.items() if column is None]:
             raise ConfigError(
-                f"{metric.name} needs a column {' and '.join(missing)}, and the task names none",
+                f"metric {metric.name} requires {' and '.join(missing)}, which the task does not set",
                 where=where,
                 expected="a column of data.reserve_columns",
-                do=f"set tasks.{missing[0]}, such as {missing[0]}: {missing[0]}_id",
+                do=f"set tasks.{missing[0]}, for example {missing[0]}: {missing[0]}_id",
             )
 
 
@@ -238,7 +238,7 @@ def figures_of(*records: Any) -> list[Figure]:
     """
     for record in records:
         described = record.get("metrics") if isinstance(record, Mapping) else None
-        if isinstance(described, list) and (found := [f for each in described if (f := _read(each))]):
+        if isinstance(described, list) and (found := [f for each in described if (f := _read_figure(each))]):
             return found
     return [_make_figure(name, metric, "") for name, metric in METRICS.parts.items()]
 
@@ -258,7 +258,7 @@ def _make_figure(key: str, metric: type[Metric], of_task: str) -> Figure:
     )
 
 
-def _read(values: Any) -> Figure | None:
+def _read_figure(values: Any) -> Figure | None:
     """Return a metric description read from a file; None if it is invalid."""
     if not isinstance(values, dict):
         return None
@@ -266,5 +266,5 @@ def _read(values: Any) -> Figure | None:
     better, form = values.get("better"), values.get("format")
     if not all(isinstance(text, str) and text for text in (key, title, label)) or better not in DIRECTIONS:
         return None
-    known = isinstance(form, str) and FORMAT.fullmatch(form)
-    return Figure(key, title, label, better, form if known else DEFAULT_FORMAT, values.get("sums") is True)
+    is_valid = isinstance(form, str) and FORMAT.fullmatch(form)
+    return Figure(key, title, label, better, form if is_valid else DEFAULT_FORMAT, values.get("sums") is True)

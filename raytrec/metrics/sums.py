@@ -14,7 +14,7 @@ from raytrec.metrics.selection import LOSS, Selection
 from raytrec.tasks.outputs import StepOutputs, TaskOutputs
 
 ROWS = "rows"
-LOSS_PREFIX = "loss of "  # prefix of the names of the tasks' losses (Outputs.losses)
+LOSS_PREFIX = "loss of "  # prefix of the names of the tasks' losses (StepOutputs.losses)
 COUNTED_ROWS_PREFIX = "counted rows of "  # prefix: rows with nonzero weight in a task
 HELD, HELD_VALUES = 8, 1 << 22  # steps that are summed together, fewer if they have this many logits
 
@@ -36,9 +36,9 @@ class Sums:
     def __init__(self, selection: Selection, device: torch.device):
         self._device, self.selection = device, selection
         self._names: list[str] = []  # of the vector's elements; known after the first call of the functions
-        self._before: dict[str, float] = {}  # sums that this rank resumes from
+        self._resumed: dict[str, float] = {}  # sums that this rank resumes from
         self._vector: torch.Tensor | None = None
-        self._held: list[StepOutputs] = []  # steps that have not been added to the vector
+        self._pending: list[StepOutputs] = []  # steps that have not been added to the vector
         self._functions: dict[str, dict[Callable, str]] = {task: {} for task in selection.of}
         for task, metrics in selection.of.items():  # the first metric with a function names its sums
             for metric in metrics:
@@ -47,28 +47,28 @@ class Sums:
 
     def add(self, outputs: StepOutputs) -> None:
         """Add the outputs of one step of this rank, without making the host wait."""
-        self._held.append(replace(outputs, vectors=None))
-        values = sum(own.logits.numel() for step in self._held for own in step.tasks.values())
-        if len(self._held) == HELD or values >= HELD_VALUES:
+        self._pending.append(replace(outputs, vectors=None))
+        values = sum(own.logits.numel() for step in self._pending for own in step.tasks.values())
+        if len(self._pending) == HELD or values >= HELD_VALUES:
             self._flush()
 
     def _flush(self) -> None:
         """Add the held steps to the vector."""
-        if not self._held:
+        if not self._pending:
             return
-        held, self._held = self._held, []
-        found = {ROWS: torch.cat([outputs.rows for outputs in held]).sum()}
-        for task in held[0].losses:
-            found[LOSS_PREFIX + task] = torch.stack([outputs.losses[task] for outputs in held]).double().sum()
+        steps, self._pending = self._pending, []
+        sums = {ROWS: torch.cat([outputs.rows for outputs in steps]).sum()}
+        for task in steps[0].losses:
+            sums[LOSS_PREFIX + task] = torch.stack([outputs.losses[task] for outputs in steps]).double().sum()
         for task, functions in self._functions.items():
-            joined = TaskOutputs.joined([outputs[task] for outputs in held])
-            found[COUNTED_ROWS_PREFIX + task] = (joined.weights > 0).sum()
+            joined = TaskOutputs.joined([outputs[task] for outputs in steps])
+            sums[COUNTED_ROWS_PREFIX + task] = (joined.weights > 0).sum()
             for function, prefix in functions.items():
-                found |= {prefix + name: value for name, value in function(joined).items()}
+                sums |= {prefix + name: value for name, value in function(joined).items()}
         if self._vector is None:
-            self._names = list(found)
-            self._vector = self._tensor(self._before)
-        self._vector += torch.stack([value.detach().double() for value in found.values()])
+            self._names = list(sums)
+            self._vector = self._tensor(self._resumed)
+        self._vector += torch.stack([value.detach().double() for value in sums.values()])
 
     def total(self) -> dict[str, float]:
         """Return the sums over all ranks since the last `reduce`, for `resume`; a collective."""
@@ -78,7 +78,7 @@ class Sums:
     def resume(self, total: dict[str, float]) -> None:
         """Continue from the result of `total`, with any number of ranks."""
         self._names = list(total)
-        self._before = dict(total) if dist.get_rank() == 0 else {}
+        self._resumed = dict(total) if dist.get_rank() == 0 else {}
 
     def reduce(self) -> dict[str, float]:
         """Return `figures` since the last call; a collective, and the host waits for its result."""
@@ -87,7 +87,7 @@ class Sums:
     def take(self) -> torch.Tensor:
         """Return and reset the sums over all ranks, float64 on the device, for `figures`; a collective."""
         sums = self._reduce_over_ranks()
-        self._before = {}
+        self._resumed = {}
         if self._vector is not None:
             self._vector.zero_()
         return sums
@@ -105,7 +105,7 @@ class Sums:
         """
         sums = dict(zip(self._names, taken, strict=True))
         figures: dict[str, float] = {ROWS: round(float(sums[ROWS])) if ROWS in sums else 0}
-        losses, counted = self._own(sums, LOSS_PREFIX), self._own(sums, COUNTED_ROWS_PREFIX)
+        losses, counted = self._select_sums(sums, LOSS_PREFIX), self._select_sums(sums, COUNTED_ROWS_PREFIX)
         empty = {task for task, rows in counted.items() if not rows}
         for task, metrics in self.selection.of.items():
             if len(losses) > 1:
@@ -114,21 +114,21 @@ class Sums:
                 figures[self.selection.key(task, COUNTED_ROWS)] = round(float(counted[task]))
             for metric in metrics:
                 if issubclass(metric, SumMetric):
-                    own = self._own(sums, self._functions[task][metric.sums])
-                    if not own:  # before the first step
+                    metric_sums = self._select_sums(sums, self._functions[task][metric.sums])
+                    if not metric_sums:  # before the first step
                         continue
-                    value = nan if task in empty else metric.figure(own)
-                    given = {metric.name: value, **metric.counts(own)}
-                    figures |= {self.selection.key(task, n): float(v) for n, v in given.items()}
+                    value = nan if task in empty else metric.figure(metric_sums)
+                    values = {metric.name: value, **metric.counts(metric_sums)}
+                    figures |= {self.selection.key(task, n): float(v) for n, v in values.items()}
         if losses:
-            known = [loss for task, loss in losses.items() if task not in empty]
-            figures[LOSS] = float(sum(known) / sums[ROWS]) if known else nan
+            defined = [loss for task, loss in losses.items() if task not in empty]
+            figures[LOSS] = float(sum(defined) / sums[ROWS]) if defined else nan
         return figures
 
     def _reduce_over_ranks(self) -> torch.Tensor:
         """Return the sums so far over all ranks; a collective."""
         self._flush()
-        sums = self._tensor(self._before) if self._vector is None else self._vector.clone()
+        sums = self._tensor(self._resumed) if self._vector is None else self._vector.clone()
         if dist.is_initialized():
             dist.all_reduce(sums)
         return sums
@@ -141,5 +141,5 @@ class Sums:
         return torch.tensor(values, dtype=torch.float64, device=self._device)
 
     @staticmethod
-    def _own(sums: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    def _select_sums(sums: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
         return {name.removeprefix(prefix): value for name, value in sums.items() if name.startswith(prefix)}

@@ -45,7 +45,7 @@ class PlanBalancer:
             if (group := self._board.constraints[name].group) is not None:
                 groups.setdefault(group, []).append(name)
         self._groups = sorted(
-            groups.values(), key=lambda names: -sum(self._memory(self._board.ways[name]) for name in names)
+            groups.values(), key=lambda names: -sum(self._get_share(self._board.ways[name]) for name in names)
         )
 
     def choose(self) -> list[ShardingOption]:
@@ -54,27 +54,27 @@ class PlanBalancer:
         Raises:
             NoRoom: No plan fits into the memory of the ranks.
         """
-        built, refusal = [], NoRoom("")
-        for kinds, largest in self._starts():
+        plans, refusal = [], NoRoom("")
+        for kinds, largest in self._iterate_starts():
             try:
-                built.append(self._build(kinds, largest))
+                plans.append(self._build(kinds, largest))
             except NoRoom as error:
                 refusal = error
-        if not built:
+        if not plans:
             raise refusal
-        refined = [self._refine(plan) for plan in built]
-        most = (1 + ALIKE) * min(plan.score for plan in refined)
-        alike = [plan for plan in refined if plan.score <= most]
-        best = min(alike, key=lambda plan: (round(float(self._board.filled(plan.room).max()), 1), plan.score))
-        out = []
+        refined = [self._refine(plan) for plan in plans]
+        score_limit = (1 + ALIKE) * min(plan.score for plan in refined)
+        close = [plan for plan in refined if plan.score <= score_limit]
+        best = min(close, key=lambda plan: (round(float(self._board.filled(plan.room).max()), 1), plan.score))
+        options = []
         for name in self._board.ways:
             way, ranks = best.of[name]
             for shard, rank in zip(way.option.shards, ranks, strict=True):
                 shard.rank = rank
-            out.append(way.option)
-        return out
+            options.append(way.option)
+        return options
 
-    def _starts(self) -> Iterator[tuple[set[str], float | None]]:
+    def _iterate_starts(self) -> Iterator[tuple[set[str], float | None]]:
         """Yield (sharding types, LARGEST) of plans to build: all types, each type alone, and by memory."""
         kinds = {way.option.sharding_type for ways in self._board.ways.values() for way in ways}
         yield from ((kinds, largest) for largest in LARGEST)
@@ -98,75 +98,75 @@ class PlanBalancer:
         constraints = self._board.constraints
         free = {name: ways for name, ways in self._board.ways.items() if constraints[name].group is None}
         seconds = {name: min(map(self._board.mean, ways)) for name, ways in free.items()}
-        whole = max(1e-12, sum(seconds.values()))
-        weight = {name: self._memory(ways) for name, ways in free.items()}
+        total_s = max(1e-12, sum(seconds.values()))
+        weight = {name: self._get_share(ways) for name, ways in free.items()}
         if largest is not None:
-            weight = {name: max(seconds[name] / whole, part) for name, part in weight.items()}
+            weight = {name: max(seconds[name] / total_s, part) for name, part in weight.items()}
         order = sorted(free, key=lambda name: (not constraints[name].ranks, -weight[name], name))
         pinned = [name for name in order if constraints[name].ranks]
         for name in pinned:
-            self._add(plan, name, self._board.ways[name], largest, whole)
+            self._add(plan, name, self._board.ways[name], largest, total_s)
         for group in self._groups:
             self._add_group(plan, group)
         for name in order[len(pinned) :]:
             ways = [way for way in free[name] if way.option.sharding_type in kinds] or free[name]
-            self._add(plan, name, ways, largest, whole)
+            self._add(plan, name, ways, largest, total_s)
         return self._board.rate(plan)
 
-    def _memory(self, ways: Sequence[Way]) -> float:
+    def _get_share(self, ways: Sequence[Way]) -> float:
         """Return the largest share of a memory tier that a table takes with its smallest sharding option."""
         least = min((way.needs.sum(0) for way in ways), key=sum)
         return float((least / np.maximum(1.0, self._board.room.sum(0))).max())
 
     def _add(
-        self, plan: PartialPlan, name: str, ways: Sequence[Way], largest: float | None, whole: float
+        self, plan: PartialPlan, name: str, ways: Sequence[Way], largest: float | None, total_s: float
     ) -> None:
         """Place one table as described in `_build`."""
         busy = plan.busy if largest is not None else self._board.filled(plan.room)
         places = [(way, ranks) for way in ways if (ranks := self._board.place(way, busy, plan.room))]
         if not places:
             pin = self._board.constraints[name].ranks
-            where = f"rank{'s' if len(pin) > 1 else ''} {', '.join(map(str, pin))}" if pin else "any ranks"
-            raise NoRoom(f"table {name} does not fit on {where} with what else must be there")
-        small = [place for place in places if place[0].own.max() <= (largest or 0) * whole]
+            where = f"rank{'s' if len(pin) > 1 else ''} {', '.join(map(str, pin))}" if pin else "the ranks"
+            raise NoRoom(f"table {name} does not fit into the remaining memory of {where}")
+        small = [place for place in places if place[0].own.max() <= (largest or 0) * total_s]
         if largest is None:
-            chosen = min(places, key=lambda place: self._fullest(plan.room, *place))
+            chosen = min(places, key=lambda place: self._get_fullest_share(plan.room, *place))
         elif small:
             chosen = min(small, key=lambda place: self._board.mean(place[0]))
         else:
-            chosen = min(places, key=lambda place: self._done(plan.busy, *place))
+            chosen = min(places, key=lambda place: self._estimate_finish_s(plan.busy, *place))
         self._board.put(plan, *chosen)
 
     def _add_group(self, plan: PartialPlan, group: Sequence[str]) -> None:
         """Place a group of tables together on the least busy rank that has room for all of them."""
         pin = self._board.constraints[group[0]].ranks
         for rank in pin or np.argsort(plan.busy, kind="stable").tolist():
-            left, chosen = plan.room[rank].copy(), []
+            free_bytes, chosen = plan.room[rank].copy(), []
             for name in group:
-                fits = [way for way in self._board.ways[name] if (way.needs[0] <= left).all()]
+                fits = [way for way in self._board.ways[name] if (way.needs[0] <= free_bytes).all()]
                 if not fits:
                     break
                 chosen.append(min(fits, key=self._board.mean))
-                left -= chosen[-1].needs[0]
+                free_bytes -= chosen[-1].needs[0]
             if len(chosen) == len(group):
                 for way in chosen:
                     self._board.put(plan, way, [rank])
                 return
-        raise NoRoom(f"no rank has room for {', '.join(group)} together")
+        raise NoRoom(f"no rank has enough memory for tables {', '.join(group)} together")
 
-    def _fullest(self, room: np.ndarray, way: Way, ranks: Sequence[int]) -> tuple[float, float]:
+    def _get_fullest_share(self, room: np.ndarray, way: Way, ranks: Sequence[int]) -> tuple[float, float]:
         """Return the used memory share of the fullest rank after adding a table, and its mean time."""
-        left = room[list(ranks)] - way.needs
-        return float(self._board.filled(left, list(ranks)).max()), self._board.mean(way)
+        free_bytes = room[list(ranks)] - way.needs
+        return float(self._board.filled(free_bytes, list(ranks)).max()), self._board.mean(way)
 
-    def _done(self, busy: np.ndarray, way: Way, ranks: Sequence[int]) -> float:
+    def _estimate_finish_s(self, busy: np.ndarray, way: Way, ranks: Sequence[int]) -> float:
         """Return the finish time of a table's slowest rank plus the mean time of the table."""
         return float((busy[list(ranks)] + way.own).max()) + way.spread + self._board.mean(way)
 
     def _refine(self, plan: PartialPlan) -> PartialPlan:
         """Relieve the slowest ranks until the predicted step gets no shorter."""
-        left = MAX_CHANGES_PER_PLAN
-        while left > 0:
+        remaining_changes = MAX_CHANGES_PER_PLAN
+        while remaining_changes > 0:
             changes = (
                 change
                 for slow in np.argsort(-plan.busy, kind="stable").tolist()[:SLOW]
@@ -175,7 +175,7 @@ class PlanBalancer:
                 ]
             )
             for change in changes:
-                left -= 1
+                remaining_changes -= 1
                 if self._try(plan, change):
                     break
             else:
@@ -184,17 +184,17 @@ class PlanBalancer:
 
     def _try(self, plan: PartialPlan, change: PlanChange) -> bool:
         """Apply a change if it improves the plan; return True if it was applied."""
-        before, busy = plan.score, plan.busy.copy()
-        was = [self._board.take(plan, way.option.name) for way, _ in change]
+        previous_score, busy = plan.score, plan.busy.copy()
+        removed = [self._board.take(plan, way.option.name) for way, _ in change]
         for way, ranks in change:
             self._board.put(plan, way, ranks)
-        if (plan.room >= 0).all() and self._board.rate(plan).score < before * (1 - 1e-4):
+        if (plan.room >= 0).all() and self._board.rate(plan).score < previous_score * (1 - 1e-4):
             return True
         for way, _ in change:
             self._board.take(plan, way.option.name)
-        for way, ranks in was:
+        for way, ranks in removed:
             self._board.put(plan, way, ranks)
-        plan.busy, plan.score = busy, before
+        plan.busy, plan.score = busy, previous_score
         return False
 
     def _changes(self, plan: PartialPlan, slow: int) -> Iterator[tuple[float, PlanChange]]:
@@ -203,22 +203,22 @@ class PlanBalancer:
         A change moves a table to other ranks, uses another sharding option, or swaps two whole tables between
         this rank and a less busy one.
         """
-        movable = {name: its for name, its in plan.of.items() if not self._board.is_fixed(name)}
-        here = {name: its for name, its in movable.items() if slow in its[1]}
-        for name, (now, ranks) in here.items():
-            busy, room = plan.busy - now.spread, plan.room.copy()
-            busy[list(ranks)] -= now.own
-            room[list(ranks)] += now.needs
+        movable = {name: placement for name, placement in plan.of.items() if not self._board.is_fixed(name)}
+        on_slow = {name: placement for name, placement in movable.items() if slow in placement[1]}
+        for name, (current, ranks) in on_slow.items():
+            busy, room = plan.busy - current.spread, plan.room.copy()
+            busy[list(ranks)] -= current.own
+            room[list(ranks)] += current.needs
             for way in self._board.ways[name]:
-                to = self._board.place(way, busy, room)
-                if to and (way.option is not now.option or set(to) != set(ranks)):
-                    after = busy + way.spread
-                    after[list(to)] += way.own
-                    yield float(after.max() + TIE_BREAK_WEIGHT * after.mean()), [(way, to)]
+                new_ranks = self._board.place(way, busy, room)
+                if new_ranks and (way.option is not current.option or set(new_ranks) != set(ranks)):
+                    new_busy = busy + way.spread
+                    new_busy[list(new_ranks)] += way.own
+                    yield float(new_busy.max() + TIE_BREAK_WEIGHT * new_busy.mean()), [(way, new_ranks)]
         for rank in np.argsort(plan.busy, kind="stable").tolist()[:SLOW]:
-            others = [way for way, ranks in movable.values() if ranks == (rank,) != (slow,)]
-            for theirs, (mine, ranks) in product(others, here.values()):
-                gain = float(mine.own[0] - theirs.own[0])
+            other_ways = [way for way, ranks in movable.values() if ranks == (rank,) != (slow,)]
+            for other_way, (slow_way, ranks) in product(other_ways, on_slow.values()):
+                gain = float(slow_way.own[0] - other_way.own[0])
                 if len(ranks) == 1 and gain > 0:
-                    after = max(plan.busy[slow] - gain, plan.busy[rank] + gain)
-                    yield float(after), [(mine, (rank,)), (theirs, (slow,))]
+                    slowest = max(plan.busy[slow] - gain, plan.busy[rank] + gain)
+                    yield float(slowest), [(slow_way, (rank,)), (other_way, (slow,))]

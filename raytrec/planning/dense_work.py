@@ -60,10 +60,10 @@ def estimate_dense_work(parameters: Iterable[torch.Tensor], rows: int) -> DenseW
     The estimate replaces counting where counting takes too long. Each weight is used once per row. The
     constants are for a DCN-v2: 32 bytes per input or output value and 9 operators per tensor.
     """
-    found = [parameter for parameter in parameters if parameter.requires_grad]
-    values, widths = sum(each.numel() for each in found), sum(sum(each.shape) for each in found)
+    params = [parameter for parameter in parameters if parameter.requires_grad]
+    values, widths = sum(each.numel() for each in params), sum(sum(each.shape) for each in params)
     return DenseWork(
-        6.0 * values * rows, 0.0, 32.0 * widths * rows, 9.0 * len(found), 4.0 * values, len(found), 0.0
+        6.0 * values * rows, 0.0, 32.0 * widths * rows, 9.0 * len(params), 4.0 * values, len(params), 0.0
     )
 
 
@@ -89,26 +89,26 @@ class Counter(EveryOperator):
         name, operator, is_view = described(func)
         if is_view:
             return out
-        given, made = list(_iterate_tensors((args, kwargs))), list(_iterate_tensors(out))
+        inputs, results = list(_iterate_tensors((args, kwargs))), list(_iterate_tensors(out))
         if not name.partition("::")[2].startswith(FREE_OPERATORS):
             self.launches += 1
             if (count := flop_registry.get(operator)) is not None:
                 self.flops += count(*args, **(kwargs or {}), out_val=out)
-                self.matrices += len(made[0]) if made and made[0].dim() == 3 else 0
+                self.matrices += len(results[0]) if results and results[0].dim() == 3 else 0
             else:
-                self.bytes += sum(map(_count_bytes, given)) + sum(map(_count_bytes, made))
-        known = {get_storage_key(tensor.untyped_storage()) for tensor in given}
-        for tensor in made:
+                self.bytes += sum(map(_count_bytes, inputs)) + sum(map(_count_bytes, results))
+        input_keys = {get_storage_key(tensor.untyped_storage()) for tensor in inputs}
+        for tensor in results:
             storage = tensor.untyped_storage()
-            if get_storage_key(storage) not in known:
-                self._note(storage)
+            if get_storage_key(storage) not in input_keys:
+                self._record_storage(storage)
         return out
 
     def keep(self) -> None:
         """Record the bytes of live tensors; between forward and backward these are the activations."""
         self.kept = self._alive
 
-    def _note(self, storage: torch.UntypedStorage) -> None:
+    def _record_storage(self, storage: torch.UntypedStorage) -> None:
         key, size = get_storage_key(storage), storage.nbytes()
         if key in self._live:
             return
@@ -168,10 +168,10 @@ def count_dense_layers(
         counter = Counter()
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             head = build(config, schema, torch.device("cpu")).head.to(device)
-            (whole,) = random_batches(schema, rows, 1, seed=0, tasks=tasks)
-            here = make_local_batch(whole, schema, [0, rows], 0, features)
-            batch = here.to(torch.device(device))
-            batch.lengths = here.lengths
+            (global_batch,) = random_batches(schema, rows, 1, seed=0, tasks=tasks)
+            local_batch = make_local_batch(global_batch, schema, [0, rows], 0, features)
+            batch = local_batch.to(torch.device(device))
+            batch.lengths = local_batch.lengths
             looked_up = {}
             for name, spec in schema.sparse.items():
                 length, dim = features.sequences.get(name), schema.tables[spec.table].dim
@@ -190,14 +190,14 @@ def count_dense_layers(
     try:
         if rows <= MAX_META_ROWS:
             return count("meta", rows)[0]
-        few = MAX_META_ROWS // 2
-        (first, kept), (second, kept_of_second) = count("meta", few), count("meta", 2 * few)
+        base = MAX_META_ROWS // 2
+        (first, live), (second, second_live) = count("meta", base), count("meta", 2 * base)
     except RuntimeError:
-        few = NUM_CPU_ROWS
-        (first, kept), (second, kept_of_second) = count("cpu", few), count("cpu", 2 * few)
-    more = rows / few - 1
+        base = NUM_CPU_ROWS
+        (first, live), (second, second_live) = count("cpu", base), count("cpu", 2 * base)
+    extra = rows / base - 1
     scaled = {
-        name: max(0.0, getattr(first, name) + more * (getattr(second, name) - getattr(first, name)))
+        name: max(0.0, getattr(first, name) + extra * (getattr(second, name) - getattr(first, name)))
         for name in ("flops", "matrices", "bytes")
     }
-    return replace(first, **scaled, activations=max(0.0, kept + more * (kept_of_second - kept)))
+    return replace(first, **scaled, activations=max(0.0, live + extra * (second_live - live)))

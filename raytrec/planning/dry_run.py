@@ -98,10 +98,10 @@ class ClusterEstimator:
     def __call__(self, cluster: Cluster, remedies: bool = False) -> ClusterEstimate:
         """Return the prediction for a cluster, with remedies if requested and if the run does not fit."""
         config = _configure_for(self._config, cluster)
-        found = self._predict(config, cluster)
-        if remedies and not found.fits:
-            found.remedies = list(self._remedies(config, cluster))
-        return found
+        estimate = self._predict(config, cluster)
+        if remedies and not estimate.fits:
+            estimate.remedies = list(self._iterate_remedies(config, cluster))
+        return estimate
 
     def _predict(self, config: RunConfig, cluster: Cluster) -> ClusterEstimate:
         import torch
@@ -118,11 +118,11 @@ class ClusterEstimator:
                 tables = dry_run(config, self._schema, cluster, self._parameters)
         except ConfigError as refusal:
             return ClusterEstimate(
-                cluster, refusal=refusal, table_memory_gib=self._tables_gib(config, cluster)
+                cluster, refusal=refusal, table_memory_gib=self._estimate_tables_gib(config, cluster)
             )
         shape = cluster.linked
         loads = LoadCounter(config, self._schema, *shape).count(tables)
-        dense = self._dense_work(config, cluster)
+        dense = self._count_dense_work(config, cluster)
         memory = estimate_memory(config, self._schema, tables, loads, dense)
         rates, cpus, machine = self._rates, 0.0, cluster.machine
         if machine:
@@ -137,7 +137,7 @@ class ClusterEstimator:
         ]
         return ClusterEstimate(cluster, tables, loads, memory, time, lacks=lacks)
 
-    def _dense_work(self, config: RunConfig, cluster: Cluster) -> DenseWork:
+    def _count_dense_work(self, config: RunConfig, cluster: Cluster) -> DenseWork:
         from raytrec.planning.dense_work import count_dense_layers
 
         train, rows = config.train, -(-config.data.global_batch_size // cluster.world)
@@ -146,7 +146,7 @@ class ClusterEstimator:
             self._dense[key] = count_dense_layers(self._build, config, self._schema, rows)
         return self._dense[key]
 
-    def _remedies(self, config: RunConfig, cluster: Cluster) -> Iterator[str]:
+    def _iterate_remedies(self, config: RunConfig, cluster: Cluster) -> Iterator[str]:
         """Yield single changes that make the run fit: first of the configuration, then of the host count."""
         plan, on_cpu = config.plan, config.scaling.device == "cpu"
         kernels = ["fused", "fused_mmap"] if on_cpu else ["fused", "fused_uvm_caching", "fused_uvm"]
@@ -169,10 +169,10 @@ class ClusterEstimator:
             except ConfigError:
                 continue
             if self._predict(changed, cluster).fits:
-                yield change + (" (other results)" if change.startswith("optim") else "")
-        more = self.smallest(lambda hosts: cluster._replace(hosts=hosts), cluster.hosts + 1)
-        if more:
-            yield f"{more.cluster.hosts} hosts of this kind" if not cluster.machine else more.cluster.name
+                yield change + (" (changes results)" if change.startswith("optim") else "")
+        larger = self.smallest(lambda hosts: cluster._replace(hosts=hosts), cluster.hosts + 1)
+        if larger:
+            yield f"{larger.cluster.hosts} hosts of this type" if not cluster.machine else larger.cluster.name
 
     def smallest(self, of_hosts: Callable[[int], Cluster], least: int = 1) -> ClusterEstimate | None:
         """Return the prediction for the smallest number of hosts on which the run fits, or None.
@@ -180,31 +180,31 @@ class ClusterEstimator:
         The number of hosts is doubled from `least`, then bisected. `of_hosts` returns the cluster with a
         number of hosts.
         """
-        one = of_hosts(1)
-        config = _configure_for(self._config, one)
-        needed, room = self._tables_gib(config, one)
+        single_host = of_hosts(1)
+        config = _configure_for(self._config, single_host)
+        needed, room = self._estimate_tables_gib(config, single_host)
         if config.plan.compute_kernels == ["fused"]:
             least = max(least, math.ceil(needed / room))
-        most, low, refused = least, least - 1, 0
+        high, low, num_refused = least, least - 1, 0
         while True:
-            found = self(of_hosts(most))
-            if found.fits:
+            estimate = self(of_hosts(high))
+            if estimate.fits:
                 break
-            refused += found.refusal is not None
-            ended = most >= MAX_HOSTS or most * one.gpus >= config.data.global_batch_size
-            if ended or refused == MAX_REFUSALS:
+            num_refused += estimate.refusal is not None
+            is_limit = high >= MAX_HOSTS or high * single_host.gpus >= config.data.global_batch_size
+            if is_limit or num_refused == MAX_REFUSALS:
                 return None
-            low, most = most, min(2 * most, MAX_HOSTS)
-        while most - low > 1:
-            middle = (low + most) // 2
-            between = self(of_hosts(middle))
-            if between.fits:
-                most, found = middle, between
+            low, high = high, min(2 * high, MAX_HOSTS)
+        while high - low > 1:
+            middle = (low + high) // 2
+            middle_estimate = self(of_hosts(middle))
+            if middle_estimate.fits:
+                high, estimate = middle, middle_estimate
             else:
                 low = middle
-        return found
+        return estimate
 
-    def _tables_gib(self, config: RunConfig, cluster: Cluster) -> tuple[float, float]:
+    def _estimate_tables_gib(self, config: RunConfig, cluster: Cluster) -> tuple[float, float]:
         """Return the GiB of device memory that tables need with optimizer state, and the GiB available."""
         on_cpu = config.scaling.device == "cpu"
         constraints = resolve_constraints(config, self._schema)
@@ -218,9 +218,9 @@ class ClusterEstimator:
 
         `prices` maps machines to their price per hour.
         """
-        found = [self.smallest(partial(Cluster.of, machine=machine)) for machine in machines]
+        estimates = [self.smallest(partial(Cluster.of, machine=machine)) for machine in machines]
         return sorted(
-            (each for each in found if each),
+            (each for each in estimates if each),
             key=lambda each: (each.cluster.world, compute_hourly_price(each, prices) or 0),
         )
 
@@ -259,8 +259,10 @@ def dry_run(
     device = "cpu" if config.scaling.device == "cpu" else "cuda"
     gpus, world, machine = cluster.gpus, cluster.world, cluster.machine
     if min(cluster.hosts, gpus) < 1:
-        raise ConfigError(f"{cluster.hosts} hosts with {gpus} GPUs each", expected="at least one of each")
-    there = Hosts(
+        raise ConfigError(
+            f"the cluster has {cluster.hosts} hosts with {gpus} GPUs each", expected="at least one of each"
+        )
+    hosts = Hosts(
         gpus,
         (),
         int((config.plan.memory_gib or cluster.memory_gib) * GIB),
@@ -271,13 +273,13 @@ def dry_run(
     )
     optimizers = resolve_optimizers(config, schema)
     with _set_ranks_per_host(gpus):
-        constraints, topology = validated(there, world, config, schema, device)
+        constraints, topology = validated(hosts, world, config, schema, device)
         tables = PooledEmbeddings(schema, constraints, resolve_features(schema, config.model).sequences)
         mark_fused(
             tables.collections, optimizers, device
         )  # the planner reads the optimizer state from the result
-        offered = make_planning_sharders(config, schema, world)
-        plan = search_plan(there, topology, constraints, schema, config, tables, offered, dense)
+        sharders = make_planning_sharders(config, schema, world)
+        plan = search_plan(hosts, topology, constraints, schema, config, tables, sharders, dense)
     return planned(plan, config, schema, world)
 
 
@@ -288,7 +290,7 @@ def _set_ranks_per_host(ranks: int) -> Iterator[None]:
     TorchRec's warnings about the hypothetical topology and dense layers are silenced.
     """
     logger, name = logging.getLogger("torchrec.distributed.planner"), "LOCAL_WORLD_SIZE"
-    level, before = logger.level, os.environ.get(name)
+    level, previous_value = logger.level, os.environ.get(name)
     logger.setLevel(logging.ERROR)
     os.environ[name] = str(ranks)
     try:
@@ -296,5 +298,5 @@ def _set_ranks_per_host(ranks: int) -> Iterator[None]:
     finally:
         logger.setLevel(level)
         os.environ.pop(name)
-        if before is not None:
-            os.environ[name] = before
+        if previous_value is not None:
+            os.environ[name] = previous_value

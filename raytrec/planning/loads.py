@@ -103,11 +103,11 @@ class LoadCounter:
         self._batch = -(-self._total // self._world)
         self._on_cpu = config.scaling.device == "cpu"
         self._optimizers = resolve_optimizers(config, schema)
-        self._of_table: dict[str, list[str]] = {table: [] for table in schema.tables}
+        self._features_of_table: dict[str, list[str]] = {table: [] for table in schema.tables}
         for name in schema.sparse:
-            self._of_table[schema.sparse[name].table].append(name)
+            self._features_of_table[schema.sparse[name].table].append(name)
         qcomms = config.plan.qcomms
-        self._there, self._back = WIRE_BYTES[qcomms.forward_precision], WIRE_BYTES[qcomms.backward_precision]
+        self._fwd, self._bwd = WIRE_BYTES[qcomms.forward_precision], WIRE_BYTES[qcomms.backward_precision]
         self._distinct: dict[tuple[str, float], float] = {}
 
     def count(self, plan: Sequence[PlannedTable] = ()) -> Loads:
@@ -119,9 +119,9 @@ class LoadCounter:
 
     def add(self, out: Loads, table: PlannedTable, times: int = 1) -> None:
         """Add the loads of a table; with times = −1, subtract them."""
-        names, kind = self._of_table[table.table], table.sharding_type
-        each, by_id = sum(self._lengths[name] for name in names), table.table in self._features.tables_by_id
-        vectors = each if by_id else len(names)  # vectors sent per row
+        names, kind = self._features_of_table[table.table], table.sharding_type
+        ids_per_row, by_id = sum(self._lengths[n] for n in names), table.table in self._features.tables_by_id
+        vectors = ids_per_row if by_id else len(names)  # vectors sent per row
         out.row_values += times * table.dim * vectors
         optimizer = find_optimizer(self._optimizers[table.table].name)
         ranks = np.array([rank for rank, _, _ in table.shards])
@@ -130,19 +130,19 @@ class LoadCounter:
         )
         share = rows / table.rows
         batches = float(self._batch if kind == "data_parallel" else self._total)
-        draws = batches * each
+        draws = batches * ids_per_row
         ids = draws * share
         statistics = self._schema.statistics
-        known = next((statistics[name] for name in names if name in statistics), None)
+        table_statistics = next((statistics[name] for name in names if name in statistics), None)
         key = table.table, draws
         if key not in self._distinct:
-            self._distinct[key] = _distinct(draws, table.rows, known)
+            self._distinct[key] = _estimate_distinct_rows(draws, table.rows, table_statistics)
         distinct = self._distinct[key] * (ids / max(1e-9, draws))
         row = columns * DTYPE_BYTES[table.dtype]
         state = columns * optimizer.count_state_bytes("value") + optimizer.count_state_bytes("row")
         sums = batches * vectors * columns * VALUE_BYTES * (share if by_id else 1.0)
         dense = table.compute_kernel == "dense"
-        way = "dense" if dense else self._optimizers[table.table].name
+        update_type = "dense" if dense else self._optimizers[table.table].name
 
         def add(to: np.ndarray, values: np.ndarray | float) -> None:
             np.add.at(to, ranks, times * values)
@@ -150,16 +150,16 @@ class LoadCounter:
         if dense:  # gradients of all rows are created, copied per table, and read with weights and state
             add(out.streamed_bytes, rows * (3 * row + 2 * state + 5 * columns * VALUE_BYTES))
             add(out.gradients, rows * columns * VALUE_BYTES)
-        add(out.ids[way], ids)
-        add(out.shards[way], 1.0)
-        moved, missed = ids * row + 2 * distinct * (row + (0.0 if dense else state)), 0.0
+        add(out.ids[update_type], ids)
+        add(out.shards[update_type], 1.0)
+        moved, missed_share = ids * row + 2 * distinct * (row + (0.0 if dense else state)), 0.0
         if table.compute_kernel in UVM_KERNELS and not self._on_cpu:
             is_cached = table.compute_kernel == CACHING_KERNEL
-            missed = 1 - estimate_hit_share(table.rows * CACHED, known) if is_cached else 1.0
-        add(out.host_bytes, missed * moved)
+            missed_share = 1 - estimate_hit_share(table.rows * CACHED, table_statistics) if is_cached else 1.0
+        add(out.host_bytes, missed_share * moved)
         if table.compute_kernel == MMAP_KERNEL:
             add(out.file_rows, distinct)
-        add(out.touched[way], (1 - missed) * moved + ids * columns * VALUE_BYTES + 2 * sums)
+        add(out.touched[update_type], (1 - missed_share) * moved + ids * columns * VALUE_BYTES + 2 * sums)
         add(out.pooled, sums)
         if kind == "data_parallel":
             out.replicated += times * table.rows * table.dim * VALUE_BYTES
@@ -171,7 +171,7 @@ class LoadCounter:
         if not out.groups[group]:
             del out.groups[group]
         weighted = sum(self._lengths[name] for name in names if self._schema.sparse[name].weights)
-        bytes_of_ids, of_lengths = each * ID_BYTES + weighted * VALUE_BYTES, len(names) * LENGTH_BYTES
+        bytes_of_ids, of_lengths = ids_per_row * ID_BYTES + weighted * VALUE_BYTES, len(names) * LENGTH_BYTES
         blocks = round(table.dim / columns[0])  # column blocks; each receives all ids
         out.sent_ids += times * self._batch * blocks * (bytes_of_ids + of_lengths)
         add(out.received_ids, self._total * (bytes_of_ids * share + of_lengths))
@@ -184,17 +184,17 @@ class LoadCounter:
         partial sums.
         """
         world, hosts, gpus, kind = self._world, self._hosts, self._gpus, table.sharding_type
-        both = (("reduce_scatter", self._there), ("all_gather", self._back))
+        collectives = (("reduce_scatter", self._fwd), ("all_gather", self._bwd))
         summed = kind in REDUCE_SCATTER_TYPES and table.table not in self._features.tables_by_id
         if summed and kind == "row_wise":
-            for collective, width in both:
+            for collective, width in collectives:
                 size = values[0] * width
                 out.near[collective] += size * (world - 1) / world
                 out.far[collective] += size / gpus if hosts > 1 else 0.0
             return
-        near, far, wire = (min(world, gpus) - 1) / world, (world - gpus) / world, self._there + self._back
+        near, far, wire = (min(world, gpus) - 1) / world, (world - gpus) / world, self._fwd + self._bwd
         if summed:  # sums are reduced within each host; then the hosts exchange them
-            for collective, width in both:
+            for collective, width in collectives:
                 np.add.at(out.near[collective], ranks, values * width * (gpus - 1) / gpus)
             near, far, wire = 0.0, (hosts - 1) / hosts, wire / gpus
         np.add.at(out.near["all_to_all"], ranks, values * wire * near)
@@ -209,39 +209,39 @@ def estimate_ids_per_row(schema: Schema, features: Features) -> dict[str, float]
     most the length that the model reads. Without statistics, sequences count with that length, and other
     features with 1.
     """
-    found = {}
+    lengths = {}
     for name in schema.sparse:
-        known, most = schema.statistics.get(name), features.sequences.get(name)
-        found[name] = float(min(known.mean_length, most or known.mean_length) if known else most or 1)
-    return found
+        stats, limit = schema.statistics.get(name), features.sequences.get(name)
+        lengths[name] = float(min(stats.mean_length, limit or stats.mean_length) if stats else limit or 1)
+    return lengths
 
 
 def group_lengths_by_table(schema: Schema, features: Features) -> dict[str, list[float]]:
     """Return `estimate_ids_per_row` by table: one number for each feature that looks up the table."""
-    found: dict[str, list[float]] = {table: [] for table in schema.tables}
+    lengths: dict[str, list[float]] = {table: [] for table in schema.tables}
     for name, length in estimate_ids_per_row(schema, features).items():
-        found[schema.sparse[name].table].append(length)
-    return found
+        lengths[schema.sparse[name].table].append(length)
+    return lengths
 
 
-def _distinct(draws: float, rows: int, known: Statistics | None) -> float:
+def _estimate_distinct_rows(draws: float, rows: int, statistics: Statistics | None) -> float:
     """Return the number of distinct rows among lookups of a table.
 
     n draws from m equally likely ids give m·(1 − (1 − 1/m)ⁿ) distinct ids. The hottest 1, next 9, next 90, …
     ids are counted separately. Without statistics, all rows are equally likely.
     """
 
-    def of_likely(draws: float, ids: float) -> float:
+    def count_distinct(draws: float, ids: float) -> float:
         return float(-ids * np.expm1(draws * np.log1p(-1 / ids))) if ids > 1 else min(1.0, draws)
 
-    if known is None or not known.hottest:
-        return of_likely(draws, min(rows, known.distinct or rows) if known else rows)
-    total, before, taken = 0.0, 0, 0.0
-    sizes = [min(10**power, known.distinct) for power in range(len(known.hottest))]
-    for upto, share in zip([*sizes, known.distinct], [*known.hottest, 1.0], strict=True):
-        if upto > before:
-            total += of_likely(draws * max(0.0, share - taken), upto - before)
-        before, taken = upto, share
+    if statistics is None or not statistics.hottest:
+        return count_distinct(draws, min(rows, statistics.distinct or rows) if statistics else rows)
+    total, previous_rank, previous_share = 0.0, 0, 0.0
+    sizes = [min(10**power, statistics.distinct) for power in range(len(statistics.hottest))]
+    for end_rank, share in zip([*sizes, statistics.distinct], [*statistics.hottest, 1.0], strict=True):
+        if end_rank > previous_rank:
+            total += count_distinct(draws * max(0.0, share - previous_share), end_rank - previous_rank)
+        previous_rank, previous_share = end_rank, share
     return min(total, float(rows))
 
 
@@ -253,10 +253,10 @@ def estimate_hit_share(rows: float, known: Statistics | None) -> float:
     if known is None or not known.hottest:
         return DEFAULT_HIT_SHARE
     shares, distinct = [*known.hottest], max(1, known.distinct)
-    places = [float(power) for power in range(len(shares))]
-    if 10 ** places[-1] < distinct:
-        places, shares = [*places, float(np.log10(distinct))], [*shares, 1.0]
-    return float(np.interp(np.log10(max(1.0, rows)), places, shares))
+    exponents = [float(power) for power in range(len(shares))]
+    if 10 ** exponents[-1] < distinct:
+        exponents, shares = [*exponents, float(np.log10(distinct))], [*shares, 1.0]
+    return float(np.interp(np.log10(max(1.0, rows)), exponents, shares))
 
 
 EMPTY_STATISTICS = Statistics(mean_length=0, p99_length=0, max_length=0, distinct=0)
@@ -273,14 +273,14 @@ def compute_recorded_lengths(
     sums: dict[str, tuple[float, float]] = {}  # table → ids looked up; rows held × steps
     for line in lines:
         for table, entry in line.tables.items():
-            ids, held = sums.get(table, (0.0, 0.0))
+            ids, row_steps = sums.get(table, (0.0, 0.0))
             steps = line.steps / (line.world if entry.get("replicated") else 1)
-            sums[table] = ids + (entry.get("lookups") or 0), held + (entry.get("rows") or 0) * steps
+            sums[table] = ids + (entry.get("lookups") or 0), row_steps + (entry.get("rows") or 0) * steps
     batch, tables = config.data.global_batch_size, schema.tables
     return {
-        table: tables[table].rows * ids / held / batch
-        for table, (ids, held) in sums.items()
-        if table in tables and held > 0 <= ids
+        table: tables[table].rows * ids / row_steps / batch
+        for table, (ids, row_steps) in sums.items()
+        if table in tables and row_steps > 0 <= ids
     }
 
 
@@ -291,11 +291,11 @@ def replace_lengths(config: RunConfig, schema: Schema, lengths: Mapping[str, flo
     unchanged.
     """
     features, statistics = resolve_features(schema, config.model), {}
-    expected, of_tables = estimate_ids_per_row(schema, features), group_lengths_by_table(schema, features)
+    expected, by_table = estimate_ids_per_row(schema, features), group_lengths_by_table(schema, features)
     for name, spec in schema.sparse.items():
         if spec.table in lengths:
-            of_table = of_tables[spec.table]
-            share = expected[name] / sum(of_table) if sum(of_table) else 1 / len(of_table)
-            known = schema.statistics.get(name, EMPTY_STATISTICS)
-            statistics[name] = known.model_copy(update={"mean_length": lengths[spec.table] * share})
+            table_lengths = by_table[spec.table]
+            share = expected[name] / sum(table_lengths) if sum(table_lengths) else 1 / len(table_lengths)
+            previous = schema.statistics.get(name, EMPTY_STATISTICS)
+            statistics[name] = previous.model_copy(update={"mean_length": lengths[spec.table] * share})
     return schema.model_copy(update={"statistics": schema.statistics | statistics})

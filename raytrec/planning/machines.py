@@ -123,15 +123,15 @@ def find_machine(name: str, where: str = "--on") -> Machine:
         ConfigError: There is no machine with this name.
     """
     gpus, _, kind = name.strip().lower().partition("x")
-    found = MACHINES.get(f"{gpus}x{_GPU_ALIASES.get(kind, kind)}")
-    if found is None:
+    machine = MACHINES.get(f"{gpus}x{_GPU_ALIASES.get(kind, kind)}")
+    if machine is None:
         raise ConfigError(
-            f"no machine is called '{name}'{hint(name, MACHINES)}",
+            f"machine '{name}' does not exist{hint(name, MACHINES)}",
             where=where,
             expected=f"one of {', '.join(MACHINES)}",
-            do="describe others by the memory of their GPUs, such as 2x4x48gib, with --rates",
+            do="describe other machines by the memory of their GPUs, such as 2x4x48gib, and pass --rates",
         )
-    return found
+    return machine
 
 
 class Cluster(NamedTuple):
@@ -205,13 +205,13 @@ def parse_cluster(text: str) -> Cluster:
     Raises:
         ConfigError: The text has another format, or there is no machine with this name.
     """
-    counted = re.fullmatch(r"\s*(\d+)x(\d+x.+)", text)
-    count, name = (int(counted[1]), counted[2]) if counted else (1, text)
+    count_match = re.fullmatch(r"\s*(\d+)x(\d+x.+)", text)
+    count, name = (int(count_match[1]), count_match[2]) if count_match else (1, text)
     if count < 1:
-        raise ConfigError(f"{count} machines", where=f"--on {text}", expected="at least one")
-    if own := HOST_SIZES_PATTERN.fullmatch(name.strip().lower()):
-        memory, host, disk = (float(size) if size else None for size in own.groups()[1:])
-        return Cluster.described(count, int(own[1]), memory, host, disk)
+        raise ConfigError(f"the number of machines is {count}", where=f"--on {text}", expected="at least 1")
+    if sizes_match := HOST_SIZES_PATTERN.fullmatch(name.strip().lower()):
+        memory, host, disk = (float(size) if size else None for size in sizes_match.groups()[1:])
+        return Cluster.described(count, int(sizes_match[1]), memory, host, disk)
     return Cluster.of(count, find_machine(name))
 
 
@@ -220,8 +220,8 @@ def linked(hosts: int, gpus: int, names: Collection[str]) -> tuple[int, int]:
 
     `names` has the names of all GPUs.
     """
-    known, world = [find_gpu(name) for name in names], hosts * gpus
-    reach = min((gpu.linked if gpu else 0 for gpu in known), default=0)
+    data_sheets, world = [find_gpu(name) for name in names], hosts * gpus
+    reach = min((gpu.linked if gpu else 0 for gpu in data_sheets), default=0)
     sizes = range(gpus, max(gpus, min(world, reach)) + 1, gpus)
     size = max(size for size in sizes if world % size == 0)
     return world // size, size

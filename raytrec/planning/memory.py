@@ -102,21 +102,21 @@ def estimate_footprints(
     return {
         table: added(
             parts_of(
-                schema.tables[table], each.dtype, optimizers[table].name, resolve_kernel(device, each.kernel)
+                schema.tables[table], spec.dtype, optimizers[table].name, resolve_kernel(device, spec.kernel)
             ).values()
         )
-        for table, each in constraints.items()
+        for table, spec in constraints.items()
     }
 
 
 def estimate_id_map_bytes(schema: Schema, world: int) -> int:
     """Return the bytes per rank for the maps of managed ids, divided equally among `world` ranks."""
-    of_tables = (
+    table_bytes = (
         table.rows * (ID_BYTES + (WAITING_ID_BYTES if table.ids.admit_after > 1 else 0))
         for table in schema.tables.values()
         if table.ids
     )
-    return -(-sum(of_tables) // world)
+    return -(-sum(table_bytes) // world)
 
 
 @dataclass(frozen=True)
@@ -165,8 +165,8 @@ def planned(plan: ShardingPlan, config: RunConfig, schema: Schema, world: int) -
         shards = [(rank, rows, dim) for rank in range(world)]  # replicated: every rank has the whole table
         if spec.sharding_spec:
             shards = [(s.placement.rank(), *s.shard_sizes) for s in spec.sharding_spec.shards]
-        kinds, ranks = (spec.sharding_type, spec.compute_kernel), sorted({rank for rank, _, _ in shards})
-        out.append(PlannedTable(name, rows, dim, *kinds, ranks, shards, constraints[name].dtype))
+        sharding, ranks = (spec.sharding_type, spec.compute_kernel), sorted({rank for rank, _, _ in shards})
+        out.append(PlannedTable(name, rows, dim, *sharding, ranks, shards, constraints[name].dtype))
     return out
 
 
@@ -181,11 +181,11 @@ def held(
     optimizers = resolve_optimizers(config, schema)
     out: dict[tuple[str, int], Held] = {}
     for table in tables:
-        its = table.dtype, optimizers[table.table].name, resolve_kernel(device, table.compute_kernel)
+        storage_args = table.dtype, optimizers[table.table].name, resolve_kernel(device, table.compute_kernel)
         for rank, rows, dim in table.shards:
-            sizes = parts_of(Table.model_construct(rows=rows, dim=dim), *its)
-            if before := out.get((table.table, rank)):
-                sizes = {part: added([size, before.parts[part]]) for part, size in sizes.items()}
+            sizes = parts_of(Table.model_construct(rows=rows, dim=dim), *storage_args)
+            if previous := out.get((table.table, rank)):
+                sizes = {part: added([size, previous.parts[part]]) for part, size in sizes.items()}
             out[table.table, rank] = Held(rows, sizes)
     return out
 
@@ -256,8 +256,8 @@ def move_to_files(
     sizes = {
         table: size.device for table, size in estimate_footprints(config, schema, constraints, "cpu").items()
     }
-    left, count = sum(sizes.values()), 0 if "fused" in config.plan.compute_kernels else len(movable)
-    while count < len(movable) and left - sum(sizes[table] for table in movable[:count]) > memory:
+    total_bytes, count = sum(sizes.values()), 0 if "fused" in config.plan.compute_kernels else len(movable)
+    while count < len(movable) and total_bytes - sum(sizes[table] for table in movable[:count]) > memory:
         count += 1
     while True:
         in_files = {}
@@ -279,16 +279,16 @@ def check_disk(constraints: Constraints, schema: Schema, config: RunConfig, memo
         ConfigError: The disk is too small, or the folder is in a memory filesystem.
     """
     chosen = next(move_to_files(constraints, schema, config, memory))
-    found = estimate_footprints(config, schema, chosen, "cpu")
-    sizes = {table: size.disk for table, size in found.items() if size.disk}
+    footprints = estimate_footprints(config, schema, chosen, "cpu")
+    sizes = {table: size.disk for table, size in footprints.items() if size.disk}
     need, folder = sum(sizes.values()), find_mmap_folder(config)
     kind = find_memory_filesystem(folder) if sizes else None
     if kind is None and need <= free:
         return
-    why = f"it is on {kind}, in memory itself" if kind else f"{format_bytes(free)} are free there"
+    reason = f"the folder is on {kind}, which is in memory" if kind else f"only {format_bytes(free)} are free"
     raise ConfigError(
-        f"tables {', '.join(sizes)} take {format_bytes(need)} of disk, with optimizer state, and {why}",
+        f"tables {', '.join(sizes)} need {format_bytes(need)} of disk with optimizer state, but {reason}",
         where=f"plan.mmap_dir, {folder}",
-        expected="a folder on a disk with room for them, and for checkpoints if those go there, too",
+        expected="a folder on a disk with enough space for these tables and for all checkpoints on this disk",
         do=make_room(config),
     )

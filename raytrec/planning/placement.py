@@ -97,59 +97,59 @@ class PlacementSpace:
         self._counter, self.world = LoadCounter(search.config, search.schema, *search.linked), len(room)
         self._base = self._counter.count()
         self._base.groups.update({("", option.sharding_type): 1 for option in options})
-        self._idle = np.array(self._time(self._base).busy)
+        self._idle = np.array(self._estimate_time(self._base).busy)
         self.ways: dict[str, list[Way]] = {}
         for option in options:
-            self.ways.setdefault(option.name, []).append(self._way(option))
+            self.ways.setdefault(option.name, []).append(self._make_way(option))
 
     def empty(self) -> PartialPlan:
         """Return a plan without tables."""
         return PartialPlan({}, self.room.copy(), self._counter.count(), self._idle.copy())
 
-    def _time(self, loads: Loads) -> StepTime:
-        given = self._search
-        return estimate_step_time(given.config, given.schema, loads, given.dense, given.rates, *given.linked)
+    def _estimate_time(self, loads: Loads) -> StepTime:
+        setup = self._search
+        return estimate_step_time(setup.config, setup.schema, loads, setup.dense, setup.rates, *setup.linked)
 
     def rate(self, plan: PartialPlan) -> PartialPlan:
         """Set the score of a plan and the seconds of its ranks with `estimate_step_time`."""
-        time = self._time(plan.loads)
+        time = self._estimate_time(plan.loads)
         plan.busy = np.array(time.busy)
         plan.score = time.step + TIE_BREAK_WEIGHT * sum(time.parts[name] for name in TABLE_STEP_PARTS)
         return plan
 
-    def _way(self, option: ShardingOption) -> Way:
+    def _make_way(self, option: ShardingOption) -> Way:
         needs = np.array([[s.storage.hbm, s.storage.ddr, s.storage.ssd] for s in option.shards], float)
         count = len(option.shards)
-        table = self._table(option, range(count))
+        table = self._make_table(option, range(count))
         self._counter.add(self._base, table)
-        extra = np.array(self._time(self._base).busy) - self._idle
+        extra = np.array(self._estimate_time(self._base).busy) - self._idle
         self._counter.add(self._base, table, -1)
         spread = float(extra[count:].min()) if count < self.world else 0.0
         return Way(option, needs, np.maximum(0.0, extra[:count] - spread), spread)
 
-    def _table(self, option: ShardingOption, ranks: Iterable[int]) -> PlannedTable:
+    def _make_table(self, option: ShardingOption, ranks: Iterable[int]) -> PlannedTable:
         rows, dim = option.tensor.shape
         shards = [(rank, *shard.size) for rank, shard in zip(ranks, option.shards, strict=True)]
         kernel = self._kernels.get(option.name, option.compute_kernel)
-        what = option.sharding_type, kernel, [rank for rank, *_ in shards], shards
-        return PlannedTable(option.name, rows, dim, *what, self.constraints[option.name].dtype)
+        sharding = option.sharding_type, kernel, [rank for rank, *_ in shards], shards
+        return PlannedTable(option.name, rows, dim, *sharding, self.constraints[option.name].dtype)
 
     def put(self, plan: PartialPlan, way: Way, ranks: Sequence[int]) -> None:
         """Add a table to a plan."""
         plan.of[way.option.name] = way, tuple(ranks)
-        self._count(plan, way, ranks, 1)
+        self._apply(plan, way, ranks, 1)
 
     def take(self, plan: PartialPlan, name: str) -> tuple[Way, tuple[int, ...]]:
         """Remove a table from a plan and return its sharding option and ranks."""
         way, ranks = plan.of.pop(name)
-        self._count(plan, way, ranks, -1)
+        self._apply(plan, way, ranks, -1)
         return way, ranks
 
-    def _count(self, plan: PartialPlan, way: Way, ranks: Sequence[int], times: int) -> None:
+    def _apply(self, plan: PartialPlan, way: Way, ranks: Sequence[int], times: int) -> None:
         plan.room[list(ranks)] -= times * way.needs
         plan.busy[list(ranks)] += times * way.own
         plan.busy += times * way.spread
-        self._counter.add(plan.loads, self._table(way.option, ranks), times)
+        self._counter.add(plan.loads, self._make_table(way.option, ranks), times)
 
     def is_fixed(self, name: str) -> bool:
         """Return True if the user has set the ranks or the group of a table."""
@@ -172,20 +172,20 @@ class PlacementSpace:
     def place(self, way: Way, busy: np.ndarray, room: np.ndarray) -> tuple[int, ...]:
         """Return the least busy ranks with room for a table, one rank per shard; () if there is no room."""
         count, kind = len(way.option.shards), way.option.sharding_type
-        pin = self.constraints[way.option.name].ranks
+        pinned = self.constraints[way.option.name].ranks
         if kind in ALL_RANK_SHARDING_TYPES:
             return tuple(range(count)) if (way.needs <= room).all() else ()
-        if pin:
-            return pin if len(pin) == count and (way.needs <= room[list(pin)]).all() else ()
+        if pinned:
+            return pinned if len(pinned) == count and (way.needs <= room[list(pinned)]).all() else ()
         local = self._search.topology.local_world_size if kind in HOST_SHARDING_TYPES else self.world
         size, fits = min(count, local), (way.needs.max(0) <= room).all(1)
-        found: list[int] = []
+        chosen_ranks: list[int] = []
         for host in sorted(np.arange(self.world).reshape(-1, local), key=lambda host: busy[host].mean()):
             ranks = host[fits[host]]
             if kind not in REDUCE_SCATTER_TYPES:
                 ranks = ranks[np.argsort(busy[ranks], kind="stable")]
             if len(ranks) >= size:
-                found += ranks[:size].tolist()
-            if len(found) == count:
-                return tuple(found)
+                chosen_ranks += ranks[:size].tolist()
+            if len(chosen_ranks) == count:
+                return tuple(chosen_ranks)
         return ()

@@ -82,14 +82,14 @@ def agree_on_hosts(config: RunConfig, device: torch.device) -> Hosts:
     numbers of ranks, this variable differs between ranks. Therefore the ranks agree on one number and set the
     variable to this number.
     """
-    places = [_locate_mistake(config, device)] * dist.get_world_size()
+    places = [_locate_rank(config, device)] * dist.get_world_size()
     dist.all_gather_object(places, places[0])
     hosts = merge_resources(places, config.plan)
     os.environ["LOCAL_WORLD_SIZE"] = str(hosts.ranks_per_host)
     return hosts
 
 
-def _locate_mistake(config: RunConfig, device: torch.device) -> Place:
+def _locate_rank(config: RunConfig, device: torch.device) -> Place:
     memory, gpu = None, ""
     if device.type == "cuda":
         if device.index is None:
@@ -121,12 +121,12 @@ def merge_resources(places: list[Place], config: PlanSection) -> Hosts:
     on_host, counts = Counter(place.host for place in places), {place.ranks_per_host for place in places}
     share = min(place.host_memory // on_host[place.host] for place in places)
     disk = min(place.disk // on_host[place.host] for place in places)
-    local = counts.pop() if len(counts) == 1 else 1
-    on_devices = [place.device_memory for place in places if place.device_memory is not None]
-    memory = int(config.memory_gib * GIB) if config.memory_gib else min(on_devices, default=share)
+    per_host = counts.pop() if len(counts) == 1 else 1
+    device_bytes = [place.device_memory for place in places if place.device_memory is not None]
+    memory = int(config.memory_gib * GIB) if config.memory_gib else min(device_bytes, default=share)
     devices = tuple(place.device for place in places)
     gpus = frozenset(place.gpu for place in places if place.gpu)
-    return Hosts(local if len(places) % local == 0 else 1, devices, memory, share, disk, gpus)
+    return Hosts(per_host if len(places) % per_host == 0 else 1, devices, memory, share, disk, gpus)
 
 
 def select_rates(hosts: Hosts, device: str, world: int) -> Rates:
@@ -161,8 +161,8 @@ def make_plan(
     if dist.get_rank() == 0:
         try:
             if device.type == "cpu":
-                world, has = topology.world_size, topology.devices[0].storage
-                check_disk(constraints, schema, config, world * has.ddr, world * has.ssd)
+                world, storage = topology.world_size, topology.devices[0].storage
+                check_disk(constraints, schema, config, world * storage.ddr, world * storage.ssd)
             dense = model.head.parameters()
             outcome[0] = search_plan(hosts, topology, constraints, schema, config, model, sharders, dense)
         except ConfigError as error:
@@ -188,14 +188,14 @@ def validated(
     Raises:
         ConfigError: A constraint cannot be met.
     """
-    memory, local = hosts.memory - estimate_id_map_bytes(schema, world), hosts.ranks_per_host
-    known = {"ranks_per_host": local, "memory": memory, "host_share": hosts.host_share}
-    constraints = validate_constraints(config, schema, device, world=world, **known)
+    memory, per_host = hosts.memory - estimate_id_map_bytes(schema, world), hosts.ranks_per_host
+    resources = {"ranks_per_host": per_host, "memory": memory, "host_share": hosts.host_share}
+    constraints = validate_constraints(config, schema, device, world=world, **resources)
     room = estimate_host_table_bytes(config, schema, constraints, world, hosts.host_share)
-    sizes = {"ddr_cap": memory, "ssd_cap": hosts.disk_share}
+    caps = {"ddr_cap": memory, "ssd_cap": hosts.disk_share}
     if device == "cuda":
-        sizes = {"hbm_cap": memory, "ddr_cap": room}
-    return constraints, Topology(world_size=world, local_world_size=local, compute_device=device, **sizes)
+        caps = {"hbm_cap": memory, "ddr_cap": room}
+    return constraints, Topology(world_size=world, local_world_size=per_host, compute_device=device, **caps)
 
 
 def name_devices(plan: ShardingPlan, devices: Sequence[str]) -> ShardingPlan:

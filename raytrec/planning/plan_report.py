@@ -49,14 +49,14 @@ class Plans:
         """Return all predictions as JSON values: memory in GiB, one number per rank; times in seconds."""
         cheapest = self.cheapest()
         return {
-            "clusters": [self._of(each) for each in self.on],
-            "chosen": [self._of(each) for each in self.chosen],
+            "clusters": [self._to_dict(each) for each in self.on],
+            "chosen": [self._to_dict(each) for each in self.chosen],
             "smallest": self.chosen[0].cluster.name if self.chosen else None,
             "cheapest": cheapest.cluster.name if cheapest else None,
         }
 
-    def _of(self, found: ClusterEstimate) -> dict[str, Any]:
-        cluster, parts = found.cluster, found.memory.parts if found.memory else {}
+    def _to_dict(self, estimate: ClusterEstimate) -> dict[str, Any]:
+        cluster, parts = estimate.cluster, estimate.memory.parts if estimate.memory else {}
         memory = {
             tier: {part: (sizes / GIB).tolist() for (place, part), sizes in parts.items() if place == tier}
             for tier in TIERS
@@ -68,45 +68,45 @@ class Plans:
             "device": "cpu" if self.config.scaling.device == "cpu" and not cluster.machine else "cuda",
             "memory_gib": cluster.memory_gib,
             "host_memory_gib": cluster.host_memory_gib,
-            "fits": found.fits,
-            "refusal": str(found.refusal) if found.refusal else None,
-            "lacks": [asdict(lack) for lack in found.lacks],
-            "remedies": found.remedies,
-            "tables": [asdict(table) for table in found.tables],
+            "fits": estimate.fits,
+            "refusal": str(estimate.refusal) if estimate.refusal else None,
+            "lacks": [asdict(lack) for lack in estimate.lacks],
+            "remedies": estimate.remedies,
+            "tables": [asdict(table) for table in estimate.tables],
             "memory": memory,
-            "time": asdict(found.time) if found.time else None,
-            "price_per_hour": compute_hourly_price(found, self.prices),
+            "time": asdict(estimate.time) if estimate.time else None,
+            "price_per_hour": compute_hourly_price(estimate, self.prices),
         }
 
 
 def print_plans(plans: Plans) -> None:
     """Print the tables of a single cluster, memory and time of all clusters, and memory that is missing."""
     console = open_console()
-    shown = plans.on or plans.chosen
-    if len(shown) == 1 and shown[0].tables:
-        console.print(_format_tables(plans, shown[0]))
-    if any(each.memory for each in shown):
-        console.print(_format_memory(shown))
-    if any(each.time for each in shown):
-        console.print(_format_time(plans, shown))
-    for each in shown:
+    estimates = plans.on or plans.chosen
+    if len(estimates) == 1 and estimates[0].tables:
+        console.print(_format_tables(plans, estimates[0]))
+    if any(each.memory for each in estimates):
+        console.print(_format_memory(estimates))
+    if any(each.time for each in estimates):
+        console.print(_format_time(plans, estimates))
+    for each in estimates:
         for line in _describe_problems(each):
             console.print(line, soft_wrap=True, markup=False)
     if plans.chosen:
-        least, cheapest = plans.chosen[0], plans.cheapest()
-        console.print(f"smallest: {least.cluster.name}", soft_wrap=True)
+        smallest, cheapest = plans.chosen[0], plans.cheapest()
+        console.print(f"smallest: {smallest.cluster.name}", soft_wrap=True)
         if cheapest:
             price = compute_hourly_price(cheapest, plans.prices)
-            console.print(f"cheapest: {cheapest.cluster.name}, {price:,.2f} an hour", soft_wrap=True)
+            console.print(f"cheapest: {cheapest.cluster.name}, {price:,.2f} per hour", soft_wrap=True)
 
 
-def _format_tables(plans: Plans, found: ClusterEstimate) -> Table:
+def _format_tables(plans: Plans, estimate: ClusterEstimate) -> Table:
     gib: dict[str, float] = {}
-    for (name, _), its in held(found.tables, plans.config, plans.schema).items():
-        gib[name] = gib.get(name, 0.0) + its.size.total / GIB
-    rows, dim, size = (Column(name, justify="right") for name in ("rows", "dim", "GiB in all"))
+    for (name, _), part in held(estimate.tables, plans.config, plans.schema).items():
+        gib[name] = gib.get(name, 0.0) + part.size.total / GIB
+    rows, dim, size = (Column(name, justify="right") for name in ("rows", "dim", "total GiB"))
     lines = Table("table", rows, dim, "sharding_type", "compute_kernel", "ranks", size)
-    for table in found.tables:
+    for table in estimate.tables:
         lines.add_row(
             plain(table.table),
             f"{table.rows:,}",
@@ -119,47 +119,47 @@ def _format_tables(plans: Plans, found: ClusterEstimate) -> Table:
     return lines
 
 
-def _format_memory(shown: list[ClusterEstimate]) -> Table:
+def _format_memory(estimates: list[ClusterEstimate]) -> Table:
     """Return a table of the fullest rank's GiB, part by part; a rank has a share of its host."""
-    keys = list(dict.fromkeys(key for each in shown if each.memory for key in each.memory.parts))
-    lines = _format_comparison("GiB of a rank, at most", shown)
+    keys = list(dict.fromkeys(key for each in estimates if each.memory for key in each.memory.parts))
+    lines = _format_comparison("GiB per rank (maximum)", estimates)
     for tier, name in TIER_NAMES.items():
         parts = [part for place, part in keys if place == tier]
         if not parts:
             continue
         for part in parts:
-            lines.add_row(f"{name}: {part}", *(_format_gib(each, tier, part) for each in shown))
+            lines.add_row(f"{name}: {part}", *(_format_gib(each, tier, part) for each in estimates))
         lines.add_row(
-            f"{name}, of {_format_available(shown, tier)}",
-            *(_format_gib(each, tier) for each in shown),
+            f"{name}: total (of {_format_available(estimates, tier)})",
+            *(_format_gib(each, tier) for each in estimates),
             style="bold",
         )
         lines.add_section()
     return lines
 
 
-def _format_comparison(title: str, shown: list[ClusterEstimate]) -> Table:
-    columns = (Column(each.name, justify="right") for each in shown)
+def _format_comparison(title: str, estimates: list[ClusterEstimate]) -> Table:
+    columns = (Column(each.name, justify="right") for each in estimates)
     return Table("", *columns, title=title, title_justify="left")
 
 
-def _format_gib(found: ClusterEstimate, tier: str, part: str | None = None) -> str:
-    if not found.memory:
+def _format_gib(estimate: ClusterEstimate, tier: str, part: str | None = None) -> str:
+    if not estimate.memory:
         return "–"
-    sizes = found.memory.of(tier) if part is None else found.memory.parts.get((tier, part))
+    sizes = estimate.memory.of(tier) if part is None else estimate.memory.parts.get((tier, part))
     return "–" if sizes is None else f"{sizes.max() / GIB:.2f}"
 
 
-def _format_available(shown: list[ClusterEstimate], tier: str) -> str:
-    rooms = [each.cluster.rooms[tier] for each in shown]
+def _format_available(estimates: list[ClusterEstimate], tier: str) -> str:
+    rooms = [each.cluster.rooms[tier] for each in estimates]
     rooms = rooms if len({*rooms}) > 1 else rooms[:1]
     return ", ".join(f"{room:.0f}" if room < DEFAULT_DISK_GIB / 1000 else "enough" for room in rooms)
 
 
-def _format_time(plans: Plans, shown: list[ClusterEstimate]) -> Table:
+def _format_time(plans: Plans, estimates: list[ClusterEstimate]) -> Table:
     from raytrec.planning.step_cost import PARTS
 
-    lines, times = _format_comparison("ms of a step", shown), [each.time for each in shown]
+    lines, times = _format_comparison("ms per step", estimates), [each.time for each in estimates]
     for part in PARTS:
         lines.add_row(part, *(f"{time.parts[part] * 1e3:.2f}" if time else "–" for time in times))
     lines.add_section()
@@ -168,32 +168,32 @@ def _format_time(plans: Plans, shown: list[ClusterEstimate]) -> Table:
     lines.add_row("bottleneck", *(time.bottleneck if time else "–" for time in times))
     lines.add_row("balance of lookups", *(f"{time.balance:.0%}" if time else "–" for time in times))
     if plans.prices:
-        prices = [compute_hourly_price(each, plans.prices) for each in shown]
+        prices = [compute_hourly_price(each, plans.prices) for each in estimates]
         costs = (
             "–" if price is None or not time else f"{price / 3600 * 1e9 / time.rows_per_s:,.2f}"
             for price, time in zip(prices, times, strict=True)
         )
-        lines.add_row("price of 10⁹ rows", *costs)
+        lines.add_row("price per 10⁹ rows", *costs)
     return lines
 
 
-def _describe_problems(found: ClusterEstimate) -> list[str]:
+def _describe_problems(estimate: ClusterEstimate) -> list[str]:
     """Return lines with the missing memory of a prediction and changes that would make the run fit."""
-    name, lines = found.name, []
-    if found.refusal:
-        lines.append(f"{name} does not fit: {found.refusal.what}; expected {found.refusal.expected}")
-        needs, has = found.table_memory_gib
-        more = f"{needs - has:.1f} more than" if needs > has else "of"
-        lines.append(f"  tables take {needs:.1f} GiB with optimizer state, {more} the {has:.1f} for them")
-    for lack in found.lacks:
-        where = {"device": "GPU", "host": "share of its host", "disk": "share of its disk"}[lack.tier]
+    name, lines = estimate.name, []
+    if estimate.refusal:
+        lines.append(f"{name} does not fit: {estimate.refusal.what}; expected {estimate.refusal.expected}")
+        needed, free = estimate.table_memory_gib
+        more = f"{needed - free:.1f} GiB more than" if needed > free else "out of"
+        lines.append(f"  tables need {needed:.1f} GiB with optimizer state, {more} the {free:.1f} available")
+    for lack in estimate.lacks:
+        where = {"device": "GPU memory", "host": "host memory", "disk": "disk space"}[lack.tier]
         lines.append(
-            f"{name} does not fit: rank {lack.rank} needs {lack.needs:.1f} GiB of its {where}, "
-            f"{lack.needs - lack.has:.1f} GiB more than the {lack.has:.1f} that it has"
+            f"{name} does not fit: rank {lack.rank} needs {lack.needs:.1f} GiB of {where}, "
+            f"{lack.needs - lack.has:.1f} GiB more than the {lack.has:.1f} GiB available to the rank"
         )
     if lines:
-        helps = "; or ".join(found.remedies) or "none of the changes that were tried"
-        lines.append(f"  it would fit with: {helps}")
+        remedies = "; or ".join(estimate.remedies) or "none of the attempted changes"
+        lines.append(f"  the run would fit with: {remedies}")
     return lines
 
 
@@ -208,16 +208,16 @@ def draw(plans: Plans, path: str | Path) -> None:
 
     path = Path(path)
     if path.suffix not in (".svg", ".png"):
-        raise ConfigError(f"{path.name} is not a picture", where="--picture", expected=".svg or .png")
-    found = next((each for each in [*plans.on, *plans.chosen] if each.tables), None)
-    if found is None:
+        raise ConfigError(f"{path.name} is not an image file", where="--picture", expected=".svg or .png")
+    estimate = next((each for each in [*plans.on, *plans.chosen] if each.tables), None)
+    if estimate is None:
         raise ConfigError("there is no plan to draw", where="--picture")
-    sizes: list[dict[str, float]] = [{} for _ in range(found.cluster.world)]
-    for (table, rank), its in held(found.tables, plans.config, plans.schema).items():
-        sizes[rank][table] = its.size.total
-    made = tables.memory_map(sizes)
+    sizes: list[dict[str, float]] = [{} for _ in range(estimate.cluster.world)]
+    for (table, rank), part in held(estimate.tables, plans.config, plans.schema).items():
+        sizes[rank][table] = part.size.total
+    figure = tables.memory_map(sizes)
     with writing(path):
         if path.suffix == ".png":
-            style.save_png(made, path)
+            style.save_png(figure, path)
         else:
-            path.write_text(style.alone(style.to_svg(made, "shards")), encoding="utf-8")
+            path.write_text(style.alone(style.to_svg(figure, "shards")), encoding="utf-8")

@@ -39,8 +39,8 @@ Lookup = tuple[str, int, int, int]  # update type, followed by one of LOOKUP_SHA
 
 def list_lookups(device: str) -> list[Lookup]:
     """Return the lookups to measure on a device: dense, and each optimizer with a kernel, in every shape."""
-    ways = [name for name, optimizer in OPTIMIZERS.parts.items() if device in optimizer.devices]
-    return [(way, *shape) for way in (*ways, DENSE) for shape in LOOKUP_SHAPES]
+    update_types = [name for name, optimizer in OPTIMIZERS.parts.items() if device in optimizer.devices]
+    return [(update_type, *shape) for update_type in (*update_types, DENSE) for shape in LOOKUP_SHAPES]
 
 
 def take_samples(rank: int, world: int, folder: str, limit_s: float) -> dict[str, Any]:
@@ -76,16 +76,16 @@ def compute_rates(samples: Sequence[Sequence[Sample]]) -> Rates:
         samples: Samples of each rank, one for each round.
     """
     world, device = len(samples), "cuda" if samples[0][0]["on_gpu"] else "cpu"
-    seen = {
+    medians = {
         name: median([float(np.median([sample[name] for sample in of_rank])) for of_rank in samples])
         for name in samples[0][0]
     }
-    took: dict[str, dict[Lookup, float]] = {}
+    seconds: dict[str, dict[Lookup, float]] = {}
     for lookup in list_lookups(device):
-        took.setdefault(lookup[0], {})[lookup] = seen[f"lookup {lookup}"]
+        seconds.setdefault(lookup[0], {})[lookup] = medians[f"lookup {lookup}"]
     latency, bandwidth = {}, {}
     for kind in COLLECTIVES:
-        small, large = (seen.get(f"{kind} {size}", 0.0) for size in (SMALL, LARGE))
+        small, large = (medians.get(f"{kind} {size}", 0.0) for size in (SMALL, LARGE))
         latency[kind] = small
         sent = 4 * (LARGE - SMALL) * (world - 1) / world * (2 if kind == "all_reduce" else 1)
         bandwidth[kind] = sent / max(1e-9, large - small) if world > 1 else 1e12
@@ -93,14 +93,14 @@ def compute_rates(samples: Sequence[Sequence[Sample]]) -> Rates:
         Rates.of_cpu(world) if device == "cpu" else Rates.of_gpu(""),
         source=f"measured with {world} ranks",
         ranks=world,
-        copy=seen["copy"],
-        stream=seen["stream"],
-        lookup={way: fit_lookup_rates(of_way) for way, of_way in took.items()},
-        matrix={name: seen[f"matrix {name}"] for name in ("fp32", "tf32", "bf16")},
+        copy=medians["copy"],
+        stream=medians["stream"],
+        lookup={update: fit_lookup_rates(by_shape) for update, by_shape in seconds.items()},
+        matrix={name: medians[f"matrix {name}"] for name in ("fp32", "tf32", "bf16")},
         latency_s=latency,
         bandwidth=bandwidth,
         peer_s=0.0,  # included in the latency, which is measured with as many ranks
-        host_link=seen.get("host link", float("inf")),
+        host_link=medians.get("host link", float("inf")),
     )
 
 
@@ -110,18 +110,18 @@ def fit_lookup_rates(took: Mapping[Lookup, float]) -> LookupRates:
     Args:
         took: Lookup → measured seconds.
     """
-    found, left = [0.0, 0.0, 0.0], [0, 1, 2]
-    while left:
+    rates, used = [0.0, 0.0, 0.0], [0, 1, 2]
+    while used:
         matrix = (
-            np.array([count_lookup_work(*shape) for shape in took])[:, left] / np.array([[*took.values()]]).T
+            np.array([count_lookup_work(*shape) for shape in took])[:, used] / np.array([[*took.values()]]).T
         )
         values = np.linalg.lstsq(matrix, np.ones(len(took)), rcond=None)[0]
         if (values >= 0).all():
-            for place, value in zip(left, values.tolist(), strict=True):
-                found[place] = value
+            for column, value in zip(used, values.tolist(), strict=True):
+                rates[column] = value
             break
-        left.pop(int(values.argmin()))
-    return LookupRates(*found)
+        used.pop(int(values.argmin()))
+    return LookupRates(*rates)
 
 
 class RateProbe:
@@ -133,19 +133,19 @@ class RateProbe:
 
     def __init__(self, device: torch.device):
         self._device, self._world = device, dist.get_world_size()
-        made = torch.Generator(device="cpu").manual_seed(dist.get_rank())
+        rng = torch.Generator(device="cpu").manual_seed(dist.get_rank())
 
         def values(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, generator=made).to(device)
+            return torch.randn(*shape, generator=rng).to(device)
 
-        big = 1 if device.type == "cpu" else 16
-        self._x, self._w = values(512 * big, 512).requires_grad_(), values(256 * big, 512).requires_grad_()
+        size = 1 if device.type == "cpu" else 16
+        self._x, self._w = values(512 * size, 512).requires_grad_(), values(256 * size, 512).requires_grad_()
         self._layers = [values(512, 512).requires_grad_() for _ in range(4)]
         self._large = torch.optim.Adagrad([values(1 << 24).requires_grad_()])
         with Counter() as self._of_layers:
             self._run_layers()
         self._launch_s = (Rates.of_cpu(1) if device.type == "cpu" else Rates.of_gpu("")).launch_s
-        self._lookups = {lookup: _Lookup(*lookup, device, made) for lookup in list_lookups(device.type)}
+        self._lookups = {lookup: _Lookup(*lookup, device, rng) for lookup in list_lookups(device.type)}
         self._copy_host = torch.empty(1 << 24, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
     def sample(self, clock: Callable[[], float] = perf_counter) -> Sample:
@@ -157,27 +157,27 @@ class RateProbe:
         out: Sample = {"on_gpu": float(self._device.type == "cuda")}
         products = 3 * 2.0 * self._x.shape[0] * self._x.shape[1] * self._w.shape[0]
         for name in ("fp32", "bf16"):
-            out[f"matrix {name}"] = products / self._compute(partial(self._layer, bf16=name == "bf16"))
+            out[f"matrix {name}"] = products / self._time_min(partial(self._run_layer, bf16=name == "bf16"))
         out["matrix tf32"] = out["matrix fp32"]
         if self._device.type == "cuda":
-            before = torch.get_float32_matmul_precision()
+            previous_precision = torch.get_float32_matmul_precision()
             torch.set_float32_matmul_precision("high")
-            out["matrix tf32"] = products / self._compute(self._layer)
-            torch.set_float32_matmul_precision(before)
-            there = self._copy_host.to(self._device)
-            copy = self._compute(lambda: there.copy_(self._copy_host, non_blocking=True))
+            out["matrix tf32"] = products / self._time_min(self._run_layer)
+            torch.set_float32_matmul_precision(previous_precision)
+            device_copy = self._copy_host.to(self._device)
+            copy = self._time_min(lambda: device_copy.copy_(self._copy_host, non_blocking=True))
             out["host link"] = self._copy_host.numel() / copy
-        layers, work = self._compute(self._run_layers, 4), self._of_layers
+        layers, work = self._time_min(self._run_layers, 4), self._of_layers
         arithmetic = work.flops / out["matrix fp32"] + work.launches * self._launch_s
         out["copy"] = work.bytes / max(0.1 * layers, layers - arithmetic)
         (large,) = self._large.param_groups[0]["params"]
-        out["stream"] = DENSE_UPDATE_BYTES * large.numel() / self._compute(self._update, 1)
+        out["stream"] = DENSE_UPDATE_BYTES * large.numel() / self._time_min(self._run_update, 1)
         for shape, lookup in self._lookups.items():
-            out[f"lookup {shape}"] = self._compute(lookup, 1)
+            out[f"lookup {shape}"] = self._time_min(lookup, 1)
         if self._world > 1:
             for kind in COLLECTIVES:
                 for size in (SMALL, LARGE):
-                    out[f"{kind} {size}"] = self._collective(kind, size, clock)
+                    out[f"{kind} {size}"] = self._time_collective(kind, size, clock)
         return out
 
     def _run_layers(self) -> None:
@@ -185,65 +185,65 @@ class RateProbe:
 
         The time in excess of products and launches is spent on reading, writing and allocating memory.
         """
-        kept = [self._x]
+        outputs = [self._x]
         for weights in self._layers:
-            kept.append(torch.nn.functional.linear(kept[-1], weights).relu())
-        torch.cat(kept, 1).square().mean().backward()
+            outputs.append(torch.nn.functional.linear(outputs[-1], weights).relu())
+        torch.cat(outputs, 1).square().mean().backward()
         self._x.grad = None
         for weights in self._layers:
             weights.grad = None
 
-    def _layer(self, bf16: bool = False) -> None:
+    def _run_layer(self, bf16: bool = False) -> None:
         """Run the matrix products of one layer, forward and backward."""
         with torch.autocast(self._device.type, torch.bfloat16, enabled=bf16):
-            given = torch.nn.functional.linear(self._x, self._w)
-        given.backward(given.detach())
+            output = torch.nn.functional.linear(self._x, self._w)
+        output.backward(output.detach())
         self._x.grad = self._w.grad = None
 
-    def _update(self) -> None:
+    def _run_update(self) -> None:
         """Create gradients and run a dense update."""
         for weights in self._large.param_groups[0]["params"]:
             weights.grad = torch.ones_like(weights)
         self._large.step()
         self._large.zero_grad()
 
-    def _compute(self, call: Callable[[], object], times: int = 8) -> float:
+    def _time_min(self, call: Callable[[], object], times: int = 8) -> float:
         """Return the minimum device seconds of a call."""
         clock = process_time if self._device.type == "cpu" else perf_counter
-        return min(self._timed(call, times, clock) for _ in range(3))
+        return min(self._time_calls(call, times, clock) for _ in range(3))
 
-    def _timed(self, call: Callable[[], object], times: int, clock: Callable[[], float]) -> float:
+    def _time_calls(self, call: Callable[[], object], times: int, clock: Callable[[], float]) -> float:
         call()
-        self._wait()
+        self._synchronize()
         began = clock()
         for _ in range(times):
             call()
-        self._wait()
+        self._synchronize()
         return (clock() - began) / times
 
-    def _wait(self) -> None:
+    def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize()
 
-    def _collective(self, kind: str, size: int, clock: Callable[[], float]) -> float:
+    def _time_collective(self, kind: str, size: int, clock: Callable[[], float]) -> float:
         """Return the seconds of a collective of `size` values."""
-        each = size // self._world
-        whole, part = (torch.ones(n, device=self._device) for n in (each * self._world, each))
-        other = torch.empty_like(whole)
+        part_size = size // self._world
+        whole, part = (torch.ones(n, device=self._device) for n in (part_size * self._world, part_size))
+        output = torch.empty_like(whole)
         calls: dict[str, Callable[[], object]] = {
-            "all_to_all": lambda: dist.all_to_all_single(other, whole),
-            "reduce_scatter": lambda: dist.reduce_scatter(part, list(whole.split(each))),
-            "all_gather": lambda: dist.all_gather_into_tensor(other, part),
+            "all_to_all": lambda: dist.all_to_all_single(output, whole),
+            "reduce_scatter": lambda: dist.reduce_scatter(part, list(whole.split(part_size))),
+            "all_gather": lambda: dist.all_gather_into_tensor(output, part),
             "all_reduce": lambda: dist.all_reduce(whole),
         }
         dist.barrier()
-        return self._timed(calls[kind], 6, clock)
+        return self._time_calls(calls[kind], 6, clock)
 
 
 class _Lookup:
     """FBGEMM's lookup and update of some tables, called as TorchRec does."""
 
-    def __init__(self, way: str, tables: int, dim: int, length: int, device: torch.device, made: Any):
+    def __init__(self, update: str, tables: int, dim: int, length: int, device: torch.device, rng: Any):
         from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
         from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
             ComputeDevice,
@@ -252,21 +252,21 @@ class _Lookup:
         )
 
         rows, on_cpu = TABLE_BYTES // (4 * dim * tables), device.type == "cpu"
-        places = (EmbeddingLocation.HOST, ComputeDevice.CPU)
+        locations = (EmbeddingLocation.HOST, ComputeDevice.CPU)
         if not on_cpu:
-            places = (EmbeddingLocation.DEVICE, ComputeDevice.CUDA)
-        if way == DENSE:  # gradients are as large as the tables, so the tables are small
+            locations = (EmbeddingLocation.DEVICE, ComputeDevice.CUDA)
+        if update == DENSE:  # gradients are as large as the tables, so the tables are small
             rows = 1024
             self._kernel: Any = DenseTableBatchedEmbeddingBagsCodegen([(rows, dim)] * tables, use_cpu=on_cpu)
         else:
-            kind = optimizer_type_to_emb_opt_type(find_optimizer(way).torch_class())
+            kind = optimizer_type_to_emb_opt_type(find_optimizer(update).torch_class())
             self._kernel = SplitTableBatchedEmbeddingBagsCodegen(
-                [(rows, dim, *places)] * tables, optimizer=kind, device=device
+                [(rows, dim, *locations)] * tables, optimizer=kind, device=device
             )
         bags = BAGS * tables
         # Each call uses other ids, as in training, because the rows of the previous ids are still in caches.
-        drawn = torch.randint(0, rows, (NUM_ID_SETS, bags * length), generator=made).to(device)
-        self._ids = cycle(drawn.unbind())
+        ids = torch.randint(0, rows, (NUM_ID_SETS, bags * length), generator=rng).to(device)
+        self._ids = cycle(ids.unbind())
         self._offsets = torch.arange(0, bags * length + 1, length).to(device)
         self._gradient = torch.full((BAGS, dim * tables), 1e-3, device=device)
 

@@ -109,10 +109,10 @@ class Rates:
         """
         if way not in self.lookup:
             raise ConfigError(
-                f"no rates of lookups with the optimizer {way}",
+                f"the rates do not include lookups with optimizer {way}",
                 where=self.source,
                 expected=f"one of {', '.join(self.lookup)}",
-                do="measure again with `raytrec doctor --measure FILE`",
+                do="measure the rates again with `raytrec doctor --measure FILE`",
             )
         return self.lookup[way]
 
@@ -128,19 +128,19 @@ class Rates:
             ConfigError: The text has another format; the error names `where`.
         """
         try:
-            made = TypeAdapter(cls).validate_python(parse_json(text))
-            if set(made.bandwidth) != {*COLLECTIVES}:
-                raise ValueError(f"bandwidth has other keys than {', '.join(COLLECTIVES)}")
-            return made
+            rates = TypeAdapter(cls).validate_python(parse_json(text))
+            if set(rates.bandwidth) != {*COLLECTIVES}:
+                raise ValueError(f"the keys of bandwidth are not {', '.join(COLLECTIVES)}")
+            return rates
         except (UnreadableError, ValueError) as error:
-            why = str(error)
+            reason = str(error)
             if isinstance(error, ValidationError):
                 first = error.errors()[0]
-                why = ".".join(map(str, first["loc"])) + f": {first['msg']}"
+                reason = ".".join(map(str, first["loc"])) + f": {first['msg']}"
             raise ConfigError(
-                f"not a file of rates: {why}",
+                f"the file does not contain valid rates: {reason}",
                 where=where,
-                do="write them again with `raytrec doctor --measure FILE`",
+                do="write the file again with `raytrec doctor --measure FILE`",
             ) from None
 
     @classmethod

@@ -87,7 +87,7 @@ class Search:
             try:
                 return self._plan(narrow(chosen, self.schema, world, memory))
             except (NoRoom, PlannerError) as error:
-                refusal = self._refusal(chosen, str(error).splitlines()[0].strip())
+                refusal = self._make_refusal(chosen, str(error).splitlines()[0].strip())
         raise refusal
 
     def _plan(self, constraints: Constraints) -> ShardingPlan:
@@ -98,11 +98,11 @@ class Search:
         }
         kernels = {table: "dense" for table in constraints if table not in fused}
         kernels |= {table: each.kernel for table, each in constraints.items() if each.kernel}
-        of_torchrec = self._for_torchrec(constraints)
+        upstream = self._make_torchrec_constraints(constraints)
         on_disk = {table for table, kernel in kernels.items() if kernel == MMAP_KERNEL}
-        options = list(self._options(of_torchrec, fused, on_disk))
-        board = PlacementSpace(self, constraints, options, self._room(of_torchrec), kernels)
-        chosen = PlanBalancer(board).choose()
+        options = list(self._iterate_options(upstream, fused, on_disk))
+        space = PlacementSpace(self, constraints, options, self._get_room(upstream), kernels)
+        chosen = PlanBalancer(space).choose()
         plan = to_sharding_plan(chosen, self.topology)
         # TorchRec's options (1.8.0) lack dense kernels for sharded tables, and the kernels of tables in files
         # and of UVM tables on CPU. These kernels work nevertheless, so their names are set here.
@@ -111,19 +111,17 @@ class Search:
                 spec.compute_kernel = kernels.get(table, spec.compute_kernel)
         return plan
 
-    def _options(
-        self, of_torchrec: dict[str, ParameterConstraints], fused: Mapping[str, str], on_disk: Set[str]
+    def _iterate_options(
+        self, upstream: dict[str, ParameterConstraints], fused: Mapping[str, str], on_disk: Set[str]
     ) -> Iterator[ShardingOption]:
         """Yield every sharding option of each table, with the storage of its shards."""
-        yield from CorrectedEnumerator(self.topology, self._batch, of_torchrec, fused, on_disk).enumerate(
+        yield from CorrectedEnumerator(self.topology, self._batch, upstream, fused, on_disk).enumerate(
             self.model, self.sharders
         )
-        for fewer in split_columns(
-            of_torchrec, {name: table.dim for name, table in self.schema.tables.items()}
-        ):
-            cut = CorrectedEnumerator(self.topology, self._batch, of_torchrec | fewer, fused, on_disk)
-            for option in cut.enumerate(self.model, self.sharders):
-                if option.name in fewer and option.sharding_type in COLUMN_SHARDED_TYPES:
+        for split in split_columns(upstream, {name: table.dim for name, table in self.schema.tables.items()}):
+            enumerator = CorrectedEnumerator(self.topology, self._batch, upstream | split, fused, on_disk)
+            for option in enumerator.enumerate(self.model, self.sharders):
+                if option.name in split and option.sharding_type in COLUMN_SHARDED_TYPES:
                     yield option
 
     @property
@@ -131,16 +129,16 @@ class Search:
         """Number of rows in the batch of one rank."""
         return -(-self.config.data.global_batch_size // self.topology.world_size)
 
-    def _room(self, of_torchrec: dict[str, ParameterConstraints]) -> np.ndarray:
+    def _get_room(self, upstream: dict[str, ParameterConstraints]) -> np.ndarray:
         """Return the bytes available to tables on each rank in (GPU, host, disk), float64 [ranks, 3]."""
         with catch_warnings():  # TorchRec warns that the heuristic may reserve too much
             simplefilter("ignore", FutureWarning)
             reservation = HeuristicalStorageReservation(RESERVED_SHARE)
-        left = reservation.reserve(self.topology, self._batch, self.model, self.sharders, of_torchrec)
-        storage = [device.storage for device in left.devices]
+        remaining = reservation.reserve(self.topology, self._batch, self.model, self.sharders, upstream)
+        storage = [device.storage for device in remaining.devices]
         return np.array([[of.hbm, of.ddr, of.ssd] for of in storage], float)
 
-    def _for_torchrec(self, constraints: Constraints) -> dict[str, ParameterConstraints]:
+    def _make_torchrec_constraints(self, constraints: Constraints) -> dict[str, ParameterConstraints]:
         world, local = self.topology.world_size, self.topology.local_world_size
         device, out = self.topology.compute_device, {}
         lengths = group_lengths_by_table(self.schema, resolve_features(self.schema, self.config.model))
@@ -157,22 +155,22 @@ class Search:
             )
         return out
 
-    def _refusal(self, constraints: Constraints, reason: str) -> ConfigError:
+    def _make_refusal(self, constraints: Constraints, reason: str) -> ConfigError:
         gib = sum(t.rows * t.dim * 4 for t in self.schema.tables.values()) / GIB
-        has, types = self.topology.devices[0].storage, ", ".join(self.config.plan.sharding_types)
+        sizes, allowed = self.topology.devices[0].storage, ", ".join(self.config.plan.sharding_types)
         kernels = {constraint.kernel for constraint in constraints.values()}
         if self.topology.compute_device == "cuda":
-            room = f"{has.hbm / GIB:.1f} GiB on each GPU, less 15 %"
+            room = f"{sizes.hbm / GIB:.1f} GiB per GPU, of which 15 % are reserved"
             if kernels & {*UVM_KERNELS}:
-                room += f", and {has.ddr / GIB:.1f} GiB of host memory for each"
+                room += f", and {sizes.ddr / GIB:.1f} GiB of host memory per GPU"
         else:
-            room = f"{has.ddr / GIB:.1f} GiB of memory for each worker"
-            room += f", and {has.ssd / GIB:.1f} GiB of disk" if MMAP_KERNEL in kernels else ""
+            room = f"{sizes.ddr / GIB:.1f} GiB of memory per worker"
+            room += f", and {sizes.ssd / GIB:.1f} GiB of disk per worker" if MMAP_KERNEL in kernels else ""
         return ConfigError(
-            f"no plan for {len(self.schema.tables)} tables ({gib:.2f} GiB of weights) on "
+            f"cannot place {len(self.schema.tables)} tables ({gib:.2f} GiB of weights) on "
             f"{self.topology.world_size} workers: {reason}",
             where="plan, scaling.num_workers",
-            expected=f"tables that fit under {types} and plan.tables in {room}",
+            expected=f"tables that fit with sharding types {allowed} and plan.tables into {room}",
             do="add workers, allow row_wise, or make tables smaller",
         )
 
@@ -193,7 +191,7 @@ def narrow(constraints: Constraints, schema: Schema, world: int, memory: int) ->
     def demand(table: str) -> tuple[float, int]:
         return max(bytes_of[table] / all_bytes, load_of[table] / all_load), bytes_of[table]
 
-    spared = {table for table in constraints if bytes_of[table] > LARGE * memory}
+    unchanged = {table for table in constraints if bytes_of[table] > LARGE * memory}
     narrowed = {
         table: replace(each, sharding=("table_wise",))
         if world == 1 and {"table_wise", "row_wise"} <= {*each.sharding}
@@ -201,15 +199,15 @@ def narrow(constraints: Constraints, schema: Schema, world: int, memory: int) ->
         for table, each in constraints.items()
     }
     for kinds, largest_first in ((SPREAD, True), (("data_parallel",), False)):
-        asking = [
+        candidates = [
             table
             for table, each in narrowed.items()
-            if {*kinds} & {*each.sharding} and {*each.sharding} - {*kinds} and table not in spared
+            if {*kinds} & {*each.sharding} and {*each.sharding} - {*kinds} and table not in unchanged
         ]
-        asking.sort(key=demand, reverse=largest_first)
-        for table in asking[max(1, MAX_ADDED_SHARDS // world) :]:
-            left = tuple(kind for kind in narrowed[table].sharding if kind not in kinds)
-            narrowed[table] = replace(narrowed[table], sharding=left)
+        candidates.sort(key=demand, reverse=largest_first)
+        for table in candidates[max(1, MAX_ADDED_SHARDS // world) :]:
+            remaining = tuple(kind for kind in narrowed[table].sharding if kind not in kinds)
+            narrowed[table] = replace(narrowed[table], sharding=remaining)
     return narrowed
 
 
@@ -220,17 +218,17 @@ def split_columns(
 
     Only tables that may be split by columns are included, with fewer parts than in `constraints`.
     """
-    most = {
+    max_parts = {
         table: dims[table] // each.min_partition
         for table, each in constraints.items()
         if {*COLUMN_SHARDED_TYPES} & {*each.sharding_types}
     }
     parts = 2
-    while parts < max(most.values(), default=0):
+    while parts < max(max_parts.values(), default=0):
         yield {
             table: replace(constraints[table], min_partition=dims[table] // parts)
-            for table in most
-            if parts < most[table] and dims[table] // 4 % parts == 0
+            for table in max_parts
+            if parts < max_parts[table] and dims[table] // 4 % parts == 0
         }
         parts *= 2
 
@@ -244,9 +242,9 @@ def estimate_once_per_size(
         option.shards = list({tuple(shard.size): shard for shard in option.shards}.values())
     estimate(options)
     for option, shards in zip(options, shards_of, strict=True):
-        known = {tuple(shard.size): shard.storage for shard in option.shards}
+        storages = {tuple(shard.size): shard.storage for shard in option.shards}
         for shard in shards:
-            shard.storage = known[tuple(shard.size)]
+            shard.storage = storages[tuple(shard.size)]
         option.shards = shards
 
 

@@ -76,16 +76,16 @@ def estimate_memory(
 
     copies = np.zeros(world)
     kernels = {table.table: table.compute_kernel for table in plan}
-    found = held(plan, config, schema)
-    for (table, rank), its in found.items():
-        for part, size in its.parts.items():
-            for tier, of_tier in zip(TIERS, size, strict=True):
-                add(tier, part, of_tier, rank)
+    shards = held(plan, config, schema)
+    for (table, rank), shard in shards.items():
+        for part, size in shard.parts.items():
+            for tier, tier_bytes in zip(TIERS, size, strict=True):
+                add(tier, part, tier_bytes, rank)
             if part != CACHE and (device == "cuda" or kernels[table] == "dense"):
                 copies[rank] += size.device + size.host
     if maps := estimate_id_map_bytes(schema, world):
         add(DEVICE, "id maps", maps)
-    add(DEVICE, "hot rows", np.array([size for _, size in estimate_hot_rows(found, config, schema, world)]))
+    add(DEVICE, "hot rows", np.array([size for _, size in estimate_hot_rows(shards, config, schema, world)]))
     batch = -(-config.data.global_batch_size // world)
     dense_state = dense.parameters * (1 + count_optimizer_states(config.optim.dense) + bool(config.train.ema))
     add(DEVICE, "dense model", dense_state)
@@ -193,13 +193,13 @@ def estimate_step_time(
 
     def shared(seconds: np.ndarray | float) -> float:
         """Return the seconds that this CPU time of each rank takes when ranks share cores."""
-        each = np.broadcast_to(np.asarray(seconds, float), (world,))
-        return float(max(each.max(), each.sum() / hosts / rates.cores if rates.cores else 0.0))
+        times = np.broadcast_to(np.asarray(seconds, float), (world,))
+        return float(max(times.max(), times.sum() / hosts / rates.cores if rates.cores else 0.0))
 
     lookups = loads.streamed_bytes / rates.stream + loads.host_bytes / rates.host_link
     lookups = lookups + loads.file_rows * rates.file_row_s
-    for way, ids_of_way in loads.ids.items():
-        lookups += rates.get_lookup_rates(way).seconds(loads.touched[way], ids_of_way, loads.shards[way])
+    for update, count in loads.ids.items():
+        lookups += rates.get_lookup_rates(update).seconds(loads.touched[update], count, loads.shards[update])
     precision = "fp32" if on_cpu and config.train.matmul == "tf32" else config.train.matmul
     moved = dense.bytes * (COMPILED_BYTES_RATIO if config.train.compile and not on_cpu else 1.0)
     moved += dense.parameters * (
@@ -209,39 +209,39 @@ def estimate_step_time(
     launches = dense.launches * (COMPILED_LAUNCHES_RATIO if config.train.compile and not on_cpu else 1.0)
     host = dense.tensors * rates.tensor_s + launches * rates.launch_s + rates.step_s
     host += (len(loads.groups) + bool(loads.replicated)) * rates.group_s
-    columns, its_ids = len(schema.columns), loads.row_ids * rates.read_id_s
-    assembled = batch * (columns * rates.assemble_column_s + its_ids)
+    columns, ids_s = len(schema.columns), loads.row_ids * rates.read_id_s
+    assembled = batch * (columns * rates.assemble_column_s + ids_s)
     readers = config.data.readers if not cpus else min(config.data.readers, max(0.5, cpus - 2))
-    ids = output = reduced = np.zeros(world)
+    ids = output = all_reduce = np.zeros(world)
     if world > 1:
         ids = _estimate_input_exchange_s(loads, rates, world, hosts, gpus)
         output = _estimate_output_exchange_s(loads, rates, world)
-        added_up = dense.parameters + loads.replicated
-        reduced = np.full(world, _estimate_all_reduce_s(added_up, rates, world, hosts, gpus))
+        reduced_bytes = dense.parameters + loads.replicated
+        all_reduce = np.full(world, _estimate_all_reduce_s(reduced_bytes, rates, world, hosts, gpus))
     parts = {
         "lookup": shared(lookups),
         "input exchange": float(ids.max()),
         "output exchange": float(output.max()),
         "dense layers": shared(products),
-        "all-reduce": float(reduced.max()),
+        "all-reduce": float(all_reduce.max()),
         "host launches": shared(host) + assembled,
-        "ingest": batch * (columns * rates.read_column_s + its_ids) / readers,
+        "ingest": batch * (columns * rates.read_column_s + ids_s) / readers,
         "host to device": 0.0 if on_cpu else estimate_batch_bytes(schema, loads, batch) / rates.host_link,
     }
     if on_cpu:
-        together = {name: seconds for name, seconds in parts.items() if name != "ingest"}
-        alone = {"ingest": parts["ingest"]}
+        serial = {name: seconds for name, seconds in parts.items() if name != "ingest"}
+        concurrent = {"ingest": parts["ingest"]}
     else:
-        together = {name: parts[name] for name in ("lookup", "output exchange", "dense layers")}
-        together["all-reduce"] = max(0.0, parts["all-reduce"] - HIDDEN * parts["dense layers"])
-        alone = {name: seconds for name, seconds in parts.items() if name not in together}
-    step = max(sum(together.values()), *alone.values())
-    chain = together if step == sum(together.values()) else alone
-    slowest = max(chain, key=lambda name: chain[name])
+        serial = {name: parts[name] for name in ("lookup", "output exchange", "dense layers")}
+        serial["all-reduce"] = max(0.0, parts["all-reduce"] - HIDDEN * parts["dense layers"])
+        concurrent = {name: seconds for name, seconds in parts.items() if name not in serial}
+    step = max(sum(serial.values()), *concurrent.values())
+    critical = serial if step == sum(serial.values()) else concurrent
+    slowest = max(critical, key=lambda name: critical[name])
     busy = lookups + output
     balance = float(busy.mean() / busy.max()) if busy.max() else 1.0
-    everything = busy + ids + reduced + products + host + assembled
-    return StepTime(parts, step, total / step, slowest, balance, everything.tolist())
+    total_busy = busy + ids + all_reduce + products + host + assembled
+    return StepTime(parts, step, total / step, slowest, balance, total_busy.tolist())
 
 
 def _estimate_input_exchange_s(loads: Loads, rates: Rates, world: int, hosts: int, gpus: int) -> np.ndarray:
@@ -286,18 +286,18 @@ def estimate_hot_rows(
 
     As many rows are cached as plan.memory_gib leaves room for; none if plan.memory_gib is not set.
     """
-    left = [(config.plan.memory_gib or 0) * GIB - estimate_id_map_bytes(schema, world)] * world
-    takes, places = [0] * world, [0] * world
-    for (_, rank), each in found.items():
-        left[rank] -= each.size.device
-        if each.size.disk:
-            left[rank] -= each.rows * ROW_BYTES
-            takes[rank] += each.size.disk + each.rows * BYTES_PER_PLACE
-            places[rank] += each.rows * ROW_BYTES
+    free = [(config.plan.memory_gib or 0) * GIB - estimate_id_map_bytes(schema, world)] * world
+    sizes, place_bytes = [0] * world, [0] * world
+    for (_, rank), part in found.items():
+        free[rank] -= part.size.device
+        if part.size.disk:
+            free[rank] -= part.rows * ROW_BYTES
+            sizes[rank] += part.size.disk + part.rows * BYTES_PER_PLACE
+            place_bytes[rank] += part.rows * ROW_BYTES
     shares = [
-        min(1.0, max(0.0, room / size)) if size else 0.0 for room, size in zip(left, takes, strict=True)
+        min(1.0, max(0.0, room / size)) if size else 0.0 for room, size in zip(free, sizes, strict=True)
     ]
     return [
         (share, share * size + of_rows if share else 0.0)
-        for share, size, of_rows in zip(shares, takes, places, strict=True)
+        for share, size, of_rows in zip(shares, sizes, place_bytes, strict=True)
     ]

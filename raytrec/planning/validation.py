@@ -28,10 +28,10 @@ from raytrec.planning.memory import (
     estimate_host_table_bytes,
 )
 
-ON_DEVICE = "on one rank", "(plan.memory_gib, or what the device has)"
+ON_DEVICE = "on one rank", "(plan.memory_gib, or the memory of the device)"
 HOST_MEMORY_WORDING = (
     "of host memory on one rank",
-    "(its share of its host, less what checkpoints are copied to)",
+    "(the share of one rank, without the memory for checkpoint copies)",
 )
 DEVICE_NAMES = {"cpu": "CPU", "cuda": "GPUs"}
 
@@ -65,9 +65,9 @@ def validate_constraints(
     constraints, optimizers = resolve_constraints(config, schema), resolve_optimizers(config, schema)
     if device == "cuda" and {*config.plan.compute_kernels} == {MMAP_KERNEL}:
         raise ConfigError(
-            "plan.compute_kernels leaves nothing but fused_mmap, which no GPU has",
+            "plan.compute_kernels contains only fused_mmap, which GPUs do not support",
             where="plan.compute_kernels",
-            expected="fused, fused_uvm or fused_uvm_caching among them",
+            expected="at least one of fused, fused_uvm and fused_uvm_caching",
         )
     check_decay(constraints, optimizers, device)
     check_qcomms(config, schema, constraints, world, ranks_per_host)
@@ -81,8 +81,8 @@ def validate_constraints(
         if is_managed and allowed in ([CACHING_KERNEL], []):
             raise refused(
                 table,
-                f"managed ids with kernel {CACHING_KERNEL}, whose cache would keep rows that change their id",
-                "fused, fused_uvm or dense, by compute_kernel or among plan.compute_kernels",
+                f"managed ids do not support kernel {CACHING_KERNEL}, whose cache keeps rows of replaced ids",
+                "fused, fused_uvm or dense as compute_kernel or in plan.compute_kernels",
             )
         _check_dtype(table, constraint, optimizers[table].name, device)
         if constraint.ranks:
@@ -97,22 +97,22 @@ def _check_kernel(
     if sharding in COLUMN_SHARDED_TYPES and find_optimizer(optimizer).by_row():
         raise refused(
             table,
-            f"{sharding} with optimizer {optimizer}, whose state is one value a row: column shards would "
-            "each keep their own",
-            "another optimizer, such as adagrad, or whole tables or rows on a rank",
+            f"{sharding} does not support optimizer {optimizer}, whose state is one value per row: each "
+            "column shard would keep a separate value",
+            "another optimizer, such as adagrad, or a sharding type that keeps rows whole",
         )
     if sharding == "data_parallel" and constraint.kernel not in (None, "dense"):
-        raise refused(table, f"data_parallel with kernel {constraint.kernel}", "the dense kernel, or none")
+        raise refused(table, f"data_parallel does not support kernel {constraint.kernel}", "dense or null")
     if constraint.kernel == MMAP_KERNEL and device == "cuda":
         raise refused(
             table,
-            "kernel fused_mmap on a GPU, which reads no files",
-            "fused_uvm or fused_uvm_caching, in host memory; fused_mmap is for workers on CPU",
+            "GPUs do not support kernel fused_mmap, which reads tables from files",
+            "fused_uvm or fused_uvm_caching for tables in host memory (fused_mmap is for workers on CPU)",
         )
     if device not in find_optimizer(optimizer).devices and constraint.kernel not in (None, "dense"):
         raise refused(
             table,
-            f"kernel {constraint.kernel} with {optimizer} on {DEVICE_NAMES[device]}, where FBGEMM has none",
+            f"FBGEMM has no kernel {constraint.kernel} for optimizer {optimizer} on {DEVICE_NAMES[device]}",
             "compute_kernel: dense",
         )
 
@@ -137,11 +137,11 @@ def check_decay(
         ]
         if optimizers[table].weight_decay and fused:
             raise ConfigError(
-                f"weight_decay of table {table}, which may be {fused[0]} with a fused kernel: it would not "
-                "decay rows that a batch does not touch",
+                f"table {table} has weight_decay and may be {fused[0]} with a fused kernel, which does not "
+                "decay rows outside the batch",
                 where="optim.embeddings, optim.tables",
                 expected="weight_decay 0, or a dense update, which decays every row at every step",
-                do=f"set plan.tables.{table}.compute_kernel=dense, or .sharding_type=data_parallel",
+                do=f"set compute_kernel=dense or sharding_type=data_parallel in plan.tables.{table}",
             )
 
 
@@ -158,41 +158,41 @@ def _check_dtype(table: str, constraint: TableConstraint, optimizer: str, device
     if constraint.dtype != "fp32" and dense:
         raise refused(
             table,
-            f"dtype {constraint.dtype} with a dense kernel, whose optimizer state would be as coarse",
-            "a fused kernel (not data_parallel, and an optimizer that has one on this device), or fp32",
+            f"dense kernels do not support dtype {constraint.dtype}, which the optimizer state would share",
+            "fp32, or a fused kernel (not data_parallel; an optimizer with such a kernel on this device)",
         )
 
 
-def _check_ranks(table: str, spec: Table, constraint: TableConstraint, world: int, local: int) -> None:
+def _check_ranks(table: str, spec: Table, constraint: TableConstraint, world: int, per_host: int) -> None:
     ranks, sharding = constraint.ranks, constraint.sharding[0]
     outside = [r for r in ranks if r >= world]
     if outside:
         raise refused(
-            table, f"on rank {outside[0]}", f"with scaling.num_workers={world}, ranks are 0 to {world - 1}"
+            table, f"there is no rank {outside[0]}", f"ranks 0 to {world - 1} (scaling.num_workers={world})"
         )
     if len(set(ranks)) < len(ranks):
-        raise refused(table, f"ranks {list(ranks)}", "name each rank once")
-    hosts = [list(range(h, h + local)) for h in range(0, world, local)]
+        raise refused(table, f"ranks {list(ranks)} contain duplicates", "each rank once")
+    hosts = [list(range(h, h + per_host)) for h in range(0, world, per_host)]
     one_host = any(set(ranks) <= set(host) for host in hosts)
-    whole_hosts = all(list(ranks[i : i + local]) in hosts for i in range(0, len(ranks), local))
+    whole_hosts = all(list(ranks[i : i + per_host]) in hosts for i in range(0, len(ranks), per_host))
     possible, expected = {
         "table_wise": (len(ranks) == 1, "one rank"),
-        "row_wise": (list(ranks) == list(range(world)), "all ranks, in order (or leave ranks out)"),
-        "data_parallel": (list(ranks) == list(range(world)), "all ranks, in order (or leave ranks out)"),
+        "row_wise": (list(ranks) == list(range(world)), "all ranks in order, or no ranks setting"),
+        "data_parallel": (list(ranks) == list(range(world)), "all ranks in order, or no ranks setting"),
         "column_wise": (True, ""),
-        "table_row_wise": (list(ranks) in hosts, f"all ranks of one host, one of {hosts}"),
-        "table_column_wise": (one_host, f"ranks of one host, of {hosts}"),
-        "grid_shard": (whole_hosts, f"all ranks of one or more hosts, of {hosts}"),
+        "table_row_wise": (list(ranks) in hosts, f"all ranks of one host, i.e. one of {hosts}"),
+        "table_column_wise": (one_host, f"ranks of one host out of {hosts}"),
+        "grid_shard": (whole_hosts, f"all ranks of one or more hosts out of {hosts}"),
     }[sharding]
     if not possible:
-        raise refused(table, f"{sharding} on ranks {list(ranks)}", expected)
+        raise refused(table, f"{sharding} cannot use ranks {list(ranks)}", expected)
     if sharding in COLUMN_SHARDED_TYPES:
-        wanted = len(ranks) // local if sharding == "grid_shard" else len(ranks)
-        if column_parts(spec.dim, constraint.sharding, ranks, world, local) != wanted:
+        num_parts = len(ranks) // per_host if sharding == "grid_shard" else len(ranks)
+        if column_parts(spec.dim, constraint.sharding, ranks, world, per_host) != num_parts:
             raise refused(
                 table,
-                f"{sharding} in {wanted} parts of {spec.dim} columns",
-                "equal widths that are multiples of 4",
+                f"{sharding} cannot split {spec.dim} columns into {num_parts} parts",
+                "parts of equal width, which is a multiple of 4",
             )
 
 
@@ -219,11 +219,11 @@ def check_qcomms(
         if each.sharding != ("data_parallel",)
     }
     if widths and (group := gcd(*widths.values())) <= INT8_SCALE_BYTES:
-        narrow = min(widths, key=lambda table: widths[table])
+        narrowest = min(widths, key=lambda table: widths[table])
         raise ConfigError(
-            f"int8 saves nothing: {group} values, the common divisor of the widths of all shards, would "
-            f"share {INT8_SCALE_BYTES} bytes of scale (a shard of table {narrow} has "
-            f"{widths[narrow]} columns)",
+            f"int8 does not reduce exchanges: {group} values (the common divisor of all shard widths) would "
+            f"share {INT8_SCALE_BYTES} bytes of scale (a shard of table {narrowest} has "
+            f"{widths[narrowest]} columns)",
             where="plan.qcomms",
             expected=f"shards whose widths have a common divisor above {INT8_SCALE_BYTES}, such as 16",
             do="set plan.qcomms to fp16 or bf16, or the tables' dim to multiples of 16",
@@ -244,18 +244,18 @@ def _check_room(
     Raises:
         ConfigError: Tables or copies do not fit.
     """
-    together: dict[tuple, list[str]] = {}
+    groups: dict[tuple, list[str]] = {}
     for table, constraint in constraints.items():
         if constraint.ranks and len(constraint.ranks) == 1:
-            together.setdefault(("rank", constraint.ranks[0]), []).append(table)
+            groups.setdefault(("rank", constraint.ranks[0]), []).append(table)
         elif constraint.group is not None:
-            together.setdefault(("group", constraint.group), []).append(table)
+            groups.setdefault(("group", constraint.group), []).append(table)
     room = (
         None
         if host_share is None
         else estimate_host_table_bytes(config, schema, constraints, world, host_share)
     )
-    for tables in together.values():
+    for tables in groups.values():
         sizes = estimate_footprints(config, schema, {table: constraints[table] for table in tables}, device)
         _check_fits({table: size.device for table, size in sizes.items()}, memory, ON_DEVICE)
         _check_fits({table: size.host for table, size in sizes.items()}, room, HOST_MEMORY_WORDING)
@@ -263,19 +263,19 @@ def _check_room(
         copies, ahead = estimate_copy_bytes(config, schema, constraints, world)
         if copies + ahead > host_share:  # the first save would run the host out of memory
             raise ConfigError(
-                f"checkpoints copy {copies / GIB:.1f} GiB of each GPU to main memory, where each worker also "
-                f"has {ahead / GIB:.1f} GiB of rows read ahead",
+                f"checkpoints copy {copies / GIB:.1f} GiB from each GPU to main memory, in addition to "
+                f"{ahead / GIB:.1f} GiB of rows read ahead by each worker",
                 where="checkpoint.async_save",
                 expected=f"at most {host_share / GIB:.1f} GiB, a worker's share of its host (or container)",
-                do="set checkpoint.async_save=false, which copies nothing while training waits; or take "
-                "hosts with more memory, or more workers",
+                do="set checkpoint.async_save=false (no copies, but training waits for each save), or use "
+                "more workers or hosts with more memory",
             )
 
 
-def _check_fits(sizes: dict[str, int], memory: int | None, words: tuple[str, str]) -> None:
+def _check_fits(sizes: dict[str, int], memory: int | None, wording: tuple[str, str]) -> None:
     if memory is not None and (size := sum(sizes.values())) > memory:
         raise refused(
             ", ".join(table for table, bytes_ in sizes.items() if bytes_),
-            f"{size / GIB:.2f} GiB, with optimizer state, {words[0]}",
-            f"at most {memory / GIB:.2f} GiB {words[1]}",
+            f"{size / GIB:.2f} GiB {wording[0]} are required, including optimizer state",
+            f"at most {memory / GIB:.2f} GiB {wording[1]}",
         )

@@ -36,7 +36,7 @@ def test_hosts_that_are_well(hosts):
     code, rows = doctor(hosts, "--storage", str(hosts.root))
     assert code == 0, rows
     found = {row["check"]: row["finding"] for row in rows}
-    assert found["interfaces"].startswith("gloo and NCCL take eth0")
+    assert found["interfaces"].startswith("gloo and NCCL use eth0")
     assert found["ports"] == "3 nodes reach each other at free ports"
     assert (
         found["all-reduce"].startswith("over all 3 nodes: ") and "gloo over TCP (eth0)" in found["all-reduce"]
@@ -67,4 +67,4 @@ def test_what_is_wrong_between_hosts_and_on_one(hosts):
     ports = [row["finding"] for row in rows if row["check"] == "ports"]
     assert any(f"host2 ({NETWORK}2) cannot reach {name} at port" in text for text in ports), ports
     assert all("no answer within 5 s" in text or "nodes" in text for text in ports)
-    assert "not the same place on every node" in found["storage", name]["do"]
+    assert "mount the same storage at" in found["storage", name]["do"]

@@ -62,7 +62,7 @@ def test_what_differs_on_one_node_is_named_there(address):
     assert len(found.hosts) == 4
     silent = found.diagnoses.pop(0)
     assert (silent.check, silent.result, silent.hosts) == ("nodes", FAILURE, (found.hosts[3],))
-    assert "no raytrec here" in silent.finding and "whether it has this raytrec" in silent.do
+    assert "no raytrec here" in silent.finding and "whether the node has this version of raytrec" in silent.do
     rows = {(v.check, v.result, v.hosts): v for v in found.diagnoses}
     torchrec = rows.pop(("packages", FAILURE, (second := found.hosts[_of(found, "1.7.0")],)))
     assert "torchrec 1.7.0" in torchrec.finding and torchrec.do.startswith("pip install")
@@ -73,7 +73,10 @@ def test_what_differs_on_one_node_is_named_there(address):
     ((_, _, (third,)),) = [key for key in rows if key[:2] == ("operators", FAILURE)]
     assert third != second
     broken = rows.pop(("operators", FAILURE, (third,)))
-    assert "undefined symbol" in broken.finding and "torch and FBGEMM are not of one release" in broken.do
+    assert (
+        "undefined symbol" in broken.finding
+        and "reinstall FBGEMM, whose release does not match torch" in broken.do
+    )
     assert not [v for v in rows.values() if v.result != OK]
     (reduced,) = [v for v in rows.values() if v.check == "all-reduce"]
     assert re.fullmatch(r"over all 2 nodes: .* GB/s .*, gloo over TCP \(lo\)", reduced.finding), "torch loads"

@@ -86,14 +86,14 @@ def test_the_loaders_first_error_is_shown_in_place_of_no_such_operator(installed
     changed = content.replace(b"libtorch_cpu.so\0", b"libcudart.so.99\0")
     (tmp_path / "site/fbgemm_gpu/fbgemm_gpu_py.so").write_bytes(changed)
     diagnosis = the_only("operators", FAILURE)
-    assert "loading fbgemm_gpu_py.so: libcudart.so.99: cannot open shared object" in diagnosis.finding
-    assert "built for CUDA, whose libraries are missing" in diagnosis.do
+    assert "cannot load fbgemm_gpu_py.so: libcudart.so.99: cannot open shared object" in diagnosis.finding
+    assert "the CUDA libraries of the packages are missing" in diagnosis.do
 
 
 @pytest.mark.parametrize(
     "error,do",
     [
-        ("x.so: undefined symbol: _ZN3c10", "torch and FBGEMM are not of one release"),
+        ("x.so: undefined symbol: _ZN3c10", "reinstall FBGEMM, whose release does not match torch"),
         ("libcudart.so.12: cannot open shared object file", "make install DEVICE=cpu"),
         ("libm.so.6: version `GLIBC_2.38' not found", "C libraries are too old"),
         ("something else", "pip install --no-deps --force-reinstall -r requirements/cpu.txt"),
@@ -141,7 +141,7 @@ def test_each_gpu_that_the_wheel_has_no_code_for_or_that_does_not_work_is_named(
     # There is none to run an operator on: torch of this environment is for CPUs.
     assert served.result == FAILURE and "GPU 0, NVIDIA L4 (8.9): torch" in served.finding and served.do
     driver = the_only("driver", FAILURE)
-    assert "driver 570.86.15 runs CUDA 12.8, and torch is built for CUDA 13.0" in driver.finding
+    assert "driver 570.86.15 supports CUDA 12.8, but torch is built for CUDA 13.0" in driver.finding
 
 
 def test_a_wheel_for_cpus_where_there_are_gpus(with_gpus):
@@ -182,7 +182,7 @@ print(*check_before_run(), sep="\\n")
 """
     lines = subprocess.check_output([sys.executable, "-c", code], text=True, timeout=60).splitlines()
     (line,) = [line for line in lines if line.startswith("limits")]
-    assert "8,589,934,592 of virtual memory" in line and "ulimit -v unlimited" in line
+    assert "8,589,934,592 bytes of virtual memory" in line and "ulimit -v unlimited" in line
 
 
 def test_a_run_of_this_host_warns_of_what_is_short_before_ray_starts(tiny_data, tmp_path, monkeypatch):
@@ -224,7 +224,9 @@ def test_a_second_cluster_and_one_that_has_ended(tmp_path, monkeypatch):
     finally:
         for head in heads:
             head.communicate()
-    assert ended.result == WARNING and "where nothing listens" in ended.finding and str(note) in ended.do
+    assert (
+        ended.result == WARNING and "but no process listens there" in ended.finding and str(note) in ended.do
+    )
     assert second.result == WARNING and "7001, 7002" in second.finding and "ray stop" in second.do
 
 
@@ -334,10 +336,10 @@ def test_a_port_that_nothing_answers_at_is_named_by_the_pair(monkeypatch):
 @pytest.mark.parametrize(
     "address,own,chosen,several,result,finding",
     [
-        ("172.17.0.1", "docker0", {}, True, FAILURE, "take docker0 (172.17.0.1), a bridge inside this host"),
+        ("172.17.0.1", "docker0", {}, True, FAILURE, "use docker0 (172.17.0.1), a bridge inside this host"),
         ("172.17.0.1", "docker0", {}, False, OK, "docker0"),
         ("10.0.0.1", "eth0", {}, True, OK, "eth0"),
-        ("10.0.0.1", "eth0", {"NCCL_SOCKET_IFNAME": "=docker0"}, True, FAILURE, "take docker0"),
+        ("10.0.0.1", "eth0", {"NCCL_SOCKET_IFNAME": "=docker0"}, True, FAILURE, "use docker0"),
         ("10.0.0.1", "eth0", {"NCCL_SOCKET_IFNAME": "ib9"}, True, FAILURE, "there is no such interface"),
         ("10.0.0.1", "eth0", {"NCCL_SOCKET_IFNAME": "eth"}, True, OK, "eth"),
         ("10.0.0.9", None, {}, True, WARNING, "no interface has the node's address 10.0.0.9"),
@@ -392,7 +394,7 @@ def test_smallest_groups_that_fail_to_reduce_are_named(monkeypatch, count, bad, 
     hosts = SeveralHosts(monkeypatch, count, *bad)
     found = [*network.check_all_reduce(hosts)]
     failed = [diagnosis.finding for diagnosis in found if diagnosis.result == FAILURE]
-    assert failed == [f"{names} with gloo: no answer within 90 s" for names in failures]
+    assert failed == [f"{names} failed with gloo: no answer within 90 s" for names in failures]
     assert all("--node-ip-address" in diagnosis.do for diagnosis in found[: len(failed)])
     speeds = [diagnosis.finding for diagnosis in found[len(failed) :]]
     speed = "0.17 GB/s (100.0 ms for 16 MiB), gloo over TCP (eth0)"
@@ -413,7 +415,7 @@ def test_nothing_is_reduced_over_nodes_that_cannot_connect_or_import_torch(monke
     hosts = SeveralHosts(monkeypatch, 3)
     hosts.cut = {frozenset((0, 2))}
     (cut,) = network.check_all_reduce(hosts)
-    assert (cut.result, cut.finding) == (WARNING, "not timed over all nodes") and not hosts.tried
+    assert (cut.result, cut.finding) == (WARNING, "not timed: some nodes cannot connect") and not hosts.tried
     hosts.unfit = {2}
     (fine,) = network.check_all_reduce(hosts)
     assert fine.result == OK and hosts.tried == [(0, 1)]
@@ -479,7 +481,7 @@ def test_it_runs_where_neither_torch_nor_fbgemm_can_be_imported(tmp_path):
     found = json.loads(done.stdout)
     assert done.returncode == 1 and found["failures"] == 1, done.stdout
     (row,) = [row for row in found["checks"] if row["result"] == "failure"]
-    assert row["check"] == "operators" and "import torch: libcublasLt.so.13" in row["finding"]
+    assert row["check"] == "operators" and "cannot import torch: libcublasLt.so.13" in row["finding"]
     assert "make install DEVICE=cpu" in row["do"]
 
 

@@ -62,10 +62,10 @@ def test_a_check_that_passes(tiny_data, tmp_path, capsys):
 @pytest.mark.parametrize(
     "plan,message",
     [
-        ({"user": {"ranks": [2]}}, "table user: on rank 2"),
+        ({"user": {"ranks": [2]}}, "table user: there is no rank 2"),
         pytest.param(
             {"user": {"sharding_type": "data_parallel", "compute_kernel": "fused"}},
-            "table user: data_parallel with kernel",
+            "table user: data_parallel does not support kernel",
             marks=pytest.mark.survive,
         ),
         ({"usr": {"ranks": [0]}}, "did you mean 'user'"),

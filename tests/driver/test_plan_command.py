@@ -40,10 +40,10 @@ def run(*arguments):
 def test_what_does_not_fit_is_told_with_what_helps(folder, capsys):
     assert run(folder / "config.yaml", "--on", "1x8xl4,8xh200") == 1
     shown = capsys.readouterr().out
-    (line,) = (line for line in shown.splitlines() if "it would fit with" in line)
-    assert "1x8xl4 does not fit: no plan for 4 tables" in shown and "8xh200 does not" not in shown
+    (line,) = (line for line in shown.splitlines() if "the run would fit with" in line)
+    assert "1x8xl4 does not fit: cannot place 4 tables" in shown and "8xh200 does not" not in shown
     assert "plan.sharding_types=[table_wise, row_wise]" in line
-    assert "optim.embeddings.name=rowwise_adagrad (other results)" in line
+    assert "optim.embeddings.name=rowwise_adagrad (changes results)" in line
     assert "plan.compute_kernels=[fused, fused_uvm_caching, fused_uvm]" in line
     assert "2x8xl4" not in line, "each table has to be on one GPU"
 
@@ -76,7 +76,7 @@ def test_a_rank_whose_step_needs_more_than_its_gpu_has_is_named(folder):
     [
         ("[1, 2]", "not a table of prices"),
         ("8xh100: cheap", "not a table of prices"),
-        ("9xh9: 3", "no machine is"),
+        ("9xh9: 3", "machine '9xh9' does not exist"),
     ],
 )
 def test_prices_that_are_not_are_refused(folder, text, message):
@@ -90,4 +90,4 @@ def test_a_picture_is_drawn(folder, tmp_path, capsys):
     assert run(*given, tmp_path / "shards.svg") == 0
     assert "<svg" in (tmp_path / "shards.svg").read_text() and "rows/s" in capsys.readouterr().out
     assert run(*given, tmp_path / "shards.pdf") == 1
-    assert "shards.pdf is not a picture" in capsys.readouterr().err
+    assert "shards.pdf is not an image file" in capsys.readouterr().err

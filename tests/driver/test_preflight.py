@@ -57,7 +57,7 @@ def test_what_cannot_be_replayed_as_cuda_graphs():
     [
         ({"metrics": ["auc", "nee"]}, [], "there is no metric 'nee'; did you mean 'ne'?"),
         ({"metrics": ["mine:Hits"]}, [], "the module has no attribute 'Hits'"),
-        ({}, ["checkpoint.best_metric=mse"], "checkpoint.best_metric is mse, which is not a metric of the"),
+        ({}, ["checkpoint.best_metric=mse"], "checkpoint.best_metric is mse, but the tasks have no metric"),
         ({"metrics": []}, ["checkpoint.keep_best=1"], "a metric with a direction"),
         ({}, ["train.early_stopping={metric: gini}"], "train.early_stopping.metric is gini"),
     ],
@@ -92,11 +92,11 @@ def test_tables_in_files_must_fit_the_disk(tmp_path, monkeypatch):
     fits(100_000, mmap_dir=str(tmp_path))  # 3.4 MiB, of which memory has 1
     with pytest.raises(ConfigError, match="compute_kernel=fused_mmap"):
         fits(100_000, tables={})
-    with pytest.raises(ConfigError, match=r"tables user take [\d,.]+ TiB of disk.*are free there"):
+    with pytest.raises(ConfigError, match=r"tables user need [\d,.]+ TiB of disk.*but only .* are free"):
         fits(10**12, mmap_dir=str(tmp_path))
     movable = {"tables": {}, "compute_kernels": ["fused", "fused_mmap"]}
     fits(100_000, mmap_dir=str(tmp_path), **movable)
-    with pytest.raises(ConfigError, match=r"tables user take [\d,.]+ TiB of disk.*are free there"):
+    with pytest.raises(ConfigError, match=r"tables user need [\d,.]+ TiB of disk.*but only .* are free"):
         fits(10**12, mmap_dir=str(tmp_path), **movable)
 
 

@@ -31,7 +31,7 @@ def refusal(*metrics, **about):
 
 @pytest.mark.parametrize("places", ["0", "-1", "1.5", "", "ten", "01", "9999999999"])
 def test_places_are_whole_numbers_from_1(places):
-    with pytest.raises(ConfigError, match="recall counts the first k places, and k is") as refused:
+    with pytest.raises(ConfigError, match="metric recall counts the first k places, but k is") as refused:
         find_metric(f"recall@{places}")
     assert "recall@10" in str(refused.value)
 
@@ -40,7 +40,7 @@ def test_names_with_places():
     ten = find_metric("ndcg@10")
     assert (ten.k, ten.name, ten.title, ten.label) == (10, "ndcg@10", "NDCG at 10", "NDCG@10")
     assert find_metric("ndcg@10") is ten and find_metric("ndcg@5").k == 5 and issubclass(ten, GroupMetric)
-    with pytest.raises(ConfigError, match="auc has no places"):
+    with pytest.raises(ConfigError, match="metric auc does not support @3"):
         find_metric("auc@3")
     with pytest.raises(ConfigError, match="k is missing"):
         find_metric("recall")
@@ -52,8 +52,8 @@ def test_names_with_places():
 
 
 def test_metrics_of_groups_need_a_group():
-    assert "gauc needs a column group" in refusal("gauc").what
-    assert "coverage@3 needs a column item" in refusal("coverage@3", group="u").what
+    assert "metric gauc requires group" in refusal("gauc").what
+    assert "metric coverage@3 requires item" in refusal("coverage@3", group="u").what
     assert "group and item" in refusal("coverage@3").what
     Selection([task("gauc", "coverage@3", group="u", item="u")])
 
@@ -69,7 +69,10 @@ def test_metrics_of_groups_need_a_group():
 def test_a_metric_has_to_suit_the_loss(predicts, metrics):
     for name in metrics:
         refused = refusal(name, predicts=predicts, group="u")
-        assert f"{name} does not suit the task" in refused.what and name not in refused.expected.split(", ")
+        assert (
+            f"metric {name} does not support the predictions" in refused.what
+            and name not in refused.expected.split(", ")
+        )
         Selection([task(name, predicts=None, group="u")])
     suits = {"classes": ["accuracy", "logloss"], "number": ["auc", "rmse", "mrr"], "score": ["auc", "ndcg@3"]}
     Selection([task(*suits[predicts], predicts=predicts, group="u")])
@@ -80,8 +83,8 @@ def test_counts_and_bounds_are_in_the_table():
     figures = {"auc": 0.75, "auc_bound": 0.00012, "mrr": 0.5, "groups": 1200, "groups_without_positive": 7}
     rows = format_result(metrics.result(figures))
     texts = {row.title: row.text for row in rows.values()}
-    assert texts["AUC: off by at most"] == "1.2e-04" and texts["groups"] == "1,200"
-    assert texts["groups without a positive row (left out)"] == "7"
+    assert texts["AUC: maximum error"] == "1.2e-04" and texts["groups"] == "1,200"
+    assert texts["groups without a positive row (excluded)"] == "7"
     other = replace(task("mrr", group="u"), name="other")
     several = Selection([task("auc"), other]).result({"other.mrr": 0.5, "other.groups": 3})
     assert {row.title: row.text for row in format_result(several).values()}["other: groups"] == "3"
@@ -91,10 +94,10 @@ def test_slices_are_tables():
     record = {"slice": "DE", "rows": 1234, "auc": 0.8, "calibration": None}
     found = {"slices": 2000, "largest": [record], "worst": [{**record, "auc_bound": 1e-4}]}
     (title, largest), (_, worst) = build_slice_tables({"eval.slices": {"y": {"country": found}}})
-    assert title == "y: largest of 2,000 values of country"
+    assert title == "y: largest slices of country (2,000 values)"
     assert largest.columns == ["value", "rows", "AUC", "calibration"]
     assert [cell.text for cell in largest.rows[0]] == ["DE", "1,234", "0.8000", "–"]
-    assert "off by at most" in worst.columns
+    assert "maximum error" in worst.columns
     for strange in (None, {}, [1], {"y": 3}, {"y": {"c": {"largest": [3]}}}, {"y": {"c": {"worst": "x"}}}):
         assert build_slice_tables({"eval.slices": strange}) == []
     assert build_slice_tables({}) == [] and figures_of({})
@@ -110,10 +113,12 @@ def test_console_and_report_show_slices(tmp_path, capsys):
     found = {"slices": 2000, "largest": [record], "worst": []}
     result = {"name": "run", "eval.slices": {"y": {"country": found}}}
     print_summary(Result(result, tmp_path))
-    assert "<b>DE</b>" in (out := capsys.readouterr().out) and "largest of 2,000 values of country" in out
+    assert (
+        "<b>DE</b>" in (out := capsys.readouterr().out) and "largest slices of country (2,000 values)" in out
+    )
     (tmp_path / "result.json").write_text(json.dumps(result))
     page = build(tmp_path)[0].read_text()
-    assert "&lt;b&gt;DE&lt;/b&gt;" in page and "largest of 2,000 values of country" in page
+    assert "&lt;b&gt;DE&lt;/b&gt;" in page and "largest slices of country (2,000 values)" in page
 
 
 ROOT = Path(raytrec.__file__).parent

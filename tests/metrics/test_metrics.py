@@ -133,7 +133,7 @@ def test_most_steps_launch_nothing_for_their_sums(monkeypatch):
     monkeypatch.setattr(module, "HELD_VALUES", 3 * 2 * ROWS)  # of both tasks: 3 steps
     for outputs in given[: module.HELD]:
         sums.add(outputs)
-        assert len(sums._held) < 3
+        assert len(sums._pending) < 3
     assert sums.reduce() == pytest.approx(whole, rel=1e-6) and whole["rows"] > 0
 
 
@@ -297,7 +297,7 @@ def test_a_metric_of_the_users_own_on_two_ranks(tmp_path):
         ("metrics_of_mine:NoName", "not a metric class"),
         ("metrics_of_mine:SumMetric", "not a metric class"),
         ("metrics_of_mine:metric", "not a metric class"),
-        ("metrics_of_mine:Taken", "raytrec has a metric of the name 'auc'"),
+        ("metrics_of_mine:Taken", "the metric name 'auc' is already used by raytrec"),
     ],
 )
 def test_a_metric_that_there_is_not(tmp_path, monkeypatch, reference, text):
@@ -310,8 +310,8 @@ def test_a_metric_that_there_is_not(tmp_path, monkeypatch, reference, text):
 @pytest.mark.parametrize(
     ("name", "options", "text"),
     [
-        ("Hits", {}, "cannot be a metric's name"),
-        ("rows", {}, "cannot be a metric's name"),
+        ("Hits", {}, "is not a valid metric name"),
+        ("rows", {}, "is not a valid metric name"),
         ("hits", {"better": "more"}, "is not a direction"),
         ("hits", {"format": "{0.__class__}"}, "is not a format"),
         ("hits", {"format": "{:99999999.4f}"}, "is not a format"),
@@ -342,7 +342,9 @@ def test_by_which_metric_the_best_are_kept(tasks, key, best):
 
 
 def test_a_metric_by_which_none_can_be_kept():
-    with pytest.raises(ConfigError, match=r"which is not a metric of the tasks.*did you mean 'click.auc'"):
+    with pytest.raises(
+        ConfigError, match=r"but the tasks have no metric with this name.*did you mean 'click.auc'"
+    ):
         selection(TWO).best("clik.auc")
     with pytest.raises(ConfigError, match=r"checkpoint\.best_metric is ne"):
         selection(TWO).best("ne")

@@ -229,7 +229,7 @@ def test_a_faster_machine_is_never_slower():
 @pytest.mark.parametrize("text", ["[]", "{", '{"copy": 1}', '{"source": 3, "other": 1}'])
 def test_files_of_rates_that_are_not_are_refused(text, tmp_path):
     (tmp_path / "rates.json").write_text(text)
-    with pytest.raises(ConfigError, match="not a file of rates"):
+    with pytest.raises(ConfigError, match="does not contain valid rates"):
         Rates.load(tmp_path / "rates.json")
     with pytest.raises(ConfigError, match="cannot read the rates"):
         Rates.load(tmp_path / "none.json")

@@ -27,18 +27,18 @@ def roc(ranked: RankedRows) -> dict[str, list] | None:
         return None
     positive, negative = ranked.before(0), ranked.before(1)
     of_ranks = ranked.peers.stack(torch.tensor([len(positive)], device=positive.device)).squeeze(1)
-    before, distinct = int(of_ranks[: ranked.peers.rank].sum()), int(of_ranks.sum())
-    # Rates of the rows predicted at least as high as each distinct prediction. More than POINTS predictions
-    # are thinned evenly. If two ranks have a point at one place, the lower rank's point is used.
-    order = torch.arange(before, before + len(positive), device=positive.device)
-    places = (order * (MAX_ROC_POINTS / max(MAX_ROC_POINTS, distinct))).ceil().long()
-    first = torch.ones_like(places, dtype=torch.bool)
-    first[1:] = places[1:] != places[:-1]
-    found = positive.new_zeros(MAX_ROC_POINTS + 1, 3)
+    offset, distinct = int(of_ranks[: ranked.peers.rank].sum()), int(of_ranks.sum())
+    # Rates of the rows predicted at least as high as each distinct prediction. More than MAX_ROC_POINTS
+    # predictions are thinned evenly. If two ranks have a point at one place, the lower rank's point is used.
+    order = torch.arange(offset, offset + len(positive), device=positive.device)
+    positions = (order * (MAX_ROC_POINTS / max(MAX_ROC_POINTS, distinct))).ceil().long()
+    first = torch.ones_like(positions, dtype=torch.bool)
+    first[1:] = positions[1:] != positions[:-1]
+    own_points = positive.new_zeros(MAX_ROC_POINTS + 1, 3)
     rates = 1 - negative / ranked.total[1], 1 - positive / ranked.total[0], torch.ones_like(positive)
-    found[places[first]] = torch.stack(rates, 1)[first]
-    all_found = ranked.peers.stack(found).cpu()
-    points = all_found[all_found[:, :, 2].argmax(0), torch.arange(MAX_ROC_POINTS + 1)]
+    own_points[positions[first]] = torch.stack(rates, 1)[first]
+    all_points = ranked.peers.stack(own_points).cpu()
+    points = all_points[all_points[:, :, 2].argmax(0), torch.arange(MAX_ROC_POINTS + 1)]
     rising = points[points[:, 2] > 0, :2].flip(0).unique_consecutive(dim=0)
     fpr, tpr = torch.cat([rising.new_zeros(1, 2), rising]).unique_consecutive(dim=0).T.tolist()
     return {"fpr": fpr, "tpr": tpr}
@@ -101,10 +101,10 @@ class PRAUC(RankedMetric):
         # integral, because single weights are unknown. A bin of one row is exact.
         below = above_0 + negative
         growth = above_and_here / (above_1 + below).clamp(min=1e-300)
-        most = positive * (above_1 + positive) / (above_1 + above_0 + positive).clamp(min=1e-300)
-        least = positive - below.xlogy(growth)
-        off = (most - precision).maximum(precision - least).masked_fill(ranked.ties.rows == 1, 0)
-        return {"precision": precision.sum(), "off": off.sum(), "positive": positive.sum()}
+        upper = positive * (above_1 + positive) / (above_1 + above_0 + positive).clamp(min=1e-300)
+        lower = positive - below.xlogy(growth)
+        error = (upper - precision).maximum(precision - lower).masked_fill(ranked.ties.rows == 1, 0)
+        return {"precision": precision.sum(), "off": error.sum(), "positive": positive.sum()}
 
     @classmethod
     def figure(cls, sums: Mapping[str, torch.Tensor]) -> torch.Tensor:

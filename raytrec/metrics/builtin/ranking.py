@@ -23,8 +23,8 @@ class Recall(GroupMetric):
     @classmethod
     def of_groups(cls, groups: Groups) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the recall of each group."""
-        found = groups.add(groups.relevant & (groups.ranks <= cls.k))
-        return found / groups.positives, groups.positives > 0
+        hits = groups.add(groups.relevant & (groups.ranks <= cls.k))
+        return hits / groups.positives, groups.positives > 0
 
     @classmethod
     def of_ranks(cls, ranks_GR: torch.Tensor, positives_G: torch.Tensor) -> torch.Tensor:
@@ -42,8 +42,8 @@ class HitRate(GroupMetric):
     @classmethod
     def of_groups(cls, groups: Groups) -> tuple[torch.Tensor, torch.Tensor]:
         """Return 1 for groups with a hit, else 0."""
-        found = groups.add(groups.relevant & (groups.ranks <= cls.k))
-        return (found > 0).double(), groups.positives > 0
+        hits = groups.add(groups.relevant & (groups.ranks <= cls.k))
+        return (hits > 0).double(), groups.positives > 0
 
     @classmethod
     def of_ranks(cls, ranks_GR: torch.Tensor, positives_G: torch.Tensor) -> torch.Tensor:
@@ -87,8 +87,8 @@ class MeanAveragePrecision(GroupMetric):
     def of_groups(cls, groups: Groups) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the average precision of each group."""
         reached = groups.relevant.double().cumsum(0)
-        before = (groups.positives.cumsum(0) - groups.positives)[groups.of]
-        precision = (reached - before) / groups.ranks * (groups.relevant & (groups.ranks <= cls.k))
+        positives_before = (groups.positives.cumsum(0) - groups.positives)[groups.of]
+        precision = (reached - positives_before) / groups.ranks * (groups.relevant & (groups.ranks <= cls.k))
         return groups.add(precision) / groups.positives.clamp(max=cls.k), groups.positives > 0
 
     @classmethod
