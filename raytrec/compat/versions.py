@@ -62,10 +62,10 @@ def find_wrong_versions() -> RunError | None:
     if not what:
         return _find_wrong_build(found, where)
     return RunError(
-        f"this raytrec is not made for {', '.join(what)}",
+        f"this version of raytrec does not support {', '.join(what)}",
         where=where,
         expected=", ".join(expected),
-        do=f"pip install --no-deps -r requirements/{files} of this raytrec (docs/install.md)",
+        do=f"pip install --no-deps -r requirements/{files} of this version of raytrec (docs/install.md)",
     )
 
 
@@ -74,11 +74,11 @@ def _find_wrong_build(found: dict[str, str], where: str) -> RunError | None:
     cuda, build = found.get("fbgemm-gpu"), "fbgemm-gpu-cpu"
     release = (cuda or "").partition("+")[0]
     if cuda and build in found:
-        keep = f"{build}=={found[build]}, or fbgemm-gpu=={release} where there are GPUs"
+        keep = f"{build}=={found[build]} (on machines with GPUs: fbgemm-gpu=={release})"
         return RunError(
-            f"{build} {found[build]} and fbgemm-gpu {cuda} are both installed, in one folder",
+            f"{build} {found[build]} and fbgemm-gpu {cuda} are both installed and share one folder",
             where=where,
-            expected="one of them: the one that was installed last has overwritten files of the other",
+            expected="only one of them: the last one installed has overwritten files of the other",
             do=f"pip uninstall --yes fbgemm-gpu {build}, then pip install --no-deps {keep}",
         )
     if not cuda or "torch" not in found:
@@ -89,13 +89,13 @@ def _find_wrong_build(found: dict[str, str], where: str) -> RunError | None:
         return None
     built, torchs = (f"CUDA {theirs}" if theirs else "CUDA"), (f"CUDA {ours}" if ours else "CPUs")
     return RunError(
-        f"fbgemm-gpu {cuda} is built for {built}, and torch {found['torch']} for {torchs}",
+        f"fbgemm-gpu {cuda} is built for {built}, but torch {found['torch']} for {torchs}",
         where=where,
-        expected="FBGEMM and torch for the same CUDA",
-        do=f"pip install --no-deps --force-reinstall fbgemm-gpu=={release} (PyPI's, for PyPI's torch)"
+        expected="builds of FBGEMM and torch for the same CUDA version",
+        do=f"pip install --no-deps --force-reinstall fbgemm-gpu=={release} (PyPI's build, for PyPI's torch)"
         if ours
         else f"pip uninstall --yes fbgemm-gpu, then pip install --no-deps fbgemm-gpu-cpu=={release}; "
-        f"for GPUs: {REINSTALL_ADVICE.format(device='cuda')}",
+        f"to use GPUs: {REINSTALL_ADVICE.format(device='cuda')}",
     )
 
 
@@ -143,6 +143,6 @@ def missing(name: str, package: str) -> RunError:
     return RunError(
         f"{package} {found} has no {name}",
         where="raytrec/compat",
-        expected=f"{package} {' or '.join(pins)}, which has",
-        do="install the versions of requirements/, or adapt raytrec/compat to the new one",
+        expected=f"{package} {' or '.join(pins)}, which has {name}",
+        do="install the versions pinned in requirements/, or adapt raytrec/compat to the new version",
     )

@@ -27,12 +27,12 @@ COLUMN_SHARDED_TYPES = ("column_wise", "table_column_wise", "grid_shard")
 NO_REDUCTION_TYPES = ("table_wise", "column_wise", "table_column_wise", "data_parallel")
 # Reason for rejecting other sharding types, and the expected ones.
 OF_SEQUENCES = (
-    "of a table with a sequence that the model reads id by id",
-    f"one of {', '.join(BY_ID_TYPES)}: TorchRec shards such a table in no other way",
+    "cannot be used for a table with a sequence that the model reads id by id",
+    f"one of {', '.join(BY_ID_TYPES)}, the only types that TorchRec supports for such a table",
 )
 INT8_REASON = (
-    "with plan.qcomms int8: integers of different scales cannot be added up on their way between ranks",
-    "fp16 or bf16; or table_wise, column_wise, table_column_wise or data_parallel",
+    "cannot be used with plan.qcomms int8: ranks cannot add up integers of different scales in transfer",
+    "fp16 or bf16 in plan.qcomms; or table_wise, column_wise, table_column_wise or data_parallel",
 )
 
 
@@ -64,7 +64,7 @@ def match_tables(pattern: str, schema: Schema, where: str) -> list[str]:
     tables = [table for table in schema.tables if fnmatchcase(table, pattern)]
     if not tables:
         raise ConfigError(
-            f"no table is named, or matches, '{pattern}'{hint(pattern, schema.tables)}",
+            f"no table matches '{pattern}'{hint(pattern, schema.tables)}",
             where=where,
             expected=f"one of {', '.join(schema.tables)}",
         )
@@ -103,7 +103,7 @@ def resolve_constraints(config: RunConfig, schema: Schema) -> dict[str, TableCon
         if table in groups or (sharding is None and ranks and len(ranks) == 1):
             sharding = sharding or "table_wise"
         if ranks and sharding is None:
-            what = f"ranks {list(ranks)} without a sharding_type"
+            what = f"ranks {list(ranks)} are set without a sharding_type"
             raise refused(table, what, "plan.tables.….sharding_type in addition to ranks")
         allowed: tuple[str, ...] = (sharding,) if sharding else tuple(config.plan.sharding_types)
         if table in by_id:
@@ -113,7 +113,7 @@ def resolve_constraints(config: RunConfig, schema: Schema) -> dict[str, TableCon
         kernel, dtype = values.get("compute_kernel"), values.get("dtype", "fp32")
         out[table] = TableConstraint(allowed, ranks, kernel, dtype, groups.get(table))
         if table in groups and sharding != "table_wise":
-            raise refused(table, f"in plan.colocate and {sharding}", "a group is on one rank: table_wise")
+            raise refused(table, f"plan.colocate does not allow {sharding}", "table_wise, on one rank")
     return _copy_group_ranks(out)
 
 
@@ -133,7 +133,7 @@ def _index_groups(config: RunConfig, schema: Schema) -> dict[str, int]:
         for name in names:
             for table in match_tables(name, schema, f"plan.colocate, group {index + 1}"):
                 if groups.setdefault(table, index) != index:
-                    raise refused(table, "in two groups of plan.colocate", "join the groups")
+                    raise refused(table, "it is in two groups of plan.colocate", "one group that joins both")
     return groups
 
 
@@ -147,8 +147,8 @@ def _copy_group_ranks(constraints: dict[str, TableConstraint]) -> dict[str, Tabl
         if ranks != each.ranks:
             raise refused(
                 table,
-                f"on rank {each.ranks[0]}, and another of its plan.colocate group on {ranks[0]}",
-                "a group is on one rank",
+                f"it is on rank {each.ranks[0]}, but its plan.colocate group is on rank {ranks[0]}",
+                "one rank for all tables of a group",
             )
     return {
         table: replace(each, ranks=each.ranks or ranks_of.get(each.group))
@@ -175,7 +175,7 @@ def column_parts(dim: int, sharding: tuple[str, ...], ranks: tuple[int, ...] | N
 
 def refused(table: str, what: str, expected: str) -> ConfigError:
     """Return the error for a constraint that no plan can satisfy."""
-    return ConfigError(f"no plan for table {table}: {what}", where="plan", expected=expected)
+    return ConfigError(f"cannot plan table {table}: {what}", where="plan", expected=expected)
 
 
 UVM_KERNELS = ("fused_uvm", "fused_uvm_caching")

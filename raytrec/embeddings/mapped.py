@@ -68,7 +68,7 @@ class MappedFileFactory:
         size, folder = count * dtype.itemsize, self._folder
         try:
             if kind := find_memory_filesystem(folder):
-                raise self._refused(tables, size, f"the folder is on {kind}, which is itself memory")
+                raise self._refused(tables, size, f"the folder is on {kind}, which keeps files in memory")
             with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
                 os.posix_fallocate(file.fileno(), 0, size)
                 file.truncate(size + more * dtype.itemsize)
@@ -79,12 +79,12 @@ class MappedFileFactory:
                 begin = size - size % mmap.PAGESIZE
                 unmap_file(values.data_ptr() + begin, values.nbytes - begin)
         except OSError as error:
-            raise self._refused(tables, size, (error.strerror or str(error)).lower()) from None
+            raise self._refused(tables, size, error.strerror or str(error)) from None
         return values
 
     def _refused(self, tables: list[str], size: int, why: str) -> RunError:
         return RunError(
-            f"no file of {format_bytes(size)} for {', '.join(tables)}: {why}",
+            f"cannot create a {format_bytes(size)} file for table {', '.join(tables)}: {why}",
             where=f"plan.mmap_dir, {self._folder}",
             expected="a folder on a disk of the node with room for its tables and their optimizer state",
             do=make_room(self._config),

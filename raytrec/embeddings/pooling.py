@@ -190,10 +190,10 @@ def refuse_cast(fn: Callable, dtypes: set[torch.dtype]) -> None:
         after = fn(torch.empty(0, dtype=dtype)).dtype
         if after != dtype:
             raise RunError(
-                f"a cast of embedding tables from {dtype} to {after}",
+                f"embedding tables cannot be cast from {dtype} to {after}",
                 where="model.to(dtype), .float(), .half(), .bfloat16(), .double() or .type(dtype)",
-                expected="a dtype chosen before sharding: a cast parts what is read from what is trained",
-                do="set plan.tables.TABLE.dtype to fp32 or fp16; cast dense layers by themselves",
+                expected="a dtype set before sharding; a cast separates read weights from trained weights",
+                do="set plan.tables.TABLE.dtype to fp32 or fp16, and cast dense layers separately",
             )
 
 

@@ -120,9 +120,9 @@ class ShardedValues:
         """
         if tuple(values.shape[1:]) != self.shape[1:]:
             raise RunError(
-                f"values of shape {tuple(values.shape)} for a table of shape {self.shape}",
+                f"values of shape {tuple(values.shape)} do not match a table of shape {self.shape}",
                 where="load",
-                expected=f"[rows{''.join(f', {n}' for n in self.shape[1:])}]",
+                expected=f"values of shape [rows{''.join(f', {n}' for n in self.shape[1:])}]",
             )
         rows = self._checked(range(first_row, first_row + len(values)))
         self._flush()
@@ -141,8 +141,8 @@ class ShardedValues:
 
     def _checked(self, rows: range) -> range:
         if rows.step != 1 or rows.start < 0 or rows.stop > self.shape[0]:
-            what = f"{rows} of a table of {self.shape[0]:,} rows"
-            raise RunError(what, expected="a range within the table")
+            what = f"{rows} is not a valid range of a table of {self.shape[0]:,} rows"
+            raise RunError(what, expected="a range within the table, with step 1")
         return rows
 
     def _exchange(self, shard: Shard, rows: range, first_only: bool) -> torch.Tensor | None:

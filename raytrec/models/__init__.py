@@ -72,16 +72,14 @@ def build_model(
     found = find_code(config.path, "model", "model.name")
     own = isinstance(config, PythonSection)
     if own and not (isinstance(found, type) and issubclass(found, nn.Module)):
-        raise _contract_error(
-            config.name, "it is not a torch.nn.Module", "a class derived from torch.nn.Module"
-        )
+        raise _contract_error(config.name, "it is not a torch.nn.Module", "a subclass of torch.nn.Module")
     wanted = {"outputs": outputs, "vectors": vectors, "tasks": tasks}
     taken = {name: value for name, value in wanted.items() if _accepts_argument(found, name)}
     if vectors and "vectors" not in taken:
         raise _contract_error(
             config.name,
-            "a loss of the tasks reads vectors of query and item, and it takes no `vectors`",
-            "def __init__(self, schema, config, outputs, vectors), and those vectors as its last columns",
+            "a loss of the tasks reads query and item vectors, but the class does not accept `vectors`",
+            "def __init__(self, schema, config, outputs, vectors); the vectors are the last output columns",
         )
     return _build_checked_model(found, schema, config, taken) if own else found(schema, config, **taken)
 
@@ -95,15 +93,15 @@ def _build_checked_model(
     except TypeError as error:
         raise _contract_error(
             config.name,
-            f"it cannot be built from (schema, config): {error}",
-            "def __init__(self, schema, config), where config.options has model.options; and outputs, if it "
-            "wants to know how many columns of logits the tasks have",
+            f"its constructor does not accept (schema, config): {error}",
+            "def __init__(self, schema, config), where config.options has model.options; optionally with "
+            "outputs, the number of columns of logits of the tasks",
         ) from None
     if config.retrieves and (missing := [tower for tower in ("query", "item") if not hasattr(found, tower)]):
         raise _contract_error(
             config.name,
-            f"model.towers is set, and it has no method {' and no method '.join(missing)}",
-            "methods query(dense, pooled) and item(dense, pooled), which give float32 [B, D]",
+            f"model.towers is set, but the class has no method {' and no method '.join(missing)}",
+            "methods query(dense, pooled) and item(dense, pooled), which return float32 [B, D]",
         )
     model = found(schema, config, **taken)
     try:
@@ -111,7 +109,7 @@ def _build_checked_model(
     except TypeError as error:
         raise _contract_error(
             config.name,
-            f"its forward does not take (dense, pooled): {error}",
+            f"its forward does not accept (dense, pooled): {error}",
             "def forward(self, dense, pooled)",
         ) from None
     return model
@@ -124,4 +122,4 @@ def _accepts_argument(found: type, name: str) -> bool:
 
 
 def _contract_error(path: str, what: str, expected: str) -> ConfigError:
-    return ConfigError(f"no model {path}: {what}", where="model.name", expected=expected)
+    return ConfigError(f"cannot build model {path}: {what}", where="model.name", expected=expected)

@@ -190,7 +190,7 @@ class ManagedBatches:
             step: Step of the run, from 0.
         """
         if batch.new_rows is not None:
-            raise RunError("a batch whose ids have their rows already", where=f"step {step}")
+            raise RunError("the ids of this batch have already been replaced by rows", where=f"step {step}")
         rows, new = self._exchange.train(self._ids(batch.sparse), step)
         self._synchronize()
         self.steps = step + 1

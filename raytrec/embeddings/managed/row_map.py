@@ -169,20 +169,20 @@ def problems(audits: list[MapAudit], rows: int) -> list[str]:
     for audit in audits:
         rank = audit.rank
         if audit.outside:
-            found.append(f"rank {rank} has {audit.outside:,} ids with rows that they cannot have")
+            found.append(f"rank {rank} has {audit.outside:,} ids with rows outside the range for ids")
         if audit.strangers:
-            found.append(f"rank {rank} has {audit.strangers:,} ids of other ranks")
+            found.append(f"rank {rank} has {audit.strangers:,} ids that belong to other ranks")
         if audit.repeated:
-            found.append(f"rank {rank} has {audit.repeated:,} ids more than once")
+            found.append(f"rank {rank} has {audit.repeated:,} duplicate ids")
         if audit.free != first.free:
-            found.append(f"rank {rank} knows of other free rows than rank {first.rank}")
+            found.append(f"the free rows of rank {rank} differ from those of rank {first.rank}")
     if found:
         return found
     ids = sum(audit.ids for audit in audits)
     if (counted := ids + first.left + first.unused) != rows:
-        return [f"{ids:,} ids and {first.left + first.unused:,} free rows are {counted:,}, and not {rows:,}"]
+        return [f"{ids:,} ids and {first.left + first.unused:,} free rows sum to {counted:,}, not {rows:,}"]
     if (sum(audit.sum for audit in audits) + first.left_hash_sum) & MASK:
-        return ["there are rows that have two ids, or that have one and are free"]
+        return ["some rows have two ids, or have an id although they are free"]
     return []
 
 
