@@ -69,27 +69,27 @@ def build_model(
     """
     tasks = dict(tasks or {f"task_{place}": 1 for place in range(outputs)})
     check_model(schema, config, vectors, tasks)
-    found = find_code(config.path, "model", "model.name")
-    own = isinstance(config, PythonSection)
-    if own and not (isinstance(found, type) and issubclass(found, nn.Module)):
+    cls = find_code(config.path, "model", "model.name")
+    is_custom = isinstance(config, PythonSection)
+    if is_custom and not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise _contract_error(config.name, "it is not a torch.nn.Module", "a subclass of torch.nn.Module")
-    wanted = {"outputs": outputs, "vectors": vectors, "tasks": tasks}
-    taken = {name: value for name, value in wanted.items() if _accepts_argument(found, name)}
-    if vectors and "vectors" not in taken:
+    optional = {"outputs": outputs, "vectors": vectors, "tasks": tasks}
+    kwargs = {name: value for name, value in optional.items() if _accepts_argument(cls, name)}
+    if vectors and "vectors" not in kwargs:
         raise _contract_error(
             config.name,
             "a loss of the tasks reads query and item vectors, but the class does not accept `vectors`",
             "def __init__(self, schema, config, outputs, vectors); the vectors are the last output columns",
         )
-    return _build_checked_model(found, schema, config, taken) if own else found(schema, config, **taken)
+    return _build_checked_model(cls, schema, config, kwargs) if is_custom else cls(schema, config, **kwargs)
 
 
 def _build_checked_model(
-    found: type, schema: Schema, config: ModelSection, taken: dict[str, Any]
+    cls: type, schema: Schema, config: ModelSection, kwargs: dict[str, Any]
 ) -> nn.Module:
     """Return a model of the user's class after checking the class against the contract."""
     try:
-        inspect.signature(found).bind(schema, config, **taken)
+        inspect.signature(cls).bind(schema, config, **kwargs)
     except TypeError as error:
         raise _contract_error(
             config.name,
@@ -97,13 +97,13 @@ def _build_checked_model(
             "def __init__(self, schema, config), where config.options has model.options; optionally with "
             "outputs, the number of columns of logits of the tasks",
         ) from None
-    if config.retrieves and (missing := [tower for tower in ("query", "item") if not hasattr(found, tower)]):
+    if config.retrieves and (missing := [tower for tower in ("query", "item") if not hasattr(cls, tower)]):
         raise _contract_error(
             config.name,
             f"model.towers is set, but the class has no method {' and no method '.join(missing)}",
             "methods query(dense, pooled) and item(dense, pooled), which return float32 [B, D]",
         )
-    model = found(schema, config, **taken)
+    model = cls(schema, config, **kwargs)
     try:
         inspect.signature(model.forward).bind(None, {})
     except TypeError as error:
@@ -115,10 +115,10 @@ def _build_checked_model(
     return model
 
 
-def _accepts_argument(found: type, name: str) -> bool:
+def _accepts_argument(cls: type, name: str) -> bool:
     """Return True if the class accepts an argument of this name in addition to (schema, config)."""
-    places = list(inspect.signature(found).parameters.values())
-    return any(each.name == name and each.kind is not each.VAR_KEYWORD for each in places[2:])
+    parameters = list(inspect.signature(cls).parameters.values())
+    return any(each.name == name and each.kind is not each.VAR_KEYWORD for each in parameters[2:])
 
 
 def _contract_error(path: str, what: str, expected: str) -> ConfigError:
