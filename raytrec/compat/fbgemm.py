@@ -111,42 +111,42 @@ class Cache:
         if not len(rows):
             return values[:0].clone()
         lookup = self.kernel.emb_module
-        filling = _get_undocumented(
+        prefetch_stream = _get_undocumented(
             lookup, "prefetch_stream"
         )  # stream that prefetches rows; None without prefetching
-        if filling is not None:
-            torch.cuda.current_stream().wait_stream(filling)
+        if prefetch_stream is not None:
+            torch.cuda.current_stream().wait_stream(prefetch_stream)
         # slots_N has the position of each row in lxu_cache_weights, or -1. lxu_cache_state, [sets, 32], has
         # the indices of cached rows. Only the first `columns` values of a cached row are used.
-        cached, numbers = (
+        cache_weights, cache_state = (
             _get_undocumented(lookup, "lxu_cache_weights"),
             _get_undocumented(lookup, "lxu_cache_state"),
         )
-        slots_N = torch.ops.fbgemm.lxu_cache_lookup((rows + self.first).long(), numbers).long()
+        slots_N = torch.ops.fbgemm.lxu_cache_lookup((rows + self.first).long(), cache_state).long()
         stored_NC = values.index_select(0, rows)
-        cached_NC = cached[slots_N.clamp(min=0), : values.shape[1]]
+        cached_NC = cache_weights[slots_N.clamp(min=0), : values.shape[1]]
         current_NC = torch.where((slots_N >= 0).unsqueeze(1), cached_NC.to(values.dtype), stored_NC)
-        if filling is not None:
-            filling.wait_stream(torch.cuda.current_stream())
+        if prefetch_stream is not None:
+            prefetch_stream.wait_stream(torch.cuda.current_stream())
         return current_NC
 
 
 def caches(model: nn.Module) -> dict[str, Cache | ResidentRows]:
     """Return table → the cache or the rows in memory of this rank's shard, for tables that have either."""
-    found: dict[str, Cache | ResidentRows] = {}
+    caches_by_table: dict[str, Cache | ResidentRows] = {}
     for kernel in iterate_sharded_kernels(model):
         if (rows := find_resident_rows(kernel)) is not None:
-            found[tables_of(kernel)[0].name] = rows
+            caches_by_table[tables_of(kernel)[0].name] = rows
         if not has_cache(kernel):
             continue
         # The list has one number per feature (-1 for tables that are not cached), then the total.
         first_of_feature = _get_undocumented(kernel.emb_module, "cache_hash_size_cumsum").tolist()
-        features = 0
+        feature = 0
         for table in tables_of(kernel):
-            if first_of_feature[features] >= 0:
-                found[table.name] = Cache(kernel, first_of_feature[features])
-            features += len(table.feature_names)
-    return found
+            if first_of_feature[feature] >= 0:
+                caches_by_table[table.name] = Cache(kernel, first_of_feature[feature])
+            feature += len(table.feature_names)
+    return caches_by_table
 
 
 def measure_cache_hits(kernel: nn.Module) -> float | None:
@@ -198,11 +198,11 @@ def exclude_from_update_counts(model: nn.Module) -> Iterator[None]:
         if (lookup := find_fused_lookup(kernel)) is not None
     ]
     counters = [_get_undocumented(lookup, name) for lookup in fused for name in ("iter", "iter_cpu")]
-    before = [counter.clone() for counter in counters]
+    saved_counts = [counter.clone() for counter in counters]
     try:
         yield
     finally:
-        for counter, count in zip(counters, before, strict=True):
+        for counter, count in zip(counters, saved_counts, strict=True):
             counter.copy_(count)
 
 

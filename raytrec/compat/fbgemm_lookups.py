@@ -49,10 +49,10 @@ class PerIdLookup(nn.Module):
     def __init__(self, *args: Any, **settings: Any):
         super().__init__(*args, **settings | ONE_TABLE_SETTINGS)
 
-    def forward(self, indices: torch.Tensor, offsets: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
+    def forward(self, indices: torch.Tensor, offsets: torch.Tensor, *args: Any, **kw: Any) -> torch.Tensor:
         """Return the vector of each id."""
-        one_each = torch.arange(len(indices) + 1, dtype=offsets.dtype, device=offsets.device)
-        return super().forward(indices, one_each, *rest, **more)
+        bag_offsets = torch.arange(len(indices) + 1, dtype=offsets.dtype, device=offsets.device)
+        return super().forward(indices, bag_offsets, *args, **kw)
 
 
 class FusedPerIdLookup(PerIdLookup, SplitTableBatchedEmbeddingBagsCodegen):
@@ -98,69 +98,69 @@ def use_custom_lookups(files: Files) -> Iterator[None]:
     No initial values are drawn, because raytrec writes its own.
     """
 
-    def making(theirs: type, own: type) -> Callable[..., nn.Module]:
-        def made(*args: Any, **settings: Any) -> nn.Module:
+    def wrap(plain: type, custom: type) -> Callable[..., nn.Module]:
+        def make_lookup(*args: Any, **settings: Any) -> nn.Module:
             (specs,) = args or (settings["embedding_specs"],)  # one tuple (rows, dim, …) per table
-            each_id = settings["pooling_mode"] == PoolingMode.NONE and len(specs) == 1
-            kind = own if each_id else theirs
+            is_per_id = settings["pooling_mode"] == PoolingMode.NONE and len(specs) == 1
+            kind = custom if is_per_id else plain
             if (mark := settings.pop(MAPPED, None)) is None:
                 return kind(*args, **settings)
             name, *state = mark
-            places = int(files.share * specs[0][0]) if name else 0
-            settings["preallocated_host_buffers"] = _make_buffers(specs, settings, dict(state), files, places)
+            extra = int(files.share * specs[0][0]) if name else 0
+            settings["preallocated_host_buffers"] = _make_buffers(specs, settings, dict(state), files, extra)
             return (
-                _make_lookup_with_extra_rows(kind, specs, settings, files, places)
-                if places
+                _make_lookup_with_extra_rows(kind, specs, settings, files, extra)
+                if extra
                 else kind(*args, **settings)
             )
 
-        return made
+        return make_lookup
 
     kernels = batched_embedding_kernel
     with ExitStack() as stack:
-        for theirs, own in PER_ID_LOOKUPS.items():
-            stack.enter_context(replace_private(kernels, theirs.__name__, making(theirs, own), "torchrec"))
+        for plain, custom in PER_ID_LOOKUPS.items():
+            stack.enter_context(replace_private(kernels, plain.__name__, wrap(plain, custom), "torchrec"))
         for base in (kernels.BaseBatchedEmbedding, kernels.BaseBatchedEmbeddingBag):
             stack.enter_context(replace_private(base, "init_parameters", lambda kernel: None, "torchrec"))
         yield
 
 
 def _make_buffers(
-    specs: list[tuple], settings: dict[str, Any], state: Mapping[str, str], files: Files, places: int
+    specs: list[tuple], settings: dict[str, Any], state: Mapping[str, str], files: Files, extra: int
 ) -> dict[str, torch.Tensor] | None:
     """Return the weights and optimizer state of a fused kernel on CPU, or None for shards without rows.
 
-    `places` is the number of additional rows for rows in memory, behind those of the only table.
+    `extra` is the number of additional rows for rows in memory, behind those of the only table.
     """
     sizes = {"value": sum(rows * dim for rows, dim, *_ in specs), "row": sum(rows for rows, *_ in specs)}
     if not sizes["value"]:
         return None  # shards without a row
-    more = {"value": places * specs[0][1], "row": places}
+    extras = {"value": extra * specs[0][1], "row": extra}
     kinds = {"weights": ("value", settings["weights_precision"].as_dtype())}
     kinds |= {name: (per, torch.float32) for name, per in state.items()}
     tables = list(dict.fromkeys(settings["table_names"]))
-    return {name: files.zeros(tables, sizes[per], dtype, more[per]) for name, (per, dtype) in kinds.items()}
+    return {name: files.zeros(tables, sizes[per], dtype, extras[per]) for name, (per, dtype) in kinds.items()}
 
 
 def _make_lookup_with_extra_rows(
-    kind: Callable[..., nn.Module], specs: list[tuple], settings: dict[str, Any], files: Files, places: int
+    kind: Callable[..., nn.Module], specs: list[tuple], settings: dict[str, Any], files: Files, extra: int
 ) -> nn.Module:
     """Return a lookup of one table with additional rows behind its own, for rows in memory.
 
     TorchRec and its optimizers see only the table, through FBGEMM's embedding_specs. The kernel is created
     before embedding_specs is reduced to the table, so it reads and updates all rows.
     """
-    ((rows, *rest),) = specs
-    lookup = kind(**settings | {"embedding_specs": [(rows + places, *rest)]})
-    whole = private(lookup, "split_embedding_weights", "fbgemm-gpu")()
+    ((rows, *fields),) = specs
+    lookup = kind(**settings | {"embedding_specs": [(rows + extra, *fields)]})
+    weights = private(lookup, "split_embedding_weights", "fbgemm-gpu")()
     (states,) = lookup.split_optimizer_states() or [[]]
     lookup.embedding_specs = specs
-    hot = lookup.in_memory = files.in_memory([*whole, *states], rows)
-    lookup.flush, lookup.reset_cache_states = hot.flush, hot.purge
+    hot_rows = lookup.in_memory = files.in_memory([*weights, *states], rows)
+    lookup.flush, lookup.reset_cache_states = hot_rows.flush, hot_rows.purge
 
     def translate(module: nn.Module, args: tuple, inputs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         trains = module.training and torch.is_grad_enabled()
-        inputs["indices"] = hot.look_up(inputs["indices"], trains=trains)
+        inputs["indices"] = hot_rows.look_up(inputs["indices"], trains=trains)
         return args, inputs
 
     lookup.register_forward_pre_hook(translate, with_kwargs=True)
@@ -173,16 +173,16 @@ def substitute_known_kernels(plan: ShardingPlan, kernels: dict[str, str]) -> Ite
 
     `kernels` maps raytrec's names to TorchRec's names.
     """
-    own = [
+    custom_specs = [
         (spec, spec.compute_kernel)
         for module in plan.plan.values()
         for spec in module.values()
         if spec.compute_kernel in kernels
     ]
-    for spec, name in own:
+    for spec, name in custom_specs:
         spec.compute_kernel = kernels[name]
     try:
         yield
     finally:
-        for spec, name in own:
+        for spec, name in custom_specs:
             spec.compute_kernel = name

@@ -43,8 +43,8 @@ STORE_ENTRY_POINT_GROUP = "mlflow.tracking_store"  # entry points of packages th
 def has_store(uri: str) -> bool:
     """Return True if MLflow or an installed plugin has a store for a URI's scheme; MLflow is not imported."""
     scheme = uri.partition("://")[0].lower() if "://" in uri else ""
-    known = (*STORE_SCHEMES, *(plugin.name for plugin in entry_points(group=STORE_ENTRY_POINT_GROUP)))
-    return scheme in known or scheme.partition("+")[0] in DATABASE_SCHEMES
+    schemes = (*STORE_SCHEMES, *(plugin.name for plugin in entry_points(group=STORE_ENTRY_POINT_GROUP)))
+    return scheme in schemes or scheme.partition("+")[0] in DATABASE_SCHEMES
 
 
 def is_server_failure(error: BaseException) -> bool:

@@ -201,18 +201,18 @@ def get_server_version(client: Any) -> str:
 
 def silence_uploads() -> None:
     """Silence the log line for each file that is uploaded with a job."""
-    for talkative in (
+    for logger in (
         "ray.dashboard.modules.job.sdk",
         "ray.dashboard.modules.dashboard_sdk",
         "ray._private.runtime_env.packaging",
     ):
-        logging.getLogger(talkative).setLevel(logging.WARNING)
+        logging.getLogger(logger).setLevel(logging.WARNING)
 
 
 def parse_version_mismatch(text: str) -> tuple[str, str] | None:
     """Return the Ray and Python versions of a cluster that rejects this client; None for other errors."""
-    found = re.findall(r"(Ray|Python): (\S+)", text) if "ersion mismatch" in text else []
-    return (found[0][1], found[1][1]) if len(found) > 1 else None
+    versions = re.findall(r"(Ray|Python): (\S+)", text) if "ersion mismatch" in text else []
+    return (versions[0][1], versions[1][1]) if len(versions) > 1 else None
 
 
 def load_node_providers() -> tuple[Any, Any]:

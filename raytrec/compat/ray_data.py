@@ -43,9 +43,9 @@ def disable_autoscaling_requests() -> None:
     from ray.data._internal.cluster_autoscaler import ClusterAutoscaler
     from ray.data._internal.execution import streaming_executor
 
-    enough = ExecutionResources.for_limits(cpu=10_000, object_store_memory=2**50, memory=2**50)
+    unlimited = ExecutionResources.for_limits(cpu=10_000, object_store_memory=2**50, memory=2**50)
 
-    class Enough(ClusterAutoscaler):
+    class FixedAutoscaler(ClusterAutoscaler):
         def try_trigger_scaling(self) -> None:
             pass
 
@@ -53,13 +53,13 @@ def disable_autoscaling_requests() -> None:
             pass
 
         def get_total_resources(self) -> ExecutionResources:
-            return enough
+            return unlimited
 
-    def create_none(*_: Any, **__: Any) -> Enough:
-        return Enough()
+    def create_autoscaler(*_: Any, **__: Any) -> FixedAutoscaler:
+        return FixedAutoscaler()
 
     private(streaming_executor, "create_cluster_autoscaler", "ray")
-    streaming_executor.create_cluster_autoscaler = create_none
+    streaming_executor.create_cluster_autoscaler = create_autoscaler
 
 
 def throttle_executors() -> None:
@@ -71,24 +71,24 @@ def throttle_executors() -> None:
     """
     from ray.data._internal.execution.streaming_executor import StreamingExecutor
 
-    before = private(StreamingExecutor, "_scheduling_loop_step", "ray")
-    if before.__name__ == "step_and_rest":
+    original_step = private(StreamingExecutor, "_scheduling_loop_step", "ray")
+    if original_step.__name__ == "throttled_step":
         return
 
-    def step_and_rest(self: StreamingExecutor, topology: Any) -> bool:
-        began = monotonic()
-        has_more = before(self, topology)
+    def throttled_step(self: StreamingExecutor, topology: Any) -> bool:
+        start = monotonic()
+        has_more = original_step(self, topology)
         # Counts change when tasks of an operator start, produce output or end, or output is consumed.
         counts = [tuple(private(op.metrics, name, "ray") for name in PROGRESS_FIELDS) for op in topology]
-        known, rest_s = getattr(self, "raytrec_rest", (None, 0.0))
-        idle = counts == known and monotonic() - began < QUICK_S  # a longer step has waited for a task
-        rest_s = min(max(2 * rest_s, MIN_SLEEP_S), MAX_SLEEP_S) if idle else 0.0
-        self.raytrec_rest = counts, rest_s
-        if rest_s and has_more:
-            sleep(rest_s)
+        previous, sleep_s = getattr(self, "raytrec_progress", (None, 0.0))
+        idle = counts == previous and monotonic() - start < QUICK_S  # a longer step has waited for a task
+        sleep_s = min(max(2 * sleep_s, MIN_SLEEP_S), MAX_SLEEP_S) if idle else 0.0
+        self.raytrec_progress = counts, sleep_s
+        if sleep_s and has_more:
+            sleep(sleep_s)
         return has_more
 
-    StreamingExecutor._scheduling_loop_step = step_and_rest
+    StreamingExecutor._scheduling_loop_step = throttled_step
 
 
 def disable_statistics() -> None:
@@ -103,13 +103,13 @@ def disable_statistics() -> None:
     from ray.data._internal.execution.callbacks import ResourceAllocatorPrometheusCallback
     from ray.data._internal.stats import _StatsManager
 
-    def nothing(*_: Any, **__: Any) -> None:
+    def do_nothing(*_: Any, **__: Any) -> None:
         pass
 
     for name in STATISTICS_METHODS:
         private(_StatsManager, name, "ray")
-        setattr(_StatsManager, name, staticmethod(nothing))
+        setattr(_StatsManager, name, staticmethod(do_nothing))
     private(_StatsManager, "gen_dataset_id_from_stats_actor", "ray")
     _StatsManager.gen_dataset_id_from_stats_actor = staticmethod(lambda: uuid4().hex)
     private(ResourceAllocatorPrometheusCallback, "on_execution_step", "ray")
-    ResourceAllocatorPrometheusCallback.on_execution_step = nothing
+    ResourceAllocatorPrometheusCallback.on_execution_step = do_nothing

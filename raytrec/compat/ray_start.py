@@ -100,15 +100,15 @@ def replace_popen(
     """
     from ray._private import services
 
-    before = services.ConsolePopen
+    original_popen = services.ConsolePopen
 
-    class Apart(before):  # type: ignore[valid-type, misc]
-        def __init__(self, *args: Any, **given: Any):
-            given["env"] = (given.get("env") or os.environ) | env
-            super().__init__(*args, **given, **options)
+    class CustomPopen(original_popen):  # type: ignore[valid-type, misc]
+        def __init__(self, *args: Any, **settings: Any):
+            settings["env"] = (settings.get("env") or os.environ) | env
+            super().__init__(*args, **settings, **options)
             began(self.pid, args[0][0] == services.RAYLET_EXECUTABLE)
 
-    with replace_private(services, "ConsolePopen", Apart, "ray"):
+    with replace_private(services, "ConsolePopen", CustomPopen, "ray"):
         yield
 
 
@@ -150,14 +150,14 @@ def draw_actor_class_ids_from(random: Callable[[int], bytes]) -> AbstractContext
     """
     import ray.actor
 
-    before = private(ray.actor, "ActorClassID", "ray")
+    original_class = private(ray.actor, "ActorClassID", "ray")
 
-    class FromOutside:
+    class RandomClassID:
         @staticmethod
         def from_random() -> Any:
-            return before(random(before.size()))
+            return original_class(random(original_class.size()))
 
-    return replace_private(ray.actor, "ActorClassID", FromOutside, "ray")
+    return replace_private(ray.actor, "ActorClassID", RandomClassID, "ray")
 
 
 def read_token_again() -> None:

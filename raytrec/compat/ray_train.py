@@ -57,7 +57,7 @@ class ControlledTrainer(DataParallelTrainer):
         **options: Any,
     ):
         super().__init__(*args, **options)
-        self._policies, self._on_start, self._wait, self._own = policies, on_start, wait, own
+        self._policies, self._on_start, self._wait, self._owns_ray = policies, on_start, wait, own
 
     def _initialize_and_run_controller(self, **parts: Any) -> Any:
         """Run the controller; unlike Ray's method, the wait can be interrupted if a part of Ray ends."""
@@ -74,10 +74,10 @@ class ControlledTrainer(DataParallelTrainer):
         raise _ControllerStarted(controller)
 
     def _create_default_callbacks(self) -> list[Any]:
-        none = NoDatasets(self.train_run_context, self.datasets)
-        callbacks = replace_callback(super()._create_default_callbacks(), DatasetsCallback, [none])
+        no_datasets = NoDatasets(self.train_run_context, self.datasets)
+        callbacks = replace_callback(super()._create_default_callbacks(), DatasetsCallback, [no_datasets])
         # If Ray ends with the run, nothing is left to remove.
-        cleaner = [] if self._own else [OwnClusterCleanerCallback()]
+        cleaner = [] if self._owns_ray else [OwnClusterCleanerCallback()]
         return replace_callback(callbacks, PlacementGroupCleanerCallback, cleaner)
 
 
@@ -87,9 +87,9 @@ def replace_callback(callbacks: list[Any], kind: type, others: list[Any]) -> lis
     Raises:
         RunError: Ray Train has no such callback any more.
     """
-    if not any(type(each) is kind for each in callbacks):
+    if not any(type(callback) is kind for callback in callbacks):
         raise missing(f"{kind.__name__} among TorchTrainer's callbacks", "ray")
-    return [new for each in callbacks for new in (others if type(each) is kind else [each])]
+    return [new for callback in callbacks for new in (others if type(callback) is kind else [callback])]
 
 
 class OwnClusterCleaner(PlacementGroupCleaner):
@@ -162,9 +162,9 @@ class RequestingPolicy(ScalingPolicy):
 
     def __init__(self, scaling_config: Any, most: int, cpus_beside: int, asks: bool = True):
         super().__init__(scaling_config)
-        self._workers, self._cpus_beside, self._asks = most, cpus_beside, asks
-        self._beside: DefaultAutoscalingCoordinator | None = None
-        self._asked_at = 0.0
+        self._workers, self._extra_cpus, self._has_autoscaler = most, cpus_beside, asks
+        self._cpu_coordinator: DefaultAutoscalingCoordinator | None = None
+        self._requested_at = 0.0
 
     @property
     def resources_per_worker(self) -> dict[str, float]:
@@ -173,31 +173,31 @@ class RequestingPolicy(ScalingPolicy):
 
     def request_resources(self) -> None:
         """Renew the request to the autoscaler before it expires; do nothing if the last request is recent."""
-        if not self._asks:
+        if not self._has_autoscaler:
             return
         self._maybe_send_resource_request()
-        if monotonic() - self._asked_at > AUTOSCALING_REQUESTS_INTERVAL_S:
-            self._ask_for_cpus()
+        if monotonic() - self._requested_at > AUTOSCALING_REQUESTS_INTERVAL_S:
+            self._request_extra_cpus()
 
     def after_controller_start(self, train_run_context: Any) -> None:
         """Send the first request to the autoscaler."""
-        if not self._asks:
+        if not self._has_autoscaler:
             return
-        if self._cpus_beside:
-            self._beside = DefaultAutoscalingCoordinator(f"readers-{train_run_context.run_id}")
+        if self._extra_cpus:
+            self._cpu_coordinator = DefaultAutoscalingCoordinator(f"readers-{train_run_context.run_id}")
         super().after_controller_start(train_run_context)
-        self._ask_for_cpus()
+        self._request_extra_cpus()
 
     def _get_num_workers_for_resource_request(self) -> int:
         return self._workers
 
-    def _ask_for_cpus(self) -> None:
-        if self._beside:
-            self._asked_at = monotonic()
-            wanted = [{"CPU": 1}] * self._cpus_beside
-            self._beside.request_resources(wanted, AUTOSCALING_REQUESTS_EXPIRE_TIME_S)
+    def _request_extra_cpus(self) -> None:
+        if self._cpu_coordinator:
+            self._requested_at = monotonic()
+            bundles = [{"CPU": 1}] * self._extra_cpus
+            self._cpu_coordinator.request_resources(bundles, AUTOSCALING_REQUESTS_EXPIRE_TIME_S)
 
     def _cancel_resource_request(self) -> None:
         super()._cancel_resource_request()
-        if self._beside:
-            self._beside.cancel_request()
+        if self._cpu_coordinator:
+            self._cpu_coordinator.cancel_request()

@@ -86,11 +86,11 @@ def hide_gpus_during_import() -> Iterator[None]:
     fbgemm_gpu (1.8.0) checks for a GPU at import, after which torch does not let forked processes use one.
     The result of the check only matters for AMD GPUs and Triton operators, which raytrec does not use.
     """
-    asked, torch.cuda.is_available = torch.cuda.is_available, lambda: False
+    original, torch.cuda.is_available = torch.cuda.is_available, lambda: False
     try:
         yield
     finally:
-        torch.cuda.is_available = asked
+        torch.cuda.is_available = original
 
 
 def refuses_gpus() -> bool:
@@ -133,9 +133,9 @@ def replace_local_shards(value: ShardedTensor, parts: list[torch.Tensor]) -> Sha
         ShardMetadata(list(s.shard_offsets), list(s.shard_sizes), f"rank:{s.placement.rank()}/cpu")
         for s in metadata.shards_metadata
     ]
-    of_place = {tuple(shard.shard_offsets): shard for shard in shards}
+    shards_by_offset = {tuple(shard.shard_offsets): shard for shard in shards}
     local = [
-        Shard(part, of_place[tuple(shard.metadata.shard_offsets)])
+        Shard(part, shards_by_offset[tuple(shard.metadata.shard_offsets)])
         for part, shard in zip(parts, value.local_shards(), strict=True)
     ]
     pinned = any(part.is_pinned() for part in parts)
@@ -218,7 +218,7 @@ def watch_compiler(begins: Callable[[], object], ends: Callable[[], object]) -> 
 def described(operator: Any) -> tuple[str, Any, bool]:
     """Return the name (aten::mm), base function and is-view flag of an operator seen by EveryOperator."""
     schema = operator._schema
-    is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in schema.returns)
+    is_view = any(value.alias_info is not None and not value.alias_info.is_write for value in schema.returns)
     return schema.name, operator._overloadpacket, is_view
 
 

@@ -60,10 +60,10 @@ def watch_distinct_ids(model: nn.Module, called: Callable[[KeyedJaggedTensor], o
         if not getattr(module, "_use_index_dedup", False):
             continue
 
-        def look_up(ctx: Any, ids: Any, theirs: Callable = module.compute_and_output_dist) -> Any:
+        def look_up(ctx: Any, ids: Any, original: Callable = module.compute_and_output_dist) -> Any:
             for context in ctx.sharding_contexts:
                 called(context.features_before_input_dist)
-            return theirs(ctx, ids)
+            return original(ctx, ids)
 
         module.compute_and_output_dist = look_up
 

@@ -40,7 +40,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._without_progress += len(data)
         super().data_received(data)
         if self._without_progress > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self.send_400_response("Too many bytes outside of a body.")
+            self.send_400_response("Too many bytes outside of a request body.")
 
     def on_message_begin(self) -> None:
         """Start the time limit at the first byte of the request."""
@@ -51,7 +51,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """Start the answer, or end parsing with a ValueError for a large head or too many requests."""
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > MAX_HEAD_BYTES or len(self.pipeline) >= MAX_PIPELINED:
-            raise ValueError("a head that is too large, or too many requests without an answer")
+            raise ValueError("the request head is too large, or too many requests wait for a response")
         super().on_headers_complete()
         self._without_progress = 0
 

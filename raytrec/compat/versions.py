@@ -42,11 +42,11 @@ def find_wrong_versions() -> RunError | None:
         The error, or None. It names the packages of other versions and the pair nearest to the installed one;
             or two builds of FBGEMM in one folder; or a build for another CUDA version than torch's.
     """
-    found = {name: version for name in (*OTHERS, *PAIRED_PACKAGES) if (version := installed(name))}
-    wrong = [name for name in OTHERS if name in found and not _matches(found[name], *OTHERS[name])]
-    what = [f"{name} {found[name]}" for name in wrong]
-    expected = [f"{name} {' or '.join(OTHERS[name])}" for name in wrong]
-    paired = {name: found[name] for name in PAIRED_PACKAGES if name in found}
+    versions = {name: version for name in (*OTHERS, *PAIRED_PACKAGES) if (version := installed(name))}
+    mismatched = [name for name in OTHERS if name in versions and not _matches(versions[name], *OTHERS[name])]
+    what = [f"{name} {versions[name]}" for name in mismatched]
+    expected = [f"{name} {' or '.join(OTHERS[name])}" for name in mismatched]
+    paired = {name: versions[name] for name in PAIRED_PACKAGES if name in versions}
 
     def distance(pair: dict[str, str]) -> int:
         """Return the number of releases X.Y between the installed packages and a pair, over all packages."""
@@ -60,47 +60,47 @@ def find_wrong_versions() -> RunError | None:
         expected.append(" with ".join(f"{name} {pair[name]}" for name in paired))
     where = f"{sys.prefix} on {socket.gethostname()}"
     if not what:
-        return _find_wrong_build(found, where)
+        return _find_wrong_build(versions, where)
     return RunError(
-        f"this raytrec is not made for {', '.join(what)}",
+        f"this version of raytrec does not support {', '.join(what)}",
         where=where,
         expected=", ".join(expected),
-        do=f"pip install --no-deps -r requirements/{files} of this raytrec (docs/install.md)",
+        do=f"pip install --no-deps -r requirements/{files} of this version of raytrec (docs/install.md)",
     )
 
 
-def _find_wrong_build(found: dict[str, str], where: str) -> RunError | None:
+def _find_wrong_build(versions: dict[str, str], where: str) -> RunError | None:
     """Return the error for builds of FBGEMM that this torch cannot load although their releases match."""
-    cuda, build = found.get("fbgemm-gpu"), "fbgemm-gpu-cpu"
+    cuda, build = versions.get("fbgemm-gpu"), "fbgemm-gpu-cpu"
     release = (cuda or "").partition("+")[0]
-    if cuda and build in found:
-        keep = f"{build}=={found[build]}, or fbgemm-gpu=={release} where there are GPUs"
+    if cuda and build in versions:
+        keep = f"{build}=={versions[build]} (on machines with GPUs: fbgemm-gpu=={release})"
         return RunError(
-            f"{build} {found[build]} and fbgemm-gpu {cuda} are both installed, in one folder",
+            f"{build} {versions[build]} and fbgemm-gpu {cuda} are both installed and share one folder",
             where=where,
-            expected="one of them: the one that was installed last has overwritten files of the other",
+            expected="only one of them: the last one installed has overwritten files of the other",
             do=f"pip uninstall --yes fbgemm-gpu {build}, then pip install --no-deps {keep}",
         )
-    if not cuda or "torch" not in found:
+    if not cuda or "torch" not in versions:
         return None
     suffix = re.search(r"\+cu(\d+)(\d)$", cuda)  # wheels from PyTorch's index, such as 1.8.0+cu126
-    theirs, ours = ".".join(suffix.groups()) if suffix else None, get_torch_cuda_version()
-    if ours and theirs in (None, ours):
+    fbgemm, torch = ".".join(suffix.groups()) if suffix else None, get_torch_cuda_version()
+    if torch and fbgemm in (None, torch):
         return None
-    built, torchs = (f"CUDA {theirs}" if theirs else "CUDA"), (f"CUDA {ours}" if ours else "CPUs")
+    target, torch_target = (f"CUDA {fbgemm}" if fbgemm else "CUDA"), (f"CUDA {torch}" if torch else "CPUs")
     return RunError(
-        f"fbgemm-gpu {cuda} is built for {built}, and torch {found['torch']} for {torchs}",
+        f"fbgemm-gpu {cuda} is built for {target}, but torch {versions['torch']} for {torch_target}",
         where=where,
-        expected="FBGEMM and torch for the same CUDA",
-        do=f"pip install --no-deps --force-reinstall fbgemm-gpu=={release} (PyPI's, for PyPI's torch)"
-        if ours
+        expected="builds of FBGEMM and torch for the same CUDA version",
+        do=f"pip install --no-deps --force-reinstall fbgemm-gpu=={release} (PyPI's build, for PyPI's torch)"
+        if torch
         else f"pip uninstall --yes fbgemm-gpu, then pip install --no-deps fbgemm-gpu-cpu=={release}; "
-        f"for GPUs: {REINSTALL_ADVICE.format(device='cuda')}",
+        f"to use GPUs: {REINSTALL_ADVICE.format(device='cuda')}",
     )
 
 
-def _matches(found: str, *pins: str) -> bool:
-    release = found.partition("+")[0].split(".")  # versions of torch builds end with +cpu or +cu130
+def _matches(version: str, *pins: str) -> bool:
+    release = version.partition("+")[0].split(".")  # versions of torch builds end with +cpu or +cu130
     return any(release[: pin.count(".") + 1] == pin.split(".") for pin in pins)
 
 
@@ -116,12 +116,12 @@ def replace_private(owner: Any, name: str, own: Any, package: str) -> Iterator[N
     Raises:
         RunError: The attribute is missing (see `private`).
     """
-    theirs = private(owner, name, package)
+    original = private(owner, name, package)
     setattr(owner, name, own)
     try:
         yield
     finally:
-        setattr(owner, name, theirs)
+        setattr(owner, name, original)
 
 
 def private(owner: Any, name: str, package: str) -> Any:
@@ -138,11 +138,11 @@ def private(owner: Any, name: str, package: str) -> Any:
 
 def missing(name: str, package: str) -> RunError:
     """Return the error for a name that upstream no longer has."""
-    found = installed(package) or installed(f"{package}-cpu") or "(not installed)"
+    version = installed(package) or installed(f"{package}-cpu") or "(not installed)"
     pins = OTHERS.get(package) or [pair[package] for pair in PAIRS.values()]
     return RunError(
-        f"{package} {found} has no {name}",
+        f"{package} {version} has no {name}",
         where="raytrec/compat",
-        expected=f"{package} {' or '.join(pins)}, which has",
-        do="install the versions of requirements/, or adapt raytrec/compat to the new one",
+        expected=f"{package} {' or '.join(pins)}, which has {name}",
+        do="install the versions pinned in requirements/, or adapt raytrec/compat to the new version",
     )

@@ -27,12 +27,12 @@ COLUMN_SHARDED_TYPES = ("column_wise", "table_column_wise", "grid_shard")
 NO_REDUCTION_TYPES = ("table_wise", "column_wise", "table_column_wise", "data_parallel")
 # Reason for rejecting other sharding types, and the expected ones.
 OF_SEQUENCES = (
-    "of a table with a sequence that the model reads id by id",
-    f"one of {', '.join(BY_ID_TYPES)}: TorchRec shards such a table in no other way",
+    "cannot be used for a table with a sequence that the model reads id by id",
+    f"one of {', '.join(BY_ID_TYPES)}, the only types that TorchRec supports for such a table",
 )
 INT8_REASON = (
-    "with plan.qcomms int8: integers of different scales cannot be added up on their way between ranks",
-    "fp16 or bf16; or table_wise, column_wise, table_column_wise or data_parallel",
+    "cannot be used with plan.qcomms int8: ranks cannot add up integers of different scales in transfer",
+    "fp16 or bf16 in plan.qcomms; or table_wise, column_wise, table_column_wise or data_parallel",
 )
 
 
@@ -64,7 +64,7 @@ def match_tables(pattern: str, schema: Schema, where: str) -> list[str]:
     tables = [table for table in schema.tables if fnmatchcase(table, pattern)]
     if not tables:
         raise ConfigError(
-            f"no table is named, or matches, '{pattern}'{hint(pattern, schema.tables)}",
+            f"no table matches '{pattern}'{hint(pattern, schema.tables)}",
             where=where,
             expected=f"one of {', '.join(schema.tables)}",
         )
@@ -79,10 +79,10 @@ def resolve_optimizers(config: RunConfig, schema: Schema) -> dict[str, Embedding
     """
     default = config.optim.embeddings.model_dump()
     values = {table: dict(default) for table in schema.tables}
-    for pattern, given in config.optim.tables.items():
+    for pattern, overrides in config.optim.tables.items():
         for table in match_tables(pattern, schema, f"optim.tables.{pattern}"):
-            values[table] |= given.model_dump(exclude_none=True)
-    return {table: EmbeddingOptim(**of_table) for table, of_table in values.items()}
+            values[table] |= overrides.model_dump(exclude_none=True)
+    return {table: EmbeddingOptim(**settings) for table, settings in values.items()}
 
 
 def resolve_constraints(config: RunConfig, schema: Schema) -> dict[str, TableConstraint]:
@@ -92,18 +92,18 @@ def resolve_constraints(config: RunConfig, schema: Schema) -> dict[str, TableCon
         ConfigError: No table matches a name, or settings contradict each other.
     """
     constraints: dict[str, dict] = {table: {} for table in schema.tables}
-    for pattern, given in config.plan.tables.items():
+    for pattern, settings in config.plan.tables.items():
         for table in match_tables(pattern, schema, f"plan.tables.{pattern}"):
-            constraints[table] |= given.model_dump(exclude_none=True)
+            constraints[table] |= settings.model_dump(exclude_none=True)
     groups, by_id = _index_groups(config, schema), resolve_features(schema, config.model).tables_by_id
-    out = {}
+    resolved = {}
     for table, values in constraints.items():
         ranks = tuple(values["ranks"]) if "ranks" in values else None
         sharding = values.get("sharding_type")
         if table in groups or (sharding is None and ranks and len(ranks) == 1):
             sharding = sharding or "table_wise"
         if ranks and sharding is None:
-            what = f"ranks {list(ranks)} without a sharding_type"
+            what = f"ranks {list(ranks)} are set without a sharding_type"
             raise refused(table, what, "plan.tables.….sharding_type in addition to ranks")
         allowed: tuple[str, ...] = (sharding,) if sharding else tuple(config.plan.sharding_types)
         if table in by_id:
@@ -111,10 +111,10 @@ def resolve_constraints(config: RunConfig, schema: Schema) -> dict[str, TableCon
         elif config.plan.qcomms.has_int8:
             allowed = _filter_sharding_types(table, allowed, NO_REDUCTION_TYPES, *INT8_REASON)
         kernel, dtype = values.get("compute_kernel"), values.get("dtype", "fp32")
-        out[table] = TableConstraint(allowed, ranks, kernel, dtype, groups.get(table))
+        resolved[table] = TableConstraint(allowed, ranks, kernel, dtype, groups.get(table))
         if table in groups and sharding != "table_wise":
-            raise refused(table, f"in plan.colocate and {sharding}", "a group is on one rank: table_wise")
-    return _copy_group_ranks(out)
+            raise refused(table, f"plan.colocate does not allow {sharding}", "table_wise, on one rank")
+    return _copy_group_ranks(resolved)
 
 
 def _filter_sharding_types(
@@ -133,26 +133,26 @@ def _index_groups(config: RunConfig, schema: Schema) -> dict[str, int]:
         for name in names:
             for table in match_tables(name, schema, f"plan.colocate, group {index + 1}"):
                 if groups.setdefault(table, index) != index:
-                    raise refused(table, "in two groups of plan.colocate", "join the groups")
+                    raise refused(table, "it is in two groups of plan.colocate", "one group that joins both")
     return groups
 
 
 def _copy_group_ranks(constraints: dict[str, TableConstraint]) -> dict[str, TableConstraint]:
     """Copy the configured rank of a group's table to the other tables of the group."""
     ranks_of: dict[int, tuple[int, ...]] = {}
-    for table, each in constraints.items():
-        if each.group is None or not each.ranks:
+    for table, constraint in constraints.items():
+        if constraint.group is None or not constraint.ranks:
             continue
-        ranks = ranks_of.setdefault(each.group, each.ranks)
-        if ranks != each.ranks:
+        ranks = ranks_of.setdefault(constraint.group, constraint.ranks)
+        if ranks != constraint.ranks:
             raise refused(
                 table,
-                f"on rank {each.ranks[0]}, and another of its plan.colocate group on {ranks[0]}",
-                "a group is on one rank",
+                f"it is on rank {constraint.ranks[0]}, but its plan.colocate group is on rank {ranks[0]}",
+                "one rank for all tables of a group",
             )
     return {
-        table: replace(each, ranks=each.ranks or ranks_of.get(each.group))
-        for table, each in constraints.items()
+        table: replace(constraint, ranks=constraint.ranks or ranks_of.get(constraint.group))
+        for table, constraint in constraints.items()
     }
 
 
@@ -163,19 +163,19 @@ def column_parts(dim: int, sharding: tuple[str, ...], ranks: tuple[int, ...] | N
     (FBGEMM).
     """
     if "grid_shard" in sharding:
-        most = (len(ranks) if ranks else world) // local
+        max_parts = (len(ranks) if ranks else world) // local
     elif "table_column_wise" in sharding:
-        most = len(ranks) if ranks else local
+        max_parts = len(ranks) if ranks else local
     elif "column_wise" in sharding:
-        most = len(ranks) if ranks else world
+        max_parts = len(ranks) if ranks else world
     else:
         return 1
-    return next(parts for parts in range(most, 0, -1) if (dim // 4) % parts == 0)
+    return next(parts for parts in range(max_parts, 0, -1) if (dim // 4) % parts == 0)
 
 
 def refused(table: str, what: str, expected: str) -> ConfigError:
     """Return the error for a constraint that no plan can satisfy."""
-    return ConfigError(f"no plan for table {table}: {what}", where="plan", expected=expected)
+    return ConfigError(f"cannot plan table {table}: {what}", where="plan", expected=expected)
 
 
 UVM_KERNELS = ("fused_uvm", "fused_uvm_caching")
@@ -193,8 +193,8 @@ def resolve_kernel(device: str, kernel: str | None) -> str | None:
         device: cpu or cuda.
         kernel: Configured compute kernel, or None.
     """
-    places = (*UVM_KERNELS, MMAP_KERNEL) if device == "cuda" else (MMAP_KERNEL,)
-    return kernel if kernel in places else None
+    kernels = (*UVM_KERNELS, MMAP_KERNEL) if device == "cuda" else (MMAP_KERNEL,)
+    return kernel if kernel in kernels else None
 
 
 def list_kernel_choices(config: RunConfig, device: str, managed: bool) -> list[str]:
@@ -208,8 +208,8 @@ def list_kernel_choices(config: RunConfig, device: str, managed: bool) -> list[s
     """
     if device == "cpu":
         return ["fused"]
-    not_offered = {MMAP_KERNEL, CACHING_KERNEL} if managed else {MMAP_KERNEL}
-    return [kernel for kernel in config.plan.compute_kernels if kernel not in not_offered]
+    excluded = {MMAP_KERNEL, CACHING_KERNEL} if managed else {MMAP_KERNEL}
+    return [kernel for kernel in config.plan.compute_kernels if kernel not in excluded]
 
 
 def find_mmap_folder(config: RunConfig) -> Path:
@@ -242,8 +242,8 @@ def find_memory_filesystem(folder: Path) -> str | None:
         lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return None
-    of_device = f"{os.major(device)}:{os.minor(device)}"
+    device_id = f"{os.major(device)}:{os.minor(device)}"
     for line in lines:  # ID PARENT MAJOR:MINOR ROOT PLACE OPTIONS … - TYPE SOURCE OPTIONS
-        if line.split()[2] == of_device and (kind := line.partition(" - ")[2].split()[0]) in IN_MEMORY:
+        if line.split()[2] == device_id and (kind := line.partition(" - ")[2].split()[0]) in IN_MEMORY:
             return kind
     return None

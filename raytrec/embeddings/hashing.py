@@ -142,17 +142,17 @@ class DistinctKeys:
         """
         if count == 1:  # faster on a CPU
             distinct, places = torch.unique(keys, return_inverse=True)
-            of_distinct = torch.zeros_like(distinct)
+            distinct_tables = torch.zeros_like(distinct)
         else:
-            ordered, order = in_order(tables, keys)
-            first = torch.ones_like(keys, dtype=torch.bool)
-            first[1:] = (ordered[1:] != ordered[:-1]).logical_or_(tables[1:] != tables[:-1])
-            starts = first.nonzero().squeeze(1)
-            places = torch.empty_like(order).scatter_(0, order, first.cumsum(0) - 1)
-            distinct, of_distinct = ordered.index_select(0, starts), tables.index_select(0, starts)
+            sorted_keys, order = in_order(tables, keys)
+            is_first = torch.ones_like(keys, dtype=torch.bool)
+            is_first[1:] = (sorted_keys[1:] != sorted_keys[:-1]).logical_or_(tables[1:] != tables[:-1])
+            starts = is_first.nonzero().squeeze(1)
+            places = torch.empty_like(order).scatter_(0, order, is_first.cumsum(0) - 1)
+            distinct, distinct_tables = sorted_keys.index_select(0, starts), tables.index_select(0, starts)
         counts = torch.ones_like(keys) if counts is None else counts
         totals = torch.zeros_like(distinct).index_add_(0, places, counts)
-        return cls(of_distinct, distinct, totals, places)
+        return cls(distinct_tables, distinct, totals, places)
 
 
 def count_by_owner(tables: torch.Tensor, keys: torch.Tensor, count: int, world: int) -> torch.Tensor:
@@ -187,17 +187,17 @@ def in_order(tables: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, to
         keys: Keys, int64 [n].
     """
     if keys.device.type != "cpu":
-        ordered, order = keys.sort()
+        sorted_keys, order = keys.sort()
         by_table = tables[order].argsort(stable=True)
-        return ordered[by_table], order[by_table]
+        return sorted_keys[by_table], order[by_table]
     if not len(keys) or tables[0] == tables[-1]:
-        ordered, order = keys.sort()
-        return ordered, order
+        sorted_keys, order = keys.sort()
+        return sorted_keys, order
     # On a CPU, which launches no kernels, sorting table by table is faster.
     starts = torch.searchsorted(tables, torch.arange(int(tables[-1]) + 2)).tolist()
     parts = [keys[start:end].sort() for start, end in pairwise(starts)]
     orders = [order.add_(start) for (_, order), start in zip(parts, starts, strict=False)]
-    return torch.cat([ordered for ordered, _ in parts]), torch.cat(orders)
+    return torch.cat([sorted_keys for sorted_keys, _ in parts]), torch.cat(orders)
 
 
 def of_table(values_T: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:

@@ -68,7 +68,7 @@ class MappedFileFactory:
         size, folder = count * dtype.itemsize, self._folder
         try:
             if kind := find_memory_filesystem(folder):
-                raise self._refused(tables, size, f"the folder is on {kind}, which is itself memory")
+                raise self._refused(tables, size, f"the folder is on {kind}, which keeps files in memory")
             with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
                 os.posix_fallocate(file.fileno(), 0, size)
                 file.truncate(size + more * dtype.itemsize)
@@ -79,12 +79,12 @@ class MappedFileFactory:
                 begin = size - size % mmap.PAGESIZE
                 unmap_file(values.data_ptr() + begin, values.nbytes - begin)
         except OSError as error:
-            raise self._refused(tables, size, (error.strerror or str(error)).lower()) from None
+            raise self._refused(tables, size, error.strerror or str(error)) from None
         return values
 
     def _refused(self, tables: list[str], size: int, why: str) -> RunError:
         return RunError(
-            f"no file of {format_bytes(size)} for {', '.join(tables)}: {why}",
+            f"cannot create a {format_bytes(size)} file for table {', '.join(tables)}: {why}",
             where=f"plan.mmap_dir, {self._folder}",
             expected="a folder on a disk of the node with room for its tables and their optimizer state",
             do=make_room(self._config),
@@ -110,7 +110,7 @@ def mark_mapped(
         for table, module in find_table_modules(collection).items():
             if kernels[table] == MMAP_KERNEL:
                 state = find_optimizer(optimizers[table].name).state
-                map_table(module.weight, {each.buffer: each.per for each in state}, table if hot else "")
+                map_table(module.weight, {kind.buffer: kind.per for kind in state}, table if hot else "")
 
 
 class HotRowCache:
@@ -128,8 +128,8 @@ class HotRowCache:
     """
 
     def __init__(self, whole: list[torch.Tensor], rows: int):
-        self._whole, self._rows, self._count = whole, rows, len(whole[0]) - rows
-        self._get_undocumented = {values.data_ptr(): values for values in whole}
+        self._tensors, self._rows, self._count = whole, rows, len(whole[0]) - rows
+        self._tensor_at = {values.data_ptr(): values for values in whole}
         # For each row its place, or if it has none, −1 − number of steps in which it was looked up.
         self._places = torch.full((rows,), -1, dtype=torch.int32)
         # For each place its row, and two flags:
@@ -137,7 +137,7 @@ class HotRowCache:
         self._used = torch.zeros(self._count, dtype=torch.bool)  # since the hand last passed
         self._changed = torch.zeros(self._count, dtype=torch.bool)  # since it was last written back
         self._filled, self._hand = 0, 0
-        self._looked_up, self._found = 0, 0
+        self._lookups, self._hits = 0, 0
 
     @torch.no_grad()
     def look_up(self, rows: torch.Tensor, *, trains: bool) -> torch.Tensor:
@@ -155,8 +155,8 @@ class HotRowCache:
         if trains:
             hot = places[places >= 0].long()
             self._used[hot] = self._changed[hot] = True
-            self._found += len(hot)
-            self._looked_up += len(rows)
+            self._hits += len(hot)
+            self._lookups += len(rows)
             self._prefetch_pages(cold)
             if self._admit(cold):
                 places = self._places[rows]
@@ -166,16 +166,16 @@ class HotRowCache:
 
     def share_found(self) -> float | None:
         """Return the share of training lookups found in memory since the last call; None without lookups."""
-        share = self._found / self._looked_up if self._looked_up else None
-        self._looked_up = self._found = 0
+        share = self._hits / self._lookups if self._lookups else None
+        self._lookups = self._hits = 0
         return share
 
     @torch.no_grad()
     def flush(self) -> None:
         """Write all rows in memory back to the file; they stay in memory."""
         places = self._changed[: self._filled].nonzero().squeeze(1)
-        for some in places[self._row[places].argsort()].split(BLOCK_ROWS):
-            self._write_back(some)
+        for block in places[self._row[places].argsort()].split(BLOCK_ROWS):
+            self._write_back(block)
 
     def purge(self) -> None:
         """Discard all rows in memory without writing them back."""
@@ -190,7 +190,7 @@ class HotRowCache:
             values: Tensor of `whole` without the places; selects weights or a kind of state.
             rows: Rows of the shard, int64 [n].
         """
-        return self._get_undocumented[values.data_ptr()].index_select(0, self._find_places(rows))
+        return self._tensor_at[values.data_ptr()].index_select(0, self._find_places(rows))
 
     def write(self, values: torch.Tensor, rows: torch.Tensor, new: torch.Tensor) -> None:
         """Replace the values of some rows.
@@ -200,9 +200,9 @@ class HotRowCache:
             rows: Rows of the shard, int64 [n].
             new: New values of these rows, of the dtype of `values`.
         """
-        at = self._find_places(rows)
-        self._get_undocumented[values.data_ptr()].index_copy_(0, at, new)
-        self._changed[at[at >= self._rows] - self._rows] = True
+        positions = self._find_places(rows)
+        self._tensor_at[values.data_ptr()].index_copy_(0, positions, new)
+        self._changed[positions[positions >= self._rows] - self._rows] = True
 
     def _find_places(self, rows: torch.Tensor) -> torch.Tensor:
         places = self._places[rows].long()
@@ -216,23 +216,23 @@ class HotRowCache:
         """
         sightings = self._places[cold] - 1
         self._places[cold] = sightings
-        wanted = cold[sightings < -ADMISSION_SIGHTINGS]
-        if not len(wanted):
+        admitted = cold[sightings < -ADMISSION_SIGHTINGS]
+        if not len(admitted):
             return False
-        filled = min(self._count, self._filled + len(wanted))
+        filled = min(self._count, self._filled + len(admitted))
         places = torch.arange(self._filled, filled)
         self._filled = filled
         self._used[places] = True  # so that the hand skips them
-        idle = self._find_idle_places(len(wanted) - len(places))
+        idle = self._find_idle_places(len(admitted) - len(places))
         self._prefetch_pages(self._row[idle])
         self._write_back(idle[self._changed[idle]])
         self._places[self._row[idle]] = -1
         places = torch.cat([places, idle])
-        wanted = wanted[: len(places)]
-        for values in self._whole:
-            values.index_copy_(0, places + self._rows, values.index_select(0, wanted))
-        self._places[wanted] = places.int()
-        self._row[places] = wanted
+        admitted = admitted[: len(places)]
+        for values in self._tensors:
+            values.index_copy_(0, places + self._rows, values.index_select(0, admitted))
+        self._places[admitted] = places.int()
+        self._row[places] = admitted
         self._used[places] = self._changed[places] = True
         return len(places) > 0
 
@@ -241,17 +241,17 @@ class HotRowCache:
 
         The hand makes at most one turn.
         """
-        found, left = [torch.zeros(0, dtype=torch.int64)], self._count
-        while count and left:
-            end = min(self._hand + max(4 * count, MIN_CLOCK_WINDOW), self._hand + left, self._count)
+        parts, remaining = [torch.zeros(0, dtype=torch.int64)], self._count
+        while count and remaining:
+            end = min(self._hand + max(4 * count, MIN_CLOCK_WINDOW), self._hand + remaining, self._count)
             idle = self._used[self._hand : end].logical_not().nonzero().squeeze(1)[:count] + self._hand
             if len(idle) == count:
                 end = int(idle[-1]) + 1
             self._used[self._hand : end] = False
-            left, count = left - (end - self._hand), count - len(idle)
+            remaining, count = remaining - (end - self._hand), count - len(idle)
             self._hand = end % self._count
-            found.append(idle)
-        return torch.cat(found)
+            parts.append(idle)
+        return torch.cat(parts)
 
     def _write_back(self, places: torch.Tensor) -> None:
         """Write the rows at these places back to the file.
@@ -263,12 +263,12 @@ class HotRowCache:
             return
         rows = self._row[places]
         self._prefetch_pages(rows)
-        for values in self._whole:
+        for values in self._tensors:
             values.index_copy_(0, rows, values.index_select(0, places + self._rows))
         self._changed[places] = False
 
     def _prefetch_pages(self, rows: torch.Tensor) -> None:
-        for values in self._whole:
+        for values in self._tensors:
             _prefetch_table_pages(values, rows)
 
 
@@ -277,13 +277,13 @@ def _prefetch_table_pages(values: torch.Tensor, rows: torch.Tensor) -> None:
 
     Without prefetching, each page fault blocks.
     """
-    begins, width = values.data_ptr() + rows * values[0].nbytes, values[0].nbytes
-    pages = (torch.cat([begins, begins + (width - 1)]) // mmap.PAGESIZE).unique()
+    starts, width = values.data_ptr() + rows * values[0].nbytes, values[0].nbytes
+    pages = (torch.cat([starts, starts + (width - 1)]) // mmap.PAGESIZE).unique()
     sample = pages[:: max(1, len(pages) // SAMPLED_PAGES)].tolist()
     if all(is_page_resident(page * mmap.PAGESIZE) for page in sample):
         return
     is_first = torch.ones(len(pages) + 1, dtype=torch.bool)
     is_first[1:-1] = pages.diff() > 1
-    at = is_first.nonzero().squeeze(1)
-    for page, count in zip(pages[at[:-1]].tolist(), at.diff().tolist(), strict=True):
+    run_starts = is_first.nonzero().squeeze(1)
+    for page, count in zip(pages[run_starts[:-1]].tolist(), run_starts.diff().tolist(), strict=True):
         prefetch_pages(page * mmap.PAGESIZE, count * mmap.PAGESIZE)

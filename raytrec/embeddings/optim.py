@@ -48,11 +48,11 @@ def mark_fused(
     """
     for collection in collections:
         for table, module in find_table_modules(collection).items():
-            known = find_optimizer(optimizers[table].name)
-            if device in known.devices:
+            optimizer = find_optimizer(optimizers[table].name)
+            if device in optimizer.devices:
                 # No weight decay: validation.check_decay rejects weight decay for these kernels.
                 settings = _make_settings(optimizers[table])
-                apply_optimizer_in_backward(known.torch_class(), module.parameters(), settings)
+                apply_optimizer_in_backward(optimizer.torch_class(), module.parameters(), settings)
 
 
 class RunOptimizer(CombinedOptimizer):
@@ -82,8 +82,8 @@ def combine(model: nn.Module, optimizers: Mapping[str, EmbeddingOptim], of_dense
     # A row-wise table with fewer rows than ranks has empty shards on some ranks, with nothing to train.
     rest = {n: p for n, p in in_backward_optimizer_filter(model.named_parameters()) if p.numel()}
     parts = [("fused", model.fused_optimizer)]
-    every = list(optimizers.values())
-    for optimizer in [each for i, each in enumerate(every) if each not in every[:i]]:
+    configs = list(optimizers.values())
+    for optimizer in [config for i, config in enumerate(configs) if config not in configs[:i]]:
         weights = {n: p for n, p in rest.items() if (table := table_of(n)) and optimizers[table] == optimizer}
         if weights:
             parts.append(
@@ -113,18 +113,18 @@ def _choose_one_pass(config: EmbeddingOptim, weights: Iterable[torch.Tensor]) ->
     The option applies to optimizers without an FBGEMM kernel on CPU, for tables of any size. One pass reads
     and writes weights, gradients and state together; Adam takes 6 passes otherwise.
     """
-    known = find_optimizer(config.name)
-    takes_it = "cpu" not in known.devices and "fused" in signature(known.torch_class()).parameters
+    optimizer = find_optimizer(config.name)
+    is_supported = "cpu" not in optimizer.devices and "fused" in signature(optimizer.torch_class()).parameters
     fits = all(weight.is_cpu and weight.dtype == torch.float32 for weight in weights)
-    return {"fused": True} if takes_it and fits else {}
+    return {"fused": True} if is_supported and fits else {}
 
 
 def _make_keyed_optimizer(
-    parameters: dict[str, nn.Parameter], config: EmbeddingOptim | DenseOptim, **more: Any
+    parameters: dict[str, nn.Parameter], config: EmbeddingOptim | DenseOptim, **options: Any
 ) -> KeyedOptimizerWrapper:
-    settings = _make_settings(config) | {"weight_decay": config.weight_decay} | more
-    make = find_optimizer(config.name).torch_class()
-    return KeyedOptimizerWrapper(parameters, lambda params: make(params, **settings))
+    settings = _make_settings(config) | {"weight_decay": config.weight_decay} | options
+    optimizer_class = find_optimizer(config.name).torch_class()
+    return KeyedOptimizerWrapper(parameters, lambda params: optimizer_class(params, **settings))
 
 
 @dataclass
@@ -250,12 +250,12 @@ class DenseAverage(OptimizerWrapper):
         if not self.count:
             yield
             return
-        before = {name: weight.clone() for name, weight in self._weights.items()}
+        saved = {name: weight.clone() for name, weight in self._weights.items()}
         self._write(self.values)
         try:
             yield
         finally:
-            self._write(before)
+            self._write(saved)
 
     @torch.no_grad()
     def _write(self, values: dict[str, torch.Tensor]) -> None:

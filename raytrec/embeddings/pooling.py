@@ -52,7 +52,7 @@ def make_embedding_bags(
         device=torch.device("meta"),
         is_weighted=schema.has_weights,
         tables=[
-            EmbeddingBagConfig(pooling=PoolingType.SUM, **_settings(schema, name, names, constraints))
+            EmbeddingBagConfig(pooling=PoolingType.SUM, **_make_args(schema, name, names, constraints))
             for name, names in features_of.items()
         ],
     )
@@ -66,18 +66,18 @@ def make_by_id_collections(
     Tables of one collection share exchanges and must have equal dims and numbers of column shards (torchrec
     1.8.0). The planner cuts tables of one dim equally unless their ranks are configured.
     """
-    together: dict[tuple[int, int], list[EmbeddingConfig]] = {}
+    groups: dict[tuple[int, int], list[EmbeddingConfig]] = {}
     for name, names in features.tables_by_id.items():
         constraint = (constraints or {}).get(name, TableConstraint(()))
         columns = len(constraint.ranks or ()) if "column_wise" in constraint.sharding else 0
-        made = EmbeddingConfig(**_settings(features.schema, name, names, constraints))
-        together.setdefault((made.embedding_dim, columns), []).append(made)
+        table = EmbeddingConfig(**_make_args(features.schema, name, names, constraints))
+        groups.setdefault((table.embedding_dim, columns), []).append(table)
     return nn.ModuleList(
-        EmbeddingCollection(device=torch.device("meta"), tables=tables) for tables in together.values()
+        EmbeddingCollection(device=torch.device("meta"), tables=tables) for tables in groups.values()
     )
 
 
-def _settings(
+def _make_args(
     schema: Schema, table: str, features: list[str], constraints: Mapping[str, TableConstraint] | None
 ) -> dict[str, Any]:
     """Return the settings of a table and the features that use it, for a collection of either kind."""
@@ -98,15 +98,15 @@ def _skip_init(weight: torch.Tensor) -> torch.Tensor:
 
 def find_table_modules(collection: nn.Module) -> dict[str, nn.Module]:
     """Return the module of each table's weight, for a collection of either kind, sharded or not."""
-    return dict(getattr(collection, _kind(collection)).items())
+    return dict(getattr(collection, _get_attribute(collection)).items())
 
 
 def find_weight_name(collection: nn.Module, table: str) -> str:
     """Return the name of a table's weight in a collection of either kind, sharded or not."""
-    return f"{_kind(collection)}.{table}.weight"
+    return f"{_get_attribute(collection)}.{table}.weight"
 
 
-def _kind(collection: nn.Module) -> str:
+def _get_attribute(collection: nn.Module) -> str:
     return "embedding_bags" if hasattr(collection, "embedding_bags") else "embeddings"
 
 
@@ -116,8 +116,8 @@ def table_of(fqn: str) -> str | None:
     if len(parts) < 3 or parts[-1] != "weight":
         return None
     table = parts[-2]
-    of_ids = parts[-3] == "embeddings" and parts[-5:-4] == [BY_ID]
-    return table if parts[-3] == "embedding_bags" or of_ids else None
+    is_by_id = parts[-3] == "embeddings" and parts[-5:-4] == [BY_ID]
+    return table if parts[-3] == "embedding_bags" or is_by_id else None
 
 
 class PooledEmbeddings(FixedDtype):
@@ -162,9 +162,9 @@ class PooledEmbeddings(FixedDtype):
         of its ids, padded with 0. Features of candidates are [N, dim].
         """
         # TorchRec's pipeline traces this method with a Proxy; later it exchanges copies of ids beforehand.
-        given = sparse if is_pipelined(self.collections[0], sparse) else copy_sparse(sparse)
-        sums = None if self.bags is None else self.bags(given)
-        return self.inputs(sums, [collection(given) for collection in self.by_id], sparse)
+        ids = sparse if is_pipelined(self.collections[0], sparse) else copy_sparse(sparse)
+        sums = None if self.bags is None else self.bags(ids)
+        return self.inputs(sums, [collection(ids) for collection in self.by_id], sparse)
 
     def before_cast(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Raise RunError if `fn` would change the dtype of a table."""
@@ -187,13 +187,13 @@ def copy_sparse(sparse: KeyedJaggedTensor) -> KeyedJaggedTensor:
 def refuse_cast(fn: Callable, dtypes: set[torch.dtype]) -> None:
     """Raise RunError if a function that nn.Module applies to its tensors changes one of these dtypes."""
     for dtype in dtypes:
-        after = fn(torch.empty(0, dtype=dtype)).dtype
-        if after != dtype:
+        cast_dtype = fn(torch.empty(0, dtype=dtype)).dtype
+        if cast_dtype != dtype:
             raise RunError(
-                f"a cast of embedding tables from {dtype} to {after}",
+                f"embedding tables cannot be cast from {dtype} to {cast_dtype}",
                 where="model.to(dtype), .float(), .half(), .bfloat16(), .double() or .type(dtype)",
-                expected="a dtype chosen before sharding: a cast parts what is read from what is trained",
-                do="set plan.tables.TABLE.dtype to fp32 or fp16; cast dense layers by themselves",
+                expected="a dtype set before sharding; a cast separates read weights from trained weights",
+                do="set plan.tables.TABLE.dtype to fp32 or fp16, and cast dense layers separately",
             )
 
 
@@ -237,7 +237,7 @@ class DenseInputBuilder(nn.Module):
     def __init__(self, features: Features):
         super().__init__()
         sparse, self._sequences = features.schema.sparse, dict(features.sequences)
-        self._of_candidates = frozenset(features.schema.of_candidates(sparse))
+        self._candidates = frozenset(features.schema.of_candidates(sparse))
         self._weighted = {feature for feature, spec in sparse.items() if spec.weights}
         self.means = BagMeans([features.is_mean(feature) for feature in sparse])
 
@@ -255,26 +255,26 @@ class DenseInputBuilder(nn.Module):
             return self.means(sums, sparse)
         bags, sequences = {} if sums is None else sums.to_dict(), {}
         weights = self._weights(sparse)
-        for feature, found in (pair for each in by_id for pair in each.items()):
-            vectors_ND = found.values()
+        for feature, jagged in (pair for collection in by_id for pair in collection.items()):
+            vectors_ND = jagged.values()
             if feature in weights:
                 vectors_ND = vectors_ND * weights[feature].unsqueeze(1)
             if feature in self._sequences:
-                sequences[feature] = padded(vectors_ND, found.offsets(), self._sequences[feature])
-            elif feature in self._of_candidates:
+                sequences[feature] = padded(vectors_ND, jagged.offsets(), self._sequences[feature])
+            elif feature in self._candidates:
                 bags[feature] = vectors_ND
             else:
-                bags[feature] = sum_bags(vectors_ND, found.lengths())
-        given = self.means(bags, sparse) | sequences
-        return {feature: given[feature] for feature in sparse.keys()}  # noqa: SIM118
+                bags[feature] = sum_bags(vectors_ND, jagged.lengths())
+        outputs = self.means(bags, sparse) | sequences
+        return {feature: outputs[feature] for feature in sparse.keys()}  # noqa: SIM118
 
     def _weights(self, sparse: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
         """Return the weights of the ids, float32 [N], by feature; unweighted features are omitted."""
         weights = sparse.weights_or_none()
         if weights is None:
             return {}
-        of_keys = zip(sparse.keys(), weights.split(sparse.length_per_key()), strict=True)
-        return {feature: of_key for feature, of_key in of_keys if feature in self._weighted}
+        by_key = zip(sparse.keys(), weights.split(sparse.length_per_key()), strict=True)
+        return {feature: values for feature, values in by_key if feature in self._weighted}
 
 
 def sum_bags(vectors_ND: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:

@@ -94,16 +94,16 @@ class ShardedValues:
         Raises:
             RunError: The rows are outside the table.
         """
-        rows = self._checked(range(self.shape[0]) if rows is None else rows)
-        wanted = dist.get_rank() == 0 or not first_only
+        rows = self._check_rows(range(self.shape[0]) if rows is None else rows)
+        receives = dist.get_rank() == 0 or not first_only
         self._flush()
         size = (len(rows), *self.shape[1:])
-        out = torch.empty(size, dtype=self.dtype, device=self.device) if wanted else None
+        out = torch.empty(size, dtype=self.dtype, device=self.device) if receives else None
         for shard in self.shards:
-            if both := _intersect_ranges(rows, shard.rows):
-                piece = self._exchange(shard, both, first_only)
-                if wanted:
-                    _slice_part(out, both, rows.start, shard.columns).copy_(piece)
+            if overlap := _intersect_ranges(rows, shard.rows):
+                piece = self._exchange(shard, overlap, first_only)
+                if receives:
+                    _slice_part(out, overlap, rows.start, shard.columns).copy_(piece)
         return out
 
     @torch.no_grad()
@@ -120,16 +120,16 @@ class ShardedValues:
         """
         if tuple(values.shape[1:]) != self.shape[1:]:
             raise RunError(
-                f"values of shape {tuple(values.shape)} for a table of shape {self.shape}",
+                f"values of shape {tuple(values.shape)} do not match a table of shape {self.shape}",
                 where="load",
-                expected=f"[rows{''.join(f', {n}' for n in self.shape[1:])}]",
+                expected=f"values of shape [rows{''.join(f', {n}' for n in self.shape[1:])}]",
             )
-        rows = self._checked(range(first_row, first_row + len(values)))
+        rows = self._check_rows(range(first_row, first_row + len(values)))
         self._flush()
         for shard in self.local:
-            if both := _intersect_ranges(rows, shard.rows):
-                into = shard.values[both.start - shard.rows.start : both.stop - shard.rows.start]
-                into.copy_(_slice_part(values, both, first_row, shard.columns))
+            if overlap := _intersect_ranges(rows, shard.rows):
+                target = shard.values[overlap.start - shard.rows.start : overlap.stop - shard.rows.start]
+                target.copy_(_slice_part(values, overlap, first_row, shard.columns))
             if shard.cache is not None:
                 shard.cache.purge()
 
@@ -139,28 +139,28 @@ class ShardedValues:
             if shard.cache is not None:
                 shard.cache.flush()
 
-    def _checked(self, rows: range) -> range:
+    def _check_rows(self, rows: range) -> range:
         if rows.step != 1 or rows.start < 0 or rows.stop > self.shape[0]:
-            what = f"{rows} of a table of {self.shape[0]:,} rows"
-            raise RunError(what, expected="a range within the table")
+            what = f"{rows} is not a valid range of a table of {self.shape[0]:,} rows"
+            raise RunError(what, expected="a range within the table, with step 1")
         return rows
 
     def _exchange(self, shard: Shard, rows: range, first_only: bool) -> torch.Tensor | None:
         """Send rows of a shard from the rank that holds them to the ranks that request them."""
-        me, piece = dist.get_rank(), None
+        rank, piece = dist.get_rank(), None
         if shard.values is not None:
             piece = shard.values[rows.start - shard.rows.start : rows.stop - shard.rows.start]
             piece = piece.detach().contiguous()
-        elif me == 0 or not first_only:
+        elif rank == 0 or not first_only:
             size = (len(rows), len(shard.columns))[: len(self.shape)]
             piece = torch.empty(size, dtype=self.dtype, device=self.device)
         if self.replicated:
             return piece
         if not first_only:
             dist.broadcast(piece, src=shard.rank)
-        elif shard.rank != 0 and me == shard.rank:
+        elif shard.rank != 0 and rank == shard.rank:
             dist.send(piece, dst=0)
-        elif shard.rank != 0 and me == 0:
+        elif shard.rank != 0 and rank == 0:
             dist.recv(piece, src=shard.rank)
         return piece
 
@@ -199,7 +199,7 @@ def tables(model: nn.Module, optimizer: KeyedOptimizer | None = None) -> dict[st
         model: DistributedModelParallel, or any module that contains a sharded collection.
         optimizer: Optimizer returned by `optim.combine`, needed for the tables' optimizer state.
     """
-    optimizers, live_state, found = {}, {}, {}
+    optimizers, live_state, collected = {}, {}, {}
     if optimizer is not None:
         optimizers = {
             table: find_optimizer(name) for table, name in unwrap_optimizer(optimizer).names.items()
@@ -211,7 +211,7 @@ def tables(model: nn.Module, optimizer: KeyedOptimizer | None = None) -> dict[st
         for name, spec in module.module_sharding_plan.items():
             key = find_weight_name(module, name)
             weight = _collect_weight(live[key], cached.get(name))
-            found[name] = Table(
+            collected[name] = Table(
                 name,
                 (weight.shape[0], weight.shape[1]),
                 weight.dtype,
@@ -222,7 +222,7 @@ def tables(model: nn.Module, optimizer: KeyedOptimizer | None = None) -> dict[st
                 _collect_state(weight, optimizers.get(name), live_state.get(name, {})),
                 parameters.get(key),
             )
-    return found
+    return collected
 
 
 def _collect_weight(value: torch.Tensor | ShardedTensor, cache: Cache | ResidentRows | None) -> ShardedValues:
@@ -236,8 +236,8 @@ def _collect_weight(value: torch.Tensor | ShardedTensor, cache: Cache | Resident
         rank = part.placement.rank()
         values = live.get(tuple(part.shard_offsets)) if rank == dist.get_rank() else None
         (row, column), (rows, columns) = part.shard_offsets, part.shard_sizes
-        kept = cache if values is not None else None
-        shards.append(Shard(rank, range(row, row + rows), range(column, column + columns), values, kept))
+        local = cache if values is not None else None
+        shards.append(Shard(rank, range(row, row + rows), range(column, column + columns), values, local))
     device = next((values.device for values in live.values()), None) or get_collective_device()
     return ShardedValues(tuple(value.shape), value.dtype, shards, False, device)
 
@@ -246,18 +246,18 @@ def _collect_state(
     weight: ShardedValues, optimizer: type[TableOptimizer] | None, live: Mapping[str, list[torch.Tensor]]
 ) -> dict[str, ShardedValues]:
     """Return each kind of optimizer state, sharded like the weights; kinds not yet created are omitted."""
-    made, here = {}, any(shard.values.numel() for shard in weight.local)
-    for each in optimizer.state if optimizer else ():
-        if here and each.kind not in live:
+    states, has_values = {}, any(shard.values.numel() for shard in weight.local)
+    for state_kind in optimizer.state if optimizer else ():
+        if has_values and state_kind.kind not in live:
             continue
-        values, shards = iter(live.get(each.kind, [])), []
+        values, shards = iter(live.get(state_kind.kind, [])), []
         for shard in weight.shards:
-            mine = next(values, None) if shard.values is not None else None
+            local_values = next(values, None) if shard.values is not None else None
             cache = None if isinstance(shard.cache, Cache) else shard.cache  # on GPUs, state is not cached
-            shards.append(replace(shard, values=mine, cache=cache))
-        shape = weight.shape[:1] if each.per == "row" else weight.shape
-        made[each.kind] = replace(weight, shape=shape, dtype=torch.float32, shards=shards)
-    return made
+            shards.append(replace(shard, values=local_values, cache=cache))
+        shape = weight.shape[:1] if state_kind.per == "row" else weight.shape
+        states[state_kind.kind] = replace(weight, shape=shape, dtype=torch.float32, shards=shards)
+    return states
 
 
 def _collect_live_state(
@@ -295,6 +295,6 @@ def fill_tables(model: nn.Module, seed: int) -> None:
             block = max(1, VALUES_PER_BLOCK // max(1, len(shard.columns)))
             for first in range(shard.rows.start, shard.rows.stop, block):
                 ids = torch.arange(first, min(first + block, shard.rows.stop), device=shard.values.device)
-                at = first - shard.rows.start
+                offset = first - shard.rows.start
                 values = initial_values(seed, table.name, ids, shard.columns, table.shape[0])
-                shard.values[at : at + len(ids)].copy_(values)
+                shard.values[offset : offset + len(ids)].copy_(values)

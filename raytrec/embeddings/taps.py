@@ -59,10 +59,10 @@ def iterate_keys(features: KeyedJaggedTensor, count: int) -> Iterator[KeyLookups
     if weights is None:
         weights = torch.ones_like(features.values(), dtype=torch.float32)
     bags = torch.arange(lengths_KB.shape[1], device=lengths_KB.device)
-    for lengths, ids, of_ids in zip(
+    for lengths, ids, id_weights in zip(
         lengths_KB, features.values().split(sizes), weights.split(sizes), strict=True
     ):
-        yield KeyLookups(ids, bags.repeat_interleave(lengths, output_size=len(ids)), of_ids, lengths)
+        yield KeyLookups(ids, bags.repeat_interleave(lengths, output_size=len(ids)), id_weights, lengths)
 
 
 def add_row_gradients(
@@ -77,8 +77,8 @@ def add_row_gradients(
         grad_BD: Gradients of the key's bags.
     """
     if len(rows_R):
-        hits, at = found(rows_R, key.ids)
-        out_RD.index_add_(0, at, grad_BD[key.bag[hits]].float() * key.weights[hits].unsqueeze(1))
+        hits, places = found(rows_R, key.ids)
+        out_RD.index_add_(0, places, grad_BD[key.bag[hits]].float() * key.weights[hits].unsqueeze(1))
 
 
 def split_lookup(kernel: nn.Module, features: KeyedJaggedTensor, given: torch.Tensor) -> Iterator[Part]:
@@ -165,9 +165,9 @@ def places_of(ids_N: torch.Tensor) -> torch.Tensor:
 
 def found(rows: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the places of the ids that are among `rows` (sorted, not empty), and their places in `rows`."""
-    at = torch.searchsorted(rows, ids).clamp(max=len(rows) - 1)
-    hits = (rows[at] == ids).nonzero().squeeze(1)
-    return hits, at[hits]
+    places = torch.searchsorted(rows, ids).clamp(max=len(rows) - 1)
+    hits = (rows[places] == ids).nonzero().squeeze(1)
+    return hits, places[hits]
 
 
 @dataclass
@@ -258,7 +258,7 @@ class Taps:
         received = torch.zeros(len(keys), dtype=torch.int64, device=device)
         lookup = Lookup(kernel, features, tables, replicated, received)
 
-        def after(_: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
+        def record(_: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
             if not (kernel.training and torch.is_grad_enabled()):
                 return
             offsets = inputs[0].offsets()  # already computed by the lookup
@@ -267,7 +267,7 @@ class Taps:
                 lookup.ids, lookup.gradient = inputs[0], None
                 output.register_hook(lambda gradient: setattr(lookup, "gradient", gradient))
 
-        kernel.register_forward_hook(after)
+        kernel.register_forward_hook(record)
         return lookup
 
     def _before_head(self, head: nn.Module, inputs: tuple) -> None:

@@ -69,59 +69,57 @@ def build_model(
     """
     tasks = dict(tasks or {f"task_{place}": 1 for place in range(outputs)})
     check_model(schema, config, vectors, tasks)
-    found = find_code(config.path, "model", "model.name")
-    own = isinstance(config, PythonSection)
-    if own and not (isinstance(found, type) and issubclass(found, nn.Module)):
-        raise _contract_error(
-            config.name, "it is not a torch.nn.Module", "a class derived from torch.nn.Module"
-        )
-    wanted = {"outputs": outputs, "vectors": vectors, "tasks": tasks}
-    taken = {name: value for name, value in wanted.items() if _accepts_argument(found, name)}
-    if vectors and "vectors" not in taken:
+    cls = find_code(config.path, "model", "model.name")
+    is_custom = isinstance(config, PythonSection)
+    if is_custom and not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+        raise _contract_error(config.name, "it is not a torch.nn.Module", "a subclass of torch.nn.Module")
+    optional = {"outputs": outputs, "vectors": vectors, "tasks": tasks}
+    kwargs = {name: value for name, value in optional.items() if _accepts_argument(cls, name)}
+    if vectors and "vectors" not in kwargs:
         raise _contract_error(
             config.name,
-            "a loss of the tasks reads vectors of query and item, and it takes no `vectors`",
-            "def __init__(self, schema, config, outputs, vectors), and those vectors as its last columns",
+            "a loss of the tasks reads query and item vectors, but the class does not accept `vectors`",
+            "def __init__(self, schema, config, outputs, vectors); the vectors are the last output columns",
         )
-    return _build_checked_model(found, schema, config, taken) if own else found(schema, config, **taken)
+    return _build_checked_model(cls, schema, config, kwargs) if is_custom else cls(schema, config, **kwargs)
 
 
 def _build_checked_model(
-    found: type, schema: Schema, config: ModelSection, taken: dict[str, Any]
+    cls: type, schema: Schema, config: ModelSection, kwargs: dict[str, Any]
 ) -> nn.Module:
     """Return a model of the user's class after checking the class against the contract."""
     try:
-        inspect.signature(found).bind(schema, config, **taken)
+        inspect.signature(cls).bind(schema, config, **kwargs)
     except TypeError as error:
         raise _contract_error(
             config.name,
-            f"it cannot be built from (schema, config): {error}",
-            "def __init__(self, schema, config), where config.options has model.options; and outputs, if it "
-            "wants to know how many columns of logits the tasks have",
+            f"its constructor does not accept (schema, config): {error}",
+            "def __init__(self, schema, config), where config.options has model.options; optionally with "
+            "outputs, the number of columns of logits of the tasks",
         ) from None
-    if config.retrieves and (missing := [tower for tower in ("query", "item") if not hasattr(found, tower)]):
+    if config.retrieves and (missing := [tower for tower in ("query", "item") if not hasattr(cls, tower)]):
         raise _contract_error(
             config.name,
-            f"model.towers is set, and it has no method {' and no method '.join(missing)}",
-            "methods query(dense, pooled) and item(dense, pooled), which give float32 [B, D]",
+            f"model.towers is set, but the class has no method {' and no method '.join(missing)}",
+            "methods query(dense, pooled) and item(dense, pooled), which return float32 [B, D]",
         )
-    model = found(schema, config, **taken)
+    model = cls(schema, config, **kwargs)
     try:
         inspect.signature(model.forward).bind(None, {})
     except TypeError as error:
         raise _contract_error(
             config.name,
-            f"its forward does not take (dense, pooled): {error}",
+            f"its forward does not accept (dense, pooled): {error}",
             "def forward(self, dense, pooled)",
         ) from None
     return model
 
 
-def _accepts_argument(found: type, name: str) -> bool:
+def _accepts_argument(cls: type, name: str) -> bool:
     """Return True if the class accepts an argument of this name in addition to (schema, config)."""
-    places = list(inspect.signature(found).parameters.values())
-    return any(each.name == name and each.kind is not each.VAR_KEYWORD for each in places[2:])
+    parameters = list(inspect.signature(cls).parameters.values())
+    return any(each.name == name and each.kind is not each.VAR_KEYWORD for each in parameters[2:])
 
 
 def _contract_error(path: str, what: str, expected: str) -> ConfigError:
-    return ConfigError(f"no model {path}: {what}", where="model.name", expected=expected)
+    return ConfigError(f"cannot build model {path}: {what}", where="model.name", expected=expected)

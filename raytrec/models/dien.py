@@ -63,15 +63,15 @@ class DIEN(nn.Module):
 
         With negatives, [B, outputs + 1]: the last column is the own loss, 0 in eval mode.
         """
-        read, own_B = dict(inputs), dense.new_zeros(dense.shape[0])
+        encoded, own_B = dict(inputs), dense.new_zeros(dense.shape[0])
         for feature, (last_BD, states_BLD) in self.interests(inputs).items():
-            read[feature] = last_BD
+            encoded[feature] = last_BD
             if self.training and feature in self.get_supervised_sequences:
-                held = inputs[self.config.negatives]
+                negatives = inputs[self.config.negatives]
                 own_B = own_B + self.config.auxiliary_weight * compute_auxiliary_loss(
-                    states_BLD, inputs[feature], held
+                    states_BLD, inputs[feature], negatives
                 )
-        vectors = [read[feature] for feature in self.features]
+        vectors = [encoded[feature] for feature in self.features]
         logits_BT = self.logit(self.top(torch.cat([dense, *vectors], dim=1)))
         if self.config.own_loss:
             return torch.cat([logits_BT, own_B.unsqueeze(1)], dim=1)
@@ -98,11 +98,11 @@ class InterestEvolution(nn.Module):
         The second is the state after each id, most recent first; values at positions without an id are
         undefined.
         """
-        lengths_B, there_BT = sequence.present.sum(1), sequence.present  # a prefix, in either order
+        lengths_B, present_BT = sequence.present.sum(1), sequence.present  # a prefix, in either order
         states_BTD = self._states(turn(sequence.vectors, lengths_B))
         scores_BT = torch.einsum("btd,bd->bt", states_BTD, self.attention(target_BD))
-        scores_BT = scores_BT.float().masked_fill(~there_BT, torch.finfo(torch.float32).min)
-        weights_BT = scores_BT.softmax(1) * there_BT
+        scores_BT = scores_BT.float().masked_fill(~present_BT, torch.finfo(torch.float32).min)
+        weights_BT = scores_BT.softmax(1) * present_BT
         return self.evolution(states_BTD, weights_BT), turn(states_BTD, lengths_B)
 
     def _states(self, steps_BTD: torch.Tensor) -> torch.Tensor:
@@ -125,10 +125,10 @@ def compute_auxiliary_loss(states_BLD: torch.Tensor, sequence: Sequence, negativ
     length = min(states_BLD.shape[1], negatives.vectors.shape[1] + 1) - 1
     before_BLD = states_BLD[:, 1 : length + 1]
     # The state before an id exists if there is an older id.
-    here_BL = sequence.present[:, 1 : length + 1] & negatives.present[:, :length]
+    valid_BL = sequence.present[:, 1 : length + 1] & negatives.present[:, :length]
     real_BL = (before_BLD * sequence.vectors[:, :length]).sum(2).float()
     drawn_BL = (before_BLD * negatives.vectors[:, :length]).sum(2).float()
-    return ((softplus(-real_BL) + softplus(drawn_BL)) * here_BL).sum(1)
+    return ((softplus(-real_BL) + softplus(drawn_BL)) * valid_BL).sum(1)
 
 
 class AUGRU(nn.Module):
@@ -151,9 +151,9 @@ class AUGRU(nn.Module):
     def forward(self, steps_BTD: torch.Tensor, weights_BT: torch.Tensor) -> torch.Tensor:
         """Return the last state, float [B, width]."""
         cell = self.cell
-        given_BTG = linear(steps_BTD, cell.weight_ih, cell.bias_ih)
-        with torch.autocast(given_BTG.device.type, enabled=False):
-            return _Evolve.apply(given_BTG.float(), weights_BT.unsqueeze(2), cell.weight_hh, cell.bias_hh)
+        inputs_BTG = linear(steps_BTD, cell.weight_ih, cell.bias_ih)
+        with torch.autocast(inputs_BTG.device.type, enabled=False):
+            return _Evolve.apply(inputs_BTG.float(), weights_BT.unsqueeze(2), cell.weight_hh, cell.bias_hh)
 
 
 class _Evolve(torch.autograd.Function):
@@ -167,23 +167,23 @@ class _Evolve(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        given_BTG: torch.Tensor,
+        inputs_BTG: torch.Tensor,
         weights_BT1: torch.Tensor,
         of_state_GH: torch.Tensor,
         bias_G: torch.Tensor,
     ) -> torch.Tensor:
-        (rows, steps, _), width = given_BTG.shape, of_state_GH.shape[1]
+        (rows, steps, _), width = inputs_BTG.shape, of_state_GH.shape[1]
         sizes = [2 * width, width]  # of both gates, of the new state
-        gates_TBG = given_BTG.new_empty(steps, rows, 3 * width)
-        candidates_TBH = given_BTG.new_empty(steps, rows, width)
-        states_TBH = given_BTG.new_zeros(steps + 1, rows, width)
-        state_BH, kept = states_TBH[0], (gates_TBG, candidates_TBH, states_TBH[1:])
+        gates_TBG = inputs_BTG.new_empty(steps, rows, 3 * width)
+        candidates_TBH = inputs_BTG.new_empty(steps, rows, width)
+        states_TBH = inputs_BTG.new_zeros(steps + 1, rows, width)
+        state_BH, saved = states_TBH[0], (gates_TBG, candidates_TBH, states_TBH[1:])
         # In exported programs, writing into a part of a tensor copies the whole tensor.
-        is_kept = not torch.compiler.is_exporting()
-        places = zip(*(each.unbind(0) for each in kept), strict=True) if is_kept else repeat((None,) * 3)
-        parts = zip(given_BTG.unbind(1), weights_BT1.unbind(1), places, strict=False)
-        for given_BG, weight_B1, (gates, candidate, state) in parts:
-            both_B2H, new_BH = given_BG.split(sizes, 1)
+        saves = not torch.compiler.is_exporting()
+        places = zip(*(each.unbind(0) for each in saved), strict=True) if saves else repeat((None,) * 3)
+        parts = zip(inputs_BTG.unbind(1), weights_BT1.unbind(1), places, strict=False)
+        for inputs_BG, weight_B1, (gates, candidate, state) in parts:
+            both_B2H, new_BH = inputs_BG.split(sizes, 1)
             gates_BG = torch.addmm(bias_G, state_BH, of_state_GH.t(), out=gates)
             of_both_B2H, of_state_BH = gates_BG.split(sizes, 1)
             reset_BH, keep_BH = of_both_B2H.add_(both_B2H).sigmoid_().chunk(2, 1)
@@ -214,8 +214,8 @@ class _Evolve(torch.autograd.Function):
             grad_BH, added_BG = grads_TBH[step], added_TBG[step]
             added_BG.unflatten(1, (3, -1)).mul_(grad_BH.unsqueeze(1))
             if step:
-                kept_BH = torch.addcmul(grad_BH, grad_BH, share_TBH[step], value=-1)
-                torch.addmm(kept_BH, added_BG, of_state_GH, out=grads_TBH[step - 1])
+                carried_BH = torch.addcmul(grad_BH, grad_BH, share_TBH[step], value=-1)
+                torch.addmm(carried_BH, added_BG, of_state_GH, out=grads_TBH[step - 1])
         of_weights_TB1 = back_TBH.mul_(grads_TBH).mul_(keep_TBH - 1).sum(2, keepdim=True)
         of_state_GH = added_TBG.flatten(0, 1).t() @ states_TBH.flatten(0, 1)
         of_bias_G = added_TBG.sum((0, 1))

@@ -154,9 +154,9 @@ class CIN(nn.Module):
 
     def __init__(self, fields: int, sizes: list[int]):
         super().__init__()
-        before = [fields, *sizes[:-1]]
+        input_sizes = [fields, *sizes[:-1]]
         self.layers = nn.ModuleList(
-            nn.Linear(rows * fields, size, bias=False) for rows, size in zip(before, sizes, strict=True)
+            nn.Linear(rows * fields, size, bias=False) for rows, size in zip(input_sizes, sizes, strict=True)
         )
 
     def forward(self, vectors_BFD: torch.Tensor) -> torch.Tensor:

@@ -104,11 +104,11 @@ class MaskNet(nn.Module):
         self.serial = config.arrangement == "serial"
         inputs = [width, *config.blocks[:-1]] if self.serial else [width] * len(config.blocks)
         self.blocks = nn.ModuleList(
-            MaskBlock(width, before, size, config.reduction)
-            for before, size in zip(inputs, config.blocks, strict=True)
+            MaskBlock(width, input_size, size, config.reduction)
+            for input_size, size in zip(inputs, config.blocks, strict=True)
         )
-        given = config.blocks[-1] if self.serial else sum(config.blocks)
-        self.top, self.logit = mlp_and_linear([given, *config.top_mlp], outputs, config.dropout)
+        top_inputs = config.blocks[-1] if self.serial else sum(config.blocks)
+        self.top, self.logit = mlp_and_linear([top_inputs, *config.top_mlp], outputs, config.dropout)
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return the logit of each row, float32 [B]; [B, outputs] for several outputs."""

@@ -54,18 +54,18 @@ class SequenceLookup:
             embeddings: Feature → float32 [B, dim]; of sequences [B, L, dim].
             batch: The batch whose ids have these embeddings.
         """
-        known_FB = None if batch.lengths is None else batch.lengths.view(len(self._keys), -1)
+        host_FB = None if batch.lengths is None else batch.lengths.view(len(self._keys), -1)
         lengths_FB = batch.sparse.lengths().view(len(self._keys), -1)
         side_features, inputs = batch.side_features or {}, dict(embeddings)
         for feature, length in self._lengths.items():
             places_L = torch.arange(length, device=lengths_FB.device)
             place = self._keys.index(feature)
-            lengths_B, known_B = lengths_FB[place], None if known_FB is None else known_FB[place]
+            lengths_B, host_B = lengths_FB[place], None if host_FB is None else host_FB[place]
             present_BL = places_L < lengths_B.unsqueeze(1)
-            beside = None
+            side = None
             if feature in side_features:
-                beside = pad_bags(side_features[feature], lengths_B, length)
-            inputs[feature] = Sequence(embeddings[feature], present_BL, beside, known_B)
+                side = pad_bags(side_features[feature], lengths_B, length)
+            inputs[feature] = Sequence(embeddings[feature], present_BL, side, host_B)
         if self._with_ids:
             inputs[IDS] = {feature: self._ids(feature, batch.sparse) for feature in self._with_ids}
         return inputs
@@ -79,9 +79,9 @@ class SequenceLookup:
         lengths_FB, place = sparse.lengths().view(len(self._keys), -1), self._keys.index(feature)
         back_L = torch.arange(self._lengths.get(feature, 1), device=starts_FB.device)
         places_BL = starts_FB[place].unsqueeze(1) + back_L
-        none_BL = back_L >= lengths_FB[place].unsqueeze(1)
+        absent_BL = back_L >= lengths_FB[place].unsqueeze(1)
         ids = torch.cat([sparse.values(), sparse.values().new_full((1,), -1)])
-        return ids[places_BL.masked_fill(none_BL, -1)]
+        return ids[places_BL.masked_fill(absent_BL, -1)]
 
 
 def pad_bags(values_Nn: torch.Tensor, lengths_B: torch.Tensor, length: int) -> torch.Tensor:
@@ -93,8 +93,8 @@ def pad_bags(values_Nn: torch.Tensor, lengths_B: torch.Tensor, length: int) -> t
     row_N = rows.repeat_interleave(lengths_B, output_size=len(values_Nn))
     starts_B = lengths_B.cumsum(0) - lengths_B
     place_N = torch.arange(len(row_N), device=row_N.device) - starts_B[row_N]
-    whole = values_Nn.new_zeros(len(lengths_B), length, values_Nn.shape[1])
-    return whole.index_put_((row_N, place_N), values_Nn)
+    padded = values_Nn.new_zeros(len(lengths_B), length, values_Nn.shape[1])
+    return padded.index_put_((row_N, place_N), values_Nn)
 
 
 REQUESTS = "requests of examples"  # key of a model's inputs if it encodes each request once: Requests
@@ -123,8 +123,8 @@ class RequestExpander:
     def __init__(self, schema: Schema, encoded: Collection[str] = ()):
         columns = schema.of_candidates(schema.dense)
         self._columns = [schema.dense.index(name) for name in columns]
-        self._of_candidates = schema.of_candidates(schema.sparse)
-        self._left = {*self._of_candidates, *encoded}
+        self._candidates = schema.of_candidates(schema.sparse)
+        self._fixed = {*self._candidates, *encoded}
         self._encodes = bool(encoded)
 
     def __call__(self, batch: Batch, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -139,25 +139,25 @@ class RequestExpander:
         requests_N, dense_of_candidates = batch.requests, batch.dense_of_candidates
         if not len(requests_N):
             requests_N, dense_of_candidates = requests_N.new_zeros(1), pad(dense_of_candidates, (0, 0, 0, 1))
-            inputs = {**inputs, **{name: pad(inputs[name], (0, 0, 0, 1)) for name in self._of_candidates}}
+            inputs = {**inputs, **{name: pad(inputs[name], (0, 0, 0, 1)) for name in self._candidates}}
         dense_Nn = batch.dense.index_select(0, requests_N)
         for place, column in enumerate(self._columns):
             dense_Nn[:, column] = dense_of_candidates[:, place]
-        given = dict(inputs)
+        rows = dict(inputs)
         bags = [
-            name for name, of in inputs.items() if name not in self._left and not isinstance(of, Sequence)
+            name for name, of in inputs.items() if name not in self._fixed and not isinstance(of, Sequence)
         ]
         if bags:  # one index_select for all, as there may be hundreds
             widths = [inputs[name].shape[1] for name in bags]
             wide_NS = torch.cat([inputs[name] for name in bags], 1).index_select(0, requests_N)
-            given |= zip(bags, wide_NS.split(widths, 1), strict=True)
+            rows |= zip(bags, wide_NS.split(widths, 1), strict=True)
         for name, of in inputs.items():
-            if isinstance(of, Sequence) and name not in self._left:
+            if isinstance(of, Sequence) and name not in self._fixed:
                 parts = of._replace(lengths=None if requests_N.is_cuda else of.lengths)
-                given[name] = Sequence(*(None if x is None else x.index_select(0, requests_N) for x in parts))
+                rows[name] = Sequence(*(None if x is None else x.index_select(0, requests_N) for x in parts))
         if self._encodes:
-            given[REQUESTS] = RequestInputs(requests_N, batch.dense)
-        return dense_Nn, given
+            rows[REQUESTS] = RequestInputs(requests_N, batch.dense)
+        return dense_Nn, rows
 
 
 def once(

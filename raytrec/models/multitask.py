@@ -116,13 +116,13 @@ class Level(nn.Module):
 
     def __init__(self, inputs: int, tasks: int, config: PLESection, last: bool):
         super().__init__()
-        own, shared = config.task_experts, config.shared_experts
-        counts = [own] * tasks + [shared]
+        per_task, shared = config.task_experts, config.shared_experts
+        counts = [per_task] * tasks + [shared]
         self.experts = nn.ModuleList(
             Experts(count, inputs, config.expert_mlp, config.dropout) for count in counts
         )
-        read = [own + shared] * tasks + [sum(counts)] * (not last)
-        self.gates = nn.ModuleList(Gate(inputs, count) for count in read)
+        gate_sizes = [per_task + shared] * tasks + [sum(counts)] * (not last)
+        self.gates = nn.ModuleList(Gate(inputs, count) for count in gate_sizes)
 
     def forward(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the output of each task, float [B, expert_mlp[-1]], and the shared one unless last is set.
@@ -130,11 +130,11 @@ class Level(nn.Module):
         Args:
             inputs: xₖ of each task, then the shared x, float [B, inputs] each.
         """
-        *own, shared_BEM = (experts(x_BN) for experts, x_BN in zip(self.experts, inputs, strict=True))
-        read = [torch.cat([of_task_BEM, shared_BEM], dim=1) for of_task_BEM in own]
-        read.append(torch.cat([*own, shared_BEM], dim=1))
+        *outputs, shared_BEM = (experts(x_BN) for experts, x_BN in zip(self.experts, inputs, strict=True))
+        joined = [torch.cat([of_task_BEM, shared_BEM], dim=1) for of_task_BEM in outputs]
+        joined.append(torch.cat([*outputs, shared_BEM], dim=1))
         # The last level has no shared gate, so zip omits the shared input.
-        return [gate(x_BN, experts) for gate, x_BN, experts in zip(self.gates, inputs, read, strict=False)]
+        return [gate(x_BN, experts) for gate, x_BN, experts in zip(self.gates, inputs, joined, strict=False)]
 
 
 class TaskTowers(nn.Module):
@@ -254,10 +254,10 @@ class DBMTL(nn.Module):
             places[name]: [places[parent] for parent in parents]
             for name, parents in config.order(tasks).items()
         }
-        own, related = config.tower_mlp[-1], config.relation_mlp[-1]
+        tower_width, related = config.tower_mlp[-1], config.relation_mlp[-1]
         self.towers = nn.ModuleList(mlp([shared, *config.tower_mlp], config.dropout) for _ in tasks)
         self.relations = nn.ModuleList(
-            mlp([own + len(self.parents[place]) * related, *config.relation_mlp], config.dropout)
+            mlp([tower_width + len(self.parents[place]) * related, *config.relation_mlp], config.dropout)
             for place in range(len(tasks))
         )
         self.logits = nn.ModuleList(nn.Linear(related, columns) for columns in tasks.values())
@@ -267,8 +267,8 @@ class DBMTL(nn.Module):
         shared_BN = self.bottom(self.beside(dense, pooled))
         related: dict[int, torch.Tensor] = {}
         for place, parents in self.parents.items():
-            own_BM = self.towers[place](shared_BN)
-            inputs = torch.cat([own_BM, *(related[parent] for parent in parents)], dim=1)
+            tower_BM = self.towers[place](shared_BN)
+            inputs = torch.cat([tower_BM, *(related[parent] for parent in parents)], dim=1)
             related[place] = self.relations[place](inputs)
         logits = [logit(related[place]) for place, logit in enumerate(self.logits)]
         return torch.cat(logits, dim=1).squeeze(1)

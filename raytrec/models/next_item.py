@@ -111,8 +111,8 @@ class NextItem(nn.Module, ABC):
             strict=True,
         )
         losses = [
-            (self.loss.loss_of_vectors(query_bTD, next_bTD, Sequence(vectors, present)) * there_bT).sum(1)
-            for query_bTD, next_bTD, vectors, present, there_bT in groups
+            (self.loss.loss_of_vectors(query_bTD, next_bTD, Sequence(vectors, present)) * mask_bT).sum(1)
+            for query_bTD, next_bTD, vectors, present, mask_bT in groups
         ]
         return packed.in_rows(losses)
 
@@ -120,11 +120,11 @@ class NextItem(nn.Module, ABC):
         self, query_ND: torch.Tensor, next_ND: torch.Tensor, packed: PackedSequences, inputs: dict
     ) -> torch.Tensor:
         """Return the sum of each row's losses against the negatives of the global batch, float32 [B]."""
-        ids, most = inputs[IDS], inputs[self.config.history].present.numel()
+        ids, limit = inputs[IDS], inputs[self.config.history].present.numel()
         next_BL = torch.cat([ids[self.config.item], ids[self.config.history][:, :-1]], dim=1)
-        own = ItemBatch(next_ND, packed.pack(next_BL.unsqueeze(2)).squeeze(1))
+        items = ItemBatch(next_ND, packed.pack(next_BL.unsqueeze(2)).squeeze(1))
         negatives = self._normalize(inputs[self.config.negatives].vectors)
-        return packed.sum_rows(self.shared(query_ND, own, self.shared.drawn(negatives, inputs), most))
+        return packed.sum_rows(self.shared(query_ND, items, self.shared.drawn(negatives, inputs), limit))
 
     def _query(self, states_ND: torch.Tensor, packed: PackedSequences) -> torch.Tensor:
         return self._normalize(self.queries(packed.newest(states_ND)))
@@ -190,12 +190,12 @@ class Attention(nn.Module):
         return self.output(self._read(self.inputs(x_ND), packed))
 
     @torch.compiler.disable
-    def _read(self, of_all_NE: torch.Tensor, packed: PackedSequences) -> torch.Tensor:
+    def _read(self, projected_NE: torch.Tensor, packed: PackedSequences) -> torch.Tensor:
         """Return Σ_j a_ij v_j: [N, 3 · D] → [N, D]."""
         rate, read = self.rate if self.training else 0.0, []
-        for group_bTE in packed.to_chronological(of_all_NE):
-            of_all = group_bTE.unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # [3, b, H, T, D ÷ H]
-            query_bHTd, key_bHTd, value_bHTd = of_all.unbind(0)
+        for group_bTE in packed.to_chronological(projected_NE):
+            heads = group_bTE.unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # [3, b, H, T, D ÷ H]
+            query_bHTd, key_bHTd, value_bHTd = heads.unbind(0)
             read_bHTd = scaled_dot_product_attention(
                 query_bHTd, key_bHTd, value_bHTd, dropout_p=rate, is_causal=True
             )
@@ -263,9 +263,9 @@ class Layer(nn.Module):
         self, x_ND: torch.Tensor, packed: PackedSequences, buckets: list[torch.Tensor] | None
     ) -> torch.Tensor:
         """Return the output of the unit, [N, D]."""
-        of_all_NW = silu(self.inputs(layer_norm(x_ND, x_ND.shape[1:])))
-        width = of_all_NW.shape[1] // 4
-        gate_NW, others_NW = of_all_NW.split([width, 3 * width], dim=1)
+        projected_NW = silu(self.inputs(layer_norm(x_ND, x_ND.shape[1:])))
+        width = projected_NW.shape[1] // 4
+        gate_NW, others_NW = projected_NW.split([width, 3 * width], dim=1)
         read_NW = self._read(others_NW, packed, buckets)
         read_NW = gate_NW * layer_norm(read_NW, read_NW.shape[1:])
         return x_ND + self.output(self.dropout(read_NW))

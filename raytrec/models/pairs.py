@@ -43,12 +43,12 @@ class TwoTower(nn.Module):
     def __init__(self, schema: Schema, config: TwoTowerSection, outputs: int = 1, vectors: bool = False):
         super().__init__()
         config.check(schema)
-        of_tower = config.members(schema)
+        members = config.members(schema)
         self.config = config
         self.queries, self.vectors, self.width = outputs + vectors, vectors, config.tower_mlp[-1]
         widths = {"query": self.queries * self.width, "item": self.width}
         self.towers = nn.ModuleDict(
-            {name: Tower(schema, of_tower[name], config, widths[name]) for name in of_tower}
+            {name: Tower(schema, members[name], config, widths[name]) for name in members}
         )
         self.normalize = config.normalize
         # Dot products of vectors grow with the root of their width; cosines are at most 1.
@@ -62,7 +62,7 @@ class TwoTower(nn.Module):
         self.bias = nn.Parameter(torch.zeros((outputs,) if outputs > 1 else ())) if outputs else None
         self.loss, self.shared = None, None
         if config.own_loss:
-            (item,) = of_tower["item"]
+            (item,) = members["item"]
             self.loss = SampledLoss.of(schema, config, item)
             self.shared = SharedNegatives.of(schema, config, self.loss)
 
@@ -98,12 +98,12 @@ class TwoTower(nn.Module):
         if not self.training:
             return item_BD.new_zeros(item_BD.shape[0], dtype=torch.float32)
         drawn, (feature,) = pooled[self.config.negatives], self.towers["item"].beside.skipped_columns
-        of_all = self._vectors("item", dense, {feature: drawn.vectors.flatten(0, 1)})
+        drawn_vectors = self._vectors("item", dense, {feature: drawn.vectors.flatten(0, 1)})
         # The query of the last output; without outputs, the only query.
-        own = self.queries - 1 - (self.vectors and self.bias is not None)
+        query_index = self.queries - 1 - (self.vectors and self.bias is not None)
         bias_11 = None if self.bias is None else self.bias.view(1, -1)[:, -1:]
-        drawn = Sequence(of_all.view(*drawn.present.shape, self.width), drawn.present)
-        query_BD = query_BQD[:, own]
+        drawn = Sequence(drawn_vectors.view(*drawn.present.shape, self.width), drawn.present)
+        query_BD = query_BQD[:, query_index]
         return compute_pair_losses(self.loss, self.shared, query_BD, item_BD, feature, drawn, pooled, bias_11)
 
     def _vectors(self, tower: str, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -234,13 +234,13 @@ class NeuMF(nn.Module):
         own_B = self._own_loss(user_B1E, scores_BT[:, -1], inputs)
         return torch.cat([logits_BT, own_B.unsqueeze(1)], dim=1)
 
-    def _own_loss(self, user_B1E: torch.Tensor, own_B: torch.Tensor, inputs: dict) -> torch.Tensor:
+    def _own_loss(self, user_B1E: torch.Tensor, score_B: torch.Tensor, inputs: dict) -> torch.Tensor:
         """Return the own loss of each row, float32 [B]; 0 in evaluations."""
         if not self.training:
-            return torch.zeros_like(own_B, dtype=torch.float32)
+            return torch.zeros_like(score_B, dtype=torch.float32)
         drawn, bias = inputs[self.config.negatives], self.loss.remove_canceling_bias(self.bias[-1])
         scores_BK = self._scores(user_B1E, drawn.vectors)[:, :, -1].float() + mask_absent(drawn.present)
-        return self.loss(own_B.float() + bias, scores_BK + bias, drawn.present.sum(1))
+        return self.loss(score_B.float() + bias, scores_BK + bias, drawn.present.sum(1))
 
     def _scores(self, user_B1E: torch.Tensor, items_BKE: torch.Tensor) -> torch.Tensor:
         """Return the scores of each user for K items: [B, 1, E], [B, K, E] → [B, K, outputs], without b."""

@@ -85,9 +85,9 @@ class ModelCall:
         if requests is not None and self._examples is not None:
             dense, inputs = self._examples(batch, inputs)
         called = getattr(model, tower) if tower else model
-        given = self.run(called, dense, inputs)
-        given = given if requests is None else given[: len(requests)]
-        return last_vectors(given) if tower else given
+        output = self.run(called, dense, inputs)
+        output = output if requests is None else output[: len(requests)]
+        return last_vectors(output) if tower else output
 
     def run(self, called: Callable[..., torch.Tensor], dense: torch.Tensor, *inputs: Any) -> torch.Tensor:
         """Call a model or one of its methods and return its output as float32."""
@@ -103,8 +103,8 @@ class ModelCall:
         if not self._bf16:
             return called(dense, *inputs)
         with torch.autocast(dense.device.type, torch.bfloat16):
-            given = called(dense, *inputs)
-        return given.float()
+            output = called(dense, *inputs)
+        return output.float()
 
 
 def last_vectors(vectors: torch.Tensor) -> torch.Tensor:

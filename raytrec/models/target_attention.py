@@ -75,8 +75,8 @@ class DIN(nn.Module):
 
     def forward(self, dense: torch.Tensor, inputs: dict[str, torch.Tensor | Sequence]) -> torch.Tensor:
         """Return the logit of each row, float32 [B]; [B, outputs] for several outputs."""
-        read = {**inputs, **self.attention(inputs)}
-        vectors = [read[feature] for feature in self.features]
+        encoded = {**inputs, **self.attention(inputs)}
+        vectors = [encoded[feature] for feature in self.features]
         return self.logit(self.top(torch.cat([dense, *vectors], dim=1))).squeeze(1)
 
 
@@ -197,9 +197,9 @@ class BST(nn.Module):
 
     def forward(self, dense: torch.Tensor, inputs: dict[str, torch.Tensor | Sequence]) -> torch.Tensor:
         """Return the logit of each row, float32 [B]; [B, outputs] for several outputs."""
-        read = [states.flatten(1) for states in self.transformers(inputs).values()]
+        encoded = [states.flatten(1) for states in self.transformers(inputs).values()]
         vectors = [inputs[feature] for feature in self.others]
-        return self.logit(self.top(torch.cat([dense, *vectors, *read], dim=1))).squeeze(1)
+        return self.logit(self.top(torch.cat([dense, *vectors, *encoded], dim=1))).squeeze(1)
 
 
 class Transformer(nn.Module):
@@ -222,10 +222,10 @@ class Transformer(nn.Module):
     def forward(self, sequence: Sequence, target_BD: torch.Tensor) -> torch.Tensor:
         """Return the states of the target and of each id, float [B, 1 + L, dim]; 0 without an id."""
         x_BND = torch.cat([target_BD.unsqueeze(1), sequence.vectors], dim=1) + self.position
-        there_BN = nn.functional.pad(sequence.present, (1, 0), value=True)
+        present_BN = nn.functional.pad(sequence.present, (1, 0), value=True)
         for layer in self.layers:
-            x_BND = layer(x_BND, ~there_BN)
-        return x_BND * there_BN.unsqueeze(2)
+            x_BND = layer(x_BND, ~present_BN)
+        return x_BND * present_BN.unsqueeze(2)
 
 
 class Layer(nn.Module):

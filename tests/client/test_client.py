@@ -381,7 +381,7 @@ def test_another_ray_here(head, tmp_path):
     subprocess.run([*install, "--target", str(tmp_path), "ray==2.59.0"], check=True, timeout=400)
     env = head.env | {"PYTHONPATH": str(tmp_path)}
     got = light.run(CONNECT, env, head.client)
-    assert got["error"].startswith("this raytrec is not made for ray 2.59.0\n")
+    assert got["error"].startswith("this version of raytrec does not support ray 2.59.0\n")
     assert "expected: ray 2.60.0" in got["error"] and len(got["error"].splitlines()) <= 4
     older = "from raytrec.cluster import access; from raytrec.compat import versions\n"  # a raytrec of then
     older += "access.RAY = '2.59.0'; versions.OTHERS['ray'] = ('2.59.0',)\n"

@@ -96,17 +96,17 @@ def test_a_driver_does_without_torch(other):
     [
         (
             {"fbgemm_gpu": "1.8.0"},
-            "fbgemm-gpu-cpu 1.8.0 and fbgemm-gpu 1.8.0 are both installed, in one folder",
+            "fbgemm-gpu-cpu 1.8.0 and fbgemm-gpu 1.8.0 are both installed and share one folder",
             "pip uninstall --yes fbgemm-gpu fbgemm-gpu-cpu, then pip install --no-deps fbgemm-gpu-cpu==1.8.0",
         ),
         (
             {"fbgemm_gpu": "1.8.0+cu126", "fbgemm_gpu_cpu": None},
-            "fbgemm-gpu 1.8.0+cu126 is built for CUDA 12.6, and torch 2.13.0 for CUDA 13.0",
+            "fbgemm-gpu 1.8.0+cu126 is built for CUDA 12.6, but torch 2.13.0 for CUDA 13.0",
             "pip install --no-deps --force-reinstall fbgemm-gpu==1.8.0",
         ),
         (
             {"cuda": None, "fbgemm_gpu": "1.8.0", "fbgemm_gpu_cpu": None},
-            "fbgemm-gpu 1.8.0 is built for CUDA, and torch 2.13.0 for CPUs",
+            "fbgemm-gpu 1.8.0 is built for CUDA, but torch 2.13.0 for CPUs",
             "pip install --no-deps fbgemm-gpu-cpu==1.8.0",
         ),
         ({"fbgemm_gpu": "1.8.0+cu130", "fbgemm_gpu_cpu": None}, None, None),
@@ -176,4 +176,4 @@ def test_one_list_of_versions():
 def test_a_name_that_has_moved_is_said_with_its_version():
     with pytest.raises(RunError, match=r"torchrec 1\.[89]\.\d has no SimpleNamespace\._lookups") as error:
         versions.private(SimpleNamespace(), "_lookups", "torchrec")
-    assert error.value.expected == "torchrec 1.8.0 or 1.9, which has"
+    assert error.value.expected == "torchrec 1.8.0 or 1.9, which has SimpleNamespace._lookups"

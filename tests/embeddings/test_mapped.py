@@ -126,11 +126,11 @@ def test_a_full_disk_and_one_in_memory_are_refused(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(RunError, match="no file of 4 MiB for user: no space left on device") as error:
+    with pytest.raises(RunError, match="cannot create a 4 MiB file for table user: No space left") as error:
         zeros_in(tmp_path / "new")
     assert str(tmp_path) in str(error.value)
     if Path("/dev/shm").is_dir():
-        with pytest.raises(RunError, match="is on tmpfs, which is itself memory"):
+        with pytest.raises(RunError, match="is on tmpfs, which keeps files in memory"):
             zeros_in("/dev/shm/tables")
 
 

@@ -109,7 +109,7 @@ def mistakes(rank, world):
 
 def test_rows_outside_and_other_widths_are_refused():
     for rows, width, outside in on_ranks(2, mistakes):
-        assert "range(20, 24) of a table of 23 rows" in rows
+        assert "range(20, 24) is not a valid range of a table of 23 rows" in rows
         assert "(2, 4)" in width and "[rows, 8]" in width
         assert "range(22, 24)" in outside
 

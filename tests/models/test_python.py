@@ -110,8 +110,8 @@ def test_a_class_that_retrieves():
         ("broken_models:Good", "no module named 'there_is_no_such_module'"),
         ("models_of_mine:NoModule", "not a torch.nn.Module"),
         ("models_of_mine:function", "not a torch.nn.Module"),
-        ("models_of_mine:NoArguments", r"cannot be built from \(schema, config\)"),
-        ("models_of_mine:OtherForward", r"forward does not take \(dense, pooled\)"),
+        ("models_of_mine:NoArguments", r"constructor does not accept \(schema, config\)"),
+        ("models_of_mine:OtherForward", r"forward does not accept \(dense, pooled\)"),
     ],
 )
 def test_a_class_that_cannot_be_a_model(name, message):

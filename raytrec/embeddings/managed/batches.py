@@ -66,13 +66,13 @@ class IdExchange:
         Returns:
             The row of each id by table, int64 [n]; and the newly assigned rows on all ranks by table.
         """
-        asked, trip, owned = self._request(ids)
+        requested, trip, owned = self._request(ids)
         rows, places, sizes_WT = self._all.train(step, owned)
         # Every rank gets all new rows, because a table's shards and its ids can be on different ranks.
         pairs = torch.stack([rows[places], unhash_bits(owned.keys[places])], 1)
         new = zip(self.maps, self._peers.join(pairs, sizes_WT), strict=True)
-        told = {table: NewRows(*its.unbind(1)) for table, its in new}
-        return self._answer(ids, asked, trip, owned, rows), told
+        new_rows = {table: NewRows(*pairs_of_table.unbind(1)) for table, pairs_of_table in new}
+        return self._return_rows(ids, requested, trip, owned, rows), new_rows
 
     def look_up(self, ids: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the row of each id by table, int64 [n], without assigning rows.
@@ -80,8 +80,8 @@ class IdExchange:
         Args:
             ids: This rank's ids by table, int64 [n].
         """
-        asked, trip, owned = self._request(ids)
-        return self._answer(ids, asked, trip, owned, self._all.look_up(owned))
+        requested, trip, owned = self._request(ids)
+        return self._return_rows(ids, requested, trip, owned, self._all.look_up(owned))
 
     def _request(
         self, ids: Mapping[str, torch.Tensor]
@@ -93,18 +93,18 @@ class IdExchange:
         keys, count = ids_to_keys(torch.cat([ids[table] for table in self.maps])), len(self.maps)
         sizes = on_device([len(ids[table]) for table in self.maps], self._device)
         numbers = torch.arange(count, device=self._device)
-        asked = DistinctKeys.of(numbers.repeat_interleave(sizes, output_size=len(keys)), keys, count)
+        requested = DistinctKeys.of(numbers.repeat_interleave(sizes, output_size=len(keys)), keys, count)
         if self._peers.world == 1:
-            return asked, None, asked
-        sent_TW = count_by_owner(asked.tables, asked.keys, count, self._peers.world)
-        trip = RoundTrip(torch.stack([asked.keys, asked.counts], 1), sent_TW, self._peers)
+            return requested, None, requested
+        sent_TW = count_by_owner(requested.tables, requested.keys, count, self._peers.world)
+        trip = RoundTrip(torch.stack([requested.keys, requested.counts], 1), sent_TW, self._peers)
         keys, counts = trip.received.unbind(1)
-        return asked, trip, DistinctKeys.of(trip.tables, keys, count, counts)
+        return requested, trip, DistinctKeys.of(trip.tables, keys, count, counts)
 
-    def _answer(
+    def _return_rows(
         self,
         ids: Mapping[str, torch.Tensor],
-        asked: DistinctKeys,
+        requested: DistinctKeys,
         trip: RoundTrip | None,
         owned: DistinctKeys,
         rows: torch.Tensor,
@@ -113,21 +113,21 @@ class IdExchange:
 
         Args:
             ids: This rank's ids by table.
-            asked: Distinct keys of the ids.
+            requested: Distinct keys of the ids.
             trip: Exchange of the keys, or None with a single rank.
             owned: Keys requested from this rank.
             rows: Rows of `owned`, -1 for ids without a row.
         """
         if trip:
             rows = trip.back(rows[owned.places])
-        without = (rows < 0).nonzero().squeeze(1)
-        if len(without):
-            rows = rows.index_copy(0, without, self._all.fallback(asked.tables[without], asked.keys[without]))
-        parts = rows.index_select(0, asked.places).split([len(ids[table]) for table in self.maps])
+        gaps = (rows < 0).nonzero().squeeze(1)
+        if len(gaps):
+            rows = rows.index_copy(0, gaps, self._all.fallback(requested.tables[gaps], requested.keys[gaps]))
+        parts = rows.index_select(0, requested.places).split([len(ids[table]) for table in self.maps])
         return dict(zip(self.maps, parts, strict=True))
 
 
-def _peers(device: torch.device) -> Peers:
+def _make_peers(device: torch.device) -> Peers:
     """Return all ranks; on GPUs as a separate process group.
 
     NCCL executes the requests of one group in order, so the ids of the next batch would wait for the
@@ -171,8 +171,8 @@ class ManagedBatches:
             for name, table in live.items()
         }
         model.register_forward_pre_hook(lambda _, inputs: self.reset_new_rows(inputs[0]))
-        self._peers = peers = _peers(device)
-        self._device, self.steps, self._told = device, 0, {}
+        self._peers = peers = _make_peers(device)
+        self._device, self.steps, self._previous_counts = device, 0, {}
         tables = {name: (table.rows, table.ids) for name, table in schema.tables.items() if table.ids}
         self._exchange = IdExchange(tables, seed, peers, device)
         self.maps = self._exchange.maps
@@ -190,8 +190,8 @@ class ManagedBatches:
             step: Step of the run, from 0.
         """
         if batch.new_rows is not None:
-            raise RunError("a batch whose ids have their rows already", where=f"step {step}")
-        rows, new = self._exchange.train(self._ids(batch.sparse), step)
+            raise RunError("the ids of this batch have already been replaced by rows", where=f"step {step}")
+        rows, new = self._exchange.train(self._collect_ids(batch.sparse), step)
         self._synchronize()
         self.steps = step + 1
         batch.sparse, batch.new_rows = self._replace_ids(batch.sparse, rows), self._locate_new_rows(new)
@@ -203,17 +203,17 @@ class ManagedBatches:
         The host waits for the number of rows. At this point a GPU still has earlier steps to train; when the
         model is called, the GPU would be idle.
         """
-        new = {name: its for name, its in new.items() if len(its.rows)}
+        new = {name: table_rows for name, table_rows in new.items() if len(table_rows.rows)}
         within = {
-            (name, rows): (its.rows >= rows.start) & (its.rows < rows.stop)
-            for name, its in new.items()
+            (name, rows): (table_rows.rows >= rows.start) & (table_rows.rows < rows.stop)
+            for name, table_rows in new.items()
             for rows in self._shards[name]
         }
         counts = torch.stack([mask.sum() for mask in within.values()]).tolist() if within else []
         places: dict[str, dict[range, torch.Tensor]] = {name: {} for name in new}
         for ((name, rows), mask), count in zip(within.items(), counts, strict=True):
             places[name][rows] = torch.nonzero_static(mask, size=count).squeeze(1)
-        return {name: its._replace(places=places[name]) for name, its in new.items()}
+        return {name: table_rows._replace(places=places[name]) for name, table_rows in new.items()}
 
     @torch.no_grad()
     def reset_new_rows(self, batch: Batch) -> None:
@@ -224,19 +224,19 @@ class ManagedBatches:
         for name, (rows, ids, places) in (batch.new_rows or {}).items():
             table, spec = self._tables[name], self._schema.tables[name]
             for shard in table.weight.local:
-                for its in places[shard.rows].split(max(1, VALUES_PER_BLOCK // len(shard.columns))):
-                    its_rows = rows[its] - shard.rows.start
-                    values = initial_values(self._seed, name, ids[its], shard.columns, spec.rows)
-                    self.before_writing(name, its_rows)
-                    shard.write(its_rows, values)
+                for block in places[shard.rows].split(max(1, VALUES_PER_BLOCK // len(shard.columns))):
+                    shard_rows = rows[block] - shard.rows.start
+                    values = initial_values(self._seed, name, ids[block], shard.columns, spec.rows)
+                    self.before_writing(name, shard_rows)
+                    shard.write(shard_rows, values)
             for parts in table.state.values():
                 for shard in parts.local:
-                    its_rows = rows[places[shard.rows]] - shard.rows.start
-                    shard.write(its_rows, shard.values.new_zeros(len(its_rows), *shard.values.shape[1:]))
+                    shard_rows = rows[places[shard.rows]] - shard.rows.start
+                    shard.write(shard_rows, shard.values.new_zeros(len(shard_rows), *shard.values.shape[1:]))
 
     def find(self, batch: Batch) -> Batch:
         """Return a copy of the batch with rows in place of ids, without assigning rows."""
-        rows = self._exchange.look_up(self._ids(batch.sparse))
+        rows = self._exchange.look_up(self._collect_ids(batch.sparse))
         self._synchronize()
         return replace(batch, sparse=self._replace_ids(batch.sparse, rows), new_rows={})
 
@@ -244,9 +244,9 @@ class ManagedBatches:
         """Return figures of each managed table since the last call, over all ranks (docs/monitoring.md)."""
         sums = []
         for table, part in self.maps.items():
-            ages, before = part.ages(self.steps), self._told.get(table, {})
-            self._told[table] = now = {key: int(part.counted[key]) for key in COUNTED}
-            counted = [now[key] - before.get(key, 0) for key in COUNTED]
+            ages, previous = part.ages(self.steps), self._previous_counts.get(table, {})
+            self._previous_counts[table] = current = {key: int(part.counted[key]) for key in COUNTED}
+            counted = [current[key] - previous.get(key, 0) for key in COUNTED]
             sums.append([len(part), len(ages), int(ages.sum()), *counted])
         out = {}
         totals = self._peers.sum(torch.tensor(sums, device=self._device)).tolist()
@@ -263,28 +263,26 @@ class ManagedBatches:
 
     def rows_of(self, table: str, ids: torch.Tensor) -> torch.Tensor:
         """Return the rows of this rank's ids of one table, int64 [n]; fallback rows for ids without a row."""
-        asked = {name: ids[: len(ids) if name == table else 0].to(self._device) for name in self.maps}
-        return self._exchange.look_up(asked)[table]
+        requested = {name: ids[: len(ids) if name == table else 0].to(self._device) for name in self.maps}
+        return self._exchange.look_up(requested)[table]
 
-    def _ids(self, sparse: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
+    def _collect_ids(self, sparse: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
         """Return the ids of each managed table, concatenated feature by feature, on the maps' device."""
         values = sparse.values().to(self._device, non_blocking=True)  # one copy from pinned memory
-        of_keys = values.split(sparse.length_per_key())
-        return {
-            table: torch.cat([of_keys[place] for place in places]) for table, places in self._keys.items()
-        }
+        parts = values.split(sparse.length_per_key())
+        return {table: torch.cat([parts[place] for place in places]) for table, places in self._keys.items()}
 
     def _replace_ids(self, sparse: KeyedJaggedTensor, rows: dict[str, torch.Tensor]) -> KeyedJaggedTensor:
         sizes, values = sparse.length_per_key(), sparse.values()
-        of_keys = list(values.split(sizes))
+        values_by_key = list(values.split(sizes))
         places = [place for table in rows for place in self._keys[table]]
-        found = torch.cat(list(rows.values())).to(values.device)  # one copy: the host waits for a GPU here
-        for place, part in zip(places, found.split([sizes[place] for place in places]), strict=True):
-            of_keys[place] = part
+        all_rows = torch.cat(list(rows.values())).to(values.device)  # one copy: the host waits for a GPU here
+        for place, part in zip(places, all_rows.split([sizes[place] for place in places]), strict=True):
+            values_by_key[place] = part
         joined = torch.empty_like(values, pin_memory=values.is_pinned())
         return KeyedJaggedTensor(
             sparse.keys(),
-            torch.cat(of_keys, out=joined),
+            torch.cat(values_by_key, out=joined),
             sparse.weights_or_none(),
             lengths=sparse.lengths(),
             stride=sparse.stride(),

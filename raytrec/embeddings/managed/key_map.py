@@ -100,7 +100,7 @@ class KeyMap:
         self, entries: Sequence[int], dtypes: Mapping[str, torch.dtype], world: int, device: torch.device
     ):
         self._world, self._device, self.counts = world, device, [0] * len(entries)
-        self._buckets = [_buckets(count) for count in entries]
+        self._buckets = [_count_buckets(count) for count in entries]
         total = sum(self._buckets)
         self._keys = torch.full((total, BUCKET), NO_KEY, dtype=torch.int64, device=device)
         self._passed = torch.zeros(total, dtype=torch.int32, device=device)
@@ -118,15 +118,15 @@ class KeyMap:
     def find(self, tables: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Return the slot of each key [n], int64 [n]; -1 if the key is missing."""
         bucket_M = self._find_home_buckets(tables, keys)
-        slots, rest = self._find_in_buckets(bucket_M, keys)
-        place_M = rest  # keys that have not been found yet
+        slots, pending = self._find_in_buckets(bucket_M, keys)
+        place_M = pending  # keys that have not been found yet
         for _ in range(1, max(self._buckets)):
-            if not len(rest):
+            if not len(pending):
                 break
-            bucket_M = self._find_next_buckets(tables[place_M], bucket_M[rest])
-            found_M, rest = self._find_in_buckets(bucket_M, keys[place_M])
+            bucket_M = self._find_next_buckets(tables[place_M], bucket_M[pending])
+            found_M, pending = self._find_in_buckets(bucket_M, keys[place_M])
             slots.index_copy_(0, place_M, found_M)
-            place_M = place_M[rest]
+            place_M = place_M[pending]
         return slots
 
     def _find_in_buckets(
@@ -135,9 +135,9 @@ class KeyMap:
         """Return the slot of each key (-1 if not in its bucket) and the keys that may be in the next one."""
         column_M = _find_column(self._keys.index_select(0, bucket_M) == keys_M.unsqueeze(1))
         missing_M = column_M < 0
-        goes_on_M = missing_M & (self._passed.index_select(0, bucket_M) > 0)
+        continues_M = missing_M & (self._passed.index_select(0, bucket_M) > 0)
         slots_M = (bucket_M * BUCKET + column_M).masked_fill_(missing_M, -1)
-        return slots_M, goes_on_M.nonzero().squeeze(1)
+        return slots_M, continues_M.nonzero().squeeze(1)
 
     def insert(self, tables: torch.Tensor, sizes: Sequence[int], entries: KeyEntries) -> None:
         """Insert keys that are not in the map. Slots found earlier may change."""
@@ -158,18 +158,18 @@ class KeyMap:
 
         Tensors are copied one after the other to limit the memory that is needed twice.
         """
-        everything, start, end = self.entries(table), self._find_first_bucket(table), self._ends[table]
-        buckets = self._buckets[table] = _buckets(entries)
+        old_entries, start, end = self.entries(table), self._find_first_bucket(table), self._ends[table]
+        buckets = self._buckets[table] = _count_buckets(entries)
 
-        def grown(values: torch.Tensor, content: int, each: int = 1) -> torch.Tensor:
-            middle = values.new_full((buckets * each, *values.shape[1:]), content)
-            return torch.cat([values[: start * each], middle, values[end * each :]])
+        def enlarge(values: torch.Tensor, content: int, width: int = 1) -> torch.Tensor:
+            middle = values.new_full((buckets * width, *values.shape[1:]), content)
+            return torch.cat([values[: start * width], middle, values[end * width :]])
 
-        self._keys, self._passed = grown(self._keys, NO_KEY), grown(self._passed, 0)
+        self._keys, self._passed = enlarge(self._keys, NO_KEY), enlarge(self._passed, 0)
         for name in self.fields:
-            self.fields[name] = grown(self.fields[name], 0, BUCKET)
+            self.fields[name] = enlarge(self.fields[name], 0, BUCKET)
         self._update_ranges()
-        self._insert_in_buckets(torch.full_like(everything.keys, table), everything)
+        self._insert_in_buckets(torch.full_like(old_entries.keys, table), old_entries)
 
     def _take_slots(self, tables: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Write keys into free slots and return the slots, int64 [n]."""
@@ -183,13 +183,13 @@ class KeyMap:
             free_M8 = self._keys.index_select(0, bucket_M) == NO_KEY
             taken_M8 = free_M8 & (free_M8.cumsum(1) == nth_M.unsqueeze(1) + 1)
             column_M = _find_column(taken_M8)
-            which, rest = (column_M >= 0).nonzero().squeeze(1), (column_M < 0).nonzero().squeeze(1)
-            found, its_place = bucket_M[which] * BUCKET + column_M[which], place_M[which]
-            slots.index_copy_(0, its_place, found)
-            self._keys.view(-1).index_copy_(0, found, keys[its_place])
-            self._count_overflows(bucket_M[rest], 1)
-            place_M = place_M[rest]
-            bucket_M = self._find_next_buckets(tables[place_M], bucket_M[rest])
+            placed, pending = (column_M >= 0).nonzero().squeeze(1), (column_M < 0).nonzero().squeeze(1)
+            new_slots, new_places = bucket_M[placed] * BUCKET + column_M[placed], place_M[placed]
+            slots.index_copy_(0, new_places, new_slots)
+            self._keys.view(-1).index_copy_(0, new_slots, keys[new_places])
+            self._count_overflows(bucket_M[pending], 1)
+            place_M = place_M[pending]
+            bucket_M = self._find_next_buckets(tables[place_M], bucket_M[pending])
         return slots
 
     def remove(self, tables: torch.Tensor, sizes: Sequence[int], slots: torch.Tensor) -> None:
@@ -234,11 +234,11 @@ class KeyMap:
         ends = list(accumulate(map(len, parts)))
         shifts = [start + len(part) - end for start, part, end in zip(starts, parts, ends, strict=True)]
         ends_P, shifts_P = on_device([ends, shifts], self._device)
-        found = torch.cat(parts).nonzero().squeeze(1)
-        sizes_P = torch.searchsorted(found, ends_P).diff(prepend=ends_P.new_zeros(1))
+        matches = torch.cat(parts).nonzero().squeeze(1)
+        sizes_P = torch.searchsorted(matches, ends_P).diff(prepend=ends_P.new_zeros(1))
         which = torch.arange(len(tables), device=self._device)
-        which = which.repeat_interleave(sizes_P, output_size=len(found))
-        return which, found + of_table(shifts_P, which)
+        which = which.repeat_interleave(sizes_P, output_size=len(matches))
+        return which, matches + of_table(shifts_P, which)
 
     def _slice_table(self, table: int, values: torch.Tensor) -> torch.Tensor:
         """Return a table's part of the values of all slots."""
@@ -263,15 +263,15 @@ class KeyMap:
 
     def _find_next_buckets(self, tables: torch.Tensor, buckets: torch.Tensor) -> torch.Tensor:
         """Return the bucket after each bucket; the first bucket of the table follows its last one."""
-        after = buckets + 1
-        return after.where(after < of_table(self._end_T, tables), of_table(self._start_T, tables))
+        following = buckets + 1
+        return following.where(following < of_table(self._end_T, tables), of_table(self._start_T, tables))
 
     def _count_overflows(self, buckets: torch.Tensor, by: int) -> None:
         change = torch.full_like(buckets, by, dtype=self._passed.dtype)
         self._passed.index_add_(0, buckets, change)
 
 
-def _buckets(entries: int) -> int:
+def _count_buckets(entries: int) -> int:
     return max(1, -(-int(entries / INITIAL_LOAD_FACTOR) // BUCKET))
 
 

@@ -53,8 +53,8 @@ def compute_admission_scores(
         step: Step of the run.
         seed: Seed of the draw.
     """
-    of_seed, of_step = (torch.full((1,), number, device=keys.device) for number in (seed, step))
-    salt = hash_bits(of_seed ^ hash_bits(of_step))
+    seed_tensor, step_tensor = (torch.full((1,), number, device=keys.device) for number in (seed, step))
+    salt = hash_bits(seed_tensor ^ hash_bits(step_tensor))
     draw = (hash_bits(keys ^ salt) >> 33) & (2**31 - 1)
     return (sightings.clamp(max=MAX_SIGHTINGS) << 31) | draw
 
@@ -70,10 +70,10 @@ def count_rows_to_free(eviction: Eviction, missing: int, rows: int) -> int:
         missing: Number of missing rows.
         rows: Number of rows that ids can have.
     """
-    least = min(max(1, rows // MIN_FREED_DIVISOR), MOST_ROWS)
+    min_count = min(max(1, rows // MIN_FREED_DIVISOR), MOST_ROWS)
     if eviction != "lru":
-        return least
-    return max(missing, least, min(STEPS * missing, rows // LRU_MAX_FREED_DIVISOR, MOST_ROWS))
+        return min_count
+    return max(missing, min_count, min(STEPS * missing, rows // LRU_MAX_FREED_DIVISOR, MOST_ROWS))
 
 
 def find_expiry_step(ttl_steps: int | None, step: int) -> int | None:
@@ -118,33 +118,33 @@ def lowest(
         peers: Ranks that share the keys.
     """
     device = scores.device
-    mine = torch.full((3, len(counts)), 2**63 - 1, device=device)
-    mine[0], mine[2] = count_tables(tables, len(counts)), 0
+    local_stats = torch.full((3, len(counts)), 2**63 - 1, device=device)
+    local_stats[0], local_stats[2] = count_tables(tables, len(counts)), 0
     if len(counts) > 1:
-        mine[1].scatter_reduce_(0, tables, scores, "amin")
-        mine[2].scatter_reduce_(0, tables, scores, "amax")
+        local_stats[1].scatter_reduce_(0, tables, scores, "amin")
+        local_stats[2].scatter_reduce_(0, tables, scores, "amax")
     elif len(scores):  # faster on a CPU
-        mine[1], mine[2] = scores.aminmax()
-    sizes, lowest_of, highest_of = zip(*peers.stack(mine).tolist(), strict=True)
+        local_stats[1], local_stats[2] = scores.aminmax()
+    sizes, lowest_of, highest_of = zip(*peers.stack(local_stats).tolist(), strict=True)
     lows = [min(of_ranks) for of_ranks in zip(*lowest_of, strict=True)]
     highs = [max(of_ranks) for of_ranks in zip(*highest_of, strict=True)]
-    of_tables = zip(counts, zip(*sizes, strict=True), strict=True)
-    all_of = [table for table, (count, of_ranks) in enumerate(of_tables) if count >= sum(of_ranks)]
-    for table in all_of:
+    requests = zip(counts, zip(*sizes, strict=True), strict=True)
+    exhausted = [table for table, (count, of_ranks) in enumerate(requests) if count >= sum(of_ranks)]
+    for table in exhausted:
         lows[table] = highs[table] = 0
-    found, missing = _find_thresholds(tables, scores, counts, lows, highs, peers)
-    for table in all_of:
-        found[table] = 2**63 - 1
-    limits_T, missing_T = on_device([found, missing], device)
+    thresholds, tie_counts = _find_thresholds(tables, scores, counts, lows, highs, peers)
+    for table in exhausted:
+        thresholds[table] = 2**63 - 1
+    limits_T, tie_counts_T = on_device([thresholds, tie_counts], device)
     limits = of_table(limits_T, tables)
     chosen = scores < limits
     ties = (scores == limits).nonzero().squeeze(1)
-    its_tables = tables[ties]
-    ties = ties[in_order(its_tables, keys[ties])[1]]
-    sizes_T = count_tables(its_tables, len(counts))
-    before_T = peers.stack(sizes_T)[: peers.rank].sum(0)
-    places = torch.arange(len(ties), device=device) - (sizes_T.cumsum(0) - sizes_T)[its_tables]
-    chosen[ties] = places < (missing_T - before_T)[its_tables]
+    tie_tables = tables[ties]
+    ties = ties[in_order(tie_tables, keys[ties])[1]]
+    sizes_T = count_tables(tie_tables, len(counts))
+    earlier_T = peers.stack(sizes_T)[: peers.rank].sum(0)
+    places = torch.arange(len(ties), device=device) - (sizes_T.cumsum(0) - sizes_T)[tie_tables]
+    chosen[ties] = places < (tie_counts_T - earlier_T)[tie_tables]
     return chosen.nonzero().squeeze(1)
 
 
@@ -175,14 +175,14 @@ def _find_thresholds(
         starts_T = torch.arange(len(counts), device=device) << HISTOGRAM_BITS
         bins = ((scores - of_table(low_T, tables)) >> of_table(shift_T, tables)) + of_table(starts_T, tables)
         # torch.bincount would make the host wait.
-        nothing = torch.zeros(len(counts) << HISTOGRAM_BITS, dtype=torch.int64, device=device)
-        histogram = peers.sum(nothing.index_add_(0, bins, torch.ones_like(bins))).view(len(counts), -1)
-        upto = histogram.cumsum(1)
-        found = torch.searchsorted(upto, count_T.unsqueeze(1)).clamp_(max=2**HISTOGRAM_BITS - 1)
-        before = (upto - histogram).gather(1, found)
-        inside = (bins == of_table(found.squeeze(1) + starts_T, tables)).nonzero().squeeze(1)
+        zeros = torch.zeros(len(counts) << HISTOGRAM_BITS, dtype=torch.int64, device=device)
+        histogram = peers.sum(zeros.index_add_(0, bins, torch.ones_like(bins))).view(len(counts), -1)
+        cumulative = histogram.cumsum(1)
+        crossing = torch.searchsorted(cumulative, count_T.unsqueeze(1)).clamp_(max=2**HISTOGRAM_BITS - 1)
+        below = (cumulative - histogram).gather(1, crossing)
+        inside = (bins == of_table(crossing.squeeze(1) + starts_T, tables)).nonzero().squeeze(1)
         tables, scores = tables[inside], scores[inside]
-        for table, (place, lower) in enumerate(torch.cat([found, before], 1).tolist()):
+        for table, (place, lower) in enumerate(torch.cat([crossing, below], 1).tolist()):
             if lows[table] < highs[table]:
                 counts[table] -= lower
                 lows[table] += place << shifts[table]

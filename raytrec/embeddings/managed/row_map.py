@@ -69,11 +69,11 @@ class RowMap:
                 distinct.
         """
         maps, table = self._maps, self._table
-        for map, entries in (maps.rows, state.rows), (maps.waiting, state.waiting):
+        for key_map, entries in (maps.rows, state.rows), (maps.waiting, state.waiting):
             owners, _ = shares(entries.keys, maps.peers.world)
-            own = entries[owners == maps.peers.rank].in_order()
-            sizes = [len(own) * (number == table) for number in range(len(maps.free))]
-            map.insert(torch.full_like(own.keys, table), sizes, own)
+            local_entries = entries[owners == maps.peers.rank].in_order()
+            sizes = [len(local_entries) * (number == table) for number in range(len(maps.free))]
+            key_map.insert(torch.full_like(local_entries.keys, table), sizes, local_entries)
         maps.free[table] = state.free
 
     def ages(self, step: int) -> torch.Tensor:
@@ -165,24 +165,24 @@ def problems(audits: list[MapAudit], rows: int) -> list[str]:
         audits: Audits of all ranks.
         rows: Number of rows that ids can have.
     """
-    found, first = [], audits[0]
+    messages, first = [], audits[0]
     for audit in audits:
         rank = audit.rank
         if audit.outside:
-            found.append(f"rank {rank} has {audit.outside:,} ids with rows that they cannot have")
+            messages.append(f"rank {rank} has {audit.outside:,} ids with rows outside the range for ids")
         if audit.strangers:
-            found.append(f"rank {rank} has {audit.strangers:,} ids of other ranks")
+            messages.append(f"rank {rank} has {audit.strangers:,} ids that belong to other ranks")
         if audit.repeated:
-            found.append(f"rank {rank} has {audit.repeated:,} ids more than once")
+            messages.append(f"rank {rank} has {audit.repeated:,} duplicate ids")
         if audit.free != first.free:
-            found.append(f"rank {rank} knows of other free rows than rank {first.rank}")
-    if found:
-        return found
+            messages.append(f"the free rows of rank {rank} differ from those of rank {first.rank}")
+    if messages:
+        return messages
     ids = sum(audit.ids for audit in audits)
     if (counted := ids + first.left + first.unused) != rows:
-        return [f"{ids:,} ids and {first.left + first.unused:,} free rows are {counted:,}, and not {rows:,}"]
+        return [f"{ids:,} ids and {first.left + first.unused:,} free rows sum to {counted:,}, not {rows:,}"]
     if (sum(audit.sum for audit in audits) + first.left_hash_sum) & MASK:
-        return ["there are rows that have two ids, or that have one and are free"]
+        return ["some rows have two ids, or have an id although they are free"]
     return []
 
 

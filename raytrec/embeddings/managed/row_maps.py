@@ -106,54 +106,54 @@ class RowMaps:
             The row of each id (-1 without one); the places of ids with a new row; the number of these per
             rank and table.
         """
-        rows, wanted, sightings = self._count_ids(step, ids)
-        wanted_T = count_tables(ids.tables[wanted], len(self.policies))
-        sizes = torch.stack([wanted_T, on_device(self.waiting.counts, self.device)])
-        wanted_WT, waiting_WT = zip(*self.peers.stack(sizes).tolist(), strict=True)
+        rows, candidates, sightings = self._count_ids(step, ids)
+        candidates_T = count_tables(ids.tables[candidates], len(self.policies))
+        sizes = torch.stack([candidates_T, on_device(self.waiting.counts, self.device)])
+        candidates_WT, waiting_WT = zip(*self.peers.stack(sizes).tolist(), strict=True)
         self._expire(step)
         self._trim_waiting(_sum_over_ranks(waiting_WT), step)
-        self._evict(_sum_over_ranks(wanted_WT), step)
-        chosen, given_WT = self._choose_admitted(step, ids, wanted, sightings, list(wanted_WT))
-        places = wanted[chosen]
-        if any(_sum_over_ranks(given_WT)):
+        self._evict(_sum_over_ranks(candidates_WT), step)
+        chosen, admitted_WT = self._choose_admitted(step, ids, candidates, sightings, list(candidates_WT))
+        places = candidates[chosen]
+        if any(_sum_over_ranks(admitted_WT)):
             rows = rows.index_copy(
-                0, places, self._assign_rows(step, ids, places, sightings[chosen], given_WT)
+                0, places, self._assign_rows(step, ids, places, sightings[chosen], admitted_WT)
             )
         # The counts stay on the device, because the host would wait for them.
         self.lookups_T.index_add_(0, ids.tables, ids.counts)
         self.fallback_T.index_add_(0, ids.tables, ids.counts * (rows < 0))
-        return rows, places, given_WT
+        return rows, places, admitted_WT
 
     def _count_ids(self, step: int, ids: DistinctKeys) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Count ids. Return their rows (-1 without one), and the places and sightings of ids to admit."""
         slots = self.rows.find(ids.tables, ids.keys)
-        known, wanted = (slots >= 0).nonzero().squeeze(1), (slots < 0).nonzero().squeeze(1)
-        counts = ids.counts.index_select(0, known)
-        before = _record_sightings(self.rows, slots.index_select(0, known), counts, step)
-        rows = torch.full_like(ids.keys, -1).index_copy_(0, known, before.fields["row"].long())
-        sightings = ids.counts[wanted]
+        mapped, candidates = (slots >= 0).nonzero().squeeze(1), (slots < 0).nonzero().squeeze(1)
+        counts = ids.counts.index_select(0, mapped)
+        previous = _record_sightings(self.rows, slots.index_select(0, mapped), counts, step)
+        rows = torch.full_like(ids.keys, -1).index_copy_(0, mapped, previous.fields["row"].long())
+        sightings = ids.counts[candidates]
         if self._any_waits:
-            enough_at = self._admit_after_T[ids.tables[wanted]]
+            enough_at = self._admit_after_T[ids.tables[candidates]]
             waits = (enough_at > 1).nonzero().squeeze(1)
-            sightings[waits] = self._count_waiting(ids, wanted[waits], step)
+            sightings[waits] = self._count_waiting(ids, candidates[waits], step)
             enough = (sightings >= enough_at).nonzero().squeeze(1)
-            wanted, sightings = wanted[enough], sightings[enough]
-        return rows, wanted, sightings
+            candidates, sightings = candidates[enough], sightings[enough]
+        return rows, candidates, sightings
 
     def _count_waiting(self, ids: DistinctKeys, which: torch.Tensor, step: int) -> torch.Tensor:
         """Count the ids that have no row, and return the number of sightings of each so far."""
         tables, keys, counts = ids.tables[which], ids.keys[which], ids.counts[which]
         slots = self.waiting.find(tables, keys)
-        known, unknown = (slots >= 0).nonzero().squeeze(1), (slots < 0).nonzero().squeeze(1)
-        before = _record_sightings(self.waiting, slots[known], counts[known], step)
-        new = KeyEntries(keys, {"sightings": counts, "last": torch.full_like(keys, step)})[unknown]
-        tables = tables[unknown]
+        present, absent = (slots >= 0).nonzero().squeeze(1), (slots < 0).nonzero().squeeze(1)
+        previous = _record_sightings(self.waiting, slots[present], counts[present], step)
+        new = KeyEntries(keys, {"sightings": counts, "last": torch.full_like(keys, step)})[absent]
+        tables = tables[absent]
         self.waiting.insert(tables, count_tables(tables, len(self.policies)).tolist(), new)
-        return counts.index_add(0, known, before.fields["sightings"])
+        return counts.index_add(0, present, previous.fields["sightings"])
 
     def _expire(self, step: int) -> None:
-        of_tables = (find_expiry_step(policy.ttl_steps, step) for policy in self.policies)
-        due = {table: oldest for table, oldest in enumerate(of_tables) if oldest is not None}
+        expiry_steps = (find_expiry_step(policy.ttl_steps, step) for policy in self.policies)
+        due = {table: oldest for table, oldest in enumerate(expiry_steps) if oldest is not None}
         if due:
             self._release_rows(list(due), *self.rows.below(list(due), "last", list(due.values())))
 
@@ -172,43 +172,43 @@ class RowMaps:
                 self._to_table_numbers(counts)[which], self._spread_over_tables(counts, sizes), slots
             )
 
-    def _evict(self, wanted: Sequence[int], step: int) -> None:
+    def _evict(self, requested: Sequence[int], step: int) -> None:
         """Free rows, including some for later steps."""
         counts = {
             table: count_rows_to_free(self.policies[table].eviction, missing, self.capacities[table])
-            for table, missing in self._count_missing_rows(wanted).items()
+            for table, missing in self._count_missing_rows(requested).items()
             if self.policies[table].eviction != "none"
         }
         if counts:
             self._release_rows(list(counts), *self._select_lowest(self.rows, counts, self._counted_T, step))
 
-    def _count_missing_rows(self, wanted: Sequence[int]) -> dict[int, int]:
+    def _count_missing_rows(self, requested: Sequence[int]) -> dict[int, int]:
         """Return the number of missing rows for each table that has too few."""
-        have = (
+        free_counts = (
             capacity - free.handed + len(free.left)
             for capacity, free in zip(self.capacities, self.free, strict=True)
         )
-        missing = (count - available for count, available in zip(wanted, have, strict=True))
+        missing = (count - available for count, available in zip(requested, free_counts, strict=True))
         return {table: count for table, count in enumerate(missing) if count > 0}
 
     def _select_lowest(
-        self, map: KeyMap, counts: Mapping[int, int], counted_T: torch.Tensor, step: int
+        self, key_map: KeyMap, counts: Mapping[int, int], counted_T: torch.Tensor, step: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (index into the tables of `counts`, slot) of the ids with the lowest scores; a collective.
 
         Ids seen at this step are excluded.
 
         Args:
-            map: Map of the ids.
+            key_map: Map of the ids.
             counts: Number of ids on all ranks, by table.
             counted_T: Argument `counted` of `policy.scores`, for each table.
             step: Current step.
         """
-        which, slots = map.below(list(counts), "last", [step] * len(counts))
-        its = map.at(slots)
+        which, slots = key_map.below(list(counts), "last", [step] * len(counts))
+        entries = key_map.at(slots)
         counted = of_table(counted_T[self._to_table_numbers(counts)], which)
-        of_ids = scores(counted, its.fields["sightings"], its.fields["last"])
-        chosen = lowest(which, of_ids, its.keys, list(counts.values()), self.peers)
+        id_scores = scores(counted, entries.fields["sightings"], entries.fields["last"])
+        chosen = lowest(which, id_scores, entries.keys, list(counts.values()), self.peers)
         return which[chosen], slots[chosen]
 
     def _release_rows(self, tables: Sequence[int], which: torch.Tensor, slots: torch.Tensor) -> None:
@@ -216,38 +216,38 @@ class RowMaps:
 
         The slots belong to ids of `tables`; `which` is each slot's index into `tables`.
         """
-        its = self.rows.at(slots)
-        rows = its.fields["row"][in_order(which, its.keys)[1]].long()
+        entries = self.rows.at(slots)
+        rows = entries.fields["row"][in_order(which, entries.keys)[1]].long()
         sizes_WP = self.peers.stack(count_tables(which, len(tables))).tolist()
         mine = sizes_WP[self.peers.rank]
         self.rows.remove(self._to_table_numbers(tables)[which], self._spread_over_tables(tables, mine), slots)
-        for table, left, count in zip(tables, self.peers.join(rows, sizes_WP), mine, strict=True):
+        for table, freed, count in zip(tables, self.peers.join(rows, sizes_WP), mine, strict=True):
             free = self.free[table]
-            self.free[table] = replace(free, left=torch.cat([free.left, left]))
+            self.free[table] = replace(free, left=torch.cat([free.left, freed]))
             self.evicted[table] += count
 
     def _choose_admitted(
         self,
         step: int,
         ids: DistinctKeys,
-        wanted: torch.Tensor,
+        candidates: torch.Tensor,
         sightings: torch.Tensor,
-        wanted_WT: list[list[int]],
+        candidates_WT: list[list[int]],
     ) -> tuple[torch.Tensor, list[list[int]]]:
-        """Return the places in `wanted` that get a row, and their number per rank and table; a collective."""
-        refused = self._count_missing_rows(_sum_over_ranks(wanted_WT))
-        if not refused:
-            return torch.arange(len(wanted), device=self.device), wanted_WT
-        tables, keys = ids.tables[wanted], ids.keys[wanted]
+        """Return the places of `candidates` with a new row, and their number per rank and table; a collective."""
+        shortages = self._count_missing_rows(_sum_over_ranks(candidates_WT))
+        if not shortages:
+            return torch.arange(len(candidates), device=self.device), candidates_WT
+        tables, keys = ids.tables[candidates], ids.keys[candidates]
         number_T = torch.full_like(self._capacity_T, -1)
-        number_T[self._to_table_numbers(refused)] = torch.arange(len(refused), device=self.device)
+        number_T[self._to_table_numbers(shortages)] = torch.arange(len(shortages), device=self.device)
         numbers = number_T[tables]
         which = (numbers >= 0).nonzero().squeeze(1)
-        numbers, of_refused = numbers[which], keys[which]
-        of_keys = compute_admission_scores(of_refused, sightings[which], step, self.seed)
-        out = lowest(numbers, of_keys, of_refused, list(refused.values()), self.peers)
-        kept = torch.ones_like(tables, dtype=torch.bool).index_fill_(0, which[out], False)
-        chosen = kept.nonzero().squeeze(1)
+        numbers, contested = numbers[which], keys[which]
+        key_scores = compute_admission_scores(contested, sightings[which], step, self.seed)
+        rejected = lowest(numbers, key_scores, contested, list(shortages.values()), self.peers)
+        is_admitted = torch.ones_like(tables, dtype=torch.bool).index_fill_(0, which[rejected], False)
+        chosen = is_admitted.nonzero().squeeze(1)
         return chosen, self.peers.stack(count_tables(tables[chosen], len(self.policies))).tolist()
 
     def _assign_rows(
@@ -256,27 +256,27 @@ class RowMaps:
         ids: DistinctKeys,
         places: torch.Tensor,
         sightings: torch.Tensor,
-        given_WT: list[list[int]],
+        admitted_WT: list[list[int]],
     ) -> torch.Tensor:
         """Assign the next rows to the ids at these places, and return the rows, int64 [n]."""
-        tables, keys, sizes = ids.tables[places], ids.keys[places], given_WT[self.peers.rank]
-        rows, last = self._take_free_rows(given_WT), torch.full_like(keys, step)
+        tables, keys, sizes = ids.tables[places], ids.keys[places], admitted_WT[self.peers.rank]
+        rows, last = self._take_free_rows(admitted_WT), torch.full_like(keys, step)
         self.rows.insert(tables, sizes, KeyEntries(keys, {"row": rows, "sightings": sightings, "last": last}))
         if self._any_waits:
             slots = self.waiting.find(tables, keys)
-            there = (slots >= 0).nonzero().squeeze(1)
-            waited = [n * (policy.admit_after > 1) for n, policy in zip(sizes, self.policies, strict=True)]
-            self.waiting.remove(tables[there], waited, slots[there])
+            waiting = (slots >= 0).nonzero().squeeze(1)
+            counts = [n * (policy.admit_after > 1) for n, policy in zip(sizes, self.policies, strict=True)]
+            self.waiting.remove(tables[waiting], counts, slots[waiting])
         self.admitted = [count + size for count, size in zip(self.admitted, sizes, strict=True)]
         return rows
 
-    def _take_free_rows(self, given_WT: list[list[int]]) -> torch.Tensor:
+    def _take_free_rows(self, admitted_WT: list[list[int]]) -> torch.Tensor:
         """Take this rank's part of the next free rows, table after table, int64 [n]."""
         rank, parts = self.peers.rank, []
-        for table, given in enumerate(zip(*given_WT, strict=True)):
-            free, count = self.free[table], sum(given)
+        for table, counts in enumerate(zip(*admitted_WT, strict=True)):
+            free, count = self.free[table], sum(counts)
             fresh = min(count, self.capacities[table] - free.handed)
-            first, end = sum(given[:rank]), sum(given[: rank + 1])
+            first, end = sum(counts[:rank]), sum(counts[: rank + 1])
             numbers = range(free.handed + min(first, fresh), free.handed + min(end, fresh))
             if numbers:
                 numbers_F = torch.arange(numbers.start, numbers.stop, device=self.device)
@@ -292,16 +292,16 @@ class RowMaps:
         self, tables: Sequence[int] | Mapping[int, int], values: Sequence[int]
     ) -> list[int]:
         """Return a value for each table: the given values, and 0 for other tables."""
-        of_table = dict(zip(tables, values, strict=True))
-        return [of_table.get(table, 0) for table in range(len(self.policies))]
+        by_table = dict(zip(tables, values, strict=True))
+        return [by_table.get(table, 0) for table in range(len(self.policies))]
 
 
 def _record_sightings(map: KeyMap, slots: torch.Tensor, counts: torch.Tensor, step: int) -> KeyEntries:
     """Count a sighting of distinct keys, and return their previous entries."""
-    before = map.at(slots)
-    map.fields["sightings"].index_copy_(0, slots, before.fields["sightings"] + counts)
+    previous = map.at(slots)
+    map.fields["sightings"].index_copy_(0, slots, previous.fields["sightings"] + counts)
     map.fields["last"].index_fill_(0, slots, step)
-    return before
+    return previous
 
 
 def _sum_over_ranks(sizes_WT: Sequence[Sequence[int]]) -> list[int]:

@@ -116,7 +116,7 @@ def table_optimizer(cls: T) -> T:
             compared.
     """
     if "cpu" in cls.devices and cls.cpu_lookup is None:
-        raise TypeError(f"{cls.__name__} has a kernel on CPU, but no cpu_lookup")
+        raise TypeError(f"{cls.__name__} has a CPU kernel but does not define cpu_lookup")
     OPTIMIZERS(cls.__module__.rpartition(".")[2])(cls)
     return cls
 

@@ -73,8 +73,8 @@ class Dropout(nn.Dropout):
             return super().forward(input)
         bits = torch.empty(-(-input.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
         bits = bits.view(torch.int16)[: input.numel()].view(input.shape)
-        kept = torch.ge(bits, dropped - 2**15, out=torch.empty_like(input, requires_grad=False))
-        return input * kept.mul_(2**16 / (2**16 - dropped))
+        mask = torch.ge(bits, dropped - 2**15, out=torch.empty_like(input, requires_grad=False))
+        return input * mask.mul_(2**16 / (2**16 - dropped))
 
 
 class SequenceModules(nn.ModuleList):
@@ -113,10 +113,10 @@ class ConcatInputs(nn.Module):
         self, schema: Schema, members: Collection[str] | None = None, skip: dict[str, int] | None = None
     ):
         super().__init__()
-        taken = {*schema.dense, *schema.sparse} if members is None else members
+        included = {*schema.dense, *schema.sparse} if members is None else members
         skip = skip or {}
-        self.skipped_columns = {f: skip.get(f, 0) for f in schema.sparse if f in taken}
-        columns = [place for place, name in enumerate(schema.dense) if name in taken]
+        self.skipped_columns = {f: skip.get(f, 0) for f in schema.sparse if f in included}
+        columns = [place for place, name in enumerate(schema.dense) if name in included]
         self.register_buffer("columns", torch.tensor(columns, dtype=torch.long), persistent=False)
         self.width = len(columns) + sum(
             dim_of(schema, f) - first for f, first in self.skipped_columns.items()

@@ -43,10 +43,10 @@ class PackedSequences:
 
     def __init__(self, present: torch.Tensor, lengths: torch.Tensor | None = None):
         lengths_B, self._count = present.sum(1), len(present)
-        known_B = lengths_B.cpu() if lengths is None else lengths.clamp(max=present.shape[1])
+        host_B = lengths_B.cpu() if lengths is None else lengths.clamp(max=present.shape[1])
         self._size = max(-(-self._count // GROUPS), 1)
-        of_groups = known_B.sort(descending=True).values[:: self._size].clamp(min=1).tolist()
-        ids, rows = int(known_B.sum()), int(known_B.count_nonzero())
+        group_lengths = host_B.sort(descending=True).values[:: self._size].clamp(min=1).tolist()
+        ids, rows = int(host_B.sum()), int(host_B.count_nonzero())
         starts_B = lengths_B.cumsum(0) - lengths_B
         rows_B = torch.arange(self._count, device=present.device)
         self._rows_N = rows_N = rows_B.repeat_interleave(lengths_B, output_size=ids)
@@ -59,8 +59,8 @@ class PackedSequences:
         padded_B = torch.empty_like(widths_B)
         padded_B[self._by_length] = widths_B.cumsum(0) - widths_B
         self._by_time = padded_B[rows_N] + self.order
-        groups = zip(of_groups, sorted_B.split(self._size), strict=True)
-        self.there = [_first(lengths_b.unsqueeze(1), length) for length, lengths_b in groups]
+        groups = zip(group_lengths, sorted_B.split(self._size), strict=True)
+        self.there = [_make_mask(lengths_b.unsqueeze(1), length) for length, lengths_b in groups]
         self._rows = self._by_length[:rows]
         self._newest = starts_B[self._rows]
 
@@ -76,9 +76,9 @@ class PackedSequences:
 
     def to_chronological(self, values_ND: torch.Tensor) -> list[torch.Tensor]:
         """Return the values of each group, oldest first: [N, D] → [b, T, D]; 0 at positions without an id."""
-        sizes = [there_bT.numel() for there_bT in self.there]
+        sizes = [mask_bT.numel() for mask_bT in self.there]
         parts = _Put.apply(values_ND, self._by_time, sum(sizes)).split(sizes)
-        return [part.view(*there_bT.shape, -1) for part, there_bT in zip(parts, self.there, strict=True)]
+        return [part.view(*mask_bT.shape, -1) for part, mask_bT in zip(parts, self.there, strict=True)]
 
     def from_chronological(self, groups: list[torch.Tensor]) -> torch.Tensor:
         """Return the ids' values from groups, [b, T, D] each → [N, D]; the reverse of `to_chronological`."""
@@ -144,7 +144,7 @@ def turn(values_BLx: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
     return values_BLx.gather(1, places_BL.unsqueeze(2).expand_as(values_BLx))
 
 
-def _first(lengths_b1: torch.Tensor, length: int) -> torch.Tensor:
+def _make_mask(lengths_b1: torch.Tensor, length: int) -> torch.Tensor:
     """Return a mask of the first entries of each row: bool [b, T], where T is `length`."""
     return torch.arange(length, device=lengths_b1.device) < lengths_b1
 

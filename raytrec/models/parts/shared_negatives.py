@@ -98,20 +98,20 @@ class SharedNegatives(nn.Module):
         """
         own_N = (query_ND * own.vectors).sum(1).float()
         bias_N = torch.zeros_like(own_N) if bias_N is None else self.loss.remove_canceling_bias(bias_N)
-        asked_NE = torch.cat([query_ND.float(), (own_N + bias_N).unsqueeze(1), bias_N.unsqueeze(1)], 1)
+        queries_NE = torch.cat([query_ND.float(), (own_N + bias_N).unsqueeze(1), bias_N.unsqueeze(1)], 1)
         if self.peers.world == 1:
-            added_N, count_N = self._compare_with_negatives(asked_NE, own.ids, negatives).unbind(1)
+            added_N, count_N = self._compare_with_negatives(queries_NE, own.ids, negatives).unbind(1)
         elif self.peers.world * len(negatives.ids) <= most:
             vectors = _Gather.apply(negatives.vectors, self.peers)
             others = (each if each is None else self.peers.stack(each).flatten() for each in negatives[1:])
-            everyone = ItemBatch(vectors, *others)
-            added_N, count_N = self._compare_with_negatives(asked_NE, own.ids, everyone).unbind(1)
+            gathered = ItemBatch(vectors, *others)
+            added_N, count_N = self._compare_with_negatives(queries_NE, own.ids, gathered).unbind(1)
         else:
-            added_N, count_N = self._compare_on_all_ranks(asked_NE, own.ids, negatives)
+            added_N, count_N = self._compare_on_all_ranks(queries_NE, own.ids, negatives)
         return self.loss.finish(own_N + bias_N, added_N, count_N)
 
     def _compare_on_all_ranks(
-        self, asked_NE: torch.Tensor, ids_N: torch.Tensor, negatives: ItemBatch
+        self, queries_NE: torch.Tensor, ids_N: torch.Tensor, negatives: ItemBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the contribution and the number of all ranks' negatives for each query: float32 [N] each.
 
@@ -120,33 +120,33 @@ class SharedNegatives(nn.Module):
         count = len(ids_N)
         longest = int(self.peers.max(torch.tensor([count], device=ids_N.device)))
         padding = longest - count
-        asked_ME = nn.functional.pad(asked_NE, (0, 0, 0, padding))
+        queries_ME = nn.functional.pad(queries_NE, (0, 0, 0, padding))
         ids_M = nn.functional.pad(ids_N, (0, padding), value=-1)
-        of_all = _Gather.apply(asked_ME, self.peers), self.peers.stack(ids_M).flatten()
-        here = self._compare_with_negatives(*of_all, negatives)
-        parts_WN2 = _Transpose.apply(here.view(self.peers.world, longest, 2), self.peers)[:, :count]
+        gathered = _Gather.apply(queries_ME, self.peers), self.peers.stack(ids_M).flatten()
+        local = self._compare_with_negatives(*gathered, negatives)
+        parts_WN2 = _Transpose.apply(local.view(self.peers.world, longest, 2), self.peers)[:, :count]
         return self.loss.join(parts_WN2[..., 0]), parts_WN2[..., 1].sum(0)
 
     def _compare_with_negatives(
-        self, asked_NE: torch.Tensor, ids_N: torch.Tensor, negatives: ItemBatch
+        self, queries_NE: torch.Tensor, ids_N: torch.Tensor, negatives: ItemBatch
     ) -> torch.Tensor:
         """Return the contribution and the number of negatives for each query: float32 [N, 2]."""
-        cells, most = len(ids_N) * len(negatives.ids), MAX_SCORES_PER_BLOCK[asked_NE.device.type]
-        if cells <= most:
-            return self._block(asked_NE, ids_N, *negatives)
-        size = max(1, most // len(negatives.ids))
-        blocks = zip(asked_NE.split(size), ids_N.split(size), strict=True)
+        cells, max_cells = len(ids_N) * len(negatives.ids), MAX_SCORES_PER_BLOCK[queries_NE.device.type]
+        if cells <= max_cells:
+            return self._block(queries_NE, ids_N, *negatives)
+        size = max(1, max_cells // len(negatives.ids))
+        blocks = zip(queries_NE.split(size), ids_N.split(size), strict=True)
         return torch.cat([checkpoint(self._block, *b, *negatives, use_reentrant=False) for b in blocks])
 
     def _block(
         self,
-        asked_nE: torch.Tensor,
+        queries_nE: torch.Tensor,
         ids_n: torch.Tensor,
         vectors_KD: torch.Tensor,
         ids_K: torch.Tensor,
         log_share_K: torch.Tensor | None,
     ) -> torch.Tensor:
-        query_nD, own_n, bias_n = asked_nE[:, :-2], asked_nE[:, -2], asked_nE[:, -1:]
+        query_nD, own_n, bias_n = queries_nE[:, :-2], queries_nE[:, -2], queries_nE[:, -1:]
         absent_nK = (ids_K < 0) | (ids_K == ids_n.unsqueeze(1))
         scores_nK = (query_nD.to(vectors_KD.dtype) @ vectors_KD.T).float() + bias_n
         if log_share_K is not None:
@@ -179,9 +179,9 @@ def compute_pair_losses(
     """
     if shared is None:
         return loss.loss_of_vectors(query_BD.unsqueeze(1), item_BD.unsqueeze(1), drawn, bias).squeeze(1)
-    own = ItemBatch(item_BD, inputs[IDS][item].squeeze(1))
+    items = ItemBatch(item_BD, inputs[IDS][item].squeeze(1))
     bias_B = None if bias is None else bias.expand(len(item_BD), 1).squeeze(1)
-    return shared(query_BD, own, shared.drawn(drawn.vectors, inputs), len(item_BD), bias_B)
+    return shared(query_BD, items, shared.drawn(drawn.vectors, inputs), len(item_BD), bias_B)
 
 
 def share_negatives_across_ranks(model: nn.Module, peers: Peers) -> None:

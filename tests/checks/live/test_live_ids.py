@@ -55,11 +55,11 @@ def an_id_of_another_rank(scene):
 @pytest.mark.parametrize(
     "fault,text",
     [
-        (two_ids_of_a_row, "table user: there are rows that have two ids"),
-        (row_of_the_fallback, "table user: rank 1 has 1 ids with rows that they cannot have"),
-        (a_row_that_is_free_as_well, "free rows are 15, and not 14"),
-        (other_free_rows, "table user: rank 1 knows of other free rows than rank 0"),
-        (an_id_of_another_rank, "table user: rank 0 has 1 ids of other ranks"),
+        (two_ids_of_a_row, "table user: some rows have two ids"),
+        (row_of_the_fallback, "table user: rank 1 has 1 ids with rows outside the range for ids"),
+        (a_row_that_is_free_as_well, "free rows sum to 15, not 14"),
+        (other_free_rows, "table user: the free rows of rank 1 differ from those of rank 0"),
+        (an_id_of_another_rank, "table user: rank 0 has 1 ids that belong to other ranks"),
     ],
 )
 def test_faults_of_maps(fault, text):
