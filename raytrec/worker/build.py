@@ -69,10 +69,10 @@ def build_step(
     """
     if not comm_ops.get_gradient_division():
         raise RunError(
-            "TorchRec's gradient division is switched off in this process",
+            "TorchRec's gradient division is disabled in this process",
             where="torchrec.distributed.comm_ops.set_gradient_division(False)",
-            expected="True, TorchRec's default: raytrec's loss is weighted for it",
-            do="remove that call, or set it back to True",
+            expected="True (the default of TorchRec), which raytrec's loss requires",
+            do="remove this call, or pass True",
         )
     prepare_process(config.train)
     world = dist.get_world_size()
@@ -164,7 +164,7 @@ def begin_or_resume(context: WorkerContext, step: Step, state: LogicalState, pro
 
     found = restore(context.task.checkpoint, state, find_progress_problem, ids)
     for reason in found.skip_reasons:
-        context.report(messages.Warn(text=f"passed over a checkpoint: {reason}"))
+        context.report(messages.Warn(text=f"skipped a checkpoint: {reason}"))
     if not found.folder:
         context.enter_phase("setting initial values", "plan")
         return begin(step, context.task.config, context.task.schema, context.task.datasets["train"].log_odds)
@@ -208,10 +208,10 @@ def begin(step: Step, config: RunConfig, schema: Schema, log_odds: Sequence[floa
     load_with_ids(config.warm_start.from_, tensors, taken, index["about"], rows, new_run=True)
     if found := summarize_over_ranks(find_nonfinite(tensors, state.unbounded)):
         raise RunError(
-            f"the checkpoint is NaN or infinite: {found}",
+            f"the checkpoint contains NaN or infinity: {found}",
             where=f"warm_start.from={config.warm_start.from_}",
-            expected="finite weights and optimizer state to begin with",
-            do="begin with an earlier checkpoint; if only optimizer state is, set warm_start.optimizer=false",
+            expected="finite weights and optimizer state",
+            do="use an earlier checkpoint, or set warm_start.optimizer=false if all weights are finite",
         )
     state.written()
 
@@ -232,6 +232,6 @@ def load_step(context: WorkerContext, objective: type[Objective] = Objective) ->
     load_with_ids(task.checkpoint, state.tensors(), step.maps, read_index(task.checkpoint)["about"])
     if found := summarize_over_ranks(find_nonfinite(state.tensors(), state.unbounded)):
         context.report(
-            messages.Warn(text=f"the checkpoint is NaN or infinite, its figures mean nothing: {found}")
+            messages.Warn(text=f"the checkpoint contains NaN or infinity; metrics are invalid: {found}")
         )
     return step

@@ -150,13 +150,13 @@ class CheckpointManager:
 
         The counts of the run stay, because they determine which rows have been trained.
         """
-        self._context.enter_phase(f"taking back the weights of step {step}", "restore")
+        self._context.enter_phase(f"restoring the weights of step {step}", "restore")
         self.save(wait=True)
         root = self._context.task.checkpoint
         there = torch.tensor(step in steps(root), device=self._context.device)
         dist.broadcast(there, src=0)
         if not there:
-            return self._warn(f"the best weights, those of step {step}, are not kept: those of the end stay")
+            return self._warn(f"the best checkpoint, step {step}, no longer exists; keeping the last weights")
         folder = folder_of(root, step)
         load_with_ids(folder, self._state.tensors(), self._step.maps, read_index(folder)["about"])
         self._state.written()
@@ -195,7 +195,7 @@ class CheckpointManager:
             f"the trained model is not saved: {error.what}",
             where=error.where,
             expected=error.expected,
-            do=f"make room, then train the rest, {from_step}: raytrec train --resume "
+            do=f"free up space, and train the remaining steps {from_step}: raytrec train --resume "
             f"{quote_for_shell(folder)}",
         )
 
@@ -209,7 +209,7 @@ class CheckpointManager:
         if saved is None:
             return None
         if saved.error:
-            self._warn(f"no checkpoint of step {saved.step}: {saved.error.what}")
+            self._warn(f"the checkpoint of step {saved.step} was not saved: {saved.error.what}")
         else:
             self._recent = saved.step
         if saved.note:
@@ -237,11 +237,11 @@ class CheckpointManager:
         optim = self._config.optim
         lower = f"optim.embeddings.lr={optim.embeddings.lr / 10:g} optim.dense.lr={optim.dense.lr / 10:g}"
         if self._recent is None:
-            do = f"begin again with lower learning rates ({lower}) or train.max_grad_norm"
+            do = f"restart with lower learning rates ({lower}), or set train.max_grad_norm"
         else:
             folder = folder_of(self._context.task.checkpoint, self._recent)
             do = (
-                "begin with the weights of the last checkpoint, which is finite, and lower learning rates "
+                "restart with the weights of the last checkpoint, which is finite, and lower learning rates "
                 f"or train.max_grad_norm: raytrec train --warm-start {quote_for_shell(folder)} {lower}"
             )
         return NonfiniteStateError(error.what, where=error.where, expected=error.expected, do=do)
@@ -278,7 +278,7 @@ class CheckpointManager:
             "the loss is not a finite number",
             where=f"step {step}; {there}",
             expected="a finite loss",
-            do="look at the batch; lower optim.dense.lr or optim.embeddings.lr; scale dense columns to about "
+            do="inspect the batch; lower optim.dense.lr or optim.embeddings.lr; scale dense columns to about "
             "±10; or set train.on_nan=skip",
         )
 

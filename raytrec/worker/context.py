@@ -101,7 +101,7 @@ class WorkerContext:
         heartbeat = Heartbeat(task.coordinator, group[0], index, lease_s, compute_heartbeat_interval(world))
         entered = cls(index, world, device, task, heartbeat, attempt, read_chosen_network())
         if entered.network == "Socket" and context.get_local_world_size() < world:
-            entered.report(Warn(text="NCCL sends to other hosts over TCP (docs/gpu.md, NCCL)"))
+            entered.report(Warn(text="NCCL uses TCP between hosts (docs/gpu.md, NCCL)"))
         return entered
 
     def stream(self, name: str, order: Any):

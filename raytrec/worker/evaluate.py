@@ -82,7 +82,7 @@ def evaluate(
     skipped = stream.dataset.rows - figures[ROWS]
     if skipped < 0 or (skipped and not stream.may_skip):
         raise RunError(
-            f"evaluation saw {figures[ROWS]} rows of {stream.dataset.rows}", where=stream.dataset.uri
+            f"the evaluation read {figures[ROWS]} rows of {stream.dataset.rows}", where=stream.dataset.uri
         )
     peers, further, curves = Peers(device), {}, {}
     place = choose_ranking_device(stream.dataset.rows, device)

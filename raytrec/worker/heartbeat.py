@@ -100,9 +100,9 @@ class Heartbeat:
         try:
             current = ray.get(self._coordinator.current.remote(self._attempt), timeout=REPLY_S)
         except ray.exceptions.RayError as error:  # includes a timeout
-            raise RunError("the driver does not answer, and may have given this group up") from error
+            raise RunError("the driver does not respond, and may have abandoned this worker group") from error
         if not current:
-            raise RunError("this group of workers has been given up")
+            raise RunError("the driver has abandoned this worker group")
 
     def close(self) -> None:
         """End the thread after the rank has finished its work."""
@@ -132,12 +132,12 @@ class Heartbeat:
                 command, heard = Command(ray.get(beat, timeout=REPLY_S)), monotonic()
             except (ray.exceptions.GetTimeoutError, ray.exceptions.ActorUnavailableError):
                 if monotonic() - heard > self._lease_s:
-                    self._exit_process(f"the driver has not answered for {monotonic() - heard:.0f} s")
+                    self._exit_process(f"the driver has not responded for {monotonic() - heard:.0f} s")
                 continue
             except Exception:  # the driver has exited, and the rank's work is lost
                 return
             if command == Command.ABORT:
-                self._exit_process("this group of workers has been given up")
+                self._exit_process("the driver has abandoned this worker group")
             self.command = command
         try:
             ray.get(self._coordinator.leave.remote(self._attempt, self._rank), timeout=10)

@@ -89,7 +89,7 @@ def train_worker(task: WorkerTask) -> None:
         if (best := stopping.best_step()) not in (None, progress.step):
             checkpoints.roll_back(best)
         if shrinks and progress.deep_share is None:
-            context.enter_phase("weighing the deep part by held-out rows", "evaluate")
+            context.enter_phase("scaling the deep part on held-out rows", "evaluate")
             _, _, progress.deep_share = evaluate_shrunk(step, valid, context.device, selection)
             shrink(step, progress.deep_share)
         checkpoints.finish(again=progress.deep_share is not None or best is not None)
@@ -151,7 +151,7 @@ def check_worker(task: WorkerTask) -> None:
     context.enter_phase("planning", "plan")
     plan = plan_of(task.config, task.schema, context.device)
     config, schema = shrink(task.config, task.schema, plan)
-    context.enter_phase(f"{PARITY_STEPS} steps, sharded and on one process", "plan")
+    context.enter_phase(f"training {PARITY_STEPS} steps, sharded and in a single process", "plan")
     rows = max(24, 8 * context.world)
     findings = compare(build_step, config, schema, context.device, rows=rows, steps=PARITY_STEPS)
     figures = {

@@ -251,7 +251,7 @@ class StepProfiler(Observer):
             if context.device.type == "cuda":
                 save_memory(self._folder / f"{name}.pickle")
         except (OSError, RuntimeError) as error:
-            context.report_from_any_rank(messages.Warn(text=f"rank {context.index}: no profile: {error}"))
+            context.report_from_any_rank(messages.Warn(text=f"rank {context.index} has no profile: {error}"))
         else:
             last = self._progress.step
             done = {"step": last, "reason": f"steps {self._first} to {last}, {self._folder}"}

@@ -280,7 +280,7 @@ class EarlyStopping:
         seen = self._run_pipeline_step.early_stopping
         count = f"{seen['since']} evaluation{'s' * (seen['since'] > 1)}"
         if seen.get("best") is None:
-            return f"{figure.key} was defined in none of {count}"
+            return f"{figure.key} was undefined in {count}"
         return (
             f"{figure.key} has not improved in {count}; it was best at step {seen['step']}, "
             f"{figure.text(seen['best'])}"
