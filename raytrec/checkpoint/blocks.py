@@ -48,7 +48,7 @@ class Target:
         self.tensor = tensor.detach().as_subclass(torch.Tensor)
         if self.tensor.shape != item.lengths:
             raise CheckpointError(
-                f"{tuple(item.lengths)} values of {chunk.fqn} for a tensor of {tuple(self.tensor.shape)}"
+                f"cannot read {tuple(item.lengths)} of {chunk.fqn} into a {tuple(self.tensor.shape)} tensor"
             )
         self._sizes, self._offsets = chunk.sizes, tuple(item.storage_offsets)
         strides = [math.prod(chunk.sizes[d + 1 :]) for d in range(len(chunk.sizes))]

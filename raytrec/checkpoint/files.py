@@ -59,7 +59,7 @@ def indexes(
         try:
             index = read_index(folder)
             if why := why_not(index["about"]):
-                raise unreadable(f"it is not that of a run ({why})", join_uri(folder, INDEX))
+                raise unreadable(f"its index is not from a training run ({why})", join_uri(folder, INDEX))
             yield folder, index, None
         except CheckpointError as error:
             yield folder, {}, error
@@ -89,10 +89,10 @@ def find(place: str | Path) -> tuple[str, dict[str, Any]]:
     if _is_step(split_query(place)[0].rpartition("/")[2]) or file_info(join_uri(place, INDEX)).is_file:
         return place, _check_run_index(place, read_index(place))
     raise RunError(
-        "there is no run or checkpoint here",
+        "the folder contains no run or checkpoint",
         where=place,
         expected=f"a run folder with a complete checkpoint in {FOLDER}/, or a checkpoint folder",
-        do="give the folder that `raytrec train` printed (run.dir)",
+        do="pass the folder that `raytrec train` printed (run.dir)",
     )
 
 
@@ -127,10 +127,10 @@ def find_best(place: str | Path, by: Figure) -> tuple[str, dict[str, Any]]:
         if best := _select_best(_read_all_abouts(root), 1, by):
             return find_step(place, best.pop())
     raise RunError(
-        f"no checkpoint here has an evaluation with {by.key}",
+        f"no checkpoint of this run has been evaluated with {by.key}",
         where=absolute(str(place)),
-        expected="a run that was evaluated while it trained (train.eval_every_steps)",
-        do="name a step, or leave --checkpoint out: the newest one",
+        expected="a run that was evaluated during training (train.eval_every_steps)",
+        do="pass a step, or omit --checkpoint to use the newest checkpoint",
     )
 
 
@@ -257,7 +257,7 @@ def _check_run_index(folder: str, index: dict[str, Any]) -> dict[str, Any]:
         CheckpointError: The index lacks an entry that a run's checkpoint has.
     """
     if why := find_run_problem(index["about"]):
-        raise unreadable(f"it is not that of a run (about: {why})", join_uri(folder, INDEX))
+        raise unreadable(f"its index is not from a training run (about: {why})", join_uri(folder, INDEX))
     return index
 
 
@@ -286,10 +286,10 @@ def _list_roots(place: str) -> list[str]:
                 config
             ):  # the server would get this user's credentials
                 raise RunError(
-                    f"the checkpoints are at a server that the configuration of the run chooses: {away}",
+                    f"checkpoint.dir in the configuration of the run names a server: {away}",
                     where=describe_foreign_file(config),
-                    expected="a run of your own, or a place that names no server",
-                    do="if you trust its source, give the folder of a checkpoint there in place of the run's",
+                    expected="a run that you own, or a checkpoint.dir that names no server",
+                    do="if you trust the run's source, pass the folder of one of its checkpoints instead",
                 )
             roots.insert(0, away)
     return roots

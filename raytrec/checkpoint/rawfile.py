@@ -218,7 +218,7 @@ def open_data_file(folder: str, name: str, where: str | None = None) -> Source:
         CheckpointError: The file cannot be opened, or its name points to another folder.
     """
     if "/" in name:
-        raise unreadable(f"damaged (it names a file of another folder: {name})", folder)
+        raise unreadable(f"its index is damaged (it names a file in another folder: {name})", folder)
     try:
         return Source(folder, name)
     except OSError as error:
@@ -245,7 +245,7 @@ def read_block(source: Source, start: int, into: memoryview, crc32: int | None, 
     if got < len(into):
         raise unreadable(f"the file ends {len(into) - got:,} bytes too early", where)
     if crc32 is not None and zlib.crc32(into) != crc32:
-        raise unreadable("damaged (the bytes do not match their checksum)", where)
+        raise unreadable("its data is damaged (the checksum does not match)", where)
 
 
 def check_files(folder: str, sizes: dict[str, int]) -> None:
@@ -263,10 +263,10 @@ def check_files(folder: str, sizes: dict[str, int]) -> None:
         found = filesystem.get_file_info([f"{path}/{name}" for name in sizes])
     for (name, size), info in zip(sizes.items(), found, strict=True):
         if info.size != size:
-            seen = "is not there" if info.size is None else f"has {info.size:,} bytes, not {size:,}"
+            seen = "is missing" if info.size is None else f"has {info.size:,} bytes instead of {size:,}"
             raise CheckpointError(
-                f"{name}, which a worker has written, {seen} as the first worker sees it",
+                f"{name}, written by a worker, {seen} on the node of rank 0",
                 where=folder,
-                expected="a folder that all workers share",
-                do="put checkpoints on storage that all nodes reach under the same path",
+                expected="a folder that all nodes share",
+                do="store checkpoints where all nodes can access them at the same path",
             )

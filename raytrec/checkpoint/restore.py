@@ -66,7 +66,7 @@ def restore(
             load(folder, state.tensors() | out.more)
             # Training from a state with NaN or infinity would yield NaN or infinity.
             if found := summarize_over_ranks(find_nonfinite(state.tensors(), state.unbounded)):
-                raise CheckpointError(f"the checkpoint is NaN or infinite: {found}", where=folder)
+                raise CheckpointError(f"the checkpoint contains NaN or infinity: {found}", where=folder)
         except CheckpointError as error:
             out.skip_reasons.append(f"{error.what} ({error.where})")
             unreadable += 1
@@ -78,7 +78,7 @@ def restore(
         raise CheckpointError(
             f"none of {unreadable} checkpoints can be read: " + "; ".join(out.skip_reasons),
             where=root,
-            do="bring one of them back from a copy, or remove them to start over",
+            do="restore one of them from a backup, or remove them to start over",
         )
     return out
 
@@ -104,10 +104,10 @@ def load(folder: str, tensors: State, rows: dict[str, int] | None = None) -> Non
             raise cause from None
         if found := _find_planning_error(error):
             raise CheckpointError(
-                f"the checkpoint does not hold what the model needs: {found}",
+                f"the checkpoint does not match the model: {found}",
                 where=folder,
-                expected="the tensors that the configuration and the schema ask for, in their shapes",
-                do="load another checkpoint, or use the configuration and schema that it was saved with",
+                expected="all tensors that the configuration and schema require, in the same shapes",
+                do="load another checkpoint, or use the configuration and schema of its run",
             ) from None
         raise
 

@@ -55,7 +55,7 @@ class StoredTable:
             expected = ", ".join(names)
             raise RunError(f"there is no table '{name}'{hint(name, names)}", where=folder, expected=expected)
         if entry["dtype"] not in NUMPY_DTYPES:
-            raise CheckpointError(f"table {name} is of {entry['dtype']}", expected=", ".join(NUMPY_DTYPES))
+            raise CheckpointError(f"table {name} has type {entry['dtype']}", expected=", ".join(NUMPY_DTYPES))
         self.rows, self.dim = _to_rows_and_columns(entry["shape"], 1)
         self._files = ExitStack()
         sources: dict[str, Source] = {}
@@ -87,7 +87,7 @@ class StoredTable:
         """
         for row in rows:
             if not 0 <= row < self.rows:
-                raise RunError(f"there is no row {row}", expected=f"0 to {self.rows - 1}")
+                raise RunError(f"row {row} does not exist", expected=f"0 to {self.rows - 1}")
         wanted, places = np.unique(np.asarray(rows, np.int64), return_inverse=True)
         found = np.empty((len(wanted), self.dim), np.float32)
         ends = [*(np.flatnonzero(np.diff(wanted) != 1) + 1).tolist(), len(wanted)]  # ends of consecutive rows
@@ -183,7 +183,7 @@ def resolve_warm_starts(config: RunConfig, before: Schema, schema: Schema) -> di
 
 
 def _resolve_warm_start(table: str, old: Table | None, new: Table | None, policy: str) -> TableWarmStart:
-    had, has = (_describe_table(each) if each else "none" for each in (old, new))
+    had, has = (_describe_table(each) if each else "missing" for each in (old, new))
     if new is None and policy == "drop":
         return TableWarmStart("drop", 0, f"table {table} ({had}) of the checkpoint is dropped")
     if new is not None and policy == "new":
@@ -200,9 +200,9 @@ def _resolve_warm_start(table: str, old: Table | None, new: Table | None, policy
     fits = old and new and not managed and old.dim == new.dim
     fitting = "drop" if new is None else "resize" if fits else "new"
     raise SchemaError(
-        f"tables.{table}: {has} now, {had} in the checkpoint",
+        f"table {table} is {has} in the schema, but {had} in the checkpoint",
         where="warm_start.from",
-        expected="the checkpoint's tables, or an entry of warm_start.tables for those that differ",
+        expected="the tables of the checkpoint, or an entry in warm_start.tables for each difference",
         do=f"set warm_start.tables.{table}={fitting}, or train with the checkpoint's schema",
     )
 
@@ -211,7 +211,7 @@ def _describe_table(table: Table) -> str:
     size = f"{table.rows:,} × {table.dim}"
     if not table.ids:
         return size
-    return f"{size} with managed ids, {table.ids.fallback_rows:,} of them for the fallback"
+    return f"{size} with managed ids, {table.ids.fallback_rows:,} of the rows for the fallback"
 
 
 def schema_of(about: dict[str, Any]) -> Schema:

@@ -114,7 +114,7 @@ class CheckpointWriter:
             about: Further state as JSON values; the same on every rank.
             copied: Further tensors, which are not changed any more.
         """
-        assert self._running is None, "the last save has not been taken"
+        assert self._running is None, "the outcome of the last save has not been read"
         began = perf_counter()
         attempt = [uuid.uuid4().hex[:8]]
         dist.broadcast_object_list(attempt, group=self._group)
@@ -171,9 +171,9 @@ class CheckpointWriter:
         if found is None:
             return None
         return NonfiniteStateError(
-            f"the state of step {step} is NaN or infinite: {found}",
+            f"the state at step {step} contains NaN or infinity: {found}",
             where=f"step {step}",
-            expected="finite weights and optimizer state; nothing else is saved as a checkpoint",
+            expected="finite weights and optimizer state, because no other state is saved",
         )
 
     def _store(
@@ -225,7 +225,7 @@ class CheckpointWriter:
                 while self._is_short(needed) and self._remove_oldest(notes):
                     pass
         except (OSError, RunError) as failure:
-            notes.append(f"no room could be made: {str(failure).splitlines()[0]}")
+            notes.append(f"space for the checkpoint could not be freed: {str(failure).splitlines()[0]}")
         return needed
 
     def _is_short(self, needed: int) -> bool:
@@ -243,20 +243,20 @@ class CheckpointWriter:
         if removed and not self._has_removed:
             self._has_removed = True
             notes.append(
-                f"there is no room for a checkpoint in addition to {self._config.keep_last} others "
-                f"(checkpoint.keep_last): the oldest is removed before a new one is written, now {removed}"
+                f"there is no space for {self._config.keep_last} checkpoints (checkpoint.keep_last) and a "
+                f"new one: the oldest is removed before each save, most recently {removed}"
             )
         return removed is not None
 
     def _add_sizes(self, error: NoRoom, needed: int) -> NoRoom:
         free = free_bytes(self._root)
-        there = "" if free is None else f", and {free / 2**20:,.1f} MiB are free"
+        there = "" if free is None else f", {free / 2**20:,.1f} MiB are free"
         return NoRoom(
             error.what,
             where=error.where,
-            expected=f"room for one more: a checkpoint takes {needed / 2**20:,.1f} MiB{there}",
-            do="make room, or choose another checkpoint.dir. The newest complete checkpoint is only removed "
-            "when there is a newer one: even checkpoint.keep_last=1 needs room for two",
+            expected=f"space for one more checkpoint: {needed / 2**20:,.1f} MiB are needed{there}",
+            do="free up space, or choose another checkpoint.dir. The newest complete checkpoint is only "
+            "removed after a newer one is complete: even checkpoint.keep_last=1 needs space for two",
         )
 
     def _clean_up(self, folder: str, attempt: str, error: RunError | None, notes: list[str]) -> None:

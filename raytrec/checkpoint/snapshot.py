@@ -258,8 +258,8 @@ class HostStateBuffer:
         self._memory = _HostMemory(total, locked=any(on_gpu for *_, on_gpu in layout))
         if self._memory.error:
             self.note = (
-                f"{total / 2**30:.1f} GiB for the copies of checkpoints could not be page-locked "
-                f"({self._memory.error}); steps wait longer for them"
+                f"{total / 2**30:.1f} GiB for copies of checkpoints could not be page-locked "
+                f"({self._memory.error}); steps wait longer for these copies"
             )
         for (name, shape, dtype, _), start in zip(layout, starts, strict=True):
             values = self._memory.bytes[start : start + prod(shape) * dtype.itemsize]
@@ -285,7 +285,7 @@ class _HostMemory:
         pages.madvise(MADV_HUGEPAGE)  # pages are locked one by one
         address, runtime = self.bytes.data_ptr(), torch.cuda.cudart()
         if code := int(runtime.cudaHostRegister(address, len(pages), CUDA_HOST_REGISTER_PORTABLE)):
-            self.error = f"cudaHostRegister: error {code}"
+            self.error = f"cudaHostRegister failed with error {code}"
             return
         # Registered memory must be unregistered before it is unmapped; at exit, the CUDA driver does it.
         self._unlock = weakref.finalize(self, runtime.cudaHostUnregister, address)

@@ -86,7 +86,7 @@ class ShardWriter(StorageWriter):
             self._about = json.loads(json.dumps(about, allow_nan=False))
         except (TypeError, ValueError) as error:
             raise CheckpointError(
-                f"cannot be written as JSON: {error}",
+                f"the index cannot be written as JSON: {error}",
                 where=f"{join_uri(self._folder, INDEX)}: about",
                 expected="dicts, lists, strings, finite numbers, booleans and None",
             ) from None
@@ -109,11 +109,11 @@ class ShardWriter(StorageWriter):
         """
         for item in plan.items:
             if item.type == WriteItemType.BYTE_IO:
-                raise CheckpointError(f"only tensors can be saved, and {item.index.fqn!r} is not one")
+                raise CheckpointError(f"only tensors can be saved, but {item.index.fqn!r} is not a tensor")
             dtype = item.tensor_data.properties.dtype
             if dtype not in DTYPES.values():
                 raise CheckpointError(
-                    f"cannot save {item.index.fqn!r} of {dtype}", expected=", ".join(DTYPES)
+                    f"cannot save {item.index.fqn!r} with dtype {dtype}", expected=", ".join(DTYPES)
                 )
         written = [  # tensors that are entirely empty stay in the plan
             item
@@ -298,8 +298,8 @@ def _check_shard(tensor: torch.Tensor, item: WriteItem) -> torch.Tensor:
     expected = item.tensor_data.properties.dtype, item.tensor_data.chunk.sizes
     if (tensor.dtype, tensor.shape) != expected:
         raise CheckpointError(
-            f"a shard of {item.index.fqn!r} has {tensor.dtype} {tuple(tensor.shape)}",
+            f"a shard of {item.index.fqn!r} has dtype {tensor.dtype} and shape {tuple(tensor.shape)}",
             where=f"offset {tuple(item.tensor_data.chunk.offsets)}",
-            expected=f"{expected[0]} {tuple(expected[1])}, as in its metadata",
+            expected=f"dtype {expected[0]} and shape {tuple(expected[1])}, as in the metadata of the shard",
         )
     return tensor
