@@ -57,17 +57,17 @@ def to_managed(name: str, table: Table) -> TableConversion:
     if table.ids:
         raise _conversion_error(name, "its ids are already managed", "a table whose ids are its row numbers")
     if table.out_of_range == "hash":
-        why = "each row is shared by all ids that were hashed to it, and these ids are not recorded"
-        raise _conversion_error(name, why, "a table whose ids are its row numbers")
+        reason = "each row is shared by all ids that were hashed to it, and these ids are not recorded"
+        raise _conversion_error(name, reason, "a table whose ids are its row numbers")
     policy, rows = ManagedIds(), table.rows
     ids = np.arange(rows)
     ids = ids[np.argsort(hash_bits(ids.astype(np.uint64)).view(np.int64), kind="stable")]
-    saved = {"id": ids, "row": ids, "sightings": np.ones_like(ids), "last": np.full_like(ids, -1)}
+    id_columns = {"id": ids, "row": ids, "sightings": np.ones_like(ids), "last": np.full_like(ids, -1)}
     return TableConversion(
         Table(rows=rows + policy.fallback_rows, dim=table.dim, ids=policy),
         f"table {name}: ids 0 to {rows - 1:,} keep their rows; one more row is added for ids without a row",
         np.concatenate([np.arange(rows), np.full(policy.fallback_rows, -1)]),
-        saved,
+        id_columns,
         {"rows": rows, "waiting": 0, "left": 0, "handed": rows},
     )
 
@@ -78,8 +78,8 @@ def to_hash(name: str, table: Table) -> TableConversion:
     All other ids, and text, are hashed to the same rows.
     """
     if table.ids:
-        why = "the checkpoint does not record whether its ids were text (hashed differently from integers)"
-        raise _conversion_error(name, why, "a table whose ids are its row numbers")
+        reason = "the checkpoint does not record whether its ids were text (hashed differently from integers)"
+        raise _conversion_error(name, reason, "a table whose ids are its row numbers")
     if table.out_of_range == "hash":
         raise _conversion_error(
             name, "its ids are already hashed", "a table with out_of_range: error or clamp"
@@ -126,33 +126,33 @@ def _resize_ids(
 
     Rows that the new table also has stay in place; the others move to rows without an id.
     """
-    values, room = {key: tensor.numpy() for key, tensor in saved.items()}, new.own_rows
-    best = np.lexsort((-values["last"], -values["sightings"]))[:room]  # ties: the lowest key
-    kept = {key: column[np.sort(best)] for key, column in values.items()}
-    before, free = kept["row"], np.ones(room, bool)
-    stays = before < room
-    free[before[stays]] = False
-    left = np.flatnonzero(free)
-    moving = len(before) - int(stays.sum())
-    after = before.copy()
-    after[~stays] = left[:moving]
+    values, capacity = {key: tensor.numpy() for key, tensor in saved.items()}, new.own_rows
+    selected = np.lexsort((-values["last"], -values["sightings"]))[:capacity]  # ties: the lowest key
+    retained = {key: column[np.sort(selected)] for key, column in values.items()}
+    old_rows, is_free = retained["row"], np.ones(capacity, bool)
+    in_place = old_rows < capacity
+    is_free[old_rows[in_place]] = False
+    free_rows = np.flatnonzero(is_free)
+    moved = len(old_rows) - int(in_place.sum())
+    new_rows = old_rows.copy()
+    new_rows[~in_place] = free_rows[:moved]
     source = np.full(new.rows, -1)
-    source[after] = before
-    source[room:] = np.arange(old.own_rows, old.rows)
-    dropped = len(values["id"]) - len(before)
+    source[new_rows] = old_rows
+    source[capacity:] = np.arange(old.own_rows, old.rows)
+    dropped = len(values["id"]) - len(old_rows)
     return TableConversion(
         new,
-        f"table {name}: {len(before):,} ids keep their trained rows"
+        f"table {name}: {len(old_rows):,} ids keep their trained rows"
         + (f"; the {dropped:,} ids seen least often are dropped" if dropped else ""),
         source,
-        {**kept, "row": after} | ({"left": left[moving:]} if moving < len(left) else {}),
-        {**about, "rows": len(before), "left": len(left) - moving, "handed": room},
+        {**retained, "row": new_rows} | ({"left": free_rows[moved:]} if moved < len(free_rows) else {}),
+        {**about, "rows": len(old_rows), "left": len(free_rows) - moved, "handed": capacity},
     )
 
 
-def _conversion_error(table: str, why: str, expected: str) -> SchemaError:
+def _conversion_error(table: str, reason: str, expected: str) -> SchemaError:
     return SchemaError(
-        f"table {table} cannot be converted: {why}",
+        f"table {table} cannot be converted: {reason}",
         where=f"--table {table}",
         expected=expected,
         do=f"reinitialize the table in a warm start with another schema: warm_start.tables.{table}=new",

@@ -130,18 +130,18 @@ def read_index(folder: str) -> dict:
         raise unreadable(reason(error), where) from None
     try:
         index = parse_json(text)
-        version, found = index["format"], index["sha256"]
-        right = found == _hash_index(index)
+        version, stored_hash = index["format"], index["sha256"]
+        is_intact = stored_hash == _hash_index(index)
     except (ValueError, KeyError, TypeError) as error:
         raise unreadable(f"its index is damaged ({error})", where) from None
     if version != FORMAT:
         raise CheckpointError(
             f"the checkpoint has format {some(version)}", where=where, expected=f"format {FORMAT}"
         )
-    if not right:
+    if not is_intact:
         raise unreadable("its index is damaged (the hash does not match)", where)
-    if why := find_index_problem(index):
-        raise unreadable(f"its index is damaged ({why})", where)
+    if problem := find_index_problem(index):
+        raise unreadable(f"its index is damaged ({problem})", where)
     return index
 
 
@@ -238,11 +238,11 @@ def _hash_index(index: dict) -> str:
 
 def find_index_problem(index: dict[str, Any]) -> str | None:
     """Return a short reason why an index is invalid, or None if it is valid."""
-    if words := _find_type_problem(_Index, index):
-        return words
+    if problem := _find_type_problem(_Index, index):
+        return problem
     for name, tensor in index["tensors"].items():
-        if words := _find_tensor_problem(name[:80], tensor, index["block_bytes"]):
-            return words
+        if problem := _find_tensor_problem(name[:80], tensor, index["block_bytes"]):
+            return problem
     return None
 
 
