@@ -47,10 +47,10 @@ def train_worker(task: WorkerTask) -> None:
     begin_or_resume(context, step, state, progress)
     freeze_gc()
     stopping = EarlyStopping(config.train.early_stopping, progress, context.device)
-    reading = train.epochs(resolve_epochs(config, train.dataset.rows), progress.step)
-    batches = RecentBatches(context.heartbeat.count_batches(reading), progress.step)
+    epochs = train.epochs(resolve_epochs(config, train.dataset.rows), progress.step)
+    batches = RecentBatches(context.heartbeat.count_batches(epochs), progress.step)
     shrinks = "valid" in task.datasets and can_shrink(step)
-    look = evaluate_shrunk if shrinks else evaluate
+    evaluate_valid = evaluate_shrunk if shrinks else evaluate
     run = RankRun(context, step, plan, state, progress, batches, total)
     observers = make_observers(run)
     checkpoints = CheckpointManager(run, observers.before_save)
@@ -81,7 +81,7 @@ def train_worker(task: WorkerTask) -> None:
             progress.clock.pause(context.device)
             progress.report(context, wait=True)
             if (progress.step < total or stopping.restores) and not progress.evaluated:
-                figures, curves, *_ = look(step, valid, context.device, selection, items)
+                figures, curves, *_ = evaluate_valid(step, valid, context.device, selection, items)
                 progress.evaluation = {"step": progress.step, **figures}
                 stopping.after_evaluation()
                 context.report(messages.Eval(step=progress.step, figures=figures, curves=curves))
@@ -107,7 +107,7 @@ def train_worker(task: WorkerTask) -> None:
             context.heartbeat.send()
         raise
     finally:
-        reading.close()
+        epochs.close()
         observers.close()
 
     result = progress.result() | stopping.result() | {"world_size": context.world}
