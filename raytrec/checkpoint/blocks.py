@@ -24,15 +24,15 @@ DTYPES = {name: getattr(torch, name) for name in ITEM_BYTES}
 
 def to_metadata(index: dict) -> Metadata:
     """Return a valid index as torch's metadata, with a StoredChunk for every chunk."""
-    tensors, stored = {}, {}
+    tensors, chunks = {}, {}
     for fqn, entry in index["tensors"].items():
         boxes = []
         for number, chunk in enumerate(parse_chunks(fqn, entry)):
             boxes.append(ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)))
-            stored[MetadataIndex(fqn, boxes[-1].offsets, number)] = chunk
+            chunks[MetadataIndex(fqn, boxes[-1].offsets, number)] = chunk
         properties = TensorProperties(dtype=DTYPES[entry["dtype"]])
         tensors[fqn] = TensorStorageMetadata(properties, torch.Size(entry["shape"]), boxes)
-    return Metadata(tensors, storage_data=stored)
+    return Metadata(tensors, storage_data=chunks)
 
 
 class Target:
@@ -48,7 +48,7 @@ class Target:
         self.tensor = tensor.detach().as_subclass(torch.Tensor)
         if self.tensor.shape != item.lengths:
             raise CheckpointError(
-                f"{tuple(item.lengths)} values of {chunk.fqn} for a tensor of {tuple(self.tensor.shape)}"
+                f"cannot read {tuple(item.lengths)} of {chunk.fqn} into a {tuple(self.tensor.shape)} tensor"
             )
         self._sizes, self._offsets = chunk.sizes, tuple(item.storage_offsets)
         strides = [math.prod(chunk.sizes[d + 1 :]) for d in range(len(chunk.sizes))]
@@ -56,8 +56,8 @@ class Target:
         count = 1 + sum((n - 1) * s for n, s in zip(item.lengths, strides, strict=True))
         dtype = DTYPES[chunk.dtype]
         self.begin, self.end = (n * dtype.itemsize for n in (first, first + count))
-        solid = count == self.tensor.numel() and self.tensor.dtype == dtype
-        self._memory = memory(self.tensor) if solid and is_host_contiguous(self.tensor) else None
+        is_contiguous = count == self.tensor.numel() and self.tensor.dtype == dtype
+        self._memory = memory(self.tensor) if is_contiguous and is_host_contiguous(self.tensor) else None
 
     def memory(self, begin: int, end: int) -> memoryview | None:
         """Return the memory into which these bytes of the chunk can be read directly, or None."""

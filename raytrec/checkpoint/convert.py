@@ -55,21 +55,19 @@ def to_managed(name: str, table: Table) -> TableConversion:
     Another row is added for ids that have none.
     """
     if table.ids:
-        raise _conversion_error(
-            name, "its ids are managed already", "a table whose ids are the numbers of its rows"
-        )
+        raise _conversion_error(name, "its ids are already managed", "a table whose ids are its row numbers")
     if table.out_of_range == "hash":
-        why = "a row of it is of all the ids that were hashed to it, and which these are is not known"
-        raise _conversion_error(name, why, "a table whose ids are the numbers of its rows")
+        reason = "each row is shared by all ids that were hashed to it, and these ids are not recorded"
+        raise _conversion_error(name, reason, "a table whose ids are its row numbers")
     policy, rows = ManagedIds(), table.rows
     ids = np.arange(rows)
     ids = ids[np.argsort(hash_bits(ids.astype(np.uint64)).view(np.int64), kind="stable")]
-    saved = {"id": ids, "row": ids, "sightings": np.ones_like(ids), "last": np.full_like(ids, -1)}
+    id_columns = {"id": ids, "row": ids, "sightings": np.ones_like(ids), "last": np.full_like(ids, -1)}
     return TableConversion(
         Table(rows=rows + policy.fallback_rows, dim=table.dim, ids=policy),
-        f"table {name}: ids 0 to {rows - 1:,} keep their rows; one more is for ids that have none",
+        f"table {name}: ids 0 to {rows - 1:,} keep their rows; one more row is added for ids without a row",
         np.concatenate([np.arange(rows), np.full(policy.fallback_rows, -1)]),
-        saved,
+        id_columns,
         {"rows": rows, "waiting": 0, "left": 0, "handed": rows},
     )
 
@@ -80,15 +78,15 @@ def to_hash(name: str, table: Table) -> TableConversion:
     All other ids, and text, are hashed to the same rows.
     """
     if table.ids:
-        why = "it is not known whether they were text, which is hashed in another way than integers"
-        raise _conversion_error(name, why, "a table whose ids are the numbers of its rows")
+        reason = "the checkpoint does not record whether its ids were text (hashed differently from integers)"
+        raise _conversion_error(name, reason, "a table whose ids are its row numbers")
     if table.out_of_range == "hash":
         raise _conversion_error(
-            name, "its ids are hashed already", "a table with out_of_range of error or clamp"
+            name, "its ids are already hashed", "a table with out_of_range: error or clamp"
         )
     return TableConversion(
         table.model_copy(update={"out_of_range": "hash"}),
-        f"table {name}: ids 0 to {table.rows - 1:,} keep their rows; all others are hashed to these",
+        f"table {name}: ids 0 to {table.rows - 1:,} keep their rows; all other ids are hashed to these rows",
     )
 
 
@@ -101,13 +99,13 @@ def resize_table(
     """
     if table.out_of_range == "hash":
         raise _conversion_error(
-            name, "of another size it has other rows for the ids that are hashed", "another table"
+            name, "its hashed ids would get different rows in another size", "a table without hashed ids"
         )
     if rows == table.rows:
-        raise _conversion_error(name, f"it has {rows:,} rows already", "another number of rows")
+        raise _conversion_error(name, f"it already has {rows:,} rows", "a different number of rows")
     if table.ids and rows <= table.ids.fallback_rows:
         raise _conversion_error(
-            name, f"{rows} rows leave none for ids", f"more than {table.ids.fallback_rows}"
+            name, f"{rows} rows leave no row for ids", f"a number above {table.ids.fallback_rows}"
         )
     new = table.model_copy(update={"rows": rows})
     if table.ids:
@@ -115,9 +113,9 @@ def resize_table(
     source = np.arange(rows)
     source[table.rows :] = -1
     more = rows - table.rows
-    rest = f"{more:,} more begin with their initial values" if more > 0 else f"the last {-more:,} are dropped"
+    rest = f"{more:,} rows with initial values are added" if more > 0 else f"the last {-more:,} are dropped"
     return TableConversion(
-        new, f"table {name}: its first {min(rows, table.rows):,} rows stay, {rest}", source
+        new, f"table {name}: its first {min(rows, table.rows):,} rows are kept, {rest}", source
     )
 
 
@@ -128,36 +126,36 @@ def _resize_ids(
 
     Rows that the new table also has stay in place; the others move to rows without an id.
     """
-    values, room = {key: tensor.numpy() for key, tensor in saved.items()}, new.own_rows
-    best = np.lexsort((-values["last"], -values["sightings"]))[:room]  # ties: the lowest key
-    kept = {key: column[np.sort(best)] for key, column in values.items()}
-    before, free = kept["row"], np.ones(room, bool)
-    stays = before < room
-    free[before[stays]] = False
-    left = np.flatnonzero(free)
-    moving = len(before) - int(stays.sum())
-    after = before.copy()
-    after[~stays] = left[:moving]
+    values, capacity = {key: tensor.numpy() for key, tensor in saved.items()}, new.own_rows
+    selected = np.lexsort((-values["last"], -values["sightings"]))[:capacity]  # ties: the lowest key
+    retained = {key: column[np.sort(selected)] for key, column in values.items()}
+    old_rows, is_free = retained["row"], np.ones(capacity, bool)
+    in_place = old_rows < capacity
+    is_free[old_rows[in_place]] = False
+    free_rows = np.flatnonzero(is_free)
+    moved = len(old_rows) - int(in_place.sum())
+    new_rows = old_rows.copy()
+    new_rows[~in_place] = free_rows[:moved]
     source = np.full(new.rows, -1)
-    source[after] = before
-    source[room:] = np.arange(old.own_rows, old.rows)
-    dropped = len(values["id"]) - len(before)
+    source[new_rows] = old_rows
+    source[capacity:] = np.arange(old.own_rows, old.rows)
+    dropped = len(values["id"]) - len(old_rows)
     return TableConversion(
         new,
-        f"table {name}: {len(before):,} ids keep what they have learned"
-        + (f"; {dropped:,} that were seen least are dropped" if dropped else ""),
+        f"table {name}: {len(old_rows):,} ids keep their trained rows"
+        + (f"; the {dropped:,} ids seen least often are dropped" if dropped else ""),
         source,
-        {**kept, "row": after} | ({"left": left[moving:]} if moving < len(left) else {}),
-        {**about, "rows": len(before), "left": len(left) - moving, "handed": room},
+        {**retained, "row": new_rows} | ({"left": free_rows[moved:]} if moved < len(free_rows) else {}),
+        {**about, "rows": len(old_rows), "left": len(free_rows) - moved, "handed": capacity},
     )
 
 
-def _conversion_error(table: str, why: str, expected: str) -> SchemaError:
+def _conversion_error(table: str, reason: str, expected: str) -> SchemaError:
     return SchemaError(
-        f"table {table} cannot be converted: {why}",
+        f"table {table} cannot be converted: {reason}",
         where=f"--table {table}",
         expected=expected,
-        do=f"start it over in a warm start: warm_start.tables.{table}=new, with another schema",
+        do=f"reinitialize the table in a warm start with another schema: warm_start.tables.{table}=new",
     )
 
 

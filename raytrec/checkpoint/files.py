@@ -40,8 +40,8 @@ def steps(root: str) -> list[int]:
     from pyarrow import fs
 
     filesystem, path = open_filesystem(root)
-    found = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))
-    names = [info.base_name for info in found if info.type == fs.FileType.Directory]
+    infos = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))
+    names = [info.base_name for info in infos if info.type == fs.FileType.Directory]
     return sorted((int(n.removeprefix(STEP_PREFIX)) for n in names if _is_step(n)), reverse=True)
 
 
@@ -58,8 +58,8 @@ def indexes(
         folder = folder_of(root, step)
         try:
             index = read_index(folder)
-            if why := why_not(index["about"]):
-                raise unreadable(f"it is not that of a run ({why})", join_uri(folder, INDEX))
+            if problem := why_not(index["about"]):
+                raise unreadable(f"its index is not from a training run ({problem})", join_uri(folder, INDEX))
             yield folder, index, None
         except CheckpointError as error:
             yield folder, {}, error
@@ -89,10 +89,10 @@ def find(place: str | Path) -> tuple[str, dict[str, Any]]:
     if _is_step(split_query(place)[0].rpartition("/")[2]) or file_info(join_uri(place, INDEX)).is_file:
         return place, _check_run_index(place, read_index(place))
     raise RunError(
-        "there is no run or checkpoint here",
+        "the folder contains no run or checkpoint",
         where=place,
         expected=f"a run folder with a complete checkpoint in {FOLDER}/, or a checkpoint folder",
-        do="give the folder that `raytrec train` printed (run.dir)",
+        do="pass the folder that `raytrec train` printed (run.dir)",
     )
 
 
@@ -104,16 +104,16 @@ def find_step(place: str | Path, step: int) -> tuple[str, dict[str, Any]]:
         CheckpointError: The checkpoint is damaged.
     """
     place = absolute(str(place))
-    there: set[int] = set()
+    saved: set[int] = set()
     for root in _list_roots(place):
-        if step in (found := steps(root)):
+        if step in (root_steps := steps(root)):
             folder = folder_of(root, step)
             return folder, _check_run_index(folder, read_index(folder))
-        there.update(found)
+        saved.update(root_steps)
     raise RunError(
         f"there is no checkpoint of step {step}",
         where=place,
-        expected=f"one of the steps {', '.join(map(str, sorted(there)))}" if there else "a run folder",
+        expected=f"one of the steps {', '.join(map(str, sorted(saved)))}" if saved else "a run folder",
     )
 
 
@@ -127,10 +127,10 @@ def find_best(place: str | Path, by: Figure) -> tuple[str, dict[str, Any]]:
         if best := _select_best(_read_all_abouts(root), 1, by):
             return find_step(place, best.pop())
     raise RunError(
-        f"no checkpoint here has an evaluation with {by.key}",
+        f"no checkpoint of this run has been evaluated with {by.key}",
         where=absolute(str(place)),
-        expected="a run that was evaluated while it trained (train.eval_every_steps)",
-        do="name a step, or leave --checkpoint out: the newest one",
+        expected="a run that was evaluated during training (train.eval_every_steps)",
+        do="pass a step, or omit --checkpoint to use the newest checkpoint",
     )
 
 
@@ -140,11 +140,11 @@ def keep(root: str, last: int, best: int, by: Figure | None) -> None:
     Incomplete checkpoints older than the newest complete one are removed as well. A checkpoint that cannot be
     read stays, because it may be readable later.
     """
-    found = _read_all_abouts(root)
-    complete = [step for step, about in found.items() if about is not None]
-    kept = {*complete[:last], *_select_best(found, best, by)}
-    for step, about in found.items():
-        if step not in kept and complete and step < complete[0]:
+    abouts = _read_all_abouts(root)
+    complete = [step for step, about in abouts.items() if about is not None]
+    retained = {*complete[:last], *_select_best(abouts, best, by)}
+    for step, about in abouts.items():
+        if step not in retained and complete and step < complete[0]:
             _remove(root, step, complete=about is not None)
 
 
@@ -160,13 +160,13 @@ def remove_oldest(root: str, best: int, by: Figure | None) -> str | None:
 
     The newest one, from which a run resumes, and the `best` ones by a metric stay.
     """
-    found = _read_all_abouts(root)
-    complete = [step for step, about in found.items() if about is not None]
-    may_go = [step for step in complete[1:] if step not in _select_best(found, best, by)]
-    if not may_go:
+    abouts = _read_all_abouts(root)
+    complete = [step for step, about in abouts.items() if about is not None]
+    removable = [step for step in complete[1:] if step not in _select_best(abouts, best, by)]
+    if not removable:
         return None
-    _remove(root, may_go[-1], complete=True)
-    return folder_of(root, may_go[-1])
+    _remove(root, removable[-1], complete=True)
+    return folder_of(root, removable[-1])
 
 
 def _read_all_abouts(root: str) -> dict[int, dict | None]:
@@ -174,32 +174,32 @@ def _read_all_abouts(root: str) -> dict[int, dict | None]:
 
     Checkpoints whose index cannot be read are left out.
     """
-    found: dict[int, dict | None] = {}
+    abouts: dict[int, dict | None] = {}
     for step in steps(root):
         folder = folder_of(root, step)
         try:
-            found[step] = _about(folder)
+            abouts[step] = _about(folder)
         except CheckpointError:
             if not file_info(join_uri(folder, INDEX)).is_file:
-                found[step] = None
-    return found
+                abouts[step] = None
+    return abouts
 
 
 def _about(folder: str) -> dict:
     """Return the `about` of an index, which is read again only if the file has changed."""
     info = file_info(join_uri(folder, INDEX))
-    seen = info.size, info.mtime_ns
-    if None in seen or _ABOUT_CACHE.get(folder, (None,))[0] != seen:
-        _ABOUT_CACHE[folder] = seen, read_index(folder)["about"]
+    version = info.size, info.mtime_ns
+    if None in version or _ABOUT_CACHE.get(folder, (None,))[0] != version:
+        _ABOUT_CACHE[folder] = version, read_index(folder)["about"]
     return _ABOUT_CACHE[folder][1]
 
 
-def _select_best(found: dict[int, dict | None], best: int, by: Figure | None) -> set[int]:
+def _select_best(abouts: dict[int, dict | None], best: int, by: Figure | None) -> set[int]:
     if not best or by is None:
         return set()
     values = {
         step: number((about.get("evaluation") or {}).get(by.key))
-        for step, about in found.items()
+        for step, about in abouts.items()
         if about is not None
     }
     rated = [step for step, value in values.items() if not isnan(value)]
@@ -220,8 +220,8 @@ def remove_other_attempts(folder: str, attempt: str) -> None:
 
     filesystem, path = open_filesystem(folder)
     for info in filesystem.get_file_info(fs.FileSelector(path)):
-        ours = info.base_name.endswith(".bin") or ".partial-" in info.base_name
-        if ours and attempt not in info.base_name:
+        is_data_file = info.base_name.endswith(".bin") or ".partial-" in info.base_name
+        if is_data_file and attempt not in info.base_name:
             filesystem.delete_file(info.path)
 
 
@@ -256,8 +256,8 @@ def _check_run_index(folder: str, index: dict[str, Any]) -> dict[str, Any]:
     Raises:
         CheckpointError: The index lacks an entry that a run's checkpoint has.
     """
-    if why := find_run_problem(index["about"]):
-        raise unreadable(f"it is not that of a run (about: {why})", join_uri(folder, INDEX))
+    if problem := find_run_problem(index["about"]):
+        raise unreadable(f"its index is not from a training run (about: {problem})", join_uri(folder, INDEX))
     return index
 
 
@@ -278,18 +278,18 @@ def _list_roots(place: str) -> list[str]:
     if "://" not in place and config.is_file():
         try:
             values = parse_yaml(read_bytes(config, MAX_YAML_BYTES))
-            away = values["checkpoint"]["dir"]
+            checkpoint_dir = values["checkpoint"]["dir"]
         except (OSError, UnreadableError, KeyError, TypeError):  # reported where the configuration is needed
             return roots
-        if isinstance(away, str) and away:
-            if chooses_server(away) and not is_own_file(
+        if isinstance(checkpoint_dir, str) and checkpoint_dir:
+            if chooses_server(checkpoint_dir) and not is_own_file(
                 config
             ):  # the server would get this user's credentials
                 raise RunError(
-                    f"the checkpoints are at a server that the configuration of the run chooses: {away}",
+                    f"checkpoint.dir in the configuration of the run names a server: {checkpoint_dir}",
                     where=describe_foreign_file(config),
-                    expected="a run of your own, or a place that names no server",
-                    do="if you trust its source, give the folder of a checkpoint there in place of the run's",
+                    expected="a run that you own, or a checkpoint.dir that names no server",
+                    do="if you trust the run's source, pass the folder of one of its checkpoints instead",
                 )
-            roots.insert(0, away)
+            roots.insert(0, checkpoint_dir)
     return roots

@@ -121,27 +121,27 @@ def read_index(folder: str) -> dict:
         text = retry_read(where, lambda: read_bytes(where, MAX_JSON_BYTES))
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(
-            "there is no whole checkpoint here",
+            "the folder contains no complete checkpoint",
             where=where,
-            expected=f"{INDEX}, which is written when all else has been",
-            do="name the folder of a checkpoint; what an interrupted save left behind cannot be loaded",
+            expected=f"{INDEX}, which is written last",
+            do="pass the folder of a checkpoint; the files of an interrupted save cannot be loaded",
         ) from None
     except OSError as error:
         raise unreadable(reason(error), where) from None
     try:
         index = parse_json(text)
-        version, found = index["format"], index["sha256"]
-        right = found == _hash_index(index)
+        version, stored_hash = index["format"], index["sha256"]
+        is_intact = stored_hash == _hash_index(index)
     except (ValueError, KeyError, TypeError) as error:
-        raise unreadable(f"damaged ({error})", where) from None
+        raise unreadable(f"its index is damaged ({error})", where) from None
     if version != FORMAT:
         raise CheckpointError(
-            f"the checkpoint is of format {some(version)}", where=where, expected=f"format {FORMAT}"
+            f"the checkpoint has format {some(version)}", where=where, expected=f"format {FORMAT}"
         )
-    if not right:
-        raise unreadable("damaged (it does not match its own hash)", where)
-    if why := find_index_problem(index):
-        raise unreadable(f"damaged ({why})", where)
+    if not is_intact:
+        raise unreadable("its index is damaged (the hash does not match)", where)
+    if problem := find_index_problem(index):
+        raise unreadable(f"its index is damaged ({problem})", where)
     return index
 
 
@@ -176,8 +176,8 @@ def unreadable(what: str, where: str) -> CheckpointError:
         f"the checkpoint cannot be read: {what}",
         where=where,
         expected=storage_hint(where) + "the file as it was written",
-        do="load another checkpoint, or restore this file from a copy; where a run that still trains removes "
-        "checkpoints, give the command again, or set its checkpoint.keep_last higher",
+        do="load another checkpoint, or restore this file from a backup. If the run is still training and "
+        "has removed the checkpoint, repeat the command or increase checkpoint.keep_last",
     )
 
 
@@ -195,8 +195,8 @@ def writing(where: str) -> Iterator[None]:
         raise kind(
             f"the checkpoint cannot be written: {reason(error)}",
             where=where,
-            expected="a folder that all workers can write to, with room for the checkpoint",
-            do="make room, or choose another folder; earlier checkpoints are as they were",
+            expected="a folder that all workers can write to, with enough space for the checkpoint",
+            do="free up space, or choose another folder; earlier checkpoints are unchanged",
         ) from error
 
 
@@ -238,11 +238,11 @@ def _hash_index(index: dict) -> str:
 
 def find_index_problem(index: dict[str, Any]) -> str | None:
     """Return a short reason why an index is invalid, or None if it is valid."""
-    if words := _find_type_problem(_Index, index):
-        return words
+    if problem := _find_type_problem(_Index, index):
+        return problem
     for name, tensor in index["tensors"].items():
-        if words := _find_tensor_problem(name[:80], tensor, index["block_bytes"]):
-            return words
+        if problem := _find_tensor_problem(name[:80], tensor, index["block_bytes"]):
+            return problem
     return None
 
 
@@ -261,20 +261,20 @@ def find_progress_problem(about: dict[str, Any]) -> str | None:
 def _find_tensor_problem(name: str, tensor: dict[str, Any], block_bytes: int) -> str | None:
     shape, width = tensor["shape"], ITEM_BYTES.get(tensor["dtype"])
     if width is None:
-        return f"tensor {name} is of {tensor['dtype'][:40]}"
+        return f"tensor {name} has the unsupported dtype {tensor['dtype'][:40]}"
     for chunk in tensor["chunks"]:
         offsets, sizes, file = chunk["offsets"], chunk["sizes"], chunk["file"]
         if not len(offsets) == len(sizes) == len(shape):
-            return f"a part of tensor {name} has other dimensions than the whole"
+            return f"a chunk of tensor {name} has a different number of dimensions"
         if any(o + s > whole for o, s, whole in zip(offsets, sizes, shape, strict=True)):
-            return f"a part of tensor {name} is outside of the whole"
+            return f"a chunk of tensor {name} is outside of the tensor"
         if file in ("", ".", "..") or "/" in file or "\0" in file:
-            return f"it names a file of another folder: {file[:80]}"
+            return f"it names a file in another folder: {file[:80]}"
     if sum(math.prod(chunk["sizes"]) for chunk in tensor["chunks"]) != math.prod(shape):
-        return f"it does not have all of tensor {name}"
+        return f"the chunks of tensor {name} do not add up to its shape"
     for chunk in tensor["chunks"]:
         if len(chunk["crc32"]) != -(-math.prod(chunk["sizes"]) * width // block_bytes):
-            return f"a part of tensor {name} has too few or too many checksums"
+            return f"a chunk of tensor {name} has too few or too many checksums"
     return None
 
 

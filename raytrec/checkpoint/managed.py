@@ -96,11 +96,11 @@ def load_ids(
         rows, waiting = (
             _send_to_owners(names, tensors, device) for names, _ in _list_tensor_names(table, sizes)
         )
-        left = tensors.get(f"ids/{table}/left", torch.empty(0, dtype=torch.int64)).to(device)
+        free_rows = tensors.get(f"ids/{table}/left", torch.empty(0, dtype=torch.int64)).to(device)
         if new_run:
             for entries in (rows, waiting):
                 entries.fields["last"].fill_(-1)
-        part.load(MapState(rows, waiting, FreeRows(sizes["handed"], left)))
+        part.load(MapState(rows, waiting, FreeRows(sizes["handed"], free_rows)))
 
 
 def load_with_ids(
@@ -182,21 +182,21 @@ def _to_columns(
 
 def _to_sharded(values: torch.Tensor, sizes: list[int], peers: Peers) -> ShardedTensor:
     """Return a tensor [Σ sizes] of which each rank has its own number of consecutive values."""
-    everywhere, start, mine = [], 0, []
+    metadata, start, local_shards = [], 0, []
     for rank, size in enumerate(sizes):
         if size:
-            everywhere.append(ShardMetadata([start], [size], f"rank:{rank}/cpu"))
-            mine += [Shard(values, everywhere[-1])] if rank == peers.rank else []
+            metadata.append(ShardMetadata([start], [size], f"rank:{rank}/cpu"))
+            local_shards += [Shard(values, metadata[-1])] if rank == peers.rank else []
         start += size
-    return make_sharded_tensor(mine, everywhere, (start,), values.dtype)
+    return make_sharded_tensor(local_shards, metadata, (start,), values.dtype)
 
 
 def _send_to_owners(names: list[str], tensors: State, device: torch.device) -> KeyEntries:
     """Return the entries that this rank owns among those read by all ranks; a collective."""
     peers = Peers()
     local = [tensors[name].local_shards() if name in tensors else [] for name in names]
-    nothing = torch.empty(0, dtype=torch.int64)
-    columns = torch.stack([shards[0].tensor if shards else nothing for shards in local], 1).to(device)
+    empty = torch.empty(0, dtype=torch.int64)
+    columns = torch.stack([shards[0].tensor if shards else empty for shards in local], 1).to(device)
     keys = ids_to_keys(columns[:, 0])
     sizes = count_by_owner(torch.zeros_like(keys), keys, 1, peers.world)
     ids, *fields = RoundTrip(columns, sizes, peers).received.unbind(1)

@@ -38,10 +38,10 @@ def make_folder(folder: str) -> None:
         return
     path = Path(place)
     with writing(folder):
-        missing = [each for each in (path, *path.parents) if not each.exists()]
+        missing = [directory for directory in (path, *path.parents) if not directory.exists()]
         path.mkdir(parents=True, exist_ok=True)
-        for each in missing:
-            sync(each.parent)
+        for directory in missing:
+            sync(directory.parent)
 
 
 class RawFileWriter:
@@ -135,10 +135,10 @@ class Source:
             data = retry_read(self._uri, lambda: self._file.read_at(len(into), start))
             into[: len(data)] = data
             return len(data)
-        got = 0
-        while got < len(into) and (more := os.preadv(self._file.fileno(), [into[got:]], start + got)):
-            got += more
-        return got
+        count = 0
+        while count < len(into) and (read := os.preadv(self._file.fileno(), [into[count:]], start + count)):
+            count += read
+        return count
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,7 +218,7 @@ def open_data_file(folder: str, name: str, where: str | None = None) -> Source:
         CheckpointError: The file cannot be opened, or its name points to another folder.
     """
     if "/" in name:
-        raise unreadable(f"damaged (it names a file of another folder: {name})", folder)
+        raise unreadable(f"its index is damaged (it names a file in another folder: {name})", folder)
     try:
         return Source(folder, name)
     except OSError as error:
@@ -239,13 +239,13 @@ def read_block(source: Source, start: int, into: memoryview, crc32: int | None, 
         CheckpointError: The block cannot be read, or does not match its checksum.
     """
     try:
-        got = source.read(start, into)
+        count = source.read(start, into)
     except OSError as error:
         raise unreadable(reason(error), where) from None
-    if got < len(into):
-        raise unreadable(f"the file ends {len(into) - got:,} bytes too early", where)
+    if count < len(into):
+        raise unreadable(f"the file ends {len(into) - count:,} bytes too early", where)
     if crc32 is not None and zlib.crc32(into) != crc32:
-        raise unreadable("damaged (the bytes do not match their checksum)", where)
+        raise unreadable("its data is damaged (the checksum does not match)", where)
 
 
 def check_files(folder: str, sizes: dict[str, int]) -> None:
@@ -260,13 +260,13 @@ def check_files(folder: str, sizes: dict[str, int]) -> None:
     """
     filesystem, path = open_filesystem(folder)
     with writing(folder):
-        found = filesystem.get_file_info([f"{path}/{name}" for name in sizes])
-    for (name, size), info in zip(sizes.items(), found, strict=True):
+        infos = filesystem.get_file_info([f"{path}/{name}" for name in sizes])
+    for (name, size), info in zip(sizes.items(), infos, strict=True):
         if info.size != size:
-            seen = "is not there" if info.size is None else f"has {info.size:,} bytes, not {size:,}"
+            problem = "is missing" if info.size is None else f"has {info.size:,} bytes instead of {size:,}"
             raise CheckpointError(
-                f"{name}, which a worker has written, {seen} as the first worker sees it",
+                f"{name}, written by a worker, {problem} on the node of rank 0",
                 where=folder,
-                expected="a folder that all workers share",
-                do="put checkpoints on storage that all nodes reach under the same path",
+                expected="a folder that all nodes share",
+                do="store checkpoints where all nodes can access them at the same path",
             )

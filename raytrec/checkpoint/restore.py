@@ -56,31 +56,31 @@ def restore(
     Raises:
         CheckpointError: There are complete checkpoints, and none of them can be read.
     """
-    out, unreadable = RestoreResult(), 0
+    result, unreadable = RestoreResult(), 0
     for folder, about, reason in _broadcast_checkpoints(root, why_not):
         if reason:
-            out.skip_reasons.append(reason)
+            result.skip_reasons.append(reason)
             continue
         try:
-            out.more = more(about)
-            load(folder, state.tensors() | out.more)
+            result.more = more(about)
+            load(folder, state.tensors() | result.more)
             # Training from a state with NaN or infinity would yield NaN or infinity.
-            if found := summarize_over_ranks(find_nonfinite(state.tensors(), state.unbounded)):
-                raise CheckpointError(f"the checkpoint is NaN or infinite: {found}", where=folder)
+            if nonfinite := summarize_over_ranks(find_nonfinite(state.tensors(), state.unbounded)):
+                raise CheckpointError(f"the checkpoint contains NaN or infinity: {nonfinite}", where=folder)
         except CheckpointError as error:
-            out.skip_reasons.append(f"{error.what} ({error.where})")
+            result.skip_reasons.append(f"{error.what} ({error.where})")
             unreadable += 1
             continue
         state.written()
-        out.folder, out.about = folder, about
-        return out
+        result.folder, result.about = folder, about
+        return result
     if unreadable:
         raise CheckpointError(
-            f"none of {unreadable} checkpoints can be read: " + "; ".join(out.skip_reasons),
+            f"none of {unreadable} checkpoints can be read: " + "; ".join(result.skip_reasons),
             where=root,
-            do="bring one of them back from a copy, or remove them to start over",
+            do="restore one of them from a backup, or remove them to start over",
         )
-    return out
+    return result
 
 
 def load(folder: str, tensors: State, rows: dict[str, int] | None = None) -> None:
@@ -102,21 +102,21 @@ def load(folder: str, tensors: State, rows: dict[str, int] | None = None) -> Non
         cause = get_root_cause(error)
         if isinstance(cause, CheckpointError):
             raise cause from None
-        if found := _find_planning_error(error):
+        if mismatch := _find_planning_error(error):
             raise CheckpointError(
-                f"the checkpoint does not hold what the model needs: {found}",
+                f"the checkpoint does not match the model: {mismatch}",
                 where=folder,
-                expected="the tensors that the configuration and the schema ask for, in their shapes",
-                do="load another checkpoint, or use the configuration and schema that it was saved with",
+                expected="all tensors that the configuration and schema require, in the same shapes",
+                do="load another checkpoint, or use the configuration and schema of its run",
             ) from None
         raise
 
 
 def _find_planning_error(error: BaseException) -> str | None:
     """Return torch's message about a tensor that is missing or has another shape; None for other errors."""
-    inner = [f[0] for f in getattr(error, "failures", {}).values()] or [error]
-    words = [(str(each).splitlines() or [""])[0] for each in inner]
-    return next((w for w in words if "Missing key in checkpoint" in w or "ize mismatch" in w), None)
+    errors = [f[0] for f in getattr(error, "failures", {}).values()] or [error]
+    first_lines = [(str(failure).splitlines() or [""])[0] for failure in errors]
+    return next((w for w in first_lines if "Missing key in checkpoint" in w or "ize mismatch" in w), None)
 
 
 class _FirstRowsReader(ShardReader):
@@ -150,11 +150,11 @@ def _broadcast_checkpoints(root: str, why_not: Callable) -> list[tuple[str, dict
 
     All ranks get the list that rank 0 reads.
     """
-    found: list[Any] = [None]
+    checkpoints: list[Any] = [None]
     if dist.get_rank() == 0:
-        found[0] = [
+        checkpoints[0] = [
             (folder, index.get("about", {}), error and f"{error.what} ({error.where})")
             for folder, index, error in indexes(root, why_not)
         ]
-    dist.broadcast_object_list(found)
-    return found[0]
+    dist.broadcast_object_list(checkpoints)
+    return checkpoints[0]

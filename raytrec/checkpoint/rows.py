@@ -55,7 +55,7 @@ class StoredTable:
             expected = ", ".join(names)
             raise RunError(f"there is no table '{name}'{hint(name, names)}", where=folder, expected=expected)
         if entry["dtype"] not in NUMPY_DTYPES:
-            raise CheckpointError(f"table {name} is of {entry['dtype']}", expected=", ".join(NUMPY_DTYPES))
+            raise CheckpointError(f"table {name} has type {entry['dtype']}", expected=", ".join(NUMPY_DTYPES))
         self.rows, self.dim = _to_rows_and_columns(entry["shape"], 1)
         self._files = ExitStack()
         sources: dict[str, Source] = {}
@@ -87,14 +87,14 @@ class StoredTable:
         """
         for row in rows:
             if not 0 <= row < self.rows:
-                raise RunError(f"there is no row {row}", expected=f"0 to {self.rows - 1}")
-        wanted, places = np.unique(np.asarray(rows, np.int64), return_inverse=True)
-        found = np.empty((len(wanted), self.dim), np.float32)
-        ends = [*(np.flatnonzero(np.diff(wanted) != 1) + 1).tolist(), len(wanted)]  # ends of consecutive rows
+                raise RunError(f"row {row} does not exist", expected=f"0 to {self.rows - 1}")
+        unique, positions = np.unique(np.asarray(rows, np.int64), return_inverse=True)
+        values = np.empty((len(unique), self.dim), np.float32)
+        ends = [*(np.flatnonzero(np.diff(unique) != 1) + 1).tolist(), len(unique)]  # ends of consecutive rows
         for first, end in pairwise([0, *ends]):
             if first < end:
-                found[first:end] = self.read(int(wanted[first]), int(wanted[end - 1]) + 1)
-        return found[places]
+                values[first:end] = self.read(int(unique[first]), int(unique[end - 1]) + 1)
+        return values[positions]
 
 
 def list_table_names(index: dict[str, Any]) -> list[str]:
@@ -176,34 +176,34 @@ def resolve_warm_starts(config: RunConfig, before: Schema, schema: Schema) -> di
     """
     starts = {}
     for table in {**before.tables, **schema.tables}:
-        fitting = [policy for key, policy in config.warm_start.tables.items() if fnmatchcase(table, key)]
-        policy = fitting[-1] if fitting else "exact"  # the last matching pattern
+        matching = [policy for key, policy in config.warm_start.tables.items() if fnmatchcase(table, key)]
+        policy = matching[-1] if matching else "exact"  # the last matching pattern
         starts[table] = _resolve_warm_start(table, before.tables.get(table), schema.tables.get(table), policy)
     return starts
 
 
 def _resolve_warm_start(table: str, old: Table | None, new: Table | None, policy: str) -> TableWarmStart:
-    had, has = (_describe_table(each) if each else "none" for each in (old, new))
+    old_text, new_text = (_describe_table(side) if side else "missing" for side in (old, new))
     if new is None and policy == "drop":
-        return TableWarmStart("drop", 0, f"table {table} ({had}) of the checkpoint is dropped")
+        return TableWarmStart("drop", 0, f"table {table} ({old_text}) of the checkpoint is dropped")
     if new is not None and policy == "new":
-        return TableWarmStart("new", 0, f"table {table} ({has}) gets its initial values")
+        return TableWarmStart("new", 0, f"table {table} ({new_text}) gets its initial values")
     managed = [t for t in (old, new) if t and t.ids]
-    alike = len(managed) != 1 and (not managed or old.own_rows == new.own_rows)
-    if old and new and alike and (old.rows, old.dim) == (new.rows, new.dim):
+    is_same_kind = len(managed) != 1 and (not managed or old.own_rows == new.own_rows)
+    if old and new and is_same_kind and (old.rows, old.dim) == (new.rows, new.dim):
         return TableWarmStart("exact", new.rows, None)
     if old and new and not managed and old.dim == new.dim and policy == "resize":
-        more = new.rows - old.rows
-        dropped = f"the checkpoint's last {-more:,} rows are dropped"
-        rest = f"{more:,} rows get their initial values" if more > 0 else dropped
-        return TableWarmStart("resize", min(old.rows, new.rows), f"table {table}: {rest}")
-    fits = old and new and not managed and old.dim == new.dim
-    fitting = "drop" if new is None else "resize" if fits else "new"
+        added = new.rows - old.rows
+        dropped = f"the checkpoint's last {-added:,} rows are dropped"
+        change = f"{added:,} rows get their initial values" if added > 0 else dropped
+        return TableWarmStart("resize", min(old.rows, new.rows), f"table {table}: {change}")
+    is_resizable = old and new and not managed and old.dim == new.dim
+    suggestion = "drop" if new is None else "resize" if is_resizable else "new"
     raise SchemaError(
-        f"tables.{table}: {has} now, {had} in the checkpoint",
+        f"table {table} is {new_text} in the schema, but {old_text} in the checkpoint",
         where="warm_start.from",
-        expected="the checkpoint's tables, or an entry of warm_start.tables for those that differ",
-        do=f"set warm_start.tables.{table}={fitting}, or train with the checkpoint's schema",
+        expected="the tables of the checkpoint, or an entry in warm_start.tables for each difference",
+        do=f"set warm_start.tables.{table}={suggestion}, or train with the checkpoint's schema",
     )
 
 
@@ -211,7 +211,7 @@ def _describe_table(table: Table) -> str:
     size = f"{table.rows:,} × {table.dim}"
     if not table.ids:
         return size
-    return f"{size} with managed ids, {table.ids.fallback_rows:,} of them for the fallback"
+    return f"{size} with managed ids, {table.ids.fallback_rows:,} of the rows for the fallback"
 
 
 def schema_of(about: dict[str, Any]) -> Schema:

@@ -88,7 +88,7 @@ class CheckpointWriter:
         rows: RowSnapshot | None = None,
     ):
         self._root, self._config, self._confirm, self._unbounded = root, config, confirm, unbounded
-        self._select_best, self._rows = best, rows
+        self._best_metric, self._rows = best, rows
         self._has_removed = False  # True if older checkpoints had to be removed first
         # A separate group, because its collectives run concurrently with those of training; gloo, because the
         # tensors are in host memory.
@@ -114,16 +114,16 @@ class CheckpointWriter:
             about: Further state as JSON values; the same on every rank.
             copied: Further tensors, which are not changed any more.
         """
-        assert self._running is None, "the last save has not been taken"
-        began = perf_counter()
+        assert self._running is None, "the outcome of the last save has not been read"
+        start_s = perf_counter()
         attempt = [uuid.uuid4().hex[:8]]
         dist.broadcast_object_list(attempt, group=self._group)
         if self._config.async_save:
             tensors = self._protect(tensors)
         tensors = {**tensors, **(copied or {})}
-        blocked = perf_counter() - began
+        blocked = perf_counter() - start_s
         self.last_step = step
-        self._running = self._thread.submit(self._write, step, attempt[0], tensors, about, began, blocked)
+        self._running = self._thread.submit(self._write, step, attempt[0], tensors, about, start_s, blocked)
         if not self._config.async_save:
             self._running.result()
 
@@ -149,7 +149,7 @@ class CheckpointWriter:
         self._host.close()
 
     def _write(
-        self, step: int, attempt: str, tensors: State, about: dict, began: float, blocked: float
+        self, step: int, attempt: str, tensors: State, about: dict, start_s: float, blocked: float
     ) -> Saved:
         folder = folder_of(self._root, step)
         notes = [self._host.note] if self._host.note else []
@@ -162,18 +162,18 @@ class CheckpointWriter:
         finally:
             if self._rows:
                 self._rows.end()
-        return Saved(step, folder, error, "; ".join(notes) or None, blocked, perf_counter() - began)
+        return Saved(step, folder, error, "; ".join(notes) or None, blocked, perf_counter() - start_s)
 
     def _find_nonfinite_error(self, tensors: State, step: int) -> NonfiniteStateError | None:
         """Return an error if this state must not be saved, the same on all ranks; None otherwise."""
         pieces_of = self._rows.pieces if self._rows else pieces
-        found = summarize_over_ranks(find_nonfinite(tensors, self._unbounded, pieces_of), self._group)
-        if found is None:
+        nonfinite = summarize_over_ranks(find_nonfinite(tensors, self._unbounded, pieces_of), self._group)
+        if nonfinite is None:
             return None
         return NonfiniteStateError(
-            f"the state of step {step} is NaN or infinite: {found}",
+            f"the state at step {step} contains NaN or infinity: {nonfinite}",
             where=f"step {step}",
-            expected="finite weights and optimizer state; nothing else is saved as a checkpoint",
+            expected="finite weights and optimizer state, because no other state is saved",
         )
 
     def _store(
@@ -192,12 +192,12 @@ class CheckpointWriter:
                 self._clean_up(folder, name, error, notes)
             if not isinstance(error, NoRoom):
                 return error
-            last: list[RunError | None] = [None]
+            final_error: list[RunError | None] = [None]
             if dist.get_rank() == 0 and not self._remove_oldest(notes):
-                last = [self._add_sizes(error, needed)]
-            dist.broadcast_object_list(last, group=self._group)
-            if last[0] is not None:
-                return last[0]
+                final_error = [self._add_sizes(error, needed)]
+            dist.broadcast_object_list(final_error, group=self._group)
+            if final_error[0] is not None:
+                return final_error[0]
         return None
 
     def _write_attempt(self, folder: str, attempt: str, tensors: State, about: dict) -> RunError | None:
@@ -215,9 +215,9 @@ class CheckpointWriter:
     def _make_room(self, tensors: State, notes: list[str]) -> int:
         """Remove older checkpoints until one more should fit, and return the bytes that it takes."""
         # Tensors that all ranks have are written by one rank; rank 0 counts them.
-        written = [v for v in tensors.values() if isinstance(v, ShardedTensor) or dist.get_rank() == 0]
-        mine = sum(part.nbytes for value in written for part in local_parts(value))
-        needed = int(Peers(group=self._group).sum(torch.tensor(mine)))
+        own_tensors = [v for v in tensors.values() if isinstance(v, ShardedTensor) or dist.get_rank() == 0]
+        local_bytes = sum(part.nbytes for value in own_tensors for part in local_parts(value))
+        needed = int(Peers(group=self._group).sum(torch.tensor(local_bytes)))
         try:
             if dist.get_rank() == 0 and self._is_short(needed):
                 self._confirm()
@@ -225,7 +225,7 @@ class CheckpointWriter:
                 while self._is_short(needed) and self._remove_oldest(notes):
                     pass
         except (OSError, RunError) as failure:
-            notes.append(f"no room could be made: {str(failure).splitlines()[0]}")
+            notes.append(f"space for the checkpoint could not be freed: {str(failure).splitlines()[0]}")
         return needed
 
     def _is_short(self, needed: int) -> bool:
@@ -236,27 +236,27 @@ class CheckpointWriter:
         """Remove an older checkpoint and return True if there was one; called on rank 0."""
         try:
             self._confirm()
-            removed = remove_oldest(self._root, self._config.keep_best, self._select_best)
+            removed_folder = remove_oldest(self._root, self._config.keep_best, self._best_metric)
         except (OSError, RunError) as failure:
             notes.append(f"older checkpoints could not be removed: {str(failure).splitlines()[0]}")
             return False
-        if removed and not self._has_removed:
+        if removed_folder and not self._has_removed:
             self._has_removed = True
             notes.append(
-                f"there is no room for a checkpoint in addition to {self._config.keep_last} others "
-                f"(checkpoint.keep_last): the oldest is removed before a new one is written, now {removed}"
+                f"there is no space for {self._config.keep_last} checkpoints (checkpoint.keep_last) and a "
+                f"new one: the oldest is removed before each save, most recently {removed_folder}"
             )
-        return removed is not None
+        return removed_folder is not None
 
     def _add_sizes(self, error: NoRoom, needed: int) -> NoRoom:
         free = free_bytes(self._root)
-        there = "" if free is None else f", and {free / 2**20:,.1f} MiB are free"
+        free_text = "" if free is None else f", {free / 2**20:,.1f} MiB are free"
         return NoRoom(
             error.what,
             where=error.where,
-            expected=f"room for one more: a checkpoint takes {needed / 2**20:,.1f} MiB{there}",
-            do="make room, or choose another checkpoint.dir. The newest complete checkpoint is only removed "
-            "when there is a newer one: even checkpoint.keep_last=1 needs room for two",
+            expected=f"space for one more checkpoint: {needed / 2**20:,.1f} MiB are needed{free_text}",
+            do="free up space, or choose another checkpoint.dir. The newest complete checkpoint is only "
+            "removed after a newer one is complete: even checkpoint.keep_last=1 needs space for two",
         )
 
     def _clean_up(self, folder: str, attempt: str, error: RunError | None, notes: list[str]) -> None:
@@ -265,6 +265,6 @@ class CheckpointWriter:
         try:
             self._confirm()
             remove_other_attempts(folder, attempt)
-            keep(self._root, self._config.keep_last, self._config.keep_best, self._select_best)
+            keep(self._root, self._config.keep_last, self._config.keep_best, self._best_metric)
         except (OSError, RunError) as failure:
             notes.append(f"older checkpoints could not be removed: {str(failure).splitlines()[0]}")

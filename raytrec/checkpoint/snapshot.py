@@ -137,10 +137,10 @@ class RowSnapshot:
 
     def _read(self, tensor: torch.Tensor, first: int, last: int, buffer: torch.Tensor) -> torch.Tensor:
         shard, number = self._place[tensor.data_ptr()]
-        wanted = tensor[first:last]
-        prefetch_pages(wanted.data_ptr(), wanted.nbytes)
+        live_rows = tensor[first:last]
+        prefetch_pages(live_rows.data_ptr(), live_rows.nbytes)
         # Rows that change during the copy have been set aside before; the saved values overwrite them.
-        part = buffer[: last - first].copy_(wanted)
+        part = buffer[: last - first].copy_(live_rows)
         with self._changed:
             shard.restore_preserved(number, first, part)
         return part
@@ -173,9 +173,9 @@ class _ShardSnapshot:
     def begin(self) -> None:
         rows, size = len(self.live[0]), sum(values.nbytes for values in self.live)
         self._slots = torch.full((rows,), -1, dtype=torch.int32)
-        room = max(MIN_ASIDE_BYTES, int(SHARE * size) - self._slots.nbytes) // (size // rows)
+        capacity = max(MIN_ASIDE_BYTES, int(SHARE * size) - self._slots.nbytes) // (size // rows)
         # The system allocates pages of these buffers as they are written to.
-        self._aside = [values.new_empty(min(rows, room), *values.shape[1:]) for values in self.live]
+        self._aside = [values.new_empty(min(rows, capacity), *values.shape[1:]) for values in self.live]
         self._count = 0
 
     def end(self) -> None:
@@ -196,8 +196,8 @@ class _ShardSnapshot:
     def restore_preserved(self, number: int, first: int, part: torch.Tensor) -> None:
         """Overwrite preserved rows in `part`, a copy of the rows from `first` on."""
         slots = self._slots[first : first + len(part)]
-        kept = (slots >= 0).nonzero().squeeze(1)
-        part[kept] = self._aside[number][slots[kept].long()]
+        preserved = (slots >= 0).nonzero().squeeze(1)
+        part[preserved] = self._aside[number][slots[preserved].long()]
 
 
 class HostStateBuffer:
@@ -258,8 +258,8 @@ class HostStateBuffer:
         self._memory = _HostMemory(total, locked=any(on_gpu for *_, on_gpu in layout))
         if self._memory.error:
             self.note = (
-                f"{total / 2**30:.1f} GiB for the copies of checkpoints could not be page-locked "
-                f"({self._memory.error}); steps wait longer for them"
+                f"{total / 2**30:.1f} GiB for copies of checkpoints could not be page-locked "
+                f"({self._memory.error}); steps wait longer for these copies"
             )
         for (name, shape, dtype, _), start in zip(layout, starts, strict=True):
             values = self._memory.bytes[start : start + prod(shape) * dtype.itemsize]
@@ -285,7 +285,7 @@ class _HostMemory:
         pages.madvise(MADV_HUGEPAGE)  # pages are locked one by one
         address, runtime = self.bytes.data_ptr(), torch.cuda.cudart()
         if code := int(runtime.cudaHostRegister(address, len(pages), CUDA_HOST_REGISTER_PORTABLE)):
-            self.error = f"cudaHostRegister: error {code}"
+            self.error = f"cudaHostRegister failed with error {code}"
             return
         # Registered memory must be unregistered before it is unmapped; at exit, the CUDA driver does it.
         self._unlock = weakref.finalize(self, runtime.cudaHostUnregister, address)

@@ -139,22 +139,22 @@ def sharded(parts: ShardedValues, rows: int | None = None) -> torch.Tensor | Sha
     rows = parts.shape[0] if rows is None else rows
     if parts.replicated:
         return parts.shards[0].values[:rows]
-    local, everywhere = [], []
+    local, all_metadata = [], []
     for shard in parts.shards:
         count = max(0, min(shard.rows.stop, rows) - shard.rows.start)
         if not count:
             continue
-        flat = len(parts.shape) == 1
-        data = ShardMetadata(
-            shard_offsets=[shard.rows.start] if flat else [shard.rows.start, shard.columns.start],
-            shard_sizes=[count] if flat else [count, len(shard.columns)],
+        is_flat = len(parts.shape) == 1
+        metadata = ShardMetadata(
+            shard_offsets=[shard.rows.start] if is_flat else [shard.rows.start, shard.columns.start],
+            shard_sizes=[count] if is_flat else [count, len(shard.columns)],
             # For remote shards only the rank matters; the device of a local shard must match the placement.
             placement=f"rank:{shard.rank}/{parts.device if shard.values is None else shard.values.device}",
         )
-        everywhere.append(data)
+        all_metadata.append(metadata)
         if shard.values is not None:
-            local.append(Shard(shard.values[:count], data))
-    return make_sharded_tensor(local, everywhere, (rows, *parts.shape[1:]), parts.dtype)
+            local.append(Shard(shard.values[:count], metadata))
+    return make_sharded_tensor(local, all_metadata, (rows, *parts.shape[1:]), parts.dtype)
 
 
 def is_average(name: str) -> bool:
@@ -168,19 +168,19 @@ def _make_lazy_state(optimizer: KeyedOptimizer) -> None:
     As in torch, the step count is in host memory, except for fused and capturable groups: their kernels take
     tensors of one device only.
     """
-    known = {each.torch_class(): each for each in OPTIMIZERS.parts.values()}
+    definitions = {part.torch_class(): part for part in OPTIMIZERS.parts.values()}
     for inner in iterate_torch_optimizers(optimizer):
-        of_class = known[type(inner)]
-        if not of_class.state:
+        definition = definitions[type(inner)]
+        if not definition.state:
             continue
         for group, parameter in ((g, p) for g in inner.param_groups for p in g["params"]):
             state = inner.state[parameter]
             if state:
                 continue
-            if of_class.counts:
+            if definition.counts:
                 on_device = group.get("fused") or group.get("capturable")
                 state["step"] = torch.tensor(0.0, device=parameter.device if on_device else None)
-            for kind, per, _ in of_class.state:
+            for kind, per, _ in definition.state:
                 state[kind] = torch.zeros_like(parameter if per == "value" else parameter[:, :1])
 
 
@@ -203,13 +203,13 @@ def find_nonfinite(
         (name, part) for name, value in tensors.items() if name not in apart for part in local_parts(value)
     ]
     named = [(name, part) for name, part in named if part.numel() and part.is_floating_point()]
-    good = read(
+    flags = read(
         [
             torch.stack([_are_finite(values) for values in pieces_of(part.detach(), PIECE_BYTES)]).all()
             for _, part in named
         ]
     )
-    return list(dict.fromkeys(name for (name, _), (fine,) in zip(named, good, strict=True) if not fine))
+    return list(dict.fromkeys(name for (name, _), (ok,) in zip(named, flags, strict=True) if not ok))
 
 
 def summarize_over_ranks(mine: list[str], group: dist.ProcessGroup | None = None) -> str | None:
@@ -224,10 +224,10 @@ def summarize_over_ranks(mine: list[str], group: dist.ProcessGroup | None = None
     peers = Peers(group=group)
     if not peers.largest(bool(mine)):
         return None
-    found = group_by_rarity(peers.objects(mine))
-    shown = [f"{describe_tensor(name)} on {where}" for name, where in found[:SHOWN]]
-    more = f"; and {len(found) - SHOWN} more tensors" if len(found) > SHOWN else ""
-    return "; ".join(shown) + more
+    affected = group_by_rarity(peers.objects(mine))
+    descriptions = [f"{describe_tensor(name)} on {where}" for name, where in affected[:SHOWN]]
+    more = f"; and {len(affected) - SHOWN} more tensors" if len(affected) > SHOWN else ""
+    return "; ".join(descriptions) + more
 
 
 def describe_tensor(name: str) -> str:
@@ -235,9 +235,9 @@ def describe_tensor(name: str) -> str:
 
     `dense/top.0.weight/value` is "top.0.weight".
     """
-    kind, _, rest = name.partition("/")
-    of, _, what = rest.rpartition("/")
-    return f"table {of}'s {what}" if kind == "tables" else of if what == "value" else f"{of}'s {what}"
+    part, _, path = name.partition("/")
+    item, _, kind = path.rpartition("/")
+    return f"table {item}'s {kind}" if part == "tables" else item if kind == "value" else f"{item}'s {kind}"
 
 
 def _are_finite(values: torch.Tensor) -> torch.Tensor:

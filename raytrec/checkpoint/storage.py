@@ -86,7 +86,7 @@ class ShardWriter(StorageWriter):
             self._about = json.loads(json.dumps(about, allow_nan=False))
         except (TypeError, ValueError) as error:
             raise CheckpointError(
-                f"cannot be written as JSON: {error}",
+                f"the index cannot be written as JSON: {error}",
                 where=f"{join_uri(self._folder, INDEX)}: about",
                 expected="dicts, lists, strings, finite numbers, booleans and None",
             ) from None
@@ -109,18 +109,18 @@ class ShardWriter(StorageWriter):
         """
         for item in plan.items:
             if item.type == WriteItemType.BYTE_IO:
-                raise CheckpointError(f"only tensors can be saved, and {item.index.fqn!r} is not one")
+                raise CheckpointError(f"only tensors can be saved, but {item.index.fqn!r} is not a tensor")
             dtype = item.tensor_data.properties.dtype
             if dtype not in DTYPES.values():
                 raise CheckpointError(
-                    f"cannot save {item.index.fqn!r} of {dtype}", expected=", ".join(DTYPES)
+                    f"cannot save {item.index.fqn!r} with dtype {dtype}", expected=", ".join(DTYPES)
                 )
-        written = [  # tensors that are entirely empty stay in the plan
+        items = [  # tensors that are entirely empty stay in the plan
             item
             for item in plan.items
             if math.prod(item.tensor_data.chunk.sizes) or not math.prod(item.tensor_data.size)
         ]
-        return dataclasses.replace(plan, items=written)
+        return dataclasses.replace(plan, items=items)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Assign each rank the name of its file."""
@@ -141,14 +141,14 @@ class ShardWriter(StorageWriter):
         Raises:
             CheckpointError: The index cannot be written, or this rank does not see the files of the others.
         """
-        chunks = {result.index: result.storage_data for each in results for result in each}
+        chunks = {result.index: result.storage_data for rank_results in results for result in rank_results}
         tensors = {}
         for fqn, saved in metadata.state_dict_metadata.items():
             parts = [chunks[MetadataIndex(fqn, chunk.offsets)] for chunk in saved.chunks]
             name = str(saved.properties.dtype).removeprefix("torch.")
             tensors[fqn] = {"dtype": name, "shape": list(saved.size), "chunks": parts}
         sizes: dict[str, int] = {}
-        for result in (result for each in results for result in each):
+        for result in (result for rank_results in results for result in rank_results):
             file, end = result.storage_data["file"], result.storage_data["start"] + result.size_in_bytes
             sizes[file] = max(sizes.get(file, 0), end)
         check_files(self._folder, sizes)
@@ -241,12 +241,12 @@ class ShardReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the planned parts of chunks, one file after the other, in the order of the file."""
-        wanted: dict[StoredChunk, list[ReadItem]] = {}
+        items_by_chunk: dict[StoredChunk, list[ReadItem]] = {}
         for item in plan.items:
-            wanted.setdefault(self._chunks[item.storage_index], []).append(item)
-        in_order = sorted(wanted, key=lambda chunk: (chunk.file, chunk.start))
+            items_by_chunk.setdefault(self._chunks[item.storage_index], []).append(item)
+        in_order = sorted(items_by_chunk, key=lambda chunk: (chunk.file, chunk.start))
         for _, chunks in groupby(in_order, key=lambda chunk: chunk.file):
-            self._read_file(list(chunks), wanted, planner)
+            self._read_file(list(chunks), items_by_chunk, planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -256,7 +256,7 @@ class ShardReader(StorageReader):
         """Return True if torch's identifier of a checkpoint is a path."""
         return isinstance(checkpoint_id, str | os.PathLike)
 
-    def _read_file(self, chunks: list[StoredChunk], wanted: dict, planner: LoadPlanner) -> None:
+    def _read_file(self, chunks: list[StoredChunk], items_by_chunk: dict, planner: LoadPlanner) -> None:
         source = open_data_file(self._folder, chunks[0].file, chunks[0].where(self._folder))
         buffers: SimpleQueue[torch.Tensor] = SimpleQueue()
         largest = max(min(chunk.nbytes, self._block_bytes) for chunk in chunks)
@@ -264,7 +264,7 @@ class ShardReader(StorageReader):
             buffers.put(torch.empty(largest, dtype=torch.uint8))
         with source, ThreadPoolExecutor(source.reads) as pool:
             for chunk in chunks:
-                items = wanted[chunk]
+                items = items_by_chunk[chunk]
                 targets = [Target(chunk, item, planner.resolve_tensor(item)) for item in items]
                 size = self._block_bytes
                 numbers = {n for t in targets for n in range(t.begin // size, math.ceil(t.end / size))}
@@ -280,15 +280,15 @@ class ShardReader(StorageReader):
         """Read a block, check it, and copy it to its tensors; called in several threads."""
         begin = number * self._block_bytes
         end = min(begin + self._block_bytes, chunk.nbytes)
-        takers = [target for target in targets if target.begin < end and begin < target.end]
-        if len(takers) == 1 and (into := takers[0].memory(begin, end)) is not None:
+        overlapping = [target for target in targets if target.begin < end and begin < target.end]
+        if len(overlapping) == 1 and (into := overlapping[0].memory(begin, end)) is not None:
             chunk.read(source, self._folder, number, self._block_bytes, into)
             return
         buffer = buffers.get()
         try:
             into = memoryview(buffer.numpy())[: end - begin]
             chunk.read(source, self._folder, number, self._block_bytes, into)
-            for target in takers:
+            for target in overlapping:
                 target.take(buffer[: end - begin].view(DTYPES[chunk.dtype]), begin)
         finally:
             buffers.put(buffer)
@@ -298,8 +298,8 @@ def _check_shard(tensor: torch.Tensor, item: WriteItem) -> torch.Tensor:
     expected = item.tensor_data.properties.dtype, item.tensor_data.chunk.sizes
     if (tensor.dtype, tensor.shape) != expected:
         raise CheckpointError(
-            f"a shard of {item.index.fqn!r} has {tensor.dtype} {tuple(tensor.shape)}",
+            f"a shard of {item.index.fqn!r} has dtype {tensor.dtype} and shape {tuple(tensor.shape)}",
             where=f"offset {tuple(item.tensor_data.chunk.offsets)}",
-            expected=f"{expected[0]} {tuple(expected[1])}, as in its metadata",
+            expected=f"dtype {expected[0]} and shape {tuple(expected[1])}, as in the metadata of the shard",
         )
     return tensor

@@ -69,10 +69,10 @@ def build_step(
     """
     if not comm_ops.get_gradient_division():
         raise RunError(
-            "TorchRec's gradient division is switched off in this process",
+            "TorchRec's gradient division is disabled in this process",
             where="torchrec.distributed.comm_ops.set_gradient_division(False)",
-            expected="True, TorchRec's default: raytrec's loss is weighted for it",
-            do="remove that call, or set it back to True",
+            expected="True (the default of TorchRec), which raytrec's loss requires",
+            do="remove this call, or pass True",
         )
     prepare_process(config.train)
     world = dist.get_world_size()
@@ -85,8 +85,8 @@ def build_step(
     if config.train.activation_checkpointing:
         checkpoint_activations(model.head.model)
     mark_fused(model.embeddings.collections, optimizers, device.type)
-    offered = make_planning_sharders(config, schema, world)
-    plan = make_plan(model, offered, schema, config, device)
+    planners = make_planning_sharders(config, schema, world)
+    plan = make_plan(model, planners, schema, config, device)
     codecs = make_codecs(config, list_shard_widths(plan), world)
     tables = held(planned(plan, config, schema, world), config, schema, device.type)
     shares = [share for share, _ in estimate_hot_rows(tables, config, schema, world)]
@@ -97,14 +97,14 @@ def build_step(
     cache = CACHED if device.type == "cuda" and CACHING_KERNEL in kernels else None
     # An unpooled id is sent to other ranks once per batch, and its gradients are sent as a sum. FBGEMM
     # (1.8.0) finds distinct ids only on GPUs, and in fp16 the sum of many gradients may be infinite.
-    once = device.type == "cuda" and world > 1 and config.plan.qcomms.backward_precision != "fp16"
+    deduplicate = device.type == "cuda" and world > 1 and config.plan.qcomms.backward_precision != "fp16"
     files = MappedFileFactory(config, shares[dist.get_rank()])
     with use_custom_lookups(files), substitute_known_kernels(plan, {MMAP_KERNEL: "fused"}):
         sharded = DistributedModelParallel(
             model,
             device=device,
             plan=plan,
-            sharders=sharders(cache, codecs, device.type, once),
+            sharders=sharders(cache, codecs, device.type, deduplicate),
             data_parallel_wrapper=_SingleRankWrapper() if world == 1 else None,
         )
     pad_empty_shards(sharded)
@@ -119,8 +119,8 @@ def build_step(
         optimizer = SkipNonfiniteOptimizer(optimizer, model.head)
     managed = None
     if schema.managed:
-        live = LogicalState(sharded, optimizer).tables
-        managed = ManagedBatches(sharded, live, schema, config.run.seed, device)
+        sharded_tables = LogicalState(sharded, optimizer).tables
+        managed = ManagedBatches(sharded, sharded_tables, schema, config.run.seed, device)
     return Step(sharded, optimizer, device, config, steps, cache is not None, managed), plan
 
 
@@ -134,8 +134,8 @@ class _SingleRankWrapper(DataParallelWrapper):
 def plan_of(config: RunConfig, schema: Schema, device: torch.device) -> ShardingPlan:
     """Return the plan that `build_step` would use, without creating any table; a collective."""
     world = dist.get_world_size()
-    offered = make_planning_sharders(config, schema, world)
-    return make_plan(build_unsharded(config, schema, device, world), offered, schema, config, device)
+    planners = make_planning_sharders(config, schema, world)
+    return make_plan(build_unsharded(config, schema, device, world), planners, schema, config, device)
 
 
 def build_unsharded(
@@ -146,13 +146,13 @@ def build_unsharded(
     objective: type[Objective] = Objective,
 ) -> LossModel:
     """Return the model and objective of one of `world` ranks: dense layers on the device, tables on meta."""
-    made = objective.of(config, schema, world)
-    columns, vectors = count_logits(made.tasks), needs_vectors(made.tasks)
+    task_objective = objective.of(config, schema, world)
+    columns, vectors = count_logits(task_objective.tasks), needs_vectors(task_objective.tasks)
     recommender = build_recommender(config, schema, device, sum(columns.values()), vectors, columns)
     if world > 1:
         share_negatives_across_ranks(recommender.model, Peers(device))
     ranks_items = config.eval.retrieval is not None and objective is Objective
-    return LossModel(recommender, made, query_vectors=ranks_items)
+    return LossModel(recommender, task_objective, query_vectors=ranks_items)
 
 
 def begin_or_resume(context: WorkerContext, step: Step, state: LogicalState, progress: Progress) -> None:
@@ -162,14 +162,14 @@ def begin_or_resume(context: WorkerContext, step: Step, state: LogicalState, pro
         context.enter_phase("restoring", "restore")
         return allocate_ids(about, step.maps)
 
-    found = restore(context.task.checkpoint, state, find_progress_problem, ids)
-    for reason in found.skip_reasons:
-        context.report(messages.Warn(text=f"passed over a checkpoint: {reason}"))
-    if not found.folder:
+    restored = restore(context.task.checkpoint, state, find_progress_problem, ids)
+    for reason in restored.skip_reasons:
+        context.report(messages.Warn(text=f"skipped a checkpoint: {reason}"))
+    if not restored.folder:
         context.enter_phase("setting initial values", "plan")
         return begin(step, context.task.config, context.task.schema, context.task.datasets["train"].log_odds)
-    load_ids(step.maps, found.more, found.about)
-    progress.resume(found.about["progress"])
+    load_ids(step.maps, restored.more, restored.about)
+    progress.resume(restored.about["progress"])
     step.trained = progress.step
 
 
@@ -184,19 +184,19 @@ def begin(step: Step, config: RunConfig, schema: Schema, log_odds: Sequence[floa
             to keep the drawn values.
     """
     fill_tables(step.model, config.run.seed)
-    last = getattr(step.head.model, "logit", None)
-    if log_odds and last is not None and last.bias is not None:
+    logit_layer = getattr(step.head.model, "logit", None)
+    if log_odds and logit_layer is not None and logit_layer.bias is not None:
         with torch.no_grad():
-            last.bias.copy_(torch.tensor(log_odds))
+            logit_layer.bias.copy_(torch.tensor(log_odds))
     if not config.warm_start.from_:
         return
     index = read_index(config.warm_start.from_)
     starts = resolve_warm_starts(config, schema_of(index["about"]), schema)
     rows = {table: start.rows for table, start in starts.items() if start.policy == "resize"}
-    anew = {table for table, start in starts.items() if start.policy == "new"}
+    new_tables = {table for table, start in starts.items() if start.policy == "new"}
     state = LogicalState(step.model, step.optimizer, with_optimizer=config.warm_start.optimizer)
     # Averages (train.ema) cover the steps of this run only, so that saved ones are not loaded.
-    tensors = {name: v for name, v in state.tensors(rows, anew).items() if not is_average(name)}
+    tensors = {name: v for name, v in state.tensors(rows, new_tables).items() if not is_average(name)}
     if config.warm_start.dense == "matching":
         saved = {name: entry["shape"] for name, entry in index["tensors"].items()}
         tensors = {
@@ -204,14 +204,14 @@ def begin(step: Step, config: RunConfig, schema: Schema, log_odds: Sequence[floa
             for name, value in tensors.items()
             if not name.startswith("dense/") or saved.get(name) == list(value.shape)
         }
-    taken = {table: m for table, m in step.maps.items() if starts[table].policy == "exact"}
-    load_with_ids(config.warm_start.from_, tensors, taken, index["about"], rows, new_run=True)
-    if found := summarize_over_ranks(find_nonfinite(tensors, state.unbounded)):
+    exact_maps = {table: m for table, m in step.maps.items() if starts[table].policy == "exact"}
+    load_with_ids(config.warm_start.from_, tensors, exact_maps, index["about"], rows, new_run=True)
+    if nonfinite := summarize_over_ranks(find_nonfinite(tensors, state.unbounded)):
         raise RunError(
-            f"the checkpoint is NaN or infinite: {found}",
+            f"the checkpoint contains NaN or infinity: {nonfinite}",
             where=f"warm_start.from={config.warm_start.from_}",
-            expected="finite weights and optimizer state to begin with",
-            do="begin with an earlier checkpoint; if only optimizer state is, set warm_start.optimizer=false",
+            expected="finite weights and optimizer state",
+            do="use an earlier checkpoint, or set warm_start.optimizer=false if all weights are finite",
         )
     state.written()
 
@@ -230,8 +230,8 @@ def load_step(context: WorkerContext, objective: type[Objective] = Objective) ->
     )
     state = LogicalState(step.model, step.optimizer, with_optimizer=False)
     load_with_ids(task.checkpoint, state.tensors(), step.maps, read_index(task.checkpoint)["about"])
-    if found := summarize_over_ranks(find_nonfinite(state.tensors(), state.unbounded)):
+    if nonfinite := summarize_over_ranks(find_nonfinite(state.tensors(), state.unbounded)):
         context.report(
-            messages.Warn(text=f"the checkpoint is NaN or infinite, its figures mean nothing: {found}")
+            messages.Warn(text=f"the checkpoint contains NaN or infinity; metrics are invalid: {nonfinite}")
         )
     return step

@@ -56,19 +56,19 @@ class CheckpointManager:
 
     def __init__(self, run: RankRun, before_save: Callable[[], None]):
         self._run, self._context, self._config = run, run.context, run.context.task.config
-        self._step, self._state, self._run_pipeline_step = run.step, run.state, run.progress
-        self._before_save, keeping, heartbeat = before_save, self._config.checkpoint, run.context.heartbeat
-        best = run.progress.window.selection.best(keeping.best_metric) if keeping.keep_best else None
-        rows = make_row_snapshot(run.step, run.state, heartbeat.tick) if keeping.async_save else None
+        self._step, self._state, self._progress = run.step, run.state, run.progress
+        self._before_save, section, heartbeat = before_save, self._config.checkpoint, run.context.heartbeat
+        best = run.progress.window.selection.best(section.best_metric) if section.keep_best else None
+        rows = make_row_snapshot(run.step, run.state, heartbeat.tick) if section.async_save else None
         self._saver = CheckpointWriter(
-            run.context.task.checkpoint, keeping, heartbeat.confirm, run.state.unbounded, best, rows
+            run.context.task.checkpoint, section, heartbeat.confirm, run.state.unbounded, best, rows
         )
-        self._recent: int | None = run.progress.step or None  # step of the newest checkpoint
+        self._newest: int | None = run.progress.step or None  # step of the newest checkpoint
         self._error: RunError | None = None  # error of the last checkpoint
-        self._saver.last_step = self._recent
+        self._saver.last_step = self._newest
         self._consensus, self._losses = StepConsensus(), LossMonitor()
-        self._saved_at, self._asked, self._due = monotonic(), False, Command.GO
-        run.step.drain_every = keeping.every_steps
+        self._saved_at, self._requested, self._pending = monotonic(), False, Command.GO
+        run.step.drain_every = section.every_steps
         heartbeat.watch_device(self._find_unfinished_step)
 
     def after_step(self, outputs: StepOutputs) -> None:
@@ -78,29 +78,29 @@ class CheckpointManager:
             Restart, Stopped: The state has been saved.
             RunError: A loss was not finite.
         """
-        step, command = self._run_pipeline_step.step, self._context.heartbeat.command
+        step, command = self._progress.step, self._context.heartbeat.command
         is_due = monotonic() - self._saved_at > (self._config.checkpoint.every_s or inf)
-        if self._context.index == 0 and command == Command.GO and is_due and not self._asked:
-            command, self._asked = Command.SAVE, True
+        if self._context.index == 0 and command == Command.GO and is_due and not self._requested:
+            command, self._requested = Command.SAVE, True
         self._losses.add(step, outputs.loss)
         decision = self._consensus.exchange(command, self._losses.look(), self._saver.busy)
         if decision is None:
             decision = Decision(Command.GO, 0, None, True)
         self._raise_if_nonfinite(decision)
-        began = self._saver.last_step
-        if not decision.busy and began is not None and began < step - self._consensus.lag:
+        saving_step = self._saver.last_step
+        if not decision.busy and saving_step is not None and saving_step < step - self._consensus.lag:
             self._collect_save()
         self._execute(decision.command)
 
     def _execute(self, command: Command) -> None:
         """Save or end this group, immediately or as soon as the pipeline has been drained."""
-        step, every = self._run_pipeline_step.step, self._config.checkpoint.every_steps
+        step, every = self._progress.step, self._config.checkpoint.every_steps
         if command == Command.GO and every and step % every == 0:
             command = Command.SAVE
-        self._due = max(self._due, command)
-        if self._due != Command.GO and self._step.ahead:
+        self._pending = max(self._pending, command)
+        if self._pending != Command.GO and self._step.ahead:
             return self._step.drain()
-        command, self._due = self._due, Command.GO
+        command, self._pending = self._pending, Command.GO
         if command == Command.SAVE:
             self.save()
         elif command in (Command.RESTART, Command.STOP) and step < self._run.last_step:
@@ -125,19 +125,19 @@ class CheckpointManager:
         Raises:
             RunError: A loss up to this step was not finite, so that the state must not be kept.
         """
-        heartbeat, step = self._context.heartbeat, self._run_pipeline_step.step
-        last = self._consensus.finish()
-        if last is not None:  # None: this decision has already been read
-            if last.through < step:  # GPUs still compute; the copy would wait for them anyway
-                last = self._consensus.agree(self._losses.wait())
-            self._raise_if_nonfinite(last)
+        heartbeat, step = self._context.heartbeat, self._progress.step
+        decision = self._consensus.finish()
+        if decision is not None:  # None: this decision has already been read
+            if decision.through < step:  # GPUs still compute; the copy would wait for them anyway
+                decision = self._consensus.agree(self._losses.wait())
+            self._raise_if_nonfinite(decision)
         if again or self._saver.last_step != step:
             heartbeat.tick("save")
             self._collect_save()
             self._before_save()
             ids, about_ids = gather_ids(self._step.maps)
             self._saver.save(step, self._state.tensors(), self._make_about() | about_ids, ids)
-            self._saved_at, self._asked = monotonic(), False
+            self._saved_at, self._requested = monotonic(), False
         saved = None
         if wait:
             heartbeat.tick("save")
@@ -150,13 +150,13 @@ class CheckpointManager:
 
         The counts of the run stay, because they determine which rows have been trained.
         """
-        self._context.enter_phase(f"taking back the weights of step {step}", "restore")
+        self._context.enter_phase(f"restoring the weights of step {step}", "restore")
         self.save(wait=True)
         root = self._context.task.checkpoint
-        there = torch.tensor(step in steps(root), device=self._context.device)
-        dist.broadcast(there, src=0)
-        if not there:
-            return self._warn(f"the best weights, those of step {step}, are not kept: those of the end stay")
+        exists = torch.tensor(step in steps(root), device=self._context.device)
+        dist.broadcast(exists, src=0)
+        if not exists:
+            return self._warn(f"the best checkpoint, step {step}, no longer exists; keeping the last weights")
         folder = folder_of(root, step)
         load_with_ids(folder, self._state.tensors(), self._step.maps, read_index(folder)["about"])
         self._state.written()
@@ -190,12 +190,12 @@ class CheckpointManager:
         if isinstance(error, NonfiniteStateError):
             return error
         folder = self._config.run.dir
-        from_step = f"from the checkpoint of step {self._recent}" if self._recent else "from the beginning"
+        from_step = f"from the checkpoint of step {self._newest}" if self._newest else "from the beginning"
         return RunError(
             f"the trained model is not saved: {error.what}",
             where=error.where,
             expected=error.expected,
-            do=f"make room, then train the rest, {from_step}: raytrec train --resume "
+            do=f"free up space, and train the remaining steps {from_step}: raytrec train --resume "
             f"{quote_for_shell(folder)}",
         )
 
@@ -209,9 +209,9 @@ class CheckpointManager:
         if saved is None:
             return None
         if saved.error:
-            self._warn(f"no checkpoint of step {saved.step}: {saved.error.what}")
+            self._warn(f"the checkpoint of step {saved.step} was not saved: {saved.error.what}")
         else:
-            self._recent = saved.step
+            self._newest = saved.step
         if saved.note:
             self._warn(saved.note)
         self._context.report(
@@ -236,12 +236,12 @@ class CheckpointManager:
         """Return the error with the command that starts again from the newest checkpoint, which is finite."""
         optim = self._config.optim
         lower = f"optim.embeddings.lr={optim.embeddings.lr / 10:g} optim.dense.lr={optim.dense.lr / 10:g}"
-        if self._recent is None:
-            do = f"begin again with lower learning rates ({lower}) or train.max_grad_norm"
+        if self._newest is None:
+            do = f"restart with lower learning rates ({lower}), or set train.max_grad_norm"
         else:
-            folder = folder_of(self._context.task.checkpoint, self._recent)
+            folder = folder_of(self._context.task.checkpoint, self._newest)
             do = (
-                "begin with the weights of the last checkpoint, which is finite, and lower learning rates "
+                "restart with the weights of the last checkpoint, which is finite, and lower learning rates "
                 f"or train.max_grad_norm: raytrec train --warm-start {quote_for_shell(folder)} {lower}"
             )
         return NonfiniteStateError(error.what, where=error.where, expected=error.expected, do=do)
@@ -266,19 +266,19 @@ class CheckpointManager:
             decision = self._consensus.agree(self._losses.wait())
         context, step = self._context, decision.bad
         batch, folder = self._run.batches.at(step - 1), self._config.run.dir  # batches are counted from 0
-        there = f"its batch is in {folder}/{NAN_FOLDER}"
+        batch_text = f"its batch is in {folder}/{NAN_FOLDER}"
         try:
             if batch is not None:
                 schema = context.task.schema
                 sequences = resolve_features(schema, self._config.model).sequences
                 dump(batch, schema, folder, step, context.index, sequences)
         except OSError as error:
-            there = f"its batch could not be written to {folder}/{NAN_FOLDER}: {error.strerror or error}"
+            batch_text = f"its batch could not be written to {folder}/{NAN_FOLDER}: {error.strerror or error}"
         raise RunError(
             "the loss is not a finite number",
-            where=f"step {step}; {there}",
+            where=f"step {step}; {batch_text}",
             expected="a finite loss",
-            do="look at the batch; lower optim.dense.lr or optim.embeddings.lr; scale dense columns to about "
+            do="inspect the batch; lower optim.dense.lr or optim.embeddings.lr; scale dense columns to about "
             "±10; or set train.on_nan=skip",
         )
 
@@ -287,8 +287,8 @@ class CheckpointManager:
         return {
             "name": config.run.name,
             "saved_unix_s": time(),
-            "progress": self._run_pipeline_step.record(),
-            "evaluation": self._run_pipeline_step.last_evaluation,
+            "progress": self._progress.record(),
+            "evaluation": self._progress.last_evaluation,
             "data": task.fingerprint,
             "config": hide_all(config.model_dump(by_alias=True, mode="json")),  # users share checkpoints
             "schema": task.schema.to_yaml(),

@@ -65,18 +65,18 @@ class StepConsensus:
         """
         earlier = list(self._pending)
         self._begin(command, known, busy)
-        for begun in earlier:
-            self._advance(begun)
+        for pending in earlier:
+            self._advance(pending)
         return self._pending.popleft().decision() if len(self._pending) > self.lag else None
 
     def finish(self) -> Decision | None:
         """Wait for the decision of the last step and return it; None if it has been returned before."""
         decision = None
         while self._pending:
-            begun = self._pending.popleft()
-            while begun.work is not None:
-                self._advance(begun)
-            decision = begun.decision()
+            pending = self._pending.popleft()
+            while pending.work is not None:
+                self._advance(pending)
+            decision = pending.decision()
         return decision
 
     def agree(self, known: LossStatus) -> Decision:
@@ -87,25 +87,25 @@ class StepConsensus:
         assert decision is not None
         return decision
 
-    def _begin(self, command: Command, known: LossStatus, busy: bool) -> None:
-        first = NEVER if known.bad is None else known.bad
-        values = torch.tensor([command, -known.through, -first, busy])  # minus: the minimum over ranks
-        begun = _PendingDecision(values)
-        self._reduce(begun)
-        self._pending.append(begun)
+    def _begin(self, command: Command, losses: LossStatus, busy: bool) -> None:
+        first = NEVER if losses.bad is None else losses.bad
+        values = torch.tensor([command, -losses.through, -first, busy])  # minus: the minimum over ranks
+        pending = _PendingDecision(values)
+        self._reduce(pending)
+        self._pending.append(pending)
 
-    def _advance(self, begun: _PendingDecision) -> None:
+    def _advance(self, pending: _PendingDecision) -> None:
         """Wait for the reduction over one ring, and start the next one."""
-        if begun.work is not None:
-            begun.work.wait()
-            self._reduce(begun)
+        if pending.work is not None:
+            pending.work.wait()
+            self._reduce(pending)
 
-    def _reduce(self, begun: _PendingDecision) -> None:
-        begun.work = None
-        if begun.rings < len(self._rings):
-            group = self._rings[begun.rings]
-            begun.work = dist.all_reduce(begun.values, dist.ReduceOp.MAX, group=group, async_op=True)
-            begun.rings += 1
+    def _reduce(self, pending: _PendingDecision) -> None:
+        pending.work = None
+        if pending.rings < len(self._rings):
+            group = self._rings[pending.rings]
+            pending.work = dist.all_reduce(pending.values, dist.ReduceOp.MAX, group=group, async_op=True)
+            pending.rings += 1
 
 
 @dataclass
@@ -131,11 +131,11 @@ def _rings(ring: int) -> list[dist.ProcessGroup]:
         return []
     if world <= ring:
         return [dist.new_group(backend="gloo")]
-    places = [_find_grid_position(rank, world) for rank in range(world)]
-    mine = places[dist.get_rank()]
+    positions = [_find_grid_position(rank, world) for rank in range(world)]
+    own_position = positions[dist.get_rank()]
     return [
         dist.new_group(
-            [rank for rank, place in enumerate(places) if place[axis] == mine[axis]],
+            [rank for rank, position in enumerate(positions) if position[axis] == own_position[axis]],
             backend="gloo",
             use_local_synchronization=True,
         )

@@ -84,7 +84,7 @@ class WorkerContext:
         prepare_process(task.config.train)
         if task.folder not in sys.path:
             sys.path.append(task.folder)
-        context = ray.train.get_context()
+        ray_context = ray.train.get_context()
         device = ray.train.torch.get_device()
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -92,17 +92,17 @@ class WorkerContext:
         # imported would ignore that variable, so that the number is set here.
         on_gpu, cpus = device.type == "cuda", task.config.scaling.cpus_per_worker
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)) if on_gpu else cpus)
-        index, world, group = context.get_world_rank(), context.get_world_size(), [uuid.uuid4().hex]
+        index, world, group = ray_context.get_world_rank(), ray_context.get_world_size(), [uuid.uuid4().hex]
         dist.broadcast_object_list(group)
         node = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
-        entering = task.coordinator.enter.remote(group[0], index, world, os.getpid(), *node)
-        attempt = ray.get(entering, timeout=60)
+        reply = task.coordinator.enter.remote(group[0], index, world, os.getpid(), *node)
+        attempt = ray.get(reply, timeout=60)
         lease_s = task.config.scaling.hang_timeout_s
         heartbeat = Heartbeat(task.coordinator, group[0], index, lease_s, compute_heartbeat_interval(world))
-        entered = cls(index, world, device, task, heartbeat, attempt, read_chosen_network())
-        if entered.network == "Socket" and context.get_local_world_size() < world:
-            entered.report(Warn(text="NCCL sends to other hosts over TCP (docs/gpu.md, NCCL)"))
-        return entered
+        rank_context = cls(index, world, device, task, heartbeat, attempt, read_chosen_network())
+        if rank_context.network == "Socket" and ray_context.get_local_world_size() < world:
+            rank_context.report(Warn(text="NCCL uses TCP between hosts (docs/gpu.md, NCCL)"))
+        return rank_context
 
     def stream(self, name: str, order: Any):
         """Return this rank's Stream of a dataset, or None if the task has no dataset of that name.

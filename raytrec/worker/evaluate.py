@@ -62,8 +62,8 @@ def evaluate(
     Raises:
         RunError: The ranks together read more or fewer rows than the dataset has.
     """
-    sums, kept = Sums(selection, device), {task: TaskRows(selection, task) for task in selection.of}
-    collected = [HostRowCollector(task, rows) for task, rows in kept.items() if rows.needed]
+    sums, rows_by_task = Sums(selection, device), {task: TaskRows(selection, task) for task in selection.of}
+    collectors = [HostRowCollector(task, rows) for task, rows in rows_by_task.items() if rows.needed]
     slices = selection.settings.slices
     names = Names(slices, key_columns(list(selection.tasks.values()), slices))
     ranking = None if items is None else FullRanking(selection, device)
@@ -74,26 +74,26 @@ def evaluate(
         if ranking:
             ranking.add(outputs.vectors)
         sums.add(outputs)
-        for each in collected:
-            each.add(outputs)
-    for each in collected:
-        each.finish()
+        for collector in collectors:
+            collector.add(outputs)
+    for collector in collectors:
+        collector.finish()
     figures = sums.reduce()
     skipped = stream.dataset.rows - figures[ROWS]
     if skipped < 0 or (skipped and not stream.may_skip):
         raise RunError(
-            f"evaluation saw {figures[ROWS]} rows of {stream.dataset.rows}", where=stream.dataset.uri
+            f"the evaluation read {figures[ROWS]} rows of {stream.dataset.rows}", where=stream.dataset.uri
         )
-    peers, further, curves = Peers(device), {}, {}
+    peers, extra, curves = Peers(device), {}, {}
     place = choose_ranking_device(stream.dataset.rows, device)
-    for rows in kept.values():
-        found, drawn = rows.figures(peers, place)
-        further, curves = further | found, curves | drawn
+    for rows in rows_by_task.values():
+        figures_of_task, curves_of_task = rows.figures(peers, place)
+        extra, curves = extra | figures_of_task, curves | curves_of_task
     if ranking:
-        further |= ranking.figures()
+        extra |= ranking.figures()
     if slices:
-        further[SLICES] = {task: rows.slices(peers, place, names.of) for task, rows in kept.items()}
-    return {**further, **figures, "skipped_rows": skipped}, (peers.rank == 0 and curves) or None
+        extra[SLICES] = {task: rows.slices(peers, place, names.of) for task, rows in rows_by_task.items()}
+    return {**extra, **figures, "skipped_rows": skipped}, (peers.rank == 0 and curves) or None
 
 
 class HostRowCollector:
@@ -113,10 +113,10 @@ class HostRowCollector:
 
     def add(self, outputs: StepOutputs) -> None:
         """Add the rows of a batch."""
-        own = outputs[self._task]
-        logits = own.logits.unsqueeze(1) if own.logits.dim() == 1 else own.logits
-        values = torch.cat([logits, torch.stack([own.labels, own.weights], 1)], dim=1)
-        keys = [own.keys[name] for name in self._columns]
+        output = outputs[self._task]
+        logits = output.logits.unsqueeze(1) if output.logits.dim() == 1 else output.logits
+        values = torch.cat([logits, torch.stack([output.labels, output.weights], 1)], dim=1)
+        keys = [output.keys[name] for name in self._columns]
         self._pending.append((AsyncHostCopy(values), AsyncHostCopy(torch.stack(keys)) if keys else None))
         if len(self._pending) > MAX_STEPS_IN_FLIGHT:
             self._read_pending()
@@ -127,13 +127,13 @@ class HostRowCollector:
             self._read_pending()
 
     def _read_pending(self) -> None:
-        coming, keys = self._pending.popleft()
-        values = coming.wait()
-        counted = values[:, -1] > 0
-        *logits, labels, weights = (column.contiguous() for column in values[counted].unbind(1))
+        pending, keys = self._pending.popleft()
+        values = pending.wait()
+        weighted = values[:, -1] > 0
+        *logits, labels, weights = (column.contiguous() for column in values[weighted].unbind(1))
         joined = logits[0] if len(logits) == 1 else torch.stack(logits, 1)
-        of_columns = {} if keys is None else dict(zip(self._columns, keys.wait()[:, counted], strict=True))
-        self._into.add(WeightedRows(joined, labels, weights, of_columns))
+        column_keys = {} if keys is None else dict(zip(self._columns, keys.wait()[:, weighted], strict=True))
+        self._into.add(WeightedRows(joined, labels, weights, column_keys))
 
 
 def can_shrink(step: Step) -> bool:
@@ -161,15 +161,15 @@ def evaluate_shrunk(
         Figures and curves of evaluate, and the factor.
     """
     weight: Any = step.head.model.shrunk
-    figure, trained, found = selection.best(None), weight.detach().clone(), []
+    figure, original, results = selection.best(None), weight.detach().clone(), []
     for factor in FACTORS:
         shrink(step, factor)
         figures, curves = evaluate(step, held, device, selection, items)
-        found.append((figure.loss(broadcast_figure(figure, figures, device)), figures, curves, factor))
+        results.append((figure.loss(broadcast_figure(figure, figures, device)), figures, curves, factor))
         with torch.no_grad():
-            weight.copy_(trained)
+            weight.copy_(original)
     # A comparison with NaN is false: an undefined metric keeps the whole deep part.
-    return min(found, key=itemgetter(0))[1:]
+    return min(results, key=itemgetter(0))[1:]
 
 
 def shrink(step: Step, factor: float) -> None:

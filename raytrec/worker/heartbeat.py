@@ -43,7 +43,7 @@ class Heartbeat:
         self._coordinator, self._attempt, self._rank, self._lease_s = coordinator, attempt, rank, lease_s
         self._every_s = every_s
         self.command, self.phase, self._ticks, self._step = Command.GO, "start", 0, 0
-        self._going = False  # False until the first step, which may take long
+        self._has_stepped = False  # False until the first step, which may take long
         self._unfinished: Callable[[], tuple[int, str] | None] = lambda: None
         # Ray Train runs the worker's function in this thread, which is not the main thread.
         self._watched = get_ident()
@@ -77,14 +77,14 @@ class Heartbeat:
         self._ticks += 1
         self.phase = phase or self.phase
         if step is not None:
-            self._step, self._going = step, True
+            self._step, self._has_stepped = step, True
 
     def count_batches(self, batches: Iterator[T], after: str = "step") -> Iterator[T]:
         """Yield the batches of an iterator; each batch counts as progress, waiting is the phase "data"."""
         while True:
             self.tick("data")
             batch = next(batches, None)
-            self.tick(after if self._going else "start")
+            self.tick(after if self._has_stepped else "start")
             if batch is None:
                 return
             yield batch
@@ -100,9 +100,9 @@ class Heartbeat:
         try:
             current = ray.get(self._coordinator.current.remote(self._attempt), timeout=REPLY_S)
         except ray.exceptions.RayError as error:  # includes a timeout
-            raise RunError("the driver does not answer, and may have given this group up") from error
+            raise RunError("the driver does not respond, and may have abandoned this worker group") from error
         if not current:
-            raise RunError("this group of workers has been given up")
+            raise RunError("the driver has abandoned this worker group")
 
     def close(self) -> None:
         """End the thread after the rank has finished its work."""
@@ -121,33 +121,33 @@ class Heartbeat:
     def _beat(self) -> None:
         import ray
 
-        last, heard = -1, monotonic()
+        last_ticks, answered_at = -1, monotonic()
         while not self._over.wait(self._every_s):
             ticks, where, waiting, unfinished = self._ticks, "", False, None
-            if ticks == last:
+            if ticks == last_ticks:
                 (where, waiting), unfinished = _locate_thread(self._watched), self._unfinished()
-            last = ticks
+            last_ticks = ticks
             try:
                 beat = self.send(where, waiting, unfinished)
-                command, heard = Command(ray.get(beat, timeout=REPLY_S)), monotonic()
+                command, answered_at = Command(ray.get(beat, timeout=REPLY_S)), monotonic()
             except (ray.exceptions.GetTimeoutError, ray.exceptions.ActorUnavailableError):
-                if monotonic() - heard > self._lease_s:
-                    self._exit_process(f"the driver has not answered for {monotonic() - heard:.0f} s")
+                if monotonic() - answered_at > self._lease_s:
+                    self._exit_process(f"the driver has not responded for {monotonic() - answered_at:.0f} s")
                 continue
             except Exception:  # the driver has exited, and the rank's work is lost
                 return
             if command == Command.ABORT:
-                self._exit_process("this group of workers has been given up")
+                self._exit_process("the driver has abandoned this worker group")
             self.command = command
         try:
             ray.get(self._coordinator.leave.remote(self._attempt, self._rank), timeout=10)
         except Exception:
             return
 
-    def _exit_process(self, why: str) -> None:
+    def _exit_process(self, reason: str) -> None:
         """End the process, unless the rank has finished; the stacks of all threads go to Ray's log."""
         if not self._over.is_set():
-            print(f"rank {self._rank}: {why}", file=sys.stderr)
+            print(f"rank {self._rank}: {reason}", file=sys.stderr)
             faulthandler.dump_traceback(sys.stderr)
             os._exit(70)
 

@@ -47,10 +47,10 @@ def train_worker(task: WorkerTask) -> None:
     begin_or_resume(context, step, state, progress)
     freeze_gc()
     stopping = EarlyStopping(config.train.early_stopping, progress, context.device)
-    reading = train.epochs(resolve_epochs(config, train.dataset.rows), progress.step)
-    batches = RecentBatches(context.heartbeat.count_batches(reading), progress.step)
+    epochs = train.epochs(resolve_epochs(config, train.dataset.rows), progress.step)
+    batches = RecentBatches(context.heartbeat.count_batches(epochs), progress.step)
     shrinks = "valid" in task.datasets and can_shrink(step)
-    look = evaluate_shrunk if shrinks else evaluate
+    evaluate_valid = evaluate_shrunk if shrinks else evaluate
     run = RankRun(context, step, plan, state, progress, batches, total)
     observers = make_observers(run)
     checkpoints = CheckpointManager(run, observers.before_save)
@@ -81,7 +81,7 @@ def train_worker(task: WorkerTask) -> None:
             progress.clock.pause(context.device)
             progress.report(context, wait=True)
             if (progress.step < total or stopping.restores) and not progress.evaluated:
-                figures, curves, *_ = look(step, valid, context.device, selection, items)
+                figures, curves, *_ = evaluate_valid(step, valid, context.device, selection, items)
                 progress.evaluation = {"step": progress.step, **figures}
                 stopping.after_evaluation()
                 context.report(messages.Eval(step=progress.step, figures=figures, curves=curves))
@@ -89,7 +89,7 @@ def train_worker(task: WorkerTask) -> None:
         if (best := stopping.best_step()) not in (None, progress.step):
             checkpoints.roll_back(best)
         if shrinks and progress.deep_share is None:
-            context.enter_phase("weighing the deep part by held-out rows", "evaluate")
+            context.enter_phase("scaling the deep part on held-out rows", "evaluate")
             _, _, progress.deep_share = evaluate_shrunk(step, valid, context.device, selection)
             shrink(step, progress.deep_share)
         checkpoints.finish(again=progress.deep_share is not None or best is not None)
@@ -107,7 +107,7 @@ def train_worker(task: WorkerTask) -> None:
             context.heartbeat.send()
         raise
     finally:
-        reading.close()
+        epochs.close()
         observers.close()
 
     result = progress.result() | stopping.result() | {"world_size": context.world}
@@ -151,7 +151,7 @@ def check_worker(task: WorkerTask) -> None:
     context.enter_phase("planning", "plan")
     plan = plan_of(task.config, task.schema, context.device)
     config, schema = shrink(task.config, task.schema, plan)
-    context.enter_phase(f"{PARITY_STEPS} steps, sharded and on one process", "plan")
+    context.enter_phase(f"training {PARITY_STEPS} steps, sharded and in a single process", "plan")
     rows = max(24, 8 * context.world)
     findings = compare(build_step, config, schema, context.device, rows=rows, steps=PARITY_STEPS)
     figures = {

@@ -20,7 +20,7 @@ from raytrec.data.batch import Batch
 MAX_STEPS_IN_FLIGHT = (
     2  # steps that the host may be ahead of a GPU: keeps the GPU busy with few batches in flight
 )
-# Number of batches kept. A bad loss is known at most LATE steps later, and acted on one or two steps after
+# Number of batches kept. A bad loss is known at most two steps later, and acted on one or two steps after
 # that (StepConsensus.lag); by then a pipeline has read up to three more batches.
 KEPT = MAX_STEPS_IN_FLIGHT + 6
 NAN_FOLDER = "nan"
@@ -75,41 +75,41 @@ class LossMonitor:
     """Checks of whether the losses of this rank's steps are finite.
 
     On CPU, the result is known at once. A GPU computes losses later than the host requests them, and the host
-    only waits if it is more than LATE steps ahead; the GPU then still has work for LATE steps.
+    only waits if it is more than two steps ahead; the GPU then still has work for two steps.
     """
 
     def __init__(self) -> None:
-        self._coming: deque[tuple[int, AsyncHostCopy]] = deque()
-        self._known = LossStatus(0, None)
+        self._pending: deque[tuple[int, AsyncHostCopy]] = deque()
+        self._status = LossStatus(0, None)
 
     def add(self, step: int, loss: torch.Tensor) -> None:
         """Start the check of the next step."""
-        if not self._coming:
-            self._known = self._known._replace(through=step - 1)
-        self._coming.append((step, AsyncHostCopy(~torch.isfinite(loss))))
+        if not self._pending:
+            self._status = self._status._replace(through=step - 1)
+        self._pending.append((step, AsyncHostCopy(~torch.isfinite(loss))))
 
     def look(self) -> LossStatus:
-        """Return the results known so far, which include all but the last LATE steps."""
-        while self._coming and (len(self._coming) > MAX_STEPS_IN_FLIGHT or self._coming[0][1].arrived):
+        """Return the results known so far, which include all but the last two steps."""
+        while self._pending and (len(self._pending) > MAX_STEPS_IN_FLIGHT or self._pending[0][1].arrived):
             self._read()
-        return self._known
+        return self._status
 
     def wait(self) -> LossStatus:
         """Wait for the device and return the results of all steps."""
-        while self._coming:
+        while self._pending:
             self._read()
-        return self._known
+        return self._status
 
     @property
     def unfinished(self) -> int | None:
         """Return the first step that the device has not finished, or None; can be called from any thread."""
-        return next((step for step, bad in list(self._coming) if not bad.arrived), None)
+        return next((step for step, bad in list(self._pending) if not bad.arrived), None)
 
     def _read(self) -> None:
-        (step, fetch), first = self._coming[0], self._known.bad
-        bad = bool(fetch.wait())
-        self._known = LossStatus(step, step if bad and first is None else first)
-        self._coming.popleft()  # after the wait, during which `unfinished` returns the step
+        (step, pending), first = self._pending[0], self._status.bad
+        is_bad = bool(pending.wait())
+        self._status = LossStatus(step, step if is_bad and first is None else first)
+        self._pending.popleft()  # after the wait, during which `unfinished` returns the step
 
 
 class SkipNonfiniteOptimizer(OptimizerWrapper):
@@ -133,13 +133,13 @@ class SkipNonfiniteOptimizer(OptimizerWrapper):
     def __init__(self, optimizer: KeyedOptimizer, head: nn.Module):
         super().__init__(optimizer)
         self._bad: torch.Tensor | None = None  # bool scalar: the loss of some rank is not finite
-        self._known: AsyncHostCopy | None = None  # copy of _bad for the host
+        self._bad_copy: AsyncHostCopy | None = None  # copy of _bad for the host
         head.register_forward_pre_hook(self._before_head)
         head.register_forward_hook(self._after_head)
 
     def step(self, closure: Any = None) -> None:
         """Step the optimizer unless the loss of the last forward was not finite on some rank."""
-        if self._known is None or not self._known.wait():
+        if self._bad_copy is None or not self._bad_copy.wait():
             super().step(closure)
 
     def _before_head(self, head: nn.Module, inputs: tuple) -> None:
@@ -147,15 +147,15 @@ class SkipNonfiniteOptimizer(OptimizerWrapper):
             for values in inputs[0].values():
                 values.register_hook(lambda gradient: gradient.masked_fill(self._bad, 0))
 
-    def _after_head(self, head: nn.Module, inputs: tuple, given: tuple) -> tuple | None:
+    def _after_head(self, head: nn.Module, inputs: tuple, result: tuple) -> tuple | None:
         if not head.training:
             return None
-        loss, outputs = given
-        found = (~torch.isfinite(loss.detach())).float()
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        self._bad = found > 0
-        self._known = AsyncHostCopy(self._bad)
-        return loss, outputs.masked(self._bad, self._known.wait)
+        loss, outputs = result
+        is_bad = (~torch.isfinite(loss.detach())).float()
+        dist.all_reduce(is_bad, dist.ReduceOp.MAX)
+        self._bad = is_bad > 0
+        self._bad_copy = AsyncHostCopy(self._bad)
+        return loss, outputs.masked(self._bad, self._bad_copy.wait)
 
 
 class RecentBatches:
@@ -202,24 +202,24 @@ def dump(
     """
     batch = batch.to(torch.device("cpu"))
     real = batch.weights > 0
-    beside = iter([] if batch.dense_of_candidates is None else batch.dense_of_candidates.unbind(1))
+    candidates = iter([] if batch.dense_of_candidates is None else batch.dense_of_candidates.unbind(1))
     columns: dict[str, Any] = {n: _values(batch, batch.labels[:, i]) for i, n in enumerate(schema.labels)}
     for i, name in enumerate(schema.dense):
-        of_candidates = name in schema.candidates
-        columns[name] = _values(batch, next(beside)) if of_candidates else batch.dense[real, i].numpy()
+        is_candidate = name in schema.candidates
+        columns[name] = _values(batch, next(candidates)) if is_candidate else batch.dense[real, i].numpy()
     if batch.task_weights is not None:  # a label with factor 0 may be undefined
         columns[TASK_WEIGHTS_COLUMN] = _values(batch, batch.task_weights)
     for name in schema.sparse:
         feature = batch.sparse[name]
         bags = feature.values().split(feature.lengths().tolist())
-        rows = [ids.tolist() for ids, good in zip(bags, real.tolist(), strict=True) if good]
+        rows = [ids.tolist() for ids, is_real in zip(bags, real.tolist(), strict=True) if is_real]
         if name in sequences:  # back to oldest first, as in the data
             rows = [ids[::-1] for ids in rows]
         columns[name] = pa.array(rows, pa.list_(pa.int64()))
-    place = Path(folder) / NAN_FOLDER / f"step-{step:010d}-rank-{rank}.parquet"
-    place.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.table(columns), place)
-    return str(place)
+    path = Path(folder) / NAN_FOLDER / f"step-{step:010d}-rank-{rank}.parquet"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table(columns), path)
+    return str(path)
 
 
 def _values(batch: Batch, values: torch.Tensor) -> list:
@@ -232,4 +232,4 @@ def _values(batch: Batch, values: torch.Tensor) -> list:
     if batch.requests is None:
         return list(values[batch.weights > 0].numpy())
     of_rows = values.split(torch.bincount(batch.requests, minlength=len(batch.weights)).tolist())
-    return [list(row.numpy()) for row, there in zip(of_rows, batch.weights > 0, strict=True) if there]
+    return [list(row.numpy()) for row, is_real in zip(of_rows, batch.weights > 0, strict=True) if is_real]

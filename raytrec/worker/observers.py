@@ -193,7 +193,7 @@ class ProbeScheduler(Observer):
     """Observer that enables recording in the taps for the steps that earlier observers want probed."""
 
     def __init__(self, run: RankRun, taps: Taps, wanting: list[RankRecorder | CheckRunner]):
-        self._run, self._taps, self._wanting = run, taps, wanting
+        self._run, self._taps, self._observers = run, taps, wanting
 
     def begin(self) -> None:
         """Enable recording for the first step if an observer wants it."""
@@ -205,8 +205,8 @@ class ProbeScheduler(Observer):
         self._schedule_probe()
 
     def _schedule_probe(self) -> None:
-        wanted = [observer.wants_probe(self._run.progress.step + 1) for observer in self._wanting]
-        self._taps.probing |= any(wanted)
+        requests = [observer.wants_probe(self._run.progress.step + 1) for observer in self._observers]
+        self._taps.probing |= any(requests)
 
 
 class StepProfiler(Observer):
@@ -251,11 +251,11 @@ class StepProfiler(Observer):
             if context.device.type == "cuda":
                 save_memory(self._folder / f"{name}.pickle")
         except (OSError, RuntimeError) as error:
-            context.report_from_any_rank(messages.Warn(text=f"rank {context.index}: no profile: {error}"))
+            context.report_from_any_rank(messages.Warn(text=f"rank {context.index} has no profile: {error}"))
         else:
             last = self._progress.step
-            done = {"step": last, "reason": f"steps {self._first} to {last}, {self._folder}"}
-            context.report(messages.Event(event=messages.PROFILED, details=done))
+            details = {"step": last, "reason": f"steps {self._first} to {last}, {self._folder}"}
+            context.report(messages.Event(event=messages.PROFILED, details=details))
         self._profile = None
 
     def _start_before(self, step: int) -> None:
@@ -281,10 +281,10 @@ def make_observers(run: RankRun) -> ObserverList:
     taps = Taps(step.model, step.head, list(schema.sparse))
     probing: list[RankRecorder | CheckRunner] = []
     if recorded:
-        of_ids = step.managed.figures if step.managed is not None else dict
-        probing.append(RankRecorder(run, Statistics(schema, run.state.tables, taps, of_ids)))
+        id_figures = step.managed.figures if step.managed is not None else dict
+        probing.append(RankRecorder(run, Statistics(schema, run.state.tables, taps, id_figures)))
     if checked:
-        seen = CheckedRun(
+        checked_run = CheckedRun(
             config,
             schema,
             run.state.tables,
@@ -295,6 +295,6 @@ def make_observers(run: RankRun) -> ObserverList:
             run.state.unbounded,
             step.maps,
         )
-        if len(checks := LiveChecks(seen)):
+        if len(checks := LiveChecks(checked_run)):
             probing.append(CheckRunner(run, checks))
     return ObserverList([*observers, *probing, ProbeScheduler(run, taps, probing)])

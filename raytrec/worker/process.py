@@ -62,7 +62,7 @@ class SystemMonitor:
         self._gpu = (
             _read_or_none(lambda: _GpuMonitor(str(device))) if str(device).startswith("cuda") else None
         )
-        self._then: tuple[float, int, int] | None = None
+        self._previous: tuple[float, int, int] | None = None
         self.sample()  # starting point of the next sample's averages
 
     def sample(self) -> dict[str, float | None]:
@@ -95,11 +95,11 @@ class SystemMonitor:
         """Return the bytes per second sent and received since the last call."""
         counters = [c for name, c in psutil.net_io_counters(pernic=True).items() if name not in ("lo", "lo0")]
         now = (monotonic(), sum(c.bytes_sent for c in counters), sum(c.bytes_recv for c in counters))
-        then, self._then = self._then, now
-        if then is None or now[0] <= then[0]:
+        previous, self._previous = self._previous, now
+        if previous is None or now[0] <= previous[0]:
             return None
-        seconds = now[0] - then[0]
-        return (now[1] - then[1]) / seconds, (now[2] - then[2]) / seconds
+        seconds = now[0] - previous[0]
+        return (now[1] - previous[1]) / seconds, (now[2] - previous[2]) / seconds
 
 
 class _GpuMonitor:

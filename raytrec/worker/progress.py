@@ -89,7 +89,7 @@ class Progress:
     evaluation: dict[str, Any] = field(default_factory=dict)
     early_stopping: dict[str, Any] = field(default_factory=dict)
     deep_share: float | None = None
-    _coming: tuple[int, dict[str, Any], AsyncHostCopy] | None = None  # a finished window: step, counts, sums
+    _pending: tuple[int, dict[str, Any], AsyncHostCopy] | None = None  # a finished window: step, counts, sums
     _ready: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
 
     @property
@@ -150,19 +150,19 @@ class Progress:
             "skipped_rows": 0,  # set when the sums have been read
             "nan_steps": self.nan_steps,
         }
-        self._coming = self.step, counts, AsyncHostCopy(self.window.take())
+        self._pending = self.step, counts, AsyncHostCopy(self.window.take())
 
     def report(self, context: WorkerContext, wait: bool = False) -> None:
         """Report the windows that have ended.
 
-        On a GPU, a window is reported LATE steps later, because the host does not wait for its last steps.
+        On a GPU, a window is reported two steps later, because the host does not wait for its last steps.
 
         Args:
             context: Context of the rank.
             wait: True to wait, and report all windows.
         """
-        if self._coming and (
-            wait or context.device.type != "cuda" or self.step >= self._coming[0] + MAX_STEPS_IN_FLIGHT
+        if self._pending and (
+            wait or context.device.type != "cuda" or self.step >= self._pending[0] + MAX_STEPS_IN_FLIGHT
         ):
             self._read_pending()
         for step, figures in self._ready:
@@ -170,14 +170,14 @@ class Progress:
         self._ready = []
 
     def _read_pending(self) -> None:
-        if self._coming is None:
+        if self._pending is None:
             return
-        step, counts, fetch = self._coming
-        figures = self.reported = self.window.figures(fetch.wait())
+        step, counts, sums = self._pending
+        figures = self.reported = self.window.figures(sums.wait())
         self.trained += int(figures["rows"])
         counts["skipped_rows"] = counts["rows"] - self.trained
         self._ready.append((step, figures | counts))
-        self._coming = None
+        self._pending = None
 
 
 @dataclass
@@ -224,64 +224,61 @@ class EarlyStopping:
     """
 
     def __init__(self, section: EarlyStoppingSection | None, progress: Progress, device: torch.device):
-        self._run_pipeline_step, self._device = progress, device
-        self._make_figure: Figure | None = None
+        self._progress, self._device = progress, device
+        self._figure: Figure | None = None
         self.restores = section is not None and section.restore_best
         if section:
             self._patience = section.patience
-            self._make_figure = progress.window.selection.best(section.metric, STOPPING_METRIC_KEY)
+            self._figure = progress.window.selection.best(section.metric, STOPPING_METRIC_KEY)
 
     def best_step(self) -> int | None:
         """Return the step whose weights are the result of the run; None for those of the last step."""
-        return self._run_pipeline_step.early_stopping.get("step") if self.restores else None
+        return self._progress.early_stopping.get("step") if self.restores else None
 
     @property
     def over(self) -> bool:
         """Return True if training is to end now."""
-        return (
-            self._make_figure is not None
-            and self._run_pipeline_step.early_stopping.get("since", 0) >= self._patience
-        )
+        return self._figure is not None and self._progress.early_stopping.get("since", 0) >= self._patience
 
     def after_evaluation(self) -> None:
         """Update the best figure with the evaluation of this step; a collective.
 
         The figure of rank 0 is used on all ranks, because some metrics are only computed there.
         """
-        if self._make_figure is None:
+        if self._figure is None:
             return
-        value = broadcast_figure(self._make_figure, self._run_pipeline_step.evaluation, self._device)
-        seen = self._run_pipeline_step.early_stopping
-        best = seen.get("best")
+        value = broadcast_figure(self._figure, self._progress.evaluation, self._device)
+        history = self._progress.early_stopping
+        best = history.get("best")
         # A comparison with NaN is false, so that an undefined figure is never an improvement.
-        if self._make_figure.loss(value) < (float("inf") if best is None else self._make_figure.loss(best)):
-            seen |= {"best": value, "step": self._run_pipeline_step.step, "since": 0}
+        if self._figure.loss(value) < (float("inf") if best is None else self._figure.loss(best)):
+            history |= {"best": value, "step": self._progress.step, "since": 0}
         else:
-            seen["since"] = seen.get("since", 0) + 1
+            history["since"] = history.get("since", 0) + 1
 
     def report(self, context: WorkerContext) -> None:
         """Report an end before the last step, and the figures of training since the last report."""
-        if self._make_figure is None or not self.over:
+        if self._figure is None or not self.over:
             return
-        step = self._run_pipeline_step.step
+        step = self._progress.step
         if step % context.task.config.train.log_every_steps:
-            self._run_pipeline_step.end_window()
-            self._run_pipeline_step.report(context, wait=True)
-        details = {"step": step, "reason": self._describe_end(self._make_figure)}
+            self._progress.end_window()
+            self._progress.report(context, wait=True)
+        details = {"step": step, "reason": self._describe_end(self._figure)}
         context.report(messages.Event(event=ENDED_EARLY, details=details))
 
     def result(self) -> dict[str, Any]:
         """Return train.ended for result.json: why training ended; empty without early stopping."""
-        if self._make_figure is None:
+        if self._figure is None:
             return {}
-        return {"train.ended": self._describe_end(self._make_figure) if self.over else "after all steps"}
+        return {"train.ended": self._describe_end(self._figure) if self.over else "after all steps"}
 
     def _describe_end(self, figure: Figure) -> str:
-        seen = self._run_pipeline_step.early_stopping
-        count = f"{seen['since']} evaluation{'s' * (seen['since'] > 1)}"
-        if seen.get("best") is None:
-            return f"{figure.key} was defined in none of {count}"
+        history = self._progress.early_stopping
+        count = f"{history['since']} evaluation{'s' * (history['since'] > 1)}"
+        if history.get("best") is None:
+            return f"{figure.key} was undefined in {count}"
         return (
-            f"{figure.key} has not improved in {count}; it was best at step {seen['step']}, "
-            f"{figure.text(seen['best'])}"
+            f"{figure.key} has not improved in {count}; it was best at step {history['step']}, "
+            f"{figure.text(history['best'])}"
         )

@@ -41,18 +41,18 @@ class OwnAddressBackend(Backend):
         worker_group.execute(listen_on_own_address)
         if backend_config.backend == "nccl":
             worker_group.execute(prepare_gpu)
-        of_torch = backend_config.to_torch()
-        of_torch.backend_cls().on_start(worker_group, of_torch)
+        torch_config = backend_config.to_torch()
+        torch_config.backend_cls().on_start(worker_group, torch_config)
 
     def on_training_start(self, worker_group: Any, backend_config: OwnAddressConfig) -> None:
         """Call the hook of torch's backend."""
-        of_torch = backend_config.to_torch()
-        of_torch.backend_cls().on_training_start(worker_group, of_torch)
+        torch_config = backend_config.to_torch()
+        torch_config.backend_cls().on_training_start(worker_group, torch_config)
 
     def on_shutdown(self, worker_group: Any, backend_config: OwnAddressConfig) -> None:
         """Shut torch's backend down."""
-        of_torch = backend_config.to_torch()
-        of_torch.backend_cls().on_shutdown(worker_group, of_torch)
+        torch_config = backend_config.to_torch()
+        torch_config.backend_cls().on_shutdown(worker_group, torch_config)
 
 
 @dataclass
@@ -112,8 +112,8 @@ def prepare_gpu() -> None:
     enable_network_log()
     try:
         check_gpu(ray.util.get_node_ip_address())
-    except GpuFailedError as failed:
-        failed.place = ray.get_runtime_context().get_node_id(), failed.place[1]
+    except GpuFailedError as error:
+        error.place = ray.get_runtime_context().get_node_id(), error.place[1]
         raise
 
 
@@ -149,8 +149,8 @@ def read_chosen_network() -> str:
     if not file.name.startswith(NCCL_LOG_PREFIX):
         return ""
     try:
-        found = re.findall(r"Using network (.+)", file.read_text(encoding="utf-8", errors="replace"))
+        networks = re.findall(r"Using network (.+)", file.read_text(encoding="utf-8", errors="replace"))
         file.unlink()
     except OSError:
         return ""
-    return found[-1].strip() if found else ""
+    return networks[-1].strip() if networks else ""

@@ -72,7 +72,7 @@ class Statistics:
         self._features: dict[str, list[int]] = {name: [] for name in schema.tables}
         for number, spec in enumerate(schema.sparse.values()):
             self._features[spec.table].append(number)
-        self._seen: dict[str, torch.Tensor] = {}
+        self._used: dict[str, torch.Tensor] = {}
         self._probed: dict[str, ProbedRows] = {}
         self._parts: dict[int, list[Part]] = {}  # by lookup of the probed step
         for lookup in taps.lookups:
@@ -90,7 +90,7 @@ class Statistics:
         probed = {id(p.lookup): p.lookup for p in self._probed.values()}
         self._parts = {i: lookup.gradients() for i, lookup in probed.items()}
         figures = {
-            name: self._get_undocumented(table, lookups.get(name, 0)) | hits.get(name, {}) | ids.get(name, {})
+            name: self._collect_table(table, lookups.get(name, 0)) | hits.get(name, {}) | ids.get(name, {})
             for name, table in self._tables.items()
         }
         self._turn += 1
@@ -112,7 +112,7 @@ class Statistics:
                 hits |= {table: {"cache_hit_rate": share} for table in lookup.tables}
         return total, hits
 
-    def _get_undocumented(self, table: Table, lookups: int) -> dict[str, Any]:
+    def _collect_table(self, table: Table, lookups: int) -> dict[str, Any]:
         shard, probed = _get_local_shard(table.weight), self._probed.get(table.name)
         rows, columns = shard.values.shape
         read_ids, changed_share = self._count_read_ids(table.name)
@@ -163,11 +163,11 @@ class Statistics:
             "weight_norm": (norms.square().mean() * rows).sqrt(),
         }
         if (kind := _find_second_moment(table)) in state:
-            kept = state[kind].read(sample).reshape(len(norms), -1)
-            figures["dead_share"] = (kept == 0).all(1).float().mean()
-            figures["state_norm"] = (kept.square().sum(1).mean() * rows).sqrt()
-        elif (seen := self._seen.get(table.name)) is not None:
-            figures["dead_share"] = 1 - seen.float().mean()
+            moments = state[kind].read(sample).reshape(len(norms), -1)
+            figures["dead_share"] = (moments == 0).all(1).float().mean()
+            figures["state_norm"] = (moments.square().sum(1).mean() * rows).sqrt()
+        elif (used := self._used.get(table.name)) is not None:
+            figures["dead_share"] = 1 - used.float().mean()
         hashed = (
             self._schema.tables[table.name].out_of_range == "hash"
             and self._count_read_ids(table.name)[1] == 1.0
@@ -189,8 +189,8 @@ class Statistics:
             return None
         gradients, parts = torch.zeros_like(probed.before), self._parts[id(probed.lookup)]
         for number in probed.keys:
-            _, key, of_bags = parts[number]
-            add_row_gradients(gradients, probed.ids, key, of_bags)
+            _, key, bag_gradients = parts[number]
+            add_row_gradients(gradients, probed.ids, key, bag_gradients)
         return _estimate_norm(gradients, probed)
 
     def _before_update(self, lookup: Lookup) -> Any:
@@ -214,19 +214,19 @@ class Statistics:
     def _mark_rows(self, name: str, features: KeyedJaggedTensor, keys: list[int]) -> None:
         """Mark looked-up rows of a table without optimizer state that would show its use."""
         values = _get_local_shard(self._tables[name].weight).values
-        seen = self._seen.get(name)
-        if seen is None:
-            seen = self._seen[name] = torch.zeros(len(values), dtype=torch.bool, device=values.device)
+        used = self._used.get(name)
+        if used is None:
+            used = self._used[name] = torch.zeros(len(values), dtype=torch.bool, device=values.device)
         for key in keys:
-            seen[_get_ids(features, key)] = True
+            used[_get_ids(features, key)] = True
 
     def _probe(self, name: str, lookup: Lookup, features: KeyedJaggedTensor, keys: list[int]) -> None:
         shard = _get_local_shard(self._tables[name].weight)
         ids = torch.cat([_get_ids(features, key) for key in keys])
         rows = ids.unique()
-        some = rows[:: max(1, len(rows) // SAMPLE)].contiguous()  # contiguous, as rows are searched in it
-        before = shard.read(some).detach().float()
-        self._probed[name] = ProbedRows(lookup, some, len(rows), len(ids), before, keys)
+        sampled = rows[:: max(1, len(rows) // SAMPLE)].contiguous()  # contiguous, as rows are searched in it
+        before = shard.read(sampled).detach().float()
+        self._probed[name] = ProbedRows(lookup, sampled, len(rows), len(ids), before, keys)
 
     def _count_read_ids(self, table: str) -> tuple[int, float | None]:
         """Return the number of ids of a table read since the last `collect`, and the share of changed ids."""
@@ -281,17 +281,17 @@ def _get_ids(features: KeyedJaggedTensor, key: int) -> torch.Tensor:
     return features.values()[ends[key] : ends[key + 1]]
 
 
-def _to_numbers(found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def _to_numbers(tables: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return the figures with tensors replaced by numbers, using one copy from the device."""
-    tensors = [v for figures in found.values() for v in figures.values() if isinstance(v, torch.Tensor)]
+    tensors = [v for figures in tables.values() for v in figures.values() if isinstance(v, torch.Tensor)]
     numbers = iter(read([tensor.double() for tensor in tensors]))
 
     def plain(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        of_it = next(numbers)
+        flat = next(numbers)
         if value.dim():  # a histogram
-            return [int(number) for number in of_it]
-        return of_it[0] if isfinite(of_it[0]) else None  # JSON has no NaN
+            return [int(number) for number in flat]
+        return flat[0] if isfinite(flat[0]) else None  # JSON has no NaN
 
-    return {name: {key: plain(v) for key, v in figures.items()} for name, figures in found.items()}
+    return {name: {key: plain(v) for key, v in figures.items()} for name, figures in tables.items()}

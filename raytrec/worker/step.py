@@ -76,8 +76,8 @@ class Head(nn.Module):
         """Return the loss and the outputs of a batch; the loss is zero if only vectors are computed."""
         if self.tower and not self.training:
             vectors = self.call(self.model, batch, pooled, self.tower)
-            nothing = vectors.new_zeros(())
-            return nothing, StepOutputs({}, batch.weights, nothing, vectors=vectors)
+            zero = vectors.new_zeros(())
+            return zero, StepOutputs({}, batch.weights, zero, vectors=vectors)
         logits = self.call(self.model, batch, pooled)
         losses = self._objective.losses(logits, batch, pooled if self.training else None)
         loss = total(losses)
@@ -271,28 +271,28 @@ def numerics(train: TrainSection, device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def _set_tf32(wanted: bool) -> Iterator[None]:
+def _set_tf32(enabled: bool) -> Iterator[None]:
     # Once torch.backends.cuda.matmul.fp32_precision is set, torch 2.13.0 raises an error if its compiler or a
     # user's model reads the precision by the older name, so that only the older name is used here. cuDNN
     # (RNNs, convolutions) ignores that setting and uses TF32 by default.
     # The previous precision may be TF32: NVIDIA's containers set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1.
-    before, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision("high" if wanted else "highest")
-    torch.backends.cudnn.allow_tf32 = wanted
+    previous, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("high" if enabled else "highest")
+    torch.backends.cudnn.allow_tf32 = enabled
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision(previous)
         torch.backends.cudnn.allow_tf32 = cudnn
 
 
 @contextmanager
 def _set_deterministic() -> Iterator[None]:
-    before, filled = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory
+    mode, filled = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory
     torch.set_deterministic_debug_mode("warn")
     torch.utils.deterministic.fill_uninitialized_memory = False  # no uninitialized memory is read
     try:
         yield
     finally:
-        torch.set_deterministic_debug_mode(before)
+        torch.set_deterministic_debug_mode(mode)
         torch.utils.deterministic.fill_uninitialized_memory = filled

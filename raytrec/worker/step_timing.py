@@ -59,8 +59,8 @@ class PhaseTimer:
         if self._running:
             self._switch(self._current)
         self._add_intervals(wait=True)
-        taken, self._seconds = self._seconds, dict.fromkeys(PHASES, 0.0)
-        return taken
+        seconds, self._seconds = self._seconds, dict.fromkeys(PHASES, 0.0)
+        return seconds
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

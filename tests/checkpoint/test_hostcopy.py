@@ -77,7 +77,7 @@ def test_memory_that_cannot_be_locked_is_used_as_it_is_and_said():
     with cuda() as gpu, patch("standin.device._Runtime.cudaHostRegister", lambda *_: 2):
         tensors, host = state("cuda"), HostStateBuffer()
         assert same(host.copy(tensors), tensors) and not gpu.pinned_bytes
-        assert "could not be page-locked (cudaHostRegister: error 2)" in host.note
+        assert "could not be page-locked (cudaHostRegister failed with error 2)" in host.note
         assert same(host.copy(tensors), tensors) and host.note is None, "one warning"
 
 

@@ -173,10 +173,10 @@ def test_a_warm_start_takes_the_ids_over(undisturbed):
 @pytest.mark.parametrize(
     "table,policy,message",
     [
-        ({"rows": 15, "dim": 8}, "exact", "15 × 8 now, 15 × 8 with managed ids"),
+        ({"rows": 15, "dim": 8}, "exact", "15 × 8 in the schema, but 15 × 8 with managed ids"),
         ({"rows": 15, "dim": 8}, "resize", "warm_start.tables.user=new"),
         ({"rows": 20, "dim": 8, "ids": "managed"}, "resize", "warm_start.tables.user=new"),
-        ({"rows": 15, "dim": 8, "ids": {"fallback_rows": 2}}, "exact", "2 of them for the fallback now"),
+        ({"rows": 15, "dim": 8, "ids": {"fallback_rows": 2}}, "exact", "2 of the rows for the fallback in"),
     ],
 )
 def test_tables_that_a_warm_start_cannot_take_over(table, policy, message):

@@ -67,7 +67,7 @@ def test_what_is_not_finite_is_never_a_checkpoint(tmp_path, asynchronous):
     good, weights, state, dense, *last = answers[0]
     assert good is None and last == [None, None]
     assert all(isinstance(error, NonfiniteStateError) for error in (weights, state, dense))
-    assert "step 2 is NaN or infinite: table user's weight on rank 1" in weights.what
+    assert "step 2 contains NaN or infinity: table user's weight on rank 1" in weights.what
     assert "table tag's sum on rank 1" in state.what and "step 3" in state.where
     assert "head.model.bottom.0.weight on rank 1" in dense.what
     assert steps(str(tmp_path)) == [9, 1], "nothing at all has been written of the others"
@@ -136,7 +136,7 @@ def test_room_for_keep_last_but_not_for_one_more(tmp_path, unseen):
         assert [error for error, _, _ in found] == [None] * 5, "every save found room"
         assert [there for _, _, there in found] == [[1], [2, 1], [3, 2], [4, 3], [5, 4]]
         said = [note for _, note, _ in found if note]
-        assert len(said) == 1 and "no room for a checkpoint in addition to 2 others" in said[0], said
+        assert len(said) == 1 and "no space for 2 checkpoints" in said[0], said
         assert "step-0000000001" in said[0]
         files = [path for path in (place / "c").rglob("*.bin")]
         assert len(files) == 4, "two ranks, two checkpoints, nothing of what failed"
@@ -151,7 +151,7 @@ def test_the_only_checkpoint_stays(tmp_path, unseen):
         assert [str(e) for e, _, _ in failed] == [str(e) for e, _, _ in other[1:]], "the ranks do not agree"
         for error, _, there in failed:
             assert there == [1] and "No space left" in error.what
-            assert "takes 4.0 MiB" in error.expected and "keep_last=1 needs room for two" in error.do
+            assert "4.0 MiB are needed" in error.expected and "keep_last=1 needs space for two" in error.do
         assert checkpoints.whole(place / "c/step-0000000001")["dense/padding/value"].sum() == 1 << 20
 
 
@@ -204,7 +204,7 @@ def refusing(rank, world, root):
 def test_a_checkpoint_that_is_not_finite_is_passed_over(tmp_path):
     for errors, folder, skip_reasons, bad in on_ranks(2, refusing, str(tmp_path)):
         assert errors == [None, None] and folder.endswith("step-0000000001") and bad == []
-        assert "NaN or infinite: table user's sum on rank 1" in skip_reasons[0]
+        assert "NaN or infinity: table user's sum on rank 1" in skip_reasons[0]
         assert "step-0000000002" in skip_reasons[0]
 
 

@@ -289,12 +289,12 @@ def test_a_damaged_index_is_found_wherever_it_is(saved):
                 read_index(str(folder))
             assert error.value.where == str(path)
     path.write_bytes(good.replace(b'"format":1', b'"format":2'))
-    with pytest.raises(CheckpointError, match="of format 2"):
+    with pytest.raises(CheckpointError, match="has format 2"):
         read_index(str(folder))
     path.write_bytes(good[:100])
     assert "damaged" in failure(back, folder, tensors).what
     path.unlink()
-    assert "no whole checkpoint" in failure(back, folder, tensors).what
+    assert "no complete checkpoint" in failure(back, folder, tensors).what
 
 
 def test_an_index_without_a_shard(saved):
@@ -303,7 +303,7 @@ def test_an_index_without_a_shard(saved):
     content = {k: v for k, v in read_index(str(folder)).items() if k not in ("format", "sha256")}
     content["tensors"]["second"]["chunks"][0]["sizes"] = [32]
     index.write_index(str(folder), content)
-    assert "all of tensor second" in failure(back, folder, tensors).what
+    assert "the chunks of tensor second" in failure(back, folder, tensors).what
     content["tensors"]["second"]["chunks"][0] |= {"sizes": [33], "file": "../a-00000.bin"}
     index.write_index(str(folder), content)
     assert "another folder" in failure(back, folder, tensors).what
@@ -330,7 +330,7 @@ def test_no_pickle(saved, monkeypatch):
 
 
 def test_only_tensors_and_only_known_types(small, tmp_path):
-    assert "'a' is not one" in failure(alone, tmp_path / "c", {"a": 3, "b": torch.zeros(2)}).what
+    assert "'a' is not a tensor" in failure(alone, tmp_path / "c", {"a": 3, "b": torch.zeros(2)}).what
     assert "complex64" in failure(alone, tmp_path / "c", {"a": torch.zeros(2, dtype=torch.complex64)}).what
     with pytest.raises(CheckpointError, match="JSON"):
         ShardWriter(str(tmp_path), "a", {"loss": float("nan")})
@@ -436,7 +436,7 @@ def not_shared(rank, world, folder):
 
 def test_workers_that_do_not_share_the_folder(tmp_path):
     for (what,) in on_ranks(2, not_shared, str(tmp_path)):
-        assert "b-00001.bin, which a worker has written, is not there" in what
+        assert "b-00001.bin, written by a worker, is missing" in what
     assert not list(tmp_path.glob(f"*/{INDEX}"))
 
 
@@ -462,7 +462,7 @@ def test_a_writer_that_is_killed(tmp_path):
             assert torch.equal(back(folder, {"a": torch.zeros(8)})["a"], torch.ones(8))
         else:
             assert not (folder / INDEX).exists()
-            with pytest.raises(CheckpointError, match="no whole checkpoint"):
+            with pytest.raises(CheckpointError, match="no complete checkpoint"):
                 read_index(str(folder))
 
 

@@ -85,5 +85,5 @@ def test_what_is_not_there(tmp_path):
         StoredTable(str(tmp_path / "c"), index, "items")
     with StoredTable(str(tmp_path / "c"), index, "item") as stored:
         for row in (-1, 1000):
-            with pytest.raises(RunError, match=f"no row {row}"):
+            with pytest.raises(RunError, match=f"row {row} does not exist"):
                 stored.take([row])

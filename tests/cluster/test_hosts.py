@@ -170,7 +170,7 @@ def test_who_hears_nothing_from_the_driver_ends_itself():
     done = subprocess.run([sys.executable, "-c", SILENT], capture_output=True, text=True, timeout=180)
     os.kill(int(done.stdout), signal.SIGKILL)
     assert done.returncode == 70, done.stderr
-    assert "rank 0: the driver has not answered for" in done.stderr
+    assert "rank 0: the driver has not responded for" in done.stderr
 
 
 STORE = """
@@ -233,7 +233,7 @@ def test_who_was_given_up_commits_nothing(tmp_path):
     assert asyncio.run(given_up()) == (True, False, False, True)
 
     def refuse():
-        raise RunError("this group of workers has been given up")
+        raise RunError("the driver has abandoned this worker group")
 
     folder = str(tmp_path / "step-0000000025")
     progress = {"step": 25, "rows": 50, "trained": 50.0, "nan_steps": 0, "window": [], "seconds": 1.0}
@@ -242,7 +242,7 @@ def test_who_was_given_up_commits_nothing(tmp_path):
     with pytest.raises(BaseException) as failure:
         writer = ShardWriter(folder, "a", about, confirm=refuse)
         dcp.save({"t": torch.ones(3)}, storage_writer=writer, no_dist=True)
-    assert "given up" in get_root_cause(failure.value).what
+    assert "abandoned" in get_root_cause(failure.value).what
     assert newest(str(tmp_path))[0] is None
     dcp.save({"t": torch.ones(3)}, storage_writer=ShardWriter(folder, "b", about), no_dist=True)
     assert newest(str(tmp_path))[0] == folder

@@ -83,7 +83,7 @@ def trained(tmp_path_factory):
 def test_a_table_with_managed_ids_learns_as_it_would_have_without(trained, optimizer, tmp_path):
     out = str(tmp_path / "out")
     _, lines = convert(trained[optimizer], ["user=managed"], out)
-    assert lines == ["table user: ids 0 to 22 keep their rows; one more is for ids that have none"]
+    assert lines == ["table user: ids 0 to 22 keep their rows; one more row is added for ids without a row"]
     new = checkpoints.whole(out)
     assert new["ids/user/id"].tolist() == sorted(range(23), key=key)
     assert set(new["ids/user/last"].tolist()) == {-1} and set(new["ids/user/sightings"].tolist()) == {1}
@@ -195,12 +195,12 @@ def test_what_a_table_cannot_become(managed, trained, tmp_path):
     out = str(tmp_path / "hashed")
     convert(trained["adam"], ["user=hash"], out)
     for place, table, why in (
-        (managed, "user=managed", "managed already"),
-        (managed, "user=hash", "whether they were text"),
-        (managed, "user=resize:2", "2 rows leave none for ids"),
-        (out, "user=hash", "hashed already"),
+        (managed, "user=managed", "already managed"),
+        (managed, "user=hash", "whether its ids were text"),
+        (managed, "user=resize:2", "2 rows leave no row for ids"),
+        (out, "user=hash", "already hashed"),
         (out, "user=managed", "hashed to it"),
-        (out, "user=resize:30", "other rows for the ids"),
+        (out, "user=resize:30", "different rows in another size"),
     ):
         with pytest.raises(SchemaError, match=why):
             convert(place, [table], str(tmp_path / "out"))
@@ -228,5 +228,5 @@ def test_the_command(trained, tmp_path):
     arguments = ["convert", trained["adam"], "--table", "user=managed", "--table", "tag=resize:9"]
     done = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "out")])
     assert done.exit_code == 0, done.output
-    assert "table tag: its first 5 rows stay, 4 more begin" in done.output
+    assert "table tag: its first 5 rows are kept, 4 rows with initial values are added" in done.output
     assert f"--warm-start {tmp_path / 'out'}" in done.output

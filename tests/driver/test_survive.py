@@ -312,7 +312,7 @@ def test_a_full_disk_does_not_stop_training(undisturbed, tiny_data, tmp_path, ca
         said = " ".join(capfd.readouterr().err.split())
         saved = events(tmp_path / "run", "saved")
         failed = [e["step"] for e in saved if e["error"]]
-        assert failed and f"no checkpoint of step {failed[0]}" in said
+        assert failed and f"the checkpoint of step {failed[0]} was not saved" in said
         assert not saved[-1]["error"] and saved[-1]["step"] == STEPS
         end = place / f"checkpoints/step-{STEPS:010d}"
         assert checkpoints.equal(checkpoints.newest(undisturbed.path), end) == []

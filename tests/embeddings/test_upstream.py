@@ -185,7 +185,7 @@ def by_hand(rank, world):
 
 def test_hand_written_plans_fail_early_and_clearly():
     settings = config(2, {"sharding_type": "table_wise", "ranks": [7]}, "sgd")
-    with pytest.raises(ConfigError, match="no plan for table a: there is no rank 7") as error:
+    with pytest.raises(ConfigError, match="cannot plan table a: there is no rank 7") as error:
         validate_constraints(settings, schema(a="sum"), "cpu", world=2)
     assert "ranks 0 to 1" in str(error.value)
     kind, text = on_ranks(2, by_hand)[0]

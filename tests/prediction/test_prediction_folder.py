@@ -194,7 +194,7 @@ def test_what_is_refused(run, data, tmp_path):
         for text in says:
             assert text in str(error.value)
 
-    refused(RunError, "no run or checkpoint here", place=tmp_path)
+    refused(RunError, "contains no run or checkpoint", place=tmp_path)
     refused(RunError, "no checkpoint of step 7", "one of the steps 10, 20", checkpoint=7)
     refused(ConfigError, "--checkpoint is 'last'", checkpoint="last")
     refused(

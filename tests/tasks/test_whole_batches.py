@@ -189,7 +189,7 @@ def switches(rank, world):
 def test_nothing_of_torchrecs_is_switched_and_what_was_is_seen():
     for after, message in on_ranks(2, switches):
         assert after == (True, False)  # as torchrec comes
-        assert "gradient division is switched off" in message
+        assert "gradient division is disabled" in message
 
 
 def collectives(rank, world, tasks):

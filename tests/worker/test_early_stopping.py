@@ -86,7 +86,7 @@ def test_what_it_says():
     assert answers == [(4, "auc has not improved in 2 evaluations; it was best at step 20, 0.8000")] * 2
     assert on_ranks(1, ended, [0.7], section) == [(None, "after all steps")]
     nan = on_ranks(1, ended, [math.nan] * 2, section)
-    assert nan == [(2, "auc was defined in none of 2 evaluations")]
+    assert nan == [(2, "auc was undefined in 2 evaluations")]
 
 
 def test_what_cannot_be():

@@ -89,10 +89,10 @@ def test_an_infinite_state_ends_the_run_and_is_no_checkpoint(tiny_data, tmp_path
 @pytest.mark.usefixtures("ray_cluster")
 def test_an_infinite_state_can_be_trained_on_but_not_kept(tiny_data, tmp_path, capfd):
     run, data = tmp_path / "run", with_a_row(tiny_data, tmp_path / "d", 1e25)
-    with pytest.raises(driver.Unfinished, match="is NaN or infinite") as error:
+    with pytest.raises(driver.Unfinished, match="contains NaN or infinity") as error:
         driver.train(parquet.settings(data, run, checkpoint__every_steps=2, checks__finite="warn"))
     assert error.value.result.metrics["train.steps"] == 16 and error.value.result.metrics["eval.rows"] == 1003
-    assert " no checkpoint of step 16: " in " ".join(capfd.readouterr().err.split())
+    assert " the checkpoint of step 16 was not saved: " in " ".join(capfd.readouterr().err.split())
     kept = checkpoints.newest(run)
     assert checkpoints.about(kept)["progress"]["step"] < 16
     assert not (run / "result.json").exists()
@@ -100,7 +100,7 @@ def test_an_infinite_state_can_be_trained_on_but_not_kept(tiny_data, tmp_path, c
     evaluate(str(run), str(tiny_data / "test"))
     said = " ".join(capfd.readouterr().err.split())
     assert (
-        "the checkpoint is NaN or infinite, its figures mean nothing: table user's weight on rank 0" in said
+        "the checkpoint contains NaN or infinity; metrics are invalid: table user's weight on rank 0" in said
     )
 
 

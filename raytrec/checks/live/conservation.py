@@ -51,8 +51,8 @@ class Conservation(Check):
 
     moments = frozenset({STEP, CHECKPOINT})
     do = (
-        "resume from the last checkpoint: raytrec train --resume RUN; if it comes back, look at the network "
-        "and at the versions of torchrec and fbgemm"
+        "resume from the last checkpoint: raytrec train --resume RUN; if the check fails again, inspect the "
+        "network and the versions of torchrec and fbgemm"
     )
 
     def evaluate(self, position: Position, probed: bool) -> Outcome:
@@ -70,7 +70,7 @@ class Conservation(Check):
         problems: list[str] = []
         if not (peers.same((position.step, position.expected_rows)) and well):
             problems = self._problems(peers.objects(mine), lost, position.expected_rows)
-        good = f"{sum(sent):,} ids sent, all received"
+        good = f"all {sum(sent):,} ids were received"
         return self.outcome(position.step, problems, good, float(len(problems)), 0.0)
 
     def _counts(self, position: Position) -> IdCounts:
@@ -105,8 +105,8 @@ class Conservation(Check):
         for feature, spec in self.run.schema.sparse.items():
             where = f"table {spec.table}, feature {feature}"
             problems += [
-                f"{where}: {counts.sent[feature]:,} ids in the batches of rank {rank}, "
-                f"{counts.looked_up.get(feature, 0):,} looked up there"
+                f"{where}: rank {rank} looked up {counts.looked_up.get(feature, 0):,} ids, but its batches "
+                f"contain {counts.sent[feature]:,}"
                 for rank, counts in enumerate(of_ranks)
                 if self._has_copy_mismatch(feature, counts)
             ]
@@ -115,7 +115,7 @@ class Conservation(Check):
                 sent = sum(counts.sent[feature] for counts in of_ranks) * self._count_row_parts(feature)
                 each = ", ".join(f"{ids:,}" for ids in received[:MAX_SHOWN_RANKS])
                 problems.append(
-                    f"{where}: {sent:,} ids sent, {sum(received):,} received (ranks from 0: {each})"
+                    f"{where}: {sent:,} ids were sent, but {sum(received):,} received (by rank: {each})"
                 )
         return problems
 
@@ -125,7 +125,7 @@ def _describe_step_mismatches(of_ranks: list[IdCounts]) -> list[str]:
     problems = []
     steps = [counts.step for counts in of_ranks]
     if odd := find_deviating_ranks(steps):
-        problems.append(f"{ranks(odd)} has trained {steps[odd[0]]} steps, the others another number")
+        problems.append(f"{ranks(odd)} trained {steps[odd[0]]} steps, unlike the other ranks")
     for rank, counts in enumerate(of_ranks):
         if counts.is_behind:
             problems.append(
@@ -139,4 +139,4 @@ def _describe_row_mismatches(of_ranks: list[IdCounts], expected: int | None) -> 
     if expected in (None, sum(rows)):
         return []
     each = ", ".join(f"{part:,}" for part in rows[:MAX_SHOWN_RANKS])
-    return [f"the batches had {expected:,} rows, the ranks trained {sum(rows):,} (from rank 0: {each})"]
+    return [f"the batches have {expected:,} rows, but {sum(rows):,} were trained (by rank: {each})"]

@@ -24,7 +24,7 @@ class Finite(Check):
 
     do = (
         "lower optim.dense.lr or optim.embeddings.lr, set train.max_grad_norm, or check the data of the last "
-        "steps; begin again with the weights of the last checkpoint: "
+        "steps; restart with the weights of the last checkpoint: "
         "raytrec train --warm-start RUN optim.embeddings.lr=LOWER"
     )
 

@@ -15,8 +15,8 @@ class ManagedIdsCheck(Check):
 
     moments = frozenset({STEP, CHECKPOINT})
     do = (
-        "resume from the last checkpoint: raytrec train --resume RUN; if it fails again, report it with "
-        "checks.jsonl of the run folder"
+        "resume from the last checkpoint: raytrec train --resume RUN; if the check fails again, report it "
+        "with checks.jsonl of the run folder"
     )
 
     @classmethod
@@ -40,5 +40,5 @@ class ManagedIdsCheck(Check):
                 for problem in problems([of_rank[table] for of_rank in audits], part.capacity)
             ]
         ids = sum(ids for _, ids, _ in totals)
-        good = f"{ids:,} managed ids have a row each"
+        good = f"each of {ids:,} managed ids has its own row"
         return self.outcome(position.step, wrong, good, float(len(wrong)), 0.0)

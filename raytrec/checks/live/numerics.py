@@ -81,16 +81,16 @@ class Numerics(Check):
             f"{name}: the gradient is NaN or infinite on {where}" for name, where in group_by_rarity(bad)
         ]
         if growth > MAX_GROWTH:
-            times = f"{growth:,.0f} × what is usual"
+            times = f"{growth:,.0f} × its usual value"
             problems.append(
-                f"the norm of the whole gradient is {norm:.3g}, {times}; most of it is that of {most}"
+                f"the norm of the whole gradient is {norm:.3g}, {times}; the largest part is {most}"
             )
         for name in exploded:
             size, rank = max((each.values[name], rank) for rank, each in enumerate(of_ranks))
-            times = f"{growths[name]:,.0f} × what is usual"
+            times = f"{growths[name]:,.0f} × its usual value"
             problems.append(f"{name}: max |value| is {size:.3g} (on rank {rank}), {times}")
         problems += _describe_drift(mine.ratios) if step >= MIN_RATIO_STEP else ()
-        good = "all gradients are finite, and all numbers of usual size"
+        good = "all gradients are finite, and no magnitude is unusually large"
         return self.outcome(step, problems, good, max([growth, *growths.values()]), MAX_GROWTH)
 
     @torch.no_grad()

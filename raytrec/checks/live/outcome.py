@@ -96,7 +96,7 @@ class Check:
     name: ClassVar[str] = ""
     moments: ClassVar[frozenset[str]] = frozenset({START, STEP, CHECKPOINT})
     probes: ClassVar[bool] = False
-    do: ClassVar[str] = "see what it found in checks.jsonl of the run folder"
+    do: ClassVar[str] = "see the failed outcome in checks.jsonl of the run folder"
 
     def __init__(self, run: CheckedRun):
         self.run = run

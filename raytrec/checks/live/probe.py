@@ -51,8 +51,8 @@ class Parity(Check):
     moments = frozenset({STEP})
     probes = True
     do = (
-        "resume from the last checkpoint: raytrec train --resume RUN; raytrec check CONFIG shows whether "
-        "this plan is wrong from the start, as another version of torchrec or fbgemm may be"
+        "resume from the last checkpoint: raytrec train --resume RUN; run raytrec check CONFIG to see "
+        "whether this plan is wrong from the start, for example with another version of torchrec or fbgemm"
     )
 
     def __init__(self, run: CheckedRun):
@@ -98,7 +98,7 @@ class Parity(Check):
         errors = list(zip(worst, limits, strict=True))
         wrong = any(error > limit for error, limit in errors)
         problems = self._problems(peers.objects((forward, gradient)), errors) if wrong else []
-        good = "pooled embeddings and gradients are those of one process"
+        good = "pooled embeddings and gradients match those of a single process"
         nearest = max([(0.0, MAX_RELATIVE_ERROR), *errors], key=lambda pair: pair[0] / pair[1])
         return self.outcome(position.step, problems, good, *nearest)
 
@@ -107,14 +107,14 @@ class Parity(Check):
         for feature, (error, _) in zip(forward, errors, strict=False):
             _, rank = max((found[feature], rank) for rank, (found, _) in enumerate(of_ranks))
             texts.append(
-                f"table {self.run.schema.sparse[feature].table}, feature {feature}: on rank {rank} pooled "
-                f"embeddings are not those of one process, by {error:.2g} of their size"
+                f"table {self.run.schema.sparse[feature].table}, feature {feature}: pooled embeddings on "
+                f"rank {rank} differ from those of a single process, with a relative error of {error:.2g}"
             )
         for table, (error, _) in zip(gradient, errors[len(forward) :], strict=True):
             _, holder = max(found[table] for _, found in of_ranks)
             texts.append(
-                f"table {table}: the gradient that reaches rank {holder} is not that of the global loss, "
-                f"by {error:.2g} of its size"
+                f"table {table}: the gradient that reaches rank {holder} differs from the gradient of the "
+                f"global loss, with a relative error of {error:.2g}"
             )
         return [text for text, (error, limit) in zip(texts, errors, strict=True) if error > limit]
 

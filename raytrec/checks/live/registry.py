@@ -101,7 +101,7 @@ def choose(config: RunConfig) -> dict[str, EnabledCheck]:
         if found.name in chosen:
             other = chosen[found.name].check
             raise ConfigError(
-                f"two checks are called {found.name}: {path} and {other.__module__}:{other.__qualname__}",
+                f"two checks have the name {found.name}: {path} and {other.__module__}:{other.__qualname__}",
                 where=WHERE,
                 do="give one of them another name",
             )
@@ -166,6 +166,6 @@ def verdict(outcomes: list[Outcome], config: RunConfig) -> RunError | None:
     return RunError(
         f"a check failed: {'. '.join(o.text for o in bad)}",
         where=f"step {bad[0].step}, {' and '.join(names)}",
-        expected="all ranks together compute what one process would",
-        do=f"{do}. {first.lenient} continues regardless",
+        expected="the same result on all ranks as in a single process",
+        do=f"{do}. Set {first.lenient} to continue after a failure",
     )

@@ -22,8 +22,8 @@ class Replicas(Check):
     """Check that compares hashes of dense layers, data-parallel tables and the optimizer state of both."""
 
     do = (
-        "resume from the last checkpoint: raytrec train --resume RUN; if it is the same rank again, look at "
-        "its hardware; else at code that changes a parameter, or draws random numbers, on one rank alone"
+        "resume from the last checkpoint: raytrec train --resume RUN; if the same rank fails again, inspect "
+        "its hardware; otherwise look for code that changes parameters or draws random numbers on one rank"
     )
 
     def evaluate(self, position: Position, probed: bool) -> Outcome:
@@ -31,8 +31,8 @@ class Replicas(Check):
         hashes, world = self.hashes(), self.run.peers.world
         problems = []
         for name, _, odd in find_differing(hashes, self.run.peers):
-            others = "the others" if world > 2 else f"rank {1 - odd[0]}"
-            problems.append(f"{name} on {ranks(odd)} is not what it is on {others}")
+            others = "the other ranks" if world > 2 else f"rank {1 - odd[0]}"
+            problems.append(f"{name} on {ranks(odd)} differs from {others}")
         good = f"{len(hashes)} tensors are the same on all ranks"
         return self.outcome(position.step, problems, good, float(len(problems)), 0.0)
 

@@ -16,7 +16,7 @@ class SameEnvironment(Check):
     """Check that compares the facts that ranks report about themselves, key by key."""
 
     moments = frozenset({START})
-    do = "give every node the same raytrec, the same packages and the same files, and start the run again"
+    do = "install the same version of raytrec, packages and files on every node, and restart the run"
 
     def evaluate(self, position: Position, probed: bool) -> Outcome:
         """Return the outcome, with the facts that differ between ranks; a collective."""
@@ -24,7 +24,7 @@ class SameEnvironment(Check):
         for key, values, odd in find_differing(position.about, self.run.peers):
             usual = next(value for rank, value in enumerate(values) if rank not in odd)
             one, other = _split_at_difference(str(values[odd[0]]), str(usual))
-            problems.append(f"{key} is {one!r} on {ranks(odd)} and {other!r} on the others")
+            problems.append(f"{key} is {one!r} on {ranks(odd)} and {other!r} on the other ranks")
         good = f"{len(position.about)} facts are the same on all ranks"
         if network := position.about.get(NETWORK):
             good += f"; NCCL's network is {network}"

@@ -21,8 +21,8 @@ class Shards(Check):
     """
 
     do = (
-        "resume from the last checkpoint: raytrec train --resume RUN; if it comes back, look at plan.tables "
-        "and at the version of torchrec"
+        "resume from the last checkpoint: raytrec train --resume RUN; if the check fails again, inspect "
+        "plan.tables and the version of torchrec"
     )
 
     def evaluate(self, position: Position, probed: bool) -> Outcome:
@@ -37,16 +37,16 @@ class Shards(Check):
                 )
         well = peers.same(found) and not any(texts for _, texts in found.values())
         problems = [] if well else _find_problems(peers.objects(found))
-        good = f"every row of {len(self.run.tables)} tables, and its state, is there once"
+        good = f"all rows of {len(self.run.tables)} tables and their state exist exactly once"
         return self.outcome(position.step, problems, good, float(len(problems)), 0.0)
 
 
 def _find_problems(of_ranks: list[dict[str, tuple[str, list[str]]]]) -> list[str]:
     problems = []
     for name in dict.fromkeys(name for found in of_ranks for name in found):
-        seen = [found.get(name, ("", ["it is not known"])) for found in of_ranks]
+        seen = [found.get(name, ("", ["the rank does not have this table"])) for found in of_ranks]
         if odd := find_deviating_ranks([digest for digest, _ in seen]):
-            problems.append(f"table {name}: {ranks(odd)} has another map of its shards than the others")
+            problems.append(f"table {name}: the map of shards on {ranks(odd)} differs from the other ranks")
         for text in dict.fromkeys(text for _, texts in seen for text in texts):
             where = [rank for rank, (_, texts) in enumerate(seen) if text in texts]
             problems.append(f"table {name}: {text} (found on {ranks(where)})")
@@ -93,14 +93,13 @@ def _find_misfits(parts: ShardedValues) -> Iterator[str]:
             continue
         expected = (len(shard.rows), len(shard.columns))[: len(parts.shape)]
         if shard.values is None:
-            yield f"the {_format_shard(shard)} should be here and are not"
+            yield f"{_format_shard(shard)} is missing on its rank"
         elif tuple(shard.values.shape) != expected or shard.values.dtype != parts.dtype:
             yield (
-                f"the {_format_shard(shard)} are a tensor {tuple(shard.values.shape)} of "
-                f"{shard.values.dtype}, "
-                f"not {expected} of {parts.dtype}"
+                f"{_format_shard(shard)} has shape {tuple(shard.values.shape)} and dtype "
+                f"{shard.values.dtype} instead of {expected} and {parts.dtype}"
             )
 
 
 def _format_shard(shard: Shard) -> str:
-    return f"rows from {shard.rows.start:,} and columns from {shard.columns.start}"
+    return f"the shard at row {shard.rows.start:,} and column {shard.columns.start}"

@@ -87,10 +87,10 @@ def _compute_row_losses(
         )
     if name:
         raise RunError(
-            f"loss {name} has no definition that parity could compare it with",
+            f"loss {name} has no reference definition for the parity check",
             where=f"{__name__}.OF_ROWS, BATCH_LOSSES",
-            expected="a function of each loss of raytrec/tasks/losses, in plain torch",
-            do=f"add '{name}' to BATCH_LOSSES if it compares rows, else to OF_ROWS",
+            expected="a function in plain torch for each loss of raytrec/tasks/losses",
+            do=f"add '{name}' to BATCH_LOSSES if the loss compares rows, otherwise to OF_ROWS",
         )
     own = own.squeeze(1)
     if isinstance(made, BatchLoss):

@@ -80,12 +80,12 @@ def same_environment(run, rank, bad):
 TEXTS = {
     conservation: [
         "rank 10 trained the batch of step 7 at step 6",
-        "ft1: 9 ids in the batches of rank 3, 10 looked up there",
+        "ft1: rank 3 looked up 10 ids, but its batches contain 9",
     ],
     numerics: ["table t4: the gradient is NaN or infinite on rank 9", "max |value| is 1e+09 (on rank 9)"],
     finite: ["t5: a value is NaN or infinite on rank 30; t3: a value is NaN or infinite on ranks 5 and 6"],
-    replicas: ["t3 on rank 37 is not what it is on the others"],
-    same_environment: ["torch is '2.12' on rank 37 and '2.13' on the others", "'Socket' on rank 37"],
+    replicas: ["t3 on rank 37 differs from the other ranks"],
+    same_environment: ["torch is '2.12' on rank 37 and '2.13' on the other ranks", "'Socket' on rank 37"],
 }
 GOOD = {same_environment: "3 facts are the same on all ranks; NCCL's network is IB"}
 

@@ -52,7 +52,10 @@ def test_one_of_the_users_comes_last_with_its_own_reaction():
     assert verdict(failed, own("Steady")) is None, "it only warns"
     error = verdict(failed, own("Steady", "stop"))
     assert error.what == "a check failed: it sways" and error.where == "step 7, steady"
-    assert error.do == f"look at runs/a. checks.custom: {{{__name__}:Steady: warn}} continues regardless"
+    assert (
+        error.do
+        == f"look at runs/a. Set checks.custom: {{{__name__}:Steady: warn}} to continue after a failure"
+    )
 
 
 @pytest.mark.parametrize(
@@ -61,7 +64,7 @@ def test_one_of_the_users_comes_last_with_its_own_reaction():
         ("Nameless", "is not a check"),
         ("NOT_CHECKS", "is not a check"),
         ("Gone", "the module has no attribute 'Gone'"),
-        ("Shards", "two checks are called shards"),
+        ("Shards", "two checks have the name shards"),
     ],
 )
 def test_what_cannot_be_a_check_is_refused(name, text):

@@ -117,7 +117,7 @@ def test_growth_is_seen_against_the_median_of_earlier_looks():
     assert all(judged(numbers, values=x).passed for x in (0.5, 500.0, 0.5)), "it only learns at first"
     assert not judged(numbers, values=51.0).passed and judged(numbers, values=0.5).passed
     assert judged(numbers, values=49.0).passed
-    assert "× what is usual" in judged(numbers, gradient=0.1 * MAX_GROWTH * 1.1).text
+    assert "× its usual value" in judged(numbers, gradient=0.1 * MAX_GROWTH * 1.1).text
     assert judged(numbers, gradient=0.1 * MAX_GROWTH * 0.9).passed
     small = numerics()
     assert all(judged(small, values=x).passed for x in (1e-4, 1e-4, 1e-4, 0.5, 9.0)), "tables begin near 0"
@@ -152,7 +152,7 @@ def test_the_norm_is_that_of_the_whole_gradient():
     assert found == same
     assert all(outcome.passed for outcome in found[:4]) and found[3].figure == 1.0, "5 against 5"
     grown, other, less, more = found[4:]
-    assert not grown.passed and "gradient is 775, 155 × what is usual" in grown.text
+    assert not grown.passed and "gradient is 775, 155 × its usual value" in grown.text
     assert "of table t" in grown.text
     assert "is 632, 126 ×" in other.text and other.text.endswith("of dense layers' top.0.bias")
     assert less.passed and more.passed, "a part may leave a plateau"

@@ -86,7 +86,7 @@ def rows_on_other_ranks(scene):
 
 def test_ids_that_reach_other_rows():
     text = the_one(on_ranks(2, run, ROW_WISE, rows_on_other_ranks, {}), "parity")
-    assert "table user, feature user: on rank 1 pooled embeddings are not" in text
+    assert "table user, feature user: pooled embeddings on rank 1 differ" in text
 
 
 def divided_again(scene):
