@@ -45,7 +45,7 @@ class Jobs:
         self.address = (address or os.environ.get(ADDRESS_VARIABLES[0]) or DEFAULT_ADDRESS).rstrip("/")
         if not self.address.startswith(("http://", "https://")):
             raise ConfigError(
-                f"'{self.address}' is not the address of a job API",
+                f"'{self.address}' is not a job API address",
                 where="--address",
                 expected=f"http://HOST:PORT of the cluster's dashboard, such as {DEFAULT_ADDRESS}",
             )
@@ -174,15 +174,15 @@ class Jobs:
                 "the cluster refuses the token",
                 where=self.address,
                 expected="the token with which the cluster was started",
-                do=f"bring it into {describe_token_source()}",
+                do=f"store the token in {describe_token_source()}",
             ) from None
         except (ConnectionError, RequestException):
             raise RunError(
                 "no Ray cluster answers",
                 where=self.address,
-                expected="the address of a dashboard",
-                do="forward its port (`ray dashboard cluster.yaml`, `kubectl port-forward`), or start a "
-                "cluster here: `raytrec head`",
+                expected="the address of a Ray dashboard",
+                do="forward the dashboard's port (`ray dashboard cluster.yaml`, `kubectl port-forward`), or "
+                "start a local cluster: `raytrec head`",
             ) from None
         except RuntimeError as error:
             raise RunError(f"Ray reports: {_shorten_traceback(str(error))}", where=self.address) from None
@@ -197,10 +197,10 @@ def _check_no_secrets(command: str, runtime_env: dict[str, Any]) -> None:
     shown = {"the command": command, **runtime_env.get("env_vars", {})}
     if found := [name for name, value in shown.items() if hide(value) != value]:
         raise ConfigError(
-            f"a password in {', '.join(found)} would stand on the cluster's dashboard",
+            f"the cluster's dashboard would show the password in {', '.join(found)}",
             where=hide(command),
             expected="addresses without user and password, settings without secrets",
-            do="let the nodes' environment have them: roles, ~/.aws/credentials, MLFLOW_TRACKING_…",
+            do="set credentials in the nodes' environment: roles, ~/.aws/credentials, MLFLOW_TRACKING_…",
         )
 
 

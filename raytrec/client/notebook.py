@@ -132,7 +132,7 @@ def render_curves(history: History) -> bytes:
 def _describe_progress(run: Run, known: dict[str, Any]) -> list[str]:
     """Return the parts of a line about a run that trains."""
     if not (keys := run.keys(Train)):
-        return ["waiting for the first figures"]
+        return ["waiting for the first metrics"]
     speed = f"{known['rows_per_s']:,.0f} rows/s" if known["rows_per_s"] else ""
     left = lines.remaining(known["eta_s"]) if known["eta_s"] is not None else ""
     shown = [figure for figure in run.history.recorded_metrics if figure.key in keys and figure.is_directed]

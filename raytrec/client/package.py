@@ -47,18 +47,18 @@ def code(places: list[Path] | tuple = (), taken: tuple[str, ...] = ()) -> Iterat
     for place in places:
         for path, file in _list_place_files(place):
             if path in ours and not _is_working_directory(place):
-                raise _make_include_error(place, f"{path} is raytrec's own", "another name")
+                raise _make_include_error(place, f"{path} is a file of raytrec itself", "another name")
             if str(path) in taken and not _is_working_directory(place):
                 raise _make_include_error(
-                    place, f"{path} is the name of the config that goes up", "another name"
+                    place, f"{path} is the name of the uploaded config file", "another name"
                 )
             if wanted.setdefault(path, file).resolve() != file.resolve():
                 raise _make_include_error(
-                    place, f"{path} would be there twice: {wanted[path]}, {file}", "one of them"
+                    place, f"{path} is included twice: {wanted[path]}, {file}", "only one of them"
                 )
             if len(wanted) > MAX_UPLOAD_FILES:
                 raise _make_include_error(
-                    place, f"it has more than {MAX_UPLOAD_FILES:,} files", "code and small files"
+                    place, f"the upload has more than {MAX_UPLOAD_FILES:,} files", "code and small files"
                 )
     wanted |= ours
     _check_size(wanted)
@@ -68,7 +68,7 @@ def code(places: list[Path] | tuple = (), taken: tuple[str, ...] = ()) -> Iterat
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             where = f"--include {file}"
             with convert_os_errors(
-                "it cannot be copied", ConfigError, where=where, expected="a file to read"
+                "cannot copy the file", ConfigError, where=where, expected="a readable file"
             ):
                 shutil.copy2(file, folder / path)
         yield folder
@@ -101,22 +101,22 @@ def _list_place_files(place: Path) -> Iterator[tuple[Path, Path]]:
         whole = place.absolute().parent.resolve() / place.name if named else place.resolve()
         if not whole.exists():
             raise _make_include_error(
-                place, "there is no such file or folder", "a file or folder of this machine"
+                place, "there is no such file or folder", "a file or folder on this machine"
             )
         top = whole.relative_to(here) if whole.is_relative_to(here) else Path(whole.name)
         if here.is_relative_to(whole) and here != whole:
-            raise _make_include_error(place, "the working directory is in it", "what the job needs of it")
+            raise _make_include_error(place, "the folder contains the working directory", "the needed files")
         for path, file in _walk_files(whole, str(place)):
             yield top / path, file
     except (OSError, RuntimeError, ValueError) as error:  # a circle of links, or an invalid name
-        raise _make_include_error(place, f"it cannot be read: {error}", "a file or folder") from None
+        raise _make_include_error(place, f"cannot read the path: {error}", "a readable path") from None
 
 
 def _walk_files(whole: Path, named: str) -> Iterator[tuple[Path, Path]]:
     """Yield (relative path, file) for each file below a folder, or for the file itself; follow links."""
     if not whole.is_dir():
         if not whole.is_file():
-            raise _make_include_error(Path(named), "it is neither a file nor a folder", "files and folders")
+            raise _make_include_error(Path(named), "the path is not a file or folder", "a file or folder")
         yield Path(), whole
         return
     above: dict[str, tuple[str, ...]] = {str(whole): (os.path.realpath(whole),)}
@@ -128,14 +128,14 @@ def _walk_files(whole: Path, named: str) -> Iterator[tuple[Path, Path]]:
             real = os.path.realpath(path)
             if real in above[folder]:
                 raise _make_include_error(
-                    Path(named), f"{path} leads back to a folder above it", "no circles of links"
+                    Path(named), f"{path} is a link to one of its parent folders", "links without cycles"
                 )
             above[path] = (*above[folder], real)
         for name in sorted(set(files) - skipped):
             file = Path(folder, name)
             if not file.is_file():
-                what = "is a link to nothing" if file.is_symlink() else "is not a file"
-                raise _make_include_error(Path(named), f"{file} {what}", "files and folders")
+                what = "is a broken symbolic link" if file.is_symlink() else "is not a regular file"
+                raise _make_include_error(Path(named), f"{file} {what}", "regular files and folders")
             yield file.relative_to(whole), file
 
 
@@ -156,8 +156,8 @@ def _check_size(files: dict[Path, Path]) -> None:
     if (total := sum(sizes.values())) > LARGEST_BYTES:
         largest = max(sizes, key=sizes.get)
         raise ConfigError(
-            f"the upload of the job has {total >> 20} MiB",
+            f"the upload of the job is too large: {total >> 20} MiB",
             where=f"the largest file is {largest}, {sizes[largest] >> 20} MiB",
             expected=f"at most {LARGEST_BYTES >> 20} MiB: code and small files",
-            do="put data where the cluster's nodes reach them, and name that place in the config",
+            do="store data where all nodes of the cluster can read it, and set that path in the config",
         )

@@ -85,7 +85,7 @@ def file(run: str, name: str) -> bytes:
         RunError: The name is not one of FILES; or the file is missing or too large.
     """
     if name not in FILES:
-        raise RunError(f"'{name}' is not a file that can be read", expected=", ".join(FILES))
+        raise RunError(f"'{name}' is not a readable file of a run", expected=", ".join(FILES))
     return _read_run_file(run_folder(run) / name)
 
 
@@ -113,7 +113,7 @@ def stop(run: str) -> None:
     folder = run_folder(run)
     note = read_driver_record(folder)
     if _state(folder) != "running":
-        raise RunError(f"the run is not running: it is {_state(folder)}", where=str(folder))
+        raise RunError(f"the run is not running: its state is {_state(folder)}", where=str(folder))
     if is_alive(note):
         return ask_to_stop(note)
     import ray
@@ -149,7 +149,7 @@ def run_folder(run: str) -> Path:
         raise RunError(
             f"there is no run '{run}'{hint(run, names)}",
             where=absolute(RUNS_FOLDER),
-            expected=", ".join(names[:10]) or "the name or folder of a run; there is none yet",
+            expected=", ".join(names[:10]) or "the name or folder of a run; no runs exist yet",
         )
     return folder
 
@@ -200,12 +200,12 @@ def _new_lines(path: Path, since: int) -> bytes:
 
 def _read_run_file(path: Path) -> bytes:
     if path.is_symlink():
-        raise RunError(f"{path.name} is a link to something else", where=str(path))
+        raise RunError(f"{path.name} is a symbolic link, which is not followed", where=str(path))
     with convert_os_errors(f"cannot read {path.name}", where=str(path)):
         try:
             return read_bytes(path, MOST_BYTES)
         except FileNotFoundError:
-            raise RunError(f"the run has no {path.name} (yet)", where=str(path.parent)) from None
+            raise RunError(f"the run has not written {path.name} yet", where=str(path.parent)) from None
 
 
 class Driver:

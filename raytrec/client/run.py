@@ -42,7 +42,7 @@ class Cluster:
         elif address.startswith(("http://", "https://")):
             from raytrec.client.job_run import JobApi as Way  # type: ignore[assignment]
         else:
-            what = f"'{address}' is not the address of a cluster"
+            what = f"'{address}' is not a cluster address"
             raise ConfigError(what, expected="ray://HOST:10001 (Ray client), or http://HOST:8265 (job API)")
         logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)  # it asks for ipywidgets
         self.address, self._way = address, Way(address)
@@ -185,7 +185,7 @@ class Run:
                 sleep(self.poll_s)
             show(self)
         except KeyboardInterrupt:
-            print("detached; the run continues: run.watch(), or run.stop()")
+            print("detached; the run continues. Call run.watch() to reattach, or run.stop() to stop the run")
             return None
         return self._outcome()
 
@@ -202,7 +202,7 @@ class Run:
         while self._poll() not in ENDED:
             if timeout is not None and monotonic() - began > timeout:
                 what = f"the run is still running after {timeout} s"
-                raise RunError(what, where=self.job or self.name, do="wait longer")
+                raise RunError(what, where=self.job or self.name, do="wait again, or pass a larger timeout")
             sleep(self.poll_s)
         return self._outcome()
 
@@ -292,7 +292,7 @@ class Run:
             return self.history.result
         if self.state == "failed" and self.error:
             raise self.error
-        do = "train the same config again: it resumes from its last checkpoint"
+        do = "train the same config again to resume from the last checkpoint"
         what = {
             "stopped": "the run was stopped; its state is saved",
             "interrupted": "the run was interrupted: its driver exited without reporting an error",

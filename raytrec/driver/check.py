@@ -116,14 +116,14 @@ def check(source: str | Path | dict | RunConfig, overrides: Overrides | None = N
                 precisions |= {f"plan.qcomms.{name}": value for name, value in config.plan.qcomms}
                 for setting, precision in precisions.items():
                     if precision != "fp32":
-                        console.note(f"checked in fp32: rounding by {setting}={precision} would hide errors")
+                        console.note(f"checking in fp32, because {setting}={precision} would hide errors")
                 found = run_group(check_worker, config, schema, {}, "", Watch(console))
             result = CheckResult(
                 config.run.name,
                 path=folder,
                 seconds=round(perf_counter() - began, 3),
                 mlflow_run_id=delivery.run_id if delivery else None,
-                next_steps=[f"look at it   mlflow ui --backend-store-uri {short(delivery.uri)}"]
+                next_steps=[f"MLflow       mlflow ui --backend-store-uri {short(delivery.uri)}"]
                 if delivery
                 else [],
                 **found,

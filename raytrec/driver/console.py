@@ -98,7 +98,7 @@ class RunConsole:
         elif event == "waiting":
             self.warn(cause)
         elif event == "asked":
-            self.note(f"{reason}: saving")
+            self.note(f"{reason}: saving a checkpoint")
         elif event == ENDED_EARLY:
             self.note(f"training ends early: {reason}")
         elif event == PROFILED:
@@ -112,11 +112,11 @@ class RunConsole:
     def saved(self, step: int, error: str | None, **_: Any) -> None:
         """Show that a checkpoint has been written; a failed save has its own warning."""
         if not error:
-            self._plain(f"step {step}: saved", always=False)
+            self._plain(f"step {step}: checkpoint saved", always=False)
 
     def stopped(self, step: int) -> None:
         """Show that the run was saved and stopped at a step."""
-        self.note(f"stopped at step {step}, saved")
+        self.note(f"stopped at step {step}, checkpoint saved")
 
     def note(self, text: str) -> None:
         """Print a line that stays on the terminal."""

@@ -42,7 +42,7 @@ GPU_PHASE_TEXTS = {
     "optimizer": "in the optimizer",
     "other": "",
 }
-COORDINATOR_LOST = "the run's coordinator, an actor on the driver's node, ended"
+COORDINATOR_LOST = "the run's coordinator, an actor on the driver's node, has ended"
 # Phases with their own timeout (launch.PHASE_TIMEOUT_S): they may take long, and end or fail by themselves.
 SLOW_PHASES = PHASES.keys() - {"step"}
 
@@ -251,11 +251,11 @@ class Coordinator:
             what = f"{culprit} hangs: no heartbeat for {now - culprit.last_heartbeat_at:.0f} s"
         elif culprit.unfinished:
             alone = not others or len({m.unfinished for m in members}) > 1
-            (step, phase), whose = culprit.unfinished, "its GPU has" if alone else "all GPUs have"
+            (step, phase), whose = culprit.unfinished, "its GPU has not" if alone else "no GPU has"
             at = f"step {step}" + (f" ({GPU_PHASE_TEXTS[phase]})" if GPU_PHASE_TEXTS.get(phase) else "")
-            what = f"{culprit} has made no progress for {idle:.0f} s: {whose} not finished {at},"
+            what = f"{culprit} has made no progress for {idle:.0f} s: {whose} finished {at}; the rank is"
         elif culprit.waiting and len({m.ticks for m in members}) == 1:
-            what = f"all ranks wait for one another for {idle:.0f} s; {culprit}"
+            what = f"all ranks have waited for each other for {idle:.0f} s; {culprit} is"
         else:
             what = f"{culprit} has made no progress for {idle:.0f} s"
         where = f", {PHASES[culprit.phase]}" + (f" ({culprit.where})" if culprit.where else "")

@@ -121,7 +121,7 @@ def ask_to_stop(note: DriverRecord) -> None:
         RunError: The process has ended.
     """
     if not is_alive(note):
-        raise RunError("the run is not running (no driver process)", expected="a run that is running")
+        raise RunError("the run is not running (no driver process)", expected="a run in progress")
     os.kill(note["pid"], signal.SIGTERM)
 
 
@@ -216,12 +216,12 @@ def _acquire_lock(file, folder: Path, patience_s: float, report: Callable[[str],
             holder = "process {pid} on {host}".format(**note) if "pid" in note else "another process"
         if monotonic() > deadline:
             raise RunError(
-                "this run is being trained already",
+                "this run is already being trained",
                 where=f"{folder}, by {holder}",
                 expected="one driver at a time",
-                do="wait for it, stop it, or begin another run with run.name=NAME",
+                do="wait for the other driver, stop it, or start another run with run.name=NAME",
             )
         if not told:
-            report(f"waiting for {holder} to let go of {folder}")
+            report(f"waiting for {holder} to release {folder}")
             told = True
         sleep(0.5)

@@ -91,9 +91,9 @@ def _classify(rank: int, error: BaseException) -> Cause:
     if is_node_loss(inner):
         return Cause(Kind.NODE, rank, "lost its node", cause)
     if is_out_of_memory(inner):
-        return Cause(Kind.DEATH, rank, "was ended by Ray, because its node ran low on memory", cause)
+        return Cause(Kind.DEATH, rank, "was killed by Ray because its node ran low on memory", cause)
     if isinstance(inner, (RayActorError, RaySystemError)):
-        return Cause(Kind.DEATH, rank, "died: its process was ended, or crashed", cause)
+        return Cause(Kind.DEATH, rank, "died: its process was killed or crashed", cause)
     followed = not _find_line(GPU_ERROR_PHRASES, text) and _find_line(COLLECTIVE_ERROR_PHRASES, text)
     kind = Kind.CONSEQUENCE if followed else Kind.ERROR
     return Cause(kind, rank, f"raised {type(cause).__name__}: {extract_main_line(text)}", cause)

@@ -48,22 +48,22 @@ def check_item_keys(items: Dataset, column: str) -> None:
     """
     if column in items.form.from_folders:
         raise DataError(
-            f"the items' key '{column}' is not a column, but in the names of their folders",
+            f"the item key '{column}' comes from the names of the folders, not from a column",
             where=items.uri,
             expected="a column with a unique key for each item",
         )
     keys = read_keys(items, column)
     if len(missing := np.flatnonzero(keys == NULL_KEY)):
         raise DataError(
-            "an item has no key", where=_place(items, column, int(missing[0])), expected="a value"
+            "the key of an item is missing", where=_place(items, column, int(missing[0])), expected="a value"
         )
     order = np.argsort(keys, kind="stable")
     if len(twice := order[1:][keys[order[1:]] == keys[order[:-1]]]):
         raise DataError(
-            f"{len(twice):,} items have the key of an item before them",
+            f"{len(twice):,} items repeat the key of an earlier item",
             where=_place(items, column, int(twice.min())),
             expected="one row for each item",
-            do="leave the others out, or name another column",
+            do="remove the duplicates, or set another column",
         )
 
 
@@ -87,10 +87,10 @@ def check_item_types(section: RetrievalSection, items: Dataset, dataset: Dataset
         other = types.get(column) and value_type(types[column])
         if other is not None and is_text(other) != is_text(kind) and not pa.types.is_null(other):
             raise DataError(
-                f"'{column}' holds {other}, and items are named by {kind}",
+                f"column '{column}' has type {other}, but the item key has type {kind}",
                 where=f"{dataset.uri}, eval.retrieval.items={section.items}",
-                expected="items named alike everywhere",
-                do="name another column in eval.retrieval, or use data.transforms: {do: cast, …}",
+                expected="item keys of the same type in all data",
+                do="set another column in eval.retrieval, or use data.transforms: {do: cast, …}",
             )
 
 
@@ -134,10 +134,10 @@ def check_item_ids(section: RetrievalSection, items: Dataset, dataset: Dataset) 
             if key == section.item:
                 break
             raise DataError(
-                f"'{column}' names items by '{key}', not by '{section.item}'",
+                f"column '{column}' refers to items by '{key}', not by '{section.item}'",
                 where=f"{dataset.groups[0].path}, eval.retrieval.item={section.item}",
                 expected=f"values of {section.item} in {items.uri}",
-                do=f"eval.retrieval.item={key}, or write {column} with values of {section.item}",
+                do=f"set eval.retrieval.item={key}, or write {column} with values of {section.item}",
             )
 
 

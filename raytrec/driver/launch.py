@@ -84,7 +84,7 @@ def run_in_session(config: RunConfig, failed: Callable[[str, bool], None], work:
 def resume_command(config: RunConfig, command: str = "train") -> str:
     """Return the command that resumes a run or search (tune); in a job, the advice to submit it again."""
     if is_job_driver():
-        return "submit the same again"
+        return "submit the same job again"
     return f"raytrec {command} --resume {quote_for_shell(relative(Path(config.run.dir)))}"
 
 
@@ -195,8 +195,8 @@ def run_group(
     if watch.result is None and stop.signal is not None:
         raise Interrupted(stop.signal, watch.stopped_at)
     if watch.result is None:
-        do = resume_command(config) if saves else "the same command again"
-        raise RunError("the workers ended without a result", where=config.run.dir, do=do)
+        do = resume_command(config) if saves else "run the same command again"
+        raise RunError("the workers exited without a result", where=config.run.dir, do=do)
     return watch.result
 
 
@@ -253,7 +253,7 @@ class Interrupted(KeyboardInterrupt):
     """
 
     def __init__(self, signal: int, step: int | None):
-        super().__init__(f"by signal {signal}")
+        super().__init__(f"interrupted by signal {signal}")
         self.signal, self.step = signal, step
 
 

@@ -127,9 +127,9 @@ def choose_device(config: RunConfig, nodes: list[GpuNode], console: Any) -> str:
     scaling, grows = config.scaling, has_autoscaler()
     if grows and not nodes and scaling.device == "auto":
         raise ConfigError(
-            "the cluster has no GPU now, but may start nodes with some",
+            "the cluster currently has no GPUs, but its autoscaler may start nodes with GPUs",
             where="scaling.device=auto",
-            expected="cuda or cpu, where an autoscaler has to know for what it is to start nodes",
+            expected="cuda or cpu, which tells the autoscaler what kind of nodes to start",
             do="set scaling.device=cuda, or scaling.device=cpu",
         )
     device = scaling.device if scaling.device != "auto" else ("cuda" if nodes else "cpu")
@@ -139,19 +139,19 @@ def choose_device(config: RunConfig, nodes: list[GpuNode], console: Any) -> str:
             raise ConfigError(
                 what,
                 where="scaling.device=cuda",
-                expected="the packages of requirements/cuda.txt wherever there are GPUs",
+                expected="the packages of requirements/cuda.txt on every node with GPUs",
                 do=f"{REINSTALL_ADVICE.format(device='cuda')}; or set scaling.device=cpu",
             )
         console.note(
-            f"there are GPUs, but {what}: training on CPUs. For GPUs: "
+            f"GPUs are available, but {what}: training on CPUs. To use GPUs: "
             f"{REINSTALL_ADVICE.format(device='cuda')}"
         )
         device = "cpu"
     if config.train.compile == "graphs" and device == "cpu":
         raise ConfigError(
-            "CUDA graphs are to be recorded, and training is on CPUs",
+            "CUDA graphs require GPUs, but training runs on CPUs",
             where="train.compile=graphs",
-            expected="GPUs that Ray knows of, and the packages for them",
+            expected="GPUs that Ray detects, and the packages for GPUs",
             do="set train.compile=true",
         )
     if not grows:  # otherwise the run waits, and reports for how many workers there is room
@@ -161,7 +161,7 @@ def choose_device(config: RunConfig, nodes: list[GpuNode], console: Any) -> str:
         _check_capacity(config, device, sum(node.gpus for node in nodes))
     names = sorted({name for node in nodes for name, _ in node.kinds if not find_gpu(name)})
     if device == "cuda" and names:
-        console.note(f"the bandwidths of {', '.join(names)} are not known: tables are sharded as for a V100")
+        console.note(f"the bandwidths of {', '.join(names)} are unknown: tables are sharded as for a V100")
     return device
 
 
@@ -187,7 +187,7 @@ def _check_capacity(config: RunConfig, device: str, gpus: int) -> None:
         raise ConfigError(
             f"the cluster has {cpus} CPUs{with_gpus} for {least} workers and their readers",
             where="scaling.num_workers, scaling.cpus_per_worker, data.readers",
-            expected=f"at least {int(least * each)}: {each} for each worker, on its own node",
+            expected=f"at least {int(least * each)} CPUs: {each} for each worker, on the same node",
             do="lower scaling.num_workers or data.readers, or join a larger cluster",
         )
 
@@ -236,8 +236,8 @@ def check_constraints(
         if copies + ahead > (1 - HOST_RESERVE_SHARE) * share:
             console.warn(
                 f"checkpoints copy {copies / GIB:.1f} GiB of each GPU to main memory, {ahead / GIB:.1f} GiB "
-                f"of rows are read ahead, and processes need some of each worker's {share / GIB:.1f} GiB, "
-                "too (checkpoint.async_save=false copies nothing)"
+                f"of rows are read ahead, and processes also need a part of each worker's {share / GIB:.1f} "
+                "GiB (checkpoint.async_save=false copies nothing)"
             )
 
 

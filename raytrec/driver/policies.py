@@ -128,12 +128,12 @@ class GroupFailurePolicy(FailurePolicy):
         failure = error.controller_failure
         cause = find_cause({0: failure})
         if isinstance(cause.error, GpuFailedError) and self._gpus.leave_out(cause.error):
-            self._coordinator.failed.remote(None, f"{cause.text}; it is left out", True, True)
+            self._coordinator.failed.remote(None, f"{cause.text}; the GPU is left out", True, True)
             return FailureDecision.RETRY
         again = isinstance(failure, RETRYABLE_CONTROLLER_ERRORS)
         if not again and cause.kind in (Kind.NODE, Kind.DEATH, Kind.CONSEQUENCE):
             again = self._should_restart(cause)
-        self._coordinator.failed.remote(None, f"the workers did not start: one {cause.text}", True, again)
+        self._coordinator.failed.remote(None, f"workers did not start: a worker {cause.text}", True, again)
         return FailureDecision.RETRY if again else FailureDecision.RAISE
 
 

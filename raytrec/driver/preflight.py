@@ -80,9 +80,9 @@ def check_fit(config: RunConfig, schema: Schema, *, here: bool) -> None:
     varying = [*features.sequences, *schema.of_candidates(schema.sparse)]
     if config.train.compile == "graphs" and varying:
         raise ConfigError(
-            f"the model reads {some(varying)} id by id: sizes change from batch to batch",
+            f"the model reads {some(varying)} id by id, so sizes vary between batches",
             where="train.compile=graphs",
-            expected="a model whose batches all have one size",
+            expected="a model whose batches all have the same size",
             do="set train.compile=true",
         )
     tasks = resolve_tasks(config.tasks, schema)
@@ -115,10 +115,10 @@ def check_candidates(config: RunConfig, schema: Schema, tasks: Sequence[Task]) -
     refused |= {f"tasks[{i}].loss": isinstance(task.loss, BatchLoss) for i, task in enumerate(tasks)}
     if schema.candidates and (found := [key for key, used in refused.items() if used]):
         raise ConfigError(
-            f"{found[0]} cannot be used where rows are requests with candidates (schema.yaml, candidates)",
+            f"{found[0]} does not support rows that are requests with candidates (schema.yaml, candidates)",
             where=found[0],
             expected="a loss of single examples, such as bce; no negatives, lookup_l2 or eval.retrieval",
-            do="leave it out, or write a row for each candidate and remove candidates from schema.yaml",
+            do="remove the setting, or write one row per candidate and remove candidates from schema.yaml",
         )
 
 
@@ -140,15 +140,15 @@ def check_sampled_ids(config: RunConfig, schema: Schema) -> list[str]:
             size = f"{table.rows:,} rows"
             if table.out_of_range == "error" and not table.ids and rows > table.rows:
                 raise ConfigError(
-                    f"ids up to {rows - 1:,} are drawn for {feature}, and table {name} has {size}",
+                    f"ids up to {rows - 1:,} are sampled for {feature}, but table {name} has {size}",
                     where=key,
                     expected=f"at most {table.rows:,}",
-                    do="leave rows out: the table's are the default",
+                    do="remove rows: the default is the number of rows of the table",
                 )
             if rows < table.rows:
                 lines.append(
-                    f"{key} is {rows:,}, and table {name} has {size}: the ids from {rows:,} on are never "
-                    "drawn; leave rows out to draw among all"
+                    f"{key} is {rows:,}, but table {name} has {size}: ids from {rows:,} on are never "
+                    "sampled; remove rows to sample all ids"
                 )
     return list(dict.fromkeys(lines))  # features may share a table
 
@@ -177,12 +177,12 @@ def check_memory(config: RunConfig, schema: Schema) -> None:
         largest = max(sizes, key=sizes.get)
         table = schema.tables[largest]
         raise ConfigError(
-            f"the tables take {need / GIB:,.1f} GiB with the state of {names}, and this machine has "
+            f"the tables need {need / GIB:,.1f} GiB with the state of {names}, but this machine has "
             f"{have / GIB:,.1f} GiB",
             where=f"schema.yaml, tables; the largest is {largest}: {table.rows:,} rows × {table.dim}",
-            expected="tables that fit into memory",
-            do="lower rows (out_of_range: hash brings any id into range) or dim; train on a cluster; or put "
-            f"large tables on the disk: plan.tables.{largest}.compute_kernel=fused_mmap",
+            expected="tables that fit in memory",
+            do="reduce rows (out_of_range: hash maps any id into range) or dim; train on a cluster; or store "
+            f"large tables on disk: plan.tables.{largest}.compute_kernel=fused_mmap",
         )
 
 
@@ -199,8 +199,8 @@ def check_row_and_step_counts(config: RunConfig, schema: Schema, steps: int) -> 
     end = schedule.warmup_steps + (schedule.decay_steps or steps)
     if end < steps:
         lines.append(
-            f"optim.schedule: learning rates are 0 from step {end:,} on, and the run has {steps:,} steps; "
-            "leave decay_steps out to decay until its end"
+            f"optim.schedule: learning rates are 0 from step {end:,} on, but the run has {steps:,} steps; "
+            "remove decay_steps to decay until the end of the run"
         )
     return lines
 
@@ -222,14 +222,14 @@ def check_constant_labels(plan: RunPlan) -> list[str]:
         classifies = task.loss.predicts in ("probability", "classes")
         if plan.start == "new" and classifies and ":" not in section.loss:
             raise DataError(
-                f"{what}, from which {section.loss} learns nothing",
+                f"{what}, so {section.loss} cannot learn from the label",
                 where=f"data.train={plan.datasets['train'].uri}, column {task.label}",
                 expected="rows of several classes",
-                do="add the rows of the other classes, or leave the task out; from positives alone, "
-                "in_batch_softmax and from_model can learn",
+                do="add rows of the other classes, or remove the task; in_batch_softmax and from_model can "
+                "learn from positives alone",
             )
         lines.append(
-            f"{what} of data.train, from which {section.loss} learns nothing; in_batch_softmax and "
+            f"{what} of data.train, so {section.loss} cannot learn from the label; in_batch_softmax and "
             "from_model can learn from positives alone"
         )
     return lines
@@ -281,12 +281,12 @@ def _load_prices(path: str | Path) -> dict[str, float]:
     Raises:
         ConfigError: The file cannot be read, or is not a table of prices.
     """
-    where = {"where": str(path), "expected": "machines and prices an hour, such as 8xh100-sxm: 55.04"}
+    where = {"where": str(path), "expected": "machines and prices per hour, such as 8xh100-sxm: 55.04"}
     with convert_os_errors("cannot read the prices", ConfigError, **where):
         try:
             prices = PRICES_ADAPTER.validate_python(read_yaml(str(path)))
         except UnreadableError as error:
             raise ConfigError(f"cannot read the prices: {error}", **where) from None
         except ValidationError:
-            raise ConfigError("not a table of prices", **where) from None
+            raise ConfigError("the file is not a table of prices", **where) from None
     return {find_machine(name, str(path)).name: price for name, price in prices.items()}

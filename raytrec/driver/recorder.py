@@ -163,10 +163,10 @@ class Record:
             write_json(self._folder / RESULT, metrics)
         except OSError as error:
             return RunError(
-                f"the result cannot be written: {reason(error)}",
+                f"cannot write the result: {reason(error)}",
                 where=str(self._folder / RESULT),
-                expected="room in the run folder; the model has been saved",
-                do=f"make room, then evaluate it again: raytrec train --resume "
+                expected="free space in the run folder; the model has been saved",
+                do=f"free some space, then evaluate the run again: raytrec train --resume "
                 f"{quote_for_shell(self._folder)}",
             )
         return None

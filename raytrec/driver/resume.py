@@ -47,10 +47,10 @@ def resume_config(
     check_unfinished(folder)
     if not file.is_file():
         raise RunError(
-            "there is no run here",
+            "the folder does not contain a run",
             where=str(folder),
-            expected="the folder of a run, with its config.yaml",
-            do="give the folder that `raytrec train` printed (run.dir)",
+            expected="a run folder with a config.yaml",
+            do="pass the folder that `raytrec train` printed (run.dir)",
         )
     before = load_config(file, allow_code=True)  # none of its code runs until it is allowed
     strange = {} if allow_code or is_own_file(file) else find_foreign_code(before.model_dump(by_alias=True))
@@ -71,8 +71,8 @@ def resume_config(
         raise ConfigError(
             "these settings affect the result and cannot change on resume:\n" + "\n".join(changed),
             where=str(file),
-            expected="the configuration that the run began with",
-            do=f"restore these, or begin with its weights: raytrec train --warm-start "
+            expected="the configuration that the run started with",
+            do=f"restore these settings, or start a new run from its weights: raytrec train --warm-start "
             f"{quote_for_shell(place)}",
         )
     return config
@@ -82,10 +82,10 @@ def check_unfinished(folder: Path) -> None:
     """Raise a RunError if the run in a folder has finished."""
     if (folder / RESULT).exists():
         raise RunError(
-            "this run has finished",
+            "the run has already finished",
             where=str(folder),
-            expected="a run that was interrupted",
-            do=f"see its {RESULT}, or begin with its weights: raytrec train --warm-start "
+            expected="an interrupted run",
+            do=f"see its {RESULT}, or start a new run from its weights: raytrec train --warm-start "
             f"{quote_for_shell(folder)}",
         )
 
@@ -156,9 +156,9 @@ def check_same_data(
     if _strip_statistics(schema) != _strip_statistics(load_stored_schema(folder)):
         file = folder / SCHEMA
         raise ConfigError(
-            "the schema has changed since the run began",
+            "the schema has changed since the run started",
             where=f"data.schema, {file}",
-            expected="the schema that the run began with",
+            expected="the schema that the run started with",
             do=f"set data.schema={file}",
         )
     _, index = newest(root)
@@ -168,24 +168,24 @@ def check_same_data(
     if index["about"]["data"] != fingerprint(contents["train"]):
         found = differences(before.get("train", []), contents["train"]) if before.get("train") else []
         raise DataError(
-            "data.train is not what it was when the run was interrupted" + _format_list(found),
+            "data.train has changed since the run was interrupted" + _format_list(found),
             where=f"{datasets['train'].uri}; {root}",
-            expected="the same files with the same content: which rows are left is counted in them. (Other "
-            "folders, and copies, are fine.)",
-            do=f"restore the files, or begin with its weights: raytrec train --warm-start "
+            expected="the same files with the same content, because the remaining rows are counted in the "
+            "files (other folders and copies are allowed)",
+            do=f"restore the files, or start a new run from the weights: raytrec train --warm-start "
             f"{quote_for_shell(folder)}",
         )
     for name, was in before.items():
         now = contents.get(name, [])
         if now and (found := differences(was, now)):
             lines.append(
-                f"data.{name} is not what it was when the run began, so figures from before and after cannot "
-                f"be compared{_format_list(found)}"
+                f"data.{name} has changed since the run started, so metrics before and after the change "
+                f"cannot be compared{_format_list(found)}"
             )
         elif again := written_again(was, now):
             lines.append(
-                f"data.{name}: {len(again)} files were written again, the first is {again[0]}; their sizes, "
-                "footers and samples are as before, so they are taken for copies"
+                f"data.{name}: {len(again)} files were rewritten, the first is {again[0]}; their sizes, "
+                "footers and samples are unchanged, so the files are treated as copies"
             )
     return lines
 
@@ -215,10 +215,10 @@ def load_stored_schema(folder: Path) -> Schema:
     """
     file = folder / SCHEMA
     with convert_os_errors(
-        f"{file.name} of the run cannot be read",
+        f"cannot read {file.name} of the run",
         where=str(file),
-        expected="the file as the run wrote it",
-        do="bring it back from a copy",
+        expected="the original file of the run",
+        do="restore the file from a backup",
     ):
         text = read_text(file)
     return Schema.stored(text, str(file))
@@ -254,7 +254,7 @@ def check_warm_start(config: RunConfig, schema: Schema) -> list[str]:
         for part, name in new.items():
             if old.get(part, name) != name:
                 raise ConfigError(
-                    f"the optimizer of {part} is {name}, the checkpoint has state of {old[part]}",
+                    f"the optimizer of {part} is {name}, but the checkpoint has the state of {old[part]}",
                     where=f"warm_start.from={config.warm_start.from_}",
                     expected="the checkpoint's optimizers",
                     do="set warm_start.optimizer=false, or the checkpoint's optimizers",
@@ -276,7 +276,7 @@ def _check_dense(config: RunConfig, before: RunConfig, old_schema: Schema, schem
         old = old_model.get(key)
         if old != new and key != "dropout":
             raise ConfigError(
-                f"model.{key} is {new}, and the checkpoint has {old}",
+                f"model.{key} is {new}, but the checkpoint has {old}",
                 where=where,
                 expected="the checkpoint's model",
                 do=f"set model.{key}={str(old).replace(' ', '')}" + hint,
@@ -285,7 +285,7 @@ def _check_dense(config: RunConfig, before: RunConfig, old_schema: Schema, schem
     for what, new in _select_dense_parts(schema).items():
         if new != old_parts[what]:
             raise SchemaError(
-                f"{what}: {new} now, {old_parts[what]} in the checkpoint",
+                f"{what} of the schema: {new} now, but {old_parts[what]} in the checkpoint",
                 where=where,
                 expected="the checkpoint's labels, dense columns and sparse features",
                 do="train with the checkpoint's schema" + hint,

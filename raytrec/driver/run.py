@@ -203,8 +203,8 @@ def add_recovery_hint(error: RaytrecError, config: RunConfig, steps: int) -> Ray
     words += ["--allow-code"] if find_foreign_code(config.model_dump(by_alias=True)) else []
     advice = [error.do] if error.do else []
     advice += [
-        f"all {steps} steps are trained and saved, in {folder}: evaluate them with `{shlex.join(words)}`",
-        f"or mend this, and let the run come to its end: `raytrec train --resume {shlex.quote(run)}`",
+        f"all {steps} steps are trained and saved in {folder}: evaluate the run with `{shlex.join(words)}`",
+        f"or fix the error and complete the run: `raytrec train --resume {shlex.quote(run)}`",
     ]
     return type(error)(error.what, where=error.where, expected=error.expected, do="; ".join(advice))
 
@@ -219,7 +219,7 @@ def _find_store_error(follower: DeliveryProcess, folder: Path) -> RaytrecError |
     except ConfigError as error:
         run = relative(folder)
         do = (
-            f"the run is complete; in {run}/config.yaml, {error.do}; then: raytrec track "
+            f"the run is complete: in {run}/config.yaml, {error.do}; then run raytrec track "
             f"{quote_for_shell(run)}"
         )
         return RunError(**error.parts | {"do": do})
@@ -237,8 +237,8 @@ def _list_next_steps(config: RunConfig, code: list[str] | None, page: Path | Non
     if config.tracking.enabled:
         uri = config.tracking.uri
         at = "" if uri.startswith("http") else "mlflow ui --backend-store-uri "
-        lines.append(f"look at it   {at}{hide(short(uri))}")
-    return [*lines, f"again        raytrec evaluate {quote_for_shell(folder)} --data PARQUET"]
+        lines.append(f"MLflow       {at}{hide(short(uri))}")
+    return [*lines, f"evaluate     raytrec evaluate {quote_for_shell(folder)} --data PARQUET"]
 
 
 def _write_report(drawing: BackgroundRenderer, console: RunConsole) -> Path | None:
@@ -250,7 +250,7 @@ def _write_report(drawing: BackgroundRenderer, console: RunConsole) -> Path | No
         return drawing.write()[0]
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
-        console.warn(f"no report: {why}; try again with raytrec report {quote_for_shell(drawing.folder)}")
+        console.warn(f"report failed: {why}; retry with raytrec report {quote_for_shell(drawing.folder)}")
         return None
 
 

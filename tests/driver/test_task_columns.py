@@ -95,7 +95,7 @@ def test_an_evaluation_in_which_no_row_counts_is_refused(tmp_path):
         pq.write_table(table.append_column("seen", pa.array([int(train)] * len(table))), path)
     masked, weighted = {"name": "masked", "mask": "seen"}, {"name": "weighed", "sample_weight": "seen"}
     for tasks in ([masked], [weighted], [masked, weighted]):
-        with pytest.raises(DataError, match=r"no row counts in .*(nowhere 1|is 0 in every row)") as found:
+        with pytest.raises(DataError, match=r"no row can be used.*(nowhere 1|is 0 in every row)") as found:
             opened(folder, *tasks)
         assert "d/valid" in found.value.where and found.value.expected and found.value.do
     assert set(opened(folder, {}, masked)) == {"train", "valid", "test"}, "another task has figures"
