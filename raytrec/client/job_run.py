@@ -37,12 +37,12 @@ class JobApi(Jobs):
         Raises:
             RunError: There is no such job.
         """
-        known = [each["name"] for each in self.runs()]
-        if job not in known:
+        ids = [each["name"] for each in self.runs()]
+        if job not in ids:
             raise RunError(
                 f"there is no job '{job}'",
                 where=self.address,
-                expected=f"the id of a job: {', '.join(known[:5])}" if known else "a job; no jobs exist yet",
+                expected=f"the id of a job: {', '.join(ids[:5])}" if ids else "a job; no jobs exist yet",
                 do="pass the job id (run.job), or open the run by its name with Cluster('ray://HOST:10001')",
             )
         return JobRun(self, job)
@@ -68,7 +68,7 @@ class JobRun(Run):
 
     def __init__(self, jobs: Jobs, job: str):
         super().__init__()
-        self.job, self._jobs, self._folder, self._seen, self._rest = job, jobs, "", 0, ""
+        self.job, self._jobs, self._folder, self._offset, self._partial = job, jobs, "", 0, ""
 
     @property
     def folder(self) -> str:
@@ -92,12 +92,12 @@ class JobRun(Run):
             raise RunError("the job has already ended", where=self.job)
 
     def _read(self) -> None:
-        text, status = self._jobs.read(self.job, self._seen)
-        self._seen += len(text)
-        self.poll_s = 1 + self._seen / 250_000  # the whole log is sent each time
-        *lines, self._rest = (self._rest + text).split("\n")
-        if status in STATES and self._rest:  # the log ends without a line break
-            lines.append(self._rest)
+        text, status = self._jobs.read(self.job, self._offset)
+        self._offset += len(text)
+        self.poll_s = 1 + self._offset / 250_000  # the whole log is sent each time
+        *lines, self._partial = (self._partial + text).split("\n")
+        if status in STATES and self._partial:  # the log ends without a line break
+            lines.append(self._partial)
         for line in lines:
             self._handle_line(line)
         self.state = STATES.get(status) or ("running" if self._folder else "starting")

@@ -104,12 +104,12 @@ class Jobs:
 
     def known(self) -> list[tuple[str, str, float]]:
         """Return all submitted jobs, newest first: id, status, and start time (Unix time in seconds)."""
-        found = [
+        submitted = [
             (job.submission_id, str(job.status.value), (job.start_time or 0) / 1000)
             for job in self._call_api(self._client.list_jobs)
             if job.submission_id
         ]
-        return sorted(found, key=lambda job: job[2], reverse=True)
+        return sorted(submitted, key=lambda job: job[2], reverse=True)
 
     def newest(self) -> str:
         """Return the id of the job that was submitted last.
@@ -156,11 +156,11 @@ class Jobs:
         from ray.job_submission import JobSubmissionClient
 
         silence_uploads()
-        before = {name: os.environ.pop(name) for name in ADDRESS_VARIABLES if name in os.environ}
+        variables = {name: os.environ.pop(name) for name in ADDRESS_VARIABLES if name in os.environ}
         try:
             return JobSubmissionClient(self.address)
         finally:
-            os.environ |= before
+            os.environ |= variables
 
     def _call_api(self, ask: Callable[[], T]) -> T:
         """Return an answer of the job API; convert its errors to RunErrors."""
@@ -194,10 +194,10 @@ def _check_no_secrets(command: str, runtime_env: dict[str, Any]) -> None:
     Raises:
         ConfigError: A part contains a secret.
     """
-    shown = {"the command": command, **runtime_env.get("env_vars", {})}
-    if found := [name for name, value in shown.items() if hide(value) != value]:
+    texts = {"the command": command, **runtime_env.get("env_vars", {})}
+    if names := [name for name, value in texts.items() if hide(value) != value]:
         raise ConfigError(
-            f"the cluster's dashboard would show the password in {', '.join(found)}",
+            f"the cluster's dashboard would show the password in {', '.join(names)}",
             where=hide(command),
             expected="addresses without user and password, settings without secrets",
             do="set credentials in the nodes' environment: roles, ~/.aws/credentials, MLFLOW_TRACKING_…",

@@ -37,7 +37,7 @@ STATES = {"FINISHED": "finished", "STOPPED": "stopped", "FAILED": "failed"}
 
 def runs() -> list[dict[str, Any]]:
     """Return the runs in RAYTREC_ROOT/runs, newest first: name, folder, state, unix_s (start time)."""
-    found = [
+    entries = [
         {
             "name": folder.name,
             "folder": str(folder),
@@ -47,7 +47,7 @@ def runs() -> list[dict[str, Any]]:
         for folder in Path(absolute(RUNS_FOLDER)).glob("*")
         if _is_run(folder)
     ]
-    return sorted(found, key=lambda run: run["unix_s"], reverse=True)
+    return sorted(entries, key=lambda run: run["unix_s"], reverse=True)
 
 
 def news(run: str, since: dict[str, int]) -> dict[str, Any]:
@@ -92,12 +92,12 @@ def file(run: str, name: str) -> bytes:
 def pictures(run: str) -> dict[str, bytes]:
     """Return the pictures of a run's report: name → PNG. The first request draws them."""
     folder = run_folder(run)
-    if not (found := _list_png_files(folder)) and (folder / "report.html").is_file():
+    if not (png_files := _list_png_files(folder)) and (folder / "report.html").is_file():
         from raytrec.report.report import pictures as draw
 
         draw(folder)
-        found = _list_png_files(folder)
-    return {path.stem: _read_run_file(path) for path in found}
+        png_files = _list_png_files(folder)
+    return {path.stem: _read_run_file(path) for path in png_files}
 
 
 def _list_png_files(folder: Path) -> list[Path]:

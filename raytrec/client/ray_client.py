@@ -244,7 +244,7 @@ def _connect(address: str, folder: Path) -> Any:
     """
     import ray
 
-    for again in (True, True, False):
+    for may_retry in (True, True, False):
         try:
             return ray.init(
                 address,
@@ -255,7 +255,7 @@ def _connect(address: str, folder: Path) -> Any:
                 runtime_env={"working_dir": str(folder)},
             )
         except Exception as error:
-            if not (again and CLIENT_NOT_STARTED_TEXT in str(error)):
+            if not (may_retry and CLIENT_NOT_STARTED_TEXT in str(error)):
                 raise _explain_connect_error(address, error) from None
 
 

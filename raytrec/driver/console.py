@@ -133,9 +133,9 @@ class RunConsole:
         figures = lines.named((each for each in self._figures if each.sums and each.is_directed), values)
         text = lines.progress(step, self._total, rows_per_s, figures)
         self._progress.update(self._task, completed=step, figures=text)
-        left = self._estimate_remaining_s(step)
-        full = text if left is None else f"{text}  {lines.remaining(left)}"
-        if self._plain(full, always=step == self._total):
+        remaining_s = self._estimate_remaining_s(step)
+        line = text if remaining_s is None else f"{text}  {lines.remaining(remaining_s)}"
+        if self._plain(line, always=step == self._total):
             self._write_message("train", {"step": step, "rows_per_s": rows_per_s, **values})
 
     def eval(self, step: int, curves: Any = None, slices: Any = None, **values: Any) -> None:

@@ -158,14 +158,14 @@ def check_sample_counts(config: RunConfig, schema: Schema, train: Dataset) -> No
     sequences = resolve_features(schema, config.model).sequences
     rows = max(1, min(config.data.global_batch_size, train.rows))
     for feature, count in train.form.full_vocabulary_features.items():
-        of_row, most = -(-count // rows), sequences.get(feature, 1)
-        if of_row > most:
+        per_row, read_ids = -(-count // rows), sequences.get(feature, 1)
+        if per_row > read_ids:
             raise ConfigError(
-                f"{count:,} ids split among the {rows:,} rows of a global batch are {of_row} per row, "
-                f"but the model reads only {most} of {feature}",
+                f"{count:,} ids split among the {rows:,} rows of a global batch are {per_row} per row, "
+                f"but the model reads only {read_ids} of {feature}",
                 where=f"model.max_negatives, data.transforms, do: sample, column: {feature}",
-                expected=f"at least {of_row}",
-                do=f"set model.max_negatives={of_row}, or a larger data.global_batch_size",
+                expected=f"at least {per_row}",
+                do=f"set model.max_negatives={per_row}, or a larger data.global_batch_size",
             )
 
 
@@ -211,9 +211,9 @@ def hold_out(train: Dataset, share: float | Literal["auto"]) -> dict[str, Datase
         train: Training data.
         share: Share of rows to hold out (data.holdout).
     """
-    most = max(10, -(-train.rows // MAX_HOLDOUT_ROWS))
-    kept, held = train.hold_out(most if share == "auto" else round(1 / share))
-    return {"train": kept} | ({"valid": held} if held else {})
+    every = max(10, -(-train.rows // MAX_HOLDOUT_ROWS))
+    remaining, held_out = train.hold_out(every if share == "auto" else round(1 / share))
+    return {"train": remaining} | ({"valid": held_out} if held_out else {})
 
 
 def open_dataset(

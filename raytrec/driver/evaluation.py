@@ -81,8 +81,8 @@ def load_evaluation_config(
         ConfigError, SchemaError: An override is invalid, or would change the model.
     """
     of_tables = [override for override in overrides if override.startswith("tables.")]
-    others = [override for override in overrides if override not in of_tables]
-    for override in others:
+    of_sections = [override for override in overrides if override not in of_tables]
+    for override in of_sections:
         if get_section_name(override) not in OVERRIDABLE_SECTIONS:
             raise ConfigError(
                 f"'{override}' does not apply to an evaluation",
@@ -91,7 +91,7 @@ def load_evaluation_config(
                 "model cannot be changed",
             )
     elsewhere = find_checkpoint_origin(folder, about["config"])
-    config = load_config(about["config"], others, elsewhere=elsewhere, allow_code=allow_code)
+    config = load_config(about["config"], of_sections, elsewhere=elsewhere, allow_code=allow_code)
     values = schema_of(about).model_dump()
     for override in of_tables:
         _apply_table_override(values["tables"], override)
@@ -100,21 +100,21 @@ def load_evaluation_config(
 
 def _apply_table_override(tables: dict[str, dict[str, Any]], override: str) -> None:
     key, _, rule = override.partition("=")
-    pattern, _, what = key.removeprefix("tables.").rpartition(".")
-    if what != RULE:
+    pattern, _, setting = key.removeprefix("tables.").rpartition(".")
+    if setting != RULE:
         raise ConfigError(
             f"'{override}' cannot be set for an evaluation",
             where="command line, --set",
             expected=f"tables.NAME.{RULE}=error, clamp or hash; the weights determine the size of a table",
         )
-    found = [table for table in tables if fnmatchcase(table, pattern)]
-    if not found:
+    matches = [table for table in tables if fnmatchcase(table, pattern)]
+    if not matches:
         raise ConfigError(
             f"there is no table '{pattern}'",
             where=f"command line, --set {override}",
             expected=f"one of {', '.join(tables)}, or a pattern such as '*'",
         )
-    for table in found:
+    for table in matches:
         tables[table][RULE] = rule
 
 
@@ -259,7 +259,7 @@ def convert(
     """
     saved = resolve_checkpoint(place, checkpoint, [], allow_code)
     schema, folder, index = saved.schema, saved.folder, saved.index
-    wanted, out = _parse_table_kinds(tables, schema), absolute(out).rstrip("/")
+    kinds, out = _parse_table_kinds(tables, schema), absolute(out).rstrip("/")
     filesystem, index_file = open_filesystem(join_uri(out, INDEX))
     if filesystem.get_file_info(index_file).is_file:
         expected = "a folder without a checkpoint"
@@ -267,10 +267,10 @@ def convert(
     from raytrec.checkpoint.convert import rewrite_checkpoint
 
     changes = {
-        table: _build_table_change(folder, index, schema, table, kind) for table, kind in wanted.items()
+        table: _build_table_change(folder, index, schema, table, kind) for table, kind in kinds.items()
     }
-    new = {table: change.table for table, change in changes.items()}
-    schema = schema.model_copy(update={"tables": {**schema.tables, **new}})
+    new_tables = {table: change.table for table, change in changes.items()}
+    schema = schema.model_copy(update={"tables": {**schema.tables, **new_tables}})
     about = {**index["about"], "schema": schema.to_yaml()}
     about["ids"] = dict(about.get("ids", {})) | {t: dict(c.about) for t, c in changes.items() if c.about}
     rewrite_checkpoint(folder, index, out, changes, about, saved.config.run.seed)
@@ -279,7 +279,7 @@ def convert(
 
 def _parse_table_kinds(tables: Sequence[str], schema: Schema) -> dict[str, str]:
     """Return the kind of each table from TABLE=KIND texts."""
-    found: dict[str, str] = {}
+    kinds: dict[str, str] = {}
     for text in tables:
         table, equals, kind = text.partition("=")
         if not equals or not (kind in ("managed", "hash") or kind.partition(":")[0] == "resize"):
@@ -287,12 +287,12 @@ def _parse_table_kinds(tables: Sequence[str], schema: Schema) -> dict[str, str]:
         if table not in schema.tables:
             what, where = f"there is no table '{table}'", f"--table {text}"
             raise unknown(what, table, schema.tables, where, kind=SchemaError)
-        if table in found:
+        if table in kinds:
             raise ConfigError(f"--table names {table} twice", expected="one kind for each table")
-        found[table] = kind
-    if not found:
+        kinds[table] = kind
+    if not kinds:
         raise ConfigError("--table is missing", expected=f"TABLE=KIND, where KIND is {TABLE_KINDS}")
-    return found
+    return kinds
 
 
 def _build_table_change(folder: str, index: dict, schema: Schema, name: str, kind: str) -> TableConversion:

@@ -113,10 +113,10 @@ def check_candidates(config: RunConfig, schema: Schema, tasks: Sequence[Task]) -
         "eval.retrieval": config.eval.retrieval is not None,
     }
     refused |= {f"tasks[{i}].loss": isinstance(task.loss, BatchLoss) for i, task in enumerate(tasks)}
-    if schema.candidates and (found := [key for key, used in refused.items() if used]):
+    if schema.candidates and (keys := [key for key, used in refused.items() if used]):
         raise ConfigError(
-            f"{found[0]} does not support rows that are requests with candidates (schema.yaml, candidates)",
-            where=found[0],
+            f"{keys[0]} does not support rows that are requests with candidates (schema.yaml, candidates)",
+            where=keys[0],
             expected="a loss of single examples, such as bce; no negatives, lookup_l2 or eval.retrieval",
             do="remove the setting, or write one row per candidate and remove candidates from schema.yaml",
         )
@@ -169,16 +169,16 @@ def check_memory(config: RunConfig, schema: Schema) -> None:
     sizes = {
         table: size.device for table, size in estimate_footprints(config, schema, constraints, "cpu").items()
     }
-    have, free, maps = system_memory(), free_disk(config), estimate_id_map_bytes(schema, 1)
-    check_disk(constraints, schema, config, have - maps, free)
-    need = sum(sizes.values()) + maps
-    if need > have + (free if MMAP_KERNEL in config.plan.compute_kernels else 0):
+    memory, free, id_maps = system_memory(), free_disk(config), estimate_id_map_bytes(schema, 1)
+    check_disk(constraints, schema, config, memory - id_maps, free)
+    required = sum(sizes.values()) + id_maps
+    if required > memory + (free if MMAP_KERNEL in config.plan.compute_kernels else 0):
         names = " and ".join(dict.fromkeys(optimizer.name for optimizer in optimizers.values()))
         largest = max(sizes, key=sizes.get)
         table = schema.tables[largest]
         raise ConfigError(
-            f"the tables need {need / GIB:,.1f} GiB with the state of {names}, but this machine has "
-            f"{have / GIB:,.1f} GiB",
+            f"the tables need {required / GIB:,.1f} GiB with the state of {names}, but this machine has "
+            f"{memory / GIB:,.1f} GiB",
             where=f"schema.yaml, tables; the largest is {largest}: {table.rows:,} rows × {table.dim}",
             expected="tables that fit in memory",
             do="reduce rows (out_of_range: hash maps any id into range) or dim; train on a cluster; or store "
@@ -218,18 +218,18 @@ def check_constant_labels(plan: RunPlan) -> list[str]:
     for section, task in zip(plan.config.tasks, resolve_tasks(plan.config.tasks, plan.schema), strict=True):
         if task.label not in constant or task.loss.reads_vectors or task.loss.from_model:
             continue
-        what = f"the label of task {task.name} is {constant[task.label]:g} in every row"
+        finding = f"the label of task {task.name} is {constant[task.label]:g} in every row"
         classifies = task.loss.predicts in ("probability", "classes")
         if plan.start == "new" and classifies and ":" not in section.loss:
             raise DataError(
-                f"{what}, so {section.loss} cannot learn from the label",
+                f"{finding}, so {section.loss} cannot learn from the label",
                 where=f"data.train={plan.datasets['train'].uri}, column {task.label}",
                 expected="rows of several classes",
                 do="add rows of the other classes, or remove the task; in_batch_softmax and from_model can "
                 "learn from positives alone",
             )
         lines.append(
-            f"{what} of data.train, so {section.loss} cannot learn from the label; in_batch_softmax and "
+            f"{finding} of data.train, so {section.loss} cannot learn from the label; in_batch_softmax and "
             "from_model can learn from positives alone"
         )
     return lines
@@ -261,18 +261,18 @@ def plan(
     config = resolve(load_config(source, overrides), source)
     schema = Schema.load(config.data.schema_uri)
     check_fit(config, schema, here=False)
-    known = _load_prices(prices) if prices else {}
+    costs = _load_prices(prices) if prices else {}
     predict = ClusterEstimator(config, schema, build_unsharded, Rates.load(rates) if rates else None)
     names = [name.strip() for name in (on or "").split(",") if name.strip()]
     clusters = [parse_cluster(name) for name in names if name != ANY]
-    if not names and not known:
+    if not names and not costs:
         workers = config.scaling.max_workers
         gpus = max(count for count in range(1, 9) if workers % count == 0)
         clusters = [Cluster.described(workers // gpus, gpus, 80)]
-    choices = list(MACHINES.values()) if ANY in names else [find_machine(name, str(prices)) for name in known]
-    chosen = predict.choose(choices, known)
-    on_these = [predict(cluster, remedies=True) for cluster in clusters]
-    return Plans(config=config, schema=schema, on=on_these, chosen=chosen, prices=known)
+    choices = list(MACHINES.values()) if ANY in names else [find_machine(name, str(prices)) for name in costs]
+    chosen = predict.choose(choices, costs)
+    estimates = [predict(cluster, remedies=True) for cluster in clusters]
+    return Plans(config=config, schema=schema, on=estimates, chosen=chosen, prices=costs)
 
 
 def _load_prices(path: str | Path) -> dict[str, float]:

@@ -181,10 +181,10 @@ def make_run_folder(folder: Path, config: RunConfig, schema: Schema) -> None:
         where=f"checkpoint.dir={config.checkpoint_root}",
         expected="storage that is reachable and grants this user access",
     ):
-        held = steps(config.checkpoint_root)
-    if held:
+        saved_steps = steps(config.checkpoint_root)
+    if saved_steps:
         raise RunError(
-            f"the folder already contains checkpoints up to step {held[0]}",
+            f"the folder already contains checkpoints up to step {saved_steps[0]}",
             where=config.checkpoint_root,
             expected="a new folder",
             do=f"resume that run: raytrec train --resume {quote_for_shell(relative(folder))}; or "
@@ -218,6 +218,6 @@ def load_checkpoint_config(
     config = load_config(stored, allow_code=True)  # none of its code runs before it is loaded again
     name = re.sub(r"-\d{8}-\d{6}$", "", config.run.name or "run")
     config.run.name = config.run.dir = config.checkpoint.dir = None
-    own = [f"warm_start.from={json.dumps(folder)}", f"data.schema={json.dumps(join_uri(folder, INDEX))}"]
+    start = [f"warm_start.from={json.dumps(folder)}", f"data.schema={json.dumps(join_uri(folder, INDEX))}"]
     elsewhere = find_checkpoint_origin(folder, stored)
-    return load_config(config, own + overrides, elsewhere=elsewhere, allow_code=allow_code), name
+    return load_config(config, start + overrides, elsewhere=elsewhere, allow_code=allow_code), name

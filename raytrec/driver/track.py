@@ -84,11 +84,11 @@ class DeliveryProcess:
         Raises:
             ConfigError: As in `check`.
         """
-        until = monotonic() + (
+        deadline = monotonic() + (
             FILE_ANSWER_TIMEOUT_S if self._uri.startswith("sqlite") else SERVER_ANSWER_TIMEOUT_S
         )
-        while self._process and not self._answered and (left := until - monotonic()) > 0:
-            if not self._read_reports(left):
+        while self._process and not self._answered and (remaining_s := deadline - monotonic()) > 0:
+            if not self._read_reports(remaining_s):
                 break
         self.check()
         return self.run_id
@@ -106,13 +106,13 @@ class DeliveryProcess:
         """
         if self._process is None:
             return None
-        until = monotonic() + patience_s
+        deadline = monotonic() + patience_s
         try:
             with suppress(OSError):  # the process has already ended
                 self._process.stdin.write(status.encode())
                 self._process.stdin.close()
-            while self._read_reports(max(0.0, until - monotonic())):
-                if monotonic() >= until:
+            while self._read_reports(max(0.0, deadline - monotonic())):
+                if monotonic() >= deadline:
                     self._missing = f"MLflow lacks the end of the run (not written within {patience_s:g} s)"
                     break
         except KeyboardInterrupt:
