@@ -37,13 +37,13 @@ class JobApi(Jobs):
         Raises:
             RunError: There is no such job.
         """
-        known = [each["name"] for each in self.runs()]
-        if job not in known:
+        ids = [each["name"] for each in self.runs()]
+        if job not in ids:
             raise RunError(
                 f"there is no job '{job}'",
                 where=self.address,
-                expected=f"the id of a job: {', '.join(known[:5])}" if known else "a job; there is none yet",
-                do="pass the id of its job (run.job), or name the run over Cluster('ray://HOST:10001')",
+                expected=f"the id of a job: {', '.join(ids[:5])}" if ids else "a job; no jobs exist yet",
+                do="pass the job id (run.job), or open the run by its name with Cluster('ray://HOST:10001')",
             )
         return JobRun(self, job)
 
@@ -68,7 +68,7 @@ class JobRun(Run):
 
     def __init__(self, jobs: Jobs, job: str):
         super().__init__()
-        self.job, self._jobs, self._folder, self._seen, self._rest = job, jobs, "", 0, ""
+        self.job, self._jobs, self._folder, self._offset, self._partial = job, jobs, "", 0, ""
 
     @property
     def folder(self) -> str:
@@ -80,7 +80,7 @@ class JobRun(Run):
         deadline = monotonic() + JOB_START_TIMEOUT_S
         while not self._folder and self._poll() not in ENDED:
             if monotonic() > deadline:
-                raise RunError(f"the job has not begun a run for {JOB_START_TIMEOUT_S} s", where=self.job)
+                raise RunError(f"the job did not start a run in {JOB_START_TIMEOUT_S} s", where=self.job)
             sleep(self.poll_s)
         if not self._folder:
             self._outcome()  # raises an error
@@ -89,15 +89,15 @@ class JobRun(Run):
     def stop(self) -> None:
         """Ask the job to save and end."""
         if not self._jobs.stop(self.job):
-            raise RunError("the job has ended", where=self.job)
+            raise RunError("the job has already ended", where=self.job)
 
     def _read(self) -> None:
-        text, status = self._jobs.read(self.job, self._seen)
-        self._seen += len(text)
-        self.poll_s = 1 + self._seen / 250_000  # the whole log is sent each time
-        *lines, self._rest = (self._rest + text).split("\n")
-        if status in STATES and self._rest:  # the log ends without a line break
-            lines.append(self._rest)
+        text, status = self._jobs.read(self.job, self._offset)
+        self._offset += len(text)
+        self.poll_s = 1 + self._offset / 250_000  # the whole log is sent each time
+        *lines, self._partial = (self._partial + text).split("\n")
+        if status in STATES and self._partial:  # the log ends without a line break
+            lines.append(self._partial)
         for line in lines:
             self._handle_line(line)
         self.state = STATES.get(status) or ("running" if self._folder else "starting")
@@ -122,9 +122,9 @@ class JobRun(Run):
 
     def _ask(self, question: Callable[..., Any], *arguments: Any) -> Any:
         raise RunError(
-            f"the job API cannot answer '{question.__name__}': it returns only what jobs write to their logs",
+            f"the job API does not support '{question.__name__}': it only provides the logs of jobs",
             where=self._jobs.address,
-            expected="Ray client: Cluster('ray://HOST:10001').run('NAME')",
+            expected="a Ray client connection: Cluster('ray://HOST:10001').run('NAME')",
             do="connect with ray://, or run a `raytrec` command as a job of the cluster",
         )
 
@@ -155,7 +155,7 @@ def follow(jobs: Jobs, job: str) -> int:
             print(line, end="", flush=True)
         code = jobs.exit_code(job)
     except KeyboardInterrupt:
-        detached = f"\ndetached; the job continues: raytrec follow {job} --address {jobs.address}"
+        detached = f"\ndetached; the job continues; reattach: raytrec follow {job} --address {jobs.address}"
         print(detached, file=sys.stderr)
         return 130
     status = jobs.status(job)
@@ -172,7 +172,7 @@ def stop(jobs: Jobs, job: str) -> None:
         RunError: The job has already ended.
     """
     if (status := jobs.status(job)) in STATES:
-        raise RunError(f"the job has ended: {status}", where=job)
+        raise RunError(f"the job has already ended: {status}", where=job)
     jobs.stop(job)
     jobs.exit_code(job)
     print("".join([*JobRun(jobs, job).logs()][-STOPPED_LOG_LINES:]), end="")

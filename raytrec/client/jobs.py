@@ -45,7 +45,7 @@ class Jobs:
         self.address = (address or os.environ.get(ADDRESS_VARIABLES[0]) or DEFAULT_ADDRESS).rstrip("/")
         if not self.address.startswith(("http://", "https://")):
             raise ConfigError(
-                f"'{self.address}' is not the address of a job API",
+                f"'{self.address}' is not a job API address",
                 where="--address",
                 expected=f"http://HOST:PORT of the cluster's dashboard, such as {DEFAULT_ADDRESS}",
             )
@@ -104,12 +104,12 @@ class Jobs:
 
     def known(self) -> list[tuple[str, str, float]]:
         """Return all submitted jobs, newest first: id, status, and start time (Unix time in seconds)."""
-        found = [
+        submitted = [
             (job.submission_id, str(job.status.value), (job.start_time or 0) / 1000)
             for job in self._call_api(self._client.list_jobs)
             if job.submission_id
         ]
-        return sorted(found, key=lambda job: job[2], reverse=True)
+        return sorted(submitted, key=lambda job: job[2], reverse=True)
 
     def newest(self) -> str:
         """Return the id of the job that was submitted last.
@@ -156,11 +156,11 @@ class Jobs:
         from ray.job_submission import JobSubmissionClient
 
         silence_uploads()
-        before = {name: os.environ.pop(name) for name in ADDRESS_VARIABLES if name in os.environ}
+        variables = {name: os.environ.pop(name) for name in ADDRESS_VARIABLES if name in os.environ}
         try:
             return JobSubmissionClient(self.address)
         finally:
-            os.environ |= before
+            os.environ |= variables
 
     def _call_api(self, ask: Callable[[], T]) -> T:
         """Return an answer of the job API; convert its errors to RunErrors."""
@@ -174,15 +174,15 @@ class Jobs:
                 "the cluster refuses the token",
                 where=self.address,
                 expected="the token with which the cluster was started",
-                do=f"bring it into {describe_token_source()}",
+                do=f"store the token in {describe_token_source()}",
             ) from None
         except (ConnectionError, RequestException):
             raise RunError(
                 "no Ray cluster answers",
                 where=self.address,
-                expected="the address of a dashboard",
-                do="forward its port (`ray dashboard cluster.yaml`, `kubectl port-forward`), or start a "
-                "cluster here: `raytrec head`",
+                expected="the address of a Ray dashboard",
+                do="forward the dashboard's port (`ray dashboard cluster.yaml`, `kubectl port-forward`), or "
+                "start a local cluster: `raytrec head`",
             ) from None
         except RuntimeError as error:
             raise RunError(f"Ray reports: {_shorten_traceback(str(error))}", where=self.address) from None
@@ -194,13 +194,13 @@ def _check_no_secrets(command: str, runtime_env: dict[str, Any]) -> None:
     Raises:
         ConfigError: A part contains a secret.
     """
-    shown = {"the command": command, **runtime_env.get("env_vars", {})}
-    if found := [name for name, value in shown.items() if hide(value) != value]:
+    texts = {"the command": command, **runtime_env.get("env_vars", {})}
+    if names := [name for name, value in texts.items() if hide(value) != value]:
         raise ConfigError(
-            f"a password in {', '.join(found)} would stand on the cluster's dashboard",
+            f"the cluster's dashboard would show the password in {', '.join(names)}",
             where=hide(command),
             expected="addresses without user and password, settings without secrets",
-            do="let the nodes' environment have them: roles, ~/.aws/credentials, MLFLOW_TRACKING_…",
+            do="set credentials in the nodes' environment: roles, ~/.aws/credentials, MLFLOW_TRACKING_…",
         )
 
 

@@ -57,12 +57,12 @@ class TerminalDisplay:
     """Output of new lines of the run's log to stderr."""
 
     def __init__(self) -> None:
-        self._shown = 0
+        self._printed = 0
 
     def __call__(self, run: Run) -> None:
         """Print the new lines of the run's log."""
-        print("".join(run.log[self._shown :]), end="", file=sys.stderr, flush=True)
-        self._shown = len(run.log)
+        print("".join(run.log[self._printed :]), end="", file=sys.stderr, flush=True)
+        self._printed = len(run.log)
 
 
 class Pictures(dict):
@@ -99,8 +99,8 @@ class Page:
 
 def render_progress(name: str, run: Run) -> str:
     """Return a progress bar and a line of figures as HTML; after the end of the run, its result."""
-    known = run.known()
-    share = 100 * known["step"] / known["total"] if known["total"] else 0
+    progress = run.known()
+    share = 100 * progress["step"] / progress["total"] if progress["total"] else 0
     colour = COLOURS.get(run.state, "#0072b2")
     if run.history.result:
         rows = [row for row in format_result(run.history.result).values() if row.brief]
@@ -108,7 +108,7 @@ def render_progress(name: str, run: Run) -> str:
     elif run.error:
         text = f"<pre style='margin:0'>{escape(run.error.what)}</pre>"
     else:
-        text = escape(" · ".join(_describe_progress(run, known)))
+        text = escape(" · ".join(_describe_progress(run, progress)))
     bar = f"height:6px;border-radius:3px;background:{colour};width:{share:.1f}%"
     return (
         "<div style='font:13px system-ui,sans-serif;max-width:560px'>"
@@ -129,15 +129,15 @@ def render_curves(history: History) -> bytes:
     return out.getvalue()
 
 
-def _describe_progress(run: Run, known: dict[str, Any]) -> list[str]:
+def _describe_progress(run: Run, progress: dict[str, Any]) -> list[str]:
     """Return the parts of a line about a run that trains."""
     if not (keys := run.keys(Train)):
-        return ["waiting for the first figures"]
-    speed = f"{known['rows_per_s']:,.0f} rows/s" if known["rows_per_s"] else ""
-    left = lines.remaining(known["eta_s"]) if known["eta_s"] is not None else ""
-    shown = [figure for figure in run.history.recorded_metrics if figure.key in keys and figure.is_directed]
-    figures = [f"{figure.label} {figure.text(known[figure.key])}" for figure in shown]
-    parts = [f"step {known['step']:,} of {known['total'] or '?'}", speed, *figures, left]
+        return ["waiting for the first metrics"]
+    speed = f"{progress['rows_per_s']:,.0f} rows/s" if progress["rows_per_s"] else ""
+    remaining = lines.remaining(progress["eta_s"]) if progress["eta_s"] is not None else ""
+    metrics = [figure for figure in run.history.recorded_metrics if figure.key in keys and figure.is_directed]
+    figures = [f"{figure.label} {figure.text(progress[figure.key])}" for figure in metrics]
+    parts = [f"step {progress['step']:,} of {progress['total'] or '?'}", speed, *figures, remaining]
     return [part for part in parts if part]
 
 

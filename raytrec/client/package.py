@@ -38,37 +38,37 @@ def code(places: list[Path] | tuple = (), taken: tuple[str, ...] = ()) -> Iterat
         ConfigError: A file is missing, cannot be read, or would have the path of another file; or all files
             together are too large.
     """
-    ours = {
+    package_files = {
         Path(package) / path: file
         for package in OURS
         for path, file in _walk_files(Path(find_spec(package).origin).parent, package)
     }
-    wanted: dict[Path, Path] = {}
+    uploads: dict[Path, Path] = {}
     for place in places:
         for path, file in _list_place_files(place):
-            if path in ours and not _is_working_directory(place):
-                raise _make_include_error(place, f"{path} is raytrec's own", "another name")
+            if path in package_files and not _is_working_directory(place):
+                raise _make_include_error(place, f"{path} is a file of raytrec itself", "another name")
             if str(path) in taken and not _is_working_directory(place):
                 raise _make_include_error(
-                    place, f"{path} is the name of the config that goes up", "another name"
+                    place, f"{path} is the name of the uploaded config file", "another name"
                 )
-            if wanted.setdefault(path, file).resolve() != file.resolve():
+            if uploads.setdefault(path, file).resolve() != file.resolve():
                 raise _make_include_error(
-                    place, f"{path} would be there twice: {wanted[path]}, {file}", "one of them"
+                    place, f"{path} is included twice: {uploads[path]}, {file}", "only one of them"
                 )
-            if len(wanted) > MAX_UPLOAD_FILES:
+            if len(uploads) > MAX_UPLOAD_FILES:
                 raise _make_include_error(
-                    place, f"it has more than {MAX_UPLOAD_FILES:,} files", "code and small files"
+                    place, f"the upload has more than {MAX_UPLOAD_FILES:,} files", "code and small files"
                 )
-    wanted |= ours
-    _check_size(wanted)
+    uploads |= package_files
+    _check_size(uploads)
     folder = Path(tempfile.mkdtemp(prefix="raytrec-job-"))  # 0700
     try:
-        for path, file in wanted.items():
+        for path, file in uploads.items():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             where = f"--include {file}"
             with convert_os_errors(
-                "it cannot be copied", ConfigError, where=where, expected="a file to read"
+                "cannot copy the file", ConfigError, where=where, expected="a readable file"
             ):
                 shutil.copy2(file, folder / path)
         yield folder
@@ -86,8 +86,8 @@ def find_user_modules(config: RunConfig) -> list[Path]:
 
     Other modules are installed or missing; the run reports missing ones.
     """
-    named = list_user_code(config.model_dump(by_alias=True, mode="json"))
-    tops = {name.partition(":")[0].partition(".")[0] for name in named}
+    modules = list_user_code(config.model_dump(by_alias=True, mode="json"))
+    tops = {name.partition(":")[0].partition(".")[0] for name in modules}
     places = [place for top in sorted(tops) for place in (Path(top), Path(f"{top}.py"))]
     return [place for place in places if place.exists() and place.stem not in OURS]
 
@@ -95,48 +95,48 @@ def find_user_modules(config: RunConfig) -> list[Path]:
 def _list_place_files(place: Path) -> Iterator[tuple[Path, Path]]:
     """Yield (path in the package, file) for each file of a place."""
     try:
-        here = Path.cwd().resolve()
+        working_dir = Path.cwd().resolve()
         # The place's own name is kept even if it is a link; links in the folders above it are resolved.
-        named = place.name not in ("", ".", "..")
-        whole = place.absolute().parent.resolve() / place.name if named else place.resolve()
-        if not whole.exists():
+        has_name = place.name not in ("", ".", "..")
+        source = place.absolute().parent.resolve() / place.name if has_name else place.resolve()
+        if not source.exists():
             raise _make_include_error(
-                place, "there is no such file or folder", "a file or folder of this machine"
+                place, "there is no such file or folder", "a file or folder on this machine"
             )
-        top = whole.relative_to(here) if whole.is_relative_to(here) else Path(whole.name)
-        if here.is_relative_to(whole) and here != whole:
-            raise _make_include_error(place, "the working directory is in it", "what the job needs of it")
-        for path, file in _walk_files(whole, str(place)):
+        top = source.relative_to(working_dir) if source.is_relative_to(working_dir) else Path(source.name)
+        if working_dir.is_relative_to(source) and working_dir != source:
+            raise _make_include_error(place, "the folder contains the working directory", "the needed files")
+        for path, file in _walk_files(source, str(place)):
             yield top / path, file
     except (OSError, RuntimeError, ValueError) as error:  # a circle of links, or an invalid name
-        raise _make_include_error(place, f"it cannot be read: {error}", "a file or folder") from None
+        raise _make_include_error(place, f"cannot read the path: {error}", "a readable path") from None
 
 
-def _walk_files(whole: Path, named: str) -> Iterator[tuple[Path, Path]]:
+def _walk_files(source: Path, label: str) -> Iterator[tuple[Path, Path]]:
     """Yield (relative path, file) for each file below a folder, or for the file itself; follow links."""
-    if not whole.is_dir():
-        if not whole.is_file():
-            raise _make_include_error(Path(named), "it is neither a file nor a folder", "files and folders")
-        yield Path(), whole
+    if not source.is_dir():
+        if not source.is_file():
+            raise _make_include_error(Path(label), "the path is not a file or folder", "a file or folder")
+        yield Path(), source
         return
-    above: dict[str, tuple[str, ...]] = {str(whole): (os.path.realpath(whole),)}
-    for folder, names, files in os.walk(whole, followlinks=True):
+    parents: dict[str, tuple[str, ...]] = {str(source): (os.path.realpath(source),)}
+    for folder, names, files in os.walk(source, followlinks=True):
         skipped = LEFT_OUT(folder, [*names, *files])
         names[:] = sorted(set(names) - skipped)
         for name in names:
             path = os.path.join(folder, name)
             real = os.path.realpath(path)
-            if real in above[folder]:
+            if real in parents[folder]:
                 raise _make_include_error(
-                    Path(named), f"{path} leads back to a folder above it", "no circles of links"
+                    Path(label), f"{path} is a link to one of its parent folders", "links without cycles"
                 )
-            above[path] = (*above[folder], real)
+            parents[path] = (*parents[folder], real)
         for name in sorted(set(files) - skipped):
             file = Path(folder, name)
             if not file.is_file():
-                what = "is a link to nothing" if file.is_symlink() else "is not a file"
-                raise _make_include_error(Path(named), f"{file} {what}", "files and folders")
-            yield file.relative_to(whole), file
+                what = "is a broken symbolic link" if file.is_symlink() else "is not a regular file"
+                raise _make_include_error(Path(label), f"{file} {what}", "regular files and folders")
+            yield file.relative_to(source), file
 
 
 def _is_working_directory(place: Path) -> bool:
@@ -156,8 +156,8 @@ def _check_size(files: dict[Path, Path]) -> None:
     if (total := sum(sizes.values())) > LARGEST_BYTES:
         largest = max(sizes, key=sizes.get)
         raise ConfigError(
-            f"the upload of the job has {total >> 20} MiB",
+            f"the upload of the job is too large: {total >> 20} MiB",
             where=f"the largest file is {largest}, {sizes[largest] >> 20} MiB",
             expected=f"at most {LARGEST_BYTES >> 20} MiB: code and small files",
-            do="put data where the cluster's nodes reach them, and name that place in the config",
+            do="store data where all nodes of the cluster can read it, and set that path in the config",
         )

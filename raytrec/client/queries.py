@@ -37,7 +37,7 @@ STATES = {"FINISHED": "finished", "STOPPED": "stopped", "FAILED": "failed"}
 
 def runs() -> list[dict[str, Any]]:
     """Return the runs in RAYTREC_ROOT/runs, newest first: name, folder, state, unix_s (start time)."""
-    found = [
+    entries = [
         {
             "name": folder.name,
             "folder": str(folder),
@@ -47,7 +47,7 @@ def runs() -> list[dict[str, Any]]:
         for folder in Path(absolute(RUNS_FOLDER)).glob("*")
         if _is_run(folder)
     ]
-    return sorted(found, key=lambda run: run["unix_s"], reverse=True)
+    return sorted(entries, key=lambda run: run["unix_s"], reverse=True)
 
 
 def news(run: str, since: dict[str, int]) -> dict[str, Any]:
@@ -85,19 +85,19 @@ def file(run: str, name: str) -> bytes:
         RunError: The name is not one of FILES; or the file is missing or too large.
     """
     if name not in FILES:
-        raise RunError(f"'{name}' is not a file that can be read", expected=", ".join(FILES))
+        raise RunError(f"'{name}' is not a readable file of a run", expected=", ".join(FILES))
     return _read_run_file(run_folder(run) / name)
 
 
 def pictures(run: str) -> dict[str, bytes]:
     """Return the pictures of a run's report: name → PNG. The first request draws them."""
     folder = run_folder(run)
-    if not (found := _list_png_files(folder)) and (folder / "report.html").is_file():
+    if not (png_files := _list_png_files(folder)) and (folder / "report.html").is_file():
         from raytrec.report.report import pictures as draw
 
         draw(folder)
-        found = _list_png_files(folder)
-    return {path.stem: _read_run_file(path) for path in found}
+        png_files = _list_png_files(folder)
+    return {path.stem: _read_run_file(path) for path in png_files}
 
 
 def _list_png_files(folder: Path) -> list[Path]:
@@ -113,7 +113,7 @@ def stop(run: str) -> None:
     folder = run_folder(run)
     note = read_driver_record(folder)
     if _state(folder) != "running":
-        raise RunError(f"the run is not running: it is {_state(folder)}", where=str(folder))
+        raise RunError(f"the run is not running: its state is {_state(folder)}", where=str(folder))
     if is_alive(note):
         return ask_to_stop(note)
     import ray
@@ -149,7 +149,7 @@ def run_folder(run: str) -> Path:
         raise RunError(
             f"there is no run '{run}'{hint(run, names)}",
             where=absolute(RUNS_FOLDER),
-            expected=", ".join(names[:10]) or "the name or folder of a run; there is none yet",
+            expected=", ".join(names[:10]) or "the name or folder of a run; no runs exist yet",
         )
     return folder
 
@@ -200,12 +200,12 @@ def _new_lines(path: Path, since: int) -> bytes:
 
 def _read_run_file(path: Path) -> bytes:
     if path.is_symlink():
-        raise RunError(f"{path.name} is a link to something else", where=str(path))
+        raise RunError(f"{path.name} is a symbolic link, which is not followed", where=str(path))
     with convert_os_errors(f"cannot read {path.name}", where=str(path)):
         try:
             return read_bytes(path, MOST_BYTES)
         except FileNotFoundError:
-            raise RunError(f"the run has no {path.name} (yet)", where=str(path.parent)) from None
+            raise RunError(f"the run has not written {path.name} yet", where=str(path.parent)) from None
 
 
 class Driver:

@@ -217,13 +217,13 @@ class Connection:
             with self.used():
                 return ray.get(reference, timeout=timeout)
         except GetTimeoutError:
-            raise RunError(f"the cluster has not answered for {timeout} s", where=self.address) from None
+            raise RunError(f"the cluster did not answer within {timeout} s", where=self.address) from None
         except ConnectionError as error:
             raise RunError(
-                f"the connection to the cluster is lost: {first_line(error)}",
+                f"lost the connection to the cluster: {first_line(error)}",
                 where=self.address,
-                do="connect again: Cluster(ADDRESS); what was started here has ended, and resumes from "
-                "its last checkpoint when it is started again",
+                do="reconnect with Cluster(ADDRESS), and start the runs of this connection again: they have "
+                "ended, and resume from their last checkpoints",
             ) from None
         except RayError as error:
             cause = get_root_cause(error)
@@ -244,7 +244,7 @@ def _connect(address: str, folder: Path) -> Any:
     """
     import ray
 
-    for again in (True, True, False):
+    for may_retry in (True, True, False):
         try:
             return ray.init(
                 address,
@@ -255,7 +255,7 @@ def _connect(address: str, folder: Path) -> Any:
                 runtime_env={"working_dir": str(folder)},
             )
         except Exception as error:
-            if not (again and CLIENT_NOT_STARTED_TEXT in str(error)):
+            if not (may_retry and CLIENT_NOT_STARTED_TEXT in str(error)):
                 raise _explain_connect_error(address, error) from None
 
 
@@ -269,19 +269,19 @@ def _explain_connect_error(address: str, error: Exception) -> RunError:
     check_version_mismatch(
         text,
         where=address,
-        expected="the same Python, X.Y, on both sides: with ray:// they exchange code",
-        do="use that Python here; or the job API, Cluster('http://HOST:8265'), which takes any",
+        expected="the same Python version, X.Y, on both sides, because ray:// exchanges code",
+        do="use that Python version here, or the job API, Cluster('http://HOST:8265'), with any version",
     )
     if CLIENT_REJECTED_TEXT in text:
         return RunError(
-            f"the cluster does not take this connection: {last_line(text, '')}",
+            f"the cluster rejected the connection: {last_line(text, '')}",
             where=address,
-            expected=f"Ray {RAY} on the cluster, as here, and room for one more process on its head",
-            do="look at ray_client_server*.err among the logs of the head",
+            expected=f"Ray {RAY} on the cluster, as here, and capacity for one more process on the head node",
+            do="check ray_client_server*.err in the logs of the head node",
         )
     return RunError(
-        f"cannot connect: {first_line(error)}",
+        f"cannot connect to the cluster: {first_line(error)}",
         where=address,
-        expected="the address of Ray client, such as ray://127.0.0.1:10001, and the cluster's token",
-        do="forward its port (`ray attach -p 10001 cluster.yaml`, `kubectl port-forward`)",
+        expected="a Ray client address such as ray://127.0.0.1:10001, and the cluster's token",
+        do="forward the Ray client port (`ray attach -p 10001 cluster.yaml`, `kubectl port-forward`)",
     )

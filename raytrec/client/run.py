@@ -38,14 +38,14 @@ class Cluster:
 
     def __init__(self, address: str):
         if address.startswith("ray://"):
-            from raytrec.client.ray_client import RayClient as Way
+            from raytrec.client.ray_client import RayClient as Backend
         elif address.startswith(("http://", "https://")):
-            from raytrec.client.job_run import JobApi as Way  # type: ignore[assignment]
+            from raytrec.client.job_run import JobApi as Backend  # type: ignore[assignment]
         else:
-            what = f"'{address}' is not the address of a cluster"
+            what = f"'{address}' is not a cluster address"
             raise ConfigError(what, expected="ray://HOST:10001 (Ray client), or http://HOST:8265 (job API)")
         logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)  # it asks for ipywidgets
-        self.address, self._way = address, Way(address)
+        self.address, self._backend = address, Backend(address)
 
     def train(
         self, source: Source, overrides: Overrides | None = None, include: list[str | Path] | tuple = ()
@@ -59,22 +59,22 @@ class Cluster:
             overrides: `section.key=value` strings, or a mapping such as {"train.epochs": 3}.
             include: Additional files and folders that the run needs.
         """
-        return self._way.train(source, to_override_texts(overrides), tuple(map(Path, include)))
+        return self._backend.train(source, to_override_texts(overrides), tuple(map(Path, include)))
 
     def run(self, run: str | Path) -> Run:
         """Return a run by its name in RAYTREC_ROOT/runs or its folder; over http://, by the id of its job."""
-        return self._way.run(str(run))
+        return self._backend.run(str(run))
 
     def runs(self) -> list[dict[str, Any]]:
         """Return the runs in RAYTREC_ROOT/runs, newest first: name, folder, state, unix_s (start time).
 
         Over http://, return the jobs of the cluster: name is the job id, and folder is None.
         """
-        return self._way.runs()
+        return self._backend.runs()
 
     def close(self) -> None:
         """End the connection; with ray://, also the runs that it has started."""
-        self._way.close()
+        self._backend.close()
 
     def __repr__(self) -> str:
         return f"<Cluster {self.address}>"
@@ -134,11 +134,11 @@ class Run:
     def known(self) -> dict[str, Any]:
         """Return the same values as `progress` from data that has already been read."""
         trained = self.history.figures(Train)
-        last = trained[-1].figures if trained else {}
+        latest = trained[-1].figures if trained else {}
         return {
             "step": self.history.step,
             "total": self.history.total_steps or None,
-            **{name: last.get(name) for name in ("rows_per_s", *self.keys(Train))},
+            **{name: latest.get(name) for name in ("rows_per_s", *self.keys(Train))},
             "state": self.state,
             "eta_s": self._remaining_s(),
         }
@@ -163,11 +163,11 @@ class Run:
 
     def logs(self) -> Iterator[str]:
         """Yield the lines of the run's log, from its beginning until the run ends."""
-        seen = 0
+        line_count = 0
         while True:
             ended = self._poll() in ENDED
-            yield from self.log[seen:]
-            seen = len(self.log)
+            yield from self.log[line_count:]
+            line_count = len(self.log)
             if ended:
                 return
             sleep(self.poll_s)
@@ -185,7 +185,7 @@ class Run:
                 sleep(self.poll_s)
             show(self)
         except KeyboardInterrupt:
-            print("detached; the run continues: run.watch(), or run.stop()")
+            print("detached; the run continues. Call run.watch() to reattach, or run.stop() to stop the run")
             return None
         return self._outcome()
 
@@ -202,7 +202,7 @@ class Run:
         while self._poll() not in ENDED:
             if timeout is not None and monotonic() - began > timeout:
                 what = f"the run is still running after {timeout} s"
-                raise RunError(what, where=self.job or self.name, do="wait longer")
+                raise RunError(what, where=self.job or self.name, do="wait again, or pass a larger timeout")
             sleep(self.poll_s)
         return self._outcome()
 
@@ -292,7 +292,7 @@ class Run:
             return self.history.result
         if self.state == "failed" and self.error:
             raise self.error
-        do = "train the same config again: it resumes from its last checkpoint"
+        do = "train the same config again to resume from the last checkpoint"
         what = {
             "stopped": "the run was stopped; its state is saved",
             "interrupted": "the run was interrupted: its driver exited without reporting an error",

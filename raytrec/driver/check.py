@@ -56,7 +56,7 @@ class CheckResult:
     @property
     def metrics(self) -> dict[str, Any]:
         """Figures by name; check.NAME.error and check.NAME.absolute are the largest errors of each check."""
-        out = {
+        figures = {
             "passed": self.passed,
             "comparisons": len(self.findings),
             "failed": sum(not finding["passed"] for finding in self.findings),
@@ -65,17 +65,17 @@ class CheckResult:
             "mlflow_run_id": self.mlflow_run_id,
         }
         for check, worst in self.worst.items():
-            out |= {f"check.{check}.error": worst["error"], f"check.{check}.absolute": worst["absolute"]}
-        return out
+            figures |= {f"check.{check}.error": worst["error"], f"check.{check}.absolute": worst["absolute"]}
+        return figures
 
     @property
     def worst(self) -> dict[str, dict[str, Any]]:
         """Comparison with the largest error of each check; an error that is not a number is the largest."""
         groups = {c: [f for f in self.findings if f["check"] == c] for c in CHECK_LABELS}
         return {
-            check: max(found, key=lambda f: float("inf") if f["error"] is None else f["error"])
-            for check, found in groups.items()
-            if found
+            check: max(findings, key=lambda f: float("inf") if f["error"] is None else f["error"])
+            for check, findings in groups.items()
+            if findings
         }
 
 
@@ -116,17 +116,17 @@ def check(source: str | Path | dict | RunConfig, overrides: Overrides | None = N
                 precisions |= {f"plan.qcomms.{name}": value for name, value in config.plan.qcomms}
                 for setting, precision in precisions.items():
                     if precision != "fp32":
-                        console.note(f"checked in fp32: rounding by {setting}={precision} would hide errors")
-                found = run_group(check_worker, config, schema, {}, "", Watch(console))
+                        console.note(f"checking in fp32, because {setting}={precision} would hide errors")
+                comparison = run_group(check_worker, config, schema, {}, "", Watch(console))
             result = CheckResult(
                 config.run.name,
                 path=folder,
                 seconds=round(perf_counter() - began, 3),
                 mlflow_run_id=delivery.run_id if delivery else None,
-                next_steps=[f"look at it   mlflow ui --backend-store-uri {short(delivery.uri)}"]
+                next_steps=[f"MLflow       mlflow ui --backend-store-uri {short(delivery.uri)}"]
                 if delivery
                 else [],
-                **found,
+                **comparison,
             )
             write_json(
                 folder / CHECK_RESULT, result.metrics | {"plan": result.plan, "findings": result.findings}
@@ -160,14 +160,14 @@ def print_check(result: CheckResult) -> None:
     for column in ("check", "compared", "max abs error", "relative", "limit", "result"):
         table.add_column(column, justify="left" if column in ("check", "result") else "right")
     for check, worst in result.worst.items():
-        found = [f for f in result.findings if f["check"] == check]
+        findings = [f for f in result.findings if f["check"] == check]
         table.add_row(
             CHECK_LABELS[check],
-            str(len(found)),
+            str(len(findings)),
             _format_error(worst["absolute"]),
             _format_error(worst["error"]),
             f"{worst['limit']:.0e}",
-            Text("pass", "green") if all(f["passed"] for f in found) else Text("FAIL", "red"),
+            Text("pass", "green") if all(f["passed"] for f in findings) else Text("FAIL", "red"),
         )
     console.print(table)
     for f in result.findings:

@@ -98,7 +98,7 @@ class RunConsole:
         elif event == "waiting":
             self.warn(cause)
         elif event == "asked":
-            self.note(f"{reason}: saving")
+            self.note(f"{reason}: saving a checkpoint")
         elif event == ENDED_EARLY:
             self.note(f"training ends early: {reason}")
         elif event == PROFILED:
@@ -112,11 +112,11 @@ class RunConsole:
     def saved(self, step: int, error: str | None, **_: Any) -> None:
         """Show that a checkpoint has been written; a failed save has its own warning."""
         if not error:
-            self._plain(f"step {step}: saved", always=False)
+            self._plain(f"step {step}: checkpoint saved", always=False)
 
     def stopped(self, step: int) -> None:
         """Show that the run was saved and stopped at a step."""
-        self.note(f"stopped at step {step}, saved")
+        self.note(f"stopped at step {step}, checkpoint saved")
 
     def note(self, text: str) -> None:
         """Print a line that stays on the terminal."""
@@ -133,9 +133,9 @@ class RunConsole:
         figures = lines.named((each for each in self._figures if each.sums and each.is_directed), values)
         text = lines.progress(step, self._total, rows_per_s, figures)
         self._progress.update(self._task, completed=step, figures=text)
-        left = self._estimate_remaining_s(step)
-        full = text if left is None else f"{text}  {lines.remaining(left)}"
-        if self._plain(full, always=step == self._total):
+        remaining_s = self._estimate_remaining_s(step)
+        line = text if remaining_s is None else f"{text}  {lines.remaining(remaining_s)}"
+        if self._plain(line, always=step == self._total):
             self._write_message("train", {"step": step, "rows_per_s": rows_per_s, **values})
 
     def eval(self, step: int, curves: Any = None, slices: Any = None, **values: Any) -> None:

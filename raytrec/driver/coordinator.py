@@ -42,7 +42,7 @@ GPU_PHASE_TEXTS = {
     "optimizer": "in the optimizer",
     "other": "",
 }
-COORDINATOR_LOST = "the run's coordinator, an actor on the driver's node, ended"
+COORDINATOR_LOST = "the run's coordinator, an actor on the driver's node, has ended"
 # Phases with their own timeout (launch.PHASE_TIMEOUT_S): they may take long, and end or fail by themselves.
 SLOW_PHASES = PHASES.keys() - {"step"}
 
@@ -100,7 +100,7 @@ class Coordinator:
         self._members: dict[int, RankState] = {}
         self._attempt, self._attempts, self._command = "", 0, Command.GO
         self._cause = COORDINATOR_LOST if again() else ""
-        self._look: asyncio.Task | None = None
+        self._watcher: asyncio.Task | None = None
         self._beat_s = HEARTBEAT_INTERVAL_S
 
     # Messages: put by ranks and policies, read by the driver.
@@ -111,13 +111,13 @@ class Coordinator:
 
     async def get(self, timeout: float) -> list[Message]:
         """Return all queued messages; wait for the first one at most `timeout` seconds."""
-        out = []
+        messages = []
         if timeout and self._messages.empty():
             with suppress(TimeoutError):
-                out.append(await asyncio.wait_for(self._messages.get(), timeout))
+                messages.append(await asyncio.wait_for(self._messages.get(), timeout))
         while not self._messages.empty():
-            out.append(self._messages.get_nowait())
-        return [message for message in out if message is not None]
+            messages.append(self._messages.get_nowait())
+        return [message for message in messages if message is not None]
 
     def release(self) -> None:
         """End a wait in `get`."""
@@ -140,8 +140,8 @@ class Coordinator:
             RankState(rank, pid, node, node_id),
             compute_heartbeat_interval(world),
         )
-        if self._look is None:
-            self._look = asyncio.get_running_loop().create_task(self._watch_ranks())
+        if self._watcher is None:
+            self._watcher = asyncio.get_running_loop().create_task(self._watch_ranks())
         return self._attempts - 1
 
     async def beat(
@@ -243,24 +243,24 @@ class Coordinator:
         now, members = monotonic(), list(self._members.values())
         idle = now - max(m.last_progress_at for m in members)
         culprit = self._find_silent_rank(self._heartbeat_timeout_s) or min(members, key=lambda m: m.behind)
-        patient = culprit.phase in SLOW_PHASES and now - culprit.last_heartbeat_at < self._heartbeat_timeout_s
-        if idle < (self._patience_s if patient else self._hang_s):
+        is_slow = culprit.phase in SLOW_PHASES and now - culprit.last_heartbeat_at < self._heartbeat_timeout_s
+        if idle < (self._patience_s if is_slow else self._hang_s):
             return None
         others = [m for m in members if m is not culprit]
         if now - culprit.last_heartbeat_at > self._heartbeat_timeout_s:
-            what = f"{culprit} hangs: no heartbeat for {now - culprit.last_heartbeat_at:.0f} s"
+            finding = f"{culprit} hangs: no heartbeat for {now - culprit.last_heartbeat_at:.0f} s"
         elif culprit.unfinished:
             alone = not others or len({m.unfinished for m in members}) > 1
-            (step, phase), whose = culprit.unfinished, "its GPU has" if alone else "all GPUs have"
+            (step, phase), whose = culprit.unfinished, "its GPU has not" if alone else "no GPU has"
             at = f"step {step}" + (f" ({GPU_PHASE_TEXTS[phase]})" if GPU_PHASE_TEXTS.get(phase) else "")
-            what = f"{culprit} has made no progress for {idle:.0f} s: {whose} not finished {at},"
+            finding = f"{culprit} has made no progress for {idle:.0f} s: {whose} finished {at}; the rank is"
         elif culprit.waiting and len({m.ticks for m in members}) == 1:
-            what = f"all ranks wait for one another for {idle:.0f} s; {culprit}"
+            finding = f"all ranks have waited for each other for {idle:.0f} s; {culprit} is"
         else:
-            what = f"{culprit} has made no progress for {idle:.0f} s"
+            finding = f"{culprit} has made no progress for {idle:.0f} s"
         where = f", {PHASES[culprit.phase]}" + (f" ({culprit.where})" if culprit.where else "")
         waiting = f"; rank {others[0].rank} waits at {others[0].where}" if others and others[0].where else ""
-        return f"{what} at step {culprit.step}{where}{waiting}"
+        return f"{finding} at step {culprit.step}{where}{waiting}"
 
     def _kill_silent_ranks(self) -> None:
         """Kill the processes without heartbeats by tasks on their nodes: they do not receive commands."""
@@ -283,8 +283,8 @@ def start_coordinator(hang_timeout_s: float, patience_s: float) -> Any:
     """Start the Coordinator actor on this node; it ends with the driver, and Ray restarts it if it dies."""
     import ray
 
-    here = pin_to_node(ray.get_runtime_context().get_node_id())
-    actor = ray.remote(Coordinator).options(max_concurrency=1000, max_restarts=-1, **here)
+    placement = pin_to_node(ray.get_runtime_context().get_node_id())
+    actor = ray.remote(Coordinator).options(max_concurrency=1000, max_restarts=-1, **placement)
     return actor.remote(hang_timeout_s, patience_s, _is_restarted_actor)
 
 

@@ -44,7 +44,7 @@ def select_tower_schema(config: RunConfig, schema: Schema, tower: TowerName, whe
     """
     if not config.model.retrieves:
         raise ConfigError(
-            f"model.name={config.model.name} gives no vectors of query and item",
+            f"model.name={config.model.name} does not produce query and item vectors",
             where=where,
             expected="a model with a query and an item tower, such as two_tower (docs/retrieval.md)",
         )
@@ -96,10 +96,10 @@ def to_example_schema(schema: Schema, places: str | list[str]) -> Schema:
         path = find_column(arrow, schema.column_of(name) if name in schema.sparse else name)
         if path and is_list(plain(type_at(arrow, path))):
             raise DataError(
-                f"'{name}' has a list of candidates",
+                f"'{name}' contains lists of candidates",
                 where=name_of(places),
-                expected="a row for each candidate, where scores and vectors are made of them",
-                do="write such rows (schema.yaml, candidates, is only for training), and name them: --data",
+                expected="one row for each candidate, as scores and vectors are computed row by row",
+                do="pass one row per candidate with --data; candidates in schema.yaml are for training only",
             )
     return schema.model_copy(update={"candidates": []})
 
@@ -142,10 +142,10 @@ def check_lookup_l2(config: RunConfig, schema: Schema, datasets: Mapping[str, Da
     for feature in config.model.l2_factors(schema):
         if feature not in by_id and any(feature in dataset.form.lists for dataset in datasets.values()):
             raise ConfigError(
-                f"{feature} has lists of ids, whose vectors are summed before the model gets them",
+                f"{feature} contains lists of ids, whose vectors are summed before they reach the model",
                 where="model.lookup_l2",
-                expected="tables of features with one id a row, or of sequences that are read id by id",
-                do="name the other tables: model.lookup_l2={TABLE: …}, or take weight_decay for this one",
+                expected="tables of features with one id per row, or of sequences that are read id by id",
+                do="set model.lookup_l2={TABLE: …} for other tables only, or use weight_decay for this table",
             )
 
 
@@ -158,14 +158,14 @@ def check_sample_counts(config: RunConfig, schema: Schema, train: Dataset) -> No
     sequences = resolve_features(schema, config.model).sequences
     rows = max(1, min(config.data.global_batch_size, train.rows))
     for feature, count in train.form.full_vocabulary_features.items():
-        of_row, most = -(-count // rows), sequences.get(feature, 1)
-        if of_row > most:
+        per_row, read_ids = -(-count // rows), sequences.get(feature, 1)
+        if per_row > read_ids:
             raise ConfigError(
-                f"{count:,} ids shared out among the {rows:,} rows of a global batch are "
-                f"{of_row} a row, and the model reads {most} of {feature}",
+                f"{count:,} ids split among the {rows:,} rows of a global batch are {per_row} per row, "
+                f"but the model reads only {read_ids} of {feature}",
                 where=f"model.max_negatives, data.transforms, do: sample, column: {feature}",
-                expected=f"at least {of_row}",
-                do=f"set model.max_negatives={of_row}, or a larger data.global_batch_size",
+                expected=f"at least {per_row}",
+                do=f"set model.max_negatives={per_row}, or a larger data.global_batch_size",
             )
 
 
@@ -194,7 +194,7 @@ def open_data(config: RunConfig) -> tuple[Schema, dict[str, Dataset]]:
     rows = datasets["train"].rows
     if config.data.drop_last and rows < config.data.global_batch_size:
         raise DataError(
-            f"data.train has {rows:,} rows, fewer than one global batch, and data.drop_last leaves those out",
+            f"data.train has {rows:,} rows, fewer than one global batch, and data.drop_last drops them",
             where=f"{datasets['train'].uri}, data.global_batch_size={config.data.global_batch_size}",
             expected=f"at least {config.data.global_batch_size:,} rows, or data.drop_last=false",
             do=f"set data.drop_last=false, or lower data.global_batch_size to {rows} or less",
@@ -211,9 +211,9 @@ def hold_out(train: Dataset, share: float | Literal["auto"]) -> dict[str, Datase
         train: Training data.
         share: Share of rows to hold out (data.holdout).
     """
-    most = max(10, -(-train.rows // MAX_HOLDOUT_ROWS))
-    kept, held = train.hold_out(most if share == "auto" else round(1 / share))
-    return {"train": kept} | ({"valid": held} if held else {})
+    every = max(10, -(-train.rows // MAX_HOLDOUT_ROWS))
+    remaining, held_out = train.hold_out(every if share == "auto" else round(1 / share))
+    return {"train": remaining} | ({"valid": held_out} if held_out else {})
 
 
 def open_dataset(
@@ -260,10 +260,10 @@ def check_usable_rows(dataset: Dataset, *, to_train: bool = False) -> None:
     if empty and (to_train or len(empty) == len(dataset.form.plan.tasks)):
         task, why = next(iter(empty.items()))
         raise DataError(
-            f"no row counts in task {task}: {why}",
+            f"no row can be used for task {task}: {why}",
             where=f"tasks, {dataset.uri}",
-            expected="rows that it can learn from" if to_train else "rows that a metric can be computed of",
-            do="correct the task's label, mask or sample_weight, or the data; or leave the task out",
+            expected="rows that the task learns from" if to_train else "rows that a metric can use",
+            do="correct the task's label, mask or sample_weight, or the data; or remove the task",
         )
 
 

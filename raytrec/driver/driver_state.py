@@ -78,8 +78,8 @@ def record_driver(folder: Path) -> Iterator[float]:
     except BaseException as error:
         note["status"] = "STOPPED" if isinstance(error, STOP_EXCEPTIONS) else "FAILED"
         if note["status"] == "FAILED":
-            other: ErrorParts = {"what": f"{type(error).__name__}: {error}"}
-            note["error"] = error.parts if isinstance(error, RaytrecError) else other
+            parts: ErrorParts = {"what": f"{type(error).__name__}: {error}"}
+            note["error"] = error.parts if isinstance(error, RaytrecError) else parts
         raise
     else:
         note["status"] = "FINISHED"
@@ -102,8 +102,8 @@ def _sum_driver_seconds(folder: Path) -> float:
     seconds, begin = number_or_zero(note.get("seconds")), number_or_zero(note.get("unix_s"))
     if note.get("status") != "RUNNING":
         return seconds
-    last = [message for name in (METRICS, EVENTS) for message in deque(read_messages(folder, name), 1)]
-    return seconds + max([0.0, *((message.unix_s or 0.0) - begin for message in last)])
+    messages = [message for name in (METRICS, EVENTS) for message in deque(read_messages(folder, name), 1)]
+    return seconds + max([0.0, *((message.unix_s or 0.0) - begin for message in messages)])
 
 
 def is_alive(note: DriverRecord) -> bool | None:
@@ -121,7 +121,7 @@ def ask_to_stop(note: DriverRecord) -> None:
         RunError: The process has ended.
     """
     if not is_alive(note):
-        raise RunError("the run is not running (no driver process)", expected="a run that is running")
+        raise RunError("the run is not running (no driver process)", expected="a run in progress")
     os.kill(note["pid"], signal.SIGTERM)
 
 
@@ -150,17 +150,17 @@ def _tee_stderr(path: Path) -> Iterator[None]:
     if sys.stderr is None or sys.stderr.isatty():
         yield
         return
-    before = sys.stderr
+    stderr = sys.stderr
     try:
         file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
     except OSError:  # a full disk, which the run itself reports
         yield
         return
-    sys.stderr = _TeeStream(before, file)
+    sys.stderr = _TeeStream(stderr, file)
     try:
         yield
     finally:
-        sys.stderr = before
+        sys.stderr = stderr
         with suppress(OSError):  # text that a full disk has not taken
             file.close()
 
@@ -206,7 +206,7 @@ def hold_run_lock(folder: Path, patience_s: float, report: Callable[[str], None]
 
 
 def _acquire_lock(file, folder: Path, patience_s: float, report: Callable[[str], None]) -> None:
-    deadline, told = monotonic() + patience_s, False
+    deadline, is_reported = monotonic() + patience_s, False
     while True:
         try:
             lock(file)
@@ -216,12 +216,12 @@ def _acquire_lock(file, folder: Path, patience_s: float, report: Callable[[str],
             holder = "process {pid} on {host}".format(**note) if "pid" in note else "another process"
         if monotonic() > deadline:
             raise RunError(
-                "this run is being trained already",
+                "this run is already being trained",
                 where=f"{folder}, by {holder}",
                 expected="one driver at a time",
-                do="wait for it, stop it, or begin another run with run.name=NAME",
+                do="wait for the other driver, stop it, or start another run with run.name=NAME",
             )
-        if not told:
-            report(f"waiting for {holder} to let go of {folder}")
-            told = True
+        if not is_reported:
+            report(f"waiting for {holder} to release {folder}")
+            is_reported = True
         sleep(0.5)

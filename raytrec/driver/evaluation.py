@@ -81,17 +81,17 @@ def load_evaluation_config(
         ConfigError, SchemaError: An override is invalid, or would change the model.
     """
     of_tables = [override for override in overrides if override.startswith("tables.")]
-    others = [override for override in overrides if override not in of_tables]
-    for override in others:
+    of_sections = [override for override in overrides if override not in of_tables]
+    for override in of_sections:
         if get_section_name(override) not in OVERRIDABLE_SECTIONS:
             raise ConfigError(
-                f"'{override}' has no part in an evaluation",
+                f"'{override}' does not apply to an evaluation",
                 where="command line, --set",
-                expected=f"a key of {', '.join(OVERRIDABLE_SECTIONS)}, or tables.NAME.{RULE}: the "
-                "model is fixed",
+                expected=f"a key of {', '.join(OVERRIDABLE_SECTIONS)}, or tables.NAME.{RULE}; the "
+                "model cannot be changed",
             )
     elsewhere = find_checkpoint_origin(folder, about["config"])
-    config = load_config(about["config"], others, elsewhere=elsewhere, allow_code=allow_code)
+    config = load_config(about["config"], of_sections, elsewhere=elsewhere, allow_code=allow_code)
     values = schema_of(about).model_dump()
     for override in of_tables:
         _apply_table_override(values["tables"], override)
@@ -100,21 +100,21 @@ def load_evaluation_config(
 
 def _apply_table_override(tables: dict[str, dict[str, Any]], override: str) -> None:
     key, _, rule = override.partition("=")
-    pattern, _, what = key.removeprefix("tables.").rpartition(".")
-    if what != RULE:
+    pattern, _, setting = key.removeprefix("tables.").rpartition(".")
+    if setting != RULE:
         raise ConfigError(
             f"'{override}' cannot be set for an evaluation",
             where="command line, --set",
-            expected=f"tables.NAME.{RULE}=error, clamp or hash; a table's size is that of the weights",
+            expected=f"tables.NAME.{RULE}=error, clamp or hash; the weights determine the size of a table",
         )
-    found = [table for table in tables if fnmatchcase(table, pattern)]
-    if not found:
+    matches = [table for table in tables if fnmatchcase(table, pattern)]
+    if not matches:
         raise ConfigError(
             f"there is no table '{pattern}'",
             where=f"command line, --set {override}",
             expected=f"one of {', '.join(tables)}, or a pattern such as '*'",
         )
-    for table in found:
+    for table in matches:
         tables[table][RULE] = rule
 
 
@@ -174,7 +174,7 @@ def evaluate(
     config, schema, folder = saved.config, saved.schema, saved.folder
     places = absolute(data) if data else config.data.test or config.data.valid
     if not places:
-        raise ConfigError("there is nothing to evaluate on", where=folder, expected="--data PARQUET")
+        raise ConfigError("there is no data to evaluate", where=folder, expected="--data PARQUET")
     if config.eval.retrieval:
         config.eval.retrieval.items = absolute(config.eval.retrieval.items)
     datasets = {"test": open_dataset(config, schema, places, "--data")}
@@ -214,10 +214,10 @@ def resolve_checkpoint(
     is_step = str(checkpoint).isdecimal()
     if not is_step and checkpoint not in (None, "newest", "best"):
         raise ConfigError(
-            f"--checkpoint is '{checkpoint}'",
+            f"'{checkpoint}' is not a checkpoint of a run",
             where="--checkpoint",
             expected="a step such as 1200, best, or newest",
-            do="or give the folder of a checkpoint in place of the run's",
+            do="pass one of these values, or a checkpoint folder in place of the run folder",
         )
     folder, index = find_step(place, int(checkpoint)) if is_step else find(place)
     config, schema = load_evaluation_config(index["about"], folder, changes, allow_code=allow_code)
@@ -259,18 +259,18 @@ def convert(
     """
     saved = resolve_checkpoint(place, checkpoint, [], allow_code)
     schema, folder, index = saved.schema, saved.folder, saved.index
-    wanted, out = _parse_table_kinds(tables, schema), absolute(out).rstrip("/")
+    kinds, out = _parse_table_kinds(tables, schema), absolute(out).rstrip("/")
     filesystem, index_file = open_filesystem(join_uri(out, INDEX))
     if filesystem.get_file_info(index_file).is_file:
-        expected = "a folder without one"
-        raise ConfigError("there is a checkpoint already", where=f"--out {out}", expected=expected)
+        expected = "a folder without a checkpoint"
+        raise ConfigError("the folder already contains a checkpoint", where=f"--out {out}", expected=expected)
     from raytrec.checkpoint.convert import rewrite_checkpoint
 
     changes = {
-        table: _build_table_change(folder, index, schema, table, kind) for table, kind in wanted.items()
+        table: _build_table_change(folder, index, schema, table, kind) for table, kind in kinds.items()
     }
-    new = {table: change.table for table, change in changes.items()}
-    schema = schema.model_copy(update={"tables": {**schema.tables, **new}})
+    new_tables = {table: change.table for table, change in changes.items()}
+    schema = schema.model_copy(update={"tables": {**schema.tables, **new_tables}})
     about = {**index["about"], "schema": schema.to_yaml()}
     about["ids"] = dict(about.get("ids", {})) | {t: dict(c.about) for t, c in changes.items() if c.about}
     rewrite_checkpoint(folder, index, out, changes, about, saved.config.run.seed)
@@ -279,20 +279,20 @@ def convert(
 
 def _parse_table_kinds(tables: Sequence[str], schema: Schema) -> dict[str, str]:
     """Return the kind of each table from TABLE=KIND texts."""
-    found: dict[str, str] = {}
+    kinds: dict[str, str] = {}
     for text in tables:
         table, equals, kind = text.partition("=")
         if not equals or not (kind in ("managed", "hash") or kind.partition(":")[0] == "resize"):
-            raise ConfigError(f"--table {text}", expected=f"TABLE=KIND, where KIND is {TABLE_KINDS}")
+            raise ConfigError(f"invalid --table {text}", expected=f"TABLE=KIND, where KIND is {TABLE_KINDS}")
         if table not in schema.tables:
             what, where = f"there is no table '{table}'", f"--table {text}"
             raise unknown(what, table, schema.tables, where, kind=SchemaError)
-        if table in found:
+        if table in kinds:
             raise ConfigError(f"--table names {table} twice", expected="one kind for each table")
-        found[table] = kind
-    if not found:
-        raise ConfigError("no table was given", expected=f"--table TABLE=KIND, where KIND is {TABLE_KINDS}")
-    return found
+        kinds[table] = kind
+    if not kinds:
+        raise ConfigError("--table is missing", expected=f"TABLE=KIND, where KIND is {TABLE_KINDS}")
+    return kinds
 
 
 def _build_table_change(folder: str, index: dict, schema: Schema, name: str, kind: str) -> TableConversion:
@@ -305,7 +305,7 @@ def _build_table_change(folder: str, index: dict, schema: Schema, name: str, kin
         return to_hash(name, table)
     rows = kind.partition(":")[2].replace("_", "")
     if not rows.isdecimal() or not 0 < int(rows) < 2**62:
-        raise ConfigError(f"--table {name}={kind}", expected="resize:ROWS, such as resize:100000")
+        raise ConfigError(f"invalid --table {name}={kind}", expected="resize:ROWS, such as resize:100000")
     return resize_table(folder, index, name, table, int(rows))
 
 
@@ -320,9 +320,9 @@ def read_run_schema(place: str | Path) -> Schema:
     lengths = compute_recorded_lengths(RunFolder.read(folder).ranks, config, schema)
     if not lengths:
         raise RunError(
-            "the run has recorded no lookups since its workers began",
+            "the run has not recorded any lookups since its workers started",
             where=str(folder / RANKS),
-            expected="lines of its ranks, one for each tracking.every_steps steps",
-            do="train it for longer, with tracking.every_steps",
+            expected="one line per rank for every tracking.every_steps steps",
+            do="train the run for longer, with tracking.every_steps set",
         )
     return replace_lengths(config, schema, lengths)

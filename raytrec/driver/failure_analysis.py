@@ -91,11 +91,11 @@ def _classify(rank: int, error: BaseException) -> Cause:
     if is_node_loss(inner):
         return Cause(Kind.NODE, rank, "lost its node", cause)
     if is_out_of_memory(inner):
-        return Cause(Kind.DEATH, rank, "was ended by Ray, because its node ran low on memory", cause)
+        return Cause(Kind.DEATH, rank, "was killed by Ray because its node ran low on memory", cause)
     if isinstance(inner, (RayActorError, RaySystemError)):
-        return Cause(Kind.DEATH, rank, "died: its process was ended, or crashed", cause)
-    followed = not _find_line(GPU_ERROR_PHRASES, text) and _find_line(COLLECTIVE_ERROR_PHRASES, text)
-    kind = Kind.CONSEQUENCE if followed else Kind.ERROR
+        return Cause(Kind.DEATH, rank, "died: its process was killed or crashed", cause)
+    is_consequence = not _find_line(GPU_ERROR_PHRASES, text) and _find_line(COLLECTIVE_ERROR_PHRASES, text)
+    kind = Kind.CONSEQUENCE if is_consequence else Kind.ERROR
     return Cause(kind, rank, f"raised {type(cause).__name__}: {extract_main_line(text)}", cause)
 
 
@@ -105,8 +105,8 @@ def extract_main_line(text: str) -> str:
     CUDA errors end with advice, NCCL errors have the event after "Last error:", and torch may append frames
     of C++ to either. For other errors, the last line is returned.
     """
-    said, _, last = text.partition("\nException raised from ")[0].partition("Last error:")
-    lines = [line.strip() for line in (last or said).splitlines() if line.strip()]
+    message, _, detail = text.partition("\nException raised from ")[0].partition("Last error:")
+    lines = [line.strip() for line in (detail or message).splitlines() if line.strip()]
     return _find_line(GPU_ERROR_PHRASES, "\n".join(lines)) or (lines[-1] if lines else "")
 
 
@@ -131,10 +131,10 @@ def write_traceback(error: Exception, config: RunConfig) -> str:
 
     The last lines that a local Ray wrote to stderr are appended, because its logs are removed with it.
     """
-    story, logs = Path(config.run.dir) / "error.txt", find_log_folder()
+    path, logs = Path(config.run.dir) / "error.txt", find_log_folder()
     try:
-        said = read_stderr_tails(logs) if logs else ""
-        story.write_text(hide("".join(traceback.format_exception(error)) + said))
-    except OSError as full:
-        return f"the traceback could not be written to {story}: {full.strerror}"
-    return f"the traceback is in {story}"
+        stderr_tails = read_stderr_tails(logs) if logs else ""
+        path.write_text(hide("".join(traceback.format_exception(error)) + stderr_tails))
+    except OSError as os_error:
+        return f"the traceback could not be written to {path}: {os_error.strerror}"
+    return f"the traceback is in {path}"

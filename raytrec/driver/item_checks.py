@@ -27,8 +27,8 @@ MOST = 0.5  # share of known ids that must match
 def read_columns(dataset: Dataset, group: RowGroup, columns: list[str], rows: int) -> pa.Table:
     """Read columns of the first rows of a row group, after the transforms that make them."""
     transforms = select_needed_transforms(dataset.form.plan.transforms, columns)
-    before, rows = resolve_input_columns(transforms, columns), min(rows, group.rows)
-    table = decode_columns(group.path, group.index, 0, rows, before, dataset.form.folders)
+    inputs, rows = resolve_input_columns(transforms, columns), min(rows, group.rows)
+    table = decode_columns(group.path, group.index, 0, rows, inputs, dataset.form.folders)
     where = f"{group.path}, row group {group.index}"
     return apply_transforms(table, transforms, where, dataset.form.plan.folder)
 
@@ -48,22 +48,22 @@ def check_item_keys(items: Dataset, column: str) -> None:
     """
     if column in items.form.from_folders:
         raise DataError(
-            f"the items' key '{column}' is not a column, but in the names of their folders",
+            f"the item key '{column}' comes from the names of the folders, not from a column",
             where=items.uri,
             expected="a column with a unique key for each item",
         )
     keys = read_keys(items, column)
     if len(missing := np.flatnonzero(keys == NULL_KEY)):
         raise DataError(
-            "an item has no key", where=_place(items, column, int(missing[0])), expected="a value"
+            "the key of an item is missing", where=_place(items, column, int(missing[0])), expected="a value"
         )
     order = np.argsort(keys, kind="stable")
-    if len(twice := order[1:][keys[order[1:]] == keys[order[:-1]]]):
+    if len(duplicates := order[1:][keys[order[1:]] == keys[order[:-1]]]):
         raise DataError(
-            f"{len(twice):,} items have the key of an item before them",
-            where=_place(items, column, int(twice.min())),
+            f"{len(duplicates):,} items repeat the key of an earlier item",
+            where=_place(items, column, int(duplicates.min())),
             expected="one row for each item",
-            do="leave the others out, or name another column",
+            do="remove the duplicates, or set another column",
         )
 
 
@@ -82,15 +82,15 @@ def check_item_types(section: RetrievalSection, items: Dataset, dataset: Dataset
     Raises:
         DataError: A column is text and the key is not, or vice versa.
     """
-    kind, types = items.form.types[section.item], dataset.form.types
+    key_type, types = items.form.types[section.item], dataset.form.types
     for column in (section.right_column, *section.seen):
-        other = types.get(column) and value_type(types[column])
-        if other is not None and is_text(other) != is_text(kind) and not pa.types.is_null(other):
+        kind = types.get(column) and value_type(types[column])
+        if kind is not None and is_text(kind) != is_text(key_type) and not pa.types.is_null(kind):
             raise DataError(
-                f"'{column}' holds {other}, and items are named by {kind}",
+                f"column '{column}' has type {kind}, but the item key has type {key_type}",
                 where=f"{dataset.uri}, eval.retrieval.items={section.items}",
-                expected="items named alike everywhere",
-                do="name another column in eval.retrieval, or use data.transforms: {do: cast, …}",
+                expected="item keys of the same type in all data",
+                do="set another column in eval.retrieval, or use data.transforms: {do: cast, …}",
             )
 
 
@@ -112,32 +112,32 @@ def check_item_ids(section: RetrievalSection, items: Dataset, dataset: Dataset) 
     read = cache(partial(read_keys, items))
     schema = dataset.form.schema
     columns = {schema.column_of(name): name for name in items.form.singles}
-    by_key_first = sorted(columns, key=lambda column: column != section.item)
-    own = next((column for column in by_key_first if len(np.unique(read(column))) == len(read(column))), None)
-    if own is None or not dataset.groups:
+    ordered = sorted(columns, key=lambda column: column != section.item)
+    own_key = next((column for column in ordered if len(np.unique(read(column))) == len(read(column))), None)
+    if own_key is None or not dataset.groups:
         return
-    drawn = {each.column for each in dataset.form.plan.transforms if isinstance(each, Sample)}
-    table = schema.sparse[columns[own]].table
+    sampled = {each.column for each in dataset.form.plan.transforms if isinstance(each, Sample)}
+    table = schema.sparse[columns[own_key]].table
     same_table = {schema.column_of(f) for f in dataset.form.lists if schema.sparse[f].table == table}
-    histories = sorted(same_table - drawn)
-    named = {section.right_column: [own]} | dict.fromkeys(section.seen, histories)
+    histories = sorted(same_table - sampled)
+    sources = {section.right_column: [own_key]} | dict.fromkeys(section.seen, histories)
     try:
-        rows = read_columns(dataset, dataset.groups[0], list({own, *histories, *named}), SAMPLE_ROWS)
+        rows = read_columns(dataset, dataset.groups[0], list({own_key, *histories, *sources}), SAMPLE_ROWS)
     except DataError:
         return  # workers raise or skip this error when they read the rows
-    for column, references in named.items():
-        known = [_pairs(rows[each], read(own)) for each in references]
+    for column, references in sources.items():
+        known_pairs = [_pairs(rows[each], read(own_key)) for each in references]
         for key in (section.item, *_find_id_columns(items)):
-            found = _pairs(rows[column], read(key))
-            if not any(len(each) and np.isin(each, found).mean() > MOST for each in known):
+            pairs = _pairs(rows[column], read(key))
+            if not any(len(each) and np.isin(each, pairs).mean() > MOST for each in known_pairs):
                 continue
             if key == section.item:
                 break
             raise DataError(
-                f"'{column}' names items by '{key}', not by '{section.item}'",
+                f"column '{column}' refers to items by '{key}', not by '{section.item}'",
                 where=f"{dataset.groups[0].path}, eval.retrieval.item={section.item}",
                 expected=f"values of {section.item} in {items.uri}",
-                do=f"eval.retrieval.item={key}, or write {column} with values of {section.item}",
+                do=f"set eval.retrieval.item={key}, or write {column} with values of {section.item}",
             )
 
 

@@ -66,15 +66,15 @@ def run_in_session(config: RunConfig, failed: Callable[[str, bool], None], work:
     Raises:
         RayLost: Ray cannot be started again, or has ended too often.
     """
-    left = config.scaling.max_failures
+    remaining_failures = config.scaling.max_failures
     while True:
         try:
             with open_session(config):
-                ours = has_local_ray()
+                is_local = has_local_ray()
                 return work()
         except RayLost as lost:
-            left -= 1
-            again = ours and lost.part == RAYLET and left >= 0 and not is_stuck()
+            remaining_failures -= 1
+            again = is_local and lost.part == RAYLET and remaining_failures >= 0 and not is_stuck()
             failed(lost.what, again)
             if not again:
                 do = f"resume from the last checkpoint: {resume_command(config)}"
@@ -84,7 +84,7 @@ def run_in_session(config: RunConfig, failed: Callable[[str, bool], None], work:
 def resume_command(config: RunConfig, command: str = "train") -> str:
     """Return the command that resumes a run or search (tune); in a job, the advice to submit it again."""
     if is_job_driver():
-        return "submit the same again"
+        return "submit the same job again"
     return f"raytrec {command} --resume {quote_for_shell(relative(Path(config.run.dir)))}"
 
 
@@ -124,10 +124,10 @@ def run_group(
     scaling = config.scaling
     nodes = gpu_nodes() if scaling.device != "cpu" else []
     device = choose_device(config, nodes, watch.console)
-    needed = (
+    checked_config = (
         config if saves else exclude_training_memory(config) if checkpoint else disable_async_save(config)
     )
-    check_constraints(needed, schema, device, nodes, watch.console)
+    check_constraints(checked_config, schema, device, nodes, watch.console)
     watch.console.phase("starting the workers")
     for name, value in RAY_TRAIN_ENV.items():
         os.environ.setdefault(name, value)
@@ -139,23 +139,23 @@ def run_group(
     from raytrec.worker.rendezvous import OwnAddressConfig
 
     coordinator = start_coordinator(scaling.hang_timeout_s, PHASE_TIMEOUT_S)
-    others_read = reads_on_cpu_nodes(config, device)
-    places = bundle(config, device, others_read)
+    cpu_nodes_read = reads_on_cpu_nodes(config, device)
+    resources = bundle(config, device, cpu_nodes_read)
     ray_scaling = ray.train.ScalingConfig(
         num_workers=(scaling.min_workers, scaling.max_workers) if scaling.elastic else scaling.max_workers,
         use_gpu=device == "cuda",
-        resources_per_worker=places,
+        resources_per_worker=resources,
         placement_strategy="PACK" if device == "cuda" else "SPREAD",
     )
-    room = NodeCapacityPolicy(
+    scaling_policy = NodeCapacityPolicy(
         ray_scaling,
         coordinator,
         scaling.min_workers,
         scaling.max_workers,
-        cpus_beside=scaling.max_workers * config.data.readers if others_read else 0,
+        cpus_beside=scaling.max_workers * config.data.readers if cpu_nodes_read else 0,
         asks=not has_local_ray(),
     )
-    failures = GroupFailurePolicy(
+    failure_policy = GroupFailurePolicy(
         ray.train.FailureConfig(),
         coordinator,
         scaling.max_failures if saves or restarts else 0,
@@ -172,7 +172,7 @@ def run_group(
         ),
         scaling_config=ray_scaling,
         run_config=_make_ray_run_config(checkpoint if saves else join_uri(config.run.dir, "ray")),
-        policies={"scaling_policy": room, "failure_policy": failures},
+        policies={"scaling_policy": scaling_policy, "failure_policy": failure_policy},
         own=has_local_ray(),
         on_start=stop.install,
         wait=lambda ref: wait_for(ref, lifeline, look),
@@ -195,8 +195,8 @@ def run_group(
     if watch.result is None and stop.signal is not None:
         raise Interrupted(stop.signal, watch.stopped_at)
     if watch.result is None:
-        do = resume_command(config) if saves else "the same command again"
-        raise RunError("the workers ended without a result", where=config.run.dir, do=do)
+        do = resume_command(config) if saves else "run the same command again"
+        raise RunError("the workers exited without a result", where=config.run.dir, do=do)
     return watch.result
 
 
@@ -253,7 +253,7 @@ class Interrupted(KeyboardInterrupt):
     """
 
     def __init__(self, signal: int, step: int | None):
-        super().__init__(f"by signal {signal}")
+        super().__init__(f"interrupted by signal {signal}")
         self.signal, self.step = signal, step
 
 
@@ -278,11 +278,11 @@ class Stop(AbstractContextManager):
             self._before[number] = signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, _frame: Any) -> None:
-        again = self.signal is not None
-        if again and monotonic() - self._asked_at < DUPLICATE_SIGNAL_WINDOW_S:
+        is_repeated = self.signal is not None
+        if is_repeated and monotonic() - self._asked_at < DUPLICATE_SIGNAL_WINDOW_S:
             return None
         self.signal, self._asked_at = number, monotonic()
-        if again or not self._patience_s:
+        if is_repeated or not self._patience_s:
             return self.abort()
         self._coordinator.ask.remote(Command.STOP, signal.Signals(number).name)
         self._timer = Timer(self._patience_s, self.abort)

@@ -84,18 +84,18 @@ def gpu_nodes() -> list[GpuNode]:
 
     nodes = [node for node in list_alive_nodes() if node["Resources"].get("GPU")]
     if is_local():
-        about = [inspect_this_node() for _ in nodes]
+        answers = [inspect_this_node() for _ in nodes]
     else:
-        look = ray.remote(max_retries=0)(inspect_this_node)
-        asked = [look.options(**pin_to_node(node["NodeID"])).remote() for node in nodes]
-        about = collect_answers(asked, NODE_ANSWER_TIMEOUT_S)
+        inspect = ray.remote(max_retries=0)(inspect_this_node)
+        references = [inspect.options(**pin_to_node(node["NodeID"])).remote() for node in nodes]
+        answers = collect_answers(references, NODE_ANSWER_TIMEOUT_S)
     return [
         GpuNode(
             node["NodeManagerAddress"],
             int(node["Resources"]["GPU"]),
-            **({} if isinstance(each, Exception) else each),  # the node is gone, which workers will report
+            **({} if isinstance(info, Exception) else info),  # the node is gone, which workers will report
         )
-        for node, each in zip(nodes, about, strict=True)
+        for node, info in zip(nodes, answers, strict=True)
     ]
 
 
@@ -127,31 +127,31 @@ def choose_device(config: RunConfig, nodes: list[GpuNode], console: Any) -> str:
     scaling, grows = config.scaling, has_autoscaler()
     if grows and not nodes and scaling.device == "auto":
         raise ConfigError(
-            "the cluster has no GPU now, but may start nodes with some",
+            "the cluster currently has no GPUs, but its autoscaler may start nodes with GPUs",
             where="scaling.device=auto",
-            expected="cuda or cpu, where an autoscaler has to know for what it is to start nodes",
+            expected="cuda or cpu, which tells the autoscaler what kind of nodes to start",
             do="set scaling.device=cuda, or scaling.device=cpu",
         )
     device = scaling.device if scaling.device != "auto" else ("cuda" if nodes else "cpu")
-    if device == "cuda" and (wrong := [node.address for node in nodes if node.built_for == "cpu"]):
-        what = f"torch is built for CPUs on {'this machine' if is_local() else ', '.join(wrong)}"
+    if device == "cuda" and (cpu_builds := [node.address for node in nodes if node.built_for == "cpu"]):
+        problem = f"torch is built for CPUs on {'this machine' if is_local() else ', '.join(cpu_builds)}"
         if scaling.device == "cuda":
             raise ConfigError(
-                what,
+                problem,
                 where="scaling.device=cuda",
-                expected="the packages of requirements/cuda.txt wherever there are GPUs",
+                expected="the packages of requirements/cuda.txt on every node with GPUs",
                 do=f"{REINSTALL_ADVICE.format(device='cuda')}; or set scaling.device=cpu",
             )
         console.note(
-            f"there are GPUs, but {what}: training on CPUs. For GPUs: "
+            f"GPUs are available, but {problem}: training on CPUs. To use GPUs: "
             f"{REINSTALL_ADVICE.format(device='cuda')}"
         )
         device = "cpu"
     if config.train.compile == "graphs" and device == "cpu":
         raise ConfigError(
-            "CUDA graphs are to be recorded, and training is on CPUs",
+            "CUDA graphs require GPUs, but training runs on CPUs",
             where="train.compile=graphs",
-            expected="GPUs that Ray knows of, and the packages for them",
+            expected="GPUs that Ray detects, and the packages for GPUs",
             do="set train.compile=true",
         )
     if not grows:  # otherwise the run waits, and reports for how many workers there is room
@@ -161,7 +161,7 @@ def choose_device(config: RunConfig, nodes: list[GpuNode], console: Any) -> str:
         _check_capacity(config, device, sum(node.gpus for node in nodes))
     names = sorted({name for node in nodes for name, _ in node.kinds if not find_gpu(name)})
     if device == "cuda" and names:
-        console.note(f"the bandwidths of {', '.join(names)} are not known: tables are sharded as for a V100")
+        console.note(f"the bandwidths of {', '.join(names)} are unknown: tables are sharded as for a V100")
     return device
 
 
@@ -171,7 +171,7 @@ def _check_capacity(config: RunConfig, device: str, gpus: int) -> None:
     Raises:
         ConfigError: The nodes cannot hold them.
     """
-    least, places = config.scaling.min_workers, bundle(config, device, reads_on_cpu_nodes(config, device))
+    least, resources = config.scaling.min_workers, bundle(config, device, reads_on_cpu_nodes(config, device))
     if device == "cuda" and gpus < least:
         raise ConfigError(
             f"the cluster has {gpus} GPUs for {least} workers",
@@ -179,15 +179,15 @@ def _check_capacity(config: RunConfig, device: str, gpus: int) -> None:
             expected="one GPU for each worker",
             do="lower scaling.num_workers, or set scaling.device=cpu",
         )
-    have = [node["Resources"] for node in list_alive_nodes()]
-    if sum(int(min(node.get(name, 0) // n for name, n in places.items())) for node in have) < least:
-        each = places["CPU"]
+    nodes = [node["Resources"] for node in list_alive_nodes()]
+    if sum(int(min(node.get(name, 0) // n for name, n in resources.items())) for node in nodes) < least:
+        per_worker = resources["CPU"]
         with_gpus = " on nodes with GPUs" if device == "cuda" else ""
-        cpus = int(sum(node.get("CPU", 0) for node in have if device == "cpu" or node.get("GPU")))
+        cpus = int(sum(node.get("CPU", 0) for node in nodes if device == "cpu" or node.get("GPU")))
         raise ConfigError(
             f"the cluster has {cpus} CPUs{with_gpus} for {least} workers and their readers",
             where="scaling.num_workers, scaling.cpus_per_worker, data.readers",
-            expected=f"at least {int(least * each)}: {each} for each worker, on its own node",
+            expected=f"at least {int(least * per_worker)} CPUs: {per_worker} for each worker, on one node",
             do="lower scaling.num_workers or data.readers, or join a larger cluster",
         )
 
@@ -214,13 +214,13 @@ def check_constraints(
         nodes: Nodes with GPUs.
         console: Console that shows warnings.
     """
-    least, most, local = config.scaling.min_workers, config.scaling.max_workers, is_local()
+    min_workers, max_workers, local = config.scaling.min_workers, config.scaling.max_workers, is_local()
     memory = int(config.plan.memory_gib * GIB) if config.plan.memory_gib else None
     if memory is None and device == "cuda":
         memory = min((node.gpu_memory for node in nodes if node.gpu_memory), default=None)
     elif memory is None and local:
-        memory = system_memory() // most
-    for workers in range(least, most + 1):
+        memory = system_memory() // max_workers
+    for workers in range(min_workers, max_workers + 1):
         constraints = validate_constraints(
             config,
             schema,
@@ -230,14 +230,14 @@ def check_constraints(
             memory=memory,
             host_share=_compute_host_memory_share(nodes, workers, local),
         )
-    share = _compute_host_memory_share(nodes, least, local)
+    share = _compute_host_memory_share(nodes, min_workers, local)
     if device == "cuda" and share and config.checkpoint.async_save:
-        copies, ahead = estimate_copy_bytes(config, schema, constraints, least)
+        copies, ahead = estimate_copy_bytes(config, schema, constraints, min_workers)
         if copies + ahead > (1 - HOST_RESERVE_SHARE) * share:
             console.warn(
                 f"checkpoints copy {copies / GIB:.1f} GiB of each GPU to main memory, {ahead / GIB:.1f} GiB "
-                f"of rows are read ahead, and processes need some of each worker's {share / GIB:.1f} GiB, "
-                "too (checkpoint.async_save=false copies nothing)"
+                f"of rows are read ahead, and processes also need a part of each worker's {share / GIB:.1f} "
+                "GiB (checkpoint.async_save=false copies nothing)"
             )
 
 
@@ -245,5 +245,5 @@ def _compute_host_memory_share(nodes: list[GpuNode], workers: int, local: bool) 
     """Return the bytes of main memory for each worker on GPUs; None if unknown."""
     if local:
         return system_memory() // workers
-    known = [node for node in nodes if node.host_memory]
-    return min((node.host_memory // min(node.gpus, workers) for node in known), default=None)
+    measured = [node for node in nodes if node.host_memory]
+    return min((node.host_memory // min(node.gpus, workers) for node in measured), default=None)

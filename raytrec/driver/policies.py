@@ -61,19 +61,19 @@ class FailedGpus:
             return False
         node, gpu = failed.place
         holder = ray.remote(num_gpus=1)(_GpuReservation).options(**pin_to_node(node))
-        others, until = [], monotonic() + GPU_RELEASE_TIMEOUT_S
+        reservations, deadline = [], monotonic() + GPU_RELEASE_TIMEOUT_S
         try:
             # Ray chooses among the free GPUs, so GPUs are reserved until the failed one is chosen.
-            while (left := until - monotonic()) > 0:
-                others.append(holder.remote())
-                if ray.get(others[-1].gpu.remote(), timeout=left) == gpu:
-                    self._held.append(others.pop())
+            while (remaining_s := deadline - monotonic()) > 0:
+                reservations.append(holder.remote())
+                if ray.get(reservations[-1].gpu.remote(), timeout=remaining_s) == gpu:
+                    self._held.append(reservations.pop())
                     return True
         except (ray.exceptions.GetTimeoutError, ray.exceptions.RayActorError):
             pass
         finally:
-            for other in others:
-                ray.kill(other)
+            for reservation in reservations:
+                ray.kill(reservation)
         return False
 
 
@@ -100,11 +100,11 @@ class GroupFailurePolicy(FailurePolicy):
         if isinstance(training_failed_error, ControllerError):
             return self._decide_failed_start(training_failed_error)
         cause = find_cause(training_failed_error.worker_failures)
-        again = self._should_restart(cause)
+        retry = self._should_restart(cause)
         if cause.kind != Kind.RESTART:
             dead = cause.kind != Kind.CONSEQUENCE
-            self._coordinator.failed.remote(cause.rank, cause.sentence, dead, again)
-        return FailureDecision.RETRY if again else FailureDecision.RAISE
+            self._coordinator.failed.remote(cause.rank, cause.sentence, dead, retry)
+        return FailureDecision.RETRY if retry else FailureDecision.RAISE
 
     def _should_restart(self, cause: Cause) -> bool:
         if cause.kind in (Kind.RESTART, Kind.NODE):
@@ -112,10 +112,10 @@ class GroupFailurePolicy(FailurePolicy):
         if cause.kind == Kind.OURS:
             return False
         self._left -= 1
-        seen = NUMBER_PATTERN.sub("#", cause.text), self._fetch_step()
-        same = cause.kind == Kind.ERROR and self._last == seen
-        self._last = seen
-        return self._left >= 0 and not same
+        failure = NUMBER_PATTERN.sub("#", cause.text), self._fetch_step()
+        is_repeated = cause.kind == Kind.ERROR and self._last == failure
+        self._last = failure
+        return self._left >= 0 and not is_repeated
 
     def _fetch_step(self) -> int:
         try:
@@ -128,13 +128,13 @@ class GroupFailurePolicy(FailurePolicy):
         failure = error.controller_failure
         cause = find_cause({0: failure})
         if isinstance(cause.error, GpuFailedError) and self._gpus.leave_out(cause.error):
-            self._coordinator.failed.remote(None, f"{cause.text}; it is left out", True, True)
+            self._coordinator.failed.remote(None, f"{cause.text}; the GPU is left out", True, True)
             return FailureDecision.RETRY
-        again = isinstance(failure, RETRYABLE_CONTROLLER_ERRORS)
-        if not again and cause.kind in (Kind.NODE, Kind.DEATH, Kind.CONSEQUENCE):
-            again = self._should_restart(cause)
-        self._coordinator.failed.remote(None, f"the workers did not start: one {cause.text}", True, again)
-        return FailureDecision.RETRY if again else FailureDecision.RAISE
+        retry = isinstance(failure, RETRYABLE_CONTROLLER_ERRORS)
+        if not retry and cause.kind in (Kind.NODE, Kind.DEATH, Kind.CONSEQUENCE):
+            retry = self._should_restart(cause)
+        self._coordinator.failed.remote(None, f"workers did not start: a worker {cause.text}", True, retry)
+        return FailureDecision.RETRY if retry else FailureDecision.RAISE
 
 
 class NodeCapacityPolicy(RequestingPolicy):
@@ -163,42 +163,42 @@ class NodeCapacityPolicy(RequestingPolicy):
     ):
         super().__init__(scaling_config, most, cpus_beside, asks)
         self._coordinator, self._least, self._most = coordinator, least, most
-        self._looked, self._roomy = monotonic(), False
+        self._checked_at, self._had_room = monotonic(), False
         self._held: Counter[str] = Counter()  # node → workers of the running group
         self._since: float | None = None  # when the group was found to be down
-        self._told, self._asked_for = False, 0
+        self._reported, self._asked_for = False, 0
 
     def make_decision_for_non_running_worker_group(self) -> NoopDecision | ResizeDecision:
         """Decide with how many workers to start the group, or wait for room."""
         self.request_resources()
-        first, now = not self._asked_for, monotonic()
+        is_first, now = not self._asked_for, monotonic()
         self._since = self._since or now
-        room, waited, before = self._count_possible_workers(self._held), now - self._since, self._held.total()
-        wanted = min(self._most, max(before, self._least))
-        if room < wanted and not first and waited < NODE_SETTLE_TIME_S:
+        slots, waited, size = self._count_possible_workers(self._held), now - self._since, self._held.total()
+        wanted = min(self._most, max(size, self._least))
+        if slots < wanted and not is_first and waited < NODE_SETTLE_TIME_S:
             return NoopDecision()
-        if room < self._least:
+        if slots < self._least:
             if waited > OLD_GROUP_TIMEOUT_S and self._asked_for:  # its processes may hold the resources
                 return self._resize(self._least)
-            if not self._told:
-                self._told = True
-                self._coordinator.waiting.remote(room, self._least)
+            if not self._reported:
+                self._reported = True
+                self._coordinator.waiting.remote(slots, self._least)
             return NoopDecision()
-        return self._resize(min(room, self._most))
+        return self._resize(min(slots, self._most))
 
     def make_decision_for_running_worker_group(self, worker_group_state: Any, worker_group_status: Any):
         """Ask for a restart if a node will be preempted or more workers fit; never resize the group."""
         self.request_resources()
         nodes = Counter(worker.metadata.node_id for worker in worker_group_state.workers)
         if nodes != self._held:
-            self._held, self._looked, self._roomy = nodes, monotonic(), False
-        going = list_draining_nodes() & set(nodes)
-        if going:
+            self._held, self._checked_at, self._had_room = nodes, monotonic(), False
+        draining = list_draining_nodes() & set(nodes)
+        if draining:
             self._coordinator.ask.remote(
-                Command.RESTART, f"{len(going)} of {len(nodes)} nodes will be preempted"
+                Command.RESTART, f"{len(draining)} of {len(nodes)} nodes will be preempted"
             )
-        elif nodes.total() < self._most and monotonic() - self._looked > SCALE_UP_INTERVAL_S:
-            self._looked = monotonic()
+        elif nodes.total() < self._most and monotonic() - self._checked_at > SCALE_UP_INTERVAL_S:
+            self._checked_at = monotonic()
             self._request_scale_up(nodes)
         return NoopDecision()
 
@@ -207,27 +207,27 @@ class NodeCapacityPolicy(RequestingPolicy):
 
         Room that is found only once may be due to a pause of a reader.
         """
-        room = min(self._count_possible_workers(nodes), self._most)
-        if room > nodes.total() and self._roomy:
-            self._coordinator.ask.remote(Command.RESTART, f"there is room for {room} workers")
-        elif room > nodes.total():
-            self._looked -= 0.9 * SCALE_UP_INTERVAL_S  # look again soon
-        self._roomy = room > nodes.total()
+        slots = min(self._count_possible_workers(nodes), self._most)
+        if slots > nodes.total() and self._had_room:
+            self._coordinator.ask.remote(Command.RESTART, f"there is room for {slots} workers")
+        elif slots > nodes.total():
+            self._checked_at -= 0.9 * SCALE_UP_INTERVAL_S  # look again soon
+        self._had_room = slots > nodes.total()
 
     def _resize(self, workers: int) -> ResizeDecision:
-        self._held, self._since, self._told, self._asked_for = Counter(), None, False, workers
+        self._held, self._since, self._reported, self._asked_for = Counter(), None, False, workers
         return ResizeDecision(workers, self.resources_per_worker)
 
-    def _count_possible_workers(self, held: Counter[str]) -> int:
+    def _count_possible_workers(self, own_workers: Counter[str]) -> int:
         """Return how many workers have room next to other work; the group's own places count as free."""
         bundle = self.resources_per_worker
-        free, going, room = available_resources(), list_draining_nodes(), 0
+        free, draining, slots = available_resources(), list_draining_nodes(), 0
         for node in list_alive_nodes():
             # Ray counts a node for seconds after its end; its raylet then takes no connections.
-            if node["NodeID"] in going or not listens(
+            if node["NodeID"] in draining or not listens(
                 node["NodeManagerAddress"], node["NodeManagerPort"], CONNECT_S
             ):
                 continue
-            have, ours = free.get(node["NodeID"], {}), held[node["NodeID"]]
-            room += ours + int(min(have.get(r, 0) // amount for r, amount in bundle.items()))
-        return room
+            available, own = free.get(node["NodeID"], {}), own_workers[node["NodeID"]]
+            slots += own + int(min(available.get(r, 0) // amount for r, amount in bundle.items()))
+        return slots

@@ -80,9 +80,9 @@ def check_fit(config: RunConfig, schema: Schema, *, here: bool) -> None:
     varying = [*features.sequences, *schema.of_candidates(schema.sparse)]
     if config.train.compile == "graphs" and varying:
         raise ConfigError(
-            f"the model reads {some(varying)} id by id: sizes change from batch to batch",
+            f"the model reads {some(varying)} id by id, so sizes vary between batches",
             where="train.compile=graphs",
-            expected="a model whose batches all have one size",
+            expected="a model whose batches all have the same size",
             do="set train.compile=true",
         )
     tasks = resolve_tasks(config.tasks, schema)
@@ -113,12 +113,12 @@ def check_candidates(config: RunConfig, schema: Schema, tasks: Sequence[Task]) -
         "eval.retrieval": config.eval.retrieval is not None,
     }
     refused |= {f"tasks[{i}].loss": isinstance(task.loss, BatchLoss) for i, task in enumerate(tasks)}
-    if schema.candidates and (found := [key for key, used in refused.items() if used]):
+    if schema.candidates and (keys := [key for key, used in refused.items() if used]):
         raise ConfigError(
-            f"{found[0]} cannot be used where rows are requests with candidates (schema.yaml, candidates)",
-            where=found[0],
+            f"{keys[0]} does not support rows that are requests with candidates (schema.yaml, candidates)",
+            where=keys[0],
             expected="a loss of single examples, such as bce; no negatives, lookup_l2 or eval.retrieval",
-            do="leave it out, or write a row for each candidate and remove candidates from schema.yaml",
+            do="remove the setting, or write one row per candidate and remove candidates from schema.yaml",
         )
 
 
@@ -140,15 +140,15 @@ def check_sampled_ids(config: RunConfig, schema: Schema) -> list[str]:
             size = f"{table.rows:,} rows"
             if table.out_of_range == "error" and not table.ids and rows > table.rows:
                 raise ConfigError(
-                    f"ids up to {rows - 1:,} are drawn for {feature}, and table {name} has {size}",
+                    f"ids up to {rows - 1:,} are sampled for {feature}, but table {name} has {size}",
                     where=key,
                     expected=f"at most {table.rows:,}",
-                    do="leave rows out: the table's are the default",
+                    do="remove rows: the default is the number of rows of the table",
                 )
             if rows < table.rows:
                 lines.append(
-                    f"{key} is {rows:,}, and table {name} has {size}: the ids from {rows:,} on are never "
-                    "drawn; leave rows out to draw among all"
+                    f"{key} is {rows:,}, but table {name} has {size}: ids from {rows:,} on are never "
+                    "sampled; remove rows to sample all ids"
                 )
     return list(dict.fromkeys(lines))  # features may share a table
 
@@ -169,20 +169,20 @@ def check_memory(config: RunConfig, schema: Schema) -> None:
     sizes = {
         table: size.device for table, size in estimate_footprints(config, schema, constraints, "cpu").items()
     }
-    have, free, maps = system_memory(), free_disk(config), estimate_id_map_bytes(schema, 1)
-    check_disk(constraints, schema, config, have - maps, free)
-    need = sum(sizes.values()) + maps
-    if need > have + (free if MMAP_KERNEL in config.plan.compute_kernels else 0):
+    memory, free, id_maps = system_memory(), free_disk(config), estimate_id_map_bytes(schema, 1)
+    check_disk(constraints, schema, config, memory - id_maps, free)
+    required = sum(sizes.values()) + id_maps
+    if required > memory + (free if MMAP_KERNEL in config.plan.compute_kernels else 0):
         names = " and ".join(dict.fromkeys(optimizer.name for optimizer in optimizers.values()))
         largest = max(sizes, key=sizes.get)
         table = schema.tables[largest]
         raise ConfigError(
-            f"the tables take {need / GIB:,.1f} GiB with the state of {names}, and this machine has "
-            f"{have / GIB:,.1f} GiB",
+            f"the tables need {required / GIB:,.1f} GiB with the state of {names}, but this machine has "
+            f"{memory / GIB:,.1f} GiB",
             where=f"schema.yaml, tables; the largest is {largest}: {table.rows:,} rows × {table.dim}",
-            expected="tables that fit into memory",
-            do="lower rows (out_of_range: hash brings any id into range) or dim; train on a cluster; or put "
-            f"large tables on the disk: plan.tables.{largest}.compute_kernel=fused_mmap",
+            expected="tables that fit in memory",
+            do="reduce rows (out_of_range: hash maps any id into range) or dim; train on a cluster; or store "
+            f"large tables on disk: plan.tables.{largest}.compute_kernel=fused_mmap",
         )
 
 
@@ -199,8 +199,8 @@ def check_row_and_step_counts(config: RunConfig, schema: Schema, steps: int) -> 
     end = schedule.warmup_steps + (schedule.decay_steps or steps)
     if end < steps:
         lines.append(
-            f"optim.schedule: learning rates are 0 from step {end:,} on, and the run has {steps:,} steps; "
-            "leave decay_steps out to decay until its end"
+            f"optim.schedule: learning rates are 0 from step {end:,} on, but the run has {steps:,} steps; "
+            "remove decay_steps to decay until the end of the run"
         )
     return lines
 
@@ -218,18 +218,18 @@ def check_constant_labels(plan: RunPlan) -> list[str]:
     for section, task in zip(plan.config.tasks, resolve_tasks(plan.config.tasks, plan.schema), strict=True):
         if task.label not in constant or task.loss.reads_vectors or task.loss.from_model:
             continue
-        what = f"the label of task {task.name} is {constant[task.label]:g} in every row"
+        finding = f"the label of task {task.name} is {constant[task.label]:g} in every row"
         classifies = task.loss.predicts in ("probability", "classes")
         if plan.start == "new" and classifies and ":" not in section.loss:
             raise DataError(
-                f"{what}, from which {section.loss} learns nothing",
+                f"{finding}, so {section.loss} cannot learn from the label",
                 where=f"data.train={plan.datasets['train'].uri}, column {task.label}",
                 expected="rows of several classes",
-                do="add the rows of the other classes, or leave the task out; from positives alone, "
-                "in_batch_softmax and from_model can learn",
+                do="add rows of the other classes, or remove the task; in_batch_softmax and from_model can "
+                "learn from positives alone",
             )
         lines.append(
-            f"{what} of data.train, from which {section.loss} learns nothing; in_batch_softmax and "
+            f"{finding} of data.train, so {section.loss} cannot learn from the label; in_batch_softmax and "
             "from_model can learn from positives alone"
         )
     return lines
@@ -261,18 +261,18 @@ def plan(
     config = resolve(load_config(source, overrides), source)
     schema = Schema.load(config.data.schema_uri)
     check_fit(config, schema, here=False)
-    known = _load_prices(prices) if prices else {}
+    costs = _load_prices(prices) if prices else {}
     predict = ClusterEstimator(config, schema, build_unsharded, Rates.load(rates) if rates else None)
     names = [name.strip() for name in (on or "").split(",") if name.strip()]
     clusters = [parse_cluster(name) for name in names if name != ANY]
-    if not names and not known:
+    if not names and not costs:
         workers = config.scaling.max_workers
         gpus = max(count for count in range(1, 9) if workers % count == 0)
         clusters = [Cluster.described(workers // gpus, gpus, 80)]
-    choices = list(MACHINES.values()) if ANY in names else [find_machine(name, str(prices)) for name in known]
-    chosen = predict.choose(choices, known)
-    on_these = [predict(cluster, remedies=True) for cluster in clusters]
-    return Plans(config=config, schema=schema, on=on_these, chosen=chosen, prices=known)
+    choices = list(MACHINES.values()) if ANY in names else [find_machine(name, str(prices)) for name in costs]
+    chosen = predict.choose(choices, costs)
+    estimates = [predict(cluster, remedies=True) for cluster in clusters]
+    return Plans(config=config, schema=schema, on=estimates, chosen=chosen, prices=costs)
 
 
 def _load_prices(path: str | Path) -> dict[str, float]:
@@ -281,12 +281,12 @@ def _load_prices(path: str | Path) -> dict[str, float]:
     Raises:
         ConfigError: The file cannot be read, or is not a table of prices.
     """
-    where = {"where": str(path), "expected": "machines and prices an hour, such as 8xh100-sxm: 55.04"}
+    where = {"where": str(path), "expected": "machines and prices per hour, such as 8xh100-sxm: 55.04"}
     with convert_os_errors("cannot read the prices", ConfigError, **where):
         try:
             prices = PRICES_ADAPTER.validate_python(read_yaml(str(path)))
         except UnreadableError as error:
             raise ConfigError(f"cannot read the prices: {error}", **where) from None
         except ValidationError:
-            raise ConfigError("not a table of prices", **where) from None
+            raise ConfigError("the file is not a table of prices", **where) from None
     return {find_machine(name, str(path)).name: price for name, price in prices.items()}

@@ -117,7 +117,7 @@ def resolve(config: RunConfig, source: object, kind: str = "run") -> RunConfig:
     run.dir = run.dir or f"runs/{run.name}"
     if "://" in run.dir:
         raise ConfigError(
-            f"run.dir is {run.dir}",
+            f"run.dir cannot be a URI: {run.dir}",
             where="run.dir",
             expected="a folder on a file system that all nodes share",
             do="use a local or mounted folder; object stores are not supported as run folders",
@@ -146,9 +146,9 @@ def check_no_redacted_values(config: RunConfig) -> None:
     """
     if keys := find_hidden_keys(config.model_dump(by_alias=True, mode="json")):
         raise ConfigError(
-            f"redacted in checkpoints and in MLflow: {', '.join(keys)}",
-            where="the configuration, which comes from there",
-            do=f"pass it again: {' '.join(f'{key}=…' for key in keys)}",
+            f"these values are redacted in checkpoints and in MLflow: {', '.join(keys)}",
+            where="the configuration, which was read from a checkpoint or MLflow",
+            do=f"pass the values again: {' '.join(f'{key}=…' for key in keys)}",
         )
 
 
@@ -171,20 +171,20 @@ def make_run_folder(folder: Path, config: RunConfig, schema: Schema) -> None:
     """
     if (folder / RESULT).exists():
         raise RunError(
-            "this run folder holds a finished run",
+            "the run folder already contains a finished run",
             where=str(folder),
             expected="a new folder",
             do="choose another run.dir or run.name, or remove the folder",
         )
     with convert_os_errors(
-        "the place for checkpoints cannot be looked at",
+        "cannot access the checkpoint folder",
         where=f"checkpoint.dir={config.checkpoint_root}",
-        expected="storage that answers, and lets this user in",
+        expected="storage that is reachable and grants this user access",
     ):
-        held = steps(config.checkpoint_root)
-    if held:
+        saved_steps = steps(config.checkpoint_root)
+    if saved_steps:
         raise RunError(
-            f"there are checkpoints already, up to step {held[0]}",
+            f"the folder already contains checkpoints up to step {saved_steps[0]}",
             where=config.checkpoint_root,
             expected="a new folder",
             do=f"resume that run: raytrec train --resume {quote_for_shell(relative(folder))}; or "
@@ -218,6 +218,6 @@ def load_checkpoint_config(
     config = load_config(stored, allow_code=True)  # none of its code runs before it is loaded again
     name = re.sub(r"-\d{8}-\d{6}$", "", config.run.name or "run")
     config.run.name = config.run.dir = config.checkpoint.dir = None
-    own = [f"warm_start.from={json.dumps(folder)}", f"data.schema={json.dumps(join_uri(folder, INDEX))}"]
+    start = [f"warm_start.from={json.dumps(folder)}", f"data.schema={json.dumps(join_uri(folder, INDEX))}"]
     elsewhere = find_checkpoint_origin(folder, stored)
-    return load_config(config, own + overrides, elsewhere=elsewhere, allow_code=allow_code), name
+    return load_config(config, start + overrides, elsewhere=elsewhere, allow_code=allow_code), name

@@ -81,10 +81,10 @@ class Watch:
                 ray.kill(coordinator)
 
     def _read(self, coordinator: Any, over: Event, lost: Event) -> None:
-        last = False
-        while not last and not lost.is_set():
-            last = over.is_set()
-            for message in _fetch_messages(coordinator, 0 if last else MESSAGE_WAIT_S, over, lost):
+        is_last = False
+        while not is_last and not lost.is_set():
+            is_last = over.is_set()
+            for message in _fetch_messages(coordinator, 0 if is_last else MESSAGE_WAIT_S, over, lost):
                 self.receive(message)
 
     def failed(self, cause: str, again: bool) -> None:
@@ -116,10 +116,10 @@ class Watch:
         try:
             return self._record.keep(message)
         except Exception as error:
-            what = f"messages of kind {message.KIND} are not recorded: {type(error).__name__}: {error}"
-            new = what not in self._unrecorded
-            self._unrecorded.add(what)
-            return [what] if new else []
+            warning = f"messages of kind {message.KIND} are not recorded: {type(error).__name__}: {error}"
+            is_new = warning not in self._unrecorded
+            self._unrecorded.add(warning)
+            return [warning] if is_new else []
 
 
 class Record:
@@ -143,7 +143,7 @@ class Record:
         self._warnings: list[str] = []  # warnings about the run folder
         self._journal = Journal(folder, self._warnings.append)
         self._attempt: int | None = None  # attempt whose first interval has ended
-        self._lately: list[RankLine] = []  # each rank's intervals since then, up to MIN_INTERVAL_S seconds
+        self._recent: list[RankLine] = []  # each rank's intervals since then, up to MIN_INTERVAL_S seconds
 
     def result(self, metrics: dict[str, Any], unsaved: RunError | None) -> RunError | None:
         """Write result.json, which marks a run as finished, if the trained model has been saved.
@@ -163,10 +163,10 @@ class Record:
             write_json(self._folder / RESULT, metrics)
         except OSError as error:
             return RunError(
-                f"the result cannot be written: {reason(error)}",
+                f"cannot write the result: {reason(error)}",
                 where=str(self._folder / RESULT),
-                expected="room in the run folder; the model has been saved",
-                do=f"make room, then evaluate it again: raytrec train --resume "
+                expected="free space in the run folder; the model has been saved",
+                do=f"free some space, then evaluate the run again: raytrec train --resume "
                 f"{quote_for_shell(self._folder)}",
             )
         return None
@@ -198,25 +198,25 @@ class Record:
         if lines is None:
             return []
         if line.attempt != self._attempt:  # in the first interval, ranks wait for readers that are starting
-            self._attempt, self._lately = line.attempt, []
+            self._attempt, self._recent = line.attempt, []
             return []
-        if any(each.seconds >= MIN_INTERVAL_S for each in self._lately):
-            self._lately = []
-        self._lately = sum_over_time([*self._lately, *lines])
-        found = []
+        if any(each.seconds >= MIN_INTERVAL_S for each in self._recent):
+            self._recent = []
+        self._recent = sum_over_time([*self._recent, *lines])
+        sentences = []
         for advise in (find_straggler, find_low_utilization, find_hot_rank):
-            if advise not in self._advised and (sentence := advise(self._lately)):
+            if advise not in self._advised and (sentence := advise(self._recent)):
                 self._advised.add(advise)
-                found.append(sentence)
-        return found
+                sentences.append(sentence)
+        return sentences
 
     def _append(self, message: Message) -> None:
         """Append a message to its file in the run folder as a line of JSON; NaN becomes null."""
         self._journal.add(message.FILE, hide_all(null_nonfinite(message.line())))
 
     def _take_warnings(self) -> list[str]:
-        taken, self._warnings[:] = list(self._warnings), []
-        return taken
+        warnings, self._warnings[:] = list(self._warnings), []
+        return warnings
 
 
 def _fetch_messages(coordinator: Any, wait_s: float, over: Event, lost: Event) -> list[Message]:

@@ -47,32 +47,32 @@ def resume_config(
     check_unfinished(folder)
     if not file.is_file():
         raise RunError(
-            "there is no run here",
+            "the folder does not contain a run",
             where=str(folder),
-            expected="the folder of a run, with its config.yaml",
-            do="give the folder that `raytrec train` printed (run.dir)",
+            expected="a run folder with a config.yaml",
+            do="pass the folder that `raytrec train` printed (run.dir)",
         )
-    before = load_config(file, allow_code=True)  # none of its code runs until it is allowed
-    strange = {} if allow_code or is_own_file(file) else find_foreign_code(before.model_dump(by_alias=True))
-    elsewhere = describe_foreign_file(file) if strange and source is None else None
+    stored = load_config(file, allow_code=True)  # none of its code runs until it is allowed
+    foreign = {} if allow_code or is_own_file(file) else find_foreign_code(stored.model_dump(by_alias=True))
+    elsewhere = describe_foreign_file(file) if foreign and source is None else None
     config = load_config(
-        before if source is None else source, overrides, elsewhere=elsewhere, allow_code=allow_code
+        stored if source is None else source, overrides, elsewhere=elsewhere, allow_code=allow_code
     )
     for section, key in (("run", "name"), ("run", "dir"), ("warm_start", "from_"), ("checkpoint", "dir")):
         part = getattr(config, section)
         if getattr(part, key) is None:
-            setattr(part, key, getattr(getattr(before, section), key))
-    kept = {key: named for key, named in strange.items() if key in ("warm_start.from", "checkpoint.dir")}
-    refuse_code(kept, config.model_dump(by_alias=True), describe_foreign_file(file))
+            setattr(part, key, getattr(getattr(stored, section), key))
+    inherited = {key: code for key, code in foreign.items() if key in ("warm_start.from", "checkpoint.dir")}
+    refuse_code(inherited, config.model_dump(by_alias=True), describe_foreign_file(file))
     config.run.dir = str(folder)  # the folder may have been moved
-    if "tracking.uri" not in strange:
-        config.tracking.uri = config.tracking.uri or before.tracking.uri
-    if changed := _list_differences(before, config):
+    if "tracking.uri" not in foreign:
+        config.tracking.uri = config.tracking.uri or stored.tracking.uri
+    if changed := _list_differences(stored, config):
         raise ConfigError(
             "these settings affect the result and cannot change on resume:\n" + "\n".join(changed),
             where=str(file),
-            expected="the configuration that the run began with",
-            do=f"restore these, or begin with its weights: raytrec train --warm-start "
+            expected="the configuration that the run started with",
+            do=f"restore these settings, or start a new run from its weights: raytrec train --warm-start "
             f"{quote_for_shell(place)}",
         )
     return config
@@ -82,10 +82,10 @@ def check_unfinished(folder: Path) -> None:
     """Raise a RunError if the run in a folder has finished."""
     if (folder / RESULT).exists():
         raise RunError(
-            "this run has finished",
+            "the run has already finished",
             where=str(folder),
-            expected="a run that was interrupted",
-            do=f"see its {RESULT}, or begin with its weights: raytrec train --warm-start "
+            expected="an interrupted run",
+            do=f"see its {RESULT}, or start a new run from its weights: raytrec train --warm-start "
             f"{quote_for_shell(folder)}",
         )
 
@@ -98,8 +98,8 @@ def interrupted(config: RunConfig, named: bool) -> Path | None:
         named: True if the user has chosen the run's name or folder. Otherwise, the newest run with the same
             name (except date and time), configuration and data is returned.
     """
-    found = (each for each in list_earlier_folders(config, named) if (each / "config.yaml").is_file())
-    unfinished = (each for each in found if not (each / RESULT).exists())
+    folders = (each for each in list_earlier_folders(config, named) if (each / "config.yaml").is_file())
+    unfinished = (each for each in folders if not (each / RESULT).exists())
     return next((each for each in unfinished if named or _is_same_run(each, config)), None)
 
 
@@ -114,21 +114,21 @@ def list_earlier_folders(config: RunConfig, named: bool) -> list[Path]:
     return [folder] if named else sorted(folder.parent.glob(f"{stem}-*"), reverse=True)
 
 
-def _is_same_run(folder: Path, after: RunConfig) -> bool:
+def _is_same_run(folder: Path, config: RunConfig) -> bool:
     try:
-        before = load_config(folder / "config.yaml", allow_code=True)  # it is only compared
+        old = load_config(folder / "config.yaml", allow_code=True)  # it is only compared
     except ConfigError:  # written by another version, or damaged
         return False
-    data = all(getattr(before.data, part) == getattr(after.data, part) for part in ("train", "valid", "test"))
-    return data and not _list_differences(before, after)
+    data = all(getattr(old.data, part) == getattr(config.data, part) for part in ("train", "valid", "test"))
+    return data and not _list_differences(old, config)
 
 
 def record_data(folder: Path, datasets: dict[str, Dataset], contents: dict[str, list[FileIdentity]]) -> None:
     """Write the files and contents of the datasets to the run folder for a resume; ignore OS errors."""
-    noted: dict[str, Any] = {name: [asdict(each) for each in found] for name, found in contents.items()}
-    noted[FILES_KEY] = {name: d.listing.record() for name, d in datasets.items() if d.listing.files}
+    values: dict[str, Any] = {name: [asdict(each) for each in files] for name, files in contents.items()}
+    values[FILES_KEY] = {name: d.listing.record() for name, d in datasets.items() if d.listing.files}
     with suppress(OSError):
-        write_json(folder / DATA, noted)
+        write_json(folder / DATA, values)
 
 
 def check_same_data(
@@ -156,36 +156,36 @@ def check_same_data(
     if _strip_statistics(schema) != _strip_statistics(load_stored_schema(folder)):
         file = folder / SCHEMA
         raise ConfigError(
-            "the schema has changed since the run began",
+            "the schema has changed since the run started",
             where=f"data.schema, {file}",
-            expected="the schema that the run began with",
+            expected="the schema that the run started with",
             do=f"set data.schema={file}",
         )
     _, index = newest(root)
     if not index:
         return []  # no checkpoint depends on earlier data
-    before, lines = _load_recorded_contents(folder), []
+    recorded, lines = _load_recorded_contents(folder), []
     if index["about"]["data"] != fingerprint(contents["train"]):
-        found = differences(before.get("train", []), contents["train"]) if before.get("train") else []
+        changes = differences(recorded.get("train", []), contents["train"]) if recorded.get("train") else []
         raise DataError(
-            "data.train is not what it was when the run was interrupted" + _format_list(found),
+            "data.train has changed since the run was interrupted" + _format_list(changes),
             where=f"{datasets['train'].uri}; {root}",
-            expected="the same files with the same content: which rows are left is counted in them. (Other "
-            "folders, and copies, are fine.)",
-            do=f"restore the files, or begin with its weights: raytrec train --warm-start "
+            expected="the same files with the same content, because the remaining rows are counted in the "
+            "files (other folders and copies are allowed)",
+            do=f"restore the files, or start a new run from the weights: raytrec train --warm-start "
             f"{quote_for_shell(folder)}",
         )
-    for name, was in before.items():
-        now = contents.get(name, [])
-        if now and (found := differences(was, now)):
+    for name, old_files in recorded.items():
+        new_files = contents.get(name, [])
+        if new_files and (changes := differences(old_files, new_files)):
             lines.append(
-                f"data.{name} is not what it was when the run began, so figures from before and after cannot "
-                f"be compared{_format_list(found)}"
+                f"data.{name} has changed since the run started, so metrics before and after the change "
+                f"cannot be compared{_format_list(changes)}"
             )
-        elif again := written_again(was, now):
+        elif rewritten := written_again(old_files, new_files):
             lines.append(
-                f"data.{name}: {len(again)} files were written again, the first is {again[0]}; their sizes, "
-                "footers and samples are as before, so they are taken for copies"
+                f"data.{name}: {len(rewritten)} files were rewritten, the first is {rewritten[0]}; their "
+                "sizes, footers and samples are unchanged, so the files are treated as copies"
             )
     return lines
 
@@ -198,9 +198,9 @@ def _strip_statistics(schema: Schema) -> str:
 def _load_recorded_contents(folder: Path) -> dict[str, list[FileIdentity]]:
     """Return the contents of the datasets when the run began; empty if no usable record exists."""
     try:
-        noted = parse_json(read_bytes(folder / DATA))
+        recorded = parse_json(read_bytes(folder / DATA))
         return {
-            n: [FileIdentity(**values) for values in found] for n, found in noted.items() if n != FILES_KEY
+            n: [FileIdentity(**values) for values in files] for n, files in recorded.items() if n != FILES_KEY
         }
     except (OSError, ValueError, TypeError, AttributeError):
         return {}
@@ -215,10 +215,10 @@ def load_stored_schema(folder: Path) -> Schema:
     """
     file = folder / SCHEMA
     with convert_os_errors(
-        f"{file.name} of the run cannot be read",
+        f"cannot read {file.name} of the run",
         where=str(file),
-        expected="the file as the run wrote it",
-        do="bring it back from a copy",
+        expected="the original file of the run",
+        do="restore the file from a backup",
     ):
         text = read_text(file)
     return Schema.stored(text, str(file))
@@ -229,8 +229,8 @@ def _format_list(lines: list[str]) -> str:
     return "".join(f"\n  {line}" for line in lines[:5] + more)
 
 
-def _list_differences(before: RunConfig, after: RunConfig) -> list[str]:
-    old, new = (flatten(c.model_dump(by_alias=True, mode="json")) for c in (before, after))
+def _list_differences(old_config: RunConfig, new_config: RunConfig) -> list[str]:
+    old, new = (flatten(c.model_dump(by_alias=True, mode="json")) for c in (old_config, new_config))
     return [
         f"  {key}: {old.get(key)} → {new.get(key)}"
         for key in {**old, **new}
@@ -245,16 +245,16 @@ def check_warm_start(config: RunConfig, schema: Schema) -> list[str]:
         ConfigError, SchemaError: A difference that warm_start.tables and warm_start.dense do not allow.
     """
     about = find(config.warm_start.from_)[1]["about"]
-    before, old_schema = load_config(about["config"], allow_code=True), schema_of(about)
+    old_config, old_schema = load_config(about["config"], allow_code=True), schema_of(about)
     lines = [start.note for start in resolve_warm_starts(config, old_schema, schema).values() if start.note]
     if config.warm_start.dense == "exact":
-        _check_dense(config, before, old_schema, schema)
+        _check_dense(config, old_config, old_schema, schema)
     if config.warm_start.optimizer:
-        old, new = _list_optimizer_names(before, old_schema), _list_optimizer_names(config, schema)
+        old, new = _list_optimizer_names(old_config, old_schema), _list_optimizer_names(config, schema)
         for part, name in new.items():
             if old.get(part, name) != name:
                 raise ConfigError(
-                    f"the optimizer of {part} is {name}, the checkpoint has state of {old[part]}",
+                    f"the optimizer of {part} is {name}, but the checkpoint has the state of {old[part]}",
                     where=f"warm_start.from={config.warm_start.from_}",
                     expected="the checkpoint's optimizers",
                     do="set warm_start.optimizer=false, or the checkpoint's optimizers",
@@ -269,23 +269,23 @@ def _list_optimizer_names(config: RunConfig, schema: Schema) -> dict[str, str]:
     }
 
 
-def _check_dense(config: RunConfig, before: RunConfig, old_schema: Schema, schema: Schema) -> None:
+def _check_dense(config: RunConfig, old_config: RunConfig, old_schema: Schema, schema: Schema) -> None:
     where, hint = f"warm_start.from={config.warm_start.from_}", ", or warm_start.dense=matching"
-    old_model = before.model.model_dump()
+    old_model = old_config.model.model_dump()
     for key, new in config.model.model_dump().items():
         old = old_model.get(key)
         if old != new and key != "dropout":
             raise ConfigError(
-                f"model.{key} is {new}, and the checkpoint has {old}",
+                f"model.{key} is {new}, but the checkpoint has {old}",
                 where=where,
                 expected="the checkpoint's model",
                 do=f"set model.{key}={str(old).replace(' ', '')}" + hint,
             )
     old_parts = _select_dense_parts(old_schema)
-    for what, new in _select_dense_parts(schema).items():
-        if new != old_parts[what]:
+    for part, new in _select_dense_parts(schema).items():
+        if new != old_parts[part]:
             raise SchemaError(
-                f"{what}: {new} now, {old_parts[what]} in the checkpoint",
+                f"{part} of the schema: {new} now, but {old_parts[part]} in the checkpoint",
                 where=where,
                 expected="the checkpoint's labels, dense columns and sparse features",
                 do="train with the checkpoint's schema" + hint,

@@ -119,8 +119,8 @@ def _drive(
     config, datasets = plan.config, plan.datasets
     folder, status, page = Path(config.run.dir), "FAILED", None
     follower = DeliveryProcess(config, console.warn)
-    record, drawing = Record(folder), BackgroundRenderer(folder)
-    watch = Watch(console, record, drawing.begin if config.tracking.report else lambda: None)
+    record, renderer = Record(folder), BackgroundRenderer(folder)
+    watch = Watch(console, record, renderer.begin if config.tracking.report else lambda: None)
     try:
         console.phase("starting Ray")
         _preload_imports()
@@ -142,8 +142,8 @@ def _drive(
             )
 
         figures = run_in_session(config, watch.failed, work)
-        drawing.confirm()
-        unopened = _find_store_error(follower, folder)
+        renderer.confirm()
+        store_error = _find_store_error(follower, folder)
         metrics = {
             **figures,
             "skipped_files": sum(len(dataset.left_out) for dataset in datasets.values()),
@@ -160,8 +160,8 @@ def _drive(
             metrics["code"] = code
         missing = record.result(metrics, watch.unsaved)
         status = "FAILED" if missing else "FINISHED"
-        if wrong := missing or unopened:
-            error = Unfinished(**wrong.parts)
+        if problem := missing or store_error:
+            error = Unfinished(**problem.parts)
             error.result = Result(metrics, folder, [f"run folder   {relative(folder)}"])
             raise error
     except Unfinished:  # its message is complete
@@ -176,7 +176,7 @@ def _drive(
     finally:
         if config.tracking.report and status != "KILLED" and (folder / METRICS).exists():
             console.phase("writing the report")
-            page = _write_report(drawing, console)
+            page = _write_report(renderer, console)
         for lost in [*record.close(), follower.close(status)]:
             if lost:
                 console.warn(lost)
@@ -203,8 +203,8 @@ def add_recovery_hint(error: RaytrecError, config: RunConfig, steps: int) -> Ray
     words += ["--allow-code"] if find_foreign_code(config.model_dump(by_alias=True)) else []
     advice = [error.do] if error.do else []
     advice += [
-        f"all {steps} steps are trained and saved, in {folder}: evaluate them with `{shlex.join(words)}`",
-        f"or mend this, and let the run come to its end: `raytrec train --resume {shlex.quote(run)}`",
+        f"all {steps} steps are trained and saved in {folder}: evaluate the run with `{shlex.join(words)}`",
+        f"or fix the error and complete the run: `raytrec train --resume {shlex.quote(run)}`",
     ]
     return type(error)(error.what, where=error.where, expected=error.expected, do="; ".join(advice))
 
@@ -219,7 +219,7 @@ def _find_store_error(follower: DeliveryProcess, folder: Path) -> RaytrecError |
     except ConfigError as error:
         run = relative(folder)
         do = (
-            f"the run is complete; in {run}/config.yaml, {error.do}; then: raytrec track "
+            f"the run is complete: in {run}/config.yaml, {error.do}; then run raytrec track "
             f"{quote_for_shell(run)}"
         )
         return RunError(**error.parts | {"do": do})
@@ -237,20 +237,20 @@ def _list_next_steps(config: RunConfig, code: list[str] | None, page: Path | Non
     if config.tracking.enabled:
         uri = config.tracking.uri
         at = "" if uri.startswith("http") else "mlflow ui --backend-store-uri "
-        lines.append(f"look at it   {at}{hide(short(uri))}")
-    return [*lines, f"again        raytrec evaluate {quote_for_shell(folder)} --data PARQUET"]
+        lines.append(f"MLflow       {at}{hide(short(uri))}")
+    return [*lines, f"evaluate     raytrec evaluate {quote_for_shell(folder)} --data PARQUET"]
 
 
-def _write_report(drawing: BackgroundRenderer, console: RunConsole) -> Path | None:
+def _write_report(renderer: BackgroundRenderer, console: RunConsole) -> Path | None:
     """Write the report and its pictures into the run folder, and return the path of the report.
 
     If this fails, print a warning and return None: a missing report does not fail the run.
     """
     try:
-        return drawing.write()[0]
+        return renderer.write()[0]
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
-        console.warn(f"no report: {why}; try again with raytrec report {quote_for_shell(drawing.folder)}")
+        console.warn(f"report failed: {why}; retry with raytrec report {quote_for_shell(renderer.folder)}")
         return None
 
 

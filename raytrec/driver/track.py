@@ -47,7 +47,7 @@ class DeliveryProcess:
         self._uri, self._folder, self._notify = config.tracking.uri, Path(config.run.dir), notify
         self._refusal: ConfigError | None = None
         self._answered, self._read = False, b""
-        self._missing: str | None = "MLflow lacks the end of the run (the process that writes it has ended)"
+        self._missing: str | None = "MLflow lacks the end of the run (the delivery process has exited)"
         self._process = self._start() if config.tracking.enabled else None
 
     def _start(self) -> subprocess.Popen:
@@ -84,11 +84,11 @@ class DeliveryProcess:
         Raises:
             ConfigError: As in `check`.
         """
-        until = monotonic() + (
+        deadline = monotonic() + (
             FILE_ANSWER_TIMEOUT_S if self._uri.startswith("sqlite") else SERVER_ANSWER_TIMEOUT_S
         )
-        while self._process and not self._answered and (left := until - monotonic()) > 0:
-            if not self._read_reports(left):
+        while self._process and not self._answered and (remaining_s := deadline - monotonic()) > 0:
+            if not self._read_reports(remaining_s):
                 break
         self.check()
         return self.run_id
@@ -106,13 +106,13 @@ class DeliveryProcess:
         """
         if self._process is None:
             return None
-        until = monotonic() + patience_s
+        deadline = monotonic() + patience_s
         try:
             with suppress(OSError):  # the process has already ended
                 self._process.stdin.write(status.encode())
                 self._process.stdin.close()
-            while self._read_reports(max(0.0, until - monotonic())):
-                if monotonic() >= until:
+            while self._read_reports(max(0.0, deadline - monotonic())):
+                if monotonic() >= deadline:
                     self._missing = f"MLflow lacks the end of the run (not written within {patience_s:g} s)"
                     break
         except KeyboardInterrupt:
@@ -123,7 +123,7 @@ class DeliveryProcess:
         if self._refusal or not self._missing:
             return None
         return (
-            f"{self._missing}; the run folder has everything: raytrec track {quote_for_shell(self._folder)}"
+            f"{self._missing}; the run folder has all records: raytrec track {quote_for_shell(self._folder)}"
         )
 
     def _read_reports(self, wait_s: float) -> bool:
@@ -200,6 +200,6 @@ def track(run: str | Path, allow_code: bool = False, follow: bool = False) -> Ru
             raise RunError(
                 lost,
                 where=f"{folder}, tracking.uri={hide(config.tracking.uri)}",
-                do="mend that, or start the server; then give the same command again",
+                do="fix the error or start the server, then run the same command again",
             )
     return config

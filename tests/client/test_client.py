@@ -344,7 +344,7 @@ def test_errors_are_messages(head, whole):
     assert f"there is no {what} '/etc'" in got["elsewhere"][1]
     if way == "client":
         assert folder.name in got["no run"][1] and "did you mean 'user'" in got["no table"][1]
-        assert "is not a file that can be read" in got["other file"][1]
+        assert "is not a readable file of a run" in got["other file"][1]
     assert not any("Traceback" in text for _, text in (v for k, v in got.items() if k != "stderr"))
 
 

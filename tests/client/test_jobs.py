@@ -81,7 +81,7 @@ def test_submit_stop_and_submit_again(head, tmp_path):
     first = Submitted(head, job)
     first.until("rows/s")
     stopped = first.stop()
-    assert "SIGTERM: saving" in stopped and "submit the same again" in stopped
+    assert "SIGTERM: saving" in stopped and "submit the same job again" in stopped
     assert first.end() == 143
     step = int(first.text.partition("stopped at step ")[2].partition(",")[0])
     assert step > 0 and not (only_run(head, "again") / "result.json").exists()

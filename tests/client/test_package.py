@@ -46,15 +46,15 @@ def test_links_are_followed_and_keep_their_name(here):
     "include,what",
     [
         (["nowhere"], "there is no such file or folder"),
-        (["..", "mine"], "the working directory is in it"),
-        (["/"], "the working directory is in it"),
-        (["../raytrec"], "raytrec's own"),
-        (["../run.yaml"], "the name of the config"),
-        (["../x", "../y/x"], "would be there twice"),
-        (["../pipe"], "neither a file nor a folder"),
-        (["../odd"], "is not a file"),
-        (["../broken"], "is a link to nothing"),
-        (["../circle"], "leads back to a folder above it"),
+        (["..", "mine"], "the folder contains the working directory"),
+        (["/"], "the folder contains the working directory"),
+        (["../raytrec"], "a file of raytrec itself"),
+        (["../run.yaml"], "the name of the uploaded config"),
+        (["../x", "../y/x"], "is included twice"),
+        (["../pipe"], "not a file or folder"),
+        (["../odd"], "is not a regular file"),
+        (["../broken"], "is a broken symbolic link"),
+        (["../circle"], "is a link to one of its parent folders"),
         (["a\0b"], "there is no such file or folder"),
     ],
 )
@@ -76,6 +76,6 @@ def test_files_that_cannot_be_taken_are_named(here, include, what):
 
 def test_a_large_folder_is_refused_before_it_is_copied(here, monkeypatch):
     monkeypatch.setattr(package, "LARGEST_BYTES", 100)
-    with pytest.raises(ConfigError, match="the upload of the job has"):
+    with pytest.raises(ConfigError, match="the upload of the job is too large"):
         packed("../x")
     assert list((here / "made").iterdir()) == []

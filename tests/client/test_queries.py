@@ -45,7 +45,7 @@ def test_what_is_not_a_run(root):
 
 def test_other_files(root):
     for name in ("../../secret", "/etc/passwd", "driver.lock", "checkpoints", "", "."):
-        with pytest.raises(RunError, match="not a file that can be read"):
+        with pytest.raises(RunError, match="not a readable file of a run"):
             queries.file("mine", name)
 
 
@@ -146,7 +146,7 @@ def test_a_driver_that_was_killed(driver):
     assert queries.news("mine", {})["state"] == "interrupted"  # also while it is a zombie
     driver.wait()
     assert queries.news("mine", {})["state"] == "interrupted"
-    with pytest.raises(RunError, match="not running: it is interrupted"):
+    with pytest.raises(RunError, match="not running: its state is interrupted"):
         queries.stop("mine")
 
 

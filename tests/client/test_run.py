@@ -169,7 +169,7 @@ def test_the_job_api_names_the_other_way_for_questions_about_files():
     asks = [run.tables, run.pictures, run.report, lambda: run.rows("user", [1])]
     asks += [lambda: run.file("plan.json")]
     for ask in asks:
-        with pytest.raises(RunError, match="returns only what jobs write") as error:
+        with pytest.raises(RunError, match="only provides the logs of jobs") as error:
             ask()
         assert "ray://HOST:10001" in error.value.expected and "as a job" in error.value.do
 

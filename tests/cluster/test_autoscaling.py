@@ -57,7 +57,7 @@ def refuses_to_guess(cluster, folder):
     command = [sys.executable, "-m", "raytrec", "train", str(config), "scaling.device=auto"]
     command += [f"run.dir={folder / 'no-run'}", f"scaling.address={cluster.address}"]
     done = subprocess.run(command, env=cluster.env, capture_output=True, text=True, timeout=LONGEST_S)
-    assert done.returncode != 0 and "has no GPU now" in done.stderr, done.stdout + done.stderr
+    assert done.returncode != 0 and "currently has no GPUs" in done.stderr, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     assert cluster.nodes() == {}
 

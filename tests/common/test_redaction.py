@@ -110,7 +110,7 @@ def test_every_output(address, tmp_path_factory):
             console.warn(f"failed: {address}")
             console.phase(address)
             console.event("failed", cause=address)
-        print_summary(Result({"name": "run"}, Path(), [f"look at it   {address}"]))
+        print_summary(Result({"name": "run"}, Path(), [f"MLflow       {address}"]))
     recorded = [*split_texts(parameters(config), 6000), *split_texts(hide_all(config.tracking.tags), 8000)]
     assert all(len(part) <= TEXTS for part in recorded)
     shown = _to_json_serializable_value(WorkerTask(config, SCHEMA, {}, None, address))

@@ -147,7 +147,7 @@ def test_a_run_is_not_resumed_on_other_labels(folder, tmp_path):
     assert "part-1.parquet: the same number of rows and bytes, but different values" in str(error.value)
     assert "--warm-start" in error.value.do
     (run.folder / DATA).write_text("[")  # it is refused without the list of files, too
-    with pytest.raises(DataError, match=r"data\.train is not what it was"):
+    with pytest.raises(DataError, match=r"data\.train has changed since"):
         run.check()
 
 
@@ -167,4 +167,4 @@ def test_other_evaluation_data_is_a_warning(folder, tmp_path):
     run = Run(tmp_path / "run", folder)
     flip(folder / "test/part-0.parquet")
     (line,) = run.check()
-    assert "data.test is not what it was" in line and "part-0.parquet" in line
+    assert "data.test has changed since" in line and "part-0.parquet" in line

@@ -37,7 +37,7 @@ def test_a_check_that_passes(tiny_data, tmp_path, capsys):
     assert result.passed
     said = " ".join("".join(capsys.readouterr()).split())
     for setting in ("train.matmul=bf16", "plan.qcomms.backward_precision=bf16"):
-        assert f"checked in fp32: rounding by {setting} would hide errors" in said
+        assert f"checking in fp32, because {setting} would hide errors" in said
     compared = {f"{f['check']} {f['name']}" for f in result.findings}
     assert compared >= {"forward user", "forward tags", "gradient tag", "gradient logit.bias"}
     assert compared >= {"weights user", "state user.sum", "state tag.sum"}

@@ -58,7 +58,7 @@ def test_a_model_that_has_learned_from_both_classes_continues_with_one(plan):
 
 def test_a_number_that_never_changes_is_noted(plan):
     (line,) = check_plan(plan(always, loss="mse"))
-    assert line.startswith("the label of task label is 1 in every row of data.train, from which mse learns")
+    assert line.startswith("the label of task label is 1 in every row of data.train, so mse cannot learn")
 
 
 def test_what_may_differ_or_need_not_is_not_noted(plan):

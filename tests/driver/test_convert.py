@@ -182,7 +182,7 @@ def test_ids_that_wait_go_on_waiting(tmp_path):
         (["user=resize:"], "resize:100000"),
         (["user=resize:0"], "resize:100000"),
         (["user=resize:23"], "it has 23 rows already"),
-        ([], "no table was given"),
+        ([], "--table is missing"),
     ],
 )
 def test_what_cannot_be_asked_for(trained, tables, message, tmp_path):
@@ -204,7 +204,7 @@ def test_what_a_table_cannot_become(managed, trained, tmp_path):
     ):
         with pytest.raises(SchemaError, match=why):
             convert(place, [table], str(tmp_path / "out"))
-    with pytest.raises(ConfigError, match="there is a checkpoint already"):
+    with pytest.raises(ConfigError, match="already contains a checkpoint"):
         convert(trained["adam"], ["user=managed"], out)
 
 

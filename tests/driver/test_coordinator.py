@@ -45,7 +45,7 @@ def test_the_rank_that_others_wait_for_is_named():
     found = hang(waits, waits, (9, 57, "step", "", False), silent_s={2: 8})
     assert found.startswith("rank 2 (pid 102 on 10.0.0.1) hangs: no heartbeat for 8 s")
     assert hang(waits, (8, 56, "step", "wait, distributed/x.py:1", True)).startswith("rank 1")
-    assert hang(waits, waits).startswith("all ranks wait for one another for 8 s; rank 0")
+    assert hang(waits, waits).startswith("all ranks have waited for each other for 8 s; rank 0")
     assert hang(waits, (9, 56, "data", "", False)) is None, "reading may take longer"
     assert hang((9, 57, "save", "", False), waits) is None
 
@@ -58,10 +58,10 @@ def on_gpus(*states):
 def test_the_rank_whose_gpu_is_behind():
     found = on_gpus(*((57, False, (55, phase)) for phase in ("collectives", "forward", "backward")))
     assert found.startswith("rank 1 (pid 101 on 10.0.0.1) has made no progress for 8 s: its GPU has not")
-    assert "its GPU has not finished step 55 (in the forward pass), at step 57, computing" in found
+    assert "its GPU has not finished step 55 (in the forward pass); the rank is at step 57" in found
     assert on_gpus((57, False, (56, "forward")), (57, False, (55, "backward"))).startswith("rank 1 ")
     found = on_gpus((57, True, (55, "backward")), (57, True, (55, "forward")))
-    assert found.startswith("rank 1 ") and "wait for one another" not in found
+    assert found.startswith("rank 1 ") and "waited for each other" not in found
 
 
 def test_hosts_come_before_gpus():
@@ -72,8 +72,8 @@ def test_hosts_come_before_gpus():
 
 def test_all_gpus_alike():
     found = on_gpus((57, False, (55, "backward")), (57, False, (55, "backward")))
-    assert "all GPUs have not finished step 55 (in the backward pass)" in found
-    assert "its GPU has not finished step 57," in on_gpus((58, False, (57, "")))
+    assert "no GPU has finished step 55 (in the backward pass)" in found
+    assert "its GPU has not finished step 57; the rank" in on_gpus((58, False, (57, "")))
 
 
 def test_heartbeats_a_second_are_bounded():

@@ -180,7 +180,7 @@ def test_a_run_can_be_moved(runs, tiny_data, tmp_path):
 
 
 def test_a_finished_run_is_not_overwritten(runs, tiny_data):
-    with pytest.raises(RunError, match="holds a finished run"):
+    with pytest.raises(RunError, match="already contains a finished run"):
         driver.train(parquet.settings(tiny_data, runs[1].path))
 
 

@@ -96,8 +96,8 @@ def test_what_to_do_when_a_trained_run_could_not_be_evaluated(tmp_path, monkeypa
     told = add_recovery_hint(bad, config, 20)
     assert type(told) is DataError and (told.what, told.where) == ("id 7", "there")
     assert told.do == (
-        f"correct the data; all 20 steps are trained and saved, in {last}: evaluate them with "
-        "`raytrec evaluate 'a run' --set data.on_error=skip`; or mend this, and let the run come to its end: "
+        f"correct the data; all 20 steps are trained and saved in {last}: evaluate the run with "
+        "`raytrec evaluate 'a run' --set data.on_error=skip`; or fix the error and complete the run: "
         "`raytrec train --resume 'a run'`"
     )
     config = load_config(values | {"model": {"name": "mine:Model"}})
@@ -121,13 +121,13 @@ def test_what_an_evaluation_can_change():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("model.top_mlp=[3]", "has no part in an evaluation"),
-        ("run.dir=/x", "has no part"),
-        ("tables.user.rows=50", r"cannot be set.*\n.*\n.*a table's size is that of the weights"),
+        ("model.top_mlp=[3]", "does not apply to an evaluation"),
+        ("run.dir=/x", "does not apply"),
+        ("tables.user.rows=50", r"cannot be set.*\n.*\n.*the weights determine the size of a table"),
         ("tables.usr.out_of_range=hash", "there is no table 'usr'"),
         ("tables.user.out_of_range=drop", "out_of_range"),
         ("data.on_eror=skip", "did you mean data.on_error"),
-        ("nonsense", "has no part|not an override"),
+        ("nonsense", "does not apply|not an override"),
     ],
 )
 def test_what_an_evaluation_cannot_change(change, message):

@@ -15,13 +15,13 @@ OURS = DataError("label 'y' is 7", where="part-0.parquet")
 @pytest.mark.parametrize(
     "failures,kind,sentence",
     [
-        ({0: GLOO, 1: ActorDiedError()}, Kind.DEATH, "rank 1 died: its process was ended, or crashed"),
+        ({0: GLOO, 1: ActorDiedError()}, Kind.DEATH, "rank 1 died: its process was killed or crashed"),
         ({0: GLOO, 1: KeyError("user"), 2: GLOO}, Kind.ERROR, "rank 1 raised KeyError: 'user'"),
         ({0: KeyError("x"), 1: OURS}, Kind.OURS, "label 'y' is 7"),
         ({0: GLOO, 2: NodeDiedError("gone")}, Kind.NODE, "rank 2 lost its node"),
         ({0: ActorDiedError(), 1: NodeDiedError("gone")}, Kind.NODE, "rank 1 lost its node"),
         ({0: Restart("at step 3"), 1: GLOO}, Kind.RESTART, "at step 3"),
-        ({0: GLOO, 1: OutOfMemoryError("the node was")}, Kind.DEATH, "rank 1 was ended by Ray, because"),
+        ({0: GLOO, 1: OutOfMemoryError("the node was")}, Kind.DEATH, "rank 1 was killed by Ray because"),
         ({1: RuntimeError("Timed out waiting 60000ms")}, Kind.CONSEQUENCE, "rank 1 raised RuntimeError"),
     ],
 )
@@ -156,5 +156,5 @@ def test_the_driver_is_told(coordinator):
 
     decisions(coordinator, 1, {0: GLOO, 1: ActorDiedError()})
     (event,) = ray.get(coordinator.get.remote(1))
-    assert event.details["cause"] == "rank 1 died: its process was ended, or crashed"
+    assert event.details["cause"] == "rank 1 died: its process was killed or crashed"
     assert event.details["again"] and ray.get(coordinator.cause.remote()) == event.details["cause"]

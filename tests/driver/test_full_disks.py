@@ -72,7 +72,7 @@ def test_the_run_folders_disk_is_full_to_the_end(undisturbed, tiny_data, disk, t
     out, said = capfd.readouterr()
     assert json.loads(out)["eval.auc"] == undisturbed.metrics["eval.auc"], "it is printed all the same"
     assert said.count("cannot write to the run folder (No space left on device)") == 1
-    assert "error: the result cannot be written: No space left on device" in said
+    assert "error: cannot write the result: No space left on device" in said
     assert f"raytrec train --resume {run}" in said and "Traceback" not in said
     assert not (run / "result.json").exists()
     assert events(run, "failed") == []

@@ -48,14 +48,14 @@ def settings(workers=2, readers=1, **scaling):
 def test_auto_trains_on_cpus_where_torch_is_built_for_them(ray_with_gpus, for_cpus, console):
     assert nodes.choose_device(settings(), nodes.gpu_nodes(), console) == "cpu"
     (said,) = console.said
-    assert "there are GPUs, but torch is built for CPUs on this machine" in said
+    assert "GPUs are available, but torch is built for CPUs on this machine" in said
     assert "make install DEVICE=cuda" in said
 
 
 def test_cuda_graphs_are_refused_where_training_is_on_cpus(ray_with_gpus, for_cpus, console):
     values = settings()
     values.train.compile = "graphs"
-    with pytest.raises(ConfigError, match="training is on CPUs") as error:
+    with pytest.raises(ConfigError, match="training runs on CPUs") as error:
         nodes.choose_device(values, nodes.gpu_nodes(), console)
     assert error.value.do == "set train.compile=true"
 
@@ -165,7 +165,7 @@ def test_a_gpu_that_has_failed_is_left_out_where_there_are_others(ray_with_gpus)
         gpus = FailedGpus(least)
         policy = GroupFailurePolicy(ray.train.FailureConfig(), coordinator, 0, gpus)
         assert policy.make_decision(training_failed_error=ControllerError(failed)).value == decision
-    assert [again for *_, again in said] == [False, True] and "it is left out" in said[1][1]
+    assert [again for *_, again in said] == [False, True] and "the GPU is left out" in said[1][1]
     assert ray.get([given.remote() for _ in range(3)], timeout=60) == [["0"]] * 3
     (holder,) = gpus._held
     ray.kill(holder)

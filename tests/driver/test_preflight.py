@@ -32,7 +32,7 @@ def check(values=(), schema=(), here=True, settings=()):
         ({}, {"name": "sequence"}, "the schema has no sequence"),
         ({}, TWO, "in neither tower: price"),
         ({"dense": []}, {"name": "dcn", "bottom_mlp": [4]}, "no dense columns"),
-        ({"tables": SCHEMA["tables"] | {"user": {"rows": 10**12, "dim": 8}}}, {}, "the tables take"),
+        ({"tables": SCHEMA["tables"] | {"user": {"rows": 10**12, "dim": 8}}}, {}, "the tables need"),
     ],
 )
 def test_before_ray_starts(schema, model, message):
@@ -145,7 +145,7 @@ def test_ids_that_are_drawn_are_ids_of_their_table():
         transform = {"do": "sample", "column": "drawn", "count": 3, "rows": rows}
         check({"data": {"train": "d/train", "transforms": [transform]}}, schema, here=False)
 
-    with pytest.raises(ConfigError, match="up to 12 are drawn for others, and table tag has 12 rows"):
+    with pytest.raises(ConfigError, match="up to 12 are sampled for others, but table tag has 12 rows"):
         draw(13)
     draw(12)
 
@@ -161,13 +161,13 @@ def copied(rows=None, steps=1000, **schedule):
 
 def test_a_table_of_which_not_all_rows_are_drawn_is_a_warning():
     [line] = copied(11_924)
-    assert "rows is 11,924, and table item has 12,101 rows" in line and "leave rows out" in line
+    assert "rows is 11,924, but table item has 12,101 rows" in line and "remove rows" in line
     assert copied(12_101) == copied() == []
 
 
 @pytest.mark.parametrize("decay", ["linear", "cosine"])
 def test_a_decay_that_ends_before_the_run_is_a_warning(decay):
     [line] = copied(decay=decay, decay_steps=890, warmup_steps=100)
-    assert "0 from step 990 on, and the run has 1,000 steps" in line and "leave decay_steps out" in line
+    assert "0 from step 990 on, but the run has 1,000 steps" in line and "remove decay_steps" in line
     assert copied(decay=decay, decay_steps=900, warmup_steps=100) == []
     assert copied(decay=decay, warmup_steps=100) == []

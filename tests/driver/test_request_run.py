@@ -82,7 +82,7 @@ def test_rows_of_single_candidates_are_scored_and_exported(run, folder, tmp_path
     loss = -np.mean(label * np.log(score) + (1 - label) * np.log(1 - score))
     assert figures["eval.logloss"] == pytest.approx(loss, abs=1e-6) and figures["eval.rows"] == 103
     for command in (predict, export):
-        with pytest.raises(DataError, match="has a list of candidates"):
+        with pytest.raises(DataError, match="contains lists of candidates"):
             command(run.path, **{"data": str(folder / "test"), "out": str(tmp_path / "other")})
 
 

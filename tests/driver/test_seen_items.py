@@ -73,12 +73,12 @@ def test_columns_that_name_items_alike_are_accepted(folder, item, seen, right):
 @pytest.mark.parametrize(
     "item, seen, right, message",
     [
-        ("item_key", ["seen"], "right_items_keys", "'seen' names items by 'item', not by 'item_key'"),
-        ("item_key", ["history"], "right_items_keys", "'history' names items by 'item'"),
-        ("item", ["seen_keys"], "right_items", "'seen_keys' names items by 'item_key', not by 'item'"),
-        ("item_key", ["seen_keys"], "right_items", "'right_items' names items by 'item', not by 'item_key'"),
-        ("item", ["seen"], "right_items_keys", "'right_items_keys' names items by 'item_key'"),
-        ("title", ["seen"], "right_items_names", "items are named by"),
+        ("item_key", ["seen"], "right_items_keys", "'seen' refers to items by 'item', not by 'item_key'"),
+        ("item_key", ["history"], "right_items_keys", "'history' refers to items by 'item'"),
+        ("item", ["seen_keys"], "right_items", "'seen_keys' refers to items by 'item_key', not by 'item'"),
+        ("item_key", ["seen_keys"], "right_items", "'right_items' refers to items by 'item', not by"),
+        ("item", ["seen"], "right_items_keys", "'right_items_keys' refers to items by 'item_key'"),
+        ("title", ["seen"], "right_items_names", "but the item key has type"),
     ],
 )
 def test_columns_that_name_items_otherwise_are_refused(folder, item, seen, right, message):
@@ -87,7 +87,7 @@ def test_columns_that_name_items_otherwise_are_refused(folder, item, seen, right
 
 
 def test_a_model_without_histories_is_checked_by_those_of_the_schema(folder):
-    with pytest.raises(DataError, match="'seen' names items by 'item'"):
+    with pytest.raises(DataError, match="'seen' refers to items by 'item'"):
         opened(folder, {"name": "mf"}, item="item_key", seen=["seen"], right_items="right_items_keys")
 
 

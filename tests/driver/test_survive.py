@@ -255,8 +255,8 @@ def test_what_cannot_be_resumed(brief, large, tmp_path):
         for text in says:
             assert text in str(error.value)
 
-    refused(RunError, "this run has finished", "--warm-start", resume=brief.path)
-    refused(RunError, "there is no run here", resume=tmp_path / "nowhere")
+    refused(RunError, "the run has already finished", "--warm-start", resume=brief.path)
+    refused(RunError, "does not contain a run", resume=tmp_path / "nowhere")
     refused(
         ConfigError,
         "optim.embeddings.lr: 0.1 → 0.5",
@@ -265,7 +265,7 @@ def test_what_cannot_be_resumed(brief, large, tmp_path):
     )
     refused(ConfigError, "train.epochs: 2 → 3", source=settings(large, tmp_path) | {"train": {"epochs": 3}})
     other = parquet.dataset(tmp_path / "other", train=1999)
-    refused(DataError, "data.train is not what it was", overrides=[f"data.train={other / 'train'}"])
+    refused(DataError, "data.train has changed since", overrides=[f"data.train={other / 'train'}"])
     (other / "schema.yaml").write_text(parquet.SCHEMA_YAML.replace("rows: 40", "rows: 50"))
     refused(ConfigError, "schema has changed", overrides=[f"data.schema={other / 'schema.yaml'}"])
     with pytest.raises(RunError, match="--resume"):

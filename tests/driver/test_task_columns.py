@@ -101,7 +101,7 @@ def test_an_evaluation_in_which_no_row_counts_is_refused(tmp_path):
     masked, weighted = {"name": "masked", "mask": "seen"}, {"name": "weighed", "sample_weight": "seen"}
     for tasks in ([masked], [weighted], [masked, weighted]):
         with pytest.raises(
-            DataError, match=r"no row counts in .*(is not 1 in any row|is 0 in every row)"
+            DataError, match=r"no row can be used.*(is not 1 in any row|is 0 in every row)"
         ) as found:
             opened(folder, *tasks)
         assert "d/valid" in found.value.where and found.value.expected and found.value.do

@@ -56,7 +56,7 @@ def test_what_does_not_fit(first, tiny_data, tmp_path):
             settings = parquet.settings(tiny_data, tmp_path / "run", **changes)
             driver.train(settings, start_from=start_from)
 
-    fails(ConfigError, r"model.top_mlp is \[8\], and the checkpoint has \[16\]", model__top_mlp=[8])
+    fails(ConfigError, r"model.top_mlp is \[8\], but the checkpoint has \[16\]", model__top_mlp=[8])
     fails(RunError, "the folder contains no run or checkpoint", start_from=tmp_path)
     larger = tmp_path / "larger.yaml"
     larger.write_text(parquet.SCHEMA_YAML.replace("rows: 40", "rows: 50"))

@@ -56,7 +56,7 @@ def test_arguments_that_do_not_fit_are_refused(run, capsys, arguments, message):
 
 def test_a_run_without_records_is_refused(tmp_path):
     run = write_run(tmp_path / "run", lines=[])
-    with pytest.raises(RunError, match="the run has recorded no lookups") as error:
+    with pytest.raises(RunError, match="the run has not recorded any lookups") as error:
         read_run_schema(run)
     assert "tracking.every_steps" in error.value.expected
     (tmp_path / "empty").mkdir()

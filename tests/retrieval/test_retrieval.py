@@ -179,10 +179,10 @@ def test_the_index_says_what_it_is(run, folder, made):
         (
             lambda t: pa.concat_tables([t, t.slice(3, 2)]),
             DataError,
-            "2 items have the key of an item before them",
+            "2 items repeat the key of an earlier item",
         ),
         (lambda t: t.drop_columns(["genres"]), DataError, "column 'genres' is missing"),
-        (lambda t: t.set_column(0, "item", pa.nulls(ITEMS, pa.int64())), DataError, "an item has no key"),
+        (lambda t: t.set_column(0, "item", pa.nulls(ITEMS, pa.int64())), DataError, "an item is missing"),
     ],
 )
 def test_items_that_are_none_are_refused_before_anything_starts(folder, tmp_path, change, error, message):
@@ -199,7 +199,7 @@ def test_items_that_are_none_are_refused_before_anything_starts(folder, tmp_path
 @pytest.mark.parametrize(
     "changes, error, message",
     [
-        ({"model": {"name": "dcn"}}, ConfigError, "gives no vectors of query and item"),
+        ({"model": {"name": "dcn"}}, ConfigError, "does not produce query and item vectors"),
         (
             {"retrieval": {"seen": ["user"]}},
             DataError,

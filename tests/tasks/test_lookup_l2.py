@@ -105,5 +105,5 @@ def test_refused():
     settings = config(1, {}, model=lists)
     form = type("Form", (), {"lists": frozenset(["friends"])})
     datasets = {"train": type("Dataset", (), {"form": form})}
-    with pytest.raises(ConfigError, match="friends has lists of ids"):
+    with pytest.raises(ConfigError, match="friends contains lists of ids"):
         check_lookup_l2(settings, a_schema(), datasets)

@@ -101,7 +101,7 @@ def test_a_result_that_cannot_be_written_is_told_with_what_to_do(disk):
     watch.receive(Result(step=3, figures={"train.steps": 3, "eval.auc": float("nan")}))
     assert watch.result == {"train.steps": 3, "eval.auc": None} and watch.unsaved is None
     error = record.result(watch.result, None)
-    assert "the result cannot be written: No space left on device" in error.what
+    assert "cannot write the result: No space left on device" in error.what
     assert f"raytrec train --resume {disk}" in error.do
     (lost,) = record.close()
     assert "the run folder lacks" in lost and len(console) == 1

@@ -234,7 +234,7 @@ class RowMaps:
         sightings: torch.Tensor,
         candidates_WT: list[list[int]],
     ) -> tuple[torch.Tensor, list[list[int]]]:
-        """Return the places of `candidates` with a new row, and their number per rank and table; a collective."""
+        """Return the places of candidates with a new row, and counts per rank and table; a collective."""
         shortages = self._count_missing_rows(_sum_over_ranks(candidates_WT))
         if not shortages:
             return torch.arange(len(candidates), device=self.device), candidates_WT
