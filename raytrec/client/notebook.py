@@ -42,7 +42,8 @@ class NotebookDisplay:
         ended = run.state not in ("starting", "running")
         if figures != self._drawn and (ended or monotonic() - self._drawn_at > REDRAW_INTERVAL_S):
             self._drawn_at, self._drawn = monotonic(), figures
-            self._show("curves", Image(render_curves(run.history), width=560))
+            if curves := render_curves(run.history):
+                self._show("curves", Image(curves, width=560))
 
     def _show(self, output: str, content: Any) -> None:
         from IPython.display import display as put
@@ -120,12 +121,13 @@ def render_progress(name: str, run: Run) -> str:
 
 
 def render_curves(history: History) -> bytes:
-    """Return the curves of the metrics so far as PNG, as in the run's report."""
+    """Return the curves of the metrics as PNG, as in the run's report; empty before the first metric."""
     from raytrec.report.figures.learning import curves
     from raytrec.report.figures.style import save_png
 
     out = BytesIO()
-    save_png(curves(history), out)
+    if figure := curves(history):
+        save_png(figure, out)
     return out.getvalue()
 
 

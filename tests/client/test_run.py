@@ -79,6 +79,7 @@ def test_a_wait_ends_with_the_result_the_error_or_the_time():
 def test_what_a_notebook_shows():
     run = Shown()
     assert "waiting" in render_progress("<mine>", run) and "<mine>" not in render_progress("<mine>", run)
+    assert render_curves(run.take(train(1)).history) == b""
     figures = [train(step, logloss=1 / step, ne=0.9, rows_per_s=8e4) for step in (10, 20)]
     run.take(Start(total=40, step=0, workers=1), *figures)
     page = render_progress("mine", run)
