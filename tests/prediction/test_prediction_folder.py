@@ -196,7 +196,7 @@ def test_what_is_refused(run, data, tmp_path):
 
     refused(RunError, "no run or checkpoint here", place=tmp_path)
     refused(RunError, "no checkpoint of step 7", "one of the steps 10, 20", checkpoint=7)
-    refused(ConfigError, "--checkpoint is 'last'", checkpoint="last")
+    refused(ConfigError, "'last' is not a checkpoint", checkpoint="last")
     refused(DataError, "no column 'rwo' to carry; did you mean 'row'", out=tmp_path / "o", columns=["rwo"])
     refused(ConfigError, "'row' is named twice", columns=["row", "row"])
     refused(ConfigError, "'score' would have the name", columns=["score"])
