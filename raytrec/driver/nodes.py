@@ -129,7 +129,7 @@ def choose_device(config: RunConfig, nodes: list[GpuNode], console: Any) -> str:
         raise ConfigError(
             "the cluster currently has no GPUs, but its autoscaler may start nodes with GPUs",
             where="scaling.device=auto",
-            expected="cuda or cpu, so that the autoscaler starts nodes of that kind",
+            expected="cuda or cpu, so that the autoscaler starts nodes of the right kind",
             do="set scaling.device=cuda, or scaling.device=cpu",
         )
     device = scaling.device if scaling.device != "auto" else ("cuda" if nodes else "cpu")

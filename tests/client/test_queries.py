@@ -57,7 +57,7 @@ def test_links_out_of_the_folder(root):
     for ask in (lambda: queries.file("mine", "report.html"), lambda: queries.pictures("mine")):
         with pytest.raises(RunError, match="link"):
             ask()
-    with pytest.raises(RunError, match=r"no result.json \(yet\)"):
+    with pytest.raises(RunError, match=r"not written result\.json yet"):
         queries.file("mine", "result.json")
 
 

@@ -240,7 +240,7 @@ def test_too_few_negatives_for_every_id_are_refused_before_workers_start(tmp_pat
     check(128, 2)
     check(200, 1)
     check(100_000, 1)  # all 1003 rows
-    with pytest.raises(ConfigError, match=r"128 rows of a global batch are 2 a row.* reads 1") as caught:
+    with pytest.raises(ConfigError, match=r"rows of a global batch are 2 per row.* reads only 1") as caught:
         check(128, 1)
     assert "model.max_negatives=2" in str(caught.value)
 

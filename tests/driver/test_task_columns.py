@@ -73,7 +73,7 @@ def opened(folder, *tasks, reserve_columns=(), **eval_section):
         ({"slices": ["country"]}, ConfigError, "column 'country' is not reserved", "eval.slices"),
         ({"mask": "clickd"}, DataError, "column 'clickd' is missing", "part-0.parquet"),
         ({"mask": "odd"}, DataError, "mask 'odd' is 2", "part-0.parquet, row group 0, column odd, row 2"),
-        ({"mask": "never"}, DataError, "in task label: its mask 'never' is not 1 in any row", "d/train"),
+        ({"mask": "never"}, DataError, "for task label: its mask 'never' is not 1 in any row", "d/train"),
         ({"mask": "country"}, DataError, "mask 'country' has type string", "column country"),
         ({"sample_weight": "below"}, DataError, "sample weight 'below' is -1", "column below, row 7"),
         (

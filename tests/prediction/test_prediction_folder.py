@@ -196,7 +196,7 @@ def test_what_is_refused(run, data, tmp_path):
 
     refused(RunError, "contains no run or checkpoint", place=tmp_path)
     refused(RunError, "no checkpoint of step 7", "one of the steps 10, 20", checkpoint=7)
-    refused(ConfigError, "--checkpoint is 'last'", checkpoint="last")
+    refused(ConfigError, "'last' is not a checkpoint", checkpoint="last")
     refused(
         DataError,
         "column 'rwo' does not exist in the input; did you mean 'row'",
