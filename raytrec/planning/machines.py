@@ -126,7 +126,7 @@ def find_machine(name: str, where: str = "--on") -> Machine:
     machine = MACHINES.get(f"{gpus}x{_GPU_ALIASES.get(kind, kind)}")
     if machine is None:
         raise ConfigError(
-            f"machine '{name}' does not exist{hint(name, MACHINES)}",
+            f"there is no machine '{name}'{hint(name, MACHINES)}",
             where=where,
             expected=f"one of {', '.join(MACHINES)}",
             do="describe other machines by the memory of their GPUs, such as 2x4x48gib, and pass --rates",

@@ -76,7 +76,7 @@ def test_a_rank_whose_step_needs_more_than_its_gpu_has_is_named(folder):
     [
         ("[1, 2]", "not a table of prices"),
         ("8xh100: cheap", "not a table of prices"),
-        ("9xh9: 3", "machine '9xh9' does not exist"),
+        ("9xh9: 3", "there is no machine '9xh9'"),
     ],
 )
 def test_prices_that_are_not_are_refused(folder, text, message):

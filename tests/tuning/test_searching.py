@@ -100,7 +100,7 @@ def test_a_configuration_that_cannot_be_run(tiny_data, tmp_path, changes, error,
 @pytest.mark.parametrize(
     "options, mistake",
     [
-        ({"metric": "nothing"}, "--metric is nothing, which is not a metric"),
+        ({"metric": "nothing"}, "--metric is nothing, but the tasks have no metric"),
         ({"trials": 0}, "--trials must be 1 to 10,000 (got 0)"),
         ({"trials": -1}, "--trials must be"),
         ({"grace_steps": 0}, "--grace-steps must be 1 or more (got 0)"),
