@@ -109,7 +109,7 @@ class RunConfig(Section):
             raise ValueError("eval.retrieval is set, but neither data.valid nor data.test is set")
         evaluated = self.data.valid or self.data.test or self.data.holdout
         if self.train.eval_every_steps and not evaluated:
-            raise ValueError("train.eval_every_steps is set, but neither data.valid nor data.test is set")
+            raise ValueError("train.eval_every_steps needs one of data.valid, data.holdout and data.test")
         return self
 
     @property

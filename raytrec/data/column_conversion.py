@@ -167,7 +167,7 @@ def check_finite(values: np.ndarray, name: str, place: Place, rows: Callable[[in
     """Raise DataError if a value is NaN or infinite. `rows` maps the index of a value to its row."""
     if (index := find_first_true(~np.isfinite(values))) is not None:
         raise DataError(
-            f"column '{name}' contains {values[index]:g}".replace("nan", "NaN"),
+            f"column '{name}' contains " + f"{values[index]:g}".replace("nan", "NaN"),
             where=place.of(name, rows(index)),
             expected="finite numbers",
             do=f"add to data.transforms: {{do: fill_null, columns: [{scalar(name)}], value: 0}} for NaN, "

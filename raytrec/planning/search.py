@@ -1,4 +1,4 @@
-"""The search for a plan: TorchRec enumerates sharding options and estimates their storage, Balancer chooses.
+"""The search for a plan: TorchRec enumerates options and estimates storage, PlanBalancer chooses.
 
 The number of options grows neither with tables × tables nor with tables × ranks. Storage is estimated once
 per shard size. With many tables and ranks, only the tables that need it may be split across all ranks

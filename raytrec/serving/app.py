@@ -101,7 +101,7 @@ class Service:
         """Return the endpoint of a request.
 
         Raises:
-            Refused: There is no such endpoint, or the token is missing or wrong.
+            RefusedRequest: There is no such endpoint, or the token is missing or wrong.
         """
         method, path = request.method, request.scope["path"]
         if self._token is not None and path not in self._open:
@@ -123,7 +123,7 @@ class Service:
         """Return the body of a request.
 
         Raises:
-            Refused: The body is too large, or all bodies being received together are.
+            RefusedRequest: The body is too large, or all bodies being received together are.
         """
         body, limits = bytearray(), self.limits
         try:

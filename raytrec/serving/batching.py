@@ -69,7 +69,7 @@ class Batcher:
         """Return the scores of a query's rows, like Scorer.score.
 
         Raises:
-            Refused: Too many rows are waiting.
+            RefusedRequest: Too many rows are waiting.
             DataError: A value does not fit the model.
         """
         rows, max_rows = query.rows, self._max_batch_rows

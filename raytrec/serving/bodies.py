@@ -90,7 +90,7 @@ def decode_request(
     """Return the query of a request.
 
     Raises:
-        Refused: The body is malformed, or exceeds a limit.
+        RefusedRequest: The body is malformed, or exceeds a limit.
         DataError: A value does not fit its column.
     """
     user = None
@@ -109,7 +109,7 @@ def check_type(content_type: str, *known: str) -> str:
     """Return the type of a body.
 
     Raises:
-        Refused: The type is not among the known ones.
+        RefusedRequest: The type is not among the known ones.
     """
     kind = content_type.partition(";")[0].strip().lower()
     if kind not in known:

@@ -150,7 +150,7 @@ def resolve_export(uri: str, folder: str) -> str:
         folder: Local path or URI of the folder.
 
     Raises:
-        Refused: The export is elsewhere, or the URI chooses another server.
+        RefusedRequest: The export is elsewhere, or the URI chooses another server.
     """
     (place, query), (root, root_query) = _split(uri), _split(folder)
     root, same_server = root.rstrip("/") + "/", not (chooses_server(uri) or chooses_server(folder))

@@ -88,7 +88,7 @@ def test_a_plan_on_the_command_line():
         ("model.name=drlm", "model.name"),
         ("scaling.num_workers=25", "increase data.lanes"),
         ("data.global_batch_size=1", "at least one row"),
-        ("train.eval_every_steps=5", "neither data.valid nor data.test"),
+        ("train.eval_every_steps=5", "needs one of data.valid, data.holdout and data.test"),
         ("epochs", "not an override"),
         ("train.epochs.x=1", "'epochs' is a value"),
         ("plan.tables.user.shading_type=row_wise", "did you mean plan.tables.*.sharding_type"),

@@ -82,7 +82,7 @@ def test_links_to_one_file_in_two_partitions_are_two_files(tmp_path):
 def test_one_folder_under_two_names_is_refused(tmp_path):
     put(tmp_path, "a/x.parquet")
     (tmp_path / "b").symlink_to("a")
-    with pytest.raises(DataError, match="1 files are listed more than once"):
+    with pytest.raises(DataError, match=r"files are listed more than once \(1\)"):
         list_files([str(tmp_path / "a"), str(tmp_path / "b")], "data.train")
 
 

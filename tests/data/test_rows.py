@@ -1,5 +1,7 @@
 """The read task: canonical form of every kind of column, and each wrong value's message."""
 
+import math
+
 import numpy as np
 import parquet
 import pyarrow as pa
@@ -8,6 +10,7 @@ import pytest
 
 from raytrec.common.errors import DataError, SchemaError
 from raytrec.config.schema import Schema
+from raytrec.data.column_conversion import Place, check_finite
 from raytrec.data.fragments import scan
 from raytrec.data.ids import _all_below
 from raytrec.data.item_reader import read_item
@@ -128,6 +131,11 @@ def test_wrong_values_are_placed(tmp_path, columns, expected_text, row):
     with pytest.raises(DataError) as error:
         read(tmp_path, columns, first=1)
     assert f"row {row}" in str(error.value), "rows are counted from the row group's first"
+
+
+def test_message_of_nan_keeps_the_column_name():
+    with pytest.raises(DataError, match="column 'finance' contains NaN"):
+        check_finite(np.array([math.nan]), "finance", Place("a.parquet", 0, 0))
 
 
 @pytest.mark.parametrize(
