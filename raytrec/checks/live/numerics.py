@@ -68,7 +68,7 @@ class Numerics(Check):
         values, squares = self._reduce_over_ranks(mine)
         # Only the norm over dense layers and all tables is judged: the norm of a single part can grow a
         # thousandfold when training leaves a plateau.
-        norm, largest_part = sqrt(sum(squares.values())), max(squares, key=squares.get, default="")
+        norm, top_part = sqrt(sum(squares.values())), max(squares, key=squares.get, default="")
         growth = self._measure_growth("the gradient", norm, 0.0)
         growths = {
             name: self._measure_growth(name, size, MIN_USUAL_MAGNITUDE) for name, size in values.items()
@@ -83,7 +83,7 @@ class Numerics(Check):
         if growth > MAX_GROWTH:
             ratio = f"{growth:,.0f} × its usual value"
             problems.append(
-                f"the norm of the whole gradient is {norm:.3g}, {ratio}; the largest part is {largest_part}"
+                f"the norm of the whole gradient is {norm:.3g}, {ratio}; the largest part is from {top_part}"
             )
         for name in exploded:
             size, rank = max((sizes.values[name], rank) for rank, sizes in enumerate(by_rank))
