@@ -57,21 +57,21 @@ class Conservation(Check):
 
     def evaluate(self, position: Position, probed: bool) -> Outcome:
         """Return the outcome, with lost ids and rows and ranks that are out of step; a collective."""
-        mine, peers = self._counts(position), self.run.peers
+        counts, peers = self._counts(position), self.run.peers
         features = list(self.run.schema.sparse)
-        received = [mine.looked_up.get(feature, 0) for feature in features]
-        wrong = mine.is_behind + sum(self._has_copy_mismatch(feature, mine) for feature in features)
-        numbers = [*(mine.sent[feature] for feature in features), *received, mine.rows, wrong]
+        received = [counts.looked_up.get(feature, 0) for feature in features]
+        mismatches = counts.is_behind + sum(self._has_copy_mismatch(feature, counts) for feature in features)
+        numbers = [*(counts.sent[feature] for feature in features), *received, counts.rows, mismatches]
         totals = peers.sum(torch.tensor(numbers)).tolist()
-        sent, received, (rows, wrong) = totals[: len(features)], totals[len(features) : -2], totals[-2:]
-        both = zip(features, sent, received, strict=True)
-        lost = [feature for feature, *ids in both if self._has_lost_ids(feature, *ids)]
-        well = not wrong and not lost and position.expected_rows in (None, rows)
+        sent, received, (rows, mismatches) = totals[: len(features)], totals[len(features) : -2], totals[-2:]
+        pairs = zip(features, sent, received, strict=True)
+        lost = [feature for feature, *ids in pairs if self._has_lost_ids(feature, *ids)]
+        is_consistent = not mismatches and not lost and position.expected_rows in (None, rows)
         problems: list[str] = []
-        if not (peers.same((position.step, position.expected_rows)) and well):
-            problems = self._problems(peers.objects(mine), lost, position.expected_rows)
-        good = f"all {sum(sent):,} ids were received"
-        return self.outcome(position.step, problems, good, float(len(problems)), 0.0)
+        if not (peers.same((position.step, position.expected_rows)) and is_consistent):
+            problems = self._problems(peers.objects(counts), lost, position.expected_rows)
+        summary = f"all {sum(sent):,} ids were received"
+        return self.outcome(position.step, problems, summary, float(len(problems)), 0.0)
 
     def _counts(self, position: Position) -> IdCounts:
         taps = self.run.taps
@@ -113,9 +113,9 @@ class Conservation(Check):
             if feature in lost:
                 received = [counts.looked_up.get(feature, 0) for counts in of_ranks]
                 sent = sum(counts.sent[feature] for counts in of_ranks) * self._count_row_parts(feature)
-                each = ", ".join(f"{ids:,}" for ids in received[:MAX_SHOWN_RANKS])
+                listed = ", ".join(f"{ids:,}" for ids in received[:MAX_SHOWN_RANKS])
                 problems.append(
-                    f"{where}: {sent:,} ids were sent, but {sum(received):,} received (by rank: {each})"
+                    f"{where}: {sent:,} ids were sent, but {sum(received):,} received (by rank: {listed})"
                 )
         return problems
 
@@ -138,5 +138,5 @@ def _describe_row_mismatches(of_ranks: list[IdCounts], expected: int | None) -> 
     rows = [counts.rows for counts in of_ranks]
     if expected in (None, sum(rows)):
         return []
-    each = ", ".join(f"{part:,}" for part in rows[:MAX_SHOWN_RANKS])
-    return [f"the batches have {expected:,} rows, but {sum(rows):,} were trained (by rank: {each})"]
+    listed = ", ".join(f"{part:,}" for part in rows[:MAX_SHOWN_RANKS])
+    return [f"the batches have {expected:,} rows, but {sum(rows):,} were trained (by rank: {listed})"]

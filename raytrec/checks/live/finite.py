@@ -30,13 +30,13 @@ class Finite(Check):
 
     def __init__(self, run):
         super().__init__(run)
-        self._looks = 0
+        self._turn = 0
 
     def evaluate(self, position: Position, probed: bool) -> Outcome:
         """Return the outcome, with the names of values that are not finite; a collective."""
         peers = self.run.peers
-        bad = [name for name, size in self.sizes(probed).items() if not isfinite(size)]
-        on_ranks = group_by_rarity(peers.objects(bad)) if peers.largest(bool(bad)) else []
+        nonfinite = [name for name, size in self.sizes(probed).items() if not isfinite(size)]
+        on_ranks = group_by_rarity(peers.objects(nonfinite)) if peers.largest(bool(nonfinite)) else []
         problems = [f"{name}: a value is NaN or infinite on {where}" for name, where in on_ranks]
         return self.outcome(
             position.step, problems, "all weights and optimizer state are finite", len(problems), 0
@@ -45,15 +45,15 @@ class Finite(Check):
     @torch.no_grad()
     def sizes(self, probed: bool) -> dict[str, float]:
         """Return max |value| on this rank of weights, then of optimizer state, by name; NaN if not finite."""
-        weights = weights_of(self.run, self._looks, probed)
+        weights = weights_of(self.run, self._turn, probed)
         state = [
-            (f"table {table.name}'s {kind}", sample(shard, self._looks))
+            (f"table {table.name}'s {kind}", sample(shard, self._turn))
             for table in self.run.tables.values()
             for kind, parts in table.state.items()
             for shard in parts.local
         ]
         state += [(name, value) for name, value in self.run.dense.items() if not name.endswith("/value")]
-        self._looks += 1
+        self._turn += 1
         return largest([*weights, *state])
 
 
@@ -62,14 +62,14 @@ def weights_of(run, turn: int, probed: bool) -> list[tuple[str, torch.Tensor]]:
 
     The rows differ at each turn. After a probed step, some of the rows that the step looked up are added.
     """
-    touched = _sample_looked_up_rows(run.taps.lookups) if probed else {}
-    found = []
+    looked_up = _sample_looked_up_rows(run.taps.lookups) if probed else {}
+    named = []
     for table in run.tables.values():
         for shard in (s for s in table.weight.local if len(s.rows)):
-            parts = [sample(shard, turn), *map(shard.read, touched.get(table.name, ()))]
-            found += [(f"table {table.name}", part) for part in parts]
+            parts = [sample(shard, turn), *map(shard.read, looked_up.get(table.name, ()))]
+            named += [(f"table {table.name}", part) for part in parts]
     values = {n: value for n, value in run.dense.items() if n.endswith("/value") and n not in run.unbounded}
-    return [*found, *values.items()]
+    return [*named, *values.items()]
 
 
 def sample(shard: Shard, turn: int) -> torch.Tensor:
@@ -80,14 +80,14 @@ def sample(shard: Shard, turn: int) -> torch.Tensor:
 
 def largest(tensors: list[tuple[str, torch.Tensor]]) -> dict[str, float]:
     """Return max |value| by name; NaN if a value is NaN or infinite."""
-    some = [(name, t) for name, t in tensors if t.numel() and t.is_floating_point()]
+    floats = [(name, t) for name, t in tensors if t.numel() and t.is_floating_point()]
     # aminmax is many times faster on CPU than torch.linalg.vector_norm(t, inf), and also propagates NaN.
-    sizes = read([torch.stack(t.aminmax()).float().abs().amax() for _, t in some]) if some else []
-    out: dict[str, float] = {}
-    for (name, _), (size,) in zip(some, sizes, strict=True):
-        before = out.get(name, 0.0)
-        out[name] = max(size, before) if isfinite(size + before) else float("nan")
-    return out
+    sizes = read([torch.stack(t.aminmax()).float().abs().amax() for _, t in floats]) if floats else []
+    magnitudes: dict[str, float] = {}
+    for (name, _), (size,) in zip(floats, sizes, strict=True):
+        previous = magnitudes.get(name, 0.0)
+        magnitudes[name] = max(size, previous) if isfinite(size + previous) else float("nan")
+    return magnitudes
 
 
 def _sample_looked_up_rows(lookups: list[Lookup]) -> dict[str, list[torch.Tensor]]:
@@ -97,6 +97,6 @@ def _sample_looked_up_rows(lookups: list[Lookup]) -> dict[str, list[torch.Tensor
         if lookup.ids is None:
             continue
         sizes = lookup.ids.lengths().view(len(lookup.tables), -1).sum(1).tolist()
-        for table, of_key in zip(lookup.tables, lookup.ids.values().split(sizes), strict=True):
-            rows[table].append(of_key[:: max(1, -(-len(of_key) // SAMPLED_ROWS_PER_SHARD))])
+        for table, ids_of_key in zip(lookup.tables, lookup.ids.values().split(sizes), strict=True):
+            rows[table].append(ids_of_key[:: max(1, -(-len(ids_of_key) // SAMPLED_ROWS_PER_SHARD))])
     return rows

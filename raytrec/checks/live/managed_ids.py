@@ -27,18 +27,18 @@ class ManagedIdsCheck(Check):
     def evaluate(self, position: Position, probed: bool) -> Outcome:
         """Return the outcome, with the problems of each table's map; a collective."""
         peers, maps = self.run.peers, self.run.maps
-        mine = {table: part.audit() for table, part in maps.items()}
-        totals = peers.sum(torch.tensor([audit.numbers for audit in mine.values()])).tolist()
-        parts = zip(mine.values(), totals, maps.values(), strict=True)
-        well = all(is_one_to_one(audit, total, part.capacity) for audit, total, part in parts)
-        wrong: list[str] = []
-        if not (peers.same([audit.free for audit in mine.values()]) and well):
-            audits = peers.objects(mine)
-            wrong = [
+        local_audits = {table: part.audit() for table, part in maps.items()}
+        totals = peers.sum(torch.tensor([audit.numbers for audit in local_audits.values()])).tolist()
+        parts = zip(local_audits.values(), totals, maps.values(), strict=True)
+        is_consistent = all(is_one_to_one(audit, total, part.capacity) for audit, total, part in parts)
+        violations: list[str] = []
+        if not (peers.same([audit.free for audit in local_audits.values()]) and is_consistent):
+            audits = peers.objects(local_audits)
+            violations = [
                 f"table {table}: {problem}"
                 for table, part in maps.items()
-                for problem in problems([of_rank[table] for of_rank in audits], part.capacity)
+                for problem in problems([rank_audits[table] for rank_audits in audits], part.capacity)
             ]
         ids = sum(ids for _, ids, _ in totals)
-        good = f"each of {ids:,} managed ids has its own row"
-        return self.outcome(position.step, wrong, good, float(len(wrong)), 0.0)
+        summary = f"each of {ids:,} managed ids has its own row"
+        return self.outcome(position.step, violations, summary, float(len(violations)), 0.0)

@@ -51,7 +51,7 @@ class Numerics(Check):
 
     def __init__(self, run):
         super().__init__(run)
-        self._looks = 0
+        self._turn = 0
         self._earlier: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=HISTORY))
 
     def evaluate(self, position: Position, probed: bool) -> Outcome:
@@ -68,46 +68,46 @@ class Numerics(Check):
         values, squares = self._reduce_over_ranks(mine)
         # Only the norm over dense layers and all tables is judged: the norm of a single part can grow a
         # thousandfold when training leaves a plateau.
-        norm, most = sqrt(sum(squares.values())), max(squares, key=squares.get, default="")
+        norm, top_part = sqrt(sum(squares.values())), max(squares, key=squares.get, default="")
         growth = self._measure_growth("the gradient", norm, 0.0)
         growths = {
             name: self._measure_growth(name, size, MIN_USUAL_MAGNITUDE) for name, size in values.items()
         }
         exploded = [name for name, grown in growths.items() if grown > MAX_GROWTH]
         undefined = [name for name, square in squares.items() if not isfinite(square)]
-        of_ranks = self.run.peers.objects(mine) if exploded or undefined else []
-        bad = [[name for name in undefined if not isfinite(each.squares[name])] for each in of_ranks]
+        by_rank = self.run.peers.objects(mine) if exploded or undefined else []
+        bad = [[name for name in undefined if not isfinite(sizes.squares[name])] for sizes in by_rank]
         problems = [
             f"{name}: the gradient is NaN or infinite on {where}" for name, where in group_by_rarity(bad)
         ]
         if growth > MAX_GROWTH:
-            times = f"{growth:,.0f} × its usual value"
+            ratio = f"{growth:,.0f} × its usual value"
             problems.append(
-                f"the norm of the whole gradient is {norm:.3g}, {times}; the largest part is {most}"
+                f"the norm of the whole gradient is {norm:.3g}, {ratio}; the largest part is from {top_part}"
             )
         for name in exploded:
-            size, rank = max((each.values[name], rank) for rank, each in enumerate(of_ranks))
-            times = f"{growths[name]:,.0f} × its usual value"
-            problems.append(f"{name}: max |value| is {size:.3g} (on rank {rank}), {times}")
+            size, rank = max((sizes.values[name], rank) for rank, sizes in enumerate(by_rank))
+            ratio = f"{growths[name]:,.0f} × its usual value"
+            problems.append(f"{name}: max |value| is {size:.3g} (on rank {rank}), {ratio}")
         problems += _describe_drift(mine.ratios) if step >= MIN_RATIO_STEP else ()
-        good = "all gradients are finite, and no magnitude is unusually large"
-        return self.outcome(step, problems, good, max([growth, *growths.values()]), MAX_GROWTH)
+        summary = "all gradients are finite, and no magnitude is unusually large"
+        return self.outcome(step, problems, summary, max([growth, *growths.values()]), MAX_GROWTH)
 
     @torch.no_grad()
     def sizes(self, position: Position, probed: bool) -> Sizes:
         """Return the magnitudes on this rank."""
         run, figures = self.run, position.figures
-        weights = weights_of(run, self._looks, probed)
-        self._looks += 1
+        weights = weights_of(run, self._turn, probed)
+        self._turn += 1
         tables = [f"table {name}" for name in run.tables]
         values = dict.fromkeys([*tables, *(name for name, _ in weights)], 0.0) | largest(weights)
         squares: dict[str, float] = {}
         if probed:
             squares = dict.fromkeys([*(f"{DENSE} {name}" for name in run.parameters), *tables], 0.0)
-            found = self._square_gradients()
+            gradients = self._square_gradients()
             # The gradients of a skipped step are ignored, because the step has changed no weights.
-            if run.config.train.on_nan != "skip" or all(map(isfinite, found.values())):
-                squares |= found
+            if run.config.train.on_nan != "skip" or all(map(isfinite, gradients.values())):
+                squares |= gradients
         ratios = {key: (figures.get(key), figures.get(counted)) for key, counted in position.ratios.items()}
         return Sizes(values, squares, ratios)
 
@@ -119,9 +119,9 @@ class Numerics(Check):
         dense = {name: square for name, square in mine.squares.items() if name.startswith(DENSE)}
         parts = {name: square for name, square in mine.squares.items() if name not in dense}
         largest_of = torch.tensor([*mine.values.values(), *dense.values()], dtype=torch.float64)
-        both = self.run.peers.max(largest_of.nan_to_num(nan=inf, posinf=inf)).tolist()
+        maxima = self.run.peers.max(largest_of.nan_to_num(nan=inf, posinf=inf)).tolist()
         sums = self.run.peers.sum(torch.tensor([*parts.values()], dtype=torch.float64)).tolist()
-        values, squares = both[: len(mine.values)], [*both[len(mine.values) :], *sums]
+        values, squares = maxima[: len(mine.values)], [*maxima[len(mine.values) :], *sums]
         return (
             dict(zip(mine.values, values, strict=True)),
             dict(zip([*dense, *parts], squares, strict=True)),
@@ -138,18 +138,18 @@ class Numerics(Check):
 
     def _square_gradients(self) -> dict[str, float]:
         """Return the squared gradients of dense parameters, and of each table's lookup outputs."""
-        found = [
+        terms = [
             (f"{DENSE} {name}", p.grad.square().sum())
             for name, p in self.run.parameters.items()
             if p.grad is not None
         ]
         for lookup in self.run.taps.lookups:
-            found += [(f"table {t.name}", part.square().sum()) for t, _, part in lookup.gradients()]
-        out: dict[str, float] = defaultdict(float)
-        if found:
-            for (name, _), (value,) in zip(found, read([v for _, v in found]), strict=True):
-                out[name] += value
-        return dict(out)
+            terms += [(f"table {t.name}", part.square().sum()) for t, _, part in lookup.gradients()]
+        totals: dict[str, float] = defaultdict(float)
+        if terms:
+            for (name, _), (value,) in zip(terms, read([v for _, v in terms]), strict=True):
+                totals[name] += value
+        return dict(totals)
 
 
 def _describe_drift(ratios: dict[str, tuple[float | None, float | None]]) -> Iterator[str]:
@@ -157,8 +157,8 @@ def _describe_drift(ratios: dict[str, tuple[float | None, float | None]]) -> Ite
     for key, (ratio, positives) in ratios.items():
         if ratio is None or not positives:
             continue
-        by_chance = MAX_SIGMAS / sqrt(positives)
-        if not RATIO_BOUNDS[0] <= ratio <= RATIO_BOUNDS[1] and abs(ratio - 1) > by_chance:
+        tolerance = MAX_SIGMAS / sqrt(positives)
+        if not RATIO_BOUNDS[0] <= ratio <= RATIO_BOUNDS[1] and abs(ratio - 1) > tolerance:
             task = key.rpartition(".")[0]
             of_task = f" of {task}" if task else ""
             yield f"predicted ÷ real rate{of_task} is {ratio:.3g} over {positives:,.0f} positives"

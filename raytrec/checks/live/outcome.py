@@ -130,8 +130,8 @@ class Check:
         limit: float | None = None,
     ) -> Outcome:
         """Return the outcome: failed if there are problems, with the first three in its text."""
-        rest = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
-        text = "; ".join(problems[:3]) + rest if problems else good
+        more_text = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
+        text = "; ".join(problems[:3]) + more_text if problems else good
         values = null_nonfinite({"figure": figure, "limit": limit})
         return Outcome(check=self.name, step=step, passed=not problems, text=text, **values)
 
@@ -141,8 +141,8 @@ def ranks(numbers: list[int]) -> str:
     words = [str(n) for n in numbers]
     if len(words) == 1:
         return f"rank {words[0]}"
-    shown = words if len(words) <= 8 else [*words[:7], f"{len(words) - 7} more"]
-    return f"ranks {', '.join(shown[:-1])} and {shown[-1]}"
+    items = words if len(words) <= 8 else [*words[:7], f"{len(words) - 7} more"]
+    return f"ranks {', '.join(items[:-1])} and {items[-1]}"
 
 
 def group_by_rarity(of_ranks: Sequence[Sequence[str]]) -> list[tuple[str, str]]:

@@ -69,16 +69,16 @@ class Parity(Check):
         self._rows = self._gather_compared_rows(bags)
         values = self._gather_row_values()
         self._reset_new_rows(values, batch)
-        for feature, some in bags.items():
+        for feature, selected in bags.items():
             table = self.run.schema.sparse[feature].table
-            vectors_ND = values[table][torch.searchsorted(self._rows[table], some.ids)]
-            vectors_ND *= some.factors.unsqueeze(1)
-            pooled_SD = vectors_ND.new_zeros(len(some.doubt), vectors_ND.shape[1])
-            sizes_S = vectors_ND.new_zeros(len(some.doubt))
-            pooled_SD.index_add_(0, some.bag, vectors_ND)
-            sizes_S.index_add_(0, some.bag, vectors_ND.abs().amax(1))
-            sizes_S = torch.maximum(sizes_S * some.doubt, self._forward[table].smallest * some.share)
-            self._expected[feature] = some.at, pooled_SD, sizes_S
+            vectors_ND = values[table][torch.searchsorted(self._rows[table], selected.ids)]
+            vectors_ND *= selected.factors.unsqueeze(1)
+            pooled_SD = vectors_ND.new_zeros(len(selected.doubt), vectors_ND.shape[1])
+            sizes_S = vectors_ND.new_zeros(len(selected.doubt))
+            pooled_SD.index_add_(0, selected.bag, vectors_ND)
+            sizes_S.index_add_(0, selected.bag, vectors_ND.abs().amax(1))
+            sizes_S = torch.maximum(sizes_S * selected.doubt, self._forward[table].smallest * selected.share)
+            self._expected[feature] = selected.at, pooled_SD, sizes_S
 
     @torch.no_grad()
     def evaluate(self, position: Position, probed: bool) -> Outcome:
@@ -93,14 +93,14 @@ class Parity(Check):
         gradient = dict(self._compare_gradients())
         limits = [MAX_RELATIVE_ERROR + self._forward[run.schema.sparse[f].table].share for f in forward]
         limits += [MAX_RELATIVE_ERROR + self._backward[table].share for table in gradient]
-        found = [*forward.values(), *(error for error, _ in gradient.values())]
-        worst = peers.max(torch.tensor(found, dtype=torch.float64)).tolist()
+        local_errors = [*forward.values(), *(error for error, _ in gradient.values())]
+        worst = peers.max(torch.tensor(local_errors, dtype=torch.float64)).tolist()
         errors = list(zip(worst, limits, strict=True))
         wrong = any(error > limit for error, limit in errors)
         problems = self._problems(peers.objects((forward, gradient)), errors) if wrong else []
-        good = "pooled embeddings and gradients match those of a single process"
+        summary = "pooled embeddings and gradients match those of a single process"
         nearest = max([(0.0, MAX_RELATIVE_ERROR), *errors], key=lambda pair: pair[0] / pair[1])
-        return self.outcome(position.step, problems, good, *nearest)
+        return self.outcome(position.step, problems, summary, *nearest)
 
     def _problems(self, of_ranks: list[tuple[dict, dict]], errors: list[tuple[float, float]]) -> list[str]:
         (forward, gradient), texts = of_ranks[0], []
@@ -121,28 +121,28 @@ class Parity(Check):
     def _reset_new_rows(self, values: dict[str, torch.Tensor], batch: Batch) -> None:
         """Replace the values of rows that the batch assigns to new ids by the initial values of these ids."""
         for name, (rows, ids, _) in (batch.new_rows or {}).items():
-            known, table = self._rows[name], self.run.tables[name]
-            places = torch.searchsorted(known, rows)
-            wanted = known[places.clamp(max=len(known) - 1)] == rows if len(known) else rows < 0
+            compared, table = self._rows[name], self.run.tables[name]
+            positions = torch.searchsorted(compared, rows)
+            matches = compared[positions.clamp(max=len(compared) - 1)] == rows if len(compared) else rows < 0
             columns = range(table.shape[1])
-            begun = initial_values(self.run.config.run.seed, name, ids[wanted], columns, table.shape[0])
-            values[name][places[wanted]] = begun.to(table.dtype).float()
+            initial = initial_values(self.run.config.run.seed, name, ids[matches], columns, table.shape[0])
+            values[name][positions[matches]] = initial.to(table.dtype).float()
 
     def _bags(self, batch: Batch) -> dict[str, Bags]:
         """Return a few bags of each feature: those of the first rows, and the longest that is not too long.
 
         On ranks whose turn it is not, bags are empty.
         """
-        looking = is_comparing(dist.get_rank(), dist.get_world_size(), self._turn)
+        is_turn = is_comparing(dist.get_rank(), dist.get_world_size(), self._turn)
         self._turn += 1
-        first = (batch.weights > 0).nonzero().squeeze(1)[: BAGS if looking else 0]
+        first = (batch.weights > 0).nonzero().squeeze(1)[: BAGS if is_turn else 0]
         return {
             feature: select_bags(
                 key,
                 first[first < len(key.lengths)],
                 self.run.features.is_mean(feature),
                 self.run.device,
-                looking and len(key.lengths) > 0,
+                is_turn and len(key.lengths) > 0,
                 self.run.features.sequences.get(feature),
             )
             for feature, key in self._keys(batch)
@@ -174,10 +174,10 @@ class Parity(Check):
         values = dict(zip(tables, blocks, strict=True))
         for name, table in tables.items():
             for shard in [] if table.weight.replicated else table.weight.local:
-                rows, here = self._rows[name], slice(shard.columns.start, shard.columns.stop)
+                rows, columns = self._rows[name], slice(shard.columns.start, shard.columns.stop)
                 edges = torch.tensor([shard.rows.start, shard.rows.stop], device=rows.device)
                 low, high = torch.searchsorted(rows, edges).tolist()
-                values[name][low:high, here] = shard.read(rows[low:high] - shard.rows.start).float()
+                values[name][low:high, columns] = shard.read(rows[low:high] - shard.rows.start).float()
         dist.all_reduce(flat)
         for name, table in tables.items():
             if table.weight.replicated:
@@ -191,22 +191,22 @@ class Parity(Check):
         sizes = [(len(rows[name]), table.shape[1]) for name, table in self.run.tables.items()]
         flat, blocks = _make_zero_blocks([*sizes, *sizes, *[(r,) for r, _ in sizes]], device)
         n = len(rows)
-        expected, got, size = (dict(zip(rows, blocks[i : i + n], strict=True)) for i in (0, n, 2 * n))
+        expected, actual, size = (dict(zip(rows, blocks[i : i + n], strict=True)) for i in (0, n, 2 * n))
         self._add_expected_gradients(rows, expected, size)
-        self._add_actual_gradients(rows, got)
+        self._add_actual_gradients(rows, actual)
         dist.all_reduce(flat)
         for name, table in self.run.tables.items():
             if table.weight.replicated:
                 # The gradient after DistributedDataParallel, or if clipping scales it, the kernels' input.
-                averaged = None if table.parameter is None else table.parameter.grad
-                as_given = averaged is None or self.run.config.train.max_grad_norm
-                got[name] = got[name] / world if as_given else averaged[rows[name]].float()
+                average = None if table.parameter is None else table.parameter.grad
+                is_sum = average is None or self.run.config.train.max_grad_norm
+                actual[name] = actual[name] / world if is_sum else average[rows[name]].float()
             # Each rank's loss is W times its part of the global loss (tasks/objective.py).
-            error, row, column = find_largest_error(got[name], expected[name] / world, size[name] / world)
+            error, row, column = find_largest_error(actual[name], expected[name] / world, size[name] / world)
             holder = 0
             if len(rows[name]):
-                at, shards = int(rows[name][row]), table.weight.shards
-                holders = (s.rank for s in shards if at in s.rows and column in s.columns)
+                row_id, shards = int(rows[name][row]), table.weight.shards
+                holders = (s.rank for s in shards if row_id in s.rows and column in s.columns)
                 holder = next(holders, dist.get_rank())
             yield name, (error, holder)
 
@@ -214,29 +214,29 @@ class Parity(Check):
         self, rows: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], size: dict[str, torch.Tensor]
     ) -> None:
         """Add the contributions of this rank's bags to the gradient of rows, and the summands' magnitudes."""
-        seen, features = self.run.taps.input, self.run.schema.sparse
-        for feature, key in self._keys(seen.batch):
-            gradient, table = seen.gradient.get(feature), features[feature].table
+        recorded, features = self.run.taps.input, self.run.schema.sparse
+        for feature, key in self._keys(recorded.batch):
+            gradient, table = recorded.gradient.get(feature), features[feature].table
             if gradient is None or not len(rows[table]):
                 continue
             grad_SD, slot = flat(gradient), slots(key, self.run.features.sequences.get(feature))
             mean = self.run.features.is_mean(feature)
             factors, doubt, _ = compute_bag_factors(key.weights, slot, len(grad_SD), mean)
-            hits, places = found(rows[table], key.ids)
+            hits, positions = found(rows[table], key.ids)
             terms_ND = grad_SD[slot[hits]] * factors[hits].unsqueeze(1)
-            expected[table].index_add_(0, places, terms_ND)
+            expected[table].index_add_(0, positions, terms_ND)
             # Ranks send the bag's gradient, and the kernel multiplies it by the id's weight.
             sizes_N = torch.maximum(
                 terms_ND.abs().amax(1), self._backward[table].smallest * key.weights[hits].abs()
             )
-            size[table].index_add_(0, places, sizes_N * doubt[slot[hits]])
+            size[table].index_add_(0, positions, sizes_N * doubt[slot[hits]])
 
-    def _add_actual_gradients(self, rows: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> None:
+    def _add_actual_gradients(self, rows: dict[str, torch.Tensor], actual: dict[str, torch.Tensor]) -> None:
         """Add the gradients that reached this rank's kernels to those of `rows`."""
         for lookup in self.run.taps.lookups:
             for shard, key, grad_BC in lookup.gradients():
                 row, column = get_shard_origin(shard)
-                part = got[shard.name][:, column : column + grad_BC.shape[1]]
+                part = actual[shard.name][:, column : column + grad_BC.shape[1]]
                 add_row_gradients(part, rows[shard.name] - row, key, grad_BC)
 
 
@@ -251,14 +251,14 @@ def _bound_roundings(run: CheckedRun) -> tuple[dict[str, Rounding], dict[str, Ro
     factor = choose_gradient_factor(run.config, world)
     for name, table in run.tables.items():
         row_parts = sum(shard.columns.start == 0 for shard in table.weight.shards)
-        how = table.sharding, world, row_parts, name in run.features.tables_by_id
-        forward[name] = bound_forward_rounding(qcomms.forward_precision, *how)
-        backward[name] = bound_backward_rounding(qcomms.backward_precision, *how, factor)
+        layout = table.sharding, world, row_parts, name in run.features.tables_by_id
+        forward[name] = bound_forward_rounding(qcomms.forward_precision, *layout)
+        backward[name] = bound_backward_rounding(qcomms.backward_precision, *layout, factor)
     return forward, backward
 
 
 def is_comparing(rank: int, world: int, turn: int) -> bool:
-    """Return True if a rank's bags are compared at this turn. At most LOOKING ranks take part in a turn."""
+    """Return True if a rank's bags are compared at this turn, with at most MAX_COMPARING_RANKS ranks."""
     turns = -(-world // MAX_COMPARING_RANKS)
     return rank % turns == turn % turns
 

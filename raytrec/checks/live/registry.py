@@ -91,22 +91,22 @@ def choose(config: RunConfig) -> dict[str, EnabledCheck]:
     for path, reaction in config.checks.custom.items():
         if reaction == "off":
             continue
-        found = CHECKS.find(path, WHERE)
-        if not (isinstance(found, type) and issubclass(found, Check) and found.name):
+        cls = CHECKS.find(path, WHERE)
+        if not (isinstance(cls, type) and issubclass(cls, Check) and cls.name):
             raise ConfigError(
                 f"{path} is not a check",
                 where=WHERE,
                 expected="a class with @check(NAME), derived from Check",
             )
-        if found.name in chosen:
-            other = chosen[found.name].check
+        if cls.name in chosen:
+            first = chosen[cls.name].check
             raise ConfigError(
-                f"two checks have the name {found.name}: {path} and {other.__module__}:{other.__qualname__}",
+                f"two checks have the name {cls.name}: {path} and {first.__module__}:{first.__qualname__}",
                 where=WHERE,
                 do="give one of them another name",
             )
-        chosen[found.name] = EnabledCheck(found, reaction, f"{WHERE}: {{{path}: warn}}")
-    return {name: one for name, one in chosen.items() if one.reaction != "off"}
+        chosen[cls.name] = EnabledCheck(cls, reaction, f"{WHERE}: {{{path}: warn}}")
+    return {name: enabled for name, enabled in chosen.items() if enabled.reaction != "off"}
 
 
 class LiveChecks:
@@ -154,18 +154,18 @@ class LiveChecks:
 
 def verdict(outcomes: list[Outcome], config: RunConfig) -> RunError | None:
     """Return the error that ends the run if a failed check is set to stop it, or None to continue."""
-    bad = [outcome for outcome in outcomes if not outcome.passed]
-    chosen = choose(config) if bad else {}
-    bad = [outcome for outcome in bad if chosen[outcome.check].reaction == "stop"]
-    if not bad:
+    failed = [outcome for outcome in outcomes if not outcome.passed]
+    chosen = choose(config) if failed else {}
+    failed = [outcome for outcome in failed if chosen[outcome.check].reaction == "stop"]
+    if not failed:
         return None
-    names = list(dict.fromkeys(o.check for o in bad))
+    names = list(dict.fromkeys(o.check for o in failed))
     first = chosen[names[0]]
     do = first.check.do.replace("RUN", config.run.dir or "RUN")
     do = do.replace("LOWER", f"{config.optim.embeddings.lr / 10:g}")
     return RunError(
-        f"a check failed: {'. '.join(o.text for o in bad)}",
-        where=f"step {bad[0].step}, {' and '.join(names)}",
+        f"a check failed: {'. '.join(o.text for o in failed)}",
+        where=f"step {failed[0].step}, {' and '.join(names)}",
         expected="the same result on all ranks as in a single process",
         do=f"{do}. Set {first.lenient} to continue after a failure",
     )

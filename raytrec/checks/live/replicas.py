@@ -33,8 +33,8 @@ class Replicas(Check):
         for name, _, odd in find_differing(hashes, self.run.peers):
             others = "the other ranks" if world > 2 else f"rank {1 - odd[0]}"
             problems.append(f"{name} on {ranks(odd)} differs from {others}")
-        good = f"{len(hashes)} tensors are the same on all ranks"
-        return self.outcome(position.step, problems, good, float(len(problems)), 0.0)
+        summary = f"{len(hashes)} tensors are the same on all ranks"
+        return self.outcome(position.step, problems, summary, float(len(problems)), 0.0)
 
     def hashes(self) -> dict[str, int]:
         """Return the hashes of this rank's copies by name; empty if there are no copies."""

@@ -23,12 +23,12 @@ class SameEnvironment(Check):
         problems = []
         for key, values, odd in find_differing(position.about, self.run.peers):
             usual = next(value for rank, value in enumerate(values) if rank not in odd)
-            one, other = _split_at_difference(str(values[odd[0]]), str(usual))
-            problems.append(f"{key} is {one!r} on {ranks(odd)} and {other!r} on the other ranks")
-        good = f"{len(position.about)} facts are the same on all ranks"
+            odd_text, usual_text = _split_at_difference(str(values[odd[0]]), str(usual))
+            problems.append(f"{key} is {odd_text!r} on {ranks(odd)} and {usual_text!r} on the other ranks")
+        summary = f"{len(position.about)} facts are the same on all ranks"
         if network := position.about.get(NETWORK):
-            good += f"; NCCL's network is {network}"
-        return self.outcome(position.step, problems, good, float(len(problems)), 0.0)
+            summary += f"; NCCL's network is {network}"
+        return self.outcome(position.step, problems, summary, float(len(problems)), 0.0)
 
 
 def _split_at_difference(one: str, other: str) -> list[str]:

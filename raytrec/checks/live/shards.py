@@ -28,27 +28,27 @@ class Shards(Check):
     def evaluate(self, position: Position, probed: bool) -> Outcome:
         """Return the outcome, with gaps, overlaps and shards without a matching tensor; a collective."""
         # Weights or state → (hash of this rank's map of all shards, problems on this rank).
-        found, peers = {}, self.run.peers
+        local_maps, peers = {}, self.run.peers
         for table in self.run.tables.values():
             for kind, parts in {"weight": table.weight, **table.state}.items():
-                found[f"{table.name}'s {kind}"] = (
+                local_maps[f"{table.name}'s {kind}"] = (
                     _hash_shard_map(parts),
                     [*_find_gaps(parts), *_find_misfits(parts)],
                 )
-        well = peers.same(found) and not any(texts for _, texts in found.values())
-        problems = [] if well else _find_problems(peers.objects(found))
-        good = f"all rows of {len(self.run.tables)} tables and their state exist exactly once"
-        return self.outcome(position.step, problems, good, float(len(problems)), 0.0)
+        is_consistent = peers.same(local_maps) and not any(texts for _, texts in local_maps.values())
+        problems = [] if is_consistent else _find_problems(peers.objects(local_maps))
+        summary = f"all rows of {len(self.run.tables)} tables and their state exist exactly once"
+        return self.outcome(position.step, problems, summary, float(len(problems)), 0.0)
 
 
-def _find_problems(of_ranks: list[dict[str, tuple[str, list[str]]]]) -> list[str]:
+def _find_problems(maps_by_rank: list[dict[str, tuple[str, list[str]]]]) -> list[str]:
     problems = []
-    for name in dict.fromkeys(name for found in of_ranks for name in found):
-        seen = [found.get(name, ("", ["the rank does not have this table"])) for found in of_ranks]
-        if odd := find_deviating_ranks([digest for digest, _ in seen]):
+    for name in dict.fromkeys(name for maps in maps_by_rank for name in maps):
+        reports = [maps.get(name, ("", ["the rank does not have this table"])) for maps in maps_by_rank]
+        if odd := find_deviating_ranks([digest for digest, _ in reports]):
             problems.append(f"table {name}: the map of shards on {ranks(odd)} differs from the other ranks")
-        for text in dict.fromkeys(text for _, texts in seen for text in texts):
-            where = [rank for rank, (_, texts) in enumerate(seen) if text in texts]
+        for text in dict.fromkeys(text for _, texts in reports for text in texts):
+            where = [rank for rank, (_, texts) in enumerate(reports) if text in texts]
             problems.append(f"table {name}: {text} (found on {ranks(where)})")
     return problems
 
@@ -78,18 +78,18 @@ def _find_gaps(parts: ShardedValues) -> Iterator[str]:
     inside = np.zeros_like(count)
     inside[at_row[0] : at_row[parts.shape[0]], at_column[0] : at_column[width]] = 1
     for row, column in np.argwhere(count != inside)[:2]:
-        what = "are outside the table" if not inside[row, column] else f"are in {count[row, column]} shards"
+        flaw = "are outside the table" if not inside[row, column] else f"are in {count[row, column]} shards"
         box = f"rows {rows[row]:,} to {rows[row + 1] - 1:,}"
         if len(columns) > 2:
             box += f", columns {columns[column]} to {columns[column + 1] - 1},"
-        yield f"{box} {what}"
+        yield f"{box} {flaw}"
 
 
 def _find_misfits(parts: ShardedValues) -> Iterator[str]:
     """Yield shards of this rank whose tensor is missing, or has another size or dtype."""
-    me = dist.get_rank()
+    own_rank = dist.get_rank()
     for shard in parts.shards:
-        if shard.rank != me or not len(shard.rows):
+        if shard.rank != own_rank or not len(shard.rows):
             continue
         expected = (len(shard.rows), len(shard.columns))[: len(parts.shape)]
         if shard.values is None:

@@ -47,10 +47,10 @@ class GlobalBatch:
         start, stop, _ = rows.indices(len(self))
         bags, side_features = {}, {}
         for feature, (ids, bag, weights) in self.bags.items():
-            mine = (bag >= start) & (bag < stop)
-            bags[feature] = ids[mine], bag[mine] - start, weights[mine]
+            is_inside = (bag >= start) & (bag < stop)
+            bags[feature] = ids[is_inside], bag[is_inside] - start, weights[is_inside]
             if feature in self.side_features:
-                side_features[feature] = self.side_features[feature][mine]
+                side_features[feature] = self.side_features[feature][is_inside]
         weights, keys = (None if x is None else x[rows] for x in (self.weights, self.keys))
         return GlobalBatch(self.dense[rows], self.labels[rows], bags, weights, keys, side_features)
 
@@ -61,8 +61,8 @@ class GlobalBatch:
         bags = {}
         for feature in batches[0].bags:
             ids, bag, weights = zip(*(batch.bags[feature] for batch in batches), strict=True)
-            moved = [rows + start for rows, start in zip(bag, starts, strict=False)]
-            bags[feature] = torch.cat(ids), torch.cat(moved), torch.cat(weights)
+            shifted = [rows + start for rows, start in zip(bag, starts, strict=False)]
+            bags[feature] = torch.cat(ids), torch.cat(shifted), torch.cat(weights)
         dense, labels, weights, keys = (
             None if parts[0] is None else torch.cat(parts)
             for parts in zip(*((b.dense, b.labels, b.weights, b.keys) for b in batches), strict=True)
@@ -99,14 +99,14 @@ def random_batches(
     weighs, columns = any(task.is_weighted for task in tasks), len(key_columns(tasks))
     widths = {name: len(spec.side_features) for name, spec in schema.sparse.items() if spec.side_features}
     g = torch.Generator().manual_seed(seed)
-    out = []
+    batches = []
     for _ in range(count):
         bags = {}
         for feature, spec in schema.sparse.items():
             lengths = torch.randint(0, 5, (rows,), generator=g)
-            most = schema.tables[spec.table].own_rows
-            ids = torch.randint(0, most, (int(lengths.sum()),), generator=g)
-            ids[:1], ids[1:2] = most - 1, 0
+            own_rows = schema.tables[spec.table].own_rows
+            ids = torch.randint(0, own_rows, (int(lengths.sum()),), generator=g)
+            ids[:1], ids[1:2] = own_rows - 1, 0
             weights = torch.rand(len(ids), generator=g) * 2 if spec.weights else torch.ones(len(ids))
             bags[feature] = ids, torch.arange(rows).repeat_interleave(lengths), weights
         side_features = {  # times within the first hour of 2026, in seconds
@@ -115,18 +115,18 @@ def random_batches(
             for name, width in widths.items()
         }
         dense = torch.randn(rows, len(schema.dense), generator=g)
-        highest = torch.randint(0, 2, (rows, len(schema.labels)), generator=g).bool()
-        labels = torch.where(highest, high_L, low_L)
-        for place in (schema.labels.index(label) for label in classes):
-            low, high = int(low_L[place]), int(high_L[place])
-            labels[:, place] = torch.randint(low, high + 1, (rows,), generator=g).float()
+        is_high = torch.randint(0, 2, (rows, len(schema.labels)), generator=g).bool()
+        labels = torch.where(is_high, high_L, low_L)
+        for column in (schema.labels.index(label) for label in classes):
+            low, high = int(low_L[column]), int(high_L[column])
+            labels[:, column] = torch.randint(low, high + 1, (rows,), generator=g).float()
         weights = torch.rand(rows, len(tasks), generator=g) * 3 - 1 if weighs else None
         if weights is not None:
             weights[:1] = weights[:1].abs()  # the first row counts in every task
             weights = weights.clamp(min=0)
         keys = torch.randint(0, 1 + rows // 4, (rows, columns), generator=g) if columns else None
-        out.append(GlobalBatch(dense, labels, bags, weights, keys, side_features))
-    return out
+        batches.append(GlobalBatch(dense, labels, bags, weights, keys, side_features))
+    return batches
 
 
 def cuts(rows: int, world: int, balance: str) -> list[int]:
@@ -192,14 +192,14 @@ def age(bag: torch.Tensor) -> torch.Tensor:
     return ends[bag] - 1 - torch.arange(len(bag), device=bag.device)
 
 
-def _order_recent_first(bag: torch.Tensor, most: int | None) -> torch.Tensor:
+def _order_recent_first(bag: torch.Tensor, length: int | None) -> torch.Tensor:
     """Return the places in `bag` of the ids in the order of training batches, int64 [n].
 
-    For a sequence that is read id by id, these are its `most` most recent ids, last first. For other features
-    (`most` is None), these are all ids.
+    For a sequence that is read id by id, these are its `length` most recent ids, last first. For other
+    features (`length` is None), these are all ids.
     """
-    if most is None:
+    if length is None:
         return torch.arange(len(bag))
-    back = age(bag)
-    kept = (back < most).nonzero().squeeze(1)
-    return kept[(bag[kept] * most + back[kept]).argsort()]
+    ages = age(bag)
+    recent = (ages < length).nonzero().squeeze(1)
+    return recent[(bag[recent] * length + ages[recent]).argsort()]

@@ -135,11 +135,11 @@ def compare(
     return _compare_gradient(shard, config, choices[0]) + _compare_steps(shard, config, choices)
 
 
-def _choose_smooth_batch(one: Reference | None, choices: list[GlobalBatch]) -> GlobalBatch:
+def _choose_smooth_batch(single: Reference | None, choices: list[GlobalBatch]) -> GlobalBatch:
     """Return the batch at which the reference's gradient is defined best; a collective."""
     best = [0]
-    if one:
-        margins = reference.measure_kink_margins(one, choices)
+    if single:
+        margins = reference.measure_kink_margins(single, choices)
         best[0] = margins.index(max(margins))
     dist.broadcast_object_list(best)
     return choices[best[0]]
@@ -156,26 +156,26 @@ def _compare_gradient(
     config.optim.dense.weight_decay, config.train.max_grad_norm = 0.0, None
     config.optim.schedule = Schedule()
     run = shard(config)
-    before, one = run.weights(), run.reference()
-    batch = _choose_smooth_batch(one, choices)
+    before, single = run.weights(), run.reference()
+    batch = _choose_smooth_batch(single, choices)
     pooled = run.pooled(batch)  # must precede training, when the pipeline changes the model
     run.train([batch])
     after = run.weights()
     if dist.get_rank():
         return []
-    found = []
-    for feature, expected in one.pooled(batch).items():
+    findings = []
+    for feature, expected in single.pooled(batch).items():
         vectors = expected.vectors if isinstance(expected, Sequence) else expected
         table = run.schema.sparse[feature].table
-        found.append(_make_finding(run, "forward", feature, pooled[feature], vectors.detach(), table))
-    parameters = run.named(one)
-    sizes = reference.measure_max_row_gradients(one, batch, list(parameters.values()))
-    reference.train(one, [batch], [])
+        findings.append(_make_finding(run, "forward", feature, pooled[feature], vectors.detach(), table))
+    parameters = run.named(single)
+    sizes = reference.measure_max_row_gradients(single, batch, list(parameters.values()))
+    reference.train(single, [batch], [])
     for (name, parameter), size in zip(parameters.items(), sizes, strict=True):
         rate = GRADIENT_LR if name in run.dtypes else DENSE_GRADIENT_LR
         gradient = (before[name].float() - after[name].float()) / rate
-        found.append(_make_finding(run, "gradient", name, gradient, parameter.grad, name, size))
-    return found
+        findings.append(_make_finding(run, "gradient", name, gradient, parameter.grad, name, size))
+    return findings
 
 
 def _compare_steps(
@@ -190,61 +190,61 @@ def _compare_steps(
     config = config.model_copy(deep=True)
     config.optim.schedule = config.optim.schedule.over(len(choices))
     run = shard(config)
-    start, one = run.weights(), run.reference()
-    optimizers = _make_optimizers(run, one) if one else {}
+    start, single = run.weights(), run.reference()
+    optimizers = _make_optimizers(run, single) if single else {}
     rates = [(group, group["lr"]) for each in optimizers.values() for group in each.param_groups]
     every_step = set(run.dtypes.values()) != {"fp32"}
     worst: dict[tuple[str, str], Finding] = {}
     sizes: dict[str, float] = {}
     ahead = []  # batches that only the reference has trained on
-    for number, of_step in enumerate(choices, start=1):
-        ahead.append(_choose_smooth_batch(one, of_step))
-        if one and number == 1:
-            sizes = _measure_sizes(run, one, start, ahead[0])
+    for number, candidates in enumerate(choices, start=1):
+        ahead.append(_choose_smooth_batch(single, candidates))
+        if single and number == 1:
+            sizes = _measure_sizes(run, single, start, ahead[0])
         for group, rate in rates:
             group["lr"] = rate * config.optim.schedule.factor(number - 1)
-        if one:
+        if single:
             reference.train(
-                one, ahead[-1:], list(optimizers.values()), max_grad_norm=config.train.max_grad_norm
+                single, ahead[-1:], list(optimizers.values()), max_grad_norm=config.train.max_grad_norm
             )
         if not every_step and number < len(choices):
             continue
         run.train(ahead)
         ahead = []
         weights, state = run.weights(), run.state()
-        if one:
-            compared = [
+        if single:
+            findings = [
                 _make_finding(run, "weights", name, weights[name], parameter.detach(), name, sizes[name])
-                for name, parameter in run.named(one).items()
+                for name, parameter in run.named(single).items()
             ]
             for table, kinds in state.items():
-                expected = optimizers[table].state[one.tables[table]]
+                expected = optimizers[table].state[single.tables[table]]
                 for kind, values in kinds.items():
-                    compared.append(
+                    findings.append(
                         _make_finding(run, "state", f"{table}.{kind}", values, expected[kind], table)
                     )
-            for found in compared:
-                key = found.check, found.name
-                worst[key] = max(worst.get(key, found), found, key=lambda f: (isnan(f.error), f.error))
-            run.hand_over(one)
+            for finding in findings:
+                key = finding.check, finding.name
+                worst[key] = max(worst.get(key, finding), finding, key=lambda f: (isnan(f.error), f.error))
+            run.hand_over(single)
     return list(worst.values())
 
 
-def _make_optimizers(run: ShardedRun, one: Reference) -> dict[str, torch.optim.Optimizer]:
+def _make_optimizers(run: ShardedRun, single: Reference) -> dict[str, torch.optim.Optimizer]:
     """Return the reference's optimizer of each table, and under '' that of the dense parameters."""
-    of_table, d = resolve_optimizers(run.config, run.schema), run.config.optim.dense
-    eps = {} if d.name == "sgd" else {"eps": d.eps}
-    make = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}[d.name]
-    out = {"": make(one.model.parameters(), lr=d.lr, weight_decay=d.weight_decay, **eps)}
+    sections, dense = resolve_optimizers(run.config, run.schema), run.config.optim.dense
+    eps = {} if dense.name == "sgd" else {"eps": dense.eps}
+    make = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}[dense.name]
+    out = {"": make(single.model.parameters(), lr=dense.lr, weight_decay=dense.weight_decay, **eps)}
     for name, kernel in run.kernels.items():
-        e, fused = of_table[name], kernel != "dense"
-        table = one.tables[name]
+        e, fused = sections[name], kernel != "dense"
+        table = single.tables[name]
         out[name] = TableReference(e.name, table, e.lr, e.eps, e.weight_decay, touched_rows=fused)
     return out
 
 
 def _measure_sizes(
-    run: ShardedRun, one: Reference, start: dict[str, torch.Tensor], batch: GlobalBatch
+    run: ShardedRun, single: Reference, start: dict[str, torch.Tensor], batch: GlobalBatch
 ) -> dict[str, float]:
     """Return the minimum magnitude that errors of weights are compared with, by name.
 
@@ -252,10 +252,10 @@ def _measure_sizes(
     can cancel permanently: pairs do not change a bias that all scores share.)
     """
     sizes = {name: float(values.abs().max()) for name, values in start.items()}
-    dense = dict(one.model.named_parameters())
-    of_rows = reference.measure_max_row_gradients(one, batch, list(dense.values()))
+    dense = dict(single.model.named_parameters())
+    largest = reference.measure_max_row_gradients(single, batch, list(dense.values()))
     rate = run.config.optim.dense.lr
-    return sizes | {n: max(sizes[n], rate * of_row) for n, of_row in zip(dense, of_rows, strict=True)}
+    return sizes | {n: max(sizes[n], rate * value) for n, value in zip(dense, largest, strict=True)}
 
 
 def _make_finding(

@@ -32,16 +32,16 @@ def compute_loss(
     """
     total, first = logits.new_zeros(()), 0
     columns = logits if logits.dim() == 2 else logits.unsqueeze(1)
-    beside = sum(task.outputs for task in tasks if not task.loss.reads_vectors)
-    for place, task in enumerate(tasks):
-        own = columns[:, beside + own_loss :]
+    task_columns = sum(task.outputs for task in tasks if not task.loss.reads_vectors)
+    for index, task in enumerate(tasks):
+        outputs = columns[:, task_columns + own_loss :]
         if not task.loss.reads_vectors:
-            own, first = columns[:, first : first + task.outputs], first + task.outputs
-        labels, weights = batch.labels[:, task.column], _select_weights(batch, place)
-        by = getattr(task.loss, "by", None)
-        keys = _select_keys(batch, tasks, getattr(task, by) if by else None)
+            outputs, first = columns[:, first : first + task.outputs], first + task.outputs
+        labels, weights = batch.labels[:, task.column], _select_weights(batch, index)
+        group_column = getattr(task.loss, "by", None)
+        keys = _select_keys(batch, tasks, getattr(task, group_column) if group_column else None)
         counts = _select_keys(batch, tasks, task.item_frequency)
-        losses = _compute_row_losses(task.loss, own, labels, weights, keys, counts)
+        losses = _compute_row_losses(task.loss, outputs, labels, weights, keys, counts)
         losses = losses * weights * torch.where(labels == 1, task.positive_weight, 1.0)
         total = total + task.weight * losses.sum() / len(batch)
     return total + _compute_model_loss(tasks, columns[:, first], batch) if own_loss else total
@@ -55,11 +55,11 @@ def _compute_model_loss(tasks: Sequence[Task], losses: torch.Tensor, batch: Glob
         losses: Column of the model's output with its loss, [B].
         batch: The global batch.
     """
-    mine = [(place, task) for place, task in enumerate(tasks) if task.loss.from_model]
-    if not mine:
+    model_tasks = [(index, task) for index, task in enumerate(tasks) if task.loss.from_model]
+    if not model_tasks:
         return losses.sum() / len(batch)
-    ((place, task),) = mine
-    labels, weights = batch.labels[:, task.column], _select_weights(batch, place)
+    ((index, task),) = model_tasks
+    labels, weights = batch.labels[:, task.column], _select_weights(batch, index)
     losses = losses * labels * weights * torch.where(labels == 1, task.positive_weight, 1.0)
     return task.weight * losses.sum() / len(batch)
 
@@ -75,59 +75,59 @@ def _select_keys(rows: GlobalBatch, tasks: Sequence[Task], column: str | None) -
 
 
 def _compute_row_losses(
-    made: Loss, own: torch.Tensor, labels: torch.Tensor, weights, keys, counts
+    loss_fn: Loss, logits: torch.Tensor, labels: torch.Tensor, weights, keys, counts
 ) -> torch.Tensor:
-    """Return the loss of each row, [n]; `own` is [n, columns of the task]."""
-    name = next((name for name, kind in loss.parts.items() if kind is type(made)), None)
-    if name in OF_ROWS:
-        return OF_ROWS[name](made, own if name == "cross_entropy" else own.squeeze(1), labels)
-    if name in BATCH_LOSSES:
+    """Return the loss of each row, [n]; `logits` is [n, columns of the task]."""
+    key = next((key for key, kind in loss.parts.items() if kind is type(loss_fn)), None)
+    if key in OF_ROWS:
+        return OF_ROWS[key](loss_fn, logits if key == "cross_entropy" else logits.squeeze(1), labels)
+    if key in BATCH_LOSSES:
         return torch.stack(
-            [BATCH_LOSSES[name](made, own, labels, weights, keys, counts, i) for i in range(len(labels))]
+            [BATCH_LOSSES[key](loss_fn, logits, labels, weights, keys, counts, i) for i in range(len(labels))]
         )
-    if name:
+    if key:
         raise RunError(
-            f"loss {name} has no reference definition for the parity check",
+            f"loss {key} has no reference definition for the parity check",
             where=f"{__name__}.OF_ROWS, BATCH_LOSSES",
             expected="a function in plain torch for each loss of raytrec/tasks/losses",
-            do=f"add '{name}' to BATCH_LOSSES if the loss compares rows, otherwise to OF_ROWS",
+            do=f"add '{key}' to BATCH_LOSSES if the loss compares rows, otherwise to OF_ROWS",
         )
-    own = own.squeeze(1)
-    if isinstance(made, BatchLoss):
-        return made.of_batch(Rows(own, labels, weights, keys, counts), slice(0, len(labels)))
-    return made.of_rows(own, labels)
+    logits = logits.squeeze(1)
+    if isinstance(loss_fn, BatchLoss):
+        return loss_fn.of_batch(Rows(logits, labels, weights, keys, counts), slice(0, len(labels)))
+    return loss_fn.of_rows(logits, labels)
 
 
-def _focal(made: Any, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def _focal(loss_fn: Any, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     p, y = logits.double().sigmoid(), labels.double()
-    positive, negative = (1, 1) if made.alpha is None else (made.alpha, 1 - made.alpha)
-    terms = positive * y * (1 - p) ** made.gamma * p.log()
-    terms = terms + negative * (1 - y) * p**made.gamma * (1 - p).log()
+    positive, negative = (1, 1) if loss_fn.alpha is None else (loss_fn.alpha, 1 - loss_fn.alpha)
+    terms = positive * y * (1 - p) ** loss_fn.gamma * p.log()
+    terms = terms + negative * (1 - y) * p**loss_fn.gamma * (1 - p).log()
     return -terms.to(logits.dtype)
 
 
-def _bpr(_: Any, own: torch.Tensor, labels: torch.Tensor, weights, keys, counts, i: int) -> torch.Tensor:
+def _bpr(_: Any, logits: torch.Tensor, labels: torch.Tensor, weights, keys, counts, i: int) -> torch.Tensor:
     lower = (labels < labels[i]) & (weights > 0)
     if keys is not None:
         lower &= keys == keys[i]
     if not lower.any():
-        return own.sum() * 0
-    apart = own[i, 0] - own[lower, 0]
-    each = nn.BCEWithLogitsLoss(reduction="none")(apart, torch.ones_like(apart))
-    return (each * weights[lower]).sum() / weights[lower].sum()
+        return logits.sum() * 0
+    differences = logits[i, 0] - logits[lower, 0]
+    pair_losses = nn.BCEWithLogitsLoss(reduction="none")(differences, torch.ones_like(differences))
+    return (pair_losses * weights[lower]).sum() / weights[lower].sum()
 
 
-def _in_batch_softmax(made: Any, own: torch.Tensor, labels: torch.Tensor, weights, keys, counts, i: int):
-    query, item = own[i, : own.shape[1] // 2], own[:, own.shape[1] // 2 :]
-    held = weights > 0
+def _in_batch_softmax(loss_fn: Any, pairs: torch.Tensor, labels: torch.Tensor, weights, keys, counts, i: int):
+    query, item = pairs[i, : pairs.shape[1] // 2], pairs[:, pairs.shape[1] // 2 :]
+    is_candidate = weights > 0
     if keys is not None:
-        held = held & (keys != keys[i])
-    held[i] = True
-    places = held.nonzero().squeeze(1)
-    scores = item[places] @ query / made.temperature
+        is_candidate = is_candidate & (keys != keys[i])
+    is_candidate[i] = True
+    candidates = is_candidate.nonzero().squeeze(1)
+    scores = item[candidates] @ query / loss_fn.temperature
     if counts is not None:
-        scores = scores - torch.tensor([max(int(n), 1) for n in counts[places]]).log()
-    return labels[i] * nn.CrossEntropyLoss()(scores.unsqueeze(0), (places == i).nonzero().squeeze(1))
+        scores = scores - torch.tensor([max(int(n), 1) for n in counts[candidates]]).log()
+    return labels[i] * nn.CrossEntropyLoss()(scores.unsqueeze(0), (candidates == i).nonzero().squeeze(1))
 
 
 OF_ROWS: dict[str, Callable] = {

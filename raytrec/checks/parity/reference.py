@@ -64,32 +64,32 @@ class Reference(nn.Module):
         Empty bags and bags with Σ wᵢ = 0 are 0. Sequences that are read id by id contain the wᵢ·eᵢ
         themselves.
         """
-        out = {}
+        embeddings = {}
         for feature, spec in self.schema.sparse.items():
             ids, bag, weights = batch.bags[feature]
             vectors = self.tables[spec.table][ids].float() * weights.unsqueeze(1)
             if feature in self.sequences:
                 side_features, length = batch.side_features.get(feature), self.sequences[feature]
-                out[feature] = self._sequence(vectors, bag, len(batch), length, side_features)
+                embeddings[feature] = self._sequence(vectors, bag, len(batch), length, side_features)
                 continue
             sums = vectors.new_zeros(len(batch), vectors.shape[1]).index_add(0, bag, vectors)
             if spec.pooling != "sum":
                 totals = weights.new_zeros(len(batch)).index_add(0, bag, weights)
                 sums = sums / totals.masked_fill(totals == 0, 1).unsqueeze(1)
-            out[feature] = sums
-        return out
+            embeddings[feature] = sums
+        return embeddings
 
     def _sequence(
-        self, vectors: torch.Tensor, bag: torch.Tensor, rows: int, length: int, beside: torch.Tensor | None
+        self, vectors: torch.Tensor, bag: torch.Tensor, rows: int, length: int, sides: torch.Tensor | None
     ) -> Sequence:
-        back = age(bag)
-        kept = back < length
-        places = bag[kept], back[kept]
+        ages = age(bag)
+        is_recent = ages < length
+        places = bag[is_recent], ages[is_recent]
 
         def placed(values: torch.Tensor) -> torch.Tensor:
-            return values.new_zeros(rows, length, *values.shape[1:]).index_put(places, values[kept])
+            return values.new_zeros(rows, length, *values.shape[1:]).index_put(places, values[is_recent])
 
-        return Sequence(placed(vectors), placed(kept), None if beside is None else placed(beside))
+        return Sequence(placed(vectors), placed(is_recent), None if sides is None else placed(sides))
 
     @torch.no_grad()
     def round_tables(self) -> None:
@@ -113,17 +113,17 @@ class Reference(nn.Module):
         places, length = age(bag), self.sequences.get(feature, 1)
         if feature not in self.sequences:
             places = torch.bincount(bag)[bag] - 1 - places
-        kept = places < length
-        out = torch.full((len(batch), length), -1, device=ids.device)
-        return out.index_put((bag[kept], places[kept]), ids[kept])
+        is_recent = places < length
+        padded = torch.full((len(batch), length), -1, device=ids.device)
+        return padded.index_put((bag[is_recent], places[is_recent]), ids[is_recent])
 
     def loss(self, logits: torch.Tensor, batch: GlobalBatch) -> torch.Tensor:
         """Return the loss of a global batch."""
         loss = compute_loss(self.objective.tasks, logits, batch, own_loss=self.objective.own_loss)
         for feature, factor in self.objective.l2_factors.items():
             ids, bag, _ = batch.bags[feature]
-            kept = age(bag) < self.sequences.get(feature, len(ids) + 1)
-            rows = self.tables[self.schema.sparse[feature].table][ids[kept]]
+            is_recent = age(bag) < self.sequences.get(feature, len(ids) + 1)
+            rows = self.tables[self.schema.sparse[feature].table][ids[is_recent]]
             loss = loss + factor / 2 * rows.float().square().sum() / len(batch)
         return loss
 
@@ -189,7 +189,7 @@ def train(
         optimizers: Optimizers of the parameters.
         max_grad_norm: Limit of torch.nn.utils.clip_grad_norm_ over all parameters; None: no clipping.
     """
-    out = []
+    logits_of_batches = []
     for batch in batches:
         reference.zero_grad()
         logits = reference(batch)
@@ -198,11 +198,11 @@ def train(
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         if max_grad_norm:
             nn.utils.clip_grad_norm_(reference.parameters(), max_grad_norm)
-        for each in optimizers:
-            each.step()
+        for optimizer in optimizers:
+            optimizer.step()
         reference.round_tables()
-        out.append(logits.detach())
-    return out
+        logits_of_batches.append(logits.detach())
+    return logits_of_batches
 
 
 @torch.no_grad()
@@ -216,21 +216,21 @@ def measure_kink_margins(reference: Reference, batches: list[GlobalBatch]) -> li
         reference: Model and tables.
         batches: Batches of equal size. They pass through the model together, whose rows are independent.
     """
-    whole, least = GlobalBatch.join(batches), torch.full((len(batches),), float("inf"))
+    joined, margins = GlobalBatch.join(batches), torch.full((len(batches),), float("inf"))
 
     def look(_, inputs: tuple) -> None:
         sizes = inputs[0].abs()
-        of_rows = sizes.dim() and len(sizes) % len(whole) == 0
-        sizes_NM = sizes.reshape(len(batches) if of_rows else 1, -1)
-        least.copy_(least.minimum(sizes_NM.amin(1) / sizes_NM.amax(1).clamp(min=1e-30)))
+        is_per_row = sizes.dim() and len(sizes) % len(joined) == 0
+        sizes_NM = sizes.reshape(len(batches) if is_per_row else 1, -1)
+        margins.copy_(margins.minimum(sizes_NM.amin(1) / sizes_NM.amax(1).clamp(min=1e-30)))
 
     hooks = [
         m.register_forward_pre_hook(look) for m in reference.modules() if isinstance(m, KINKED_ACTIVATIONS)
     ]
-    reference(whole)
+    reference(joined)
     for hook in hooks:
         hook.remove()
-    return least.tolist()
+    return margins.tolist()
 
 
 def measure_max_row_gradients(

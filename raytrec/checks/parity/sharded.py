@@ -62,10 +62,10 @@ class ShardedRun:
         if self.step.managed is not None:  # the ids have rows before the batch is trained
             self.step.managed.reset_new_rows(self.step.managed.assign(local, 0))
         out = self.step.model.module.embeddings(local.sparse)
-        mine = {f: v[: self.bounds[rank + 1] - self.bounds[rank]].cpu() for f, v in out.items()}
+        local_part = {f: v[: self.bounds[rank + 1] - self.bounds[rank]].cpu() for f, v in out.items()}
         parts: list | None = [None] * dist.get_world_size() if rank == 0 else None
-        dist.gather_object(mine, parts)
-        return {f: torch.cat([part[f] for part in parts]) for f in mine} if parts else {}
+        dist.gather_object(local_part, parts)
+        return {f: torch.cat([part[f] for part in parts]) for f in local_part} if parts else {}
 
     def _local(self, batch: GlobalBatch) -> Batch:
         return make_local_batch(batch, self.schema, self.bounds, dist.get_rank(), self.features)
@@ -85,8 +85,8 @@ class ShardedRun:
                 whole[table.name] = values if values is None else values.cpu()
         for name in self.schema.managed:
             spec, seed = self.schema.tables[name], self.config.run.seed
-            begun = initial_values(seed, name, torch.arange(spec.rows), range(spec.dim), spec.rows)
-            whole[name] = self._sort_by_id(name, whole[name], begun)
+            initial = initial_values(seed, name, torch.arange(spec.rows), range(spec.dim), spec.rows)
+            whole[name] = self._sort_by_id(name, whole[name], initial)
         self._read = whole
         return whole
 
@@ -100,12 +100,12 @@ class ShardedRun:
             values: Values by row, [rows, ...], or None on ranks without them.
             without_row: Values of ids without a row, of the same shape.
         """
-        own = self.schema.tables[table].own_rows
-        rows = self.step.managed.rows_of(table, torch.arange(own)).cpu()
+        own_rows = self.schema.tables[table].own_rows
+        rows = self.step.managed.rows_of(table, torch.arange(own_rows)).cpu()
         if values is None:
             return None
         out = without_row.to(values.dtype)
-        out[:own][rows < own], out[own:] = values[rows[rows < own]], values[own:]
+        out[:own_rows][rows < own_rows], out[own_rows:] = values[rows[rows < own_rows]], values[own_rows:]
         return out
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
@@ -131,9 +131,9 @@ class ShardedRun:
         _disable_dropout(model)
         tables = {t: self._read[t] for t in self.schema.tables}
         with_ids = section.reads_ids(self.schema)
-        one = Reference(self.schema, tables, model.train(), self.features.sequences, objective, with_ids)
-        self.hand_over(one)
-        return one
+        single = Reference(self.schema, tables, model.train(), self.features.sequences, objective, with_ids)
+        self.hand_over(single)
+        return single
 
     @torch.no_grad()
     def hand_over(self, one: Reference) -> None:

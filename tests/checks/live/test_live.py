@@ -47,7 +47,7 @@ def flip_copy(scene):
 def test_a_bit_of_a_replica(world, fault, name, dense):
     answers = on_ranks(world, run, COPIES, fault, {"dense": dense})
     found = failed(answers, "replicas")
-    assert found[0]["step"] == 6 and f"{name} on rank 1 is not" in found[0]["text"]
+    assert found[0]["step"] == 6 and f"{name} on rank 1 differs" in found[0]["text"]
 
 
 def without_all_reduce(scene):

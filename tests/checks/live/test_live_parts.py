@@ -153,8 +153,8 @@ def test_the_norm_is_that_of_the_whole_gradient():
     assert all(outcome.passed for outcome in found[:4]) and found[3].figure == 1.0, "5 against 5"
     grown, other, less, more = found[4:]
     assert not grown.passed and "gradient is 775, 155 × its usual value" in grown.text
-    assert "of table t" in grown.text
-    assert "is 632, 126 ×" in other.text and other.text.endswith("of dense layers' top.0.bias")
+    assert "from table t" in grown.text
+    assert "is 632, 126 ×" in other.text and other.text.endswith("from dense layers' top.0.bias")
     assert less.passed and more.passed, "a part may leave a plateau"
 
 

@@ -143,8 +143,8 @@ def test_nothing_is_found_where_nothing_is(world, plan, settings):
 @pytest.mark.parametrize("plan", list(PLANS))
 def test_means_divided_twice(plan, settings):
     text = the_one(on_ranks(2, run, PLANS[plan], divided_again, STEPS[settings]), "parity")
-    assert text.startswith("table user, feature friends: on rank")
-    assert "table tag, feature tags: on rank" in text and "feature user" not in text
+    assert text.startswith("table user, feature friends: pooled embeddings on rank")
+    assert "table tag, feature tags: pooled embeddings on rank" in text and "feature user" not in text
     assert ": the gradient that reaches rank" in text or "and 1 more" in text
 
 
@@ -187,8 +187,8 @@ def a_gradient_altered(scene):
 def test_a_gradient_of_one_replica():
     found = failed(on_ranks(2, run, COPIES, a_gradient_altered, {}))
     texts = {o["check"]: o["text"] for o in found if o["step"] == 6}
-    assert texts["parity"].startswith("table tag: the gradient that reaches rank 1 is not")
-    assert texts["replicas"] == "tables/tag/weight on rank 1 is not what it is on rank 0"
+    assert texts["parity"].startswith("table tag: the gradient that reaches rank 1 differs")
+    assert texts["replicas"] == "tables/tag/weight on rank 1 differs from rank 0"
 
 
 def without_all_reduce_of_tables(scene):
