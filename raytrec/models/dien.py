@@ -33,7 +33,7 @@ class DIEN(nn.Module):
     With negatives n_1 … n_T, one for each id, the model's own loss of a row is
         −α · Σ over t from 1 to T − 1 of ln σ(⟨h_t, e_{t+1}⟩) + ln(1 − σ(⟨h_t, n_{t+1}⟩))
     A row's negatives are in the order of its ids; the term of an id without a negative is omitted.
-    Activations of the MLP are PReLU (see DIN in targeted.py).
+    Activations of the MLP are PReLU (see DIN in target_attention.py).
 
     Args:
         schema: Any dense columns, sparse features of any dims, at least one of pooling: sequence.

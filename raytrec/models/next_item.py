@@ -34,7 +34,7 @@ class NextItem(nn.Module, ABC):
     Args:
         schema: Schema with history and item, of one table with dim D; other features are not read.
         config: Names of the features, sizes, and settings of the loss.
-        outputs: Number of logits per row; each of several has its own query (sampled.Queries).
+        outputs: Number of logits per row; each of several has its own query (sampled_loss.Queries).
         vectors: True to also return vectors; the query is divided by the temperature.
 
     Raises:

@@ -24,7 +24,7 @@ class TwoTower(nn.Module):
     next to item, so the scale is a learned temperature.
 
     With `negatives`, the model's own loss compares a row's item with drawn items, whose vectors the item
-    tower computes from their ids (sampled.py). The loss uses the query of the last output. Without outputs,
+    tower computes from their ids (sampled_loss.py). The loss uses the query of the last output. Without outputs,
     it uses the query for losses that compare rows and is added to them. Negatives from the batch are mostly
     frequent items, drawn ones are not (mixed, as in Yang et al. 2020,
     https://doi.org/10.1145/3366424.3386195).
@@ -144,7 +144,7 @@ class MatrixFactorization(nn.Module):
     Args:
         schema: Schema with the features of user and item, of one dim; other features are not read.
         config: Names of the features; negatives and settings of the loss.
-        outputs: Number of logits per row; each of several has its own query (sampled.Queries) and b.
+        outputs: Number of logits per row; each of several has its own query (sampled_loss.Queries) and b.
         vectors: True to also return vectors.
 
     Raises:

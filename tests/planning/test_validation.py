@@ -86,7 +86,7 @@ def item(sharding=None, kernel=None, **line):
     [
         ({"itme": {"compute_kernel": "fused"}}, [], "'itme'; did you mean 'item'"),
         ({"x*": {"compute_kernel": "fused"}}, [], "'x*'"),
-        (item(ranks=[0, 1]), [], "table item: ranks [0, 1] without a sharding"),
+        (item(ranks=[0, 1]), [], "table item: ranks [0, 1] are set without a sharding"),
         (item("table_wise", ranks=[4]), [], "table item: there is no rank 4"),
         (item("table_wise", ranks=[0, 1]), [], "table_wise cannot use ranks [0, 1]"),
         (item("row_wise", ranks=[0, 1]), [], "all ranks in order"),

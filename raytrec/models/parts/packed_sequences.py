@@ -17,7 +17,7 @@ GROUPS = 8  # of rows of about the same length
 def pack_ids(present: torch.Tensor, lengths: torch.Tensor | None = None) -> PackedSequences:
     """Return the ids of sequences for layers; during torch.export, in shapes that do not depend on values.
 
-    For arguments, see Packed.
+    For arguments, see PackedSequences.
     """
     return PaddedSequences(present) if torch.compiler.is_exporting() else PackedSequences(present, lengths)
 
@@ -103,7 +103,7 @@ class PaddedSequences(PackedSequences):
 
     Values at positions without an id are finite and do not affect the values of other ids. There is one group
     of all rows, L ids long. `to_groups` and `in_rows` are for training only. For arguments and attributes,
-    see Packed.
+    see PackedSequences.
     """
 
     def __init__(self, present: torch.Tensor):
