@@ -24,9 +24,9 @@ class TwoTower(nn.Module):
     next to item, so the scale is a learned temperature.
 
     With `negatives`, the model's own loss compares a row's item with drawn items, whose vectors the item
-    tower computes from their ids (sampled_loss.py). The loss uses the query of the last output. Without outputs,
-    it uses the query for losses that compare rows and is added to them. Negatives from the batch are mostly
-    frequent items, drawn ones are not (mixed, as in Yang et al. 2020,
+    tower computes from their ids (sampled_loss.py). The loss uses the query of the last output. Without
+    outputs, it uses the query for losses that compare rows and is added to them. Negatives from the batch are
+    mostly frequent items, drawn ones are not (mixed, as in Yang et al. 2020,
     https://doi.org/10.1145/3366424.3386195).
 
     Args:
