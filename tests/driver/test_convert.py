@@ -181,7 +181,7 @@ def test_ids_that_wait_go_on_waiting(tmp_path):
         (["user=bigger"], "managed, resize:ROWS or hash"),
         (["user=resize:"], "resize:100000"),
         (["user=resize:0"], "resize:100000"),
-        (["user=resize:23"], "it has 23 rows already"),
+        (["user=resize:23"], "it already has 23 rows"),
         ([], "--table is missing"),
     ],
 )
