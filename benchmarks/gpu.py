@@ -466,7 +466,7 @@ def ingest(
     with ray_session(num_cpus=readers + 1):
         reading = forever()
         one = next(reading)
-        size = sum(t.numel() * t.element_size() for t in _iterate_tensors(one))
+        size = sum(t.numel() * t.element_size() for t in _tensors(one))
         least = peaks and size / peaks.link
 
         def read(count: int) -> None:
@@ -485,7 +485,7 @@ def ingest(
             reading.close()
 
 
-def _iterate_tensors(batch: Batch) -> list[torch.Tensor]:
+def _tensors(batch: Batch) -> list[torch.Tensor]:
     sparse = batch.sparse
     return [batch.dense, batch.labels, batch.weights, sparse.values(), sparse.lengths()]
 

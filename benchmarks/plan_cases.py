@@ -161,9 +161,9 @@ class Trained:
 
     def memory(self) -> int:
         """Return the peak bytes of the plan, without the batches that the pipeline does not hold."""
-        spare = sum(t.numel() * t.element_size() for t in _iterate_tensors(self._batches[0]))
+        spare = sum(t.numel() * t.element_size() for t in _tensors(self._batches[0]))
         return status_bytes("VmHWM") - self._before - spare
 
 
-def _iterate_tensors(batch: Batch) -> list[torch.Tensor]:
+def _tensors(batch: Batch) -> list[torch.Tensor]:
     return [batch.dense, batch.labels, batch.weights, batch.sparse.values(), batch.sparse.lengths()]

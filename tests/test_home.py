@@ -40,7 +40,7 @@ def test_a_local_cluster_keeps_its_token_in_the_environment(home):
 
 
 def test_a_cluster_for_others_says_where_to_keep_it(home, tmp_path, monkeypatch):
-    with pytest.raises(RunError, match="cannot be kept") as error:
+    with pytest.raises(RunError, match="cannot store the token") as error:
         use_token(create=True)
     assert TOKEN_PATH_VARIABLE in error.value.do and TOKEN not in os.environ
     monkeypatch.setenv(TOKEN_PATH_VARIABLE, str(tmp_path / "token"))

@@ -569,7 +569,7 @@ def test_an_object_store(small, tmp_path, monkeypatch):
     store.left = 99
     with pytest.raises(CheckpointError, match="503 slow down") as error:
         read_index("store://bucket/c")
-    assert "asked 4 times" in error.value.expected
+    assert "after 4 failed attempts" in error.value.expected
     store.left = 0
     checkpoints.flip(tmp_path / "bucket/c/a-00000.bin", 70)
     assert "tensor a, bytes 64 to 127" in failure(back, "store://bucket/c", tensors).where

@@ -43,7 +43,7 @@ class Names(ast.NodeVisitor):
     """
 
     def __init__(self, tree):
-        self.found, self._import_package = [], {}
+        self.found, self._imported = [], {}
         self._own = _own(tree)
         for node in ast.walk(tree):  # imports first, wherever they are
             if isinstance(node, ast.Import | ast.ImportFrom):
@@ -56,7 +56,7 @@ class Names(ast.NodeVisitor):
             path = f"{module}.{alias.name}" if module else alias.name
             if path.partition(".")[0] in UPSTREAM:
                 name = alias.asname or (alias.name if module else alias.name.partition(".")[0])
-                self._import_package[name] = path if module or alias.asname else path.partition(".")[0]
+                self._imported[name] = path if module or alias.asname else path.partition(".")[0]
                 if any(map(_is_private, path.split("."))):
                     self.found.append((node.lineno, f"import of {path}"))
 
@@ -101,7 +101,7 @@ class Names(ast.NodeVisitor):
         bases = [path for base in node.bases if (path := self._path(base))]
         for method in node.body:
             named = isinstance(method, ast.FunctionDef) and _is_private(method.name)
-            if named and self._format_available(bases, method):
+            if named and self._has(bases, method):
                 self.found.append((method.lineno, f"override of {bases[0]}.{method.name}"))
         self.generic_visit(node)
 
@@ -112,13 +112,13 @@ class Names(ast.NodeVisitor):
     def _path(self, node):
         """The upstream path of an expression such as `torch.nn.Module`; None where it is not upstream's."""
         if isinstance(node, ast.Name):
-            return self._import_package.get(node.id)
+            return self._imported.get(node.id)
         if isinstance(node, ast.Attribute) and (base := self._path(node.value)):
             return f"{base}.{node.attr}"
         return None
 
     @staticmethod
-    def _format_available(bases, method):
+    def _has(bases, method):
         for path in bases:
             module, _, name = path.rpartition(".")
             if hasattr(getattr(import_module(module), name), method.name):

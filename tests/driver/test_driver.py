@@ -38,12 +38,12 @@ class Runs(dict):
 
     def __init__(self, folder, place, heard):
         super().__init__()
-        self._folder, self._locate_mistake, self._heard = folder, place, heard
+        self._folder, self._place, self._heard = folder, place, heard
 
     def __missing__(self, workers):
         values = parquet.settings(
             self._folder,
-            self._locate_mistake / f"w{workers}",
+            self._place / f"w{workers}",
             scaling__num_workers=workers,
             train__epochs=3,
             train__eval_every_steps=20,

@@ -69,7 +69,7 @@ class Autoscaled:
         self.env = with_token(folder / "auth_token") | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
         # As raytrec.cluster.session.stay_on_loopback does in a separate process.
         self.env |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "GLOO_SOCKET_IFNAME": "lo"}
-        self._build_environment = self.env | {
+        self._environment = self.env | {
             "RAY_FAKE_CLUSTER": "1",
             "RAY_enable_autoscaler_v2": "1",  # as `ray up` and KubeRay choose
             "RAY_CLOUD_INSTANCE_ID": FAKE_HEAD_NODE_ID,
@@ -85,7 +85,7 @@ class Autoscaled:
     def __enter__(self) -> Autoscaled:
         with (self._folder / "ray.log").open("w") as log:
             self._process = subprocess.Popen(
-                self._command, env=self._build_environment, stdout=log, stderr=subprocess.STDOUT
+                self._command, env=self._environment, stdout=log, stderr=subprocess.STDOUT
             )
         try:
             wait_for(self._has_monitor, "the autoscaler", START_S)

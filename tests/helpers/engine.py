@@ -78,7 +78,7 @@ class Engine:
             (folder / name).write_text(text.format(**parts))
             (folder / name).chmod(0o755)
         self.env = dict(os.environ) | {
-            "PATH": f"{folder}:{os.environ['TOKEN_PATH_VARIABLE']}",
+            "PATH": f"{folder}:{os.environ['PATH']}",
             "CONTAINERS_CONF": str(folder / "containers.conf"),
             "DISABLE_HC_SYSTEMD": "true",
         }

@@ -46,7 +46,7 @@ class Head:
         self.url, self.client = f"http://127.0.0.1:{dashboard}", f"ray://127.0.0.1:{client}"
         self.env = with_token(self.token)
         short = {"RAY_TMPDIR": str(short_folder(folder))}
-        self._build_environment = self.env | short | (environment or {})
+        self._environment = self.env | short | (environment or {})
         self._command = [RAYTREC, "head", "--root", str(self.root), "--port", str(port)]
         self._command += ["--dashboard-port", str(dashboard), "--client-port", str(client)]
         self._command += ["--cpus", str(cpus)]
@@ -54,7 +54,7 @@ class Head:
     def __enter__(self) -> Head:
         with (self.folder / "ray.log").open("w") as log:
             self._process = subprocess.Popen(
-                self._command, env=self._build_environment, stdout=log, stderr=subprocess.STDOUT
+                self._command, env=self._environment, stdout=log, stderr=subprocess.STDOUT
             )
         wait_for(self._answers, "the head's answer", 90)
         return self

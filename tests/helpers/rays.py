@@ -23,7 +23,7 @@ class Rays:
     def use(self, gpus):
         if self.gpus != gpus:
             self.close()
-            self._running.enter_context(_start_local_ray(gpus))
+            self._running.enter_context(_started(gpus))
             self.gpus = gpus
 
     def close(self):
@@ -41,7 +41,7 @@ def workers():
 
 
 @contextmanager
-def _start_local_ray(gpus):
+def _started(gpus):
     """A local Ray on loopback with 6 logical CPUs and, as far as it knows, so many GPUs."""
     import ranks
     import ray

@@ -183,7 +183,7 @@ def _serve(alive, address, modules):
             return _end(pids)
         if ended in ready:
             ended.recv(4096)
-            _reap_workers(pids)
+            _reap(pids)
         if listener not in ready:
             continue
         connection = listener.accept()[0]
@@ -214,7 +214,7 @@ def _leave(*places):
         place.close()
 
 
-def _reap_workers(pids):
+def _reap(pids):
     while pids:
         pid, _ = os.waitpid(-1, os.WNOHANG)
         if not pid:
@@ -265,19 +265,19 @@ def _become_ray_worker(connection, request, fds):
     os.chdir(request["folder"])
     _enter(request["env"])
     random.seed()
-    Thread(target=_exit_with_peer, args=(connection,), daemon=True).start()
+    Thread(target=_end_with, args=(connection,), daemon=True).start()
     sys.argv[:] = request["command"]
     sys.path.insert(0, os.path.dirname(sys.argv[0]))
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-def _exit_with_peer(connection):
+def _end_with(connection):
     """The worker ends with the process that the raylet has started in its place (warm_worker.py)."""
     connection.recv(1)
     os._exit(1)
 
 
 @atexit.register
-def _is_close():
+def _close():
     while _servers:
         _servers.popitem()[1].close()  # the last one first

@@ -208,7 +208,7 @@ def test_a_process_that_was_killed_is_reported_with_how_to_deliver_the_rest(serv
     follower.check()
     assert follower.ready() is None
     lost = follower.close("FINISHED")
-    assert "has ended" in lost and f"raytrec track {tmp_path}" in lost
+    assert "has exited" in lost and f"raytrec track {tmp_path}" in lost
 
 
 def test_a_store_that_cannot_be_opened_is_reported_by_the_process(tmp_path):

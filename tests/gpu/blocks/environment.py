@@ -20,7 +20,7 @@ def run(here: Here) -> None:
 
     if here.stand_in:
         raise CannotRun("a stand-in has neither a driver nor kernels")
-    others = _to_allowed_ids() if here.kind == "cuda" else []  # before this process is one of them
+    others = _others() if here.kind == "cuda" else []  # before this process is one of them
     fbgemm = "fbgemm-gpu" if here.kind == "cuda" else "fbgemm-gpu-cpu"
     require_versions()
     file = "next" if (version("torchrec") or "").startswith("1.9.") else here.kind
@@ -98,7 +98,7 @@ def handle() -> Any:
     return get_cuda_handle("cuda:0")
 
 
-def _to_allowed_ids() -> list[int]:
+def _others() -> list[int]:
     """Processes that compute on the GPU. (Their numbers are the host's, which in a container are others.)"""
     import pynvml
 
