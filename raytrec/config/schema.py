@@ -114,7 +114,7 @@ class Schema(SchemaPart):
                     + hint(name, names)
                 )
             spec = self.sparse.get(name)
-            if spec and (spec.weights or spec.pooling == "sequence"):
+            if spec and (spec.weights is not None or spec.pooling == "sequence"):
                 raise ValueError(
                     f"candidates: {name} has weights or is a sequence; a candidate has one id per feature"
                 )
@@ -153,7 +153,7 @@ class Schema(SchemaPart):
         names = [*self.labels, *self.dense]
         for feature, spec in self.sparse.items():
             names.append(self.column_of(feature))
-            if spec.weights:
+            if spec.weights is not None:
                 names.append(spec.weights)
             names += spec.side_features
         return list(dict.fromkeys(names))

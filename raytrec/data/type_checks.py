@@ -108,7 +108,7 @@ def check_types(arrow: pa.Schema, form: ResolvedReadPlan, uri: str) -> None:
         column = schema.column_of(feature)
         is_text_allowed = schema.tables[spec.table].takes_text
         _check_ids(arrow.field(column).type, feature, column, spec.table, is_text_allowed, uri)
-        if spec.weights:
+        if spec.weights is not None:
             _check_weights(arrow.field(spec.weights).type, spec.weights, feature, uri)
         for side in spec.side_features:
             _check_side(arrow.field(side).type, side, feature, uri)

@@ -238,7 +238,7 @@ class DenseInputBuilder(nn.Module):
         super().__init__()
         sparse, self._sequences = features.schema.sparse, dict(features.sequences)
         self._candidates = frozenset(features.schema.of_candidates(sparse))
-        self._weighted = {feature for feature, spec in sparse.items() if spec.weights}
+        self._weighted = {feature for feature, spec in sparse.items() if spec.weights is not None}
         self.means = BagMeans([features.is_mean(feature) for feature in sparse])
 
     def forward(

@@ -223,6 +223,7 @@ def test_of_any_files_inspect_writes_what_is_read(tmp_path_factory, files, seed)
 
 @QUICK
 @given(COLUMNS, st.integers(0, 99), st.sampled_from(["dense", "sparse", "weights", "labels"]))
+@example([("", pa.int8())], 0, "weights")
 def test_any_column_in_any_role_is_read_or_refused_by_name(tmp_path_factory, columns, seed, role):
     path = tmp_path_factory.mktemp("any") / "a.parquet"
     any_file(path, columns, seed)
