@@ -63,10 +63,8 @@ def news(run: str, since: dict[str, int]) -> dict[str, Any]:
             of a failed run; "result": the content of result.json, or empty.
     """
     folder = run_folder(run)
-    state, note = (
-        _state(folder),
-        read_driver_record(folder),
-    )  # first, so that the last lines of an ended run are read
+    # First, so that the last lines of an ended run are read.
+    state, note = _state(folder), read_driver_record(folder)
     lines = {name: _new_lines(folder / name, since.get(name, 0)) for name in GROWING}
     return {
         "lines": {name: data.decode(errors="replace") for name, data in lines.items()},

@@ -29,10 +29,8 @@ RAY_TMPDIR_VARIABLE = "RAY_TMPDIR"
 # Maximum length of a Unix socket address (sys/un.h).
 LONGEST = 107 if sys.platform == "linux" else 103
 MIN_ABANDONED_AGE_S = 3600.0  # age at which a folder without owner is abandoned and not just being created
-WORDS, MAX_LOG_CHARACTERS = (
-    8_000,
-    200_000,
-)  # maximum bytes per log file, and characters in total, that are kept
+# Maximum bytes per log file, and characters in total, that are kept.
+WORDS, MAX_LOG_CHARACTERS = 8_000, 200_000
 JOB_STOP_TIMEOUT_S = 60  # by default, `ray job stop` kills after 3 s, which is too short for a checkpoint
 LINGER_S = 2.0  # time for Ray's processes to exit by themselves
 

@@ -111,9 +111,8 @@ class Cache:
         if not len(rows):
             return values[:0].clone()
         lookup = self.kernel.emb_module
-        prefetch_stream = _get_undocumented(
-            lookup, "prefetch_stream"
-        )  # stream that prefetches rows; None without prefetching
+        # Stream that prefetches rows; None without prefetching.
+        prefetch_stream = _get_undocumented(lookup, "prefetch_stream")
         if prefetch_stream is not None:
             torch.cuda.current_stream().wait_stream(prefetch_stream)
         # slots_N has the position of each row in lxu_cache_weights, or -1. lxu_cache_state, [sets, 32], has

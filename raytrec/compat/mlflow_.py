@@ -31,12 +31,8 @@ QUIET = {  # the caller reports outages itself
 
 
 STORE_SCHEMES = ("", "file", "http", "https", "databricks", "databricks-uc", "uc")
-DATABASE_SCHEMES = (
-    "sqlite",
-    "postgresql",
-    "mysql",
-    "mssql",
-)  # optionally with a driver, such as mysql+pymysql
+# Optionally with a driver, such as mysql+pymysql.
+DATABASE_SCHEMES = ("sqlite", "postgresql", "mysql", "mssql")
 STORE_ENTRY_POINT_GROUP = "mlflow.tracking_store"  # entry points of packages that provide stores
 
 

@@ -176,9 +176,8 @@ def bind_store(address: str) -> None:
 
     torch/distributed/rendezvous.py starts the store on all interfaces unless it receives a listening socket.
     """
-    module: Any = import_module(
-        "torch.distributed.rendezvous"
-    )  # the attribute torch.distributed.rendezvous is a function
+    # The attribute torch.distributed.rendezvous is a function.
+    module: Any = import_module("torch.distributed.rendezvous")
     if "TCPStore" not in vars(module):
         raise missing("torch.distributed.rendezvous.TCPStore", "torch")
 

@@ -41,11 +41,8 @@ RUN_FILES = ("driver.json", "events.jsonl", "plan.json", "checkpoints", CONFIG +
 SEARCH_FILES = ("search.json", "trials.json", "outcome.json")
 SEARCH_CONFIG_FILES = ("best.yaml", "space.yaml")
 MLFLOW_SECRETS = ("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_AUTH")
-SECTIONS_WITHOUT_PLACES = (
-    "tracking",
-    "scaling",
-    "tasks",
-)  # their values have other rules, or are links or code
+# Their values have other rules, or are links or code.
+SECTIONS_WITHOUT_PLACES = ("tracking", "scaling", "tasks")
 
 
 def find_foreign_code(values: dict[str, Any]) -> dict[str, str]:

@@ -31,11 +31,8 @@ from raytrec.data.read_plans import ResolvedReadPlan
 MAX_FULL_HASH_BYTES = 1 << 30  # files of up to MAX_FULL_HASH_BYTES ÷ number of files are read completely
 SAMPLES, SAMPLE_BYTES = 4096, 64 << 10  # larger files: number of samples in the dataset, bytes of a sample
 READ_BYTES = 4 << 20
-OBJECT_VERSION_KEYS = (
-    "ETag",
-    "crc32c",
-    "generation",
-)  # keys of an object's metadata that identify its version
+# Keys of an object's metadata that identify its version.
+OBJECT_VERSION_KEYS = ("ETag", "crc32c", "generation")
 
 
 @dataclass(frozen=True)

@@ -32,10 +32,8 @@ from raytrec.compat.versions import find_wrong_versions
 OK, WARNING, FAILURE = "ok", "warning", "failure"
 MIB, GIB = 1 << 20, 1 << 30
 SHARED_MEMORY_FOLDER, NVIDIA = Path("/dev/shm"), Path("/proc/driver/nvidia/gpus")
-MIN_SHARED_MEMORY_BYTES, RECOMMENDED_SHARED_MEMORY_BYTES = (
-    64 * MIB,
-    GIB,
-)  # bytes of shared memory; Docker gives 64 MiB
+# Bytes of shared memory; Docker gives 64 MiB.
+MIN_SHARED_MEMORY_BYTES, RECOMMENDED_SHARED_MEMORY_BYTES = 64 * MIB, GIB
 MIN_OPEN_FILES, RECOMMENDED_OPEN_FILES = 1024, 8192  # open files of a process
 # Bytes that each Ray process maps, and the object store's share of main memory, which each maps as well. With
 # 24 GiB of memory, a run ended under `ulimit -v` of 12 GiB, but not of 20 GiB.

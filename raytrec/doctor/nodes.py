@@ -29,9 +29,8 @@ STORAGE_TIMEOUT_S = 60.0
 WARNING_SKEW_S, FAILURE_SKEW_S = 1.0, 300.0  # S3 refuses requests that are 15 minutes off
 CLOCK_MEASUREMENTS = 3  # measurements of a clock; the fastest answer counts
 PROBE_FILE_BYTES = 1 << 16
-ENVIRONMENT_LINE_PATTERN = re.compile(
-    r"\.dist-info/|^\.\./"
-)  # lines of RECORD that depend on the environment
+# Lines of RECORD that depend on the environment.
+ENVIRONMENT_LINE_PATTERN = re.compile(r"\.dist-info/|^\.\./")
 
 
 Function = Callable[..., Any]

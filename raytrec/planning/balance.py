@@ -18,10 +18,8 @@ from raytrec.planning.placement import TIE_BREAK_WEIGHT, PartialPlan, PlacementS
 
 ALIKE = 0.005  # relative score difference below which plans are compared by their fullest rank's memory
 LARGEST = (1.0, 0.5, 0.25, 0.0)  # maximum time of a shard as a share of a rank's mean time
-MAX_CHANGES_PER_RANK, MAX_CHANGES_PER_PLAN = (
-    8,
-    400,
-)  # maximum number of changes rated per slow rank, and in total per plan
+# Maximum number of changes rated per slow rank, and in total per plan.
+MAX_CHANGES_PER_RANK, MAX_CHANGES_PER_PLAN = 8, 400
 SLOW = 3  # number of slowest ranks that changes try to relieve
 
 

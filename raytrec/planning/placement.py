@@ -22,11 +22,8 @@ TIE_BREAK_WEIGHT = (
 )
 TABLE_STEP_PARTS = ("lookup", "input exchange", "output exchange", "all-reduce")
 ALL_RANK_SHARDING_TYPES = ("row_wise", "data_parallel")  # sharding types that use all ranks, in order
-HOST_SHARDING_TYPES = (
-    "table_row_wise",
-    "table_column_wise",
-    "grid_shard",
-)  # sharding types that use one or more hosts
+# Sharding types that use one or more hosts.
+HOST_SHARDING_TYPES = ("table_row_wise", "table_column_wise", "grid_shard")
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,8 @@ from raytrec.planning.dense_work import Counter
 from raytrec.planning.rates import COLLECTIVES, DENSE, LookupRates, Rates
 
 BAGS, TABLE_BYTES, NUM_ID_SETS = 512, 64 << 20, 24
-DENSE_UPDATE_BYTES = 4 * (
-    3 + 2 + 3
-)  # bytes per value in Adagrad's dense update, as counted by loads.LoadCounter
+# Bytes per value in Adagrad's dense update, as counted by loads.LoadCounter.
+DENSE_UPDATE_BYTES = 4 * (3 + 2 + 3)
 # Shapes of lookups: (tables, columns, ids per bag). Bytes, ids and shards follow from these.
 LOOKUP_SHAPES = ((1, 16, 16), (8, 16, 1), (8, 64, 1), (1, 64, 16))
 SMALL, LARGE = 256, 1 << 20  # numbers of values in collectives

@@ -14,12 +14,8 @@ from raytrec.common.redaction import hide
 from raytrec.metrics.results import AFTER, Row, as_text, format_result
 from raytrec.tracking.run_folder import RunFolder, check_run_folder
 
-IGNORED_KEY_PREFIXES = (
-    "run.name",
-    "run.dir",
-    "tracking.",
-    "checkpoint.dir",
-)  # ignored: differences have no meaning
+# Ignored: differences have no meaning.
+IGNORED_KEY_PREFIXES = ("run.name", "run.dir", "tracking.", "checkpoint.dir")
 
 
 @dataclass(frozen=True)

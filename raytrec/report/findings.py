@@ -59,10 +59,8 @@ MAX_CHANGED_SHARE = 0.01  # share of clamped or hashed ids above which a table i
 MAX_COLLISION_RATE = 0.1
 MIN_CACHE_HIT_RATE = 0.5  # hit rate of a cached table below which the table is reported
 MAX_RATIO_ERROR = 0.1  # distance of a ratio from 1 above which the metric is reported
-OVERFIT_NE_RATIO, OVERFIT_WINDOWS = (
-    1.2,
-    5,
-)  # overfitting: evaluation NE ÷ mean training NE of the last windows
+# Overfitting: evaluation NE ÷ mean training NE of the last windows.
+OVERFIT_NE_RATIO, OVERFIT_WINDOWS = 1.2, 5
 MAX_FINDINGS_PER_KIND = 5
 BAD = {"failed": "a failure", "hang": "a hang", "not saved": "a checkpoint was not saved"}
 

@@ -19,10 +19,8 @@ from raytrec.scoring.manifest import Input
 
 aten = torch.ops.aten
 BROADCASTING_OPERATORS = {aten.einsum.default, aten.matmul.default}
-CLOSE, NUM_COMPARED_ROWS = (
-    1e-5,
-    5,
-)  # tolerance and rows of the comparison with the whole program, on random inputs
+# Tolerance and rows of the comparison with the whole program, on random inputs.
+CLOSE, NUM_COMPARED_ROWS = 1e-5, 5
 Program = Callable[..., tuple[torch.Tensor, ...]]
 ValueOrigin = Literal["user", "rows", "none"]
 

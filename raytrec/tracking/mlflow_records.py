@@ -36,9 +36,8 @@ MLFLOW_NAMES = {
 
 
 SECTIONS = {"train": "train/", "eval": "eval/", "compared": ""}  # kind → prefix of its metric names
-INVALID_NAME_CHARACTERS = re.compile(
-    r"[^\w\-. :/]", re.ASCII
-)  # characters that MLflow does not accept in names
+# Characters that MLflow does not accept in names.
+INVALID_NAME_CHARACTERS = re.compile(r"[^\w\-. :/]", re.ASCII)
 MAX_NAME_LENGTH = 250
 # A store accepts about 1,000 metrics per call; the run folder contains all metrics.
 MAX_TABLES = 200  # only the largest tables are delivered
