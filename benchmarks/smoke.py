@@ -25,8 +25,8 @@ LIMIT_S = 300
 # Target (and part of it) → arguments of `python`. {folder} has data of a few rows, and is removed.
 PYTEST = "-m pytest -q -p no:cacheprovider"
 DATA = "data.train={folder}/data/train data.valid={folder}/data/valid data.test={folder}/data/test"
-COMBINATIONS = "tests/parity/test_suite.py::test_every_combination"
-MUTATIONS = "tests/mutations/test_refusals.py::test_all_values_of_configurations"
+COMBINATIONS = "tests/parity/test_suite.py::test_all_combinations_match_one_process"
+MUTATIONS = "tests/mutations/test_refusals.py::test_config_with_changed_values_is_handled_in_all_examples"
 STORE = "tracking.uri=sqlite:///{folder}/mlflow.db"
 TARGETS = {
     "install": "-c 'import raytrec, torch, torchrec, fbgemm_gpu, ray, mlflow'",

@@ -1,4 +1,4 @@
-"""What tests share: loopback Ray clusters, one at a time."""
+"""Fixtures and hooks of the test suite: shared loopback Ray clusters (one at a time), order and grouping."""
 
 import atexit
 import gc
@@ -9,17 +9,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 
-# Names in a test's module by which it is known to start processes.
+# Names that mark a test module as one that starts processes.
 FORKS = {"on_ranks", "ranks", "assert_parity", "warm"}
 STARTS = FORKS | {"subprocess", "multiprocessing", "ray_session", "heads", "hosts", "Head"}
-# Fixtures by which tests have a Ray, in the order of these tests.
+# Ray fixture -> xdist group suffix. Tests run in this order, after all tests without Ray.
 ON_RAY = {"ray_with_gpus": "on Ray with GPUs", "ray_cluster": "on Ray"}
-# Modules of tests on the shared Ray that take longest: first, so that two that run at once end together.
+# Slowest test modules on the shared Ray. They run first so that parallel workers finish at the same time.
 LONGEST = ["test_driver", "test_survive", "test_out_of_tree", "test_cli", "test_warm_start", "test_check"]
 
 
 def pytest_sessionstart(session):
-    """After Python's own end comes that of the process, as for the command (common/processes.py)."""
+    """End the process after Python's exit handlers, as the raytrec command does (common/processes.py)."""
 
     def end():
         sys.stdout.flush()
@@ -31,8 +31,11 @@ def pytest_sessionstart(session):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Tests that share a Ray come last, as others must find none; modules stay together, and those few that
-    want GPUs with one another."""
+    """Sort and group the tests.
+
+    Tests on the shared Ray run last, because other tests require that no Ray is running. Tests of a module
+    share an xdist group; all tests with GPUs share one group.
+    """
     for item in items:
         ray = ray_of(item)
         if ray or STARTS & vars(item.module).keys():
@@ -43,7 +46,7 @@ def pytest_collection_modifyitems(items):
 
 
 def ray_of(item):
-    """The fixture by which a test has a Ray; None: it has none."""
+    """Return the name of the Ray fixture that a test uses, or None."""
     return next((name for name in ON_RAY if name in item.fixturenames), None)
 
 
@@ -54,10 +57,10 @@ def place_in_the_order(item):
 
 
 def pytest_collection_finish(session):
-    """pytest-xdist groups tests by a suffix of their names, which it could not set with pytest 9.2."""
+    """Check that pytest-xdist added group suffixes to the test ids (it fails to with pytest 9.2)."""
     if session.config.getoption("loadgroup", False) and session.items:
         assert "@" in session.items[-1].nodeid, "pytest-xdist does not keep the tests of a module together"
-    gc.freeze()  # what has been imported stays: no collection looks at it again
+    gc.freeze()  # exclude imported modules from later garbage collections
     if any(FORKS & vars(item.module).keys() for item in session.items):
         import warm
 
@@ -75,19 +78,19 @@ def _rays():
 
 @pytest.fixture(scope="module")
 def ray_cluster(_rays):
-    """A local Ray on loopback with 6 logical CPUs, which tests share."""
+    """Start or reuse a local Ray on loopback with 6 logical CPUs."""
     _rays.use(0)
 
 
 @pytest.fixture(scope="module")
 def ray_with_gpus(_rays):
-    """One that counts 2 GPUs, too; there are none."""
+    """Start or reuse a local Ray with 6 logical CPUs and 2 simulated GPUs."""
     _rays.use(2)
 
 
 @pytest.fixture(scope="session")
 def tiny_data(tmp_path_factory):
-    """A folder of parquet.dataset that tests share and do not change."""
+    """Return a folder written by parquet.dataset. Tests must not change it."""
     import parquet
 
     return parquet.dataset(tmp_path_factory.mktemp("tiny") / "d")
@@ -95,7 +98,7 @@ def tiny_data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory):
-    """A Ray head on loopback, with parquet.dataset as data/tiny below its root."""
+    """Yield a Ray head on loopback with a parquet.dataset in data/tiny below its root."""
     import parquet
     from heads import Head
 

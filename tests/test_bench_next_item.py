@@ -1,4 +1,4 @@
-"""`make bench-sequences` holds raytrec against the same model in plain torch."""
+"""Tests that both sides of `make bench-sequences` (raytrec, plain torch) train the same model."""
 
 import pytest
 from next_item import ML1M, build_plain, build_raytrec
@@ -6,7 +6,7 @@ from ranks import on_ranks
 
 
 def losses(rank, world, shape):
-    """[of raytrec, of plain torch] of the first steps, from the same weights without dropout."""
+    """Return the losses of the first 6 steps, [raytrec, plain torch], from equal weights without dropout."""
     import torch
 
     from raytrec.embeddings.tables import tables
@@ -44,7 +44,7 @@ def hstu_order(blocks):
 
 @pytest.mark.parametrize("model", ["sasrec", "hstu"])
 @pytest.mark.parametrize("share_negatives", [False, True])
-def test_both_sides_learn_the_same(model, share_negatives):
+def test_raytrec_and_plain_torch_have_equal_losses(model, share_negatives):
     more = {"model": model, "share_negatives": share_negatives, "items": 3000}
     shape = ML1M | more | {"rows": 6, "negatives": 3, "dropout": 0.0}
     ((ours, plain),) = on_ranks(1, losses, shape)

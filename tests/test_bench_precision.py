@@ -1,4 +1,4 @@
-"""The table of `make bench-precision`, from runs that are made up."""
+"""Tests of the table of `make bench-precision` on made-up runs."""
 
 import harness
 import precision
@@ -8,7 +8,7 @@ def of(*aucs):
     return {str(seed): {"auc": auc, "ne": 0.8, "rows_per_s": 1234.5} for seed, auc in enumerate(aucs)}
 
 
-def test_differences_are_taken_seed_by_seed():
+def test_differences_compare_runs_with_equal_seeds():
     runs = {"fp32 fp32 fp32": of(0.80, 0.82, 0.84), "fp32 fp16 fp16": of(0.801, 0.823), "fp16 fp32 fp32": {}}
     exact, lower = precision.rows_of(runs)
     assert exact == ["fp32", "fp32", "fp32", "0.82000", "", "0.80000", "1,234"]
@@ -18,7 +18,7 @@ def test_differences_are_taken_seed_by_seed():
     assert len({line.count("|") for line in lines[2:]}) == 1
 
 
-def test_every_variant_is_a_configuration():
+def test_precision_variants_are_valid_configs():
     from raytrec.config.run_config import load_config
 
     for (tables, forward, backward), settings in precision.VARIANTS.items():
@@ -27,7 +27,7 @@ def test_every_variant_is_a_configuration():
         assert (plan.tables["*"].dtype if plan.tables else "fp32") == tables
 
 
-def test_runs_of_another_configuration_are_not_kept(monkeypatch, tmp_path):
+def test_cached_runs_require_equal_config(monkeypatch, tmp_path):
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
     about = {"config": "a", "settings": []}
     assert precision.kept(about) == {}

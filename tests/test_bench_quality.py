@@ -1,4 +1,4 @@
-"""`make quality` in parts: its rows, what interruptions leave, budgets, the table in the documents."""
+"""Tests of `make quality`: configurations, resuming after an interruption, budgets, and the docs table."""
 
 import math
 from contextlib import nullcontext
@@ -22,7 +22,7 @@ REPO = Path(__file__).parents[1]
 
 @pytest.fixture
 def measured(monkeypatch, tmp_path):
-    """(a row, its data, function that measures it; seeds that were trained), with runs of one second."""
+    """Return (function that measures a row, list of trained seeds). Every run reports one second."""
     row, trained = quality.chosen(quality.read_rows(), "ml100k_dlrm")[0], []
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
     (tmp_path / "prepared.json").write_text('{"rows": {"train": 5}}')
@@ -38,7 +38,7 @@ def measured(monkeypatch, tmp_path):
     return lambda seeds, budget=100.0, row=row: quality.measure(row, tmp_path, seeds, budget), trained
 
 
-def test_each_row_has_a_configuration_that_gives_its_figures():
+def test_quality_configs_report_metrics_of_their_rows():
     rows = [row for row in quality.read_rows() if row.model not in quality.BASELINES]
     there = {path.stem for path in quality.JOBS.glob("*.yaml") if not path.stem.endswith(".schema")}
     assert {row.name for row in rows} == there and len(rows) == len(there)
@@ -53,7 +53,7 @@ def test_each_row_has_a_configuration_that_gives_its_figures():
 
 
 def figures_of(config):
-    """Keys of result.json that a configuration's evaluations have."""
+    """Return the keys of result.json that the evaluations of a configuration write."""
     if config.eval.retrieval:
         return {
             f"eval.retrieval.{name}@{k}" for name in ("hit_rate", "ndcg") for k in config.eval.retrieval.at
@@ -63,7 +63,7 @@ def figures_of(config):
     return {f"eval.{start}{metric}" for start, metrics in named for metric in metrics or ["auc"]}
 
 
-def test_an_interrupted_measurement_goes_on_with_the_next_seed(measured):
+def test_interrupted_measurement_resumes_at_next_seed(measured):
     measure, trained = measured
     with pytest.raises(KeyboardInterrupt):
         measure(5)
@@ -74,7 +74,7 @@ def test_an_interrupted_measurement_goes_on_with_the_next_seed(measured):
     assert [run["seed"] for run in next(iter(kept.values()))["runs"]] == [0, 1, 2]
 
 
-def test_a_row_that_has_changed_begins_anew_and_others_stay(measured):
+def test_changed_row_discards_only_own_runs(measured):
     measure, trained = measured
     one, other = quality.chosen(quality.read_rows(), "ml100k_dlrm,ml100k_dcn")
     for row in (one, other, replace(one, recipe="another")):
@@ -84,7 +84,7 @@ def test_a_row_that_has_changed_begins_anew_and_others_stay(measured):
     assert set(kept) == {one.name, other.name} and kept[one.name]["recipe"] == "another"
 
 
-def test_a_budget_is_not_exceeded_by_another_seed(measured):
+def test_measurement_stops_before_budget_is_exceeded(measured):
     measure, trained = measured
     measure(3, budget=2.5)
     assert trained == [0, 1]
@@ -92,7 +92,7 @@ def test_a_budget_is_not_exceeded_by_another_seed(measured):
     assert trained == [0, 1, 2]
 
 
-def test_rows_are_named_by_model_data_or_themselves():
+def test_rows_are_selected_by_name_model_or_data():
     rows = quality.read_rows()
     assert [row.name for row in quality.chosen(rows, "ml100k_dcn")] == ["ml100k_dcn"]
     assert {row.model for row in quality.chosen(rows, "dcn")} == {"dcn"}
@@ -101,7 +101,7 @@ def test_rows_are_named_by_model_data_or_themselves():
         quality.chosen(rows, "nothing,dcn")
 
 
-def test_the_table():
+def test_quality_table_has_mean_std_and_cost():
     published = {"figures": {"a": 0.5}, "source": "an author"}
     row = quality.Row(
         "mf", "toys", {"a": "eval.a", "b": "eval.b"}, "x --source {source}/y", "Toys", published
@@ -123,8 +123,8 @@ def test_the_table():
     assert lines_of([row], {}) == []
 
 
-def test_logistic_regression(monkeypatch, tmp_path):
-    """Its features tell the label where one of them is the label; it is measured once, whatever the seeds."""
+def test_logistic_baseline_learns_leaked_label(monkeypatch, tmp_path):
+    """The AUC is 1 if a feature equals the label. The baseline is measured once for any number of seeds."""
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
     write_sources(tmp_path)
     row = quality.chosen(quality.read_rows(), "adult_logistic")[0]
@@ -142,7 +142,7 @@ def test_logistic_regression(monkeypatch, tmp_path):
     assert alone["figures"]["AUC"] < 1 and alone["parameters"] < run["parameters"]
 
 
-def test_popularity(tmp_path):
+def test_popularity_baseline_matches_manual_ranking(tmp_path):
     write_sources(tmp_path)
     row = quality.chosen(quality.read_rows(), "ml100k_time_popularity")[0]
     folder = quality.prepare(row, tmp_path, tmp_path / "out")
@@ -167,7 +167,7 @@ def test_popularity(tmp_path):
     assert list(found.values()) == pytest.approx(figures("test", best))
 
 
-def test_made_up_sources_are_what_the_recipes_read(tmp_path):
+def test_recipes_prepare_synthetic_sources(tmp_path):
     write_sources(tmp_path)
     rows = {row.data: row for row in quality.read_rows()}
     prepared = {name: quality.prepare(row, tmp_path, tmp_path / "out") for name, row in rows.items()}
@@ -177,5 +177,5 @@ def test_made_up_sources_are_what_the_recipes_read(tmp_path):
     assert quality.prepare(row, tmp_path / "nowhere", tmp_path / "out") is None
 
 
-def test_the_page_has_the_table_of_the_last_measurement():
+def test_quality_page_has_latest_table():
     assert harness.filled(quality.PAGE, "quality") == [document(quality.read_rows(), harness.load("quality"))]

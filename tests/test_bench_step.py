@@ -1,4 +1,4 @@
-"""`make bench` in parts: processes seen from outside, figures of rounds, the tables in the documents."""
+"""Tests of `make bench`: CPU time of processes, summaries of rounds, and the docs tables."""
 
 import sys
 from importlib import import_module
@@ -12,7 +12,7 @@ from step import Measured
 from step_results import documents, markdown, rows_of, summarize
 
 SPIN = "import time\nwhile time.process_time() < {}: pass\n"
-# One burns 0.3 s of CPU and ends; the other, in a separate session, 0.2 s, and stays.
+# The first process uses 0.3 s of CPU time and exits. The second, in a separate session, uses 0.2 s and stays.
 BOTH = f"""
 import subprocess, sys, time
 subprocess.run([sys.executable, "-S", "-c", {SPIN.format(0.3)!r}])
@@ -39,7 +39,7 @@ def results():
     return summarize("some rows", {"dlrm_1": rounds, "dlrm_2": slower})
 
 
-def test_cpu_time_of_all_processes_is_counted_also_of_those_that_have_left(tmp_path):
+def test_cpu_time_includes_detached_and_exited_processes(tmp_path):
     command = Command([sys.executable, "-S", "-c", BOTH], tmp_path / "one")
     other = Command([sys.executable, "-S", "-c", SPIN.format(0.1)], tmp_path / "two")
     deadline = monotonic() + 60
@@ -48,9 +48,9 @@ def test_cpu_time_of_all_processes_is_counted_also_of_those_that_have_left(tmp_p
         sleep(0.02)
     assert other.end() in (0, -9)
     moment, spent = command.samples[-1]
-    assert 0.4 <= spent <= 1.5, "both of its processes, and those alone"
+    assert 0.4 <= spent <= 1.5, "expected the CPU time of exactly two processes"
     assert command.peak_mib > 1
-    assert len(command._marked.pids()) == 1, "the one in another session"
+    assert len(command._marked.pids()) == 1, "expected only the process in the other session"
     halves = command.cpu_s((command.samples[-2][0] + moment) / 2)
     assert command.samples[-2][1] <= halves <= spent
     command.end()
@@ -59,22 +59,22 @@ def test_cpu_time_of_all_processes_is_counted_also_of_those_that_have_left(tmp_p
     assert not command._marked.pids()
 
 
-def test_the_best_round_of_each_side_and_the_worst_case_count(results):
+def test_summary_uses_best_rounds_and_worst_case(results):
     assert results["by_case"]["dlrm_1"]["raytrec_over_limit"] == pytest.approx(0.95)
-    assert results["ratios"]["raytrec_over_limit"] == pytest.approx(0.6), "of two workers"
+    assert results["ratios"]["raytrec_over_limit"] == pytest.approx(0.6), "expected the ratio of dlrm_2"
     assert results["ratios"]["raytrec_over_by_hand"] == pytest.approx(30 / 45, abs=1e-4)
     assert results["cpu_ratio"] == pytest.approx(1.2)
     assert results["samples_per_s"]["raytrec"] == {"dlrm_1": 95.0, "dlrm_2": 30.0}
 
 
-def test_a_table_has_a_line_for_each_side(results):
+def test_step_table_has_one_line_per_side(results):
     lines = markdown(results, ["dlrm_2"]).splitlines()
     assert len(lines) == 2 + 4 and lines[2].startswith("| DLRM, 2 workers | ")
     assert "| raytrec train | 30 | 12.0 | 1.20 | 100 | 2.0 |" in lines[-1]
     assert len(rows_of(results, "dlrm_1")) == 4
 
 
-def test_points_off_their_law_are_kinks():
+def test_growth_reports_points_off_fitted_curve():
     def of(linear, *ys):
         curve = Curve("x", "ms", linear, dict.fromkeys((1.0, 10.0, 100.0, 1000.0)))
         return describe(curve, [{"cpu_ms": y} for y in ys])
@@ -88,13 +88,13 @@ def test_points_off_their_law_are_kinks():
 @pytest.mark.parametrize(
     "name", ["growth", "start", "share", "ids", "ids_quality", "sequences", "tiers", "grouped"]
 )
-def test_the_page_has_the_figures_of_the_last_measurement(name):
+def test_benchmarks_page_has_latest_results(name):
     found = harness.load(name)
     expected = import_module(name).document(found) if found else ""
     assert harness.filled(harness.BENCHMARKS_PAGE, name) == [expected]
 
 
 @pytest.mark.parametrize("page", ["README.md", harness.BENCHMARKS_PAGE])
-def test_documents_have_the_tables_of_the_last_measurement(page):
+def test_docs_have_latest_step_tables(page):
     results = harness.load("step")
     assert harness.filled(page, "step") == [documents(results)[page] if results else ""]

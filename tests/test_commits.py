@@ -1,4 +1,4 @@
-"""The lint of commit subjects (`benchmarks/commits.py`)."""
+"""Tests of the lint for commit subjects (`benchmarks/commits.py`)."""
 
 import subprocess
 
@@ -16,14 +16,14 @@ import pytest
         ("Add " + 70 * "a", "has 74 characters, the limit is 72"),
     ],
 )
-def test_a_fault_is_reported_with_its_subject(subject, fault):
+def test_commit_lint_reports_subject_and_fault(subject, fault):
     lines = commits.find_faults(["Add a table", subject, "Read \"quoted\" 'names' and \\ as they are"])
     assert len(lines) == 1
     assert lines[0].startswith(repr(subject))
     assert fault in lines[0]
 
 
-def test_subjects_are_read_newest_first_without_merges(tmp_path):
+def test_read_subjects_skips_merge_commits(tmp_path):
     def git(*arguments):
         identity = ("-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false")
         subprocess.run(

@@ -1,4 +1,4 @@
-"""What the documents name exists: links, headings, files, configuration keys, commands and their options."""
+"""Tests that links, headings, files, configuration keys, commands and options in the docs exist."""
 
 import re
 import sys
@@ -21,8 +21,8 @@ from raytrec.metrics.registry import METRICS, RESERVED
 REPO = Path(__file__).parents[1]
 TOP = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md"]
 PAGES = [*TOP, *(f"docs/{page.name}" for page in sorted((REPO / "docs").glob("*.md")))]
-HISTORY = "CHANGELOG.md"  # has keys, commands and files as they were, too
-# Names with a dot that look like keys: figures of a run, and attributes in Python.
+HISTORY = "CHANGELOG.md"  # also mentions removed keys, commands and files
+# Dotted names that look like configuration keys but are run results or Python attributes.
 NO_KEYS = {"train.skipped_rows", "train.rows_per_s", "train.ended", "run.rows", "run.report"}
 FILES = {
     "json",
@@ -48,7 +48,7 @@ def text(page: str) -> str:
 
 
 def code(page: str) -> list[str]:
-    """Inline code and lines of code blocks."""
+    """Return the inline code snippets and the lines of code blocks of a page."""
     lines = text(page).splitlines()
     blocks = [line for line in lines if line.startswith("    ")]
     prose = "\n".join(line for line in lines if not line.startswith("    "))
@@ -59,14 +59,14 @@ def code(page: str) -> list[str]:
 
 @cache
 def anchors(page: str) -> set[str]:
-    """Of the headings of a page, as GitHub makes them."""
+    """Return the anchors that GitHub generates for the headings of a page."""
     headings = re.findall(r"(?m)^#+ (.+)$", re.sub(r"(?ms)^```.*?^```", "", text(page)))
     words = [re.sub(r"[`*]|\[|\]\([^)]*\)", "", heading).lower() for heading in headings]
     return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in words}
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_resolve(page):
+def test_doc_links_resolve(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", text(page)):
         if re.match(r"[a-z]+://", target):
             continue
@@ -77,7 +77,7 @@ def test_links_resolve(page):
             assert anchor in anchors(str(file.resolve().relative_to(REPO))), target
 
 
-def test_readme_is_short():
+def test_readme_has_at_most_150_lines():
     assert len(text("README.md").splitlines()) <= 150
 
 
@@ -97,7 +97,7 @@ def fields(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def is_key(words: list[str], models: list[type[BaseModel]]) -> bool:
-    """Whether a path leads through sections; below a key with values of any names, all is one."""
+    """Return True if a key path exists in the models. Any path below a free-form dict is accepted."""
     if not words:
         return True
     for model in models:
@@ -124,13 +124,13 @@ def known(key: str) -> bool:
 
 
 def is_figure(key: str) -> bool:
-    """Whether it is one of result.json: eval.METRIC, or what is counted in addition to metrics."""
+    """Return True if a key is in result.json: eval.METRIC or a reserved count."""
     section, *_, name = key.split(".")
     return section == "eval" and (name in METRICS.parts or name in RESERVED)
 
 
 def keys_in(snippet: str) -> list[str]:
-    """Mentions of section.key, but for file names, calls and paths of Python."""
+    """Return the configuration keys in a snippet, without file names, calls and Python paths."""
     sections = "|".join(fields(RunConfig))
     found = re.findall(rf"(?<![\w./@-])((?:{sections})(?:\.[a-z_]\w*\*?|\.[A-Z]+)+)(?![\w(/:-])", snippet)
     found = [key for key in found if key not in NO_KEYS and not is_figure(key)]
@@ -138,20 +138,20 @@ def keys_in(snippet: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != HISTORY])
-def test_keys_are_keys_of_a_configuration(page):
+def test_docs_mention_only_existing_config_keys(page):
     mentioned = {key for snippet in code(page) for key in keys_in(snippet)}
     placeholders = {key for key in mentioned if key.rpartition(".")[2].isupper()}  # checks.NAME
     assert not {key for key in mentioned - placeholders if not known(key)}
 
 
-def test_all_pages_mention_keys_at_all():
+def test_key_search_finds_config_keys():
     assert len({key for page in PAGES for snippet in code(page) for key in keys_in(snippet)}) > 50
     assert not known("train.los") and not known("plan.tables.X.kernel") and known("plan.tables.X.dtype")
     assert keys_in("see plan.json, run.watch() and x.train.py; set train.epochs=3") == ["train.epochs"]
 
 
 def yaml_blocks(page: str) -> list[dict]:
-    """Indented blocks that are configurations."""
+    """Return the indented blocks of a page that are run configurations."""
     found = []
     for block in re.findall(r"(?m)(?:^    .*\n|^\n(?=    ))+", text(page)):
         try:
@@ -170,19 +170,19 @@ def paths_of(values: Any) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_configurations_have_keys_that_there_are(page):
+def test_docs_yaml_has_only_existing_config_keys(page):
     for block in yaml_blocks(page):
         for path in paths_of(block):
             assert known(".".join(word.replace(".", "_") for word in path)), path
 
 
-def test_there_are_configurations():
+def test_yaml_search_finds_configs():
     assert sum(len(yaml_blocks(page)) for page in PAGES) >= 8
 
 
 @cache
 def commands() -> dict[str, set[str]]:
-    """Command → its options; `prepare` with those of all recipes."""
+    """Return command → options; `prepare` includes the options of all recipes."""
     group = typer.main.get_command(app)
     found = {}
     for name in group.list_commands(None):
@@ -194,7 +194,7 @@ def commands() -> dict[str, set[str]]:
 
 
 def calls(snippet: str) -> list[str]:
-    """The commands of raytrec in a piece of code, each to its end; none in Python and in messages."""
+    """Return the raytrec command lines in a snippet; Python code and messages have none."""
     if snippet.lstrip().startswith(("error:", "import ", "from ", "expected:", "result =")):
         return []
     before = r"(?:^|[\s;(])(?<!-n )(?:\S*bin/|python -m )?raytrec (?=[a-z])"
@@ -202,7 +202,7 @@ def calls(snippet: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != HISTORY])
-def test_commands_and_options_are_there(page):
+def test_docs_mention_only_existing_commands(page):
     for call in (call for snippet in code(page) for call in calls(snippet)):
         name = re.match(r"[\w-]+", call)[0]
         assert name in commands(), call
@@ -210,7 +210,7 @@ def test_commands_and_options_are_there(page):
         assert set(given) - {"--help"} <= commands()[name], call
 
 
-def test_commands_are_found():
+def test_call_search_finds_commands():
     assert calls("a | .venv/bin/raytrec follow JOB --x; raytrec stop  # raytrec no") == [
         "follow JOB --x",
         "stop",
@@ -220,7 +220,7 @@ def test_commands_are_found():
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != HISTORY])
-def test_files_are_there(page):
+def test_docs_mention_only_existing_files(page):
     roots = "raytrec|tests|benchmarks|jobs|datasets|deploy|docs|notebooks|requirements"
     for snippet in code(page):
         for path in re.findall(
@@ -231,7 +231,7 @@ def test_files_are_there(page):
 
 @pytest.fixture
 def mine(tmp_path, monkeypatch):
-    """The Python of docs/extending.md as a module."""
+    """Import the Python blocks of docs/extending.md as the module `mine`."""
     blocks = re.findall(r"(?ms)^```python\n(.*?)^```", text("docs/extending.md"))
     (tmp_path / "mine.py").write_text("\n\n".join(blocks))
     monkeypatch.syspath_prepend(tmp_path)
@@ -241,14 +241,14 @@ def mine(tmp_path, monkeypatch):
 
 
 def run_with(values):
-    """A checked run with one table of one shard."""
+    """Return a stub of a CheckedRun with one table of one shard."""
     from raytrec.common.collectives import Peers
 
     weight = SimpleNamespace(shards=[SimpleNamespace(values=values)])
     return SimpleNamespace(peers=Peers(alone=True), tables={"item": SimpleNamespace(weight=weight)})
 
 
-def test_examples_of_extending_work(mine, tmp_path):
+def test_extending_page_examples_run(mine, tmp_path):
     import pyarrow as pa
     import pyarrow.parquet as pq
     import torch

@@ -1,4 +1,4 @@
-"""The examples in docstrings do what they show."""
+"""Tests that run the examples in docstrings."""
 
 import doctest
 import pkgutil
@@ -34,13 +34,13 @@ CONFIG = {
     "train": {"eval_every_steps": 5},
     "tracking": {"enabled": False, "report": False},
 }
-# Modules whose examples are those of the package's functions, or need a run that is going on.
+# Modules whose examples belong to public functions (tested separately) or need a running training run.
 NOT_ALONE = {*raytrec._HOMES.values(), "raytrec.tracking.run_folder"} - {"raytrec.common.errors"}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Where the examples of the package's functions run: data and configurations of films."""
+    """Return the working directory of the public functions' examples, with films data and configurations."""
     folder, draw = tmp_path_factory.mktemp("examples"), np.random.default_rng(0)
     for split, rows in (("train", 480), ("valid", 160), ("test", 160)):
         users, items = draw.integers(0, 40, rows), draw.integers(0, FILMS, rows)
@@ -57,7 +57,7 @@ def folder(tmp_path_factory):
 
 
 def run_examples(test):
-    """Of one docstring; what differs from what it shows is in the message."""
+    """Run the examples of one docstring; the assertion message shows the differences."""
     shown = []
     runner = doctest.DocTestRunner(verbose=False)
     runner.run(test, out=shown.append)
@@ -78,7 +78,7 @@ def example_of(name):
         pytest.param(["check", "tune"], marks=pytest.mark.survive),
     ],
 )
-def test_the_functions_of_the_package(folder, ray_cluster, monkeypatch, names):
+def test_public_function_docstring_examples_run(folder, ray_cluster, monkeypatch, names):
     monkeypatch.chdir(folder)
     for name in names:
         run_examples(example_of(name))
@@ -92,7 +92,7 @@ def modules_with_examples():
 
 
 @pytest.mark.parametrize("name", modules_with_examples())
-def test_examples_of_a_module(name):
+def test_module_docstring_examples_run(name):
     tests = [test for test in doctest.DocTestFinder().find(import_module(name)) if test.examples]
     assert tests
     for test in tests:

@@ -1,8 +1,8 @@
-"""The processes that warm.py forks are separate processes."""
+"""Tests that processes forked by warm.py have separate state."""
 
 
-def test_workers_of_ray_give_out_different_ids(ray_cluster):
-    """Forked after Ray was imported, they would all begin with the same ones, and mistake objects."""
+def test_forked_ray_workers_create_unique_object_ids(ray_cluster):
+    """Workers forked after Ray was imported would all start with the same object ids and mix up objects."""
     import ray
 
     @ray.remote(num_cpus=0)

@@ -1,4 +1,4 @@
-"""A home that cannot be written to, or that is not there: containers, service users, read-only mounts."""
+"""Tests with a missing or read-only home directory, as in containers and for service users."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from raytrec.cluster.access import AUTH_MODE_VARIABLE, TOKEN, TOKEN_PATH_VARIABL
 from raytrec.cluster.session import get_interface_variables
 from raytrec.common.errors import RunError
 
-# Where no user can write, not even root; a home that is a file; a user in no list, who has none.
+# A folder that nobody can write to, a file, and (None) a user without a passwd entry.
 HOMES = ["/proc/none", "/dev/null", None]
 
 
@@ -27,11 +27,11 @@ def home(request, monkeypatch):
         monkeypatch.delenv("HOME")
         monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
     yield request.param
-    for name in (TOKEN, AUTH_MODE_VARIABLE):  # which use_token has set
+    for name in (TOKEN, AUTH_MODE_VARIABLE):  # set by use_token
         os.environ.pop(name, None)
 
 
-def test_a_local_cluster_keeps_its_token_in_the_environment(home):
+def test_local_cluster_stores_token_in_environment(home):
     use_token(create=True, own=True)
     token = os.environ[TOKEN]
     assert len(token) == 64 and os.environ[AUTH_MODE_VARIABLE] == "token"
@@ -39,7 +39,7 @@ def test_a_local_cluster_keeps_its_token_in_the_environment(home):
     assert os.environ[TOKEN] == token
 
 
-def test_a_cluster_for_others_says_where_to_keep_it(home, tmp_path, monkeypatch):
+def test_shared_cluster_error_names_token_path_variable(home, tmp_path, monkeypatch):
     with pytest.raises(RunError, match="cannot store the token") as error:
         use_token(create=True)
     assert TOKEN_PATH_VARIABLE in error.value.do and TOKEN not in os.environ
@@ -48,25 +48,25 @@ def test_a_cluster_for_others_says_where_to_keep_it(home, tmp_path, monkeypatch)
     assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
 
 
-def test_joining_without_a_token_is_one_error(home):
+def test_joining_without_token_raises_run_error(home):
     with pytest.raises(RunError, match="no token"):
         use_token()
 
 
-def test_ray_train_can_be_imported(home):
-    """Which looks for a folder in the home; so there is the name of one."""
+def test_home_directory_is_absolute_without_usable_home(home):
+    """Importing ray.train resolves a folder below the home directory, so its path must be absolute."""
     use_token(create=True, own=True)
     assert os.path.isabs(os.path.expanduser("~")) and Path.home().is_absolute()
 
 
-def test_nothing_else_needs_a_home(home):
+def test_network_settings_need_no_home(home):
     assert get_interface_variables("lo")["GLOO_SOCKET_IFNAME"] == "lo"
     assert str(token_file()).endswith(".ray/auth_token")
 
 
 @pytest.mark.survive
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is read-only")
-def test_a_run_without_a_home(tmp_path):
+def test_run_trains_and_evaluates_without_usable_home(tmp_path):
     folder = parquet.dataset(tmp_path / "d", train=300, valid=50, test=50)
     values = parquet.settings(folder, tmp_path / "run", scaling__num_workers=1, tracking__report=True)
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))

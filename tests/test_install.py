@@ -1,4 +1,4 @@
-"""requirements/install.py and the Makefile's device: pip, small wheels in local indexes, no network."""
+"""Tests of requirements/install.py and the Makefile's DEVICE, with small wheels in local indexes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REPOSITORY = Path(__file__).parents[1]
 NOWHERE = "http://127.0.0.1:9/simple"  # refuses connections
 TORCH = "2.13.0"
 
-# What importing PyPI's torch does where CUDA's libraries are missing (torch 2.13.0, torch/__init__.py:312).
+# PyPI's torch raises this error on import without the CUDA libraries (torch 2.13.0, torch/__init__.py:312).
 CUDA_TORCH = "raise ValueError('libcublasLt.so.*[0-9] not found in the system path')\n"
 CPU_TORCH = "__version__ = '2.13.0+cpu'\n"
 
@@ -40,7 +40,7 @@ def make_wheel(folder: Path, name: str, version: str, module: str, text: str = "
 
 
 def index_of(wheels: Path) -> str:
-    """A simple index next to a folder of wheels, as a file:// address."""
+    """Write a simple package index next to a folder of wheels and return its file:// URL."""
     root = wheels.parent / f"{wheels.name}-simple"
     for wheel in wheels.glob("*.whl"):
         project = root / wheel.name.partition("-")[0].replace("_", "-")
@@ -52,12 +52,12 @@ def index_of(wheels: Path) -> str:
 
 
 class Place:
-    """An environment, requirements/ as in the repository but for their length, and indexes.
+    """A virtual environment, a shortened requirements/ folder, and local package indexes.
 
     Attributes:
-        pypi: an index as PyPI: torch's CUDA build, both builds of FBGEMM.
-        pytorch: an index as PyTorch's for CPUs.
-        wheels: a folder with torch's CPU build.
+        pypi: URL of an index like PyPI, with the CUDA build of torch and both builds of FBGEMM.
+        pytorch: URL of an index like PyTorch's CPU index.
+        wheels: folder with the CPU build of torch.
     """
 
     def __init__(self, folder: Path):
@@ -73,15 +73,15 @@ class Place:
         shutil.copy(REPOSITORY / "requirements/install.py", requirements)
         (requirements / "cpu.txt").write_text(f"fbgemm-gpu-cpu==1.8.0\ntorch=={TORCH}\n    # via torchrec\n")
         (requirements / "cuda.txt").write_text(f"fbgemm-gpu==1.8.0\ntorch=={TORCH}\n")
-        venv.create(folder / "env")  # without pip, as in deploy/Dockerfile: ours installs into it
+        venv.create(folder / "env")  # without pip, as in deploy/Dockerfile; the outer pip installs into it
 
     def install(self, *arguments: str, index: str = NOWHERE, **pip: str) -> subprocess.CompletedProcess:
-        """Runs the script; `index` is its --torch-index."""
+        """Run the install script with `index` as --torch-index."""
         script = self.folder / "requirements/install.py"
         return self.run(script, *arguments, "--torch-index", index, **pip)
 
     def run(self, *command: str | Path, check: bool = False, **pip: str) -> subprocess.CompletedProcess:
-        """Python, with pip configured by `pip` (INDEX_URL=…) and by nothing else."""
+        """Run Python with pip configured only by the `pip` settings (INDEX_URL=…)."""
         env = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
         env |= {"PIP_CONFIG_FILE": os.devnull, "PIP_PYTHON": str(self.folder / "env/bin/python")}
         env |= {"PIP_INDEX_URL": self.pypi} | {f"PIP_{name}": value for name, value in pip.items()}
@@ -89,7 +89,7 @@ class Place:
         return subprocess.run([sys.executable, *command], **options)
 
     def version(self) -> str:
-        """Of the torch that is installed; why it cannot be imported, where it cannot."""
+        """Return the version of the installed torch, or the last line of its import error."""
         code = "import torch; print(torch.__version__)"
         done = subprocess.run(
             [self.folder / "env/bin/python", "-c", code], capture_output=True, text=True, timeout=60
@@ -102,8 +102,8 @@ def place(tmp_path):
     return Place(tmp_path)
 
 
-def test_pypis_torch_does_not_load_in_a_cpu_environment(place):
-    """What made the script necessary: pip and the pinned file alone. The script mends it."""
+def test_install_script_replaces_cuda_torch_on_cpu(place):
+    """pip and the pinned file alone install the CUDA build; the script replaces it with the CPU build."""
     file = place.folder / "requirements/cpu.txt"
     place.run("-m", "pip", "install", "--no-deps", "-r", file, check=True)
     assert "libcublasLt" in place.version()
@@ -113,7 +113,7 @@ def test_pypis_torch_does_not_load_in_a_cpu_environment(place):
 
 
 @pytest.mark.survive
-def test_pips_own_index_may_be_out_of_reach(place):
+def test_install_uses_find_links_without_index(place):
     links = f"{place.wheels} {place.folder / 'pypi'}"
     done = place.install("cpu", INDEX_URL=NOWHERE, FIND_LINKS=links, RETRIES="0")
     assert done.returncode == 0, done.stderr
@@ -121,31 +121,31 @@ def test_pips_own_index_may_be_out_of_reach(place):
 
 
 @pytest.mark.survive
-def test_else_from_pytorchs_index(place):
+def test_install_takes_cpu_torch_from_pytorch_index(place):
     done = place.install("cpu", "--only-binary", ":all:", index=place.pytorch)
     assert done.returncode == 0, done.stderr
     assert place.version() == f"{TORCH}+cpu"
-    again = place.install("cpu", INDEX_URL=NOWHERE)  # nothing is asked for that is there
+    again = place.install("cpu", INDEX_URL=NOWHERE)  # installed packages need no index
     assert again.returncode == 0 and "Retrying" not in again.stderr, again.stderr
 
 
-def test_no_cpu_build_anywhere(place):
+def test_install_fails_without_cpu_build(place):
     done = place.install("cpu")
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     assert f"error: found no CPU build of torch {TORCH}" in done.stderr
     assert NOWHERE in done.stderr and "TORCH_INDEX=URL" in done.stderr and "PIP_FIND_LINKS" in done.stderr
-    assert "ModuleNotFoundError" in place.version(), "no wrong torch was left"
+    assert "ModuleNotFoundError" in place.version(), "a wrong build of torch is still installed"
 
 
-def test_a_torch_that_something_else_chose_is_noticed(place):
-    done = place.install("cpu", "--force-reinstall", index=place.pytorch)  # of the pinned files, from PyPI
+def test_install_rejects_torch_build_chosen_by_pip_option(place):
+    done = place.install("cpu", "--force-reinstall", index=place.pytorch)  # reinstalls torch from PyPI
     assert done.returncode == 1, done.stdout
     assert f"error: torch {TORCH} is not the build for cpu" in done.stderr
     assert "make clean" in done.stderr
 
 
-def test_a_package_without_a_wheel_for_this_python_is_named(place):
-    """A file of sources next to it is not compiled, which would end in pages of a compiler's messages."""
+def test_install_error_names_package_without_wheel(place):
+    """A source distribution is not compiled, because that would print pages of compiler messages."""
     folder = place.folder / "pypi-simple/old-kernel"
     folder.mkdir()
     (folder / "index.html").write_text('<a href="old-kernel-1.0.tar.gz">old-kernel-1.0.tar.gz</a>')
@@ -161,11 +161,11 @@ def test_a_package_without_a_wheel_for_this_python_is_named(place):
 @pytest.mark.parametrize(
     "device,other,torch", [("cpu", "cuda", f"{TORCH}+cpu"), ("cuda", "cpu", "libcublasLt")]
 )
-def test_each_device_has_its_torch_and_an_environment_stays_with_it(place, device, other, torch):
-    """Where pip finds the CPU build, which it prefers, PyPI's is still taken for cuda."""
+def test_environment_rejects_install_for_other_device(place, device, other, torch):
+    """The cuda install takes PyPI's torch even if pip finds (and would prefer) the CPU build."""
     done = place.install(device, FIND_LINKS=str(place.wheels))
     assert done.returncode == 0 and torch in place.version(), done.stderr
-    assert NOWHERE not in done.stdout + done.stderr, "PyTorch's index is not asked"
+    assert NOWHERE not in done.stdout + done.stderr, "PyTorch's index was queried"
     done = place.install(other, FIND_LINKS=str(place.wheels))
     assert done.returncode == 1 and torch in place.version()
     assert f"error: this environment is for {device}" in done.stderr and "make clean" in done.stderr
@@ -182,7 +182,7 @@ def script():
 @pytest.mark.parametrize(
     "version, good", [((3, 10), False), ((3, 11), True), ((3, 13), True), ((3, 14), True), ((3, 15), False)]
 )
-def test_a_python_without_wheels_is_refused_before_anything_is_installed(script, version, good):
+def test_install_rejects_python_without_wheels(script, version, good):
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     assert (f"{version[0]}.{version[1]}" in SpecifierSet(project["requires-python"])) == good
     if good:
@@ -192,7 +192,7 @@ def test_a_python_without_wheels_is_refused_before_anything_is_installed(script,
 
 
 @pytest.mark.parametrize("driver,good", [("570.86.15", False), ("580.65.06", True), (None, True)])
-def test_an_old_driver_is_named_before_anything_is_downloaded(script, tmp_path, driver, good):
+def test_install_rejects_old_driver(script, tmp_path, driver, good):
     file = tmp_path / "version"
     if driver:
         file.write_text(f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {driver}  Mon Jan 27 2025\n")
@@ -205,11 +205,11 @@ def test_an_old_driver_is_named_before_anything_is_downloaded(script, tmp_path, 
 
 
 @pytest.mark.parametrize("local,good", [("", True), ("+cu130", True), ("+cu126", False), ("+cpu", False)])
-def test_a_torch_for_another_cuda_is_another_torch(script, local, good):
+def test_right_torch_requires_matching_cuda_version(script, local, good):
     assert script.is_right_torch("cuda", f"{TORCH}{local}", TORCH) == good
 
 
-def test_the_pinned_torch_is_found_in_the_real_files(script):
+def test_requirements_pin_expected_torch(script):
     for device in script.FBGEMM:
         text = (REPOSITORY / f"requirements/{device}.txt").read_text()
         assert f"\n{script.FBGEMM[device]}==" in text and f"\ntorch=={TORCH}\n" in text
@@ -221,7 +221,7 @@ def test_the_pinned_torch_is_found_in_the_real_files(script):
 def make(
     folder: Path, *arguments: str, stamps: tuple[str, ...] = (), path: Path | None = None
 ) -> subprocess.CompletedProcess:
-    """A dry run of the Makefile where .venv has been installed for some devices; `path` is all of PATH."""
+    """Run `make -n` with a .venv installed for the devices `stamps`; `path` replaces PATH."""
     shutil.copy(REPOSITORY / "Makefile", folder)
     for name in ("requirements/cpu.txt", "requirements/cuda.txt", "requirements/dev.txt", "pyproject.toml"):
         (folder / name).parent.mkdir(exist_ok=True)
@@ -230,7 +230,7 @@ def make(
         stamp = folder / f".venv/installed-{device}"
         stamp.parent.mkdir(exist_ok=True)
         stamp.touch()
-    left_out = ("DEVICE", "MAKEFLAGS", "MAKELEVEL", "PYTHON")  # of the make that runs the tests
+    left_out = ("DEVICE", "MAKEFLAGS", "MAKELEVEL", "PYTHON")  # set by the make that runs the tests
     env = {name: value for name, value in os.environ.items() if name not in left_out}
     env |= {"PATH": str(path)} if path else {}
     return subprocess.run(
@@ -243,7 +243,7 @@ def make(
     )
 
 
-def test_make_installs_for_cpu_unless_it_is_told(tmp_path):
+def test_make_installs_for_cpu_by_default(tmp_path):
     assert "install.py cpu -r requirements/dev.txt" in make(tmp_path, "train").stdout
     assert "install.py cuda" in make(tmp_path, "install", "DEVICE=cuda").stdout
     mirror = make(tmp_path, "install", "TORCH_INDEX=https://mirror/whl/cpu").stdout
@@ -259,14 +259,14 @@ def test_make_remembers_the_device(tmp_path):
 
 
 @pytest.mark.parametrize("stamps", [("cuda",), ("cpu", "cuda")])
-def test_make_refuses_another_device(tmp_path, stamps):
+def test_make_rejects_other_device(tmp_path, stamps):
     done = make(tmp_path, "test", "DEVICE=cpu", stamps=stamps)
     assert done.returncode and "make clean" in done.stderr and ".venv is for" in done.stderr
     assert make(tmp_path, "clean", "DEVICE=cpu", stamps=stamps).returncode == 0
 
 
 def pythons(folder: Path, **commands: str) -> Path:
-    """A folder with these commands: what each does with its arguments."""
+    """Create a folder with shell scripts, command name → script body."""
     folder.mkdir()
     for name, text in commands.items():
         file = folder / name.replace("_", ".")
@@ -275,7 +275,7 @@ def pythons(folder: Path, **commands: str) -> Path:
     return folder
 
 
-def test_make_takes_the_newest_python_that_runs_and_has_venv(tmp_path):
+def test_make_selects_newest_python_with_venv(tmp_path):
     shim, without_venv, good = "exit 127", 'case "$*" in *ensurepip*) exit 1; esac', "exit 0"
     path = pythons(tmp_path / "two", python3_13=shim, python3_12=good, python3_11=good)
     assert make(tmp_path, "install", path=path).stdout.startswith("python3.12 -m venv .venv\n")
@@ -285,10 +285,10 @@ def test_make_takes_the_newest_python_that_runs_and_has_venv(tmp_path):
     assert named.startswith("/opt/python3.14 -m venv .venv\n")
 
 
-def test_make_says_which_pythons_do_where_there_is_none(tmp_path):
+def test_make_error_lists_supported_pythons(tmp_path):
     path = pythons(tmp_path / "old", python3="exit 0", python3_10="exit 0", python3_12="exit 1")
     done = make(tmp_path, "train", path=path)
     assert done.returncode and "found no Python 3.11 to 3.13 with venv" in done.stderr
     assert "python3.12-venv" in done.stderr and "PYTHON=/path/to/python3" in done.stderr
     done = make(tmp_path, "install", path=path, stamps=("cpu",))
-    assert done.returncode == 0, "what is installed needs none"
+    assert done.returncode == 0, "an installed .venv must not need a system Python"

@@ -1,4 +1,4 @@
-"""Each job that `ray job submit` may run is a raytrec command: none is an empty file that ends well."""
+"""Tests that each file in jobs/ runs the raytrec command of the same name."""
 
 import runpy
 import sys
@@ -12,7 +12,7 @@ JOBS = sorted((Path(__file__).parent.parent / "jobs").glob("*.py"))
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda path: path.stem)
-def test_a_job_is_the_command_of_its_name(job, monkeypatch, capsys):
+def test_job_file_runs_command_of_same_name(job, monkeypatch, capsys):
     said = []
     for arguments in ([job.stem, "--help"], None):
         monkeypatch.setattr(sys, "argv", ["raytrec", "--help"])

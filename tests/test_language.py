@@ -1,4 +1,4 @@
-"""The lint of words (`benchmarks/language.py`) reads texts as a person does, across literals and lines."""
+"""Tests of the language lint (`benchmarks/language.py`), which matches across string literals and lines."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import language
 import pytest
 
 REPO = Path(__file__).parents[1]
-OWN = "own"  # set in separately, because the lint reads this file
+OWN = "own"  # inserted at run time because the lint also reads this file
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ OWN = "own"  # set in separately, because the lint reads this file
         ("a = 1  # first\n\n# A table of its PLACE.\n", 3),
     ],
 )
-def test_the_lint_finds_a_phrase(tmp_path, capsys, source, line):
+def test_language_lint_finds_phrase_across_lines(tmp_path, capsys, source, line):
     path = tmp_path / "module.py"
     path.write_text(source.replace("PLACE", OWN))
     assert language.main([str(path)]) == 1
@@ -28,7 +28,7 @@ def test_the_lint_finds_a_phrase(tmp_path, capsys, source, line):
     assert "1 words to replace" in printed
 
 
-def test_the_lint_skips_code_and_other_texts(tmp_path, capsys):
+def test_language_lint_skips_code(tmp_path, capsys):
     page = tmp_path / "page.md"
     page.write_text(f"Code: `of its {OWN}`.\n\n```\nof its {OWN}\n```\n")
     module = tmp_path / "module.py"

@@ -1,4 +1,4 @@
-"""The map in docs/map.md is the one that `make map` writes: every module with its docstring."""
+"""Tests that docs/map.md is up to date with `make map` and that every module has a docstring."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import module_map
 REPO = Path(__file__).parents[1]
 
 
-def test_the_page_has_the_map():
+def test_map_page_matches_module_map():
     found = module_map.module_map()
     assert found in (REPO / "docs" / "map.md").read_text(), "run `make map`"
 
@@ -19,6 +19,6 @@ def test_every_module_has_a_docstring():
     ] == []
 
 
-def test_every_module_is_on_the_map():
+def test_module_map_lists_every_module():
     files = [path for path in (REPO / "raytrec").rglob("*.py") if path.name != "__init__.py"]
     assert module_map.module_map().count(".py`:") == len(files)

@@ -1,4 +1,4 @@
-"""The linter holds the order of rooms (pyproject.toml), and a public name has one meaning."""
+"""Tests of the import linter's package order (pyproject.toml) and of the uniqueness of public names."""
 
 import ast
 import shutil
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture
 def tree(tmp_path):
-    """A copy of the package and of the linter's settings."""
+    """Copy the package and the linter settings to a temporary folder."""
     shutil.copytree(ROOT / "raytrec", tmp_path / "raytrec", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     return tmp_path
@@ -26,7 +26,7 @@ def lint(folder):
     return done.returncode, done.stdout + done.stderr
 
 
-def test_the_rooms_as_they_are(tree):
+def test_package_respects_layer_order(tree):
     code, said = lint(tree)
     assert code == 0 and "1 kept, 0 broken" in said, said
 
@@ -48,14 +48,14 @@ def test_the_rooms_as_they_are(tree):
         ),
     ],
 )
-def test_an_import_against_the_order(tree, file, line, named):
+def test_linter_rejects_import_against_layer_order(tree, file, line, named):
     with open(tree / "raytrec" / file, "a") as out:
         out.write(f"\n{line}\n")
     code, said = lint(tree)
     assert code == 1 and named in said, said
 
 
-def test_a_room_that_the_order_does_not_name(tree):
+def test_linter_rejects_package_missing_from_layers(tree):
     (tree / "raytrec" / "attic").mkdir()
     (tree / "raytrec" / "attic" / "__init__.py").touch()
     code, said = lint(tree)
@@ -63,7 +63,7 @@ def test_a_room_that_the_order_does_not_name(tree):
 
 
 def names_in(module):
-    """The public names that a module's top level defines, but type variables and an entry point's `main`."""
+    """Yield the public top-level names of a module, without type variables and `main`."""
     for node in module.body:
         match node:
             case ast.Assign(value=ast.Call(func=ast.Name("TypeVar"))):
@@ -77,8 +77,8 @@ def names_in(module):
         yield from (name for name in names if name != "main" and not name.startswith("_"))
 
 
-def test_a_public_name_is_in_at_most_two_modules():
-    """Those of cli/ are the commands' names, which their work has elsewhere."""
+def test_public_names_occur_in_at_most_two_modules():
+    """Names in cli/ are exempt: a command has the same name as the function that implements it."""
     found = defaultdict(set)
     for file in (ROOT / "raytrec").rglob("*.py"):
         for name in names_in(ast.parse(file.read_text())) if file.parent.name != "cli" else []:

@@ -1,4 +1,4 @@
-"""The stand-in for CUDA: like CUDA in what it refuses and waits for, like CPU in what it computes."""
+"""Tests of the CUDA stand-in: it rejects and waits like CUDA, and computes like the CPU."""
 
 from time import perf_counter
 
@@ -20,7 +20,7 @@ def whats(gpu):
     return [wait.what for wait in gpu.waits]
 
 
-def test_tensors_are_on_the_device(gpu):
+def test_stand_in_tensors_report_cuda_device(gpu):
     value = torch.zeros(3, device="cuda")
     assert value.is_cuda and not value.is_cpu and value.device == torch.device("cuda", 0)
     for other in (
@@ -55,7 +55,7 @@ def test_tensors_are_on_the_device(gpu):
         lambda here, there: here.index_put_((torch.arange(3),), there),
     ],
 )
-def test_two_devices_are_refused(gpu, mix):
+def test_stand_in_rejects_operands_on_two_devices(gpu, mix):
     with pytest.raises(RuntimeError, match="same device, but found at least two"):
         mix(torch.ones(3, device="cuda"), torch.ones(3))
 
@@ -70,21 +70,21 @@ def test_two_devices_are_refused(gpu, mix):
         lambda here, there: there.index_put_((here,), torch.ones(())),
     ],
 )
-def test_host_memory_is_not_looked_up_by_the_device(gpu, look):
+def test_stand_in_rejects_cuda_indices_into_host_tensor(gpu, look):
     with pytest.raises(RuntimeError, match="indices should be either on cpu or on the same device"):
         look(torch.arange(3, device="cuda"), torch.ones(3, 3))
 
 
-def test_what_two_devices_may_do(gpu):
+def test_stand_in_allows_scalars_and_copies_across_devices(gpu):
     here, there = torch.arange(3.0, device="cuda"), torch.arange(3)
-    assert (here * torch.tensor(2.0)).is_cuda, "a scalar goes along"
+    assert (here * torch.tensor(2.0)).is_cuda, "a host scalar must be accepted"
     assert here[there].is_cuda and there[torch.ones((), dtype=torch.int64, device="cuda")] == 1
     here[there], there[1:] = torch.tensor(1.0), here[1:]
     here[1:] = there[1:]
     assert here.copy_(there).is_cuda and not there.copy_(here).is_cuda
 
 
-def test_waits_are_recorded(gpu):
+def test_stand_in_records_host_waits(gpu):
     value = torch.arange(4.0, device="cuda")
     value.sum().item(), value.tolist(), bool(value[0]), value[value > 1], value.unique(), value.nonzero()
     assert whats(gpu) == ["item", "tolist", "__bool__", "__getitem__", "unique", "nonzero"]
@@ -101,7 +101,7 @@ def test_waits_are_recorded(gpu):
     assert whats(gpu) == ["__getitem__"]
 
 
-def test_only_pinned_memory_is_copied_without_a_wait(gpu):
+def test_stand_in_copies_only_pinned_memory_without_wait(gpu):
     pageable, pinned = torch.ones(3), torch.ones(3).pin_memory()
     assert pinned.is_pinned() and pinned[1:].is_pinned() and not pageable.is_pinned()
     there = pinned.to("cuda", non_blocking=True)
@@ -111,7 +111,7 @@ def test_only_pinned_memory_is_copied_without_a_wait(gpu):
     assert len(gpu.waits) == 3
 
 
-def test_streams_have_clocks_of_their_own(gpu):
+def test_stand_in_streams_have_separate_clocks(gpu):
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     other = torch.cuda.Stream()
     begin.record()
@@ -124,7 +124,7 @@ def test_streams_have_clocks_of_their_own(gpu):
         begin.elapsed_time(end)
     started = perf_counter()
     torch.ones((), device="cuda").item()
-    assert perf_counter() - started > 0.1, "the host waits for the work before"
+    assert perf_counter() - started > 0.1, "the host did not wait for earlier work"
     assert 295 < begin.elapsed_time(end) < 3000
 
 
@@ -143,14 +143,14 @@ def collectives(rank, world):
     return value.tolist(), waited, errors
 
 
-def test_collectives_refuse_host_memory():
+def test_stand_in_nccl_rejects_host_tensors():
     values, waited, errors = on_ranks(2, collectives, device="cuda")[1]
     assert values == [1.0, 1.0] and waited == ["barrier"]
     assert all("No backend type associated with device type cpu" in error for error in errors)
 
 
 def weights_after(rank, world, device, plan, optimizer, settings):
-    """Every table and dense parameter after some steps, and where the tables lie."""
+    """Train 4 steps; return ({name: table or dense parameter}, devices of the table shards)."""
     from raytrec.embeddings.tables import tables
     from raytrec.worker.build import build_step
 
@@ -177,7 +177,7 @@ def weights_after(rank, world, device, plan, optimizer, settings):
         ({"sharding_type": "row_wise", "compute_kernel": "fused_uvm"}, "sgd", {"on_nan": "skip"}),
     ],
 )
-def test_steps_compute_what_they_compute_on_cpu(plan, optimizer, settings):
+def test_stand_in_training_matches_cpu_training(plan, optimizer, settings):
     expected = on_ranks(2, weights_after, "cpu", plan, optimizer, settings)
     got = on_ranks(2, weights_after, "cuda", plan, optimizer, settings, device="cuda")
     for rank, ((weights, places), (of_cpu, _)) in enumerate(zip(got, expected, strict=True)):
@@ -187,7 +187,7 @@ def test_steps_compute_what_they_compute_on_cpu(plan, optimizer, settings):
             assert torch.allclose(value, of_cpu[name], rtol=0, atol=1e-6), name
 
 
-def test_packages_of_a_checkout_called_raytrec_are_not_ours(gpu):
+def test_wait_callers_exclude_packages_under_raytrec_folder(gpu):
     file, scope = "/home/me/torch/raytrec/.venv/lib/python3.11/site-packages/other/steps.py", {}
     exec(compile("def wait(value):\n    return value.item()\n", file, "exec"), scope)
     scope["wait"](torch.ones((), device="cuda"))

@@ -1,4 +1,4 @@
-"""`make weight AGAINST=COMMIT` allows as many more code lines as new entries of CHANGELOG.md declare."""
+"""Tests that `make weight AGAINST=COMMIT` allows the code growth declared by new CHANGELOG.md entries."""
 
 import subprocess
 import sys
@@ -21,15 +21,15 @@ AFTER = (
 )
 
 
-def test_new_entries_allow_growth():
+def test_new_changelog_entries_allow_code_growth():
     assert weight.allowed_growth(BEFORE, AFTER) == 1240
 
 
-def test_old_entries_allow_none():
+def test_old_changelog_entries_allow_no_growth():
     assert weight.allowed_growth(AFTER, AFTER) == weight.allowed_growth(AFTER, BEFORE) == 0
 
 
-def test_growth_beyond_the_budget_fails(tmp_path):
+def test_weight_check_fails_if_growth_exceeds_budget(tmp_path):
     repo = tmp_path / "repo"
     (repo / "raytrec").mkdir(parents=True)
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(repo)]

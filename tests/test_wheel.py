@@ -1,4 +1,4 @@
-"""The wheel has everything, and raytrec works from it: another environment, another folder, no checkout."""
+"""Tests that the wheel is complete and that raytrec works from it in a separate environment."""
 
 import json
 import os
@@ -32,7 +32,7 @@ tracking: {enabled: false, every_steps: 5, report: false}
 
 
 def sources():
-    """File of the tree → its place in the wheel."""
+    """Yield (source file, path in the wheel)."""
     for package, folder in PROJECT["package-dir"].items():
         for path in (REPOSITORY / folder).rglob("*"):
             if path.is_file() and "__pycache__" not in path.parts:
@@ -41,7 +41,7 @@ def sources():
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """Built of a copy, as building writes next to the sources."""
+    """Build the wheel from a copy, because the build writes next to the sources."""
     copy = tmp_path_factory.mktemp("source")
     for name in ("raytrec", "datasets"):
         shutil.copytree(REPOSITORY / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -55,17 +55,17 @@ def wheel(tmp_path_factory):
     return built
 
 
-def test_every_file_of_the_tree_is_in_the_wheel(wheel):
+def test_wheel_contains_every_source_file(wheel):
     inside = {Path(name) for name in zipfile.ZipFile(wheel).namelist()}
     assert {place for _, place in sources()} == {path for path in inside if ".dist-info" not in path.parts[0]}
 
 
 @pytest.fixture(scope="module")
 def run(wheel, tmp_path_factory):
-    """Runs a command of an environment that has raytrec from the wheel, in a separate folder.
+    """Return a function that runs a command in an environment with raytrec installed from the wheel.
 
-    Of the environment that runs the tests it sees all packages but raytrec: files *.pth, by which that one
-    finds the checkout, count only in an environment's own site-packages.
+    The environment sees all packages of the test environment except raytrec, because Python reads *.pth
+    files (here: of the editable install) only in the environment's own site-packages.
     """
     place, work = environment(wheel, tmp_path_factory), tmp_path_factory.mktemp("elsewhere")
     (site,) = place.glob("lib/python*/site-packages")
@@ -80,7 +80,7 @@ def run(wheel, tmp_path_factory):
 
 
 def environment(wheel, tmp_path_factory):
-    """A new one that has raytrec from the wheel, and nothing else."""
+    """Create a virtual environment that contains only raytrec from the wheel."""
     place = tmp_path_factory.mktemp("environment")
     venv.create(place, symlinks=True)
     options = ["--no-deps", "--no-index", "--quiet", "--ignore-installed"]
@@ -91,14 +91,14 @@ def environment(wheel, tmp_path_factory):
 
 
 def run_in(place, work, command, *arguments):
-    """A command of an environment."""
+    """Run a command of an environment in the folder `work`."""
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     words = [place / "bin" / command, *map(str, arguments)]
     return subprocess.run(words, cwd=work, env=env, capture_output=True, text=True)
 
 
 def needed_by(requirements):
-    """The distributions that `pip install` would install for requirements, as far as they are here."""
+    """Return the locally installed distributions that `pip install` would install for the requirements."""
     found, waiting = {}, list(requirements)
     while waiting:
         requirement = waiting.pop()
@@ -107,7 +107,7 @@ def needed_by(requirements):
             if name not in found:
                 try:
                     found[name] = distribution(requirement.name)
-                except PackageNotFoundError:  # CUDA's libraries, of torch's CUDA build
+                except PackageNotFoundError:  # e.g. the CUDA libraries of torch's CUDA build
                     continue
                 theirs = map(Requirement, found[name].requires or [])
                 waiting += [r for r in theirs if not r.marker or r.marker.evaluate({"extra": extra})]
@@ -116,8 +116,8 @@ def needed_by(requirements):
 
 @pytest.fixture(scope="module")
 def bare(wheel, tmp_path_factory):
-    """Runs a command of an environment with what `pip install raytrec[EXTRA] MORE...` installs, and nothing
-    else.
+    """Return a function that creates an environment with exactly the packages of
+    `pip install raytrec[EXTRA] MORE...` and returns a function to run commands in it.
     """
 
     def make(extra, *more):
@@ -144,13 +144,13 @@ print([name for name in sys.modules if name in ("ray", "torchrec", "fbgemm_gpu",
 
 
 @pytest.mark.survive
-def test_a_model_is_scored_with_the_extra_score_alone(bare, tmp_path):
+def test_score_extra_suffices_for_scoring(bare, tmp_path):
     folder, _, _, _ = trained(Modelled("din", (1, 1)), tmp_path)
     export = raytrec.export(folder, str(tmp_path / "export"))
     run = bare("score")
     done = run("python", "-c", SCORE, export.path)
     assert done.stdout.split("\n")[:2] == ["True 12", "[]"], done.stderr
-    assert run("python", "-c", "import ray").returncode == 1, "the extra brings Ray"
+    assert run("python", "-c", "import ray").returncode == 1, "the extra installs Ray"
 
 
 SERVE = """
@@ -158,7 +158,7 @@ import json, os, signal, subprocess, sys, time
 import mlflow
 from urllib.request import Request, urlopen
 model, rows = sys.argv[1], json.load(open(sys.argv[2]))
-uvicorn = os.path.abspath("uvicorn")  # which pip would have made
+uvicorn = os.path.abspath("uvicorn")  # pip would create this script
 with open(uvicorn, "w") as file:
     file.write(f'#!/bin/sh\\nexec {sys.executable} -m uvicorn "$@"\\n')
 os.chmod(uvicorn, 0o755)
@@ -194,7 +194,7 @@ print(json.dumps([served, direct, there]))
 
 @pytest.mark.survive
 @pytest.mark.parametrize("embed", [False, True])
-def test_an_mlflow_model_brings_raytrec_and_is_served_without_the_trainer(bare, tmp_path, monkeypatch, embed):
+def test_mlflow_model_is_served_without_trainer_packages(bare, tmp_path, monkeypatch, embed):
     monkeypatch.setenv("MLFLOW_ALLOW_PICKLE_DESERIALIZATION", "false")
     table, predictions = tracked("din", tmp_path / "run")
     export = raytrec.export(tmp_path / "run", str(tmp_path / "export"), mlflow=True, embed=embed)
@@ -221,7 +221,7 @@ def free_port():
 
 
 @pytest.mark.survive
-def test_the_base_says_what_is_missing(bare, tmp_path):
+def test_base_install_names_missing_extra(bare, tmp_path):
     run = bare("")
     assert "export" in run("raytrec", "--help").stdout
     done = run("raytrec", "export", tmp_path, "--out", tmp_path / "export")
@@ -230,7 +230,7 @@ def test_the_base_says_what_is_missing(bare, tmp_path):
 
 
 @pytest.mark.survive
-def test_it_is_the_wheels_code_that_runs(run):
+def test_installed_wheel_is_imported(run):
     code = "import raytrec, raytrec_datasets; print(raytrec.__file__, raytrec_datasets.__file__)"
     printed, _, site = run("python", "-c", code)
     assert [Path(file) for file in printed.split()] == [
@@ -239,7 +239,7 @@ def test_it_is_the_wheels_code_that_runs(run):
 
 
 @pytest.mark.survive
-def test_prepare_train_and_report_run_from_the_wheel(run):
+def test_wheel_runs_prepare_train_and_report(run):
     assert "synthetic" in run("raytrec", "prepare", "--help")[0]
     small = ["--rows", 640, "--dense", 2, "--sparse", 3, "--multi-hot", 1, "--table-rows", 100, "--dim", 4]
     _, work, _ = run("raytrec", "prepare", "synthetic", "--out", "data", *small)

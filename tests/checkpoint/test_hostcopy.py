@@ -1,4 +1,4 @@
-"""The copy that is written while training goes on: from a GPU, its size in memory, and what it waits for."""
+"""The host copy that is written while training continues: page-locking, memory size and waits."""
 
 from unittest.mock import patch
 
@@ -15,14 +15,14 @@ from raytrec.checkpoint.snapshot import HostStateBuffer
 from raytrec.checkpoint.state import LogicalState
 from raytrec.config.training import CheckpointSection
 
-SIZES = (1025, 5, 1 << 20, (1 << 20) + 3, 3_000_001, 0)  # values; powers of two and what is just above
+SIZES = (1025, 5, 1 << 20, (1 << 20) + 3, 3_000_001, 0)  # numbers of values: powers of two and slightly more
 
 
 def state(device):
     tensors = {f"dense/{n}/value": torch.randn(n, device=device) for n in SIZES}
     tensors["dense/half/value"] = torch.randn(7, 3, device=device).half()
     tensors["dense/flag/value"] = torch.ones(3, dtype=torch.bool, device=device)
-    return tensors | {"dense/w/step": torch.tensor(3.0)}  # which torch keeps in host memory
+    return tensors | {"dense/w/step": torch.tensor(3.0)}  # torch keeps step counts in host memory
 
 
 def bytes_of(tensors):
@@ -39,7 +39,7 @@ def same(copies, tensors):
     )
 
 
-def test_a_copy_from_a_gpu_is_page_locked_and_no_larger_than_the_state():
+def test_gpu_copy_uses_page_locked_memory_of_state_size():
     with cuda() as gpu:
         tensors, host = state("cuda"), HostStateBuffer()
         first = host.copy(tensors)
@@ -49,22 +49,22 @@ def test_a_copy_from_a_gpu_is_page_locked_and_no_larger_than_the_state():
         held = gpu.pinned_bytes
         for value in tensors.values():
             value.add_(1) if value.dtype != torch.bool else value.logical_not_()
-        assert same(host.copy(tensors), tensors) and gpu.pinned_bytes == held, "the same memory"
-        assert same(first, tensors), "the first copy was in it"
+        assert same(host.copy(tensors), tensors) and gpu.pinned_bytes == held, "the buffer is reused"
+        assert same(first, tensors), "the first copy shares the buffer"
         tensors["dense/5/value"] = torch.zeros(9, 9, device="cuda")
         assert same(host.copy(tensors), tensors) and gpu.pinned_bytes <= 1.1 * bytes_of(tensors)
         host.close()
         assert gpu.pinned_bytes == 0
         host.copy(tensors)
         del host
-        assert gpu.pinned_bytes == 0, "unlocked before it is unmapped, also where close is forgotten"
+        assert gpu.pinned_bytes == 0, "memory is unlocked before unmapping, even without close()"
 
 
-def test_a_copy_waits_once_and_for_the_stream_that_brings_it():
+def test_gpu_copy_waits_once_for_its_own_stream():
     with cuda() as gpu:
         tensors, host, other = state("cuda"), HostStateBuffer(), torch.cuda.Stream()
         del tensors["dense/0/value"]  # an empty tensor has no address, pinned or not
-        other.work(30.0)  # of another program
+        other.work(30.0)  # unrelated work
         gpu.work(0.01)
         gpu.waits.clear()
         copies = host.copy(tensors)
@@ -73,15 +73,15 @@ def test_a_copy_waits_once_and_for_the_stream_that_brings_it():
         host.close()
 
 
-def test_memory_that_cannot_be_locked_is_used_as_it_is_and_said():
+def test_unlockable_memory_is_used_with_a_warning():
     with cuda() as gpu, patch("standin.device._Runtime.cudaHostRegister", lambda *_: 2):
         tensors, host = state("cuda"), HostStateBuffer()
         assert same(host.copy(tensors), tensors) and not gpu.pinned_bytes
         assert "could not be page-locked (cudaHostRegister failed with error 2)" in host.note
-        assert same(host.copy(tensors), tensors) and host.note is None, "one warning"
+        assert same(host.copy(tensors), tensors) and host.note is None, "the warning appears once"
 
 
-def test_ranks_without_a_gpu_do_not_touch_cuda():
+def test_cpu_ranks_do_not_touch_cuda():
     def touched(*_, **__):
         raise AssertionError("CUDA was touched")
 
@@ -91,17 +91,17 @@ def test_ranks_without_a_gpu_do_not_touch_cuda():
         copies = host.copy(tensors)
         assert same(copies, tensors)
         host.close()
-    assert same(copies, tensors), "the pages go with the last tensor"
+    assert same(copies, tensors), "pages are freed with the last tensor"
 
 
 def step_on(world, plan, optimizer, device):
     settings = config(world, plan, optimizer)
-    settings.optim.dense.name = "adam"  # whose count of steps is in host memory
+    settings.optim.dense.name = "adam"  # Adam keeps its step count in host memory
     return build(settings, device=device)
 
 
 def trained(rank, world, plan, optimizer, device, root, asynchronous):
-    """Trains and saves."""
+    """Train and save; return (checkpoint folder, devices of shards, devices of tables)."""
     step = step_on(world, plan, optimizer, device)
     state = LogicalState(step.model, step.optimizer)
     train(step, batches(3, rank, world)[1])
@@ -110,7 +110,7 @@ def trained(rank, world, plan, optimizer, device, root, asynchronous):
     sharded = [t for t in tensors.values() if isinstance(t, ShardedTensor)]
     devices = {str(shard.metadata.placement.device()) for t in sharded for shard in t.local_shards()}
     saver.save(3, tensors, {})
-    train(step, batches(2, rank, world)[1])  # what is written must not follow
+    train(step, batches(2, rank, world)[1])  # must not change the checkpoint
     saved = saver.taken()
     saver.close()
     if saved.error:
@@ -119,7 +119,7 @@ def trained(rank, world, plan, optimizer, device, root, asynchronous):
 
 
 def resumed(rank, world, plan, optimizer, device, root, target):
-    """Restores, and saves what it has restored."""
+    """Restore a checkpoint and save the restored state."""
     step = step_on(world, plan, optimizer, device)
     restored(root, step)
     return save(target, step, 3)
@@ -132,12 +132,12 @@ ROW_WISE, TABLE_WISE, COPIES = ({"sharding_type": way} for way in ("row_wise", "
     "plan,then,optimizer,asynchronous",
     [
         (ROW_WISE, TABLE_WISE, "rowwise_adagrad", True),
-        (TABLE_WISE, ROW_WISE, "adagrad", True),  # a rank may hold no table
+        (TABLE_WISE, ROW_WISE, "adagrad", True),  # a rank can have no table
         (COPIES, COPIES, "adam", True),
         ({"sharding_type": "column_wise", "compute_kernel": "fused_uvm"}, ROW_WISE, "adagrad", False),
     ],
 )
-def test_gpus_save_what_cpus_save_and_each_restores_the_other(plan, then, optimizer, asynchronous, tmp_path):
+def test_gpu_and_cpu_checkpoints_are_interchangeable(plan, then, optimizer, asynchronous, tmp_path):
     folders = {}
     for device in ("cpu", "cuda"):
         root = str(tmp_path / device)

@@ -1,4 +1,4 @@
-"""Managed ids are saved in the middle of a run whose pipeline is ahead, and taken over by other ranks."""
+"""Managed ids are saved in the middle of a pipelined run and restored on another number of ranks."""
 
 from threading import Event
 
@@ -31,10 +31,10 @@ def own_batches(rank, world):
 
 
 def run(rank, world, sharding, root, first, last, drained=()):
-    """Trains from step `first`, from what is in `root`; saves at the middle and at the end.
+    """Train from step `first` with the state in `root`; save in the middle and at the end.
 
     Args:
-        drained: steps after which the pipeline is asked to run empty.
+        drained: steps after which the pipeline is drained.
     """
     made = settings(world, {"sharding_type": sharding}, "adagrad")
     step = build(made, schema())
@@ -45,7 +45,7 @@ def run(rank, world, sharding, root, first, last, drained=()):
         load_ids(step.maps, found.more, found.about)
         step.trained = first
     local = own_batches(rank, world)
-    # All batches are there to be taken ahead; the pipeline runs empty before the middle is saved.
+    # The pipeline prefetches all batches it can; it is drained before the middle is saved.
     step.drain_every, ahead = MIDDLE, []
     for number, _ in enumerate(step.train(iter(local[first:]), STEPS - first), first + 1):
         ahead.append(step.ahead)
@@ -62,7 +62,7 @@ def run(rank, world, sharding, root, first, last, drained=()):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """Folder of the checkpoints of a run on two ranks."""
+    """Return the checkpoint folder of an uninterrupted run on two ranks."""
     root = str(tmp_path_factory.mktemp("whole"))
     on_ranks(2, run, "row_wise", root, 0, STEPS)
     return root
@@ -72,7 +72,7 @@ def ids_of(folder):
     return {name: v.tolist() for name, v in checkpoints.whole(folder).items() if name.startswith("ids/")}
 
 
-def test_a_checkpoint_has_the_ids_that_were_trained(undisturbed):
+def test_checkpoint_holds_the_trained_ids(undisturbed):
     for step in (MIDDLE, STEPS):
         stored = ids_of(folder_of(undisturbed, step))
         sizes = checkpoints.about(folder_of(undisturbed, step))["ids"]
@@ -94,7 +94,7 @@ def test_a_checkpoint_has_the_ids_that_were_trained(undisturbed):
 
 
 @pytest.mark.parametrize("world,sharding", [(2, "row_wise"), (3, "table_wise"), (1, "row_wise")])
-def test_other_ranks_go_on(undisturbed, world, sharding, tmp_path):
+def test_managed_ids_resume_on_another_world_size(undisturbed, world, sharding, tmp_path):
     root = str(tmp_path)
     on_ranks(2, run, "row_wise", root, 0, MIDDLE)
     on_ranks(world, run, sharding, root, MIDDLE, STEPS)
@@ -106,14 +106,14 @@ def test_other_ranks_go_on(undisturbed, world, sharding, tmp_path):
         torch.testing.assert_close(other[name], one[name], rtol=0, atol=2e-6)
 
 
-def test_a_pipeline_that_is_drained_trains_the_same(undisturbed, tmp_path):
+def test_draining_the_pipeline_does_not_change_training(undisturbed, tmp_path):
     (ahead, other) = on_ranks(2, run, "row_wise", str(tmp_path), 0, STEPS, (4,))
-    assert ahead == other, "all ranks are ahead at the same steps"
+    assert ahead == other, "all ranks prefetch at the same steps"
     assert ahead[0] and not ahead[MIDDLE - 1] and not ahead[2 * MIDDLE - 1] and not ahead[-1]
     assert checkpoints.equal(folder_of(str(tmp_path), STEPS), folder_of(undisturbed, STEPS)) == []
 
 
-def test_rows_of_a_checkpoint_without_any_ranks(undisturbed):
+def test_stored_rows_are_found_without_ranks(undisturbed):
     folder = folder_of(undisturbed, STEPS)
     stored, index = ids_of(folder), read_index(folder)
     for name in schema().managed:
@@ -123,7 +123,8 @@ def test_rows_of_a_checkpoint_without_any_ranks(undisturbed):
 
 
 def saved_beside(rank, world, root):
-    """Saves at the middle while nothing else happens, and once more while ids get rows of others; folders."""
+    """Save in the middle of training, once synchronously and once while rows get new ids; return both
+    folders."""
     made = settings(world, {"sharding_type": "row_wise"}, "adagrad")
     step = build(made, schema())
     state, go = LogicalState(step.model, step.optimizer), Event()
@@ -141,13 +142,13 @@ def saved_beside(rank, world, root):
     return [saver.taken().folder for saver in (alone, beside)]
 
 
-def test_rows_that_begin_anew_while_they_are_saved(tmp_path):
+def test_reassigned_rows_do_not_change_a_running_save(tmp_path):
     alone, beside = on_ranks(2, saved_beside, str(tmp_path))[0]
     assert checkpoints.equal(alone, beside) == []
 
 
 def warmed(rank, world, folder):
-    """Begins with what is in a checkpoint, and trains from its own first step; (ids and rows, last steps)."""
+    """Warm-start from a checkpoint and train; return each table's keys, rows and last steps at the start."""
     made = settings(world, {"sharding_type": "row_wise"}, "adagrad")
     made.warm_start.from_ = folder
     step = build(made, schema())
@@ -161,7 +162,7 @@ def warmed(rank, world, folder):
     }
 
 
-def test_a_warm_start_takes_the_ids_over(undisturbed):
+def test_warm_start_takes_over_managed_ids(undisturbed):
     folder = folder_of(undisturbed, STEPS)
     stored, got = ids_of(folder), on_ranks(3, warmed, folder)
     for name in schema().managed:
@@ -179,7 +180,7 @@ def test_a_warm_start_takes_the_ids_over(undisturbed):
         ({"rows": 15, "dim": 8, "ids": {"fallback_rows": 2}}, "exact", "2 of the rows for the fallback in"),
     ],
 )
-def test_tables_that_a_warm_start_cannot_take_over(table, policy, message):
+def test_warm_start_rejects_incompatible_managed_tables(table, policy, message):
     made = settings(1, {"sharding_type": "row_wise"}, "sgd")
     made.warm_start.tables = {"user": policy}
     new = schema({**TABLES, "user": table})

@@ -1,4 +1,4 @@
-"""State of optimizers that is created for a checkpoint before the first step."""
+"""Optimizer state that is created for a checkpoint before the first step."""
 
 import checkpoints
 import pytest
@@ -34,7 +34,7 @@ def built(rank, world, name, plan):
 
 
 def places(rank, world, name, plan, folder):
-    """Build, train, save and restore a model; return the misplaced state after each."""
+    """Build, train, save and restore a model; return the misplaced state after each of these operations."""
     step, local = built(rank, world, name, plan), batches(2, rank, world)[1]
     found = misplaced(step, "built")
     train(step, local)
@@ -48,5 +48,5 @@ def places(rank, world, name, plan, folder):
 
 @pytest.mark.parametrize("plan", ["data_parallel", "row_wise"])
 @pytest.mark.parametrize("name", ["adam", "adagrad", "sgd"])
-def test_state_of_fused_groups_is_on_the_device_of_its_parameter(name, plan, tmp_path):
+def test_fused_optimizer_state_is_on_the_parameter_device(name, plan, tmp_path):
     assert on_ranks(2, places, name, {"sharding_type": plan}, str(tmp_path), device="cuda") == [[], []]

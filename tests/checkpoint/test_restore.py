@@ -1,5 +1,5 @@
-"""What was saved under one plan comes back under every other, to the last bit; also where tables are then
-looked up id by id."""
+"""Checkpoints saved under one plan are restored bit-identically under every other plan, also for tables that
+are looked up id by id."""
 
 import itertools
 import shutil
@@ -14,7 +14,7 @@ from small import SCHEMA, a_schema, batches, build, config, initial_rows, train
 from raytrec.config.features import resolve_features
 from raytrec.config.models import PythonSection
 
-# (world size, hosts, plan for all tables). Kernels differ, too.
+# (world size, hosts, plan for all tables), with different kernels.
 PLANS = {
     "row-wise@4": (4, 1, {"sharding_type": "row_wise"}),
     "table-wise@2": (2, 1, {"sharding_type": "table_wise"}),
@@ -28,7 +28,7 @@ PLANS = {
     "data-parallel@3": (3, 1, {"sharding_type": "data_parallel"}),
     "table-wise@1": (1, 1, {"sharding_type": "table_wise"}),
 }
-# The same of a model that reads sums of bags, or a sequence id by id.
+# Plans of a model that reads pooled bags or looks up a sequence id by id.
 BY_ID = {
     "bags row-wise@2": (2, 1, {"sharding_type": "row_wise"}),
     "ids column-wise@2": (2, 1, {"sharding_type": "column_wise"}),
@@ -47,7 +47,7 @@ OPTIMIZERS = {
     "adam": [p for p in PLANS if p not in ("uvm@2", "mmap@2")],  # on CPU, Adam is a dense update
     "mixed": [p for p in PLANS if p not in ("uvm@2", "mmap@2")],
 }
-MIXED = {"user": {"name": "adam"}, "tag": {"name": "adagrad", "lr": 0.3}}  # and averages of dense weights
+MIXED = {"user": {"name": "adam"}, "tag": {"name": "adagrad", "lr": 0.3}}  # plus averages of dense weights
 
 FEW = {
     "rowwise_adagrad": ["table-wise@2", "uvm@2", "row-wise@4", "mmap@2", "data-parallel@1"],
@@ -57,7 +57,7 @@ FEW = {
 
 
 def step_of(name, optimizer, rank):
-    """(a Step of a plan, its part of five batches)."""
+    """Return (a Step with this plan, this rank's part of five batches)."""
     world, _, plan = (PLANS | BY_ID)[name]
     if optimizer == "mixed":
         settings = config(world, plan, "sgd", tables=MIXED, ema=0.7)
@@ -73,14 +73,14 @@ def step_of(name, optimizer, rank):
 
 
 def saved(rank, world, name, optimizer, root):
-    """Trains a little and saves."""
+    """Train a few steps and save."""
     step, local = step_of(name, optimizer, rank)
     train(step, local[:3])
     return checkpoints.save(root, step, 3)
 
 
 def passed_on(rank, world, name, optimizer, source, root):
-    """Restores, and saves again what it has restored; then trains on."""
+    """Restore and save the restored state; then train further and save again."""
     step, local = step_of(name, optimizer, rank)
     checkpoints.restored(source, step)
     checkpoints.save(root, step, 3)
@@ -90,14 +90,14 @@ def passed_on(rank, world, name, optimizer, source, root):
 
 @pytest.mark.survive
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_every_plan_hands_over_to_the_next(optimizer, tmp_path):
-    """A chain through all plans, at 1 to 4 ranks: what the first saved is what the last one saves."""
+def test_checkpoint_restores_under_every_plan(optimizer, tmp_path):
+    """Restore through a chain of all plans on 1 to 4 ranks; the last checkpoint equals the first."""
     hand_over(OPTIMIZERS[optimizer], optimizer, tmp_path)
 
 
 @pytest.mark.parametrize("optimizer", FEW)
-def test_plans_hand_over_to_the_next(optimizer, tmp_path):
-    """A chain through some plans, which are most of them."""
+def test_checkpoint_restores_under_common_plans(optimizer, tmp_path):
+    """Restore through a chain of the most common plans."""
     assert {*FEW[optimizer]} <= {*OPTIMIZERS[optimizer]}
     hand_over(FEW[optimizer], optimizer, tmp_path)
 
@@ -110,8 +110,8 @@ def test_plans_hand_over_to_the_next(optimizer, tmp_path):
         pytest.param("sgd", list(BY_ID), marks=pytest.mark.survive),
     ],
 )
-def test_tables_go_from_bags_to_ids_and_back(optimizer, plans, tmp_path):
-    """What was saved before tables of sequences were looked up id by id is restored into them."""
+def test_tables_change_between_bag_and_sequence_lookups(optimizer, plans, tmp_path):
+    """Checkpoints of bag tables are restored into tables that are looked up id by id, and back."""
     hand_over(plans, optimizer, tmp_path)
 
 
@@ -133,7 +133,7 @@ def hand_over(plans, optimizer, tmp_path):
         assert checkpoints.equal(first, folder) == [], f"{optimizer}: {name}"
         ends[name] = checkpoints.whole(f"{target}/step-{5:010d}")
         shutil.rmtree(f"{target}/step-{5:010d}")
-    # Trained on from there, all plans go the same way, up to the order of sums.
+    # Further training gives the same results under all plans, up to the order of summation.
     for (one, a), (other, b) in itertools.pairwise(ends.items()):
         for key, value in a.items():
             torch.testing.assert_close(b[key], value, rtol=2e-4, atol=2e-5, msg=f"{one} → {other}: {key}")
@@ -146,7 +146,7 @@ BIG = a_schema(
 
 
 def resident(what):
-    """Bytes: VmRSS of now, VmHWM: the most since the mark was reset."""
+    """Return a memory size of this process in bytes: VmRSS (current) or VmHWM (peak since the last reset)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(what))
 
@@ -163,8 +163,8 @@ def save_big(rank, world, root):
 
 
 def restore_big(rank, world, root):
-    """(bytes that a restored rank takes at the most beyond what it took before, bytes of its shards)."""
-    big_step(world, "row_wise", False)  # code and libraries that any model needs
+    """Return (peak bytes added by the restore, bytes of this rank's shards, the last rows of the table)."""
+    big_step(world, "row_wise", False)  # loads code and libraries
     Path("/proc/self/clear_refs").write_text("5")
     before = resident("VmRSS")
     state = checkpoints.restored(root, big_step(world, "table_wise", False))
@@ -178,8 +178,8 @@ def restore_big(rank, world, root):
 
 
 @pytest.mark.survive
-def test_restoring_takes_little_more_than_the_shards(tmp_path):
-    """From row-wise on 2 ranks to a whole table on one of 2: at most 1.2 × what it holds."""
+def test_restore_memory_is_bounded_by_the_shards(tmp_path):
+    """Restore a table saved row-wise on 2 ranks to one of 2 ranks: at most 1.2 × the shard bytes."""
     on_ranks(2, save_big, str(tmp_path))
     found = on_ranks(2, restore_big, str(tmp_path), hosts=2)
     grown, held, last = max(found, key=lambda f: f[1])

@@ -1,4 +1,4 @@
-"""What is saved: nothing that is not finite; and where there is little room, older checkpoints go first."""
+"""Checkpoint saves: nonfinite state is rejected, and older checkpoints are removed on a full disk."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from raytrec.metrics.selection import figures_of
 
 
 def state_of(world, sharding="row_wise"):
-    """The LogicalState of a small model."""
+    """Return the LogicalState of a small model."""
     step = build(config(world, {"sharding_type": sharding}))
     return LogicalState(step.model, step.optimizer)
 
@@ -38,8 +38,11 @@ def outcome(saver, step, tensors):
 
 
 def broken(rank, world, root, asynchronous):
-    """The errors of saves of a good state, of ones of which a part is broken on rank 1, and of two good ones
-    of one step."""
+    """Return the errors of several saves.
+
+    The first state is finite, three have a nonfinite value on rank 1, and the last two are finite saves of
+    one step.
+    """
     state = state_of(world)
     saves, found = saver(state, root, keep_last=9, async_save=asynchronous), []
     places = {
@@ -61,7 +64,7 @@ def broken(rank, world, root, asynchronous):
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_what_is_not_finite_is_never_a_checkpoint(tmp_path, asynchronous):
+def test_nonfinite_state_is_never_saved(tmp_path, asynchronous):
     answers = on_ranks(2, broken, str(tmp_path), asynchronous)
     assert list(map(str, answers[0])) == list(map(str, answers[1])), "the ranks do not agree"
     good, weights, state, dense, *last = answers[0]
@@ -70,15 +73,15 @@ def test_what_is_not_finite_is_never_a_checkpoint(tmp_path, asynchronous):
     assert "step 2 contains NaN or infinity: table user's weight on rank 1" in weights.what
     assert "table tag's sum on rank 1" in state.what and "step 3" in state.where
     assert "head.model.bottom.0.weight on rank 1" in dense.what
-    assert steps(str(tmp_path)) == [9, 1], "nothing at all has been written of the others"
-    assert len(list((tmp_path / "step-0000000009").glob("*.bin"))) == 2, "of two attempts, the last"
+    assert steps(str(tmp_path)) == [9, 1], "the other checkpoints have no files"
+    assert len(list((tmp_path / "step-0000000009").glob("*.bin"))) == 2, "only files of the last attempt"
     assert checkpoints.whole(tmp_path / "step-0000000009")
 
 
-def test_what_is_looked_at():
+def test_find_nonfinite_covers_all_dtypes():
     large = torch.full((1000,), 3e38)
     tensors = {
-        "tables/a/weight": large,  # whose sum overflows
+        "tables/a/weight": large,  # the sum overflows
         "tables/a/sum": torch.tensor([1.0, float("inf"), float("-inf")]),
         "tables/b/weight": torch.tensor([1.0, float("nan")], dtype=torch.bfloat16),
         "tables/c/weight": torch.full((70000,), 60000.0, dtype=torch.float16),
@@ -97,25 +100,25 @@ def test_what_is_looked_at():
 
 
 def with_a_mask(rank, world):
-    """What is taken for infinite by design, of a model with a mask."""
+    """Return the tensors of a model with a mask that may be infinite, and its nonfinite tensors."""
     step = build(config(world, {"sharding_type": "row_wise"}))
     step.head.model.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
     state = LogicalState(step.model, step.optimizer)
     return sorted(state.unbounded), find_nonfinite(state.tensors(), state.unbounded)
 
 
-def test_a_mask_is_infinite_by_design():
+def test_infinite_mask_buffer_is_allowed():
     [(unbounded, bad)] = on_ranks(1, with_a_mask)
     assert unbounded == ["dense/head.model.mask/value"] and bad == []
 
 
 def many(rank, world, root, keep_last, unseen):
-    """(error, note, steps there are) after each of several saves."""
+    """Return (error, note, steps with a checkpoint) after each of several saves."""
     state = state_of(world)
     tensors = state.tensors() | {"dense/padding/value": torch.ones(1 << 20)}  # 4 MiB
     saves, found = saver(state, root, keep_last=keep_last), []
     with pytest.MonkeyPatch.context() as patch:
-        if unseen:  # as under a quota
+        if unseen:  # as with a disk quota
             patch.setattr(save, "free_bytes", lambda root: None)
         for number in range(1, 6):
             saved = outcome(saves, number, tensors)
@@ -128,24 +131,24 @@ def many(rank, world, root, keep_last, unseen):
 
 
 @pytest.mark.parametrize("unseen", [False, True], ids=["free space is known", "a quota"])
-def test_room_for_keep_last_but_not_for_one_more(tmp_path, unseen):
+def test_full_disk_removes_the_oldest_checkpoint_first(tmp_path, unseen):
     with small_disk(tmp_path / "disk", "11m") as place:
         (place / "c/step-0000000099").mkdir(parents=True)
         answers = on_ranks(2, many, str(place / "c"), 2, unseen)
         found = answers[0]
-        assert [error for error, _, _ in found] == [None] * 5, "every save found room"
+        assert [error for error, _, _ in found] == [None] * 5, "every save had enough space"
         assert [there for _, _, there in found] == [[1], [2, 1], [3, 2], [4, 3], [5, 4]]
         said = [note for _, note, _ in found if note]
         assert len(said) == 1 and "no space for 2 checkpoints" in said[0], said
         assert "step-0000000001" in said[0]
         files = [path for path in (place / "c").rglob("*.bin")]
-        assert len(files) == 4, "two ranks, two checkpoints, nothing of what failed"
+        assert len(files) == 4, "two ranks, two checkpoints, no files of failed saves"
         whole = checkpoints.whole(place / "c/step-0000000005")
         assert whole["dense/padding/value"].sum() == 1 << 20
 
 
 @pytest.mark.parametrize("unseen", [False, True], ids=["free space is known", "a quota"])
-def test_the_only_checkpoint_stays(tmp_path, unseen):
+def test_full_disk_keeps_the_only_checkpoint(tmp_path, unseen):
     with small_disk(tmp_path / "disk", "6m") as place:
         (_, *failed), other = on_ranks(2, many, str(place / "c"), 1, unseen)
         assert [str(e) for e, _, _ in failed] == [str(e) for e, _, _ in other[1:]], "the ranks do not agree"
@@ -156,14 +159,14 @@ def test_the_only_checkpoint_stays(tmp_path, unseen):
 
 
 def write(root, step, ne):
-    """A checkpoint without tensors, evaluated."""
+    """Write a checkpoint without tensors and with an evaluation."""
     folder = Path(files.folder_of(str(root), step))
     folder.mkdir(exist_ok=True)
     about = {"evaluation": {"ne": ne}}
     write_index(str(folder), {"attempt": "a", "block_bytes": 8, "tensors": {}, "about": about})
 
 
-def test_the_oldest_goes_but_neither_the_newest_nor_the_best(tmp_path):
+def test_remove_oldest_keeps_newest_and_best(tmp_path):
     for step, ne in ((1, 0.9), (2, 0.5), (3, 0.8), (4, 0.7)):
         write(tmp_path, step, ne)
     gone = [remove_oldest(str(tmp_path), 1, BY_NE) for _ in range(3)]
@@ -171,7 +174,7 @@ def test_the_oldest_goes_but_neither_the_newest_nor_the_best(tmp_path):
     assert steps(str(tmp_path)) == [4, 2]
 
 
-def test_an_index_is_read_again_only_when_it_is_another_one(tmp_path, monkeypatch):
+def test_index_is_read_again_only_after_a_change(tmp_path, monkeypatch):
     read, original = [], files.read_index
     monkeypatch.setattr(files, "read_index", lambda folder: read.append(folder[-1]) or original(folder))
     for step in (1, 2, 3):
@@ -187,11 +190,11 @@ def test_an_index_is_read_again_only_when_it_is_another_one(tmp_path, monkeypatc
 
 
 def refusing(rank, world, root):
-    """What restoring makes of a newest checkpoint that is not finite."""
+    """Save a finite and a nonfinite checkpoint and restore; return the errors and the restored checkpoint."""
     state = state_of(world)
     saves = saver(state, root)
     errors = [outcome(saves, 1, state.tensors()).error]
-    save.find_nonfinite, kept = lambda *_: [], save.find_nonfinite  # as earlier versions saved
+    save.find_nonfinite, kept = lambda *_: [], save.find_nonfinite  # earlier versions did not check
     if rank == 1:
         state.tables["user"].state["sum"].local[0].values[0] = float("inf")
     errors.append(outcome(saves, 2, state.tensors()).error)
@@ -201,7 +204,7 @@ def refusing(rank, world, root):
     return errors, found.folder, found.skip_reasons, find_nonfinite(state.tensors())
 
 
-def test_a_checkpoint_that_is_not_finite_is_passed_over(tmp_path):
+def test_restore_skips_nonfinite_checkpoint(tmp_path):
     for errors, folder, skip_reasons, bad in on_ranks(2, refusing, str(tmp_path)):
         assert errors == [None, None] and folder.endswith("step-0000000001") and bad == []
         assert "NaN or infinity: table user's sum on rank 1" in skip_reasons[0]
@@ -209,7 +212,7 @@ def test_a_checkpoint_that_is_not_finite_is_passed_over(tmp_path):
 
 
 def planned(rank, world, root):
-    """What this rank sends to rank 0 before a save: its plan."""
+    """Return the save plan that this rank sends to rank 0."""
 
     state, sent, prepare = state_of(world, "table_wise"), [], ShardWriter.prepare_local_plan
     with pytest.MonkeyPatch.context() as patch:
@@ -219,8 +222,8 @@ def planned(rank, world, root):
     return len(state.tensors()), [item.index.fqn for item in plan.items], plan.planner_data
 
 
-def test_a_rank_sends_no_word_of_what_others_write(tmp_path):
-    """Names of all tensors, from every rank, would be ranks × tables at rank 0."""
+def test_save_plan_names_only_own_tensors(tmp_path):
+    """Names of all tensors from every rank would need ranks × tables entries on rank 0."""
     first, other = on_ranks(2, planned, str(tmp_path))
     both = set(first[1]) & set(other[1])
     assert len({*first[1], *other[1]}) == first[0] and not any(name.startswith("tables/") for name in both)

@@ -1,4 +1,4 @@
-"""Tables that are saved while training changes them: what is saved is the moment at which the save began."""
+"""Tables saved while training changes them: the checkpoint holds the state at the start of the save."""
 
 from threading import Event, Timer
 
@@ -23,13 +23,13 @@ WAYS = {
 
 
 def saved(rank, world, plan, optimizer, root, room):
-    """Saves once while nothing else happens, and once at the same step while training goes on.
+    """Save once while training is paused, and once at the same step while training continues.
 
     Args:
-        room: bytes for rows that are set aside, or None.
+        room: bytes reserved for rows that are set aside, or None.
 
     Returns:
-        The folders, the names that were copied, and how often training has reported that it waits.
+        The folders, the names of copied tensors, and how often training reported a wait.
     """
     step = build(config(world, plan, optimizer))
     state, local = LogicalState(step.model, step.optimizer), batches(8, rank, world)[1]
@@ -44,7 +44,7 @@ def saved(rank, world, plan, optimizer, root, room):
         train(step, local[:3])
         folders = [checkpoints.save(f"{root}/alone", step, 3, async_save=False)]
         beside = CheckpointWriter(f"{root}/next", CheckpointSection(), rows=rows)
-        for number, batch in enumerate(local[3:5]):  # twice: places are used again
+        for number, batch in enumerate(local[3:5]):  # twice, so that slots are reused
             beside.save(3 + number, state.tensors(), {})
             if room is not None:
                 Timer(0.3, go.set).start()
@@ -63,12 +63,12 @@ def saved(rank, world, plan, optimizer, root, room):
 
 
 @pytest.mark.parametrize("way,room", [*((way, None) for way in WAYS), ("rows", 100)])
-def test_what_is_saved_beside_training_is_what_would_be_saved_alone(way, room, tmp_path):
+def test_concurrent_save_matches_a_standalone_save(way, room, tmp_path):
     plan, optimizer, world = WAYS[way]
     found = on_ranks(world, saved, plan, optimizer, str(tmp_path), room)
     folders, copied, _ = found[0]
     alone, beside, later_alone, later_beside = folders
     assert checkpoints.equal(alone, beside) == [] == checkpoints.equal(later_alone, later_beside)
-    assert checkpoints.equal(alone, later_alone) != [], "the step in between has changed something"
+    assert checkpoints.equal(alone, later_alone) != [], "the step between the saves changed the state"
     assert any(name.startswith("tables/") for name in copied) == (way in ("a dense update", "copies"))
-    assert all(bool(waits) == bool(room) for *_, waits in found), "it waits where no more can be set aside"
+    assert all(bool(waits) == bool(room) for *_, waits in found), "training waits only without space"

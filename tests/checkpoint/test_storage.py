@@ -1,4 +1,4 @@
-"""Tensors to storage and back: other shardings, damage, full disks, killed writers, memory; no pickle."""
+"""Storage of tensors: other shardings, damage, full disks, killed writers, memory use; no pickle."""
 
 import errno
 import io
@@ -34,7 +34,7 @@ from raytrec.checkpoint.storage import ShardReader, ShardWriter
 from raytrec.common import reading
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-BLOCK = 64  # bytes: tensors of a few rows have several
+BLOCK = 64  # bytes; small tensors span several blocks
 DTYPES = list(storage.DTYPES.values())
 WHOLE = {
     "rows": ((37, 5), torch.float32),
@@ -46,12 +46,12 @@ WHOLE = {
     "per_row": ((41,), torch.float32),
     "nothing": ((0, 4), torch.float32),
 }
-# How many of the parts of a table each cut gives to rows and columns.
+# Cut → (number of row parts, number of column parts).
 CUTS = {"rows": (4, 1), "columns": (1, 3), "grid": (3, 2), "few": (2, 2), "one": (1, 1)}
 
 
 def values(shape, dtype, seed):
-    """Any bits; for floats, NaNs too."""
+    """Return random bits as a tensor; floats include NaNs."""
     draw = torch.Generator().manual_seed(seed)
     count = torch.Size(shape).numel()
     if dtype == torch.bool:
@@ -69,21 +69,21 @@ def same(one, other):
 
 
 def spans(size, parts, gap):
-    """[(start, length)]: uneven ones; with `gap`, empty ones where others begin."""
+    """Return uneven spans as [(start, length)]; `gap` adds an empty span before each span."""
     borders = [-(-size * i * i // (parts * parts)) for i in range(parts + 1)]
     found = [(a, b - a) for a, b in pairwise(borders)]
     return [span for a, n in found for span in ([(a, 0)] if gap else []) + [(a, n)]]
 
 
 def part_of(whole, box):
-    """The values of a ShardMetadata."""
+    """Return the values of the shard described by a ShardMetadata."""
     for d, (offset, size) in enumerate(zip(box.shard_offsets, box.shard_sizes, strict=True)):
         whole = whole.narrow(d, offset, size)
     return whole.contiguous()
 
 
 def sharded(whole, cut, rank, world, gap):
-    """The shards of this rank, dealt out in turn, the first one to the last rank."""
+    """Return a ShardedTensor with this rank's shards, assigned round-robin starting with the last rank."""
     row_parts, column_parts = CUTS[cut]
     dim, wide = whole.dim(), spans(whole.shape[1], column_parts, False) if whole.dim() > 1 else [(0, 0)]
     boxes = [
@@ -101,14 +101,17 @@ def sharded(whole, cut, rank, world, gap):
 
 
 def state(rank, world, cuts, empty=False):
-    """A state dict and its tensors whole; `empty`: with zeros to be loaded into."""
+    """Return a state dict, its sharded tensors in full and its plain tensors.
+
+    If `empty` is set, the state dict contains zeros to be loaded into.
+    """
     wholes = {name: values(shape, dtype, i) for i, (name, (shape, dtype)) in enumerate(WHOLE.items())}
     plain = {f"plain/{dtype}": values((7, 3), dtype, 50 + i) for i, dtype in enumerate(DTYPES)}
     plain |= {"scalar": torch.tensor(3.25), "count": torch.tensor(7, dtype=torch.int64)}
     plain |= {"turned": values((6, 9), torch.float32, 90).t(), "empty": torch.empty(0)}
     live = {name: torch.zeros_like(whole) if empty else whole for name, whole in wholes.items()}
     found = {
-        # (One rank with two shards of the same beginning is more than torch can save.)
+        # torch cannot save two shards with the same offset on one rank.
         name: sharded(whole, cuts[name], rank, world, gap=name == "gaps" and (empty or world > 1))
         for name, whole in live.items()
     }
@@ -126,7 +129,7 @@ def save(rank, world, folder):
 
 
 def load(rank, world, folder, cuts):
-    """The names of what has not come back."""
+    """Return the names of tensors that were not restored correctly."""
     tensors, wholes, plain = state(rank, world, cuts, empty=True)
     dcp.load(tensors, storage_reader=ShardReader(folder))
     wrong = [name for name, tensor in plain.items() if not same(tensors[name], tensor)]
@@ -138,7 +141,7 @@ def load(rank, world, folder, cuts):
 
 
 @pytest.mark.parametrize("writers", [1, 2, 3])
-def test_other_ranks_and_shards_read_the_same_bits(writers, tmp_path):
+def test_other_shardings_read_identical_bits(writers, tmp_path):
     folder = str(tmp_path / "new" / "step-5")
     on_ranks(writers, save, folder)
     saved = read_index(folder)
@@ -147,7 +150,7 @@ def test_other_ranks_and_shards_read_the_same_bits(writers, tmp_path):
     assert sorted(set(files)) == [f"a-{rank:05d}.bin" for rank in range(writers)]
     assert sorted(p.name for p in Path(folder).iterdir()) == sorted({*files, INDEX})
     plain = [c["file"] for name, e in saved["tensors"].items() if "plain" in name for c in e["chunks"]]
-    assert len(plain) == len(DTYPES), "of equal copies, one"
+    assert len(plain) == len(DTYPES), "equal copies are stored once"
     assert all(c["start"] % 64 == 0 for e in saved["tensors"].values() for c in e["chunks"])
     for readers, cut in [(1, "one"), (1, "grid"), (2, "rows"), (2, "columns"), (3, "few"), (3, "grid")]:
         cuts = dict.fromkeys(WHOLE, cut) | {"nothing": "one"}
@@ -158,7 +161,7 @@ def save_copies(rank, world, folder):
     dcp.save({f"t{i}": torch.full((50,), i) for i in range(9)}, storage_writer=ShardWriter(folder, "a", {}))
 
 
-def test_ranks_share_the_writing_of_what_all_have(tmp_path):
+def test_ranks_share_writing_of_replicated_tensors(tmp_path):
     on_ranks(3, save_copies, str(tmp_path))
     entries = read_index(str(tmp_path))["tensors"].values()
     files = [chunk["file"] for entry in entries for chunk in entry["chunks"]]
@@ -176,7 +179,7 @@ def back(folder, tensors):
 
 
 def failure(call, *args):
-    """The CheckpointError that torch wraps."""
+    """Return the CheckpointError that torch wraps."""
     with pytest.raises(CheckpointException) as raised:
         call(*args)
     (error, _), *_ = raised.value.failures.values()
@@ -202,7 +205,7 @@ def chunk(folder, name):
     return found
 
 
-def test_a_flipped_bit_in_the_data_is_found_wherever_it_is(saved):
+def test_any_flipped_data_bit_is_detected(saved):
     folder, tensors = saved
     path = folder / "a-00000.bin"
     good = path.read_bytes()
@@ -211,7 +214,7 @@ def test_a_flipped_bit_in_the_data_is_found_wherever_it_is(saved):
         name = "first" if at < starts["second"] else "second"
         within = at - starts[name]
         path.write_bytes(good[:at] + bytes([good[at] ^ 4]) + good[at + 1 :])
-        if within >= tensors[name].nbytes:  # between two tensors
+        if within >= tensors[name].nbytes:  # padding between two tensors
             assert back(folder, tensors).keys() == tensors.keys()
             continue
         error = failure(back, folder, tensors)
@@ -223,7 +226,7 @@ def test_a_flipped_bit_in_the_data_is_found_wherever_it_is(saved):
     assert all(same(tensor, tensors[name]) for name, tensor in back(folder, tensors).items())
 
 
-def test_only_blocks_that_are_wanted_are_read(saved):
+def test_load_reads_only_needed_blocks(saved):
     folder, tensors = saved
     path = folder / "a-00000.bin"
     start = chunk(folder, "first")["start"]
@@ -236,7 +239,7 @@ def test_only_blocks_that_are_wanted_are_read(saved):
 
 @contextmanager
 def places_read():
-    """The places in files that are read meanwhile."""
+    """Record the file offsets that are read."""
     read, places = rawfile.Source.read, []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -246,7 +249,7 @@ def places_read():
 
 
 def read_places(rank, world, folder):
-    """Where this rank reads, for its part of the rows of one table and half of the columns of another."""
+    """Return the offsets read by this rank for its rows of one table and half the columns of another."""
     cuts = {"rows": "rows", "columns": "few"}
     with places_read() as places:
         tensors = {n: sharded(torch.zeros(40, 4), cut, rank, world, gap=False) for n, cut in cuts.items()}
@@ -254,10 +257,10 @@ def read_places(rank, world, folder):
     return sorted(places)
 
 
-def test_a_rank_reads_its_part_and_each_block_once(small, tmp_path):
+def test_rank_reads_each_needed_block_once(small, tmp_path):
     alone(tmp_path, {name: torch.rand(40, 4) for name in ("rows", "columns")})
     start = {name: chunk(tmp_path, name)["start"] // BLOCK for name in ("rows", "columns")}
-    # Blocks of 4 rows. Of the rows, cut at 3, 10 and 23, each rank has every other part.
+    # Blocks have 4 rows. The rows are cut at 3, 10 and 23; each rank has every other part.
     rows = [(*range(3, 10), *range(23, 40)), (*range(3), *range(10, 23))]
     for rank, places in enumerate(on_ranks(2, read_places, str(tmp_path))):
         expected = {start["rows"] + row // 4 for row in rows[rank]}
@@ -265,7 +268,7 @@ def test_a_rank_reads_its_part_and_each_block_once(small, tmp_path):
         assert [place // BLOCK for place in places] == sorted(expected)
 
 
-def test_missing_and_short_data(saved):
+def test_missing_or_truncated_data_is_detected(saved):
     folder, tensors = saved
     path = folder / "a-00000.bin"
     good = path.read_bytes()
@@ -278,7 +281,7 @@ def test_missing_and_short_data(saved):
     assert "No such file" in error.what and str(path) in error.where and "first" in error.where
 
 
-def test_a_damaged_index_is_found_wherever_it_is(saved):
+def test_any_damage_to_the_index_is_detected(saved):
     folder, tensors = saved
     path = folder / INDEX
     good = path.read_bytes()
@@ -297,8 +300,8 @@ def test_a_damaged_index_is_found_wherever_it_is(saved):
     assert "no complete checkpoint" in failure(back, folder, tensors).what
 
 
-def test_an_index_without_a_shard(saved):
-    """A hash that is right does not make a checkpoint whole."""
+def test_index_with_missing_shard_is_rejected(saved):
+    """An index with a valid hash can still describe an incomplete checkpoint."""
     folder, tensors = saved
     content = {k: v for k, v in read_index(str(folder)).items() if k not in ("format", "sha256")}
     content["tensors"]["second"]["chunks"][0]["sizes"] = [32]
@@ -309,11 +312,11 @@ def test_an_index_without_a_shard(saved):
     assert "another folder" in failure(back, folder, tensors).what
 
 
-def test_no_pickle(saved, monkeypatch):
+def test_checkpoints_do_not_use_pickle(saved, monkeypatch):
     folder, tensors = saved
 
     def never(*_, **__):
-        raise AssertionError("pickle was asked")
+        raise AssertionError("pickle was called")
 
     names = [(pickle, n) for n in ("load", "loads", "dump", "dumps", "Unpickler", "Pickler")]
     for module, name in [*names, (torch, "load"), (torch, "save")]:
@@ -329,7 +332,7 @@ def test_no_pickle(saved, monkeypatch):
             pickletools.dis(path.read_bytes(), out=io.StringIO())
 
 
-def test_only_tensors_and_only_known_types(small, tmp_path):
+def test_save_rejects_unsupported_values(small, tmp_path):
     assert "'a' is not a tensor" in failure(alone, tmp_path / "c", {"a": 3, "b": torch.zeros(2)}).what
     assert "complex64" in failure(alone, tmp_path / "c", {"a": torch.zeros(2, dtype=torch.complex64)}).what
     with pytest.raises(CheckpointError, match="JSON"):
@@ -339,24 +342,24 @@ def test_only_tensors_and_only_known_types(small, tmp_path):
     assert not (tmp_path / "c" / INDEX).exists()
 
 
-def test_values_are_cast_where_asked(saved):
+def test_load_casts_to_the_target_dtype(saved):
     folder, tensors = saved
     out = back(folder, {"second": torch.zeros(33, dtype=torch.float64)})
     assert torch.equal(out["second"], tensors["second"].double())
 
 
-def test_a_new_save_replaces_an_old_one_and_keeps_its_files(saved):
+def test_new_attempt_replaces_the_index_and_keeps_old_files(saved):
     folder, tensors = saved
     other = {name: tensor.flip(0) for name, tensor in tensors.items()}
     error = failure(alone, folder, other)
     assert "File exists" in error.what
-    assert all(same(t, tensors[n]) for n, t in back(folder, tensors).items()), "an attempt has its own names"
+    assert all(same(t, tensors[n]) for n, t in back(folder, tensors).items()), "attempts use distinct files"
     alone(folder, other, attempt="b")
     assert all(same(t, other[n]) for n, t in back(folder, tensors).items())
     assert sorted(p.name for p in folder.iterdir()) == ["a-00000.bin", "b-00000.bin", INDEX]
 
 
-def test_data_and_names_are_on_the_disk_before_the_index_is(tmp_path, monkeypatch):
+def test_data_is_synced_before_the_index_is_committed(tmp_path, monkeypatch):
     done, fsync, replace = [], os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda fd: (done.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd)))
     monkeypatch.setattr(os, "replace", lambda a, b: (done.append("commit"), replace(a, b)))
@@ -370,25 +373,25 @@ def test_data_and_names_are_on_the_disk_before_the_index_is(tmp_path, monkeypatc
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 1 MiB."""
+    """Mount a file system of 1 MiB."""
     with disks.small_disk(tmp_path / "disk", "1m") as place:
         yield place
 
 
-def test_a_full_disk(small_disk):
+def test_full_disk_keeps_the_previous_checkpoint(small_disk):
     tensors = {"a": values((50_000,), torch.uint8, 0)}
     alone(small_disk / "one", tensors)
     large = {"a": values((200_000,), torch.uint8, 1), "b": torch.zeros(1_000_000, dtype=torch.uint8)}
     for folder in (small_disk / "two", small_disk / "one"):
         error = failure(lambda folder=folder: alone(folder, large, attempt="b"))
         assert "No space left" in error.what and error.where == f"{folder}/b-00000.bin"
-        assert not (folder / "b-00000.bin").exists(), "room for the next try"
+        assert not (folder / "b-00000.bin").exists(), "space for the next attempt is freed"
     assert not (small_disk / "two" / INDEX).exists()
     assert same(back(small_disk / "one", tensors)["a"], tensors["a"])
 
 
-def test_a_full_disk_at_the_index(small_disk):
-    """The data fit, the index does not."""
+def test_full_disk_during_index_write_keeps_the_old_index(small_disk):
+    """The data fit on the disk, but the index does not."""
     alone(small_disk / "one", {"a": torch.ones(8)})
     before = (small_disk / "one" / INDEX).read_bytes()
     room = os.statvfs(small_disk)
@@ -400,14 +403,14 @@ def test_a_full_disk_at_the_index(small_disk):
     assert torch.equal(back(small_disk / "one", {"a": torch.zeros(8)})["a"], torch.ones(8))
 
 
-def test_a_place_that_cannot_be_written(tmp_path):
+def test_unwritable_folder_is_reported(tmp_path):
     (tmp_path / "file").write_text("")
     error = failure(alone, tmp_path / "file" / "c", {"a": torch.ones(8)})
     assert error.where == str(tmp_path / "file" / "c") and "cannot be written" in error.what
 
 
 def one_fails(rank, world, folder):
-    """Rank 1's disk is full."""
+    """Save while the disk of rank 1 is full; return the failures."""
 
     def full(self, data):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -420,7 +423,7 @@ def one_fails(rank, world, folder):
     return {r: (str(e.where), type(e).__name__) for r, (e, _) in raised.value.failures.items()}
 
 
-def test_an_error_of_one_rank_reaches_all(tmp_path):
+def test_save_error_of_one_rank_reaches_all_ranks(tmp_path):
     folder = str(tmp_path / "c")
     expected = {1: (f"{folder}/b-00001.bin", "NoRoom")}
     assert on_ranks(2, one_fails, folder) == [expected] * 2
@@ -428,13 +431,13 @@ def test_an_error_of_one_rank_reaches_all(tmp_path):
 
 
 def not_shared(rank, world, folder):
-    """Each rank writes to a folder that the other does not see."""
+    """Save to a folder that the other rank cannot see; return the failures."""
     with pytest.raises(CheckpointException) as raised:
         dcp.save({f"t{rank}": torch.ones(5)}, storage_writer=ShardWriter(f"{folder}/{rank}", "b", {}))
     return [e.what for e, _ in raised.value.failures.values()]
 
 
-def test_workers_that_do_not_share_the_folder(tmp_path):
+def test_unshared_checkpoint_folder_is_detected(tmp_path):
     for (what,) in on_ranks(2, not_shared, str(tmp_path)):
         assert "b-00001.bin, written by a worker, is missing" in what
     assert not list(tmp_path.glob(f"*/{INDEX}"))
@@ -448,16 +451,16 @@ def write_much(connection, folder):
     connection.send("ended")
 
 
-def test_a_writer_that_is_killed(tmp_path):
+def test_killed_writer_leaves_no_partial_checkpoint(tmp_path):
     alone(tmp_path / "c", {"a": torch.ones(8)})
     for folder, survives in ((tmp_path / "c", True), (tmp_path / "d", False)):
         pid, connection = warm.fork(write_much, str(folder))
         try:
-            wait_for(lambda f=folder: any(p.stat().st_size for p in f.glob("b-*.bin")), "bytes of it")
+            wait_for(lambda f=folder: any(p.stat().st_size for p in f.glob("b-*.bin")), "checkpoint data")
         finally:
             warm.end([pid])
         with pytest.raises((EOFError, ConnectionResetError)):
-            connection.recv()  # that it has ended
+            connection.recv()  # the writer was killed before it sent a message
         if survives:
             assert torch.equal(back(folder, {"a": torch.zeros(8)})["a"], torch.ones(8))
         else:
@@ -470,7 +473,7 @@ LARGE_BYTES = 1 << 27
 
 
 def memory_taken(end, folder):
-    """Sends the bytes that saving and loading take besides the tensors: whole, a view; as they are, cast."""
+    """Send the bytes needed in addition to the tensors: save, save a view, load, load with a cast."""
     torch.set_num_threads(1)
 
     def status(key):
@@ -479,17 +482,17 @@ def memory_taken(end, folder):
                 return int(line.split()[1]) << 10
 
     def extra(call):
-        Path("/proc/self/clear_refs").write_text("5")  # the most so far = now
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak to the current value
         before = status("VmRSS")
         call()
         return status("VmHWM") - before
 
     large = {"w": torch.arange(LARGE_BYTES // 4, dtype=torch.float32).view(-1, 16)}
-    for turn, tensors in enumerate([{"w": torch.ones(40_000, 16)}, large]):  # the first loads code
+    for turn, tensors in enumerate([{"w": torch.ones(40_000, 16)}, large]):  # the first turn loads code
         found, place = [], f"{folder}/{turn}"
         save = partial(dcp.save, tensors, storage_writer=ShardWriter(place, "a", {}), no_dist=True)
         found.append(extra(save))
-        # A view of columns, which takes the other way of writing.
+        # A view of columns uses the code path for non-contiguous tensors.
         view, writer = {"w": tensors["w"][:, 3:11]}, ShardWriter(f"{place}v", "a", {})
         found.append(extra(partial(dcp.save, view, storage_writer=writer, no_dist=True)))
         for into in (torch.ones_like(tensors["w"]), torch.ones_like(tensors["w"], dtype=torch.float64)):
@@ -499,7 +502,7 @@ def memory_taken(end, folder):
     end.send(found)
 
 
-def test_memory_does_not_grow_with_the_tensors(tmp_path):
+def test_save_and_load_need_little_extra_memory(tmp_path):
     pid, end = warm.fork(memory_taken, str(tmp_path))
     try:
         assert end.poll(120), "no answer"
@@ -510,7 +513,7 @@ def test_memory_does_not_grow_with_the_tensors(tmp_path):
 
 
 class Store(fs.FileSystemHandler):
-    """An object store, of files in a local folder, which fails at times."""
+    """An object store backed by a local folder; its first requests fail."""
 
     def __init__(self, root, failures=0):
         self.root, self.left, self.tries = Path(root), failures, 0
@@ -547,7 +550,7 @@ for name in fs.FileSystemHandler.__abstractmethods__ - set(vars(Store)):
 Store.__abstractmethods__ = frozenset()
 
 
-def test_an_object_store(small, tmp_path, monkeypatch):
+def test_object_store_requests_are_retried(small, tmp_path, monkeypatch):
     monkeypatch.setattr(reading, "RETRY_DELAYS_S", (0.01, 0.01, 0.01))
     store = Store(tmp_path)
     for module in (index, rawfile, raytrec.common.storage):
@@ -575,7 +578,7 @@ def test_an_object_store(small, tmp_path, monkeypatch):
     assert "tensor a, bytes 64 to 127" in failure(back, "store://bucket/c", tensors).where
 
 
-def test_the_driver_reads_an_index_without_torch(saved):
+def test_driver_reads_index_without_torch(saved):
     code = (
         "import sys; from raytrec.checkpoint.index import read_index;"
         "assert not {'torch', 'numpy', 'pyarrow'} & set(sys.modules); read_index(sys.argv[1]);"

@@ -1,4 +1,4 @@
-"""Rows of tables, read from a checkpoint without torch, against the tensors that were saved."""
+"""Table rows read from a checkpoint without torch, compared with the saved tensors."""
 
 import checkpoints
 import numpy as np
@@ -26,7 +26,7 @@ CUTS = {
 
 @pytest.fixture(autouse=True)
 def group(monkeypatch):
-    """A process group of one, and blocks that end in the middle of rows."""
+    """Create a process group of one rank, and blocks that end in the middle of rows."""
     monkeypatch.setattr(storage, "BLOCK_BYTES", 1000)
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     yield
@@ -34,7 +34,7 @@ def group(monkeypatch):
 
 
 def save(folder, table, cut):
-    """A checkpoint with one table, in these shards."""
+    """Save a checkpoint with one table in these shards; return its index."""
     parts = []
     for first, column, count, width in CUTS[cut]:
         place = ShardMetadata([first, column], [count, width], "rank:0/cpu")
@@ -55,7 +55,7 @@ def table_of(dtype=torch.float32):
 
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-def test_every_row_of_every_cut(tmp_path, cut, dtype):
+def test_stored_table_reads_every_row_of_every_cut(tmp_path, cut, dtype):
     table = table_of(dtype)
     index = save(tmp_path / "c", table, cut)
     assert list_table_names(index) == ["item"]
@@ -70,7 +70,7 @@ def test_every_row_of_every_cut(tmp_path, cut, dtype):
     np.testing.assert_array_equal(picked, table[[999, 0, 333, 334, 0]].float().numpy())
 
 
-def test_damage_is_found(tmp_path):
+def test_stored_table_detects_damaged_blocks(tmp_path):
     index = save(tmp_path / "c", table_of(), "rows")
     checkpoints.flip(tmp_path / "c" / "a-00000.bin", 20_000)
     with StoredTable(str(tmp_path / "c"), index, "item") as stored:
@@ -79,7 +79,7 @@ def test_damage_is_found(tmp_path):
         stored.take([0])
 
 
-def test_what_is_not_there(tmp_path):
+def test_missing_table_or_row_raises_run_error(tmp_path):
     index = save(tmp_path / "c", table_of(), "whole")
     with pytest.raises(RunError, match="did you mean 'item'"):
         StoredTable(str(tmp_path / "c"), index, "items")

@@ -1,6 +1,6 @@
-"""The command line: what it prints, its exit code, and what it imports.
+"""Test the command line: output, exit codes and imports.
 
-Where a separate process would show no more, it is called in this one.
+Commands run in this process unless a separate process is needed.
 """
 
 import json
@@ -21,7 +21,7 @@ class Block:
             raise ModuleNotFoundError(f"No module named '{name}'", name=name)
 sys.meta_path.insert(0, Block())
 """
-SLOW = {"torch", "torchrec", "fbgemm_gpu", "mlflow", "matplotlib", "sqlalchemy"}  # to import
+SLOW = {"torch", "torchrec", "fbgemm_gpu", "mlflow", "matplotlib", "sqlalchemy"}
 WITHOUT_TORCH = BLOCKER % SLOW
 HEAVY = {"torch", "ray", "pyarrow", "numpy", "pandas", "rich"}
 
@@ -34,7 +34,7 @@ def run(*arguments, blocker=WITHOUT_TORCH):
 
 @pytest.fixture
 def here(capsys):
-    """Runs a command in this process."""
+    """Function that runs a command in this process."""
 
     def command(*arguments):
         with pytest.raises(SystemExit) as ended:
@@ -45,13 +45,13 @@ def here(capsys):
 
 
 @pytest.mark.parametrize("words", ["--help", "train --help", "prepare --help", "prepare criteo --help"])
-def test_help_imports_next_to_nothing(words):
-    own = set() if words.split()[:-1] else {"pydantic"}  # with which typer reads a command's arguments
+def test_help_imports_no_heavy_modules(words):
+    own = set() if words.split()[:-1] else {"pydantic"}  # typer parses arguments with pydantic
     shown = run(*words.split(), blocker=BLOCKER % (HEAVY | own))
     assert shown.returncode == 0 and "Usage:" in shown.stdout, shown.stderr
 
 
-def test_driver_side_works_without_torch(tmp_path):
+def test_driver_commands_work_without_torch(tmp_path):
     assert run("--version").stdout == "0.1.0\n"
     data = tmp_path / "data"
     made = run("prepare", "synthetic", "--out", data, "--rows", 500)
@@ -65,7 +65,7 @@ def test_driver_side_works_without_torch(tmp_path):
     assert "epochs: 4" in resolved.stdout
 
 
-def test_the_driver_and_the_package_need_no_torch():
+def test_package_and_worker_loop_import_without_torch():
     code = "import raytrec, raytrec.worker.loop; raytrec.train, raytrec.RunConfig, raytrec.evaluate"
     assert subprocess.run([sys.executable, "-c", WITHOUT_TORCH + code], timeout=60).returncode == 0
 
@@ -86,8 +86,8 @@ print(early, before_ray, sorted({name.partition(".")[0] for name in sys.modules}
 """
 
 
-def test_the_driver_imports_nothing_slow_before_it_asks_for_workers():
-    """Nor anything but the standard library and YAML before its warm process runs."""
+def test_driver_startup_imports_no_slow_modules():
+    """Before the warm process runs, only the standard library and YAML are imported."""
     command = [sys.executable, "-c", UNTIL_THE_WORKERS_ARE_ASKED_FOR % SLOW]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "[] False []\n"
 
@@ -107,14 +107,14 @@ def train(here, tiny_data, tmp_path, *overrides):
         (["data.schema=/nowhere.yaml"], "the schema file does not exist"),
     ],
 )
-def test_wrong_input_is_one_message(here, tiny_data, tmp_path, overrides, message):
+def test_train_reports_wrong_input_in_one_message(here, tiny_data, tmp_path, overrides, message):
     result = train(here, tiny_data, tmp_path, *overrides)
     assert result.returncode == 1 and result.stdout == ""
     assert message in result.stderr and "error: " in result.stderr and "Traceback" not in result.stderr
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_bad_row_in_a_worker_is_one_message(here, tiny_data, tmp_path):
+def test_train_reports_a_bad_row_in_one_message(here, tiny_data, tmp_path):
     schema = tmp_path / "schema.yaml"
     schema.write_text((tiny_data / "schema.yaml").read_text().replace("tag: {rows: 12", "tag: {rows: 11"))
     result = train(here, tiny_data, tmp_path, f"data.schema={schema}")
@@ -125,7 +125,7 @@ def test_bad_row_in_a_worker_is_one_message(here, tiny_data, tmp_path):
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_train_json_then_evaluate(here, tiny_data, tmp_path):
+def test_evaluate_reproduces_the_metrics_of_train(here, tiny_data, tmp_path):
     result = train(here, tiny_data, tmp_path, "--json")
     assert result.returncode == 0, result.stderr
     figures = json.loads(result.stdout)
@@ -138,7 +138,7 @@ def test_train_json_then_evaluate(here, tiny_data, tmp_path):
 
 
 @pytest.mark.survive
-def test_ctrl_c_ends_the_run_and_says_so(tiny_data, tmp_path):
+def test_ctrl_c_ends_the_run_and_explains_resume(tiny_data, tmp_path):
     config = tmp_path / "run.yaml"
     config.write_text(f"data: {{train: {tiny_data}/train, test: {tiny_data}/test, global_batch_size: 128}}")
     code = "from raytrec.cli import main; main()"
@@ -162,7 +162,7 @@ def test_ctrl_c_ends_the_run_and_says_so(tiny_data, tmp_path):
     assert run.info.status == "KILLED"
 
 
-def test_job_script_is_the_same_command(tmp_path):
+def test_train_script_runs_the_train_command(tmp_path):
     script = Path(__file__).parents[2] / "jobs/train.py"
     result = subprocess.run(
         [sys.executable, script, tmp_path / "none.yaml"], capture_output=True, text=True, timeout=60

@@ -1,4 +1,4 @@
-"""How a command's options follow from its parameters and its docstring."""
+"""Test that the options of a command follow from its parameters and its docstring."""
 
 from pathlib import Path
 from typing import Annotated
@@ -48,18 +48,18 @@ def test_parameters_become_arguments_options_and_flags():
 
 
 @pytest.mark.parametrize("words", [[], ["a", "--part", "2"], ["a", "--no-dry-run"], ["a", "--rows", "x"]])
-def test_other_words_are_refused(words):
+def test_invalid_arguments_are_rejected(words):
     assert run(*words).exit_code == 2 and not told
 
 
-def test_help_is_that_of_the_docstring():
+def test_command_help_comes_from_the_docstring():
     shown = " ".join(run("--help").output.split())
     for text in ("Do it.", "--rows N Rows to read, as many as there are.", "Of the rows.", "Seeds it."):
         assert text in shown
     assert "PLACE <path> Where it is done." in shown and "rows (N)" not in shown
 
 
-def test_every_option_of_every_command_has_a_help():
+def test_every_command_option_has_help():
     group = typer.main.get_command(app)
     commands = {name: group.get_command(None, name) for name in group.list_commands(None)}
     prepare = commands.pop("prepare")

@@ -1,4 +1,4 @@
-"""Runs driven from a process without torch: over Ray client, and as jobs. Real clusters, real processes."""
+"""Test runs controlled by a process without torch, over Ray Client and as jobs of a real cluster."""
 
 import hashlib
 import json
@@ -31,7 +31,7 @@ def short(**changes):
 
 
 def long(lr):
-    """Trains for minutes; `lr` makes it another run than those of other tests."""
+    """Return a config that trains for minutes; a distinct `lr` makes it a distinct run."""
     often = {"train__log_every_steps": 10, "checkpoint__every_steps": 50}
     return json.dumps(tiny_config(train__epochs=2000, optim__dense={"lr": lr}, **often))
 
@@ -81,7 +81,7 @@ def files(run):
 
 @pytest.fixture(scope="module", params=WAYS)
 def whole(request, head):
-    """All that one can ask of a run, from its beginning to its end."""
+    """(access method, answers to all queries, run folder) of one run from start to end."""
     address = getattr(head, request.param)
     lr = {"client": 0.01, "url": 0.011}[request.param]
     files = {"client": FILES, "url": NO_FILES}[request.param]
@@ -98,11 +98,11 @@ def lines(path):
 
 
 def steps_of(run, event):
-    """The steps of a run's events of this kind."""
+    """Return the steps of a run's events of this kind."""
     return [e["step"] for e in lines(Path(run) / "events.jsonl") if e["event"] == event]
 
 
-def test_a_run_is_shown_as_it_was_written(whole):
+def test_client_shows_metrics_as_written(whole):
     way, got, folder = whole
     result = json.loads((folder / "result.json").read_text())
     assert got["folder"] == str(folder)
@@ -126,7 +126,7 @@ def test_a_run_is_shown_as_it_was_written(whole):
     ]
 
 
-def test_files_of_a_run_over_ray_client_alone(whole):
+def test_only_ray_client_serves_run_files(whole):
     way, got, folder = whole
     if way == "url":
         assert "ray://HOST:10001" in got["refused"]
@@ -145,19 +145,19 @@ def test_files_of_a_run_over_ray_client_alone(whole):
     assert got["tables"] == {"tag": [12, 8], "user": [40, 8]}
 
 
-def test_nothing_heavy_is_needed_here(whole):
+def test_client_needs_no_torch(whole):
     _, got, _ = whole
     assert not {"torch", "torchrec", "fbgemm_gpu", "mlflow"} & set(got["loaded"])
     code = "import importlib.util as u; answer(found=[n for n in sys.argv[1:] if u.find_spec(n)])"
     assert light.run(code, {}, "torch", "torchrec", "fbgemm_gpu", "mlflow")["found"] == []
 
 
-def test_lines_of_a_log(whole):
+def test_client_shows_log_lines(whole):
     way, got, folder = whole
     assert f"{folder.name}  step 48/48 (100%)" in got["logs"]
     assert re.search(rf"{folder.name}  step 32: AUC 0\.\d{{4}}  NE 0\.\d{{4}}", got["logs"])
     assert "\x1b" not in got["logs"]
-    assert f"{folder.name}  step 48/48 (100%)" in got["stderr"]  # what watch() shows where no notebook is
+    assert f"{folder.name}  step 48/48 (100%)" in got["stderr"]  # output of watch() outside a notebook
     if way == "url":
         assert f"{folder.name}  run folder {folder}\n" in got["logs"]
     written = strip_messages((folder / "run.log").read_text())
@@ -195,7 +195,7 @@ except RunError as error:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_stop_and_go_on(head, way):
+def test_stopped_run_resumes_at_the_same_step(head, way):
     lr = {"client": 0.02, "url": 0.021}[way]
     got = light.run(STOP, head.env, getattr(head, way), long(lr), timeout=800)
     assert got["before"][1] == "running" and got["state"] == "stopped"
@@ -216,7 +216,7 @@ answer(folder=run.folder, figures=figures)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_an_index_of_items(head, way):
+def test_client_builds_an_item_index(head, way):
     (films := head.root / "data" / "films").mkdir(exist_ok=True)
     values = {"film": range(12), "title": [f"title {n}" for n in range(12)], "tags": [[n] for n in range(12)]}
     pq.write_table(pa.table({name: list(column) for name, column in values.items()}), films / "films.parquet")
@@ -258,7 +258,7 @@ answer(first=first, then=run.progress())
 
 
 def left_alone(head, way, lr):
-    """A run whose client is killed in mid-run; its name and job."""
+    """Start a run, kill its client during training, and return the run's name and job."""
     process = light.start(LEFT, head.env, getattr(head, way), long(lr))
     try:
         for line in process.stdout:
@@ -271,15 +271,15 @@ def left_alone(head, way, lr):
 
 
 def once_it_has_ended(head, name):
-    """The progress of a run in its last state."""
+    """Wait until a run has ended and return its final progress."""
     return light.run(ENDED, head.env, head.client, name, timeout=180)["now"]
 
 
-def test_a_client_that_dies_takes_its_run_with_it(head):
+def test_run_over_ray_client_ends_with_its_client(head):
     name, _ = left_alone(head, "client", 0.03)
     now = once_it_has_ended(head, name)
     assert now["state"] == "interrupted"
-    further = f"until(run, {now['step'] + 1})"  # than the figures that are there
+    further = f"until(run, {now['step'] + 1})"  # one step more than recorded
     again = STOP.replace("until(run, 30)", further).partition("again =")[0] + "answer(before=before)"
     assert light.run(again, head.env, head.client, long(0.03))["before"] == [
         str(head.root / "runs" / name),
@@ -295,7 +295,7 @@ def test_a_job_outlives_its_client(head):
     assert got["first"]["state"] == got["then"]["state"] == "running"
     assert got["then"]["step"] > got["first"]["step"]
     code = "run = Cluster(sys.argv[1]).run(sys.argv[2]); run.stop(); answer(folder=run.folder)"
-    light.run(code, head.env, head.client, name)  # over the other way
+    light.run(code, head.env, head.client, name)  # over Ray Client
     assert once_it_has_ended(head, name)["state"] == "stopped"
 
 
@@ -323,7 +323,7 @@ answer(**got)
 """
 
 
-def test_errors_are_messages(head, whole):
+def test_client_errors_have_no_traceback(head, whole):
     way, _, folder = whole
     bad = head.root / "data" / "bad"
     if not bad.exists():
@@ -358,7 +358,7 @@ except RaytrecError as error:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_wrong_token_and_none(head, way, tmp_path):
+def test_client_reports_wrong_or_missing_token(head, way, tmp_path):
     wrong = tmp_path / "token"
     wrong.write_text("0" * 64)
     wrong.chmod(0o600)
@@ -370,28 +370,28 @@ def test_a_wrong_token_and_none(head, way, tmp_path):
 
 
 @pytest.mark.parametrize("address", ["ray://127.0.0.1:9", "http://127.0.0.1:9", "127.0.0.1:10001"])
-def test_a_wrong_address(head, address):
+def test_client_reports_wrong_address(head, address):
     got = light.run(CONNECT, head.env, address)
     assert address in got["error"] and "expected:" in got["error"]
     assert len(got["error"].splitlines()) <= 4
 
 
-def test_another_ray_here(head, tmp_path):
+def test_client_reports_mismatched_ray_version(head, tmp_path):
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
     subprocess.run([*install, "--target", str(tmp_path), "ray==2.59.0"], check=True, timeout=400)
     env = head.env | {"PYTHONPATH": str(tmp_path)}
     got = light.run(CONNECT, env, head.client)
     assert got["error"].startswith("this version of raytrec does not support ray 2.59.0\n")
     assert "expected: ray 2.60.0" in got["error"] and len(got["error"].splitlines()) <= 4
-    older = "from raytrec.cluster import access; from raytrec.compat import versions\n"  # a raytrec of then
+    older = "from raytrec.cluster import access; from raytrec.compat import versions\n"  # an older raytrec
     older += "access.RAY = '2.59.0'; versions.OTHERS['ray'] = ('2.59.0',)\n"
     got = light.run(older + CONNECT, env, head.client)
     assert "Ray 2.59.0 on the cluster, as here" in got["error"], got["error"]
     assert len(got["error"].splitlines()) <= 4
 
 
-def test_another_python_here(head):
-    """There is no other Python on this machine: Ray is given another version of this one."""
+def test_client_reports_mismatched_python_version(head):
+    """Ray is made to see another version, since no other Python is installed."""
     ours = f"{sys.version_info[0]}.{sys.version_info[1]}"
     other = "3.12" if ours != "3.12" else "3.11"
     pretend = f"""

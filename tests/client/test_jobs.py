@@ -1,4 +1,4 @@
-"""Runs as jobs of a real Ray cluster: submitted, watched, stopped, resumed; by raytrec and by Ray alone."""
+"""Test runs as jobs of a real Ray cluster: submit, stop and resume, with raytrec and with plain Ray."""
 
 import json
 import os
@@ -18,18 +18,18 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 
 def config(place, **changes):
-    """A config file whose paths are relative, as in jobs/."""
+    """Write a config file with relative paths, as in jobs/."""
     place.write_text(yaml.safe_dump(tiny_config(**changes)))
     return str(place)
 
 
 def long(place, **changes):
-    """Trains for about a minute."""
+    """Write a config that trains for about a minute."""
     return config(place, train__epochs=400, train__log_every_steps=20, **changes)
 
 
 class Submitted:
-    """`raytrec submit` in the background, its lines as they come."""
+    """`raytrec submit` as a background process whose output is read line by line."""
 
     def __init__(self, head, *arguments):
         self._begin(head, [RAYTREC, "submit", *arguments, "--address", head.url])
@@ -41,7 +41,7 @@ class Submitted:
         )
 
     def until(self, text):
-        """Reads until a line has this text; that line."""
+        """Read until a line contains this text; return that line."""
         for line in self._process.stdout:
             self.lines.append(line)
             if text in line:
@@ -49,12 +49,12 @@ class Submitted:
         raise AssertionError(f"no '{text}' in\n{self.text}")
 
     def end(self):
-        """Reads to the end; the exit code."""
+        """Read to the end and return the exit code."""
         self.lines += self._process.stdout
         return self._process.wait(60)
 
     def stop(self):
-        """`raytrec stop`; what it printed."""
+        """Run `raytrec stop` and return its output."""
         done = self.head.run(RAYTREC, "stop", self.job, "--address", self.head.url)
         assert done.returncode == 0, done.stderr
         return done.stdout
@@ -76,7 +76,7 @@ def only_run(head, name):
     return run
 
 
-def test_submit_stop_and_submit_again(head, tmp_path):
+def test_resubmitted_job_resumes_the_stopped_run(head, tmp_path):
     job = long(tmp_path / "again.yaml")
     first = Submitted(head, job)
     first.until("rows/s")
@@ -86,15 +86,15 @@ def test_submit_stop_and_submit_again(head, tmp_path):
     step = int(first.text.partition("stopped at step ")[2].partition(",")[0])
     assert step > 0 and not (only_run(head, "again") / "result.json").exists()
 
-    assert head.run(RAYTREC, "stop", first.job, "--address", head.url).returncode == 1  # it has ended
+    assert head.run(RAYTREC, "stop", first.job, "--address", head.url).returncode == 1  # the job has ended
 
     most = "train.max_steps=40"  # which changes the result, so it is another run
     second = Submitted(head, job, "scaling.num_workers=1")
     second.until(f"resuming at step {step} with 1 worker")
-    second.interrupt()  # looks away
+    second.interrupt()  # detach from the job
     assert second.end() == 130 and "the job continues" in second.text
     second.stop()
-    assert only_run(head, "again")  # still one
+    assert only_run(head, "again")  # there is still only one run
 
     third = Submitted(head, job, most)
     third.until("step")
@@ -104,7 +104,7 @@ def test_submit_stop_and_submit_again(head, tmp_path):
 
 @pytest.fixture
 def checkout(head, tmp_path):
-    """What is submitted by hand."""
+    """Copy of raytrec/ and jobs/ to submit with Ray's command line."""
     for name in ("raytrec", "jobs"):
         place = tmp_path / "raytrec" / name
         shutil.copytree(REPO / name, place, ignore=shutil.ignore_patterns("__pycache__"))
@@ -125,8 +125,8 @@ class ByRay(Submitted):
         self.end()
 
 
-def test_by_ray_alone(head, checkout):
-    """The commands of the README, with Ray's own command line."""
+def test_ray_job_submit_resumes_the_stopped_run(head, checkout):
+    """Use the commands of the README with Ray's own command line."""
     long(checkout / "jobs" / "by-ray.yaml")
     train = ["train.py", "jobs/by-ray.yaml", "scaling.num_workers=2"]
     first = ByRay(head, checkout, "by-ray-1", *train)
@@ -140,14 +140,14 @@ def test_by_ray_alone(head, checkout):
     assert only_run(head, "by-ray")
 
 
-def test_a_search_is_stopped_and_submitted_again(head, checkout):
-    """The command of docs/tune.md: the trial that has ended stays, the other one is trained on."""
+def test_resubmitted_search_continues_its_trials(head, checkout):
+    """Use the command of docs/tune.md: the finished trial is kept and the other one is resumed."""
     changes = {"train__epochs": 20, "train__eval_every_steps": 40, "checkpoint__every_steps": 5}
     config(checkout / "jobs" / "searched.yaml", scaling__num_workers=1, **changes)
     sizes = [{"bottom_mlp": [16], "top_mlp": top} for top in ([16], [600, 600])]
     (checkout / "space.yaml").write_text(yaml.safe_dump({"model": {"choice": sizes}}))
     tune = ["tune.py", "jobs/searched.yaml", "--space", "space.yaml", "--trials", "2"]
-    tune += ["--at-once", "1", "--grace-steps", "10000"]  # so that none is stopped by the other
+    tune += ["--at-once", "1", "--grace-steps", "10000"]  # so that no trial is stopped early
     first = ByRay(head, checkout, "search-1", *tune)
     first.until("trial 2 begins")
     search = only_run(head, "searched")
@@ -165,7 +165,7 @@ def test_a_search_is_stopped_and_submitted_again(head, checkout):
     assert yaml.safe_load((search / "best.yaml").read_text())["model"]["top_mlp"] in ([16], [600, 600])
     lines = (two / "events.jsonl").read_text().splitlines()
     starts = [event["step"] for event in map(json.loads, lines) if event["event"] == "start"]
-    assert starts[0] == 0 and starts[-1] > 0, "trained on from where it was"
+    assert starts[0] == 0 and starts[-1] > 0, "the trial must resume from its checkpoint"
 
 
 DATA = [f"data.{name}=data/made/{name}" for name in ("train", "valid", "test")] + [
@@ -184,13 +184,13 @@ DATA = [f"data.{name}=data/made/{name}" for name in ("train", "valid", "test")] 
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_every_script(head, checkout, command, output):
+def test_job_scripts_run_on_the_cluster(head, checkout, command, output):
     job = ByRay(head, checkout, f"script-{command[0][:-3]}", *command)
     assert job.end() == 0, job.text[-3000:]
     assert output in job.text
 
 
-def test_a_mistake_is_a_message_and_an_exit_code(head, tmp_path):
+def test_submit_reports_mistakes_with_an_exit_code(head, tmp_path):
     wrong = head.run(
         RAYTREC, "submit", config(tmp_path / "wrong.yaml"), "data.train=data/nowhere", "--address", head.url
     )
@@ -202,7 +202,7 @@ def test_a_mistake_is_a_message_and_an_exit_code(head, tmp_path):
     assert early.returncode == 1 and "train.epochs" in early.stderr and "job " not in early.stdout
 
 
-def test_code_of_ones_own_goes_along(head, tmp_path):
+def test_submit_uploads_user_code(head, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "features.py").write_text(
         "import pyarrow.compute as pc\n"
@@ -217,7 +217,7 @@ def test_code_of_ones_own_goes_along(head, tmp_path):
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr
 
 
-def test_one_driver_a_run(head, tmp_path):
+def test_second_driver_waits_for_the_first(head, tmp_path):
     job = long(tmp_path / "twice.yaml", scaling__shutdown_grace_s=5)
     first = Submitted(head, job, "run.name=twice")
     first.until("rows/s")

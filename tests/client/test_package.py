@@ -1,4 +1,4 @@
-"""What goes up with a job: everything asked for, where it belongs, and nothing else is written."""
+"""Test the upload of a job: it contains the requested files, and nothing else is written."""
 
 import os
 from pathlib import Path
@@ -11,7 +11,7 @@ from raytrec.common.errors import ConfigError
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """A working directory with neighbours; packages are made in a separate folder."""
+    """Working directory with sibling folders; packages are built in a separate folder."""
     work, made = tmp_path / "work", tmp_path / "made"
     for folder in (work / "mine", tmp_path / "x", made):
         folder.mkdir(parents=True)
@@ -31,13 +31,13 @@ def packed(*include):
     return {f for f in files if not f.startswith(("raytrec/", "raytrec_datasets/"))}
 
 
-def test_places_outside_of_the_working_directory_come_to_the_top(here):
+def test_outside_paths_are_packed_at_the_top_level(here):
     assert packed("../x", "../one.txt") == {"x/lists.txt", "one.txt"}
     assert packed(here / "x", "mine/../../one.txt") == {"x/lists.txt", "one.txt"}
     assert packed("mine") == packed("./mine/../mine") == packed(".") == {"mine/features.py"}
 
 
-def test_links_are_followed_and_keep_their_name(here):
+def test_packing_follows_links_and_keeps_their_names(here):
     (here / "work/linked").symlink_to(here / "x")
     assert packed("linked") == {"linked/lists.txt"}
 
@@ -58,7 +58,7 @@ def test_links_are_followed_and_keep_their_name(here):
         (["a\0b"], "there is no such file or folder"),
     ],
 )
-def test_files_that_cannot_be_taken_are_named(here, include, what):
+def test_packing_rejects_unsupported_paths(here, include, what):
     for name in ("raytrec", "y/x", "odd", "broken", "circle"):
         (here / name).mkdir(parents=True)
     (here / "raytrec/__main__.py").write_text("")
@@ -74,7 +74,7 @@ def test_files_that_cannot_be_taken_are_named(here, include, what):
     assert list((here / "made").iterdir()) == []
 
 
-def test_a_large_folder_is_refused_before_it_is_copied(here, monkeypatch):
+def test_large_folder_is_rejected_before_copying(here, monkeypatch):
     monkeypatch.setattr(package, "LARGEST_BYTES", 100)
     with pytest.raises(ConfigError, match="the upload of the job is too large"):
         packed("../x")

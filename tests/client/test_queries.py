@@ -1,4 +1,4 @@
-"""What can be asked about a run folder, and what cannot; the states of a run. No Ray."""
+"""Test queries about run folders and the states of a run, without Ray."""
 
 import json
 import os
@@ -27,13 +27,13 @@ def root(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_run_by_its_name_and_its_folder(root):
+def test_run_is_found_by_name_and_by_folder(root):
     folder = root / "runs" / "mine"
     assert [queries.run_folder(run) for run in ("mine", str(folder), "runs/mine")] == [folder] * 3
     assert [run["name"] for run in queries.runs()] == ["mine"]
 
 
-def test_what_is_not_a_run(root):
+def test_run_folder_rejects_paths_without_a_run(root):
     for run in ("", ".", "..", "../mine", "/etc", "/", "mine/..", "mine/../..", "secret", "runs"):
         with pytest.raises(RunError, match="there is no run"):
             queries.run_folder(run)
@@ -43,13 +43,13 @@ def test_what_is_not_a_run(root):
             queries.run_folder("mine")
 
 
-def test_other_files(root):
+def test_file_query_rejects_other_paths(root):
     for name in ("../../secret", "/etc/passwd", "driver.lock", "checkpoints", "", "."):
         with pytest.raises(RunError, match="not a readable file of a run"):
             queries.file("mine", name)
 
 
-def test_links_out_of_the_folder(root):
+def test_queries_reject_links_out_of_the_run_folder(root):
     folder = root / "runs" / "mine"
     (folder / "report.html").symlink_to(root / "secret")
     (folder / "pictures").mkdir()
@@ -61,7 +61,7 @@ def test_links_out_of_the_folder(root):
         queries.file("mine", "result.json")
 
 
-def test_a_job_without_a_root(monkeypatch, tmp_path):
+def test_job_without_root_rejects_relative_paths(monkeypatch, tmp_path):
     monkeypatch.delenv("RAYTREC_ROOT", raising=False)
     copy = tmp_path / "runtime_resources" / "working_dir_files" / "x"
     copy.mkdir(parents=True)
@@ -70,7 +70,7 @@ def test_a_job_without_a_root(monkeypatch, tmp_path):
         queries.runs()
 
 
-def test_news_since(root):
+def test_news_returns_only_new_complete_lines(root):
     metrics = root / "runs" / "mine" / "metrics.jsonl"
     first, second = '{"kind": "train", "step": 1}\n', '{"kind": "train", "step": 2}\n'
     metrics.write_text(first + second[:9])
@@ -83,7 +83,7 @@ def test_news_since(root):
     assert queries.news("mine", news["since"])["lines"]["metrics.jsonl"] == ""
 
 
-def test_a_line_without_an_end_takes_no_memory(root):
+def test_unterminated_line_uses_bounded_memory(root):
     with open(root / "runs" / "mine" / "metrics.jsonl", "wb") as file:
         file.truncate(1 << 30)  # zeros, without a line break
     tracemalloc.start()
@@ -95,7 +95,7 @@ def test_a_line_without_an_end_takes_no_memory(root):
     assert peak < 3 * queries.MOST_BYTES
 
 
-def test_how_a_run_ended(root):
+def test_news_reports_how_the_run_ended(root):
     folder = root / "runs" / "mine"
     assert queries.news("mine", {})["state"] == "interrupted"
     with record_driver(folder):
@@ -139,7 +139,7 @@ def driver(root):
     process.wait()
 
 
-def test_a_driver_that_was_killed(driver):
+def test_run_of_a_killed_driver_is_interrupted(driver):
     assert queries.news("mine", {})["state"] == "running"
     driver.kill()
     os.waitid(os.P_PID, driver.pid, os.WEXITED | os.WNOWAIT)
@@ -150,18 +150,18 @@ def test_a_driver_that_was_killed(driver):
         queries.stop("mine")
 
 
-def test_a_process_with_the_same_number(root, driver):
+def test_reused_pid_is_not_mistaken_for_the_driver(root, driver):
     note = root / "runs" / "mine" / "driver.json"
     note.write_text(json.dumps(json.loads(note.read_text()) | {"started": 1}))
     assert queries.news("mine", {})["state"] == "interrupted"
 
 
-def test_stop_asks_the_driver(root, driver):
+def test_stop_sends_sigterm_to_the_driver(root, driver):
     queries.stop("mine")
     assert driver.wait(20) == -signal.SIGTERM
 
 
-def test_the_note_names_the_job(root, monkeypatch):
+def test_driver_record_names_the_job(root, monkeypatch):
     from raytrec.compat.ray_core import JOB_CONFIG_VARIABLE as IN_JOB
 
     monkeypatch.setenv(IN_JOB, json.dumps({"metadata": {"job_submission_id": "mine-1"}}))

@@ -1,4 +1,4 @@
-"""A run followed from elsewhere: its figures, its job's log, what a notebook shows. No cluster."""
+"""Test remote runs without a cluster: metrics, the log of a job, and notebook output."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ from raytrec.tracking import progress_log as lines
 
 
 class Shown(Run):
-    """A run whose messages a test gives."""
+    """Run whose messages are set by the test."""
 
     folder = "/runs/mine"
 
@@ -39,7 +39,7 @@ def train(step, **figures):
     return Train(step=step, figures=figures)
 
 
-def test_figures_of_a_run_that_went_back():
+def test_restart_replaces_metrics_after_its_step():
     run = Shown().take(start())
     assert run.progress()["step"] == 0 and run.progress()["eta_s"] is None
     run.take(*(train(step, logloss=1 / step, ne=None) for step in (10, 20, 30)))
@@ -53,7 +53,7 @@ def test_figures_of_a_run_that_went_back():
     assert run.history.restarts == [10]
 
 
-def test_the_time_that_is_left(monkeypatch):
+def test_progress_estimates_the_remaining_time(monkeypatch):
     now = [1000.0]
     monkeypatch.setattr("raytrec.client.run.time", lambda: now[0])
     run = Shown().take(start(), train(10))
@@ -62,7 +62,7 @@ def test_the_time_that_is_left(monkeypatch):
     assert run.take(state="finished").progress()["eta_s"] is None
 
 
-def test_a_wait_ends_with_the_result_the_error_or_the_time():
+def test_wait_returns_the_result_or_raises():
     run = Shown().take(state="finished")
     run.history.result = {"eval.auc": 0.5}
     assert run.wait() == {"eval.auc": 0.5}
@@ -76,7 +76,7 @@ def test_a_wait_ends_with_the_result_the_error_or_the_time():
         Shown().take().wait(timeout=0)
 
 
-def test_what_a_notebook_shows():
+def test_notebook_shows_progress_and_escapes_html():
     run = Shown()
     assert "waiting" in render_progress("<mine>", run) and "<mine>" not in render_progress("<mine>", run)
     assert render_curves(run.take(train(1)).history) == b""
@@ -93,7 +93,7 @@ def test_what_a_notebook_shows():
 
 
 class FakeJobs(JobApi):
-    """A cluster whose jobs have written these logs."""
+    """Job API of a cluster with one job, whose log and status are set by the test."""
 
     address = "http://127.0.0.1:8265"
 
@@ -124,7 +124,7 @@ FOLDER = (lines.FOLDER, {"folder": "/runs/mine"})
 BEGUN = log(FOLDER, ("start", {"total": 40, "step": 0, "workers": 2, "metrics": []}))
 
 
-def test_a_job_is_followed_in_its_log():
+def test_job_run_follows_the_job_log():
     jobs = FakeJobs("waiting\n")
     run = JobRun(jobs, "mine-1")
     assert run.progress()["state"] == "starting"
@@ -146,7 +146,7 @@ def test_a_job_is_followed_in_its_log():
         ("", "the job failed", "no node"),
     ],
 )
-def test_a_job_that_failed(written, what, expected):
+def test_failed_job_raises_its_error(written, what, expected):
     run = JobRun(FakeJobs(BEGUN + written, "FAILED"), "mine-1")
     with pytest.raises(RunError) as error:
         run.wait()
@@ -156,7 +156,7 @@ def test_a_job_that_failed(written, what, expected):
         _ = run.folder
 
 
-def test_commands_are_jobs_that_end_in_a_result():
+def test_predict_starts_a_job_and_returns_its_result():
     jobs = FakeJobs(BEGUN)
     options = {"columns": ["a", "b"], "workers": None, "overrides": {"data.readers": 2}}
     figures = JobRun(jobs, "mine-1").predict("data/valid", "out", **options)
@@ -165,7 +165,7 @@ def test_commands_are_jobs_that_end_in_a_result():
     assert jobs.started == [f"python -m raytrec predict /runs/mine {words}"]
 
 
-def test_the_job_api_names_the_other_way_for_questions_about_files():
+def test_job_api_recommends_ray_client_for_files():
     run = JobRun(FakeJobs(BEGUN), "mine-1")
     asks = [run.tables, run.pictures, run.report, lambda: run.rows("user", [1])]
     asks += [lambda: run.file("plan.json")]
@@ -175,7 +175,7 @@ def test_the_job_api_names_the_other_way_for_questions_about_files():
         assert "ray://HOST:10001" in error.value.expected and "as a job" in error.value.do
 
 
-def test_runs_of_the_job_api_are_jobs(monkeypatch):
+def test_job_api_lists_jobs_as_runs(monkeypatch):
     api = FakeJobs()
     assert api.runs() == [{"name": "mine-1", "folder": None, "state": "running", "unix_s": 5.0}]
     assert api.run("mine-1").job == "mine-1"
@@ -184,7 +184,7 @@ def test_runs_of_the_job_api_are_jobs(monkeypatch):
     assert "mine-1" in error.value.expected
 
 
-def test_no_torch_and_no_ray_until_a_cluster_is_reached():
+def test_client_modules_import_neither_torch_nor_ray():
     code = (
         "import sys, raytrec.client.run, raytrec.client.ray_client, raytrec.client.job_run\n"
         "print([name for name in ('torch', 'torchrec', 'ray', 'mlflow') if name in sys.modules])"

@@ -1,4 +1,4 @@
-"""What docs/jobs.md shows happens."""
+"""Test that the console session in docs/jobs.md works as shown."""
 
 import shutil
 from pathlib import Path
@@ -11,7 +11,7 @@ REPO = Path(__file__).parents[2]
 
 @pytest.mark.cluster
 @pytest.mark.timeout(900)
-def test_the_life_of_a_job(tmp_path):
+def test_session_in_the_jobs_page_works_as_shown(tmp_path):
     from transcript import Shell, commands, console_blocks, differences
 
     (tmp_path / "home").mkdir()
@@ -30,7 +30,7 @@ def test_the_life_of_a_job(tmp_path):
         shell.close()
 
 
-def test_differences_are_seen():
+def test_differences_reports_changed_output():
     pytest.importorskip("pexpect")
     from transcript import differences
 

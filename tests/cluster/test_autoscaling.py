@@ -1,6 +1,6 @@
-"""Nodes come when a run asks for them, a run survives one that goes, and nodes go when nothing runs on them.
+"""Test autoscaling: a run gets its nodes, survives the loss of a node, and idle nodes are removed.
 
-With Ray's own autoscaler, cluster.yaml's node types, and machines that are Ray nodes on this machine.
+Uses Ray's own autoscaler, the node types of cluster.yaml, and Ray nodes on this machine as machines.
 """
 
 import os
@@ -17,7 +17,7 @@ from watched import Run
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 STEPS, LEAST, MOST = 300, 1, 3
-LONGEST_S = 240.0  # for anything, on a machine that is busy with other work
+LONGEST_S = 240.0  # upper bound for any wait on a busy machine
 
 
 class ClusterRun(Run):
@@ -41,17 +41,17 @@ class ClusterRun(Run):
         return f"{super().tail()}\n{self.nodes.log()}"
 
     def trains_on(self, workers, since=0.0):
-        """Whether that many workers have trained a few steps, in a group that began after a moment."""
+        """Return True if a group of this size, started after `since`, has trained a few steps."""
         attempts = self.since(since)
         return bool(attempts) and attempts[-1].world == workers and attempts[-1].last > attempts[-1].first + 5
 
     def machine(self):
-        """The machine of rank 0."""
+        """Return the machine of rank 0."""
         return self.nodes.node_of(self.attempt().raylets[0])
 
 
 def refuses_to_guess(cluster, folder):
-    """Without a GPU yet, the device decides which nodes a run needs."""
+    """Assert that device auto is rejected while the cluster has no GPU, as node types depend on it."""
     config = configure(folder, folder / "guess", {"min": LEAST, "max": MOST})
     prepare(folder / "guess", EPOCHS * 4)
     command = [sys.executable, "-m", "raytrec", "train", str(config), "scaling.device=auto"]
@@ -62,7 +62,7 @@ def refuses_to_guess(cluster, folder):
     assert cluster.nodes() == {}
 
 
-def test_nodes_come_and_one_is_taken_away_and_all_go(tmp_path, monkeypatch):
+def test_autoscaler_adds_replaces_and_removes_nodes(tmp_path, monkeypatch):
     monkeypatch.setenv(RECORDS, str(tmp_path / "records"))  # its nodes pass it to the ranks
     with Autoscaled(tmp_path / "cluster", idle_s=8) as cluster:
         assert cluster.nodes() == {}
@@ -71,7 +71,7 @@ def test_nodes_come_and_one_is_taken_away_and_all_go(tmp_path, monkeypatch):
         run.pace(0.05)
         with run.begun():
             run.wait("three workers", lambda: run.trains_on(MOST))
-            assert len(cluster.nodes()) >= MOST  # more for a moment, where a group ends while the next begins
+            assert len(cluster.nodes()) >= MOST  # more while one group ends and the next one starts
             run.wait("a checkpoint", run.saved)
 
             gone, taken = run.machine(), time.time()
@@ -87,7 +87,7 @@ def test_nodes_come_and_one_is_taken_away_and_all_go(tmp_path, monkeypatch):
             )
             assert time.time() - told < 80, "the node has not become empty in time"
             later = run.wait("going on", lambda: run.since(told))[0]
-            assert later.first == before.last + 1, "a step is lost, although there was notice"
+            assert later.first == before.last + 1, "a step was lost despite the notice"
 
             run.pace(0)
             run.finish()

@@ -1,4 +1,4 @@
-"""What `make chaos` does with faults that hit each other, and what it keeps when it ends early."""
+"""Test `make chaos`: overlapping faults, and the record that is kept if the benchmark crashes."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from autoscaled import BENCHMARKS
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
-# The coordinator is killed again while Ray restarts it; then a fault breaks down in a way not foreseen.
+# The coordinator is killed again while Ray restarts it; then a fault raises an unexpected error.
 BROKEN = """
 import chaos, faults
 
@@ -32,7 +32,7 @@ chaos.main(faults=2, seed=0, only=kinds, minutes=8, keep=False)
 """
 
 
-def test_what_was_seen_before_the_benchmark_broke_down_is_kept():
+def test_crashed_chaos_benchmark_keeps_its_record():
     paths = [os.environ.get("PYTHONPATH"), str(BENCHMARKS)]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     done = subprocess.run(

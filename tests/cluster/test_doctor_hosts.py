@@ -1,4 +1,4 @@
-"""`raytrec doctor` over several hosts: a blocked port, a bridge of Docker's, storage that is not shared."""
+"""Test `raytrec doctor` on several hosts: a blocked port, a Docker bridge, storage that is not shared."""
 
 import json
 
@@ -18,7 +18,7 @@ def hosts(tmp_path_factory):
 
 
 def doctor(hosts, *arguments):
-    """(exit code, rows) of `raytrec doctor` on the head."""
+    """Run `raytrec doctor` on the head; return (exit code, rows)."""
     command = [RAYTREC, "doctor", "--address", hosts.address, "--json", *arguments]
     with hosts.all[0].start(*command, env=hosts.env, stdout=-1, text=True) as process:
         out, _ = process.communicate(timeout=400)
@@ -32,7 +32,7 @@ def failures(rows):
 
 @pytest.mark.cluster
 @pytest.mark.timeout(900)
-def test_hosts_that_are_well(hosts):
+def test_doctor_passes_on_healthy_hosts(hosts):
     code, rows = doctor(hosts, "--storage", str(hosts.root))
     assert code == 0, rows
     found = {row["check"]: row["finding"] for row in rows}
@@ -47,7 +47,7 @@ def test_hosts_that_are_well(hosts):
 
 @pytest.mark.cluster
 @pytest.mark.timeout(900)
-def test_what_is_wrong_between_hosts_and_on_one(hosts):
+def test_doctor_reports_faults_of_hosts_and_links(hosts):
     _, second, third = hosts.all
     # Packets from the second host to the third vanish: no error, no answer.
     second.net("ip", "neigh", "replace", third.address, "lladdr", "02:00:00:00:00:99", "dev", "eth0")

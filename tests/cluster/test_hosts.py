@@ -1,4 +1,4 @@
-"""Runs over several hosts, one of which is cut off and comes back."""
+"""Test runs on several hosts, one of which is cut off and reconnected."""
 
 import asyncio
 import os
@@ -38,7 +38,7 @@ class HostRun(Run):
     """`raytrec train` on the head, with a record of every step.
 
     Args:
-        name: of the run.
+        name: name of the run.
         workers: scaling.num_workers.
     """
 
@@ -66,7 +66,7 @@ class HostRun(Run):
         return bool(attempts) and attempts[-1].last >= step
 
     def host_of(self, rank: int) -> tuple[int, int]:
-        """(number of the host, process id there) of a rank, which is known by the file that it has open."""
+        """Return (host number, process id on that host) of a rank, identified by its open record file."""
         attempt = self.attempt()
         pid = attempt.ranks[rank]
         name = f"{attempt.name}-{rank}-{pid}.jsonl"
@@ -86,7 +86,7 @@ def _open_files(host: Host, pid: int) -> list[str]:
 
 @pytest.mark.cluster
 @pytest.mark.timeout(900)
-def test_a_host_is_cut_off_and_comes_back(hosts):
+def test_run_survives_a_host_that_is_cut_off(hosts):
     calm, run = HostRun(hosts, "calm", WORKERS), HostRun(hosts, "cut", {"min": 1, "max": WORKERS})
     with calm.begun():
         calm.finish()
@@ -102,7 +102,7 @@ def test_a_host_is_cut_off_and_comes_back(hosts):
         step = run.attempt().last
         hosts.heal(number)
         run.wait("the same group training on", lambda: run.trained(step + 5))
-        assert len(run.record.look()) == 1, "a moment is not a reason to start again"
+        assert len(run.record.look()) == 1, "a short outage must not restart the group"
 
         run.say("rank 0's host is cut off")
         cut = time.time()
@@ -124,17 +124,17 @@ def test_a_host_is_cut_off_and_comes_back(hosts):
     assert outcome == {"rows_lost": 0, "rows_doubled": 0, "steps_with_other_rows": 0}
     auc, expected = run.result()["eval.auc"], calm.result()["eval.auc"]
     assert abs(auc - expected) < 1e-3
-    # The coordinator has found it.
+    # The coordinator has attributed the hang to rank 0.
     hang = next(event for event in run.events(cut) if event["event"] == "hang")["cause"]
     assert f"rank 0 (pid {pid} on 10.77.0.{number}) hangs: no heartbeat" in hang
 
 
 @pytest.mark.cluster
 @pytest.mark.timeout(600)
-def test_a_host_is_out_of_reach_when_the_run_begins(hosts):
-    """Ray may place a worker there all the same; that start times out, and another is made."""
+def test_run_starts_without_an_unreachable_host(hosts):
+    """Ray may still place a worker on the host; this start times out and is repeated."""
     run = HostRun(hosts, "begin", {"min": 1, "max": WORKERS}, max_steps=60)
-    hosts.cut_off(WORKERS + 1)  # Ray still counts it
+    hosts.cut_off(WORKERS + 1)  # Ray still counts the host
     try:
         with run.begun():
             run.wait("training", lambda: run.trained(1))
@@ -166,7 +166,7 @@ with ray_session(num_cpus=1):
 
 @pytest.mark.cluster
 @pytest.mark.timeout(200)
-def test_who_hears_nothing_from_the_driver_ends_itself():
+def test_worker_exits_if_the_driver_does_not_respond():
     done = subprocess.run([sys.executable, "-c", SILENT], capture_output=True, text=True, timeout=180)
     os.kill(int(done.stdout), signal.SIGKILL)
     assert done.returncode == 70, done.stderr
@@ -210,7 +210,7 @@ def test_the_store_listens_on_one_address_only(tmp_path):
         host.end()
 
 
-def test_who_was_given_up_commits_nothing(tmp_path):
+def test_abandoned_worker_group_commits_no_checkpoint(tmp_path):
     import torch
     import torch.distributed.checkpoint as dcp
 

@@ -1,4 +1,4 @@
-"""The folder and the processes of a local Ray: without Ray, and with the one that tests share."""
+"""Test folders and processes of a local Ray, without Ray and with the shared Ray of the tests."""
 
 import os
 import signal
@@ -34,7 +34,7 @@ def base(tmp_path, monkeypatch):
     link.unlink()
 
 
-def test_a_folder_is_its_users_alone_and_goes(base):
+def test_ray_folder_is_private_and_removed_at_exit(base):
     with create_private_folder() as folder:
         assert folder.parent == base and folder.stat().st_mode & 0o777 == 0o700
         (folder / "ray").mkdir(0o777)
@@ -46,14 +46,14 @@ def test_a_folder_is_its_users_alone_and_goes(base):
 OWNER = "from raytrec.cluster.local_ray import make_folder; print(make_folder()[0], flush=True); input()"
 
 
-def test_what_a_killed_owner_left_is_swept_and_what_lives_stays(base):
+def test_sweep_removes_only_folders_of_dead_owners(base):
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     process = subprocess.Popen([sys.executable, "-c", OWNER], **pipes)
     left = Path(process.stdout.readline().strip())
     other = base / "raytrec-of-nobody"
     other.mkdir()
     sweep(base)
-    assert left.exists(), "its owner lives"
+    assert left.exists(), "the owner is still alive"
     process.kill()
     process.communicate()
     with create_private_folder() as folder:
@@ -62,7 +62,7 @@ def test_what_a_killed_owner_left_is_swept_and_what_lives_stays(base):
         assert folder.exists()
 
 
-def test_what_processes_said_last_is_kept(tmp_path):
+def test_stderr_tails_of_ray_processes_are_kept(tmp_path):
     (tmp_path / "worker-1.err").write_text("x" * 20_000 + "Fatal Python error: Segmentation fault")
     (tmp_path / "raylet.err").write_text("")
     said = local_ray.read_stderr_tails(tmp_path)
@@ -70,20 +70,20 @@ def test_what_processes_said_last_is_kept(tmp_path):
     assert len(said) < 9_000 and "raylet" not in said
 
 
-def test_a_path_that_is_too_long_is_said(base, monkeypatch):
+def test_too_long_ray_path_is_reported(base, monkeypatch):
     long = base / ("x" * 60)
     monkeypatch.setenv(RAY_TMPDIR_VARIABLE, str(long))
     with pytest.raises(RunError, match="too long") as error, create_private_folder():
         pass
     assert f"{RAY_TMPDIR_VARIABLE}={long}" in error.value.where and not long.exists()
     monkeypatch.delenv(RAY_TMPDIR_VARIABLE)
-    monkeypatch.setenv("TMPDIR", str(long))  # a batch system's, which was not chosen for Ray
+    monkeypatch.setenv("TMPDIR", str(long))  # set by a batch system, not for Ray
     with create_private_folder() as folder:
         assert folder.parent == Path("/tmp")
 
 
-def test_auto_is_the_head_of_this_user(base):
-    """Not whatever GCS Ray finds among the machine's processes, which may be a run's own."""
+def test_auto_address_finds_heads_of_this_user(base):
+    """Ray itself would pick any GCS process on the machine, even the one of a local run."""
     from raytrec.cluster.session import _require_single_address
 
     assert local_ray.heads() == []
@@ -104,15 +104,15 @@ def test_auto_is_the_head_of_this_user(base):
         assert _require_single_address(addresses[:1], "") == addresses[0] and local_ray.heads() == []
 
 
-def test_a_ray_inside_another_one_has_its_folder_beside(base, monkeypatch):
+def test_nested_ray_folder_is_a_sibling(base, monkeypatch):
     with create_private_folder() as outer:
         monkeypatch.setenv(RAY_TMPDIR_VARIABLE, str(outer))
         with create_private_folder() as inner:
             assert inner.parent == outer.parent
 
 
-def test_nothing_of_a_session_stays():
-    """Its leader has ended; children that do not listen to signals are ended by force."""
+def test_end_sessions_kills_all_members():
+    """The session leader has ended; children that ignore SIGTERM are killed."""
     code = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(100)"
     script = f"'{sys.executable}' -c '{code}' &"
     leader = subprocess.Popen(["bash", "-c", script], stdout=subprocess.PIPE, start_new_session=True)
@@ -125,7 +125,7 @@ def test_nothing_of_a_session_stays():
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 
 
-def test_ports_of_a_head_are_looked_at_first():
+def test_check_ports_rejects_unusable_ports():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -142,7 +142,7 @@ def test_ports_of_a_head_are_looked_at_first():
 
 @pytest.mark.parametrize("way", ["scaling.address", "RAY_ADDRESS"])
 @pytest.mark.parametrize("scheme", ["", "ray://"])
-def test_a_cluster_that_is_not_there_is_said_soon(monkeypatch, way, scheme):
+def test_unreachable_cluster_is_reported_soon(monkeypatch, way, scheme):
     monkeypatch.setattr("raytrec.cluster.access.STARTUP_TIMEOUT_S", 0.5)
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     with socket.socket() as probe:
@@ -159,7 +159,7 @@ def test_a_cluster_that_is_not_there_is_said_soon(monkeypatch, way, scheme):
     assert error.value.where == f"{way}={address}" and time.monotonic() - began < 10
 
 
-def test_what_is_no_cluster_is_said(monkeypatch):
+def test_server_that_is_not_a_cluster_is_reported(monkeypatch):
     monkeypatch.setattr("raytrec.cluster.access.ANSWER_S", 0.5)
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     with socket.socket() as web:
@@ -170,8 +170,8 @@ def test_what_is_no_cluster_is_said(monkeypatch):
             pass
 
 
-def test_rays_processes_are_apart(ray_cluster):
-    """A signal to the group of `raytrec train` reaches none of them; their files are where only we can go."""
+def test_ray_processes_are_isolated(ray_cluster):
+    """Signals to the group of `raytrec train` do not reach Ray's processes, and their files are private."""
     import ray
 
     @ray.remote(num_cpus=0)
@@ -181,16 +181,16 @@ def test_rays_processes_are_apart(ray_cluster):
     folder, worker = ray.get(look.remote())
     session = ray._private.worker._global_node.get_session_dir_path()
     assert session.startswith(f"{folder}/ray/session_") and os.stat(folder).st_mode & 0o777 == 0o700
-    assert os.environ.get(RAY_TMPDIR_VARIABLE) != folder, "other programs that we start are not in there"
+    assert os.environ.get(RAY_TMPDIR_VARIABLE) != folder, "other programs must not inherit the folder"
     children = psutil.Process().children()
     ours = [c.pid for c in children if session in " ".join(c.cmdline())]
-    assert len(ours) == 2, f"GCS and raylet, without those that a local Ray does not need: {children}"
+    assert len(ours) == 2, f"expected GCS and raylet only: {children}"
     for pid in [*ours, worker]:
         assert os.getpgid(pid) != os.getpgrp() and os.getsid(pid) != os.getsid(0)
 
 
-def test_the_cleaner_asks_its_own_cluster(ray_cluster):
-    """Whatever the machine's other clusters know."""
+def test_cleaner_queries_its_own_cluster(ray_cluster):
+    """The cleaner does not query other clusters on the machine."""
     import ray
 
     from raytrec.compat.ray_train import OwnClusterCleaner, is_own_actor_alive
@@ -219,12 +219,12 @@ def test_the_cleaner_asks_its_own_cluster(ray_cluster):
     assert ray.util.placement_group_table(group)["state"] == "CREATED"
     ray.kill(controller)
     table = ray.util.placement_group_table
-    wait_for(lambda: table(group)["state"] == "REMOVED", "the end of places whose controller died", 20)
+    wait_for(lambda: table(group)["state"] == "REMOVED", "removal of the placement group", 20)
     assert not is_own_actor_alive(actor, 1)
 
 
-def test_a_run_in_its_own_ray_has_no_actors_that_serve_nobody():
-    """Each would be a process, which Ray wakes a hundred times a second."""
+def test_run_in_its_own_ray_starts_no_unused_actors():
+    """Each actor would be a process that Ray wakes a hundred times per second."""
     from ray.train import ScalingConfig
 
     from raytrec.compat import ray_train
@@ -249,8 +249,8 @@ def test_a_run_in_its_own_ray_has_no_actors_that_serve_nobody():
     assert alone._coordinator_client is None, "an autoscaler was asked"
 
 
-def test_a_signal_that_comes_twice_at_once_is_one():
-    """`timeout` sends each to the process and to its group."""
+def test_duplicate_signals_count_as_one():
+    """`timeout` sends each signal to the process and to its group."""
     from types import SimpleNamespace
 
     from raytrec.driver.launch import DUPLICATE_SIGNAL_WINDOW_S, Stop
@@ -269,8 +269,8 @@ def test_a_signal_that_comes_twice_at_once_is_one():
         assert said == ["save", "abort"]
 
 
-def test_no_ray_is_begun_by_accident(ray_cluster):
-    """A thread that asks a Ray that has ended would begin or join another one, as Ray does by default."""
+def test_ray_auto_init_is_disabled(ray_cluster):
+    """By default, a thread that calls Ray after its end would start or join another Ray."""
     from ray._private import auto_init_hook
 
     assert auto_init_hook.enable_auto_connect is False

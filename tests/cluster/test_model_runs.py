@@ -1,4 +1,4 @@
-"""Whole runs with the models of this package and with one of the user's; what --allow-code is for."""
+"""Test complete runs with built-in models and a user-defined model, and the --allow-code option."""
 
 import json
 import os
@@ -35,7 +35,7 @@ class Mine(nn.Module):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A dataset whose tags are a sequence, and a module in the command's folder."""
+    """Dataset with tags as a sequence; its folder also contains a user-defined model."""
     folder = parquet.dataset(tmp_path_factory.mktemp("models") / "d")
     schema = folder / "schema.yaml"
     schema.write_text(schema.read_text().replace("pooling: mean", "pooling: sequence"))
@@ -44,7 +44,7 @@ def folder(tmp_path_factory):
 
 
 def raytrec(folder, *arguments):
-    """The command, in the dataset's folder."""
+    """Run the raytrec command in the dataset's folder."""
     return subprocess.run(
         [sys.executable, "-m", "raytrec", *arguments],
         cwd=folder,
@@ -65,7 +65,7 @@ def settings(folder, tmp_path, model, **changes):
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", MODELS)
-def test_trains_with_checks_and_evaluates_with_another_number_of_workers(folder, tmp_path, name):
+def test_models_train_with_checks_and_evaluate_on_one_worker(folder, tmp_path, name):
     run = raytrec(folder, "train", settings(folder, tmp_path, MODELS[name]), "--json")
     assert run.returncode == 0, run.stderr
     metrics = json.loads(run.stdout)
@@ -79,7 +79,7 @@ def test_trains_with_checks_and_evaluates_with_another_number_of_workers(folder,
 
 
 @pytest.mark.timeout(900)
-def test_a_model_of_ones_own_and_who_may_run_it(folder, tmp_path):
+def test_user_model_of_another_user_requires_allow_code(folder, tmp_path):
     model = {"name": "models_of_mine:Mine", "options": {"outputs": 1}, "max_length": 2}
     run = raytrec(folder, "train", settings(folder, tmp_path, model), "--json")
     assert run.returncode == 0, run.stderr
@@ -88,7 +88,7 @@ def test_a_model_of_ones_own_and_who_may_run_it(folder, tmp_path):
     again = raytrec(folder, "evaluate", place, "--data", data, "--json")
     assert again.returncode == 0, again.stderr
     assert json.loads(again.stdout)["eval.auc"] == pytest.approx(json.loads(run.stdout)["eval.auc"], abs=1e-6)
-    (tmp_path / "run/config.yaml.mark").unlink()  # another user's
+    (tmp_path / "run/config.yaml.mark").unlink()  # without the mark, the run counts as another user's
     for refused in (
         raytrec(folder, "evaluate", place, "--data", data),
         raytrec(folder, "train", "--warm-start", place, f"run.dir={tmp_path}/second"),

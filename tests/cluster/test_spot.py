@@ -1,4 +1,4 @@
-"""Spot machines first, on-demand ones where there are none, and notices that one goes: a fake EC2 and GCP."""
+"""Test spot machines, the fallback to on-demand machines, and preemption notices on fake clouds."""
 
 import copy
 import json
@@ -21,7 +21,7 @@ TAGS |= {"ray-user-node-type": "gpu"}
 
 
 class Cached:
-    """The configuration as the autoscaler asks for it."""
+    """Configuration with the interface that the autoscaler expects."""
 
     def __init__(self, config):
         self._config = AutoscalingConfig(config, skip_content_hash=True)
@@ -32,7 +32,7 @@ class Cached:
 
 @pytest.fixture(scope="module")
 def cloud(tmp_path_factory):
-    """A fake AWS account, and cluster.yaml filled in for it, as `ray up` has it before it starts the head."""
+    """Fake AWS account, and cluster.yaml filled in for it, as `ray up` does before it starts the head."""
     import boto3
     from moto import mock_aws
 
@@ -61,7 +61,7 @@ def cloud(tmp_path_factory):
 
 @pytest.fixture
 def account(cloud, monkeypatch):
-    """That account with free spot machines, none taken: (EC2, provider, config, remaining machines)."""
+    """(EC2, provider, config, remaining spot machines) of the fake account; no machine runs."""
     import botocore.client
 
     ec2, provider, config = cloud
@@ -70,7 +70,7 @@ def account(cloud, monkeypatch):
     ask, left = botocore.client.BaseClient._make_api_call, {"spot": 100}
 
     def answer(self, operation, request):
-        """EC2 launches up to MaxCount machines, those that it has; moto always MinCount."""
+        """Launch up to MaxCount available machines, as EC2 does; moto always launches MinCount."""
         if operation == "RunInstances":
             count = request["MaxCount"]
             if "InstanceMarketOptions" in request:
@@ -87,7 +87,7 @@ def account(cloud, monkeypatch):
 
 
 def launch(provider, config, count):
-    """Through the autoscaler's own adapter; the errors that it has noted."""
+    """Launch machines through the autoscaler's adapter and return its errors."""
     config = copy.deepcopy(config)
     config.pop("head_node")  # as `ray up` does for the head
     adapter = NodeProviderAdapter(provider(config["provider"], "raytrec"), Cached(config))
@@ -103,7 +103,7 @@ def alive(ec2):
     return [i for i in ec2.instances.all() if i.state["Name"] in ("pending", "running")]
 
 
-def test_ec2_accepts_every_node_type_as_it_is_written(account):
+def test_ec2_accepts_every_node_type(account):
     """boto3 checks each key against EC2's API."""
     ec2, provider, config, _ = account
     for name, kind in config["available_node_types"].items():
@@ -117,8 +117,8 @@ def test_ec2_accepts_every_node_type_as_it_is_written(account):
     assert spot == {"g6.12xlarge", "c7i.4xlarge"}
 
 
-def test_resources_are_those_of_the_machines(account):
-    """The autoscaler reckons with EC2's own figures of the instance types."""
+def test_node_resources_match_ec2_instance_types(account):
+    """The autoscaler uses EC2's own data of the instance types."""
     ec2, _, config, _ = account
     types = config["available_node_types"]
     names = [types[name]["node_config"]["InstanceType"] for name in ("gpu", "cpu")]
@@ -130,13 +130,13 @@ def test_resources_are_those_of_the_machines(account):
         assert resources.get("GPU", 0) == sum(each["Count"] for each in gpus)
 
 
-def test_nothing_is_let_in_but_what_the_given_group_does(account):
-    """With the security group of cluster.yaml, Ray makes none and opens nothing."""
+def test_ray_adds_no_security_group_or_rule(account):
+    """Given the security group of cluster.yaml, Ray creates no group and opens no port."""
     ec2, _, config, _ = account
     (group,) = ec2.security_groups.filter(GroupNames=["raytrec"])
     assert group.ip_permissions == []
     assert [g.group_name for g in ec2.security_groups.all() if g.group_name.startswith("ray-")] == []
-    assert "head_node" in config and config["head_node"] == {}  # nor a role that may do everything
+    assert "head_node" in config and config["head_node"] == {}  # no role with all permissions either
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_nothing_is_let_in_but_what_the_given_group_does(account):
         (0, {"on demand": 3}),
     ],
 )
-def test_machines_are_spot_while_there_are_any(account, free, expected):
+def test_spot_machines_are_preferred_to_on_demand(account, free, expected):
     ec2, provider, config, left = account
     left["spot"] = free
     assert launch(provider, config, 3) == []
@@ -156,7 +156,7 @@ def test_machines_are_spot_while_there_are_any(account, free, expected):
     assert {each["ray-user-node-type"] for each in tags} == {"gpu"}
 
 
-def test_ray_alone_has_no_machine_when_spot_is_refused(account):
+def test_plain_ray_gets_no_machine_without_spot_capacity(account):
     from ray.autoscaler._private.aws.node_provider import AWSNodeProvider
 
     ec2, _, config, left = account
@@ -166,7 +166,7 @@ def test_ray_alone_has_no_machine_when_spot_is_refused(account):
     assert bought(ec2) == {}
 
 
-def test_a_mistake_is_an_error_of_the_second_request(account):
+def test_config_mistake_fails_the_on_demand_request(account):
     ec2, provider, config, _ = account
     config["available_node_types"]["gpu"]["node_config"]["IamInstanceProfile"] = {
         "Arn": "arn:aws:iam::1:x/no"
@@ -177,7 +177,7 @@ def test_a_mistake_is_an_error_of_the_second_request(account):
 
 
 class Answers(BaseHTTPRequestHandler):
-    """A server that answers in text."""
+    """Request handler that answers with text."""
 
     def answer(self, status, text):
         self.send_response(status)
@@ -191,7 +191,7 @@ class Answers(BaseHTTPRequestHandler):
 
 @contextmanager
 def serving(handler, **about):
-    """A server on loopback; `about` becomes attributes of it, next to `address`."""
+    """Run a server on loopback and set `about` and `address` as its attributes."""
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         vars(server).update(about, address=f"http://127.0.0.1:{server.server_port}")
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -200,7 +200,7 @@ def serving(handler, **about):
 
 
 class Google(Answers):
-    """The part of Compute Engine's API that launches a machine; spot machines are sold out."""
+    """Compute Engine's API for launching machines; spot machines can be sold out."""
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -238,8 +238,8 @@ def google(monkeypatch):
         yield server
 
 
-@pytest.mark.parametrize("sold_out", [True, False], ids=["sold-out", "to-be-had"])
-def test_gcp_on_demand_when_spot_is_refused(google, sold_out):
+@pytest.mark.parametrize("sold_out", [True, False], ids=["sold-out", "available"])
+def test_gcp_falls_back_to_on_demand_machines(google, sold_out):
     google.sold_out = sold_out
     config = prepared(GCP)
     config["provider"]["project_id"] = "project-1"
@@ -254,7 +254,7 @@ def test_gcp_on_demand_when_spot_is_refused(google, sold_out):
 
 
 def unknown(value, name, schemas, where=""):
-    """Keys of a value that Google's description of its API does not have."""
+    """Return the keys of a value that Google's API description does not contain."""
     schema = schemas[name] if isinstance(name, str) else name
     schema = schemas[schema["$ref"]] if "$ref" in schema else schema
     if isinstance(value, list):
@@ -268,7 +268,7 @@ def unknown(value, name, schemas, where=""):
     ]
 
 
-def test_gcp_knows_every_key_of_the_node_types(google):
+def test_gcp_api_knows_every_node_type_key(google):
     from googleapiclient.discovery_cache import get_static_doc
 
     schemas = json.loads(get_static_doc("compute", "v1"))["schemas"]
@@ -306,7 +306,7 @@ def metadata():
 
 
 @pytest.mark.parametrize("notice", [preemption.has_aws_notice, preemption.has_gcp_notice])
-def test_a_notice_is_heard_and_a_server_that_does_not_answer_is_none(metadata, notice):
+def test_preemption_notice_is_detected(metadata, notice):
     assert notice(metadata.address) is False
     metadata.going = True
     assert notice(metadata.address) is True
@@ -315,14 +315,14 @@ def test_a_notice_is_heard_and_a_server_that_does_not_answer_is_none(metadata, n
     assert notice(metadata.address) is False
 
 
-def test_it_is_waited_for(monkeypatch):
+def test_wait_for_polls_until_a_notice_arrives(monkeypatch):
     monkeypatch.setattr(preemption, "POLL_INTERVAL_S", 0.01)
     answers = iter([False, False, True])
     preemption.wait_for(lambda: next(answers))
     assert not list(answers)
 
 
-def test_a_proxy_is_never_asked(metadata, monkeypatch):
+def test_notice_query_bypasses_proxies(metadata, monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     metadata.going = True
     assert preemption.has_aws_notice(metadata.address) is True

@@ -1,4 +1,4 @@
-"""The warm process forks workers that are like new processes, and refuses what could not be."""
+"""Test that the warm process forks workers like new processes and refuses all other requests."""
 
 import json
 import os
@@ -21,14 +21,14 @@ found["refused"] = "with_gpus" in sys.modules and sys.modules["torch"].cuda._is_
 found |= {"env": dict(os.environ), "job": os.environ.get("RAY_JOB_ID")}
 print(json.dumps(found), flush=True)
 """
-# As on WSL 2, whose GPUs have no device file: who asks for GPUs has armed torch's guard for all forks.
+# As on WSL 2, where GPUs have no device file: a query for GPUs arms torch's guard for all forks.
 WITH_GPUS = """
 import torch
 asked = []
 torch.cuda._is_compiled, torch._C._cuda_getDeviceCount = (lambda: True), (lambda: asked.append(1) or 1)
 torch.cuda._is_in_bad_fork = lambda: bool(asked)
 """
-COLD = "print('{\"warm\": false}')"  # what Ray's own setup_worker.py would do
+COLD = "print('{\"warm\": false}')"  # stands in for Ray's own setup_worker.py
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def place(folder):
 
 
 class warm:
-    """A warm process that has imported modules as those of Ray's."""
+    """Context manager of a warm process that imports the given modules."""
 
     def __init__(self, folder, *modules, early=()):
         self._place = folder / f"{modules[-1]}.socket"
@@ -72,7 +72,7 @@ class warm:
 
 
 def start(folder, place, script="worker.py", job="01000000", **set_for_it):
-    """What the raylet does for a worker."""
+    """Start a worker the way the raylet does."""
     context = json.dumps({"env_vars": set_for_it})
     command = [sys.executable, "-S", FORKED_WORKER_PROGRAM, str(folder / script), "--node-id=1"]
     environment = os.environ | {PLACE: str(place), "RAY_JOB_ID": job, "RAY_RAYLET_PID": str(RAYLET)}
@@ -90,7 +90,7 @@ def outcome(*args, **options):
         return json.loads(process.communicate(timeout=60)[0])
 
 
-def test_a_forked_worker_is_like_a_process_of_its_own(folder, place):
+def test_forked_worker_behaves_like_a_new_process(folder, place):
     one, other = (outcome(folder, place, COLOUR=colour) for colour in ("red", "blue"))
     assert one["warm"] and one["arguments"] == ["--node-id=1"] and one["folder"] == str(folder)
     assert one["env"]["COLOUR"] == "red" and other["env"]["COLOUR"] == "blue"
@@ -100,29 +100,29 @@ def test_a_forked_worker_is_like_a_process_of_its_own(folder, place):
 @pytest.mark.parametrize(
     "wrong", [{"job": "02000000"}, {"MALLOC_ARENA_MAX": "3"}, {"RAY_worker_niceness": "3"}]
 )
-def test_what_was_read_before_the_fork_cannot_be_otherwise(folder, place, wrong):
+def test_changed_startup_settings_prevent_forking(folder, place, wrong):
     assert not outcome(folder, place, **wrong)["warm"]
 
 
-def test_ids_that_would_come_twice_are_noticed(folder):
+def test_ids_drawn_before_the_fork_prevent_forking(folder):
     with warm(folder, "seeds") as place:
         assert not outcome(folder, place)["warm"]
 
 
 @pytest.mark.parametrize("module,forks", [("asks", True), ("begins", False)])
-def test_who_is_forked_can_use_gpus(folder, module, forks):
-    """fbgemm_gpu asks whether there are any when it is imported; whatever begins CUDA is noticed."""
+def test_forked_worker_can_use_gpus(folder, module, forks):
+    """fbgemm_gpu only queries GPUs on import; a module that initializes CUDA prevents forking."""
     with warm(folder, "with_gpus", module) as place:
         found = outcome(folder, place)
         assert found["warm"] == forks and not found.get("refused")
 
 
-def test_where_nobody_can_be_forked_workers_do_not_wait_for_imports(folder):
+def test_cold_workers_do_not_wait_for_imports(folder):
     with warm(folder, "slow", early=["with_gpus", "begins"]) as place:
         assert not outcome(folder, place)["warm"] and not (folder / "slow").exists()
 
 
-def test_a_worker_and_who_asked_for_it_end_together_and_all_with_the_driver(folder):
+def test_forked_workers_end_with_requester_and_driver(folder):
     with warm(folder, "early") as place:
         processes = [start(folder, place, "waits.py") for _ in range(3)]
         first, second, third = (int(process.stdout.readline()) for process in processes)
@@ -134,7 +134,7 @@ def test_a_worker_and_who_asked_for_it_end_together_and_all_with_the_driver(fold
     wait_until_gone(third)
     for process in processes:
         process.communicate()
-    assert not outcome(folder, place)["warm"], "Ray's workers start all the same"
+    assert not outcome(folder, place)["warm"], "workers must also start without the warm process"
 
 
 def wait_until_gone(pid):

@@ -1,4 +1,4 @@
-"""Collectives on real ranks, against what the ranks brought."""
+"""Collectives on real ranks, compared with the inputs of the ranks."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def sent(rank, world, at_once):
 
 
 @pytest.mark.parametrize("at_once", [4, 1000])
-def test_rows_go_to_the_ranks_that_they_belong_to(at_once):
+def test_send_delivers_rows_to_their_ranks(at_once):
     everything = [*range(7), *range(200, 230)]
     for rank, (numbers, most, total) in enumerate(on_ranks(3, sent, at_once)):
         assert numbers == [n for n in everything if n % 3 == rank] and (most, total) == (2, 200)
@@ -30,14 +30,14 @@ def gathered(rank, world, device):
     assert wide.tolist() == [[n, -n] for n in rows.tolist()]
     values = torch.tensor([rank, -rank])
     assert peers.max(values).tolist() == [2, 0] and peers.stack(values).tolist() == [[0, 0], [1, -1], [2, -2]]
-    assert values.tolist() == [rank, -rank], "unchanged"
+    assert values.tolist() == [rank, -rank], "max and stack changed their input"
     parts = torch.randn(world, 2, 3, generator=torch.Generator().manual_seed(rank))
     assert torch.equal(peers.sum_own(parts), peers.sum(parts)[rank])
     return rows.tolist()
 
 
 @pytest.mark.parametrize("device", [None, torch.device("cpu")])
-def test_rows_are_gathered_in_the_order_of_ranks(device):
+def test_gather_keeps_the_order_of_ranks(device):
     assert on_ranks(3, gathered, device) == [[*range(7), 20, 21, 22]] * 3
 
 
@@ -49,18 +49,18 @@ def alike(rank, world):
     return [peers.same(value) for value in same], [peers.same(value) for value in other]
 
 
-def test_whether_values_are_the_same_on_all_ranks():
+def test_same_detects_values_that_differ_between_ranks():
     assert on_ranks(3, alike) == [([True] * 3, [False] * 4)] * 3
 
 
-def test_a_process_without_others_exchanges_nothing():
+def test_single_process_exchanges_nothing():
     peers, values = Peers(), torch.tensor([3, 1, 3])
     assert peers.world == 1 and peers.same(values) and peers.objects(5) == [5]
     assert peers.sum(values) is values and peers.send([values], values)[0] is values
     assert peers.stack(values).tolist() == [[3, 1, 3]] and peers.union(values).tolist() == [1, 3]
 
 
-def test_values_are_regrouped_without_a_sort():
+def test_regrouping_equals_a_stable_sort():
     sizes_AB = torch.tensor([[2, 0, 1], [1, 3, 0]])
     of_b = torch.tensor([0, 0, 2, 0, 1, 1, 1])
     assert compute_regrouping(sizes_AB, 7).tolist() == of_b.argsort(stable=True).tolist()

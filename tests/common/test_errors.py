@@ -3,13 +3,13 @@ import pickle
 from raytrec.common.errors import DataError, RunError, find_similar_word, get_root_cause
 
 
-def test_parts_are_shown_and_survive_pickling():
+def test_errors_show_their_parts_after_pickling():
     error = pickle.loads(pickle.dumps(DataError("bad", where="file", expected="good", do="mend")))
     assert isinstance(error, DataError)
     assert str(error) == "bad\n  where:    file\n  expected: good\n  do:       mend"
 
 
-def test_root_cause_looks_through_wrappers():
+def test_root_cause_is_found_inside_wrappers():
     class WorkerGroupError(Exception):
         def __init__(self, failures):
             self.worker_failures = failures
@@ -23,6 +23,6 @@ def test_root_cause_looks_through_wrappers():
     assert get_root_cause(RunError("r")).what == "r"
 
 
-def test_nearest_word():
+def test_similar_word_is_found():
     assert find_similar_word("wokers", ["workers", "window"]) == "workers"
     assert find_similar_word("zzz", ["workers"]) is None

@@ -1,11 +1,11 @@
-"""Numbers as people read them."""
+"""Formatting of numbers."""
 
 from math import nan
 
 from raytrec.common.formatting import percent
 
 
-def test_a_share_is_100_percent_only_where_it_is_all():
+def test_percent_shows_100_only_for_the_whole():
     shares = {0.708: "71 %", 0.0123: "1.2 %", 0.0004: "0.04 %", 0.0: "0 %", 0.994: "99 %", 0.996: "99.6 %"}
     shares |= {
         0.9996: "99.96 %",

@@ -1,4 +1,4 @@
-"""Freed memory is kept while it is used again, and given back at the end of an epoch."""
+"""Freed memory is retained for reuse, and returned to the kernel at the end of an epoch."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ before = resident_mib()
 pieces = [ctypes.c_void_p(libc.malloc(1 << 20)) for _ in range(100)]
 for piece in pieces:
     ctypes.memset(piece, 1, 1 << 20)
-for piece in pieces[:-1]:  # the last stays at the top
+for piece in pieces[:-1]:  # the last block stays at the top of the heap
     libc.free(piece)
 print(resident_mib() - before)
 memory.trim_memory()
@@ -56,23 +56,23 @@ if THREAD:
 else:
     measure()
 """
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="of glibc")
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="requires glibc")
 
 
 def printed(code):
-    """The numbers that a process of this code prints."""
+    """Run the code in a process and return the printed numbers."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return map(float, done.stdout.split())
 
 
-def test_freed_memory_is_kept_and_given_back():
+def test_freed_memory_is_retained_until_trimmed():
     kept, left = printed(EPOCH)
     assert kept > 90 and left < 10
 
 
 @pytest.mark.parametrize("thread", [False, True])
-def test_a_step_takes_no_page_from_the_kernel_that_the_one_before_has_freed(thread):
+def test_retained_memory_avoids_page_faults_in_later_steps(thread):
     before, after = printed(STEPS.replace("THREAD", str(thread)))
-    assert before > 1000, "glibc keeps it by itself: retain_freed_memory is not needed"
+    assert before > 1000, "glibc retains freed memory by default; retain_freed_memory is unnecessary"
     assert after < 100

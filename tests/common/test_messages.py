@@ -1,4 +1,4 @@
-"""Messages as lines of a run folder: what is written is what is read back."""
+"""Messages are written as lines of a run folder and read back unchanged."""
 
 import json
 from dataclasses import replace
@@ -27,14 +27,14 @@ EXAMPLES = [
 ]
 
 
-def test_every_class_has_an_example():
+def test_every_message_class_has_an_example():
     assert {type(message) for message in EXAMPLES} == set(CLASSES.values())
 
 
 @pytest.mark.parametrize(
     "message", [message for message in EXAMPLES if message.FILE], ids=lambda message: message.KIND
 )
-def test_a_line_is_read_as_what_it_was_written_from(message):
+def test_messages_round_trip_through_lines(message):
     line = json.loads(json.dumps(message.line()))
     assert not set(message.LEFT_OUT) & set(line)
     there = from_line(message.FILE, line)
@@ -44,14 +44,14 @@ def test_a_line_is_read_as_what_it_was_written_from(message):
 
 
 @pytest.mark.parametrize("event", recorded.EVENTS, ids=lambda event: f"{event['event']}-{event['unix_s']}")
-def test_events_have_the_class_of_their_kind(event):
+def test_recorded_events_are_read_as_their_class(event):
     message = from_line(messages.EVENTS, event)
     kind = event["event"] if event["event"] in ("start", "saved") else "event"
     assert kind == message.KIND and message.unix_s == event["unix_s"]
     assert {**message.values(), "event": event["event"]}.items() >= event.items()
 
 
-def test_figures_of_any_name_are_kept():
+def test_metric_lines_keep_any_name():
     line = {"kind": "train", "unix_s": 1.0, "step": 3, "my.metric": 0.25, "figures": 3}
     assert from_line(messages.METRICS, line).figures == {"my.metric": 0.25, "figures": 3}
     assert messages.Train(step=3, figures={"my.metric": 0.25}).line()["my.metric"] == 0.25

@@ -1,4 +1,4 @@
-"""How processes end: all of Python's ends, nothing after it is run; the next one removes leftovers."""
+"""Process exit: Python's exit handlers run, C exit handlers do not; the next process removes leftovers."""
 
 import re
 import signal
@@ -22,7 +22,7 @@ time.sleep(600)
 """
 
 
-def test_what_a_killed_process_made_stays_while_it_lives_and_is_removed_after_it(tmp_path):
+def test_leftovers_are_removed_only_after_their_owner_ends(tmp_path):
     maker = subprocess.Popen([sys.executable, "-c", MAKE, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     try:
         assert maker.stdout.readline() == "made\n"
@@ -35,7 +35,7 @@ def test_what_a_killed_process_made_stays_while_it_lives_and_is_removed_after_it
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_not_a_leftover_stays(tmp_path):
+def test_remove_leftovers_keeps_other_files(tmp_path):
     remove(tmp_path / "missing")
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait(60)
@@ -67,7 +67,7 @@ import atexit, ctypes, sys, threading, time
 from raytrec.common.processes import exit_after_block
 
 libc = ctypes.CDLL(None)
-libc.__cxa_atexit(ctypes.cast(libc.abort, ctypes.c_void_p), None, None)  # in the place of C++ that frees
+libc.__cxa_atexit(ctypes.cast(libc.abort, ctypes.c_void_p), None, None)  # like a crash in C++ cleanup
 
 def work():
     time.sleep(0.2)
@@ -89,14 +89,14 @@ def end(last):
     ("last", "code"),
     [("pass", 0), ("sys.exit()", 0), ("sys.exit(130)", 130), ("sys.exit('no')", 1), ("raise KeyError(7)", 1)],
 )
-def test_all_of_pythons_end_and_nothing_after_it(last, code):
+def test_exit_after_block_skips_c_exit_handlers(last, code):
     ended = end(last)
     assert ended.returncode == code, ended.stderr
     assert ended.stdout == "thread\natexit\n"
     assert ("KeyError: 7" in ended.stderr) == ("KeyError" in last)
 
 
-def test_the_command_ends_so():
+def test_command_skips_c_exit_handlers():
     blocker = "import ctypes; c = ctypes.CDLL(None); "
     blocker += "c.__cxa_atexit(ctypes.cast(c.abort, ctypes.c_void_p), None, None); "
     for arguments, code in ((["--help"], 0), (["report", "/nowhere/at/all"], 1)):

@@ -1,4 +1,4 @@
-"""Secrets in everything that a run shows or hands on: whatever the password, nothing of it is to be seen."""
+"""No output of a run contains a part of a password or another secret."""
 
 import io
 import json
@@ -17,7 +17,7 @@ from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.redaction import find_hidden_keys, hide, hide_all, hide_yaml
 from raytrec.config.run_config import load_config
 
-SEED = "Zq9x7Kw"  # a part of every secret, which nothing else has
+SEED = "Zq9x7Kw"  # part of every secret, and of no other text
 ANY = st.text(
     st.characters(min_codepoint=33, max_codepoint=0x2FF, exclude_characters='<>" \x85\xa0'), max_size=12
 )
@@ -36,7 +36,7 @@ NAMES = (*PARAMETERS[5:-3], "DB_PWD", "clientSecret", "credentials", "AZURE_STOR
 
 @st.composite
 def addresses(draw):
-    """An address with a password, a token in the user's place, or a signed parameter."""
+    """Draw an address with a password, a token as user name, or a signed parameter."""
     scheme, host = draw(SCHEME), draw(HOST)
     kind = draw(st.sampled_from(["password", "token", "token and nothing", "parameter", "fragment"]))
     if kind == "password":
@@ -70,7 +70,7 @@ SECRETS = st.one_of(
     after=st.sampled_from(["", ": no", "']"]),
 )
 @settings(max_examples=200, deadline=None)
-def test_texts(secret, before, after):
+def test_secrets_in_texts_are_hidden(secret, before, after):
     text = f"{before}{secret}{after}"
     assert SEED not in hide(text), hide(text)
     assert hide(hide(text)) == hide(text)
@@ -80,7 +80,7 @@ def test_texts(secret, before, after):
 
 @given(address=addresses(), name=st.sampled_from(NAMES))
 @settings(max_examples=60, deadline=None)
-def test_settings(address, name):
+def test_secrets_in_settings_are_hidden(address, name):
     values = {"uri": address, "list": [address, {name: SEED}], "tags": {name: f"a {SEED}"}}
     values[name] = [SEED, {"x": SEED}]
     assert SEED not in str(hide_all(values))
@@ -91,8 +91,8 @@ def test_settings(address, name):
 
 @given(address=addresses())
 @settings(max_examples=15, deadline=None)
-def test_every_output(address, tmp_path_factory):
-    """What is printed, recorded, reported and shown on a dashboard, of a run whose settings hold secrets."""
+def test_secrets_are_hidden_in_every_output(address, tmp_path_factory):
+    """Console, MLflow, dashboard and tracebacks of a run whose settings contain secrets."""
     from ray.train.v2._internal.state.schema import _to_json_serializable_value
 
     from raytrec.client.jobs import _check_no_secrets
@@ -139,11 +139,11 @@ SHOWN_BEFORE = [
 
 
 @pytest.mark.parametrize("text", SHOWN_BEFORE)
-def test_options_fields_and_tokens_of_registries_are_hidden_in_any_text(text):
+def test_secrets_in_commands_and_tokens_are_hidden(text):
     assert SEED not in hide(text) and hide(hide(text)) == hide(text)
 
 
-def test_tags_for_sessions_and_long_numbers_called_token_are_hidden():
+def test_session_tags_and_numeric_tokens_are_hidden():
     tags = {"cookie": SEED, "bearer": SEED, "session": SEED, "token": 123_456_789, "team": "ads"}
     assert hide_all(tags) == {name: "***" for name in tags if name != "team"} | {"team": "ads"}
     assert hide("token=123456789") == "token=***"
@@ -174,7 +174,7 @@ token_ids: no such column
 raytrec check config.yaml --password-file x"""
 
 
-def test_what_holds_no_secret_stays():
+def test_values_without_secrets_are_unchanged():
     for text in NO_SECRETS.split("\n"):
         assert hide(text) == text
     values = {
@@ -189,7 +189,7 @@ def test_what_holds_no_secret_stays():
     assert hide_all({"password": 12345} | kept) == {"password": "***"} | kept
 
 
-def test_long_text_takes_no_time():
+def test_hiding_secrets_in_long_text_is_fast():
     pieces = ["a", "a=", "://", "a:b@", "'a': ", "?a=b", " ", "eyJaaaaaaaaaaa.", "-p ", "password: "]
     for piece in (*pieces, "-----BEGIN PRIVATE KEY-----"):
         hide(piece * (300_000 // len(piece)))

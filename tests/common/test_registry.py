@@ -1,4 +1,4 @@
-"""Parts that are found by their files, and by module:name."""
+"""Registries find parts in the files of a package, and by module:name."""
 
 import sys
 
@@ -10,7 +10,7 @@ from raytrec.common.registry import Registry
 
 @pytest.fixture
 def parts(tmp_path, monkeypatch):
-    """A package with a registry and two files of parts."""
+    """Create a package with a registry and two files of parts."""
     package = tmp_path / "sweets_of_mine"
     package.mkdir()
     (package / "__init__.py").write_text(
@@ -31,12 +31,12 @@ def parts(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def test_each_file_of_the_package_is_found(parts):
+def test_registry_finds_parts_in_package_files(parts):
     assert list(parts.parts) == ["fudge", "toffee"]
     assert parts.find("toffee", "bag").__module__ == "sweets_of_mine.toffee"
 
 
-def test_one_of_yours_is_found_by_its_path(parts):
+def test_registry_finds_user_parts_by_path(parts):
     assert parts.find("elsewhere_sweets:Nougat", "bag").__name__ == "Nougat"
     assert list(parts.parts) == ["fudge", "toffee"]
 
@@ -50,18 +50,18 @@ def test_one_of_yours_is_found_by_its_path(parts):
         ("no_such_sweets:Nougat", "no module named 'no_such_sweets'"),
     ],
 )
-def test_what_is_none_is_refused(parts, name, message):
+def test_registry_rejects_unknown_names(parts, name, message):
     with pytest.raises(ConfigError) as error:
         parts.find(name, "bag")
     assert message in str(error.value) and "where:    bag" in str(error.value)
 
 
-def test_errors_of_a_module_are_its_own(parts):
+def test_registry_propagates_errors_of_user_modules(parts):
     with pytest.raises(AttributeError, match="there_is_no_such_name"):
         parts.find("broken_sweets:Nougat", "bag")
 
 
-def test_a_name_belongs_to_one_part():
+def test_registry_rejects_duplicate_names():
     registry = Registry("sweet", __name__)
     one = type("One", (), {})
     assert registry("fudge")(one) is one and registry("fudge")(one) is one

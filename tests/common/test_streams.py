@@ -1,4 +1,4 @@
-"""Output to streams that cannot take it."""
+"""Output to streams that are closed, full, or cannot encode the text."""
 
 import io
 import os
@@ -21,7 +21,7 @@ os.kill(os.getpid(), signal.SIGHUP)
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
-def test_characters_that_the_encoding_lacks_are_replaced(encoding, monkeypatch):
+def test_unencodable_characters_are_replaced(encoding, monkeypatch):
     stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     monkeypatch.setattr(sys, "stdout", stream)
     with tolerate_stream_errors():
@@ -32,7 +32,7 @@ def test_characters_that_the_encoding_lacks_are_replaced(encoding, monkeypatch):
     assert text == ("│ 1 – 2 … │\n× µs\n".encode(encoding, "replace").decode(encoding))
 
 
-def test_streams_that_are_gone_drop_text():
+def test_closed_streams_drop_text():
     ends = os.pipe()
     os.close(ends[0])
     with open(ends[1], "w", buffering=1) as pipe:
@@ -52,7 +52,7 @@ def test_streams_that_are_gone_drop_text():
 @pytest.mark.parametrize(
     ("target", "code", "message"), [("/dev/full", 1, "No space left"), ("closed", 0, "")]
 )
-def test_a_result_that_is_lost_is_an_error_unless_its_reader_has_ended(target, code, message):
+def test_lost_output_is_an_error_unless_the_reader_has_exited(target, code, message):
     if target == "closed":
         reading, writing = os.pipe()
         os.close(reading)
@@ -66,7 +66,7 @@ def test_a_result_that_is_lost_is_an_error_unless_its_reader_has_ended(target, c
 
 
 @pytest.mark.parametrize(("ignored", "code"), [(False, 7), (True, 0)])
-def test_hangup_is_taken_as_sigterm_except_under_nohup(ignored, code):
+def test_hangup_is_handled_as_sigterm_except_under_nohup(ignored, code):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
     try:
         assert subprocess.run([sys.executable, "-c", HANGUP], timeout=60).returncode == code

@@ -1,4 +1,4 @@
-"""Places of files in folders whose URI has a query."""
+"""Paths of files in folders whose URI has a query."""
 
 import pytest
 
@@ -8,13 +8,13 @@ from raytrec.common.storage import get_sibling, join_uri, split_query
 @pytest.mark.parametrize(
     ("folder", "inside", "neighbour"),
     [
-        ("/data/a b?/train", "/data/a b?/train/x", "/data/a b?/x"),  # ? is a letter of a path
+        ("/data/a b?/train", "/data/a b?/train/x", "/data/a b?/x"),  # in a path, ? is a normal character
         ("data/train//", "data/train/x", "data/x"),
         ("s3://bucket/data/train", "s3://bucket/data/train/x", "s3://bucket/data/x"),
         ("s3://bucket/train/?region=eu-1", "s3://bucket/train/x?region=eu-1", "s3://bucket/x?region=eu-1"),
         ("gs://bucket/train?a=b/c&d=?", "gs://bucket/train/x?a=b/c&d=?", "gs://bucket/x?a=b/c&d=?"),
     ],
 )
-def test_names_are_joined_before_the_query(folder, inside, neighbour):
+def test_join_uri_inserts_names_before_the_query(folder, inside, neighbour):
     assert (join_uri(folder, "x"), get_sibling(folder, "x")) == (inside, neighbour)
     assert split_query(inside)[1] == split_query(folder)[1]

@@ -1,4 +1,4 @@
-"""No private name of upstream outside raytrec/compat, and nothing of upstream that is changed there."""
+"""Only raytrec/compat uses private upstream names or assigns to upstream objects."""
 
 import ast
 from functools import cache
@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 UPSTREAM = {"ray", "torch", "torchrec", "fbgemm_gpu", "mlflow", "torchmetrics"}
-PUBLIC = ("torch.backends.", "torch.utils.")  # settings, which are there to be assigned
+PUBLIC = ("torch.backends.", "torch.utils.")  # settings that users may assign
 FILES = sorted(
     path
     for folder in ("raytrec", "datasets", "jobs", "benchmarks")
@@ -17,7 +17,7 @@ FILES = sorted(
     if ROOT / "raytrec" / "compat" not in path.parents
 )
 DEFINED = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-# What upstream names in no interface: files, variables, texts of errors.
+# Upstream names without a public interface: files, environment variables, error texts.
 LITERALS = (
     "checkpoint_manager_snapshot",
     "RAY_JOB_CONFIG_JSON_ENV_VAR",
@@ -36,16 +36,16 @@ LITERALS = (
 
 
 class Names(ast.NodeVisitor):
-    """Collects what a file uses of upstream's private parts.
+    """A visitor that collects a file's uses of private upstream names.
 
     Attributes:
-        found: (line, what).
+        found: (line, description) of each use.
     """
 
     def __init__(self, tree):
         self.found, self._imported = [], {}
         self._own = _own(tree)
-        for node in ast.walk(tree):  # imports first, wherever they are
+        for node in ast.walk(tree):  # collect imports first
             if isinstance(node, ast.Import | ast.ImportFrom):
                 self._note(node)
         self.visit(tree)
@@ -97,7 +97,7 @@ class Names(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_ClassDef(self, node):
-        """A method with a private name in a class that inherits from upstream may be an override."""
+        """Report private methods of classes that inherit from upstream; they may be overrides."""
         bases = [path for base in node.bases if (path := self._path(base))]
         for method in node.body:
             named = isinstance(method, ast.FunctionDef) and _is_private(method.name)
@@ -110,7 +110,7 @@ class Names(ast.NodeVisitor):
             self.found.append((node.lineno, f"'{text}'"))
 
     def _path(self, node):
-        """The upstream path of an expression such as `torch.nn.Module`; None where it is not upstream's."""
+        """Return the upstream path of an expression such as `torch.nn.Module`, or None."""
         if isinstance(node, ast.Name):
             return self._imported.get(node.id)
         if isinstance(node, ast.Attribute) and (base := self._path(node.value)):
@@ -127,13 +127,13 @@ class Names(ast.NodeVisitor):
 
 
 def _is_python(node):
-    """Python's own: os._exit, sys._current_frames, a namedtuple's _replace."""
+    """Return True for Python's own private names: os._exit, sys._current_frames, a namedtuple's _replace."""
     module = node.value.id if isinstance(node.value, ast.Name) else ""
     return module in ("os", "sys") or node.attr == "_replace"
 
 
 def _own(tree):
-    """The names that a file defines."""
+    """Return the names that a file defines."""
     nodes = list(ast.walk(tree))
     names = {n.name for n in nodes if isinstance(n, DEFINED)}
     names |= {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
@@ -144,7 +144,7 @@ def _own(tree):
 
 @cache
 def _of_own_classes():
-    """The names that any file of raytrec defines: what `self` may have inherited."""
+    """Return the names that any file of raytrec defines, which `self` may inherit."""
     return set().union(*(_own(_parsed(path)) for path in FILES))
 
 
@@ -153,7 +153,7 @@ def _is_private(name):
 
 
 def _dotted(node):
-    """An expression such as `torch.nn.Module` as text; "" where it is another."""
+    """Return an expression such as `torch.nn.Module` as text, or "" for other expressions."""
     if isinstance(node, ast.Attribute):
         return f"{base}.{node.attr}" if (base := _dotted(node.value)) else ""
     return node.id if isinstance(node, ast.Name) else ""
@@ -165,14 +165,14 @@ def _parsed(path):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_private_names_of_upstream_are_used_in_compat_only(path):
-    own = "benchmarks" in path.parts  # which look into raytrec's own objects
+def test_only_compat_uses_private_upstream_names(path):
+    own = "benchmarks" in path.parts  # benchmarks may use private names of raytrec
     found = [
         f"{path.relative_to(ROOT)}:{line}: {what}"
         for line, what in sorted(Names(_parsed(path)).found)
         if not own or not what.partition("._")[0].isidentifier()
     ]
-    assert not found, "\n".join([*found, "private names of upstream belong into raytrec/compat"])
+    assert not found, "\n".join([*found, "private upstream names may be used only in raytrec/compat"])
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_private_names_of_upstream_are_used_in_compat_only(path):
         "NAME = 'checkpoint_manager_snapshot.json'",
     ],
 )
-def test_what_is_found(source):
+def test_finder_reports_private_uses(source):
     assert Names(ast.parse(source)).found
 
 
@@ -208,5 +208,5 @@ def test_what_is_found(source):
         "import torch\ngetattr(torch, 'float32')",
     ],
 )
-def test_what_is_not(source):
+def test_finder_ignores_public_uses(source):
     assert not Names(ast.parse(source)).found

@@ -1,7 +1,7 @@
-"""Every private name of upstream that raytrec/compat uses: it is there, as it was read, and still called.
+"""Private upstream names used by raytrec/compat: they exist, have the recorded form and are still used.
 
-A failure names what a new version has moved: read that part of it again, then adapt raytrec/compat and what
-is recorded here.
+A failure names the part that changed in a new version. Read that part again, then adapt raytrec/compat and
+the records in this file.
 """
 
 import inspect
@@ -16,7 +16,7 @@ import pytest
 from raytrec.compat.ray_data import PROGRESS_FIELDS
 from raytrec.compat.ray_start import INFREQUENT_REPORTS_ENV, INFREQUENT_WORK_SETTINGS
 
-# Lines `module:name(parameters)`, as upstream has them; one for each, where supported releases differ.
+# Upstream signatures as `module:name(parameters)`; one line per variant if supported releases differ.
 SIGNATURES = (Path(__file__).parent / "signatures.txt").read_text().splitlines()
 # Names without a signature: constants, values, modules.
 NAMES = [
@@ -57,7 +57,7 @@ LOOKUP = "torchrec.distributed.embedding_lookup:"
 FUSED = "fbgemm_gpu.split_table_batched_embeddings_ops_training:SplitTableBatchedEmbeddingBagsCodegen"
 METRICS = "ray.data._internal.execution.interfaces.op_runtime_metrics:OpRuntimeMetrics."
 NAMES += [METRICS + name for name in PROGRESS_FIELDS]
-# Class or function → parts of its source: uses of what compat replaces or sets, and attributes that it reads.
+# Class or function → expected parts of its source: code that compat replaces or sets, attributes it reads.
 SOURCES = {
     # ray_core.py, names of libraries
     "ray.serve._private.replica:Replica._on_initialized": ['add_port_to_grpc_server(self._server, "[::]:0")'],
@@ -252,7 +252,7 @@ SOURCES = {
         *("def get_uvm_cache_stats(", "use_local_cache", "def reset_uvm_cache_stats("),
     ],
 }
-# File below its package → names of files and variables, and texts of errors.
+# File, by package → expected file names, environment variables and error texts.
 TEXTS = {
     "ray/train/v2/_internal/constants.py": [
         '"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"',
@@ -299,7 +299,7 @@ TEXTS = {
 
 
 def find(name):
-    """What `module:a.b` names, without binding it."""
+    """Return the object named by `module:a.b` without binding it."""
     module, _, path = name.partition(":")
     return reduce(inspect.getattr_static, path.split("."), import_module(module))
 
@@ -320,50 +320,50 @@ def source(name):
 
 
 @pytest.mark.parametrize("name", sorted({line.partition("(")[0] for line in SIGNATURES}))
-def test_it_takes_what_it_took(name):
+def test_upstream_signature_is_unchanged(name):
     known = [line for line in SIGNATURES if line.startswith(f"{name}(")]
     assert f"{name}({parameters(name)})" in known
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_is_there(name):
+def test_upstream_name_exists(name):
     find(name)
 
 
 @pytest.mark.parametrize("owner", SOURCES)
-def test_upstream_still_uses_what_is_replaced_and_has_what_is_read(owner):
+def test_upstream_source_contains_expected_code(owner):
     missing = [text for text in SOURCES[owner] if text not in source(owner)]
-    assert not missing, f"{owner} has no {missing}: what compat does with it has no effect"
+    assert not missing, f"{owner} does not contain {missing}, so raytrec/compat has no effect"
 
 
 @pytest.mark.parametrize("file", TEXTS)
-def test_upstream_still_has_the_text(file):
+def test_upstream_file_contains_expected_text(file):
     package, _, rest = file.partition("/")
     content = (Path(import_module(package).__file__).parent / rest).read_bytes()
     missing = [text for text in TEXTS[file] if text.encode() not in content]
-    assert not missing, f"{file} has no {missing}"
+    assert not missing, f"{file} does not contain {missing}"
 
 
-def test_nothing_more_is_asked_of_an_autoscaler():
+def test_autoscaler_interface_is_unchanged():
     from ray.data._internal.cluster_autoscaler import ClusterAutoscaler
 
     methods = {"try_trigger_scaling", "on_executor_shutdown", "get_total_resources"}
     assert ClusterAutoscaler.__abstractmethods__ == methods
 
 
-def test_a_drain_still_has_its_reason():
+def test_preemption_drain_reason_exists():
     from ray.core.generated import autoscaler_pb2
 
     assert autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
 
 
-def test_a_store_still_takes_a_socket_that_listens():
+def test_tcp_store_accepts_a_listening_socket():
     from torch.distributed import TCPStore
 
     assert "master_listen_fd: " in TCPStore.__init__.__doc__
 
 
-def test_addresses_of_stores_are_those_that_mlflow_knows():
+def test_store_schemes_match_the_mlflow_registry():
     from mlflow.tracking._tracking_service.utils import _tracking_store_registry as known
 
     from raytrec.compat.mlflow_ import DATABASE_SCHEMES, STORE_ENTRY_POINT_GROUP, STORE_SCHEMES

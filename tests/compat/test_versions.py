@@ -1,4 +1,4 @@
-"""Other versions than those that raytrec is made for are refused before anything starts."""
+"""Unsupported package versions are rejected before anything starts."""
 
 import re
 import subprocess
@@ -19,7 +19,7 @@ CPU, NEXT = versions.PAIRS
 
 @pytest.fixture
 def other(monkeypatch):
-    """Lets packages seem to be of other versions than the pinned: torch="2.14.0"; None: not installed."""
+    """Return a function that fakes installed versions, e.g. torch="2.14.0"; None means not installed."""
 
     def install(cuda="13.0", **found):
         pinned = versions.PAIRS[CPU] | {name: pins[0] for name, pins in versions.OTHERS.items()}
@@ -30,11 +30,11 @@ def other(monkeypatch):
     return install
 
 
-def test_what_is_installed_is_what_is_pinned():
+def test_installed_versions_match_the_pins():
     versions.require_versions()
 
 
-def test_all_that_is_wrong_is_one_message(other):
+def test_all_version_mismatches_are_in_one_error(other):
     other(torch="2.14.0+cpu", ray="2.60.1", mlflow="3.17.9")
     with pytest.raises(RunError) as error:
         versions.require_versions()
@@ -61,7 +61,7 @@ def test_all_that_is_wrong_is_one_message(other):
         ("3.0.0", "1.11.0rc1", "2026.10.1", NEXT),
     ],
 )
-def test_the_message_names_the_nearest_pair_that_belongs_together(other, torch, torchrec, fbgemm, nearest):
+def test_error_suggests_the_nearest_supported_pair(other, torch, torchrec, fbgemm, nearest):
     other(torch=torch, torchrec=torchrec, fbgemm_gpu_cpu=None, fbgemm_gpu=fbgemm)
     if not nearest:
         return versions.require_versions()
@@ -74,19 +74,19 @@ def test_the_message_names_the_nearest_pair_that_belongs_together(other, torch, 
 
 
 @pytest.mark.parametrize("found", ["25.0.1", "25.9", "26.0.0"])
-def test_a_series_is_any_of_its_versions(other, found):
+def test_any_version_of_a_supported_series_is_accepted(other, found):
     other(pyarrow=found)
     versions.require_versions()
 
 
 @pytest.mark.parametrize("found", ["27.0.0", "2.5.0", "250.1"])
-def test_another_series_is_refused(other, found):
+def test_unsupported_series_is_rejected(other, found):
     other(pyarrow=found)
     with pytest.raises(RunError, match="pyarrow"):
         versions.require_versions()
 
 
-def test_a_driver_does_without_torch(other):
+def test_driver_does_not_need_torch(other):
     other(torch=None, torchrec=None, fbgemm_gpu_cpu=None, fbgemm_gpu=None)
     versions.require_versions()
 
@@ -112,7 +112,7 @@ def test_a_driver_does_without_torch(other):
         ({"fbgemm_gpu": "1.8.0+cu130", "fbgemm_gpu_cpu": None}, None, None),
     ],
 )
-def test_builds_that_do_not_belong_together_are_named(other, found, what, do):
+def test_mismatched_fbgemm_builds_are_rejected(other, found, what, do):
     other(**found)
     if not what:
         return versions.require_versions()
@@ -121,17 +121,17 @@ def test_builds_that_do_not_belong_together_are_named(other, found, what, do):
     assert error.value.what == what and do in error.value.do
 
 
-def test_a_session_begins_with_it(other, monkeypatch):
+def test_session_checks_versions_first(other, monkeypatch):
     from raytrec.cluster import session
 
     other(ray="2.61.0")
-    monkeypatch.setattr(session, "use_token", lambda **_: pytest.fail("something was started before"))
-    monkeypatch.setattr("ray.is_initialized", lambda: pytest.fail("Ray was asked before"))
+    monkeypatch.setattr(session, "use_token", lambda **_: pytest.fail("started before the check"))
+    monkeypatch.setattr("ray.is_initialized", lambda: pytest.fail("Ray used before the check"))
     with pytest.raises(RunError, match=r"ray 2\.61\.0"), session.ray_session():
         pass
 
 
-def test_each_rank_begins_with_it(other):
+def test_each_rank_checks_versions_first(other):
     from raytrec.worker.context import WorkerContext
 
     other(torchrec="1.7.0")
@@ -139,15 +139,15 @@ def test_each_rank_begins_with_it(other):
         WorkerContext.enter(SimpleNamespace())
 
 
-def test_it_imports_none_of_them():
+def test_version_check_imports_no_upstream_package():
     code = "import sys; from raytrec.compat.versions import *; require_versions(); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert not {"ray", "torch", "torchrec", "fbgemm_gpu", "mlflow", "pyarrow"} & {*done.stdout.split()}
 
 
-def test_one_list_of_versions():
-    """Those of the package and of requirements/ are the ones that are compared."""
+def test_requirements_match_the_version_list():
+    """The versions in pyproject.toml and requirements/ match the versions that raytrec checks."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines = sum(project["optional-dependencies"].values(), project["dependencies"])
     for file in ("base.in", "cpu.in", "cuda.in", "notebook.in"):
@@ -173,7 +173,7 @@ def test_one_list_of_versions():
         assert versions._matches(pinned[name], pins[-1]), f"{name} {pinned[name]} in next.txt"
 
 
-def test_a_name_that_has_moved_is_said_with_its_version():
+def test_missing_private_name_is_reported_with_the_version():
     with pytest.raises(RunError, match=r"torchrec 1\.[89]\.\d has no SimpleNamespace\._lookups") as error:
         versions.private(SimpleNamespace(), "_lookups", "torchrec")
     assert error.value.expected == "torchrec 1.8.0 or 1.9, which has SimpleNamespace._lookups"

@@ -13,7 +13,7 @@ from raytrec.config.schema import Schema
 BASE = {"data": {"train": "d/train"}}
 
 
-def test_overrides_win_and_are_yaml():
+def test_overrides_are_yaml_and_take_precedence():
     overrides = ["train.epochs=3", "model.top_mlp=[64, 32]", "run.name=x", "data.schema=s.yaml"]
     config = load_config(BASE, overrides)
     assert (config.train.epochs, config.model.top_mlp, config.run.name) == (3, [64, 32], "x")
@@ -21,7 +21,7 @@ def test_overrides_win_and_are_yaml():
     assert load_config(BASE).data.schema_uri == "d/schema.yaml"
 
 
-def test_a_whole_section_is_an_override():
+def test_override_replaces_a_whole_section():
     values = BASE | {"model": {"name": "dlrm", "bottom_mlp": [8]}, "train": {"epochs": 2}}
     model = "model={name: deepfm, top_mlp: [64], dropout: 0.2}"
     config = load_config(values, [model, "train.log_every_steps=5"])
@@ -30,7 +30,7 @@ def test_a_whole_section_is_an_override():
     assert load_config(values, ["train={}", "model.name=dcn"]).train.epochs == 1
 
 
-def test_a_mapping_of_dotted_keys_is_overrides():
+def test_overrides_accept_a_mapping_of_dotted_keys():
     wanted = {"train.epochs": 3, "train.max_steps": None, "optim.dense.lr": 1e-5, "model": {"name": "mf"}}
     wanted["data.reserve_columns"] = columns = ["a, 'b'", "no"]
     config = load_config(BASE | {"train": {"epochs": 1, "max_steps": 4}}, wanted)
@@ -47,7 +47,7 @@ def test_a_mapping_of_dotted_keys_is_overrides():
         load_config(BASE, {"train.epochs": object()})
 
 
-def test_the_members_of_a_union_are_one_mistake():
+def test_union_type_error_is_reported_once():
     def mistakes(*overrides):
         with pytest.raises(ConfigError) as error:
             load_config(BASE, overrides)
@@ -66,7 +66,7 @@ def test_the_members_of_a_union_are_one_mistake():
     ]
 
 
-def test_a_plan_on_the_command_line():
+def test_overrides_set_table_plans():
     values = ["plan.tables.user.sharding_type=row_wise", "plan.tables.item*.ranks=[0]"]
     plan = load_config(BASE, [*values, "plan.colocate=[[a, b]]"]).plan
     assert plan.tables["user"].sharding_type == "row_wise" and plan.tables["item*"].ranks == [0]
@@ -131,13 +131,13 @@ def test_a_plan_on_the_command_line():
         ('run.name="a\\nb"', "run.name: expected at most 150"),
     ],
 )
-def test_mistakes_are_one_clear_message(override, expected_text):
+def test_invalid_override_has_a_clear_error(override, expected_text):
     with pytest.raises(ConfigError) as error:
         load_config({**BASE, "train": {"epochs": 1}}, [override])
     assert expected_text in str(error.value), str(error.value)
 
 
-def test_all_mistakes_at_once():
+def test_config_error_lists_all_mistakes():
     with pytest.raises(ConfigError) as error:
         load_config({"data": {"trian": "x"}, "modle": {}})
     message = str(error.value)
@@ -147,7 +147,7 @@ def test_all_mistakes_at_once():
 @pytest.mark.parametrize(
     "text,kind", [(None, "file does not exist"), ("a: [", "cannot parse"), ("- a", "not a mapping")]
 )
-def test_files(tmp_path, text, kind):
+def test_invalid_config_files_are_rejected(tmp_path, text, kind):
     if text:
         (tmp_path / "a.yaml").write_text(text)
     with pytest.raises(ConfigError, match=kind):
@@ -162,7 +162,7 @@ def test_json_schema_describes_every_key():
             assert "description" in key or "$ref" in key or "allOf" in key, name
 
 
-def test_numbers_as_people_write_them():
+def test_config_parses_scientific_notation():
     config = load_config(BASE, ["optim.dense.lr=1e-3", "optim.embeddings.lr=1", "run.name=try 2 (lr=0.1)"])
     assert (config.optim.dense.lr, config.optim.embeddings.lr) == (1e-3, 1.0)
 
@@ -185,7 +185,7 @@ LAUGHS = "a: &a [lol, lol, lol, lol, lol, lol, lol, lol, lol]\n" + "".join(
         ("a: !!python/name:os.system x", "could not determine a constructor"),
     ],
 )
-def test_yaml_that_is_a_trap_is_one_line(tmp_path, text, expected_text):
+def test_malicious_yaml_gives_a_one_line_error(tmp_path, text, expected_text):
     (tmp_path / "a.yaml").write_text(text)
     for load, kind in ((load_config, ConfigError), (Schema.load, SchemaError)):
         with pytest.raises(kind) as error:
@@ -194,13 +194,13 @@ def test_yaml_that_is_a_trap_is_one_line(tmp_path, text, expected_text):
         assert expected_text in what and "\n" not in what and len(str(error.value)) < 1000
 
 
-def test_merge_keys_and_anchors_stay():
+def test_yaml_merge_keys_and_anchors_are_supported():
     text = "base: &b {rows: 5, dim: 4}\ntables: {user: {<<: *b, dim: 8}, item: *b}"
     found = parse_yaml(text)["tables"]
     assert found == {"user": {"rows": 5, "dim": 8}, "item": {"rows": 5, "dim": 4}}
 
 
-def test_a_file_has_to_be_a_file(tmp_path):
+def test_config_rejects_pipes_and_devices(tmp_path):
     os.mkfifo(tmp_path / "pipe.yaml")
     places = {tmp_path / "pipe.yaml": "a pipe", "/dev/zero": "a device", tmp_path / "x\0": "null byte"}
     for place, expected_text in places.items():
@@ -208,13 +208,13 @@ def test_a_file_has_to_be_a_file(tmp_path):
             load_config(place)
 
 
-def test_many_mistakes_are_still_a_short_message():
+def test_config_error_length_is_limited():
     with pytest.raises(ConfigError) as error:
         load_config({"data": {"train": "x"} | {f"key{i}" + "x" * 3000: "y" * 10**3 for i in range(100)}})
     assert len(str(error.value).encode()) < 4096 and "more" in error.value.what
 
 
-def test_what_is_shown_of_a_configuration_has_no_secrets():
+def test_config_repr_and_errors_hide_secrets():
     values = {**BASE, "tracking": {"uri": "http://me:sesame@h", "tags": {"api_key": "open"}}}
     shown = repr(load_config(values)) + str(load_config(values))
     assert "sesame" not in shown and "open'" not in shown and "http://me:***@h" in shown
@@ -224,7 +224,7 @@ def test_what_is_shown_of_a_configuration_has_no_secrets():
     assert "sesame" not in str(error.value)
 
 
-def test_descriptions_name_every_built_in_transform_and_loss():
+def test_json_schema_names_all_built_in_transforms_and_losses():
     from raytrec.config.transforms import BUILT_IN
     from raytrec.tasks.losses import loss
 
@@ -234,7 +234,7 @@ def test_descriptions_name_every_built_in_transform_and_loss():
         assert ", ".join(parts) in sections[section]["properties"][key]["description"]
 
 
-def test_marked_keys_are_those_that_a_resumed_run_may_change():
+def test_key_marks_define_what_resume_may_change():
     free, fixed = list_keys_with(Mark.FREE), list_keys_with(Mark.FIXED)
     for key in ("plan.tables", "scaling.num_workers", "checkpoint.every_s", "train.on_nan", "data.schema"):
         assert key.startswith(free) and not key.startswith(fixed)

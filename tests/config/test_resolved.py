@@ -1,4 +1,4 @@
-"""A resolved configuration is accepted and resolves to itself, as does a stored schema."""
+"""A resolved configuration resolves to itself, and a stored schema is read back unchanged."""
 
 import json
 from pathlib import Path
@@ -42,7 +42,7 @@ def numbers(part, strategy, **limits):
 
 
 def values_of(part):
-    """Return a strategy of values that a part of the JSON Schema describes."""
+    """Return a strategy for values of a part of the JSON Schema."""
     if "$ref" in part:
         return values_of(PARTS[ref_name(part)])
     for key in ("anyOf", "oneOf"):
@@ -81,7 +81,7 @@ def values_of(part):
 
 
 def minimal(name):
-    """Return one value of a part with its required keys alone."""
+    """Return a value of a part with only its required keys."""
     part = PARTS[name]
     chosen = {"name": "mine:Net"} if name == "PythonSection" else {"do": "mine:f"} if name == "Python" else {}
     chosen |= {"low": 0} if name == "Clip" else {"at_least": 1} if name == "Binarize" else {}
@@ -100,7 +100,7 @@ def first_value(part):
 
 
 def run_of(name, value):
-    """Return the values of a run with one part of this kind."""
+    """Return the configuration values of a run with one part of this kind."""
     run = {"data": {"train": "d", "valid": "v"}, "train": {"eval_every_steps": 9}}
     if name in MODELS:
         return run | {"model": value}
@@ -120,7 +120,7 @@ def check_resolves_to_itself(config):
 
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
-def test_a_printed_job_is_accepted_and_prints_the_same(file, tmp_path, capsys):
+def test_printed_job_config_resolves_to_itself(file, tmp_path, capsys):
     def printed(*arguments):
         with pytest.raises(SystemExit, match=r"^0$"):
             main(["config", *map(str, arguments)])
@@ -134,7 +134,7 @@ def test_a_printed_job_is_accepted_and_prints_the_same(file, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", [*MODELS, *TRANSFORMS, *SECTIONS.values(), "TaskSection"])
-def test_required_keys_alone_resolve_to_themselves(name):
+def test_minimal_sections_resolve_to_themselves(name):
     check_resolves_to_itself(load_config(run_of(name, minimal(name))))
 
 
@@ -150,7 +150,7 @@ def test_any_accepted_configuration_resolves_to_itself(data):
 
 
 @pytest.mark.parametrize("since", ["2026-01-01", "{0: a}", "!!binary aGk="])
-def test_options_that_files_of_a_run_cannot_hold_are_refused(since):
+def test_config_rejects_options_that_are_not_json_values(since):
     for key in ("model={name: 'mine:Net', %s}", "tasks=[{%s}]", "data.transforms=[{do: 'mine:f', %s}]"):
         with pytest.raises(ConfigError, match=r"options\.since.*[Jj]SON value|options\.since.0: .*string"):
             load_config({"data": {"train": "d"}}, [key % f"options: {{since: {since}}}"])
@@ -161,14 +161,14 @@ PARTS |= SCHEMA["$defs"]
 
 
 @pytest.mark.parametrize("file", SCHEMAS, ids=lambda file: file.stem)
-def test_a_committed_schema_is_stored_and_read_as_itself(file):
+def test_job_schema_round_trips_through_yaml(file):
     schema = Schema.load(file)
     assert Schema.stored(schema.to_yaml(), "test") == schema
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_any_accepted_schema_is_stored_and_read_as_itself(data):
+def test_any_accepted_schema_round_trips_through_yaml(data):
     names = st.lists(TEXTS, unique=True, max_size=2)
     labels, dense, sparse = data.draw(names), data.draw(names), data.draw(names)
     table = data.draw(TEXTS)

@@ -27,7 +27,7 @@ def changed(path, value):
     return values
 
 
-def test_columns():
+def test_schema_lists_its_columns():
     schema = Schema.parse(VALUES, "test")
     assert schema.columns == ["y", "a", "yes", "user", "tag_ids", "tag_weights", "seen"]
     assert schema.has_weights
@@ -55,7 +55,7 @@ def test_columns():
         (("tables", "tag", "ids"), "managed", "out_of_range is set, but managed ids are never out of range"),
     ],
 )
-def test_mistakes_are_named(path, value, message):
+def test_schema_error_names_key_and_file(path, value, message):
     with pytest.raises(SchemaError) as error:
         Schema.parse(changed(path, value), "my.yaml")
     assert message in str(error.value) and "my.yaml" in str(error.value)
@@ -68,7 +68,7 @@ def test_mistakes_are_named(path, value, message):
         ({"admit_after": 3, "ttl_steps": 5}, "ids: {admit_after: 3, ttl_steps: 5}"),
     ],
 )
-def test_managed_ids(tmp_path, ids, text):
+def test_managed_ids_round_trip_through_yaml(tmp_path, ids, text):
     schema = Schema.parse(changed(USER_IDS, ids), "test")
     assert f"user: {{rows: 10, dim: 8, {text}}}" in schema.to_yaml()
     (tmp_path / "schema.yaml").write_text(schema.to_yaml())
@@ -77,7 +77,7 @@ def test_managed_ids(tmp_path, ids, text):
     assert Schema.parse(changed(USER_IDS, "static"), "test") == Schema.parse(VALUES, "test")
 
 
-def test_names_that_tables_cannot_have_are_torchs_own():
+def test_reserved_table_names_are_module_dict_attributes():
     from torch import nn
 
     from raytrec.config.schema_parts import RESERVED
@@ -88,7 +88,7 @@ def test_names_that_tables_cannot_have_are_torchs_own():
 @pytest.mark.parametrize(
     "text,kind", [(None, "file does not exist"), ("a: [", "cannot parse"), ("text", "not a mapping")]
 )
-def test_missing_and_broken_files(tmp_path, text, kind):
+def test_schema_rejects_missing_and_broken_files(tmp_path, text, kind):
     if text:
         (tmp_path / "schema.yaml").write_text(text)
     with pytest.raises(SchemaError, match=kind):

@@ -1,4 +1,4 @@
-"""No server that another user's configuration chooses receives a connection, and with it credentials."""
+"""Servers named by another user's configuration receive no connection and no credentials."""
 
 import json
 import os
@@ -36,7 +36,7 @@ REFUSED = b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\nConnection: close\r\n
 
 
 class Listener(socketserver.ThreadingTCPServer):
-    """A server on loopback that refuses every request, and keeps what it receives."""
+    """A loopback server that refuses all requests and stores the received bytes."""
 
     daemon_threads = True
 
@@ -60,7 +60,7 @@ def listener():
 
 @pytest.fixture
 def account(tmp_path, monkeypatch):
-    """A user with credentials for three clouds, and a home without marks."""
+    """Set up credentials for three clouds and a home directory without trust marks."""
     key = rsa.generate_private_key(public_exponent=65537, key_size=2048).private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
@@ -85,7 +85,7 @@ def values(tmp_path, uri, key):
 
 
 def foreign_run(tmp_path, uri, key):
-    """The folder of an interrupted run that this user has not written."""
+    """Create the folder of an interrupted run of another user."""
     folder = tmp_path / "run"
     folder.mkdir()
     write_config(folder, load_config(values(tmp_path, uri, key)))
@@ -141,7 +141,7 @@ WAYS += [train_uri, train_copied_run, begin_with_weights]
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_a_server_that_a_foreign_configuration_chooses_is_never_asked(way, uri, tmp_path, account, listener):
+def test_servers_of_foreign_configs_receive_no_request(way, uri, tmp_path, account, listener):
     with pytest.raises(
         (ConfigError, RunError), match=r"servers to (?:trust|contact)|a server that|names a server"
     ) as error:
@@ -150,11 +150,11 @@ def test_a_server_that_a_foreign_configuration_chooses_is_never_asked(way, uri, 
     assert listener.received == []
 
 
-def test_in_ones_own_configurations_they_are_asked(uri, tmp_path, account, listener):
+def test_servers_of_own_configs_receive_requests(uri, tmp_path, account, listener):
     with pytest.raises(Exception, match=r"b/x|127\.0\.0\.1"):
         driver.train(values(tmp_path, uri, "data.train"))
     sent = b"".join(listener.received).lower()
-    # Else the tests above show nothing.
+    # Otherwise the tests above check nothing.
     assert sent and (b"authorization: " in sent) == (not uri.startswith("abfs"))
 
 
@@ -171,7 +171,7 @@ PLACES = [
 
 
 @pytest.mark.parametrize(("section", "names", "key"), PLACES)
-def test_every_place_of_a_configuration_is_looked_at(section, names, key):
+def test_trust_check_covers_all_uri_keys(section, names, key):
     uri = "s3://b?endpoint_override=h"
     for text in (uri, "!!binary czM6Ly9iP2VuZHBvaW50X292ZXJyaWRlPWg="):
         assert find_foreign_code(yaml.safe_load(yaml.safe_dump({section: names}).replace("X", text))) == {
@@ -179,7 +179,7 @@ def test_every_place_of_a_configuration_is_looked_at(section, names, key):
         }
 
 
-def test_a_place_in_its_own_cloud_needs_no_trust_and_any_other_uri_chooses_its_server():
+def test_only_uris_with_a_custom_server_need_trust():
     own = ["runs/a?endpoint_override=x", "file:///home/me/a b?c#d", "s3://bucket/a/b=c"]
     own += ["s3://key:secret@bucket/a?region=eu-north-1", "gs://anonymous@bucket", "abfs://account@box/a"]
     own += ["abfs://box@account.dfs.core.windows.net/a", "abfss://account.blob.core.windows.net/box/a"]
@@ -193,14 +193,14 @@ def test_a_place_in_its_own_cloud_needs_no_trust_and_any_other_uri_chooses_its_s
     assert [place for place in other if not chooses_server(place)] == []
 
 
-def test_a_place_of_the_users_own_takes_its_place(tmp_path, account):
+def test_override_replaces_a_foreign_uri(tmp_path, account):
     theirs = values(tmp_path, URIS["s3"].format(port=9), "data.train")
     (tmp_path / "a.yaml").write_text(yaml.safe_dump(theirs))
     mine = "s3://mine/x?endpoint_override=storage.mine:9000"
     assert load_config((tmp_path / "a.yaml").as_uri(), [f"data.train={mine}"]).data.train == mine
 
 
-def test_what_ones_own_run_names_its_checkpoint_may_name(tmp_path, account):
+def test_checkpoint_inherits_trust_of_own_run(tmp_path, account):
     uri = URIS["s3"].format(port=9)
     run, config = tmp_path / "run", values(tmp_path, uri, "data.test") | {"model": {"name": "mine:Model"}}
     folder = str(checkpoint(run / "checkpoints/step-0000000001", config))
@@ -216,7 +216,7 @@ def test_what_ones_own_run_names_its_checkpoint_may_name(tmp_path, account):
         load_checkpoint_config(run, ["data.train=d"])
 
 
-def test_a_warm_start_from_a_place_that_the_user_gives_is_the_users_word(tmp_path, account):
+def test_warm_start_from_a_given_uri_is_trusted(tmp_path, account):
     config = parquet.settings(tmp_path / "none", tmp_path / "run")
     checkpoint(tmp_path / "c", config)
     assert load_checkpoint_config((tmp_path / "c").as_uri(), ["data.train=d"])[0].warm_start.from_.startswith(
@@ -226,9 +226,7 @@ def test_a_warm_start_from_a_place_that_the_user_gives_is_the_users_word(tmp_pat
 
 @pytest.mark.parametrize("scheme", ["", "ray://"])
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-def test_a_listener_on_this_machine_that_is_no_ray_head_receives_no_token(
-    scheme, host, tmp_path, account, listener, monkeypatch
-):
+def test_local_listener_without_ray_receives_no_token(scheme, host, tmp_path, account, listener, monkeypatch):
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 64)
     run = foreign_run(tmp_path, f"{scheme}{host}:{listener.port}", "scaling.address")
@@ -253,7 +251,7 @@ listener.accept()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root starts processes of other users")
-def test_a_server_of_another_user_on_this_machine_is_not_trusted(account, monkeypatch):
+def test_local_server_of_another_user_is_not_trusted(account, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "secret")
     other = subprocess.Popen([sys.executable, "-c", OF_ANOTHER_USER], stdout=subprocess.PIPE, text=True)
     try:
@@ -263,22 +261,20 @@ def test_a_server_of_another_user_on_this_machine_is_not_trusted(account, monkey
         other.wait()
 
 
-def test_mlflow_on_this_machine_receives_a_password_only_from_its_owner(
-    tmp_path, account, listener, monkeypatch
-):
+def test_local_mlflow_receives_passwords_only_from_its_owner(tmp_path, account, listener, monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "secret")
     here = f"http://127.0.0.1:{listener.port}"
-    assert find_foreign_code({"tracking": {"uri": here}}) == {}, "a server of this user's"
+    assert find_foreign_code({"tracking": {"uri": here}}) == {}, "the server belongs to this user"
     for uri in ("http://127.0.0.1:1", "HTTP://evil:5000", " http://evil:5000", b"http://evil:5000"):
         assert "tracking.uri" in find_foreign_code({"tracking": {"uri": uri}})
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://me:pass@mine")
     assert find_foreign_code({"tracking": {"uri": "https://mine"}}) == {}
-    assert find_foreign_code({"tracking": {"uri": "http://mine"}}), "in clear"
+    assert find_foreign_code({"tracking": {"uri": "http://mine"}}), "http is unencrypted"
     assert listener.received == []
 
 
-def test_the_best_configuration_of_a_foreign_search_names_no_code(tmp_path, account):
+def test_best_config_of_foreign_search_cannot_name_code(tmp_path, account):
     folder = tmp_path / "search"
     (folder / "base").mkdir(parents=True)
     (folder / "search.json").write_text("{}")
@@ -293,10 +289,10 @@ def test_the_best_configuration_of_a_foreign_search_names_no_code(tmp_path, acco
         mark(file)
         assert load_config(file).model.name == "theirs_search:Model"
     (tmp_path / "best.yaml").write_text(yaml.safe_dump(config))
-    assert load_config(tmp_path / "best.yaml").model.name == "theirs_search:Model", "a copy of one's own"
+    assert load_config(tmp_path / "best.yaml").model.name == "theirs_search:Model", "the user's own copy"
 
 
-def test_a_resumed_run_keeps_the_places_of_ones_own_configuration(tmp_path, account):
+def test_resume_with_own_config_cannot_change_checkpoint_dir(tmp_path, account):
     run = foreign_run(tmp_path, URIS["s3"].format(port=9), "checkpoint.dir")
     mine = values(tmp_path, "s3://mine/x?endpoint_override=storage.mine:9000", "checkpoint.dir")
     with pytest.raises(ConfigError, match=r"checkpoint\.dir: s3"):

@@ -1,4 +1,4 @@
-"""Configurations from elsewhere are data: code that they name is refused, unless the user allows it."""
+"""Configurations of other users cannot name code unless the user allows it."""
 
 import sys
 
@@ -25,7 +25,7 @@ VALUES = {
 }
 
 
-def test_code_is_found_wherever_it_is_named():
+def test_foreign_code_is_found_in_all_keys():
     assert find_foreign_code(VALUES) == {
         "model.name": "evil.module:Model",
         "data.transforms[1].do": "evil.module:function",
@@ -34,7 +34,7 @@ def test_code_is_found_wherever_it_is_named():
     assert find_foreign_code({"model": 3, "data": {"transforms": 5}, "scaling": None}) == {}
 
 
-def test_a_cluster_elsewhere_runs_code_and_one_that_the_user_has_started_does_not():
+def test_only_remote_cluster_addresses_need_trust():
     elsewhere = ["ray://10.0.0.1:10001", "127.0.0.1.evil.example:1", "head:6379", "127.0.0.1:1"]
     elsewhere += ["ray://localhost:1", "[::1]:1", "ray://127.0.0.1", "127.0.0.1:x"]
     for address in (None, "auto", "local", *elsewhere):
@@ -47,17 +47,17 @@ def uri(tmp_path):
     return (tmp_path / "run.yaml").as_uri()
 
 
-def test_a_config_behind_a_uri_may_not_name_code(uri, tmp_path):
+def test_config_from_uri_cannot_name_code(uri, tmp_path):
     with pytest.raises(ConfigError) as error:
         load_config(uri)
     message = str(error.value)
     for text in ("model.name: evil.module:Model", "evil.module:function", "203.0.113.7", "--allow-code", uri):
         assert text in message
     assert load_config(uri, allow_code=True).model.name == "evil.module:Model"
-    assert load_config(tmp_path / "run.yaml").model.name == "evil.module:Model"  # a file of one's own
+    assert load_config(tmp_path / "run.yaml").model.name == "evil.module:Model"  # the user's own file
 
 
-def test_overrides_are_the_users_word(uri):
+def test_overrides_are_trusted(uri):
     mine = ["data.transforms=[{do: 'mine:function'}]", "model.name=mine:Model", "scaling.address=auto"]
     assert load_config(uri, mine).model.name == "mine:Model"
     with pytest.raises(ConfigError, match="transforms") as error:
@@ -65,7 +65,7 @@ def test_overrides_are_the_users_word(uri):
     assert "model.name" not in str(error.value)
 
 
-def test_a_uri_is_read_through_filesystems(tmp_path):
+def test_config_is_read_from_a_uri(tmp_path):
     (tmp_path / "run.yaml").write_text("data: {train: d/train}")
     assert load_config((tmp_path / "run.yaml").as_uri()).data.train == "d/train"
     with pytest.raises(ConfigError, match="config file does not exist"):
@@ -81,7 +81,7 @@ def home(tmp_path, monkeypatch):
 
 @pytest.fixture
 def run(tmp_path, home):
-    """A run folder as `raytrec train` leaves it: interrupted, and marked as this user's."""
+    """Create the folder of an interrupted run that is marked as this user's."""
     folder = tmp_path / "run"
     folder.mkdir()
     write_config(folder, load_config(VALUES, ["run.name=run", f"run.dir={folder}"]))
@@ -89,19 +89,19 @@ def run(tmp_path, home):
     return folder
 
 
-def test_the_key_is_for_this_user_alone(run, home):
+def test_trust_key_must_be_private(run, home):
     key = home / ".config/raytrec/key"
     assert key.stat().st_mode & 0o777 == 0o600 and is_own_file(run / CONFIG)
     key.chmod(0o644)
-    assert not is_own_file(run / CONFIG), "others may have read it"
+    assert not is_own_file(run / CONFIG), "other users can read the key"
     key.chmod(0o600)
     key.rename(home / "elsewhere")
-    assert not is_own_file(run / CONFIG), "another home"
+    assert not is_own_file(run / CONFIG), "the key is missing"
     key.symlink_to(home / "elsewhere")
     assert not is_own_file(run / CONFIG)
 
 
-def test_a_run_of_ones_own_is_resumed_wherever_it_is_moved(run, tmp_path):
+def test_own_run_resumes_after_it_is_moved(run, tmp_path):
     assert resume_config(run, None, []).model.name == "evil.module:Model"
     run.rename(tmp_path / "moved")
     assert resume_config(tmp_path / "moved", None, []).scaling.address == "203.0.113.7:6379"
@@ -118,14 +118,14 @@ def _edit(run, home):
 
 def _another_user(run, home):
     (home / ".config/raytrec/key").unlink()
-    mark(run.parent / "nothing" / CONFIG)  # which does nothing at all
+    mark(run.parent / "nothing" / CONFIG)  # has no effect
     (run.parent / "other").mkdir()
     (run.parent / "other/config.yaml").write_text("{}")
-    mark(run.parent / "other" / CONFIG)  # makes another key
+    mark(run.parent / "other" / CONFIG)  # creates another key
 
 
 @pytest.mark.parametrize("strange", [_unmark, _edit, _another_user])
-def test_a_strangers_run_may_not_name_code_or_a_cluster(run, home, strange):
+def test_foreign_run_cannot_name_code_or_a_cluster(run, home, strange):
     strange(run, home)
     with pytest.raises(ConfigError) as error:
         resume_config(run, None, ["scaling.num_workers=1"])
@@ -136,12 +136,12 @@ def test_a_strangers_run_may_not_name_code_or_a_cluster(run, home, strange):
         load_config(run / "config.yaml")  # `raytrec train`, `check`, `plan` RUN/config.yaml
 
 
-def test_nothing_of_a_strangers_run_is_imported_or_asked(run, home, monkeypatch):
-    """By `raytrec train --resume`, up to its error: no module, no connection, no token read."""
+def test_foreign_run_causes_no_import_and_no_connection(run, home, monkeypatch):
+    """`raytrec train --resume` fails before it imports a module, connects or reads a token."""
     _unmark(run, home)
     seen, listening = [], True
 
-    def hook(event, arguments):  # which cannot be taken away again
+    def hook(event, arguments):  # an audit hook cannot be removed
         if listening and event in ("import", "socket.connect", "open"):
             seen.append(f"{event} {arguments[0]}")
 
@@ -150,43 +150,43 @@ def test_nothing_of_a_strangers_run_is_imported_or_asked(run, home, monkeypatch)
         driver.train(None, resume=run)
     listening = False
     assert [each for each in seen if "evil" in each or "auth_token" in each or "connect" in each] == []
-    assert any("config.yaml" in each for each in seen), "else nothing was listened to"
+    assert any("config.yaml" in each for each in seen), "the audit hook records nothing"
 
 
-def test_a_strangers_run_without_code_is_resumed(run, home):
+def test_foreign_run_without_code_resumes(run, home):
     values = {"data": {"train": "d/train"}}
     write_config(run, load_config(values, ["run.name=run", f"run.dir={run}"]))
     _unmark(run, home)
     assert resume_config(run, None, []).run.dir == str(run)
 
 
-def test_a_password_is_not_sent_to_a_strangers_mlflow(run, home, monkeypatch):
+def test_foreign_mlflow_uri_receives_no_password(run, home, monkeypatch):
     config = load_config({"data": {"train": "d/train"}}, [f"run.dir={run}", "tracking.uri=http://evil:5000"])
     write_config(run, config)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "secret")
-    assert resume_config(run, None, []).tracking.uri == "http://evil:5000", "one's own word"
+    assert resume_config(run, None, []).tracking.uri == "http://evil:5000", "the user's own run"
     _unmark(run, home)
     with pytest.raises(ConfigError, match=r"tracking\.uri: http://evil:5000"):
         resume_config(run, None, [])
     assert resume_config(run, None, ["tracking.uri=http://mine"]).tracking.uri == "http://mine"
     mine = {"data": {"train": "d/train"}}
-    assert resume_config(run, mine, []).tracking.uri is None, "nor where --resume-latest finds such a run"
+    assert resume_config(run, mine, []).tracking.uri is None, "the user's configuration applies"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:pass@evil:5000")
     assert resume_config(run, None, []).tracking.uri == "http://evil:5000"
     monkeypatch.delenv("MLFLOW_TRACKING_TOKEN")
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
-    assert resume_config(run, None, []).tracking.uri == "http://evil:5000", "nothing would be sent"
+    assert resume_config(run, None, []).tracking.uri == "http://evil:5000", "no credentials would be sent"
 
 
 @pytest.mark.parametrize("home_is", ["/dev/null/none", "/proc/none"])
-def test_without_a_home_nothing_is_marked_and_nothing_fails(run, monkeypatch, home_is):
+def test_missing_home_leaves_config_unmarked(run, monkeypatch, home_is):
     monkeypatch.setenv("HOME", home_is)
     write_config(run, load_config(VALUES, [f"run.dir={run}"]))
     assert not is_own_file(run / CONFIG)
 
 
-def test_damaged_runs_beside_do_not_keep_one_from_being_continued(tmp_path):
+def test_resume_latest_skips_damaged_runs(tmp_path):
     config = resolve(load_config({"data": {"train": "d/train"}}, [f"run.root={tmp_path}"]), "job.yaml")
     texts = {"20260101-000001": config.to_yaml(), "20260101-000002": "{a: [", "3": "data: 3"}
     for name, text in texts.items():

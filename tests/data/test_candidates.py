@@ -1,4 +1,4 @@
-"""Rows that are requests, as they are read: their candidates, and what is wrong with them."""
+"""Request rows: reading of candidates, and errors in invalid rows."""
 
 import numpy as np
 import pyarrow as pa
@@ -28,7 +28,7 @@ def write(path, rows=30, group=10, **columns):
     return made
 
 
-def test_a_batch_has_the_candidates_of_its_rows_in_order(tmp_path):
+def test_batch_keeps_candidates_in_row_order(tmp_path):
     made = write(tmp_path / "a.parquet")
     batch = batch_of(*read(tmp_path / "a.parquet", ReadPlan(SCHEMA, tasks=(TASK,))), padding=2)
     rows = repeated(made)
@@ -43,7 +43,7 @@ def test_a_batch_has_the_candidates_of_its_rows_in_order(tmp_path):
     assert batch.weights.tolist() == [1] * 30 + [0] * 2 and batch.global_rows == 30
 
 
-def test_every_step_of_a_stream_has_what_it_would_have_had_from_the_start(tmp_path):
+def test_stream_started_at_a_step_yields_the_same_batches(tmp_path):
     write(tmp_path / "a.parquet", 90)
     data, order = scan(str(tmp_path), ReadPlan(SCHEMA)), Order(12, 4)
     for rank in range(2):
@@ -68,7 +68,7 @@ def test_every_step_of_a_stream_has_what_it_would_have_had_from_the_start(tmp_pa
         ("item", 8, [99, 0], "id 99 of feature 'item' is out of range for table 'item'"),
     ],
 )
-def test_what_is_wrong_is_named_with_its_file_row_and_column(tmp_path, name, row, value, text):
+def test_candidate_errors_name_file_row_and_column(tmp_path, name, row, value, text):
     rows = table(30, 1).to_pylist()
     if row == 8:
         for other in (*CANDIDATES, "shown"):
@@ -90,7 +90,7 @@ def test_what_is_wrong_is_named_with_its_file_row_and_column(tmp_path, name, row
 
 
 @pytest.mark.parametrize("name", ["y", "price", "item"])
-def test_a_column_of_candidates_is_a_list(tmp_path, name):
+def test_candidate_column_must_be_a_list(tmp_path, name):
     made = table(30, 1)
     single = pa.array([1] * 30)
     pq.write_table(made.set_column(made.column_names.index(name), name, single), tmp_path / "a.parquet")
@@ -107,17 +107,17 @@ def test_a_column_of_candidates_is_a_list(tmp_path, name):
         (["y", "price"], "at least one sparse feature is required"),
     ],
 )
-def test_a_schema_names_candidates_that_it_has(named, text):
+def test_schema_rejects_invalid_candidates(named, text):
     with pytest.raises(SchemaError, match=text):
         Schema.parse(PARTS | {"candidates": named}, "test")
 
 
-def test_the_text_of_a_schema_names_its_candidates():
+def test_schema_yaml_includes_candidates():
     assert Schema.parse(yaml.safe_load(SCHEMA.to_yaml()), "test") == SCHEMA
     assert SCHEMA.part({"item", "user"}).candidates == ["y", "item"]
 
 
-def test_a_batch_that_is_kept_has_lists(tmp_path):
+def test_batch_dump_stores_candidates_as_lists(tmp_path):
     made = write(tmp_path / "a.parquet", 12)
     batch = batch_of(*read(tmp_path / "a.parquet", ReadPlan(SCHEMA, tasks=(TASK,))), padding=1)
     kept = pq.read_table(dump(batch, SCHEMA, str(tmp_path), 5, 0))

@@ -1,4 +1,4 @@
-"""Batches as they are put together: their counts, and the memory that they lie in."""
+"""Collation of batches: key lengths, and page-locked memory."""
 
 import threading
 
@@ -30,7 +30,7 @@ PADDED = 40
 
 
 def form(weights=False, reserved=False):
-    """With `reserved`, there are weights of two tasks, a key and a reserved column, too."""
+    """Return a resolved read plan; `reserved` adds two task weights, a key and a reserved column."""
     more = {}
     if reserved:
         tasks = (TaskRows("y", sample_weight="x"), TaskRows("y", nulls="skip"))
@@ -41,7 +41,7 @@ def form(weights=False, reserved=False):
 
 
 def rows(form, count, seed, longest=5, absent=False):
-    """`count` rows, a few of them without an id where that can be; with `absent`, a few are not present."""
+    """Return `count` random rows, some without ids; with `absent`, some are marked as not present."""
     rng = np.random.default_rng(seed)
 
     def bag(weighted):
@@ -63,13 +63,13 @@ def rows(form, count, seed, longest=5, absent=False):
 
 
 def batch_of(form, counts, seed=0, by_id=None, pin_memory=False, **how):
-    """A batch put together of the middles of so many rows."""
+    """Collate a batch from slices with these row counts."""
     pieces = [rows(form, n + 2, seed + i, **how)[1 : n + 1] for i, n in enumerate(counts)]
     return Collator(form, Features(form.schema, by_id or {}), pin_memory)(pieces, PADDED, sum(counts))
 
 
 @pytest.mark.parametrize("least", [0, -1])  # -1: no id
-def test_features_of_one_id_are_assembled_at_once(least):
+def test_assemble_concatenates_single_id_features(least):
     features = {name: {"table": "t"} for name in ("one", "other", "third")}
     parts = {"labels": ["y"], "sparse": features, "tables": {"t": {"rows": 9, "dim": 4}}}
     form = ResolvedReadPlan(ReadPlan(Schema.parse(parts, "test")))
@@ -85,7 +85,7 @@ def test_features_of_one_id_are_assembled_at_once(least):
 
 
 def sums(sparse):
-    """Ids of each key, by its lengths."""
+    """Return the number of ids of each key."""
     return sparse.lengths().view(len(sparse.keys()), -1).sum(1).tolist()
 
 
@@ -101,8 +101,8 @@ CASES = {
 
 @settings(max_examples=60, deadline=None)
 @given(**CASES)
-def test_the_lengths_of_keys_are_those_of_their_bags(counts, longest, weights, by_id, absent, seed):
-    """TorchRec takes them as the sizes of what it copies: wrong ones would corrupt memory, silently."""
+def test_length_per_key_matches_bag_lengths(counts, longest, weights, by_id, absent, seed):
+    """TorchRec uses the lengths as copy sizes: wrong lengths would silently corrupt memory."""
     sparse = batch_of(form(weights), counts, seed, by_id, longest=longest, absent=absent).sparse
     assert sparse.length_per_key_or_none() == sums(sparse)
     assert sum(sums(sparse)) == len(sparse.values())
@@ -117,8 +117,8 @@ def test_the_lengths_of_keys_are_those_of_their_bags(counts, longest, weights, b
         assert moved.length_per_key_or_none() == sums(moved)
 
 
-def test_no_step_waits_for_the_lengths_of_keys():
-    """What TorchRec does with a batch before it goes to other ranks (permute, split, dist_splits)."""
+def test_length_per_key_needs_no_gpu_synchronization():
+    """Run TorchRec's operations before the all-to-all (permute, split, dist_splits) on a GPU batch."""
     with cuda() as gpu:
         batch = batch_of(form(), [7, 9], by_id={"history": 3}, pin_memory=True)
         lengths, order = sums(batch.sparse), torch.tensor([3, 1, 0, 2], dtype=torch.int32)
@@ -136,13 +136,13 @@ def test_no_step_waits_for_the_lengths_of_keys():
 @pytest.mark.parametrize("counts", [[7, 9], []], ids=["rows", "padding alone"])
 @pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize("reserved", [False, True])
-def test_batches_for_a_gpu_are_put_together_in_pinned_memory(counts, weights, reserved, monkeypatch):
+def test_gpu_batches_are_collated_in_pinned_memory(counts, weights, reserved, monkeypatch):
     how = {"by_id": {"history": 2}, "absent": True}
     usual = batch_of(form(weights, reserved), counts, **how)
     assert len(parts(usual)) == 5 + weights + 2 * reserved
     assert not any(tensor.is_pinned() for tensor in parts(usual))
     with cuda() as gpu:
-        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pytest.fail("a second copy"))
+        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pytest.fail("pinned a second time"))
         batch = batch_of(form(weights, reserved), counts, pin_memory=True, **how)
         assert all(tensor.is_pinned() for tensor in parts(batch))
         sent = batch.to(gpu.device, non_blocking=True)
@@ -160,8 +160,8 @@ def parts(batch):
     return [batch.dense, batch.labels, batch.weights, sparse.values(), sparse.lengths(), *weights, *reserved]
 
 
-def test_the_thread_of_a_stream_uses_the_gpu_of_its_rank(tmp_path, monkeypatch):
-    """CUDA begins every thread on GPU 0, where page-locked memory would then open a context for each rank."""
+def test_stream_thread_uses_the_gpu_of_its_rank(tmp_path, monkeypatch):
+    """A new thread starts on GPU 0, where each rank would create a context for page-locked memory."""
     folder = parquet.write(tmp_path / "d", 300, 0)
     data = scan(str(folder), ReadPlan(parquet.schema()))
     begun = {}
@@ -197,7 +197,7 @@ TOWERS = Schema.parse(
     "here",
 )
 BAG = pa.list_(pa.int64())
-COLUMNS = {  # values, and what stands for none
+COLUMNS = {  # (values, value of an empty row)
     "age": (pa.array([1.0, 2.0, 3.0]), 0.0),
     "price": (pa.array([4.0, 5.0, 6.0]), 0.0),
     "year": (pa.array([7.0, 8.0, 9.0]), 0.0),
@@ -212,7 +212,7 @@ COLUMNS = {  # values, and what stands for none
 @pytest.mark.parametrize(
     "tower", [["item", "tags", "year"], ["user", "history", "liked", "age", "price"], ["history", "liked"]]
 )
-def test_features_that_are_not_read_are_empty(tmp_path, tower):
+def test_features_outside_the_read_schema_are_empty(tmp_path, tower):
     def batch(columns, schema):
         pq.write_table(pa.table(columns), tmp_path / "a.parquet")
         table, form = read(tmp_path / "a.parquet", ReadPlan(schema, read_labels=False))

@@ -1,4 +1,4 @@
-"""Columns of every type that Parquet has: read right, or refused before the start with advice that works."""
+"""Parquet columns of every type: read correctly, or rejected before the run with advice that works."""
 
 import re
 from datetime import datetime, timedelta
@@ -22,7 +22,7 @@ IDS = {"hash": {"rows": 400, "dim": 4, "out_of_range": "hash"}, "error": {"rows"
 
 
 def rows_of(tmp_path, table, schema, transforms=()):
-    """All rows of a table as a run would read them from a file."""
+    """Write a table to a file and return the rows that a run reads from it."""
     path = tmp_path / "a.parquet"
     pq.write_table(table if isinstance(table, pa.Table) else pa.table(table), path)
     plan = ReadPlan(Schema.parse(schema, "test"), transforms=parse_transforms(transforms))
@@ -57,7 +57,7 @@ CODED = pa.dictionary(pa.int32(), pa.string())
         pa.large_list_view(pa.int16()),
     ],
 )
-def test_every_kind_of_list_of_ids(tmp_path, kind):
+def test_all_list_types_are_read_as_ids(tmp_path, kind):
     assert ids(tmp_path, pa.array(VALUES, kind)) == [[5, 6], [], [7]]
 
 
@@ -81,7 +81,7 @@ def test_every_kind_of_list_of_ids(tmp_path, kind):
     ],
     ids=["text", "bytes"],
 )
-def test_every_kind_of_text_gives_the_same_ids(tmp_path, plain, others):
+def test_all_text_types_give_the_same_ids(tmp_path, plain, others):
     expected = ids(tmp_path, plain, "hash")
     assert expected[1] == [] and expected[0] != expected[2]
     assert all(ids(tmp_path, other, "hash") == expected for other in others)
@@ -94,7 +94,7 @@ def test_every_kind_of_text_gives_the_same_ids(tmp_path, plain, others):
         pa.dictionary(pa.int8(), pa.float64()),
     ],
 )
-def test_every_kind_of_number(tmp_path, kind):
+def test_all_number_types_are_read_as_dense(tmp_path, kind):
     numbers = pa.array([0.5, 1.5, 2.5])
     numbers = numbers.dictionary_encode() if pa.types.is_dictionary(kind) else numbers.cast(kind)
     flags = pa.ExtensionArray.from_storage(pa.bool8(), pa.array([1, 0, 1], pa.int8()))
@@ -104,27 +104,27 @@ def test_every_kind_of_number(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", [pa.float16(), pa.float32(), pa.float64()])
 @pytest.mark.parametrize("policy", ["error", "hash"])
-def test_whole_floats_are_the_ids_that_integers_are(tmp_path, kind, policy):
+def test_whole_floats_give_the_same_ids_as_integers(tmp_path, kind, policy):
     assert ids(tmp_path, pa.array([4.0, None, 6.0], kind), policy) == [[4], [], [6]]
     assert ids(tmp_path, pa.array([4.0, float("nan"), -0.0], kind), policy) == [[4], [], [0]]
     coded = pa.array([399.0, None, 399.0]).dictionary_encode()
     assert ids(tmp_path, coded, policy) == [[399], [], [399]]
 
 
-def test_large_whole_floats_are_hashed_as_integers_are(tmp_path):
+def test_large_whole_floats_hash_like_integers(tmp_path):
     values = [2**53 - 1, None, -(2**40)]
     assert ids(tmp_path, pa.array(values, pa.float64()), "hash") == ids(tmp_path, pa.array(values), "hash")
 
 
 @pytest.mark.parametrize("value", [1.5, 2.0**53, float("inf"), float("-inf"), -1e300])
 @pytest.mark.parametrize("policy", ["error", "hash"])
-def test_floats_that_are_no_ids_are_named(tmp_path, value, policy):
+def test_invalid_float_ids_are_reported(tmp_path, value, policy):
     with pytest.raises(DataError, match=r"(?s)a\.parquet, row group 0, column x, row 2") as error:
         ids(tmp_path, pa.array([1.0, float("nan"), value]), policy)
     assert f"feature 'x' contains the value {value:.17g}" in str(error.value)
 
 
-def test_weights_of_half_floats(tmp_path):
+def test_half_float_weights_are_read(tmp_path):
     table = {
         **BASE,
         "x": pa.array(VALUES),
@@ -134,7 +134,7 @@ def test_weights_of_half_floats(tmp_path):
     assert [row["weights"]["x"] for row in rows] == [[0.5, 1.5], [], [2.0]]
 
 
-def test_a_column_that_never_saw_a_value_has_no_ids(tmp_path):
+def test_all_null_column_has_no_ids(tmp_path):
     assert ids(tmp_path, pa.nulls(3)) == [[], [], []]
     assert ids(tmp_path, pa.array([[], None, []], pa.list_(pa.null()))) == [[], [], []]
     filled = [{"do": "fill_null", "columns": ["x"], "value": 0.5}]
@@ -145,7 +145,7 @@ def test_a_column_that_never_saw_a_value_has_no_ids(tmp_path):
 USER = pa.array([{"age": 1, "geo": {"zip": 7}}, None, {"age": 3, "geo": None}])
 
 
-def test_fields_of_structs_are_columns(tmp_path):
+def test_struct_fields_can_be_used_as_columns(tmp_path):
     bought = pa.array([[{"id": 4, "n": 0.5}, {"id": 5, "n": 1.0}], None, []])
     scores = pa.array([[(8, 0.5)], [], [(9, 2.0), (6, 1.0)]], pa.map_(pa.int64(), pa.float64()))
     table = {**BASE, "who": USER, "bought": bought, "scores": scores}
@@ -163,7 +163,7 @@ def test_fields_of_structs_are_columns(tmp_path):
     assert [row["weights"]["scored"] for row in rows] == [[0.5], [], [2.0, 1.0]]
 
 
-def test_the_exact_name_wins_over_a_path(tmp_path):
+def test_exact_column_name_takes_precedence_over_struct_path(tmp_path):
     table = {**BASE, "who": USER, "who.age": [40, 50, 60], "who.geo": pa.array([{"zip": 1}] * 3)}
     rows = rows_of(tmp_path, table, schema(["who.age"]))
     assert [row["dense"] for row in rows] == [[40], [50], [60]]
@@ -172,20 +172,20 @@ def test_the_exact_name_wins_over_a_path(tmp_path):
     assert "a.parquet, column who.geo.zip" in str(error.value)
 
 
-def test_of_a_struct_only_the_named_fields_are_read():
+def test_only_required_struct_fields_are_read():
     arrow = pa.schema([("who", USER.type), ("a.b", pa.int64())])
     assert find_required_columns(arrow, ["who.geo.zip", "a.b"]) == ["who.geo.zip", "a.b"]
 
 
 @pytest.mark.parametrize("name", ["a b", "größe", "a:b", "a.b", "", "[x]", "'", "a\nb", "ids", "0"])
-def test_names_of_columns(tmp_path, name):
+def test_unusual_column_names_are_read(tmp_path, name):
     rows = rows_of(tmp_path, {**BASE, name: [0.5, 1.5, 2.5]}, schema([name]))
     assert [row["dense"] for row in rows] == [[0.5], [1.5], [2.5]]
     if name != "":
         assert ids(tmp_path, pa.array([4, 5, 6]), name=name) == [[4], [5], [6]]
 
 
-def test_a_column_that_stands_twice(tmp_path):
+def test_duplicate_column_names_are_rejected(tmp_path):
     twice = pa.table([[0, 1], [1, 2], [1, 2], [3, 4]], names=["label", "user", "user", "other"])
     with pytest.raises(DataError, match="column 'user' exists more than once") as error:
         rows_of(tmp_path, twice, schema())
@@ -215,7 +215,7 @@ TIMES = pa.array([datetime(2026, 11, 1, 13), datetime(2026, 11, 2, 14), datetime
         (pa.nulls(3), "dense label"),
     ],
 )
-def test_what_cannot_be_read_is_refused_before_the_start(tmp_path, column, roles):
+def test_unreadable_columns_are_rejected_before_the_run(tmp_path, column, roles):
     for role in roles.split():
         spec = {
             "dense": schema(["x"]),
@@ -231,12 +231,12 @@ def test_what_cannot_be_read_is_refused_before_the_start(tmp_path, column, roles
 
 
 def followed(error):
-    """The transform that a message's `do:` spells, as YAML reads it."""
+    """Return the transform that the `do:` part of the error advises."""
     text = re.search(r"data\.transforms: (\{.*?\})", str(error.value))[1]
     return yaml.safe_load(text)
 
 
-TIME_COLUMNS = {  # and the numbers that the advice makes of them
+TIME_COLUMNS = {  # (column, numbers after the advised transform)
     "timestamp": (TIMES, [13, 14, 15]),
     "zoned": (TIMES.cast(pa.timestamp("ns", "Europe/Zurich")), [14, 15, 16]),
     "date": (TIMES.cast(pa.date32()), [6, 0, 1]),
@@ -250,7 +250,7 @@ TIME_COLUMNS = {  # and the numbers that the advice makes of them
 
 
 @pytest.mark.parametrize("name", TIME_COLUMNS)
-def test_the_advice_works_when_it_is_followed(tmp_path, name):
+def test_advised_transform_makes_dense_column_readable(tmp_path, name):
     column, numbers = TIME_COLUMNS[name]
     table = {**BASE, name: column}
     with pytest.raises(DataError) as error:
@@ -273,7 +273,7 @@ def test_the_advice_works_when_it_is_followed(tmp_path, name):
         (pa.array([[True, None, False], None, []]), [[1, 0], [], []]),
     ],
 )
-def test_the_advice_for_ids_works_when_it_is_followed(tmp_path, column, expected):
+def test_advised_transform_makes_id_column_readable(tmp_path, column, expected):
     table = {**BASE, "x": column}
     with pytest.raises(DataError) as error:
         rows_of(tmp_path, table, schema(x={}))
@@ -283,7 +283,7 @@ def test_the_advice_for_ids_works_when_it_is_followed(tmp_path, column, expected
     assert [row["x"] for row in rows] == expected
 
 
-def test_inspect_advises_the_same_for_lists_of_bools(tmp_path):
+def test_inspect_advises_the_same_transform_for_bool_lists(tmp_path):
     table = {"label": [0, 1, 1] * 9, "user": [1, 2, 3] * 9, "x": [[True, None, False], None, []] * 9}
     with pytest.raises(DataError) as error:
         rows_of(tmp_path, table, schema(x={}))
@@ -291,7 +291,7 @@ def test_inspect_advises_the_same_for_lists_of_bools(tmp_path):
     assert yaml.safe_load(skipped.why.partition("; to use them as ids: ")[2]) == followed(error)
 
 
-def test_of_ids_beyond_63_bits_the_advice_is_managed_too(tmp_path):
+def test_error_for_ids_beyond_63_bits_suggests_managed_ids(tmp_path):
     ids = pa.array([[2**63], [2**64 - 1, 5], [2**63]], pa.list_(pa.uint64()))
     table = {**BASE, "x": ids}
     with pytest.raises(
@@ -305,7 +305,7 @@ def test_of_ids_beyond_63_bits_the_advice_is_managed_too(tmp_path):
     assert first == third != second[:1] and second[1] == 5
 
 
-def test_the_advice_for_structs_works_when_it_is_followed(tmp_path):
+def test_advised_struct_field_is_readable(tmp_path):
     with pytest.raises(DataError) as error:
         rows_of(tmp_path, {**BASE, "who": USER}, schema(x={"column": "who"}))
     named = re.search(r"use a field of the column: (\S+), (\S+)", str(error.value)).groups()
@@ -323,14 +323,14 @@ def test_the_advice_for_structs_works_when_it_is_followed(tmp_path):
         ({"column with, comma": [[1], [None, 2], []]}, schema(x={"column": "column with, comma"})),
     ],
 )
-def test_the_advice_for_nulls_works_when_it_is_followed(tmp_path, columns, spec):
+def test_advised_transform_fixes_nulls(tmp_path, columns, spec):
     with pytest.raises(DataError) as error:
         rows_of(tmp_path, {**BASE, **columns}, spec)
     rows = rows_of(tmp_path, {**BASE, **columns}, spec, [followed(error)])
     assert len(rows) == 3 and rows[1].get("x") in (None, [2])
 
 
-def test_labels_of_text(tmp_path):
+def test_advised_transform_makes_text_labels_readable(tmp_path):
     table = {"user": [1, 2, 3], "label": ["yes", "no", "yes"]}
     with pytest.raises(DataError) as error:
         rows_of(tmp_path, table, schema())

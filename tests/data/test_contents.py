@@ -1,4 +1,4 @@
-"""Fingerprints of data see content, and nothing but content: what a resumed run is held to."""
+"""Data fingerprints depend only on file contents; resume compares them."""
 
 import json
 import os
@@ -37,15 +37,15 @@ def scanned(folder, name="train", **options):
 
 
 def flip(path):
-    """Writes a file again with its labels flipped: as many rows and bytes, the same names and statistics."""
+    """Rewrite a file with flipped labels; rows, bytes, names and statistics stay the same."""
     table = pq.read_table(path)
     flipped = pc.subtract(pa.scalar(1, pa.int8()), table["label"])
     pq.write_table(table.set_column(0, "label", flipped), path, row_group_size=300, compression="none")
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_flipped_labels_are_seen(folder, monkeypatch, whole):
-    """Flipped, a column's dictionary may be all that changes: neither sizes nor the footer do."""
+def test_flipped_labels_change_the_fingerprint(folder, monkeypatch, whole):
+    """Only the dictionary of the column may change; the file size and the footer stay the same."""
     if not whole:
         monkeypatch.setattr(file_identity, "MAX_FULL_HASH_BYTES", 0)
         monkeypatch.setattr(file_identity, "SAMPLES", 4)
@@ -53,7 +53,7 @@ def test_flipped_labels_are_seen(folder, monkeypatch, whole):
     before, footer = look(scanned(folder)), pq.read_metadata(path)
     flip(path)
     after = look(scanned(folder))
-    assert pq.read_metadata(path).equals(footer), "else this is too easy"
+    assert pq.read_metadata(path).equals(footer), "the footer must not reveal the change"
     assert [old == new for old, new in zip(before, after, strict=True)] == [False, True]
     assert before[0].whole == whole
     assert fingerprint(before) != fingerprint(after)
@@ -63,7 +63,7 @@ def test_flipped_labels_are_seen(folder, monkeypatch, whole):
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_copies_are_the_same(folder, tmp_path, monkeypatch, whole):
+def test_copied_files_have_the_same_fingerprint(folder, tmp_path, monkeypatch, whole):
     if not whole:
         monkeypatch.setattr(file_identity, "MAX_FULL_HASH_BYTES", 0)
     before = look(scanned(folder))
@@ -73,12 +73,12 @@ def test_copies_are_the_same(folder, tmp_path, monkeypatch, whole):
     after = look(scanned(tmp_path / "copy"))
     assert fingerprint(after) == fingerprint(before) and not file_identity.differences(before, after)
     said = file_identity.written_again(before, after)
-    assert said == ([] if whole else ["part-0.parquet", "part-1.parquet"]), "samples alone prove nothing"
+    assert said == ([] if whole else ["part-0.parquet", "part-1.parquet"]), "samples prove no equality"
     assert file_identity.written_again(before, look(scanned(folder))) == []
     assert [FileIdentity(**json.loads(json.dumps(asdict(c)))) for c in before] == before
 
 
-def test_each_difference_is_named(folder):
+def test_differences_lists_each_changed_file(folder):
     before = look(scanned(folder))
     table = pq.read_table(folder / "train/part-0.parquet")
     pq.write_table(table.slice(0, 200), folder / "train/part-0.parquet", row_group_size=100)
@@ -91,7 +91,7 @@ def test_each_difference_is_named(folder):
     ]
 
 
-def test_a_vocabulary_counts_as_data(folder, tmp_path):
+def test_changed_vocabulary_is_a_data_difference(folder, tmp_path):
     (tmp_path / "words").write_text("1\n2\n")
     transform = LookupVocabulary(do="lookup_vocabulary", columns=["user"], vocabulary=str(tmp_path / "words"))
     dataset = scanned(folder, transforms=(transform,))
@@ -102,8 +102,8 @@ def test_a_vocabulary_counts_as_data(folder, tmp_path):
     ]
 
 
-def test_many_files_are_sampled_within_bounds(folder, monkeypatch):
-    """Few pieces of each of many files; other columns and row groups in each."""
+def test_number_of_samples_is_limited(folder, monkeypatch):
+    """Each file gets few samples, from different columns and row groups per file."""
     monkeypatch.setattr(file_identity, "MAX_FULL_HASH_BYTES", 0)
     path = folder / "train/part-0.parquet"
     size, form = path.stat().st_size, scanned(folder).form
@@ -112,12 +112,12 @@ def test_many_files_are_sampled_within_bounds(folder, monkeypatch):
     pieces = [file_identity._choose_samples(footer, size, form, 2, number) for number in range(8)]
     assert all(len(each) == 2 for each in pieces) and len({p for each in pieces for p in each}) > 3
     many = file_identity._choose_samples(footer, size, form, 100, 0)
-    assert len(many) == 100, "the columns' beginnings, and places all over the file"
+    assert len(many) == 100, "samples at column starts and across the whole file"
     assert all(0 < n <= file_identity.SAMPLE_BYTES and at + n <= size for at, n in sum(pieces, many))
 
 
 class Run:
-    """A run folder with one checkpoint, as far as `check_same_data` looks at it."""
+    """A run folder with one checkpoint, reduced to the files that `check_same_data` reads."""
 
     def __init__(self, place, data):
         self.folder, self.data, self.root = place, data, place / "checkpoints"
@@ -138,7 +138,7 @@ class Run:
         return check_same_data(self.folder, str(self.root), schema, *self._now())
 
 
-def test_a_run_is_not_resumed_on_other_labels(folder, tmp_path):
+def test_resume_rejects_changed_labels(folder, tmp_path):
     run = Run(tmp_path / "run", folder)
     assert run.check() == []
     flip(folder / "train/part-1.parquet")
@@ -146,12 +146,12 @@ def test_a_run_is_not_resumed_on_other_labels(folder, tmp_path):
         run.check()
     assert "part-1.parquet: the same number of rows and bytes, but different values" in str(error.value)
     assert "--warm-start" in error.value.do
-    (run.folder / DATA).write_text("[")  # it is refused without the list of files, too
+    (run.folder / DATA).write_text("[")  # resume is rejected without the list of files as well
     with pytest.raises(DataError, match=r"data\.train has changed since"):
         run.check()
 
 
-def test_a_run_folder_and_its_report_name_what_was_left_out(folder, tmp_path):
+def test_run_folder_and_report_list_skipped_files(folder, tmp_path):
     (folder / "train/_SUCCESS").touch()
     (folder / "train/notes.txt").write_text("of the export")
     run = Run(tmp_path / "run", folder)
@@ -163,7 +163,7 @@ def test_a_run_folder_and_its_report_name_what_was_left_out(folder, tmp_path):
     assert text in build(run.folder)[0].read_text() and run.check() == []
 
 
-def test_other_evaluation_data_is_a_warning(folder, tmp_path):
+def test_resume_warns_about_changed_evaluation_data(folder, tmp_path):
     run = Run(tmp_path / "run", folder)
     flip(folder / "test/part-0.parquet")
     (line,) = run.check()

@@ -1,4 +1,4 @@
-"""Damaged pages: an error, or rows as written; never rows of one column next to those of another."""
+"""Damaged pages give an error or correct rows; columns are never misaligned."""
 
 import random
 from bisect import bisect_right
@@ -20,7 +20,7 @@ from raytrec.data.pages.chunks import read_struct
 from raytrec.data.pages.decode import ReadErrorPolicy, decode_columns
 from raytrec.data.read_plans import ReadPlan
 
-ROWS, PAGE = 1500, 100  # rows of the file, and of a page
+ROWS, PAGE = 1500, 100  # rows per file, rows per page
 COPIES = 40
 CODECS = ["none", "snappy", "gzip", "brotli", "zstd", "lz4"]
 SPANS = [(230, 40), (610, 300), (ROWS - 30, 30)]  # first row, rows
@@ -28,19 +28,19 @@ SPANS = [(230, 40), (610, 300), (ROWS - 30, 30)]  # first row, rows
 
 @pytest.fixture(autouse=True)
 def by_pages(monkeypatch):
-    """Reads even small row groups by their pages."""
+    """Read even small row groups page by page."""
     monkeypatch.setattr(decoding, "MAX_FULL_DECODE_ROWS", 10)
 
 
 def written(path, **how):
-    """Writes a column of each kind, as pages of PAGE rows. Returns what is read of it."""
+    """Write a column of each kind in pages of PAGE rows and return the decoded columns."""
     whole = table(ROWS)
     pq.write_table(whole, path, max_rows_per_page=PAGE, **how)
     return decode_columns(str(path), 0, 0, ROWS, [*whole.column_names[:-1], "who.city", "who.age", "who.bag"])
 
 
 def places(path):
-    """(column, its pages) in the order of the file."""
+    """Yield (column name, page index) in file order."""
     footer, file = pq.read_metadata(path), pa.OSFile(str(path))
     for i in range(footer.num_columns):
         found = pages._pages(pages._RowSpan((str(path), file.size(), 0), footer, 0, 0, 0), i)
@@ -49,14 +49,14 @@ def places(path):
 
 
 def rows_at(place, at):
-    """(column, rows) that damage to a byte may change."""
+    """Return the column and the rows that damage to this byte may change."""
     name, found = next((name, found) for name, found in place if at < found._end)
     page = bisect_right(found._offsets, at) - 1
-    return name, range(page * PAGE, (page + 1) * PAGE) if page >= 0 else range(ROWS)  # of the dictionary: all
+    return name, range(page * PAGE, (page + 1) * PAGE) if page >= 0 else range(ROWS)  # dictionary: all rows
 
 
 def damaged(raw, chance, end):
-    """(a copy with one bit, or nine bytes, of its pages changed; the first and the last changed byte)."""
+    """Return a copy with one bit or nine bytes changed, and the first and last changed position."""
     copy, at = bytearray(raw), chance.randrange(4, end - 9)
     if chance.random() < 0.5:
         copy[at] ^= 1 << chance.randrange(8)
@@ -68,8 +68,8 @@ def damaged(raw, chance, end):
 @pytest.mark.parametrize("checksums", [True, False], ids=["checksums", "no checksums"])
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("version", ["1.0", "2.0"])
-def test_damaged_copies_give_an_error_or_the_rows_that_were_written(tmp_path, version, codec, checksums):
-    """Without checksums, values of the damaged page may differ, but rows of other pages are as written."""
+def test_damaged_files_give_an_error_or_correct_rows(tmp_path, version, codec, checksums):
+    """Without checksums, values of the damaged page may differ, but rows of other pages are unchanged."""
     path = tmp_path / "good.parquet"
     how = {"data_page_version": version, "compression": codec, "write_page_checksum": checksums}
     good, place = written(path, **how), list(places(path))
@@ -100,8 +100,8 @@ def test_damaged_copies_give_an_error_or_the_rows_that_were_written(tmp_path, ve
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["read whole", "read by pages"])
-def test_a_page_of_no_known_type_does_not_shift_the_rows_after_it(tmp_path, monkeypatch, whole):
-    """pyarrow passes over it, and its checksum does not cover the header."""
+def test_page_of_unknown_type_does_not_shift_later_rows(tmp_path, monkeypatch, whole):
+    """pyarrow skips a page of unknown type, and the page checksum does not cover the header."""
     path = tmp_path / "a.parquet"
     written(path, write_page_checksum=True)
     raw, at = bytearray(path.read_bytes()), dict(places(path))["many"]._offsets[2]
@@ -118,8 +118,8 @@ def test_a_page_of_no_known_type_does_not_shift_the_rows_after_it(tmp_path, monk
 
 @pytest.mark.parametrize("version", ["1.0", "2.0"])
 @pytest.mark.parametrize("checksums", [True, False], ids=["checksums", "no checksums"])
-def test_rows_that_are_not_skipped_keep_their_lists_after_a_flipped_bit(tmp_path, version, checksums):
-    """In the levels of a page before them, where it begins or ends a list."""
+def test_flipped_level_bit_does_not_change_other_rows(tmp_path, version, checksums):
+    """The bit is in the levels of an earlier page, where it starts or ends a list."""
     path = tmp_path / "a.parquet"
     how = {"data_page_version": version, "compression": "none", "write_page_checksum": checksums}
     written(path, **how)
@@ -133,7 +133,7 @@ def test_rows_that_are_not_skipped_keep_their_lists_after_a_flipped_bit(tmp_path
     good = read(900)
     raw, bag = bytearray(path.read_bytes()), dict(places(path))["bag"]
     _, levels = read_struct(raw, bag._offsets[2])
-    raw[levels + (6 if version == "1.0" else 2)] ^= 4  # after the levels' size, and the first run's
+    raw[levels + (6 if version == "1.0" else 2)] ^= 4  # skip the size of the levels and the run header
     path.write_bytes(raw)
     pages._page_cache.clear()
     decoding._open_files.files.clear()
@@ -141,4 +141,4 @@ def test_rows_that_are_not_skipped_keep_their_lists_after_a_flipped_bit(tmp_path
     assert len(rows) == 200 and all(
         row == right or not row["present"] for row, right in zip(rows, good, strict=True)
     )
-    assert not any(row["present"] for row in read(250)), "the page itself is not used"
+    assert not any(row["present"] for row in read(250)), "rows of the damaged page are skipped"

@@ -1,4 +1,4 @@
-"""Files that row groups are read from: opened once, and again when they change."""
+"""Cache of open files: a file is opened once, and reopened after it changes."""
 
 import os
 
@@ -12,7 +12,7 @@ from raytrec.data.pages import decode as decoding
 
 @pytest.fixture
 def opened(monkeypatch):
-    """The files that have been opened, in turn."""
+    """Return the list of opened paths, in order."""
     places, real = [], decoding._open_cached
 
     def counted(version, open_file):
@@ -32,13 +32,13 @@ def read(path, group, rows=50):
     return decoding.decode_columns(path, group, 0, rows, ["row"])["row"].to_pylist()
 
 
-def test_a_file_stays_open_for_its_next_row_groups(tmp_path, opened):
+def test_file_stays_open_between_row_groups(tmp_path, opened):
     path = write(tmp_path / "a.parquet", 0)
     assert [read(path, group)[0] for group in (0, 3, 1)] == [0, 150, 50]
     assert opened == [path]
 
 
-def test_a_file_that_changes_is_opened_again(tmp_path, opened):
+def test_changed_file_is_reopened(tmp_path, opened):
     path = write(tmp_path / "a.parquet", 0)
     assert read(path, 1)[0] == 50
     os.utime(write(tmp_path / "a.parquet", 500), ns=(1, 1))
@@ -49,7 +49,7 @@ def test_a_file_that_changes_is_opened_again(tmp_path, opened):
     assert opened == [path, path] and not decoding._open_files.files
 
 
-def test_not_all_files_stay_open(tmp_path, opened, monkeypatch):
+def test_number_of_open_files_is_limited(tmp_path, opened, monkeypatch):
     monkeypatch.setattr(decoding, "MAX_OPEN_FILES", 2)
     paths = [write(tmp_path / f"{name}.parquet", 0) for name in "abc"]
     for path in paths + paths[1:] + paths[:1]:

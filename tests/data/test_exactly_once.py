@@ -1,4 +1,4 @@
-"""Rows carry ids: whatever happens to the run, each is trained once an epoch, in the same global batch."""
+"""Each row is trained exactly once per epoch, in the same global batch, even if the run restarts."""
 
 import random
 from collections import Counter
@@ -29,7 +29,7 @@ SCHEMA = Schema.parse(
 
 
 def write(folder, layout, page_rows=None):
-    """Files of row groups of these sizes; ids count through. A file without groups, and empty groups, too."""
+    """Write files with row groups of these sizes and consecutive ids; files and groups may be empty."""
     first = 0
     for number, sizes in enumerate(layout):
         ids = np.arange(first, first + sum(sizes))
@@ -46,7 +46,7 @@ def write(folder, layout, page_rows=None):
 
 
 def ids_of(batch):
-    """The ids of a batch's rows; their other values must be theirs."""
+    """Return the ids of a batch after checking the other values of each row."""
     rows = int(batch.weights.sum())
     ids = batch.sparse["id"].values().tolist()
     assert batch.sparse["id"].lengths().tolist() == [1] * rows + [0] * (len(batch.weights) - rows)
@@ -56,7 +56,7 @@ def ids_of(batch):
 
 
 class CutStream(DirectStream):
-    """A stream whose read tasks' output is cut into blocks at random, as Ray might."""
+    """A stream that splits the output of read tasks into random blocks, as Ray may do."""
 
     def _tables(self, items):
         rng = random.Random(len(items))
@@ -65,14 +65,14 @@ class CutStream(DirectStream):
             rest = table if rest is None else pa.concat_tables([rest, table])
             while rest.num_rows and rng.random() < 0.7:
                 cut = rng.randint(1, rest.num_rows)
-                yield rest.slice(0, cut).combine_chunks()  # as blocks are after their journey
+                yield rest.slice(0, cut).combine_chunks()  # like blocks from the object store
                 rest = rest.slice(cut)
         if rest is not None and rest.num_rows:
             yield rest
 
 
 def trained(data, order, epoch, world, start, stop):
-    """The global batches, as sorted ids, that `world` ranks train at the steps from start to stop."""
+    """Return the sorted ids of each global batch that `world` ranks train in steps start to stop - 1."""
     out = [[] for _ in range(start, stop)]
     for rank in range(world):
         batches = CutStream(data, order, rank=rank, world=world).batches(epoch, start)
@@ -94,11 +94,13 @@ def trained(data, order, epoch, world, start, stop):
     phases=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 8)), min_size=1, max_size=8),
     page_rows=st.sampled_from([3, 10, 20_000]),
 )
-def test_any_layout_any_stops(tmp_path_factory, layout, batch, lanes, shuffle, window, phases, page_rows):
-    """Phases of (world size, steps until the run is stopped) over two epochs, the last phase to the end.
+def test_each_row_is_trained_once_across_restarts(
+    tmp_path_factory, layout, batch, lanes, shuffle, window, phases, page_rows
+):
+    """Run phases of (world size, steps until the run is stopped) over two epochs.
 
-    Pages of 3 or 10 rows are to row groups of up to 120 what 20,000 are to those of up to 800,000: such are
-    cut into pieces, and those read by their pages.
+    The last phase runs to the end. Pages of 3 or 10 rows in row groups of up to 120 rows stand in for pages
+    of 20,000 rows: large row groups are split into pieces and read page by page.
     """
     folder = tmp_path_factory.mktemp("layout")
     rows = write(folder, layout, page_rows)

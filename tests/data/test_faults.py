@@ -1,4 +1,4 @@
-"""Rows that cannot be read: left out one by one, counted, listed; storage that fails for a while."""
+"""Unreadable rows are skipped, counted and listed; transient storage errors are retried."""
 
 import json
 
@@ -28,16 +28,16 @@ def users_changed(table, rows, user):
 
 
 def with_users(path, bad, count=1000):
-    """A file of 1000 rows in one row group; `bad` rows have a user that there is not."""
+    """Write `count` rows as one row group and return an item; users of `bad` rows are out of range."""
     pq.write_table(users_changed(parquet.table(count, 0), bad, 40), path)
     return LaneItem(0, 0, (Part(str(path), 0, 100, count - 100),), None)
 
 
-def test_bad_rows_are_found_one_by_one(tmp_path):
+def test_bad_rows_are_skipped_one_by_one(tmp_path):
     item = with_users(tmp_path / "a.parquet", [50, 130, 131, 999])
     log = tmp_path / "skipped.jsonl"
     table = item_reader.read_item(item, FORM, ReadErrorPolicy(True, str(log)))
-    assert np.flatnonzero(~table["present"].to_numpy()).tolist() == [30, 31, 899]  # 50 is not of the item
+    assert np.flatnonzero(~table["present"].to_numpy()).tolist() == [30, 31, 899]  # 50 is outside the item
     notes = [json.loads(line) for line in log.read_text().splitlines()]
     assert [(n["rows"], n["where"].rpartition("row ")[2]) for n in notes] == [
         (1, "130"),
@@ -49,7 +49,7 @@ def test_bad_rows_are_found_one_by_one(tmp_path):
         item_reader.read_item(item, FORM)
 
 
-def test_many_bad_rows_take_others_with_them_and_little_time(tmp_path):
+def test_many_bad_rows_are_skipped_as_ranges(tmp_path):
     item = with_users(tmp_path / "a.parquet", slice(500, 1000))
     log = tmp_path / "skipped.jsonl"
     present = item_reader.read_item(item, FORM, ReadErrorPolicy(True, str(log)))["present"].to_numpy()
@@ -58,7 +58,7 @@ def test_many_bad_rows_take_others_with_them_and_little_time(tmp_path):
     assert sum(notes) == 500 and len(notes) <= item_reader.MAX_LOCATED_BAD_ROWS + 10
 
 
-def test_a_file_that_has_shrunk_is_seen(tmp_path):
+def test_read_rejects_a_shrunken_file(tmp_path):
     item = with_users(tmp_path / "a.parquet", [])
     with_users(tmp_path / "a.parquet", [], count=400)
     with pytest.raises(DataError, match="it has 400 rows, but previously had 1,000 or more"):
@@ -66,7 +66,7 @@ def test_a_file_that_has_shrunk_is_seen(tmp_path):
 
 
 class Flaky(fs.FileSystemHandler):
-    """A local file system whose opens fail at first, as an object store's may."""
+    """A local file system whose first opens fail, as those of an object store may."""
 
     def __init__(self, failures, error):
         self.left, self.error, self.opened = failures, error, 0
@@ -105,7 +105,7 @@ def flaky(monkeypatch):
     return make
 
 
-def test_storage_that_fails_for_a_while(flaky, tmp_path):
+def test_transient_storage_errors_are_retried(flaky, tmp_path):
     item = with_users(tmp_path / "a.parquet", [])
     path = f"store://{tmp_path}/a.parquet"
     remote = LaneItem(0, 0, (Part(path, 0, 100, 900),), None)
@@ -128,7 +128,7 @@ def test_storage_that_fails_for_a_while(flaky, tmp_path):
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_run_that_leaves_rows_out(tmp_path):
+def test_run_skips_and_counts_bad_rows(tmp_path):
     folder = parquet.dataset(tmp_path / "d")  # 2 files of 1000 rows, groups of 300
     path = folder / "train/part-1.parquet"
     table = users_changed(pq.read_table(path), [10, 700], -5)

@@ -1,4 +1,4 @@
-"""Folders and footers: what is found, and each mistake's message."""
+"""Scanning of folders and footers, and the message for each mistake."""
 
 import base64
 import tracemalloc
@@ -57,7 +57,7 @@ def fails(folder, *parts):
         assert str(part) in str(error.value), str(error.value)
 
 
-def test_order_and_what_is_left_out(tmp_path):
+def test_scan_sorts_files_and_skips_other_entries(tmp_path):
     parquet.write(tmp_path / "b", 1000, 0, row_group=300, files=2)
     parquet.write(tmp_path / "a", 100, 0, files=1)
     pq.write_table(parquet.table(5, 0).slice(0, 0), tmp_path / "a/part-9.parquet")
@@ -76,7 +76,7 @@ def test_order_and_what_is_left_out(tmp_path):
     assert scan(str(tmp_path / "b/part-1.parquet"), ReadPlan(parquet.schema())).rows == 500
 
 
-def test_nothing_there(tmp_path):
+def test_scan_rejects_missing_and_empty_folders(tmp_path):
     fails(tmp_path / "none", "the folder does not exist", "data.train=")
     fails(tmp_path, "no Parquet files", tmp_path)
     pq.write_table(pa.table(GOOD).slice(0, 0), tmp_path / "a.parquet")
@@ -84,7 +84,7 @@ def test_nothing_there(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["part-*", "part-?.parquet", "{a,b}", "part-[0-9]"])
-def test_a_glob_is_not_expanded_and_the_message_says_so(tmp_path, name):
+def test_globs_are_not_expanded(tmp_path, name):
     with pytest.raises(DataError, match=r"list of folders.*globs are not expanded"):
         list_files(f"{tmp_path}/{name}", "data.train")
     (tmp_path / name).mkdir()
@@ -92,7 +92,7 @@ def test_a_glob_is_not_expanded_and_the_message_says_so(tmp_path, name):
         list_files(f"{tmp_path}/{name}", "data.train")
 
 
-def test_truncated_file_among_good_ones(tmp_path):
+def test_scan_reports_a_truncated_file(tmp_path):
     for i in range(3):
         write(tmp_path / f"part-{i}.parquet")
     path = tmp_path / "part-1.parquet"
@@ -103,7 +103,7 @@ def test_truncated_file_among_good_ones(tmp_path):
 
 
 class Keys(encryption.KmsClient):
-    """Wraps keys by nothing."""
+    """A KMS client that leaves keys unencrypted."""
 
     def __init__(self):
         super().__init__()
@@ -113,8 +113,8 @@ class Keys(encryption.KmsClient):
 
 
 @pytest.mark.parametrize("plaintext_footer", [True, False])
-def test_an_encrypted_file_is_named_as_such(tmp_path, plaintext_footer):
-    """With rows enough that the metadata of every column is looked at: pyarrow ends the process there."""
+def test_scan_rejects_encrypted_files(tmp_path, plaintext_footer):
+    """The file is large enough that all column metadata would be read, where pyarrow aborts the process."""
     how = encryption.EncryptionConfiguration(
         footer_key="f", column_keys={"c": ["user"]}, plaintext_footer=plaintext_footer
     )
@@ -143,7 +143,7 @@ def test_an_encrypted_file_is_named_as_such(tmp_path, plaintext_footer):
         ({"tag_weights": [1.0, 2.0]}, "weights column 'tag_weights' of 'tags' has type double"),
     ],
 )
-def test_columns_that_do_not_fit(tmp_path, columns, expected_text):
+def test_scan_rejects_missing_and_mistyped_columns(tmp_path, columns, expected_text):
     write(tmp_path / "a.parquet")
     assert scan(str(tmp_path), ReadPlan(SCHEMA)).rows == 2
     write(tmp_path / "b.parquet", **columns)
@@ -151,15 +151,15 @@ def test_columns_that_do_not_fit(tmp_path, columns, expected_text):
 
 
 @pytest.mark.parametrize("rows", [2**50, 2**31, 2**20, -1])
-@pytest.mark.parametrize("values_too", [True, False], ids=["values, too", "rows alone"])
-def test_a_footer_that_lies(tmp_path, rows, values_too):
-    """Rows that the file cannot hold are a message, before anything is counted or made room for."""
+@pytest.mark.parametrize("values_too", [True, False], ids=["rows and values", "rows only"])
+def test_impossible_row_counts_are_rejected(tmp_path, rows, values_too):
+    """An impossible row count raises an error before memory for the rows is allocated."""
     path = tmp_path / "a.parquet"
     write(path)
     lie(path, rows, values_too)
     tracemalloc.start()
     try:
-        if values_too and rows == 2**20:  # its pages could hold them: found when they are read
+        if values_too and rows == 2**20:  # plausible for its pages: detected by the read
             data = scan(str(tmp_path), ReadPlan(SCHEMA))
             with pytest.raises(DataError, match=r"a\.parquet, row group 0"):
                 read_item(Order(2048, 24).items(data, 0, 0, 1)[-1], data.form)
@@ -171,7 +171,7 @@ def test_a_footer_that_lies(tmp_path, rows, values_too):
 
 
 def lie(path, rows, values_too):
-    """Changes the numbers of rows (and of flat columns' values) in a file's footer."""
+    """Change the row counts (and the value counts of flat columns) in the footer of a file."""
     raw = path.read_bytes()
     size = int.from_bytes(raw[-8:-4], "little")
     body, footer = raw[: -8 - size], raw[-8 - size : -8]
@@ -179,13 +179,13 @@ def lie(path, rows, values_too):
     if values_too:
         footer = footer.replace(old, new)
     else:
-        first, last = footer.index(old), footer.rindex(old)  # of the file, and of the row group
+        first, last = footer.index(old), footer.rindex(old)  # counts of the file and of the row group
         footer = footer[:first] + new + footer[first + len(old) : last] + new + footer[last + len(old) :]
     path.write_bytes(body + footer + len(footer).to_bytes(4, "little") + b"PAR1")
 
 
 def zigzag(number):
-    """As Thrift's compact protocol writes a number."""
+    """Encode a number as in Thrift's compact protocol."""
     number, out = (number << 1) ^ (number >> 63), b""
     while number > 127:
         out, number = out + bytes([number & 127 | 128]), number >> 7
@@ -193,7 +193,7 @@ def zigzag(number):
 
 
 def changed(folder, changes, schema=None, skip=False, **options):
-    """A dataset of row groups of 300 and 150 rows, with (column, row, value) in place of some values."""
+    """Write row groups of 300 and 150 rows with (column, row, value) changes and scan the folder."""
     whole = parquet.table(450, 0)
     rows = whole.to_pylist()
     for column, row, value in changes:
@@ -212,7 +212,7 @@ def changed(folder, changes, schema=None, skip=False, **options):
         ("price", None, "column 'price' contains a null"),
     ],
 )
-def test_footers_accuse_and_the_row_is_named(tmp_path, column, value, message):
+def test_footer_statistics_reveal_invalid_values(tmp_path, column, value, message):
     dataset = changed(tmp_path, [(column, 310, value)])
     assert [group.index for group in dataset.accused] == [1]
     with pytest.raises(DataError, match=message) as error:
@@ -220,8 +220,8 @@ def test_footers_accuse_and_the_row_is_named(tmp_path, column, value, message):
     assert "a.parquet, row group 1" in error.value.where and "row 10" in error.value.where
 
 
-def test_rules_and_transforms_are_not_accused(tmp_path):
-    """What a table takes, what a transform mends, and what is skipped is nothing to stop at."""
+def test_values_with_a_policy_or_transform_are_not_suspect(tmp_path):
+    """Values that a table accepts, a transform repairs or the policy skips do not stop the run."""
     changes = [("user", 310, 40), ("price", 5, None)]
     assert changed(tmp_path, []).accused == ()
     assert len(changed(tmp_path, changes).accused) == 2

@@ -1,4 +1,4 @@
-"""Rows that are held out of training: the same on any number of workers, and each row on one side."""
+"""Hold-out split: each row is trained or held out, independent of the number of workers."""
 
 from itertools import chain
 
@@ -28,7 +28,7 @@ SCHEMA = Schema.parse(
 
 @given(sizes=st.lists(st.integers(1, 200), min_size=1, max_size=6), every=st.integers(2, 20))
 @settings(max_examples=100, deadline=None)
-def test_each_row_is_on_one_side(sizes, every):
+def test_each_row_is_either_trained_or_held_out(sizes, every):
     whole = Dataset("d", tuple(RowGroup("f", i, rows) for i, rows in enumerate(sizes)), form=None)
     kept, held = whole.hold_out(every)
     assert (held.rows if held else 0) == sum(rows // every for rows in sizes)
@@ -45,7 +45,7 @@ def test_each_row_is_on_one_side(sizes, every):
             assert sorted(np.concatenate(parts)) == list(range(rows))
 
 
-def test_held_rows_are_not_periodic():
+def test_held_out_rows_are_not_periodic():
     _, held = Dataset("d", (RowGroup("f", 0, 10_000),), form=None).hold_out(10)
     counts = np.bincount(held.groups[0].split.rows() % 10, minlength=10)
     assert counts.min() > 60 and counts.max() < 140
@@ -60,7 +60,7 @@ def folder(tmp_path_factory):
 
 
 def read(dataset, order, world, epoch=0, start_step=0):
-    """The ids of each global batch, with the first of each row's tags."""
+    """Return the sorted ids of each global batch."""
     ranks = []
     for rank in range(world):
         stream = DirectStream(dataset, order, rank=rank, world=world, train=order.permute)
@@ -75,7 +75,7 @@ def read(dataset, order, world, epoch=0, start_step=0):
 
 
 @pytest.mark.parametrize("shuffle", ["none", "groups", "window"])
-def test_batches_have_the_same_rows_on_any_number_of_workers(folder, shuffle, monkeypatch):
+def test_holdout_does_not_depend_on_the_number_of_workers(folder, shuffle, monkeypatch):
     monkeypatch.setattr(order_module, "PAGE_ROWS", 20)  # row groups are read in pieces
     kept, held = scan(str(folder), ReadPlan(SCHEMA)).hold_out(10)
     order = Order(64, lanes=6, shuffle=shuffle, window=2, seed=1)

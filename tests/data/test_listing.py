@@ -1,4 +1,4 @@
-"""Every entry of a folder is read, reached twice, or left out with its reason."""
+"""Every entry of a folder is read, or skipped for a stated reason."""
 
 import os
 from pathlib import Path
@@ -24,14 +24,14 @@ def listed(folder):
     return [path.removeprefix(below) for path in found.files], left_out
 
 
-def test_parquet_is_known_by_its_bytes(tmp_path):
-    """Names as Athena, BigQuery and Hive write them."""
+def test_parquet_files_are_detected_by_content(tmp_path):
+    """Use file names as written by Athena, BigQuery and Hive."""
     names = ["000000000000", "20261126_0001_x", "a.parquet", "b.PARQUET", "c.parq", "d/part-0.snappy"]
     put(tmp_path, *names)
     assert listed(tmp_path) == (names, {})
 
 
-def test_what_is_left_out_has_a_reason(tmp_path):
+def test_skipped_entries_have_a_reason(tmp_path):
     put(
         tmp_path,
         "a.parquet",
@@ -72,21 +72,21 @@ def test_files_reached_twice_are_read_once(tmp_path):
     assert left_out == {"reached twice": ["day=0", "day=1/copy.parquet", "day=1/up", "latest"]}
 
 
-def test_links_to_one_file_in_two_partitions_are_two_files(tmp_path):
+def test_hard_links_in_two_partitions_are_separate_files(tmp_path):
     put(tmp_path, "day=1/a.parquet")
     (tmp_path / "day=2").mkdir()
     os.link(tmp_path / "day=1/a.parquet", tmp_path / "day=2/a.parquet")
     assert listed(tmp_path) == (["day=1/a.parquet", "day=2/a.parquet"], {})
 
 
-def test_one_folder_under_two_names_is_refused(tmp_path):
+def test_folder_listed_under_two_names_is_rejected(tmp_path):
     put(tmp_path, "a/x.parquet")
     (tmp_path / "b").symlink_to("a")
     with pytest.raises(DataError, match=r"files are listed more than once \(1\)"):
         list_files([str(tmp_path / "a"), str(tmp_path / "b")], "data.train")
 
 
-def test_a_folder_without_parquet_names_what_it_has(tmp_path):
+def test_error_for_folder_without_parquet_lists_its_files(tmp_path):
     (tmp_path / "x.csv").write_text("a,b")
     with pytest.raises(DataError, match=r"contains no Parquet files[\s\S]*1 not Parquet \(x.csv\)"):
         list_files(str(tmp_path), "data.train")
@@ -104,7 +104,7 @@ def test_a_folder_without_parquet_names_what_it_has(tmp_path):
     ],
 )
 @pytest.mark.parametrize("place", ["table", "table/data/day=1", "table/data/day=1/a.parquet", "."])
-def test_folders_of_table_formats_are_refused(tmp_path, marker, name, place):
+def test_table_format_folders_are_rejected(tmp_path, marker, name, place):
     put(tmp_path, "table/data/day=1/a.parquet", "plain/b.parquet")
     record = tmp_path / "table" / marker
     record.parent.mkdir(parents=True)
@@ -117,7 +117,7 @@ def test_folders_of_table_formats_are_refused(tmp_path, marker, name, place):
 
 @pytest.mark.parametrize("target", ["table/day=1", "table/day=1/a.parquet"])
 @pytest.mark.parametrize("marker", ["_delta_log/00000000000000000000.json", ".hoodie/hoodie.properties"])
-def test_links_into_tables_are_refused(tmp_path, marker, target):
+def test_links_into_table_formats_are_rejected(tmp_path, marker, target):
     put(tmp_path, "table/day=1/a.parquet", "plain/b.parquet")
     record = tmp_path / "table" / marker
     record.parent.mkdir(parents=True)
@@ -128,7 +128,7 @@ def test_links_into_tables_are_refused(tmp_path, marker, target):
 
 
 @pytest.mark.parametrize("name", [b"\xff.parquet", b"day=\xff/a.parquet"])
-def test_names_that_are_not_utf_8_are_refused(tmp_path, name):
+def test_non_utf8_file_names_are_rejected(tmp_path, name):
     put(tmp_path, "a.parquet")
     path = Path(tmp_path, os.fsdecode(name))
     path.parent.mkdir(exist_ok=True)
@@ -140,14 +140,14 @@ def test_names_that_are_not_utf_8_are_refused(tmp_path, name):
         list_files(os.fsdecode(bytes(tmp_path) + b"/\xff"), "data.train")
 
 
-def test_other_entries_that_are_not_utf_8_are_counted(tmp_path):
+def test_skipped_entries_with_non_utf8_names_are_counted(tmp_path):
     put(tmp_path, "a.parquet")
     Path(os.fsdecode(bytes(tmp_path) + b"/\xff.csv")).write_text("x")
     assert listed(tmp_path) == (["a.parquet"], {REASON_UNREADABLE: ["\\udcff.csv"]})
 
 
 @pytest.mark.parametrize("folder", ["base_0000002", "delta_0000003_0000003_0000"])
-def test_other_table_formats_are_refused(tmp_path, folder):
+def test_hive_acid_tables_are_rejected(tmp_path, folder):
     put(tmp_path, f"table/{folder}/bucket_00000")
     for place in ("table", f"table/{folder}"):
         with pytest.raises(DataError, match="Hive"):

@@ -1,4 +1,4 @@
-"""Ids of tables with managed ids reach batches as they are, whatever they are."""
+"""Ids of tables with managed ids reach batches unchanged."""
 
 import numpy as np
 import pyarrow as pa
@@ -19,7 +19,7 @@ SCHEMA = {
 
 
 def ids_of(tmp_path, item, seen):
-    """feature → the ids of each row, in a batch of two more rows."""
+    """Return the ids of each row by feature, from a batch with two padding rows."""
     path = tmp_path / "a.parquet"
     users = pa.array([8, None, 0, 1][: len(item)], pa.int16())
     pq.write_table(pa.table({"y": [0.0] * len(item), "user": users, "item": item, "seen": seen}), path)
@@ -27,7 +27,7 @@ def ids_of(tmp_path, item, seen):
     return {name: [ids.tolist() for ids in sparse[name].to_dense()] for name in SCHEMA["sparse"]}
 
 
-def test_integers_of_any_size(tmp_path):
+def test_managed_ids_accept_any_int64(tmp_path):
     item = pa.array([-1, 2**63 - 1, None, LEAST])
     seen = pa.array([[5, LEAST], [], [-7, -1], None])
     assert ids_of(tmp_path, item, seen) == {
@@ -44,7 +44,7 @@ def test_unsigned_integers_keep_their_bits(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_binary(), pa.dictionary(pa.int8(), pa.string())])
-def test_text_has_all_bits_of_its_hash(tmp_path, kind):
+def test_managed_text_ids_keep_all_bits_of_the_hash(tmp_path, kind):
     plain = kind.value_type if pa.types.is_dictionary(kind) else kind
     values = ["a", "b", "a", None] if pa.types.is_string(plain) else [b"a", b"b", b"a", None]
     expected = hash_array(np.array(values[:2], dtype=object)).astype(np.int64).tolist()

@@ -1,5 +1,7 @@
-"""Good Parquet made bad in 60 ways: each ends in a message with its place, or in the very same rows. And
-Parquet of any columns: read, or refused by name."""
+"""Corrupted Parquet files raise an error with a location or give the same rows.
+
+Files with random columns are read, or rejected by column name.
+"""
 
 import os
 import pickle
@@ -61,7 +63,7 @@ def replaced(name, values):
 
 
 def changed(name, row, value):
-    """One value of a column, of whatever kind."""
+    """Return the table with one value changed."""
     values = good()[name].to_pylist()
     values[row] = value
     return replaced(name, pa.array(values))
@@ -81,7 +83,7 @@ def flipped(data, position):
 
 @cache
 def mutations():
-    """name → bytes of a file."""
+    """Return the bytes of each mutated file by name."""
     whole = written(good())
     footer = len(whole) - 8 - int.from_bytes(whole[-8:-4], "little")
     shares = (0, 0.01, 0.3, 0.7, 0.95, 0.999)
@@ -130,7 +132,7 @@ def mutations():
 
 
 def outcome(rank, world, path, skip):
-    """What a reading of the folder comes to: (kind, text, rows in canonical form or None)."""
+    """Read a path; return (kind, error text, pickled rows in canonical form or None)."""
     try:
         rows = parquet.plain_rows(*read(path, ReadPlan(SCHEMA), ReadErrorPolicy(skip), skip))
     except DataError as error:
@@ -145,18 +147,18 @@ def expected(tmp_path_factory):
     return {skip: outcome(0, 1, str(path), skip)[2] for skip in (False, True)}
 
 
-# Rows that are the same in other clothes: nothing is wrong with these.
+# Mutations that leave the rows unchanged.
 HARMLESS = {"tag_weights None in row 450"} if not good()["tags"][450].as_py() else set()
 
 
 @pytest.mark.parametrize("name", mutations())
-def test_ends_in_a_message_or_in_the_same_rows(name, expected, tmp_path):
+def test_mutated_files_give_an_error_or_the_same_rows(name, expected, tmp_path):
     path = tmp_path / "a.parquet"
     path.write_bytes(mutations()[name])
     (kind, text, rows) = on_ranks(1, outcome, str(path), False)[0]
     if kind == "rows":
-        assert rows == expected[False], "silently wrong"
-        assert "bit flipped" in name or "flipped" in name or name in HARMLESS, "not seen"
+        assert rows == expected[False], "the rows are silently wrong"
+        assert "bit flipped" in name or "flipped" in name or name in HARMLESS, "the mutation was not detected"
         return
     assert "a.parquet" in text and "Traceback" not in text
     column = name.split()[0]
@@ -168,8 +170,8 @@ def test_ends_in_a_message_or_in_the_same_rows(name, expected, tmp_path):
 
 
 @pytest.mark.parametrize("name", mutations())
-def test_skipping_keeps_every_other_row(name, expected, tmp_path):
-    """Next to a good file: the good file's rows are all there, and of the bad one none that is wrong."""
+def test_skip_policy_keeps_all_valid_rows(name, expected, tmp_path):
+    """All rows of a good file are kept; rows of the mutated file are correct or skipped."""
     whole = pickle.loads(expected[True])
     (tmp_path / "a.parquet").write_bytes(mutations()[name])
     (tmp_path / "b.parquet").write_bytes(written(good()))
@@ -186,7 +188,7 @@ def test_skipping_keeps_every_other_row(name, expected, tmp_path):
 
 
 def any_file(path, columns, seed, rows=60):
-    """A file with a label, users and columns of any names and types."""
+    """Write a file with a label, users and random values in columns of these names and types."""
     rng = random.Random(seed)
     arrays = [random_array(kind, rng, rows) for _, kind in columns]
     names = ["label", "user", *(name for name, _ in columns)]
@@ -209,13 +211,13 @@ QUICK = settings(
 @example([[("x", pa.map_(pa.string(), pa.decimal128(20, 0)))]], 0)  # weights that are decimals
 @example([[("click", pa.int8())]], 0)  # a label with a null in a later row group
 @given(st.lists(COLUMNS, min_size=1, max_size=2), st.integers(0, 99))
-def test_of_any_files_inspect_writes_what_is_read(tmp_path_factory, files, seed):
+def test_inspected_schema_reads_random_files(tmp_path_factory, files, seed):
     folder = tmp_path_factory.mktemp("any")
     for i, columns in enumerate(files):
         any_file(folder / f"{i}.parquet", columns, seed + i)
     try:
         text = inspect(str(folder)).schema_yaml()
-    except SchemaError as error:  # what is called like a label, and is none
+    except SchemaError as error:  # a column is named like a label but has other values
         assert "label" in error.what and len(str(error).encode()) < 4096
         return
     accepted(text, folder)
@@ -224,7 +226,7 @@ def test_of_any_files_inspect_writes_what_is_read(tmp_path_factory, files, seed)
 @QUICK
 @given(COLUMNS, st.integers(0, 99), st.sampled_from(["dense", "sparse", "weights", "labels"]))
 @example([("", pa.int8())], 0, "weights")
-def test_any_column_in_any_role_is_read_or_refused_by_name(tmp_path_factory, columns, seed, role):
+def test_random_columns_are_read_or_rejected_by_name(tmp_path_factory, columns, seed, role):
     path = tmp_path_factory.mktemp("any") / "a.parquet"
     any_file(path, columns, seed)
     name = columns[0][0]

@@ -1,4 +1,4 @@
-"""The cursor's promises, over random layouts of files and row groups."""
+"""Guarantees of the row order, for random layouts of files and row groups."""
 
 import hashlib
 from functools import lru_cache
@@ -20,7 +20,7 @@ def dataset(sizes):
 
 
 def rows_of(item):
-    """The rows of an item, as (file, group, row), in the files' order (shuffles are the read task's)."""
+    """Return the rows of an item as (file, group, row), shuffled by the item's seed if set."""
     rows = [(p.path, p.group, r) for p in item.parts for r in range(p.first, p.first + p.rows)]
     if item.seed is not None:
         rows = [rows[i] for i in np.random.default_rng(item.seed).permutation(len(rows))]
@@ -28,7 +28,7 @@ def rows_of(item):
 
 
 def batches(order, data, epoch, world, start_step=0):
-    """The global batch of each step as a set, put together from all ranks the way a stream does."""
+    """Return the rows of each step's global batch, collected from all ranks as a stream does."""
     steps = order.steps(data.rows)
     out = [[] for _ in range(start_step, steps)]
     for rank in range(world):
@@ -46,12 +46,12 @@ def batches(order, data, epoch, world, start_step=0):
             assert local == order.local_rows(data.rows, step, rank, world)
             assert local <= order.padded_rows(data.rows, step, world)
         if not order.drop_last or order.shuffle != "none":
-            assert not any(lanes.values()), "items hold rows that no step takes"
+            assert not any(lanes.values()), "items contain rows that no step uses"
     return out
 
 
 LAYOUTS = st.lists(st.integers(1, 40), min_size=1, max_size=9)
-PAGES = st.sampled_from([1, 4, 20_000])  # rows; small ones cut some of these row groups into pieces
+PAGES = st.sampled_from([1, 4, 20_000])  # rows per page; small pages split some row groups
 
 
 @settings(max_examples=150, deadline=None)
@@ -80,7 +80,7 @@ def check_batches(data, order, epoch, start):
     one = batches(order, data, epoch, 1)
     assert len(one) == order.steps(data.rows)
     seen = [row for rows in one for row in rows]
-    assert len(seen) == len(set(seen)), "a row came twice"
+    assert len(seen) == len(set(seen)), "a row is repeated"
     assert len(seen) == (data.rows // order.batch_rows * order.batch_rows if order.drop_last else data.rows)
     assert [len(rows) for rows in one] == [order.global_rows(data.rows, k) for k in range(len(one))]
     for world in (2, 3, 5):
@@ -91,7 +91,7 @@ def check_batches(data, order, epoch, start):
 
 
 @pytest.mark.parametrize("page_rows", [2, 20_000])
-def test_file_order_is_file_order(page_rows, monkeypatch):
+def test_unshuffled_rows_are_in_file_order(page_rows, monkeypatch):
     monkeypatch.setattr(order_module, "PAGE_ROWS", page_rows)
     data = dataset([7, 3, 12, 5])
     order = Order(4, 6, "none")
@@ -100,7 +100,7 @@ def test_file_order_is_file_order(page_rows, monkeypatch):
         assert found == [(g.path, g.index, r) for g in data.groups for r in range(g.rows)]
 
 
-def test_epochs_and_seeds_differ_and_repeat():
+def test_order_is_deterministic_per_seed_and_epoch():
     data = dataset([10] * 9)
 
     def first(seed, epoch):
@@ -111,7 +111,7 @@ def test_epochs_and_seeds_differ_and_repeat():
     assert first(0, 0) != first(1, 0)
 
 
-def test_resuming_reads_only_what_is_left():
+def test_resume_reads_only_the_remaining_rows():
     data = dataset([100] * 12)
     order = Order(60, 6, "groups", seed=1)
     whole = sum(len(item.parts) for item in order.items(data, 0, 0, 1))
@@ -120,22 +120,22 @@ def test_resuming_reads_only_what_is_left():
 
 
 def decoded(order, data, world):
-    """Row groups that the read tasks of all ranks decode, each as often as it is."""
+    """Return the row groups that the read tasks of all ranks decode, including repeats."""
     items = [item for rank in range(world) for item in order.items(data, 0, rank, world)]
     return [key for item in items for key in dict.fromkeys((part.path, part.group) for part in item.parts)]
 
 
 @settings(max_examples=100, deadline=None)
 @given(sizes=LAYOUTS, batch=st.integers(5, 60), lanes=st.integers(5, 9), world=st.integers(1, 5))
-def test_ranks_share_what_evaluation_decodes(sizes, batch, lanes, world):
-    """Each row group once, on one rank, and once more where a border of two lanes cuts it."""
+def test_evaluation_ranks_share_row_groups(sizes, batch, lanes, world):
+    """Each row group is decoded once, plus once per lane boundary inside the row group."""
     data = dataset(sizes)
     found = decoded(Order.evaluation(batch, lanes), data, world)
     assert set(found) == {(g.path, g.index) for g in data.groups}
     assert len(found) <= len(data.groups) + lanes - 1
 
 
-def test_only_without_shuffling_every_rank_decodes_everything():
+def test_unshuffled_training_decodes_all_groups_on_every_rank():
     data = dataset([1000] * 300)
     of_evaluation = [len(decoded(Order.evaluation(512, 64), data, world)) for world in (1, 4, 16)]
     assert of_evaluation[0] == of_evaluation[1] == of_evaluation[2] < 1.25 * len(data.groups)
@@ -148,8 +148,8 @@ LARGE = [1_000_000] * 6, [5_000_000], [100_000] * 60, [900, 300_000, 60_001], [5
 @pytest.mark.parametrize("sizes", LARGE, ids=str)
 @pytest.mark.parametrize("order", [Order(2048, 24), Order(2048, 24, "groups"), Order.evaluation(2048, 24)])
 @pytest.mark.parametrize("world", [1, 2])
-def test_what_a_batch_needs_does_not_grow_with_row_groups(sizes, order, world):
-    """Neither an item, nor what must be read before the first batch is there."""
+def test_read_size_does_not_grow_with_row_group_size(sizes, order, world):
+    """The rows per item and the rows read before the first batch are limited."""
     data = dataset(sizes)
     for rank in range(world):
         items = order.items(data, 0, rank, world)
@@ -158,19 +158,19 @@ def test_what_a_batch_needs_does_not_grow_with_row_groups(sizes, order, world):
         first = [item for item in items if item.step == 0]
         assert len(first) == 24 // world and sum(item.rows for item in first) <= 24 // world * 60_000 * 2
         spans = [sum(part.rows for part in item.parts) for item in items]
-        assert spans == [item.rows for item in items], "what is decoded is delivered"
+        assert spans == [item.rows for item in items], "every decoded row is delivered"
 
 
-def test_small_row_groups_are_taken_whole():
-    """The order of datasets whose row groups have up to 60,000 rows: as it always was."""
+def test_small_row_groups_are_not_split():
+    """Datasets with row groups of up to 60,000 rows keep the order of earlier versions."""
     data = dataset([16_384] * 40 + [59_999])
     for order in (Order(512, 24, "window", 2, seed=3), Order(512, 24, "groups"), Order(512, 24, "none")):
         assert len(order.pieces(data)) == len(data.groups)
     assert len(Order(512, 24).pieces(dataset([10, 60_001]))) > 2
 
 
-def test_the_order_of_an_epoch_stays_what_it_was():
-    """Checkpoints hold (epoch, step): another order would repeat rows and leave out others."""
+def test_epoch_order_is_stable_across_versions():
+    """Checkpoints store (epoch, step): a changed order would repeat some rows and skip others."""
     items = Order(60, 6, "window", 2, seed=3).items(dataset([100, 30, 20_000, 59_000, 7]), 1, 0, 2)
     text = repr(
         [(i.lane, i.step, [(p.path, p.group, p.first, p.rows) for p in i.parts], i.seed) for i in items]
@@ -180,21 +180,21 @@ def test_the_order_of_an_epoch_stays_what_it_was():
 
 @settings(max_examples=60, deadline=None)
 @given(rows=st.integers(1, 500), batch=st.integers(1, 60), lanes=st.integers(9, 40), world=st.integers(1, 9))
-def test_the_padding_is_the_largest_part(rows, batch, lanes, world):
+def test_padding_equals_the_largest_share_of_a_rank(rows, batch, lanes, world):
     order = Order(batch, lanes)
     for step in range(order.steps(rows)):
         parts = [order.local_rows(rows, step, rank, world) for rank in range(world)]
         assert order.padded_rows(rows, step, world) == max(1, *parts)
 
 
-def test_a_step_asks_for_no_other_rank(monkeypatch):
-    """What every rank's part comes to is computed for each size of batch, not for each step."""
+def test_largest_share_is_computed_once_per_batch_size(monkeypatch):
+    """The largest share of a rank is computed once per batch size, not in each step."""
     asked = []
     largest = order_module._largest_part.__wrapped__
     counted = lru_cache(lambda *sizes: asked.append(sizes) or largest(*sizes))
     monkeypatch.setattr(order_module, "_largest_part", counted)
     order = Order(2048, 2048)
-    monkeypatch.setattr(Order, "local_rows", lambda *_: pytest.fail("of another rank"))
+    monkeypatch.setattr(Order, "local_rows", lambda *_: pytest.fail("the rows of another rank were computed"))
     steps = order.steps(99 * 2048 + 7)
     sizes = [order.padded_rows(99 * 2048 + 7, step, 1024) for step in range(steps)]
     assert steps == 100 and sizes == [2] * 99 + [1] and len(asked) == 2

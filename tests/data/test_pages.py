@@ -1,4 +1,4 @@
-"""Rows in the middle of row groups, read by their pages: always what pyarrow reads of the whole row group."""
+"""Row ranges read page by page match the rows that pyarrow reads from the whole row group."""
 
 import os
 import random
@@ -19,7 +19,7 @@ ROWS = 3000
 
 
 def table(rows=ROWS, seed=0):
-    """Columns of every kind that a schema can name: flat, with and without nulls, lists, structs."""
+    """Return a table of all supported column kinds: flat, with and without nulls, lists, structs."""
     rng = np.random.default_rng(seed)
     lists = [None if rng.random() < 0.1 else list(range(i, i + rng.integers(0, 9))) for i in range(rows)]
     numbers = rng.integers(0, 50, rows)
@@ -54,7 +54,7 @@ WRITERS = {
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_any_rows_of_any_writer(tmp_path, writer):
+def test_row_ranges_are_read_for_all_writer_options(tmp_path, writer):
     whole, path = table(), str(tmp_path / "a.parquet")
     with pq.ParquetWriter(path, whole.schema, **WRITERS[writer]) as out:
         out.write_table(whole.slice(0, 10))
@@ -76,7 +76,7 @@ def read(path, group, first, last, names):
     return read_rows(file, (path, file.size(), 0), pq.ParquetFile(path), group, first, last, names)
 
 
-def test_only_the_pages_of_the_rows_are_read(tmp_path):
+def test_only_pages_of_the_requested_rows_are_read(tmp_path):
     path, rows = str(tmp_path / "a.parquet"), 200_000
     pq.write_table(pa.table({"x": np.random.default_rng(0).random(rows)}), path, use_dictionary=False)
     with open(path, "rb") as plain:
@@ -88,11 +88,11 @@ def test_only_the_pages_of_the_rows_are_read(tmp_path):
         assert counted.bytes < 0.4 * size
         before = counted.bytes
         read_rows(counted, version, reader, 0, 40_000, 60_000, ["x"])
-        assert counted.bytes - before < 0.3 * size and counted.reads < 40, "where pages are is looked up once"
+        assert counted.bytes - before < 0.3 * size and counted.reads < 40, "page locations are looked up once"
 
 
-def test_rows_that_arrow_counted_wrongly(tmp_path):
-    """Headers of version 2 whose numbers of rows are those of values, as older Arrow wrote them of lists."""
+def test_wrong_row_counts_of_old_arrow_are_ignored(tmp_path):
+    """Older Arrow versions wrote value counts as row counts in v2 headers of list columns."""
     path, bag = tmp_path / "a.parquet", [list(range(i % 9)) for i in range(ROWS)]
     how = {"data_page_version": "2.0", "max_rows_per_page": 100, "compression": "none"}
     pq.write_table(pa.table({"bag": bag}), path, use_dictionary=False, **how)
@@ -112,8 +112,8 @@ def test_rows_that_arrow_counted_wrongly(tmp_path):
 
 @pytest.mark.parametrize("error", [KeyError, IndexError, TypeError, TruncatedDataError])
 @pytest.mark.parametrize("after", [0, 20])
-def test_pages_that_are_not_understood(tmp_path, monkeypatch, error, after):
-    """What pyarrow can read is not damaged: it is read from the row group's beginning."""
+def test_unparsable_pages_are_read_by_pyarrow(tmp_path, monkeypatch, error, after):
+    """Pages that only pyarrow can parse are not damaged: the row group is read from its start."""
     path, whole, calls = str(tmp_path / "a.parquet"), table(), []
     pq.write_table(whole, path, max_rows_per_page=100)
 
@@ -132,8 +132,8 @@ def test_pages_that_are_not_understood(tmp_path, monkeypatch, error, after):
     assert len(calls) > after
 
 
-def test_a_page_without_a_valid_header_is_damage(tmp_path):
-    """pyarrow may take it for another page, and shift the rows after it."""
+def test_invalid_page_header_raises_damaged_page_error(tmp_path):
+    """pyarrow may misread the page type and shift the rows after the page."""
     path = tmp_path / "a.parquet"
     pq.write_table(table(), path, compression="none", use_dictionary=False, max_rows_per_page=100)
     raw, begin = bytearray(path.read_bytes()), pq.read_metadata(path).row_group(0).column(1).data_page_offset
@@ -145,7 +145,7 @@ def test_a_page_without_a_valid_header_is_damage(tmp_path):
 
 @pytest.mark.parametrize("field", [chunks.COMPRESSED, chunks.UNCOMPRESSED, chunks.VALUES])
 @pytest.mark.parametrize("lie", [-1, 1 << 40])
-def test_headers_that_lie_take_no_memory(tmp_path, monkeypatch, field, lie):
+def test_false_page_headers_allocate_no_memory(tmp_path, monkeypatch, field, lie):
     path, whole = str(tmp_path / "a.parquet"), table()
     pq.write_table(whole, path, max_rows_per_page=100)
 
@@ -165,8 +165,8 @@ def test_headers_that_lie_take_no_memory(tmp_path, monkeypatch, field, lie):
         assert read(path, 0, 1700, 1790, ["bag"])["bag"].to_pylist() == whole["bag"][1700:1790].to_pylist()
 
 
-def test_chunks_that_end_later_than_they_are_said_to(tmp_path):
-    """A chunk that ends later than in its footer, as Java's first writers counted it."""
+def test_chunks_longer_than_stated_in_the_footer_are_read(tmp_path):
+    """Early Java writers stated a too small chunk size in the footer."""
     path, whole = str(tmp_path / "a.parquet"), table()
     pq.write_table(whole, path, max_rows_per_page=100)
     chunk = pq.read_metadata(path).row_group(0).column(1)
@@ -177,8 +177,8 @@ def test_chunks_that_end_later_than_they_are_said_to(tmp_path):
     assert read(path, 0, 2900, 3000, ["many"])["many"].to_pylist() == whole["many"][2900:].to_pylist()
 
 
-def test_storage_that_fails_is_no_damage(tmp_path):
-    """Its errors are handed on, so that the file is read again."""
+def test_storage_errors_are_not_reported_as_damage(tmp_path):
+    """Storage errors are re-raised so that the read is retried."""
     path = str(tmp_path / "a.parquet")
     pq.write_table(table(), path)
 
@@ -201,7 +201,7 @@ class Counting:
         return data
 
 
-def test_what_is_known_of_pages_is_bounded(tmp_path, monkeypatch):
+def test_page_cache_size_is_limited(tmp_path, monkeypatch):
     path = str(tmp_path / "a.parquet")
     pq.write_table(table(), path, max_rows_per_page=20)
     monkeypatch.setattr(pages, "MAX_PAGE_CACHE_BYTES", 20_000)
@@ -214,8 +214,8 @@ def test_what_is_known_of_pages_is_bounded(tmp_path, monkeypatch):
 @given(
     st.lists(st.tuples(st.booleans(), st.integers(1, 40), st.integers(0, 3)), max_size=8), st.integers(1, 3)
 )
-def test_rows_that_begin_are_counted_in_runs_and_in_packed_groups(runs, width):
-    """Runs, and groups of eight packed levels, as Parquet writes them."""
+def test_count_rows_handles_runs_and_packed_groups(runs, width):
+    """Encode levels as Parquet does: as runs and as packed groups of eight."""
     data, expected = b"", []
     for packed, count, level in runs:
         level %= 1 << width
@@ -242,7 +242,7 @@ def varint(number):
 
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=60))
-def test_headers_of_anything(data):
+def test_parsing_random_headers_takes_little_memory(data):
     tracemalloc.start()
     try:
         read_struct(data)

@@ -1,4 +1,4 @@
-"""Folders key=value: their order, ranges of them; several folders."""
+"""Partition folders (key=value): order and ranges, and several root folders."""
 
 import parquet
 import pyarrow as pa
@@ -30,12 +30,12 @@ def clicks(tmp_path_factory):
 
 
 def between(root, first, last):
-    """The partitions that a range takes in."""
+    """Return the partitions within a range."""
     files = list_files(str(root), "data.train", (first, last)).files
     return [file.removeprefix(f"{root}/").removesuffix("/a.parquet") for file in files]
 
 
-def test_order_is_that_of_time(clicks):
+def test_partitions_are_ordered_by_time(clicks):
     assert between(clicks, None, None) == HOURS, "hour 9 comes before hour 10"
     groups = scan(str(clicks), ReadPlan(SCHEMA)).groups
     assert [group.path.split("hour=")[1][0] for group in groups[:3]] == list("291")
@@ -52,7 +52,7 @@ def test_order_is_that_of_time(clicks):
         ("date=2026-11-01/hour=3", "date=2026-11-01/hour=09", HOURS[1:2]),
     ],
 )
-def test_ranges(clicks, first, last, expected):
+def test_partition_range_selects_folders(clicks, first, last, expected):
     assert between(clicks, first, last) == expected
 
 
@@ -66,12 +66,12 @@ def test_ranges(clicks, first, last, expected):
         ("date=2026-11-03", "date=2026-11-01", "no partition exists between"),
     ],
 )
-def test_wrong_ranges(clicks, first, last, message):
+def test_invalid_partition_ranges_are_rejected(clicks, first, last, message):
     with pytest.raises(DataError, match=message):
         between(clicks, first, last)
 
 
-def test_files_outside_of_partitions(clicks, tmp_path):
+def test_partition_range_rejects_unpartitioned_files(clicks, tmp_path):
     parquet.write(tmp_path / "plain", 10, 0, files=1)
     with pytest.raises(DataError, match="the partition of a file is none"):
         between(tmp_path / "plain", "date=2026-11-01", None)
@@ -95,7 +95,7 @@ def test_files_outside_of_partitions(clicks, tmp_path):
         (["%FF", "%FE"], pa.string()),
     ],
 )
-def test_no_two_values_become_one(tmp_path, values, kind):
+def test_distinct_partition_values_stay_distinct(tmp_path, values, kind):
     for value in values:
         (tmp_path / f"k={value}").mkdir()
         pq.write_table(parquet.table(1, 0), tmp_path / f"k={value}/a.parquet")
@@ -106,7 +106,7 @@ def test_no_two_values_become_one(tmp_path, values, kind):
     assert (None in found) == (NULL_PARTITION_VALUE in values)
 
 
-def test_order_of_numbers_in_names(tmp_path):
+def test_numeric_partition_values_are_sorted_as_numbers(tmp_path):
     names = ["k=-2", "k=4", "k=04", "k=10", "k=²"]
     for name in names:
         (tmp_path / name).mkdir()
@@ -116,7 +116,7 @@ def test_order_of_numbers_in_names(tmp_path):
     assert len(list_files(str(tmp_path), "data.train", ("k=4", "k=04")).files) == 2
 
 
-def test_bounds_are_written_as_values_are_read(tmp_path):
+def test_partition_bounds_can_be_encoded_or_decoded(tmp_path):
     for hour in (1, 2, 3):
         (tmp_path / f"at=day%20{hour}").mkdir()
         pq.write_table(parquet.table(1, 0), tmp_path / f"at=day%20{hour}/a.parquet")
@@ -124,7 +124,7 @@ def test_bounds_are_written_as_values_are_read(tmp_path):
     assert len(list_files(str(tmp_path), "data.train", ("at=day%202", None)).files) == 2
 
 
-def test_several_folders_in_their_order(clicks):
+def test_several_folders_keep_their_order(clicks):
     late, early = (str(clicks / HOURS[i]) for i in (4, 0))
     data = scan([late, early], ReadPlan(SCHEMA))
     assert [group.path.split("clicks/")[1][:23] for group in data.groups] == [
@@ -139,7 +139,7 @@ def test_several_folders_in_their_order(clicks):
 
 
 def partitioned(root, key, values, **columns):
-    """Files as Spark's partitionBy writes them: the column is only in the path."""
+    """Write files like Spark's partitionBy: the column exists only in the path."""
     for number, value in enumerate(values):
         table = parquet.table(4, 4 * number)
         for name, made in columns.items():
@@ -155,7 +155,7 @@ def rows_of(data):
     )
 
 
-def test_a_label_may_be_only_in_the_path(tmp_path):
+def test_label_can_come_from_the_path(tmp_path):
     data = scan(str(partitioned(tmp_path, "label", [0, 1])), ReadPlan(SCHEMA))
     assert rows_of(data)["labels"].to_pylist() == [[0.0]] * 4 + [[1.0]] * 4
     (tmp_path / "label=2").mkdir()
@@ -164,7 +164,7 @@ def test_a_label_may_be_only_in_the_path(tmp_path):
         rows_of(scan(str(tmp_path), ReadPlan(SCHEMA)))
 
 
-def test_features_and_inputs_of_transforms_may_be_only_in_the_path(tmp_path):
+def test_features_and_transform_inputs_can_come_from_the_path(tmp_path):
     data = scan(str(partitioned(tmp_path / "a", "user", [7, 3])), ReadPlan(SCHEMA))
     assert {row[0] for row in rows_of(data)["ids"].to_pylist()[:4]} == {3}
     data = scan(str(partitioned(tmp_path / "b", "price", ["1.5", "-2"])), ReadPlan(SCHEMA, (CAST,)))
@@ -173,7 +173,7 @@ def test_features_and_inputs_of_transforms_may_be_only_in_the_path(tmp_path):
         scan(str(tmp_path / "b"), ReadPlan(SCHEMA))
 
 
-def test_hashed_ids_in_the_path_are_text_whatever_the_folders(tmp_path):
+def test_ids_from_the_path_are_hashed_as_text(tmp_path):
     schema = parquet.schema(tables={"user": {"rows": 40, "dim": 8, "out_of_range": "hash"}})
     first = scan(str(partitioned(tmp_path / "a", "user", ["4", "5"])), ReadPlan(schema))
     second = scan(str(partitioned(tmp_path / "b", "user", ["4", "05"])), ReadPlan(schema))
@@ -181,7 +181,7 @@ def test_hashed_ids_in_the_path_are_text_whatever_the_folders(tmp_path):
     assert found[0][:4] == found[1][:4] and found[0][4:] != found[1][4:]
 
 
-def test_labels_that_change_folders_are_other_data(tmp_path):
+def test_swapped_label_folders_change_the_fingerprint(tmp_path):
     data = scan(str(partitioned(tmp_path, "label", [0, 1])), ReadPlan(SCHEMA))
     before = look(data)
     for old, new in (("label=0", "x"), ("label=1", "label=0"), ("x", "label=1")):
@@ -189,7 +189,7 @@ def test_labels_that_change_folders_are_other_data(tmp_path):
     assert fingerprint(look(scan(str(tmp_path), ReadPlan(SCHEMA)))) != fingerprint(before)
 
 
-def test_a_missing_column_is_also_looked_for_in_the_path(tmp_path):
+def test_missing_column_error_mentions_partition_folders(tmp_path):
     partitioned(tmp_path, "label", [0, 1])
     (tmp_path / "label=0").rename(tmp_path / "labels=0")
     with pytest.raises(DataError, match=r"column 'label' is missing[\s\S]*or folders label=VALUE"):

@@ -1,4 +1,4 @@
-"""On a cluster with and without GPUs, rows are read where no GPU is."""
+"""On a cluster with GPU and CPU nodes, rows are read on the CPU nodes."""
 
 import time
 from collections import Counter
@@ -25,7 +25,7 @@ def note(table, log):
 
 @pytest.fixture
 def mixed(monkeypatch):
-    """Two nodes (two raylets on loopback): one with a GPU, as far as Ray knows, and one without."""
+    """Yield a cluster of two raylets on loopback: one registered with a GPU, and one without."""
     import ray
     from ray.cluster_utils import Cluster
 
@@ -49,7 +49,7 @@ def mixed(monkeypatch):
 @pytest.mark.parametrize(
     "read_on,cpus,elsewhere", [("auto", 8, 0.25), ("auto", 64, 1), ("cpu_nodes", 8, 1), ("gpu_nodes", 64, 0)]
 )
-def test_nodes_without_gpus_read_what_they_have_cpus_for(monkeypatch, read_on, cpus, elsewhere):
+def test_reads_are_distributed_in_proportion_to_cpus(monkeypatch, read_on, cpus, elsewhere):
     from raytrec.data import stream
 
     monkeypatch.setattr(stream, "_count_nodes", lambda _: {"a": cpus / 4, "b": 3 * cpus / 4})
@@ -62,7 +62,7 @@ def test_nodes_without_gpus_read_what_they_have_cpus_for(monkeypatch, read_on, c
 @pytest.mark.parametrize(
     "read_on,cpus,found", [("auto", 4, True), ("auto", 3, False), ("cpu_nodes", 1, True)]
 )
-def test_cpus_are_set_aside_beside_gpus_where_other_nodes_have_too_few(monkeypatch, read_on, cpus, found):
+def test_reads_on_cpu_nodes_requires_enough_cpus(monkeypatch, read_on, cpus, found):
     from raytrec.driver import nodes
 
     monkeypatch.setattr(nodes, "has_autoscaler", lambda: False)
@@ -73,7 +73,7 @@ def test_cpus_are_set_aside_beside_gpus_where_other_nodes_have_too_few(monkeypat
 
 
 @pytest.mark.survive
-def test_reading_keeps_off_the_gpu_nodes(mixed, tmp_path, monkeypatch):
+def test_read_tasks_avoid_gpu_nodes(mixed, tmp_path, monkeypatch):
     import ray
 
     from raytrec.data.fragments import scan
@@ -108,4 +108,4 @@ def test_reading_keeps_off_the_gpu_nodes(mixed, tmp_path, monkeypatch):
     log.unlink()
     cluster.remove_node(plain)
     assert ray.get(train.remote("auto"), timeout=90) == (node, 3000)
-    assert set(log.read_text().split()) == {node}, "where no other node is left, GPU nodes read"
+    assert set(log.read_text().split()) == {node}, "GPU nodes read if no other node is left"

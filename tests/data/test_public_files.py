@@ -18,10 +18,10 @@ from raytrec.data.pages.chunks import DamagedPageError
 BESIDE = Path(__file__).parents[3] / "shared" / "data" / "parquet-testing"
 FOLDER = Path(os.environ.get("RAYTREC_PARQUET_TESTING") or BESIDE)
 REFUSALS = (DamagedPageError, ValueError, KeyError, IndexError, TypeError, OSError, pa.ArrowException)
-TOO_LARGE = "large_string_map.brotli.parquet"  # 2 GiB of text, which both refuse after minutes
+TOO_LARGE = "large_string_map.brotli.parquet"  # 2 GiB of text; both readers fail after minutes
 FILES = sorted(path for path in FOLDER.glob("*/*.parquet") if path.name != TOO_LARGE)
-# Files with pages that only raytrec refuses. Checksums are wrong, which pyarrow ignores unless asked; in
-# ARROW-GH-41317 a page has no row of the three that the footer states.
+# Files with pages that only raytrec rejects: two have wrong checksums, which pyarrow ignores by default;
+# in ARROW-GH-41317 a page has none of the three rows that the footer states.
 ONLY_RAYTREC_REFUSES = {
     "datapage_v1-corrupt-checksum.parquet",
     "rle-dict-uncompressed-corrupt-checksum.parquet",
@@ -35,9 +35,9 @@ UNREADABLE = {
     "ARROW-RS-GH-6229-DICTHEADER.parquet",
     "ARROW-RS-GH-6229-LEVELS.parquet",
     "PARQUET-1481.parquet",
-}  # by pyarrow and by raytrec, some in part
+}  # rejected by pyarrow and by raytrec, some of them only in part
 
-pytestmark = pytest.mark.skipif(not FILES, reason="no files of parquet-testing")
+pytestmark = pytest.mark.skipif(not FILES, reason="parquet-testing files not found")
 
 
 def spans(rows):
@@ -68,7 +68,7 @@ def outcomes(path):
     """Yield the outcome of each span of each column of each row group of a file."""
     reader = result(pq.ParquetFile, path)
     if reader is None:
-        yield "refused by both"  # the footer, which pyarrow reads for both
+        yield "refused by both"  # pyarrow parses the footer for both readers
         return
     for group in range(reader.num_row_groups):
         rows = reader.metadata.row_group(group).num_rows
@@ -88,12 +88,12 @@ def outcomes(path):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_pages_hold_what_pyarrow_reads(path):
+def test_page_reads_match_pyarrow(path):
     counts = Counter(outcomes(path))
     assert not counts["different"] and not counts["refused by pyarrow alone"], counts
     assert bool(counts["refused by raytrec alone"]) == (path.name in ONLY_RAYTREC_REFUSES), counts
     assert bool(counts["refused by both"]) == (path.name in UNREADABLE), counts
 
 
-def test_the_files_are_those_that_were_counted():
+def test_parquet_testing_folder_is_complete():
     assert {path.name for path in FILES} >= ONLY_RAYTREC_REFUSES | UNREADABLE and len(FILES) >= 60

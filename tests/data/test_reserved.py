@@ -1,4 +1,4 @@
-"""Columns that go along with rows untouched, and the keys of those that rows are grouped by."""
+"""Reserved columns, which batches carry unchanged, and the keys of grouping columns."""
 
 import pickle
 import random
@@ -30,7 +30,7 @@ SCHEMA = Schema.parse(
 
 
 def write(path, rows=None, **columns):
-    """A file of one row group; `u` counts its rows."""
+    """Write a file in row groups of 20 rows; `u` numbers the rows."""
     rows = len(next(iter(columns.values()))) if rows is None else rows
     path.parent.mkdir(parents=True, exist_ok=True)
     whole = {"y": np.arange(rows) % 2, "u": np.arange(rows), **columns}
@@ -38,19 +38,19 @@ def write(path, rows=None, **columns):
 
 
 def batches(data, order, world=1, faults=None):
-    """The batches of every rank, without Ray."""
+    """Yield the batches of every rank without Ray."""
     for rank in range(world):
         yield from DirectStream(data, order, rank=rank, world=world, faults=faults).batches()
 
 
 def reserving(folder, *columns, keys=(), **how):
-    """The dataset of a folder, with reserved columns."""
+    """Scan a folder with these reserved columns."""
     plan = ReadPlan(SCHEMA, reserved=ReservedColumnSet(columns=columns, keys=keys), **how)
     return scan(str(folder), plan)
 
 
 def reserved(data, order=None, **how):
-    """u → the reserved columns of its row, over all batches; checks that they belong together."""
+    """Return the reserved columns of each row by `u`, after checking the row counts of all batches."""
     found = {}
     for batch in batches(data, order or Order(7, 1, "none"), **how):
         users = batch.sparse.values().tolist()
@@ -62,7 +62,7 @@ def reserved(data, order=None, **how):
 
 @pytest.mark.parametrize("shuffle", ["none", "groups", "window"])
 @pytest.mark.parametrize("world", [1, 3])
-def test_they_stay_with_their_rows(tmp_path, shuffle, world):
+def test_reserved_columns_stay_with_their_rows(tmp_path, shuffle, world):
     names = [f"n{i}" for i in range(45)]
     for part in range(2):
         mine = slice(25 * part, 25 * part + 20 + 5 * (1 - part))
@@ -76,10 +76,10 @@ def test_they_stay_with_their_rows(tmp_path, shuffle, world):
         assert batch.keys.shape == (len(batch.weights), 1) and not batch.keys[~present].any()
         expected = compute_group_keys(batch.reserved["name"].combine_chunks())
         assert batch.keys[present, 0].tolist() == expected.tolist()
-        assert len(pickle.dumps(batch.reserved)) < 2000, "no more memory than the batch's own rows"
+        assert len(pickle.dumps(batch.reserved)) < 2000, "reserved must hold only the rows of the batch"
 
 
-def test_rows_that_are_skipped_are_not_reserved(tmp_path):
+def test_skipped_rows_have_no_reserved_values(tmp_path):
     users = np.arange(30)
     users[[3, 17]] = 99  # no such id
     write(tmp_path / "a.parquet", u=users, name=[f"n{i}" for i in range(30)])
@@ -91,7 +91,7 @@ def test_rows_that_are_skipped_are_not_reserved(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [k for k in LEAVES if not pa.types.is_null(k)], ids=str)
-def test_every_type_is_kept(tmp_path, kind):
+def test_reserved_columns_keep_every_type(tmp_path, kind):
     array = random_array(kind, random.Random(1), 30)
     try:
         write(tmp_path / "a.parquet", x=array)
@@ -108,7 +108,7 @@ def test_every_type_is_kept(tmp_path, kind):
     for value, key in zip(distinct, batch.keys[:, 0].tolist(), strict=True):
         assert (key == NULL_KEY) == (value is None)
         assert same.setdefault(value, key) == key
-    assert len(set(same.values())) == len(same), "two values have one key"
+    assert len(set(same.values())) == len(same), "two values have the same key"
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_every_type_is_kept(tmp_path, kind):
         (pa.array([1, 2], pa.int16()), pa.array([7, 8], pa.uint8()), pa.int16()),
     ],
 )
-def test_files_of_types_that_differ_a_little(tmp_path, first, second, whole):
+def test_reserved_columns_of_compatible_types_are_unified(tmp_path, first, second, whole):
     write(tmp_path / "a.parquet", x=first)
     write(tmp_path / "b.parquet", x=second, u=[2, 3])
     data = reserving(tmp_path, "x", keys=("x",))
@@ -133,17 +133,17 @@ def test_files_of_types_that_differ_a_little(tmp_path, first, second, whole):
         assert batch.keys[:, 0].tolist() == [keys.get(value, NULL_KEY) for value in values]
 
 
-def test_files_of_other_types(tmp_path):
+def test_reserved_columns_of_conflicting_types_are_rejected(tmp_path):
     write(tmp_path / "a.parquet", x=[1, 2])
     write(tmp_path / "b.parquet", x=["a", "b"])
     with pytest.raises(DataError, match="reserved column 'x' has type string, but int64 in other files"):
         reserving(tmp_path, "x")
     data = scan(str(tmp_path), ReadPlan(SCHEMA, reserved=ReservedColumnSet(columns=("x",))), skip=True)
     assert len(data.left_out) == 1 and data.rows == 2 and "b.parquet" in data.left_out[0].where
-    assert scan(str(tmp_path), ReadPlan(SCHEMA), declared=("x",)).rows == 4, "not read, so it need not agree"
+    assert scan(str(tmp_path), ReadPlan(SCHEMA), declared=("x",)).rows == 4, "unread columns may differ"
 
 
-def test_folders_are_columns(tmp_path):
+def test_partition_keys_can_be_reserved(tmp_path):
     for number, day in enumerate(("2026-11-01", "2026-11-02", "__HIVE_DEFAULT_PARTITION__")):
         folder = tmp_path / f"date={day}" / f"hour={number}" / "city=S%C3%A3o%20Paulo"
         write(folder / "a.parquet", 2, u=[2 * number, 2 * number + 1])
@@ -161,7 +161,7 @@ def test_folders_are_columns(tmp_path):
         reserving(tmp_path, "date")
 
 
-def test_a_column_that_only_some_files_hold_is_that_of_the_folders(tmp_path):
+def test_partition_key_overrides_a_column_of_some_files(tmp_path):
     write(tmp_path / "day=1" / "a.parquet", 1)
     write(tmp_path / "day=2" / "a.parquet", u=[1], day=[7])
     data = reserving(tmp_path, "day")
@@ -171,7 +171,7 @@ def test_a_column_that_only_some_files_hold_is_that_of_the_folders(tmp_path):
         reserving(tmp_path, "day")
 
 
-def test_fields_of_structs_and_what_transforms_make(tmp_path):
+def test_struct_fields_and_transform_outputs_can_be_reserved(tmp_path):
     who = pa.array([{"id": 4, "zip": "x"}, None, {"id": 6, "zip": None}])
     write(tmp_path / "a.parquet", who=who)
     cast = Cast(do="cast", columns=["who.id"], to="string", into=["id"])
@@ -181,7 +181,7 @@ def test_fields_of_structs_and_what_transforms_make(tmp_path):
 
 
 @pytest.mark.parametrize("name,near", [("user_idd", "user_id"), ("zzz", None)])
-def test_a_column_that_is_missing(tmp_path, name, near):
+def test_missing_reserved_column_is_reported(tmp_path, name, near):
     write(tmp_path / "a.parquet", user_id=[1, 2])
     for reserved, declared in (
         (ReservedColumnSet((name,)), ()),
@@ -203,7 +203,7 @@ def test_a_column_that_is_missing(tmp_path, name, near):
         ([datetime(2026, 1, 1), None], "grouping column 'x' has type timestamp"),
     ],
 )
-def test_what_no_rows_are_grouped_by(tmp_path, column, message):
+def test_grouping_rejects_unsupported_types(tmp_path, column, message):
     write(tmp_path / "a.parquet", x=column)
     with pytest.raises(DataError, match=message) as error:
         scan(str(tmp_path), ReadPlan(SCHEMA, reserved=ReservedColumnSet(keys=("x",), groups=("x",))))
@@ -211,13 +211,13 @@ def test_what_no_rows_are_grouped_by(tmp_path, column, message):
 
 
 @pytest.mark.parametrize("column", [[1, 2], ["a", "b"], [True, None], [date(2026, 1, 1), None], [b"x", b""]])
-def test_what_rows_are_grouped_by(tmp_path, column):
+def test_grouping_accepts_supported_types(tmp_path, column):
     write(tmp_path / "a.parquet", x=column)
     data = scan(str(tmp_path), ReadPlan(SCHEMA, reserved=ReservedColumnSet(keys=("x",), groups=("x",))))
     assert data.form.plan.reserved.keys == ("x",)
 
 
-def test_integers_are_their_own_keys_and_all_else_is_mixed():
+def test_group_keys_keep_integers_and_hash_other_types():
     assert compute_group_keys(pa.array([5, -1, None, 2**63 - 1])).tolist() == [5, -1, NULL_KEY, 2**63 - 1]
     assert compute_group_keys(pa.array([2**64 - 1], pa.uint64())).tolist() == [-1]
     assert compute_group_keys(pa.array([True, False, None])).tolist() == [1, 0, NULL_KEY]

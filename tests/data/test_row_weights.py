@@ -1,4 +1,4 @@
-"""Which rows count in a task, and how much: held to a plain definition, row by row."""
+"""Task weights of rows, compared with a reference definition row by row."""
 
 import math
 from decimal import Decimal
@@ -39,13 +39,13 @@ def write(path, group=1000, **columns):
 
 
 def read(path, tasks, faults=None, transforms=()):
-    """All rows of a file as one batch, with three of padding."""
+    """Read all rows of a file into one batch with three padding rows."""
     plan = ReadPlan(SCHEMA, tasks=tuple(tasks), label_ranges=RANGES, transforms=transforms)
     return batch_of(*read_file(path, plan, faults), padding=3)
 
 
 def counts(task, row):
-    """The factor of a row, as docs/configuration.md has it."""
+    """Return the weight of a row in a task, as defined in docs/configuration.md."""
 
     def missing(value):
         return value is None or (isinstance(value, float) and math.isnan(value))
@@ -77,7 +77,7 @@ TASK = st.builds(
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(ROW, min_size=1, max_size=12), TASK, TASK)
-def test_every_row_has_the_factor_of_the_definition(tmp_path_factory, rows, first, second):
+def test_task_weights_match_the_definition(tmp_path_factory, rows, first, second):
     path = tmp_path_factory.mktemp("rows") / "a.parquet"
     tasks = [first, second, *(task for task in (CLICK, BUY) if task.label not in (first.label, second.label))]
     columns = {name: [row[name] for row in rows] for name in rows[0]}
@@ -88,10 +88,10 @@ def test_every_row_has_the_factor_of_the_definition(tmp_path_factory, rows, firs
     assert batch.task_weights.tolist() == [[counts(task, row) for task in tasks] for row in rows] + padding
     clicks = [0 if row["click"] is None or math.isnan(row["click"]) else row["click"] for row in rows]
     assert batch.labels[: len(rows), 0].tolist() == clicks
-    assert batch.labels[: len(rows), 1].tolist() == [row["buy"] or 1 for row in rows], "the nearest to 0"
+    assert batch.labels[: len(rows), 1].tolist() == [row["buy"] or 1 for row in rows], "closest to 0 in range"
 
 
-def test_one_row_may_count_in_one_task_alone(tmp_path):
+def test_row_can_count_in_a_single_task(tmp_path):
     path = write(
         tmp_path / "a.parquet",
         click=[0, None, 1],
@@ -109,7 +109,7 @@ def test_one_row_may_count_in_one_task_alone(tmp_path):
         read(path, [CLICK, strict, weighted])
 
 
-def test_a_label_that_is_a_mask_alone_may_be_null(tmp_path):
+def test_label_used_only_as_mask_can_be_null(tmp_path):
     path = write(tmp_path / "a.parquet", click=[0, None, 1], buy=[1, 2, 3])
     batch = read(path, [TaskRows("buy", mask_label="click")])
     assert batch.task_weights[:3].tolist() == [[0], [0], [1]]
@@ -117,7 +117,7 @@ def test_a_label_that_is_a_mask_alone_may_be_null(tmp_path):
     assert not scan(path, ReadPlan(SCHEMA, tasks=(task,), label_ranges=RANGES)).accused
 
 
-def test_labels_that_are_null_only_after_or_before_a_transform(tmp_path):
+def test_null_labels_are_skipped_after_transforms(tmp_path):
     path = write(tmp_path / "a.parquet", click=[0, None, 1], buy=pa.nulls(3, pa.int8()))
     fill = FillNull(do="fill_null", columns=["click"], value=1)
     batch = read(path, [CLICK, BUY], transforms=(fill,))
@@ -128,7 +128,7 @@ def test_labels_that_are_null_only_after_or_before_a_transform(tmp_path):
         read(path, [CLICK, TaskRows("buy")])
 
 
-def test_rows_that_are_skipped_count_nowhere(tmp_path):
+def test_skipped_rows_have_zero_weight_in_all_tasks(tmp_path):
     path = write(tmp_path / "a.parquet", w=[1.0, -1.0, 2.0, 3.0], mask=[1, 1, 2, 1])
     tasks = [TaskRows("click", sample_weight="w"), TaskRows("buy", mask="mask")]
     batch = read(path, tasks, ReadErrorPolicy(skip=True))
@@ -149,8 +149,8 @@ def test_rows_that_are_skipped_count_nowhere(tmp_path):
         ({"click": [0.5, None, -1]}, {}, "label 'click' is -1", True),
     ],
 )
-def test_values_that_are_none(tmp_path, columns, task, expected_text, in_footer):
-    """The message has the row; where footers show it, before anything starts."""
+def test_invalid_weights_masks_and_labels_are_rejected(tmp_path, columns, task, expected_text, in_footer):
+    """The error names the row; values visible in footer statistics are reported before the run."""
     path = write(tmp_path / "a.parquet", group=2, **columns)
     tasks = (TaskRows("click", "click", "skip", **task),)
     with pytest.raises(DataError, match=expected_text) as error:
@@ -163,7 +163,7 @@ def test_values_that_are_none(tmp_path, columns, task, expected_text, in_footer)
             check_suspect_groups(data)
 
 
-def test_a_label_of_classes_is_a_whole_number(tmp_path):
+def test_class_label_must_be_a_whole_number(tmp_path):
     path = write(tmp_path / "a.parquet", buy=[1.0, 2.0, 2.5])
     with pytest.raises(DataError, match=r"label 'buy' is 2.5") as error:
         read_file(path, ReadPlan(SCHEMA, label_ranges=RANGES, whole_labels=("buy",)))
@@ -183,7 +183,7 @@ def test_a_label_of_classes_is_a_whole_number(tmp_path):
         ({"w": [0, 0, 0, 1]}, {"sample_weight": "w"}, None),
     ],
 )
-def test_a_task_in_which_no_row_counts_is_known_from_footers(tmp_path, columns, task, why):
+def test_tasks_without_rows_are_detected_from_footers(tmp_path, columns, task, why):
     columns = {n: pa.array(v, pa.int8()) if set(v) == {None} else v for n, v in columns.items()}
     for part in range(2):
         write(tmp_path / f"{part}.parquet", group=2, **columns)
@@ -208,7 +208,7 @@ def test_a_task_in_which_no_row_counts_is_known_from_footers(tmp_path, columns, 
         ({"weigth": [1, 2]}, {"sample_weight": "weight"}, "column 'weight' is missing"),
     ],
 )
-def test_columns_that_are_none(tmp_path, columns, task, expected_text):
+def test_unusable_mask_and_weight_columns_are_rejected(tmp_path, columns, task, expected_text):
     path = write(tmp_path / "a.parquet", **columns)
     with pytest.raises(DataError, match=expected_text) as error:
         scan(path, ReadPlan(SCHEMA, tasks=(TaskRows("click", "click", **task),)))
@@ -217,7 +217,7 @@ def test_columns_that_are_none(tmp_path, columns, task, expected_text):
         assert f"{next(iter(task))} of task click" in error.value.expected
 
 
-def test_tasks_that_weigh_no_row_cost_nothing(tmp_path):
+def test_unweighted_tasks_read_no_extra_columns(tmp_path):
     path = write(tmp_path / "a.parquet", click=[0, 1])
     assert read(path, [TaskRows("click"), TaskRows("buy")]).task_weights is None
     data = scan(path, ReadPlan(SCHEMA, read_labels=False, tasks=(CLICK, TaskRows("buy", mask="nowhere"))))
@@ -227,7 +227,7 @@ def test_tasks_that_weigh_no_row_cost_nothing(tmp_path):
     assert np.array_equal(batch.weights, [1, 1])
 
 
-def test_a_batch_that_is_kept_has_the_factors_of_its_rows(tmp_path):
+def test_batch_dump_includes_task_weights(tmp_path):
     path = write(tmp_path / "a.parquet", click=[0, None, 1], buy=[None, 2, 3])
     kept = dump(read(path, [CLICK, BUY]), SCHEMA, str(tmp_path), 5, 0)
     assert pq.read_table(kept)["task_weights"].to_pylist() == [[1, 0], [0, 1], [1, 1]]

@@ -1,4 +1,4 @@
-"""The read task: canonical form of every kind of column, and each wrong value's message."""
+"""Read task: canonical form of every column kind, and the message for each invalid value."""
 
 import math
 
@@ -48,7 +48,7 @@ def read(tmp_path, columns=None, spec=None, types=None, first=0, seed=None, skip
     return parquet.plain_rows(read_item(LaneItem(0, 0, (part,), seed, skip), form), form)
 
 
-def test_dense_columns_are_read_by_their_scale(tmp_path):
+def test_dense_columns_are_scaled(tmp_path):
     values = schema().model_dump()
     scales = {
         "plain": ({"mean": 2.0, "std": 4.0}, [0.5, 1.5, 2.5], [-0.375, -0.125, 0.125]),
@@ -69,7 +69,7 @@ def test_dense_columns_are_read_by_their_scale(tmp_path):
 
 
 def bags(rows):
-    """[[ids of user], [ids of tags]] for each row."""
+    """Return [user ids, tag ids] for each row."""
     return [[row["user"], row["tags"]] for row in rows]
 
 
@@ -85,14 +85,14 @@ EXPECTED = [[[1], [1]], [[2], []], [[3], [2, 3]]]
         {"user": "dictionary", "label": pa.float64()},
     ],
 )
-def test_types_give_one_form(tmp_path, types):
+def test_column_types_give_the_same_canonical_rows(tmp_path, types):
     result = read(tmp_path, types=types)
     assert bags(result) == EXPECTED
     assert [row["labels"] for row in result] == [[0.0], [1.0], [1.0]]
     assert [row["dense"] for row in result] == [[0.5], [1.5], [2.5]]
 
 
-def test_fixed_size_lists_nulls_and_slices(tmp_path):
+def test_fixed_size_lists_nulls_and_row_offsets_are_read(tmp_path):
     fixed = pa.array([[1, 2], [3, 4], [5, 6]], pa.list_(pa.int64(), 2))
     assert [row[1] for row in bags(read(tmp_path, {"tags": fixed}))] == [[1, 2], [3, 4], [5, 6]]
     result = read(tmp_path, {"user": [None, 2, 3], "tags": [None, [5], []]})
@@ -100,13 +100,13 @@ def test_fixed_size_lists_nulls_and_slices(tmp_path):
     assert bags(read(tmp_path, first=1)) == EXPECTED[1:]
 
 
-def test_shuffle_keeps_rows_whole_and_skips_after_it(tmp_path):
+def test_shuffle_keeps_rows_intact_and_precedes_skip(tmp_path):
     whole = bags(read(tmp_path, seed=(1, 2)))
     assert sorted(map(str, whole)) == sorted(map(str, EXPECTED))
     assert bags(read(tmp_path, seed=(1, 2), skip=1)) == whole[1:]
 
 
-def test_weights(tmp_path):
+def test_weights_are_read_with_their_ids(tmp_path):
     result = read(tmp_path, {"w": [[0.5], [], [2.0, 3.0]]}, schema(weights="w"))
     assert [row["weights"] for row in result] == [{"tags": [0.5]}, {"tags": []}, {"tags": [2.0, 3.0]}]
 
@@ -122,7 +122,7 @@ def test_weights(tmp_path):
         ({"tags": [[1], [], [None]]}, "feature 'tags' contains a null inside a list", 2),
     ],
 )
-def test_wrong_values_are_placed(tmp_path, columns, expected_text, row):
+def test_errors_locate_invalid_values(tmp_path, columns, expected_text, row):
     with pytest.raises(DataError) as error:
         read(tmp_path, columns)
     message = str(error.value)
@@ -130,7 +130,7 @@ def test_wrong_values_are_placed(tmp_path, columns, expected_text, row):
     assert f"a.parquet, row group 0, column {next(iter(columns))}, row {row}" in message
     with pytest.raises(DataError) as error:
         read(tmp_path, columns, first=1)
-    assert f"row {row}" in str(error.value), "rows are counted from the row group's first"
+    assert f"row {row}" in str(error.value), "row numbers start at the row group"
 
 
 def test_message_of_nan_keeps_the_column_name():
@@ -146,16 +146,16 @@ def test_message_of_nan_keeps_the_column_name():
         ([[0.5], [], [2.0, None]], "column 'w' contains a null inside a list"),
     ],
 )
-def test_wrong_weights(tmp_path, weights, expected_text):
+def test_invalid_id_weights_are_rejected(tmp_path, weights, expected_text):
     with pytest.raises(DataError, match=expected_text):
         read(tmp_path, {"w": weights}, schema(weights="w"))
 
 
-def test_policies(tmp_path):
+def test_out_of_range_policies_map_ids(tmp_path):
     columns = {"user": [-5, 3, 2**50], "tags": [[12], [], [9, 10]]}
     assert bags(read(tmp_path, columns, schema("clamp"))) == [[[0], [9]], [[3], []], [[9], [9, 9]]]
     hashed = bags(read(tmp_path, columns, schema("hash")))
-    assert hashed[1] == [[3], []] and hashed[2][1][0] == 9, "valid ids stay"
+    assert hashed[1] == [[3], []] and hashed[2][1][0] == 9, "valid ids are unchanged"
     assert all(0 <= i < 10 for row in hashed for bag in row for i in bag)
     assert hashed == bags(read(tmp_path, columns, schema("hash")))
     many = {k: v * 1000 for k, v in GOOD.items()} | {"user": np.arange(10**6, 10**6 + 3000)}
@@ -164,7 +164,7 @@ def test_policies(tmp_path):
     assert counts.min() > 5 and counts.max() < 70, "the hash is uneven"
 
 
-def test_broken_row_group(tmp_path):
+def test_undecodable_row_group_is_reported(tmp_path):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({k: v * 5000 for k, v in GOOD.items()}), path, compression="zstd")
     raw = bytearray(path.read_bytes())
@@ -182,8 +182,8 @@ def test_broken_row_group(tmp_path):
 
 @pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int32, np.int64, np.uint64])
 @pytest.mark.parametrize("rows", [100, 128, 129, 300, 2**31, 2**40, 2**63 - 1])
-def test_ids_in_range_are_told_from_others(kind, rows):
-    """Of types that hold fewer numbers than the table has rows, too, in which -1 looks like 255."""
+def test_all_below_detects_ids_out_of_range(kind, rows):
+    """Some integer types hold fewer values than the table has rows; there, -1 looks like 255."""
     least, most = np.iinfo(kind).min, min(np.iinfo(kind).max, rows - 1)
     odd = [value for value in (least, -1, rows, np.iinfo(kind).max) if least <= value <= np.iinfo(kind).max]
     for value in (0, most):

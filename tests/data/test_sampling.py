@@ -1,4 +1,4 @@
-"""Ids that are drawn for rows: which, how often, and the same whichever rank reads the rows."""
+"""Sampled ids: distribution, exclusions, and independence of the rank that reads a row."""
 
 import math
 from collections import Counter
@@ -35,11 +35,11 @@ def spec(**changes):
 
 
 def drawn(table, draw=Draw((3, 0), 0), **changes):
-    """What each row draws."""
+    """Return the ids drawn for each row."""
     return apply_transforms(table, (spec(**changes),), "test", draw=draw)["negatives"].to_pylist()
 
 
-def test_ids_that_rows_do_not_have_each_as_often_as_any_other():
+def test_draws_are_uniform_over_ids_that_are_not_excluded():
     table = pa.table({"tags": [[1, 4, 1], None, [0, 7], [None, 9]], "user": [2, None, 8, 0]})
     table = pa.concat_tables([table] * 3000).combine_chunks()
     found = drawn(table, count=3, rows=8)
@@ -54,7 +54,7 @@ def test_ids_that_rows_do_not_have_each_as_often_as_any_other():
     assert len(both) == 64 and max(both.values()) < 3000 / 64 + 6 * (3000 / 64) ** 0.5
 
 
-def test_rows_epochs_seeds_and_columns_draw_differently(monkeypatch):
+def test_draws_differ_by_row_epoch_seed_and_column(monkeypatch):
     table = pa.table({"tags": [[i] for i in range(60)], "user": range(60)})
     one = drawn(table, rows=10**9)
     assert len({i for own in one for i in own}) == 300
@@ -64,13 +64,13 @@ def test_rows_epochs_seeds_and_columns_draw_differently(monkeypatch):
     ]
     seen = [{i for own in each for i in own} for each in [one, *values]]
     assert len(set.union(*seen)) == 7 * 300
-    assert drawn(table.slice(20), Draw((3, 0), 20), rows=10**9) == one[20:], "by its number alone"
+    assert drawn(table.slice(20), Draw((3, 0), 20), rows=10**9) == one[20:], "draws depend on the row number"
     assert [own[:2] for own in one] == drawn(table, count=2, rows=10**9)
     monkeypatch.setattr(transform, "MAX_IDS_PER_DRAW", 12)
     assert drawn(table, rows=10**9) == one
 
 
-def test_what_there_is_to_exclude():
+def test_excluded_columns_can_be_null_but_not_text():
     table = pa.table({"tags": [[-3, 900, 2**40], [0, 1, 2]], "user": pa.array([1, 0], pa.uint64())})
     assert all(own in (0, 2) for own in drawn(table, rows=3)[0])
     assert drawn(table, rows=3)[1] == []
@@ -85,7 +85,7 @@ def test_what_there_is_to_exclude():
     assert drawn(nothing, **only_training) == drawn(nothing, exclude=[])
 
 
-def test_ids_of_a_vocabulary_are_drawn(tmp_path):
+def test_ids_are_drawn_from_a_vocabulary(tmp_path):
     text, numbers = tmp_path / "text.txt", tmp_path / "numbers.parquet"
     text.write_text("a\nb\nc\nd\n")
     pq.write_table(pa.table({"id": pa.array([10**15, -3, 7, 9], pa.int64())}), numbers)
@@ -135,12 +135,12 @@ def test_ids_are_drawn_by_frequency(tmp_path):
         ({"vocabulary": "ids.parquet", "log_share": "share"}, "set frequency"),
     ],
 )
-def test_what_belongs_to_draws_by_frequency(keys, why):
+def test_invalid_frequency_options_are_rejected(keys, why):
     with pytest.raises(ValueError, match=why):
         spec(rows=None, **keys)
 
 
-def test_as_many_ids_as_the_table_that_looks_them_up():
+def test_draw_rows_default_to_the_rows_of_the_table():
     made = set_draw_rows(parse([{"do": "sample", "column": "negatives", "count": 5}]), SCHEMA)
     assert made == (spec(exclude=[]),)
     assert set_draw_rows((spec(rows=7),), SCHEMA) == (spec(rows=7),)
@@ -152,14 +152,14 @@ def test_as_many_ids_as_the_table_that_looks_them_up():
     assert "vocabulary: FILE" in str(error.value)
 
 
-def test_columns_that_are_read():
+def test_input_columns_of_samples_are_resolved():
     made = (spec(), spec(column="others", exclude=["late"]))
     assert resolve_input_columns(made[:1], ["negatives", "price"]) == ["price", "tags", "user"]
     assert select_needed_transforms(made, ["others"]) == (made[1],)
 
 
 def negatives(data, order, world=1, epoch=0, start_step=0, kind=DirectStream, **readers):
-    """Row → what it draws, over all ranks' batches."""
+    """Return the ids drawn for each row, over the batches of all ranks."""
     found = {}
     for rank in range(world):
         for batch in kind(data, order, rank=rank, world=world, **readers).batches(epoch, start_step):
@@ -176,7 +176,7 @@ def data(tmp_path_factory):
 
 
 @pytest.mark.parametrize("shuffle", ["none", "groups", "window"])
-def test_whoever_reads_a_row(data, tmp_path, shuffle):
+def test_draws_do_not_depend_on_ranks_or_file_layout(data, tmp_path, shuffle):
     order = Order(128, 6, shuffle, 2, seed=3)
     one = negatives(data, order)
     assert len(one) == 1003 and all(len(own) == 5 for own in one.values())
@@ -190,7 +190,7 @@ def test_whoever_reads_a_row(data, tmp_path, shuffle):
     assert negatives(other, Order(60, 7, "window", 3, seed=3), world=2) == one
 
 
-def test_evaluations_and_predictions_draw_alike(data):
+def test_evaluation_and_prediction_draw_the_same_ids(data):
     found = [negatives(data, Order.evaluation(size, 6), world) for size, world in ((100, 1), (64, 2))]
     assert found[0] == found[1]
     spans = cut_spans(data, 50, 200)
@@ -203,7 +203,7 @@ def test_evaluations_and_predictions_draw_alike(data):
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_every_id_in_each_global_batch(tmp_path, world):
+def test_count_all_draws_every_id_in_each_global_batch(tmp_path, world):
     every = (spec(rows=None, count="all", exclude=[]),)
     folder = parquet.write(tmp_path / "d", 1003, 0, 90)
     made = scan(str(folder), ReadPlan(SCHEMA, transforms=set_draw_rows(every, SCHEMA)))
@@ -226,7 +226,7 @@ def test_every_id_in_each_global_batch(tmp_path, world):
         spec(count="all")
 
 
-def test_too_few_negatives_for_every_id_are_refused_before_workers_start(tmp_path):
+def test_too_small_max_negatives_is_rejected_before_the_run(tmp_path):
     every = (spec(rows=None, count="all", exclude=[]),)
     folder = parquet.write(tmp_path / "d", 1003, 0, 90)
     made = scan(str(folder), ReadPlan(SCHEMA, transforms=set_draw_rows(every, SCHEMA)))
@@ -246,6 +246,6 @@ def test_too_few_negatives_for_every_id_are_refused_before_workers_start(tmp_pat
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_through_ray(data):
+def test_draws_are_the_same_through_ray(data):
     order = Order(128, 6, "window", 2, seed=3)
     assert negatives(data, order, 2, 1, kind=Stream, readers=2) == negatives(data, order, epoch=1)

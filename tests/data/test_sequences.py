@@ -1,4 +1,4 @@
-"""Sequences that are read id by id: what batches hold of them, and what a rank that stopped writes down."""
+"""Sequence features: contents of batches, model inputs, and batch dumps."""
 
 import numpy as np
 import pyarrow as pa
@@ -25,18 +25,18 @@ SEQUENCE = SequenceSection(name="sequence", max_length=LENGTH)
 
 
 def bags(rows, most, seed):
-    """For each row a list of ids."""
+    """Return a random list of ids for each row."""
     rng = np.random.default_rng(seed)
     return [rng.integers(0, 1000, rng.integers(0, most + 1)).tolist() for _ in range(rows)]
 
 
 HISTORY, TAGS = bags(30, 7, 0), bags(30, 3, 1)
-LAST = [i % 5 - 1 if i % 5 else None for i in range(30)]  # one id a row, or none
+LAST = [i % 5 - 1 if i % 5 else None for i in range(30)]  # one id per row, or None
 SCORES = [[float(i % 7) for i in row] for row in HISTORY]
 
 
 def batch_of_file(folder, weights=False):
-    """A batch of these rows, with two more, as a model with sequences reads them."""
+    """Write the rows and read them as a batch for a sequence model, with two padding rows."""
     columns = {"item": range(30), "seen": HISTORY, "w": SCORES, "last": LAST, "tags": TAGS}
     pq.write_table(pa.table({n: pa.array(v) for n, v in columns.items()}), folder / "a.parquet")
     table, form = read(folder / "a.parquet", ReadPlan(schema(weights), read_labels=False))
@@ -47,7 +47,7 @@ def batch_of_file(folder, weights=False):
 
 
 @pytest.mark.parametrize("weights", [False, True])
-def test_a_batch_holds_the_most_recent_ids_first(tmp_path, weights):
+def test_batch_stores_most_recent_ids_first(tmp_path, weights):
     sparse = batch_of_file(tmp_path, weights).sparse
     assert sparse.keys() == ["item", "history", "last", "tags"]
     expected = {
@@ -65,7 +65,7 @@ def test_a_batch_holds_the_most_recent_ids_first(tmp_path, weights):
             assert [row.tolist() for row in found] == [*scores, [], []], key
 
 
-def test_what_the_model_is_given():
+def test_sequence_lookup_returns_padded_vectors():
     made = Schema.parse(schema().model_dump(), "test")
     features = Features(made, {"history": LENGTH})
     rows = [[5, 6, 7, 8], [], [9]]
@@ -90,8 +90,8 @@ def test_what_the_model_is_given():
 
 
 @pytest.mark.parametrize("by_id", [{"history": 4}, {"history": 4, "last": 2}])
-def test_bags_are_the_same_beside_sequences(by_id):
-    """Of a table whose ids are looked up one by one, and of one that gives sums: values and gradients."""
+def test_sequences_do_not_change_pooled_features(by_id):
+    """Values and gradients agree between a table with per-id lookups and a pooled table."""
     made = schema(weights=True)
     made.sparse["tags"].table = "item"
     made = made.model_copy(update={"tables": {"item": made.tables["item"]}})
@@ -112,14 +112,14 @@ def test_bags_are_the_same_beside_sequences(by_id):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-def test_a_batch_is_written_down_as_the_files_have_it(tmp_path):
+def test_batch_dump_restores_the_id_order_of_the_files(tmp_path):
     batch = batch_of_file(tmp_path)
     rows = pq.read_table(dump(batch, schema(), str(tmp_path), 3, 0, SEQUENCES)).to_pylist()
     assert [row["history"] for row in rows] == [ids[-LENGTH:] for ids in HISTORY]
     assert [row["tags"] for row in rows] == TAGS
 
 
-def test_only_models_that_read_sequences_have_them_one_by_one():
+def test_only_sequence_models_use_per_id_lookups():
     assert resolve_features(schema(), DlrmSection()).sequences == {}
     assert resolve_features(schema(), PythonSection(name="a:B")).sequences == {}
     own = PythonSection(name="a:B", max_length=7)
@@ -128,7 +128,7 @@ def test_only_models_that_read_sequences_have_them_one_by_one():
     assert not PooledEmbeddings(schema()).by_id
 
 
-def test_no_name_of_a_feature_is_taken():
+def test_sequence_keys_do_not_clash_with_feature_names():
     values = schema().model_dump()
     values["sparse"]["history@1"] = {"table": "item"}
     features = Features(Schema.parse(values, "test"), {"history": 2})

@@ -1,4 +1,4 @@
-"""Numbers and times next to the ids of a sequence: read, checked, cut and padded like the ids."""
+"""Side features of sequences: read, checked, truncated and padded like the ids."""
 
 from datetime import UTC, date, datetime
 
@@ -36,7 +36,7 @@ PRICE = [[0.5, 1.5, 2.5, 3.5], None, [4.5], [5.5, 6.5]]
 
 
 def read(folder, times=TIMES, price=PRICE, kind=pa.int64(), history=HISTORY):
-    """The rows of a file, in canonical form, and the form."""
+    """Write a file; return its rows in canonical form and the resolved read plan."""
     columns = {
         "y": pa.array([0.0, 1, 0, 1]),
         "item": pa.array([1, 2, 3, 4]),
@@ -48,7 +48,7 @@ def read(folder, times=TIMES, price=PRICE, kind=pa.int64(), history=HISTORY):
     return read_file(folder / "a.parquet", ReadPlan(SCHEMA))
 
 
-def test_sides_go_where_their_ids_go(tmp_path):
+def test_side_features_follow_their_ids(tmp_path):
     features = Features(SCHEMA, {"history": 3})
     batch = batch_of(*read(tmp_path), features, padding=1)
     assert batch.sparse["history"].values().tolist() == [4, 3, 2, 5, 7, 6]
@@ -65,11 +65,11 @@ def test_sides_go_where_their_ids_go(tmp_path):
     assert torch.equal(moved.side_features["history"], side_features)
 
 
-def test_models_that_read_means_get_no_side_features(tmp_path):
+def test_pooling_models_get_no_side_features(tmp_path):
     assert batch_of(*read(tmp_path), Features(SCHEMA, {})).side_features is None
 
 
-def test_rows_and_slices_of_them(tmp_path):
+def test_row_slices_keep_side_features(tmp_path):
     table, form = read(tmp_path)
     whole = Rows.of(table.combine_chunks().to_batches()[0])
     batch = Collator(form, Features(SCHEMA, {"history": 3}))([whole[2:], whole[:1]], 3, 3)
@@ -78,8 +78,8 @@ def test_rows_and_slices_of_them(tmp_path):
     assert nothing.side_features["history"].shape == (0, 2)
 
 
-def test_a_side_alone_makes_a_list_of_a_feature(tmp_path):
-    """An id a row, with a list of one time next to it."""
+def test_lists_of_one_id_have_side_features(tmp_path):
+    """Each row has a list of one id and a list of one time."""
     numbers = [[10], [20], [30], [40]]
     table, form = read(tmp_path, numbers, numbers, history=[[1], [2], [3], [4]])
     sides = batch_of(table, form, Features(SCHEMA, {"history": 3})).side_features["history"]
@@ -100,7 +100,7 @@ def test_a_side_alone_makes_a_list_of_a_feature(tmp_path):
     ],
     ids=str,
 )
-def test_times_are_seconds(kind, value):
+def test_times_are_converted_to_seconds(kind, value):
     assert to_float64(pa.array([value, None], kind))[0] == 1_767_225_600.0
     assert np.isnan(to_float64(pa.array([value, None], kind))[1])
 
@@ -117,13 +117,13 @@ def test_times_are_seconds(kind, value):
         ("price", [[1.0, float("nan"), 1, 1], [], [1], [1, 1]], "column 'price' contains NaN"),
     ],
 )
-def test_what_is_refused(column, values, message, tmp_path):
+def test_invalid_side_features_are_rejected(column, values, message, tmp_path):
     with pytest.raises(DataError) as error:
         read(tmp_path, **{column: values})
     assert message in str(error.value) and "row " in str(error.value)
 
 
-def test_types_that_are_refused(tmp_path):
+def test_text_side_features_are_rejected(tmp_path):
     with pytest.raises(DataError, match="side feature 'times' of sequence 'history' has type list<"):
         read(tmp_path, times=[["a"] * 4, [], ["b"], ["c", "d"]], kind=pa.string())
 

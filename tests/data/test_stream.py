@@ -1,4 +1,4 @@
-"""Streams on a real Ray: contents against a plain reading of the files, for one to three ranks."""
+"""Streams on a real Ray cluster, compared with a direct read of the files, for one to three ranks."""
 
 import threading
 import time
@@ -20,7 +20,7 @@ from raytrec.data.read_plans import ReadPlan, ReservedColumnSet, TaskRows
 from raytrec.data.stream import Stream
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
-# The row's own number is looked up, too: it shows which rows a batch holds.
+# The row number is also a feature; it identifies the rows of a batch.
 ROW = {"row": {"table": "row"}}, {"row": {"rows": 10_000, "dim": 8}}
 SCHEMA = parquet.schema(*ROW)
 
@@ -32,13 +32,13 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def plain(folder):
-    """row number → (label, price, user, tags); file by file, `row` counts through."""
+    """Return (label, price, user, tags) by row number; `row` is numbered across files."""
     rows = pq.read_table(folder).to_pylist()
     return {r["row"]: (r["label"], r["price"], r["user"], r["tags"]) for r in rows}
 
 
 def real_rows(batch):
-    """Every unpadded row of a batch as (row, (label, price, user, tags)), read back through the KJT."""
+    """Return the rows of a batch without padding as (row, (label, price, user, tags)), read from the KJT."""
     out = []
     jagged = {key: batch.sparse[key].to_dense() for key in SCHEMA.sparse}
     for i in range(int(batch.weights.sum())):
@@ -63,8 +63,8 @@ def global_batches(folder, order, world, start_step=0, readers=1):
     return [[row for b in batches for row in real_rows(b)] for batches in zip(*ranks, strict=True)]
 
 
-def test_weights_keys_and_reserved_columns_come_with_their_rows(folder, plain):
-    """Through Ray's object store, for two ranks; texts made of numbers that the files hold."""
+def test_weights_keys_and_reserved_stay_with_their_rows(folder, plain):
+    """Read on two ranks through Ray's object store; the text column is cast from row numbers."""
     made = Cast(do="cast", columns=["row"], to="string", into=["name"])
     tasks = (TaskRows("label", "a", mask="label"), TaskRows("label", "b", sample_weight="user"))
     reserved = ReservedColumnSet(keys=("row", "name"), columns=("name",))
@@ -86,7 +86,7 @@ def test_weights_keys_and_reserved_columns_come_with_their_rows(folder, plain):
 
 
 @pytest.mark.parametrize("shuffle", ["none", "groups", "window"])
-def test_every_row_once_with_its_values(folder, plain, shuffle):
+def test_every_row_is_read_once_with_its_values(folder, plain, shuffle):
     order = Order(128, 6, shuffle, 2, seed=3)
     one = global_batches(folder, order, 1)
     rows = dict(row for batch in one for row in batch)
@@ -106,25 +106,25 @@ def test_several_readers_keep_the_order(folder, tmp_path):
     uneven.mkdir()
     table = parquet.table(3000, 0)
     for i, (first, rows) in enumerate([(0, 2900), *((2900 + k, 1) for k in range(100))]):
-        pq.write_table(table.slice(first, rows), uneven / f"part-{i:03d}.parquet")  # one slow, many quick
+        pq.write_table(table.slice(first, rows), uneven / f"part-{i:03d}.parquet")  # one slow, many fast
     batches = global_batches(uneven, Order(100, 6, "none"), 1, readers=4)
     assert [row for batch in batches for row, _ in batch] == list(range(3000))
 
 
-def test_evaluation_of_fewer_rows_than_ranks(tmp_path):
+def test_evaluation_handles_fewer_rows_than_ranks(tmp_path):
     folder = parquet.write(tmp_path / "d", 2, 0, files=1)
     batches = global_batches(folder, Order.evaluation(64, 6), 3)
     assert [sorted(row for row, _ in batch) for batch in batches] == [[0, 1]]
 
 
-def test_one_row_groups_and_empty_files(tmp_path):
+def test_single_row_groups_and_empty_files_are_read(tmp_path):
     folder = parquet.write(tmp_path / "d", 40, 0, row_group=1, files=2)
     pq.write_table(parquet.table(1, 0).slice(0, 0), folder / "part-empty.parquet")
     batches = global_batches(folder, Order(16, 5, "window", 3), 2)
     assert sorted(row for batch in batches for row, _ in batch) == list(range(40))
 
 
-def test_leaving_early_leaves_nothing_running(folder):
+def test_closing_a_stream_stops_its_thread(folder):
     stream = Stream(scan(str(folder), ReadPlan(SCHEMA)), Order(64, 6), rank=0, world=1, prefetch=1)
     batches = stream.batches()
     next(batches)
@@ -132,22 +132,22 @@ def test_leaving_early_leaves_nothing_running(folder):
     wait_for(lambda: all(t.name != "stream" for t in threading.enumerate()), "the stream's thread ends")
 
 
-def test_a_stream_that_waits_for_the_step_rests(folder, monkeypatch):
+def test_waiting_stream_does_not_poll(folder, monkeypatch):
     monkeypatch.setattr(stream_module, "BLOCK_BYTES", 1000)
     stream = Stream(
         scan(str(folder), ReadPlan(SCHEMA)), Order(8, 6), rank=0, world=1, prefetch=1, buffer_bytes=10_000
     )
     batches, rounds = stream.batches(), []
     next(batches)
-    time.sleep(1)  # until nothing more is read ahead
+    time.sleep(1)  # until the read-ahead buffer is full
     monkeypatch.setattr(StreamingExecutor, "update_metrics", lambda *_: rounds.append(time.monotonic()))
     time.sleep(1)
-    assert 1 <= len(rounds) <= 12, "Ray Data's executor looks at its tasks without a pause"
+    assert 1 <= len(rounds) <= 12, "Ray Data's executor polls its tasks without a pause"
     rows = [row for batch in batches for row in batch.sparse["row"].values().tolist()]
     assert len(set(rows)) == 1003 - 8
 
 
-def test_a_bad_value_is_a_data_error(folder):
+def test_stream_raises_data_error_for_an_invalid_value(folder):
     schema = parquet.schema(ROW[0], {"row": {"rows": 900, "dim": 8}})
     stream = Stream(scan(str(folder), ReadPlan(schema)), Order(64, 6), rank=0, world=1)
     with pytest.raises(DataError, match="of feature 'row' is out of range for table 'row'") as error:

@@ -1,4 +1,4 @@
-"""Each transform against plain Python, in plain columns and in lists; functions of the user's own."""
+"""Each transform compared with plain Python, on flat and list columns; user-defined functions."""
 
 import math
 from datetime import date, datetime, time, timedelta
@@ -19,7 +19,7 @@ from raytrec.data.transform import apply_transforms
 
 
 def run(column, **spec):
-    """The column `x` after one transform."""
+    """Return the column `x` after one transform."""
     table = pa.table({"x": column, "other": pa.nulls(len(column))})
     (transform,) = parse_transforms([{"columns": ["x"], **spec}])
     after = apply_transforms(table, (transform,), "test")
@@ -60,26 +60,26 @@ NAN = float("nan")
         ({"do": "drop_null"}, [["a", None]], [["a"]]),
     ],
 )
-def test_built_in(spec, column, expected):
+def test_built_in_transforms_match_plain_python(spec, column, expected):
     assert run(column, **spec) == expected
 
 
-def test_log():
+def test_log_is_signed_log1p():
     logs = [0, pytest.approx(math.log(10)), pytest.approx(-math.log(10)), None]
     assert run([0, 9, -9, None], do="log") == logs
     assert run([[0.0], [9.0]], do="log") == [logs[:1], logs[1:2]]
 
 
-def test_hash():
+def test_hash_maps_values_to_stable_rows():
     ints, text = run([*range(1000), None], do="hash", rows=50), run([*"abcab", None], do="hash", rows=50)
     assert ints[-1] is None and text[-1] is None
     assert all(0 <= i < 50 for i in ints[:-1] + text[:-1])
     assert len(set(ints)) == 51 and text[:2] == text[3:5]
     assert run([[1, 2], [], [1]], do="hash", rows=50) == [ints[1:3], [], ints[1:2]]
-    assert ints == run([*range(1000), None], do="hash", rows=50), "the same in every run"
+    assert ints == run([*range(1000), None], do="hash", rows=50), "hashes differ between runs"
 
 
-def test_lookup_vocabulary(tmp_path):
+def test_lookup_vocabulary_maps_values_to_positions(tmp_path):
     text, table = tmp_path / "v.txt", tmp_path / "v.parquet"
     text.write_text("red\ngreen\nblue\n")
     pq.write_table(pa.table({"value": [30, 10, 20]}), table)
@@ -118,7 +118,7 @@ def each(function, values):
 
 
 @pytest.mark.parametrize("part", [*OF_A_DATE, *OF_A_TIME])
-def test_parts_of_times(part):
+def test_date_part_matches_python_datetime(part):
     parts = OF_A_DATE | OF_A_TIME
     expected = each(parts[part], WHEN)
     for kind in (pa.timestamp("s"), pa.timestamp("ns"), pa.timestamp("us", "UTC")):
@@ -140,7 +140,7 @@ def test_parts_of_times(part):
         assert run(pa.array(clock, pa.time32("s")), do="date_part", part=part) == each(parts[part], clock)
 
 
-def test_parts_of_times_elsewhere():
+def test_date_part_uses_the_timezone():
     there = [t.replace(tzinfo=ZoneInfo("UTC")).astimezone(ZoneInfo("Asia/Kolkata")) for t in WHEN[:2]]
     spec = {"do": "date_part", "timezone": "Asia/Kolkata"}
     assert run(WHEN[:2], **spec, part="hour") == [t.hour for t in there]
@@ -150,7 +150,7 @@ def test_parts_of_times_elsewhere():
         run(pa.array([], pa.timestamp("us")), do="date_part", part="hour", timezone="Asia/Kolkatta")
 
 
-def test_ages():
+def test_age_is_the_time_until_a_reference():
     until = "2026-03-01"
     expected = each(lambda t: pytest.approx((datetime(2026, 3, 1) - t).total_seconds() / 86400), WHEN)
     assert run(WHEN, do="age", until=until) == expected
@@ -170,7 +170,7 @@ def test_ages():
     assert resolve_input_columns([spec], ["days"]) == ["joined", "now"]
     assert apply_transforms(table, (spec,), "test")["days"].to_pylist() == expected
     (read,) = parse_transforms([yaml.safe_load("{do: age, columns: [x], until: 2026-03-01}")])
-    assert read.until == "2026-03-01", "YAML reads dates as dates"
+    assert read.until == "2026-03-01", "YAML parses unquoted dates"
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_ages():
         ({"do": "cast", "to": "int"}, "int64"),
     ],
 )
-def test_settings_that_do_not_fit(spec, message):
+def test_invalid_transform_settings_are_rejected(spec, message):
     with pytest.raises(ValidationError, match=message):
         parse_transforms([{"columns": ["x"], **spec}])
 
@@ -204,7 +204,7 @@ def test_settings_that_do_not_fit(spec, message):
         ({"do": "cast", "to": "float32"}, ["many"], "many"),
     ],
 )
-def test_columns_that_do_not_fit(spec, column, message):
+def test_transforms_reject_unsuitable_columns(spec, column, message):
     with pytest.raises(DataError, match=message):
         run(column, **spec)
 
@@ -224,13 +224,13 @@ def test_columns_that_do_not_fit(spec, column, message):
         ({"do": "cast", "to": "string"}, [None, None]),
     ],
 )
-def test_columns_of_nothing_but_nulls(spec, expected):
+def test_transforms_handle_all_null_columns(spec, expected):
     assert run(pa.nulls(2), **spec) == expected
     lists = run(pa.array([[None], []], pa.list_(pa.null())), **spec)
     assert lists == ([expected[:1], []] if expected[0] is not None else [[], []])
 
 
-def test_types_that_arrow_has_few_functions_for():
+def test_transforms_support_rare_arrow_types():
     runs = pa.RunEndEncodedArray.from_arrays(pa.array([2, 3], pa.int32()), pa.array([7, 1]))
     assert run(runs, do="clip", low=5) == [7, 7, 5]
     assert run(pa.array([1.5, None], pa.float16()), do="fill_null", value=0) == [1.5, 0]
@@ -240,14 +240,14 @@ def test_types_that_arrow_has_few_functions_for():
     assert run(pa.array(["a", None], pa.string_view()), do="fill_null", value="?") == ["a", "?"]
 
 
-def test_every_kind_of_list():
+def test_transforms_support_all_list_types():
     for kind in (pa.large_list(pa.int64()), pa.list_(pa.int32(), 2), pa.list_view(pa.int64())):
         assert run(pa.array([[1, 20], [3, 4]], kind), do="clip", high=10) == [[1, 10], [3, 4]]
     sliced = pa.array([[9], None, [1, 20], [3, 4]])[1:]
     assert run(sliced, do="clip", high=10) == [[], [1, 10], [3, 4]]
 
 
-def test_columns_before():
+def test_input_columns_of_transforms_are_resolved():
     steps = parse_transforms(
         [
             {"do": "log", "columns": ["a"]},
@@ -266,7 +266,7 @@ def test_columns_before():
         ({"do": "fill_null", "value": "many"}, "fill_null"),
     ],
 )
-def test_what_fails_is_named(spec, message):
+def test_failing_transform_is_named(spec, message):
     with pytest.raises(DataError, match=message) as error:
         run([1, 2] if spec["do"] == "fill_null" else ["a", "b"], **spec)
     assert "test" in str(error.value)
@@ -297,7 +297,7 @@ def own(tmp_path, monkeypatch):
 
 
 def rows_of(tmp_path, *transforms, **columns):
-    """(rows in canonical form, the form) of a file, after transforms."""
+    """Write a file; return its transformed rows in canonical form and the resolved read plan."""
     schema = {
         "labels": ["label"],
         "dense": ["ratio"],
@@ -319,7 +319,7 @@ RATIO = {
 HASH = {"do": "hash", "columns": ["city"], "rows": 100}
 
 
-def test_from_files_that_do_not_fit_to_rows_that_do(own, tmp_path):
+def test_transforms_make_files_fit_the_schema(own, tmp_path):
     table, form = rows_of(tmp_path, RATIO, HASH, unused=[None] * 3)
     assert set(form.columns) == {"label", "clicks", "views", "city"}
     assert table["dense"].to_pylist() == [[pytest.approx(x)] for x in (0.1, 2 / 19, 3 / 28)]
@@ -338,14 +338,14 @@ def test_from_files_that_do_not_fit_to_rows_that_do(own, tmp_path):
         ([RATIO, {"do": "my_features:shorter"}, HASH], "it returned 2 rows, not 3"),
     ],
 )
-def test_wrong_results_are_seen(own, tmp_path, transforms, message):
+def test_invalid_results_of_user_functions_are_rejected(own, tmp_path, transforms, message):
     with pytest.raises(DataError, match=message) as error:
         rows_of(tmp_path, *transforms)
     assert ("after data.transforms" in str(error.value)) == ("no_ratio" in str(transforms))
     assert ("a.parquet, row group 0" in str(error.value)) == ("2 rows" in message)
 
 
-def test_columns_may_change_places():
+def test_transform_can_swap_columns():
     table = pa.table({"a": [1], "b": [5]})
     (swap,) = parse_transforms([{"do": "clip", "columns": ["a", "b"], "into": ["b", "a"], "high": 9}])
     assert apply_transforms(table, (swap,), "test").to_pylist() == [{"a": 5, "b": 1}]

@@ -1,7 +1,7 @@
-"""A second stream delivers while a first is paused, where a worker has taken all CPUs of a node with GPUs.
+"""A second stream delivers batches while the first is paused and a worker holds all CPUs of a GPU node.
 
-That is an evaluation in the middle of training. The read tasks of a paused stream are generators that have
-not ended, and what they have asked Ray for stays theirs.
+This is the case for an evaluation during training. The read tasks of a paused stream are unfinished
+generators, which keep their Ray resources.
 """
 
 import parquet
@@ -12,7 +12,7 @@ SECONDS = 120
 
 
 @pytest.mark.survive
-def test_an_evaluation_reads_while_training_waits(ray_with_gpus, tmp_path):
+def test_evaluation_reads_while_training_waits(ray_with_gpus, tmp_path):
     import ray
 
     from raytrec.data.fragments import scan
@@ -26,19 +26,19 @@ def test_an_evaluation_reads_while_training_waits(ray_with_gpus, tmp_path):
 
     @ray.remote(num_cpus=has["CPU"], num_gpus=has["GPU"])
     def train():
-        """Rows of the evaluation, and of the training that goes on after it."""
+        """Return the number of rows of the evaluation and of the training around it."""
         import time
 
         from raytrec.data import stream
 
-        stream.BLOCK_BYTES = 1 << 16  # the data are many blocks, so that a task cannot hand over all it has
+        stream.BLOCK_BYTES = 1 << 16  # many small blocks: a read task cannot deliver all of its data
 
         def begin(order):
             return stream.Stream(data, order, rank=0, world=1, prefetch=1, buffer_bytes=1 << 18).batches()
 
         training = begin(Order(1000, 6, "groups"))
         seen = int(next(training).weights.sum())
-        time.sleep(3)  # its tasks have read as far ahead as they may
+        time.sleep(3)  # until the read tasks have filled their buffers
         evaluated = sum(int(batch.weights.sum()) for batch in begin(Order.evaluation(1000, 6)))
         return evaluated, seen + sum(int(batch.weights.sum()) for batch in training)
 

@@ -1,4 +1,4 @@
-"""UCI Adult's layout, made here line by line, against a reading of the same lines in plain Python."""
+"""UCI Adult recipe: generated files, compared with a plain Python reading of the same lines."""
 
 import math
 import random
@@ -42,7 +42,7 @@ def lines_of(people, end=""):
 
 
 def write(folder, data, test):
-    """As UCI has them: an empty line at the end of adult.data, a remark and full stops in adult.test."""
+    """Write UCI's layout: an empty last line in adult.data, a remark and full stops in adult.test."""
     (folder / "adult.data").write_text("\n".join(data) + "\n\n")
     (folder / "adult.test").write_text("\n".join(["|1x3 Cross validator", *test]))
 
@@ -59,7 +59,7 @@ def rows_of(folder, split):
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
-    """(folder, people of adult.data, people of adult.test)."""
+    """Return the folder, the people of adult.data and the people of adult.test."""
     folder = tmp_path_factory.mktemp("adult")
     data, test = make_people(50, 1), make_people(20, 2, native_country=["Cuba", "Peru"])
     write(folder, lines_of(data), lines_of(test, "."))
@@ -68,7 +68,7 @@ def prepared(tmp_path_factory):
     return folder, data, test
 
 
-def test_splits_have_each_person_once(prepared):
+def test_splits_contain_each_person_once(prepared):
     folder, data, test = prepared
     train, valid, held_out = (
         [row["fnlwgt"] for row in rows_of(folder, split)] for split in ("train", "valid", "test")
@@ -78,7 +78,7 @@ def test_splits_have_each_person_once(prepared):
     assert held_out == [person["fnlwgt"] for person in test]
 
 
-def test_labels_and_inputs_are_those_of_the_lines(prepared):
+def test_labels_and_inputs_match_the_source_lines(prepared):
     folder, data, test = prepared
     by_number = {person["fnlwgt"]: person for person in data}
     train = [by_number[row["fnlwgt"]] for row in rows_of(folder, "train")]
@@ -99,10 +99,10 @@ def test_labels_and_inputs_are_those_of_the_lines(prepared):
                 values = sorted({other[name] for other in train} - {"?"})
                 known = person[name] in values
                 assert row[name] == (values.index(person[name]) + 1 if known else 0)
-    assert {"Peru"} <= {person["native_country"] for person in test}  # which train does not have
+    assert {"Peru"} <= {person["native_country"] for person in test}  # not in train
 
 
-def test_the_schema_has_neither_marital_status_nor_what_tells_it(prepared):
+def test_schema_omits_marital_status_and_its_proxies(prepared):
     schema = Schema.load(prepared[0] / "out/schema.yaml")
     assert schema.labels == ["income", "never_married"]
     inputs = {*schema.dense, *schema.sparse}
@@ -111,7 +111,7 @@ def test_the_schema_has_neither_marital_status_nor_what_tells_it(prepared):
     assert {table.dim for table in schema.tables.values()} == {4}
 
 
-def test_the_seed_draws_another_fifth(prepared, tmp_path):
+def test_seed_changes_the_validation_split(prepared, tmp_path):
     folder, data, test = prepared
     write(tmp_path, lines_of(data), lines_of(test, "."))
     assert run(tmp_path, "--seed", "1").exit_code == 0
@@ -131,7 +131,7 @@ def test_the_seed_draws_another_fifth(prepared, tmp_path):
         ("sex", "Male, Female", "the line has 16 fields"),
     ],
 )
-def test_a_broken_line_is_named(tmp_path, column, value, message):
+def test_malformed_adult_line_is_named(tmp_path, column, value, message):
     people = make_people(10, 3)
     if value is None:
         people[6].pop(column)
@@ -144,7 +144,7 @@ def test_a_broken_line_is_named(tmp_path, column, value, message):
     assert not (tmp_path / "out").exists()
 
 
-def test_files_that_are_missing_or_empty(tmp_path):
+def test_missing_and_empty_adult_files_are_rejected(tmp_path):
     result = run(tmp_path)
     assert isinstance(result.exception, DataError) and "cannot read adult.data" in str(result.exception)
     write(tmp_path, lines_of(make_people(5, 5)), [])

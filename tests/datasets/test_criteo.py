@@ -1,4 +1,4 @@
-"""Criteo layouts, made here line by line, against a reading of the same lines in plain Python."""
+"""Criteo recipe: generated files, compared with a plain Python reading of the same lines."""
 
 import gzip
 import math
@@ -44,7 +44,7 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(lines, "CHUNK_BYTES", 20_000)
 
 
-def test_kaggle_hashed(tmp_path):
+def test_kaggle_layout_is_hashed(tmp_path):
     text = make_lines(700, 1)
     (tmp_path / "train.txt").write_text("\r\n".join(text) + "\r\n", newline="")
     result = run("--source", tmp_path, "--out", tmp_path / "out", "--hash-rows", 50)
@@ -68,7 +68,7 @@ def test_kaggle_hashed(tmp_path):
     assert len(set(ids.values())) == 50, "the hash must reach all rows"
 
 
-def test_1tb_with_frequencies(tmp_path):
+def test_1tb_layout_uses_a_frequency_vocabulary(tmp_path):
     days = [make_lines(200, day) for day in range(3)]
     (tmp_path / "day_0").write_text("\n".join(days[0]) + "\n")
     with gzip.open(tmp_path / "day_1.gz", "wt") as file:
@@ -125,6 +125,6 @@ def test_every_line_is_in_one_chunk(tmp_path, monkeypatch):
         assert found == [line.encode() for line in text]
 
 
-def test_no_files(tmp_path):
+def test_missing_criteo_files_are_reported(tmp_path):
     result = run("--source", tmp_path, "--out", tmp_path / "out")
     assert isinstance(result.exception, DataError) and "train.txt" in str(result.exception)

@@ -1,4 +1,4 @@
-"""Criteo lines that Python or Arrow might take for numbers, and a damaged download."""
+"""Malformed Criteo values that Python or Arrow may parse as numbers, and truncated downloads."""
 
 import gzip
 
@@ -36,7 +36,7 @@ def rows_and_skipped(path, skip_bad):
         (0, "", "the label is ''"),
     ],
 )
-def test_no_line_is_lost_in_silence(tmp_path, field, value, message):
+def test_malformed_values_are_reported_or_counted(tmp_path, field, value, message):
     path = tmp_path / "train.txt"
     path.write_text("\n".join([GOOD, "", GOOD, changed(field, value), GOOD]) + "\n")
     with pytest.raises(DataError) as error:
@@ -45,20 +45,20 @@ def test_no_line_is_lost_in_silence(tmp_path, field, value, message):
     assert rows_and_skipped(path, skip_bad=True) == (3, 1)
 
 
-def test_lines_of_a_block_that_are_all_bad(tmp_path):
+def test_block_of_only_malformed_lines_is_skipped(tmp_path):
     path = tmp_path / "train.txt"
     path.write_text("no\nno\n")
     assert rows_and_skipped(path, skip_bad=True) == (0, 2)
 
 
-def test_a_truncated_gz_is_named(tmp_path):
+def test_truncated_gzip_file_is_reported(tmp_path):
     path = tmp_path / "day_0.gz"
     path.write_bytes(gzip.compress(f"{GOOD}\n".encode() * 5000)[:-20])
     with pytest.raises(DataError, match="cannot decompress"):
         list(read(Chunk(str(path), 0, None), True))
 
 
-def test_hex_values_of_any_length_case_and_slice():
+def test_hex_values_parses_any_length_case_and_slice():
     words = ["0", None, "ff", "FFFFFFFF", "0a1b2c3d", None, "7"]
     column = pa.chunked_array([words[:3], words[3:]], pa.string())
     expected = [-1 if word is None else int(word, 16) for word in words]

@@ -1,4 +1,4 @@
-"""`raytrec prepare interactions` of every layout, against the same interactions in plain Python."""
+"""`raytrec prepare interactions` for every layout, compared with plain Python."""
 
 import gzip
 import random
@@ -30,7 +30,7 @@ def run(source, out, *arguments):
 
 
 def prepared(source, out, *arguments):
-    """{split: rows} with the source's keys in place of ids."""
+    """Run the recipe and return the rows of each split, with the source's keys in place of ids."""
     result = run(source, out, *arguments)
     assert result.exit_code == 0, result.exception
     keys = {
@@ -50,7 +50,7 @@ def prepared(source, out, *arguments):
 
 
 def events(seed=1):
-    """(user, item, time) in the order of time, all different times; each user's items are different ones."""
+    """Return (user, item, time) sorted by time; times are unique, and items are unique per user."""
     rng = random.Random(seed)
     found = [(u, i) for u in range(3, 3 + USERS) for i in rng.sample(range(ITEMS), rng.randint(3, 12))]
     rng.shuffle(found)
@@ -106,7 +106,7 @@ LAYOUTS = [write_parquet, write_lists, write_csv, write_order, write_words]
 
 @pytest.fixture(params=LAYOUTS, ids=lambda layout: layout.__name__.removeprefix("write_"))
 def source(request, tmp_path, monkeypatch):
-    """(events, arguments of the command), read and written in small parts."""
+    """Return (events, command arguments) of a layout; block and chunk sizes are small."""
     monkeypatch.setattr(tables, "BLOCK_BYTES", 256)
     monkeypatch.setattr(tables, "BATCH_ROWS", 16)
     monkeypatch.setattr(rows_module, "CHUNK_IDS", 64)
@@ -114,7 +114,7 @@ def source(request, tmp_path, monkeypatch):
     return found, request.param(tmp_path, found)
 
 
-def test_leave_one_out(source, tmp_path):
+def test_leave_one_out_split_matches_plain_python(source, tmp_path):
     found, given = source
     rows = prepared(given[0], tmp_path / "out", *given[1:], "--negatives", 5, "--max-length", LONGEST)
     when, lists = {(u, i): t for u, i, t in found}, by_user(found)
@@ -124,7 +124,7 @@ def test_leave_one_out(source, tmp_path):
     ]
     train = [(row["user"], row["history"], row["item"]) for row in rows["train"]]
     assert sorted(train) == sorted((u, before[-LONGEST:], item) for u, before, item in expected)
-    assert [user for user, *_ in train] != sorted(user for user, *_ in train), "not mixed"
+    assert [user for user, *_ in train] != sorted(user for user, *_ in train), "train is not shuffled"
     for split, place in (("valid", -2), ("test", -1)):
         groups = defaultdict(list)
         for row in rows[split]:
@@ -144,8 +144,8 @@ def test_leave_one_out(source, tmp_path):
     assert ("time" in rows["test"][0]) == ("--time" in given)
 
 
-def test_rows_of_users_and_what_they_have_seen(source, tmp_path):
-    """Every interaction but a user's first is learned once: as an item, or in a history but as its first."""
+def test_user_rows_cover_each_interaction_once(source, tmp_path):
+    """Except the first of a user, each interaction is a target once: as the item or within a history."""
     found, given = source
     arguments = (*given[1:], "--negatives", 0, "--max-length", LONGEST, "--rows", "user")
     rows = prepared(given[0], tmp_path / "out", *arguments)
@@ -166,7 +166,7 @@ def test_rows_of_users_and_what_they_have_seen(source, tmp_path):
         assert all(row["seen"] == by_user(found)[row["user"]][:place] for row in rows[split])
 
 
-def test_test_rows_of_users_list_all_held_out_items(source, tmp_path):
+def test_user_test_rows_list_all_held_out_items(source, tmp_path):
     """One row for each user of a split: the first held-out item as `item`, all of them as `right_items`."""
     given = source[1]
     arguments = (*given[1:], "--negatives", 0, "--max-length", LONGEST, "--split", "random")
@@ -186,7 +186,7 @@ def test_test_rows_of_users_list_all_held_out_items(source, tmp_path):
     assert several > 1
 
 
-def test_test_rows_of_users_have_no_rolling_histories(tmp_path):
+def test_user_test_rows_have_no_rolling_histories(tmp_path):
     given = write_parquet(tmp_path, events())
     arguments = (*given[1:], "--split", "time", "--negatives", 0, "--test-rows", "user")
     rows = prepared(given[0], tmp_path / "out", *arguments)
@@ -194,14 +194,14 @@ def test_test_rows_of_users_have_no_rolling_histories(tmp_path):
         assert row["history"] == row["seen"] and not {*row["history"]} & {*row["right_items"]}
 
 
-def test_test_rows_of_users_are_refused_with_candidates(tmp_path):
+def test_user_test_rows_reject_candidates(tmp_path):
     given = write_words(tmp_path, events())
     result = run(*given, tmp_path / "out", "--test-rows", "user")
     assert isinstance(result.exception, RaytrecError)
     assert "--test-rows user --negatives 99" in str(result.exception)
 
 
-def test_train_with_what_is_in_valid(tmp_path):
+def test_with_valid_adds_validation_rows_to_train(tmp_path):
     given = write_words(tmp_path, events())
     rows = prepared(given[0], tmp_path / "out", "--negatives", 0, "--with-valid", "--train-negatives", 2)
     lists = by_user(events())
@@ -216,7 +216,7 @@ def test_train_with_what_is_in_valid(tmp_path):
 
 
 @pytest.mark.parametrize("split", ["time", "random"])
-def test_tenths(split, tmp_path):
+def test_time_and_random_splits_hold_out_tenths(split, tmp_path):
     found = [(user, item, time) for seed in (1, 2) for user, item, time in events(seed)]
     found = [(user, item, 1000 + n) for n, (user, item, _) in enumerate(found)]
     given = write_parquet(tmp_path, found)
@@ -235,14 +235,14 @@ def test_tenths(split, tmp_path):
         before = sorted((e for split in earlier for e in met[split]), key=lambda event: event[2])
         for row in rows[name]:
             assert row["history"] == by_user(before)[row["user"]][-LONGEST:]
-        for user in {user for user, *_ in met[name]}:  # times do not tell candidates from others
+        for user in {user for user, *_ in met[name]}:  # times do not reveal the candidates
             times = [{r["time"] for r in rows[name] if r["user"] == user and r["label"] == n} for n in (0, 1)]
             assert times[0] <= times[1] and len(times[0]) == min(2, len(times[1]))
         drawn = Counter(row["user"] for row in rows[name] if not row["label"])
         assert drawn == dict.fromkeys({user for user, *_ in met[name]}, 2)
 
 
-def test_histories_go_on_where_a_time_divides_and_all_items_are_ranked(tmp_path):
+def test_time_split_histories_cross_the_split_boundary(tmp_path):
     found = [(user, item, 1000 + n) for n, (user, item, _) in enumerate(events())]
     given = write_parquet(tmp_path, found)
     arguments = (*given[1:], "--split", "time", "--negatives", 0, "--max-length", LONGEST)
@@ -259,7 +259,7 @@ def test_histories_go_on_where_a_time_divides_and_all_items_are_ranked(tmp_path)
     assert any(len(row["seen"]) > LONGEST for row in rows["test"])
 
 
-def test_negatives_of_train(tmp_path):
+def test_train_negatives_are_unseen_items(tmp_path):
     given = write_words(tmp_path, events())
     rows = prepared(given[0], tmp_path / "out", "--train-negatives", 3, "--max-length", 0, "--negatives", 1)
     met = {(row["user"], row["item"]) for row in rows["train"] if row["label"]}
@@ -268,7 +268,7 @@ def test_negatives_of_train(tmp_path):
     assert "history" not in rows["train"][0] and "history" not in (tmp_path / "out/schema.yaml").read_text()
 
 
-def test_the_same_seed_gives_the_same_rows(tmp_path):
+def test_interactions_are_deterministic_per_seed(tmp_path):
     given = write_words(tmp_path, events())
     one, same, other = (
         prepared(given[0], tmp_path / out, "--train-negatives", 1, "--negatives", 3, "--seed", seed)
@@ -277,7 +277,7 @@ def test_the_same_seed_gives_the_same_rows(tmp_path):
     assert one == same and all(one[split] != other[split] for split in SPLITS)
 
 
-def test_light_gcn_divides_its_rows_itself(tmp_path):
+def test_light_gcn_layout_keeps_its_test_split(tmp_path):
     lists = by_user(events())
     as_text(tmp_path / "train.txt", [(u, i) for u, items in lists.items() for i in items[:-2]])
     as_text(tmp_path / "test.txt", [(u, i) for u, items in lists.items() for i in items[-2:]], end=" ")
@@ -319,7 +319,7 @@ DIVIDED = {
 
 @pytest.mark.parametrize("name", DIVIDED)
 @pytest.mark.parametrize("valid", ["valid", "val", "dev", None])
-def test_a_source_with_train_valid_and_test_keeps_them(name, valid, tmp_path):
+def test_source_with_splits_keeps_them(name, valid, tmp_path):
     write, arguments = DIVIDED[name]
     lists, when = by_user(events()), {(u, i): t for u, i, t in events()}
     parts = {"train": slice(None, -2), valid: slice(-2, -1), "test": slice(-1, None)}
@@ -346,7 +346,7 @@ def test_a_source_with_train_valid_and_test_keeps_them(name, valid, tmp_path):
         assert met["train"] | met["valid"] == {pair[:2] for pair in of["train"]} and met["valid"]
 
 
-def test_sources_divided_in_part_or_twice_are_refused(tmp_path):
+def test_incomplete_or_ambiguous_source_splits_are_rejected(tmp_path):
     as_table(tmp_path / "a.train.csv", events())
     as_table(tmp_path / "a.valid.csv", events())
     assert "the test split is missing" in str(run(tmp_path, tmp_path / "out").exception)
@@ -354,11 +354,11 @@ def test_sources_divided_in_part_or_twice_are_refused(tmp_path):
     as_table(tmp_path / "b.train.csv", events())
     assert "several data sets" in str(run(tmp_path, tmp_path / "out").exception)
     rows = prepared(tmp_path / "a.train.csv", tmp_path / "out", "--split", "random", "--negatives", 0)
-    assert sum(map(len, rows.values())) == len(events()), "one file of them"
+    assert sum(map(len, rows.values())) == len(events()), "a single file has no splits"
 
 
 def ncf(folder):
-    """(events, candidates of each user) in NCF's files."""
+    """Write events and candidates in NCF's layout and return both."""
     found, rng = events(), random.Random(8)
     lists, last = by_user(found), {user: (item, time) for user, item, time in found}
     wrong = {u: rng.sample([i for i in range(ITEMS + 5) if i not in items], 6) for u, items in lists.items()}
@@ -372,7 +372,7 @@ def ncf(folder):
 
 
 @pytest.mark.parametrize("source", ["", "x.train.rating"])
-def test_ncf_has_candidates(source, tmp_path):
+def test_ncf_layout_provides_candidates(source, tmp_path):
     found, wrong = ncf(tmp_path)
     rows = prepared(tmp_path / source, tmp_path / "out", "--negatives", 3)
     for user, items in by_user(found).items():
@@ -385,11 +385,11 @@ def test_ncf_has_candidates(source, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["txt", "parquet"])
-def test_given_candidates(kind, tmp_path):
+def test_candidates_file_is_used_for_test_rows(kind, tmp_path):
     found = events()
     given, lists, path = write_words(tmp_path, found), by_user(found), tmp_path / f"given.{kind}"
     wrong = {user: [900, *[i for i in range(ITEMS) if i not in items][:3]] for user, items in lists.items()}
-    wrong[555] = [1, 2]  # a user that the source does not have
+    wrong[555] = [1, 2]  # a user missing in the source
     if kind == "txt":
         as_text(path, [(u, i) for u, items in wrong.items() for i in items])
     else:
@@ -401,7 +401,7 @@ def test_given_candidates(kind, tmp_path):
     assert Counter(row["user"] for row in rows["valid"]) == dict.fromkeys(lists, 8)
 
 
-def test_a_core(tmp_path):
+def test_min_interactions_keeps_the_k_core(tmp_path):
     found = [*events(), (90, 1, 1), (90, 2, 2), (91, 77, 3), (91, 77, 4), (91, 77, 5)]
     given = write_words(tmp_path, found)
     rows = prepared(given[0], tmp_path / "out", "--negatives", 1, "--min-interactions", 3)
@@ -418,7 +418,7 @@ def test_a_core(tmp_path):
     assert ids == list(range(len({item for _, item in kept})))
 
 
-def test_side_features(tmp_path):
+def test_side_feature_files_are_joined(tmp_path):
     given, folder = write_csv(tmp_path, events()), tmp_path
     (folder / "users.csv").write_text(
         "who,sex,age\n" + "".join(f"{u},{'mf'[u % 2]},{u / 2}\n" for u in range(3, 20))
@@ -441,7 +441,7 @@ def test_side_features(tmp_path):
     assert pq.read_schema(next((folder / "out/items").glob("*"))).names[2:] == ["item_count", "attributes"]
 
 
-def test_times_of_any_kind(tmp_path):
+def test_timestamp_strings_are_parsed_as_times(tmp_path):
     lines = "".join(f"a,{item},2026-11-0{day}T10:00:00\n" for item, day in ((1, 3), (2, 1), (3, 2), (4, 4)))
     (tmp_path / "x.csv").write_text("user,item,time\n" + lines)
     assert run(tmp_path / "x.csv", tmp_path / "out", "--time", "time", "--negatives", 0).exit_code == 0
@@ -477,7 +477,7 @@ GOOD = "user,item,time\n" + "".join(f"{u},{i},{10 * u + i}\n" for u in range(4) 
         ("x.train.rating", "1\t2\t3\t4\n", [], "x.test.rating"),
     ],
 )
-def test_what_is_wrong_is_said(name, text, arguments, message, tmp_path):
+def test_malformed_interaction_sources_are_reported(name, text, arguments, message, tmp_path):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / name).write_text(text)
     source = tmp_path / "in" if name == "train.txt" else tmp_path / "in" / name

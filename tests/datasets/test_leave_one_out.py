@@ -1,4 +1,4 @@
-"""`raytrec prepare movielens` of each user's last film: of ratings, and of given candidates, as of ML-1M."""
+"""`raytrec prepare movielens --split leave-one-out`: from ratings, and with candidates as for ML-1M."""
 
 import os
 import random
@@ -29,7 +29,7 @@ def run(source, out, *arguments):
 
 
 def prepared(source, out, *arguments):
-    """{split: rows}, userIDs and movieIDs in place of ids; and the rows of items/."""
+    """Return the rows of each split with source keys in place of ids, and the rows of items/."""
     result = run(source, out, *arguments)
     assert result.exit_code == 0, result.exception
     items, users = (pq.read_table(out / name).to_pylist() for name in ("items", "users"))
@@ -42,7 +42,7 @@ def prepared(source, out, *arguments):
 
 
 @pytest.mark.parametrize("layout", list(test_movielens.LAYOUTS))
-def test_ratings_of_any_set(layout, tmp_path):
+def test_leave_one_out_supports_all_movielens_layouts(layout, tmp_path):
     ratings = test_movielens.make_ratings()
     (tmp_path / "in").mkdir()
     test_movielens.LAYOUTS[layout](tmp_path / "in", ratings)
@@ -74,7 +74,7 @@ def test_ratings_of_any_set(layout, tmp_path):
 
 
 def original(folder, layout="pairs"):
-    """(pairs of train, left-out item of each user, candidates of each user) in their files."""
+    """Write source files; return train pairs, held-out items, candidate lists and movie ids."""
     rng, movies = random.Random(5), {item: 7 * item + 3 for item in range(ITEMS)}
     seen = {user: rng.sample(range(ITEMS), rng.randint(3, 9)) for user in range(USERS)}
     pairs = [(user, item) for user, items in seen.items() for item in items]
@@ -107,7 +107,7 @@ def rows_of(folder, split):
 
 
 def sequences(folder):
-    """sequences.parquet of the pairs of a folder, each user's in a separate order; {userID: movieIDs}."""
+    """Write sequences.parquet with the pairs in random order; return the movie ids by user id."""
     pairs = pq.read_table(folder / "pairs.parquet").to_pylist()
     lists = {}
     for pair in random.Random(4).sample(pairs, len(pairs)):
@@ -119,7 +119,7 @@ def sequences(folder):
 
 
 @pytest.mark.parametrize("ordered", [True, False])
-def test_given_candidates(ordered, tmp_path):
+def test_candidates_of_the_source_are_used(ordered, tmp_path):
     train, left, lists, movies = original(tmp_path / "in")
     order = sequences(tmp_path / "in") if ordered else None
     known = {int(movie) for movie in pq.read_table(tmp_path / "in/pairs.parquet")["movieID"].to_pylist()}
@@ -139,7 +139,7 @@ def test_given_candidates(ordered, tmp_path):
     assert sum(row["label"] for row in rows["train"]) == len(rows["train"]) == len(train) - len(left)
 
 
-def test_all_films_are_ranked_for_the_last_one(tmp_path):
+def test_zero_candidates_give_one_test_row_per_user(tmp_path):
     original(tmp_path / "in")
     order = sequences(tmp_path / "in")
     arguments = ("--candidates", 0, "--negatives", 0, "--rows", "user", "--history", 3)
@@ -151,7 +151,7 @@ def test_all_films_are_ranked_for_the_last_one(tmp_path):
     assert {row["user"]: row["history"] for row in rows["test"]} == {u: m[-4:-1] for u, m in order.items()}
 
 
-def test_ratings_divided_by_a_time_as_interactions(tmp_path):
+def test_movielens_supports_time_split_with_user_rows(tmp_path):
     ratings = test_movielens.make_ratings()
     (tmp_path / "in").mkdir()
     test_movielens.LAYOUTS["100k"](tmp_path / "in", ratings)
@@ -170,7 +170,7 @@ def test_ratings_divided_by_a_time_as_interactions(tmp_path):
     assert "--split leave-one-out or time" in str(wrong.exception)
 
 
-def test_sequences_of_other_films_are_refused(tmp_path):
+def test_sequences_with_other_films_are_rejected(tmp_path):
     original(tmp_path / "in")
     lists = sequences(tmp_path / "in")
     lists[3][0], lists[3][1] = lists[3][1], 12345
@@ -182,7 +182,7 @@ def test_sequences_of_other_films_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("layout", ["pairs", "ratings"])
-def test_rows_of_each_split(tmp_path, layout):
+def test_leave_one_out_splits_have_the_expected_rows(tmp_path, layout):
     train, left, lists, movies = original(tmp_path / "in", layout)
     result = movielens("--source", tmp_path / "in", "--out", tmp_path / "out", "--negatives", 3)
     assert result.exit_code == 0, result.exception
@@ -191,19 +191,19 @@ def test_rows_of_each_split(tmp_path, layout):
         (0, u, item) for u in left for item in dict.fromkeys(lists[u]) if item != left[u]
     ]
     assert sorted(split["test"]) == sorted(expected)
-    assert [row[1] for row in split["test"]] == sorted(row[1] for row in split["test"]), "candidates together"
+    assert [row[1] for row in split["test"]] == sorted(row[1] for row in split["test"]), "groups are split"
 
     held = {row[1:] for row in split["valid"] if row[0]}
     learned = {row[1:] for row in split["train"] if row[0]}
     assert held | learned == set(train) and not held & learned
-    assert sorted(u for u, _ in held) == sorted(left), "one of each user"
+    assert sorted(u for u, _ in held) == sorted(left), "one row per user"
     ever = set(train) | set(left.items())
     assert all((row[1:] in ever) == bool(row[0]) for row in split["valid"])
     assert set(Counter(row[1] for row in split["valid"]).values()) == {100}
     drawn = [row[1:] for row in split["train"] if not row[0]]
     assert Counter(u for u, _ in drawn) == {u: 3 * n for u, n in Counter(u for u, _ in learned).items()}
     assert not set(drawn) & learned and all(0 <= item < ITEMS for _, item in drawn)
-    assert [row[1] for row in split["train"]] != sorted(row[1] for row in split["train"]), "not mixed"
+    assert [row[1] for row in split["train"]] != sorted(row[1] for row in split["train"]), "not shuffled"
 
     schema = Schema.load(tmp_path / "out/schema.yaml")
     highest = max(item for _, _, item in split["train"] + split["test"] + split["valid"])
@@ -219,7 +219,7 @@ def test_rows_of_each_split(tmp_path, layout):
                 assert (named[number]["genres"] == ["Drama", "War"]) == bool(number % 4)
 
 
-def test_the_same_seed_gives_the_same_rows(tmp_path):
+def test_leave_one_out_is_deterministic_per_seed(tmp_path):
     original(tmp_path / "in")
     for out, seed in (("a", 1), ("b", 1), ("c", 2)):
         assert movielens("--source", tmp_path / "in", "--out", tmp_path / out, "--seed", seed).exit_code == 0
@@ -238,7 +238,7 @@ def test_the_same_seed_gives_the_same_rows(tmp_path):
         ("pairs.parquet", None, "contains no training pairs"),
     ],
 )
-def test_what_is_wrong_with_files(tmp_path, file, text, message):
+def test_malformed_candidate_files_are_reported(tmp_path, file, text, message):
     original(tmp_path / "in")
     if text is None:
         (tmp_path / "in" / file).unlink()
@@ -249,7 +249,7 @@ def test_what_is_wrong_with_files(tmp_path, file, text, message):
     assert file.split(".")[0] in str(result.exception)
 
 
-def test_pairs_without_those_of_the_test(tmp_path):
+def test_pairs_without_test_items_are_rejected(tmp_path):
     original(tmp_path / "in")
     table = pq.read_table(tmp_path / "in/pairs.parquet")
     pq.write_table(table.slice(5), tmp_path / "in/pairs.parquet")
@@ -257,8 +257,8 @@ def test_pairs_without_those_of_the_test(tmp_path):
     assert isinstance(result.exception, DataError)
 
 
-@pytest.mark.skipif(not (REAL / "ml-1m.test.negative").exists(), reason="ML-1M is not here")
-def test_the_pairs_of_ml_1m():
+@pytest.mark.skipif(not (REAL / "ml-1m.test.negative").exists(), reason="ML-1M is not available")
+def test_real_ml1m_candidates_have_expected_counts():
     from raytrec_datasets.movielens.candidates import read_candidates
 
     data = read_candidates(REAL)

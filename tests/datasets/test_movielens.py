@@ -1,4 +1,4 @@
-"""Every layout, made here in miniature; histories and splits against a plain loop over the ratings."""
+"""MovieLens recipe for small files of every layout, compared with a plain loop over the ratings."""
 
 import hashlib
 import os
@@ -29,7 +29,7 @@ MOVIES += [(i, f"Film {i} ({1900 + i})", ["Comedy"]) for i in range(20, 40)]
 
 
 def make_ratings(half_stars=False, users=12):
-    """(user, item, rating, timestamp), some at the same time."""
+    """Return (user, item, rating, timestamp) rows; some timestamps are equal."""
     rng = random.Random(3)
     seen = []
     for user in range(1, users + 1):
@@ -86,7 +86,7 @@ def prepared(folder, layout, split, history=4):
 
 
 def rows_of(folder, ratings, layout="32m", *arguments):
-    """The rows of each split, prepared in out/ from the ratings in source/."""
+    """Write ratings to source/, prepare them in out/ and return the rows of each split."""
     (folder / "source").mkdir(parents=True)
     LAYOUTS[layout](folder / "source", ratings)
     result = run("--source", folder / "source", "--out", folder / "out", *arguments)
@@ -100,7 +100,7 @@ def key_of(row, items):
 
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 @pytest.mark.parametrize("split", ["random", "per-user", "time"])
-def test_rows_histories_and_splits(tmp_path, layout, split):
+def test_rows_histories_and_splits_match_a_plain_loop(tmp_path, layout, split):
     ratings, rows, schema = prepared(tmp_path, layout, split)
     items = sorted(m[0] for m in MOVIES)
     by_split = {s: [key_of(r, items) for r in found] for s, found in rows.items()}
@@ -125,7 +125,7 @@ def test_rows_histories_and_splits(tmp_path, layout, split):
             assert row["label"] == (rating >= 4)
             liked = [(t, items.index(i) + 1) for u, i, r, t in train if u == user and r >= 4 and t < when]
             assert row["history"] == [i for _, i in sorted(liked)][-4:], (
-                "not the likes of train before the rating"
+                "history differs from the earlier likes of train"
             )
             genres = dict((m[0], m[2]) for m in MOVIES)[item]
             assert len(row["genres"]) == max(len(genres), layout == "1m")
@@ -146,7 +146,7 @@ def test_ids_fit_their_tables(tmp_path):
 
 
 @pytest.mark.parametrize("split", ["random", "per-user", "time"])
-def test_no_label_of_valid_or_test_is_an_input(tmp_path, split, monkeypatch):
+def test_held_out_labels_are_not_inputs(tmp_path, split, monkeypatch):
     """Turning every held-out rating into its opposite must change no input of any row."""
     monkeypatch.setattr(recipe, "CHUNK_ROWS", 37)
     ratings, before, _ = prepared(tmp_path / "a", "32m", split, history=20)
@@ -161,7 +161,7 @@ def test_no_label_of_valid_or_test_is_an_input(tmp_path, split, monkeypatch):
     assert max(len(row["history"]) for row in before["test"]) > 1
 
 
-def test_small_sets_have_small_row_groups(tmp_path):
+def test_small_datasets_have_small_row_groups(tmp_path):
     rows = rows_of(tmp_path, make_ratings(users=400))
     meta = pq.read_metadata(tmp_path / "out/train/part-00000.parquet")
     assert [meta.row_group(i).num_rows for i in range(2)] == [4096, len(rows["train"]) - 4096]
@@ -174,7 +174,7 @@ def test_small_sets_have_small_row_groups(tmp_path):
         ("2,1,5.0,880000000000", "seconds since 1970"),  # milliseconds would mix the users' histories
     ],
 )
-def test_ratings_that_would_mix_users_are_refused(tmp_path, line, message):
+def test_ratings_with_invalid_users_or_times_are_rejected(tmp_path, line, message):
     write_csv(tmp_path, make_ratings())
     with (tmp_path / "ratings.csv").open("a") as file:
         file.write(line + "\n")
@@ -183,7 +183,7 @@ def test_ratings_that_would_mix_users_are_refused(tmp_path, line, message):
     assert message in str(result.exception) and "ratings.csv" in str(result.exception)
 
 
-def test_an_empty_genre_is_not_a_genre(tmp_path, monkeypatch):
+def test_empty_genres_are_ignored(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "MOVIES", [*MOVIES, (41, "Nameless", [""])])
     rows_of(tmp_path, make_ratings())
     assert "genres: {rows: 4, dim: 16}" in (tmp_path / "out/schema.yaml").read_text()
@@ -198,7 +198,7 @@ def test_an_empty_genre_is_not_a_genre(tmp_path, monkeypatch):
         (lambda d: (d / "u.data").write_text("1\t2\tx\t4\n"), "cannot parse"),
     ],
 )
-def test_broken_sources(tmp_path, break_it, message):
+def test_broken_movielens_sources_are_reported(tmp_path, break_it, message):
     write_100k(tmp_path, make_ratings())
     break_it(tmp_path)
     result = run("--source", tmp_path, "--out", tmp_path / "out")
@@ -206,7 +206,7 @@ def test_broken_sources(tmp_path, break_it, message):
     assert str(tmp_path) in str(result.exception)
 
 
-def test_films_without_a_date(tmp_path):
+def test_films_without_a_date_have_year_zero(tmp_path):
     write_100k(tmp_path, make_ratings())
     films = (tmp_path / "u.item").read_text("latin-1").splitlines()
     lines = ["|".join([*p[:2], "", *p[3:]]) + "\n" for p in (film.split("|") for film in films)]
@@ -217,12 +217,12 @@ def test_films_without_a_date(tmp_path):
     assert years == {0}
 
 
-def test_no_source():
+def test_movielens_requires_a_source_or_download():
     assert isinstance(run("--out", "x").exception, ConfigError)
 
 
 def served(tmp_path, name, files):
-    """(URL of a folder with an archive of these files, the archive's MD5)."""
+    """Write an archive of these files; return the URL of its folder and the MD5 of the archive."""
     server = tmp_path / "server"
     server.mkdir()
     with zipfile.ZipFile(server / name, "w") as archive:
@@ -264,8 +264,8 @@ def test_interrupted_extraction_does_not_look_complete(tmp_path, monkeypatch):
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["ml-25m"]
 
 
-def test_downloads_do_not_lie_where_the_dataset_goes(tmp_path, monkeypatch):
-    """--out data/movielens is a natural name."""
+def test_download_cache_is_separate_from_the_output(tmp_path, monkeypatch):
+    """Users may choose --out data/movielens, which must not clash with the download cache."""
 
     def fetch(name, folder):
         (folder / name).mkdir(parents=True)
@@ -278,8 +278,8 @@ def test_downloads_do_not_lie_where_the_dataset_goes(tmp_path, monkeypatch):
     assert (tmp_path / "movielens/train").is_dir()
 
 
-@pytest.mark.skipif(not REAL.is_dir(), reason="MovieLens-100K is not here (RAYTREC_ML100K)")
-def test_the_real_100k(tmp_path):
+@pytest.mark.skipif(not REAL.is_dir(), reason="MovieLens-100K is not available (set RAYTREC_ML100K)")
+def test_real_100k_has_expected_counts(tmp_path):
     assert run("--source", REAL, "--out", tmp_path / "out").exit_code == 0
     rows = {s: pq.read_table(tmp_path / "out" / s) for s in ("train", "valid", "test")}
     assert {s: len(t) for s, t in rows.items()} == {"train": 80_000, "valid": 10_000, "test": 10_000}

@@ -1,4 +1,4 @@
-"""`raytrec prepare interactions` names a job that fits what it has written."""
+"""`raytrec prepare interactions` prints a train command that fits the prepared dataset."""
 
 import random
 import shlex
@@ -34,7 +34,7 @@ def source(tmp_path_factory):
 
 
 def next_command(source, *arguments):
-    """(job below jobs/, overrides), printed the first time and when all is there already."""
+    """Run the recipe twice; return the job path and the overrides of the printed command."""
     arguments = ["interactions", "--source", "x.csv", "--out", "data/x", *map(str, arguments)]
     said = [CliRunner().invoke(app, arguments) for _ in range(2)]
     assert [result.exit_code for result in said] == [0, 0], said[0].exception
@@ -49,7 +49,7 @@ def next_command(source, *arguments):
 
 
 def opened(job, overrides):
-    """(configuration, schema, datasets) as a run has them before it starts."""
+    """Return the configuration, schema and datasets of a run before it starts."""
     config = resolve(load_config(REPO / "jobs" / job, overrides), job)
     schema, datasets = open_data(config)
     check_fit(config, schema, here=True)
@@ -72,7 +72,7 @@ def opened(job, overrides):
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else None,
 )
-def test_the_next_command_fits_what_was_written(source, tmp_path, monkeypatch, arguments, job):
+def test_next_command_fits_the_prepared_dataset(source, tmp_path, monkeypatch, arguments, job):
     for file in source.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     monkeypatch.chdir(tmp_path)
@@ -82,7 +82,7 @@ def test_the_next_command_fits_what_was_written(source, tmp_path, monkeypatch, a
     assert {"train", "valid", "test"} <= datasets.keys()
     labels = {split: np.unique(pq.read_table(f"data/x/{split}")["label"]) for split in ("train", "test")}
     if config.tasks[0].loss == "bce":
-        assert labels["train"].tolist() == [0, 1], "a loss of labels that differ"
+        assert labels["train"].tolist() == [0, 1], "bce requires both labels"
     lists = "right_items" in pq.read_schema(next(Path("data/x/test").glob("*.parquet"))).names
     assert lists == ("--test-rows" in arguments)
     if config.tasks[0].metrics == []:
@@ -98,8 +98,8 @@ def test_the_next_command_fits_what_was_written(source, tmp_path, monkeypatch, a
         assert set(schema.tables) == {"item"} or named == "own.yaml"
 
 
-def test_lists_of_right_items_train_and_evaluate(ray_cluster, source, tmp_path, monkeypatch):
-    """The recipe of docs/retrieval.md: recall over users with several right items, against plain NumPy."""
+def test_recall_with_several_right_items_matches_numpy(ray_cluster, source, tmp_path, monkeypatch):
+    """Run the example of docs/retrieval.md and compare its recall with NumPy."""
     (tmp_path / "x.csv").write_bytes((source / "x.csv").read_bytes())
     monkeypatch.chdir(tmp_path)
     arguments = ["--negatives", 0, "--test-rows", "user", "--split", "random", "--dim", 8]
@@ -121,7 +121,7 @@ def test_lists_of_right_items_train_and_evaluate(ray_cluster, source, tmp_path, 
     assert metrics["eval.retrieval.unknown_items"] == metrics["eval.retrieval.unknown_seen"] == 0
 
 
-def test_a_split_without_rows_is_not_named(source, tmp_path, monkeypatch):
+def test_next_command_omits_empty_splits(source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "x"
     folder.mkdir()

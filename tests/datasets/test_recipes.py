@@ -1,4 +1,4 @@
-"""Where `raytrec prepare` finds recipes, and how their parameters become options."""
+"""Discovery of recipes by `raytrec prepare`, and conversion of their parameters to options."""
 
 import sys
 from pathlib import Path
@@ -42,17 +42,17 @@ def test_parameters_become_options():
     "arguments",
     [["plain"], ["plain", "--out", "a", "--rows", "x"], ["annotated", "--out", "a", "--part", "2"]],
 )
-def test_what_the_function_does_not_take_is_refused(arguments):
+def test_invalid_recipe_options_are_rejected(arguments):
     assert run(*arguments).exit_code == 2 and not told
 
 
-def test_help_is_the_docstring_and_the_shared_options_say_what_they_are():
+def test_help_shows_docstring_and_shared_options():
     shown = " ".join(run("plain", "--help").output.split())
     assert "Repeats its option." in shown and "Folder to write train/" in shown
     assert "Replace the content of the folder." in shown and "the same seed produces the same data." in shown
 
 
-def test_a_module_of_the_working_directory_is_found(tmp_path, monkeypatch):
+def test_recipe_in_the_working_directory_is_found(tmp_path, monkeypatch):
     (tmp_path / "corner_recipe.py").write_text(
         "def prepare(out, rows: int = 1):\n    'Ours.'\n    print(out, rows)\n"
     )
@@ -63,14 +63,14 @@ def test_a_module_of_the_working_directory_is_found(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "path", ["no_such_module:prepare", f"{__name__}:no_such_function", f"{__name__}:given"]
+    "path", ["no_such_module:prepare", f"{__name__}:no_such_function", f"{__name__}:recorded_calls"]
 )
-def test_what_is_no_recipe_is_an_error_for_people(path):
+def test_invalid_recipe_path_raises_config_error(path):
     with pytest.raises(ConfigError, match="recipe"):
         find_recipe(path)
 
 
-def test_every_folder_is_a_recipe_and_nothing_else():
+def test_commands_match_the_recipe_folders():
     folders = {path.parent.name for path in Path(raytrec_datasets.__file__).parent.glob("*/__init__.py")}
     assert set(get_command(app).list_commands(None)) == folders
     assert CliRunner().invoke(app, ["writing", "--out", "x"]).exit_code == 2

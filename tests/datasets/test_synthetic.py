@@ -1,4 +1,4 @@
-"""The planted data: its description, its repetition, and a slow reading of its files, row by row."""
+"""Synthetic recipe: schema, determinism, and labels compared with a row-by-row reference model."""
 
 import json
 
@@ -26,7 +26,7 @@ def folder(tmp_path_factory):
     return out
 
 
-def test_shape_and_schema(folder):
+def test_synthetic_data_matches_its_schema(folder):
     schema = Schema.load(folder / "schema.yaml")
     assert len(schema.dense) == 13 and len(schema.sparse) == 26
     assert {s.pooling for s in schema.sparse.values()} == {"sum", "mean"}
@@ -47,7 +47,7 @@ def test_shape_and_schema(folder):
     assert table["label"].to_numpy().mean() == pytest.approx(0.25, abs=0.02)
 
 
-def test_same_arguments_same_data(folder, tmp_path):
+def test_same_arguments_give_the_same_data(folder, tmp_path):
     assert run(tmp_path / "again", "--rows", 70_000, "--seed", 4).exit_code == 0
     assert run(tmp_path / "other", "--rows", 70_000, "--seed", 5).exit_code == 0
     whole = pq.read_table(folder / "train")
@@ -57,7 +57,7 @@ def test_same_arguments_same_data(folder, tmp_path):
     assert pq.read_table(tmp_path / "short/train") == whole.slice(0, 65_536), "chunks depend on the total"
 
 
-def test_prepared_once(folder):
+def test_prepare_skips_an_existing_dataset(folder):
     before = (folder / "schema.yaml").stat().st_mtime_ns
     assert run(folder, "--rows", 70_000, "--seed", 4).exit_code == 0
     assert (folder / "schema.yaml").stat().st_mtime_ns == before
@@ -66,7 +66,7 @@ def test_prepared_once(folder):
     assert "seed was 4, now 6" in str(result.exception) and "--force" in str(result.exception)
 
 
-def test_sizes_are_options(tmp_path):
+def test_options_set_the_dataset_sizes(tmp_path):
     options = ("--rows", 50, "--dense", 2, "--sparse", 4, "--multi-hot", 1, "--table-rows", 200, "--dim", 8)
     assert run(tmp_path / "a", *options).exit_code == 0
     schema = Schema.load(tmp_path / "a/schema.yaml")
@@ -76,7 +76,7 @@ def test_sizes_are_options(tmp_path):
 
 
 def exact_auc(labels, scores):
-    """By ranks, ties counted half: another way than the recipe's histogram."""
+    """Return the AUC from ranks, with ties counted half; the recipe computes it from a histogram."""
     _, place, counts = np.unique(scores, return_inverse=True, return_counts=True)
     ranks = (np.cumsum(counts) - (counts - 1) / 2)[place]
     positive = labels.sum()
@@ -84,7 +84,7 @@ def exact_auc(labels, scores):
 
 
 def slow_logits(table, schema, model, ranks):
-    """Each row's logit, with bags pooled as in schema.yaml; ranks: for each feature its rank by id."""
+    """Return the logit of each row, with bags pooled as in schema.yaml; `ranks` maps ids to ranks."""
     out = []
     for row in table.to_pylist():
         dense = np.array([row[name] for name in schema.dense])
@@ -121,7 +121,7 @@ def test_labels_follow_the_planted_model(tmp_path, monkeypatch):
     best = json.loads((tmp_path / "out/prepared.json").read_text())["best_auc"]["test"]
     assert best == pytest.approx(exact_auc(labels, logits), abs=1e-5)
     probability = 1 / (1 + np.exp(-logits))
-    for low in np.arange(0, 1, 0.2):  # in every fifth of the probabilities, as many labels as expected
+    for low in np.arange(0, 1, 0.2):  # five probability bins: label counts match expectations
         inside = (probability >= low) & (probability < low + 0.2)
         deviation = np.sqrt((probability * (1 - probability))[inside].sum())
         assert abs(labels[inside].sum() - probability[inside].sum()) < 4.5 * deviation

@@ -1,4 +1,4 @@
-"""What every recipe's folder promises: complete or absent, quick to repeat, never another user's data."""
+"""Output folders of recipes: complete or absent, reused if unchanged, and never overwritten by mistake."""
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -25,7 +25,7 @@ def test_force_replaces_a_prepared_dataset(tmp_path):
 
 
 @pytest.mark.parametrize("marker", [None, "not json", "[]", "{}"])
-def test_force_never_deletes_what_no_recipe_made(tmp_path, marker):
+def test_force_keeps_folders_not_created_by_a_recipe(tmp_path, marker):
     (tmp_path / "thesis.txt").write_text("years of work")
     if marker:
         (tmp_path / "prepared.json").write_text(marker)
@@ -37,13 +37,13 @@ def test_force_never_deletes_what_no_recipe_made(tmp_path, marker):
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
 
 
-def test_a_source_inside_the_folder_is_refused(tmp_path):
+def test_source_inside_the_output_folder_is_rejected(tmp_path):
     output = Output(tmp_path, "criteo", {"source": str(tmp_path / "raw")}, force=True)
     with pytest.raises(ConfigError, match="source is inside"):
         output.is_ready()
 
 
-def test_an_interrupted_recipe_leaves_nothing(tmp_path):
+def test_interrupted_recipe_leaves_no_files(tmp_path):
     output = Output(tmp_path / "out", "any", {}, force=False)
     with pytest.raises(KeyboardInterrupt), output:
         (output.partial / "half").write_text("written")
@@ -51,7 +51,7 @@ def test_an_interrupted_recipe_leaves_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_row_groups_are_cut_across_calls_and_files(tmp_path):
+def test_row_group_sizes_do_not_depend_on_write_calls(tmp_path):
     table = pa.table({"x": pa.array(range(1050))})
     writer = SplitWriter(tmp_path, table.schema, group_rows=100, file_rows=400)
     for start, stop in ((0, 30), (30, 430), (430, 431), (431, 1050)):

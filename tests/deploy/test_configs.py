@@ -1,4 +1,4 @@
-"""What is in jobs/: configurations load, build their model, have plans for clusters elsewhere; scripts."""
+"""Test jobs/: configurations load, build their models and can be planned for clusters; scripts run."""
 
 import os
 import re
@@ -17,7 +17,7 @@ from raytrec.config.schema import Schema
 
 JOBS = Path(__file__).parents[2] / "jobs"
 NAMES = sorted(path.stem for path in JOBS.glob("*.yaml"))
-# Of MLPerf Training's DLRM-DCNv2: ids of the 26 features, at most 40 M of each.
+# Number of ids of the 26 features in MLPerf Training's DLRM-DCNv2, at most 40 million each.
 MLPERF_ROWS = [
     *(40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956, 405_282, 10),
     *(2_209, 11_938, 155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000, 590_152, 12_973, 108, 36),
@@ -37,7 +37,7 @@ def of_features(sparse):
 
 
 def movielens():
-    """As `raytrec prepare movielens` writes it for MovieLens-100K."""
+    """Return the schema that `raytrec prepare movielens` writes for MovieLens-100K."""
     sparse = {name: {"table": name.removesuffix("_id")} for name in [*MOVIELENS, "hour", "weekday"]}
     sparse["genres"]["pooling"] = "mean"
     sparse["history"] = {"table": "item", "pooling": "sequence"}
@@ -45,7 +45,7 @@ def movielens():
 
 
 def pairs():
-    """As it writes it for pairs of users and items with given candidates."""
+    """Return the schema for pairs of users and items with given candidates."""
     return of_features({"user_id": {"table": "user"}, "item_id": {"table": "item"}})
 
 
@@ -56,12 +56,12 @@ def schema_for(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_loads_and_builds(name):
+def test_job_configs_load_and_build_their_models(name):
     from raytrec.models import build_model
 
     path = JOBS / f"{name}.yaml"
     text = path.read_text()
-    assert text.startswith("#"), "names its purpose"
+    assert text.startswith("#"), "a comment must state the purpose"
     config = load_config(
         path, [] if "train:" in str(yaml.safe_load(text)["data"]) else ["data.train=d/train"]
     )
@@ -71,7 +71,7 @@ def test_loads_and_builds(name):
 
 @pytest.mark.parametrize("name,hosts", [("criteo_1tb_8xa100", 1), ("criteo_1tb_2x8xh100", 2)])
 @pytest.mark.parametrize("sizes", [MLPERF_ROWS, [10_000_000] * 26], ids=["MLPerf", "hashed"])
-def test_plans_for_gpus_that_are_not_here(name, hosts, sizes):
+def test_criteo_configs_fit_the_gpus_of_their_clusters(name, hosts, sizes):
     from dry import Held
 
     config = load_config(JOBS / f"{name}.yaml")
@@ -90,7 +90,7 @@ def test_plans_for_gpus_that_are_not_here(name, hosts, sizes):
             assert len({rank // 8 for rank in entry.ranks}) == 1, "within a machine"
 
 
-def test_each_memory_is_reported_where_it_is(tmp_path, capsys):
+def test_plan_reports_device_and_host_memory(tmp_path, capsys):
     from raytrec.driver.preflight import plan
     from raytrec.planning.plan_report import print_plans
 
@@ -118,7 +118,7 @@ def test_each_memory_is_reported_where_it_is(tmp_path, capsys):
         plan(*given, on="8xt9")
 
 
-def test_what_does_not_fit_says_so():
+def test_dry_run_rejects_plans_that_do_not_fit():
     from dry import Held
 
     config = load_config(JOBS / "criteo_1tb_8xa100.yaml")
@@ -128,7 +128,7 @@ def test_what_does_not_fit_says_so():
         Held(load_config(config, ["plan.tables.C1.ranks=[9]"]), criteo())
 
 
-def test_a_dry_run_keeps_to_pins_and_leaves_the_environment_alone(monkeypatch):
+def test_dry_run_respects_pins_and_environment(monkeypatch):
     from dry import Held
 
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
@@ -145,8 +145,8 @@ def test_a_dry_run_keeps_to_pins_and_leaves_the_environment_alone(monkeypatch):
     assert os.environ["LOCAL_WORLD_SIZE"] == "3"
 
 
-def test_each_script_is_its_command(monkeypatch):
-    """jobs/NAME.py is `raytrec NAME`; docs/jobs.md names those that there are."""
+def test_each_job_script_runs_its_command(monkeypatch):
+    """jobs/NAME.py runs `raytrec NAME`; docs/jobs.md lists all scripts."""
     scripts = sorted(JOBS.glob("*.py"))
     page = (JOBS.parent / "docs/jobs.md").read_text()
     section = page.partition("## With Ray's own command line")[2].partition("\n## ")[0]

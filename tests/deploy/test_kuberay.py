@@ -1,7 +1,7 @@
-"""deploy/kuberay: read by Ray's autoscaler as its own, held to the APIs of Kubernetes and KubeRay. Offline.
+"""Test deploy/kuberay offline with Ray's autoscaler and against the APIs of Kubernetes and KubeRay.
 
-No package that can be installed carries KubeRay's definitions, so the fields that are used are written down
-here, as of KubeRay 1.7.0 (ray-operator/apis/ray/v1). Kubernetes' own are checked by kubernetes-validate.
+No installable package contains KubeRay's definitions, so this file declares the fields in use, as of
+KubeRay 1.7.0 (ray-operator/apis/ray/v1). kubernetes-validate checks the fields of Kubernetes.
 """
 
 import copy
@@ -101,7 +101,7 @@ def service():
 
 @pytest.fixture(scope="module")
 def pods(cluster, job, service):
-    """Name → pod template of all pods that are made."""
+    """Pod templates of the cluster, the job and the service by name."""
     spec, of_service = cluster["spec"], service["spec"]["rayClusterConfig"]
     found = {group["groupName"]: group["template"] for group in spec["workerGroupSpecs"]}
     found["head"] = spec["headGroupSpec"]["template"]
@@ -111,7 +111,7 @@ def pods(cluster, job, service):
 
 
 def autoscaling(cluster):
-    """What Ray's autoscaler makes of a RayCluster, as it does in the head's pod."""
+    """Return the configuration that Ray's autoscaler derives from a RayCluster in the head's pod."""
     document = copy.deepcopy(cluster)
     document["metadata"]["namespace"] = "raytrec"
     return _derive_autoscaling_config_from_ray_cr(document)
@@ -139,13 +139,13 @@ def test_kubernetes_accepts_every_object_and_pod(pods):
         kubernetes_validate.validate(pod | {"spec": {"containrs": []}}, KUBERNETES, strict=True)
 
 
-def test_a_job_has_the_same_cluster_of_the_pinned_ray(cluster, job):
+def test_rayjob_uses_the_raycluster_with_the_pinned_ray(cluster, job):
     assert job["spec"]["rayClusterSpec"] == cluster["spec"]
     pinned = (ROOT / "requirements" / "cuda.txt").read_text()
     assert f"\nray=={cluster['spec']['rayVersion']}\n" in pinned
 
 
-def test_a_service_has_the_head_of_the_others_and_what_serve_needs(cluster, service, pods):
+def test_rayservice_matches_the_cluster_and_serve_options(cluster, service, pods):
     ours, others = service["spec"]["rayClusterConfig"], cluster["spec"]
     same = ("rayVersion", "authOptions", "autoscalerOptions", "enableInTreeAutoscaling")
     assert all(ours[name] == others[name] for name in same)
@@ -175,7 +175,7 @@ def test_a_service_has_the_head_of_the_others_and_what_serve_needs(cluster, serv
     assert scaling["max_replicas"] <= cpus, "more replicas than there are CPUs for"
 
 
-def test_a_job_goes_on_where_the_last_one_stopped(job):
+def test_rayjob_resumes_the_latest_run(job):
     spec = job["spec"]
     script = spec["entrypoint"].split()[1]
     assert (ROOT / script).is_file() and (ROOT / spec["entrypoint"].split()[2]).is_file()
@@ -183,7 +183,7 @@ def test_a_job_goes_on_where_the_last_one_stopped(job):
     assert spec["backoffLimit"] > 0 and spec["shutdownAfterJobFinishes"]
 
 
-def test_pods_may_nothing_that_they_do_not_need(pods, cluster):
+def test_pods_have_minimal_privileges(pods, cluster):
     for name, template in pods.items():
         spec = template["spec"]
         assert spec["securityContext"]["runAsNonRoot"] and spec["securityContext"]["runAsUser"] > 0
@@ -193,20 +193,20 @@ def test_pods_may_nothing_that_they_do_not_need(pods, cluster):
             assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
             assert "privileged" not in container["securityContext"]
             assert set(container["resources"]) == {"requests", "limits"}
-        # The autoscaler next to the head starts pods; nothing else talks to Kubernetes.
+        # Only the autoscaler next to the head uses the API of Kubernetes, to start pods.
         assert (spec.get("automountServiceAccountToken") is False) == (name not in ("head", "service-head"))
         assert not spec.get("hostNetwork")
     text = yaml.safe_dump([cluster, *documents("base.yaml")])
     assert "hostPath" not in text and "LoadBalancer" not in text and "NodePort" not in text
 
 
-def test_no_token_is_in_a_file(cluster, job, service):
+def test_kuberay_files_contain_no_token(cluster, job, service):
     text = yaml.safe_dump([cluster, job, service])
     assert "RAY_AUTH_TOKEN" not in text and "stringData" not in text
     assert cluster["spec"]["authOptions"] == {"mode": "token"}
 
 
-def test_only_pods_of_raytrec_and_the_operator_reach_a_pod(pods):
+def test_network_policy_restricts_access_to_pods(pods):
     _, policy = documents("base.yaml")
     selected = policy["spec"]["podSelector"]["matchLabels"]
     for template in pods.values():
@@ -218,7 +218,7 @@ def test_only_pods_of_raytrec_and_the_operator_reach_a_pod(pods):
     assert policy["spec"]["policyTypes"] == ["Ingress"]
 
 
-def test_all_nodes_share_the_folder(pods, cluster):
+def test_all_pods_mount_the_shared_folder(pods, cluster):
     claim, _ = documents("base.yaml")
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
     groups = (group["groupName"] for group in cluster["spec"]["workerGroupSpecs"])
@@ -231,7 +231,7 @@ def test_all_nodes_share_the_folder(pods, cluster):
         assert source["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
 
 
-def test_a_pod_has_time_to_leave(pods):
+def test_pod_grace_period_exceeds_the_preemption_notice(pods):
     for name, template in pods.items():
         (container,) = template["spec"]["containers"]
         if name in ("head", "submitter") or name.startswith("service"):
@@ -244,7 +244,7 @@ def test_a_pod_has_time_to_leave(pods):
     assert head["terminationGracePeriodSeconds"] > int(stop)
 
 
-def test_ray_reckons_with_what_the_pods_ask_for(cluster):
+def test_autoscaler_resources_match_the_pods(cluster):
     types = autoscaling(cluster)["available_node_types"]
     head = types.pop("headgroup")
     assert head["resources"]["CPU"] == 0 and head["max_workers"] == 0
@@ -253,8 +253,8 @@ def test_ray_reckons_with_what_the_pods_ask_for(cluster):
     assert all(kind["min_workers"] == 0 for kind in types.values())
 
 
-def test_spot_first_then_on_demand(cluster):
-    """Ray's scheduler with its CloudResourceMonitor's view of a group whose pods did not come up."""
+def test_autoscaler_prefers_spot_to_on_demand_pods(cluster):
+    """Availability 0 is the CloudResourceMonitor's value for a group whose pods did not start."""
     planner = Planner(autoscaling(cluster))
     workers = [WORKER] * 8
     assert planner.wanted(workers=workers) == {"gpu-spot": 2}
@@ -263,7 +263,7 @@ def test_spot_first_then_on_demand(cluster):
     assert planner.wanted(workers=[WORKER] * 20) == {"gpu-spot": 4, "gpu-on-demand": 1}
 
 
-def test_readers_get_nodes_without_gpus_and_idle_ones_go(cluster):
+def test_readers_get_cpu_nodes_and_idle_nodes_are_removed(cluster):
     config = autoscaling(cluster)
     planner, idle = Planner(config), 60 * config["idle_timeout_minutes"]
     assert planner.wanted(tasks=[READER] * 15) == {"cpu": 1}
@@ -272,8 +272,8 @@ def test_readers_get_nodes_without_gpus_and_idle_ones_go(cluster):
     assert planner.unwanted(nodes, workers=[WORKER]) == {}
 
 
-def test_pods_that_do_not_come_up_are_given_up_in_time(cluster):
-    """The environment that makes Ray's autoscaler notice, read as it does when it starts."""
+def test_pending_pods_time_out(cluster):
+    """Ray's autoscaler reads the timeouts from its environment when it starts."""
     env = {e["name"]: e["value"] for e in cluster["spec"]["autoscalerOptions"]["env"]}
     code = (
         "from ray.autoscaler.v2.instance_manager.config import InstanceReconcileConfig as c\n"

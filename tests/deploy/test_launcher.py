@@ -1,4 +1,4 @@
-"""cluster.yaml and its variant for GCP, as Ray's own code reads them. Offline."""
+"""Test cluster.yaml and its variant for GCP offline with Ray's own code."""
 
 import re
 import subprocess
@@ -10,7 +10,7 @@ from ray.autoscaler._private.util import validate_config
 from ray.autoscaler.v2.instance_manager.subscribers.cloud_resource_monitor import CloudResourceMonitor
 from ray.core.generated.instance_manager_pb2 import Instance, InstanceUpdateEvent
 
-WORKER = {"CPU": 1, "GPU": 1}  # what raytrec sets aside for a worker (driver.nodes.bundle)
+WORKER = {"CPU": 1, "GPU": 1}  # resources of one worker (driver.nodes.bundle)
 READER = {"CPU": 1}
 BOTH = pytest.mark.parametrize("path", [AWS, GCP], ids=["aws", "gcp"])
 COMMANDS = ["initialization_commands", "setup_commands", "head_setup_commands", "worker_setup_commands"]
@@ -23,18 +23,18 @@ def config(path):
 
 
 def starts(config):
-    """(key, command) of each `ray start`."""
+    """Return (key, command) of each `ray start`."""
     return [(key, command) for key in STARTS for command in config[key] if "ray start" in command]
 
 
 @BOTH
-def test_ray_accepts_the_file_and_refuses_a_misspelt_one(config):
+def test_ray_rejects_a_misspelt_launcher_key(config):
     with pytest.raises(Exception, match="idle_timeout_minuts"):
         validate_config(config | {"idle_timeout_minuts": 5})
 
 
 @BOTH
-def test_every_command_is_good_bash_without_a_secret(config):
+def test_launcher_commands_are_valid_bash_without_secrets(config):
     for command in (command for key in COMMANDS + STARTS for command in config[key]):
         check = subprocess.run(["bash", "-n"], input=command, text=True, capture_output=True, timeout=20)
         assert check.returncode == 0, (command, check.stderr)
@@ -42,7 +42,7 @@ def test_every_command_is_good_bash_without_a_secret(config):
 
 
 @BOTH
-def test_every_ray_start_wants_the_token(config):
+def test_every_ray_start_requires_the_token(config):
     assert [key for key, _ in starts(config)] == STARTS
     for _, command in starts(config):
         exported = re.match(r"export ([^;]*);", command).group(1).split()
@@ -53,7 +53,7 @@ def test_every_ray_start_wants_the_token(config):
 
 
 @BOTH
-def test_what_people_reach_is_on_loopback(config):
+def test_dashboard_and_mlflow_listen_on_loopback(config):
     (_, head), _ = starts(config)
     assert "--dashboard-host=127.0.0.1" in head
     assert "0.0.0.0" not in yaml.safe_dump(config)
@@ -69,7 +69,7 @@ def test_stopping_a_job_leaves_time_for_a_checkpoint(config):
 
 
 @BOTH
-def test_the_autoscaler_begins_with_nothing(config):
+def test_autoscaler_starts_with_zero_workers(config):
     types = config["available_node_types"]
     assert set(types) == {"head", "gpu", "cpu"}
     assert all(kind["min_workers"] == 0 for kind in types.values())
@@ -79,8 +79,8 @@ def test_the_autoscaler_begins_with_nothing(config):
 
 
 @BOTH
-def test_what_is_installed_is_there(config):
-    """Files that commands name below ~/raytrec come with file_mounts, and are in this repository."""
+def test_setup_commands_use_mounted_files(config):
+    """Files below ~/raytrec that the commands use are in file_mounts and in this repository."""
     mounts = {k: v for k, v in config["file_mounts"].items() if k.startswith("~/raytrec/")}
     for remote, local in mounts.items():
         assert (ROOT / local).exists(), local
@@ -102,14 +102,14 @@ def pins(name):
 
 
 @pytest.mark.parametrize("name", ["cuda", "cpu"])
-def test_what_a_cloud_needs_goes_with_what_raytrec_needs(name):
+def test_cloud_pins_agree_with_raytrec_pins(name):
     cloud, base = pins("cloud"), pins(name)
     assert {"boto3", "google-api-python-client"} <= set(cloud)
     assert {k: (v, base[k]) for k, v in cloud.items() if base.get(k, v) != v} == {}
 
 
 @BOTH
-def test_workers_are_told_of_the_notice(config, path):
+def test_workers_watch_for_preemption_notices(config, path):
     cloud = path.stem.removeprefix("cluster-").replace("cluster", "aws")
     told = [c for c in config["worker_start_ray_commands"] if "raytrec.cluster.preemption" in c]
     assert len(told) == 1 and told[0].endswith(f"-m raytrec.cluster.preemption {cloud}")
@@ -117,7 +117,7 @@ def test_workers_are_told_of_the_notice(config, path):
 
 
 @BOTH
-def test_a_run_on_gpus_gets_gpu_nodes_and_readers_get_others(config):
+def test_workers_get_gpu_nodes_and_readers_get_cpu_nodes(config):
     planner = Planner(config)
     assert planner.wanted() == {}
     assert planner.wanted(workers=[WORKER] * 4) == {"gpu": 1}
@@ -129,15 +129,15 @@ def test_a_run_on_gpus_gets_gpu_nodes_and_readers_get_others(config):
 
 
 @BOTH
-def test_idle_nodes_go_unless_a_run_has_asked_for_them(config):
+def test_idle_nodes_are_removed_unless_requested(config):
     planner, idle = Planner(config), 60 * config["idle_timeout_minutes"]
     nodes = [planner.node("gpu", idle_s=idle + 1), planner.node("cpu", idle_s=idle - 1)]
     assert planner.unwanted(nodes) == {"gpu": 1}
     assert planner.unwanted(nodes, workers=[WORKER]) == {}
 
 
-def test_ray_alone_learns_nothing_from_a_launch_that_is_refused():
-    """Why raytrec.cluster.spot is there. When this fails, Ray has learnt it, and two node types will do."""
+def test_plain_ray_ignores_refused_launches():
+    """This is why raytrec.cluster.spot exists. If this test fails, two node types and Ray suffice."""
     monitor, kind = CloudResourceMonitor(), "gpu"
     event = {"instance_id": "1", "instance_type": kind}
     monitor.notify([InstanceUpdateEvent(new_instance_status=Instance.ALLOCATION_FAILED, **event)])
@@ -147,7 +147,7 @@ def test_ray_alone_learns_nothing_from_a_launch_that_is_refused():
 
 
 @BOTH
-def test_what_must_be_filled_in_is_said_and_nothing_else_is_left_open(path):
+def test_every_placeholder_has_a_fill_in_comment(path):
     lines = path.read_text().splitlines()
     values = [i for i, line in enumerate(lines) if "FILLIN" in line]
     assert values

@@ -1,4 +1,4 @@
-"""The doctor on several nodes, which are raylets on this machine."""
+"""The doctor on several nodes, simulated by raylets on one machine."""
 
 import os
 import re
@@ -10,7 +10,7 @@ from raytrec.doctor.examine import examine
 from raytrec.doctor.host_checks import FAILURE, OK
 
 BROKEN = "raise ImportError('libtorch_cpu.so: undefined symbol: _ZN3c10')"
-# Wherever it is: Ray gives workers the path of the driver.
+# Works for any path, because Ray passes the driver's path to workers.
 NO_RAYTREC = """
 import sys
 class Block:
@@ -23,7 +23,7 @@ sys.meta_path.insert(0, Block())
 
 @pytest.fixture
 def address(tmp_path, monkeypatch):
-    """A cluster of four nodes: the second has another torchrec and home, the third a broken torch,
+    """Start a cluster of four nodes: the second has another torchrec and home, the third a broken torch,
     the fourth no raytrec."""
     import ray
     from ray.cluster_utils import Cluster
@@ -57,7 +57,7 @@ def address(tmp_path, monkeypatch):
 
 @pytest.mark.survive
 @pytest.mark.timeout(280)
-def test_what_differs_on_one_node_is_named_there(address):
+def test_doctor_names_the_node_of_each_difference(address):
     found = examine(address, ["~/data"])
     assert len(found.hosts) == 4
     silent = found.diagnoses.pop(0)

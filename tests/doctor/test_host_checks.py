@@ -1,4 +1,4 @@
-"""What the doctor finds on one host, where upstream's packages, GPUs or disks are not as they should be."""
+"""The doctor on one host with broken packages, GPUs or disks."""
 
 import json
 import os
@@ -30,7 +30,7 @@ CUDA_BUILD = {"torch": "2.13.0", "fbgemm_gpu": "1.8.0"}
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """Lets packages seem to be installed, for this process and its children."""
+    """Return a function that simulates installed packages for this process and its children."""
 
     def install(modules=None, **versions):
         folder = simulated_packages.install(tmp_path / "site", modules, **versions)
@@ -51,7 +51,7 @@ def the_only(name, result):
     return diagnosis
 
 
-def test_fbgemm_of_another_release_is_named_with_the_line_that_repairs_it(installed):
+def test_mismatched_fbgemm_release_shows_the_repair_command(installed):
     assert "fbgemm-gpu-cpu 1.8.0" in the_only("packages", OK).finding
     installed(fbgemm_gpu_cpu="1.7.0")
     diagnosis = the_only("packages", FAILURE)
@@ -59,14 +59,14 @@ def test_fbgemm_of_another_release_is_named_with_the_line_that_repairs_it(instal
     assert diagnosis.do.startswith("pip install --no-deps -r requirements/cpu.txt")
 
 
-def test_both_wheels_are_named(installed):
+def test_conflicting_fbgemm_wheels_are_reported(installed):
     installed(fbgemm_gpu="1.8.0")
     diagnosis = the_only("packages", FAILURE)
     assert "fbgemm-gpu-cpu 1.8.0 and fbgemm-gpu 1.8.0 are both installed" in diagnosis.finding
     assert "pip uninstall --yes fbgemm-gpu fbgemm-gpu-cpu" in diagnosis.do
 
 
-# As releases of FBGEMM have done, and TorchRec still does.
+# Some FBGEMM releases, and TorchRec, hide loader errors this way.
 HIDES = """
 import torch
 from pathlib import Path
@@ -77,8 +77,8 @@ except OSError:
 """
 
 
-def test_the_loaders_first_error_is_shown_in_place_of_no_such_operator(installed, tmp_path):
-    """Of a library that needs one which is not there: the real FBGEMM's, changed."""
+def test_operator_check_shows_the_first_loader_error(installed, tmp_path):
+    """A patched FBGEMM library depends on a library that does not exist."""
     installed({"fbgemm_gpu/__init__.py": HIDES})
     library = Path(find_spec("torchrec").origin).parents[1] / "fbgemm_gpu/fbgemm_gpu_tbe_optimizers.so"
     content = library.read_bytes()
@@ -99,7 +99,7 @@ def test_the_loaders_first_error_is_shown_in_place_of_no_such_operator(installed
         ("something else", "pip install --no-deps --force-reinstall -r requirements/cpu.txt"),
     ],
 )
-def test_what_to_do_about_an_error_of_the_loader(error, do):
+def test_loader_errors_have_a_suggested_repair(error, do):
     assert do in child._suggest_repair(error)
 
 
@@ -117,7 +117,7 @@ nvmlSystemGetCudaDriverVersion_v2 = lambda: 12080
 
 @pytest.fixture
 def with_gpus(installed, monkeypatch):
-    """A host with two GPUs, as far as NVML knows, and the packages for them."""
+    """Return a function that simulates two GPUs in NVML and installs packages for GPUs."""
     monkeypatch.delitem(sys.modules, "pynvml", raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
@@ -128,9 +128,9 @@ def with_gpus(installed, monkeypatch):
     sys.modules.pop("pynvml", None)
 
 
-def test_each_gpu_that_the_wheel_has_no_code_for_or_that_does_not_work_is_named(with_gpus, monkeypatch):
+def test_unsupported_and_failing_gpus_are_reported(with_gpus, monkeypatch):
     with_gpus(**CUDA_BUILD)
-    # The CPU build that is really installed is out of the way.
+    # Hide the CPU build that is installed here.
     real = host_checks.built_for.__globals__["installed"]
     monkeypatch.setitem(
         host_checks.built_for.__globals__, "installed", lambda name: name != "fbgemm-gpu-cpu" and real(name)
@@ -138,31 +138,31 @@ def test_each_gpu_that_the_wheel_has_no_code_for_or_that_does_not_work_is_named(
     served, other = diagnoses("gpus")
     assert other.result == FAILURE and "no code for Tesla T4 (compute capability 7.5)" in other.finding
     assert "9.0" in other.finding and "docs/gpu.md" in other.do
-    # There is none to run an operator on: torch of this environment is for CPUs.
+    # No operator can run on a GPU, because torch in this environment is built for CPUs.
     assert served.result == FAILURE and "GPU 0, NVIDIA L4 (8.9): torch" in served.finding and served.do
     driver = the_only("driver", FAILURE)
     assert "driver 570.86.15 supports CUDA 12.8, but torch is built for CUDA 13.0" in driver.finding
 
 
-def test_a_wheel_for_cpus_where_there_are_gpus(with_gpus):
+def test_cpu_wheel_on_a_gpu_host_is_a_warning(with_gpus):
     with_gpus(**CPU_BUILD)
     diagnosis = the_only("builds", WARNING)
     assert "there are GPUs, but torch or FBGEMM is built for CPUs" in diagnosis.finding
     assert "make install DEVICE=cuda" in diagnosis.do
 
 
-def test_shared_memory_that_is_full(tmp_path, monkeypatch):
+def test_full_shared_memory_is_reported(tmp_path, monkeypatch):
     with small_disk(tmp_path / "shm", "1m") as place:
         fill(place)
         monkeypatch.setattr(host_checks, "SHARED_MEMORY_FOLDER", place)
         assert "0.00 GiB free" in the_only("shared memory", WARNING).finding
         (line,) = [line for line in host_checks.check_before_run() if line.startswith("shared memory")]
-        assert "--shm-size" in line, "raytrec train warns of it, too"
+        assert "--shm-size" in line, "raytrec train also warns"
         monkeypatch.setattr(host_checks, "has_gpus", lambda: True)
         assert "NCCL cannot start" in the_only("shared memory", FAILURE).finding
 
 
-def test_disks_memory_and_limits_that_are_short(tmp_path, monkeypatch):
+def test_low_disk_memory_and_limits_are_reported(tmp_path, monkeypatch):
     with small_disk(short_folder(tmp_path).parent / "disk", "1m") as place:
         monkeypatch.setenv("RAY_TMPDIR", str(place))
         assert "RAY_TMPDIR" in the_only("Ray's folder", FAILURE).do
@@ -173,7 +173,7 @@ def test_disks_memory_and_limits_that_are_short(tmp_path, monkeypatch):
     assert "ulimit -n" in the_only("limits", FAILURE).do
 
 
-def test_a_limit_of_virtual_memory_is_named_before_a_run():
+def test_virtual_memory_limit_is_reported_before_a_run():
     code = """
 import resource
 resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
@@ -185,7 +185,7 @@ print(*check_before_run(), sep="\\n")
     assert "8,589,934,592 bytes of virtual memory" in line and "ulimit -v unlimited" in line
 
 
-def test_a_run_of_this_host_warns_of_what_is_short_before_ray_starts(tiny_data, tmp_path, monkeypatch):
+def test_local_run_warns_of_low_memory_before_ray_starts(tiny_data, tmp_path, monkeypatch):
     from raytrec.driver.preflight import check_plan
     from raytrec.driver.prepare import open_run, resolve_config
 
@@ -197,14 +197,14 @@ def test_a_run_of_this_host_warns_of_what_is_short_before_ray_starts(tiny_data, 
         assert any(line.startswith("memory: ") and "end other processes" in line for line in lines) == warns
 
 
-def test_what_a_run_checks_first_takes_no_time():
-    host_checks.check_before_run()  # imports, which a run has, too
+def test_checks_before_a_run_are_fast():
+    host_checks.check_before_run()  # run the imports first, which every run needs anyway
     began = time.perf_counter()
     host_checks.check_before_run()
     assert time.perf_counter() - began < 0.3
 
 
-def test_a_second_cluster_and_one_that_has_ended(tmp_path, monkeypatch):
+def test_stale_and_second_clusters_are_reported(tmp_path, monkeypatch):
     (note := tmp_path / "ray" / "ray_current_cluster").parent.mkdir()
     note.write_text(f"127.0.0.1:{free_ports(1)[0]}\n")
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
@@ -230,7 +230,7 @@ def test_a_second_cluster_and_one_that_has_ended(tmp_path, monkeypatch):
     assert second.result == WARNING and "7001, 7002" in second.finding and "ray stop" in second.do
 
 
-def test_a_token_that_others_can_read(tmp_path, monkeypatch):
+def test_token_readable_by_others_is_a_failure(tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(file := tmp_path / "token"))
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     assert "none yet" in the_only("token", OK).finding
@@ -241,7 +241,7 @@ def test_a_token_that_others_can_read(tmp_path, monkeypatch):
     the_only("token", OK)
 
 
-def test_no_token_for_a_cluster(tmp_path, monkeypatch):
+def test_missing_cluster_token_is_a_failure(tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     monkeypatch.setattr(examine, "CHECK_ORDER", ())
@@ -257,8 +257,8 @@ def test_no_token_for_a_cluster(tmp_path, monkeypatch):
         ({"ray_version": "2.59.0"}, "the cluster runs Ray 2.59.0"),
     ],
 )
-def test_a_cluster_of_another_python_or_ray_is_named_with_both(monkeypatch, cluster, what):
-    """In Ray's words, of which a first line names neither."""
+def test_version_mismatch_error_names_both_versions(monkeypatch, cluster, what):
+    """Ray's message names the versions only after its first line."""
     import ray
     from ray._private.utils import check_version_info, compute_version_info
 
@@ -269,7 +269,7 @@ def test_a_cluster_of_another_python_or_ray_is_named_with_both(monkeypatch, clus
     assert what in error.value.what and error.value.do
 
 
-def test_a_check_that_fails_itself_or_hangs_is_a_row():
+def test_crashed_and_hung_checks_are_failures():
     def fails():
         yield host_checks.Diagnosis(OK, "so far")
         raise KeyError("what")
@@ -287,13 +287,13 @@ def test_a_check_that_fails_itself_or_hangs_is_a_row():
     assert late.result == FAILURE and late.finding == "no answer within 0 s"
 
 
-def test_every_check_has_its_place_in_the_table():
+def test_check_order_covers_all_checks():
     between = {*examine.CLUSTER_CHECKS, "storage"}
     assert sorted([*HOST_CHECKS, *between]) == sorted(examine.CHECK_ORDER)
 
 
 class TwoHosts(ThisHost):
-    """Two addresses of this machine, which stand for hosts."""
+    """Two hosts, simulated by two addresses of this machine."""
 
     def __init__(self):
         super().__init__()
@@ -306,14 +306,14 @@ class TwoHosts(ThisHost):
         return [answers[i][0] if i in answers else None for i in (0, 1)]
 
 
-def test_a_port_that_nothing_answers_at_is_named_by_the_pair(monkeypatch):
+def test_blocked_port_error_names_both_nodes(monkeypatch):
     (fine,) = network.check_ports(TwoHosts())
     assert fine.result == OK
     full = socket.socket()
     full.bind(("127.0.0.2", 0))
     full.listen(0)
     clients = [socket.socket() for _ in range(3)]
-    for client in clients:  # the queue is full: the kernel drops what else would connect, as a firewall does
+    for client in clients:  # the queue is full, so the kernel drops new connections, as a firewall does
         client.setblocking(False)
         client.connect_ex(full.getsockname())
     real = network.listen
@@ -327,7 +327,7 @@ def test_a_port_that_nothing_answers_at_is_named_by_the_pair(monkeypatch):
     assert "no answer within" in found[0].finding and "security group" in found[0].do
     reduced = [*network.check_all_reduce(hosts)]
     assert [diagnosis.result for diagnosis in reduced] == [WARNING], (
-        "nothing is tried where ports are blocked"
+        "the all-reduce is skipped if ports are blocked"
     )
     for each in (full, *clients):
         each.close()
@@ -345,7 +345,7 @@ def test_a_port_that_nothing_answers_at_is_named_by_the_pair(monkeypatch):
         ("10.0.0.9", None, {}, True, WARNING, "no interface has the node's address 10.0.0.9"),
     ],
 )
-def test_interfaces(address, own, chosen, several, result, finding):
+def test_network_interfaces_are_diagnosed(address, own, chosen, several, result, finding):
     have = {"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"], "docker0": ["172.17.0.1"]}
     found = {"own": own, "have": have, "chosen": chosen}
     got, what, do = network._diagnose_interfaces(found, address, False, several)
@@ -353,7 +353,7 @@ def test_interfaces(address, own, chosen, several, result, finding):
 
 
 class SeveralHosts(ThisHost):
-    """Hosts without processes; reducing over some of them fails.
+    """Hosts without processes; all-reduce over some groups fails.
 
     Args:
         count: Number of hosts.
@@ -390,7 +390,7 @@ class SeveralHosts(ThisHost):
         (5, [(1, 2, 4)], ["n0 and n1 and n2 and n4"], "the other 4"),
     ],
 )
-def test_smallest_groups_that_fail_to_reduce_are_named(monkeypatch, count, bad, failures, rest):
+def test_all_reduce_check_names_smallest_failing_groups(monkeypatch, count, bad, failures, rest):
     hosts = SeveralHosts(monkeypatch, count, *bad)
     found = [*network.check_all_reduce(hosts)]
     failed = [diagnosis.finding for diagnosis in found if diagnosis.result == FAILURE]
@@ -400,10 +400,10 @@ def test_smallest_groups_that_fail_to_reduce_are_named(monkeypatch, count, bad, 
     speed = "0.17 GB/s (100.0 ms for 16 MiB), gloo over TCP (eth0)"
     assert speeds == ([f"over {rest} nodes: {speed}"] if rest else [])
     assert len(hosts.tried) <= network.MAX_ALL_REDUCES and len(hosts.tried) == len({*hosts.tried})
-    assert failures or len(hosts.tried) == 1, "one all-reduce where nothing fails"
+    assert failures or len(hosts.tried) == 1, "without failures, one all-reduce is enough"
 
 
-def test_tries_to_reduce_are_bounded(monkeypatch):
+def test_number_of_all_reduce_attempts_is_limited(monkeypatch):
     everyone = [(i, j) for i in range(40) for j in range(i)]
     hosts = SeveralHosts(monkeypatch, 40, *everyone)
     found = [*network.check_all_reduce(hosts)]
@@ -411,7 +411,7 @@ def test_tries_to_reduce_are_bounded(monkeypatch):
     assert len(hosts.tried) == network.MAX_ALL_REDUCES
 
 
-def test_nothing_is_reduced_over_nodes_that_cannot_connect_or_import_torch(monkeypatch):
+def test_all_reduce_check_skips_unreachable_nodes(monkeypatch):
     hosts = SeveralHosts(monkeypatch, 3)
     hosts.cut = {frozenset((0, 2))}
     (cut,) = network.check_all_reduce(hosts)
@@ -421,7 +421,7 @@ def test_nothing_is_reduced_over_nodes_that_cannot_connect_or_import_torch(monke
     assert fine.result == OK and hosts.tried == [(0, 1)]
 
 
-def test_clocks_that_are_apart():
+def test_clock_offsets_are_diagnosed():
     found = [*nodes.diagnose_clocks({"a": (0.2, 0.01), "b": (-7.0, 0.5), "c": (1000.0, 1.0), "d": (5, 6)})]
     assert [(diagnosis.hosts, diagnosis.result) for diagnosis in found] == [
         (("b",), WARNING),
@@ -432,15 +432,15 @@ def test_clocks_that_are_apart():
     assert fine.result == OK
 
 
-def test_storage_that_one_host_cannot_reach(tmp_path, monkeypatch):
+def test_storage_missing_on_one_host_is_a_failure(tmp_path, monkeypatch):
     (place := tmp_path / "shared").mkdir()
     (fine,) = nodes.check_storage(TwoHosts(), str(place))
-    assert fine.result == OK and not [*place.iterdir()], "nothing is left there"
+    assert fine.result == OK and not [*place.iterdir()], "the check left files behind"
     real = nodes.open_filesystem
     asked = []
 
     def elsewhere(uri):
-        """The second host that is asked has another folder in that place, or none."""
+        """Return the filesystem of another folder for the second host."""
         asked.append(uri)
         return real(uri if len(asked) == 1 else str(other))
 
@@ -471,8 +471,8 @@ def doctor(*arguments, blocked=(), **environment):
     return done
 
 
-def test_it_runs_where_neither_torch_nor_fbgemm_can_be_imported(tmp_path):
-    """Nor here, nor in its children; and a run of the command never shows a traceback."""
+def test_doctor_runs_without_torch_and_fbgemm(tmp_path):
+    """Imports fail in the command and in its children, but the command shows no traceback."""
     site = simulated_packages.install(
         tmp_path / "site", {"torch/__init__.py": BROKEN, "torch/version.py": ""}
     )
@@ -485,7 +485,7 @@ def test_it_runs_where_neither_torch_nor_fbgemm_can_be_imported(tmp_path):
     assert "make install DEVICE=cpu" in row["do"]
 
 
-def test_what_is_shared_has_neither_host_nor_user_nor_path(tmp_path, monkeypatch, capsys):
+def test_shared_report_hides_hosts_users_and_paths(tmp_path, monkeypatch, capsys):
     (home := tmp_path / "home/alice").mkdir(parents=True)
     rays = short_folder(tmp_path)
     (rays / "ray").mkdir()
@@ -506,7 +506,7 @@ def test_what_is_shared_has_neither_host_nor_user_nor_path(tmp_path, monkeypatch
     assert ended.value.code == 0 and text.startswith("**raytrec doctor**") and "alice" not in text
 
 
-def test_names_in_findings_are_replaced():
+def test_shared_findings_replace_names():
     names = ["gpu-1.example.com (10.0.0.1)", "gpu-1.example.com (10.0.0.1) #2"]
     diagnosis = host_checks.Diagnosis(
         FAILURE,

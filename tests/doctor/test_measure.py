@@ -1,4 +1,4 @@
-"""Rates from what ranks have seen."""
+"""Rates computed from the measurements of ranks."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from raytrec.planning.probe import compute_rates, count_lookup_work, fit_lookup_
 from raytrec.planning.rates import COLLECTIVES, DENSE, LookupRates, Rates
 
 
-def test_what_a_byte_an_id_and_a_table_take_is_told_apart():
+def test_lookup_fit_separates_cost_per_byte_id_and_table():
     shapes = [lookup for lookup in list_lookups("cpu") if lookup[0] == "adagrad"]
     true = LookupRates(3e-10, 2e-8, 1e-5)
     took = {shape: true.seconds(*count_lookup_work(*shape)) for shape in shapes}
@@ -18,7 +18,7 @@ def test_what_a_byte_an_id_and_a_table_take_is_told_apart():
     assert min(fit_lookup_rates(less)) >= 0
 
 
-def test_rates_are_medians_of_samples_with_constants_of_the_host():
+def test_rates_are_medians_of_samples():
     one = {f"lookup {lookup}": 1e-4 for lookup in list_lookups("cpu")} | {"on_gpu": 0.0}
     one |= {f"matrix {name}": 1e11 for name in ("fp32", "tf32", "bf16")} | {"copy": 1e10, "stream": 1e9}
     for kind in COLLECTIVES:
@@ -30,14 +30,14 @@ def test_rates_are_medians_of_samples_with_constants_of_the_host():
     assert found.step_s == Rates.of_cpu(2).step_s > 0
 
 
-def test_every_optimizer_is_measured_where_it_has_a_kernel():
+def test_lookup_benchmarks_cover_all_optimizers():
     assert {way for way, *_ in list_lookups("cuda")} == {*OPTIMIZERS.parts, DENSE}
     assert {way for way, *_ in list_lookups("cpu")} == {*Rates.of_cpu(1).lookup}
 
 
 @pytest.mark.survive
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_this_machine_has_rates(ranks):
+def test_measured_rates_are_positive_and_finite(ranks):
     lines = []
     rates = measure_rates(ranks, lines.append)
     numbers = [rates.copy, rates.stream, *rates.matrix.values(), *rates.bandwidth.values(), rates.launch_s]

@@ -1,4 +1,4 @@
-"""The bias that a model begins with: the log-odds of the rows that count, of each task."""
+"""Test the initial bias of a model: the log-odds of the rows that each task uses."""
 
 from math import log
 
@@ -47,7 +47,7 @@ def settings(folder, tasks, **train):
         ({"label": "price", "loss": "mse"}, 0.0),
     ],
 )
-def test_log_odds_are_those_of_the_rows_that_count(tmp_path, task, expected):
+def test_initial_bias_is_the_log_odds_of_used_rows(tmp_path, task, expected):
     _, datasets = open_data(settings(tmp_path, [task, *OTHERS]))
     assert datasets["train"].log_odds == pytest.approx((expected, log(2.5 / 4.5), 0.0))
 
@@ -60,7 +60,7 @@ def test_a_constant_label_has_no_log_odds(tmp_path):
     assert open_data(drawn)[1]["train"].log_odds == ()
 
 
-def test_held_out_rows_do_not_count(tmp_path):
+def test_log_odds_exclude_held_out_rows(tmp_path):
     rows = np.arange(100)
     config = settings(tmp_path, [{"label": "y"}])
     kept = load_config(config, ["data.holdout=0.1"])
@@ -77,12 +77,12 @@ def test_held_out_rows_do_not_count(tmp_path):
     assert datasets["train"].rows == datasets["valid"].rows == 100
 
 
-def test_evaluations_while_training_may_be_of_held_out_rows(tmp_path):
+def test_evaluation_during_training_accepts_held_out_rows(tmp_path):
     config = settings(tmp_path, [{"label": "y"}])
     assert load_config(config, ["data.holdout=auto", "train.eval_every_steps=5"]).data.holdout == "auto"
 
 
-def test_labels_of_folders_names_alone_count(tmp_path):
+def test_log_odds_include_labels_of_partition_folders(tmp_path):
     config = settings(tmp_path, [{"label": "y"}])
     for label in 0, 1:
         rows = {name: values for name, values in COLUMNS.items() if name not in ("y", "z", "price")}
@@ -96,7 +96,7 @@ def test_labels_of_folders_names_alone_count(tmp_path):
 @pytest.mark.parametrize(
     "evaluation", [{"slices": ["shown"]}, {"retrieval": {"items": "items", "item": "item", "seen": ["old"]}}]
 )
-def test_held_out_rows_have_what_evaluations_read(tmp_path, evaluation, monkeypatch):
+def test_held_out_rows_include_evaluation_columns(tmp_path, evaluation, monkeypatch):
     monkeypatch.setattr("raytrec.driver.datasets.open_items", lambda *_: {})
     changes = {
         "data__holdout": 0.2,
@@ -111,4 +111,4 @@ def test_held_out_rows_have_what_evaluations_read(tmp_path, evaluation, monkeypa
     _, datasets = open_data(load_config(values))
     plans = {name: datasets[name].form.plan for name in ("train", "valid")}
     assert datasets["train"].rows + datasets["valid"].rows == 8
-    assert plans["train"].reserved != plans["valid"].reserved, "or nothing is tested here"
+    assert plans["train"].reserved != plans["valid"].reserved, "the test requires different plans"

@@ -1,4 +1,4 @@
-"""`raytrec check` on a real worker group: it passes, and it fails when the arithmetic is wrong."""
+"""Test `raytrec check` on a real worker group, with correct and with wrong arithmetic."""
 
 import json
 import os
@@ -29,9 +29,9 @@ def settings(folder, tmp_path):
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_check_that_passes(tiny_data, tmp_path, capsys):
+def test_check_passes_and_records_findings(tiny_data, tmp_path, capsys):
     values = settings(tiny_data, tmp_path)
-    values["train"]["matmul"] = "bf16"  # whose rounding no comparison would pass
+    values["train"]["matmul"] = "bf16"  # its rounding would fail every comparison
     values["plan"]["qcomms"] = {"backward_precision": "bf16"}
     result = check.check(values)
     assert result.passed
@@ -71,7 +71,7 @@ def test_a_check_that_passes(tiny_data, tmp_path, capsys):
         ({"usr": {"ranks": [0]}}, "did you mean 'user'"),
     ],
 )
-def test_a_plan_that_cannot_be_is_refused_before_any_worker_starts(tiny_data, tmp_path, capfd, plan, message):
+def test_invalid_plan_is_rejected_before_workers_start(tiny_data, tmp_path, capfd, plan, message):
     values = settings(tiny_data, tmp_path) | {"plan": {"tables": plan}}
     with pytest.raises(ConfigError, match=message):
         check.check(values)
@@ -80,7 +80,7 @@ def test_a_plan_that_cannot_be_is_refused_before_any_worker_starts(tiny_data, tm
     assert "starting the workers" not in capfd.readouterr().err
 
 
-# In a copy of the package: the code that is right, what is put in its place, the check's message.
+# Name → (file, correct code, wrong code, expected output); applied to a copy of the package.
 SABOTAGE = {
     "means are not divided": (
         "embeddings/pooling.py",
@@ -97,8 +97,8 @@ SABOTAGE = {
 }
 
 
-def test_what_a_check_that_fails_says(tmp_path, monkeypatch, capsys):
-    """The command around the findings of ranks; real ones: below."""
+def test_failed_check_prints_and_stores_its_findings(tmp_path, monkeypatch, capsys):
+    """The findings are made up; test_check_detects_wrong_arithmetic produces real ones."""
     limits = {"forward": 1e-6, "gradient": 1e-5}
     findings = [
         dict(check=check, name=name, error=error, absolute=error, limit=limits[check], passed=passed)
@@ -123,7 +123,7 @@ def test_what_a_check_that_fails_says(tmp_path, monkeypatch, capsys):
     assert (kept["passed"], kept["failed"], kept["comparisons"]) == (False, 2, 3)
 
 
-# A command each.
+# Each case runs the command in a subprocess.
 @pytest.mark.survive
 @pytest.mark.parametrize("name", SABOTAGE)
 def test_a_check_that_fails(tiny_data, tmp_path, name):

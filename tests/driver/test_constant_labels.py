@@ -1,4 +1,4 @@
-"""A label with one value in all training data: refused or noted before the start, by the footers."""
+"""Test that Parquet footers reveal constant labels before training starts."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ def always(row):
 
 @pytest.fixture
 def plan(tmp_path):
-    """Gives the plan of a run whose training data have these labels (row → label)."""
+    """Function that plans a run whose training labels are `label_of(row)`."""
     folder = parquet.dataset(tmp_path / "d", train=60, valid=20, test=20)
 
     def made(label_of, *transforms, statistics=True, **task) -> RunPlan:
@@ -42,7 +42,7 @@ CLASSES = {"loss": "cross_entropy", "options": {"classes": 2}}
 
 
 @pytest.mark.parametrize("task", [{}, {"loss": "focal"}, CLASSES])
-def test_classification_of_one_class_is_refused(plan, task):
+def test_constant_class_label_is_rejected(plan, task):
     with pytest.raises(DataError, match=r"the label of task label is 1 in every row") as error:
         check_plan(plan(always, **task))
     assert "data.train" in error.value.where and "in_batch_softmax" in error.value.do
@@ -50,20 +50,20 @@ def test_classification_of_one_class_is_refused(plan, task):
         noted(plan(lambda row: None if row % 9 == 3 else 1, nulls="skip"))
 
 
-def test_a_model_that_has_learned_from_both_classes_continues_with_one(plan):
+def test_trained_model_may_continue_with_one_class(plan):
     for start in ("warm", "resumed"):
         (line,) = noted(replace(plan(always), start=start))
         assert line.startswith("the label of task label is 1 in every row of data.train")
 
 
-def test_a_number_that_never_changes_is_noted(plan):
+def test_constant_regression_label_causes_a_warning(plan):
     (line,) = check_plan(plan(always, loss="mse"))
     assert line.startswith("the label of task label is 1 in every row of data.train, so mse cannot learn")
 
 
-def test_what_may_differ_or_need_not_is_not_noted(plan):
-    """Labels that differ though those of a file are one; without statistics; made by a transform; for losses
-    that learn from positives alone."""
+def test_labels_that_may_vary_cause_no_warning(plan):
+    """The labels differ between files, have no statistics, come from a transform, or belong to a loss that
+    needs only positives."""
     made = {"do": "binarize", "columns": ["row"], "at_least": 5, "into": ["label"]}
     for each in (
         plan(lambda row: int(row > 50)),

@@ -1,4 +1,4 @@
-"""`raytrec convert`: a trained table becomes another kind of table, and goes on learning as it would have."""
+"""Test `raytrec convert`: a trained table of another kind or size continues to learn as before."""
 
 import checkpoints
 import numpy as np
@@ -27,7 +27,7 @@ def wider(rows):
 
 
 def begun(rank, world, root, schema, optimizer):
-    """A checkpoint after three steps on these ranks."""
+    """Train three steps on these ranks and save a checkpoint."""
     from raytrec.checkpoint.managed import gather_ids
     from raytrec.checkpoint.save import CheckpointWriter
     from raytrec.checkpoint.state import LogicalState
@@ -44,7 +44,7 @@ def begun(rank, world, root, schema, optimizer):
 
 
 def parts(rank, world, seed=1):
-    """Batches of ids that all tables have."""
+    """Return this rank's part of batches whose ids exist in all tables."""
     from raytrec.checks.parity.batches import cuts, make_local_batch, random_batches
 
     whole = random_batches(SCHEMA, 12, STEPS, seed=seed)
@@ -52,7 +52,7 @@ def parts(rank, world, seed=1):
 
 
 def goes_on(rank, world, folder, optimizer):
-    """A warm start from a checkpoint, three steps of it; losses, tables, and (ids, rows) of managed ones."""
+    """Start from a checkpoint and train three steps; return losses, tables and managed (ids, rows)."""
     from raytrec.checkpoint.state import LogicalState
     from raytrec.embeddings.hashing import unhash_bits
     from raytrec.worker.build import begin
@@ -72,7 +72,7 @@ def goes_on(rank, world, folder, optimizer):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Optimizer → folder of a checkpoint of tables without managed ids."""
+    """Checkpoint folder by optimizer; the tables have no managed ids."""
     root = tmp_path_factory.mktemp("trained")
     for optimizer in ("rowwise_adagrad", "adam"):
         on_ranks(2, begun, str(root / optimizer), SCHEMA, optimizer)
@@ -80,7 +80,7 @@ def trained(tmp_path_factory):
 
 
 @pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "adam"])
-def test_a_table_with_managed_ids_learns_as_it_would_have_without(trained, optimizer, tmp_path):
+def test_table_converted_to_managed_ids_learns_the_same(trained, optimizer, tmp_path):
     out = str(tmp_path / "out")
     _, lines = convert(trained[optimizer], ["user=managed"], out)
     assert lines == ["table user: ids 0 to 22 keep their rows; one more row is added for ids without a row"]
@@ -101,7 +101,7 @@ def test_a_table_with_managed_ids_learns_as_it_would_have_without(trained, optim
 
 
 @pytest.mark.parametrize("kind", ["resize:40", "resize:140000", "resize:20", "hash"])
-def test_tables_without_managed_ids(trained, kind, tmp_path):
+def test_convert_resizes_and_hashes_plain_tables(trained, kind, tmp_path):
     out = str(tmp_path / "out")
     convert(trained["adam"], [f"user={kind}"], out)
     one, other = checkpoints.whole(trained["adam"]), checkpoints.whole(out)
@@ -125,7 +125,7 @@ def test_tables_without_managed_ids(trained, kind, tmp_path):
 
 @pytest.fixture(scope="module")
 def managed(tmp_path_factory):
-    """The same of tables with managed ids, all of which have been seen: 22 in the table of users."""
+    """Checkpoint folder of tables with managed ids, all of which have been seen: 22 in table user."""
     root = str(tmp_path_factory.mktemp("managed"))
     ids = {"eviction": "lfu", "fallback_rows": 2}
     schema = with_tables(user={"rows": 25, "dim": 8, "ids": ids}, tag={"rows": 6, "dim": 8, "ids": "managed"})
@@ -134,7 +134,7 @@ def managed(tmp_path_factory):
 
 
 @pytest.mark.parametrize("rows", [7, 24, 60])
-def test_managed_ids_of_another_number_of_rows(managed, rows, tmp_path):
+def test_convert_resizes_tables_with_managed_ids(managed, rows, tmp_path):
     out = str(tmp_path / "out")
     _, (line,) = convert(managed, [f"user=resize:{rows}"], out)
     one, other = checkpoints.whole(managed), checkpoints.whole(out)
@@ -158,7 +158,7 @@ def test_managed_ids_of_another_number_of_rows(managed, rows, tmp_path):
     assert np.isfinite(losses).all() and len(maps["user"][0]) == min(rows - 2, 23)
 
 
-def test_ids_that_wait_go_on_waiting(tmp_path):
+def test_convert_keeps_waiting_ids(tmp_path):
     ids = {"admit_after": 4}
     schema = with_tables(user={"rows": 25, "dim": 8, "ids": ids})
     on_ranks(2, begun, str(tmp_path / "run"), schema, "adagrad")
@@ -185,13 +185,13 @@ def test_ids_that_wait_go_on_waiting(tmp_path):
         ([], "--table is missing"),
     ],
 )
-def test_what_cannot_be_asked_for(trained, tables, message, tmp_path):
+def test_convert_rejects_invalid_table_arguments(trained, tables, message, tmp_path):
     with pytest.raises((ConfigError, SchemaError)) as error:
         convert(trained["adam"], tables, str(tmp_path / "out"))
     assert message in str(error.value) and not (tmp_path / "out").exists()
 
 
-def test_what_a_table_cannot_become(managed, trained, tmp_path):
+def test_convert_rejects_impossible_conversions(managed, trained, tmp_path):
     out = str(tmp_path / "hashed")
     convert(trained["adam"], ["user=hash"], out)
     for place, table, why in (
@@ -208,7 +208,7 @@ def test_what_a_table_cannot_become(managed, trained, tmp_path):
         convert(trained["adam"], ["user=managed"], out)
 
 
-def test_damage_is_seen(trained, tmp_path):
+def test_convert_rejects_damaged_checkpoint(trained, tmp_path):
     import shutil
 
     place = tmp_path / "step-0000000003"
@@ -222,7 +222,7 @@ def test_damage_is_seen(trained, tmp_path):
     assert not list((tmp_path / "out").glob("*"))
 
 
-def test_the_command(trained, tmp_path):
+def test_convert_command_prints_its_changes(trained, tmp_path):
     from raytrec.cli import app
 
     arguments = ["convert", trained["adam"], "--table", "user=managed", "--table", "tag=resize:9"]

@@ -1,4 +1,4 @@
-"""The coordinator: the rank that it names when nothing goes on, and how often ranks send heartbeats."""
+"""Test hang attribution by the coordinator and the heartbeat interval of ranks."""
 
 import asyncio
 
@@ -14,11 +14,11 @@ WAITS = "wait, distributed/comm_ops.py:12"
 
 
 def hang(*states, idle_s=8, silent_s=None, hang_timeout_s=5, patience_s=60):
-    """The sentence about ranks without progress for `idle_s`.
+    """Return the coordinator's description of ranks without progress for `idle_s`.
 
     Args:
-        states: of each rank, its last heartbeat: (ticks, step, phase, where, waiting, unfinished).
-        silent_s: rank → seconds since that heartbeat; default: 0.
+        states: last heartbeat of each rank: (ticks, step, phase, where, waiting, unfinished).
+        silent_s: seconds since the last heartbeat by rank; default: 0.
     """
     coordinator = Coordinator(hang_timeout_s, patience_s)
 
@@ -37,7 +37,7 @@ def hang(*states, idle_s=8, silent_s=None, hang_timeout_s=5, patience_s=60):
     return coordinator._describe_hang()
 
 
-def test_the_rank_that_others_wait_for_is_named():
+def test_coordinator_names_the_rank_that_others_wait_for():
     waits = (9, 57, "step", WAITS, True)
     found = hang(waits, (9, 57, "step", "forward, mine/model.py:3", False), waits)
     assert found.startswith("rank 1 (pid 101 on 10.0.0.1) has made no progress for 8 s at step 57, computing")
@@ -51,11 +51,11 @@ def test_the_rank_that_others_wait_for_is_named():
 
 
 def on_gpus(*states):
-    """Of ranks that have sent (step, waiting for others, unfinished)."""
+    """Describe the hang of ranks that have sent these (step, waiting for others, unfinished)."""
     return hang(*((9, step, "step", WAITS, waiting, unfinished) for step, waiting, unfinished in states))
 
 
-def test_the_rank_whose_gpu_is_behind():
+def test_coordinator_names_the_rank_whose_gpu_is_behind():
     found = on_gpus(*((57, False, (55, phase)) for phase in ("collectives", "forward", "backward")))
     assert found.startswith("rank 1 (pid 101 on 10.0.0.1) has made no progress for 8 s: its GPU has not")
     assert "its GPU has not finished step 55 (in the forward pass); the rank is at step 57" in found
@@ -64,21 +64,21 @@ def test_the_rank_whose_gpu_is_behind():
     assert found.startswith("rank 1 ") and "waited for each other" not in found
 
 
-def test_hosts_come_before_gpus():
+def test_host_progress_takes_precedence_over_gpu_progress():
     found = on_gpus((57, False, (56, "forward")), (56, False, None))
     assert found.startswith("rank 1 (pid 101 on 10.0.0.1) has made no progress") and "GPU" not in found
     assert on_gpus((57, False, (56, "collectives")), (57, False, None)).startswith("rank 0 ")
 
 
-def test_all_gpus_alike():
+def test_coordinator_reports_that_no_gpu_has_finished():
     found = on_gpus((57, False, (55, "backward")), (57, False, (55, "backward")))
     assert "no GPU has finished step 55 (in the backward pass)" in found
     assert "its GPU has not finished step 57; the rank" in on_gpus((58, False, (57, "")))
 
 
-def test_heartbeats_a_second_are_bounded():
+def test_heartbeat_rate_is_bounded():
     assert compute_heartbeat_interval(1) == compute_heartbeat_interval(256) == HEARTBEAT_INTERVAL_S, (
-        "few ranks are heard as often as ever"
+        "few ranks must keep the default interval"
     )
     assert all(
         world / compute_heartbeat_interval(world) <= MAX_HEARTBEATS_PER_S
@@ -86,7 +86,7 @@ def test_heartbeats_a_second_are_bounded():
     )
 
 
-def test_many_ranks_that_are_heard_rarely_are_not_silent():
+def test_long_heartbeat_interval_is_not_silence():
     def found(world, late, dead=None):
         ages = {rank: 8 if rank == dead else late for rank in range(world)}
         states = [(9, 57, "step", "", False)] * world

@@ -1,4 +1,4 @@
-"""Whole runs: Ray Train, gloo, Parquet, MLflow; one local Ray for the module."""
+"""Test complete runs with Ray Train, gloo, Parquet and MLflow on one local Ray."""
 
 import json
 import os
@@ -29,12 +29,12 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 @pytest.fixture(scope="module")
 def heard():
-    """Addresses beyond loopback that were listened on while the run with 2 workers was going on."""
+    """Non-loopback addresses that were listened on during the run with 2 workers."""
     return set()
 
 
 class Runs(dict):
-    """{number of workers: result} of one config, each trained when it is first asked for; 2 has a report."""
+    """Results by number of workers, trained on first access; the run with 2 workers has a report."""
 
     def __init__(self, folder, place, heard):
         super().__init__()
@@ -65,7 +65,7 @@ OF_WORKERS = [1, 2, pytest.param(3, marks=pytest.mark.survive)]
 
 
 @pytest.mark.parametrize("workers", OF_WORKERS)
-def test_result_json(runs, workers):
+def test_result_json_contains_the_metrics(runs, workers):
     result = json.loads((runs[workers].path / "result.json").read_text())
     assert result == runs[workers].metrics
     assert result["eval.rows"] == 1003
@@ -83,13 +83,13 @@ def test_result_json(runs, workers):
 
 
 @pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.survive)])
-def test_the_number_of_workers_changes_nothing(runs, workers):
+def test_worker_count_does_not_change_metrics(runs, workers):
     one, more = runs[1].metrics, runs[workers].metrics
     for name in ("eval.auc", "eval.ne", "eval.logloss", "eval.calibration"):
         assert more[name] == pytest.approx(one[name], abs=1e-4)
 
 
-def test_mlflow_has_the_run(runs):
+def test_mlflow_records_the_run(runs):
     from mlflow import MlflowClient
 
     client = MlflowClient(f"sqlite:///{runs[2].path.parent}/mlflow.db")
@@ -112,7 +112,7 @@ def test_a_new_run_restores_nothing(runs):
     assert "restoring" not in log and "setting initial values" in log
 
 
-def test_the_training_loss_is_in_the_metrics_and_once_in_the_report(runs):
+def test_report_shows_the_training_loss_once(runs):
     run = runs[2]
     lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
     losses = {line["step"]: line["loss"] for line in lines if line["kind"] == "train"}
@@ -123,8 +123,8 @@ def test_the_training_loss_is_in_the_metrics_and_once_in_the_report(runs):
 
 
 @pytest.mark.parametrize("workers", OF_WORKERS)
-def test_what_the_ranks_did(runs, tiny_data, workers):
-    """Every id of every epoch was looked up once, on some rank; every check has passed."""
+def test_ranks_look_up_each_id_once_per_epoch(runs, tiny_data, workers):
+    """Each id of an epoch is looked up once, on any rank, and all checks pass."""
     lines = [json.loads(line) for line in (runs[workers].path / "ranks.jsonl").read_text().splitlines()]
     assert sorted((line["step"], line["rank"]) for line in lines) == [
         (step, rank) for step in (20, 40, 48) for rank in range(workers)
@@ -142,7 +142,7 @@ def test_what_the_ranks_did(runs, tiny_data, workers):
     assert runs[workers].metrics["train.checks_passed"] == len(checks)
 
 
-def test_the_curves_of_the_final_evaluation(runs):
+def test_final_evaluation_records_curves(runs):
     lines = (runs[2].path / "metrics.jsonl").read_text().splitlines()
     final = next(line for line in map(json.loads, lines) if line["kind"] == "final")
     roc, reliability = final["curves"]["roc"], final["curves"]["reliability"]
@@ -153,13 +153,13 @@ def test_the_curves_of_the_final_evaluation(runs):
 
 
 @pytest.mark.survive
-def test_evaluate_takes_a_checkpoint_folder_and_one_file(runs, tiny_data):
+def test_evaluate_accepts_checkpoint_folder_and_single_file(runs, tiny_data):
     again = evaluate(runs[1].path / "checkpoints", str(tiny_data / "valid/part-1.parquet"), workers=1)
     assert again.metrics["eval.rows"] == 250
 
 
 @pytest.mark.survive
-def test_figures_that_labels_of_one_kind_do_not_define(runs, tiny_data, tmp_path):
+def test_metrics_undefined_for_one_class_are_null(runs, tiny_data, tmp_path):
     table = pq.read_table(tiny_data / "test")
     pq.write_table(table.filter(pc.equal(table["label"], 1)).slice(0, 50), tmp_path / "ones.parquet")
     figures = evaluate(runs[1].path, str(tmp_path / "ones.parquet"), workers=1).metrics
@@ -190,7 +190,7 @@ def is_loopback(address):
 
 @contextmanager
 def listener(heard):
-    """Adds to `heard` what this process and its children listen on beyond loopback, during the block."""
+    """Record non-loopback addresses on which this process or a child listens during the block."""
     over, this = threading.Event(), psutil.Process()
 
     def look():
@@ -208,14 +208,14 @@ def listener(heard):
         thread.join()
 
 
-def test_nothing_listens_beyond_loopback(runs, heard):
+def test_run_listens_only_on_loopback(runs, heard):
     assert runs[2].metrics["world_size"] == 2
     assert not heard
 
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="names Linux's interfaces")
-def test_gloo_and_nccl_are_told_the_interface_that_ray_uses(monkeypatch, tmp_path):
-    """As a worker's process is, before it joins a group. Existing settings stay."""
+def test_gloo_and_nccl_use_the_interface_of_ray(monkeypatch, tmp_path):
+    """A worker sets the interface before it joins a group; existing settings are kept."""
     import ray
 
     from raytrec.cluster.session import get_loopback_environment
@@ -223,7 +223,7 @@ def test_gloo_and_nccl_are_told_the_interface_that_ray_uses(monkeypatch, tmp_pat
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
     def told(env):
-        """Of a worker in an environment with these variables."""
+        """Return the interfaces that a worker with these variables would use."""
         import os
 
         from raytrec.worker.rendezvous import listen_on_own_address
@@ -239,10 +239,10 @@ def test_gloo_and_nccl_are_told_the_interface_that_ray_uses(monkeypatch, tmp_pat
     ask = ray.remote(num_cpus=0, max_calls=1)(told).remote
     plain, own, conf = ray.get([ask(env) for env in environments], timeout=120)
     assert plain == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}, (
-        "= is: this name, no longer ones"
+        "= means this exact name, not names with this prefix"
     )
     assert own["NCCL_SOCKET_IFNAME"] == "eth7"
-    assert conf == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": None}, "NCCL's own file has it"
+    assert conf == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": None}, "NCCL's file sets it"
     for name in names:
         monkeypatch.delenv(name, raising=False)
     assert (
@@ -253,7 +253,7 @@ def test_gloo_and_nccl_are_told_the_interface_that_ray_uses(monkeypatch, tmp_pat
     assert get_loopback_environment()["NCCL_SOCKET_IFNAME"] == "eth7"
 
 
-def test_a_worker_whose_torch_has_no_gpu_says_so(monkeypatch):
+def test_check_gpu_explains_missing_cuda_support(monkeypatch):
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -270,7 +270,7 @@ def test_a_worker_whose_torch_has_no_gpu_says_so(monkeypatch):
 GROWING = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
-def test_memory_of_gpus_grows_unless_the_environment_has_other_settings(monkeypatch):
+def test_expandable_segments_respect_existing_settings(monkeypatch):
     from raytrec.worker.rendezvous import enable_expandable_segments
 
     for given, set_for_it in (({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, {}), ({}, GROWING)):
@@ -282,7 +282,7 @@ def test_memory_of_gpus_grows_unless_the_environment_has_other_settings(monkeypa
 
 @pytest.fixture
 def two_gpus(monkeypatch):
-    """Ranks of a host see each other's GPUs; here the second one is to be looked at."""
+    """Fake host with two GPUs, which every rank can see; the tests change the second one."""
     import torch
 
     kinds = [("Good GPU", (8, 9)), ("Some GPU", (8, 0))]
@@ -294,7 +294,7 @@ def two_gpus(monkeypatch):
     return kinds
 
 
-def test_a_gpu_that_fbgemm_has_no_code_for_is_named_before_anything_is_read(two_gpus):
+def test_check_gpu_rejects_gpu_unsupported_by_fbgemm(two_gpus):
     check_gpu("127.0.0.1")
     two_gpus[1] = ("Some GPU", (7, 5))
     with pytest.raises(ConfigError, match=r"no code for Some GPU \(.* 7\.5\)"):
@@ -304,8 +304,8 @@ def test_a_gpu_that_fbgemm_has_no_code_for_is_named_before_anything_is_read(two_
 @pytest.mark.parametrize(
     "action,status,asks", [(0, 0, None), (1, 0, "a reset"), (2, 0, "a reboot"), (3, 0, None), (1, 3, None)]
 )
-def test_a_gpu_that_has_failed_is_not_used_again(two_gpus, monkeypatch, action, status, asks):
-    """NVML knows what has to be done to it, with drivers that are new enough."""
+def test_check_gpu_rejects_failed_gpu(two_gpus, monkeypatch, action, status, asks):
+    """NVML reports the required recovery if the driver is recent enough."""
     field = SimpleNamespace(nvmlReturn=status, value=SimpleNamespace(uiVal=action))
     healthy = SimpleNamespace(nvmlReturn=0, value=SimpleNamespace(uiVal=0))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -322,7 +322,7 @@ def test_a_gpu_that_has_failed_is_not_used_again(two_gpus, monkeypatch, action, 
     assert not asks or error.value.place[1] == "1"
 
 
-def test_the_recovery_of_a_gpu_that_is_not_visible_is_unknown(monkeypatch):
+def test_recovery_of_an_invisible_gpu_is_unknown(monkeypatch):
     for name in ("nvmlInit", "nvmlShutdown"):
         monkeypatch.setattr(pynvml, name, lambda: None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
@@ -330,13 +330,13 @@ def test_the_recovery_of_a_gpu_that_is_not_visible_is_unknown(monkeypatch):
 
 
 def seen(folder):
-    """What lies in a folder, and when it, and each folder in it, was changed."""
+    """Return the modification times of a folder and everything in it."""
     return {path: path.stat().st_mtime_ns for path in [folder, *folder.rglob("*")]}
 
 
 @pytest.mark.survive
-def test_bad_rows_in_test_lose_no_training(tiny_data, tmp_path, monkeypatch):
-    """The model is saved before, and can be evaluated without them."""
+def test_bad_test_rows_do_not_lose_the_trained_model(tiny_data, tmp_path, monkeypatch):
+    """The model is saved before the evaluation and can be evaluated without the bad rows."""
     bad, run = parquet.dataset(tmp_path / "bad"), tmp_path / "run"
     parquet.change(bad / "test/part-0.parquet", "user", {3: 40}, write_statistics=False)
     monkeypatch.chdir(tmp_path)
@@ -350,13 +350,13 @@ def test_bad_rows_in_test_lose_no_training(tiny_data, tmp_path, monkeypatch):
     for change, rows in (("data.on_error=skip", 1002), ("tables.us*.out_of_range=hash", 1003)):
         figures = evaluate("run", overrides=[change]).metrics
         assert (figures["eval.rows"], figures["eval.skipped_rows"]) == (rows, 1003 - rows)
-    assert seen(run) == before, "nothing is written where another user's run may lie"
+    assert seen(run) == before, "evaluation must not write to the run folder"
 
     shutil.copytree(tiny_data / "test", bad / "test", dirs_exist_ok=True)
     assert driver.train(None, resume="run").metrics["eval.rows"] == 1003
 
 
-def test_what_footers_tell_is_told_before_anything_starts(tmp_path):
+def test_bad_values_in_footers_are_reported_before_start(tmp_path):
     bad = parquet.dataset(tmp_path / "bad", train=200, valid=50, test=50)
     parquet.change(bad / "test/part-1.parquet", "label", {3: 7})
     settings = parquet.settings(bad, tmp_path / "run")
@@ -367,18 +367,18 @@ def test_what_footers_tell_is_told_before_anything_starts(tmp_path):
     assert open_data(load_config(settings, ["data.on_error=skip"]))[1]["test"].rows == 50
 
 
-def test_more_workers_than_the_cluster_has(tiny_data, tmp_path):
+def test_run_rejects_more_workers_than_cpus(tiny_data, tmp_path):
     with pytest.raises(ConfigError, match="CPUs for 6 workers"):
         driver.train(parquet.settings(tiny_data, tmp_path / "run", scaling__num_workers=6))
 
 
 @pytest.mark.survive
-def test_store_that_cannot_be_opened(tiny_data, tmp_path):
+def test_unusable_mlflow_store_is_reported(tiny_data, tmp_path):
     (tmp_path / "file").write_text("")
     values = parquet.settings(
         tiny_data, tmp_path / "run", tracking__uri=f"sqlite:///{tmp_path}/file/mlflow.db"
     )
     with pytest.raises((ConfigError, driver.Unfinished), match="cannot open the MLflow store") as error:
-        driver.train(values)  # which of them: whether MLflow or training came first
+        driver.train(values)  # depends on whether MLflow or training finishes first
     if isinstance(error.value, driver.Unfinished):
         assert "raytrec track" in str(error.value) and (tmp_path / "run/result.json").exists()

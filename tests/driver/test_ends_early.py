@@ -1,4 +1,4 @@
-"""A whole run that ends early, and the same run interrupted before and after it has decided that."""
+"""Test early stopping of a complete run, and resume before and after the decision to stop."""
 
 import gzip
 import json
@@ -14,7 +14,7 @@ from raytrec.common.errors import DataError
 from raytrec.driver import run as driver
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
-STEP = 30  # an evaluation every 10 steps; after the first, nothing is learned, and two may be equal
+STEP = 30  # evaluation every 10 steps, nothing learned after the first, patience 2
 EARLY = {"metric": "auc", "patience": 2}
 
 
@@ -42,7 +42,7 @@ def ended(tiny_data, tmp_path_factory):
     return driver.train(settings(tiny_data, tmp_path_factory.mktemp("ended") / "run"))
 
 
-def test_it_ends_and_says_why(ended):
+def test_early_stopping_reports_its_reason(ended):
     result = json.loads((ended.path / "result.json").read_text())
     assert result["train.steps"] == STEP
     assert result["train.rows"] == 2000 + 14 * 128, "rows since the last report are counted"
@@ -59,8 +59,8 @@ def test_it_ends_and_says_why(ended):
 
 
 @pytest.mark.survive
-def test_the_best_weights_are_taken_back(tiny_data, tmp_path):
-    """Of an evaluation before the last one; the result is evaluated with them."""
+def test_early_stopping_restores_the_best_weights(tiny_data, tmp_path):
+    """The weights are from an earlier evaluation, and the final evaluation uses them."""
     run = tmp_path / "run"
     best = {"train__early_stopping": EARLY | {"restore_best": True}, "train__profile": None}
     result = driver.train(settings(tiny_data, run, **best)).metrics
@@ -73,7 +73,7 @@ def test_the_best_weights_are_taken_back(tiny_data, tmp_path):
     assert again["eval.auc"] == result["eval.auc"]
 
 
-def test_the_steps_that_were_asked_for_are_profiled_on_each_rank(ended):
+def test_profile_covers_requested_steps_on_each_rank(ended):
     for rank in range(2):
         with gzip.open(ended.path / f"profile/rank-{rank}.json.gz") as file:
             names = {each.get("name", "") for each in json.load(file)["traceEvents"]}
@@ -86,8 +86,8 @@ def test_the_steps_that_were_asked_for_are_profiled_on_each_rank(ended):
 
 @pytest.mark.survive
 @pytest.mark.parametrize("last", [25, STEP])
-def test_a_resumed_run_ends_where_the_undisturbed_one_does(ended, tmp_path, last):
-    """Interrupted between two evaluations, and after the last one."""
+def test_resumed_run_stops_early_at_the_same_step(ended, tmp_path, last):
+    """The run is interrupted between two evaluations and after the last one."""
     run = tmp_path / "run"
     shutil.copytree(ended.path, run)
     (run / "result.json").unlink()
@@ -96,7 +96,7 @@ def test_a_resumed_run_ends_where_the_undisturbed_one_does(ended, tmp_path, last
             shutil.rmtree(place)
     again = driver.train(None, resume=run).metrics
     assert "restoring" in (run / "run.log").read_text()
-    assert again["seconds"] > ended.metrics["seconds"] > 0, "of the whole run, as rows are"
+    assert again["seconds"] > ended.metrics["seconds"] > 0, "seconds must cover the whole run"
     checks, lines = ((run / name).read_text().splitlines() for name in ("checks.jsonl", "ranks.jsonl"))
     assert again["train.checks_passed"] == len(checks) > ended.metrics["train.checks_passed"]
     timed = [json.loads(line) for line in lines]
@@ -111,7 +111,7 @@ def test_a_resumed_run_ends_where_the_undisturbed_one_does(ended, tmp_path, last
 
 
 @pytest.mark.survive
-def test_a_run_that_has_ended_early_and_cannot_be_evaluated_says_what_to_do(tiny_data, tmp_path, monkeypatch):
+def test_failed_evaluation_after_early_stop_gives_advice(tiny_data, tmp_path, monkeypatch):
     bad, run = tmp_path / "bad", tmp_path / "run"
     shutil.copytree(tiny_data, bad)
     parquet.change(bad / "test/part-0.parquet", "user", {3: 40}, write_statistics=False)

@@ -1,4 +1,4 @@
-"""Evaluation on GPUs: exact, in host memory, and without letting the GPU run dry."""
+"""Test evaluation: equal metrics on GPU and CPU, a busy GPU, memory, overrides and recovery hints."""
 
 import subprocess
 import sys
@@ -25,7 +25,7 @@ ROWS = 6 * 12
 
 
 def evaluated(rank, world, memory=None):
-    """(figures, curves, places that waited until the GPU had run dry) of six batches."""
+    """Evaluate six batches; return (metrics, curves, places that waited until the GPU was idle)."""
     import torch.distributed as dist
 
     from raytrec.metrics.selection import Selection
@@ -55,7 +55,7 @@ def evaluated(rank, world, memory=None):
 
 
 def slowly(all_outputs, gpu):
-    """Each batch takes the GPU a while."""
+    """Yield the outputs and occupy the GPU for a while per batch."""
     for outputs in all_outputs:
         gpu.work(0.1)
         yield outputs
@@ -64,7 +64,7 @@ def slowly(all_outputs, gpu):
 
 
 @pytest.mark.parametrize("memory", [None, 1000])
-def test_a_gpu_gives_the_figures_of_a_cpu_and_does_not_run_dry(memory):
+def test_gpu_evaluation_equals_cpu_and_keeps_the_gpu_busy(memory):
     expected = on_ranks(2, evaluated)
     found = on_ranks(2, evaluated, memory, device="cuda")
     for (figures, drawn, _), (same, curves, dry) in zip(expected, found, strict=True):
@@ -74,7 +74,7 @@ def test_a_gpu_gives_the_figures_of_a_cpu_and_does_not_run_dry(memory):
 
 
 @pytest.mark.parametrize("rows,place", [(1000, "cuda"), (10**9, "cpu")])
-def test_the_auc_of_many_rows_leaves_the_tables_their_memory(rows, place):
+def test_auc_of_many_rows_is_computed_on_the_cpu(rows, place):
     from standin import cuda
 
     from raytrec.metrics.evaluation import choose_ranking_device
@@ -84,14 +84,14 @@ def test_the_auc_of_many_rows_leaves_the_tables_their_memory(rows, place):
     assert choose_ranking_device(rows, torch.device("cpu")).type == "cpu"
 
 
-def test_what_to_do_when_a_trained_run_could_not_be_evaluated(tmp_path, monkeypatch):
+def test_recovery_hint_requires_completed_training(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     values = {"data": {"train": "d"}, "run": {"dir": str(tmp_path / "a run")}}
     config, root = load_config(values), tmp_path / "a run/checkpoints"
     bad = DataError("id 7", where="there", do="correct the data")
     assert add_recovery_hint(bad, config, 20) is bad, "nothing is saved"
     checkpoints.index_alone(root, 10)
-    assert add_recovery_hint(bad, config, 20) is bad, "not all is trained"
+    assert add_recovery_hint(bad, config, 20) is bad, "training is not complete"
     last = checkpoints.index_alone(root, 20)
     told = add_recovery_hint(bad, config, 20)
     assert type(told) is DataError and (told.what, told.where) == ("id 7", "there")
@@ -111,7 +111,7 @@ ABOUT = {
 }
 
 
-def test_what_an_evaluation_can_change():
+def test_evaluation_accepts_applicable_overrides():
     changes = ["tables.us*.out_of_range=hash", "data.on_error=skip", "scaling.num_workers=1"]
     config, schema = load_evaluation_config(ABOUT, "there", changes, allow_code=False)
     assert (config.data.on_error, config.scaling.num_workers) == ("skip", 1)
@@ -130,14 +130,12 @@ def test_what_an_evaluation_can_change():
         ("nonsense", "does not apply|not an override"),
     ],
 )
-def test_what_an_evaluation_cannot_change(change, message):
+def test_evaluation_rejects_inapplicable_overrides(change, message):
     with pytest.raises((ConfigError, SchemaError), match=message):
         load_evaluation_config(ABOUT, "there", [change], allow_code=False)
 
 
-def test_a_killed_evaluations_folder_is_removed_by_the_next_and_one_with_a_traceback_stays(
-    tmp_path, monkeypatch
-):
+def test_next_evaluation_keeps_only_folders_with_a_traceback(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     code = (
         "import os, signal, sys, tempfile; tempfile.tempdir = sys.argv[1]\n"

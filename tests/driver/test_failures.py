@@ -1,4 +1,4 @@
-"""Root causes, what is tried again, and who is named when nothing goes on."""
+"""Test root causes of failures, the retry policy, and the report to the driver."""
 
 import pytest
 from ray.exceptions import ActorDiedError, NodeDiedError, OutOfMemoryError
@@ -25,13 +25,13 @@ OURS = DataError("label 'y' is 7", where="part-0.parquet")
         ({1: RuntimeError("Timed out waiting 60000ms")}, Kind.CONSEQUENCE, "rank 1 raised RuntimeError"),
     ],
 )
-def test_the_root_cause(failures, kind, sentence):
+def test_find_cause_returns_the_root_cause(failures, kind, sentence):
     cause = find_cause(failures)
     assert cause.kind == kind and cause.sentence.startswith(sentence)
 
 
-# As torch 2.13.0 words them (c10/cuda/CUDAException.cpp, CUDACachingAllocator.cpp, c10d/NCCLUtils.hpp and
-# .cpp, c10d/ProcessGroupNCCL.cpp), where they come up in a collective.
+# Messages of torch 2.13.0 (c10/cuda/CUDAException.cpp, CUDACachingAllocator.cpp, c10d/NCCLUtils.hpp and
+# .cpp, c10d/ProcessGroupNCCL.cpp) for errors that occur in a collective.
 ADVICE = """
 CUDA kernel errors might be asynchronously reported at some other API call
 For debugging consider passing CUDA_LAUNCH_BLOCKING=1
@@ -75,8 +75,8 @@ OOM = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacit
         ),
     ],
 )
-def test_an_error_of_its_own_gpu_that_comes_up_in_a_collective(text, message):
-    """Rank 1 has it; the others lost rank 1. The line that raises it is named."""
+def test_gpu_error_in_a_collective_is_the_cause(text, message):
+    """Rank 1 has the error; the other ranks only lost rank 1. The cause quotes the main line."""
     lost = NCCL.format("remote process exited or there was a network error", "ncclRemoteError: A call failed")
     cause = find_cause({0: RuntimeError(lost), 1: RuntimeError(text), 2: RuntimeError(lost)})
     assert (cause.kind, cause.rank) == (Kind.ERROR, 1) and message in cause.text, cause
@@ -104,14 +104,14 @@ def test_an_error_of_its_own_gpu_that_comes_up_in_a_collective(text, message):
         "NCCL timeout in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.hpp:118" + FRAMES,
     ],
 )
-def test_what_nccl_says_of_others_follows_from_them(text):
+def test_nccl_errors_about_peers_are_consequences(text):
     assert find_cause({1: RuntimeError(text)}).kind == Kind.CONSEQUENCE
 
 
 @pytest.mark.parametrize(
     "text,line", [("", ""), ("\n", ""), ("a\nb\n", "b"), ("bad value" + FRAMES, "bad value")]
 )
-def test_the_line_that_says_most(text, line):
+def test_main_line_excludes_stack_frames(text, line):
     assert extract_main_line(text) == line
 
 
@@ -127,7 +127,7 @@ def coordinator(ray_cluster):
 
 
 def decisions(coordinator, budget, *failures):
-    """What the policy decides on one group error after the other."""
+    """Return the decisions of the failure policy for a sequence of group errors."""
     import ray.train
 
     from raytrec.driver.policies import FailedGpus, GroupFailurePolicy
@@ -137,21 +137,21 @@ def decisions(coordinator, budget, *failures):
     return [policy.make_decision(training_failed_error=e).value for e in errors]
 
 
-def test_what_is_tried_again(coordinator):
+def test_policy_retries_transient_failures_within_budget(coordinator):
     died, node = {0: GLOO, 1: ActorDiedError()}, {1: NodeDiedError("gone")}
     several = died, node, died, node, {0: Restart("x")}, died
     assert decisions(coordinator, 2, *several) == ["RETRY"] * 5 + ["RAISE"]
-    assert decisions(coordinator, 8, {1: OURS}) == ["RAISE"], "it would come again"
+    assert decisions(coordinator, 8, {1: OURS}) == ["RAISE"], "a data error would occur again"
     assert decisions(coordinator, 0, died) == ["RAISE"]
     same = {0: GLOO, 1: KeyError("user")}
-    assert decisions(coordinator, 8, same, same) == ["RETRY", "RAISE"], "twice alike at the same step"
+    assert decisions(coordinator, 8, same, same) == ["RETRY", "RAISE"], "the same error, same step"
     assert decisions(coordinator, 8, same, died, same) == ["RETRY"] * 3
     memory = [{0: RuntimeError(f"CUDA out of memory. {left} is free")} for left in ("1.25 GiB", "921.60 MiB")]
-    assert decisions(coordinator, 8, *memory) == ["RETRY", "RAISE"], "with other figures"
+    assert decisions(coordinator, 8, *memory) == ["RETRY", "RAISE"], "the same error with different numbers"
     assert decisions(coordinator, 8, ControllerError(ValueError("a bug"))) == ["RAISE"]
 
 
-def test_the_driver_is_told(coordinator):
+def test_coordinator_reports_the_cause_to_the_driver(coordinator):
     import ray
 
     decisions(coordinator, 1, {0: GLOO, 1: ActorDiedError()})

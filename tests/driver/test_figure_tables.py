@@ -1,4 +1,4 @@
-"""What commands came to is a table in a notebook, and no name or text of a run's becomes HTML there."""
+"""Test that results render as HTML tables in notebooks, and that names and texts are escaped."""
 
 from pathlib import Path
 
@@ -8,14 +8,14 @@ from raytrec.prediction import predict
 from raytrec.retrieval import build
 
 
-def test_a_result_is_a_table_with_where_to_look_below():
+def test_result_renders_as_html_table_with_locations():
     metrics = {"name": "<b>films</b>", "train.rows": 12000, "seconds": 25.3, "world_size": 2}
     shown = Result(metrics, Path("runs/films"), ["run folder   runs/films"])._repr_html_()
     assert "<tr><td>rows trained</td><td>12,000</td></tr>" in shown and "<td>25.3</td>" in shown
     assert "<b>&lt;b&gt;films&lt;/b&gt;</b>" in shown and shown.endswith("<pre>run folder   runs/films</pre>")
 
 
-def test_so_are_predictions_and_an_index():
+def test_predictions_and_index_render_as_html_tables():
     metrics = {
         "name": "films on data",
         "seconds": 2.0,
@@ -37,7 +37,7 @@ def test_so_are_predictions_and_an_index():
     assert "recall of the exact top 10</td><td>0.9800" in shown and "none (exact search)" in shown
 
 
-def test_the_names_of_the_package_can_be_completed():
+def test_package_dir_lists_public_names():
     assert {*raytrec.__all__, "__version__"} <= {*dir(raytrec)}
     for name in raytrec.__all__:
         assert hasattr(raytrec, name)

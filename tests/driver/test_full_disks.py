@@ -1,4 +1,4 @@
-"""Whole runs on disks that are full: they train to their end, report what is missing, and can be resumed."""
+"""Test that runs on full disks train to the end, report missing files, and can be resumed."""
 
 import json
 from contextlib import contextmanager, suppress
@@ -37,12 +37,12 @@ def settings(folder, place, **changes):
 
 @contextmanager
 def filled(disk, run):
-    """A block in which the disk is full from the first checkpoint of the run on."""
+    """Keep the disk full from the first checkpoint of the run until the block ends."""
     over = Event()
 
     def fill():
         wait_for(lambda: over.is_set() or events(run, "saved"), "checkpoint", 300)
-        while not over.wait(0.01):  # what is removed makes room
+        while not over.wait(0.01):  # refill space that deleted files free
             with suppress(OSError), open(disk / "ballast", "ab", buffering=0) as file:
                 while not over.is_set():
                     file.write(bytes(512))
@@ -61,8 +61,8 @@ def same(one, other):
     assert checkpoints.equal(checkpoints.newest(one.path), other) == []
 
 
-def test_the_run_folders_disk_is_full_to_the_end(undisturbed, tiny_data, disk, tmp_path, capfd):
-    """With it the MLflow store, which lies next to it; checkpoints are elsewhere."""
+def test_run_completes_if_the_run_folder_disk_stays_full(undisturbed, tiny_data, disk, tmp_path, capfd):
+    """The MLflow store is on the same disk; the checkpoints are on another one."""
     run = disk / "runs/one"
     config = tmp_path / "config.json"
     config.write_text(json.dumps(settings(tiny_data, run, checkpoint__dir=str(tmp_path / "checkpoints"))))
@@ -70,7 +70,7 @@ def test_the_run_folders_disk_is_full_to_the_end(undisturbed, tiny_data, disk, t
         main(["train", str(config), "--json"])
     assert exit.value.code == 1
     out, said = capfd.readouterr()
-    assert json.loads(out)["eval.auc"] == undisturbed.metrics["eval.auc"], "it is printed all the same"
+    assert json.loads(out)["eval.auc"] == undisturbed.metrics["eval.auc"], "the result must still be printed"
     assert said.count("cannot write to the run folder (No space left on device)") == 1
     assert "error: cannot write the result: No space left on device" in said
     assert f"raytrec train --resume {run}" in said and "Traceback" not in said
@@ -82,7 +82,7 @@ def test_the_run_folders_disk_is_full_to_the_end(undisturbed, tiny_data, disk, t
     same(undisturbed, tmp_path / "checkpoints/step-0000000096")
 
 
-def test_the_run_folders_disk_has_room_again(undisturbed, tiny_data, disk, tmp_path, capfd):
+def test_run_writes_missing_files_once_the_disk_has_room(undisturbed, tiny_data, disk, tmp_path, capfd):
     run, elsewhere = disk / "runs/two", tmp_path / "checkpoints"
     values = settings(tiny_data, run, checkpoint__dir=str(elsewhere), train__log_every_steps=4)
 
@@ -104,13 +104,13 @@ def test_the_run_folders_disk_has_room_again(undisturbed, tiny_data, disk, tmp_p
     assert json.loads((run / "result.json").read_text())["train.steps"] == 96
 
 
-def test_the_last_checkpoint_cannot_be_written(undisturbed, tiny_data, disk, tmp_path, capfd):
+def test_failed_last_save_still_reports_metrics(undisturbed, tiny_data, disk, tmp_path, capfd):
     run = tmp_path / "run"
     values = settings(tiny_data, run, checkpoint__dir=str(disk / "c"))
     with filled(disk, run), pytest.raises(driver.Unfinished) as error:
         driver.train(values)
     result = error.value.result.metrics
-    assert result["eval.auc"] == undisturbed.metrics["eval.auc"], "it is evaluated all the same"
+    assert result["eval.auc"] == undisturbed.metrics["eval.auc"], "the model must still be evaluated"
     assert "the trained model is not saved: the checkpoint cannot be written" in error.value.what
     kept = max(int(p.parent.name[5:]) for p in (disk / "c").glob("*/checkpoint.json"))
     assert f"from the checkpoint of step {kept}: raytrec train --resume {run}" in error.value.do

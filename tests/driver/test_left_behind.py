@@ -1,4 +1,4 @@
-"""What steps and epochs leave behind, counted: tensors, threads, readings, Ray Data's executors."""
+"""Test that steps and epochs leak no tensors, threads, readers or Ray Data executors."""
 
 import gc
 import threading
@@ -24,7 +24,7 @@ OF_READING = ("Reading", "Batch", "Supply", "Dataset", "StreamingExecutor", "Dat
 
 
 def alive(kinds):
-    """How many objects of each class there are that are referenced, and how many threads."""
+    """Count the referenced objects of each class and the threads."""
     gc.collect()
     found = Counter(type(each).__name__ for each in gc.get_objects())
     # A C++ thread that has logged a line stays in Python's list for good, as a dummy.
@@ -33,22 +33,22 @@ def alive(kinds):
 
 
 def settle(kinds):
-    """What is alive once it has not changed for a second: what others have left may be about to end."""
+    """Return the counts once they are stable for a second; leftovers of other tests may still end."""
     counts, until = [alive(kinds)], monotonic() + 60
     while len(counts) < 5 or any(each != counts[-1] for each in counts[-5:]):
-        assert monotonic() < until, f"it goes on changing: {counts[-5:]}"
+        assert monotonic() < until, f"the counts keep changing: {counts[-5:]}"
         sleep(0.25)
         counts.append(alive(kinds))
     return counts[-1]
 
 
 def grown(early, late):
-    """{kind: (before, now)} of kinds that have grown."""
+    """Return {kind: (before, after)} of the kinds whose count has increased."""
     return {kind: (count, late[kind]) for kind, count in early.items() if late[kind] > count}
 
 
 def left_by_steps(rank, world, folder):
-    """What is alive after a recorded and checked step, early and late."""
+    """Count live objects after an early and a late step, each with checks and tracking."""
     found = []
 
     def after(made):
@@ -61,7 +61,7 @@ def left_by_steps(rank, world, folder):
     return found
 
 
-def test_steps_leave_nothing(tmp_path):
+def test_steps_leak_no_objects(tmp_path):
     for early, late in ranks.on_ranks(2, left_by_steps, tmp_path):
         assert early["Tensor"] > 10
         assert not grown(early, late)
@@ -69,11 +69,11 @@ def test_steps_leave_nothing(tmp_path):
 
 @pytest.mark.survive
 @pytest.mark.usefixtures("ray_cluster")
-def test_epochs_leave_nothing(tmp_path, monkeypatch, request):
+def test_epochs_leak_no_objects(tmp_path, monkeypatch, request):
     import ray
     from ray.data._internal.stats import get_or_create_stats_actor
 
-    executed, name = set(), ray.data.Dataset.get_dataset_id  # by which executions are known
+    executed, name = set(), ray.data.Dataset.get_dataset_id  # identifies an execution
 
     def note(dataset):
         executed.add(name(dataset))
@@ -82,7 +82,7 @@ def test_epochs_leave_nothing(tmp_path, monkeypatch, request):
     monkeypatch.setattr(ray.data.Dataset, "get_dataset_id", note)
     folder = parquet.dataset(tmp_path / "data", train=400)
     gc.collect()
-    gc.freeze()  # what is here already is not counted again and again
+    gc.freeze()  # exclude existing objects from the counts
     request.addfinalizer(gc.unfreeze)
     data = scan(str(folder / "train"), ReadPlan(Schema.load(folder / "schema.yaml")))
     stream = Stream(data, Order(100, 4, "window", 2, 0), rank=0, world=1)
@@ -90,7 +90,7 @@ def test_epochs_leave_nothing(tmp_path, monkeypatch, request):
     early = settle(OF_READING)
     assert len(list(stream.epochs(3))) == 12
     until = monotonic() + 30
-    while grown(early, late := alive(OF_READING)) and monotonic() < until:  # threads take a while to end
+    while grown(early, late := alive(OF_READING)) and monotonic() < until:  # threads end late
         sleep(0.1)
     assert not grown(early, late), [each.name for each in threading.enumerate()]
     assert late["Reading"] == late["Supply"] == 0
@@ -103,8 +103,8 @@ class Cycle:
         self.me = self
 
 
-def test_old_cycles_are_found_soon():
-    """Garbage among old objects is found soon, though a process, as ranks do, holds many."""
+def test_gc_collects_old_cycles_soon():
+    """The collector finds old garbage soon, even if the process holds many objects, as ranks do."""
     ballast = [[] for _ in range(600_000)]
     process.freeze_gc()
     try:
@@ -112,14 +112,14 @@ def test_old_cycles_are_found_soon():
         gc.collect(1)  # it is old now
         gone = weakref.ref(cycle)
         del cycle
-        kept = [[] for _ in range(100_000)]  # what some ten epochs of Ray Data make
+        kept = [[] for _ in range(100_000)]  # about as many as ten epochs of Ray Data create
         assert gone() is None
     finally:
         gc.unfreeze()
     assert len(ballast) > len(kept)
 
 
-def test_ranks_have_few_arenas(ray_cluster, tmp_path):
-    """Each of glibc's arenas keeps what its threads needed at most."""
+def test_ranks_limit_malloc_arenas(ray_cluster, tmp_path):
+    """Each glibc arena keeps the peak memory of its threads."""
     run = group._make_ray_run_config(str(tmp_path / "checkpoints"))
     assert run.worker_runtime_env["env_vars"]["MALLOC_ARENA_MAX"] == "2"

@@ -1,4 +1,4 @@
-"""A whole run whose users are text without a vocabulary: trained, resumed, evaluated, predicted with."""
+"""Test a complete run with text ids and no vocabulary: training, resume, evaluation, prediction."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.survive]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """40 users, of whom 30 can have a row at a time."""
+    """Dataset of 40 users, of whom at most 30 have a row at a time."""
     folder = parquet.dataset(tmp_path_factory.mktemp("text"))
     (folder / "schema.yaml").write_text(SCHEMA_YAML)
     for path in folder.rglob("*.parquet"):
@@ -44,9 +44,9 @@ def lines(run, name):
     return [json.loads(line) for line in (run.path / name).read_text().splitlines()]
 
 
-def test_it_learns_and_says_how_ids_fare(run):
+def test_managed_run_learns_and_reports_id_metrics(run):
     assert run.metrics["eval.auc"] > 0.8
-    of_ranks = [line["tables"] for line in lines(run, "ranks.jsonl")]  # the last rank may have none of user
+    of_ranks = [line["tables"] for line in lines(run, "ranks.jsonl")]  # the last rank may lack user
     figures = [tables["user"] for tables in of_ranks if "user" in tables][-1]
     assert figures["occupancy"] == 1 and figures["admitted_ids"] == figures["evicted_ids"] > 0
     assert 0 < figures["fallback_share"] < 0.3 and figures["id_age"] < 5
@@ -54,7 +54,7 @@ def test_it_learns_and_says_how_ids_fare(run):
     assert len(checks) > 3 and all(line["passed"] for line in checks)
 
 
-def test_the_checkpoint_has_the_ids(run, folder, tmp_path):
+def test_checkpoint_contains_the_managed_ids(run, folder, tmp_path):
     again = evaluate(run.path, str(folder / "test"), workers=1)
     assert again.metrics["eval.auc"] == pytest.approx(run.metrics["eval.auc"], abs=1e-6)
     predict(run.path, folder / "test", tmp_path / "out", columns=["label"])
@@ -63,7 +63,7 @@ def test_the_checkpoint_has_the_ids(run, folder, tmp_path):
 
 
 @pytest.mark.parametrize("workers", [2, 3, 1])
-def test_other_workers_go_on_as_the_run_did(run, tmp_path, workers):
+def test_managed_run_resumes_with_another_worker_count(run, tmp_path, workers):
     other = tmp_path / "run"
     shutil.copytree(run.path, other)
     (other / "result.json").unlink()

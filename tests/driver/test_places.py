@@ -1,4 +1,4 @@
-"""Which device a run takes, and what it sets aside there, on a Ray that counts two GPUs (there are none)."""
+"""Test device selection and resource requests on a Ray cluster that pretends to have two GPUs."""
 
 import json
 import pickle
@@ -27,7 +27,7 @@ from raytrec.planning.memory import estimate_copy_bytes
 
 @pytest.fixture
 def for_cpus():
-    """The packages of this environment are those for CPUs, on machines that test others, too."""
+    """Pretend that torch is built for CPUs, whatever build is installed."""
     with patch("raytrec.driver.nodes.built_for", lambda: "cpu"):
         yield
 
@@ -45,14 +45,14 @@ def settings(workers=2, readers=1, **scaling):
     return RunConfig.model_validate(values)
 
 
-def test_auto_trains_on_cpus_where_torch_is_built_for_them(ray_with_gpus, for_cpus, console):
+def test_auto_chooses_cpu_if_torch_is_built_for_cpus(ray_with_gpus, for_cpus, console):
     assert nodes.choose_device(settings(), nodes.gpu_nodes(), console) == "cpu"
     (said,) = console.said
     assert "GPUs are available, but torch is built for CPUs on this machine" in said
     assert "make install DEVICE=cuda" in said
 
 
-def test_cuda_graphs_are_refused_where_training_is_on_cpus(ray_with_gpus, for_cpus, console):
+def test_cpu_training_rejects_cuda_graphs(ray_with_gpus, for_cpus, console):
     values = settings()
     values.train.compile = "graphs"
     with pytest.raises(ConfigError, match="training runs on CPUs") as error:
@@ -60,21 +60,21 @@ def test_cuda_graphs_are_refused_where_training_is_on_cpus(ray_with_gpus, for_cp
     assert error.value.do == "set train.compile=true"
 
 
-def test_cuda_is_refused_where_torch_is_built_for_cpus(ray_with_gpus, for_cpus, tiny_data, tmp_path):
+def test_cuda_device_requires_a_cuda_build_of_torch(ray_with_gpus, for_cpus, tiny_data, tmp_path):
     with pytest.raises(ConfigError, match="torch is built for CPUs on this machine") as error:
         driver.train(parquet.settings(tiny_data, tmp_path / "run", scaling__device="cuda"))
     assert "make install DEVICE=cuda" in error.value.do and "scaling.device=cpu" in error.value.do
     assert not (tmp_path / "run/events.jsonl").exists(), "no worker has started"
 
 
-def test_auto_takes_gpus_with_the_packages_for_them(ray_with_gpus, console):
+def test_auto_chooses_cuda_if_torch_is_built_for_cuda(ray_with_gpus, console):
     with patch("raytrec.driver.nodes.built_for", lambda: "cuda"):
         assert nodes.choose_device(settings(), nodes.gpu_nodes(), console) == "cuda"
     assert not console.said
 
 
-def test_nodes_are_asked_while_others_use_all_they_have(ray_with_gpus):
-    """Elsewhere than on this machine, by tasks; a GPU need not be free."""
+def test_gpu_nodes_answer_while_all_resources_are_in_use(ray_with_gpus):
+    """Tasks inspect remote nodes and need no free GPU."""
     import ray
 
     @ray.remote(num_cpus=6, num_gpus=2)
@@ -91,7 +91,7 @@ def test_nodes_are_asked_while_others_use_all_they_have(ray_with_gpus):
     assert node.built_for in ("cpu", "cuda") and node.host_memory > 2**30
 
 
-def test_a_node_that_does_not_answer_is_left_to_the_workers(ray_with_gpus, console):
+def test_choose_device_ignores_unresponsive_nodes(ray_with_gpus, console):
     node = GpuNode("10.0.0.9", 2)
     with patch("raytrec.driver.nodes.is_local", lambda: False):
         assert nodes.choose_device(settings(), [node], console) == "cuda"
@@ -104,8 +104,8 @@ def test_a_node_that_does_not_answer_is_left_to_the_workers(ray_with_gpus, conso
         (2, 3, "the cluster has 6 CPUs on nodes with GPUs for 2 workers and their readers"),
     ],
 )
-def test_rooms_for_workers_and_their_readers(ray_with_gpus, workers, readers, message):
-    """Readers' CPUs are their workers' where all nodes have GPUs: tasks that find none wait for ever."""
+def test_capacity_check_includes_readers(ray_with_gpus, workers, readers, message):
+    """If all nodes have GPUs, readers use their workers' CPUs; without CPUs, they wait forever."""
     with pytest.raises(ConfigError, match=message):
         nodes._check_capacity(settings(workers, readers), "cuda", 2)
     nodes._check_capacity(settings(2, 2), "cuda", 2)
@@ -113,15 +113,15 @@ def test_rooms_for_workers_and_their_readers(ray_with_gpus, workers, readers, me
         nodes._check_capacity(settings(2, 3), "cpu", 2)
 
 
-def test_a_worker_sets_aside_what_its_readers_need():
+def test_worker_bundle_includes_reader_cpus():
     run = settings(2, 3, cpus_per_worker=2)
     assert nodes.bundle(run, "cpu") == {"CPU": 5} and nodes.count_local_cpus(run) == 10
     assert nodes.bundle(run, "cuda") == {"CPU": 5, "GPU": 1}
     assert nodes.bundle(run, "cuda", others_read=True) == {"CPU": 2, "GPU": 1}
 
 
-def test_an_autoscaler_hears_of_the_cpus_that_read(ray_with_gpus):
-    """Where nodes without GPUs read, tasks ask for no CPU; the run asks for them."""
+def test_run_requests_reader_cpus_from_the_autoscaler(ray_with_gpus):
+    """Reading tasks on nodes without GPUs request no CPU, so the run requests the CPUs."""
     import ray.train
     from ray._private.ray_constants import AUTOSCALER_RESOURCE_REQUEST_CHANNEL as CHANNEL
     from ray.experimental.internal_kv import _internal_kv_get
@@ -142,8 +142,8 @@ def test_an_autoscaler_hears_of_the_cpus_that_read(ray_with_gpus):
     wait_for(lambda: asks(readers=0, workers=0), "end of the request", 120)
 
 
-def test_a_gpu_that_has_failed_is_left_out_where_there_are_others(ray_with_gpus):
-    """The second of two fails; it is reported as workers do, through Ray Train's controller."""
+def test_failed_gpu_is_excluded_if_others_remain(ray_with_gpus):
+    """The second of two GPUs fails. Workers report the failure through Ray Train's controller."""
     import ray
     from ray.train.v2.api.exceptions import ControllerError
 
@@ -201,15 +201,15 @@ class FakeNvml:
     "visible,mig,memory",
     [("", (), 39), ("0", (), 78), ("0,1", (), 39), ("1", (1,), None), ("MIG-1", (), None)],
 )
-def test_gpu_memory_is_known_without_taking_one(monkeypatch, visible, mig, memory):
+def test_gpu_memory_is_read_without_allocating_a_gpu(monkeypatch, visible, mig, memory):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with FakeNvml(mig).patches():
         assert get_smallest_gpu_memory() == memory
 
 
 @pytest.mark.parametrize("room,warns", [(2, 0), (1.05, 1)])
-def test_host_memory_that_is_short_for_checkpoints_is_pointed_out(ray_with_gpus, room, warns):
-    """Copies fit, and leave little for processes."""
+def test_low_host_memory_for_checkpoints_causes_a_warning(ray_with_gpus, room, warns):
+    """The checkpoint copies fit but leave little memory for processes."""
     tables = {"user": {"rows": 10**7, "dim": 64}, "tag": {"rows": 5, "dim": 8}}
     given, config, said = a_schema(tables=tables), settings(2), []
     needed = sum(estimate_copy_bytes(config, given, resolve_constraints(config, given), 2))
@@ -220,10 +220,8 @@ def test_host_memory_that_is_short_for_checkpoints_is_pointed_out(ray_with_gpus,
 
 
 @pytest.mark.parametrize("visible,refused", [("1", True), ("0,1", False), ("MIG-1", False)])
-def test_gpus_of_which_fbgemm_serves_none_are_refused_by_the_driver(
-    ray_with_gpus, console, monkeypatch, visible, refused
-):
-    """Of some that it does not serve, workers may be given none."""
+def test_driver_rejects_nodes_without_a_supported_gpu(ray_with_gpus, console, monkeypatch, visible, refused):
+    """If only some GPUs are unsupported, the workers may still get supported ones."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(machine, "installed", lambda package: "1.8.0")
     with FakeNvml().patches(), patch("raytrec.driver.nodes.built_for", lambda: "cuda"):
@@ -236,8 +234,8 @@ def test_gpus_of_which_fbgemm_serves_none_are_refused_by_the_driver(
 @pytest.mark.parametrize(
     "saves,checkpoint,state,copies", [(1, "r", 1, 1), (0, "r/step-8", 0, 0), (0, "", 1, 0)]
 )
-def test_only_who_trains_needs_room_for_training(monkeypatch, saves, checkpoint, state, copies):
-    """On GPUs: a run; an evaluation or predictions of a checkpoint; `raytrec check`."""
+def test_evaluation_reserves_no_memory_for_training(monkeypatch, saves, checkpoint, state, copies):
+    """The cases are a run, an evaluation of a checkpoint, and `raytrec check`, each on GPUs."""
     seen = []
 
     def check(config, *_):
@@ -254,8 +252,8 @@ def test_only_who_trains_needs_room_for_training(monkeypatch, saves, checkpoint,
     assert seen[0].checkpoint.async_save == copies
 
 
-def test_nccl_is_given_longer_than_the_hub():
-    """It ends the process that waits; the coordinator names the rank that is waited for, and comes first."""
+def test_nccl_timeout_exceeds_the_coordinator_timeout():
+    """NCCL ends the waiting process; the coordinator must name the hanging rank first."""
     run = settings(hang_timeout_s=45)
     assert launch.compute_collective_timeout(run, "cpu") == launch.PHASE_TIMEOUT_S
     assert launch.compute_collective_timeout(run, "cuda") > launch.PHASE_TIMEOUT_S + 45

@@ -1,4 +1,4 @@
-"""raytrec plan: what does not fit, what would help, which cluster is the smallest and the cheapest."""
+"""Test `raytrec plan`: lacking memory, remedies, and the choice of the smallest and cheapest cluster."""
 
 import json
 
@@ -31,13 +31,13 @@ def folder(tmp_path_factory):
 
 
 def run(*arguments):
-    """Exit code of the command."""
+    """Run `raytrec plan` and return its exit code."""
     with pytest.raises(SystemExit) as ended:
         cli.main(["plan", *map(str, arguments)])
     return ended.value.code or 0
 
 
-def test_what_does_not_fit_is_told_with_what_helps(folder, capsys):
+def test_plan_suggests_settings_that_make_the_run_fit(folder, capsys):
     assert run(folder / "config.yaml", "--on", "1x8xl4,8xh200") == 1
     shown = capsys.readouterr().out
     (line,) = (line for line in shown.splitlines() if "the run would fit with" in line)
@@ -45,23 +45,23 @@ def test_what_does_not_fit_is_told_with_what_helps(folder, capsys):
     assert "plan.sharding_types=[table_wise, row_wise]" in line
     assert "optim.embeddings.name=rowwise_adagrad (changes results)" in line
     assert "plan.compute_kernels=[fused, fused_uvm_caching, fused_uvm]" in line
-    assert "2x8xl4" not in line, "each table has to be on one GPU"
+    assert "2x8xl4" not in line, "each table must be on one GPU"
 
 
-def test_the_smallest_and_the_cheapest_cluster_are_chosen(folder, capsys):
+def test_plan_chooses_smallest_and_cheapest_cluster(folder, capsys):
     prices = folder / "prices.yaml"
     prices.write_text("8xl4: 8\n4xl40s: 30\n1xh100-sxm: 6\n8xa100-80: 30\n")
     rows = "plan.sharding_types=[table_wise, row_wise]"
     assert run(folder / "config.yaml", rows, "--prices", prices, "--json") == 0
     found = json.loads(capsys.readouterr().out)
-    # 76 GiB: with 85 % of each for tables one H100 is too small, and two H100s or four L40S are not
+    # The tables need 76 GiB. At 85 % for tables, one H100 is too small; two H100s or four L40S suffice.
     assert found["smallest"] == "2x1xh100-sxm" and found["cheapest"] == "1x8xl4"
     per_hour = {each["name"]: each["price_per_hour"] for each in found["chosen"]}
     assert per_hour == {"2x1xh100-sxm": 12, "1x4xl40s": 30, "1x8xl4": 8, "1x8xa100-80": 30}
     assert all(each["fits"] and each["time"]["rows_per_s"] > 0 for each in found["chosen"])
 
 
-def test_a_rank_whose_step_needs_more_than_its_gpu_has_is_named(folder):
+def test_plan_reports_lack_of_gpu_memory_for_a_step(folder):
     made = plan(
         folder / "config.yaml", ["data.global_batch_size=8388608", "plan.sharding_types=[row_wise]"], "8xl4"
     )
@@ -79,13 +79,13 @@ def test_a_rank_whose_step_needs_more_than_its_gpu_has_is_named(folder):
         ("9xh9: 3", "there is no machine '9xh9'"),
     ],
 )
-def test_prices_that_are_not_are_refused(folder, text, message):
+def test_plan_rejects_invalid_price_files(folder, text, message):
     (folder / "odd.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message):
         plan(folder / "config.yaml", [], prices=folder / "odd.yaml")
 
 
-def test_a_picture_is_drawn(folder, tmp_path, capsys):
+def test_plan_draws_shards_as_svg(folder, tmp_path, capsys):
     given = folder / "config.yaml", "--on", "8xh200", "--picture"
     assert run(*given, tmp_path / "shards.svg") == 0
     assert "<svg" in (tmp_path / "shards.svg").read_text() and "rows/s" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""What configuration and schema cannot do together, reported before Ray starts; text that is only text."""
+"""Test checks of configuration against schema before Ray starts, and the literal display of names."""
 
 import io
 from contextlib import redirect_stderr, redirect_stdout
@@ -19,7 +19,7 @@ TWO = {"name": "two_tower", "towers": {"query": ["user"], "item": ["tags"]}}
 
 
 def check(values=(), schema=(), here=True, settings=()):
-    """check_fit of these values and parts of a schema, on CPUs."""
+    """Run check_fit on these values and schema sections, with device cpu."""
     least = {"data": {"train": "d/train"}, "scaling": {"device": "cpu"}}
     config = load_config(least | dict(values), settings)
     fit.check_fit(config, Schema.parse(SCHEMA | dict(schema), "test"), here=here)
@@ -35,13 +35,13 @@ def check(values=(), schema=(), here=True, settings=()):
         ({"tables": SCHEMA["tables"] | {"user": {"rows": 10**12, "dim": 8}}}, {}, "the tables need"),
     ],
 )
-def test_before_ray_starts(schema, model, message):
+def test_check_fit_rejects_mismatched_model_and_schema(schema, model, message):
     with pytest.raises(ConfigError) as error:
         check({"model": model}, schema)
     assert message in str(error.value)
 
 
-def test_what_cannot_be_replayed_as_cuda_graphs():
+def test_check_fit_rejects_unsupported_cuda_graphs():
     graphs = ["scaling.device=auto", "train.compile=graphs"]
     check({}, settings=graphs, here=False)
     with pytest.raises(ConfigError, match="graphs, but scaling"):
@@ -62,7 +62,7 @@ def test_what_cannot_be_replayed_as_cuda_graphs():
         ({}, ["train.early_stopping={metric: gini}"], "train.early_stopping.metric is gini"),
     ],
 )
-def test_metrics_before_ray_starts(task, settings, message, tmp_path, monkeypatch):
+def test_check_fit_rejects_unknown_metrics(task, settings, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("")
     values = {"data": {"train": "d/train", "valid": "d"}, "tasks": [{"label": "label", **task}]}
@@ -71,7 +71,7 @@ def test_metrics_before_ray_starts(task, settings, message, tmp_path, monkeypatc
     assert message in str(error.value)
 
 
-def test_what_fits_is_let_through(tmp_path, monkeypatch):
+def test_check_fit_accepts_valid_models(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("raise RuntimeError('the driver runs it')\nclass Model: ...\n")
     for model in (
@@ -100,7 +100,7 @@ def test_tables_in_files_must_fit_the_disk(tmp_path, monkeypatch):
         fits(10**12, mmap_dir=str(tmp_path), **movable)
 
 
-def test_an_address_that_no_mlflow_store_has_is_refused_before_anything_starts():
+def test_check_fit_rejects_unsupported_mlflow_address():
     with pytest.raises(ConfigError, match="MLflow does not support this address") as error:
         check({"tracking": {"uri": "foo://here"}}, here=False)
     assert error.value.where == "tracking.uri=foo://here"
@@ -108,8 +108,8 @@ def test_an_address_that_no_mlflow_store_has_is_refused_before_anything_starts()
 
 
 @pytest.mark.parametrize("name", ["[/x]", "[bold]x", ":smile:", "a[red", "\x1b[31mx"])
-def test_names_are_shown_as_they_are(name):
-    """On a terminal, where rich reads markup; of tables, columns, folders and runs from elsewhere."""
+def test_console_shows_markup_in_names_literally(name):
+    """Rich interprets markup on a terminal; names of tables, columns, folders and runs may contain it."""
     from rich.console import Console
 
     from raytrec.driver import console
@@ -138,7 +138,7 @@ def test_names_are_shown_as_they_are(name):
     assert out.getvalue().count(shown) >= 6 and "\x1b[31m" not in out.getvalue()
 
 
-def test_ids_that_are_drawn_are_ids_of_their_table():
+def test_sampled_ids_must_exist_in_their_table():
     schema = {"sparse": SCHEMA["sparse"] | {"others": {"table": "tag", "column": "drawn"}}}
 
     def draw(rows):
@@ -159,14 +159,14 @@ def copied(rows=None, steps=1000, **schedule):
     return fit.check_row_and_step_counts(load_config(values), schema, steps)
 
 
-def test_a_table_of_which_not_all_rows_are_drawn_is_a_warning():
+def test_sampling_fewer_rows_than_the_table_has_warns():
     [line] = copied(11_924)
     assert "rows is 11,924, but table item has 12,101 rows" in line and "remove rows" in line
     assert copied(12_101) == copied() == []
 
 
 @pytest.mark.parametrize("decay", ["linear", "cosine"])
-def test_a_decay_that_ends_before_the_run_is_a_warning(decay):
+def test_decay_that_ends_before_the_run_warns(decay):
     [line] = copied(decay=decay, decay_steps=890, warmup_steps=100)
     assert "0 from step 990 on, but the run has 1,000 steps" in line and "remove decay_steps" in line
     assert copied(decay=decay, decay_steps=900, warmup_steps=100) == []

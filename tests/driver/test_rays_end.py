@@ -1,4 +1,4 @@
-"""Parts of Ray that end under a run, signals to whole process groups, and other clusters on the machine."""
+"""Test runs whose Ray processes die, signals to process groups, and other clusters on the machine."""
 
 import json
 import os
@@ -23,7 +23,7 @@ PARTS = {"coordinator": "ray::Coordinator", "raylet": "raylet/raylet", "GCS": "g
 
 @contextmanager
 def training(file, *words, run=None):
-    """`raytrec train` in a separate process group, after its first checkpoint."""
+    """Run `raytrec train` in a separate process group; yield it after its first checkpoint."""
     command = [*words, sys.executable, "-m", "raytrec", "train", str(file)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
@@ -37,7 +37,7 @@ def training(file, *words, run=None):
 
 
 def below(process):
-    """All processes below one, and the folder of its Ray."""
+    """Return the descendants of a process, their command lines, and the folder of its Ray."""
     family = psutil.Process(process.pid).children(recursive=True)
     lines = [" ".join(each.cmdline()) for each in family]
     (session,) = {w.split("=")[1] for line in lines for w in line.split() if w.startswith("--session-dir=")}
@@ -45,7 +45,7 @@ def below(process):
 
 
 def end(process, part):
-    """Ends a part of its Ray."""
+    """Kill one part of the process's Ray; return the descendants and the folder of Ray."""
     family, lines, ray = below(process)
     (pid,) = [each.pid for each, line in zip(family, lines, strict=True) if PARTS[part] in line]
     os.kill(pid, signal.SIGKILL)
@@ -65,13 +65,13 @@ def wait_until_gone(family, ray):
 
 
 @pytest.mark.parametrize("part", ["coordinator", "raylet"])
-def test_a_run_outlives_the_coordinator_and_the_raylet(undisturbed, tiny_data, tmp_path, part):  # noqa: F811
+def test_run_survives_death_of_coordinator_or_raylet(undisturbed, tiny_data, tmp_path, part):  # noqa: F811
     run = tmp_path / "run"
     with training(run_file(tiny_data, tmp_path)) as process:
         family, ray = end(process, part)
         _, said = process.communicate(timeout=300)
     assert process.returncode == 0, said
-    failed = events(run, "failed")[-1]  # where a raylet ends, a worker's death may be seen first
+    failed = events(run, "failed")[-1]  # a worker's death may be reported before the raylet's
     assert part in failed["cause"] and failed["again"] and "Traceback" not in said
     assert f"{failed['cause']}; restarting" in " ".join(said.split()) and "state-dump" not in said
     assert 0 < events(run, "start")[-1]["step"] < STEPS
@@ -80,7 +80,7 @@ def test_a_run_outlives_the_coordinator_and_the_raylet(undisturbed, tiny_data, t
     wait_until_gone(family, ray)
 
 
-def test_the_end_of_gcs_is_one_sentence(undisturbed, tiny_data, tmp_path):  # noqa: F811
+def test_gcs_exit_is_reported_in_one_sentence(undisturbed, tiny_data, tmp_path):  # noqa: F811
     run = tmp_path / "run"
     with training(run_file(tiny_data, tmp_path)) as process:
         began = time.monotonic()
@@ -94,8 +94,8 @@ def test_the_end_of_gcs_is_one_sentence(undisturbed, tiny_data, tmp_path):  # no
     same(undisturbed, driver.train(None, resume=run))
 
 
-def test_nothing_stays_of_a_driver_that_was_killed(tiny_data, tmp_path):
-    """Ray's processes end with it; the next run sweeps its folder."""
+def test_killed_driver_leaves_no_ray_processes(tiny_data, tmp_path):
+    """Ray's processes end with the driver; the next run removes the folder."""
     with training(run_file(tiny_data, tmp_path)) as process:
         family, _, ray = below(process)
         process.kill()
@@ -106,8 +106,8 @@ def test_nothing_stays_of_a_driver_that_was_killed(tiny_data, tmp_path):
 
 
 @pytest.mark.parametrize("way", ["timeout", "group"])
-def test_a_signal_to_the_process_group_saves(undisturbed, tiny_data, tmp_path, way):  # noqa: F811
-    """As batch systems and containers send it; `timeout` sends it to the process, too."""
+def test_signal_to_the_process_group_saves_the_run(undisturbed, tiny_data, tmp_path, way):  # noqa: F811
+    """Batch systems and containers signal the group; `timeout` also signals the process."""
     run = tmp_path / "run"
     with training(
         run_file(tiny_data, tmp_path), *(["timeout", "600"] if way == "timeout" else [])
@@ -119,8 +119,8 @@ def test_a_signal_to_the_process_group_saves(undisturbed, tiny_data, tmp_path, w
     same(undisturbed, driver.train(None, resume=run))
 
 
-def test_other_clusters_on_the_machine_leave_a_run_alone(tiny_data, tmp_path):
-    """One that is started with `ray start`, which names itself as the machine's, and another local run."""
+def test_other_clusters_do_not_disturb_a_run(tiny_data, tmp_path):
+    """The other clusters are a head started with `ray start` and a second local run."""
     from heads import Head
 
     (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()

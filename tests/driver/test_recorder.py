@@ -1,4 +1,4 @@
-"""What the driver keeps of a run: messages of ranks, advice, its own seconds."""
+"""Test the driver's record of a run: messages of ranks, warnings about slow ranks, elapsed time."""
 
 import json
 import time
@@ -18,8 +18,8 @@ from raytrec.driver.prepare import make_run_folder
 from raytrec.driver.recorder import Record, Watch
 
 
-def test_no_thread_is_left_in_a_call_to_a_ray_that_was_lost(ray_cluster):
-    """Ray is shut down next, and would crash the process in that thread."""
+def test_lost_ray_leaves_no_coordinator_thread(ray_cluster):
+    """A thread that still calls Ray would crash the process when Ray shuts down."""
     import ray
 
     @ray.remote(num_cpus=0)
@@ -38,7 +38,7 @@ def test_no_thread_is_left_in_a_call_to_a_ray_that_was_lost(ray_cluster):
     ray.kill(coordinator)
 
 
-def test_the_step_at_which_training_was_over_is_kept():
+def test_watch_stores_the_early_stopping_step():
     watch = Watch(console=None)
     watch.receive(Event(event="asked", details={"command": "SAVE", "reason": "a-user"}))
     assert watch.ended_early_at is None
@@ -47,7 +47,7 @@ def test_the_step_at_which_training_was_over_is_kept():
 
 
 def intervals(count, slow=False):
-    """Messages of two ranks of 5.5 s each, of which rank 1 may spend 2 s in its own data."""
+    """Yield intervals of 5.5 s of two ranks. If slow, rank 1 spends 2 s of each on reading data."""
     for number in range(1, count + 1):
         for rank in range(2):
             line = interval(["a"], rank, 2, 100 * number) | {"seconds": 5.5}
@@ -55,16 +55,16 @@ def intervals(count, slow=False):
             yield RankLine(**line)
 
 
-def test_a_rank_is_called_slow_once_it_has_been_for_a_minute(tmp_path):
+def test_rank_is_reported_slow_after_one_minute(tmp_path):
     record = Record(tmp_path)
     first = [record.keep(message) for message in intervals(12, slow=True)]
-    # The first interval does not count, and rank 1 is the last of each: the 11 others are 60.5 s.
+    # The first interval is ignored; the other 11 add up to 60.5 s. Rank 1 reports last in each.
     assert first[:-1] == [[]] * 23 and "rank 1 is slow" in first[-1][0]
     record = Record(tmp_path)
     assert [record.keep(message) for message in intervals(30)] == [[]] * 60
 
 
-def test_the_seconds_of_a_run_are_those_of_all_its_drivers(tmp_path):
+def test_run_duration_sums_all_drivers(tmp_path):
     with pytest.raises(RunError), record_driver(tmp_path) as before_s:
         assert before_s == 0
         time.sleep(0.2)
@@ -77,7 +77,7 @@ def test_the_seconds_of_a_run_are_those_of_all_its_drivers(tmp_path):
     assert read_driver_record(tmp_path)["seconds"] >= first + 0.1
 
 
-def test_a_new_run_counts_nothing_of_a_start_that_failed_before_a_checkpoint(tmp_path, tiny_data):
+def test_new_run_ignores_records_of_a_failed_start(tmp_path, tiny_data):
     config = load_config(parquet.settings(tiny_data, tmp_path))
     record = Record(tmp_path)
     passed = Outcome(check="finite", step=1, passed=True, text="", figure=0.0, limit=None)
@@ -94,7 +94,7 @@ def test_a_new_run_counts_nothing_of_a_start_that_failed_before_a_checkpoint(tmp
 
 
 @pytest.mark.parametrize(("last", "seconds"), [(40.0, 140.0), (None, 100.0), (-3600.0, 100.0)])
-def test_a_driver_that_was_killed_counts_up_to_its_last_line(tmp_path, last, seconds):
+def test_killed_driver_counts_until_its_last_metric(tmp_path, last, seconds):
     begin = time.time() - 1000
     note = {"pid": 1, "started": 1, "host": "a", "status": "RUNNING", "unix_s": begin, "seconds": 100.0}
     (tmp_path / "driver.json").write_text(json.dumps(note))

@@ -1,4 +1,4 @@
-"""A whole run over requests: trained, checked, resumed in an epoch, evaluated, predicted with, exported."""
+"""Test a complete run on request data: training, checks, resume, evaluation, prediction and export."""
 
 import json
 import shutil
@@ -28,7 +28,7 @@ OFTEN = {"checks__every_steps": 2, "tracking__every_steps": 2, "checkpoint__ever
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Requests, and in flat/ a row for each candidate."""
+    """Dataset of requests; flat/ contains one row per candidate."""
     folder = tmp_path_factory.mktemp("requests")
     for seed, (split, rows) in enumerate({"train": 300, "valid": 101, "test": 103}.items()):
         made = request_rows.table(rows, seed)
@@ -49,7 +49,7 @@ def run(folder, ray_cluster, tmp_path_factory):
     return driver.train(values)
 
 
-def test_its_checks_pass_and_it_counts_requests(run):
+def test_request_run_passes_checks_and_counts_requests(run):
     checks = [json.loads(line) for line in (run.path / "checks.jsonl").read_text().splitlines()]
     assert {line["check"] for line in checks if line["passed"]} >= {"parity", "conservation"}
     assert all(line["passed"] for line in checks)
@@ -57,7 +57,7 @@ def test_its_checks_pass_and_it_counts_requests(run):
 
 
 @pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.survive), 2])
-def test_a_run_that_is_resumed_within_an_epoch_ends_as_it_would_have(run, tmp_path, workers):
+def test_request_run_resumed_mid_epoch_matches_the_original(run, tmp_path, workers):
     other = tmp_path / "run"
     shutil.copytree(run.path, other)
     (other / "result.json").unlink()
@@ -68,7 +68,7 @@ def test_a_run_that_is_resumed_within_an_epoch_ends_as_it_would_have(run, tmp_pa
         torch.testing.assert_close(new[name], values, rtol=0, atol=1e-5 if workers == 1 else 0)
 
 
-def test_rows_of_single_candidates_are_scored_and_exported(run, folder, tmp_path):
+def test_predict_and_export_accept_one_candidate_per_row(run, folder, tmp_path):
     flat = folder / "flat" / "test"
     predict(run.path, flat, tmp_path / "out", columns=["y"])
     out = pq.read_table(tmp_path / "out")
@@ -95,7 +95,7 @@ def test_rows_of_single_candidates_are_scored_and_exported(run, folder, tmp_path
         ("train.compile=graphs", {"train": {"compile": "graphs"}}),
     ],
 )
-def test_what_is_not_made_for_requests_is_refused(key, changes):
+def test_request_data_rejects_unsupported_features(key, changes):
     config = small.config(1, {}).model_dump(by_alias=True) | changes
     config["data"] |= {"reserve_columns": ["g"], "valid": "unused"}
     with pytest.raises(ConfigError) as error:

@@ -1,4 +1,4 @@
-"""Columns of evaluated rows must name items as eval.retrieval.item does."""
+"""Test that columns of evaluated rows identify items like eval.retrieval.item."""
 
 import random
 
@@ -19,7 +19,7 @@ TOWERS = {"name": "two_tower", "towers": {"query": ["user", "history"], "item": 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Interactions whose keys are the ids in another order, with lists of right items for each user."""
+    """Interactions whose item keys are permuted ids, with a list of relevant items for each user."""
     folder, rng = tmp_path_factory.mktemp("seen"), random.Random(7)
     lines = [f"{u} {' '.join(map(str, rng.sample(range(ITEMS), 12)))}\n" for u in range(40)]
     (folder / "x.txt").write_text("".join(lines))
@@ -66,7 +66,7 @@ def opened(folder, model=TOWERS, **retrieval):
         ("item", ["seen"], None),
     ],
 )
-def test_columns_that_name_items_alike_are_accepted(folder, item, seen, right):
+def test_matching_item_columns_are_accepted(folder, item, seen, right):
     opened(folder, item=item, seen=seen, right_items=right)
 
 
@@ -81,18 +81,18 @@ def test_columns_that_name_items_alike_are_accepted(folder, item, seen, right):
         ("title", ["seen"], "right_items_names", "but the item key has type"),
     ],
 )
-def test_columns_that_name_items_otherwise_are_refused(folder, item, seen, right, message):
+def test_mismatched_item_columns_are_rejected(folder, item, seen, right, message):
     with pytest.raises(DataError, match=message):
         opened(folder, item=item, seen=seen, right_items=right)
 
 
-def test_a_model_without_histories_is_checked_by_those_of_the_schema(folder):
+def test_item_columns_are_checked_against_schema_histories(folder):
     with pytest.raises(DataError, match="'seen' refers to items by 'item'"):
         opened(folder, {"name": "mf"}, item="item_key", seen=["seen"], right_items="right_items_keys")
 
 
-def test_items_that_are_not_in_the_history_may_be_seen(folder, tmp_path):
-    """Views as history, purchases as seen: two columns that have nothing in common."""
+def test_seen_column_may_differ_from_the_history(folder, tmp_path):
+    """Views are the history and purchases are seen; the two columns share no item."""
     for name in ("train", "items"):
         (tmp_path / name).symlink_to(folder / name)
     (tmp_path / "schema.yaml").symlink_to(folder / "schema.yaml")
@@ -104,7 +104,7 @@ def test_items_that_are_not_in_the_history_may_be_seen(folder, tmp_path):
     opened(tmp_path, item="item", seen=["bought"], right_items="right_items")
 
 
-def test_lists_of_right_items_in_a_column_of_a_task_are_refused_with_advice(folder, tmp_path):
+def test_task_column_with_item_lists_is_rejected(folder, tmp_path):
     for name in ("train", "items", "schema.yaml"):
         (tmp_path / name).symlink_to(folder / name)
     (tmp_path / "test").mkdir()

@@ -1,4 +1,4 @@
-"""Runs that are disturbed end as undisturbed ones do. Real processes, ended and stopped by real signals."""
+"""Test that disturbed runs end like undisturbed ones. Real processes receive real signals."""
 
 import json
 import os
@@ -29,7 +29,7 @@ BRIEF_STEPS = 160  # 2 epochs of 80 steps
 
 
 def settings(folder, place, **changes):
-    """Adam for the dense layers and dropout: state that a restart could lose."""
+    """Return settings with Adam and dropout, whose state a restart could lose."""
     changes = {"train__epochs": 15, "checkpoint__every_steps": 20} | changes
     values = parquet.settings(folder, place, **changes)
     values["model"] = {"dropout": 0.1} | values["model"] | {"top_mlp": [256, 256]}
@@ -43,7 +43,7 @@ def undisturbed(ray_cluster, tiny_data, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
-    """For the runs of `make test`: an epoch has a beginning and an end that cost as much as many steps."""
+    """Larger dataset for `make test`: the start and end of an epoch cost as much as many steps."""
     return parquet.dataset(tmp_path_factory.mktemp("brief") / "d", train=10_200)
 
 
@@ -53,14 +53,14 @@ def brief(ray_cluster, large, tmp_path_factory):
 
 
 def events(run, kind=None):
-    """The lines of events.jsonl so far."""
+    """Return the events of a run so far, optionally of one kind."""
     path = Path(run) / "events.jsonl"
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     return [e for e in map(json.loads, lines) if kind in (None, e["event"])]
 
 
 def disturb(run, number):
-    """Sends a worker a signal after the first checkpoint and a little more; in a thread."""
+    """Send a signal to a worker shortly after the first checkpoint, from a thread."""
 
     def go():
         wait_for(lambda: events(run, "saved"), "checkpoint", 120)
@@ -72,7 +72,7 @@ def disturb(run, number):
     return thread
 
 
-def test_a_killed_worker_leaves_no_trace(brief, large, tmp_path):
+def test_killed_worker_does_not_change_the_result(brief, large, tmp_path):
     killer = disturb(tmp_path / "run", signal.SIGKILL)
     disturbed = driver.train(settings(large, tmp_path / "run", train__epochs=2))
     killer.join()
@@ -83,7 +83,7 @@ def test_a_killed_worker_leaves_no_trace(brief, large, tmp_path):
 
 
 def same(one, other):
-    """The same model, state and figures, to the last bit."""
+    """Assert that two runs have bitwise identical weights, state and metrics."""
     assert checkpoints.equal(checkpoints.newest(one.path), checkpoints.newest(other.path)) == []
     for name, value in one.metrics.items():
         if name.startswith("eval.") or name in ("train.rows", "train.steps"):
@@ -91,7 +91,7 @@ def same(one, other):
 
 
 @pytest.mark.survive
-def test_a_worker_that_stands_still_is_found_and_named(undisturbed, tiny_data, tmp_path):
+def test_hanging_worker_is_detected_and_named(undisturbed, tiny_data, tmp_path):
     stopper = disturb(tmp_path / "run", signal.SIGSTOP)
     disturbed = driver.train(settings(tiny_data, tmp_path / "run", scaling__hang_timeout_s=6))
     stopper.join()
@@ -102,7 +102,7 @@ def test_a_worker_that_stands_still_is_found_and_named(undisturbed, tiny_data, t
 
 
 def command(*arguments):
-    """The raytrec command, as a process."""
+    """Start the raytrec command in a subprocess."""
     log = subprocess.PIPE
     return subprocess.Popen(
         [sys.executable, "-m", "raytrec", *map(str, arguments)], stdout=log, stderr=log, text=True
@@ -123,8 +123,8 @@ def run_file(folder, tmp_path, **changes):
 
 
 @pytest.mark.survive
-def test_ctrl_c_saves_and_the_run_is_resumed(brief, large, tmp_path, capfd):
-    """In a process that has a Ray already, as a notebook's."""
+def test_ctrl_c_saves_a_run_that_can_be_resumed(brief, large, tmp_path, capfd):
+    """The process is already connected to Ray, as in a notebook."""
     run = tmp_path / "run"
 
     def interrupt():
@@ -142,14 +142,14 @@ def test_ctrl_c_saves_and_the_run_is_resumed(brief, large, tmp_path, capfd):
 
 
 def was_saved(run, said):
-    """After a stop, with what the command wrote."""
+    """Assert that the stopped run saved a checkpoint and printed how to resume."""
     assert f"resume with: raytrec train --resume {run}" in said and "Traceback" not in said
     (stopped,) = events(run, "stopped")
     assert checkpoints.about(checkpoints.newest(run))["progress"]["step"] == stopped["step"]
 
 
 def is_resumed(run, whole):
-    """The interrupted run continues, and ends as the other one that nothing has disturbed."""
+    """Resume an interrupted run and assert that it ends like the undisturbed one."""
     assert not (run / "result.json").exists()
     resumed = driver.train(None, resume=run)
     assert 0 < events(run, "start")[-1]["step"] < BRIEF_STEPS
@@ -159,8 +159,8 @@ def is_resumed(run, whole):
 
 @pytest.mark.survive
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_the_driver_is_ended_and_the_run_resumed(brief, large, tmp_path, number):
-    """Ctrl-C and SIGTERM save first; after SIGKILL the run goes on from its last checkpoint."""
+def test_run_can_be_resumed_after_a_signal_to_the_driver(brief, large, tmp_path, number):
+    """Ctrl-C and SIGTERM save first; after SIGKILL the run resumes from its last checkpoint."""
     run, process = tmp_path / "run", command("train", run_file(large, tmp_path, train__epochs=2))
     try:
         wait_for(lambda: events(run, "saved"), "checkpoint", 240)
@@ -179,12 +179,12 @@ def test_the_driver_is_ended_and_the_run_resumed(brief, large, tmp_path, number)
 
 @pytest.fixture(scope="module")
 def no_dropout(ray_cluster, tiny_data, tmp_path_factory):
-    """Which rank a row is on decides its dropout, so that numbers of workers are compared without."""
+    """Run without dropout, which would depend on the number of workers."""
     return driver.train(settings(tiny_data, tmp_path_factory.mktemp("plain") / "run", model__dropout=0.0))
 
 
 def as_it_was(result, run):
-    """A copy of a run as it was at its last checkpoint but one."""
+    """Copy a run in its state at the second-to-last checkpoint."""
     shutil.copytree(result.path, run)
     (run / "result.json").unlink()
     shutil.rmtree(checkpoints.newest(run))
@@ -198,8 +198,8 @@ def flip(path, place):
 
 
 @pytest.mark.survive
-def test_damaged_and_incomplete_checkpoints_are_passed_over(undisturbed, tiny_data, tmp_path, capfd):
-    """Of four, the newest has a flipped bit in its data, the next one in its index, the third no index."""
+def test_resume_skips_damaged_and_incomplete_checkpoints(undisturbed, tiny_data, tmp_path, capfd):
+    """Of four checkpoints, the newest has damaged data, the next a damaged index, the third no index."""
     run = tmp_path / "run"
     first = driver.train(settings(tiny_data, run, train__max_steps=120, checkpoint__keep_last=5))
     (run / "result.json").unlink()
@@ -224,7 +224,7 @@ def test_damaged_and_incomplete_checkpoints_are_passed_over(undisturbed, tiny_da
 
 
 @pytest.mark.survive
-def test_nothing_left_to_go_on_from_is_an_error(undisturbed, tmp_path):
+def test_resume_without_a_readable_checkpoint_fails(undisturbed, tmp_path):
     interrupted = as_it_was(undisturbed, tmp_path / "run")
     for index in interrupted.glob("checkpoints/step-*/*.bin"):
         index.unlink()
@@ -234,8 +234,8 @@ def test_nothing_left_to_go_on_from_is_an_error(undisturbed, tmp_path):
 
 @pytest.mark.survive
 @pytest.mark.parametrize("workers", [1, 3])
-def test_another_number_of_workers(no_dropout, tmp_path, workers):
-    """The same batches to the last row; the same model up to the order in which float32s are added."""
+def test_resume_with_another_worker_count_gives_same_model(no_dropout, tmp_path, workers):
+    """The batches are identical; the model is equal up to the summation order of float32."""
     interrupted = as_it_was(no_dropout, tmp_path / "run")
     resumed = driver.train(None, [f"scaling.num_workers={workers}"], resume=interrupted)
     assert resumed.metrics["world_size"] == workers
@@ -246,7 +246,7 @@ def test_another_number_of_workers(no_dropout, tmp_path, workers):
     assert resumed.metrics["eval.auc"] == pytest.approx(no_dropout.metrics["eval.auc"], abs=1e-4)
 
 
-def test_what_cannot_be_resumed(brief, large, tmp_path):
+def test_resume_rejects_finished_and_changed_runs(brief, large, tmp_path):
     interrupted = as_it_was(brief, tmp_path / "run")
 
     def refused(kind, *says, resume=interrupted, source=None, overrides=()):
@@ -274,7 +274,7 @@ def test_what_cannot_be_resumed(brief, large, tmp_path):
 
 
 @pytest.mark.survive
-def test_keeps_the_last_and_the_best(tiny_data, tmp_path):
+def test_run_keeps_the_last_and_the_best_checkpoints(tiny_data, tmp_path):
     values = settings(tiny_data, tmp_path / "run", train__eval_every_steps=20, checkpoint__keep_best=2)
     values["checkpoint"]["keep_last"] = 1
     values["optim"] = {"embeddings": {"lr": 0.5}, "dense": {"lr": 0.02}}  # overfits: the best are early
@@ -297,7 +297,7 @@ def test_keeps_the_last_and_the_best(tiny_data, tmp_path):
 
 @pytest.mark.survive
 def test_a_full_disk_does_not_stop_training(undisturbed, tiny_data, tmp_path, capfd):
-    """The file system of the checkpoints has no room for one; then there is some."""
+    """The file system of the checkpoints is full at first and has room later."""
     size = sum(p.stat().st_size for p in checkpoints.newest(undisturbed.path).iterdir())
     with disks.small_disk(tmp_path / "small", 6 * size) as place:
         (place / "ballast").write_bytes(bytes(int(5.2 * size)))

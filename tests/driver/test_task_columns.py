@@ -1,4 +1,4 @@
-"""Columns of tasks and evaluations: known before a worker starts; resumed only as they began."""
+"""Test columns of tasks and evaluations: checks before workers start, columns read, and resume."""
 
 import parquet
 import pyarrow as pa
@@ -16,7 +16,7 @@ BUY = {"name": "buy", "label": "label", "nulls": "skip", "loss": "mse"}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Data with further columns, some of which do not hold what their names promise."""
+    """Dataset with additional columns, some of which contain invalid values."""
     folder = parquet.dataset(tmp_path_factory.mktemp("columns") / "d", train=60, valid=20, test=20)
     for path in folder.rglob("*.parquet"):
         table, rows = pq.read_table(path), pq.read_metadata(path).num_rows
@@ -85,7 +85,7 @@ def opened(folder, *tasks, reserve_columns=(), **eval_section):
         ({"sample_weight": "never"}, DataError, "weight 'never' is 0 in every row", "d/train"),
     ],
 )
-def test_known_before_anything_starts(folder, how, error, message, where):
+def test_invalid_task_columns_are_rejected(folder, how, error, message, where):
     reserve_columns, slices = how.pop("reserve_columns", ()), how.pop("slices", [])
     with pytest.raises(error) as found:
         opened(folder, how, reserve_columns=reserve_columns, slices=slices)
@@ -93,7 +93,7 @@ def test_known_before_anything_starts(folder, how, error, message, where):
     assert found.value.expected and found.value.do
 
 
-def test_an_evaluation_in_which_no_row_counts_is_refused(tmp_path):
+def test_evaluation_without_usable_rows_is_rejected(tmp_path):
     folder = parquet.dataset(tmp_path / "d", train=60, valid=20, test=20)
     for path in folder.rglob("*.parquet"):
         table, train = pq.read_table(path), "train" in path.parts
@@ -105,11 +105,11 @@ def test_an_evaluation_in_which_no_row_counts_is_refused(tmp_path):
         ) as found:
             opened(folder, *tasks)
         assert "d/valid" in found.value.where and found.value.expected and found.value.do
-    assert set(opened(folder, {}, masked)) == {"train", "valid", "test"}, "another task has figures"
+    assert set(opened(folder, {}, masked)) == {"train", "valid", "test"}, "the other task has usable rows"
 
 
-def test_what_training_and_evaluations_read(folder):
-    """Evaluations also have the keys and texts of slices; training reads what its tasks need."""
+def test_evaluations_read_slices_and_training_does_not(folder):
+    """Evaluations also read the keys and texts of slices; training reads only the columns of its tasks."""
     click = {"sample_weight": "weight", "group": "user"}
     buy = {**BUY, "mask": "clicked", "item": "odd"}
     found = opened(
@@ -123,7 +123,7 @@ def test_what_training_and_evaluations_read(folder):
     assert set(valid.columns) - set(train.columns) == {"country"}
 
 
-def test_nothing_more_is_read_than_is_asked_for(folder):
+def test_unused_columns_are_not_read(folder):
     form = opened(folder)["train"].form
     assert form.columns == ["label", "price", "user", "tags"] and not form.plan.has_task_weights
     assert opened(folder, reserve_columns=["country", "row"])["test"].form.columns == form.columns
@@ -140,7 +140,7 @@ def test_nothing_more_is_read_than_is_asked_for(folder):
         "plan.qcomms.forward_precision=fp16",
     ],
 )
-def test_a_run_that_reads_other_columns_or_rounds_is_another_run(folder, tmp_path, change):
+def test_resume_rejects_changed_columns_and_precision(folder, tmp_path, change):
     config = load_config(parquet.settings(folder, tmp_path))
     (tmp_path / "config.yaml").write_text(config.to_yaml())
     resume_config(tmp_path, None, ["plan.sharding_types=[row_wise]"])

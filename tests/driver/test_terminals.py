@@ -1,4 +1,4 @@
-"""Runs whose terminal, log or encoding fails: nothing that happens to output loses work."""
+"""Test that runs lose no work if their terminal, log or encoding fails."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from test_survive import brief, events, is_resumed, large, run_file  # noqa: F40
 
 pytestmark = pytest.mark.survive
 
-# The terminal of file 0 becomes the one of the process, as a login does it.
+# Make the terminal of file descriptor 0 the controlling terminal, as a login does.
 ON_TERMINAL = """
 import fcntl, termios
 from raytrec.cli import main
@@ -23,7 +23,7 @@ main()
 """
 
 
-def test_a_terminal_that_is_closed_ends_the_run_after_a_save(brief, large, tmp_path):  # noqa: F811
+def test_closed_terminal_saves_and_ends_the_run(brief, large, tmp_path):  # noqa: F811
     """The kernel sends SIGHUP, and output to the terminal fails from then on."""
     run, config = tmp_path / "run", run_file(large, tmp_path, train__epochs=2)
     terminal, side = pty.openpty()
@@ -44,8 +44,8 @@ def test_a_terminal_that_is_closed_ends_the_run_after_a_save(brief, large, tmp_p
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_a_run_whose_output_cannot_be_written_trains_to_its_end(large, tmp_path, encoding):  # noqa: F811
-    """A log on a full disk, and an encoding that lacks characters of tables."""
+def test_run_completes_if_output_cannot_be_written(large, tmp_path, encoding):  # noqa: F811
+    """The cases are a log on a full disk and an encoding without the table characters."""
     config = run_file(large, tmp_path, train__max_steps=2)
     command = [sys.executable, "-m", "raytrec", "train", str(config)]
     with open("/dev/full", "w") as full:

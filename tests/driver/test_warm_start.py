@@ -1,4 +1,4 @@
-"""Warm starts, transforms, partitions and odd columns in whole runs."""
+"""Test warm starts, transforms, partitions and unusual columns in complete runs."""
 
 import json
 
@@ -30,19 +30,19 @@ def first(tiny_data, tmp_path_factory):
 
 @pytest.mark.survive
 @pytest.mark.parametrize("workers", [1, 2])
-def test_goes_on_with_the_weights(first, tiny_data, tmp_path, workers):
-    """A warm start that learns nothing ends with the first run's figures; on other data, by another plan."""
+def test_warm_start_restores_the_weights(first, tiny_data, tmp_path, workers):
+    """Without learning, a warm start has the first run's metrics, even on other data with another plan."""
     new = parquet.write(tmp_path / "new", 1500, seed=77)
     changes = [f"data.train={new}", f"run.dir={tmp_path / 'run'}", f"scaling.num_workers={workers}", *STILL]
     second = driver.train(None, [*changes, "plan.sharding_types=[row_wise]"], start_from=first.path)
     assert second.metrics["train.rows"] == 2 * 1500
     for name in ("eval.auc", "eval.ne", "eval.logloss", "eval.calibration"):
         assert second.metrics[name] == pytest.approx(first.metrics[name], abs=1e-6)
-    assert (second.path / "config.yaml").read_text().count(str(first.path)) == 2, "names its origin"
+    assert (second.path / "config.yaml").read_text().count(str(first.path)) == 2, "names the first run"
 
 
 @pytest.mark.survive
-def test_with_a_config_of_its_own_and_again(first, tiny_data, tmp_path):
+def test_warm_start_accepts_a_new_config_and_can_be_repeated(first, tiny_data, tmp_path):
     settings = parquet.settings(tiny_data, tmp_path / "second")
     second = driver.train(settings, start_from=first.path / "checkpoints")
     assert second.metrics["eval.logloss"] != pytest.approx(first.metrics["eval.logloss"], abs=1e-6)
@@ -50,7 +50,7 @@ def test_with_a_config_of_its_own_and_again(first, tiny_data, tmp_path):
     assert again.metrics["eval.logloss"] == pytest.approx(second.metrics["eval.logloss"], abs=1e-6)
 
 
-def test_what_does_not_fit(first, tiny_data, tmp_path):
+def test_warm_start_rejects_mismatched_model_or_schema(first, tiny_data, tmp_path):
     def fails(kind, says, start_from=first.path, **changes):
         with pytest.raises(kind, match=says):
             settings = parquet.settings(tiny_data, tmp_path / "run", **changes)
@@ -65,8 +65,8 @@ def test_what_does_not_fit(first, tiny_data, tmp_path):
 
 
 @pytest.mark.survive
-def test_partitions_and_transforms_in_a_run(tiny_data, tmp_path):
-    """Raw columns, by day, become the very run that their prepared form gives."""
+def test_transformed_partitions_train_like_prepared_data(tiny_data, tmp_path):
+    """A run on raw columns, partitioned by day, equals the run on their prepared form."""
     whole = pq.read_table(tiny_data / "train")
     rows = len(whole)
     names = pa.array([f"user {i}" for i in range(40)])
@@ -105,7 +105,7 @@ def test_partitions_and_transforms_in_a_run(tiny_data, tmp_path):
 
 
 def changed_schema(folder, tmp_path, **rows):
-    """A schema whose tables have other numbers of rows."""
+    """Write a schema whose tables have other numbers of rows; return its path."""
     values = yaml.safe_load(parquet.SCHEMA_YAML)
     for table, count in rows.items():
         values["tables"][table]["rows"] = count
@@ -114,8 +114,8 @@ def changed_schema(folder, tmp_path, **rows):
     return path
 
 
-def test_tables_that_have_grown_or_begin_anew(first, tiny_data, tmp_path, capfd):
-    """user: 40 rows became 50; tag begins with initial values. What both have is kept, state included."""
+def test_warm_start_grows_and_resets_tables(first, tiny_data, tmp_path, capfd):
+    """Table user grows from 40 to 50 rows and keeps weights and state; tag gets initial values."""
     schema = changed_schema(tiny_data, tmp_path, user=50)
     changes = {
         "warm_start.tables": "{'us*': resize, tag: new}",
@@ -138,14 +138,14 @@ def test_tables_that_have_grown_or_begin_anew(first, tiny_data, tmp_path, capfd)
     assert (new["tables/user/sum"][40:] == 0).all() and old["tables/user/sum"].min() > 0
     assert second.metrics["train.steps"] == 1 and second.metrics["train.rows"] == 128
     assert not any(name.startswith("eval.") for name in second.metrics)
-    assert str(first.path) in (second.path / "config.yaml").read_text(), "names its origin"
+    assert str(first.path) in (second.path / "config.yaml").read_text(), "must name the first run"
     steps = {name: value for name, value in new.items() if name.endswith("/step")}
     assert steps and all(value == old[name] + 1 for name, value in steps.items())
 
 
 @pytest.mark.survive
-def test_tables_that_have_shrunk_or_gone(first, tmp_path):
-    """Ids of other data end at 30, and there are no tags: the dense layers begin with initial values."""
+def test_warm_start_shrinks_and_drops_tables(first, tmp_path):
+    """The new data has 30 users and no tags; dense layers of another shape get initial values."""
     data = parquet.dataset(tmp_path / "d")
     for path in data.glob("*/*.parquet"):
         table = pq.read_table(path)
@@ -178,8 +178,8 @@ def test_tables_that_have_shrunk_or_gone(first, tmp_path):
 
 @pytest.mark.survive
 @pytest.mark.parametrize("model", ["dlrm", "sequence"])
-def test_what_inspect_writes_trains(tmp_path, model):
-    """Of odd columns, as it stands."""
+def test_schema_proposed_by_inspect_can_be_trained(tmp_path, model):
+    """The dataset has unusual columns, and the proposed schema is used unchanged."""
     folder = odd_dataset(tmp_path / "odd")
     found = inspect(str(folder), dim=8)
     (folder / "schema.yaml").write_text(found.schema_yaml(), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Averages of dense weights (train.ema) are those of their formula, evaluated, saved and taken up again."""
+"""Averages of dense weights (train.ema): their formula, evaluation, saving and restoring."""
 
 import checkpoints
 import pytest
@@ -15,7 +15,7 @@ DECAY = 0.7
 
 
 def dense(step):
-    """This moment's dense weights."""
+    """Return a copy of the current dense weights."""
     named = dict(step.model.named_parameters())
     return {n: p.detach().clone() for n, p in named.items() if "embedding_bags" not in n}
 
@@ -30,7 +30,7 @@ def formula(history):
 
 
 def followed(rank, world, steps, optimizer, spoiled):
-    """(averages, those of the formula, count) after some steps; `spoiled`: a batch whose loss is NaN."""
+    """Return (averages, expected averages, count) after some steps; the loss of batch `spoiled` is NaN."""
     settings = config(world, ROWS, ema=DECAY, on_nan="skip", max_grad_norm=0.5)
     settings.optim.dense.name = optimizer
     step, local = build(settings), batches(steps, rank, world)[1]
@@ -45,27 +45,28 @@ def followed(rank, world, steps, optimizer, spoiled):
 
 
 @pytest.mark.parametrize("world,optimizer,spoiled", [(1, "sgd", None), (2, "adam", None), (2, "sgd", 2)])
-def test_the_average_is_that_of_the_formula(world, optimizer, spoiled):
+def test_dense_average_matches_its_formula(world, optimizer, spoiled):
     for values, expected, count in on_ranks(world, followed, 6, optimizer, spoiled):
-        assert count == (6 if spoiled is None else 5), "a step that is skipped does not count"
+        assert count == (6 if spoiled is None else 5), "skipped steps are not counted"
         for name, value in values.items():
             torch.testing.assert_close(value.double(), expected[name], rtol=1e-6, atol=1e-7)
 
 
 def logits_of(step, batch):
-    """Of an evaluation of one batch."""
+    """Return the logits of an evaluation of one batch."""
     (outputs,) = step.evaluate(iter([batch]))
     return outputs["y"].logits
 
 
 def evaluated(rank, world):
-    """Logits of an evaluation: as trained with averages, and of a model that has them for its weights."""
+    """Return evaluation logits with averages, with averages copied into the weights, and with raw weights."""
     step, local = build(config(world, ROWS, ema=DECAY)), batches(5, rank, world)[1]
     untrained = logits_of(step, local[4])
     train(step, local[:4])
     before = dense(step)
     logits = logits_of(step, local[4])
-    assert all(torch.equal(weight, before[name]) for name, weight in dense(step).items()), "training goes on"
+    unchanged = all(torch.equal(weight, before[name]) for name, weight in dense(step).items())
+    assert unchanged, "an evaluation does not change the weights"
     averages = find_dense_average(step.optimizer).values
     with pytest.raises(ValueError, match="stop"):
         for _ in step.evaluate(iter(local[4:])):
@@ -84,7 +85,7 @@ def evaluated(rank, world):
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_evaluations_use_the_averages(world):
+def test_evaluation_uses_averaged_weights(world):
     for logits, expected, raw in on_ranks(world, evaluated):
         assert torch.equal(logits, expected)
         assert not torch.allclose(logits, raw, atol=1e-5)
@@ -97,7 +98,7 @@ def saved(rank, world, root):
 
 
 def warm(rank, world, root):
-    """(count, averages, weights) of a new run that begins with a checkpoint's weights, after one step."""
+    """Return (count, averages, weights) after one step of a run that starts with a checkpoint's weights."""
     step = build(config(world, ROWS, ema=DECAY))
     state = LogicalState(step.model, step.optimizer, with_optimizer=False)
     load(f"{root}/step-{3:010d}", {n: v for n, v in state.tensors().items() if not is_average(n)})
@@ -107,7 +108,7 @@ def warm(rank, world, root):
     return int(average.count), average.values, dense(step)
 
 
-def test_the_average_of_a_warm_start_begins_with_its_first_step(tmp_path):
+def test_warm_start_resets_the_average(tmp_path):
     on_ranks(2, saved, str(tmp_path))
     count, values, weights = on_ranks(1, warm, str(tmp_path))[0]
     assert count == 1

@@ -1,4 +1,4 @@
-"""The norm that clips: all dense layers and all touched table rows, each once."""
+"""The gradient norm used for clipping: all dense layers and all touched table rows, each counted once."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from raytrec.models import build_model
 
 
 def norms(rank, world, plan, max_norm):
-    """The norm that a clipped step saw, the reference's, and the weights of both after the step."""
+    """Return the norm of a clipped step, the reference's norm, and the largest weight difference."""
     settings = config(world, plan, "sgd", lr=1.0, max_grad_norm=max_norm)
     step = build(settings)
     model = build_model(SCHEMA, settings.model)
@@ -44,21 +44,21 @@ def norms(rank, world, plan, max_norm):
         (2, ["table_wise", "data_parallel"]),
     ],
 )
-def test_the_norm_is_that_of_one_process(world, plan, max_norm):
+def test_clipping_norm_matches_one_process(world, plan, max_norm):
     for seen, expected, error in on_ranks(world, norms, plan, max_norm):
         assert expected > 0.1 and seen == pytest.approx(expected, rel=1e-6)
         assert error < 1e-6
 
 
 @pytest.mark.parametrize("count", [0, 1, 300])
-def test_rows_are_numbered_as_unique_numbers_them(count):
+def test_places_of_matches_unique_inverse(count):
     for dtype in (torch.int32, torch.int64):
         ids = torch.randint(0, 50, (count,), generator=torch.Generator().manual_seed(count), dtype=dtype)
         assert torch.equal(places_of(ids), ids.unique(return_inverse=True)[1])
 
 
 def waits_of_a_clipped_step(rank, world, plan):
-    """Where raytrec's own code made the host wait for the GPU while clipping."""
+    """Return the host's waits for the GPU in raytrec's clipping code, and the norm."""
     from standin import Gpu
 
     step = build(config(world, plan, max_grad_norm=0.01), device=torch.device("cuda", rank))
@@ -68,6 +68,6 @@ def waits_of_a_clipped_step(rank, world, plan):
 
 
 @pytest.mark.parametrize("plan", [{"sharding_type": "row_wise"}, ["table_wise", "data_parallel"]])
-def test_the_host_does_not_wait_for_the_gpu(plan):
+def test_clipping_does_not_wait_for_the_gpu(plan):
     for waits, norm in on_ranks(2, waits_of_a_clipped_step, plan, device="cuda"):
         assert waits == [] and norm > 0.01

@@ -1,4 +1,4 @@
-"""Quantized collectives: what codecs do to values, against plain torch; what FBGEMM's own do."""
+"""Quantized collectives: raytrec's codecs compared with plain torch and with FBGEMM's codecs."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ CAST = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def sent(codec, values):
-    """What arrives, and how many bytes travel."""
+    """Encode and decode values; return the decoded values and the size of the message in bytes."""
     context = codec.create_context()
     wire = codec.encode(values.view(-1), context)
     assert wire.dtype == codec.quantized_dtype
@@ -32,7 +32,7 @@ def sent(codec, values):
 
 
 def int8_by_definition(values, group):
-    """Each group's values at 255 equal steps between its smallest and its largest, to the nearest."""
+    """Round each group's values to 255 equal steps between its minimum and maximum."""
     groups = values.double().view(-1, group)
     low, high = groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)
     steps = ((groups - low) / ((high - low) / 255).clamp(min=1e-300)).round()
@@ -40,37 +40,37 @@ def int8_by_definition(values, group):
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_16_bits_are_the_nearest(precision):
+def test_16_bit_codecs_round_to_nearest(precision):
     values = torch.randn(64, GROUP)
     arrived, size = sent(ScaledCodec(precision, GROUP), values)
     assert torch.equal(arrived, values.to(CAST[precision]).float())
     assert size == 2 * values.numel()
 
 
-def test_int8_is_the_nearest_of_255_steps_of_its_group():
+def test_int8_codec_rounds_to_nearest_of_255_steps():
     values = torch.randn(64, GROUP)
     arrived, size = sent(ScaledCodec("int8", GROUP), values)
     steps = (values.amax(1) - values.amin(1)) / 255
     assert ((arrived - int8_by_definition(values, GROUP)).abs() <= steps.unsqueeze(1) * 1e-3).all()
     assert size == values.numel() * (GROUP + 8) // GROUP
-    none, _ = sent(ScaledCodec("int8", GROUP), values[:0])  # of a rank without tables
+    none, _ = sent(ScaledCodec("int8", GROUP), values[:0])  # a rank without tables
     assert none.shape == (0, GROUP)
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "int8"])
 @pytest.mark.parametrize("factor", [1.0, 2.0**16])
-def test_nothing_loses_more_than_is_stated(precision, factor):
-    """Values of all sizes, down to nothing."""
+def test_rounding_error_stays_within_the_stated_bound(precision, factor):
+    """Values of many magnitudes, including very small values."""
     sizes = 10.0 ** torch.arange(-12, 0).repeat_interleave(500)
     values = torch.randn(len(sizes), GROUP) * sizes.unsqueeze(1)
     arrived, _ = sent(ScaledCodec(precision, GROUP, factor), values)
     largest = values.abs().amax(1, keepdim=True) if precision == "int8" else values.abs()
     bound = MAX_ROUNDING_ERROR[precision] * largest.clamp(min=SMALLEST[precision] / factor)
     assert ((arrived - values).abs() <= bound * (1 + 1e-6)).all()
-    assert ((arrived - values).abs() > bound / 3).any(), "the bound is useless"
+    assert ((arrived - values).abs() > bound / 3).any(), "the bound is too loose"
 
 
-def test_small_gradients_travel_and_do_not_with_fbgemms_own_scale():
+def test_scaled_codec_keeps_gradients_lost_by_fbgemm():
     """FBGEMM (1.8.0) divides by its loss_scale while the values are still fp16."""
     gradients = torch.randn(100, GROUP) * 1e-9
     ours, _ = sent(ScaledCodec("fp16", GROUP, 2.0**20), gradients)
@@ -80,15 +80,15 @@ def test_small_gradients_travel_and_do_not_with_fbgemms_own_scale():
     assert not theirs.any()
 
 
-def test_int8_of_fbgemm_does_not_fit_every_batch():
-    """Its groups are of 32 values, whatever a row's width: 3 rows of 16 are not a whole number of them."""
+def test_fbgemm_int8_codec_rejects_some_batch_sizes():
+    """FBGEMM's groups always have 32 values, so 3 rows of 16 values are not a multiple of the group size."""
     theirs = QuantizedCommCodec(SparseType.INT8)
     with pytest.raises(RuntimeError, match=r"not a multiple of row dim|invalid for input of size"):
         sent(theirs, torch.randn(3, 16))
     sent(ScaledCodec("int8", GROUP), torch.randn(3, 16))
 
 
-def test_fp32_in_one_direction_is_left_as_it_is():
+def test_fp32_direction_is_not_quantized():
     given = config(2, {})
     given.data.global_batch_size = 2048
     assert make_codecs(given, [16], 2) is None
@@ -97,11 +97,11 @@ def test_fp32_in_one_direction_is_left_as_it_is():
         values = torch.randn(5, 8)
         arrived, _ = sent(codecs.forward, values)
         assert torch.equal(arrived, values)
-        assert codecs.backward.factor == 2.0**10  # of 1024 rows
+        assert codecs.backward.factor == 2.0**10  # 1024 rows per rank
         assert codecs.backward.group == 8
 
 
-def test_roundings_add_up_along_the_way():
+def test_rounding_bound_counts_all_roundings():
     def of(sharding, parts=4, by_id=False, world=4):
         one = bound_forward_rounding("bf16", sharding, world, parts, by_id)
         back = bound_backward_rounding("fp16", sharding, world, parts, by_id, 8.0)
@@ -115,7 +115,7 @@ def test_roundings_add_up_along_the_way():
 
 
 def pooled(rank, world, sharding, precision):
-    """Pooled embeddings of this rank's rows, as they are and as they arrive; and the tables' kernels."""
+    """Return the pooled embeddings of this rank's rows, unquantized and quantized."""
     schema = SCHEMA.model_copy(deep=True)
     for table in schema.tables.values():
         table.dim = GROUP
@@ -134,9 +134,9 @@ def pooled(rank, world, sharding, precision):
 @pytest.mark.parametrize(
     ("sharding", "precision"), [("table_wise", "fp16"), ("column_wise", "bf16"), ("table_wise", "int8")]
 )
-def test_sums_that_a_rank_has_whole_arrive_as_the_nearest(sharding, precision):
+def test_complete_sums_are_rounded_only_once(sharding, precision):
     for plain, quantized in on_ranks(2, pooled, sharding, precision):
-        user = plain["user"]  # a sum; means are divided behind the exchange
+        user = plain["user"]  # a sum; means are divided after the exchange
         assert not torch.equal(quantized["user"], user)
         if precision == "int8":
             error = (quantized["user"] - int8_by_definition(user, GROUP)).abs().max()
@@ -146,7 +146,7 @@ def test_sums_that_a_rank_has_whole_arrive_as_the_nearest(sharding, precision):
 
 
 def trained(rank, world, backward):
-    """Table `user` after a step of SGD, whose gradients came in that precision."""
+    """Return the update of table `user` by one SGD step with gradients in this precision."""
     settings = config(world, {"sharding_type": "row_wise"}, "sgd", lr=64.0)
     settings.plan.qcomms = QCommsSection(backward_precision=backward)
     step = build(settings)
@@ -155,7 +155,7 @@ def trained(rank, world, backward):
     return tables(step.model)["user"].weight.dense() - before
 
 
-def test_gradients_are_rounded_on_their_way_back():
+def test_backward_exchange_rounds_gradients():
     exact, fp16, bf16 = (on_ranks(2, trained, precision)[0] for precision in ("fp32", "fp16", "bf16"))
     largest = exact.abs().max()
     assert 0 < (fp16 - exact).abs().max() < 1e-3 * largest

@@ -1,4 +1,4 @@
-"""Rows of tables in files that are in memory, too: which ones, and that nothing depends on it."""
+"""Hot rows of file-backed tables that are cached in memory: which rows, and no effect on results."""
 
 from contextlib import closing
 from functools import partial
@@ -24,19 +24,21 @@ from raytrec.embeddings.tables import tables
 from raytrec.worker import build as build_module
 from raytrec.worker.build import build_step
 
-# (plan.tables.*, the optimizer, world)
+# (plan.tables.*, optimizer, world size)
 WAYS = {
     "one rank": ({"sharding_type": "table_wise"}, "rowwise_adagrad", 1),
     "row-wise": ({"sharding_type": "row_wise"}, "rowwise_adagrad", 2),
     "columns, fp16": ({"sharding_type": "column_wise", "dtype": "fp16"}, "adagrad", 2),
     "no state": ({"sharding_type": "row_wise"}, "sgd", 2),
 }
-SHARE = 0.3  # of rows, in memory
+SHARE = 0.3  # share of rows in memory
 
 
 def built(world, plan, optimizer, kernel, share, folder):
-    """A Step whose tables have this share of their rows in memory: on tables as small as these TorchRec's
-    planner counts more for ids than for rows."""
+    """Build a Step whose tables keep this share of their rows in memory.
+
+    The share is patched: for tables this small, TorchRec's planner counts more memory for ids than for rows.
+    """
     made = config(world, plan | {"compute_kernel": kernel}, optimizer)
     made.plan.mmap_dir = folder
     with sharing(share):
@@ -52,7 +54,7 @@ def sharing(share):
 
 
 def places_of(step):
-    """Table's rows in memory, of each kernel that has any."""
+    """Return the hot row cache of each kernel that has one."""
     return [
         hot
         for kernel in iterate_sharded_kernels(step.model)
@@ -61,7 +63,7 @@ def places_of(step):
 
 
 def written_back(places):
-    """How many rows each call writes back to the file from now on."""
+    """Return a list that records the number of rows each later call writes back to the file."""
     counts = []
     for hot in places:
         write = hot._write_back
@@ -79,7 +81,7 @@ def values_of(step):
 
 
 def trained(rank, world, plan, optimizer, kernel, share, folder):
-    """Losses; weights and state after some steps; and how many rows moved out of memory again."""
+    """Return losses, weights and state after some steps, read rows, and (cached rows, written-back rows)."""
     step = built(world, plan, optimizer, kernel, share, folder)
     places, watched = places_of(step), tables(step.model)
     written = written_back(places)
@@ -100,7 +102,7 @@ def trained(rank, world, plan, optimizer, kernel, share, folder):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_training_is_that_of_tables_in_memory(way, tmp_path):
+def test_hot_rows_train_like_tables_in_memory(way, tmp_path):
     plan, optimizer, world = WAYS[way]
     expected = on_ranks(world, trained, plan, optimizer, "fused", 0.0, str(tmp_path))
     found = on_ranks(world, trained, plan, optimizer, "fused_mmap", SHARE, str(tmp_path))
@@ -112,8 +114,7 @@ def test_training_is_that_of_tables_in_memory(way, tmp_path):
 
 
 def saved(rank, world, kernel, share, folder):
-    """Saves while training goes on, and saves again when nothing else happens; how many rows were written to
-    the file meanwhile."""
+    """Save during and after training; return the folders and the rows written back meanwhile."""
     step = built(world, {"sharding_type": "row_wise"}, "adagrad", kernel, share, folder)
     state, go = LogicalState(step.model, step.optimizer), Event()
     rows, local = RowSnapshot(step.model, state.tables), batches(16, rank, world)[1]
@@ -126,7 +127,7 @@ def saved(rank, world, kernel, share, folder):
     written = written_back(places_of(step))
     train(step, local[8:])
     moved = sum(written)
-    state.tensors()  # all rows are written back, during the save
+    state.tensors()  # writes all rows back during the save
     go.set()
     first = saver.taken()
     if first.error:
@@ -136,7 +137,7 @@ def saved(rank, world, kernel, share, folder):
 
 
 def resumed(rank, world, kernel, share, folder):
-    """Trains, and begins again with what two ranks have saved; what is saved then, and some steps later."""
+    """Train, restore the checkpoint of two ranks and save it; train further and save again."""
     step = built(world, {"sharding_type": "table_wise"}, "adagrad", kernel, share, folder)
     local = batches(16, rank, world)[1]
     train(step, local[:4])
@@ -148,7 +149,7 @@ def resumed(rank, world, kernel, share, folder):
     return again, checkpoints.save(f"{folder}/{kernel}-{world}", step, 16)
 
 
-def test_what_is_saved_and_resumed_is_that_of_tables_in_memory(tmp_path):
+def test_hot_rows_save_and_resume_like_tables_in_memory(tmp_path):
     folder = str(tmp_path)
     of_memory, found = (
         on_ranks(2, saved, kernel, share, folder)[0]
@@ -174,21 +175,21 @@ def with_managed_ids(rank, world, kernel, share, folder):
     return values_of(run.step), sum(hot._filled for hot in places_of(run.step))
 
 
-def test_rows_in_memory_that_get_another_id_begin_with_its_values(tmp_path):
+def test_reassigned_hot_rows_start_with_initial_values(tmp_path):
     (expected, _), _ = on_ranks(2, with_managed_ids, "fused", 0.0, str(tmp_path))
     (found, filled), _ = on_ranks(2, with_managed_ids, "fused_mmap", 0.9, str(tmp_path))
     assert filled and expected.keys() == found.keys()
     assert all(torch.equal(expected[key], found[key]) for key in expected)
 
 
-def test_rows_in_use_keep_their_places_and_others_lose_them():
+def test_cache_evicts_only_rows_not_in_use():
     weights = torch.arange(12.0).reshape(12, 1).repeat(1, 4)
-    hot = HotRowCache([weights], 10)  # and two places
+    hot = HotRowCache([weights], 10)  # plus two cache slots
     look_up = partial(hot.look_up, trains=True)
     for times in (1, 2, 3):
         assert look_up(torch.tensor([7, 3])).tolist() == ([7, 3] if times < 3 else [11, 10])
-    weights[10:] += 100  # they are trained
-    for times in (1, 2, 3, 4):  # the third time the hand finds both in use
+    weights[10:] += 100  # simulate an update of cached rows
+    for times in (1, 2, 3, 4):  # at the third lookup the clock hand finds both in use
         assert look_up(torch.tensor([7, 5, 5])).tolist() == ([11, 5, 5] if times < 4 else [11, 10, 10])
     assert weights[:, 0].tolist() == [0, 1, 2, 103, 4, 5, 6, 7, 8, 9, 5, 107]
     assert hot.look_up(torch.tensor([3, 7]), trains=False).tolist() == [3, 11]

@@ -1,4 +1,4 @@
-"""Initial values: by their definition in NumPy, how random they are, and where they go."""
+"""Initial values: their definition in NumPy, their randomness, and their placement in shards."""
 
 import hashlib
 from unittest.mock import patch
@@ -24,7 +24,7 @@ IDS = torch.cat([torch.arange(300), torch.tensor([-1, -(2**63), 2**63 - 1, 2**31
 
 
 def by_definition(seed: int, table: str, ids: np.ndarray, columns: range, rows: int) -> np.ndarray:
-    """The same in unsigned integers and one column at a time."""
+    """Compute initial values with unsigned integers, one column at a time."""
     key = int.from_bytes(hashlib.blake2b(f"{seed}/{table}".encode(), digest_size=8).digest(), "big")
     with np.errstate(over="ignore"):
         starts = hash_bits_in_numpy(ids.astype(np.uint64) + np.uint64(key))
@@ -38,16 +38,16 @@ def by_definition(seed: int, table: str, ids: np.ndarray, columns: range, rows: 
     return np.stack(out, axis=1)
 
 
-def test_bits_are_those_of_unsigned_arithmetic():
+def test_hash_bits_match_unsigned_arithmetic():
     expected = hash_bits_in_numpy(IDS.numpy().astype(np.uint64))
     assert np.array_equal(hash_bits(IDS).numpy().astype(np.uint64), expected)
-    # The first outputs of splitmix64 from 1234567, as published with its reference implementation.
+    # The first outputs of splitmix64 with seed 1234567, published with its reference implementation.
     first = hash_bits(torch.tensor([1234567, 1234567 + GOLDEN]))
     assert first.numpy().astype(np.uint64).tolist() == [6457827717110365317, 3203168211198807973]
 
 
 @pytest.mark.parametrize("columns", [range(16), range(4, 8), range(3, 8), range(5, 6), range(4, 4)])
-def test_values_are_those_of_the_definition(columns):
+def test_initial_values_match_their_definition(columns):
     found = initial_values(3, "user", IDS, columns, 1000)
     assert found.dtype == torch.float32
     assert found.shape == (len(IDS), len(columns))
@@ -56,7 +56,7 @@ def test_values_are_those_of_the_definition(columns):
         assert np.array_equal(found.numpy(), by_definition(3, "user", IDS.numpy(), columns, 1000))
 
 
-def test_each_part_of_the_key_changes_all_values():
+def test_seed_and_table_change_all_values():
     values = initial_values(3, "user", IDS, range(8), 1000)
     for seed, table in ((4, "user"), (3, "item")):
         assert (values == initial_values(seed, table, IDS, range(8), 1000)).float().mean() < 0.01
@@ -64,7 +64,7 @@ def test_each_part_of_the_key_changes_all_values():
     assert not (values == 0).any()
 
 
-# 2^20 values each: of many rows, of wide rows, and of ids that differ in high bits only.
+# 2^20 values each: many rows, wide rows, and ids that differ only in high bits.
 SPREAD = {
     "rows": (torch.arange(2**17), 8),
     "columns": (torch.arange(2**10), 2**10),
@@ -74,8 +74,8 @@ SPREAD = {
 
 
 @pytest.mark.parametrize("of", SPREAD)
-def test_values_are_uniform_and_neighbours_are_independent(of):
-    """Each figure within 4.5 standard deviations of what independent uniform numbers have."""
+def test_initial_values_are_uniform_and_independent(of):
+    """Each statistic is within 4.5 standard deviations of its value for independent uniform numbers."""
     ids, dim = SPREAD[of]
     values = initial_values(0, "table", ids, range(dim), 1).double()
     count = values.numel()
@@ -96,14 +96,14 @@ def test_values_are_uniform_and_neighbours_are_independent(of):
     for name, (one, other) in neighbours.items():
         correlation = (one * other).mean() * 3
         assert correlation.abs() < 4.5 / one.numel() ** 0.5, name
-        # Pairs over 16 × 16 cells, too: dependence without correlation.
+        # Pairs in 16 × 16 cells detect dependence without correlation.
         pairs = ((one + 1) * 8).long() * 16 + ((other + 1) * 8).long()
         cells, expected = torch.bincount(pairs.flatten(), minlength=256).double(), one.numel() / 256
         assert abs(((cells - expected) ** 2 / expected).sum().item() - 255) < 4.5 * 510**0.5, name
 
 
 def most_values(rank, world):
-    """The most values that filling a table of 3 blocks makes at once."""
+    """Return the largest number of values created at once when a table of 3 blocks is filled."""
     schema, sizes = SCHEMA.model_copy(deep=True), []
     schema.tables["big"].rows = 3 * BLOCK_ROWS
     step, _ = build_step(config(world, ["table_wise"]), schema, torch.device("cpu"), fill=False)
@@ -136,7 +136,7 @@ def local_parts(rank, world, sharding):
 
 
 @pytest.mark.parametrize("sharding", ["table_wise", "row_wise", "column_wise", "data_parallel"])
-def test_no_plan_changes_the_initial_values(sharding):
+def test_initial_values_are_independent_of_the_plan(sharding):
     ranks = on_ranks(2, local_parts, sharding)
     held = {table: 0 for table in SCHEMA.tables}
     for parts, _ in ranks:

@@ -1,4 +1,4 @@
-"""Kernels with a cache on the GPU are read through it."""
+"""Reads of kernels with a GPU cache go through the cache."""
 
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -32,7 +32,7 @@ CACHED = {"sharding_type": "row_wise", "compute_kernel": "fused_uvm_caching"}
 
 
 def read(rank, world, plan):
-    """A table that is read, written and saved while its kernel caches rows."""
+    """Read, write and save a table while its kernel caches rows."""
     step = build(config(world, plan))
     train(step, batches(2, rank, world)[1])
     caches = Caches(step.model)
@@ -62,7 +62,7 @@ def read(rank, world, plan):
         for table in state.tables.values():
             table.weight.load(torch.full((2, 8), 7.0), first_row=1)
             for shard in table.weight.local:
-                assert torch.equal(shard.read(slice(None)), shard.values), "nothing old is left in the cache"
+                assert torch.equal(shard.read(slice(None)), shard.values), "the cache has no stale rows"
     loaded = {name: table.weight.dense() for name, table in state.tables.items()}
     return whole, loaded
 
@@ -84,7 +84,7 @@ def plain(rank, world, plan):
 
 
 def watched(rank, world, kernel, optimizer):
-    """Statistics, and the outcomes of numerics and parity, of a step on kernels that cache rows."""
+    """Return statistics and the outcomes of numerics and parity of a step whose kernels cache rows."""
     settings = config(world, {"sharding_type": "row_wise", "compute_kernel": kernel}, optimizer)
     step = build(settings)
     caches = Caches(step.model if kernel == "fused_uvm_caching" else torch.nn.Module())
@@ -118,14 +118,14 @@ def watched(rank, world, kernel, optimizer):
         seen = parity.evaluate(Position(3), True), numbers.sizes(Position(3), True)
         figures = statistics.collect()
         for slots in caches.slots():
-            slots.masked_fill_(slots == slots, torch.nan)  # whatever is cached
+            slots.masked_fill_(slots == slots, torch.nan)  # overwrite all cached rows
         broken = numbers.sizes(Position(3), True)
     assert not caches.flushes
     return figures, seen, broken
 
 
 @pytest.mark.parametrize("optimizer", ["adagrad", "sgd"])
-def test_what_is_watched_is_current_though_nothing_is_flushed(optimizer):
+def test_statistics_and_checks_read_cached_rows(optimizer):
     found = on_ranks(2, watched, "fused_uvm_caching", optimizer)
     expected = on_ranks(2, watched, "fused_uvm", optimizer)
     for (figures, (parity, numbers), broken), (others, (_, same), _) in zip(found, expected, strict=True):
@@ -138,10 +138,10 @@ def test_what_is_watched_is_current_though_nothing_is_flushed(optimizer):
             assert of_table["update_norm"] > 0
 
 
-def test_a_read_waits_for_rows_on_their_way_and_keeps_others_from_coming():
-    """The stream that fills the cache ahead replaces rows in it."""
+def test_cache_read_is_ordered_with_prefetches():
+    """The prefetch stream replaces rows in the cache."""
     state = torch.full((1, 32), -1)
-    state[0, 3] = 12  # row 2 of a shard whose first row has number 10
+    state[0, 3] = 12  # row 2 of a shard whose first row is row 10
     weights = torch.arange(32.0).unsqueeze(1).repeat(1, 8)
     with cuda() as gpu, patch.object(torch.ops.fbgemm, "lxu_cache_lookup", caching.lookup):
         filling = torch.cuda.Stream()
@@ -153,15 +153,15 @@ def test_a_read_waits_for_rows_on_their_way_and_keeps_others_from_coming():
         filling.work(0.05)
         done = filling.done_at
         gpu.waits.clear()
-        assert cache.read(values, rows).is_cuda and not gpu.waits, "the host waits for neither"
-        assert gpu.stream.done_at >= done, "rows on their way have come"
+        assert cache.read(values, rows).is_cuda and not gpu.waits, "the host does not wait"
+        assert gpu.stream.done_at >= done, "the read waits for earlier prefetches"
         gpu.work(0.05)
         found = cache.read(values, rows)
-        assert filling.done_at >= gpu.stream.done_at, "others come after the read"
+        assert filling.done_at >= gpu.stream.done_at, "later prefetches wait for the read"
         assert found.cpu()[:, 0].tolist() == [3.0, 0.0]
 
 
-def test_hits_of_a_kernel_count_for_all_of_its_tables():
+def test_kernel_hit_rate_applies_to_all_its_tables():
     lookup = SplitTableBatchedEmbeddingBagsCodegen.__new__(SplitTableBatchedEmbeddingBagsCodegen)
     torch.nn.Module.__init__(lookup)
     lookup.gather_uvm_cache_stats = True
@@ -174,12 +174,12 @@ def test_hits_of_a_kernel_count_for_all_of_its_tables():
     statistics._counted = {id(looked_up): torch.tensor([1, 1, 1])}
     hits = {"a": {"cache_hit_rate": 0.75}, "b": {"cache_hit_rate": 0.75}}
     assert statistics._count_lookups() == ({"a": 10, "b": 5}, hits)
-    assert statistics._count_lookups() == ({"a": 0, "b": 0}, {}), "counted again"
+    assert statistics._count_lookups() == ({"a": 0, "b": 0}, {}), "lookups are not counted twice"
     lookup.gather_uvm_cache_stats = False
     assert measure_cache_hits(kernel) is None
 
 
-def test_the_operator_that_looks_rows_up_in_the_cache_is_there():
+def test_fbgemm_has_the_cache_lookup_operator():
     arguments = torch.ops.fbgemm.lxu_cache_lookup.default._schema.arguments
     assert [a.name for a in arguments][:2] == ["linear_cache_indices", "lxu_cache_state"]
 
@@ -190,8 +190,11 @@ def a_kernel(world, **plan):
 
 
 def counted(rank, world):
-    """What a kernel counts before and once its count has been set; whether one of fp16 rounds stochastically,
-    FBGEMM's default, which its CPU kernels ignore."""
+    """Return a kernel's update count before and after setting it, and whether an fp16 kernel rounds
+    stochastically.
+
+    Stochastic rounding is FBGEMM's default; its CPU kernels ignore it.
+    """
     kernel = a_kernel(world)
     before = get_update_count(kernel)
     set_update_count(kernel, 7)
@@ -199,5 +202,5 @@ def counted(rank, world):
     return count, find_fused_lookup(a_kernel(world, dtype="fp16")).stochastic_rounding
 
 
-def test_the_count_of_updates_can_be_set_and_kernels_round_stochastically():
+def test_update_count_is_settable_and_rounding_is_stochastic():
     assert on_ranks(1, counted) == [((0, 7, 7), True)]

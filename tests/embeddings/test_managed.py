@@ -1,4 +1,4 @@
-"""Managed ids of one table on one process, against a dict in plain Python."""
+"""Managed ids of one table on one process, compared with a plain Python dict."""
 
 import numpy as np
 import pytest
@@ -29,25 +29,25 @@ POLICIES = {
 
 
 def random_batches(steps, seed=0, ids=400, size=60):
-    """Lists of ids of global batches; few are in many, most in few."""
+    """Return lists of ids of global batches; few ids are frequent and most are rare (Zipf)."""
     rng = np.random.default_rng(seed)
     known = np.concatenate([EDGES, rng.integers(-(2**63), 2**63, ids - len(EDGES))])
     return [known[np.minimum(rng.zipf(1.3, size) - 1 + 3 * step, ids - 1)].tolist() for step in range(steps)]
 
 
 def exchange_of(rows, policy=None, seed=0):
-    """An IdExchange of one table, t."""
+    """Return an IdExchange of one table, t."""
     return IdExchange({"t": (rows, policy or ManagedIds())}, seed, ALONE, CPU)
 
 
 def train(exchange, ids, step):
-    """(the row of each id, NewRows) of table t."""
+    """Train the ids of table t; return (the row of each id, NewRows)."""
     rows, new = exchange.train({"t": torch.as_tensor(ids)}, step)
     return rows["t"], new["t"]
 
 
 class Rows(dict):
-    """The how many-th row that was handed out → the row; each row once."""
+    """A mapping from the order of row assignment to the row; each row occurs once."""
 
     def check(self, expected, got, fallback):
         for number, row in zip(expected, got, strict=True):
@@ -66,12 +66,12 @@ def test_all_rows_are_used():
     assert len(set(halves.tolist())) == 50 and len(exchange.maps["t"]) == 100
 
 
-def test_rows_are_handed_out_evenly():
+def test_rows_are_assigned_evenly():
     rows, _ = train(exchange_of(1001), torch.arange(250), 0)
     assert torch.bincount(rows // 250, minlength=4).min() >= 55
 
 
-def test_a_batch_with_more_ids_than_rows():
+def test_batch_may_have_more_ids_than_rows():
     exchange, plain, numbered = exchange_of(11), PlainIds(11, ManagedIds()), Rows()
     for step in range(3):
         ids = list(range(30 * step, 30 * step + 25))
@@ -82,9 +82,9 @@ def test_a_batch_with_more_ids_than_rows():
 
 
 @pytest.mark.parametrize(("eviction", "left"), [("lru", 0), ("lfu", 63 - 4)])
-def test_a_flood_of_new_ids(eviction, left):
+def test_only_lfu_keeps_frequent_ids_during_a_flood(eviction, left):
     exchange = exchange_of(65, ManagedIds(eviction=eviction))
-    for step in range(6):  # the last one is seen once only
+    for step in range(6):  # id 63 is seen only once
         train(exchange, torch.arange(64 if step == 0 else 63), step)
     for step in range(6, 11):
         train(exchange, torch.arange(1000 * step, 1000 * step + 200), step)
@@ -93,14 +93,14 @@ def test_a_flood_of_new_ids(eviction, left):
     assert eviction == "lfu" or (rows == 64).all()
 
 
-def test_ids_seen_most_often_are_first_where_rows_are_few():
+def test_frequent_ids_get_scarce_rows_first():
     ids = [*range(40), *range(30, 37), *range(30, 33)]
     rows, new = train(exchange_of(11, ManagedIds(eviction="none")), ids, 0)
     assert set(range(30, 37)) <= set(new.ids.tolist()) and int((rows[:40] < 10).sum()) == 10
 
 
 def plain_state(state):
-    """A MapState as values that == compares."""
+    """Return a MapState as values that can be compared with ==."""
     maps = [
         [e.keys.tolist(), *(e.fields[n].tolist() for n in sorted(e.fields))]
         for e in (state.rows.in_order(), state.waiting.in_order())
@@ -108,7 +108,7 @@ def plain_state(state):
     return maps, state.free.handed, state.free.left.tolist()
 
 
-def test_keys_are_those_of_plain_python_and_lead_back_to_ids():
+def test_keys_match_plain_python_and_are_invertible():
     ids = torch.tensor([*EDGES, *range(100)])
     assert ids_to_keys(ids).tolist() == [key(i) for i in ids.tolist()]
     assert torch.equal(unhash_bits(hash_bits(ids)), ids)
@@ -116,7 +116,7 @@ def test_keys_are_those_of_plain_python_and_lead_back_to_ids():
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 7])
-def test_ranks_own_spans_of_keys(world):
+def test_ranks_own_contiguous_key_ranges(world):
     firsts = torch.tensor([-(-rank * 2**32 // world) - 2**31 for rank in range(1, world)]).long() << 32
     keys = torch.cat([hash_bits(torch.arange(10_000)), firsts, firsts - 1]).sort().values
     owners, within = shares(keys, world)
@@ -126,12 +126,12 @@ def test_ranks_own_spans_of_keys(world):
 
 
 @pytest.mark.parametrize("made_for,steps", [((500, 3), 60), ((3, 500), 30), ((90,), 60), ((0, 90, 5), 60)])
-def test_a_key_map_is_a_dict_for_each_table(made_for, steps):
+def test_key_map_matches_one_dict_per_table(made_for, steps):
     rng, tables = np.random.default_rng(1), range(len(made_for))
     map = KeyMap(made_for, {"a": torch.int64, "b": torch.int32}, 1, CPU)
     plain = [{} for _ in tables]
 
-    def arguments(keys):  # of each table
+    def arguments(keys):  # numbers and sizes per table
         numbers = [table for table in tables for _ in keys[table]]
         return torch.tensor(numbers, dtype=torch.int64), [len(of_table) for of_table in keys]
 
@@ -146,7 +146,7 @@ def test_a_key_map_is_a_dict_for_each_table(made_for, steps):
         map.insert(*arguments(new), entries)
         for table in tables:
             plain[table] |= dict(zip(new[table], values[table], strict=True))
-        if step >= 8:  # as many leave as come
+        if step >= 8:  # remove as many keys as were added
             gone = [
                 [list(its)[i] for i in rng.choice(len(its), len(came), replace=False)]
                 for its, came in zip(plain, new, strict=True)
@@ -168,14 +168,14 @@ def test_a_key_map_is_a_dict_for_each_table(made_for, steps):
         which, slots = map.below(few, "b", [2**30 + table for table in few])
         low = [(n, v) for n, t in enumerate(few) for v in plain[t].values() if v < 2**30 + t]
         assert sorted(zip(which.tolist(), map.fields["a"][slots].tolist(), strict=True)) == sorted(low)
-    # Keys that have left no longer count as passing.
+    # Removed keys no longer count as passing.
     everything = [map.find_occupied_slots(table) for table in tables]
     map.remove(*arguments(everything), torch.cat(everything))
     assert not any(map.counts) and not map._passed.any()
 
 
 @pytest.mark.parametrize("highest", [1, 3, 5000, 2**62, 2**63 - 1])
-def test_the_lowest_are_those_of_a_sorted_list(highest):
+def test_lowest_matches_a_sorted_list(highest):
     rng = np.random.default_rng(2)
     scores, keys = torch.tensor(rng.integers(0, highest, 300)), torch.tensor(rng.permutation(300))
 
@@ -186,7 +186,7 @@ def test_the_lowest_are_those_of_a_sorted_list(highest):
     for count in (1, 2, 150, 299, 300, 301):
         assert lowest(alone, scores, keys, [count], ALONE).tolist() == sorted(expected(0, 300, count))
     assert len(lowest(alone[:0], scores[:0], keys[:0], [5], ALONE)) == 0
-    tables = torch.tensor([0] * 100 + [2] * 40 + [3] * 160)  # the second has nothing
+    tables = torch.tensor([0] * 100 + [2] * 40 + [3] * 160)  # table 1 is empty
     for counts in ([1, 1, 40, 159], [100, 3, 2, 80], [30, 9, 41, 161]):
         of_tables = zip((0, 100, 100, 140), (100, 100, 140, 300), counts, strict=True)
         chosen = [place for of_table in of_tables for place in expected(*of_table)]
@@ -194,7 +194,7 @@ def test_the_lowest_are_those_of_a_sorted_list(highest):
 
 
 @pytest.mark.parametrize("ids", ["managed", {"admit_after": 2}])
-def test_a_full_map_takes_what_a_plan_counts(ids):
+def test_full_map_size_matches_the_planned_estimate(ids):
     rows = 100_001
     schema = a_schema(sparse={"f": {"table": "t"}}, tables={"t": {"rows": rows, "dim": 4, "ids": ids}})
     part = RowMaps([rows], [schema.tables["t"].ids], 0, ALONE, CPU)

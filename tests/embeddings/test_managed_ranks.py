@@ -1,4 +1,4 @@
-"""Managed ids are the same however many ranks share them."""
+"""Managed ids are independent of the number of ranks that share them."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ STEPS = 30
 
 
 def parts(ids, rank, world):
-    """A rank's part of a global batch: unequal, and none for rank 0 at times."""
+    """Return a rank's part of a global batch; parts are unequal, and rank 0's part is sometimes empty."""
     shares = [0 if len(ids) % 2 and world > 1 else 1, *range(2, world + 1)]
     ends = [len(ids) * sum(shares[: r + 1]) // sum(shares) for r in range(world)]
     return ids[ends[rank - 1] if rank else 0 : ends[rank]]
@@ -26,7 +26,7 @@ def of_tables(policy):
 
 
 def remap(rank, world, names):
-    """Of each policy: at each step table → (ids, rows, new rows) of this rank; the states at the end."""
+    """Return, for each policy, (table → (ids, rows, new rows) of each step, final states, counts)."""
     out = {}
     for name in names:
         peers, policy = Peers(), ManagedIds(**POLICIES[name])
@@ -46,7 +46,7 @@ def remap(rank, world, names):
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_map_is_that_of_a_dict(name):
+def test_id_map_matches_a_dict(name):
     check(name, [remap(0, 1, [name])[name]])
 
 
@@ -58,7 +58,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("world,names", CASES)
-def test_rows_are_those_of_a_dict_and_of_one_rank(world, names):
+def test_rows_are_independent_of_the_number_of_ranks(world, names):
     answers, alone = on_ranks(world, remap, names), remap(0, 1, names)
     for name in names:
         check(name, [answer[name] for answer in answers])

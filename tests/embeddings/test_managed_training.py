@@ -1,5 +1,5 @@
-"""Training with managed ids, rows of which change hands at most steps, against one process that has a row for
-every life of every id."""
+"""Training with managed ids, whose rows are reassigned at most steps, compared with one process that has a
+separate row for each lifetime of each id."""
 
 from dataclasses import replace
 from unittest.mock import patch
@@ -22,8 +22,10 @@ from raytrec.worker.build import build_step
 
 
 class Lives:
-    """Ids of one table as rows of a table without bounds: each life of an id has one, then come those for
-    ids that have none."""
+    """Ids of one table as rows of an unbounded table.
+
+    Each lifetime of an id has its own row, followed by the fallback rows.
+    """
 
     def __init__(self, batches, name):
         table = schema().tables[name]
@@ -56,11 +58,11 @@ class Lives:
 
 
 def a_run(rank, world, sharding, optimizer, train):
-    """On rank 0: what was trained, and what one process makes of the same batches."""
+    """Return, on rank 0, the trained values and the values of one process trained on the same batches."""
     batches, made = raw_batches(), settings(world, sharding, optimizer, **train)
     run = ShardedRun(build_step, made, schema(), torch.device("cpu"), cuts(ROWS, world, "unequal"))
     start = {n: None if v is None else v.clone() for n, v in run.weights().items()}
-    ahead = raw_batches()[-1]  # looked up without being trained
+    ahead = raw_batches()[-1]  # looked up but not trained
     run.train(batches)
     figures, nothing = run.step.managed.figures(), run.step.managed.figures()
     assert nothing["user"]["fallback_share"] is None and nothing["user"]["admitted_ids"] == 0
@@ -91,7 +93,7 @@ def states(optimizers, weight):
 
 
 def reference(run, start, batches):
-    """(a Reference with a row for each life, table → Lives)."""
+    """Return (a Reference with a row for each lifetime, table → IdLifetimes)."""
     lives = {n: Lives(batches, n) for n in schema().managed}
     begin = {}
     for name, table in schema().tables.items():
@@ -126,7 +128,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("world,sharding,optimizer,train", CASES)
-def test_rows_that_change_hands(world, sharding, optimizer, train):
+def test_managed_training_matches_unbounded_tables(world, sharding, optimizer, train):
     got, expected, known, logits, evaluated, figures = on_ranks(
         world, a_run, {"sharding_type": sharding}, optimizer, train
     )[0]
@@ -147,8 +149,8 @@ def test_rows_that_change_hands(world, sharding, optimizer, train):
 
 
 def trained(rank, world, device, block):
-    """(this rank's state after training, the most values that new rows were given at once, whether the
-    exchange of ids has a separate group)."""
+    """Return (this rank's state after training, the largest number of values initialized at once, whether the
+    id exchange has a separate group)."""
     import torch.distributed as dist
 
     made, sizes = settings(world, {"sharding_type": "row_wise"}, "adagrad"), []
@@ -161,7 +163,7 @@ def trained(rank, world, device, block):
     groups, gather = set(), dist.all_gather_into_tensor
 
     def noted(*args, **options):
-        if "async_op" not in options:  # TorchRec's have it
+        if "async_op" not in options:  # TorchRec's calls pass async_op
             groups.add(options["group"] not in (None, dist.group.WORLD))
         return gather(*args, **options)
 
@@ -178,7 +180,7 @@ def trained(rank, world, device, block):
     return state_of(run.step), max(sizes), groups
 
 
-def test_rows_begin_in_blocks_and_on_gpus_as_on_cpus():
+def test_new_rows_are_initialized_equally_in_blocks_and_on_gpus():
     plain = on_ranks(2, trained, "cpu", None)
     for (state, most, _), (in_blocks, few, groups) in zip(
         plain, on_ranks(2, trained, "cpu", 16), strict=True

@@ -1,4 +1,4 @@
-"""Tables in files: trained, saved and restored to the last bit as tables in memory are."""
+"""File-backed tables: training, saving and restoring are bit-identical to tables in memory."""
 
 import ctypes
 import errno
@@ -24,7 +24,7 @@ from raytrec.worker.build import build_step
 
 LIBC = ctypes.CDLL(None)
 
-# (plan.tables, without the kernel where it is the one that is tried; optimizer; world)
+# (plan.tables, by default with the tested kernel; optimizer; world size)
 WAYS = {
     "row-wise": ({"*": {"sharding_type": "row_wise"}}, "rowwise_adagrad", 2),
     "one of two": ({"*": {"sharding_type": "table_wise"}, "tag": {"compute_kernel": "fused"}}, "adagrad", 2),
@@ -41,7 +41,7 @@ def settings(world, tables, optimizer, kernel, folder):
 
 
 def trained(rank, world, tables, optimizer, kernel, folder):
-    """Weights and state after some steps; those that this rank holds, and those that it holds in a file."""
+    """Return weights and state after some steps, the parts held by this rank, and the parts held in files."""
     schema = SCHEMA.model_copy(deep=True)
     schema.tables["tag"].rows = 2 if world == 3 else 5
     step = build(settings(world, tables, optimizer, kernel, folder), schema)
@@ -59,7 +59,7 @@ def trained(rank, world, tables, optimizer, kernel, folder):
 
 
 def is_in_file(values, folder):
-    """Whether memory is that of a file below this folder which has no name any more."""
+    """Return True if the values are mapped from an unlinked file in this folder."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         place, rights, _, _, _, *name = line.split(maxsplit=5)
         begin, end = (int(number, 16) for number in place.split("-"))
@@ -69,7 +69,7 @@ def is_in_file(values, folder):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_training_is_that_of_tables_in_memory(way, tmp_path):
+def test_mapped_tables_train_like_tables_in_memory(way, tmp_path):
     tables, optimizer, world = WAYS[way]
     expected = on_ranks(world, trained, tables, optimizer, "fused", str(tmp_path))
     found = on_ranks(world, trained, tables, optimizer, "fused_mmap", str(tmp_path))
@@ -94,7 +94,7 @@ def trained_by_id(rank, world, kernel, folder):
     return {name: table.weight.dense() for name, table in found.items()}, found["item"].kernel
 
 
-def test_so_is_that_of_tables_read_id_by_id(tmp_path):
+def test_mapped_sequence_tables_train_like_tables_in_memory(tmp_path):
     ((expected, _), *_) = on_ranks(2, trained_by_id, "fused", str(tmp_path))
     for found, kernel in on_ranks(2, trained_by_id, "fused_mmap", str(tmp_path)):
         assert kernel == "fused_mmap"
@@ -103,12 +103,12 @@ def test_so_is_that_of_tables_read_id_by_id(tmp_path):
 
 
 def unfilled(rank, world):
-    """Weights of tables that nothing has been written to."""
+    """Return the sum of absolute weights of tables that were not filled."""
     step, _ = build_step(config(world, {}), SCHEMA, torch.device("cpu"), fill=False)
     return sum(float(table.weight.dense().abs().sum()) for table in tables_of(step.model).values())
 
 
-def test_upstream_draws_no_values_that_are_then_overwritten():
+def test_torchrec_does_not_initialize_weights():
     assert on_ranks(1, unfilled) == [0.0]
 
 
@@ -118,7 +118,7 @@ def zeros_in(folder):
     return files.zeros(["user"], 1 << 20, torch.float32)
 
 
-def test_a_full_disk_and_one_in_memory_are_refused(tmp_path, monkeypatch):
+def test_full_disk_and_tmpfs_are_rejected(tmp_path, monkeypatch):
     zeros_in(tmp_path / "new")
     assert not os.listdir(tmp_path)
 
@@ -135,14 +135,14 @@ def test_a_full_disk_and_one_in_memory_are_refused(tmp_path, monkeypatch):
 
 
 def resident(values):
-    """How many pages of memory are in memory."""
+    """Return the number of the values' pages that are resident."""
     pages = (ctypes.c_ubyte * (values.nbytes // mmap.PAGESIZE))()
     LIBC.mincore(ctypes.c_void_p(values.data_ptr()), ctypes.c_size_t(values.nbytes), pages)
     return sum(page & 1 for page in pages)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux which pages are in memory")
-def test_rows_bring_in_their_pages_and_blocks_all_at_once(tmp_path):
+@pytest.mark.skipif(sys.platform != "linux", reason="needs mincore of Linux")
+def test_prefetch_pages_reads_the_whole_range(tmp_path):
     values = zeros_in(tmp_path)
     values.fill_(1)
     place, size, count = ctypes.c_void_p(values.data_ptr()), ctypes.c_size_t(values.nbytes), 1024
@@ -150,11 +150,11 @@ def test_rows_bring_in_their_pages_and_blocks_all_at_once(tmp_path):
     LIBC.msync(place, size, 4)  # MS_SYNC
     LIBC.madvise(place, size, 21)  # MADV_PAGEOUT
     if resident(values):
-        pytest.skip("this system does not let go of pages when asked to")
+        pytest.skip("this system does not page out memory on request")
     values[[0, 300_000, 700_000]].sum()
     assert resident(values) == 3
     prefetch_pages(values.data_ptr(), values.nbytes // 2)
-    wait_for(lambda: resident(values) >= count // 2 + 1, "pages that are read ahead", 10)
+    wait_for(lambda: resident(values) >= count // 2 + 1, "prefetched pages", 10)
     assert resident(values) == count // 2 + 1
-    other = torch.ones(10)  # of no file
+    other = torch.ones(10)  # not mapped from a file
     prefetch_pages(other.data_ptr(), other.nbytes)

@@ -1,4 +1,4 @@
-"""Pooling by its definition, and what it leaves alone."""
+"""Pooling compared with its definition, and values that pooling must not change."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def keyed(weights=None):
     )
 
 
-def test_totals_are_lengths_or_sums_of_weights_and_never_zero():
+def test_bag_weight_sums_are_never_zero():
     assert sum_bag_weights(keyed()).tolist() == [[2, 1, 1], [1, 3, 1]]
     weights = torch.tensor([0.5, 1.0, -2.0, 0.0, 1.0, 1.0, 0.25])
     assert sum_bag_weights(keyed(weights)).tolist() == [[1.5, 1, -2], [1, 2.25, 1]]
@@ -30,11 +30,11 @@ def test_only_mean_features_are_divided():
 
 
 def looked_up(rank, world, sharding):
-    """What a lookup does to the KeyedJaggedTensor that it is given, and what it gives."""
+    """Run a lookup; return whether its input is unchanged and whether empty bags give zero."""
     step = build(config(world, {"sharding_type": sharding}))
     sparse = batches(1, rank, world, "equal")[1][0].sparse
     if world == 1:
-        sparse.values()[0] = 10**6  # FBGEMM brings it into range, in the tensor that it is handed
+        sparse.values()[0] = 10**6  # out of range; FBGEMM corrects it in place
     parts = (sparse.values(), sparse.lengths(), sparse.weights())
     before = [part.clone() for part in parts]
     keys = list(sparse.keys())
@@ -50,7 +50,7 @@ def _parts(sparse):
 
 
 @pytest.mark.parametrize("world,sharding", [(1, "table_wise"), (2, "row_wise"), (2, "data_parallel")])
-def test_the_callers_ids_stay_as_they_are_and_empty_bags_give_zero(world, sharding):
+def test_lookup_keeps_input_ids_and_zeros_empty_bags(world, sharding):
     for same, keys, zeros, empty in on_ranks(world, looked_up, sharding):
         assert same == [True] * 3 and keys
         assert zeros == [True] * 3 and empty > 0

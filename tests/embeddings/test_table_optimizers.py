@@ -1,4 +1,4 @@
-"""Each table by its own optimizer and learning rate: as in one process, whatever the plan."""
+"""Per-table optimizers and learning rates: the same results as in one process, under all plans."""
 
 import pytest
 import torch
@@ -26,18 +26,18 @@ PLANS = {
 OTHER = {"rowwise_adagrad": "sgd", "sgd": "adagrad", "adagrad": "adam", "adam": "rowwise_adagrad"}
 
 
-def test_all_of_them_are_tested():
+def test_all_table_optimizers_are_tested():
     assert set(OTHER) == set(OPTIMIZERS.parts)
 
 
-def test_an_optimizer_without_rates_is_an_error():
+def test_optimizer_without_rates_is_rejected():
     with pytest.raises(TypeError, match="Momentum has a CPU kernel but does not define cpu_lookup"):
         table_optimizer(type("Momentum", (TableOptimizer,), {}))
     with pytest.raises(ConfigError, match="the rates do not include lookups with optimizer lamb"):
         Rates.of_cpu(2).get_lookup_rates("lamb")
 
 
-def test_later_lines_override_earlier_ones():
+def test_later_optimizer_settings_override_earlier_ones():
     lines = {"*": {"lr": 0.5}, "us*": {"name": "adam", "lr": 0.001}, "user": {"eps": 1e-4}}
     found = resolve_optimizers(config(1, PLANS["row-wise"], "sgd", 0.1, lines), SCHEMA)
     assert found["user"].model_dump() == {"name": "adam", "lr": 0.001, "eps": 1e-4, "weight_decay": 0.0}
@@ -47,7 +47,7 @@ def test_later_lines_override_earlier_ones():
 
 
 def compared(rank, world, plan, tables, changes=()):
-    """(findings that fail, how many tables have state) after some steps, compared with one process."""
+    """Compare some steps with one process; return (failed findings, number of tables with state)."""
     settings = load_config(config(world, plan, "sgd", 0.1, tables), list(changes))
     found = compare(build_step, settings, SCHEMA, torch.device("cpu"), rows=12, steps=4)
     wrong = [(f.check, f.name, f.error) for f in found if not f.error <= f.limit]
@@ -56,7 +56,7 @@ def compared(rank, world, plan, tables, changes=()):
 
 @pytest.mark.parametrize("world,plan", [(1, "row-wise"), (2, "row-wise"), (2, "table-wise"), (2, "copies")])
 @pytest.mark.parametrize("optimizer", OTHER)
-def test_two_tables_of_two_optimizers(optimizer, world, plan):
+def test_two_tables_use_two_optimizers(optimizer, world, plan):
     tables = {"user": {"name": optimizer, "lr": 0.02}, "tag": {"name": OTHER[optimizer], "lr": 0.3}}
     wrong, with_state = on_ranks(world, compared, PLANS[plan], tables, ["train.max_grad_norm=0.05"])[0]
     assert wrong == []
@@ -66,23 +66,23 @@ def test_two_tables_of_two_optimizers(optimizer, world, plan):
 @pytest.mark.parametrize("plan", ["copies", "dense"])
 @pytest.mark.parametrize("optimizer", OTHER)
 def test_weight_decay_reaches_every_row(optimizer, plan):
-    """Those that a step does not look up, too, as in one process."""
+    """Weight decay also applies to rows that a step does not look up."""
     changes = [f"optim.embeddings.name={optimizer}", "optim.embeddings.weight_decay=0.3"]
     assert on_ranks(2, compared, PLANS[plan], {"tag": {"weight_decay": 0.1}}, changes)[0][0] == []
 
 
 @pytest.mark.parametrize("optimizer,device", [("sgd", "cpu"), ("rowwise_adagrad", "cuda"), ("adam", "cuda")])
-def test_fused_kernels_do_not_keep_it(optimizer, device):
+def test_fused_kernels_reject_weight_decay(optimizer, device):
     settings = config(2, ["row_wise", "data_parallel"], optimizer, tables={"tag": {"weight_decay": 0.1}})
     constraints, optimizers = resolve_constraints(settings, SCHEMA), resolve_optimizers(settings, SCHEMA)
     with pytest.raises(ConfigError, match="table tag has weight_decay and may be row_wise with a fused"):
         check_decay(constraints, optimizers, device)
-    if optimizer == "adam":  # on CPU its update is dense
+    if optimizer == "adam":  # on CPU, Adam's update is dense
         check_decay(constraints, optimizers, "cpu")
 
 
 def kernels(rank, world, tables):
-    """The tables of each lookup, with its optimizer."""
+    """Return the tables of each lookup with its optimizer."""
     step = build(config(world, PLANS["row-wise"], "adagrad", 0.1, tables))
     found = [
         (find_fused_lookup(each), {t.name for t in tables_of(each)})
@@ -98,13 +98,13 @@ def kernels(rank, world, tables):
         ({"name": "adam"}, ["('dense', {'tag'})", "('exact_adagrad', {'user'})"]),
     ],
 )
-def test_tables_of_other_optimizers_have_other_lookups(tag, expected):
+def test_different_optimizers_use_separate_lookups(tag, expected):
     assert on_ranks(1, kernels, {"tag": tag})[0] == expected
     assert len(on_ranks(1, kernels, {})[0]) == 1
 
 
 @pytest.mark.parametrize("tag", ["adam", "sgd"])
-def test_live_checks_watch_several_optimizers(tag):
+def test_live_checks_support_several_optimizers(tag):
     tables = {"tag": {"name": tag}, "user": {"name": "rowwise_adagrad"}}
     assert failed(on_ranks(2, watched, tables)) == []
 
@@ -114,7 +114,7 @@ def watched(rank, world, tables):
 
 
 def rates(rank, world):
-    """Learning rates of all parameters before the third step of a warm-up, 3/4 of the whole."""
+    """Return the learning rates of all parameters at the third step of a warm-up, 3/4 of the full rate."""
     settings = config(
         world, PLANS["row-wise"], "adagrad", 0.1, {"tag": {"lr": 0.4}, "user": {"name": "adam"}}
     )
@@ -124,12 +124,12 @@ def rates(rank, world):
     return sorted({group["lr"] for group in step.optimizer.param_groups})
 
 
-def test_the_schedule_is_a_factor_of_every_rate():
+def test_schedule_scales_every_learning_rate():
     assert on_ranks(1, rates)[0] == pytest.approx([0.075, 0.3])
 
 
 def passes(rank, world):
-    """The calls of a kernel of Adam in a step."""
+    """Return the number of Adam kernel calls per step."""
     from torch.profiler import profile
 
     step = build(config(world, PLANS["row-wise"], "adam", 0.1))
@@ -140,5 +140,5 @@ def passes(rank, world):
     return {e.key: e.count / len(given) for e in profiled.key_averages() if "_fused_adam_" in e.key}
 
 
-def test_tables_without_a_kernel_are_updated_in_one_pass():
+def test_dense_tables_are_updated_by_one_call():
     assert on_ranks(1, passes)[0] == {"aten::_fused_adam_": 1}

@@ -1,4 +1,4 @@
-"""One view of any table: whole, in part, on rank 0, with its optimizer state; reading and writing."""
+"""The Table interface: full and partial reads, reads on rank 0, optimizer state, and writes."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def read(rank, world, sharding, kernel, optimizer):
         n: {k: p.dense(range(1, 4), first_only=True) for k, p in sorted(t.state.items())}
         for n, t in after.items()
     }
-    # Writing through one view is seen through another, and by the model.
+    # Writes through one Table are visible through another and in the model.
     for table in after.values():
         table.weight.load(out["start"][table.name])
         table.weight.load(torch.full((2, 8), 7.0), first_row=1)
@@ -55,7 +55,7 @@ def read(rank, world, sharding, kernel, optimizer):
 
 
 @pytest.mark.parametrize("sharding,kernel,optimizer,world,hosts", WAYS)
-def test_every_way_of_sharding_reads_and_writes_alike(sharding, kernel, optimizer, world, hosts):
+def test_all_shardings_read_and_write_equally(sharding, kernel, optimizer, world, hosts):
     ranks = on_ranks(world, read, sharding, kernel, optimizer, hosts=hosts)
     first = ranks[0]
     kernel = kernel or ("dense" if sharding == "data_parallel" else "fused")
@@ -69,7 +69,7 @@ def test_every_way_of_sharding_reads_and_writes_alike(sharding, kernel, optimize
                 assert owner == index
                 assert torch.equal(values, start[rows.start : rows.stop, columns.start : columns.stop])
                 covered[rows.start : rows.stop, columns.start : columns.stop] += 1
-        assert torch.equal(covered, torch.full_like(covered, copies)), "every value is held once"
+        assert torch.equal(covered, torch.full_like(covered, copies)), "each value is stored once per copy"
         end = first["end"][name]
         assert not torch.equal(end, start)
         kinds = {"adam": {"exp_avg", "exp_avg_sq"}}.get(optimizer, {"sum"})
@@ -107,7 +107,7 @@ def mistakes(rank, world):
     return said
 
 
-def test_rows_outside_and_other_widths_are_refused():
+def test_invalid_rows_and_widths_are_rejected():
     for rows, width, outside in on_ranks(2, mistakes):
         assert "range(20, 24) is not a valid range of a table of 23 rows" in rows
         assert "(2, 4)" in width and "[rows, 8]" in width
@@ -115,7 +115,7 @@ def test_rows_outside_and_other_widths_are_refused():
 
 
 def cast(rank, world, sharding):
-    """The message of every cast, and whether the table is untouched after it and still trains."""
+    """Return the error messages of casts, the dtypes afterwards, and whether the table still trains."""
     step = build(config(world, {"sharding_type": sharding}))
     said = []
     for wrong in (
@@ -137,7 +137,7 @@ def cast(rank, world, sharding):
 
 
 @pytest.mark.parametrize("sharding", ["data_parallel", "row_wise"])
-def test_a_cast_after_sharding_raises_and_says_what_to_do(sharding):
+def test_cast_after_sharding_raises_a_helpful_error(sharding):
     for said, dtypes, trains in on_ranks(2, cast, sharding):
         assert all("plan.tables.TABLE.dtype" in text for text in said)
         assert dtypes == {"torch.float32"} and trains

@@ -1,6 +1,6 @@
-"""What TorchRec gets wrong, by the number of its issue.
+"""Known TorchRec bugs, by issue number.
 
-Each test shows raytrec right, and wrong again when raytrec's correction is switched off.
+Each test shows that raytrec is correct, and incorrect without raytrec's correction.
 """
 
 from contextlib import contextmanager, nullcontext
@@ -24,11 +24,11 @@ from raytrec.planning.validation import validate_constraints
 from raytrec.tasks import objective
 from raytrec.worker import build as building
 
-WRONG = 1e-3  # far above every limit of parity
+WRONG = 1e-3  # far above all limits of the parity check
 
 
 def schema(**poolings):
-    """One feature and one table of 23 rows for each pooling."""
+    """Return a schema with one feature and one table of 23 rows for each pooling."""
     return a_schema(
         dense=["a"],
         sparse={name: {"table": name, "pooling": pooling} for name, pooling in poolings.items()},
@@ -44,7 +44,7 @@ def no_division(schema):
 
 @contextmanager
 def torchrecs_own_means(schema):
-    """TorchRec pools as it would by itself, and raytrec divides nothing."""
+    """Let TorchRec compute means itself, and disable raytrec's division."""
 
     def own(name, **values):
         kind = schema.sparse[name].pooling.upper()
@@ -55,7 +55,7 @@ def torchrecs_own_means(schema):
 
 
 def local_means(schema):
-    """Each rank's loss is the mean over its own rows, as in a loop that knows nothing of the others."""
+    """Let each rank's loss be the mean over its own rows, as in a loop without other ranks."""
 
     def mean(losses, weights, *_):
         return (losses * weights).sum() / weights.sum().clamp(min=1)
@@ -68,7 +68,7 @@ def clipping_without_tables(schema):
 
 
 def errors(rank, world, settings, schema, off):
-    """The worst relative error of each check, with a correction switched off or None."""
+    """Return the largest relative error of each check, with one correction switched off (None: all on)."""
     with off(schema) if off else nullcontext():
         found = compare(building.build_step, settings, schema, torch.device("cpu"), rows=12, steps=3)
     return {f.check: max(g.error for g in found if g.check == f.check) for f in found}
@@ -89,16 +89,16 @@ TWO_WAYS = ["plan.tables.a.sharding_type=row_wise", "plan.tables.b.sharding_type
 @pytest.mark.parametrize(
     "settings,poolings,off,hosts",
     [
-        # Upstream divided each rank's part of a bag by that part's length. The pinned version is right for
+        # TorchRec divided each rank's part of a bag by that part's length. The pinned version is correct for
         # ROW_WISE and TABLE_ROW_WISE; raytrec never divides before the sum is global.
         (config(2, ROW_WISE, "sgd"), {"a": "mean", "b": "mean"}, no_division, 1),
         (load_config(config(2, {}, "sgd"), TWO_WAYS), {"a": "mean", "b": "sum"}, torchrecs_own_means, 1),
-        # Not reported upstream: the divisor is missing altogether.
+        # Not reported upstream: there is no division at all.
         (config(4, {"sharding_type": "grid_shard"}, "sgd"), {"a": "mean"}, torchrecs_own_means, 2),
     ],
     ids=["2362 mean under row-wise", "2808 mean next to sum", "mean under grid"],
 )
-def test_means(settings, poolings, off, hosts):
+def test_means_match_their_definition(settings, poolings, off, hosts):
     world, tables = settings.scaling.num_workers, schema(**poolings)
     assert right(parity(world, settings, tables, hosts=hosts))
     assert parity(world, settings, tables, off, hosts=hosts)["forward"] > WRONG
@@ -106,7 +106,8 @@ def test_means(settings, poolings, off, hosts):
 
 @pytest.mark.parametrize("sharding", ["row_wise", "data_parallel"])
 def test_2251_gradients_are_divided_by_the_world_size(sharding):
-    """Right for one definition of the loss alone; with unequal batches, wrong for the mean of local means."""
+    """This is correct only for one definition of the loss; with unequal batches, the mean of local means is
+    wrong."""
     settings, tables = config(2, {"sharding_type": sharding}, "sgd"), schema(a="sum")
     assert right(parity(2, settings, tables))
     assert parity(2, settings, tables, local_means)["gradient"] > WRONG
@@ -119,7 +120,7 @@ def test_2332_clipping_leaves_tables_out():
 
 
 def read_and_trained(rank, world, guarded):
-    """After a cast and a step: the largest difference between a table as it reads and as it is looked up."""
+    """Return the largest difference between a table's stored and looked-up values after a cast and a step."""
     step = build(config(world, {"sharding_type": "data_parallel"}))
     if guarded:
         with pytest.raises(RunError, match="cast"):
@@ -141,16 +142,16 @@ def read_and_trained(rank, world, guarded):
     return float((looked_up - tables(step.model)["user"].weight.dense()[:5].float()).abs().max())
 
 
-def test_2563_a_cast_parts_what_is_read_from_what_is_trained():
+def test_2563_cast_separates_read_and_trained_weights():
     assert on_ranks(2, read_and_trained, True) == [0.0, 0.0]
     assert min(on_ranks(2, read_and_trained, False)) > WRONG
 
 
 def replicas(rank, world, filled):
-    """A data-parallel table as each rank starts with it, without the broadcasts from rank 0."""
+    """Return a data-parallel table's initial values on this rank, without broadcasts from rank 0."""
     torch.manual_seed(rank)
     keep = patch.object(building, "fill_tables", fill_tables if filled else lambda *_: None)
-    seed = patch.object(torch, "manual_seed", lambda *_: None)  # every rank its own random stream
+    seed = patch.object(torch, "manual_seed", lambda *_: None)  # each rank has its own random stream
     torchrec = patch.object(torch.distributed, "broadcast", lambda *_, **__: None)
     ddp = patch("torch.nn.parallel.distributed._sync_module_states", lambda *_, **__: None)
     with keep, seed, torchrec, ddp:
@@ -159,8 +160,8 @@ def replicas(rank, world, filled):
 
 
 def test_1739_replicas_start_different():
-    """The pinned version broadcasts them from rank 0; raytrec does not need that: a row's initial value
-    depends on the seed, the table and the row alone."""
+    """The pinned TorchRec broadcasts tables from rank 0. raytrec does not need the broadcast: a row's initial
+    value depends only on the seed, the table and the row."""
     one, two = on_ranks(2, replicas, True)
     assert torch.equal(one, two)
     one, two = on_ranks(2, replicas, False)
@@ -168,7 +169,7 @@ def test_1739_replicas_start_different():
 
 
 def by_hand(rank, world):
-    """TorchRec's error about a plan with a rank that does not exist."""
+    """Return TorchRec's error about a plan with a missing rank."""
     try:
         construct_module_sharding_plan(
             pooling.make_embedding_bags(schema(a="sum")),
@@ -189,4 +190,4 @@ def test_hand_written_plans_fail_early_and_clearly():
         validate_constraints(settings, schema(a="sum"), "cpu", world=2)
     assert "ranks 0 to 1" in str(error.value)
     kind, text = on_ranks(2, by_hand)[0]
-    assert (kind, "table a" in text) != ("ConfigError", True), "upstream has learned it; drop this test"
+    assert (kind, "table a" in text) != ("ConfigError", True), "fixed upstream; remove this test"

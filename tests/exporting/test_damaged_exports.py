@@ -1,4 +1,4 @@
-"""Exports that are damaged, or made to do harm, end in one message, and nothing of them is unpickled."""
+"""Damaged and malicious exports raise an error with a clear message, and nothing is unpickled."""
 
 import hashlib
 import json
@@ -33,7 +33,7 @@ def files(export):
     return sorted(str(path.relative_to(export)) for path in export.rglob("*") if path.is_file())
 
 
-def test_every_file_cut_changed_or_missing(export, copy):
+def test_load_rejects_truncated_changed_or_missing_files(export, copy):
     for name in files(export):
         file = copy / name
         content = file.read_bytes()
@@ -78,7 +78,7 @@ def change(copy, edit):
         (lambda m: m["tables"]["tag"].update(block_rows=1), "tag"),
     ],
 )
-def test_a_manifest_that_says_something_else(copy, edit, message):
+def test_load_rejects_inconsistent_manifest(copy, edit, message):
     change(copy, edit)
     with pytest.raises(RaytrecError, match=message):
         raytrec.load(copy)
@@ -134,7 +134,7 @@ def test_pickles_are_refused(copy, monkeypatch, tmp_path):
         lambda m: m.update(ids={"user": "golden.arrow"}),
     ],
 )
-def test_a_manifest_that_does_not_fit_its_files_ends_in_a_message(copy, edit):
+def test_mismatched_manifest_raises_a_clear_error(copy, edit):
     change(copy, edit)
     try:
         raytrec.load(copy)
@@ -143,7 +143,7 @@ def test_a_manifest_that_does_not_fit_its_files_ends_in_a_message(copy, edit):
 
 
 @pytest.mark.parametrize("name", ["golden.arrow", "tables/0-user-00000.safetensors", "query.pt2"])
-def test_files_with_other_content_end_in_a_message(copy, name):
+def test_corrupt_files_with_valid_checksums_raise_an_error(copy, name):
     original = (copy / name).read_bytes()
     flipped = original[:8] + bytes(byte ^ 0xFF for byte in original[8:-8]) + original[-8:]
     for content in (b"", b"1", original[: len(original) // 2], flipped):
@@ -152,17 +152,17 @@ def test_files_with_other_content_end_in_a_message(copy, name):
             raytrec.load(copy)
 
 
-def test_names_of_runs_do_not_reach_headers_and_terminals(copy):
+def test_version_omits_unsafe_characters_of_the_run_name(copy):
     change(copy, lambda m: m["source"].update(run="é\r\nSet-Cookie: a\x1b[2J"))
     assert re.fullmatch(r"[\w.-]+-2-[0-9a-f]{8}", raytrec.load(copy).manifest.version, re.ASCII)
 
 
-def test_exports_have_no_paths_of_the_machine_that_wrote_them(export):
+def test_exports_contain_no_local_paths(export):
     root = str(export.parent).encode()
     assert [name for name in files(export) if root in (export / name).read_bytes()] == []
 
 
-def test_golden_rows_with_wrong_offsets_are_not_read(copy):
+def test_golden_rows_with_wrong_offsets_are_refused(copy):
     content = (copy / "golden.arrow").read_bytes()
     golden = pa.ipc.open_file(pa.py_buffer(content)).read_all()
     offsets = golden["friends"].chunk(0).buffers()[1].to_pybytes()[:52]

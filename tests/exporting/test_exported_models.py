@@ -1,4 +1,4 @@
-"""Every model: its export, loaded or served over HTTP, scores as the step that was trained."""
+"""The export of every model, loaded or served over HTTP, gives the scores of the trained step."""
 
 import json
 
@@ -13,7 +13,7 @@ from raytrec.common.errors import ConfigError
 from raytrec.config.models.base import MODELS
 
 CLOSE = 1e-6
-# One of each family; the others are in test-survive.
+# One model of each family. The other models run in test-survive.
 ALWAYS = ("dlrm", "din", "esmm", "sasrec", "sequence", "two_tower", "wide_deep")
 
 
@@ -32,7 +32,7 @@ def http():
 @pytest.mark.parametrize(
     "name", [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.survive) for name in CASES]
 )
-def test_scores_are_those_of_training(name, http, tmp_path):
+def test_exported_models_score_like_training(name, http, tmp_path):
     folder, table, predictions, vectors = trained(Modelled(name, (1, 1)), tmp_path)
     export = raytrec.export(folder, str(tmp_path / "export"), golden_rows=5)
     model = http.serve(export.path)
@@ -52,7 +52,7 @@ def test_scores_are_those_of_training(name, http, tmp_path):
         served = json.loads(content)["predictions"]["vector"]
         np.testing.assert_allclose(served, values, rtol=CLOSE, atol=CLOSE)
     users = list(users_of(name, model, table))
-    assert any(model._split(frozenset(user)).once for user in users), "nothing is computed once"
+    assert any(model._split(frozenset(user)).once for user in users), "no part is computed once per user"
     for user in users:
         whole = model.predict([row | user for row in rows])
         others = [{k: v for k, v in row.items() if k not in user} for row in rows]
@@ -62,7 +62,7 @@ def test_scores_are_those_of_training(name, http, tmp_path):
 
 
 def users_of(name, model, table):
-    """Columns of a row, as those of a user: of a query tower or of sequences; of some features."""
+    """Yield user columns of a row: of the query tower or sequences, then of parts of the features."""
     schema, section = model.manifest.data_schema, MODELS.parts[name]
     own = model.manifest.towers["query"] if section.retrieves else list(model.manifest.sequences)
     for features in (own, list(schema.sparse)[:1], list(schema.sparse)[1:]):
@@ -82,7 +82,7 @@ def own_models(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "case", [Small({"top_mlp": [6]}, dense=False), Small({"name": "own_models:Sum"})], ids=["no dense", "own"]
 )
-def test_models_without_dense_columns_and_of_ones_own(own_models, case, tmp_path):
+def test_models_without_dense_columns_and_custom_models_export(own_models, case, tmp_path):
     folder, table, predictions, _ = trained(case, tmp_path)
     model = raytrec.load(raytrec.export(folder, str(tmp_path / "export"), allow_code=True).path)
     assert_close(model.predict(table), [predictions["y"].numpy()], ["score"])
@@ -90,7 +90,7 @@ def test_models_without_dense_columns_and_of_ones_own(own_models, case, tmp_path
     assert {"a", "b"}.isdisjoint(names) and ("friends" in names) == (case.model.get("name") is None)
 
 
-def test_a_model_that_branches_on_values_is_named(own_models, tmp_path):
+def test_export_names_the_line_that_branches_on_values(own_models, tmp_path):
     folder, _, _, _ = trained(Small({"name": "own_models:Branches"}), tmp_path)
     with pytest.raises(ConfigError) as caught:
         raytrec.export(folder, str(tmp_path / "export"), allow_code=True)

@@ -1,4 +1,4 @@
-"""An export as ONNX, and as a model of its run's MLflow run: real onnxruntime, a real store on sqlite."""
+"""ONNX and MLflow exports of a run, with a real onnxruntime and a real MLflow store on sqlite."""
 
 import os
 import pickletools
@@ -27,7 +27,7 @@ from raytrec.scoring.manifest import Input
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run of two tasks over a sequence, with its MLflow run; its rows, their predictions, its export."""
+    """Train, track and export a run with two tasks; return its rows, predictions and export."""
     folder, before = tmp_path_factory.mktemp("tracked") / "run", os.environ.get("MLFLOW_TRACKING_URI")
     with made_once():
         table, predictions = tracked("din", folder)
@@ -45,7 +45,7 @@ def run(tmp_path_factory):
 
 
 @pytest.mark.parametrize("rows", [1, 3, 50])
-def test_onnxruntime_gives_what_the_model_gives(run, rows):
+def test_onnxruntime_matches_the_model(run, rows):
     assert_equal_with_onnx(run.export, run.table, rows)
 
 
@@ -58,7 +58,7 @@ def assert_equal_with_onnx(export, table, rows):
 
 @pytest.mark.survive
 @pytest.mark.parametrize("name", CASES)
-def test_every_model_is_the_same_with_onnx(name, tmp_path):
+def test_onnxruntime_matches_every_model(name, tmp_path):
     folder, table, _, _ = trained(Modelled(name, (1, 1)), tmp_path)
     golden_rows = 0 if name == "dcn" else 5
     export = raytrec.export(folder, str(tmp_path / "export"), onnx=True, golden_rows=golden_rows)
@@ -71,7 +71,7 @@ class Bessel(torch.nn.Module):
         return (torch.special.bessel_j0(dense).sum(1),)
 
 
-def test_an_operator_that_onnx_lacks_is_named():
+def test_export_names_operators_missing_in_onnx():
     rows = {0: torch.export.Dim("rows", min=1)}
     program = torch.export.export(Bessel(), (torch.ones(3, 2),), dynamic_shapes=(rows,))
     with pytest.raises(
@@ -81,8 +81,8 @@ def test_an_operator_that_onnx_lacks_is_named():
 
 
 @pytest.mark.survive
-def test_onnx_that_gives_something_else_ends_the_export(run, tmp_path, monkeypatch):
-    """Another model's in its place, as if torch had exported it wrongly."""
+def test_export_fails_if_onnx_scores_differ(run, tmp_path, monkeypatch):
+    """Convert a changed model to ONNX, as if the export of torch were wrong."""
     from raytrec.exporting import export as module
 
     other = make_onnx
@@ -107,7 +107,7 @@ def assert_scores(found, expected):
         np.testing.assert_allclose(got, values, rtol=1e-6, atol=1e-6)
 
 
-def test_the_mlflow_model_loads_without_pickles_and_scores_as_the_export(run, monkeypatch):
+def test_mlflow_model_matches_the_export_without_pickles(run, monkeypatch):
     monkeypatch.setenv("MLFLOW_ALLOW_PICKLE_DESERIALIZATION", "false")
     model = mlflow.pyfunc.load_model(run.model)
     assert_scores(model.predict(run.table.to_pandas()), run.predictions)
@@ -126,13 +126,13 @@ def is_pickle(content):
         return False
 
 
-def test_the_requirements_are_those_of_the_extra_score():
+def test_mlflow_requirements_match_the_score_extra():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     needed = [*project["dependencies"], *project["optional-dependencies"]["score"]]
     assert {Requirement(each).name for each in needed} == set(REQUIRED_PACKAGES)
 
 
-def test_columns_with_nulls_have_a_type_that_takes_them():
+def test_signature_types_accept_nulls():
     columns = {
         "id": [1, None],
         "whole": [1, 2],
@@ -150,7 +150,7 @@ def test_columns_with_nulls_have_a_type_that_takes_them():
 
 
 def validated(rows, signature):
-    """Whether MLflow takes rows as what the signature describes."""
+    """Return True if MLflow accepts the rows for this signature."""
     model = mlflow.pyfunc.PyFuncModel(mlflow.models.Model(signature=signature), Same())
     return len(model.predict(rows)) == len(rows)
 
@@ -160,7 +160,7 @@ class Same:
         return rows
 
 
-def test_the_model_is_one_of_the_runs_and_leaves_that_as_it_is(run):
+def test_mlflow_model_belongs_to_its_unchanged_run(run):
     client = mlflow.MlflowClient()
     (found,) = client.search_runs([client.get_experiment_by_name("films").experiment_id])
     assert client.get_logged_model(run.model.removeprefix("models:/")).source_run_id == found.info.run_id
@@ -169,7 +169,7 @@ def test_the_model_is_one_of_the_runs_and_leaves_that_as_it_is(run):
 
 
 @pytest.mark.survive
-def test_another_export_in_its_place_is_refused(run, tmp_path):
+def test_mlflow_model_refuses_a_replaced_export(run, tmp_path):
     moved = shutil.move(run.export, tmp_path / "export")
     try:
         raytrec.export(run.folder, str(run.export), golden_rows=3)
@@ -181,15 +181,15 @@ def test_another_export_in_its_place_is_refused(run, tmp_path):
 
 
 @pytest.mark.survive
-def test_an_embedded_export_needs_no_other_copy(run, tmp_path):
+def test_embedded_export_works_without_the_original(run, tmp_path):
     export = raytrec.export(run.folder, str(tmp_path / "export"), golden_rows=0, mlflow=True, embed=True)
     shutil.rmtree(export.path)
     model = mlflow.pyfunc.load_model(export.metrics["mlflow_model"])
     assert_scores(model.predict(run.table.to_pandas()), run.predictions)
-    assert model.input_example is None, "no row of the data goes along"
+    assert model.input_example is None, "the model contains rows of the data"
 
 
-def test_a_run_that_mlflow_does_not_have(run, tmp_path):
+def test_export_refuses_a_run_missing_in_mlflow(run, tmp_path):
     folder, out = tmp_path / "run", str(tmp_path / "out")
     shutil.copytree(run.folder, folder)
     (folder / "mlflow.json").unlink()

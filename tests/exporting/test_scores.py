@@ -1,4 +1,4 @@
-"""An export of a run with all kinds of columns scores as `raytrec predict` does, in any form of rows."""
+"""An export of a run with all kinds of columns scores like `raytrec predict` in every row format."""
 
 import datetime
 import json
@@ -97,7 +97,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def made(ray_cluster, folder):
-    """(the run, its predictions of the test data, its export)."""
+    """Return a run, its predictions of the test data and its export."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         run = raytrec.train(CONFIG | {"run": {"name": "films", "dir": "run"}})
@@ -108,12 +108,12 @@ def made(ray_cluster, folder):
 
 @pytest.fixture(scope="module")
 def model(made):
-    (made[2].parent / "channels.txt").unlink()  # the export has its own
+    (made[2].parent / "channels.txt").unlink()  # the export has its own copy
     return raytrec.load(made[2])
 
 
 def as_rows(table):
-    """Rows as a service receives them: JSON, of fields of structs under their own names."""
+    """Return rows as a service receives them: JSON objects, with struct fields as separate keys."""
     shown = table["shown"].combine_chunks().field("id")
     flat = table.drop_columns(["shown"]).append_column("shown.id", shown)
     return json.loads(json.dumps(flat.to_pylist(), default=datetime.datetime.isoformat))
@@ -125,7 +125,7 @@ def assert_equal(found, expected, rows=slice(None)):
         np.testing.assert_allclose(got, wanted[rows], rtol=1e-6, atol=1e-6)
 
 
-def test_rows_in_every_form_score_as_the_run_predicts(folder, made, model):
+def test_every_row_format_scores_like_predict(folder, made, model):
     _, expected, _ = made
     table = pq.read_table(folder / "data/test")
     assert expected.column_names == SCORES == model.predict(table).column_names
@@ -137,11 +137,11 @@ def test_rows_in_every_form_score_as_the_run_predicts(folder, made, model):
     with pytest.raises(DataError, match="there are no rows"):
         model.predict([])
     assert model.check() <= 1e-6 and len(model.golden) == 64
-    assert model.manifest.metrics == {}, "nothing is quantized"
+    assert model.manifest.metrics == {}, "an export without quantization has metrics"
 
 
 @pytest.mark.survive
-def test_a_request_log_has_the_models_types_and_is_compared_column_by_column(folder, made, model, tmp_path):
+def test_request_log_keeps_types_and_compares_every_column(folder, made, model, tmp_path):
     from raytrec.serving.bodies import Query
     from raytrec.serving.replica_metrics import Figures
     from raytrec.serving.request_log import RequestLog
@@ -181,7 +181,7 @@ def test_a_request_log_has_the_models_types_and_is_compared_column_by_column(fol
     assert 0 < shares["user", "ids without a row"] < 1
 
 
-def test_a_service_scores_as_the_run_predicts(folder, made, model):
+def test_service_scores_like_predict(folder, made, model):
     table = pq.read_table(folder / "data/test")
     rows = as_rows(table)
     with Http() as http:
@@ -194,7 +194,7 @@ def test_a_service_scores_as_the_run_predicts(folder, made, model):
         assert_same(ranked, model.predict([row | user for row in rows]))
 
 
-def test_a_users_columns_come_once(folder, model):
+def test_user_columns_are_given_once_for_all_candidates(folder, model):
     rows = as_rows(pq.read_table(folder / "data/test"))[:40]
     for mine in (
         ["user", "history"],
@@ -230,7 +230,7 @@ def test_a_users_columns_come_once(folder, model):
         ("history", ..., "column 'history' is missing"),
     ],
 )
-def test_rows_that_do_not_fit_are_named(folder, model, column, value, message):
+def test_prediction_error_names_the_invalid_column_and_row(folder, model, column, value, message):
     good = as_rows(pq.read_table(folder / "data/test").slice(0, 2))
     bad = good[1] | {"tags": [3], "tag_weights": [1.0], column: value}
     if value is ...:
@@ -240,18 +240,18 @@ def test_rows_that_do_not_fit_are_named(folder, model, column, value, message):
     assert message in caught.value.what and f"column {column}, row 1" in caught.value.where
 
 
-def test_a_table_without_a_column(folder, model):
+def test_prediction_rejects_a_missing_column(folder, model):
     with pytest.raises(DataError, match="column 'word' is missing"):
         model.predict(pq.read_table(folder / "data/test").drop_columns(["word"]))
 
 
-def test_a_model_of_no_towers_gives_no_vectors(folder, model):
+def test_model_without_towers_has_no_vectors(folder, model):
     with pytest.raises(ConfigError, match="does not compute query and item vectors"):
         model.vectors(pq.read_table(folder / "data/test"))
 
 
 def assert_metrics(export, evaluated, precision):
-    """The metrics of fp32 tables are those of an evaluation; those of fewer bits are others."""
+    """Check that fp32 metrics equal those of an evaluation and quantized metrics differ."""
     keys = {f"eval.{each['key']}" for each in evaluated.metrics["metrics"]}
     found = {key for key in export.metrics if key.startswith("eval.")}
     assert found == keys | {f"{key}.{precision}" for key in keys} and "eval.clicked.auc" in keys
@@ -263,13 +263,13 @@ def assert_metrics(export, evaluated, precision):
 
 
 @pytest.mark.survive
-def test_metrics_of_other_data_are_those_of_an_evaluation(folder, made, tmp_path, monkeypatch):
+def test_export_metrics_match_an_evaluation(folder, made, tmp_path, monkeypatch):
     monkeypatch.chdir(folder)
     (folder / "channels.txt").write_text("web\napp\ntv\n")
     export = raytrec.export(made[0].path, str(tmp_path / "out"), quantize="int4", data="data/train")
     assert_metrics(export, raytrec.evaluate(made[0].path, "data/train"), "int4")
     again = raytrec.export(made[0].path, str(tmp_path / "out"), quantize="int4", data="data/train")
-    assert again.pairs[:-1] == export.pairs[:-1], "they are in the manifest"
+    assert again.pairs[:-1] == export.pairs[:-1], "the metrics are not read from the manifest"
 
 
 def test_data_without_labels_has_no_metrics(folder, made, tmp_path, monkeypatch, capsys):
@@ -284,7 +284,9 @@ def test_data_without_labels_has_no_metrics(folder, made, tmp_path, monkeypatch,
 
 
 @pytest.mark.parametrize("precision, off", [("fp16", 2e-3), ("int8", 2e-2), ("int4", 0.3)])
-def test_tables_in_fewer_bits(folder, made, model, tmp_path, monkeypatch, precision, off):
+def test_quantized_tables_are_smaller_and_nearly_exact(
+    folder, made, model, tmp_path, monkeypatch, precision, off
+):
     run, expected, _ = made
     monkeypatch.chdir(folder)
     (folder / "channels.txt").write_text("web\napp\ntv\n")
@@ -301,7 +303,7 @@ def test_tables_in_fewer_bits(folder, made, model, tmp_path, monkeypatch, precis
     )
 
 
-def test_an_export_is_complete_or_not_there(folder, made, tmp_path, monkeypatch):
+def test_interrupted_export_is_never_loadable(folder, made, tmp_path, monkeypatch):
     from raytrec.common.output_folder import OutputFolder
 
     run, _, done = made
@@ -327,7 +329,7 @@ def test_an_export_is_complete_or_not_there(folder, made, tmp_path, monkeypatch)
             assert "No space left" in error.what and not (out / "manifest.json").exists()
             with pytest.raises(RunError, match="no export in this folder"):
                 raytrec.load(out)
-    assert tries > 3, "a try wrote more files than it could"
+    assert tries > 3, "an attempt wrote more files than allowed"
     found = {str(p.relative_to(out)): p.read_bytes() for p in out.rglob("*") if p.is_file()}
     assert sorted(found) == sorted([*names, "manifest.json"])
     tables = [name for name in names if name.startswith("tables")]

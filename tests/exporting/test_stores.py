@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.survive, pytest.mark.processes]
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """(checkpoint, its export on disk, rows)."""
+    """Return a checkpoint, its export on disk and the rows."""
     root = tmp_path_factory.mktemp("stores")
     folder, table, _, _ = trained(Modelled("two_tower", (1, 1)), root)
     return folder, Path(raytrec.export(folder, str(root / "export")).path), table
@@ -43,18 +43,18 @@ def bucket(request):
 
 @pytest.fixture
 def copies(tmp_path, monkeypatch):
-    """The folder where copies are put."""
+    """Return the folder that receives local copies."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path
 
 
 def content(uri):
-    """Name → bytes of all files there."""
+    """Return the bytes of every file by name."""
     filesystem, path = open_filesystem(uri)
     return {name: filesystem.open_input_stream(f"{path}/{name}").read() for name in OutputFolder(uri).names()}
 
 
-def test_an_interrupted_export_goes_on_where_it_ended(bucket, made, monkeypatch):
+def test_interrupted_store_export_continues_where_it_stopped(bucket, made, monkeypatch):
     folder, local, _ = made
     left, stream, out = [0], OutputFolder.stream, f"{bucket}/interrupted"
 
@@ -73,7 +73,7 @@ def test_an_interrupted_export_goes_on_where_it_ended(bucket, made, monkeypatch)
     tries = 0
     while "manifest.json" not in OutputFolder(out).names():
         left[0], tries = 5, tries + 1
-        assert tries < 20, "complete files do not stay"
+        assert tries < 20, "complete files were not kept"
         try:
             raytrec.export(folder, out)
         except RunError as error:
@@ -81,14 +81,14 @@ def test_an_interrupted_export_goes_on_where_it_ended(bucket, made, monkeypatch)
             with pytest.raises(RunError, match="no export in this folder"):
                 raytrec.load(out)
     assert tries > 3
-    gc.collect()  # a stream that broke is closed with its object
+    gc.collect()  # closes the interrupted stream
     found, expected = content(out), content(str(local))
     assert found.keys() == expected.keys()
     tables = [name for name in found if name.startswith("tables/")]
     assert tables and all(found[name] == expected[name] for name in tables)
 
 
-def test_an_export_in_a_store_scores_as_on_disk_and_leaves_no_copy(bucket, made, copies):
+def test_store_export_scores_like_disk_and_leaves_no_copy(bucket, made, copies):
     folder, local, table = made
     uri = raytrec.export(folder, f"{bucket}/whole").path
     model, expected = raytrec.load(uri, check_tables=True), raytrec.load(local).predict(table)
@@ -103,7 +103,7 @@ def test_an_export_in_a_store_scores_as_on_disk_and_leaves_no_copy(bucket, made,
     assert content(uri).keys() == content(str(local)).keys()  # the store's own files stay
 
 
-def test_a_copy_that_fails_says_why_and_leaves_nothing(bucket, made, copies, monkeypatch):
+def test_failed_copy_names_the_cause_and_leaves_no_files(bucket, made, copies, monkeypatch):
     uri = raytrec.export(made[0], f"{bucket}/damaged").path
     OutputFolder(uri).delete("predict.pt2")
     with pytest.raises(RunError, match=r"predict.pt2 cannot be copied"):
@@ -119,7 +119,7 @@ def test_a_copy_that_fails_says_why_and_leaves_nothing(bucket, made, copies, mon
         raytrec.load(f"{bucket}/nowhere")
 
 
-def test_what_a_killed_process_has_copied_is_removed(bucket, made, copies):
+def test_copies_of_killed_processes_are_removed(bucket, made, copies):
     uri = raytrec.export(made[0], f"{bucket}/again").path
     host = owner().rpartition("-")[0]
     for name in (
@@ -134,7 +134,7 @@ def test_what_a_killed_process_has_copied_is_removed(bucket, made, copies):
     assert len(names) == 3 and model
 
 
-def test_a_log_of_requests_goes_to_a_store_and_is_read_there(bucket, made):
+def test_request_log_is_written_to_and_read_from_a_store(bucket, made):
     _, local, table = made
     query, figures = Query(raytrec.load(local), "predict", table), Figures()
     log = RequestLog(f"{bucket}/log", 1.0, "writer", figures)
@@ -147,7 +147,7 @@ def test_a_log_of_requests_goes_to_a_store_and_is_read_there(bucket, made):
     assert found["rows"] == found["data_rows"] == len(table) and not found["differs"]
 
 
-def test_a_store_that_does_not_answer(made, monkeypatch):
+def test_unreachable_export_store_raises_a_clear_error(made, monkeypatch):
     for name, value in (object_stores.KEYS | {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(RunError, match=r"manifest.json cannot be read: .*onnect"):
@@ -156,7 +156,7 @@ def test_a_store_that_does_not_answer(made, monkeypatch):
         raytrec.export(made[0], "s3://bucket/export")
 
 
-def test_places_keep_the_query_of_their_uri(made, copies, tmp_path):
+def test_paths_keep_the_query_of_their_uri(made, copies, tmp_path):
     """Training data, a run's checkpoints and exports whose URI names a region."""
     from raytrec.checkpoint.files import folder_of, newest
     from raytrec.common.storage import find_sibling_parts, find_train_folder

@@ -1,4 +1,4 @@
-"""The folder that an export is written to, while a run goes on or another export writes there."""
+"""The target folder of an export while the run continues or another export writes to it."""
 
 import os
 import shutil
@@ -36,7 +36,7 @@ def run(saved, tmp_path):
 
 
 def next_step(run, saved, step=3):
-    """Save another checkpoint, and remove those before it, as checkpoint.keep_last=1 does."""
+    """Save another checkpoint and remove the earlier ones, as checkpoint.keep_last=1 does."""
     root = run / "checkpoints"
     shutil.copytree(saved / "b/checkpoints/step-0000000002", root / f"step-{step:010d}")
     for folder in root.iterdir():
@@ -45,7 +45,7 @@ def next_step(run, saved, step=3):
 
 
 def during_the_tables(monkeypatch, act):
-    """Act before the first table of each export is written."""
+    """Call `act` before the first table of each export is written."""
     write = exporting._write_tables
 
     def acting(*parts):
@@ -55,7 +55,7 @@ def during_the_tables(monkeypatch, act):
     monkeypatch.setattr(exporting, "_write_tables", acting)
 
 
-def test_a_checkpoint_that_is_removed_meanwhile_gives_way_to_the_newest(run, saved, tmp_path, monkeypatch):
+def test_repeated_export_uses_the_newest_checkpoint(run, saved, tmp_path, monkeypatch):
     out = str(tmp_path / "out")
     with monkeypatch.context() as patch:
         during_the_tables(patch, lambda: next_step(run, saved))
@@ -76,7 +76,7 @@ def interrupt(*parts):
     raise Interrupted
 
 
-def test_an_interrupted_export_starts_over_with_the_newest_checkpoint(run, saved, tmp_path, monkeypatch):
+def test_interrupted_export_restarts_with_newest_checkpoint(run, saved, tmp_path, monkeypatch):
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
         patch.setattr(exporting, "_write_tables", interrupt)
@@ -93,7 +93,7 @@ def test_an_interrupted_export_starts_over_with_the_newest_checkpoint(run, saved
     assert version.startswith("small-2-") and raytrec.load(out, check_tables=True).check() <= 1e-6
 
 
-def test_a_folder_that_another_process_writes_to_is_refused(run, tmp_path):
+def test_export_refuses_a_folder_in_use(run, tmp_path):
     out = tmp_path / "out"
     with (
         ClaimedFolder(str(out), "raytrec export").hold(),
@@ -104,8 +104,8 @@ def test_a_folder_that_another_process_writes_to_is_refused(run, tmp_path):
 
 
 @pytest.mark.survive
-def test_a_folder_that_was_made_for_nothing_is_removed(tmp_path):
-    """Only if it was made here, and is empty."""
+def test_failed_export_removes_its_new_empty_folder(tmp_path):
+    """The folder is kept if it existed before or contains files."""
     (tmp_path / "before").mkdir()
     for name, files, stays in (("new", [], False), ("new", ["a"], True), ("before", [], True)):
         with suppress(RunError), ClaimedFolder(str(tmp_path / name), "raytrec export").hold():
@@ -131,8 +131,8 @@ def test_two_processes_export_into_one_folder_at_once(run, tmp_path):
     assert raytrec.load(out, check_tables=True).check() <= 1e-6
 
 
-def test_the_same_export_that_another_process_completes_meanwhile(run, tmp_path, monkeypatch):
-    """As on a store, where there are no locks."""
+def test_export_accepts_an_identical_concurrent_export(run, tmp_path, monkeypatch):
+    """Object stores have no locks, so that two exports can be committed."""
     monkeypatch.setattr(ClaimedFolder, "hold", lambda folder: nullcontext())
     commit, out = Target.commit, str(tmp_path / "out")
 

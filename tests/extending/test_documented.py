@@ -16,7 +16,7 @@ def loop(rank, world, model, checks):
     return loops.loop(rank, world, loops.ROW_WISE, checks={"custom": checks}, model=model)
 
 
-def test_examples_train_and_check_on_two_ranks(tmp_path, monkeypatch):
+def test_documented_model_and_check_run_on_two_ranks(tmp_path, monkeypatch):
     blocks = re.findall(r"(?ms)^```python\n(.*?)^```", PAGE.read_text())
     (tmp_path / "documented.py").write_text("\n\n".join(blocks))
     monkeypatch.syspath_prepend(tmp_path)

@@ -1,4 +1,4 @@
-"""The same parts in a copy of the tree: each changes at most two files, and all of them train together."""
+"""User parts added to a copy of the tree: each changes at most two files, and all train together."""
 
 import hashlib
 import json
@@ -23,10 +23,10 @@ class LinearSection(ModelSection):
 '''
 TRANSFORM = '''\
 class Share(OnColumns):
-    """A number becomes its share of the most, at most 1."""
+    """Divide a number by `most`, and clip the result at 1."""
 
     do: Literal["share"] = Field(description="share")
-    most: float = Field(description="What is 1.")
+    most: float = Field(description="Value that becomes 1.")
 
 
 '''
@@ -37,7 +37,7 @@ def _share(spec: t.Share, array: pa.Array) -> pa.Array:
 
 
 """
-SETTING = '    patience: Reaction = Field("stop", description="A run is over in time.")\n'
+SETTING = '    patience: Reaction = Field("stop", description="The run ends within twenty steps.")\n'
 JOB = """\
 run: {dir: run}
 data:
@@ -57,19 +57,19 @@ tracking: {enabled: false}
 
 
 def copied(tree, own, place):
-    """A file of the user's at its place in the tree."""
+    """Copy a file of the user to its place in the tree."""
     (tree / place).parent.mkdir(parents=True, exist_ok=True)
     shutil.copy(OWN / own, tree / place)
 
 
 def inserted(tree, place, before, text):
-    """Text put into a file, before the only line that begins so."""
+    """Insert text into a file before the only line that starts with `before`."""
     whole = (tree / place).read_text()
     assert len(re.findall(f"(?m)^{re.escape(before)}", whole)) == 1, f"{place}: {before}"
     (tree / place).write_text(re.sub(f"(?m)^{re.escape(before)}", lambda _: text + before, whole))
 
 
-# A part → the changes that it takes: own files with their places, and text put in before a line of a file.
+# Part → its changes: (own file, place in the tree), or (file, start of a line, text inserted before it).
 PARTS = {
     "model": [
         ("shop_model.py", "raytrec/models/linear.py"),
@@ -108,7 +108,7 @@ def copy_of_the_tree(folder):
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory):
-    """The tree with all of them, as it would be installed."""
+    """Create a copy of the tree with all parts, laid out as an installation."""
     tree = copy_of_the_tree(tmp_path_factory.mktemp("tree"))
     for part in PARTS:
         add(tree, part)
@@ -117,7 +117,7 @@ def tree(tmp_path_factory):
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_at_most_two_files_change(part, tmp_path):
+def test_new_part_changes_at_most_two_files(part, tmp_path):
     tree = copy_of_the_tree(tmp_path)
     before = hashes(tree)
     add(tree, part)
@@ -127,7 +127,7 @@ def test_at_most_two_files_change(part, tmp_path):
 
 
 @pytest.mark.survive
-def test_a_run_with_all_of_them(tree, tmp_path):
+def test_run_with_all_new_parts_succeeds(tree, tmp_path):
     def raytrec(*arguments):
         done = subprocess.run(
             [sys.executable, "-m", "raytrec", *arguments],

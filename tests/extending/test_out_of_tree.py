@@ -1,6 +1,6 @@
-"""A model, a loss, a metric, a live check, a transform and a recipe, each one file of the user's (own/).
+"""A model, a loss, a metric, a live check, a transform and a recipe, each one file of the user (own/).
 
-None is installed or lies in raytrec: they are in the folder that the commands are given in.
+The files are neither installed nor part of raytrec; they are in the working directory of the commands.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ def command(*arguments):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Where the commands are given."""
+    """Create the working directory of the commands."""
     folder = tmp_path_factory.mktemp("shop")
     for file in OWN.glob("*.py"):
         shutil.copy(file, folder)
@@ -63,7 +63,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def printed(folder, ray_cluster):
-    """The console's output of the recipe, of a run that its own check ended, and of its resumption."""
+    """Run the recipe, a run that its own check stops, and its resumption; return stdout and stderr."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         command("prepare", "shop_recipe:prepare", "--out", "data", "--rows", "2000")
@@ -74,35 +74,35 @@ def printed(folder, ray_cluster):
     return " ".join(out.getvalue().split()), " ".join(err.getvalue().split())
 
 
-def test_the_recipe_has_written_what_it_was_told_to(folder, printed):
+def test_user_recipe_writes_the_data_set(folder, printed):
     facts = json.loads((folder / "data/prepared.json").read_text())
     assert facts["options"] == {"recipe": "shop", "rows": 2000, "seed": 0}
     assert "train 2,000, valid 2,000, test 2,000 rows" in printed[1]
 
 
-def test_result_json_has_them(folder, printed):
+def test_result_json_contains_user_parts(folder, printed):
     result = json.loads((folder / "runs/shop/result.json").read_text())
     assert result["code"] == CODE
     assert 0.7 < result["eval.right_side"] <= 1 and result["eval.auc"] > 0.9
     assert [metric["key"] for metric in result["metrics"]] == ["auc", "right_side"]
     assert result["train.rows"] == 2000 and result["train.steps"] == 32
-    assert result["train.checks_failed"] == 2, "of the run that its check ended, and of its resumption"
+    assert result["train.checks_failed"] == 2, "one in the stopped run, one after the resumption"
 
 
-def test_the_console_shows_them(printed):
+def test_console_shows_user_parts(printed):
     out, err = printed
     assert "accuracy (share of rows)" in out and f"your code {', '.join(CODE)}" in out
     assert "resuming at step 10" in err and "check patience failed at step 20: twenty steps" in err
-    assert "accuracy" in err, "lines of progress"
+    assert "accuracy" in err, "progress lines show the metric"
 
 
-def test_the_report_shows_them(folder, printed):
+def test_report_shows_user_parts(folder, printed):
     page = (folder / "runs/shop/report.html").read_text()
     for text in (*CODE, "accuracy (share of rows)", "patience at step 20: twenty steps are enough"):
         assert text in page, text
 
 
-def test_mlflow_has_them(folder, printed):
+def test_mlflow_contains_user_parts(folder, printed):
     from mlflow import MlflowClient
 
     client = MlflowClient(f"sqlite:///{folder}/runs/mlflow.db")

@@ -1,10 +1,10 @@
-"""The first 50 losses of an example configuration, on ranks without Ray.
+"""Record the first 50 losses of an example configuration, on ranks without Ray.
 
-    .venv/bin/python tests/golden/losses.py [NAME...]     # records again
+    .venv/bin/python tests/golden/losses.py [NAME...]     # record again
 
-That is legitimate where a commit means to change what is computed (another order of the rows, other initial
-values, another kernel, a new version of torch, TorchRec, FBGEMM or NumPy) and states that, with the reason. A
-commit that moves, renames or simplifies never needs it: then its losses are wrong.
+Record again only in a commit that changes the computation on purpose (another row order, other initial
+values, another kernel, a new version of torch, TorchRec, FBGEMM or NumPy) and gives the reason. If a commit
+only moves, renames or simplifies code, different losses are a bug.
 """
 
 import hashlib
@@ -16,11 +16,11 @@ from itertools import islice
 from pathlib import Path
 
 STEPS, WORKERS = 50, (1, 2)
-EPOCH_STEPS = 30  # the last one smaller; the 50 steps go into a second epoch
+EPOCH_STEPS = 30  # the last step is smaller; the 50 steps reach the second epoch
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-# Configuration → (the shape of its data, rows of a global batch). Everything else is the file's, the model's
-# size included; machines with GPUs are left aside.
+# Configuration → (shape of its data, rows of a global batch). All other settings, including the model size,
+# come from the configuration file; GPU settings are overridden.
 EXAMPLES = {
     "synthetic": ("synthetic", 256),
     "criteo_kaggle": ("criteo_kaggle", 256),
@@ -36,10 +36,10 @@ EXAMPLES = {
 
 
 def record(name: str, workers: int, data: Path) -> dict:
-    """{"rows": hash of all batches, "losses": of the global batches} of an example.
+    """Return {"rows": hash of all batches, "losses": losses of the global batches} of an example.
 
     Args:
-        data: a folder for what is read; what an earlier call has written there is used again.
+        data: folder of the generated data sets; later calls reuse them.
     """
     from golden.shapes import write
     from ranks import on_ranks
@@ -50,13 +50,13 @@ def record(name: str, workers: int, data: Path) -> dict:
         write(shape, EPOCH_STEPS * batch_rows - batch_rows // 3, folder)
     ranks = on_ranks(workers, train, name, str(folder), batch_rows)
     rows = hashlib.sha256("".join(digest for digest, _ in ranks).encode()).hexdigest()[:16]
-    # A rank's loss is its part × workers (tasks/objective.py), so that their mean is the batch's.
+    # A rank's loss is its part × workers (tasks/objective.py), so the mean over ranks is the batch loss.
     losses = [sum(parts) / workers for parts in zip(*(losses for _, losses in ranks), strict=True)]
     return {"rows": rows, "losses": losses}
 
 
 def train(rank: int, world: int, name: str, folder: str, batch_rows: int) -> tuple[str, list[float]]:
-    """One rank: (hash of its batches, its loss at each step)."""
+    """Train one rank; return (hash of its batches, its loss at each step)."""
     import torch
 
     from raytrec.config.features import resolve_features
@@ -70,7 +70,7 @@ def train(rank: int, world: int, name: str, folder: str, batch_rows: int) -> tup
     from raytrec.worker.loop import make_train_order
 
     class Direct(Stream):
-        """Reads in this process what Ray Data's tasks read otherwise: the same rows in the same order."""
+        """Stream that reads in this process instead of Ray Data tasks, in the same row order."""
 
         def _tables(self, items):
             return (read_item(item, self.dataset.form) for item in items)
@@ -78,7 +78,7 @@ def train(rank: int, world: int, name: str, folder: str, batch_rows: int) -> tup
     settings = [f"data.train={folder}/train", "data.valid=null", "data.test=null", "scaling.device=cpu"]
     settings += [f"data.global_batch_size={batch_rows}", "train.eval_every_steps=null", "train.epochs=2"]
     settings += ["data.holdout=null", "train.early_stopping=null", "checkpoint.keep_best=0"]
-    settings += ["train.matmul=fp32", "train.compile=false", "plan.qcomms={}"]  # those of machines with GPUs
+    settings += ["train.matmul=fp32", "train.compile=false", "plan.qcomms={}"]  # GPU settings
     config = load_config(ROOT / "jobs" / f"{name}.yaml", [*settings, f"scaling.num_workers={world}"])
     schema = Schema.load(f"{folder}/schema.yaml")
     step, _ = build_step(config, schema, torch.device("cpu"))
@@ -102,7 +102,7 @@ def _hashed(batches, digest):
 
 
 def environment() -> dict:
-    """What the last bits of a loss depend on apart from the code."""
+    """Return the library versions and the CPU, which affect the last bits of a loss."""
     import torch
 
     libraries = "torch", "torchrec", "fbgemm-gpu-cpu", "numpy", "pyarrow"
@@ -115,7 +115,7 @@ def environment() -> dict:
 
 
 def main(names: list[str]) -> None:
-    """Records these examples, or all."""
+    """Record these examples, or all examples."""
     with tempfile.TemporaryDirectory() as data:
         for name in names or EXAMPLES:
             runs = {str(workers): record(name, workers, Path(data)) for workers in WORKERS}
@@ -126,6 +126,6 @@ def main(names: list[str]) -> None:
 
 if __name__ == "__main__":
     sys.path[:0] = [str(HERE.parent), str(HERE.parent / "helpers")]
-    from golden.losses import main  # by its own name, under which ranks can import it
+    from golden.losses import main  # import under the module name that ranks use
 
     main(sys.argv[1:])

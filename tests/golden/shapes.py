@@ -1,6 +1,6 @@
-"""Rows in the shape of each example's data: its columns and table sizes, labels drawn from a planted model.
+"""Generated data with the columns and table sizes of each example, and labels from a planted model.
 
-Made from a seed alone and written as Parquet, so that the trainer reads them as it reads any data.
+The rows depend only on a seed and are written as Parquet, so the trainer reads them like any other data.
 """
 
 from pathlib import Path
@@ -11,12 +11,12 @@ import pyarrow.parquet as pq
 import yaml
 
 GROUP_ROWS = 512
-LONGEST = 8  # ids of a bag
-MIX = 0x9E3779B97F4A7C15  # an id's effect on the label is a hash of it
+LONGEST = 8  # ids per bag
+MIX = 0x9E3779B97F4A7C15  # the effect of an id on the label is a hash of the id
 
 
 def _tables(rows, dim, **features):
-    """`sparse` and `tables` of a schema with a table for each feature; `features` adds to some of them."""
+    """Return `sparse` and `tables` of a schema with one table per feature; `features` adds keys."""
     return {
         "sparse": {name: {"table": name, **features.get(name, {})} for name in rows},
         "tables": {name: {"rows": count, "dim": dim} for name, count in rows.items()},
@@ -24,12 +24,12 @@ def _tables(rows, dim, **features):
 
 
 def _clicks(sizes, dim, **features):
-    """Criteo's 13 numbers and 26 ids."""
+    """Return a schema with Criteo's 13 numbers and 26 ids."""
     rows = {f"C{i}": size for i, size in enumerate(sizes, 1)}
     return {"labels": ["label"], "dense": [f"I{i}" for i in range(1, 14)], **_tables(rows, dim, **features)}
 
 
-MOVIELENS = {  # as `raytrec prepare movielens` makes it of the 100K set
+MOVIELENS = {  # as written by `raytrec prepare movielens` for the 100K set
     "labels": ["label"],
     **_tables(
         {
@@ -50,7 +50,7 @@ MOVIELENS = {  # as `raytrec prepare movielens` makes it of the 100K set
 }
 MOVIELENS["sparse"]["history"] = {"table": "item_id", "pooling": "sequence"}
 
-OWN = {  # one of each kind: a shared table, bags with and without weights, ids out of range
+OWN = {  # a shared table, bags with and without weights, and ids out of range
     "labels": ["clicked"],
     "dense": ["price"],
     "sparse": {
@@ -78,7 +78,7 @@ SHAPES = {
         **{f"C{i}": {"pooling": "mean" if i % 2 else "sum"} for i in range(21, 27)},
     ),
     "criteo_kaggle": _clicks([100_000] * 26, 16),
-    "criteo_1tb": _clicks([2_000] * 26, 128),  # 10 M rows a table in truth: 133 GB
+    "criteo_1tb": _clicks([2_000] * 26, 128),  # the real tables have 10 M rows each: 133 GB
     "movielens": MOVIELENS,
     "ml1m": ML1M,
     "adult": ADULT,
@@ -88,7 +88,7 @@ BAGS = {"history", "genres", "visited", "words", *(f"C{i}" for i in range(21, 27
 
 
 def write(shape: str, rows: int, folder: Path) -> Path:
-    """Writes schema.yaml and train/, seeded by the shape's name; the folder."""
+    """Write schema.yaml and train/, seeded by the shape's name, and return the folder."""
     schema, rng = SHAPES[shape], np.random.default_rng(list(shape.encode()))
     columns, logits_B = {}, np.zeros(rows)
     for name in schema.get("dense", []):
@@ -118,6 +118,6 @@ def write(shape: str, rows: int, folder: Path) -> Path:
 
 
 def _effect(ids):
-    """Between -1/2 and 1/2."""
+    """Return the effect of ids on the logit, between -1/2 and 1/2."""
     with np.errstate(over="ignore"):
         return (ids.astype(np.uint64) * np.uint64(MIX) >> np.uint64(40)) / 2.0**24 - 0.5

@@ -1,10 +1,11 @@
-"""`make gpu-check`: whether raytrec does on this machine what it promises.
+"""`make gpu-check`: test raytrec on the hardware of this machine.
 
     python tests/gpu/check.py [--device auto|cpu|cuda] [--only parity,train] [--smallest]
 
-Each block (blocks/__init__.py) runs in a separate process, with a limit on its time: one that crashes or
-hangs stops no other. A block ends at its first failure. No network is needed. The table at the end states for
-each: passed, failed, or cannot run here and why; gpu-check.json has the figures. Exit 1 if a block failed.
+Each block (blocks/__init__.py) runs in a separate process with a time limit, so a crash or hang does not stop
+other blocks. A block ends at its first failure. No network is needed. The final table lists the result of
+each block: passed, failed, or cannot run here, with the reason. gpu-check.json has the measurements. The exit
+status is 1 if a block failed.
 """
 
 from __future__ import annotations
@@ -32,18 +33,18 @@ import typer  # noqa: E402
 from blocks import BLOCKS  # noqa: E402
 from here import CannotRun, Here  # noqa: E402
 
-ROWS = {"smallest": 6_000, "cpu": 20_000, "cuda": 300_000}  # of the synthetic training data
+ROWS = {"smallest": 6_000, "cpu": 20_000, "cuda": 300_000}  # rows of synthetic training data
 PASSED, FAILED, CANNOT = "passed", "failed", "cannot run here"
 
 
 @dataclass
 class Outcome:
-    """What became of a block.
+    """Result of a block.
 
     Attributes:
-        why: of a failure, or of what this machine cannot do.
-        found: what it measured.
-        about: versions and device, as its process saw them.
+        why: reason of a failure, or why this machine cannot run the block; empty if the block passed.
+        found: measurements of the block.
+        about: package versions and device of the block's process.
     """
 
     name: str
@@ -55,7 +56,7 @@ class Outcome:
 
 
 def run_block(name: str, limit_s: int, here: Here) -> Outcome:
-    """Runs a block in a separate process and waits for its end."""
+    """Run a block in a separate process and wait until it ends."""
     here.folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-W", "ignore", __file__, "--child", name, "--device", here.kind]
     command += ["--folder", str(here.shared), *(["--smallest"] if here.smallest else [])]
@@ -77,14 +78,14 @@ def run_block(name: str, limit_s: int, here: Here) -> Outcome:
     printed = here.folder / "outcome.json"
     values = json.loads(printed.read_text()) if printed.exists() else {"found": {}, "about": {}}
     if late:
-        values |= {"result": FAILED, "why": f"not done after {limit_s} s; it was {_tail(log)}"}
+        values |= {"result": FAILED, "why": f"not done after {limit_s} s; last output: {_tail(log)}"}
     elif "result" not in values:
-        values |= {"result": FAILED, "why": f"its process ended with {_end_of(process)}: {_tail(log)}"}
+        values |= {"result": FAILED, "why": f"the process ended with {_end_of(process)}: {_tail(log)}"}
     return Outcome(name, seconds=round(perf_counter() - began, 1), **values)
 
 
 def _end(process: subprocess.Popen) -> None:
-    """Ends a block's process and those of its group."""
+    """Kill the process group of a block."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -96,13 +97,13 @@ def _end_of(process: subprocess.Popen) -> str:
 
 
 def _tail(log: Path) -> str:
-    """The last line of a log that is not empty."""
+    """Return the last non-empty line of a log."""
     printed = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return printed[-1][-300:] if printed else "silent"
+    return printed[-1][-300:] if printed else "none"
 
 
 def child(name: str, here: Here) -> None:
-    """The block itself, in its own process; leaves outcome.json."""
+    """Run a block in this process and write outcome.json."""
     import faulthandler
 
     faulthandler.enable()
@@ -110,7 +111,7 @@ def child(name: str, here: Here) -> None:
     try:
         with _device(here.stand_in):
             values["about"] = about(here)
-            _write(here, values)  # should the process die
+            _write(here, values)  # kept if the process dies
             import_module(name if "." in name else f"blocks.{name}").run(here)
         values |= {"result": PASSED, "why": ""}
     except CannotRun as reason:
@@ -126,7 +127,7 @@ def _write(here: Here, values: dict[str, Any]) -> None:
 
 
 def _why(error: BaseException) -> str:
-    """The error's first line and its place in the block."""
+    """Return the first line of an error and its location in the block."""
     printed = str(error).strip().splitlines() or ["an assertion"]
     kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "gpu/blocks" in f.filename]
@@ -135,7 +136,7 @@ def _why(error: BaseException) -> str:
 
 
 def _device(stand_in: bool) -> Any:
-    """With the stand-in for a GPU (tests/helpers/standin), or as the machine is."""
+    """Return a context with the GPU stand-in (tests/helpers/standin), or a null context."""
     if not stand_in:
         return nullcontext()
     from standin import cuda
@@ -144,14 +145,14 @@ def _device(stand_in: bool) -> Any:
 
 
 def about(here: Here) -> dict[str, Any]:
-    """Versions of the packages and what the device is."""
+    """Return the package versions and the device name."""
     import platform
 
     from blocks.environment import PACKAGES, driver_version, gpu_name, version
 
     facts = {"python": platform.python_version(), "cores": os.cpu_count(), "device": "cpu"}
     facts |= {name: found for name in PACKAGES if (found := version(name))}
-    if here.real:  # over NVML, as torch would begin to use the GPU
+    if here.real:  # through NVML, because torch would create a CUDA context
         facts |= {"device": gpu_name(), "driver": driver_version()}
     elif here.kind == "cuda":
         facts["device"] = "stand-in for a GPU"
@@ -159,14 +160,14 @@ def about(here: Here) -> dict[str, Any]:
 
 
 def find_device() -> str:
-    """cuda where torch can use a GPU, or where a driver is and so it should; else cpu."""
+    """Return "cuda" if torch can use a GPU or an NVIDIA driver is loaded, else "cpu"."""
     code = "import torch; print(torch.cuda.is_available())"
     answer = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
     return "cuda" if "True" in answer.stdout or Path("/dev/nvidiactl").exists() else "cpu"
 
 
 def prepare(here: Here) -> None:
-    """Makes the synthetic data that the blocks train on."""
+    """Generate the synthetic training data."""
     rows = ROWS["smallest" if here.smallest else here.kind]
     command = [sys.executable, "-m", "raytrec", "prepare", "synthetic"]
     command += ["--out", str(here.data), "--rows", str(rows)]
@@ -174,13 +175,13 @@ def prepare(here: Here) -> None:
 
 
 def _print_log(folder: Path) -> None:
-    """The output of a block that failed, and the tracebacks of its runs' workers."""
+    """Print the output of a failed block and the tracebacks of its workers."""
     for path in [folder / "log.txt", *sorted(folder.rglob("error.txt"))]:
         print(f"\n--- {path.relative_to(folder.parent)} ---\n{path.read_text(errors='replace')[-4000:]}")
 
 
 def show(outcomes: list[Outcome]) -> None:
-    """The table."""
+    """Print the result table."""
     from rich.console import Console
     from rich.table import Table
 
@@ -210,12 +211,14 @@ def check(
     smallest: bool = False,
     stand_in: bool = False,
 ) -> list[Outcome]:
-    """Runs blocks one after the other.
+    """Run blocks one after the other.
 
     Args:
         kind: cpu or cuda.
-        shared: a folder for what they write.
-        stand_in: the GPU is tests/helpers/standin.
+        shared: output folder of all blocks.
+        blocks: block name -> time limit in seconds.
+        smallest: use the smallest sizes.
+        stand_in: use the GPU stand-in (tests/helpers/standin).
     """
     outcomes = []
     for name, limit_s in blocks.items():
@@ -227,14 +230,14 @@ def check(
 
 def main(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    only: Annotated[str, typer.Option(help="These blocks alone, with commas between.")] = "",
-    smallest: Annotated[bool, typer.Option(help="The smallest sizes.")] = False,
-    stand_in: Annotated[bool, typer.Option(help="A GPU that is none: tests/helpers/standin.")] = False,
-    out: Annotated[Path, typer.Option(help="Where the figures go.")] = Path("gpu-check.json"),
+    only: Annotated[str, typer.Option(help="Comma-separated blocks to run. Default: all.")] = "",
+    smallest: Annotated[bool, typer.Option(help="Use the smallest sizes.")] = False,
+    stand_in: Annotated[bool, typer.Option(help="Use the GPU stand-in (tests/helpers/standin).")] = False,
+    out: Annotated[Path, typer.Option(help="Output file of the measurements.")] = Path("gpu-check.json"),
     child_of: Annotated[str, typer.Option("--child", hidden=True)] = "",
     folder: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Checks this machine, block by block."""
+    """Check this machine, block by block."""
     if child_of:
         return child(child_of, Here(device, smallest, folder / child_of, folder, stand_in))
     device = find_device() if device == "auto" else device

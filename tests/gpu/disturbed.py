@@ -1,6 +1,6 @@
-"""Models of runs that are disturbed or watched from inside: model.name="disturbed:CLASS" in a config.
+"""DLRMs that inject faults or record host waits at a training step: model.name="disturbed:CLASS".
 
-They are DLRMs that do something more at a step of training; model.options.folder is where they leave word.
+They write their notes to model.options.folder.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from raytrec.config.models.ranking import DlrmSection
 from raytrec.config.schema import Schema
 from raytrec.models.dlrm import DLRM
 
-CYCLES = 1 << 40  # of a GPU's clock: some ten minutes
+CYCLES = 1 << 40  # GPU clock cycles, about ten minutes
 STUCK_S = 600
 PACKAGE = str(Path(raytrec.__file__).parent)
-# Frames that run for another function: their caller is the one that waits.
+# Frames in these paths are attributed to their caller.
 LIBRARIES = (
     "/torch/",
     "/lib/python3",
@@ -38,7 +38,7 @@ LIBRARIES = (
 
 
 class Counting(DLRM):
-    """A DLRM that counts the steps of training that this process has made."""
+    """DLRM that counts the training steps of this process."""
 
     def __init__(self, schema: Schema, config: PythonSection):
         super().__init__(schema, DlrmSection(bottom_mlp=[32], top_mlp=[32]))
@@ -51,11 +51,14 @@ class Counting(DLRM):
         return super().forward(dense, pooled)
 
     def at(self, count: int, dense: torch.Tensor) -> None:
-        """Called before each forward of training, from 1."""
+        """Run before each training forward; `count` starts at 1."""
 
 
 class Disturbed(Counting):
-    """Is stuck in a kernel (on CPU: a sleep) in its first process, and killed in its second, at step `at`."""
+    """DLRM that hangs at step `at` in its first process and is killed at step `at` in its second process.
+
+    It hangs in a kernel on CUDA and in a sleep on CPU.
+    """
 
     def at(self, count: int, dense: torch.Tensor) -> None:
         if count != self.options["at"]:
@@ -69,7 +72,7 @@ class Disturbed(Counting):
             os.kill(os.getpid(), signal.SIGKILL)
 
     def _first(self, what: str) -> bool:
-        """Whether this has not happened yet; notes the process that it happens to."""
+        """Return True on the first call for a fault, and write the process id and time to a note."""
         note = Path(self.options["folder"]) / f"{what}.json"
         if note.exists():
             return False
@@ -78,7 +81,7 @@ class Disturbed(Counting):
 
 
 class Watching(Counting):
-    """Notes where the host waits for the GPU, from step `first` to step `last`."""
+    """DLRM that records where the host waits for the GPU from step `first` to step `last`."""
 
     def at(self, count: int, dense: torch.Tensor) -> None:
         if count == self.options["first"]:
@@ -97,7 +100,7 @@ class Watching(Counting):
 
 
 def who_waits(stack: traceback.StackSummary) -> list[str]:
-    """[raytrec or upstream, file:line of the innermost frame that asked for what was waited for]."""
+    """Return ["raytrec" or "upstream", FILE:LINE of the innermost frame outside libraries]."""
     asked = [f for f in stack if not _is_library(f.filename)]
     if not asked:
         return ["upstream", "?"]
@@ -107,6 +110,6 @@ def who_waits(stack: traceback.StackSummary) -> list[str]:
 
 
 def _is_library(filename: str) -> bool:
-    """torch and Python's own; torchrec and fbgemm_gpu ask for themselves."""
+    """Return True for files of torch and Python. torchrec and fbgemm_gpu are not libraries here."""
     inside = "/site-packages/" in filename
     return any(part in filename for part in LIBRARIES if not (inside and part == "/lib/python3"))

@@ -1,4 +1,4 @@
-"""What a block of `make gpu-check` is given: a device, sizes, folders, and ways to report what it found."""
+"""Context of a block of `make gpu-check`: device, sizes, folders and measurements."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from unittest.mock import patch
 
 T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 60  # of a collective
+TIMEOUT_S = 60  # timeout of a collective
 
 
 class CannotRun(Exception):
-    """Raised by a block that this machine cannot run, with the reason. The block has not failed."""
+    """Raised by a block that cannot run on this machine. The block does not count as failed."""
 
 
 @dataclass
 class Here:
-    """The machine, for one block.
+    """Device, sizes and folders of one block.
 
     Attributes:
         kind: cpu or cuda.
-        smallest: the smallest sizes that still mean something, for CI.
-        folder: of this block alone.
-        shared: of all blocks of this check; train/ is the run that the block `train` leaves.
-        stand_in: the GPU is tests/helpers/standin, which has neither NVML nor kernels of CUDA's own.
-        found: what the block has measured, for gpu-check.json; kept when the block fails later.
+        smallest: use the smallest sizes, for CI.
+        folder: folder of this block.
+        shared: folder of all blocks; train.run has the path of the run of the block `train`.
+        stand_in: the GPU is tests/helpers/standin, which has neither NVML nor CUDA kernels.
+        found: measurements for gpu-check.json; kept if the block fails later.
     """
 
     kind: str
@@ -43,38 +43,38 @@ class Here:
 
     @property
     def device(self) -> Any:
-        """As torch.device, with its index."""
+        """The torch.device of the block, with index 0 on CUDA."""
         import torch
 
         return torch.device("cuda", 0) if self.kind == "cuda" else torch.device("cpu")
 
     @property
     def data(self) -> Path:
-        """The synthetic dataset: train/, valid/, test/, schema.yaml."""
+        """Folder of the synthetic dataset: train/, valid/, test/, schema.yaml."""
         return self.shared / "data"
 
     def size(self, smallest: T, cpu: T, cuda: T) -> T:
-        """One of three sizes."""
+        """Return the size for `smallest`, CPU or CUDA."""
         return smallest if self.smallest else cuda if self.kind == "cuda" else cpu
 
     @property
     def real(self) -> bool:
-        """Whether there is a GPU, and no stand-in for one."""
+        """True if the device is a real GPU."""
         return self.kind == "cuda" and not self.stand_in
 
     def needs_gpu(self, why: str) -> None:
-        """Raises CannotRun without a GPU."""
+        """Raise CannotRun if there is no real GPU."""
         if not self.real:
             raise CannotRun(f"no GPU: {why}")
 
     def about_device(self) -> str:
-        """The GPU's name."""
+        """Return the name of the GPU."""
         import torch
 
         return torch.cuda.get_device_name(self.device)
 
     def wait(self) -> None:
-        """Returns when the device has done what it was given."""
+        """Wait until the device has completed all work."""
         if self.kind == "cuda":
             import torch
 
@@ -82,7 +82,7 @@ class Here:
 
     @contextmanager
     def group(self) -> Iterator[None]:
-        """This process as the only rank of a group: NCCL on a GPU, else gloo."""
+        """Initialize a process group with this process as the only rank: NCCL on a GPU, else gloo."""
         import torch.distributed as dist
 
         join(0, 1, self.kind, f"file://{self.folder}/store")
@@ -93,22 +93,22 @@ class Here:
 
     @contextmanager
     def ray(self, kind: str | None = None) -> Iterator[None]:
-        """Runs inside are on this device (default: the block's).
+        """Run training inside the block on a device (default: the block's device).
 
-        Where the device is not a real GPU that is in a local Ray, which raytrec uses as it is; else each run
-        starts its own, as `raytrec train` does.
+        On CPU and on the stand-in this starts a local Ray. On a real GPU each run starts its own Ray, as
+        `raytrec train` does.
         """
         from standin.worker import local_ray
 
         kind = kind or self.kind
         own = nullcontext() if kind == "cuda" and self.real else local_ray(gpus=int(kind == "cuda"))
-        # The packages of a machine with a stand-in are for CPUs.
+        # A machine with a stand-in has the CPU packages installed.
         there = patch("raytrec.driver.nodes.built_for", lambda: "cuda") if self.stand_in else nullcontext()
         with own, there:
             yield
 
     def settings(self, name: str, **changes: Any) -> dict[str, Any]:
-        """The values of a RunConfig on the synthetic data; changes are section__key=value."""
+        """Return RunConfig values for the synthetic data; changes are section__key=value."""
         values: dict[str, Any] = {
             "run": {"name": name, "dir": str(self.folder / name)},
             "data": {name: str(self.data / name) for name in ("train", "valid", "test")},
@@ -124,7 +124,7 @@ class Here:
 
 
 def join(rank: int, world: int, kind: str, store: str) -> None:
-    """Makes this process a rank of a group whose ranks are all on this machine, on CUDA with GPU `rank`."""
+    """Join a process group on this machine; on CUDA, rank r uses GPU r."""
     import torch
     import torch.distributed as dist
 
@@ -141,17 +141,19 @@ def join(rank: int, world: int, kind: str, store: str) -> None:
 
 
 def on_gpus(here: Here, world: int, function: Callable, *args: Any) -> Any:
-    """What function(device, *args) returns on rank 0 of `world` processes, each with its own GPU.
+    """Run function(device, *args) in `world` processes with one GPU each and return the result of rank 0.
 
     Args:
-        function: of a module's top level, because the processes import it.
+        here: context of the block.
+        world: number of processes.
+        function: top-level function of a module; the processes import it.
     """
     import torch
     import torch.multiprocessing as mp
 
     (here.folder / f"store-{world}").unlink(missing_ok=True)
     mp.spawn(_on_gpu, (world, str(here.folder), function, args), nprocs=world)
-    return torch.load(here.folder / "answer.pt", weights_only=False)  # our own file
+    return torch.load(here.folder / "answer.pt", weights_only=False)  # trusted: written by rank 0
 
 
 def _on_gpu(rank: int, world: int, folder: str, function: Callable, args: tuple) -> None:
@@ -166,5 +168,5 @@ def _on_gpu(rank: int, world: int, folder: str, function: Callable, args: tuple)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of JSON in a file of a run folder; none without the file."""
+    """Read a JSON lines file of a run folder. Return an empty list if the file does not exist."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

@@ -1,4 +1,4 @@
-"""`make gpu-check` on CPU: its runner survives every block, and the blocks find this machine well."""
+"""Tests of `make gpu-check` on CPU and on the GPU stand-in."""
 
 import json
 import subprocess
@@ -25,7 +25,7 @@ BROKEN = {
 
 
 @pytest.mark.survive
-def test_no_block_stops_the_others(tmp_path, monkeypatch):
+def test_failed_block_does_not_stop_other_blocks(tmp_path, monkeypatch):
     (tmp_path / "broken").mkdir()
     for name, code in BROKEN.items():
         (tmp_path / "broken" / f"{name}.py").write_text(code + "\n")
@@ -43,7 +43,7 @@ def test_no_block_stops_the_others(tmp_path, monkeypatch):
 
 
 def command(tmp_path, *arguments):
-    """(exit status, gpu-check.json, output) of the command."""
+    """Run tests/gpu/check.py and return (exit status, contents of gpu-check.json, output)."""
     out = tmp_path / "gpu-check.json"
     words = [sys.executable, "-W", "ignore", HERE / "check.py", "--smallest", "--out", out, *arguments]
     done = subprocess.run([*map(str, words)], capture_output=True, text=True, timeout=900)
@@ -55,7 +55,7 @@ def results(values):
 
 
 @pytest.mark.survive
-def test_blocks_in_one_process(tmp_path):
+def test_blocks_without_runs_pass_on_cpu(tmp_path):
     names = ["environment", "collectives", "parts", "parity", "adam", "phases", "speed"]
     status, values, said = command(tmp_path, "--device", "cpu", "--only", ",".join(names))
     assert results(values) == dict.fromkeys(names, PASSED), said
@@ -67,18 +67,18 @@ STAND_IN = {"parts": PASSED, "uvm": CANNOT}
 
 
 def run_block(end, name, folder):
-    """A block as its own process runs it."""
+    """Run a block on the stand-in in a forked process."""
     child(name, Here("cuda", True, Path(folder, name), Path(folder), stand_in=True))
     end.send(None)
 
 
 @pytest.mark.parametrize("name", STAND_IN)
-def test_a_block_on_the_stand_in(tmp_path, name):
-    """The branches of CUDA."""
+def test_block_reports_result_on_stand_in(tmp_path, name):
+    """The stand-in covers the CUDA branches of the block."""
     (tmp_path / name).mkdir()
     pid, end = warm.fork(run_block, name, str(tmp_path))
     try:
-        assert end.poll(120), "no answer"
+        assert end.poll(120), "the block did not end within 120 s"
     finally:
         warm.end([pid])
     outcome = json.loads((tmp_path / name / "outcome.json").read_text())
@@ -87,7 +87,7 @@ def test_a_block_on_the_stand_in(tmp_path, name):
 
 
 @pytest.mark.survive
-def test_the_command_on_the_stand_in(tmp_path):
+def test_gpu_check_command_runs_on_stand_in(tmp_path):
     expected = {"phases": PASSED, "uvm": CANNOT}
     status, values, said = command(tmp_path, "--device", "cuda", "--stand-in", "--only", ",".join(expected))
     assert results(values) == expected, said
@@ -99,27 +99,27 @@ def test_the_command_on_the_stand_in(tmp_path):
 @pytest.mark.parametrize(
     "device", [["--device", "cpu"], ["--device", "cuda", "--stand-in"]], ids=["cpu", "stand-in"]
 )
-def test_blocks_of_whole_runs(tmp_path, device):
+def test_blocks_with_training_runs_pass(tmp_path, device):
     names = ["train", "resume", "not_finite", "syncs", "hang", "features", "figures"]
     _, values, said = command(tmp_path, *device, "--only", ",".join(names))
     expected = dict.fromkeys(names, PASSED) | ({"syncs": CANNOT} if "cpu" in device else {})
     assert results(values) == expected, said
 
 
-def test_an_unknown_block(tmp_path):
+def test_gpu_check_rejects_unknown_block(tmp_path):
     done = subprocess.run(
         [sys.executable, HERE / "check.py", "--only", "sped"], capture_output=True, text=True, cwd=tmp_path
     )
     assert done.returncode == 2 and "no block sped" in done.stderr
 
 
-def test_docs_have_every_block():
+def test_gpu_page_lists_every_block():
     text = (HERE.parents[1] / "docs" / "gpu.md").read_text()
     assert [name for name in BLOCKS if f"| `{name}` |" not in text] == []
 
 
-def test_who_waits(tmp_path):
-    """Of a stack, the innermost frame outside libraries."""
+def test_wait_is_attributed_to_innermost_library_caller(tmp_path):
+    """The caller is the innermost stack frame outside libraries."""
     import traceback
 
     import disturbed
@@ -140,15 +140,15 @@ def test_who_waits(tmp_path):
     )
 
 
-def test_idle_share():
+def test_idle_share_merges_overlapping_spans():
     from blocks.speed import idle_share
 
     assert idle_share([(0, 4), (2, 6), (8, 10)]) == pytest.approx(0.2)
     assert idle_share([(5, 6), (0, 10)]) == 0
 
 
-def test_roofline_of_the_documentation():
-    """docs/gpu.md has the figures that the benchmark computes."""
+def test_roofline_matches_gpu_page():
+    """The benchmark computes the figures given in docs/gpu.md."""
     import gpu
 
     from raytrec.models import build_model

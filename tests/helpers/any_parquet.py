@@ -1,4 +1,4 @@
-"""Columns of any Arrow type, and what a run would make of files of them."""
+"""Random columns of any Arrow type, and functions that read them as a run does."""
 
 from decimal import Decimal
 
@@ -46,7 +46,7 @@ NAMES = st.one_of(
 
 
 def random_array(kind, rng, rows):
-    """An array of any type, with a null here and there (but where Parquet cannot have them)."""
+    """Return a random array of any type, with nulls where Parquet supports them."""
     if isinstance(kind, pa.BaseExtensionType):
         return pa.ExtensionArray.from_storage(kind, random_array(kind.storage_type, rng, rows))
     if pa.types.is_null(kind):
@@ -90,13 +90,13 @@ def random_array(kind, rng, rows):
 
 
 def read_all(place, schema, transforms=(), tasks=({},)):  # noqa: B006 (nothing changes it)
-    """Reads all rows of a place as a run would."""
+    """Read all rows of a file or folder as a run does."""
     resolved = resolve_tasks([TaskSection(**task) for task in tasks], schema)
     read(place, build_read_plan(resolved, schema, parse_transforms(transforms)))
 
 
 def accepted(text, *places):
-    """Reads all rows of places as a run with this text's schema, transforms and tasks would; their schema."""
+    """Read all rows of folders with the schema, transforms and tasks of a text; return the schema."""
     comments = [line.removeprefix("# ") for line in text.splitlines() if line.startswith("# ")]
     pasted = "\n".join(line for line in comments if line.startswith(("data:", "tasks:", "  ")))
     values = yaml.safe_load(pasted) or {}
@@ -108,13 +108,13 @@ def accepted(text, *places):
 
 
 def write(path, columns, **settings):
-    """A Parquet file, in a folder that is made."""
+    """Write a Parquet file; create its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(columns if isinstance(columns, pa.Table) else pa.table(columns), path, **settings)
 
 
 def odd_columns(rows, seed, users=200):
-    """Columns as strangers have them."""
+    """Return columns with unusual names, types and values."""
     rng = np.random.default_rng(seed)
     item = rng.integers(0, 90, rows)
     some = rng.random(rows) < 0.1
@@ -158,7 +158,7 @@ def odd_columns(rows, seed, users=200):
 
 
 def odd_dataset(folder):
-    """A folder with train/ of two files, and test/ with users and nulls that train/ has not."""
+    """Write train/ (two files) and test/, which has users and nulls that do not occur in train/."""
     write(folder / "train" / "a.parquet", odd_columns(2000, 0), row_group_size=700)
     write(folder / "train" / "b.parquet", odd_columns(500, 1))
     later = odd_columns(300, 2, users=260)

@@ -1,4 +1,4 @@
-"""A Ray cluster whose autoscaler starts and ends nodes on this machine, as cluster.yaml has it in a cloud."""
+"""A Ray cluster with the settings of cluster.yaml whose autoscaler starts and ends nodes on this machine."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ START_S = 120.0
 
 
 def configuration(address: str, idle_s: float) -> dict[str, Any]:
-    """cluster.yaml with machines of this machine: room for a worker and its reader where there are GPUs.
+    """Return the configuration of cluster.yaml with simulated nodes on this machine.
+
+    A node type with GPUs gets 2 CPUs, for a worker and its reader.
 
     Args:
-        address: of Ray.
-        idle_s: after which a node is terminated.
+        address: address of the Ray cluster.
+        idle_s: seconds after which an idle node is terminated.
     """
     config = prepared(AWS)
     types = config["available_node_types"]
@@ -47,15 +49,15 @@ def configuration(address: str, idle_s: float) -> dict[str, Any]:
 
 
 class Autoscaled:
-    """`with Autoscaled(folder) as cluster:` runs the head; nodes come when something asks for them.
+    """Autoscaling Ray cluster: `with Autoscaled(folder, idle_s) as cluster:` runs the head.
 
     Args:
         folder: an empty folder for the token, Ray's files and the configuration.
-        idle_s: seconds after which a node on which nothing runs is terminated.
+        idle_s: seconds after which an idle node is terminated.
 
     Attributes:
-        address: of the cluster.
-        env: environment for commands of a user of the cluster.
+        address: address of the cluster, HOST:PORT.
+        env: environment variables for commands of a cluster user.
     """
 
     def __init__(self, folder: Path, idle_s: float):
@@ -67,7 +69,7 @@ class Autoscaled:
         config.write_text(json.dumps(settings))
         paths = [os.environ.get("PYTHONPATH"), str(TESTS), str(BENCHMARKS)]  # machines, recorder
         self.env = with_token(folder / "auth_token") | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        # As raytrec.cluster.session.stay_on_loopback does in a separate process.
+        # Same settings as raytrec.cluster.session.stay_on_loopback.
         self.env |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "GLOO_SOCKET_IFNAME": "lo"}
         self._environment = self.env | {
             "RAY_FAKE_CLUSTER": "1",
@@ -100,7 +102,7 @@ class Autoscaled:
         psutil.wait_procs(children, timeout=5)
 
     def nodes(self) -> dict[str, psutil.Process]:
-        """Raylets other than the head's, by the name that the autoscaler gave their machine."""
+        """Return machine name → raylet process, without the head."""
         found = {}
         for process in psutil.Process(self._process.pid).children(recursive=True):
             try:
@@ -112,25 +114,25 @@ class Autoscaled:
         return found
 
     def node_of(self, raylet: int) -> str:
-        """The name of a raylet's machine."""
+        """Return the machine name of a raylet process id."""
         return next(name for name, process in self.nodes().items() if process.pid == raylet)
 
     def take_away(self, name: str) -> None:
-        """What happens to a spot machine without notice."""
+        """Kill the raylet of a node, like a spot instance that is reclaimed without notice."""
         self.nodes()[name].send_signal(signal.SIGKILL)
 
     def run(self, *command: str) -> None:
-        """A command of a user of the cluster, to its end."""
+        """Run a command as a cluster user and wait until it ends."""
         env = self.env | {"RAY_ADDRESS": self.address}
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=180)
         assert done.returncode == 0, done.stdout + done.stderr
 
     def log(self) -> str:
-        """The last lines of Ray and of the autoscaler."""
+        """Return the end of the Ray and autoscaler logs."""
         logs = [self._folder / "ray.log", *(self._folder / "ray").glob("session_latest/logs/monitor.*")]
         return "\n".join(path.read_text(errors="replace")[-3000:] for path in logs)
 
     def _has_monitor(self) -> bool:
-        """Whether the autoscaler runs."""
+        """Return True if the autoscaler is running."""
         assert self._process.poll() is None, self.log()
         return any((self._folder / "ray").glob("session_latest/logs/monitor.log"))

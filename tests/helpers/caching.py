@@ -1,21 +1,23 @@
-"""FBGEMM's cache of rows on the GPU, on kernels for CPU, which have none."""
+"""Simulation of FBGEMM's GPU row cache on CPU kernels, which have no cache."""
 
 from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
 import torch
 
-WAYS = 32  # slots of a set (fbgemm-gpu 1.8.0, DEFAULT_ASSOC)
+WAYS = 32  # slots per cache set (fbgemm-gpu 1.8.0, DEFAULT_ASSOC)
 STALE = 1000.0
 
 
 class Caches:
-    """A cache for every fused kernel of a model. While `holding`, some rows of its tables are in it, laid out
-    as CUDA's kernels do (fbgemm-gpu 1.8.0, lxu_cache.cu), and what the shards hold of them is out of date.
-    Forward and backward must run outside, as their kernels for CPU know of no cache.
+    """Simulated row caches of the fused kernels of a model.
+
+    Inside `holding`, two thirds of the rows are cached in the layout of the CUDA kernels (fbgemm-gpu 1.8.0,
+    lxu_cache.cu), and the shards hold stale values of these rows. Forward and backward must run outside
+    `holding`, because the CPU kernels do not read the cache.
 
     Attributes:
-        flushes: how often a kernel was asked to write its cache back.
+        flushes: number of calls of a kernel's flush().
     """
 
     def __init__(self, model):
@@ -34,7 +36,7 @@ class Caches:
             yield self
 
     def slots(self):
-        """The cached rows of all kernels: views [slots, widest table], to be written to."""
+        """Return the cached rows of each kernel as writable views, [slots, largest dim]."""
         return [kernel.emb_module.lxu_cache_weights for kernel in self._kernels]
 
     @contextmanager
@@ -44,7 +46,7 @@ class Caches:
             construct_cache_state,
         )
 
-        # .data: changes between forward and backward, undone before it, are nothing to autograd.
+        # .data: hide from autograd the changes that are undone before backward.
         shards = [values.data for values in lookup.split_embedding_weights()]
         rows = [len(shard) for shard in shards]
         layout = construct_cache_state(
@@ -92,7 +94,7 @@ class Caches:
 
 
 def lookup(numbers, state, *_):
-    """What fbgemm::lxu_cache_lookup gives on CUDA."""
+    """Return the result of fbgemm::lxu_cache_lookup on CUDA."""
     assert numbers.dtype == torch.int64 and numbers.dim() == 1
     hits = state.view(-1) == numbers.unsqueeze(1)
     return torch.where(hits.any(1), hits.int().argmax(1), -1).int()

@@ -1,4 +1,4 @@
-"""Checkpoints read by hand: from the index and the raw files, with neither DCP nor our reader."""
+"""Functions that write, read and corrupt checkpoints. Tensors are read without DCP and raytrec's reader."""
 
 import json
 import zlib
@@ -9,7 +9,7 @@ import torch
 
 
 def save(root, step, number, **section):
-    """Saves a Step as the checkpoint of step `number`, with these keys of checkpoint; its folder."""
+    """Save a Step as the checkpoint of step `number` and return its folder; `section` are checkpoint keys."""
     from raytrec.checkpoint.save import CheckpointWriter
     from raytrec.checkpoint.state import LogicalState
     from raytrec.config.training import CheckpointSection
@@ -24,7 +24,7 @@ def save(root, step, number, **section):
 
 
 def restored(root, step):
-    """The LogicalState of a Step that begins with the newest checkpoint, which is whole."""
+    """Restore the newest checkpoint into a Step and return its LogicalState. The checkpoint must be valid."""
     from raytrec.checkpoint.restore import restore
     from raytrec.checkpoint.state import LogicalState
 
@@ -35,7 +35,7 @@ def restored(root, step):
 
 
 def newest(run):
-    """The folder of the newest checkpoint of a run that has an index."""
+    """Return the folder of the newest checkpoint with an index."""
     return sorted(p.parent for p in (Path(run) / "checkpoints").glob("step-*/checkpoint.json"))[-1]
 
 
@@ -44,14 +44,14 @@ def about(folder):
 
 
 def progress(step, **changes):
-    """How far a run is, as `about` in the index of a checkpoint has it."""
+    """Return the progress of a run in the format of `about` in the checkpoint index."""
     begun = {"step": step, "rows": 128 * step, "trained": 128.0 * step, "nan_steps": 0, "window": {}}
     times = {"seconds": 1.5, "timed_rows": 128 * step, "evaluation": None, "early_stopping": {}}
     return begun | times | changes
 
 
 def index_alone(root, step, **about):
-    """The folder of a checkpoint that has an index and nothing else."""
+    """Write a checkpoint that consists only of an index and return its folder."""
     from raytrec.checkpoint.files import folder_of
     from raytrec.checkpoint.index import write_index
 
@@ -63,7 +63,7 @@ def index_alone(root, step, **about):
 
 
 def whole(folder):
-    """{name: tensor} of a checkpoint folder, every tensor put together from its chunks; each value once."""
+    """Return {name: tensor} of a checkpoint folder. Check that the chunks cover each value exactly once."""
     folder, out = Path(folder), {}
     for name, entry in json.loads((folder / "checkpoint.json").read_text())["tensors"].items():
         dtype = getattr(torch, entry["dtype"])
@@ -75,27 +75,27 @@ def whole(folder):
             place = tuple(slice(o, o + s) for o, s in zip(chunk["offsets"], chunk["sizes"], strict=True))
             values[place] = piece.reshape(chunk["sizes"])
             seen[place] += 1
-        assert (seen == 1).all(), f"{name}: values that are there twice, or not at all"
+        assert (seen == 1).all(), f"the chunks of {name} overlap or do not cover all values"
         out[name] = values
     return out
 
 
 def equal(one, other):
-    """Whether two checkpoints hold the same values, to the last bit; which do not."""
+    """Return the names of tensors that are not bitwise equal in two checkpoints."""
     one, other = whole(one), whole(other)
     assert one.keys() == other.keys()
     return [name for name in one if not torch.equal(one[name], other[name])]
 
 
 def flip(file, place):
-    """Flips a bit of one byte of a file."""
+    """Flip the lowest bit of the byte at offset `place` of a file."""
     content = bytearray(Path(file).read_bytes())
     content[place] ^= 1
     Path(file).write_bytes(content)
 
 
 def spoil(folder, name):
-    """Makes the first value of a float32 tensor infinite, in a checkpoint that is sound otherwise."""
+    """Set the first value of a float32 tensor to infinity and update the checksum."""
     from raytrec.checkpoint.index import read_index, write_index
 
     index = read_index(str(folder))

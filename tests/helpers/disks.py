@@ -1,4 +1,4 @@
-"""Small file systems, to fill."""
+"""Small file systems that a test can fill."""
 
 import subprocess
 from contextlib import contextmanager, suppress
@@ -8,15 +8,17 @@ import pytest
 
 @contextmanager
 def small_disk(place, size, busy=False):
-    """A new file system of `size`, as mount takes it (1m), at a folder; skips without the right to mount.
+    """Mount a tmpfs at a folder; skip the test if this process may not mount.
 
     Args:
-        busy: a process may still use it at the end.
+        place: mount point; created if missing.
+        size: size of the file system in the syntax of mount, e.g. 1m.
+        busy: unmount lazily, because a process may still use the file system.
     """
     place.mkdir(exist_ok=True)
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)]
     if subprocess.run(command, capture_output=True).returncode:
-        pytest.skip("mounting a file system takes root")
+        pytest.skip("mounting a file system requires root")
     try:
         yield place
     finally:
@@ -24,7 +26,7 @@ def small_disk(place, size, busy=False):
 
 
 def fill(place):
-    """Takes all the room that is left."""
+    """Fill the file system."""
     with suppress(OSError), open(place / "ballast", "ab", buffering=0) as file:
         while True:
             file.write(bytes(1000))

@@ -1,4 +1,4 @@
-"""The texts of a picture, and where they are: what overlaps or is cut is found without looking at it."""
+"""Positions of the texts in a figure, to detect overlapping and clipped texts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TOLERANCE = 1.0  # pixels
 
 
 class Drawn(NamedTuple):
-    """A line of text and its box, in pixels from the upper left corner."""
+    """Line of text and its bounding box in pixels from the upper left corner."""
 
     text: str
     left: float
@@ -25,7 +25,7 @@ class Drawn(NamedTuple):
 
 @styled
 def drawn_texts(figure: Figure) -> list[Drawn]:
-    """All lines of text in a picture, as they are drawn."""
+    """Return all lines of text of a figure with their positions."""
     found = []
     renderer = FigureCanvasAgg(figure).get_renderer()
 
@@ -43,16 +43,16 @@ def drawn_texts(figure: Figure) -> list[Drawn]:
 
 
 def collisions(figure: Figure) -> list[str]:
-    """Texts of a picture that run into each other, or out of it."""
+    """Return descriptions of overlapping and clipped texts of a figure."""
     width, height = figure.get_size_inches() * figure.dpi
     texts = [each for each in drawn_texts(figure) if each.text]
     out = [
-        f"{each.text!r} is cut"
+        f"{each.text!r} is clipped"
         for each in texts
         if min(each.left, each.top, width - each.right, height - each.bottom) < -TOLERANCE
     ]
     return out + [
-        f"{one.text!r} runs into {two.text!r}"
+        f"{one.text!r} overlaps {two.text!r}"
         for one, two in combinations(texts, 2)
         if min(one.right, two.right) - max(one.left, two.left) > TOLERANCE
         and min(one.bottom, two.bottom) - max(one.top, two.top) > TOLERANCE

@@ -1,4 +1,4 @@
-"""Dry runs of plans, and where the bytes of their tables are."""
+"""Dry runs of plans, with the memory of tables per rank and memory tier."""
 
 from raytrec.planning.dry_run import dry_run
 from raytrec.planning.machines import Cluster
@@ -6,12 +6,12 @@ from raytrec.planning.memory import GIB, TIERS, held
 
 
 class Held:
-    """A plan, and its tables' GiB.
+    """Plan of a dry run and the memory of its tables.
 
     Attributes:
         plan: table → PlannedTable.
-        ranks: tier → GiB of all tables on each rank.
-        of: table → tier → GiB on each rank that holds it.
+        ranks: tier → list of GiB of all tables, per rank.
+        of: table → tier → list of GiB, per rank that holds the table.
     """
 
     def __init__(self, config, schema, hosts=1, gpus=8, memory_gib=80, host_memory_gib=None, disk_gib=1e6):

@@ -1,6 +1,6 @@
-"""Podman in separate namespaces: builds the images, runs the compose file as it is, and leaves nothing.
+"""Podman in separate namespaces: builds the images and runs the unmodified compose file.
 
-What runs is in a pid, network and mount namespace, whose end is the end of it. Only builds use the network.
+All containers run in a pid, network and mount namespace and end with it. Only builds use the network.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ MISSING = [name for name in PROGRAMS if not shutil.which(name)]
 PACKAGES = "apt-get install --no-install-recommends podman crun netavark aardvark-dns iptables debootstrap"
 BASE = "docker.io/library/debian:bookworm-slim"
 
-# A machine that is a sandbox itself may not raise limits and has no cgroups to give away: containers get by
-# without. Where there is no systemd, podman runs health checks when it is asked to.
+# In a sandbox, limits cannot be raised and cgroups cannot be delegated, so containers run without both.
+# Without systemd, podman runs health checks only on request.
 CONFIGURATION = """
 [containers]
 cgroups = "disabled"
@@ -61,10 +61,12 @@ ip link set lo up && echo ready && exec sleep infinity
 
 
 class Engine:
-    """`with Engine(folder) as engine:` images and containers below `folder`, which is not removed.
+    """Podman with images and containers below `folder`: `with Engine(folder) as engine:`.
+
+    The folder is not removed.
 
     Args:
-        folder: an empty folder on a disk with room for 10 GB.
+        folder: an empty folder with 10 GB of free disk space.
     """
 
     def __init__(self, folder: Path):
@@ -84,7 +86,7 @@ class Engine:
         }
 
     def __enter__(self) -> Engine:
-        own = ["setpriv", "--pdeathsig", "KILL"]  # should this process die without a word
+        own = ["setpriv", "--pdeathsig", "KILL"]  # end the namespaces if this process is killed
         own += ["unshare", "--mount", "--net", "--pid", "--fork", "--mount-proc", "--kill-child"]
         self._holder = subprocess.Popen([*own, "sh", "-c", NAMESPACES], stdout=subprocess.PIPE, text=True)
         assert self._holder.stdout.readline() == "ready\n"
@@ -93,15 +95,15 @@ class Engine:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._holder.kill()  # and by --kill-child the namespaces' first process, whose end is that of all
+        self._holder.kill()  # --kill-child also kills process 1 of the namespaces, which ends all processes
         self._holder.wait()
         places = {each.mountpoint for each in psutil.disk_partitions(all=True)}
-        for place in sorted(places, reverse=True):  # what builds have left, the inner ones first
+        for place in sorted(places, reverse=True):  # unmount leftovers of builds, innermost first
             if Path(place).is_relative_to(self.folder):
                 subprocess.run(["umount", "--lazy", place], check=True)
 
     def base(self) -> None:
-        """Debian as its own tool makes it, under the name of the image that Dockerfiles begin from."""
+        """Create the Debian base image of the Dockerfiles with debootstrap."""
         root = self.folder / "debian"
         sources = subprocess.run(["apt-get", "indextargets", "--format", "$(REPO_URI)"], capture_output=True)
         mirror = next(line for line in sources.stdout.decode().split() if line.rstrip("/").endswith("debian"))
@@ -112,7 +114,7 @@ class Engine:
         shutil.rmtree(root)
 
     def build(self, target: str) -> None:
-        """The image raytrec:TARGET, with this machine's way to packages."""
+        """Build the image raytrec:TARGET with the pip settings of this machine."""
         config, volumes, index = pip_of_this_machine(self.folder)
         command = ["podman", "build", "--isolation", "chroot", "--network", "host", "--format", "docker"]
         command += ["--layers", "--pull-never", "--volume", f"{config}:/etc/pip.conf:ro", *volumes]
@@ -121,25 +123,25 @@ class Engine:
         check(command, env=self.env, cwd=REPOSITORY, timeout=1800)
 
     def podman(self, *arguments: str, timeout: float = 120, **options) -> subprocess.CompletedProcess:
-        """A podman command inside; its result with stdout and stderr as text."""
+        """Run a podman command inside the namespaces; stdout and stderr are text."""
         return self.inside("podman", *arguments, timeout=timeout, **options)
 
     def compose(self, files: list[str], *arguments: str, timeout: float = 300) -> subprocess.CompletedProcess:
-        """A command of podman-compose inside, on compose files."""
+        """Run podman-compose on compose files inside the namespaces."""
         named = [word for file in files for word in ("--file", file)]
         return self.inside(str(COMPOSE), *named, *arguments, timeout=timeout)
 
     def inside(self, *command: str, timeout: float = 120, **options) -> subprocess.CompletedProcess:
-        """Any command inside the namespaces."""
+        """Run a command inside the namespaces."""
         settings = {"env": self.env, "capture_output": True, "text": True} | options
         return subprocess.run([*self._enter, *command], timeout=timeout, **settings)
 
     def start(self, *command: str, env: dict[str, str]) -> subprocess.Popen:
-        """A command inside that goes on; its output as text."""
+        """Start a background command inside the namespaces; stdout is text."""
         return subprocess.Popen([*self._enter, *command], env=env, stdout=subprocess.PIPE, text=True)
 
     def image(self, tag: str) -> dict:
-        """The output of `podman image inspect`."""
+        """Return the output of `podman image inspect`."""
         shown = subprocess.run(
             ["podman", "image", "inspect", tag], capture_output=True, env=self.env, check=True
         )
@@ -147,16 +149,13 @@ class Engine:
 
 
 def pip_of_this_machine(folder: Path) -> tuple[Path, list[str], str]:
-    """Where pip finds packages here, for a build: a pip.conf, folders to mount, and the main index.
-
-    All of it comes from pip itself, so that a build finds the same as an installation here would.
-    """
-    # Here alone: a process that has imported pip cannot import setuptools, which torch's compiler needs.
+    """Return (pip.conf, mount options, index URL) that give a build the pip settings of this machine."""
+    # Imported here: a process that has imported pip cannot import setuptools, which torch.compile needs.
     from pip._internal.models.index import PyPI
 
     listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True)
     values: dict[str, str] = {}
-    for line in sorted(listed.stdout.splitlines(), reverse=True):  # :env: comes last, and counts
+    for line in sorted(listed.stdout.splitlines(), reverse=True):  # :env: comes last and overrides the others
         key, _, value = line.partition("=")
         values[key.rpartition(".")[2]] = value.strip("'").replace("\\n", " ")
     index = values.get("index-url", PyPI.simple_url)
@@ -164,10 +163,10 @@ def pip_of_this_machine(folder: Path) -> tuple[Path, list[str], str]:
     for key in ("cert", "find-links", "extra-index-url"):
         for word in values.get(key, "").split():
             place = Path(word.removeprefix("file://"))
-            if key == "extra-index-url":  # an index's links lead to files next to it
+            if key == "extra-index-url":  # an index links to files in its parent folder
                 place = place.parent
             if place.is_absolute() and place.exists():
-                # Not over the image's own certificates: those of this machine get another name.
+                # Mount certificates under another name to keep the certificates of the image.
                 inside = f"/opt/pip-{key}.pem" if place.is_file() else str(place)
                 values[key] = values[key].replace(word, inside) if place.is_file() else values[key]
                 volumes += ["--volume", f"{place}:{inside}:ro"]
@@ -178,6 +177,6 @@ def pip_of_this_machine(folder: Path) -> tuple[Path, list[str], str]:
 
 
 def check(command: list[str], **options) -> None:
-    """A command that has to succeed; else its last words."""
+    """Run a command; raise AssertionError with the end of its output if it fails."""
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
     assert done.returncode == 0, f"{command[:3]} failed:\n{done.stdout[-3000:]}"

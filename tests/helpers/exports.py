@@ -1,4 +1,4 @@
-"""Checkpoints of small models with data as Parquet, to be exported: made on one rank, without Ray."""
+"""Checkpoints of small models and their Parquet data for export tests, made on one rank without Ray."""
 
 from dataclasses import dataclass
 
@@ -39,10 +39,11 @@ class Branches(Sum):
 
 @dataclass(frozen=True)
 class Small:
-    """A model over tests/helpers/small.py's schema.
+    """Model on the schema of tests/helpers/small.py.
 
     Args:
-        model: its section. dense: whether there are dense columns.
+        model: values of the model section.
+        dense: if True, the schema has dense columns.
     """
 
     model: dict
@@ -56,7 +57,7 @@ class Small:
 
 
 def as_table(batch, schema):
-    """A GlobalBatch as rows of lists."""
+    """Convert a GlobalBatch to an Arrow table with list columns."""
     columns = {name: pa.array(batch.labels[:, i].numpy()) for i, name in enumerate(schema.labels)}
     columns |= {name: pa.array(batch.dense[:, i].numpy()) for i, name in enumerate(schema.dense)}
     for feature, spec in schema.sparse.items():
@@ -76,7 +77,10 @@ def as_table(batch, schema):
 
 
 def _saved(rank, world, case, root):
-    """Trains for two steps and saves; (rows, task → predictions, tower → vectors) of the evaluated step."""
+    """Train for two steps, save, and evaluate a third batch.
+
+    Return (evaluated batch, checkpoint folder, task → predictions, tower → vectors).
+    """
     from raytrec.checkpoint.save import CheckpointWriter
     from raytrec.checkpoint.state import LogicalState
     from raytrec.checks.parity.batches import cuts, make_local_batch, random_batches
@@ -106,10 +110,10 @@ def _saved(rank, world, case, root):
 
 
 def trained(case, root):
-    """A model of a test_models.Modelled that has trained for two steps.
+    """Train the model of a test_models.Modelled for two steps.
 
     Returns:
-        (its checkpoint, rows as a table, task → predictions of these rows, tower → vectors).
+        (checkpoint folder, rows as a table, task → predictions of these rows, tower → vectors).
     """
     ((batch, folder, predictions, vectors),) = on_ranks(1, _saved, case, str(root))
     table = as_table(batch, case.schema())
@@ -119,7 +123,7 @@ def trained(case, root):
 
 
 def tracked(model, folder):
-    """A run folder of a model of test_models.CASES, whose MLflow run is in the store sqlite:///FOLDER/mlflow.db.
+    """Train a model of test_models.CASES and track its run in the store sqlite:///FOLDER/mlflow.db.
 
     Returns:
         (rows as a table, task → predictions of these rows).
@@ -137,10 +141,11 @@ def tracked(model, folder):
 
 
 def onnx_and_torch(export, rows):
-    """What onnxruntime and torch give for the tensors that a Scorer computes of rows: two lists of arrays.
+    """Return the scores of rows computed with onnxruntime and with torch, as two lists of arrays.
 
     Args:
-        export: a folder with model.onnx.
+        export: export folder with model.onnx.
+        rows: table of rows.
     """
     import onnxruntime
 

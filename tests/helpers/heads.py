@@ -1,4 +1,4 @@
-"""A real Ray cluster of one node, as a user starts one: `raytrec head`."""
+"""A one-node Ray cluster started with `raytrec head`."""
 
 from __future__ import annotations
 
@@ -24,18 +24,20 @@ RAYTREC = str(Path(sys.executable).with_name("raytrec"))
 
 
 class Head:
-    """`with Head(folder) as head:` runs a Ray head on loopback, and ends it.
+    """Ray head on loopback: `with Head(folder) as head:`.
 
     Args:
         folder: an empty folder for the token, Ray's files and the shared root.
-        cpus: logical CPUs.
-        environment: more variables of Ray's processes, which those of jobs inherit.
+        cpus: number of logical CPUs.
+        environment: additional environment variables of Ray and its jobs.
 
     Attributes:
-        url: of the job API. client: ray:// address. address: HOST:PORT of the cluster itself.
+        url: URL of the job API.
+        client: ray:// address of the cluster.
+        address: HOST:PORT of the cluster.
         root: RAYTREC_ROOT of the cluster's nodes.
         token: path of the token file.
-        env: environment for commands of a user of the cluster.
+        env: environment variables for commands of a cluster user.
     """
 
     def __init__(self, folder: Path, cpus: int = 6, environment: dict[str, str] | None = None):
@@ -67,7 +69,7 @@ class Head:
         return self._process.pid
 
     def run(self, *command: str, timeout: float = 240, **options) -> subprocess.CompletedProcess:
-        """A command of a user of the cluster, to its end; stdout and stderr as text."""
+        """Run a command as a cluster user and wait until it ends; stdout and stderr are text."""
         return subprocess.run(
             command, env=self.env, capture_output=True, text=True, timeout=timeout, **options
         )
@@ -83,10 +85,10 @@ class Head:
 
 
 def tiny_config(**changes) -> dict[str, Any]:
-    """Values of a config for `data/tiny` below RAYTREC_ROOT, where parquet.dataset wrote it.
+    """Return config values for the parquet.dataset in `data/tiny` below RAYTREC_ROOT.
 
     Args:
-        changes: section__key → value.
+        changes: section__key=value.
     """
     values = parquet.settings("data/tiny", "unused", **changes)
     del values["run"]
@@ -94,25 +96,24 @@ def tiny_config(**changes) -> dict[str, Any]:
 
 
 def plain_environment() -> dict[str, str]:
-    """This process's environment without settings of Ray and raytrec; the programs next to this Python come
-    first, as in an activated environment."""
+    """Return this process's environment without Ray and raytrec variables, with the venv first on PATH."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "RAYTREC_"))}
     path = os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", "")])
     return kept | {"OMP_NUM_THREADS": "1", "PATH": path}
 
 
 def with_token(file: Path) -> dict[str, str]:
-    """The environment of a user who has a new token in this file."""
+    """Write a new token to a file and return the environment of a user of that token."""
     file.touch(mode=0o600)
     file.write_text(secrets.token_hex(32))
     return plain_environment() | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(file)}
 
 
 def end(process: subprocess.Popen) -> None:
-    """Ends `ray start --head --block` and all that it started."""
+    """End `ray start --head --block` and all its descendants."""
     if process.poll() is None:
         children = descendants(process.pid)
-        process.send_signal(signal.SIGTERM)  # it ends its own
+        process.send_signal(signal.SIGTERM)  # Ray ends its own processes
         try:
             process.wait(30)
         except subprocess.TimeoutExpired:
@@ -122,21 +123,21 @@ def end(process: subprocess.Popen) -> None:
 
 
 def kill(pids: list[int]) -> None:
-    """Ends those that are still there."""
+    """Kill the processes that are still running."""
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
 def descendants(pid: int) -> list[int]:
-    """Process ids of children, theirs, and so on."""
+    """Return the process ids of all descendants."""
     import psutil
 
     return [child.pid for child in psutil.Process(pid).children(recursive=True)]
 
 
 def free_ports(count: int) -> list[int]:
-    """Free ports."""
+    """Return ports that are free on loopback."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
@@ -145,7 +146,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def short_folder(folder: Path) -> Path:
-    """A link with a short path: Ray makes Unix sockets below, whose addresses are at most 107 bytes long."""
+    """Create a short symlink to a folder for Ray's Unix sockets, whose paths are limited to 107 bytes."""
     link = Path(tempfile.mkdtemp(prefix="rt")) / "r"
     (folder / "ray").mkdir(exist_ok=True)
     link.symlink_to(folder / "ray")

@@ -1,8 +1,8 @@
-"""Several hosts in one machine: Linux namespaces, each with its own address, processes and name.
+"""Simulated hosts on one machine: Linux namespaces with separate addresses, processes and host names.
 
-A switch (a bridge in another network namespace) joins them, so nothing of the machine's own network is
-touched. A host is one process that holds its namespaces; when it ends, the kernel ends all processes of the
-host and removes its network. It ends with the test, even if that is killed. Needs root.
+A bridge in a separate network namespace connects the hosts, so the network of the machine is not changed.
+One process holds the namespaces of a host. When it ends, the kernel kills all processes of the host and
+removes its network. It ends with the test, even if the test is killed. Requires root.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from waiting import wait_for
 
 PORT = 6379
 NETWORK = "10.77.0."
-HELD = ["--net", "--mount", "--pid", "--uts"]  # namespaces that a host has for itself
+HELD = ["--net", "--mount", "--pid", "--uts"]  # namespaces of a host
 START_S = 240.0
-DISABLED, FORWARDING = "0", "3"  # states of a switch's port
+DISABLED, FORWARDING = "0", "3"  # bridge port states
 ALIVE = """
 import sys
 import ray
@@ -36,23 +36,23 @@ except ray.exceptions.RayError:
 
 
 class Hosts:
-    """A Ray cluster on separate hosts, with a token; started as a user does, with `ray start`.
+    """Ray cluster on simulated hosts, started with `ray start` and a token.
 
-    The first host is the head and has no CPUs for workers. `ray start --block` ends when the cluster has
-    given its node up, and is started again, as systemd, KubeRay or the cluster launcher would.
+    The first host is the head and has no CPUs for workers. `ray start --block` ends when the cluster declares
+    its node dead. It is then restarted, as systemd, KubeRay or the cluster launcher would do.
 
     Args:
         folder: an empty folder for the token, logs, Ray's files and the shared root.
-        workers: hosts other than the head.
-        cpus: logical CPUs of each of them.
-        environment: more variables of Ray's processes.
+        workers: number of hosts other than the head.
+        cpus: logical CPUs of each worker host.
+        environment: additional environment variables of Ray's processes.
 
     Attributes:
         all: the hosts, the head first.
-        address: of the cluster, HOST:PORT.
-        root: RAYTREC_ROOT of the cluster's nodes, a folder that all hosts see.
+        address: address of the cluster, HOST:PORT.
+        root: RAYTREC_ROOT of the cluster's nodes, shared by all hosts.
         token: path of the token file.
-        env: environment for commands of a user of the cluster.
+        env: environment variables for commands of a cluster user.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Hosts:
             host.end()
 
     def _connect(self, number: int) -> None:
-        """A host with an address, plugged into port p<number> of the switch."""
+        """Create a host and connect it to port p<number> of the bridge."""
         host = Host(f"host{number}", self._folder)
         self.all.append(host)
         cable = ["type", "veth", "peer", "name", "eth0", "netns", str(host.pid)]
@@ -105,7 +105,7 @@ class Hosts:
         else:
             command += [f"--address={self.address}"]
         host.start("sh", "-c", f"while true; do {shlex.join(command)}; sleep 1; done", env=self.env)
-        if number == 1:  # a worker that comes before the head fails, and begins again
+        if number == 1:  # a worker that starts before the head fails and is restarted
             self._wait_for_nodes()
 
     def _wait_for_nodes(self) -> None:
@@ -115,19 +115,19 @@ class Hosts:
             raise AssertionError(f"{error}\n{self.logs()}") from None
 
     def alive(self) -> int:
-        """Nodes that the cluster counts."""
+        """Return the number of nodes that are alive according to the cluster."""
         return int(self.all[0].run(sys.executable, "-c", ALIVE, self.address, env=self.env).split()[-1])
 
     def cut_off(self, number: int) -> None:
-        """From now on no packet from or to a host gets through, without an error: connections hang.
+        """Drop all packets from and to a host, so that connections hang without an error.
 
         Args:
-            number: of the host, the head's is 1; the last part of its address.
+            number: number of the host (the head is 1), equal to the last part of its address.
         """
         self._switch.net("bridge", "link", "set", "dev", f"p{number}", "state", DISABLED)
 
     def heal(self, number: int) -> None:
-        """Packets get through again."""
+        """Reconnect a host that was cut off."""
         self._switch.net("bridge", "link", "set", "dev", f"p{number}", "state", FORWARDING)
 
     def logs(self) -> str:
@@ -135,11 +135,11 @@ class Hosts:
 
 
 class Host:
-    """Namespaces, held by a process that is number 1 in them.
+    """Simulated host: namespaces held by their process 1.
 
     Attributes:
-        pid: of that process, as seen from outside.
-        log: the output of its processes.
+        pid: id of that process outside the namespaces.
+        log: log file of the processes of the host.
     """
 
     def __init__(self, name: str, folder: Path):
@@ -163,28 +163,28 @@ class Host:
         raise OSError("namespaces cannot be made here")
 
     def command(self, *command: str) -> list[str]:
-        """A command that runs in this host."""
+        """Return the command line that runs a command on this host."""
         return ["nsenter", "--target", str(self.pid), *HELD, "--", *command]
 
     def net(self, *command: str) -> None:
-        """A command about this host's network; process ids in it are those outside."""
+        """Run a command in the network namespace only; it sees the process ids of the machine."""
         command = ["nsenter", "--target", str(self.pid), "--net", "--", *command]
         subprocess.run(command, check=True, timeout=30, stderr=subprocess.PIPE)
 
     def run(self, *command: str, env: dict[str, str] | None = None) -> str:
-        """Runs a command to its end; what it printed."""
+        """Run a command on this host and return its output."""
         done = subprocess.run(self.command(*command), capture_output=True, text=True, env=env, timeout=120)
         assert done.returncode == 0, f"{self.name}: {' '.join(command)}: {done.stderr}"
         return done.stdout
 
     def start(self, *command: str, env: dict[str, str] | None = None, **options: Any) -> subprocess.Popen:
-        """Starts a command, which ends with the host at the latest."""
+        """Start a background command; it ends with the host at the latest."""
         with open(self.log, "ab") as log:
             output = {"stdout": log, "stderr": log, "stdin": subprocess.DEVNULL} | options
             return subprocess.Popen(self.command(*command), env=env, **output)
 
     def listens(self) -> set[tuple[str, int]]:
-        """(address, port) of all that listens in this host; addresses as /proc/net/tcp has them."""
+        """Return (address, port) of all listening sockets, with addresses in the format of /proc/net/tcp."""
         return {
             (address, int(port, 16))
             for name in ("tcp", "tcp6")
@@ -194,13 +194,13 @@ class Host:
         }
 
     def end(self) -> None:
-        """Ends all processes of the host."""
+        """End all processes of the host."""
         self._process.kill()
         self._process.wait(30)
 
 
 def impossible(folder: Path) -> str | None:
-    """Why hosts cannot be made here; None where they can."""
+    """Return the reason why simulated hosts cannot be created, or None if they can."""
     if os.geteuid() != 0:
         return "namespaces as hosts need root"
     try:

@@ -1,4 +1,4 @@
-"""Configurations of Ray's cluster launcher, read by Ray's own code; what its autoscaler would start."""
+"""Cluster launcher configurations read by Ray's own code, and the nodes its autoscaler would start."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ Bundle = dict[str, float]
 
 
 def prepared(path: Path) -> dict[str, Any]:
-    """A configuration as `ray up` completes and checks it before it talks to a cloud."""
+    """Load a configuration, fill in defaults and validate it like `ray up`."""
     config = prepare_config(yaml.safe_load(path.read_text()))
     validate_config(config)
     return config
 
 
 class Planner:
-    """Ray's scheduler of nodes (autoscaler v2), asked without a cluster.
+    """Ray's node scheduler (autoscaler v2) without a cluster.
 
     Args:
-        config: prepared, or made of a RayCluster by Ray.
+        config: configuration from `prepared`, or converted from a RayCluster by Ray.
     """
 
     def __init__(self, config: dict[str, Any]):
@@ -47,12 +47,13 @@ class Planner:
         running: list[AutoscalerInstance] = (),
         availabilities: dict[str, float] | None = None,
     ) -> Counter[str]:
-        """Node types to launch.
+        """Return node type → number of nodes to launch.
 
         Args:
-            tasks: to be placed. workers: what a run has asked for (request_resources).
+            tasks: resources of pending tasks.
+            workers: resources requested by a run (request_resources).
             running: nodes other than the head.
-            availabilities: of node types, as Ray's CloudResourceMonitor has noted them.
+            availabilities: node type → availability score of Ray's CloudResourceMonitor.
         """
         reply = self._schedule(tasks, workers, running, availabilities or {})
         assert not reply.infeasible_resource_requests
@@ -60,12 +61,12 @@ class Planner:
         return Counter({launch.instance_type: launch.count for launch in reply.to_launch})
 
     def unwanted(self, running: list[AutoscalerInstance], workers: list[Bundle] = ()) -> Counter[str]:
-        """Node types to terminate while nothing waits to be placed."""
+        """Return node type → number of nodes to terminate if no task is pending."""
         reply = self._schedule([], workers, running, {})
         return Counter(request.instance_type for request in reply.to_terminate)
 
     def node(self, kind: str, idle_s: float = 0, number: int = 1) -> AutoscalerInstance:
-        """A node of a type, on which nothing has run for so long."""
+        """Return a node of a type that has been idle for `idle_s` seconds."""
         name, resources = f"{kind}-{number}", self._config.get_node_type_configs()[kind].resources
         state = NodeState(
             node_id=name.encode(),

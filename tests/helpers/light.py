@@ -1,4 +1,4 @@
-"""An environment as a notebook has it (requirements/notebook.txt): no torch, torchrec, fbgemm or MLflow."""
+"""Notebook environment (requirements/notebook.txt), without torch, torchrec, fbgemm and MLflow."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 REPO = Path(__file__).parents[2]
-PLACE = REPO / ".venv-notebook"  # kept between runs: making it takes a minute
+PLACE = REPO / ".venv-notebook"  # kept between runs because creating it takes a minute
 PINNED = REPO / "requirements" / "notebook.txt"
 ANSWER = "ANSWER "
 BEGIN = """
@@ -23,7 +23,7 @@ def answer(**values):
 
 
 def python() -> str:
-    """The Python of that environment, which is made where there is none of these pinned packages."""
+    """Return the Python of the notebook environment; create it if missing or outdated."""
     program, made = PLACE / "bin" / "python", PLACE / "made-of"
     digest = hashlib.sha256(PINNED.read_bytes()).hexdigest()
     if not made.is_file() or made.read_text() != digest:
@@ -36,7 +36,7 @@ def python() -> str:
 
 
 def start(code: str, env: dict[str, str], *arguments: str, cwd: Path | None = None) -> subprocess.Popen:
-    """A program there, in the background."""
+    """Start a program in the notebook environment in the background."""
     return subprocess.Popen(
         [python(), "-c", BEGIN + code, *arguments],
         env=env,
@@ -50,7 +50,7 @@ def start(code: str, env: dict[str, str], *arguments: str, cwd: Path | None = No
 def run(
     code: str, env: dict[str, str], *arguments: str, timeout: float = 400, cwd: Path | None = None
 ) -> dict:
-    """What a program there answers; its stderr is in "stderr"."""
+    """Run a program in the notebook environment; return its answer with stderr under the key "stderr"."""
     process = start(code, env, *arguments, cwd=cwd)
     try:
         out, err = process.communicate(timeout=timeout)

@@ -1,4 +1,4 @@
-"""The loop of raytrec/worker/loop.py on one rank of on_ranks, without Ray and without files of data."""
+"""The training loop of raytrec/worker/loop.py on a rank of on_ranks, without Ray and data files."""
 
 import json
 from dataclasses import dataclass
@@ -7,20 +7,20 @@ from types import SimpleNamespace
 
 import small
 
-ROWS = 12  # of a global batch of small.batches
+ROWS = 12  # rows of a global batch of small.batches
 
 
 class Said(list):
-    """In the place of the coordinator's handle."""
+    """Stand-in for the coordinator's actor handle that records messages."""
 
     put = property(lambda self: self)
 
     def remote(self, message):
-        self.append({"kind": message.KIND, **json.loads(json.dumps(message.values()))})  # they must be JSON
+        self.append({"kind": message.KIND, **json.loads(json.dumps(message.values()))})  # checks JSON types
 
 
 class Heartbeat:
-    """A heartbeat without a coordinator."""
+    """Heartbeat without a coordinator."""
 
     def __init__(self):
         from raytrec.common.messages import Command
@@ -39,12 +39,12 @@ class Heartbeat:
 
 @dataclass
 class Loop:
-    """What a test of one rank's loop can reach.
+    """Training loop of one rank and its parts.
 
     Attributes:
-        local: this rank's batches.
-        error: that ended it, as text.
-        unsaved: the error of the checkpoint that was being written then, as text.
+        local: batches of this rank.
+        error: text of the error that ended the loop, or None.
+        unsaved: text of the error of the checkpoint being written when the loop failed, or None.
     """
 
     context: object
@@ -59,10 +59,11 @@ class Loop:
     unsaved: str | None = None
 
     def train(self, steps, after=None):
-        """Trains so many steps and ends as a run does.
+        """Train for some steps and finish like a run.
 
         Args:
-            after: called with the loop at each step, before what the ranks agree on.
+            steps: number of steps.
+            after: function called with the loop after each step, before checkpoints.after_step.
         """
         from raytrec.common.errors import RunError
 
@@ -81,7 +82,7 @@ class Loop:
             self.checkpoints.finish()
         except RunError as error:
             self.error = str(error)
-            saved = self.checkpoints._saver.taken()  # what has begun to be written is there from now on
+            saved = self.checkpoints._saver.taken()  # waits for the checkpoint being written
             self.unsaved = str(saved.error) if saved and saved.error else None
         return self
 
@@ -98,11 +99,19 @@ def make(
     kernel="fused",
     **of,
 ):
-    """A Loop over random batches; `spoil(rank, local batches)` changes them first.
+    """Create a Loop over random batches.
 
     Args:
-        folder: of the run.
-        of: model, tasks, … of small.config.
+        rank: this rank.
+        world: number of ranks.
+        steps: number of batches.
+        changes: config overrides, key=value.
+        folder: run folder.
+        spoil: function of (rank, local batches) that changes the batches, or None.
+        plan: sharding type of all tables.
+        schema: schema of the batches.
+        kernel: compute kernel of all tables.
+        of: other arguments of small.config (model, tasks, …).
     """
     import torch
     import torch.distributed as dist

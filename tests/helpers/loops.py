@@ -1,4 +1,4 @@
-"""A training loop on ranks with live checks, into which faults are brought."""
+"""A training loop on ranks with live checks and injected faults."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,8 +22,11 @@ ABOUT = {"config": "a: 1", "schema": "tables: {}", "torch": "2.13.0"}
 
 @dataclass
 class Scene:
-    """What a fault may change, on one rank. A fault is a function of it, called on every rank; what it
-    returns is called at the end, to undo what reaches beyond the scene."""
+    """State of one rank that a fault can change.
+
+    A fault is a function of a Scene and is called on every rank. It can return a function that is called at
+    the end to undo global changes.
+    """
 
     rank: int
     world: int
@@ -48,11 +51,10 @@ def loop(
     schema=SCHEMA, checks=None, dense=None, model=None, tasks=None, device="cpu",
     qcomms=None, **train,
 ):  # fmt: skip
-    """Trains `steps` steps and checks at the start, every `every` steps and at the end as before a
-    checkpoint; records of all outcomes.
+    """Train and run live checks at the start, every `every` steps, and at the end; return all outcomes.
 
     Args:
-        fault: brought in once `after` steps are trained (0: before the checks are made).
+        fault: function of a Scene, called after `after` steps (0: before the checks are created).
     """
     import torch
 
@@ -96,7 +98,7 @@ def loop(
         )
         scene.checks = LiveChecks(checked)
         outcomes, rows = scene.checks.evaluate(START, Position(0, about=scene.about)), 0
-        stream = (scene.local[i] for i in range(steps))  # taken as late as the pipeline takes it
+        stream = (scene.local[i] for i in range(steps))  # lazy: read when the pipeline needs them
         for done, _ in enumerate(scene.step.train(stream, steps), start=1):
             rows += len(whole[done - 1])
             if scene.taps.probing:
@@ -116,8 +118,8 @@ def loop(
 
 
 def failed(answers, check=None):
-    """Of the answers of all ranks, which must be the same: the outcomes that failed."""
-    assert all(answer == answers[0] for answer in answers), "ranks do not agree"
+    """Return the failed outcomes. The answers of all ranks must be equal."""
+    assert all(answer == answers[0] for answer in answers), "the outcomes of the ranks differ"
     return [o for o in answers[0] if not o["passed"] and check in (None, o["check"])]
 
 
@@ -126,8 +128,8 @@ def run(rank, world, plan, fault, settings):
 
 
 def the_one(answers, check, step=6):
-    """The text of the check that found it, which is the only one to fail at that step."""
+    """Return the text of a check that must be the only one to fail at a step, and not earlier."""
     found = [o for o in failed(answers) if o["step"] == step]
     assert found and {o["check"] for o in found} == {check}, found
-    assert failed(answers)[0]["step"] == step, "found before it was there"
+    assert failed(answers)[0]["step"] == step, "a check failed before the fault was injected"
     return found[0]["text"]

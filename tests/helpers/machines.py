@@ -1,4 +1,4 @@
-"""A cloud on this machine: its machines are Ray nodes, and one whose Ray has been killed is gone."""
+"""Simulated cloud provider: nodes are Ray nodes on this machine; a node ends when its raylet is killed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ray.autoscaler._private.fake_multi_node.node_provider import FakeMultiNodeP
 
 
 class Machines(FakeMultiNodeProvider):
-    """Ray's fake provider, which goes on listing a node whatever becomes of its processes."""
+    """Ray's fake node provider, changed to drop nodes whose raylet has died."""
 
     def non_terminated_nodes(self, tag_filters: dict[str, str]) -> list[str]:
         with self.lock:
@@ -19,5 +19,5 @@ class Machines(FakeMultiNodeProvider):
 
 def _has_died(known: dict[str, Any]) -> bool:
     if "node" not in known:
-        return False  # the head, which is not ours
+        return False  # the head is not managed by the provider
     return known["node"].all_processes["raylet"][0].process.poll() is not None

@@ -1,4 +1,4 @@
-"""Requests that no service may fail at: bodies of JSON and Arrow, and bytes in the place of HTTP."""
+"""Malformed JSON, Arrow and HTTP requests that a service must survive."""
 
 import json
 import socket
@@ -14,7 +14,7 @@ DEEP = 100_000
 
 
 def json_bodies(rows):
-    """[(name, body)] made by hand, of good rows."""
+    """Return [(name, type, body)] of malformed JSON bodies, derived from valid rows."""
     good = json.dumps({"rows": rows})
     first = rows[0]
     dense = next(column for column, value in first.items() if isinstance(value, float))
@@ -66,7 +66,7 @@ def json_bodies(rows):
 
 
 def arrow_bodies(table):
-    """[(name, type, body)] of one good row."""
+    """Return [(name, type, body)] of malformed Arrow bodies, derived from one valid row."""
     row = table.slice(0, 1)
     dense = next(f.name for f in table.schema if pa.types.is_floating(f.type))
     ids = next(f.name for f in table.schema if pa.types.is_list(f.type))
@@ -127,7 +127,7 @@ def arrow_bodies(table):
 
 
 def deltas(name):
-    """A stream whose second batch adds to the dictionary of the first."""
+    """Return an Arrow stream with a dictionary delta in the second batch."""
     sink = pa.BufferOutputStream()
     first, more = (pa.array(values).dictionary_encode() for values in (["a", "b"], ["a", "b", "c"]))
     options = pa.ipc.IpcWriteOptions(emit_dictionary_deltas=True)
@@ -138,7 +138,7 @@ def deltas(name):
 
 
 def cut_and_changed(draw, body):
-    """A body without some of its bytes, or with others in their place."""
+    """Return a body that is truncated at, or has bytes replaced at, a random position."""
     at, length = int(draw.integers(len(body))), int(draw.integers(1, 9))
     if draw.random() < 0.3:
         return body[:at]
@@ -146,7 +146,7 @@ def cut_and_changed(draw, body):
 
 
 def other_values(draw, rows):
-    """Rows as JSON, one of whose values is of another type."""
+    """Return rows as JSON in which one value has another type."""
     row = dict(rows[draw.integers(len(rows))])
     column = str(draw.choice(sorted(row)))
     values = [
@@ -176,10 +176,13 @@ def other_values(draw, rows):
 
 
 def raw(url, data, wait_s=5.0, close=False):
-    """What a service answers to these bytes: a status, or None where it closes the connection or waits.
+    """Send bytes to a service and return the HTTP status, or None if it closes the connection or waits.
 
     Args:
-        close: the client leaves without waiting.
+        url: URL of the service.
+        data: bytes to send.
+        wait_s: socket timeout in seconds.
+        close: close the connection without waiting for an answer.
     """
     host, port = url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=wait_s) as connection:
@@ -192,7 +195,7 @@ def raw(url, data, wait_s=5.0, close=False):
 
 
 def raw_requests(body):
-    """[(name, bytes)] in the place of HTTP, or around a good body."""
+    """Return [(name, bytes)] of malformed HTTP requests, some with a valid body."""
     head = f"POST /predict HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n".encode()
     head += f"Content-Type: {JSON}\r\n".encode()
     size = b"Content-Length: %d\r\n"

@@ -1,4 +1,4 @@
-"""A small model with managed ids, and batches of them, most of whose ids change from step to step."""
+"""A small model with managed ids, and batches whose ids mostly change from step to step."""
 
 import torch
 from small import config
@@ -25,7 +25,7 @@ def schema(tables=TABLES):
 
 
 def raw_batches():
-    """GlobalBatches of any ids of 64 bits; those of a step are few of those of the next."""
+    """Return GlobalBatches of random 64-bit ids; consecutive steps have few ids in common."""
     from raytrec.checks.parity.batches import random_batches
 
     known = torch.randint(-(2**63), 2**63 - 1, (200,), generator=torch.Generator().manual_seed(1))

@@ -1,4 +1,4 @@
-"""A model of a user's that takes means of sequences, whether it is given them or ids one by one."""
+"""A custom model that averages sequences; it also accepts pooled inputs."""
 
 import torch
 from torch import nn

@@ -1,6 +1,7 @@
-"""Object stores on loopback: S3 by moto, Google's by gcp-storage-emulator.
+"""Object stores on loopback: S3 (moto) and Google Cloud Storage (gcp-storage-emulator).
 
-Each is another process: pyarrow closes a stream that broke, and waits for the store, with Python's lock held.
+Each store is a separate process, because pyarrow holds the GIL while it closes a broken stream and waits for
+the store.
 """
 
 import json
@@ -17,7 +18,7 @@ from unittest.mock import patch
 from heads import free_ports
 
 BUCKET, START_S = "bucket", 120
-# Which credentials a client has, and that it looks for no others.
+# Credentials of the client; it does not look for others.
 KEYS = {
     "AWS_ACCESS_KEY_ID": "test",
     "AWS_SECRET_ACCESS_KEY": "test",
@@ -28,7 +29,7 @@ KEYS = {
 
 @contextmanager
 def s3():
-    """Gives the URI of a bucket."""
+    """Run an S3 store and yield the URI of a bucket."""
     import boto3
 
     (port,) = free_ports(1)
@@ -40,7 +41,7 @@ def s3():
 
 @contextmanager
 def gs():
-    """Gives the URI of a bucket."""
+    """Run a Google Cloud Storage emulator and yield the URI of a bucket."""
     (port,) = free_ports(1)
     options = ["--host", "127.0.0.1", "--port", port, "--in-memory", "--default-bucket", BUCKET]
     with tempfile.NamedTemporaryFile("w", suffix=".json") as account:
@@ -55,7 +56,7 @@ def gs():
 
 
 def _service_account():
-    """One whose client signs its tokens itself."""
+    """Return a service account whose tokens are signed by the client."""
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import rsa
 
@@ -74,7 +75,7 @@ def _service_account():
 
 @contextmanager
 def _serving(port, module, *arguments):
-    """Runs a module until the block ends, which begins when it answers."""
+    """Run a module as a process, wait until it answers HTTP requests, and kill it at the end of the block."""
     command = [sys.executable, "-m", module, *map(str, arguments)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     address, until = f"http://127.0.0.1:{port}", time.monotonic() + START_S

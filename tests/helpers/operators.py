@@ -1,6 +1,6 @@
-"""Counts the operators of torch that this thread calls, those of its backward passes included.
+"""Count the torch operators called by this thread, including its backward passes.
 
-Not with torch.profiler (2.13.0): a rank has crashed in its stop() with a segmentation fault.
+torch.profiler (2.13.0) is not used because its stop() crashed with a segmentation fault.
 """
 
 from collections import Counter
@@ -10,18 +10,18 @@ from raytrec.planning.dense_work import FREE_OPERATORS
 
 
 def is_launched(func):
-    """Whether an operator computes something."""
+    """Return True if an operator launches a kernel on a GPU."""
     name, _, is_view = described(func)
     room, _, name = name.partition("::")
     return room != "profiler" and not is_view and not name.startswith(FREE_OPERATORS)
 
 
 class Operators(EveryOperator):
-    """Counts calls inside a `with`.
+    """Context manager that counts operator calls.
 
     Attributes:
-        calls: operator (aten::mm) → number of calls; without those that other operators make.
-        launched: how many of these launch something on a GPU.
+        calls: operator (e.g. aten::mm) → number of calls, without nested calls.
+        launched: number of these calls that launch a kernel on a GPU.
     """
 
     def __init__(self):

@@ -1,4 +1,4 @@
-"""Tiny datasets whose labels can be learned, as Parquet with a schema.yaml."""
+"""Tiny Parquet datasets with learnable labels and a schema.yaml."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ tables:
 
 
 def table(rows, seed):
-    """Rows whose label follows from user, tags and price, with some noise."""
+    """Return random rows whose label depends on user, tags and price, with noise."""
     rng = np.random.default_rng(seed)
     user, price = rng.integers(0, 40, rows), rng.normal(size=rows).astype(np.float32)
     lengths = rng.integers(0, 4, rows)
@@ -43,7 +43,7 @@ def table(rows, seed):
 
 
 def write(folder, rows, seed, row_group=300, files=2):
-    """A split as `files` Parquet files."""
+    """Write a split as `files` Parquet files."""
     folder = Path(folder)
     folder.mkdir(parents=True)
     whole, part = table(rows, seed), -(-rows // files)
@@ -53,7 +53,7 @@ def write(folder, rows, seed, row_group=300, files=2):
 
 
 def change(path, column, values, **settings):
-    """Writes a file again with other values of a column: {row: value}; settings of write_table."""
+    """Rewrite a file with changed values of a column, {row: value}; `settings` are for write_table."""
     changed = pq.read_table(path)
     column_values = changed[column].to_numpy().copy()
     for row, value in values.items():
@@ -63,7 +63,7 @@ def change(path, column, values, **settings):
 
 
 def dataset(folder, train=2000, valid=501, test=1003):
-    """train/, valid/, test/ and schema.yaml."""
+    """Write train/, valid/, test/ and schema.yaml."""
     folder = Path(folder)
     for seed, (name, rows) in enumerate({"train": train, "valid": valid, "test": test}.items()):
         write(folder / name, rows, seed)
@@ -72,14 +72,14 @@ def dataset(folder, train=2000, valid=501, test=1003):
 
 
 def schema(sparse=None, tables=None):
-    """Its Schema, with further features and tables (or others in their place)."""
+    """Return the Schema of the dataset, with added or replaced features and tables."""
     values = yaml.safe_load(SCHEMA_YAML)
     parts = {"sparse": values["sparse"] | (sparse or {}), "tables": values["tables"] | (tables or {})}
     return Schema.parse(values | parts, "tiny")
 
 
 def settings(folder, run_dir, **changes):
-    """A config's values for that dataset; changes are section__key=value."""
+    """Return config values for the dataset; changes are section__key=value."""
     folder = Path(folder)
     values = {
         "run": {"dir": str(run_dir)},
@@ -93,7 +93,7 @@ def settings(folder, run_dir, **changes):
         "model": {"bottom_mlp": [16], "top_mlp": [16]},
         "optim": {"embeddings": {"lr": 0.1}, "dense": {"lr": 0.01}},
         "scaling": {"num_workers": 2, "device": "cpu"},
-        "tracking": {"report": False},  # drawing takes some seconds
+        "tracking": {"report": False},  # rendering takes some seconds
     }
     for key, value in changes.items():
         section, _, name = key.partition("__")
@@ -102,7 +102,7 @@ def settings(folder, run_dir, **changes):
 
 
 def plain_rows(table, form):
-    """A table in canonical form as dicts: labels, dense, weights, present; each feature's ids."""
+    """Convert a canonical table to dicts with labels, dense, present, weights and ids of each feature."""
     rows = []
     for row in table.to_pylist():
         plain = {name: row[name] for name in ("labels", "dense", "present") if name in row}

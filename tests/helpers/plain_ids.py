@@ -1,4 +1,4 @@
-"""What a map of managed ids is, in plain Python: dicts, sorted lists and integers without bounds."""
+"""Reference implementation of a managed id map in plain Python."""
 
 from collections import Counter
 
@@ -6,7 +6,7 @@ MASK = 2**64 - 1
 
 
 def key(number):
-    """splitmix64 as a signed integer."""
+    """Return the splitmix64 hash of an integer as a signed integer."""
     bits = (number + 0x9E3779B97F4A7C15) & MASK
     bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & MASK
@@ -15,10 +15,12 @@ def key(number):
 
 
 class PlainIds:
-    """A map of the ids of one table; of a row it knows only as the how many-th it was handed out.
+    """Map from ids of one table to rows. Rows are numbered in the order of their first assignment.
 
     Args:
-        rows: of the table. policy: a ManagedIds. seed: of draws.
+        rows: number of rows of the table.
+        policy: a ManagedIds section.
+        seed: seed of random draws.
     """
 
     def __init__(self, rows, policy, seed=0):
@@ -28,7 +30,7 @@ class PlainIds:
         self.new, self.left = {}, []
 
     def step(self, step, ids):
-        """id → its row (None: it has none), after a global batch of these ids."""
+        """Process a global batch of ids and return id → row, or None if the id has no row."""
         counts = Counter(ids)
         self.new, self.left = {}, []
         wanted = [i for i in sorted(counts, key=key) if self._wants(i, counts[i], step)]
@@ -65,7 +67,7 @@ class PlainIds:
         return max(missing, least, min(4 * missing, self.capacity // 4))
 
     def _chosen(self, wanted, counts, step):
-        """Those that get a row, in the order of their keys."""
+        """Return the ids that get a row, ordered by key."""
 
         def claim(i):
             return self.waiting.get(i, [counts[i]])[0], self._draw(i, step) >> 33, key(i)

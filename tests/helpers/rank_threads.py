@@ -1,4 +1,4 @@
-"""Many ranks in threads of one process, for code that knows them by their collectives alone."""
+"""Ranks simulated by threads of one process, for code that uses only the collectives of Peers."""
 
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
@@ -9,10 +9,10 @@ from raytrec.common.collectives import Peers
 
 
 class PeersInThreads(Peers):
-    """Peers whose collectives meet in a list.
+    """Peers that exchange values through a shared list.
 
     Attributes:
-        spoken: how often objects were exchanged.
+        spoken: number of calls of objects().
     """
 
     def __init__(self, rank, world, everyone, barrier):
@@ -41,7 +41,7 @@ class PeersInThreads(Peers):
 
 
 def in_threads(world, function):
-    """[function(peers) of each rank]."""
+    """Run function(peers) in a thread per rank and return the results by rank."""
     everyone, barrier = [None] * world, Barrier(world)
 
     def run(rank):

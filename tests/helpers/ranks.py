@@ -1,8 +1,8 @@
-"""Runs a function on several real processes joined by gloo.
+"""Run a function on several processes connected by gloo.
 
-They are forked from a process that has imported torch and TorchRec (warm.py). Few are kept for the next call:
-gloo's threads look around a hundred times a second. A call that fails, or takes too long, ends its own; the
-next one starts new ones.
+The processes are forked from a process that has imported torch and TorchRec (warm.py). Only a few idle
+processes are kept for later calls, because gloo's threads poll a hundred times per second. A call that fails
+or times out ends its processes; the next call starts new ones.
 """
 
 import atexit
@@ -17,22 +17,25 @@ from time import monotonic
 import warm
 
 TIMEOUT_S = 120
-KEPT = 4  # processes, in addition to those in use
+KEPT = 4  # idle processes, in addition to the processes in use
 _pools = {}
 
 
 def on_ranks(world, function, *args, hosts=1, device="cpu"):
-    """[function(rank, world, *args) for each rank], each in a separate process.
+    """Run function(rank, world, *args) in a process per rank and return the results by rank.
 
     Args:
-        hosts: hosts that the ranks pretend to be on.
-        device: cuda: each has a GPU of its host, a stand-in (standin.cuda), its group claims to be NCCL's.
+        world: number of ranks.
+        function: top-level function of a module.
+        args: other arguments of the function.
+        hosts: number of simulated hosts.
+        device: "cpu", or "cuda" for a stand-in GPU (standin.cuda) per rank and a group that reports NCCL.
     """
     key = world, hosts, device
     pool = _pools.pop(key, None)
     while sum(size for size, _, _ in _pools) > KEPT:
         _pools.pop(next(iter(_pools))).close()
-    _pools[key] = pool or _Pool(world, hosts, device)  # the last one used comes last
+    _pools[key] = pool or _Pool(world, hosts, device)  # least recently used pool first
     try:
         return _pools[key].run(function, args)
     except BaseException:
@@ -115,6 +118,6 @@ def _answer(end, rank, world, folder, backend):
 
 @atexit.register
 def close_all():
-    """Ends the ranks that are kept."""
+    """End the idle rank processes."""
     while _pools:
         _pools.popitem()[1].close()

@@ -1,4 +1,4 @@
-"""The local Rays that tests share: one at a time, whose workers are forked from a warm process."""
+"""Local Ray clusters shared by tests, one at a time; workers are forked from a warm process."""
 
 import os
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -11,10 +11,10 @@ HERE = str(Path(__file__).parent)
 
 
 class Rays:
-    """Starts the Ray that tests ask for, and ends the one before.
+    """Local Ray that is restarted if a test needs another number of GPUs.
 
     Attributes:
-        gpus: that the running one counts; None: none is running.
+        gpus: number of GPUs of the running Ray; None if no Ray is running.
     """
 
     def __init__(self):
@@ -32,7 +32,7 @@ class Rays:
 
 
 def workers():
-    """Process ids of the Ray Train workers that are alive."""
+    """Return the process ids of the Ray Train workers that are alive."""
     import ray
 
     actors = ray._private.state.actors().values()
@@ -42,7 +42,7 @@ def workers():
 
 @contextmanager
 def _started(gpus):
-    """A local Ray on loopback with 6 logical CPUs and, as far as it knows, so many GPUs."""
+    """Start a local Ray on loopback with 6 logical CPUs and `gpus` simulated GPUs."""
     import ranks
     import ray
     from stores import made_once
@@ -50,9 +50,9 @@ def _started(gpus):
     from raytrec.cluster import warm_process
     from raytrec.cluster.session import ray_session
 
-    ranks.close_all()  # they would take a part of each core
+    ranks.close_all()  # idle ranks would use CPU time
     assert not ray.is_initialized(), "an earlier test left Ray running"
-    # Workers with stand-ins for GPUs import them from here.
+    # Workers with stand-in GPUs import helper modules from this folder.
     path = os.pathsep.join(p for p in (HERE, os.environ.get("PYTHONPATH")) if p)
     with patch.dict(os.environ, {"PYTHONPATH": path} if gpus else {}):
         warm_process.warm_up()

@@ -1,4 +1,4 @@
-"""Files as a run reads them, without Ray."""
+"""Functions that read data files like a run, without Ray."""
 
 import pyarrow as pa
 from pydantic import TypeAdapter
@@ -15,7 +15,7 @@ parse_transforms = TypeAdapter(tuple[Transform, ...]).validate_python
 
 
 def read(place, plan, faults=None, skip=False):
-    """(all rows of a place in canonical form, the form)."""
+    """Return (all rows of a file or folder in canonical form, the form)."""
     data = scan(str(place), plan, skip=skip)
     parts = [Part(group.path, group.index, 0, group.rows) for group in data.groups]
     tables = [read_item(LaneItem(0, 0, (part,), None), data.form, faults) for part in parts]
@@ -23,13 +23,13 @@ def read(place, plan, faults=None, skip=False):
 
 
 def batch_of(table, form, features=None, padding=0):
-    """Rows in canonical form as one Batch, with `padding` more rows."""
+    """Collate rows in canonical form to one Batch with `padding` additional rows."""
     pieces = [Rows.of(batch) for batch in table.combine_chunks().to_batches()]
     return Collator(form, features)(pieces, table.num_rows + padding, table.num_rows)
 
 
 class DirectStream(Stream):
-    """A Stream whose read tasks run in this process."""
+    """Stream whose read tasks run in this process."""
 
     def _tables(self, items):
         return (read_item(item, self.dataset.form, self.faults) for item in items)

@@ -1,4 +1,4 @@
-"""A run folder as a run leaves it, made up, with every figure known to the test that asks for it."""
+"""Made-up run folders with known values."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from raytrec.tracking.aggregate import ID_STATISTIC_KEYS
 
 BEGIN_S = 1.8e9
 KNOWN = {figure.key: asdict(figure) for figure in figures_of()}
-METRICS = [KNOWN[key] for key in ("auc", "ne", "logloss", "calibration")]  # as a run describes them
-PHASE_S = (0.1, 0.02, 0.2, 0.4, 0.6, 1.2, 0.1, 0.6, 0.28)  # of an interval of 100 steps, 3.5 s together
+METRICS = [KNOWN[key] for key in ("auc", "ne", "logloss", "calibration")]
+PHASE_S = (0.1, 0.02, 0.2, 0.4, 0.6, 1.2, 0.1, 0.6, 0.28)  # phases of 100 steps, 3.5 s in total
 CAUSE = "rank 1 (pid 7 on 10.0.0.7) died at step 220"
 SAVED = {"event": "saved", "error": None, "seconds": 0.2}
 EVENTS = (
@@ -35,17 +35,17 @@ tracking: {uri: 'http://me:sesame@mlflow:5000'}
 
 
 def write_lines(path: Path, lines: list[dict], *, more: str = "") -> None:
-    """A file of JSON lines; `more` is put at its end as it is."""
+    """Write a JSON lines file and append the text `more`."""
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + more)
 
 
 def record(
     folder: Path, *, tables: int = 3, ranks: int = 2, intervals: int = 5, names: list[str] | None = None
 ) -> Path:
-    """Writes every file of a run: `intervals` times 100 steps of tables placed on the ranks in turns.
+    """Write every file of a run with `intervals` intervals of 100 steps.
 
-    Table i has 100 × (i + 1) rows of 16 float32 on rank i % ranks, except the first, whose rows are halved
-    over all ranks. In each interval a rank looks up 6400 × (i + 1) bytes of it.
+    Table i has 100 × (i + 1) rows of 16 float32 values. Table 0 is row-wise on all ranks; other tables are on
+    rank i % ranks. In each interval a rank looks up 6400 × (i + 1) bytes of table i.
     """
     folder.mkdir(parents=True, exist_ok=True)
     names = names or [f"table_{i}" for i in range(tables)]
@@ -68,12 +68,12 @@ def record(
 
 
 def holders(table: int, ranks: int) -> list[int]:
-    """The ranks that hold a table."""
+    """Return the ranks that hold a table."""
     return list(range(ranks)) if table == 0 else [table % ranks]
 
 
 def interval(names: list[str], rank: int, world: int, step: int, attempt: int = 0, **changes) -> dict:
-    """A line of ranks.jsonl."""
+    """Return a line of ranks.jsonl."""
     tables = {
         name: shard(i, world if i == 0 else 1) for i, name in enumerate(names) if rank in holders(i, world)
     }
@@ -93,7 +93,7 @@ def interval(names: list[str], rank: int, world: int, step: int, attempt: int = 
 
 
 def shard(table: int, parts: int) -> dict:
-    """What a rank reports of its part of table number `table`."""
+    """Return the statistics that a rank reports for its shard of table number `table`."""
     rows = 100 * (table + 1) // parts
     counts = np.zeros(30, int)
     counts[12 + table % 4 : 15 + table % 4] = rows // 4, rows // 2, rows - rows // 4 - rows // 2
@@ -124,9 +124,9 @@ def shard(table: int, parts: int) -> dict:
 
 
 def metrics(last: int) -> list[dict]:
-    """Training figures each 20 steps, an evaluation each 100, and the final one.
+    """Return training metrics every 20 steps, evaluations every 100 steps, and the final evaluation.
 
-    As in EVENTS, workers die after step 220, and all steps after 150 are trained again.
+    As in EVENTS, workers die after step 220, and steps after 150 are repeated.
     """
     first = [(step, 1 + 0.035 * step) for step in range(20, min(last, 220) + 1, 20)]
     again = [(step, 21 + 0.035 * (step - 150)) for step in range(160, last + 1, 20)]
@@ -142,7 +142,7 @@ def metrics(last: int) -> list[dict]:
 
 
 def curves(power: float = 0.3) -> dict:
-    """A ROC curve and the reliability of predictions; the higher the power, the worse the model."""
+    """Return a ROC curve and a reliability curve; a higher power means a worse model."""
     grid = np.linspace(0, 1, 50)
     bins = (np.arange(20) + 0.5) / 20
     return {
@@ -156,7 +156,7 @@ def curves(power: float = 0.3) -> dict:
 
 
 def checks(last: int) -> list[dict]:
-    """Five checks each 100 steps; parity fails once."""
+    """Return the outcomes of five checks every 100 steps; parity fails once."""
     good = {"passed": True, "figure": 1e-7, "limit": 1e-4, "text": "as it should"}
     bad = good | {"passed": False, "text": "table table_1 on rank 1 differs by 0.2"}
     outcomes = {(300, "parity"): bad}
@@ -168,7 +168,7 @@ def checks(last: int) -> list[dict]:
 
 
 def result(steps: int) -> dict:
-    """result.json."""
+    """Return the contents of result.json."""
     return {
         "train.rows": 2048 * steps,
         "train.steps": steps,

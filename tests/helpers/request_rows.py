@@ -1,4 +1,4 @@
-"""Requests with 0 to 5 candidates each, and the same with a row for each candidate."""
+"""Requests with 0 to 5 candidates each, and the same data with one row per candidate."""
 
 import numpy as np
 import pyarrow as pa
@@ -30,7 +30,7 @@ LISTS = frozenset({"history"})
 
 
 def table(rows, seed, most=5):
-    """Requests as a file has them; one in six has no candidate."""
+    """Return random requests in the file format; on average one in six has no candidates."""
     rng = np.random.default_rng(seed)
     counts = rng.integers(0, most + 1, rows)
 
@@ -58,7 +58,7 @@ def table(rows, seed, most=5):
 
 
 def repeated(requests):
-    """A row for each candidate."""
+    """Convert requests to one row per candidate."""
     rows = requests.to_pylist()
     listed = [*CANDIDATES, "shown"]
     found = [row | {k: row[k][i] for k in listed} for row in rows for i in range(len(row["y"]))]
@@ -67,7 +67,7 @@ def repeated(requests):
 
 
 def batch_of(requests, schema, features=None, padding=0, plan=None, global_rows=None):
-    """A Batch of a table, as a run reads it."""
+    """Convert a table of requests to a Batch like a run."""
     from raytrec.data.batch import Collator
     from raytrec.data.canonical import canonical
     from raytrec.data.column_conversion import Place

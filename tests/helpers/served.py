@@ -1,4 +1,4 @@
-"""A service over HTTP in this process, and rows in the forms in which it takes them. No Ray."""
+"""An HTTP service in this process, without Ray, and requests in all supported body formats."""
 
 import json
 import urllib.error
@@ -15,10 +15,10 @@ TOKEN = "a token"
 
 
 class Http:
-    """A served app, and requests to it.
+    """HTTP service and its client.
 
     Args:
-        service: default: one whose export `serve` names.
+        service: service to run; default: a service without an export (see `serve`).
     """
 
     def __init__(self, service=None):
@@ -27,7 +27,7 @@ class Http:
         self.url = f"http://127.0.0.1:{self._listener.port}"
 
     def serve(self, export):
-        """Answers with an export from now on; its scorer, of `raytrec.load`."""
+        """Switch the service to an export and return its scorer."""
         self.service.versions = LoadedExports(str(export))
         return self.service.versions.current.scorer
 
@@ -41,7 +41,7 @@ class Http:
         self._listener.close()
 
     def ask(self, path, body=None, kind=JSON, accept=JSON, token=TOKEN, method=None):
-        """(status, body, headers)."""
+        """Send a request and return (status, body, headers)."""
         if body is not None and not isinstance(body, bytes):
             body = json.dumps(body).encode()
         headers = {"Content-Type": kind, "Accept": accept, "Authorization": f"Bearer {token}"}
@@ -60,10 +60,11 @@ class Http:
         return answer["predictions"]
 
     def scores_of_forms(self, rows, table):
-        """(form, predictions) of the same rows.
+        """Yield (body format, predictions) of the same rows for each body format.
 
         Args:
-            rows: as JSON has them. table: as Arrow has them.
+            rows: rows as dicts, for JSON bodies.
+            table: the same rows as an Arrow table.
         """
         columns = {name: [row[name] for row in rows] for name in rows[0]}
         yield "rows", self.scores({"rows": rows})
@@ -76,10 +77,11 @@ class Http:
 
 
 def stream(table, **options):
-    """A table as a body of Arrow.
+    """Serialize a table as an Arrow stream.
 
     Args:
-        options: of pyarrow.ipc.IpcWriteOptions.
+        table: table to serialize.
+        options: arguments of pyarrow.ipc.IpcWriteOptions.
     """
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema, options=pa.ipc.IpcWriteOptions(**options)) as writer:
@@ -88,7 +90,7 @@ def stream(table, **options):
 
 
 def assert_same(predictions, expected):
-    """Predictions of an answer are those of a table, or a mapping."""
+    """Assert that predictions equal the columns of a table or mapping."""
     for name in getattr(expected, "column_names", expected):
         values = expected[name]
         values = values.to_pylist() if isinstance(values, pa.ChunkedArray) else values

@@ -1,4 +1,4 @@
-"""`raytrec serve` as a process: started, asked, its replicas, exports that it is to refuse."""
+"""`raytrec serve` as a process, with requests to it, its replicas, and corrupt exports."""
 
 import hashlib
 import json
@@ -29,10 +29,10 @@ PRECISIONS = {"whole": None, "small": "int8", "half": "fp16"}
 
 @dataclass(frozen=True)
 class Export:
-    """An export of one trained model.
+    """Export of a trained model.
 
     Attributes:
-        model: of `raytrec.load`.
+        model: result of `raytrec.load`.
     """
 
     path: str
@@ -41,7 +41,7 @@ class Export:
 
 
 def exports_of_a_model(root):
-    """({name: Export}, rows as a table): one trained model, its tables in three precisions."""
+    """Export one trained model with three table precisions; return ({name: Export}, rows as a table)."""
     folder, table, _, _ = trained(Modelled("two_tower", (1, 1)), root)
     made = {}
     for name, precision in PRECISIONS.items():
@@ -53,14 +53,14 @@ def exports_of_a_model(root):
 
 @dataclass(frozen=True)
 class Running:
-    """A service that has been started; `folder` has its log."""
+    """Running service process; `folder` has the log."""
 
     process: subprocess.Popen
     url: str
     folder: Path | None = None
 
     def ask(self, path, body=None, token=TOKEN):
-        """What it answers; raises OSError where that is an error."""
+        """Send a request and return the JSON answer. Raise OSError if the status is an error."""
         headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, headers)
@@ -68,24 +68,24 @@ class Running:
             return json.loads(answer.read())
 
     def versions(self):
-        """Those that replicas answer with; empty while the service does not answer."""
+        """Return the model versions of the replicas; empty if the service does not answer."""
         try:
             return list(self.ask("/versions").values())
         except OSError:
             return []
 
     def replicas(self):
-        """The processes that answer."""
+        """Return the replica processes."""
         return self.family("ServeReplica")
 
     def family(self, name=""):
-        """Its processes that are called so."""
+        """Return the descendant processes whose command line contains `name`."""
         found = psutil.Process(self.process.pid).children(recursive=True)
         return [process for process in found if name in called(process)]
 
 
 def called(process):
-    """A process's command; empty when it has ended."""
+    """Return the command line of a process; empty if the process has ended."""
     try:
         return " ".join(process.cmdline())
     except psutil.Error:
@@ -94,12 +94,13 @@ def called(process):
 
 @contextmanager
 def running(export, replicas, folder, promote_from="/"):
-    """`raytrec serve`, until the block ends.
+    """Run `raytrec serve` until the block ends.
 
     Args:
-        replicas: how many, or as MIN:MAX.
-        folder: where its log goes.
-        promote_from: folder of the exports that can be promoted.
+        export: path of the export.
+        replicas: number of replicas, or MIN:MAX.
+        folder: folder of the log.
+        promote_from: folder of exports that can be promoted.
     """
     least = int(str(replicas).partition(":")[0])
     with socket.socket() as probe:
@@ -129,19 +130,19 @@ def running(export, replicas, folder, promote_from="/"):
 
 
 def copied(export, folder, change=lambda copy: None):
-    """A copy of an export, changed; its path."""
+    """Copy an export, apply `change` to the copy, and return its path."""
     copy = Path(shutil.copytree(export, folder))
     change(copy)
     return str(copy)
 
 
 def flip_a_table(copy):
-    """One byte of a table is another."""
+    """Flip a bit of a table file."""
     flip(sorted((copy / "tables").iterdir())[0], -10)
 
 
 def change_a_score(copy):
-    """The golden rows' scores are others, and the manifest has their checksum."""
+    """Change the scores of the golden rows and update their checksum in the manifest."""
     table = pa.ipc.open_file(copy / "golden.arrow").read_all()
     place = table.column_names.index("score_y")
     table = table.set_column(place, "score_y", pa.array(np.array(table["score_y"]) + np.float32(0.01)))
@@ -154,13 +155,13 @@ def change_a_score(copy):
 
 
 def resident_mib(process):
-    """Memory of a process's own: not that of files it has mapped, which the system can take back."""
+    """Return the resident memory of a process without shared and file-mapped pages, in MiB."""
     memory = process.memory_info()
     return round((memory.rss - memory.shared) / 2**20, 1)
 
 
 def mapped_folders(process, root):
-    """Folders under `root` with files that a process has mapped."""
+    """Return the folders under `root` with files that a process has mapped."""
     lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
     files = [line.split(maxsplit=5)[-1].removesuffix(" (deleted)") for line in lines if str(root) in line]
     return sorted({str(Path(file).relative_to(root).parts[0]) for file in files})

@@ -1,4 +1,4 @@
-"""Packages of upstream that seem to be installed: a folder for Python's path, with their metadata."""
+"""Simulated upstream packages: a folder for sys.path with package metadata."""
 
 from pathlib import Path
 
@@ -6,11 +6,12 @@ METADATA = "Metadata-Version: 2.1\nName: {}\nVersion: {}\n"
 
 
 def install(folder: Path, modules: dict[str, str] | None = None, **versions: str) -> str:
-    """Makes packages that seem to be installed; the folder, to be put on Python's path.
+    """Write the metadata of simulated packages and return the folder for sys.path.
 
     Args:
-        modules: file → its text, such as {"torch/version.py": "cuda = '13.0'"}.
-        versions: name, with _ in place of - → version.
+        folder: folder to write to.
+        modules: file → text, e.g. {"torch/version.py": "cuda = '13.0'"}.
+        versions: package name (with _ instead of -) → version.
     """
     for name, version in versions.items():
         info = folder / f"{name}-{version}.dist-info"

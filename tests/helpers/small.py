@@ -16,7 +16,7 @@ PARTS = {
 
 
 def a_schema(**parts):
-    """A Schema of these parts; those that are left out are those of PARTS."""
+    """Return a Schema of PARTS, with some parts replaced."""
     return Schema.parse(PARTS | parts, "small")
 
 
@@ -24,8 +24,10 @@ SCHEMA = a_schema()
 
 
 def config(world, plan, optimizer="adagrad", lr=0.1, tables=None, tasks=None, model=None, **train):
-    """A RunConfig; `plan` is plan.tables['*'] or, with a list, plan.sharding_types; `tables` are
-    optim.tables."""
+    """Return a RunConfig.
+
+    `plan` is the value of plan.tables['*'], or plan.sharding_types if it is a list. `tables` is optim.tables.
+    """
     plan = {"sharding_types": plan} if isinstance(plan, list) else {"tables": {"*": plan}}
     return load_config(
         {
@@ -46,7 +48,7 @@ def config(world, plan, optimizer="adagrad", lr=0.1, tables=None, tasks=None, mo
 
 
 def build(config, schema=SCHEMA, device="cpu"):
-    """A Step on this rank."""
+    """Build the Step of this rank."""
     import torch
 
     from raytrec.worker.build import build_step
@@ -55,7 +57,7 @@ def build(config, schema=SCHEMA, device="cpu"):
 
 
 def batches(count, rank, world, balance="unequal", schema=SCHEMA, features=None, tasks=(), rows=12):
-    """(global batches, this rank's parts of them)."""
+    """Return (random global batches, their local batches on this rank)."""
     from raytrec.checks.parity.batches import cuts, make_local_batch, random_batches
 
     whole = random_batches(schema, rows, count, seed=1, tasks=tasks)
@@ -63,12 +65,12 @@ def batches(count, rank, world, balance="unequal", schema=SCHEMA, features=None,
 
 
 def train(step, local):
-    """Trains on these batches."""
+    """Train a Step on local batches and return the outputs."""
     return list(step.train(iter(local), len(local)))
 
 
 def weights_of(step):
-    """name → copies of the dense layers' parameters and of whole tables; a collective."""
+    """Return name → copy of each dense parameter and full table. This is a collective call."""
     from raytrec.embeddings.tables import tables
 
     dense = {name: parameter.detach().clone() for name, parameter in step.head.model.named_parameters()}
@@ -76,7 +78,7 @@ def weights_of(step):
 
 
 def one_process(step, config, schema=SCHEMA):
-    """A checks.parity.reference.Reference with the weights that a Step has; a collective."""
+    """Return a checks.parity.reference.Reference with the weights of a Step. This is a collective call."""
     from raytrec.checks.parity.reference import Reference
     from raytrec.models import build_model
     from raytrec.tasks.objective import Objective
@@ -87,12 +89,12 @@ def one_process(step, config, schema=SCHEMA):
 
 
 def largest_difference(weights, others):
-    """Of all values of these names."""
+    """Return the largest absolute difference of the tensors named in `others`."""
     return max(float((weights[name] - others[name]).abs().max()) for name in others)
 
 
 def state_of(step):
-    """name → copies of this rank's parts of weights and optimizer state."""
+    """Return name → copies of this rank's shards of weights and optimizer state."""
     from raytrec.checkpoint.state import LogicalState
 
     found = {}
@@ -103,7 +105,7 @@ def state_of(step):
 
 
 def assert_same_state(state, other):
-    """To the last bit."""
+    """Assert that two states from `state_of` are bitwise equal."""
     import torch
 
     assert state.keys() == other.keys()
@@ -112,7 +114,7 @@ def assert_same_state(state, other):
 
 
 def objective(tasks, schema=SCHEMA, world=1, **options):
-    """The Objective of these tasks."""
+    """Return the Objective of task sections."""
     from raytrec.tasks.objective import Objective
     from raytrec.tasks.task import resolve_tasks
 
@@ -120,7 +122,7 @@ def objective(tasks, schema=SCHEMA, world=1, **options):
 
 
 def labelled(labels, weights=None, rows=None, task_weights=None, keys=None):
-    """A Batch of labels alone, float32 [B] or [B, L]; as many rows count as it has, or `rows`."""
+    """Return a Batch with only labels, float32 [B] or [B, L]; `rows` is the row count (default: B)."""
     import torch
 
     from raytrec.data.batch import Batch
@@ -131,7 +133,7 @@ def labelled(labels, weights=None, rows=None, task_weights=None, keys=None):
 
 
 def initial_rows(schema, table, seed, start, stop):
-    """Initial values of rows [start, stop): float32 [stop - start, dim]."""
+    """Return the initial values of rows [start, stop) of a table, float32 [stop - start, dim]."""
     import torch
 
     from raytrec.embeddings.hashing import initial_values

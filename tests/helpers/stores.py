@@ -1,4 +1,4 @@
-"""Stores of MLflow on sqlite, without the 2 s that its migrations take of a processor in each new one."""
+"""MLflow SQLite stores without repeated migrations, which take 2 s of CPU time per store."""
 
 import sqlite3
 from contextlib import closing, contextmanager
@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 @contextmanager
 def made_once():
-    """The first store that this process makes goes through all migrations; the others are copies of it."""
+    """Run migrations only for the first store of this process; later stores are copies."""
     from mlflow.store.db import utils
 
     make, first = utils._initialize_tables, sqlite3.connect(":memory:", check_same_thread=False)

@@ -1,4 +1,4 @@
-"""A run folder whose run is tracked, and what MLflow has of it."""
+"""Run folders of tracked runs, and their metrics in MLflow."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from raytrec.tracking.journal import append_line
 
 
 def config(folder: Path, values: dict[str, Any]) -> RunConfig:
-    """Writes config.yaml into a folder, with some values; what is in it."""
+    """Write config.yaml with some values to a folder and return the RunConfig."""
     folder.mkdir(parents=True, exist_ok=True)
     run = {"name": "run", "dir": str(folder), **values.get("run", {})}
     made = load_config({"data": {"train": "d"}, **values, "run": run})
@@ -21,18 +21,18 @@ def config(folder: Path, values: dict[str, Any]) -> RunConfig:
 
 
 def add(folder: Path, figures: dict[str, Any], step: int, unix_s: float | None = None) -> None:
-    """A line of the run folder, whose figures have their own names in MLflow."""
+    """Append a Compared message to the run folder; MLflow uses its figure names unchanged."""
     append_line(folder, Compared(step=step, unix_s=time() if unix_s is None else unix_s, figures=figures))
 
 
 def client(uri: str) -> Any:
-    """MLflow's client of a store."""
+    """Return an MLflow client for a store."""
     from mlflow import MlflowClient
 
     return MlflowClient(uri)
 
 
 def history(uri: str, run_id: str, name: str) -> list[tuple[int, float, int]]:
-    """(step, value, ms) of a metric, by step."""
+    """Return (step, value, timestamp in ms) of a metric, sorted by step."""
     found = client(uri).get_metric_history(run_id, name)
     return sorted((each.step, each.value, each.timestamp) for each in found)

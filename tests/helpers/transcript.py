@@ -1,8 +1,8 @@
-"""Types what a transcript in the docs shows, and compares what comes out.
+"""Replay the transcripts in the docs in a shell and compare the output.
 
-In a transcript, lines that begin with `$ ` are typed; `...` stands for any lines; `^C` is typed as soon as
-the line before it has come. Numbers, dates, folders and the ends of names may be others. Warnings may come in
-between.
+In a transcript, lines that begin with `$ ` are typed, `...` matches any lines, and `^C` is typed after the
+line before it was printed. Numbers, dates, folders and generated name suffixes may differ. Warnings are
+ignored.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import pexpect
 
 PROMPT = "raytrec-prompt> "
 COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-# What differs from one time to the other: a job's name, a folder, a number.
+# Text that may differ between runs: a job name suffix, a folder, a number.
 VARYING = re.compile(r"(-\d{8}-\d{6}(?:-[0-9a-f]{4})?)|((?<![\w.])/[\w./-]+)|(\d[\d,.:]*)")
 
 
 def console_blocks(page: Path) -> list[str]:
-    """The transcripts on a page: its ```console blocks."""
+    """Return the transcripts (```console blocks) of a page."""
     return re.findall(r"^```console\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
 def commands(transcript: str) -> list[tuple[str, list[str]]]:
-    """(command, expected lines) one after the other."""
+    """Return (command, expected lines) of each command in a transcript."""
     out: list[tuple[str, list[str]]] = []
     for line in transcript.splitlines():
         if line.startswith("$ "):
@@ -35,7 +35,7 @@ def commands(transcript: str) -> list[tuple[str, list[str]]]:
 
 
 def pattern(line: str) -> str:
-    """A regular expression for equal lines."""
+    """Return a regular expression that matches a line up to varying text."""
     parts, last = [], 0
     for found in VARYING.finditer(line):
         parts.append(re.escape(line[last : found.start()]))
@@ -46,7 +46,7 @@ def pattern(line: str) -> str:
 
 
 def differences(expected: list[str], got: list[str]) -> str | None:
-    """What is not as expected, or None."""
+    """Describe the first difference between expected and printed lines; None if they match."""
     lines = [line.rstrip() for line in got if not line.startswith("warning: ")]
     text = "".join(f"{line}\n" for line in lines)
     parts = [r"(?:.*\n)*?" if line == "..." else pattern(line.rstrip()) + r"\n" for line in expected]
@@ -58,7 +58,7 @@ def differences(expected: list[str], got: list[str]) -> str | None:
 
 
 class Shell:
-    """A bash on a terminal."""
+    """Shell on a pseudo-terminal."""
 
     def __init__(self, command: list[str], cwd: Path, env: dict[str, str], timeout: float):
         self._shell = pexpect.spawn(
@@ -74,19 +74,19 @@ class Shell:
         self._shell.expect_exact(PROMPT)
 
     def type(self, command: str, expected: list[str]) -> list[str]:
-        """Types a command, and ^C where the transcript has it; the lines that came."""
+        """Type a command, and ^C if the transcript has it; return the printed lines."""
         printed = ""
         self._shell.sendline(command)
         if "^C" in expected:
             line = expected[expected.index("^C") - 1]
             came = self._shell.expect([pattern(line), re.escape(PROMPT)])
             printed = self._shell.before + self._shell.after
-            assert came == 0, f"$ {command}\nended without: {line}\n--- all of it:\n{printed}"
+            assert came == 0, f"$ {command}\nended without printing: {line}\n--- output:\n{printed}"
             self._shell.sendintr()
         self._shell.expect_exact(PROMPT)
         lines = COLOURS.sub("", printed + self._shell.before).replace("\r", "").splitlines()
         return [line for line in lines if line.strip() and line != "^C"]
 
     def close(self) -> None:
-        """Ends the shell, and what it runs with it."""
+        """End the shell and its processes."""
         self._shell.close(force=True)

@@ -1,4 +1,4 @@
-"""A run whose tables are looked up unevenly, as its folder has it: plan, lines of ranks, start."""
+"""Run folder of a run with uneven lookups per table: plan, rank lines and start event."""
 
 import json
 
@@ -11,12 +11,12 @@ from raytrec.driver.prepare import write_config
 from raytrec.planning.dry_run import dry_run
 from raytrec.planning.machines import Cluster
 
-IDS = {"t0": 20.0, "t1": 1.0, "t2": 20.0, "t3": 1.0, "t4": 1.0, "t5": 1.0}  # of a row, as they were looked up
+IDS = {"t0": 20.0, "t1": 1.0, "t2": 20.0, "t3": 1.0, "t4": 1.0, "t5": 1.0}  # ids per row in the run
 BATCH = 8192
 
 
 def schema_of(**statistics):
-    """Six tables of one size, whose statistics are those of an id a row."""
+    """Return a Schema of six equal tables whose statistics claim one id per row."""
     known = {"mean_length": 1, "p99_length": 1, "max_length": 1, "distinct": 4000, "hottest": [0.1, 0.4]}
     names = {name: name.replace("t", "f") for name in IDS}
     return Schema.parse(
@@ -31,7 +31,7 @@ def schema_of(**statistics):
 
 
 def config_of(folder, workers=2, **plan):
-    """A configuration of it on CPU."""
+    """Return a RunConfig for the schema on CPU."""
     return load_config(
         {
             "run": {"dir": str(folder), "name": "uneven"},
@@ -45,13 +45,13 @@ def config_of(folder, workers=2, **plan):
 
 
 def plan_of(config, schema, hosts=1):
-    """What a run there would be given."""
+    """Return the plan of a run with this configuration."""
     workers = config.scaling.num_workers
     return dry_run(config, schema, Cluster(hosts, workers // hosts, 80, 640, 1e6))
 
 
 def lines_of(tables, workers, steps=10, intervals=3, ids=IDS):
-    """What ranks report that have looked up so many ids of each row."""
+    """Return the lines of ranks.jsonl for a number of ids per row and table."""
     lines = []
     for number in range(intervals):
         for rank in range(workers):
@@ -77,7 +77,7 @@ def lines_of(tables, workers, steps=10, intervals=3, ids=IDS):
 
 
 def write_run(folder, workers=2, lines=None):
-    """The folder of a run, of which everything is made up but its plan."""
+    """Write a made-up run folder with a real plan."""
     folder.mkdir(parents=True)
     schema, config = schema_of(), config_of(folder, workers)
     tables = plan_of(config, schema)

@@ -1,4 +1,4 @@
-"""Waiting for something to happen, instead of for a time."""
+"""Polling for a condition instead of sleeping."""
 
 from collections.abc import Callable
 from time import monotonic, sleep
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 60) -> Any:
-    """Calls `condition` until it is true; its value. Fails with `what` after `timeout_s`."""
+    """Call `condition` until its value is true and return the value. Fail with `what` after `timeout_s`."""
     deadline = monotonic() + timeout_s
     while not (value := condition()):
         assert monotonic() < deadline, f"{what}: not within {timeout_s} s"

@@ -1,13 +1,13 @@
 """A process that has imported torch and TorchRec, and forks processes that begin with them.
 
-Importing them takes a processor 6 s, more than most tests. What is forked is a process like any other: with
-its own environment, folder and output. Two things come of it: ranks without Ray (ranks.py) and the workers of
-a local Ray (ray_workers).
+Importing them takes 6 s of CPU time, more than most tests. A forked process has its own environment, working
+directory and output. Forked processes serve as ranks without Ray (ranks.py) and as workers of a local Ray
+(ray_workers).
 
-Ray's workers import Ray in the forked process only: it reads its part of the environment then, and seeds the
-generator of the ids of objects. Workers forked after that would all give out the same ids. Other processes
-never join a Ray: they are forked from a copy of the tests' own process, as it was when it had collected them
-(`copy_this_process`), or else from another process, itself forked, that has imported Ray.
+Ray workers import Ray only after the fork, because the import reads environment variables and seeds the
+generator of object ids. Workers forked after the import would all create the same ids. Other processes never
+connect to Ray. They are forked from a copy of the test process made after collection (`copy_this_process`),
+or from a forked process that has imported Ray.
 """
 
 import atexit
@@ -33,23 +33,23 @@ from time import sleep
 from unittest.mock import patch
 
 TORCH = ("torchrec", "tensordict", "torch.distributed.checkpoint", "pandas", "pyarrow.dataset", "pydantic")
-# A second of a processor for each rank. Processes that are to find another raytrec are not forked from here.
+# Saves 1 s of CPU time per rank. Processes that need another raytrec are not forked from here.
 WITH_RAY = ("ray", "raytrec.worker.build", "raytrec.worker.observers", "raytrec.checks.parity.compare")
-SOCKET = "RAYTREC_TESTS_WARM"  # where warm_worker.py finds it
+SOCKET = "RAYTREC_TESTS_WARM"  # environment variable with the server address, read by warm_worker.py
 _servers = {}
 
 
 def copy_this_process():
-    """From now on, `fork` forks from a copy of this process: with all modules that it has imported.
+    """Copy this process with all imported modules; later calls of `fork` fork from the copy.
 
-    To be called before this process computes anything: threads, such as autograd's, are not copied.
+    Call this function before any torch computation, because threads (e.g. of autograd) are not copied.
     """
     if "with Ray" not in _servers:
         _servers["with Ray"] = _Copy()
 
 
 def fork(target, *args):
-    """(pid, Connection) of a new process that runs target(connection, *args) and ends with it."""
+    """Fork a process that runs target(connection, *args) and exits; return (pid, Connection)."""
     if "with Ray" not in _servers:
         _servers["with Ray"] = _Forked()
     return _fork(_servers["with Ray"].address, target, *args)
@@ -62,7 +62,7 @@ def _fork(address, target, *args):
 
 
 def end(pids):
-    """Kills forked processes, and waits until they have gone."""
+    """Kill forked processes and wait until they have ended."""
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -73,7 +73,7 @@ def end(pids):
 
 @contextmanager
 def ray_workers():
-    """The workers of a local Ray that is started here are forked, but for those with another interpreter."""
+    """Fork the workers of a local Ray started in this block, except workers with another interpreter."""
     script = str(Path(__file__).with_name("warm_worker.py"))
     with (
         patch.dict(os.environ, {SOCKET: _server().address}),
@@ -124,7 +124,7 @@ class _Server:
 
 
 class _Forked:
-    """A process as _Server's, forked from that one."""
+    """Server process with Ray imported, forked from the process of _Server."""
 
     def __init__(self):
         self.address = f"{_server().address}-with-ray"
@@ -136,7 +136,7 @@ class _Forked:
 
 
 class _Copy:
-    """A process as _Server's, which is a copy of this one."""
+    """Server process that is a copy of this process."""
 
     def __init__(self):
         self._folder = tempfile.TemporaryDirectory(prefix="warm-")
@@ -144,7 +144,7 @@ class _Copy:
         self._ready, self._pid = False, os.fork()
         if not self._pid:
             self._alive.close()
-            gc.freeze()  # what is here stays: collections leave its pages shared
+            gc.freeze()  # garbage collections keep the pages shared with the parent
             _begin(_serve, theirs, self._redact_address, (*TORCH, *WITH_RAY))
         theirs.close()
 
@@ -161,7 +161,7 @@ class _Copy:
 
 
 def _serve(alive, address, modules):
-    """Forks on request, until the other end of `alive` is closed."""
+    """Fork processes on request until the other end of `alive` is closed."""
     for module in modules:
         import_module(module)
     listener = socket.socket(socket.AF_UNIX)
@@ -207,7 +207,7 @@ def _enter(env):
 
 
 def _leave(*places):
-    """A child gives up what belongs to its parent."""
+    """Close the parent's sockets and reset its signal handlers in a child process."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for place in places:
@@ -230,7 +230,7 @@ def _end(pids):
 
 
 def _begin(function, *args):
-    """All that a forked process does; leaves nothing of the parent's to be cleaned up by the child."""
+    """Run a function in a forked process and exit without running the parent's exit handlers."""
     code = 1
     try:
         function(*args)
@@ -255,8 +255,8 @@ def _call(connection, request):
 
 
 def _become_ray_worker(connection, request, fds):
-    """What `python default_worker.py ...` would be."""
-    os.setsid()  # the raylet ends whole process groups; and local_ray.py keeps sessions apart
+    """Turn this process into the equivalent of `python default_worker.py ...`."""
+    os.setsid()  # the raylet kills process groups, and local_ray.py separates sessions
     for number, fd in enumerate(fds):
         os.dup2(fd, number)
         os.close(fd)
@@ -272,7 +272,7 @@ def _become_ray_worker(connection, request, fds):
 
 
 def _end_with(connection):
-    """The worker ends with the process that the raylet has started in its place (warm_worker.py)."""
+    """Exit when the process started by the raylet (warm_worker.py) has ended."""
     connection.recv(1)
     os._exit(1)
 
@@ -280,4 +280,4 @@ def _end_with(connection):
 @atexit.register
 def _close():
     while _servers:
-        _servers.popitem()[1].close()  # the last one first
+        _servers.popitem()[1].close()  # in reverse order of creation

@@ -1,4 +1,4 @@
-"""In the place of Ray's setup_worker.py: asks warm.py for a worker, and is there for as long as that is.
+"""Replacement for Ray's setup_worker.py: requests a worker from warm.py and ends with that worker.
 
 python warm_worker.py default_worker.py ... --serialized-runtime-env-context=JSON --language=PYTHON
 """
@@ -13,7 +13,7 @@ CONTEXT, LANGUAGE = "--serialized-runtime-env-context=", "--language="
 
 
 def main():
-    """Imports as little as it can."""
+    """Request a forked worker, or run setup_worker.py if the worker needs another interpreter."""
     context = next((a[len(CONTEXT) :] for a in sys.argv if a.startswith(CONTEXT)), "") or "{}"
     mine = json.loads(context)
     plain = not mine.get("command_prefix") and not mine.get("override_worker_entrypoint")
@@ -28,7 +28,7 @@ def main():
 
 
 def ask(place, request, fds):
-    """Waits for the answer, or for the end of who would give it."""
+    """Send a request and wait until the worker or the server ends."""
     message = json.dumps(request).encode()
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(place)

@@ -1,4 +1,4 @@
-"""The images, built from a bare Debian by the Dockerfile's own steps, and the compose file, run as it is."""
+"""Test images built from a bare Debian by the Dockerfile's steps, and the unchanged compose file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = [
 ]
 URL = "http://127.0.0.1:8265"
 ROWS = 40_000
-# Podman makes one volume for all containers of a service where Docker makes one for each.
+# Podman creates one volume for all containers of a service; Docker creates one per container.
 SECOND = "services: {worker2: {extends: {file: compose.yaml, service: worker}}}"
 
 
@@ -46,7 +46,7 @@ def engine() -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def cluster(engine: Engine) -> Engine:
-    """The compose file, up: head, two workers, MLflow, notebook; all healthy."""
+    """Running services of the compose file: head, two workers, MLflow and notebook, all healthy."""
     deploy = engine.folder / "deploy"
     shutil.copytree(REPOSITORY / "deploy", deploy, ignore=shutil.ignore_patterns("secrets", ".env"))
     subprocess.run(["sh", deploy / "init.sh"], check=True)
@@ -61,7 +61,7 @@ def cluster(engine: Engine) -> Engine:
     return engine
 
 
-def test_the_image_holds_what_runs_and_no_more(engine: Engine):
+def test_images_contain_only_runtime_packages(engine: Engine):
     image = engine.image("raytrec:cpu")
     assert image["Config"]["User"] == "1000"
     assert not [e for e in image["Config"]["Env"] if "TOKEN=" in e]
@@ -75,7 +75,7 @@ def test_the_image_holds_what_runs_and_no_more(engine: Engine):
         assert in_image(engine, "cpu", "sh", "-c", f"command -v {program}") != 0
 
 
-def test_a_change_of_raytrec_is_a_small_layer(engine: Engine):
+def test_raytrec_is_a_small_image_layer(engine: Engine):
     shown = engine.podman("history", "--format", "json", "raytrec:cpu")
     sizes = [layer["size"] for layer in json.loads(shown.stdout)]
     print("layers, MB:", [round(size / 1e6, 1) for size in sizes])
@@ -83,14 +83,14 @@ def test_a_change_of_raytrec_is_a_small_layer(engine: Engine):
     assert sum(sizes) < 3e9
 
 
-def test_health_is_that_of_the_server(cluster: Engine):
+def test_health_checks_reflect_the_servers(cluster: Engine):
     for name in ("head", "worker", "worker2", "mlflow", "notebook"):
         assert healthy(cluster, name), name
     sick = "echo worker >/tmp/role; exec python3.11 -S /usr/local/bin/health.py"
     assert in_image(cluster, "cpu", "sh", "-c", sick) == 1  # no raylet there
 
 
-def test_containers_can_do_no_more_than_they_must(cluster: Engine):
+def test_containers_have_minimal_privileges(cluster: Engine):
     state = execute(cluster, "worker", "cat", "/proc/self/status")
     lines = dict(line.split(":\t") for line in state.splitlines() if ":\t" in line)
     assert lines["Uid"].split() == ["1000"] * 4
@@ -99,10 +99,10 @@ def test_containers_can_do_no_more_than_they_must(cluster: Engine):
     for place in ("/opt/raytrec", "/opt/venv", "/usr/local/bin"):
         assert "no" in execute(cluster, "worker", "sh", "-c", f"test -w {place} && echo yes || echo no")
     route = execute(cluster, "worker", "cat", "/proc/net/route")
-    assert not [line for line in route.splitlines()[1:] if line.split()[1] == "00000000"]  # no way out
+    assert not [line for line in route.splitlines()[1:] if line.split()[1] == "00000000"]  # no default route
 
 
-def test_nothing_listens_beyond_loopback(cluster: Engine):
+def test_containers_listen_only_on_loopback(cluster: Engine):
     sockets = cluster.inside("ss", "--listening", "--tcp", "--numeric", "--no-header").stdout
     places = {line.split()[3] for line in sockets.splitlines()}
     names = {place for place in places if place.endswith(":53")}  # podman's name server, on its bridges
@@ -110,7 +110,7 @@ def test_nothing_listens_beyond_loopback(cluster: Engine):
     assert all(place.startswith("127.0.0.1:") for place in places - names)
 
 
-def test_tokens_are_in_no_command_line_and_no_description(cluster: Engine):
+def test_tokens_appear_in_no_command_line_or_log(cluster: Engine):
     seen = cluster.podman("ps", "--all", "--quiet").stdout.split()
     text = cluster.podman("inspect", *seen).stdout + cluster.inside("ps", "-eo", "args").stdout
     for name in ("head", "worker", "notebook", "mlflow"):
@@ -121,7 +121,7 @@ def test_tokens_are_in_no_command_line_and_no_description(cluster: Engine):
 
 
 @pytest.mark.parametrize("token", [None, "wrong" * 10])
-def test_the_job_api_refuses_strangers(cluster: Engine, token: str | None, tmp_path: Path):
+def test_job_api_rejects_missing_or_wrong_token(cluster: Engine, token: str | None, tmp_path: Path):
     header = ["--header", f"Authorization: Bearer {token}"] if token else []
     assert curl(cluster, f"{URL}/api/jobs/", *header) == ("403" if token else "401")
     (tmp_path / "token").write_text(token or "another token of 32 or more characters")
@@ -130,8 +130,8 @@ def test_the_job_api_refuses_strangers(cluster: Engine, token: str | None, tmp_p
     assert "refuses the token" in refused.stderr
 
 
-def test_a_run_is_submitted_and_recorded(cluster: Engine):
-    done = submit(cluster, "scaling.num_workers=2")  # which finds MLflow by the head's environment
+def test_submitted_run_is_recorded_in_mlflow(cluster: Engine):
+    done = submit(cluster, "scaling.num_workers=2")  # the head's environment contains the address of MLflow
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
     folder = execute(cluster, "head", "sh", "-c", "ls -d /data/runs/synthetic-*").split()[-1]
@@ -146,7 +146,7 @@ def test_a_run_is_submitted_and_recorded(cluster: Engine):
     assert [run["info"]["status"] for run in runs] == ["FINISHED"]
 
 
-def test_a_worker_that_is_told_to_stop_lets_the_run_save_itself(cluster: Engine):
+def test_stopped_worker_container_lets_the_run_save(cluster: Engine):
     command = submission("train.epochs=400", "scaling.num_workers={min: 1, max: 2}", "tracking.enabled=false")
     job = cluster.start("timeout", "--signal=INT", "400", *command, env=environment(cluster))
     try:
@@ -156,14 +156,14 @@ def test_a_worker_that_is_told_to_stop_lets_the_run_save_itself(cluster: Engine)
         assert "SIGKILL" not in stopped.stderr
         seen += until(lines, "resuming at step")
     finally:
-        job.send_signal(signal.SIGINT)  # follows no longer
+        job.send_signal(signal.SIGINT)  # stop following the job
         job.wait(60)
     print("".join(seen))
     assert any("nodes will be preempted: saving" in line for line in seen)
     assert "with 1 workers" in seen[-1]
 
 
-def test_jupyter_asks_for_its_token(cluster: Engine):
+def test_jupyter_requires_its_token(cluster: Engine):
     token = (cluster.folder / "deploy/secrets/jupyter_token").read_text()
     address = "http://127.0.0.1:8888/api/contents"
     assert curl(cluster, address) == "403"
@@ -173,7 +173,7 @@ def test_jupyter_asks_for_its_token(cluster: Engine):
     assert "quickstart.ipynb" in notebooks
 
 
-def test_jupyter_takes_no_argument_that_could_open_it(engine: Engine):
+def test_notebook_image_rejects_arguments(engine: Engine):
     done = engine.podman(
         *("run", "--rm", "--network", "none", "raytrec:notebook"),
         *("notebook", "--IdentityProvider.token="),
@@ -188,7 +188,7 @@ def test_the_notebook_reaches_the_cluster(cluster: Engine):
 
 
 def up(engine: Engine, *services: str) -> None:
-    """Starts services and waits until they are healthy, as `docker compose up --wait` does."""
+    """Start services and wait until they are healthy, like `docker compose up --wait`."""
     started = compose(engine, "up", "--detach", "--no-build", "--no-deps", *services)
     assert started.returncode == 0, started.stdout + started.stderr
     for name in services:
@@ -206,19 +206,19 @@ def healthy(engine: Engine, name: str) -> bool:
 
 
 def execute(engine: Engine, name: str, *command: str) -> str:
-    """What a command in a running container prints."""
+    """Run a command in a running container and return its output."""
     done = engine.podman("exec", f"raytrec_{name}_1", *command)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def in_image(engine: Engine, target: str, *command: str) -> int:
-    """The exit code of a command in another container."""
+    """Run a command in a new container and return its exit code."""
     return engine.podman("run", "--rm", "--network", "none", f"raytrec:{target}", *command).returncode
 
 
 def curl(engine: Engine, url: str, *options: str) -> str:
-    """The status of an answer."""
+    """Request a URL and return the HTTP status."""
     asked = ("curl", "--silent", "--output", "/dev/null", "--write-out", "%{http_code}")
     return engine.inside(*asked, *options, url).stdout
 
@@ -228,7 +228,7 @@ def submission(*overrides: str) -> list[str]:
 
 
 def environment(engine: Engine, token: Path | None = None) -> dict[str, str]:
-    """Of a user on the host of the containers."""
+    """Return the environment of a user on the host of the containers."""
     token = token or engine.folder / "deploy/secrets/ray_token"
     return plain_environment() | {"RAY_AUTH_TOKEN_PATH": str(token)}
 
@@ -238,7 +238,7 @@ def submit(engine: Engine, *overrides: str, token: Path | None = None) -> subpro
 
 
 def until(lines: Iterator[str], word: str) -> list[str]:
-    """Lines up to the first one with the word."""
+    """Return the lines up to the first one that contains the word."""
     seen = []
     for line in lines:
         seen.append(line)

@@ -1,6 +1,6 @@
-"""The files behind the images, without an engine: linters, the compose specification, what must be in them.
+"""Test the sources of the images without an engine: linters, compose specification, security settings.
 
-test_clean_root.py builds and runs them.
+test_clean_root.py builds and runs the images.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def test_the_dockerfile_passes_hadolint():
 
 
 @pytest.mark.parametrize("script", sorted(DEPLOY.glob("*.sh")), ids=lambda path: path.name)
-def test_scripts_pass_shellcheck_and_can_be_run(script: Path):
+def test_scripts_pass_shellcheck_and_are_executable(script: Path):
     lint("shellcheck", script)
     assert script.stat().st_mode & stat.S_IXOTH
 
@@ -42,7 +42,7 @@ def test_compose_files_meet_the_specification(name: str):
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_services_can_do_no_more_than_they_must(name: str):
+def test_compose_services_have_minimal_privileges(name: str):
     service = services()[name]
     assert service["read_only"] is True
     assert service["cap_drop"] == ["ALL"]
@@ -52,7 +52,7 @@ def test_services_can_do_no_more_than_they_must(name: str):
     assert not any("docker.sock" in str(volume) for volume in service["volumes"])
 
 
-def test_nothing_is_published_beyond_loopback():
+def test_compose_publishes_ports_only_on_loopback():
     ports = [str(port) for service in services().values() for port in service.get("ports", [])]
     assert len(ports) == 4
     assert all(port.startswith("127.0.0.1:") for port in ports)
@@ -61,7 +61,7 @@ def test_nothing_is_published_beyond_loopback():
     assert services()["worker"]["networks"] == ["cluster"]
 
 
-def test_tokens_are_files_and_stand_in_no_variable():
+def test_compose_passes_tokens_as_files_not_variables():
     for secret in values("compose.yaml")["secrets"].values():
         assert secret["file"].startswith("./secrets/")
     for name in OURS:
@@ -69,16 +69,16 @@ def test_tokens_are_files_and_stand_in_no_variable():
         assert not [key for key in variables if "TOKEN" in key or "PASSWORD" in key]
 
 
-def test_of_the_checkout_only_what_images_need_goes_to_a_builder():
+def test_dockerignore_excludes_data_and_secrets():
     ignore = (REPOSITORY / ".dockerignore").read_text().splitlines()
     patterns = [line for line in ignore if line and not line.startswith("#")]
-    assert patterns[0] == "*"  # all that is not named stays
+    assert patterns[0] == "*"  # exclude everything by default
     back = {line.removeprefix("!").partition("/")[0] for line in patterns if line.startswith("!")}
     assert back.isdisjoint({"data", "runs", ".git", ".venv", "shared", "tests"})
-    assert "!deploy" not in patterns  # its secrets/ least of all
+    assert "!deploy" not in patterns  # deploy/ contains secrets/
 
 
-def test_init_makes_tokens_for_their_owner_alone_and_only_once(tmp_path: Path):
+def test_init_creates_private_tokens_once(tmp_path: Path):
     script = tmp_path / "init.sh"
     script.write_text((DEPLOY / "init.sh").read_text())
     subprocess.run(["sh", script], check=True)
@@ -119,7 +119,7 @@ def lint(program: str, *arguments: str | Path) -> None:
 
 
 def values(name: str) -> dict:
-    """A compose file, read, with its anchors resolved."""
+    """Load a compose file with its anchors resolved."""
     return yaml.load((DEPLOY / name).read_text(), Loader)
 
 

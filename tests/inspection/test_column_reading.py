@@ -1,4 +1,4 @@
-"""Reading columns takes as long as there are row groups and columns, and shows how far it is."""
+"""Column reads take time linear in row groups and columns, and show their progress."""
 
 import numpy as np
 import pyarrow as pa
@@ -13,7 +13,7 @@ from raytrec.inspection.propose import inspect
 
 
 def counted(monkeypatch, owner, name):
-    """The arguments of each call of a function, from now on."""
+    """Patch a function and return a list that collects the arguments of its calls."""
     calls, function = [], getattr(owner, name)
 
     def call(*args, **kwargs):
@@ -29,7 +29,7 @@ def table(rows, **columns):
     return pa.table({"label": numbers * 7 % 5 % 2, "user_id": numbers * 7, **columns})
 
 
-def test_a_file_is_opened_once_for_all_of_its_row_groups(tmp_path, monkeypatch):
+def test_inspect_opens_each_file_once(tmp_path, monkeypatch):
     for name in ("a", "b"):
         write(tmp_path / f"{name}.parquet", table(400), row_group_size=20)
     opened = counted(monkeypatch, pq, "ParquetFile")
@@ -42,10 +42,10 @@ def test_hashes_are_sorted_once_for_many_row_groups(tmp_path, monkeypatch):
     sorted_arrays = [counted(monkeypatch, column_stats.np, name) for name in ("union1d", "unique")]
     stats = inspect(str(tmp_path)).findings[1].stats
     assert stats.distinct == 20_000 and stats.low == 0 and stats.high == 19_999 * 7
-    assert sum(map(len, sorted_arrays)) < 20, "of 200 row groups"
+    assert sum(map(len, sorted_arrays)) < 20, "fewer sorts than the 200 row groups"
 
 
-def test_the_columns_of_a_wide_row_group_are_read_in_parts(tmp_path, monkeypatch):
+def test_wide_row_groups_are_read_in_parts(tmp_path, monkeypatch):
     columns = {f"c{i}": np.arange(300) * 0.5 for i in range(250)}
     write(tmp_path / "a.parquet", table(300, **columns))
     steps = []
@@ -60,14 +60,14 @@ def test_the_columns_of_a_wide_row_group_are_read_in_parts(tmp_path, monkeypatch
     assert {f.stats.rows for f in found.findings} == {300}
 
 
-def test_columns_without_a_common_value_are_not_compared_in_full(tmp_path, monkeypatch):
+def test_disjoint_columns_are_not_compared_in_full(tmp_path, monkeypatch):
     columns = {f"c{i}": [f"{i} {row % 90}" for row in range(300)] for i in range(40)}
     write(tmp_path / "a.parquet", table(300, **columns))
     compared = counted(monkeypatch, column_stats.np, "intersect1d")
     assert len(inspect(str(tmp_path)).schema.tables) == 41 and not compared
 
 
-def test_files_of_which_no_column_can_be_read_are_refused(tmp_path):
+def test_inspect_rejects_files_without_readable_columns(tmp_path):
     write(tmp_path / "a.parquet", table(300), compression="none", use_dictionary=False)
     path = tmp_path / "a.parquet"
     raw, footer = bytearray(path.read_bytes()), pq.read_metadata(path)
@@ -79,7 +79,7 @@ def test_files_of_which_no_column_can_be_read_are_refused(tmp_path):
         inspect(str(tmp_path))
 
 
-def test_a_column_that_only_the_training_data_has_is_shown_with_its_values(tmp_path, capsys):
+def test_column_missing_in_test_is_shown_with_statistics(tmp_path, capsys):
     write(tmp_path / "train" / "a.parquet", table(300, bid=[None, 0.5, 2.0] * 100))
     write(tmp_path / "test" / "a.parquet", table(300))
     found = inspect(str(tmp_path))

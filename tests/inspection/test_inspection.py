@@ -1,4 +1,4 @@
-"""From columns to a schema that loads and trains."""
+"""`inspect` proposes a schema that loads and trains."""
 
 import datetime
 import shlex
@@ -63,7 +63,7 @@ def folder(tmp_path_factory):
     return path
 
 
-def test_kinds(folder):
+def test_inspect_assigns_roles_to_columns(folder):
     found = inspect(str(folder))
     kinds = {f.stats.name: f.kind for f in found.findings}
     expected = {
@@ -75,13 +75,13 @@ def test_kinds(folder):
     }
     assert kinds == {name: kind for kind, names in expected.items() for name in names}
     tables = found.schema.tables
-    assert (tables["user"].rows, tables["user"].out_of_range) == (301, "clamp"), "ids to come have a row"
+    assert (tables["user"].rows, tables["user"].out_of_range) == (301, "clamp"), "unseen ids have a row"
     assert tables["city"].out_of_range == tables["item"].out_of_range == "hash"
     assert found.schema.sparse["tags"].weights == "tags_weights"
     assert found.schema.sparse["tags"].pooling == "mean"
 
 
-def test_figures(folder):
+def test_inspect_statistics_match_the_data(folder):
     found = inspect(str(folder))
     column = pq.read_table(folder)
     stats = {f.stats.name: f.stats for f in found.findings}
@@ -93,7 +93,7 @@ def test_figures(folder):
     assert format_bag_lengths(stats["tags"]).startswith(f"0 to 4, mean {np.mean(lengths):.3g}, p95 4, empty")
 
 
-def test_text_loads_fits_the_data_and_shows_its_reasons(folder, tmp_path):
+def test_schema_yaml_loads_and_explains_its_choices(folder, tmp_path):
     text = inspect(str(folder), dim=8).schema_yaml()
     schema = Schema.parse(yaml.safe_load(text), "text")
     assert scan(str(folder), ReadPlan(schema)).rows == ROWS
@@ -131,7 +131,7 @@ def test_dense_columns_have_a_scale(tmp_path):
     assert batch.dense[::10, 2].count_nonzero() == 0 == batch.dense[:, 3].count_nonzero()
 
 
-def test_a_mean_far_from_0_is_as_exact_as_its_spread_needs(tmp_path):
+def test_scale_mean_is_precise_relative_to_std(tmp_path):
     values = np.random.default_rng(6).normal(1234567.0, 2.0, ROWS)
     (tmp_path / "train").mkdir()
     table = pa.table({"click": np.arange(ROWS) % 2, "slot": np.arange(ROWS) % 7, "level": values})
@@ -140,7 +140,7 @@ def test_a_mean_far_from_0_is_as_exact_as_its_spread_needs(tmp_path):
     assert abs(scale.mean - values.mean()) < 1e-3 * values.std()
 
 
-def test_reserved_columns_are_no_features(folder, tmp_path, capsys):
+def test_reserved_columns_are_not_features(folder, tmp_path, capsys):
     part = tmp_path / "train" / "hour=1"
     part.mkdir(parents=True)
     shutil.copy(next(folder.glob("*.parquet")), part)
@@ -165,7 +165,7 @@ def test_reserved_columns_are_no_features(folder, tmp_path, capsys):
         inspect(str(folder), reserve_columns=["tags"])
 
 
-def test_of_a_dataset_it_looks_at_train(folder):
+def test_inspect_reads_train_of_a_dataset(folder):
     found = inspect(str(folder.parent))
     assert found.uri == str(folder) and found.rows == ROWS
 
@@ -182,7 +182,7 @@ def test_many_distinct_values_are_estimated(tmp_path):
     assert sample.rows == 100_000 and not sample.scan.whole and "a sample" in sample.schema_yaml()
 
 
-def test_columns_whose_names_tables_cannot_have(tmp_path):
+def test_invalid_table_names_are_replaced(tmp_path):
     rng = np.random.default_rng(0)
     columns = {name: rng.integers(0, 30, 500) for name in ("type", "values", "geo.city_id")}
     pq.write_table(pa.table({"click": rng.integers(0, 2, 500)} | columns), tmp_path / "a.parquet")
@@ -191,7 +191,7 @@ def test_columns_whose_names_tables_cannot_have(tmp_path):
     assert set(schema.tables) == {"type_table", "values_table", "geo_city"}
 
 
-def test_label_must_be_known(tmp_path):
+def test_inspect_requires_a_known_label(tmp_path):
     pq.write_table(pa.table({"bought": [0, 1] * 5, "user_id": [1, 2] * 5}), tmp_path / "a.parquet")
     with pytest.raises(SchemaError, match="cannot determine the label column") as error:
         inspect(str(tmp_path))
@@ -201,7 +201,7 @@ def test_label_must_be_known(tmp_path):
         inspect(str(tmp_path), labels=["sold"])
 
 
-def test_nothing_to_learn_from_and_nothing_there(tmp_path):
+def test_inspect_rejects_missing_folders_and_features(tmp_path):
     with pytest.raises(DataError, match="the folder does not exist"):
         inspect(str(tmp_path / "none"))
     pq.write_table(pa.table({"label": [0, 1], "x": pa.nulls(2)}), tmp_path / "a.parquet")
@@ -209,7 +209,7 @@ def test_nothing_to_learn_from_and_nothing_there(tmp_path):
         inspect(str(tmp_path))
 
 
-def test_numbers_alone_are_also_looked_up_in_buckets(tmp_path):
+def test_dense_only_data_gets_bucket_features(tmp_path):
     rng = np.random.default_rng(7)
     columns = {
         "label": rng.integers(0, 2, ROWS),
@@ -234,7 +234,7 @@ def test_numbers_alone_are_also_looked_up_in_buckets(tmp_path):
         assert np.bincount(ids).max() < 0.3 * ROWS
 
 
-def test_numbers_far_apart_have_buckets(tmp_path):
+def test_buckets_handle_extreme_values(tmp_path):
     for far in (1e10, 1e30, 1e300):
         write(tmp_path / "a.parquet", {"label": [1, 0, 1], "x": [0.5, far, -far]})
         found = inspect(str(tmp_path))
@@ -242,7 +242,7 @@ def test_numbers_far_apart_have_buckets(tmp_path):
         assert found.schema.scale["x"].log and found.schema.tables["x_bucket"].rows == 10
 
 
-def test_file_is_not_overwritten(folder, tmp_path, capsys):
+def test_show_does_not_overwrite_the_schema_file(folder, tmp_path, capsys):
     found = inspect(str(folder))
     found.show(str(tmp_path / "schema.yaml"))
     assert Schema.load(tmp_path / "schema.yaml") == found.schema
@@ -259,7 +259,7 @@ def odd(tmp_path_factory):
     return odd_dataset(tmp_path_factory.mktemp("odd"))
 
 
-def test_what_is_written_of_odd_columns_is_what_the_reader_takes(odd, capsys):
+def test_schema_of_odd_columns_is_readable(odd, capsys):
     found = inspect(str(odd))
     text = found.schema_yaml()
     schema = accepted(text, odd / "train", odd / "test")
@@ -267,10 +267,10 @@ def test_what_is_written_of_odd_columns_is_what_the_reader_takes(odd, capsys):
     found.show()
     captured = capsys.readouterr()
     assert captured.out == text and "[/red]" in captured.err
-    assert inspect(str(odd / "train")).schema == schema, "of train/ it reads the folders next to it, too"
+    assert inspect(str(odd / "train")).schema == schema, "inspecting train/ also reads test/"
 
 
-def test_kinds_of_odd_columns(odd):
+def test_inspect_assigns_roles_to_odd_columns(odd):
     found = inspect(str(odd))
     why = {f.stats.name: f.why for f in found.findings if f.kind == "skipped"}
     assert {name for name in why if "only nulls" in why[name]} == {"nothing"}
@@ -285,7 +285,7 @@ def test_kinds_of_odd_columns(odd):
         schema.sparse
     )
     tables = schema.tables
-    assert (tables["user"].rows, tables["user"].out_of_range) == (261, "clamp"), "ids of test/"
+    assert (tables["user"].rows, tables["user"].out_of_range) == (261, "clamp"), "includes ids of test/"
     assert tables[schema.sparse["code"].table].rows == 100 and tables["year"].rows == 2025
     assert schema.sparse["scores.key"].weights == "scores.value"
     assert "caf\u00e9_id: {table: café}" in found.schema_yaml()
@@ -298,14 +298,14 @@ def test_columns_of_the_same_ids_share_a_table(odd):
     assert sparse["clicked_items"].table == sparse["item_id"].table == "item"
     assert sparse["clicked_items"].pooling == "sequence" and sparse["views"].pooling == "mean"
     assert found.schema.tables["item"].rows == 103
-    assert sparse["[/red]"].table != sparse["a\nb"].table, "small integers look alike"
+    assert sparse["[/red]"].table != sparse["a\nb"].table, "small integers overlap by chance"
     text = found.schema_yaml().partition("\nstatistics:")[0]
     lines = {line.strip().partition(":")[0]: line for line in text.splitlines()}
     assert "shares item's table: 100 % of its values are also in item_id" in lines["clicked_items"]
     assert "the most recent id must be last" in lines["clicked_items"]
 
 
-def test_text_ids_share_a_table_and_names_of_tables_do_not_clash(tmp_path):
+def test_text_ids_share_tables_with_unique_names(tmp_path):
     rng = np.random.default_rng(0)
     cities = [f"city {i}" for i in range(40)]
     columns = {
@@ -344,7 +344,7 @@ def test_text_ids_share_a_table_and_names_of_tables_do_not_clash(tmp_path):
     ],
 )
 @pytest.mark.parametrize("name", ["label", "stars: 1"])
-def test_labels_that_are_no_0_or_1_become_so(tmp_path, name, values, transform):
+def test_non_binary_labels_get_a_binarize_transform(tmp_path, name, values, transform):
     values = [v for v in values if v is not None] * 100
     write(tmp_path / "a.parquet", {name: values, "user_id": np.arange(len(values)) % 9})
     found = inspect(str(tmp_path), labels=None if name == "label" else [name])
@@ -356,7 +356,7 @@ def test_labels_that_are_no_0_or_1_become_so(tmp_path, name, values, transform):
         assert "of the rows are currently 1" in text
 
 
-def test_the_command_that_is_shown_has_the_transforms(tmp_path, capsys):
+def test_shown_command_includes_the_transforms(tmp_path, capsys):
     place = tmp_path / "my data"
     write(place / "a.parquet", {"label": ["yes", "no"] * 9, "user_id": [1, 2] * 9})
     inspect(str(place)).show(str(tmp_path / "schema.yaml"))
@@ -367,7 +367,7 @@ def test_the_command_that_is_shown_has_the_transforms(tmp_path, capsys):
     assert yaml.safe_load(settings["data.transforms"])[0]["positive"] == ["yes"]
 
 
-def test_labels_that_cannot_be(tmp_path):
+def test_unsuitable_labels_are_rejected(tmp_path):
     for values, reason in (
         ([f"name {i}" for i in range(90)], "text with 90 values.*binarize"),
         ([[1]] * 90, "of type list"),
@@ -380,13 +380,13 @@ def test_labels_that_cannot_be(tmp_path):
     write(tmp_path / "a.parquet", columns)
     found = inspect(str(tmp_path))
     assert found.schema.labels == ["click"] and "named like a label" in found.schema_yaml()
-    assert "label" not in found.schema.columns, "it gives the click away"
+    assert "label" not in found.schema.columns, "the column may leak the click"
     write(tmp_path / "a.parquet", {"stars": np.arange(90) % 5 + 1, "user_id": np.arange(90) % 40})
     with pytest.raises(SchemaError, match="which a transform can convert to 0 and 1: stars"):
         inspect(str(tmp_path))
 
 
-def test_files_that_differ_are_named(tmp_path):
+def test_differing_files_are_named(tmp_path):
     n = 400
     base = {"click": np.arange(n) % 2, "user_id": np.arange(n) % 9}
     ids, texts = np.arange(n) % 20, [str(i) for i in np.arange(n) % 20]
@@ -410,7 +410,7 @@ def test_files_that_differ_are_named(tmp_path):
     assert f"its type differs: int64 in {where}; list<element: list<element: int64>> in {there}" in text
 
 
-def test_a_column_that_stands_twice_or_cannot_be_read_is_left_out_by_name(tmp_path):
+def test_duplicate_or_unreadable_columns_are_skipped_by_name(tmp_path):
     n = 300
     table = pa.table(
         [np.arange(n) % 2, np.arange(n) % 9, np.arange(n), np.arange(n)], ["y", "user", "x", "x"]
@@ -429,15 +429,15 @@ def test_a_column_that_stands_twice_or_cannot_be_read_is_left_out_by_name(tmp_pa
     assert f"skipped: big (double): cannot be read in {tmp_path / 'a.parquet'}, row group 0: " in text
 
 
-def test_nulls_inside_lists_are_mentioned(odd):
+def test_nulls_inside_lists_are_reported(odd):
     text = inspect(str(odd)).schema_yaml()
     holes = next(line for line in text.splitlines() if line.startswith("  holes"))
-    assert "2,800 nulls inside lists" in holes, "test has some, too"
-    assert "{do: drop_null, columns: [holes]}" in text, "a null that has no weight goes"
-    assert "{do: fill_null, columns: [tags], value: 6}" in text, "one that has a weight is an id"
+    assert "2,800 nulls inside lists" in holes, "includes nulls of test/"
+    assert "{do: drop_null, columns: [holes]}" in text, "nulls without weights are dropped"
+    assert "{do: fill_null, columns: [tags], value: 6}" in text, "nulls with weights become an id"
 
 
-def test_names_that_are_no_text(tmp_path):
+def test_non_utf8_column_names_are_rejected(tmp_path):
     write(tmp_path / "a.parquet", {"label": [0, 1], "QQQQ": [1, 2]})
     raw = (tmp_path / "a.parquet").read_bytes()
     (tmp_path / "a.parquet").write_bytes(raw.replace(b"QQQQ", b"\xff\xfe\xfdQ"))
@@ -445,7 +445,7 @@ def test_names_that_are_no_text(tmp_path):
         inspect(str(tmp_path))
 
 
-def test_a_file_beside_others(tmp_path):
+def test_inspect_of_a_file_reads_its_sibling_splits(tmp_path):
     write(tmp_path / "train.parquet", {"label": [0, 1] * 50, "user_id": [1, 2] * 50})
     write(tmp_path / "valid.parquet", {"label": [0, 1] * 50, "user_id": [1, 7] * 50})
     found = inspect(str(tmp_path / "train.parquet"))
@@ -460,7 +460,7 @@ def test_a_file_beside_others(tmp_path):
 
 
 @pytest.mark.parametrize("place", ["", " "])
-def test_a_place_without_a_name_is_refused(place, tmp_path, monkeypatch):
+def test_inspect_rejects_an_empty_path(place, tmp_path, monkeypatch):
     write(tmp_path / "a.parquet", {"label": [0, 1] * 50, "user_id": [1, 2] * 50})
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match="the path of the data is empty"):
@@ -468,7 +468,7 @@ def test_a_place_without_a_name_is_refused(place, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("rows", [0, -5])
-def test_fewer_rows_than_one_are_refused(rows, tmp_path):
+def test_inspect_rejects_max_rows_below_one(rows, tmp_path):
     write(tmp_path / "a.parquet", {"label": [0, 1] * 50, "user_id": [1, 2] * 50})
     with pytest.raises(ConfigError, match=f"{rows} rows.*\n.*--rows"):
         inspect(str(tmp_path), max_rows=rows)
@@ -478,15 +478,15 @@ def test_fewer_rows_than_one_are_refused(rows, tmp_path):
     "out,what",
     [("there.yaml", "the file exists"), ("no/x.yaml", "folder does not exist"), (".", "is a folder")],
 )
-def test_a_schema_that_cannot_be_written_is_refused_before_anything_is_read(out, what, tmp_path, monkeypatch):
+def test_inspect_checks_the_output_path_before_reading(out, what, tmp_path, monkeypatch):
     (tmp_path / "there.yaml").write_text("")
-    monkeypatch.setattr(column_scan, "_footers", lambda place: pytest.fail("it reads"))
+    monkeypatch.setattr(column_scan, "_footers", lambda place: pytest.fail("a footer was read"))
     done = CliRunner().invoke(app, ["inspect", str(tmp_path), "--out", str(tmp_path / out)])
     assert isinstance(done.exception, ConfigError) and what in done.exception.what
 
 
-def test_columns_only_in_folders_are_proposed(tmp_path):
-    """As Spark's partitionBy writes them; days are not, because later rows have others."""
+def test_partition_columns_are_proposed(tmp_path):
+    """Use folders like Spark's partitionBy. Days are skipped because later rows have other days."""
     for label in (0, 1):
         for zone in ("04", "4", "a b"):
             folder = tmp_path / f"train/label={label}/zone={zone}/day=2026-11-0{label + 1}"
@@ -502,8 +502,8 @@ def test_columns_only_in_folders_are_proposed(tmp_path):
     assert inspect(str(tmp_path / "train"), reserve_columns=["day"]).reserve_columns == ["day"]
 
 
-def test_weights_have_the_lengths_of_their_ids(tmp_path):
-    """Otherwise training would refuse every row."""
+def test_weights_must_match_the_lengths_of_their_ids(tmp_path):
+    """Training rejects rows whose weights and ids differ in length."""
     tags, weights = pa.array([[1, 2], [3, 4]] * 50), pa.array([[0.5], [1.0]] * 50)
     write(tmp_path / "a.parquet", pa.table({"label": [0, 1] * 50, "tags": tags, "tags_weights": weights}))
     found = {f.stats.name: f for f in inspect(str(tmp_path)).findings}
@@ -511,7 +511,7 @@ def test_weights_have_the_lengths_of_their_ids(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [pa.float64(), pa.decimal256(60, 0)])
-def test_whole_numbers_beyond_int64_are_no_ids(tmp_path, kind):
+def test_integers_beyond_int64_are_not_ids(tmp_path, kind):
     values = pa.array([10**20 * (i % 7 - 3) for i in range(100)], pa.decimal256(60, 0)).cast(kind)
     write(
         tmp_path / "a.parquet",
@@ -521,8 +521,8 @@ def test_whole_numbers_beyond_int64_are_no_ids(tmp_path, kind):
     assert found["item_id"].kind == "skipped" and "int64" in found["item_id"].why
 
 
-def test_a_column_that_some_files_lack_is_read_from_the_folders_names_in_all(tmp_path):
-    """As training reads it."""
+def test_column_missing_in_some_files_is_read_from_folders(tmp_path):
+    """Training applies the same rule."""
     values = {"label": [0, 1] * 30, "user_id": [1, 2, 3] * 20}
     write(tmp_path / "k=5/a.parquet", values | {"k": [7] * 60})
     write(tmp_path / "k=6/a.parquet", values)
@@ -531,15 +531,15 @@ def test_a_column_that_some_files_lack_is_read_from_the_folders_names_in_all(tmp
     assert (k.lowest, k.highest, k.distinct) == (5, 6, 2)
     write(tmp_path / "k=6/a.parquet", values | {"k": [8] * 60})
     (k,) = [f.stats for f in inspect(str(tmp_path)).findings if f.stats.name == "k"]
-    assert (k.lowest, k.highest) == (7, 8), "all files hold it"
+    assert (k.lowest, k.highest) == (7, 8), "all files contain the column"
 
 
 @pytest.mark.parametrize(
     ("texts", "positive"),
     [(["00", "01"], "01"), (["0.0", "1.0"], "1.0"), (["no", "Yes"], "Yes"), (["x", "y z"], "x")],
 )
-def test_which_text_of_a_label_means_1(tmp_path, texts, positive):
-    """The rarer one, unless a text has this meaning."""
+def test_positive_text_of_a_label_is_detected(tmp_path, texts, positive):
+    """The rarer text is positive, unless another text is a known positive value."""
     for text in texts:
         write(tmp_path / f"label={text}/a.parquet", {"user_id": [1, 2, 3] * (10 + 9 * (text == "y z"))})
     (label,) = [f for f in inspect(str(tmp_path)).findings if f.kind == "label"]

@@ -1,4 +1,4 @@
-"""Labels, and columns that give them away."""
+"""Labels, and columns that leak them."""
 
 import shlex
 
@@ -15,7 +15,7 @@ LABEL = np.random.default_rng(0).integers(0, 2, ROWS)
 
 
 def kinds(folder, **columns):
-    """Column → (role, why) of a file of a label, user_id and these."""
+    """Inspect a file with a label, user_id and these columns; return (role, reason) by column."""
     write(
         folder / "a.parquet", {"label": LABEL, "user_id": np.arange(ROWS) % 9, **columns}, row_group_size=70
     )
@@ -37,18 +37,18 @@ def kinds(folder, **columns):
     ids=["equal", "float", "inverse", "bool", "signed", "text", "null", "nan"],
 )
 @pytest.mark.parametrize("name", ["x", "x_id"])
-def test_a_column_that_copies_the_label_is_no_feature(tmp_path, name, values):
+def test_copy_of_the_label_is_not_a_feature(tmp_path, name, values):
     assert kinds(tmp_path, **{name: values})[name] == ("skipped", "copies the label label")
 
 
-def test_a_column_with_one_other_value_than_the_label_is_a_feature(tmp_path):
+def test_near_copy_of_the_label_is_a_feature(tmp_path):
     nearly = LABEL.copy()
     nearly[-1] = 1 - nearly[-1]
     found = kinds(tmp_path, nearly=nearly, three=np.append(LABEL[:-1], 2), tags=[[int(v)] for v in LABEL])
     assert not [name for name, (kind, _) in found.items() if kind == "skipped"]
 
 
-def test_copies_are_told_of_each_label_and_in_few_rows_of_none(tmp_path):
+def test_label_copies_are_detected_given_enough_rows(tmp_path):
     columns = {"click": LABEL, "buy": LABEL[::-1], "copy": LABEL[::-1], "user_id": np.arange(ROWS) % 9}
     write(tmp_path / "a.parquet", columns)
     found = inspect(str(tmp_path), labels=["click", "buy"])
@@ -59,7 +59,7 @@ def test_copies_are_told_of_each_label_and_in_few_rows_of_none(tmp_path):
     assert "skipped" not in [f.kind for f in inspect(str(tmp_path), labels=["click", "buy"]).findings]
 
 
-def test_text_that_differs_in_each_row_is_no_feature(tmp_path):
+def test_unique_text_is_not_a_feature(tmp_path):
     rows = [f"request {i}" for i in range(ROWS)]
     found = kinds(tmp_path, request_id=rows, query=[*rows[:-1], rows[0]])
     assert found["request_id"] == ("skipped", "a different value in each row")
@@ -72,7 +72,7 @@ def test_nan_among_ids_counts_as_null(tmp_path):
     assert "25 % null" in line
 
 
-def test_rows_without_a_label_are_so_in_the_tasks_that_are_written(tmp_path, capsys):
+def test_proposed_tasks_skip_null_labels(tmp_path, capsys):
     label = pa.array(LABEL, mask=np.arange(ROWS) == 200)
     write(tmp_path / "a.parquet", {"label": label, "user_id": np.arange(ROWS) % 9}, row_group_size=70)
     found = inspect(str(tmp_path))
@@ -83,7 +83,7 @@ def test_rows_without_a_label_are_so_in_the_tasks_that_are_written(tmp_path, cap
     assert yaml.safe_load(settings["tasks"]) == [{"label": "label", "nulls": "skip"}]
 
 
-def test_a_label_with_one_value_is_warned_of(tmp_path, capsys):
+def test_constant_label_gives_a_warning(tmp_path, capsys):
     write(tmp_path / "a.parquet", {"label": [1] * 90, "user_id": np.arange(90) % 9})
     found = inspect(str(tmp_path))
     found.show()

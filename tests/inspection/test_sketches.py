@@ -1,4 +1,4 @@
-"""Shares of the ids that are met most, and what plans read of an inspection."""
+"""Lookup shares of the most frequent ids, and schema statistics that the planner uses."""
 
 import numpy as np
 import pyarrow as pa
@@ -12,7 +12,7 @@ from raytrec.inspection.sketches import HotIds
 
 
 @pytest.mark.parametrize("most", [65_536, 300])
-def test_shares_are_those_of_a_plain_count(most, monkeypatch):
+def test_hot_id_shares_match_an_exact_count(most, monkeypatch):
     monkeypatch.setattr(sketches, "MOST", most)
     monkeypatch.setattr(sketches, "TOP_ID_COUNTS", (1, 10, 100))
     made = np.random.default_rng(0)
@@ -25,7 +25,7 @@ def test_shares_are_those_of_a_plain_count(most, monkeypatch):
     assert found.shares() == pytest.approx(expected, rel=1e-4 if most > 5_000 else 0.01)
 
 
-def test_schemas_have_the_statistics_of_their_ids(tmp_path):
+def test_schema_includes_id_statistics(tmp_path):
     made, rows = np.random.default_rng(1), 2_000
     lengths = made.integers(0, 5, rows)
     ids = made.integers(0, 40, lengths.sum())

@@ -1,4 +1,4 @@
-"""Numbers of rows that tables get: which values share a row, and what becomes of ids that are not seen."""
+"""Proposed table sizes: hash collisions, and rows for unseen ids."""
 
 import itertools
 from collections import Counter
@@ -18,12 +18,12 @@ ROWS = 4000
 
 
 def shared_rows(folder, schema, values, feature="word", among=None):
-    """Return the share of a column's values that share a row with another value that is more frequent.
+    """Return the fraction of values whose table row is shared with a more frequent value.
 
-    The rows are read as a run reads them, in the order of the file.
+    Rows are read in file order, as in a run.
 
     Args:
-        among: The values that are compared; default: all.
+        among: Values to compare; None compares all values.
     """
     batch = batch_of(*read(folder, ReadPlan(schema)))
     rows = batch.sparse[feature].values().tolist()
@@ -36,7 +36,7 @@ def shared_rows(folder, schema, values, feature="word", among=None):
 
 
 def drawn_words(kind, distinct, seed):
-    """Return ROWS values of a kind: zipf has few frequent ones, even has equally frequent ones."""
+    """Return ROWS words: Zipf-distributed for kind zipf, equally frequent for kind even."""
     made = np.random.default_rng(seed)
     words = [f"{kind} {made.integers(1e9)} {i}" for i in range(distinct)]
     places = made.zipf(1.3, ROWS) % distinct if kind == "zipf" else made.permutation(ROWS) % distinct
@@ -45,7 +45,7 @@ def drawn_words(kind, distinct, seed):
 
 @pytest.mark.parametrize("kind,distinct", [("even", 7), ("even", 16), ("zipf", 60), ("even", 400)])
 @pytest.mark.parametrize("seed", range(3))
-def test_no_two_values_of_small_text_columns_share_a_row(tmp_path, kind, distinct, seed):
+def test_small_text_columns_have_no_collisions(tmp_path, kind, distinct, seed):
     values = drawn_words(kind, distinct, seed)
     write(tmp_path / "a.parquet", {"label": np.arange(ROWS) % 2, "word": values})
     found = inspect(str(tmp_path))
@@ -54,12 +54,12 @@ def test_no_two_values_of_small_text_columns_share_a_row(tmp_path, kind, distinc
     assert "frequent values do not share a row" in found.schema_yaml()
 
 
-def test_sizes_stay_as_they_are_without_collisions(tmp_path):
+def test_table_size_is_not_raised_without_collisions(tmp_path):
     write(tmp_path / "a.parquet", {"label": np.arange(90) % 2, "word": ["yes", "no", "maybe"] * 30})
     assert inspect(str(tmp_path)).schema.tables["word"].rows == 100
 
 
-def test_frequent_values_of_large_text_columns_do_not_share_rows(tmp_path):
+def test_frequent_text_values_have_no_collisions(tmp_path):
     frequent = [f"frequent {i}" for i in range(300)]
     values = frequent * 100 + [f"rare {i}" for i in range(1500)]
     write(tmp_path / "a.parquet", {"label": np.arange(len(values)) % 2, "word": values})
@@ -74,7 +74,7 @@ def test_frequent_values_of_large_text_columns_do_not_share_rows(tmp_path):
 
 
 @pytest.mark.parametrize("low", [-(2**62), 0, 10**7])
-def test_integers_that_are_hashed_have_rows_of_their_own(tmp_path, low):
+def test_hashed_integers_have_no_collisions(tmp_path, low):
     made = np.random.default_rng(low % 97)
     ids = made.choice(np.unique(made.integers(low, 2**62, 200)), ROWS)
     write(tmp_path / "a.parquet", {"label": np.arange(ROWS) % 2, "word_id": ids})
@@ -83,7 +83,7 @@ def test_integers_that_are_hashed_have_rows_of_their_own(tmp_path, low):
     assert shared_rows(tmp_path, schema, ids.tolist(), "word_id") == 0
 
 
-def test_features_that_share_a_table_share_no_rows(tmp_path):
+def test_features_in_a_shared_table_have_no_collisions(tmp_path):
     made = np.random.default_rng(8)
     words = [f"{i} {i * i}" for i in range(300)]
     home, work = (made.choice(part, ROWS) for part in (words[:200], words[20:200]))
@@ -95,7 +95,7 @@ def test_features_that_share_a_table_share_no_rows(tmp_path):
     assert len(set(rows.tolist())) == len({*home, *work})
 
 
-def test_bytes_are_counted_as_they_are_hashed(tmp_path):
+def test_binary_columns_have_no_collisions(tmp_path):
     values = [f"{i % 300}".encode() for i in range(ROWS)]
     for kind in (pa.binary(), pa.large_binary()):
         write(tmp_path / "a.parquet", {"label": np.arange(ROWS) % 2, "word": pa.array(values, kind)})
@@ -103,14 +103,14 @@ def test_bytes_are_counted_as_they_are_hashed(tmp_path):
 
 
 def tables_of(folder, columns):
-    """Return feature → (rows, out_of_range) of its table, as proposed."""
+    """Return the proposed (rows, out_of_range) of each feature's table."""
     write(folder / "a.parquet", {"label": np.arange(ROWS) % 2, **columns})
     schema = inspect(str(folder)).schema
     tables = {name: schema.tables[spec.table] for name, spec in schema.sparse.items()}
     return {name: (table.rows, table.out_of_range) for name, table in tables.items()}
 
 
-def test_a_service_has_rows_for_integers_that_were_not_seen(tmp_path):
+def test_tables_reserve_a_row_for_unseen_integers(tmp_path):
     made = np.random.default_rng(4)
     columns = {
         "age": made.integers(17, 91, ROWS),
@@ -134,14 +134,14 @@ def test_a_service_has_rows_for_integers_that_were_not_seen(tmp_path):
     assert "age: {rows: 91, dim: 16, out_of_range: clamp}  # larger values are clamped to 90" in text
 
 
-def test_ids_beyond_a_sample_are_spread(tmp_path):
+def test_ids_of_a_sampled_dataset_are_hashed(tmp_path):
     columns = {"label": np.arange(ROWS) % 2, "user_id": np.arange(ROWS) // 4}
     write(tmp_path / "a.parquet", columns, row_group_size=100)
     assert inspect(str(tmp_path), max_rows=1000).schema.tables["user"].out_of_range == "hash"
 
 
 @pytest.mark.parametrize("kind", [pa.float64(), pa.float32()])
-def test_whole_floats_have_the_roles_of_integers(tmp_path, kind):
+def test_whole_floats_get_the_same_roles_as_integers(tmp_path, kind):
     made = np.random.default_rng(9)
     nulls = made.random(ROWS) < 0.2
     columns = {
@@ -164,7 +164,7 @@ def test_whole_floats_have_the_roles_of_integers(tmp_path, kind):
     assert rows[0].lengths().tolist() == rows[1].lengths().tolist()
 
 
-def test_floats_that_are_no_exact_integers_are_not_read_as_ids(tmp_path):
+def test_inexact_floats_are_not_read_as_ids(tmp_path):
     made = np.random.default_rng(9)
     columns = {
         "half": made.integers(0, 30, ROWS) / 2,
@@ -188,7 +188,7 @@ def test_float_and_integer_columns_of_the_same_ids_share_a_table(tmp_path):
     assert sparse["item_id"].table == sparse["last_item_id"].table == "item"
 
 
-def test_requests_with_values_that_were_not_seen_are_read(tmp_path):
+def test_requests_with_unseen_values_are_read(tmp_path):
     made = np.random.default_rng(4)
     nulls = made.random(ROWS) < 0.1
     columns = {

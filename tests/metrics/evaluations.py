@@ -1,4 +1,4 @@
-"""Evaluations of given rows on real ranks, without a model and without files."""
+"""Evaluation of fixed rows on real ranks, without a model and without files."""
 
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -12,13 +12,13 @@ from raytrec.metrics.selection import Selection
 from raytrec.tasks.outputs import StepOutputs, TaskOutputs
 from raytrec.tasks.task import key_columns, resolve_tasks
 
-PARTS = {1: [1.0], 2: [0.3, 1.0], 3: [0.2, 0.2, 1.0]}  # of the rows that end with each rank; one has none
+PARTS = {1: [1.0], 2: [0.3, 1.0], 3: [0.2, 0.2, 1.0]}  # cumulative shares of rows; one rank has no rows
 BATCHES = 4
 
 
 @dataclass(frozen=True)
 class Case:
-    """Rows of one task: float32 and int64 tensors [N], and how they are evaluated."""
+    """Rows of one task, as float32 and int64 tensors [N], with the evaluation settings."""
 
     logits: torch.Tensor
     labels: torch.Tensor
@@ -28,7 +28,7 @@ class Case:
     items: torch.Tensor | None = None
     loss: str = "bce"
     settings: dict = field(default_factory=dict)
-    texts: list | None = None  # of slices, the values of the column group
+    texts: list | None = None  # values of the slice column `group`
 
 
 def selection_of(case):
@@ -41,7 +41,7 @@ def selection_of(case):
 
 
 class Step:
-    """In the place of a worker's: what it has predicted."""
+    """Stand-in for a worker's step that returns fixed predictions."""
 
     def __init__(self, task, device):
         self._task, self._device = task, device
@@ -56,7 +56,7 @@ class Step:
 
 
 def batches(case, task, rank, world):
-    """This rank's rows in BATCHES batches, with padding between them."""
+    """Yield this rank's rows in BATCHES batches, each with padding rows."""
     import pyarrow as pa
 
     ends = [0, *(round(len(case.labels) * share) for share in PARTS[world])]
@@ -80,7 +80,7 @@ def batches(case, task, rank, world):
 
 
 def evaluate_here(rank, world, cases):
-    """[(figures, curves)] of each case, on this rank."""
+    """Return [(figures, curves)] of the cases on this rank."""
     import torch.distributed as dist
 
     from raytrec.worker.evaluate import evaluate
@@ -101,5 +101,5 @@ def evaluate_here(rank, world, cases):
 
 
 def evaluations(world, cases, **options):
-    """[[(figures, curves) of each case] of each rank]."""
+    """Return [(figures, curves)] of the cases for each rank."""
     return on_ranks(world, evaluate_here, cases, **options)

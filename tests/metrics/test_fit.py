@@ -1,4 +1,4 @@
-"""Which metrics a task can have, what they are called, and where; results as people see them."""
+"""Metrics allowed for a task, metric names, and the display of results."""
 
 import ast
 from dataclasses import replace
@@ -30,13 +30,13 @@ def refusal(*metrics, **about):
 
 
 @pytest.mark.parametrize("places", ["0", "-1", "1.5", "", "ten", "01", "9999999999"])
-def test_places_are_whole_numbers_from_1(places):
+def test_metric_k_must_be_a_positive_integer(places):
     with pytest.raises(ConfigError, match="metric recall counts the first k places, but k is") as refused:
         find_metric(f"recall@{places}")
     assert "recall@10" in str(refused.value)
 
 
-def test_names_with_places():
+def test_metric_names_accept_a_cutoff_k():
     ten = find_metric("ndcg@10")
     assert (ten.k, ten.name, ten.title, ten.label) == (10, "ndcg@10", "NDCG at 10", "NDCG@10")
     assert find_metric("ndcg@10") is ten and find_metric("ndcg@5").k == 5 and issubclass(ten, GroupMetric)
@@ -51,7 +51,7 @@ def test_names_with_places():
     assert metrics.best("recall@5").better == "higher" and not metrics.figures[0].sums
 
 
-def test_metrics_of_groups_need_a_group():
+def test_group_metrics_require_a_group_column():
     assert "metric gauc requires group" in refusal("gauc").what
     assert "metric coverage@3 requires item" in refusal("coverage@3", group="u").what
     assert "group and item" in refusal("coverage@3").what
@@ -66,7 +66,7 @@ def test_metrics_of_groups_need_a_group():
         ("score", ["logloss", "calibration", "rmse", "mae", "accuracy"]),
     ],
 )
-def test_a_metric_has_to_suit_the_loss(predicts, metrics):
+def test_selection_rejects_metrics_that_do_not_fit_the_loss(predicts, metrics):
     for name in metrics:
         refused = refusal(name, predicts=predicts, group="u")
         assert (
@@ -78,7 +78,7 @@ def test_a_metric_has_to_suit_the_loss(predicts, metrics):
     Selection([task(*suits[predicts], predicts=predicts, group="u")])
 
 
-def test_counts_and_bounds_are_in_the_table():
+def test_result_table_lists_counts_and_error_bounds():
     metrics = Selection([task("auc", "mrr", group="u")])
     figures = {"auc": 0.75, "auc_bound": 0.00012, "mrr": 0.5, "groups": 1200, "groups_without_positive": 7}
     rows = format_result(metrics.result(figures))
@@ -90,7 +90,7 @@ def test_counts_and_bounds_are_in_the_table():
     assert {row.title: row.text for row in format_result(several).values()}["other: groups"] == "3"
 
 
-def test_slices_are_tables():
+def test_slices_are_shown_as_tables():
     record = {"slice": "DE", "rows": 1234, "auc": 0.8, "calibration": None}
     found = {"slices": 2000, "largest": [record], "worst": [{**record, "auc_bound": 1e-4}]}
     (title, largest), (_, worst) = build_slice_tables({"eval.slices": {"y": {"country": found}}})
@@ -122,11 +122,11 @@ def test_console_and_report_show_slices(tmp_path, capsys):
 
 
 ROOT = Path(raytrec.__file__).parent
-THEIRS = ("metrics", "tasks/losses", "checks/parity/losses.py")  # a loss is called mse, too
+THEIRS = ("metrics", "tasks/losses", "checks/parity/losses.py")  # a loss is also called mse
 
 
 def names_in(tree):
-    """(name, line) where a metric's name is a whole string, the last part of a key, or an argument."""
+    """Yield (name, line) for metric names that are a string, the last part of a key, or an argument."""
     docstrings = {
         id(node.body[0].value)
         for node in ast.walk(tree)
@@ -139,29 +139,29 @@ def names_in(tree):
             last = node.value.replace("/", ".").rpartition(".")[2]
             if last in METRICS.parts:
                 yield last, node.lineno
-        # Pools have a method map, and managed ids a map.
+        # Pools have a method named map, and managed ids an attribute named map.
         if isinstance(node, ast.arg | ast.keyword) and node.arg in METRICS.parts.keys() - {"map"}:
             yield node.arg, getattr(node, "lineno", 0)
         if isinstance(node, ast.Attribute) and node.attr in METRICS.parts.keys() - {"map"}:
             yield node.attr, node.lineno
 
 
-def test_no_name_of_a_metric_elsewhere():
+def test_metric_names_appear_only_in_the_metrics_package():
     found = [
         f"{path.relative_to(ROOT)}:{line}: {name}"
         for path in sorted(ROOT.rglob("*.py"))
         if not str(path.relative_to(ROOT)).startswith(THEIRS)
         for name, line in names_in(ast.parse(path.read_text()))
     ]
-    assert not found, "names of metrics belong into raytrec/metrics:\n" + "\n".join(found)
+    assert not found, "metric names belong in raytrec/metrics:\n" + "\n".join(found)
 
 
-def test_that_names_are_found():
+def test_metric_name_search_finds_names():
     text = 'x["eval.auc"]; f("train/ne"); g(logloss=1)\ndef h(auc): "calibration"\n("ne", "none", "aucs")'
     assert [name for name, _ in names_in(ast.parse(text))].count("ne") == 2
     assert {name for name, _ in names_in(ast.parse(text))} == {"auc", "ne", "logloss"}
 
 
-def test_metrics_are_found_in_the_files_of_builtin():
+def test_builtin_metrics_have_a_module_and_a_docstring():
     for part in METRICS.parts.values():
         assert part.__module__.startswith("raytrec.metrics.builtin.") and part.__doc__

@@ -1,4 +1,4 @@
-"""Items ranked among all items on 1, 2 and 3 ranks, against the definition in plain NumPy."""
+"""Full-ranking metrics on 1, 2 and 3 ranks, compared with a NumPy reference."""
 
 from math import log2
 from types import SimpleNamespace
@@ -22,10 +22,10 @@ ITEMS, ROWS, WIDTH, AT = 47, 60, 4, (1, 5)
 
 
 def rows(texts=False, seed=0, several=False):
-    """Vectors with many ties, and a NaN; items that are seen, repeated, not there; rows that do not count.
+    """Return vectors with ties and a NaN; seen, repeated and unknown items; and rows of weight 0.
 
     Args:
-        several: rows have lists of right items: none, one twice, and many.
+        several: each row has a list of relevant items: none, one item twice, or many.
     """
     draw = np.random.default_rng(seed)
     keys = draw.permutation(ITEMS) * 10**12
@@ -54,7 +54,7 @@ def rows(texts=False, seed=0, several=False):
 
 
 def definition(given, places):
-    """The figures, row by row: the items in order, and which of them are right."""
+    """Return the metrics, computed row by row from the sorted items and the relevant items."""
     place, figures, unknown = {key: i for i, key in enumerate(given["keys"])}, [], [0, 0]
     for i in range(ROWS):
         right = given["item"][i]
@@ -67,7 +67,7 @@ def definition(given, places):
         unknown[1] += sum(key not in place for key in seen)
         left_out = {place.get(key) for key in seen} - own
         scores = (given["vectors"].astype(np.float64) @ given["queries"][i]).astype(np.float32)
-        # Of equal scores, wrong items come first. What is not a number is first if wrong, and last if right.
+        # At equal scores, irrelevant items come first. NaN sorts first if irrelevant, and last if relevant.
         value = [(np.inf if j in own else -np.inf) if np.isnan(x) else -x for j, x in enumerate(scores)]
         order = sorted((j for j in range(ITEMS) if j not in left_out), key=lambda j: (value[j], j in own))
         figures.append(of_order([j in own for j in order], len(right), places))
@@ -79,7 +79,7 @@ def definition(given, places):
 
 
 def of_order(hits, right, places):
-    """Of one row, whose right items are at some places."""
+    """Return the metrics of one row from the positions of its relevant items."""
     precision = [sum(hits[: i + 1]) / (i + 1) if hit else 0 for i, hit in enumerate(hits)]
     gains = [hit / log2(2 + i) for i, hit in enumerate(hits)]
     best = [1 / log2(2 + i) for i in range(right)]
@@ -92,7 +92,7 @@ def of_order(hits, right, places):
     )
 
 
-def test_the_definition_is_that_of_scikit_learn():
+def test_reference_ranking_metrics_match_scikit_learn():
     from sklearn.metrics import average_precision_score, ndcg_score
 
     draw = np.random.default_rng(0)
@@ -106,13 +106,13 @@ def test_the_definition_is_that_of_scikit_learn():
 
 
 class Step:
-    """In the place of a worker's: what its model gives."""
+    """Stand-in for a worker's step that returns fixed vectors."""
 
     def __init__(self, device):
         self._device = device
 
     def evaluate(self, batches, tower=None):
-        for batch in list(batches):  # the pipeline is ahead of what it gives
+        for batch in list(batches):  # the pipeline reads ahead of its outputs
             nothing = torch.zeros((), device=self._device)
             yield StepOutputs(
                 {}, batch.weights.to(self._device), nothing, vectors=batch.vectors.to(self._device)
@@ -120,7 +120,7 @@ class Step:
 
 
 def batches(columns, vectors, rank, world, **more):
-    """This rank's rows in 3 batches, with padding between them."""
+    """Yield this rank's rows in 3 batches, each with padding rows."""
     ends = [0, *(round(len(vectors) * share) for share in PARTS[world])]
     for mine in np.array_split(np.arange(ends[rank], ends[rank + 1]), 3):
         padded = np.append(mine, [0, 0])
@@ -165,7 +165,7 @@ def ranked(rank, world, given, cells):
 
 @pytest.mark.parametrize("several", [False, True], ids=["one right item", "several"])
 @pytest.mark.parametrize("world, cells, texts", [(1, 1 << 22, True), (2, 1, False), (3, 100, True)])
-def test_the_figures_are_those_of_the_definition(world, cells, texts, several):
+def test_full_ranking_metrics_match_the_reference(world, cells, texts, several):
     given = rows(texts, several=several)
     expected = definition(given, AT)
     for found in on_ranks(world, ranked, given, cells):
@@ -175,14 +175,14 @@ def test_the_figures_are_those_of_the_definition(world, cells, texts, several):
 
 
 @pytest.mark.parametrize("several", [False, True], ids=["one right item", "several"])
-def test_a_gpu_gives_the_same(several):
+def test_full_ranking_on_gpu_matches_the_reference(several):
     given = rows(several=several)
     for found in on_ranks(2, ranked, given, 100, device="cuda"):
         assert found == pytest.approx(definition(given, AT), abs=1e-12)
 
 
 def waited(rank, world, given, cells):
-    """How often the host waits for its GPU to rank a batch."""
+    """Return the number of host waits for the GPU per ranked batch."""
     from standin import Gpu
 
     Gpu.active.waits.clear()
@@ -191,20 +191,20 @@ def waited(rank, world, given, cells):
     return len(adds) / 3
 
 
-def test_a_batch_is_ranked_with_few_waits():
-    """Of two ranks; and one for each block of items, where float32 does not decide."""
+def test_full_ranking_needs_few_host_waits():
+    """Two ranks; each block of items that float32 cannot decide adds at most one wait."""
     whole, blocks = (on_ranks(2, waited, rows(), cells, device="cuda") for cells in (1 << 22, 100))
     assert max(whole) <= 12 and max(blocks) <= max(whole) + 5
 
 
-def test_no_row_counts():
+def test_full_ranking_without_positive_rows_has_no_metric():
     given = rows() | {"labels": np.zeros(ROWS, np.float32)}
     for found in on_ranks(2, ranked, given, 100):
         assert found["retrieval.mrr"] is None and found["retrieval.rows"] == 0
 
 
 def close(count, width, seed):
-    """Vectors with one dot product for the query, but for the last bits, and others."""
+    """Return queries and items; some items differ only in the last bits of their dot product."""
     draw = torch.Generator().manual_seed(seed)
     queries = torch.randn(4, width, generator=draw)
     items = torch.randn(count, width, generator=draw)
@@ -213,7 +213,7 @@ def close(count, width, seed):
 
 
 @pytest.mark.parametrize("case", ["spread", "close", "ties", "zeros", "large", "small", "not finite"])
-def test_products_in_float32_first_decide_as_those_in_float64(case):
+def test_float32_comparison_matches_float64(case):
     from raytrec.metrics.full_ranking import compare_exact, compare_fast
 
     for seed in range(20):
@@ -230,7 +230,7 @@ def test_products_in_float32_first_decide_as_those_in_float64(case):
         expected = [*compare_exact(queries, items, scores, [4, 2])]
         found = [*compare_fast(queries, items, scores, [4, 2])]
         assert all(map(torch.equal, found, expected)) and len(found[1]) == 2, seed
-    if case == "close":  # float32 alone decides otherwise
+    if case == "close":  # float32 alone gives another result
         assert not torch.equal(~(queries @ items.T < scores[:, :1]), expected[0])
 
 
@@ -238,7 +238,7 @@ def not_rounded(query, item):
     return (query.double() * item.double()).sum().float()
 
 
-def test_blocks_of_a_gpu_are_as_large_as_its_memory_allows():
+def test_block_size_follows_free_gpu_memory():
     from raytrec.metrics.full_ranking import CELLS, MAX_CELLS, choose_block_cells
 
     assert choose_block_cells(torch.device("cpu")) == CELLS

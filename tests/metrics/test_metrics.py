@@ -1,4 +1,4 @@
-"""Every metric by its definition, against what ranks have summed and gathered; and resumed on other ranks."""
+"""Metrics summed over ranks, compared with their definitions, and resumed on other rank counts."""
 
 from math import isnan, log
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ def selection(tasks):
 
 
 def parts(task, labels_of):
-    """logits, labels, weights of all rows, float32 [BATCHES × ROWS]; some are padding, and there are ties."""
+    """Return logits, labels and weights, float32 [BATCHES × ROWS], with padding rows and ties."""
     torch.manual_seed(len(task))
     logits = (torch.randn(BATCHES * ROWS) * 4).round() / 4
     weights = (torch.arange(BATCHES * ROWS) % 9 != 8).float()
@@ -41,7 +41,7 @@ def watched():
 
 
 def batches(of, rank=0, world=1):
-    """Outputs of this rank's rows of each batch; ranks have unequal parts."""
+    """Yield the outputs of this rank's rows of each batch; the shares of ranks are unequal."""
     data = {"click": (*click(), torch.sigmoid), "watched": (*watched(), lambda logits: logits)}
     ends = [round(ROWS * (r / world) ** 1.5) for r in range(world + 1)]
     for step in range(BATCHES):
@@ -54,7 +54,7 @@ def batches(of, rank=0, world=1):
 
 
 def summed(rank, world, tasks, first=0, total=None):
-    """(sums so far, figures of all batches from `first` on) of these tasks."""
+    """Return (sums after 3 steps, metrics of all batches from `first`) of these tasks."""
     from raytrec.metrics.sums import Sums
 
     of = selection(tasks)
@@ -71,7 +71,7 @@ def summed(rank, world, tasks, first=0, total=None):
 
 
 def defined(logits, labels, weights):
-    """log loss, NE, calibration, AUC of rows that count, each by its definition."""
+    """Return log loss, NE, calibration and AUC of rows with a positive weight, by their definitions."""
     real = weights > 0
     p, y = logits[real].double().sigmoid(), labels[real].double()
     entropy = float(-(y * p.log() + (1 - y) * (1 - p).log()).mean())
@@ -86,15 +86,15 @@ def defined(logits, labels, weights):
     }
 
 
-def test_the_sums_are_torchrecs():
-    """Bit for bit: what TorchRec's functions give of the steps held, added up in float64."""
+def test_metric_sums_equal_torchrecs():
+    """The sums equal, bit for bit, TorchRec's functions on the pending steps, summed in float64."""
     from torchrec.metrics.calibration import compute_calibration, get_calibration_states
     from torchrec.metrics.ne import compute_logloss, compute_ne, get_ne_states
 
     ((_, figures),) = on_ranks(1, summed, TWO[:1])
     total = torch.zeros(6, dtype=torch.float64)
     steps = [outputs["click"] for outputs in batches(selection(TWO[:1]))]
-    for held in steps[:3], steps[3:11], steps[11:]:  # `summed` saves after 3, 8 are held at most
+    for held in steps[:3], steps[3:11], steps[11:]:  # saved after 3 steps; at most 8 are pending
         own = [torch.cat([getattr(s, name) for s in held]) for name in ("labels", "predictions", "weights")]
         ne, calibration = get_ne_states(*own, 1e-12), get_calibration_states(*own)
         total += torch.stack([value.double() for value in (*ne.values(), *calibration.values())])
@@ -105,18 +105,18 @@ def test_the_sums_are_torchrecs():
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (2, 2), (1, 1)])
-def test_sums_go_on_with_any_number_of_ranks(before, after):
+def test_metric_sums_resume_on_any_number_of_ranks(before, after):
     so_far, whole = on_ranks(before, summed, TWO)[0]
     resumed = on_ranks(after, summed, TWO, 3, so_far)
-    assert resumed[0][1] == pytest.approx(whole, rel=1e-6), "within a batch, sums are float32"
+    assert resumed[0][1] == pytest.approx(whole, rel=1e-6), "sums within a batch are float32"
     if before == after:
         assert resumed[0][1] == pytest.approx(whole, rel=1e-14)
     forgotten = on_ranks(after, summed, TWO, 3)[0][1]
     assert forgotten["rows"] < whole["rows"]
 
 
-def test_most_steps_launch_nothing_for_their_sums(monkeypatch):
-    """And whatever is held: what has been read is whole, and many logits are not held."""
+def test_metric_sums_launch_kernels_only_every_few_steps(monkeypatch):
+    """The sums stay complete with pending steps, and the number of pending logits is limited."""
     from operators import Operators
 
     from raytrec.metrics import sums as module
@@ -130,7 +130,7 @@ def test_most_steps_launch_nothing_for_their_sums(monkeypatch):
         sums.add(given[module.HELD - 1])
         assert 0 < operators.calls.total() < 12 * module.HELD
     whole = sums.reduce()
-    monkeypatch.setattr(module, "HELD_VALUES", 3 * 2 * ROWS)  # of both tasks: 3 steps
+    monkeypatch.setattr(module, "HELD_VALUES", 3 * 2 * ROWS)  # 3 steps of both tasks
     for outputs in given[: module.HELD]:
         sums.add(outputs)
         assert len(sums._pending) < 3
@@ -138,7 +138,7 @@ def test_most_steps_launch_nothing_for_their_sums(monkeypatch):
 
 
 def a_step(click_weights, watched_weights):
-    """Outputs of two tasks, each with a loss, of which some rows may count in none."""
+    """Return outputs of two tasks with losses; rows can have weight 0 in both tasks."""
     made = {}
     for name, weights in (("click", click_weights), ("watched", watched_weights)):
         values = torch.tensor([0.25, 0.75])
@@ -148,7 +148,7 @@ def a_step(click_weights, watched_weights):
 
 
 @pytest.mark.parametrize("click_weights", [[0.0, 0.0], [0.0, 2.0]])
-def test_a_loss_or_metric_of_no_rows_is_no_number(click_weights):
+def test_metrics_without_counted_rows_are_nan(click_weights):
     from raytrec.metrics.sums import Sums
 
     of = selection([TWO[0] | {"mask": "seen"}, TWO[1] | {"nulls": "error"}])
@@ -166,7 +166,7 @@ def test_a_loss_or_metric_of_no_rows_is_no_number(click_weights):
 
 
 def nothing_yet(rank, world, total):
-    """A save right after a restore, and figures of no step."""
+    """Return the metrics without any step, and the sums saved directly after a restore."""
     from raytrec.metrics.sums import Sums
 
     sums = Sums(selection(TWO), torch.device("cpu"))
@@ -175,7 +175,7 @@ def nothing_yet(rank, world, total):
     return empty, sums.total()
 
 
-def test_before_the_first_step():
+def test_metric_sums_before_the_first_step_are_empty():
     total = on_ranks(1, summed, TWO)[0][0]
     for empty, same in on_ranks(2, nothing_yet, total):
         assert empty == {"rows": 0} and same == total
@@ -192,7 +192,7 @@ def evaluated(rank, world, tasks):
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_each_task_has_its_own_metrics(world):
+def test_tasks_have_separate_metrics(world):
     (figures, curves), *others = on_ranks(world, evaluated, TWO)
     assert {name: figures[f"click.{name}"] for name in ("logloss", "ne", "calibration", "auc")} == (
         pytest.approx(defined(*click()), abs=1e-6)
@@ -210,7 +210,7 @@ def test_each_task_has_its_own_metrics(world):
     assert sum(curves["click.reliability"]["rows"]) == figures["rows"]
 
 
-def test_one_task_has_no_name_before_its_metrics():
+def test_single_task_metrics_have_no_prefix():
     figures, curves = on_ranks(1, evaluated, TWO[:1])[0]
     names = {"auc", "ne", "logloss", "calibration", "positives", "rows", "skipped_rows"}
     assert set(figures) == names and set(curves) == {"roc", "reliability"}
@@ -272,7 +272,7 @@ def figures_of_no_row(of):
     return sums.reduce()
 
 
-def test_a_metric_of_the_users_own_on_two_ranks(tmp_path):
+def test_user_metric_runs_on_two_ranks(tmp_path):
     (tmp_path / "metrics_of_mine.py").write_text(OF_THE_USER)
     (figures, curves, described, of_none), (other, *_) = on_ranks(2, of_the_user, str(tmp_path))
     logits, labels, weights = click()
@@ -300,7 +300,7 @@ def test_a_metric_of_the_users_own_on_two_ranks(tmp_path):
         ("metrics_of_mine:Taken", "the metric name 'auc' is already used by raytrec"),
     ],
 )
-def test_a_metric_that_there_is_not(tmp_path, monkeypatch, reference, text):
+def test_unknown_metric_is_rejected(tmp_path, monkeypatch, reference, text):
     (tmp_path / "metrics_of_mine.py").write_text(OF_THE_USER)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=text):
@@ -317,7 +317,7 @@ def test_a_metric_that_there_is_not(tmp_path, monkeypatch, reference, text):
         ("hits", {"format": "{:99999999.4f}"}, "is not a format"),
     ],
 )
-def test_a_metric_that_cannot_be(name, options, text):
+def test_invalid_metric_definition_is_rejected(name, options, text):
     with pytest.raises(ConfigError, match=text):
         metric(name, **options)(type("Hits", (SumMetric,), {}))
     with pytest.raises(ConfigError, match="a subclass"):
@@ -337,11 +337,11 @@ def test_a_metric_that_cannot_be(name, options, text):
         ([{"label": "click", "metrics": ["calibration", "auc"]}], None, "auc"),
     ],
 )
-def test_by_which_metric_the_best_are_kept(tasks, key, best):
+def test_best_metric_defaults_by_task(tasks, key, best):
     assert selection(tasks).best(key).key == best
 
 
-def test_a_metric_by_which_none_can_be_kept():
+def test_invalid_best_metric_is_rejected():
     with pytest.raises(
         ConfigError, match=r"but the tasks have no metric with this name.*did you mean 'click.auc'"
     ):
@@ -354,7 +354,7 @@ def test_a_metric_by_which_none_can_be_kept():
         selection([{"label": "click", "metrics": ["ne", "auc", "ne"]}])
 
 
-def test_a_description_of_somebody_elses_is_only_text():
+def test_foreign_metric_descriptions_are_not_executed():
     evil = {"key": "x", "title": "X", "label": "x", "better": None, "sums": 1}
     (figure,) = figures_of({"metrics": [{**evil, "format": "{0.__class__.__mro__}"}, {"key": 3}, "x", None]})
     assert figure.text(0.5) == "0.5" and not figure.sums

@@ -1,4 +1,4 @@
-"""Metrics of an order and of groups on 1, 2 and 3 ranks, against scikit-learn and plain definitions."""
+"""Ranking and group metrics on 1, 2 and 3 ranks, compared with scikit-learn and reference code."""
 
 from math import isnan, log2
 
@@ -16,7 +16,7 @@ RANKED, SUMMED = ["auc", "pr_auc", "calibration"], ["logloss", "ece", "rmse", "m
 
 
 def rows(seed, ties=True, weights=True, gains=False):
-    """Rows in groups of 1 to 30, some without a positive row, some with nothing else; items repeat."""
+    """Return rows in groups of 1 to 30; some groups have no positive or no negative row; items repeat."""
     draw = torch.Generator().manual_seed(seed)
     groups = (torch.rand(ROWS, generator=draw) ** 2 * GROUPS).long() * 7 - 90
     logits = torch.randn(ROWS, generator=draw) * 2
@@ -54,7 +54,7 @@ NO_POSITIVE = {*RANKED, "ne", *GROUP_METRICS} - {"coverage@2"}
 
 
 def reference(case, name):
-    """The definition, row by row: of docs/metrics.md, or scikit-learn's."""
+    """Return the metric by its definition in docs/metrics.md, row by row, or by scikit-learn."""
     kept = case.weights > 0
     p = case.logits[kept].double()
     p = (p.sigmoid() if case.loss == "bce" else p).numpy()
@@ -113,21 +113,21 @@ def dcg(gains):
 def found(request):
     ranks = evaluations(request.param, list(KINDS.values()))
     firsts = dict(zip(KINDS, ranks[0], strict=True))
-    for other in ranks[1:]:  # the same figures on all ranks, curves on the first alone
+    for other in ranks[1:]:  # all ranks have the same metrics; only the first has curves
         for (figures, _), (same, curves) in zip(ranks[0], other, strict=True):
             assert same == pytest.approx(figures, nan_ok=True) and curves is None
     return firsts
 
 
 @pytest.mark.parametrize("kind", list(KINDS)[:4])
-def test_metrics_are_what_their_definitions_say(found, kind):
+def test_ranked_metrics_match_their_definitions(found, kind):
     case, (figures, _) = KINDS[kind], found[kind]
     wanted = {name: reference(case, name) for name in case.metrics if (kind, name) != ("gains", "auc")}
     assert {name: figures[name] for name in wanted} == pytest.approx(wanted, abs=1e-6)
     assert not any(name.endswith("_bound") for name in figures)
 
 
-def test_groups_that_have_no_figure_are_counted(found):
+def test_groups_without_metric_are_counted(found):
     case, (figures, _) = (x["ties, weights and a masked group"] for x in (KINDS, found))
     kept = case.weights > 0
     of_groups = [case.labels[kept & (case.groups == g)] for g in case.groups[kept].unique()]
@@ -136,7 +136,7 @@ def test_groups_that_have_no_figure_are_counted(found):
     assert figures["groups_of_one_class"] == sum(len(y.unique()) == 1 for y in of_groups)
 
 
-def test_what_is_not_defined_has_no_figure(found):
+def test_undefined_metrics_have_no_value(found):
     assert found["gains"][0]["auc"] is None and found["gains"][1] is None
     for kind in ("one class", "no row counts", "a NaN"):
         figures, curves = found[kind]
@@ -146,14 +146,14 @@ def test_what_is_not_defined_has_no_figure(found):
     assert 0 < found["one class"][0]["coverage@2"] < 1
 
 
-def test_curves_are_of_the_rows(found):
+def test_curves_match_the_rows(found):
     kind = "ties, weights and a masked group"
     case, (_, curves) = KINDS[kind], found[kind]
     kept = case.weights > 0
     y, p, w = (x[kept].double().numpy() for x in (case.labels, case.logits.sigmoid(), case.weights))
     fpr, tpr, _ = sk.roc_curve(y, p, sample_weight=w, drop_intermediate=False)
     drawn = np.array([curves["roc"]["fpr"], curves["roc"]["tpr"]]).T
-    assert drawn == pytest.approx(np.array([fpr, tpr]).T, abs=1e-6), "few predictions: all are points"
+    assert drawn == pytest.approx(np.array([fpr, tpr]).T, abs=1e-6), "with few predictions, each is a point"
     bins = curves["reliability"]
     assert sum(bins["rows"]) == kept.sum() and bins["predicted"] == sorted(bins["predicted"])
     assert curves["roc"]["metric"] == "auc" and curves["reliability"]["metric"] == "calibration"
@@ -164,7 +164,7 @@ def test_curves_are_of_the_rows(found):
     assert curves["reliability"]["rows"] == [25] * 20
 
 
-def test_without_ties_ndcg_is_scikit_learns(found):
+def test_ndcg_without_ties_matches_scikit_learn(found):
     case, (figures, _) = (x["no ties, no weights"] for x in (KINDS, found))
     scores = []
     for group in case.groups.unique():
@@ -175,7 +175,7 @@ def test_without_ties_ndcg_is_scikit_learns(found):
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_beyond_exact_rows_there_are_bins_with_their_bound_and_files(world):
+def test_binned_metrics_are_within_their_error_bound(world):
     kinds = ("no ties, no weights", "ties, weights and a masked group")
     many = [Case(**{**vars(KINDS[kind]), "settings": {"max_exact_rows": 40}}) for kind in kinds]
     for case, (figures, curves) in zip(many, evaluations(world, many)[0], strict=True):
@@ -188,7 +188,7 @@ def test_beyond_exact_rows_there_are_bins_with_their_bound_and_files(world):
         assert sum(curves["reliability"]["rows"]) == (case.weights > 0).sum()
 
 
-def test_bins_rise_with_predictions():
+def test_bins_are_monotonic_in_predictions():
     from raytrec.metrics.ranked import BIN_COUNT, assign_bins, compute_midpoints
 
     edges = torch.tensor([-torch.inf, -1e30, -1.5, -1.0, -1e-30, 0.0, 1e-30, 0.5, 0.9, 1.0, 1e30, torch.inf])
@@ -200,7 +200,7 @@ def test_bins_rise_with_predictions():
     assert ((middles - edges).abs() <= edges.abs() / 2**11 + 1e-40)[1:-1].all()
 
 
-def test_what_a_gpu_holds_is_exchanged_over_it():
+def test_ranked_metrics_on_gpu_match_cpu():
     cases = list(KINDS.values())[:2]
     expected, on_gpus = evaluations(2, cases)[0], evaluations(2, cases, device="cuda")
     for found in on_gpus:
@@ -210,7 +210,7 @@ def test_what_a_gpu_holds_is_exchanged_over_it():
 
 
 def parts(rank, world):
-    """How many predictions this rank has of all ranks', and of as many that are all the same."""
+    """Return this rank's number of sorted predictions, for different and for equal predictions."""
     from raytrec.common.collectives import Peers
     from raytrec.metrics.ranked import RankedRows, Ties
 
@@ -223,12 +223,12 @@ def parts(rank, world):
     return found
 
 
-def test_each_rank_has_its_part_of_the_order():
+def test_sorted_rows_are_distributed_evenly():
     different, same = zip(*on_ranks(3, parts), strict=True)
     assert max(different) < 1.1 * sum(different) / 3 and sum(same) == 1
 
 
-def test_metrics_of_classes():
+def test_multiclass_metrics_match_scikit_learn():
     from raytrec.metrics.registry import find_metric
     from raytrec.tasks.outputs import TaskOutputs
 

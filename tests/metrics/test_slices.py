@@ -1,4 +1,4 @@
-"""Figures of the largest and of the worst slices, with their names, on 1, 2 and 3 ranks."""
+"""Metrics of the largest and the worst slices, with slice names, on 1, 2 and 3 ranks."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def rows(**settings):
 
 
 def expected(case):
-    """Country → (rows, AUC, calibration), None where there is only one class."""
+    """Return country → (rows, AUC, calibration); AUC is None for a single class."""
     found = {}
     for country in COUNTRIES:
         kept = torch.tensor([text == country for text in case.texts]) & (case.weights > 0)
@@ -42,7 +42,7 @@ def enough(case, country):
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_the_largest_and_the_worst_are_shown_by_name(world):
+def test_largest_and_worst_slices_are_listed_by_name(world):
     cases = [rows(), rows(max_exact_rows=100)]
     of_ranks = evaluations(world, cases)
     assert all(other[0][0] == of_ranks[0][0][0] for other in of_ranks)
@@ -50,7 +50,7 @@ def test_the_largest_and_the_worst_are_shown_by_name(world):
     wanted = expected(cases[0])
     by_rows = sorted(wanted, key=lambda name: -wanted[name][0])
     by_auc = sorted((name for name in wanted if enough(cases[0], name)), key=lambda name: wanted[name][1])
-    assert exact["slices"] == binned["slices"] == len(COUNTRIES) and "LI" not in by_auc, "it has too few rows"
+    assert exact["slices"] == binned["slices"] == len(COUNTRIES) and "LI" not in by_auc, "LI has too few rows"
     assert [each["slice"] for each in exact["largest"]] == by_rows[:SHOWN]
     assert [each["slice"] for each in exact["worst"]] == by_auc[:SHOWN]
     assert {"US", "null"} & set(by_auc[:3])
@@ -65,7 +65,7 @@ def test_the_largest_and_the_worst_are_shown_by_name(world):
         assert abs(each["auc"] - auc) <= each["auc_bound"] + 1e-9 < 0.05
 
 
-def test_slices_of_a_task_of_numbers_go_by_calibration():
+def test_regression_slices_are_sorted_by_calibration():
     case = rows()
     numbers = Case(
         **{**vars(case), "logits": case.logits.abs() + case.groups, "loss": "mse", "metrics": ["mse"]}

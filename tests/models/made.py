@@ -1,4 +1,4 @@
-"""What tests of models share: schemas, inputs, weights that are nowhere 0, parts of equations."""
+"""Helpers of model tests: schemas, inputs, nonzero random weights, and parts of equations."""
 
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, linear
@@ -9,7 +9,7 @@ from raytrec.models import build_model
 from raytrec.models.inputs import Sequence
 
 ROWS, DIM, LENGTH, DRAWN = 6, 8, 5, 3
-LENGTHS, COUNTS = (0, 1, 2, 4, 5, 5), (3, 3, 0, 1, 2, 3)  # of each row's history, and of its negatives
+LENGTHS, COUNTS = (0, 1, 2, 4, 5, 5), (3, 3, 0, 1, 2, 3)  # of history and negatives, per row
 POOLED = ("user", "item", "tags")
 SPARSE = {
     "user": {"table": "user"},
@@ -21,10 +21,10 @@ SPARSE = {
 
 
 def schema(*features, dense=("age", "price"), dims=(DIM, DIM, DIM), **sparse):
-    """A Schema of these features (default: POOLED) and of those in `sparse`.
+    """Return a Schema of these features (default: POOLED) and the features in `sparse`.
 
     Args:
-        dims: of the tables user, item and tag.
+        dims: embedding dims of the tables user, item and tag.
     """
     sparse = {name: SPARSE[name] for name in features or POOLED} | sparse
     sizes = dict(zip(("user", "item", "tag"), dims, strict=True))
@@ -33,7 +33,7 @@ def schema(*features, dense=("age", "price"), dims=(DIM, DIM, DIM), **sparse):
 
 
 def make(name, of, outputs=1, *, vectors=False, tasks=None, **keys):
-    """A model in training, whose parameters are all drawn: also those that begin as 0 or 1."""
+    """Return a model in training mode with random parameters, including those initialized to 0 or 1."""
     section = SECTIONS[name].model_validate({"name": name} | keys)
     model = build_model(of, section, outputs, vectors, tasks)
     torch.manual_seed(1)
@@ -44,10 +44,10 @@ def make(name, of, outputs=1, *, vectors=False, tasks=None, **keys):
 
 
 def inputs(of, lengths=LENGTHS, counts=COUNTS, side_features=None):
-    """Dense columns, and the inputs of the features, of which gradients are asked for.
+    """Return dense columns and feature inputs; the feature inputs require gradients.
 
     Args:
-        side_features: of the history.
+        side_features: side features of the history.
     """
     torch.manual_seed(2)
     found = {}
@@ -69,17 +69,17 @@ def sequence(lengths, length, dim, side_features=None):
 
 
 def weights(model, prefix=""):
-    """The parameters under a prefix, by the rest of their names."""
+    """Return the parameters under a prefix, keyed by the rest of their names."""
     return {k.removeprefix(prefix): v for k, v in model.named_parameters() if k.startswith(prefix)}
 
 
 def ids_of(found, i, name="history"):
-    """The vectors of one row's ids: [n, D], the most recent first."""
+    """Return the vectors of one row's ids, [n, D], most recent first."""
     return found[name].vectors[i, : int(found[name].present[i].sum())]
 
 
 def layers(w, name, x, count, step=2, activation=lambda name: torch.relu):
-    """`count` linear layers name.0, name.step, …, each followed by `activation(the name after it)`."""
+    """Apply `count` linear layers name.0, name.step, …; each is followed by activation(next name)."""
     for i in range(count):
         x = linear(x, w[f"{name}.{i * step}.weight"], w[f"{name}.{i * step}.bias"])
         x = activation(f"{name}.{i * step + 1}")(x)
@@ -87,12 +87,12 @@ def layers(w, name, x, count, step=2, activation=lambda name: torch.relu):
 
 
 def last(w, name, x):
-    """The linear layer of this name."""
+    """Apply the linear layer of this name."""
     return linear(x, w[f"{name}.weight"], w[f"{name}.bias"])
 
 
 def prelu(w):
-    """PReLU by the name of its slopes."""
+    """Return a function from the name of the slopes to a PReLU."""
     return lambda name: lambda x: torch.where(x > 0, x, w[f"{name}.weight"] * x)
 
 
@@ -101,10 +101,10 @@ def unit(x):
 
 
 def loss(kind, own, others, weight=1.0):
-    """Of one score and a list of others, by its definition.
+    """Return the loss of one positive score and a list of negative scores, by its definition.
 
     Args:
-        weight: of the score's own part of bce.
+        weight: weight of the positive score in the loss bce.
     """
     scores = torch.stack([own, *others])
     if kind == "softmax":
@@ -118,8 +118,8 @@ def loss(kind, own, others, weight=1.0):
 
 
 def assert_alone(model, dense, found):
-    """Rows know nothing of each other, so that dealing them to ranks changes nothing, and nothing of what
-    stands where no id is."""
+    """Check that rows do not depend on other rows (so sharding a batch changes nothing) or on padding
+    vectors."""
     whole = model(dense, found)
 
     def of_row(x, i):
@@ -139,7 +139,7 @@ def assert_alone(model, dense, found):
 
 
 def assert_learns(model, dense, found, unused=()):
-    """Gradients reach every parameter and every id that is there, and no other; all are finite."""
+    """Check that gradients are finite and reach all parameters and present ids, and no padding."""
     model(dense, found).square().sum().backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None and parameter.grad.isfinite().all(), name
@@ -152,7 +152,7 @@ def assert_learns(model, dense, found, unused=()):
 
 
 def assert_no_nan(model, dense, found):
-    """Rows without any id have finite gradients: none for what stands where no id is."""
+    """Check that rows without ids have finite gradients, and that padding has no gradient."""
     given = model(dense, found)
     given.sum().backward()
     assert given.isfinite().all()

@@ -1,4 +1,4 @@
-"""dlrm, dcn, masknet and final_mlp by their papers' equations, written again."""
+"""dlrm, dcn, masknet and final_mlp, compared with the equations of their papers."""
 
 import pytest
 import torch
@@ -9,13 +9,13 @@ from raytrec.models.dlrm import DotInteraction
 from raytrec.models.parts.layers import Constant
 
 
-def test_dlrms_interactions_are_all_pairs():  # whole steps: worker/test_reference.py
+def test_dlrm_interactions_cover_all_pairs():  # whole steps: worker/test_reference.py
     vectors = torch.randn(5, 4, 8)
     expected = [(vectors[:, i] * vectors[:, j]).sum(1) for i in range(4) for j in range(i + 1, 4)]
     torch.testing.assert_close(DotInteraction(4)(vectors), torch.stack(expected, 1))
 
 
-def test_without_dense_columns_dlrm_has_one_learned_vector():
+def test_dlrm_without_dense_columns_learns_a_constant_vector():
     model = make("dlrm", schema(dense=()), top_mlp=[])
     assert isinstance(model.bottom, Constant)
     assert torch.equal(model.bottom(torch.empty(3, 0)), model.bottom.vector.expand(3, DIM))
@@ -23,7 +23,7 @@ def test_without_dense_columns_dlrm_has_one_learned_vector():
 
 @pytest.mark.parametrize("rank", [None, 3])
 @pytest.mark.parametrize("deep", ["stacked", "parallel"])
-def test_dcn(rank, deep):
+def test_dcn_matches_its_equations(rank, deep):
     """Wang et al. 2021, equation 3 (and 4 with a rank), row by row for the products."""
     of = schema(dims=(8, 4, 12))
     keys = {"bottom_mlp": [5, 3], "cross_layers": 2, "cross_rank": rank, "deep": deep, "top_mlp": [6, 5]}
@@ -40,7 +40,7 @@ def test_dcn(rank, deep):
     torch.testing.assert_close(model(dense, pooled), last(w, "logit", x)[:, 0])
 
 
-def test_cross_layers_are_those_of_torchrec():
+def test_cross_layers_match_torchrec():
     from torchrec.modules.crossnet import CrossNet, LowRankCrossNet
 
     x = torch.randn(ROWS, 6)
@@ -57,7 +57,7 @@ def test_cross_layers_are_those_of_torchrec():
         torch.testing.assert_close(ours(x), theirs(x))
 
 
-def test_mlperfs_model_can_be_configured():
+def test_mlperf_dcn_can_be_configured():
     sparse = {f"c{i}": {"table": "user"} for i in range(26)}
     criteo = schema("user", dense=[f"d{i}" for i in range(13)], dims=(128, 8, 8), **sparse)
     del criteo.sparse["user"]
@@ -78,7 +78,7 @@ def normal(x, eps=1e-5):
 
 
 def block(w, name, v, h):
-    """Equations 4, 7 and 8: of all embeddings v, and what the block reads."""
+    """Apply equations 4, 7 and 8 to all embeddings v and the block input h."""
     mask = last(w, f"{name}.mask.2", layers(w, f"{name}.mask", v, 1))
     x = normal(w[f"{name}.layer.weight"] @ (mask * h))
     return (w[f"{name}.norm.weight"] * x + w[f"{name}.norm.bias"]).clamp(min=0)
@@ -86,7 +86,7 @@ def block(w, name, v, h):
 
 @pytest.mark.parametrize("arrangement", ["serial", "parallel"])
 @pytest.mark.parametrize("columns", [("age", "price"), ()])
-def test_masknet(arrangement, columns):
+def test_masknet_matches_its_equations(arrangement, columns):
     of = schema(dense=columns)
     model = make("masknet", of, 2, arrangement=arrangement, blocks=[6, 4, 3], **MASKNET)
     dense, pooled = given = inputs(of)
@@ -106,7 +106,7 @@ def test_masknet(arrangement, columns):
     torch.testing.assert_close(model(*given), torch.stack(expected), rtol=1e-4, atol=1e-5)
 
 
-def test_masks_are_as_wide_as_what_they_multiply():
+def test_masknet_masks_have_the_width_of_their_input():
     model = make("masknet", schema(), arrangement="serial", blocks=[6, 4], **MASKNET)
     assert [block.mask[2].out_features for block in model.blocks] == [5 * 8, 6]
     assert [block.mask[0].out_features for block in model.blocks] == [60, 9]
@@ -118,7 +118,7 @@ FINAL_MLP = {"mlp1": [6, 4], "mlp2": [6], "gate_mlp": [5]}
 
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize("outputs", [1, 3])
-def test_final_mlp(heads, outputs):
+def test_final_mlp_matches_its_equations(heads, outputs):
     of = schema(dims=(8, 4, 12))
     model = make("final_mlp", of, outputs, heads=heads, gate1=["age", "user"], **FINAL_MLP)
     dense, pooled = given = inputs(of)
@@ -140,7 +140,7 @@ def test_final_mlp(heads, outputs):
     torch.testing.assert_close(model(*given), torch.stack(expected).squeeze(1), rtol=1e-5, atol=1e-5)
 
 
-def test_without_gates_both_streams_of_final_mlp_read_the_features_as_they_are():
+def test_final_mlp_without_gates_reads_plain_features():
     model = make("final_mlp", schema(), gating=False, **FINAL_MLP)
     assert not len(model.gates)
     dense, pooled = given = inputs(schema())

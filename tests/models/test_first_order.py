@@ -1,5 +1,5 @@
-"""wide_deep, deepfm and xdeepfm by their papers' equations, written again: weights and vectors of ids taken
-from their tables' rows, sums over pairs and triples of features in loops."""
+"""wide_deep, deepfm and xdeepfm, compared with the equations of their papers: id weights and vectors come
+from table rows, and loops sum over pairs and triples of features."""
 
 from itertools import combinations, product
 
@@ -10,7 +10,7 @@ from torch import nn
 
 
 def fields(model, dense, pooled, outputs):
-    """Of each row: first-order weights, a list of [T], and vectors, a list of [D]."""
+    """Return per row the first-order weights, a list of [T], and the vectors, a list of [D]."""
     rows = []
     for b in range(ROWS):
         found = [pooled[f][b] for f in pooled]
@@ -23,7 +23,7 @@ def fields(model, dense, pooled, outputs):
 
 @pytest.mark.parametrize("outputs", [1, 3])
 @pytest.mark.parametrize("dense", [("age", "price"), ()])
-def test_deepfm(outputs, dense):
+def test_deepfm_matches_its_equations(outputs, dense):
     """Guo et al. 2017, equations 1 to 4."""
     of = schema(dense=dense)
     model, given = make("deepfm", of, outputs, top_mlp=[6, 5]), inputs(of)
@@ -38,8 +38,8 @@ def test_deepfm(outputs, dense):
 
 @pytest.mark.parametrize("outputs", [1, 3])
 @pytest.mark.parametrize("dense", [("age", "price"), ()])
-def test_wide_deep_with_cross_layers(outputs, dense):
-    """The logits of a linear model, plus those of DCN-V2 over the other numbers of the ids' rows."""
+def test_wide_deep_with_cross_layers_matches_its_equations(outputs, dense):
+    """The logits are a linear model plus DCN-V2 over the remaining columns of the table rows."""
     of = schema(dense=dense)
     model, (columns, pooled) = (
         make("wide_deep", of, outputs, top_mlp=[6], cross_layers=2, slope_rate=5).eval(),
@@ -54,7 +54,7 @@ def test_wide_deep_with_cross_layers(outputs, dense):
     torch.testing.assert_close(model(columns, pooled), expected.squeeze(1), rtol=1e-5, atol=1e-5)
 
 
-def test_wide_deep_leaves_the_deep_part_out_of_some_rows():
+def test_wide_deep_drops_the_deep_part_of_some_rows():
     of = schema()
     model, (columns, pooled) = make("wide_deep", of, top_mlp=[6], deep_dropout=0.5), inputs(of)
     nn.init.ones_(model.logit.weight)
@@ -68,8 +68,8 @@ def test_wide_deep_leaves_the_deep_part_out_of_some_rows():
     assert (is_linear | is_whole).all() and 0.3 < is_linear.float().mean() < 0.7
 
 
-def test_torchrecs_pairs_are_other_ones():
-    """Each number with each other one, of the same vector, too; where vectors have one number, ours."""
+def test_torchrec_fm_differs_for_wide_vectors():
+    """TorchRec also multiplies values of one vector, so only vectors of width 1 give equal results."""
     from torchrec.modules.deepfm import FactorizationMachine
 
     from raytrec.models.first_order import sum_pair_products
@@ -81,7 +81,7 @@ def test_torchrecs_pairs_are_other_ones():
 
 @pytest.mark.parametrize("outputs", [1, 2])
 @pytest.mark.parametrize("dense", [("age", "price"), ()])
-def test_xdeepfm(outputs, dense):
+def test_xdeepfm_matches_its_equations(outputs, dense):
     """Lian et al. 2018, equations 6, 8 and 9."""
     of, sizes = schema(dense=dense), [4, 3]
     model, given = make("xdeepfm", of, outputs, cin=sizes, top_mlp=[6]), inputs(of)
@@ -100,8 +100,8 @@ def test_xdeepfm(outputs, dense):
 
 @pytest.mark.parametrize("outputs", [1, 3])
 @pytest.mark.parametrize("wide,deep", [(["*"], ["*"]), (["tags", "price"], ["user", "item", "a*"])])
-def test_wide_deep(outputs, wide, deep):
-    """Cheng et al. 2016, equation 3: a feature that is deep alone has no weight in the first order."""
+def test_wide_deep_matches_its_equations(outputs, wide, deep):
+    """Cheng et al. 2016, equation 3: a deep-only feature has no first-order weight."""
     of = schema(dims=(8, 4, 12))
     model = make("wide_deep", of, outputs, wide=wide, deep=deep, top_mlp=[6])
     dense, pooled = given = inputs(of)
@@ -116,6 +116,6 @@ def test_wide_deep(outputs, wide, deep):
     torch.testing.assert_close(model(*given), expected.squeeze(1))
 
 
-def test_a_table_of_deep_features_alone_may_be_narrow():
+def test_wide_deep_accepts_narrow_tables_of_deep_features():
     of = schema(dims=(8, 4, 4))
     assert make("wide_deep", of, 5, wide=["user"])(*inputs(of)).shape == (ROWS, 5)

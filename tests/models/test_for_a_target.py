@@ -1,5 +1,5 @@
-"""sequence, din, dien and bst, which read sequences for a target, against their equations: one row, head and
-id at a time, in plain torch."""
+"""Target-attention models sequence, din, dien and bst, compared with their equations in plain torch: one row,
+head and id at a time."""
 
 import pytest
 import torch
@@ -28,19 +28,19 @@ from raytrec.models import dien
 from raytrec.models.inputs import Sequence
 
 DIMS = (4, DIM, 12)
-ONE_DIM = (DIM, DIM, DIM)  # what `sequence` takes
+ONE_DIM = (DIM, DIM, DIM)  # the model `sequence` needs equal dims
 KEYS = {"din": {"top_mlp": []}, "bst": {}, "dien": {"negatives": "negatives"}, "sequence": {}}
 
 
 def of_target(name="din", *more, dense=("age", "price")):
-    """A Schema whose features have different dims, where the model takes that."""
+    """Return a Schema; its features have different dims if the model supports that."""
     return schema(
         *("user", "history", "item", "tags", *more), dims=ONE_DIM if name == "sequence" else DIMS, dense=dense
     )
 
 
 def made(name, **changes):
-    """A model, its dense columns, and its inputs."""
+    """Return a model, its dense columns and its inputs."""
     negatives = ["negatives"] * (name == "dien")
     dense = changes.pop("dense", ("age", "price"))
     of = of_target(name, *negatives, dense=dense)
@@ -49,7 +49,7 @@ def made(name, **changes):
 
 
 @pytest.mark.parametrize("name", KEYS)
-def test_rows_are_alone_and_everything_learns(name):
+def test_target_models_keep_rows_independent_and_learn(name):
     assert_alone(*made(name))
     assert_learns(*made(name))
     model, dense, found = made(name)
@@ -58,11 +58,11 @@ def test_rows_are_alone_and_everything_learns(name):
 
 
 @pytest.mark.parametrize("name", KEYS)
-def test_no_dense_columns_and_empty_sequences(name):
+def test_target_models_accept_empty_sequences(name):
     assert_no_nan(*made(name, dense=(), lengths=(0, 0)))
 
 
-def test_dien_and_attention_for_empty_sequences():
+def test_empty_sequences_have_zero_interest_and_no_gradient():
     model, _, found = made("dien", lengths=(0, 0))
     interest, _ = model.interests[0](found["history"], found["item"])
     assert not interest.any()
@@ -71,7 +71,7 @@ def test_dien_and_attention_for_empty_sequences():
     assert not model.attention[0].recency.grad.any()
 
 
-def test_autocast_leaves_the_gru_of_dien_on_gpus_alone():
+def test_dien_gru_runs_in_float32_under_autocast():
     model, dense, found = made("dien")
     seen = {}
 
@@ -92,7 +92,7 @@ def test_autocast_leaves_the_gru_of_dien_on_gpus_alone():
     assert seen["gru"] == (False, torch.float32) and seen["mlp"][0]
 
 
-def test_sequence():
+def test_sequence_model_matches_its_equations():
     of, keys = of_target("sequence"), {"attention_mlp": [6, 5], "bottom_mlp": [3], "top_mlp": [6]}
     model, (dense, found) = make("sequence", of, max_length=LENGTH, **keys), inputs(of)
     assert model.attention.target_of == {"history": "item"}
@@ -111,14 +111,14 @@ def test_sequence():
     pairs = [(vectors[i] * vectors[j]).sum(1) for i in range(5) for j in range(i + 1, 5)]
     h = layers(of_dlrm, "top", torch.cat([x, torch.stack(pairs, 1)], 1), 1)
     torch.testing.assert_close(model(dense, found), last(of_dlrm, "logit", h)[:, 0])
-    # Which of the ids is the most recent makes a difference.
+    # The order of the ids changes the result.
     history = found["history"]
     turned = model(dense, found | {"history": Sequence(history.vectors.flip(1), history.present)})
     assert not torch.allclose(turned[-1], model(dense, found)[-1])
 
 
 @pytest.mark.parametrize("outputs,target", [(1, None), (3, "item")])
-def test_din(outputs, target):
+def test_din_matches_its_equations(outputs, target):
     of, keys = of_target(), {"attention_mlp": [6, 3], "top_mlp": [10, 4], "target": target}
     model, (dense, found) = make("din", of, outputs, max_length=LENGTH, **keys), inputs(of)
     given, w = model(dense, found), weights(model)
@@ -135,8 +135,8 @@ def test_din(outputs, target):
 
 
 def step(w, names, x, h, weight=1.0):
-    """DIEN's equations 2 to 5, and with a weight 7 to 9: u, r, h̃, h. Weights of r, u and h̃ are below each
-    other, as torch has them; with its weights, the sigmoid is the share that is kept, 1 − u."""
+    """Apply DIEN's equations 2 to 5, and 7 to 9 with a weight: u, r, h̃, h. The weights of r, u and h̃ are
+    stacked as in torch, where the sigmoid is the share that is kept, 1 − u."""
     given = (w[names[0]] @ x + w[names[1]]).chunk(3)
     from_h = (w[names[2]] @ h + w[names[3]]).chunk(3)
     r, u = torch.sigmoid(given[0] + from_h[0]), 1 - torch.sigmoid(given[1] + from_h[1])
@@ -149,7 +149,7 @@ EVOLUTION = [f"evolution.cell.{kind}" for kind in ("weight_ih", "bias_ih", "weig
 
 
 def interests(w, past, target):
-    """(the state after each id, the oldest first; the last state of AUGRU)."""
+    """Return (the state after each id, oldest first; the last state of AUGRU)."""
     states, h = [], torch.zeros(DIM)
     for e in past:
         h = step(w, EXTRACTOR, e, h)
@@ -162,15 +162,15 @@ def interests(w, past, target):
     return states, state
 
 
-def test_gradients_of_the_evolution_of_interests():
+def test_dien_interest_evolution_has_correct_gradients():
     torch.manual_seed(1)
     given = (ROWS, LENGTH, 3 * DIM), (ROWS, LENGTH, 1), (3 * DIM, DIM), (3 * DIM,)
     inputs = [torch.randn(size, dtype=torch.float64, requires_grad=True) for size in given]
     assert torch.autograd.gradcheck(dien._Evolve.apply, inputs)
 
 
-def test_a_step_of_the_evolution_takes_ten_kernels():
-    """Of a GPU, forward and backward."""
+def test_dien_interest_evolution_launches_ten_kernels_per_step():
+    """Count GPU kernels, forward and backward."""
     counts = []
     for length in (5, 25):
         evolution = dien.AUGRU(DIM, DIM)
@@ -182,7 +182,7 @@ def test_a_step_of_the_evolution_takes_ten_kernels():
 
 
 @pytest.mark.parametrize("outputs,weight", [(1, None), (1, 0.25), (2, 1.0)])
-def test_dien(outputs, weight):
+def test_dien_matches_its_equations(outputs, weight):
     of = of_target("dien", *["negatives"] * (weight is not None))
     keys = {"negatives": "negatives", "auxiliary_weight": weight} if weight else {}
     model = make("dien", of, outputs, max_length=LENGTH, top_mlp=[10, 4], **keys)
@@ -196,7 +196,7 @@ def test_dien(outputs, weight):
         if weight:
             drawn, own = ids_of(found, i, "negatives"), torch.zeros(())
             for t in range(len(ids) - 1):
-                if (k := len(ids) - 2 - t) < len(drawn):  # of id t + 1, which k are more recent than
+                if (k := len(ids) - 2 - t) < len(drawn):  # id t + 1, with k more recent ids
                     own = own - logsigmoid(states[t] @ ids[t + 1])
                     own = own - (1 - torch.sigmoid(states[t] @ drawn[k])).log()
             expected = torch.cat([expected, weight * own.reshape(1)])
@@ -212,7 +212,7 @@ def leaky(x):
 
 
 def attended(of, x, heads):
-    """BST's multi-head self-attention: [n, D] → [n, D]."""
+    """Apply BST's multi-head self-attention, [n, D] → [n, D]."""
     q, k, v = (x @ part.T for part in of["attention.in_proj_weight"].chunk(3))
     size, read = DIM // heads, []
     for t in range(len(x)):
@@ -226,7 +226,7 @@ def attended(of, x, heads):
 
 
 @pytest.mark.parametrize("outputs,blocks,heads", [(1, 1, 2), (2, 2, 4)])
-def test_bst(outputs, blocks, heads):
+def test_bst_matches_its_equations(outputs, blocks, heads):
     of, keys = of_target(), {"blocks": blocks, "heads": heads, "feedforward": 6, "top_mlp": [10, 4]}
     model, (dense, found) = make("bst", of, outputs, max_length=LENGTH, **keys), inputs(of)
     given, w = model(dense, found), weights(model)
@@ -247,7 +247,7 @@ def test_bst(outputs, blocks, heads):
     assert given.shape == ((ROWS,) if outputs == 1 else (ROWS, 2))
 
 
-def test_the_newest_id_alone_can_be_learned_by_attention_and_not_by_a_mean():
+def test_attention_learns_the_newest_id_but_the_mean_does_not():
     from ranked_rows import auc_of
 
     from raytrec.checks.parity import reference

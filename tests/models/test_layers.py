@@ -1,4 +1,4 @@
-"""Dropout against its definition: values are 0 by chance, or divided by the chance of the others."""
+"""Dropout, compared with its definition: values are 0, or divided by the keep probability."""
 
 import pytest
 import torch
@@ -9,13 +9,13 @@ ROWS, WIDTH = 4001, 63  # not a multiple of 4 values
 
 
 @pytest.mark.parametrize("rate", [0.05, 0.2, 0.5, 0.9])
-def test_values_are_dropped_by_chance_and_the_others_made_larger(rate):
+def test_dropout_zeroes_values_at_random_and_scales_the_rest(rate):
     torch.manual_seed(1)
     x = torch.rand(ROWS, WIDTH, dtype=torch.float64).add_(1).requires_grad_()
     out = Dropout(rate)(x)
     kept = out != 0
     torch.testing.assert_close(out, x * kept / (1 - rate), rtol=2e-4, atol=0)
-    # As often in each quarter of 64 bits, and in each column; whatever the value next to it has met.
+    # The rate is equal in each quarter of 64 bits and in each column; neighboring values are independent.
     error = 5 * (rate * (1 - rate)) ** 0.5
     for part in (*(kept.flatten()[place::4] for place in range(4)), *kept.unbind(1)):
         assert abs(part.double().mean() - (1 - rate)) < error / len(part) ** 0.5
@@ -26,7 +26,7 @@ def test_values_are_dropped_by_chance_and_the_others_made_larger(rate):
     torch.testing.assert_close(x.grad, kept.double() / (1 - rate), rtol=2e-4, atol=0)
 
 
-def test_masks_follow_from_the_seed_alone():
+def test_dropout_masks_depend_only_on_the_seed():
     x, masks = torch.ones(ROWS, 3), []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
@@ -36,16 +36,16 @@ def test_masks_follow_from_the_seed_alone():
 
 
 @pytest.mark.parametrize("rate,training", [(0.0, True), (1e-9, True), (0.5, False)])
-def test_nothing_is_dropped(rate, training):
+def test_dropout_keeps_all_values_in_eval_or_at_rate_zero(rate, training):
     x = torch.randn(5, 3)
     torch.testing.assert_close(Dropout(rate).train(training)(x), x)
 
 
-def test_everything_is_dropped():
+def test_dropout_at_rate_one_zeroes_everything():
     assert not Dropout(1.0)(torch.randn(5, 3)).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_types_stay(dtype):
+def test_dropout_keeps_the_dtype(dtype):
     out = Dropout(0.5)(torch.ones(ROWS, 2, dtype=dtype))
     assert out.dtype == dtype and set(out.unique().tolist()) == {0.0, 2.0}

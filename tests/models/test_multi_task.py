@@ -1,4 +1,4 @@
-"""Models with layers of each task's own, by their papers' equations, written again."""
+"""Multi-task models, compared with the equations of their papers."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ KEYS = {
     "dbmtl": {"bottom_mlp": [6], "tower_mlp": [5], "relation_mlp": [4]},
     "esmm": {"click": "clicked", "conversion": "bought", "tower_mlp": [6]},
 }
-ANY = [name for name in KEYS if name != "esmm"]  # of any number of tasks
+ANY = [name for name in KEYS if name != "esmm"]  # models that support any number of tasks
 
 
 def made(name, tasks=TASKS, of=None, **keys):
@@ -31,14 +31,14 @@ def experts(w, name, count, x):
 
 
 def gated(w, name, x, of_experts):
-    """A softmax over experts, of which each weighs a row's vector."""
+    """Return the softmax-weighted sum of the experts' vectors."""
     scores = (x @ w[f"{name}.scores.weight"].T).exp()
     shares = scores / scores.sum(1, keepdim=True)
     return sum(shares[:, e : e + 1] * vectors for e, vectors in enumerate(of_experts))
 
 
 @pytest.mark.parametrize("dense", [("age", "price"), ()])
-def test_shared_bottom(dense):
+def test_shared_bottom_matches_its_equations(dense):
     model, *given = made("shared_bottom", of=schema(dense=dense, dims=(4, 8, 12)))
     w, x = weights(model), torch.cat([given[0], *given[1].values()], 1)
     expected = towers(w, [layers(w, "bottom", x, 1)] * 3, 1)
@@ -46,7 +46,7 @@ def test_shared_bottom(dense):
     torch.testing.assert_close(model(*given), expected)
 
 
-def test_mmoe():
+def test_mmoe_matches_its_equations():
     """Ma et al. 2018, equations 6 and 7."""
     model, dense, pooled = made("mmoe")
     w, x = weights(model), torch.cat([dense, *pooled.values()], 1)
@@ -56,7 +56,7 @@ def test_mmoe():
 
 
 @pytest.mark.parametrize("levels", [1, 2, 3])
-def test_ple(levels):
+def test_ple_matches_its_equations(levels):
     """Tang et al. 2020, equations 4 to 7."""
     model, dense, pooled = made("ple", levels=levels, task_experts=2, shared_experts=3)
     w, x = weights(model), torch.cat([dense, *pooled.values()], 1)
@@ -74,7 +74,7 @@ def test_ple(levels):
 
 
 @pytest.mark.parametrize("names", [("clicked", "bought"), ("bought", "clicked")])
-def test_esmm(names):
+def test_esmm_matches_its_equations(names):
     """Ma et al. 2018, equation 4, in probabilities."""
     model, dense, pooled = made("esmm", dict.fromkeys(names, 1))
     w, x = weights(model), torch.cat([dense, *pooled.values()], 1)
@@ -87,8 +87,8 @@ def test_esmm(names):
     torch.testing.assert_close(given, torch.cat([expected[name] for name in names], 1), rtol=1e-5, atol=1e-6)
 
 
-def test_esmms_log_odds_are_exact_at_the_ends():
-    """Where a product of probabilities in float32 is 0 or 1."""
+def test_esmm_log_odds_are_exact_for_extreme_probabilities():
+    """The product of probabilities in float32 is 0 or 1."""
     model, dense, pooled = made("esmm", {"clicked": 1, "bought": 1})
     with torch.no_grad():
         for place, logit in ((0, 1.0), (1, -1.0)):
@@ -113,7 +113,7 @@ def test_esmms_log_odds_are_exact_at_the_ends():
         ({}, {"bought": [], "kind": [], "clicked": []}),
     ],
 )
-def test_dbmtl(relations, parents):
+def test_dbmtl_matches_its_equations(relations, parents):
     model, dense, pooled = made("dbmtl", tower_mlp=[5, 4], relation_mlp=[3], relations=relations)
     w, x = weights(model), torch.cat([dense, *pooled.values()], 1)
     shared, names, related = layers(w, "bottom", x, 1), list(TASKS), {}
@@ -126,7 +126,7 @@ def test_dbmtl(relations, parents):
 
 
 @pytest.mark.parametrize("name", ANY)
-def test_what_a_task_learns_reaches_its_own_layers_and_shared_ones(name):
+def test_task_gradients_reach_only_own_and_shared_layers(name):
     model, dense, pooled = made(name)
     model(dense, pooled)[:, 0].sum().backward()
     reached = {name for name, p in model.named_parameters() if p.grad is not None and p.grad.any()}
@@ -134,7 +134,7 @@ def test_what_a_task_learns_reaches_its_own_layers_and_shared_ones(name):
 
 
 @pytest.mark.parametrize("name", ANY)
-def test_one_task_gives_one_logit(name):
+def test_multi_task_model_with_one_task_returns_one_logit(name):
     model, dense, pooled = made(name, {"y": 1})
     assert model(dense, pooled).shape == (ROWS,)
     assert make(name, schema(), 2, **KEYS[name])(dense, pooled).shape == (ROWS, 2)

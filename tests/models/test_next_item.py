@@ -1,4 +1,4 @@
-"""sasrec and hstu against their equations, one row, one item and one pair of items at a time."""
+"""sasrec and hstu, compared with their equations: one row, item and pair of items at a time."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def make(name, outputs=1, vectors=False, of=None, **keys):
 
 
 def placed(model, past_TD, positions):
-    """Items with the vectors of their positions."""
+    """Return the item vectors plus their position vectors."""
     count = len(past_TD)
     places = range(count) if positions == "order" else range(count - 1, -1, -1)
     at = weights(model)["positions"]
@@ -45,7 +45,7 @@ def placed(model, past_TD, positions):
 
 
 def states_of_sasrec(model, past_TD, heads, positions, times):
-    """The state after each item, [T, D]."""
+    """Return the state after each item, [T, D]."""
     w, count, dim = weights(model), len(past_TD), past_TD.shape[1]
     x = placed(model, past_TD, positions)
     for i in range(len(model.blocks)):
@@ -67,7 +67,7 @@ def states_of_sasrec(model, past_TD, heads, positions, times):
 
 
 def states_of_hstu(model, past_TD, heads, positions, times):
-    """The state after each item, [T, D]."""
+    """Return the state after each item, [T, D]."""
     count, dim = past_TD.shape
     x = placed(model, past_TD, positions)
     for i in range(len(model.layers)):
@@ -100,7 +100,7 @@ def states_of_hstu(model, past_TD, heads, positions, times):
         ("hstu", "softmax", {"time": "at"}),
     ],
 )
-def test_equations(name, kind, keys):
+def test_next_item_models_match_their_equations(name, kind, keys):
     of, timed = of_items(), "time" in keys
     if timed:
         of = of_items(history=SPARSE["history"] | {"side_features": ["price", "at"]})
@@ -131,31 +131,31 @@ def test_equations(name, kind, keys):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_evaluations_have_no_loss_and_batches_without_histories_no_nan(name):
+def test_next_item_models_handle_evaluation_and_empty_histories(name):
     model, (dense, found) = make(name), inputs(of_items())
     assert not model.eval()(dense, found)[:, 1].any()
     assert not assert_no_nan(model.train(), *inputs(of_items(), lengths=(0, 0), counts=(0, 3))).any()
 
 
-def test_several_outputs_and_vectors():
+def test_sasrec_returns_several_outputs_and_vectors():
     model, (dense, found) = make("sasrec", 2, True, temperature=0.5), inputs(of_items())
     given, query, item = model(dense, found), model.query(dense, found), model.item(dense, found)
     assert given.shape == (ROWS, 2 + 1 + 2 * 8) and query.shape == (ROWS, 3, 8)
     torch.testing.assert_close(given[:, 1], (query[:, 1] * item).sum(1) / 0.5)
     torch.testing.assert_close(given[:, 3:], torch.cat([query[:, 2] / 0.5, item], 1))
-    # The own loss is of the last output's query, not of the vectors'.
+    # The model's own loss uses the query of the last output, not the exported vectors.
     given[:, 2].sum().backward()
     assert model.queries.weights.grad.any(1).tolist() == [False, True, False]
     assert make("sasrec", negatives=None)(dense, found).shape == (ROWS,)
 
 
-def test_dropout_of_attention():
+def test_attention_dropout_applies_only_in_training():
     model, (dense, found) = make("sasrec", attention_dropout=0.5), inputs(of_items())
     assert not torch.equal(model(dense, found), model(dense, found))
     assert torch.equal(model.eval()(dense, found), model(dense, found))
 
 
-def test_lengths_on_the_host_are_enough():
+def test_packed_sequences_with_host_lengths_never_wait_for_gpu():
     lengths = torch.tensor([2, 0, 5, 5, 1, 0, 3, 4, 2, 5, 0, 1], dtype=torch.int32)
     present = torch.arange(5) < lengths.unsqueeze(1)
     values = torch.randn(len(lengths), 5, 3)

@@ -1,4 +1,4 @@
-"""What all models of any features have in common: rows, dropout, gradients, precision, outputs."""
+"""Common properties of feature models: row independence, dropout, gradients, precision, outputs."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ KEYS = {
     "dbmtl": {"relation_mlp": [6]},
 }
 TASKS = {"y": 1, "z": 1}
-# Models whose outputs share all layers but the last.
+# Models whose outputs share all layers except the last.
 SHARING = {
     "dlrm": {"bottom_mlp": [3], "top_mlp": [6]},
     "dcn": {"cross_layers": 1, "top_mlp": [6], "deep": "parallel"},
@@ -37,22 +37,22 @@ def made(name, dense=("age", "price"), **more):
 
 @pytest.mark.parametrize("name", KEYS)
 @pytest.mark.parametrize("dense", [("age", "price"), ()])
-def test_rows_are_alone(name, dense):
+def test_models_keep_rows_independent(name, dense):
     model, columns, pooled = made(name, dense)
     assert model(columns, pooled).shape == (ROWS, 2)
     assert_alone(model, columns, pooled)
 
 
 @pytest.mark.parametrize("name", KEYS)
-def test_every_parameter_and_every_feature_is_learned(name):
-    """Ranks wait for the gradient of each parameter; there is one, and none is of no use."""
+def test_gradients_reach_all_parameters_and_features(name):
+    """Ranks wait for the gradient of each parameter, so every parameter needs a gradient."""
     model, columns, pooled = made(name)
     assert_learns(model, columns.requires_grad_(), pooled)
     assert columns.grad.isfinite().all() and columns.grad.any()
 
 
 @pytest.mark.parametrize("name", KEYS)
-def test_dropout_is_for_training_alone(name):
+def test_dropout_applies_only_in_training(name):
     model, columns, pooled = made(name, dropout=0.5)
     assert not torch.equal(model(columns, pooled), model(columns, pooled))
     plain, _, _ = made(name)
@@ -60,7 +60,7 @@ def test_dropout_is_for_training_alone(name):
 
 
 @pytest.mark.parametrize("name", KEYS)
-def test_empty_bags_have_logits_and_gradients(name):
+def test_empty_bags_have_finite_logits_and_gradients(name):
     model, columns, pooled = made(name)
     pooled = {f: torch.zeros_like(x, requires_grad=True) for f, x in pooled.items()}
     given = model(torch.zeros_like(columns), pooled)
@@ -69,7 +69,7 @@ def test_empty_bags_have_logits_and_gradients(name):
 
 
 @pytest.mark.parametrize("name", KEYS)
-def test_bfloat16_gives_nearly_the_same(name):
+def test_bfloat16_logits_are_close_to_float32(name):
     model, columns, pooled = made(name)
     with torch.autocast("cpu", torch.bfloat16):
         rough = model(columns, pooled).float()
@@ -77,7 +77,7 @@ def test_bfloat16_gives_nearly_the_same(name):
 
 
 @pytest.mark.parametrize("name", SHARING)
-def test_several_outputs_share_all_but_the_last_layer(name):
+def test_outputs_share_all_layers_except_the_last(name):
     of = schema("user", "item", "history")
     model, (dense, found) = make(name, of, 3, **SHARING[name]), inputs(of)
     if name != "sequence":
@@ -93,5 +93,5 @@ def test_several_outputs_share_all_but_the_last_layer(name):
     assert make(name, of, **SHARING[name])(dense, found).shape == (ROWS,)
 
 
-def test_names_are_those_of_the_registry():
+def test_tested_models_are_registered():
     assert set(KEYS) <= set(MODELS.parts)

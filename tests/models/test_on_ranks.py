@@ -1,5 +1,5 @@
-"""Models between ranks: what one plan has saved, another takes up; and a model without labels, from its
-weights alone, gives what evaluation gives."""
+"""Models across ranks: a checkpoint of one plan resumes with another plan, and a recommender built from
+the weights returns the same logits as evaluation."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ SEQUENCES = a_schema(
 
 
 def state_after(rank, world, name, plan, root, first, last):
-    """Trains steps first to last, from what is in root, if anything is; dense parameters and tables."""
+    """Train steps first to last from the checkpoint in root, if any; return dense parameters and tables."""
     from raytrec.checkpoint.restore import restore
     from raytrec.checkpoint.save import CheckpointWriter
     from raytrec.checkpoint.state import LogicalState
@@ -41,7 +41,7 @@ def state_after(rank, world, name, plan, root, first, last):
 
 
 @pytest.mark.parametrize("name", SECTIONS)
-def test_goes_on_under_another_plan(name, tmp_path):
+def test_model_resumes_with_another_plan(name, tmp_path):
     whole = on_ranks(1, state_after, name, "table_wise", str(tmp_path / "whole"), 0, 6)[0]
     place = str(tmp_path / "parts")
     on_ranks(2, state_after, name, "row_wise", place, 0, 3)
@@ -50,7 +50,7 @@ def test_goes_on_under_another_plan(name, tmp_path):
 
 
 def scored(rank, world, matmul):
-    """Logits of a global batch: by evaluation on ranks, and by a model that is given features alone."""
+    """Return the logits of a global batch from evaluation on ranks and from a recommender."""
     from raytrec.checks.parity.batches import make_local_batch
     from raytrec.embeddings.pooling import find_table_modules
     from raytrec.embeddings.tables import tables
@@ -74,7 +74,7 @@ def scored(rank, world, matmul):
 
 
 @pytest.mark.parametrize("matmul,tolerance", [("fp32", 1e-6), ("bf16", 1e-2)])
-def test_features_are_enough(matmul, tolerance):
+def test_recommender_scores_match_distributed_evaluation(matmul, tolerance):
     ranks = on_ranks(2, scored, matmul)
     evaluated = torch.cat([logits for logits, _ in ranks])
     for _, logits in ranks:

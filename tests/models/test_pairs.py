@@ -1,4 +1,4 @@
-"""mf, ncf and two_tower, which score one user and one item, against their equations, row by row."""
+"""mf, ncf and two_tower, which score one user and one item, compared with their equations row by row."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def make(name, outputs=1, vectors=False, **keys):
 
 
 def assert_scores(model, dense, found, kind, score):
-    """Scores are those, and the model's own loss that of the negatives' scores."""
+    """Check the scores, and the model's own loss against the scores of the negatives."""
     given = model(dense, found)
     for i in range(ROWS):
         user, item = found["user"][i], found["item"][i]
@@ -44,7 +44,7 @@ def assert_scores(model, dense, found, kind, score):
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_matrix_factorisation(kind, bias):
+def test_mf_matches_its_equations(kind, bias):
     model, (dense, found) = make("mf", loss=kind, bias=bias), inputs(OF)
 
     def score(user, item):
@@ -60,14 +60,14 @@ def test_matrix_factorisation(kind, bias):
 
 
 @pytest.mark.parametrize("name", ["mf", "ncf"])
-def test_a_bias_that_cancels_is_not_learned(name):
-    """Exactly, not up to rounding, where scores are compared."""
+def test_softmax_loss_does_not_train_the_bias(name):
+    """The gradient is exactly 0 for losses that compare scores."""
     model, (dense, found) = make(name, loss="softmax"), inputs(OF)
     model(dense, found)[:, 1].sum().backward()
     assert model.bias.grad.tolist() == [0.0]
 
 
-# Keys of the parts, and how many numbers of an embedding are for the products.
+# Model keys of each variant, and the number of embedding columns for the products.
 PARTS = {
     "parted": ({}, 4),
     "first": ({"gmf_dim": 2}, 2),
@@ -79,7 +79,7 @@ PARTS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("parts", PARTS)
-def test_neural_collaborative_filtering(kind, parts):
+def test_ncf_matches_its_equations(kind, parts):
     keys, first = PARTS[parts]
     model, (dense, found) = make("ncf", loss=kind, mlp=[6, 5], **keys), inputs(OF)
     w = weights(model)
@@ -97,7 +97,7 @@ def test_neural_collaborative_filtering(kind, parts):
 
 @pytest.mark.parametrize("outputs,vectors", [(1, False), (0, True), (1, True), (2, True)])
 @pytest.mark.parametrize("normalize", [False, True])
-def test_two_towers(outputs, vectors, normalize):
+def test_two_tower_matches_its_equations(outputs, vectors, normalize):
     of = schema("user", "item", "tags", "history")
     towers = {"query": ["user", "age", "hist*"], "item": ["item", "tags", "price"]}
     keys = {"towers": towers, "tower_mlp": [6, 3], "normalize": normalize}
@@ -112,7 +112,7 @@ def test_two_towers(outputs, vectors, normalize):
     query = query.view(ROWS, outputs + vectors, 3)
     if normalize:
         query, item = unit(query), unit(item)
-    # Each tower alone, from its own features alone.
+    # Each tower needs only its own features.
     alone = model.query(dense, {f: found[f] for f in ("user", "history")})
     torch.testing.assert_close(alone.view(query.shape), query)
     torch.testing.assert_close(model.item(dense, {f: found[f] for f in ("item", "tags")}), item)
@@ -127,12 +127,12 @@ def test_two_towers(outputs, vectors, normalize):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("outputs,vectors", [(1, False), (0, True), (2, True)])
-def test_two_towers_with_negatives(kind, outputs, vectors):
+def test_two_tower_with_negatives_matches_its_equations(kind, outputs, vectors):
     keys = {"towers": TOWERS, "tower_mlp": [6, 4], "normalize": True, "temperature": 0.4, "loss": kind}
     model = make("two_tower", outputs, vectors, learn_temperature=False, **keys)
     dense, found = inputs(OF)
     found["history"] = found["history"].vectors.sum(1)
-    given, place = model(dense, found), outputs  # of the own loss
+    given, place = model(dense, found), outputs  # column of the model's own loss
     queries = model.query(dense, found).view(ROWS, -1, 4)
     query = queries[:, max(outputs, 1) - 1]
     bias = model.bias.view(-1)[-1] if outputs and kind == "bce" else 0
@@ -149,7 +149,7 @@ def test_two_towers_with_negatives(kind, outputs, vectors):
     assert not model.eval()(dense, found)[:, place].any()
 
 
-def test_two_towers_learn_everything_from_negatives():
+def test_two_tower_negatives_train_all_parameters():
     model, (dense, found) = make("two_tower", towers=TOWERS, tower_mlp=[6, 4], temperature=0.5), inputs(OF)
     mean = {**found, "history": found["history"].vectors.mean(1)}
     model(dense, mean)[:, 1].sum().backward()
@@ -166,6 +166,6 @@ def test_two_towers_learn_everything_from_negatives():
         ("sasrec", {"max_length": 9}, {"history": 9}),
     ],
 )
-def test_what_is_read_id_by_id(name, keys, sequences):
+def test_pair_models_read_sequences_of_ids(name, keys, sequences):
     section = SECTIONS[name].model_validate({"name": name} | keys)
     assert resolve_features(OF, section).sequences == sequences

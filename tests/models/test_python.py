@@ -1,4 +1,4 @@
-"""model.name: "module:Class": a class of the user's, and the message of one that cannot be a model."""
+"""model.name: "module:Class": user model classes, and errors for invalid classes."""
 
 import sys
 
@@ -77,20 +77,20 @@ def section(name, **model):
     return load_config({"data": {"train": "d/train"}, "model": {"name": name, **model}}).model
 
 
-def test_a_class_of_yours():
+def test_user_model_class_is_built():
     model = build_model(SCHEMA, section("models_of_mine:Good", options={"width": 3}))
     assert model.layer.out_features == 3
     assert model(torch.empty(2, 0), {"user": torch.ones(2, 4), "history": torch.ones(2, 4)}).shape == (2,)
 
 
-def test_a_class_may_ask_for_the_tasks():
+def test_user_model_class_receives_tasks():
     made = section("models_of_mine:Towers", options={"width": 3})
     tasks = {"kind": 3, "clicked": 1}
     assert list(build_model(SCHEMA, made, 4, tasks=tasks).tasks.items()) == list(tasks.items())
     assert list(build_model(SCHEMA, made, 2).tasks.values()) == [1, 1]
 
 
-def test_a_class_that_retrieves():
+def test_user_retrieval_model_needs_query_and_item_methods():
     towers = {"query": ["us*"], "item": ["history"]}
     made = section("models_of_mine:Retrieves", options={"width": 3}, towers=towers)
     assert made.retrieves and made.tower_members(SCHEMA) == {"query": {"user"}, "item": {"history"}}
@@ -114,12 +114,12 @@ def test_a_class_that_retrieves():
         ("models_of_mine:OtherForward", r"forward does not accept \(dense, pooled\)"),
     ],
 )
-def test_a_class_that_cannot_be_a_model(name, message):
+def test_invalid_model_class_is_rejected(name, message):
     with pytest.raises(ConfigError, match=message):
         build_model(SCHEMA, section(name, options={"width": 3}))
 
 
-def test_errors_of_the_module_itself_are_its_own():
+def test_errors_inside_user_modules_propagate():
     with pytest.raises(AttributeError, match="there_is_no_such_name"):
         build_model(SCHEMA, section("wrong_models:Good"))
 
@@ -136,13 +136,13 @@ def test_errors_of_the_module_itself_are_its_own():
         ({"name": "two_tower", "towers": {"query": ["a"], "items": ["b"]}}, "model.towers.item: missing"),
     ],
 )
-def test_sections_refuse_what_their_model_does_not_read(model, message):
+def test_model_section_rejects_invalid_keys(model, message):
     with pytest.raises(ConfigError) as error:
         load_config({"data": {"train": "d/train"}, "model": model})
     assert message in str(error.value), str(error.value)
 
 
-def test_another_model_by_an_override():
+def test_override_changes_the_model():
     config = load_config({"data": {"train": "d/train"}}, ["model.name=dcn", "model.cross_rank=4"])
     assert (config.model.name, config.model.cross_rank) == ("dcn", 4)
     assert load_config(config).model == config.model

@@ -1,4 +1,4 @@
-"""What each model refuses: of a schema, of its keys, of tasks."""
+"""Schemas, keys and tasks that each model rejects."""
 
 import pytest
 from made import SPARSE, make, schema
@@ -84,7 +84,7 @@ def of_dims(*dims):
         ("dien", TARGETS, {"negatives": "history"}, "no sequence"),
     ],
 )
-def test_refused(name, of, keys, message):
+def test_models_reject_unsuitable_schemas_and_keys(name, of, keys, message):
     keys = {"max_length": 5} | keys if name in ("sequence", "din", "dien", "bst") else keys
     with pytest.raises(ConfigError, match=message):
         make(name, of, **keys)
@@ -103,12 +103,12 @@ def test_refused(name, of, keys, message):
     ],
 )
 @pytest.mark.parametrize("name", ["sasrec", "hstu"])
-def test_a_model_of_next_items_refuses(name, of, keys, message):
+def test_next_item_models_reject_unsuitable_schemas_and_keys(name, of, keys, message):
     with pytest.raises(ConfigError, match=message):
         make(name, of, **NEXT | keys)
 
 
-def test_a_target_that_is_set():
+def test_target_key_selects_the_target_feature():
     of = schema("user", "item", "history", last=SPARSE["item"])
     assert make("sequence", of, max_length=5, target="last").attention.target_of == {"history": "last"}
 
@@ -139,7 +139,7 @@ ESMM = {"click": "clicked", "conversion": "bought"}
         ),
     ],
 )
-def test_tasks_that_are_refused(name, keys, tasks, message):
+def test_multi_task_models_reject_unsuitable_tasks(name, keys, tasks, message):
     of_tasks = {task: 3 if task == "kind" else 1 for task in tasks}
     with pytest.raises(ConfigError, match=message):
         make(name, schema(), sum(of_tasks.values()), tasks=of_tasks, **keys)

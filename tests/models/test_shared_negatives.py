@@ -1,5 +1,5 @@
-"""Negatives that all rows of a global batch share, against a loop over queries and negatives; and on ranks
-against one process."""
+"""Negatives shared by all rows of a global batch, compared with a loop over queries and negatives, and on
+ranks compared with one process."""
 
 from unittest.mock import patch
 
@@ -34,7 +34,7 @@ def make(name, kind, **keys):
 
 
 def with_ids():
-    """Inputs with ids, of which few are different; what has one id has one vector."""
+    """Return inputs with few distinct ids; equal ids have equal vectors."""
     dense, found = inputs(OF)
     table, g = torch.randn(5, 8), torch.Generator().manual_seed(1)
     ids = {"item": torch.randint(0, 5, (ROWS, 1), generator=g)}
@@ -48,11 +48,11 @@ def with_ids():
 
 
 def queries_of(name, model, dense, found, i):
-    """(query, bias of its scores, its item's vector, its item's id), for each that a row has."""
+    """Yield (query, score bias, item vector, item id) for each query of a row."""
     item, own = found["item"], found[IDS]["item"][i, 0]
     if name in ("sasrec", "hstu"):
         history, ids = found["history"], found[IDS]["history"]
-        for back in range(LENGTHS[i]):  # what is more recent than it is left out
+        for back in range(LENGTHS[i]):  # more recent ids are excluded
             cut = Sequence(history.vectors[i : i + 1, back:], history.present[i : i + 1, back:])
             query = model.query(dense[:1], {"history": cut})[0]
             vector = history.vectors[i, back - 1] if back else item[i]
@@ -64,7 +64,7 @@ def queries_of(name, model, dense, found, i):
 
 
 @pytest.mark.parametrize("name,kind", [(n, k) for n in MODELS for k in KINDS])
-def test_every_query_against_every_negative(name, kind):
+def test_shared_negatives_match_a_loop_over_queries(name, kind):
     model, (dense, found) = make(name, kind), with_ids()
     drawn = found["negatives"].vectors[found["negatives"].present]
     ids = found[IDS]["negatives"][found["negatives"].present]
@@ -79,13 +79,13 @@ def test_every_query_against_every_negative(name, kind):
         torch.testing.assert_close(given[i], expected, msg=f"row {i}: {given[i]} instead of {expected}")
     wanted = [*model.parameters(), found["negatives"].vectors, found["item"]]
     whole = torch.autograd.grad(given.sum(), wanted, allow_unused=True)
-    with patch.dict(shared_negatives.MAX_SCORES_PER_BLOCK, cpu=20):  # two queries, or one, at a time
+    with patch.dict(shared_negatives.MAX_SCORES_PER_BLOCK, cpu=20):  # one or two queries at a time
         parts = torch.autograd.grad(model(dense, found)[:, 1].sum(), wanted, allow_unused=True)
     torch.testing.assert_close(parts, whole)
     assert whole[-2][~found["negatives"].present].count_nonzero() == 0
 
 
-def test_softmax_over_all_items_is_their_cross_entropy():
+def test_softmax_over_all_items_equals_cross_entropy():
     model, (dense, found) = make("mf", "softmax"), with_ids()
     table = torch.randn(9, 8)
     ids = torch.tensor([[0, 1, 2], [3, 4, -1], [-1, -1, -1], [5, 6, -1], [7, -1, -1], [8, -1, -1]])
@@ -98,8 +98,8 @@ def test_softmax_over_all_items_is_their_cross_entropy():
 
 
 @pytest.mark.parametrize("name", ["mf", "two_tower", "sasrec"])
-def test_scores_of_negatives_that_are_drawn_by_frequency(name):
-    """exp(score) counts for less, by how much more often than uniformly a negative is drawn."""
+def test_log_share_corrects_scores_of_frequent_negatives(name):
+    """exp(score) is divided by the ratio of a negative's sampling probability to the uniform one."""
     drawn = {**SPARSE["negatives"], "side_features": ["other", "log_share"]}
     features = ["user", "item"] if name == "two_tower" else ["user", "item", "history"]
     of = schema(*features, dense=(), negatives=drawn)
@@ -119,7 +119,7 @@ def test_scores_of_negatives_that_are_drawn_by_frequency(name):
         torch.testing.assert_close(given[i], total / LENGTH if name == "sasrec" else total)
 
 
-def test_gbce():
+def test_gbce_weight_matches_the_paper():
     """β of gBCE as in the paper: α · (t · (1 − 1 ÷ α) + 1 ÷ α), with α = K ÷ (items − 1)."""
     own, others = torch.tensor(0.7), [torch.tensor(x) for x in (-1.0, 0.3, 0.1, 2.0)]
     for t, items in (0.75, 21), (1.0, 9), (0.5, 5), (0.0, 100):
@@ -132,7 +132,7 @@ def test_gbce():
 
 
 def parts(rank, world, kind, most, counts):
-    """This rank's losses, and gradients of the sum over ranks: of its queries, items and negatives."""
+    """Return this rank's losses, and the gradients of its queries, items and negatives."""
     from raytrec.common.collectives import Peers
 
     torch.manual_seed(0)
@@ -154,7 +154,7 @@ def parts(rank, world, kind, most, counts):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("most", [6, 5], ids=["negatives travel", "queries travel"])
 @pytest.mark.parametrize("counts", [(4, 1), (2, 0, 3)], ids=str)
-def test_ranks_have_the_losses_and_gradients_of_one_process(kind, most, counts):
+def test_shared_negatives_on_ranks_match_one_process(kind, most, counts):
     whole = parts(0, 1, kind, 9, counts)
     of_ranks = on_ranks(len(counts), parts, kind, most, counts)
     for place, expected in enumerate(whole):
@@ -174,7 +174,7 @@ def test_ranks_have_the_losses_and_gradients_of_one_process(kind, most, counts):
         ("ncf", {"negatives": "negatives", "share_negatives": True}, "model.share_negatives"),
     ],
 )
-def test_refused(name, keys, where):
+def test_shared_negative_keys_are_validated(name, keys, where):
     of = schema("user", "item", dense=()) if name == "two_tower" else OF
     with pytest.raises(ConfigError) as caught:
         SECTIONS[name].model_validate({"name": name} | keys).check(of)

@@ -1,8 +1,8 @@
-"""What hypothesis does to configurations, schemas, run folders and indexes of checkpoints, and what follows.
+"""Mutations of configurations, schemas, run folders and checkpoint indexes, and checks of the outcome.
 
-Each case goes through the real command line, in this process, up to the place where Ray would be started. It
-has to end in a result or in one message of ours: no traceback, within LIMIT_S, at most MOST_BYTES, no secret
-shown, and nothing written outside of its folder.
+Each case runs the real command line in this process until Ray would start. The command must return a result
+or print one raytrec error within the time and size limits, without a traceback or a secret. It must not write
+outside of its folder.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ DEEP = 3000
 LAUGHS = "a: &a [lol,lol,lol,lol,lol,lol,lol,lol,lol]\n" + "".join(
     f"{chr(98 + i)}: &{chr(98 + i)} [{','.join([f'*{chr(97 + i)}'] * 9)}]\n" for i in range(9)
 )
-WHOLE = (  # in place of a whole file
+WHOLE = (  # replace a whole file
     b"",
     b"[1,2]",
     b"checkpoint: 5",
@@ -53,7 +53,7 @@ WHOLE = (  # in place of a whole file
     b"{" + b",".join(b"k%d: 1" % i for i in range(20_000)) + b"}",
     b"9" * 6000,
 )
-PIECES = (  # in the midst of one
+PIECES = (  # are inserted into a file
     *("&a ", "*a", "<<: *a", "[", "{", "]", "}", ": ", "- ", "? ", "|", ">", "~", "#", "@", "`", "é", "  "),
     *("!!int ", "!!python/name:os.system ", "\x00", "\t", "\x1b]0;x\x07", "\u202e", "'", '"', "\n"),
     *("---\n", "...\n", "%YAML 9.9\n", "run: {}\n", "data: {}\n", '"\\ud800"', "\\u0000"),
@@ -85,15 +85,15 @@ VALUES = st.one_of(
 
 
 class Reached(BaseException):
-    """The command would start Ray now."""
+    """Raised at the point where the command would start Ray."""
 
 
 class TooLong(BaseException):
-    """The watchdog's."""
+    """Raised by the watchdog."""
 
 
 def places(values, path=()):
-    """The paths of all values in nested ones."""
+    """Yield the path of every nested value."""
     if path:
         yield path
     inner = (
@@ -105,7 +105,7 @@ def places(values, path=()):
 
 @st.composite
 def changed_values(draw, values):
-    """Values of which one to three have been replaced, removed, renamed or repeated."""
+    """Replace, remove, rename or add one to three of the nested values."""
     values = json.loads(json.dumps(values))
     for _ in range(draw(st.integers(1, 3))):
         found = list(places(values))
@@ -132,7 +132,7 @@ def changed_values(draw, values):
 
 @st.composite
 def changed_bytes(draw, text):
-    """A file's bytes with something cut out, put in, repeated or flipped; or others altogether."""
+    """Cut, insert, repeat or flip bytes of a file, or replace all of them."""
     data = text.encode() if isinstance(text, str) else text
     what = draw(st.sampled_from(["whole", "cut", "put", "put", "repeat", "flip", "line"]))
     if what == "whole" or not data:
@@ -153,12 +153,12 @@ def changed_bytes(draw, text):
 
 
 def dumped(values):
-    """Values as a file, in YAML where JSON cannot hold them."""
+    """Return the values as the bytes of a YAML file."""
     return yaml.safe_dump(values, allow_unicode=True).encode(errors="replace")
 
 
 def put_kind(path, kind):
-    """Puts something that is not a file where one was."""
+    """Replace a file by something that is not a regular file."""
     path = Path(path)
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
@@ -179,7 +179,7 @@ KINDS = ("pipe", "folder", "socket", "circle", "zero", "nothing", "gone")
 
 
 class Place:
-    """A folder far below another one, with data, a configuration and a run, copied for each case."""
+    """Deeply nested folder with data, a configuration and a run, restored for each case."""
 
     def __init__(self, folder):
         self.outer = Path(folder) / "outer"
@@ -193,7 +193,7 @@ class Place:
         (self.kept / "config.yaml").write_bytes((self.work / "config.yaml").read_bytes())
 
     def config(self):
-        """A configuration that trains."""
+        """Return a valid training configuration."""
         values = recorded_run.settings(self.work / "run", self.work / "data")
         values["data"]["reserve_columns"], values["eval"] = ["user", "row"], {"slices": ["user"]}
         first = {"label": "label", "nulls": "skip", "sample_weight": "row", "group": "user", "item": "row"}
@@ -202,7 +202,7 @@ class Place:
 
     @contextlib.contextmanager
     def fresh(self):
-        """The folder as it was at first, as the working directory."""
+        """Restore the folder and make it the working directory."""
         self._fill()
         with contextlib.chdir(self.work):
             yield self.work
@@ -214,12 +214,12 @@ class Place:
         shutil.copytree(self.kept, self.work)
 
     def outside(self):
-        """What lies next to the working directory."""
+        """Return all paths outside the working directory."""
         return {str(p) for p in self.outer.rglob("*") if self.work not in (p, *p.parents)}
 
 
 def rehash(text):
-    """An index whose hash is right again, where it is one at all."""
+    """Return the index with its correct hash, or unchanged if it is not a valid index."""
     try:
         index = json.loads(text)
         index.pop("sha256", None)
@@ -231,20 +231,20 @@ def rehash(text):
 
 
 def command(*arguments):
-    """Runs the command line; its stderr, and its exit code (None: it would start Ray now)."""
+    """Run the command line; return stderr and the exit code, None if Ray would be started."""
     from raytrec.cli import main
 
     return watched(lambda: main([str(a) for a in arguments]), arguments)
 
 
 def watched(call, what):
-    """Runs something with the watchdog, and checks its output; (stderr, exit code)."""
+    """Call a function under the watchdog, check its output and return stderr and the exit code."""
     from raytrec.common.errors import RaytrecError
 
     out, said, code = io.StringIO(), io.StringIO(), 0
     before = signal.signal(signal.SIGALRM, _too_long)
     signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
-    faulthandler.dump_traceback_later(3 * LIMIT_S, exit=True)  # of what no signal interrupts
+    faulthandler.dump_traceback_later(3 * LIMIT_S, exit=True)  # for calls that no signal interrupts
     began = time.monotonic()
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(said):
@@ -253,7 +253,7 @@ def watched(call, what):
         code = None
     except SystemExit as ended:
         code = ended.code
-    except RaytrecError as error:  # of what is called without the command line
+    except RaytrecError as error:  # from calls without the command line
         said.write(f"error: {error}\n")
         code = 1
     except TooLong:
@@ -266,7 +266,7 @@ def watched(call, what):
         signal.signal(signal.SIGALRM, before)
     text = said.getvalue()
     assert code in (None, 0, 1, 2), f"{what}: exit code {code}"
-    assert (code == 1) <= ("error: " in text), f"{what}: fails without a word: {text[:300]}"
+    assert (code == 1) <= ("error: " in text), f"{what}: fails without a message: {text[:300]}"
     assert "Traceback (most" not in text, f"{what}: {text[:1000]}"
     size = len(text.encode(errors="surrogatepass"))
     assert size <= MOST_BYTES, f"{what}: {size} bytes after {time.monotonic() - began:.1f} s: {text[:500]}"

@@ -1,4 +1,4 @@
-"""A run folder with everything that an interrupted run has: records, a driver's note, a whole checkpoint."""
+"""Run folder of an interrupted run: records, a driver record and a complete checkpoint."""
 
 import contextlib
 import json
@@ -20,16 +20,16 @@ TENSORS = {"tables/user/weight": (40, 8), "tables/tag/weight": (12, 8), "dense/w
 
 
 def settings(run, data):
-    """The values of its configuration."""
+    """Return the configuration of the run."""
     return parquet.settings(data, run, run__name="recorded", tracking__enabled=False) | {
         "run": {"dir": str(run), "name": "recorded"}
     }
 
 
 def make(run, data):
-    """Writes it."""
+    """Write the run folder."""
     recorded.record(run)
-    (run / "result.json").unlink()  # it has been interrupted
+    (run / "result.json").unlink()  # the run was interrupted
     config = load_config(settings(run, data))
     (run / "config.yaml").write_text(config.to_yaml())
     schema, datasets = open_data(config)
@@ -56,5 +56,5 @@ def make(run, data):
 
 
 def tensors():
-    """What its checkpoint holds."""
+    """Return the tensors of the checkpoint."""
     return {name: torch.ones(shape) for name, shape in TENSORS.items()}

@@ -1,6 +1,6 @@
-"""2,000 configurations, schemas, run folders and indexes, broken by hypothesis: each ends in a message.
+"""2,000 inputs broken by hypothesis: configurations, schemas, run folders and indexes raise clear errors.
 
-The ordinary suite tries a few of each kind; `pytest tests/mutations -m mutations` all of them.
+The ordinary suite runs a few examples of each kind; `pytest tests/mutations -m mutations` runs all of them.
 """
 
 import json
@@ -28,7 +28,7 @@ from mutate import (
 
 from raytrec.config.run_config import _iterate_fields
 
-FEW, PARTS, EACH = 6, 10, 34  # examples of each of the six kinds: 6, and 10 × 34
+FEW, PARTS, EACH = 6, 10, 34  # examples of each of the six kinds: 6, or 10 × 34
 INDEX = f"run/checkpoints/step-{recorded_run.STEP:010d}/checkpoint.json"
 RUN_FILES = ("config.yaml", "schema.yaml", "driver.json", "plan.json")
 RUN_FILES += ("events.jsonl", "metrics.jsonl", "ranks.jsonl")
@@ -36,7 +36,7 @@ RUN_FILES += ("events.jsonl", "metrics.jsonl", "ranks.jsonl")
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """Where cases run; commands end where they would start Ray, draw, or ask a cluster."""
+    """Return the folder of the cases. Commands stop before they start Ray, draw or query a cluster."""
     from raytrec.client import queries
     from raytrec.driver import evaluation
     from raytrec.driver import run as driver
@@ -50,9 +50,7 @@ def place(tmp_path_factory):
         patch.setattr(driver, "_drive", reached)
         patch.setattr(evaluation, "open_session", reached)
         patch.setattr(queries, "_hosts", dict)
-        patch.setattr(
-            "raytrec.common.reading.RETRY_DELAYS_S", (0.0, 0.0, 0.0)
-        )  # what cannot be read is tried again
+        patch.setattr("raytrec.common.reading.RETRY_DELAYS_S", (0.0, 0.0, 0.0))  # retries of failed reads
         patch.setenv("HOME", str(made.kept.parent))
         patch.delenv("RAYTREC_ROOT", raising=False)
         yield made
@@ -69,7 +67,7 @@ def examples(count, shrink):
 
 
 def few_and_many(case, **strategies):
-    """Two tests: of a few examples, always the same ones, and, marked, of all, in parts."""
+    """Return a test of a few fixed examples and a marked test of all examples in parts."""
 
     def few(place):
         seed(0)(examples(FEW, shrink=False)(given(**strategies)(case)))(place)
@@ -82,13 +80,13 @@ def few_and_many(case, **strategies):
 
 
 def on_config(place, content, overrides=(), name="config.yaml"):
-    """Both commands that read a configuration, and nothing else."""
+    """Run `config` and `train` with a configuration and check that nothing is written elsewhere."""
     with place.fresh() as work:
         before = place.outside()
         Path(name).write_bytes(content)
         command("config", name, *overrides)
         command("train", name, *overrides)
-        assert place.outside() == before, "written outside of the working directory"
+        assert place.outside() == before, "files were written outside the working directory"
         return work
 
 
@@ -160,7 +158,7 @@ def run_folders(place, data):
 
 
 def history(folder):
-    """What `report` and `compare` read of a run, and the tables of the report: all but the drawing."""
+    """Read and print a run as `report` and `compare` do, without drawing."""
     from raytrec.report.compare import compare, print_table
     from raytrec.report.report import made_with
     from raytrec.tracking.run_folder import RunFolder, check_run_folder
@@ -192,20 +190,28 @@ def indexes(place, data):
         watched(lambda: load(str(Path(INDEX).parent), recorded_run.tensors()), "load")
 
 
-test_bytes_of_configurations, test_all_bytes_of_configurations = few_and_many(
-    bytes_of_configurations, data=st.data()
+test_config_with_changed_bytes_is_handled, test_config_with_changed_bytes_is_handled_in_all_examples = (
+    few_and_many(bytes_of_configurations, data=st.data())
 )
-test_values_of_configurations, test_all_values_of_configurations = few_and_many(
-    values_of_configurations, data=st.data()
+test_config_with_changed_values_is_handled, test_config_with_changed_values_is_handled_in_all_examples = (
+    few_and_many(values_of_configurations, data=st.data())
 )
-test_settings, test_all_settings = few_and_many(settings_on_the_command_line, overrides=OVERRIDES)
-test_schemas, test_all_schemas = few_and_many(schemas, data=st.data())
-test_run_folders, test_all_run_folders = few_and_many(run_folders, data=st.data())
-test_indexes, test_all_indexes = few_and_many(indexes, data=st.data())
+test_invalid_command_line_settings_are_handled, test_command_line_settings_are_handled_in_all_examples = (
+    few_and_many(settings_on_the_command_line, overrides=OVERRIDES)
+)
+test_changed_schemas_are_handled, test_changed_schemas_are_handled_in_all_examples = few_and_many(
+    schemas, data=st.data()
+)
+test_changed_run_folders_are_handled, test_changed_run_folders_are_handled_in_all_examples = few_and_many(
+    run_folders, data=st.data()
+)
+test_changed_checkpoint_indexes_are_handled, test_changed_checkpoint_indexes_are_handled_in_all_examples = (
+    few_and_many(indexes, data=st.data())
+)
 
 
-def test_what_is_right_gets_as_far_as_ray(place):
-    """Else the rest would show nothing."""
+def test_valid_input_reaches_the_start_of_ray(place):
+    """Without this check, the other tests could pass for the wrong reason."""
     with place.fresh():
         assert command("train", "config.yaml", "run.dir=new")[1] is None
         assert command("train", "--resume", "run")[1] is None
@@ -225,7 +231,7 @@ def test_what_is_right_gets_as_far_as_ray(place):
         INDEX,
     ],
 )
-def test_something_that_is_no_file(place, name, kind):
+def test_non_files_in_place_of_files_are_handled(place, name, kind):
     with place.fresh():
         put_kind(name, kind)
         command("train", "--resume", "run") if name.startswith("run") else command("train", "config.yaml")

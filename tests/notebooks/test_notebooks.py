@@ -1,4 +1,4 @@
-"""The notebooks, executed for real: a kernel without torch, against a cluster that the test starts."""
+"""Test the notebooks in a kernel without torch on a cluster that the tests start."""
 
 import json
 import os
@@ -19,7 +19,7 @@ FILM = "Star Wars (1977)"
 
 
 def movielens(folder):
-    """Files in MovieLens-100K's layout: 300 users, 200 films; every other film is good, and liked by most."""
+    """Write files in MovieLens-100K's layout: 300 users, 200 films; most users like every second film."""
     rng = np.random.default_rng(0)
     folder.mkdir()
     users, films = rng.integers(1, 301, 30_000), rng.integers(1, 201, 30_000)
@@ -35,7 +35,7 @@ def movielens(folder):
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory):
-    """A cluster that has MovieLens where jobs/movielens.yaml looks for it."""
+    """Cluster with MovieLens at the path that jobs/movielens.yaml uses."""
     source = ML100K if ML100K.is_dir() else movielens(tmp_path_factory.mktemp("source") / "ml-100k")
     with Head(tmp_path_factory.mktemp("head") / "h") as head:
         command = [RAYTREC, "prepare", "movielens", "--source", str(source), "--split", "random"]
@@ -46,7 +46,7 @@ def head(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def executed(head, tmp_path_factory):
-    """name, address → the notebook with its outputs, executed in the light environment."""
+    """Function that executes a notebook without torch on a cluster and returns it with its outputs."""
     out = tmp_path_factory.mktemp("executed")
     for part in ("notebooks", "jobs"):
         shutil.copytree(REPO / part, out / part)
@@ -57,7 +57,7 @@ def executed(head, tmp_path_factory):
         env["PATH"] = os.pathsep.join([str(Path(python).parent), env["PATH"]])
         env |= {"IPYTHONDIR": str(out / "ipython"), "JUPYTER_CONFIG_DIR": str(out / "jupyter")}
         command = [python, "-m", "nbconvert", "--to", "notebook", "--execute", f"{name}.ipynb"]
-        # A kernel behind sockets of the file system, which lie in the working directory: no port is opened.
+        # The kernel uses Unix sockets in the working directory, so no port is opened.
         command += ["--output-dir", str(out), "--KernelManager.transport=ipc"]
         command += ["--ExecutePreprocessor.timeout=900"]
         options = {"cwd": out / "notebooks", "env": env, "capture_output": True, "text": True}
@@ -69,7 +69,7 @@ def executed(head, tmp_path_factory):
 
 
 def outputs(notebook, kind):
-    """All outputs of a kind: text/html, image/png, …, or stdout."""
+    """Return all outputs of a kind, such as text/html, image/png or stdout."""
     found = []
     for cell in notebook["cells"]:
         for output in cell.get("outputs", []):
@@ -81,7 +81,7 @@ def outputs(notebook, kind):
 
 
 def result_of(head, notebook):
-    """The result of the run that a notebook has shown."""
+    """Return the result of the run shown in a notebook, and the HTML page that shows it."""
     page = next(page for page in outputs(notebook, "text/html") if ">finished<" in page)
     name = page.split("<b>")[1].split("</b>")[0]
     return json.loads((head.root / "runs" / name / "result.json").read_text()), page
@@ -89,7 +89,7 @@ def result_of(head, notebook):
 
 @pytest.mark.cluster
 @pytest.mark.timeout(1200)
-def test_quickstart(head, executed):
+def test_quickstart_notebook_trains_and_evaluates(head, executed):
     notebook = executed("quickstart", head.client)
     result, page = result_of(head, notebook)
     assert "width:100.0%" in page and f"<b>{result['eval.auc']:.4f}</b>" in page
@@ -105,12 +105,12 @@ def test_quickstart(head, executed):
 
 @pytest.mark.cluster
 @pytest.mark.timeout(1200)
-def test_explore(head, executed):
-    """After the quick start, whose run it looks at."""
+def test_explore_notebook_finds_similar_films(head, executed):
+    """The test requires the run of the quickstart notebook."""
     notebook = executed("explore", head.client)
     tables, films, near = outputs(notebook, "text/html")
     assert "item" in tables and "user" in tables and FILM not in near
-    assert near.count("<tr>") == 11  # a head, and ten neighbours
+    assert near.count("<tr>") == 11  # a header row and ten neighbors
     assert len(outputs(notebook, "image/png")) == 1
     assert "Toy Story" in films or "Film 1 " in films
     if ML100K.is_dir():  # of 1,682 films
@@ -120,7 +120,7 @@ def test_explore(head, executed):
 
 @pytest.mark.cluster
 @pytest.mark.timeout(1200)
-def test_jobs(head, executed):
+def test_jobs_notebook_stops_and_resumes_a_run(head, executed):
     notebook = executed("jobs", head.url)
     said = "\n".join(outputs(notebook, "stdout"))
     name = said.split(" trains ")[1].split()[0]
@@ -135,8 +135,8 @@ def test_jobs(head, executed):
 
 @pytest.mark.cluster
 @pytest.mark.timeout(1200)
-def test_own_model(head, executed):
-    """A class of the notebook's own goes up with the run; the cluster has never seen its file."""
+def test_own_model_notebook_trains_its_model(head, executed):
+    """The model class of the notebook is uploaded with the run, since the cluster lacks its file."""
     result, _ = result_of(head, executed("own_model", head.client))
     assert result["name"].startswith("gru-ranker") and result["eval.auc"] > 0.7
     saved = yaml.safe_load((head.root / "runs" / result["name"] / "config.yaml").read_text())
@@ -144,7 +144,7 @@ def test_own_model(head, executed):
 
 
 @pytest.mark.parametrize("name", ["quickstart", "jobs", "explore", "own_model"])
-def test_notebooks_are_committed_clean(name):
+def test_notebooks_are_committed_without_outputs(name):
     notebook = json.loads((NOTEBOOKS / f"{name}.ipynb").read_text())
     for cell in notebook["cells"]:
         assert not cell.get("outputs") and cell.get("execution_count") is None

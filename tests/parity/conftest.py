@@ -1,6 +1,6 @@
-"""`make parity` writes benchmarks/results/parity.json, if all has been run and nothing failed to run.
+"""`make parity` writes benchmarks/results/parity.json if all tests ran and none failed.
 
-Its parts take minutes, on a busy machine many.
+Each part takes minutes, and longer on a busy machine.
 """
 
 import pytest

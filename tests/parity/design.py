@@ -1,4 +1,4 @@
-"""Which cases the parity suite runs: every combination, and a pairwise choice of them."""
+"""Cases of the parity suite: all combinations, and a pairwise selection."""
 
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -9,7 +9,7 @@ from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.embeddings.constraints import BY_ID_TYPES
 
-ROWS = 24  # of a global batch
+ROWS = 24  # per global batch
 FACTORS = {
     "sharding": [
         "data_parallel",
@@ -25,7 +25,7 @@ FACTORS = {
     "place": [(1, 1), (2, 1), (3, 1), (4, 2)],  # ranks, hosts
     "balance": ["equal", "unequal", "empty"],
 }
-# What training may add to any of these.
+# Training options that are combined with the factors.
 EXTRAS = {
     "recomputed": [False, True],
     "max_grad_norm": [None, 0.05],
@@ -38,7 +38,7 @@ OF_SEQUENCES = "sequence", "dien"
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration; `kernel` holds for sharded tables where the optimizer allows it."""
+    """One configuration; `kernel` applies to sharded tables if the optimizer supports it."""
 
     sharding: str
     pooling: str
@@ -67,7 +67,7 @@ class Case:
     def config(self):
         tables = {"*": {"sharding_type": self.sharding, "compute_kernel": self.kernel, "dtype": self.dtype}}
         if self.model in OF_SEQUENCES and self.sharding not in BY_ID_TYPES:
-            # Of tables of sequences, which have fewer ways of sharding; next to a table that has them all.
+            # Tables of sequences support fewer sharding types than the other table.
             nearest = {"table_column_wise": "column_wise"}.get(self.sharding, "row_wise")
             tables |= {"user": {"sharding_type": nearest}, "tag": {"sharding_type": nearest}}
         return config(self, tables)
@@ -92,7 +92,7 @@ class Case:
         if self.model in OF_SEQUENCES:
             sparse["friends"]["pooling"] = sparse["tags"]["pooling"] = "sequence"
         rows = {"user": 53, "tag": 5, "word": 23}
-        more = 1 if self.ids == "managed" else 0  # the row of ids that have none
+        more = 1 if self.ids == "managed" else 0  # the row of ids without an own row
         tables = {name: {"rows": n + more, "dim": 8, "ids": self.ids} for name, n in rows.items()}
         return Schema.parse(
             {"labels": ["y"], "dense": ["a", "b"], "sparse": sparse, "tables": tables}, "case"
@@ -100,7 +100,7 @@ class Case:
 
 
 def is_possible(sharding, optimizer, kernel):
-    """What raytrec refuses is tested in tests/planning."""
+    """Return True if raytrec accepts the combination (tests/planning tests the rejected ones)."""
     columns = sharding in ("column_wise", "table_column_wise", "grid_shard")
     if columns and optimizer == "rowwise_adagrad":
         return False
@@ -110,13 +110,13 @@ def is_possible(sharding, optimizer, kernel):
 
 
 def _is_possible(values):
-    """Of values of all FACTORS and then EXTRAS."""
+    """Return True if these values of all FACTORS, then EXTRAS, can be combined."""
     named = dict(zip([*FACTORS, *EXTRAS], values, strict=True))
     return is_possible(named["sharding"], named["optimizer"], named["kernel"])
 
 
 def section(model, schema):
-    """The `model` section; its sequences are shorter than the longest bags of random batches."""
+    """Return the `model` section; its sequences are shorter than the longest bags of random batches."""
     features = [*schema.dense, *schema.sparse]
     bags = [feature for feature, spec in schema.sparse.items() if spec.pooling != "sequence"]
     bottom = [6] if schema.dense else []
@@ -135,7 +135,7 @@ def section(model, schema):
 
 
 def config(case, tables):
-    """The RunConfig of a case, with `tables` as its plan."""
+    """Return the RunConfig of a case, with `tables` as its plan."""
     ranks, _ = case.place
     # eps: see raytrec/checks/parity/compare.py
     embeddings = {"name": case.optimizer, "lr": 0.05, "eps": 1e-6}
@@ -155,7 +155,7 @@ def config(case, tables):
 
 
 def every_combination():
-    """All of FACTORS that are possible, each with extras drawn for it."""
+    """Return all possible combinations of FACTORS, each with randomly drawn extras."""
     random, cases = Random(0), []
     extras_of = cache(
         lambda sharding, optimizer: [
@@ -173,7 +173,7 @@ def every_combination():
 
 @cache
 def pairwise():
-    """Few cases in which every pair of values that can meet, of any two factors or extras, does."""
+    """Return a few cases that cover every possible pair of values of two factors or extras."""
     names = [*FACTORS, *EXTRAS]
     pool = [values for values in product(*FACTORS.values(), *EXTRAS.values()) if _is_possible(values)]
     pool = [Case(*values) for values in Random(1).sample(pool, 4000)]
@@ -197,7 +197,7 @@ HALVES = [
     if Case(sharding, "mixed", optimizer, place, "unequal").possible
 ]
 
-# Combinations that are, or were, wrong in TorchRec.
+# Combinations with a current or former defect in TorchRec.
 CORNERS = [
     Case("grid_shard", "mean", "sgd", (4, 2), "equal"),
     Case("grid_shard", "mixed", "adagrad", (4, 2), "empty"),

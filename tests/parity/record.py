@@ -1,17 +1,17 @@
-"""Runs cases on real ranks, and keeps what came out for benchmarks/results/parity.json."""
+"""Run cases on real ranks, and record the results for benchmarks/results/parity.json."""
 
 import json
 from pathlib import Path
 
 from ranks import on_ranks
 
-STEPS, FEW_STEPS = 20, 8  # of `make parity`, and of `make test`
+STEPS, FEW_STEPS = 20, 8  # for `make parity`, and for `make test`
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "parity.json"
 _outcomes, steps = [], FEW_STEPS
 
 
 def run_cases(rank, world, cases, steps):
-    """On each rank: findings as records for every case (on rank 0), after so many steps."""
+    """Compare all cases on this rank and return the findings of each case as records (on rank 0)."""
     import logging
     import warnings
 
@@ -38,7 +38,7 @@ def run_cases(rank, world, cases, steps):
 
 
 def assert_parity(cases, place):
-    """Every comparison of every case is within its limit."""
+    """Assert that every comparison of every case is within its limit."""
     ranks, hosts = place
     wrong = []
     for case, found in zip(cases, on_ranks(ranks, run_cases, cases, steps, hosts=hosts)[0], strict=True):
@@ -49,7 +49,7 @@ def assert_parity(cases, place):
 
 
 def write():
-    """The whole suite's outcome: cases, failed, and for each group of cases the worst error of each check."""
+    """Write the number of cases and failures, and the worst error of each check per group of cases."""
     groups = {}
     for case, found in _outcomes:
         for group in ["all", *(f"{name}: {getattr(case, name)}" for name in case.groups)]:

@@ -1,7 +1,7 @@
-"""Every model of the registry against one plain torch process, under a plan of several kinds of sharding.
+"""Every registered model, compared with one plain torch process, under a plan of several sharding types.
 
-CASES has an entry for each model: its schema, its section of the configuration, and its tasks. `make test`
-runs each on one rank with activation checkpointing and dense layers by Adam, `make parity` on 2 and 3, too.
+CASES has an entry for each model: its schema, its configuration section, and its tasks. `make test` runs each
+model on one rank with activation checkpointing and Adam for dense layers; `make parity` adds 2 and 3 ranks.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from raytrec.config.models.base import MODELS
 from raytrec.config.run_config import load_config
 from raytrec.config.schema import Schema
 
-# dense a, b; user and friends of one table, words and scored of another, and tags; all of dim 8.
+# Dense a, b; user and friends share a table, words and scored another; tags has its own; all dims are 8.
 SCHEMA = Case("row_wise", "mixed", "sgd", (1, 1), "equal").schema()
 ONE = [{"label": "y"}]
 TWO = [{"label": "y"}, {"label": "z", "weight": 0.5}]
@@ -23,7 +23,7 @@ THREE = [*TWO, KINDS]
 
 
 def with_sequences(*features):
-    """SCHEMA with these features as sequences, and others without weights."""
+    """Return SCHEMA with these features as sequences without weights."""
     values = SCHEMA.model_dump()
     for feature in features:
         values["sparse"][feature] |= {"pooling": "sequence", "weights": None}
@@ -31,7 +31,7 @@ def with_sequences(*features):
 
 
 def with_drawn_items(*side_features):
-    """SCHEMA, whose user is the item here, friends a history of items, and drawn ids to hold it against."""
+    """Return SCHEMA with user as the item, friends as the history, and drawn as the negatives."""
     values = with_sequences("friends").model_dump()
     values["sparse"]["friends"]["side_features"] = side_features
     values["sparse"]["drawn"] = {"table": "user", "pooling": "sequence"}
@@ -91,7 +91,7 @@ CASES = {
     "dbmtl": (SCHEMA, {"bottom_mlp": [6], "tower_mlp": [5], "relation_mlp": [4]}, THREE),
 }
 
-# Negatives of the whole global batch: with few of them they travel between ranks, else queries do.
+# Negatives of the whole global batch: few negatives are sent between ranks, otherwise queries are sent.
 TOWERS = {"query": ["a", "b", "tags", "friends", "words", "scored"], "item": ["user"]}
 TOWERS = {"towers": TOWERS, "tower_mlp": [6], "negatives": "drawn", "max_negatives": 3}
 SHARED = {
@@ -164,5 +164,5 @@ def test_every_model_has_a_case():
     [pytest.param(p, marks=[] if p == (1, 1) else [pytest.mark.parity]) for p in PLACES],
     ids=str,
 )
-def test_model(model, place):
+def test_model_matches_one_process(model, place):
     assert_parity([Modelled(model, place, **PLACES[place])], place)

@@ -1,4 +1,4 @@
-"""Schemas, plans and settings that hypothesis draws; the same ones in every run."""
+"""Schemas, plans and settings drawn by hypothesis, identical in every run."""
 
 from dataclasses import dataclass
 
@@ -12,13 +12,13 @@ from raytrec.config.schema import Schema
 
 NAMES = ["user", "item", "tag", "word"]
 ROWS_OF_A_TABLE = st.integers(1, 5) | st.integers(1, 60)
-# Of a table with a sequence that the model reads id by id, which TorchRec shards in fewer ways.
+# Replacements for tables of sequences, for which TorchRec supports fewer sharding types.
 INSTEAD = {"table_row_wise": "row_wise", "table_column_wise": "column_wise", "grid_shard": "column_wise"}
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """What Case is, with its own schema and one way of sharding for each table."""
+    """A case like design.Case, with its own schema and one sharding type per table."""
 
     tables: dict[str, int]  # rows
     features: tuple[tuple[str, str, bool], ...]  # table, pooling, weighted
@@ -58,12 +58,12 @@ class Drawn:
 
 @st.composite
 def drawn(draw, place):
-    """Any schema of up to 4 tables and 7 features, each table sharded its own way."""
+    """Draw a schema of up to 4 tables and 7 features, with one sharding type per table."""
     tables = {name: draw(ROWS_OF_A_TABLE) for name in NAMES[: draw(st.integers(1, 4))]}
     feature = st.tuples(
         st.sampled_from(sorted(tables)), st.sampled_from(["sum", "mean", "sequence"]), st.booleans()
     )
-    # Each table is looked up by one feature at least.
+    # At least one feature looks up each table.
     features = [(name, *draw(feature)[1:]) for name in tables] + draw(st.lists(feature, max_size=3))
     optimizer = draw(st.sampled_from(FACTORS["optimizer"]))
     kernel = "dense" if optimizer == "adam" else draw(st.sampled_from(["fused", "dense", "fused_uvm"]))
@@ -99,7 +99,7 @@ def hold_for(place, examples):
         derandomize=True,
         deadline=None,
         database=None,
-        phases=[Phase.generate],  # a failure may be a hang: making it smaller would take hours
+        phases=[Phase.generate],  # a failure may be a hang, and shrinking it would take hours
         suppress_health_check=list(HealthCheck),
     )
     @given(st.lists(drawn(place), min_size=1, max_size=4))
@@ -119,10 +119,10 @@ def hold_for(place, examples):
     ids=str,
 )
 @pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.parity)])
-def test_ranks_without_a_row(tables, half):
-    """Alone in their kernel, behind another table, before another table.
+def test_ranks_without_table_rows_match_one_process(tables, half):
+    """The table is alone in its kernel, after another table, or before another table.
 
-    The first half has each pair of an optimizer, a kernel and a limit of the gradient's norm.
+    The first half covers each pair of optimizer, kernel and gradient norm limit.
     """
     features = tuple((table, "mean", False) for table in [*tables, *tables])
     cases = [
@@ -153,11 +153,11 @@ def test_ranks_without_a_row(tables, half):
     [pytest.param(p, marks=[] if p == (2, 1) else [pytest.mark.parity]) for p in FACTORS["place"]],
     ids=str,
 )
-def test_drawn_schemas(place):
+def test_random_schemas_match_one_process(place):
     hold_for(place, examples=4)
 
 
 @pytest.mark.parity
 @pytest.mark.parametrize("place", FACTORS["place"], ids=str)
-def test_many_drawn_schemas(place):
+def test_many_random_schemas_match_one_process(place):
     hold_for(place, examples=60)

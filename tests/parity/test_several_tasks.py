@@ -1,7 +1,7 @@
-"""Tasks against one plain torch process: every loss, masks and weights, several tasks at once.
+"""Tasks, compared with one plain torch process: all losses, masks and weights, several tasks at once.
 
-Masks and weights are drawn (raytrec/checks/parity/batches.py): a third of the rows does not count in a task.
-`make test` runs a case of each kind on 2 ranks; `make parity` every one, on 1 to 3.
+Masks and weights are random (raytrec/checks/parity/batches.py): a task ignores a third of the rows.
+`make test` runs a case of each kind on 2 ranks; `make parity` runs all cases on 1 to 3 ranks.
 """
 
 from dataclasses import dataclass
@@ -59,7 +59,7 @@ EXTRAS = {
 
 @dataclass(frozen=True)
 class Learned(Case):
-    """A case with these tasks, over two labels."""
+    """A case with these tasks and two labels."""
 
     tasks: str = ""
 
@@ -94,14 +94,14 @@ FEW = [
 
 
 @pytest.mark.parametrize("case", FEW, ids=lambda case: case.tasks)
-def test_tasks_of_each_kind(case):
+def test_selected_tasks_match_one_process(case):
     assert_parity([case], case.place)
 
 
 @pytest.mark.parity
 @pytest.mark.parametrize("place", PLACES, ids=str)
-def test_every_task(place):
-    """Each loss in every balance, with and without checkpoints of activations, with the rest drawn."""
+def test_all_tasks_match_one_process(place):
+    """Each loss runs with all balances, with and without activation checkpointing; the rest is random."""
     random = Random(2)
     cases = [
         learned(name, place, random, balance=balance, recomputed=recomputed)

@@ -1,7 +1,7 @@
-"""The sharded run against one plain torch process, over every factor that could tell them apart.
+"""The sharded run, compared with one plain torch process, over all factors that can cause a difference.
 
-In a pairwise choice of cases, every two values of two factors meet. `make test` runs those of its cases that
-are on 1 and 2 ranks, and of the corners that are known to be bad; `make parity` runs every one.
+The pairwise selection of cases covers every two values of two factors. `make test` runs the pairwise cases
+and the known TorchRec defects on 1 and 2 ranks; `make parity` runs all cases.
 """
 
 from dataclasses import replace
@@ -11,7 +11,7 @@ from design import CORNERS, FACTORS, HALVES, every_combination, pairwise
 from record import assert_parity
 
 CHUNK = 50
-FEW = [(1, 1), (2, 1)]  # the places that `make test` runs
+FEW = [(1, 1), (2, 1)]  # the places of `make test`
 
 
 def places(of):
@@ -19,17 +19,17 @@ def places(of):
 
 
 @pytest.mark.parametrize("place", places(FACTORS["place"]))
-def test_pairs(place):
+def test_pairwise_cases_match_one_process(place):
     assert_parity([case for case in pairwise() if case.place == place], place)
 
 
 @pytest.mark.parametrize("place", places(sorted({case.place for case in CORNERS})))
-def test_corners(place):
+def test_torchrec_defect_cases_match_one_process(place):
     assert_parity([case for case in CORNERS if case.place == place], place)
 
 
 def few_halves():
-    """On 2 ranks, each way of sharding once, with every optimizer among them."""
+    """Return one case on 2 ranks per sharding type; together the cases cover all optimizers."""
     of = {}
     for case in HALVES:
         if case.place == (2, 1):
@@ -39,14 +39,14 @@ def few_halves():
     return few
 
 
-def test_fp16_tables():
-    """Within LIMITS["fp16"] of a reference in fp32 that starts from the same fp16 values."""
+def test_selected_fp16_tables_match_one_process():
+    """The error is within LIMITS["fp16"] of an fp32 reference with the same initial fp16 values."""
     assert_parity(few_halves(), (2, 1))
 
 
 @pytest.mark.parity
 @pytest.mark.parametrize("place", [(1, 1), (2, 1), (4, 2)], ids=str)
-def test_all_fp16_tables(place):
+def test_all_fp16_tables_match_one_process(place):
     few = few_halves()
     assert_parity([case for case in HALVES if case.place == place and case not in few], place)
 
@@ -61,22 +61,22 @@ def chunks():
 
 @pytest.mark.parity
 @pytest.mark.parametrize("cases,place", chunks())
-def test_every_combination(cases, place):
+def test_all_combinations_match_one_process(cases, place):
     assert_parity(cases, place)
 
 
 def managed(cases):
-    """These cases with managed ids, in whose rows ids come to be in any order; compared by id."""
+    """Return these cases with managed ids, whose row order is arbitrary; rows are compared by id."""
     return [replace(case, ids="managed") for case in cases]
 
 
-def test_corners_of_managed_ids():
-    """Means, weights, checkpoints of activations, clipping and sequences; tables that features share."""
+def test_managed_id_defect_cases_match_one_process():
+    """Means, weights, activation checkpointing, clipping, sequences and shared tables."""
     few = [case for case in CORNERS if case.place == (3, 1) and case.recomputed]
     assert_parity(managed(few), (3, 1))
 
 
 @pytest.mark.parity
 @pytest.mark.parametrize("place", FACTORS["place"], ids=str)
-def test_pairs_of_managed_ids(place):
+def test_managed_id_pairwise_cases_match_one_process(place):
     assert_parity(managed([case for case in pairwise() if case.place == place]), place)

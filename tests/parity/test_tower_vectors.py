@@ -1,4 +1,4 @@
-"""Models that retrieve: a tower's vectors need its features alone, on ranks as in one process without Ray."""
+"""Retrieval models: tower vectors need only the tower's features, on ranks and in one process without Ray."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ ROWS = 12
 
 
 def of_one_query(batch, schema, members):
-    """The batch with the query of one row in all: it is items of one query that both order alike."""
+    """Return the batch with the query of one row in all rows, so scores of one query are compared."""
     row = sum(
         torch.bincount(batch.bags[f][1], minlength=ROWS) for f in schema.sparse if f in members
     ).argmax()
@@ -32,9 +32,8 @@ def of_one_query(batch, schema, members):
 
 
 def found(rank, world, model, root):
-    """tower → its vectors of whole rows, and of rows without the other tower's features; logits, with the
-    queries' vectors that come with them; and tower → the vectors of all rows that one process computes with
-    the checkpoint."""
+    """Return the vectors of each tower with and without the features of the other tower, (logits, query
+    vectors), and the vectors that one process computes for each tower from the checkpoint."""
     from raytrec.checkpoint.files import folder_of
     from raytrec.checkpoint.index import read_index
     from raytrec.checkpoint.save import CheckpointWriter
@@ -84,7 +83,7 @@ def found(rank, world, model, root):
 
 
 @pytest.mark.parametrize("model", [name for name in CASES if MODELS.parts[name].retrieves])
-def test_a_tower_needs_its_own_features_alone(model, tmp_path):
+def test_tower_vectors_need_only_their_own_features(model, tmp_path):
     parts = on_ranks(2, found, model, str(tmp_path))
     vectors = {}
     for tower in ("query", "item"):
@@ -96,4 +95,4 @@ def test_a_tower_needs_its_own_features_alone(model, tmp_path):
     logits, queries = (torch.cat([given[i] for _, given, _ in parts]).double() for i in (0, 1))
     torch.testing.assert_close(queries, vectors["query"])
     scores = (vectors["query"] * vectors["item"]).sum(1)
-    assert torch.corrcoef(torch.stack([scores, logits]))[0, 1] > 1 - 1e-5, "logits are a line of the scores"
+    assert torch.corrcoef(torch.stack([scores, logits]))[0, 1] > 1 - 1e-5, "logits are linear in the scores"

@@ -1,11 +1,11 @@
-"""Cases of defects that TorchRec has fixed after 1.8.0, against one plain torch process.
+"""Cases of defects that TorchRec fixed after 1.8.0, compared with one plain torch process.
 
-- Deduplication of ids lost which feature of a shared table an id belongs to, unless all features had about as
-  many ids (meta-pytorch/torchrec#4525, in 1.9.2).
-- A weighted lookup returned no gradient of the weights of ids (meta-pytorch/torchrec#4602).
+- Deduplication of ids lost the feature of an id in a shared table, unless all features had about the same
+  number of ids (meta-pytorch/torchrec#4525, in 1.9.2).
+- A weighted lookup returned no gradient for the id weights (meta-pytorch/torchrec#4602).
 
-raytrec calls neither code: it maps ids to rows itself, and weights are data. The cases check its own paths
-for the same defects. `make test` runs them on 1 and 2 ranks, `make parity` on more.
+raytrec does not use this code: it maps ids to rows itself, and weights are data. The cases check
+raytrec's own code for the same defects. `make test` runs them on 1 and 2 ranks, `make parity` on more.
 """
 
 from dataclasses import dataclass, replace
@@ -17,14 +17,14 @@ from ranks import on_ranks
 
 from raytrec.config.schema import Schema
 
-# Ids in every row. `friends` shares a table with `user`, `scored` with `words`; their ids overlap.
+# Number of ids per row. `friends` shares a table with `user`, `scored` with `words`; their ids overlap.
 LENGTHS = {"user": 1, "friends": 40, "words": 25, "scored": 1}
 SHARDINGS = "row_wise", "table_wise", "column_wise"
 
 
 @dataclass(frozen=True)
 class Uneven(Case):
-    """A case whose features of one table are not neighbours, with sequences read to their end."""
+    """A case with nonadjacent features of one table, and with whole sequences."""
 
     def schema(self):
         values = super().schema().model_dump()
@@ -45,7 +45,7 @@ UNEVEN = [
 
 
 def uneven_batches(schema, count, seed):
-    """Random batches in which features of one table have bags of very different lengths."""
+    """Return random batches in which features of one table have bags of very different lengths."""
     from raytrec.checks.parity.batches import random_batches
 
     generator, batches = torch.Generator().manual_seed(seed), random_batches(schema, ROWS, count, seed)
@@ -89,14 +89,14 @@ def assert_uneven_parity(cases, place):
 
 
 @pytest.mark.parametrize("ids", ["static", "managed"])
-def test_features_of_a_shared_table_keep_their_ids(ids):
+def test_features_of_shared_tables_keep_their_ids(ids):
     assert_uneven_parity([replace(case, ids=ids) for case in UNEVEN], (2, 1))
 
 
 @pytest.mark.parity
 @pytest.mark.parametrize("place", FACTORS["place"], ids=str)
 @pytest.mark.parametrize("ids", ["static", "managed"])
-def test_features_of_a_shared_table_keep_their_ids_in_every_place(ids, place):
+def test_features_of_shared_tables_keep_their_ids_on_all_ranks(ids, place):
     cases = [
         Uneven(sharding, "mixed", optimizer, place, balance, model=model, ids=ids)
         for model in ("dlrm", "sequence")
@@ -132,8 +132,8 @@ def weight_gradients(rank, world, case):
 
 @pytest.mark.parametrize("pooling", ["weighted sum", "weighted mean"])
 @pytest.mark.parametrize("kernel", ["fused", "fused_uvm", "dense"])
-def test_weights_of_ids_have_a_gradient(kernel, pooling):
-    """On one rank: TorchRec sends weights to other ranks without their gradient; raytrec needs none."""
+def test_id_weights_have_a_gradient(kernel, pooling):
+    """One rank is enough: TorchRec sends weights without gradients, and raytrec does not need them."""
     case = Case("table_wise", pooling, "sgd", (1, 1), "equal", kernel=kernel)
     (found,) = on_ranks(1, weight_gradients, case)
     for feature, (got, expected) in found.items():

@@ -1,4 +1,4 @@
-"""Plans by predicted times: no longer than those of TorchRec (1.8.0), in memory, with pins and groups."""
+"""Predicted step times and memory of balanced plans, compared with TorchRec 1.8.0."""
 
 import pytest
 from small import a_schema
@@ -14,7 +14,7 @@ LENGTHS = {f"t{i}": 100.0 if i in (0, 5) else 3.0 for i in range(12)}
 
 
 def uneven():
-    """Few tables with most of the bytes, and others with most of the lookups."""
+    """Return a schema in which a few tables have most of the bytes and others most of the lookups."""
     lengths = ("mean_length", "p99_length", "max_length")
     known = {
         name: dict.fromkeys(lengths, length) | {"distinct": FEW[name]["rows"]}
@@ -49,7 +49,7 @@ ALL = ["table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_
         pytest.param("4x4xl40s", ["table_wise", "row_wise"], 75.20, marks=pytest.mark.survive),
     ],
 )
-def test_a_step_is_never_longer_and_all_fits(machines, kinds, torchrecs_ms):
+def test_plan_is_as_fast_as_torchrecs_and_fits_memory(machines, kinds, torchrecs_ms):
     cluster = parse_cluster(machines)
     found = predicted(cluster, sharding_types=kinds)
     assert found.time.step <= 1.01e-3 * torchrecs_ms
@@ -57,26 +57,26 @@ def test_a_step_is_never_longer_and_all_fits(machines, kinds, torchrecs_ms):
     assert {table.table for table in found.tables} == {*FEW}
 
 
-def test_the_ranks_of_a_hot_table_are_relieved():
+def test_plan_offloads_ranks_of_hot_tables():
     found = predicted(parse_cluster("2x8xh100")).time
     assert found.parts["lookup"] < 0.8 * 11.81e-3  # of TorchRec's plan
     assert found.step < 0.934 * 12.99e-3
 
 
-def test_parts_of_columns_are_on_different_ranks():
+def test_balanced_column_shards_use_distinct_ranks():
     found = predicted(parse_cluster("2x8xh100"), sharding_types=["table_wise", "column_wise"]).tables
     cut = [table for table in found if table.sharding_type == "column_wise"]
-    assert cut, "or nothing is tested here"
+    assert cut, "the plan has no column-wise table, so this test checks nothing"
     for table in cut:
         assert len({rank for rank, *_ in table.shards}) == len(table.shards)
         assert sum(columns for *_, columns in table.shards) == 128
 
 
-def test_on_cpu_lookups_are_balanced_too():
+def test_plan_balances_lookups_on_cpu():
     found = predicted(Cluster(1, 4, 200, 900, 1e6), sharding_types=["table_wise"])
     assert max(found.loads.ids["adagrad"]) <= 6_750_208
 
 
-def test_a_plan_is_the_same_every_time():
+def test_plan_search_is_deterministic():
     plans = [predicted(parse_cluster("2x8xh100"), sharding_types=ALL).tables for _ in range(2)]
     assert plans[0] == plans[1]

@@ -1,4 +1,4 @@
-"""raytrec inspect --from-run: statistics of the ids that a run has looked up, in its schema."""
+"""raytrec inspect --from-run: schema statistics from the lookups recorded by a run."""
 
 import pytest
 from uneven import IDS, config_of, lines_of, plan_of, schema_of, write_run
@@ -13,7 +13,7 @@ from raytrec.planning.loads import compute_recorded_lengths, replace_lengths
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run with both long bags on rank 0, because its schema expects one id per row of every table."""
+    """Write a run with both long bags on rank 0, because its schema expects one id per row of each table."""
     return write_run(tmp_path_factory.mktemp("recorded") / "run")
 
 
@@ -28,7 +28,7 @@ def ranks_of(tables):
     return {table.table: table.ranks for table in tables}
 
 
-def test_recorded_lookups_give_a_balanced_plan(run, capsys, tmp_path):
+def test_recorded_lookups_balance_the_plan(run, capsys, tmp_path):
     out = tmp_path / "schema.yaml"
     assert command(capsys, "--from-run", run, "--out", out)[0] == 0
     schema = Schema.load(str(out))
@@ -36,7 +36,7 @@ def test_recorded_lookups_give_a_balanced_plan(run, capsys, tmp_path):
     assert lengths == pytest.approx({name.replace("t", "f"): ids for name, ids in IDS.items()})
     assert schema.statistics["f0"].hottest == [0.1, 0.4]
     before, now = ranks_of(plan_of(config_of(run), schema_of())), ranks_of(plan_of(config_of(run), schema))
-    assert before["t0"] == before["t2"] and now["t0"] != now["t2"], "the two long bags are apart"
+    assert before["t0"] == before["t2"] and now["t0"] != now["t2"], "the long bags are on different ranks"
     assert command(capsys, "--from-run", run)[1] == out.read_text(encoding="utf-8")
 
 
@@ -49,12 +49,12 @@ def test_recorded_lookups_give_a_balanced_plan(run, capsys, tmp_path):
         (["--from-run", "RUN", "--out", "RUN"], "the output path is a folder"),
     ],
 )
-def test_arguments_that_do_not_fit_are_refused(run, capsys, arguments, message):
+def test_inspect_rejects_conflicting_arguments(run, capsys, arguments, message):
     code, _, errors = command(capsys, *(str(run) if each == "RUN" else each for each in arguments))
     assert code == 1 and message in errors and "Traceback" not in errors
 
 
-def test_a_run_without_records_is_refused(tmp_path):
+def test_inspect_rejects_runs_without_recorded_lookups(tmp_path):
     run = write_run(tmp_path / "run", lines=[])
     with pytest.raises(RunError, match="the run has not recorded any lookups") as error:
         read_run_schema(run)
@@ -71,15 +71,15 @@ def test_a_run_without_records_is_refused(tmp_path):
         *[("table_row_wise", 2, 6), ("table_column_wise", 2, 4), ("grid_shard", 2, 4), ("grid_shard", 2, 6)],
     ],
 )
-def test_lengths_are_known_from_the_shards_of_every_sharding_type(tmp_path, kind, hosts, workers):
+def test_lengths_are_computed_for_each_sharding_type(tmp_path, kind, hosts, workers):
     schema = schema_of()
-    schema.tables["t3"].rows = 5  # of six ranks one has none
+    schema.tables["t3"].rows = 5  # one of six ranks has no rows
     config = config_of(tmp_path, workers, sharding_types=[kind])
     lines = lines_of(plan_of(config, schema, hosts), workers)
     assert compute_recorded_lengths(lines, config, schema) == pytest.approx(IDS)
 
 
-def test_ranks_that_are_not_recorded_count_as_the_others(tmp_path):
+def test_unrecorded_ranks_get_the_mean_of_recorded_ranks(tmp_path):
     config, schema = config_of(tmp_path, 128, sharding_types=["row_wise"]), schema_of()
     kept = [
         line for line in lines_of(plan_of(config, schema), 128) if line.rank in select_recorded_ranks(128)
@@ -88,7 +88,7 @@ def test_ranks_that_are_not_recorded_count_as_the_others(tmp_path):
     assert compute_recorded_lengths(kept, config, schema) == pytest.approx(IDS, rel=0.02)
 
 
-def test_features_of_one_table_share_the_recorded_lookups(tmp_path):
+def test_features_share_recorded_lookups_of_their_table(tmp_path):
     schema = schema_of(f1={"mean_length": 3, "p99_length": 9, "max_length": 9, "distinct": 9})
     schema.sparse["f0"].table = schema.sparse["f1"].table = schema.sparse["f2"].table = "t0"
     del schema.statistics["f2"]

@@ -1,4 +1,4 @@
-"""What the planner may choose, what it must keep to, and its message when nothing fits."""
+"""The planner: its choices, the constraints it keeps, and its error when no plan fits."""
 
 import os
 from dataclasses import replace
@@ -53,7 +53,7 @@ def settings(world, plan, optimizer="adagrad", run=None):
 
 
 def planned(rank, world, plan, rows=100, optimizer="adagrad", run=None):
-    """describe(plan), and for each table the offsets of its shards; or the error."""
+    """Return describe(plan) with the shard offsets of each table, or the error message."""
     try:
         _, plan = build_step(settings(world, plan, optimizer, run), schema(rows), torch.device("cpu"))
     except ConfigError as error:
@@ -67,7 +67,7 @@ def planned(rank, world, plan, rows=100, optimizer="adagrad", run=None):
 
 
 @pytest.mark.parametrize("sharding", [["table_wise"], ["row_wise"], ["table_wise", "data_parallel"]])
-def test_only_allowed_types_and_fused_kernels(sharding):
+def test_plan_uses_only_allowed_sharding_types_and_kernels(sharding):
     one, two = on_ranks(2, planned, {"sharding_types": sharding})
     assert one == two
     assert [entry["table"] for entry in one] == ["t0", "t1", "t2", "t3"]
@@ -77,7 +77,7 @@ def test_only_allowed_types_and_fused_kernels(sharding):
         assert set(entry["ranks"]) <= {0, 1}
 
 
-def test_what_is_settled_by_hand_is_kept():
+def test_planner_keeps_manual_table_settings():
     plan = {
         "tables": {
             "t0": {"ranks": [3]},
@@ -93,7 +93,7 @@ def test_what_is_settled_by_hand_is_kept():
     assert (t3["sharding_type"], t3["ranks"], t3["compute_kernel"]) == ("row_wise", [0, 1, 2, 3], "fused_uvm")
 
 
-def test_groups_lie_on_one_rank_and_the_rest_is_balanced():
+def test_planner_colocates_groups_and_balances_other_tables():
     plan = {"sharding_types": ["table_wise"], "colocate": [["t0", "t3"]]}
     t0, t1, t2, t3 = on_ranks(2, planned, plan)[0]
     assert t0["ranks"] == t3["ranks"]
@@ -104,7 +104,7 @@ def test_groups_lie_on_one_rank_and_the_rest_is_balanced():
 
 
 @pytest.mark.parametrize("sharding", ["column_wise", "table_column_wise", "grid_shard"])
-def test_column_shards_lie_on_different_ranks(sharding):
+def test_column_shards_use_distinct_ranks(sharding):
     for entry in on_ranks(4, planned, {"sharding_types": [sharding]}, hosts=2)[0]:
         assert entry["sharding_type"] == sharding
         ranks = entry["ranks"]
@@ -117,8 +117,8 @@ def test_column_shards_lie_on_different_ranks(sharding):
 
 @pytest.mark.parametrize("chosen", ["by hand", "by the planner"])
 @pytest.mark.parametrize("free", [0, GIB // 10])
-def test_a_full_disk_is_named_with_what_the_tables_need_and_how_the_run_is_resumed(chosen, free, tmp_path):
-    """Four tables of 0.06 GiB, with state, of which memory holds one, and the disk one or none."""
+def test_disk_full_error_names_tables_size_and_resume_command(chosen, free, tmp_path):
+    """Four tables take 0.06 GiB each with state; memory holds one of them, the disk one or none."""
     plan = {"sharding_types": ["table_wise"], "memory_gib": 0.1, "mmap_dir": str(tmp_path)}
     if chosen == "by hand":
         plan["tables"] = {"t[0-2]": {"compute_kernel": "fused_mmap"}}
@@ -134,9 +134,9 @@ def test_a_full_disk_is_named_with_what_the_tables_need_and_how_the_run_is_resum
     assert f"raytrec train --resume {tmp_path}" in message
 
 
-def test_the_planner_chooses_files_where_memory_is_short():
+def test_planner_moves_tables_to_files_when_memory_is_short():
     plan = {"memory_gib": 0.1, "compute_kernels": ["fused", "fused_mmap"]}
-    found = on_ranks(2, planned, plan, 10**6)[0]  # 0.06 GiB each, with state
+    found = on_ranks(2, planned, plan, 10**6)[0]  # each table takes 0.06 GiB with state
     assert [t["compute_kernel"] for t in found] == ["fused_mmap", "fused", "fused", "fused"]
     plan["memory_gib"] = 0.15
     assert {t["compute_kernel"] for t in on_ranks(2, planned, plan, 10**6)[0]} == {"fused"}
@@ -151,7 +151,7 @@ def planned_on_small_disk(rank, world, plan, free, run):
         return planned(rank, world, plan, 10**6, run=run)
 
 
-def test_tables_settled_on_a_full_rank_are_refused():
+def test_planner_rejects_pinned_tables_that_exceed_rank_memory():
     tables = {"t*": {"ranks": [1]}, "t3": {"sharding_type": "column_wise", "ranks": [1, 0]}}
     plan = {"sharding_types": ["table_wise"], "tables": tables, "memory_gib": 0.1}
     message = on_ranks(2, planned, plan, 10**6, "sgd")[0]
@@ -159,7 +159,7 @@ def test_tables_settled_on_a_full_rank_are_refused():
 
 
 def places(*counts, expected_text=None, order=sorted):
-    """Of the ranks of hosts with so many of them: each has a GPU of its host; 1 TiB of memory a host."""
+    """Return the places of ranks on hosts with these rank counts, one GPU per rank and 1 TiB per host."""
     out = []
     for host, count in enumerate(counts):
         for index in order(range(count)):
@@ -168,7 +168,7 @@ def places(*counts, expected_text=None, order=sorted):
 
 
 def by_name(numbers):
-    """Ray sorts a host's GPUs by their numbers' text: 10 comes before 2."""
+    """Sort GPU indices as strings, as Ray does: 10 comes before 2."""
     return sorted(numbers, key=str)
 
 
@@ -185,7 +185,7 @@ def by_name(numbers):
     ids=["equal", "8+5", "4+2", "halves of hosts", "two hosts as one", "many GPUs"],
 )
 @pytest.mark.parametrize("sharding", ["row_wise", "table_wise", "table_row_wise", "column_wise"])
-def test_shards_lie_on_the_gpus_that_ranks_have(ranks, local, sharding):
+def test_shards_are_placed_on_the_gpus_of_their_ranks(ranks, local, sharding):
     made = settings(len(ranks), {"sharding_types": [sharding]})
     on = merge_resources(ranks, made.plan)
     assert on.ranks_per_host == local
@@ -204,8 +204,8 @@ def test_shards_lie_on_the_gpus_that_ranks_have(ranks, local, sharding):
         assert set(named) == expected
 
 
-def test_memory_is_the_least_of_any_rank():
-    """So that all ranks refuse alike, and none waits for a plan that another does not make."""
+def test_memory_limit_is_the_minimum_over_ranks():
+    """All ranks use the same limit, so they fail together and no rank waits for another rank's plan."""
     section = settings(1, {}).plan
     alone = Place("alone", 4, "cuda:0", 40 * GIB, 600 * GIB)
     on = merge_resources([*places(4), alone], section)
@@ -224,9 +224,9 @@ def test_memory_is_the_least_of_any_rank():
         (["NVIDIA A100 80GB PCIe"], 1935, 32, 12.5),
         (["NVIDIA H100 80GB HBM3", "one of next year"], 900, 150, 12.5),
     ],
-    ids=["one kind", "the slower", "without a network", "not known"],
+    ids=["one GPU type", "the slower type", "no network", "unknown type"],
 )
-def test_the_planner_knows_how_fast_gpus_are(gpus, memory, intra_host, inter_host):
+def test_planner_rates_match_the_slowest_gpu(gpus, memory, intra_host, inter_host):
     ranks = [replace(place, gpu=gpus[i % len(gpus)]) for i, place in enumerate(places(4, 4))]
     rates = select_rates(merge_resources(ranks, settings(8, {}).plan), "cuda", 8)
     assert rates.copy == pytest.approx(SHARES["copy"] * memory * 1e9)
@@ -235,7 +235,7 @@ def test_the_planner_knows_how_fast_gpus_are(gpus, memory, intra_host, inter_hos
 
 
 @pytest.mark.parametrize("name", list(MACHINES))
-def test_machines_have_what_plans_read_of_them(name):
+def test_machine_specifications_are_complete(name):
     machine = find_machine(name)
     assert machine.name == name and machine.gpu in GPUS and name.startswith(f"{machine.gpus}x")
     assert parse_cluster(f"3x{name}").world == 3 * machine.gpus and parse_cluster(name).machine is machine
@@ -243,7 +243,7 @@ def test_machines_have_what_plans_read_of_them(name):
     assert machine.cpus >= machine.gpus and machine.memory_gib > 0 and machine.disk_gib > 0
 
 
-def test_a_machine_that_is_not_known_is_refused_with_the_nearest_name():
+def test_unknown_machine_error_suggests_nearest_name():
     assert find_machine("8xH100") is MACHINES["8xh100-sxm"]
     with pytest.raises(ConfigError, match="8xh100-sx'; did you mean '8xh100-sxm'"):
         parse_cluster("2x8xh100-sx")
@@ -259,11 +259,11 @@ def test_a_machine_that_is_not_known_is_refused_with_the_nearest_name():
         ("3x1x8gib:16gib:100gib", (3, 1, 8, 16, 100)),
     ],
 )
-def test_machines_without_a_name_are_described_by_their_sizes(text, sizes):
+def test_cluster_is_parsed_from_memory_sizes(text, sizes):
     assert parse_cluster(text) == Cluster(*sizes)
 
 
-def test_plans_follow_from_how_fast_gpus_are():
+def test_gpu_speed_changes_the_sharding_type():
     tables = {f"t{i}": {"rows": 5000, "dim": 128} for i in range(8)}
     given = a_schema(sparse={t: {"table": t} for t in tables}, tables=tables)
     made = settings(8, {"sharding_types": ["table_wise", "data_parallel"]})
@@ -274,7 +274,7 @@ def test_plans_follow_from_how_fast_gpus_are():
 
 
 def trained_on(rank, world, gpus, expected_text):
-    """Where the shards of a table lie, after a step, on ranks with these GPUs of their hosts."""
+    """Return the placements of a table's shards after one step on these GPUs."""
     made = config(world, {"sharding_type": "row_wise"})
     device = torch.device("cuda", gpus[rank])
     torch.cuda.set_device(device)
@@ -290,15 +290,15 @@ def trained_on(rank, world, gpus, expected_text):
 @pytest.mark.parametrize(
     "gpus,expected_text",
     [([0, 1, 0], [2, 2, 1]), ([2, 0, 1], [3, 3, 3]), ([0, 1, 2], [1, 1, 1])],
-    ids=["2+1", "another order", "one a host"],
+    ids=["2+1", "another order", "one per host"],
 )
-def test_steps_run_on_the_gpus_that_ranks_have(gpus, expected_text):
+def test_training_steps_run_on_the_gpus_of_their_ranks(gpus, expected_text):
     expected = [f"rank:{rank}/cuda:{index}" for rank, index in enumerate(gpus)]
     assert on_ranks(3, trained_on, gpus, expected_text, device="cuda") == [expected] * 3
 
 
 def dry(tables, optimizer="adagrad", rows=10_000_000, hosts=1, gpus=2, memory_gib=4, **options):
-    """A Held; options are scaling.device, plan.compute_kernels, and those of Held."""
+    """Return the Held of a dry run; options are scaling.device, plan.compute_kernels and those of Held."""
     plan = {"sharding_types": ["row_wise"], "tables": tables}
     made = settings(1, plan | {"compute_kernels": options.pop("kernels", ["fused"])}, optimizer)
     made.scaling.device, made.checkpoint.async_save = options.pop("device", "auto"), False
@@ -306,7 +306,7 @@ def dry(tables, optimizer="adagrad", rows=10_000_000, hosts=1, gpus=2, memory_gi
 
 
 def planned_on_gpu(rank, world, plan, rows):
-    """The kernels of the plan, without making any table; or the error."""
+    """Return the kernels of the plan without creating tables, or the error message."""
     try:
         plan = plan_of(settings(world, plan), schema(rows), torch.device("cuda", 0))
     except ConfigError as error:
@@ -314,9 +314,9 @@ def planned_on_gpu(rank, world, plan, rows):
     return [spec.compute_kernel for module in plan.plan.values() for spec in module.values()]
 
 
-def test_tables_that_do_not_fit_host_memory_have_no_plan():
-    """TorchRec would take each rank to have 128 GiB of it."""
-    rows = 2 * system_memory() // (4 * 8 * 8)  # of four tables of 8 columns, with as much of state
+def test_planner_rejects_tables_larger_than_host_memory():
+    """TorchRec assumes 128 GiB of host memory per rank."""
+    rows = 2 * system_memory() // (4 * 8 * 8)  # four tables of 8 columns, with state of that size
     plan = {"tables": {"t*": {"compute_kernel": "fused_uvm"}}}
     (message,) = on_ranks(1, planned_on_gpu, plan, rows, device="cuda")
     assert "cannot place 4 tables" in message and "of host memory" in message
@@ -324,8 +324,8 @@ def test_tables_that_do_not_fit_host_memory_have_no_plan():
     assert on_ranks(1, planned_on_gpu, plan, 1000, device="cuda") == [["fused_uvm"] * 4]
 
 
-def test_tables_in_host_memory_are_counted_there():
-    """Four tables of 0.3 GiB, with as much of state: t0 and t1 in the memory of two hosts, 0.6 GiB each."""
+def test_uvm_tables_count_towards_host_memory():
+    """Four tables of 0.3 GiB, with state of the same size; t0 and t1 are in the memory of two hosts."""
     size = 10_000_000 * 8 * 4 * 2 / GIB
     tables = {"t0": {"compute_kernel": "fused_uvm"}, "t1": {"compute_kernel": "fused_uvm_caching"}}
     found = dry(tables, hosts=2, gpus=1, memory_gib=2, host_memory_gib=3)
@@ -337,13 +337,13 @@ def test_tables_in_host_memory_are_counted_there():
     assert t1["device"] == pytest.approx([cache] * 2, rel=1e-6)
     assert found.ranks["host"] == pytest.approx([size] * 2)
     assert found.ranks["device"] == pytest.approx([size + cache] * 2)
-    # 15 % of each host, and 0.5 GiB of rows read ahead, are not theirs.
+    # Tables cannot use 15 % of each host and 0.5 GiB of prefetched rows.
     with pytest.raises(ConfigError, match=r"cannot place 4 tables(.|\n)*2.0 GiB per GPU.*0.5 GiB of host"):
         dry(tables, hosts=2, gpus=1, memory_gib=2, host_memory_gib=1.2)
     dry(tables | {"t*": {"compute_kernel": "fused_uvm"}}, memory_gib=0.3, host_memory_gib=8)
 
 
-def test_a_plan_for_cpus_counts_memory_and_disks():
+def test_cpu_plan_counts_memory_and_disk():
     size = 10_000_000 * 8 * 4 * 2 / GIB  # 0.6 GiB
     tables = {"t0": {"compute_kernel": "fused_mmap"}, "t1": {"compute_kernel": "fused_uvm"}}
     found = dry(tables, hosts=2, gpus=1, memory_gib=1, device="cpu")
@@ -356,8 +356,8 @@ def test_a_plan_for_cpus_counts_memory_and_disks():
         dry(tables, hosts=2, gpus=1, memory_gib=1, device="cpu", disk_gib=0.2)
 
 
-def test_a_plan_counts_rows_of_files_that_are_in_memory_too():
-    """Four tables of 0.6 GiB on two workers, of which two are in files."""
+def test_plan_counts_resident_rows_of_file_tables():
+    """Four tables of 0.6 GiB on two workers; two tables are in files."""
     size, maps = 10_000_000 * 8 * 4 * 2 / GIB, 10_000_000 * 4 / GIB
     plan = {
         "memory_gib": 0.8,
@@ -371,7 +371,7 @@ def test_a_plan_counts_rows_of_files_that_are_in_memory_too():
     def hot():
         return [taken / GIB for _, taken in estimate_hot_rows(held(tables, made, given), made, given, 2)]
 
-    assert hot() == pytest.approx([0.8 - size] * 2, rel=1e-6), "what two tables in memory leave"
+    assert hot() == pytest.approx([0.8 - size] * 2, rel=1e-6), "remaining memory"
     made.plan.memory_gib = 10
     assert hot() == pytest.approx([size + 10_000_000 * 10 / GIB + maps] * 2, rel=1e-6), "all rows"
     made.plan.memory_gib = None
@@ -388,16 +388,16 @@ def share_of_places(rank, world, memory_gib):
     return [hot and hot._count / hot._rows for hot in places]
 
 
-def test_a_run_has_as_many_rows_in_memory_as_its_plan_counts():
+def test_resident_rows_match_the_plan():
     """Four tables of 12 MiB, with state, on two workers."""
     shares = on_ranks(2, share_of_places, 0.015)
     per_row = 8 * 4 * 2
     expected = (0.015 * GIB / 400_000 - 4) / (per_row + 10)
     assert 0.2 < expected < 0.6 and shares == [pytest.approx([expected] * 4, rel=1e-4)] * 2
-    assert on_ranks(2, share_of_places, None) == [[None]] * 2, "one lookup of all tables"
+    assert on_ranks(2, share_of_places, None) == [[None]] * 2, "no limit: no resident rows"
 
 
-def test_the_planner_chooses_host_memory_where_a_gpu_is_short():
+def test_planner_uses_host_memory_when_gpu_memory_is_short():
     size = 10_000_000 * 8 * 4 * 2 / GIB
     kernels = ["fused", "fused_uvm"]
     roomy = dry({}, memory_gib=4 * size, kernels=kernels)
@@ -409,9 +409,9 @@ def test_the_planner_chooses_host_memory_where_a_gpu_is_short():
 
 
 @pytest.mark.parametrize("optimizer,bytes_", [("adagrad", 6), ("adam", 10), ("sgd", 2)])
-def test_state_beside_fp16_tables_is_counted_as_the_fp32_that_it_is(optimizer, bytes_):
-    """Tables that fit only if state were fp16, too, have no plan: a GPU's memory would run out."""
-    values = 4 * 10_000_000 * 8 / 2  # of each of two GPUs
+def test_optimizer_state_of_fp16_tables_counts_as_fp32(optimizer, bytes_):
+    """Tables that would only fit with fp16 state have no plan, because GPU memory would run out."""
+    values = 4 * 10_000_000 * 8 / 2  # per GPU, of two
     needed = values * bytes_ / GIB / 0.85  # the planner's reserve
     tables = {"t*": {"dtype": "fp16"}}
     found = dry(tables, optimizer, memory_gib=needed + 0.05)
@@ -420,7 +420,7 @@ def test_state_beside_fp16_tables_is_counted_as_the_fp32_that_it_is(optimizer, b
         dry(tables, optimizer, memory_gib=needed - 0.02)
 
 
-def test_state_of_one_value_a_row_is_counted_on_the_gpu():
+def test_rowwise_state_counts_towards_gpu_memory():
     rows = 100_000_000
     on_gpus = 4 * rows * 4 / 2 / GIB / 0.85
     tables = {"t*": {"compute_kernel": "fused_uvm"}}
@@ -429,7 +429,7 @@ def test_state_of_one_value_a_row_is_counted_on_the_gpu():
         dry(tables, "rowwise_adagrad", rows, memory_gib=on_gpus - 0.05, host_memory_gib=100)
 
 
-def test_what_is_not_trained_needs_no_room_for_the_optimizers_state():
+def test_inference_plan_needs_no_optimizer_state_memory():
     weights = 4 * 10_000_000 * 8 * 4 / 2 / GIB / 0.85  # on each of two GPUs
     config = settings(1, {"sharding_types": ["row_wise"]}, "adagrad")
     with pytest.raises(ConfigError, match="cannot place 4 tables"):
@@ -444,7 +444,7 @@ def test_what_is_not_trained_needs_no_room_for_the_optimizers_state():
 
 
 @pytest.mark.parametrize("kernels", [["fused", "fused_uvm_caching"], ["fused_uvm_caching"]])
-def test_managed_ids_get_no_cache(kernels):
+def test_managed_id_tables_do_not_use_uvm_caching(kernels):
     made = schema(100_000_000)
     made.tables["t2"] = made.tables["t2"].model_copy(update={"ids": ManagedIds()})
     config = settings(1, {"sharding_types": ["row_wise"], "compute_kernels": kernels})

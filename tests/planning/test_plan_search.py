@@ -1,4 +1,4 @@
-"""What a search enumerates: TorchRec's ways, with the storage of a shard estimated once for each size."""
+"""The plan search: TorchRec's sharding options, with storage estimated once per shard size."""
 
 import torch
 from small import a_schema
@@ -15,7 +15,7 @@ ALL = ["table_wise", "row_wise", "data_parallel", "column_wise", "table_row_wise
 
 
 def options(world, tables, kinds, rows=lambda i: 10 + 7 * i, once=False):
-    """TorchRec's estimates of tables of different sizes."""
+    """Return TorchRec's sharding options, with estimates, for tables of different sizes."""
     bags = [
         EmbeddingBagConfig(name=f"t{i}", feature_names=[f"f{i}"], num_embeddings=rows(i), embedding_dim=16)
         for i in range(tables)
@@ -37,7 +37,7 @@ def options(world, tables, kinds, rows=lambda i: 10 + 7 * i, once=False):
     return enumerator.enumerate(model, [BagSharder()])
 
 
-def test_storage_of_shards_of_one_size_is_that_of_torchrec():
+def test_shard_storage_equals_torchrecs_estimate():
     one, other = options(8, 5, ALL), options(8, 5, ALL, once=True)
     assert len(one) == len(other) > 20
     for a, b in zip(one, other, strict=True):
@@ -46,7 +46,7 @@ def test_storage_of_shards_of_one_size_is_that_of_torchrec():
             assert (ours.size, ours.offset, ours.storage) == (theirs.size, theirs.offset, theirs.storage)
 
 
-def test_each_size_is_estimated_once():
+def test_storage_is_estimated_once_per_shard_size():
     seen = []
     found = options(64, 1, ["row_wise"], rows=lambda i: 64 * 100 - 3)
     estimate_once_per_size(found, lambda few: seen.extend(len(option.shards) for option in few))
@@ -60,12 +60,12 @@ def schema(tables, features=()):
     )
 
 
-def test_only_tables_that_need_it_are_cut_for_every_rank_where_there_are_many():
+def test_search_shards_only_large_or_hot_tables_on_many_ranks():
     tables = {f"t{i}": 1000 + i for i in range(1000)} | {"huge": 10**9, "hot": 5}
     few = schema(tables, ["hot"] * 50)
     both = TableConstraint(("table_wise", "row_wise", "data_parallel"))
     constraints = dict.fromkeys(tables, both) | {"t7": TableConstraint(("row_wise",))}
-    assert narrow(constraints, few, 8, 10**10) == constraints, "nothing is narrowed where there is room"
+    assert narrow(constraints, few, 8, 10**10) == constraints, "with few ranks, the search keeps all options"
     narrowed = narrow(constraints, few, 1024, 10**10)
     cut = {t for t, constraint in narrowed.items() if "row_wise" in constraint.sharding}
     assert {"huge", "hot", "t7", "t999"} <= cut and "t1" not in cut
@@ -75,14 +75,14 @@ def test_only_tables_that_need_it_are_cut_for_every_rank_where_there_are_many():
     assert all("table_wise" in constraint.sharding for t, constraint in narrowed.items() if t != "t7")
 
 
-def test_on_one_rank_no_table_is_cut_that_need_not_be():
+def test_search_prefers_table_wise_on_one_rank():
     both, cut = TableConstraint(("row_wise", "table_wise")), TableConstraint(("row_wise",))
     narrowed = narrow({"a": both, "b": cut}, schema({"a": 5, "b": 10**9}), 1, 10**8)
     assert (narrowed["a"].sharding, narrowed["b"].sharding) == (("table_wise",), ("row_wise",))
     assert narrow({"a": both}, schema({"a": 5}), 2, 10**8) == {"a": both}
 
 
-def test_columns_may_be_cut_into_fewer_parts_than_there_are_ranks():
+def test_search_tries_fewer_column_shards_than_ranks():
     kinds = {"a": ["column_wise"], "b": ["table_wise"], "c": ["table_wise", "grid_shard"]}
     given = {name: ParameterConstraints(sharding_types=of, min_partition=8) for name, of in kinds.items()}
     cuts = list(split_columns(given, {"a": 128, "b": 128, "c": 24}))

@@ -1,4 +1,4 @@
-"""Memory, loads and time of plans against arithmetic by hand."""
+"""Predicted memory, loads and step time of plans, compared with hand calculations."""
 
 import json
 
@@ -20,7 +20,7 @@ from raytrec.worker.build import build_unsharded
 
 ROWS, DIM, WORLD = 1000, 32, 4
 BYTES = ROWS * DIM * 4  # 128,000
-# Of a table on two hosts with two ranks each: bytes of weights of each rank, and rows of its shard.
+# For one table on two hosts with two ranks each: weight bytes per rank, and rows per shard.
 SHARDS = {
     "table_wise": ([BYTES, 0, 0, 0], ROWS),
     "row_wise": ([BYTES / 4] * 4, 250),
@@ -35,7 +35,7 @@ OF_COLUMNS = ("column_wise", "table_column_wise", "grid_shard")
 
 @pytest.fixture(autouse=True)
 def counted_once(monkeypatch, counts={}):  # noqa: B006
-    """Dense layers of the same sizes are the same in all tests."""
+    """Count dense layers once per model and batch size for all tests."""
 
     def count(build, config, schema, rows):
         key = str(config.model), rows
@@ -82,7 +82,7 @@ def cases():
 
 
 @pytest.mark.parametrize("sharding,kernel,optimizer", list(cases()))
-def test_tables_take_what_one_counts_by_hand(sharding, kernel, optimizer):
+def test_table_memory_matches_hand_calculation(sharding, kernel, optimizer):
     ranks = {"table_wise": [0], "table_row_wise": [0, 1], "table_column_wise": [0, 1]}.get(sharding)
     parts = predicted(config(sharding, kernel, optimizer, ranks=ranks)).memory.parts
     weights, rows = SHARDS[sharding]
@@ -91,9 +91,9 @@ def test_tables_take_what_one_counts_by_hand(sharding, kernel, optimizer):
     expected = {("host" if in_host_memory else "device", "weights"): np.array(weights)}
     if optimizer == "adagrad":
         expected["host" if in_host_memory else "device", "optimizer state"] = np.array(weights)
-    if optimizer == "rowwise_adagrad":  # 4 bytes a row, always on the GPU
+    if optimizer == "rowwise_adagrad":  # 4 bytes per row, always on the GPU
         expected["device", "optimizer state"] = held * rows * 4
-    if kernel == "fused_uvm_caching":  # FBGEMM's: a number for each row, and some of the rows
+    if kernel == "fused_uvm_caching":  # FBGEMM cache: an index per row, and a share of the rows
         columns = np.array(weights) / 4 / rows
         expected["device", "cache"] = held * rows * (4 + UVM_CACHING_RATIO * (16 + columns * 4))
     for tier in ("device", "host"):
@@ -105,7 +105,7 @@ def test_tables_take_what_one_counts_by_hand(sharding, kernel, optimizer):
     assert parts["device", "gradients"] == pytest.approx(dense + of_tables)
 
 
-def test_other_parts_of_a_step():
+def test_step_memory_matches_hand_calculation():
     """64 rows of 3 ids on 4 ranks: 16 rows each."""
     made = config("table_wise", "fused", ranks=[0])
     made.checkpoint.async_save, made.train.ema = True, 0.9
@@ -116,7 +116,7 @@ def test_other_parts_of_a_step():
     assert parts["device", "pipeline batches"] == pytest.approx(3 * batch + 2 * arrived)
     pooled, ids = np.array([64 * DIM * 4, 0, 0, 0]), np.array([64 * 3, 0, 0, 0])
     assert parts["device", "exchange buffers"] == pytest.approx(2 * pooled + 2 * 16 * DIM * 4 + 40 * ids)
-    assert parts["device", "dense model"] == pytest.approx([dense * (1 + 2 + 1)] * 4), "Adam, and an average"
+    assert parts["device", "dense model"] == pytest.approx([dense * (1 + 2 + 1)] * 4), "Adam and EMA"
     copies = np.array([2 * BYTES, 0, 0, 0]) + dense * 4
     assert parts["host", "checkpoint copies"] == pytest.approx(copies)
 
@@ -130,8 +130,8 @@ def test_other_parts_of_a_step():
         ("table_row_wise", 64 * DIM * 4 / 2, 64 * DIM * 8 / 2 / 2),
     ],
 )
-def test_what_ranks_send_is_what_one_counts_by_hand(sharding, near, far):
-    """Of the rank with most: a collective in each direction, or two of one kind."""
+def test_communication_volume_matches_hand_calculation(sharding, near, far):
+    """Compare the rank with the largest volume: one collective per direction, or two of one kind."""
     loads = predicted(config(sharding, "fused", "sgd")).loads
     kind = "reduce_scatter" if "row_wise" in sharding else "all_to_all"
     assert loads.near[kind].max() == pytest.approx(near)
@@ -139,25 +139,25 @@ def test_what_ranks_send_is_what_one_counts_by_hand(sharding, near, far):
     assert loads.far[other].max() == pytest.approx(far)
 
 
-def test_dense_layers_are_counted_as_by_hand():
+def test_dense_flops_match_hand_calculation():
     made = config(
         model={"name": "dcn", "bottom_mlp": [16, 8], "cross_layers": 2, "cross_rank": 4, "top_mlp": [8]}
     )
     work, x0 = count_dense_layers(build_unsharded, made, schema(), 10), 8 + DIM
     layers = [(2, 16), (16, 8), *[(x0, 4), (4, x0)] * 2, (x0, 8), (8, 1)]
     products = sum(2 * 10 * a * b for a, b in layers)
-    assert work.flops == 3 * products - 2 * 10 * 2 * 16, "the first layer's inputs have no gradient"
+    assert work.flops == 3 * products - 2 * 10 * 2 * 16, "the inputs of the first layer need no gradient"
     biases = [16, 8, x0, x0, 8, 1]
     assert work.parameters == 4 * (sum(a * b for a, b in layers) + sum(biases))
 
 
-def test_activations_are_what_is_alive_at_once():
+def test_activation_memory_counts_only_live_tensors():
     made = config(model={"bottom_mlp": [4096], "top_mlp": [4096]})
     few, many = (
         count_dense_layers(build_unsharded, made, schema(), rows).activations for rows in (1000, 2000)
     )
     assert many == pytest.approx(2 * few, rel=0.01)
-    assert 2 * 4 * 4096 * 1000 < few < 8 * 4 * 4096 * 1000  # of two layers, and their gradients
+    assert 2 * 4 * 4096 * 1000 < few < 8 * 4 * 4096 * 1000  # two layers and their gradients
 
 
 def a_machine(**parts):
@@ -172,7 +172,7 @@ def a_machine(**parts):
     return Rates.from_json(json.dumps(values | parts), "test")
 
 
-def test_a_steps_time_is_the_sum_of_its_parts_where_ranks_compute_what_they_send():
+def test_cpu_step_time_is_the_sum_of_its_parts():
     made = config("table_wise", "fused", "adagrad", "cpu", ranks=[0])
     found = predicted(made, a_machine())
     time, dense = found.time, count_dense_layers(build_unsharded, made, schema(), 16)
@@ -189,7 +189,7 @@ def test_a_steps_time_is_the_sum_of_its_parts_where_ranks_compute_what_they_send
     assert time.rows_per_s == pytest.approx(64 / time.step) and time.bottleneck in time.parts
 
 
-def test_ranks_that_share_cores_take_turns():
+def test_ranks_sharing_cores_slow_down_dense_layers():
     one, four = (
         ClusterEstimator(config("data_parallel", device="cpu"), schema(), build_unsharded, a_machine())(
             Cluster(1, ranks, 8, 32, 100)
@@ -202,7 +202,7 @@ def test_ranks_that_share_cores_take_turns():
     assert ratio == pytest.approx(2 * moved[1] / moved[0], rel=0.02)
 
 
-def test_hot_ids_are_fewer_rows_and_stay_in_the_cache():
+def test_hot_ids_touch_fewer_rows_and_hit_the_cache():
     hot = schema(hottest=[0.5, 0.9], distinct=100)
     cold, warm = (
         predicted(config("row_wise", "fused", "sgd"), of=of).loads.touched["sgd"] for of in (schema(), hot)
@@ -217,7 +217,7 @@ def test_hot_ids_are_fewer_rows_and_stay_in_the_cache():
     assert 0.9 < estimate_hit_share(50, known) < 1 and estimate_hit_share(50, None) == 0.8
 
 
-def test_a_faster_machine_is_never_slower():
+def test_faster_machine_has_shorter_step_parts():
     made = config("row_wise", "fused")
     seconds = [
         ClusterEstimator(made, schema(), build_unsharded)(parse_cluster(name)).time.parts
@@ -227,7 +227,7 @@ def test_a_faster_machine_is_never_slower():
 
 
 @pytest.mark.parametrize("text", ["[]", "{", '{"copy": 1}', '{"source": 3, "other": 1}'])
-def test_files_of_rates_that_are_not_are_refused(text, tmp_path):
+def test_rates_reject_invalid_files(text, tmp_path):
     (tmp_path / "rates.json").write_text(text)
     with pytest.raises(ConfigError, match="does not contain valid rates"):
         Rates.load(tmp_path / "rates.json")
@@ -235,11 +235,11 @@ def test_files_of_rates_that_are_not_are_refused(text, tmp_path):
         Rates.load(tmp_path / "none.json")
 
 
-def test_rates_survive_their_file():
+def test_rates_round_trip_through_json():
     rates = a_machine()
     assert Rates.from_json(rates.to_json(), "test") == rates
 
 
-def test_a_key_that_rates_do_not_have_is_refused():
+def test_rates_reject_unknown_keys():
     with pytest.raises(ConfigError, match="peers_s"):
         a_machine(peers_s=0)

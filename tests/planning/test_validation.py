@@ -1,4 +1,4 @@
-"""Plans by hand: what the driver refuses before any worker starts, and its messages."""
+"""Validation of manual plans in the driver, before any worker starts."""
 
 from contextlib import nullcontext
 
@@ -46,12 +46,12 @@ def config(tables=None, together=(), optimizer="adagrad", workers=4, model=None,
 
 
 def check(tables=None, together=(), device="cpu", memory=None, given=None, **options):
-    """Of four workers on two hosts."""
+    """Validate a plan of four workers on two hosts."""
     made = config(tables, together, **options)
     return validate_constraints(made, given or schema(), device, world=4, ranks_per_host=2, memory=memory)
 
 
-def test_patterns_apply_in_order_and_later_lines_overrule():
+def test_later_table_patterns_override_earlier_ones():
     tables = {
         "*": {"sharding_type": "row_wise", "compute_kernel": "fused"},
         "user*": {"dtype": "fp16"},
@@ -63,20 +63,20 @@ def test_patterns_apply_in_order_and_later_lines_overrule():
     assert found["user_tag"] == TableConstraint(("table_wise",), (2,), "fused", "fp16")
 
 
-def test_what_is_left_out_is_the_planners():
+def test_planner_chooses_among_unset_options():
     resolved = resolve_constraints(config(sharding_types=["row_wise", "data_parallel"]), schema())
     assert {*resolved.values()} == {TableConstraint(("row_wise", "data_parallel"))}
 
 
-def test_a_group_follows_the_rank_of_one_of_its_tables():
+def test_colocated_tables_share_the_pinned_rank():
     resolved = check({"item": {"ranks": [3]}}, together=[["user*", "item"]])
     assert [resolved[t].ranks for t in ROWS] == [(3,), (3,), (3,), None]
     assert [resolved[t].group for t in ROWS] == [0, 0, 0, None]
-    assert resolved["item"].sharding == ("table_wise",), "one rank means that"
+    assert resolved["item"].sharding == ("table_wise",), "a table pinned to one rank is sharded table-wise"
 
 
 def item(sharding=None, kernel=None, **line):
-    """plan.tables of one line for table item."""
+    """Return plan.tables with one line for table item."""
     both = {"sharding_type": sharding, "compute_kernel": kernel}
     return {"item": line | {key: value for key, value in both.items() if value}}
 
@@ -105,7 +105,7 @@ def item(sharding=None, kernel=None, **line):
         ({"user": {"ranks": [0]}, "item": {"ranks": [1]}}, [["user", "item"]], "one rank for all tables"),
     ],
 )
-def test_a_bad_plan_names_table_and_reason(tables, together, message):
+def test_plan_error_names_table_and_reason(tables, together, message):
     with pytest.raises(ConfigError) as error:
         check(tables, together)
     assert message in str(error.value), str(error.value)
@@ -122,13 +122,13 @@ def test_a_bad_plan_names_table_and_reason(tables, together, message):
         (item(kernel="fused_mmap", ranks=[0]), {"memory": 1}, None),
     ],
 )
-def test_kernels_that_a_device_has(line, options, message):
+def test_plan_rejects_kernels_missing_on_the_device(line, options, message):
     with pytest.raises(ConfigError, match=message) if message else nullcontext():
         check(line, **options)
 
 
 @pytest.mark.parametrize("sharding", ["column_wise", "table_column_wise", "grid_shard"])
-def test_rowwise_adagrad_cannot_be_cut_by_columns(sharding):
+def test_rowwise_adagrad_rejects_column_sharding(sharding):
     for plan in ({"tables": item(sharding)}, {"sharding_types": [sharding]}):
         with pytest.raises(ConfigError, match="one value per row"):
             check(optimizer="rowwise_adagrad", **plan)
@@ -142,7 +142,7 @@ def test_rowwise_adagrad_cannot_be_cut_by_columns(sharding):
         ("plan.mmap_dir=s3://bucket/tables", r"plan\.mmap_dir: tables cannot train in an object store"),
     ],
 )
-def test_what_no_device_has(key, message):
+def test_config_rejects_unsupported_dtypes_and_mmap_dirs(key, message):
     with pytest.raises(ConfigError, match=message):
         load_config(config(), [key])
 
@@ -150,7 +150,7 @@ def test_what_no_device_has(key, message):
 INT8 = {"forward_precision": "int8"}
 
 
-def test_int8_leaves_the_ways_out_in_which_ranks_add_sums_up():
+def test_int8_qcomms_exclude_sharding_types_that_add_sums():
     types = ["row_wise", "table_wise", "table_row_wise", "column_wise", "grid_shard", "data_parallel"]
     for qcomms in (INT8, {"backward_precision": "int8"}):
         resolved = check(sharding_types=types, qcomms=qcomms, given=schema(64))
@@ -178,7 +178,7 @@ def test_int8_leaves_the_ways_out_in_which_ranks_add_sums_up():
         ((8, 8, 8, 8), "data_parallel", None),
     ],
 )
-def test_int8_needs_widths_that_share_a_divisor(dims, sharding, message):
+def test_int8_qcomms_need_widths_with_a_common_divisor(dims, sharding, message):
     given = schema()
     for table, dim in zip(given.tables.values(), dims, strict=True):
         table.dim = dim
@@ -186,7 +186,7 @@ def test_int8_needs_widths_that_share_a_divisor(dims, sharding, message):
         check(qcomms=INT8, sharding_types=[sharding], given=given)
 
 
-def test_a_group_larger_than_a_device_is_refused():
+def test_plan_rejects_group_larger_than_device_memory():
     # 1,150 rows × 16 × (4 bytes of weight + 4 of Adagrad) = 147,200 bytes
     check({}, [["user", "user_tag", "item"]], memory=147_200)
     with pytest.raises(ConfigError, match=r"user, user_tag, item: .* GiB .*including optimizer state"):
@@ -200,11 +200,11 @@ ITEM = 1000 * 16 * (4 + 4)  # bytes of table item: weights and Adagrad's state
 
 
 @pytest.mark.parametrize("kernel", ["fused_uvm", "fused_uvm_caching"])
-def test_tables_in_host_memory_do_not_count_against_the_gpu(kernel):
+def test_host_memory_tables_use_no_gpu_memory(kernel):
     constraint = item(kernel=kernel, ranks=[0])
 
     def checked(tables, room, groups=(), device="cuda"):
-        """With so many bytes of host memory for tables."""
+        """Validate a plan with `room` bytes of host memory for tables."""
         settings = config(tables, groups)
         settings.data.buffer_gib, settings.checkpoint.async_save = 1000 / GIB, False
         share = (room + 1000.5) / (1 - HOST_RESERVE_SHARE)
@@ -215,31 +215,31 @@ def test_tables_in_host_memory_do_not_count_against_the_gpu(kernel):
     checked(constraint, ITEM)
     with pytest.raises(ConfigError, match=r"table item: .* of host memory on one rank"):
         checked(constraint, ITEM - 1)
-    with pytest.raises(ConfigError, match="GiB on one rank are required"):  # there is one memory on CPU
+    with pytest.raises(ConfigError, match="GiB on one rank are required"):  # on CPU, tables share one memory
         checked(constraint, ITEM, device="cpu")
     checked(item(kernel=kernel), ITEM, [["item", "shop"]])
 
 
 def moved(memory, kernels=("fused", "fused_mmap"), tables=None, optimizer="adagrad"):
-    """The tables in files, of each attempt at a plan."""
+    """Return the tables in files for each attempt to find a plan."""
     settings = config(tables, optimizer=optimizer, compute_kernels=list(kernels))
     constraints = resolve_constraints(settings, schema())
     attempts = move_to_files(constraints, schema(), settings, memory)
     return [[name for name, of in each.items() if of.kernel == "fused_mmap"] for each in attempts]
 
 
-def test_tables_move_to_files_as_memory_wants_and_the_largest_first():
+def test_largest_tables_move_to_files_first():
     whole = sum(ROWS.values()) * 16 * 8  # bytes with state
     assert moved(whole, ["fused"]) == [[]]
     assert moved(whole) == [[], ["item"], ["user", "item"], ["user", "user_tag", "item", "shop"]]
     assert moved(whole - 1)[0] == ["item"] and moved(whole - ITEM - 1)[0] == ["user", "item"]
     assert moved(0)[-1] == ["user", "user_tag", "item", "shop"] == moved(whole, ["fused_mmap"])[0]
-    assert moved(0, optimizer="adam") == [[]], "whose update is dense on CPU"
+    assert moved(0, optimizer="adam") == [[]], "Adam updates are dense on CPU, so tables cannot be in files"
     fixed = {"item": {"compute_kernel": "fused"}, "shop": {"sharding_type": "data_parallel"}}
     assert moved(0, tables=fixed)[-1] == ["user", "user_tag"]
 
 
-def test_gpus_have_no_files():
+def test_gpus_reject_mmap_kernels():
     with pytest.raises(ConfigError, match="which GPUs do not support"):
         check(device="cuda", compute_kernels=["fused_mmap"])
     both = config(compute_kernels=["fused_mmap", "fused", "fused_uvm"])
@@ -247,8 +247,8 @@ def test_gpus_have_no_files():
     assert list_kernel_choices(both, "cpu", managed=False) == ["fused"]
 
 
-def test_room_in_host_memory_is_left_for_checkpoints():
-    """Of a rank's share: a reserve, rows read ahead, and copies of its part of all tables."""
+def test_host_memory_limit_reserves_checkpoint_copies():
+    """A rank's share also holds a reserve, prefetched rows, and copies of its part of all tables."""
     settings, others = config(item(kernel="fused_uvm")), 157 * 16 * 8
     resolved = resolve_constraints(settings, schema())
     assert estimate_host_table_bytes(settings, schema(), resolved, 4, 1000) == 0
@@ -258,7 +258,7 @@ def test_room_in_host_memory_is_left_for_checkpoints():
         assert estimate_host_table_bytes(settings, schema(), resolved, 4, 200_000) == int(room)
 
 
-def test_copies_of_tables_on_gpus_need_main_memory():
+def test_checkpoint_copies_of_gpu_tables_need_host_memory():
     settings, buffer = config(), int(0.5 * GIB)
     sizes = estimate_footprints(settings, schema(), resolve_constraints(settings, schema()), "cuda").values()
     copies = sum(size.device for size in sizes) // 4
@@ -299,7 +299,7 @@ SEQUENCES = a_schema(
 
 
 @pytest.mark.parametrize("sharding", ["table_row_wise", "table_column_wise", "grid_shard"])
-def test_ways_that_tables_of_sequences_do_not_have(sharding):
+def test_sequence_tables_reject_unsupported_sharding_types(sharding):
     def resolved(tables=None, **plan):
         model = {"name": "sequence", "target": "item"}
         return resolve_constraints(config(tables, model=model, **plan), SEQUENCES)
@@ -313,7 +313,7 @@ def test_ways_that_tables_of_sequences_do_not_have(sharding):
         resolved(sharding_types=[sharding])
 
 
-def test_the_planner_expects_the_ids_of_sequences():
+def test_planner_counts_sequence_lengths():
     assert group_lengths_by_table(SEQUENCES, Features(SEQUENCES, {"history": 50}))["item"] == [1.0, 50.0]
     assert group_lengths_by_table(SEQUENCES, Features(SEQUENCES, {}))["item"] == [1.0, 1.0]
     known = {"mean_length": 70.5, "p99_length": 200, "max_length": 500, "distinct": 1000}
@@ -322,7 +322,7 @@ def test_the_planner_expects_the_ids_of_sequences():
     assert group_lengths_by_table(found, Features(SEQUENCES, {"history": 50}))["item"] == [1.0, 50.0]
 
 
-def test_a_key_of_earlier_configurations_is_ignored():
+def test_config_ignores_removed_balance_key():
     given = {"data": {"train": "d/train"}, "plan": {"balance": False, "memory_gib": 2}}
     assert load_config(given).plan.model_dump() == load_config(given, ["plan.balance=true"]).plan.model_dump()
     with pytest.raises(ConfigError, match="balanced: unknown key"):

@@ -1,4 +1,4 @@
-"""`raytrec predict`: every row once, with the scores of the run; continued after real kills."""
+"""`raytrec predict` writes every row once with the scores of the run and continues after real kills."""
 
 import json
 import os
@@ -28,7 +28,7 @@ COLUMNS = ["row", "tags", "label"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A dataset whose test/ has 10 files of a span each."""
+    """Return a dataset whose test/ has 10 files of one span each."""
     folder = parquet.dataset(tmp_path_factory.mktemp("predict") / "d")
     shutil.rmtree(folder / "test")
     parquet.write(folder / "test" / "large", ROWS, 9, files=FILES)
@@ -43,7 +43,7 @@ def run(ray_cluster, folder, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def made(run, folder, tmp_path_factory):
-    """Undisturbed predictions of test/."""
+    """Return uninterrupted predictions of test/."""
     out = tmp_path_factory.mktemp("undisturbed") / "out"
     return predict(run.path, folder / "test", out, columns=["row,tags", "label"])
 
@@ -58,7 +58,7 @@ def outputs(out):
 
 
 def auc(labels, scores):
-    """Of untied scores."""
+    """Return the AUC of scores without ties."""
     ranks = np.argsort(np.argsort(scores)) + 1.0
     positives = labels.sum()
     return (ranks[labels == 1].sum() - positives * (positives + 1) / 2) / (
@@ -66,7 +66,7 @@ def auc(labels, scores):
     )
 
 
-def test_the_scores_are_those_that_the_run_was_evaluated_with(run, folder, made):
+def test_predictions_match_the_evaluation_of_the_run(run, folder, made):
     assert made.columns == [*COLUMNS, "score"]
     found, given = read(made.path), parquet.table(ROWS, 9)
     assert found.drop(["score"]).equals(given.select(COLUMNS))
@@ -82,8 +82,8 @@ def test_the_scores_are_those_that_the_run_was_evaluated_with(run, folder, made)
     assert again.metrics["predict.rows"] == ROWS
 
 
-def test_bad_rows_unknown_ids_empty_files_and_more_workers_than_files(run, tmp_path):
-    """Rows that cannot be read keep their place, without a score; ids follow the table's rule."""
+def test_predict_handles_bad_rows_and_empty_files(run, tmp_path):
+    """Unreadable rows keep their position and have no score. Unknown ids follow the table's rule."""
     table = parquet.table(90, 3).drop(["label"])
     users, prices = table["user"].to_numpy().copy(), table["price"].to_numpy().copy()
     users[[4, 80]], prices[[7, 50]] = 1000, np.nan
@@ -106,7 +106,7 @@ def test_bad_rows_unknown_ids_empty_files_and_more_workers_than_files(run, tmp_p
 
 
 def kill_when(written, out, everybody):
-    """Kills a worker, or all of them, when so many files have been written; in a thread."""
+    """Start a thread that kills one or all workers once `written` files exist."""
 
     def go():
         wait_for(lambda: len(list(Path(out).rglob("*.parquet"))) >= written, "file", 120)
@@ -120,7 +120,7 @@ def kill_when(written, out, everybody):
 
 @pytest.mark.survive
 @pytest.mark.parametrize("everybody", [False, True])
-def test_killed_workers_leave_no_trace(run, folder, made, tmp_path, everybody, capfd):
+def test_killed_workers_do_not_change_predictions(run, folder, made, tmp_path, everybody, capfd):
     killer = kill_when(1, tmp_path / "out", everybody)
     again = predict(run.path, folder / "test", tmp_path / "out", columns=COLUMNS)
     killer.join()
@@ -130,8 +130,8 @@ def test_killed_workers_leave_no_trace(run, folder, made, tmp_path, everybody, c
 
 
 @pytest.mark.survive
-def test_the_driver_is_killed_twice_at_random(run, folder, made, tmp_path):
-    """SIGKILL of the command at any moment after its first file; then the same command again."""
+def test_predict_continues_after_two_killed_drivers(run, folder, made, tmp_path):
+    """Kill the command at a random time after its first file, then run the same command again."""
     words = ["--data", folder / "test", "--out", tmp_path / "out", "--columns", "row,tags", "--columns=label"]
     command = [sys.executable, "-m", "raytrec", "predict", *map(str, [run.path, *words]), "--json"]
     chance, kept = random.Random(4), 0

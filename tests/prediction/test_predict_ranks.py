@@ -1,4 +1,4 @@
-"""Predictions of real ranks, without Ray: every row once, in order, the same bits whatever came before."""
+"""Predictions of real ranks without Ray: every row once, in order, and bitwise reproducible."""
 
 from pathlib import Path
 from unittest.mock import patch
@@ -13,11 +13,11 @@ from ranks import on_ranks
 
 from raytrec.prediction.folder import PredictionFolder
 
-BATCH = 40  # rows of a rank's batch
+BATCH = 40  # rows per rank and batch
 
 
 def read_here(stream, items):
-    """Stream._tables without Ray."""
+    """Replace Stream._tables and read without Ray."""
     from raytrec.data.item_reader import read_item
 
     yield from (read_item(item, stream.dataset.form, stream.faults) for item in items)
@@ -30,7 +30,7 @@ def settings(folder, **changes):
 
 
 def wanted(folder, dataset, out, columns=("row",), files=None):
-    """What the driver would ask for."""
+    """Return the task that the driver would send to the workers."""
     from raytrec.prediction.columns import CarriedColumns
     from raytrec.prediction.folder import Manifest, PredictionTask
 
@@ -43,11 +43,11 @@ def wanted(folder, dataset, out, columns=("row",), files=None):
 
 
 def predict(rank, world, folder, out, changes, fail_after=None, restart_after=None):
-    """One rank of predict_worker, with the weights that a new run begins with; rank 0's messages.
+    """Run predict_worker on one rank with the initial weights of a new run; return the messages of rank 0.
 
     Args:
-        fail_after: spans that all ranks together write before they fail.
-        restart_after: batches after which rank 1 hears that the group is to be started again.
+        fail_after: Number of spans that all ranks together write before they fail.
+        restart_after: Number of batches after which rank 1 receives the restart command.
     """
     import torch
 
@@ -108,7 +108,7 @@ def predict(rank, world, folder, out, changes, fail_after=None, restart_after=No
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Files of one span, of several, with one row, and with large row groups."""
+    """Write files with one span, several spans, one row, and large row groups."""
     base = tmp_path_factory.mktemp("predict")
     (base / "test" / "day=1").mkdir(parents=True)
     (base / "schema.yaml").write_text(parquet.SCHEMA_YAML)
@@ -124,12 +124,12 @@ def folder(tmp_path_factory):
 
 
 def outputs(out):
-    """name → bytes of each file, but for those of other kinds."""
+    """Return the bytes of every Parquet file by name."""
     return {str(p.relative_to(out)): p.read_bytes() for p in sorted(Path(out).rglob("*.parquet"))}
 
 
 def expected_scores(rank, world, folder):
-    """Scores of one process with everything in one batch, by plain calls of the model."""
+    """Return the scores of a single process that evaluates all rows in one batch."""
     import torch
 
     from raytrec.config.schema import Schema
@@ -153,7 +153,7 @@ def expected_scores(rank, world, folder):
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_every_row_once_and_in_order(folder, tmp_path, world):
+def test_ranks_predict_every_row_once_and_in_order(folder, tmp_path, world):
     said = on_ranks(world, predict, folder, tmp_path, {})[0]
     names = ["a.parquet", "b.parquet", "day=1/c.parquet", "day=1/d.parquet"]
     assert sorted(outputs(tmp_path)) == names
@@ -167,14 +167,14 @@ def test_every_row_once_and_in_order(folder, tmp_path, world):
 
 @pytest.fixture(scope="module")
 def whole(folder, tmp_path_factory):
-    """The outputs of two ranks that nothing has disturbed."""
+    """Return the outputs of two ranks without failures."""
     out = tmp_path_factory.mktemp("whole")
     on_ranks(2, predict, folder, out, {})
     return outputs(out)
 
 
 @pytest.mark.parametrize("fail_after", [0, 2, 4])
-def test_what_is_written_stays_and_the_rest_is_the_same_to_the_last_bit(folder, whole, tmp_path, fail_after):
+def test_continued_predictions_are_bitwise_equal(folder, whole, tmp_path, fail_after):
     with pytest.raises(RuntimeError, match="predictions cannot be written"):
         on_ranks(2, predict, folder, tmp_path / "again", {}, fail_after)
     before = {name: p.stat().st_mtime_ns for name, p in files(tmp_path / "again")}
@@ -185,16 +185,14 @@ def test_what_is_written_stays_and_the_rest_is_the_same_to_the_last_bit(folder, 
     assert all(dict(files(tmp_path / "again"))[n].stat().st_mtime_ns == before[n] for n in complete)
 
 
-def test_a_group_that_is_to_be_started_again_ends_and_what_is_written_stays(folder, whole, tmp_path):
-    """Whichever rank hears of it; the next group may have another number of ranks."""
+def test_restarted_group_keeps_written_spans(folder, whole, tmp_path):
+    """Only one rank receives the restart command. The next group has another number of ranks."""
     with pytest.raises(RuntimeError, match=r"Restart: after 1\d of \d+ batches"):
         on_ranks(2, predict, folder, tmp_path / "again", {}, None, 12)
     before = {name: path.stat().st_mtime_ns for name, path in files(tmp_path / "again")}
     assert len(before) > 0
     on_ranks(3, predict, folder, tmp_path / "again", {})
-    PredictionFolder(
-        str(tmp_path / "again")
-    ).sweep()  # as the driver does; the rank that was killed may have written
+    PredictionFolder(str(tmp_path / "again")).sweep()  # as the driver does; a killed rank may leave files
     assert outputs(tmp_path / "again") == whole and not list((tmp_path / "again").rglob("*.tmp"))
     complete = {name for name in before if not name.startswith("_")}
     assert all(dict(files(tmp_path / "again"))[n].stat().st_mtime_ns == before[n] for n in complete)

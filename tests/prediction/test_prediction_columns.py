@@ -1,4 +1,4 @@
-"""Columns that go from input files to predictions: of files, of transforms, of folders' names."""
+"""Columns that predictions take over from input files, transforms and partition folders."""
 
 import datetime
 import decimal
@@ -39,7 +39,7 @@ def transforms(*settings):
     return tuple(load_config({"data": {"train": "x", "transforms": list(settings)}}).data.transforms)
 
 
-def test_values_and_types_are_those_of_the_file(file):
+def test_carried_columns_keep_values_and_types(file):
     names = ("price", "list", "text", "when", "user.age", "city")
     carried = CarriedColumns(names)
     read = [carried.read(part) for part in (Part(file, 0, 1, 2), Part(file, 1, 0, 2))]
@@ -52,7 +52,7 @@ def test_values_and_types_are_those_of_the_file(file):
     assert CarriedColumns(()).schema(file) == pa.schema([])
 
 
-def test_a_column_of_the_file_stays_as_it_is_and_others_are_made(file):
+def test_carried_columns_prefer_file_values_over_transforms(file):
     made = transforms(
         {"do": "hash", "columns": ["text"], "rows": 9},
         {"do": "date_part", "columns": ["when"], "part": "hour", "into": ["hour"]},
@@ -63,7 +63,7 @@ def test_a_column_of_the_file_stays_as_it_is_and_others_are_made(file):
     assert carried.schema(file).types == [pa.string(), pa.int64(), pa.int64()]
 
 
-def test_columns_of_folders_may_also_be_read_by_transforms(file):
+def test_transforms_can_read_partition_columns(file):
     made = transforms(
         {"do": "cast", "columns": ["day"], "to": "string"},
         {"do": "hash", "columns": ["day"], "rows": 9, "into": ["hashed"]},
@@ -73,12 +73,12 @@ def test_columns_of_folders_may_also_be_read_by_transforms(file):
     assert len(set(found["hashed"].to_pylist())) == 1
 
 
-def test_a_column_that_is_not_there(file):
+def test_missing_carried_column_suggests_a_similar_name(file):
     with pytest.raises(DataError, match="column 'txet' does not exist in the input; did you mean 'text'"):
         CarriedColumns(("id", "txet")).schema(file)
 
 
-def test_transforms_of_labels_alone_are_left_undone():
+def test_transforms_that_only_make_labels_are_skipped():
     given = transforms(
         {"do": "fill_null", "columns": ["rating", "price"], "value": 0},
         {"do": "binarize", "columns": ["rating"], "at_least": 4, "into": ["label"]},

@@ -1,4 +1,4 @@
-"""The driver's side of `raytrec predict`, with workers that only write: what it refuses, keeps and counts."""
+"""The driver of `raytrec predict` with fake workers: refused settings, kept files and counters."""
 
 import json
 import re
@@ -28,7 +28,7 @@ from raytrec.prediction.writer import SpanWriter, assemble, group_by_file
 
 
 def save(root, step, auc, **changes):
-    """A checkpoint, as far as the driver reads it."""
+    """Write the part of a checkpoint that the driver reads."""
     config = load_config(parquet.settings("/data", root.parent) | changes, ["data.global_batch_size=16"])
     checkpoints.index_alone(
         root,
@@ -45,7 +45,7 @@ HASHED = "user: {rows: 40, dim: 8, out_of_range: hash}"
 
 @pytest.fixture
 def run(tmp_path):
-    """A run folder with checkpoints of steps 10 and 20; step 10's is the better one."""
+    """Return a run folder with checkpoints of steps 10 and 20. The first has the better AUC."""
     changes = {"checkpoint": {"best_metric": "auc"}, "run": {"dir": str(tmp_path / "run"), "name": "r"}}
     for step, auc in ((10, 0.8), (20, 0.7)):
         save(tmp_path / "run" / "checkpoints", step, auc, **changes)
@@ -54,7 +54,7 @@ def run(tmp_path):
 
 @pytest.fixture
 def data(tmp_path):
-    """Three files, one of which has no rows; no labels."""
+    """Write three files without labels, one of them without rows."""
     folder = parquet.write(tmp_path / "data" / "in", 500, 4, row_group=50)
     pq.write_table(parquet.table(1, 1).slice(0, 0), folder / "none.parquet")
     for path in folder.glob("*.parquet"):
@@ -64,7 +64,7 @@ def data(tmp_path):
 
 @pytest.fixture(autouse=True)
 def group(monkeypatch):
-    """In the place of workers: writes 0.5 for every row; the calls are kept. `stop_after` spans it fails."""
+    """Replace the workers: record calls, write 0.5 for every row and fail after `stop_after` spans."""
 
     class Group(list):
         stop_after = None
@@ -101,7 +101,7 @@ def read(out):
     return pa.concat_tables([pq.ParquetFile(path).read() for path in sorted(Path(out).glob("*.parquet"))])
 
 
-def test_files_figures_and_the_command(run, data, tmp_path, group):
+def test_predict_command_writes_files_and_reports_metrics(run, data, tmp_path, group):
     out = tmp_path / "out"
     words = ["predict", str(run), "--data", str(data), "--out", str(out), "--columns", "row,tags", "--json"]
     said = CliRunner().invoke(app, words)
@@ -122,7 +122,7 @@ def test_files_figures_and_the_command(run, data, tmp_path, group):
     assert len(group) == 1
 
 
-def test_what_is_written_stays(run, data, tmp_path, group):
+def test_predict_keeps_written_spans_after_a_failure(run, data, tmp_path, group):
     out, group.stop_after = tmp_path / "out", 5
     with pytest.raises(RunError, match="died"):
         predict(run, data, out, columns=["row"])
@@ -130,16 +130,16 @@ def test_what_is_written_stays(run, data, tmp_path, group):
     none, group.stop_after = (out / "none.parquet").stat().st_mtime_ns, None
     made = predict(run, data, out, columns=["row"])
     assert made.metrics["predict.rows"] == 500 and not (out / "_parts").exists()
-    assert made.metrics["predict.rows_per_s"] == 25, "of six spans one was left"
+    assert made.metrics["predict.rows_per_s"] == 25, "only one of six spans is left"
     assert (out / "none.parquet").stat().st_mtime_ns == none
     assert read(out)["row"].to_pylist() == list(range(500))
     (out / "part-0.parquet").write_bytes((out / "part-0.parquet").read_bytes()[:-9])
-    assert predict(run, data, out, columns=["row"]).metrics["predict.rows_per_s"] == 125, "a file was cut off"
+    assert predict(run, data, out, columns=["row"]).metrics["predict.rows_per_s"] == 125, "not rewritten"
     group.stop_after = 0
     assert predict(run, data, out, columns=["row"]).metrics["predict.rows_per_s"] is None
 
 
-def test_what_killed_writers_have_left_is_removed_by_the_next_command(run, data, tmp_path, group):
+def test_predict_removes_temporary_files_of_killed_writers(run, data, tmp_path, group):
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait(60)
     gone = re.sub(r"\d+$", str(ended.pid), owner())
@@ -155,7 +155,7 @@ def test_what_killed_writers_have_left_is_removed_by_the_next_command(run, data,
     assert [path.exists() for path in left + others] == [False, False, True, True]
 
 
-def test_other_batches_leave_complete_files_and_no_parts(run, data, tmp_path, group):
+def test_other_batch_sizes_discard_unfinished_parts(run, data, tmp_path, group):
     out, group.stop_after = tmp_path / "out", 2
     with pytest.raises(RunError, match="died"):
         predict(run, data, out)
@@ -166,7 +166,7 @@ def test_other_batches_leave_complete_files_and_no_parts(run, data, tmp_path, gr
     assert (group[0][1].batch_rows, group[1][1].batch_rows) == (8, 4)
 
 
-def test_which_checkpoint(run, data, tmp_path, group):
+def test_predict_selects_the_checkpoint(run, data, tmp_path, group):
     predict(run, data, tmp_path / "a")
     predict(run, data, tmp_path / "b", checkpoint="best")
     predict(run, data, tmp_path / "c", checkpoint=10)
@@ -174,7 +174,7 @@ def test_which_checkpoint(run, data, tmp_path, group):
     assert [checkpoint[-2:] for checkpoint, _ in group] == ["20", "10", "10", "10"]
 
 
-def test_columns_of_the_run_and_of_several_tasks(tmp_path, data, group):
+def test_predict_writes_columns_of_the_run_and_of_every_task(tmp_path, data, group):
     tasks = [{"label": "label", "name": "buys"}, {"label": "label", "name": "looks", "loss": "mse"}]
     carry = parquet.settings("/data", tmp_path / "run")["data"] | {"reserve_columns": ["row", "user"]}
     save(tmp_path / "run" / "checkpoints", 10, 0.5, data=carry, tasks=tasks)
@@ -183,7 +183,7 @@ def test_columns_of_the_run_and_of_several_tasks(tmp_path, data, group):
     assert predict(tmp_path / "run", data, tmp_path / "none", columns=[""]).columns == made.columns[2:]
 
 
-def test_what_is_refused(run, data, tmp_path):
+def test_predict_refuses_invalid_settings(run, data, tmp_path):
     out = tmp_path / "out"
     predict(run, data, out, columns=["row"])
 
@@ -221,7 +221,7 @@ def test_what_is_refused(run, data, tmp_path):
         refused(RunError, "another process is writing to this folder")
 
 
-def test_a_damaged_manifest_is_an_error_for_people(run, data, tmp_path):
+def test_damaged_prediction_manifest_raises_a_clear_error(run, data, tmp_path):
     manifest = tmp_path / "out" / "_predictions.json"
     predict(run, data, tmp_path / "out", columns=["row"])
     values = json.loads(manifest.read_text())
@@ -235,7 +235,7 @@ def test_a_damaged_manifest_is_an_error_for_people(run, data, tmp_path):
         assert "choose another --out, or remove the folder" in error.value.do, damaged
 
 
-def test_input_that_has_changed(run, data, tmp_path):
+def test_predict_refuses_changed_input(run, data, tmp_path):
     predict(run, data, tmp_path / "out", columns=["row"])
     table = pq.read_table(data / "part-1.parquet")
     price = pa.array(np.zeros(len(table), np.float32))

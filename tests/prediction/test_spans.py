@@ -1,4 +1,4 @@
-"""Spans of files: each row once, in order, no batch of two files, the same whatever is done already."""
+"""Spans of files: each row once and in order, no batch across files, independent of finished spans."""
 
 import random
 
@@ -9,7 +9,7 @@ from raytrec.prediction.spans import SpanOrder, cut_spans, deal, select_remainin
 
 
 def dataset(sizes):
-    """Files of row groups of these sizes."""
+    """Return a dataset whose files have row groups of these sizes."""
     groups = [RowGroup(f"f{f:03}", g, rows) for f, file in enumerate(sizes) for g, rows in enumerate(file)]
     return Dataset("here", tuple(groups), None)
 
@@ -20,7 +20,7 @@ def rows_of(part):
 
 @pytest.mark.parametrize("world", [1, 2, 3, 7])
 @pytest.mark.parametrize("seed", range(4))
-def test_every_row_is_read_once_and_in_order(seed, world):
+def test_spans_read_every_row_once_and_in_order(seed, world):
     chance = random.Random(seed)
     sizes = [[chance.randint(1, 400) for _ in range(chance.randint(1, 9))] for _ in range(6)]
     whole, batch = dataset(sizes), chance.choice([1, 7, 64])
@@ -41,7 +41,7 @@ def test_every_row_is_read_once_and_in_order(seed, world):
         for step in range(order.steps()):
             ((_, count),) = order.shares(None, step, rank, world)
             assert count <= order.padded_rows(None, step, world) == batch
-            assert len({path for path, *_ in mine[taken : taken + count]}) <= 1, "a batch of two files"
+            assert len({path for path, *_ in mine[taken : taken + count]}) <= 1, "a batch spans two files"
             taken += count
         assert taken == len(mine)
         read += mine
@@ -54,20 +54,20 @@ def place(span):
 
 
 def firsts(spans):
-    """Where each span must begin: after the one before of its file."""
+    """Yield the first row of each span, which follows the previous span of the file."""
     before = {}
     for span in spans:
         yield before.get(span.path, 0)
         before[span.path] = before.get(span.path, 0) + span.rows
 
 
-def test_large_row_groups_are_cut_and_whole_files_know_that_they_are():
+def test_spans_split_large_row_groups_and_mark_whole_files():
     spans = cut_spans(dataset([[250_000], [10]]), 100)
     assert [span.is_whole for span in spans] == [False] * 3 + [True]
     assert [span.rows for span in spans] == [80_000, 80_000, 90_000, 10]
 
 
-def test_what_is_done_moves_no_other_span():
+def test_finished_spans_do_not_move_other_spans():
     spans = cut_spans(dataset([[500] * 20]), 10, span_rows=500)
     dealt = deal(spans, 3, 10)
     assert {len(mine) for mine in dealt} <= {6, 7}
@@ -77,7 +77,7 @@ def test_what_is_done_moves_no_other_span():
     assert SpanOrder([[], []], 10).steps() == 0
 
 
-def test_ranks_have_about_as_much_to_do():
+def test_ranks_get_balanced_loads():
     chance = random.Random(3)
     spans = cut_spans(dataset([[chance.randint(1, 3000)] for _ in range(200)]), 50, span_rows=1)
     loads = [sum(-(-span.rows // 50) for span in mine) for mine in deal(spans, 8, 50)]

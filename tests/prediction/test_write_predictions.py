@@ -1,4 +1,4 @@
-"""Spans of scores as files: columns and nulls, parts put together, what cannot be read or written."""
+"""Spans of scores as files: columns, nulls, assembled parts and unreadable input."""
 
 import numpy as np
 import pyarrow as pa
@@ -15,7 +15,7 @@ from raytrec.prediction.writer import SpanWriter, assemble, group_by_file, to_sc
 
 @pytest.fixture
 def task(tmp_path):
-    """Two files, one of 2 spans, one of 1."""
+    """Return a task with two files, one of 2 spans and one of 1 span."""
     (tmp_path / "in" / "b").mkdir(parents=True)
     for name, rows, group in (("a", 60, 20), ("b/c", 7, 7)):
         table = pa.table({"id": range(rows), "city": [f"city {i % 3}" for i in range(rows)]})
@@ -49,7 +49,7 @@ def written(task, spans, skip=False, absent=()):
     writer.close()
 
 
-def test_files_have_all_rows_in_order_with_the_scores_of_every_task(task):
+def test_files_contain_all_rows_with_scores_of_every_task(task):
     spans = spans_of(task)
     assert [(span.first, span.rows) for span in spans] == [(0, 40), (40, 20), (0, 7)]
     assert [span.is_whole for span in spans] == [False, False, True]
@@ -76,7 +76,7 @@ def test_files_have_all_rows_in_order_with_the_scores_of_every_task(task):
     assert Counts.of(found.metadata, "others") is None
 
 
-def test_columns_that_cannot_be_read_are_null_where_rows_are_skipped(task):
+def test_unreadable_columns_are_null_if_rows_are_skipped(task):
     whole = spans_of(task)[2:]
     changed = pa.table({"id": range(3), "city": ["x"] * 3})
     for path in list(task.files)[1:]:
@@ -88,7 +88,7 @@ def test_columns_that_cannot_be_read_are_null_where_rows_are_skipped(task):
     assert table["id"].null_count == 7 and table["score_buys"].null_count == 0
 
 
-def test_parts_that_are_not_as_they_were_written_are_not_used(task):
+def test_assemble_refuses_changed_parts(task):
     spans = spans_of(task)[:2]
     written(task, spans)
     pq.write_table(pa.table({"id": range(20)}), f"{task.out}/{task.part_of(spans[1])}")
@@ -97,7 +97,7 @@ def test_parts_that_are_not_as_they_were_written_are_not_used(task):
     assert not (PredictionFolder(task.out).names() & {"a.parquet"})
 
 
-def test_scores_as_columns():
+def test_score_column_is_null_only_for_absent_rows():
     scores = np.array([0.5, np.nan], np.float32)
-    assert to_score_column(scores, np.array([True, True])).null_count == 0, "a NaN of the model stays"
+    assert to_score_column(scores, np.array([True, True])).null_count == 0, "a NaN score became null"
     assert to_score_column(scores, np.array([True, False])).to_pylist() == [0.5, None]

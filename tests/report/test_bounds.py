@@ -1,4 +1,4 @@
-"""What bounds a run: parts of its time, by hand; the same from real ranks' lines."""
+"""The bottleneck of a run: parts of its time, from made-up lines and from lines of real ranks."""
 
 import json
 from html import unescape
@@ -26,7 +26,7 @@ def line(seconds=PHASES, steps=100, **fields):
     return RankLine(**interval([], 0, 1, 100) | {"phases_s": dict(seconds), "steps": steps, **fields})
 
 
-def test_parts_by_hand():
+def test_bound_lists_seconds_and_shares_of_every_part():
     found = find_bound(of(line()), 40.0, 1000.0)
     parts = found["bound.parts"]
     seconds = {"dense model": 6 + 8 + 2, "tables": 4, "exchange": 4, "ingest": 1.5, "start": 40 - 25.5}
@@ -45,17 +45,17 @@ def test_parts_by_hand():
         ("other", "bound by start: 74 % of the time, 1 min 14 s, went into start-up, restarts, "),
     ],
 )
-def test_the_sentence_of_each_part(phase, sentence):
+def test_bound_sentence_describes_the_largest_part(phase, sentence):
     found = find_bound(of(line(PHASES | {phase: 80.0})), 100.0, 1000.0)
     assert found["bound.sentence"].startswith(sentence)
 
 
-def test_a_start_says_what_bounds_the_steps():
+def test_start_bound_also_names_the_bound_of_steps():
     sentence = find_bound(of(line()), 400.0, 1000.0)["bound.sentence"]
     assert sentence.endswith("; steps bound by dense model: 63 % of the time")
 
 
-def test_ranks_are_averaged_and_first_steps_belong_to_the_start():
+def test_times_average_ranks_and_exclude_first_steps():
     first = {"forward": 2.0}
     slow = line({"forward": 8.0}, 11, world=2, first_s=first)
     quick = line({"forward": 4.0}, 11, world=2, first_s=first)
@@ -63,17 +63,17 @@ def test_ranks_are_averaged_and_first_steps_belong_to_the_start():
     assert times.seconds["forward"] == (6 + 2) / 2 and times.steps == 10
 
 
-def test_of_a_large_group_the_recorded_ranks_are_averaged():
+def test_times_average_recorded_ranks_of_a_large_group():
     times = of(*(line({"forward": 3.0}, 10, rank=rank, world=1024) for rank in select_recorded_ranks(1024)))
     assert times.seconds["forward"] == pytest.approx(3.0) and times.steps == pytest.approx(10)
 
 
-def test_without_steps_nothing_is_found():
+def test_bound_is_empty_without_steps():
     assert find_bound(Times(), 5.0, None) == {}
 
 
 def real(rank, world, changes, slow, folder):
-    """This rank's lines of steps whose batches come as slowly as that."""
+    """Train on batches that take `slow` seconds each; return the lines of this rank."""
     from time import sleep
 
     import loop
@@ -95,8 +95,8 @@ def real(rank, world, changes, slow, folder):
 @pytest.mark.parametrize(
     "slow, changes, by", [(0.2, [], "ingest"), (0.0, ["model.top_mlp=[1500,1500]"], "dense model")]
 )
-def test_slow_readers_are_ingest_and_a_large_dense_model_takes_the_most(tmp_path, slow, changes, by):
-    """Of the steps after the first, by themselves."""
+def test_bound_of_real_ranks_names_the_slow_part(tmp_path, slow, changes, by):
+    """Only the steps after the first one count."""
     (lines,) = on_ranks(1, real, changes, slow, str(tmp_path))
     times = of(*lines)
     assert times.steps == STEPS - 1
@@ -104,7 +104,7 @@ def test_slow_readers_are_ingest_and_a_large_dense_model_takes_the_most(tmp_path
     assert found["bound.by"] == by and found["bound.share"] > 0.3
 
 
-def test_it_is_on_the_console_in_the_report_and_in_comparisons(tmp_path, capsys):
+def test_bound_is_shown_on_console_report_and_comparison(tmp_path, capsys):
     from raytrec.driver.console import Result, print_summary
     from raytrec.report.compare import compare
     from raytrec.report.report import build

@@ -1,4 +1,4 @@
-"""Runs next to one another: what differs, on the terminal and on the page."""
+"""Comparison of runs: their differences on the terminal and on the page."""
 
 import json
 
@@ -15,7 +15,7 @@ from raytrec.report.figures.learning import draw_overlay
 
 
 def another(folder, name, config=CONFIG, **result):
-    """A run with other results and another configuration."""
+    """Record a run with other results and another configuration."""
     record(folder)
     before = json.loads((folder / "result.json").read_text())
     (folder / "result.json").write_text(json.dumps(before | {"name": name} | result))
@@ -30,7 +30,7 @@ def runs(tmp_path):
     return [another(tmp_path / "a", "first"), another(tmp_path / "b", "second", config, **figures)]
 
 
-def test_differences_are_against_the_first(runs):
+def test_comparison_shows_differences_from_the_first_run(runs):
     comparison = compare(runs)
     assert comparison.names == ["first", "second"]
     assert comparison.results["eval.auc"] == ["0.8100", "0.8052 (-0.0048)"]
@@ -39,7 +39,7 @@ def test_differences_are_against_the_first(runs):
     assert comparison.results["world_size"] == ["2", "2 (+0)"]
 
 
-def test_only_what_differs_in_the_configurations_is_shown(runs):
+def test_comparison_shows_only_different_config_keys(runs):
     assert compare(runs).config == {
         "data.global_batch_size": ["2048", "4096"],
         "optim.embeddings.lr": ["0.02", "0.05"],
@@ -48,19 +48,19 @@ def test_only_what_differs_in_the_configurations_is_shown(runs):
     assert compare(runs).config == {"train.max_grad_norm": ["(not set)", "null"]}
 
 
-def test_runs_called_alike_are_told_apart_by_their_places(tmp_path):
+def test_comparison_adds_folders_to_equal_run_names(tmp_path):
     runs = [another(tmp_path / name, "same") for name in ("a", "b")]
     assert compare(runs).names == [f"same ({run})" for run in runs]
 
 
-def test_a_run_without_a_result_has_its_place(runs):
+def test_comparison_includes_a_run_without_a_result(runs):
     (runs[0] / "result.json").unlink()
     comparison = compare(runs)
     assert comparison.results["eval.auc"] == ["–", "0.8052"]
-    assert comparison.names == ["recorded", "second"]  # of config.yaml
+    assert comparison.names == ["recorded", "second"]  # from config.yaml
 
 
-def test_curves_lie_over_one_another(runs):
+def test_comparison_overlays_the_curves_of_all_runs(runs):
     comparison = compare(runs)
     made = draw_overlay(comparison.runs, comparison.names)
     final = "in evaluations (diamonds: final evaluation)"
@@ -76,28 +76,28 @@ def test_curves_lie_over_one_another(runs):
     assert training.lines[0].get_color() != training.lines[1].get_color()
 
 
-def test_long_names_of_many_runs_fit_below_the_curves(runs):
+def test_legend_of_many_long_run_names_has_no_collisions(runs):
     comparison = compare(runs)
     names = [f"clicks-and-purchases-20261126-15385{i}" for i in range(6)]
     assert [collisions(picture) for picture in draw_overlay(comparison.runs * 3, names)] == [[]] * 5
 
 
-def test_the_tables_of_the_page_have_no_scroll_bars(runs, tmp_path):
+def test_comparison_tables_have_no_scroll_bars(runs, tmp_path):
     text = write(compare(runs), tmp_path / "compare.html").read_text()
     assert text.count('<div class="box wide whole"') == text.count("<table>") == 2
     assert ".box.whole { max-height: none; }" in text
 
 
-def test_the_page(runs, tmp_path):
+def test_comparison_page_contains_curves_and_differences(runs, tmp_path):
     runs.append(another(tmp_path / "c", HOSTILE))
     page = Page(write(compare(runs), tmp_path / "compare.html"))
-    assert page.tags.count("svg") == page.tags.count("figure") == 5  # side by side, as many as fit
+    assert page.tags.count("svg") == page.tags.count("figure") == 5  # as many side by side as fit
     for text in ("0.8052 (-0.0048)", "optim.embeddings.lr", "0.05", HOSTILE[:25], str(runs[1])):
         assert text in page.text, text
     assert "sesame" not in (tmp_path / "compare.html").read_text()
 
 
-def test_the_page_of_runs_without_anything_to_compare(tmp_path):
+def test_comparison_page_without_metrics_has_no_curves(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.yaml").write_text(CONFIG)
@@ -105,7 +105,7 @@ def test_the_page_of_runs_without_anything_to_compare(tmp_path):
     assert "svg" not in page.tags and "no" in page.text
 
 
-def test_what_is_no_run_is_an_error_for_people(runs, tmp_path):
+def test_compare_refuses_folders_that_are_not_runs(runs, tmp_path):
     with pytest.raises(RunError, match="the run folder does not exist"):
         compare([runs[0], tmp_path / "nowhere"])
     with pytest.raises(RunError, match="cannot compare 1 run"):
@@ -115,7 +115,7 @@ def test_what_is_no_run_is_an_error_for_people(runs, tmp_path):
         compare([runs[0], tmp_path / "empty"])
 
 
-def test_the_command(runs, tmp_path, capsys):
+def test_compare_command_prints_and_writes_differences(runs, tmp_path, capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["compare", *map(str, runs), "--out", str(tmp_path / "x.html")])
     shown = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Sentences about who is slow, what GPUs wait for and who is hot, on intervals made to order."""
+"""Findings about slow ranks, idle GPUs and hot ranks, from made-up intervals."""
 
 import json
 from dataclasses import replace
@@ -19,10 +19,10 @@ NAMES = ["user", "item", "tag"]
 
 
 def lines(*changes: dict, seconds: float = 3.5, **fields) -> list[RankLine]:
-    """The lines of one step: the usual phases with these changes, a rank for each.
+    """Return one line per rank: the usual phases with these changes.
 
-    Ranks wait for the slowest: what a rank does not need of `seconds` is in its collectives. All is of 100
-    such intervals, of 100 steps each.
+    Ranks wait for the slowest one: the rest of `seconds` is spent in collectives. Each line is the sum of 100
+    intervals of 100 steps.
     """
     out = []
     for rank, change in enumerate(changes):
@@ -35,7 +35,7 @@ def lines(*changes: dict, seconds: float = 3.5, **fields) -> list[RankLine]:
     return out
 
 
-def test_a_straggler_is_named_with_its_phase():
+def test_straggler_finding_names_rank_and_phase():
     sentence = find_straggler(lines({}, {"data": 0.9}, {}, {}, seconds=4.0))
     assert "rank 1" in sentence and "data (+8.0 ms)" in sentence
     assert "35.0 ms of own time per step, 8.0 ms more" in sentence
@@ -43,14 +43,14 @@ def test_a_straggler_is_named_with_its_phase():
     assert "rank 0" in sentence and "backward (+8.0 ms)" in sentence
 
 
-def test_who_is_a_little_slower_is_no_straggler():
+def test_slightly_slower_rank_is_not_a_straggler():
     limit = 0.15 * 4.0
     assert find_straggler(lines({}, {"data": 0.1 + limit - 0.01}, {}, seconds=4.0)) is None
     assert find_straggler(lines({}, {"data": 0.1 + limit + 0.01}, {}, seconds=4.0))
 
 
-def test_less_than_a_minute_makes_no_straggler():
-    """What starts next to a rank takes the processors of a small machine for a while."""
+def test_straggler_needs_at_least_a_minute():
+    """Starting processes use the CPUs of a small machine for a short time."""
     quick, slow = lines({}, {"data": 2.0}, seconds=5.0)
     assert "rank 1" in find_straggler([quick, slow])
     tenths = [
@@ -60,24 +60,24 @@ def test_less_than_a_minute_makes_no_straggler():
     assert find_straggler(tenths) is None
 
 
-def test_waiting_for_others_is_not_slowness():
+def test_waiting_for_others_is_not_a_straggler():
     slow, quick = lines({}, {}, seconds=4.0)
     quick.phases_s["input_exchange"] += 100.0
     quick.phases_s["collectives"] -= 100.0
     assert find_straggler([slow, quick]) is None
 
 
-def test_waiting_is_not_to_blame_for_slowness():
+def test_straggler_finding_does_not_blame_waiting():
     ranks = lines({"input_exchange": 2.0, "data": 1.0}, {}, seconds=5.5)
     assert "mostly in data (+9.0 ms)" in find_straggler(ranks)
 
 
-def test_one_rank_alone_and_ranks_without_times_are_no_stragglers():
+def test_single_ranks_and_missing_times_give_no_straggler():
     for ranks in (lines({}), [], [replace(line, seconds=0.0) for line in lines({}, {})]):
         assert find_straggler(ranks) is None
 
 
-def test_gpus_that_wait_for_data():
+def test_low_gpu_utilization_blames_waiting_for_data():
     waiting = lines({"data": 1.5}, {"data": 1.5}, seconds=5.0)
     for line, busy in zip(waiting, (35, 45), strict=True):
         line.system["gpu_percent"] = busy
@@ -86,20 +86,20 @@ def test_gpus_that_wait_for_data():
     assert "data.readers" in sentence
 
 
-def test_gpus_that_wait_for_one_another_or_have_little_to_do():
+def test_low_gpu_utilization_advice_depends_on_the_phase():
     cures = {"input_exchange": "plan", "backward": "data.global_batch_size", "other": "save"}
     for phase, cure in cures.items():
         idle = lines({phase: 4.0}, {phase: 4.0}, seconds=8.0, system={"gpu_percent": 49})
         assert cure in find_low_utilization(idle), phase
 
 
-def test_busy_gpus_and_cpus_need_no_advice():
+def test_busy_devices_give_no_advice():
     assert find_low_utilization(lines({}, {})) is None
     assert find_low_utilization(lines({}, {}, system={"gpu_percent": 50})) is None
     assert find_low_utilization([]) is None
 
 
-def test_cpus_that_wait_for_data():
+def test_cpu_ranks_that_wait_for_data_are_found():
     assert find_low_utilization(lines({"data": 1.4}, {"data": 1.4}, seconds=5.0)) is None  # 28 %
     sentence = find_low_utilization(lines({"data": 1.6}, {"data": 1.6}, seconds=5.0))
     assert "ranks wait for data 32 % of the time" in sentence and "data.readers" in sentence
@@ -112,12 +112,12 @@ def loaded(*loads: float) -> list[RankLine]:
     ]
 
 
-def test_a_hot_rank_is_named_with_its_share():
+def test_hot_rank_finding_names_rank_and_share():
     sentence = find_hot_rank(loaded(10, 71, 10, 9))
     assert "rank 1 looked up 71 % of all bytes, 2.8 times the mean" in sentence and "plan.tables" in sentence
 
 
-def test_a_rank_is_hot_above_one_and_a_half_times_the_mean():
+def test_hot_rank_exceeds_one_and_a_half_times_the_mean():
     assert find_hot_rank(loaded(50, 150, 100)) is None
     assert find_hot_rank(loaded(49, 152, 99))
     assert find_hot_rank(loaded(100)) is None
@@ -126,7 +126,7 @@ def test_a_rank_is_hot_above_one_and_a_half_times_the_mean():
 
 
 def told(folder, **changes):
-    """The findings of a run whose only table has such figures, and ids that are hashed or clamped."""
+    """Return the findings of two runs with one table each, whose ids are hashed or clamped."""
     found = {}
     for rule in ("hash", "clamp"):
         place = record(folder / rule, tables=1, ranks=1)
@@ -139,23 +139,23 @@ def told(folder, **changes):
     return found
 
 
-def test_ids_that_are_meant_to_be_hashed_are_no_finding(tmp_path):
+def test_intentionally_hashed_ids_are_no_finding(tmp_path):
     found = told(tmp_path, changed_share=1.0, read_ids=10)
     assert found["hash"] == []
     assert found["clamp"] == ["table table_0: 100 % of the ids were out of range and were clamped"]
 
 
-def test_nearly_all_rows_are_not_all(tmp_path):
+def test_untrained_share_is_not_rounded_to_100_percent(tmp_path):
     large = {"weight_bytes": 2**30, "dead_share": 0.9996}
     assert told(tmp_path, **large)["hash"] == ["table table_0: 99.96 % of the rows were never trained"]
 
 
 def test_untrained_rows_of_small_tables_are_no_finding(tmp_path):
-    """`raytrec inspect` gives hashed text ten times as many rows as there are values."""
+    """`raytrec inspect` allocates ten times more rows for hashed text than there are values."""
     assert told(tmp_path, weight_bytes=2**25, state_bytes=2**20, dead_share=0.98) == {"hash": [], "clamp": []}
 
 
-def test_worse_than_the_base_rate_is_the_first_finding(tmp_path):
+def test_model_worse_than_base_rate_is_the_first_finding(tmp_path):
     place = record(tmp_path / "run")
     assert "NE" not in " ".join(findings(RunFolder.read(place)))
     *lines, last = (place / "metrics.jsonl").read_text().splitlines()
@@ -166,17 +166,17 @@ def test_worse_than_the_base_rate_is_the_first_finding(tmp_path):
     assert second.startswith("predictions are miscalibrated: calibration") and len(others) == 2
 
 
-def test_evaluations_much_worse_than_training_are_found(tmp_path):
+def test_overfitting_finding_needs_a_large_gap(tmp_path):
     trained = [{"kind": "train", "step": step, "ne": ne} for step, ne in enumerate([2.0, *[0.5] * 5])]
     for evaluated, expected in ((0.59, []), (0.62, ["NE is 0.6200 in evaluation and 0.5000 in training"])):
         write_lines(tmp_path / "metrics.jsonl", [*trained, {"kind": "final", "step": 10, "ne": evaluated}])
         found = [text.partition(":")[0] for text in find_poor_fit(RunFolder.read(tmp_path))]
         assert found == expected
     (tmp_path / "config.yaml").write_text("train: {early_stopping: {restore_best: true}}")
-    assert find_poor_fit(RunFolder.read(tmp_path)) == [], "the weights are not those of the last steps"
+    assert find_poor_fit(RunFolder.read(tmp_path)) == [], "the weights of an earlier step were restored"
 
 
-def test_worse_than_the_base_rate_is_found_in_each_task_and_before_the_result(tmp_path):
+def test_base_rate_finding_covers_tasks_and_unfinished_runs(tmp_path):
     described = [{**METRICS[1], "key": f"{task}.ne", "label": f"{task}: NE"} for task in ("click", "buy")]
     start = {"event": "start", "step": 0, "total": 20, "workers": 1, "metrics": described}
     write_lines(tmp_path / "events.jsonl", [start])

@@ -1,4 +1,4 @@
-"""Pictures are drawn once, while a run ends; again only where its files have changed since."""
+"""Pictures are drawn once while a run ends, and drawn again only if its files have changed."""
 
 from unittest.mock import patch
 from xml.etree import ElementTree
@@ -11,12 +11,12 @@ from raytrec.report.report import BackgroundRenderer
 
 
 class Warned(list):
-    """A console that keeps what it warns of."""
+    """Console that records its warnings."""
 
     warn = list.append
 
 
-def test_pictures_are_named_only_where_they_were_drawn(tmp_path, drawn):
+def test_run_output_lists_pictures_only_if_drawn(tmp_path, drawn):
 
     from raytrec.config.run_config import RunConfig
     from raytrec.driver.run import _list_next_steps, _write_report
@@ -34,7 +34,7 @@ def test_pictures_are_named_only_where_they_were_drawn(tmp_path, drawn):
 
 @pytest.fixture
 def drawn():
-    """How often the gallery was drawn; a small one."""
+    """Return the recorded calls that draw a reduced gallery."""
     from raytrec.report import figures
 
     calls = []
@@ -48,11 +48,11 @@ def drawn():
         yield calls
 
 
-def test_drawn_once_and_written_with_the_result(tmp_path, drawn):
+def test_pictures_are_drawn_once_and_written_with_the_result(tmp_path, drawn):
     record(tmp_path)
     early = BackgroundRenderer(tmp_path)
     early.begin()
-    early.begin()  # of a second result, after a restart
+    early.begin()  # a second result, after a restart
     early.confirm()
     (tmp_path / "result.json").write_text('{"name": "written since"}')
     page, pictures = early.write()
@@ -63,7 +63,7 @@ def test_drawn_once_and_written_with_the_result(tmp_path, drawn):
 
 
 @pytest.mark.parametrize("begun, confirmed", [(False, False), (True, False), (True, True)])
-def test_what_was_not_drawn_or_has_changed_is_drawn_at_the_end(tmp_path, drawn, begun, confirmed):
+def test_missing_or_outdated_pictures_are_drawn_at_the_end(tmp_path, drawn, begun, confirmed):
     record(tmp_path)
     early = BackgroundRenderer(tmp_path)
     if begun:
@@ -76,7 +76,7 @@ def test_what_was_not_drawn_or_has_changed_is_drawn_at_the_end(tmp_path, drawn, 
     assert len(drawn) == 1 + begun and ("later" in page.read_text()) == begun
 
 
-def test_what_cannot_be_drawn_early_says_so_at_the_end(tmp_path):
+def test_failed_early_drawing_raises_at_the_end(tmp_path):
     record(tmp_path)
     early = BackgroundRenderer(tmp_path)
     with patch.object(report, "draw", side_effect=RuntimeError("no room")):

@@ -1,4 +1,4 @@
-"""Pictures have the data: what is drawn is held to what was written, artist by artist."""
+"""Pictures show the recorded data: the data of each matplotlib artist is compared with the run folder."""
 
 import json
 import warnings
@@ -23,12 +23,12 @@ def run(tmp_path_factory):
 
 
 def drawn(axes, label):
-    """The points of the line with this label."""
+    """Return the points of the line with this label."""
     (line,) = (line for line in axes.lines if line.get_label() == label)
     return [*map(float, line.get_xdata())], [*map(float, line.get_ydata())]
 
 
-def test_curves_are_those_of_metrics(run):
+def test_learning_curves_show_the_recorded_metrics(run):
     ne, loss, auc = learning.curves(run).axes
     assert [axes.get_ylabel() for axes in (ne, loss, auc)] == ["NE", "log loss", "AUC"]
     for axes, name in ((loss, "logloss"), (ne, "ne")):
@@ -39,7 +39,7 @@ def test_curves_are_those_of_metrics(run):
     assert drawn(loss, "restart")[0] == [150, 150]
 
 
-def test_a_run_that_learns_by_the_loss_of_its_model_has_a_panel_of_it_and_a_legend_of_all_kinds(tmp_path):
+def test_model_loss_has_a_panel_and_a_full_legend(tmp_path):
     loss = {"key": "loss", "title": "training loss", "label": "loss", "better": "lower", "sums": True}
     described = [METRICS[0], {**loss, "format": "{:.4f}"}]
     start = {"event": "start", "step": 0, "total": 20, "workers": 1, "metrics": described}
@@ -57,7 +57,7 @@ def test_a_run_that_learns_by_the_loss_of_its_model_has_a_panel_of_it_and_a_lege
 
 
 def learned(folder, train, *others):
-    """A run of one task whose training loss and metrics are recorded."""
+    """Record a run of one task with a training loss and metrics."""
     loss = {"key": "loss", "title": "training loss", "label": "loss", "better": "lower", "format": "{:.4f}"}
     start = {"event": "start", "step": 0, "total": 20, "workers": 1, "metrics": [*METRICS, loss]}
     folder.mkdir(exist_ok=True)
@@ -68,21 +68,21 @@ def learned(folder, train, *others):
 
 
 @pytest.mark.parametrize("factor, labels", [(1.004, ["log loss"]), (1.2, ["log loss", "loss"])])
-def test_a_loss_that_repeats_the_log_loss_is_left_out(tmp_path, factor, labels):
+def test_loss_equal_to_log_loss_has_no_panel(tmp_path, factor, labels):
     run = learned(tmp_path, [{"logloss": 0.5 / n, "loss": factor * 0.5 / n} for n in range(1, 9)])
     assert [axes.get_ylabel() for axes in learning.curves(run).axes] == labels
     assert len(learning.draw_overlay([run, run], ["a", "b"])) == len(labels)
 
 
-def test_a_far_first_point_does_not_flatten_the_curve(tmp_path):
+def test_outlying_first_point_does_not_flatten_the_curve(tmp_path):
     values = [15.2, *(1 - 0.02 * n for n in range(20))]
     run = learned(tmp_path, [{"ne": ne} for ne in values], {"kind": "eval", "step": 15, "ne": 1.1})
     for figure in (learning.curves(run), learning.draw_overlay([run], ["a"])[0]):
         (axes,) = figure.axes
         low, high = axes.get_ylim()
-        assert low < 0.62 and 1 < high < 1.3, "the later points fill the panel"
+        assert low < 0.62 and 1 < high < 1.3, "the later points do not fill the panel"
         assert [y for line in axes.lines for y in line.get_ydata() if y > high] == [15.2]
-        assert [text.get_text() for text in axes.texts] == ["▲ 15.2"], "the clipped point is marked"
+        assert [text.get_text() for text in axes.texts] == ["▲ 15.2"], "the clipped point is not marked"
         assert collisions(figure) == []
     overlaid = learning.draw_overlay([run] * 7, list("abcdefg"))[0]
     assert len(overlaid.axes[0].texts) == 5 and collisions(overlaid) == []
@@ -97,7 +97,7 @@ def test_other_points_are_not_clipped(tmp_path, values):
     assert axes.get_ylim()[1] >= max(values) and not axes.texts
 
 
-def test_a_figure_of_one_point_is_a_number_and_no_panel(tmp_path):
+def test_metric_with_one_point_is_shown_in_the_title(tmp_path):
     run = learned(tmp_path, [{"ne": 0.9}, {"ne": 0.8}], {"kind": "final", "step": 20, "auc": 0.7, "ne": 0.85})
     figure = learning.curves(run)
     assert [axes.get_ylabel() for axes in figure.axes] == ["NE"]
@@ -106,7 +106,7 @@ def test_a_figure_of_one_point_is_a_number_and_no_panel(tmp_path):
     assert titles == ["NE in training"]
 
 
-def test_runs_of_one_interval_have_no_pictures_over_steps(tmp_path):
+def test_run_of_one_interval_has_no_pictures_over_steps(tmp_path):
     run = learned(tmp_path, [{"ne": 0.9, "calibration": 1.0, "rows_per_s": 5.0}])
     write_lines(tmp_path / "ranks.jsonl", [interval(["t"], 0, 1, 100)])
     run = RunFolder.read(tmp_path)
@@ -114,7 +114,7 @@ def test_runs_of_one_interval_have_no_pictures_over_steps(tmp_path):
     assert [draw(run) for draw in over_steps] == [None] * 4
 
 
-def test_reliability_and_roc_are_those_of_the_last_evaluation(run, tmp_path):
+def test_reliability_and_roc_show_the_last_evaluation(run, tmp_path):
     written = run.figures(Final)[-1].curves
     above, below = learning.reliability(run).axes
     points = written["reliability"]
@@ -132,7 +132,7 @@ def test_reliability_and_roc_are_those_of_the_last_evaluation(run, tmp_path):
     assert drawn(axes, "training")[1] == [m.figure("calibration") for m in run.figures(Train)]
 
 
-def test_two_tasks_have_a_panel_for_each_metric_and_a_line_for_each_curve(tmp_path):
+def test_tasks_have_separate_panels_and_curves(tmp_path):
     record(tmp_path)
     lines = (tmp_path / "metrics.jsonl").read_text().replace('"metric": "auc"', '"metric": "click.auc"')
     names = "auc", "ne", "logloss", "calibration", "roc", "reliability"
@@ -176,7 +176,7 @@ def test_maps_show_bytes_and_load_of_each_table_on_each_rank(run):
     assert "rank 0 looks up 57 % of all bytes" in load.get_suptitle()
 
 
-def test_maps_of_many_tables_put_the_small_ones_together(tmp_path):
+def test_maps_of_many_tables_group_the_small_ones(tmp_path):
     run = RunFolder.read(record(tmp_path, tables=200, ranks=64, intervals=1))
     made = tables.draw_memory(run)
     cells = made.axes[1].images[0].get_array().filled(0)
@@ -184,25 +184,25 @@ def test_maps_of_many_tables_put_the_small_ones_together(tmp_path):
     assert made.axes[1].get_yticklabels()[-1].get_text() == "160 other tables"
     rows = 100 * sum(range(1, 201)) - 100 + 64 * (100 // 64)  # table 0 is cut into 64 parts of 1 row
     assert cells.sum() == 68 * rows
-    assert len(made.axes[1].texts) == 0  # too many cells to write into
+    assert len(made.axes[1].texts) == 0  # there are too many cells for labels
     size = made.get_size_inches()
     assert size[0] == style.WIDTH and size[1] < 12
 
 
-def test_a_map_of_one_table_on_one_rank(tmp_path):
+def test_map_of_one_table_on_one_rank_labels_its_cell(tmp_path):
     run = RunFolder.read(record(tmp_path, tables=1, ranks=1))
     for draw, text in ((tables.draw_memory, "6.64 KiB"), (tables.draw_load, "100 %")):
         assert [t.get_text() for t in draw(run).axes[1].texts] == [text]
 
 
-def test_only_the_last_group_of_workers_is_on_the_map(tmp_path):
+def test_map_shows_only_the_last_worker_group(tmp_path):
     before = [interval(["a", "b"], rank, 3, 100) for rank in range(3)]
     after = [interval(["a", "b"], rank, 2, 200, attempt=1) for rank in range(2)]
     write_lines(tmp_path / "ranks.jsonl", before + after)
     assert tables.draw_memory(RunFolder.read(tmp_path)).axes[1].images[0].get_array().shape == (2, 2)
 
 
-def test_phases_are_milliseconds_a_step(run):
+def test_phase_charts_show_milliseconds_per_step(run):
     (axes,) = timeline.draw_phase_totals(run).axes
     widths = {c.get_label(): [bar.get_width() for bar in c] for c in axes.containers}
     names = [phase.replace("_", " ") for phase in PHASES]
@@ -216,7 +216,7 @@ def test_phases_are_milliseconds_a_step(run):
     assert np.allclose(stairs["other"].values, 35)
 
 
-def test_the_straggler_is_in_the_title(tmp_path):
+def test_phase_chart_title_names_the_straggler(tmp_path):
     lines = [interval(["a"], rank, 3, step) for step in (100, 200) for rank in range(3)]
     for line in lines:
         line["seconds"] = 73.5
@@ -226,7 +226,7 @@ def test_the_straggler_is_in_the_title(tmp_path):
     assert made.get_suptitle() == "Time of a step: rank 2 is slow"
 
 
-def test_many_ranks_show_those_with_the_most_time_of_their_own(tmp_path):
+def test_phase_chart_shows_only_the_16_busiest_ranks(tmp_path):
     lines = [interval(["a"], rank, 32, 100) for rank in range(32)]
     for line in lines:
         line["phases_s"]["forward"] += line["rank"] / 100
@@ -238,7 +238,7 @@ def test_many_ranks_show_those_with_the_most_time_of_their_own(tmp_path):
     assert "the 16 of 32 ranks" in made.get_suptitle().replace("\n", " ")
 
 
-def test_row_norms_are_shares_of_rows_at_each_step(run):
+def test_row_norm_chart_shows_shares_of_rows_per_step(run):
     made = tables.draw_row_norms(run)
     panels = {axes.get_title("left"): axes for axes in made.axes}
     mesh = panels["table_2"].collections[0]
@@ -249,7 +249,7 @@ def test_row_norms_are_shares_of_rows_at_each_step(run):
     assert np.allclose(corners[:, 0, 1], np.logspace(-4, 2, 31))
 
 
-def test_health_has_a_line_for_each_table_and_names_the_highest(tmp_path):
+def test_health_chart_labels_the_highest_tables(tmp_path):
     lines = [interval([f"t{i}" for i in range(8)], 0, 1, step) for step in (100, 200)]
     for line in lines:
         for i in range(8):
@@ -262,7 +262,7 @@ def test_health_has_a_line_for_each_table_and_names_the_highest(tmp_path):
     assert len(colours) == 5 and style.GREY not in colours
 
 
-def test_checks_that_passed_and_failed(run):
+def test_check_chart_marks_passed_and_failed_checks(run):
     made = timeline.checks(run)
     (axes,) = made.axes
     passed, failed = (next(c for c in axes.collections if c.get_label() == x) for x in ("passed", "failed"))
@@ -272,7 +272,7 @@ def test_checks_that_passed_and_failed(run):
     assert made.get_suptitle() == "Checks: 1 of 30 failed: parity at step 300"
 
 
-def test_timeline_shows_workers_steps_and_faults(run):
+def test_timeline_shows_workers_steps_and_failures(run):
     made = timeline.elastic(run)
     workers, steps = made.axes
     assert [(b.get_x(), b.get_width(), b.get_height()) for b in workers.patches] == [(0, 9, 2), (20, 14, 2)]
@@ -283,12 +283,12 @@ def test_timeline_shows_workers_steps_and_faults(run):
     assert (first[0], max(first), again[0], again[-1]) == (0, 220, 150, 500)
 
 
-def test_speed_is_rows_a_second(run):
+def test_throughput_chart_shows_rows_per_second(run):
     (axes,) = timeline.draw_throughput(run).axes
     assert axes.lines[0].get_ydata() == pytest.approx([60_000] * 25)
 
 
-def test_all_have_the_style_and_leave_nothing_of_it_behind(run):
+def test_pictures_use_the_style_and_restore_rcparams(run):
     for picture in GALLERY:
         made = picture.draw(run)
         assert made.get_size_inches()[0] == style.WIDTH, picture.name
@@ -302,9 +302,9 @@ LONG_NAMES = ["W" * 30, "item_brand_and_manufacturer", "campaign_" + "w" * 20, "
 
 
 @pytest.mark.parametrize("names, ranks", [(LONG_NAMES, 1), (LONG_NAMES[:2], 4), (LONG_NAMES, 40)])
-def test_no_texts_of_a_picture_run_into_each_other(tmp_path, names, ranks):
+def test_texts_in_pictures_do_not_overlap(tmp_path, names, ranks):
     run = RunFolder.read(record(tmp_path, names=names, ranks=ranks))
-    with warnings.catch_warnings(action="ignore"):  # of characters that the font lacks
+    with warnings.catch_warnings(action="ignore"):  # missing glyphs
         for draw in (
             tables.draw_row_norms,
             tables.health,
@@ -315,14 +315,14 @@ def test_no_texts_of_a_picture_run_into_each_other(tmp_path, names, ranks):
             assert collisions(draw(run)) == []
 
 
-def test_a_name_that_does_not_fit_loses_its_middle():
+def test_long_names_are_shortened_in_the_middle():
     assert style.fit_name("user_id", 90) == "user_id"
     assert style.fit_name("w" * 40, 90) == "wwwwwww…wwwwww"
     assert len(style.fit_name("i" * 40, 90)) > 2 * len(style.fit_name("W" * 40, 90))
     assert style.fit_name("abcd", 0) == "a…d"
 
 
-def test_long_lines_are_means_of_neighbours():
+def test_long_lines_are_averaged_over_neighbors():
     xs, ys = style.thin_line(list(range(2500)), [float(x) for x in range(2500)])
     assert len(xs) == 834 and xs[-1] == 2499
     assert (xs[0], ys[0]) == (2, 1.0)

@@ -1,4 +1,4 @@
-"""The report as a page: self-contained, well-formed, complete, and safe from what is in the files."""
+"""The report page is self-contained, well-formed, complete and safe against hostile file contents."""
 
 import json
 import re
@@ -22,7 +22,7 @@ HOSTILE = "<script>alert(1)</script>\"'&$x_1$\u202e\ud800 {{ 7*7 }}"
 
 
 class Page(HTMLParser):
-    """Reads a page; fails where tags do not match, ids are there twice, or it asks for anything."""
+    """Parser that fails on mismatched tags, duplicate ids and references to external resources."""
 
     def __init__(self, path: Path):
         super().__init__()
@@ -65,7 +65,7 @@ def full(tmp_path_factory):
     return folder, Page(build(folder)[0])
 
 
-def test_a_full_run_is_all_there(full):
+def test_report_of_a_full_run_contains_every_section(full):
     _, page = full
     assert page.tags.count("svg") == 13
     for text in (
@@ -81,13 +81,13 @@ def test_a_full_run_is_all_there(full):
         assert link in page.ids
 
 
-def test_passwords_are_hidden(full):
+def test_report_hides_passwords(full):
     folder, page = full
     assert "http://me:***@mlflow:5000" in page.text
     assert "sesame" not in (folder / "report.html").read_text()
 
 
-def test_an_empty_folder_says_why_there_is_nothing(tmp_path):
+def test_report_of_an_empty_folder_lists_missing_files(tmp_path):
     page = Page(build(tmp_path)[0])
     assert "svg" not in page.tags
     files = ["metrics.jsonl", "ranks.jsonl", "checks.jsonl", "events.jsonl", "config.yaml"]
@@ -108,7 +108,7 @@ LINES = "metrics.jsonl ranks.jsonl checks.jsonl"
         (LINES, 1),  # the timeline
     ],
 )
-def test_no_file_is_needed(tmp_path, left_out, drawn):
+def test_report_works_without_any_single_file(tmp_path, left_out, drawn):
     record(tmp_path)
     for name in left_out.split():
         (tmp_path / name).unlink()
@@ -116,7 +116,7 @@ def test_no_file_is_needed(tmp_path, left_out, drawn):
     assert page.tags.count("svg") == drawn and "table_2" in page.text
 
 
-def test_hostile_texts_are_texts(tmp_path):
+def test_report_escapes_hostile_texts(tmp_path):
     record(tmp_path, names=[HOSTILE, "a" * 300, r"$\frac$"])
     line = {"step": 100, "check": HOSTILE, "passed": False, "text": HOSTILE, "figure": 1.0, "limit": None}
     write_lines(tmp_path / "checks.jsonl", [line])
@@ -130,12 +130,12 @@ def test_hostile_texts_are_texts(tmp_path):
     (tmp_path / "result.json").write_text(json.dumps(result | {"name": HOSTILE, "eval.auc": HOSTILE}))
     (tmp_path / "config.yaml").write_text(f"run: {HOSTILE}", errors="replace")
     page = Page(build(tmp_path)[0])
-    assert page.tags.count("script") == 1  # that of sorting
+    assert page.tags.count("script") == 1  # the script that sorts tables
     assert page.text.count("<script>alert(1)</script>") >= 6
     assert "{{ 7*7 }}" in page.text and "$x_1$" in page.text
 
 
-def test_values_of_a_wrong_kind_are_passed_over(tmp_path):
+def test_report_skips_values_of_wrong_types(tmp_path):
     record(tmp_path)
     wrong = [None, "x", [], {}, True, -1, float("nan"), 10**400]
     for name in ("ranks.jsonl", "metrics.jsonl", "checks.jsonl", "events.jsonl"):
@@ -152,22 +152,22 @@ def test_values_of_a_wrong_kind_are_passed_over(tmp_path):
     Page(build(tmp_path)[0])
 
 
-def test_pictures_are_png_files(full):
+def test_pictures_are_written_as_png_files(full):
     folder, _ = full
     written = pictures(folder)
     assert len(written) == 13 and all(path.parent == folder / "pictures" for path in written)
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
 
 
-def test_it_is_quick(tmp_path):
-    """Seconds of processor time, so that a busy machine does not matter; measured: 3 of them."""
+def test_report_is_built_within_15_cpu_seconds(tmp_path):
+    """The limit is CPU time, so that a busy machine does not matter. Measured: 3 s."""
     record(tmp_path, tables=26, ranks=8, intervals=50)
     began = time.process_time()
     build(tmp_path)
     assert time.process_time() - began < 15
 
 
-def test_the_command(tmp_path, monkeypatch, capsys):
+def test_report_command_writes_page_and_pictures(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments):
@@ -186,7 +186,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
         assert status == 1 and what in err and "Traceback" not in err
 
 
-def test_neither_torch_nor_pyplot_is_loaded(tmp_path):
+def test_report_imports_neither_torch_nor_pyplot(tmp_path):
     record(tmp_path)
     code = (
         "import sys; from raytrec.report.report import build as b; "
@@ -197,25 +197,25 @@ def test_neither_torch_nor_pyplot_is_loaded(tmp_path):
     assert done.stdout.split() == ["set()", "set()"], done.stderr
 
 
-NOWHERE = "/dev/null/none"  # where not even root can write
+NOWHERE = "/dev/null/none"  # not writable, even for root
 
 
 @pytest.fixture
 def theirs(tmp_path):
-    """A run that lies where this user cannot write."""
+    """Return a run whose folder must not be written to."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run/config.yaml").write_text("run: {name: theirs}\n")
     return tmp_path / "run"
 
 
-def test_a_report_is_written_elsewhere(theirs, tmp_path):
+def test_report_can_be_written_outside_the_run_folder(theirs, tmp_path):
     before = {path: path.stat().st_mtime_ns for path in [theirs, *theirs.rglob("*")]}
     page, _ = build(theirs, tmp_path / "mine")
     assert page == tmp_path / "mine/report.html" and "theirs" in page.read_text()
     assert {path: path.stat().st_mtime_ns for path in [theirs, *theirs.rglob("*")]} == before
 
 
-def test_no_place_to_write_is_one_error(theirs):
+def test_unwritable_report_raises_a_clear_error(theirs):
     with pytest.raises(RunError, match="cannot write the page") as error:
         build(theirs, NOWHERE)
     assert "--out" in error.value.do
@@ -233,7 +233,7 @@ write_page(Path(sys.argv[1]), "compare.html.j2", **{VALUES!r})
 """
 
 
-def test_a_page_whose_writing_was_killed_leaves_nothing_once_it_is_written_again(tmp_path):
+def test_page_write_removes_files_of_a_killed_writer(tmp_path):
     page = tmp_path / "report.html"
     page.write_text("before")
     killed = subprocess.run([sys.executable, "-c", KILLED, str(page)], timeout=120)

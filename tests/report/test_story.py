@@ -1,4 +1,4 @@
-"""Shards of tables put together, and the story of a run: groups of workers, pauses, clocks that went back."""
+"""Merged table shards and the timeline of a run: worker groups, pauses and clocks set back."""
 
 import json
 import math
@@ -13,8 +13,8 @@ from raytrec.tracking.run_folder import RunFolder
 NAMES = ["user", "item", "tag"]
 
 
-def test_shards_come_together(tmp_path):
-    """Table 0 has its rows on both ranks: sums, norms over all of its rows, means by rows and lookups."""
+def test_figures_of_table_shards_are_merged(tmp_path):
+    """Table 0 is sharded over both ranks: check sums, norms, and means weighted by rows and lookups."""
     one, two = (interval(NAMES, rank, 2, 100) for rank in (0, 1))
     keys = ("rows", "dead_share", "gradient_norm", "lookups", "max_abs", "touched_rows", "unique_ratio")
     keys += ("read_ids", "changed_share")
@@ -25,17 +25,17 @@ def test_shards_come_together(tmp_path):
     whole = run.tables["user"][100]
     assert whole["dead_share"] == 0.75
     assert whole["gradient_norm"] == 5.0
-    assert whole["unique_ratio"] == pytest.approx(0.5), "20 distinct rows of 10 and 30 ids"
-    assert whole["changed_share"] == 0.25, "100 of 300 and 100 ids that ranks have read"
+    assert whole["unique_ratio"] == pytest.approx(0.5), "20 distinct rows among 40 ids"
+    assert whole["changed_share"] == 0.25, "100 of the 400 ids that both ranks have read"
     assert (whole["lookups"], whole["max_abs"]) == (40, 0.1)
     assert math.isnan(whole["state_norm"])
     counts = zip(*(line["tables"]["user"]["row_norm_counts"] for line in (one, two)), strict=True)
     assert whole["row_norm_counts"] == [a + b for a, b in counts]
     (tmp_path / "plan.json").write_text('[{"table": "user", "sharding_type": "data_parallel"}]')
-    assert RunFolder.read(tmp_path).tables["user"][100]["gradient_norm"] == 4.0  # of replicas, not of shards
+    assert RunFolder.read(tmp_path).tables["user"][100]["gradient_norm"] == 4.0  # replicas, not shards
 
 
-def test_the_story_of_a_run_that_failed_and_was_resumed_a_day_later(tmp_path):
+def test_timeline_of_a_failed_and_resumed_run(tmp_path):
     record(tmp_path)
     saved = {"event": "saved", "folder": "c", "blocked_s": 0.0, "seconds": 0.1}
     later = [
@@ -58,7 +58,7 @@ def test_the_story_of_a_run_that_failed_and_was_resumed_a_day_later(tmp_path):
     assert told.progress == sorted(told.progress) and told.progress[-1] == (65, 700)
 
 
-def test_a_clock_that_went_back_before_a_resume_leaves_the_story_as_it_was(tmp_path):
+def test_timeline_stays_in_order_if_the_clock_is_set_back(tmp_path):
     saved = {"event": "saved", "folder": "c", "error": None, "blocked_s": 0.0, "seconds": 0.1}
     began = [
         {"event": "started", "unix_s": 5000, "attempt": 1, "workers": 2},
@@ -82,7 +82,7 @@ def test_a_clock_that_went_back_before_a_resume_leaves_the_story_as_it_was(tmp_p
 
 
 @pytest.mark.parametrize("after", [5000, 4000])
-def test_a_group_that_has_done_nothing_is_told_whatever_the_clock(tmp_path, after):
+def test_timeline_includes_groups_without_steps(tmp_path, after):
     starts = [{"event": "started", "unix_s": at, "attempt": 1, "workers": 2} for at in (5000, after)]
     write_lines(tmp_path / "events.jsonl", starts)
     assert [(g.begin_s, g.end_s) for g in story(RunFolder.read(tmp_path)).groups] == [(0, 0), (0, 0)]

@@ -50,7 +50,7 @@ def items_table(draw):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Users like items whose number leaves the same rest by 5 as their own."""
+    """Write data in which users like items with the same id modulo 5 as their own."""
     folder, draw = tmp_path_factory.mktemp("retrieval"), np.random.default_rng(3)
     items = items_table(draw)
     place = {item: i for i, item in enumerate(items["item"].to_pylist())}
@@ -107,12 +107,12 @@ def run(ray_cluster, folder, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def made(run, folder, tmp_path_factory):
-    """An index of the run's items, in faiss, too."""
+    """Build an index of the run's items, including a faiss index."""
     out = tmp_path_factory.mktemp("index") / "films"
     return index(run.path, folder / "items", out, faiss="HNSW8", workers=1)
 
 
-def test_a_run_ranks_all_items_as_its_vectors_do(run, folder, made, tmp_path):
+def test_retrieval_metrics_match_rankings_by_vectors(run, folder, made, tmp_path):
     columns = ["item", "history", "label"]
     predict(run.path, folder / "test", tmp_path / "out", columns=columns, vectors="query", workers=1)
     rows, queries = read_vectors(str(tmp_path / "out"))
@@ -139,11 +139,11 @@ def test_a_run_ranks_all_items_as_its_vectors_do(run, folder, made, tmp_path):
 
 @pytest.fixture(scope="module")
 def model(run, tmp_path_factory):
-    """The run's model, exported."""
+    """Export and load the model of the run."""
     return raytrec.load(raytrec.export(run.path, str(tmp_path_factory.mktemp("export") / "films")).path)
 
 
-def test_the_best_films_of_a_user_in_three_lines(model, made):
+def test_search_returns_the_best_items_of_a_user(model, made):
     films = raytrec.load_index(made.path)
     query = model.vectors({"user": 7, "history": [2, 12, 37], "age": 7 / USERS})
     best = films.search(query, k=5)
@@ -156,7 +156,7 @@ def test_the_best_films_of_a_user_in_three_lines(model, made):
     assert unseen["item"].tolist()[:3] == exact["item"].tolist()[2:]
 
 
-def test_rows_give_the_vectors_that_all_workers_give(model, folder, made):
+def test_model_vectors_match_the_index(model, folder, made):
     films = raytrec.load_index(made.path)
     local = model.vectors(pq.ParquetDataset(folder / "items").read(), tower="item")
     np.testing.assert_allclose(local, films.vectors, atol=1e-6)
@@ -165,12 +165,12 @@ def test_rows_give_the_vectors_that_all_workers_give(model, folder, made):
     assert np.array_equal(vectors, model.vectors(pa.Table.from_pandas(frame)))
 
 
-def test_the_index_says_what_it_is(run, folder, made):
+def test_index_describes_its_content(run, folder, made):
     about = raytrec.load_index(made.path).about
     assert about["item"] == "item" and about["faiss"] == "HNSW8" and about["index.items"] == ITEMS
     assert about["index.recall@10"] > 0.9 and about["index.queries"] == ROWS
     again = index(run.path, folder / "items", made.path, faiss="HNSW8")
-    assert again.metrics["predict.rows_per_s"] is None, "the vectors are kept"
+    assert again.metrics["predict.rows_per_s"] is None, "the vectors were computed again"
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_the_index_says_what_it_is(run, folder, made):
         (lambda t: t.set_column(0, "item", pa.nulls(ITEMS, pa.int64())), DataError, "an item is missing"),
     ],
 )
-def test_items_that_are_none_are_refused_before_anything_starts(folder, tmp_path, change, error, message):
+def test_invalid_items_are_refused_before_training(folder, tmp_path, change, error, message):
     (tmp_path / "items").mkdir()
     table = pq.ParquetDataset(folder / "items").read()
     pq.write_table(change(table), tmp_path / "items/part-0.parquet")
@@ -211,7 +211,7 @@ def test_items_that_are_none_are_refused_before_anything_starts(folder, tmp_path
         ({"checkpoint": {"best_metric": "retrieval.mrrr"}}, ConfigError, "did you mean 'retrieval.mrr'"),
     ],
 )
-def test_settings_that_cannot_be_met_are_refused(folder, tmp_path, changes, error, message):
+def test_invalid_retrieval_settings_are_refused(folder, tmp_path, changes, error, message):
     values = settings(folder, tmp_path / "run")
     values["eval"]["retrieval"] |= changes.pop("retrieval", {})
     values |= changes
@@ -219,14 +219,14 @@ def test_settings_that_cannot_be_met_are_refused(folder, tmp_path, changes, erro
         driver.train(values)
 
 
-def test_searches_that_cannot_be_answered(model, made):
+def test_invalid_queries_raise_a_clear_error(model, made):
     with pytest.raises(ConfigError, match=r"the shape \[9\]"):
         raytrec.load_index(made.path).search(np.zeros(9))
     with pytest.raises(DataError, match="column 'age' is missing"):
         model.vectors({"user": 7, "history": []})
 
 
-def test_without_faiss_it_says_what_to_install(run, folder, tmp_path, monkeypatch):
+def test_index_without_faiss_names_the_missing_package(run, folder, tmp_path, monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "faiss", None)
@@ -236,15 +236,15 @@ def test_without_faiss_it_says_what_to_install(run, folder, tmp_path, monkeypatc
 
 
 @pytest.mark.survive
-def test_an_evaluation_with_other_workers_gives_the_same(run):
+def test_retrieval_metrics_do_not_depend_on_worker_count(run):
     again = evaluate(run.path, workers=3).metrics
     own = {name: value for name, value in run.metrics.items() if name.startswith("eval.retrieval.")}
     assert {name: again[name] for name in own} == pytest.approx(own, abs=1e-6)
 
 
 @pytest.mark.survive
-def test_a_killed_index_goes_on(run, folder, made, tmp_path):
-    """SIGKILL of the command when vectors of items are there; then the same command again."""
+def test_killed_index_command_continues(run, folder, made, tmp_path):
+    """Kill the command once it has written vectors of items, then run the same command again."""
     words = [run.path, "--items", folder / "items", "--out", tmp_path / "out", "--faiss", "HNSW8"]
     command = [sys.executable, "-m", "raytrec", "index", *map(str, words)]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)

@@ -1,4 +1,4 @@
-"""Search over vectors: exactly, against sorting all scores, and with faiss."""
+"""Search over vectors: exact search compared with sorting all scores, and search with faiss."""
 
 import json
 from hashlib import sha256
@@ -27,13 +27,13 @@ def vectors(rows, seed, ties=False):
 @pytest.mark.parametrize("ties", [True, False])
 @pytest.mark.parametrize("queries, cells", [(2, 30), (100, 1 << 22)])
 @pytest.mark.parametrize("k", [1, 7, 50])
-def test_exact_search_is_that_of_sorting_all(ties, queries, cells, k):
+def test_exact_search_matches_sorting_all_scores(ties, queries, cells, k):
     items, asked = vectors(50, 0, ties), vectors(9, 1, ties)
     items[4], items[5], asked[0] = np.nan, -0.0, 0
     with patch.multiple(searched, QUERIES=queries, CELLS=cells):
         rows, scores = searched.search_exactly(items, asked, k)
     whole = (asked.astype(np.float64) @ items.T.astype(np.float64)).astype(np.float32)
-    order = np.argsort(-whole, axis=1, kind="stable")[:, :k]  # NaN last, and of equal scores the first row
+    order = np.argsort(-whole, axis=1, kind="stable")[:, :k]  # NaN last; ties keep the row order
     assert np.array_equal(rows, order)
     np.testing.assert_array_equal(scores, np.take_along_axis(whole, order, 1))
 
@@ -48,14 +48,14 @@ def index(faiss=None):
     return Index(table, items, "item", {"item": "item", "faiss": faiss}, faiss and build_faiss(faiss, items))
 
 
-def test_faiss_without_an_approximation_finds_the_same():
+def test_flat_faiss_matches_exact_search():
     exactly, flat, asked = index(), index("Flat"), vectors(9, 1)
     for k in (3, 50):
         assert np.array_equal(flat.nearest(asked, k)[0], exactly.nearest(asked, k)[0])
 
 
 @pytest.mark.parametrize("faiss", [None, "Flat", "IVF4,Flat"])
-def test_what_is_left_out_leaves_room_for_others(faiss):
+def test_search_fills_up_after_leaving_out_items(faiss):
     films, asked = index(faiss), vectors(2, 1)
     rows, _ = films.nearest(asked, 8)
     seen = [f"film {row}" for row in rows[0][:3]] + ["a film that is not there"]
@@ -69,7 +69,7 @@ def test_what_is_left_out_leaves_room_for_others(faiss):
         films.search(asked, 5, leave_out=[seen])
 
 
-def test_one_query_may_be_a_vector_alone_and_all_items_may_be_wanted():
+def test_search_accepts_one_vector_and_large_k():
     films = index()
     found = films.search(vectors(1, 3)[0], 1000)
     assert len(found) == 50 and sorted(found["item"]) == sorted(films.items["item"].to_pylist())
@@ -77,12 +77,12 @@ def test_one_query_may_be_a_vector_alone_and_all_items_may_be_wanted():
 
 
 @pytest.mark.parametrize("k", [0, -1, 2.5, True])
-def test_k_is_a_whole_number_above_0(k):
+def test_search_requires_a_positive_integer_k(k):
     with pytest.raises(ConfigError, match="invalid k: "):
         index().search(vectors(1, 3), k)
 
 
-def test_an_index_that_faiss_does_not_make():
+def test_unsupported_faiss_index_raises_a_clear_error():
     with pytest.raises(ConfigError, match="faiss cannot build index 'Nonsense' of 50 vectors of width 6"):
         build_faiss("Nonsense", vectors(50, 0))
     with pytest.raises(ConfigError, match="--faiss"):
@@ -91,7 +91,7 @@ def test_an_index_that_faiss_does_not_make():
 
 @pytest.fixture
 def folder(tmp_path):
-    """An index of 50 films, and one item that could not be read, as `raytrec index` writes it."""
+    """Write an index of 50 films and one unreadable item, as `raytrec index` does."""
     films = index("Flat")
     (tmp_path / "items").mkdir()
     listed = pa.array([*films.vectors.tolist(), None], pa.list_(pa.float32()))
@@ -110,7 +110,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_a_folder_is_read_as_it_was_written(folder):
+def test_loaded_index_equals_the_written_index(folder):
     films, same = index("Flat"), load_index(folder)
     assert np.array_equal(same.vectors, films.vectors) and same.items.equals(films.items)
     assert same.faiss.ntotal == len(same) == 50 and same.key == "item"
@@ -125,8 +125,8 @@ def test_a_folder_is_read_as_it_was_written(folder):
 
 
 @pytest.mark.parametrize("name", [MANIFEST, FAISS_FILE, "items/part-0.parquet"])
-def test_a_damaged_index_is_an_error_for_people_or_as_it_was(folder, name):
-    """Files that are cut off, or in which bits are flipped."""
+def test_damaged_index_raises_an_error_or_loads_unchanged(folder, name):
+    """Truncate files or flip bits."""
     before, draw = load_index(folder), np.random.default_rng(5)
     data, refused = (folder / name).read_bytes(), 0
     for attempt in range(60):
@@ -145,7 +145,7 @@ def test_a_damaged_index_is_an_error_for_people_or_as_it_was(folder, name):
     assert refused >= 20
 
 
-def test_an_index_that_lacks_a_file_or_a_column_is_damaged(folder):
+def test_index_without_a_file_or_column_is_refused(folder):
     table = pq.read_table(folder / "items/part-0.parquet")
     for changed, words in (
         (table.drop(["vector"]), "vector"),
@@ -170,7 +170,7 @@ def test_an_index_that_lacks_a_file_or_a_column_is_damaged(folder):
 
 
 @pytest.mark.parametrize("keys", [["a film", 2.5], "7", 7, [2**70], [None]])
-def test_keys_of_another_type_to_leave_out_are_an_error_for_people(keys):
+def test_leave_out_keys_of_another_type_are_refused(keys):
     films = Index(pa.table({"item": np.arange(50)}), vectors(50, 0), "item")
     with pytest.raises(ConfigError, match="leave_out contains") as error:
         films.search(vectors(2, 1), 5, leave_out=[[1, 2], keys])

@@ -1,4 +1,4 @@
-"""Rows in the forms in which callers have them."""
+"""Conversion of rows from data frames and JSON objects."""
 
 import numpy as np
 import pandas as pd
@@ -9,18 +9,18 @@ from raytrec.common.errors import DataError
 from raytrec.scoring.request_rows import ObjectRows, concat_rows, to_table
 
 
-def test_empty_bags_of_a_dataframe_may_be_of_another_dtype():
+def test_empty_dataframe_bags_may_have_another_dtype():
     rows = pd.DataFrame({"words": [np.array([]), np.array(["a", "b"], object)], "other": [1, 2]})
     found = to_table(rows, pa.schema({"words": pa.list_(pa.string())}))
     assert found["words"].to_pylist() == [[], ["a", "b"]]
 
 
-def test_objects_of_several_requests_are_converted_together():
+def test_rows_of_several_requests_are_converted_together():
     schema = pa.schema({"id": pa.int64(), "price": pa.float64()})
     first, second = [{"id": 1, "price": 0.5}, {"id": 2, "price": None}], [{"id": 3, "price": 1, "other": "x"}]
     table = concat_rows([ObjectRows(first, schema), ObjectRows(second, schema).slice(0, 1)])
     assert table.to_pydict() == {"id": [1, 2, 3], "price": [0.5, None, 1.0]}
-    assert table["id"].num_chunks == 1  # tables of each request would leave a chunk for each
+    assert table["id"].num_chunks == 1  # one conversion per request would give one chunk each
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_objects_of_several_requests_are_converted_together():
     ],
 )
 @pytest.mark.parametrize("names", [["id"], ["id", "other"]])
-def test_the_row_that_does_not_fit_is_named(rows, where, names):
+def test_conversion_error_names_the_invalid_row(rows, where, names):
     given = [row | {"other": 0} if isinstance(row, dict) and row else row for row in rows]
     with pytest.raises(DataError) as caught:
         to_table(given, pa.schema([(name, pa.int64()) for name in names]))

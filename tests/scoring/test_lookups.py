@@ -1,4 +1,4 @@
-"""Rows of tables in files, against FBGEMM's own quantization."""
+"""Quantized table rows in files, compared with the quantization of FBGEMM."""
 
 import fbgemm_gpu  # noqa: F401
 import pytest
@@ -28,7 +28,7 @@ def of_fbgemm(rows, precision):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_rows_are_as_near_as_they_can_be(precision):
+def test_decoded_rows_are_within_quantization_error(precision):
     form = PRECISIONS[precision]
     stored = form.encode(ROWS)
     assert stored.shape == (40, form.width(16)) and stored.dtype == form.dtype
@@ -39,7 +39,7 @@ def test_rows_are_as_near_as_they_can_be(precision):
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])
-def test_it_is_fbgemms_quantization(precision):
+def test_quantization_matches_fbgemm(precision):
     packed = PRECISIONS[precision].encode(ROWS)
     ours = PRECISIONS[precision].decode(packed)
     torch.testing.assert_close(ours, of_fbgemm(ROWS, precision), rtol=1e-5, atol=1e-5)
@@ -52,7 +52,7 @@ def test_it_is_fbgemms_quantization(precision):
 
 @pytest.mark.parametrize("name", ODD)
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_odd_rows(precision, name):
+def test_extreme_rows_stay_finite_and_close(precision, name):
     rows = ODD[name]
     found = PRECISIONS[precision].decode(PRECISIONS[precision].encode(rows))
     share = {"fp32": 0, "int8": 0.01, "fp16": 1e-3, "int4": 0.1}[precision]
@@ -66,7 +66,7 @@ def test_values_beyond_half_precision_are_refused(precision):
         PRECISIONS[precision].encode(torch.tensor([[1e6] * 8]))
 
 
-def test_rows_of_several_blocks():
+def test_block_table_reads_rows_across_blocks():
     places = torch.tensor([39, 0, 12, 13, 13, 25, 26, 38, 1])
     for precision in PRECISIONS.values():
         stored = precision.encode(ROWS)

@@ -70,7 +70,7 @@ def marker(tmp_path):
 
 
 def write(file, entries, more=()):
-    """Write an archive; `more` are entries whose names may occur twice, after the others."""
+    """Write an archive; `more` are further entries, whose names may be duplicates."""
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         for name, content in (*entries.items(), *more):
             archive.writestr(f"archive/{name}", content)
@@ -84,7 +84,7 @@ def pickled(marker):
 
 
 def edited(entries, name, edit):
-    """Return entries with a change of one of the JSON documents."""
+    """Return the entries with one changed JSON document."""
     values = json.loads(entries[name])
     edit(values)
     return entries | {name: json.dumps(values).encode()}
@@ -168,12 +168,12 @@ HARMFUL = [
 ]
 
 
-def test_a_program_loads_without_metadata_and_computes_the_same(program, entries, tmp_path):
+def test_program_without_metadata_computes_the_same(program, entries, tmp_path):
     file = write(tmp_path / "predict.pt2", entries)
     rows = torch.randn(5, 3)
     (expected,), (scores,) = program.module()(rows), load_program(file, 1)(rows)
     assert torch.equal(scores, expected)
-    assert str(Path(__file__).parent).encode() in entries[MODEL], "torch writes paths of this machine"
+    assert str(Path(__file__).parent).encode() in entries[MODEL], "torch no longer writes local paths"
     assert str(Path(__file__).parent).encode() not in sanitize_archive(file.read_bytes())
 
 
@@ -183,10 +183,10 @@ def test_harmful_archives_are_refused(build, entries, marker, tmp_path):
     with pytest.raises(RunError, match=r"the program (contains|cannot be read)"):
         load_program(file, 1)
     assert not marker.exists()
-    if build is not shared_library:  # here, without the rest of its package
+    if build is not shared_library:  # torch needs the rest of the package to load a library
         with suppress(Exception):
             torch.export.load(file).module()
-        assert marker.exists(), "torch does not run this code, so that the archive proves nothing"
+        assert marker.exists(), "torch does not run this code, so the test shows nothing"
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_harmful_archives_are_refused(build, entries, marker, tmp_path):
         lambda model: model.update(torch_version="\x1b[2J"),
     ],
 )
-def test_parts_of_a_model_that_no_export_has_are_refused(edit, entries, tmp_path):
+def test_unexpected_parts_of_a_program_are_refused(edit, entries, tmp_path):
     file = write(tmp_path / "predict.pt2", edited(entries, MODEL, edit))
     with pytest.raises(RunError, match="the program contains"):
         load_program(file, 1)
@@ -229,7 +229,7 @@ def test_parts_of_a_model_that_no_export_has_are_refused(edit, entries, tmp_path
         "\0",
     ],
 )
-def test_expressions_are_calls_of_known_functions(text, entries, tmp_path):
+def test_unsupported_expressions_are_refused(text, entries, tmp_path):
     size = {"as_expr": {"expr_str": text, "hint": None}}
     edit = lambda model: graph(model)["tensor_values"].update(y={"sizes": [size]})  # noqa: E731
     with pytest.raises(RunError, match="the program contains the unsupported expression"):
@@ -264,11 +264,11 @@ def test_guards_and_metadata_are_dropped(entries, tmp_path):
         ("math.sqrt", False),
     ],
 )
-def test_operators_compute_tensors_and_sizes(target, allowed):
+def test_only_pure_tensor_operators_are_allowed(target, allowed):
     assert _is_operator(target) is allowed
 
 
-def test_operators_exist_and_do_not_read_outside_of_their_tensors():
+def test_allowed_operators_exist_and_check_their_bounds():
     assert not [name for name in OPERATORS.split() if not hasattr(torch.ops.aten, name)]
     x, far = torch.ones(4, 4), torch.full((2, 4), 10**9)
     for compute in (
@@ -296,10 +296,10 @@ BROKEN = (None, b"", b"[" * 100_000, b"[1]", b"\xff{}", os.urandom(99))
     [
         *((name, BROKEN) for name in (MODEL, WEIGHTS, CONSTANTS, "archive_format")),
         (SAMPLE_INPUTS_ENTRY, (None, b"1")),
-        ("data/weights/weight_0", (None, b"", b"123")),  # for other numbers, manifests have checksums
+        ("data/weights/weight_0", (None, b"", b"123")),  # manifests have checksums for other values
     ],
 )
-def test_damaged_archives_end_in_a_message(name, contents, entries, tmp_path):
+def test_damaged_archives_raise_a_clear_error(name, contents, entries, tmp_path):
     for content in contents:
         parts = {key: value for key, value in (entries | {name: content}).items() if value is not None}
         with pytest.raises(RunError, match="the program"):

@@ -1,4 +1,4 @@
-"""Who is let in, what listens, and where passwords turn up: with real processes."""
+"""Test authentication, listening sockets and the redaction of passwords with real processes."""
 
 import json
 import os
@@ -32,14 +32,14 @@ SECRET, KEY = "hunter2-correct-horse", "battery-staple-9"
 def home(tmp_path, monkeypatch):
     """A user without a token."""
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_JOB_CONFIG_JSON_ENV_VAR"):
-        monkeypatch.setenv(name, "")  # so that it is as before afterwards, whatever is set meanwhile
+        monkeypatch.setenv(name, "")  # so that monkeypatch restores the variable
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delitem(sys.modules, "ray", raising=False)  # the settings of this process's Ray stay
+    monkeypatch.delitem(sys.modules, "ray", raising=False)  # keep the settings of this process's Ray
     return tmp_path
 
 
-def test_the_tokens_file_is_its_owners(home):
+def test_token_file_is_private_to_its_owner(home):
     with pytest.raises(RunError, match="the token of the Ray cluster is missing"):
         use_token()
     use_token(create=True)
@@ -52,7 +52,7 @@ def test_the_tokens_file_is_its_owners(home):
     assert file.stat().st_mode & 0o777 == 0o600 and file.read_text() == before
 
 
-def test_who_asks_for_no_token_gets_none(home, monkeypatch):
+def test_disabled_authentication_creates_no_token(home, monkeypatch):
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     use_token(create=True)
     assert not (home / ".ray").exists() and os.environ["RAY_AUTH_MODE"] == "disabled"
@@ -63,16 +63,16 @@ TOKEN = "5" * 64
 
 @pytest.fixture
 def token(monkeypatch):
-    """This process's own, whatever lies at home."""
+    """Set a token for this process, independent of the home directory."""
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
     own = (("authorization", f"Bearer {TOKEN}"),)
     monkeypatch.setattr("raytrec.cluster.access.get_token_metadata", lambda: own)  # Ray has read its settings
-    monkeypatch.setattr("ray._private.ray_constants.ENABLE_RAY_CLUSTER", False)  # 127.0.0.1 stays what it is
+    monkeypatch.setattr("ray._private.ray_constants.ENABLE_RAY_CLUSTER", False)  # keep 127.0.0.1
 
 
 class Gcs(grpc.GenericRpcHandler):
-    """Answers on the way that GCS does."""
+    """Server that answers the probe of GCS; it requires the token if `asks` is set."""
 
     def __init__(self, asks):
         self.asks = asks
@@ -87,7 +87,7 @@ class Gcs(grpc.GenericRpcHandler):
 
 
 @pytest.mark.parametrize("asks", [True, False])
-def test_a_cluster_that_asks_for_no_token_is_told_at_once(token, asks):
+def test_cluster_without_a_token_is_rejected(token, asks):
     server = grpc.server(ThreadPoolExecutor(2), handlers=[Gcs(asks)])
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
@@ -102,12 +102,12 @@ def test_a_cluster_that_asks_for_no_token_is_told_at_once(token, asks):
         server.stop(None)
 
 
-def test_files_of_settings_without_secrets_stay_as_they_are():
+def test_redaction_keeps_yaml_without_secrets():
     for text in ("# mine\na: [1, 2]\n", "a: [", ""):
         assert hide_yaml(text) == text
 
 
-def test_a_password_that_a_checkpoint_does_not_keep(tmp_path):
+def test_redacted_password_in_a_config_is_rejected(tmp_path):
     from raytrec.driver import run as driver
 
     folder = parquet.dataset(tmp_path / "data")
@@ -118,7 +118,7 @@ def test_a_password_that_a_checkpoint_does_not_keep(tmp_path):
 
 
 def stranger(head, kind):
-    """The environment of a user without a token, or with another one."""
+    """Return the environment of a user without a token or with a wrong one."""
     env = plain_environment() | {"HOME": str(head.folder / "away")}
     if kind == "without a token":
         return env | {"RAY_AUTH_MODE": "disabled"}
@@ -140,7 +140,7 @@ STRANGERS = pytest.mark.parametrize("kind", ["without a token", "with another to
 @pytest.mark.cluster
 @STRANGERS
 @pytest.mark.parametrize("way", ["address", "client"])
-def test_strangers_are_told_at_once(head, tmp_path, kind, way):
+def test_train_reports_missing_or_wrong_token_soon(head, tmp_path, kind, way):
     began = time.monotonic()
     address = getattr(head, way)
     command = [RAYTREC, "train", config(head, tmp_path / "a.yaml"), f"scaling.address={address}"]
@@ -153,7 +153,7 @@ def test_strangers_are_told_at_once(head, tmp_path, kind, way):
 
 
 @pytest.mark.cluster
-def test_a_head_of_this_user_is_trusted_and_another_port_of_it_is_not(head):
+def test_only_ray_ports_of_the_own_head_are_trusted(head):
     # Its Ray client server is the last to listen.
     wait_for(
         lambda: not find_foreign_code({"scaling": {"address": head.client}}), "trust in the head's Ray client"
@@ -172,7 +172,7 @@ print(len(GcsClient(address=sys.argv[1]).get_all_node_info()))
 
 @pytest.mark.cluster
 @STRANGERS
-def test_strangers_reach_nothing(head, tmp_path, kind):
+def test_cluster_rejects_requests_without_its_token(head, tmp_path, kind):
     env = stranger(head, kind)
     done = subprocess.run(
         [PYTHON, "-c", GCS, head.address], env=env, capture_output=True, text=True, timeout=60
@@ -197,11 +197,11 @@ def test_strangers_reach_nothing(head, tmp_path, kind):
 
 
 def watched(head, *command):
-    """Runs a command of a user of the cluster to its end.
+    """Run a command as a user of the cluster and observe all processes until it ends.
 
     Returns:
-        (what it printed, the command lines of it and of the cluster's processes, what those listen on beyond
-        loopback).
+        (output, command lines of the command's and the cluster's processes, addresses beyond loopback on
+        which these processes listen).
     """
     import psutil
 
@@ -237,7 +237,7 @@ def mlflow_server(tmp_path):
 
 
 def found_in(folder, secret):
-    """Files below a folder that have a secret in them."""
+    """Return the files below a folder that contain a secret."""
     return {
         str(path.relative_to(folder))
         for path in Path(folder).rglob("*")
@@ -247,7 +247,7 @@ def found_in(folder, secret):
 
 @pytest.mark.cluster
 @pytest.mark.timeout(600)
-def test_where_passwords_turn_up(head, tmp_path, mlflow_server):
+def test_passwords_appear_only_in_the_private_config(head, tmp_path, mlflow_server):
     uri = f"http://me:{SECRET}@127.0.0.1:{mlflow_server}"
     tags = {"api_key": KEY, "team": "ads"}
     place = config(head, tmp_path / "a.yaml", tracking__uri=uri, tracking__tags=tags, tracking__report=True)
@@ -258,14 +258,14 @@ def test_where_passwords_turn_up(head, tmp_path, mlflow_server):
         assert secret not in printed
         assert not [command for command in commands if secret in command]
         assert found_in(run, secret) == {"config.yaml"}
-        # Nor in MLflow's database and artifacts.
+        # MLflow's database and artifacts must not contain the secret.
         assert found_in(tmp_path, secret) == {"a.yaml", "run/config.yaml"}
         assert not found_in(head.folder, secret), "Ray's logs"
     assert (run / "config.yaml").stat().st_mode & 0o777 == 0o600
     artifacts = [path.read_text() for path in (tmp_path / "artifacts").rglob("config.yaml")]
     assert len(artifacts) == 1 and "http://me:***@127.0.0.1" in artifacts[0]
     assert not beyond, "loopback only"
-    assert any("ray::" in command for command in commands), "workers were looked at"
+    assert any("ray::" in command for command in commands), "workers must be among the observed processes"
 
     again = head.run(RAYTREC, "train", "--warm-start", str(run), f"run.dir={tmp_path}/next")
     assert again.returncode == 1 and "redacted in checkpoints and in MLflow: tracking.uri, tr" in again.stderr
@@ -273,8 +273,8 @@ def test_where_passwords_turn_up(head, tmp_path, mlflow_server):
 
 @pytest.mark.cluster
 @pytest.mark.timeout(600)
-def test_where_passwords_of_a_job_turn_up(head, tmp_path):
-    """Of one that fails, at a place that it cannot open."""
+def test_passwords_of_a_job_are_redacted(head, tmp_path):
+    """The job fails because it cannot open its checkpoint folder."""
     values = parquet.settings("data/tiny", "runs/secret")
     values["checkpoint"] = {"dir": f"s3://AKIA:{SECRET}@bucket/x?endpoint_override=127.0.0.1:9&scheme=http"}
     (tmp_path / "a.yaml").write_text(yaml.safe_dump(values))

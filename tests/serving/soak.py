@@ -1,17 +1,16 @@
-"""`make soak-serve`: a service that is asked without pause while versions are swapped and replicas killed.
+"""`make soak-serve`: continuous requests while versions are swapped and replicas killed.
 
     python tests/serving/soak.py [--requests 200000] [--clients 8] [--smallest]
 
-`raytrec serve --replicas 2` on this machine; clients in a separate process, with the retries of
-docs/serving.md. Between requests: promotions, rollbacks, an export with a damaged table, one with a wrong
-golden row, and SIGKILL of a replica three times, once while a version is promoted.
+`raytrec serve --replicas 2` runs on this machine. The clients run in a separate process, with the retries of
+docs/serving.md. The events are promotions, rollbacks, an export with a damaged table, an export with a wrong
+golden row, and three SIGKILLs of a replica, one of them during a promotion.
 
-Every answer is compared with the scores of its version by `raytrec.load`. Wrong is: another score, a version
-that is not served, and, for a request that began after a promotion had ended, another version than the
-promoted one. A request is in the hands of a killed replica if it is under way between the kill and the time
-after which the replica is taken for ended. Exit 1: a wrong answer, a request that fails in spite of its
-retries, one that is retried at another time, or a replica that has files mapped of an export other than the
-last and the one before.
+Every answer is compared with the scores that `raytrec.load` computes for its version. An answer is wrong if a
+score differs, if its version is not served, or if the request began after a promotion and another version
+answered. A kill affects a request if the request overlaps the time from the kill until the replica is
+considered ended. The exit status is 1 after a wrong answer, a request that fails despite its retries, a retry
+outside of these times, or if a replica maps files of an export other than the current and the previous one.
 """
 
 from __future__ import annotations
@@ -50,15 +49,15 @@ from raytrec.serving.command import promote  # noqa: E402
 from raytrec.serving.coordinator import GONE_S  # noqa: E402
 
 REPLICAS = 2
-MOST_HELD = 2  # exports of a replica: the one that answers, and the one before
-# What happens, in this order: swaps, refused ones, kills. The first export is `whole`.
+MOST_HELD = 2  # per replica: the current and the previous export
+# Events in order: swaps, refused promotions and kills. The service starts with the export `whole`.
 EVENTS = ["small", "kill", "half", "damaged", "small", "rollback", "killed promotion", "wrong golden row"]
 EVENTS += ["small", "kill", "half", "rollback"]
 SMALLEST = ["small", "killed promotion", "damaged"]
 
 
 class Swaps:
-    """What happens to the service, and what it should answer with then."""
+    """Events that are applied to the service, and the version that it must answer with."""
 
     def __init__(self, service, made, root, state):
         self._service, self._made, self.root, self._state = service, made, root, state
@@ -66,7 +65,7 @@ class Swaps:
         self.kills, self.table = [], []  # wall-clock seconds; (event, seconds)
 
     def happen(self, event):
-        """One of EVENTS, to its end."""
+        """Apply one of EVENTS and wait until all replicas have the expected version."""
         began = time.monotonic()
         if event == "kill":
             self._kill()
@@ -91,7 +90,7 @@ class Swaps:
         return copied(self._made[name].path, self.root / str(self._copies), change)
 
     def _promote(self, name, kill=False):
-        """To a fresh copy of an export, or back to the one before."""
+        """Promote a fresh copy of an export, or roll back to the previous version."""
         back = name == "rollback"
         target, uri = (self._before, None) if back else (name, self._copy(name))
         self._state.change(CHANGING)
@@ -109,7 +108,7 @@ class Swaps:
             time.sleep(0.2)
             self._kill()
         asking.join(4 * GONE_S)
-        if kill and isinstance(outcome[0], RunError):  # it was asked of the replica that was killed
+        if kill and isinstance(outcome[0], RunError):  # the request went to the killed replica
             ask()
         assert outcome and outcome[-1] == self._version(target), f"{name}: {outcome}"
         self.now, self._before = target, self.now
@@ -121,20 +120,18 @@ class Swaps:
         except RunError as error:
             assert "differs from the exported file" in error.what or "exported scores" in error.what, error
         else:
-            raise AssertionError(f"{change.__name__}: it was promoted")
+            raise AssertionError(f"{change.__name__}: the export was promoted")
 
     def _kill(self):
-        """A replica; until there are as many as before."""
+        """Kill a replica and wait for its replacement."""
         self._service.replicas()[0].kill()
         self.kills.append(time.time())
-        time.sleep(GONE_S + 1)  # for so long it is counted as one
-        wait_for(
-            lambda: len(self._service.versions()) == REPLICAS, "a replica in the place of a killed one", 90
-        )
+        time.sleep(GONE_S + 1)  # until it is no longer counted as a replica
+        wait_for(lambda: len(self._service.versions()) == REPLICAS, "the replacement of a killed replica", 90)
 
 
 def _swap(service, swaps, events, requests, state):
-    """Lets all events happen, spread over the requests; what the service has in memory before and after."""
+    """Apply all events, spread over the requests; return the memory use before and after."""
     found = {}
     for number, event in enumerate(events, 1):
         until = number * requests // (len(events) + 1)
@@ -147,7 +144,7 @@ def _swap(service, swaps, events, requests, state):
 
 
 def _held(service, swaps):
-    """[(process, MiB that only it has, exports whose files it has mapped)] of the replicas and the proxy."""
+    """Return (process, private MiB, mapped exports) of every replica and the proxy."""
     processes = service.replicas()
     return [
         (f"{called(p).split(':')[2]} {p.pid}", resident_mib(p), mapped_folders(p, swaps.root))
@@ -156,7 +153,7 @@ def _held(service, swaps):
 
 
 def _show(report, counts, notes):
-    """Prints all figures; whether the promise was kept."""
+    """Print all figures. Return True if there was no error."""
     kills, by = report["kills"], {kind: [note for note in notes if note[0] == kind] for kind in KINDS}
     others = [note for note in by["retried"] if not _in_hands(note, kills)]
     held = {name: exports for name, _, exports in report["after"] if len(exports) > MOST_HELD}
@@ -167,8 +164,8 @@ def _show(report, counts, notes):
         "wrong": len(by["wrong"]),
         "failed": len(by["failed"]),
     }
-    rows["tries that failed in a killed replica's hands"] = len(by["retried"]) - len(others)
-    rows["tries that failed otherwise"] = len(others)
+    rows["failed attempts affected by a kill"] = len(by["retried"]) - len(others)
+    rows["other failed attempts"] = len(others)
     seconds = report["seconds"]
     rows |= {"seconds": f"{seconds:.0f}", "answers/s": f"{rows['answers'] / seconds:.0f}"}
     _print("make soak-serve", rows.items())
@@ -178,12 +175,12 @@ def _show(report, counts, notes):
         _print(f"{moment} the events", lines)
     for note in [*by["wrong"], *by["failed"], *others][:20]:
         print(*note)
-    print("\n".join(f"{name} still has {', '.join(exports)}" for name, exports in held.items()))
+    print("\n".join(f"{name} still maps {', '.join(exports)}" for name, exports in held.items()))
     return not (by["wrong"] or by["failed"] or others or held)
 
 
 def _in_hands(note, kills):
-    """Whether a request was under way when, or came before it was known that, a replica was killed."""
+    """Return True if a request overlaps the time from a kill until the replica is considered ended."""
     _, began, ended, _ = note
     return any(began < kill + GONE_S and ended > kill for kill in kills)
 
@@ -198,11 +195,11 @@ def _print(title, lines):
 
 
 def main(
-    requests: Annotated[int, typer.Option(help="At least.")] = 200_000,
-    clients: Annotated[int, typer.Option(help="That ask at the same time.")] = 8,
-    smallest: Annotated[bool, typer.Option(help="Whether it runs at all.")] = False,
+    requests: Annotated[int, typer.Option(help="Minimum number of requests.")] = 200_000,
+    clients: Annotated[int, typer.Option(help="Number of concurrent clients.")] = 8,
+    smallest: Annotated[bool, typer.Option(help="Run a short smoke test.")] = False,
 ) -> None:
-    """Prints the table."""
+    """Run the soak test and print its results."""
     requests, events = (600, SMALLEST) if smallest else (requests, EVENTS)
     os.environ["RAYTREC_SERVE_TOKEN"] = TOKEN
     with tempfile.TemporaryDirectory(prefix="raytrec-soak-") as scratch:

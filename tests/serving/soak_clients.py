@@ -1,4 +1,4 @@
-"""Clients of the soak: requests in every form, each answer compared with the scores of its version."""
+"""Clients of the soak test, which compare each answer with the scores of its version."""
 
 import json
 import multiprocessing
@@ -19,7 +19,7 @@ KINDS = ("wrong", "failed", "retried")
 
 
 def requests_of(made, table):
-    """[(body, content type, export → scores)]: small requests in every form."""
+    """Return small requests in every format: (body, content type, version → scores)."""
     found, model = [], made["whole"].model
     mine = model.reader_of("query").columns.names
     for first in range(0, len(table) - 3, 3):
@@ -39,10 +39,11 @@ def requests_of(made, table):
 
 
 class Clients:
-    """Requests, one after the other in each thread, and what comes of them.
+    """Threads that send one request after the other and record the outcomes.
 
     Args:
-        versions: of exports. state: see State.
+        versions: Versions of the exports, in the order of the index in `state`.
+        state: A State.
     """
 
     def __init__(self, url, requests, versions, state):
@@ -58,7 +59,7 @@ class Clients:
         self.counts, self.notes = Counter(), []
 
     def run(self, clients):
-        """Until there have been enough, and all events."""
+        """Run until enough requests are sent and all events are applied."""
         threads = [threading.Thread(target=self._run, args=[seed]) for seed in range(clients)]
         for thread in threads:
             thread.start()
@@ -90,11 +91,11 @@ class Clients:
         self.counts[version] += 1
         place, unchanged = stable[1], stable == self._state.version()
         if unchanged and place != CHANGING and version != self._versions[place]:
-            self._note("wrong", began, f"{version} in the place of {self._versions[place]}")
+            self._note("wrong", began, f"{version} instead of {self._versions[place]}")
         expected = scores.get(version, {})
         right = [np.allclose(answer["predictions"][k], v, rtol=1e-6, atol=1e-6) for k, v in expected.items()]
         if not right or not all(right):
-            self._note("wrong", began, f"{answer} in the place of {expected}")
+            self._note("wrong", began, f"{answer} instead of {expected}")
 
     def _note(self, kind, began, what):
         self.counts[kind] += 1
@@ -102,7 +103,7 @@ class Clients:
 
 
 class State:
-    """What the clients' process and the one that swaps have in common."""
+    """State shared by the process of the clients and the process that swaps versions."""
 
     def __init__(self, requests):
         self._requests = requests
@@ -110,28 +111,28 @@ class State:
         self._version = multiprocessing.Array("q", [0, 0])
 
     def take(self):
-        """Whether there is a further request to make."""
+        """Count a request and return True if the request must be sent."""
         with self.asked.get_lock():
             self.asked.value += 1
             return self._going.value or self.asked.value <= self._requests
 
     def end(self):
-        """All has happened that should."""
+        """Record that all events have been applied."""
         self._going.value = False
 
     def version(self):
-        """(how often it has changed, the place of the one that has to answer; CHANGING: any)."""
+        """Return (number of changes, index of the version that must answer; ANY_VERSION: any)."""
         with self._version.get_lock():
             return tuple(self._version)
 
     def change(self, place):
-        """The version that has to answer from now on."""
+        """Set the index of the version that must answer from now on."""
         with self._version.get_lock():
             self._version[:] = [self._version[0] + 1, place]
 
 
 def drive(*given, clients, results):
-    """All clients, in this process."""
+    """Run all clients in this process and put their counts and notes into `results`."""
     asking = Clients(*given)
     asking.run(clients)
     results.put((asking.counts, asking.notes))

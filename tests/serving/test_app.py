@@ -1,4 +1,4 @@
-"""The service over HTTP, in this process: what it answers, and what it refuses. No Ray."""
+"""The HTTP service in the test process: its responses and its refusals, without Ray."""
 
 import asyncio
 import json
@@ -37,7 +37,7 @@ LIMITS = Limits(body_bytes=200_000, rows=100, ids=50)
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """(export, rows)."""
+    """Return the path of an export and a table of rows."""
     root = tmp_path_factory.mktemp("serving")
     folder, table, _, _ = trained(Modelled("two_tower", (1, 1)), root)
     raytrec.export(folder, str(root / "small"), quantize="int8")
@@ -56,14 +56,14 @@ def model(made):
     return raytrec.load(made[0])
 
 
-def test_every_form_of_rows_gets_the_scores_of_load(http, model, made):
+def test_service_scores_every_row_format_like_load(http, model, made):
     _, table = made
     expected = model.predict(table)
     for _, predictions in http.scores_of_forms(table.to_pylist(), table):
         assert_same(predictions, expected)
 
 
-def test_one_user_and_candidates(http, model, made):
+def test_service_scores_candidates_of_one_user(http, model, made):
     _, table = made
     columns = model.reader_of("query").columns.names
     user = {name: table[name][0].as_py() for name in columns}
@@ -72,7 +72,7 @@ def test_one_user_and_candidates(http, model, made):
     assert_same(found, model.predict(user=user, candidates=candidates))
 
 
-def test_vectors(http, model, made):
+def test_service_returns_tower_vectors(http, model, made):
     _, table = made
     for tower in ("query", "item"):
         status, content, _ = http.ask(f"/vectors?tower={tower}", {"rows": table.to_pylist()})
@@ -116,7 +116,7 @@ def good(made):
         ({"path": "/predict", "method": "GET"}, 405, "GET /predict"),
     ],
 )
-def test_what_is_wrong_is_named(http, made, change, status, words):
+def test_bad_request_error_names_the_cause(http, made, change, status, words):
     rows, change = good(made), dict(change)
     if "row" in change:
         rows[1] |= change.pop("row")
@@ -126,7 +126,7 @@ def test_what_is_wrong_is_named(http, made, change, status, words):
     assert words in json.loads(content)["error"]
 
 
-def test_health_and_the_document(http, made):
+def test_health_is_public_and_openapi_lists_every_endpoint(http, made):
     assert http.ask("/ready", token="")[0] == http.ask("/health", token="")[0] == 200
     assert http.ask("/openapi.json", token="")[0] == 401
     document = json.loads(http.ask("/openapi.json")[1])
@@ -147,7 +147,7 @@ JSONS = st.recursive(
 
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_no_body_is_an_error_of_the_service(http, made, data):
+def test_malformed_bodies_never_cause_server_errors(http, made, data):
     row, values = good(made)[0], data.draw(JSONS)
     column = data.draw(st.sampled_from(sorted(row)))
     whole = json.dumps({"rows": [row | {column: values}]}).encode()
@@ -167,7 +167,7 @@ def test_no_body_is_an_error_of_the_service(http, made, data):
         assert status == 200 or json.loads(content)["error"]
 
 
-def test_requests_are_scored_together_and_each_gets_its_own(http, model, made):
+def test_batched_requests_each_get_their_own_scores(http, model, made):
     _, table = made
     expected, found = model.predict(table), {}
 
@@ -183,7 +183,7 @@ def test_requests_are_scored_together_and_each_gets_its_own(http, model, made):
         assert_same(predictions, expected.slice(place, 1))
 
 
-def test_a_wrong_row_fails_its_own_request_alone(model, made):
+def test_invalid_row_fails_only_its_own_request(model, made):
     rows, expected = good(made), model.predict(made[1].slice(0, len(good(made))))
     schema = model.reader.columns
     wrong = [*rows[:-1], {**rows[-1], schema.names[0]: {}}]
@@ -200,7 +200,7 @@ def test_a_wrong_row_fails_its_own_request_alone(model, made):
             np.testing.assert_allclose(got, column.to_numpy(), rtol=1e-6)
 
 
-def test_a_full_queue_turns_requests_away(made):
+def test_full_queue_rejects_requests(made):
     http = Http(Service(LoadedExports(made[0]), None))
     try:
         http.service.batcher = Batcher(most_waiting=3)
@@ -216,7 +216,7 @@ def test_a_full_queue_turns_requests_away(made):
         http.close()
 
 
-def test_a_replica_that_has_missed_a_promotion_answers_with_it_after_the_next_order(made):
+def test_replica_catches_up_on_missed_promotion(made):
     versions, small = LoadedExports(made[0]), made[0].replace("export", "small")
     first, second = versions.version, read_manifest(small).version
     order = Order(7, Export(small, second), prepare=str(Path(small) / "nothing"))
@@ -238,7 +238,7 @@ def replace_by_another(export, other):
 
 
 @pytest.mark.parametrize("change", [cut_a_table, shutil.rmtree, replace_by_another])
-def test_an_export_that_was_changed_in_place_gives_way_to_the_one_before(made, tmp_path, change):
+def test_changed_export_falls_back_to_previous_version(made, tmp_path, change):
     path, small = Path(shutil.copytree(made[0], tmp_path / "export")), made[0].replace("export", "small")
     now, before = (Export(str(each), read_manifest(str(each)).version) for each in (path, small))
     versions, why = load_either(now, before, False)
@@ -253,7 +253,7 @@ def test_an_export_that_was_changed_in_place_gives_way_to_the_one_before(made, t
         assert caught.value.where == str(path)
 
 
-def test_the_page_is_open_and_the_model_is_described(http):
+def test_public_page_omits_the_model_version(http):
     status, content, headers = http.ask("/", token="")
     assert (status, headers["Content-Security-Policy"][:19]) == (200, "default-src 'none';")
     about = describe_model(http.service.versions.current.scorer)
@@ -270,8 +270,8 @@ def make_room_after_a_refusal(service):
     service.batcher.waiting = 0
 
 
-def test_the_documents_client_repeats_what_is_turned_away(http, model, made, monkeypatch):
-    """429 to its first request here; in the soak, what a killed replica had in its hands."""
+def test_documented_client_retries_rejected_requests(http, model, made, monkeypatch):
+    """The first request gets 429. The soak test covers requests in flight on a killed replica."""
     page = (Path(__file__).parents[2] / "docs/serving.md").read_text()
     (block,) = re.findall(r"(?m)^    import urllib3\n(?:(?:    .*)?\n)+", page)
     monkeypatch.setattr("raytrec.serving.batching.RETRY_AFTER_S", 0)
@@ -284,7 +284,7 @@ def test_the_documents_client_repeats_what_is_turned_away(http, model, made, mon
     assert refusals(http.service) > 0
 
 
-def test_another_version_answers_when_it_is_committed(made, tmp_path):
+def test_prepared_version_answers_after_commit(made, tmp_path):
     first = LoadedExports(made[0])
     small = made[0].replace("export", "small")
     before, version = first.version, first.prepare(small)
@@ -296,14 +296,14 @@ def test_another_version_answers_when_it_is_committed(made, tmp_path):
     assert first.version == before
 
 
-def test_the_page_refers_to_nothing_outside():
+def test_page_loads_no_external_resources():
     html, _ = make_page()
     assert not re.search(r"https?://", html)
     assert re.findall(r"""(?:src|href)\s*=\s*["']?([^"'\s>]*)""", html) == ["data:,"]
     assert "@import" not in html and "url(" not in html and "//cdn" not in html
 
 
-def test_a_browser_runs_its_script_and_style_alone():
+def test_page_policy_allows_only_its_own_script_and_style():
     html, headers = make_page()
     policy = dict(each.split(" ", 1) for each in headers["Content-Security-Policy"].split("; "))
     for tag, what in (("script", "script-src"), ("style", "style-src")):
@@ -316,12 +316,12 @@ def test_a_browser_runs_its_script_and_style_alone():
     assert "style=" not in html and not re.search(r"\son[a-z]+=", html)
 
 
-def test_what_comes_from_data_is_never_html():
+def test_page_never_inserts_data_as_html():
     html, _ = make_page()
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|Function\(", html)
 
 
-def test_the_token_goes_into_one_header_alone():
+def test_page_sends_token_only_in_authorization_header():
     html, _ = make_page()
     (line,) = re.findall(r".*\$\{token\}.*", html)
     assert "Authorization: `Bearer ${token}`" in line and "location" not in html

@@ -1,4 +1,4 @@
-"""Small bodies that stand for much: they are refused before they are taken apart."""
+"""Small Arrow bodies that expand to large data are refused before they are decoded."""
 
 from types import SimpleNamespace
 
@@ -18,7 +18,7 @@ IDS = pa.array(np.zeros(1_000, np.int64))
 
 
 def views_of(text):
-    """Text of which every row is a view of the same bytes."""
+    """Return a string_view array in which every row refers to the same bytes."""
     one = pa.array([text], pa.string_view())
     _, view, *data = one.buffers()
     return pa.Array.from_buffers(one.type, ROWS, [None, pa.py_buffer(view.to_pybytes() * ROWS), *data])
@@ -27,14 +27,14 @@ def views_of(text):
 REPEATED = {
     "text of a dictionary": pa.DictionaryArray.from_arrays(TWICE, pa.array([TEXT])),
     "views of one text": views_of(TEXT),
-    "a text that runs over all rows": pa.RunEndEncodedArray.from_arrays(pa.array([ROWS], pa.int32()), [TEXT]),
+    "run-end encoded text": pa.RunEndEncodedArray.from_arrays(pa.array([ROWS], pa.int32()), [TEXT]),
     "lists of a dictionary": pa.DictionaryArray.from_arrays(TWICE, pa.ListArray.from_arrays([0, 1_000], IDS)),
     "views of one list": pa.ListViewArray.from_arrays(TWICE, TWICE + 1_000, IDS),
 }
 
 
 @pytest.mark.parametrize("array", REPEATED.values(), ids=REPEATED)
-def test_values_that_rows_share_count_for_each(array):
+def test_shared_values_count_once_per_row(array):
     body = stream(pa.table({"ids" if "list" in str(array.type) else "text": array}))
     assert len(body) < LIMITS.body_bytes
     before = pa.total_allocated_bytes()

@@ -1,4 +1,4 @@
-"""Exports that POST /promote may name: those of one folder, on its own server."""
+"""Exports that POST /promote accepts: only exports in one folder on the same server."""
 
 import os
 
@@ -11,7 +11,7 @@ from raytrec.serving.loaded_exports import get_containing_folder, resolve_export
 
 @pytest.fixture
 def root(tmp_path):
-    """exports/films and exports/current, a link to it; exports-2/films; outside, and a link to it."""
+    """Create exports/films, exports-2/films and outside, and links to films and outside."""
     for name in ("exports/films", "exports-2/films", "outside"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "exports/current").symlink_to("films")
@@ -25,7 +25,7 @@ def test_exports_in_the_folder_are_accepted_with_links_resolved(root):
     for place in ("exports/films", "exports/films/", "exports/current", "link", "outside/../exports/films"):
         assert resolve_export(f"{root}/{place}", folder) == films
         assert resolve_export(f"file://{root}/{place}", f"file://{folder}/") == films
-    assert resolve_export(f"{root}/exports/films%20", folder) == f"{films}%20", "a path is not decoded"
+    assert resolve_export(f"{root}/exports/films%20", folder) == f"{films}%20", "the path was decoded"
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_exports_in_the_folder_are_accepted_with_links_resolved(root):
         "exports/films/../..",
     ],
 )
-def test_places_outside_of_the_folder_are_refused(root, place):
+def test_paths_outside_the_folder_are_refused(root, place):
     for uri in (f"{root}/{place}", f"file://{root}/{place}", f"file://{root}/{place.replace('.', '%2e')}"):
         with pytest.raises(RefusedRequest, match="outside the folder"):
             resolve_export(uri, str(root / "exports"))
@@ -60,7 +60,7 @@ STORE = "s3://bucket/exports"
         ("s3://b/exports/films?endpoint_override=own:9000", "s3://b/exports?endpoint_override=own:9000"),
     ],
 )
-def test_exports_in_a_folder_of_a_store_are_accepted(uri, folder):
+def test_exports_in_an_object_store_folder_are_accepted(uri, folder):
     assert resolve_export(uri, folder) == uri.rstrip("/")
 
 
@@ -94,12 +94,12 @@ def test_exports_in_a_folder_of_a_store_are_accepted(uri, folder):
         ("a\0b", "/"),
     ],
 )
-def test_other_places_and_servers_are_refused(uri, folder):
+def test_other_stores_and_servers_are_refused(uri, folder):
     with pytest.raises((RefusedRequest, DataError)):
         resolve_export(uri, folder)
 
 
-def test_the_folder_that_contains_an_export(root):
+def test_containing_folder_resolves_links_and_store_uris(root):
     assert (
         get_containing_folder(f"{root}/link")
         == get_containing_folder(f"file://{root}/link")

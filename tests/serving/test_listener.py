@@ -1,4 +1,4 @@
-"""Connections of the listener: limits of time and size, and its end. Plain ASGI applications, no model."""
+"""Time limits, size limits and shutdown of the HTTP listener, with plain ASGI applications."""
 
 import asyncio
 import socket
@@ -61,7 +61,7 @@ def echo(shared):
 
 @pytest.fixture
 def short(monkeypatch):
-    """Clients have 1.2 s; the listener looks at them once a second."""
+    """Set the client timeout to 1.2 s. The listener checks its clients once a second."""
     monkeypatch.setattr(LIMITS + "CLIENT_TIMEOUT_S", 1.2)
 
 
@@ -70,7 +70,7 @@ def connect(listener):
 
 
 def read_all(connection):
-    """Everything until the listener closes the connection."""
+    """Read from the connection until the listener closes it."""
     found = b""
     try:
         while part := connection.recv(1 << 16):
@@ -95,8 +95,8 @@ SLOW = {
 }
 
 
-def test_clients_that_are_slow_are_disconnected(short, listener):
-    """All at once, a byte each 0.05 s."""
+def test_slow_clients_are_disconnected(short, listener):
+    """All clients run at the same time and send one byte every 0.05 s."""
     with ExitStack() as stack:
         connections = {name: stack.enter_context(connect(listener)) for name in SLOW}
         sending = [
@@ -124,7 +124,7 @@ def send_slowly(connection, data):
             time.sleep(0.05)
 
 
-def test_a_body_that_nobody_reads_has_the_same_time(short):
+def test_client_timeout_applies_to_unread_bodies(short):
     with closing(Listener(Echo(reads=False), "127.0.0.1", 0)) as listener, connect(listener) as connection:
         sending = threading.Thread(target=send_slowly, args=(connection, POST + b"x" * 99), daemon=True)
         sending.start()
@@ -133,7 +133,7 @@ def test_a_body_that_nobody_reads_has_the_same_time(short):
         sending.join(WAIT_S)
 
 
-def test_an_answer_may_take_longer_than_a_client(short):
+def test_response_may_take_longer_than_client_timeout(short):
     class Slow(Echo):
         async def __call__(self, scope, receive, send):
             await asyncio.sleep(2.6)
@@ -157,24 +157,24 @@ LARGE = {
 
 @pytest.mark.parametrize("data", LARGE.values(), ids=LARGE)
 @pytest.mark.parametrize("size", [4 << 20, 1000])
-def test_large_heads_are_refused(listener, echo, data, size):
+def test_large_request_heads_are_refused(listener, echo, data, size):
     with connect(listener) as connection:
         pieces = [data[at : at + size] for at in range(0, len(data), size)]
         sending = threading.Thread(target=send_quietly, args=(connection, *pieces), daemon=True)
         sending.start()
         found = read_all(connection)
         sending.join(WAIT_S)
-    assert statuses(found) in ([400], []), found[:200]  # none: reset while the client was sending the rest
+    assert statuses(found) in ([400], []), found[:200]  # []: reset while the client sent the rest
     assert not echo.begun or data.startswith(CHUNKED)
 
 
-def test_a_head_of_30_kB_is_served(listener):
+def test_request_head_of_30_kb_is_served(listener):
     with connect(listener) as connection:
         connection.sendall(GET[:-2] + b"X: " + b"x" * 30_000 + b"\r\n\r\n")
         assert statuses(connection.recv(1 << 16)) == [200]
 
 
-def test_a_large_body_is_no_large_head(listener):
+def test_large_chunked_body_is_not_refused_as_a_head(listener):
     with connect(listener) as connection:
         for pieces in (1, 1000):
             body = b"%x\r\n%s\r\n" % (4_000_000 // pieces, b"x" * (4_000_000 // pieces)) * pieces
@@ -199,7 +199,7 @@ def test_pipelining_is_bounded(listener, echo):
         sending.start()
         found = read_all(connection)
         sending.join(WAIT_S)
-    assert 1 <= echo.begun <= 101, "thousands of requests of one connection were taken"
+    assert 1 <= echo.begun <= 101, "more than 101 requests of one connection were started"
     assert set(statuses(found)) <= {200, 400}
 
 
@@ -210,7 +210,7 @@ def send_quietly(connection, *pieces):
 
 
 @pytest.mark.parametrize("answer_bytes", [64 << 20, 40_000])
-def test_a_client_that_reads_no_answer_is_disconnected(short, answer_bytes):
+def test_clients_that_do_not_read_are_disconnected(short, answer_bytes):
     listener = Listener(Echo(answer_bytes), "127.0.0.1", 0)
     with closing(listener), socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -223,7 +223,7 @@ def test_a_client_that_reads_no_answer_is_disconnected(short, answer_bytes):
         assert not listener._server.server_state.connections
 
 
-def test_new_connections_take_the_place_of_those_that_wait_the_longest(monkeypatch, echo):
+def test_new_connection_replaces_the_longest_idle_one(monkeypatch, echo):
     monkeypatch.setattr(LIMITS + "MAX_CONNECTIONS", 3)
     with ExitStack() as stack:
         listener = stack.enter_context(closing(Listener(echo, "127.0.0.1", 0)))
@@ -231,19 +231,19 @@ def test_new_connections_take_the_place_of_those_that_wait_the_longest(monkeypat
         for _ in range(3):
             kept.append(stack.enter_context(connect(listener)))
             wait_for(lambda: len(taken) == len(kept), "a connection to be accepted", WAIT_S)
-            time.sleep(0.01)  # the loop's clock, which decides who waits the longest, counts milliseconds
+            time.sleep(0.01)  # idle times are measured in milliseconds
 
         def ask(connection):
             connection.sendall(GET)
             assert statuses(connection.recv(1 << 16)) == [200]
 
-        ask(kept[0])  # so that kept[1] is the one that has waited the longest when a fourth connection comes
+        ask(kept[0])  # kept[1] is then the longest idle connection when a fourth one is opened
         for connection in (stack.enter_context(connect(listener)), kept[0], kept[2]):
             ask(connection)
         assert read_all(kept[1]) == b""
 
 
-def test_a_port_with_kept_connections_can_be_used_at_once_again(echo):
+def test_port_is_reusable_after_close_with_open_connections(echo):
     listener = Listener(echo, "127.0.0.1", 0)
     with connect(listener) as connection:
         connection.sendall(GET)
@@ -257,7 +257,7 @@ def test_a_port_with_kept_connections_can_be_used_at_once_again(echo):
     again.close()
 
 
-def test_requests_on_kept_connections_are_answered_while_the_listener_ends(echo):
+def test_closing_listener_answers_keep_alive_connections(echo):
     listener = Listener(echo, "127.0.0.1", 0)
     with connect(listener) as connection:
         connection.sendall(GET)
@@ -271,9 +271,9 @@ def test_requests_on_kept_connections_are_answered_while_the_listener_ends(echo)
         ending.join(WAIT_S)
 
 
-@pytest.mark.survive  # a loaded machine may take longer than the time for last requests
-def test_no_request_is_reset_while_the_listener_ends(echo):
-    """New connections for each request: answered, or refused before anything is sent."""
+@pytest.mark.survive  # on a loaded machine, the last requests may exceed the shutdown timeout
+def test_closing_listener_resets_no_request(echo):
+    """Each request uses a new connection, which is either answered or refused before data is sent."""
     listener, stop, wrong, answered = Listener(echo, "127.0.0.1", 0), threading.Event(), [], [0]
 
     def ask():

@@ -1,4 +1,4 @@
-"""10,000 wrong requests to `raytrec serve` with two replicas: each gets a 4xx, and memory stays flat."""
+"""10,000 malformed requests to `raytrec serve` with two replicas get a 4xx, and memory stays flat."""
 
 import json
 import socket
@@ -16,8 +16,8 @@ from urllib3 import PoolManager
 
 pytestmark = pytest.mark.survive
 REQUESTS, WARM_UP, CLIENTS, SLOW_CLIENTS = 10_000, 2_000, 4, 8
-LARGE = 1 << 20  # bytes; larger bodies belong to the warm-up: what they take, the allocator keeps in part
-GROWTH_MIB = 32  # of a process's memory, after the warm-up
+LARGE = 1 << 20  # larger ones go to the warm-up: the allocator keeps part of their memory
+GROWTH_MIB = 32  # per process, after the warm-up
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def service(made, tmp_path_factory):
 
 
 class Sender:
-    """Sends bodies and keeps what no service should answer."""
+    """Client that sends bodies and records responses that a service must never give."""
 
     def __init__(self, url):
         self._http, self._url = PoolManager(maxsize=CLIENTS), f"{url}/predict"
@@ -48,7 +48,7 @@ class Sender:
             self.wrong.append((name, answer.status, answer.data[:300], body[:300]))
 
     def send_all(self, bodies):
-        """Bodies, from several threads."""
+        """Send bodies from several threads."""
         lock, bodies = threading.Lock(), iter(bodies)
 
         def run():
@@ -67,7 +67,7 @@ class Sender:
 
 
 def drawn(rows, table, small, seed):
-    """Malformed bodies without end."""
+    """Yield an endless sequence of malformed bodies."""
     draw = np.random.default_rng(seed)
     good = [(JSON, json.dumps({"rows": rows[:2]}).encode()), (ARROW, stream(table.slice(0, 2)))]
     while True:
@@ -81,7 +81,7 @@ def drawn(rows, table, small, seed):
 
 
 class SlowClients:
-    """Connections that send a byte of a head or of a body now and then."""
+    """Connections that send one byte of a request every 0.2 s."""
 
     def __init__(self, url, data):
         host, port = url.removeprefix("http://").split(":")
@@ -111,13 +111,13 @@ NO_URIS = [b"", b"[", b"[" * 50_000, b"[]", b'{"uri": 3}', b'{"uri": "\\u0000"}'
 
 
 @pytest.mark.parametrize("body", NO_URIS, ids=len)
-def test_a_promotion_of_nothing_is_refused(service, made, body):
+def test_promotion_without_a_valid_uri_is_refused(service, made, body):
     answer = ask_to_promote(service, body, JSON)
     assert 400 <= answer.status < 500 and json.loads(answer.data)["error"], answer.data
     assert service.versions() == [made[0]["whole"].version] * 2
 
 
-def test_a_promotion_that_a_page_of_another_site_can_send_is_refused(service, made):
+def test_cross_site_promotion_is_refused(service, made):
     answer = ask_to_promote(service, json.dumps({"uri": made[0]["whole"].path}).encode(), "text/plain")
     assert answer.status == 415, answer.data
 
@@ -128,14 +128,14 @@ def ask_to_promote(service, body, kind):
 
 
 def send_raw(url, requests):
-    """Each, once by a client that waits for an answer, once by one that leaves."""
+    """Send each request twice: wait for the response, then close without reading it."""
     for name, data in requests:
         status = raw(url, data)
         assert status is None or status < 500, (name, status)
         raw(url, data, close=True)
 
 
-def test_each_gets_its_answer_and_memory_stays_flat(service, made):
+def test_malformed_requests_get_4xx_and_memory_stays_flat(service, made):
     exports, table = made
     rows, model = table.to_pylist(), exports["whole"].model
     bodies, sender = json_bodies(rows[:2]) + arrow_bodies(table), Sender(service.url)

@@ -1,4 +1,4 @@
-"""What the coordinator agrees on with replicas, which here only report. No Ray."""
+"""Promotions by the coordinator, with replicas that only report their state, without Ray."""
 
 import asyncio
 import re
@@ -14,7 +14,7 @@ FIRST, SECOND = Export("a", "films-1"), Export("b", "films-2")
 
 
 class Kept:
-    """What an actor keeps."""
+    """In-memory replacement of the coordinator's persistent state."""
 
     value = None
 
@@ -31,7 +31,7 @@ def coordinator(kept=None):
 
 
 async def replica(of, name, loads=(FIRST, SECOND), failing=None, orders=None):
-    """Follows, and reports every order as carried out."""
+    """Follow the coordinator and report every order as carried out."""
     versions, report, given = {each.uri: each.version for each in loads}, ReplicaState(-1, FIRST.version), -1
     while True:
         order = await of.follow(name, report, given)
@@ -43,7 +43,7 @@ async def replica(of, name, loads=(FIRST, SECOND), failing=None, orders=None):
 
 
 def run(scenario, *replicas):
-    """A scenario, while replicas follow."""
+    """Run a scenario while replicas follow the coordinator."""
 
     async def whole():
         following = [asyncio.create_task(each) for each in replicas]
@@ -56,7 +56,7 @@ def run(scenario, *replicas):
     return asyncio.run(whole())
 
 
-def test_all_replicas_change_and_go_back():
+def test_promotion_and_rollback_reach_all_replicas():
     made = coordinator()
 
     async def scenario():
@@ -74,7 +74,7 @@ def test_all_replicas_change_and_go_back():
     )
 
 
-def test_none_changes_where_one_cannot_load_it():
+def test_failed_load_on_one_replica_cancels_the_promotion():
     made, orders = coordinator(), []
 
     async def scenario():
@@ -92,7 +92,7 @@ def test_none_changes_where_one_cannot_load_it():
 
 
 async def ending(of, name):
-    """Replicas that end when they load an export, each in the place of the one before."""
+    """Run replicas that end when they load an export; each one replaces the previous one."""
     for number in range(99):
         versions = ReplicaState(-1, FIRST.version)
         order = await of.follow(f"{name} {number}", versions, -1)
@@ -102,7 +102,7 @@ async def ending(of, name):
             )
 
 
-def test_an_export_that_ends_replicas_is_given_up(monkeypatch):
+def test_promotion_fails_if_the_export_ends_replicas(monkeypatch):
     for name, seconds in (("FOLLOW_INTERVAL_S", 0.1), ("GONE_S", 0.3)):
         monkeypatch.setattr(f"raytrec.serving.coordinator.{name}", seconds)
     made = coordinator()
@@ -118,7 +118,7 @@ def test_an_export_that_ends_replicas_is_given_up(monkeypatch):
     assert run(scenario(), replica(made, "one"), ending(made, "two")) == ({FIRST.version}, (FIRST, None))
 
 
-def test_one_that_is_started_again_knows_what_was_promoted():
+def test_restarted_coordinator_keeps_the_promotion():
     kept = Kept()
     first, orders = coordinator(kept), []
 
@@ -132,10 +132,10 @@ def test_one_that_is_started_again_knows_what_was_promoted():
     assert asyncio.run(again.overview())["before"] == FIRST.version
     last = orders[-1].number
     order = asyncio.run(again.follow("one", ReplicaState(last, SECOND.version), given=last))
-    assert order.number > last and order.answer == SECOND, "its orders are others than those of before"
+    assert order.number > last and order.answer == SECOND, "the restarted coordinator repeats an order number"
 
 
-def test_it_falls_back_when_no_replica_can_load_the_current_export(monkeypatch, caplog):
+def test_coordinator_rolls_back_if_no_replica_loads_the_export(monkeypatch, caplog):
     for name, seconds in (("FOLLOW_INTERVAL_S", 0.1), ("GONE_S", 0.5)):
         monkeypatch.setattr(f"raytrec.serving.coordinator.{name}", seconds)
     made = coordinator(kept := Kept())
@@ -154,12 +154,12 @@ def test_it_falls_back_when_no_replica_can_load_the_current_export(monkeypatch, 
         await asyncio.gather(*(made.fall_back(SECOND, "the table was cut") for _ in range(2)))
         return await made.exports()
 
-    assert run(end()) == (FIRST, SECOND), "the replica has ended, and two others start"
+    assert run(end()) == (FIRST, SECOND), "the coordinator has not rolled back exactly once"
     assert "rolled back to films-1" in caplog.text and "the table was cut" in caplog.text
     assert asyncio.run(coordinator(kept).exports()) == (FIRST, SECOND)
 
 
-def test_metrics_are_those_of_replicas_that_still_report(monkeypatch):
+def test_metrics_include_only_reporting_replicas(monkeypatch):
     now = 1000.0  # on the coordinator's clock
     monkeypatch.setattr("raytrec.serving.coordinator.monotonic", lambda: now)
     made, about = coordinator(), {"version": FIRST.version, "age_s": 1.0}

@@ -1,4 +1,4 @@
-"""deploy/kuberay/rayservice.yaml: its configuration of Serve on a Ray cluster, given as KubeRay does it."""
+"""The Serve configuration in deploy/kuberay/rayservice.yaml, submitted as KubeRay does."""
 
 import json
 import time
@@ -21,7 +21,7 @@ START_S = 240
 
 
 class Deployed:
-    """The configuration with changes, on a head."""
+    """Serve application deployed on a Ray head from the modified configuration."""
 
     def __init__(self, head):
         (self.port,), self._head = free_ports(1), head
@@ -33,7 +33,7 @@ class Deployed:
         self._ask("PUT", json.dumps(config).encode())
 
     def status(self):
-        """(status, message) of the application."""
+        """Return the status and message of the application."""
         found = json.loads(self._ask("GET"))["applications"]["raytrec"]
         return found["status"], found["message"]
 
@@ -54,7 +54,7 @@ class Deployed:
 
 @pytest.fixture
 def head(tmp_path):
-    """A cluster whose processes have the environment of the file's pods."""
+    """Start a Ray head with the environment variables of the pods in rayservice.yaml."""
     (container,) = SPEC["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]["containers"]
     environment = {each["name"]: each.get("value", TOKEN) for each in container["env"]}
     del environment["RAYTREC_ROOT"]
@@ -62,7 +62,7 @@ def head(tmp_path):
         yield head
 
 
-def test_its_configuration_serves_promotes_and_logs(head, exports, tmp_path):  # noqa: F811
+def test_rayservice_configuration_serves_promotes_and_logs(head, exports, tmp_path):  # noqa: F811
     made, rows = exports
     whole, small, deployed = made["whole"], made["small"], Deployed(head)
     log = {"log_requests": str(tmp_path / "requests"), "log_sample": 1.0}

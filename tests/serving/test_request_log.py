@@ -1,4 +1,4 @@
-"""The log of requests, which no request waits for."""
+"""The request log, which is written in the background and delays no request."""
 
 import json
 import threading
@@ -19,7 +19,7 @@ from raytrec.serving.request_log import RequestLog
 
 
 class Logging:
-    """A service that logs."""
+    """HTTP service that writes a request log."""
 
     def __init__(self, export, folder, sample=1.0, **options):
         self.http = Http(Service(LoadedExports(export), TOKEN))
@@ -43,7 +43,7 @@ def files(folder):
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-def test_every_form_of_request_is_logged_with_its_rows_and_scores(made, tmp_path):  # noqa: F811
+def test_log_contains_rows_and_scores_of_every_request_format(made, tmp_path):  # noqa: F811
     export, table = made
     model = raytrec.load(export)
     mine = model.reader_of("query").columns.names
@@ -74,7 +74,7 @@ def test_every_form_of_request_is_logged_with_its_rows_and_scores(made, tmp_path
         np.testing.assert_allclose(rows["score_y"], again, rtol=1e-6, atol=1e-6)
 
 
-def test_it_is_a_sample_of_requests_and_files_are_closed_by_time_and_rows(made, tmp_path):  # noqa: F811
+def test_log_samples_requests_and_rotates_files(made, tmp_path):  # noqa: F811
     with Logging(made[0], tmp_path, sample=0.5, every_s=3600, most_rows=20) as service:
         for _ in range(60):
             service.http.ask("/predict", {"rows": good(made)})
@@ -93,7 +93,7 @@ def test_it_is_a_sample_of_requests_and_files_are_closed_by_time_and_rows(made, 
 
 
 @pytest.mark.survive
-def test_another_version_is_another_file(made, tmp_path):  # noqa: F811
+def test_each_version_is_logged_to_its_own_file(made, tmp_path):  # noqa: F811
     with Logging(made[0], tmp_path) as service:
         versions = service.http.service.versions
         service.http.ask("/predict", {"rows": good(made)})
@@ -103,14 +103,14 @@ def test_another_version_is_another_file(made, tmp_path):  # noqa: F811
     assert sorted(map(len, found)) == [1, 1] and found[0] != found[1]
 
 
-def test_a_store_that_cannot_be_written_costs_no_request(made, tmp_path, caplog):  # noqa: F811
+def test_unwritable_log_fails_no_request(made, tmp_path, caplog):  # noqa: F811
     (tmp_path / "log").write_text("a file in the place of the folder")
     with Logging(made[0], tmp_path / "log") as service:
         assert service.http.ask("/predict", {"rows": good(made)})[0] == 200
     assert service.counts() == (0, 2) and "cannot be written" in caplog.text
 
 
-def test_what_the_thread_cannot_keep_up_with_is_dropped(made, tmp_path, monkeypatch):  # noqa: F811
+def test_full_log_queue_drops_requests(made, tmp_path, monkeypatch):  # noqa: F811
     stuck, go_on = threading.Event(), threading.Event()
     convert = request_log.to_logged_rows
 
@@ -130,7 +130,7 @@ def test_what_the_thread_cannot_keep_up_with_is_dropped(made, tmp_path, monkeypa
     assert service.counts() == (6, 14)
 
 
-def test_a_request_that_cannot_be_converted_ends_no_log(tmp_path):
+def test_unconvertible_request_does_not_stop_the_log(tmp_path):
     figures = Figures()
     log = RequestLog(str(tmp_path), 1.0, "writer", figures)
     log.offer("/predict", None, [np.zeros(3)])

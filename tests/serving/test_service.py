@@ -1,4 +1,4 @@
-"""`raytrec serve` for real: replicas on Ray Serve, promotions under load, killed replicas, its end."""
+"""`raytrec serve` on Ray Serve: promotions under load, killed replicas and shutdown."""
 
 import os
 import signal
@@ -44,7 +44,7 @@ def token():
 
 @pytest.fixture(scope="module")
 def exports(tmp_path_factory):
-    """({name: Export}, rows)."""
+    """Return the exports by name and the rows."""
     made, table = exports_of_a_model(tmp_path_factory.mktemp("service"))
     return made, table.to_pylist()
 
@@ -56,7 +56,7 @@ def service(exports, tmp_path_factory):
 
 
 class Load:
-    """Clients that ask all the time, and check every answer against its version's scores."""
+    """Clients that send requests continuously and compare each answer with its version's scores."""
 
     def __init__(self, service, exports, clients=4, retries=0):
         self._service, (self._made, self._rows), self._retries = service, exports, retries
@@ -96,7 +96,7 @@ class Load:
                 time.sleep(0.2)
 
 
-def test_promotions_under_load(service, exports, tmp_path):
+def test_promotions_under_load_lose_no_request(service, exports, tmp_path):
     made, _ = exports
     with Load(service, exports) as load:
         for name in ("small", "half", "whole", "small"):
@@ -117,7 +117,7 @@ def test_promotions_under_load(service, exports, tmp_path):
     assert not load.failed and len(load.counts) == 3, load.failed[:3]
 
 
-def test_exports_that_answer_no_more_are_unmapped(service, exports, tmp_path):
+def test_replaced_exports_are_unmapped(service, exports, tmp_path):
     made, _ = exports
     for number, name in enumerate(("small", "half", "half", "whole")):
         copy = copied(made[name].path, tmp_path / str(number))
@@ -129,8 +129,8 @@ def test_exports_that_answer_no_more_are_unmapped(service, exports, tmp_path):
         assert not mapped_folders(replica, made["whole"].path)
 
 
-def test_a_replica_killed_while_a_version_is_promoted(service, exports):
-    """The others go on without it, and the one in its place answers with the new version."""
+def test_promotion_survives_a_killed_replica(service, exports):
+    """The other replicas continue, and the replacement answers with the new version."""
     made, _ = exports
     with Load(service, exports, retries=20) as load:
         done = []
@@ -147,7 +147,7 @@ def test_a_replica_killed_while_a_version_is_promoted(service, exports):
 
 
 def promoted(service, uri):
-    """Its version; asked for again when the replica that was asked is killed."""
+    """Promote an export and return its version; retry if the contacted replica is killed."""
     while True:
         try:
             return promote(uri, service=service.url, name=None)
@@ -155,7 +155,7 @@ def promoted(service, uri):
             time.sleep(1)
 
 
-def test_a_killed_coordinator_forgets_no_promotion(service, exports):
+def test_killed_coordinator_keeps_the_promotion(service, exports):
     made, _ = exports
     promote(made["small"].path, service=service.url, name=None)
     with Load(service, exports, retries=20) as load:
@@ -168,7 +168,7 @@ def test_a_killed_coordinator_forgets_no_promotion(service, exports):
     assert promote(made["whole"].path, service=service.url, name=None) == made["whole"].version
 
 
-def test_a_killed_replica(service, exports):
+def test_killed_replica_is_replaced_without_failed_requests(service, exports):
     with Load(service, exports, retries=20) as load:
         found = service.replicas()
         assert len(found) == 2, found
@@ -181,11 +181,11 @@ def test_a_killed_replica(service, exports):
 
 def cut_tables(export):
     for table in Path(export, "tables").iterdir():
-        os.truncate(table, 0)  # a page that is there in part would be filled with zeros
+        os.truncate(table, 0)  # the rest of a partial page would be read as zeros
 
 
-def test_an_export_that_is_changed_while_it_answers_gives_way_to_the_one_before(service, exports, tmp_path):
-    """Replicas are killed by the kernel, as the tables that they have mapped end early."""
+def test_service_rolls_back_if_the_served_export_is_truncated(service, exports, tmp_path):
+    """The kernel kills the replicas, because the files of their mapped tables are too short."""
     made, rows = exports
     copy = copied(made["small"].path, tmp_path / "copy")
     promote(made["whole"].path, service=service.url, name=None)
@@ -210,7 +210,7 @@ def scores_of(export, rows):
     return export.model.predict(rows).to_pydict()
 
 
-def test_exports_elsewhere_cannot_be_promoted(exports, tmp_path):
+def test_exports_outside_the_folder_cannot_be_promoted(exports, tmp_path):
     made, _ = exports
     copy = copied(made["small"].path, tmp_path / "copy")
     with running(made["whole"].path, 1, tmp_path, promote_from=None) as service:
@@ -228,7 +228,7 @@ def test_exports_elsewhere_cannot_be_promoted(exports, tmp_path):
 
 
 def metrics(service):
-    """(name, replica) → a counter's value, over its other labels."""
+    """Return (name, replica) → value, summed over the other labels."""
     request = urllib.request.Request(f"{service.url}/metrics", headers={"Authorization": f"Bearer {TOKEN}"})
     found = Counter()
     with urllib.request.urlopen(request, timeout=30) as answer:
@@ -238,8 +238,8 @@ def metrics(service):
     return found
 
 
-def test_every_scrape_has_all_replicas_and_no_counter_falls(service, exports):
-    time.sleep(GONE_S + 1)  # killed ones are no longer counted
+def test_metrics_cover_all_replicas_and_counters_never_fall(service, exports):
+    time.sleep(GONE_S + 1)  # until killed replicas are no longer counted
     wait_for(lambda: len(service.versions()) == 2, "two replicas")
     replicas = set(service.ask("/versions"))
     with Load(service, exports):
@@ -261,7 +261,7 @@ def test_every_scrape_has_all_replicas_and_no_counter_falls(service, exports):
     assert found["model"]["version"] == exports[0]["whole"].version
 
 
-def test_it_listens_on_loopback_alone_and_ends_with_all_it_has_started(service):
+def test_service_listens_on_loopback_and_stops_its_processes(service):
     with pytest.raises(urllib.error.HTTPError, match="401"):
         service.ask("/versions", token="another")
     family = [psutil.Process(service.process.pid), *service.family()]
@@ -274,8 +274,8 @@ def test_it_listens_on_loopback_alone_and_ends_with_all_it_has_started(service):
     assert not alive
 
 
-def test_its_end_resets_no_request_and_its_port_is_free_at_once(exports, tmp_path):
-    """Of clients that keep connections and of clients that do not; a refused connection does not count."""
+def test_shutdown_resets_no_request_and_frees_the_port(exports, tmp_path):
+    """Half of the clients keep their connections open. A refused connection is not an error."""
     made, rows = exports
     http, wrong, answered, stop = PoolManager(maxsize=4), [], Counter(), threading.Event()
     headers = {"Authorization": f"Bearer {TOKEN}"}
@@ -307,7 +307,7 @@ def test_its_end_resets_no_request_and_its_port_is_free_at_once(exports, tmp_pat
         check_ports({"--port": int(service.url.rpartition(":")[2])})
 
 
-def test_a_second_replica_comes_under_load(exports, tmp_path):
+def test_load_starts_a_second_replica(exports, tmp_path):
     with running(exports[0]["whole"].path, "1:2", tmp_path) as service, Load(service, exports, 16) as load:
         wait_for(lambda: len(service.versions()) == 2, "a second replica", 180)
     assert not load.failed, load.failed[:3]

@@ -1,4 +1,4 @@
-"""What replicas count: the text of /metrics. No Ray."""
+"""Counters of replicas in the text of /metrics, without Ray."""
 
 from prometheus_client.parser import text_string_to_metric_families
 

@@ -21,7 +21,7 @@ from raytrec.skew.compare import skew
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """The paths of an export, and of another version of the model."""
+    """Return the paths of an export and of another version of the model."""
     root = tmp_path_factory.mktemp("skew")
     folder, *_ = trained(Modelled("two_tower", (1, 1)), root)
     small = raytrec.export(folder, str(root / "small"), quantize="int8").path
@@ -29,7 +29,7 @@ def made(tmp_path_factory):
 
 
 def rows_of(seed, count, users=40):
-    """Rows that fit the model of `made`."""
+    """Return rows for the exported model."""
     draw = np.random.default_rng(seed)
 
     def bags(most, lengths, kind=pa.int64()):
@@ -68,10 +68,12 @@ def training(tmp_path_factory):
 
 
 def write_log(folder, loaded, served, asked=None, error=0.0):
-    """A log of requests of 2 rows each.
+    """Write a request log with 2 rows per request.
 
     Args:
-        served: what was scored. asked: what stands in the log. error: that scores have in it.
+        served: Scored rows.
+        asked: Logged rows; None: the scored rows.
+        error: Error that is added to the logged scores.
     """
     log = RequestLog(str(folder), 1.0, "writer", Figures())
     scores = loaded.score([loaded.reader.read(served)])
@@ -82,7 +84,7 @@ def write_log(folder, loaded, served, asked=None, error=0.0):
     return str(folder)
 
 
-def test_a_log_without_skew_shows_none(made, loaded, training, tmp_path):
+def test_skew_finds_nothing_in_a_log_without_skew(made, loaded, training, tmp_path):
     log = write_log(tmp_path, loaded, rows_of(2, 1200))
     found = skew(log, made[0], data=training).metrics
     assert found["differs"] == [] and found["rows"] == 1200 and found["requests"] == 600
@@ -112,7 +114,7 @@ def with_empty_bags(rows):
         (None, 1e-4, "score_y (scored again)"),
     ],
 )
-def test_an_injected_skew_is_named_first(made, loaded, training, tmp_path, change, error, first):
+def test_skew_names_the_injected_skew_first(made, loaded, training, tmp_path, change, error, first):
     rows = rows_of(2, 1200)
     log = write_log(tmp_path, loaded, change(rows) if change else rows, error=error)
     found = skew(log, made[0], data=training).metrics
@@ -122,12 +124,12 @@ def test_an_injected_skew_is_named_first(made, loaded, training, tmp_path, chang
 
 @pytest.fixture
 def narrow(capsys, monkeypatch):
-    """What has been printed on a terminal of 80 columns, as lines."""
+    """Return a function for the lines printed on a terminal of 80 columns."""
     monkeypatch.setenv("COLUMNS", "80")
     return lambda: capsys.readouterr().out.splitlines()
 
 
-def test_the_verdict_comes_first_in_80_columns(made, loaded, training, tmp_path, narrow):
+def test_skew_shows_the_verdict_first_in_80_columns(made, loaded, training, tmp_path, narrow):
     found = skew(write_log(tmp_path, loaded, scaled(rows_of(2, 1200))), made[0], data=training)
     found.show()
     lines = narrow()
@@ -140,14 +142,14 @@ def test_the_verdict_comes_first_in_80_columns(made, loaded, training, tmp_path,
 
 
 @pytest.mark.survive
-def test_rows_that_are_not_those_scored_show_in_the_scores(made, loaded, tmp_path):
+def test_skew_detects_logged_rows_that_were_not_scored(made, loaded, tmp_path):
     rows = rows_of(2, 200)
     found = skew(write_log(tmp_path, loaded, scaled(rows), rows), made[0]).metrics
     assert found["differs"] == ["score_y (scored again)", "score_near (scored again)"]
 
 
 @pytest.mark.survive
-def test_other_versions_are_named_and_not_compared(made, loaded, training, tmp_path, capsys):
+def test_skew_lists_other_versions_without_comparison(made, loaded, training, tmp_path, capsys):
     other = raytrec.load(made[1])
     write_log(tmp_path, loaded, rows_of(2, 100))
     found = skew(str(tmp_path), made[0])
@@ -164,14 +166,14 @@ def test_other_versions_are_named_and_not_compared(made, loaded, training, tmp_p
 
 
 @pytest.mark.survive
-def test_a_sample_is_of_all_files(made, loaded, training, tmp_path):
+def test_skew_samples_the_given_number_of_rows(made, loaded, training, tmp_path):
     log = write_log(tmp_path, loaded, rows_of(2, 100))
     found = skew(log, made[0], data=training, rows=80).metrics
     assert found["rows"] == found["data_rows"] == 80
 
 
 @pytest.mark.survive
-def test_the_command_needs_the_packages_of_score_alone(made, loaded, training, tmp_path):
+def test_skew_command_needs_only_the_score_extra(made, loaded, training, tmp_path):
     write_log(tmp_path, loaded, scaled(rows_of(2, 400)))
     others = (
         "ray",

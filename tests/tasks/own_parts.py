@@ -1,4 +1,4 @@
-"""Parts of a user's: losses, and models with a logit for each task."""
+"""User-defined losses and models that tests configure as own_parts:NAME."""
 
 import torch
 from torch import nn
@@ -37,11 +37,11 @@ class Count(Loss):
 
 
 class Unfinished(Loss):
-    """Has no of_rows."""
+    """A loss that does not define of_rows."""
 
 
 class WithinGroups(BatchLoss):
-    """How far each row is from the mean of its group; it needs to know the groups."""
+    """Squared distance of each logit from the mean of its group; requires a group column."""
 
     by = "group"
     needs_column = True
@@ -57,7 +57,7 @@ class NoLoss:
 
 
 class Linear(nn.Module):
-    """A logit for each task; options.tasks is their number."""
+    """A linear model with one logit per task; options.tasks is the number of tasks."""
 
     def __init__(self, schema, config):
         super().__init__()
@@ -70,7 +70,7 @@ class Linear(nn.Module):
 
 
 class Auxiliary(Linear):
-    """Gives, after its logits, in training, how far a row's embeddings are from a vector that it learns."""
+    """A model with its own loss: the squared distance of a row's embeddings to a learned vector."""
 
     def __init__(self, schema, config, outputs, vectors):
         super().__init__(schema, type(config)(name=config.name, options={"tasks": outputs}))

@@ -1,4 +1,4 @@
-"""Which labels are read: those that the losses of their tasks take."""
+"""Label values are checked against the ranges of the task losses."""
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -44,12 +44,12 @@ def own_parts(monkeypatch, request):
     monkeypatch.syspath_prepend(str(request.path.parent))
 
 
-def test_any_finite_number_where_squared_error_is_learned(tmp_path):
+def test_mse_accepts_any_finite_label(tmp_path):
     path = written(tmp_path, [0, 1], [4.5, -3.0])
     assert read(path, STARS) == ([[0, 4.5], [1, -3.0]], False)
     assert read(written(tmp_path, [0, 1], [4.5, 3.0]), COUNT) == ([[0, 4.5], [1, 3.0]], False)
     path = written(tmp_path, [0, 1], [4.5, -3.0])
-    assert read(path, {"label": "clicked"}) == ([[0, 4.5], [1, -3.0]], False), "no task learns stars"
+    assert read(path, {"label": "clicked"}) == ([[0, 4.5], [1, -3.0]], False), "no task uses stars"
 
 
 @pytest.mark.parametrize(
@@ -64,14 +64,14 @@ def test_any_finite_number_where_squared_error_is_learned(tmp_path):
         (STARS, [0.5, float("inf")], "column 'stars' contains inf"),
     ],
 )
-def test_labels_that_a_loss_does_not_take_are_refused(task, stars, message, tmp_path):
+def test_labels_outside_the_range_of_the_loss_are_rejected(task, stars, message, tmp_path):
     path = written(tmp_path, [0, 1], stars)
     with pytest.raises(DataError) as error:
         read(path, task, check=False)
     assert message in str(error.value) and "row 1" in str(error.value)
 
 
-def test_footers_know_it_before_a_run_starts(tmp_path):
+def test_invalid_labels_are_detected_from_footers(tmp_path):
     path = written(tmp_path, [0, 1], [3.0, -1.0])
     with pytest.raises(DataError, match="label 'stars' is 3"):
         read(path, {"label": "stars"})

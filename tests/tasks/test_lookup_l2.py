@@ -1,4 +1,4 @@
-"""model.lookup_l2 on ranks, under several kinds of sharding, against matrix factorisation in plain torch."""
+"""model.lookup_l2 with several sharding types, compared with matrix factorization in plain PyTorch."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ MODEL = {"name": "mf", "negatives": "drawn", "max_negatives": 2, "loss": "bce", 
 
 
 def ids(step):
-    """Of one step: users and items, most of them several times; of each row 0 to 2 drawn items."""
+    """Return the ids of one step: users and items with repeats, and 0 to 2 drawn items per row."""
     draw = torch.Generator().manual_seed(step)
     user, item = (torch.randint(0, rows, (ROWS,), generator=draw) for rows in (4, 5))
     return user, item, torch.randint(0, 11, (ROWS, 2), generator=draw), torch.arange(ROWS) % 3
@@ -57,7 +57,7 @@ def on_rank(rank, world, plan):
 @pytest.mark.parametrize(
     "world,plan", [(1, "table_wise"), (2, "row_wise"), (3, "column_wise"), (2, "data_parallel")]
 )
-def test_it_is_what_plain_torch_computes(world, plan):
+def test_lookup_l2_matches_plain_torch(world, plan):
     found = on_ranks(world, on_rank, plan)
     before, after, *_ = found[0]
     tables = {name: torch.nn.Parameter(before[name].clone()) for name in FACTORS}
@@ -85,7 +85,7 @@ def test_it_is_what_plain_torch_computes(world, plan):
     assert all(each[3] == [0.0] for each in found)
 
 
-def test_of_all_tables_or_of_some():
+def test_lookup_l2_can_be_set_per_table():
     section = SECTIONS["mf"].model_validate({"name": "mf", "lookup_l2": 0.5})
     assert section.l2_factors(SCHEMA) == {"user": 0.5, "item": 0.5, "drawn": 0.5}
     section = SECTIONS["mf"].model_validate({"name": "mf", "lookup_l2": {"item": 2, "user": 0}})
@@ -94,7 +94,7 @@ def test_of_all_tables_or_of_some():
     assert objective([{}]).l2_factors == {}
 
 
-def test_refused():
+def test_lookup_l2_rejects_lists_and_weighted_ids():
     weighted, lists = {"name": "dlrm", "lookup_l2": 0.1}, {"name": "dlrm", "lookup_l2": {"user": 0.1}}
     for values, message in (
         (weighted, "the ids of tags have weights"),

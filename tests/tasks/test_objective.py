@@ -1,4 +1,4 @@
-"""Losses as they are trained: by their formulas, several at once, and as plain torch has them."""
+"""Training losses of one or several tasks, compared with formulas and with plain PyTorch."""
 
 import math
 from pathlib import Path
@@ -29,7 +29,7 @@ FOCAL = [{"loss": "own_parts:Focal", "options": {"gamma": 1.5}}]
 
 
 def settings(world, tasks, logits=0, **changes):
-    """A RunConfig of these tasks; logits: of the model of own_parts, default: DLRM."""
+    """Return a RunConfig with these tasks; `logits` selects own_parts:Linear instead of DLRM."""
     model = {"name": "own_parts:Linear", "options": {"tasks": logits}} if logits else None
     return config(world, {"sharding_type": "row_wise"}, "sgd", tasks=tasks, model=model, **changes)
 
@@ -43,7 +43,7 @@ FORMULAS = {
 
 @pytest.mark.parametrize("name", FORMULAS)
 @pytest.mark.parametrize("world,weight", [(1, 1.0), (2, 0.5), (3, 2.0)])
-def test_losses_by_their_formulas(name, world, weight):
+def test_losses_match_their_formulas(name, world, weight):
     made = objective([{"loss": name, "weight": weight}], world=world)
     rows = [FORMULAS[name](float(x), float(y)) for x, y in zip(LOGITS, LABELS, strict=True)]
     found = total(made.losses(LOGITS, labelled(LABELS, torch.tensor([1.0, 1.0, 0.0]), 7)))
@@ -51,7 +51,7 @@ def test_losses_by_their_formulas(name, world, weight):
     assert float(found) == pytest.approx(expected, rel=1e-6)
 
 
-def test_outputs_have_predictions_in_the_labels_units():
+def test_predictions_are_in_label_units():
     made = objective(CLICK_AND_TIME, TWO)
     logits_BT, labels_BL = torch.stack([LOGITS, -LOGITS], 1), torch.stack([LABELS, 10 * LABELS], 1)
     weights = torch.tensor([1.0, 1.0, 0.0])
@@ -63,8 +63,8 @@ def test_outputs_have_predictions_in_the_labels_units():
     assert torch.equal(outputs.rows, weights) and float(outputs.loss) == 1.5
 
 
-def test_scores_without_labels_are_predictions_of_every_task():
-    """With a world of two ranks, of which there is one: a collective would be an error."""
+def test_scoring_predicts_every_task_without_labels():
+    """The world size is 2 but only one rank exists, so any collective would fail."""
     tasks = [
         {"label": "y", "negatives_kept": 0.25},
         {"label": "z", "loss": "cross_entropy", "options": {"classes": 3}},
@@ -91,15 +91,18 @@ def test_scores_without_labels_are_predictions_of_every_task():
         (CLICK_AND_TIME, (3, 3), r"\[3, 3\] for 2 tasks"),
     ],
 )
-def test_a_model_gives_a_logit_for_each_task(tasks, shape, message):
+def test_model_must_return_one_logit_per_task(tasks, shape, message):
     made = objective(tasks, TWO if len(tasks) > 1 else SCHEMA)
     with pytest.raises(ConfigError, match=message):
         total(made.losses(torch.zeros(shape), labelled(torch.zeros(3, 2))))
 
 
 def trained(rank, world, tasks, logits, changes):
-    """Three steps, sharded and in plain torch: the largest difference of a weight and of a step's loss, and
-    how far weights went."""
+    """Train three steps, sharded and in plain PyTorch.
+
+    Returns:
+        Largest difference of a weight, largest difference of a loss, and largest change of a weight.
+    """
     from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
 
     made, schema = settings(world, tasks, logits, **changes), TWO if logits else SCHEMA
@@ -145,7 +148,7 @@ def trained(rank, world, tasks, logits, changes):
         (CLICK_AND_TIME, 2, {"activation_checkpointing": True, "on_nan": "skip"}),
     ],
 )
-def test_losses_of_yours_and_several_tasks_as_in_plain_torch(world, tasks, logits, changes, monkeypatch):
+def test_custom_losses_and_several_tasks_match_plain_torch(world, tasks, logits, changes, monkeypatch):
     monkeypatch.syspath_prepend(HERE)
     for apart, error, moved in on_ranks(world, trained, tasks, logits, changes):
         assert apart < 2e-6 and error < 2e-6
@@ -153,7 +156,7 @@ def test_losses_of_yours_and_several_tasks_as_in_plain_torch(world, tasks, logit
 
 
 def overflowing(rank, world):
-    """Outputs of a step whose logits are finite and whose squared error is not."""
+    """Run a step with finite logits and an infinite loss; return which outputs are finite."""
     local = batches(1, rank, world)[1]
     local[0].labels[0, 0] = 1e30
     (outputs,) = train(build(settings(world, [{"loss": "mse"}])), local)
@@ -162,7 +165,7 @@ def overflowing(rank, world):
     return finite, skipped.skipped, skipped.rows.sum().item()
 
 
-def test_a_loss_that_is_not_finite_is_reported_though_logits_are():
+def test_non_finite_loss_is_reported_for_finite_logits():
     for finite, skipped, rows in on_ranks(1, overflowing):
         assert finite == [True, False, True]
         assert skipped and rows == 0

@@ -1,5 +1,4 @@
-"""Losses that a model gives itself: which column they are, which rows they count for, on how many ranks; and
-the training loss as metrics have it."""
+"""Losses that a model returns: their column, row weights and ranks; and the training loss metric."""
 
 import sys
 from pathlib import Path
@@ -32,7 +31,7 @@ def settings(world, tasks, options=None, **changes):
 
 
 def columns(made, rows=5):
-    """What a model might give, labels, and weights of rows in each task."""
+    """Return random model outputs, labels, and row weights per task."""
     torch.manual_seed(0)
     vectors = any(task.loss.reads_vectors for task in made.tasks)
     logits = torch.randn(rows, sum(made._widths) + 1 + 6 * vectors)
@@ -42,7 +41,7 @@ def columns(made, rows=5):
 
 
 @pytest.mark.parametrize("tasks", CASES.values(), ids=CASES)
-def test_it_is_added_for_the_rows_of_its_task(tasks):
+def test_own_loss_is_weighted_by_the_rows_of_its_task(tasks):
     made = objective(tasks, TWO, own_loss=True)
     logits, labels, weights = columns(made)
     rows = torch.tensor([1.0, 1, 1, 1, 0])
@@ -64,7 +63,7 @@ def test_it_is_added_for_the_rows_of_its_task(tasks):
 
 
 @pytest.mark.parametrize("tasks", CASES.values(), ids=CASES)
-def test_the_reference_has_the_same_definition(tasks):
+def test_own_loss_matches_the_parity_reference(tasks):
     made = objective(tasks, TWO, own_loss=True)
     logits, labels, weights = columns(made)
     batch = GlobalBatch(torch.zeros(5, 0), labels, {}, weights)
@@ -87,7 +86,7 @@ def parity(rank, world, tasks, changes):
     "world,case,changes",
     [(2, "by its weights", {"activation_checkpointing": True}), (2, "with vectors", {"on_nan": "skip"})],
 )
-def test_ranks_learn_what_one_process_does(world, case, changes):
+def test_own_loss_passes_parity_on_several_ranks(world, case, changes):
     wrong, count = on_ranks(world, parity, CASES[case], changes)[0]
     assert count > 10 and not wrong
 
@@ -101,7 +100,7 @@ def evaluated(rank, world):
     return float(trained[0].loss), float(seen[0].loss), seen[0]["y"].predictions.shape
 
 
-def test_evaluations_have_no_such_loss():
+def test_evaluation_has_no_own_loss():
     ((trained, seen, shape),) = on_ranks(1, evaluated)
     assert trained > 0 and seen == 0 and shape == (12,)
 
@@ -114,7 +113,7 @@ def test_evaluations_have_no_such_loss():
         ([LEFT, {"name": "b", "loss": "from_model"}], {}, "only one task can use loss: from_model"),
     ],
 )
-def test_a_task_without_a_loss_needs_a_model_that_gives_one(tasks, options, message):
+def test_from_model_requires_a_model_with_a_loss(tasks, options, message):
     values = settings(1, tasks).model_dump(by_alias=True)
     model = {"name": "dlrm"} if options.get("name") else values["model"] | options
     with pytest.raises(ConfigError, match=message):
@@ -122,7 +121,7 @@ def test_a_task_without_a_loss_needs_a_model_that_gives_one(tasks, options, mess
 
 
 def figures_of_training(rank, world, tasks, changes, spoil=False):
-    """(figures of training over three steps, Outputs.loss of each)."""
+    """Train three steps; return the training metrics and the loss of each step."""
     from raytrec.metrics.selection import Selection
     from raytrec.metrics.sums import Sums
 
@@ -140,7 +139,7 @@ def figures_of_training(rank, world, tasks, changes, spoil=False):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_is_the_mean_loss_of_steps_on_any_number_of_ranks(case):
+def test_loss_metric_is_the_mean_of_step_losses(case):
     one, many = (on_ranks(world, figures_of_training, CASES[case], {}) for world in (1, 2))
     for ranks in (one, many):
         of_ranks = [sum(losses) / 3 for _, losses in ranks]
@@ -149,7 +148,7 @@ def test_it_is_the_mean_loss_of_steps_on_any_number_of_ranks(case):
         assert mine == pytest.approx({key: one[0][0][key] for key in mine}, rel=1e-5)
         names = {"".join(key.rpartition(".")[:1]) for key in mine} - {""}
         of_tasks = sum(mine[f"{name}.loss"] for name in names)
-        if case == "with a loss":  # the model's is only in the sum
+        if case == "with a loss":  # the sum also includes the model's loss
             assert names == {"y"} and mine["loss"] - of_tasks > 0
         elif case == "for a task":
             assert not names
@@ -157,14 +156,14 @@ def test_it_is_the_mean_loss_of_steps_on_any_number_of_ranks(case):
             assert len(names) > 1 and mine["loss"] == pytest.approx(of_tasks, rel=1e-6)
 
 
-def test_the_loss_of_labels_is_their_log_loss_times_the_weight_of_the_task():
+def test_task_loss_is_its_weighted_log_loss():
     tasks = [{"label": "y"}, {"label": "z", "weight": 0.5}]
     ((figures, _),) = on_ranks(1, figures_of_training, tasks, {})
     assert figures["z.loss"] == pytest.approx(0.5 * figures["z.logloss"], rel=1e-5)
     assert figures["y.loss"] == pytest.approx(figures["y.logloss"], rel=1e-5)
 
 
-def test_a_step_that_is_skipped_does_not_count():
+def test_loss_metric_ignores_skipped_steps():
     for figures, losses in on_ranks(2, figures_of_training, CASES["with a loss"], {"on_nan": "skip"}, True):
         assert losses[1] == 0 and losses[0] != 0
         assert figures["rows"] == 24 and figures["loss"] > 0.3

@@ -1,4 +1,4 @@
-"""The configuration's tasks, held to a schema: names, labels, losses; and what is refused."""
+"""Tasks of a configuration, resolved with a schema: names, labels, losses and errors."""
 
 import subprocess
 import sys
@@ -33,18 +33,18 @@ def resolved(tasks=None, schema=SCHEMA):
     return resolve_tasks(configured(tasks).tasks, schema)
 
 
-def test_without_tasks_the_label_is_learned_by_cross_entropy():
+def test_default_task_uses_binary_cross_entropy():
     (task,) = resolved()
     assert (task.name, task.label, task.column, task.weight) == ("y", "y", 0, 1.0)
     assert type(task.loss) is BinaryCrossEntropy and task.metrics == ("auc", "ne", "logloss", "calibration")
 
 
-def test_the_first_label_is_the_default():
+def test_first_label_is_the_default():
     (task,) = resolved([{}], TWO)
     assert (task.name, task.label, task.column) == ("clicked", "clicked", 0)
 
 
-def test_tasks_keep_their_order_and_take_what_is_set():
+def test_tasks_keep_their_order_and_settings():
     tasks = resolved(
         [
             {"label": "watched s", "loss": "mse", "weight": 0.1},
@@ -77,7 +77,7 @@ def test_tasks_keep_their_order_and_take_what_is_set():
         ),
     ],
 )
-def test_a_label_must_suit_all_of_its_tasks(tasks, expected):
+def test_label_ranges_satisfy_all_tasks(tasks, expected):
     assert label_ranges(resolved(tasks, TWO), TWO) == expected
 
 
@@ -132,7 +132,7 @@ ROUND = [
         ([{"loss": "bpr", "item_frequency": "often"}], SCHEMA, ["tasks[0].item_frequency"]),
     ],
 )
-def test_refused(tasks, schema, messages):
+def test_invalid_tasks_are_rejected(tasks, schema, messages):
     with pytest.raises(ConfigError) as error:
         resolved(tasks, schema)
     assert all(message in str(error.value) for message in messages), str(error.value)
@@ -153,13 +153,13 @@ def test_refused(tasks, schema, messages):
         ([{"msk": "y"}], "tasks.0.msk: unknown key; did you mean tasks.mask?"),
     ],
 )
-def test_refused_as_a_configuration(tasks, message):
+def test_invalid_task_settings_are_rejected(tasks, message):
     with pytest.raises(ConfigError) as error:
         configured(tasks)
     assert message in str(error.value), str(error.value)
 
 
-def test_rows_that_count_in_each_task():
+def test_task_rows_follow_the_task_settings():
     tasks = resolved(
         [
             {"label": "clicked", "sample_weight": "w"},
@@ -176,7 +176,7 @@ def test_rows_that_count_in_each_task():
     assert [each.nulls for each in task_rows(resolved([{"mask": "shown"}], TWO))] == ["error"]
 
 
-def test_columns_that_models_give_and_keys():
+def test_tasks_define_logit_and_key_columns():
     tasks = resolved(
         [
             {"label": "clicked", "group": "user", "item": "film"},
@@ -194,14 +194,14 @@ def test_columns_that_models_give_and_keys():
 
 
 @pytest.mark.parametrize("model", ["dlrm", "dcn", "own_parts:Linear"])
-def test_models_take_several_tasks(model):
+def test_models_support_several_tasks(model):
     tasks = [{"label": "clicked"}, {"label": "watched s", "loss": "mse"}]
     check_fit(configured(tasks[:1], model={"name": model}), TWO, here=False)
     check_fit(configured(tasks, model={"name": model}), TWO, here=False)
 
 
 @pytest.mark.parametrize("model", ["dlrm", "dcn"])
-def test_losses_that_read_vectors_need_a_model_that_gives_them(model):
+def test_vector_losses_require_a_model_with_vectors(model):
     config = configured([{"loss": "in_batch_softmax"}], model={"name": model})
     with pytest.raises(ConfigError) as error:
         check_fit(config, TWO, here=False)
@@ -210,7 +210,7 @@ def test_losses_that_read_vectors_need_a_model_that_gives_them(model):
     check_fit(configured([{"loss": "in_batch_softmax"}], model={"name": "own_parts:Linear"}), TWO, here=False)
 
 
-def test_losses_and_metrics_elsewhere_are_code():
+def test_remote_losses_and_metrics_are_foreign_code():
     tasks = [{"loss": "bce", "metrics": ["auc", "mine:A"]}, {"loss": "mine:L"}, {"metrics": 3}, "x"]
     assert find_foreign_code({"tasks": tasks}) == {"tasks[0].metrics[1]": "mine:A", "tasks[1].loss": "mine:L"}
     assert find_foreign_code({"tasks": "mine:L"}) == {}
@@ -219,13 +219,13 @@ def test_losses_and_metrics_elsewhere_are_code():
     load_config({"data": {"train": "d"}, "tasks": [{"loss": "mine:L"}]}, elsewhere="s3://t", allow_code=True)
 
 
-def test_the_driver_asks_losses_without_torch():
+def test_loss_registry_does_not_import_torch():
     code = "import sys; from raytrec.tasks.losses import loss; [part() for part in loss.parts.values()]\n"
     code += "from raytrec.tasks import task; from raytrec.config.run_config import RunConfig\n"
     code += "sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_name_of_a_label_that_is_none_elsewhere():
+def test_task_name_replaces_invalid_label_characters():
     schema = Schema.parse(SCHEMA.model_dump() | {"labels": ["user.liked?"]}, "test")
     assert [task.name for task in resolved(None, schema)] == ["user_liked_"]

@@ -1,4 +1,4 @@
-"""Losses as they are added up over the global batch, and those that compare rows of all ranks."""
+"""Losses summed over the global batch, and losses that compare rows of all ranks."""
 
 import math
 from unittest.mock import patch
@@ -22,7 +22,7 @@ def of(name, logits, labels, **options):
     return loss.parts[name](**options).of_rows(logits, labels).tolist()
 
 
-def test_losses_of_rows_by_their_formulas():
+def test_row_losses_match_their_formulas():
     p = [1 / (1 + math.exp(-x)) for x in X.tolist()]
     right = [p[0], 1 - p[1], p[2]]
     factor = [0.25, 0.75, 0.25]
@@ -42,7 +42,7 @@ def test_losses_of_rows_by_their_formulas():
     )
 
 
-def test_far_logits_have_finite_losses():
+def test_extreme_logits_have_finite_losses():
     far = torch.tensor([-200.0, 200.0], requires_grad=True)
     for name in ("bce", "focal"):
         losses = loss.parts[name]().of_rows(far, torch.tensor([1.0, 0.0]))
@@ -50,7 +50,7 @@ def test_far_logits_have_finite_losses():
         assert losses.isfinite().all() and grad.tolist() == pytest.approx([-1.0, 1.0])
 
 
-def test_pairs_within_groups():
+def test_bpr_compares_pairs_within_groups():
     scores, labels = torch.tensor([1.0, 0.0, 2.0, 5.0, 1.0]), torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0])
     weights, keys = torch.tensor([1.0, 1.0, 3.0, 1.0, 1.0]), torch.tensor([7, 7, 7, 8, 8])
 
@@ -68,7 +68,7 @@ def test_pairs_within_groups():
     assert skipped.tolist() == pytest.approx([soft(-1), 0, 0, 0, 0])
 
 
-def test_softmax_over_the_items_of_a_batch():
+def test_in_batch_softmax_matches_its_formula():
     made = loss.parts["in_batch_softmax"](temperature=0.5)
     query = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
     item = torch.tensor([[2.0, 0.0], [0.0, 1.0], [2.0, 0.0]])
@@ -77,19 +77,19 @@ def test_softmax_over_the_items_of_a_batch():
     e = math.exp
     expected = [math.log((2 * e(4) + 1) / e(4)), math.log((2 + e(2)) / e(2)), 0]
     assert made.of_batch(rows, slice(0, 3)).tolist() == pytest.approx(expected, rel=1e-5)
-    # The third row has the first one's item; without weight, it is not compared.
+    # The third row has the item of the first row; equal items and rows without weight are excluded.
     for others in ({"keys": torch.tensor([4, 5, 4])}, {"weights": torch.tensor([1.0, 1.0, 0.0])}):
         found = made.of_batch(rows._replace(**others), slice(0, 1)).tolist()
         assert found == pytest.approx([math.log((e(4) + 1) / e(4))], rel=1e-5)
     assert made.scores(vectors).tolist() == [2.0, 1.0, 2.0]
-    # Of items that are in the data 2, 1 and 4 times, e to their scores is divided by that; 0 is taken for 1.
+    # Item counts 2, 1 and 4 divide the exponentiated scores; a count of 0 is treated as 1.
     often = made.of_batch(rows._replace(counts=torch.tensor([2, 0, 4])), slice(0, 2)).tolist()
     of_first, of_second = e(4) / 2 + 1 + e(4) / 4, 1 / 2 + e(2) + 1 / 4
     assert often == pytest.approx([math.log(of_first / (e(4) / 2)), math.log(of_second / e(2))], rel=1e-5)
 
 
 @pytest.mark.parametrize("device,pieces", [("cpu", 4), ("cuda", 2)])
-def test_a_gpu_compares_more_pairs_at_once(device, pieces, monkeypatch):
+def test_gpu_compares_more_pairs_at_once(device, pieces, monkeypatch):
     monkeypatch.setattr(global_batch, "AT_ONCE", {"cpu": 16, "cuda": 32})
     made, found = loss.parts["bpr"](), []
 
@@ -105,7 +105,7 @@ def test_a_gpu_compares_more_pairs_at_once(device, pieces, monkeypatch):
         assert float(value) == pytest.approx(float(expected)) and len(found) == pieces
 
 
-def test_the_mean_divides_by_the_rows_of_the_global_batch():
+def test_loss_is_divided_by_global_batch_rows():
     made = objective([{"loss": "mse", "sample_weight": "w"}])
     weights = torch.tensor([[0.5], [0.0], [2.0]])
     found = total(made.losses(X, labelled(Y, rows=8, task_weights=weights)))
@@ -113,7 +113,7 @@ def test_the_mean_divides_by_the_rows_of_the_global_batch():
     assert float(total(made.losses(X, labelled(Y, rows=8, task_weights=0 * weights)))) == 0
 
 
-def test_positives_weigh_more_in_the_loss_alone():
+def test_positive_weight_changes_only_the_loss():
     made = objective([{"positive_weight": 3.0}])
     plain = objective([{}])
     batch = labelled(Y, torch.tensor([1.0, 1.0, 0.0]))
@@ -141,7 +141,7 @@ MIXED = [
 ]
 
 
-def test_each_task_has_its_columns():
+def test_outputs_are_split_into_task_columns():
     made = objective(MIXED)
     logits, labels = torch.randn(3, 3 + 1 + 4), torch.tensor([[0.0], [1.0], [1.0]])
     weights = torch.tensor([[1.0, 0.0, 0.5], [1.0, 1.0, 1.0], [0.0, 1.0, 1.0]])
@@ -157,7 +157,7 @@ def test_each_task_has_its_columns():
             total(made.losses(torch.zeros(3, width), labelled(labels)))
 
 
-def test_keys_reach_the_metrics_by_their_columns():
+def test_outputs_name_keys_by_their_columns():
     made = objective([{"group": "user", "item": "film"}])
     keys = torch.tensor([[1, 2], [3, 4], [5, 6]])
     outputs = made.outputs(torch.zeros(()), X, labelled(Y, keys=keys))
@@ -171,7 +171,7 @@ def test_keys_reach_the_metrics_by_their_columns():
 
 
 def switches(rank, world):
-    """TorchRec's process-wide switch after a training, and the message where it was off before."""
+    """Return TorchRec's process-wide switches after training, and the error if one was off before."""
     from torchrec.distributed import comm_ops
 
     plan = {"sharding_type": "row_wise"}
@@ -186,14 +186,14 @@ def switches(rank, world):
         comm_ops.set_gradient_division(True)
 
 
-def test_nothing_of_torchrecs_is_switched_and_what_was_is_seen():
+def test_torchrec_switches_are_kept_and_checked():
     for after, message in on_ranks(2, switches):
-        assert after == (True, False)  # as torchrec comes
+        assert after == (True, False)  # TorchRec's defaults
         assert "gradient division is disabled" in message
 
 
 def collectives(rank, world, tasks):
-    """Calls of torch.distributed in the loss of a batch, and its value and gradient."""
+    """Return the torch.distributed calls of a batch loss, its value and its gradient."""
     import torch.distributed as dist
 
     calls = []
@@ -226,7 +226,7 @@ def collectives(rank, world, tasks):
         ({"loss": "bpr", "group": "g"}, ["all_gather_into_tensor"] * 2 + ["reduce_scatter_single"]),
     ],
 )
-def test_ranks_ask_each_other_only_where_they_have_to(task, expected):
+def test_only_batch_losses_use_collectives(task, expected):
     everyone = on_ranks(2, collectives, [task])
     logits = torch.cat([X, X + 1]).requires_grad_()
     keys = torch.tensor([[1], [1], [2]] * 2) if task.get("group") else None
@@ -239,7 +239,7 @@ def test_ranks_ask_each_other_only_where_they_have_to(task, expected):
 
 
 def overflowing(rank, world):
-    """A step of a loss over the batch in which one rank's logits are not finite."""
+    """Train a batch loss with non-finite logits on one rank; return which steps were skipped."""
     local = batches(2, rank, world)[1]
     if rank == 0:
         local[0].dense[0, 0] = INF
@@ -249,5 +249,5 @@ def overflowing(rank, world):
     return first.skipped, second.skipped, bool(second.loss.isfinite()), finite
 
 
-def test_a_step_that_is_not_finite_is_skipped_by_all():
+def test_non_finite_step_is_skipped_on_all_ranks():
     assert on_ranks(2, overflowing) == [(True, False, True, True)] * 2

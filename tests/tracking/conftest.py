@@ -1,4 +1,4 @@
-"""What tests of tracking share."""
+"""Fixtures shared by the tracking tests."""
 
 import multiprocessing
 
@@ -15,7 +15,7 @@ def stores():
 
 @pytest.fixture(scope="session")
 def processes():
-    """A way to start processes that have imported MLflow already."""
+    """Return a multiprocessing context whose processes have MLflow imported."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["raytrec.tracking.delivery", "mlflow.store.tracking.sqlalchemy_store"])
     return context

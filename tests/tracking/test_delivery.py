@@ -27,13 +27,13 @@ from raytrec.tracking.store import KEY, PARENT_NAME_TAG, Store
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder whose store keeps its tables from one test to the next: making them takes seconds."""
+    """Return a folder for one store that all tests share, because creating its tables takes seconds."""
     return tmp_path_factory.mktemp("store")
 
 
 @pytest.fixture
 def run(place, request, tmp_path):
-    """Makes deliveries of one experiment and one run folder; returns (delivery, its sentences for people)."""
+    """Return a function that creates a delivery of the run folder and the list of its messages."""
 
     def make(**values):
         said = []
@@ -48,7 +48,7 @@ def steps_of(delivery, name="loss"):
     return [step for step, _, _ in tracked.history(delivery.uri, delivery.run_id, name)]
 
 
-def test_what_is_in_the_folder_is_in_the_store(run, tmp_path):
+def test_delivery_writes_the_whole_run_folder_to_the_store(run, tmp_path):
     plan = {"tables": {"item*": {"sharding_type": "row_wise"}, "user": {"ranks": [0]}}}
     delivery, said = run(plan=plan, warm_start={"from": "http://me:secret@host:5000/run"})
     assert not (tmp_path / "mlflow.json").exists()
@@ -84,23 +84,23 @@ def test_what_is_in_the_folder_is_in_the_store(run, tmp_path):
     assert (kept / "plan.json").read_text() == "second"
 
 
-def test_what_the_store_refuses_is_dropped_and_counted_and_the_rest_is_there(run, tmp_path):
+def test_delivery_counts_rejected_records_and_keeps_the_rest(run, tmp_path):
     delivery, said = run(run={"seed": 1})
     add(tmp_path, {"loss": 1.0}, 1)
-    add(tmp_path, {"../loss": 1.0}, 1)  # a name that MLflow does not take
+    add(tmp_path, {"../loss": 1.0}, 1)  # an invalid MLflow metric name
     add(tmp_path, {"loss": 2.0}, 2)
     lost = delivery.finish("FAILED", 60)
     assert lost.startswith("MLflow lacks 1 record (") and "../loss" in lost
-    assert said == [], "nothing that waiting would help"
-    again, _ = run(run={"seed": 2})  # MLflow keeps a param as it was first written
-    assert again.finish("FAILED", 60) is None, "they are not written again"
+    assert said == [], "a permanent error was reported as an outage"
+    again, _ = run(run={"seed": 2})  # MLflow does not change an existing param
+    assert again.finish("FAILED", 60) is None, "rejected records were written again"
     stored = client(delivery.uri).get_run(delivery.run_id)
     assert again.run_id == delivery.run_id
     assert (stored.info.status, stored.data.params["run.seed"]) == ("FAILED", "1")
     assert [value for _, value, _ in tracked.history(delivery.uri, delivery.run_id, "loss")] == [1.0, 2.0]
 
 
-def test_a_run_is_resumed_or_a_new_one_made_which_has_all_of_it(run, tmp_path):
+def test_delivery_resumes_a_run_or_recreates_a_deleted_one(run, tmp_path):
     delivery, _ = run()
     add(tmp_path, {"loss": 1.0}, 1)
     delivery.finish("FAILED", 60)
@@ -119,7 +119,7 @@ def test_a_run_is_resumed_or_a_new_one_made_which_has_all_of_it(run, tmp_path):
     assert steps_of(other) == [1, 2]
 
 
-def test_a_run_is_made_once_although_the_answer_got_lost(place):
+def test_run_is_created_once_if_the_response_is_lost(place):
     config = tracked.config(place, {"tracking": {"uri": f"sqlite:///{place}/new/mlflow.db"}})
     store = Store(config, place, "a key")
     store.open()
@@ -133,7 +133,7 @@ def test_a_run_is_made_once_although_the_answer_got_lost(place):
 
 
 class LooksBeforeOthersMake(Store):
-    """Makes a parent only when all have looked and found none; the call that began first takes longest."""
+    """Store that creates a parent after all stores have found none; the first call takes longest."""
 
     gate = Barrier(4, timeout=30)
 
@@ -147,7 +147,7 @@ class LooksBeforeOthersMake(Store):
         return super()._create(name, tag, value)
 
 
-def test_four_runs_that_start_at_once_have_one_parent(place):
+def test_concurrent_runs_share_one_parent(place):
     def open_store(kind, parent):
         tracking = {"uri": f"sqlite:///{place}/new/mlflow.db", "experiment": "sweep", "parent_run": parent}
         store = kind(tracked.config(place, {"tracking": tracking}), place, uuid4().hex)
@@ -172,13 +172,13 @@ def test_four_runs_that_start_at_once_have_one_parent(place):
     assert parent_of(later) == parent_of(stores[0])
     assert [parent_of(other)] == parents("another") != parents("it's a grid")
 
-    tags = {PARENT_NAME_TAG: "another"}  # of a process that was first, but whose call took very long
+    tags = {PARENT_NAME_TAG: "another"}  # from a process that began first and took very long
     first = other._client.create_run(other._experiment_id, start_time=1000, run_name="another", tags=tags)
     other.join_parent()
     assert [parent_of(other)] == parents("another") == [first.info.run_id]
 
 
-def test_records_that_fit_into_a_call_are_merged(tmp_path):
+def test_reader_merges_records_up_to_the_call_limit(tmp_path):
     for step in range(6):
         add(tmp_path, {f"m{i}": 1.0 for i in range(300)}, step)
     feed = RecordReader(tmp_path)
@@ -186,7 +186,7 @@ def test_records_that_fit_into_a_call_are_merged(tmp_path):
     def steps():
         return [record.step for record in feed.next_batch().records]
 
-    assert steps() == steps() == [0, 1, 2, 3], "with the last of them it is a call's 1000 metrics"
+    assert steps() == steps() == [0, 1, 2, 3], "four records reach the limit of 1,000 metrics per call"
     feed.written()
     assert steps() == [4, 5] and (feed.dropped, feed.waiting) == (0, 2)
     feed.written()
@@ -194,7 +194,7 @@ def test_records_that_fit_into_a_call_are_merged(tmp_path):
 
 
 @pytest.mark.parametrize("wrong", ["folder", "content", "not a file", "scheme", "port"])
-def test_store_that_cannot_be_opened(tmp_path, wrong):
+def test_invalid_store_is_refused_quickly_without_secrets(tmp_path, wrong):
     (tmp_path / "file").write_text("no database" * 1000)
     uri = {
         "folder": f"sqlite:///{tmp_path}/file/mlflow.db",
@@ -208,10 +208,10 @@ def test_store_that_cannot_be_opened(tmp_path, wrong):
     with pytest.raises(ConfigError, match="cannot open the MLflow store") as error:
         delivery.deliver()
     assert "secret" not in str(error.value)
-    assert perf_counter() - began < 60, "MLflow itself tries for 100 s"
+    assert perf_counter() - began < 60, "the error took too long; MLflow alone retries for 100 s"
 
 
-def test_a_deleted_experiment_is_named_with_what_to_do(place, tmp_path):
+def test_deleted_experiment_error_names_the_restore_command(place, tmp_path):
     said = []
     uri = f"sqlite:///{place}/new/mlflow.db"
     config = tracked.config(tmp_path, {"tracking": {"uri": uri, "experiment": "it's gone"}})
@@ -224,13 +224,13 @@ def test_a_deleted_experiment_is_named_with_what_to_do(place, tmp_path):
     assert "tracking.experiment" in error.value.where and "tracking.uri" not in error.value.do
     assert f"mlflow experiments restore --experiment-id {experiment}" in error.value.do
     later = Delivery(tmp_path, config, said.append)
-    later._tried = True  # the server did not answer at first; a run that trains is not ended for this
+    later._tried = True  # after an outage, the error does not stop a training run
     assert not later.deliver() and "the experiment it's gone is deleted" in said[0]
     client(uri).restore_experiment(experiment)
     assert Delivery(tmp_path, config, print).deliver()
 
 
-def test_an_address_that_no_store_has_is_refused_without_importing_mlflow():
+def test_unsupported_store_uri_is_refused_before_mlflow_import():
     code = (
         "import sys\nfrom raytrec.tracking.store import check_tracking_uri\n"
         "for uri in ('sqlite:///a', 'mysql+pymysql://a:b@c/d', 'HTTPS://a', 'http://[a', 'uc', 'mlruns'):\n"
@@ -245,7 +245,7 @@ def test_an_address_that_no_store_has_is_refused_without_importing_mlflow():
     assert done.stdout.endswith("False\n")
 
 
-def test_lines_that_are_not_messages_are_the_reason_that_is_given(run, tmp_path):
+def test_delivery_reports_invalid_lines_as_the_reason(run, tmp_path):
     (tmp_path / METRICS).write_text('{"kind": "train"}\n' * 19)
     delivery, _ = run()
     lost = delivery.finish("FINISHED", 60)
@@ -254,7 +254,7 @@ def test_lines_that_are_not_messages_are_the_reason_that_is_given(run, tmp_path)
 
 @pytest.fixture
 def answers():
-    """Serves the given HTTP status on loopback; returns its address and the times of requests."""
+    """Return a function that serves an HTTP status and returns the address and request times."""
     servers = []
 
     def serve(status, headers=()):
@@ -285,14 +285,14 @@ def answers():
 
 
 @pytest.mark.parametrize("status", [401, 403, 404])
-def test_server_that_wants_another_user(answers, tmp_path, status):
+def test_client_errors_of_the_server_are_refused(answers, tmp_path, status):
     config = tracked.config(tmp_path, {"tracking": {"uri": answers(status)[0]}})
     with pytest.raises(ConfigError, match="cannot open the MLflow store") as error:
         Delivery(tmp_path, config, print).deliver()
     assert ("MLFLOW_TRACKING_TOKEN" in error.value.do) == (status != 404)
 
 
-def test_server_that_fails_is_asked_again_at_our_pace(answers, tmp_path):
+def test_delivery_ignores_retry_after_of_a_failing_server(answers, tmp_path):
     address, asked = answers(503, [("Retry-After", "3600")])
     said = []
     delivery = Delivery(tmp_path, tracked.config(tmp_path, {"tracking": {"uri": address}}), said.append)
@@ -301,13 +301,13 @@ def test_server_that_fails_is_asked_again_at_our_pace(answers, tmp_path):
     began = perf_counter()
     lost = delivery.finish("FINISHED", patience_s=2.5)
     assert perf_counter() - began < 40
-    assert "lacks 2 records and the end of the run" in lost and "503" in lost  # with config.yaml
+    assert "lacks 2 records and the end of the run" in lost and "503" in lost  # config.yaml is one of them
     assert len(said) == 1 and "does not respond" in said[0]
-    assert 4 <= len(asked) <= 10, "at once and after about 1 s, 2 s, each time twice"
+    assert 4 <= len(asked) <= 10, "expected requests at 0 s, 1 s and 2 s, two each time"
 
 
-def test_a_server_that_fails_is_waited_for_and_one_that_is_no_mlflow_server_is_refused():
-    """MLflow 3.18 raises its own exceptions for both; 3.17 had requests' RetryError for the first."""
+def test_only_server_failures_are_transient():
+    """MLflow 3.18 raises its own exceptions for both cases; 3.17 raised RetryError for failures."""
     from mlflow.exceptions import MlflowException, RestException
 
     failed = "API request to endpoint /api/x failed with error code {} != 200. Response body: ''"
@@ -327,7 +327,7 @@ def test_a_server_that_fails_is_waited_for_and_one_that_is_no_mlflow_server_is_r
         assert not is_unreachable(error), error
 
 
-def test_run_tags(tmp_path, monkeypatch):
+def test_run_tags_contain_versions_source_and_git_state(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["/home/me/bin/raytrec", "train", "tracking.uri=http://me:secret@host"])
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "secret")
@@ -341,7 +341,7 @@ def test_run_tags(tmp_path, monkeypatch):
         return subprocess.run(["git", *me, *words], check=True, capture_output=True, text=True).stdout.strip()
 
     git("init")
-    assert "mlflow.source.git.commit" not in collect_run_tags(), "nothing is committed yet"
+    assert "mlflow.source.git.commit" not in collect_run_tags(), "there is no commit yet"
     Path("a").write_text("1")
     git("add", "a")
     git("commit", "-m", "a")

@@ -1,5 +1,5 @@
-"""Every line of a run folder is in MLflow exactly once: through drivers that die, a store that is away, a
-full disk, lines that are torn."""
+"""Every line of a run folder is delivered to MLflow exactly once, despite killed drivers, store outages,
+a full disk and torn lines."""
 
 import json
 import os
@@ -27,7 +27,7 @@ RANKS = 2
 
 
 def message(kind, step):
-    """One that no other of its kind is like."""
+    """Return a message that differs from all others of its kind."""
     if kind == "train":
         return messages.Train(step=step, unix_s=1e9 + step, figures={"loss": 1 / step})
     if kind == "check":
@@ -38,7 +38,7 @@ def message(kind, step):
 
 
 def written_in(first, last):
-    """A driver's messages of the steps first … last - 1: figures, a check, and a line of each rank."""
+    """Return the messages of steps first … last - 1: figures, a check, and a line of each rank."""
     kinds = ("train", "check", *range(RANKS))
     return [message(kind, step) for step in range(first, last) for kind in kinds]
 
@@ -49,7 +49,7 @@ def add_all(folder, first, last):
 
 
 def expected(steps):
-    """Metric → (step, value, ms) of all of MLflow's, for a few that stand for their lines."""
+    """Return the expected (step, value, ms) of one or more metrics per kind of line."""
     ms = {step: round((1e9 + step) * 1000) for step in steps}
     return {
         "train/loss": [(step, 1 / step, ms[step]) for step in steps],
@@ -66,7 +66,7 @@ def stored(uri, run_id, names):
 
 @pytest.fixture(scope="module")
 def uri(tmp_path_factory):
-    """A store that has its tables."""
+    """Return the URI of a store whose tables exist."""
     place = tmp_path_factory.mktemp("feed")
     uri = f"sqlite:///{place}/mlflow.db"
     track(uri, place / "first").finish("FINISHED", 60)
@@ -79,7 +79,7 @@ def track(uri, folder):
 
 
 def check(uri, folder, steps):
-    """The next delivery: it writes what was missing, and then all is there, once."""
+    """Deliver the missing lines and check that every line is stored exactly once."""
     delivery = track(uri, folder)
     assert delivery.finish("FINISHED", 60) is None
     wanted = expected(steps)
@@ -88,7 +88,7 @@ def check(uri, folder, steps):
 
 
 def drive(uri, folder, first, last, dies_after, told):
-    """A process that is killed: after so many writes of training figures, before it can note the last one."""
+    """Run a driver that is killed after `dies_after` writes, before it records the last write."""
     from raytrec.tracking.store import Store
 
     writes, write = [], Store.write_metrics
@@ -112,14 +112,14 @@ def drive(uri, folder, first, last, dies_after, told):
 
 
 def begin(processes, *args):
-    """A process that adds lines and delivers them, and the id of the MLflow run that it has."""
+    """Start a driver process that adds and delivers lines; return it with its MLflow run id."""
     told = processes.Queue()
     process = processes.Process(target=drive, args=(*args, told), daemon=True)
     process.start()
     return process, told.get(timeout=120)
 
 
-def test_a_driver_that_dies_between_the_store_and_its_note(uri, tmp_path, processes):
+def test_driver_killed_before_its_note_delivers_lines_once(uri, tmp_path, processes):
     folder = tmp_path / "between"
     folder.mkdir()
     process, run_id = begin(processes, uri, folder, 1, 200, 2)
@@ -129,15 +129,15 @@ def test_a_driver_that_dies_between_the_store_and_its_note(uri, tmp_path, proces
     last = mend(folder)
     written = {step for step, _, _ in stored(uri, run_id, ["train/loss"])["train/loss"]}
     lines = (folder / messages.METRICS).read_bytes()[: noted.offsets[messages.METRICS]].count(b"\n")
-    assert 0 < lines < len(written), "the store has more than is noted"
+    assert 0 < lines < len(written), "the store has no more lines than the note"
     assert noted.run_id == run_id and last < 200
-    add_all(folder, last + 1, last + 20)  # what the run does when it is resumed
+    add_all(folder, last + 1, last + 20)  # as a resumed run does
     assert check(uri, folder, range(1, last + 20)) == run_id
 
 
 @pytest.mark.survive
-def test_drivers_that_are_killed_anywhere_and_a_store_that_is_away(uri, tmp_path, processes):
-    """The sqlite file is locked for 2 s, in which the driver is killed; then there is a driver of 1 s."""
+def test_killed_drivers_and_locked_store_deliver_lines_once(uri, tmp_path, processes):
+    """Kill a driver while the sqlite file is locked for 2 s, then run another driver for 1 s."""
     folder, random = tmp_path / "anywhere", Random(0)
     folder.mkdir()
     process, run_id = begin(processes, uri, folder, 1, 400, 0)
@@ -148,7 +148,7 @@ def test_drivers_that_are_killed_anywhere_and_a_store_that_is_away(uri, tmp_path
         process.kill()
         process.join(30)
     done = mend(folder)
-    assert lines_behind(folder) > 8, "the store has been away for a while"
+    assert lines_behind(folder) > 8, "the driver was not behind while the store was locked"
     process, again = begin(processes, uri, folder, done + 1, 400, 0)
     sleep(1 + random.random())
     process.kill()
@@ -158,7 +158,7 @@ def test_drivers_that_are_killed_anywhere_and_a_store_that_is_away(uri, tmp_path
 
 
 def mend(folder):
-    """Completes the step in whose middle a driver was killed; the last step."""
+    """Append the missing lines of the step in which a driver was killed and return that step."""
     counts = [len((folder / name).read_text().splitlines()) for name in ("metrics.jsonl", "checks.jsonl")]
     of_ranks = len((folder / "ranks.jsonl").read_text().splitlines())
     done = counts[0]
@@ -177,7 +177,7 @@ def lines_behind(folder):
 
 
 def records(feed):
-    """All that a store would be given now."""
+    """Return all records that are ready for delivery."""
     found = []
     while batch := feed.next_batch():
         found += batch.records
@@ -185,21 +185,21 @@ def records(feed):
     return found
 
 
-def test_lines_of_a_group_that_was_lost_wait_for_nobody(tmp_path):
-    """A rank's line without the other's; then another driver, whose attempts are counted from 0 again."""
+def test_reader_skips_incomplete_lines_of_a_lost_group(tmp_path):
+    """One rank's line is missing, then another driver starts and counts attempts from 0 again."""
     add_all(tmp_path, 1, 3)
     append_line(tmp_path, message(0, 3))
     feed = RecordReader(tmp_path)
     assert len([r for r in records(feed) if "watch/rank/0/step_ms" in r.figures]) == 2
     size = (tmp_path / "ranks.jsonl").stat().st_size
-    assert feed.delivered.offsets[messages.RANKS] < size, "it may yet be complete"
+    assert feed.delivered.offsets[messages.RANKS] < size, "an interval that may still be completed is lost"
     append_line(tmp_path, message(1, 3))
     resumed = RecordReader(tmp_path)
-    assert [r.step for r in records(resumed)] == [300], "with the line that waited"
+    assert [r.step for r in records(resumed)] == [300], "the line that waited is missing"
     assert resumed.delivered.offsets[messages.RANKS] > size
 
     append_line(tmp_path, message(0, 4))
-    assert records(resumed) == []  # and rank 1 never reports more: steps 300 and on are trained once more
+    assert records(resumed) == []  # rank 1 stops reporting, and training resumes at step 300
     again = [
         messages.RankLine(**message(rank, step).line() | {"attempt": 1}) for step in (4, 5) for rank in (1, 0)
     ]
@@ -209,7 +209,7 @@ def test_lines_of_a_group_that_was_lost_wait_for_nobody(tmp_path):
     assert resumed.delivered.offsets[messages.RANKS] == (tmp_path / "ranks.jsonl").stat().st_size
 
 
-def test_torn_lines_and_others_are_passed_over(tmp_path):
+def test_reader_skips_torn_and_invalid_lines(tmp_path):
     one, two, three = (json.dumps(message("train", step).line()) + "\n" for step in (1, 2, 3))
     feed = RecordReader(tmp_path)
 
@@ -219,34 +219,34 @@ def test_torn_lines_and_others_are_passed_over(tmp_path):
         return [r.step for r in records(feed)]
 
     assert add(one + two[:20]) == [1]
-    assert add(two[20:] + three[:20]) == [2], "once it is whole"
-    assert add("\n" + three + "[]\n{}\n") == [3], "as the next driver does"
-    assert feed.dropped == 2, "a line that is not a message; what is torn never was one"
+    assert add(two[20:] + three[:20]) == [2], "the completed line is missing"
+    assert add("\n" + three + "[]\n{}\n") == [3], "the next driver begins a new line after a torn one"
+    assert feed.dropped == 2, "only complete invalid lines count as dropped"
 
 
 @pytest.mark.parametrize(
     "note", ["", "{", "[]", '{"key": 1}', '{"key": "a", "run_id": "b", "params": 1, "offsets": 3}']
 )
-def test_a_note_that_cannot_be_read_has_all_written_once_more(tmp_path, note):
+def test_unreadable_note_delivers_all_lines_again(tmp_path, note):
     add_all(tmp_path, 1, 4)
     (tmp_path / NOTE).write_text(note)
     feed = RecordReader(tmp_path)
     assert feed.delivered.offsets == {} and len(records(feed)) == 9
 
 
-def test_a_disk_that_is_full(uri, tmp_path):
-    """Lines wait in the driver for room in the run folder, and MLflow gets them once, when there is room."""
+def test_lines_reach_mlflow_once_after_a_full_disk(uri, tmp_path):
+    """The driver buffers lines while the disk is full. MLflow receives each line once afterwards."""
     with disks.small_disk(tmp_path / "disk", "1m") as folder:
         delivery = track(uri, folder)
         delivery.deliver()
         record = Record(folder)
         add_all(folder, 1, 2)
         disks.fill(folder)
-        wide = {f"wide/{i}": float(i) for i in range(300)}  # more than is left of the file's last page
+        wide = {f"wide/{i}": float(i) for i in range(300)}  # does not fit into the last page of the file
         record.keep(messages.Train(step=1, unix_s=1e9, figures=wide))
         for each in written_in(2, 30):
             record.keep(each)
-        assert delivery.deliver(), "a note that cannot be written stops nothing"
+        assert delivery.deliver(), "an unwritable note stopped the delivery"
         wanted = expected(range(1, 2))
         assert stored(uri, delivery.run_id, wanted) == wanted
         (folder / "ballast").unlink()
@@ -260,22 +260,22 @@ def test_a_disk_that_is_full(uri, tmp_path):
 
 
 @pytest.mark.survive
-def test_what_is_missing_at_the_end_is_written_later(uri, tmp_path, monkeypatch, capsys):
-    """`raytrec track`: of a run that has ended while the server was away."""
+def test_track_command_delivers_missing_records(uri, tmp_path, monkeypatch, capsys):
+    """Run `raytrec track` for a run that ended during a server outage."""
     folder = tmp_path / "later"
     folder.mkdir()
     add_all(folder, 1, 4)
     values = {"run": {"name": "later"}, "data": {"train": "d"}, "tracking": {"uri": "http://127.0.0.1:9"}}
     (folder / "config.yaml").write_text(json.dumps(values))  # JSON is YAML
     (folder / "result.json").write_text("{}")
-    import mlflow  # noqa: F401  (so that only the server is waited for)
+    import mlflow  # noqa: F401  (excludes the import from the time limit)
 
     began = perf_counter()
     with pytest.raises(
         RunError, match=r"MLflow lacks 1[0-9] records and the end of the run \(.*refused"
     ) as error:
         track_module.track(folder, allow_code=True)
-    assert perf_counter() - began < 30, "not a minute"
+    assert perf_counter() - began < 30, "the delivery waited for too long"
     assert (
         "tracking.uri=http://127.0.0.1:9" in error.value.where and "training" not in capsys.readouterr().err
     )

@@ -1,4 +1,4 @@
-"""Lines of a run folder whose disk is full for a while: nothing lost, nothing torn, one warning."""
+"""Run folder on a temporarily full disk: no line is lost or torn, and there is one warning."""
 
 import dataclasses
 import errno
@@ -17,7 +17,7 @@ from raytrec.tracking.journal import Journal, append_to
 
 @pytest.fixture
 def disk(tmp_path):
-    """A file system of 1 MiB."""
+    """Return a file system of 1 MiB."""
     with disks.small_disk(tmp_path / "disk", "1m") as place:
         yield place
 
@@ -26,12 +26,12 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_lines_wait_while_the_disk_is_full(disk):
+def test_journal_buffers_lines_while_the_disk_is_full(disk):
     said = []
     kept = Journal(disk, said.append)
     kept.add("metrics.jsonl", {"step": 0})
     fill(disk)
-    wide = "x" * 5000  # more than is left of the file's last page
+    wide = "x" * 5000  # does not fit into the last page of the file
     for step in range(1, 50):
         kept.add("metrics.jsonl", {"step": step, "wide": wide})
         kept.add("events.jsonl", {"event": "saved", "step": step})
@@ -39,7 +39,7 @@ def test_lines_wait_while_the_disk_is_full(disk):
     assert len(said) == 1 and "No space left on device" in said[0] and "training continues" in said[0]
     assert "the run folder lacks" in kept.missing() and not (disk / "plan.json").exists()
     whole = lines(disk / "metrics.jsonl")
-    assert [line["step"] for line in whole] == list(range(len(whole))), "no line in part"
+    assert [line["step"] for line in whole] == list(range(len(whole))), "a line is incomplete"
     (disk / "ballast").unlink()
     kept.add("metrics.jsonl", {"step": 50})
     assert [line["step"] for line in lines(disk / "metrics.jsonl")] == list(range(51))
@@ -50,7 +50,7 @@ def test_lines_wait_while_the_disk_is_full(disk):
     assert len(said) == 2 and "is writable again" in said[1] and kept.missing() is None
 
 
-def test_what_waits_is_bounded_and_its_loss_said(tmp_path, monkeypatch):
+def test_journal_bounds_its_buffer_and_reports_lost_records(tmp_path, monkeypatch):
     said, full = [], True
     monkeypatch.setattr(journal, "MOST_BYTES", 1000)
 
@@ -68,31 +68,31 @@ def test_what_waits_is_bounded_and_its_loss_said(tmp_path, monkeypatch):
     kept.write()
     left = [line["step"] for line in lines(tmp_path / "ranks.jsonl")]
     assert left == list(range(left[0], 1000)) and 30 < len(left) < 100
-    assert f"except for the oldest {left[0] + 1:,} records" in said[1]  # and the note that the disk is full
+    assert f"except for the oldest {left[0] + 1:,} records" in said[1]  # plus the event of the full disk
     assert "lacks" in kept.missing()
 
 
-def test_a_line_that_a_driver_has_left_in_part_costs_no_other(tmp_path):
+def test_journal_appends_after_an_incomplete_line(tmp_path):
     (tmp_path / "events.jsonl").write_text('{"event": "start"}\n{"event": "sav')
     Journal(tmp_path, print).add("events.jsonl", {"event": "started"})
     text = (tmp_path / "events.jsonl").read_text().splitlines()
     assert text == ['{"event": "start"}', '{"event": "sav', '{"event": "started"}']
 
 
-def test_a_file_is_written_whole_or_not_at_all(disk):
+def test_files_are_written_atomically(disk):
     write_json(disk / "result.json", {"a": 1})
     fill(disk)
     with pytest.raises(OSError, match="No space left"):
         write_text(disk / "result.json", "x" * 10_000)
     assert json.loads((disk / "result.json").read_text()) == {"a": 1}
-    assert sorted(p.name for p in disk.iterdir()) == ["ballast", "result.json"], "nothing in part is left"
+    assert sorted(p.name for p in disk.iterdir()) == ["ballast", "result.json"], "an incomplete file is left"
 
 
 class Console(list):
     warn = list.append
 
 
-def test_a_result_that_cannot_be_written_is_told_with_what_to_do(disk):
+def test_unwritable_result_error_names_the_resume_command(disk):
     console, record = Console(), Record(disk)
     watch = Watch(console, record)
     fill(disk)
@@ -108,11 +108,11 @@ def test_a_result_that_cannot_be_written_is_told_with_what_to_do(disk):
     assert not (disk / "result.json").exists()
 
 
-def test_a_message_that_cannot_be_recorded_does_not_end_the_recording(tmp_path):
+def test_invalid_message_does_not_stop_recording(tmp_path):
     console, names = Console(), [each.name for each in dataclasses.fields(RankLine)]
     watch = Watch(console, Record(tmp_path))
     for _ in range(2):
-        watch.receive(RankLine(**dict.fromkeys(names)))  # without its rank, or anything else
+        watch.receive(RankLine(**dict.fromkeys(names)))  # all fields are None
     watch.receive(Train(step=2, figures={"logloss": 0.5}))
     assert lines(tmp_path / "metrics.jsonl")[0]["step"] == 2
     assert len(console) == 1 and "messages of kind rank are not recorded" in console[0]

@@ -1,5 +1,5 @@
-"""The process that delivers a run: a server that comes late and is killed, a driver that dies; many processes
-that write into one sqlite file."""
+"""The delivery process of a run with late and killed servers and a killed driver, and concurrent
+writers of one sqlite file."""
 
 import multiprocessing
 import os
@@ -37,7 +37,7 @@ class Server:
 
         if self._process:
             return
-        # A copy of the first store of these tests: the server finds its tables there.
+        # A copy of the template store, so that the server need not create tables.
         SqlAlchemyStore(f"sqlite:///{self.folder}/mlflow.db", "mlflow-artifacts:/")
         command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--workers", "1", "--backend-store-uri", f"sqlite:///{self.folder}/mlflow.db"]
@@ -58,7 +58,7 @@ class Server:
 
     def kill(self):
         if self._process:
-            os.killpg(self._process.pid, signal.SIGKILL)  # itself and the worker that it has started
+            os.killpg(self._process.pid, signal.SIGKILL)  # the server and its worker
             self._process.wait()
             self._process = None
 
@@ -75,7 +75,7 @@ def history(uri, run_id, name):
 
 
 def follow(uri, folder, **tracking):
-    """A follower of a run, and its sentences for people."""
+    """Start the delivery process of a run; return it with the list of its messages."""
     values = {"run": {"name": "run"}, "tracking": {"uri": uri, "experiment": "outage", **tracking}}
     said = []
     return DeliveryProcess(tracked.config(folder, values), said.append), said
@@ -86,7 +86,7 @@ def run_id_of(follower):
 
 
 @pytest.mark.survive
-def test_server_that_comes_after_the_start(server, tmp_path):
+def test_delivery_starts_once_a_late_server_responds(server, tmp_path):
     follower, said = follow(server.uri, tmp_path, parent_run="grid")
     wait_for(lambda: (follower.check(), said)[1], "a warning")
     assert follower.ready() is follower.run_id is None
@@ -105,13 +105,13 @@ def test_server_that_comes_after_the_start(server, tmp_path):
 
 
 @pytest.mark.survive
-def test_server_killed_while_metrics_come_in(server, tmp_path):
+def test_delivery_continues_after_a_killed_server(server, tmp_path):
     server.start()
     follower, said = follow(server.uri, tmp_path)
     run_id, steps = run_id_of(follower), iter(range(10**6))
 
     def hand_over(seconds, until=lambda: False):
-        """As a training loop does, with 20 figures a step."""
+        """Add 20 figures per step, as a training loop does."""
         end = monotonic() + seconds
         while monotonic() < end and not until():
             step = next(steps)
@@ -152,13 +152,13 @@ def test_server_killed_while_metrics_come_in(server, tmp_path):
 
 @pytest.fixture
 def ctrl_c():
-    """SIGINT does what it does by default; where tests run side by side, it is ignored."""
+    """Restore the default SIGINT handler, because parallel test runs ignore SIGINT."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
-def test_ctrl_c_ends_the_waiting(server, tmp_path, ctrl_c):
+def test_ctrl_c_stops_waiting_for_delivery(server, tmp_path, ctrl_c):
     server.kill()
     follower, said = follow(server.uri, tmp_path)
     wait_for(lambda: (follower.check(), said)[1], "a warning")
@@ -169,7 +169,7 @@ def test_ctrl_c_ends_the_waiting(server, tmp_path, ctrl_c):
 
 
 def drive(uri, folder, told):
-    """A driver that is killed."""
+    """Add lines until the process is killed."""
     follower, _ = follow(uri, folder)
     run_id = run_id_of(follower)
     told.put((run_id, follower._process.pid))
@@ -178,7 +178,7 @@ def drive(uri, folder, told):
         sleep(0.05)
 
 
-def test_the_process_ends_by_itself_when_its_driver_dies(server, tmp_path):
+def test_delivery_process_finishes_after_its_driver_dies(server, tmp_path):
     uri = f"sqlite:///{server.folder}/other.db"
     context = multiprocessing.get_context("spawn")
     told = context.Queue()
@@ -192,7 +192,7 @@ def test_the_process_ends_by_itself_when_its_driver_dies(server, tmp_path):
     wait_for(lambda: not psutil.pid_exists(process) or psutil.Process(process).status() == "zombie", "end")
     assert client(uri).get_run(run_id).info.status == "FAILED"
     lines = (tmp_path / "metrics.jsonl").read_text().count("\n")
-    assert len(history(uri, run_id, "loss")) == lines, "what it had written is delivered"
+    assert len(history(uri, run_id, "loss")) == lines, "lines of the killed driver are missing"
 
     resumed, _ = follow(uri, tmp_path)
     assert run_id_of(resumed) == run_id
@@ -201,7 +201,7 @@ def test_the_process_ends_by_itself_when_its_driver_dies(server, tmp_path):
     assert client(uri).get_run(run_id).info.status == "KILLED"
 
 
-def test_a_process_that_was_killed_is_reported_with_how_to_deliver_the_rest(server, tmp_path):
+def test_killed_delivery_process_error_names_the_track_command(server, tmp_path):
     follower, _ = follow(f"sqlite:///{server.folder}/other.db", tmp_path)
     follower._process.kill()
     follower._process.wait()
@@ -211,7 +211,7 @@ def test_a_process_that_was_killed_is_reported_with_how_to_deliver_the_rest(serv
     assert "has exited" in lost and f"raytrec track {tmp_path}" in lost
 
 
-def test_a_store_that_cannot_be_opened_is_reported_by_the_process(tmp_path):
+def test_delivery_process_reports_an_invalid_store(tmp_path):
     (tmp_path / "file").write_text("")
     follower, _ = follow(f"sqlite:///{tmp_path}/file/mlflow.db", tmp_path / "run")
     with pytest.raises(ConfigError, match="cannot open the MLflow store"):
@@ -223,7 +223,7 @@ WRITERS, STEPS, FIGURES = 8, 6, 100
 
 
 def write_a_run(uri, folder, writer, gate, results):
-    """One of several processes that begin at the same time with a store that does not exist yet."""
+    """Write a run at the same time as other processes into a store that does not exist yet."""
     said, name = [], f"run-{writer}"
     tracking = {"uri": uri, "experiment": "many", "parent_run": "grid"}
     config = tracked.config(folder / name, {"run": {"name": name}, "tracking": tracking})
@@ -237,7 +237,7 @@ def write_a_run(uri, folder, writer, gate, results):
 
 
 @pytest.mark.survive
-def test_eight_processes_write_into_one_new_sqlite_file(tmp_path, processes):
+def test_eight_processes_can_write_to_one_new_sqlite_file(tmp_path, processes):
     uri = f"sqlite:///{tmp_path}/new/mlflow.db"
     gate, results = processes.Barrier(WRITERS), processes.Queue()
     for writer in range(WRITERS):
@@ -257,5 +257,5 @@ def test_eight_processes_write_into_one_new_sqlite_file(tmp_path, processes):
     experiment = client(uri).get_experiment_by_name("many")
     runs = client(uri).search_runs([experiment.experiment_id])
     left = {run.info.run_id for run in runs if run.info.run_name == "grid"}
-    assert left == parents and len(parents) == 1, "one parent for all, the others removed"
+    assert left == parents and len(parents) == 1, "the runs do not share exactly one parent"
     assert len(runs) == WRITERS + 1

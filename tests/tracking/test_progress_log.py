@@ -1,4 +1,4 @@
-"""A run in the log of a job: lines for people, and messages that are read back as they were written."""
+"""The job log of a run: text lines for users, and machine-readable messages that are parsed again."""
 
 from math import nan
 
@@ -19,9 +19,9 @@ NAME, FOLDER = "movielens-20261122-101500", "/shared/my [red] :eye: runs/moviele
 
 @pytest.fixture
 def written(monkeypatch, capsys):
-    """A console in a job, without a terminal, and a function for its output."""
+    """Return a console in a job without a terminal, and a function that returns its output."""
     monkeypatch.setattr("raytrec.driver.console.PLAIN_LINE_INTERVAL_S", 0)
-    monkeypatch.setenv("COLUMNS", "40")  # lines are not cut where a terminal would end
+    monkeypatch.setenv("COLUMNS", "40")  # lines are not cut at the terminal width
     monkeypatch.setenv(JOB_CONFIG_VARIABLE, "{}")
     return RunConsole(NAME), lambda: capsys.readouterr().err
 
@@ -30,7 +30,7 @@ def people_see(text):
     return "".join(lines.strip_messages(text))
 
 
-def test_what_the_console_writes_is_read_back(written):
+def test_console_messages_are_parsed_as_written(written):
     console, out = written
     console.folder(FOLDER)
     console.start(total=550, step=0, workers=2, metrics=METRICS)
@@ -49,7 +49,7 @@ def test_what_the_console_writes_is_read_back(written):
     ]
 
 
-def test_a_training_loss_that_reads_like_the_log_loss_is_left_out():
+def test_loss_that_prints_like_log_loss_is_omitted():
     def figure(key, label):
         return Figure(key, label, label, "lower", "{:.4f}", sums=True)
 
@@ -60,7 +60,7 @@ def test_a_training_loss_that_reads_like_the_log_loss_is_left_out():
     assert lines.named(figures, {"loss": 0.5, "logloss": nan}) == ["loss 0.5000"]
 
 
-def test_a_result_and_an_error_are_read_back(written, capsys):
+def test_result_and_error_messages_are_parsed_as_written(written, capsys):
     lines.write_message(lines.RESULT, {"eval.auc": 0.5, "eval.ne": nan})
     lines.write_message(lines.ERROR, RunError("bad rows", where="a file").parts)
     told = [lines.parse(line) for line in capsys.readouterr().out.splitlines()]
@@ -70,7 +70,7 @@ def test_a_result_and_an_error_are_read_back(written, capsys):
     ]
 
 
-def test_lines_suit_a_log(written):
+def test_job_log_lines_are_plain_text(written):
     console, out = written
     with console:
         console.start(total=550, step=0, metrics=METRICS)
@@ -84,7 +84,7 @@ def test_lines_suit_a_log(written):
     assert text.rstrip().endswith("step 550/550 (100%)  80,000 rows/s  NE 0.9000  log loss 0.5000  ETA 0:00")
 
 
-def test_only_a_job_has_messages_in_its_log(written, monkeypatch):
+def test_messages_are_written_only_in_a_job(written, monkeypatch):
     monkeypatch.delenv(JOB_CONFIG_VARIABLE)
     _, out = written
     console = RunConsole(NAME)
@@ -95,7 +95,7 @@ def test_only_a_job_has_messages_in_its_log(written, monkeypatch):
     assert out() == ""
 
 
-def test_figures_that_are_not_defined(written):
+def test_console_omits_undefined_figures(written):
     console, out = written
     console.start(total=10, step=0)
     console.train(step=5, logloss=nan, ne=nan, rows_per_s=10.0)
@@ -109,7 +109,7 @@ def test_figures_that_are_not_defined(written):
     assert "step 4: no metric is defined\n" in text and "step 5: NE 0.9000\n" in text
 
 
-def test_metrics_of_the_users_own_and_of_several_tasks(written):
+def test_console_shows_custom_metrics_of_several_tasks(written):
     console, out = written
     hits = {"key": "click.hits", "title": "click: hits", "label": "click: hits", "better": "higher"}
     hits |= {"format": "{:.1%}", "sums": True}
@@ -123,7 +123,7 @@ def test_metrics_of_the_users_own_and_of_several_tasks(written):
     assert "step 5: click: hits 50.0%  like: spread 10.0%\n" in said
 
 
-def test_the_training_loss_and_that_of_each_task_are_on_the_console(written):
+def test_console_shows_total_and_task_losses(written):
     console, out = written
     task = TaskSection(label="item", name="next", loss="from_model", metrics=["auc"])
     other = TaskSection(label="item", name="score", loss="mse", metrics=["mse"])
@@ -135,7 +135,7 @@ def test_the_training_loss_and_that_of_each_task_are_on_the_console(written):
     assert "10 rows/s  next: loss 2.0000  score: loss 0.5000  loss 2.5000\n" in people_see(out())
 
 
-def test_people_see_no_messages():
+def test_strip_messages_keeps_all_other_lines():
     log = 'a\n{"raytrec": "train", "step": 3}\n{"other": 1}\nb {"raytrec": 2}\n\n{"raytrec": "eval"}\nend {'
     assert people_see(log) == 'a\n{"other": 1}\nb {"raytrec": 2}\n\nend {'
 
@@ -149,10 +149,10 @@ def test_people_see_no_messages():
         '{"raytrec": "error", "what": 3}',
     ],
 )  # fmt: skip
-def test_lines_of_others(line):
+def test_parse_ignores_lines_that_are_not_messages(line):
     assert lines.parse(line) is None
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(-1, "0:00"), (42.4, "0:42"), (3723, "1:02:03")])
-def test_the_time_that_is_left(seconds, text):
+def test_remaining_time_is_formatted_as_eta(seconds, text):
     assert lines.remaining(seconds) == f"ETA {text}"

@@ -1,4 +1,4 @@
-"""What is read of a run folder: torn lines, values of wrong kinds, steps trained twice, long runs."""
+"""Reading of a run folder: torn lines, values of wrong types, steps trained twice and long runs."""
 
 import json
 
@@ -15,7 +15,7 @@ from raytrec.tracking.run_folder import RunFolder, check_run_folder, read_lines
 NAMES = ["user", "item", "tag"]
 
 
-def test_everything_is_read(tmp_path):
+def test_run_folder_reads_all_recorded_files(tmp_path):
     run = RunFolder.read(record(tmp_path))
     assert run.name == "recorded" and run.dropped == 0
     assert [line.step for line in run.figures(Eval)] == [100, 200, 300, 400, 500]
@@ -30,13 +30,13 @@ def test_everything_is_read(tmp_path):
     assert run.planned("table_0")["ranks"] == recorded.holders(0, 2)
 
 
-def test_an_empty_folder_is_a_run_without_lines(tmp_path):
+def test_missing_folder_is_read_as_a_run_without_lines(tmp_path):
     run = RunFolder.read(tmp_path / "nowhere")
     assert (run.figures(Train), run.ranks, run.checks, run.events) == ([], [], [], [])
     assert (run.name, run.result, run.config, run.dropped) == ("nowhere", {}, {}, 0)
 
 
-def test_lines_that_are_torn_or_strange_are_dropped_and_counted(tmp_path):
+def test_torn_and_invalid_lines_are_dropped_and_counted(tmp_path):
     good = interval(NAMES, 0, 2, 100)
     strange = [
         7,
@@ -61,7 +61,7 @@ def test_lines_that_are_torn_or_strange_are_dropped_and_counted(tmp_path):
     assert (run.config, run.plan) == ({}, {})
 
 
-def test_figures_that_are_not_numbers_are_undefined(tmp_path):
+def test_non_numeric_figures_are_read_as_undefined(tmp_path):
     write_lines(tmp_path / METRICS, [{"kind": "eval", "step": 1, "auc": "high", "ne": 10**400, "rows": 3}])
     line = interval(["user"], 0, 1, 100)
     line["tables"]["user"] |= {"rows": [], "max_abs": {}, "row_norm_counts": ["x"] * 30}
@@ -73,13 +73,13 @@ def test_figures_that_are_not_numbers_are_undefined(tmp_path):
     assert entry["row_norm_counts"] == [0.0] * 30
 
 
-def test_what_is_added_is_read_from_where_reading_stopped(tmp_path):
+def test_read_new_continues_at_the_last_complete_line(tmp_path):
     run, path = RunFolder(tmp_path, files=[METRICS]), tmp_path / METRICS
     assert not run.read_new() and run.figures(Train) == []
     text = "".join(json.dumps({"kind": "train", "step": step}) + "\n" for step in (10, 20))
     path.write_text(text[:-5])
     assert run.read_new() and run.step == 10
-    assert not run.read_new(), "the second line has no end yet"
+    assert not run.read_new(), "an incomplete line was read"
     path.write_text(text)
     (tmp_path / "result.json").write_text('{"seconds": 3}')
     assert run.read_new() and [line.step for line in run.figures(Train)] == [10, 20]
@@ -87,7 +87,7 @@ def test_what_is_added_is_read_from_where_reading_stopped(tmp_path):
     assert [(line.begin, line.end) for line in read_lines(path, 30)] == [(30, 60)]
 
 
-def test_of_figures_of_a_step_the_later_count(tmp_path):
+def test_later_figures_of_a_step_replace_earlier_ones(tmp_path):
     lines = [{"kind": "train", "step": step, "ne": 1.0} for step in (20, 40, 60, 80)]
     again = [{"kind": "train", "step": step, "ne": 2.0} for step in (60, 80, 100)]
     other = [{"kind": "eval", "step": 60, "auc": 0.7}]
@@ -99,7 +99,7 @@ def test_of_figures_of_a_step_the_later_count(tmp_path):
     assert [line.step for line in run.figures(Eval)] == [60]
 
 
-def test_a_failed_check_stays_known_when_its_step_is_trained_again(tmp_path):
+def test_failed_check_is_kept_if_its_step_is_trained_again(tmp_path):
     line = {"step": 100, "check": "parity", "text": "differs", "figure": None, "limit": 1.0}
     write_lines(tmp_path / "checks.jsonl", [line | {"passed": False}, line | {"passed": True}])
     run = RunFolder.read(tmp_path)
@@ -107,8 +107,8 @@ def test_a_failed_check_stays_known_when_its_step_is_trained_again(tmp_path):
     assert [check.passed for check in run.failures] == [False]
 
 
-def test_of_intervals_that_were_trained_again_the_later_count(tmp_path):
-    """Ranks fail after step 200; one continues from 150, so that nothing of rank 1 after 150 is true."""
+def test_retrained_intervals_replace_earlier_ones(tmp_path):
+    """Ranks fail after step 200. One rank continues from step 150, so later lines of rank 1 are void."""
     before = [interval(NAMES, rank, 2, step) for step in (100, 200) for rank in (0, 1)]
     after = [interval(NAMES, 0, 1, step, attempt=1) for step in (250, 350)]  # first steps 150 and 250
     write_lines(tmp_path / RANKS, before + after)
@@ -120,7 +120,7 @@ def test_of_intervals_that_were_trained_again_the_later_count(tmp_path):
     assert [line.step for line in skip_warmup(ranks)] == [350]
 
 
-def test_a_new_rank_shows_that_the_run_has_gone_back(tmp_path):
+def test_line_of_a_new_rank_marks_a_restart(tmp_path):
     before = [interval(NAMES, 0, 1, step) for step in (100, 200)]
     after = [interval(NAMES, rank, 2, 250, attempt=1) for rank in (1, 0)]
     write_lines(tmp_path / RANKS, before + after)
@@ -128,7 +128,7 @@ def test_a_new_rank_shows_that_the_run_has_gone_back(tmp_path):
     assert found == [(100, 0), (250, 0), (250, 1)]
 
 
-def test_a_resumed_run_counts_attempts_from_0_again(tmp_path):
+def test_resumed_run_may_restart_attempts_at_0(tmp_path):
     first = [interval(NAMES, rank, 2, step, seconds=1.0) for step in (100, 200) for rank in (0, 1)]
     second = [interval(NAMES, rank, 2, step, seconds=2.0) for step in (250, 350) for rank in (1, 0)]
     write_lines(tmp_path / RANKS, first + second)
@@ -136,7 +136,7 @@ def test_a_resumed_run_counts_attempts_from_0_again(tmp_path):
     assert found == [(step, rank, 1.0 + (step > 100)) for step in (100, 250, 350) for rank in (0, 1)]
 
 
-def test_long_runs_are_put_together_and_nothing_is_lost_from_sums(tmp_path, monkeypatch):
+def test_intervals_of_long_runs_are_merged_without_loss(tmp_path, monkeypatch):
     monkeypatch.setattr(history, "MAX_INTERVALS", 10)
     lines = [interval(NAMES, rank, 2, 100 * k) for k in range(1, 51) for rank in (0, 1)]
     write_lines(tmp_path / RANKS, lines)
@@ -144,7 +144,7 @@ def test_long_runs_are_put_together_and_nothing_is_lost_from_sums(tmp_path, monk
     assert len({line.step for line in kept}) <= 11 and kept[-1].step == 5000
     for rank in (0, 1):
         mine = [line for line in kept if line.rank == rank]
-        assert [line.first_step for line in mine] == [0, *(line.step for line in mine[:-1])], "no gaps"
+        assert [line.first_step for line in mine] == [0, *(line.step for line in mine[:-1])], "gaps in steps"
         total = history.sum_intervals(mine)
         assert (total.steps, total.first_step) == (5000, 0)
         assert total.seconds == pytest.approx(50 * 3.5)
@@ -154,7 +154,7 @@ def test_long_runs_are_put_together_and_nothing_is_lost_from_sums(tmp_path, monk
             assert rank in recorded.holders(NAMES.index(name), 2)
 
 
-def test_folders_that_are_not_runs_are_errors_for_people(tmp_path):
+def test_check_run_folder_refuses_other_folders(tmp_path):
     with pytest.raises(RunError, match="the run folder does not exist"):
         check_run_folder(tmp_path / "nowhere")
     with pytest.raises(RunError, match="no files of a run") as error:

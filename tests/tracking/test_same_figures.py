@@ -1,4 +1,4 @@
-"""MLflow and the report show the same figures: both are driven from the same messages, and compared."""
+"""MLflow and the report show the same figures for the same messages."""
 
 from math import isnan
 from random import Random
@@ -17,7 +17,7 @@ STEPS = (100, 200, 300)
 
 
 class Kept:
-    """What MLflow is given of a run folder."""
+    """Figures of a run folder that are delivered to MLflow."""
 
     def __init__(self, folder):
         self.figures, feed = {}, RecordReader(folder)
@@ -29,7 +29,7 @@ class Kept:
 
 
 def line(rank, step, random):
-    """A rank's line in which rows, lookups and all figures differ from rank to rank."""
+    """Return a line of a rank with random rows, lookups and figures."""
     found = recorded.interval([], rank, 2, step)
     for name in TABLES:
         shard = recorded.shard(1, 1)
@@ -39,7 +39,7 @@ def line(rank, step, random):
             key: random.randrange(10, 10**6)
             for key in ("rows", "lookups", "lookup_bytes", "read_ids", "touched_rows")
         }
-        if name == "city":  # on one rank nothing is known of it
+        if name == "city":  # one rank has no figures of this table
             shard |= {key: None for key in ("unique_ratio", "gradient_norm", "touched_rows") if rank}
         found["tables"][name] = shard | {"replicated": name == "item"}
     found["system"] |= {
@@ -52,7 +52,7 @@ def line(rank, step, random):
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
-    """(what MLflow was given, the run as the report reads it)."""
+    """Return the figures delivered to MLflow and the run as the report reads it."""
     folder, random = tmp_path_factory.mktemp("same"), Random(0)
     record = Record(folder)
     plan = [{"table": t, "ranks": [0, 1]} for t in TABLES]
@@ -75,7 +75,7 @@ def both(tmp_path_factory):
 
 
 def same(one, other):
-    """Equal figures, where one side has None for what the other has NaN for."""
+    """Return True if two figures are equal; None equals NaN."""
     one, other = (float("nan") if value is None else value for value in (one, other))
     return one == pytest.approx(other, rel=1e-12, nan_ok=True)
 
@@ -100,7 +100,7 @@ COLUMNS = {
 }
 
 
-def test_the_tables_of_the_page(both):
+def test_report_and_mlflow_agree_on_tables(both):
     kept, history = both
     sheet = sheets.build_table_sheet(history)
     for row in sheet.rows:
@@ -114,7 +114,7 @@ def test_the_tables_of_the_page(both):
         assert same(cells["lookups"].value, load[0] / sum(load[1:]))
 
 
-def test_the_ranks_of_the_page(both):
+def test_report_and_mlflow_agree_on_ranks(both):
     kept, history = both
     sheet = sheets.ranks(history)
     looked = [sum(kept.figures[s][f"watch/rank/{rank}/lookup_bytes"] for s in STEPS[1:]) for rank in (0, 1)]
@@ -136,7 +136,7 @@ def test_the_ranks_of_the_page(both):
         assert same(cells["sent/s"].value, 1e6 * seen["network_transmit_megabytes_per_s"])
 
 
-def test_losses_checks_and_results(both):
+def test_report_and_mlflow_agree_on_losses_checks_and_results(both):
     kept, history = both
     for measured in history.figures(messages.Train, messages.Eval):
         for key, value in measured.figures.items():

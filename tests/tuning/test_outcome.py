@@ -1,4 +1,4 @@
-"""What a search leaves: best.yaml, outcome.json, the table, and its parent in MLflow."""
+"""Results of a search: best.yaml, outcome.json, the table and the parent run in MLflow."""
 
 import json
 import re
@@ -22,7 +22,7 @@ model.top_mlp: {choice: [[16], [32, 16]]}
 
 @pytest.fixture
 def search(tiny_data, tmp_path):
-    """Its first trial has finished, the second was stopped, the third failed, the fourth is to begin."""
+    """Return a search with one finished, one stopped, one failed and one waiting trial."""
     made = prepared(tiny_data, tmp_path, SPACE, Settings(trials=4), tracking__enabled=False)
     write_search(made)
     key = made.figure.key
@@ -39,7 +39,7 @@ def search(tiny_data, tmp_path):
     return made
 
 
-def test_what_is_written(search, tiny_data, capsys, monkeypatch):
+def test_outcome_writes_best_config_and_table(search, tiny_data, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     warned = []
     write_outcome(search, warned.append)
@@ -54,7 +54,7 @@ def test_what_is_written(search, tiny_data, capsys, monkeypatch):
     assert config.run.name is None is config.run.dir and config.data.test == f"{tiny_data}/test"
     assert config.tracking.parent_run is None
 
-    assert not (search.folder / "outcome.json").exists()  # a trial is still to begin
+    assert not (search.folder / "outcome.json").exists()  # one trial is still waiting
 
     print_outcome(search)
     table = capsys.readouterr().out
@@ -79,7 +79,7 @@ optim.schedule: {choice: [{}, {decay: linear, decay_steps: 1000}]}
 
 
 def wide_search(data, tmp_path):
-    """12 trials of many keys, which have ended."""
+    """Return a search of 12 finished trials with many keys."""
     made = prepared(data, tmp_path, WIDE_SPACE, Settings(trials=12), tracking__enabled=False)
     for trial in made.trials:
         trial.state, trial.step = State.FINISHED, 200
@@ -88,7 +88,7 @@ def wide_search(data, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["valid", "test"])
-def test_the_data_that_the_best_was_chosen_on_is_named(search, capsys, kind):
+def test_outcome_names_the_data_that_selected_the_best_trial(search, capsys, kind):
     if kind == "test":
         search.config.data.valid = None
     write_outcome(search, print)
@@ -100,7 +100,7 @@ def test_the_data_that_the_best_was_chosen_on_is_named(search, capsys, kind):
     assert load_config(search.folder / "best.yaml").data.valid == search.config.data.valid
 
 
-def test_a_table_that_is_too_wide_for_the_terminal_breaks_no_words(tiny_data, tmp_path, capsys, monkeypatch):
+def test_wide_outcome_table_does_not_break_words(tiny_data, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     made = wide_search(tiny_data, tmp_path)
     print_outcome(made)
@@ -115,7 +115,7 @@ def test_a_table_that_is_too_wide_for_the_terminal_breaks_no_words(tiny_data, tm
     assert "│ optim.dense.lr" in capsys.readouterr().out.replace("┃", "│")  # a column
 
 
-def test_a_search_has_ended_when_all_trials_have(search):
+def test_outcome_file_is_written_once_all_trials_ended(search):
     search.trials[3].state, search.trials[3].error = State.FAILED, "no room"
     write_outcome(search, print)
     written = json.loads((search.folder / "outcome.json").read_text())
@@ -127,7 +127,7 @@ def test_a_search_has_ended_when_all_trials_have(search):
     assert written["trials"][1]["value"] == 0.95 and written["trials"][3]["value"] is None
 
 
-def test_a_search_without_a_figure(search):
+def test_search_without_evaluations_has_no_best_trial(search):
     for trial in search.trials:
         trial.state, trial.points, trial.error = State.FAILED, {}, "it is broken"
     write_outcome(search, print)
@@ -135,7 +135,7 @@ def test_a_search_without_a_figure(search):
     assert not (search.folder / "best.yaml").exists()
 
 
-def test_a_store_that_cannot_be_written_loses_no_outcome(search, tmp_path):
+def test_unwritable_mlflow_store_keeps_the_outcome_files(search, tmp_path):
     (tmp_path / "no.db").write_text("not a database, but a text that is long enough to be taken for one")
     search.config.tracking.enabled = True
     search.config.tracking.uri = f"sqlite:///{tmp_path}/no.db"
@@ -145,7 +145,7 @@ def test_a_store_that_cannot_be_written_loses_no_outcome(search, tmp_path):
     assert (search.folder / "best.yaml").exists()
 
 
-def test_the_parent_in_mlflow_has_the_outcome(search, tmp_path):
+def test_outcome_is_written_to_the_mlflow_parent_run(search, tmp_path):
     from mlflow import MlflowClient
     from stores import made_once
 
@@ -153,7 +153,7 @@ def test_the_parent_in_mlflow_has_the_outcome(search, tmp_path):
     search.config.tracking.uri = f"sqlite:///{tmp_path}/mlflow.db"
     warned = []
     with made_once():
-        for _ in range(2):  # as a search that was resumed, or made longer, does
+        for _ in range(2):  # as a resumed or extended search does
             write_outcome(search, warned.append)
     assert not warned
     client = MlflowClient(search.config.tracking.uri)

@@ -1,4 +1,4 @@
-"""How the processes of trials are run: tried again, stopped, and ended with the search."""
+"""Processes of trials: retries, early stopping and shutdown with the search."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from raytrec.tuning import runner
 from raytrec.tuning.folder import write_search
 from raytrec.tuning.search import Settings, State
 
-# What takes the place of `raytrec train`: {} is what it does in the folder of its run.
+# Replaces `raytrec train`; `body` is the code that runs in the folder of the trial.
 TRIAL = """\
 import json, os, signal, sys, time
 from pathlib import Path
@@ -31,7 +31,7 @@ STOPS = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n"
 
 @pytest.fixture
 def run(tiny_data, tmp_path, monkeypatch):
-    """Runs a search whose trials do something else; its trials, and the signal that ended it."""
+    """Return a function that runs a search of fake trials and returns its trials and end signal."""
     monkeypatch.setattr(runner, "TRIAL_POLL_INTERVAL_S", 0.01)
 
     def inner(body, trials=1, at_once=1):
@@ -51,12 +51,12 @@ def begun(trial):
     return len((trial.folder / "begun").read_text())
 
 
-def test_a_trial_whose_process_dies_is_tried_again(run):
+def test_trial_is_retried_if_its_process_dies(run):
     (trial,), _ = run("begun.read_text() == 'xxx' or os.kill(os.getpid(), signal.SIGKILL)")
     assert trial.state == State.FINISHED and begun(trial) == 3 and not trial.error
 
 
-def test_a_trial_whose_process_always_dies_has_failed(run):
+def test_trial_fails_after_three_dead_processes(run):
     (trial,), _ = run("os.kill(os.getpid(), signal.SIGKILL)")
     assert trial.state == State.FAILED and begun(trial) == 3
     assert trial.error == "the process died 3 times, most recently with exit status -9"
@@ -70,13 +70,13 @@ def test_a_trial_whose_process_always_dies_has_failed(run):
         ("sys.exit(1)", "exit status 1"),
     ],
 )
-def test_the_error_of_a_trial_is_what_it_printed_last(run, body, error):
+def test_trial_error_is_its_last_output(run, body, error):
     trials, _ = run(body, trials=2)
     assert [(trial.state, trial.error) for trial in trials] == [(State.FAILED, error)] * 2
     assert all(begun(trial) == 1 for trial in trials)
 
 
-def test_a_trial_that_falls_behind_is_asked_to_end(run):
+def test_trial_that_falls_behind_is_stopped_by_sigterm(run):
     good, bad = "evaluate(1, 1.0); evaluate(20, 1.0)", STOPS + "evaluate(1, 0.1); time.sleep(30)"
     bad = bad.replace("\n", "; ")
     (first, second), _ = run(f"if folder.name == 'trial-001': {good}\nelse: {bad}", trials=2)
@@ -88,7 +88,7 @@ READY = "(folder / 'ready').touch(); time.sleep(30)"
 
 
 def signal_when_ready(folder, trials, *numbers):
-    """Send signals to this process, one after the other, once so many trials are ready."""
+    """Send signals to this process one after the other once `trials` trials are ready."""
 
     def send():
         wait_for(lambda: len([*folder.rglob("ready")]) == trials, "trials that are ready", 120)
@@ -99,14 +99,14 @@ def signal_when_ready(folder, trials, *numbers):
     Thread(target=send, daemon=True).start()
 
 
-def test_a_signal_ends_all_trials_once_they_have_saved(run, tmp_path):
+def test_signal_interrupts_running_trials(run, tmp_path):
     signal_when_ready(tmp_path, 2, signal.SIGTERM)
     trials, ended_by = run(STOPS + READY, trials=3, at_once=2)
     assert ended_by == signal.SIGTERM
     assert [trial.state for trial in trials] == [State.INTERRUPTED] * 2 + [State.WAITING]
 
 
-def test_a_second_signal_kills_them(run, tmp_path, monkeypatch):
+def test_second_signal_kills_running_trials(run, tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "DUPLICATE_SIGNAL_WINDOW_S", 0.1)
     signal_when_ready(tmp_path, 1, signal.SIGINT, signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):

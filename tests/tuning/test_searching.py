@@ -1,4 +1,4 @@
-"""Before a trial starts: what is drawn for it, and what is refused, with the key and its line."""
+"""Preparation of a search: drawn values of trials, and refused keys with their lines."""
 
 import json
 from contextlib import nullcontext
@@ -23,18 +23,18 @@ SPACE = "optim.dense.lr: {log_uniform: [0.001, 0.1]}\nmodel.dropout: {uniform: [
 
 
 def values(data, tmp_path, **changes):
-    """Of a configuration; changes are section__key=value, or whole sections."""
+    """Return configuration values; `changes` are section__key=value or whole sections."""
     whole = {key: changes.pop(key) for key in list(changes) if "__" not in key}
     return parquet.settings(data, tmp_path / "s", train__eval_every_steps=2, **changes) | whole
 
 
 def prepared(data, tmp_path, space=SPACE, settings=None, **changes):
-    """A search of those values."""
+    """Prepare a search with these configuration values."""
     config = resolve(load_config(values(data, tmp_path, **changes)), "own.yaml", "tune")
     return prepare_search(config, Space.parse(space, "space.yaml"), settings or Settings(trials=3))
 
 
-def test_trials_have_what_was_drawn_in_folders_of_their_own(tiny_data, tmp_path):
+def test_trials_have_drawn_values_and_separate_folders(tiny_data, tmp_path):
     search = prepared(tiny_data, tmp_path)
     assert [trial.number for trial in search.trials] == [1, 2, 3]
     assert [trial.folder.name for trial in search.trials] == ["trial-001", "trial-002", "trial-003"]
@@ -65,16 +65,16 @@ def test_trials_have_what_was_drawn_in_folders_of_their_own(tiny_data, tmp_path)
         ("data.train.x: {choice: [1]}", 1, "a value"),
     ],
 )
-def test_a_space_that_the_configuration_refuses(tiny_data, tmp_path, space, line, mistake):
+def test_invalid_space_error_names_key_and_line(tiny_data, tmp_path, space, line, mistake):
     with pytest.raises(ConfigError) as error:
         prepared(tiny_data, tmp_path, space)
     assert mistake in error.value.what and error.value.where == f"space.yaml, line {line}"
     assert not (tmp_path / "s").exists()
 
 
-def test_values_that_are_refused_together(tiny_data, tmp_path):
+def test_invalid_combination_of_drawn_values_is_refused(tiny_data, tmp_path):
     space = "data.lanes: {choice: [1, 6]}\nscaling.num_workers: {choice: [1, 2]}"
-    with pytest.raises(ConfigError, match=r"data.lanes = 1: "):  # with the 2 workers of the configuration
+    with pytest.raises(ConfigError, match=r"data.lanes = 1: "):  # the configuration has 2 workers
         prepared(tiny_data, tmp_path, space)
     with pytest.raises(ConfigError, match=r"trial \d \(.*num_workers = 2.*lanes") as error:
         prepared(tiny_data, tmp_path, space, Settings(trials=4), scaling__num_workers=1)
@@ -90,7 +90,7 @@ def test_values_that_are_refused_together(tiny_data, tmp_path):
         ({"plan__tables": {"none": {"ranks": [0]}}}, ConfigError, "none"),
     ],
 )
-def test_a_configuration_that_cannot_be_run(tiny_data, tmp_path, changes, error, mistake):
+def test_tune_refuses_an_invalid_configuration(tiny_data, tmp_path, changes, error, mistake):
     (tmp_path / "space.yaml").write_text(SPACE)
     with pytest.raises(error) as found:
         tune(values(tiny_data, tmp_path, **changes), str(tmp_path / "space.yaml"))
@@ -112,7 +112,7 @@ def test_a_configuration_that_cannot_be_run(tiny_data, tmp_path, changes, error,
         ({"resume": "/nowhere"}, "--resume reads CONFIG and the space from the search folder"),
     ],
 )
-def test_options_that_are_wrong(tiny_data, tmp_path, options, mistake):
+def test_tune_refuses_invalid_options(tiny_data, tmp_path, options, mistake):
     (tmp_path / "space.yaml").write_text(SPACE)
     given = {"space": str(tmp_path / "space.yaml"), "at_once": 1} | options
     with pytest.raises((ConfigError, RunError)) as error:
@@ -120,8 +120,8 @@ def test_options_that_are_wrong(tiny_data, tmp_path, options, mistake):
     assert mistake in str(error.value) and not (tmp_path / "s").exists()
 
 
-def test_the_space_is_not_looked_for_below_the_root_of_a_cluster(tiny_data, tmp_path, monkeypatch):
-    """A job's working directory has both: what was submitted."""
+def test_space_is_read_from_the_working_directory(tiny_data, tmp_path, monkeypatch):
+    """The working directory of a job contains the submitted configuration and space."""
     (tmp_path / "space.yaml").write_text("optim.dense.lrr: {uniform: [0, 1]}")
     (tmp_path / "root").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -130,14 +130,14 @@ def test_the_space_is_not_looked_for_below_the_root_of_a_cluster(tiny_data, tmp_
         tune(values(tiny_data, tmp_path), "space.yaml")
 
 
-def test_a_metric_by_its_name(tiny_data, tmp_path):
+def test_tune_selects_the_metric_by_name(tiny_data, tmp_path):
     search = prepared(tiny_data, tmp_path)
     for figure in Selection.from_config(search.config, search.schema).figures:
         named = prepared(tiny_data, tmp_path, settings=Settings(trials=1, metric=figure.key))
         assert named.figure == figure and figure.better == METRICS.parts[figure.key].better
 
 
-def test_a_search_is_taken_up_where_it_was(tiny_data, tmp_path):
+def test_reopened_search_keeps_trial_states_and_values(tiny_data, tmp_path):
     search = prepared(tiny_data, tmp_path)
     assert not is_search(search.folder)
     write_search(search)
@@ -182,7 +182,7 @@ KEYS = ("state", "values", "error")
         (lambda trial: trial["values"].update({"model.dropout": "much"}), "trial 2 .*its space draws"),
     ],
 )
-def test_a_trial_that_was_changed_cannot_be_resumed(tiny_data, tmp_path, change, mistake):
+def test_search_with_a_changed_trial_cannot_be_resumed(tiny_data, tmp_path, change, mistake):
     search = prepared(tiny_data, tmp_path)
     write_search(search)
     file = search.folder / "trials.json"
@@ -195,7 +195,7 @@ def test_a_trial_that_was_changed_cannot_be_resumed(tiny_data, tmp_path, change,
 
 @pytest.mark.parametrize("name", ["search.json", "trials.json", "space.yaml", "base/config.yaml"])
 @pytest.mark.parametrize("text", [None, "", "{}", "[{}]", "null", '{"settings": {"factor": "x"}}'])
-def test_a_damaged_file_of_a_search_is_an_error_for_people(tiny_data, tmp_path, name, text):
+def test_damaged_search_files_raise_a_clear_error(tiny_data, tmp_path, name, text):
     search = prepared(tiny_data, tmp_path)
     write_search(search)
     (search.folder / name).unlink()
@@ -205,7 +205,7 @@ def test_a_damaged_file_of_a_search_is_an_error_for_people(tiny_data, tmp_path, 
         reopen_search(search.folder, None, allow_code=False)
 
 
-def test_a_search_of_somebody_elses_may_not_bring_code(tiny_data, tmp_path, monkeypatch):
+def test_resume_refuses_code_in_an_untrusted_search(tiny_data, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
     (tmp_path / "home").mkdir()
     search = prepared(tiny_data, tmp_path)
@@ -223,7 +223,7 @@ def test_a_search_of_somebody_elses_may_not_bring_code(tiny_data, tmp_path, monk
         config.write_text(before)
         mark.write_text(sealed)
     reopen_search(search.folder, None, allow_code=False)
-    mark.unlink()  # of the search's configuration: its space is not the user's own either
+    mark.unlink()  # without its mark, neither configuration nor space is trusted
     space = search.folder / "space.yaml"
     space.write_text(SPACE + 'model.name: {choice: ["theirs:Net"]}\n')
     with pytest.raises(ConfigError, match="names code to run"):
@@ -238,7 +238,7 @@ def test_a_search_of_somebody_elses_may_not_bring_code(tiny_data, tmp_path, monk
         ("data.train", "s3://b/x?endpoint_override=theirs:9000"),
     ],
 )
-def test_a_space_or_trials_from_elsewhere_may_not_draw_code(tiny_data, tmp_path, monkeypatch, key, value):
+def test_untrusted_space_and_trials_must_not_draw_code(tiny_data, tmp_path, monkeypatch, key, value):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
     (tmp_path / "home").mkdir()
     tasks = [{"name": "bought"}]
@@ -259,7 +259,7 @@ def test_a_space_or_trials_from_elsewhere_may_not_draw_code(tiny_data, tmp_path,
         reopen_search(search.folder, None, allow_code=False)
 
 
-def test_the_same_command_finds_its_search(tiny_data, tmp_path):
+def test_repeated_tune_command_finds_its_search(tiny_data, tmp_path):
     given = values(tiny_data, tmp_path) | {"run": {"root": str(tmp_path)}}
     space, settings = Space.parse(SPACE, "space.yaml"), Settings(trials=3)
 
@@ -283,16 +283,16 @@ def test_the_same_command_finds_its_search(tiny_data, tmp_path):
     assert find_matching_search(later, space, settings, named=False) is None
 
 
-def test_trials_that_run_at_a_time_fill_the_processors(tiny_data, tmp_path, monkeypatch):
+def test_concurrent_trials_fill_the_cpus(tiny_data, tmp_path, monkeypatch):
     search = prepared(tiny_data, tmp_path, "data.readers: {choice: [1, 3]}", Settings(trials=2))
-    configs = [trial.config for trial in search.trials]  # of 2 workers: 4 and 8 processors
+    configs = [trial.config for trial in search.trials]  # 2 workers each: 4 and 8 CPUs
     for processors, places in ((4, 1), (16, 2), (17, 2)):
         monkeypatch.setattr("os.sched_getaffinity", lambda _, processors=processors: set(range(processors)))
         assert runner.allocate_environments(configs, None) == [{}] * places
     assert runner.allocate_environments(configs, 3) == [{}] * 3
 
 
-def test_trials_on_one_machine_share_its_gpus(tiny_data, tmp_path, monkeypatch):
+def test_concurrent_trials_share_the_gpus_of_a_machine(tiny_data, tmp_path, monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)))
     monkeypatch.setattr(runner, "built_for", lambda: "cuda")
     monkeypatch.setattr(runner, "usable_gpus", lambda: ["0", "1", "2", "3", "4"])
@@ -308,7 +308,7 @@ def test_trials_on_one_machine_share_its_gpus(tiny_data, tmp_path, monkeypatch):
     assert places(2) == [None, None]
 
 
-def test_trials_on_a_cluster_fill_its_nodes(tiny_data, tmp_path, monkeypatch):
+def test_concurrent_trials_fill_the_nodes_of_a_cluster(tiny_data, tmp_path, monkeypatch):
     configs = [trial.config for trial in prepared(tiny_data, tmp_path).trials]  # 2 workers of 2 CPUs each
     for config in configs:
         config.scaling.address, config.scaling.device = "10.0.0.1:6379", "auto"
@@ -321,7 +321,7 @@ def test_trials_on_a_cluster_fill_its_nodes(tiny_data, tmp_path, monkeypatch):
     assert runner.allocate_environments(configs, 3) == [{}] * 3
 
 
-def test_a_reopened_search_draws_other_models_as_before(tiny_data, tmp_path):
+def test_reopened_search_draws_the_same_models(tiny_data, tmp_path):
     space = (
         "model.name: {choice: [dlrm, dcn, deepfm, masknet]}\noptim.schedule.warmup_steps: {choice: [0, 1]}"
     )

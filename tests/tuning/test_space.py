@@ -1,4 +1,4 @@
-"""The space of a search: what is drawn, and what is wrong with a file."""
+"""The space of a search: drawn values and errors in the file."""
 
 from math import log
 
@@ -23,12 +23,12 @@ def parse(text):
     return Space.parse(text, "space.yaml")
 
 
-def test_values_are_in_their_ranges_and_spread_over_them():
+def test_drawn_values_cover_their_ranges():
     drawn = parse(TEXT).configurations(400, seed=0)
     rates = [each["optim.embeddings.lr"] for each in drawn]
     assert all(1e-3 <= rate <= 0.1 for rate in rates)
     shares = [sum(rate < bound for rate in rates) / 400 for bound in (10**-2.5, 1e-2, 10**-1.5)]
-    assert shares == pytest.approx([0.25, 0.5, 0.75], abs=0.07)  # as many in each half decade
+    assert shares == pytest.approx([0.25, 0.5, 0.75], abs=0.07)  # equally many in each half decade
     assert abs(sum(map(log, rates)) / 400 - log(1e-2)) < 0.15
     plain = [each["optim.dense.lr"] for each in drawn]
     assert 0 <= min(plain) < 0.01 and 0.49 < max(plain) <= 0.5 and len(set(plain)) > 350
@@ -37,14 +37,14 @@ def test_values_are_in_their_ranges_and_spread_over_them():
     assert all(float(f"{rate:.4g}") == rate for rate in rates)
 
 
-def test_one_seed_draws_the_same_whatever_the_number_of_trials_and_the_other_keys():
+def test_draws_do_not_depend_on_trial_count_or_other_keys():
     few, many = parse(TEXT).configurations(5, seed=3), parse(TEXT).configurations(50, seed=3)
     assert few == many[:5] and few != parse(TEXT).configurations(5, seed=4)
     without = parse(TEXT.replace("model.cross_layers: {integer: [1, 4]}", "")).configurations(5, seed=3)
     assert [each.items() >= other.items() for each, other in zip(few, without, strict=True)] == [True] * 5
 
 
-def test_a_small_space_is_tried_once_in_an_order_of_the_seed():
+def test_small_space_is_enumerated_once_in_seeded_order():
     text = "a.b: {choice: [x, y]}\nc.d: {integer: [1, 3]}"
     drawn = parse(text).configurations(10, seed=0)
     assert sorted((each["a.b"], each["c.d"]) for each in drawn) == [(a, c) for a in "xy" for c in (1, 2, 3)]
@@ -78,7 +78,7 @@ def test_a_small_space_is_tried_once_in_an_order_of_the_seed():
         ),
     ],
 )
-def test_an_error_has_key_and_line(text, line, mistake):
+def test_space_error_names_key_and_line(text, line, mistake):
     with pytest.raises(ConfigError) as error:
         parse(text)
     assert mistake in error.value.what and error.value.where == f"space.yaml, line {line}"
@@ -86,12 +86,12 @@ def test_an_error_has_key_and_line(text, line, mistake):
 
 
 @pytest.mark.parametrize("text", ["", "[]", "a: b: c", "a: 1\na: 2"])
-def test_no_space(text):
+def test_space_without_keys_is_refused(text):
     with pytest.raises(ConfigError, match=r"no keys|not valid YAML"):
         parse(text)
 
 
-def test_a_file_that_cannot_be_read(tmp_path):
+def test_unreadable_space_file_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="No such file"):
         Space.read(str(tmp_path / "space.yaml"))
     (tmp_path / "space.yaml").write_bytes(b"a.b: {choice: [\xff]}")
@@ -101,7 +101,7 @@ def test_a_file_that_cannot_be_read(tmp_path):
     assert len(Space.read(str(tmp_path / "space.yaml")).draws) == 4
 
 
-def test_values_get_their_places():
+def test_drawn_values_are_set_in_the_configuration():
     tasks = [{"label": "clicked"}, {"name": "buy", "label": "bought"}]
     config = load_config({"tasks": tasks, "data": {"train": "d"}})
     drawn = config.with_({"optim.dense.lr": 0.5, "tasks.buy.weight": 0.1, "tasks.clicked.weight": 0.2})
@@ -117,7 +117,7 @@ def test_values_get_their_places():
 
 
 @pytest.mark.parametrize("name", MODELS.parts)
-def test_a_trial_keeps_the_model_of_its_search(name):
+def test_trial_config_keeps_the_model_type(name):
     kind = MODELS.parts[name]
     keys = {key: "x" for key, field in kind.model_fields.items() if field.is_required()}
     keys |= {"towers": {"query": ["user"], "item": ["item"]}} if name == "two_tower" else {}

@@ -1,4 +1,4 @@
-"""Trials: their configurations and figures, the best of them, and those that successive halving stops."""
+"""Trials: configurations, figures, ranking and early stopping by successive halving."""
 
 import json
 from math import isnan, nan
@@ -37,14 +37,14 @@ def search_of(trials, figure):
 
 
 @pytest.mark.parametrize("figure, order", [(HIGH, [2, 3, 1]), (LOW, [1, 3, 2]), (NEAR_1, [3, 2, 1])])
-def test_the_best_comes_first(figure, order):
+def test_ranking_puts_the_best_trial_first(figure, order):
     values = {1: 0.5, 2: 1.3, 3: 1.2}
     search = search_of([trial(number, State.FINISHED, value) for number, value in values.items()], figure)
     assert [each.number for each in search.ranked] == order
     assert search.best.number == order[0]
 
 
-def test_trials_that_were_trained_to_the_end_are_before_the_others():
+def test_ranking_puts_finished_trials_first():
     states = [State.FAILED, State.WAITING, State.INTERRUPTED, State.STOPPED, State.FINISHED, State.FINISHED]
     values = (0.1, nan, 0.2, 0.3, 0.9, nan)
     trials = [trial(n, state, value) for n, (state, value) in enumerate(zip(states, values, strict=True), 1)]
@@ -53,7 +53,7 @@ def test_trials_that_were_trained_to_the_end_are_before_the_others():
     assert [each and each.number for each in best] == [5, 4, None]
 
 
-def test_a_trial_differs_in_what_was_drawn_and_leaves_test_data_alone():
+def test_trial_config_has_drawn_values_and_no_test_data():
     base = load_config(BASE)
     config = make_trial_config(base, {"optim.dense.lr": 0.5, "model.name": "dcn"}, 2)
     assert config.optim.dense.lr == 0.5 and config.model.name == "dcn" and config.run.seed == 3
@@ -65,7 +65,7 @@ def test_a_trial_differs_in_what_was_drawn_and_leaves_test_data_alone():
     assert base.data.test == "/d/test" and base.optim.dense.lr != 0.5
 
 
-def test_figures_are_read_as_they_are_written(tmp_path):
+def test_evaluations_are_read_while_they_are_written(tmp_path):
     key = next(iter(METRICS.parts))
     config = load_config(BASE)
     config.run.dir = str(tmp_path)
@@ -85,12 +85,12 @@ def test_figures_are_read_as_they_are_written(tmp_path):
     assert add(line("train", 4, 9.0)) == ({}, 4)
     assert add(line("eval", 5, 0.5) + line("eval", 10, 0.6)[:9]) == ({5: 0.5}, 5)  # a line is being written
     assert add(line("eval", 10, 0.6)[9:]) == ({5: 0.5, 10: 0.6}, 10)
-    assert add("torn\n" + line("eval", 15, None)) == ({5: 0.5, 10: 0.6}, 15)  # not defined there
+    assert add("torn\n" + line("eval", 15, None)) == ({5: 0.5, 10: 0.6}, 15)  # undefined metric
     assert add(line("train", 9, 1.0) + line("eval", 10, 0.7)) == ({5: 0.5, 10: 0.7}, 10)  # trained again
     assert add(line("final", 20, 0.8)) == ({5: 0.5, 10: 0.7, 20: 0.8}, 20)
 
 
-# Which trials are stopped, against a plain definition of asynchronous successive halving.
+# Stopped trials, compared with a plain definition of asynchronous successive halving.
 BATCH, STEPS = 10, 16
 VALUES = {
     "data": {"train": "/d", "valid": "/v", "global_batch_size": BATCH},
@@ -108,7 +108,7 @@ def halving(factor=2.0, grace=None, trials=30):
 
 
 class Plain:
-    """Rungs at grace × factor^k below the end; a trial among the best 1/factor of those before goes on."""
+    """Reference rule: rungs at grace × factor^k; a trial continues if it is among the best 1/factor."""
 
     def __init__(self, factor, grace, most):
         self.factor, self.rungs = factor, {}
@@ -125,7 +125,7 @@ class Plain:
 
 
 @pytest.mark.parametrize("factor, grace", [(2.0, 1), (3.0, 2), (4.0, 1)])
-def test_trials_that_fall_behind_are_stopped(factor, grace):
+def test_halving_stops_the_same_trials_as_the_reference(factor, grace):
     random, plain = Random(1), Plain(factor, grace, STEPS)
     rule, trials = halving(factor, grace)
     expected, stopped, running = [], [], dict.fromkeys(trials, 0)
@@ -136,7 +136,7 @@ def test_trials_that_fall_behind_are_stopped(factor, grace):
         if plain.is_stopped(number, running[number], value):
             expected.append((number, running[number]))
         trials[number].points[running[number]] = value
-        for _ in range(2):  # each figure is read more than once
+        for _ in range(2):  # figures are read repeatedly
             if rule.falls_behind(trials[number]):
                 stopped.append((number, running[number]))
         if running[number] == STEPS or (number, running[number]) in expected:
@@ -144,18 +144,18 @@ def test_trials_that_fall_behind_are_stopped(factor, grace):
     assert stopped == expected and len(stopped) > 8
 
 
-def test_evaluations_of_the_past_count():
+def test_halving_compares_with_earlier_evaluations():
     rule, trials = halving()
     for number in (1, 2):
         trials[number].points = {1: 0.8 + number / 100, 2: 0.9}
         rule.falls_behind(trials[number])
-    trials[2].points[1] = 0.1  # it has been there before
+    trials[2].points[1] = 0.1  # this rung was already evaluated
     assert not rule.falls_behind(trials[2])
     trials[3].points[1] = 0.5
     assert rule.falls_behind(trials[3])
 
 
-def test_batches_of_different_sizes_are_compared_by_rows():
+def test_halving_compares_trials_by_trained_rows():
     rule, trials = halving(factor=4.0)  # rungs at 10 and 40 rows
     trials[1].config = load_config(VALUES | {"data": VALUES["data"] | {"global_batch_size": 4 * BATCH}})
     trials[2].points = {1: 0.2, 4: 0.9}
@@ -163,12 +163,12 @@ def test_batches_of_different_sizes_are_compared_by_rows():
     assert not rule.falls_behind(trials[2]) and rule.falls_behind(trials[1])
 
 
-def test_a_trial_without_figures_goes_on():
+def test_halving_continues_trials_without_figures():
     rule, trials = halving()
     assert not any(map(rule.falls_behind, trials.values()))
 
 
-def test_a_run_that_ends_before_the_first_rung():
+def test_halving_stops_no_trial_before_the_first_rung():
     rule, trials = halving(grace=20)
     for number in (1, 2):
         trials[number].points = {STEPS: 1 / number}

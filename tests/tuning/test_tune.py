@@ -1,4 +1,4 @@
-"""Whole searches on a real Ray: trials that end well, fall behind, fail and are interrupted."""
+"""Searches on a real Ray cluster: trials that finish, fall behind, fail and are interrupted."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from raytrec.driver.driver_state import is_alive, read_driver_record
 from raytrec.driver.run import train
 from raytrec.tuning.tune import tune
 
-# A quick one that learns; one that learns hardly, and takes its time; and one whose workers fail.
+# A fast model that learns, a slow model that hardly learns, and a model whose workers fail.
 GOOD = {"bottom_mlp": [16], "top_mlp": [16]}
 BAD = {"bottom_mlp": [16], "top_mlp": [3000, 3000], "dropout": 0.95}
 BROKEN = {"name": "broken_model:Broken"}
@@ -30,7 +30,7 @@ class Broken(nn.Module):
     def __init__(self, schema, config):
         raise RuntimeError("it is broken")
 """
-SEED = 0  # by which two choices come in their order
+SEED = 0  # draws the two choices in their order
 
 
 def settings(data, folder, **changes):
@@ -50,7 +50,7 @@ def state_of(folder):
 
 
 @pytest.mark.survive
-def test_a_search(tiny_data, tmp_path, capfd):
+def test_search_finds_the_best_trial_and_stops_the_other(tiny_data, tmp_path, capfd):
     space = write_space(tmp_path, {"model": {"choice": [GOOD, BAD]}})
     outcome = tune(settings(tiny_data, tmp_path / "s"), space, trials=2, seed=SEED, at_once=1, grace_steps=4)
     shown = capfd.readouterr().err
@@ -58,11 +58,11 @@ def test_a_search(tiny_data, tmp_path, capfd):
     good, bad = outcome.trials
     assert (good.state, bad.state) == ("finished", "stopped")
     assert outcome.best is good and max(good.points) == good.total == good.step == 32
-    assert max(bad.points) < bad.total and saved(bad.folder) >= 4  # it has saved
+    assert max(bad.points) < bad.total and saved(bad.folder) >= 4  # a checkpoint was saved
     assert read_driver_record(bad.folder)["status"] == "STOPPED" and not (bad.folder / "result.json").exists()
 
     result = json.loads((good.folder / "result.json").read_text())
-    assert result[f"eval.{outcome.figure.key}"] == good.value and result["eval.rows"] == 501  # of data.valid
+    assert result[f"eval.{outcome.figure.key}"] == good.value and result["eval.rows"] == 501  # in data.valid
     folder = tmp_path / "s"
     written = json.loads((folder / "outcome.json").read_text())
     assert written == outcome.metrics == json.loads(json.dumps(outcome.metrics))
@@ -76,7 +76,7 @@ def test_a_search(tiny_data, tmp_path, capfd):
 
 
 @pytest.mark.survive
-def test_a_trial_that_fails(tiny_data, tmp_path, monkeypatch):
+def test_failed_trial_does_not_stop_the_search(tiny_data, tmp_path, monkeypatch):
     (tmp_path / "broken_model.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
     space = write_space(tmp_path, {"model": {"choice": [GOOD, BROKEN]}})
@@ -86,7 +86,7 @@ def test_a_trial_that_fails(tiny_data, tmp_path, monkeypatch):
 
 
 def command(*arguments):
-    """The raytrec command, as a process in its own group."""
+    """Start the raytrec command in its own process group."""
     return subprocess.Popen(
         [sys.executable, "-m", "raytrec", *map(str, arguments)],
         stdout=subprocess.PIPE,
@@ -97,13 +97,13 @@ def command(*arguments):
 
 
 def saved(folder):
-    """The step of a trial's newest checkpoint that is whole; 0: there is none."""
+    """Return the step of the newest complete checkpoint of a trial, or 0."""
     _, index = newest(f"{folder}/checkpoints")
     return index["about"]["progress"]["step"] if index else 0
 
 
 def starts(folder):
-    """The steps at which a trial began to train, once each time."""
+    """Return the steps at which the trial started or resumed training."""
     lines = (folder / "events.jsonl").read_text().splitlines()
     return [event["step"] for event in map(json.loads, lines) if event["event"] == "start"]
 
@@ -112,8 +112,8 @@ def starts(folder):
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name
 )
-def test_a_search_is_ended_and_resumed(tiny_data, tmp_path, number):
-    """Trials that have ended stay as they are; one that runs saves, and is trained on from there."""
+def test_interrupted_search_is_resumed(tiny_data, tmp_path, number):
+    """Finished trials do not change. The running trial saves and continues from its checkpoint."""
     space = write_space(tmp_path, {"model": {"choice": [GOOD, GOOD | {"top_mlp": [600, 600]}]}})
     config, folder = tmp_path / "own.yaml", tmp_path / "s"
     changes = {"train__epochs": 10, "train__eval_every_steps": 20, "checkpoint__every_steps": 5}
@@ -149,7 +149,7 @@ def test_a_search_is_ended_and_resumed(tiny_data, tmp_path, number):
 
 
 @pytest.mark.survive
-def test_the_parent_in_mlflow(tiny_data, tmp_path):
+def test_search_is_tracked_under_one_mlflow_parent_run(tiny_data, tmp_path):
     from mlflow import MlflowClient
 
     space = write_space(tmp_path, {"optim.dense.lr": {"choice": [0.01, 0.02]}})

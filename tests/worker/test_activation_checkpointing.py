@@ -1,4 +1,4 @@
-"""train.activation_checkpointing: the same bits as without, from less memory."""
+"""train.activation_checkpointing: bit-identical results from less memory."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def schema_of(name):
 
 
 def trained(rank, world, model, recomputed, changes):
-    """Losses of four steps, and all weights and state after them."""
+    """Return the losses of four steps, and all weights and optimizer state after the last step."""
     from raytrec.config.features import resolve_features
 
     changes = {"activation_checkpointing": recomputed, **changes}
@@ -39,7 +39,7 @@ def trained(rank, world, model, recomputed, changes):
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("changes", [{}, {"matmul": "bf16", "max_grad_norm": 0.1, "on_nan": "skip"}])
-def test_losses_weights_and_names_are_the_same_bit_for_bit(name, world, changes):
+def test_activation_checkpointing_keeps_results_bit_identical(name, world, changes):
     plain = on_ranks(world, trained, MODELS[name], False, changes)
     for (losses, state), (others, other) in zip(
         plain, on_ranks(world, trained, MODELS[name], True, changes), strict=True
@@ -49,14 +49,14 @@ def test_losses_weights_and_names_are_the_same_bit_for_bit(name, world, changes)
 
 
 def kept_bytes(model, dense, pooled):
-    """Bytes that the graph of a forward pass keeps for backward, parameters and inputs not counted."""
+    """Return the bytes that autograd saves in the forward pass, without parameters and inputs."""
     theirs = {t.untyped_storage().data_ptr() for t in [dense, *pooled.values(), *model.parameters()]}
     kept = {}
 
     def keep(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in theirs:
-            kept[storage.data_ptr()] = storage.nbytes(), tensor  # alive, so that no other has its place
+            kept[storage.data_ptr()] = storage.nbytes(), tensor  # kept alive so its address is not reused
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -64,7 +64,7 @@ def kept_bytes(model, dense, pooled):
     return sum(size for size, _ in kept.values())
 
 
-def test_less_is_kept_from_forward_to_backward():
+def test_activation_checkpointing_reduces_saved_activations():
     from raytrec.models import build_model
     from raytrec.models.recommender import checkpoint_activations
 

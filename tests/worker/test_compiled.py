@@ -1,4 +1,4 @@
-"""train.compile: the same losses, weights and names as without, in evaluations and checkpoints, too."""
+"""train.compile: the same losses, weights and names as in eager mode, also in evaluations and checkpoints."""
 
 from functools import partialmethod
 
@@ -12,12 +12,12 @@ from raytrec.common.errors import ConfigError
 from raytrec.common.machine import require_compiler
 
 ROWS = {"sharding_type": "row_wise"}
-# All of torch.compile but the C++ compiler, which takes long: `make parity` has that one, too.
+# "aot_eager" runs all of torch.compile except the slow C++ compiler, which `make parity` also runs.
 BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.survive)]
 
 
 def trained(rank, world, backend):
-    """(names of the dense state, its values, logits of an evaluation, compiled graphs)."""
+    """Return (names of the dense state, its values, logits of an evaluation, number of compiled graphs)."""
     import torch._dynamo.utils
 
     from raytrec.checkpoint.state import LogicalState
@@ -42,19 +42,21 @@ def trained(rank, world, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.survive), 2])
-def test_a_compiled_model_learns_the_same(world, backend):
+def test_compiled_model_matches_eager(world, backend):
     plain = on_ranks(world, trained, None)
     for own, other in zip(plain, on_ranks(world, trained, backend), strict=True):
         assert own[0] == other[0], "checkpoints have the same names"
         for name, value in own[1].items():
             torch.testing.assert_close(other[1][name], value, rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(other[2], own[2], rtol=1e-4, atol=1e-6)
-        assert (own[3], other[3]) == (0, 2), "one for training and one for evaluation, whatever the sizes"
+        assert (own[3], other[3]) == (0, 2), "one graph for training, one for evaluation, any batch size"
 
 
 def trained_on_lengths(rank, world, name, dropout):
-    """Of batches of other numbers of rows, with histories of other lengths, plain and compiled: each step's
-    logits; and how many graphs there are compiled after each step."""
+    """Train plain and compiled on batches with different row counts and history lengths.
+
+    Return the logits of each step, and the number of compiled graphs after each step.
+    """
     import torch._dynamo.utils
 
     from raytrec.checks.parity.batches import make_local_batch, random_batches
@@ -94,15 +96,15 @@ def trained_on_lengths(rank, world, name, dropout):
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("name", ["sasrec", pytest.param("hstu", marks=pytest.mark.survive)])
-def test_other_lengths_of_sequences_are_not_compiled_again(name, dropout):
+def test_new_sequence_lengths_do_not_recompile(name, dropout):
     ((plain, compiled, graphs),) = on_ranks(1, trained_on_lengths, name, dropout)
-    if not dropout:  # compiled, it draws other numbers
+    if not dropout:  # compiled dropout draws different random numbers
         torch.testing.assert_close(compiled, plain, rtol=1e-5, atol=1e-6)
     assert graphs[:6] == [0] * 6 and graphs[6] == graphs[-1] > 0
 
 
 def phases_of_compiling(rank, world):
-    """The heartbeat's phase while a graph is compiled in a step, and after it."""
+    """Return the heartbeat's phase during the compilation of a graph in a step, and after it."""
     from raytrec.worker.heartbeat import Heartbeat
 
     heartbeat, seen = Heartbeat(None, "attempt", 0, 60.0, every_s=60.0), []
@@ -118,16 +120,18 @@ def phases_of_compiling(rank, world):
     return [*seen, heartbeat.phase]
 
 
-def test_what_is_compiled_in_a_step_may_take_as_long_as_the_start():
+def test_compilation_in_a_step_uses_the_start_timeout():
     assert on_ranks(1, phases_of_compiling) == [["start", "step"]]
 
 
 class Replayed:
-    """A backend like a CUDA graph: whatever a compiled function gives lies where it lay before, so that each
-    call writes over what the last one has given.
+    """A compiler backend that reuses output buffers, as a CUDA graph does.
+
+    Each call of a compiled function overwrites the outputs of its previous call.
 
     Attributes:
-        modes: of torch.compile. compiled: how many functions, forward and backward.
+        modes: modes of torch.compile.
+        compiled: number of compiled functions, forward and backward.
     """
 
     def __init__(self):
@@ -157,8 +161,10 @@ class Replayed:
 
 
 def replayed(rank, world, compile):
-    """(weights, logits of each batch, modes, compiled functions): of whole batches and a smaller one, in
-    training, then in evaluation."""
+    """Train and evaluate on full batches and a smaller one.
+
+    Return (weights, logits of each batch, modes of torch.compile, number of compiled functions).
+    """
     backend, plain, kept = Replayed(), nn.Module.compile, []
     nn.Module.compile = partialmethod(plain, backend=backend)
     torch.compiler.reset()
@@ -176,18 +182,18 @@ def replayed(rank, world, compile):
         given += train(step, local[4:])
     finally:
         nn.Module.compile = plain
-    assert not kept, "gradients of the step before, which the next replay would write over"
+    assert not kept, "gradients of the previous step are kept; the next replay would overwrite them"
     weights = [weight.detach().clone() for weight in step.head.model.parameters()]
     return weights, [outputs["y"].logits for outputs in given], backend.modes, backend.compiled
 
 
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.survive)])
-def test_what_graphs_give_is_not_overwritten(world):
+def test_cuda_graph_replay_does_not_overwrite_outputs(world):
     for own, other in zip(on_ranks(world, replayed, False), on_ranks(world, replayed, "graphs"), strict=True):
         for value, plain in zip([*other[0], *other[1]], [*own[0], *own[1]], strict=True):
             torch.testing.assert_close(value, plain, rtol=1e-4, atol=1e-6)
         assert other[2:] == ({"reduce-overhead"}, 3), (
-            "training forward and backward, evaluation; one size each"
+            "one function each for training forward, training backward and evaluation"
         )
 
 
@@ -199,14 +205,14 @@ def test_what_graphs_give_is_not_overwritten(world):
         ("cuda", {"PATH": "/nowhere"}, r"there is no C compiler \(gcc or clang\)"),
     ],
 )
-def test_without_a_compiler(monkeypatch, device, variables, message):
+def test_missing_compiler_raises_config_error(monkeypatch, device, variables, message):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=message):
         require_compiler(device)
 
 
-def test_without_the_headers_of_python(monkeypatch, tmp_path):
+def test_missing_python_headers_raise_config_error(monkeypatch, tmp_path):
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     with pytest.raises(ConfigError, match=r"Python's headers are missing .*Python\.h"):
         require_compiler("cpu")

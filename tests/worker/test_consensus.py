@@ -1,4 +1,4 @@
-"""What ranks decide together: along one ring, or along rows and columns of many ranks."""
+"""Decisions that all ranks make together, over one ring or over the rows and columns of a rank grid."""
 
 from collections import Counter
 
@@ -14,7 +14,10 @@ STEPS = 6
 
 
 def decisions(rank, world, ring):
-    """Each rank has a command at one step, and knows of a bad loss at another; 2 more steps for the ring."""
+    """Exchange commands for a few steps.
+
+    Each rank sends a command at one step; the last rank reports a bad loss at step 4.
+    """
     consensus = StepConsensus(ring)
     given = []
     for step in range(1, STEPS + 1):
@@ -48,13 +51,13 @@ def test_every_rank_gets_the_same_decision(world, ring, lag):
     assert (agreed.through, agreed.bad) == (50, 7)
 
 
-def test_rings_of_many_ranks_are_short():
+def test_large_worlds_use_short_rings():
     sizes = on_ranks(5, decisions, 4)
     assert all(max(each[4]) < 5 for each in sizes)
 
 
 @pytest.mark.parametrize("world", [65, 97, 256, 1000, 1021, 1024])
-def test_every_row_meets_every_column(world):
+def test_grid_pairs_every_row_with_every_column(world):
     places = [_find_grid_position(rank, world) for rank in range(world)]
     rows, columns = ({place[axis] for place in places} for axis in (0, 1))
     assert set(places) == {(row, column) for row in rows for column in columns}

@@ -1,4 +1,4 @@
-"""Training ends at the step that a plain definition of early stopping gives, on all ranks alike."""
+"""Early stopping ends training at the step given by a plain definition, on all ranks."""
 
 import math
 import random
@@ -13,7 +13,7 @@ from raytrec.config.run_config import load_config
 
 
 def expected(values, patience, better):
-    """How many of these evaluations there are until training ends; None: it does not end early."""
+    """Return the number of evaluations until training ends, or None if it does not end early."""
     best, since = None, 0
     for number, value in enumerate(values, start=1):
         cost = {"lower": value, "higher": -value, "closer to 1": abs(value - 1)}[better]
@@ -27,7 +27,7 @@ def expected(values, patience, better):
 
 
 def ended(rank, world, values, section, resumed_after=None):
-    """After how many evaluations a run ends, of whose figures only rank 0 knows; and its message."""
+    """Return the number of evaluations until a run ends, and its message. Only rank 0 knows the metrics."""
     from raytrec.config.training import EarlyStoppingSection
     from raytrec.metrics.selection import Selection
     from raytrec.metrics.sums import Sums
@@ -55,7 +55,7 @@ def ended(rank, world, values, section, resumed_after=None):
 
 
 def all_ended(rank, world, cases):
-    """`ended` of each case."""
+    """Return the result of run_until_stop for each case."""
     return [ended(rank, world, *case) for case in cases]
 
 
@@ -63,7 +63,7 @@ BETTER = {"ne": "lower", "auc": "higher", "calibration": "closer to 1"}
 
 
 @pytest.mark.parametrize("metric", BETTER)
-def test_it_ends_where_the_definition_does(metric):
+def test_early_stopping_matches_its_definition(metric):
     draw, cases, expected_at = random.Random(metric), [], []
     for _ in range(20):
         values = [
@@ -80,7 +80,7 @@ def test_it_ends_where_the_definition_does(metric):
     assert on_ranks(2, ended, improving, {"metric": metric, "patience": 1})[1] == (None, "after all steps")
 
 
-def test_what_it_says():
+def test_early_stopping_states_its_reason():
     section = {"metric": "auc", "patience": 2}
     answers = on_ranks(2, ended, [0.7, 0.8, 0.8, 0.6, 0.9], section)
     assert answers == [(4, "auc has not improved in 2 evaluations; it was best at step 20, 0.8000")] * 2
@@ -89,7 +89,7 @@ def test_what_it_says():
     assert nan == [(2, "auc was undefined in 2 evaluations")]
 
 
-def test_what_cannot_be():
+def test_invalid_early_stopping_is_rejected():
     from raytrec.metrics.selection import Selection
 
     base = config(1, {"sharding_type": "row_wise"})
@@ -102,7 +102,7 @@ def test_what_cannot_be():
         selection.best("aux", "train.early_stopping.metric")
 
 
-def test_a_task_may_be_named_where_there_is_one():
+def test_metric_of_single_task_accepts_task_prefix():
     from raytrec.metrics.selection import Selection
 
     selection = Selection.from_config(config(1, {"sharding_type": "row_wise"}), SCHEMA)

@@ -1,4 +1,4 @@
-"""Passes over the data that train.epochs: auto stands for."""
+"""Number of epochs chosen by train.epochs: auto."""
 
 import pytest
 
@@ -10,14 +10,14 @@ from raytrec.worker.loop import resolve_epochs, total_steps
     "rows,epochs",
     [
         (50_000_000, 1),
-        (400_000, 2),  # a million rows
+        (400_000, 2),  # aim for a million rows
         (80_000, 10),  # at most 10
         (5_120, 10),
-        (1_000, 50),  # but 100 steps
+        (1_000, 50),  # at least 100 steps
         (100, 100),
     ],
 )
-def test_auto(rows, epochs):
+def test_auto_epochs_depend_on_row_count(rows, epochs):
     data = {"train": "unused", "global_batch_size": 512}
     values = {"data": data, "model": {"name": "dlrm"}, "train": {"epochs": "auto"}}
     config = RunConfig.model_validate(values)

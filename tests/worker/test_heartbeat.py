@@ -1,4 +1,4 @@
-"""Attribution of a hang: which threads wait for other ranks."""
+"""Attribution of a hang: threads that wait for other ranks."""
 
 from threading import Event, Thread
 
@@ -6,11 +6,11 @@ import pytest
 
 from raytrec.worker.heartbeat import PACKAGE, _locate_thread
 
-SITE = "/home/me/raytrec/.venv/lib/python3.11/site-packages/"  # what `git clone` and `make install` give
+SITE = "/home/me/raytrec/.venv/lib/python3.11/site-packages/"  # path after `git clone` and `make install`
 
 
 def place_of(*files):
-    """Return the place of a thread that is blocked in functions of these files, the outermost first."""
+    """Return the place of a thread that is blocked in functions of these files, outermost first."""
     blocked, release = Event(), Event()
 
     def block():
@@ -44,5 +44,5 @@ def place_of(*files):
         ((f"{PACKAGE}worker/loop.py", f"{SITE}torch/nn/modules/linear.py"), False),
     ],
 )
-def test_a_collective_is_recognised_in_a_checkout_called_raytrec(files, waits):
+def test_collective_is_recognized_in_a_raytrec_checkout(files, waits):
     assert place_of(*files) is waits

@@ -1,4 +1,4 @@
-"""One rank's loop on real ranks: what it records, checks and agrees on, and in which phase it saves."""
+"""The training loop of one rank: records, checks, agreement between ranks, and phases of saving."""
 
 import loop
 import pytest
@@ -14,26 +14,28 @@ CHECKS = ("same_environment", "shards", "replicas", "parity", "conservation", "f
 
 
 def run(rank, world, steps, changes, folder, disturb=None):
-    """(this rank's lines and checks, the error that ended it); a checkpoint is saved at step 5."""
+    """Train with a checkpoint at step 5; return (this rank's records and checks, the error that ended the
+    run)."""
     changes = ["checkpoint.every_s=null", "checkpoint.every_steps=5", *changes]
     made = loop.make(rank, world, steps, changes, folder).train(steps, disturb)
     return [message for message in made.said if message["kind"] in ("rank", "check")], made.error
 
 
 def flip_a_bit(made):
-    """On one rank alone, before the fourth step."""
+    """Flip one bit of a dense weight on rank 1, before the fourth step."""
     if made.context.index == 1 and made.progress.step == 3:
         dense = made.checkpoints._state.dense
         values = next(v for name, v in dense.items() if name.endswith("weight/value"))
         values.view(torch.int32).view(-1)[3] ^= 1
 
 
-def test_what_is_reported_and_when(tmp_path):
+def test_records_and_checks_follow_their_intervals(tmp_path):
     changes = ["tracking.every_steps=3", "checks.every_steps=4"]
     for rank, (said, error) in enumerate(on_ranks(2, run, 8, changes, str(tmp_path))):
         assert error is None
         lines = [m for m in said if m["kind"] == "rank"]
-        assert [(m["first_step"], m["step"]) for m in lines] == [(0, 3), (3, 6), (6, 8)]  # and at the end
+        # The last record is written at the end of training.
+        assert [(m["first_step"], m["step"]) for m in lines] == [(0, 3), (3, 6), (6, 8)]
         for line in lines:
             assert (line["rank"], line["world"], set(line["tables"])) == (rank, 2, {"user", "tag"})
             assert sum(line["phases_s"].values()) == pytest.approx(line["seconds"])
@@ -41,19 +43,19 @@ def test_what_is_reported_and_when(tmp_path):
             assert line["tables"]["user"]["gradient_norm"] > 0
         checks = [m for m in said if m["kind"] == "check"]
         if rank:
-            assert not checks  # one warning, not one a rank
+            assert not checks  # only rank 0 reports checks
             continue
         assert all(m["passed"] for m in checks)
         at = {
             name: [m["step"] for m in checks if m["check"] == name] for name in {m["check"] for m in checks}
         }
         assert at["same_environment"] == [0]
-        assert at["parity"] == [2, 4, 8]  # the first step for which there is a batch ahead, then each 4
+        assert at["parity"] == [2, 4, 8]  # first step with a prefetched batch, then every 4 steps
         assert at["replicas"] == [0, 2, 4, 5, 8]  # 5: before a checkpoint
 
 
 @pytest.mark.parametrize("every,step", [(4, 4), (100, 5)])
-def test_a_failed_check_stops_all_ranks_and_keeps_a_state_from_being_saved(every, step, tmp_path):
+def test_failed_check_stops_all_ranks_and_prevents_saving(every, step, tmp_path):
     for said, error in on_ranks(
         2, run, 8, [NO_RECORDS, f"checks.every_steps={every}"], str(tmp_path), flip_a_bit
     ):
@@ -62,14 +64,14 @@ def test_a_failed_check_stops_all_ranks_and_keeps_a_state_from_being_saved(every
     assert not list(tmp_path.glob("checkpoints/step-*"))
 
 
-def test_a_failed_check_warns(tmp_path):
+def test_failed_check_warns_when_configured(tmp_path):
     changes = [NO_RECORDS, "checks.every_steps=4", "checks.replicas=warn"]
     (said, error), _ = on_ranks(2, run, 8, changes, str(tmp_path), flip_a_bit)
     assert error is None
     assert {m["step"] for m in said if m["kind"] == "check" and not m["passed"]} == {4, 5, 8}
 
 
-def test_all_off(tmp_path):
+def test_disabled_checks_and_records_report_nothing(tmp_path):
     changes = [NO_RECORDS, *(f"checks.{name}=off" for name in CHECKS)]
     assert on_ranks(2, run, 4, changes, str(tmp_path), flip_a_bit) == [([], None), ([], None)]
 
@@ -78,11 +80,11 @@ def slow_start(made):
     from time import sleep
 
     if made.context.index == 1:
-        sleep(0.03)  # between steps: its own time
+        sleep(0.03)  # between steps, so the time belongs to this rank
 
 
-def test_a_rank_that_waits_for_a_slow_one(tmp_path):
-    """A rank that is slow spends that time itself; the other one waits for it in collectives."""
+def test_waiting_rank_reports_collective_time(tmp_path):
+    """The slow rank reports the delay as its own time; the other rank reports time in collectives."""
     from raytrec.common.messages import RankLine
     from raytrec.report.findings import find_straggler
 
@@ -92,7 +94,7 @@ def test_a_rank_that_waits_for_a_slow_one(tmp_path):
     assert slow["other"] > 0.18 > fast["other"]
     waits = [phases["collectives"] + phases["input_exchange"] for phases in (fast, slow)]
     assert waits[0] > waits[1] + 0.1
-    for line in lines:  # for a finding, seconds must be many
+    for line in lines:  # a finding needs a long interval
         del line["kind"]
         line["seconds"] *= 1000
         line["phases_s"] = {phase: 1000 * seconds for phase, seconds in line["phases_s"].items()}
@@ -100,7 +102,7 @@ def test_a_rank_that_waits_for_a_slow_one(tmp_path):
 
 
 def phases_of_waits(rank, world, folder):
-    """The phase that the heartbeat reports, each time it waits for a checkpoint that is being written."""
+    """Return the heartbeat's phase at each wait for a checkpoint that is being written."""
     made, found = loop.make(rank, world, 3, ["checkpoint.every_s=null"], folder), []
     saver, heartbeat = made.checkpoints._saver, made.context.heartbeat
     taken = saver.taken
@@ -116,14 +118,17 @@ def phases_of_waits(rank, world, folder):
     return found
 
 
-def test_the_wait_for_the_last_checkpoint_is_a_phase_not_a_step(tmp_path):
-    """It takes as long as it takes: its limit is that of a phase."""
+def test_final_checkpoint_wait_has_its_own_phase(tmp_path):
+    """The wait can be long, so the time limit of a slow phase applies."""
     [found] = on_ranks(1, phases_of_waits, str(tmp_path))
     assert found and set(found) <= set(SLOW_PHASES)
 
 
 def all_reduces(rank, world, folder):
-    """all_reduces of two ordinary steps; what is drawn at random in the last one, and what its seed gives."""
+    """Count the all_reduces of two ordinary steps.
+
+    Return the count, the random numbers drawn in the last step, and the numbers expected from its seed.
+    """
     made = loop.make(rank, world, 8, ["train.log_every_steps=100", "checkpoint.every_s=null"], folder)
     found = []
     made.step.model.register_forward_pre_hook(lambda *_: found.append(torch.rand(3).tolist()))
@@ -140,20 +145,20 @@ def all_reduces(rank, world, folder):
     return operators.calls["c10d::allreduce_"], found[-1], drawn
 
 
-def test_one_rank_averages_no_gradient_and_agrees_with_itself(tmp_path):
+def test_single_rank_needs_no_all_reduce(tmp_path):
     [(count, drawn, expected)] = on_ranks(1, all_reduces, str(tmp_path))
     assert count == 0
     assert drawn == expected
 
 
-def test_two_ranks_do_both_at_each_step(tmp_path):
+def test_two_ranks_all_reduce_at_each_step(tmp_path):
     (count, drawn, expected), (_, other, _) = on_ranks(2, all_reduces, str(tmp_path))
     assert count >= 4
     assert drawn == expected != other
 
 
 def windows(rank, world, folder):
-    """(the steps at which figures of training were reported, their messages)."""
+    """Return the steps at which training metrics were reported, and their messages."""
     made, at = loop.make(rank, world, 23, ["train.log_every_steps=5", "checkpoint.every_s=null"], folder), []
 
     def after(made):
@@ -166,9 +171,9 @@ def windows(rank, world, folder):
     return at, [m["step"] for m in messages], figures, made.progress.trained
 
 
-def test_figures_of_gpus_are_those_of_cpus_but_later(tmp_path):
+def test_gpu_train_metrics_match_cpu_with_a_delay(tmp_path):
     plain = on_ranks(2, windows, str(tmp_path / "cpu"))
     on_gpus = on_ranks(2, windows, str(tmp_path / "cuda"), device="cuda")
-    (at, steps, *figures), (later, same, *others) = plain[0], on_gpus[0]  # whose messages alone are sent
+    (at, steps, *figures), (later, same, *others) = plain[0], on_gpus[0]  # only rank 0 sends messages
     assert at == steps == same == [5, 10, 15, 20] and later == [7, 12, 17, 22]
     assert figures == others

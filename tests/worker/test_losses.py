@@ -1,4 +1,4 @@
-"""A loss that is not finite ends a run by its own step's name, however late a GPU reports it."""
+"""A nonfinite loss ends a run and the error names the step, even if the GPU reports the loss late."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ QUIET = ["tracking.every_steps=null"] + [
 
 
 def spoiled(step):
-    """Has one value of a step (from 1) be infinite on the last rank."""
+    """Return a function that sets a dense value of this step (from 1) to infinity on rank 1."""
 
     def spoil(rank, local):
         if rank == 1:
@@ -26,9 +26,9 @@ def spoiled(step):
 
 
 def run(rank, world, folder, bad, steps, behind_s, changes):
-    """(the error, the step at which it came, labels and dense columns of the bad step on this rank).
+    """Return (error, last step, labels of the bad step on this rank, its dense columns).
 
-    Fails if a checkpoint could not be written.
+    Fail if a checkpoint could not be written.
     """
 
     def busy(made):
@@ -48,7 +48,7 @@ def run(rank, world, folder, bad, steps, behind_s, changes):
 
 
 def heartbeats(rank, world, folder):
-    """What the heartbeat reports of the GPU at each of five steps, 0.3 s each, and after them."""
+    """Return the heartbeat's report of the GPU at each of five steps of 0.3 s, and after the last step."""
     from standin import Gpu
 
     said = []
@@ -63,20 +63,20 @@ def heartbeats(rank, world, folder):
     return [*said, made.context.heartbeat.unfinished()]
 
 
-def test_the_heartbeat_says_what_the_gpu_has_not_finished(tmp_path):
+def test_heartbeat_reports_unfinished_gpu_step(tmp_path):
     from raytrec.driver.coordinator import GPU_PHASE_TEXTS
     from raytrec.worker.nonfinite import MAX_STEPS_IN_FLIGHT
 
     for first, *said, recorded, last in on_ranks(2, heartbeats, str(tmp_path), device="cuda"):
-        assert first is recorded is last is None, "nothing has been done yet; the rest has been waited for"
+        assert first is recorded is last is None, "no unfinished step at start, after a record or at the end"
         for step, (unfinished, phase) in enumerate(said, 2):
             assert step - 1 - MAX_STEPS_IN_FLIGHT <= unfinished < step and phase in GPU_PHASE_TEXTS
 
 
 @pytest.mark.parametrize("device,behind_s", [("cpu", 0), ("cuda", 0.1)])
 @pytest.mark.parametrize("bad", [3, 8, 9])
-def test_the_first_bad_step_is_named_dumped_and_not_saved(device, behind_s, bad, tmp_path):
-    """Of nine steps with a checkpoint after the fourth and the eighth; the ninth is the last.
+def test_first_nonfinite_step_is_named_and_dumped(device, behind_s, bad, tmp_path):
+    """Train nine steps with checkpoints after steps 4 and 8.
 
     A GPU finishes each step 0.1 s after the host.
     """

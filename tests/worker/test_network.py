@@ -1,4 +1,4 @@
-"""Which network NCCL takes between hosts, from what it writes."""
+"""The network that NCCL uses between hosts, read from NCCL's log."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 from raytrec.worker import rendezvous
 
-# As NCCL 2.29.7 (src/init.cc, src/debug.cc) writes it.
+# Format of NCCL 2.29.7 (src/init.cc, src/debug.cc).
 WRITTEN = """h:1:2 [0] NCCL INFO Bootstrap: Using eth0:10.0.0.1<0>
 h:1:2 [0] NCCL INFO Assigned NET plugin {0} to comm
 h:1:2 [0] NCCL INFO Using network {0}
@@ -22,16 +22,16 @@ def environment(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("network", ["IB", "Socket", "AWS Libfabric"])
-def test_the_network_is_read_and_nothing_is_left(tmp_path, network):
+def test_nccl_network_is_read_and_log_is_deleted(tmp_path, network):
     rendezvous.enable_network_log()
     assert os.environ["NCCL_DEBUG"] == "INFO"
     (file,) = tmp_path.iterdir()
     Path(os.environ["NCCL_DEBUG_FILE"]).write_text(WRITTEN.format(network))
     assert rendezvous.read_chosen_network() == network and not file.exists()
-    assert rendezvous.read_chosen_network() == "", "it is known once"
+    assert rendezvous.read_chosen_network() == "", "the network is returned only once"
 
 
-def test_who_wants_messages_of_nccl_gets_them(tmp_path):
+def test_user_nccl_debug_settings_are_kept(tmp_path):
     os.environ |= {"NCCL_DEBUG": "WARN", "NCCL_DEBUG_FILE": str(tmp_path / "mine")}
     before = dict(os.environ)
     rendezvous.enable_network_log()
@@ -40,7 +40,7 @@ def test_who_wants_messages_of_nccl_gets_them(tmp_path):
     assert (tmp_path / "mine").exists()
 
 
-def test_nccls_own_file_comes_first(tmp_path):
+def test_nccl_conf_file_takes_precedence(tmp_path):
     (tmp_path / ".nccl.conf").write_text("NCCL_DEBUG=INFO\n")
     rendezvous.enable_network_log()
     assert "NCCL_DEBUG" not in os.environ

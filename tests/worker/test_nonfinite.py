@@ -1,4 +1,4 @@
-"""A loss that is not finite: the run stops and shows the batch, or leaves the step out on all ranks."""
+"""Nonfinite losses: the run stops and dumps the batch, or all ranks skip the step."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ from raytrec.driver.evaluation import evaluate
 
 
 def diverging(folder, place, **train):
-    """Prices and a learning rate with which the dense layers overflow in the second step."""
+    """Return a config whose prices and learning rate make the dense layers overflow in the second step."""
     data = shutil.copytree(folder, place / "diverging")
     for part in (data / "train").glob("*.parquet"):
         table = pq.read_table(part)
@@ -33,8 +33,10 @@ def diverging(folder, place, **train):
 
 
 def with_a_row(folder, place, price):
-    """The same data, but for one row of the second file: its price, which brings a logit far below 0, while
-    its label is 1."""
+    """Copy the data and change one row of the second file.
+
+    Its price makes the logit far below 0, and its label is 1.
+    """
     copied = shutil.copytree(folder, place)
     part = copied / "train/part-1.parquet"
     table = pq.read_table(part)
@@ -47,15 +49,15 @@ def with_a_row(folder, place, price):
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_stops_and_keeps_the_batch(tiny_data, tmp_path):
-    """The batch of the step whose loss was bad, to the row that made it so; not the one after it."""
+def test_nonfinite_loss_stops_the_run_and_dumps_the_batch(tiny_data, tmp_path):
+    """The dump contains the batch of the nonfinite step, including the bad row, and no later batch."""
     run, data = tmp_path / "run", with_a_row(tiny_data, tmp_path / "d", 3e38)
     values = parquet.settings(data, run, checkpoint__every_steps=1)
-    values["model"] = {"name": "dcn", "bottom_mlp": [16], "top_mlp": [16]}  # its crosses square the price
+    values["model"] = {"name": "dcn", "bottom_mlp": [16], "top_mlp": [16]}  # cross layers square the price
     with pytest.raises(RunError, match="the loss is not a finite number") as error:
         driver.train(values)
     dumped = sorted((run / "nan").glob("*.parquet"))
-    assert 1 <= len(dumped) <= 2, "of each rank on which it was"
+    assert 1 <= len(dumped) <= 2, "one file per rank with a nonfinite loss"
     table = pa.concat_tables(map(pq.read_table, dumped))
     assert table.num_rows in range(60, 130) and set(table.column_names) == {"label", "price", "user", "tags"}
     assert np.float32(3e38) in table["price"].to_numpy(), "the batch of another step"
@@ -70,8 +72,8 @@ def test_stops_and_keeps_the_batch(tiny_data, tmp_path):
 
 @pytest.mark.survive
 @pytest.mark.usefixtures("ray_cluster")
-def test_an_infinite_state_ends_the_run_and_is_no_checkpoint(tiny_data, tmp_path, capfd):
-    """A price whose square overflows: Adam's second moment is infinite, while the loss stays finite."""
+def test_infinite_state_ends_the_run_without_a_checkpoint(tiny_data, tmp_path, capfd):
+    """The square of the price overflows: Adam's second moment is infinite, and the loss stays finite."""
     run, data = tmp_path / "run", with_a_row(tiny_data, tmp_path / "d", 1e25)
     with pytest.raises(RunError, match="is NaN or infinite") as error:
         driver.train(parquet.settings(data, run, checkpoint__every_steps=2, checkpoint__keep_last=9))
@@ -79,7 +81,7 @@ def test_an_infinite_state_ends_the_run_and_is_no_checkpoint(tiny_data, tmp_path
     assert "exp_avg_sq: a value is NaN or infinite on ranks 0 and 1" in said.what
     assert f"raytrec train --warm-start {run} optim.embeddings.lr=0.01" in said.do
     step, last = int(said.where.split()[1].strip(",")), checkpoints.about(kept)["progress"]["step"]
-    assert 0 < last == step - 2, "the last one before it"
+    assert 0 < last == step - 2, "the last checkpoint before the infinite state"
     assert all(value.isfinite().all() for value in checkpoints.whole(kept).values())
     assert not (run / "result.json").exists()
     assert json.loads((run / "driver.json").read_text())["status"] == "FAILED"
@@ -87,7 +89,7 @@ def test_an_infinite_state_ends_the_run_and_is_no_checkpoint(tiny_data, tmp_path
 
 @pytest.mark.survive
 @pytest.mark.usefixtures("ray_cluster")
-def test_an_infinite_state_can_be_trained_on_but_not_kept(tiny_data, tmp_path, capfd):
+def test_infinite_state_is_not_saved_when_check_warns(tiny_data, tmp_path, capfd):
     run, data = tmp_path / "run", with_a_row(tiny_data, tmp_path / "d", 1e25)
     with pytest.raises(driver.Unfinished, match="contains NaN or infinity") as error:
         driver.train(parquet.settings(data, run, checkpoint__every_steps=2, checks__finite="warn"))
@@ -96,7 +98,7 @@ def test_an_infinite_state_can_be_trained_on_but_not_kept(tiny_data, tmp_path, c
     kept = checkpoints.newest(run)
     assert checkpoints.about(kept)["progress"]["step"] < 16
     assert not (run / "result.json").exists()
-    checkpoints.spoil(kept, "tables/user/weight")  # as one that something else has written
+    checkpoints.spoil(kept, "tables/user/weight")  # as if other software had written the checkpoint
     evaluate(str(run), str(tiny_data / "test"))
     said = " ".join(capfd.readouterr().err.split())
     assert (
@@ -106,16 +108,16 @@ def test_an_infinite_state_can_be_trained_on_but_not_kept(tiny_data, tmp_path, c
 
 @pytest.mark.survive
 @pytest.mark.usefixtures("ray_cluster")
-def test_leaves_the_steps_out_and_counts_them(tiny_data, tmp_path):
+def test_nonfinite_steps_are_skipped_and_counted(tiny_data, tmp_path):
     metrics = driver.train(diverging(tiny_data, tmp_path, on_nan="skip")).metrics
     assert 10 < metrics["train.nan_steps"] < metrics["train.steps"] == 16
-    left_out = metrics["train.nan_steps"]  # the last ones: they do not come back
+    left_out = metrics["train.nan_steps"]  # the last steps: the weights stay nonfinite
     assert metrics["train.rows"] == 2000 - (2000 % 128) - 128 * (left_out - 1)
     assert metrics["train.skipped_rows"] == 2000 - metrics["train.rows"]
 
 
 def left_out(rank, world, plan, optimizer, clip):
-    """Weights and state after four steps, the third bad on rank 0 alone; and after the other three."""
+    """Return the state after four steps, the third nonfinite on rank 0, and after the three finite steps."""
     settings = config(world, plan, optimizer, on_nan="skip", max_grad_norm=clip)
     on_gpu = dist.get_backend() == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu"
@@ -145,7 +147,7 @@ def left_out(rank, world, plan, optimizer, clip):
         ("data_parallel", "adam", "cuda"),
     ],
 )
-def test_a_step_that_is_skipped_changes_nothing(sharding, optimizer, device, clip):
+def test_skipped_step_changes_no_state(sharding, optimizer, device, clip):
     for left, ends in on_ranks(2, left_out, {"sharding_type": sharding}, optimizer, clip, device=device):
         assert left == [[False, False, True, False], [False] * 3]
         assert_same_state(*ends)

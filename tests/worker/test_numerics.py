@@ -1,4 +1,4 @@
-"""train.matmul and train.deterministic: what they change, and where they end."""
+"""train.matmul and train.deterministic: their effects, and where the effects end."""
 
 import os
 import subprocess
@@ -28,8 +28,10 @@ class InBf16(torch.nn.Module):
 
 
 def bf16_step(rank, world, changes):
-    """How far one step, and an evaluation, are from plain torch's under autocast, and from fp32's:
-    the largest difference of a weight, as a share of the largest step of all."""
+    """Compare one step and one evaluation with plain torch under autocast, and with fp32.
+
+    Return the largest difference of a weight, as a share of the largest update.
+    """
     from raytrec.checks.parity import reference
 
     settings = config(world, {"sharding_type": "row_wise"}, "sgd", lr=1.0, matmul="bf16", **changes)
@@ -49,7 +51,7 @@ def bf16_step(rank, world, changes):
     trained, evaluated = outputs["y"].logits, evaluated["y"].logits
     assert trained.dtype == evaluated.dtype == torch.float32
     assert {p.dtype for p in step.model.parameters()} == {torch.float32}
-    assert torch.equal(evaluated, evaluated.bfloat16().float())  # as bf16 as they were
+    assert torch.equal(evaluated, evaluated.bfloat16().float())  # the logits are exact bf16 values
     got = weights_of(step)
     return {
         name: largest_difference(got, weights) / largest_difference(begun, weights)
@@ -60,7 +62,7 @@ def bf16_step(rank, world, changes):
 @pytest.mark.parametrize(
     "settings", [{}, {"activation_checkpointing": True, "on_nan": "skip"}, {"max_grad_norm": 100.0}]
 )
-def test_bf16_is_autocast_around_the_dense_model(settings):
+def test_bf16_matches_autocast_of_the_dense_model(settings):
     for errors in on_ranks(2, bf16_step, settings):
         # A pooled embedding that differs in its last bit may round to another bfloat16: 2^-8.
         assert errors["bf16"] < 4e-3
@@ -68,7 +70,8 @@ def test_bf16_is_autocast_around_the_dense_model(settings):
 
 
 def bf16_models(rank, world):
-    """How far each model's logits in bf16 are from those in fp32, as a share of the largest: at each step."""
+    """Return the difference between bf16 and fp32 logits of each model, relative to the largest logit, per
+    step."""
     from test_on_ranks import SECTIONS
 
     from raytrec.config.features import resolve_features
@@ -92,7 +95,7 @@ def test_every_model_trains_in_bf16(monkeypatch):
     (errors,) = on_ranks(1, bf16_models)
     for first, *later in errors.values():
         assert 1e-5 < first < 0.02, errors
-        # Adagrad's first steps are the signs of gradients, and rounding turns those of gradients near 0.
+        # Adagrad's first steps are the signs of gradients; rounding can flip signs of gradients near 0.
         assert max(later) < 0.3, errors
 
 
@@ -102,14 +105,14 @@ def checked_in_bf16(rank, world):
     return loop(rank, world, PLANS["row-wise"], matmul="bf16", activation_checkpointing=True)
 
 
-def test_live_checks_hold_for_a_run_in_bf16():
+def test_live_checks_pass_in_bf16():
     for outcomes in on_ranks(2, checked_in_bf16):
         assert {outcome["check"] for outcome in outcomes} >= {"parity", "replicas", "numerics"}
         assert all(outcome["passed"] for outcome in outcomes)
 
 
 def switches(rank, world, settings, device):
-    """torch's switches in forward, in backward, between two steps and after them."""
+    """Return torch's switches in forward, in backward, between two steps and after the last step."""
     seen = []
 
     def look(*_):
@@ -147,7 +150,7 @@ AS_IT_WAS = ("highest", True, 0, True)
         ({"deterministic": True, "matmul": "tf32"}, "cuda", ("high", True, 1, False)),
     ],
 )
-def test_switches_are_set_within_steps_alone(settings, device, inside):
+def test_torch_switches_are_set_only_during_steps(settings, device, inside):
     ((seen, environment),) = on_ranks(1, switches, settings, device, device=device)
     assert seen == [inside, inside, AS_IT_WAS] * 2 + [inside, AS_IT_WAS]
     asked = settings.get("deterministic", False)
@@ -155,7 +158,7 @@ def test_switches_are_set_within_steps_alone(settings, device, inside):
     assert environment["NCCL_ALGO"] == ("^NVLS,NVLSTree" if asked else None)
 
 
-def test_the_environment_comes_first(monkeypatch):
+def test_deterministic_keeps_user_environment_variables(monkeypatch):
     from raytrec.config.training import TrainSection
     from raytrec.worker.process import prepare_process
 
@@ -166,7 +169,7 @@ def test_the_environment_comes_first(monkeypatch):
 
 
 def matmul_of_parity(rank, world):
-    """Which precision the sharded models have that parity builds."""
+    """Return the matmul precision of the sharded models that the parity check builds."""
     from raytrec.checks.parity.compare import compare
     from raytrec.worker.build import build_step
 
@@ -181,12 +184,12 @@ def matmul_of_parity(rank, world):
     return built, settings.train.matmul, all(f.error <= f.limit for f in findings)
 
 
-def test_parity_is_looked_at_in_fp32():
+def test_parity_runs_in_fp32():
     ((built, configured, passed),) = on_ranks(1, matmul_of_parity)
     assert built == ["fp32", "fp32"] and configured == "bf16" and passed
 
 
-def test_what_may_change_in_mid_run():
+def test_resume_allows_deterministic_but_not_matmul_changes():
     from raytrec.driver.resume import _list_differences
 
     def changed(**settings):
@@ -196,7 +199,7 @@ def test_what_may_change_in_mid_run():
     assert changed(matmul="tf32") == ["  train.matmul: fp32 → tf32"]
 
 
-def test_matmul_precision_does_not_come_from_the_environment():
+def test_matmul_precision_ignores_the_environment():
     """NVIDIA's containers set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, which makes TF32 the default of torch."""
     code = """
 import torch

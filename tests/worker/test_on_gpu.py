@@ -1,6 +1,6 @@
-"""A whole run on GPUs, as far as that can be tried without one: Ray counts GPUs, and workers have stand-ins.
+"""A whole run on simulated GPUs: Ray counts GPUs, and the workers use stand-ins for CUDA.
 
-Everything that the driver and the ranks do on CUDA happens: planning, checks at the start, pinned batches,
+The driver and the ranks execute their CUDA code paths: planning, checks at the start, pinned batches,
 evaluation while training, asynchronous checkpoints, restarts.
 """
 
@@ -20,7 +20,7 @@ def gpus(ray_with_gpus):
 
 
 @pytest.mark.survive
-def test_a_run_on_gpus_is_the_run_on_cpus(gpus, tiny_data, tmp_path):
+def test_gpu_run_matches_cpu_run(gpus, tiny_data, tmp_path):
     every = {f"{section}__every_steps": 3 for section in ("tracking", "checks")}
     every |= {"train__max_steps": 6, "train__eval_every_steps": 3, "checkpoint__every_steps": 2}
     on_gpu, on_cpu = (

@@ -1,4 +1,4 @@
-"""The pipeline for tables with a cache trains as the plain one does; evaluating leaves no trace."""
+"""The pipeline for cached tables trains like the plain one, and evaluation has no side effects."""
 
 import torch
 from ranks import on_ranks
@@ -6,7 +6,7 @@ from small import assert_same_state, batches, build, config, state_of, train
 
 
 def a_run(rank, world, plan):
-    """Four steps, an evaluation, three steps."""
+    """Run four training steps, an evaluation and three training steps."""
     step = build(config(world, plan, "adagrad", max_grad_norm=0.1), device=torch.device("cuda", rank))
     _, local = batches(7, rank, world)
     local = [batch.pin_memory() for batch in local]
@@ -20,7 +20,7 @@ def a_run(rank, world, plan):
     return type(pipeline).__name__, logits, state_of(step), locks, names
 
 
-def test_prefetching_changes_nothing_but_the_time():
+def test_prefetching_does_not_change_results():
     plain = on_ranks(2, a_run, {"sharding_type": "row_wise"}, device="cuda")
     prefetching = on_ranks(
         2, a_run, {"sharding_type": "row_wise", "compute_kernel": "fused_uvm_caching"}, device="cuda"
@@ -31,14 +31,17 @@ def test_prefetching_changes_nothing_but_the_time():
         assert kind == "TimedPipeline" and other == "TimedPrefetchPipeline"
         assert same == logits
         assert_same_state(state, others)
-        # Rows are locked into the cache until backward, which an evaluation does not have.
+        # Rows are locked in the cache until backward; an evaluation has no backward pass.
         assert locks == [[True]] * 4 + [[False]] * 7 + [[True]] * 3
         assert phases >= {"data", "copy", "input_exchange", "forward", "backward", "optimizer"}
 
 
 def streams_around_steps(rank, world):
-    """After each step, whether what was being brought into the cache is waited for; and each time that
-    something is, whether that had waited for what came between the steps, and for all before it."""
+    """Record the order of stream work around steps.
+
+    Return, for each step, whether its prefetch into the cache has finished; and for each prefetch, whether it
+    started after the work between steps and after all earlier work.
+    """
     from standin import Gpu
 
     gpu = Gpu.active
@@ -64,7 +67,7 @@ def streams_around_steps(rank, world):
     return settled, after_flush, after_all[:4], after_all[4:]
 
 
-def test_the_cache_is_at_rest_between_steps():
+def test_cache_prefetch_is_complete_between_steps():
     ((settled, after_flush, training, evaluating),) = on_ranks(1, streams_around_steps, device="cuda")
     assert settled == [True] * 8
     assert after_flush == [True] * 8
@@ -73,7 +76,7 @@ def test_the_cache_is_at_rest_between_steps():
 
 
 def counts(rank, world):
-    """Updates that FBGEMM has counted: on the device, and on the host."""
+    """Return the number of updates counted by FBGEMM, on the device and on the host."""
     step = build(config(world, {"sharding_type": "row_wise"}, "rowwise_adagrad"))
     from raytrec.compat.torchrec_ import iterate_sharded_kernels
 
@@ -89,22 +92,22 @@ def counts(rank, world):
         seen += 1
     after = now()
     for _ in step.evaluate(iter(local)):
-        break  # an evaluation that is given up
+        break  # an aborted evaluation
     return trained, after, now(), seen
 
 
-def test_evaluating_counts_no_update():
+def test_evaluation_does_not_count_updates():
     for trained, after, given_up, seen in on_ranks(2, counts):
         assert seen == 4
         assert trained == after == given_up == [(4, 4)]
 
 
 def dense_kernels(rank, world, device):
-    """Whether the dense layers are updated by one kernel; None: by what torch chooses."""
+    """Return the `fused` flags of the dense optimizer's groups; None means that torch chooses."""
     step = build(config(world, {}), device=torch.device(device))
     return {group.get("fused") for group in step.optimizer.param_groups if "foreach" in group}
 
 
-def test_dense_layers_on_gpus_are_updated_by_one_kernel():
+def test_gpu_dense_layers_use_fused_optimizer():
     assert on_ranks(1, dense_kernels, "cuda:0", device="cuda") == [{True}]
     assert on_ranks(1, dense_kernels, "cpu") == [{None}]

@@ -1,4 +1,4 @@
-"""A few sharded steps against one plain torch.nn process on the whole batch: same weights, same metrics."""
+"""A few sharded steps against one plain torch.nn process on the whole batch: same weights and metrics."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ MODEL = {"bottom_mlp": [6], "top_mlp": [10, 4]}
 
 
 def local_batches(rank, world):
-    """This rank's share of each global batch; the first rank has none where there are three."""
+    """Return this rank's share of each global batch; with three ranks, rank 0 has no rows."""
     return iter(batches(STEPS, rank, world, "empty" if world == 3 else "unequal", SCHEMA)[1])
 
 
@@ -66,7 +66,7 @@ def sharded_run(rank, world, optimizer, sharding, loss):
 
 
 class Reference(nn.Module):
-    """DLRM written once more, from its definition, in plain torch.nn."""
+    """DLRM implemented from its definition in plain torch.nn."""
 
     def __init__(self, weights):
         super().__init__()
@@ -96,7 +96,7 @@ class Reference(nn.Module):
 
 
 class RowWiseAdagrad(torch.optim.Optimizer):
-    """One second moment a row: the mean of its squared gradients, added up (FBGEMM's definition)."""
+    """Adagrad with one moment per row: the sum of mean squared gradients (FBGEMM's definition)."""
 
     def __init__(self, params, lr, eps):
         super().__init__(params, {"lr": lr, "eps": eps})
@@ -155,7 +155,7 @@ def test_sharded_steps_equal_one_process(world, optimizer, sharding, loss):
     assert used == {sharding}
     model, losses, logits, labels = reference_run(before, optimizer, loss)
     expected = dict(model.tables) | {name.replace("/", "."): p for name, p in model.dense.items()}
-    # Adam divides gradients by their size, so that it makes steps of what rounding leaves of the smallest.
+    # Adam normalizes gradients, which amplifies the rounding errors of the smallest gradients.
     atol = 2e-5 if optimizer == "adam" else 5e-6
     for name, values in after.items():
         torch.testing.assert_close(
@@ -170,7 +170,7 @@ def test_sharded_steps_equal_one_process(world, optimizer, sharding, loss):
 
 
 def metrics_of(loss, logits, labels):
-    """Each metric by its definition."""
+    """Return each metric, computed from its definition."""
     if loss == "mse":
         errors = (logits - labels).abs()
         return {"mse": errors.square().mean(), "mae": errors.mean()}

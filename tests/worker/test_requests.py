@@ -1,4 +1,4 @@
-"""Requests with lists of candidates train what rows of single candidates do, and plain torch."""
+"""Requests with candidate lists train like rows of single candidates, and like plain torch."""
 
 from functools import partialmethod
 
@@ -28,7 +28,8 @@ MODELS = {
 
 
 def parts(step, rank, world):
-    """This rank's requests of a global batch, of unequal numbers; rank 0 of three has none in step 1."""
+    """Return the global batch, this rank's requests and the bounds; with three ranks, rank 0 has none in step
+    1."""
     whole = select_request_names.table(ROWS, step)
     bounds = small_cuts(world, "empty" if world == 3 and step == 1 else "unequal")
     return whole, whole.slice(bounds[rank], bounds[rank + 1] - bounds[rank]), bounds
@@ -41,7 +42,7 @@ def small_cuts(world, balance):
 
 
 def run(rank, world, name, form, tasks=TASKS, optimizer="rowwise_adagrad", **train):
-    """(weights before, after, losses of steps, figures of an evaluation) of one form of the rows."""
+    """Return (weights before, weights after, step losses, evaluation metrics) for one form of rows."""
     from raytrec.config.features import resolve_features
     from raytrec.metrics.selection import Selection
     from raytrec.metrics.sums import Sums
@@ -80,7 +81,7 @@ def run(rank, world, name, form, tasks=TASKS, optimizer="rowwise_adagrad", **tra
 
 
 def compiled(rank, world, name):
-    """The same with train.compile."""
+    """Run the requests with train.compile."""
     plain = nn.Module.compile
     nn.Module.compile = partialmethod(plain, backend="aot_eager")
     torch.compiler.reset()
@@ -92,7 +93,7 @@ def compiled(rank, world, name):
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.survive), 3])
 @pytest.mark.parametrize("name", MODELS)
-def test_requests_train_what_their_repeated_rows_do(name, world):
+def test_requests_train_like_repeated_rows(name, world):
     ours = on_ranks(world, run, name, "requests")
     theirs = on_ranks(world, run, name, "repeated")
     (before, after, losses, figures), (others_before, others, their_losses, their_figures) = (
@@ -111,7 +112,7 @@ def test_requests_train_what_their_repeated_rows_do(name, world):
     "name",
     ["dcn", *(pytest.param(name, marks=pytest.mark.survive) for name in ("two_tower", "din", "sasrec"))],
 )
-def test_requests_train_alike_on_gpus_and_compiled(name):
+def test_requests_train_equally_on_gpus_and_compiled(name):
     one = on_ranks(2, run, name, "requests")[0]
     for other in on_ranks(2, run, name, "requests", device="cuda")[0], on_ranks(2, compiled, name)[0]:
         assert small.largest_difference(one[1], other[1]) <= 1e-5
@@ -120,7 +121,7 @@ def test_requests_train_alike_on_gpus_and_compiled(name):
 
 
 def plain_logits(weights, request):
-    """The two towers written once more from their definition, for each candidate of a request."""
+    """Return the two-tower logit of each candidate of a request, computed from the definition."""
 
     def tower(name, x):
         for layer in ("hidden.0", "last"):
@@ -145,7 +146,7 @@ def plain_logits(weights, request):
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_requests_train_what_plain_torch_does(world):
+def test_requests_train_like_plain_torch(world):
     before, after, losses, _ = on_ranks(world, run, "two_tower", "requests", TASKS[:1], "sgd")[0]
     weights = {name: nn.Parameter(values.clone()) for name, values in before.items()}
     optimizer, expected = torch.optim.SGD(weights.values(), lr=0.1), []

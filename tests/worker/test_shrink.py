@@ -1,4 +1,4 @@
-"""Held-out rows decide how much of a model's deep part is kept, on all ranks alike."""
+"""Held-out rows determine the scale of a model's deep part, equally on all ranks."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ SECTION = {"name": "wide_deep", "deep_dropout": 0.5, "top_mlp": [6]}
 
 
 class Held:
-    """Batches in the place of a Stream."""
+    """Batches in memory, used in place of a Stream."""
 
     may_skip = False
 
@@ -21,7 +21,8 @@ class Held:
 
 
 def shrunk(rank, world, scale, average):
-    """(the factor, the weights before and after) with labels drawn from the linear part plus scale × deep."""
+    """Return (factor, weights before, weights after); labels come from the linear part plus scale × deep
+    part."""
     from raytrec.metrics.selection import Selection
     from raytrec.worker.evaluate import can_shrink, evaluate, evaluate_shrunk, shrink
 
@@ -52,18 +53,18 @@ def shrunk(rank, world, scale, average):
 
 
 @pytest.mark.parametrize(("scale", "expected"), [(1.0, 1.0), (0.5, 0.5), (0.0, 0.0), (3.0, 1.0)])
-def test_the_deep_part_is_scaled_as_held_out_rows_want_it(scale, expected):
+def test_shrink_factor_fits_held_out_rows(scale, expected):
     for factor, before, after in on_ranks(2, shrunk, scale, False):
         assert factor == expected
         assert torch.equal(after, before * expected)
 
 
-def test_an_averaged_model_is_left_as_it_is():
+def test_averaged_model_is_not_shrunk():
     assert on_ranks(1, shrunk, 0.0, True) == [None]
 
 
 def begun(rank, world):
-    """The bias that a new model begins with, and the first loss of a batch."""
+    """Return the initial bias of a new model."""
     from raytrec.worker.build import begin
 
     settings = config(world, {"sharding_type": "row_wise"}, model=SECTION)
@@ -72,5 +73,5 @@ def begun(rank, world):
     return step.head.model.logit.bias.tolist()
 
 
-def test_a_new_run_begins_with_the_log_odds():
+def test_new_run_sets_bias_to_the_log_odds():
     assert on_ranks(2, begun) == [[-3.25], [-3.25]]

@@ -1,4 +1,4 @@
-"""Statistics of shards against the same figures of whole tables in one plain torch process."""
+"""Statistics of shards against statistics of whole tables in one plain torch process."""
 
 from math import isclose
 
@@ -16,7 +16,7 @@ STEPS = 3
 
 
 def observed(rank, world, plan, optimizer, train, sample):
-    """(statistics, tables before the last step, after it, last global batch, all global batches)."""
+    """Return (statistics, tables before and after the last step, dense weights, all global batches)."""
     from raytrec.checkpoint.state import LogicalState
     from raytrec.embeddings.taps import Taps
     from raytrec.worker import statistics
@@ -39,7 +39,7 @@ def observed(rank, world, plan, optimizer, train, sample):
 
 
 def reference_gradients(before, model, batch):
-    """table → the gradient of the mean loss, by plain torch."""
+    """Return the gradient of the mean loss of each table, computed by plain torch."""
     from raytrec.checks.parity.reference import Reference
     from raytrec.models import build_model
 
@@ -57,7 +57,7 @@ def ids_of(table, batches):
     )
 
 
-def test_a_model_without_dense_layers():
+def test_statistics_support_models_without_dense_layers():
     parts = {"model": {"name": "mf", "item": "friends"}, "tasks": [{"loss": "in_batch_softmax"}]}
     ((found, _, _, dense, _),) = on_ranks(1, observed, {"sharding_type": "row_wise"}, "sgd", parts, 4096)
     assert not dense and found["user"]["lookups"] > 0
@@ -71,7 +71,7 @@ def line(found):
     "sharding", ["table_wise", "row_wise", "column_wise", "data_parallel", "table_row_wise", "grid_shard"]
 )
 @pytest.mark.parametrize("optimizer", ["adagrad", "sgd"])
-def test_figures_are_those_of_the_whole_tables(sharding, optimizer):
+def test_shard_statistics_match_whole_tables(sharding, optimizer):
     train = {"max_grad_norm": 1000.0} if optimizer == "sgd" else {}
     results = on_ranks(2, observed, {"sharding_type": sharding}, optimizer, train, 4096)
     _, before, after, model, whole = results[0]
@@ -84,13 +84,13 @@ def test_figures_are_those_of_the_whole_tables(sharding, optimizer):
         assert figures["weight_bytes"] == 4 * spec.rows * spec.dim * (2 if sharding == "data_parallel" else 1)
         close(figures["weight_norm"], after[name].norm())
         update = (after[name] - before[name]).norm()
-        if sharding == "data_parallel":  # a rank looks at rows that its own part of the batch touched
+        if sharding == "data_parallel":  # a rank samples only rows touched by its own part of the batch
             assert 0 < figures["update_norm"] <= update * 1.0001
         else:
             close(figures["update_norm"], update)
         close(figures["gradient_norm"], gradients[name].norm())
         dead = 1 - len(ids_of(name, whole).unique()) / spec.rows
-        if sharding != "data_parallel" or optimizer == "adagrad":  # else each rank knows its own ids alone
+        if sharding != "data_parallel" or optimizer == "adagrad":  # else a rank knows only its own ids
             close(figures["dead_share"], dead)
         if copies == 1:
             close(figures["max_abs"], after[name].abs().max())
@@ -107,7 +107,7 @@ def test_figures_are_those_of_the_whole_tables(sharding, optimizer):
 
 
 @pytest.mark.parametrize("sharding,optimizer", [("row_wise", "sgd"), ("data_parallel", "adagrad")])
-def test_figures_of_gpus_are_those_of_cpus(sharding, optimizer):
+def test_gpu_statistics_match_cpu(sharding, optimizer):
     plan = {"sharding_type": sharding}
     found = [on_ranks(2, observed, plan, optimizer, {}, 4096, device=device) for device in ("cuda", "cpu")]
     for rank, ((of_gpu, *_), (of_cpu, *_)) in enumerate(zip(*found, strict=True)):
@@ -119,8 +119,8 @@ def test_figures_of_gpus_are_those_of_cpus(sharding, optimizer):
                 assert of_gpu[name][key] == expected, (name, key)
 
 
-def test_bins_are_those_of_a_histogram():
-    """torch.histc, which CUDA refuses where algorithms must be deterministic."""
+def test_norm_histogram_matches_torch_histc():
+    """torch.histc is the reference; CUDA does not support it with deterministic algorithms."""
     low, high, bins = NORM_EDGES
     edges = 10.0 ** torch.linspace(low, high, bins + 1)
     drawn = torch.randn(2000, generator=torch.Generator().manual_seed(0)).mul(3).exp()
@@ -129,8 +129,8 @@ def test_bins_are_those_of_a_histogram():
         assert torch.equal(_count_norms(norms), expected.long())
 
 
-def test_samples_stand_for_the_whole():
-    """With a sample of 6 of 23 rows, norms are estimates of the whole's."""
+def test_sampled_norms_estimate_whole_table_norms():
+    """With a sample of 6 of 23 rows, norms are estimates of the whole table's norms."""
     [(found, before, after, model, whole)] = on_ranks(
         1, observed, {"sharding_type": "table_wise"}, "adagrad", {}, 6
     )
@@ -145,14 +145,14 @@ def test_samples_stand_for_the_whole():
     assert figures["max_abs"] >= after["user"][ids_of("user", whole[-1:]).unique()[:6]].abs().max() * 0.5
 
 
-def test_adam_on_cpu():
-    """A dense kernel: rows that have never been in a batch have no second moment."""
+def test_dead_rows_are_counted_with_adam_on_cpu():
+    """The dense kernel is used; rows that were never in a batch have no second moment."""
     (found, _, _, _, whole), *_ = on_ranks(1, observed, {"sharding_type": "row_wise"}, "adam", {}, 4096)
     close(found["user"]["dead_share"], 1 - len(ids_of("user", whole).unique()) / 23)
     assert found["user"]["state_norm"] > 0
 
 
-def test_collisions_of_hashed_ids():
+def test_collision_estimate_matches_hashed_ids():
     generator = torch.Generator().manual_seed(0)
     for ids, rows in ((1000, 10_000), (10_000, 10_000), (50_000, 10_000)):
         taken = torch.randint(rows, (ids,), generator=generator).unique()

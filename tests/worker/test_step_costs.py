@@ -1,7 +1,7 @@
-"""What an ordinary step may cost, counted and not timed: one without a report, record, check or checkpoint.
+"""Upper bounds for counted costs of an ordinary step: no report, record, check or checkpoint.
 
-Two ranks train the model of helpers/small.py: two row-wise tables, three features, one of them weighted.
-A bound is what is used now, and a little for what differs between steps; a higher one needs a comment.
+Two ranks train the model of helpers/small.py: two row-wise tables, three features, one of them weighted. A
+bound is the current count plus a small margin for differences between steps. A higher bound needs a comment.
 """
 
 import sys
@@ -15,16 +15,16 @@ from ranks import on_ranks
 
 import raytrec
 
-WARM, COUNTED = 8, 8  # HELD of metrics.sums: their first sum imports what it needs
+WARM, COUNTED = 8, 8  # HELD in metrics.sums is also 8; the first sum imports modules
 OWN = str(Path(raytrec.__file__).parent)
 MOST = {
     # Of the next batch: lengths, ids and weights of ids. Of this batch: pooled embeddings (reduce-scatter),
     # their gradients (all-gather), dense gradients, and the ranks' agreement.
     "collectives": 8,
-    # Of raytrec alone. TorchRec's pipeline, torch's modules and autograd call the others.
-    "own calls": 280,  # 32 of which are in the place of marks for a profiler, which take many more
+    # Calls of raytrec's functions; other calls come from TorchRec's pipeline, torch's modules and autograd.
+    "own calls": 280,  # 32 of them replace profiler marks, which need many more calls
     "calls": 1760,
-    # Of torch; not those that other operators call.
+    # Operators of torch, without nested calls.
     "operators": 256,
     "marks for a profiler": 0,
     "copies": 7,
@@ -35,7 +35,7 @@ ALLOCATIONS = ("empty", "zeros", "ones")
 
 
 def counts(rank, world, folder):
-    """Of one step, on average over COUNTED."""
+    """Return the costs of one step, averaged over COUNTED_STEPS."""
     import torch
     from operators import Operators
 
@@ -82,12 +82,12 @@ def step(tmp_path_factory):
 
 
 @pytest.mark.parametrize("what", MOST)
-def test_a_step_costs_no_more_than_that(step, what):
-    assert MOST[what] * 0.7 <= step[what] <= MOST[what], "far below: lower the bound"
+def test_step_cost_stays_within_bound(step, what):
+    assert MOST[what] * 0.7 <= step[what] <= MOST[what], "lower the bound if the cost is far below it"
 
 
 def exchanges(rank, world, tables):
-    """Collectives of a step over three sequences that are read id by id from these tables."""
+    """Return the collectives of a step over three sequences that are looked up id by id in these tables."""
     from operators import Operators
     from small import a_schema, batches, build, config
 
@@ -109,19 +109,19 @@ def exchanges(rank, world, tables):
     return sum(n for name, n in operators.calls.items() if name.startswith("c10d::")) / 4
 
 
-def test_tables_of_one_dim_that_are_read_id_by_id_share_their_exchanges():
+def test_sequence_tables_of_equal_dim_share_collectives():
     one, three = (on_ranks(2, exchanges, tables)[0] for tables in ("xxx", "xyz"))
     assert one == three > 0
 
 
 def saved_bytes(rank, world, folder):
-    """Bytes of a checkpoint of a table of 1,000 rows, and of one of 3,000."""
+    """Return the checkpoint sizes in bytes of a table of 1,000 rows and of a table of 3,000 rows."""
     from growth import Point, measure_point
 
     points = [Point(1, rows, dim=8, bag=1, batch=4, workers=1, what="save") for rows in (1000, 3000)]
     return [measure_point(point, rank, 1, f"{folder}/{point.rows}")["bytes"] for point in points]
 
 
-def test_a_row_of_a_checkpoint_is_its_weights_and_its_state(tmp_path):
+def test_checkpoint_row_holds_only_weights_and_state(tmp_path):
     ((small, large),) = on_ranks(1, saved_bytes, str(tmp_path))
     assert (large - small) / 2000 == pytest.approx(8 * 4 + 4, abs=0.5)  # row-wise Adagrad: one float a row

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: on a GPU, by streams and events with separate clocks, and on real ranks."""
+"""Attribution of step time to phases: on a simulated GPU with streams and events, and on real ranks."""
 
 from time import sleep
 
@@ -29,7 +29,7 @@ def gpu(time):
 
 
 def step(phases, gpu, time, others, data=0.0, computing=0.0):
-    """A step as TorchRec's pipeline takes it: batches and ids on separate streams."""
+    """Run a step like TorchRec's pipeline: batches and ids on separate streams."""
     memcpy, data_dist = others
     with torch.cuda.stream(data_dist), phases.phase("input_exchange"):
         data_dist.wait_stream(memcpy)
@@ -49,10 +49,10 @@ def step(phases, gpu, time, others, data=0.0, computing=0.0):
 
 
 def timed(gpu, time, steps, **times):
-    """(seconds of each phase, seconds of the host) of some steps."""
+    """Run some steps; return (seconds of each phase, seconds of the host)."""
     phases, others = PhaseTimer(GPU), (torch.cuda.Stream(), torch.cuda.Stream())
     for stream in others:
-        stream.work(0.05)  # far ahead of the stream on which the model computes
+        stream.work(0.05)  # its clock is far ahead of the compute stream
     began = time.now
     phases.resume()
     for _ in range(steps):
@@ -62,38 +62,38 @@ def timed(gpu, time, steps, **times):
     return taken, time.now - began
 
 
-def test_phases_are_exclusive_and_add_up_to_the_wall(gpu, time):
+def test_phases_are_exclusive_and_sum_to_wall_time(gpu, time):
     taken, wall = timed(gpu, time, 5, computing=0.02)
     assert all(seconds >= 0 for seconds in taken.values()), taken
     assert sum(taken.values()) == pytest.approx(wall, rel=0.01)
     assert taken["backward"] == pytest.approx(0.05, rel=0.01)
-    assert taken["copy"] + taken["data"] + taken["collectives"] < 0.01, "other streams do it meanwhile"
+    assert taken["copy"] + taken["data"] + taken["collectives"] < 0.01, "other streams run at the same time"
 
 
-def test_waiting_for_data_counts_where_the_gpu_stands_idle(gpu, time):
+def test_data_phase_counts_only_gpu_idle_time(gpu, time):
     starved, wall = timed(gpu, time, 5, data=0.04, computing=0.004)
     assert sum(starved.values()) == pytest.approx(wall, rel=0.01)
-    assert 0.12 < starved["data"] < 0.2, "all but what the GPU still had to do"
+    assert 0.12 < starved["data"] < 0.2, "all waiting time except remaining GPU work"
     busy, wall = timed(gpu, time, 5, data=0.01, computing=0.04)
     assert sum(busy.values()) == pytest.approx(wall, rel=0.01)
-    assert busy["data"] < 0.02, "it was hidden behind the steps before"
+    assert busy["data"] < 0.02, "the wait overlaps with earlier steps"
 
 
-def test_reading_events_while_training_waits_for_nothing(gpu, time, monkeypatch):
+def test_reading_events_does_not_block_training(gpu, time, monkeypatch):
     monkeypatch.setattr(module, "MAX_PENDING_INTERVALS", 4)
     phases, others = PhaseTimer(GPU), (torch.cuda.Stream(), torch.cuda.Stream())
     phases.resume()
     for _ in range(5):
         step(phases, gpu, time, others, computing=0.02)
     assert gpu.waits == [], "the GPU is still computing"
-    assert phases.unfinished_phase == "forward", "the first step's"
+    assert phases.unfinished_phase == "forward", "the phase of the first step"
     phases.pause()
     assert sum(phases.take().values()) == pytest.approx(0.1, rel=0.05)
     assert [wait.what for wait in gpu.waits] == ["Event.synchronize"]
     assert phases.unfinished_phase is None
 
 
-def test_events_that_have_passed_are_read_in_time(gpu, monkeypatch):
+def test_finished_events_are_read_promptly(gpu, monkeypatch):
     monkeypatch.setattr(module, "MAX_PENDING_INTERVALS", 10)
     phases = PhaseTimer(GPU)
     phases.resume()
@@ -103,7 +103,7 @@ def test_events_that_have_passed_are_read_in_time(gpu, monkeypatch):
     assert len(phases._intervals) <= 11
 
 
-def test_rows_a_second_count_a_gpus_last_steps_until_they_have_ended(gpu, time):
+def test_rows_per_second_include_pending_gpu_steps(gpu, time):
     clock = Stopwatch()
     with time.of(progress, "perf_counter"):
         clock.resume()
@@ -115,7 +115,7 @@ def test_rows_a_second_count_a_gpus_last_steps_until_they_have_ended(gpu, time):
         assert (clock.rows, clock.seconds) == (500, pytest.approx(0.3, rel=0.01))
 
 
-def test_on_cpu_a_pause_of_the_clock_adds_nothing():
+def test_stopwatch_pause_on_cpu_adds_no_time():
     clock = Stopwatch()
     clock.resume()
     clock.step(100)
@@ -129,10 +129,10 @@ STEPS, PAUSE_S = 3, 0.1
 
 
 def phases_of_steps(rank, world, pause, sharding):
-    """Seconds of each phase of some steps on this rank; `pause(rank, step)` slows something down."""
+    """Return the seconds of each phase of some steps on this rank; `pause(rank, step)` adds a delay."""
     step = small.build(small.config(world, {"sharding_type": sharding}))
     _, local = small.batches(STEPS + 1, rank, world)
-    small.train(step, local[:1])  # sets everything up
+    small.train(step, local[:1])  # warm-up step
     step.phases.take()
     pause(rank, step)
     small.train(step, local[1:])
@@ -146,7 +146,7 @@ def kernels(step):
 
 
 def in_lookups(rank, step):
-    """In a kernel's forward, and again in its part of backward."""
+    """Add a delay to a lookup kernel's forward and to its part of backward."""
     kernel = kernels(step)[0].emb_module
     forward = kernel.forward
 
@@ -160,20 +160,20 @@ def in_lookups(rank, step):
 
 
 def in_dense_backward(rank, step):
-    """On rank 1 alone, which rank 0 waits for: in the dense layers' all-reduce, as all is data-parallel."""
+    """Delay rank 1 in backward, so that rank 0 waits in the all-reduce of the dense gradients."""
     if rank == 1:
         head = step.model.module.head
         head.register_full_backward_pre_hook(lambda *_: sleep(PAUSE_S))
 
 
 @pytest.mark.parametrize("sharding", ["row_wise", "data_parallel"])
-def test_lookups_and_their_part_of_backward_belong_to_tables(sharding):
+def test_lookup_time_counts_as_tables_phase(sharding):
     for seconds in on_ranks(1, phases_of_steps, in_lookups, sharding):
         assert seconds["tables"] > 1.9 * STEPS * PAUSE_S
         assert seconds["forward"] + seconds["backward"] < STEPS * PAUSE_S
 
 
-def test_waiting_for_the_all_reduce_of_dense_gradients_belongs_to_collectives():
+def test_dense_all_reduce_wait_counts_as_collectives():
     waiting, slow = on_ranks(2, phases_of_steps, in_dense_backward, "data_parallel")
     assert waiting["collectives"] > 0.8 * STEPS * PAUSE_S > waiting["backward"]
     assert slow["backward"] > 0.9 * STEPS * PAUSE_S > slow["collectives"]

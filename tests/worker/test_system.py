@@ -1,4 +1,4 @@
-"""Measurements of this very process; tags of a real Ray."""
+"""System metrics of the current process, and run tags from a real Ray cluster."""
 
 import time
 from mmap import PAGESIZE, mmap
@@ -36,7 +36,7 @@ def spin(seconds):
         pass
 
 
-def test_sample_is_of_this_process_since_the_last_call():
+def test_sample_covers_this_process_since_the_last_call():
     system = SystemMonitor()
     time.sleep(0.3)
     idle = system.sample()
@@ -47,7 +47,7 @@ def test_sample_is_of_this_process_since_the_last_call():
     assert idle.keys() == KEYS
     assert idle["cpu_percent"] < 50 < share + 40
     assert busy["cpu_percent"] == pytest.approx(share, rel=0.25)
-    block = mmap(-1, 200_000_000)  # not what Python has kept of what was freed
+    block = mmap(-1, 200_000_000)  # new pages, not memory cached by Python's allocator
     for page in range(0, len(block), PAGESIZE):
         block[page] = 1
     assert system.sample()["rss_bytes"] - busy["rss_bytes"] == pytest.approx(len(block), rel=0.1)
@@ -56,7 +56,7 @@ def test_sample_is_of_this_process_since_the_last_call():
     assert idle["gpu_percent"] is idle["gpu_memory_bytes"] is None
 
 
-def test_network_is_what_the_hosts_counters_say(monkeypatch):
+def test_network_rates_match_host_counters(monkeypatch):
     counter = psutil.net_io_counters()
     now = {"lo": counter._replace(bytes_sent=10**9), "eth0": counter._replace(bytes_sent=0, bytes_recv=0)}
     monkeypatch.setattr("psutil.net_io_counters", lambda pernic: now)
@@ -71,7 +71,7 @@ def test_network_is_what_the_hosts_counters_say(monkeypatch):
     assert sample["network_sent_bytes_per_s"] == pytest.approx(4 * sample["network_received_bytes_per_s"])
 
 
-def test_what_cannot_be_read_is_none(monkeypatch):
+def test_unreadable_metrics_are_none(monkeypatch):
     def fails(*_, **__):
         raise PermissionError("/proc")
 
@@ -84,14 +84,14 @@ def test_what_cannot_be_read_is_none(monkeypatch):
     assert set(sample.values()) == {None}
 
 
-@pytest.mark.skipif(has_gpu(), reason="a machine with a GPU")
-def test_cuda_without_a_gpu_is_none():
+@pytest.mark.skipif(has_gpu(), reason="the machine has a GPU")
+def test_gpu_metrics_are_none_without_a_gpu():
     sample = SystemMonitor("cuda:0").sample()
     assert sample["gpu_percent"] is sample["gpu_memory_bytes"] is None
 
 
-@pytest.mark.skipif(not has_gpu(), reason="a GPU and its driver are not here")
-def test_gpu_is_read_over_nvml():
+@pytest.mark.skipif(not has_gpu(), reason="needs a GPU and its driver")
+def test_gpu_metrics_are_read_from_nvml():
     system = SystemMonitor("cuda:0")
     time.sleep(2.5)
     sample = system.sample()
@@ -100,7 +100,7 @@ def test_gpu_is_read_over_nvml():
     assert sample["gpu_memory_bytes"] > 0
 
 
-def test_names_are_those_of_mlflows_page():
+def test_system_metric_names_match_mlflow():
     sample = {"cpu_percent": 98.0, "rss_bytes": 5e8, "network_sent_bytes_per_s": 2e6, "gpu_percent": None}
     assert system_metrics(3, sample) == {
         "system/rank_3/cpu_utilization_percentage": 98.0,
@@ -110,7 +110,7 @@ def test_names_are_those_of_mlflows_page():
     assert len(system_metrics(0, dict.fromkeys(KEYS, 1.0))) == len(KEYS)
 
 
-def test_tags_have_the_clusters_shape(ray_cluster):
+def test_run_tags_describe_the_cluster(ray_cluster):
     tags = collect_run_tags()
     assert (tags["cluster.nodes"], tags["cluster.cpus"], tags["cluster.gpus"]) == ("1", "6", "0")
     assert "cluster.gpu_types" not in tags

@@ -1,6 +1,6 @@
-"""Every place where an ordinary step may make the host wait for its GPU; a new one fails here.
+"""Places where the host may wait for its GPU in an ordinary step; a new place fails the test.
 
-A step is ordinary when nothing is recorded, checked, saved or evaluated at it.
+A step is ordinary if it has no record, check, checkpoint or evaluation.
 """
 
 from contextlib import ExitStack
@@ -15,9 +15,9 @@ from ranks import on_ranks
 from small import SCHEMA, a_schema
 from standin.clock import simulated
 
-# A place that waits, and its callers in raytrec, the innermost first (as many as identify it) → why it may.
+# (Waiting place, callers in raytrec, innermost first, as many as needed to identify it) → reason.
 SPLITS = "TorchRec reads on the host how many ids go to each rank; on the stream of the ids' exchange"
-THROTTLE = "the host is nonfinite.LATE steps ahead; the GPU has work for as many"
+THROTTLE = "the host is nonfinite.MAX_STEPS_IN_FLIGHT steps ahead; the GPU has work for them"
 ALLOWED = {
     ("torchrec/sparse/jagged_tensor.py:_cuda_to_cpu_safe", "pipeline.py:start_sparse_data_dist"): SPLITS,
     ("torchrec/sparse/jagged_tensor.py:_cuda_to_cpu_safe", "pipeline.py:wait_sparse_data_dist"): SPLITS,
@@ -40,9 +40,9 @@ BY_ID = {
     ): "how many distinct ids there are; on the stream of the ids' exchange",
 }
 AHEAD = {("torchrec/sparse/jagged_tensor.py:_cuda_to_cpu_safe", "pipeline.py:_prefetch"): SPLITS}
-# In `assign`, on the stream that copies batches: how many ids come and go decides what is done next.
-ASSIGNED = 56  # in a step, with tables that both evict
-MOST_WAITS, MOST_COLLECTIVES = 65, 21  # in a step, of any number of tables
+# In `assign`, on the copy stream: the host needs the numbers of new and evicted ids.
+ASSIGNED = 56  # per step, two evicting tables
+MOST_WAITS, MOST_COLLECTIVES = 65, 21  # per step, for any number of tables
 SCHEMAS = {
     "bags": SCHEMA,
     "managed ids": managed_ids.schema(),
@@ -63,14 +63,14 @@ TOWERS = {"towers": {"query": ["user", "a"], "item": ["friends", "tags", "b"]}, 
 
 @dataclass(frozen=True)
 class Case:
-    """A configuration."""
+    """A training configuration and its additional allowed waits."""
 
     changes: tuple = ()
     schema: str = "bags"
     model: dict | None = None
     tasks: tuple = ({},)
     kernel: str = "fused"
-    more: dict = field(default_factory=dict)  # that is allowed, and happens
+    more: dict = field(default_factory=dict)  # additional waits that must occur
 
 
 CONFIGURATIONS = {
@@ -95,14 +95,14 @@ CONFIGURATIONS = {
     ),
     "in-batch softmax": Case(model={"name": "two_tower", **TOWERS}, tasks=({"loss": "in_batch_softmax"},)),
 }
-SLOWER = ["max_grad_norm", "skip", "hstu", "dien", "bst"]  # whose parts others have, too
-FIRST, LAST = 5, 25  # ordinary steps of 30: checks begin before them, the last is saved
-UPSTREAM = 13  # waits of TorchRec's in a step, at most
-BACKWARD_S = 0.03  # of work that the GPU has after each backward pass, so that the host gets ahead
+SLOWER = ["max_grad_norm", "skip", "hstu", "dien", "bst"]  # other cases cover their parts
+FIRST, LAST = 5, 25  # range of ordinary steps of 30: checks run before it, the last step is saved
+UPSTREAM = 13  # maximum waits of TorchRec per step
+BACKWARD_S = 0.03  # GPU work after each backward pass, so that the host runs ahead
 
 
 def new_ids(rank, batches):
-    """Ids of managed tables that are others from step to step."""
+    """Shift the ids of managed tables at each step, so that new ids appear."""
     for step, batch in enumerate(batches):
         of_keys = batch.sparse.values().split(batch.sparse.length_per_key())
         for ids, key in zip(of_keys, batch.sparse.keys(), strict=True):
@@ -111,8 +111,10 @@ def new_ids(rank, batches):
 
 
 def waits(rank, world, case, folder):
-    """({(where, callers in raytrec, whether the GPU ran dry)} of the ordinary steps; how many of them a step
-    has where ids are given rows)."""
+    """Return (waits of the ordinary steps, id assignment waits per step).
+
+    A wait is (place, callers in raytrec, whether the GPU ran out of work).
+    """
     from standin import Gpu
 
     gpu, found, assigned = Gpu.active, set(), []
@@ -149,7 +151,7 @@ def waits(rank, world, case, folder):
 
 
 def allowed(where, callers, more=()):
-    """The key of ALLOWED, or of those that this case may have, that a wait belongs to; None: of none."""
+    """Return the matching key of ALLOWED_WAITS or of the additional waits, or None."""
     ours = where.startswith("raytrec/")
     for key in (*ALLOWED, *more):
         places = callers if ours else (where, *callers)
@@ -162,24 +164,24 @@ def allowed(where, callers, more=()):
     "name",
     [pytest.param(name, marks=[pytest.mark.survive] if name in SLOWER else []) for name in CONFIGURATIONS],
 )
-def test_ordinary_steps_wait_only_where_they_may(name, tmp_path):
+def test_ordinary_steps_wait_only_at_allowed_places(name, tmp_path):
     case = CONFIGURATIONS[name]
     for found, assigned in on_ranks(2, waits, case, str(tmp_path), device="cuda"):
         keys = {(where, *callers): allowed(where, callers, case.more) for where, callers, _ in found}
         new = sorted(places for places, key in keys.items() if not key)
-        assert not new, "the host waits for the GPU in every step, at a place that is not in ALLOWED"
+        assert not new, "the host waits for the GPU in every step, at a place that is not in ALLOWED_WAITS"
         skips = {key for key in ALLOWED if key[1] == "nonfinite.py:step"}
         expected = set(ALLOWED) - (skips if "skip" not in name else set()) | set(case.more)
-        if case.more is AHEAD:  # what is read in forward elsewhere
+        if case.more is AHEAD:  # other cases read this in forward
             expected.remove(("torchrec/sparse/jagged_tensor.py:_cuda_to_cpu_safe", "pooling.py:forward"))
-        assert set(keys.values()) == expected, "nothing waits there any more"
+        assert set(keys.values()) == expected, "an allowed wait no longer occurs"
         dry = {keys[where, *callers] for where, callers, drains in found if drains}
-        assert not dry, "the GPU has nothing to do meanwhile"
+        assert not dry, "the GPU is idle during the wait"
         assert (0 < assigned <= ASSIGNED) if case.schema == "managed ids" else not assigned
 
 
 def alike(copies):
-    """A Schema of so many pairs of tables, one of each evicting by lru, and one by lfu."""
+    """Return a Schema with this many pairs of tables; in each pair one table evicts by LRU, one by LFU."""
     names = [f"{name}_{copy}" for copy in range(copies) for name in ("user", "tag")]
     return a_schema(
         sparse={f"of_{name}": {"table": name, "pooling": "mean"} for name in names},
@@ -188,8 +190,10 @@ def alike(copies):
 
 
 def costs_of_ids(rank, world, copies, folder):
-    """([waits, collectives] of each step where ids are given rows, the same ones in each pair of tables;
-    table → ids that have lost their row)."""
+    """Measure id assignment when each pair of tables sees the same ids.
+
+    Return ([waits, collectives] of each step, evicted ids per table).
+    """
     import torch
     import torch.distributed as dist
     from standin import Gpu
@@ -222,7 +226,7 @@ def costs_of_ids(rank, world, copies, folder):
     return counts[FIRST:], {table: part.counted["evicted"] for table, part in made.step.maps.items()}
 
 
-def test_ids_of_more_tables_take_no_more_waits_and_collectives(tmp_path):
+def test_id_assignment_cost_is_independent_of_table_count(tmp_path):
     (of_two, evicted), (of_six, _) = (
         on_ranks(2, costs_of_ids, copies, str(tmp_path / str(copies)), device="cuda")[0] for copies in (1, 3)
     )
@@ -232,7 +236,7 @@ def test_ids_of_more_tables_take_no_more_waits_and_collectives(tmp_path):
 
 
 def forwards_before_ids(rank, world, changes, folder):
-    """(name of the pipeline, of each step how many forward passes have been launched when ids get rows)."""
+    """Return (pipeline class name, number of launched forward passes at each id assignment)."""
     made = loop.make(rank, world, 8, changes, folder, new_ids, schema=SCHEMAS["managed ids"])
     managed, launched, at = made.step.managed, [], []
     assign = managed.assign
@@ -252,14 +256,14 @@ CACHED = ("plan.tables.city.sharding_type=row_wise", "plan.tables.city.compute_k
 
 
 @pytest.mark.parametrize("changes,kind", [((), "TimedPipeline"), (CACHED, "TimedPrefetchPipeline")])
-def test_ids_get_rows_while_a_forward_pass_runs(changes, kind, tmp_path):
-    # A step's ids after the forward pass of the step two before; those of the first two before any.
+def test_ids_are_assigned_during_a_forward_pass(changes, kind, tmp_path):
+    # A step's ids are assigned after the forward pass two steps earlier; the first two before any.
     expected = kind, [0, 0, 1, 2, 3, 4, 5, 6]
     assert on_ranks(2, forwards_before_ids, changes, str(tmp_path), device="cuda") == [expected] * 2
 
 
 def waits_of_prediction(rank, world, folder):
-    """The same, while batches are predicted and the first and the last are not among them."""
+    """Return the waits while batches are predicted, without the first and the last batches."""
     from standin import Gpu
 
     from raytrec.prediction.worker import _SpanCollector
@@ -283,7 +287,7 @@ def waits_of_prediction(rank, world, folder):
     return waited
 
 
-def test_predictions_come_late_enough(tmp_path):
+def test_reading_predictions_does_not_stall_the_gpu(tmp_path):
     for waited in on_ranks(2, waits_of_prediction, str(tmp_path), device="cuda"):
         ours = [callers for where, callers, _ in waited if where.startswith("raytrec/")]
         assert ours and all("raytrec/prediction/worker.py:_read_pending" in callers for callers in ours)

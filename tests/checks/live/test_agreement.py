@@ -1,4 +1,4 @@
-"""How many ranks agree on outcomes: by sums and maxima, and by objects only where something is wrong."""
+"""Agreement of many ranks on outcomes: by sums and maxima, and by objects only after a failure."""
 
 import random
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ NAMES = [f"t{i}" for i in range(TABLES)]
 
 
 def checked_run(peers):
-    """Tables in one shard each, but for t1, which every rank has a copy of; a feature of each."""
+    """Return a run with one feature per table and one shard per table; t1 is replicated on every rank."""
     tables = {}
     for name in NAMES:
         shards = [SimpleNamespace(columns=range(8), rows=range(9))]
@@ -92,20 +92,20 @@ GOOD = {same_environment: "3 facts are the same on all ranks; NCCL's network is 
 
 @pytest.mark.parametrize("bad", [False, True])
 @pytest.mark.parametrize("kind", TEXTS)
-def test_ranks_exchange_objects_only_where_something_is_wrong(kind, bad):
+def test_ranks_exchange_objects_only_after_a_failure(kind, bad):
     def evaluated(peers):
         one, position = kind(checked_run(peers), peers.rank, bad)
         return one.evaluate(position, True), peers.spoken
 
     (outcome, spoken), *others = in_threads(WORLD, evaluated)
-    assert all(other == (outcome, spoken) for other in others), "the same on all ranks"
+    assert all(other == (outcome, spoken) for other in others), "outcomes are equal on all ranks"
     assert outcome.passed != bad and spoken == bad
     for text in TEXTS[kind] if bad else [GOOD.get(kind, "")]:
         assert text in outcome.text, outcome.text
 
 
 def silent(rank, world, fault):
-    """A loop whose ranks cannot exchange objects."""
+    """Run a loop whose ranks cannot exchange objects."""
     from unittest.mock import patch
 
     with patch("raytrec.common.collectives.Peers.objects", side_effect=RuntimeError("nothing is wrong")):
@@ -117,15 +117,15 @@ def a_copy(scene):
         scene.state.tables["tag"].weight.local[0].values[-1, -1] += 1
 
 
-def test_a_run_that_is_well_exchanges_no_objects():
+def test_passing_checks_exchange_no_objects():
     assert not failed(on_ranks(3, silent, None))
     with pytest.raises(RuntimeError, match="nothing is wrong"):
         on_ranks(3, silent, a_copy)
 
 
-def test_the_probe_compares_the_bags_of_few_ranks_at_a_time():
+def test_probe_compares_bags_of_few_ranks_per_turn():
     assert all(probe.is_comparing(rank, 8, turn) for rank in range(8) for turn in range(3)), (
-        "few: all, always"
+        "with few ranks, all ranks compare in every turn"
     )
     for world in (9, 64, 1000):
         turns = [{r for r in range(world) if probe.is_comparing(r, world, turn)} for turn in range(world)]

@@ -1,4 +1,4 @@
-"""Which checks a run has: raytrec's own by their settings, and those of checks.custom."""
+"""Checks of a run: built-in checks with their settings, and checks of checks.custom."""
 
 import pytest
 
@@ -19,7 +19,7 @@ class Steady(Check):
 
 @check("shards")
 class Shards(Check):
-    """Has the name of one of raytrec's."""
+    """A custom check with the name of a built-in check."""
 
 
 class Nameless(Check):
@@ -34,18 +34,18 @@ def own(name, reaction="warn"):
     return configured(custom={f"{__name__}:{name}": reaction})
 
 
-def test_each_setting_is_a_check_and_each_check_has_one():
+def test_settings_match_builtin_checks():
     names = [setting for setting in ChecksSection.model_fields if setting not in NOT_CHECKS]
     assert [one.name for one in list_builtin_checks()] == names == list(choose(configured()))
-    assert CHECKS.parts.keys() == set(names), "nothing of these tests"
+    assert CHECKS.parts.keys() == set(names), "custom checks of these tests are not registered as built-in"
 
 
-def test_those_that_are_off_are_not_chosen():
+def test_disabled_checks_are_not_chosen():
     assert "replicas" not in choose(configured(replicas="off")) and "replicas" in choose(configured())
     assert list(choose(configured(custom={"no_such_module:Check": "off"}))) == list(choose(configured()))
 
 
-def test_one_of_the_users_comes_last_with_its_own_reaction():
+def test_custom_check_runs_last_with_its_own_reaction():
     chosen = choose(own("Steady"))
     assert list(chosen)[-1] == "steady" and chosen["steady"].check is Steady
     failed = [Outcome(check="steady", step=7, passed=False, figure=None, limit=None, text="it sways")]
@@ -67,19 +67,19 @@ def test_one_of_the_users_comes_last_with_its_own_reaction():
         ("Shards", "two checks have the name shards"),
     ],
 )
-def test_what_cannot_be_a_check_is_refused(name, text):
+def test_invalid_custom_check_is_rejected(name, text):
     with pytest.raises(ConfigError, match=text) as error:
         choose(own(name))
     assert error.value.where == "checks.custom"
 
 
 @pytest.mark.parametrize("custom", [{"Steady": "stop"}, {"a.b:": "stop"}, {"a:B": "maybe"}, ["a:B"]])
-def test_what_is_no_setting_is_refused(custom):
+def test_invalid_custom_check_setting_is_rejected(custom):
     with pytest.raises(ConfigError, match=r"checks\.custom"):
         configured(custom=custom)
 
 
-def test_it_is_code_of_the_users():
+def test_custom_check_counts_as_user_code():
     values = own("Steady").model_dump(by_alias=True)
     assert list_user_code(values) == [f"{__name__}:Steady"] == list(find_foreign_code(values).values())
     assert list_user_code(configured().model_dump(by_alias=True)) == []

@@ -1,7 +1,7 @@
-"""Faults brought into real training loops: the named check finds and places each within one interval.
+"""Faults injected into real training loops: the expected check detects each fault within one interval.
 
-Every fault comes after step 4, and checks follow step 6: of the two batches between, the pipeline has already
-exchanged the ids of the first.
+Faults are injected after step 4, and checks run at step 6. For the first of the two batches between them, the
+pipeline has already exchanged the ids.
 """
 
 from dataclasses import replace
@@ -13,7 +13,7 @@ from small import a_schema
 
 
 def flip(tensor, bit=0):
-    """Changes one bit of the last value."""
+    """Flip one bit of the last value."""
     import torch
 
     kind = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
@@ -44,7 +44,7 @@ def flip_copy(scene):
         (flip_copy, "tables/tag/weight", "sgd"),
     ],
 )
-def test_a_bit_of_a_replica(world, fault, name, dense):
+def test_flipped_bit_of_a_replica_is_detected(world, fault, name, dense):
     answers = on_ranks(world, run, COPIES, fault, {"dense": dense})
     found = failed(answers, "replicas")
     assert found[0]["step"] == 6 and f"{name} on rank 1 differs" in found[0]["text"]
@@ -55,19 +55,19 @@ def without_all_reduce(scene):
         wrapped.require_backward_grad_sync = False
 
 
-def test_gradients_of_dense_layers_that_are_not_averaged():
+def test_missing_dense_all_reduce_is_detected():
     answers = on_ranks(2, run, ROW_WISE, without_all_reduce, {})
     assert "dense/head.model.bottom.0.weight/value on rank 1" in the_one(answers, "replicas")
 
 
 @pytest.mark.parametrize("optimizer", ["adagrad", "adam"])
 @pytest.mark.parametrize("plan", [ROW_WISE, {"sharding_type": "table_wise"}, COPIES])
-def test_optimizer_state_that_only_some_ranks_have(plan, optimizer):
+def test_optimizer_state_on_some_ranks_passes(plan, optimizer):
     assert not failed(on_ranks(2, run, plan, None, {"optimizer": optimizer, "dense": "adam"}))
 
 
 def sharded_metadata(scene, table):
-    """TorchRec's own description of where the shards of a table are."""
+    """Return TorchRec's metadata of the shards of a table."""
     bags = scene.modules("ShardedEmbeddingBagCollection")[0]
     return bags.state_dict()[f"embedding_bags.{table}.weight"].metadata().shards_metadata
 
@@ -108,8 +108,8 @@ def weights_taken_away(scene):
         (weights_taken_away, 6, ["table tag's weight: the shard at row 3 and column 0 has shape"]),
     ],
 )
-def test_shards(fault, step, words):
-    """In TorchRec's description before the first step, and in memory later."""
+def test_shard_map_faults_are_detected(fault, step, words):
+    """Faults in TorchRec's metadata before the first step, and in memory later."""
     settings = {"checks": {"parity": "off", "numerics": "off"}, "optimizer": "adagrad"}
     settings |= {} if step else {"after": 0, "steps": 2, "every": 5}
     text = the_one(on_ranks(2, run, ROW_WISE, fault, settings), "shards", step)
@@ -140,8 +140,8 @@ def nan_in_state(scene):
         (nan_in_state, "finite", "adagrad", 12, "table user's sum: a value is NaN or infinite on rank 1"),
     ],
 )
-def test_numbers_in_a_shard(fault, check, optimizer, after, words):
-    """A NaN is everywhere one step later; only the check that follows at once can name its origin."""
+def test_bad_values_in_a_shard_are_detected(fault, check, optimizer, after, words):
+    """A NaN spreads to all values within one step, so only an immediate check can name its origin."""
     settings = {"optimizer": optimizer, "after": after, "steps": 12}
     answers = on_ranks(2, run, ROW_WISE, fault, settings)
     found = failed(answers, check)
@@ -152,7 +152,7 @@ def learning_rate(scene):
     scene.step._rates = [(group, rate * 1e8) for group, rate in scene.step._rates]
 
 
-def test_a_learning_rate_that_explodes():
+def test_exploding_learning_rate_is_detected():
     found = failed(on_ranks(2, run, ROW_WISE, learning_rate, {"after": 10, "steps": 12}), "numerics")
     assert found[0]["step"] == 12
     assert "max |value| is" in found[0]["text"] and "× its usual value" in found[0]["text"]
@@ -162,7 +162,7 @@ def a_row_of_great_weight(scene):
     scene.local[11].weights[0] *= 1e6
 
 
-def test_a_gradient_that_explodes():
+def test_exploding_gradient_is_detected():
     found = failed(on_ranks(2, run, ROW_WISE, a_row_of_great_weight, {"after": 9, "steps": 12}), "numerics")
     assert found[0]["step"] == 12 and found[0]["text"].startswith("the norm of the whole gradient is ")
 
@@ -202,8 +202,8 @@ def an_id_lost(scene):
         (COPIES, an_id_lost, "table tag, feature tags: "),
     ],
 )
-def test_what_is_lost(plan, fault, words):
-    # The pipeline takes a batch two steps before it is trained.
+def test_lost_batches_rows_and_ids_are_detected(plan, fault, words):
+    # The pipeline fetches a batch two steps before training on it.
     found = failed(on_ranks(2, run, plan, fault, {"after": 3}), "conservation")
     assert found[0]["step"] == 6 and words in found[0]["text"]
     if fault is an_id_lost:
@@ -216,7 +216,7 @@ def other_words(scene):
         del scene.about["torch"]
 
 
-def test_ranks_that_are_not_alike():
+def test_different_rank_environments_are_detected():
     found = failed(on_ranks(2, loop_about, None))
     text = found[0]["text"]
     assert [o["check"] for o in found] == ["same_environment"] and found[0]["step"] == 0
@@ -241,8 +241,8 @@ def watched(rank, world, fault):
     return loop(rank, world, PLANS["row-wise"], fault, schema=LABELS, tasks=TASKS, **settings)
 
 
-def test_several_tasks():
-    """With masks and weights, and a loss that compares rows of all ranks."""
+def test_live_checks_support_several_tasks():
+    """The tasks have masks and weights, and one loss compares rows of all ranks."""
     answers = on_ranks(2, watched, None)
     assert {record["check"] for record in answers[0]} >= {"parity", "conservation", "replicas", "shards"}
     assert not failed(answers)
@@ -250,7 +250,7 @@ def test_several_tasks():
 
 
 def of_tables_alone(rank, world):
-    """A model without a dense parameter, which no rank has a copy of anything of."""
+    """Run a model without dense parameters, so that no parameter is replicated."""
     from raytrec.config.models.retrieval import MfSection
 
     section = MfSection(name="mf", user="user", item="tags")
@@ -258,7 +258,7 @@ def of_tables_alone(rank, world):
     return loop(rank, world, PLANS["row-wise"], schema=LABELS, model=section, tasks=tasks)
 
 
-def test_a_model_without_dense_layers_passes():
+def test_model_without_dense_layers_passes():
     answers = on_ranks(2, of_tables_alone)
     assert {record["check"] for record in answers[0]} >= {"parity", "replicas", "finite"}
     assert not failed(answers)

@@ -1,4 +1,4 @@
-"""Faults in the maps of managed ids: the check finds each, and names what and where."""
+"""Faults in the maps of managed ids: the check detects each fault and names its kind and place."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ import pytest
 from loops import ROW_WISE, failed, loop
 from ranks import on_ranks
 
-USER = 0  # the number of this table among those with managed ids
+USER = 0  # index of table `user` among the tables with managed ids
 
 
 def run(rank, world, fault, settings):
@@ -15,7 +15,7 @@ def run(rank, world, fault, settings):
 
 
 def two_ids_of_a_row(scene):
-    """The first id of each rank gets the row of that rank's second one."""
+    """Assign the row of the second id of rank 1 to its first id."""
     if scene.rank == 1:
         one = scene.step.maps["user"]._maps.rows
         slots = one.find_occupied_slots(USER)
@@ -46,7 +46,7 @@ def an_id_of_another_rank(scene):
     from raytrec.embeddings.managed.key_map import KeyEntries
 
     if scene.rank == 0:
-        nothing = torch.zeros(1, dtype=torch.int64)  # 0 is the least key of the second of two ranks
+        nothing = torch.zeros(1, dtype=torch.int64)  # 0 is the smallest key of rank 1
         fields = dict.fromkeys(("row", "sightings", "last"), nothing)
         tables = torch.full_like(nothing, USER)
         scene.step.maps["user"]._maps.rows.insert(tables, [1, 0], KeyEntries(nothing, fields))
@@ -62,19 +62,19 @@ def an_id_of_another_rank(scene):
         (an_id_of_another_rank, "table user: rank 0 has 1 ids that belong to other ranks"),
     ],
 )
-def test_faults_of_maps(fault, text):
+def test_id_map_faults_are_detected(fault, text):
     found = failed(on_ranks(2, run, fault, {}), "managed_ids")
     assert found[0]["step"] == 6 and text in found[0]["text"]
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_nothing_is_wrong_without_a_fault(world):
-    answers = on_ranks(world, run, None, {"steps": 8, "every": 2})  # at the first checks many ids are new
+def test_managed_ids_check_passes_without_a_fault(world):
+    answers = on_ranks(world, run, None, {"steps": 8, "every": 2})  # many ids are new at the first checks
     assert not failed(answers)
     assert {"managed_ids", "parity", "conservation"} <= {o["check"] for o in answers[0]}
 
 
-def test_sums_of_audits_are_judged_as_the_audits_are():
+def test_summed_audits_give_the_same_verdict():
     from raytrec.embeddings.managed.row_map import MASK, MapAudit, is_one_to_one, problems
 
     good = [MapAudit(rank, 5, 0, 0, 0, (-1) ** rank * 7 & MASK, 2, 9, 3) for rank in range(4)]

@@ -1,4 +1,4 @@
-"""What the checks are made of, alone: hashes, maps of shards, figures; and what becomes of outcomes."""
+"""Components of the live checks: hashes, shard maps, metrics, and handling of outcomes."""
 
 import json
 from itertools import pairwise
@@ -39,7 +39,7 @@ WIDTHS = {torch.float32: 32, torch.float16: 16, torch.bfloat16: 16, torch.float6
 
 
 @pytest.mark.parametrize("dtype", [*WIDTHS, torch.bool, torch.uint8])
-def test_every_bit_counts(dtype):
+def test_fingerprint_depends_on_every_bit(dtype):
     values = torch.randn(5).to(dtype)
     before, seen = int(fingerprint(values)), set()
     raw = values.view(torch.uint8)
@@ -49,16 +49,16 @@ def test_every_bit_counts(dtype):
             seen.add(int(fingerprint(values)))
             raw[byte] ^= 1 << bit
     assert int(fingerprint(values)) == before and before not in seen
-    assert len(seen) == len(raw) * (1 if dtype == torch.bool else 8), "two changes with one hash"
+    assert len(seen) == len(raw) * (1 if dtype == torch.bool else 8), "two changes have the same hash"
 
 
-def test_no_change_of_one_value_can_vanish():
+def test_hash_multipliers_are_odd():
     assert bool((_make_multipliers(CHUNK["cpu"], torch.device("cpu")) % 2 == 1).all()), (
-        "odd ones have an inverse"
+        "odd multipliers have an inverse"
     )
 
 
-def test_two_high_bits_do_not_cancel():
+def test_two_sign_bit_changes_do_not_cancel():
     zeros = torch.zeros(8, dtype=torch.float64)
     signs = zeros.clone()
     signs[[2, 5]] = -0.0
@@ -66,7 +66,7 @@ def test_two_high_bits_do_not_cancel():
     assert fingerprint(-torch.zeros(8)) != fingerprint(torch.zeros(8))
 
 
-def test_order_and_length_count_in_and_over_chunks():
+def test_fingerprint_depends_on_order_and_length():
     size = CHUNK["cpu"]
     values = torch.randn(3 * size + 5)
     for one, other in [(0, 1), (7, size + 7), (3, 3 * size + 3), (size - 1, size)]:
@@ -75,16 +75,16 @@ def test_order_and_length_count_in_and_over_chunks():
         assert fingerprint(swapped) != fingerprint(values), (one, other)
     whole = [int(fingerprint(torch.zeros(n))) for n in (0, 1, 2, size, size + 1)]
     assert len(set(whole)) == len(whole)
-    assert fingerprint(values.view(-1, 1).expand(-1, 2)[:, 0]) == fingerprint(values), "of its values alone"
+    assert fingerprint(values.view(-1, 1).expand(-1, 2)[:, 0]) == fingerprint(values), "strides are ignored"
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_maps_of_shards_against_a_count_of_every_value(seed):
+def test_shard_gaps_match_a_count_of_every_value(seed):
     g = np.random.default_rng(seed)
     rows, dim = int(g.integers(1, 12)), int(g.integers(1, 6))
     at = sorted({0, rows, *g.integers(0, rows + 1, 3).tolist()})
     boxes = [(range(a, b), range(dim)) for a, b in pairwise(at)]
-    if seed % 3:  # a border moved, or a shard left out, or one twice
+    if seed % 3:  # a moved border, a missing shard or a duplicate
         i = int(g.integers(len(boxes)))
         start, stop = sorted(g.integers(0, rows + 2, 2).tolist())
         boxes[i] = range(start, stop), range(int(g.integers(0, 2)), dim)
@@ -97,7 +97,7 @@ def test_maps_of_shards_against_a_count_of_every_value(seed):
     assert bool(found) == (bool((count != 1).any()) or outside), (boxes, found)
 
 
-def test_odd_ones():
+def test_deviating_ranks_differ_from_the_majority():
     assert find_deviating_ranks([1, 1, 1]) == [] and find_deviating_ranks([1, 2]) == [1]
     assert find_deviating_ranks([2, 1, 1]) == [0] and find_deviating_ranks([1, 2, None, 1]) == [1, 2]
     assert ranks([3]) == "rank 3" and ranks([0, 2, 3]) == "ranks 0, 2 and 3"
@@ -112,33 +112,33 @@ def judged(numbers, step=1, values=0.5, gradient=0.1, ratios=None):
     return numbers.judge(Sizes({"table t": values}, {"table t": gradient**2}, ratios or {}), step)
 
 
-def test_growth_is_seen_against_the_median_of_earlier_looks():
+def test_growth_is_relative_to_the_median_of_earlier_checks():
     numbers = numerics()
-    assert all(judged(numbers, values=x).passed for x in (0.5, 500.0, 0.5)), "it only learns at first"
+    assert all(judged(numbers, values=x).passed for x in (0.5, 500.0, 0.5)), "first checks only record"
     assert not judged(numbers, values=51.0).passed and judged(numbers, values=0.5).passed
     assert judged(numbers, values=49.0).passed
     assert "× its usual value" in judged(numbers, gradient=0.1 * MAX_GROWTH * 1.1).text
     assert judged(numbers, gradient=0.1 * MAX_GROWTH * 0.9).passed
     small = numerics()
-    assert all(judged(small, values=x).passed for x in (1e-4, 1e-4, 1e-4, 0.5, 9.0)), "tables begin near 0"
+    assert all(judged(small, values=x).passed for x in (1e-4, 1e-4, 1e-4, 0.5, 9.0)), "tables start near 0"
     rare = numerics()
-    assert all(judged(rare, gradient=x).passed for x in (0, 0, 0, 0, 0.1, 0.1, 0.1)), "no id for long"
+    assert all(judged(rare, gradient=x).passed for x in (0, 0, 0, 0, 0.1, 0.1, 0.1)), "no ids at first"
     assert not judged(rare, gradient=20.0).passed
 
 
-def test_what_is_not_finite():
+def test_numerics_leaves_nonfinite_values_to_finite_check():
     nan, inf = float("nan"), float("inf")
     both = [("t", torch.tensor([nan])), ("t", torch.tensor([2.0])), ("u", torch.tensor([-3.0, 1.0]))]
     for parts in (both, both[::-1]):
         assert str(largest(parts)["t"]) == "nan" and largest(parts)["u"] == 3.0
     numbers = numerics()
     assert all(judged(numbers, values=0.5).passed for _ in range(3))
-    assert all(judged(numbers, values=x).passed for x in (inf, nan, inf, nan, inf)), "finite reports that"
+    assert all(judged(numbers, values=x).passed for x in (inf, nan, inf, nan, inf)), "left to finite check"
     assert not judged(numbers, gradient=nan).passed
-    assert not judged(numbers, values=51.0).passed, "what is not finite is not usual"
+    assert not judged(numbers, values=51.0).passed, "nonfinite values are not recorded"
 
 
-def test_the_norm_is_that_of_the_whole_gradient():
+def test_gradient_norm_covers_the_whole_gradient():
     dense, table = "dense layers' top.0.bias", "table t"
     usual, alike = ({dense: 9.0, table: 8.0},) * 2, ({dense: 4e5, table: 1.0},) * 2
     parts = [usual, usual, usual, usual, ({dense: 9.0, table: 2e5}, {dense: 9.0, table: 4e5}), alike]
@@ -150,12 +150,12 @@ def test_the_norm_is_that_of_the_whole_gradient():
 
     found, same = in_threads(2, judge)
     assert found == same
-    assert all(outcome.passed for outcome in found[:4]) and found[3].figure == 1.0, "5 against 5"
+    assert all(outcome.passed for outcome in found[:4]) and found[3].figure == 1.0, "norm 5, usual norm 5"
     grown, other, less, more = found[4:]
     assert not grown.passed and "gradient is 775, 155 × its usual value" in grown.text
     assert "from table t" in grown.text
     assert "is 632, 126 ×" in other.text and other.text.endswith("from dense layers' top.0.bias")
-    assert less.passed and more.passed, "a part may leave a plateau"
+    assert less.passed and more.passed, "one part of the gradient may change"
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_the_norm_is_that_of_the_whole_gradient():
         (200, 1.4, 0, True),
     ],
 )
-def test_rates_that_drift(step, ratio, positives, passed):
+def test_calibration_drift_is_detected(step, ratio, positives, passed):
     outcome = judged(numerics(), step, ratios={"calibration": (ratio, positives)})
     assert outcome.passed == passed
     assert passed or f"predicted ÷ real rate is {ratio} over {positives} positives" in outcome.text
@@ -180,7 +180,7 @@ def test_rates_that_drift(step, ratio, positives, passed):
     assert outcome.passed == passed and (passed or f"rate of click is {ratio} over" in outcome.text)
 
 
-def test_every_row_is_looked_at_in_turn():
+def test_sampling_covers_every_row_in_turn():
     rows = 3 * SAMPLED_ROWS_PER_SHARD - 5
     shard = Shard(0, range(rows), range(1), torch.arange(rows).view(-1, 1))
     seen = set()
@@ -191,7 +191,7 @@ def test_every_row_is_looked_at_in_turn():
     assert len(seen) == rows
 
 
-def test_rows_that_a_probed_step_touched_are_looked_at():
+def test_finite_check_covers_rows_of_probed_step():
     rows = 10 * SAMPLED_ROWS_PER_SHARD
     values = torch.zeros(rows, 2)
     values[777] = float("nan")
@@ -212,7 +212,7 @@ def test_rows_that_a_probed_step_touched_are_looked_at():
             assert outcome.passed != (probed and expected)
 
 
-def test_bags_that_are_compared():
+def test_select_bags_skips_too_long_bags():
     lengths = torch.tensor([0, 2, LONGEST_BAG + 1, LONGEST_BAG, 1])
     ids = torch.arange(int(lengths.sum()))
     weights = torch.rand(len(ids)) + 0.5
@@ -220,7 +220,7 @@ def test_bags_that_are_compared():
     key, empty = iterate_keys(sparse, 2)
     for mean in (False, True):
         bags = select_bags(key, torch.tensor([0, 1, 2]), mean, ids.device)
-        assert bags.at.tolist() == [0, 1, 3], "the longest that is not too long comes last"
+        assert bags.at.tolist() == [0, 1, 3], "the longest allowed bag comes last"
         assert bags.ids.tolist() == [0, 1, *range(LONGEST_BAG + 3, 2 * LONGEST_BAG + 3)]
         assert bags.bag.tolist() == [1, 1, *[2] * LONGEST_BAG]
         divisor = weights[:2].sum() if mean else 1.0
@@ -228,7 +228,7 @@ def test_bags_that_are_compared():
     assert select_bags(empty, torch.tensor([4]), True, ids.device).ids.tolist() == []
 
 
-def test_errors_are_seen_against_what_is_added_up():
+def test_errors_are_relative_to_the_summed_magnitudes():
     nan, inf = float("nan"), float("inf")
     got, expected = torch.tensor([[1.0, 2.0], [nan, 8.0]]), torch.tensor([[1.0, 2.5], [nan, 9.0]])
     assert find_largest_error(got, expected, torch.tensor([1.0, 4.0])) == (0.5, 0, 1)
@@ -242,7 +242,7 @@ def outcome(check, passed, text="text"):
     return Outcome(check=check, step=7, passed=passed, figure=None, limit=1.0, text=text)
 
 
-def test_what_ends_a_run():
+def test_verdict_stops_only_for_stop_reactions():
     settings = config(2, {"sharding_type": "row_wise"})
     assert verdict([outcome("replicas", True), outcome("numerics", False)], settings) is None, "it only warns"
     error = verdict([outcome("shards", False, "one"), outcome("replicas", False, "two")], settings)
@@ -253,7 +253,7 @@ def test_what_ends_a_run():
     assert all(check.do for check in list_builtin_checks())
 
 
-def test_outcomes_are_json():
+def test_outcomes_are_json_serializable():
     class Mine(Check):
         name = "mine"
 
@@ -269,7 +269,7 @@ def off(rank, world, names):
     return loop(rank, world, {"sharding_type": "row_wise"}, checks=chosen, schema=managed_ids.schema())
 
 
-def test_checks_that_are_off_are_not_made():
+def test_disabled_checks_are_not_run():
     names = [check.name for check in list_builtin_checks()]
     assert on_ranks(2, off, names) == [[], []]
     for name in names:
@@ -284,7 +284,7 @@ def long(rank, world, plan, optimizer, lr):
 
 
 RATES = {"sgd": 0.5, "adagrad": 0.1, "adam": 0.01}
-ONCE = [("row_wise", "adagrad")]  # in make test
+ONCE = [("row_wise", "adagrad")]  # cases of `make test`
 LONG = [
     pytest.param(sharding, optimizer, lr, marks=[] if (sharding, optimizer) in ONCE else pytest.mark.survive)
     for sharding in ("row_wise", "column_wise", "data_parallel")
@@ -293,12 +293,12 @@ LONG = [
 
 
 @pytest.mark.parametrize("sharding,optimizer,lr", LONG)
-def test_ordinary_training_raises_no_alarm(sharding, optimizer, lr):
+def test_ordinary_training_passes_all_checks(sharding, optimizer, lr):
     assert not failed(on_ranks(2, long, {"sharding_type": sharding}, optimizer, lr))
 
 
-def test_tensors_of_two_devices_are_hashed_and_measured():
-    """torch keeps an optimizer's count of steps in host memory."""
+def test_checks_support_tensors_on_two_devices():
+    """torch keeps an optimizer's step count in host memory."""
     torch.manual_seed(0)
     of_host = {
         "dense/a/value": torch.randn(100),
@@ -319,7 +319,7 @@ def test_tensors_of_two_devices_are_hashed_and_measured():
     assert found[0][1] == sizes and sizes["dense/a/step"] == 4.0
 
 
-def test_figures_come_from_each_device_in_one_copy():
+def test_read_copies_once_per_device_and_dtype():
     with cuda() as gpu:
         tensors = [
             torch.arange(3).to("cuda"),
@@ -330,7 +330,7 @@ def test_figures_come_from_each_device_in_one_copy():
         tensors += [torch.zeros(0).to("cuda"), torch.tensor(2**62 + 1).to("cuda")]
         gpu.waits.clear()
         assert read(tensors) == [[0, 1, 2], [2.5], [1.0] * 4, [7], [], [2**62 + 1]]
-        assert [wait.what for wait in gpu.waits] == ["tolist"] * 2, "of int64 and of float32"
+        assert [wait.what for wait in gpu.waits] == ["tolist"] * 2, "one copy for int64, one for float32"
     assert read([]) == []
 
 
@@ -343,7 +343,7 @@ def on_a_gpu(rank, world, plan, settings):
 
 @pytest.mark.parametrize("plan", ["row-wise", "table-wise", "data-parallel", "dense"])
 def test_all_checks_pass_on_gpus(plan):
-    """Errors of rounding aside, with the same outcomes as on CPU."""
+    """The outcomes are the same as on CPU, up to rounding errors."""
     settings = {"optimizer": "adagrad", "max_grad_norm": 10.0 if plan == "row-wise" else None}
     found = {kind: on_ranks(2, on_a_gpu, plan, settings, device=kind) for kind in ("cuda", "cpu")}
     assert not failed(found["cuda"])

@@ -1,5 +1,5 @@
-"""Faults in lookups, pooling and gradients, in real training loops: the parity check finds each, and nothing
-where nothing is. (When faults come, and when checks follow: test_live.py.)"""
+"""Faults in lookups, pooling and gradients of real training loops: the parity check detects each fault and
+raises no false alarm. The module docstring of test_live.py describes when faults and checks happen."""
 
 from itertools import product
 
@@ -29,7 +29,7 @@ def no_fault_but_weighted_sums(rank, world, plan):
 
 
 def no_ids_at_all(rank, world, plan):
-    """A batch that is probed, and holds rows but no ids."""
+    """Run a loop whose probed batch has rows but no ids."""
 
     def emptied(scene):
         import torch
@@ -44,7 +44,7 @@ def no_ids_at_all(rank, world, plan):
 
 
 def sequences(rank, world, plan, settings, schema=SCHEMA):
-    """Ids of two sequences, one with weights, looked up one by one."""
+    """Run a model that looks up two sequences id by id, one of them with weights."""
     from raytrec.config.models.sequences import SequenceSection
 
     schema = schema.model_copy(deep=True)
@@ -55,13 +55,13 @@ def sequences(rank, world, plan, settings, schema=SCHEMA):
 
 @pytest.mark.parametrize("settings", ALL_STEPS)
 @pytest.mark.parametrize("plan", ["row-wise", "column-wise", "table-wise", "data-parallel"])
-def test_sequences_pass(plan, settings):
+def test_parity_passes_for_sequences(plan, settings):
     assert not failed(on_ranks(2, sequences, PLANS[plan], STEPS[settings]))
 
 
 @pytest.mark.parametrize("batch", [no_fault_but_weighted_sums, no_ids_at_all])
 @pytest.mark.parametrize("plan", [ROW_WISE, {"sharding_type": "column_wise"}, COPIES])
-def test_other_batches_pass(plan, batch):
+def test_parity_passes_for_special_batches(plan, batch):
     assert not failed(on_ranks(2, batch, plan))
 
 
@@ -72,19 +72,19 @@ def a_bad_batch(scene):
 
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("plan", [ROW_WISE, COPIES])
-def test_a_probed_step_that_is_left_out(plan, clip):
+def test_skipped_probe_step_passes(plan, clip):
     settings = {"after": 3, "on_nan": "skip", "max_grad_norm": clip}
     assert not failed(on_ranks(2, run, plan, a_bad_batch, settings))
 
 
 def rows_on_other_ranks(scene):
-    """TorchRec finds the rank of a row by dividing by rows per rank: 12 and 3 of the tables' 23 and 5."""
+    """Change the rows per rank (12 of 23 and 3 of 5) that TorchRec uses to find the rank of a row."""
     if scene.rank == 1:
         for exchange in scene.modules("ShardedEmbeddingBagCollection")[0]._input_dists:
             exchange._feature_block_sizes_tensor -= 1
 
 
-def test_ids_that_reach_other_rows():
+def test_misrouted_ids_are_detected():
     text = the_one(on_ranks(2, run, ROW_WISE, rows_on_other_ranks, {}), "parity")
     assert "table user, feature user: pooled embeddings on rank 1 differ" in text
 
@@ -117,14 +117,14 @@ def undivided(scene):
 
 
 def combinations():
-    """In `make test`, each plan with all settings on 2 ranks and plain on 3."""
+    """Yield all cases; `make test` runs each plan with all settings on 2 ranks and plain on 3."""
     for world, plan, settings in product([1, 2, 3], PLANS, STEPS):
         few = (world, settings) in [(2, "all"), (3, "plain")] or (world == 1 and plan == "row-wise")
         yield pytest.param(world, plan, settings, marks=[] if few else pytest.mark.survive)
 
 
 @pytest.mark.parametrize("world,plan,settings", combinations())
-def test_nothing_is_found_where_nothing_is(world, plan, settings):
+def test_all_checks_pass_without_a_fault(world, plan, settings):
     answers = on_ranks(world, run, PLANS[plan], None, STEPS[settings])
     assert not failed(answers)
     steps = [(o["check"], o["step"]) for o in answers[0]]
@@ -135,13 +135,13 @@ def test_nothing_is_found_where_nothing_is(world, plan, settings):
         *((check, 6) for check in each),
     ]
     assert all(o["figure"] < 1e-6 for o in answers[0] if o["check"] == "parity"), (
-        "the limit is ten times that"
+        "the limit is ten times as large"
     )
 
 
 @pytest.mark.parametrize("settings", ALL_STEPS)
 @pytest.mark.parametrize("plan", list(PLANS))
-def test_means_divided_twice(plan, settings):
+def test_twice_divided_means_are_detected(plan, settings):
     text = the_one(on_ranks(2, run, PLANS[plan], divided_again, STEPS[settings]), "parity")
     assert text.startswith("table user, feature friends: pooled embeddings on rank")
     assert "table tag, feature tags: pooled embeddings on rank" in text and "feature user" not in text
@@ -149,7 +149,7 @@ def test_means_divided_twice(plan, settings):
 
 
 @pytest.mark.parametrize("plan", list(PLANS))
-def test_a_factor_that_is_slightly_off(plan):
+def test_slightly_wrong_factor_is_detected(plan):
     answers = on_ranks(2, run, PLANS[plan], slightly_off, {})
     assert "feature user" in the_one(answers, "parity")
     assert 2.9e-5 < failed(answers)[0]["figure"] < 3.2e-5
@@ -157,17 +157,17 @@ def test_a_factor_that_is_slightly_off(plan):
 
 @pytest.mark.parametrize("settings", ALL_STEPS)
 @pytest.mark.parametrize("plan", [plan for plan in PLANS if plan != "data-parallel"])
-def test_gradients_that_are_not_divided(plan, settings):
+def test_undivided_gradients_are_detected(plan, settings):
     answers = on_ranks(2, run, PLANS[plan], undivided, STEPS[settings])
     text = the_one(answers, "parity")
     assert "table user: the gradient that reaches rank" in text and "feature" not in text
     figure = next(o["figure"] for o in failed(answers))
-    assert 0.1 < figure < 1.1, "the gradient is twice what it should be"
+    assert 0.1 < figure < 1.1, "the gradient is twice as large as expected"
 
 
 @pytest.mark.parametrize("hosts", [2])
 @pytest.mark.parametrize("plan", ["table-row-wise", "grid"])
-def test_two_hosts(plan, hosts):
+def test_parity_check_works_on_two_hosts(plan, hosts):
     assert not failed(on_ranks(4, run, PLANS[plan], None, {}, hosts=hosts))
     answers = on_ranks(4, run, PLANS[plan], undivided, {}, hosts=hosts)
     assert "table user: the gradient" in the_one(answers, "parity")
@@ -184,7 +184,7 @@ def a_gradient_altered(scene):
         scene.step.optimizer.step = altered
 
 
-def test_a_gradient_of_one_replica():
+def test_altered_gradient_of_one_replica_is_detected():
     found = failed(on_ranks(2, run, COPIES, a_gradient_altered, {}))
     texts = {o["check"]: o["text"] for o in found if o["step"] == 6}
     assert texts["parity"].startswith("table tag: the gradient that reaches rank 1 differs")
@@ -196,7 +196,7 @@ def without_all_reduce_of_tables(scene):
         lookup.require_backward_grad_sync = False
 
 
-def test_gradients_of_tables_that_are_not_averaged():
+def test_missing_table_all_reduce_is_detected():
     found = failed(on_ranks(2, run, COPIES, without_all_reduce_of_tables, {}))
     assert {o["step"] for o in found} == {6}
     texts = {o["check"]: o["text"] for o in found if o["check"] != "numerics"}
@@ -205,7 +205,7 @@ def test_gradients_of_tables_that_are_not_averaged():
     assert "table user: the gradient that reaches rank" in texts["parity"]
 
 
-# Quantized collectives: right runs stay within the stated bound, others do not.
+# Quantized collectives: correct runs stay within the stated bound, faulty runs do not.
 SENT = [name for name in PLANS if name not in ("data-parallel", "dense", "fp16")]
 WHOLE = ["table-wise", "column-wise", "table-column-wise"]
 FEW_QCOMMS = [
@@ -232,7 +232,7 @@ def quantized(rank, world, plan, forward, backward, fault=None, **settings):
 
 
 def passed(answers, forward, backward, world):
-    """All checks have passed; the parity check has seen roundings, and less of them than it allows."""
+    """Assert that all checks passed and that the parity check saw rounding errors within its limit."""
     assert not failed(answers)
     found = [outcome for outcome in answers[0] if outcome["check"] == "parity"]
     assert found and all(outcome["figure"] <= outcome["limit"] for outcome in found)
@@ -241,14 +241,14 @@ def passed(answers, forward, backward, world):
 
 
 @pytest.mark.parametrize(("plan", "forward", "backward", "world"), [*FEW_QCOMMS, *LATER])
-def test_what_is_rounded_stays_within_the_bound(plan, forward, backward, world):
+def test_qcomms_rounding_stays_within_the_bound(plan, forward, backward, world):
     passed(on_ranks(world, quantized, PLANS[plan], forward, backward), forward, backward, world)
 
 
 @pytest.mark.parity
 @pytest.mark.parametrize("plan", ["table-row-wise", "grid", "row-wise", "table-column-wise"])
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_two_hosts_with_qcomms(plan, precision):
+def test_qcomms_rounding_is_bounded_on_two_hosts(plan, precision):
     passed(on_ranks(4, quantized, PLANS[plan], precision, precision, hosts=2), precision, precision, 4)
 
 
@@ -264,13 +264,13 @@ def test_two_hosts_with_qcomms(plan, precision):
         ],
     ],
 )
-def test_sequences_with_qcomms(plan, precision):
+def test_qcomms_rounding_is_bounded_for_sequences(plan, precision):
     settings = {"qcomms": {"forward_precision": precision, "backward_precision": precision}}
     passed(on_ranks(2, sequences, PLANS[plan], settings, WIDE), precision, precision, 2)
 
 
 def scaled_back_too_much(scene):
-    """Gradients that arrive 2 % too large."""
+    """Scale decoded gradients by 1.02."""
     from unittest.mock import patch
 
     from raytrec.embeddings.sharding import ScaledCodec
@@ -283,7 +283,7 @@ def scaled_back_too_much(scene):
     return patched.stop
 
 
-def test_an_error_above_the_bound_is_found():
+def test_error_above_the_rounding_bound_is_detected():
     answers = on_ranks(2, quantized, PLANS["row-wise"], "fp16", "fp16", scaled_back_too_much)
     (found,) = failed(answers, "parity")
     assert found["step"] == 6 and "the gradient that reaches rank" in found["text"]

@@ -1,4 +1,4 @@
-"""The reference that everything is held to is itself held to torch: nn.EmbeddingBag and torch.optim."""
+"""Comparison of the one-process reference with torch: nn.EmbeddingBag and torch.optim."""
 
 import pytest
 import torch
@@ -47,8 +47,8 @@ def model(loss="bce"):
 
 
 @pytest.mark.parametrize("feature", POOLINGS)
-def test_pooling_is_that_of_embedding_bag(feature):
-    """nn.EmbeddingBag has no weighted mean: its weighted sum is divided by the bag's sum of weights."""
+def test_reference_pooling_matches_embedding_bag(feature):
+    """nn.EmbeddingBag has no weighted mean, so its weighted sum is divided by the bag's sum of weights."""
     pooling, weighted = POOLINGS[feature]
     batch = random_batches(SCHEMA, 40, 1, seed=2)[0]
     ids, bag, weights = batch.bags[feature]
@@ -77,10 +77,10 @@ LOSSES = {"bce": nn.functional.binary_cross_entropy_with_logits, "mse": nn.funct
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("settings", [{}, {"max_grad_norm": 0.01}])
-def test_training_is_that_of_a_plain_loop(loss, settings):
+def test_reference_training_matches_a_plain_loop(loss, settings):
     batches = random_batches(SCHEMA, 10, 5, seed=3)
     one, other = model(loss), model()
-    lr = 0.3 if loss == "bce" else 0.003  # where steps do not grow
+    lr = 0.3 if loss == "bce" else 0.003  # small enough for stable training
     reference.train(one, batches, [torch.optim.SGD(one.parameters(), lr=lr)], **settings)
     sgd = torch.optim.SGD(other.parameters(), lr=lr)
     for batch in batches:
@@ -102,7 +102,7 @@ def same_columns():
 
 
 def trained(make, gradient=some_rows):
-    """A table of 6 × 4 after some steps."""
+    """Return a 6 × 4 table after some steps."""
     torch.manual_seed(1)
     table = nn.Parameter(torch.randn(6, 4))
     optimizer = make([table])
@@ -121,25 +121,25 @@ def _sparse(grad):
 
 @pytest.mark.parametrize("decay", [0.0, 0.3])
 @pytest.mark.parametrize("name", ["sgd", "adagrad", "adam"])
-def test_dense_updates_of_tables_are_torchs(name, decay):
+def test_dense_table_updates_match_torch_optimizers(name, decay):
     eps = {} if name == "sgd" else {"eps": 1e-6}
     make = find_optimizer(name).torch_class()
     ours = trained(lambda p: reference.TableReference(name, *p, lr=0.1, weight_decay=decay, **eps))
     torch.testing.assert_close(ours, trained(lambda p: make(p, lr=0.1, weight_decay=decay, **eps)))
 
 
-def test_adam_of_touched_rows_is_torchs_sparse_adam():
+def test_touched_rows_adam_matches_sparse_adam():
     ours = trained(lambda p: reference.TableReference("adam", *p, lr=0.1, eps=1e-12, touched_rows=True))
     torch.testing.assert_close(ours, trained(lambda p: torch.optim.SparseAdam(p, lr=0.1, eps=1e-12)))
 
 
-def test_row_wise_adagrad_is_adagrad_of_the_rows_root_mean_square():
-    """With one column the two are the same; with gradients alike in all columns, too."""
+def test_row_wise_adagrad_uses_the_mean_square_of_each_row():
+    """Row-wise Adagrad equals Adagrad if gradients are equal in all columns."""
 
     ours = trained(lambda p: reference.TableReference("rowwise_adagrad", *p, lr=0.1, eps=1e-6), same_columns)
     theirs = trained(lambda p: torch.optim.Adagrad(p, lr=0.1, eps=1e-6), same_columns)
     torch.testing.assert_close(ours, theirs)
-    # Columns that differ share the mean of their squares: (1 + 9) ÷ 2 = 5.
+    # All columns of a row share the mean of squared gradients: (1 + 9) ÷ 2 = 5.
     table = nn.Parameter(torch.zeros(1, 2))
     table.grad = torch.tensor([[1.0, 3.0]])
     reference.TableReference("rowwise_adagrad", table, lr=0.5, eps=0.0).step()
@@ -164,15 +164,15 @@ class Deep(nn.Module):
         return self.logit(self.relu(self.hidden(torch.cat(list(pooled.values()), 1)))).squeeze(1)
 
 
-def test_margin_of_a_kink():
+def test_kink_margins_match_relu_inputs():
     batch = random_batches(SCHEMA, 10, 1, seed=3)[0]
     assert reference.measure_kink_margins(model(), [batch]) == [
         float("inf")
-    ]  # and model() seeds what follows
+    ]  # make_reference() sets the seed for the following draws
     one = reference.Reference(SCHEMA, {"t": torch.randn(11, 4)}, Deep())
     with torch.no_grad():
         inputs = one.model.hidden(torch.cat(list(one.pooled(batch).values()), 1)).abs()
-    margin = pytest.approx(float(inputs.min() / inputs.max()), rel=1e-4)  # the least input is a difference
+    margin = pytest.approx(float(inputs.min() / inputs.max()), rel=1e-4)  # loses precision
     assert reference.measure_kink_margins(one, [batch]) == [margin]
     others = random_batches(SCHEMA, 10, 2, seed=4)
     together = reference.measure_kink_margins(one, [others[0], batch, others[1]])

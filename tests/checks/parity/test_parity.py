@@ -1,4 +1,4 @@
-"""That the comparison sees what is wrong, wherever it is."""
+"""The parity comparison detects differences in tables, dense layers and replicas."""
 
 import pytest
 import torch
@@ -9,13 +9,13 @@ from raytrec.config.tables import QCommsSection, Schedule
 
 
 def compared(rank, world, settings, device="cpu", steps=2, build=None, schema=SCHEMA):
-    """Findings of some steps as (check, name, whether it is within its limit)."""
+    """Return the findings of some steps as (check, name, whether the error is within its limit)."""
     from raytrec.checks.parity.compare import compare
     from raytrec.worker.build import build_step
 
     given = settings.model_copy(deep=True)
     found = compare(build or build_step, settings, schema, torch.device(device), rows=12, steps=steps)
-    assert settings == given, "the caller's has been changed"
+    assert settings == given, "compare() changed its argument"
     return [(f.check, f.name, f.error <= f.limit) for f in found]
 
 
@@ -24,7 +24,7 @@ def wrong(found):
 
 
 def moved(rank, world, part, where):
-    """The names that fail where one rank's copy of something has been moved by 0.01 before the first step."""
+    """Move one rank's copy of a value by 0.01 before the first step; return the names that fail."""
     from raytrec.embeddings.tables import tables
     from raytrec.worker.build import build_step
 
@@ -41,7 +41,7 @@ def moved(rank, world, part, where):
 
 
 @pytest.mark.parametrize("part,name", [("table", "user"), ("dense", "logit.weight")])
-def test_replicas_that_differ(part, name):
+def test_parity_detects_differing_replicas(part, name):
     assert on_ranks(2, moved, part, None)[0] == set()
     assert name in on_ranks(2, moved, part, 1)[0]
 
@@ -53,7 +53,7 @@ def test_replicas_that_differ(part, name):
         ({"sharding_type": "data_parallel"}, "adam"),
     ],
 )
-def test_gpus_are_compared_with_one_process_on_cpu(plan, optimizer):
+def test_gpu_ranks_match_one_cpu_process(plan, optimizer):
     found = on_ranks(2, compared, config(2, plan, optimizer), "cuda", device="cuda")[0]
     assert {check for check, _, _ in found} == {"forward", "gradient", "weights", "state"} and not wrong(
         found
@@ -61,8 +61,8 @@ def test_gpus_are_compared_with_one_process_on_cpu(plan, optimizer):
 
 
 @pytest.mark.parametrize("sharding", ["row_wise", "column_wise", "table_wise"])
-def test_so_are_distinct_ids_that_are_sent_between_gpus(sharding):
-    """Of two tables in one lookup."""
+def test_gpu_sequence_lookups_match_one_cpu_process(sharding):
+    """Two tables share one lookup, and ranks exchange distinct ids."""
     sparse = {
         name: spec | {"pooling": "sequence"} if "pooling" in spec else spec
         for name, spec in PARTS["sparse"].items()
@@ -80,24 +80,24 @@ def test_so_are_distinct_ids_that_are_sent_between_gpus(sharding):
     [
         ("row_wise", Schedule(warmup_steps=3, decay="cosine", decay_steps=6)),
         ("data_parallel", Schedule(warmup_steps=3, decay="cosine", decay_steps=6)),
-        ("row_wise", Schedule(decay="linear")),  # until the end of the run
+        ("row_wise", Schedule(decay="linear")),  # decays until the end of the run
     ],
 )
-def test_learning_rates_that_change(sharding, schedule):
+def test_parity_follows_learning_rate_schedules(sharding, schedule):
     settings = config(2, {"sharding_type": sharding}, "sgd")
     settings.optim.schedule = schedule
     found = on_ranks(2, compared, settings, "cpu", 12)[0]
     assert len(found) > 10 and not wrong(found)
 
 
-def test_what_ranks_send_is_compared_in_full_precision():
+def test_parity_ignores_configured_qcomms():
     settings = config(2, {"sharding_type": "row_wise"}, "sgd")
     settings.plan.qcomms = QCommsSection(forward_precision="bf16", backward_precision="bf16")
     found = on_ranks(2, compared, settings)[0]
     assert len(found) > 10 and not wrong(found)
 
 
-def test_the_schedule():
+def test_schedule_factors_match_their_definition():
     schedule = Schedule(warmup_steps=4, decay="linear", decay_steps=10)
     assert [schedule.factor(s) for s in (0, 3, 4, 9, 14, 99)] == pytest.approx([0.2, 0.8, 1, 0.5, 0, 0])
     assert Schedule(decay="cosine", decay_steps=10).factor(5) == pytest.approx(0.5)

@@ -1,4 +1,4 @@
-"""A live check: here one that fails once, at step 20."""
+"""A live check that fails once, at step 20."""
 
 from raytrec.checks.live.outcome import STEP, Check
 from raytrec.checks.live.registry import check

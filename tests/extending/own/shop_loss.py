@@ -1,4 +1,4 @@
-"""A loss: the hinge of support vector machines, smooth."""
+"""A loss: the squared hinge of support vector machines."""
 
 from raytrec.tasks.losses import Loss, loss
 

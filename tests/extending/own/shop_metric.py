@@ -1,4 +1,4 @@
-"""A metric: how many rows are on the right side."""
+"""A metric: the share of rows on the correct side of 0.5."""
 
 from raytrec.metrics.registry import SumMetric, metric
 

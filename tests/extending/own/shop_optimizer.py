@@ -1,4 +1,4 @@
-"""An optimizer of tables that FBGEMM has no kernel for: its updates are dense."""
+"""A table optimizer without an FBGEMM kernel, so its updates are dense."""
 
 from raytrec.embeddings.optimizers import StateKind, TableOptimizer, table_optimizer
 
@@ -14,13 +14,13 @@ class RMSprop(TableOptimizer):
 
     @staticmethod
     def torch_class():
-        """torch.optim.RMSprop."""
+        """Return torch.optim.RMSprop."""
         import torch
 
         return torch.optim.RMSprop
 
     @staticmethod
     def update(weight_ND, gradient_ND, state, step, lr, eps):
-        """See TableOptimizer.update."""
+        """Update the weights in place (see TableOptimizer.update)."""
         state["square_avg"] += 0.01 * (gradient_ND.square() - state["square_avg"])
         weight_ND -= lr * gradient_ND / (state["square_avg"].sqrt() + eps)

@@ -1,4 +1,4 @@
-"""A recipe: visits of a shop, with what was paid."""
+"""A recipe: visits of a shop, with the amounts paid."""
 
 from pathlib import Path
 
@@ -30,7 +30,7 @@ def prepare(out: Path, rows: int = 1000, seed: int = 0, force: bool = False) -> 
 SCHEMA = Schema.parse(
     {
         "labels": ["bought"],
-        "dense": ["share"],  # the transform makes it
+        "dense": ["share"],  # column added by the transform
         "sparse": {"visitor": {"table": "visitor"}},
         "tables": {"visitor": {"rows": 50, "dim": 8}},
     },

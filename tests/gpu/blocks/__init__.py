@@ -1,6 +1,6 @@
-"""The blocks of `make gpu-check`, in order. Each module has run(here), which asserts, or raises CannotRun."""
+"""Blocks of `make gpu-check`, in order. Each module defines run(here), which asserts or raises CannotRun."""
 
-# Module in this folder (with a dot: elsewhere) → seconds that it may take. docs/gpu.md has what it asserts.
+# Module in this folder (or a dotted module path) → time limit in seconds. docs/gpu.md describes the blocks.
 BLOCKS = {
     "environment": 60,
     "collectives": 90,

@@ -1,4 +1,4 @@
-"""6: evaluating between steps changes nothing: fused Adam counts forwards, and must not count these."""
+"""6: evaluation between steps does not change training; fused Adam must not count evaluation forwards."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def run(here: Here) -> None:
     for name, expected in undisturbed.items():
         apart = float((evaluated[name] - expected).abs().max())
         assert torch.equal(evaluated[name], expected), (
-            f"{name}: evaluating in between moves it by {apart:.2g}"
+            f"{name} differs by {apart:.2g} if the model is evaluated between steps"
         )
     here.found["tensors"] = len(undisturbed)
 
 
 def _trained(here: Here, evaluate: bool) -> dict:
-    """Tables and their state after STEPS steps."""
+    """Return the tables and their optimizer state after STEPS steps."""
     import small
 
     from raytrec.embeddings.tables import tables

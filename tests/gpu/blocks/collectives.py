@@ -1,4 +1,4 @@
-"""1: a group with NCCL and one with gloo next to it do what raytrec asks of them, on loopback alone."""
+"""1: NCCL and gloo collectives return correct results and listen only on loopback."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def run(here: Here) -> None:
         on_gpus(here, gpus, exchange)
         here.found["ranks"] = gpus
     elif gpus:
-        here.found["ranks"] = "1: NCCL refuses two ranks on one GPU, so nothing was exchanged between GPUs"
+        here.found["ranks"] = "1: NCCL rejects two ranks on one GPU, so no data was exchanged between GPUs"
 
 
 def exchange(device) -> None:
-    """Every collective that raytrec and TorchRec use, with its result."""
+    """Run every collective that raytrec and TorchRec use and check its result."""
     import torch
     import torch.distributed as dist
 
@@ -54,7 +54,7 @@ def exchange(device) -> None:
 
 
 def _listening() -> list[str]:
-    """Addresses that this process listens on."""
+    """Return the addresses that this process listens on."""
     import psutil
 
     found = psutil.Process().net_connections(kind="inet")

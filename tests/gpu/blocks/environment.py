@@ -1,4 +1,4 @@
-"""0: the packages are the pinned ones, and go together with driver and GPU; nothing else computes there."""
+"""0: packages match the pins, the driver and the GPU; no other process uses the GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from here import ROOT, CannotRun, Here
 
-CUDA, DRIVER = "13.0", 580  # of torch 2.13 and 2.14; the oldest driver that CUDA 13 runs on
+CUDA, DRIVER = "13.0", 580  # CUDA version of torch 2.13 and 2.14; oldest driver that supports CUDA 13
 PACKAGES = ("torch", "torchrec", "ray", "nvidia-nccl-cu13", "fbgemm-gpu", "fbgemm-gpu-cpu")
 
 
@@ -26,14 +26,14 @@ def run(here: Here) -> None:
     file = "next" if (version("torchrec") or "").startswith("1.9.") else here.kind
     pins = dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / f"requirements/{file}.txt").read_text(), re.M))
     wrong = [
-        f"{name} is {version(name)}, pinned is {pins[name]}"
+        f"{name} {version(name)} is installed, but {pins[name]} is pinned"
         for name in PACKAGES
         if name in pins and (version(name) or "").partition("+")[0] != pins[name].partition("+")[0]
     ]
     assert not wrong, "; ".join(wrong)
     both = [name for name in ("fbgemm-gpu", "fbgemm-gpu-cpu") if version(name)]
     assert both == [fbgemm], (
-        f"{' and '.join(both)} installed; {fbgemm} alone belongs here: they share a folder"
+        f"{' and '.join(both)} installed; install only {fbgemm}, because both write to the same folder"
     )
     key = here.kind.upper()
     assert torch._C._dispatch_has_kernel_for_dispatch_key("fbgemm::bounds_check_indices", key), (
@@ -41,7 +41,7 @@ def run(here: Here) -> None:
     )
     if here.kind == "cuda":
         _check_gpu(here)
-        assert not others, f"processes {others} compute on this GPU, too: times would mean nothing"
+        assert not others, f"processes {others} also use this GPU, so timings are not reliable"
 
 
 def _check_gpu(here: Here) -> None:
@@ -52,21 +52,21 @@ def _check_gpu(here: Here) -> None:
     assert (torch.version.cuda or "").startswith(CUDA), f"torch is built for CUDA {torch.version.cuda}"
     driver = driver_version()
     assert int(driver.split(".")[0]) >= DRIVER, f"driver {driver}; CUDA {CUDA} needs {DRIVER} or newer"
-    assert torch.cuda.is_available(), "torch finds no GPU that it can use"
+    assert torch.cuda.is_available(), "torch finds no usable GPU"
     served = FBGEMM_CAPABILITIES[version("fbgemm-gpu")]
     for gpu in range(torch.cuda.device_count()):
         capability = torch.cuda.get_device_capability(gpu)
-        assert capability in served, f"GPU {gpu}: capability {capability}; FBGEMM has {sorted(served)}"
-    # The first kernels of both libraries that run.
+        assert capability in served, f"GPU {gpu}: capability {capability}; FBGEMM supports {sorted(served)}"
+    # Run one kernel of each library.
     ones = torch.ones(8, device=here.device)
     sums = torch.ops.fbgemm.asynchronous_complete_cumsum(ones.int())
-    assert sums.tolist() == list(range(9)), f"a first kernel of FBGEMM's gives {sums.tolist()}"
+    assert sums.tolist() == list(range(9)), f"asynchronous_complete_cumsum returns {sums.tolist()}"
     here.found["memory_gib"] = round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1)
     here.found["gpus"] = torch.cuda.device_count()
 
 
 def version(name: str) -> str | None:
-    """Of an installed distribution."""
+    """Return the version of an installed distribution, or None."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -74,7 +74,7 @@ def version(name: str) -> str | None:
 
 
 def driver_version() -> str:
-    """Of NVIDIA's driver, such as 580.65.06."""
+    """Return the version of the NVIDIA driver, e.g. 580.65.06."""
     import pynvml
 
     pynvml.nvmlInit()
@@ -82,14 +82,14 @@ def driver_version() -> str:
 
 
 def gpu_name() -> str:
-    """Of the GPU, such as NVIDIA H100 80GB HBM3."""
+    """Return the name of the GPU, e.g. NVIDIA H100 80GB HBM3."""
     import pynvml
 
     return pynvml.nvmlDeviceGetName(handle())
 
 
 def handle() -> Any:
-    """NVML's handle of the GPU that the blocks use."""
+    """Return the NVML handle of the GPU that the blocks use."""
     import pynvml
 
     from raytrec.common.machine import get_cuda_handle
@@ -99,7 +99,7 @@ def handle() -> Any:
 
 
 def _others() -> list[int]:
-    """Processes that compute on the GPU. (Their numbers are the host's, which in a container are others.)"""
+    """Return the ids of processes that use the GPU. In a container these are the process ids of the host."""
     import pynvml
 
     return [process.pid for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle())]

@@ -1,4 +1,4 @@
-"""14: managed ids, averages, compiled layers, predictions, quantized collectives, fewer ranks: short runs."""
+"""14: short runs with managed ids, EMA, compiled layers, predictions, quantized collectives, fewer ranks."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 from here import Here, lines
 
-APART = 1e-5  # of AUC, between an evaluation and the predictions of the same model
-COARSE = 2e-2  # of AUC, between fp32 and bf16, or what travels in 16 bits
+APART = 1e-5  # AUC difference allowed between an evaluation and predictions of the same model
+COARSE = 2e-2  # AUC difference allowed between fp32 and bf16 layers or 16-bit collectives
 
 
 def run(here: Here) -> None:
@@ -27,7 +27,7 @@ def run(here: Here) -> None:
 
 
 def _train(here: Here, name: str, **changes):
-    """A run that ends in an evaluation, with all checks passed."""
+    """Train and evaluate a run; assert that all live checks pass."""
     from raytrec.driver import run as driver
 
     every = here.size(8, 8, 40)
@@ -44,7 +44,7 @@ def _train(here: Here, name: str, **changes):
 
 
 def _managed_schema(here: Here) -> str:
-    """The data's schema, in which the first table has managed ids and fewer rows than there are ids."""
+    """Write a schema whose first table has managed ids and fewer rows than ids; return its path."""
     import yaml
 
     schema = yaml.safe_load((here.data / "schema.yaml").read_text())
@@ -66,11 +66,11 @@ def _predictions_are_those_evaluated(here: Here, run) -> None:
     table = pq.read_table(out.path)
     scores, labels = table["score"].to_numpy(), table[label].to_numpy() > 0
     _, places, counts = np.unique(scores, return_inverse=True, return_counts=True)
-    ranks = (counts.cumsum() - (counts - 1) / 2)[places]  # ties share theirs
+    ranks = (counts.cumsum() - (counts - 1) / 2)[places]  # ties get their mean rank
     ones = labels.sum()
     auc = (ranks[labels].sum() - ones * (ones + 1) / 2) / (ones * (len(labels) - ones))
     apart = abs(auc - run.metrics["eval.auc"])
-    assert apart < APART, f"AUC {auc:.6f} of the predictions, {run.metrics['eval.auc']:.6f} evaluated"
+    assert apart < APART, f"AUC of predictions {auc:.6f}, AUC of evaluation {run.metrics['eval.auc']:.6f}"
 
 
 def _near(run, plain, what: str) -> None:
@@ -79,7 +79,7 @@ def _near(run, plain, what: str) -> None:
 
 
 def _on_two(here: Here, plain) -> None:
-    """Two GPUs that send 16 bits; and a run of two that goes on with one."""
+    """Train on two GPUs with 16-bit collectives, and resume a run of two GPUs on one."""
     from blocks.resume import cut_off
     from raytrec.driver import run as driver
 
@@ -91,5 +91,5 @@ def _on_two(here: Here, plain) -> None:
     fewer = driver.train(None, ["scaling.num_workers=1"], resume=half)
     apart = abs(fewer.metrics["eval.auc"] - whole.metrics["eval.auc"])
     assert apart < 2e-3, (
-        f"AUC {fewer.metrics['eval.auc']:.5f} resumed on one GPU, {whole.metrics['eval.auc']:.5f}"
+        f"AUC {fewer.metrics['eval.auc']:.5f} resumed on one GPU, {whole.metrics['eval.auc']:.5f} on two"
     )

@@ -1,4 +1,4 @@
-"""13: what the run of the block `train` has recorded is whole: NVML's figures, phases, the report."""
+"""13: the run of the block `train` has complete records: system metrics, phases and report."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from here import CannotRun, Here, lines
 def run(here: Here) -> None:
     left = here.shared / "train.run"
     if not left.exists():
-        raise CannotRun("the block train has left no run")
+        raise CannotRun("there is no run of the block train")
     folder = Path(left.read_text())
     ranks = lines(folder / "ranks.jsonl")
-    assert ranks, "no rank has recorded anything"
+    assert ranks, "ranks.jsonl is empty"
     wanted = ["cpu_percent", "rss_bytes", *(["gpu_percent", "gpu_memory_bytes"] if here.real else [])]
     for name in wanted:
         values = [line["system"][name] for line in ranks[1:] or ranks]
@@ -22,7 +22,7 @@ def run(here: Here) -> None:
         here.found[name] = max(values)
     for line in ranks:
         below = {phase: s for phase, s in line["phases_s"].items() if s < 0}
-        assert not below, f"phases below 0 up to step {line['step']}: {below}"
+        assert not below, f"negative phase durations in the interval up to step {line['step']}: {below}"
     page = (folder / "report.html").read_text()
     assert not re.search(r"\b(nan|NaN)\b", page), "the report shows NaN"
     pictures = page.count("<svg") + page.count("<img")

@@ -1,4 +1,4 @@
-"""10: a rank stuck in a kernel, and then one that is killed: found, named, ended, and the run trains on."""
+"""10: a run recovers from a rank stuck in a kernel and from a killed rank, and names both causes."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ def run(here: Here) -> None:
     with here.ray():
         result = driver.train(values)
     steps = result.metrics["train.steps"]
-    assert steps == STEPS, f"{steps:,.0f} steps were trained, not {STEPS}"
+    assert steps == STEPS, f"trained {steps:,.0f} steps instead of {STEPS}"
     events = lines(result.path / "events.jsonl")
     stuck, killed = (json.loads((here.folder / f"{what}.json").read_text()) for what in ("stuck", "killed"))
     hangs = [e for e in events if e["event"] == "hang"]
-    assert len(hangs) == 1, f"{len(hangs)} hangs were found where there was one"
+    assert len(hangs) == 1, f"{len(hangs)} hangs were reported instead of one"
     cause, found_s = hangs[0]["cause"], hangs[0]["unix_s"] - stuck["unix_s"]
     here.found |= {"found_after_s": round(found_s, 1), "printed": cause}
     assert "rank 0" in cause and "NCCL" not in cause, f"the cause is: {cause}"
-    assert found_s < HANG_S + 10, f"found after {found_s:.0f} s, where scaling.hang_timeout_s is {HANG_S}"
+    assert found_s < HANG_S + 10, f"hang reported after {found_s:.0f} s; scaling.hang_timeout_s is {HANG_S}"
     starts = [e["unix_s"] for e in events if e["event"] == "started"]
-    assert len(starts) == 3, f"{len(starts)} starts; the first, one after the hang, one after the kill"
+    assert len(starts) == 3, f"{len(starts)} starts instead of 3 (initial, after the hang, after the kill)"
     here.found["again_after_s"] = [
         round(starts[1] - hangs[0]["unix_s"], 1),
         round(starts[2] - killed["unix_s"], 1),
     ]
     died = [e["cause"] for e in events if e["event"] == "failed"][-1]
-    assert "died" in died and "NCCL" not in died, f"of the killed worker it reports: {died}"
+    assert "died" in died and "NCCL" not in died, f"the cause reported for the killed worker is: {died}"
     for what in (stuck, killed):
-        assert not _alive(what["pid"]), f"process {what['pid']} is still there"
+        assert not _alive(what["pid"]), f"process {what['pid']} is still running"
     _check_memory(here, before)
 
 
 def _alive(pid: int) -> bool:
-    """Whether it still runs; one that has ended and was not waited for does not."""
+    """Return True if a process is running; zombies do not count."""
     import psutil
 
     try:
@@ -59,7 +59,7 @@ def _alive(pid: int) -> bool:
 
 
 def _gpu_memory(here: Here) -> int:
-    """Bytes of the GPU in use by all processes."""
+    """Return the GPU memory in use by all processes, in bytes."""
     if not here.real:
         return 0
     import pynvml
@@ -70,8 +70,8 @@ def _gpu_memory(here: Here) -> int:
 
 
 def _check_memory(here: Here, before: int, wait_s: float = 15, slack: int = 256 << 20) -> None:
-    """The driver frees what ended processes had; that takes a moment."""
+    """Wait until the driver has freed the GPU memory of ended processes."""
     deadline = monotonic() + wait_s
     while (now := _gpu_memory(here)) > before + slack and monotonic() < deadline:
         sleep(0.5)
-    assert now <= before + slack, f"{(now - before) / 2**20:.0f} MiB of the GPU are still taken"
+    assert now <= before + slack, f"{(now - before) / 2**20:.0f} MiB of GPU memory are still allocated"

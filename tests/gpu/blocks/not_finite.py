@@ -1,4 +1,4 @@
-"""7: a loss that is not finite ends the run, in its last step, too, and its state is never saved."""
+"""7: a non-finite loss ends the run (also in the last step) before a checkpoint is saved."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ def run(here: Here) -> None:
         step, kept = _diverged(here, "diverges", None)
         here.found |= {"step": step, "newest_checkpoint": kept}
         assert kept < step, (
-            f"the loss of step {step} was not finite, and there is a checkpoint of step {kept}"
+            f"the loss of step {step} was not finite, but a checkpoint of step {kept} was saved"
         )
-        # The same again, with that step as the last one, after which no other one could find it.
+        # Repeat with this step as the last one: no later step can detect the non-finite loss.
         last, kept = _diverged(here, "at_the_end", step)
     assert last == step, f"the loss was not finite at step {step}, and now at step {last}"
-    assert kept < step, f"the loss of the last step, {step}, was not finite, and there is a checkpoint of it"
+    assert kept < step, f"the loss of the last step ({step}) was not finite, but its checkpoint was saved"
 
 
 def _diverged(here: Here, name: str, max_steps: int | None) -> tuple[int, int]:
-    """(step whose loss was not finite, step of the newest checkpoint) of a run that saves after each step and
-    whose dense layers overflow within a few."""
+    """Train a run that diverges within a few steps and saves after each step.
+
+    Return (step with the non-finite loss, step of the newest checkpoint).
+    """
     import checkpoints
 
     from raytrec.common.errors import RunError
@@ -39,7 +41,7 @@ def _diverged(here: Here, name: str, max_steps: int | None) -> tuple[int, int]:
         assert "not a finite number" in str(error), str(error)
         step = int(re.search(r"step (\d+);", str(error))[1])
     else:
-        raise AssertionError("a run whose loss is not finite ended well")
+        raise AssertionError("a run with a non-finite loss ended without an error")
     run = here.folder / name
     saved = list((run / "checkpoints").glob("step-*/checkpoint.json"))
     newest = checkpoints.about(checkpoints.newest(run))["progress"]["step"] if saved else 0

@@ -1,12 +1,11 @@
-"""3: forward, gradient, weights and optimizer state of the sharded model against one plain torch process."""
+"""3: the sharded model matches plain torch in forward, gradients, weights and optimizer state."""
 
 from __future__ import annotations
 
 from here import Here, on_gpus
 
-ROWS, STEPS = 24, 20  # of a global batch; trained for weights and state
-# Tables in host memory are the suite's tiny ones: managed memory beyond what a GPU has free can bring a whole
-# machine to a stop.
+ROWS, STEPS = 24, 20  # rows of a global batch; training steps before weights and state are compared
+# UVM cases use tiny tables: managed memory larger than the free GPU memory can freeze the machine.
 UVM = ("fused_uvm", "fused_uvm_caching")
 
 
@@ -21,7 +20,7 @@ def run(here: Here) -> None:
     here.found["worst_case"] = max(worst, key=worst.get)
     gpus = torch.cuda.device_count() if here.kind == "cuda" else 0
     if gpus > 1:
-        world = min(gpus, 3)  # as many as `make parity` has on one host
+        world = min(gpus, 3)  # like `make parity` on one host
         several = on_gpus(here, world, compare_all, sharded_cases(world))
         here.found |= {"ranks": world, "cases_on_several": len(several)}
         worst |= several
@@ -30,7 +29,7 @@ def run(here: Here) -> None:
 
 
 def cases(kind: str) -> list:
-    """What one process on this device can be asked to do."""
+    """Return the single-process cases for a device kind."""
     from design import Case
 
     def case(optimizer="adagrad", sharding="table_wise", pooling="mixed", **extras):
@@ -49,11 +48,11 @@ def cases(kind: str) -> list:
         case("adam", sharding="data_parallel", kernel="dense"),
     ]
     fused_adam = [c for c in found if kind == "cpu" and c.optimizer == "adam" and c.kernel != "dense"]
-    return [c for c in dict.fromkeys(found) if c not in fused_adam]  # FBGEMM has none on CPU
+    return [c for c in dict.fromkeys(found) if c not in fused_adam]  # FBGEMM has no fused Adam on CPU
 
 
 def models() -> list:
-    """Every model of the registry, those with sequences first."""
+    """Return a case for every model of the registry, sequence models first."""
     from test_models import CASES, Modelled
 
     by_sequences = sorted(CASES, key=lambda model: "max_length" not in CASES[model][1])
@@ -61,7 +60,7 @@ def models() -> list:
 
 
 def sharded_cases(world: int) -> list:
-    """Every way of sharding over several GPUs of one host."""
+    """Return a case for every sharding type on several GPUs of one host."""
     from design import FACTORS, Case
 
     ways = [(way, "mixed", "adagrad", (world, 1), "unequal") for way in FACTORS["sharding"]]
@@ -74,7 +73,7 @@ def sharded_cases(world: int) -> list:
 
 
 def compare_all(device, wanted: list) -> dict[str, float]:
-    """Case → its worst error as a share of what is allowed; on rank 0. NaN is not a share, and fails."""
+    """Return case → largest error as a share of its limit, on rank 0. NaN errors fail."""
     from math import nan
 
     from raytrec.checks.parity.compare import compare
@@ -101,7 +100,7 @@ def compare_all(device, wanted: list) -> dict[str, float]:
 
 
 def _bf16_is_refused(here: Here) -> None:
-    """FBGEMM has no kernels for bf16 tables, on no device; raytrec refuses them before it builds any."""
+    """Check that raytrec rejects bf16 tables, for which FBGEMM has no kernels, before building the model."""
     from raytrec.common.errors import ConfigError
     from raytrec.config.run_config import load_config
     from raytrec.planning.validation import validate_constraints
@@ -114,4 +113,4 @@ def _bf16_is_refused(here: Here) -> None:
     except ConfigError as error:
         assert "bf16" in str(error), str(error)
         return
-    raise AssertionError(f"tables of bf16 are not refused on {here.kind}")
+    raise AssertionError(f"bf16 tables are not rejected on {here.kind}")

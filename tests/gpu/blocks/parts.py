@@ -1,4 +1,4 @@
-"""2: what reads the state on the device (live checks, hashes, checkpoints), and batches that go there."""
+"""2: live checks, hashes and checkpoints read device state correctly; batches are copied to the device."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ def _hashes_agree(state) -> None:
 
     for name, value in state.dense.items():
         here, host = int(fingerprint(value)), int(fingerprint(value.cpu()))
-        assert here == host, f"{name}: its hash is {here} on {value.device} and {host} on cpu"
+        assert here == host, f"{name} has hash {here} on {value.device} and {host} on cpu"
 
 
 def _initial_values_agree(here: Here) -> None:
-    """Made on the device that holds the rows: the bits that a CPU makes."""
+    """Check that initial values computed on the device equal those of the CPU bit for bit."""
     import torch
 
     from raytrec.embeddings.hashing import initial_values
@@ -75,7 +75,7 @@ def _initial_values_agree(here: Here) -> None:
 
 
 def _checkpoint_is_equal(here: Here, state) -> None:
-    """Saves by the thread, loads into another model, and compares to the last bit."""
+    """Save in the background thread, load into another model, and compare bit for bit."""
     import torch
     from torch.distributed._shard.sharded_tensor import ShardedTensor
 
@@ -87,9 +87,9 @@ def _checkpoint_is_equal(here: Here, state) -> None:
     for name, value in tensors.items():
         for shard in value.local_shards() if isinstance(value, ShardedTensor) else []:
             claimed, lies = shard.metadata.placement.device(), shard.tensor.device
-            assert claimed == lies, f"{name}: its metadata has {claimed}, it lies on {lies}"
+            assert claimed == lies, f"{name} is on {lies}, but its metadata says {claimed}"
     saver = CheckpointWriter(str(here.folder / "checkpoints"), CheckpointSection(every_s=None))
-    for number in (3, 4):  # the second uses the first one's buffers again
+    for number in (3, 4):  # the second save reuses the buffers of the first
         saver.save(number, tensors, {})
         saved = saver.taken()
         assert saved.error is None, str(saved.error)
@@ -99,12 +99,12 @@ def _checkpoint_is_equal(here: Here, state) -> None:
     load(saved.folder, into)
     other.written()
     differ = [n for n, v in tensors.items() if not torch.equal(_local(other.tensors()[n]), _local(v))]
-    assert not differ, f"not what was saved: {differ}"
+    assert not differ, f"loaded values differ from the saved values: {differ}"
     here.found["tensors"] = len(tensors)
 
 
 def _local(value):
-    """This rank's values, on the CPU."""
+    """Return the values of this rank on the CPU."""
     import torch
     from torch.distributed._shard.sharded_tensor import ShardedTensor
 
@@ -114,7 +114,7 @@ def _local(value):
 
 
 def _copies_keep_their_memory(here: Here) -> None:
-    """Batches are copied on one stream and read late on another, while their memory is asked for again."""
+    """Check that record_stream protects batches copied on a side stream from reuse of their memory."""
     from dataclasses import replace
 
     import small
@@ -130,10 +130,10 @@ def _copies_keep_their_memory(here: Here) -> None:
         current = torch.cuda.current_stream()
         current.wait_stream(side)
         there.record_stream(current)
-        torch.cuda._sleep(2_000_000)  # about a millisecond in which the host runs ahead
+        torch.cuda._sleep(2_000_000)  # about 1 ms, so that the host runs ahead
         sums.append((there.dense.mean() + there.sparse.values().sum()).float())
         del there
-        with torch.cuda.stream(side):  # takes the memory, were it free
+        with torch.cuda.stream(side):  # overwrites the batch if its memory was freed
             torch.full((12, 4096), -1.0, device=here.device)
     ids = float(batch.sparse.values().sum())
     expected = [number + ids for number in range(rounds)]

@@ -1,4 +1,4 @@
-"""9: the phases of a step are not negative, add up to its time, and find a wait planted in the data."""
+"""9: step phases are not negative, add up to the step time, and show an injected data delay."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from time import perf_counter, sleep
 from here import Here
 
 SLEEP_S, STEPS = 0.02, 40
-MANY = 300  # steps without a look at the clock
+MANY = 300  # steps without reading the phases
 
 
 def run(here: Here) -> None:
@@ -16,7 +16,7 @@ def run(here: Here) -> None:
     with here.group():
         step = small.build(small.config(1, {"sharding_type": "row_wise"}), device=here.device)
         batches = small.batches(20, 0, 1)[1]
-        small.train(step, batches)  # the first steps set everything up
+        small.train(step, batches)  # warm-up
         step.phases.take()
         wall, planted, taken = _timed(here, step, batches)
         small.train(step, batches * (here.size(40, MANY, MANY) // len(batches)))
@@ -29,12 +29,12 @@ def run(here: Here) -> None:
         f"phases add up to {total:.3f} s, the steps took {wall:.3f} s"
     )
     assert abs(waited - planted) < 0.2 * planted, (
-        f"data took {waited:.2f} s, where {planted:.2f} s were planted"
+        f"the data phase took {waited:.2f} s, but the injected delay was {planted:.2f} s"
     )
 
 
 def _timed(here: Here, step, batches) -> tuple[float, float, dict[str, float]]:
-    """(seconds, seconds waited for data, phases) of steps whose batches come late."""
+    """Train on delayed batches; return (seconds, seconds of injected delay, phases)."""
     slept = 0.0
 
     def late():

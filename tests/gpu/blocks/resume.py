@@ -1,4 +1,4 @@
-"""5: one model, however it got there: resumed from half way, and evaluated on the other device."""
+"""5: resuming halfway gives the same model, and both devices evaluate a model to the same AUC."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 from here import Here
 
-APART = 1e-5  # of AUC
+APART = 1e-5  # AUC difference allowed between devices
 
 
 def run(here: Here) -> None:
-    """Configurations have device: auto, so that what Ray counts decides where a model is evaluated."""
+    """Run with scaling.device: auto, so that the GPUs registered in Ray determine the device."""
     import checkpoints
 
     from raytrec.driver import run as driver
@@ -24,8 +24,8 @@ def run(here: Here) -> None:
         here.found |= {"eval.auc": auc, "steps": whole.metrics["train.steps"]}
         resumed = driver.train(None, resume=cut_off(whole.path, here.folder / "resumed"))
         differ = checkpoints.equal(checkpoints.newest(whole.path), checkpoints.newest(resumed.path))
-        assert not differ, f"the resumed run ends with other values of {', '.join(differ)}"
-        assert resumed.metrics["eval.auc"] == auc, f"AUC {resumed.metrics['eval.auc']}, undisturbed {auc}"
+        assert not differ, f"the resumed run ends with different values of {', '.join(differ)}"
+        assert resumed.metrics["eval.auc"] == auc, f"AUC {resumed.metrics['eval.auc']} instead of {auc}"
     if here.kind == "cpu":
         return
     with here.ray("cpu"):
@@ -37,7 +37,7 @@ def run(here: Here) -> None:
 
 
 def _settings(here: Here, name: str, steps: int = 60) -> dict:
-    """Adam for the dense layers, a checkpoint half way, and arithmetic that repeats."""
+    """Return settings with a checkpoint halfway and deterministic arithmetic."""
     return here.settings(
         name,
         scaling__device="auto",
@@ -48,7 +48,7 @@ def _settings(here: Here, name: str, steps: int = 60) -> dict:
 
 
 def cut_off(run: Path, to: Path) -> Path:
-    """A copy of a run as it was at its last checkpoint but one."""
+    """Copy a run without its result and its newest checkpoint."""
     import checkpoints
 
     shutil.copytree(run, to)
@@ -59,4 +59,4 @@ def cut_off(run: Path, to: Path) -> Path:
 
 def _same_auc(result, expected: float, where: str) -> None:
     auc = result.metrics["eval.auc"]
-    assert abs(auc - expected) < APART, f"AUC {auc:.6f} evaluated on {where}; it was {expected:.6f}"
+    assert abs(auc - expected) < APART, f"AUC {auc:.6f} evaluated on {where}; expected {expected:.6f}"

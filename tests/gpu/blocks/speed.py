@@ -1,5 +1,7 @@
-"""12: a step takes the time that the device needs: tensor cores are used, the GPU is not idle, reading keeps
-up. The measuring is that of `make bench-gpu` (benchmarks/gpu.py)."""
+"""12: steps use tensor cores, the GPU is not idle, and reading keeps up with training.
+
+Measurements use the functions of `make bench-gpu` (benchmarks/gpu.py).
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,8 @@ from dataclasses import replace
 
 from here import CannotRun, Here
 
-IDLE = 0.1  # of a step of 8192 rows in fp32, which is some 20 ms on an H100
-KEEPS_UP = 0.9  # of what the slower of reading and training does alone
+IDLE = 0.1  # share of an fp32 step of 8192 rows (about 20 ms on an H100)
+KEEPS_UP = 0.9  # share of the throughput of reading or training alone, whichever is slower
 READERS, ROUNDS = 12, 3
 
 
@@ -36,11 +38,11 @@ def run(here: Here) -> None:
             wanted = min(3.0, 0.6 * peaks.tf32 / peaks.fp32)
             times = layers["tf32"].rows_per_s / layers["fp32"].rows_per_s
             assert times >= wanted, (
-                f"tf32 is {times:.1f} × as fast as fp32, where tensor cores allow {wanted:.1f} ×"
+                f"tf32 is {times:.1f} × as fast as fp32; expected with tensor cores: {wanted:.1f} ×"
             )
         idle = {side.name: _idle(side) for side in steps}
         here.found["idle"] = {name: round(share, 3) for name, share in idle.items()}
-        assert idle["fp32"] < IDLE, f"the GPU stands idle for {idle['fp32']:.0%} of a step in fp32"
+        assert idle["fp32"] < IDLE, f"the GPU is idle for {idle['fp32']:.0%} of an fp32 step"
         del steps
         gpu.free(device)
         _reading_keeps_up(here, size)
@@ -58,7 +60,7 @@ def _measured(here: Here, sides, title: str):
 
 
 def _idle(side, steps: int = 30) -> float:
-    """The share of time in which no kernel and no copy runs, between the first and the last of some steps."""
+    """Return the share of time without a running kernel or copy during some steps."""
     import torch
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
@@ -72,7 +74,7 @@ def _idle(side, steps: int = 30) -> float:
 
 
 def idle_share(spans: list[tuple[float, float]]) -> float:
-    """The share of the time from the first start to the last end that no span covers."""
+    """Return the share of the time from the first start to the last end that no span covers."""
     spans = sorted(spans)
     busy, until = 0.0, spans[0][0]
     for start, end in spans:
@@ -82,7 +84,7 @@ def idle_share(spans: list[tuple[float, float]]) -> float:
 
 
 def _reading_keeps_up(here: Here, size) -> None:
-    """Whole steps of MLPerf's layers, fed from Parquet, against reading alone and training alone."""
+    """Compare training from Parquet (MLPerf layers) with reading alone and training alone."""
     import gpu
 
     from raytrec.config.schema import Schema
@@ -113,5 +115,5 @@ def _reading_keeps_up(here: Here, size) -> None:
     both = figures["both"].rows_per_s
     here.found["rows_per_s"] = {name: round(f.rows_per_s) for name, f in figures.items()}
     assert both >= KEEPS_UP * alone, (
-        f"{both:,.0f} rows/s from Parquet, where the slower part alone does {alone:,.0f}"
+        f"{both:,.0f} rows/s from Parquet; the slower part alone reaches {alone:,.0f} rows/s"
     )

@@ -1,4 +1,4 @@
-"""8: between two records, nothing in raytrec's own code makes the host wait for the GPU."""
+"""8: raytrec's own code does not synchronize with the GPU between two logging steps."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import json
 
 from here import CannotRun, Here
 
-FIRST, LAST = 30, 50  # of the run's steps: between those at which raytrec logs, records or checks
+FIRST, LAST = 30, 50  # watched steps; raytrec does not log, record or check in between
 
 
 def run(here: Here) -> None:
     from raytrec.driver import run as driver
 
     if here.kind == "cpu":
-        raise CannotRun("no GPU: the host waits for nothing else")
+        raise CannotRun("there is no GPU to wait for")
     values = here.settings(
         "watched",
         train__epochs=3,

@@ -1,10 +1,10 @@
-"""4: a whole run, read from Parquet with less memory than the data need, evaluated while it trains."""
+"""4: a complete run reads Parquet through a buffer smaller than the data and evaluates while training."""
 
 from __future__ import annotations
 
 from here import Here, lines
 
-APART = 2e-3  # of AUC, between a GPU and the CPU
+APART = 2e-3  # AUC difference allowed between GPU and CPU
 
 
 def run(here: Here) -> None:
@@ -22,14 +22,14 @@ def run(here: Here) -> None:
     assert checks and not failed, f"checks failed: {failed}" if failed else "no checks were made"
     evaluated = [line for line in lines(folder / "metrics.jsonl") if line["kind"] == "eval"]
     here.found |= {"checks": len(checks), "evaluations": len(evaluated)}
-    assert len(evaluated) >= 2, f"{len(evaluated)} evaluations while training"
-    assert figures["eval.auc"] > here.size(0.55, 0.6, 0.7), f"AUC {figures['eval.auc']}: nothing was learned"
+    assert len(evaluated) >= 2, f"{len(evaluated)} evaluations during training, expected at least 2"
+    assert figures["eval.auc"] > here.size(0.55, 0.6, 0.7), f"AUC {figures['eval.auc']} is too low"
     if here.kind == "cuda":
         with here.ray("cpu"):
             on_cpu = driver.train(_settings(here, "cpu", "cpu")).metrics
         here.found["eval.auc on cpu"] = on_cpu["eval.auc"]
         apart = abs(figures["eval.auc"] - on_cpu["eval.auc"])
-        assert apart < APART, f"AUC {figures['eval.auc']:.5f}, and {on_cpu['eval.auc']:.5f} on CPU"
+        assert apart < APART, f"AUC {figures['eval.auc']:.5f} on GPU, {on_cpu['eval.auc']:.5f} on CPU"
 
 
 def _settings(here: Here, name: str, device: str) -> dict:

@@ -1,16 +1,18 @@
-"""11: tables in host memory with a cache on the GPU: what is saved is what is looked up, and saving takes
-no more host memory than the state is large."""
+"""11: UVM tables with a GPU cache save the values that lookups return.
+
+Saving takes about as much host memory as the state.
+"""
 
 from __future__ import annotations
 
 from here import Here
 
 TABLE_ROWS, DIM, BATCH, STEPS = 500_000, 32, 1024, 60
-MOST, SLACK = 1.1, 64 << 20  # host memory that a save takes: a share of the state, and bytes for writing it
+MOST, SLACK = 1.1, 64 << 20  # host memory of a save: share of the state size, plus bytes for write buffers
 
 
 def run(here: Here) -> None:
-    here.needs_gpu("FBGEMM keeps a cache on GPUs alone")
+    here.needs_gpu("FBGEMM has a cache only on GPUs")
     import small
     import torch
 
@@ -33,12 +35,12 @@ def run(here: Here) -> None:
         tensors = state.tensors()  # flushes the cache
         rows = state.tables["t"].weight.dense()[ids.to(state.tables["t"].weight.device)]
         apart = float((rows.to(looked_up.device) - looked_up).abs().max())
-        assert apart == 0, f"rows that were flushed differ from those that are looked up by {apart:.2g}"
+        assert apart == 0, f"flushed rows differ from looked-up rows by {apart:.2g}"
         _check_host_memory(here, tensors)
 
 
 def _train(step, here: Here) -> None:
-    """Ids that come back, so that a cache helps, and others, so that rows leave it."""
+    """Train on skewed ids: frequent ids hit the cache and rare ids evict rows."""
     import torch
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -59,7 +61,7 @@ def _train(step, here: Here) -> None:
 
 
 def _lookup(kernel, ids):
-    """Rows as a forward gives them, one id a bag."""
+    """Return the rows that a forward pass looks up, with one id per bag."""
     import torch
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -69,7 +71,7 @@ def _lookup(kernel, ids):
 
 
 def _check_host_memory(here: Here, tensors) -> None:
-    """Of the whole process: raytrec locks memory that torch's statistics of pinned memory do not know of."""
+    """Check the RSS of the process; torch's statistics do not include memory page-locked by raytrec."""
     import psutil
 
     from raytrec.checkpoint.save import CheckpointWriter

@@ -1,4 +1,4 @@
-"""Time that passes only where a test advances it: what depends on time is then the same on a slow machine."""
+"""Simulated time that only tests advance, so that timing does not depend on the speed of the machine."""
 
 from contextlib import AbstractContextManager
 from time import perf_counter
@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 
 class Time:
-    """Stands in for time.perf_counter and time.sleep; each look at it takes a microsecond."""
+    """Replacement for time.perf_counter and time.sleep; each read advances the clock by 1 µs."""
 
     def __init__(self) -> None:
         self.now = perf_counter()
@@ -19,13 +19,13 @@ class Time:
         self.now += seconds
 
     def of(self, module: object, *names: str) -> AbstractContextManager:
-        """A context in which a module's functions `names` (perf_counter, sleep) are this one's."""
+        """Return a context that patches functions of a module (perf_counter, sleep) with this clock."""
         functions = {"perf_counter": self.look, "sleep": self.sleep}
         return patch.multiple(module, **{name: functions[name] for name in names})
 
 
 def simulated() -> AbstractContextManager:
-    """A context in which the stand-in's streams work and wait in such time."""
+    """Return a context in which the streams of the stand-in use simulated time."""
     from standin import device
 
     return Time().of(device, "perf_counter", "sleep")

@@ -1,4 +1,4 @@
-"""The device itself: what this process believes it has, for as long as the context lasts."""
+"""Device, streams and events of the stand-in, and the context that patches torch.cuda."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ import torch
 
 import raytrec
 
-# Folders, each with a separator at its end: checkouts and their parents may have any name.
+# Folders with a trailing separator, because a checkout or its parent can have any name.
 OURS, TORCH, STANDIN = (f"{Path(file).parent}/" for file in (raytrec.__file__, torch.__file__, __file__))
-CLOCK_HZ = 1.755e9  # of the streaming multiprocessors
-# What torch does not warn of: a program has asked for it.
+CLOCK_HZ = 1.755e9  # clock rate of the streaming multiprocessors
+# Explicit synchronizations, for which torch does not warn.
 UNSAID = ("torch.cuda.synchronize", "Stream.synchronize", "Event.synchronize")
 
 
 class Wait(NamedTuple):
-    """The host has waited for the device.
+    """Wait of the host for the device.
 
     Attributes:
-        what: the operation.
+        what: name of the operation.
         where: FILE:FUNCTION of the innermost caller outside torch.
-        ours: the same of the innermost caller in raytrec; "" where there is none.
-        callers: the same of all callers in raytrec, the innermost first.
-        drains: whether the default stream, on which models compute, has nothing left to do after it.
+        ours: FILE:FUNCTION of the innermost caller in raytrec; "" if there is none.
+        callers: FILE:FUNCTION of all callers in raytrec, innermost first.
+        drains: True if the wait empties the default stream, on which models compute.
     """
 
     what: str
@@ -43,14 +43,14 @@ class Wait(NamedTuple):
 
 
 class Stream:
-    """Work in order, done at its own time."""
+    """Simulated CUDA stream."""
 
     def __init__(self, device: object = None, priority: int = 0, **_: object):
         self.done_at, self.cuda_stream = 0.0, id(self)
-        self.device = Gpu.active.device if device is None else torch.device(device)  # TorchRec asks for it
+        self.device = Gpu.active.device if device is None else torch.device(device)  # read by TorchRec
 
     def work(self, seconds: float) -> None:
-        """Puts work on it."""
+        """Add work to this stream."""
         self.done_at = max(perf_counter(), self.done_at) + seconds
 
     def wait_stream(self, other: Stream) -> None:
@@ -75,7 +75,7 @@ class Stream:
 
 
 class Event:
-    """A mark on a stream."""
+    """Simulated CUDA event."""
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False):
         self.timed, self.time, self.stream = enable_timing, None, None
@@ -106,7 +106,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Properties:
-    """What torch.cuda.get_device_properties returns for it: an H100's."""
+    """Result of torch.cuda.get_device_properties: the properties of an H100."""
 
     name: str = "stand-in for an NVIDIA H100"
     major: int = 9
@@ -117,12 +117,13 @@ class Properties:
 
 
 class Gpu:
-    """This process's view of its GPUs, of which it uses one.
+    """Simulated GPUs visible to this process, which uses one of them.
 
     Attributes:
-        index: of the one it uses; count: that it sees.
-        waits: every wait of the host for the device, in order.
-        warns: whether a wait is also a warning (torch.cuda.set_sync_debug_mode).
+        index: index of the GPU in use.
+        count: number of visible GPUs.
+        waits: all waits of the host for the device, in order.
+        warns: if True, a wait also emits a warning (torch.cuda.set_sync_debug_mode).
     """
 
     active: Gpu | None = None
@@ -154,11 +155,11 @@ class Gpu:
             self._current.stream = before
 
     def work(self, seconds: float) -> None:
-        """Puts work on the current stream."""
+        """Add work to the current stream."""
         self.stream.work(seconds)
 
     def wait(self, what: str, stream: Stream | None = None, until: float | None = None) -> None:
-        """The host waits for a stream (default: the current one)."""
+        """Make the host wait for a stream (default: the current stream)."""
         until = (stream or self.stream).done_at if until is None else until
         drains = perf_counter() < self.default_stream.done_at <= until
         outside, ours = _callers()
@@ -185,7 +186,7 @@ class Gpu:
 
     @property
     def pinned_bytes(self) -> int:
-        """With what torch's allocator rounds up to powers of two; what was registered is as it is."""
+        """Pinned bytes. torch rounds its allocations up to powers of two; registered memory is exact."""
         return sum(
             size if keep is None else 1 << (size - 1).bit_length()
             for size, keep in self._pinned.copy().values()
@@ -193,7 +194,7 @@ class Gpu:
 
 
 class _Runtime:
-    """What torch.cuda.cudart() gives, as far as raytrec asks for it."""
+    """Subset of torch.cuda.cudart() that raytrec uses."""
 
     class cudaError:
         success = 0
@@ -223,10 +224,11 @@ def _callers() -> tuple[str, tuple[str, ...]]:
 
 @contextmanager
 def cuda(index: int = 0, count: int = 1) -> Iterator[Gpu]:
-    """This process has GPUs, of which it uses one.
+    """Give this process simulated GPUs inside the block.
 
     Args:
-        index: of the one that it uses. count: that it sees.
+        index: index of the GPU in use.
+        count: number of visible GPUs.
     """
     from standin.group import nccl
     from standin.kernels import kernels
@@ -239,7 +241,7 @@ def cuda(index: int = 0, count: int = 1) -> Iterator[Gpu]:
             stack.enter_context(patch.object(torch.cuda, name, value))
         for name, value in _torch_accelerator(gpu).items():
             stack.enter_context(patch.object(torch.accelerator, name, value))
-        # torch asks for it when it logs that something failed.
+        # torch reads the NCCL version when it logs an error.
         stack.enter_context(patch.object(torch.cuda.nccl, "version", lambda: (2, 29, 7)))
         for context in (on_device(gpu), nccl(), kernels()):
             stack.enter_context(context)

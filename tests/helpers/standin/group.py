@@ -1,4 +1,4 @@
-"""NCCL's process groups, by gloo. They refuse tensors in host memory, as NCCL does."""
+"""Process groups that report NCCL and use gloo. They reject tensors in host memory like NCCL."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COLLECTIVES = (
 
 @contextmanager
 def nccl() -> Iterator[None]:
-    """Groups that are asked for as "nccl" are gloo's and claim to be NCCL's."""
+    """Replace "nccl" groups created in this block by gloo groups that report NCCL."""
     names: set[str] = set()
     begin, new, backend_of = dist.init_process_group, dist.new_group, dist.get_backend
 
@@ -75,7 +75,7 @@ def _checked(collective: Callable, name: str, is_nccl: Callable) -> Callable:
             if host:
                 raise RuntimeError(f"No backend type associated with device type cpu (in {name})")
             if name == "barrier":
-                Gpu.active.wait(name)  # NCCL's is not done until the current stream is
+                Gpu.active.wait(name)  # a NCCL barrier waits for the current stream
         return collective(*args, **kwargs)
 
     return checked

@@ -1,4 +1,4 @@
-"""FBGEMM's kernels for CUDA, computed by those for CPU on tables that claim to lie on the GPU."""
+"""FBGEMM's CUDA kernels, computed by its CPU kernels on tables that report a CUDA device."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from standin.tensor import place
 
 library = torch.library.Library("fbgemm", "IMPL")
-# What lies on the device in FBGEMM's kernels for CUDA (1.8.0); learning rates lie in host memory.
+# Prefixes of tensors that are on the device in FBGEMM's CUDA kernels (1.8.0); learning rates are on the host.
 ON_DEVICE = ("weights", "momentum")
 
 
 @contextmanager
 def kernels() -> Iterator[None]:
-    """Kernels are built for CPU, whatever they are asked for."""
+    """Build all kernels created in this block for CPU."""
     fused = SplitTableBatchedEmbeddingBagsCodegen.__init__
     dense = DenseTableBatchedEmbeddingBagsCodegen.__init__
 
@@ -47,15 +47,16 @@ def kernels() -> Iterator[None]:
 def jagged_unique_indices(
     first_rows: torch.Tensor, first_features: torch.Tensor, offsets: torch.Tensor, ids: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """Each table's distinct ids, in its bags one as many as the other, or one more.
+    """Return the distinct ids of each table, distributed evenly over its bags.
 
     Args:
-        first_rows: int64 [features + 1], of each feature's table among the rows of all.
-        first_features: int64 [features + 1]; tables are between those that differ.
-        offsets: int64 [features × rows + 1]. ids: int64 [N].
+        first_rows: int64 [features + 1], first row of each feature's table in the concatenated tables.
+        first_features: int64 [features + 1], first feature of each feature's table.
+        offsets: int64 [features × rows + 1], bag offsets.
+        ids: int64 [N].
 
     Returns:
-        lengths and offsets of bags, ids, and of each id that was given its place among these.
+        Bag lengths, bag offsets, distinct ids, and the index of each input id in the distinct ids.
     """
     features = len(first_rows) - 1
     of_features = offsets[:: (len(offsets) - 1) // features].diff()

@@ -1,4 +1,4 @@
-"""Tensors that claim to lie on a GPU."""
+"""Tensors that report a CUDA device."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from torch.overrides import TorchFunctionMode, get_default_nowrap_functions
 
 from standin.device import Gpu
 
-# Operations that hand a value of the device, or a size that depends on one, to the host (torch 2.13.0).
+# Operations that return a device value, or a size that depends on one, to the host (torch 2.13.0).
 WAITING = {
     *("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__complex__", "is_nonzero"),
     *("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "equal", "allclose"),
     *("bincount", "multinomial", "jagged_unique_indices", "__contains__", "__repr__", "__format__"),
 }
-# Operations that take tensors of two devices.
+# Operations that accept tensors on two devices.
 ACROSS = {
     *("copy_", "to", "_to_copy", "__set__", "__get__", "set_", "type", "as_subclass", "register_hook"),
     "backward",
 }
-# Of these, indices may be in host memory where the values are on the device; never the reverse.
+# Indexing operations: host indices are allowed for device values, but not the reverse.
 INDEXING = {"__getitem__", "__setitem__", "index", "index_put", "index_put_", "_index_put_impl_"}
-# Operations that take no scalar of the other device either.
+# Operations that also reject scalar tensors on the other device.
 STRICT = {"stack", "cat", "concat", "concatenate", "hstack", "vstack"}
-COPIED = {"tensor", "as_tensor", "asarray"}  # factories that make values on the host and send them
+COPIED = {"tensor", "as_tensor", "asarray"}  # factories that create values on the host and copy them
 
 
 class DeviceTensor(torch.Tensor):
-    """Claims to lie on the GPU in use; to torch's C++ code it is an ordinary tensor in host memory."""
+    """Tensor that reports the GPU in use; torch's C++ code sees an ordinary host tensor."""
 
     @property
     def device(self) -> torch.device:
@@ -49,7 +49,7 @@ class DeviceTensor(torch.Tensor):
         return super().as_subclass(_both(kind))
 
     def record_stream(self, stream: Any) -> None:
-        """Memory is Python's here."""
+        """Do nothing: memory is managed by the host allocator."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -57,7 +57,7 @@ class DeviceTensor(torch.Tensor):
 
 
 class Factories(TorchFunctionMode):
-    """Makes tensors on the GPU where `device` asks for it; torch's C++ code would refuse."""
+    """Mode that creates stand-in tensors for device="cuda", which torch's C++ code would reject."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -76,7 +76,7 @@ def is_on_device(value: Any) -> bool:
 
 
 def place(value: torch.Tensor) -> torch.Tensor:
-    """The same values, claimed to be on the GPU."""
+    """Return a tensor as a stand-in tensor that shares its memory."""
     if is_on_device(value):
         return value
     kind = type(value)
@@ -86,7 +86,7 @@ def place(value: torch.Tensor) -> torch.Tensor:
 
 
 def off(value: torch.Tensor) -> torch.Tensor:
-    """The same values as an ordinary tensor."""
+    """Return a stand-in tensor as an ordinary tensor that shares its memory."""
     return torch.Tensor.as_subclass(value, torch.Tensor)
 
 
@@ -107,7 +107,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def made(func: Any, args: tuple, kwargs: dict) -> Any:
-    """What a factory gives."""
+    """Call a tensor factory and return its result on the requested device."""
     kwargs, gpu = dict(kwargs), Gpu.active
     target, pinned = kwargs.pop("device", None), kwargs.pop("pin_memory", False)
     device = None if target is None else as_device(target)
@@ -129,7 +129,7 @@ def as_device(value: Any) -> torch.device:
 
 
 def moved(name: str, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Tensor.to, .cuda and .cpu from one device to the other; a copy, always."""
+    """Run Tensor.to, .cuda or .cpu. A move between devices always copies."""
     value, rest = args[0], args[1:]
     if name == "to":
         device, dtype, non_blocking, _ = torch._C._nn._parse_to(*rest, **_without_copy(kwargs))
@@ -143,7 +143,7 @@ def moved(name: str, args: tuple, kwargs: dict) -> torch.Tensor:
         if device.type != "cuda":
             if not is_on_device(value):
                 return value.to(device, dtype, copy=kwargs.get("copy", False))
-            Gpu.active.wait("to host memory")  # pageable, so it waits in any case
+            Gpu.active.wait("to host memory")  # always waits, because the result is pageable
             return plain.to(dtype, copy=True)
         if is_on_device(value):
             return value if dtype == value.dtype else place(plain.to(dtype))
@@ -157,7 +157,7 @@ def _without_copy(kwargs: dict) -> dict:
 
 
 def call(func: Any, args: tuple, kwargs: dict) -> Any:
-    """An operation with at least one tensor on the GPU."""
+    """Run an operation with at least one stand-in tensor."""
     name, gpu = name_of(func), Gpu.active
     if name in ("to", "cuda", "cpu"):
         return moved(name, args, kwargs)
@@ -177,7 +177,7 @@ def call(func: Any, args: tuple, kwargs: dict) -> Any:
     out = _run(func, args, kwargs)
     if to_host or _leaves_as_it_is(func, name):
         return out
-    # An operation in place on host memory gives that memory back.
+    # An in-place operation on host memory returns a host tensor.
     given = {id(t) for t in tensors_in((args, kwargs)) if not is_on_device(t)}
     return _placed(out, given)
 
@@ -185,7 +185,7 @@ def call(func: Any, args: tuple, kwargs: dict) -> Any:
 def _run(func: Any, args: tuple, kwargs: dict) -> Any:
     with ExitStack() as stack:
         stack.enter_context(torch._C.DisableTorchFunctionSubclass())
-        if isinstance(func, FunctionType):  # written in Python: what it makes by itself, and where
+        if isinstance(func, FunctionType):  # Python functions can create tensors with device="cuda"
             stack.enter_context(Factories())
         return func(*args, **kwargs)
 
@@ -199,7 +199,7 @@ def _placed(value: Any, given: set[int]) -> Any:
         return value if id(value) in given or value.is_meta else place(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(_placed(each, given) for each in value))
-    if isinstance(value, (list, tuple)):  # torch.return_types, too
+    if isinstance(value, (list, tuple)):  # includes torch.return_types
         return type(value)([_placed(each, given) for each in value])
     if type(value) is dict:
         return {key: _placed(each, given) for key, each in value.items()}
@@ -207,7 +207,7 @@ def _placed(value: Any, given: set[int]) -> Any:
 
 
 def waits(name: str, args: tuple, kwargs: dict) -> bool:
-    """Whether the host waits for the device in this operation."""
+    """Return True if the host waits for the device in this operation."""
     if name in WAITING:
         return True
     if name == "copy_":
@@ -223,7 +223,7 @@ def waits(name: str, args: tuple, kwargs: dict) -> bool:
     if name == "where":
         return len(args) == 1
     if name in INDEXING:
-        sent = any(t.dim() and not is_on_device(t) for t in tensors_in(args[1]))  # as pageable memory
+        sent = any(t.dim() and not is_on_device(t) for t in tensors_in(args[1]))  # a pageable copy
         masks = any(t.dtype == torch.bool for t in tensors_in(args[1]))
         fills = name == "__setitem__" and not (isinstance(args[2], torch.Tensor) and args[2].dim())
         return sent or (masks and not fills)
@@ -233,7 +233,7 @@ def waits(name: str, args: tuple, kwargs: dict) -> bool:
 def _refuse_two_devices(name: str, func: Any, args: tuple, kwargs: dict) -> None:
     if name.rpartition(".")[2] in ACROSS or str(func).startswith(("fbgemm", "torchrec", "profiler")):
         return
-    if torch._C._current_graph_task_id() != -1:  # autograd's engine makes ordinary tensors
+    if torch._C._current_graph_task_id() != -1:  # autograd's engine creates ordinary tensors
         return
     if name in INDEXING:
         indices = [t for t in tensors_in(args[1]) if t.dim()]
@@ -242,7 +242,7 @@ def _refuse_two_devices(name: str, func: Any, args: tuple, kwargs: dict) -> None
                 "indices should be either on cpu or on the same device as the indexed tensor (cpu)"
             )
         if len(args) < 3 or not indices:
-            return  # what is between slices is copied
+            return  # assignment between slices is a copy
         args = (args[0], args[2])
     host = [t for t in tensors_in((args, kwargs)) if not is_on_device(t) and not t.is_meta]
     if name not in STRICT:
@@ -265,7 +265,7 @@ _CLASSES: dict[type, type] = {DeviceTensor: DeviceTensor, torch.Tensor: DeviceTe
 
 
 def _both(kind: type) -> type:
-    """A class of tensors that is on the GPU and is of this kind, too."""
+    """Return a subclass of both DeviceTensor and `kind`."""
     if kind not in _CLASSES:
         _CLASSES[kind] = type(kind.__name__, (DeviceTensor, kind), {})
     return _CLASSES[kind]
@@ -273,11 +273,11 @@ def _both(kind: type) -> type:
 
 @contextmanager
 def on_device(gpu: Gpu) -> Iterator[None]:
-    """Tensors are made on the GPU where code asks for it, in this thread and in those begun meanwhile."""
+    """Create stand-in tensors for device="cuda" in this thread and in threads started in the block."""
     run = Thread.run
 
     def run_on_device(self: Thread) -> None:
-        with Factories():  # a mode is one thread's
+        with Factories():  # modes are per thread
             run(self)
 
     def pin(self: torch.Tensor, device: object = None) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Ray Train workers whose GPUs are stand-ins, on a Ray that counts GPUs."""
+"""Ray Train workers with stand-in GPUs, on a Ray with simulated GPUs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raytrec.worker.rendezvous import OwnAddressBackend, OwnAddressConfig
 
 
 class StandInBackend(OwnAddressBackend):
-    """Gives each worker its stand-in before its process group begins."""
+    """Ray Train backend that sets up the stand-in of each worker before its process group."""
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
         if backend_config.backend == "nccl":
@@ -30,7 +30,7 @@ class StandInConfig(OwnAddressConfig):
 
 
 def enter() -> None:
-    """This process has GPUs from now on: those that Ray lets it see."""
+    """Set up the stand-in with the GPUs that Ray assigned to this process."""
     from standin import cuda
 
     seen = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
@@ -38,14 +38,14 @@ def enter() -> None:
     _contexts[-1].__enter__()
 
 
-_contexts: list[Any] = []  # never left: a worker's process ends with its run
+_contexts: list[Any] = []  # never exited: the worker process ends with its run
 
 
 @contextmanager
 def workers_with_stand_ins() -> Iterator[None]:
-    """A block in which the workers of runs have stand-ins for the GPUs that Ray counts.
+    """Give the workers of runs in this block stand-in GPUs.
 
-    They must find this module: by PYTHONPATH.
+    PYTHONPATH of the workers must include this package.
     """
     with (
         patch("raytrec.worker.rendezvous.OwnAddressConfig", StandInConfig),
@@ -56,7 +56,7 @@ def workers_with_stand_ins() -> Iterator[None]:
 
 @contextmanager
 def local_ray(gpus: int) -> Iterator[None]:
-    """A local Ray that counts so many GPUs; the workers of runs have stand-ins for them."""
+    """Start a local Ray with `gpus` simulated GPUs; workers of runs get stand-in GPUs."""
     import ray
 
     from raytrec.cluster.session import ray_session
