@@ -47,7 +47,7 @@ from raytrec.worker.progress import Progress
 from raytrec.worker.step import Step
 
 sys.path.append(str(REPO / "tests" / "helpers"))
-from operators import Operators, is_launched
+from operators import OperatorCounter, launches_kernel
 
 WARM, COUNTED, TIMED = HELD, HELD, 2 * HELD  # steps
 ROWS, WIDTH = 1000, 8
@@ -65,7 +65,7 @@ SHOWN = {
 }
 
 
-class Launches(Operators):
+class Launches(OperatorCounter):
     """A context manager that counts launched operators.
 
     Attributes:
@@ -78,7 +78,7 @@ class Launches(Operators):
         self._phases = step.phases
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.of_phases[self._phases.current] += is_launched(func)
+        self.of_phases[self._phases.current] += launches_kernel(func)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 

@@ -10,12 +10,26 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 
 # Names that mark a test module as one that starts processes.
-FORKS = {"on_ranks", "ranks", "assert_parity", "warm"}
-STARTS = FORKS | {"subprocess", "multiprocessing", "ray_session", "heads", "hosts", "Head"}
+FORKING_NAMES = {"run_on_ranks", "ranks", "assert_parity", "warm"}
+PROCESS_STARTING_NAMES = FORKING_NAMES | {
+    "subprocess",
+    "multiprocessing",
+    "ray_session",
+    "heads",
+    "hosts",
+    "Head",
+}
 # Ray fixture -> xdist group suffix. Tests run in this order, after all tests without Ray.
-ON_RAY = {"ray_with_gpus": "on Ray with GPUs", "ray_cluster": "on Ray"}
+RAY_GROUPS = {"ray_with_gpus": "on Ray with GPUs", "ray_cluster": "on Ray"}
 # Slowest test modules on the shared Ray. They run first so that parallel workers finish at the same time.
-LONGEST = ["test_driver", "test_survive", "test_out_of_tree", "test_cli", "test_warm_start", "test_check"]
+LONGEST_MODULES = [
+    "test_driver",
+    "test_survive",
+    "test_out_of_tree",
+    "test_cli",
+    "test_warm_start",
+    "test_check",
+]
 
 
 def pytest_sessionstart(session):
@@ -37,23 +51,25 @@ def pytest_collection_modifyitems(items):
     share an xdist group; all tests with GPUs share one group.
     """
     for item in items:
-        ray = ray_of(item)
-        if ray or STARTS & vars(item.module).keys():
+        ray = find_ray_fixture(item)
+        if ray or PROCESS_STARTING_NAMES & vars(item.module).keys():
             item.add_marker("processes")
         module = [] if ray == "ray_with_gpus" else [item.module.__name__]
-        item.add_marker(pytest.mark.xdist_group(", ".join(module + ([ON_RAY[ray]] if ray else []))))
-    items.sort(key=place_in_the_order)
+        item.add_marker(pytest.mark.xdist_group(", ".join(module + ([RAY_GROUPS[ray]] if ray else []))))
+    items.sort(key=collection_order_key)
 
 
-def ray_of(item):
+def find_ray_fixture(item):
     """Return the name of the Ray fixture that a test uses, or None."""
-    return next((name for name in ON_RAY if name in item.fixturenames), None)
+    return next((name for name in RAY_GROUPS if name in item.fixturenames), None)
 
 
-def place_in_the_order(item):
-    name, ray = item.module.__name__, ray_of(item)
-    kinds = [None, *ON_RAY]
-    return kinds.index(ray), LONGEST.index(name) if ray and name in LONGEST else len(LONGEST)
+def collection_order_key(item):
+    name, ray = item.module.__name__, find_ray_fixture(item)
+    kinds = [None, *RAY_GROUPS]
+    return kinds.index(ray), LONGEST_MODULES.index(name) if ray and name in LONGEST_MODULES else len(
+        LONGEST_MODULES
+    )
 
 
 def pytest_collection_finish(session):
@@ -61,47 +77,47 @@ def pytest_collection_finish(session):
     if session.config.getoption("loadgroup", False) and session.items:
         assert "@" in session.items[-1].nodeid, "pytest-xdist does not keep the tests of a module together"
     gc.freeze()  # exclude imported modules from later garbage collections
-    if any(FORKS & vars(item.module).keys() for item in session.items):
+    if any(FORKING_NAMES & vars(item.module).keys() for item in session.items):
         import warm
 
-        warm.copy_this_process()
+        warm.fork_from_copy()
 
 
 @pytest.fixture(scope="session")
-def _rays():
-    from rays import Rays
+def _shared_ray():
+    from rays import SharedRay
 
-    rays = Rays()
+    rays = SharedRay()
     yield rays
     rays.close()
 
 
 @pytest.fixture(scope="module")
-def ray_cluster(_rays):
+def ray_cluster(_shared_ray):
     """Start or reuse a local Ray on loopback with 6 logical CPUs."""
-    _rays.use(0)
+    _shared_ray.use(0)
 
 
 @pytest.fixture(scope="module")
-def ray_with_gpus(_rays):
+def ray_with_gpus(_shared_ray):
     """Start or reuse a local Ray with 6 logical CPUs and 2 simulated GPUs."""
-    _rays.use(2)
+    _shared_ray.use(2)
 
 
 @pytest.fixture(scope="session")
 def tiny_data(tmp_path_factory):
-    """Return a folder written by parquet.dataset. Tests must not change it."""
+    """Return a folder written by parquet.write_dataset. Tests must not change it."""
     import parquet
 
-    return parquet.dataset(tmp_path_factory.mktemp("tiny") / "d")
+    return parquet.write_dataset(tmp_path_factory.mktemp("tiny") / "d")
 
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory):
-    """Yield a Ray head on loopback with a parquet.dataset in data/tiny below its root."""
+    """Yield a Ray head on loopback with a parquet.write_dataset in data/tiny below its root."""
     import parquet
-    from heads import Head
+    from heads import RayHead
 
-    with Head(tmp_path_factory.mktemp("head") / "h") as head:
-        parquet.dataset(head.root / "data" / "tiny")
+    with RayHead(tmp_path_factory.mktemp("head") / "h") as head:
+        parquet.write_dataset(head.root / "data" / "tiny")
         yield head

@@ -2,10 +2,10 @@
 
 import pytest
 from next_item import ML1M, build_plain, build_raytrec
-from ranks import on_ranks
+from ranks import run_on_ranks
 
 
-def losses(rank, world, shape):
+def train_both_sides(rank, world, shape):
     """Return the losses of the first 6 steps, [raytrec, plain torch], from equal weights without dropout."""
     import torch
 
@@ -17,8 +17,12 @@ def losses(rank, world, shape):
         (table,) = tables(ours.model).values()
         plain.model.items.weight[:-1] = table.weight.dense()
         plain.model.positions.weight.copy_(dense.pop("positions"))
-        own = [v for name, v in plain.model.named_parameters() if name not in TABLES]
-        order = sasrec_order(shape["blocks"]) if shape["model"] == "sasrec" else hstu_order(shape["blocks"])
+        own = [v for name, v in plain.model.named_parameters() if name not in TABLE_PARAMETERS]
+        order = (
+            sasrec_parameter_names(shape["blocks"])
+            if shape["model"] == "sasrec"
+            else hstu_parameter_names(shape["blocks"])
+        )
         for name, weight in zip(order, own, strict=True):
             weight.copy_(dense.pop(name))
     assert not dense, dense.keys()
@@ -28,16 +32,16 @@ def losses(rank, world, shape):
     ]
 
 
-TABLES = {"items.weight", "positions.weight"}
+TABLE_PARAMETERS = {"items.weight", "positions.weight"}
 
 
-def sasrec_order(blocks):
+def sasrec_parameter_names(blocks):
     parts = "norms.0", "norms.1", "attention.inputs", "attention.output", "network.0", "network.3"
     names = [f"blocks.{block}.{part}" for block in range(blocks) for part in parts] + ["norm"]
     return [f"{name}.{kind}" for name in names for kind in ("weight", "bias")]
 
 
-def hstu_order(blocks):
+def hstu_parameter_names(blocks):
     parts = "distances", "inputs.weight", "output.weight", "output.bias"
     return [f"layers.{block}.{part}" for block in range(blocks) for part in parts]
 
@@ -47,5 +51,5 @@ def hstu_order(blocks):
 def test_raytrec_and_plain_torch_have_equal_losses(model, share_negatives):
     more = {"model": model, "share_negatives": share_negatives, "items": 3000}
     shape = ML1M | more | {"rows": 6, "negatives": 3, "dropout": 0.0}
-    ((ours, plain),) = on_ranks(1, losses, shape)
+    ((ours, plain),) = run_on_ranks(1, train_both_sides, shape)
     assert ours == pytest.approx(plain, rel=1e-4, abs=1e-5)

@@ -4,12 +4,16 @@ import harness
 import precision
 
 
-def of(*aucs):
+def make_runs(*aucs):
     return {str(seed): {"auc": auc, "ne": 0.8, "rows_per_s": 1234.5} for seed, auc in enumerate(aucs)}
 
 
 def test_differences_compare_runs_with_equal_seeds():
-    runs = {"fp32 fp32 fp32": of(0.80, 0.82, 0.84), "fp32 fp16 fp16": of(0.801, 0.823), "fp16 fp32 fp32": {}}
+    runs = {
+        "fp32 fp32 fp32": make_runs(0.80, 0.82, 0.84),
+        "fp32 fp16 fp16": make_runs(0.801, 0.823),
+        "fp16 fp32 fp32": {},
+    }
     exact, lower = precision.rows_of(runs)
     assert exact == ["fp32", "fp32", "fp32", "0.82000", "", "0.80000", "1,234"]
     assert lower[:5] == ["fp32", "fp16", "fp16", "0.81200", "+2.0e-03 ± 1.0e-03"]
@@ -31,6 +35,6 @@ def test_cached_runs_require_equal_config(monkeypatch, tmp_path):
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
     about = {"config": "a", "settings": []}
     assert precision.kept(about) == {}
-    harness.store("precision", about | {"runs": {"fp32 fp32 fp32": of(0.8)}})
-    assert precision.kept(about) == {"fp32 fp32 fp32": of(0.8)}
+    harness.store("precision", about | {"runs": {"fp32 fp32 fp32": make_runs(0.8)}})
+    assert precision.kept(about) == {"fp32 fp32 fp32": make_runs(0.8)}
     assert precision.kept(about | {"config": "b"}) == {}

@@ -21,7 +21,7 @@ REPO = Path(__file__).parents[1]
 
 
 @pytest.fixture
-def measured(monkeypatch, tmp_path):
+def measurement(monkeypatch, tmp_path):
     """Return (function that measures a row, list of trained seeds). Every run reports one second."""
     row, trained = quality.chosen(quality.read_rows(), "ml100k_dlrm")[0], []
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
@@ -47,12 +47,12 @@ def test_quality_configs_report_metrics_of_their_rows():
         assert config.model.name == row.model
         assert Path(config.data.train) == Path(quality.PREPARED, row.data, "train")
         assert set(row.published.get("figures", {})) <= set(row.metrics)
-        assert set(row.metrics.values()) <= figures_of(config), row.name
+        assert set(row.metrics.values()) <= evaluation_keys(config), row.name
         if config.data.schema_path:
             Schema.load(REPO / config.data.schema_path)
 
 
-def figures_of(config):
+def evaluation_keys(config):
     """Return the keys of result.json that the evaluations of a configuration write."""
     if config.eval.retrieval:
         return {
@@ -63,8 +63,8 @@ def figures_of(config):
     return {f"eval.{start}{metric}" for start, metrics in named for metric in metrics or ["auc"]}
 
 
-def test_interrupted_measurement_resumes_at_next_seed(measured):
-    measure, trained = measured
+def test_interrupted_measurement_resumes_at_next_seed(measurement):
+    measure, trained = measurement
     with pytest.raises(KeyboardInterrupt):
         measure(5)
     assert trained == [0, 1, 2, 3]
@@ -74,8 +74,8 @@ def test_interrupted_measurement_resumes_at_next_seed(measured):
     assert [run["seed"] for run in next(iter(kept.values()))["runs"]] == [0, 1, 2]
 
 
-def test_changed_row_discards_only_own_runs(measured):
-    measure, trained = measured
+def test_changed_row_discards_only_own_runs(measurement):
+    measure, trained = measurement
     one, other = quality.chosen(quality.read_rows(), "ml100k_dlrm,ml100k_dcn")
     for row in (one, other, replace(one, recipe="another")):
         measure(1, row=row)
@@ -84,8 +84,8 @@ def test_changed_row_discards_only_own_runs(measured):
     assert set(kept) == {one.name, other.name} and kept[one.name]["recipe"] == "another"
 
 
-def test_measurement_stops_before_budget_is_exceeded(measured):
-    measure, trained = measured
+def test_measurement_stops_before_budget_is_exceeded(measurement):
+    measure, trained = measurement
     measure(3, budget=2.5)
     assert trained == [0, 1]
     measure(3, budget=3.5)

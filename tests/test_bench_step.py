@@ -11,12 +11,13 @@ from processes import Command
 from step import Measured
 from step_results import documents, markdown, rows_of, summarize
 
-SPIN = "import time\nwhile time.process_time() < {}: pass\n"
+SPIN_SOURCE = "import time\nwhile time.process_time() < {}: pass\n"
 # The first process uses 0.3 s of CPU time and exits. The second, in a separate session, uses 0.2 s and stays.
-BOTH = f"""
+TWO_PROCESSES_SOURCE = f"""
 import subprocess, sys, time
-subprocess.run([sys.executable, "-S", "-c", {SPIN.format(0.3)!r}])
-subprocess.Popen([sys.executable, "-S", "-c", {SPIN.format(0.2)!r} + "time.sleep(9)"], start_new_session=True)
+subprocess.run([sys.executable, "-S", "-c", {SPIN_SOURCE.format(0.3)!r}])
+subprocess.Popen([sys.executable, "-S", "-c", {SPIN_SOURCE.format(0.2)!r} + "time.sleep(9)"],
+    start_new_session=True)
 time.sleep(1.5)
 """
 
@@ -40,8 +41,8 @@ def results():
 
 
 def test_cpu_time_includes_detached_and_exited_processes(tmp_path):
-    command = Command([sys.executable, "-S", "-c", BOTH], tmp_path / "one")
-    other = Command([sys.executable, "-S", "-c", SPIN.format(0.1)], tmp_path / "two")
+    command = Command([sys.executable, "-S", "-c", TWO_PROCESSES_SOURCE], tmp_path / "one")
+    other = Command([sys.executable, "-S", "-c", SPIN_SOURCE.format(0.1)], tmp_path / "two")
     deadline = monotonic() + 60
     while command.running and monotonic() < deadline:
         command.look(0.1)

@@ -19,12 +19,12 @@ from raytrec.config.run_config import RunConfig
 from raytrec.metrics.registry import METRICS, RESERVED
 
 REPO = Path(__file__).parents[1]
-TOP = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md"]
-PAGES = [*TOP, *(f"docs/{page.name}" for page in sorted((REPO / "docs").glob("*.md")))]
-HISTORY = "CHANGELOG.md"  # also mentions removed keys, commands and files
+TOP_LEVEL_PAGES = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md"]
+PAGES = [*TOP_LEVEL_PAGES, *(f"docs/{page.name}" for page in sorted((REPO / "docs").glob("*.md")))]
+CHANGELOG = "CHANGELOG.md"  # also mentions removed keys, commands and files
 # Dotted names that look like configuration keys but are run results or Python attributes.
-NO_KEYS = {"train.skipped_rows", "train.rows_per_s", "train.ended", "run.rows", "run.report"}
-FILES = {
+NOT_CONFIG_KEYS = {"train.skipped_rows", "train.rows_per_s", "train.ended", "run.rows", "run.report"}
+FILE_SUFFIXES = {
     "json",
     "jsonl",
     "yaml",
@@ -40,16 +40,16 @@ FILES = {
     "parquet",
     "onnx",
 }
-FILES |= {"txt"}
+FILE_SUFFIXES |= {"txt"}
 
 
-def text(page: str) -> str:
+def read_page(page: str) -> str:
     return (REPO / page).read_text()
 
 
-def code(page: str) -> list[str]:
+def code_snippets(page: str) -> list[str]:
     """Return the inline code snippets and the lines of code blocks of a page."""
-    lines = text(page).splitlines()
+    lines = read_page(page).splitlines()
     blocks = [line for line in lines if line.startswith("    ")]
     prose = "\n".join(line for line in lines if not line.startswith("    "))
     fenced = re.findall(r"(?ms)^```\w*\n(.*?)^```", prose)
@@ -58,122 +58,131 @@ def code(page: str) -> list[str]:
 
 
 @cache
-def anchors(page: str) -> set[str]:
+def heading_anchors(page: str) -> set[str]:
     """Return the anchors that GitHub generates for the headings of a page."""
-    headings = re.findall(r"(?m)^#+ (.+)$", re.sub(r"(?ms)^```.*?^```", "", text(page)))
+    headings = re.findall(r"(?m)^#+ (.+)$", re.sub(r"(?ms)^```.*?^```", "", read_page(page)))
     words = [re.sub(r"[`*]|\[|\]\([^)]*\)", "", heading).lower() for heading in headings]
     return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in words}
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_doc_links_resolve(page):
-    for target in re.findall(r"\]\(([^)\s]+)\)", text(page)):
+    for target in re.findall(r"\]\(([^)\s]+)\)", read_page(page)):
         if re.match(r"[a-z]+://", target):
             continue
         path, _, anchor = target.partition("#")
         file = (REPO / page).parent / path if path else REPO / page
         assert file.exists(), target
         if anchor and file.suffix == ".md":
-            assert anchor in anchors(str(file.resolve().relative_to(REPO))), target
+            assert anchor in heading_anchors(str(file.resolve().relative_to(REPO))), target
 
 
 def test_readme_has_at_most_150_lines():
-    assert len(text("README.md").splitlines()) <= 150
+    assert len(read_page("README.md").splitlines()) <= 150
 
 
 def test_every_page_is_linked_from_readme_or_map():
-    linked = set(re.findall(r"docs/\w+\.md", text("README.md") + text("ARCHITECTURE.md")))
+    linked = set(re.findall(r"docs/\w+\.md", read_page("README.md") + read_page("ARCHITECTURE.md")))
     assert linked >= {page for page in PAGES if page.startswith("docs/")}
 
 
-def models_in(annotation: Any) -> list[type[BaseModel]]:
+def models_in_annotation(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    return [model for part in get_args(annotation) for model in models_in(part)]
+    return [model for part in get_args(annotation) for model in models_in_annotation(part)]
 
 
-def fields(model: type[BaseModel]) -> dict[str, Any]:
+def fields_by_key(model: type[BaseModel]) -> dict[str, Any]:
     return {field.alias or name: field for name, field in model.model_fields.items()}
 
 
-def is_key(words: list[str], models: list[type[BaseModel]]) -> bool:
+def is_key_path(words: list[str], models: list[type[BaseModel]]) -> bool:
     """Return True if a key path exists in the models. Any path below a free-form dict is accepted."""
     if not words:
         return True
     for model in models:
-        field = fields(model).get(words[0])
+        field = fields_by_key(model).get(words[0])
         if field is None:
             continue
-        inner, rest = models_in(field.annotation), words[1:]
+        inner, rest = models_in_annotation(field.annotation), words[1:]
         if str(field.annotation).startswith("dict"):
             rest = rest[1:]
             if not inner:
                 return True
-        if is_key(rest, inner):
+        if is_key_path(rest, inner):
             return True
     return False
 
 
-def known(key: str) -> bool:
+def is_config_key(key: str) -> bool:
     section, *rest = key.split(".")
     rest = rest[1:] if section == "tasks" and rest[1:] else rest  # tasks.NAME.weight
     models = (
-        list(SECTIONS.values()) if section == "model" else models_in(fields(RunConfig)[section].annotation)
+        list(SECTIONS.values())
+        if section == "model"
+        else models_in_annotation(fields_by_key(RunConfig)[section].annotation)
     )
-    return is_key(rest, models)
+    return is_key_path(rest, models)
 
 
-def is_figure(key: str) -> bool:
+def is_result_key(key: str) -> bool:
     """Return True if a key is in result.json: eval.METRIC or a reserved count."""
     section, *_, name = key.split(".")
     return section == "eval" and (name in METRICS.parts or name in RESERVED)
 
 
-def keys_in(snippet: str) -> list[str]:
+def config_keys_in(snippet: str) -> list[str]:
     """Return the configuration keys in a snippet, without file names, calls and Python paths."""
-    sections = "|".join(fields(RunConfig))
+    sections = "|".join(fields_by_key(RunConfig))
     found = re.findall(rf"(?<![\w./@-])((?:{sections})(?:\.[a-z_]\w*\*?|\.[A-Z]+)+)(?![\w(/:-])", snippet)
-    found = [key for key in found if key not in NO_KEYS and not is_figure(key)]
-    return [key for key in found if key.rpartition(".")[2] not in FILES]
+    found = [key for key in found if key not in NOT_CONFIG_KEYS and not is_result_key(key)]
+    return [key for key in found if key.rpartition(".")[2] not in FILE_SUFFIXES]
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page != HISTORY])
+@pytest.mark.parametrize("page", [page for page in PAGES if page != CHANGELOG])
 def test_docs_mention_only_existing_config_keys(page):
-    mentioned = {key for snippet in code(page) for key in keys_in(snippet)}
+    mentioned = {key for snippet in code_snippets(page) for key in config_keys_in(snippet)}
     placeholders = {key for key in mentioned if key.rpartition(".")[2].isupper()}  # checks.NAME
-    assert not {key for key in mentioned - placeholders if not known(key)}
+    assert not {key for key in mentioned - placeholders if not is_config_key(key)}
 
 
 def test_key_search_finds_config_keys():
-    assert len({key for page in PAGES for snippet in code(page) for key in keys_in(snippet)}) > 50
-    assert not known("train.los") and not known("plan.tables.X.kernel") and known("plan.tables.X.dtype")
-    assert keys_in("see plan.json, run.watch() and x.train.py; set train.epochs=3") == ["train.epochs"]
+    assert (
+        len({key for page in PAGES for snippet in code_snippets(page) for key in config_keys_in(snippet)})
+        > 50
+    )
+    assert (
+        not is_config_key("train.los")
+        and not is_config_key("plan.tables.X.kernel")
+        and is_config_key("plan.tables.X.dtype")
+    )
+    assert config_keys_in("see plan.json, run.watch() and x.train.py; set train.epochs=3") == ["train.epochs"]
 
 
 def yaml_blocks(page: str) -> list[dict]:
     """Return the indented blocks of a page that are run configurations."""
     found = []
-    for block in re.findall(r"(?m)(?:^    .*\n|^\n(?=    ))+", text(page)):
+    for block in re.findall(r"(?m)(?:^    .*\n|^\n(?=    ))+", read_page(page)):
         try:
             values = yaml.safe_load(re.sub(r"(?m)^    ", "", block))
         except yaml.YAMLError:
             continue
-        if isinstance(values, dict) and set(values) <= set(fields(RunConfig)):
+        if isinstance(values, dict) and set(values) <= set(fields_by_key(RunConfig)):
             found.append(values)
     return found
 
 
-def paths_of(values: Any) -> list[list[str]]:
+def key_paths(values: Any) -> list[list[str]]:
     if not isinstance(values, dict):
         return [[]]
-    return [[str(key), *path] for key, value in values.items() for path in paths_of(value)] or [[]]
+    return [[str(key), *path] for key, value in values.items() for path in key_paths(value)] or [[]]
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_docs_yaml_has_only_existing_config_keys(page):
     for block in yaml_blocks(page):
-        for path in paths_of(block):
-            assert known(".".join(word.replace(".", "_") for word in path)), path
+        for path in key_paths(block):
+            assert is_config_key(".".join(word.replace(".", "_") for word in path)), path
 
 
 def test_yaml_search_finds_configs():
@@ -181,7 +190,7 @@ def test_yaml_search_finds_configs():
 
 
 @cache
-def commands() -> dict[str, set[str]]:
+def options_by_command() -> dict[str, set[str]]:
     """Return command → options; `prepare` includes the options of all recipes."""
     group = typer.main.get_command(app)
     found = {}
@@ -193,7 +202,7 @@ def commands() -> dict[str, set[str]]:
     return found
 
 
-def calls(snippet: str) -> list[str]:
+def raytrec_calls(snippet: str) -> list[str]:
     """Return the raytrec command lines in a snippet; Python code and messages have none."""
     if snippet.lstrip().startswith(("error:", "import ", "from ", "expected:", "result =")):
         return []
@@ -201,28 +210,38 @@ def calls(snippet: str) -> list[str]:
     return [re.split(r"[|;&]", call)[0] for call in re.split(before, snippet.partition("  #")[0])[1:]]
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page != HISTORY])
+@pytest.mark.parametrize("page", [page for page in PAGES if page != CHANGELOG])
 def test_docs_mention_only_existing_commands(page):
-    for call in (call for snippet in code(page) for call in calls(snippet)):
+    for call in (call for snippet in code_snippets(page) for call in raytrec_calls(snippet)):
         name = re.match(r"[\w-]+", call)[0]
-        assert name in commands(), call
+        assert name in options_by_command(), call
         given = re.findall(r"(?<![\w-])--[a-z][a-z-]*", call)
-        assert set(given) - {"--help"} <= commands()[name], call
+        assert set(given) - {"--help"} <= options_by_command()[name], call
 
 
 def test_call_search_finds_commands():
-    assert calls("a | .venv/bin/raytrec follow JOB --x; raytrec stop  # raytrec no") == [
+    assert raytrec_calls("a | .venv/bin/raytrec follow JOB --x; raytrec stop  # raytrec no") == [
         "follow JOB --x",
         "stop",
     ]
-    assert len({call.split()[0] for page in PAGES for snippet in code(page) for call in calls(snippet)}) > 8
-    assert "--source" in commands()["prepare"] and "--detach" in commands()["submit"]
+    assert (
+        len(
+            {
+                call.split()[0]
+                for page in PAGES
+                for snippet in code_snippets(page)
+                for call in raytrec_calls(snippet)
+            }
+        )
+        > 8
+    )
+    assert "--source" in options_by_command()["prepare"] and "--detach" in options_by_command()["submit"]
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page != HISTORY])
+@pytest.mark.parametrize("page", [page for page in PAGES if page != CHANGELOG])
 def test_docs_mention_only_existing_files(page):
     roots = "raytrec|tests|benchmarks|jobs|datasets|deploy|docs|notebooks|requirements"
-    for snippet in code(page):
+    for snippet in code_snippets(page):
         for path in re.findall(
             rf"(?<![\w/.~])((?:{roots})/[\w./-]+\.(?:py|yaml|yml|md|txt|sh|ipynb))", snippet
         ):
@@ -230,9 +249,9 @@ def test_docs_mention_only_existing_files(page):
 
 
 @pytest.fixture
-def mine(tmp_path, monkeypatch):
-    """Import the Python blocks of docs/extending.md as the module `mine`."""
-    blocks = re.findall(r"(?ms)^```python\n(.*?)^```", text("docs/extending.md"))
+def extending_module(tmp_path, monkeypatch):
+    """Import the Python blocks of docs/extending.md as the module `extending_module`."""
+    blocks = re.findall(r"(?ms)^```python\n(.*?)^```", read_page("docs/extending.md"))
     (tmp_path / "mine.py").write_text("\n\n".join(blocks))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "mine", raising=False)
@@ -240,7 +259,7 @@ def mine(tmp_path, monkeypatch):
     del sys.modules["mine"]
 
 
-def run_with(values):
+def checked_run_with(values):
     """Return a stub of a CheckedRun with one table of one shard."""
     from raytrec.common.collectives import Peers
 
@@ -248,7 +267,7 @@ def run_with(values):
     return SimpleNamespace(peers=Peers(alone=True), tables={"item": SimpleNamespace(weight=weight)})
 
 
-def test_extending_page_examples_run(mine, tmp_path):
+def test_extending_page_examples_run(extending_module, tmp_path):
     import pyarrow as pa
     import pyarrow.parquet as pq
     import torch
@@ -284,11 +303,14 @@ def test_extending_page_examples_run(mine, tmp_path):
     selection = Selection([task])
     assert selection.best(config.checkpoint.best_metric).title == "accuracy at 0.5"
     view = TaskOutputs(logits_B.detach(), torch.tensor([0.1, 0.9, 0.2]), labels_B, torch.ones(3))
-    assert float(mine.Accuracy.figure(mine.Accuracy.sums(view))) == pytest.approx(2 / 3)
+    assert float(extending_module.Accuracy.figure(extending_module.Accuracy.sums(view))) == pytest.approx(
+        2 / 3
+    )
 
     bounded = choose(config)["bounded"]
     outcomes = [
-        bounded.check(run_with(torch.tensor([[size]]))).evaluate(Position(7), True) for size in (3.0, 200.0)
+        bounded.check(checked_run_with(torch.tensor([[size]]))).evaluate(Position(7), True)
+        for size in (3.0, 200.0)
     ]
     assert bounded.reaction == "warn" and STEP in bounded.check.moments
     assert outcomes[0].passed and not outcomes[1].passed and "item has a weight of 200" in outcomes[1].text

@@ -13,7 +13,7 @@ import yaml
 
 import raytrec
 
-FILMS = 20
+FILM_COUNT = 20
 SCHEMA = {
     "labels": ["label"],
     "sparse": {
@@ -21,7 +21,7 @@ SCHEMA = {
         "history": {"table": "item", "pooling": "mean"},
         "item_id": {"table": "item"},
     },
-    "tables": {"user": {"rows": 40, "dim": 8}, "item": {"rows": FILMS, "dim": 8}},
+    "tables": {"user": {"rows": 40, "dim": 8}, "item": {"rows": FILM_COUNT, "dim": 8}},
 }
 CONFIG = {
     "data": {"train": "films/train", "valid": "films/valid", "test": "films/test", "global_batch_size": 48},
@@ -35,21 +35,21 @@ CONFIG = {
     "tracking": {"enabled": False, "report": False},
 }
 # Modules whose examples belong to public functions (tested separately) or need a running training run.
-NOT_ALONE = {*raytrec._HOMES.values(), "raytrec.tracking.run_folder"} - {"raytrec.common.errors"}
+SKIPPED_MODULES = {*raytrec._HOMES.values(), "raytrec.tracking.run_folder"} - {"raytrec.common.errors"}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def films_folder(tmp_path_factory):
     """Return the working directory of the public functions' examples, with films data and configurations."""
     folder, draw = tmp_path_factory.mktemp("examples"), np.random.default_rng(0)
     for split, rows in (("train", 480), ("valid", 160), ("test", 160)):
-        users, items = draw.integers(0, 40, rows), draw.integers(0, FILMS, rows)
-        history = [draw.integers(0, FILMS, 3) for _ in range(rows)]
+        users, items = draw.integers(0, 40, rows), draw.integers(0, FILM_COUNT, rows)
+        history = [draw.integers(0, FILM_COUNT, 3) for _ in range(rows)]
         label = ((users + items) % 2).astype(np.int8)
         table = pa.table({"label": label, "user_id": users, "history": history, "item_id": items})
         (folder / "films" / split).mkdir(parents=True)
         pq.write_table(table, folder / "films" / split / "rows.parquet")
-    pq.write_table(pa.table({"item_id": np.arange(FILMS)}), folder / "items.parquet")
+    pq.write_table(pa.table({"item_id": np.arange(FILM_COUNT)}), folder / "items.parquet")
     (folder / "films/schema.yaml").write_text(yaml.safe_dump(SCHEMA))
     (folder / "films.yaml").write_text(yaml.safe_dump(CONFIG))
     (folder / "space.yaml").write_text(yaml.safe_dump({"optim.dense.lr": {"uniform": [0.001, 0.01]}}))
@@ -64,7 +64,7 @@ def run_examples(test):
     assert test.examples and not runner.failures, "".join(shown)
 
 
-def example_of(name):
+def doctest_of(name):
     (test,) = doctest.DocTestFinder(recurse=False).find(
         getattr(raytrec, name), name, globs={"raytrec": raytrec}
     )
@@ -78,16 +78,16 @@ def example_of(name):
         pytest.param(["check", "tune"], marks=pytest.mark.survive),
     ],
 )
-def test_public_function_docstring_examples_run(folder, ray_cluster, monkeypatch, names):
-    monkeypatch.chdir(folder)
+def test_public_function_docstring_examples_run(films_folder, ray_cluster, monkeypatch, names):
+    monkeypatch.chdir(films_folder)
     for name in names:
-        run_examples(example_of(name))
+        run_examples(doctest_of(name))
 
 
 def modules_with_examples():
     for module in pkgutil.walk_packages(raytrec.__path__, "raytrec."):
         source = Path(module.module_finder.find_spec(module.name).origin)
-        if module.name not in NOT_ALONE and ">>> " in source.read_text():
+        if module.name not in SKIPPED_MODULES and ">>> " in source.read_text():
             yield module.name
 
 

@@ -15,11 +15,11 @@ from raytrec.cluster.session import get_interface_variables
 from raytrec.common.errors import RunError
 
 # A folder that nobody can write to, a file, and (None) a user without a passwd entry.
-HOMES = ["/proc/none", "/dev/null", None]
+UNUSABLE_HOMES = ["/proc/none", "/dev/null", None]
 
 
-@pytest.fixture(params=HOMES)
-def home(request, monkeypatch):
+@pytest.fixture(params=UNUSABLE_HOMES)
+def unusable_home(request, monkeypatch):
     for name in (TOKEN, TOKEN_PATH_VARIABLE, AUTH_MODE_VARIABLE, "XDG_CONFIG_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", request.param or "")
@@ -31,7 +31,7 @@ def home(request, monkeypatch):
         os.environ.pop(name, None)
 
 
-def test_local_cluster_stores_token_in_environment(home):
+def test_local_cluster_stores_token_in_environment(unusable_home):
     use_token(create=True, own=True)
     token = os.environ[TOKEN]
     assert len(token) == 64 and os.environ[AUTH_MODE_VARIABLE] == "token"
@@ -39,7 +39,7 @@ def test_local_cluster_stores_token_in_environment(home):
     assert os.environ[TOKEN] == token
 
 
-def test_shared_cluster_error_names_token_path_variable(home, tmp_path, monkeypatch):
+def test_shared_cluster_error_names_token_path_variable(unusable_home, tmp_path, monkeypatch):
     with pytest.raises(RunError, match="cannot store the token") as error:
         use_token(create=True)
     assert TOKEN_PATH_VARIABLE in error.value.do and TOKEN not in os.environ
@@ -48,18 +48,18 @@ def test_shared_cluster_error_names_token_path_variable(home, tmp_path, monkeypa
     assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
 
 
-def test_joining_without_token_raises_run_error(home):
+def test_joining_without_token_raises_run_error(unusable_home):
     with pytest.raises(RunError, match="no token"):
         use_token()
 
 
-def test_home_directory_is_absolute_without_usable_home(home):
+def test_home_directory_is_absolute_without_usable_home(unusable_home):
     """Importing ray.train resolves a folder below the home directory, so its path must be absolute."""
     use_token(create=True, own=True)
     assert os.path.isabs(os.path.expanduser("~")) and Path.home().is_absolute()
 
 
-def test_network_settings_need_no_home(home):
+def test_network_settings_need_no_home(unusable_home):
     assert get_interface_variables("lo")["GLOO_SOCKET_IFNAME"] == "lo"
     assert str(token_file()).endswith(".ray/auth_token")
 
@@ -67,8 +67,8 @@ def test_network_settings_need_no_home(home):
 @pytest.mark.survive
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is read-only")
 def test_run_trains_and_evaluates_without_usable_home(tmp_path):
-    folder = parquet.dataset(tmp_path / "d", train=300, valid=50, test=50)
-    values = parquet.settings(folder, tmp_path / "run", scaling__num_workers=1, tracking__report=True)
+    folder = parquet.write_dataset(tmp_path / "d", train=300, valid=50, test=50)
+    values = parquet.config_values(folder, tmp_path / "run", scaling__num_workers=1, tracking__report=True)
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
     hidden = (TOKEN, TOKEN_PATH_VARIABLE, AUTH_MODE_VARIABLE, "XDG_CONFIG_HOME", "RAY_ADDRESS")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}

@@ -6,7 +6,7 @@ import language
 import pytest
 
 REPO = Path(__file__).parents[1]
-OWN = "own"  # inserted at run time because the lint also reads this file
+BANNED_WORD = "own"  # inserted at run time because the lint also reads this file
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ OWN = "own"  # inserted at run time because the lint also reads this file
 )
 def test_language_lint_finds_phrase_across_lines(tmp_path, capsys, source, line):
     path = tmp_path / "module.py"
-    path.write_text(source.replace("PLACE", OWN))
+    path.write_text(source.replace("PLACE", BANNED_WORD))
     assert language.main([str(path)]) == 1
     printed = capsys.readouterr().out
     assert f"module.py:{line}: " in printed
@@ -30,7 +30,7 @@ def test_language_lint_finds_phrase_across_lines(tmp_path, capsys, source, line)
 
 def test_language_lint_skips_code(tmp_path, capsys):
     page = tmp_path / "page.md"
-    page.write_text(f"Code: `of its {OWN}`.\n\n```\nof its {OWN}\n```\n")
+    page.write_text(f"Code: `of its {BANNED_WORD}`.\n\n```\nof its {BANNED_WORD}\n```\n")
     module = tmp_path / "module.py"
     module.write_text('a = "of "\nb = "its own"\nof = its = own = 1\n')
     assert language.main([str(page), str(module)]) == 0

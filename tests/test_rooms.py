@@ -13,21 +13,21 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
-def tree(tmp_path):
+def package_copy(tmp_path):
     """Copy the package and the linter settings to a temporary folder."""
     shutil.copytree(ROOT / "raytrec", tmp_path / "raytrec", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     return tmp_path
 
 
-def lint(folder):
+def run_import_linter(folder):
     command = [Path(sys.executable).parent / "lint-imports", "--no-cache"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     return done.returncode, done.stdout + done.stderr
 
 
-def test_package_respects_layer_order(tree):
-    code, said = lint(tree)
+def test_package_respects_layer_order(package_copy):
+    code, said = run_import_linter(package_copy)
     assert code == 0 and "1 kept, 0 broken" in said, said
 
 
@@ -48,21 +48,21 @@ def test_package_respects_layer_order(tree):
         ),
     ],
 )
-def test_linter_rejects_import_against_layer_order(tree, file, line, named):
-    with open(tree / "raytrec" / file, "a") as out:
+def test_linter_rejects_import_against_layer_order(package_copy, file, line, named):
+    with open(package_copy / "raytrec" / file, "a") as out:
         out.write(f"\n{line}\n")
-    code, said = lint(tree)
+    code, said = run_import_linter(package_copy)
     assert code == 1 and named in said, said
 
 
-def test_linter_rejects_package_missing_from_layers(tree):
-    (tree / "raytrec" / "attic").mkdir()
-    (tree / "raytrec" / "attic" / "__init__.py").touch()
-    code, said = lint(tree)
+def test_linter_rejects_package_missing_from_layers(package_copy):
+    (package_copy / "raytrec" / "attic").mkdir()
+    (package_copy / "raytrec" / "attic" / "__init__.py").touch()
+    code, said = run_import_linter(package_copy)
     assert code == 1 and "attic" in said, said
 
 
-def names_in(module):
+def public_names_in(module):
     """Yield the public top-level names of a module, without type variables and `main`."""
     for node in module.body:
         match node:
@@ -81,6 +81,6 @@ def test_public_names_occur_in_at_most_two_modules():
     """Names in cli/ are exempt: a command has the same name as the function that implements it."""
     found = defaultdict(set)
     for file in (ROOT / "raytrec").rglob("*.py"):
-        for name in names_in(ast.parse(file.read_text())) if file.parent.name != "cli" else []:
+        for name in public_names_in(ast.parse(file.read_text())) if file.parent.name != "cli" else []:
             found[name].add(str(file.relative_to(ROOT)))
     assert {name: files for name, files in found.items() if len(files) > 2} == {}

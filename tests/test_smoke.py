@@ -9,14 +9,14 @@ import smoke
 REPO = Path(__file__).parents[1]
 
 
-def targets():
+def make_targets():
     return set(re.findall(r"(?m)^([a-z][a-z-]*):(?!=)", (REPO / "Makefile").read_text()))
 
 
 def test_smoke_covers_every_make_target():
-    assert targets() >= {"train", "test", "chaos"}
+    assert make_targets() >= {"train", "test", "chaos"}
     named = {smoke.target_of(name) for name in smoke.TARGETS}
-    assert named | set(smoke.NONE) == targets()
+    assert named | set(smoke.NONE) == make_targets()
     assert not named & set(smoke.NONE)
 
 
@@ -30,7 +30,7 @@ def test_smoke_commands_use_existing_files():
 def test_docs_mention_only_existing_make_targets(file):
     path = REPO / file if file == "README.md" else REPO / "docs" / file
     named = re.findall(r"(?m)`make ([a-z][a-z-]*)[^`]*`|^ +make ([a-z][a-z-]*)", path.read_text())
-    assert {one or other for one, other in named} <= targets()
+    assert {one or other for one, other in named} <= make_targets()
 
 
 def test_smoke_commands_do_not_write_results():

@@ -4,19 +4,19 @@ from time import perf_counter
 
 import pytest
 import torch
-from ranks import on_ranks
-from small import SCHEMA, batches, config
-from standin import Gpu, cuda
+from ranks import run_on_ranks
+from small import SCHEMA, make_batches, make_small_config
+from standin import StandInGpu, use_stand_in_gpu
 from torch import nn
 
 
 @pytest.fixture
 def gpu():
-    with cuda() as gpu:
+    with use_stand_in_gpu() as gpu:
         yield gpu
 
 
-def whats(gpu):
+def wait_operations(gpu):
     return [wait.what for wait in gpu.waits]
 
 
@@ -87,18 +87,18 @@ def test_stand_in_allows_scalars_and_copies_across_devices(gpu):
 def test_stand_in_records_host_waits(gpu):
     value = torch.arange(4.0, device="cuda")
     value.sum().item(), value.tolist(), bool(value[0]), value[value > 1], value.unique(), value.nonzero()
-    assert whats(gpu) == ["item", "tolist", "__bool__", "__getitem__", "unique", "nonzero"]
+    assert wait_operations(gpu) == ["item", "tolist", "__bool__", "__getitem__", "unique", "nonzero"]
     gpu.waits.clear()
     value.repeat_interleave(torch.ones(4, dtype=torch.int64, device="cuda"), output_size=4)
     value[1:] * 2, value.index_select(0, torch.arange(2, device="cuda")), torch.where(value > 1, value, 0)
     assert not gpu.waits
     value.repeat_interleave(torch.ones(4, dtype=torch.int64, device="cuda"))
     torch.tensor([1.0], device="cuda")
-    assert whats(gpu) == ["repeat_interleave", "torch.tensor"]
+    assert wait_operations(gpu) == ["repeat_interleave", "torch.tensor"]
     gpu.waits.clear()
     value[torch.arange(2)], value[torch.arange(2, device="cuda")], value[1:], value[1]
     value[value > 1] = 0.0
-    assert whats(gpu) == ["__getitem__"]
+    assert wait_operations(gpu) == ["__getitem__"]
 
 
 def test_stand_in_copies_only_pinned_memory_without_wait(gpu):
@@ -128,14 +128,14 @@ def test_stand_in_streams_have_separate_clocks(gpu):
     assert 295 < begin.elapsed_time(end) < 3000
 
 
-def collectives(rank, world):
+def run_collectives(rank, world):
     import torch.distributed as dist
 
     assert dist.get_backend() == "nccl" and dist.get_backend(dist.new_group(backend="gloo")) == "gloo"
     value, errors = torch.full((2,), float(rank), device="cuda"), []
     dist.all_reduce(value)
     dist.barrier()
-    waited = [wait.what for wait in Gpu.active.waits]
+    waited = [wait.what for wait in StandInGpu.active.waits]
     for collective in dist.all_reduce, lambda here: dist.all_gather_single(torch.ones(world), here):
         with pytest.raises(RuntimeError) as error:
             collective(torch.ones(1))
@@ -144,18 +144,18 @@ def collectives(rank, world):
 
 
 def test_stand_in_nccl_rejects_host_tensors():
-    values, waited, errors = on_ranks(2, collectives, device="cuda")[1]
+    values, waited, errors = run_on_ranks(2, run_collectives, device="cuda")[1]
     assert values == [1.0, 1.0] and waited == ["barrier"]
     assert all("No backend type associated with device type cpu" in error for error in errors)
 
 
-def weights_after(rank, world, device, plan, optimizer, settings):
+def train_and_collect_weights(rank, world, device, plan, optimizer, settings):
     """Train 4 steps; return ({name: table or dense parameter}, devices of the table shards)."""
     from raytrec.embeddings.tables import tables
     from raytrec.worker.build import build_step
 
-    step, _ = build_step(config(world, plan, optimizer, **settings), SCHEMA, torch.device(device))
-    local = batches(4, rank, world)[1]
+    step, _ = build_step(make_small_config(world, plan, optimizer, **settings), SCHEMA, torch.device(device))
+    local = make_batches(4, rank, world)[1]
     if device != "cpu":
         local = [batch.pin_memory() for batch in local]
     for _ in step.train(iter(local), len(local)):
@@ -178,8 +178,8 @@ def weights_after(rank, world, device, plan, optimizer, settings):
     ],
 )
 def test_stand_in_training_matches_cpu_training(plan, optimizer, settings):
-    expected = on_ranks(2, weights_after, "cpu", plan, optimizer, settings)
-    got = on_ranks(2, weights_after, "cuda", plan, optimizer, settings, device="cuda")
+    expected = run_on_ranks(2, train_and_collect_weights, "cpu", plan, optimizer, settings)
+    got = run_on_ranks(2, train_and_collect_weights, "cuda", plan, optimizer, settings, device="cuda")
     for rank, ((weights, places), (of_cpu, _)) in enumerate(zip(got, expected, strict=True)):
         assert places <= {f"cuda:{rank}"}
         assert weights.keys() == of_cpu.keys()

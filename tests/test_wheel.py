@@ -15,15 +15,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from exports import tracked, trained
+from exports import train_for_export, train_tracked_run
 from packaging.requirements import Requirement
-from test_models import Modelled
+from test_models import ModelCase
 
 import raytrec
 
 REPOSITORY = Path(__file__).parents[1]
-PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["setuptools"]
-JOB = """\
+SETUPTOOLS_CONFIG = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["setuptools"]
+JOB_YAML = """\
 data: {train: data/train, test: data/test, global_batch_size: 64}
 scaling: {num_workers: 1, device: cpu}
 model: {bottom_mlp: [8], top_mlp: [8]}
@@ -31,9 +31,9 @@ tracking: {enabled: false, every_steps: 5, report: false}
 """
 
 
-def sources():
+def wheel_paths_by_source():
     """Yield (source file, path in the wheel)."""
-    for package, folder in PROJECT["package-dir"].items():
+    for package, folder in SETUPTOOLS_CONFIG["package-dir"].items():
         for path in (REPOSITORY / folder).rglob("*"):
             if path.is_file() and "__pycache__" not in path.parts:
                 yield path, Path(package) / path.relative_to(REPOSITORY / folder)
@@ -57,17 +57,19 @@ def wheel(tmp_path_factory):
 
 def test_wheel_contains_every_source_file(wheel):
     inside = {Path(name) for name in zipfile.ZipFile(wheel).namelist()}
-    assert {place for _, place in sources()} == {path for path in inside if ".dist-info" not in path.parts[0]}
+    assert {place for _, place in wheel_paths_by_source()} == {
+        path for path in inside if ".dist-info" not in path.parts[0]
+    }
 
 
 @pytest.fixture(scope="module")
-def run(wheel, tmp_path_factory):
+def run_from_wheel(wheel, tmp_path_factory):
     """Return a function that runs a command in an environment with raytrec installed from the wheel.
 
     The environment sees all packages of the test environment except raytrec, because Python reads *.pth
     files (here: of the editable install) only in the environment's own site-packages.
     """
-    place, work = environment(wheel, tmp_path_factory), tmp_path_factory.mktemp("elsewhere")
+    place, work = make_wheel_environment(wheel, tmp_path_factory), tmp_path_factory.mktemp("elsewhere")
     (site,) = place.glob("lib/python*/site-packages")
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
 
@@ -79,7 +81,7 @@ def run(wheel, tmp_path_factory):
     return run
 
 
-def environment(wheel, tmp_path_factory):
+def make_wheel_environment(wheel, tmp_path_factory):
     """Create a virtual environment that contains only raytrec from the wheel."""
     place = tmp_path_factory.mktemp("environment")
     venv.create(place, symlinks=True)
@@ -97,7 +99,7 @@ def run_in(place, work, command, *arguments):
     return subprocess.run(words, cwd=work, env=env, capture_output=True, text=True)
 
 
-def needed_by(requirements):
+def required_distributions(requirements):
     """Return the locally installed distributions that `pip install` would install for the requirements."""
     found, waiting = {}, list(requirements)
     while waiting:
@@ -115,18 +117,18 @@ def needed_by(requirements):
 
 
 @pytest.fixture(scope="module")
-def bare(wheel, tmp_path_factory):
+def make_minimal_environment(wheel, tmp_path_factory):
     """Return a function that creates an environment with exactly the packages of
     `pip install raytrec[EXTRA] MORE...` and returns a function to run commands in it.
     """
 
     def make(extra, *more):
-        place = environment(wheel, tmp_path_factory)
+        place = make_wheel_environment(wheel, tmp_path_factory)
         (site,) = place.glob("lib/python*/site-packages")
         (about,) = site.glob("raytrec-*.dist-info")
         mine = [Requirement(each) for each in PathDistribution(about).requires]
         wanted = [each for each in mine if not each.marker or each.marker.evaluate({"extra": extra})]
-        for each in needed_by([*wanted, *map(Requirement, more)]):
+        for each in required_distributions([*wanted, *map(Requirement, more)]):
             for name in {file.parts[0] for file in each.files} - {"..", "__pycache__"}:
                 if not (site / name).exists():
                     (site / name).symlink_to(each.locate_file(name))
@@ -135,7 +137,7 @@ def bare(wheel, tmp_path_factory):
     return make
 
 
-SCORE = """
+SCORE_SOURCE = """
 import sys, raytrec
 model = raytrec.load(sys.argv[1])
 print(model.check() <= 1e-6, model.predict(model.golden).num_rows)
@@ -144,16 +146,16 @@ print([name for name in sys.modules if name in ("ray", "torchrec", "fbgemm_gpu",
 
 
 @pytest.mark.survive
-def test_score_extra_suffices_for_scoring(bare, tmp_path):
-    folder, _, _, _ = trained(Modelled("din", (1, 1)), tmp_path)
+def test_score_extra_suffices_for_scoring(make_minimal_environment, tmp_path):
+    folder, _, _, _ = train_for_export(ModelCase("din", (1, 1)), tmp_path)
     export = raytrec.export(folder, str(tmp_path / "export"))
-    run = bare("score")
-    done = run("python", "-c", SCORE, export.path)
+    run = make_minimal_environment("score")
+    done = run("python", "-c", SCORE_SOURCE, export.path)
     assert done.stdout.split("\n")[:2] == ["True 12", "[]"], done.stderr
     assert run("python", "-c", "import ray").returncode == 1, "the extra installs Ray"
 
 
-SERVE = """
+SERVE_SOURCE = """
 import json, os, signal, subprocess, sys, time
 import mlflow
 from urllib.request import Request, urlopen
@@ -194,17 +196,19 @@ print(json.dumps([served, direct, there]))
 
 @pytest.mark.survive
 @pytest.mark.parametrize("embed", [False, True])
-def test_mlflow_model_is_served_without_trainer_packages(bare, tmp_path, monkeypatch, embed):
+def test_mlflow_model_is_served_without_trainer_packages(
+    make_minimal_environment, tmp_path, monkeypatch, embed
+):
     monkeypatch.setenv("MLFLOW_ALLOW_PICKLE_DESERIALIZATION", "false")
-    table, predictions = tracked("din", tmp_path / "run")
+    table, predictions = train_tracked_run("din", tmp_path / "run")
     export = raytrec.export(tmp_path / "run", str(tmp_path / "export"), mlflow=True, embed=embed)
     name = export.metrics["mlflow_model"].removeprefix("models:/")
     (model,) = tmp_path.glob(f"**/{name}/artifacts")
     rows = table.drop_columns(["y", "z"]).to_pydict()
     values = {"columns": list(rows), "data": list(map(list, zip(*rows.values(), strict=True)))}
     (tmp_path / "rows.json").write_text(json.dumps(values))
-    run = bare("score", "mlflow")
-    done = run("python", "-c", SERVE, model, tmp_path / "rows.json", free_port())
+    run = make_minimal_environment("score", "mlflow")
+    done = run("python", "-c", SERVE_SOURCE, model, tmp_path / "rows.json", free_port())
     assert done.returncode == 0, done.stderr
     served, direct, there = json.loads(done.stdout.splitlines()[-1])
     assert there == []
@@ -221,8 +225,8 @@ def free_port():
 
 
 @pytest.mark.survive
-def test_base_install_names_missing_extra(bare, tmp_path):
-    run = bare("")
+def test_base_install_names_missing_extra(make_minimal_environment, tmp_path):
+    run = make_minimal_environment("")
     assert "export" in run("raytrec", "--help").stdout
     done = run("raytrec", "export", tmp_path, "--out", tmp_path / "export")
     assert done.returncode == 1 and "Traceback" not in done.stderr
@@ -230,24 +234,24 @@ def test_base_install_names_missing_extra(bare, tmp_path):
 
 
 @pytest.mark.survive
-def test_installed_wheel_is_imported(run):
+def test_installed_wheel_is_imported(run_from_wheel):
     code = "import raytrec, raytrec_datasets; print(raytrec.__file__, raytrec_datasets.__file__)"
-    printed, _, site = run("python", "-c", code)
+    printed, _, site = run_from_wheel("python", "-c", code)
     assert [Path(file) for file in printed.split()] == [
         site / "raytrec/__init__.py", site / "raytrec_datasets/__init__.py"
     ]  # fmt: skip
 
 
 @pytest.mark.survive
-def test_wheel_runs_prepare_train_and_report(run):
-    assert "synthetic" in run("raytrec", "prepare", "--help")[0]
+def test_wheel_runs_prepare_train_and_report(run_from_wheel):
+    assert "synthetic" in run_from_wheel("raytrec", "prepare", "--help")[0]
     small = ["--rows", 640, "--dense", 2, "--sparse", 3, "--multi-hot", 1, "--table-rows", 100, "--dim", 4]
-    _, work, _ = run("raytrec", "prepare", "synthetic", "--out", "data", *small)
-    (work / "job.yaml").write_text(JOB)
-    result = json.loads(run("raytrec", "train", "job.yaml", "run.name=first", "--json")[0])
+    _, work, _ = run_from_wheel("raytrec", "prepare", "synthetic", "--out", "data", *small)
+    (work / "job.yaml").write_text(JOB_YAML)
+    result = json.loads(run_from_wheel("raytrec", "train", "job.yaml", "run.name=first", "--json")[0])
     assert result["train.rows"] == 640 and result["train.steps"] == 10 and result["world_size"] == 1
     assert json.loads((work / "runs/first/result.json").read_text()) == result
-    printed, _, _ = run("raytrec", "report", "runs/first")
+    printed, _, _ = run_from_wheel("raytrec", "report", "runs/first")
     assert "runs/first/report.html" in printed
     page = (work / "runs/first/report.html").read_text()
     assert "<svg" in page and "first" in page

@@ -4,10 +4,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from checkpoints import equal, restored, save, whole
-from ranks import on_ranks
-from small import batches, build, config, train
-from standin import cuda
+from checkpoints import differing_tensors, read_tensors, restore_newest, save_checkpoint
+from ranks import run_on_ranks
+from small import build_step_on_rank, make_batches, make_small_config, train_step
+from standin import use_stand_in_gpu
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from raytrec.checkpoint.save import CheckpointWriter
@@ -18,18 +18,18 @@ from raytrec.config.training import CheckpointSection
 SIZES = (1025, 5, 1 << 20, (1 << 20) + 3, 3_000_001, 0)  # numbers of values: powers of two and slightly more
 
 
-def state(device):
+def make_state(device):
     tensors = {f"dense/{n}/value": torch.randn(n, device=device) for n in SIZES}
     tensors["dense/half/value"] = torch.randn(7, 3, device=device).half()
     tensors["dense/flag/value"] = torch.ones(3, dtype=torch.bool, device=device)
     return tensors | {"dense/w/step": torch.tensor(3.0)}  # torch keeps step counts in host memory
 
 
-def bytes_of(tensors):
+def count_bytes(tensors):
     return sum(value.nbytes for value in tensors.values())
 
 
-def same(copies, tensors):
+def is_same(copies, tensors):
     return copies.keys() == tensors.keys() and all(
         not copies[name].is_cuda
         and copies[name].dtype == value.dtype
@@ -40,19 +40,19 @@ def same(copies, tensors):
 
 
 def test_gpu_copy_uses_page_locked_memory_of_state_size():
-    with cuda() as gpu:
-        tensors, host = state("cuda"), HostStateBuffer()
+    with use_stand_in_gpu() as gpu:
+        tensors, host = make_state("cuda"), HostStateBuffer()
         first = host.copy(tensors)
-        assert bytes_of(tensors) <= gpu.pinned_bytes <= 1.1 * bytes_of(tensors)
-        assert same(first, tensors) and host.note is None
+        assert count_bytes(tensors) <= gpu.pinned_bytes <= 1.1 * count_bytes(tensors)
+        assert is_same(first, tensors) and host.note is None
         assert all(copy.is_pinned() for copy in first.values() if copy.numel())
         held = gpu.pinned_bytes
         for value in tensors.values():
             value.add_(1) if value.dtype != torch.bool else value.logical_not_()
-        assert same(host.copy(tensors), tensors) and gpu.pinned_bytes == held, "the buffer is reused"
-        assert same(first, tensors), "the first copy shares the buffer"
+        assert is_same(host.copy(tensors), tensors) and gpu.pinned_bytes == held, "the buffer is reused"
+        assert is_same(first, tensors), "the first copy shares the buffer"
         tensors["dense/5/value"] = torch.zeros(9, 9, device="cuda")
-        assert same(host.copy(tensors), tensors) and gpu.pinned_bytes <= 1.1 * bytes_of(tensors)
+        assert is_same(host.copy(tensors), tensors) and gpu.pinned_bytes <= 1.1 * count_bytes(tensors)
         host.close()
         assert gpu.pinned_bytes == 0
         host.copy(tensors)
@@ -61,56 +61,56 @@ def test_gpu_copy_uses_page_locked_memory_of_state_size():
 
 
 def test_gpu_copy_waits_once_for_its_own_stream():
-    with cuda() as gpu:
-        tensors, host, other = state("cuda"), HostStateBuffer(), torch.cuda.Stream()
+    with use_stand_in_gpu() as gpu:
+        tensors, host, other = make_state("cuda"), HostStateBuffer(), torch.cuda.Stream()
         del tensors["dense/0/value"]  # an empty tensor has no address, pinned or not
         other.work(30.0)  # unrelated work
         gpu.work(0.01)
         gpu.waits.clear()
         copies = host.copy(tensors)
         assert [wait.what for wait in gpu.waits] == ["Stream.synchronize"]
-        assert same(copies, tensors)
+        assert is_same(copies, tensors)
         host.close()
 
 
 def test_unlockable_memory_is_used_with_a_warning():
-    with cuda() as gpu, patch("standin.device._Runtime.cudaHostRegister", lambda *_: 2):
-        tensors, host = state("cuda"), HostStateBuffer()
-        assert same(host.copy(tensors), tensors) and not gpu.pinned_bytes
+    with use_stand_in_gpu() as gpu, patch("standin.device._Runtime.cudaHostRegister", lambda *_: 2):
+        tensors, host = make_state("cuda"), HostStateBuffer()
+        assert is_same(host.copy(tensors), tensors) and not gpu.pinned_bytes
         assert "could not be page-locked (cudaHostRegister failed with error 2)" in host.note
-        assert same(host.copy(tensors), tensors) and host.note is None, "the warning appears once"
+        assert is_same(host.copy(tensors), tensors) and host.note is None, "the warning appears once"
 
 
 def test_cpu_ranks_do_not_touch_cuda():
     def touched(*_, **__):
         raise AssertionError("CUDA was touched")
 
-    tensors, host = state("cpu"), HostStateBuffer()
+    tensors, host = make_state("cpu"), HostStateBuffer()
     names = ("is_available", "synchronize", "current_stream", "cudart", "current_device", "_lazy_init")
     with patch.multiple(torch.cuda, **dict.fromkeys(names, touched)):
         copies = host.copy(tensors)
-        assert same(copies, tensors)
+        assert is_same(copies, tensors)
         host.close()
-    assert same(copies, tensors), "pages are freed with the last tensor"
+    assert is_same(copies, tensors), "pages are freed with the last tensor"
 
 
-def step_on(world, plan, optimizer, device):
-    settings = config(world, plan, optimizer)
+def build_step_on(world, plan, optimizer, device):
+    settings = make_small_config(world, plan, optimizer)
     settings.optim.dense.name = "adam"  # Adam keeps its step count in host memory
-    return build(settings, device=device)
+    return build_step_on_rank(settings, device=device)
 
 
-def trained(rank, world, plan, optimizer, device, root, asynchronous):
+def train_and_save(rank, world, plan, optimizer, device, root, asynchronous):
     """Train and save; return (checkpoint folder, devices of shards, devices of tables)."""
-    step = step_on(world, plan, optimizer, device)
+    step = build_step_on(world, plan, optimizer, device)
     state = LogicalState(step.model, step.optimizer)
-    train(step, batches(3, rank, world)[1])
+    train_step(step, make_batches(3, rank, world)[1])
     saver = CheckpointWriter(root, CheckpointSection(async_save=asynchronous))
     tensors = state.tensors()
     sharded = [t for t in tensors.values() if isinstance(t, ShardedTensor)]
     devices = {str(shard.metadata.placement.device()) for t in sharded for shard in t.local_shards()}
     saver.save(3, tensors, {})
-    train(step, batches(2, rank, world)[1])  # must not change the checkpoint
+    train_step(step, make_batches(2, rank, world)[1])  # must not change the checkpoint
     saved = saver.taken()
     saver.close()
     if saved.error:
@@ -118,11 +118,11 @@ def trained(rank, world, plan, optimizer, device, root, asynchronous):
     return saved.folder, devices, {table.weight.device for table in state.tables.values()}
 
 
-def resumed(rank, world, plan, optimizer, device, root, target):
+def restore_and_save(rank, world, plan, optimizer, device, root, target):
     """Restore a checkpoint and save the restored state."""
-    step = step_on(world, plan, optimizer, device)
-    restored(root, step)
-    return save(target, step, 3)
+    step = build_step_on(world, plan, optimizer, device)
+    restore_newest(root, step)
+    return save_checkpoint(target, step, 3)
 
 
 ROW_WISE, TABLE_WISE, COPIES = ({"sharding_type": way} for way in ("row_wise", "table_wise", "data_parallel"))
@@ -141,16 +141,16 @@ def test_gpu_and_cpu_checkpoints_are_interchangeable(plan, then, optimizer, asyn
     folders = {}
     for device in ("cpu", "cuda"):
         root = str(tmp_path / device)
-        ranks = on_ranks(2, trained, plan, optimizer, device, root, asynchronous, device=device)
+        ranks = run_on_ranks(2, train_and_save, plan, optimizer, device, root, asynchronous, device=device)
         folders[device] = ranks[0][0]
         for rank, (_, places, of_tables) in enumerate(ranks):
             here = torch.device("cpu") if device == "cpu" else torch.device("cuda", rank)
             assert of_tables == {here} and places <= {str(here)}
-    one, other = (whole(folders[device]) for device in ("cpu", "cuda"))
+    one, other = (read_tensors(folders[device]) for device in ("cpu", "cuda"))
     assert one.keys() == other.keys()
     for name, value in one.items():
         torch.testing.assert_close(other[name], value, rtol=1e-6, atol=1e-6, msg=name)
     for device, source in (("cuda", "cpu"), ("cpu", "cuda")):
         root, target = str(tmp_path / source), str(tmp_path / f"{source} to {device}")
-        again = on_ranks(2, resumed, then, optimizer, device, root, target, device=device)
-        assert equal(folders[source], again[0]) == []
+        again = run_on_ranks(2, restore_and_save, then, optimizer, device, root, target, device=device)
+        assert differing_tensors(folders[source], again[0]) == []

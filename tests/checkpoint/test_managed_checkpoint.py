@@ -5,10 +5,10 @@ from threading import Event
 import checkpoints
 import pytest
 import torch
-from managed_ids import ROWS, SEED, SPARSE, STEPS, TABLES, raw_batches, schema, settings
-from plain_ids import PlainIds, key
-from ranks import on_ranks
-from small import build
+from managed_ids import ROWS, SEED, SPARSE, STEPS, TABLES, managed_config, managed_schema, random_id_batches
+from plain_ids import ReferenceIdMap, splitmix64
+from ranks import run_on_ranks
+from small import build_step_on_rank
 
 from raytrec.checkpoint.files import folder_of
 from raytrec.checkpoint.index import read_index
@@ -23,11 +23,13 @@ from raytrec.config.training import CheckpointSection
 from raytrec.worker.build import begin
 from raytrec.worker.checkpointing import make_row_snapshot
 
-MIDDLE = 3
+MIDDLE_STEP = 3
 
 
-def own_batches(rank, world):
-    return [make_local_batch(b, schema(), cuts(ROWS, world, "unequal"), rank) for b in raw_batches()]
+def make_own_batches(rank, world):
+    return [
+        make_local_batch(b, managed_schema(), cuts(ROWS, world, "unequal"), rank) for b in random_id_batches()
+    ]
 
 
 def run(rank, world, sharding, root, first, last, drained=()):
@@ -36,24 +38,24 @@ def run(rank, world, sharding, root, first, last, drained=()):
     Args:
         drained: steps after which the pipeline is drained.
     """
-    made = settings(world, {"sharding_type": sharding}, "adagrad")
-    step = build(made, schema())
+    made = managed_config(world, {"sharding_type": sharding}, "adagrad")
+    step = build_step_on_rank(made, managed_schema())
     state, saver = LogicalState(step.model, step.optimizer), CheckpointWriter(root, made.checkpoint)
     found = restore(root, state, more=lambda about: allocate_ids(about, step.maps))
     assert bool(found.folder) == bool(first)
     if found.folder:
         load_ids(step.maps, found.more, found.about)
         step.trained = first
-    local = own_batches(rank, world)
+    local = make_own_batches(rank, world)
     # The pipeline prefetches all batches it can; it is drained before the middle is saved.
-    step.drain_every, ahead = MIDDLE, []
+    step.drain_every, ahead = MIDDLE_STEP, []
     for number, _ in enumerate(step.train(iter(local[first:]), STEPS - first), first + 1):
         ahead.append(step.ahead)
         if number in drained:
             step.drain()
-        if number in (MIDDLE, STEPS):
+        if number in (MIDDLE_STEP, STEPS):
             ids, about = gather_ids(step.maps)
-            saver.save(number, state.tensors(), about | {"schema": schema().to_yaml()}, ids)
+            saver.save(number, state.tensors(), about | {"schema": managed_schema().to_yaml()}, ids)
             assert saver.taken().error is None
         if number == last:
             break
@@ -61,31 +63,35 @@ def run(rank, world, sharding, root, first, last, drained=()):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
+def uninterrupted_run(tmp_path_factory):
     """Return the checkpoint folder of an uninterrupted run on two ranks."""
     root = str(tmp_path_factory.mktemp("whole"))
-    on_ranks(2, run, "row_wise", root, 0, STEPS)
+    run_on_ranks(2, run, "row_wise", root, 0, STEPS)
     return root
 
 
-def ids_of(folder):
-    return {name: v.tolist() for name, v in checkpoints.whole(folder).items() if name.startswith("ids/")}
+def read_stored_ids(folder):
+    return {
+        name: v.tolist() for name, v in checkpoints.read_tensors(folder).items() if name.startswith("ids/")
+    }
 
 
-def test_checkpoint_holds_the_trained_ids(undisturbed):
-    for step in (MIDDLE, STEPS):
-        stored = ids_of(folder_of(undisturbed, step))
-        sizes = checkpoints.about(folder_of(undisturbed, step))["ids"]
-        for name in schema().managed:
-            plain = PlainIds(schema().tables[name].rows, schema().tables[name].ids, SEED)
+def test_checkpoint_holds_the_trained_ids(uninterrupted_run):
+    for step in (MIDDLE_STEP, STEPS):
+        stored = read_stored_ids(folder_of(uninterrupted_run, step))
+        sizes = checkpoints.read_about(folder_of(uninterrupted_run, step))["ids"]
+        for name in managed_schema().managed:
+            plain = ReferenceIdMap(
+                managed_schema().tables[name].rows, managed_schema().tables[name].ids, SEED
+            )
             features = [feature for feature, spec in SPARSE.items() if spec["table"] == name]
-            for number, batch in enumerate(raw_batches()[:step]):
+            for number, batch in enumerate(random_id_batches()[:step]):
                 plain.step(number, [i for f in features for i in batch.bags[f][0].tolist()])
-            ids = sorted(plain.rows, key=key)
+            ids = sorted(plain.rows, key=splitmix64)
             assert stored[f"ids/{name}/id"] == ids
             assert stored[f"ids/{name}/sightings"] == [plain.rows[i][1] for i in ids]
             assert stored[f"ids/{name}/last"] == [plain.rows[i][2] for i in ids]
-            waiting = sorted(plain.waiting, key=key)
+            waiting = sorted(plain.waiting, key=splitmix64)
             assert stored.get(f"ids/{name}/waiting_id", []) == waiting
             counts = [plain.waiting[i][0] for i in waiting]
             assert stored.get(f"ids/{name}/waiting_sightings", []) == counts
@@ -94,48 +100,53 @@ def test_checkpoint_holds_the_trained_ids(undisturbed):
 
 
 @pytest.mark.parametrize("world,sharding", [(2, "row_wise"), (3, "table_wise"), (1, "row_wise")])
-def test_managed_ids_resume_on_another_world_size(undisturbed, world, sharding, tmp_path):
+def test_managed_ids_resume_on_another_world_size(uninterrupted_run, world, sharding, tmp_path):
     root = str(tmp_path)
-    on_ranks(2, run, "row_wise", root, 0, MIDDLE)
-    on_ranks(world, run, sharding, root, MIDDLE, STEPS)
-    one, other = (checkpoints.whole(folder_of(place, STEPS)) for place in (undisturbed, root))
-    assert ids_of(folder_of(root, STEPS)) == ids_of(folder_of(undisturbed, STEPS))
+    run_on_ranks(2, run, "row_wise", root, 0, MIDDLE_STEP)
+    run_on_ranks(world, run, sharding, root, MIDDLE_STEP, STEPS)
+    one, other = (checkpoints.read_tensors(folder_of(place, STEPS)) for place in (uninterrupted_run, root))
+    assert read_stored_ids(folder_of(root, STEPS)) == read_stored_ids(folder_of(uninterrupted_run, STEPS))
     if world == 2:
-        assert checkpoints.equal(folder_of(root, STEPS), folder_of(undisturbed, STEPS)) == []
+        assert (
+            checkpoints.differing_tensors(folder_of(root, STEPS), folder_of(uninterrupted_run, STEPS)) == []
+        )
     for name in one:
         torch.testing.assert_close(other[name], one[name], rtol=0, atol=2e-6)
 
 
-def test_draining_the_pipeline_does_not_change_training(undisturbed, tmp_path):
-    (ahead, other) = on_ranks(2, run, "row_wise", str(tmp_path), 0, STEPS, (4,))
+def test_draining_the_pipeline_does_not_change_training(uninterrupted_run, tmp_path):
+    (ahead, other) = run_on_ranks(2, run, "row_wise", str(tmp_path), 0, STEPS, (4,))
     assert ahead == other, "all ranks prefetch at the same steps"
-    assert ahead[0] and not ahead[MIDDLE - 1] and not ahead[2 * MIDDLE - 1] and not ahead[-1]
-    assert checkpoints.equal(folder_of(str(tmp_path), STEPS), folder_of(undisturbed, STEPS)) == []
+    assert ahead[0] and not ahead[MIDDLE_STEP - 1] and not ahead[2 * MIDDLE_STEP - 1] and not ahead[-1]
+    assert (
+        checkpoints.differing_tensors(folder_of(str(tmp_path), STEPS), folder_of(uninterrupted_run, STEPS))
+        == []
+    )
 
 
-def test_stored_rows_are_found_without_ranks(undisturbed):
-    folder = folder_of(undisturbed, STEPS)
-    stored, index = ids_of(folder), read_index(folder)
-    for name in schema().managed:
-        ids, table = stored[f"ids/{name}/id"], schema().tables[name]
+def test_stored_rows_are_found_without_ranks(uninterrupted_run):
+    folder = folder_of(uninterrupted_run, STEPS)
+    stored, index = read_stored_ids(folder), read_index(folder)
+    for name in managed_schema().managed:
+        ids, table = stored[f"ids/{name}/id"], managed_schema().tables[name]
         found = find_stored_rows(folder, index, name, table, torch.tensor([*ids, 5, 6])).tolist()
         assert found[:-2] == stored[f"ids/{name}/row"] and min(found[-2:]) >= table.own_rows
 
 
-def saved_beside(rank, world, root):
+def save_alone_and_concurrently(rank, world, root):
     """Save in the middle of training, once synchronously and once while rows get new ids; return both
     folders."""
-    made = settings(world, {"sharding_type": "row_wise"}, "adagrad")
-    step = build(made, schema())
+    made = managed_config(world, {"sharding_type": "row_wise"}, "adagrad")
+    step = build_step_on_rank(made, managed_schema())
     state, go = LogicalState(step.model, step.optimizer), Event()
     rows = make_row_snapshot(step, state, lambda: None)
     plain = rows.pieces
     rows.pieces = lambda *a, **k: go.wait(20) and plain(*a, **k)
     alone = CheckpointWriter(f"{root}/alone", CheckpointSection(async_save=False))
     beside = CheckpointWriter(f"{root}/next", CheckpointSection(), rows=rows)
-    local = own_batches(rank, world)
+    local = make_own_batches(rank, world)
     for number, _ in enumerate(step.train(iter(local), STEPS), 1):
-        if number == MIDDLE:
+        if number == MIDDLE_STEP:
             alone.save(number, state.tensors(), {})
             beside.save(number, state.tensors(), {})
     go.set()
@@ -143,18 +154,18 @@ def saved_beside(rank, world, root):
 
 
 def test_reassigned_rows_do_not_change_a_running_save(tmp_path):
-    alone, beside = on_ranks(2, saved_beside, str(tmp_path))[0]
-    assert checkpoints.equal(alone, beside) == []
+    alone, beside = run_on_ranks(2, save_alone_and_concurrently, str(tmp_path))[0]
+    assert checkpoints.differing_tensors(alone, beside) == []
 
 
-def warmed(rank, world, folder):
+def run_warm_start(rank, world, folder):
     """Warm-start from a checkpoint and train; return each table's keys, rows and last steps at the start."""
-    made = settings(world, {"sharding_type": "row_wise"}, "adagrad")
+    made = managed_config(world, {"sharding_type": "row_wise"}, "adagrad")
     made.warm_start.from_ = folder
-    step = build(made, schema())
-    begin(step, made, schema())
+    step = build_step_on_rank(made, managed_schema())
+    begin(step, made, managed_schema())
     states = {name: part.state().rows.in_order() for name, part in step.maps.items()}
-    local = own_batches(rank, world)
+    local = make_own_batches(rank, world)
     assert len(list(step.train(iter(local), STEPS))) == STEPS
     return {
         name: [values.tolist() for values in (e.keys, e.fields["row"], e.fields["last"])]
@@ -162,12 +173,12 @@ def warmed(rank, world, folder):
     }
 
 
-def test_warm_start_takes_over_managed_ids(undisturbed):
-    folder = folder_of(undisturbed, STEPS)
-    stored, got = ids_of(folder), on_ranks(3, warmed, folder)
-    for name in schema().managed:
+def test_warm_start_takes_over_managed_ids(uninterrupted_run):
+    folder = folder_of(uninterrupted_run, STEPS)
+    stored, got = read_stored_ids(folder), run_on_ranks(3, run_warm_start, folder)
+    for name in managed_schema().managed:
         keys, rows, last = ([v for answer in got for v in answer[name][i]] for i in range(3))
-        assert keys == [key(i) for i in stored[f"ids/{name}/id"]]
+        assert keys == [splitmix64(i) for i in stored[f"ids/{name}/id"]]
         assert rows == stored[f"ids/{name}/row"] and set(last) == {-1}
 
 
@@ -181,11 +192,11 @@ def test_warm_start_takes_over_managed_ids(undisturbed):
     ],
 )
 def test_warm_start_rejects_incompatible_managed_tables(table, policy, message):
-    made = settings(1, {"sharding_type": "row_wise"}, "sgd")
+    made = managed_config(1, {"sharding_type": "row_wise"}, "sgd")
     made.warm_start.tables = {"user": policy}
-    new = schema({**TABLES, "user": table})
+    new = managed_schema({**TABLES, "user": table})
     with pytest.raises(SchemaError) as error:
-        resolve_warm_starts(made, schema(), new)
+        resolve_warm_starts(made, managed_schema(), new)
     assert message in str(error.value)
     made.warm_start.tables = {"user": "new"}
-    assert resolve_warm_starts(made, schema(), new)["user"].policy == "new"
+    assert resolve_warm_starts(made, managed_schema(), new)["user"].policy == "new"

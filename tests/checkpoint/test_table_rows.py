@@ -25,7 +25,7 @@ CUTS = {
 
 
 @pytest.fixture(autouse=True)
-def group(monkeypatch):
+def single_process_group(monkeypatch):
     """Create a process group of one rank, and blocks that end in the middle of rows."""
     monkeypatch.setattr(storage, "BLOCK_BYTES", 1000)
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
@@ -48,7 +48,7 @@ def save(folder, table, cut):
     return read_index(str(folder))
 
 
-def table_of(dtype=torch.float32):
+def make_table(dtype=torch.float32):
     torch.manual_seed(0)
     return torch.randn(1000, 12).to(dtype)
 
@@ -56,7 +56,7 @@ def table_of(dtype=torch.float32):
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_stored_table_reads_every_row_of_every_cut(tmp_path, cut, dtype):
-    table = table_of(dtype)
+    table = make_table(dtype)
     index = save(tmp_path / "c", table, cut)
     assert list_table_names(index) == ["item"]
     with StoredTable(str(tmp_path / "c"), index, "item") as stored:
@@ -71,8 +71,8 @@ def test_stored_table_reads_every_row_of_every_cut(tmp_path, cut, dtype):
 
 
 def test_stored_table_detects_damaged_blocks(tmp_path):
-    index = save(tmp_path / "c", table_of(), "rows")
-    checkpoints.flip(tmp_path / "c" / "a-00000.bin", 20_000)
+    index = save(tmp_path / "c", make_table(), "rows")
+    checkpoints.flip_lowest_bit(tmp_path / "c" / "a-00000.bin", 20_000)
     with StoredTable(str(tmp_path / "c"), index, "item") as stored:
         with pytest.raises(CheckpointError, match="checksum"):
             stored.read(0, 1000)
@@ -80,7 +80,7 @@ def test_stored_table_detects_damaged_blocks(tmp_path):
 
 
 def test_missing_table_or_row_raises_run_error(tmp_path):
-    index = save(tmp_path / "c", table_of(), "whole")
+    index = save(tmp_path / "c", make_table(), "whole")
     with pytest.raises(RunError, match="did you mean 'item'"):
         StoredTable(str(tmp_path / "c"), index, "items")
     with StoredTable(str(tmp_path / "c"), index, "item") as stored:

@@ -13,7 +13,7 @@ import pytest
 
 from raytrec.cli import main
 
-BLOCKER = """
+IMPORT_BLOCKER = """
 import sys
 class Block:
     def find_spec(self, name, path=None, target=None):
@@ -21,9 +21,9 @@ class Block:
             raise ModuleNotFoundError(f"No module named '{name}'", name=name)
 sys.meta_path.insert(0, Block())
 """
-SLOW = {"torch", "torchrec", "fbgemm_gpu", "mlflow", "matplotlib", "sqlalchemy"}
-WITHOUT_TORCH = BLOCKER % SLOW
-HEAVY = {"torch", "ray", "pyarrow", "numpy", "pandas", "rich"}
+SLOW_MODULES = {"torch", "torchrec", "fbgemm_gpu", "mlflow", "matplotlib", "sqlalchemy"}
+WITHOUT_TORCH = IMPORT_BLOCKER % SLOW_MODULES
+HEAVY_MODULES = {"torch", "ray", "pyarrow", "numpy", "pandas", "rich"}
 
 
 def run(*arguments, blocker=WITHOUT_TORCH):
@@ -33,7 +33,7 @@ def run(*arguments, blocker=WITHOUT_TORCH):
 
 
 @pytest.fixture
-def here(capsys):
+def run_here(capsys):
     """Function that runs a command in this process."""
 
     def command(*arguments):
@@ -47,7 +47,7 @@ def here(capsys):
 @pytest.mark.parametrize("words", ["--help", "train --help", "prepare --help", "prepare criteo --help"])
 def test_help_imports_no_heavy_modules(words):
     own = set() if words.split()[:-1] else {"pydantic"}  # typer parses arguments with pydantic
-    shown = run(*words.split(), blocker=BLOCKER % (HEAVY | own))
+    shown = run(*words.split(), blocker=IMPORT_BLOCKER % (HEAVY_MODULES | own))
     assert shown.returncode == 0 and "Usage:" in shown.stdout, shown.stderr
 
 
@@ -70,7 +70,7 @@ def test_package_and_worker_loop_import_without_torch():
     assert subprocess.run([sys.executable, "-c", WITHOUT_TORCH + code], timeout=60).returncode == 0
 
 
-UNTIL_THE_WORKERS_ARE_ASKED_FOR = """
+STARTUP_PROGRAM = """
 import sys
 from raytrec.cluster.session import warm_up_early
 early = [name for name in ("ray", "numpy", "pyarrow", "pydantic") if name in sys.modules]
@@ -88,7 +88,7 @@ print(early, before_ray, sorted({name.partition(".")[0] for name in sys.modules}
 
 def test_driver_startup_imports_no_slow_modules():
     """Before the warm process runs, only the standard library and YAML are imported."""
-    command = [sys.executable, "-c", UNTIL_THE_WORKERS_ARE_ASKED_FOR % SLOW]
+    command = [sys.executable, "-c", STARTUP_PROGRAM % SLOW_MODULES]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "[] False []\n"
 
 
@@ -107,17 +107,17 @@ def train(here, tiny_data, tmp_path, *overrides):
         (["data.schema=/nowhere.yaml"], "the schema file does not exist"),
     ],
 )
-def test_train_reports_wrong_input_in_one_message(here, tiny_data, tmp_path, overrides, message):
-    result = train(here, tiny_data, tmp_path, *overrides)
+def test_train_reports_wrong_input_in_one_message(run_here, tiny_data, tmp_path, overrides, message):
+    result = train(run_here, tiny_data, tmp_path, *overrides)
     assert result.returncode == 1 and result.stdout == ""
     assert message in result.stderr and "error: " in result.stderr and "Traceback" not in result.stderr
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_train_reports_a_bad_row_in_one_message(here, tiny_data, tmp_path):
+def test_train_reports_a_bad_row_in_one_message(run_here, tiny_data, tmp_path):
     schema = tmp_path / "schema.yaml"
     schema.write_text((tiny_data / "schema.yaml").read_text().replace("tag: {rows: 12", "tag: {rows: 11"))
-    result = train(here, tiny_data, tmp_path, f"data.schema={schema}")
+    result = train(run_here, tiny_data, tmp_path, f"data.schema={schema}")
     assert result.returncode == 1
     assert "id 11 of feature 'tags' is out of range for table 'tag'" in result.stderr
     assert ".parquet, row group" in result.stderr and "Traceback" not in result.stderr
@@ -125,13 +125,13 @@ def test_train_reports_a_bad_row_in_one_message(here, tiny_data, tmp_path):
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_evaluate_reproduces_the_metrics_of_train(here, tiny_data, tmp_path):
-    result = train(here, tiny_data, tmp_path, "--json")
+def test_evaluate_reproduces_the_metrics_of_train(run_here, tiny_data, tmp_path):
+    result = train(run_here, tiny_data, tmp_path, "--json")
     assert result.returncode == 0, result.stderr
     figures = json.loads(result.stdout)
     assert figures == json.loads((tmp_path / "run/result.json").read_text())
     assert figures["eval.rows"] == 1003
-    again = here("evaluate", tmp_path / "run", "--data", tiny_data / "test", "--workers", 3, "--json")
+    again = run_here("evaluate", tmp_path / "run", "--data", tiny_data / "test", "--workers", 3, "--json")
     evaluated = json.loads(again.stdout)
     for name in ("eval.auc", "eval.ne", "eval.logloss", "eval.calibration"):
         assert evaluated[name] == pytest.approx(figures[name], abs=1e-6)

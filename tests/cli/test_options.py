@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from raytrec.cli import app
 from raytrec.cli.options import with_options
 
-told = []
+received = []
 
 
 def command(
@@ -29,27 +29,27 @@ def command(
             as many as there are.
         share: Of the rows.
     """
-    told.append((place, rows, share, kinds, dry_run, seed))
+    received.append((place, rows, share, kinds, dry_run, seed))
 
 
 def run(*arguments):
-    told.clear()
+    received.clear()
     single = typer.Typer(rich_markup_mode=None, add_completion=False)
     single.command()(with_options(command, {"seed": typer.Option("--from-seed", help="Seeds it.")}))
     return CliRunner().invoke(single, arguments)
 
 
 def test_parameters_become_arguments_options_and_flags():
-    assert run("a").exit_code == 0 and told == [(Path("a"), 7, 0.5, None, False, 0)]
+    assert run("a").exit_code == 0 and received == [(Path("a"), 7, 0.5, None, False, 0)]
     words = ["a", "--rows", "3", "--part", "1", "--kinds", "x", "--kinds", "y", "--dry-run"]
-    assert run(*words, "--from-seed", "2").exit_code == 0 and told == [
+    assert run(*words, "--from-seed", "2").exit_code == 0 and received == [
         (Path("a"), 3, 1.0, ["x", "y"], True, 2)
     ]
 
 
 @pytest.mark.parametrize("words", [[], ["a", "--part", "2"], ["a", "--no-dry-run"], ["a", "--rows", "x"]])
 def test_invalid_arguments_are_rejected(words):
-    assert run(*words).exit_code == 2 and not told
+    assert run(*words).exit_code == 2 and not received
 
 
 def test_command_help_comes_from_the_docstring():

@@ -25,18 +25,18 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 WAYS = ["client", "url"]
 
 
-def short(**changes):
+def short_config(**changes):
     changes = {"train__epochs": 3, "train__eval_every_steps": 16, "tracking__report": True} | changes
     return json.dumps(tiny_config(**changes, train__log_every_steps=4, tracking__every_steps=8))
 
 
-def long(lr):
+def long_config(lr):
     """Return a config that trains for minutes; a distinct `lr` makes it a distinct run."""
     often = {"train__log_every_steps": 10, "checkpoint__every_steps": 50}
     return json.dumps(tiny_config(train__epochs=2000, optim__dense={"lr": lr}, **often))
 
 
-WHOLE = """
+FULL_RUN_PROGRAM = """
 cluster = Cluster(sys.argv[1])
 run = cluster.train(json.loads(sys.argv[2]))
 watched = run.watch()
@@ -57,7 +57,7 @@ answer(
     loaded=sorted({name.partition(".")[0] for name in sys.modules}),
 )
 """
-FILES = """
+FILES_PROGRAM = """
 import hashlib
 hash_of = lambda content: hashlib.sha256(content).hexdigest()
 
@@ -70,7 +70,7 @@ def files(run):
         rows=run.rows("user", [39, 0, 7]).tolist(),
     )
 """
-NO_FILES = """
+NO_FILES_PROGRAM = """
 def files(run):
     try:
         run.tables()
@@ -80,37 +80,39 @@ def files(run):
 
 
 @pytest.fixture(scope="module", params=WAYS)
-def whole(request, head):
+def full_run(request, head):
     """(access method, answers to all queries, run folder) of one run from start to end."""
     address = getattr(head, request.param)
     lr = {"client": 0.01, "url": 0.011}[request.param]
-    files = {"client": FILES, "url": NO_FILES}[request.param]
-    got = light.run(files + WHOLE, head.env, address, short(optim__dense={"lr": lr}), timeout=800)
+    files = {"client": FILES_PROGRAM, "url": NO_FILES_PROGRAM}[request.param]
+    got = light.run_notebook_program(
+        files + FULL_RUN_PROGRAM, head.env, address, short_config(optim__dense={"lr": lr}), timeout=800
+    )
     return request.param, got, head.root / "runs" / got["folder"].rpartition("/")[2]
 
 
-def sha(path):
+def hash_file(path):
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def lines(path):
+def read_lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def steps_of(run, event):
     """Return the steps of a run's events of this kind."""
-    return [e["step"] for e in lines(Path(run) / "events.jsonl") if e["event"] == event]
+    return [e["step"] for e in read_lines(Path(run) / "events.jsonl") if e["event"] == event]
 
 
-def test_client_shows_metrics_as_written(whole):
-    way, got, folder = whole
+def test_client_shows_metrics_as_written(full_run):
+    way, got, folder = full_run
     result = json.loads((folder / "result.json").read_text())
     assert got["folder"] == str(folder)
     assert got["watched"] == got["waited"] == got["same"][0] == result
     assert result["train.steps"] == 48 and result["eval.auc"] > 0.85
     assert got["same"][1:] == [str(folder), "finished"]
     assert (got["progress"]["step"], got["progress"]["total"]) == (48, 48)
-    written = lines(folder / "metrics.jsonl")
+    written = read_lines(folder / "metrics.jsonl")
     for kind, names in (("train", ("rows_per_s", "ne")), ("eval", ("auc", "ne"))):
         shown = got["metrics"][kind]["step"]
         lines_of = {line["step"]: line for line in written if line["kind"] == kind}
@@ -126,14 +128,14 @@ def test_client_shows_metrics_as_written(whole):
     ]
 
 
-def test_only_ray_client_serves_run_files(whole):
-    way, got, folder = whole
+def test_only_ray_client_serves_run_files(full_run):
+    way, got, folder = full_run
     if way == "url":
         assert "ray://HOST:10001" in got["refused"]
         return
     assert len(got["pictures"]) > 5
-    assert got["pictures"] == {path.stem: sha(path) for path in (folder / "pictures").glob("*.png")}
-    assert got["report"] == sha(folder / "report.html")
+    assert got["pictures"] == {path.stem: hash_file(path) for path in (folder / "pictures").glob("*.png")}
+    assert got["report"] == hash_file(folder / "report.html")
     assert got["config"] == (folder / "config.yaml").read_text()
     from raytrec.checkpoint.files import find
     from raytrec.checkpoint.storage import ShardReader
@@ -145,15 +147,15 @@ def test_only_ray_client_serves_run_files(whole):
     assert got["tables"] == {"tag": [12, 8], "user": [40, 8]}
 
 
-def test_client_needs_no_torch(whole):
-    _, got, _ = whole
+def test_client_needs_no_torch(full_run):
+    _, got, _ = full_run
     assert not {"torch", "torchrec", "fbgemm_gpu", "mlflow"} & set(got["loaded"])
     code = "import importlib.util as u; answer(found=[n for n in sys.argv[1:] if u.find_spec(n)])"
-    assert light.run(code, {}, "torch", "torchrec", "fbgemm_gpu", "mlflow")["found"] == []
+    assert light.run_notebook_program(code, {}, "torch", "torchrec", "fbgemm_gpu", "mlflow")["found"] == []
 
 
-def test_client_shows_log_lines(whole):
-    way, got, folder = whole
+def test_client_shows_log_lines(full_run):
+    way, got, folder = full_run
     assert f"{folder.name}  step 48/48 (100%)" in got["logs"]
     assert re.search(rf"{folder.name}  step 32: AUC 0\.\d{{4}}  NE 0\.\d{{4}}", got["logs"])
     assert "\x1b" not in got["logs"]
@@ -164,7 +166,7 @@ def test_client_shows_log_lines(whole):
     assert set(written) <= set(got["logs"].splitlines(keepends=True))
 
 
-STOP = """
+STOP_PROGRAM = """
 cluster = Cluster(sys.argv[1])
 values = json.loads(sys.argv[2])
 
@@ -197,7 +199,7 @@ except RunError as error:
 @pytest.mark.parametrize("way", WAYS)
 def test_stopped_run_resumes_at_the_same_step(head, way):
     lr = {"client": 0.02, "url": 0.021}[way]
-    got = light.run(STOP, head.env, getattr(head, way), long(lr), timeout=800)
+    got = light.run_notebook_program(STOP_PROGRAM, head.env, getattr(head, way), long_config(lr), timeout=800)
     assert got["before"][1] == "running" and got["state"] == "stopped"
     assert "was stopped; its state is saved" in got["stopped"] and "was stopped" in got["again"]
     assert got["folder"] == got["before"][0]
@@ -207,7 +209,7 @@ def test_stopped_run_resumes_at_the_same_step(head, way):
     assert steps_of(got["folder"], "stopped")[0] == second
 
 
-INDEX = """
+INDEX_PROGRAM = """
 run = Cluster(sys.argv[1]).train(json.loads(sys.argv[2]))
 run.wait()
 figures = run.index("data/films", f"indexes/{run.name}", item="film", columns=["title"])
@@ -222,9 +224,11 @@ def test_client_builds_an_item_index(head, way):
     pq.write_table(pa.table({name: list(column) for name, column in values.items()}), films / "films.parquet")
     lr = {"client": 0.03, "url": 0.031}[way]
     model = {"name": "two_tower", "towers": {"query": ["user", "price"], "item": ["tags"]}}
-    settings = json.loads(short(model__name="two_tower", optim__dense={"lr": lr})) | {"model": model}
+    settings = json.loads(short_config(model__name="two_tower", optim__dense={"lr": lr})) | {"model": model}
     settings["train"]["epochs"] = 1
-    got = light.run(INDEX, head.env, getattr(head, way), json.dumps(settings), timeout=800)
+    got = light.run_notebook_program(
+        INDEX_PROGRAM, head.env, getattr(head, way), json.dumps(settings), timeout=800
+    )
     name = got["folder"].rpartition("/")[2]
     index = load_index(head.root / "indexes" / name)
     assert got["figures"]["index.items"] == 12 and got["figures"]["name"].startswith(f"{name}: ")
@@ -234,7 +238,7 @@ def test_client_builds_an_item_index(head, way):
     assert len(found) == 36
 
 
-LEFT = """
+ABANDON_PROGRAM = """
 run = Cluster(sys.argv[1]).train(json.loads(sys.argv[2]))
 while (now := run.progress())["step"] < 60:
     assert now["state"] in ("starting", "running"), now
@@ -242,13 +246,13 @@ while (now := run.progress())["step"] < 60:
 answer(name=run.name, job=run.job)
 time.sleep(1000)
 """
-ENDED = """
+WAIT_PROGRAM = """
 run = Cluster(sys.argv[1]).run(sys.argv[2])
 while (now := run.progress())["state"] == "running":
     time.sleep(0.5)
 answer(now=now)
 """
-LOOK = """
+PROGRESS_PROGRAM = """
 run = Cluster(sys.argv[1]).run(sys.argv[2])
 first = run.progress()
 while run.progress()["state"] == "running" and run.progress()["step"] <= first["step"]:
@@ -257,31 +261,31 @@ answer(first=first, then=run.progress())
 """
 
 
-def left_alone(head, way, lr):
+def abandon_run(head, way, lr):
     """Start a run, kill its client during training, and return the run's name and job."""
-    process = light.start(LEFT, head.env, getattr(head, way), long(lr))
+    process = light.start_notebook_program(ABANDON_PROGRAM, head.env, getattr(head, way), long_config(lr))
     try:
         for line in process.stdout:
-            if line.startswith(light.ANSWER):
-                return json.loads(line.removeprefix(light.ANSWER)).values()
+            if line.startswith(light.ANSWER_PREFIX):
+                return json.loads(line.removeprefix(light.ANSWER_PREFIX)).values()
         raise AssertionError(process.stderr.read())
     finally:
         process.send_signal(signal.SIGKILL)
         process.communicate()
 
 
-def once_it_has_ended(head, name):
+def wait_for_end(head, name):
     """Wait until a run has ended and return its final progress."""
-    return light.run(ENDED, head.env, head.client, name, timeout=180)["now"]
+    return light.run_notebook_program(WAIT_PROGRAM, head.env, head.client, name, timeout=180)["now"]
 
 
 def test_run_over_ray_client_ends_with_its_client(head):
-    name, _ = left_alone(head, "client", 0.03)
-    now = once_it_has_ended(head, name)
+    name, _ = abandon_run(head, "client", 0.03)
+    now = wait_for_end(head, name)
     assert now["state"] == "interrupted"
     further = f"until(run, {now['step'] + 1})"  # one step more than recorded
-    again = STOP.replace("until(run, 30)", further).partition("again =")[0] + "answer(before=before)"
-    assert light.run(again, head.env, head.client, long(0.03))["before"] == [
+    again = STOP_PROGRAM.replace("until(run, 30)", further).partition("again =")[0] + "answer(before=before)"
+    assert light.run_notebook_program(again, head.env, head.client, long_config(0.03))["before"] == [
         str(head.root / "runs" / name),
         "running",
     ]
@@ -290,16 +294,16 @@ def test_run_over_ray_client_ends_with_its_client(head):
 
 
 def test_a_job_outlives_its_client(head):
-    name, job = left_alone(head, "url", 0.04)
-    got = light.run(LOOK, head.env, head.url, job)
+    name, job = abandon_run(head, "url", 0.04)
+    got = light.run_notebook_program(PROGRESS_PROGRAM, head.env, head.url, job)
     assert got["first"]["state"] == got["then"]["state"] == "running"
     assert got["then"]["step"] > got["first"]["step"]
     code = "run = Cluster(sys.argv[1]).run(sys.argv[2]); run.stop(); answer(folder=run.folder)"
-    light.run(code, head.env, head.client, name)  # over Ray Client
-    assert once_it_has_ended(head, name)["state"] == "stopped"
+    light.run_notebook_program(code, head.env, head.client, name)  # over Ray Client
+    assert wait_for_end(head, name)["state"] == "stopped"
 
 
-ERRORS = """
+ERRORS_PROGRAM = """
 cluster = Cluster(sys.argv[1])
 values = json.loads(sys.argv[2])
 bad = json.loads(sys.argv[3])
@@ -323,18 +327,18 @@ answer(**got)
 """
 
 
-def test_client_errors_have_no_traceback(head, whole):
-    way, _, folder = whole
+def test_client_errors_have_no_traceback(head, full_run):
+    way, _, folder = full_run
     bad = head.root / "data" / "bad"
     if not bad.exists():
-        parquet.dataset(bad)
-        table = parquet.table(700, 9)
+        parquet.write_dataset(bad)
+        table = parquet.make_tiny_table(700, 9)
         wrong = table.set_column(2, "user", pa.array([*range(40), 4000] * 17 + [0, 1, 2]))
         pq.write_table(wrong, bad / "train" / "part-1.parquet")
-    values = json.loads(short(optim__dense={"lr": {"client": 0.05, "url": 0.051}[way]}))
+    values = json.loads(short_config(optim__dense={"lr": {"client": 0.05, "url": 0.051}[way]}))
     broken = values | {"data": values["data"] | {"train": "data/bad/train"}}
     arguments = [getattr(head, way), json.dumps(values), json.dumps(broken), folder.name]
-    got = light.run(ERRORS, head.env, *arguments, timeout=800)
+    got = light.run_notebook_program(ERRORS_PROGRAM, head.env, *arguments, timeout=800)
     assert got["misspelt"][0] == "ConfigError" and "did you mean train.epochs" in got["misspelt"][1]
     assert "data/nothing" in got["no data"][1] and got["no data"][0] != "nothing"
     assert "4000" in got["bad data"][1] and "column user" in got["bad data"][1]
@@ -348,7 +352,7 @@ def test_client_errors_have_no_traceback(head, whole):
     assert not any("Traceback" in text for _, text in (v for k, v in got.items() if k != "stderr"))
 
 
-CONNECT = """
+CONNECT_PROGRAM = """
 began = time.time()
 try:
     Cluster(sys.argv[1])
@@ -362,16 +366,20 @@ def test_client_reports_wrong_or_missing_token(head, way, tmp_path):
     wrong = tmp_path / "token"
     wrong.write_text("0" * 64)
     wrong.chmod(0o600)
-    got = light.run(CONNECT, head.env | {"RAY_AUTH_TOKEN_PATH": str(wrong)}, getattr(head, way))
+    got = light.run_notebook_program(
+        CONNECT_PROGRAM, head.env | {"RAY_AUTH_TOKEN_PATH": str(wrong)}, getattr(head, way)
+    )
     assert "refuses the token" in got["error"] and got["seconds"] < 60
     assert got["rendered"] == [f"error: {got['error']}"]
-    got = light.run(CONNECT, plain_environment() | {"HOME": str(tmp_path)}, getattr(head, way))
+    got = light.run_notebook_program(
+        CONNECT_PROGRAM, plain_environment() | {"HOME": str(tmp_path)}, getattr(head, way)
+    )
     assert "the token of the Ray cluster is missing" in got["error"]
 
 
 @pytest.mark.parametrize("address", ["ray://127.0.0.1:9", "http://127.0.0.1:9", "127.0.0.1:10001"])
 def test_client_reports_wrong_address(head, address):
-    got = light.run(CONNECT, head.env, address)
+    got = light.run_notebook_program(CONNECT_PROGRAM, head.env, address)
     assert address in got["error"] and "expected:" in got["error"]
     assert len(got["error"].splitlines()) <= 4
 
@@ -380,12 +388,12 @@ def test_client_reports_mismatched_ray_version(head, tmp_path):
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
     subprocess.run([*install, "--target", str(tmp_path), "ray==2.59.0"], check=True, timeout=400)
     env = head.env | {"PYTHONPATH": str(tmp_path)}
-    got = light.run(CONNECT, env, head.client)
+    got = light.run_notebook_program(CONNECT_PROGRAM, env, head.client)
     assert got["error"].startswith("this version of raytrec does not support ray 2.59.0\n")
     assert "expected: ray 2.60.0" in got["error"] and len(got["error"].splitlines()) <= 4
     older = "from raytrec.cluster import access; from raytrec.compat import versions\n"  # an older raytrec
     older += "access.RAY = '2.59.0'; versions.OTHERS['ray'] = ('2.59.0',)\n"
-    got = light.run(older + CONNECT, env, head.client)
+    got = light.run_notebook_program(older + CONNECT_PROGRAM, env, head.client)
     assert "Ray 2.59.0 on the cluster, as here" in got["error"], got["error"]
     assert len(got["error"].splitlines()) <= 4
 
@@ -400,6 +408,6 @@ ours = utils.compute_version_info
 utils.compute_version_info = lambda: (ours()[0], "{other}.1")
 sys.version_info = (3, {other[2:]}, 1)
 """
-    got = light.run(pretend + CONNECT, head.env, head.client)
+    got = light.run_notebook_program(pretend + CONNECT_PROGRAM, head.env, head.client)
     assert got["error"].startswith(f"the cluster runs Python {ours}.")
     assert f"but this process runs Python {other}" in got["error"] and "http://" in got["error"]

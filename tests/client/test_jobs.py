@@ -17,18 +17,18 @@ REPO = Path(__file__).parents[2]
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 
-def config(place, **changes):
+def write_config(place, **changes):
     """Write a config file with relative paths, as in jobs/."""
     place.write_text(yaml.safe_dump(tiny_config(**changes)))
     return str(place)
 
 
-def long(place, **changes):
+def write_long_config(place, **changes):
     """Write a config that trains for about a minute."""
-    return config(place, train__epochs=400, train__log_every_steps=20, **changes)
+    return write_config(place, train__epochs=400, train__log_every_steps=20, **changes)
 
 
-class Submitted:
+class SubmittedJob:
     """`raytrec submit` as a background process whose output is read line by line."""
 
     def __init__(self, head, *arguments):
@@ -71,32 +71,32 @@ class Submitted:
         return next(line.split()[1] for line in self.lines if line.startswith("job "))
 
 
-def only_run(head, name):
+def find_only_run(head, name):
     (run,) = (head.root / "runs").glob(f"{name}-*")
     return run
 
 
 def test_resubmitted_job_resumes_the_stopped_run(head, tmp_path):
-    job = long(tmp_path / "again.yaml")
-    first = Submitted(head, job)
+    job = write_long_config(tmp_path / "again.yaml")
+    first = SubmittedJob(head, job)
     first.until("rows/s")
     stopped = first.stop()
     assert "SIGTERM: saving" in stopped and "submit the same job again" in stopped
     assert first.end() == 143
     step = int(first.text.partition("stopped at step ")[2].partition(",")[0])
-    assert step > 0 and not (only_run(head, "again") / "result.json").exists()
+    assert step > 0 and not (find_only_run(head, "again") / "result.json").exists()
 
     assert head.run(RAYTREC, "stop", first.job, "--address", head.url).returncode == 1  # the job has ended
 
     most = "train.max_steps=40"  # which changes the result, so it is another run
-    second = Submitted(head, job, "scaling.num_workers=1")
+    second = SubmittedJob(head, job, "scaling.num_workers=1")
     second.until(f"resuming at step {step} with 1 worker")
     second.interrupt()  # detach from the job
     assert second.end() == 130 and "the job continues" in second.text
     second.stop()
-    assert only_run(head, "again")  # there is still only one run
+    assert find_only_run(head, "again")  # there is still only one run
 
-    third = Submitted(head, job, most)
+    third = SubmittedJob(head, job, most)
     third.until("step")
     assert third.end() == 0, third.text
     assert len([*(head.root / "runs").glob("again-*")]) == 2
@@ -111,7 +111,7 @@ def checkout(head, tmp_path):
     return tmp_path / "raytrec"
 
 
-class ByRay(Submitted):
+class RaySubmittedJob(SubmittedJob):
     """`ray job submit` of a script of jobs/, from a checkout."""
 
     def __init__(self, head, folder, job, script, *arguments):
@@ -127,39 +127,39 @@ class ByRay(Submitted):
 
 def test_ray_job_submit_resumes_the_stopped_run(head, checkout):
     """Use the commands of the README with Ray's own command line."""
-    long(checkout / "jobs" / "by-ray.yaml")
+    write_long_config(checkout / "jobs" / "by-ray.yaml")
     train = ["train.py", "jobs/by-ray.yaml", "scaling.num_workers=2"]
-    first = ByRay(head, checkout, "by-ray-1", *train)
+    first = RaySubmittedJob(head, checkout, "by-ray-1", *train)
     first.until("rows/s")
     first.stop()
     assert "stopped at step" in first.text
-    assert [*only_run(head, "by-ray").glob("checkpoints/step-*/checkpoint.json")]
-    second = ByRay(head, checkout, "by-ray-2", *train)
+    assert [*find_only_run(head, "by-ray").glob("checkpoints/step-*/checkpoint.json")]
+    second = RaySubmittedJob(head, checkout, "by-ray-2", *train)
     second.until("resuming at step")
     second.stop()
-    assert only_run(head, "by-ray")
+    assert find_only_run(head, "by-ray")
 
 
 def test_resubmitted_search_continues_its_trials(head, checkout):
     """Use the command of docs/tune.md: the finished trial is kept and the other one is resumed."""
     changes = {"train__epochs": 20, "train__eval_every_steps": 40, "checkpoint__every_steps": 5}
-    config(checkout / "jobs" / "searched.yaml", scaling__num_workers=1, **changes)
+    write_config(checkout / "jobs" / "searched.yaml", scaling__num_workers=1, **changes)
     sizes = [{"bottom_mlp": [16], "top_mlp": top} for top in ([16], [600, 600])]
     (checkout / "space.yaml").write_text(yaml.safe_dump({"model": {"choice": sizes}}))
     tune = ["tune.py", "jobs/searched.yaml", "--space", "space.yaml", "--trials", "2"]
     tune += ["--at-once", "1", "--grace-steps", "10000"]  # so that no trial is stopped early
-    first = ByRay(head, checkout, "search-1", *tune)
+    first = RaySubmittedJob(head, checkout, "search-1", *tune)
     first.until("trial 2 begins")
-    search = only_run(head, "searched")
+    search = find_only_run(head, "searched")
     one, two = search / "trial-001", search / "trial-002"
     wait_for(lambda: [*two.glob("checkpoints/step-*/checkpoint.json")], "a checkpoint", 120)
     ended = (one / "result.json").read_bytes()
     first.stop()
     assert not (two / "result.json").exists() and not (search / "outcome.json").exists(), first.text
 
-    again = ByRay(head, checkout, "search-2", *tune)
+    again = RaySubmittedJob(head, checkout, "search-2", *tune)
     assert again.end() == 0, again.text[-3000:]
-    assert only_run(head, "searched") == search and (one / "result.json").read_bytes() == ended
+    assert find_only_run(head, "searched") == search and (one / "result.json").read_bytes() == ended
     outcome = json.loads((search / "outcome.json").read_text())
     assert [trial["state"] for trial in outcome["trials"]] == ["finished", "finished"]
     assert yaml.safe_load((search / "best.yaml").read_text())["model"]["top_mlp"] in ([16], [600, 600])
@@ -185,19 +185,24 @@ DATA = [f"data.{name}=data/made/{name}" for name in ("train", "valid", "test")] 
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_job_scripts_run_on_the_cluster(head, checkout, command, output):
-    job = ByRay(head, checkout, f"script-{command[0][:-3]}", *command)
+    job = RaySubmittedJob(head, checkout, f"script-{command[0][:-3]}", *command)
     assert job.end() == 0, job.text[-3000:]
     assert output in job.text
 
 
 def test_submit_reports_mistakes_with_an_exit_code(head, tmp_path):
     wrong = head.run(
-        RAYTREC, "submit", config(tmp_path / "wrong.yaml"), "data.train=data/nowhere", "--address", head.url
+        RAYTREC,
+        "submit",
+        write_config(tmp_path / "wrong.yaml"),
+        "data.train=data/nowhere",
+        "--address",
+        head.url,
     )
     assert wrong.returncode == 1
     assert "error:" in wrong.stdout and "data/nowhere" in wrong.stdout and "Traceback" not in wrong.stdout
     early = head.run(
-        RAYTREC, "submit", config(tmp_path / "wrong.yaml"), "train.epoch=3", "--address", head.url
+        RAYTREC, "submit", write_config(tmp_path / "wrong.yaml"), "train.epoch=3", "--address", head.url
     )
     assert early.returncode == 1 and "train.epochs" in early.stderr and "job " not in early.stdout
 
@@ -212,16 +217,16 @@ def test_submit_uploads_user_code(head, tmp_path):
     )
     (tmp_path / "large.bin").write_bytes(os.urandom(1 << 20))
     transforms = [{"do": "mine.features:twice", "reads": ["price"], "writes": ["price"]}]
-    config(tmp_path / "own.yaml", data__transforms=transforms, train__max_steps=20)
+    write_config(tmp_path / "own.yaml", data__transforms=transforms, train__max_steps=20)
     done = head.run(RAYTREC, "submit", "own.yaml", "--address", head.url, cwd=tmp_path)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr
 
 
 def test_second_driver_waits_for_the_first(head, tmp_path):
-    job = long(tmp_path / "twice.yaml", scaling__shutdown_grace_s=5)
-    first = Submitted(head, job, "run.name=twice")
+    job = write_long_config(tmp_path / "twice.yaml", scaling__shutdown_grace_s=5)
+    first = SubmittedJob(head, job, "run.name=twice")
     first.until("rows/s")
-    second = Submitted(head, job, "run.name=twice")
+    second = SubmittedJob(head, job, "run.name=twice")
     second.until("waiting for")
     began = time.monotonic()
     first.stop()

@@ -10,7 +10,7 @@ from raytrec.common.errors import ConfigError
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
+def workspace(tmp_path, monkeypatch):
     """Working directory with sibling folders; packages are built in a separate folder."""
     work, made = tmp_path / "work", tmp_path / "made"
     for folder in (work / "mine", tmp_path / "x", made):
@@ -23,7 +23,7 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def packed(*include):
+def pack(*include):
     with package.code(list(map(Path, include)), taken=("run.yaml",)) as folder:
         files = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
         beside = [p.name for p in folder.parent.iterdir() if p != folder]
@@ -31,15 +31,15 @@ def packed(*include):
     return {f for f in files if not f.startswith(("raytrec/", "raytrec_datasets/"))}
 
 
-def test_outside_paths_are_packed_at_the_top_level(here):
-    assert packed("../x", "../one.txt") == {"x/lists.txt", "one.txt"}
-    assert packed(here / "x", "mine/../../one.txt") == {"x/lists.txt", "one.txt"}
-    assert packed("mine") == packed("./mine/../mine") == packed(".") == {"mine/features.py"}
+def test_outside_paths_are_packed_at_the_top_level(workspace):
+    assert pack("../x", "../one.txt") == {"x/lists.txt", "one.txt"}
+    assert pack(workspace / "x", "mine/../../one.txt") == {"x/lists.txt", "one.txt"}
+    assert pack("mine") == pack("./mine/../mine") == pack(".") == {"mine/features.py"}
 
 
-def test_packing_follows_links_and_keeps_their_names(here):
-    (here / "work/linked").symlink_to(here / "x")
-    assert packed("linked") == {"linked/lists.txt"}
+def test_packing_follows_links_and_keeps_their_names(workspace):
+    (workspace / "work/linked").symlink_to(workspace / "x")
+    assert pack("linked") == {"linked/lists.txt"}
 
 
 @pytest.mark.parametrize(
@@ -58,24 +58,24 @@ def test_packing_follows_links_and_keeps_their_names(here):
         (["a\0b"], "there is no such file or folder"),
     ],
 )
-def test_packing_rejects_unsupported_paths(here, include, what):
+def test_packing_rejects_unsupported_paths(workspace, include, what):
     for name in ("raytrec", "y/x", "odd", "broken", "circle"):
-        (here / name).mkdir(parents=True)
-    (here / "raytrec/__main__.py").write_text("")
-    (here / "run.yaml").write_text("")
-    (here / "y/x/lists.txt").write_text("")
-    os.mkfifo(here / "pipe")
-    os.mkfifo(here / "odd/pipe")
-    (here / "broken/link").symlink_to("nowhere")
-    (here / "circle/back").symlink_to(here / "circle")
+        (workspace / name).mkdir(parents=True)
+    (workspace / "raytrec/__main__.py").write_text("")
+    (workspace / "run.yaml").write_text("")
+    (workspace / "y/x/lists.txt").write_text("")
+    os.mkfifo(workspace / "pipe")
+    os.mkfifo(workspace / "odd/pipe")
+    (workspace / "broken/link").symlink_to("nowhere")
+    (workspace / "circle/back").symlink_to(workspace / "circle")
     with pytest.raises(ConfigError) as error:
-        packed(*include)
+        pack(*include)
     assert what in str(error.value) and "--include" in str(error.value)
-    assert list((here / "made").iterdir()) == []
+    assert list((workspace / "made").iterdir()) == []
 
 
-def test_large_folder_is_rejected_before_copying(here, monkeypatch):
+def test_large_folder_is_rejected_before_copying(workspace, monkeypatch):
     monkeypatch.setattr(package, "LARGEST_BYTES", 100)
     with pytest.raises(ConfigError, match="the upload of the job is too large"):
-        packed("../x")
-    assert list((here / "made").iterdir()) == []
+        pack("../x")
+    assert list((workspace / "made").iterdir()) == []

@@ -117,7 +117,7 @@ def test_news_reports_how_the_run_ended(root):
     assert news["state"] == "finished" and news["result"] == {"eval.auc": 0.5}
 
 
-DRIVES = """
+DRIVER_PROGRAM = """
 import sys, time
 from pathlib import Path
 from raytrec.driver.driver_state import record_driver
@@ -131,7 +131,7 @@ with record_driver(Path(sys.argv[1])):
 def driver(root):
     """A process that drives the run."""
     process = subprocess.Popen(
-        [sys.executable, "-c", DRIVES, str(root / "runs" / "mine")], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", DRIVER_PROGRAM, str(root / "runs" / "mine")], stdout=subprocess.PIPE, text=True
     )
     assert process.stdout.readline() == "drives\n"
     yield process

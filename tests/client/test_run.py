@@ -14,7 +14,7 @@ from raytrec.common.messages import Eval, Start, Train
 from raytrec.tracking import progress_log as lines
 
 
-class Shown(Run):
+class FakeRun(Run):
     """Run whose messages are set by the test."""
 
     folder = "/runs/mine"
@@ -40,7 +40,7 @@ def train(step, **figures):
 
 
 def test_restart_replaces_metrics_after_its_step():
-    run = Shown().take(start())
+    run = FakeRun().take(start())
     assert run.progress()["step"] == 0 and run.progress()["eta_s"] is None
     run.take(*(train(step, logloss=1 / step, ne=None) for step in (10, 20, 30)))
     run.take(Eval(step=30, figures={"auc": 0.7}))
@@ -56,28 +56,28 @@ def test_restart_replaces_metrics_after_its_step():
 def test_progress_estimates_the_remaining_time(monkeypatch):
     now = [1000.0]
     monkeypatch.setattr("raytrec.client.run.time", lambda: now[0])
-    run = Shown().take(start(), train(10))
+    run = FakeRun().take(start(), train(10))
     now[0] += 5
     assert run.take(train(20)).progress()["eta_s"] == pytest.approx(40)
     assert run.take(state="finished").progress()["eta_s"] is None
 
 
 def test_wait_returns_the_result_or_raises():
-    run = Shown().take(state="finished")
+    run = FakeRun().take(state="finished")
     run.history.result = {"eval.auc": 0.5}
     assert run.wait() == {"eval.auc": 0.5}
-    run = Shown().take(state="failed")
+    run = FakeRun().take(state="failed")
     run.error = RunError("bad rows", where="a file")
     with pytest.raises(RunError, match="bad rows"):
         run.wait()
     with pytest.raises(RunError, match="was stopped; its state is saved"):
-        Shown().take(state="stopped").wait()
+        FakeRun().take(state="stopped").wait()
     with pytest.raises(RunError, match="still running after 0 s"):
-        Shown().take().wait(timeout=0)
+        FakeRun().take().wait(timeout=0)
 
 
 def test_notebook_shows_progress_and_escapes_html():
-    run = Shown()
+    run = FakeRun()
     assert "waiting" in render_progress("<mine>", run) and "<mine>" not in render_progress("<mine>", run)
     assert render_curves(run.take(train(1)).history) == b""
     figures = [train(step, logloss=1 / step, ne=0.9, rows_per_s=8e4) for step in (10, 20)]
@@ -121,14 +121,14 @@ def log(*messages):
 
 
 FOLDER = (lines.FOLDER, {"folder": "/runs/mine"})
-BEGUN = log(FOLDER, ("start", {"total": 40, "step": 0, "workers": 2, "metrics": []}))
+START_LOG = log(FOLDER, ("start", {"total": 40, "step": 0, "workers": 2, "metrics": []}))
 
 
 def test_job_run_follows_the_job_log():
     jobs = FakeJobs("waiting\n")
     run = JobRun(jobs, "mine-1")
     assert run.progress()["state"] == "starting"
-    jobs.log += BEGUN + 'mine  step 10/40\n{"raytrec": "train", "step": 10, "ne": 0.9, "rows_p'
+    jobs.log += START_LOG + 'mine  step 10/40\n{"raytrec": "train", "step": 10, "ne": 0.9, "rows_p'
     assert run.progress() == {"step": 0, "total": 40, "rows_per_s": None, "state": "running", "eta_s": None}
     jobs.log += 'er_s": 5.0}\n{"raytrec": "start", "step": 0}\n'
     assert (run.folder, run.name, run.progress()["ne"]) == ("/runs/mine", "mine", 0.9)
@@ -147,7 +147,7 @@ def test_job_run_follows_the_job_log():
     ],
 )
 def test_failed_job_raises_its_error(written, what, expected):
-    run = JobRun(FakeJobs(BEGUN + written, "FAILED"), "mine-1")
+    run = JobRun(FakeJobs(START_LOG + written, "FAILED"), "mine-1")
     with pytest.raises(RunError) as error:
         run.wait()
     assert (error.value.what, error.value.expected) == (what, expected)
@@ -157,7 +157,7 @@ def test_failed_job_raises_its_error(written, what, expected):
 
 
 def test_predict_starts_a_job_and_returns_its_result():
-    jobs = FakeJobs(BEGUN)
+    jobs = FakeJobs(START_LOG)
     options = {"columns": ["a", "b"], "workers": None, "overrides": {"data.readers": 2}}
     figures = JobRun(jobs, "mine-1").predict("data/valid", "out", **options)
     assert figures == {"eval.auc": 0.75}
@@ -166,7 +166,7 @@ def test_predict_starts_a_job_and_returns_its_result():
 
 
 def test_job_api_recommends_ray_client_for_files():
-    run = JobRun(FakeJobs(BEGUN), "mine-1")
+    run = JobRun(FakeJobs(START_LOG), "mine-1")
     asks = [run.tables, run.pictures, run.report, lambda: run.rows("user", [1])]
     asks += [lambda: run.file("plan.json")]
     for ask in asks:

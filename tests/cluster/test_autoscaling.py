@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from autoscaled import BENCHMARKS, Autoscaled
+from autoscaled import BENCHMARKS, AutoscaledCluster
 from planted import EPOCHS, configure, prepare
 from recorder import RECORDS, compare
 from watched import Run
@@ -50,7 +50,7 @@ class ClusterRun(Run):
         return self.nodes.node_of(self.attempt().raylets[0])
 
 
-def refuses_to_guess(cluster, folder):
+def assert_auto_device_is_rejected(cluster, folder):
     """Assert that device auto is rejected while the cluster has no GPU, as node types depend on it."""
     config = configure(folder, folder / "guess", {"min": LEAST, "max": MOST})
     prepare(folder / "guess", EPOCHS * 4)
@@ -64,9 +64,9 @@ def refuses_to_guess(cluster, folder):
 
 def test_autoscaler_adds_replaces_and_removes_nodes(tmp_path, monkeypatch):
     monkeypatch.setenv(RECORDS, str(tmp_path / "records"))  # its nodes pass it to the ranks
-    with Autoscaled(tmp_path / "cluster", idle_s=8) as cluster:
+    with AutoscaledCluster(tmp_path / "cluster", idle_s=8) as cluster:
         assert cluster.nodes() == {}
-        refuses_to_guess(cluster, tmp_path)
+        assert_auto_device_is_rejected(cluster, tmp_path)
         run = ClusterRun(cluster, tmp_path)
         run.pace(0.05)
         with run.begun():
@@ -75,7 +75,7 @@ def test_autoscaler_adds_replaces_and_removes_nodes(tmp_path, monkeypatch):
             run.wait("a checkpoint", run.saved)
 
             gone, taken = run.machine(), time.time()
-            cluster.take_away(gone)
+            cluster.kill_node(gone)
             run.wait("training again", lambda: run.since(taken))
             run.wait("three workers again", lambda: run.trains_on(MOST, since=taken))
             assert gone not in cluster.nodes() and len(cluster.nodes()) >= MOST

@@ -13,7 +13,7 @@ from autoscaled import BENCHMARKS
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 # The coordinator is killed again while Ray restarts it; then a fault raises an unexpected error.
-BROKEN = """
+BROKEN_BENCHMARK = """
 import chaos, faults
 
 def break_down(run, rng):
@@ -36,7 +36,11 @@ def test_crashed_chaos_benchmark_keeps_its_record():
     paths = [os.environ.get("PYTHONPATH"), str(BENCHMARKS)]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", BROKEN], env=env, capture_output=True, text=True, timeout=540
+        [sys.executable, "-W", "ignore", "-c", BROKEN_BENCHMARK],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=540,
     )
     assert done.returncode == 1, done.stdout + done.stderr
     assert "FAILED" in done.stdout and "StopIteration" in done.stdout, done.stdout + done.stderr

@@ -4,16 +4,16 @@ import json
 
 import pytest
 from heads import RAYTREC
-from hosts import NETWORK, Hosts, impossible
+from hosts import NETWORK_PREFIX, HostCluster, why_hosts_unavailable
 
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory):
     """A head and two more hosts."""
     folder = tmp_path_factory.mktemp("hosts")
-    if why := impossible(folder):
+    if why := why_hosts_unavailable(folder):
         pytest.skip(why)
-    with Hosts(folder, 2) as cluster:
+    with HostCluster(folder, 2) as cluster:
         yield cluster
 
 
@@ -60,11 +60,11 @@ def test_doctor_reports_faults_of_hosts_and_links(hosts):
         third.net("ip", "link", "set", "docker0", "name", "eth0")
         third.run("umount", str(hosts.root))
     found = failures(rows)
-    assert code == 1 and ("interfaces", f"host3 ({NETWORK}3)") in found, rows
-    name = f"host3 ({NETWORK}3)"
+    assert code == 1 and ("interfaces", f"host3 ({NETWORK_PREFIX}3)") in found, rows
+    name = f"host3 ({NETWORK_PREFIX}3)"
     assert "docker0 (10.77.0.3), a bridge inside this host" in found["interfaces", name]["finding"]
     assert "--node-ip-address" in found["interfaces", name]["do"]
     ports = [row["finding"] for row in rows if row["check"] == "ports"]
-    assert any(f"host2 ({NETWORK}2) cannot reach {name} at port" in text for text in ports), ports
+    assert any(f"host2 ({NETWORK_PREFIX}2) cannot reach {name} at port" in text for text in ports), ports
     assert all("no answer within 5 s" in text or "nodes" in text for text in ports)
     assert "mount the same storage at" in found["storage", name]["do"]

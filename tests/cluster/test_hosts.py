@@ -12,7 +12,7 @@ import planted
 import pytest
 import recorder
 import yaml
-from hosts import Host, Hosts, impossible
+from hosts import HostCluster, NamespaceHost, why_hosts_unavailable
 from watched import Run
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -23,11 +23,14 @@ WORKERS, HANG_S, STEPS = 3, 20, 300
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hosts")
-    if why := impossible(folder):
+    if why := why_hosts_unavailable(folder):
         pytest.skip(why)
     records = str(folder / "records")
     environment = {"PYTHONPATH": str(BENCHMARKS), recorder.RECORDS: records}
-    with pytest.MonkeyPatch.context() as patch, Hosts(folder, WORKERS, environment=environment) as cluster:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        HostCluster(folder, WORKERS, environment=environment) as cluster,
+    ):
         patch.setenv(recorder.RECORDS, records)
         (cluster.root / "data").mkdir()
         cluster.rows = planted.prepare(cluster.root / "data", STEPS)
@@ -42,7 +45,7 @@ class HostRun(Run):
         workers: scaling.num_workers.
     """
 
-    def __init__(self, hosts: Hosts, name: str, workers: int | dict[str, int], **train):
+    def __init__(self, hosts: HostCluster, name: str, workers: int | dict[str, int], **train):
         config = planted.configure(hosts.root, hosts.root / "data", workers)
         values = yaml.safe_load(config.read_text())
         values["scaling"] |= {"hang_timeout_s": HANG_S}
@@ -76,7 +79,7 @@ class HostRun(Run):
         raise AssertionError(f"no host has rank {rank}, process {pid}")
 
 
-def _open_files(host: Host, pid: int) -> list[str]:
+def _open_files(host: NamespaceHost, pid: int) -> list[str]:
     place = Path(f"/proc/{host.pid}/root/proc/{pid}/fd")
     try:
         return [os.readlink(entry) for entry in place.iterdir()]
@@ -145,7 +148,7 @@ def test_run_starts_without_an_unreachable_host(hosts):
         hosts.heal(WORKERS + 1)
 
 
-SILENT = """
+SILENT_DRIVER_PROGRAM = """
 import os, signal, sys, time
 import ray
 from raytrec.cluster.session import ray_session
@@ -167,13 +170,15 @@ with ray_session(num_cpus=1):
 @pytest.mark.cluster
 @pytest.mark.timeout(200)
 def test_worker_exits_if_the_driver_does_not_respond():
-    done = subprocess.run([sys.executable, "-c", SILENT], capture_output=True, text=True, timeout=180)
+    done = subprocess.run(
+        [sys.executable, "-c", SILENT_DRIVER_PROGRAM], capture_output=True, text=True, timeout=180
+    )
     os.kill(int(done.stdout), signal.SIGKILL)
     assert done.returncode == 70, done.stderr
     assert "rank 0: the driver has not responded for" in done.stderr
 
 
-STORE = """
+STORE_PROGRAM = """
 import sys
 from datetime import timedelta
 from importlib import import_module
@@ -192,15 +197,15 @@ sys.stdin.read()
 
 @pytest.mark.timeout(120)
 def test_the_store_listens_on_one_address_only(tmp_path):
-    if why := impossible(tmp_path):
+    if why := why_hosts_unavailable(tmp_path):
         pytest.skip(why)
-    host = Host("alone", tmp_path)
+    host = NamespaceHost("alone", tmp_path)
     try:
         host.net("ip", "link", "add", "eth0", "type", "veth", "peer", "name", "eth1")
         host.net("ip", "link", "set", "eth1", "up")
         host.net("ip", "address", "add", "10.77.0.9/24", "dev", "eth0")
         host.net("ip", "link", "set", "eth0", "up")
-        command = host.command(sys.executable, "-c", STORE, "10.77.0.9", "4711")
+        command = host.command(sys.executable, "-c", STORE_PROGRAM, "10.77.0.9", "4711")
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout.readline().split() == ["eth0", "None"]
             assert process.stdout.readline().strip() == "b"

@@ -43,12 +43,12 @@ def test_ray_folder_is_private_and_removed_at_exit(base):
     assert not folder.exists()
 
 
-OWNER = "from raytrec.cluster.local_ray import make_folder; print(make_folder()[0], flush=True); input()"
+OWNER_CODE = "from raytrec.cluster.local_ray import make_folder; print(make_folder()[0], flush=True); input()"
 
 
 def test_sweep_removes_only_folders_of_dead_owners(base):
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    process = subprocess.Popen([sys.executable, "-c", OWNER], **pipes)
+    process = subprocess.Popen([sys.executable, "-c", OWNER_CODE], **pipes)
     left = Path(process.stdout.readline().strip())
     other = base / "raytrec-of-nobody"
     other.mkdir()

@@ -16,7 +16,7 @@ MODELS = {
     "two_tower": {"name": "two_tower", "towers": TOWERS, "tower_mlp": [8]},
     "sequence": {"name": "sequence", "max_length": 2, "target": "user", "top_mlp": [16]},
 }
-MINE = """
+USER_MODEL = """
 from torch import nn
 
 class Mine(nn.Module):
@@ -36,10 +36,10 @@ class Mine(nn.Module):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Dataset with tags as a sequence; its folder also contains a user-defined model."""
-    folder = parquet.dataset(tmp_path_factory.mktemp("models") / "d")
+    folder = parquet.write_dataset(tmp_path_factory.mktemp("models") / "d")
     schema = folder / "schema.yaml"
     schema.write_text(schema.read_text().replace("pooling: mean", "pooling: sequence"))
-    (folder / "models_of_mine.py").write_text(MINE)
+    (folder / "models_of_mine.py").write_text(USER_MODEL)
     return folder
 
 
@@ -56,7 +56,7 @@ def raytrec(folder, *arguments):
 
 
 def settings(folder, tmp_path, model, **changes):
-    values = parquet.settings(folder, tmp_path / "run", train__epochs=2, **changes) | {"model": model}
+    values = parquet.config_values(folder, tmp_path / "run", train__epochs=2, **changes) | {"model": model}
     values["checks"] = {"every_steps": 10}
     values["tracking"] |= {"enabled": False}
     (tmp_path / "run.json").write_text(json.dumps(values))  # JSON is YAML

@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from botocore.exceptions import ClientError
-from launching import AWS, GCP, prepared
+from launching import AWS_CONFIG, GCP_CONFIG, prepare_launcher_config
 from ray.autoscaler._private.loader import load_function_or_class
 from ray.autoscaler.v2.instance_manager.config import AutoscalingConfig
 from ray.autoscaler.v2.instance_manager.node_provider import NodeProviderAdapter
@@ -20,7 +20,7 @@ TAGS = {"ray-node-type": "worker", "ray-launch-config": "h", "ray-node-name": "n
 TAGS |= {"ray-user-node-type": "gpu"}
 
 
-class Cached:
+class CachedConfig:
     """Configuration with the interface that the autoscaler expects."""
 
     def __init__(self, config):
@@ -45,7 +45,7 @@ def cloud(tmp_path_factory):
         zone = {"Name": "availability-zone", "Values": ["us-west-2a"]}
         subnet = next(iter(ec2.subnets.filter(Filters=[zone])))
         group = ec2.create_security_group(GroupName="raytrec", Description="-", VpcId=subnet.vpc_id)
-        config = prepared(AWS)
+        config = prepare_launcher_config(AWS_CONFIG)
         filled_in = {
             "SubnetIds": [subnet.id],
             "SecurityGroupIds": [group.id],
@@ -90,16 +90,16 @@ def launch(provider, config, count):
     """Launch machines through the autoscaler's adapter and return its errors."""
     config = copy.deepcopy(config)
     config.pop("head_node")  # as `ray up` does for the head
-    adapter = NodeProviderAdapter(provider(config["provider"], "raytrec"), Cached(config))
+    adapter = NodeProviderAdapter(provider(config["provider"], "raytrec"), CachedConfig(config))
     adapter._launch_nodes_by_type("gpu", count, "request")
     return adapter.poll_errors()
 
 
-def bought(ec2):
-    return Counter(instance.instance_lifecycle or "on demand" for instance in alive(ec2))
+def count_purchases(ec2):
+    return Counter(instance.instance_lifecycle or "on demand" for instance in list_running(ec2))
 
 
-def alive(ec2):
+def list_running(ec2):
     return [i for i in ec2.instances.all() if i.state["Name"] in ("pending", "running")]
 
 
@@ -110,7 +110,7 @@ def test_ec2_accepts_every_node_type(account):
         provider(config["provider"], "raytrec").create_node(
             kind["node_config"], TAGS | {"ray-user-node-type": name}, 1
         )
-    machines = {i.instance_type: i for i in alive(ec2)}
+    machines = {i.instance_type: i for i in list_running(ec2)}
     assert set(machines) == {"m7i.2xlarge", "g6.12xlarge", "c7i.4xlarge"}
     assert {i.metadata_options["HttpTokens"] for i in machines.values()} == {"required"}
     spot = {t for t, i in machines.items() if i.instance_lifecycle == "spot"}
@@ -151,8 +151,8 @@ def test_spot_machines_are_preferred_to_on_demand(account, free, expected):
     ec2, provider, config, left = account
     left["spot"] = free
     assert launch(provider, config, 3) == []
-    assert bought(ec2) == expected
-    tags = [{tag["Key"]: tag["Value"] for tag in instance.tags} for instance in alive(ec2)]
+    assert count_purchases(ec2) == expected
+    tags = [{tag["Key"]: tag["Value"] for tag in instance.tags} for instance in list_running(ec2)]
     assert {each["ray-user-node-type"] for each in tags} == {"gpu"}
 
 
@@ -163,7 +163,7 @@ def test_plain_ray_gets_no_machine_without_spot_capacity(account):
     left["spot"] = 0
     (error,) = launch(AWSNodeProvider, config, 2)
     assert "InsufficientInstanceCapacity" in str(error.__cause__)
-    assert bought(ec2) == {}
+    assert count_purchases(ec2) == {}
 
 
 def test_config_mistake_fails_the_on_demand_request(account):
@@ -173,10 +173,10 @@ def test_config_mistake_fails_the_on_demand_request(account):
     }
     (error,) = launch(provider, config, 1)
     assert "not found" in str(error.__cause__)
-    assert bought(ec2) == {}
+    assert count_purchases(ec2) == {}
 
 
-class Answers(BaseHTTPRequestHandler):
+class TextHandler(BaseHTTPRequestHandler):
     """Request handler that answers with text."""
 
     def answer(self, status, text):
@@ -190,7 +190,7 @@ class Answers(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving(handler, **about):
+def serve(handler, **about):
     """Run a server on loopback and set `about` and `address` as its attributes."""
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         vars(server).update(about, address=f"http://127.0.0.1:{server.server_port}")
@@ -199,7 +199,7 @@ def serving(handler, **about):
         server.shutdown()
 
 
-class Google(Answers):
+class Google(TextHandler):
     """Compute Engine's API for launching machines; spot machines can be sold out."""
 
     def do_POST(self):
@@ -234,14 +234,14 @@ def google(monkeypatch):
     monkeypatch.setattr(gcp, "_create_compute", build)
     for name in ("_create_crm", "_create_iam"):
         monkeypatch.setattr(gcp, name, lambda _=None: None)
-    with serving(Google, asked=[], sold_out=True) as server:
+    with serve(Google, asked=[], sold_out=True) as server:
         yield server
 
 
 @pytest.mark.parametrize("sold_out", [True, False], ids=["sold-out", "available"])
 def test_gcp_falls_back_to_on_demand_machines(google, sold_out):
     google.sold_out = sold_out
-    config = prepared(GCP)
+    config = prepare_launcher_config(GCP_CONFIG)
     config["provider"]["project_id"] = "project-1"
     provider = load_function_or_class(config["provider"]["module"])(config["provider"], "raytrec")
     created = provider.create_node_with_resources_and_labels(
@@ -253,18 +253,20 @@ def test_gcp_falls_back_to_on_demand_machines(google, sold_out):
     assert all(body["scheduling"]["onHostMaintenance"] == "TERMINATE" for body in google.asked)
 
 
-def unknown(value, name, schemas, where=""):
+def find_unknown_keys(value, name, schemas, where=""):
     """Return the keys of a value that Google's API description does not contain."""
     schema = schemas[name] if isinstance(name, str) else name
     schema = schemas[schema["$ref"]] if "$ref" in schema else schema
     if isinstance(value, list):
-        return [key for each in value for key in unknown(each, schema["items"], schemas, where)]
+        return [key for each in value for key in find_unknown_keys(each, schema["items"], schemas, where)]
     if not isinstance(value, dict) or "properties" not in schema:
         return []
     missing = [f"{where}{key}" for key in value if key not in schema["properties"]]
     known = [(key, each) for key, each in value.items() if key in schema["properties"]]
     return missing + [
-        k for key, each in known for k in unknown(each, schema["properties"][key], schemas, f"{where}{key}.")
+        k
+        for key, each in known
+        for k in find_unknown_keys(each, schema["properties"][key], schemas, f"{where}{key}.")
     ]
 
 
@@ -272,14 +274,16 @@ def test_gcp_api_knows_every_node_type_key(google):
     from googleapiclient.discovery_cache import get_static_doc
 
     schemas = json.loads(get_static_doc("compute", "v1"))["schemas"]
-    for name, kind in prepared(GCP)["available_node_types"].items():
-        assert unknown(kind["node_config"], "Instance", schemas) == [], name
+    for name, kind in prepare_launcher_config(GCP_CONFIG)["available_node_types"].items():
+        assert find_unknown_keys(kind["node_config"], "Instance", schemas) == [], name
         models = schemas["Scheduling"]["properties"]["provisioningModel"]["enum"]
         assert kind["node_config"].get("scheduling", {}).get("provisioningModel", "SPOT") in models
-    assert unknown({"scheduling": {"preemptable": True}}, "Instance", schemas) == ["scheduling.preemptable"]
+    assert find_unknown_keys({"scheduling": {"preemptable": True}}, "Instance", schemas) == [
+        "scheduling.preemptable"
+    ]
 
 
-class Metadata(Answers):
+class Metadata(TextHandler):
     """The metadata servers of EC2 (version 2, which asks for a token) and of GCP."""
 
     def do_PUT(self):
@@ -301,7 +305,7 @@ class Metadata(Answers):
 
 @pytest.fixture
 def metadata():
-    with serving(Metadata, going=False) as server:
+    with serve(Metadata, going=False) as server:
         yield server
 
 

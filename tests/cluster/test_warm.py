@@ -28,14 +28,14 @@ asked = []
 torch.cuda._is_compiled, torch._C._cuda_getDeviceCount = (lambda: True), (lambda: asked.append(1) or 1)
 torch.cuda._is_in_bad_fork = lambda: bool(asked)
 """
-COLD = "print('{\"warm\": false}')"  # stands in for Ray's own setup_worker.py
+COLD_WORKER = "print('{\"warm\": false}')"  # stands in for Ray's own setup_worker.py
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("warm")
     (folder / "worker.py").write_text(WORKER)
-    (folder / "setup_worker.py").write_text(COLD)
+    (folder / "setup_worker.py").write_text(COLD_WORKER)
     (folder / "waits.py").write_text("import os, time; print(os.getpid(), flush=True); time.sleep(60)")
     for name in ("early", "late"):
         (folder / f"{name}.py").write_text("")
@@ -85,13 +85,13 @@ def start(folder, place, script="worker.py", job="01000000", **set_for_it):
     )
 
 
-def outcome(*args, **options):
+def run_worker(*args, **options):
     with start(*args, **options) as process:
         return json.loads(process.communicate(timeout=60)[0])
 
 
 def test_forked_worker_behaves_like_a_new_process(folder, place):
-    one, other = (outcome(folder, place, COLOUR=colour) for colour in ("red", "blue"))
+    one, other = (run_worker(folder, place, COLOUR=colour) for colour in ("red", "blue"))
     assert one["warm"] and one["arguments"] == ["--node-id=1"] and one["folder"] == str(folder)
     assert one["env"]["COLOUR"] == "red" and other["env"]["COLOUR"] == "blue"
     assert {one["pid"], one["id"], one["random"]}.isdisjoint({other["pid"], other["id"], other["random"]})
@@ -101,25 +101,25 @@ def test_forked_worker_behaves_like_a_new_process(folder, place):
     "wrong", [{"job": "02000000"}, {"MALLOC_ARENA_MAX": "3"}, {"RAY_worker_niceness": "3"}]
 )
 def test_changed_startup_settings_prevent_forking(folder, place, wrong):
-    assert not outcome(folder, place, **wrong)["warm"]
+    assert not run_worker(folder, place, **wrong)["warm"]
 
 
 def test_ids_drawn_before_the_fork_prevent_forking(folder):
     with warm(folder, "seeds") as place:
-        assert not outcome(folder, place)["warm"]
+        assert not run_worker(folder, place)["warm"]
 
 
 @pytest.mark.parametrize("module,forks", [("asks", True), ("begins", False)])
 def test_forked_worker_can_use_gpus(folder, module, forks):
     """fbgemm_gpu only queries GPUs on import; a module that initializes CUDA prevents forking."""
     with warm(folder, "with_gpus", module) as place:
-        found = outcome(folder, place)
+        found = run_worker(folder, place)
         assert found["warm"] == forks and not found.get("refused")
 
 
 def test_cold_workers_do_not_wait_for_imports(folder):
     with warm(folder, "slow", early=["with_gpus", "begins"]) as place:
-        assert not outcome(folder, place)["warm"] and not (folder / "slow").exists()
+        assert not run_worker(folder, place)["warm"] and not (folder / "slow").exists()
 
 
 def test_forked_workers_end_with_requester_and_driver(folder):
@@ -134,7 +134,7 @@ def test_forked_workers_end_with_requester_and_driver(folder):
     wait_until_gone(third)
     for process in processes:
         process.communicate()
-    assert not outcome(folder, place)["warm"], "workers must also start without the warm process"
+    assert not run_worker(folder, place)["warm"], "workers must also start without the warm process"
 
 
 def wait_until_gone(pid):

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from ranks import on_ranks
+from ranks import run_on_ranks
 
 from raytrec.common.collectives import Peers, compute_regrouping
 
 
-def sent(rank, world, at_once):
+def send_rows(rank, world, at_once):
     mine = torch.arange(rank * 100, rank * 100 + (7, 0, 30)[rank])
     peers = Peers(torch.device("cpu"), at_once)
     numbers, halves = peers.send([mine, mine / 2], mine % world)
@@ -19,11 +19,11 @@ def sent(rank, world, at_once):
 @pytest.mark.parametrize("at_once", [4, 1000])
 def test_send_delivers_rows_to_their_ranks(at_once):
     everything = [*range(7), *range(200, 230)]
-    for rank, (numbers, most, total) in enumerate(on_ranks(3, sent, at_once)):
+    for rank, (numbers, most, total) in enumerate(run_on_ranks(3, send_rows, at_once)):
         assert numbers == [n for n in everything if n % 3 == rank] and (most, total) == (2, 200)
 
 
-def gathered(rank, world, device):
+def gather_rows(rank, world, device):
     peers = Peers(device)
     mine = torch.arange(rank * 10, rank * 10 + (7, 0, 3)[rank])
     rows, wide = peers.gather([mine, torch.stack([mine, -mine], 1).float()])
@@ -38,10 +38,10 @@ def gathered(rank, world, device):
 
 @pytest.mark.parametrize("device", [None, torch.device("cpu")])
 def test_gather_keeps_the_order_of_ranks(device):
-    assert on_ranks(3, gathered, device) == [[*range(7), 20, 21, 22]] * 3
+    assert run_on_ranks(3, gather_rows, device) == [[*range(7), 20, 21, 22]] * 3
 
 
-def alike(rank, world):
+def compare_values(rank, world):
     peers, odd = Peers(), rank == 1
     same = [{"a": 1, "b": [2.5, "x"]}, ("x", None, 2**80), []]
     other = [{"a": 1 + odd}, [None] * (1 + odd), "x" * odd, -(2**70) * (1 + odd)]
@@ -50,7 +50,7 @@ def alike(rank, world):
 
 
 def test_same_detects_values_that_differ_between_ranks():
-    assert on_ranks(3, alike) == [([True] * 3, [False] * 4)] * 3
+    assert run_on_ranks(3, compare_values) == [([True] * 3, [False] * 4)] * 3
 
 
 def test_single_process_exchanges_nothing():

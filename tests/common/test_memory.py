@@ -59,7 +59,7 @@ else:
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="requires glibc")
 
 
-def printed(code):
+def run_and_parse_output(code):
     """Run the code in a process and return the printed numbers."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -67,12 +67,12 @@ def printed(code):
 
 
 def test_freed_memory_is_retained_until_trimmed():
-    kept, left = printed(EPOCH)
+    kept, left = run_and_parse_output(EPOCH)
     assert kept > 90 and left < 10
 
 
 @pytest.mark.parametrize("thread", [False, True])
 def test_retained_memory_avoids_page_faults_in_later_steps(thread):
-    before, after = printed(STEPS.replace("THREAD", str(thread)))
+    before, after = run_and_parse_output(STEPS.replace("THREAD", str(thread)))
     assert before > 1000, "glibc retains freed memory by default; retain_freed_memory is unnecessary"
     assert after < 100

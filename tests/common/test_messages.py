@@ -23,7 +23,7 @@ EXAMPLES = [
     messages.Result(step=9, unix_s=1.5, figures={"eval.ne": 0.9}),
     messages.Compared(step=0, unix_s=1.5, figures={"check.forward.error": 1e-7}),
     messages.Outcome(check="shards", step=3, unix_s=1.5, passed=True, figure=None, limit=None, text=""),
-    messages.RankLine(**recorded.interval(["user"], 0, 1, 100)),
+    messages.RankLine(**recorded.rank_line(["user"], 0, 1, 100)),
 ]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from raytrec.common.processes import owner, remove_leftovers
 
-MAKE = """
+LEFTOVER_PROGRAM = """
 import os, sys, time
 from pathlib import Path
 from raytrec.common.processes import owner
@@ -23,7 +23,9 @@ time.sleep(600)
 
 
 def test_leftovers_are_removed_only_after_their_owner_ends(tmp_path):
-    maker = subprocess.Popen([sys.executable, "-c", MAKE, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    maker = subprocess.Popen(
+        [sys.executable, "-c", LEFTOVER_PROGRAM, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
     try:
         assert maker.stdout.readline() == "made\n"
         remove(tmp_path)
@@ -62,7 +64,7 @@ def remove(folder):
     remove_leftovers(folder, "page.html.{owner}.partial")
 
 
-PROGRAM = """
+EXIT_PROGRAM = """
 import atexit, ctypes, sys, threading, time
 from raytrec.common.processes import exit_after_block
 
@@ -80,8 +82,8 @@ with exit_after_block():
 """
 
 
-def end(last):
-    run = [sys.executable, "-c", PROGRAM.format(last=last)]
+def run_program(last):
+    run = [sys.executable, "-c", EXIT_PROGRAM.format(last=last)]
     return subprocess.run(run, capture_output=True, text=True, timeout=60)
 
 
@@ -90,7 +92,7 @@ def end(last):
     [("pass", 0), ("sys.exit()", 0), ("sys.exit(130)", 130), ("sys.exit('no')", 1), ("raise KeyError(7)", 1)],
 )
 def test_exit_after_block_skips_c_exit_handlers(last, code):
-    ended = end(last)
+    ended = run_program(last)
     assert ended.returncode == code, ended.stderr
     assert ended.stdout == "thread\natexit\n"
     assert ("KeyError: 7" in ended.stderr) == ("KeyError" in last)

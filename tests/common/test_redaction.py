@@ -18,10 +18,10 @@ from raytrec.common.redaction import find_hidden_keys, hide, hide_all, hide_yaml
 from raytrec.config.run_config import load_config
 
 SEED = "Zq9x7Kw"  # part of every secret, and of no other text
-ANY = st.text(
+ANY_TEXT = st.text(
     st.characters(min_codepoint=33, max_codepoint=0x2FF, exclude_characters='<>" \x85\xa0'), max_size=12
 )
-PLAIN = st.text("abcdefgh0123456789_-.~%!$*+", max_size=12)
+PLAIN_TEXT = st.text("abcdefgh0123456789_-.~%!$*+", max_size=12)
 HOST = st.sampled_from(
     ["host", "host:5000/x", "10.0.0.1/a/b?region=eu", "bucket/part-0.parquet", "db.example.com"]
 )
@@ -35,17 +35,17 @@ NAMES = (*PARAMETERS[5:-3], "DB_PWD", "clientSecret", "credentials", "AZURE_STOR
 
 
 @st.composite
-def addresses(draw):
+def draw_addresses(draw):
     """Draw an address with a password, a token as user name, or a signed parameter."""
     scheme, host = draw(SCHEME), draw(HOST)
     kind = draw(st.sampled_from(["password", "token", "token and nothing", "parameter", "fragment"]))
     if kind == "password":
-        return f"{scheme}://{draw(PLAIN)}:{draw(ANY)}{SEED}{draw(ANY)}@{host}"
+        return f"{scheme}://{draw(PLAIN_TEXT)}:{draw(ANY_TEXT)}{SEED}{draw(ANY_TEXT)}@{host}"
     if kind == "token":
-        return f"{scheme}://{draw(PLAIN)}{SEED}{draw(PLAIN)}@{host}"
+        return f"{scheme}://{draw(PLAIN_TEXT)}{SEED}{draw(PLAIN_TEXT)}@{host}"
     if kind == "token and nothing":
         nothing = draw(st.sampled_from(["", "x-oauth-basic"]))
-        return f"{scheme}://{draw(PLAIN)}{SEED}{draw(PLAIN)}:{nothing}@{host}"
+        return f"{scheme}://{draw(PLAIN_TEXT)}{SEED}{draw(PLAIN_TEXT)}:{nothing}@{host}"
     mark = "#" if kind == "fragment" else "&" if "?" in host else "?"
     name, before = draw(st.sampled_from(PARAMETERS)), draw(st.sampled_from(["", "a=1&"]))
     value = draw(st.text("abc123%+/=@:;,.#?-_", max_size=9))
@@ -53,7 +53,7 @@ def addresses(draw):
 
 
 SECRETS = st.one_of(
-    addresses(),
+    draw_addresses(),
     st.builds(lambda n, v: f"{n}={v}{SEED}", st.sampled_from(NAMES), st.text("abc123.-_/+", max_size=5)),
     st.builds(lambda n: f"{{'{n}': '{SEED} and more', 'x': 1}}", st.sampled_from(NAMES)),
     st.builds(lambda n: json.dumps({n: f"{SEED} x"}), st.sampled_from(NAMES)),
@@ -78,7 +78,7 @@ def test_secrets_in_texts_are_hidden(secret, before, after):
     assert SEED not in str(error) + repr(error.parts) + str(error._render_traceback_())
 
 
-@given(address=addresses(), name=st.sampled_from(NAMES))
+@given(address=draw_addresses(), name=st.sampled_from(NAMES))
 @settings(max_examples=60, deadline=None)
 def test_secrets_in_settings_are_hidden(address, name):
     values = {"uri": address, "list": [address, {name: SEED}], "tags": {name: f"a {SEED}"}}
@@ -89,7 +89,7 @@ def test_secrets_in_settings_are_hidden(address, name):
     assert SEED not in str(hide_all(("a", address))) and hide_all(hide_all(values)) == hide_all(values)
 
 
-@given(address=addresses())
+@given(address=draw_addresses())
 @settings(max_examples=15, deadline=None)
 def test_secrets_are_hidden_in_every_output(address, tmp_path_factory):
     """Console, MLflow, dashboard and tracebacks of a run whose settings contain secrets."""
@@ -125,7 +125,7 @@ def test_secrets_are_hidden_in_every_output(address, tmp_path_factory):
     assert SEED not in str(refused.value)
 
 
-SHOWN_BEFORE = [
+SECRET_TEXTS = [
     f"mysql --password {SEED} -h host",
     f"docker login -u me -p {SEED} registry",
     f"Command ['mysql', '--password', '{SEED}'] failed",
@@ -138,7 +138,7 @@ SHOWN_BEFORE = [
 ]
 
 
-@pytest.mark.parametrize("text", SHOWN_BEFORE)
+@pytest.mark.parametrize("text", SECRET_TEXTS)
 def test_secrets_in_commands_and_tokens_are_hidden(text):
     assert SEED not in hide(text) and hide(hide(text)) == hide(text)
 

@@ -9,14 +9,14 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 UPSTREAM = {"ray", "torch", "torchrec", "fbgemm_gpu", "mlflow", "torchmetrics"}
-PUBLIC = ("torch.backends.", "torch.utils.")  # settings that users may assign
+PUBLIC_PREFIXES = ("torch.backends.", "torch.utils.")  # settings that users may assign
 FILES = sorted(
     path
     for folder in ("raytrec", "datasets", "jobs", "benchmarks")
     for path in (ROOT / folder).rglob("*.py")
     if ROOT / "raytrec" / "compat" not in path.parents
 )
-DEFINED = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 # Upstream names without a public interface: files, environment variables, error texts.
 LITERALS = (
     "checkpoint_manager_snapshot",
@@ -35,7 +35,7 @@ LITERALS = (
 )
 
 
-class Names(ast.NodeVisitor):
+class PrivateNameFinder(ast.NodeVisitor):
     """A visitor that collects a file's uses of private upstream names.
 
     Attributes:
@@ -74,7 +74,7 @@ class Names(ast.NodeVisitor):
             self.found.append((node.lineno, ast.unparse(node)))
         elif path and any(map(_is_private, path.split("."))):
             self.found.append((node.lineno, path))
-        elif path and isinstance(node.ctx, ast.Store) and not path.startswith(PUBLIC):
+        elif path and isinstance(node.ctx, ast.Store) and not path.startswith(PUBLIC_PREFIXES):
             self.found.append((node.lineno, f"assignment to {path}"))
         self.generic_visit(node)
 
@@ -135,7 +135,7 @@ def _is_python(node):
 def _own(tree):
     """Return the names that a file defines."""
     nodes = list(ast.walk(tree))
-    names = {n.name for n in nodes if isinstance(n, DEFINED)}
+    names = {n.name for n in nodes if isinstance(n, DEFINITIONS)}
     names |= {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
     return names | {
         n.target.id for n in nodes if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
@@ -169,7 +169,7 @@ def test_only_compat_uses_private_upstream_names(path):
     own = "benchmarks" in path.parts  # benchmarks may use private names of raytrec
     found = [
         f"{path.relative_to(ROOT)}:{line}: {what}"
-        for line, what in sorted(Names(_parsed(path)).found)
+        for line, what in sorted(PrivateNameFinder(_parsed(path)).found)
         if not own or not what.partition("._")[0].isidentifier()
     ]
     assert not found, "\n".join([*found, "private upstream names may be used only in raytrec/compat"])
@@ -195,7 +195,7 @@ def test_only_compat_uses_private_upstream_names(path):
     ],
 )
 def test_finder_reports_private_uses(source):
-    assert Names(ast.parse(source)).found
+    assert PrivateNameFinder(ast.parse(source)).found
 
 
 @pytest.mark.parametrize(
@@ -209,4 +209,4 @@ def test_finder_reports_private_uses(source):
     ],
 )
 def test_finder_ignores_public_uses(source):
-    assert not Names(ast.parse(source)).found
+    assert not PrivateNameFinder(ast.parse(source)).found

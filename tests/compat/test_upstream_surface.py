@@ -298,14 +298,14 @@ TEXTS = {
 }
 
 
-def find(name):
+def resolve_name(name):
     """Return the object named by `module:a.b` without binding it."""
     module, _, path = name.partition(":")
     return reduce(inspect.getattr_static, path.split("."), import_module(module))
 
 
-def parameters(name):
-    found = find(name)
+def format_parameters(name):
+    found = resolve_name(name)
     found = found.__func__ if isinstance(found, staticmethod | classmethod) else found
     found = found.fget if isinstance(found, property) else found
     plain = [p.replace(annotation=p.empty) for p in inspect.signature(found).parameters.values()]
@@ -313,8 +313,8 @@ def parameters(name):
 
 
 @cache
-def source(name):
-    found = find(name)
+def read_source(name):
+    found = resolve_name(name)
     found = found.__func__ if isinstance(found, staticmethod | classmethod) else found
     return inspect.getsource(inspect.unwrap(found))
 
@@ -322,17 +322,17 @@ def source(name):
 @pytest.mark.parametrize("name", sorted({line.partition("(")[0] for line in SIGNATURES}))
 def test_upstream_signature_is_unchanged(name):
     known = [line for line in SIGNATURES if line.startswith(f"{name}(")]
-    assert f"{name}({parameters(name)})" in known
+    assert f"{name}({format_parameters(name)})" in known
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_upstream_name_exists(name):
-    find(name)
+    resolve_name(name)
 
 
 @pytest.mark.parametrize("owner", SOURCES)
 def test_upstream_source_contains_expected_code(owner):
-    missing = [text for text in SOURCES[owner] if text not in source(owner)]
+    missing = [text for text in SOURCES[owner] if text not in read_source(owner)]
     assert not missing, f"{owner} does not contain {missing}, so raytrec/compat has no effect"
 
 

@@ -18,7 +18,7 @@ CPU, NEXT = versions.PAIRS
 
 
 @pytest.fixture
-def other(monkeypatch):
+def set_installed_versions(monkeypatch):
     """Return a function that fakes installed versions, e.g. torch="2.14.0"; None means not installed."""
 
     def install(cuda="13.0", **found):
@@ -34,8 +34,8 @@ def test_installed_versions_match_the_pins():
     versions.require_versions()
 
 
-def test_all_version_mismatches_are_in_one_error(other):
-    other(torch="2.14.0+cpu", ray="2.60.1", mlflow="3.17.9")
+def test_all_version_mismatches_are_in_one_error(set_installed_versions):
+    set_installed_versions(torch="2.14.0+cpu", ray="2.60.1", mlflow="3.17.9")
     with pytest.raises(RunError) as error:
         versions.require_versions()
     assert error.value.what.endswith(
@@ -61,8 +61,8 @@ def test_all_version_mismatches_are_in_one_error(other):
         ("3.0.0", "1.11.0rc1", "2026.10.1", NEXT),
     ],
 )
-def test_error_suggests_the_nearest_supported_pair(other, torch, torchrec, fbgemm, nearest):
-    other(torch=torch, torchrec=torchrec, fbgemm_gpu_cpu=None, fbgemm_gpu=fbgemm)
+def test_error_suggests_the_nearest_supported_pair(set_installed_versions, torch, torchrec, fbgemm, nearest):
+    set_installed_versions(torch=torch, torchrec=torchrec, fbgemm_gpu_cpu=None, fbgemm_gpu=fbgemm)
     if not nearest:
         return versions.require_versions()
     with pytest.raises(RunError) as error:
@@ -74,20 +74,20 @@ def test_error_suggests_the_nearest_supported_pair(other, torch, torchrec, fbgem
 
 
 @pytest.mark.parametrize("found", ["25.0.1", "25.9", "26.0.0"])
-def test_any_version_of_a_supported_series_is_accepted(other, found):
-    other(pyarrow=found)
+def test_any_version_of_a_supported_series_is_accepted(set_installed_versions, found):
+    set_installed_versions(pyarrow=found)
     versions.require_versions()
 
 
 @pytest.mark.parametrize("found", ["27.0.0", "2.5.0", "250.1"])
-def test_unsupported_series_is_rejected(other, found):
-    other(pyarrow=found)
+def test_unsupported_series_is_rejected(set_installed_versions, found):
+    set_installed_versions(pyarrow=found)
     with pytest.raises(RunError, match="pyarrow"):
         versions.require_versions()
 
 
-def test_driver_does_not_need_torch(other):
-    other(torch=None, torchrec=None, fbgemm_gpu_cpu=None, fbgemm_gpu=None)
+def test_driver_does_not_need_torch(set_installed_versions):
+    set_installed_versions(torch=None, torchrec=None, fbgemm_gpu_cpu=None, fbgemm_gpu=None)
     versions.require_versions()
 
 
@@ -112,8 +112,8 @@ def test_driver_does_not_need_torch(other):
         ({"fbgemm_gpu": "1.8.0+cu130", "fbgemm_gpu_cpu": None}, None, None),
     ],
 )
-def test_mismatched_fbgemm_builds_are_rejected(other, found, what, do):
-    other(**found)
+def test_mismatched_fbgemm_builds_are_rejected(set_installed_versions, found, what, do):
+    set_installed_versions(**found)
     if not what:
         return versions.require_versions()
     with pytest.raises(RunError) as error:
@@ -121,20 +121,20 @@ def test_mismatched_fbgemm_builds_are_rejected(other, found, what, do):
     assert error.value.what == what and do in error.value.do
 
 
-def test_session_checks_versions_first(other, monkeypatch):
+def test_session_checks_versions_first(set_installed_versions, monkeypatch):
     from raytrec.cluster import session
 
-    other(ray="2.61.0")
+    set_installed_versions(ray="2.61.0")
     monkeypatch.setattr(session, "use_token", lambda **_: pytest.fail("started before the check"))
     monkeypatch.setattr("ray.is_initialized", lambda: pytest.fail("Ray used before the check"))
     with pytest.raises(RunError, match=r"ray 2\.61\.0"), session.ray_session():
         pass
 
 
-def test_each_rank_checks_versions_first(other):
+def test_each_rank_checks_versions_first(set_installed_versions):
     from raytrec.worker.context import WorkerContext
 
-    other(torchrec="1.7.0")
+    set_installed_versions(torchrec="1.7.0")
     with pytest.raises(RunError, match=r"torchrec 1\.7\.0"):
         WorkerContext.enter(SimpleNamespace())
 

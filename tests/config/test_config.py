@@ -167,7 +167,7 @@ def test_config_parses_scientific_notation():
     assert (config.optim.dense.lr, config.optim.embeddings.lr) == (1e-3, 1.0)
 
 
-LAUGHS = "a: &a [lol, lol, lol, lol, lol, lol, lol, lol, lol]\n" + "".join(
+BILLION_LAUGHS = "a: &a [lol, lol, lol, lol, lol, lol, lol, lol, lol]\n" + "".join(
     f"{chr(98 + i)}: &{chr(98 + i)} [{', '.join([f'*{chr(97 + i)}'] * 9)}]\n" for i in range(8)
 )
 
@@ -177,7 +177,7 @@ LAUGHS = "a: &a [lol, lol, lol, lol, lol, lol, lol, lol, lol]\n" + "".join(
     [
         ("data: {train: a}\nrun: {}\ndata: {train: b}\n", "duplicate key 'data' in lines 1 and 3"),
         ("data:\n  train: a\n  train: b\n", "duplicate key 'train' in lines 2 and 3"),
-        (LAUGHS, "the text expands to more than 200,000 values"),
+        (BILLION_LAUGHS, "the text expands to more than 200,000 values"),
         ("[" * 3000, "64 levels of nesting (line 1)"),
         ("a: &a [*a]", "anchor a refers to itself (line 1)"),
         ("\x00", "control characters are not allowed"),

@@ -24,49 +24,51 @@ PARTS = WHOLE["$defs"]
 TEXTS = st.sampled_from(["a", "1e3", "12e4567", "no", "null", "2026-01-01", "1_0", "a: b", "- é", "a\nb", ""])
 
 
-def ref_name(part):
+def get_ref_name(part):
     return part["$ref"].rpartition("/")[2]
 
 
-MODELS = [ref_name(part) for part in WHOLE["properties"]["model"]["oneOf"]]
-TRANSFORMS = [ref_name(part) for part in PARTS["DataSection"]["properties"]["transforms"]["items"]["oneOf"]]
+MODELS = [get_ref_name(part) for part in WHOLE["properties"]["model"]["oneOf"]]
+TRANSFORMS = [
+    get_ref_name(part) for part in PARTS["DataSection"]["properties"]["transforms"]["items"]["oneOf"]
+]
 SECTIONS = {
-    key: ref_name(part) for key, part in WHOLE["properties"].items() if "$ref" in part and key != "data"
+    key: get_ref_name(part) for key, part in WHOLE["properties"].items() if "$ref" in part and key != "data"
 }
 
 
-def numbers(part, strategy, **limits):
+def draw_numbers(part, strategy, **limits):
     low = part.get("minimum", part.get("exclusiveMinimum", part.get("ge", part.get("gt", 0))))
     high = part.get("maximum", part.get("exclusiveMaximum", part.get("le", part.get("lt", 1000))))
     return strategy(low, min(high, 1000), **limits)
 
 
-def values_of(part):
+def draw_values(part):
     """Return a strategy for values of a part of the JSON Schema."""
     if "$ref" in part:
-        return values_of(PARTS[ref_name(part)])
+        return draw_values(PARTS[get_ref_name(part)])
     for key in ("anyOf", "oneOf"):
         if key in part:
-            return st.one_of([values_of(each) for each in part[key]])
+            return st.one_of([draw_values(each) for each in part[key]])
     if "const" in part or "enum" in part:
         return st.sampled_from(part.get("enum") or [part["const"]])
     match part.get("type"):
         case "integer":
-            return numbers(part, st.integers)
+            return draw_numbers(part, st.integers)
         case "number":
-            return numbers(part, st.floats)
+            return draw_numbers(part, st.floats)
         case "boolean":
             return st.booleans()
         case "null":
             return st.none()
         case "array":
-            return st.lists(values_of(part["items"]), min_size=part.get("minItems", 0), max_size=2)
+            return st.lists(draw_values(part["items"]), min_size=part.get("minItems", 0), max_size=2)
         case "string" if "pattern" in part:
             return st.from_regex(part["pattern"].replace(r"\w", "[a-z_]"), fullmatch=True)
         case "string":
             return TEXTS
         case "object" if "properties" in part:
-            inner = {key: values_of(each) for key, each in part["properties"].items()}
+            inner = {key: draw_values(each) for key, each in part["properties"].items()}
             needed = part.get("required", [])
             optional = {key: each for key, each in inner.items() if key not in needed}
             some = st.lists(st.sampled_from([*optional] or [""]), max_size=3, unique=True)
@@ -74,32 +76,37 @@ def values_of(part):
                 lambda keys: st.fixed_dictionaries({k: inner[k] for k in [*needed, *keys] if k in inner})
             )
         case "object":
-            keys = values_of(part["propertyNames"]) if "propertyNames" in part else TEXTS
+            keys = draw_values(part["propertyNames"]) if "propertyNames" in part else TEXTS
             each = part.get("additionalProperties")
-            return st.dictionaries(keys, values_of(each) if isinstance(each, dict) else TEXTS, max_size=2)
+            return st.dictionaries(keys, draw_values(each) if isinstance(each, dict) else TEXTS, max_size=2)
     return st.one_of(TEXTS, st.floats(-9, 9), st.lists(TEXTS, max_size=2), st.none())
 
 
-def minimal(name):
+def make_minimal_value(name):
     """Return a value of a part with only its required keys."""
     part = PARTS[name]
     chosen = {"name": "mine:Net"} if name == "PythonSection" else {"do": "mine:f"} if name == "Python" else {}
     chosen |= {"low": 0} if name == "Clip" else {"at_least": 1} if name == "Binarize" else {}
     for key in part.get("required", []):
-        chosen.setdefault(key, first_value(part["properties"][key]))
+        chosen.setdefault(key, make_first_value(part["properties"][key]))
     return chosen
 
 
-def first_value(part):
+def make_first_value(part):
     if "$ref" in part:
-        return minimal(ref_name(part))
+        return make_minimal_value(get_ref_name(part))
     part = part.get("anyOf", [part])[0]
-    kinds = {"integer": 3, "number": 3, "string": "100..110", "array": lambda: [first_value(part["items"])]}
+    kinds = {
+        "integer": 3,
+        "number": 3,
+        "string": "100..110",
+        "array": lambda: [make_first_value(part["items"])],
+    }
     value = part.get("const") or (part["enum"][0] if "enum" in part else kinds[part["type"]])
     return value() if callable(value) else value
 
 
-def run_of(name, value):
+def make_run_values(name, value):
     """Return the configuration values of a run with one part of this kind."""
     run = {"data": {"train": "d", "valid": "v"}, "train": {"eval_every_steps": 9}}
     if name in MODELS:
@@ -135,7 +142,7 @@ def test_printed_job_config_resolves_to_itself(file, tmp_path, capsys):
 
 @pytest.mark.parametrize("name", [*MODELS, *TRANSFORMS, *SECTIONS.values(), "TaskSection"])
 def test_minimal_sections_resolve_to_themselves(name):
-    check_resolves_to_itself(load_config(run_of(name, minimal(name))))
+    check_resolves_to_itself(load_config(make_run_values(name, make_minimal_value(name))))
 
 
 @settings(max_examples=100, deadline=None)
@@ -143,7 +150,7 @@ def test_minimal_sections_resolve_to_themselves(name):
 def test_any_accepted_configuration_resolves_to_itself(data):
     name = data.draw(st.sampled_from([*MODELS, *TRANSFORMS, *SECTIONS.values(), "TaskSection"]))
     try:
-        config = load_config(run_of(name, data.draw(values_of(PARTS[name]))))
+        config = load_config(make_run_values(name, data.draw(draw_values(PARTS[name]))))
     except ConfigError:
         assume(False)
     check_resolves_to_itself(config)
@@ -175,12 +182,12 @@ def test_any_accepted_schema_round_trips_through_yaml(data):
     values = {
         "labels": [f"{label}y" for label in labels] + ["y"],
         "dense": [f"{name} d" for name in dense],
-        "scale": {f"{name} d": data.draw(values_of(PARTS["Scale"])) for name in dense[:1]},
+        "scale": {f"{name} d": data.draw(draw_values(PARTS["Scale"])) for name in dense[:1]},
         "sparse": {
-            name: data.draw(values_of(PARTS["Sparse"])) | {"table": table} for name in [*sparse, "user"]
+            name: data.draw(draw_values(PARTS["Sparse"])) | {"table": table} for name in [*sparse, "user"]
         },
-        "tables": {table: data.draw(values_of(PARTS["Table"])) | {"dim": 8}},
-        "statistics": {name: data.draw(values_of(PARTS["Statistics"])) for name in sparse[:1]},
+        "tables": {table: data.draw(draw_values(PARTS["Table"])) | {"dim": 8}},
+        "statistics": {name: data.draw(draw_values(PARTS["Statistics"])) for name in sparse[:1]},
         "candidates": data.draw(st.sampled_from([[], ["y", "user"]])),
     }
     try:

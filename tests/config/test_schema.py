@@ -17,7 +17,7 @@ VALUES = {
 USER_IDS = ("tables", "user", "ids")
 
 
-def changed(path, value):
+def make_changed_values(path, value):
     values = yaml.safe_load(yaml.safe_dump(VALUES))
     *parents, last = path
     inner = values
@@ -57,7 +57,7 @@ def test_schema_lists_its_columns():
 )
 def test_schema_error_names_key_and_file(path, value, message):
     with pytest.raises(SchemaError) as error:
-        Schema.parse(changed(path, value), "my.yaml")
+        Schema.parse(make_changed_values(path, value), "my.yaml")
     assert message in str(error.value) and "my.yaml" in str(error.value)
 
 
@@ -69,12 +69,12 @@ def test_schema_error_names_key_and_file(path, value, message):
     ],
 )
 def test_managed_ids_round_trip_through_yaml(tmp_path, ids, text):
-    schema = Schema.parse(changed(USER_IDS, ids), "test")
+    schema = Schema.parse(make_changed_values(USER_IDS, ids), "test")
     assert f"user: {{rows: 10, dim: 8, {text}}}" in schema.to_yaml()
     (tmp_path / "schema.yaml").write_text(schema.to_yaml())
     assert Schema.load(tmp_path / "schema.yaml") == schema == Schema.parse(schema.model_dump(), "test")
     assert schema.managed == ["user"] and schema.tables["user"].own_rows == 9
-    assert Schema.parse(changed(USER_IDS, "static"), "test") == Schema.parse(VALUES, "test")
+    assert Schema.parse(make_changed_values(USER_IDS, "static"), "test") == Schema.parse(VALUES, "test")
 
 
 def test_reserved_table_names_are_module_dict_attributes():

@@ -79,7 +79,7 @@ def uri(request, listener):
 
 
 def values(tmp_path, uri, key):
-    config = parquet.settings(tmp_path / "none", tmp_path / "run")
+    config = parquet.config_values(tmp_path / "none", tmp_path / "run")
     section, name = key.split(".")
     return config | {section: config.get(section, {}) | {name: uri}}
 
@@ -109,7 +109,7 @@ def evaluate(tmp_path, uri):
     evaluation.evaluate(checkpoint(place, values(tmp_path, uri, "data.test")))
 
 
-def evaluate_away(tmp_path, uri):
+def evaluate_with_foreign_checkpoint_dir(tmp_path, uri):
     evaluation.evaluate(foreign_run(tmp_path, uri, "checkpoint.dir"))
 
 
@@ -117,9 +117,9 @@ def resume(tmp_path, uri):
     driver.train(None, resume=foreign_run(tmp_path, uri, "data.train"))
 
 
-def resume_with_ones_own_config(tmp_path, uri):
+def resume_with_own_config(tmp_path, uri):
     run = foreign_run(tmp_path, uri, "checkpoint.dir")
-    driver.train(parquet.settings(tmp_path / "none", run), resume=run)
+    driver.train(parquet.config_values(tmp_path / "none", run), resume=run)
 
 
 def train_uri(tmp_path, uri):
@@ -131,16 +131,16 @@ def train_copied_run(tmp_path, uri):
     driver.train(foreign_run(tmp_path, uri, "data.schema") / "config.yaml")
 
 
-def begin_with_weights(tmp_path, uri):
+def start_from_foreign_run(tmp_path, uri):
     run = foreign_run(tmp_path, uri, "checkpoint.dir")
-    driver.train(parquet.settings(tmp_path / "none", tmp_path / "new"), start_from=run)
+    driver.train(parquet.config_values(tmp_path / "none", tmp_path / "new"), start_from=run)
 
 
-WAYS = [evaluate, evaluate_away, resume, resume_with_ones_own_config]
-WAYS += [train_uri, train_copied_run, begin_with_weights]
+ENTRY_POINTS = [evaluate, evaluate_with_foreign_checkpoint_dir, resume, resume_with_own_config]
+ENTRY_POINTS += [train_uri, train_copied_run, start_from_foreign_run]
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("way", ENTRY_POINTS, ids=lambda way: way.__name__)
 def test_servers_of_foreign_configs_receive_no_request(way, uri, tmp_path, account, listener):
     with pytest.raises(
         (ConfigError, RunError), match=r"servers to (?:trust|contact)|a server that|names a server"
@@ -159,7 +159,7 @@ def test_servers_of_own_configs_receive_requests(uri, tmp_path, account, listene
 
 
 VOCABULARY = {"do": "lookup_vocabulary", "vocabulary": "X"}
-PLACES = [
+URI_KEYS = [
     ("data", {"train": ["d", "X"]}, "data.train[1]"),
     ("data", {"valid": "X"}, "data.valid"),
     ("data", {"schema": "X"}, "data.schema"),
@@ -170,7 +170,7 @@ PLACES = [
 ]
 
 
-@pytest.mark.parametrize(("section", "names", "key"), PLACES)
+@pytest.mark.parametrize(("section", "names", "key"), URI_KEYS)
 def test_trust_check_covers_all_uri_keys(section, names, key):
     uri = "s3://b?endpoint_override=h"
     for text in (uri, "!!binary czM6Ly9iP2VuZHBvaW50X292ZXJyaWRlPWg="):
@@ -217,7 +217,7 @@ def test_checkpoint_inherits_trust_of_own_run(tmp_path, account):
 
 
 def test_warm_start_from_a_given_uri_is_trusted(tmp_path, account):
-    config = parquet.settings(tmp_path / "none", tmp_path / "run")
+    config = parquet.config_values(tmp_path / "none", tmp_path / "run")
     checkpoint(tmp_path / "c", config)
     assert load_checkpoint_config((tmp_path / "c").as_uri(), ["data.train=d"])[0].warm_start.from_.startswith(
         "file://"
@@ -230,7 +230,7 @@ def test_local_listener_without_ray_receives_no_token(scheme, host, tmp_path, ac
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 64)
     run = foreign_run(tmp_path, f"{scheme}{host}:{listener.port}", "scaling.address")
-    parquet.dataset(tmp_path / "none")
+    parquet.write_dataset(tmp_path / "none")
     for way in (
         lambda: driver.train(None, resume=run),
         lambda: driver.train(run / "config.yaml"),
@@ -241,7 +241,7 @@ def test_local_listener_without_ray_receives_no_token(scheme, host, tmp_path, ac
     assert listener.received == []
 
 
-OF_ANOTHER_USER = """
+OTHER_USER_SERVER = """
 import os, socket
 os.setuid(65534)
 listener = socket.create_server(("127.0.0.1", 0))
@@ -253,7 +253,7 @@ listener.accept()
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root starts processes of other users")
 def test_local_server_of_another_user_is_not_trusted(account, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "secret")
-    other = subprocess.Popen([sys.executable, "-c", OF_ANOTHER_USER], stdout=subprocess.PIPE, text=True)
+    other = subprocess.Popen([sys.executable, "-c", OTHER_USER_SERVER], stdout=subprocess.PIPE, text=True)
     try:
         assert find_foreign_code({"tracking": {"uri": f"http://127.0.0.1:{int(other.stdout.readline())}"}})
     finally:
@@ -278,7 +278,7 @@ def test_best_config_of_foreign_search_cannot_name_code(tmp_path, account):
     folder = tmp_path / "search"
     (folder / "base").mkdir(parents=True)
     (folder / "search.json").write_text("{}")
-    config = parquet.settings(tmp_path / "none", tmp_path / "run")
+    config = parquet.config_values(tmp_path / "none", tmp_path / "run")
     config["model"] = {"name": "theirs_search:Model"}
     for file in (folder / "best.yaml", folder / "base/config.yaml"):
         file.write_text(yaml.safe_dump(config))
@@ -296,6 +296,6 @@ def test_resume_with_own_config_cannot_change_checkpoint_dir(tmp_path, account):
     run = foreign_run(tmp_path, URIS["s3"].format(port=9), "checkpoint.dir")
     mine = values(tmp_path, "s3://mine/x?endpoint_override=storage.mine:9000", "checkpoint.dir")
     with pytest.raises(ConfigError, match=r"checkpoint\.dir: s3"):
-        resume_config(run, parquet.settings(tmp_path / "none", run), [])
+        resume_config(run, parquet.config_values(tmp_path / "none", run), [])
     with pytest.raises(ConfigError, match="cannot change on resume"):
         resume_config(run, mine, [])

@@ -116,7 +116,7 @@ def _edit(run, home):
     (run / "config.yaml").write_text((run / "config.yaml").read_text().replace("evil", "worse"))
 
 
-def _another_user(run, home):
+def _change_user(run, home):
     (home / ".config/raytrec/key").unlink()
     mark(run.parent / "nothing" / CONFIG)  # has no effect
     (run.parent / "other").mkdir()
@@ -124,7 +124,7 @@ def _another_user(run, home):
     mark(run.parent / "other" / CONFIG)  # creates another key
 
 
-@pytest.mark.parametrize("strange", [_unmark, _edit, _another_user])
+@pytest.mark.parametrize("strange", [_unmark, _edit, _change_user])
 def test_foreign_run_cannot_name_code_or_a_cluster(run, home, strange):
     strange(run, home)
     with pytest.raises(ConfigError) as error:

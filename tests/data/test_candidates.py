@@ -5,8 +5,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from reading import DirectStream, batch_of, read
-from request_rows import CANDIDATES, LISTS, PARTS, SCHEMA, repeated, table
+from reading import DirectStream, collate_table, read_canonical_rows
+from request_rows import (
+    CANDIDATE_COLUMNS,
+    LIST_FEATURES,
+    REQUEST_SCHEMA_PARTS,
+    SCHEMA,
+    make_request_table,
+    repeat_by_candidate,
+)
 
 from raytrec.common.errors import DataError, SchemaError
 from raytrec.config.schema import Schema
@@ -20,7 +27,7 @@ TASK = TaskRows("y", "y", mask="shown", sample_weight="w")
 
 
 def write(path, rows=30, group=10, **columns):
-    made = table(rows, 1)
+    made = make_request_table(rows, 1)
     for name, values in columns.items():
         place = made.column_names.index(name)
         made = made.set_column(place, name, pa.array(values, made.schema.field(name).type))
@@ -30,8 +37,10 @@ def write(path, rows=30, group=10, **columns):
 
 def test_batch_keeps_candidates_in_row_order(tmp_path):
     made = write(tmp_path / "a.parquet")
-    batch = batch_of(*read(tmp_path / "a.parquet", ReadPlan(SCHEMA, tasks=(TASK,))), padding=2)
-    rows = repeated(made)
+    batch = collate_table(
+        *read_canonical_rows(tmp_path / "a.parquet", ReadPlan(SCHEMA, tasks=(TASK,))), padding=2
+    )
+    rows = repeat_by_candidate(made)
     assert batch.requests.tolist() == rows["row"].to_pylist()
     assert batch.labels[:, 0].tolist() == rows["y"].to_pylist()
     assert batch.sparse["item"].values().tolist() == rows["item"].to_pylist()
@@ -69,29 +78,33 @@ def test_stream_started_at_a_step_yields_the_same_batches(tmp_path):
     ],
 )
 def test_candidate_errors_name_file_row_and_column(tmp_path, name, row, value, text):
-    rows = table(30, 1).to_pylist()
+    rows = make_request_table(30, 1).to_pylist()
     if row == 8:
-        for other in (*CANDIDATES, "shown"):
+        for other in (*CANDIDATE_COLUMNS, "shown"):
             rows[8][other] = [0, 1]
     else:
         rows[row]["y"] = rows[row]["y"] if name == "y" else [0, 1]
-        for other in {*CANDIDATES, "shown"} - {"y", name}:
+        for other in {*CANDIDATE_COLUMNS, "shown"} - {"y", name}:
             rows[row][other] = [0] * len(rows[row]["y"] or [])
     rows[row][name] = value
-    pq.write_table(pa.Table.from_pylist(rows, table(30, 1).schema), tmp_path / "a.parquet", row_group_size=10)
+    pq.write_table(
+        pa.Table.from_pylist(rows, make_request_table(30, 1).schema),
+        tmp_path / "a.parquet",
+        row_group_size=10,
+    )
     plan = ReadPlan(SCHEMA, tasks=(TASK,))
     with pytest.raises(DataError) as error:
-        read(tmp_path / "a.parquet", plan)
+        read_canonical_rows(tmp_path / "a.parquet", plan)
     where = error.value.where
     assert text in error.value.what
     assert where.endswith(f"a.parquet, row group {row // 10}, column {name}, row {row % 10}"), where
-    kept = batch_of(*read(tmp_path / "a.parquet", plan, ReadErrorPolicy(skip=True)))
+    kept = collate_table(*read_canonical_rows(tmp_path / "a.parquet", plan, ReadErrorPolicy(skip=True)))
     assert kept.weights.sum() == 29 and row not in kept.requests.tolist()
 
 
 @pytest.mark.parametrize("name", ["y", "price", "item"])
 def test_candidate_column_must_be_a_list(tmp_path, name):
-    made = table(30, 1)
+    made = make_request_table(30, 1)
     single = pa.array([1] * 30)
     pq.write_table(made.set_column(made.column_names.index(name), name, single), tmp_path / "a.parquet")
     with pytest.raises(DataError, match=f"candidate column '{name}' has type int64"):
@@ -109,7 +122,7 @@ def test_candidate_column_must_be_a_list(tmp_path, name):
 )
 def test_schema_rejects_invalid_candidates(named, text):
     with pytest.raises(SchemaError, match=text):
-        Schema.parse(PARTS | {"candidates": named}, "test")
+        Schema.parse(REQUEST_SCHEMA_PARTS | {"candidates": named}, "test")
 
 
 def test_schema_yaml_includes_candidates():
@@ -119,9 +132,11 @@ def test_schema_yaml_includes_candidates():
 
 def test_batch_dump_stores_candidates_as_lists(tmp_path):
     made = write(tmp_path / "a.parquet", 12)
-    batch = batch_of(*read(tmp_path / "a.parquet", ReadPlan(SCHEMA, tasks=(TASK,))), padding=1)
+    batch = collate_table(
+        *read_canonical_rows(tmp_path / "a.parquet", ReadPlan(SCHEMA, tasks=(TASK,))), padding=1
+    )
     kept = pq.read_table(dump(batch, SCHEMA, str(tmp_path), 5, 0))
     assert kept["y"].to_pylist() == made["y"].to_pylist()
     assert kept["item"].to_pylist() == made["item"].to_pylist()
     assert [len(price) for price in kept["price"].to_pylist()] == [len(y) for y in made["y"].to_pylist()]
-    assert set(kept.column_names) >= LISTS
+    assert set(kept.column_names) >= LIST_FEATURES

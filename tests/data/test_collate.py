@@ -10,10 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reading import DirectStream, read
-from reading import batch_of as batch_of_table
-from sequence_schema import schema
-from standin import cuda
+from reading import DirectStream, read_canonical_rows
+from reading import collate_table as batch_of_table
+from sequence_schema import make_mixed_schema
+from standin import use_stand_in_gpu
 
 from raytrec.config.features import Features
 from raytrec.config.schema import Schema
@@ -36,11 +36,11 @@ def form(weights=False, reserved=False):
         tasks = (TaskRows("y", sample_weight="x"), TaskRows("y", nulls="skip"))
         more = {"tasks": tasks, "reserved": ReservedColumnSet(("text",), keys=("text",))}
     return ResolvedReadPlan(
-        ReadPlan(schema(weights, dense=["x"]), **more), lists=frozenset({"history", "tags"})
+        ReadPlan(make_mixed_schema(weights, dense=["x"]), **more), lists=frozenset({"history", "tags"})
     )
 
 
-def rows(form, count, seed, longest=5, absent=False):
+def make_rows(form, count, seed, longest=5, absent=False):
     """Return `count` random rows, some without ids; with `absent`, some are marked as not present."""
     rng = np.random.default_rng(seed)
 
@@ -62,9 +62,9 @@ def rows(form, count, seed, longest=5, absent=False):
     return Rows.of(table.combine_chunks().to_batches()[0])
 
 
-def batch_of(form, counts, seed=0, by_id=None, pin_memory=False, **how):
+def collate_rows(form, counts, seed=0, by_id=None, pin_memory=False, **how):
     """Collate a batch from slices with these row counts."""
-    pieces = [rows(form, n + 2, seed + i, **how)[1 : n + 1] for i, n in enumerate(counts)]
+    pieces = [make_rows(form, n + 2, seed + i, **how)[1 : n + 1] for i, n in enumerate(counts)]
     return Collator(form, Features(form.schema, by_id or {}), pin_memory)(pieces, PADDED, sum(counts))
 
 
@@ -84,7 +84,7 @@ def test_assemble_concatenates_single_id_features(least):
     assert bags.counts == lengths.sum(1).tolist() and bags.ids.dtype == torch.int64
 
 
-def sums(sparse):
+def count_ids_per_key(sparse):
     """Return the number of ids of each key."""
     return sparse.lengths().view(len(sparse.keys()), -1).sum(1).tolist()
 
@@ -103,9 +103,9 @@ CASES = {
 @given(**CASES)
 def test_length_per_key_matches_bag_lengths(counts, longest, weights, by_id, absent, seed):
     """TorchRec uses the lengths as copy sizes: wrong lengths would silently corrupt memory."""
-    sparse = batch_of(form(weights), counts, seed, by_id, longest=longest, absent=absent).sparse
-    assert sparse.length_per_key_or_none() == sums(sparse)
-    assert sum(sums(sparse)) == len(sparse.values())
+    sparse = collate_rows(form(weights), counts, seed, by_id, longest=longest, absent=absent).sparse
+    assert sparse.length_per_key_or_none() == count_ids_per_key(sparse)
+    assert sum(count_ids_per_key(sparse)) == len(sparse.values())
     order = np.random.default_rng(seed).permutation(len(sparse.keys())).tolist()
     permuted = sparse.permute(order)
     for moved in (
@@ -114,14 +114,14 @@ def test_length_per_key_matches_bag_lengths(counts, longest, weights, by_id, abs
         *sparse.split([1, len(order) - 1]),
         *permuted.split([len(order)]),
     ):
-        assert moved.length_per_key_or_none() == sums(moved)
+        assert moved.length_per_key_or_none() == count_ids_per_key(moved)
 
 
 def test_length_per_key_needs_no_gpu_synchronization():
     """Run TorchRec's operations before the all-to-all (permute, split, dist_splits) on a GPU batch."""
-    with cuda() as gpu:
-        batch = batch_of(form(), [7, 9], by_id={"history": 3}, pin_memory=True)
-        lengths, order = sums(batch.sparse), torch.tensor([3, 1, 0, 2], dtype=torch.int32)
+    with use_stand_in_gpu() as gpu:
+        batch = collate_rows(form(), [7, 9], by_id={"history": 3}, pin_memory=True)
+        lengths, order = count_ids_per_key(batch.sparse), torch.tensor([3, 1, 0, 2], dtype=torch.int32)
         on_device, order_there = batch.to(gpu.device, non_blocking=True).sparse, order.to(gpu.device)
         gpu.waits.clear()
         permuted = copy_sparse(on_device).permute(order.tolist(), order_there)
@@ -130,7 +130,7 @@ def test_length_per_key_needs_no_gpu_synchronization():
         sizes = [part.dist_splits([1, len(part.keys()) - 1])[1] for part in permuted.split([1, 3])]
         assert sizes == [[expected[0], 0], [expected[1], sum(expected[2:])]]
         assert not gpu.waits
-        assert sums(permuted) == expected
+        assert count_ids_per_key(permuted) == expected
 
 
 @pytest.mark.parametrize("counts", [[7, 9], []], ids=["rows", "padding alone"])
@@ -138,22 +138,24 @@ def test_length_per_key_needs_no_gpu_synchronization():
 @pytest.mark.parametrize("reserved", [False, True])
 def test_gpu_batches_are_collated_in_pinned_memory(counts, weights, reserved, monkeypatch):
     how = {"by_id": {"history": 2}, "absent": True}
-    usual = batch_of(form(weights, reserved), counts, **how)
-    assert len(parts(usual)) == 5 + weights + 2 * reserved
-    assert not any(tensor.is_pinned() for tensor in parts(usual))
-    with cuda() as gpu:
+    usual = collate_rows(form(weights, reserved), counts, **how)
+    assert len(list_tensors(usual)) == 5 + weights + 2 * reserved
+    assert not any(tensor.is_pinned() for tensor in list_tensors(usual))
+    with use_stand_in_gpu() as gpu:
         monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pytest.fail("pinned a second time"))
-        batch = batch_of(form(weights, reserved), counts, pin_memory=True, **how)
-        assert all(tensor.is_pinned() for tensor in parts(batch))
+        batch = collate_rows(form(weights, reserved), counts, pin_memory=True, **how)
+        assert all(tensor.is_pinned() for tensor in list_tensors(batch))
         sent = batch.to(gpu.device, non_blocking=True)
-        assert all(tensor.is_cuda for tensor in parts(sent)) and not gpu.waits
+        assert all(tensor.is_cuda for tensor in list_tensors(sent)) and not gpu.waits
         for found in (batch, sent.to(torch.device("cpu"))):
-            assert all(map(torch.equal, parts(found), parts(usual)))
+            assert all(map(torch.equal, list_tensors(found), list_tensors(usual)))
             assert found.reserved == usual.reserved
-            assert all(a.dtype == b.dtype for a, b in zip(parts(found), parts(usual), strict=True))
+            assert all(
+                a.dtype == b.dtype for a, b in zip(list_tensors(found), list_tensors(usual), strict=True)
+            )
 
 
-def parts(batch):
+def list_tensors(batch):
     sparse = batch.sparse
     weights = [] if sparse.weights_or_none() is None else [sparse.weights()]
     reserved = [part for part in (batch.task_weights, batch.keys) if part is not None]
@@ -162,17 +164,17 @@ def parts(batch):
 
 def test_stream_thread_uses_the_gpu_of_its_rank(tmp_path, monkeypatch):
     """A new thread starts on GPU 0, where each rank would create a context for page-locked memory."""
-    folder = parquet.write(tmp_path / "d", 300, 0)
-    data = scan(str(folder), ReadPlan(parquet.schema()))
+    folder = parquet.write_split(tmp_path / "d", 300, 0)
+    data = scan(str(folder), ReadPlan(parquet.tiny_schema()))
     begun = {}
-    with cuda(index=1, count=2) as gpu:
+    with use_stand_in_gpu(index=1, count=2) as gpu:
         monkeypatch.setattr(
             torch.cuda, "set_device", lambda device: begun.setdefault(threading.current_thread().name, device)
         )
         stream = DirectStream(data, Order(100, 4), rank=0, world=1, pin_memory=True)
         batches = list(stream.batches())
         assert begun == {"stream": 1}
-        assert len(batches) == 3 and all(tensor.is_pinned() for b in batches for tensor in parts(b))
+        assert len(batches) == 3 and all(tensor.is_pinned() for b in batches for tensor in list_tensors(b))
         begun.clear()
         list(DirectStream(data, Order(100, 4), rank=0, world=1).batches())
         assert not begun and not gpu.waits
@@ -215,7 +217,7 @@ COLUMNS = {  # (values, value of an empty row)
 def test_features_outside_the_read_schema_are_empty(tmp_path, tower):
     def batch(columns, schema):
         pq.write_table(pa.table(columns), tmp_path / "a.parquet")
-        table, form = read(tmp_path / "a.parquet", ReadPlan(schema, read_labels=False))
+        table, form = read_canonical_rows(tmp_path / "a.parquet", ReadPlan(schema, read_labels=False))
         return batch_of_table(table, form, Features(TOWERS, {"history": 2}), padding=1)
 
     part = TOWERS.part(set(tower) - {"liked"})

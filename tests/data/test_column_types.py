@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from reading import parse_transforms, read
+from reading import parse_transforms, read_canonical_rows
 
 from raytrec.common.errors import DataError
 from raytrec.config.schema import Schema
@@ -21,12 +21,12 @@ BASE = {"label": [0, 1, 1], "user": [1, 2, 3]}
 IDS = {"hash": {"rows": 400, "dim": 4, "out_of_range": "hash"}, "error": {"rows": 400, "dim": 4}}
 
 
-def rows_of(tmp_path, table, schema, transforms=()):
+def write_and_read_rows(tmp_path, table, schema, transforms=()):
     """Write a table to a file and return the rows that a run reads from it."""
     path = tmp_path / "a.parquet"
     pq.write_table(table if isinstance(table, pa.Table) else pa.table(table), path)
     plan = ReadPlan(Schema.parse(schema, "test"), transforms=parse_transforms(transforms))
-    return parquet.plain_rows(*read(path, plan))
+    return parquet.canonical_to_dicts(*read_canonical_rows(path, plan))
 
 
 def schema(dense=(), policy="error", **features):
@@ -40,7 +40,7 @@ def schema(dense=(), policy="error", **features):
 
 
 def ids(tmp_path, array, policy="error", name="x"):
-    rows = rows_of(tmp_path, {**BASE, name: array}, schema(policy=policy, **{name: {}}))
+    rows = write_and_read_rows(tmp_path, {**BASE, name: array}, schema(policy=policy, **{name: {}}))
     return [row[name] for row in rows]
 
 
@@ -98,7 +98,7 @@ def test_all_number_types_are_read_as_dense(tmp_path, kind):
     numbers = pa.array([0.5, 1.5, 2.5])
     numbers = numbers.dictionary_encode() if pa.types.is_dictionary(kind) else numbers.cast(kind)
     flags = pa.ExtensionArray.from_storage(pa.bool8(), pa.array([1, 0, 1], pa.int8()))
-    rows = rows_of(tmp_path, {**BASE, "price": numbers, "flag": flags}, schema(["price", "flag"]))
+    rows = write_and_read_rows(tmp_path, {**BASE, "price": numbers, "flag": flags}, schema(["price", "flag"]))
     assert [row["dense"] for row in rows] == [[0.5, 1], [1.5, 0], [2.5, 1]]
 
 
@@ -130,7 +130,7 @@ def test_half_float_weights_are_read(tmp_path):
         "x": pa.array(VALUES),
         "w": pa.array([[0.5, 1.5], None, [2.0]], pa.list_view(pa.float16())),
     }
-    rows = rows_of(tmp_path, table, schema(x={"weights": "w"}))
+    rows = write_and_read_rows(tmp_path, table, schema(x={"weights": "w"}))
     assert [row["weights"]["x"] for row in rows] == [[0.5, 1.5], [], [2.0]]
 
 
@@ -138,7 +138,7 @@ def test_all_null_column_has_no_ids(tmp_path):
     assert ids(tmp_path, pa.nulls(3)) == [[], [], []]
     assert ids(tmp_path, pa.array([[], None, []], pa.list_(pa.null()))) == [[], [], []]
     filled = [{"do": "fill_null", "columns": ["x"], "value": 0.5}]
-    rows = rows_of(tmp_path, {**BASE, "x": pa.nulls(3)}, schema(["x"]), filled)
+    rows = write_and_read_rows(tmp_path, {**BASE, "x": pa.nulls(3)}, schema(["x"]), filled)
     assert [row["dense"] for row in rows] == [[0.5]] * 3
 
 
@@ -156,7 +156,7 @@ def test_struct_fields_can_be_used_as_columns(tmp_path):
         scored={"column": "scores.key", "weights": "scores.value"},
     )
     fill = [{"do": "fill_null", "columns": ["who.age"], "value": 9}]
-    rows = rows_of(tmp_path, table, spec, fill)
+    rows = write_and_read_rows(tmp_path, table, spec, fill)
     assert [row["dense"] for row in rows] == [[1], [9], [3]]
     assert [row["zip"] for row in rows] == [[7], [], []]
     assert [row["bought"] for row in rows] == [[4, 5], [], []]
@@ -165,10 +165,10 @@ def test_struct_fields_can_be_used_as_columns(tmp_path):
 
 def test_exact_column_name_takes_precedence_over_struct_path(tmp_path):
     table = {**BASE, "who": USER, "who.age": [40, 50, 60], "who.geo": pa.array([{"zip": 1}] * 3)}
-    rows = rows_of(tmp_path, table, schema(["who.age"]))
+    rows = write_and_read_rows(tmp_path, table, schema(["who.age"]))
     assert [row["dense"] for row in rows] == [[40], [50], [60]]
     with pytest.raises(DataError, match=r"'who.geo.zip' exists more than once") as error:
-        rows_of(tmp_path, table, schema(["who.geo.zip"]))
+        write_and_read_rows(tmp_path, table, schema(["who.geo.zip"]))
     assert "a.parquet, column who.geo.zip" in str(error.value)
 
 
@@ -179,7 +179,7 @@ def test_only_required_struct_fields_are_read():
 
 @pytest.mark.parametrize("name", ["a b", "größe", "a:b", "a.b", "", "[x]", "'", "a\nb", "ids", "0"])
 def test_unusual_column_names_are_read(tmp_path, name):
-    rows = rows_of(tmp_path, {**BASE, name: [0.5, 1.5, 2.5]}, schema([name]))
+    rows = write_and_read_rows(tmp_path, {**BASE, name: [0.5, 1.5, 2.5]}, schema([name]))
     assert [row["dense"] for row in rows] == [[0.5], [1.5], [2.5]]
     if name != "":
         assert ids(tmp_path, pa.array([4, 5, 6]), name=name) == [[4], [5], [6]]
@@ -188,13 +188,13 @@ def test_unusual_column_names_are_read(tmp_path, name):
 def test_duplicate_column_names_are_rejected(tmp_path):
     twice = pa.table([[0, 1], [1, 2], [1, 2], [3, 4]], names=["label", "user", "user", "other"])
     with pytest.raises(DataError, match="column 'user' exists more than once") as error:
-        rows_of(tmp_path, twice, schema())
+        write_and_read_rows(tmp_path, twice, schema())
     assert "a.parquet" in str(error.value)
     fine = twice.rename_columns(["label", "other", "other", "user"])
-    assert [row["user"] for row in rows_of(tmp_path, fine, schema())] == [[3], [4]]
+    assert [row["user"] for row in write_and_read_rows(tmp_path, fine, schema())] == [[3], [4]]
     both = pa.StructArray.from_arrays([pa.array([1, 2, 3])] * 2, names=["a", "a"])
     with pytest.raises(DataError, match=r"'s.a' exists more than once"):
-        rows_of(tmp_path, {**BASE, "s": both}, schema(["s.a"]))
+        write_and_read_rows(tmp_path, {**BASE, "s": both}, schema(["s.a"]))
 
 
 DEEP = pa.array([[[1]], [[2, 3]], None])
@@ -230,7 +230,7 @@ def test_unreadable_columns_are_rejected_before_the_run(tmp_path, column, roles)
         assert "a.parquet, column x" in message and "  do:" in message, message
 
 
-def followed(error):
+def parse_advised_transform(error):
     """Return the transform that the `do:` part of the error advises."""
     text = re.search(r"data\.transforms: (\{.*?\})", str(error.value))[1]
     return yaml.safe_load(text)
@@ -254,11 +254,11 @@ def test_advised_transform_makes_dense_column_readable(tmp_path, name):
     column, numbers = TIME_COLUMNS[name]
     table = {**BASE, name: column}
     with pytest.raises(DataError) as error:
-        rows_of(tmp_path, table, schema([name]))
-    transform = followed(error)
+        write_and_read_rows(tmp_path, table, schema([name]))
+    transform = parse_advised_transform(error)
     made = transform.get("into", transform["columns"])
     assert made == [name] or f"add {made[0]} to the schema" in str(error.value)
-    rows = rows_of(tmp_path, table, schema(made), [transform])
+    rows = write_and_read_rows(tmp_path, table, schema(made), [transform])
     assert [row["dense"] for row in rows] == [[n] for n in numbers]
 
 
@@ -276,19 +276,21 @@ def test_advised_transform_makes_dense_column_readable(tmp_path, name):
 def test_advised_transform_makes_id_column_readable(tmp_path, column, expected):
     table = {**BASE, "x": column}
     with pytest.raises(DataError) as error:
-        rows_of(tmp_path, table, schema(x={}))
-    transform = followed(error)
+        write_and_read_rows(tmp_path, table, schema(x={}))
+    transform = parse_advised_transform(error)
     (made,) = transform.get("into", ["x"])
-    rows = rows_of(tmp_path, table, schema(x={"column": made}), [transform])
+    rows = write_and_read_rows(tmp_path, table, schema(x={"column": made}), [transform])
     assert [row["x"] for row in rows] == expected
 
 
 def test_inspect_advises_the_same_transform_for_bool_lists(tmp_path):
     table = {"label": [0, 1, 1] * 9, "user": [1, 2, 3] * 9, "x": [[True, None, False], None, []] * 9}
     with pytest.raises(DataError) as error:
-        rows_of(tmp_path, table, schema(x={}))
+        write_and_read_rows(tmp_path, table, schema(x={}))
     (skipped,) = [f for f in inspect(str(tmp_path)).findings if f.stats.name == "x"]
-    assert yaml.safe_load(skipped.why.partition("; to use them as ids: ")[2]) == followed(error)
+    assert yaml.safe_load(skipped.why.partition("; to use them as ids: ")[2]) == parse_advised_transform(
+        error
+    )
 
 
 def test_error_for_ids_beyond_63_bits_suggests_managed_ids(tmp_path):
@@ -297,20 +299,20 @@ def test_error_for_ids_beyond_63_bits_suggests_managed_ids(tmp_path):
     with pytest.raises(
         DataError, match=r"(?s)id 9223372036854775808 .* or tables\.t\.ids to managed"
     ) as error:
-        rows_of(tmp_path, table, schema(x={}))
+        write_and_read_rows(tmp_path, table, schema(x={}))
     assert "row 0" in str(error.value)
     spec = schema(x={})
     spec["tables"] = {"t": {"rows": 400, "dim": 4, "ids": "managed"}}
-    first, second, third = (row["x"] for row in rows_of(tmp_path, table, spec))
+    first, second, third = (row["x"] for row in write_and_read_rows(tmp_path, table, spec))
     assert first == third != second[:1] and second[1] == 5
 
 
 def test_advised_struct_field_is_readable(tmp_path):
     with pytest.raises(DataError) as error:
-        rows_of(tmp_path, {**BASE, "who": USER}, schema(x={"column": "who"}))
+        write_and_read_rows(tmp_path, {**BASE, "who": USER}, schema(x={"column": "who"}))
     named = re.search(r"use a field of the column: (\S+), (\S+)", str(error.value)).groups()
     assert named == ("who.age", "who.geo.zip")
-    rows = rows_of(tmp_path, {**BASE, "who": USER}, schema(x={"column": named[1]}))
+    rows = write_and_read_rows(tmp_path, {**BASE, "who": USER}, schema(x={"column": named[1]}))
     assert [row["x"] for row in rows] == [[7], [], []]
 
 
@@ -325,15 +327,15 @@ def test_advised_struct_field_is_readable(tmp_path):
 )
 def test_advised_transform_fixes_nulls(tmp_path, columns, spec):
     with pytest.raises(DataError) as error:
-        rows_of(tmp_path, {**BASE, **columns}, spec)
-    rows = rows_of(tmp_path, {**BASE, **columns}, spec, [followed(error)])
+        write_and_read_rows(tmp_path, {**BASE, **columns}, spec)
+    rows = write_and_read_rows(tmp_path, {**BASE, **columns}, spec, [parse_advised_transform(error)])
     assert len(rows) == 3 and rows[1].get("x") in (None, [2])
 
 
 def test_advised_transform_makes_text_labels_readable(tmp_path):
     table = {"user": [1, 2, 3], "label": ["yes", "no", "yes"]}
     with pytest.raises(DataError) as error:
-        rows_of(tmp_path, table, schema())
-    transform = {**followed(error), "positive": ["yes"]}
-    rows = rows_of(tmp_path, table, schema(), [transform])
+        write_and_read_rows(tmp_path, table, schema())
+    transform = {**parse_advised_transform(error), "positive": ["yes"]}
+    rows = write_and_read_rows(tmp_path, table, schema(), [transform])
     assert [row["labels"] for row in rows] == [[1], [0], [1]]

@@ -26,17 +26,17 @@ from raytrec.tracking.run_folder import DATA, FILES_KEY, RunFolder
 
 @pytest.fixture
 def folder(tmp_path):
-    folder = parquet.dataset(tmp_path / "d", train=600, valid=50, test=50)
+    folder = parquet.write_dataset(tmp_path / "d", train=600, valid=50, test=50)
     for path in folder.glob("*/*.parquet"):
         pq.write_table(pq.read_table(path), path, row_group_size=300, compression="none")
     return folder
 
 
-def scanned(folder, name="train", **options):
+def scan_dataset(folder, name="train", **options):
     return scan(str(folder / name), ReadPlan(Schema.load(folder / "schema.yaml"), **options))
 
 
-def flip(path):
+def flip_labels(path):
     """Rewrite a file with flipped labels; rows, bytes, names and statistics stay the same."""
     table = pq.read_table(path)
     flipped = pc.subtract(pa.scalar(1, pa.int8()), table["label"])
@@ -50,9 +50,9 @@ def test_flipped_labels_change_the_fingerprint(folder, monkeypatch, whole):
         monkeypatch.setattr(file_identity, "MAX_FULL_HASH_BYTES", 0)
         monkeypatch.setattr(file_identity, "SAMPLES", 4)
     path = folder / "train/part-0.parquet"
-    before, footer = look(scanned(folder)), pq.read_metadata(path)
-    flip(path)
-    after = look(scanned(folder))
+    before, footer = look(scan_dataset(folder)), pq.read_metadata(path)
+    flip_labels(path)
+    after = look(scan_dataset(folder))
     assert pq.read_metadata(path).equals(footer), "the footer must not reveal the change"
     assert [old == new for old, new in zip(before, after, strict=True)] == [False, True]
     assert before[0].whole == whole
@@ -66,25 +66,25 @@ def test_flipped_labels_change_the_fingerprint(folder, monkeypatch, whole):
 def test_copied_files_have_the_same_fingerprint(folder, tmp_path, monkeypatch, whole):
     if not whole:
         monkeypatch.setattr(file_identity, "MAX_FULL_HASH_BYTES", 0)
-    before = look(scanned(folder))
+    before = look(scan_dataset(folder))
     shutil.copytree(folder, tmp_path / "copy", copy_function=shutil.copyfile)
     for path in (tmp_path / "copy/train").iterdir():
         os.utime(path, (1, 1))
-    after = look(scanned(tmp_path / "copy"))
+    after = look(scan_dataset(tmp_path / "copy"))
     assert fingerprint(after) == fingerprint(before) and not file_identity.differences(before, after)
     said = file_identity.written_again(before, after)
     assert said == ([] if whole else ["part-0.parquet", "part-1.parquet"]), "samples prove no equality"
-    assert file_identity.written_again(before, look(scanned(folder))) == []
+    assert file_identity.written_again(before, look(scan_dataset(folder))) == []
     assert [FileIdentity(**json.loads(json.dumps(asdict(c)))) for c in before] == before
 
 
 def test_differences_lists_each_changed_file(folder):
-    before = look(scanned(folder))
+    before = look(scan_dataset(folder))
     table = pq.read_table(folder / "train/part-0.parquet")
     pq.write_table(table.slice(0, 200), folder / "train/part-0.parquet", row_group_size=100)
     pq.write_table(table, folder / "train/part-2.parquet")
     (folder / "train/part-1.parquet").unlink()
-    assert file_identity.differences(before, look(scanned(folder))) == [
+    assert file_identity.differences(before, look(scan_dataset(folder))) == [
         "part-1.parquet: removed",
         "part-2.parquet: added",
         "part-0.parquet: 200 rows in 2 row groups, previously 300 in 1",
@@ -94,7 +94,7 @@ def test_differences_lists_each_changed_file(folder):
 def test_changed_vocabulary_is_a_data_difference(folder, tmp_path):
     (tmp_path / "words").write_text("1\n2\n")
     transform = LookupVocabulary(do="lookup_vocabulary", columns=["user"], vocabulary=str(tmp_path / "words"))
-    dataset = scanned(folder, transforms=(transform,))
+    dataset = scan_dataset(folder, transforms=(transform,))
     before = look(dataset)
     (tmp_path / "words").write_text("2\n1\n")
     assert file_identity.differences(before, look(dataset)) == [
@@ -106,7 +106,7 @@ def test_number_of_samples_is_limited(folder, monkeypatch):
     """Each file gets few samples, from different columns and row groups per file."""
     monkeypatch.setattr(file_identity, "MAX_FULL_HASH_BYTES", 0)
     path = folder / "train/part-0.parquet"
-    size, form = path.stat().st_size, scanned(folder).form
+    size, form = path.stat().st_size, scan_dataset(folder).form
     with open(path, "rb") as file:
         footer = file_identity._read_raw_footer(pa.PythonFile(file), size)
     pieces = [file_identity._choose_samples(footer, size, form, 2, number) for number in range(8)]
@@ -130,7 +130,7 @@ class Run:
         record_data(place, datasets, found)
 
     def _now(self):
-        datasets = {name: scanned(self.data, name) for name in ("train", "valid", "test")}
+        datasets = {name: scan_dataset(self.data, name) for name in ("train", "valid", "test")}
         return datasets, file_identity.identify_datasets(datasets)
 
     def check(self):
@@ -141,7 +141,7 @@ class Run:
 def test_resume_rejects_changed_labels(folder, tmp_path):
     run = Run(tmp_path / "run", folder)
     assert run.check() == []
-    flip(folder / "train/part-1.parquet")
+    flip_labels(folder / "train/part-1.parquet")
     with pytest.raises(DataError) as error:
         run.check()
     assert "part-1.parquet: the same number of rows and bytes, but different values" in str(error.value)
@@ -165,6 +165,6 @@ def test_run_folder_and_report_list_skipped_files(folder, tmp_path):
 
 def test_resume_warns_about_changed_evaluation_data(folder, tmp_path):
     run = Run(tmp_path / "run", folder)
-    flip(folder / "test/part-0.parquet")
+    flip_labels(folder / "test/part-0.parquet")
     (line,) = run.check()
     assert "data.test has changed since" in line and "part-0.parquet" in line

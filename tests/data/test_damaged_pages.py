@@ -27,19 +27,19 @@ SPANS = [(230, 40), (610, 300), (ROWS - 30, 30)]  # first row, rows
 
 
 @pytest.fixture(autouse=True)
-def by_pages(monkeypatch):
+def read_by_pages(monkeypatch):
     """Read even small row groups page by page."""
     monkeypatch.setattr(decoding, "MAX_FULL_DECODE_ROWS", 10)
 
 
-def written(path, **how):
+def write_columns(path, **how):
     """Write a column of each kind in pages of PAGE rows and return the decoded columns."""
     whole = table(ROWS)
     pq.write_table(whole, path, max_rows_per_page=PAGE, **how)
     return decode_columns(str(path), 0, 0, ROWS, [*whole.column_names[:-1], "who.city", "who.age", "who.bag"])
 
 
-def places(path):
+def find_pages(path):
     """Yield (column name, page index) in file order."""
     footer, file = pq.read_metadata(path), pa.OSFile(str(path))
     for i in range(footer.num_columns):
@@ -48,14 +48,14 @@ def places(path):
         yield footer.schema.column(i).path.removesuffix(".list.element"), found
 
 
-def rows_at(place, at):
+def find_affected_rows(place, at):
     """Return the column and the rows that damage to this byte may change."""
     name, found = next((name, found) for name, found in place if at < found._end)
     page = bisect_right(found._offsets, at) - 1
     return name, range(page * PAGE, (page + 1) * PAGE) if page >= 0 else range(ROWS)  # dictionary: all rows
 
 
-def damaged(raw, chance, end):
+def damage_pages(raw, chance, end):
     """Return a copy with one bit or nine bytes changed, and the first and last changed position."""
     copy, at = bytearray(raw), chance.randrange(4, end - 9)
     if chance.random() < 0.5:
@@ -72,13 +72,13 @@ def test_damaged_files_give_an_error_or_correct_rows(tmp_path, version, codec, c
     """Without checksums, values of the damaged page may differ, but rows of other pages are unchanged."""
     path = tmp_path / "good.parquet"
     how = {"data_page_version": version, "compression": codec, "write_page_checksum": checksums}
-    good, place = written(path, **how), list(places(path))
+    good, place = write_columns(path, **how), list(find_pages(path))
     raw, chance, outcomes = path.read_bytes(), random.Random(f"{version} {codec}"), set()
     for n in range(COPIES):
-        copy, first, last = damaged(raw, chance, place[-1][1]._end)
+        copy, first, last = damage_pages(raw, chance, place[-1][1]._end)
         path = tmp_path / f"{n}.parquet"
         path.write_bytes(copy)
-        changed = {rows_at(place, first), rows_at(place, last)}
+        changed = {find_affected_rows(place, first), find_affected_rows(place, last)}
         names = sorted({"few"} | {name for name, _ in changed})
         for begin, rows in SPANS:
             try:
@@ -103,8 +103,8 @@ def test_damaged_files_give_an_error_or_correct_rows(tmp_path, version, codec, c
 def test_page_of_unknown_type_does_not_shift_later_rows(tmp_path, monkeypatch, whole):
     """pyarrow skips a page of unknown type, and the page checksum does not cover the header."""
     path = tmp_path / "a.parquet"
-    written(path, write_page_checksum=True)
-    raw, at = bytearray(path.read_bytes()), dict(places(path))["many"]._offsets[2]
+    write_columns(path, write_page_checksum=True)
+    raw, at = bytearray(path.read_bytes()), dict(find_pages(path))["many"]._offsets[2]
     assert raw[at : at + 2] == b"\x15\x00"
     raw[at + 1] = 8
     path.write_bytes(raw)
@@ -122,16 +122,16 @@ def test_flipped_level_bit_does_not_change_other_rows(tmp_path, version, checksu
     """The bit is in the levels of an earlier page, where it starts or ends a list."""
     path = tmp_path / "a.parquet"
     how = {"data_page_version": version, "compression": "none", "write_page_checksum": checksums}
-    written(path, **how)
+    write_columns(path, **how)
     spec = {"labels": ["same"], "sparse": {"bag": {"table": "t"}}, "tables": {"t": {"rows": 2000, "dim": 4}}}
     form = scan(str(path), ReadPlan(Schema.parse(spec, "test"))).form
 
     def read(begin):
         item = LaneItem(0, 0, (Part(str(path), 0, begin, 200),), None)
-        return parquet.plain_rows(read_item(item, form, ReadErrorPolicy(True)), form)
+        return parquet.canonical_to_dicts(read_item(item, form, ReadErrorPolicy(True)), form)
 
     good = read(900)
-    raw, bag = bytearray(path.read_bytes()), dict(places(path))["bag"]
+    raw, bag = bytearray(path.read_bytes()), dict(find_pages(path))["bag"]
     _, levels = read_struct(raw, bag._offsets[2])
     raw[levels + (6 if version == "1.0" else 2)] ^= 4  # skip the size of the levels and the run header
     path.write_bytes(raw)

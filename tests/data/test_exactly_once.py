@@ -45,7 +45,7 @@ def write(folder, layout, page_rows=None):
     return first
 
 
-def ids_of(batch):
+def get_checked_ids(batch):
     """Return the ids of a batch after checking the other values of each row."""
     rows = int(batch.weights.sum())
     ids = batch.sparse["id"].values().tolist()
@@ -55,7 +55,7 @@ def ids_of(batch):
     return ids
 
 
-class CutStream(DirectStream):
+class RandomBlockStream(DirectStream):
     """A stream that splits the output of read tasks into random blocks, as Ray may do."""
 
     def _tables(self, items):
@@ -71,13 +71,13 @@ class CutStream(DirectStream):
             yield rest
 
 
-def trained(data, order, epoch, world, start, stop):
+def collect_trained_batches(data, order, epoch, world, start, stop):
     """Return the sorted ids of each global batch that `world` ranks train in steps start to stop - 1."""
     out = [[] for _ in range(start, stop)]
     for rank in range(world):
-        batches = CutStream(data, order, rank=rank, world=world).batches(epoch, start)
+        batches = RandomBlockStream(data, order, rank=rank, world=world).batches(epoch, start)
         for ids in out:
-            ids += ids_of(next(batches))
+            ids += get_checked_ids(next(batches))
         batches.close()
     return [sorted(ids) for ids in out]
 
@@ -112,12 +112,14 @@ def test_each_row_is_trained_once_across_restarts(
 
 def check_exactly_once(folder, rows, order, phases):
     data, steps = scan(str(folder), ReadPlan(SCHEMA)), order.steps(rows)
-    undisturbed = [ids for epoch in (0, 1) for ids in trained(data, order, epoch, 1, 0, steps)]
+    undisturbed = [
+        ids for epoch in (0, 1) for ids in collect_trained_batches(data, order, epoch, 1, 0, steps)
+    ]
     assert Counter(i for ids in undisturbed for i in ids) == Counter(dict.fromkeys(range(rows), 2))
     got, epoch, step = [], 0, 0
     while epoch < 2:
         world, count = phases.pop(0) if phases else (2, steps)
         stop = min(steps, step + count)
-        got += trained(data, order, epoch, world, step, stop)
+        got += collect_trained_batches(data, order, epoch, world, step, stop)
         epoch, step = (epoch + 1, 0) if stop == steps else (epoch, stop)
     assert got == undisturbed

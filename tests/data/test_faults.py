@@ -17,24 +17,24 @@ from raytrec.data.pages.decode import ReadErrorPolicy
 from raytrec.data.read_plans import ReadPlan, ResolvedReadPlan
 from raytrec.driver import run as driver
 
-SCHEMA = parquet.schema()
+SCHEMA = parquet.tiny_schema()
 FORM = ResolvedReadPlan(ReadPlan(SCHEMA), frozenset({"tags"}))
 
 
-def users_changed(table, rows, user):
+def replace_users(table, rows, user):
     users = table["user"].to_numpy().copy()
     users[rows] = user
     return table.set_column(table.column_names.index("user"), "user", [users])
 
 
-def with_users(path, bad, count=1000):
+def write_bad_users(path, bad, count=1000):
     """Write `count` rows as one row group and return an item; users of `bad` rows are out of range."""
-    pq.write_table(users_changed(parquet.table(count, 0), bad, 40), path)
+    pq.write_table(replace_users(parquet.make_tiny_table(count, 0), bad, 40), path)
     return LaneItem(0, 0, (Part(str(path), 0, 100, count - 100),), None)
 
 
 def test_bad_rows_are_skipped_one_by_one(tmp_path):
-    item = with_users(tmp_path / "a.parquet", [50, 130, 131, 999])
+    item = write_bad_users(tmp_path / "a.parquet", [50, 130, 131, 999])
     log = tmp_path / "skipped.jsonl"
     table = item_reader.read_item(item, FORM, ReadErrorPolicy(True, str(log)))
     assert np.flatnonzero(~table["present"].to_numpy()).tolist() == [30, 31, 899]  # 50 is outside the item
@@ -50,7 +50,7 @@ def test_bad_rows_are_skipped_one_by_one(tmp_path):
 
 
 def test_many_bad_rows_are_skipped_as_ranges(tmp_path):
-    item = with_users(tmp_path / "a.parquet", slice(500, 1000))
+    item = write_bad_users(tmp_path / "a.parquet", slice(500, 1000))
     log = tmp_path / "skipped.jsonl"
     present = item_reader.read_item(item, FORM, ReadErrorPolicy(True, str(log)))["present"].to_numpy()
     assert present[:400].all() and not present[400:].any()
@@ -59,13 +59,13 @@ def test_many_bad_rows_are_skipped_as_ranges(tmp_path):
 
 
 def test_read_rejects_a_shrunken_file(tmp_path):
-    item = with_users(tmp_path / "a.parquet", [])
-    with_users(tmp_path / "a.parquet", [], count=400)
+    item = write_bad_users(tmp_path / "a.parquet", [])
+    write_bad_users(tmp_path / "a.parquet", [], count=400)
     with pytest.raises(DataError, match="it has 400 rows, but previously had 1,000 or more"):
         item_reader.read_item(item, FORM)
 
 
-class Flaky(fs.FileSystemHandler):
+class FlakyFileSystem(fs.FileSystemHandler):
     """A local file system whose first opens fail, as those of an object store may."""
 
     def __init__(self, failures, error):
@@ -85,17 +85,17 @@ class Flaky(fs.FileSystemHandler):
         return "flaky"
 
 
-for name in fs.FileSystemHandler.__abstractmethods__ - set(vars(Flaky)):
-    setattr(Flaky, name, lambda self, *_: None)
-Flaky.__abstractmethods__ = frozenset()
+for name in fs.FileSystemHandler.__abstractmethods__ - set(vars(FlakyFileSystem)):
+    setattr(FlakyFileSystem, name, lambda self, *_: None)
+FlakyFileSystem.__abstractmethods__ = frozenset()
 
 
 @pytest.fixture
-def flaky(monkeypatch):
+def make_flaky_storage(monkeypatch):
     monkeypatch.setattr(reading, "RETRY_DELAYS_S", (0.01, 0.01, 0.01))
 
     def make(failures, error):
-        handler = Flaky(failures, error)
+        handler = FlakyFileSystem(failures, error)
         decode._open_files.files.clear()
         for module in (decode, footers):
             opened = lambda uri: (fs.PyFileSystem(handler), uri.removeprefix("store://"))  # noqa: E731
@@ -105,23 +105,23 @@ def flaky(monkeypatch):
     return make
 
 
-def test_transient_storage_errors_are_retried(flaky, tmp_path):
-    item = with_users(tmp_path / "a.parquet", [])
+def test_transient_storage_errors_are_retried(make_flaky_storage, tmp_path):
+    item = write_bad_users(tmp_path / "a.parquet", [])
     path = f"store://{tmp_path}/a.parquet"
     remote = LaneItem(0, 0, (Part(path, 0, 100, 900),), None)
     expected = item_reader.read_item(item, FORM)
-    handler = flaky(3, OSError("503 slow down"))
+    handler = make_flaky_storage(3, OSError("503 slow down"))
     assert item_reader.read_item(remote, FORM).equals(expected)
     assert handler.opened == 4
-    flaky(2, OSError("503 slow down"))
+    make_flaky_storage(2, OSError("503 slow down"))
     assert fragments.read_footer(path).num_rows == 1000
-    handler = flaky(99, OSError("503 slow down"))
+    handler = make_flaky_storage(99, OSError("503 slow down"))
     with pytest.raises(DataError, match="503 slow down") as error:
         item_reader.read_item(remote, FORM)
     assert "a.parquet, row group 0" in str(error.value)
     assert "reachable storage (after 4 failed attempts)" in str(error.value)
     assert handler.opened == 4
-    handler = flaky(99, FileNotFoundError("no such key"))
+    handler = make_flaky_storage(99, FileNotFoundError("no such key"))
     with pytest.raises(DataError, match="no such key"):
         item_reader.read_item(remote, FORM)
     assert handler.opened == 1
@@ -129,16 +129,16 @@ def test_transient_storage_errors_are_retried(flaky, tmp_path):
 
 @pytest.mark.usefixtures("ray_cluster")
 def test_run_skips_and_counts_bad_rows(tmp_path):
-    folder = parquet.dataset(tmp_path / "d")  # 2 files of 1000 rows, groups of 300
+    folder = parquet.write_dataset(tmp_path / "d")  # 2 files of 1000 rows, groups of 300
     path = folder / "train/part-1.parquet"
-    table = users_changed(pq.read_table(path), [10, 700], -5)
+    table = replace_users(pq.read_table(path), [10, 700], -5)
     pq.write_table(table, path, row_group_size=300, write_page_checksum=True, compression="none")
     data = bytearray(path.read_bytes())
     start = pq.read_metadata(path).row_group(3).column(0).data_page_offset  # the last group, of 100 rows
     data[start : start + 10] = bytes(10)
     path.write_bytes(data)
     (folder / "train/part-2.parquet").write_bytes(b"PAR1")
-    settings = parquet.settings(folder, tmp_path / "run", train__epochs=2)
+    settings = parquet.config_values(folder, tmp_path / "run", train__epochs=2)
     with pytest.raises(DataError, match=r"part-2\.parquet"):
         driver.train(settings)
     settings["data"]["on_error"] = "skip"

@@ -50,7 +50,7 @@ def write(path, **columns):
     pq.write_table(pa.table({k: v for k, v in values.items() if v is not None}), path)
 
 
-def fails(folder, *parts):
+def check_scan_fails(folder, *parts):
     with pytest.raises(DataError) as error:
         scan(str(folder), ReadPlan(SCHEMA), "data.train")
     for part in parts:
@@ -58,14 +58,14 @@ def fails(folder, *parts):
 
 
 def test_scan_sorts_files_and_skips_other_entries(tmp_path):
-    parquet.write(tmp_path / "b", 1000, 0, row_group=300, files=2)
-    parquet.write(tmp_path / "a", 100, 0, files=1)
-    pq.write_table(parquet.table(5, 0).slice(0, 0), tmp_path / "a/part-9.parquet")
+    parquet.write_split(tmp_path / "b", 1000, 0, row_group=300, files=2)
+    parquet.write_split(tmp_path / "a", 100, 0, files=1)
+    pq.write_table(parquet.make_tiny_table(5, 0).slice(0, 0), tmp_path / "a/part-9.parquet")
     (tmp_path / "_SUCCESS").write_text("")
     (tmp_path / "_temporary").mkdir()
-    parquet.write(tmp_path / "_temporary/x", 10, 0, files=1)
+    parquet.write_split(tmp_path / "_temporary/x", 10, 0, files=1)
     (tmp_path / "notes.txt").write_text("")
-    data = scan(str(tmp_path), ReadPlan(parquet.schema()))
+    data = scan(str(tmp_path), ReadPlan(parquet.tiny_schema()))
     assert [(g.path.removeprefix(f"{tmp_path}/"), g.index, g.rows) for g in data.groups] == [
         ("a/part-0.parquet", 0, 100),
         ("b/part-0.parquet", 0, 300),
@@ -73,14 +73,14 @@ def test_scan_sorts_files_and_skips_other_entries(tmp_path):
         ("b/part-1.parquet", 0, 300),
         ("b/part-1.parquet", 1, 200),
     ]
-    assert scan(str(tmp_path / "b/part-1.parquet"), ReadPlan(parquet.schema())).rows == 500
+    assert scan(str(tmp_path / "b/part-1.parquet"), ReadPlan(parquet.tiny_schema())).rows == 500
 
 
 def test_scan_rejects_missing_and_empty_folders(tmp_path):
-    fails(tmp_path / "none", "the folder does not exist", "data.train=")
-    fails(tmp_path, "no Parquet files", tmp_path)
+    check_scan_fails(tmp_path / "none", "the folder does not exist", "data.train=")
+    check_scan_fails(tmp_path, "no Parquet files", tmp_path)
     pq.write_table(pa.table(GOOD).slice(0, 0), tmp_path / "a.parquet")
-    fails(tmp_path, "the dataset has no rows")
+    check_scan_fails(tmp_path, "the dataset has no rows")
 
 
 @pytest.mark.parametrize("name", ["part-*", "part-?.parquet", "{a,b}", "part-[0-9]"])
@@ -97,12 +97,12 @@ def test_scan_reports_a_truncated_file(tmp_path):
         write(tmp_path / f"part-{i}.parquet")
     path = tmp_path / "part-1.parquet"
     path.write_bytes(path.read_bytes()[:-20])
-    fails(tmp_path, "not a complete Parquet file", "part-1.parquet")
+    check_scan_fails(tmp_path, "not a complete Parquet file", "part-1.parquet")
     path.write_bytes(b"")
-    fails(tmp_path, "not a complete Parquet file", "part-1.parquet")
+    check_scan_fails(tmp_path, "not a complete Parquet file", "part-1.parquet")
 
 
-class Keys(encryption.KmsClient):
+class PlaintextKmsClient(encryption.KmsClient):
     """A KMS client that leaves keys unencrypted."""
 
     def __init__(self):
@@ -118,7 +118,7 @@ def test_scan_rejects_encrypted_files(tmp_path, plaintext_footer):
     how = encryption.EncryptionConfiguration(
         footer_key="f", column_keys={"c": ["user"]}, plaintext_footer=plaintext_footer
     )
-    keys = encryption.CryptoFactory(lambda _: Keys())
+    keys = encryption.CryptoFactory(lambda _: PlaintextKmsClient())
     table = pa.table({"label": [0] * 70_000, "user": [1] * 70_000})
     with pq.ParquetWriter(
         tmp_path / "a.parquet",
@@ -126,7 +126,9 @@ def test_scan_rejects_encrypted_files(tmp_path, plaintext_footer):
         encryption_properties=keys.file_encryption_properties(encryption.KmsConnectionConfig(), how),
     ) as out:
         out.write_table(table)
-    fails(tmp_path, "the file or some of its columns are encrypted", "a.parquet", "without encryption")
+    check_scan_fails(
+        tmp_path, "the file or some of its columns are encrypted", "a.parquet", "without encryption"
+    )
 
 
 @pytest.mark.parametrize(
@@ -147,7 +149,7 @@ def test_scan_rejects_missing_and_mistyped_columns(tmp_path, columns, expected_t
     write(tmp_path / "a.parquet")
     assert scan(str(tmp_path), ReadPlan(SCHEMA)).rows == 2
     write(tmp_path / "b.parquet", **columns)
-    fails(tmp_path, expected_text, "b.parquet")
+    check_scan_fails(tmp_path, expected_text, "b.parquet")
 
 
 @pytest.mark.parametrize("rows", [2**50, 2**31, 2**20, -1])
@@ -156,7 +158,7 @@ def test_impossible_row_counts_are_rejected(tmp_path, rows, values_too):
     """An impossible row count raises an error before memory for the rows is allocated."""
     path = tmp_path / "a.parquet"
     write(path)
-    lie(path, rows, values_too)
+    falsify_row_counts(path, rows, values_too)
     tracemalloc.start()
     try:
         if values_too and rows == 2**20:  # plausible for its pages: detected by the read
@@ -164,18 +166,18 @@ def test_impossible_row_counts_are_rejected(tmp_path, rows, values_too):
             with pytest.raises(DataError, match=r"a\.parquet, row group 0"):
                 read_item(Order(2048, 24).items(data, 0, 0, 1)[-1], data.form)
         else:
-            fails(tmp_path, "a.parquet", "the footer claims")
+            check_scan_fails(tmp_path, "a.parquet", "the footer claims")
         assert tracemalloc.get_traced_memory()[1] < 50 << 20
     finally:
         tracemalloc.stop()
 
 
-def lie(path, rows, values_too):
+def falsify_row_counts(path, rows, values_too):
     """Change the row counts (and the value counts of flat columns) in the footer of a file."""
     raw = path.read_bytes()
     size = int.from_bytes(raw[-8:-4], "little")
     body, footer = raw[: -8 - size], raw[-8 - size : -8]
-    old, new = b"\x16" + zigzag(len(GOOD["label"])), b"\x16" + zigzag(rows)
+    old, new = b"\x16" + encode_zigzag(len(GOOD["label"])), b"\x16" + encode_zigzag(rows)
     if values_too:
         footer = footer.replace(old, new)
     else:
@@ -184,7 +186,7 @@ def lie(path, rows, values_too):
     path.write_bytes(body + footer + len(footer).to_bytes(4, "little") + b"PAR1")
 
 
-def zigzag(number):
+def encode_zigzag(number):
     """Encode a number as in Thrift's compact protocol."""
     number, out = (number << 1) ^ (number >> 63), b""
     while number > 127:
@@ -192,14 +194,14 @@ def zigzag(number):
     return out + bytes([number])
 
 
-def changed(folder, changes, schema=None, skip=False, **options):
+def scan_changed_rows(folder, changes, schema=None, skip=False, **options):
     """Write row groups of 300 and 150 rows with (column, row, value) changes and scan the folder."""
-    whole = parquet.table(450, 0)
+    whole = parquet.make_tiny_table(450, 0)
     rows = whole.to_pylist()
     for column, row, value in changes:
         rows[row][column] = value
     pq.write_table(pa.Table.from_pylist(rows, whole.schema), folder / "a.parquet", row_group_size=300)
-    return scan(str(folder), ReadPlan(schema or parquet.schema(), **options), skip=skip)
+    return scan(str(folder), ReadPlan(schema or parquet.tiny_schema(), **options), skip=skip)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +215,7 @@ def changed(folder, changes, schema=None, skip=False, **options):
     ],
 )
 def test_footer_statistics_reveal_invalid_values(tmp_path, column, value, message):
-    dataset = changed(tmp_path, [(column, 310, value)])
+    dataset = scan_changed_rows(tmp_path, [(column, 310, value)])
     assert [group.index for group in dataset.accused] == [1]
     with pytest.raises(DataError, match=message) as error:
         check_suspect_groups(dataset)
@@ -223,11 +225,11 @@ def test_footer_statistics_reveal_invalid_values(tmp_path, column, value, messag
 def test_values_with_a_policy_or_transform_are_not_suspect(tmp_path):
     """Values that a table accepts, a transform repairs or the policy skips do not stop the run."""
     changes = [("user", 310, 40), ("price", 5, None)]
-    assert changed(tmp_path, []).accused == ()
-    assert len(changed(tmp_path, changes).accused) == 2
-    assert changed(tmp_path, changes, skip=True).accused == ()
+    assert scan_changed_rows(tmp_path, []).accused == ()
+    assert len(scan_changed_rows(tmp_path, changes).accused) == 2
+    assert scan_changed_rows(tmp_path, changes, skip=True).accused == ()
     mend = FillNull(do="fill_null", columns=["price"], value=0)
-    hashing = parquet.schema(tables={"user": {"rows": 40, "dim": 8, "out_of_range": "hash"}})
-    assert changed(tmp_path, changes, hashing, transforms=(mend,)).accused == ()
+    hashing = parquet.tiny_schema(tables={"user": {"rows": 40, "dim": 8, "out_of_range": "hash"}})
+    assert scan_changed_rows(tmp_path, changes, hashing, transforms=(mend,)).accused == ()
     clip = Clip(do="clip", columns=["user"], low=0, high=39)
-    assert changed(tmp_path, changes, transforms=(mend, clip)).accused == ()
+    assert scan_changed_rows(tmp_path, changes, transforms=(mend, clip)).accused == ()

@@ -59,7 +59,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-def read(dataset, order, world, epoch=0, start_step=0):
+def read_global_batches(dataset, order, world, epoch=0, start_step=0):
     """Return the sorted ids of each global batch."""
     ranks = []
     for rank in range(world):
@@ -79,9 +79,9 @@ def test_holdout_does_not_depend_on_the_number_of_workers(folder, shuffle, monke
     monkeypatch.setattr(order_module, "PAGE_ROWS", 20)  # row groups are read in pieces
     kept, held = scan(str(folder), ReadPlan(SCHEMA)).hold_out(10)
     order = Order(64, lanes=6, shuffle=shuffle, window=2, seed=1)
-    one, three = (read(kept, order, world) for world in (1, 3))
-    assert one == three and read(kept, order, 2, start_step=4) == one[4:]
-    evaluated = [read(held, Order.evaluation(64, 6), world) for world in (1, 2)]
+    one, three = (read_global_batches(kept, order, world) for world in (1, 3))
+    assert one == three and read_global_batches(kept, order, 2, start_step=4) == one[4:]
+    evaluated = [read_global_batches(held, Order.evaluation(64, 6), world) for world in (1, 2)]
     assert evaluated[0] == evaluated[1]
     trained, held_out = [*chain(*one)], [*chain(*evaluated[0])]
     assert sorted(trained + held_out) == list(range(1000)) and len(held_out) == 5 * 17 + 15

@@ -11,14 +11,14 @@ from raytrec.common.errors import DataError
 from raytrec.data.listing import REASON_UNREADABLE, list_files
 
 
-def put(folder, *names, rows=3):
+def write_files(folder, *names, rows=3):
     for number, name in enumerate(names):
         path = Path(folder, name)
         path.parent.mkdir(parents=True, exist_ok=True)
-        pq.write_table(parquet.table(rows, number), path)
+        pq.write_table(parquet.make_tiny_table(rows, number), path)
 
 
-def listed(folder):
+def list_folder(folder):
     found, below = list_files(str(folder), "data.train"), f"{folder}/"
     left_out = {why: [p.removeprefix(below) for p in paths] for why, paths in found.left_out.items()}
     return [path.removeprefix(below) for path in found.files], left_out
@@ -27,12 +27,12 @@ def listed(folder):
 def test_parquet_files_are_detected_by_content(tmp_path):
     """Use file names as written by Athena, BigQuery and Hive."""
     names = ["000000000000", "20261126_0001_x", "a.parquet", "b.PARQUET", "c.parq", "d/part-0.snappy"]
-    put(tmp_path, *names)
-    assert listed(tmp_path) == (names, {})
+    write_files(tmp_path, *names)
+    assert list_folder(tmp_path) == (names, {})
 
 
 def test_skipped_entries_have_a_reason(tmp_path):
-    put(
+    write_files(
         tmp_path,
         "a.parquet",
         "_temporary/0/b.parquet",
@@ -40,12 +40,12 @@ def test_skipped_entries_have_a_reason(tmp_path):
         "_day=1/c.parquet",
         "d.parquet.tmp",
     )
-    put(tmp_path, "e.parquet~", "f.csv.gz", "growing")
+    write_files(tmp_path, "e.parquet~", "f.csv.gz", "growing")
     (tmp_path / "growing").write_bytes((tmp_path / "growing").read_bytes()[:-9])
     for name, text in {"_SUCCESS": "", "empty": "", "notes.txt": "PAR", "f.csv.gz": "a,b"}.items():
         (tmp_path / name).write_text(text)
     (tmp_path / "nothing").symlink_to("gone")
-    files, left_out = listed(tmp_path)
+    files, left_out = list_folder(tmp_path)
     assert files == ["_day=1/c.parquet", "a.parquet"]
     assert left_out == {
         "hidden": [".hidden.parquet", "_SUCCESS", "_temporary"],
@@ -61,26 +61,26 @@ def test_skipped_entries_have_a_reason(tmp_path):
 
 
 def test_files_reached_twice_are_read_once(tmp_path):
-    put(tmp_path, "day=1/a.parquet", "day=2/a.parquet", "../elsewhere/b.parquet")
+    write_files(tmp_path, "day=1/a.parquet", "day=2/a.parquet", "../elsewhere/b.parquet")
     (tmp_path / "day=0").symlink_to("day=2")
     (tmp_path / "latest").symlink_to("day=2")
     (tmp_path / "day=1/up").symlink_to("..")  # a loop
     (tmp_path / "day=3").symlink_to("../elsewhere")
     os.link(tmp_path / "day=1/a.parquet", tmp_path / "day=1/copy.parquet")
-    files, left_out = listed(tmp_path)
+    files, left_out = list_folder(tmp_path)
     assert files == ["day=1/a.parquet", "day=2/a.parquet", "day=3/b.parquet"]
     assert left_out == {"reached twice": ["day=0", "day=1/copy.parquet", "day=1/up", "latest"]}
 
 
 def test_hard_links_in_two_partitions_are_separate_files(tmp_path):
-    put(tmp_path, "day=1/a.parquet")
+    write_files(tmp_path, "day=1/a.parquet")
     (tmp_path / "day=2").mkdir()
     os.link(tmp_path / "day=1/a.parquet", tmp_path / "day=2/a.parquet")
-    assert listed(tmp_path) == (["day=1/a.parquet", "day=2/a.parquet"], {})
+    assert list_folder(tmp_path) == (["day=1/a.parquet", "day=2/a.parquet"], {})
 
 
 def test_folder_listed_under_two_names_is_rejected(tmp_path):
-    put(tmp_path, "a/x.parquet")
+    write_files(tmp_path, "a/x.parquet")
     (tmp_path / "b").symlink_to("a")
     with pytest.raises(DataError, match=r"files are listed more than once \(1\)"):
         list_files([str(tmp_path / "a"), str(tmp_path / "b")], "data.train")
@@ -105,20 +105,20 @@ def test_error_for_folder_without_parquet_lists_its_files(tmp_path):
 )
 @pytest.mark.parametrize("place", ["table", "table/data/day=1", "table/data/day=1/a.parquet", "."])
 def test_table_format_folders_are_rejected(tmp_path, marker, name, place):
-    put(tmp_path, "table/data/day=1/a.parquet", "plain/b.parquet")
+    write_files(tmp_path, "table/data/day=1/a.parquet", "plain/b.parquet")
     record = tmp_path / "table" / marker
     record.parent.mkdir(parents=True)
     record.write_text("{}")
     with pytest.raises(DataError, match=name) as error:
         list_files(str(tmp_path / place), "data.train")
     assert f"{tmp_path}/table" in error.value.where and "write the current rows" in error.value.do
-    assert listed(tmp_path / "plain") == (["b.parquet"], {})
+    assert list_folder(tmp_path / "plain") == (["b.parquet"], {})
 
 
 @pytest.mark.parametrize("target", ["table/day=1", "table/day=1/a.parquet"])
 @pytest.mark.parametrize("marker", ["_delta_log/00000000000000000000.json", ".hoodie/hoodie.properties"])
 def test_links_into_table_formats_are_rejected(tmp_path, marker, target):
-    put(tmp_path, "table/day=1/a.parquet", "plain/b.parquet")
+    write_files(tmp_path, "table/day=1/a.parquet", "plain/b.parquet")
     record = tmp_path / "table" / marker
     record.parent.mkdir(parents=True)
     record.write_text("{}")
@@ -129,7 +129,7 @@ def test_links_into_table_formats_are_rejected(tmp_path, marker, target):
 
 @pytest.mark.parametrize("name", [b"\xff.parquet", b"day=\xff/a.parquet"])
 def test_non_utf8_file_names_are_rejected(tmp_path, name):
-    put(tmp_path, "a.parquet")
+    write_files(tmp_path, "a.parquet")
     path = Path(tmp_path, os.fsdecode(name))
     path.parent.mkdir(exist_ok=True)
     path.write_bytes((tmp_path / "a.parquet").read_bytes())
@@ -141,20 +141,20 @@ def test_non_utf8_file_names_are_rejected(tmp_path, name):
 
 
 def test_skipped_entries_with_non_utf8_names_are_counted(tmp_path):
-    put(tmp_path, "a.parquet")
+    write_files(tmp_path, "a.parquet")
     Path(os.fsdecode(bytes(tmp_path) + b"/\xff.csv")).write_text("x")
-    assert listed(tmp_path) == (["a.parquet"], {REASON_UNREADABLE: ["\\udcff.csv"]})
+    assert list_folder(tmp_path) == (["a.parquet"], {REASON_UNREADABLE: ["\\udcff.csv"]})
 
 
 @pytest.mark.parametrize("folder", ["base_0000002", "delta_0000003_0000003_0000"])
 def test_hive_acid_tables_are_rejected(tmp_path, folder):
-    put(tmp_path, f"table/{folder}/bucket_00000")
+    write_files(tmp_path, f"table/{folder}/bucket_00000")
     for place in ("table", f"table/{folder}"):
         with pytest.raises(DataError, match="Hive"):
             list_files(str(tmp_path / place), "data.train")
 
 
 def test_partitions_out_of_range_are_counted(tmp_path):
-    put(tmp_path, "day=1/a.parquet", "day=2/a.parquet", "day=3/a.parquet")
+    write_files(tmp_path, "day=1/a.parquet", "day=2/a.parquet", "day=3/a.parquet")
     found = list_files(str(tmp_path), "data.train", ("day=2", None))
     assert found.record()["counts"] == {"read": 2, "outside data.partitions": 1}

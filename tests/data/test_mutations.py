@@ -13,11 +13,11 @@ import parquet
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from any_parquet import NAMES, TYPES, accepted, random_array, read_all
+from any_parquet import column_names, column_types, random_array, read_every_row, read_with_schema_text
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
-from ranks import on_ranks
-from reading import read
+from ranks import run_on_ranks
+from reading import read_canonical_rows
 
 from raytrec.common.errors import DataError, SchemaError
 from raytrec.config.schema import Schema
@@ -41,7 +41,7 @@ SCHEMA = Schema.parse(
 )
 
 
-def good():
+def make_table():
     rng = np.random.default_rng(0)
     lengths = rng.integers(0, 4, ROWS)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
@@ -57,54 +57,54 @@ def good():
     )
 
 
-def replaced(name, values):
-    table = good()
+def replace_column(name, values):
+    table = make_table()
     return table.set_column(table.column_names.index(name), name, values)
 
 
-def changed(name, row, value):
+def replace_value(name, row, value):
     """Return the table with one value changed."""
-    values = good()[name].to_pylist()
+    values = make_table()[name].to_pylist()
     values[row] = value
-    return replaced(name, pa.array(values))
+    return replace_column(name, pa.array(values))
 
 
-def written(table):
+def to_parquet_bytes(table):
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, row_group_size=GROUP, write_page_checksum=True)
     return sink.getvalue().to_pybytes()
 
 
-def flipped(data, position):
+def flip_bit(data, position):
     data = bytearray(data)
     data[position] ^= 1 << position % 8
     return bytes(data)
 
 
 @cache
-def mutations():
+def make_mutations():
     """Return the bytes of each mutated file by name."""
-    whole = written(good())
+    whole = to_parquet_bytes(make_table())
     footer = len(whole) - 8 - int.from_bytes(whole[-8:-4], "little")
     shares = (0, 0.01, 0.3, 0.7, 0.95, 0.999)
     out = {f"cut at {share:.1%}": whole[: int(len(whole) * share)] for share in shares}
     rng = random.Random(0)
     for position in sorted(rng.sample(range(4, footer), 20)):
-        out[f"bit flipped in the data, {position}"] = flipped(whole, position)
-    out |= {f"last byte {n} flipped": flipped(whole, len(whole) - n) for n in (1, 5, 8)}
+        out[f"bit flipped in the data, {position}"] = flip_bit(whole, position)
+    out |= {f"last byte {n} flipped": flip_bit(whole, len(whole) - n) for n in (1, 5, 8)}
     out["zeros inside"] = whole[:2000] + bytes(500) + whole[2500:]
     out["text"] = b"label,price\n0,1.5\n"
-    for name in good().column_names:
-        out[f"without {name}"] = written(good().drop_columns([name]))
+    for name in make_table().column_names:
+        out[f"without {name}"] = to_parquet_bytes(make_table().drop_columns([name]))
     for name, values in {
         "label": pa.array(["yes"] * ROWS),
-        "price": good()["tags"],
+        "price": make_table()["tags"],
         "user": pa.array(np.full(ROWS, 0.5)),
         "tags": pa.array([[0.5]] * ROWS),
         "tag_weights": pa.array([["a"]] * ROWS),
         "pair": pa.array(["x"] * ROWS),
     }.items():
-        out[f"{name} of type {values.type}"] = written(replaced(name, values))
+        out[f"{name} of type {values.type}"] = to_parquet_bytes(replace_column(name, values))
     for name, row, value in [
         ("label", 311, None),
         ("label", 5, 2),
@@ -123,18 +123,20 @@ def mutations():
         ("tag_weights", 450, None),
         ("pair", 33, [-3]),
     ]:
-        out[f"{name} {value} in row {row}"] = written(changed(name, row, value))
-    users = good()["user"].to_numpy().astype(np.uint64)
+        out[f"{name} {value} in row {row}"] = to_parquet_bytes(replace_value(name, row, value))
+    users = make_table()["user"].to_numpy().astype(np.uint64)
     users[10] = 2**64 - 1
-    out["user of 2**64 - 1"] = written(replaced("user", pa.array(users)))
-    out["no rows"] = written(good().slice(0, 0))
+    out["user of 2**64 - 1"] = to_parquet_bytes(replace_column("user", pa.array(users)))
+    out["no rows"] = to_parquet_bytes(make_table().slice(0, 0))
     return out
 
 
-def outcome(rank, world, path, skip):
+def read_outcome(rank, world, path, skip):
     """Read a path; return (kind, error text, pickled rows in canonical form or None)."""
     try:
-        rows = parquet.plain_rows(*read(path, ReadPlan(SCHEMA), ReadErrorPolicy(skip), skip))
+        rows = parquet.canonical_to_dicts(
+            *read_canonical_rows(path, ReadPlan(SCHEMA), ReadErrorPolicy(skip), skip)
+        )
     except DataError as error:
         return "error", str(error), None
     return "rows", "", pickle.dumps(rows)
@@ -143,39 +145,39 @@ def outcome(rank, world, path, skip):
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
     path = tmp_path_factory.mktemp("good") / "a.parquet"
-    path.write_bytes(written(good()))
-    return {skip: outcome(0, 1, str(path), skip)[2] for skip in (False, True)}
+    path.write_bytes(to_parquet_bytes(make_table()))
+    return {skip: read_outcome(0, 1, str(path), skip)[2] for skip in (False, True)}
 
 
 # Mutations that leave the rows unchanged.
-HARMLESS = {"tag_weights None in row 450"} if not good()["tags"][450].as_py() else set()
+HARMLESS = {"tag_weights None in row 450"} if not make_table()["tags"][450].as_py() else set()
 
 
-@pytest.mark.parametrize("name", mutations())
+@pytest.mark.parametrize("name", make_mutations())
 def test_mutated_files_give_an_error_or_the_same_rows(name, expected, tmp_path):
     path = tmp_path / "a.parquet"
-    path.write_bytes(mutations()[name])
-    (kind, text, rows) = on_ranks(1, outcome, str(path), False)[0]
+    path.write_bytes(make_mutations()[name])
+    (kind, text, rows) = run_on_ranks(1, read_outcome, str(path), False)[0]
     if kind == "rows":
         assert rows == expected[False], "the rows are silently wrong"
         assert "bit flipped" in name or "flipped" in name or name in HARMLESS, "the mutation was not detected"
         return
     assert "a.parquet" in text and "Traceback" not in text
     column = name.split()[0]
-    if column in good().column_names or name.startswith("without"):
+    if column in make_table().column_names or name.startswith("without"):
         assert (name.split()[1] if name.startswith("without") else column) in text
     if "in row" in name:
         group, row = divmod(int(name.split()[-1]), GROUP)
         assert f"row group {group}, column" in text and f"row {row}\n" in text
 
 
-@pytest.mark.parametrize("name", mutations())
+@pytest.mark.parametrize("name", make_mutations())
 def test_skip_policy_keeps_all_valid_rows(name, expected, tmp_path):
     """All rows of a good file are kept; rows of the mutated file are correct or skipped."""
     whole = pickle.loads(expected[True])
-    (tmp_path / "a.parquet").write_bytes(mutations()[name])
-    (tmp_path / "b.parquet").write_bytes(written(good()))
-    kind, text, rows = on_ranks(1, outcome, str(tmp_path), True)[0]
+    (tmp_path / "a.parquet").write_bytes(make_mutations()[name])
+    (tmp_path / "b.parquet").write_bytes(to_parquet_bytes(make_table()))
+    kind, text, rows = run_on_ranks(1, read_outcome, str(tmp_path), True)[0]
     assert kind == "rows", text
     rows = pickle.loads(rows)
     assert rows[-ROWS:] == whole
@@ -187,7 +189,7 @@ def test_skip_policy_keeps_all_valid_rows(name, expected, tmp_path):
         assert [i for i, row in enumerate(mine) if not row["present"]] in ([int(name.split()[-1])], [])
 
 
-def any_file(path, columns, seed, rows=60):
+def write_random_file(path, columns, seed, rows=60):
     """Write a file with a label, users and random values in columns of these names and types."""
     rng = random.Random(seed)
     arrays = [random_array(kind, rng, rows) for _, kind in columns]
@@ -199,36 +201,36 @@ def any_file(path, columns, seed, rows=60):
         assume(False)
 
 
-COLUMNS = st.lists(st.tuples(NAMES, TYPES), min_size=1, max_size=4)
-QUICK = settings(
+COLUMNS = st.lists(st.tuples(column_names, column_types), min_size=1, max_size=4)
+FUZZ_SETTINGS = settings(
     max_examples=int(os.environ.get("RAYTREC_EXAMPLES", 25)),
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )
 
 
-@QUICK
+@FUZZ_SETTINGS
 @example([[("x", pa.map_(pa.string(), pa.decimal128(20, 0)))]], 0)  # weights that are decimals
 @example([[("click", pa.int8())]], 0)  # a label with a null in a later row group
 @given(st.lists(COLUMNS, min_size=1, max_size=2), st.integers(0, 99))
 def test_inspected_schema_reads_random_files(tmp_path_factory, files, seed):
     folder = tmp_path_factory.mktemp("any")
     for i, columns in enumerate(files):
-        any_file(folder / f"{i}.parquet", columns, seed + i)
+        write_random_file(folder / f"{i}.parquet", columns, seed + i)
     try:
         text = inspect(str(folder)).schema_yaml()
     except SchemaError as error:  # a column is named like a label but has other values
         assert "label" in error.what and len(str(error).encode()) < 4096
         return
-    accepted(text, folder)
+    read_with_schema_text(text, folder)
 
 
-@QUICK
+@FUZZ_SETTINGS
 @given(COLUMNS, st.integers(0, 99), st.sampled_from(["dense", "sparse", "weights", "labels"]))
 @example([("", pa.int8())], 0, "weights")
 def test_random_columns_are_read_or_rejected_by_name(tmp_path_factory, columns, seed, role):
     path = tmp_path_factory.mktemp("any") / "a.parquet"
-    any_file(path, columns, seed)
+    write_random_file(path, columns, seed)
     name = columns[0][0]
     feature = {"column": name} if role == "sparse" else {"weights": name} if role == "weights" else {}
     spec = {
@@ -238,7 +240,7 @@ def test_random_columns_are_read_or_rejected_by_name(tmp_path_factory, columns, 
         "tables": {"t": {"rows": 100, "dim": 4, "out_of_range": "hash"}},
     }
     try:
-        read_all(path, Schema.parse(spec, "test"))
+        read_every_row(path, Schema.parse(spec, "test"))
     except SchemaError as error:  # a label that is also an input
         assert name in ("label", "user"), error
     except DataError as error:

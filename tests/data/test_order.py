@@ -19,7 +19,7 @@ def dataset(sizes):
     return Dataset("d", groups, form=None)  # types do not matter here
 
 
-def rows_of(item):
+def list_rows(item):
     """Return the rows of an item as (file, group, row), shuffled by the item's seed if set."""
     rows = [(p.path, p.group, r) for p in item.parts for r in range(p.first, p.first + p.rows)]
     if item.seed is not None:
@@ -27,7 +27,7 @@ def rows_of(item):
     return rows[item.skip :]
 
 
-def batches(order, data, epoch, world, start_step=0):
+def collect_global_batches(order, data, epoch, world, start_step=0):
     """Return the rows of each step's global batch, collected from all ranks as a stream does."""
     steps = order.steps(data.rows)
     out = [[] for _ in range(start_step, steps)]
@@ -35,7 +35,7 @@ def batches(order, data, epoch, world, start_step=0):
         lanes = {}
         for previous, item in pairwise([None, *order.items(data, epoch, rank, world, start_step)]):
             assert previous is None or previous.step <= item.step
-            lanes.setdefault(item.lane, []).extend(rows_of(item))
+            lanes.setdefault(item.lane, []).extend(list_rows(item))
         for step in range(start_step, steps):
             local = 0
             for lane, count in order.shares(data.rows, step, rank, world):
@@ -77,16 +77,18 @@ def test_batches_do_not_depend_on_the_number_of_workers(
 
 
 def check_batches(data, order, epoch, start):
-    one = batches(order, data, epoch, 1)
+    one = collect_global_batches(order, data, epoch, 1)
     assert len(one) == order.steps(data.rows)
     seen = [row for rows in one for row in rows]
     assert len(seen) == len(set(seen)), "a row is repeated"
     assert len(seen) == (data.rows // order.batch_rows * order.batch_rows if order.drop_last else data.rows)
     assert [len(rows) for rows in one] == [order.global_rows(data.rows, k) for k in range(len(one))]
     for world in (2, 3, 5):
-        assert [set(rows) for rows in batches(order, data, epoch, world)] == [set(rows) for rows in one]
+        assert [set(rows) for rows in collect_global_batches(order, data, epoch, world)] == [
+            set(rows) for rows in one
+        ]
         start = min(start, len(one))
-        resumed = batches(order, data, epoch, world, start)
+        resumed = collect_global_batches(order, data, epoch, world, start)
         assert [set(rows) for rows in resumed] == [set(rows) for rows in one[start:]]
 
 
@@ -96,7 +98,7 @@ def test_unshuffled_rows_are_in_file_order(page_rows, monkeypatch):
     data = dataset([7, 3, 12, 5])
     order = Order(4, 6, "none")
     for world in (1, 2, 3):
-        found = [row for rows in batches(order, data, 3, world) for row in rows]
+        found = [row for rows in collect_global_batches(order, data, 3, world) for row in rows]
         assert found == [(g.path, g.index, r) for g in data.groups for r in range(g.rows)]
 
 
@@ -104,7 +106,7 @@ def test_order_is_deterministic_per_seed_and_epoch():
     data = dataset([10] * 9)
 
     def first(seed, epoch):
-        return batches(Order(12, 6, "window", 2, seed), data, epoch, 2)
+        return collect_global_batches(Order(12, 6, "window", 2, seed), data, epoch, 2)
 
     assert first(0, 0) == first(0, 0)
     assert first(0, 0) != first(0, 1)
@@ -119,7 +121,7 @@ def test_resume_reads_only_the_remaining_rows():
     assert late <= 6 < whole
 
 
-def decoded(order, data, world):
+def list_decoded_groups(order, data, world):
     """Return the row groups that the read tasks of all ranks decode, including repeats."""
     items = [item for rank in range(world) for item in order.items(data, 0, rank, world)]
     return [key for item in items for key in dict.fromkeys((part.path, part.group) for part in item.parts)]
@@ -130,22 +132,22 @@ def decoded(order, data, world):
 def test_evaluation_ranks_share_row_groups(sizes, batch, lanes, world):
     """Each row group is decoded once, plus once per lane boundary inside the row group."""
     data = dataset(sizes)
-    found = decoded(Order.evaluation(batch, lanes), data, world)
+    found = list_decoded_groups(Order.evaluation(batch, lanes), data, world)
     assert set(found) == {(g.path, g.index) for g in data.groups}
     assert len(found) <= len(data.groups) + lanes - 1
 
 
 def test_unshuffled_training_decodes_all_groups_on_every_rank():
     data = dataset([1000] * 300)
-    of_evaluation = [len(decoded(Order.evaluation(512, 64), data, world)) for world in (1, 4, 16)]
+    of_evaluation = [len(list_decoded_groups(Order.evaluation(512, 64), data, world)) for world in (1, 4, 16)]
     assert of_evaluation[0] == of_evaluation[1] == of_evaluation[2] < 1.25 * len(data.groups)
-    assert len(decoded(Order(512, 64, "none"), data, 16)) == 16 * len(data.groups)
+    assert len(list_decoded_groups(Order(512, 64, "none"), data, 16)) == 16 * len(data.groups)
 
 
-LARGE = [1_000_000] * 6, [5_000_000], [100_000] * 60, [900, 300_000, 60_001], [59_999] * 9
+LARGE_LAYOUTS = [1_000_000] * 6, [5_000_000], [100_000] * 60, [900, 300_000, 60_001], [59_999] * 9
 
 
-@pytest.mark.parametrize("sizes", LARGE, ids=str)
+@pytest.mark.parametrize("sizes", LARGE_LAYOUTS, ids=str)
 @pytest.mark.parametrize("order", [Order(2048, 24), Order(2048, 24, "groups"), Order.evaluation(2048, 24)])
 @pytest.mark.parametrize("world", [1, 2])
 def test_read_size_does_not_grow_with_row_group_size(sizes, order, world):

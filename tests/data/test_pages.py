@@ -80,7 +80,7 @@ def test_only_pages_of_the_requested_rows_are_read(tmp_path):
     path, rows = str(tmp_path / "a.parquet"), 200_000
     pq.write_table(pa.table({"x": np.random.default_rng(0).random(rows)}), path, use_dictionary=False)
     with open(path, "rb") as plain:
-        counted = Counting(plain)
+        counted = CountingFile(plain)
         reader, version = pq.ParquetFile(path), (path, os.path.getsize(path), 0)
         found = read_rows(counted, version, reader, 0, 100_000, 120_000, ["x"])
         assert found["x"].equals(pq.read_table(path)["x"][100_000:120_000])
@@ -100,7 +100,7 @@ def test_wrong_row_counts_of_old_arrow_are_ignored(tmp_path):
     while at < pq.read_metadata(path).row_group(0).column(0).total_compressed_size:
         header, end = read_struct(raw, at)
         about = header[chunks.DATA_HEADER_V2]
-        counts = [b"\x15" + varint(about[field] * 2) for field in (1, 2, 3)]
+        counts = [b"\x15" + encode_varint(about[field] * 2) for field in (1, 2, 3)]
         place = raw.index(b"".join(counts), at, end) + len(counts[0] + counts[1])
         raw[place : place + len(counts[0])] = counts[0]
         wrong += about[3] != about[1]
@@ -182,7 +182,7 @@ def test_storage_errors_are_not_reported_as_damage(tmp_path):
     path = str(tmp_path / "a.parquet")
     pq.write_table(table(), path)
 
-    class Failing(Counting):
+    class Failing(CountingFile):
         def read_at(self, size, at):
             raise OSError(5, "no answer")
 
@@ -190,7 +190,7 @@ def test_storage_errors_are_not_reported_as_damage(tmp_path):
         read_rows(Failing(plain), (path, 1, 0), pq.ParquetFile(path), 0, 5, 9, ["few"])
 
 
-class Counting:
+class CountingFile:
     def __init__(self, file):
         self.file, self.bytes, self.reads = file, 0, 0
 
@@ -222,18 +222,18 @@ def test_count_rows_handles_runs_and_packed_groups(runs, width):
         if packed:
             levels = [(level + i) % (1 << width) for i in range(8 * count)]
             bits = "".join(format(v, f"0{width}b")[::-1] for v in levels)
-            data += varint(count << 1 | 1) + bytes(
+            data += encode_varint(count << 1 | 1) + bytes(
                 int(bits[i : i + 8][::-1], 2) for i in range(0, len(bits), 8)
             )
             expected += levels
         else:
-            data, expected = data + varint(count << 1) + bytes([level]), expected + [level] * count
+            data, expected = data + encode_varint(count << 1) + bytes([level]), expected + [level] * count
     assert count_rows(data, width, len(expected)) == (expected.count(0), expected[:1] == [0])
     with pytest.raises(ValueError, match="levels of a page are truncated"):
         count_rows(data, width, len(expected) + 1)
 
 
-def varint(number):
+def encode_varint(number):
     out = b""
     while number > 127:
         out, number = out + bytes([number & 127 | 128]), number >> 7

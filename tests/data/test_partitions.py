@@ -15,7 +15,7 @@ from raytrec.data.order import Order
 from raytrec.data.partitions import NULL_PARTITION_VALUE
 from raytrec.data.read_plans import ReadPlan, ReservedColumnSet
 
-SCHEMA = parquet.schema()
+SCHEMA = parquet.tiny_schema()
 CAST = Cast(do="cast", columns=["price"], to="float32")
 HOURS = [f"date=2026-11-0{day}/hour={hour}" for day in (1, 2, 3) for hour in (2, 9, 10)]
 
@@ -25,18 +25,18 @@ def clicks(tmp_path_factory):
     root = tmp_path_factory.mktemp("lake") / "clicks"
     for hour in HOURS:
         (root / hour).mkdir(parents=True)
-        pq.write_table(parquet.table(3, 0), root / hour / "a.parquet")
+        pq.write_table(parquet.make_tiny_table(3, 0), root / hour / "a.parquet")
     return root
 
 
-def between(root, first, last):
+def list_partitions_between(root, first, last):
     """Return the partitions within a range."""
     files = list_files(str(root), "data.train", (first, last)).files
     return [file.removeprefix(f"{root}/").removesuffix("/a.parquet") for file in files]
 
 
 def test_partitions_are_ordered_by_time(clicks):
-    assert between(clicks, None, None) == HOURS, "hour 9 comes before hour 10"
+    assert list_partitions_between(clicks, None, None) == HOURS, "hour 9 comes before hour 10"
     groups = scan(str(clicks), ReadPlan(SCHEMA)).groups
     assert [group.path.split("hour=")[1][0] for group in groups[:3]] == list("291")
 
@@ -53,7 +53,7 @@ def test_partitions_are_ordered_by_time(clicks):
     ],
 )
 def test_partition_range_selects_folders(clicks, first, last, expected):
-    assert between(clicks, first, last) == expected
+    assert list_partitions_between(clicks, first, last) == expected
 
 
 @pytest.mark.parametrize(
@@ -68,13 +68,13 @@ def test_partition_range_selects_folders(clicks, first, last, expected):
 )
 def test_invalid_partition_ranges_are_rejected(clicks, first, last, message):
     with pytest.raises(DataError, match=message):
-        between(clicks, first, last)
+        list_partitions_between(clicks, first, last)
 
 
 def test_partition_range_rejects_unpartitioned_files(clicks, tmp_path):
-    parquet.write(tmp_path / "plain", 10, 0, files=1)
+    parquet.write_split(tmp_path / "plain", 10, 0, files=1)
     with pytest.raises(DataError, match="the partition of a file is none"):
-        between(tmp_path / "plain", "date=2026-11-01", None)
+        list_partitions_between(tmp_path / "plain", "date=2026-11-01", None)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_partition_range_rejects_unpartitioned_files(clicks, tmp_path):
 def test_distinct_partition_values_stay_distinct(tmp_path, values, kind):
     for value in values:
         (tmp_path / f"k={value}").mkdir()
-        pq.write_table(parquet.table(1, 0), tmp_path / f"k={value}/a.parquet")
+        pq.write_table(parquet.make_tiny_table(1, 0), tmp_path / f"k={value}/a.parquet")
     data = scan(str(tmp_path), ReadPlan(SCHEMA, reserved=ReservedColumnSet(("k",))))
     tables = [read_item(item, data.form) for item in Order(1, 1, shuffle="none").items(data, 0, 0, 1)]
     found = [value for table in tables for value in table["reserved.k"].to_pylist()]
@@ -110,7 +110,7 @@ def test_numeric_partition_values_are_sorted_as_numbers(tmp_path):
     names = ["k=-2", "k=4", "k=04", "k=10", "k=²"]
     for name in names:
         (tmp_path / name).mkdir()
-        pq.write_table(parquet.table(1, 0), tmp_path / name / "a=b.parquet")
+        pq.write_table(parquet.make_tiny_table(1, 0), tmp_path / name / "a=b.parquet")
     order = [file.split("/")[-2] for file in list_files(str(tmp_path), "data.train").files]
     assert order == ["k=-2", "k=04", "k=4", "k=10", "k=²"]
     assert len(list_files(str(tmp_path), "data.train", ("k=4", "k=04")).files) == 2
@@ -119,7 +119,7 @@ def test_numeric_partition_values_are_sorted_as_numbers(tmp_path):
 def test_partition_bounds_can_be_encoded_or_decoded(tmp_path):
     for hour in (1, 2, 3):
         (tmp_path / f"at=day%20{hour}").mkdir()
-        pq.write_table(parquet.table(1, 0), tmp_path / f"at=day%20{hour}/a.parquet")
+        pq.write_table(parquet.make_tiny_table(1, 0), tmp_path / f"at=day%20{hour}/a.parquet")
     assert len(list_files(str(tmp_path), "data.train", ("at=day 2", None)).files) == 2
     assert len(list_files(str(tmp_path), "data.train", ("at=day%202", None)).files) == 2
 
@@ -138,10 +138,10 @@ def test_several_folders_keep_their_order(clicks):
         scan([late, str(clicks / "gone")], ReadPlan(SCHEMA), "data.train")
 
 
-def partitioned(root, key, values, **columns):
+def write_partitioned(root, key, values, **columns):
     """Write files like Spark's partitionBy: the column exists only in the path."""
     for number, value in enumerate(values):
-        table = parquet.table(4, 4 * number)
+        table = parquet.make_tiny_table(4, 4 * number)
         for name, made in columns.items():
             table = table.append_column(name, made)
         (root / f"{key}={value}").mkdir(parents=True)
@@ -149,40 +149,40 @@ def partitioned(root, key, values, **columns):
     return root
 
 
-def rows_of(data):
+def read_all_rows(data):
     return pa.concat_tables(
         read_item(item, data.form) for item in Order(99, 1, shuffle="none").items(data, 0, 0, 1)
     )
 
 
 def test_label_can_come_from_the_path(tmp_path):
-    data = scan(str(partitioned(tmp_path, "label", [0, 1])), ReadPlan(SCHEMA))
-    assert rows_of(data)["labels"].to_pylist() == [[0.0]] * 4 + [[1.0]] * 4
+    data = scan(str(write_partitioned(tmp_path, "label", [0, 1])), ReadPlan(SCHEMA))
+    assert read_all_rows(data)["labels"].to_pylist() == [[0.0]] * 4 + [[1.0]] * 4
     (tmp_path / "label=2").mkdir()
-    pq.write_table(parquet.table(1, 0).drop_columns(["label"]), tmp_path / "label=2/a.parquet")
+    pq.write_table(parquet.make_tiny_table(1, 0).drop_columns(["label"]), tmp_path / "label=2/a.parquet")
     with pytest.raises(DataError, match=r"label 'label' is 2"):
-        rows_of(scan(str(tmp_path), ReadPlan(SCHEMA)))
+        read_all_rows(scan(str(tmp_path), ReadPlan(SCHEMA)))
 
 
 def test_features_and_transform_inputs_can_come_from_the_path(tmp_path):
-    data = scan(str(partitioned(tmp_path / "a", "user", [7, 3])), ReadPlan(SCHEMA))
-    assert {row[0] for row in rows_of(data)["ids"].to_pylist()[:4]} == {3}
-    data = scan(str(partitioned(tmp_path / "b", "price", ["1.5", "-2"])), ReadPlan(SCHEMA, (CAST,)))
-    assert rows_of(data)["dense"].to_pylist()[::4] == [[-2.0], [1.5]]
+    data = scan(str(write_partitioned(tmp_path / "a", "user", [7, 3])), ReadPlan(SCHEMA))
+    assert {row[0] for row in read_all_rows(data)["ids"].to_pylist()[:4]} == {3}
+    data = scan(str(write_partitioned(tmp_path / "b", "price", ["1.5", "-2"])), ReadPlan(SCHEMA, (CAST,)))
+    assert read_all_rows(data)["dense"].to_pylist()[::4] == [[-2.0], [1.5]]
     with pytest.raises(DataError, match=r"dense column 'price' has type string[\s\S]*cast"):
         scan(str(tmp_path / "b"), ReadPlan(SCHEMA))
 
 
 def test_ids_from_the_path_are_hashed_as_text(tmp_path):
-    schema = parquet.schema(tables={"user": {"rows": 40, "dim": 8, "out_of_range": "hash"}})
-    first = scan(str(partitioned(tmp_path / "a", "user", ["4", "5"])), ReadPlan(schema))
-    second = scan(str(partitioned(tmp_path / "b", "user", ["4", "05"])), ReadPlan(schema))
-    found = [rows_of(data)["ids"].to_pylist() for data in (first, second)]
+    schema = parquet.tiny_schema(tables={"user": {"rows": 40, "dim": 8, "out_of_range": "hash"}})
+    first = scan(str(write_partitioned(tmp_path / "a", "user", ["4", "5"])), ReadPlan(schema))
+    second = scan(str(write_partitioned(tmp_path / "b", "user", ["4", "05"])), ReadPlan(schema))
+    found = [read_all_rows(data)["ids"].to_pylist() for data in (first, second)]
     assert found[0][:4] == found[1][:4] and found[0][4:] != found[1][4:]
 
 
 def test_swapped_label_folders_change_the_fingerprint(tmp_path):
-    data = scan(str(partitioned(tmp_path, "label", [0, 1])), ReadPlan(SCHEMA))
+    data = scan(str(write_partitioned(tmp_path, "label", [0, 1])), ReadPlan(SCHEMA))
     before = look(data)
     for old, new in (("label=0", "x"), ("label=1", "label=0"), ("x", "label=1")):
         (tmp_path / old).rename(tmp_path / new)
@@ -190,7 +190,7 @@ def test_swapped_label_folders_change_the_fingerprint(tmp_path):
 
 
 def test_missing_column_error_mentions_partition_folders(tmp_path):
-    partitioned(tmp_path, "label", [0, 1])
+    write_partitioned(tmp_path, "label", [0, 1])
     (tmp_path / "label=0").rename(tmp_path / "labels=0")
     with pytest.raises(DataError, match=r"column 'label' is missing[\s\S]*or folders label=VALUE"):
         scan(str(tmp_path), ReadPlan(SCHEMA))

@@ -24,7 +24,7 @@ def note(table, log):
 
 
 @pytest.fixture
-def mixed(monkeypatch):
+def mixed_cluster(monkeypatch):
     """Yield a cluster of two raylets on loopback: one registered with a GPU, and one without."""
     import ray
     from ray.cluster_utils import Cluster
@@ -35,7 +35,7 @@ def mixed(monkeypatch):
     monkeypatch.setenv("RAY_prestart_worker_first_driver", "0")
     stay_on_loopback()
     gpu = {"num_cpus": 4, "num_gpus": 1, "node_ip_address": "127.0.0.1", "object_store_memory": 200 << 20}
-    with warm.ray_workers(), omit_unneeded_processes():
+    with warm.fork_ray_workers(), omit_unneeded_processes():
         cluster = Cluster(initialize_head=True, head_node_args=gpu)
         try:
             plain = cluster.add_node(num_cpus=4, node_ip_address="127.0.0.1", object_store_memory=200 << 20)
@@ -73,7 +73,7 @@ def test_reads_on_cpu_nodes_requires_enough_cpus(monkeypatch, read_on, cpus, fou
 
 
 @pytest.mark.survive
-def test_read_tasks_avoid_gpu_nodes(mixed, tmp_path, monkeypatch):
+def test_read_tasks_avoid_gpu_nodes(mixed_cluster, tmp_path, monkeypatch):
     import ray
 
     from raytrec.data.fragments import scan
@@ -83,9 +83,9 @@ def test_read_tasks_avoid_gpu_nodes(mixed, tmp_path, monkeypatch):
 
     (tmp_path / "where_am_i.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
-    folder, log = parquet.write(tmp_path / "d", 3000, 0, row_group=50), tmp_path / "log"
+    folder, log = parquet.write_split(tmp_path / "d", 3000, 0, row_group=50), tmp_path / "log"
     transforms = TypeAdapter(list[Transform]).validate_python([{**TRANSFORM, "options": {"log": str(log)}}])
-    schema = parquet.schema()
+    schema = parquet.tiny_schema()
     data = scan(str(folder), ReadPlan(schema, transforms=tuple(transforms)))
 
     @ray.remote(num_gpus=1, num_cpus=1)
@@ -97,7 +97,7 @@ def test_read_tasks_avoid_gpu_nodes(mixed, tmp_path, monkeypatch):
             rows += int(batch.weights.sum())
         return ray.get_runtime_context().get_node_id(), rows
 
-    cluster, plain = mixed
+    cluster, plain = mixed_cluster
     node, rows = ray.get(train.remote("auto"), timeout=90)
     assert rows == 3000 and node != plain.node_id
     nodes = Counter(log.read_text().split())

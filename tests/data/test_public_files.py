@@ -15,14 +15,14 @@ import pytest
 from raytrec.data.pages import read_rows
 from raytrec.data.pages.chunks import DamagedPageError
 
-BESIDE = Path(__file__).parents[3] / "shared" / "data" / "parquet-testing"
-FOLDER = Path(os.environ.get("RAYTREC_PARQUET_TESTING") or BESIDE)
-REFUSALS = (DamagedPageError, ValueError, KeyError, IndexError, TypeError, OSError, pa.ArrowException)
+DEFAULT_FOLDER = Path(__file__).parents[3] / "shared" / "data" / "parquet-testing"
+FOLDER = Path(os.environ.get("RAYTREC_PARQUET_TESTING") or DEFAULT_FOLDER)
+READ_ERRORS = (DamagedPageError, ValueError, KeyError, IndexError, TypeError, OSError, pa.ArrowException)
 TOO_LARGE = "large_string_map.brotli.parquet"  # 2 GiB of text; both readers fail after minutes
 FILES = sorted(path for path in FOLDER.glob("*/*.parquet") if path.name != TOO_LARGE)
 # Files with pages that only raytrec rejects: two have wrong checksums, which pyarrow ignores by default;
 # in ARROW-GH-41317 a page has none of the three rows that the footer states.
-ONLY_RAYTREC_REFUSES = {
+REJECTED_ONLY_BY_RAYTREC = {
     "datapage_v1-corrupt-checksum.parquet",
     "rle-dict-uncompressed-corrupt-checksum.parquet",
     "ARROW-GH-41317.parquet",
@@ -45,37 +45,37 @@ def spans(rows):
     return sorted({(0, rows), (min(1, rows - 1), rows), (rows // 4, rows - rows // 4), (rows - 1, rows)})
 
 
-def result(read, *arguments):
+def try_read(read, *arguments):
     """Return a column, or None if it cannot be read."""
     try:
         return read(*arguments)
-    except REFUSALS:
+    except READ_ERRORS:
         return None
 
 
-def by_pages(path, reader, group, first, last, name):
+def read_by_pages(path, reader, group, first, last, name):
     with pa.OSFile(str(path)) as file:
         return read_rows(file, (str(path), path.stat().st_size, None), reader, group, first, last, [name])[
             name
         ]
 
 
-def by_pyarrow(path, group, name):
+def read_by_pyarrow(path, group, name):
     return pq.ParquetFile(path).read_row_group(group, columns=[name])[name]
 
 
 def outcomes(path):
     """Yield the outcome of each span of each column of each row group of a file."""
-    reader = result(pq.ParquetFile, path)
+    reader = try_read(pq.ParquetFile, path)
     if reader is None:
         yield "refused by both"  # pyarrow parses the footer for both readers
         return
     for group in range(reader.num_row_groups):
         rows = reader.metadata.row_group(group).num_rows
         for name in dict.fromkeys(reader.schema_arrow.names):
-            whole = result(by_pyarrow, path, group, name)
+            whole = try_read(read_by_pyarrow, path, group, name)
             for first, last in spans(rows) if rows else ():
-                found = result(by_pages, path, reader, group, first, last, name)
+                found = try_read(read_by_pages, path, reader, group, first, last, name)
                 if found is None or whole is None:
                     refusing = [side for side, of in (("raytrec", found), ("pyarrow", whole)) if of is None]
                     yield "refused by both" if len(refusing) == 2 else f"refused by {refusing[0]} alone"
@@ -91,9 +91,9 @@ def outcomes(path):
 def test_page_reads_match_pyarrow(path):
     counts = Counter(outcomes(path))
     assert not counts["different"] and not counts["refused by pyarrow alone"], counts
-    assert bool(counts["refused by raytrec alone"]) == (path.name in ONLY_RAYTREC_REFUSES), counts
+    assert bool(counts["refused by raytrec alone"]) == (path.name in REJECTED_ONLY_BY_RAYTREC), counts
     assert bool(counts["refused by both"]) == (path.name in UNREADABLE), counts
 
 
 def test_parquet_testing_folder_is_complete():
-    assert {path.name for path in FILES} >= ONLY_RAYTREC_REFUSES | UNREADABLE and len(FILES) >= 60
+    assert {path.name for path in FILES} >= REJECTED_ONLY_BY_RAYTREC | UNREADABLE and len(FILES) >= 60

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from any_parquet import LEAVES, random_array
+from any_parquet import LEAF_TYPES, random_array
 from reading import DirectStream
 
 from raytrec.common.errors import DataError
@@ -43,13 +43,13 @@ def batches(data, order, world=1, faults=None):
         yield from DirectStream(data, order, rank=rank, world=world, faults=faults).batches()
 
 
-def reserving(folder, *columns, keys=(), **how):
+def scan_reserving(folder, *columns, keys=(), **how):
     """Scan a folder with these reserved columns."""
     plan = ReadPlan(SCHEMA, reserved=ReservedColumnSet(columns=columns, keys=keys), **how)
     return scan(str(folder), plan)
 
 
-def reserved(data, order=None, **how):
+def collect_reserved(data, order=None, **how):
     """Return the reserved columns of each row by `u`, after checking the row counts of all batches."""
     found = {}
     for batch in batches(data, order or Order(7, 1, "none"), **how):
@@ -68,8 +68,8 @@ def test_reserved_columns_stay_with_their_rows(tmp_path, shuffle, world):
         mine = slice(25 * part, 25 * part + 20 + 5 * (1 - part))
         columns = {"y": np.zeros(len(names[mine])), "u": np.arange(50)[mine], "name": names[mine]}
         pq.write_table(pa.table(columns), tmp_path / f"{part}.parquet", row_group_size=10)
-    data = reserving(tmp_path, "name", "u", keys=("name",))
-    found = reserved(data, Order(9, 3, shuffle, seed=5), world=world)
+    data = scan_reserving(tmp_path, "name", "u", keys=("name",))
+    found = collect_reserved(data, Order(9, 3, shuffle, seed=5), world=world)
     assert found == {u: {"name": names[u], "u": u} for u in range(45)}
     for batch in batches(data, Order(9, 3, shuffle, seed=5), world):
         present = batch.weights == 1
@@ -84,23 +84,23 @@ def test_skipped_rows_have_no_reserved_values(tmp_path):
     users[[3, 17]] = 99  # no such id
     write(tmp_path / "a.parquet", u=users, name=[f"n{i}" for i in range(30)])
     write(tmp_path / "b.parquet", u=np.arange(30, 40), name=pa.nulls(10))
-    data = reserving(tmp_path, "name", keys=("name",))
-    found = reserved(data, faults=ReadErrorPolicy(skip=True))
+    data = scan_reserving(tmp_path, "name", keys=("name",))
+    found = collect_reserved(data, faults=ReadErrorPolicy(skip=True))
     kept = [u for u in range(30) if u not in (3, 17)]
     assert found == {u: {"name": f"n{u}"} for u in kept} | {u: {"name": None} for u in range(30, 40)}
 
 
-@pytest.mark.parametrize("kind", [k for k in LEAVES if not pa.types.is_null(k)], ids=str)
+@pytest.mark.parametrize("kind", [k for k in LEAF_TYPES if not pa.types.is_null(k)], ids=str)
 def test_reserved_columns_keep_every_type(tmp_path, kind):
     array = random_array(kind, random.Random(1), 30)
     try:
         write(tmp_path / "a.parquet", x=array)
     except pa.ArrowNotImplementedError:
         pytest.skip("Parquet has no such type")
-    data = reserving(tmp_path, "x", keys=("x",))
+    data = scan_reserving(tmp_path, "x", keys=("x",))
     read = pq.read_table(tmp_path / "a.parquet")["x"].combine_chunks()
     assert data.form.types["x"] == plain(read.type)
-    found = reserved(data, Order(30, 1, "none"))
+    found = collect_reserved(data, Order(30, 1, "none"))
     expected = plain_array(read).to_pylist()
     assert [repr(found[u]["x"]) for u in range(30)] == [repr(value) for value in expected]
     (batch,) = batches(data, Order(30, 1, "none"))
@@ -124,10 +124,12 @@ def test_reserved_columns_keep_every_type(tmp_path, kind):
 def test_reserved_columns_of_compatible_types_are_unified(tmp_path, first, second, whole):
     write(tmp_path / "a.parquet", x=first)
     write(tmp_path / "b.parquet", x=second, u=[2, 3])
-    data = reserving(tmp_path, "x", keys=("x",))
+    data = scan_reserving(tmp_path, "x", keys=("x",))
     assert data.form.types == {"x": whole}
     values = first.to_pylist() + second.to_pylist()
-    assert reserved(data, Order(3, 2, "window")) == {u: {"x": value} for u, value in enumerate(values)}
+    assert collect_reserved(data, Order(3, 2, "window")) == {
+        u: {"x": value} for u, value in enumerate(values)
+    }
     keys = {value: compute_group_keys(pa.array([value], whole))[0] for value in values if value is not None}
     for batch in batches(data, Order(4, 1, "none")):
         assert batch.keys[:, 0].tolist() == [keys.get(value, NULL_KEY) for value in values]
@@ -137,7 +139,7 @@ def test_reserved_columns_of_conflicting_types_are_rejected(tmp_path):
     write(tmp_path / "a.parquet", x=[1, 2])
     write(tmp_path / "b.parquet", x=["a", "b"])
     with pytest.raises(DataError, match="reserved column 'x' has type string, but int64 in other files"):
-        reserving(tmp_path, "x")
+        scan_reserving(tmp_path, "x")
     data = scan(str(tmp_path), ReadPlan(SCHEMA, reserved=ReservedColumnSet(columns=("x",))), skip=True)
     assert len(data.left_out) == 1 and data.rows == 2 and "b.parquet" in data.left_out[0].where
     assert scan(str(tmp_path), ReadPlan(SCHEMA), declared=("x",)).rows == 4, "unread columns may differ"
@@ -147,9 +149,9 @@ def test_partition_keys_can_be_reserved(tmp_path):
     for number, day in enumerate(("2026-11-01", "2026-11-02", "__HIVE_DEFAULT_PARTITION__")):
         folder = tmp_path / f"date={day}" / f"hour={number}" / "city=S%C3%A3o%20Paulo"
         write(folder / "a.parquet", 2, u=[2 * number, 2 * number + 1])
-    data = reserving(tmp_path, "hour", "date", "city", keys=("date", "hour"))
+    data = scan_reserving(tmp_path, "hour", "date", "city", keys=("date", "hour"))
     assert data.form.types == {"date": pa.string(), "hour": pa.int64(), "city": pa.string()}
-    found = reserved(data, Order(4, 2, "window"))
+    found = collect_reserved(data, Order(4, 2, "window"))
     days = ["2026-11-01", "2026-11-02", None]
     expected = [{"hour": i, "date": day, "city": "São Paulo"} for i, day in enumerate(days)]
     assert found == {u: expected[u // 2] for u in range(6)}
@@ -158,25 +160,25 @@ def test_partition_keys_can_be_reserved(tmp_path):
     assert keys[:, 0].tolist() == [*compute_group_keys(pa.array(days)).repeat(2)]
     write(tmp_path / "b.parquet", 2)
     with pytest.raises(DataError, match=r"column '\w+' is missing"):
-        reserving(tmp_path, "date")
+        scan_reserving(tmp_path, "date")
 
 
 def test_partition_key_overrides_a_column_of_some_files(tmp_path):
     write(tmp_path / "day=1" / "a.parquet", 1)
     write(tmp_path / "day=2" / "a.parquet", u=[1], day=[7])
-    data = reserving(tmp_path, "day")
-    assert reserved(data) == {0: {"day": 1}, 1: {"day": 2}}
+    data = scan_reserving(tmp_path, "day")
+    assert collect_reserved(data) == {0: {"day": 1}, 1: {"day": 2}}
     write(tmp_path / "b.parquet", u=[1], day=[7])
     with pytest.raises(DataError, match="other files are in folders day="):
-        reserving(tmp_path, "day")
+        scan_reserving(tmp_path, "day")
 
 
 def test_struct_fields_and_transform_outputs_can_be_reserved(tmp_path):
     who = pa.array([{"id": 4, "zip": "x"}, None, {"id": 6, "zip": None}])
     write(tmp_path / "a.parquet", who=who)
     cast = Cast(do="cast", columns=["who.id"], to="string", into=["id"])
-    data = reserving(tmp_path, "who.zip", "id", keys=("id",), transforms=(cast,))
-    found = reserved(data)
+    data = scan_reserving(tmp_path, "who.zip", "id", keys=("id",), transforms=(cast,))
+    found = collect_reserved(data)
     assert [list(found[u].values()) for u in range(3)] == [["x", "4"], [None, None], [None, "6"]]
 
 

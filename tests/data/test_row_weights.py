@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reading import batch_of
-from reading import read as read_file
+from reading import collate_table
+from reading import read_canonical_rows as read_file
 from test_reserved import batches
 
 from raytrec.common.errors import DataError
@@ -41,10 +41,10 @@ def write(path, group=1000, **columns):
 def read(path, tasks, faults=None, transforms=()):
     """Read all rows of a file into one batch with three padding rows."""
     plan = ReadPlan(SCHEMA, tasks=tuple(tasks), label_ranges=RANGES, transforms=transforms)
-    return batch_of(*read_file(path, plan, faults), padding=3)
+    return collate_table(*read_file(path, plan, faults), padding=3)
 
 
-def counts(task, row):
+def compute_task_weight(task, row):
     """Return the weight of a row in a task, as defined in docs/configuration.md."""
 
     def missing(value):
@@ -85,7 +85,10 @@ def test_task_weights_match_the_definition(tmp_path_factory, rows, first, second
     arrays = {name: pa.array(values, kinds.get(name)) for name, values in columns.items()}
     batch = read(write(path, **arrays), tasks)
     padding = [[0.0] * len(tasks)] * 3
-    assert batch.task_weights.tolist() == [[counts(task, row) for task in tasks] for row in rows] + padding
+    assert (
+        batch.task_weights.tolist()
+        == [[compute_task_weight(task, row) for task in tasks] for row in rows] + padding
+    )
     clicks = [0 if row["click"] is None or math.isnan(row["click"]) else row["click"] for row in rows]
     assert batch.labels[: len(rows), 0].tolist() == clicks
     assert batch.labels[: len(rows), 1].tolist() == [row["buy"] or 1 for row in rows], "closest to 0 in range"

@@ -45,7 +45,7 @@ def read(tmp_path, columns=None, spec=None, types=None, first=0, seed=None, skip
     pq.write_table(table, path)
     part = Part(str(path), 0, first, table.num_rows - first)
     form = scan(str(path), ReadPlan(spec or schema())).form
-    return parquet.plain_rows(read_item(LaneItem(0, 0, (part,), seed, skip), form), form)
+    return parquet.canonical_to_dicts(read_item(LaneItem(0, 0, (part,), seed, skip), form), form)
 
 
 def test_dense_columns_are_scaled(tmp_path):
@@ -68,7 +68,7 @@ def test_dense_columns_are_scaled(tmp_path):
             Schema.parse(values | {"scale": wrong}, "test")
 
 
-def bags(rows):
+def list_bags(rows):
     """Return [user ids, tag ids] for each row."""
     return [[row["user"], row["tags"]] for row in rows]
 
@@ -87,23 +87,23 @@ EXPECTED = [[[1], [1]], [[2], []], [[3], [2, 3]]]
 )
 def test_column_types_give_the_same_canonical_rows(tmp_path, types):
     result = read(tmp_path, types=types)
-    assert bags(result) == EXPECTED
+    assert list_bags(result) == EXPECTED
     assert [row["labels"] for row in result] == [[0.0], [1.0], [1.0]]
     assert [row["dense"] for row in result] == [[0.5], [1.5], [2.5]]
 
 
 def test_fixed_size_lists_nulls_and_row_offsets_are_read(tmp_path):
     fixed = pa.array([[1, 2], [3, 4], [5, 6]], pa.list_(pa.int64(), 2))
-    assert [row[1] for row in bags(read(tmp_path, {"tags": fixed}))] == [[1, 2], [3, 4], [5, 6]]
+    assert [row[1] for row in list_bags(read(tmp_path, {"tags": fixed}))] == [[1, 2], [3, 4], [5, 6]]
     result = read(tmp_path, {"user": [None, 2, 3], "tags": [None, [5], []]})
-    assert bags(result) == [[[], []], [[2], [5]], [[3], []]]
-    assert bags(read(tmp_path, first=1)) == EXPECTED[1:]
+    assert list_bags(result) == [[[], []], [[2], [5]], [[3], []]]
+    assert list_bags(read(tmp_path, first=1)) == EXPECTED[1:]
 
 
 def test_shuffle_keeps_rows_intact_and_precedes_skip(tmp_path):
-    whole = bags(read(tmp_path, seed=(1, 2)))
+    whole = list_bags(read(tmp_path, seed=(1, 2)))
     assert sorted(map(str, whole)) == sorted(map(str, EXPECTED))
-    assert bags(read(tmp_path, seed=(1, 2), skip=1)) == whole[1:]
+    assert list_bags(read(tmp_path, seed=(1, 2), skip=1)) == whole[1:]
 
 
 def test_weights_are_read_with_their_ids(tmp_path):
@@ -153,11 +153,11 @@ def test_invalid_id_weights_are_rejected(tmp_path, weights, expected_text):
 
 def test_out_of_range_policies_map_ids(tmp_path):
     columns = {"user": [-5, 3, 2**50], "tags": [[12], [], [9, 10]]}
-    assert bags(read(tmp_path, columns, schema("clamp"))) == [[[0], [9]], [[3], []], [[9], [9, 9]]]
-    hashed = bags(read(tmp_path, columns, schema("hash")))
+    assert list_bags(read(tmp_path, columns, schema("clamp"))) == [[[0], [9]], [[3], []], [[9], [9, 9]]]
+    hashed = list_bags(read(tmp_path, columns, schema("hash")))
     assert hashed[1] == [[3], []] and hashed[2][1][0] == 9, "valid ids are unchanged"
     assert all(0 <= i < 10 for row in hashed for bag in row for i in bag)
-    assert hashed == bags(read(tmp_path, columns, schema("hash")))
+    assert hashed == list_bags(read(tmp_path, columns, schema("hash")))
     many = {k: v * 1000 for k, v in GOOD.items()} | {"user": np.arange(10**6, 10**6 + 3000)}
     spread = read(tmp_path, many, schema("hash", rows=100))
     counts = np.bincount([row["user"][0] for row in spread], minlength=100)

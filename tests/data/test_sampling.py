@@ -26,23 +26,23 @@ from raytrec.prediction.spans import SpanOrder, cut_spans, deal
 
 SPARSE = {"row": {"table": "row"}, "negatives": {"table": "tag", "pooling": "sequence"}}
 TABLES = {"row": {"rows": 10_000, "dim": 8}, "tag": {"rows": 200, "dim": 8}}
-SCHEMA = parquet.schema(SPARSE, TABLES)
+SCHEMA = parquet.tiny_schema(SPARSE, TABLES)
 
 
-def spec(**changes):
+def make_transform(**changes):
     values = {"do": "sample", "column": "negatives", "count": 5, "rows": 200, "exclude": ["tags", "user"]}
     return parse([values | changes])[0]
 
 
-def drawn(table, draw=Draw((3, 0), 0), **changes):
+def draw_negatives(table, draw=Draw((3, 0), 0), **changes):
     """Return the ids drawn for each row."""
-    return apply_transforms(table, (spec(**changes),), "test", draw=draw)["negatives"].to_pylist()
+    return apply_transforms(table, (make_transform(**changes),), "test", draw=draw)["negatives"].to_pylist()
 
 
 def test_draws_are_uniform_over_ids_that_are_not_excluded():
     table = pa.table({"tags": [[1, 4, 1], None, [0, 7], [None, 9]], "user": [2, None, 8, 0]})
     table = pa.concat_tables([table] * 3000).combine_chunks()
-    found = drawn(table, count=3, rows=8)
+    found = draw_negatives(table, count=3, rows=8)
     assert all(len(ids) == 3 for ids in found)
     allowed = [{0, 3, 5, 6, 7}, set(range(8)), set(range(1, 7)), set(range(1, 8))]
     for row, ids in enumerate(allowed):
@@ -56,33 +56,37 @@ def test_draws_are_uniform_over_ids_that_are_not_excluded():
 
 def test_draws_differ_by_row_epoch_seed_and_column(monkeypatch):
     table = pa.table({"tags": [[i] for i in range(60)], "user": range(60)})
-    one = drawn(table, rows=10**9)
+    one = draw_negatives(table, rows=10**9)
     assert len({i for own in one for i in own}) == 300
     others = [Draw((3, 1)), Draw((4, 0)), Draw(), Draw((0, 3)), Draw((3, 0), 60)]
-    values = [drawn(table, draw, rows=10**9) for draw in others] + [
-        apply_transforms(table, (spec(column="b", rows=10**9),), "t", draw=Draw((3, 0)))["b"].to_pylist()
+    values = [draw_negatives(table, draw, rows=10**9) for draw in others] + [
+        apply_transforms(table, (make_transform(column="b", rows=10**9),), "t", draw=Draw((3, 0)))[
+            "b"
+        ].to_pylist()
     ]
     seen = [{i for own in each for i in own} for each in [one, *values]]
     assert len(set.union(*seen)) == 7 * 300
-    assert drawn(table.slice(20), Draw((3, 0), 20), rows=10**9) == one[20:], "draws depend on the row number"
-    assert [own[:2] for own in one] == drawn(table, count=2, rows=10**9)
+    assert draw_negatives(table.slice(20), Draw((3, 0), 20), rows=10**9) == one[20:], (
+        "draws depend on the row number"
+    )
+    assert [own[:2] for own in one] == draw_negatives(table, count=2, rows=10**9)
     monkeypatch.setattr(transform, "MAX_IDS_PER_DRAW", 12)
-    assert drawn(table, rows=10**9) == one
+    assert draw_negatives(table, rows=10**9) == one
 
 
 def test_excluded_columns_can_be_null_but_not_text():
     table = pa.table({"tags": [[-3, 900, 2**40], [0, 1, 2]], "user": pa.array([1, 0], pa.uint64())})
-    assert all(own in (0, 2) for own in drawn(table, rows=3)[0])
-    assert drawn(table, rows=3)[1] == []
+    assert all(own in (0, 2) for own in draw_negatives(table, rows=3)[0])
+    assert draw_negatives(table, rows=3)[1] == []
     nothing = pa.table({"x": [1, 2], "tags": pa.nulls(2), "user": pa.nulls(2, pa.int32())})
-    assert [len(own) for own in drawn(nothing)] == [5, 5]
-    assert [len(own) for own in drawn(nothing, exclude=[])] == [5, 5]
+    assert [len(own) for own in draw_negatives(nothing)] == [5, 5]
+    assert [len(own) for own in draw_negatives(nothing, exclude=[])] == [5, 5]
     with pytest.raises(DataError, match="draws whole numbers, but user has type string") as error:
-        drawn(pa.table({"tags": [[1]], "user": ["a"]}))
+        draw_negatives(pa.table({"tags": [[1]], "user": ["a"]}))
     assert "vocabulary: FILE" in str(error.value) and "TypeError" not in str(error.value)
     only_training = {"in_evaluations": False, "exclude": []}
-    assert drawn(nothing, Draw(), **only_training) == [[], []]
-    assert drawn(nothing, **only_training) == drawn(nothing, exclude=[])
+    assert draw_negatives(nothing, Draw(), **only_training) == [[], []]
+    assert draw_negatives(nothing, **only_training) == draw_negatives(nothing, exclude=[])
 
 
 def test_ids_are_drawn_from_a_vocabulary(tmp_path):
@@ -90,16 +94,16 @@ def test_ids_are_drawn_from_a_vocabulary(tmp_path):
     text.write_text("a\nb\nc\nd\n")
     pq.write_table(pa.table({"id": pa.array([10**15, -3, 7, 9], pa.int64())}), numbers)
     table = pa.table({"tags": [["a", "zz"], None, ["a", "b", "c", "d"]] * 40, "user": ["b", "c", None] * 40})
-    found = drawn(table, rows=None, vocabulary=str(text))
+    found = draw_negatives(table, rows=None, vocabulary=str(text))
     assert [{i for own in found[row::3] for i in own} for row in range(3)] == [{*"cd"}, {*"abd"}, set()]
     table = pa.table({"tags": [[-3, 8]] * 40, "user": pa.array([10**15] * 40, pa.int64())})
-    assert {i for own in drawn(table, rows=None, vocabulary=str(numbers)) for i in own} == {7, 9}
-    assert len(set(drawn(table, rows=None, vocabulary=str(text), exclude=[])[0])) > 1
+    assert {i for own in draw_negatives(table, rows=None, vocabulary=str(numbers)) for i in own} == {7, 9}
+    assert len(set(draw_negatives(table, rows=None, vocabulary=str(text), exclude=[])[0])) > 1
     with pytest.raises(DataError, match="draws int64, but name has type string"):
         both = table.append_column("name", pa.array(["a"] * 40))
-        drawn(both, rows=None, vocabulary=str(numbers), exclude=["user", "name"])
+        draw_negatives(both, rows=None, vocabulary=str(numbers), exclude=["user", "name"])
     with pytest.raises(ValueError, match="not both"):
-        spec(vocabulary="x")
+        make_transform(vocabulary="x")
 
 
 def test_ids_are_drawn_by_frequency(tmp_path):
@@ -109,7 +113,7 @@ def test_ids_are_drawn_by_frequency(tmp_path):
     keys = {"rows": None, "vocabulary": str(items), "frequency": "count", "exclude": ["tags"], "count": 3}
     for power in (1.0, 0.5):
         chances = {i: c**power for i, c in zip(range(7, 12), counts, strict=True) if c}
-        made = spec(**keys, power=power, log_share="share")
+        made = make_transform(**keys, power=power, log_share="share")
         found = apply_transforms(table, (made,), "test", draw=Draw((3, 0), 0))
         of_rows, shares = found["negatives"].to_pylist(), found["share"].to_pylist()
         for row, excluded in enumerate([{7}, set(), {7, 10}]):
@@ -124,7 +128,7 @@ def test_ids_are_drawn_by_frequency(tmp_path):
         for ids, of_row in zip(of_rows, shares, strict=True):
             assert of_row == pytest.approx([expected[i] for i in ids], abs=1e-9)
     with pytest.raises(DataError, match=r"column none of .*must have numbers ≥ 0"):
-        drawn(table, **keys | {"frequency": "none"})
+        draw_negatives(table, **keys | {"frequency": "none"})
 
 
 @pytest.mark.parametrize(
@@ -137,28 +141,28 @@ def test_ids_are_drawn_by_frequency(tmp_path):
 )
 def test_invalid_frequency_options_are_rejected(keys, why):
     with pytest.raises(ValueError, match=why):
-        spec(rows=None, **keys)
+        make_transform(rows=None, **keys)
 
 
 def test_draw_rows_default_to_the_rows_of_the_table():
     made = set_draw_rows(parse([{"do": "sample", "column": "negatives", "count": 5}]), SCHEMA)
-    assert made == (spec(exclude=[]),)
-    assert set_draw_rows((spec(rows=7),), SCHEMA) == (spec(rows=7),)
+    assert made == (make_transform(exclude=[]),)
+    assert set_draw_rows((make_transform(rows=7),), SCHEMA) == (make_transform(rows=7),)
     with pytest.raises(ConfigError, match="no feature of the schema reads this column"):
-        set_draw_rows((spec(rows=None, column="other"),), SCHEMA)
-    managed = parquet.schema(SPARSE, TABLES | {"tag": {"rows": 200, "dim": 8, "ids": "managed"}})
+        set_draw_rows((make_transform(rows=None, column="other"),), SCHEMA)
+    managed = parquet.tiny_schema(SPARSE, TABLES | {"tag": {"rows": 200, "dim": 8, "ids": "managed"}})
     with pytest.raises(ConfigError, match="its ids are managed") as error:
-        set_draw_rows((spec(rows=None),), managed)
+        set_draw_rows((make_transform(rows=None),), managed)
     assert "vocabulary: FILE" in str(error.value)
 
 
 def test_input_columns_of_samples_are_resolved():
-    made = (spec(), spec(column="others", exclude=["late"]))
+    made = (make_transform(), make_transform(column="others", exclude=["late"]))
     assert resolve_input_columns(made[:1], ["negatives", "price"]) == ["price", "tags", "user"]
     assert select_needed_transforms(made, ["others"]) == (made[1],)
 
 
-def negatives(data, order, world=1, epoch=0, start_step=0, kind=DirectStream, **readers):
+def collect_negatives(data, order, world=1, epoch=0, start_step=0, kind=DirectStream, **readers):
     """Return the ids drawn for each row, over the batches of all ranks."""
     found = {}
     for rank in range(world):
@@ -171,41 +175,41 @@ def negatives(data, order, world=1, epoch=0, start_step=0, kind=DirectStream, **
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    folder = parquet.write(tmp_path_factory.mktemp("drawn") / "d", 1003, 0, 90)
-    return scan(str(folder), ReadPlan(SCHEMA, transforms=(spec(rows=None),)))
+    folder = parquet.write_split(tmp_path_factory.mktemp("drawn") / "d", 1003, 0, 90)
+    return scan(str(folder), ReadPlan(SCHEMA, transforms=(make_transform(rows=None),)))
 
 
 @pytest.mark.parametrize("shuffle", ["none", "groups", "window"])
 def test_draws_do_not_depend_on_ranks_or_file_layout(data, tmp_path, shuffle):
     order = Order(128, 6, shuffle, 2, seed=3)
-    one = negatives(data, order)
+    one = collect_negatives(data, order)
     assert len(one) == 1003 and all(len(own) == 5 for own in one.values())
-    assert negatives(data, order, world=3) == one
-    rest = negatives(data, order, world=2, start_step=5)
+    assert collect_negatives(data, order, world=3) == one
+    rest = collect_negatives(data, order, world=2, start_step=5)
     assert rest and rest == {row: one[row] for row in rest}
-    again = negatives(data, order, epoch=1)
+    again = collect_negatives(data, order, epoch=1)
     assert sum(again[row] == one[row] for row in one) < 10
-    folder = parquet.write(tmp_path / "d", 1003, 0, 77, files=3)
-    other = scan(str(folder), ReadPlan(SCHEMA, transforms=(spec(),)))
-    assert negatives(other, Order(60, 7, "window", 3, seed=3), world=2) == one
+    folder = parquet.write_split(tmp_path / "d", 1003, 0, 77, files=3)
+    other = scan(str(folder), ReadPlan(SCHEMA, transforms=(make_transform(),)))
+    assert collect_negatives(other, Order(60, 7, "window", 3, seed=3), world=2) == one
 
 
 def test_evaluation_and_prediction_draw_the_same_ids(data):
-    found = [negatives(data, Order.evaluation(size, 6), world) for size, world in ((100, 1), (64, 2))]
+    found = [collect_negatives(data, Order.evaluation(size, 6), world) for size, world in ((100, 1), (64, 2))]
     assert found[0] == found[1]
     spans = cut_spans(data, 50, 200)
-    predicted = negatives(data, SpanOrder(deal(spans, 1, 50), 50))
-    assert predicted == found[0] != negatives(data, Order(100, 6))
+    predicted = collect_negatives(data, SpanOrder(deal(spans, 1, 50), 50))
+    assert predicted == found[0] != collect_negatives(data, Order(100, 6))
     part = Part(data.groups[2].path, data.groups[2].index, 10, 5, 190)
-    reserved = CarriedColumns(("negatives", "row"), (spec(),)).read(part)
+    reserved = CarriedColumns(("negatives", "row"), (make_transform(),)).read(part)
     assert reserved["row"].to_pylist() == list(range(190, 195))
     assert reserved["negatives"].to_pylist() == [found[0][row] for row in range(190, 195)]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_count_all_draws_every_id_in_each_global_batch(tmp_path, world):
-    every = (spec(rows=None, count="all", exclude=[]),)
-    folder = parquet.write(tmp_path / "d", 1003, 0, 90)
+    every = (make_transform(rows=None, count="all", exclude=[]),)
+    folder = parquet.write_split(tmp_path / "d", 1003, 0, 90)
     made = scan(str(folder), ReadPlan(SCHEMA, transforms=set_draw_rows(every, SCHEMA)))
     features = Features(SCHEMA, {"negatives": 2})
     order = Order(128, 6, "window", 2, seed=3)
@@ -223,12 +227,12 @@ def test_count_all_draws_every_id_in_each_global_batch(tmp_path, world):
     evaluated = DirectStream(made, Order.evaluation(128, 6), rank=0, **place).batches()
     assert not any(batch.sparse["negatives"].values().numel() for batch in evaluated)
     with pytest.raises(ValueError, match="neither vocabulary nor exclude"):
-        spec(count="all")
+        make_transform(count="all")
 
 
 def test_too_small_max_negatives_is_rejected_before_the_run(tmp_path):
-    every = (spec(rows=None, count="all", exclude=[]),)
-    folder = parquet.write(tmp_path / "d", 1003, 0, 90)
+    every = (make_transform(rows=None, count="all", exclude=[]),)
+    folder = parquet.write_split(tmp_path / "d", 1003, 0, 90)
     made = scan(str(folder), ReadPlan(SCHEMA, transforms=set_draw_rows(every, SCHEMA)))
     model = {"name": "mf", "user": "row", "item": "row", "negatives": "negatives"}
 
@@ -248,4 +252,6 @@ def test_too_small_max_negatives_is_rejected_before_the_run(tmp_path):
 @pytest.mark.usefixtures("ray_cluster")
 def test_draws_are_the_same_through_ray(data):
     order = Order(128, 6, "window", 2, seed=3)
-    assert negatives(data, order, 2, 1, kind=Stream, readers=2) == negatives(data, order, epoch=1)
+    assert collect_negatives(data, order, 2, 1, kind=Stream, readers=2) == collect_negatives(
+        data, order, epoch=1
+    )

@@ -5,8 +5,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from reading import batch_of, read
-from sequence_schema import schema
+from reading import collate_table, read_canonical_rows
+from sequence_schema import make_mixed_schema
 
 from raytrec.checks.parity.batches import GlobalBatch, make_local_batch, random_batches
 from raytrec.config.features import Features, resolve_features
@@ -24,31 +24,33 @@ SEQUENCES = ("history", "last")
 SEQUENCE = SequenceSection(name="sequence", max_length=LENGTH)
 
 
-def bags(rows, most, seed):
+def make_bags(rows, most, seed):
     """Return a random list of ids for each row."""
     rng = np.random.default_rng(seed)
     return [rng.integers(0, 1000, rng.integers(0, most + 1)).tolist() for _ in range(rows)]
 
 
-HISTORY, TAGS = bags(30, 7, 0), bags(30, 3, 1)
+HISTORY, TAGS = make_bags(30, 7, 0), make_bags(30, 3, 1)
 LAST = [i % 5 - 1 if i % 5 else None for i in range(30)]  # one id per row, or None
 SCORES = [[float(i % 7) for i in row] for row in HISTORY]
 
 
-def batch_of_file(folder, weights=False):
+def write_and_read_batch(folder, weights=False):
     """Write the rows and read them as a batch for a sequence model, with two padding rows."""
     columns = {"item": range(30), "seen": HISTORY, "w": SCORES, "last": LAST, "tags": TAGS}
     pq.write_table(pa.table({n: pa.array(v) for n, v in columns.items()}), folder / "a.parquet")
-    table, form = read(folder / "a.parquet", ReadPlan(schema(weights), read_labels=False))
+    table, form = read_canonical_rows(
+        folder / "a.parquet", ReadPlan(make_mixed_schema(weights), read_labels=False)
+    )
     features = resolve_features(form.schema, SEQUENCE)
     assert features.sequences == {"history": LENGTH, "last": LENGTH}
     assert features.tables_by_id == {"item": ["item", "history", "last"]}
-    return batch_of(table, form, features, padding=2)
+    return collate_table(table, form, features, padding=2)
 
 
 @pytest.mark.parametrize("weights", [False, True])
 def test_batch_stores_most_recent_ids_first(tmp_path, weights):
-    sparse = batch_of_file(tmp_path, weights).sparse
+    sparse = write_and_read_batch(tmp_path, weights).sparse
     assert sparse.keys() == ["item", "history", "last", "tags"]
     expected = {
         "item": [[i] for i in range(30)],
@@ -66,7 +68,7 @@ def test_batch_stores_most_recent_ids_first(tmp_path, weights):
 
 
 def test_sequence_lookup_returns_padded_vectors():
-    made = Schema.parse(schema().model_dump(), "test")
+    made = Schema.parse(make_mixed_schema().model_dump(), "test")
     features = Features(made, {"history": LENGTH})
     rows = [[5, 6, 7, 8], [], [9]]
     ids = torch.tensor([i for row in rows for i in row])
@@ -92,7 +94,7 @@ def test_sequence_lookup_returns_padded_vectors():
 @pytest.mark.parametrize("by_id", [{"history": 4}, {"history": 4, "last": 2}])
 def test_sequences_do_not_change_pooled_features(by_id):
     """Values and gradients agree between a table with per-id lookups and a pooled table."""
-    made = schema(weights=True)
+    made = make_mixed_schema(weights=True)
     made.sparse["tags"].table = "item"
     made = made.model_copy(update={"tables": {"item": made.tables["item"]}})
     whole = random_batches(made, 20, 1, seed=1)[0]
@@ -113,23 +115,23 @@ def test_sequences_do_not_change_pooled_features(by_id):
 
 
 def test_batch_dump_restores_the_id_order_of_the_files(tmp_path):
-    batch = batch_of_file(tmp_path)
-    rows = pq.read_table(dump(batch, schema(), str(tmp_path), 3, 0, SEQUENCES)).to_pylist()
+    batch = write_and_read_batch(tmp_path)
+    rows = pq.read_table(dump(batch, make_mixed_schema(), str(tmp_path), 3, 0, SEQUENCES)).to_pylist()
     assert [row["history"] for row in rows] == [ids[-LENGTH:] for ids in HISTORY]
     assert [row["tags"] for row in rows] == TAGS
 
 
 def test_only_sequence_models_use_per_id_lookups():
-    assert resolve_features(schema(), DlrmSection()).sequences == {}
-    assert resolve_features(schema(), PythonSection(name="a:B")).sequences == {}
+    assert resolve_features(make_mixed_schema(), DlrmSection()).sequences == {}
+    assert resolve_features(make_mixed_schema(), PythonSection(name="a:B")).sequences == {}
     own = PythonSection(name="a:B", max_length=7)
-    assert resolve_features(schema(), own).sequences == {"history": 7, "last": 7}
-    assert Features(schema(), {}).tables_by_id == {}
-    assert not PooledEmbeddings(schema()).by_id
+    assert resolve_features(make_mixed_schema(), own).sequences == {"history": 7, "last": 7}
+    assert Features(make_mixed_schema(), {}).tables_by_id == {}
+    assert not PooledEmbeddings(make_mixed_schema()).by_id
 
 
 def test_sequence_keys_do_not_clash_with_feature_names():
-    values = schema().model_dump()
+    values = make_mixed_schema().model_dump()
     values["sparse"]["history@1"] = {"table": "item"}
     features = Features(Schema.parse(values, "test"), {"history": 2})
     assert features.keys == ["item", "history", "last", "tags", "history@1"]

@@ -7,8 +7,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from reading import batch_of
-from reading import read as read_file
+from reading import collate_table
+from reading import read_canonical_rows as read_file
 
 from raytrec.common.errors import DataError, SchemaError
 from raytrec.config.features import Features
@@ -50,7 +50,7 @@ def read(folder, times=TIMES, price=PRICE, kind=pa.int64(), history=HISTORY):
 
 def test_side_features_follow_their_ids(tmp_path):
     features = Features(SCHEMA, {"history": 3})
-    batch = batch_of(*read(tmp_path), features, padding=1)
+    batch = collate_table(*read(tmp_path), features, padding=1)
     assert batch.sparse["history"].values().tolist() == [4, 3, 2, 5, 7, 6]
     side_features = batch.side_features["history"]
     assert side_features.dtype == torch.float64
@@ -66,7 +66,7 @@ def test_side_features_follow_their_ids(tmp_path):
 
 
 def test_pooling_models_get_no_side_features(tmp_path):
-    assert batch_of(*read(tmp_path), Features(SCHEMA, {})).side_features is None
+    assert collate_table(*read(tmp_path), Features(SCHEMA, {})).side_features is None
 
 
 def test_row_slices_keep_side_features(tmp_path):
@@ -82,7 +82,7 @@ def test_lists_of_one_id_have_side_features(tmp_path):
     """Each row has a list of one id and a list of one time."""
     numbers = [[10], [20], [30], [40]]
     table, form = read(tmp_path, numbers, numbers, history=[[1], [2], [3], [4]])
-    sides = batch_of(table, form, Features(SCHEMA, {"history": 3})).side_features["history"]
+    sides = collate_table(table, form, Features(SCHEMA, {"history": 3})).side_features["history"]
     assert sides[:, 0].tolist() == [10, 20, 30, 40]
 
 

@@ -22,22 +22,22 @@ from raytrec.data.stream import Stream
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 # The row number is also a feature; it identifies the rows of a batch.
 ROW = {"row": {"table": "row"}}, {"row": {"rows": 10_000, "dim": 8}}
-SCHEMA = parquet.schema(*ROW)
+SCHEMA = parquet.tiny_schema(*ROW)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return parquet.write(tmp_path_factory.mktemp("stream") / "d", 1003, 0, row_group=90)
+    return parquet.write_split(tmp_path_factory.mktemp("stream") / "d", 1003, 0, row_group=90)
 
 
 @pytest.fixture(scope="module")
-def plain(folder):
+def expected_rows(folder):
     """Return (label, price, user, tags) by row number; `row` is numbered across files."""
     rows = pq.read_table(folder).to_pylist()
     return {r["row"]: (r["label"], r["price"], r["user"], r["tags"]) for r in rows}
 
 
-def real_rows(batch):
+def list_unpadded_rows(batch):
     """Return the rows of a batch without padding as (row, (label, price, user, tags)), read from the KJT."""
     out = []
     jagged = {key: batch.sparse[key].to_dense() for key in SCHEMA.sparse}
@@ -49,7 +49,7 @@ def real_rows(batch):
     return out
 
 
-def global_batches(folder, order, world, start_step=0, readers=1):
+def collect_global_batches(folder, order, world, start_step=0, readers=1):
     data = scan(str(folder), ReadPlan(SCHEMA))
     ranks = []
     for rank in range(world):
@@ -60,10 +60,10 @@ def global_batches(folder, order, world, start_step=0, readers=1):
         assert len({len(b.weights) for b in batches}) == 1, "local sizes differ"
         assert len({b.global_rows for b in batches}) == 1
         assert sum(int(b.weights.sum()) for b in batches) == batches[0].global_rows
-    return [[row for b in batches for row in real_rows(b)] for batches in zip(*ranks, strict=True)]
+    return [[row for b in batches for row in list_unpadded_rows(b)] for batches in zip(*ranks, strict=True)]
 
 
-def test_weights_keys_and_reserved_stay_with_their_rows(folder, plain):
+def test_weights_keys_and_reserved_stay_with_their_rows(folder, expected_rows):
     """Read on two ranks through Ray's object store; the text column is cast from row numbers."""
     made = Cast(do="cast", columns=["row"], to="string", into=["name"])
     tasks = (TaskRows("label", "a", mask="label"), TaskRows("label", "b", sample_weight="user"))
@@ -74,53 +74,53 @@ def test_weights_keys_and_reserved_stay_with_their_rows(folder, plain):
         for batch in Stream(data, order, rank=rank, world=2).batches():
             here = batch.weights == 1
             rows = batch.keys[here, 0].tolist()
-            assert rows == [number for number, _ in real_rows(batch)]
+            assert rows == [number for number, _ in list_unpadded_rows(batch)]
             assert batch.reserved.to_pydict() == {"name": [str(number) for number in rows]}
             texts = pa.array([str(number) for number in rows])
             assert batch.keys[here, 1].tolist() == compute_group_keys(texts).tolist()
-            expected = [[plain[number][0], plain[number][2]] for number in rows]
+            expected = [[expected_rows[number][0], expected_rows[number][2]] for number in rows]
             assert batch.task_weights[here].tolist() == expected
             assert not batch.task_weights[~here].any() and not batch.keys[~here].any()
             seen += rows
-    assert sorted(seen) == sorted(plain)
+    assert sorted(seen) == sorted(expected_rows)
 
 
 @pytest.mark.parametrize("shuffle", ["none", "groups", "window"])
-def test_every_row_is_read_once_with_its_values(folder, plain, shuffle):
+def test_every_row_is_read_once_with_its_values(folder, expected_rows, shuffle):
     order = Order(128, 6, shuffle, 2, seed=3)
-    one = global_batches(folder, order, 1)
+    one = collect_global_batches(folder, order, 1)
     rows = dict(row for batch in one for row in batch)
     assert sum(map(len, one)) == len(rows) == 1003
     for row, (label, price, user, tags) in rows.items():
-        assert (label, user, tags) == (plain[row][0], plain[row][2], plain[row][3])
-        assert price == pytest.approx(plain[row][1])
+        assert (label, user, tags) == (expected_rows[row][0], expected_rows[row][2], expected_rows[row][3])
+        assert price == pytest.approx(expected_rows[row][1])
     for world in (2, 3):
-        others = global_batches(folder, order, world)
+        others = collect_global_batches(folder, order, world)
         assert [{row for row, _ in b} for b in others] == [{row for row, _ in b} for b in one]
-    resumed = global_batches(folder, order, 2, start_step=5)
+    resumed = collect_global_batches(folder, order, 2, start_step=5)
     assert [{row for row, _ in b} for b in resumed] == [{row for row, _ in b} for b in one[5:]]
 
 
 def test_several_readers_keep_the_order(folder, tmp_path):
     uneven = tmp_path / "d"
     uneven.mkdir()
-    table = parquet.table(3000, 0)
+    table = parquet.make_tiny_table(3000, 0)
     for i, (first, rows) in enumerate([(0, 2900), *((2900 + k, 1) for k in range(100))]):
         pq.write_table(table.slice(first, rows), uneven / f"part-{i:03d}.parquet")  # one slow, many fast
-    batches = global_batches(uneven, Order(100, 6, "none"), 1, readers=4)
+    batches = collect_global_batches(uneven, Order(100, 6, "none"), 1, readers=4)
     assert [row for batch in batches for row, _ in batch] == list(range(3000))
 
 
 def test_evaluation_handles_fewer_rows_than_ranks(tmp_path):
-    folder = parquet.write(tmp_path / "d", 2, 0, files=1)
-    batches = global_batches(folder, Order.evaluation(64, 6), 3)
+    folder = parquet.write_split(tmp_path / "d", 2, 0, files=1)
+    batches = collect_global_batches(folder, Order.evaluation(64, 6), 3)
     assert [sorted(row for row, _ in batch) for batch in batches] == [[0, 1]]
 
 
 def test_single_row_groups_and_empty_files_are_read(tmp_path):
-    folder = parquet.write(tmp_path / "d", 40, 0, row_group=1, files=2)
-    pq.write_table(parquet.table(1, 0).slice(0, 0), folder / "part-empty.parquet")
-    batches = global_batches(folder, Order(16, 5, "window", 3), 2)
+    folder = parquet.write_split(tmp_path / "d", 40, 0, row_group=1, files=2)
+    pq.write_table(parquet.make_tiny_table(1, 0).slice(0, 0), folder / "part-empty.parquet")
+    batches = collect_global_batches(folder, Order(16, 5, "window", 3), 2)
     assert sorted(row for batch in batches for row, _ in batch) == list(range(40))
 
 
@@ -148,7 +148,7 @@ def test_waiting_stream_does_not_poll(folder, monkeypatch):
 
 
 def test_stream_raises_data_error_for_an_invalid_value(folder):
-    schema = parquet.schema(ROW[0], {"row": {"rows": 900, "dim": 8}})
+    schema = parquet.tiny_schema(ROW[0], {"row": {"rows": 900, "dim": 8}})
     stream = Stream(scan(str(folder), ReadPlan(schema)), Order(64, 6), rank=0, world=1)
     with pytest.raises(DataError, match="of feature 'row' is out of range for table 'row'") as error:
         list(stream.batches())

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from pydantic import ValidationError
-from reading import parse_transforms, read
+from reading import parse_transforms, read_canonical_rows
 
 from raytrec.common.errors import DataError
 from raytrec.config.features import resolve_input_columns
@@ -95,13 +95,13 @@ def test_lookup_vocabulary_maps_values_to_positions(tmp_path):
         run(["x"], do="lookup_vocabulary", vocabulary=str(tmp_path / "w.txt"))
 
 
-WHEN = [
+TIMESTAMPS = [
     datetime(2026, 2, 28, 23, 59, 58),
     datetime(2024, 12, 30, 0, 5),
     datetime(1969, 7, 20, 20, 17, 40),
     None,
 ]
-OF_A_DATE = {
+DATE_PARTS = {
     "weekday": lambda t: t.weekday(),
     "day": lambda t: t.day,
     "day_of_year": lambda t: t.timetuple().tm_yday,
@@ -110,60 +110,72 @@ OF_A_DATE = {
     "quarter": lambda t: (t.month + 2) // 3,
     "year": lambda t: t.year,
 }
-OF_A_TIME = {"second": lambda t: t.second, "minute": lambda t: t.minute, "hour": lambda t: t.hour}
+TIME_PARTS = {"second": lambda t: t.second, "minute": lambda t: t.minute, "hour": lambda t: t.hour}
 
 
-def each(function, values):
+def apply_to_each(function, values):
     return [None if value is None else function(value) for value in values]
 
 
-@pytest.mark.parametrize("part", [*OF_A_DATE, *OF_A_TIME])
+@pytest.mark.parametrize("part", [*DATE_PARTS, *TIME_PARTS])
 def test_date_part_matches_python_datetime(part):
-    parts = OF_A_DATE | OF_A_TIME
-    expected = each(parts[part], WHEN)
+    parts = DATE_PARTS | TIME_PARTS
+    expected = apply_to_each(parts[part], TIMESTAMPS)
     for kind in (pa.timestamp("s"), pa.timestamp("ns"), pa.timestamp("us", "UTC")):
-        assert run(pa.array(WHEN, kind), do="date_part", part=part) == expected
-    text = each(str, WHEN)
+        assert run(pa.array(TIMESTAMPS, kind), do="date_part", part=part) == expected
+    text = apply_to_each(str, TIMESTAMPS)
     assert run(text, do="date_part", part=part) == expected
     assert run(pa.array(text, pa.string_view()), do="date_part", part=part) == expected
-    assert run(each(lambda t: f"{t.isoformat()}Z", WHEN), do="date_part", part=part) == expected
-    assert run(each(lambda t: f"{t - timedelta(hours=2)}-02:00", WHEN), do="date_part", part=part) == expected
-    seconds = each(lambda t: round((t - datetime(1970, 1, 1)).total_seconds()), WHEN)
+    assert (
+        run(apply_to_each(lambda t: f"{t.isoformat()}Z", TIMESTAMPS), do="date_part", part=part) == expected
+    )
+    assert (
+        run(apply_to_each(lambda t: f"{t - timedelta(hours=2)}-02:00", TIMESTAMPS), do="date_part", part=part)
+        == expected
+    )
+    seconds = apply_to_each(lambda t: round((t - datetime(1970, 1, 1)).total_seconds()), TIMESTAMPS)
     assert run(seconds, do="date_part", part=part, since_1970="s") == expected
-    thousands = each(lambda s: s * 1000.0, seconds)
+    thousands = apply_to_each(lambda s: s * 1000.0, seconds)
     assert run(thousands, do="date_part", part=part, since_1970="ms") == expected
-    assert run([WHEN[:2], [], None], do="date_part", part=part) == [expected[:2], [], []]
-    if part in OF_A_DATE:
-        assert run(pa.array(WHEN, pa.date32()), do="date_part", part=part) == expected
+    assert run([TIMESTAMPS[:2], [], None], do="date_part", part=part) == [expected[:2], [], []]
+    if part in DATE_PARTS:
+        assert run(pa.array(TIMESTAMPS, pa.date32()), do="date_part", part=part) == expected
     else:
         clock = [time(23, 59, 58), None]
-        assert run(pa.array(clock, pa.time32("s")), do="date_part", part=part) == each(parts[part], clock)
+        assert run(pa.array(clock, pa.time32("s")), do="date_part", part=part) == apply_to_each(
+            parts[part], clock
+        )
 
 
 def test_date_part_uses_the_timezone():
-    there = [t.replace(tzinfo=ZoneInfo("UTC")).astimezone(ZoneInfo("Asia/Kolkata")) for t in WHEN[:2]]
+    there = [t.replace(tzinfo=ZoneInfo("UTC")).astimezone(ZoneInfo("Asia/Kolkata")) for t in TIMESTAMPS[:2]]
     spec = {"do": "date_part", "timezone": "Asia/Kolkata"}
-    assert run(WHEN[:2], **spec, part="hour") == [t.hour for t in there]
-    assert run(WHEN[:2], **spec, part="day") == [t.day for t in there]
-    assert run(WHEN[:2], **spec, part="hour_of_week") == [24 * t.weekday() + t.hour for t in there]
+    assert run(TIMESTAMPS[:2], **spec, part="hour") == [t.hour for t in there]
+    assert run(TIMESTAMPS[:2], **spec, part="day") == [t.day for t in there]
+    assert run(TIMESTAMPS[:2], **spec, part="hour_of_week") == [24 * t.weekday() + t.hour for t in there]
     with pytest.raises(DataError, match="Asia/Kolkatta"):
         run(pa.array([], pa.timestamp("us")), do="date_part", part="hour", timezone="Asia/Kolkatta")
 
 
 def test_age_is_the_time_until_a_reference():
     until = "2026-03-01"
-    expected = each(lambda t: pytest.approx((datetime(2026, 3, 1) - t).total_seconds() / 86400), WHEN)
-    assert run(WHEN, do="age", until=until) == expected
-    assert run(each(str, WHEN), do="age", until=until) == expected
-    assert run([WHEN[:2], []], do="age", until=until) == [expected[:2], []]
-    hours = each(lambda days: pytest.approx(24 * days.expected), expected)
-    assert run(pa.array(WHEN, pa.timestamp("ns", "Asia/Tokyo")), do="age", until=until, unit="hours") == hours
+    expected = apply_to_each(
+        lambda t: pytest.approx((datetime(2026, 3, 1) - t).total_seconds() / 86400), TIMESTAMPS
+    )
+    assert run(TIMESTAMPS, do="age", until=until) == expected
+    assert run(apply_to_each(str, TIMESTAMPS), do="age", until=until) == expected
+    assert run([TIMESTAMPS[:2], []], do="age", until=until) == [expected[:2], []]
+    hours = apply_to_each(lambda days: pytest.approx(24 * days.expected), expected)
+    assert (
+        run(pa.array(TIMESTAMPS, pa.timestamp("ns", "Asia/Tokyo")), do="age", until=until, unit="hours")
+        == hours
+    )
     assert run(pa.array([timedelta(minutes=90), None]), do="age", unit="hours") == [1.5, None]
     assert run([date(2026, 2, 27), date(2026, 3, 2)], do="age", until="2026-03-01T12:00") == [2.5, -0.5]
     assert run(
         [1_700_000_000_000], do="age", until="2023-11-14T22:13:21", unit="seconds", since_1970="ms"
     ) == [1]
-    table = pa.table({"joined": WHEN, "now": [datetime(2026, 3, 1)] * 3 + [None]})
+    table = pa.table({"joined": TIMESTAMPS, "now": [datetime(2026, 3, 1)] * 3 + [None]})
     (spec,) = parse_transforms(
         [{"do": "age", "columns": ["joined"], "into": ["days"], "until_column": "now"}]
     )
@@ -198,8 +210,8 @@ def test_invalid_transform_settings_are_rejected(spec, message):
         ({"do": "binarize", "at_least": 1}, ["1"], "for text, set positive"),
         ({"do": "date_part", "part": "hour"}, [1_700_000_000], "since_1970"),
         ({"do": "date_part", "part": "hour"}, ["noon"], "noon"),
-        ({"do": "age"}, WHEN, "until_column"),
-        ({"do": "age", "until": "soon"}, WHEN, "soon"),
+        ({"do": "age"}, TIMESTAMPS, "until_column"),
+        ({"do": "age", "until": "soon"}, TIMESTAMPS, "soon"),
         ({"do": "cast", "to": "int64"}, [1.5], "1.5"),
         ({"do": "cast", "to": "float32"}, ["many"], "many"),
     ],
@@ -272,7 +284,7 @@ def test_failing_transform_is_named(spec, message):
     assert "test" in str(error.value)
 
 
-OWN = """
+USER_MODULE = """
 import pyarrow.compute as pc
 
 def ratio(table, smooth):
@@ -291,12 +303,12 @@ def no_ratio(table, smooth):
 
 
 @pytest.fixture
-def own(tmp_path, monkeypatch):
-    (tmp_path / "my_features.py").write_text(OWN)
+def user_module(tmp_path, monkeypatch):
+    (tmp_path / "my_features.py").write_text(USER_MODULE)
     monkeypatch.chdir(tmp_path)
 
 
-def rows_of(tmp_path, *transforms, **columns):
+def read_transformed_rows(tmp_path, *transforms, **columns):
     """Write a file; return its transformed rows in canonical form and the resolved read plan."""
     schema = {
         "labels": ["label"],
@@ -307,7 +319,7 @@ def rows_of(tmp_path, *transforms, **columns):
     table = {"label": [0, 1, 1], "clicks": [1, 2, 3], "views": [9, 18, 27], "city": ["x", "y", None]}
     pq.write_table(pa.table({**table, **columns}), tmp_path / "a.parquet")
     plan = ReadPlan(Schema.parse(schema, "t"), transforms=parse_transforms(transforms))
-    return read(tmp_path / "a.parquet", plan)
+    return read_canonical_rows(tmp_path / "a.parquet", plan)
 
 
 RATIO = {
@@ -319,8 +331,8 @@ RATIO = {
 HASH = {"do": "hash", "columns": ["city"], "rows": 100}
 
 
-def test_transforms_make_files_fit_the_schema(own, tmp_path):
-    table, form = rows_of(tmp_path, RATIO, HASH, unused=[None] * 3)
+def test_transforms_make_files_fit_the_schema(user_module, tmp_path):
+    table, form = read_transformed_rows(tmp_path, RATIO, HASH, unused=[None] * 3)
     assert set(form.columns) == {"label", "clicks", "views", "city"}
     assert table["dense"].to_pylist() == [[pytest.approx(x)] for x in (0.1, 2 / 19, 3 / 28)]
     ids = [i for (i,) in table["ids"].to_pylist()]
@@ -338,9 +350,9 @@ def test_transforms_make_files_fit_the_schema(own, tmp_path):
         ([RATIO, {"do": "my_features:shorter"}, HASH], "it returned 2 rows, not 3"),
     ],
 )
-def test_invalid_results_of_user_functions_are_rejected(own, tmp_path, transforms, message):
+def test_invalid_results_of_user_functions_are_rejected(user_module, tmp_path, transforms, message):
     with pytest.raises(DataError, match=message) as error:
-        rows_of(tmp_path, *transforms)
+        read_transformed_rows(tmp_path, *transforms)
     assert ("after data.transforms" in str(error.value)) == ("no_ratio" in str(transforms))
     assert ("a.parquet, row group 0" in str(error.value)) == ("2 rows" in message)
 

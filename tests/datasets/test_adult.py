@@ -37,7 +37,7 @@ def make_people(rows, seed, **choices):
     return people
 
 
-def lines_of(people, end=""):
+def format_lines(people, end=""):
     return [", ".join(map(str, person.values())) + end for person in people]
 
 
@@ -53,7 +53,7 @@ def run(folder, *arguments):
     )
 
 
-def rows_of(folder, split):
+def read_split(folder, split):
     return pq.read_table(folder / "out" / split).to_pylist()
 
 
@@ -62,7 +62,7 @@ def prepared(tmp_path_factory):
     """Return the folder, the people of adult.data and the people of adult.test."""
     folder = tmp_path_factory.mktemp("adult")
     data, test = make_people(50, 1), make_people(20, 2, native_country=["Cuba", "Peru"])
-    write(folder, lines_of(data), lines_of(test, "."))
+    write(folder, format_lines(data), format_lines(test, "."))
     result = run(folder, "--dim", "4")
     assert result.exit_code == 0, result.exception
     return folder, data, test
@@ -71,7 +71,7 @@ def prepared(tmp_path_factory):
 def test_splits_contain_each_person_once(prepared):
     folder, data, test = prepared
     train, valid, held_out = (
-        [row["fnlwgt"] for row in rows_of(folder, split)] for split in ("train", "valid", "test")
+        [row["fnlwgt"] for row in read_split(folder, split)] for split in ("train", "valid", "test")
     )
     assert len(train) == 40 and len(valid) == 10
     assert sorted(train + valid) == [person["fnlwgt"] for person in data] and train != sorted(train)
@@ -81,14 +81,14 @@ def test_splits_contain_each_person_once(prepared):
 def test_labels_and_inputs_match_the_source_lines(prepared):
     folder, data, test = prepared
     by_number = {person["fnlwgt"]: person for person in data}
-    train = [by_number[row["fnlwgt"]] for row in rows_of(folder, "train")]
+    train = [by_number[row["fnlwgt"]] for row in read_split(folder, "train")]
 
     def number(person, name):
         return math.log1p(person[name]) if name.startswith("capital") else person[name]
 
     people = {"train": train, "test": test}
     for split, split_people in people.items():
-        for row, person in zip(rows_of(folder, split), split_people, strict=True):
+        for row, person in zip(read_split(folder, split), split_people, strict=True):
             assert row["income"] == (person["income"] == ">50K")
             assert row["never_married"] == (person["marital_status"] == "Never-married")
             for name in ("age", "education_num", "capital_gain", "capital_loss", "hours_per_week"):
@@ -113,10 +113,10 @@ def test_schema_omits_marital_status_and_its_proxies(prepared):
 
 def test_seed_changes_the_validation_split(prepared, tmp_path):
     folder, data, test = prepared
-    write(tmp_path, lines_of(data), lines_of(test, "."))
+    write(tmp_path, format_lines(data), format_lines(test, "."))
     assert run(tmp_path, "--seed", "1").exit_code == 0
-    assert rows_of(tmp_path, "valid") != rows_of(folder, "valid")
-    assert len(rows_of(tmp_path, "valid")) == 10
+    assert read_split(tmp_path, "valid") != read_split(folder, "valid")
+    assert len(read_split(tmp_path, "valid")) == 10
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_malformed_adult_line_is_named(tmp_path, column, value, message):
         people[6].pop(column)
     else:
         people[6][column] = value
-    write(tmp_path, lines_of(people), lines_of(make_people(5, 4)))
+    write(tmp_path, format_lines(people), format_lines(make_people(5, 4)))
     result = run(tmp_path)
     assert isinstance(result.exception, DataError)
     assert message in str(result.exception) and "adult.data, line 7" in str(result.exception)
@@ -147,7 +147,7 @@ def test_malformed_adult_line_is_named(tmp_path, column, value, message):
 def test_missing_and_empty_adult_files_are_rejected(tmp_path):
     result = run(tmp_path)
     assert isinstance(result.exception, DataError) and "cannot read adult.data" in str(result.exception)
-    write(tmp_path, lines_of(make_people(5, 5)), [])
+    write(tmp_path, format_lines(make_people(5, 5)), [])
     result = run(tmp_path)
     assert isinstance(result.exception, DataError)
     assert "no rows" in str(result.exception) and "adult.test" in str(result.exception)

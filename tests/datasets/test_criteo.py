@@ -35,7 +35,7 @@ def run(*arguments):
     return CliRunner().invoke(app, ["criteo", *map(str, arguments)])
 
 
-def rows_of(folder):
+def read_rows(folder):
     return pq.read_table(folder).to_pylist()
 
 
@@ -51,8 +51,8 @@ def test_kaggle_layout_is_hashed(tmp_path):
     assert result.exit_code == 0, result.exception
     schema = Schema.load(tmp_path / "out/schema.yaml")
     assert all(table.rows == 50 for table in schema.tables.values())
-    got = [row for split in ("train", "valid", "test") for row in rows_of(tmp_path / "out" / split)]
-    assert [len(rows_of(tmp_path / "out" / s)) for s in ("train", "valid", "test")] == [600, 50, 50]
+    got = [row for split in ("train", "valid", "test") for row in read_rows(tmp_path / "out" / split)]
+    assert [len(read_rows(tmp_path / "out" / s)) for s in ("train", "valid", "test")] == [600, 50, 50]
     ids = {}
     for row, line in zip(got, text, strict=True):
         fields = line.split("\t")
@@ -78,7 +78,7 @@ def test_1tb_layout_uses_a_frequency_vocabulary(tmp_path):
         "--source", tmp_path, "--out", tmp_path / "out", "--vocabulary", "frequency", "--min-count", 5
     )
     assert result.exit_code == 0, result.exception
-    got = {s: rows_of(tmp_path / "out" / s) for s in ("train", "valid", "test")}
+    got = {s: read_rows(tmp_path / "out" / s) for s in ("train", "valid", "test")}
     assert {s: len(rows) for s, rows in got.items()} == {"train": 400, "valid": 100, "test": 100}
     train = days[0] + days[1]
     for i in range(26):
@@ -110,7 +110,7 @@ def test_malformed_line_is_named(tmp_path, field, value, message):
     assert message in str(result.exception) and "train.txt, line 211" in str(result.exception)
     assert not (tmp_path / "out").exists()
     assert run("--source", tmp_path, "--out", tmp_path / "out", "--on-bad-line", "skip").exit_code == 0
-    assert sum(len(rows_of(tmp_path / "out" / s)) for s in ("train", "valid", "test")) == 299
+    assert sum(len(read_rows(tmp_path / "out" / s)) for s in ("train", "valid", "test")) == 299
 
 
 def test_every_line_is_in_one_chunk(tmp_path, monkeypatch):

@@ -12,13 +12,13 @@ from raytrec.common.errors import DataError
 GOOD = "\t".join(["1", *["3"] * 13, *["0a1b2c3d"] * 26])
 
 
-def changed(field, value):
+def replace_field(field, value):
     fields = GOOD.split("\t")
     fields[field] = value
     return "\t".join(fields)
 
 
-def rows_and_skipped(path, skip_bad):
+def count_rows_and_skipped(path, skip_bad):
     found = [(len(table), bad) for chunk in chunks(path) for table, bad in read(chunk, skip_bad)]
     return tuple(map(sum, zip(*found, strict=True)))
 
@@ -38,17 +38,17 @@ def rows_and_skipped(path, skip_bad):
 )
 def test_malformed_values_are_reported_or_counted(tmp_path, field, value, message):
     path = tmp_path / "train.txt"
-    path.write_text("\n".join([GOOD, "", GOOD, changed(field, value), GOOD]) + "\n")
+    path.write_text("\n".join([GOOD, "", GOOD, replace_field(field, value), GOOD]) + "\n")
     with pytest.raises(DataError) as error:
-        rows_and_skipped(path, skip_bad=False)
+        count_rows_and_skipped(path, skip_bad=False)
     assert message in str(error.value) and "line 4" in str(error.value)
-    assert rows_and_skipped(path, skip_bad=True) == (3, 1)
+    assert count_rows_and_skipped(path, skip_bad=True) == (3, 1)
 
 
 def test_block_of_only_malformed_lines_is_skipped(tmp_path):
     path = tmp_path / "train.txt"
     path.write_text("no\nno\n")
-    assert rows_and_skipped(path, skip_bad=True) == (0, 2)
+    assert count_rows_and_skipped(path, skip_bad=True) == (0, 2)
 
 
 def test_truncated_gzip_file_is_reported(tmp_path):

@@ -29,7 +29,7 @@ def run(source, out, *arguments):
     )
 
 
-def prepared(source, out, *arguments):
+def prepare_splits(source, out, *arguments):
     """Run the recipe and return the rows of each split, with the source's keys in place of ids."""
     result = run(source, out, *arguments)
     assert result.exit_code == 0, result.exception
@@ -49,7 +49,7 @@ def prepared(source, out, *arguments):
     return {split: [named(row) for row in pq.read_table(out / split).to_pylist()] for split in SPLITS}
 
 
-def events(seed=1):
+def make_events(seed=1):
     """Return (user, item, time) sorted by time; times are unique, and items are unique per user."""
     rng = random.Random(seed)
     found = [(u, i) for u in range(3, 3 + USERS) for i in rng.sample(range(ITEMS), rng.randint(3, 12))]
@@ -57,7 +57,7 @@ def events(seed=1):
     return [(user, item, 1000 + 7 * n) for n, (user, item) in enumerate(found)]
 
 
-def by_user(found):
+def group_by_user(found):
     lists = defaultdict(list)
     for user, item, *_ in found:
         lists[user].append(item)
@@ -72,7 +72,7 @@ def write_parquet(folder, found):
 
 
 def write_lists(folder, found):
-    lists = by_user(found)
+    lists = group_by_user(found)
     pq.write_table(pa.table({"user": list(lists), "films": list(lists.values())}), folder / "x.parquet")
     return folder / "x.parquet", "--item", "films"
 
@@ -92,12 +92,12 @@ def write_order(folder, found):
     return (folder / "x.tsv",)
 
 
-def as_text(path, found, end=""):
-    path.write_text("".join(f"{u} {' '.join(map(str, i))}{end}\n" for u, i in by_user(found).items()))
+def write_user_lines(path, found, end=""):
+    path.write_text("".join(f"{u} {' '.join(map(str, i))}{end}\n" for u, i in group_by_user(found).items()))
 
 
 def write_words(folder, found):
-    as_text(folder / "x.txt", found)
+    write_user_lines(folder / "x.txt", found)
     return (folder / "x.txt",)
 
 
@@ -110,14 +110,14 @@ def source(request, tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "BLOCK_BYTES", 256)
     monkeypatch.setattr(tables, "BATCH_ROWS", 16)
     monkeypatch.setattr(rows_module, "CHUNK_IDS", 64)
-    found = events()
+    found = make_events()
     return found, request.param(tmp_path, found)
 
 
 def test_leave_one_out_split_matches_plain_python(source, tmp_path):
     found, given = source
-    rows = prepared(given[0], tmp_path / "out", *given[1:], "--negatives", 5, "--max-length", LONGEST)
-    when, lists = {(u, i): t for u, i, t in found}, by_user(found)
+    rows = prepare_splits(given[0], tmp_path / "out", *given[1:], "--negatives", 5, "--max-length", LONGEST)
+    when, lists = {(u, i): t for u, i, t in found}, group_by_user(found)
     counts = Counter(item for items in lists.values() for item in items[:-2])
     expected = [
         (u, items[:place], items[place]) for u, items in lists.items() for place in range(len(items) - 2)
@@ -148,35 +148,35 @@ def test_user_rows_cover_each_interaction_once(source, tmp_path):
     """Except the first of a user, each interaction is a target once: as the item or within a history."""
     found, given = source
     arguments = (*given[1:], "--negatives", 0, "--max-length", LONGEST, "--rows", "user")
-    rows = prepared(given[0], tmp_path / "out", *arguments)
+    rows = prepare_splits(given[0], tmp_path / "out", *arguments)
     learned = Counter()
     for row in rows["train"]:
         learned.update((row["user"], item) for item in [*row["history"][1:], row["item"]] if row["history"])
-        place = by_user(found)[row["user"]].index(row["item"])
-        assert row["history"] == by_user(found)[row["user"]][:place][-LONGEST:]
-        assert row["later"] == len(by_user(found)[row["user"]]) - 2 - 1 - place
+        place = group_by_user(found)[row["user"]].index(row["item"])
+        assert row["history"] == group_by_user(found)[row["user"]][:place][-LONGEST:]
+        assert row["later"] == len(group_by_user(found)[row["user"]]) - 2 - 1 - place
     assert not any(row["later"] for split in ("valid", "test") for row in rows[split])
-    expected = [(u, item) for u, items in by_user(found).items() for item in items[1:-2]]
+    expected = [(u, item) for u, items in group_by_user(found).items() for item in items[1:-2]]
     assert learned == Counter(expected)
     for split, place in (("valid", -2), ("test", -1)):
         assert [(row["user"], row["item"], row["label"]) for row in rows[split]] == [
-            (row["user"], by_user(found)[row["user"]][place], 1) for row in rows[split]
+            (row["user"], group_by_user(found)[row["user"]][place], 1) for row in rows[split]
         ]
         assert len(rows[split]) == USERS
-        assert all(row["seen"] == by_user(found)[row["user"]][:place] for row in rows[split])
+        assert all(row["seen"] == group_by_user(found)[row["user"]][:place] for row in rows[split])
 
 
 def test_user_test_rows_list_all_held_out_items(source, tmp_path):
     """One row for each user of a split: the first held-out item as `item`, all of them as `right_items`."""
     given = source[1]
     arguments = (*given[1:], "--negatives", 0, "--max-length", LONGEST, "--split", "random")
-    each = prepared(given[0], tmp_path / "each", *arguments)
-    rows = prepared(given[0], tmp_path / "user", *arguments, "--test-rows", "user")
+    each = prepare_splits(given[0], tmp_path / "each", *arguments)
+    rows = prepare_splits(given[0], tmp_path / "user", *arguments, "--test-rows", "user")
     pair = itemgetter("user", "item")
     assert sorted(map(pair, each["train"])) == sorted(map(pair, rows["train"]))
     several = 0
     for split in ("valid", "test"):
-        held_out = by_user(map(pair, each[split]))
+        held_out = group_by_user(map(pair, each[split]))
         assert [row["user"] for row in rows[split]] == list(held_out)
         first = {row["user"]: row for row in reversed(each[split])}
         for row in rows[split]:
@@ -187,24 +187,26 @@ def test_user_test_rows_list_all_held_out_items(source, tmp_path):
 
 
 def test_user_test_rows_have_no_rolling_histories(tmp_path):
-    given = write_parquet(tmp_path, events())
+    given = write_parquet(tmp_path, make_events())
     arguments = (*given[1:], "--split", "time", "--negatives", 0, "--test-rows", "user")
-    rows = prepared(given[0], tmp_path / "out", *arguments)
+    rows = prepare_splits(given[0], tmp_path / "out", *arguments)
     for row in rows["test"]:
         assert row["history"] == row["seen"] and not {*row["history"]} & {*row["right_items"]}
 
 
 def test_user_test_rows_reject_candidates(tmp_path):
-    given = write_words(tmp_path, events())
+    given = write_words(tmp_path, make_events())
     result = run(*given, tmp_path / "out", "--test-rows", "user")
     assert isinstance(result.exception, RaytrecError)
     assert "--test-rows user --negatives 99" in str(result.exception)
 
 
 def test_with_valid_adds_validation_rows_to_train(tmp_path):
-    given = write_words(tmp_path, events())
-    rows = prepared(given[0], tmp_path / "out", "--negatives", 0, "--with-valid", "--train-negatives", 2)
-    lists = by_user(events())
+    given = write_words(tmp_path, make_events())
+    rows = prepare_splits(
+        given[0], tmp_path / "out", "--negatives", 0, "--with-valid", "--train-negatives", 2
+    )
+    lists = group_by_user(make_events())
     counts = Counter(item for items in lists.values() for item in items[:-1])
     met = sorted((row["user"], row["item"]) for row in rows["train"] if row["label"])
     assert met == sorted((user, item) for user, items in lists.items() for item in items[:-1])
@@ -217,11 +219,11 @@ def test_with_valid_adds_validation_rows_to_train(tmp_path):
 
 @pytest.mark.parametrize("split", ["time", "random"])
 def test_time_and_random_splits_hold_out_tenths(split, tmp_path):
-    found = [(user, item, time) for seed in (1, 2) for user, item, time in events(seed)]
+    found = [(user, item, time) for seed in (1, 2) for user, item, time in make_events(seed)]
     found = [(user, item, 1000 + n) for n, (user, item, _) in enumerate(found)]
     given = write_parquet(tmp_path, found)
     arguments = (*given[1:], "--split", split, "--negatives", 2, "--max-length", LONGEST)
-    rows = prepared(given[0], tmp_path / "out", *arguments)
+    rows = prepare_splits(given[0], tmp_path / "out", *arguments)
     met = {name: [(r["user"], r["item"], r["time"]) for r in rows[name] if r["label"]] for name in SPLITS}
     tenth = len(found) // 10
     assert sorted(event for split in SPLITS for event in met[split]) == sorted(found)
@@ -234,7 +236,7 @@ def test_time_and_random_splits_hold_out_tenths(split, tmp_path):
     for name, earlier in (("valid", ["train"]), ("test", ["train", "valid"])):
         before = sorted((e for split in earlier for e in met[split]), key=lambda event: event[2])
         for row in rows[name]:
-            assert row["history"] == by_user(before)[row["user"]][-LONGEST:]
+            assert row["history"] == group_by_user(before)[row["user"]][-LONGEST:]
         for user in {user for user, *_ in met[name]}:  # times do not reveal the candidates
             times = [{r["time"] for r in rows[name] if r["user"] == user and r["label"] == n} for n in (0, 1)]
             assert times[0] <= times[1] and len(times[0]) == min(2, len(times[1]))
@@ -243,25 +245,27 @@ def test_time_and_random_splits_hold_out_tenths(split, tmp_path):
 
 
 def test_time_split_histories_cross_the_split_boundary(tmp_path):
-    found = [(user, item, 1000 + n) for n, (user, item, _) in enumerate(events())]
+    found = [(user, item, 1000 + n) for n, (user, item, _) in enumerate(make_events())]
     given = write_parquet(tmp_path, found)
     arguments = (*given[1:], "--split", "time", "--negatives", 0, "--max-length", LONGEST)
-    rows = prepared(given[0], tmp_path / "out", *arguments)
+    rows = prepare_splits(given[0], tmp_path / "out", *arguments)
     tenth = len(found) // 10
     for name, first in (("valid", len(found) - 2 * tenth), ("test", len(found) - tenth)):
         written = {row["time"]: row for row in rows[name]}
         assert len(rows[name]) == len(written) == tenth
         for place in range(first, first + tenth):
             user, item, time = found[place]
-            before = by_user(found[:place]).get(user, [])
+            before = group_by_user(found[:place]).get(user, [])
             assert (written[time]["user"], written[time]["item"]) == (user, item)
             assert written[time]["seen"] == before and written[time]["history"] == before[-LONGEST:]
     assert any(len(row["seen"]) > LONGEST for row in rows["test"])
 
 
 def test_train_negatives_are_unseen_items(tmp_path):
-    given = write_words(tmp_path, events())
-    rows = prepared(given[0], tmp_path / "out", "--train-negatives", 3, "--max-length", 0, "--negatives", 1)
+    given = write_words(tmp_path, make_events())
+    rows = prepare_splits(
+        given[0], tmp_path / "out", "--train-negatives", 3, "--max-length", 0, "--negatives", 1
+    )
     met = {(row["user"], row["item"]) for row in rows["train"] if row["label"]}
     drawn = [(row["user"], row["item"]) for row in rows["train"] if not row["label"]]
     assert len(drawn) == 3 * len(met) and not set(drawn) & met
@@ -269,21 +273,23 @@ def test_train_negatives_are_unseen_items(tmp_path):
 
 
 def test_interactions_are_deterministic_per_seed(tmp_path):
-    given = write_words(tmp_path, events())
+    given = write_words(tmp_path, make_events())
     one, same, other = (
-        prepared(given[0], tmp_path / out, "--train-negatives", 1, "--negatives", 3, "--seed", seed)
+        prepare_splits(given[0], tmp_path / out, "--train-negatives", 1, "--negatives", 3, "--seed", seed)
         for out, seed in (("a", 4), ("b", 4), ("c", 5))
     )
     assert one == same and all(one[split] != other[split] for split in SPLITS)
 
 
 def test_light_gcn_layout_keeps_its_test_split(tmp_path):
-    lists = by_user(events())
-    as_text(tmp_path / "train.txt", [(u, i) for u, items in lists.items() for i in items[:-2]])
-    as_text(tmp_path / "test.txt", [(u, i) for u, items in lists.items() for i in items[-2:]], end=" ")
+    lists = group_by_user(make_events())
+    write_user_lines(tmp_path / "train.txt", [(u, i) for u, items in lists.items() for i in items[:-2]])
+    write_user_lines(
+        tmp_path / "test.txt", [(u, i) for u, items in lists.items() for i in items[-2:]], end=" "
+    )
     with (tmp_path / "test.txt").open("a") as file:
         file.write("77\n")
-    rows = prepared(tmp_path, tmp_path / "out", "--negatives", 4)
+    rows = prepare_splits(tmp_path, tmp_path / "out", "--negatives", 4)
     met = {name: sorted((r["user"], r["item"]) for r in rows[name] if r["label"]) for name in SPLITS}
     assert met["test"] == sorted((u, item) for u, items in lists.items() for item in items[-2:])
     held = [user for user, items in lists.items() if len(items) > 3]
@@ -292,36 +298,36 @@ def test_light_gcn_layout_keeps_its_test_split(tmp_path):
     assert sorted(met["train"] + met["valid"]) == learned
 
 
-def as_table(path, found, line="user,item,time"):
+def write_text_table(path, found, line="user,item,time"):
     between = "," if "," in line else "\t"
     path.write_text("".join(between.join(map(str, row)) + "\n" for row in [line.split(between), *found]))
 
 
-def as_ratings(path, found):
+def write_ratings(path, found):
     path.write_text("".join(f"{user}\t{item}\t5\t{time}\n" for user, item, time in found))
 
 
-def as_parquet(path, found):
+def write_split_parquet(path, found):
     path.parent.mkdir(exist_ok=True)
     pq.write_table(pa.table(dict(zip(("user", "item", "time"), zip(*found, strict=True), strict=True))), path)
 
 
 RECBOLE = "user_id:token\titem_id:token\ttimestamp:float"
-DIVIDED = {
-    "{}.txt": (as_text, []),
-    "clicks_{}.csv": (as_table, ["--time", "time"]),
-    "ml.{}.inter": (lambda path, found: as_table(path, found, RECBOLE), []),
-    "x.{}.rating": (as_ratings, []),
-    "{}/part-0.parquet": (as_parquet, ["--time", "time"]),
-    "{}-00000-of-00001.parquet": (as_parquet, ["--time", "time"]),
+SPLIT_LAYOUTS = {
+    "{}.txt": (write_user_lines, []),
+    "clicks_{}.csv": (write_text_table, ["--time", "time"]),
+    "ml.{}.inter": (lambda path, found: write_text_table(path, found, RECBOLE), []),
+    "x.{}.rating": (write_ratings, []),
+    "{}/part-0.parquet": (write_split_parquet, ["--time", "time"]),
+    "{}-00000-of-00001.parquet": (write_split_parquet, ["--time", "time"]),
 }
 
 
-@pytest.mark.parametrize("name", DIVIDED)
+@pytest.mark.parametrize("name", SPLIT_LAYOUTS)
 @pytest.mark.parametrize("valid", ["valid", "val", "dev", None])
 def test_source_with_splits_keeps_them(name, valid, tmp_path):
-    write, arguments = DIVIDED[name]
-    lists, when = by_user(events()), {(u, i): t for u, i, t in events()}
+    write, arguments = SPLIT_LAYOUTS[name]
+    lists, when = group_by_user(make_events()), {(u, i): t for u, i, t in make_events()}
     parts = {"train": slice(None, -2), valid: slice(-2, -1), "test": slice(-1, None)}
     of = {
         split: [(u, i, when[u, i]) for u, items in lists.items() for i in items[part]]
@@ -333,7 +339,7 @@ def test_source_with_splits_keeps_them(name, valid, tmp_path):
         if split:
             write(source / name.format(split), rows)
     (source / "README.md").write_text("about")
-    rows = prepared(source, tmp_path / "out", *arguments, "--negatives", 2)
+    rows = prepare_splits(source, tmp_path / "out", *arguments, "--negatives", 2)
     met = {split: {(r["user"], r["item"]) for r in rows[split] if r["label"]} for split in SPLITS}
     assert met["test"] == {pair[:2] for pair in of["test"]}
     if valid:
@@ -347,20 +353,20 @@ def test_source_with_splits_keeps_them(name, valid, tmp_path):
 
 
 def test_incomplete_or_ambiguous_source_splits_are_rejected(tmp_path):
-    as_table(tmp_path / "a.train.csv", events())
-    as_table(tmp_path / "a.valid.csv", events())
+    write_text_table(tmp_path / "a.train.csv", make_events())
+    write_text_table(tmp_path / "a.valid.csv", make_events())
     assert "the test split is missing" in str(run(tmp_path, tmp_path / "out").exception)
-    as_table(tmp_path / "a.test.csv", events())
-    as_table(tmp_path / "b.train.csv", events())
+    write_text_table(tmp_path / "a.test.csv", make_events())
+    write_text_table(tmp_path / "b.train.csv", make_events())
     assert "several data sets" in str(run(tmp_path, tmp_path / "out").exception)
-    rows = prepared(tmp_path / "a.train.csv", tmp_path / "out", "--split", "random", "--negatives", 0)
-    assert sum(map(len, rows.values())) == len(events()), "a single file has no splits"
+    rows = prepare_splits(tmp_path / "a.train.csv", tmp_path / "out", "--split", "random", "--negatives", 0)
+    assert sum(map(len, rows.values())) == len(make_events()), "a single file has no splits"
 
 
-def ncf(folder):
+def write_ncf(folder):
     """Write events and candidates in NCF's layout and return both."""
-    found, rng = events(), random.Random(8)
-    lists, last = by_user(found), {user: (item, time) for user, item, time in found}
+    found, rng = make_events(), random.Random(8)
+    lists, last = group_by_user(found), {user: (item, time) for user, item, time in found}
     wrong = {u: rng.sample([i for i in range(ITEMS + 5) if i not in items], 6) for u, items in lists.items()}
     wrong[4][2] = last[4][0]  # as in ML-1M
     lines = [f"{u}\t{i}\t5\t{t}\n" for u, i, t in rng.sample(found, len(found)) if last[u][0] != i]
@@ -373,9 +379,9 @@ def ncf(folder):
 
 @pytest.mark.parametrize("source", ["", "x.train.rating"])
 def test_ncf_layout_provides_candidates(source, tmp_path):
-    found, wrong = ncf(tmp_path)
-    rows = prepared(tmp_path / source, tmp_path / "out", "--negatives", 3)
-    for user, items in by_user(found).items():
+    found, wrong = write_ncf(tmp_path)
+    rows = prepare_splits(tmp_path / source, tmp_path / "out", "--negatives", 3)
+    for user, items in group_by_user(found).items():
         group = [(row["item"], row["label"]) for row in rows["test"] if row["user"] == user]
         others = [(item, 0) for item in wrong[user] if item != items[-1]]
         assert group[0] == (items[-1], 1) and sorted(group[1:]) == sorted(others)
@@ -386,15 +392,15 @@ def test_ncf_layout_provides_candidates(source, tmp_path):
 
 @pytest.mark.parametrize("kind", ["txt", "parquet"])
 def test_candidates_file_is_used_for_test_rows(kind, tmp_path):
-    found = events()
-    given, lists, path = write_words(tmp_path, found), by_user(found), tmp_path / f"given.{kind}"
+    found = make_events()
+    given, lists, path = write_words(tmp_path, found), group_by_user(found), tmp_path / f"given.{kind}"
     wrong = {user: [900, *[i for i in range(ITEMS) if i not in items][:3]] for user, items in lists.items()}
     wrong[555] = [1, 2]  # a user missing in the source
     if kind == "txt":
-        as_text(path, [(u, i) for u, items in wrong.items() for i in items])
+        write_user_lines(path, [(u, i) for u, items in wrong.items() for i in items])
     else:
         pq.write_table(pa.table({"user": list(wrong), "item": list(wrong.values())}), path)
-    rows = prepared(given[0], tmp_path / "out", "--candidates", path, "--negatives", 7)
+    rows = prepare_splits(given[0], tmp_path / "out", "--candidates", path, "--negatives", 7)
     for user in lists:
         ranked = sorted(r["item"] for r in rows["test"] if r["user"] == user and not r["label"])
         assert ranked == sorted(wrong[user])
@@ -402,9 +408,9 @@ def test_candidates_file_is_used_for_test_rows(kind, tmp_path):
 
 
 def test_min_interactions_keeps_the_k_core(tmp_path):
-    found = [*events(), (90, 1, 1), (90, 2, 2), (91, 77, 3), (91, 77, 4), (91, 77, 5)]
+    found = [*make_events(), (90, 1, 1), (90, 2, 2), (91, 77, 3), (91, 77, 4), (91, 77, 5)]
     given = write_words(tmp_path, found)
-    rows = prepared(given[0], tmp_path / "out", "--negatives", 1, "--min-interactions", 3)
+    rows = prepare_splits(given[0], tmp_path / "out", "--negatives", 1, "--min-interactions", 3)
     kept = [(user, item) for user, item, _ in found]
     while True:
         users, items = Counter(u for u, _ in kept), Counter(i for _, i in kept)
@@ -419,7 +425,7 @@ def test_min_interactions_keeps_the_k_core(tmp_path):
 
 
 def test_side_feature_files_are_joined(tmp_path):
-    given, folder = write_csv(tmp_path, events()), tmp_path
+    given, folder = write_csv(tmp_path, make_events()), tmp_path
     (folder / "users.csv").write_text(
         "who,sex,age\n" + "".join(f"{u},{'mf'[u % 2]},{u / 2}\n" for u in range(3, 20))
     )
@@ -427,7 +433,7 @@ def test_side_feature_files_are_joined(tmp_path):
         str({str(i): [f"g{i % 3}", "all"] for i in range(0, ITEMS, 2)}).replace("'", '"')
     )
     sides = ("--user-features", folder / "users.csv", "--item-features", folder / "items.json")
-    rows = prepared(given[0], folder / "out", *given[1:], *sides, "--negatives", 2)
+    rows = prepare_splits(given[0], folder / "out", *given[1:], *sides, "--negatives", 2)
     for row in (row for split in SPLITS for row in rows[split]):
         assert row["sex"] == {"f": 1, "m": 2}["mf"[row["user"] % 2]] and row["age"] == row["user"] / 2
         names = ["all", "g0", "g1", "g2"]

@@ -20,15 +20,15 @@ USERS, ITEMS = 12, 250
 SPLITS = ("train", "valid", "test")
 
 
-def movielens(*arguments):
+def run_movielens(*arguments):
     return CliRunner().invoke(app, ["movielens", *map(str, arguments)])
 
 
 def run(source, out, *arguments):
-    return movielens("--split", "leave-one-out", "--source", source, "--out", out, *arguments)
+    return run_movielens("--split", "leave-one-out", "--source", source, "--out", out, *arguments)
 
 
-def prepared(source, out, *arguments):
+def prepare_splits(source, out, *arguments):
     """Return the rows of each split with source keys in place of ids, and the rows of items/."""
     result = run(source, out, *arguments)
     assert result.exit_code == 0, result.exception
@@ -47,7 +47,7 @@ def test_leave_one_out_supports_all_movielens_layouts(layout, tmp_path):
     (tmp_path / "in").mkdir()
     test_movielens.LAYOUTS[layout](tmp_path / "in", ratings)
     arguments = ("--negatives", 2, "--candidates", 3, "--history", 5)
-    rows, items = prepared(tmp_path / "in", tmp_path / "out", *arguments)
+    rows, items = prepare_splits(tmp_path / "in", tmp_path / "out", *arguments)
     met = {
         user: [i for u, i, _, t in sorted(ratings, key=lambda r: r[3]) if u == user] for user in range(1, 13)
     }
@@ -73,7 +73,7 @@ def test_leave_one_out_supports_all_movielens_layouts(layout, tmp_path):
     assert {"release_year", "genres"} <= set(schema.sparse) and "title" not in schema.sparse
 
 
-def original(folder, layout="pairs"):
+def write_source(folder, layout="pairs"):
     """Write source files; return train pairs, held-out items, candidate lists and movie ids."""
     rng, movies = random.Random(5), {item: 7 * item + 3 for item in range(ITEMS)}
     seen = {user: rng.sample(range(ITEMS), rng.randint(3, 9)) for user in range(USERS)}
@@ -102,11 +102,11 @@ def original(folder, layout="pairs"):
     return train, left, lists, movies
 
 
-def rows_of(folder, split):
+def read_split(folder, split):
     return [tuple(row.values()) for row in pq.read_table(folder / split).to_pylist()]
 
 
-def sequences(folder):
+def write_sequences(folder):
     """Write sequences.parquet with the pairs in random order; return the movie ids by user id."""
     pairs = pq.read_table(folder / "pairs.parquet").to_pylist()
     lists = {}
@@ -120,11 +120,11 @@ def sequences(folder):
 
 @pytest.mark.parametrize("ordered", [True, False])
 def test_candidates_of_the_source_are_used(ordered, tmp_path):
-    train, left, lists, movies = original(tmp_path / "in")
-    order = sequences(tmp_path / "in") if ordered else None
+    train, left, lists, movies = write_source(tmp_path / "in")
+    order = write_sequences(tmp_path / "in") if ordered else None
     known = {int(movie) for movie in pq.read_table(tmp_path / "in/pairs.parquet")["movieID"].to_pylist()}
     movies = {n: movie if movie in known else -1 - n for n, movie in movies.items()}
-    rows, _ = prepared(tmp_path / "in", tmp_path / "out", "--negatives", 0, "--candidates", 4)
+    rows, _ = prepare_splits(tmp_path / "in", tmp_path / "out", "--negatives", 0, "--candidates", 4)
     for user, item in left.items():
         group = [(row["item"], row["label"]) for row in rows["test"] if row["user"] == user + 1]
         others = {(movies[i], 0) for i in lists[user] if i != item}
@@ -140,10 +140,10 @@ def test_candidates_of_the_source_are_used(ordered, tmp_path):
 
 
 def test_zero_candidates_give_one_test_row_per_user(tmp_path):
-    original(tmp_path / "in")
-    order = sequences(tmp_path / "in")
+    write_source(tmp_path / "in")
+    order = write_sequences(tmp_path / "in")
     arguments = ("--candidates", 0, "--negatives", 0, "--rows", "user", "--history", 3)
-    rows, _ = prepared(tmp_path / "in", tmp_path / "out", *arguments)
+    rows, _ = prepare_splits(tmp_path / "in", tmp_path / "out", *arguments)
     assert {row["user"]: row["item"] for row in rows["test"]} == {
         u: movies[-1] for u, movies in order.items()
     }
@@ -156,7 +156,7 @@ def test_movielens_supports_time_split_with_user_rows(tmp_path):
     (tmp_path / "in").mkdir()
     test_movielens.LAYOUTS["100k"](tmp_path / "in", ratings)
     arguments = ("--split", "time", "--rows", "user", "--negatives", 0, "--candidates", 0, "--history", 5)
-    rows, _ = prepared(tmp_path / "in", tmp_path / "out", *arguments)
+    rows, _ = prepare_splits(tmp_path / "in", tmp_path / "out", *arguments)
     tenth = len(ratings) // 10
     assert [len(rows[name]) for name in ("valid", "test")] == [tenth, tenth]
     times = sorted(time for *_, time in ratings)
@@ -171,8 +171,8 @@ def test_movielens_supports_time_split_with_user_rows(tmp_path):
 
 
 def test_sequences_with_other_films_are_rejected(tmp_path):
-    original(tmp_path / "in")
-    lists = sequences(tmp_path / "in")
+    write_source(tmp_path / "in")
+    lists = write_sequences(tmp_path / "in")
     lists[3][0], lists[3][1] = lists[3][1], 12345
     pq.write_table(
         pa.table({"user": list(lists), "movies": list(lists.values())}), tmp_path / "in/sequences.parquet"
@@ -183,10 +183,10 @@ def test_sequences_with_other_films_are_rejected(tmp_path):
 
 @pytest.mark.parametrize("layout", ["pairs", "ratings"])
 def test_leave_one_out_splits_have_the_expected_rows(tmp_path, layout):
-    train, left, lists, movies = original(tmp_path / "in", layout)
-    result = movielens("--source", tmp_path / "in", "--out", tmp_path / "out", "--negatives", 3)
+    train, left, lists, movies = write_source(tmp_path / "in", layout)
+    result = run_movielens("--source", tmp_path / "in", "--out", tmp_path / "out", "--negatives", 3)
     assert result.exit_code == 0, result.exception
-    split = {name: rows_of(tmp_path / "out", name) for name in SPLITS}
+    split = {name: read_split(tmp_path / "out", name) for name in SPLITS}
     expected = [(1, u, left[u]) for u in left] + [
         (0, u, item) for u in left for item in dict.fromkeys(lists[u]) if item != left[u]
     ]
@@ -220,10 +220,12 @@ def test_leave_one_out_splits_have_the_expected_rows(tmp_path, layout):
 
 
 def test_leave_one_out_is_deterministic_per_seed(tmp_path):
-    original(tmp_path / "in")
+    write_source(tmp_path / "in")
     for out, seed in (("a", 1), ("b", 1), ("c", 2)):
-        assert movielens("--source", tmp_path / "in", "--out", tmp_path / out, "--seed", seed).exit_code == 0
-    one, same, other = (rows_of(tmp_path / out, "train") for out in "abc")
+        assert (
+            run_movielens("--source", tmp_path / "in", "--out", tmp_path / out, "--seed", seed).exit_code == 0
+        )
+    one, same, other = (read_split(tmp_path / out, "train") for out in "abc")
     assert one == same != other
 
 
@@ -239,21 +241,21 @@ def test_leave_one_out_is_deterministic_per_seed(tmp_path):
     ],
 )
 def test_malformed_candidate_files_are_reported(tmp_path, file, text, message):
-    original(tmp_path / "in")
+    write_source(tmp_path / "in")
     if text is None:
         (tmp_path / "in" / file).unlink()
     else:
         (tmp_path / "in" / file).write_text(text)
-    result = movielens("--source", tmp_path / "in", "--out", tmp_path / "out")
+    result = run_movielens("--source", tmp_path / "in", "--out", tmp_path / "out")
     assert isinstance(result.exception, DataError) and message in str(result.exception)
     assert file.split(".")[0] in str(result.exception)
 
 
 def test_pairs_without_test_items_are_rejected(tmp_path):
-    original(tmp_path / "in")
+    write_source(tmp_path / "in")
     table = pq.read_table(tmp_path / "in/pairs.parquet")
     pq.write_table(table.slice(5), tmp_path / "in/pairs.parquet")
-    result = movielens("--source", tmp_path / "in", "--out", tmp_path / "out")
+    result = run_movielens("--source", tmp_path / "in", "--out", tmp_path / "out")
     assert isinstance(result.exception, DataError)
 
 

@@ -79,13 +79,13 @@ def run(*arguments):
     return CliRunner().invoke(app, ["movielens", *map(str, arguments)])
 
 
-def prepared(folder, layout, split, history=4):
+def prepare_generated_ratings(folder, layout, split, history=4):
     ratings = make_ratings(half_stars=layout == "32m")
-    rows = rows_of(folder, ratings, layout, "--split", split, "--history", history)
+    rows = prepare_rows(folder, ratings, layout, "--split", split, "--history", history)
     return ratings, rows, Schema.load(folder / "out/schema.yaml")
 
 
-def rows_of(folder, ratings, layout="32m", *arguments):
+def prepare_rows(folder, ratings, layout="32m", *arguments):
     """Write ratings to source/, prepare them in out/ and return the rows of each split."""
     (folder / "source").mkdir(parents=True)
     LAYOUTS[layout](folder / "source", ratings)
@@ -94,16 +94,16 @@ def rows_of(folder, ratings, layout="32m", *arguments):
     return {s: pq.read_table(folder / "out" / s).to_pylist() for s in SPLITS}
 
 
-def key_of(row, items):
+def get_rating(row, items):
     return row["user_id"], items[row["item_id"] - 1], row["rating"], row["timestamp"]
 
 
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 @pytest.mark.parametrize("split", ["random", "per-user", "time"])
 def test_rows_histories_and_splits_match_a_plain_loop(tmp_path, layout, split):
-    ratings, rows, schema = prepared(tmp_path, layout, split)
+    ratings, rows, schema = prepare_generated_ratings(tmp_path, layout, split)
     items = sorted(m[0] for m in MOVIES)
-    by_split = {s: [key_of(r, items) for r in found] for s, found in rows.items()}
+    by_split = {s: [get_rating(r, items) for r in found] for s, found in rows.items()}
     assert sorted(k for keys in by_split.values() for k in keys) == sorted(ratings)
     assert {s: len(k) for s, k in by_split.items()} == (
         {"train": 156, "valid": 12, "test": 12}
@@ -121,7 +121,7 @@ def test_rows_histories_and_splits_match_a_plain_loop(tmp_path, layout, split):
     train = by_split["train"]
     for found in rows.values():
         for row in found:
-            user, item, rating, when = key_of(row, items)
+            user, item, rating, when = get_rating(row, items)
             assert row["label"] == (rating >= 4)
             liked = [(t, items.index(i) + 1) for u, i, r, t in train if u == user and r >= 4 and t < when]
             assert row["history"] == [i for _, i in sorted(liked)][-4:], (
@@ -138,7 +138,7 @@ def test_rows_histories_and_splits_match_a_plain_loop(tmp_path, layout, split):
 
 
 def test_ids_fit_their_tables(tmp_path):
-    _, rows, schema = prepared(tmp_path, "100k", "random")
+    _, rows, schema = prepare_generated_ratings(tmp_path, "100k", "random")
     everything = [row for found in rows.values() for row in found]
     for feature, spec in schema.sparse.items():
         ids = np.hstack([row[feature] for row in everything])
@@ -149,11 +149,11 @@ def test_ids_fit_their_tables(tmp_path):
 def test_held_out_labels_are_not_inputs(tmp_path, split, monkeypatch):
     """Turning every held-out rating into its opposite must change no input of any row."""
     monkeypatch.setattr(recipe, "CHUNK_ROWS", 37)
-    ratings, before, _ = prepared(tmp_path / "a", "32m", split, history=20)
+    ratings, before, _ = prepare_generated_ratings(tmp_path / "a", "32m", split, history=20)
     items = sorted(m[0] for m in MOVIES)
-    held_out = {key_of(row, items) for s in SPLITS[1:] for row in before[s]}
+    held_out = {get_rating(row, items) for s in SPLITS[1:] for row in before[s]}
     turned = [(u, i, (1 if r >= 4 else 5) if (u, i, r, t) in held_out else r, t) for u, i, r, t in ratings]
-    after = rows_of(tmp_path / "b", turned, "32m", "--split", split)
+    after = prepare_rows(tmp_path / "b", turned, "32m", "--split", split)
     for name in SPLITS:
         for a, b in zip(before[name], after[name], strict=True):
             assert (a["label"] == b["label"]) == (name == "train")
@@ -162,7 +162,7 @@ def test_held_out_labels_are_not_inputs(tmp_path, split, monkeypatch):
 
 
 def test_small_datasets_have_small_row_groups(tmp_path):
-    rows = rows_of(tmp_path, make_ratings(users=400))
+    rows = prepare_rows(tmp_path, make_ratings(users=400))
     meta = pq.read_metadata(tmp_path / "out/train/part-00000.parquet")
     assert [meta.row_group(i).num_rows for i in range(2)] == [4096, len(rows["train"]) - 4096]
 
@@ -185,7 +185,7 @@ def test_ratings_with_invalid_users_or_times_are_rejected(tmp_path, line, messag
 
 def test_empty_genres_are_ignored(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "MOVIES", [*MOVIES, (41, "Nameless", [""])])
-    rows_of(tmp_path, make_ratings())
+    prepare_rows(tmp_path, make_ratings())
     assert "genres: {rows: 4, dim: 16}" in (tmp_path / "out/schema.yaml").read_text()
 
 
@@ -221,7 +221,7 @@ def test_movielens_requires_a_source_or_download():
     assert isinstance(run("--out", "x").exception, ConfigError)
 
 
-def served(tmp_path, name, files):
+def serve_archive(tmp_path, name, files):
     """Write an archive of these files; return the URL of its folder and the MD5 of the archive."""
     server = tmp_path / "server"
     server.mkdir()
@@ -237,7 +237,7 @@ def test_download_verifies_and_extracts(tmp_path, capsys):
         "ml-100k/u.data": "1\t1\t5\t1\n",
         "../outside": "must not leave",
     }
-    (base, md5), cache = served(tmp_path, "ml-100k.zip", files), tmp_path / "cache"
+    (base, md5), cache = serve_archive(tmp_path, "ml-100k.zip", files), tmp_path / "cache"
     with pytest.raises(DataError, match="checksum"):
         layouts.fetch("100k", cache, base=base)
     assert not list(cache.iterdir())
@@ -250,7 +250,7 @@ def test_download_verifies_and_extracts(tmp_path, capsys):
 
 def test_interrupted_extraction_does_not_look_complete(tmp_path, monkeypatch):
     files = {"ml-25m/ratings.csv": "", "ml-25m/movies.csv": ""}
-    arguments = ("25m", tmp_path / "cache", *served(tmp_path, "ml-25m.zip", files))
+    arguments = ("25m", tmp_path / "cache", *serve_archive(tmp_path, "ml-25m.zip", files))
 
     def interrupted(self, path):
         self.extract("ml-25m/ratings.csv", path)

@@ -33,7 +33,7 @@ def source(tmp_path_factory):
     return folder
 
 
-def next_command(source, *arguments):
+def get_next_command(source, *arguments):
     """Run the recipe twice; return the job path and the overrides of the printed command."""
     arguments = ["interactions", "--source", "x.csv", "--out", "data/x", *map(str, arguments)]
     said = [CliRunner().invoke(app, arguments) for _ in range(2)]
@@ -48,7 +48,7 @@ def next_command(source, *arguments):
     return words[2].removeprefix("jobs/"), words[3:]
 
 
-def opened(job, overrides):
+def open_job(job, overrides):
     """Return the configuration, schema and datasets of a run before it starts."""
     config = resolve(load_config(REPO / "jobs" / job, overrides), job)
     schema, datasets = open_data(config)
@@ -76,9 +76,9 @@ def test_next_command_fits_the_prepared_dataset(source, tmp_path, monkeypatch, a
     for file in source.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     monkeypatch.chdir(tmp_path)
-    named, overrides = next_command(source, *arguments)
+    named, overrides = get_next_command(source, *arguments)
     assert named == job
-    config, schema, datasets = opened(named, overrides)
+    config, schema, datasets = open_job(named, overrides)
     assert {"train", "valid", "test"} <= datasets.keys()
     labels = {split: np.unique(pq.read_table(f"data/x/{split}")["label"]) for split in ("train", "test")}
     if config.tasks[0].loss == "bce":
@@ -92,7 +92,7 @@ def test_next_command_fits_the_prepared_dataset(source, tmp_path, monkeypatch, a
         assert labels["test"].tolist() == [0, 1]
     if config.model.name == "two_tower":
         alone = [text for text in overrides if not text.startswith("model.towers=")]
-        opened("interactions/mf.yaml", alone)
+        open_job("interactions/mf.yaml", alone)
         assert {*config.model.towers.query, *config.model.towers.item} == {*schema.sparse, *schema.dense}
     else:
         assert set(schema.tables) == {"item"} or named == "own.yaml"
@@ -103,7 +103,7 @@ def test_recall_with_several_right_items_matches_numpy(ray_cluster, source, tmp_
     (tmp_path / "x.csv").write_bytes((source / "x.csv").read_bytes())
     monkeypatch.chdir(tmp_path)
     arguments = ["--negatives", 0, "--test-rows", "user", "--split", "random", "--dim", 8]
-    named, overrides = next_command(source, *arguments)
+    named, overrides = get_next_command(source, *arguments)
     quick = ["train.epochs=1", "scaling.num_workers=1", "tracking={enabled: false, report: false}"]
     result = raytrec.train(REPO / "jobs" / named, [*overrides, *quick, f"run.dir={tmp_path / 'run'}"])
     test, items = (pq.read_table(f"data/x/{name}") for name in ("test", "items"))

@@ -13,29 +13,31 @@ from typer.testing import CliRunner
 
 from raytrec.common.errors import ConfigError
 
-told = []
+recorded_calls = []
 
 
 def plain(out: Path, rows: int = 7, seed: int = 0, source: Path | None = None, force: bool = False):
     """Repeats its option."""
-    told.append((out, rows, seed, source, force))
+    recorded_calls.append((out, rows, seed, source, force))
 
 
 def annotated(out: Path, share: Annotated[float, Option("--part", min=0, max=1, help="Of rows.")] = 0.5):
     """Has a separate option."""
-    told.append((out, share))
+    recorded_calls.append((out, share))
 
 
 def run(*arguments):
-    told.clear()
+    recorded_calls.clear()
     return CliRunner().invoke(app, [f"{__name__}:{arguments[0]}", *arguments[1:]])
 
 
 def test_parameters_become_options():
     assert run("plain", "--out", "a", "--rows", "3", "--seed", "4", "--source", "b", "--force").exit_code == 0
-    assert told == [(Path("a"), 3, 4, Path("b"), True)]
-    assert run("plain", "--out", "a").exit_code == 0 and told == [(Path("a"), 7, 0, None, False)]
-    assert run("annotated", "--out", "a", "--part", "0.25").exit_code == 0 and told == [(Path("a"), 0.25)]
+    assert recorded_calls == [(Path("a"), 3, 4, Path("b"), True)]
+    assert run("plain", "--out", "a").exit_code == 0 and recorded_calls == [(Path("a"), 7, 0, None, False)]
+    assert run("annotated", "--out", "a", "--part", "0.25").exit_code == 0 and recorded_calls == [
+        (Path("a"), 0.25)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -43,7 +45,7 @@ def test_parameters_become_options():
     [["plain"], ["plain", "--out", "a", "--rows", "x"], ["annotated", "--out", "a", "--part", "2"]],
 )
 def test_invalid_recipe_options_are_rejected(arguments):
-    assert run(*arguments).exit_code == 2 and not told
+    assert run(*arguments).exit_code == 2 and not recorded_calls
 
 
 def test_help_shows_docstring_and_shared_options():

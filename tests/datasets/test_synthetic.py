@@ -75,7 +75,7 @@ def test_options_set_the_dataset_sizes(tmp_path):
     assert run(tmp_path / "b", "--rows", 50, "--dense", 0).exit_code == 0
 
 
-def exact_auc(labels, scores):
+def compute_exact_auc(labels, scores):
     """Return the AUC from ranks, with ties counted half; the recipe computes it from a histogram."""
     _, place, counts = np.unique(scores, return_inverse=True, return_counts=True)
     ranks = (np.cumsum(counts) - (counts - 1) / 2)[place]
@@ -83,7 +83,7 @@ def exact_auc(labels, scores):
     return (ranks[labels == 1].sum() - positive * (positive + 1) / 2) / (positive * (len(labels) - positive))
 
 
-def slow_logits(table, schema, model, ranks):
+def compute_reference_logits(table, schema, model, ranks):
     """Return the logit of each row, with bags pooled as in schema.yaml; `ranks` maps ids to ranks."""
     out = []
     for row in table.to_pylist():
@@ -117,9 +117,9 @@ def test_labels_follow_the_planted_model(tmp_path, monkeypatch):
         assert sorted(ids) == list(range(len(ids))), "scattering must be a bijection"
         ranks.append(np.argsort(ids))
     table = pq.read_table(tmp_path / "out/test")
-    logits, labels = slow_logits(table, schema, model, ranks), table["label"].to_numpy()
+    logits, labels = compute_reference_logits(table, schema, model, ranks), table["label"].to_numpy()
     best = json.loads((tmp_path / "out/prepared.json").read_text())["best_auc"]["test"]
-    assert best == pytest.approx(exact_auc(labels, logits), abs=1e-5)
+    assert best == pytest.approx(compute_exact_auc(labels, logits), abs=1e-5)
     probability = 1 / (1 + np.exp(-logits))
     for low in np.arange(0, 1, 0.2):  # five probability bins: label counts match expectations
         inside = (probability >= low) & (probability < low + 0.2)

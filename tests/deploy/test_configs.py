@@ -31,7 +31,7 @@ def criteo(sizes=(100,) * 26, dim=128):
     return schema_of(list(sizes), dim)
 
 
-def of_features(sparse):
+def make_schema(sparse):
     tables = {spec["table"]: {"rows": 99, "dim": 16} for spec in sparse.values()}
     return Schema.parse({"labels": ["label"], "sparse": sparse, "tables": tables}, "features")
 
@@ -41,12 +41,12 @@ def movielens():
     sparse = {name: {"table": name.removesuffix("_id")} for name in [*MOVIELENS, "hour", "weekday"]}
     sparse["genres"]["pooling"] = "mean"
     sparse["history"] = {"table": "item", "pooling": "sequence"}
-    return of_features(sparse)
+    return make_schema(sparse)
 
 
 def pairs():
     """Return the schema for pairs of users and items with given candidates."""
-    return of_features({"user_id": {"table": "user"}, "item_id": {"table": "item"}})
+    return make_schema({"user_id": {"table": "user"}, "item_id": {"table": "item"}})
 
 
 def schema_for(name):
@@ -72,13 +72,13 @@ def test_job_configs_load_and_build_their_models(name):
 @pytest.mark.parametrize("name,hosts", [("criteo_1tb_8xa100", 1), ("criteo_1tb_2x8xh100", 2)])
 @pytest.mark.parametrize("sizes", [MLPERF_ROWS, [10_000_000] * 26], ids=["MLPerf", "hashed"])
 def test_criteo_configs_fit_the_gpus_of_their_clusters(name, hosts, sizes):
-    from dry import Held
+    from dry import PlannedMemory
 
     config = load_config(JOBS / f"{name}.yaml")
     world = hosts * 8
     assert config.scaling.num_workers == world and config.scaling.device == "cuda"
     schema = criteo(sizes)
-    found = Held(config, schema, hosts=hosts)
+    found = PlannedMemory(config, schema, hosts=hosts)
     assert list(found.plan) == sorted(schema.tables)
     held = found.ranks["device"]
     assert max(held) < 80 * 0.85, "room for activations"
@@ -119,23 +119,23 @@ def test_plan_reports_device_and_host_memory(tmp_path, capsys):
 
 
 def test_dry_run_rejects_plans_that_do_not_fit():
-    from dry import Held
+    from dry import PlannedMemory
 
     config = load_config(JOBS / "criteo_1tb_8xa100.yaml")
     with pytest.raises(ConfigError, match=r"cannot place 26 tables \(97\.\d+ GiB of weights\) on 2 workers"):
-        Held(config, criteo(MLPERF_ROWS), gpus=2)
+        PlannedMemory(config, criteo(MLPERF_ROWS), gpus=2)
     with pytest.raises(ConfigError, match="table C1: there is no rank 9"):
-        Held(load_config(config, ["plan.tables.C1.ranks=[9]"]), criteo())
+        PlannedMemory(load_config(config, ["plan.tables.C1.ranks=[9]"]), criteo())
 
 
 def test_dry_run_respects_pins_and_environment(monkeypatch):
-    from dry import Held
+    from dry import PlannedMemory
 
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     pins = ["plan.tables.C1.sharding_type=row_wise", "plan.tables.C2.sharding_type=data_parallel"]
     half = ["plan.tables.C3.dtype=fp16", "plan.tables.C3.ranks=[5]"]
     config = load_config(JOBS / "criteo_1tb_8xa100.yaml", [*pins, *half])
-    found = Held(config, criteo((800,) * 26), hosts=2, gpus=4)
+    found = PlannedMemory(config, criteo((800,) * 26), hosts=2, gpus=4)
     plan, gib = found.plan, {name: tiers["device"] for name, tiers in found.of.items()}
     assert plan["C1"].sharding_type == "row_wise" and plan["C1"].ranks == list(range(8))
     assert gib["C1"] == pytest.approx([100 * 128 * 8 / 2**30] * 8)

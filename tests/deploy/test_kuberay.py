@@ -14,7 +14,7 @@ import kubernetes_validate
 import pydantic
 import pytest
 import yaml
-from launching import ROOT, Planner
+from launching import ROOT, NodePlanner
 from pydantic import BaseModel, ConfigDict, Field
 from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
 
@@ -23,39 +23,39 @@ from raytrec.serving.options import ServiceOptions
 
 FOLDER, KUBERNETES = ROOT / "deploy" / "kuberay", "1.33"
 WORKER, READER = {"CPU": 1, "GPU": 1}, {"CPU": 1}
-Whole = pydantic.NonNegativeInt
+Count = pydantic.NonNegativeInt
 
 
-class Part(BaseModel):
+class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class Autoscaler(Part):
+class Autoscaler(StrictModel):
     version: Literal["v1", "v2"]
-    idleTimeoutSeconds: Whole
+    idleTimeoutSeconds: Count
     env: list[dict[str, Any]]
     resources: dict[str, Any]
     securityContext: dict[str, Any]
 
 
-class Auth(Part):
+class Auth(StrictModel):
     mode: Literal["token"]
 
 
-class Head(Part):
+class Head(StrictModel):
     rayStartParams: dict[str, str]
     template: dict[str, Any]
 
 
 class Group(Head):
     groupName: str = Field(pattern="^[a-z][a-z0-9-]*$")
-    replicas: Whole
-    minReplicas: Whole
-    maxReplicas: Whole
+    replicas: Count
+    minReplicas: Count
+    maxReplicas: Count
     priority: int = 0
 
 
-class Cluster(Part):
+class Cluster(StrictModel):
     rayVersion: str = Field(pattern=r"^\d+\.\d+\.\d+$")
     authOptions: Auth
     enableInTreeAutoscaling: Literal[True]
@@ -64,39 +64,39 @@ class Cluster(Part):
     workerGroupSpecs: list[Group]
 
 
-class Job(Part):
+class Job(StrictModel):
     entrypoint: str
     submissionMode: Literal["K8sJobMode", "HTTPMode", "SidecarMode", "InteractiveMode"]
-    backoffLimit: Whole
+    backoffLimit: Count
     shutdownAfterJobFinishes: bool
-    ttlSecondsAfterFinished: Whole
+    ttlSecondsAfterFinished: Count
     submitterPodTemplate: dict[str, Any]
     rayClusterSpec: Cluster
 
 
-class Service(Part):
+class Service(StrictModel):
     excludeHeadPodFromServeSvc: bool
     serveConfigV2: str
     rayClusterConfig: Cluster
 
 
-def documents(name):
+def load_documents(name):
     return list(yaml.safe_load_all((FOLDER / name).read_text()))
 
 
 @pytest.fixture(scope="module")
 def cluster():
-    return documents("raycluster.yaml")[0]
+    return load_documents("raycluster.yaml")[0]
 
 
 @pytest.fixture(scope="module")
 def job():
-    return documents("rayjob.yaml")[0]
+    return load_documents("rayjob.yaml")[0]
 
 
 @pytest.fixture(scope="module")
 def service():
-    return documents("rayservice.yaml")[0]
+    return load_documents("rayservice.yaml")[0]
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def pods(cluster, job, service):
     return found | {"submitter": job["spec"]["submitterPodTemplate"]}
 
 
-def autoscaling(cluster):
+def derive_autoscaling_config(cluster):
     """Return the configuration that Ray's autoscaler derives from a RayCluster in the head's pod."""
     document = copy.deepcopy(cluster)
     document["metadata"]["namespace"] = "raytrec"
@@ -130,7 +130,7 @@ def test_kuberay_knows_every_field(cluster, job, service):
 
 
 def test_kubernetes_accepts_every_object_and_pod(pods):
-    for document in documents("base.yaml"):
+    for document in load_documents("base.yaml"):
         kubernetes_validate.validate(document, KUBERNETES, strict=True)
     for name, template in pods.items():
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name} | template["metadata"]}
@@ -196,7 +196,7 @@ def test_pods_have_minimal_privileges(pods, cluster):
         # Only the autoscaler next to the head uses the API of Kubernetes, to start pods.
         assert (spec.get("automountServiceAccountToken") is False) == (name not in ("head", "service-head"))
         assert not spec.get("hostNetwork")
-    text = yaml.safe_dump([cluster, *documents("base.yaml")])
+    text = yaml.safe_dump([cluster, *load_documents("base.yaml")])
     assert "hostPath" not in text and "LoadBalancer" not in text and "NodePort" not in text
 
 
@@ -207,7 +207,7 @@ def test_kuberay_files_contain_no_token(cluster, job, service):
 
 
 def test_network_policy_restricts_access_to_pods(pods):
-    _, policy = documents("base.yaml")
+    _, policy = load_documents("base.yaml")
     selected = policy["spec"]["podSelector"]["matchLabels"]
     for template in pods.values():
         assert selected.items() <= template["metadata"]["labels"].items()
@@ -219,7 +219,7 @@ def test_network_policy_restricts_access_to_pods(pods):
 
 
 def test_all_pods_mount_the_shared_folder(pods, cluster):
-    claim, _ = documents("base.yaml")
+    claim, _ = load_documents("base.yaml")
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
     groups = (group["groupName"] for group in cluster["spec"]["workerGroupSpecs"])
     for name in ("head", "service-head", "service-cpu", *groups):
@@ -245,7 +245,7 @@ def test_pod_grace_period_exceeds_the_preemption_notice(pods):
 
 
 def test_autoscaler_resources_match_the_pods(cluster):
-    types = autoscaling(cluster)["available_node_types"]
+    types = derive_autoscaling_config(cluster)["available_node_types"]
     head = types.pop("headgroup")
     assert head["resources"]["CPU"] == 0 and head["max_workers"] == 0
     gpus = {name: kind["resources"].get("GPU", 0) for name, kind in types.items()}
@@ -255,7 +255,7 @@ def test_autoscaler_resources_match_the_pods(cluster):
 
 def test_autoscaler_prefers_spot_to_on_demand_pods(cluster):
     """Availability 0 is the CloudResourceMonitor's value for a group whose pods did not start."""
-    planner = Planner(autoscaling(cluster))
+    planner = NodePlanner(derive_autoscaling_config(cluster))
     workers = [WORKER] * 8
     assert planner.wanted(workers=workers) == {"gpu-spot": 2}
     assert planner.wanted(workers=workers, availabilities={"gpu-spot": 0.0}) == {"gpu-on-demand": 2}
@@ -264,8 +264,8 @@ def test_autoscaler_prefers_spot_to_on_demand_pods(cluster):
 
 
 def test_readers_get_cpu_nodes_and_idle_nodes_are_removed(cluster):
-    config = autoscaling(cluster)
-    planner, idle = Planner(config), 60 * config["idle_timeout_minutes"]
+    config = derive_autoscaling_config(cluster)
+    planner, idle = NodePlanner(config), 60 * config["idle_timeout_minutes"]
     assert planner.wanted(tasks=[READER] * 15) == {"cpu": 1}
     nodes = [planner.node("gpu-spot", idle_s=idle + 1), planner.node("cpu", idle_s=idle - 1)]
     assert planner.unwanted(nodes) == {"gpu-spot": 1}

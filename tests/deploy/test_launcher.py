@@ -5,35 +5,35 @@ import subprocess
 
 import pytest
 import yaml
-from launching import AWS, GCP, ROOT, Planner, prepared
+from launching import AWS_CONFIG, GCP_CONFIG, ROOT, NodePlanner, prepare_launcher_config
 from ray.autoscaler._private.util import validate_config
 from ray.autoscaler.v2.instance_manager.subscribers.cloud_resource_monitor import CloudResourceMonitor
 from ray.core.generated.instance_manager_pb2 import Instance, InstanceUpdateEvent
 
 WORKER = {"CPU": 1, "GPU": 1}  # resources of one worker (driver.nodes.bundle)
 READER = {"CPU": 1}
-BOTH = pytest.mark.parametrize("path", [AWS, GCP], ids=["aws", "gcp"])
+BOTH_CLOUDS = pytest.mark.parametrize("path", [AWS_CONFIG, GCP_CONFIG], ids=["aws", "gcp"])
 COMMANDS = ["initialization_commands", "setup_commands", "head_setup_commands", "worker_setup_commands"]
 STARTS = ["head_start_ray_commands", "worker_start_ray_commands"]
 
 
 @pytest.fixture
 def config(path):
-    return prepared(path)
+    return prepare_launcher_config(path)
 
 
-def starts(config):
+def list_ray_starts(config):
     """Return (key, command) of each `ray start`."""
     return [(key, command) for key in STARTS for command in config[key] if "ray start" in command]
 
 
-@BOTH
+@BOTH_CLOUDS
 def test_ray_rejects_a_misspelt_launcher_key(config):
     with pytest.raises(Exception, match="idle_timeout_minuts"):
         validate_config(config | {"idle_timeout_minuts": 5})
 
 
-@BOTH
+@BOTH_CLOUDS
 def test_launcher_commands_are_valid_bash_without_secrets(config):
     for command in (command for key in COMMANDS + STARTS for command in config[key]):
         check = subprocess.run(["bash", "-n"], input=command, text=True, capture_output=True, timeout=20)
@@ -41,10 +41,10 @@ def test_launcher_commands_are_valid_bash_without_secrets(config):
         assert not re.search(r"AUTH_TOKEN=|--(redis-)?password|SECRET|ACCESS_KEY", command), command
 
 
-@BOTH
+@BOTH_CLOUDS
 def test_every_ray_start_requires_the_token(config):
-    assert [key for key, _ in starts(config)] == STARTS
-    for _, command in starts(config):
+    assert [key for key, _ in list_ray_starts(config)] == STARTS
+    for _, command in list_ray_starts(config):
         exported = re.match(r"export ([^;]*);", command).group(1).split()
         assert "RAY_AUTH_MODE=token" in exported
         assert any(each.startswith("RAYTREC_ROOT=/") for each in exported)
@@ -52,23 +52,23 @@ def test_every_ray_start_requires_the_token(config):
     assert any("chmod 600 ~/.ray/auth_token" in command for command in config["setup_commands"])
 
 
-@BOTH
+@BOTH_CLOUDS
 def test_dashboard_and_mlflow_listen_on_loopback(config):
-    (_, head), _ = starts(config)
+    (_, head), _ = list_ray_starts(config)
     assert "--dashboard-host=127.0.0.1" in head
     assert "0.0.0.0" not in yaml.safe_dump(config)
     (mlflow,) = [c for c in config["head_start_ray_commands"] if "mlflow server" in c]
     assert "--host 127.0.0.1" in mlflow
 
 
-@BOTH
+@BOTH_CLOUDS
 def test_stopping_a_job_leaves_time_for_a_checkpoint(config):
-    (_, head), _ = starts(config)
+    (_, head), _ = list_ray_starts(config)
     assert int(re.search(r"RAY_JOB_STOP_WAIT_TIME_S=(\d+)", head).group(1)) >= 60
     assert "--autoscaling-config=~/ray_bootstrap_config.yaml" in head
 
 
-@BOTH
+@BOTH_CLOUDS
 def test_autoscaler_starts_with_zero_workers(config):
     types = config["available_node_types"]
     assert set(types) == {"head", "gpu", "cpu"}
@@ -78,7 +78,7 @@ def test_autoscaler_starts_with_zero_workers(config):
     assert "GPU" not in types["cpu"]["resources"]
 
 
-@BOTH
+@BOTH_CLOUDS
 def test_setup_commands_use_mounted_files(config):
     """Files below ~/raytrec that the commands use are in file_mounts and in this repository."""
     mounts = {k: v for k, v in config["file_mounts"].items() if k.startswith("~/raytrec/")}
@@ -96,19 +96,19 @@ def test_setup_commands_use_mounted_files(config):
     assert all("--no-deps" in c for c in config["setup_commands"] if "uv pip install" in c)
 
 
-def pins(name):
+def read_pins(name):
     text = (ROOT / "requirements" / f"{name}.txt").read_text()
     return dict(re.findall(r"^([\w.-]+)==(\S+)", text, re.MULTILINE))
 
 
 @pytest.mark.parametrize("name", ["cuda", "cpu"])
 def test_cloud_pins_agree_with_raytrec_pins(name):
-    cloud, base = pins("cloud"), pins(name)
+    cloud, base = read_pins("cloud"), read_pins(name)
     assert {"boto3", "google-api-python-client"} <= set(cloud)
     assert {k: (v, base[k]) for k, v in cloud.items() if base.get(k, v) != v} == {}
 
 
-@BOTH
+@BOTH_CLOUDS
 def test_workers_watch_for_preemption_notices(config, path):
     cloud = path.stem.removeprefix("cluster-").replace("cluster", "aws")
     told = [c for c in config["worker_start_ray_commands"] if "raytrec.cluster.preemption" in c]
@@ -116,9 +116,9 @@ def test_workers_watch_for_preemption_notices(config, path):
     assert "--setenv=RAY_AUTH_MODE=token" in told[0]
 
 
-@BOTH
+@BOTH_CLOUDS
 def test_workers_get_gpu_nodes_and_readers_get_cpu_nodes(config):
-    planner = Planner(config)
+    planner = NodePlanner(config)
     assert planner.wanted() == {}
     assert planner.wanted(workers=[WORKER] * 4) == {"gpu": 1}
     assert planner.wanted(workers=[WORKER] * 9) == {"gpu": 3}
@@ -128,9 +128,9 @@ def test_workers_get_gpu_nodes_and_readers_get_cpu_nodes(config):
     assert planner.wanted(workers=[WORKER] * 4, tasks=[READER] * 60, running=one) == {"cpu": 1}
 
 
-@BOTH
+@BOTH_CLOUDS
 def test_idle_nodes_are_removed_unless_requested(config):
-    planner, idle = Planner(config), 60 * config["idle_timeout_minutes"]
+    planner, idle = NodePlanner(config), 60 * config["idle_timeout_minutes"]
     nodes = [planner.node("gpu", idle_s=idle + 1), planner.node("cpu", idle_s=idle - 1)]
     assert planner.unwanted(nodes) == {"gpu": 1}
     assert planner.unwanted(nodes, workers=[WORKER]) == {}
@@ -146,7 +146,7 @@ def test_plain_ray_ignores_refused_launches():
     assert monitor.get_recoverable_resource_availabilities() == {kind: 0.0}
 
 
-@BOTH
+@BOTH_CLOUDS
 def test_every_placeholder_has_a_fill_in_comment(path):
     lines = path.read_text().splitlines()
     values = [i for i, line in enumerate(lines) if "FILLIN" in line]

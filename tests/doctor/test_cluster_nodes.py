@@ -36,10 +36,12 @@ def address(tmp_path, monkeypatch):
     (tmp_path / "home/data").mkdir(parents=True)
     stay_on_loopback()
     own = os.environ.get("PYTHONPATH", "")
-    other = simulated_packages.install(tmp_path / "other", torchrec="1.7.0")
+    other = simulated_packages.install_simulated_packages(tmp_path / "other", torchrec="1.7.0")
     broken = {"torch/__init__.py": BROKEN, "torch/version.py": ""}
-    broken = simulated_packages.install(tmp_path / "broken", broken)
-    without = simulated_packages.install(tmp_path / "without", {"sitecustomize.py": NO_RAYTREC})
+    broken = simulated_packages.install_simulated_packages(tmp_path / "broken", broken)
+    without = simulated_packages.install_simulated_packages(
+        tmp_path / "without", {"sitecustomize.py": NO_RAYTREC}
+    )
     node = {"num_cpus": 2, "node_ip_address": "127.0.0.1", "object_store_memory": 100 << 20}
     with omit_unneeded_processes():
         cluster = Cluster(initialize_head=True, head_node_args=node)
@@ -64,7 +66,7 @@ def test_doctor_names_the_node_of_each_difference(address):
     assert (silent.check, silent.result, silent.hosts) == ("nodes", FAILURE, (found.hosts[3],))
     assert "no raytrec here" in silent.finding and "whether the node has this version of raytrec" in silent.do
     rows = {(v.check, v.result, v.hosts): v for v in found.diagnoses}
-    torchrec = rows.pop(("packages", FAILURE, (second := found.hosts[_of(found, "1.7.0")],)))
+    torchrec = rows.pop(("packages", FAILURE, (second := found.hosts[_find_host(found, "1.7.0")],)))
     assert "torchrec 1.7.0" in torchrec.finding and torchrec.do.startswith("pip install")
     same = rows.pop(("same packages", FAILURE, (second,)))
     assert "torchrec 1.7.0 (files " in same.finding and "1.8.0 (files " in same.finding
@@ -85,6 +87,6 @@ def test_doctor_names_the_node_of_each_difference(address):
     ]
 
 
-def _of(found, version):
+def _find_host(found, version):
     (host,) = next(v.hosts for v in found.diagnoses if v.check == "packages" and version in v.finding)
     return found.hosts.index(host)

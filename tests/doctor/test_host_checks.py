@@ -13,8 +13,8 @@ from pathlib import Path
 import parquet
 import pytest
 import simulated_packages
-from disks import fill, small_disk
-from heads import free_ports, short_folder
+from disks import fill_disk, small_disk
+from heads import find_free_ports, make_short_link
 
 from raytrec.cli import main
 from raytrec.cluster import session
@@ -33,7 +33,7 @@ def installed(tmp_path, monkeypatch):
     """Return a function that simulates installed packages for this process and its children."""
 
     def install(modules=None, **versions):
-        folder = simulated_packages.install(tmp_path / "site", modules, **versions)
+        folder = simulated_packages.install_simulated_packages(tmp_path / "site", modules, **versions)
         monkeypatch.syspath_prepend(folder)
         monkeypatch.setenv("PYTHONPATH", folder)
 
@@ -44,7 +44,7 @@ def diagnoses(name):
     return run_check(name, *HOST_CHECKS[name])
 
 
-def the_only(name, result):
+def get_only_diagnosis(name, result):
     (diagnosis,) = diagnoses(name)
     assert diagnosis.result == result, diagnosis
     assert diagnosis.check == name and (result == OK) == (diagnosis.do == "")
@@ -52,22 +52,22 @@ def the_only(name, result):
 
 
 def test_mismatched_fbgemm_release_shows_the_repair_command(installed):
-    assert "fbgemm-gpu-cpu 1.8.0" in the_only("packages", OK).finding
+    assert "fbgemm-gpu-cpu 1.8.0" in get_only_diagnosis("packages", OK).finding
     installed(fbgemm_gpu_cpu="1.7.0")
-    diagnosis = the_only("packages", FAILURE)
+    diagnosis = get_only_diagnosis("packages", FAILURE)
     assert "torch 2.13.0+cpu with torchrec 1.8.0 with fbgemm-gpu-cpu 1.7.0" in diagnosis.finding
     assert diagnosis.do.startswith("pip install --no-deps -r requirements/cpu.txt")
 
 
 def test_conflicting_fbgemm_wheels_are_reported(installed):
     installed(fbgemm_gpu="1.8.0")
-    diagnosis = the_only("packages", FAILURE)
+    diagnosis = get_only_diagnosis("packages", FAILURE)
     assert "fbgemm-gpu-cpu 1.8.0 and fbgemm-gpu 1.8.0 are both installed" in diagnosis.finding
     assert "pip uninstall --yes fbgemm-gpu fbgemm-gpu-cpu" in diagnosis.do
 
 
 # Some FBGEMM releases, and TorchRec, hide loader errors this way.
-HIDES = """
+HIDDEN_LOADER_ERROR = """
 import torch
 from pathlib import Path
 try:
@@ -79,13 +79,13 @@ except OSError:
 
 def test_operator_check_shows_the_first_loader_error(installed, tmp_path):
     """A patched FBGEMM library depends on a library that does not exist."""
-    installed({"fbgemm_gpu/__init__.py": HIDES})
+    installed({"fbgemm_gpu/__init__.py": HIDDEN_LOADER_ERROR})
     library = Path(find_spec("torchrec").origin).parents[1] / "fbgemm_gpu/fbgemm_gpu_tbe_optimizers.so"
     content = library.read_bytes()
     assert b"libtorch_cpu.so\0" in content
     changed = content.replace(b"libtorch_cpu.so\0", b"libcudart.so.99\0")
     (tmp_path / "site/fbgemm_gpu/fbgemm_gpu_py.so").write_bytes(changed)
-    diagnosis = the_only("operators", FAILURE)
+    diagnosis = get_only_diagnosis("operators", FAILURE)
     assert "cannot load fbgemm_gpu_py.so: libcudart.so.99: cannot open shared object" in diagnosis.finding
     assert "the CUDA libraries of the packages are missing" in diagnosis.do
 
@@ -140,37 +140,37 @@ def test_unsupported_and_failing_gpus_are_reported(with_gpus, monkeypatch):
     assert "9.0" in other.finding and "docs/gpu.md" in other.do
     # No operator can run on a GPU, because torch in this environment is built for CPUs.
     assert served.result == FAILURE and "GPU 0, NVIDIA L4 (8.9): torch" in served.finding and served.do
-    driver = the_only("driver", FAILURE)
+    driver = get_only_diagnosis("driver", FAILURE)
     assert "driver 570.86.15 supports CUDA 12.8, but torch is built for CUDA 13.0" in driver.finding
 
 
 def test_cpu_wheel_on_a_gpu_host_is_a_warning(with_gpus):
     with_gpus(**CPU_BUILD)
-    diagnosis = the_only("builds", WARNING)
+    diagnosis = get_only_diagnosis("builds", WARNING)
     assert "there are GPUs, but torch or FBGEMM is built for CPUs" in diagnosis.finding
     assert "make install DEVICE=cuda" in diagnosis.do
 
 
 def test_full_shared_memory_is_reported(tmp_path, monkeypatch):
     with small_disk(tmp_path / "shm", "1m") as place:
-        fill(place)
+        fill_disk(place)
         monkeypatch.setattr(host_checks, "SHARED_MEMORY_FOLDER", place)
-        assert "0.00 GiB free" in the_only("shared memory", WARNING).finding
+        assert "0.00 GiB free" in get_only_diagnosis("shared memory", WARNING).finding
         (line,) = [line for line in host_checks.check_before_run() if line.startswith("shared memory")]
         assert "--shm-size" in line, "raytrec train also warns"
         monkeypatch.setattr(host_checks, "has_gpus", lambda: True)
-        assert "NCCL cannot start" in the_only("shared memory", FAILURE).finding
+        assert "NCCL cannot start" in get_only_diagnosis("shared memory", FAILURE).finding
 
 
 def test_low_disk_memory_and_limits_are_reported(tmp_path, monkeypatch):
-    with small_disk(short_folder(tmp_path).parent / "disk", "1m") as place:
+    with small_disk(make_short_link(tmp_path).parent / "disk", "1m") as place:
         monkeypatch.setenv("RAY_TMPDIR", str(place))
-        assert "RAY_TMPDIR" in the_only("Ray's folder", FAILURE).do
+        assert "RAY_TMPDIR" in get_only_diagnosis("Ray's folder", FAILURE).do
     monkeypatch.setattr(host_checks, "system_memory", lambda: 1 << 29)
-    assert "0.5 GiB available of 0.5" in the_only("memory", WARNING).finding
+    assert "0.5 GiB available of 0.5" in get_only_diagnosis("memory", WARNING).finding
     monkeypatch.setattr(host_checks, "MIN_OPEN_FILES", 1 << 40)
     monkeypatch.setattr(host_checks, "RECOMMENDED_OPEN_FILES", 1 << 40)
-    assert "ulimit -n" in the_only("limits", FAILURE).do
+    assert "ulimit -n" in get_only_diagnosis("limits", FAILURE).do
 
 
 def test_virtual_memory_limit_is_reported_before_a_run():
@@ -192,7 +192,7 @@ def test_local_run_warns_of_low_memory_before_ray_starts(tiny_data, tmp_path, mo
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(host_checks, "MIN_MEMORY_BYTES", 1 << 60)
     for address, warns in ((None, True), ("auto", False)):
-        settings = parquet.settings(tiny_data, tmp_path / "run", scaling__address=address)
+        settings = parquet.config_values(tiny_data, tmp_path / "run", scaling__address=address)
         lines = check_plan(open_run(*resolve_config(settings, [])))
         assert any(line.startswith("memory: ") and "end other processes" in line for line in lines) == warns
 
@@ -206,7 +206,7 @@ def test_checks_before_a_run_are_fast():
 
 def test_stale_and_second_clusters_are_reported(tmp_path, monkeypatch):
     (note := tmp_path / "ray" / "ray_current_cluster").parent.mkdir()
-    note.write_text(f"127.0.0.1:{free_ports(1)[0]}\n")
+    note.write_text(f"127.0.0.1:{find_free_ports(1)[0]}\n")
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     gcs = tmp_path / "gcs_server"
     gcs.symlink_to(sys.executable)
@@ -233,19 +233,19 @@ def test_stale_and_second_clusters_are_reported(tmp_path, monkeypatch):
 def test_token_readable_by_others_is_a_failure(tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(file := tmp_path / "token"))
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
-    assert "none yet" in the_only("token", OK).finding
+    assert "none yet" in get_only_diagnosis("token", OK).finding
     file.write_text("a" * 64)
     file.chmod(0o644)
-    assert f"chmod 600 {file}" in the_only("token", FAILURE).do
+    assert f"chmod 600 {file}" in get_only_diagnosis("token", FAILURE).do
     file.chmod(0o600)
-    the_only("token", OK)
+    get_only_diagnosis("token", OK)
 
 
 def test_missing_cluster_token_is_a_failure(tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     monkeypatch.setattr(examine, "CHECK_ORDER", ())
-    first, *_ = examine.examine(f"127.0.0.1:{free_ports(1)[0]}").diagnoses
+    first, *_ = examine.examine(f"127.0.0.1:{find_free_ports(1)[0]}").diagnoses
     assert (first.check, first.result) == ("cluster", FAILURE)
     assert "the token of the Ray cluster is missing" in first.finding and "chmod 600" in first.do
 
@@ -451,7 +451,7 @@ def test_storage_missing_on_one_host_is_a_failure(tmp_path, monkeypatch):
     assert "there is no such folder" in found[0].finding and "mounts, credentials" in found[0].do
 
 
-BLOCKED = """
+BLOCKED_IMPORTS = """
 import sys
 class Block:
     def find_spec(self, name, path=None, target=None):
@@ -465,7 +465,7 @@ BROKEN = "raise ImportError('libcublasLt.so.13: cannot open shared object file: 
 
 
 def doctor(*arguments, blocked=(), **environment):
-    command = [sys.executable, "-c", BLOCKED % (blocked,), "doctor", *arguments]
+    command = [sys.executable, "-c", BLOCKED_IMPORTS % (blocked,), "doctor", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | environment)
     assert "Traceback" not in done.stdout + done.stderr, done.stderr
     return done
@@ -473,7 +473,7 @@ def doctor(*arguments, blocked=(), **environment):
 
 def test_doctor_runs_without_torch_and_fbgemm(tmp_path):
     """Imports fail in the command and in its children, but the command shows no traceback."""
-    site = simulated_packages.install(
+    site = simulated_packages.install_simulated_packages(
         tmp_path / "site", {"torch/__init__.py": BROKEN, "torch/version.py": ""}
     )
     path = os.pathsep.join([site, os.environ.get("PYTHONPATH", "")])
@@ -487,9 +487,9 @@ def test_doctor_runs_without_torch_and_fbgemm(tmp_path):
 
 def test_shared_report_hides_hosts_users_and_paths(tmp_path, monkeypatch, capsys):
     (home := tmp_path / "home/alice").mkdir(parents=True)
-    rays = short_folder(tmp_path)
+    rays = make_short_link(tmp_path)
     (rays / "ray").mkdir()
-    (rays / "ray/ray_current_cluster").write_text(f"127.0.0.77:{free_ports(1)[0]}\n")
+    (rays / "ray/ray_current_cluster").write_text(f"127.0.0.77:{find_free_ports(1)[0]}\n")
     for name, value in {"HOME": home, "USER": "alice", "LOGNAME": "alice", "RAY_TMPDIR": rays}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)

@@ -19,7 +19,10 @@ COLUMNS = {
     "price": [1.0, 2, 3, 4, 5, 6, 7, 8],
     "item": [0, 1, 2, 3, 0, 1, 2, 3],
 }
-OTHERS = [{"label": "z", "name": "other", "nulls": "skip"}, {"label": "price", "name": "p", "loss": "mse"}]
+OTHER_TASKS = [
+    {"label": "z", "name": "other", "nulls": "skip"},
+    {"label": "price", "name": "p", "loss": "mse"},
+]
 SCHEMA = """
 labels: [y, z, price]
 sparse: {item: {table: item}}
@@ -48,12 +51,12 @@ def settings(folder, tasks, **train):
     ],
 )
 def test_initial_bias_is_the_log_odds_of_used_rows(tmp_path, task, expected):
-    _, datasets = open_data(settings(tmp_path, [task, *OTHERS]))
+    _, datasets = open_data(settings(tmp_path, [task, *OTHER_TASKS]))
     assert datasets["train"].log_odds == pytest.approx((expected, log(2.5 / 4.5), 0.0))
 
 
 def test_a_constant_label_has_no_log_odds(tmp_path):
-    config = settings(tmp_path, [{"label": "y"}, *OTHERS])
+    config = settings(tmp_path, [{"label": "y"}, *OTHER_TASKS])
     pq.write_table(pa.table(COLUMNS | {"y": [1] * 8}), tmp_path / "train" / "a.parquet")
     assert open_data(config)[1]["train"].log_odds[0] == 0.0
     drawn = load_config(config, ["train.initial_bias=drawn"])

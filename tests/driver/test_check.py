@@ -21,7 +21,7 @@ from raytrec.driver import run as driver
 
 def settings(folder, tmp_path):
     tables = {"user": {"sharding_type": "column_wise", "ranks": [1, 0]}, "tag": {"sharding_type": "row_wise"}}
-    return parquet.settings(folder, tmp_path / "check") | {
+    return parquet.config_values(folder, tmp_path / "check") | {
         "plan": {"tables": tables},
         "optim": {"embeddings": {"name": "adagrad", "lr": 0.1}},
         "train": {"max_grad_norm": 1.0, "activation_checkpointing": True},
@@ -76,7 +76,7 @@ def test_invalid_plan_is_rejected_before_workers_start(tiny_data, tmp_path, capf
     with pytest.raises(ConfigError, match=message):
         check.check(values)
     with pytest.raises(ConfigError, match=message):
-        driver.train(parquet.settings(tiny_data, tmp_path / "run") | {"plan": values["plan"]})
+        driver.train(parquet.config_values(tiny_data, tmp_path / "run") | {"plan": values["plan"]})
     assert "starting the workers" not in capfd.readouterr().err
 
 

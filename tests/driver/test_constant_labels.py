@@ -13,14 +13,14 @@ from raytrec.driver.preflight import check_constant_labels, check_plan
 from raytrec.driver.prepare import RunPlan, open_run
 
 
-def always(row):
+def constant_label(row):
     return 1
 
 
 @pytest.fixture
 def plan(tmp_path):
     """Function that plans a run whose training labels are `label_of(row)`."""
-    folder = parquet.dataset(tmp_path / "d", train=60, valid=20, test=20)
+    folder = parquet.write_dataset(tmp_path / "d", train=60, valid=20, test=20)
 
     def made(label_of, *transforms, statistics=True, **task) -> RunPlan:
         for path in (folder / "train").glob("*.parquet"):
@@ -28,13 +28,13 @@ def plan(tmp_path):
             labels = pa.array(map(label_of, table["row"].to_pylist()), pa.int64())
             table = table.set_column(0, "label", labels)
             pq.write_table(table, path, row_group_size=7, write_statistics=statistics)
-        values = parquet.settings(folder, tmp_path / "run", data__transforms=transforms)
+        values = parquet.config_values(folder, tmp_path / "run", data__transforms=transforms)
         return open_run(load_config(values | {"tasks": [task]}), resumed=False)
 
     return made
 
 
-def noted(plan):
+def list_warnings(plan):
     return check_constant_labels(plan)
 
 
@@ -44,20 +44,20 @@ CLASSES = {"loss": "cross_entropy", "options": {"classes": 2}}
 @pytest.mark.parametrize("task", [{}, {"loss": "focal"}, CLASSES])
 def test_constant_class_label_is_rejected(plan, task):
     with pytest.raises(DataError, match=r"the label of task label is 1 in every row") as error:
-        check_plan(plan(always, **task))
+        check_plan(plan(constant_label, **task))
     assert "data.train" in error.value.where and "in_batch_softmax" in error.value.do
     with pytest.raises(DataError):
-        noted(plan(lambda row: None if row % 9 == 3 else 1, nulls="skip"))
+        list_warnings(plan(lambda row: None if row % 9 == 3 else 1, nulls="skip"))
 
 
 def test_trained_model_may_continue_with_one_class(plan):
     for start in ("warm", "resumed"):
-        (line,) = noted(replace(plan(always), start=start))
+        (line,) = list_warnings(replace(plan(constant_label), start=start))
         assert line.startswith("the label of task label is 1 in every row of data.train")
 
 
 def test_constant_regression_label_causes_a_warning(plan):
-    (line,) = check_plan(plan(always, loss="mse"))
+    (line,) = check_plan(plan(constant_label, loss="mse"))
     assert line.startswith("the label of task label is 1 in every row of data.train, so mse cannot learn")
 
 
@@ -67,9 +67,9 @@ def test_labels_that_may_vary_cause_no_warning(plan):
     made = {"do": "binarize", "columns": ["row"], "at_least": 5, "into": ["label"]}
     for each in (
         plan(lambda row: int(row > 50)),
-        plan(always, statistics=False),
-        plan(always, made),
-        plan(always, loss="in_batch_softmax"),
-        plan(always, loss="from_model"),
+        plan(constant_label, statistics=False),
+        plan(constant_label, made),
+        plan(constant_label, loss="in_batch_softmax"),
+        plan(constant_label, loss="from_model"),
     ):
-        assert noted(each) == []
+        assert list_warnings(each) == []

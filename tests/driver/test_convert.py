@@ -4,9 +4,17 @@ import checkpoints
 import numpy as np
 import pytest
 import torch
-from plain_ids import key
-from ranks import on_ranks
-from small import PARTS, SCHEMA, a_schema, build, config, initial_rows, train
+from plain_ids import splitmix64
+from ranks import run_on_ranks
+from small import (
+    SCHEMA,
+    SMALL_SCHEMA_PARTS,
+    build_step_on_rank,
+    initial_rows,
+    make_small_config,
+    make_small_schema,
+    train_step,
+)
 from typer.testing import CliRunner
 
 from raytrec.checkpoint.files import folder_of
@@ -19,31 +27,31 @@ STEPS = 3
 
 
 def with_tables(**tables):
-    return a_schema(tables=PARTS["tables"] | tables)
+    return make_small_schema(tables=SMALL_SCHEMA_PARTS["tables"] | tables)
 
 
-def wider(rows):
+def with_user_rows(rows):
     return with_tables(user={"rows": rows, "dim": 8})
 
 
-def begun(rank, world, root, schema, optimizer):
+def save_trained_checkpoint(rank, world, root, schema, optimizer):
     """Train three steps on these ranks and save a checkpoint."""
     from raytrec.checkpoint.managed import gather_ids
     from raytrec.checkpoint.save import CheckpointWriter
     from raytrec.checkpoint.state import LogicalState
 
-    made = config(world, {"sharding_type": "row_wise"}, optimizer)
-    step = build(made, schema)
-    train(step, parts(rank, world))
+    made = make_small_config(world, {"sharding_type": "row_wise"}, optimizer)
+    step = build_step_on_rank(made, schema)
+    train_step(step, make_local_batches(rank, world))
     state, saver = LogicalState(step.model, step.optimizer), CheckpointWriter(root, made.checkpoint)
     about = {"config": made.model_dump(by_alias=True, mode="json"), "schema": schema.to_yaml(), "data": ""}
     ids, about_ids = gather_ids(step.maps)
-    about |= {"progress": checkpoints.progress(STEPS)} | about_ids
+    about |= {"progress": checkpoints.progress_values(STEPS)} | about_ids
     saver.save(STEPS, state.tensors(), about, ids)
     assert saver.taken().error is None
 
 
-def parts(rank, world, seed=1):
+def make_local_batches(rank, world, seed=1):
     """Return this rank's part of batches whose ids exist in all tables."""
     from raytrec.checks.parity.batches import cuts, make_local_batch, random_batches
 
@@ -51,18 +59,18 @@ def parts(rank, world, seed=1):
     return [make_local_batch(b, SCHEMA, cuts(12, world, "unequal"), rank) for b in whole]
 
 
-def goes_on(rank, world, folder, optimizer):
+def continue_training(rank, world, folder, optimizer):
     """Start from a checkpoint and train three steps; return losses, tables and managed (ids, rows)."""
     from raytrec.checkpoint.state import LogicalState
     from raytrec.embeddings.hashing import unhash_bits
     from raytrec.worker.build import begin
 
     schema = schema_of(read_index(folder)["about"])
-    made = config(world, {"sharding_type": "row_wise"}, optimizer)
+    made = make_small_config(world, {"sharding_type": "row_wise"}, optimizer)
     made.warm_start.from_, made.warm_start.optimizer = folder, True
-    step = build(made, schema)
+    step = build_step_on_rank(made, schema)
     begin(step, made, schema)
-    losses = [outputs.loss.item() for outputs in train(step, parts(rank, world, seed=2))]
+    losses = [outputs.loss.item() for outputs in train_step(step, make_local_batches(rank, world, seed=2))]
     parts_of = LogicalState(step.model, step.optimizer).tables
     tables = {n: {"weight": t.weight.dense()} | {k: p.dense() for k, p in t.state.items()}
               for n, t in parts_of.items()}  # fmt: skip
@@ -75,7 +83,7 @@ def trained(tmp_path_factory):
     """Checkpoint folder by optimizer; the tables have no managed ids."""
     root = tmp_path_factory.mktemp("trained")
     for optimizer in ("rowwise_adagrad", "adam"):
-        on_ranks(2, begun, str(root / optimizer), SCHEMA, optimizer)
+        run_on_ranks(2, save_trained_checkpoint, str(root / optimizer), SCHEMA, optimizer)
     return {name: folder_of(str(root / name), STEPS) for name in ("rowwise_adagrad", "adam")}
 
 
@@ -84,13 +92,13 @@ def test_table_converted_to_managed_ids_learns_the_same(trained, optimizer, tmp_
     out = str(tmp_path / "out")
     _, lines = convert(trained[optimizer], ["user=managed"], out)
     assert lines == ["table user: ids 0 to 22 keep their rows; one more row is added for ids without a row"]
-    new = checkpoints.whole(out)
-    assert new["ids/user/id"].tolist() == sorted(range(23), key=key)
+    new = checkpoints.read_tensors(out)
+    assert new["ids/user/id"].tolist() == sorted(range(23), key=splitmix64)
     assert set(new["ids/user/last"].tolist()) == {-1} and set(new["ids/user/sightings"].tolist()) == {1}
-    assert torch.equal(new["tables/user/weight"][23:], initial_rows(wider(24), "user", 3, 23, 24))
+    assert torch.equal(new["tables/user/weight"][23:], initial_rows(with_user_rows(24), "user", 3, 23, 24))
     state = [v for n, v in new.items() if n.startswith("tables/user/") and "weight" not in n and v.dim()]
     assert state and not any(values[23:].any() for values in state)
-    before, after = (on_ranks(2, goes_on, f, optimizer) for f in (trained[optimizer], out))
+    before, after = (run_on_ranks(2, continue_training, f, optimizer) for f in (trained[optimizer], out))
     assert [r[0] for r in before] == [r[0] for r in after]
     ids = torch.cat([r[2]["user"][0] for r in after])
     rows = torch.cat([r[2]["user"][1] for r in after])
@@ -104,10 +112,10 @@ def test_table_converted_to_managed_ids_learns_the_same(trained, optimizer, tmp_
 def test_convert_resizes_and_hashes_plain_tables(trained, kind, tmp_path):
     out = str(tmp_path / "out")
     convert(trained["adam"], [f"user={kind}"], out)
-    one, other = checkpoints.whole(trained["adam"]), checkpoints.whole(out)
+    one, other = checkpoints.read_tensors(trained["adam"]), checkpoints.read_tensors(out)
     assert one.keys() == other.keys()
     changed = {name for name in one if not torch.equal(one[name], other[name])} if kind == "hash" else None
-    table = schema_of(checkpoints.about(out)).tables["user"]
+    table = schema_of(checkpoints.read_about(out)).tables["user"]
     if kind == "hash":
         assert changed == set() and table.out_of_range == "hash" and table.rows == 23
         return
@@ -119,7 +127,7 @@ def test_convert_resizes_and_hashes_plain_tables(trained, kind, tmp_path):
         assert len(other[name]) == rows == table.rows
         assert torch.equal(other[name][: min(rows, 23)], values[:rows])
         if rows > 23:
-            fresh = initial_rows(wider(rows), "user", 3, 23, rows)
+            fresh = initial_rows(with_user_rows(rows), "user", 3, 23, rows)
             assert torch.equal(other[name][23:], fresh * name.endswith("weight"))
 
 
@@ -129,7 +137,7 @@ def managed(tmp_path_factory):
     root = str(tmp_path_factory.mktemp("managed"))
     ids = {"eviction": "lfu", "fallback_rows": 2}
     schema = with_tables(user={"rows": 25, "dim": 8, "ids": ids}, tag={"rows": 6, "dim": 8, "ids": "managed"})
-    on_ranks(2, begun, root, schema, "adagrad")
+    run_on_ranks(2, save_trained_checkpoint, root, schema, "adagrad")
     return folder_of(root, STEPS)
 
 
@@ -137,11 +145,11 @@ def managed(tmp_path_factory):
 def test_convert_resizes_tables_with_managed_ids(managed, rows, tmp_path):
     out = str(tmp_path / "out")
     _, (line,) = convert(managed, [f"user=resize:{rows}"], out)
-    one, other = checkpoints.whole(managed), checkpoints.whole(out)
+    one, other = checkpoints.read_tensors(managed), checkpoints.read_tensors(out)
     stored = {kind: one[f"ids/user/{kind}"] for kind in ("id", "row", "sightings", "last")}
     columns = zip(*(values.tolist() for values in stored.values()), strict=True)
-    worth = sorted(columns, key=lambda c: (-c[2], -c[3], key(c[0])))
-    kept = sorted(worth[: rows - 2], key=lambda c: key(c[0]))
+    worth = sorted(columns, key=lambda c: (-c[2], -c[3], splitmix64(c[0])))
+    kept = sorted(worth[: rows - 2], key=lambda c: splitmix64(c[0]))
     assert other["ids/user/id"].tolist() == [c[0] for c in kept]
     assert other["ids/user/sightings"].tolist() == [c[2] for c in kept]
     assert ("dropped" in line) == (len(kept) < len(worth))
@@ -151,24 +159,24 @@ def test_convert_resizes_tables_with_managed_ids(managed, rows, tmp_path):
         assert torch.equal(other[f"tables/user/{kind}"][-2:], one[f"tables/user/{kind}"][-2:])
         assert torch.equal(other[f"tables/tag/{kind}"], one[f"tables/tag/{kind}"])
     free = other.get("ids/user/left", torch.empty(0)).tolist()
-    told = checkpoints.about(out)["ids"]["user"]
+    told = checkpoints.read_about(out)["ids"]["user"]
     assert told["left"] == len(free) and told["rows"] == len(kept) and told["handed"] == rows - 2
     assert sorted([*new.tolist(), *free]) == list(range(rows - 2))
-    losses, _, maps = on_ranks(1, goes_on, out, "adagrad")[0]
+    losses, _, maps = run_on_ranks(1, continue_training, out, "adagrad")[0]
     assert np.isfinite(losses).all() and len(maps["user"][0]) == min(rows - 2, 23)
 
 
 def test_convert_keeps_waiting_ids(tmp_path):
     ids = {"admit_after": 4}
     schema = with_tables(user={"rows": 25, "dim": 8, "ids": ids})
-    on_ranks(2, begun, str(tmp_path / "run"), schema, "adagrad")
+    run_on_ranks(2, save_trained_checkpoint, str(tmp_path / "run"), schema, "adagrad")
     place, out = folder_of(str(tmp_path / "run"), STEPS), str(tmp_path / "out")
     convert(place, ["user=resize:30"], out)
-    one, other = checkpoints.whole(place), checkpoints.whole(out)
+    one, other = checkpoints.read_tensors(place), checkpoints.read_tensors(out)
     waiting = {name for name in one if name.startswith("ids/user/waiting_")}
     assert waiting and all(len(one[name]) for name in waiting)
     assert all(torch.equal(one[name], other[name]) for name in waiting)
-    before, after = (checkpoints.about(each)["ids"]["user"]["waiting"] for each in (place, out))
+    before, after = (checkpoints.read_about(each)["ids"]["user"]["waiting"] for each in (place, out))
     assert before == after
 
 

@@ -10,10 +10,10 @@ from raytrec.common.messages import (
 )
 from raytrec.driver.coordinator import Coordinator
 
-WAITS = "wait, distributed/comm_ops.py:12"
+WAIT_LOCATION = "wait, distributed/comm_ops.py:12"
 
 
-def hang(*states, idle_s=8, silent_s=None, hang_timeout_s=5, patience_s=60):
+def describe_hang(*states, idle_s=8, silent_s=None, hang_timeout_s=5, patience_s=60):
     """Return the coordinator's description of ranks without progress for `idle_s`.
 
     Args:
@@ -38,42 +38,46 @@ def hang(*states, idle_s=8, silent_s=None, hang_timeout_s=5, patience_s=60):
 
 
 def test_coordinator_names_the_rank_that_others_wait_for():
-    waits = (9, 57, "step", WAITS, True)
-    found = hang(waits, (9, 57, "step", "forward, mine/model.py:3", False), waits)
+    waits = (9, 57, "step", WAIT_LOCATION, True)
+    found = describe_hang(waits, (9, 57, "step", "forward, mine/model.py:3", False), waits)
     assert found.startswith("rank 1 (pid 101 on 10.0.0.1) has made no progress for 8 s at step 57, computing")
     assert "forward, mine/model.py:3" in found and "rank 0 waits at wait, distributed" in found
-    found = hang(waits, waits, (9, 57, "step", "", False), silent_s={2: 8})
+    found = describe_hang(waits, waits, (9, 57, "step", "", False), silent_s={2: 8})
     assert found.startswith("rank 2 (pid 102 on 10.0.0.1) hangs: no heartbeat for 8 s")
-    assert hang(waits, (8, 56, "step", "wait, distributed/x.py:1", True)).startswith("rank 1")
-    assert hang(waits, waits).startswith("all ranks have waited for each other for 8 s; rank 0")
-    assert hang(waits, (9, 56, "data", "", False)) is None, "reading may take longer"
-    assert hang((9, 57, "save", "", False), waits) is None
+    assert describe_hang(waits, (8, 56, "step", "wait, distributed/x.py:1", True)).startswith("rank 1")
+    assert describe_hang(waits, waits).startswith("all ranks have waited for each other for 8 s; rank 0")
+    assert describe_hang(waits, (9, 56, "data", "", False)) is None, "reading may take longer"
+    assert describe_hang((9, 57, "save", "", False), waits) is None
 
 
-def on_gpus(*states):
+def describe_gpu_hang(*states):
     """Describe the hang of ranks that have sent these (step, waiting for others, unfinished)."""
-    return hang(*((9, step, "step", WAITS, waiting, unfinished) for step, waiting, unfinished in states))
+    return describe_hang(
+        *((9, step, "step", WAIT_LOCATION, waiting, unfinished) for step, waiting, unfinished in states)
+    )
 
 
 def test_coordinator_names_the_rank_whose_gpu_is_behind():
-    found = on_gpus(*((57, False, (55, phase)) for phase in ("collectives", "forward", "backward")))
+    found = describe_gpu_hang(*((57, False, (55, phase)) for phase in ("collectives", "forward", "backward")))
     assert found.startswith("rank 1 (pid 101 on 10.0.0.1) has made no progress for 8 s: its GPU has not")
     assert "its GPU has not finished step 55 (in the forward pass); the rank is at step 57" in found
-    assert on_gpus((57, False, (56, "forward")), (57, False, (55, "backward"))).startswith("rank 1 ")
-    found = on_gpus((57, True, (55, "backward")), (57, True, (55, "forward")))
+    assert describe_gpu_hang((57, False, (56, "forward")), (57, False, (55, "backward"))).startswith(
+        "rank 1 "
+    )
+    found = describe_gpu_hang((57, True, (55, "backward")), (57, True, (55, "forward")))
     assert found.startswith("rank 1 ") and "waited for each other" not in found
 
 
 def test_host_progress_takes_precedence_over_gpu_progress():
-    found = on_gpus((57, False, (56, "forward")), (56, False, None))
+    found = describe_gpu_hang((57, False, (56, "forward")), (56, False, None))
     assert found.startswith("rank 1 (pid 101 on 10.0.0.1) has made no progress") and "GPU" not in found
-    assert on_gpus((57, False, (56, "collectives")), (57, False, None)).startswith("rank 0 ")
+    assert describe_gpu_hang((57, False, (56, "collectives")), (57, False, None)).startswith("rank 0 ")
 
 
 def test_coordinator_reports_that_no_gpu_has_finished():
-    found = on_gpus((57, False, (55, "backward")), (57, False, (55, "backward")))
+    found = describe_gpu_hang((57, False, (55, "backward")), (57, False, (55, "backward")))
     assert "no GPU has finished step 55 (in the backward pass)" in found
-    assert "its GPU has not finished step 57; the rank" in on_gpus((58, False, (57, "")))
+    assert "its GPU has not finished step 57; the rank" in describe_gpu_hang((58, False, (57, "")))
 
 
 def test_heartbeat_rate_is_bounded():
@@ -90,7 +94,7 @@ def test_long_heartbeat_interval_is_not_silence():
     def found(world, late, dead=None):
         ages = {rank: 8 if rank == dead else late for rank in range(world)}
         states = [(9, 57, "step", "", False)] * world
-        return hang(*states, idle_s=60, silent_s=ages, hang_timeout_s=50, patience_s=500)
+        return describe_hang(*states, idle_s=60, silent_s=ages, hang_timeout_s=50, patience_s=500)
 
     late = compute_heartbeat_interval(1024) * 1.5
     assert late >= 3.0 and "no heartbeat" not in found(1024, late)

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
 @pytest.fixture(scope="module")
-def heard():
+def open_addresses():
     """Non-loopback addresses that were listened on during the run with 2 workers."""
     return set()
 
@@ -41,7 +41,7 @@ class Runs(dict):
         self._folder, self._place, self._heard = folder, place, heard
 
     def __missing__(self, workers):
-        values = parquet.settings(
+        values = parquet.config_values(
             self._folder,
             self._place / f"w{workers}",
             scaling__num_workers=workers,
@@ -51,20 +51,20 @@ class Runs(dict):
             tracking__report=workers == 2,
             checks__every_steps=20,
         )
-        with listener(self._heard) if workers == 2 else nullcontext():
+        with record_open_addresses(self._heard) if workers == 2 else nullcontext():
             self[workers] = driver.train(values)
         return self[workers]
 
 
 @pytest.fixture(scope="module")
-def runs(tiny_data, tmp_path_factory, heard):
-    return Runs(tiny_data, tmp_path_factory.mktemp("runs"), heard)
+def runs(tiny_data, tmp_path_factory, open_addresses):
+    return Runs(tiny_data, tmp_path_factory.mktemp("runs"), open_addresses)
 
 
-OF_WORKERS = [1, 2, pytest.param(3, marks=pytest.mark.survive)]
+WORKER_COUNTS = [1, 2, pytest.param(3, marks=pytest.mark.survive)]
 
 
-@pytest.mark.parametrize("workers", OF_WORKERS)
+@pytest.mark.parametrize("workers", WORKER_COUNTS)
 def test_result_json_contains_the_metrics(runs, workers):
     result = json.loads((runs[workers].path / "result.json").read_text())
     assert result == runs[workers].metrics
@@ -122,7 +122,7 @@ def test_report_shows_the_training_loss_once(runs):
     assert "log loss<" in page and ">loss<" not in page, "the loss of bce is the log loss"
 
 
-@pytest.mark.parametrize("workers", OF_WORKERS)
+@pytest.mark.parametrize("workers", WORKER_COUNTS)
 def test_ranks_look_up_each_id_once_per_epoch(runs, tiny_data, workers):
     """Each id of an epoch is looked up once, on any rank, and all checks pass."""
     lines = [json.loads(line) for line in (runs[workers].path / "ranks.jsonl").read_text().splitlines()]
@@ -181,7 +181,7 @@ def test_a_run_can_be_moved(runs, tiny_data, tmp_path):
 
 def test_a_finished_run_is_not_overwritten(runs, tiny_data):
     with pytest.raises(RunError, match="already contains a finished run"):
-        driver.train(parquet.settings(tiny_data, runs[1].path))
+        driver.train(parquet.config_values(tiny_data, runs[1].path))
 
 
 def is_loopback(address):
@@ -189,7 +189,7 @@ def is_loopback(address):
 
 
 @contextmanager
-def listener(heard):
+def record_open_addresses(heard):
     """Record non-loopback addresses on which this process or a child listens during the block."""
     over, this = threading.Event(), psutil.Process()
 
@@ -208,9 +208,9 @@ def listener(heard):
         thread.join()
 
 
-def test_run_listens_only_on_loopback(runs, heard):
+def test_run_listens_only_on_loopback(runs, open_addresses):
     assert runs[2].metrics["world_size"] == 2
-    assert not heard
+    assert not open_addresses
 
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="names Linux's interfaces")
@@ -267,13 +267,16 @@ def test_check_gpu_explains_missing_cuda_support(monkeypatch):
     assert "driver for CUDA 13.0" in error.value.expected
 
 
-GROWING = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+EXPANDABLE_SEGMENTS = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
 def test_expandable_segments_respect_existing_settings(monkeypatch):
     from raytrec.worker.rendezvous import enable_expandable_segments
 
-    for given, set_for_it in (({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, {}), ({}, GROWING)):
+    for given, set_for_it in (
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, {}),
+        ({}, EXPANDABLE_SEGMENTS),
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(os, "environ", dict(given))
             enable_expandable_segments()
@@ -329,7 +332,7 @@ def test_recovery_of_an_invisible_gpu_is_unknown(monkeypatch):
     assert find_needed_recovery("cuda:1") is None
 
 
-def seen(folder):
+def list_modification_times(folder):
     """Return the modification times of a folder and everything in it."""
     return {path: path.stat().st_mtime_ns for path in [folder, *folder.rglob("*")]}
 
@@ -337,29 +340,29 @@ def seen(folder):
 @pytest.mark.survive
 def test_bad_test_rows_do_not_lose_the_trained_model(tiny_data, tmp_path, monkeypatch):
     """The model is saved before the evaluation and can be evaluated without the bad rows."""
-    bad, run = parquet.dataset(tmp_path / "bad"), tmp_path / "run"
-    parquet.change(bad / "test/part-0.parquet", "user", {3: 40}, write_statistics=False)
+    bad, run = parquet.write_dataset(tmp_path / "bad"), tmp_path / "run"
+    parquet.change_column_values(bad / "test/part-0.parquet", "user", {3: 40}, write_statistics=False)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match="id 40 of feature 'user' is out of range for table 'user'") as error:
-        driver.train(parquet.settings(bad, run, scaling__num_workers=1, train__max_steps=3))
+        driver.train(parquet.config_values(bad, run, scaling__num_workers=1, train__max_steps=3))
     assert "all 3 steps are trained and saved" in error.value.do
     assert "`raytrec evaluate run --set data.on_error=skip`" in error.value.do
     assert "`raytrec train --resume run`" in error.value.do
 
-    before = seen(run)
+    before = list_modification_times(run)
     for change, rows in (("data.on_error=skip", 1002), ("tables.us*.out_of_range=hash", 1003)):
         figures = evaluate("run", overrides=[change]).metrics
         assert (figures["eval.rows"], figures["eval.skipped_rows"]) == (rows, 1003 - rows)
-    assert seen(run) == before, "evaluation must not write to the run folder"
+    assert list_modification_times(run) == before, "evaluation must not write to the run folder"
 
     shutil.copytree(tiny_data / "test", bad / "test", dirs_exist_ok=True)
     assert driver.train(None, resume="run").metrics["eval.rows"] == 1003
 
 
 def test_bad_values_in_footers_are_reported_before_start(tmp_path):
-    bad = parquet.dataset(tmp_path / "bad", train=200, valid=50, test=50)
-    parquet.change(bad / "test/part-1.parquet", "label", {3: 7})
-    settings = parquet.settings(bad, tmp_path / "run")
+    bad = parquet.write_dataset(tmp_path / "bad", train=200, valid=50, test=50)
+    parquet.change_column_values(bad / "test/part-1.parquet", "label", {3: 7})
+    settings = parquet.config_values(bad, tmp_path / "run")
     with pytest.raises(DataError, match="label 'label' is 7") as error:
         driver.train(settings)
     assert "part-1.parquet, row group 0, column label, row 3" in error.value.where
@@ -369,13 +372,13 @@ def test_bad_values_in_footers_are_reported_before_start(tmp_path):
 
 def test_run_rejects_more_workers_than_cpus(tiny_data, tmp_path):
     with pytest.raises(ConfigError, match="CPUs for 6 workers"):
-        driver.train(parquet.settings(tiny_data, tmp_path / "run", scaling__num_workers=6))
+        driver.train(parquet.config_values(tiny_data, tmp_path / "run", scaling__num_workers=6))
 
 
 @pytest.mark.survive
 def test_unusable_mlflow_store_is_reported(tiny_data, tmp_path):
     (tmp_path / "file").write_text("")
-    values = parquet.settings(
+    values = parquet.config_values(
         tiny_data, tmp_path / "run", tracking__uri=f"sqlite:///{tmp_path}/file/mlflow.db"
     )
     with pytest.raises((ConfigError, driver.Unfinished), match="cannot open the MLflow store") as error:

@@ -14,8 +14,8 @@ from raytrec.common.errors import DataError
 from raytrec.driver import run as driver
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
-STEP = 30  # evaluation every 10 steps, nothing learned after the first, patience 2
-EARLY = {"metric": "auc", "patience": 2}
+LAST_STEP = 30  # evaluation every 10 steps, nothing learned after the first, patience 2
+EARLY_STOPPING = {"metric": "auc", "patience": 2}
 
 
 def settings(folder, place, **changes):
@@ -23,7 +23,7 @@ def settings(folder, place, **changes):
         "train__epochs": 15,
         "train__eval_every_steps": 10,
         "train__log_every_steps": 7,
-        "train__early_stopping": EARLY,
+        "train__early_stopping": EARLY_STOPPING,
         "train__ema": 0.01,
         "train__profile": {"steps": "3..5"},
         "optim__schedule": {"decay": "linear", "decay_steps": 5},
@@ -34,27 +34,27 @@ def settings(folder, place, **changes):
         "tracking__every_steps": 20,
         "optim__tables": {"*": {"name": "adagrad"}},
     } | changes
-    return parquet.settings(folder, place, **changes)
+    return parquet.config_values(folder, place, **changes)
 
 
 @pytest.fixture(scope="module")
-def ended(tiny_data, tmp_path_factory):
+def stopped_run(tiny_data, tmp_path_factory):
     return driver.train(settings(tiny_data, tmp_path_factory.mktemp("ended") / "run"))
 
 
-def test_early_stopping_reports_its_reason(ended):
-    result = json.loads((ended.path / "result.json").read_text())
-    assert result["train.steps"] == STEP
+def test_early_stopping_reports_its_reason(stopped_run):
+    result = json.loads((stopped_run.path / "result.json").read_text())
+    assert result["train.steps"] == LAST_STEP
     assert result["train.rows"] == 2000 + 14 * 128, "rows since the last report are counted"
     assert result["train.ended"].startswith(
         "auc has not improved in 2 evaluations; it was best at step 10, 0."
     )
     assert result["eval.rows"] == 1003 and "bound.by" in result
-    events = [json.loads(line) for line in (ended.path / "events.jsonl").read_text().splitlines()]
+    events = [json.loads(line) for line in (stopped_run.path / "events.jsonl").read_text().splitlines()]
     assert [e["reason"] for e in events if e["event"] == "ended early"] == [result["train.ended"]]
-    newest = checkpoints.newest(ended.path)
-    assert newest.name == f"step-{STEP:010d}"
-    seen = checkpoints.about(newest)["progress"]["early_stopping"]
+    newest = checkpoints.newest_checkpoint(stopped_run.path)
+    assert newest.name == f"step-{LAST_STEP:010d}"
+    seen = checkpoints.read_about(newest)["progress"]["early_stopping"]
     assert (seen["step"], seen["since"]) == (10, 2)
 
 
@@ -62,51 +62,53 @@ def test_early_stopping_reports_its_reason(ended):
 def test_early_stopping_restores_the_best_weights(tiny_data, tmp_path):
     """The weights are from an earlier evaluation, and the final evaluation uses them."""
     run = tmp_path / "run"
-    best = {"train__early_stopping": EARLY | {"restore_best": True}, "train__profile": None}
+    best = {"train__early_stopping": EARLY_STOPPING | {"restore_best": True}, "train__profile": None}
     result = driver.train(settings(tiny_data, run, **best)).metrics
-    assert result["train.steps"] == STEP and "best at step 10" in result["train.ended"]
-    checkpoint = checkpoints.newest(run)
-    assert checkpoint.name == f"step-{STEP:010d}"
-    assert checkpoints.equal(checkpoint, run / "checkpoints" / "step-0000000010") == []
-    assert checkpoints.about(checkpoint)["progress"]["step"] == STEP
+    assert result["train.steps"] == LAST_STEP and "best at step 10" in result["train.ended"]
+    checkpoint = checkpoints.newest_checkpoint(run)
+    assert checkpoint.name == f"step-{LAST_STEP:010d}"
+    assert checkpoints.differing_tensors(checkpoint, run / "checkpoints" / "step-0000000010") == []
+    assert checkpoints.read_about(checkpoint)["progress"]["step"] == LAST_STEP
     again = raytrec.evaluate(run, data=f"{tiny_data}/test").metrics
     assert again["eval.auc"] == result["eval.auc"]
 
 
-def test_profile_covers_requested_steps_on_each_rank(ended):
+def test_profile_covers_requested_steps_on_each_rank(stopped_run):
     for rank in range(2):
-        with gzip.open(ended.path / f"profile/rank-{rank}.json.gz") as file:
+        with gzip.open(stopped_run.path / f"profile/rank-{rank}.json.gz") as file:
             names = {each.get("name", "") for each in json.load(file)["traceEvents"]}
         assert {name for name in names if name.startswith("ProfilerStep")} == {
             f"ProfilerStep#{step}" for step in (3, 4, 5)
         }
         assert "aten::addmm" in names and any(name.startswith("## forward") for name in names)
-    assert f"steps 3 to 5, {ended.path}/profile" in (ended.path / "events.jsonl").read_text()
+    assert f"steps 3 to 5, {stopped_run.path}/profile" in (stopped_run.path / "events.jsonl").read_text()
 
 
 @pytest.mark.survive
-@pytest.mark.parametrize("last", [25, STEP])
-def test_resumed_run_stops_early_at_the_same_step(ended, tmp_path, last):
+@pytest.mark.parametrize("last", [25, LAST_STEP])
+def test_resumed_run_stops_early_at_the_same_step(stopped_run, tmp_path, last):
     """The run is interrupted between two evaluations and after the last one."""
     run = tmp_path / "run"
-    shutil.copytree(ended.path, run)
+    shutil.copytree(stopped_run.path, run)
     (run / "result.json").unlink()
     for place in (run / "checkpoints").glob("step-*"):
         if int(place.name.removeprefix("step-")) > last:
             shutil.rmtree(place)
     again = driver.train(None, resume=run).metrics
     assert "restoring" in (run / "run.log").read_text()
-    assert again["seconds"] > ended.metrics["seconds"] > 0, "seconds must cover the whole run"
+    assert again["seconds"] > stopped_run.metrics["seconds"] > 0, "seconds must cover the whole run"
     checks, lines = ((run / name).read_text().splitlines() for name in ("checks.jsonl", "ranks.jsonl"))
-    assert again["train.checks_passed"] == len(checks) > ended.metrics["train.checks_passed"]
+    assert again["train.checks_passed"] == len(checks) > stopped_run.metrics["train.checks_passed"]
     timed = [json.loads(line) for line in lines]
     data = [line["phases_s"]["data"] + line["phases_s"]["copy"] for line in timed]
     first = [line["first_s"].get("data", 0) + line["first_s"].get("copy", 0) for line in timed]
     spent = (sum(data) - sum(first)) / again["world_size"]
     assert again["bound.parts"]["ingest"]["seconds"] == pytest.approx(spent)
     for key in ("train.steps", "train.rows", "train.ended", "eval.auc", "eval.ne"):
-        assert again[key] == ended.metrics[key], key
-    one, other = (checkpoints.whole(checkpoints.newest(each)) for each in (ended.path, run))
+        assert again[key] == stopped_run.metrics[key], key
+    one, other = (
+        checkpoints.read_tensors(checkpoints.newest_checkpoint(each)) for each in (stopped_run.path, run)
+    )
     assert all(torch.equal(one[name], other[name]) for name in one.keys() | other.keys())
 
 
@@ -114,9 +116,9 @@ def test_resumed_run_stops_early_at_the_same_step(ended, tmp_path, last):
 def test_failed_evaluation_after_early_stop_gives_advice(tiny_data, tmp_path, monkeypatch):
     bad, run = tmp_path / "bad", tmp_path / "run"
     shutil.copytree(tiny_data, bad)
-    parquet.change(bad / "test/part-0.parquet", "user", {3: 40}, write_statistics=False)
+    parquet.change_column_values(bad / "test/part-0.parquet", "user", {3: 40}, write_statistics=False)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match="id 40 of feature 'user'") as error:
         driver.train(settings(bad, run))
-    assert f"all {STEP} steps are trained and saved" in error.value.do
+    assert f"all {LAST_STEP} steps are trained and saved" in error.value.do
     assert "`raytrec evaluate run --set data.on_error=skip`" in error.value.do

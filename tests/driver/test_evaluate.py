@@ -13,8 +13,8 @@ import parquet
 import pytest
 import small
 import torch
-from ranks import on_ranks
-from standin.clock import simulated
+from ranks import run_on_ranks
+from standin.clock import use_simulated_clock
 
 from raytrec.common.errors import ConfigError, DataError, RunError, SchemaError
 from raytrec.config.run_config import load_config
@@ -24,7 +24,7 @@ from raytrec.driver.run import add_recovery_hint
 ROWS = 6 * 12
 
 
-def evaluated(rank, world, memory=None):
+def evaluate_batches(rank, world, memory=None):
     """Evaluate six batches; return (metrics, curves, places that waited until the GPU was idle)."""
     import torch.distributed as dist
 
@@ -34,27 +34,27 @@ def evaluated(rank, world, memory=None):
 
     on_gpu = dist.get_backend() == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    config = small.config(world, {"sharding_type": "row_wise"})
+    config = small.make_small_config(world, {"sharding_type": "row_wise"})
     step, _ = build_step(config, small.SCHEMA, device)
     selection = Selection.from_config(config, small.SCHEMA)
-    _, local = small.batches(6, rank, world)
+    _, local = small.make_batches(6, rank, world)
     read = [batch.pin_memory() for batch in local] if on_gpu else local
     dataset = SimpleNamespace(rows=ROWS, uri="here")
     stream = SimpleNamespace(batches=lambda: iter(read), may_skip=False, dataset=dataset)
     if not on_gpu:
         return *evaluate(step, stream, device, selection), set()
-    from standin import Gpu
+    from standin import StandInGpu
 
-    gpu = Gpu.active
+    gpu = StandInGpu.active
     gpu.waits.clear()
-    predict, step.evaluate = step.evaluate, lambda batches: slowly(predict(batches), gpu)
+    predict, step.evaluate = step.evaluate, lambda batches: delay_batches(predict(batches), gpu)
     small_one = patch.object(torch.cuda, "mem_get_info", lambda device=None: (memory, memory))
-    with simulated(), small_one if memory else nullcontext():
+    with use_simulated_clock(), small_one if memory else nullcontext():
         figures, drawn = evaluate(step, stream, device, selection)
     return figures, drawn, {wait.where for wait in gpu.waits if wait.drains}
 
 
-def slowly(all_outputs, gpu):
+def delay_batches(all_outputs, gpu):
     """Yield the outputs and occupy the GPU for a while per batch."""
     for outputs in all_outputs:
         gpu.work(0.1)
@@ -65,8 +65,8 @@ def slowly(all_outputs, gpu):
 
 @pytest.mark.parametrize("memory", [None, 1000])
 def test_gpu_evaluation_equals_cpu_and_keeps_the_gpu_busy(memory):
-    expected = on_ranks(2, evaluated)
-    found = on_ranks(2, evaluated, memory, device="cuda")
+    expected = run_on_ranks(2, evaluate_batches)
+    found = run_on_ranks(2, evaluate_batches, memory, device="cuda")
     for (figures, drawn, _), (same, curves, dry) in zip(expected, found, strict=True):
         assert same == pytest.approx(figures, nan_ok=True) and curves == drawn
         assert not dry
@@ -75,11 +75,11 @@ def test_gpu_evaluation_equals_cpu_and_keeps_the_gpu_busy(memory):
 
 @pytest.mark.parametrize("rows,place", [(1000, "cuda"), (10**9, "cpu")])
 def test_auc_of_many_rows_is_computed_on_the_cpu(rows, place):
-    from standin import cuda
+    from standin import use_stand_in_gpu
 
     from raytrec.metrics.evaluation import choose_ranking_device
 
-    with cuda():
+    with use_stand_in_gpu():
         assert choose_ranking_device(rows, torch.device("cuda", 0)).type == place
     assert choose_ranking_device(rows, torch.device("cpu")).type == "cpu"
 
@@ -90,9 +90,9 @@ def test_recovery_hint_requires_completed_training(tmp_path, monkeypatch):
     config, root = load_config(values), tmp_path / "a run/checkpoints"
     bad = DataError("id 7", where="there", do="correct the data")
     assert add_recovery_hint(bad, config, 20) is bad, "nothing is saved"
-    checkpoints.index_alone(root, 10)
+    checkpoints.write_index_only(root, 10)
     assert add_recovery_hint(bad, config, 20) is bad, "training is not complete"
-    last = checkpoints.index_alone(root, 20)
+    last = checkpoints.write_index_only(root, 20)
     told = add_recovery_hint(bad, config, 20)
     assert type(told) is DataError and (told.what, told.where) == ("id 7", "there")
     assert told.do == (
@@ -105,15 +105,15 @@ def test_recovery_hint_requires_completed_training(tmp_path, monkeypatch):
     assert "`raytrec evaluate 'a run' --allow-code`" in told.do
 
 
-ABOUT = {
-    "config": load_config(parquet.settings("/data", "/run")).model_dump(by_alias=True, mode="json"),
+CHECKPOINT_METADATA = {
+    "config": load_config(parquet.config_values("/data", "/run")).model_dump(by_alias=True, mode="json"),
     "schema": parquet.SCHEMA_YAML,
 }
 
 
 def test_evaluation_accepts_applicable_overrides():
     changes = ["tables.us*.out_of_range=hash", "data.on_error=skip", "scaling.num_workers=1"]
-    config, schema = load_evaluation_config(ABOUT, "there", changes, allow_code=False)
+    config, schema = load_evaluation_config(CHECKPOINT_METADATA, "there", changes, allow_code=False)
     assert (config.data.on_error, config.scaling.num_workers) == ("skip", 1)
     assert (schema.tables["user"].out_of_range, schema.tables["tag"].out_of_range) == ("hash", "error")
 
@@ -132,7 +132,7 @@ def test_evaluation_accepts_applicable_overrides():
 )
 def test_evaluation_rejects_inapplicable_overrides(change, message):
     with pytest.raises((ConfigError, SchemaError), match=message):
-        load_evaluation_config(ABOUT, "there", [change], allow_code=False)
+        load_evaluation_config(CHECKPOINT_METADATA, "there", [change], allow_code=False)
 
 
 def test_next_evaluation_keeps_only_folders_with_a_traceback(tmp_path, monkeypatch):

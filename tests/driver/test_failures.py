@@ -8,20 +8,24 @@ from raytrec.common.errors import DataError
 from raytrec.common.messages import Restart
 from raytrec.driver.failure_analysis import Kind, extract_main_line, find_cause
 
-GLOO = RuntimeError("[../third_party/gloo/gloo/pair.cc:547] Connection closed by peer [127.0.0.1]")
+GLOO_ERROR = RuntimeError("[../third_party/gloo/gloo/pair.cc:547] Connection closed by peer [127.0.0.1]")
 OURS = DataError("label 'y' is 7", where="part-0.parquet")
 
 
 @pytest.mark.parametrize(
     "failures,kind,sentence",
     [
-        ({0: GLOO, 1: ActorDiedError()}, Kind.DEATH, "rank 1 died: its process was killed or crashed"),
-        ({0: GLOO, 1: KeyError("user"), 2: GLOO}, Kind.ERROR, "rank 1 raised KeyError: 'user'"),
+        ({0: GLOO_ERROR, 1: ActorDiedError()}, Kind.DEATH, "rank 1 died: its process was killed or crashed"),
+        ({0: GLOO_ERROR, 1: KeyError("user"), 2: GLOO_ERROR}, Kind.ERROR, "rank 1 raised KeyError: 'user'"),
         ({0: KeyError("x"), 1: OURS}, Kind.OURS, "label 'y' is 7"),
-        ({0: GLOO, 2: NodeDiedError("gone")}, Kind.NODE, "rank 2 lost its node"),
+        ({0: GLOO_ERROR, 2: NodeDiedError("gone")}, Kind.NODE, "rank 2 lost its node"),
         ({0: ActorDiedError(), 1: NodeDiedError("gone")}, Kind.NODE, "rank 1 lost its node"),
-        ({0: Restart("at step 3"), 1: GLOO}, Kind.RESTART, "at step 3"),
-        ({0: GLOO, 1: OutOfMemoryError("the node was")}, Kind.DEATH, "rank 1 was killed by Ray because"),
+        ({0: Restart("at step 3"), 1: GLOO_ERROR}, Kind.RESTART, "at step 3"),
+        (
+            {0: GLOO_ERROR, 1: OutOfMemoryError("the node was")},
+            Kind.DEATH,
+            "rank 1 was killed by Ray because",
+        ),
         ({1: RuntimeError("Timed out waiting 60000ms")}, Kind.CONSEQUENCE, "rank 1 raised RuntimeError"),
     ],
 )
@@ -126,7 +130,7 @@ def coordinator(ray_cluster):
     ray.kill(actor)
 
 
-def decisions(coordinator, budget, *failures):
+def make_decisions(coordinator, budget, *failures):
     """Return the decisions of the failure policy for a sequence of group errors."""
     import ray.train
 
@@ -138,23 +142,25 @@ def decisions(coordinator, budget, *failures):
 
 
 def test_policy_retries_transient_failures_within_budget(coordinator):
-    died, node = {0: GLOO, 1: ActorDiedError()}, {1: NodeDiedError("gone")}
+    died, node = {0: GLOO_ERROR, 1: ActorDiedError()}, {1: NodeDiedError("gone")}
     several = died, node, died, node, {0: Restart("x")}, died
-    assert decisions(coordinator, 2, *several) == ["RETRY"] * 5 + ["RAISE"]
-    assert decisions(coordinator, 8, {1: OURS}) == ["RAISE"], "a data error would occur again"
-    assert decisions(coordinator, 0, died) == ["RAISE"]
-    same = {0: GLOO, 1: KeyError("user")}
-    assert decisions(coordinator, 8, same, same) == ["RETRY", "RAISE"], "the same error, same step"
-    assert decisions(coordinator, 8, same, died, same) == ["RETRY"] * 3
+    assert make_decisions(coordinator, 2, *several) == ["RETRY"] * 5 + ["RAISE"]
+    assert make_decisions(coordinator, 8, {1: OURS}) == ["RAISE"], "a data error would occur again"
+    assert make_decisions(coordinator, 0, died) == ["RAISE"]
+    same = {0: GLOO_ERROR, 1: KeyError("user")}
+    assert make_decisions(coordinator, 8, same, same) == ["RETRY", "RAISE"], "the same error, same step"
+    assert make_decisions(coordinator, 8, same, died, same) == ["RETRY"] * 3
     memory = [{0: RuntimeError(f"CUDA out of memory. {left} is free")} for left in ("1.25 GiB", "921.60 MiB")]
-    assert decisions(coordinator, 8, *memory) == ["RETRY", "RAISE"], "the same error with different numbers"
-    assert decisions(coordinator, 8, ControllerError(ValueError("a bug"))) == ["RAISE"]
+    assert make_decisions(coordinator, 8, *memory) == ["RETRY", "RAISE"], (
+        "the same error with different numbers"
+    )
+    assert make_decisions(coordinator, 8, ControllerError(ValueError("a bug"))) == ["RAISE"]
 
 
 def test_coordinator_reports_the_cause_to_the_driver(coordinator):
     import ray
 
-    decisions(coordinator, 1, {0: GLOO, 1: ActorDiedError()})
+    make_decisions(coordinator, 1, {0: GLOO_ERROR, 1: ActorDiedError()})
     (event,) = ray.get(coordinator.get.remote(1))
     assert event.details["cause"] == "rank 1 died: its process was killed or crashed"
     assert event.details["again"] and ray.get(coordinator.cause.remote()) == event.details["cause"]

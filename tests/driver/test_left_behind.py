@@ -19,11 +19,11 @@ from raytrec.data.stream import Stream
 from raytrec.driver import launch as group
 from raytrec.worker import process
 
-KINDS = ("Tensor", "Parameter", "Batch", "KeyedJaggedTensor", "Outputs", "Thread", "Look")
-OF_READING = ("Reading", "Batch", "Supply", "Dataset", "StreamingExecutor", "DatasetStats", "Tensor")
+STEP_KINDS = ("Tensor", "Parameter", "Batch", "KeyedJaggedTensor", "Outputs", "Thread", "Look")
+READING_KINDS = ("Reading", "Batch", "Supply", "Dataset", "StreamingExecutor", "DatasetStats", "Tensor")
 
 
-def alive(kinds):
+def count_alive(kinds):
     """Count the referenced objects of each class and the threads."""
     gc.collect()
     found = Counter(type(each).__name__ for each in gc.get_objects())
@@ -32,39 +32,39 @@ def alive(kinds):
     return {kind: found[kind] for kind in kinds} | {"threads": threads}
 
 
-def settle(kinds):
+def wait_for_stable_counts(kinds):
     """Return the counts once they are stable for a second; leftovers of other tests may still end."""
-    counts, until = [alive(kinds)], monotonic() + 60
+    counts, until = [count_alive(kinds)], monotonic() + 60
     while len(counts) < 5 or any(each != counts[-1] for each in counts[-5:]):
         assert monotonic() < until, f"the counts keep changing: {counts[-5:]}"
         sleep(0.25)
-        counts.append(alive(kinds))
+        counts.append(count_alive(kinds))
     return counts[-1]
 
 
-def grown(early, late):
+def find_growth(early, late):
     """Return {kind: (before, after)} of the kinds whose count has increased."""
     return {kind: (count, late[kind]) for kind, count in early.items() if late[kind] > count}
 
 
-def left_by_steps(rank, world, folder):
+def count_after_steps(rank, world, folder):
     """Count live objects after an early and a late step, each with checks and tracking."""
     found = []
 
     def after(made):
         if made.progress.step in (21, 51):
-            found.append(alive(KINDS))
+            found.append(count_alive(STEP_KINDS))
 
     changes = ["tracking.every_steps=10", "checks.every_steps=10", "train.log_every_steps=10"]
-    made = loop.make(rank, world, 60, changes, folder).train(60, after)
+    made = loop.make_worker_loop(rank, world, 60, changes, folder).train(60, after)
     assert made.error is None, made.error
     return found
 
 
 def test_steps_leak_no_objects(tmp_path):
-    for early, late in ranks.on_ranks(2, left_by_steps, tmp_path):
+    for early, late in ranks.run_on_ranks(2, count_after_steps, tmp_path):
         assert early["Tensor"] > 10
-        assert not grown(early, late)
+        assert not find_growth(early, late)
 
 
 @pytest.mark.survive
@@ -80,19 +80,19 @@ def test_epochs_leak_no_objects(tmp_path, monkeypatch, request):
         return name(dataset)
 
     monkeypatch.setattr(ray.data.Dataset, "get_dataset_id", note)
-    folder = parquet.dataset(tmp_path / "data", train=400)
+    folder = parquet.write_dataset(tmp_path / "data", train=400)
     gc.collect()
     gc.freeze()  # exclude existing objects from the counts
     request.addfinalizer(gc.unfreeze)
     data = scan(str(folder / "train"), ReadPlan(Schema.load(folder / "schema.yaml")))
     stream = Stream(data, Order(100, 4, "window", 2, 0), rank=0, world=1)
     assert len(list(stream.epochs(1))) == 4
-    early = settle(OF_READING)
+    early = wait_for_stable_counts(READING_KINDS)
     assert len(list(stream.epochs(3))) == 12
     until = monotonic() + 30
-    while grown(early, late := alive(OF_READING)) and monotonic() < until:  # threads end late
+    while find_growth(early, late := count_alive(READING_KINDS)) and monotonic() < until:  # threads end late
         sleep(0.1)
-    assert not grown(early, late), [each.name for each in threading.enumerate()]
+    assert not find_growth(early, late), [each.name for each in threading.enumerate()]
     assert late["Reading"] == late["Supply"] == 0
     assert len(executed) == 4
     assert not executed & ray.get(get_or_create_stats_actor().get_datasets.remote()).keys()

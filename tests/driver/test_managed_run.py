@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.survive]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Dataset of 40 users, of whom at most 30 have a row at a time."""
-    folder = parquet.dataset(tmp_path_factory.mktemp("text"))
+    folder = parquet.write_dataset(tmp_path_factory.mktemp("text"))
     (folder / "schema.yaml").write_text(SCHEMA_YAML)
     for path in folder.rglob("*.parquet"):
         table = pq.read_table(path)
@@ -37,20 +37,20 @@ def folder(tmp_path_factory):
 def run(folder, tmp_path_factory):
     often = {"checks__every_steps": 5, "tracking__every_steps": 5, "checkpoint__every_steps": 20}
     place = tmp_path_factory.mktemp("run") / "run"
-    return driver.train(parquet.settings(folder, place, train__epochs=3, **often))
+    return driver.train(parquet.config_values(folder, place, train__epochs=3, **often))
 
 
-def lines(run, name):
+def read_lines(run, name):
     return [json.loads(line) for line in (run.path / name).read_text().splitlines()]
 
 
 def test_managed_run_learns_and_reports_id_metrics(run):
     assert run.metrics["eval.auc"] > 0.8
-    of_ranks = [line["tables"] for line in lines(run, "ranks.jsonl")]  # the last rank may lack user
+    of_ranks = [line["tables"] for line in read_lines(run, "ranks.jsonl")]  # the last rank may lack user
     figures = [tables["user"] for tables in of_ranks if "user" in tables][-1]
     assert figures["occupancy"] == 1 and figures["admitted_ids"] == figures["evicted_ids"] > 0
     assert 0 < figures["fallback_share"] < 0.3 and figures["id_age"] < 5
-    checks = [line for line in lines(run, "checks.jsonl") if line["check"] == "managed_ids"]
+    checks = [line for line in read_lines(run, "checks.jsonl") if line["check"] == "managed_ids"]
     assert len(checks) > 3 and all(line["passed"] for line in checks)
 
 
@@ -67,10 +67,10 @@ def test_managed_run_resumes_with_another_worker_count(run, tmp_path, workers):
     other = tmp_path / "run"
     shutil.copytree(run.path, other)
     (other / "result.json").unlink()
-    shutil.rmtree(checkpoints.newest(other))
+    shutil.rmtree(checkpoints.newest_checkpoint(other))
     again = driver.train(None, [f"scaling.num_workers={workers}"], resume=other)
     assert again.metrics["eval.auc"] == pytest.approx(run.metrics["eval.auc"], abs=1e-4)
-    one, new = (checkpoints.whole(checkpoints.newest(place)) for place in (run.path, other))
+    one, new = (checkpoints.read_tensors(checkpoints.newest_checkpoint(place)) for place in (run.path, other))
     for name, values in one.items():
         if name.startswith("ids/") or workers == 2:
             assert torch.equal(new[name], values), name

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import parquet
 import pynvml
 import pytest
-from small import a_schema
+from small import make_small_schema
 from waiting import wait_for
 
 from raytrec.common import machine
@@ -26,7 +26,7 @@ from raytrec.planning.memory import estimate_copy_bytes
 
 
 @pytest.fixture
-def for_cpus():
+def cpu_build():
     """Pretend that torch is built for CPUs, whatever build is installed."""
     with patch("raytrec.driver.nodes.built_for", lambda: "cpu"):
         yield
@@ -39,20 +39,20 @@ def console():
 
 
 def settings(workers=2, readers=1, **scaling):
-    values = parquet.settings("unused", "unused")
+    values = parquet.config_values("unused", "unused")
     values["data"]["readers"] = readers
     values["scaling"] = {"num_workers": workers, **scaling}
     return RunConfig.model_validate(values)
 
 
-def test_auto_chooses_cpu_if_torch_is_built_for_cpus(ray_with_gpus, for_cpus, console):
+def test_auto_chooses_cpu_if_torch_is_built_for_cpus(ray_with_gpus, cpu_build, console):
     assert nodes.choose_device(settings(), nodes.gpu_nodes(), console) == "cpu"
     (said,) = console.said
     assert "GPUs are available, but torch is built for CPUs on this machine" in said
     assert "make install DEVICE=cuda" in said
 
 
-def test_cpu_training_rejects_cuda_graphs(ray_with_gpus, for_cpus, console):
+def test_cpu_training_rejects_cuda_graphs(ray_with_gpus, cpu_build, console):
     values = settings()
     values.train.compile = "graphs"
     with pytest.raises(ConfigError, match="training runs on CPUs") as error:
@@ -60,9 +60,9 @@ def test_cpu_training_rejects_cuda_graphs(ray_with_gpus, for_cpus, console):
     assert error.value.do == "set train.compile=true"
 
 
-def test_cuda_device_requires_a_cuda_build_of_torch(ray_with_gpus, for_cpus, tiny_data, tmp_path):
+def test_cuda_device_requires_a_cuda_build_of_torch(ray_with_gpus, cpu_build, tiny_data, tmp_path):
     with pytest.raises(ConfigError, match="torch is built for CPUs on this machine") as error:
-        driver.train(parquet.settings(tiny_data, tmp_path / "run", scaling__device="cuda"))
+        driver.train(parquet.config_values(tiny_data, tmp_path / "run", scaling__device="cuda"))
     assert "make install DEVICE=cuda" in error.value.do and "scaling.device=cpu" in error.value.do
     assert not (tmp_path / "run/events.jsonl").exists(), "no worker has started"
 
@@ -211,7 +211,7 @@ def test_gpu_memory_is_read_without_allocating_a_gpu(monkeypatch, visible, mig, 
 def test_low_host_memory_for_checkpoints_causes_a_warning(ray_with_gpus, room, warns):
     """The checkpoint copies fit but leave little memory for processes."""
     tables = {"user": {"rows": 10**7, "dim": 64}, "tag": {"rows": 5, "dim": 8}}
-    given, config, said = a_schema(tables=tables), settings(2), []
+    given, config, said = make_small_schema(tables=tables), settings(2), []
     needed = sum(estimate_copy_bytes(config, given, resolve_constraints(config, given), 2))
     host = [GpuNode("10.0.0.9", 2, host_memory=int(2 * needed * room))]
     with patch("raytrec.driver.nodes.is_local", lambda: False):

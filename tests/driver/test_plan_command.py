@@ -4,7 +4,7 @@ import json
 
 import pytest
 import yaml
-from small import a_schema
+from small import make_small_schema
 
 from raytrec import cli
 from raytrec.common.errors import ConfigError
@@ -16,7 +16,7 @@ def folder(tmp_path_factory):
     """A configuration whose four tables take 19 GiB each with Adagrad's state."""
     folder = tmp_path_factory.mktemp("plan")
     tables = {f"t{i}": {"rows": 40_000_000, "dim": 64} for i in range(4)}
-    schema = a_schema(sparse={name: {"table": name} for name in tables}, tables=tables)
+    schema = make_small_schema(sparse={name: {"table": name} for name in tables}, tables=tables)
     (folder / "schema.yaml").write_text(schema.to_yaml())
     config = {
         "data": {"train": str(folder / "train"), "schema": str(folder / "schema.yaml")},

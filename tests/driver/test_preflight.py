@@ -7,7 +7,7 @@ from pathlib import Path
 import parquet
 import pytest
 import yaml
-from small import a_schema
+from small import make_small_schema
 
 from raytrec.common.errors import ConfigError
 from raytrec.config.run_config import RunConfig, load_config
@@ -15,7 +15,7 @@ from raytrec.config.schema import Schema
 from raytrec.driver import preflight as fit
 
 SCHEMA = yaml.safe_load(parquet.SCHEMA_YAML)
-TWO = {"name": "two_tower", "towers": {"query": ["user"], "item": ["tags"]}}
+TWO_TOWER = {"name": "two_tower", "towers": {"query": ["user"], "item": ["tags"]}}
 
 
 def check(values=(), schema=(), here=True, settings=()):
@@ -30,7 +30,7 @@ def check(values=(), schema=(), here=True, settings=()):
     [
         ({"tables": {"user": {"rows": 4, "dim": 8}, "tag": {"rows": 4, "dim": 4}}}, {}, "dims 4, 8"),
         ({}, {"name": "sequence"}, "the schema has no sequence"),
-        ({}, TWO, "in neither tower: price"),
+        ({}, TWO_TOWER, "in neither tower: price"),
         ({"dense": []}, {"name": "dcn", "bottom_mlp": [4]}, "no dense columns"),
         ({"tables": SCHEMA["tables"] | {"user": {"rows": 10**12, "dim": 8}}}, {}, "the tables need"),
     ],
@@ -78,7 +78,7 @@ def test_check_fit_accepts_valid_models(tmp_path, monkeypatch):
         {},
         {"name": "dcn"},
         {"name": "mine:Model"},
-        TWO | {"towers": {"query": ["user", "price"], "item": ["tags"]}},
+        TWO_TOWER | {"towers": {"query": ["user", "price"], "item": ["tags"]}},
     ):
         check({"model": model})
 
@@ -121,7 +121,7 @@ def test_console_shows_markup_in_names_literally(name):
     from raytrec.planning.plan_report import print_plans
 
     config = RunConfig.model_validate({"data": {"train": "d/train"}})
-    schema = a_schema(sparse={"a": {"table": name}}, tables={name: {"rows": 1, "dim": 4}})
+    schema = make_small_schema(sparse={"a": {"table": name}}, tables={name: {"rows": 1, "dim": 4}})
     table = PlannedTable(name, 1, 4, "row_wise", "fused", [0], [(0, 1, 4)], "fp32")
     planned = Plans(config=config, schema=schema, on=[ClusterEstimate(Cluster(1, 1, 80, 160, 100), [table])])
     out = io.StringIO()
@@ -150,7 +150,7 @@ def test_sampled_ids_must_exist_in_their_table():
     draw(12)
 
 
-def copied(rows=None, steps=1000, **schedule):
+def check_counts(rows=None, steps=1000, **schedule):
     drawn = {"do": "sample", "column": "negatives", "count": 8, "rows": rows}
     values = {"data": {"train": "d/train", "transforms": [drawn]}, "optim": {"schedule": schedule}}
     sparse = {"item": {"table": "item"}, "negatives": {"table": "item", "pooling": "sequence"}}
@@ -160,14 +160,14 @@ def copied(rows=None, steps=1000, **schedule):
 
 
 def test_sampling_fewer_rows_than_the_table_has_warns():
-    [line] = copied(11_924)
+    [line] = check_counts(11_924)
     assert "rows is 11,924, but table item has 12,101 rows" in line and "remove rows" in line
-    assert copied(12_101) == copied() == []
+    assert check_counts(12_101) == check_counts() == []
 
 
 @pytest.mark.parametrize("decay", ["linear", "cosine"])
 def test_decay_that_ends_before_the_run_warns(decay):
-    [line] = copied(decay=decay, decay_steps=890, warmup_steps=100)
+    [line] = check_counts(decay=decay, decay_steps=890, warmup_steps=100)
     assert "0 from step 990 on, but the run has 1,000 steps" in line and "remove decay_steps" in line
-    assert copied(decay=decay, decay_steps=900, warmup_steps=100) == []
-    assert copied(decay=decay, warmup_steps=100) == []
+    assert check_counts(decay=decay, decay_steps=900, warmup_steps=100) == []
+    assert check_counts(decay=decay, warmup_steps=100) == []

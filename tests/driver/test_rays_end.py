@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from test_survive import STEPS, events, run_file, same, undisturbed, was_saved  # noqa: F401
+from test_survive import STEPS, assert_same_result, assert_saved, events, run_file, undisturbed  # noqa: F401
 from waiting import wait_for
 
 from raytrec.cluster.local_ray import sweep
@@ -36,7 +36,7 @@ def training(file, *words, run=None):
         process.communicate()
 
 
-def below(process):
+def find_ray_processes(process):
     """Return the descendants of a process, their command lines, and the folder of its Ray."""
     family = psutil.Process(process.pid).children(recursive=True)
     lines = [" ".join(each.cmdline()) for each in family]
@@ -44,15 +44,15 @@ def below(process):
     return family, lines, Path(session).parent.parent
 
 
-def end(process, part):
+def kill_part(process, part):
     """Kill one part of the process's Ray; return the descendants and the folder of Ray."""
-    family, lines, ray = below(process)
+    family, lines, ray = find_ray_processes(process)
     (pid,) = [each.pid for each, line in zip(family, lines, strict=True) if PARTS[part] in line]
     os.kill(pid, signal.SIGKILL)
     return family, ray
 
 
-def lives(process):
+def is_alive(process):
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -60,7 +60,7 @@ def lives(process):
 
 
 def wait_until_gone(family, ray):
-    wait_for(lambda: not any(map(lives, family)), "end of Ray's processes", 5)
+    wait_for(lambda: not any(map(is_alive, family)), "end of Ray's processes", 5)
     assert not ray.exists()
 
 
@@ -68,7 +68,7 @@ def wait_until_gone(family, ray):
 def test_run_survives_death_of_coordinator_or_raylet(undisturbed, tiny_data, tmp_path, part):  # noqa: F811
     run = tmp_path / "run"
     with training(run_file(tiny_data, tmp_path)) as process:
-        family, ray = end(process, part)
+        family, ray = kill_part(process, part)
         _, said = process.communicate(timeout=300)
     assert process.returncode == 0, said
     failed = events(run, "failed")[-1]  # a worker's death may be reported before the raylet's
@@ -76,7 +76,7 @@ def test_run_survives_death_of_coordinator_or_raylet(undisturbed, tiny_data, tmp
     assert f"{failed['cause']}; restarting" in " ".join(said.split()) and "state-dump" not in said
     assert 0 < events(run, "start")[-1]["step"] < STEPS
     metrics = json.loads((run / "result.json").read_text())
-    same(undisturbed, driver.Result(metrics, run))
+    assert_same_result(undisturbed, driver.Result(metrics, run))
     wait_until_gone(family, ray)
 
 
@@ -84,22 +84,22 @@ def test_gcs_exit_is_reported_in_one_sentence(undisturbed, tiny_data, tmp_path):
     run = tmp_path / "run"
     with training(run_file(tiny_data, tmp_path)) as process:
         began = time.monotonic()
-        family, ray = end(process, "GCS")
+        family, ray = kill_part(process, "GCS")
         _, said = process.communicate(timeout=60)
     assert process.returncode == 1 and time.monotonic() - began < 20
     assert "error: Ray's GCS, the process that manages the cluster, has exited" in said
     assert f"raytrec train --resume {run}" in said and "Traceback" not in said and len(said) < 2000, said
     wait_until_gone(family, ray)
     assert json.loads((run / "driver.json").read_text())["status"] == "FAILED"
-    same(undisturbed, driver.train(None, resume=run))
+    assert_same_result(undisturbed, driver.train(None, resume=run))
 
 
 def test_killed_driver_leaves_no_ray_processes(tiny_data, tmp_path):
     """Ray's processes end with the driver; the next run removes the folder."""
     with training(run_file(tiny_data, tmp_path)) as process:
-        family, _, ray = below(process)
+        family, _, ray = find_ray_processes(process)
         process.kill()
-        wait_for(lambda: not any(map(lives, family)), "end of Ray's processes", 20)
+        wait_for(lambda: not any(map(is_alive, family)), "end of Ray's processes", 20)
     assert ray.exists()
     sweep(ray.parent)
     assert not ray.exists()
@@ -115,19 +115,19 @@ def test_signal_to_the_process_group_saves_the_run(undisturbed, tiny_data, tmp_p
         os.killpg(process.pid, signal.SIGTERM)
         _, said = process.communicate(timeout=60)
     assert process.returncode == 143, said
-    was_saved(run, said)
-    same(undisturbed, driver.train(None, resume=run))
+    assert_saved(run, said)
+    assert_same_result(undisturbed, driver.train(None, resume=run))
 
 
 def test_other_clusters_do_not_disturb_a_run(tiny_data, tmp_path):
     """The other clusters are a head started with `ray start` and a second local run."""
-    from heads import Head
+    from heads import RayHead
 
     (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
     longer = run_file(tiny_data, tmp_path / "a")
     longer.write_text(longer.read_text().replace("epochs: 15", "epochs: 1500"))
     with training(longer) as process:
-        with Head(tmp_path / "head", cpus=2), training(run_file(tiny_data, tmp_path / "b")) as other:
+        with RayHead(tmp_path / "head", cpus=2), training(run_file(tiny_data, tmp_path / "b")) as other:
             assert other.communicate(timeout=200) and other.returncode == 0
             time.sleep(5)  # the cleaner looks each second
             assert process.poll() is None and not events(tmp_path / "a/run", "failed")

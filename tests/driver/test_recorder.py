@@ -6,7 +6,7 @@ from threading import enumerate as threads
 
 import parquet
 import pytest
-from recorded import interval
+from recorded import rank_line
 
 from raytrec.cluster.lifeline import RayLost
 from raytrec.common.errors import RunError
@@ -50,7 +50,7 @@ def intervals(count, slow=False):
     """Yield intervals of 5.5 s of two ranks. If slow, rank 1 spends 2 s of each on reading data."""
     for number in range(1, count + 1):
         for rank in range(2):
-            line = interval(["a"], rank, 2, 100 * number) | {"seconds": 5.5}
+            line = rank_line(["a"], rank, 2, 100 * number) | {"seconds": 5.5}
             line["phases_s"]["data" if slow and rank else "collectives"] += 2.0
             yield RankLine(**line)
 
@@ -78,7 +78,7 @@ def test_run_duration_sums_all_drivers(tmp_path):
 
 
 def test_new_run_ignores_records_of_a_failed_start(tmp_path, tiny_data):
-    config = load_config(parquet.settings(tiny_data, tmp_path))
+    config = load_config(parquet.config_values(tiny_data, tmp_path))
     record = Record(tmp_path)
     passed = Outcome(check="finite", step=1, passed=True, text="", figure=0.0, limit=None)
     for message in [*intervals(12), passed]:

@@ -23,7 +23,7 @@ from raytrec.scoring.load import load as load_export
 
 MODEL = {"name": "din", "target": "item", "max_length": 5, "attention_mlp": [4], "top_mlp": [8]}
 TOWERS = {"name": "mf", "user": "user", "item": "item"}
-OFTEN = {"checks__every_steps": 2, "tracking__every_steps": 2, "checkpoint__every_steps": 5}
+SHORT_INTERVALS = {"checks__every_steps": 2, "tracking__every_steps": 2, "checkpoint__every_steps": 5}
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +31,8 @@ def folder(tmp_path_factory):
     """Dataset of requests; flat/ contains one row per candidate."""
     folder = tmp_path_factory.mktemp("requests")
     for seed, (split, rows) in enumerate({"train": 300, "valid": 101, "test": 103}.items()):
-        made = request_rows.table(rows, seed)
-        for place, of in (folder, made), (folder / "flat", request_rows.repeated(made)):
+        made = request_rows.make_request_table(rows, seed)
+        for place, of in (folder, made), (folder / "flat", request_rows.repeat_by_candidate(made)):
             (place / split).mkdir(parents=True)
             pq.write_table(of, place / split / "a.parquet", row_group_size=50)
     (folder / "schema.yaml").write_text(request_rows.SCHEMA.to_yaml())
@@ -41,9 +41,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(folder, ray_cluster, tmp_path_factory):
-    values = parquet.settings(folder, tmp_path_factory.mktemp("run") / "run", data__global_batch_size=32)
+    values = parquet.config_values(folder, tmp_path_factory.mktemp("run") / "run", data__global_batch_size=32)
     values |= {"model": MODEL}
-    for key, value in OFTEN.items():
+    for key, value in SHORT_INTERVALS.items():
         section, _, name = key.partition("__")
         values.setdefault(section, {})[name] = value
     return driver.train(values)
@@ -61,9 +61,9 @@ def test_request_run_resumed_mid_epoch_matches_the_original(run, tmp_path, worke
     other = tmp_path / "run"
     shutil.copytree(run.path, other)
     (other / "result.json").unlink()
-    shutil.rmtree(checkpoints.newest(other))
+    shutil.rmtree(checkpoints.newest_checkpoint(other))
     driver.train(None, [f"scaling.num_workers={workers}"], resume=other)
-    one, new = (checkpoints.whole(checkpoints.newest(place)) for place in (run.path, other))
+    one, new = (checkpoints.read_tensors(checkpoints.newest_checkpoint(place)) for place in (run.path, other))
     for name, values in one.items():
         torch.testing.assert_close(new[name], values, rtol=0, atol=1e-5 if workers == 1 else 0)
 
@@ -96,7 +96,7 @@ def test_predict_and_export_accept_one_candidate_per_row(run, folder, tmp_path):
     ],
 )
 def test_request_data_rejects_unsupported_features(key, changes):
-    config = small.config(1, {}).model_dump(by_alias=True) | changes
+    config = small.make_small_config(1, {}).model_dump(by_alias=True) | changes
     config["data"] |= {"reserve_columns": ["g"], "valid": "unused"}
     with pytest.raises(ConfigError) as error:
         check_fit(load_config(config), request_rows.SCHEMA, here=False)

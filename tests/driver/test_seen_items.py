@@ -43,7 +43,7 @@ def folder(tmp_path_factory):
     return folder / "data"
 
 
-def opened(folder, model=TOWERS, **retrieval):
+def open_retrieval_data(folder, model=TOWERS, **retrieval):
     retrieval |= {"items": str(folder / "items")}
     values = {
         "data": {"train": str(folder / "train"), "test": str(folder / "test"), "global_batch_size": 32}
@@ -67,7 +67,7 @@ def opened(folder, model=TOWERS, **retrieval):
     ],
 )
 def test_matching_item_columns_are_accepted(folder, item, seen, right):
-    opened(folder, item=item, seen=seen, right_items=right)
+    open_retrieval_data(folder, item=item, seen=seen, right_items=right)
 
 
 @pytest.mark.parametrize(
@@ -83,12 +83,14 @@ def test_matching_item_columns_are_accepted(folder, item, seen, right):
 )
 def test_mismatched_item_columns_are_rejected(folder, item, seen, right, message):
     with pytest.raises(DataError, match=message):
-        opened(folder, item=item, seen=seen, right_items=right)
+        open_retrieval_data(folder, item=item, seen=seen, right_items=right)
 
 
 def test_item_columns_are_checked_against_schema_histories(folder):
     with pytest.raises(DataError, match="'seen' refers to items by 'item'"):
-        opened(folder, {"name": "mf"}, item="item_key", seen=["seen"], right_items="right_items_keys")
+        open_retrieval_data(
+            folder, {"name": "mf"}, item="item_key", seen=["seen"], right_items="right_items_keys"
+        )
 
 
 def test_seen_column_may_differ_from_the_history(folder, tmp_path):
@@ -101,7 +103,7 @@ def test_seen_column_may_differ_from_the_history(folder, tmp_path):
     other = [rng.sample(sorted({*range(ITEMS)} - {*met}), 5) for met in table["history"].to_pylist()]
     table = table.append_column("bought", pa.array(other, pa.list_(pa.int32())))
     pq.write_table(table, tmp_path / "test/part-0.parquet")
-    opened(tmp_path, item="item", seen=["bought"], right_items="right_items")
+    open_retrieval_data(tmp_path, item="item", seen=["bought"], right_items="right_items")
 
 
 def test_task_column_with_item_lists_is_rejected(folder, tmp_path):
@@ -113,4 +115,4 @@ def test_task_column_with_item_lists_is_rejected(folder, tmp_path):
     table = table.set_column(place, "item", table["right_items"])
     pq.write_table(table, tmp_path / "test/part-0.parquet")
     with pytest.raises(DataError, match=r"eval\.retrieval\.right_items="):
-        opened(tmp_path, item="item", seen=["seen"])
+        open_retrieval_data(tmp_path, item="item", seen=["seen"])

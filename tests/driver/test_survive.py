@@ -17,7 +17,7 @@ import parquet
 import pytest
 import torch
 import yaml
-from rays import workers
+from rays import alive_worker_pids
 from waiting import wait_for
 
 from raytrec.checkpoint.index import read_index
@@ -31,7 +31,7 @@ BRIEF_STEPS = 160  # 2 epochs of 80 steps
 def settings(folder, place, **changes):
     """Return settings with Adam and dropout, whose state a restart could lose."""
     changes = {"train__epochs": 15, "checkpoint__every_steps": 20} | changes
-    values = parquet.settings(folder, place, **changes)
+    values = parquet.config_values(folder, place, **changes)
     values["model"] = {"dropout": 0.1} | values["model"] | {"top_mlp": [256, 256]}
     return values
 
@@ -44,7 +44,7 @@ def undisturbed(ray_cluster, tiny_data, tmp_path_factory):
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
     """Larger dataset for `make test`: the start and end of an epoch cost as much as many steps."""
-    return parquet.dataset(tmp_path_factory.mktemp("brief") / "d", train=10_200)
+    return parquet.write_dataset(tmp_path_factory.mktemp("brief") / "d", train=10_200)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def disturb(run, number):
     def go():
         wait_for(lambda: events(run, "saved"), "checkpoint", 120)
         time.sleep(random.Random(7).uniform(0.2, 1.0))
-        os.kill(random.Random(8).choice(workers()), number)
+        os.kill(random.Random(8).choice(alive_worker_pids()), number)
 
     thread = Thread(target=go, daemon=True)
     thread.start()
@@ -79,12 +79,17 @@ def test_killed_worker_does_not_change_the_result(brief, large, tmp_path):
     (failed,) = events(tmp_path / "run", "failed")
     assert "died" in failed["cause"] and failed["cause"].startswith("rank ") and failed["again"]
     assert [e["step"] for e in events(tmp_path / "run", "start")][1] >= 20
-    same(brief, disturbed)
+    assert_same_result(brief, disturbed)
 
 
-def same(one, other):
+def assert_same_result(one, other):
     """Assert that two runs have bitwise identical weights, state and metrics."""
-    assert checkpoints.equal(checkpoints.newest(one.path), checkpoints.newest(other.path)) == []
+    assert (
+        checkpoints.differing_tensors(
+            checkpoints.newest_checkpoint(one.path), checkpoints.newest_checkpoint(other.path)
+        )
+        == []
+    )
     for name, value in one.metrics.items():
         if name.startswith("eval.") or name in ("train.rows", "train.steps"):
             assert other.metrics[name] == value, name
@@ -98,10 +103,10 @@ def test_hanging_worker_is_detected_and_named(undisturbed, tiny_data, tmp_path):
     (hang,) = events(tmp_path / "run", "hang")
     assert "hangs: no heartbeat" in hang["cause"] and "at step" in hang["cause"]
     assert "waits at" in hang["cause"]
-    same(undisturbed, disturbed)
+    assert_same_result(undisturbed, disturbed)
 
 
-def command(*arguments):
+def start_command(*arguments):
     """Start the raytrec command in a subprocess."""
     log = subprocess.PIPE
     return subprocess.Popen(
@@ -136,24 +141,24 @@ def test_ctrl_c_saves_a_run_that_can_be_resumed(brief, large, tmp_path, capfd):
     with pytest.raises(KeyboardInterrupt):
         driver.train(settings(large, run, train__epochs=2))
     thread.join()
-    was_saved(run, " ".join(capfd.readouterr().err.split()))
+    assert_saved(run, " ".join(capfd.readouterr().err.split()))
     assert mlflow_run(run).info.status == "KILLED"
-    is_resumed(run, brief)
+    assert_resumes_like(run, brief)
 
 
-def was_saved(run, said):
+def assert_saved(run, said):
     """Assert that the stopped run saved a checkpoint and printed how to resume."""
     assert f"resume with: raytrec train --resume {run}" in said and "Traceback" not in said
     (stopped,) = events(run, "stopped")
-    assert checkpoints.about(checkpoints.newest(run))["progress"]["step"] == stopped["step"]
+    assert checkpoints.read_about(checkpoints.newest_checkpoint(run))["progress"]["step"] == stopped["step"]
 
 
-def is_resumed(run, whole):
+def assert_resumes_like(run, whole):
     """Resume an interrupted run and assert that it ends like the undisturbed one."""
     assert not (run / "result.json").exists()
     resumed = driver.train(None, resume=run)
     assert 0 < events(run, "start")[-1]["step"] < BRIEF_STEPS
-    same(whole, resumed)
+    assert_same_result(whole, resumed)
     assert resumed.metrics["mlflow_run_id"] == json.loads((run / "mlflow.json").read_text())["run_id"]
 
 
@@ -161,7 +166,7 @@ def is_resumed(run, whole):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_run_can_be_resumed_after_a_signal_to_the_driver(brief, large, tmp_path, number):
     """Ctrl-C and SIGTERM save first; after SIGKILL the run resumes from its last checkpoint."""
-    run, process = tmp_path / "run", command("train", run_file(large, tmp_path, train__epochs=2))
+    run, process = tmp_path / "run", start_command("train", run_file(large, tmp_path, train__epochs=2))
     try:
         wait_for(lambda: events(run, "saved"), "checkpoint", 240)
         time.sleep(0.3)
@@ -171,10 +176,10 @@ def test_run_can_be_resumed_after_a_signal_to_the_driver(brief, large, tmp_path,
         process.kill()
     assert process.returncode == (-9 if number == signal.SIGKILL else 128 + number)
     if number != signal.SIGKILL:
-        was_saved(run, said)
+        assert_saved(run, said)
     if number == signal.SIGINT:
         assert mlflow_run(run).info.status == "KILLED"
-    is_resumed(run, brief)
+    assert_resumes_like(run, brief)
 
 
 @pytest.fixture(scope="module")
@@ -183,15 +188,15 @@ def no_dropout(ray_cluster, tiny_data, tmp_path_factory):
     return driver.train(settings(tiny_data, tmp_path_factory.mktemp("plain") / "run", model__dropout=0.0))
 
 
-def as_it_was(result, run):
+def copy_interrupted_run(result, run):
     """Copy a run in its state at the second-to-last checkpoint."""
     shutil.copytree(result.path, run)
     (run / "result.json").unlink()
-    shutil.rmtree(checkpoints.newest(run))
+    shutil.rmtree(checkpoints.newest_checkpoint(run))
     return run
 
 
-def flip(path, place):
+def flip_bit(path, place):
     data = bytearray(path.read_bytes())
     data[place] ^= 1
     path.write_bytes(bytes(data))
@@ -206,12 +211,12 @@ def test_resume_skips_damaged_and_incomplete_checkpoints(undisturbed, tiny_data,
     config = yaml.safe_load((run / "config.yaml").read_text())
     config["train"]["max_steps"] = None
     (run / "config.yaml").write_text(yaml.safe_dump(config))
-    newest = checkpoints.newest(run)
+    newest = checkpoints.newest_checkpoint(run)
     step = {n: run / f"checkpoints/step-{n:010d}" for n in (120, 100, 80, 60)}
     assert newest == step[120]
     largest = max(step[120].glob("*.bin"), key=lambda p: p.stat().st_size)
-    flip(largest, largest.stat().st_size // 2)
-    flip(step[100] / "checkpoint.json", 100)
+    flip_bit(largest, largest.stat().st_size // 2)
+    flip_bit(step[100] / "checkpoint.json", 100)
     (step[80] / "checkpoint.json").unlink()
     capfd.readouterr()
     resumed = driver.train(None, resume=run)
@@ -220,12 +225,12 @@ def test_resume_skips_damaged_and_incomplete_checkpoints(undisturbed, tiny_data,
     for place in (step[120], step[100], step[80]):
         assert str(place) in said
     assert resumed.metrics["train.steps"] == STEPS and first.metrics["train.steps"] == 120
-    same(undisturbed, resumed)
+    assert_same_result(undisturbed, resumed)
 
 
 @pytest.mark.survive
 def test_resume_without_a_readable_checkpoint_fails(undisturbed, tmp_path):
-    interrupted = as_it_was(undisturbed, tmp_path / "run")
+    interrupted = copy_interrupted_run(undisturbed, tmp_path / "run")
     for index in interrupted.glob("checkpoints/step-*/*.bin"):
         index.unlink()
     with pytest.raises(RunError, match="none of 1 checkpoints can be read"):
@@ -236,18 +241,20 @@ def test_resume_without_a_readable_checkpoint_fails(undisturbed, tmp_path):
 @pytest.mark.parametrize("workers", [1, 3])
 def test_resume_with_another_worker_count_gives_same_model(no_dropout, tmp_path, workers):
     """The batches are identical; the model is equal up to the summation order of float32."""
-    interrupted = as_it_was(no_dropout, tmp_path / "run")
+    interrupted = copy_interrupted_run(no_dropout, tmp_path / "run")
     resumed = driver.train(None, [f"scaling.num_workers={workers}"], resume=interrupted)
     assert resumed.metrics["world_size"] == workers
     assert resumed.metrics["train.rows"] == no_dropout.metrics["train.rows"]
-    one, other = (checkpoints.whole(checkpoints.newest(r.path)) for r in (no_dropout, resumed))
+    one, other = (
+        checkpoints.read_tensors(checkpoints.newest_checkpoint(r.path)) for r in (no_dropout, resumed)
+    )
     for name, value in one.items():
         torch.testing.assert_close(other[name], value, rtol=1e-3, atol=1e-4, msg=name)
     assert resumed.metrics["eval.auc"] == pytest.approx(no_dropout.metrics["eval.auc"], abs=1e-4)
 
 
 def test_resume_rejects_finished_and_changed_runs(brief, large, tmp_path):
-    interrupted = as_it_was(brief, tmp_path / "run")
+    interrupted = copy_interrupted_run(brief, tmp_path / "run")
 
     def refused(kind, *says, resume=interrupted, source=None, overrides=()):
         with pytest.raises(kind) as error:
@@ -264,7 +271,7 @@ def test_resume_rejects_finished_and_changed_runs(brief, large, tmp_path):
         overrides=["optim.embeddings.lr=0.5", "run.seed=4", "train.log_every_steps=7"],
     )
     refused(ConfigError, "train.epochs: 2 → 3", source=settings(large, tmp_path) | {"train": {"epochs": 3}})
-    other = parquet.dataset(tmp_path / "other", train=1999)
+    other = parquet.write_dataset(tmp_path / "other", train=1999)
     refused(DataError, "data.train has changed since", overrides=[f"data.train={other / 'train'}"])
     (other / "schema.yaml").write_text(parquet.SCHEMA_YAML.replace("rows: 40", "rows: 50"))
     refused(ConfigError, "schema has changed", overrides=[f"data.schema={other / 'schema.yaml'}"])
@@ -298,7 +305,7 @@ def test_run_keeps_the_last_and_the_best_checkpoints(tiny_data, tmp_path):
 @pytest.mark.survive
 def test_a_full_disk_does_not_stop_training(undisturbed, tiny_data, tmp_path, capfd):
     """The file system of the checkpoints is full at first and has room later."""
-    size = sum(p.stat().st_size for p in checkpoints.newest(undisturbed.path).iterdir())
+    size = sum(p.stat().st_size for p in checkpoints.newest_checkpoint(undisturbed.path).iterdir())
     with disks.small_disk(tmp_path / "small", 6 * size) as place:
         (place / "ballast").write_bytes(bytes(int(5.2 * size)))
         values = settings(tiny_data, tmp_path / "run", checkpoint__dir=str(place / "checkpoints"))
@@ -315,5 +322,5 @@ def test_a_full_disk_does_not_stop_training(undisturbed, tiny_data, tmp_path, ca
         assert failed and f"the checkpoint of step {failed[0]} was not saved" in said
         assert not saved[-1]["error"] and saved[-1]["step"] == STEPS
         end = place / f"checkpoints/step-{STEPS:010d}"
-        assert checkpoints.equal(checkpoints.newest(undisturbed.path), end) == []
+        assert checkpoints.differing_tensors(checkpoints.newest_checkpoint(undisturbed.path), end) == []
         assert result.metrics["eval.auc"] == undisturbed.metrics["eval.auc"]

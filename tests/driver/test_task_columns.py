@@ -17,7 +17,7 @@ BUY = {"name": "buy", "label": "label", "nulls": "skip", "loss": "mse"}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Dataset with additional columns, some of which contain invalid values."""
-    folder = parquet.dataset(tmp_path_factory.mktemp("columns") / "d", train=60, valid=20, test=20)
+    folder = parquet.write_dataset(tmp_path_factory.mktemp("columns") / "d", train=60, valid=20, test=20)
     for path in folder.rglob("*.parquet"):
         table, rows = pq.read_table(path), pq.read_metadata(path).num_rows
         columns = {
@@ -36,8 +36,8 @@ def folder(tmp_path_factory):
     return folder
 
 
-def opened(folder, *tasks, reserve_columns=(), **eval_section):
-    values = parquet.settings(folder, "unused", data__reserve_columns=list(reserve_columns))
+def open_datasets(folder, *tasks, reserve_columns=(), **eval_section):
+    values = parquet.config_values(folder, "unused", data__reserve_columns=list(reserve_columns))
     values |= {"tasks": [{"label": "label", **task} for task in tasks or [{}]], "eval": eval_section}
     config = load_config(values)
     schema, datasets = open_data(config)
@@ -88,13 +88,13 @@ def opened(folder, *tasks, reserve_columns=(), **eval_section):
 def test_invalid_task_columns_are_rejected(folder, how, error, message, where):
     reserve_columns, slices = how.pop("reserve_columns", ()), how.pop("slices", [])
     with pytest.raises(error) as found:
-        opened(folder, how, reserve_columns=reserve_columns, slices=slices)
+        open_datasets(folder, how, reserve_columns=reserve_columns, slices=slices)
     assert message in found.value.what and where in found.value.where
     assert found.value.expected and found.value.do
 
 
 def test_evaluation_without_usable_rows_is_rejected(tmp_path):
-    folder = parquet.dataset(tmp_path / "d", train=60, valid=20, test=20)
+    folder = parquet.write_dataset(tmp_path / "d", train=60, valid=20, test=20)
     for path in folder.rglob("*.parquet"):
         table, train = pq.read_table(path), "train" in path.parts
         pq.write_table(table.append_column("seen", pa.array([int(train)] * len(table))), path)
@@ -103,16 +103,18 @@ def test_evaluation_without_usable_rows_is_rejected(tmp_path):
         with pytest.raises(
             DataError, match=r"no row can be used.*(is not 1 in any row|is 0 in every row)"
         ) as found:
-            opened(folder, *tasks)
+            open_datasets(folder, *tasks)
         assert "d/valid" in found.value.where and found.value.expected and found.value.do
-    assert set(opened(folder, {}, masked)) == {"train", "valid", "test"}, "the other task has usable rows"
+    assert set(open_datasets(folder, {}, masked)) == {"train", "valid", "test"}, (
+        "the other task has usable rows"
+    )
 
 
 def test_evaluations_read_slices_and_training_does_not(folder):
     """Evaluations also read the keys and texts of slices; training reads only the columns of its tasks."""
     click = {"sample_weight": "weight", "group": "user"}
     buy = {**BUY, "mask": "clicked", "item": "odd"}
-    found = opened(
+    found = open_datasets(
         folder, click, buy, reserve_columns=["user", "odd", "country", "share"], slices=["country"]
     )
     train, valid = found["train"].form, found["valid"].form
@@ -124,9 +126,9 @@ def test_evaluations_read_slices_and_training_does_not(folder):
 
 
 def test_unused_columns_are_not_read(folder):
-    form = opened(folder)["train"].form
+    form = open_datasets(folder)["train"].form
     assert form.columns == ["label", "price", "user", "tags"] and not form.plan.has_task_weights
-    assert opened(folder, reserve_columns=["country", "row"])["test"].form.columns == form.columns
+    assert open_datasets(folder, reserve_columns=["country", "row"])["test"].form.columns == form.columns
 
 
 @pytest.mark.parametrize(
@@ -141,7 +143,7 @@ def test_unused_columns_are_not_read(folder):
     ],
 )
 def test_resume_rejects_changed_columns_and_precision(folder, tmp_path, change):
-    config = load_config(parquet.settings(folder, tmp_path))
+    config = load_config(parquet.config_values(folder, tmp_path))
     (tmp_path / "config.yaml").write_text(config.to_yaml())
     resume_config(tmp_path, None, ["plan.sharding_types=[row_wise]"])
     with pytest.raises(ConfigError, match="these settings affect the result") as error:

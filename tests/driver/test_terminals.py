@@ -10,7 +10,7 @@ import sys
 import time
 
 import pytest
-from test_survive import brief, events, is_resumed, large, run_file  # noqa: F401 (fixtures)
+from test_survive import assert_resumes_like, brief, events, large, run_file  # noqa: F401 (fixtures)
 
 pytestmark = pytest.mark.survive
 
@@ -40,7 +40,7 @@ def test_closed_terminal_saves_and_ends_the_run(brief, large, tmp_path):  # noqa
         assert process.wait(timeout=150) == 128 + signal.SIGTERM
     finally:
         process.kill()
-    is_resumed(run, brief)
+    assert_resumes_like(run, brief)
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
-from any_parquet import odd_dataset
+from any_parquet import write_unusual_dataset
 from small import initial_rows
 
 from raytrec.common.errors import ConfigError, RunError, SchemaError
@@ -19,21 +19,26 @@ from raytrec.driver import run as driver
 from raytrec.inspection.propose import inspect
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
-STILL = ["optim.embeddings.lr=1e-30", "optim.dense.lr=1e-30"]
+NO_LEARNING = ["optim.embeddings.lr=1e-30", "optim.dense.lr=1e-30"]
 
 
 @pytest.fixture(scope="module")
 def first(tiny_data, tmp_path_factory):
     place = tmp_path_factory.mktemp("first")
-    return driver.train(parquet.settings(tiny_data, place / "run", train__epochs=2))
+    return driver.train(parquet.config_values(tiny_data, place / "run", train__epochs=2))
 
 
 @pytest.mark.survive
 @pytest.mark.parametrize("workers", [1, 2])
 def test_warm_start_restores_the_weights(first, tiny_data, tmp_path, workers):
     """Without learning, a warm start has the first run's metrics, even on other data with another plan."""
-    new = parquet.write(tmp_path / "new", 1500, seed=77)
-    changes = [f"data.train={new}", f"run.dir={tmp_path / 'run'}", f"scaling.num_workers={workers}", *STILL]
+    new = parquet.write_split(tmp_path / "new", 1500, seed=77)
+    changes = [
+        f"data.train={new}",
+        f"run.dir={tmp_path / 'run'}",
+        f"scaling.num_workers={workers}",
+        *NO_LEARNING,
+    ]
     second = driver.train(None, [*changes, "plan.sharding_types=[row_wise]"], start_from=first.path)
     assert second.metrics["train.rows"] == 2 * 1500
     for name in ("eval.auc", "eval.ne", "eval.logloss", "eval.calibration"):
@@ -43,17 +48,17 @@ def test_warm_start_restores_the_weights(first, tiny_data, tmp_path, workers):
 
 @pytest.mark.survive
 def test_warm_start_accepts_a_new_config_and_can_be_repeated(first, tiny_data, tmp_path):
-    settings = parquet.settings(tiny_data, tmp_path / "second")
+    settings = parquet.config_values(tiny_data, tmp_path / "second")
     second = driver.train(settings, start_from=first.path / "checkpoints")
     assert second.metrics["eval.logloss"] != pytest.approx(first.metrics["eval.logloss"], abs=1e-6)
-    again = driver.train(None, [f"run.dir={tmp_path / 'third'}", *STILL], start_from=second.path)
+    again = driver.train(None, [f"run.dir={tmp_path / 'third'}", *NO_LEARNING], start_from=second.path)
     assert again.metrics["eval.logloss"] == pytest.approx(second.metrics["eval.logloss"], abs=1e-6)
 
 
 def test_warm_start_rejects_mismatched_model_or_schema(first, tiny_data, tmp_path):
     def fails(kind, says, start_from=first.path, **changes):
         with pytest.raises(kind, match=says):
-            settings = parquet.settings(tiny_data, tmp_path / "run", **changes)
+            settings = parquet.config_values(tiny_data, tmp_path / "run", **changes)
             driver.train(settings, start_from=start_from)
 
     fails(ConfigError, r"model.top_mlp is \[8\], but the checkpoint has \[16\]", model__top_mlp=[8])
@@ -78,7 +83,7 @@ def test_transformed_partitions_train_like_prepared_data(tiny_data, tmp_path):
         path.mkdir(parents=True)
         pq.write_table(raw.slice(start, count), path / "a.parquet", row_group_size=300)
     (tmp_path / "users.txt").write_text("\n".join(names.to_pylist()))
-    plain = parquet.settings(tiny_data, tmp_path / "a", train__max_steps=10)
+    plain = parquet.config_values(tiny_data, tmp_path / "a", train__max_steps=10)
     plain["data"] |= {"shuffle": "none", "valid": None, "test": None}
     settings = json.loads(json.dumps(plain))
     settings["run"]["dir"] = str(tmp_path / "b")
@@ -98,7 +103,9 @@ def test_transformed_partitions_train_like_prepared_data(tiny_data, tmp_path):
     for values in (plain, settings):
         driver.train(values)
 
-    weights = [checkpoints.whole(checkpoints.newest(tmp_path / name)) for name in ("a", "b")]
+    weights = [
+        checkpoints.read_tensors(checkpoints.newest_checkpoint(tmp_path / name)) for name in ("a", "b")
+    ]
     assert len(weights[0]) > 5 and weights[0].keys() == weights[1].keys()
     for name, value in weights[0].items():
         torch.testing.assert_close(weights[1][name], value, rtol=1e-5, atol=1e-6, msg=name)
@@ -124,12 +131,12 @@ def test_warm_start_grows_and_resets_tables(first, tiny_data, tmp_path, capfd):
         "data.valid": "null",
         "data.test": "null",
     }
-    overrides = [f"run.dir={tmp_path / 'run'}", f"data.schema={schema}", *STILL, "train.max_steps=1"]
+    overrides = [f"run.dir={tmp_path / 'run'}", f"data.schema={schema}", *NO_LEARNING, "train.max_steps=1"]
     second = driver.train(None, overrides + [f"{k}={v}" for k, v in changes.items()], start_from=first.path)
     said = " ".join(capfd.readouterr().err.split())
     assert "table user: 10 rows get their initial values" in said
     assert "table tag (12 × 8) gets its initial values" in said
-    old, new = (checkpoints.whole(checkpoints.newest(run.path)) for run in (first, second))
+    old, new = (checkpoints.read_tensors(checkpoints.newest_checkpoint(run.path)) for run in (first, second))
     initial = Schema.parse(yaml.safe_load(schema.read_text()), "test")
     torch.testing.assert_close(new["tables/user/weight"][:40], old["tables/user/weight"], rtol=0, atol=1e-12)
     torch.testing.assert_close(new["tables/user/weight"][40:], initial_rows(initial, "user", 0, 40, 50))
@@ -146,7 +153,7 @@ def test_warm_start_grows_and_resets_tables(first, tiny_data, tmp_path, capfd):
 @pytest.mark.survive
 def test_warm_start_shrinks_and_drops_tables(first, tmp_path):
     """The new data has 30 users and no tags; dense layers of another shape get initial values."""
-    data = parquet.dataset(tmp_path / "d")
+    data = parquet.write_dataset(tmp_path / "d")
     for path in data.glob("*/*.parquet"):
         table = pq.read_table(path)
         table = table.filter(pc.less(table["user"], 30)).drop_columns("tags")
@@ -155,7 +162,7 @@ def test_warm_start_shrinks_and_drops_tables(first, tmp_path):
     schema.write_text(
         "labels: [label]\ndense: [price]\nsparse: {user: {table: user}}\ntables: {user: {rows: 30, dim: 8}}\n"
     )
-    settings = parquet.settings(data, tmp_path / "run", train__max_steps=1)
+    settings = parquet.config_values(data, tmp_path / "run", train__max_steps=1)
     settings["optim"] = {"embeddings": {"lr": 1e-30}, "dense": {"lr": 1e-30}}
     settings.setdefault("warm_start", {})["tables"] = {"user": "resize", "tag": "drop"}
 
@@ -169,7 +176,7 @@ def test_warm_start_shrinks_and_drops_tables(first, tmp_path):
     fails("table tag is missing in the schema, but 12 × 8 in")
     settings["warm_start"]["tables"]["tag"] = "drop"
     second = driver.train(settings, start_from=first.path)
-    old, new = (checkpoints.whole(checkpoints.newest(run.path)) for run in (first, second))
+    old, new = (checkpoints.read_tensors(checkpoints.newest_checkpoint(run.path)) for run in (first, second))
     torch.testing.assert_close(new["tables/user/weight"], old["tables/user/weight"][:30], rtol=0, atol=1e-12)
     dense = [n for n in new if n.startswith("dense/") and n.endswith("/value")]
     assert any(n in old and old[n].shape == new[n].shape and torch.equal(old[n], new[n]) for n in dense)
@@ -180,10 +187,12 @@ def test_warm_start_shrinks_and_drops_tables(first, tmp_path):
 @pytest.mark.parametrize("model", ["dlrm", "sequence"])
 def test_schema_proposed_by_inspect_can_be_trained(tmp_path, model):
     """The dataset has unusual columns, and the proposed schema is used unchanged."""
-    folder = odd_dataset(tmp_path / "odd")
+    folder = write_unusual_dataset(tmp_path / "odd")
     found = inspect(str(folder), dim=8)
     (folder / "schema.yaml").write_text(found.schema_yaml(), encoding="utf-8")
-    config = parquet.settings(folder, tmp_path / "run", data__transforms=found.transforms, train__epochs=1)
+    config = parquet.config_values(
+        folder, tmp_path / "run", data__transforms=found.transforms, train__epochs=1
+    )
     config["data"]["valid"] = None
     config["model"] = {"name": model}
     run = driver.train(config)

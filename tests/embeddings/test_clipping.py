@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from ranks import on_ranks
-from small import SCHEMA, batches, build, config, train
+from ranks import run_on_ranks
+from small import SCHEMA, build_step_on_rank, make_batches, make_small_config, train_step
 
 from raytrec.checks.parity import reference
 from raytrec.embeddings.tables import tables
@@ -11,16 +11,16 @@ from raytrec.embeddings.taps import places_of
 from raytrec.models import build_model
 
 
-def norms(rank, world, plan, max_norm):
+def run_clipped_step(rank, world, plan, max_norm):
     """Return the norm of a clipped step, the reference's norm, and the largest weight difference."""
-    settings = config(world, plan, "sgd", lr=1.0, max_grad_norm=max_norm)
-    step = build(settings)
+    settings = make_small_config(world, plan, "sgd", lr=1.0, max_grad_norm=max_norm)
+    step = build_step_on_rank(settings)
     model = build_model(SCHEMA, settings.model)
     model.load_state_dict(step.model.module.head.model.state_dict())
     start = {name: table.weight.dense() for name, table in tables(step.model).items()}
     one = reference.Reference(SCHEMA, start, model)
-    whole, local = batches(1, rank, world)
-    train(step, local)
+    whole, local = make_batches(1, rank, world)
+    train_step(step, local)
     out = {name: table.weight.dense() for name, table in tables(step.model).items()}
     optimizers = [
         torch.optim.SGD(one.tables.values(), lr=1.0),
@@ -45,7 +45,7 @@ def norms(rank, world, plan, max_norm):
     ],
 )
 def test_clipping_norm_matches_one_process(world, plan, max_norm):
-    for seen, expected, error in on_ranks(world, norms, plan, max_norm):
+    for seen, expected, error in run_on_ranks(world, run_clipped_step, plan, max_norm):
         assert expected > 0.1 and seen == pytest.approx(expected, rel=1e-6)
         assert error < 1e-6
 
@@ -57,17 +57,21 @@ def test_places_of_matches_unique_inverse(count):
         assert torch.equal(places_of(ids), ids.unique(return_inverse=True)[1])
 
 
-def waits_of_a_clipped_step(rank, world, plan):
+def collect_clipping_waits(rank, world, plan):
     """Return the host's waits for the GPU in raytrec's clipping code, and the norm."""
-    from standin import Gpu
+    from standin import StandInGpu
 
-    step = build(config(world, plan, max_grad_norm=0.01), device=torch.device("cuda", rank))
-    _, local = batches(3, rank, world)
-    train(step, [batch.pin_memory() for batch in local])
-    return [wait for wait in Gpu.active.waits if "optim.py:" in wait.ours], float(step.optimizer.last_norm)
+    step = build_step_on_rank(
+        make_small_config(world, plan, max_grad_norm=0.01), device=torch.device("cuda", rank)
+    )
+    _, local = make_batches(3, rank, world)
+    train_step(step, [batch.pin_memory() for batch in local])
+    return [wait for wait in StandInGpu.active.waits if "optim.py:" in wait.ours], float(
+        step.optimizer.last_norm
+    )
 
 
 @pytest.mark.parametrize("plan", [{"sharding_type": "row_wise"}, ["table_wise", "data_parallel"]])
 def test_clipping_does_not_wait_for_the_gpu(plan):
-    for waits, norm in on_ranks(2, waits_of_a_clipped_step, plan, device="cuda"):
+    for waits, norm in run_on_ranks(2, collect_clipping_waits, plan, device="cuda"):
         assert waits == [] and norm > 0.01

@@ -4,8 +4,8 @@ import pytest
 import torch
 from fbgemm_gpu.quantize_comm import QuantizedCommCodec
 from fbgemm_gpu.split_embedding_configs import SparseType
-from ranks import on_ranks
-from small import SCHEMA, batches, build, config, train
+from ranks import run_on_ranks
+from small import SCHEMA, build_step_on_rank, make_batches, make_small_config, train_step
 
 from raytrec.config.tables import QCommsSection
 from raytrec.embeddings.sharding import (
@@ -22,7 +22,7 @@ GROUP = 16
 CAST = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-def sent(codec, values):
+def send_through_codec(codec, values):
     """Encode and decode values; return the decoded values and the size of the message in bytes."""
     context = codec.create_context()
     wire = codec.encode(values.view(-1), context)
@@ -31,7 +31,7 @@ def sent(codec, values):
     return codec.decode(wire, context).view(values.shape), wire.nbytes
 
 
-def int8_by_definition(values, group):
+def round_to_int8(values, group):
     """Round each group's values to 255 equal steps between its minimum and maximum."""
     groups = values.double().view(-1, group)
     low, high = groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)
@@ -42,18 +42,18 @@ def int8_by_definition(values, group):
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_16_bit_codecs_round_to_nearest(precision):
     values = torch.randn(64, GROUP)
-    arrived, size = sent(ScaledCodec(precision, GROUP), values)
+    arrived, size = send_through_codec(ScaledCodec(precision, GROUP), values)
     assert torch.equal(arrived, values.to(CAST[precision]).float())
     assert size == 2 * values.numel()
 
 
 def test_int8_codec_rounds_to_nearest_of_255_steps():
     values = torch.randn(64, GROUP)
-    arrived, size = sent(ScaledCodec("int8", GROUP), values)
+    arrived, size = send_through_codec(ScaledCodec("int8", GROUP), values)
     steps = (values.amax(1) - values.amin(1)) / 255
-    assert ((arrived - int8_by_definition(values, GROUP)).abs() <= steps.unsqueeze(1) * 1e-3).all()
+    assert ((arrived - round_to_int8(values, GROUP)).abs() <= steps.unsqueeze(1) * 1e-3).all()
     assert size == values.numel() * (GROUP + 8) // GROUP
-    none, _ = sent(ScaledCodec("int8", GROUP), values[:0])  # a rank without tables
+    none, _ = send_through_codec(ScaledCodec("int8", GROUP), values[:0])  # a rank without tables
     assert none.shape == (0, GROUP)
 
 
@@ -63,7 +63,7 @@ def test_rounding_error_stays_within_the_stated_bound(precision, factor):
     """Values of many magnitudes, including very small values."""
     sizes = 10.0 ** torch.arange(-12, 0).repeat_interleave(500)
     values = torch.randn(len(sizes), GROUP) * sizes.unsqueeze(1)
-    arrived, _ = sent(ScaledCodec(precision, GROUP, factor), values)
+    arrived, _ = send_through_codec(ScaledCodec(precision, GROUP, factor), values)
     largest = values.abs().amax(1, keepdim=True) if precision == "int8" else values.abs()
     bound = MAX_ROUNDING_ERROR[precision] * largest.clamp(min=SMALLEST[precision] / factor)
     assert ((arrived - values).abs() <= bound * (1 + 1e-6)).all()
@@ -73,8 +73,8 @@ def test_rounding_error_stays_within_the_stated_bound(precision, factor):
 def test_scaled_codec_keeps_gradients_lost_by_fbgemm():
     """FBGEMM (1.8.0) divides by its loss_scale while the values are still fp16."""
     gradients = torch.randn(100, GROUP) * 1e-9
-    ours, _ = sent(ScaledCodec("fp16", GROUP, 2.0**20), gradients)
-    theirs, _ = sent(QuantizedCommCodec(SparseType.FP16, loss_scale=2.0**20), gradients)
+    ours, _ = send_through_codec(ScaledCodec("fp16", GROUP, 2.0**20), gradients)
+    theirs, _ = send_through_codec(QuantizedCommCodec(SparseType.FP16, loss_scale=2.0**20), gradients)
     worst = (gradients.abs() * 2.0**-10).clamp(min=1e-13)
     assert ((ours - gradients).abs() <= worst).all()
     assert not theirs.any()
@@ -84,18 +84,18 @@ def test_fbgemm_int8_codec_rejects_some_batch_sizes():
     """FBGEMM's groups always have 32 values, so 3 rows of 16 values are not a multiple of the group size."""
     theirs = QuantizedCommCodec(SparseType.INT8)
     with pytest.raises(RuntimeError, match=r"not a multiple of row dim|invalid for input of size"):
-        sent(theirs, torch.randn(3, 16))
-    sent(ScaledCodec("int8", GROUP), torch.randn(3, 16))
+        send_through_codec(theirs, torch.randn(3, 16))
+    send_through_codec(ScaledCodec("int8", GROUP), torch.randn(3, 16))
 
 
 def test_fp32_direction_is_not_quantized():
-    given = config(2, {})
+    given = make_small_config(2, {})
     given.data.global_batch_size = 2048
     assert make_codecs(given, [16], 2) is None
     given.plan.qcomms = QCommsSection(backward_precision="bf16")
     for codecs in make_codecs(given, [16, 24], 2).values():
         values = torch.randn(5, 8)
-        arrived, _ = sent(codecs.forward, values)
+        arrived, _ = send_through_codec(codecs.forward, values)
         assert torch.equal(arrived, values)
         assert codecs.backward.factor == 2.0**10  # 1024 rows per rank
         assert codecs.backward.group == 8
@@ -114,17 +114,17 @@ def test_rounding_bound_counts_all_roundings():
     assert bound_backward_rounding("fp16", "row_wise", 4, 4, False, 8.0).smallest == 2.0**-17
 
 
-def pooled(rank, world, sharding, precision):
+def compute_pooled(rank, world, sharding, precision):
     """Return the pooled embeddings of this rank's rows, unquantized and quantized."""
     schema = SCHEMA.model_copy(deep=True)
     for table in schema.tables.values():
         table.dim = GROUP
-    local = batches(1, rank, world, schema=schema)[1][0]
+    local = make_batches(1, rank, world, schema=schema)[1][0]
     out = []
     for forward in ("fp32", precision):
-        settings = config(world, {"sharding_type": sharding})
+        settings = make_small_config(world, {"sharding_type": sharding})
         settings.plan.qcomms = QCommsSection(forward_precision=forward)
-        step = build(settings, schema)
+        step = build_step_on_rank(settings, schema)
         with torch.no_grad():
             found = step.model.module.embeddings(local.sparse)
         out.append({name: values.float() for name, values in found.items()})
@@ -135,28 +135,30 @@ def pooled(rank, world, sharding, precision):
     ("sharding", "precision"), [("table_wise", "fp16"), ("column_wise", "bf16"), ("table_wise", "int8")]
 )
 def test_complete_sums_are_rounded_only_once(sharding, precision):
-    for plain, quantized in on_ranks(2, pooled, sharding, precision):
+    for plain, quantized in run_on_ranks(2, compute_pooled, sharding, precision):
         user = plain["user"]  # a sum; means are divided after the exchange
         assert not torch.equal(quantized["user"], user)
         if precision == "int8":
-            error = (quantized["user"] - int8_by_definition(user, GROUP)).abs().max()
+            error = (quantized["user"] - round_to_int8(user, GROUP)).abs().max()
             assert error < 1e-3 * user.abs().max()
         else:
             assert torch.equal(quantized["user"], user.to(CAST[precision]).float())
 
 
-def trained(rank, world, backward):
+def compute_update(rank, world, backward):
     """Return the update of table `user` by one SGD step with gradients in this precision."""
-    settings = config(world, {"sharding_type": "row_wise"}, "sgd", lr=64.0)
+    settings = make_small_config(world, {"sharding_type": "row_wise"}, "sgd", lr=64.0)
     settings.plan.qcomms = QCommsSection(backward_precision=backward)
-    step = build(settings)
+    step = build_step_on_rank(settings)
     before = tables(step.model)["user"].weight.dense()
-    train(step, batches(1, rank, world)[1])
+    train_step(step, make_batches(1, rank, world)[1])
     return tables(step.model)["user"].weight.dense() - before
 
 
 def test_backward_exchange_rounds_gradients():
-    exact, fp16, bf16 = (on_ranks(2, trained, precision)[0] for precision in ("fp32", "fp16", "bf16"))
+    exact, fp16, bf16 = (
+        run_on_ranks(2, compute_update, precision)[0] for precision in ("fp32", "fp16", "bf16")
+    )
     largest = exact.abs().max()
     assert 0 < (fp16 - exact).abs().max() < 1e-3 * largest
     assert 1e-3 * largest < (bf16 - exact).abs().max() < 1e-2 * largest

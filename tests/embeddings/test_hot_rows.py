@@ -9,8 +9,8 @@ import checkpoints
 import managed_ids
 import pytest
 import torch
-from ranks import on_ranks
-from small import batches, build, config, train
+from ranks import run_on_ranks
+from small import build_step_on_rank, make_batches, make_small_config, train_step
 
 from raytrec.checkpoint.save import CheckpointWriter
 from raytrec.checkpoint.snapshot import RowSnapshot
@@ -25,27 +25,27 @@ from raytrec.worker import build as build_module
 from raytrec.worker.build import build_step
 
 # (plan.tables.*, optimizer, world size)
-WAYS = {
+CASES = {
     "one rank": ({"sharding_type": "table_wise"}, "rowwise_adagrad", 1),
     "row-wise": ({"sharding_type": "row_wise"}, "rowwise_adagrad", 2),
     "columns, fp16": ({"sharding_type": "column_wise", "dtype": "fp16"}, "adagrad", 2),
     "no state": ({"sharding_type": "row_wise"}, "sgd", 2),
 }
-SHARE = 0.3  # share of rows in memory
+HOT_SHARE = 0.3  # share of rows in memory
 
 
-def built(world, plan, optimizer, kernel, share, folder):
+def build_with_hot_rows(world, plan, optimizer, kernel, share, folder):
     """Build a Step whose tables keep this share of their rows in memory.
 
     The share is patched: for tables this small, TorchRec's planner counts more memory for ids than for rows.
     """
-    made = config(world, plan | {"compute_kernel": kernel}, optimizer)
+    made = make_small_config(world, plan | {"compute_kernel": kernel}, optimizer)
     made.plan.mmap_dir = folder
-    with sharing(share):
-        return build(made)
+    with patch_hot_share(share):
+        return build_step_on_rank(made)
 
 
-def sharing(share):
+def patch_hot_share(share):
     patch = pytest.MonkeyPatch()
     patch.setattr(
         build_module, "estimate_hot_rows", lambda found, config, schema, world: [(share, 0.0)] * world
@@ -53,7 +53,7 @@ def sharing(share):
     return closing(SimpleNamespace(close=patch.undo))
 
 
-def places_of(step):
+def list_hot_caches(step):
     """Return the hot row cache of each kernel that has one."""
     return [
         hot
@@ -62,7 +62,7 @@ def places_of(step):
     ]
 
 
-def written_back(places):
+def count_written_rows(places):
     """Return a list that records the number of rows each later call writes back to the file."""
     counts = []
     for hot in places:
@@ -71,7 +71,7 @@ def written_back(places):
     return counts
 
 
-def values_of(step):
+def read_values(step):
     found = tables(step.model, step.optimizer).items()
     return {
         (name, kind): parts.dense()
@@ -80,12 +80,12 @@ def values_of(step):
     }
 
 
-def trained(rank, world, plan, optimizer, kernel, share, folder):
+def train_and_read(rank, world, plan, optimizer, kernel, share, folder):
     """Return losses, weights and state after some steps, read rows, and (cached rows, written-back rows)."""
-    step = built(world, plan, optimizer, kernel, share, folder)
-    places, watched = places_of(step), tables(step.model)
-    written = written_back(places)
-    losses = [float(o.loss.detach()) for o in train(step, batches(16, rank, world)[1])]
+    step = build_with_hot_rows(world, plan, optimizer, kernel, share, folder)
+    places, watched = list_hot_caches(step), tables(step.model)
+    written = count_written_rows(places)
+    losses = [float(o.loss.detach()) for o in train_step(step, make_batches(16, rank, world)[1])]
     shares = [
         measure_cache_hits(kernel)
         for kernel in iterate_sharded_kernels(step.model)
@@ -98,14 +98,14 @@ def trained(rank, world, plan, optimizer, kernel, share, folder):
         for name, table in watched.items()
         for shard in table.weight.local
     }
-    return losses, values_of(step), read, (filled, moved)
+    return losses, read_values(step), read, (filled, moved)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", CASES)
 def test_hot_rows_train_like_tables_in_memory(way, tmp_path):
-    plan, optimizer, world = WAYS[way]
-    expected = on_ranks(world, trained, plan, optimizer, "fused", 0.0, str(tmp_path))
-    found = on_ranks(world, trained, plan, optimizer, "fused_mmap", SHARE, str(tmp_path))
+    plan, optimizer, world = CASES[way]
+    expected = run_on_ranks(world, train_and_read, plan, optimizer, "fused", 0.0, str(tmp_path))
+    found = run_on_ranks(world, train_and_read, plan, optimizer, "fused_mmap", HOT_SHARE, str(tmp_path))
     assert all(filled and moved for *_, (filled, moved) in found)
     for (losses, wanted, read, _), (its_losses, values, its_read, _) in zip(expected, found, strict=True):
         assert its_losses == losses and values.keys() == wanted.keys()
@@ -113,19 +113,19 @@ def test_hot_rows_train_like_tables_in_memory(way, tmp_path):
         assert all(torch.equal(its_read[name], read[name]) for name in read)
 
 
-def saved(rank, world, kernel, share, folder):
+def save_while_training(rank, world, kernel, share, folder):
     """Save during and after training; return the folders and the rows written back meanwhile."""
-    step = built(world, {"sharding_type": "row_wise"}, "adagrad", kernel, share, folder)
+    step = build_with_hot_rows(world, {"sharding_type": "row_wise"}, "adagrad", kernel, share, folder)
     state, go = LogicalState(step.model, step.optimizer), Event()
-    rows, local = RowSnapshot(step.model, state.tables), batches(16, rank, world)[1]
+    rows, local = RowSnapshot(step.model, state.tables), make_batches(16, rank, world)[1]
     read = rows.pieces
     rows.pieces = lambda *args, **named: go.wait(20) and read(*args, **named)
-    train(step, local[:8])
-    alone = checkpoints.save(f"{folder}/{kernel}-alone", step, 8)
+    train_step(step, local[:8])
+    alone = checkpoints.save_checkpoint(f"{folder}/{kernel}-alone", step, 8)
     saver = CheckpointWriter(f"{folder}/{kernel}", CheckpointSection(keep_last=9), rows=rows)
     saver.save(8, state.tensors(), {})
-    written = written_back(places_of(step))
-    train(step, local[8:])
+    written = count_written_rows(list_hot_caches(step))
+    train_step(step, local[8:])
     moved = sum(written)
     state.tensors()  # writes all rows back during the save
     go.set()
@@ -133,51 +133,61 @@ def saved(rank, world, kernel, share, folder):
     if first.error:
         raise first.error
     saver.close()
-    return alone, first.folder, checkpoints.save(f"{folder}/{kernel}-after", step, 16), moved
+    return alone, first.folder, checkpoints.save_checkpoint(f"{folder}/{kernel}-after", step, 16), moved
 
 
-def resumed(rank, world, kernel, share, folder):
+def resume_and_save(rank, world, kernel, share, folder):
     """Train, restore the checkpoint of two ranks and save it; train further and save again."""
-    step = built(world, {"sharding_type": "table_wise"}, "adagrad", kernel, share, folder)
-    local = batches(16, rank, world)[1]
-    train(step, local[:4])
-    checkpoints.restored(f"{folder}/fused", step)
-    again = checkpoints.save(f"{folder}/{kernel}-{world}-begun", step, 8)
-    assert not any(hot._filled for hot in places_of(step))
-    train(step, local[8:])
-    assert not share or all(hot._filled for hot in places_of(step))
-    return again, checkpoints.save(f"{folder}/{kernel}-{world}", step, 16)
+    step = build_with_hot_rows(world, {"sharding_type": "table_wise"}, "adagrad", kernel, share, folder)
+    local = make_batches(16, rank, world)[1]
+    train_step(step, local[:4])
+    checkpoints.restore_newest(f"{folder}/fused", step)
+    again = checkpoints.save_checkpoint(f"{folder}/{kernel}-{world}-begun", step, 8)
+    assert not any(hot._filled for hot in list_hot_caches(step))
+    train_step(step, local[8:])
+    assert not share or all(hot._filled for hot in list_hot_caches(step))
+    return again, checkpoints.save_checkpoint(f"{folder}/{kernel}-{world}", step, 16)
 
 
 def test_hot_rows_save_and_resume_like_tables_in_memory(tmp_path):
     folder = str(tmp_path)
     of_memory, found = (
-        on_ranks(2, saved, kernel, share, folder)[0]
+        run_on_ranks(2, save_while_training, kernel, share, folder)[0]
         for kernel, share in (("fused", 0.0), ("fused_mmap", 0.5))
     )
     assert found[3] > 0
     for one, other in zip(of_memory[:3], found[:3], strict=True):
-        assert checkpoints.equal(one, other) == []
-    assert checkpoints.equal(found[0], found[1]) == [] != checkpoints.equal(found[1], found[2])
-    begun, expected = on_ranks(1, resumed, "fused", 0.0, folder)[0]
-    hot_begun, hot = on_ranks(1, resumed, "fused_mmap", SHARE, folder)[0]
-    assert checkpoints.equal(begun, hot_begun) == [] == checkpoints.equal(begun, of_memory[0])
-    assert checkpoints.equal(expected, hot) == []
+        assert checkpoints.differing_tensors(one, other) == []
+    assert (
+        checkpoints.differing_tensors(found[0], found[1])
+        == []
+        != checkpoints.differing_tensors(found[1], found[2])
+    )
+    begun, expected = run_on_ranks(1, resume_and_save, "fused", 0.0, folder)[0]
+    hot_begun, hot = run_on_ranks(1, resume_and_save, "fused_mmap", HOT_SHARE, folder)[0]
+    assert (
+        checkpoints.differing_tensors(begun, hot_begun)
+        == []
+        == checkpoints.differing_tensors(begun, of_memory[0])
+    )
+    assert checkpoints.differing_tensors(expected, hot) == []
 
 
-def with_managed_ids(rank, world, kernel, share, folder):
-    made = managed_ids.settings(world, {"sharding_type": "row_wise", "compute_kernel": kernel}, "adagrad")
+def train_with_managed_ids(rank, world, kernel, share, folder):
+    made = managed_ids.managed_config(
+        world, {"sharding_type": "row_wise", "compute_kernel": kernel}, "adagrad"
+    )
     made.plan.mmap_dir = folder
-    with sharing(share):
+    with patch_hot_share(share):
         bounds = [0, 5, managed_ids.ROWS]
-        run = ShardedRun(build_step, made, managed_ids.schema(), torch.device("cpu"), bounds)
-    run.train(managed_ids.raw_batches())
-    return values_of(run.step), sum(hot._filled for hot in places_of(run.step))
+        run = ShardedRun(build_step, made, managed_ids.managed_schema(), torch.device("cpu"), bounds)
+    run.train(managed_ids.random_id_batches())
+    return read_values(run.step), sum(hot._filled for hot in list_hot_caches(run.step))
 
 
 def test_reassigned_hot_rows_start_with_initial_values(tmp_path):
-    (expected, _), _ = on_ranks(2, with_managed_ids, "fused", 0.0, str(tmp_path))
-    (found, filled), _ = on_ranks(2, with_managed_ids, "fused_mmap", 0.9, str(tmp_path))
+    (expected, _), _ = run_on_ranks(2, train_with_managed_ids, "fused", 0.0, str(tmp_path))
+    (found, filled), _ = run_on_ranks(2, train_with_managed_ids, "fused_mmap", 0.9, str(tmp_path))
     assert filled and expected.keys() == found.keys()
     assert all(torch.equal(expected[key], found[key]) for key in expected)
 

@@ -6,8 +6,8 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from ranks import on_ranks
-from small import a_schema, config, initial_rows
+from ranks import run_on_ranks
+from small import initial_rows, make_small_config, make_small_schema
 
 from raytrec.data.ids import hash_bits as hash_bits_in_numpy
 from raytrec.embeddings.hashing import GOLDEN, VALUES_PER_BLOCK, hash_bits, initial_values
@@ -16,14 +16,14 @@ from raytrec.embeddings.tables import fill_tables
 from raytrec.worker.build import build_step
 
 BLOCK_ROWS = VALUES_PER_BLOCK // 8
-SCHEMA = a_schema(
+SCHEMA = make_small_schema(
     sparse={"big": {"table": "big"}, "small": {"table": "small"}},
     tables={"big": {"rows": BLOCK_ROWS + 500, "dim": 8}, "small": {"rows": 5, "dim": 8}},
 )
 IDS = torch.cat([torch.arange(300), torch.tensor([-1, -(2**63), 2**63 - 1, 2**31, 2**32, 8_000_000_000])])
 
 
-def by_definition(seed: int, table: str, ids: np.ndarray, columns: range, rows: int) -> np.ndarray:
+def compute_by_definition(seed: int, table: str, ids: np.ndarray, columns: range, rows: int) -> np.ndarray:
     """Compute initial values with unsigned integers, one column at a time."""
     key = int.from_bytes(hashlib.blake2b(f"{seed}/{table}".encode(), digest_size=8).digest(), "big")
     with np.errstate(over="ignore"):
@@ -53,7 +53,7 @@ def test_initial_values_match_their_definition(columns):
     assert found.shape == (len(IDS), len(columns))
     assert initial_values(3, "user", IDS[:0], columns, 1000).shape == (0, len(columns))
     if columns:
-        assert np.array_equal(found.numpy(), by_definition(3, "user", IDS.numpy(), columns, 1000))
+        assert np.array_equal(found.numpy(), compute_by_definition(3, "user", IDS.numpy(), columns, 1000))
 
 
 def test_seed_and_table_change_all_values():
@@ -65,7 +65,7 @@ def test_seed_and_table_change_all_values():
 
 
 # 2^20 values each: many rows, wide rows, and ids that differ only in high bits.
-SPREAD = {
+UNIFORMITY_CASES = {
     "rows": (torch.arange(2**17), 8),
     "columns": (torch.arange(2**10), 2**10),
     "high bits": (torch.arange(2**17) * 2**40, 8),
@@ -73,10 +73,10 @@ SPREAD = {
 }
 
 
-@pytest.mark.parametrize("of", SPREAD)
+@pytest.mark.parametrize("of", UNIFORMITY_CASES)
 def test_initial_values_are_uniform_and_independent(of):
     """Each statistic is within 4.5 standard deviations of its value for independent uniform numbers."""
-    ids, dim = SPREAD[of]
+    ids, dim = UNIFORMITY_CASES[of]
     values = initial_values(0, "table", ids, range(dim), 1).double()
     count = values.numel()
     assert values.abs().max() < 1
@@ -102,11 +102,11 @@ def test_initial_values_are_uniform_and_independent(of):
         assert abs(((cells - expected) ** 2 / expected).sum().item() - 255) < 4.5 * 510**0.5, name
 
 
-def most_values(rank, world):
+def measure_max_values(rank, world):
     """Return the largest number of values created at once when a table of 3 blocks is filled."""
     schema, sizes = SCHEMA.model_copy(deep=True), []
     schema.tables["big"].rows = 3 * BLOCK_ROWS
-    step, _ = build_step(config(world, ["table_wise"]), schema, torch.device("cpu"), fill=False)
+    step, _ = build_step(make_small_config(world, ["table_wise"]), schema, torch.device("cpu"), fill=False)
 
     def noted(seed, table, ids, columns, rows):
         sizes.append(len(ids) * len(columns))
@@ -118,11 +118,11 @@ def most_values(rank, world):
 
 
 def test_tables_are_filled_block_by_block():
-    assert on_ranks(1, most_values) == [VALUES_PER_BLOCK]
+    assert run_on_ranks(1, measure_max_values) == [VALUES_PER_BLOCK]
 
 
-def local_parts(rank, world, sharding):
-    step, _ = build_step(config(world, [sharding]), SCHEMA, torch.device("cpu"))
+def collect_local_parts(rank, world, sharding):
+    step, _ = build_step(make_small_config(world, [sharding]), SCHEMA, torch.device("cpu"))
     out, dense = [], {}
     for name, value in step.model.state_dict().items():
         table = table_of(name)
@@ -137,7 +137,7 @@ def local_parts(rank, world, sharding):
 
 @pytest.mark.parametrize("sharding", ["table_wise", "row_wise", "column_wise", "data_parallel"])
 def test_initial_values_are_independent_of_the_plan(sharding):
-    ranks = on_ranks(2, local_parts, sharding)
+    ranks = run_on_ranks(2, collect_local_parts, sharding)
     held = {table: 0 for table in SCHEMA.tables}
     for parts, _ in ranks:
         for table, row, column, values in parts:

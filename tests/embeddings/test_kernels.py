@@ -6,11 +6,11 @@ from unittest.mock import patch
 import caching
 import pytest
 import torch
-from caching import STALE, Caches
+from caching import STALE_VALUE, SimulatedCaches
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
-from ranks import on_ranks
-from small import SCHEMA, batches, build, config, train
-from standin import cuda
+from ranks import run_on_ranks
+from small import SCHEMA, build_step_on_rank, make_batches, make_small_config, train_step
+from standin import use_stand_in_gpu
 
 from raytrec.checkpoint.state import LogicalState
 from raytrec.checks.live.numerics import Numerics
@@ -31,11 +31,11 @@ from raytrec.worker.statistics import Statistics
 CACHED = {"sharding_type": "row_wise", "compute_kernel": "fused_uvm_caching"}
 
 
-def read(rank, world, plan):
+def read_through_cache(rank, world, plan):
     """Read, write and save a table while its kernel caches rows."""
-    step = build(config(world, plan))
-    train(step, batches(2, rank, world)[1])
-    caches = Caches(step.model)
+    step = build_step_on_rank(make_small_config(world, plan))
+    train_step(step, make_batches(2, rank, world)[1])
+    caches = SimulatedCaches(step.model)
     with caches.holding():
         state = LogicalState(step.model, step.optimizer)
     before = {name: [s.values.clone() for s in t.weight.local] for name, t in state.tables.items()}
@@ -44,7 +44,7 @@ def read(rank, world, plan):
         for name, table in state.tables.items():
             for shard, values in zip(table.weight.local, before[name], strict=True):
                 rows = torch.arange(len(values)).flip(0)
-                assert not len(rows) or (shard.values == STALE).any()
+                assert not len(rows) or (shard.values == STALE_VALUE).any()
                 assert torch.equal(shard.read(rows), values[rows])
                 assert torch.equal(shard.read(slice(1, None, 3)), values[1::3])
                 assert shard.read(rows[:0]).shape == (0, values.shape[1])
@@ -69,25 +69,25 @@ def read(rank, world, plan):
 
 @pytest.mark.parametrize("sharding", ["row_wise", "table_wise", "column_wise"])
 def test_cached_rows_are_read_through_the_cache(sharding):
-    found = on_ranks(2, read, CACHED | {"sharding_type": sharding})
-    expected = on_ranks(2, plain, {"sharding_type": sharding})[0]
+    found = run_on_ranks(2, read_through_cache, CACHED | {"sharding_type": sharding})
+    expected = run_on_ranks(2, train_uncached, {"sharding_type": sharding})[0]
     for whole, loaded in found:
         for name in SCHEMA.tables:
             assert torch.equal(whole[name], expected[name])
             assert (loaded[name][1:3] == 7).all() and torch.equal(loaded[name][3:], expected[name][3:])
 
 
-def plain(rank, world, plan):
-    step = build(config(world, plan))
-    train(step, batches(2, rank, world)[1])
+def train_uncached(rank, world, plan):
+    step = build_step_on_rank(make_small_config(world, plan))
+    train_step(step, make_batches(2, rank, world)[1])
     return {name: table.weight.dense() for name, table in tables(step.model).items()}
 
 
-def watched(rank, world, kernel, optimizer):
+def collect_observations(rank, world, kernel, optimizer):
     """Return statistics and the outcomes of numerics and parity of a step whose kernels cache rows."""
-    settings = config(world, {"sharding_type": "row_wise", "compute_kernel": kernel}, optimizer)
-    step = build(settings)
-    caches = Caches(step.model if kernel == "fused_uvm_caching" else torch.nn.Module())
+    settings = make_small_config(world, {"sharding_type": "row_wise", "compute_kernel": kernel}, optimizer)
+    step = build_step_on_rank(settings)
+    caches = SimulatedCaches(step.model if kernel == "fused_uvm_caching" else torch.nn.Module())
     with caches.holding():
         state = LogicalState(step.model, step.optimizer)
     caches.flushes = 0
@@ -108,12 +108,12 @@ def watched(rank, world, kernel, optimizer):
         lookup.kernel.register_forward_hook(release)
     run = CheckedRun(settings, SCHEMA, state.tables, state.dense, taps, torch.device("cpu"))
     parity, numbers = Parity(run), Numerics(run)
-    local = batches(3, rank, world)[1]
-    train(step, local[:-1])
+    local = make_batches(3, rank, world)[1]
+    train_step(step, local[:-1])
     taps.probing = True
     with caches.holding():
         parity.prepare(local[-1])
-    train(step, local[-1:])
+    train_step(step, local[-1:])
     with caches.holding():
         seen = parity.evaluate(Position(3), True), numbers.sizes(Position(3), True)
         figures = statistics.collect()
@@ -126,8 +126,8 @@ def watched(rank, world, kernel, optimizer):
 
 @pytest.mark.parametrize("optimizer", ["adagrad", "sgd"])
 def test_statistics_and_checks_read_cached_rows(optimizer):
-    found = on_ranks(2, watched, "fused_uvm_caching", optimizer)
-    expected = on_ranks(2, watched, "fused_uvm", optimizer)
+    found = run_on_ranks(2, collect_observations, "fused_uvm_caching", optimizer)
+    expected = run_on_ranks(2, collect_observations, "fused_uvm", optimizer)
     for (figures, (parity, numbers), broken), (others, (_, same), _) in zip(found, expected, strict=True):
         assert parity.passed and parity.figure < 1e-5
         assert numbers == same
@@ -143,7 +143,7 @@ def test_cache_read_is_ordered_with_prefetches():
     state = torch.full((1, 32), -1)
     state[0, 3] = 12  # row 2 of a shard whose first row is row 10
     weights = torch.arange(32.0).unsqueeze(1).repeat(1, 8)
-    with cuda() as gpu, patch.object(torch.ops.fbgemm, "lxu_cache_lookup", caching.lookup):
+    with use_stand_in_gpu() as gpu, patch.object(torch.ops.fbgemm, "lxu_cache_lookup", caching.lookup):
         filling = torch.cuda.Stream()
         emb = SimpleNamespace(
             prefetch_stream=filling, lxu_cache_state=state.to("cuda"), lxu_cache_weights=weights.to("cuda")
@@ -184,23 +184,23 @@ def test_fbgemm_has_the_cache_lookup_operator():
     assert [a.name for a in arguments][:2] == ["linear_cache_indices", "lxu_cache_state"]
 
 
-def a_kernel(world, **plan):
-    step = build(config(world, {"sharding_type": "table_wise", **plan}))
+def build_kernel(world, **plan):
+    step = build_step_on_rank(make_small_config(world, {"sharding_type": "table_wise", **plan}))
     return next(iterate_sharded_kernels(step.model))
 
 
-def counted(rank, world):
+def set_and_read_count(rank, world):
     """Return a kernel's update count before and after setting it, and whether an fp16 kernel rounds
     stochastically.
 
     Stochastic rounding is FBGEMM's default; its CPU kernels ignore it.
     """
-    kernel = a_kernel(world)
+    kernel = build_kernel(world)
     before = get_update_count(kernel)
     set_update_count(kernel, 7)
     count = before, get_update_count(kernel), int(kernel.emb_module.iter_cpu)
-    return count, find_fused_lookup(a_kernel(world, dtype="fp16")).stochastic_rounding
+    return count, find_fused_lookup(build_kernel(world, dtype="fp16")).stochastic_rounding
 
 
 def test_update_count_is_settable_and_rounding_is_stochastic():
-    assert on_ranks(1, counted) == [((0, 7, 7), True)]
+    assert run_on_ranks(1, set_and_read_count) == [((0, 7, 7), True)]

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from plain_ids import PlainIds, key
-from small import a_schema
+from plain_ids import ReferenceIdMap, splitmix64
+from small import make_small_schema
 
 from raytrec.common.collectives import Peers
 from raytrec.config.schema_parts import ManagedIds
@@ -35,7 +35,7 @@ def random_batches(steps, seed=0, ids=400, size=60):
     return [known[np.minimum(rng.zipf(1.3, size) - 1 + 3 * step, ids - 1)].tolist() for step in range(steps)]
 
 
-def exchange_of(rows, policy=None, seed=0):
+def make_exchange(rows, policy=None, seed=0):
     """Return an IdExchange of one table, t."""
     return IdExchange({"t": (rows, policy or ManagedIds())}, seed, ALONE, CPU)
 
@@ -46,7 +46,7 @@ def train(exchange, ids, step):
     return rows["t"], new["t"]
 
 
-class Rows(dict):
+class RowNumbering(dict):
     """A mapping from the order of row assignment to the row; each row occurs once."""
 
     def check(self, expected, got, fallback):
@@ -59,7 +59,7 @@ class Rows(dict):
 
 
 def test_all_rows_are_used():
-    exchange = exchange_of(101)
+    exchange = make_exchange(101)
     rows, _ = train(exchange, torch.arange(100), 0)
     assert sorted(rows.tolist()) == list(range(100))
     halves, _ = train(exchange, torch.arange(1000, 1050), 1)
@@ -67,12 +67,12 @@ def test_all_rows_are_used():
 
 
 def test_rows_are_assigned_evenly():
-    rows, _ = train(exchange_of(1001), torch.arange(250), 0)
+    rows, _ = train(make_exchange(1001), torch.arange(250), 0)
     assert torch.bincount(rows // 250, minlength=4).min() >= 55
 
 
 def test_batch_may_have_more_ids_than_rows():
-    exchange, plain, numbered = exchange_of(11), PlainIds(11, ManagedIds()), Rows()
+    exchange, plain, numbered = make_exchange(11), ReferenceIdMap(11, ManagedIds()), RowNumbering()
     for step in range(3):
         ids = list(range(30 * step, 30 * step + 25))
         expected = plain.step(step, ids)
@@ -83,7 +83,7 @@ def test_batch_may_have_more_ids_than_rows():
 
 @pytest.mark.parametrize(("eviction", "left"), [("lru", 0), ("lfu", 63 - 4)])
 def test_only_lfu_keeps_frequent_ids_during_a_flood(eviction, left):
-    exchange = exchange_of(65, ManagedIds(eviction=eviction))
+    exchange = make_exchange(65, ManagedIds(eviction=eviction))
     for step in range(6):  # id 63 is seen only once
         train(exchange, torch.arange(64 if step == 0 else 63), step)
     for step in range(6, 11):
@@ -95,11 +95,11 @@ def test_only_lfu_keeps_frequent_ids_during_a_flood(eviction, left):
 
 def test_frequent_ids_get_scarce_rows_first():
     ids = [*range(40), *range(30, 37), *range(30, 33)]
-    rows, new = train(exchange_of(11, ManagedIds(eviction="none")), ids, 0)
+    rows, new = train(make_exchange(11, ManagedIds(eviction="none")), ids, 0)
     assert set(range(30, 37)) <= set(new.ids.tolist()) and int((rows[:40] < 10).sum()) == 10
 
 
-def plain_state(state):
+def to_plain_state(state):
     """Return a MapState as values that can be compared with ==."""
     maps = [
         [e.keys.tolist(), *(e.fields[n].tolist() for n in sorted(e.fields))]
@@ -110,7 +110,7 @@ def plain_state(state):
 
 def test_keys_match_plain_python_and_are_invertible():
     ids = torch.tensor([*EDGES, *range(100)])
-    assert ids_to_keys(ids).tolist() == [key(i) for i in ids.tolist()]
+    assert ids_to_keys(ids).tolist() == [splitmix64(i) for i in ids.tolist()]
     assert torch.equal(unhash_bits(hash_bits(ids)), ids)
     assert ids_to_keys(unhash_bits(torch.tensor([NO_KEY, NO_KEY + 1]))).tolist() == [NO_KEY + 1] * 2
 
@@ -139,7 +139,7 @@ def test_key_map_matches_one_dict_per_table(made_for, steps):
         return torch.tensor([v for of_table in values for v in of_table], dtype=torch.int64)
 
     for step in range(steps):
-        drawn = [{key(int(i)) for i in rng.integers(0, 2000, 60)} for _ in tables]
+        drawn = [{splitmix64(int(i)) for i in rng.integers(0, 2000, 60)} for _ in tables]
         new = [[k for k in drawn[table] if k not in plain[table]] for table in tables]
         values = [rng.integers(0, 2**31, len(of_table)).tolist() for of_table in new]
         entries = KeyEntries(joined(new), {"a": joined(values), "b": joined(values)})
@@ -154,7 +154,7 @@ def test_key_map_matches_one_dict_per_table(made_for, steps):
             numbers, sizes = arguments(gone)
             map.remove(numbers, sizes, map.find(numbers, joined(gone)))
             plain = [{k: v for k, v in plain[t].items() if k not in gone[t]} for t in tables]
-        sought = [[key(i) for i in range(2000)] for _ in tables]
+        sought = [[splitmix64(i) for i in range(2000)] for _ in tables]
         slots = map.find(arguments(sought)[0], joined(sought))
         there = slots >= 0
         assert there.tolist() == [k in plain[t] for t in tables for k in sought[t]]
@@ -196,7 +196,9 @@ def test_lowest_matches_a_sorted_list(highest):
 @pytest.mark.parametrize("ids", ["managed", {"admit_after": 2}])
 def test_full_map_size_matches_the_planned_estimate(ids):
     rows = 100_001
-    schema = a_schema(sparse={"f": {"table": "t"}}, tables={"t": {"rows": rows, "dim": 4, "ids": ids}})
+    schema = make_small_schema(
+        sparse={"f": {"table": "t"}}, tables={"t": {"rows": rows, "dim": 4, "ids": ids}}
+    )
     part = RowMaps([rows], [schema.tables["t"].ids], 0, ALONE, CPU)
     keys = ids_to_keys(torch.arange(rows - 1))
     entries = KeyEntries(keys, dict.fromkeys(("row", "sightings", "last"), torch.ones_like(keys)))

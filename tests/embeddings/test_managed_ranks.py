@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from plain_ids import PlainIds
-from ranks import on_ranks
-from test_managed import CPU, POLICIES, Rows, plain_state, random_batches
+from plain_ids import ReferenceIdMap
+from ranks import run_on_ranks
+from test_managed import CPU, POLICIES, RowNumbering, random_batches, to_plain_state
 
 from raytrec.common.collectives import Peers
 from raytrec.config.schema_parts import ManagedIds
@@ -14,14 +14,14 @@ ROWS = {"one": 90, "other": 41}
 STEPS = 30
 
 
-def parts(ids, rank, world):
+def take_part(ids, rank, world):
     """Return a rank's part of a global batch; parts are unequal, and rank 0's part is sometimes empty."""
     shares = [0 if len(ids) % 2 and world > 1 else 1, *range(2, world + 1)]
     ends = [len(ids) * sum(shares[: r + 1]) // sum(shares) for r in range(world)]
     return ids[ends[rank - 1] if rank else 0 : ends[rank]]
 
 
-def of_tables(policy):
+def make_table_batches(policy):
     return {"one": random_batches(STEPS), "other": random_batches(STEPS, seed=5, size=45 if policy else 44)}
 
 
@@ -33,13 +33,16 @@ def remap(rank, world, names):
         exchange = IdExchange({table: (rows, policy) for table, rows in ROWS.items()}, 7, peers, CPU)
         maps, steps = exchange.maps, []
         for step in range(STEPS):
-            ids = {table: parts(lists[step], rank, world) for table, lists in of_tables(name).items()}
+            ids = {
+                table: take_part(lists[step], rank, world)
+                for table, lists in make_table_batches(name).items()
+            }
             given = {table: torch.tensor(part, dtype=torch.int64) for table, part in ids.items()}
             rows, new = exchange.train(given, step)
             assert torch.equal(exchange.look_up(given)["one"], rows["one"])
             told = {t: sorted(zip(n.ids.tolist(), n.rows.tolist(), strict=True)) for t, n in new.items()}
             steps.append({t: (ids[t], rows[t].tolist(), told[t]) for t in maps})
-        states = {table: plain_state(m.state()) for table, m in maps.items()}
+        states = {table: to_plain_state(m.state()) for table, m in maps.items()}
         counts = {table: (m.counted["admitted"], m.counted["evicted"]) for table, m in maps.items()}
         out[name] = steps, states, counts
     return out
@@ -47,7 +50,7 @@ def remap(rank, world, names):
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_id_map_matches_a_dict(name):
-    check(name, [remap(0, 1, [name])[name]])
+    check_answers(name, [remap(0, 1, [name])[name]])
 
 
 CASES = [
@@ -59,9 +62,9 @@ CASES = [
 
 @pytest.mark.parametrize("world,names", CASES)
 def test_rows_are_independent_of_the_number_of_ranks(world, names):
-    answers, alone = on_ranks(world, remap, names), remap(0, 1, names)
+    answers, alone = run_on_ranks(world, remap, names), remap(0, 1, names)
     for name in names:
-        check(name, [answer[name] for answer in answers])
+        check_answers(name, [answer[name] for answer in answers])
         for table, whole in alone[name][1].items():
             held = [answer[name][1][table] for answer in answers]
             for number in range(2):
@@ -70,11 +73,11 @@ def test_rows_are_independent_of_the_number_of_ranks(world, names):
             assert held[0][1:] == whole[1:]
 
 
-def check(name, answers):
+def check_answers(name, answers):
     policy = ManagedIds(**POLICIES[name])
     for table, rows in ROWS.items():
-        plain, numbered, admitted, evicted = PlainIds(rows, policy, 7), Rows(), 0, 0
-        for step, ids in enumerate(of_tables(name)[table]):
+        plain, numbered, admitted, evicted = ReferenceIdMap(rows, policy, 7), RowNumbering(), 0, 0
+        for step, ids in enumerate(make_table_batches(name)[table]):
             expected = plain.step(step, ids)
             admitted, evicted = admitted + len(plain.new), evicted + len(plain.left)
             of_ranks = [steps[step][table] for steps, *_ in answers]

@@ -6,10 +6,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from managed_ids import ROWS, SEED, SPARSE, STEPS, raw_batches, schema, settings
-from plain_ids import PlainIds, key
-from ranks import on_ranks
-from small import assert_same_state, state_of
+from managed_ids import ROWS, SEED, SPARSE, STEPS, managed_config, managed_schema, random_id_batches
+from plain_ids import ReferenceIdMap, splitmix64
+from ranks import run_on_ranks
+from small import assert_same_state, copy_local_state
 
 from raytrec.checks.parity import compare
 from raytrec.checks.parity import reference as one_process
@@ -21,15 +21,15 @@ from raytrec.models import build_model
 from raytrec.worker.build import build_step
 
 
-class Lives:
+class IdLifetimes:
     """Ids of one table as rows of an unbounded table.
 
     Each lifetime of an id has its own row, followed by the fallback rows.
     """
 
     def __init__(self, batches, name):
-        table = schema().tables[name]
-        self.plain, self.steps, self.ids, live = PlainIds(table.rows, table.ids, SEED), [], [], {}
+        table = managed_schema().tables[name]
+        self.plain, self.steps, self.ids, live = ReferenceIdMap(table.rows, table.ids, SEED), [], [], {}
         self.fallback = table.ids.fallback_rows
         features = [feature for feature, spec in SPARSE.items() if spec["table"] == name]
         admitted = evicted = lookups = without = 0
@@ -54,15 +54,15 @@ class Lives:
 
     def places(self, ids, step):
         known, rest = self.steps[step], len(self.ids)
-        return torch.tensor([known.get(i, rest + key(i) % self.fallback) for i in ids.tolist()]).long()
+        return torch.tensor([known.get(i, rest + splitmix64(i) % self.fallback) for i in ids.tolist()]).long()
 
 
-def a_run(rank, world, sharding, optimizer, train):
+def run_training(rank, world, sharding, optimizer, train):
     """Return, on rank 0, the trained values and the values of one process trained on the same batches."""
-    batches, made = raw_batches(), settings(world, sharding, optimizer, **train)
-    run = ShardedRun(build_step, made, schema(), torch.device("cpu"), cuts(ROWS, world, "unequal"))
+    batches, made = random_id_batches(), managed_config(world, sharding, optimizer, **train)
+    run = ShardedRun(build_step, made, managed_schema(), torch.device("cpu"), cuts(ROWS, world, "unequal"))
     start = {n: None if v is None else v.clone() for n, v in run.weights().items()}
-    ahead = raw_batches()[-1]  # looked up but not trained
+    ahead = random_id_batches()[-1]  # looked up but not trained
     run.train(batches)
     figures, nothing = run.step.managed.figures(), run.step.managed.figures()
     assert nothing["user"]["fallback_share"] is None and nothing["user"]["admitted_ids"] == 0
@@ -70,7 +70,7 @@ def a_run(rank, world, sharding, optimizer, train):
     evaluated = outputs["y"].logits
     parts, known = [None] * world, {}
     torch.distributed.all_gather_object(parts, evaluated[: run.bounds[rank + 1] - run.bounds[rank]])
-    for name in schema().managed:
+    for name in managed_schema().managed:
         features = [feature for feature, spec in SPARSE.items() if spec["table"] == name]
         ids = torch.cat([batch.bags[feature][0] for batch in batches for feature in features]).unique()
         known[name] = dict(zip(ids.tolist(), run.step.managed.rows_of(name, ids).tolist(), strict=True))
@@ -78,37 +78,39 @@ def a_run(rank, world, sharding, optimizer, train):
     raw = {n: [t.weight.dense(), *(t.state[k].dense() for k in sorted(t.state))] for n, t in after.items()}
     if rank:
         return None
-    one, lives = reference(run, start, batches)
+    one, lives = build_reference(run, start, batches)
     optimizers = list(compare._make_optimizers(run, one).values())
-    whole = [renumbered(batch, lives, step) for step, batch in enumerate(batches)]
+    whole = [renumber_batch(batch, lives, step) for step, batch in enumerate(batches)]
     one_process.train(one, whole, optimizers, max_grad_norm=train.get("max_grad_norm"))
-    expected = {n: [w.detach(), *states(optimizers, w)] for n, w in one.tables.items()}
-    logits = one(renumbered(ahead, lives, STEPS - 1)).detach()
+    expected = {n: [w.detach(), *list_states(optimizers, w)] for n, w in one.tables.items()}
+    logits = one(renumber_batch(ahead, lives, STEPS - 1)).detach()
     return raw, expected, known, logits, torch.cat(parts), figures
 
 
-def states(optimizers, weight):
+def list_states(optimizers, weight):
     kept = next((o.state[weight] for o in optimizers if weight in o.state), {})
     return [kept[k] for k in sorted(kept) if k != "step"]
 
 
-def reference(run, start, batches):
+def build_reference(run, start, batches):
     """Return (a Reference with a row for each lifetime, table → IdLifetimes)."""
-    lives = {n: Lives(batches, n) for n in schema().managed}
+    lives = {n: IdLifetimes(batches, n) for n in managed_schema().managed}
     begin = {}
-    for name, table in schema().tables.items():
+    for name, table in managed_schema().tables.items():
         begin[name] = start[name]
         if name in lives:
             own = initial_values(SEED, name, torch.tensor(lives[name].ids), range(table.dim), table.rows)
             begin[name] = torch.cat([own, start[name][table.own_rows :]])
-    one = one_process.Reference(schema(), begin, build_model(schema(), run.config.model).train())
+    one = one_process.Reference(
+        managed_schema(), begin, build_model(managed_schema(), run.config.model).train()
+    )
     with torch.no_grad():
         for name, parameter in one.model.named_parameters():
             parameter.copy_(start[name])
     return one, lives
 
 
-def renumbered(batch, lives, step):
+def renumber_batch(batch, lives, step):
     bags = {}
     for feature, (ids, bag, weights) in batch.bags.items():
         table = SPARSE[feature]["table"]
@@ -129,12 +131,12 @@ CASES = [
 
 @pytest.mark.parametrize("world,sharding,optimizer,train", CASES)
 def test_managed_training_matches_unbounded_tables(world, sharding, optimizer, train):
-    got, expected, known, logits, evaluated, figures = on_ranks(
-        world, a_run, {"sharding_type": sharding}, optimizer, train
+    got, expected, known, logits, evaluated, figures = run_on_ranks(
+        world, run_training, {"sharding_type": sharding}, optimizer, train
     )[0]
-    lives = {n: Lives(raw_batches(), n) for n in schema().managed}
+    lives = {n: IdLifetimes(random_id_batches(), n) for n in managed_schema().managed}
     assert figures == {name: pytest.approx(of_table.figures) for name, of_table in lives.items()}
-    for name, spec in schema().tables.items():
+    for name, spec in managed_schema().tables.items():
         assert len(got[name]) == len(expected[name])
         for whole, plain in zip(got[name], expected[name], strict=True):
             if name in lives:
@@ -144,17 +146,17 @@ def test_managed_training_matches_unbounded_tables(world, sharding, optimizer, t
                 whole, plain = whole[rows], plain[places]
                 assert len(set(rows)) == len(rows) > spec.own_rows / 2
             torch.testing.assert_close(whole.float(), plain, rtol=1e-4, atol=1e-6)
-    assert len(lives["user"].plain.left) and len(lives["user"].ids) > 2 * schema().tables["user"].rows
+    assert len(lives["user"].plain.left) and len(lives["user"].ids) > 2 * managed_schema().tables["user"].rows
     torch.testing.assert_close(evaluated.view(-1), logits.view(-1), rtol=1e-4, atol=1e-5)
 
 
-def trained(rank, world, device, block):
+def train_on_device(rank, world, device, block):
     """Return (this rank's state after training, the largest number of values initialized at once, whether the
     id exchange has a separate group)."""
     import torch.distributed as dist
 
-    made, sizes = settings(world, {"sharding_type": "row_wise"}, "adagrad"), []
-    run = ShardedRun(build_step, made, schema(), torch.device(device), cuts(ROWS, world, "unequal"))
+    made, sizes = managed_config(world, {"sharding_type": "row_wise"}, "adagrad"), []
+    run = ShardedRun(build_step, made, managed_schema(), torch.device(device), cuts(ROWS, world, "unequal"))
 
     def values(seed, table, ids, columns, rows):
         sizes.append(len(ids) * len(columns))
@@ -167,7 +169,10 @@ def trained(rank, world, device, block):
             groups.add(options["group"] not in (None, dist.group.WORLD))
         return gather(*args, **options)
 
-    batches, local = "raytrec.embeddings.managed.batches", [run._local(batch) for batch in raw_batches()]
+    batches, local = (
+        "raytrec.embeddings.managed.batches",
+        [run._local(batch) for batch in random_id_batches()],
+    )
     if device != "cpu":
         local = [batch.pin_memory() for batch in local]
     with (
@@ -177,18 +182,18 @@ def trained(rank, world, device, block):
     ):
         for _ in run.step.train(iter(local), len(local)):
             pass
-    return state_of(run.step), max(sizes), groups
+    return copy_local_state(run.step), max(sizes), groups
 
 
 def test_new_rows_are_initialized_equally_in_blocks_and_on_gpus():
-    plain = on_ranks(2, trained, "cpu", None)
+    plain = run_on_ranks(2, train_on_device, "cpu", None)
     for (state, most, _), (in_blocks, few, groups) in zip(
-        plain, on_ranks(2, trained, "cpu", 16), strict=True
+        plain, run_on_ranks(2, train_on_device, "cpu", 16), strict=True
     ):
         assert_same_state(in_blocks, state)
         assert most > few == 16 and groups == {False}
     for (state, *_), (on_gpu, few, groups) in zip(
-        plain, on_ranks(2, trained, "cuda", 16, device="cuda"), strict=True
+        plain, run_on_ranks(2, train_on_device, "cuda", 16, device="cuda"), strict=True
     ):
         assert_same_state(on_gpu, state)
         assert few == 16 and groups == {True}

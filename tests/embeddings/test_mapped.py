@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import sequence_schema
 import torch
-from ranks import on_ranks
-from small import SCHEMA, batches, build, config, train
+from ranks import run_on_ranks
+from small import SCHEMA, build_step_on_rank, make_batches, make_small_config, train_step
 from waiting import wait_for
 
 from raytrec.common.errors import RunError
@@ -25,7 +25,7 @@ from raytrec.worker.build import build_step
 LIBC = ctypes.CDLL(None)
 
 # (plan.tables, by default with the tested kernel; optimizer; world size)
-WAYS = {
+CASES = {
     "row-wise": ({"*": {"sharding_type": "row_wise"}}, "rowwise_adagrad", 2),
     "one of two": ({"*": {"sharding_type": "table_wise"}, "tag": {"compute_kernel": "fused"}}, "adagrad", 2),
     "columns, fp16": ({"*": {"sharding_type": "column_wise", "dtype": "fp16"}}, "adagrad", 2),
@@ -34,18 +34,18 @@ WAYS = {
 }
 
 
-def settings(world, tables, optimizer, kernel, folder):
+def make_settings(world, tables, optimizer, kernel, folder):
     plan = {name: {"compute_kernel": kernel} | line for name, line in tables.items()}
-    made = config(world, {}, optimizer).model_dump(by_alias=True)
+    made = make_small_config(world, {}, optimizer).model_dump(by_alias=True)
     return load_config(made | {"plan": {"tables": plan, "mmap_dir": folder}})
 
 
-def trained(rank, world, tables, optimizer, kernel, folder):
+def train_and_locate(rank, world, tables, optimizer, kernel, folder):
     """Return weights and state after some steps, the parts held by this rank, and the parts held in files."""
     schema = SCHEMA.model_copy(deep=True)
     schema.tables["tag"].rows = 2 if world == 3 else 5
-    step = build(settings(world, tables, optimizer, kernel, folder), schema)
-    train(step, batches(4, rank, world, schema=schema)[1])
+    step = build_step_on_rank(make_settings(world, tables, optimizer, kernel, folder), schema)
+    train_step(step, make_batches(4, rank, world, schema=schema)[1])
     out, held, in_files, kernels = {}, set(), set(), {}
     for name, table in tables_of(step.model, step.optimizer).items():
         kernels[name] = table.kernel
@@ -68,11 +68,11 @@ def is_in_file(values, folder):
     return False
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", CASES)
 def test_mapped_tables_train_like_tables_in_memory(way, tmp_path):
-    tables, optimizer, world = WAYS[way]
-    expected = on_ranks(world, trained, tables, optimizer, "fused", str(tmp_path))
-    found = on_ranks(world, trained, tables, optimizer, "fused_mmap", str(tmp_path))
+    tables, optimizer, world = CASES[way]
+    expected = run_on_ranks(world, train_and_locate, tables, optimizer, "fused", str(tmp_path))
+    found = run_on_ranks(world, train_and_locate, tables, optimizer, "fused_mmap", str(tmp_path))
     assert not any(in_files for _, _, in_files, *_ in expected) and any(held for _, held, *_ in found)
     for (values, held, in_files, kernels, names), (wanted, *_) in zip(found, expected, strict=True):
         assert values.keys() == wanted.keys() and not names
@@ -83,43 +83,43 @@ def test_mapped_tables_train_like_tables_in_memory(way, tmp_path):
         assert kernels == {n: "fused" if n in of_memory else "fused_mmap" for n in ("user", "tag")}
 
 
-def trained_by_id(rank, world, kernel, folder):
-    schema = sequence_schema.schema()
+def train_by_id(rank, world, kernel, folder):
+    schema = sequence_schema.make_mixed_schema()
     model, plan = {"name": "sequence", "max_length": 5}, {"sharding_type": "row_wise"}
-    made = config(world, plan | {"compute_kernel": kernel}, model=model)
+    made = make_small_config(world, plan | {"compute_kernel": kernel}, model=model)
     made.plan.mmap_dir = folder
-    features, step = resolve_features(schema, made.model), build(made, schema)
-    train(step, batches(3, rank, world, schema=schema, features=features)[1])
+    features, step = resolve_features(schema, made.model), build_step_on_rank(made, schema)
+    train_step(step, make_batches(3, rank, world, schema=schema, features=features)[1])
     found = tables_of(step.model)
     return {name: table.weight.dense() for name, table in found.items()}, found["item"].kernel
 
 
 def test_mapped_sequence_tables_train_like_tables_in_memory(tmp_path):
-    ((expected, _), *_) = on_ranks(2, trained_by_id, "fused", str(tmp_path))
-    for found, kernel in on_ranks(2, trained_by_id, "fused_mmap", str(tmp_path)):
+    ((expected, _), *_) = run_on_ranks(2, train_by_id, "fused", str(tmp_path))
+    for found, kernel in run_on_ranks(2, train_by_id, "fused_mmap", str(tmp_path)):
         assert kernel == "fused_mmap"
         for name, values in expected.items():
             assert torch.equal(found[name], values)
 
 
-def unfilled(rank, world):
+def sum_unfilled_weights(rank, world):
     """Return the sum of absolute weights of tables that were not filled."""
-    step, _ = build_step(config(world, {}), SCHEMA, torch.device("cpu"), fill=False)
+    step, _ = build_step(make_small_config(world, {}), SCHEMA, torch.device("cpu"), fill=False)
     return sum(float(table.weight.dense().abs().sum()) for table in tables_of(step.model).values())
 
 
 def test_torchrec_does_not_initialize_weights():
-    assert on_ranks(1, unfilled) == [0.0]
+    assert run_on_ranks(1, sum_unfilled_weights) == [0.0]
 
 
-def zeros_in(folder):
+def allocate_zeros(folder):
     plan = {"mmap_dir": str(folder)}
     files = MappedFileFactory(load_config({"data": {"train": "d/train"}, "plan": plan}))
     return files.zeros(["user"], 1 << 20, torch.float32)
 
 
 def test_full_disk_and_tmpfs_are_rejected(tmp_path, monkeypatch):
-    zeros_in(tmp_path / "new")
+    allocate_zeros(tmp_path / "new")
     assert not os.listdir(tmp_path)
 
     def full(*_):
@@ -127,14 +127,14 @@ def test_full_disk_and_tmpfs_are_rejected(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(RunError, match="cannot create a 4 MiB file for table user: No space left") as error:
-        zeros_in(tmp_path / "new")
+        allocate_zeros(tmp_path / "new")
     assert str(tmp_path) in str(error.value)
     if Path("/dev/shm").is_dir():
         with pytest.raises(RunError, match="is on tmpfs, which keeps files in memory"):
-            zeros_in("/dev/shm/tables")
+            allocate_zeros("/dev/shm/tables")
 
 
-def resident(values):
+def count_resident_pages(values):
     """Return the number of the values' pages that are resident."""
     pages = (ctypes.c_ubyte * (values.nbytes // mmap.PAGESIZE))()
     LIBC.mincore(ctypes.c_void_p(values.data_ptr()), ctypes.c_size_t(values.nbytes), pages)
@@ -143,18 +143,18 @@ def resident(values):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs mincore of Linux")
 def test_prefetch_pages_reads_the_whole_range(tmp_path):
-    values = zeros_in(tmp_path)
+    values = allocate_zeros(tmp_path)
     values.fill_(1)
     place, size, count = ctypes.c_void_p(values.data_ptr()), ctypes.c_size_t(values.nbytes), 1024
-    assert resident(values) == count == values.nbytes // mmap.PAGESIZE
+    assert count_resident_pages(values) == count == values.nbytes // mmap.PAGESIZE
     LIBC.msync(place, size, 4)  # MS_SYNC
     LIBC.madvise(place, size, 21)  # MADV_PAGEOUT
-    if resident(values):
+    if count_resident_pages(values):
         pytest.skip("this system does not page out memory on request")
     values[[0, 300_000, 700_000]].sum()
-    assert resident(values) == 3
+    assert count_resident_pages(values) == 3
     prefetch_pages(values.data_ptr(), values.nbytes // 2)
-    wait_for(lambda: resident(values) >= count // 2 + 1, "prefetched pages", 10)
-    assert resident(values) == count // 2 + 1
+    wait_for(lambda: count_resident_pages(values) >= count // 2 + 1, "prefetched pages", 10)
+    assert count_resident_pages(values) == count // 2 + 1
     other = torch.ones(10)  # not mapped from a file
     prefetch_pages(other.data_ptr(), other.nbytes)

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from loops import failed, loop
-from ranks import on_ranks
-from small import SCHEMA, batches, build, config, train
+from loops import failed_outcomes, train_with_checks
+from ranks import run_on_ranks
+from small import SCHEMA, build_step_on_rank, make_batches, make_small_config, train_step
 
 from raytrec.checks.parity.compare import compare
 from raytrec.common.errors import ConfigError
@@ -23,11 +23,11 @@ PLANS = {
     "copies": {"sharding_type": "data_parallel"},
     "dense": {"sharding_type": "row_wise", "compute_kernel": "dense"},
 }
-OTHER = {"rowwise_adagrad": "sgd", "sgd": "adagrad", "adagrad": "adam", "adam": "rowwise_adagrad"}
+NEXT_OPTIMIZER = {"rowwise_adagrad": "sgd", "sgd": "adagrad", "adagrad": "adam", "adam": "rowwise_adagrad"}
 
 
 def test_all_table_optimizers_are_tested():
-    assert set(OTHER) == set(OPTIMIZERS.parts)
+    assert set(NEXT_OPTIMIZER) == set(OPTIMIZERS.parts)
 
 
 def test_optimizer_without_rates_is_rejected():
@@ -39,41 +39,48 @@ def test_optimizer_without_rates_is_rejected():
 
 def test_later_optimizer_settings_override_earlier_ones():
     lines = {"*": {"lr": 0.5}, "us*": {"name": "adam", "lr": 0.001}, "user": {"eps": 1e-4}}
-    found = resolve_optimizers(config(1, PLANS["row-wise"], "sgd", 0.1, lines), SCHEMA)
+    found = resolve_optimizers(make_small_config(1, PLANS["row-wise"], "sgd", 0.1, lines), SCHEMA)
     assert found["user"].model_dump() == {"name": "adam", "lr": 0.001, "eps": 1e-4, "weight_decay": 0.0}
     assert (found["tag"].name, found["tag"].lr) == ("sgd", 0.5)
     with pytest.raises(ConfigError, match="no table matches 'uzer'; did you mean 'user'"):
-        resolve_optimizers(config(1, PLANS["row-wise"], tables={"uzer": {"lr": 0.5}}), SCHEMA)
+        resolve_optimizers(make_small_config(1, PLANS["row-wise"], tables={"uzer": {"lr": 0.5}}), SCHEMA)
 
 
-def compared(rank, world, plan, tables, changes=()):
+def compare_with_reference(rank, world, plan, tables, changes=()):
     """Compare some steps with one process; return (failed findings, number of tables with state)."""
-    settings = load_config(config(world, plan, "sgd", 0.1, tables), list(changes))
+    settings = load_config(make_small_config(world, plan, "sgd", 0.1, tables), list(changes))
     found = compare(build_step, settings, SCHEMA, torch.device("cpu"), rows=12, steps=4)
     wrong = [(f.check, f.name, f.error) for f in found if not f.error <= f.limit]
     return wrong, len({f.name.partition(".")[0] for f in found if f.check == "state"})
 
 
 @pytest.mark.parametrize("world,plan", [(1, "row-wise"), (2, "row-wise"), (2, "table-wise"), (2, "copies")])
-@pytest.mark.parametrize("optimizer", OTHER)
+@pytest.mark.parametrize("optimizer", NEXT_OPTIMIZER)
 def test_two_tables_use_two_optimizers(optimizer, world, plan):
-    tables = {"user": {"name": optimizer, "lr": 0.02}, "tag": {"name": OTHER[optimizer], "lr": 0.3}}
-    wrong, with_state = on_ranks(world, compared, PLANS[plan], tables, ["train.max_grad_norm=0.05"])[0]
+    tables = {"user": {"name": optimizer, "lr": 0.02}, "tag": {"name": NEXT_OPTIMIZER[optimizer], "lr": 0.3}}
+    wrong, with_state = run_on_ranks(
+        world, compare_with_reference, PLANS[plan], tables, ["train.max_grad_norm=0.05"]
+    )[0]
     assert wrong == []
-    assert with_state == 2 - ("sgd" in (optimizer, OTHER[optimizer]))
+    assert with_state == 2 - ("sgd" in (optimizer, NEXT_OPTIMIZER[optimizer]))
 
 
 @pytest.mark.parametrize("plan", ["copies", "dense"])
-@pytest.mark.parametrize("optimizer", OTHER)
+@pytest.mark.parametrize("optimizer", NEXT_OPTIMIZER)
 def test_weight_decay_reaches_every_row(optimizer, plan):
     """Weight decay also applies to rows that a step does not look up."""
     changes = [f"optim.embeddings.name={optimizer}", "optim.embeddings.weight_decay=0.3"]
-    assert on_ranks(2, compared, PLANS[plan], {"tag": {"weight_decay": 0.1}}, changes)[0][0] == []
+    assert (
+        run_on_ranks(2, compare_with_reference, PLANS[plan], {"tag": {"weight_decay": 0.1}}, changes)[0][0]
+        == []
+    )
 
 
 @pytest.mark.parametrize("optimizer,device", [("sgd", "cpu"), ("rowwise_adagrad", "cuda"), ("adam", "cuda")])
 def test_fused_kernels_reject_weight_decay(optimizer, device):
-    settings = config(2, ["row_wise", "data_parallel"], optimizer, tables={"tag": {"weight_decay": 0.1}})
+    settings = make_small_config(
+        2, ["row_wise", "data_parallel"], optimizer, tables={"tag": {"weight_decay": 0.1}}
+    )
     constraints, optimizers = resolve_constraints(settings, SCHEMA), resolve_optimizers(settings, SCHEMA)
     with pytest.raises(ConfigError, match="table tag has weight_decay and may be row_wise with a fused"):
         check_decay(constraints, optimizers, device)
@@ -81,9 +88,9 @@ def test_fused_kernels_reject_weight_decay(optimizer, device):
         check_decay(constraints, optimizers, "cpu")
 
 
-def kernels(rank, world, tables):
+def list_lookups(rank, world, tables):
     """Return the tables of each lookup with its optimizer."""
-    step = build(config(world, PLANS["row-wise"], "adagrad", 0.1, tables))
+    step = build_step_on_rank(make_small_config(world, PLANS["row-wise"], "adagrad", 0.1, tables))
     found = [
         (find_fused_lookup(each), {t.name for t in tables_of(each)})
         for each in iterate_sharded_kernels(step.model)
@@ -99,46 +106,46 @@ def kernels(rank, world, tables):
     ],
 )
 def test_different_optimizers_use_separate_lookups(tag, expected):
-    assert on_ranks(1, kernels, {"tag": tag})[0] == expected
-    assert len(on_ranks(1, kernels, {})[0]) == 1
+    assert run_on_ranks(1, list_lookups, {"tag": tag})[0] == expected
+    assert len(run_on_ranks(1, list_lookups, {})[0]) == 1
 
 
 @pytest.mark.parametrize("tag", ["adam", "sgd"])
 def test_live_checks_support_several_optimizers(tag):
     tables = {"tag": {"name": tag}, "user": {"name": "rowwise_adagrad"}}
-    assert failed(on_ranks(2, watched, tables)) == []
+    assert failed_outcomes(run_on_ranks(2, run_live_checks, tables)) == []
 
 
-def watched(rank, world, tables):
-    return loop(rank, world, PLANS["row-wise"], optimizer="adagrad", tables=tables)
+def run_live_checks(rank, world, tables):
+    return train_with_checks(rank, world, PLANS["row-wise"], optimizer="adagrad", tables=tables)
 
 
-def rates(rank, world):
+def read_learning_rates(rank, world):
     """Return the learning rates of all parameters at the third step of a warm-up, 3/4 of the full rate."""
-    settings = config(
+    settings = make_small_config(
         world, PLANS["row-wise"], "adagrad", 0.1, {"tag": {"lr": 0.4}, "user": {"name": "adam"}}
     )
     settings.optim.schedule.warmup_steps = 3
-    step = build(settings)
-    train(step, batches(2, rank, world)[1])
+    step = build_step_on_rank(settings)
+    train_step(step, make_batches(2, rank, world)[1])
     return sorted({group["lr"] for group in step.optimizer.param_groups})
 
 
 def test_schedule_scales_every_learning_rate():
-    assert on_ranks(1, rates)[0] == pytest.approx([0.075, 0.3])
+    assert run_on_ranks(1, read_learning_rates)[0] == pytest.approx([0.075, 0.3])
 
 
-def passes(rank, world):
+def count_adam_calls(rank, world):
     """Return the number of Adam kernel calls per step."""
     from torch.profiler import profile
 
-    step = build(config(world, PLANS["row-wise"], "adam", 0.1))
-    given = batches(2, rank, world)[1]
-    train(step, given)
+    step = build_step_on_rank(make_small_config(world, PLANS["row-wise"], "adam", 0.1))
+    given = make_batches(2, rank, world)[1]
+    train_step(step, given)
     with profile() as profiled:
-        train(step, given)
+        train_step(step, given)
     return {e.key: e.count / len(given) for e in profiled.key_averages() if "_fused_adam_" in e.key}
 
 
 def test_dense_tables_are_updated_by_one_call():
-    assert on_ranks(1, passes)[0] == {"aten::_fused_adam_": 1}
+    assert run_on_ranks(1, count_adam_calls)[0] == {"aten::_fused_adam_": 1}

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from ranks import on_ranks
-from small import SCHEMA, batches, build, config, initial_rows, train
+from ranks import run_on_ranks
+from small import SCHEMA, build_step_on_rank, initial_rows, make_batches, make_small_config, train_step
 
 from raytrec.common.errors import RunError
 from raytrec.embeddings.tables import tables
 
-WAYS = [
+CASES = [
     ("data_parallel", None, "adagrad", 2, 1),
     ("table_wise", None, "rowwise_adagrad", 2, 1),
     ("row_wise", None, "rowwise_adagrad", 2, 1),
@@ -21,8 +21,10 @@ WAYS = [
 ]
 
 
-def read(rank, world, sharding, kernel, optimizer):
-    step = build(config(world, {"sharding_type": sharding, "compute_kernel": kernel}, optimizer))
+def read_and_write(rank, world, sharding, kernel, optimizer):
+    step = build_step_on_rank(
+        make_small_config(world, {"sharding_type": sharding, "compute_kernel": kernel}, optimizer)
+    )
     before = tables(step.model)
     out = {"start": {n: t.weight.dense() for n, t in before.items()}, "facts": {}, "leaf": []}
     for name, table in before.items():
@@ -32,7 +34,7 @@ def read(rank, world, sharding, kernel, optimizer):
         }
         whole = table.weight.dense()
         out["leaf"] += [whole.is_leaf, whole.is_contiguous(), not whole.requires_grad]
-    train(step, batches(4, rank, world)[1])
+    train_step(step, make_batches(4, rank, world)[1])
     after = tables(step.model, step.optimizer)
     out["end"] = {n: t.weight.dense() for n, t in after.items()}
     out["part"] = {n: t.weight.dense(range(1, 4)) for n, t in after.items()}
@@ -54,9 +56,9 @@ def read(rank, world, sharding, kernel, optimizer):
     return out
 
 
-@pytest.mark.parametrize("sharding,kernel,optimizer,world,hosts", WAYS)
+@pytest.mark.parametrize("sharding,kernel,optimizer,world,hosts", CASES)
 def test_all_shardings_read_and_write_equally(sharding, kernel, optimizer, world, hosts):
-    ranks = on_ranks(world, read, sharding, kernel, optimizer, hosts=hosts)
+    ranks = run_on_ranks(world, read_and_write, sharding, kernel, optimizer, hosts=hosts)
     first = ranks[0]
     kernel = kernel or ("dense" if sharding == "data_parallel" else "fused")
     copies = world if sharding == "data_parallel" else 1
@@ -93,8 +95,8 @@ def test_all_shardings_read_and_write_equally(sharding, kernel, optimizer, world
                     assert rank["first"][name] is None and rank["state part"][name][kind] is None
 
 
-def mistakes(rank, world):
-    table = tables(build(config(world, {"sharding_type": "row_wise"})).model)["user"]
+def collect_errors(rank, world):
+    table = tables(build_step_on_rank(make_small_config(world, {"sharding_type": "row_wise"})).model)["user"]
     said = []
     for wrong in (
         lambda: table.weight.dense(range(20, 24)),
@@ -108,15 +110,15 @@ def mistakes(rank, world):
 
 
 def test_invalid_rows_and_widths_are_rejected():
-    for rows, width, outside in on_ranks(2, mistakes):
+    for rows, width, outside in run_on_ranks(2, collect_errors):
         assert "range(20, 24) is not a valid range of a table of 23 rows" in rows
         assert "(2, 4)" in width and "[rows, 8]" in width
         assert "range(22, 24)" in outside
 
 
-def cast(rank, world, sharding):
+def try_casts(rank, world, sharding):
     """Return the error messages of casts, the dtypes afterwards, and whether the table still trains."""
-    step = build(config(world, {"sharding_type": sharding}))
+    step = build_step_on_rank(make_small_config(world, {"sharding_type": sharding}))
     said = []
     for wrong in (
         lambda m: m.bfloat16(),
@@ -132,12 +134,12 @@ def cast(rank, world, sharding):
     step.model.to("cpu")
     dtypes = {str(p.dtype) for p in step.model.parameters()}
     start = tables(step.model)["user"].weight.dense()
-    train(step, batches(1, rank, world)[1])
+    train_step(step, make_batches(1, rank, world)[1])
     return said, dtypes, bool((tables(step.model)["user"].weight.dense() != start).any())
 
 
 @pytest.mark.parametrize("sharding", ["data_parallel", "row_wise"])
 def test_cast_after_sharding_raises_a_helpful_error(sharding):
-    for said, dtypes, trains in on_ranks(2, cast, sharding):
+    for said, dtypes, trains in run_on_ranks(2, try_casts, sharding):
         assert all("plan.tables.TABLE.dtype" in text for text in said)
         assert dtypes == {"torch.float32"} and trains

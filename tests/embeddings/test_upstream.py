@@ -8,8 +8,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from ranks import on_ranks
-from small import a_schema, build, config
+from ranks import run_on_ranks
+from small import build_step_on_rank, make_small_config, make_small_schema
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
@@ -24,12 +24,12 @@ from raytrec.planning.validation import validate_constraints
 from raytrec.tasks import objective
 from raytrec.worker import build as building
 
-WRONG = 1e-3  # far above all limits of the parity check
+MIN_FAULT_ERROR = 1e-3  # far above all limits of the parity check
 
 
-def schema(**poolings):
+def make_schema(**poolings):
     """Return a schema with one feature and one table of 23 rows for each pooling."""
-    return a_schema(
+    return make_small_schema(
         dense=["a"],
         sparse={name: {"table": name, "pooling": pooling} for name, pooling in poolings.items()},
         tables={name: {"rows": 23, "dim": 8} for name in poolings},
@@ -37,24 +37,24 @@ def schema(**poolings):
 
 
 @contextmanager
-def no_division(schema):
+def disable_mean_division(schema):
     with patch.object(pooling.BagMeans, "forward", lambda self, sums, sparse: sums.to_dict()):
         yield
 
 
 @contextmanager
-def torchrecs_own_means(schema):
+def use_torchrec_means(schema):
     """Let TorchRec compute means itself, and disable raytrec's division."""
 
     def own(name, **values):
         kind = schema.sparse[name].pooling.upper()
         return EmbeddingBagConfig(name=name, **values | {"pooling": PoolingType[kind]})
 
-    with patch.object(pooling, "EmbeddingBagConfig", own), no_division(schema):
+    with patch.object(pooling, "EmbeddingBagConfig", own), disable_mean_division(schema):
         yield
 
 
-def local_means(schema):
+def use_local_means(schema):
     """Let each rank's loss be the mean over its own rows, as in a loop without other ranks."""
 
     def mean(losses, weights, *_):
@@ -63,22 +63,22 @@ def local_means(schema):
     return patch.object(objective, "rank_loss", mean)
 
 
-def clipping_without_tables(schema):
+def clip_without_tables(schema):
     return patch.object(optim, "iterate_sharded_kernels", lambda model: iter(()))
 
 
-def errors(rank, world, settings, schema, off):
+def measure_errors(rank, world, settings, schema, off):
     """Return the largest relative error of each check, with one correction switched off (None: all on)."""
     with off(schema) if off else nullcontext():
         found = compare(building.build_step, settings, schema, torch.device("cpu"), rows=12, steps=3)
     return {f.check: max(g.error for g in found if g.check == f.check) for f in found}
 
 
-def parity(world, settings, schema, off=None, hosts=1):
-    return on_ranks(world, errors, settings, schema, off, hosts=hosts)[0]
+def run_parity(world, settings, schema, off=None, hosts=1):
+    return run_on_ranks(world, measure_errors, settings, schema, off, hosts=hosts)[0]
 
 
-def right(found):
+def is_within_limits(found):
     return found["forward"] <= 1e-6 and found["gradient"] <= 1e-5 and found["weights"] <= 1e-4
 
 
@@ -91,37 +91,42 @@ TWO_WAYS = ["plan.tables.a.sharding_type=row_wise", "plan.tables.b.sharding_type
     [
         # TorchRec divided each rank's part of a bag by that part's length. The pinned version is correct for
         # ROW_WISE and TABLE_ROW_WISE; raytrec never divides before the sum is global.
-        (config(2, ROW_WISE, "sgd"), {"a": "mean", "b": "mean"}, no_division, 1),
-        (load_config(config(2, {}, "sgd"), TWO_WAYS), {"a": "mean", "b": "sum"}, torchrecs_own_means, 1),
+        (make_small_config(2, ROW_WISE, "sgd"), {"a": "mean", "b": "mean"}, disable_mean_division, 1),
+        (
+            load_config(make_small_config(2, {}, "sgd"), TWO_WAYS),
+            {"a": "mean", "b": "sum"},
+            use_torchrec_means,
+            1,
+        ),
         # Not reported upstream: there is no division at all.
-        (config(4, {"sharding_type": "grid_shard"}, "sgd"), {"a": "mean"}, torchrecs_own_means, 2),
+        (make_small_config(4, {"sharding_type": "grid_shard"}, "sgd"), {"a": "mean"}, use_torchrec_means, 2),
     ],
     ids=["2362 mean under row-wise", "2808 mean next to sum", "mean under grid"],
 )
 def test_means_match_their_definition(settings, poolings, off, hosts):
-    world, tables = settings.scaling.num_workers, schema(**poolings)
-    assert right(parity(world, settings, tables, hosts=hosts))
-    assert parity(world, settings, tables, off, hosts=hosts)["forward"] > WRONG
+    world, tables = settings.scaling.num_workers, make_schema(**poolings)
+    assert is_within_limits(run_parity(world, settings, tables, hosts=hosts))
+    assert run_parity(world, settings, tables, off, hosts=hosts)["forward"] > MIN_FAULT_ERROR
 
 
 @pytest.mark.parametrize("sharding", ["row_wise", "data_parallel"])
 def test_2251_gradients_are_divided_by_the_world_size(sharding):
     """This is correct only for one definition of the loss; with unequal batches, the mean of local means is
     wrong."""
-    settings, tables = config(2, {"sharding_type": sharding}, "sgd"), schema(a="sum")
-    assert right(parity(2, settings, tables))
-    assert parity(2, settings, tables, local_means)["gradient"] > WRONG
+    settings, tables = make_small_config(2, {"sharding_type": sharding}, "sgd"), make_schema(a="sum")
+    assert is_within_limits(run_parity(2, settings, tables))
+    assert run_parity(2, settings, tables, use_local_means)["gradient"] > MIN_FAULT_ERROR
 
 
 def test_2332_clipping_leaves_tables_out():
-    settings = config(2, ROW_WISE, "sgd", lr=1.0, max_grad_norm=0.01)
-    assert right(parity(2, settings, schema(a="sum")))
-    assert parity(2, settings, schema(a="sum"), clipping_without_tables)["weights"] > WRONG
+    settings = make_small_config(2, ROW_WISE, "sgd", lr=1.0, max_grad_norm=0.01)
+    assert is_within_limits(run_parity(2, settings, make_schema(a="sum")))
+    assert run_parity(2, settings, make_schema(a="sum"), clip_without_tables)["weights"] > MIN_FAULT_ERROR
 
 
-def read_and_trained(rank, world, guarded):
+def measure_cast_difference(rank, world, guarded):
     """Return the largest difference between a table's stored and looked-up values after a cast and a step."""
-    step = build(config(world, {"sharding_type": "data_parallel"}))
+    step = build_step_on_rank(make_small_config(world, {"sharding_type": "data_parallel"}))
     if guarded:
         with pytest.raises(RunError, match="cast"):
             step.model.bfloat16()
@@ -143,11 +148,11 @@ def read_and_trained(rank, world, guarded):
 
 
 def test_2563_cast_separates_read_and_trained_weights():
-    assert on_ranks(2, read_and_trained, True) == [0.0, 0.0]
-    assert min(on_ranks(2, read_and_trained, False)) > WRONG
+    assert run_on_ranks(2, measure_cast_difference, True) == [0.0, 0.0]
+    assert min(run_on_ranks(2, measure_cast_difference, False)) > MIN_FAULT_ERROR
 
 
-def replicas(rank, world, filled):
+def build_replica(rank, world, filled):
     """Return a data-parallel table's initial values on this rank, without broadcasts from rank 0."""
     torch.manual_seed(rank)
     keep = patch.object(building, "fill_tables", fill_tables if filled else lambda *_: None)
@@ -155,24 +160,24 @@ def replicas(rank, world, filled):
     torchrec = patch.object(torch.distributed, "broadcast", lambda *_, **__: None)
     ddp = patch("torch.nn.parallel.distributed._sync_module_states", lambda *_, **__: None)
     with keep, seed, torchrec, ddp:
-        step = build(config(world, {"sharding_type": "data_parallel"}))
+        step = build_step_on_rank(make_small_config(world, {"sharding_type": "data_parallel"}))
     return tables(step.model)["user"].weight.dense()
 
 
 def test_1739_replicas_start_different():
     """The pinned TorchRec broadcasts tables from rank 0. raytrec does not need the broadcast: a row's initial
     value depends only on the seed, the table and the row."""
-    one, two = on_ranks(2, replicas, True)
+    one, two = run_on_ranks(2, build_replica, True)
     assert torch.equal(one, two)
-    one, two = on_ranks(2, replicas, False)
+    one, two = run_on_ranks(2, build_replica, False)
     assert not torch.equal(one, two)
 
 
-def by_hand(rank, world):
+def plan_missing_rank(rank, world):
     """Return TorchRec's error about a plan with a missing rank."""
     try:
         construct_module_sharding_plan(
-            pooling.make_embedding_bags(schema(a="sum")),
+            pooling.make_embedding_bags(make_schema(a="sum")),
             {"a": table_wise(rank=7)},
             EmbeddingBagCollectionSharder(),
             local_size=world,
@@ -185,9 +190,9 @@ def by_hand(rank, world):
 
 
 def test_hand_written_plans_fail_early_and_clearly():
-    settings = config(2, {"sharding_type": "table_wise", "ranks": [7]}, "sgd")
+    settings = make_small_config(2, {"sharding_type": "table_wise", "ranks": [7]}, "sgd")
     with pytest.raises(ConfigError, match="cannot plan table a: there is no rank 7") as error:
-        validate_constraints(settings, schema(a="sum"), "cpu", world=2)
+        validate_constraints(settings, make_schema(a="sum"), "cpu", world=2)
     assert "ranks 0 to 1" in str(error.value)
-    kind, text = on_ranks(2, by_hand)[0]
+    kind, text = run_on_ranks(2, plan_missing_rank)[0]
     assert (kind, "table a" in text) != ("ConfigError", True), "fixed upstream; remove this test"

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from checkpoints import flip
-from exports import trained
-from test_models import Modelled
+from checkpoints import flip_lowest_bit
+from exports import train_for_export
+from test_models import ModelCase
 
 import raytrec
 from raytrec.common.errors import ConfigError, RaytrecError, RunError
@@ -20,7 +20,7 @@ from raytrec.common.errors import ConfigError, RaytrecError, RunError
 @pytest.fixture(scope="module")
 def export(tmp_path_factory):
     root = tmp_path_factory.mktemp("damaged")
-    folder, _, _, _ = trained(Modelled("two_tower", (1, 1)), root)
+    folder, _, _, _ = train_for_export(ModelCase("two_tower", (1, 1)), root)
     return Path(raytrec.export(folder, str(root / "export")).path)
 
 
@@ -29,12 +29,12 @@ def copy(export, tmp_path):
     return Path(shutil.copytree(export, tmp_path / "copy"))
 
 
-def files(export):
+def list_export_files(export):
     return sorted(str(path.relative_to(export)) for path in export.rglob("*") if path.is_file())
 
 
 def test_load_rejects_truncated_changed_or_missing_files(export, copy):
-    for name in files(export):
+    for name in list_export_files(export):
         file = copy / name
         content = file.read_bytes()
         for damaged in (None, b"", content[: len(content) // 2], content + b"\0"):
@@ -46,7 +46,7 @@ def test_load_rejects_truncated_changed_or_missing_files(export, copy):
             assert name in caught.value.what or name == "manifest.json", caught.value
             file.write_bytes(content)
         for place in (0, len(content) // 2, len(content) - 1):
-            flip(file, place)
+            flip_lowest_bit(file, place)
             with pytest.raises(RunError) as caught:
                 raytrec.load(copy, check_tables=True)
             assert name in caught.value.what or name == "manifest.json", caught.value
@@ -54,7 +54,7 @@ def test_load_rejects_truncated_changed_or_missing_files(export, copy):
     assert raytrec.load(copy, check_tables=True).check() <= 1e-6
 
 
-def change(copy, edit):
+def edit_manifest(copy, edit):
     manifest = json.loads((copy / "manifest.json").read_text())
     edit(manifest)
     (copy / "manifest.json").write_text(json.dumps(manifest))
@@ -79,23 +79,23 @@ def change(copy, edit):
     ],
 )
 def test_load_rejects_inconsistent_manifest(copy, edit, message):
-    change(copy, edit)
+    edit_manifest(copy, edit)
     with pytest.raises(RaytrecError, match=message):
         raytrec.load(copy)
 
 
 def test_code_in_transforms_is_refused(copy):
     code = {"do": "os:system", "reads": ["a"], "writes": ["a"]}
-    change(copy, lambda m: m["transforms"].append(code))
+    edit_manifest(copy, lambda m: m["transforms"].append(code))
     with pytest.raises(ConfigError, match="run user code: os:system"):
         raytrec.load(copy)
 
 
-def replace(copy, name, content):
+def replace_file(copy, name, content):
     """Replace a file of an export, with its size and checksum in the manifest."""
     (copy / name).write_bytes(content)
     about = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    change(copy, lambda m: m["files"].update({name: about}))
+    edit_manifest(copy, lambda m: m["files"].update({name: about}))
 
 
 def test_pickles_are_refused(copy, monkeypatch, tmp_path):
@@ -107,7 +107,7 @@ def test_pickles_are_refused(copy, monkeypatch, tmp_path):
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         for name, content in (entries | {sample: harm}).items():
             archive.writestr(name, content)
-    replace(copy, "predict.pt2", file.read_bytes())
+    replace_file(copy, "predict.pt2", file.read_bytes())
     with pytest.raises(RunError, match="pickled sample inputs"):
         raytrec.load(copy)
     assert not Path("harm").exists()
@@ -135,7 +135,7 @@ def test_pickles_are_refused(copy, monkeypatch, tmp_path):
     ],
 )
 def test_mismatched_manifest_raises_a_clear_error(copy, edit):
-    change(copy, edit)
+    edit_manifest(copy, edit)
     try:
         raytrec.load(copy)
     except (RunError, ConfigError) as error:
@@ -147,19 +147,19 @@ def test_corrupt_files_with_valid_checksums_raise_an_error(copy, name):
     original = (copy / name).read_bytes()
     flipped = original[:8] + bytes(byte ^ 0xFF for byte in original[8:-8]) + original[-8:]
     for content in (b"", b"1", original[: len(original) // 2], flipped):
-        replace(copy, name, content)
+        replace_file(copy, name, content)
         with pytest.raises((RunError, ConfigError)):
             raytrec.load(copy)
 
 
 def test_version_omits_unsafe_characters_of_the_run_name(copy):
-    change(copy, lambda m: m["source"].update(run="é\r\nSet-Cookie: a\x1b[2J"))
+    edit_manifest(copy, lambda m: m["source"].update(run="é\r\nSet-Cookie: a\x1b[2J"))
     assert re.fullmatch(r"[\w.-]+-2-[0-9a-f]{8}", raytrec.load(copy).manifest.version, re.ASCII)
 
 
 def test_exports_contain_no_local_paths(export):
     root = str(export.parent).encode()
-    assert [name for name in files(export) if root in (export / name).read_bytes()] == []
+    assert [name for name in list_export_files(export) if root in (export / name).read_bytes()] == []
 
 
 def test_golden_rows_with_wrong_offsets_are_refused(copy):
@@ -167,6 +167,6 @@ def test_golden_rows_with_wrong_offsets_are_refused(copy):
     golden = pa.ipc.open_file(pa.py_buffer(content)).read_all()
     offsets = golden["friends"].chunk(0).buffers()[1].to_pybytes()[:52]
     assert content.count(offsets) >= 1
-    replace(copy, "golden.arrow", content.replace(offsets, offsets[:-4] + b"\xff\xff\xff\x7f"))
+    replace_file(copy, "golden.arrow", content.replace(offsets, offsets[:-4] + b"\xff\xff\xff\x7f"))
     with pytest.raises(RunError, match="do not match"):
         raytrec.load(copy)

@@ -4,36 +4,37 @@ import json
 
 import numpy as np
 import pytest
-from exports import OWN_MODELS, Small, trained
-from served import Http, assert_same
-from test_models import CASES, Modelled
+from exports import CUSTOM_MODELS_SOURCE, SmallModelCase, train_for_export
+from served import ServedApp, assert_predictions_equal
+from test_models import CASES, ModelCase
 
 import raytrec
 from raytrec.common.errors import ConfigError
 from raytrec.config.models.base import MODELS
 
-CLOSE = 1e-6
+SCORE_TOLERANCE = 1e-6
 # One model of each family. The other models run in test-survive.
-ALWAYS = ("dlrm", "din", "esmm", "sasrec", "sequence", "two_tower", "wide_deep")
+FAST_SUITE_MODELS = ("dlrm", "din", "esmm", "sasrec", "sequence", "two_tower", "wide_deep")
 
 
 def assert_close(found, expected, names):
     for name, values in zip(names, expected, strict=True):
         got = np.array(found[name].to_pylist(), np.float32)
-        np.testing.assert_allclose(got, values, rtol=CLOSE, atol=CLOSE)
+        np.testing.assert_allclose(got, values, rtol=SCORE_TOLERANCE, atol=SCORE_TOLERANCE)
 
 
 @pytest.fixture(scope="module")
 def http():
-    with Http() as http:
+    with ServedApp() as http:
         yield http
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.survive) for name in CASES]
+    "name",
+    [name if name in FAST_SUITE_MODELS else pytest.param(name, marks=pytest.mark.survive) for name in CASES],
 )
 def test_exported_models_score_like_training(name, http, tmp_path):
-    folder, table, predictions, vectors = trained(Modelled(name, (1, 1)), tmp_path)
+    folder, table, predictions, vectors = train_for_export(ModelCase(name, (1, 1)), tmp_path)
     export = raytrec.export(folder, str(tmp_path / "export"), golden_rows=5)
     model = http.serve(export.path)
     names = [task.column for task in model.manifest.tasks]
@@ -45,23 +46,25 @@ def test_exported_models_score_like_training(name, http, tmp_path):
     assert_close(model.predict(table.to_pandas()), expected, names)
     assert_close(model.predict(rows), expected, names)
     for _, served in http.scores_of_forms(rows, table):
-        assert_same(served, dict(zip(names, expected, strict=True)))
+        assert_predictions_equal(served, dict(zip(names, expected, strict=True)))
     for tower, values in vectors.items():
-        np.testing.assert_allclose(model.vectors(table, tower=tower), values, rtol=CLOSE, atol=CLOSE)
+        np.testing.assert_allclose(
+            model.vectors(table, tower=tower), values, rtol=SCORE_TOLERANCE, atol=SCORE_TOLERANCE
+        )
         _, content, _ = http.ask(f"/vectors?tower={tower}", {"rows": rows})
         served = json.loads(content)["predictions"]["vector"]
-        np.testing.assert_allclose(served, values, rtol=CLOSE, atol=CLOSE)
-    users = list(users_of(name, model, table))
+        np.testing.assert_allclose(served, values, rtol=SCORE_TOLERANCE, atol=SCORE_TOLERANCE)
+    users = list(iterate_user_columns(name, model, table))
     assert any(model._split(frozenset(user)).once for user in users), "no part is computed once per user"
     for user in users:
         whole = model.predict([row | user for row in rows])
         others = [{k: v for k, v in row.items() if k not in user} for row in rows]
         ranked = model.predict(user=user, candidates=others)
         assert_close(ranked, [np.array(whole[n].to_pylist(), np.float32) for n in names], names)
-        assert_same(http.scores({"user": user, "candidates": others}), whole)
+        assert_predictions_equal(http.scores({"user": user, "candidates": others}), whole)
 
 
-def users_of(name, model, table):
+def iterate_user_columns(name, model, table):
     """Yield user columns of a row: of the query tower or sequences, then of parts of the features."""
     schema, section = model.manifest.data_schema, MODELS.parts[name]
     own = model.manifest.towers["query"] if section.retrieves else list(model.manifest.sequences)
@@ -74,16 +77,18 @@ def users_of(name, model, table):
 
 @pytest.fixture
 def own_models(tmp_path, monkeypatch):
-    (tmp_path / "own_models.py").write_text(OWN_MODELS)
+    (tmp_path / "own_models.py").write_text(CUSTOM_MODELS_SOURCE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
 @pytest.mark.parametrize(
-    "case", [Small({"top_mlp": [6]}, dense=False), Small({"name": "own_models:Sum"})], ids=["no dense", "own"]
+    "case",
+    [SmallModelCase({"top_mlp": [6]}, dense=False), SmallModelCase({"name": "own_models:Sum"})],
+    ids=["no dense", "own"],
 )
 def test_models_without_dense_columns_and_custom_models_export(own_models, case, tmp_path):
-    folder, table, predictions, _ = trained(case, tmp_path)
+    folder, table, predictions, _ = train_for_export(case, tmp_path)
     model = raytrec.load(raytrec.export(folder, str(tmp_path / "export"), allow_code=True).path)
     assert_close(model.predict(table), [predictions["y"].numpy()], ["score"])
     names = model.columns.names
@@ -91,7 +96,7 @@ def test_models_without_dense_columns_and_custom_models_export(own_models, case,
 
 
 def test_export_names_the_line_that_branches_on_values(own_models, tmp_path):
-    folder, _, _, _ = trained(Small({"name": "own_models:Branches"}), tmp_path)
+    folder, _, _, _ = train_for_export(SmallModelCase({"name": "own_models:Branches"}), tmp_path)
     with pytest.raises(ConfigError) as caught:
         raytrec.export(folder, str(tmp_path / "export"), allow_code=True)
     assert "torch cannot export the model" in caught.value.what

@@ -13,10 +13,10 @@ import pyarrow as pa
 import pytest
 import torch
 import yaml
-from exports import onnx_and_torch, tracked, trained
+from exports import score_with_onnx_and_torch, train_for_export, train_tracked_run
 from packaging.requirements import Requirement
-from stores import made_once
-from test_models import CASES, Modelled
+from stores import reuse_first_store
+from test_models import CASES, ModelCase
 
 import raytrec
 from raytrec.common.errors import ConfigError, RaytrecError, RunError
@@ -29,8 +29,8 @@ from raytrec.scoring.manifest import Input
 def run(tmp_path_factory):
     """Train, track and export a run with two tasks; return its rows, predictions and export."""
     folder, before = tmp_path_factory.mktemp("tracked") / "run", os.environ.get("MLFLOW_TRACKING_URI")
-    with made_once():
-        table, predictions = tracked("din", folder)
+    with reuse_first_store():
+        table, predictions = train_tracked_run("din", folder)
         export = raytrec.export(folder, str(folder.parent / "export"), onnx=True, mlflow=True)
         assert os.environ.get("MLFLOW_TRACKING_URI") == before
         mlflow.set_tracking_uri(f"sqlite:///{folder}/mlflow.db")
@@ -50,7 +50,7 @@ def test_onnxruntime_matches_the_model(run, rows):
 
 
 def assert_equal_with_onnx(export, table, rows):
-    found, expected = onnx_and_torch(export, table.take(np.arange(rows) % len(table)))
+    found, expected = score_with_onnx_and_torch(export, table.take(np.arange(rows) % len(table)))
     for got, values in zip(found, expected, strict=True):
         assert got.shape == values.shape and len(got) == rows
         np.testing.assert_allclose(got, values, rtol=1e-5, atol=1e-5)
@@ -59,7 +59,7 @@ def assert_equal_with_onnx(export, table, rows):
 @pytest.mark.survive
 @pytest.mark.parametrize("name", CASES)
 def test_onnxruntime_matches_every_model(name, tmp_path):
-    folder, table, _, _ = trained(Modelled(name, (1, 1)), tmp_path)
+    folder, table, _, _ = train_for_export(ModelCase(name, (1, 1)), tmp_path)
     golden_rows = 0 if name == "dcn" else 5
     export = raytrec.export(folder, str(tmp_path / "export"), onnx=True, golden_rows=golden_rows)
     for rows in (1, 3, 50):
@@ -146,16 +146,16 @@ def test_signature_types_accept_nulls():
     assert [each["name"] for each in signature.outputs.to_dict()] == ["score"]
     columns.pop("score")
     with_nulls = pa.table(columns).to_pandas()
-    assert validated(with_nulls, signature)
+    assert is_valid_input(with_nulls, signature)
 
 
-def validated(rows, signature):
+def is_valid_input(rows, signature):
     """Return True if MLflow accepts the rows for this signature."""
-    model = mlflow.pyfunc.PyFuncModel(mlflow.models.Model(signature=signature), Same())
+    model = mlflow.pyfunc.PyFuncModel(mlflow.models.Model(signature=signature), IdentityModel())
     return len(model.predict(rows)) == len(rows)
 
 
-class Same:
+class IdentityModel:
     def predict(self, rows, params=None):
         return rows
 

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from served import Http, assert_same
+from served import ServedApp, assert_predictions_equal
 
 import raytrec
 from raytrec.common.errors import ConfigError, DataError, RunError
@@ -54,7 +54,7 @@ CONFIG = {
 SCORES = ["score_clicked", "score_watched", "score_kind"]
 
 
-def rows_of(seed, users):
+def make_film_rows(seed, users):
     draw = np.random.default_rng(seed)
     begin = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
 
@@ -89,14 +89,16 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("scores")
     for split, seed, users in (("train", 1, 30), ("test", 2, 45)):
         (folder / "data" / split).mkdir(parents=True)
-        pq.write_table(rows_of(seed, users), folder / "data" / split / "rows.parquet", row_group_size=100)
+        pq.write_table(
+            make_film_rows(seed, users), folder / "data" / split / "rows.parquet", row_group_size=100
+        )
     (folder / "channels.txt").write_text("web\napp\ntv\n")
     (folder / "data/schema.yaml").write_text(yaml.safe_dump(SCHEMA))
     return folder
 
 
 @pytest.fixture(scope="module")
-def made(ray_cluster, folder):
+def exported_run(ray_cluster, folder):
     """Return a run, its predictions of the test data and its export."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -107,12 +109,12 @@ def made(ray_cluster, folder):
 
 
 @pytest.fixture(scope="module")
-def model(made):
-    (made[2].parent / "channels.txt").unlink()  # the export has its own copy
-    return raytrec.load(made[2])
+def model(exported_run):
+    (exported_run[2].parent / "channels.txt").unlink()  # the export has its own copy
+    return raytrec.load(exported_run[2])
 
 
-def as_rows(table):
+def to_json_rows(table):
     """Return rows as a service receives them: JSON objects, with struct fields as separate keys."""
     shown = table["shown"].combine_chunks().field("id")
     flat = table.drop_columns(["shown"]).append_column("shown.id", shown)
@@ -125,15 +127,15 @@ def assert_equal(found, expected, rows=slice(None)):
         np.testing.assert_allclose(got, wanted[rows], rtol=1e-6, atol=1e-6)
 
 
-def test_every_row_format_scores_like_predict(folder, made, model):
-    _, expected, _ = made
+def test_every_row_format_scores_like_predict(folder, exported_run, model):
+    _, expected, _ = exported_run
     table = pq.read_table(folder / "data/test")
     assert expected.column_names == SCORES == model.predict(table).column_names
     assert all(np.std(expected[name].to_pylist()) > 1e-3 for name in SCORES)
     assert_equal(model.predict(table), expected)
-    assert_equal(model.predict(as_rows(table)), expected)
+    assert_equal(model.predict(to_json_rows(table)), expected)
     assert_equal(model.predict(table.to_pandas()), expected)
-    assert_equal(model.predict(as_rows(table.slice(7, 1))[0]), expected, slice(7, 8))
+    assert_equal(model.predict(to_json_rows(table.slice(7, 1))[0]), expected, slice(7, 8))
     with pytest.raises(DataError, match="there are no rows"):
         model.predict([])
     assert model.check() <= 1e-6 and len(model.golden) == 64
@@ -141,7 +143,7 @@ def test_every_row_format_scores_like_predict(folder, made, model):
 
 
 @pytest.mark.survive
-def test_request_log_keeps_types_and_compares_every_column(folder, made, model, tmp_path):
+def test_request_log_keeps_types_and_compares_every_column(folder, exported_run, model, tmp_path):
     from raytrec.serving.bodies import Query
     from raytrec.serving.replica_metrics import Figures
     from raytrec.serving.request_log import RequestLog
@@ -151,7 +153,7 @@ def test_request_log_keeps_types_and_compares_every_column(folder, made, model, 
     log = RequestLog(str(tmp_path), 1.0, "writer", figures)
     table = pq.read_table(folder / "data/train")
     scores = model.score([model.reader.read(table)])
-    rows = as_rows(table)
+    rows = to_json_rows(table)
     user = {name: rows[0][name] for name in ("user", "history")}
     others = [{k: v for k, v in row.items() if k not in user} for row in rows[:9]]
     of_user, candidates = model.to_ranking_tables(user, others)
@@ -165,12 +167,12 @@ def test_request_log_keeps_types_and_compares_every_column(folder, made, model, 
     assert [each._value.get() for each in (figures.logged, figures.not_logged)] == [len(table) + 9, 0]
     logged = pq.read_table(tmp_path)
     assert logged.select(model.columns.names).schema.equals(model.columns)
-    found = skew(str(tmp_path), str(made[2]), data=str(folder / "data/train")).metrics
+    found = skew(str(tmp_path), str(exported_run[2]), data=str(folder / "data/train")).metrics
     assert found["rows"] == len(table) + 9 and not found["differs"]
     assert {"score_kind[2]", "score_watched", "price", "film"} <= {
         each["column"] for each in found["columns"]
     }
-    found = skew(str(tmp_path), str(made[2]), data=str(folder / "data/test")).metrics
+    found = skew(str(tmp_path), str(exported_run[2]), data=str(folder / "data/test")).metrics
     shares = {
         (each["column"], each["measure"]): each["log"]["share"]
         for each in found["columns"]
@@ -181,21 +183,21 @@ def test_request_log_keeps_types_and_compares_every_column(folder, made, model, 
     assert 0 < shares["user", "ids without a row"] < 1
 
 
-def test_service_scores_like_predict(folder, made, model):
+def test_service_scores_like_predict(folder, exported_run, model):
     table = pq.read_table(folder / "data/test")
-    rows = as_rows(table)
-    with Http() as http:
-        http.serve(made[2])
+    rows = to_json_rows(table)
+    with ServedApp() as http:
+        http.serve(exported_run[2])
         for _, predictions in http.scores_of_forms(rows, table):
-            assert_same(predictions, made[1])
+            assert_predictions_equal(predictions, exported_run[1])
         user = {name: rows[0][name] for name in ("user", "history", "tags", "tag_weights")}
         others = [{k: v for k, v in row.items() if k not in user} for row in rows]
         ranked = http.scores({"user": user, "candidates": others})
-        assert_same(ranked, model.predict([row | user for row in rows]))
+        assert_predictions_equal(ranked, model.predict([row | user for row in rows]))
 
 
 def test_user_columns_are_given_once_for_all_candidates(folder, model):
-    rows = as_rows(pq.read_table(folder / "data/test"))[:40]
+    rows = to_json_rows(pq.read_table(folder / "data/test"))[:40]
     for mine in (
         ["user", "history"],
         ["user"],
@@ -231,7 +233,7 @@ def test_user_columns_are_given_once_for_all_candidates(folder, model):
     ],
 )
 def test_prediction_error_names_the_invalid_column_and_row(folder, model, column, value, message):
-    good = as_rows(pq.read_table(folder / "data/test").slice(0, 2))
+    good = to_json_rows(pq.read_table(folder / "data/test").slice(0, 2))
     bad = good[1] | {"tags": [3], "tag_weights": [1.0], column: value}
     if value is ...:
         del bad[column]
@@ -263,31 +265,31 @@ def assert_metrics(export, evaluated, precision):
 
 
 @pytest.mark.survive
-def test_export_metrics_match_an_evaluation(folder, made, tmp_path, monkeypatch):
+def test_export_metrics_match_an_evaluation(folder, exported_run, tmp_path, monkeypatch):
     monkeypatch.chdir(folder)
     (folder / "channels.txt").write_text("web\napp\ntv\n")
-    export = raytrec.export(made[0].path, str(tmp_path / "out"), quantize="int4", data="data/train")
-    assert_metrics(export, raytrec.evaluate(made[0].path, "data/train"), "int4")
-    again = raytrec.export(made[0].path, str(tmp_path / "out"), quantize="int4", data="data/train")
+    export = raytrec.export(exported_run[0].path, str(tmp_path / "out"), quantize="int4", data="data/train")
+    assert_metrics(export, raytrec.evaluate(exported_run[0].path, "data/train"), "int4")
+    again = raytrec.export(exported_run[0].path, str(tmp_path / "out"), quantize="int4", data="data/train")
     assert again.pairs[:-1] == export.pairs[:-1], "the metrics are not read from the manifest"
 
 
-def test_data_without_labels_has_no_metrics(folder, made, tmp_path, monkeypatch, capsys):
+def test_data_without_labels_has_no_metrics(folder, exported_run, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     (folder / "channels.txt").write_text("web\napp\ntv\n")
     rows = pq.read_table(folder / "data/test").drop_columns(["kind"])
     pq.write_table(rows, tmp_path / "rows.parquet")
     out, data = str(tmp_path / "out"), str(tmp_path / "rows.parquet")
-    export = raytrec.export(made[0].path, out, quantize="int8", data=data)
+    export = raytrec.export(exported_run[0].path, out, quantize="int8", data=data)
     assert not [key for key in export.metrics if key.startswith("eval.")]
     assert "skipped the comparison of metrics" in (said := capsys.readouterr().err) and "kind" in said
 
 
 @pytest.mark.parametrize("precision, off", [("fp16", 2e-3), ("int8", 2e-2), ("int4", 0.3)])
 def test_quantized_tables_are_smaller_and_nearly_exact(
-    folder, made, model, tmp_path, monkeypatch, precision, off
+    folder, exported_run, model, tmp_path, monkeypatch, precision, off
 ):
-    run, expected, _ = made
+    run, expected, _ = exported_run
     monkeypatch.chdir(folder)
     (folder / "channels.txt").write_text("web\napp\ntv\n")
     export = raytrec.export(run.path, str(tmp_path / "out"), quantize=precision, golden_rows=8)
@@ -296,17 +298,19 @@ def test_quantized_tables_are_smaller_and_nearly_exact(
     assert 0 < small.check() + 1e-12 <= 1e-6
     scores = np.array(small.predict(pq.read_table(folder / "data/test"))["score_clicked"])
     assert 0 < np.abs(scores - np.array(expected["score_clicked"])).max() < off
-    whole = sum((made[2] / name).stat().st_size for t in model.manifest.tables.values() for name in t.files)
+    whole = sum(
+        (exported_run[2] / name).stat().st_size for t in model.manifest.tables.values() for name in t.files
+    )
     assert (
         sum((tmp_path / "out" / n).stat().st_size for t in small.manifest.tables.values() for n in t.files)
         < whole
     )
 
 
-def test_interrupted_export_is_never_loadable(folder, made, tmp_path, monkeypatch):
+def test_interrupted_export_is_never_loadable(folder, exported_run, tmp_path, monkeypatch):
     from raytrec.common.output_folder import OutputFolder
 
-    run, _, done = made
+    run, _, done = exported_run
     monkeypatch.chdir(folder)
     (folder / "channels.txt").write_text("web\napp\ntv\n")
     names = sorted(raytrec.load(done).manifest.files)

@@ -11,8 +11,8 @@ import numpy as np
 import object_stores
 import pyarrow.parquet as pq
 import pytest
-from exports import trained
-from test_models import Modelled
+from exports import train_for_export
+from test_models import ModelCase
 
 import raytrec
 from raytrec.common.errors import RunError
@@ -28,10 +28,10 @@ pytestmark = [pytest.mark.survive, pytest.mark.processes]
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def local_export(tmp_path_factory):
     """Return a checkpoint, its export on disk and the rows."""
     root = tmp_path_factory.mktemp("stores")
-    folder, table, _, _ = trained(Modelled("two_tower", (1, 1)), root)
+    folder, table, _, _ = train_for_export(ModelCase("two_tower", (1, 1)), root)
     return folder, Path(raytrec.export(folder, str(root / "export")).path), table
 
 
@@ -42,20 +42,20 @@ def bucket(request):
 
 
 @pytest.fixture
-def copies(tmp_path, monkeypatch):
+def copy_folder(tmp_path, monkeypatch):
     """Return the folder that receives local copies."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path
 
 
-def content(uri):
+def read_stored_files(uri):
     """Return the bytes of every file by name."""
     filesystem, path = open_filesystem(uri)
     return {name: filesystem.open_input_stream(f"{path}/{name}").read() for name in OutputFolder(uri).names()}
 
 
-def test_interrupted_store_export_continues_where_it_stopped(bucket, made, monkeypatch):
-    folder, local, _ = made
+def test_interrupted_store_export_continues_where_it_stopped(bucket, local_export, monkeypatch):
+    folder, local, _ = local_export
     left, stream, out = [0], OutputFolder.stream, f"{bucket}/interrupted"
 
     @contextmanager
@@ -82,29 +82,29 @@ def test_interrupted_store_export_continues_where_it_stopped(bucket, made, monke
                 raytrec.load(out)
     assert tries > 3
     gc.collect()  # closes the interrupted stream
-    found, expected = content(out), content(str(local))
+    found, expected = read_stored_files(out), read_stored_files(str(local))
     assert found.keys() == expected.keys()
     tables = [name for name in found if name.startswith("tables/")]
     assert tables and all(found[name] == expected[name] for name in tables)
 
 
-def test_store_export_scores_like_disk_and_leaves_no_copy(bucket, made, copies):
-    folder, local, table = made
+def test_store_export_scores_like_disk_and_leaves_no_copy(bucket, local_export, copy_folder):
+    folder, local, table = local_export
     uri = raytrec.export(folder, f"{bucket}/whole").path
     model, expected = raytrec.load(uri, check_tables=True), raytrec.load(local).predict(table)
-    (copy,) = copies.iterdir()
+    (copy,) = copy_folder.iterdir()
     left = {str(path.relative_to(copy)) for path in copy.rglob("*") if path.is_file()}
     assert "predict.pt2" in left and not any(name.startswith("tables") for name in left)
     for name in expected.column_names:
         np.testing.assert_allclose(model.predict(table)[name], expected[name], rtol=1e-6, atol=1e-6)
     del model
     gc.collect()
-    assert not list(copies.iterdir())
-    assert content(uri).keys() == content(str(local)).keys()  # the store's own files stay
+    assert not list(copy_folder.iterdir())
+    assert read_stored_files(uri).keys() == read_stored_files(str(local)).keys()  # the store's own files stay
 
 
-def test_failed_copy_names_the_cause_and_leaves_no_files(bucket, made, copies, monkeypatch):
-    uri = raytrec.export(made[0], f"{bucket}/damaged").path
+def test_failed_copy_names_the_cause_and_leaves_no_files(bucket, local_export, copy_folder, monkeypatch):
+    uri = raytrec.export(local_export[0], f"{bucket}/damaged").path
     OutputFolder(uri).delete("predict.pt2")
     with pytest.raises(RunError, match=r"predict.pt2 cannot be copied"):
         raytrec.load(uri)
@@ -113,29 +113,29 @@ def test_failed_copy_names_the_cause_and_leaves_no_files(bucket, made, copies, m
         patch.setattr(shutil, "disk_usage", lambda _: usage(10_000, 0, 10_000))
         with pytest.raises(RunError, match=r"needs .*, but only 9.77 KiB are free") as caught:
             raytrec.load(uri)
-    assert caught.value.where == str(copies) and "TMPDIR" in caught.value.do
-    assert not list(copies.iterdir())
+    assert caught.value.where == str(copy_folder) and "TMPDIR" in caught.value.do
+    assert not list(copy_folder.iterdir())
     with pytest.raises(RunError, match="no export in this folder"):
         raytrec.load(f"{bucket}/nowhere")
 
 
-def test_copies_of_killed_processes_are_removed(bucket, made, copies):
-    uri = raytrec.export(made[0], f"{bucket}/again").path
+def test_copies_of_killed_processes_are_removed(bucket, local_export, copy_folder):
+    uri = raytrec.export(local_export[0], f"{bucket}/again").path
     host = owner().rpartition("-")[0]
     for name in (
         f"raytrec-export-{host}-999999999-abc",
         f"raytrec-export-{owner()}-abc",
         "raytrec-export-other",
     ):
-        (copies / name).mkdir()
+        (copy_folder / name).mkdir()
     model = raytrec.load(uri)
-    names = {path.name for path in copies.iterdir()}
+    names = {path.name for path in copy_folder.iterdir()}
     assert f"raytrec-export-{owner()}-abc" in names and "raytrec-export-other" in names
     assert len(names) == 3 and model
 
 
-def test_request_log_is_written_to_and_read_from_a_store(bucket, made):
-    _, local, table = made
+def test_request_log_is_written_to_and_read_from_a_store(bucket, local_export):
+    _, local, table = local_export
     query, figures = Query(raytrec.load(local), "predict", table), Figures()
     log = RequestLog(f"{bucket}/log", 1.0, "writer", figures)
     log.offer("/predict", query, query.score([table]))
@@ -147,22 +147,22 @@ def test_request_log_is_written_to_and_read_from_a_store(bucket, made):
     assert found["rows"] == found["data_rows"] == len(table) and not found["differs"]
 
 
-def test_unreachable_export_store_raises_a_clear_error(made, monkeypatch):
-    for name, value in (object_stores.KEYS | {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}).items():
+def test_unreachable_export_store_raises_a_clear_error(local_export, monkeypatch):
+    for name, value in (object_stores.S3_CREDENTIALS | {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(RunError, match=r"manifest.json cannot be read: .*onnect"):
         raytrec.load("s3://bucket/export")
     with pytest.raises(RunError, match=r"the export cannot be written: .*onnect"):
-        raytrec.export(made[0], "s3://bucket/export")
+        raytrec.export(local_export[0], "s3://bucket/export")
 
 
-def test_paths_keep_the_query_of_their_uri(made, copies, tmp_path):
+def test_paths_keep_the_query_of_their_uri(local_export, copy_folder, tmp_path):
     """Training data, a run's checkpoints and exports whose URI names a region."""
     from raytrec.checkpoint.files import folder_of, newest
     from raytrec.common.storage import find_sibling_parts, find_train_folder
 
-    folder, _, rows = made
-    with object_stores.s3() as bucket:
+    folder, _, rows = local_export
+    with object_stores.run_s3_store() as bucket:
         query = "?region=us-east-1"
         filesystem, path = open_filesystem(bucket)
         for name in ("data/train/a.parquet", "data/test/a.parquet", "run/checkpoints/step-0000000001/part"):

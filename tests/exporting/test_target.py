@@ -9,8 +9,8 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from exports import trained
-from test_models import Modelled
+from exports import train_for_export
+from test_models import ModelCase
 
 import raytrec
 from raytrec.common.errors import ConfigError, RunError
@@ -21,21 +21,21 @@ exporting = import_module("raytrec.exporting.export")
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
+def saved_checkpoints(tmp_path_factory):
     """A folder with the checkpoints of step 2 of two models: a/checkpoints and b/checkpoints."""
     root = tmp_path_factory.mktemp("target")
     for name in ("a", "b"):
         (root / name).mkdir()
-        trained(Modelled("two_tower", (1, 1)), root / name)
+        train_for_export(ModelCase("two_tower", (1, 1)), root / name)
     return root
 
 
 @pytest.fixture
-def run(saved, tmp_path):
-    return Path(shutil.copytree(saved / "a", tmp_path / "run"))
+def run(saved_checkpoints, tmp_path):
+    return Path(shutil.copytree(saved_checkpoints / "a", tmp_path / "run"))
 
 
-def next_step(run, saved, step=3):
+def save_next_checkpoint(run, saved, step=3):
     """Save another checkpoint and remove the earlier ones, as checkpoint.keep_last=1 does."""
     root = run / "checkpoints"
     shutil.copytree(saved / "b/checkpoints/step-0000000002", root / f"step-{step:010d}")
@@ -44,7 +44,7 @@ def next_step(run, saved, step=3):
             shutil.rmtree(folder)
 
 
-def during_the_tables(monkeypatch, act):
+def call_before_tables(monkeypatch, act):
     """Call `act` before the first table of each export is written."""
     write = exporting._write_tables
 
@@ -55,10 +55,10 @@ def during_the_tables(monkeypatch, act):
     monkeypatch.setattr(exporting, "_write_tables", acting)
 
 
-def test_repeated_export_uses_the_newest_checkpoint(run, saved, tmp_path, monkeypatch):
+def test_repeated_export_uses_the_newest_checkpoint(run, saved_checkpoints, tmp_path, monkeypatch):
     out = str(tmp_path / "out")
     with monkeypatch.context() as patch:
-        during_the_tables(patch, lambda: next_step(run, saved))
+        call_before_tables(patch, lambda: save_next_checkpoint(run, saved_checkpoints))
         with pytest.raises(RunError, match="the checkpoint cannot be read"):
             raytrec.export(run, out)
     found = raytrec.export(run, out)
@@ -76,19 +76,19 @@ def interrupt(*parts):
     raise Interrupted
 
 
-def test_interrupted_export_restarts_with_newest_checkpoint(run, saved, tmp_path, monkeypatch):
+def test_interrupted_export_restarts_with_newest_checkpoint(run, saved_checkpoints, tmp_path, monkeypatch):
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
         patch.setattr(exporting, "_write_tables", interrupt)
         with pytest.raises(Interrupted):
             raytrec.export(run, str(out))
     assert (out / "predict.pt2").exists()
-    next_step(run, saved)
+    save_next_checkpoint(run, saved_checkpoints)
     for other in ({"quantize": "int8"}, {"golden_rows": 3}):
         with pytest.raises(ConfigError, match="an interrupted export of another run"):
             raytrec.export(run, str(out), **other)
     with pytest.raises(ConfigError, match="an interrupted export of another run"):
-        raytrec.export(saved / "b", str(out))
+        raytrec.export(saved_checkpoints / "b", str(out))
     version = raytrec.export(run, str(out)).metrics["version"]
     assert version.startswith("small-2-") and raytrec.load(out, check_tables=True).check() <= 1e-6
 

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from ranks import on_ranks
+from ranks import run_on_ranks
 
 from raytrec.config.models import PythonSection
 
@@ -13,7 +13,7 @@ PAGE = Path(__file__).parents[2] / "docs/extending.md"
 def loop(rank, world, model, checks):
     import loops
 
-    return loops.loop(rank, world, loops.ROW_WISE, checks={"custom": checks}, model=model)
+    return loops.train_with_checks(rank, world, loops.ROW_WISE, checks={"custom": checks}, model=model)
 
 
 def test_documented_model_and_check_run_on_two_ranks(tmp_path, monkeypatch):
@@ -21,6 +21,6 @@ def test_documented_model_and_check_run_on_two_ranks(tmp_path, monkeypatch):
     (tmp_path / "documented.py").write_text("\n\n".join(blocks))
     monkeypatch.syspath_prepend(tmp_path)
     model = PythonSection(name="documented:Net", options={"hidden": 4})
-    for outcomes in on_ranks(2, loop, model, {"documented:Bounded": "stop"}):
+    for outcomes in run_on_ranks(2, loop, model, {"documented:Bounded": "stop"}):
         bounded = [outcome for outcome in outcomes if outcome["check"] == "bounded"]
         assert len(bounded) >= 3 and all(one["passed"] and 0 < one["figure"] < 100 for one in bounded)

@@ -56,13 +56,13 @@ tracking: {enabled: false}
 """
 
 
-def copied(tree, own, place):
+def copy_file(tree, own, place):
     """Copy a file of the user to its place in the tree."""
     (tree / place).parent.mkdir(parents=True, exist_ok=True)
     shutil.copy(OWN / own, tree / place)
 
 
-def inserted(tree, place, before, text):
+def insert_text(tree, place, before, text):
     """Insert text into a file before the only line that starts with `before`."""
     whole = (tree / place).read_text()
     assert len(re.findall(f"(?m)^{re.escape(before)}", whole)) == 1, f"{place}: {before}"
@@ -90,17 +90,17 @@ PARTS = {
 }
 
 
-def add(tree, part):
+def add_part(tree, part):
     for change in PARTS[part]:
-        (copied if len(change) == 2 else inserted)(tree, *change)
+        (copy_file if len(change) == 2 else insert_text)(tree, *change)
 
 
-def hashes(tree):
+def hash_files(tree):
     files = [path for path in tree.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     return {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-def copy_of_the_tree(folder):
+def copy_tree(folder):
     for name in ("raytrec", "datasets"):
         shutil.copytree(REPOSITORY / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     return folder
@@ -109,19 +109,19 @@ def copy_of_the_tree(folder):
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory):
     """Create a copy of the tree with all parts, laid out as an installation."""
-    tree = copy_of_the_tree(tmp_path_factory.mktemp("tree"))
+    tree = copy_tree(tmp_path_factory.mktemp("tree"))
     for part in PARTS:
-        add(tree, part)
+        add_part(tree, part)
     (tree / "raytrec_datasets").symlink_to("datasets")
     return tree
 
 
 @pytest.mark.parametrize("part", PARTS)
 def test_new_part_changes_at_most_two_files(part, tmp_path):
-    tree = copy_of_the_tree(tmp_path)
-    before = hashes(tree)
-    add(tree, part)
-    after = hashes(tree)
+    tree = copy_tree(tmp_path)
+    before = hash_files(tree)
+    add_part(tree, part)
+    after = hash_files(tree)
     changed = [path for path in before.keys() | after.keys() if before.get(path) != after.get(path)]
     assert 1 <= len(changed) <= 2, changed
 

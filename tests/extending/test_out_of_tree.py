@@ -40,7 +40,7 @@ tracking: {every_steps: 10}
 """
 
 
-def command(*arguments):
+def run_command(*arguments):
     with pytest.raises(SystemExit) as ended:
         main([*arguments])
     assert not ended.value.code
@@ -62,25 +62,25 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def printed(folder, ray_cluster):
+def console_output(folder, ray_cluster):
     """Run the recipe, a run that its own check stops, and its resumption; return stdout and stderr."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        command("prepare", "shop_recipe:prepare", "--out", "data", "--rows", "2000")
+        run_command("prepare", "shop_recipe:prepare", "--out", "data", "--rows", "2000")
         with pytest.raises(RunError, match="twenty steps are enough") as stopped:
             train("job.yaml")
         assert stopped.value.where == "step 20, patience"
-        command("train", "--resume", "runs/shop", "checks.custom={'shop_check:Patience': warn}")
+        run_command("train", "--resume", "runs/shop", "checks.custom={'shop_check:Patience': warn}")
     return " ".join(out.getvalue().split()), " ".join(err.getvalue().split())
 
 
-def test_user_recipe_writes_the_data_set(folder, printed):
+def test_user_recipe_writes_the_data_set(folder, console_output):
     facts = json.loads((folder / "data/prepared.json").read_text())
     assert facts["options"] == {"recipe": "shop", "rows": 2000, "seed": 0}
-    assert "train 2,000, valid 2,000, test 2,000 rows" in printed[1]
+    assert "train 2,000, valid 2,000, test 2,000 rows" in console_output[1]
 
 
-def test_result_json_contains_user_parts(folder, printed):
+def test_result_json_contains_user_parts(folder, console_output):
     result = json.loads((folder / "runs/shop/result.json").read_text())
     assert result["code"] == CODE
     assert 0.7 < result["eval.right_side"] <= 1 and result["eval.auc"] > 0.9
@@ -89,20 +89,20 @@ def test_result_json_contains_user_parts(folder, printed):
     assert result["train.checks_failed"] == 2, "one in the stopped run, one after the resumption"
 
 
-def test_console_shows_user_parts(printed):
-    out, err = printed
+def test_console_shows_user_parts(console_output):
+    out, err = console_output
     assert "accuracy (share of rows)" in out and f"your code {', '.join(CODE)}" in out
     assert "resuming at step 10" in err and "check patience failed at step 20: twenty steps" in err
     assert "accuracy" in err, "progress lines show the metric"
 
 
-def test_report_shows_user_parts(folder, printed):
+def test_report_shows_user_parts(folder, console_output):
     page = (folder / "runs/shop/report.html").read_text()
     for text in (*CODE, "accuracy (share of rows)", "patience at step 20: twenty steps are enough"):
         assert text in page, text
 
 
-def test_mlflow_contains_user_parts(folder, printed):
+def test_mlflow_contains_user_parts(folder, console_output):
     from mlflow import MlflowClient
 
     client = MlflowClient(f"sqlite:///{folder}/runs/mlflow.db")

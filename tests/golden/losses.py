@@ -42,13 +42,13 @@ def record(name: str, workers: int, data: Path) -> dict:
         data: folder of the generated data sets; later calls reuse them.
     """
     from golden.shapes import write
-    from ranks import on_ranks
+    from ranks import run_on_ranks
 
     shape, batch_rows = EXAMPLES[name]
     folder = data / f"{shape}-{batch_rows}"
     if not folder.exists():
         write(shape, EPOCH_STEPS * batch_rows - batch_rows // 3, folder)
-    ranks = on_ranks(workers, train, name, str(folder), batch_rows)
+    ranks = run_on_ranks(workers, train, name, str(folder), batch_rows)
     rows = hashlib.sha256("".join(digest for digest, _ in ranks).encode()).hexdigest()[:16]
     # A rank's loss is its part × workers (tasks/objective.py), so the mean over ranks is the batch loss.
     losses = [sum(parts) / workers for parts in zip(*(losses for _, losses in ranks), strict=True)]
@@ -88,20 +88,20 @@ def train(rank: int, world: int, name: str, folder: str, batch_rows: int) -> tup
     dataset = scan(f"{folder}/train", ReadPlan(schema))
     stream = Direct(dataset, make_train_order(config), rank=rank, world=world, features=features)
     seen, digest = stream.epochs(config.train.epochs), hashlib.sha256()
-    for _ in step.train(_hashed(islice(seen, STEPS), digest), STEPS):
+    for _ in step.train(_hash_batches(islice(seen, STEPS), digest), STEPS):
         pass
     seen.close()
     return digest.hexdigest(), losses
 
 
-def _hashed(batches, digest):
+def _hash_batches(batches, digest):
     for batch in batches:
         for part in (batch.dense, batch.labels, batch.weights, batch.sparse.values(), batch.sparse.lengths()):
             digest.update(part.numpy().tobytes())
         yield batch
 
 
-def environment() -> dict:
+def describe_environment() -> dict:
     """Return the library versions and the CPU, which affect the last bits of a loss."""
     import torch
 
@@ -119,7 +119,7 @@ def main(names: list[str]) -> None:
     with tempfile.TemporaryDirectory() as data:
         for name in names or EXAMPLES:
             runs = {str(workers): record(name, workers, Path(data)) for workers in WORKERS}
-            text = json.dumps({"environment": environment(), "workers": runs}, indent=1)
+            text = json.dumps({"environment": describe_environment(), "workers": runs}, indent=1)
             (HERE / f"{name}.json").write_text(text + "\n")
             print(name, *(run["losses"][-1] for run in runs.values()), flush=True)
 

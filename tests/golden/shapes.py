@@ -11,11 +11,11 @@ import pyarrow.parquet as pq
 import yaml
 
 GROUP_ROWS = 512
-LONGEST = 8  # ids per bag
-MIX = 0x9E3779B97F4A7C15  # the effect of an id on the label is a hash of the id
+MAX_BAG_LENGTH = 8  # ids per bag
+HASH_MULTIPLIER = 0x9E3779B97F4A7C15  # the effect of an id on the label is a hash of the id
 
 
-def _tables(rows, dim, **features):
+def _make_tables(rows, dim, **features):
     """Return `sparse` and `tables` of a schema with one table per feature; `features` adds keys."""
     return {
         "sparse": {name: {"table": name, **features.get(name, {})} for name in rows},
@@ -23,15 +23,19 @@ def _tables(rows, dim, **features):
     }
 
 
-def _clicks(sizes, dim, **features):
+def _make_click_schema(sizes, dim, **features):
     """Return a schema with Criteo's 13 numbers and 26 ids."""
     rows = {f"C{i}": size for i, size in enumerate(sizes, 1)}
-    return {"labels": ["label"], "dense": [f"I{i}" for i in range(1, 14)], **_tables(rows, dim, **features)}
+    return {
+        "labels": ["label"],
+        "dense": [f"I{i}" for i in range(1, 14)],
+        **_make_tables(rows, dim, **features),
+    }
 
 
 MOVIELENS = {  # as written by `raytrec prepare movielens` for the 100K set
     "labels": ["label"],
-    **_tables(
+    **_make_tables(
         {
             "user_id": 944,
             "item_id": 1683,
@@ -61,24 +65,24 @@ OWN = {  # a shared table, bags with and without weights, and ids out of range
     "tables": {"shop": {"rows": 3000, "dim": 16, "out_of_range": "hash"}, "word": {"rows": 800, "dim": 16}},
 }
 
-ML1M = {"labels": ["label"], **_tables({"user_id": 6040, "item_id": 3706}, 16)}
+ML1M = {"labels": ["label"], **_make_tables({"user_id": 6040, "item_id": 3706}, 16)}
 
 ADULT = {
     "labels": ["income", "never_married"],
     "dense": ["age", "education_num", "capital_gain", "capital_loss", "hours_per_week"],
-    **_tables(
+    **_make_tables(
         {"workclass": 9, "education": 17, "occupation": 15, "race": 6, "sex": 3, "native_country": 41}, 8
     ),
 }
 
 SHAPES = {
-    "synthetic": _clicks(
+    "synthetic": _make_click_schema(
         [50_000, 20_000, 8_000, 3_000, 1_000, 500, 200, 100, *[1_000] * 18],
         16,
         **{f"C{i}": {"pooling": "mean" if i % 2 else "sum"} for i in range(21, 27)},
     ),
-    "criteo_kaggle": _clicks([100_000] * 26, 16),
-    "criteo_1tb": _clicks([2_000] * 26, 128),  # the real tables have 10 M rows each: 133 GB
+    "criteo_kaggle": _make_click_schema([100_000] * 26, 16),
+    "criteo_1tb": _make_click_schema([2_000] * 26, 128),  # the real tables have 10 M rows each: 133 GB
     "movielens": MOVIELENS,
     "ml1m": ML1M,
     "adult": ADULT,
@@ -97,13 +101,13 @@ def write(shape: str, rows: int, folder: Path) -> Path:
     for name, feature in schema["sparse"].items():
         table = schema["tables"][feature["table"]]
         bag = name in BAGS and (shape != "criteo_kaggle" and shape != "criteo_1tb")
-        lengths_B = rng.integers(0, LONGEST + 1, rows) if bag else np.ones(rows, np.int64)
+        lengths_B = rng.integers(0, MAX_BAG_LENGTH + 1, rows) if bag else np.ones(rows, np.int64)
         # Squared uniform numbers: small ids are frequent.
         ids = (rng.random(lengths_B.sum()) ** 2 * table["rows"]).astype(np.int64)
         if "out_of_range" in table:
             ids *= 5
         owner = np.repeat(np.arange(rows), lengths_B)
-        np.add.at(logits_B, owner, _effect(ids) / np.maximum(lengths_B, 1)[owner])
+        np.add.at(logits_B, owner, _compute_effect(ids) / np.maximum(lengths_B, 1)[owner])
         offsets = np.concatenate([[0], np.cumsum(lengths_B)]).astype(np.int32)
         columns[name] = pa.ListArray.from_arrays(offsets, ids) if bag else ids
         if "weights" in feature:
@@ -117,7 +121,7 @@ def write(shape: str, rows: int, folder: Path) -> Path:
     return folder
 
 
-def _effect(ids):
+def _compute_effect(ids):
     """Return the effect of ids on the logit, between -1/2 and 1/2."""
     with np.errstate(over="ignore"):
-        return (ids.astype(np.uint64) * np.uint64(MIX) >> np.uint64(40)) / 2.0**24 - 0.5
+        return (ids.astype(np.uint64) * np.uint64(HASH_MULTIPLIER) >> np.uint64(40)) / 2.0**24 - 0.5

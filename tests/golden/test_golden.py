@@ -8,12 +8,12 @@ import json
 from itertools import count
 
 import pytest
-from golden.losses import EXAMPLES, HERE, ROOT, WORKERS, environment, record
-from ranks import on_ranks  # noqa: F401 (these tests start processes)
+from golden.losses import EXAMPLES, HERE, ROOT, WORKERS, describe_environment, record
+from ranks import run_on_ranks  # noqa: F401 (these tests start processes)
 
 # `make golden` compares all; `make test` runs each once, on 1 or 2 workers, without the largest models.
-LATER = ("criteo_1tb_8xa100", "criteo_1tb_2x8xh100")
-SAME_STEPS, SAME = 10, 1e-4  # for other processors and libraries
+LARGE_EXAMPLES = ("criteo_1tb_8xa100", "criteo_1tb_2x8xh100")
+COMPARED_STEPS, SAME = 10, 1e-4  # for other processors and libraries
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,9 @@ def data(tmp_path_factory):
     ("name", "workers"),
     [
         pytest.param(
-            name, workers, marks=[] if workers == 1 + number % 2 and name not in LATER else pytest.mark.parity
+            name,
+            workers,
+            marks=[] if workers == 1 + number % 2 and name not in LARGE_EXAMPLES else pytest.mark.parity,
         )
         for number, name in enumerate(EXAMPLES)
         for workers in WORKERS
@@ -34,9 +36,9 @@ def data(tmp_path_factory):
 def test_example_losses_equal_the_recorded_losses(name, workers, data):
     kept = json.loads((HERE / f"{name}.json").read_text())
     expected, found = kept["workers"][str(workers)], record(name, workers, data)
-    if found != expected and environment() != kept["environment"]:
-        there = pytest.approx(expected["losses"][:SAME_STEPS], rel=SAME)
-        assert found["losses"][:SAME_STEPS] == there, f"recorded with {kept['environment']}"
+    if found != expected and describe_environment() != kept["environment"]:
+        there = pytest.approx(expected["losses"][:COMPARED_STEPS], rel=SAME)
+        assert found["losses"][:COMPARED_STEPS] == there, f"recorded with {kept['environment']}"
         pytest.skip(f"equal to {SAME:g}; bit for bit only with {kept['environment']}")
     assert found["rows"] == expected["rows"], "rows, row order or ids differ"
     pairs = zip(count(1), found["losses"], expected["losses"], strict=False)

@@ -30,15 +30,15 @@ TESTS = HERE.parent
 sys.path[:0] = [str(HERE), str(TESTS / "helpers"), str(TESTS / "parity"), str(ROOT / "benchmarks")]
 
 import typer  # noqa: E402
-from blocks import BLOCKS  # noqa: E402
-from here import CannotRun, Here  # noqa: E402
+from blocks import BLOCK_TIMEOUTS_S  # noqa: E402
+from here import BlockCannotRun, BlockContext  # noqa: E402
 
-ROWS = {"smallest": 6_000, "cpu": 20_000, "cuda": 300_000}  # rows of synthetic training data
-PASSED, FAILED, CANNOT = "passed", "failed", "cannot run here"
+SYNTHETIC_ROWS = {"smallest": 6_000, "cpu": 20_000, "cuda": 300_000}  # rows of synthetic training data
+PASSED, FAILED, CANNOT_RUN = "passed", "failed", "cannot run here"
 
 
 @dataclass
-class Outcome:
+class BlockResult:
     """Result of a block.
 
     Attributes:
@@ -55,7 +55,7 @@ class Outcome:
     about: dict[str, Any]
 
 
-def run_block(name: str, limit_s: int, here: Here) -> Outcome:
+def run_block(name: str, limit_s: int, here: BlockContext) -> BlockResult:
     """Run a block in a separate process and wait until it ends."""
     here.folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-W", "ignore", __file__, "--child", name, "--device", here.kind]
@@ -81,7 +81,7 @@ def run_block(name: str, limit_s: int, here: Here) -> Outcome:
         values |= {"result": FAILED, "why": f"not done after {limit_s} s; last output: {_tail(log)}"}
     elif "result" not in values:
         values |= {"result": FAILED, "why": f"the process ended with {_end_of(process)}: {_tail(log)}"}
-    return Outcome(name, seconds=round(perf_counter() - began, 1), **values)
+    return BlockResult(name, seconds=round(perf_counter() - began, 1), **values)
 
 
 def _end(process: subprocess.Popen) -> None:
@@ -102,7 +102,7 @@ def _tail(log: Path) -> str:
     return printed[-1][-300:] if printed else "none"
 
 
-def child(name: str, here: Here) -> None:
+def run_block_here(name: str, here: BlockContext) -> None:
     """Run a block in this process and write outcome.json."""
     import faulthandler
 
@@ -110,19 +110,19 @@ def child(name: str, here: Here) -> None:
     values = {"found": here.found, "about": {}}
     try:
         with _device(here.stand_in):
-            values["about"] = about(here)
+            values["about"] = describe_machine(here)
             _write(here, values)  # kept if the process dies
             import_module(name if "." in name else f"blocks.{name}").run(here)
         values |= {"result": PASSED, "why": ""}
-    except CannotRun as reason:
-        values |= {"result": CANNOT, "why": str(reason)}
+    except BlockCannotRun as reason:
+        values |= {"result": CANNOT_RUN, "why": str(reason)}
     except BaseException as error:
         traceback.print_exc()
         values |= {"result": FAILED, "why": _why(error)}
     _write(here, values)
 
 
-def _write(here: Here, values: dict[str, Any]) -> None:
+def _write(here: BlockContext, values: dict[str, Any]) -> None:
     (here.folder / "outcome.json").write_text(json.dumps(values, default=str))
 
 
@@ -139,19 +139,19 @@ def _device(stand_in: bool) -> Any:
     """Return a context with the GPU stand-in (tests/helpers/standin), or a null context."""
     if not stand_in:
         return nullcontext()
-    from standin import cuda
+    from standin import use_stand_in_gpu
 
-    return cuda()
+    return use_stand_in_gpu()
 
 
-def about(here: Here) -> dict[str, Any]:
+def describe_machine(here: BlockContext) -> dict[str, Any]:
     """Return the package versions and the device name."""
     import platform
 
-    from blocks.environment import PACKAGES, driver_version, gpu_name, version
+    from blocks.environment import PACKAGES, driver_version, gpu_name, installed_version
 
     facts = {"python": platform.python_version(), "cores": os.cpu_count(), "device": "cpu"}
-    facts |= {name: found for name in PACKAGES if (found := version(name))}
+    facts |= {name: found for name in PACKAGES if (found := installed_version(name))}
     if here.real:  # through NVML, because torch would create a CUDA context
         facts |= {"device": gpu_name(), "driver": driver_version()}
     elif here.kind == "cuda":
@@ -166,9 +166,9 @@ def find_device() -> str:
     return "cuda" if "True" in answer.stdout or Path("/dev/nvidiactl").exists() else "cpu"
 
 
-def prepare(here: Here) -> None:
+def prepare_data(here: BlockContext) -> None:
     """Generate the synthetic training data."""
-    rows = ROWS["smallest" if here.smallest else here.kind]
+    rows = SYNTHETIC_ROWS["smallest" if here.smallest else here.kind]
     command = [sys.executable, "-m", "raytrec", "prepare", "synthetic"]
     command += ["--out", str(here.data), "--rows", str(rows)]
     subprocess.run(command, check=True, capture_output=True, timeout=300)
@@ -180,7 +180,7 @@ def _print_log(folder: Path) -> None:
         print(f"\n--- {path.relative_to(folder.parent)} ---\n{path.read_text(errors='replace')[-4000:]}")
 
 
-def show(outcomes: list[Outcome]) -> None:
+def print_table(outcomes: list[BlockResult]) -> None:
     """Print the result table."""
     from rich.console import Console
     from rich.table import Table
@@ -191,7 +191,7 @@ def show(outcomes: list[Outcome]) -> None:
     )
     for column in ("block", "result", "s", "what was found"):
         table.add_column(column, justify="right" if column == "s" else "left", overflow="fold")
-    colors = {PASSED: "green", FAILED: "red", CANNOT: "yellow"}
+    colors = {PASSED: "green", FAILED: "red", CANNOT_RUN: "yellow"}
     for o in outcomes:
         printed = o.why or "; ".join(f"{k} {_short(v)}" for k, v in o.found.items())
         table.add_row(o.name, f"[{colors[o.result]}]{o.result}[/]", f"{o.seconds:.0f}", printed)
@@ -203,14 +203,14 @@ def _short(value: Any) -> str:
     return text if len(text) < 120 else text[:117] + "…"
 
 
-def check(
+def run_blocks(
     kind: str,
     shared: Path,
-    blocks: dict[str, int] = BLOCKS,
+    blocks: dict[str, int] = BLOCK_TIMEOUTS_S,
     *,
     smallest: bool = False,
     stand_in: bool = False,
-) -> list[Outcome]:
+) -> list[BlockResult]:
     """Run blocks one after the other.
 
     Args:
@@ -222,7 +222,7 @@ def check(
     """
     outcomes = []
     for name, limit_s in blocks.items():
-        here = Here(kind, smallest, shared / name, shared, stand_in)
+        here = BlockContext(kind, smallest, shared / name, shared, stand_in)
         outcomes.append(last := run_block(name, limit_s, here))
         print(f"{name}: {last.result}, {last.seconds:.0f} s{'. ' * bool(last.why)}{last.why}", flush=True)
     return outcomes
@@ -239,22 +239,22 @@ def main(
 ) -> None:
     """Check this machine, block by block."""
     if child_of:
-        return child(child_of, Here(device, smallest, folder / child_of, folder, stand_in))
+        return run_block_here(child_of, BlockContext(device, smallest, folder / child_of, folder, stand_in))
     device = find_device() if device == "auto" else device
     wanted = set(filter(None, only.split(",")))
-    if unknown := wanted - BLOCKS.keys():
-        raise typer.BadParameter(f"no block {', '.join(sorted(unknown))}; there are {[*BLOCKS]}")
-    chosen = {name: limit_s for name, limit_s in BLOCKS.items() if name in wanted or not wanted}
+    if unknown := wanted - BLOCK_TIMEOUTS_S.keys():
+        raise typer.BadParameter(f"no block {', '.join(sorted(unknown))}; there are {[*BLOCK_TIMEOUTS_S]}")
+    chosen = {name: limit_s for name, limit_s in BLOCK_TIMEOUTS_S.items() if name in wanted or not wanted}
     print(f"{len(chosen)} blocks on {device}" + " (torch finds no GPU)" * (device == "cpu"), flush=True)
     began = perf_counter()
     with tempfile.TemporaryDirectory(prefix="gpu-check-", ignore_cleanup_errors=True) as place:
         shared = Path(place)
-        prepare(Here(device, smallest, shared, shared))
-        outcomes = check(device, shared, chosen, smallest=smallest, stand_in=stand_in)
+        prepare_data(BlockContext(device, smallest, shared, shared))
+        outcomes = run_blocks(device, shared, chosen, smallest=smallest, stand_in=stand_in)
         for outcome in outcomes:
             if outcome.result == FAILED:
                 _print_log(shared / outcome.name)
-    show(outcomes)
+    print_table(outcomes)
     facts = next((o.about for o in outcomes if o.about), {})
     blocks = [{k: v for k, v in asdict(o).items() if k != "about"} for o in outcomes]
     values = {"about": facts, "seconds": round(perf_counter() - began, 1), "blocks": blocks}

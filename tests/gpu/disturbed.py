@@ -22,11 +22,11 @@ from raytrec.config.models.ranking import DlrmSection
 from raytrec.config.schema import Schema
 from raytrec.models.dlrm import DLRM
 
-CYCLES = 1 << 40  # GPU clock cycles, about ten minutes
+STUCK_CYCLES = 1 << 40  # GPU clock cycles, about ten minutes
 STUCK_S = 600
-PACKAGE = str(Path(raytrec.__file__).parent)
+PACKAGE_FOLDER = str(Path(raytrec.__file__).parent)
 # Frames in these paths are attributed to their caller.
-LIBRARIES = (
+LIBRARY_PATHS = (
     "/torch/",
     "/lib/python3",
     "<frozen",
@@ -37,7 +37,7 @@ LIBRARIES = (
 )
 
 
-class Counting(DLRM):
+class StepCountingModel(DLRM):
     """DLRM that counts the training steps of this process."""
 
     def __init__(self, schema: Schema, config: PythonSection):
@@ -54,7 +54,7 @@ class Counting(DLRM):
         """Run before each training forward; `count` starts at 1."""
 
 
-class Disturbed(Counting):
+class FaultyModel(StepCountingModel):
     """DLRM that hangs at step `at` in its first process and is killed at step `at` in its second process.
 
     It hangs in a kernel on CUDA and in a sleep on CPU.
@@ -65,7 +65,7 @@ class Disturbed(Counting):
             return
         if self._first("stuck"):
             if dense.is_cuda:
-                torch.cuda._sleep(CYCLES)
+                torch.cuda._sleep(STUCK_CYCLES)
             else:
                 time.sleep(STUCK_S)
         elif self._first("killed"):
@@ -80,7 +80,7 @@ class Disturbed(Counting):
         return True
 
 
-class Watching(Counting):
+class WaitRecordingModel(StepCountingModel):
     """DLRM that records where the host waits for the GPU from step `first` to step `last`."""
 
     def at(self, count: int, dense: torch.Tensor) -> None:
@@ -96,20 +96,20 @@ class Watching(Counting):
 
     def _note(self, message, category, filename, lineno, *more) -> None:
         if "synchronizing CUDA operation" in str(message):
-            self.waits.append(who_waits(traceback.extract_stack(sys._getframe(1))))
+            self.waits.append(find_waiting_caller(traceback.extract_stack(sys._getframe(1))))
 
 
-def who_waits(stack: traceback.StackSummary) -> list[str]:
+def find_waiting_caller(stack: traceback.StackSummary) -> list[str]:
     """Return ["raytrec" or "upstream", FILE:LINE of the innermost frame outside libraries]."""
     asked = [f for f in stack if not _is_library(f.filename)]
     if not asked:
         return ["upstream", "?"]
     inner = asked[-1]
-    whose = "raytrec" if inner.filename.startswith(PACKAGE) else "upstream"
+    whose = "raytrec" if inner.filename.startswith(PACKAGE_FOLDER) else "upstream"
     return [whose, f"{'/'.join(inner.filename.split('/')[-3:])}:{inner.lineno}"]
 
 
 def _is_library(filename: str) -> bool:
     """Return True for files of torch and Python. torchrec and fbgemm_gpu are not libraries here."""
     inside = "/site-packages/" in filename
-    return any(part in filename for part in LIBRARIES if not (inside and part == "/lib/python3"))
+    return any(part in filename for part in LIBRARY_PATHS if not (inside and part == "/lib/python3"))

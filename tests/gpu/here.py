@@ -14,15 +14,15 @@ from unittest.mock import patch
 
 T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 60  # timeout of a collective
+COLLECTIVE_TIMEOUT_S = 60  # timeout of a collective
 
 
-class CannotRun(Exception):
+class BlockCannotRun(Exception):
     """Raised by a block that cannot run on this machine. The block does not count as failed."""
 
 
 @dataclass
-class Here:
+class BlockContext:
     """Device, sizes and folders of one block.
 
     Attributes:
@@ -63,9 +63,9 @@ class Here:
         return self.kind == "cuda" and not self.stand_in
 
     def needs_gpu(self, why: str) -> None:
-        """Raise CannotRun if there is no real GPU."""
+        """Raise BlockCannotRun if there is no real GPU."""
         if not self.real:
-            raise CannotRun(f"no GPU: {why}")
+            raise BlockCannotRun(f"no GPU: {why}")
 
     def about_device(self) -> str:
         """Return the name of the GPU."""
@@ -85,7 +85,7 @@ class Here:
         """Initialize a process group with this process as the only rank: NCCL on a GPU, else gloo."""
         import torch.distributed as dist
 
-        join(0, 1, self.kind, f"file://{self.folder}/store")
+        join_group(0, 1, self.kind, f"file://{self.folder}/store")
         try:
             yield
         finally:
@@ -98,10 +98,14 @@ class Here:
         On CPU and on the stand-in this starts a local Ray. On a real GPU each run starts its own Ray, as
         `raytrec train` does.
         """
-        from standin.worker import local_ray
+        from standin.worker import start_ray_with_stand_ins
 
         kind = kind or self.kind
-        own = nullcontext() if kind == "cuda" and self.real else local_ray(gpus=int(kind == "cuda"))
+        own = (
+            nullcontext()
+            if kind == "cuda" and self.real
+            else start_ray_with_stand_ins(gpus=int(kind == "cuda"))
+        )
         # A machine with a stand-in has the CPU packages installed.
         there = patch("raytrec.driver.nodes.built_for", lambda: "cuda") if self.stand_in else nullcontext()
         with own, there:
@@ -123,7 +127,7 @@ class Here:
         return values
 
 
-def join(rank: int, world: int, kind: str, store: str) -> None:
+def join_group(rank: int, world: int, kind: str, store: str) -> None:
     """Join a process group on this machine; on CUDA, rank r uses GPU r."""
     import torch
     import torch.distributed as dist
@@ -136,11 +140,11 @@ def join(rank: int, world: int, kind: str, store: str) -> None:
         init_method=store,
         rank=rank,
         world_size=world,
-        timeout=timedelta(seconds=TIMEOUT_S),
+        timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
     )
 
 
-def on_gpus(here: Here, world: int, function: Callable, *args: Any) -> Any:
+def run_on_gpus(here: BlockContext, world: int, function: Callable, *args: Any) -> Any:
     """Run function(device, *args) in `world` processes with one GPU each and return the result of rank 0.
 
     Args:
@@ -160,13 +164,13 @@ def _on_gpu(rank: int, world: int, folder: str, function: Callable, args: tuple)
     import torch
     import torch.distributed as dist
 
-    join(rank, world, "cuda", f"file://{folder}/store-{world}")
+    join_group(rank, world, "cuda", f"file://{folder}/store-{world}")
     answer = function(torch.device("cuda", rank), *args)
     if rank == 0:
         torch.save(answer, f"{folder}/answer.pt")
     dist.destroy_process_group()
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
+def read_json_records(path: Path) -> list[dict[str, Any]]:
     """Read a JSON lines file of a run folder. Return an empty list if the file does not exist."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

@@ -11,15 +11,15 @@ import warm
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
-from blocks import BLOCKS  # noqa: E402
-from check import CANNOT, FAILED, PASSED, check, child  # noqa: E402
-from here import Here  # noqa: E402
+from blocks import BLOCK_TIMEOUTS_S  # noqa: E402
+from check import CANNOT_RUN, FAILED, PASSED, run_block_here, run_blocks  # noqa: E402
+from here import BlockContext  # noqa: E402
 
-BROKEN = {
+BLOCK_SOURCES = {
     "crash": "import os\ndef run(here):\n    here.found['so_far'] = 1\n    os.abort()",
     "hang": "import time\ndef run(here):\n    print('about to wait')\n    time.sleep(600)",
     "wrong": "def run(here):\n    here.found['seen'] = 3\n    assert 1 > 2, 'one is less than two'",
-    "elsewhere": "from here import CannotRun\ndef run(here):\n    raise CannotRun('needs another GPU')",
+    "elsewhere": "from here import BlockCannotRun\ndef run(here):\n    raise BlockCannotRun('needs another GPU')",
     "right": "def run(here):\n    here.found['answer'] = 42",
 }
 
@@ -27,22 +27,22 @@ BROKEN = {
 @pytest.mark.survive
 def test_failed_block_does_not_stop_other_blocks(tmp_path, monkeypatch):
     (tmp_path / "broken").mkdir()
-    for name, code in BROKEN.items():
+    for name, code in BLOCK_SOURCES.items():
         (tmp_path / "broken" / f"{name}.py").write_text(code + "\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    blocks = {f"broken.{name}": 5 if name == "hang" else 120 for name in BROKEN}
-    crash, hang, wrong, elsewhere, right = check("cpu", tmp_path / "shared", blocks)
+    blocks = {f"broken.{name}": 5 if name == "hang" else 120 for name in BLOCK_SOURCES}
+    crash, hang, wrong, elsewhere, right = run_blocks("cpu", tmp_path / "shared", blocks)
     assert crash.result == FAILED and "SIGABRT" in crash.why
     assert hang.result == FAILED and "not done after 5 s" in hang.why
     assert (wrong.result, wrong.found) == (FAILED, {"seen": 3}) and wrong.why.startswith(
         "one is less than two"
     )
-    assert (elsewhere.result, elsewhere.why) == (CANNOT, "needs another GPU")
+    assert (elsewhere.result, elsewhere.why) == (CANNOT_RUN, "needs another GPU")
     assert (right.result, right.found) == (PASSED, {"answer": 42})
     assert right.about["torch"] and max(o.seconds for o in (crash, wrong, right)) < 120
 
 
-def command(tmp_path, *arguments):
+def run_check_command(tmp_path, *arguments):
     """Run tests/gpu/check.py and return (exit status, contents of gpu-check.json, output)."""
     out = tmp_path / "gpu-check.json"
     words = [sys.executable, "-W", "ignore", HERE / "check.py", "--smallest", "--out", out, *arguments]
@@ -50,47 +50,49 @@ def command(tmp_path, *arguments):
     return done.returncode, json.loads(out.read_text()), done.stdout + done.stderr
 
 
-def results(values):
+def results_by_block(values):
     return {block["name"]: block["result"] for block in values["blocks"]}
 
 
 @pytest.mark.survive
 def test_blocks_without_runs_pass_on_cpu(tmp_path):
     names = ["environment", "collectives", "parts", "parity", "adam", "phases", "speed"]
-    status, values, said = command(tmp_path, "--device", "cpu", "--only", ",".join(names))
-    assert results(values) == dict.fromkeys(names, PASSED), said
+    status, values, said = run_check_command(tmp_path, "--device", "cpu", "--only", ",".join(names))
+    assert results_by_block(values) == dict.fromkeys(names, PASSED), said
     assert status == 0 and values["about"]["device"] == "cpu"
     assert {block["name"]: block["found"] for block in values["blocks"]}["parity"]["cases"] == 4
 
 
-STAND_IN = {"parts": PASSED, "uvm": CANNOT}
+RESULT_ON_STAND_IN = {"parts": PASSED, "uvm": CANNOT_RUN}
 
 
-def run_block(end, name, folder):
+def run_block_in_child(end, name, folder):
     """Run a block on the stand-in in a forked process."""
-    child(name, Here("cuda", True, Path(folder, name), Path(folder), stand_in=True))
+    run_block_here(name, BlockContext("cuda", True, Path(folder, name), Path(folder), stand_in=True))
     end.send(None)
 
 
-@pytest.mark.parametrize("name", STAND_IN)
+@pytest.mark.parametrize("name", RESULT_ON_STAND_IN)
 def test_block_reports_result_on_stand_in(tmp_path, name):
     """The stand-in covers the CUDA branches of the block."""
     (tmp_path / name).mkdir()
-    pid, end = warm.fork(run_block, name, str(tmp_path))
+    pid, end = warm.fork(run_block_in_child, name, str(tmp_path))
     try:
         assert end.poll(120), "the block did not end within 120 s"
     finally:
-        warm.end([pid])
+        warm.kill_and_wait([pid])
     outcome = json.loads((tmp_path / name / "outcome.json").read_text())
-    assert outcome["result"] == STAND_IN[name], outcome
+    assert outcome["result"] == RESULT_ON_STAND_IN[name], outcome
     assert "stand-in" in outcome["about"]["device"]
 
 
 @pytest.mark.survive
 def test_gpu_check_command_runs_on_stand_in(tmp_path):
-    expected = {"phases": PASSED, "uvm": CANNOT}
-    status, values, said = command(tmp_path, "--device", "cuda", "--stand-in", "--only", ",".join(expected))
-    assert results(values) == expected, said
+    expected = {"phases": PASSED, "uvm": CANNOT_RUN}
+    status, values, said = run_check_command(
+        tmp_path, "--device", "cuda", "--stand-in", "--only", ",".join(expected)
+    )
+    assert results_by_block(values) == expected, said
     assert status == 0 and "stand-in" in values["about"]["device"]
 
 
@@ -101,9 +103,9 @@ def test_gpu_check_command_runs_on_stand_in(tmp_path):
 )
 def test_blocks_with_training_runs_pass(tmp_path, device):
     names = ["train", "resume", "not_finite", "syncs", "hang", "features", "figures"]
-    _, values, said = command(tmp_path, *device, "--only", ",".join(names))
-    expected = dict.fromkeys(names, PASSED) | ({"syncs": CANNOT} if "cpu" in device else {})
-    assert results(values) == expected, said
+    _, values, said = run_check_command(tmp_path, *device, "--only", ",".join(names))
+    expected = dict.fromkeys(names, PASSED) | ({"syncs": CANNOT_RUN} if "cpu" in device else {})
+    assert results_by_block(values) == expected, said
 
 
 def test_gpu_check_rejects_unknown_block(tmp_path):
@@ -115,7 +117,7 @@ def test_gpu_check_rejects_unknown_block(tmp_path):
 
 def test_gpu_page_lists_every_block():
     text = (HERE.parents[1] / "docs" / "gpu.md").read_text()
-    assert [name for name in BLOCKS if f"| `{name}` |" not in text] == []
+    assert [name for name in BLOCK_TIMEOUTS_S if f"| `{name}` |" not in text] == []
 
 
 def test_wait_is_attributed_to_innermost_library_caller(tmp_path):
@@ -133,10 +135,11 @@ def test_wait_is_attributed_to_innermost_library_caller(tmp_path):
         return traceback.StackSummary.from_list([(file, 7, "f", "") for file in files])
 
     ours, theirs = f"{Path(raytrec.__file__).parent}/worker/step.py", torchrec.__file__
-    assert disturbed.who_waits(stack(ours, torch_file)) == ["raytrec", "raytrec/worker/step.py:7"]
-    assert disturbed.who_waits(stack(ours, theirs, torch_file))[0] == "upstream"
+    assert disturbed.find_waiting_caller(stack(ours, torch_file)) == ["raytrec", "raytrec/worker/step.py:7"]
+    assert disturbed.find_waiting_caller(stack(ours, theirs, torch_file))[0] == "upstream"
     assert (
-        disturbed.who_waits(stack(theirs, ours, sys.prefix + "/lib/python3.11/contextlib.py"))[0] == "raytrec"
+        disturbed.find_waiting_caller(stack(theirs, ours, sys.prefix + "/lib/python3.11/contextlib.py"))[0]
+        == "raytrec"
     )
 
 

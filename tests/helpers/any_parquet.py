@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 from hypothesis import strategies as st
-from reading import parse_transforms, read
+from reading import parse_transforms, read_canonical_rows
 
 from raytrec.config.schema import Schema
 from raytrec.config.tasks import TaskSection
@@ -15,7 +15,7 @@ from raytrec.data.arrow import is_list, is_text
 from raytrec.tasks.task import resolve_tasks
 from raytrec.tasks.task_columns import build_read_plan
 
-LEAVES = [
+LEAF_TYPES = [
     *(pa.int8(), pa.uint64(), pa.float16(), pa.float32(), pa.float64(), pa.bool_(), pa.string()),
     *(pa.large_string(), pa.string_view(), pa.binary(), pa.binary(3), pa.binary_view(), pa.date32()),
     *(pa.date64(), pa.time32("ms"), pa.time64("ns"), pa.duration("s"), pa.timestamp("ns"), pa.null()),
@@ -36,8 +36,8 @@ def nested_types(inner):
     )
 
 
-TYPES = st.recursive(st.sampled_from(LEAVES), nested_types, max_leaves=4)
-NAMES = st.one_of(
+column_types = st.recursive(st.sampled_from(LEAF_TYPES), nested_types, max_leaves=4)
+column_names = st.one_of(
     st.sampled_from(
         ["x", "label", "user.id", "history", "x_weights", "click", "day_id", "a b", "x.a", "ids"]
     ),
@@ -89,13 +89,13 @@ def random_array(kind, rng, rows):
     return pa.array(whole, bits).cast(kind)
 
 
-def read_all(place, schema, transforms=(), tasks=({},)):  # noqa: B006 (nothing changes it)
+def read_every_row(place, schema, transforms=(), tasks=({},)):  # noqa: B006 (nothing changes it)
     """Read all rows of a file or folder as a run does."""
     resolved = resolve_tasks([TaskSection(**task) for task in tasks], schema)
-    read(place, build_read_plan(resolved, schema, parse_transforms(transforms)))
+    read_canonical_rows(place, build_read_plan(resolved, schema, parse_transforms(transforms)))
 
 
-def accepted(text, *places):
+def read_with_schema_text(text, *places):
     """Read all rows of folders with the schema, transforms and tasks of a text; return the schema."""
     comments = [line.removeprefix("# ") for line in text.splitlines() if line.startswith("# ")]
     pasted = "\n".join(line for line in comments if line.startswith(("data:", "tasks:", "  ")))
@@ -103,7 +103,7 @@ def accepted(text, *places):
     transforms, tasks = values.get("data", {}).get("transforms", ()), values.get("tasks", [{}])
     schema = Schema.parse(yaml.safe_load(text), "text")
     for place in places:
-        read_all(place, schema, transforms, tasks)
+        read_every_row(place, schema, transforms, tasks)
     return schema
 
 
@@ -113,7 +113,7 @@ def write(path, columns, **settings):
     pq.write_table(columns if isinstance(columns, pa.Table) else pa.table(columns), path, **settings)
 
 
-def odd_columns(rows, seed, users=200):
+def unusual_columns(rows, seed, users=200):
     """Return columns with unusual names, types and values."""
     rng = np.random.default_rng(seed)
     item = rng.integers(0, 90, rows)
@@ -157,11 +157,11 @@ def odd_columns(rows, seed, users=200):
     }
 
 
-def odd_dataset(folder):
+def write_unusual_dataset(folder):
     """Write train/ (two files) and test/, which has users and nulls that do not occur in train/."""
-    write(folder / "train" / "a.parquet", odd_columns(2000, 0), row_group_size=700)
-    write(folder / "train" / "b.parquet", odd_columns(500, 1))
-    later = odd_columns(300, 2, users=260)
+    write(folder / "train" / "a.parquet", unusual_columns(2000, 0), row_group_size=700)
+    write(folder / "train" / "b.parquet", unusual_columns(500, 1))
+    later = unusual_columns(300, 2, users=260)
     later["item_id"][0] = 101
     later["money"] = pa.array([None, *later["money"].to_pylist()[1:]], pa.decimal128(9, 2))
     write(folder / "test" / "a.parquet", later)

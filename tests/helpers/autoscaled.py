@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from heads import RAY, end, free_ports, short_folder, with_token
-from launching import AWS, prepared
+from heads import RAY, end_ray, environment_with_token, find_free_ports, make_short_link
+from launching import AWS_CONFIG, prepare_launcher_config
 from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE_ID, FAKE_HEAD_NODE_TYPE
 from waiting import wait_for
 
@@ -19,7 +19,7 @@ TESTS, BENCHMARKS = Path(__file__).parent, Path(__file__).parents[2] / "benchmar
 START_S = 120.0
 
 
-def configuration(address: str, idle_s: float) -> dict[str, Any]:
+def autoscaler_config(address: str, idle_s: float) -> dict[str, Any]:
     """Return the configuration of cluster.yaml with simulated nodes on this machine.
 
     A node type with GPUs gets 2 CPUs, for a worker and its reader.
@@ -28,13 +28,13 @@ def configuration(address: str, idle_s: float) -> dict[str, Any]:
         address: address of the Ray cluster.
         idle_s: seconds after which an idle node is terminated.
     """
-    config = prepared(AWS)
+    config = prepare_launcher_config(AWS_CONFIG)
     types = config["available_node_types"]
     types[FAKE_HEAD_NODE_TYPE] = types.pop(config["head_node_type"])
     config["head_node_type"] = FAKE_HEAD_NODE_TYPE
     config["provider"] = {
         "type": "external",
-        "module": "machines.Machines",
+        "module": "machines.LocalMachineProvider",
         "gcs_address": address,
         "head_node_id": FAKE_HEAD_NODE_ID,
         "launch_multiple": True,
@@ -48,7 +48,7 @@ def configuration(address: str, idle_s: float) -> dict[str, Any]:
     return config | {"idle_timeout_minutes": idle_s / 60, "file_mounts": {}}
 
 
-class Autoscaled:
+class AutoscaledCluster:
     """Autoscaling Ray cluster: `with Autoscaled(folder, idle_s) as cluster:` runs the head.
 
     Args:
@@ -63,12 +63,14 @@ class Autoscaled:
     def __init__(self, folder: Path, idle_s: float):
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, config = folder, folder / "cluster.json"
-        port, dashboard = free_ports(2)
+        port, dashboard = find_free_ports(2)
         self.address = f"127.0.0.1:{port}"
-        settings = configuration(self.address, idle_s)
+        settings = autoscaler_config(self.address, idle_s)
         config.write_text(json.dumps(settings))
         paths = [os.environ.get("PYTHONPATH"), str(TESTS), str(BENCHMARKS)]  # machines, recorder
-        self.env = with_token(folder / "auth_token") | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        self.env = environment_with_token(folder / "auth_token") | {
+            "PYTHONPATH": os.pathsep.join(filter(None, paths))
+        }
         # Same settings as raytrec.cluster.session.stay_on_loopback.
         self.env |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "GLOO_SOCKET_IFNAME": "lo"}
         self._environment = self.env | {
@@ -82,9 +84,9 @@ class Autoscaled:
         self._command += ["--port", str(port), "--dashboard-host", "127.0.0.1"]
         self._command += ["--dashboard-port", str(dashboard), "--num-cpus", "0"]
         self._command += ["--autoscaling-config", str(config), "--object-store-memory", str(200 << 20)]
-        self._command += ["--temp-dir", str(short_folder(folder)), "--disable-usage-stats"]
+        self._command += ["--temp-dir", str(make_short_link(folder)), "--disable-usage-stats"]
 
-    def __enter__(self) -> Autoscaled:
+    def __enter__(self) -> AutoscaledCluster:
         with (self._folder / "ray.log").open("w") as log:
             self._process = subprocess.Popen(
                 self._command, env=self._environment, stdout=log, stderr=subprocess.STDOUT
@@ -98,7 +100,7 @@ class Autoscaled:
 
     def __exit__(self, *_: object) -> None:
         children = psutil.Process(self._process.pid).children(recursive=True)
-        end(self._process)
+        end_ray(self._process)
         psutil.wait_procs(children, timeout=5)
 
     def nodes(self) -> dict[str, psutil.Process]:
@@ -117,7 +119,7 @@ class Autoscaled:
         """Return the machine name of a raylet process id."""
         return next(name for name, process in self.nodes().items() if process.pid == raylet)
 
-    def take_away(self, name: str) -> None:
+    def kill_node(self, name: str) -> None:
         """Kill the raylet of a node, like a spot instance that is reclaimed without notice."""
         self.nodes()[name].send_signal(signal.SIGKILL)
 

@@ -5,11 +5,11 @@ from unittest.mock import patch
 
 import torch
 
-WAYS = 32  # slots per cache set (fbgemm-gpu 1.8.0, DEFAULT_ASSOC)
-STALE = 1000.0
+CACHE_ASSOCIATIVITY = 32  # slots per cache set (fbgemm-gpu 1.8.0, DEFAULT_ASSOC)
+STALE_VALUE = 1000.0
 
 
-class Caches:
+class SimulatedCaches:
     """Simulated row caches of the fused kernels of a model.
 
     Inside `holding`, two thirds of the rows are cached in the layout of the CUDA kernels (fbgemm-gpu 1.8.0,
@@ -53,10 +53,10 @@ class Caches:
             rows, [EmbeddingLocation.MANAGED_CACHING] * len(rows), lookup.feature_table_map
         )
         numbers = torch.randperm(sum(rows))[: -(-sum(rows) * 2 // 3)]  # two of three rows are cached
-        sets = -(-len(numbers) // WAYS) + 1
-        state = torch.full((sets, WAYS), -1)
-        state.view(-1)[torch.randperm(sets * WAYS)[: len(numbers)]] = numbers
-        weights = torch.full((sets * WAYS, lookup.max_D), torch.nan, dtype=shards[0].dtype)
+        sets = -(-len(numbers) // CACHE_ASSOCIATIVITY) + 1
+        state = torch.full((sets, CACHE_ASSOCIATIVITY), -1)
+        state.view(-1)[torch.randperm(sets * CACHE_ASSOCIATIVITY)[: len(numbers)]] = numbers
+        weights = torch.full((sets * CACHE_ASSOCIATIVITY, lookup.max_D), torch.nan, dtype=shards[0].dtype)
         starts = torch.tensor([0, *rows]).cumsum(0)
 
         def places():
@@ -76,7 +76,7 @@ class Caches:
         with torch.no_grad():
             for cached, stored in places():
                 cached.copy_(stored)
-                stored.fill_(STALE)
+                stored.fill_(STALE_VALUE)
         before = {
             n: getattr(lookup, n) for n in ("lxu_cache_state", "lxu_cache_weights", "cache_hash_size_cumsum")
         }

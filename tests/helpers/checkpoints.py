@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 
-def save(root, step, number, **section):
+def save_checkpoint(root, step, number, **section):
     """Save a Step as the checkpoint of step `number` and return its folder; `section` are checkpoint keys."""
     from raytrec.checkpoint.save import CheckpointWriter
     from raytrec.checkpoint.state import LogicalState
@@ -23,7 +23,7 @@ def save(root, step, number, **section):
     return saved.folder
 
 
-def restored(root, step):
+def restore_newest(root, step):
     """Restore the newest checkpoint into a Step and return its LogicalState. The checkpoint must be valid."""
     from raytrec.checkpoint.restore import restore
     from raytrec.checkpoint.state import LogicalState
@@ -34,35 +34,35 @@ def restored(root, step):
     return state
 
 
-def newest(run):
+def newest_checkpoint(run):
     """Return the folder of the newest checkpoint with an index."""
     return sorted(p.parent for p in (Path(run) / "checkpoints").glob("step-*/checkpoint.json"))[-1]
 
 
-def about(folder):
+def read_about(folder):
     return json.loads((Path(folder) / "checkpoint.json").read_text())["about"]
 
 
-def progress(step, **changes):
-    """Return the progress of a run in the format of `about` in the checkpoint index."""
+def progress_values(step, **changes):
+    """Return the progress of a run in the format of `read_about` in the checkpoint index."""
     begun = {"step": step, "rows": 128 * step, "trained": 128.0 * step, "nan_steps": 0, "window": {}}
     times = {"seconds": 1.5, "timed_rows": 128 * step, "evaluation": None, "early_stopping": {}}
     return begun | times | changes
 
 
-def index_alone(root, step, **about):
+def write_index_only(root, step, **about):
     """Write a checkpoint that consists only of an index and return its folder."""
     from raytrec.checkpoint.files import folder_of
     from raytrec.checkpoint.index import write_index
 
     folder = folder_of(str(root), step)
     Path(folder).mkdir(parents=True)
-    about = {"progress": progress(step), "data": "", "config": {}, "schema": ""} | about
+    about = {"progress": progress_values(step), "data": "", "config": {}, "schema": ""} | about
     write_index(folder, {"attempt": f"a{step}", "block_bytes": 1 << 22, "tensors": {}, "about": about})
     return folder
 
 
-def whole(folder):
+def read_tensors(folder):
     """Return {name: tensor} of a checkpoint folder. Check that the chunks cover each value exactly once."""
     folder, out = Path(folder), {}
     for name, entry in json.loads((folder / "checkpoint.json").read_text())["tensors"].items():
@@ -80,21 +80,21 @@ def whole(folder):
     return out
 
 
-def equal(one, other):
+def differing_tensors(one, other):
     """Return the names of tensors that are not bitwise equal in two checkpoints."""
-    one, other = whole(one), whole(other)
+    one, other = read_tensors(one), read_tensors(other)
     assert one.keys() == other.keys()
     return [name for name in one if not torch.equal(one[name], other[name])]
 
 
-def flip(file, place):
+def flip_lowest_bit(file, place):
     """Flip the lowest bit of the byte at offset `place` of a file."""
     content = bytearray(Path(file).read_bytes())
     content[place] ^= 1
     Path(file).write_bytes(content)
 
 
-def spoil(folder, name):
+def set_first_value_infinite(folder, name):
     """Set the first value of a float32 tensor to infinity and update the checksum."""
     from raytrec.checkpoint.index import read_index, write_index
 

@@ -25,7 +25,7 @@ def small_disk(place, size, busy=False):
         subprocess.run(["umount", *(["-l"] if busy else []), str(place)], check=True)
 
 
-def fill(place):
+def fill_disk(place):
     """Fill the file system."""
     with suppress(OSError), open(place / "ballast", "ab", buffering=0) as file:
         while True:

@@ -10,10 +10,10 @@ from matplotlib.figure import Figure
 
 from raytrec.report.figures.style import styled
 
-TOLERANCE = 1.0  # pixels
+TOLERANCE_PX = 1.0  # pixels
 
 
-class Drawn(NamedTuple):
+class DrawnText(NamedTuple):
     """Line of text and its bounding box in pixels from the upper left corner."""
 
     text: str
@@ -24,7 +24,7 @@ class Drawn(NamedTuple):
 
 
 @styled
-def drawn_texts(figure: Figure) -> list[Drawn]:
+def read_drawn_texts(figure: Figure) -> list[DrawnText]:
     """Return all lines of text of a figure with their positions."""
     found = []
     renderer = FigureCanvasAgg(figure).get_renderer()
@@ -35,25 +35,25 @@ def drawn_texts(figure: Figure) -> list[Drawn]:
         box = (x, x + width, y - height + descent, y + descent)
         if angle:
             box = (x - height + descent, x + descent, y - width, y)
-        found.append(Drawn(text, *box))
+        found.append(DrawnText(text, *box))
 
     renderer.draw_text = note
     figure.draw(renderer)
     return found
 
 
-def collisions(figure: Figure) -> list[str]:
+def find_text_collisions(figure: Figure) -> list[str]:
     """Return descriptions of overlapping and clipped texts of a figure."""
     width, height = figure.get_size_inches() * figure.dpi
-    texts = [each for each in drawn_texts(figure) if each.text]
+    texts = [each for each in read_drawn_texts(figure) if each.text]
     out = [
         f"{each.text!r} is clipped"
         for each in texts
-        if min(each.left, each.top, width - each.right, height - each.bottom) < -TOLERANCE
+        if min(each.left, each.top, width - each.right, height - each.bottom) < -TOLERANCE_PX
     ]
     return out + [
         f"{one.text!r} overlaps {two.text!r}"
         for one, two in combinations(texts, 2)
-        if min(one.right, two.right) - max(one.left, two.left) > TOLERANCE
-        and min(one.bottom, two.bottom) - max(one.top, two.top) > TOLERANCE
+        if min(one.right, two.right) - max(one.left, two.left) > TOLERANCE_PX
+        and min(one.bottom, two.bottom) - max(one.top, two.top) > TOLERANCE_PX
     ]

@@ -5,7 +5,7 @@ from raytrec.planning.machines import Cluster
 from raytrec.planning.memory import GIB, TIERS, held
 
 
-class Held:
+class PlannedMemory:
     """Plan of a dry run and the memory of its tables.
 
     Attributes:

@@ -15,15 +15,17 @@ from pathlib import Path
 import psutil
 
 REPOSITORY = Path(__file__).parents[2]
-COMPOSE = Path(sys.executable).with_name("podman-compose")
-PROGRAMS = ["podman", "debootstrap", "crun", "unshare", "nsenter", "iptables"]
-MISSING = [name for name in PROGRAMS if not shutil.which(name)]
-PACKAGES = "apt-get install --no-install-recommends podman crun netavark aardvark-dns iptables debootstrap"
-BASE = "docker.io/library/debian:bookworm-slim"
+PODMAN_COMPOSE = Path(sys.executable).with_name("podman-compose")
+REQUIRED_PROGRAMS = ["podman", "debootstrap", "crun", "unshare", "nsenter", "iptables"]
+MISSING_PROGRAMS = [name for name in REQUIRED_PROGRAMS if not shutil.which(name)]
+INSTALL_COMMAND = (
+    "apt-get install --no-install-recommends podman crun netavark aardvark-dns iptables debootstrap"
+)
+BASE_IMAGE = "docker.io/library/debian:bookworm-slim"
 
 # In a sandbox, limits cannot be raised and cgroups cannot be delegated, so containers run without both.
 # Without systemd, podman runs health checks only on request.
-CONFIGURATION = """
+CONTAINERS_CONF = """
 [containers]
 cgroups = "disabled"
 [engine]
@@ -36,7 +38,7 @@ crun = ["{folder}/crun"]
 [network]
 network_config_dir = "{folder}/networks"
 """
-CRUN = """#!{python} -ISB
+CRUN_WRAPPER = """#!{python} -ISB
 import json, os, sys
 for option, value in zip(sys.argv, sys.argv[1:]):
     if option in ("--bundle", "-b", "--process", "-p"):
@@ -49,10 +51,10 @@ for option, value in zip(sys.argv, sys.argv[1:]):
         json.dump(config, open(path, "w"))
 os.execv("{crun}", ["crun", *sys.argv[1:]])
 """
-PODMAN = """#!/bin/sh
+PODMAN_WRAPPER = """#!/bin/sh
 exec {podman} --root {folder}/images --runroot {folder}/run --storage-driver overlay "$@"
 """
-NAMESPACES = """
+NAMESPACE_SETUP = """
 mount --make-rprivate / &&
 { umount --lazy --recursive /sys/fs/cgroup || true; } && mount -t cgroup2 cgroup2 /sys/fs/cgroup &&
 mount -t tmpfs tmpfs /run && mkdir /run/lock && mount -t tmpfs tmpfs /dev/shm &&
@@ -60,7 +62,7 @@ ip link set lo up && echo ready && exec sleep infinity
 """
 
 
-class Engine:
+class PodmanEngine:
     """Podman with images and containers below `folder`: `with Engine(folder) as engine:`.
 
     The folder is not removed.
@@ -75,8 +77,8 @@ class Engine:
             (folder / name).mkdir(parents=True, exist_ok=True)
         parts = {"folder": folder, "python": sys.executable}
         parts |= {name: shutil.which(name) for name in ("crun", "podman")}
-        (folder / "containers.conf").write_text(CONFIGURATION.format(**parts))
-        for name, text in (("crun", CRUN), ("podman", PODMAN)):
+        (folder / "containers.conf").write_text(CONTAINERS_CONF.format(**parts))
+        for name, text in (("crun", CRUN_WRAPPER), ("podman", PODMAN_WRAPPER)):
             (folder / name).write_text(text.format(**parts))
             (folder / name).chmod(0o755)
         self.env = dict(os.environ) | {
@@ -85,10 +87,12 @@ class Engine:
             "DISABLE_HC_SYSTEMD": "true",
         }
 
-    def __enter__(self) -> Engine:
+    def __enter__(self) -> PodmanEngine:
         own = ["setpriv", "--pdeathsig", "KILL"]  # end the namespaces if this process is killed
         own += ["unshare", "--mount", "--net", "--pid", "--fork", "--mount-proc", "--kill-child"]
-        self._holder = subprocess.Popen([*own, "sh", "-c", NAMESPACES], stdout=subprocess.PIPE, text=True)
+        self._holder = subprocess.Popen(
+            [*own, "sh", "-c", NAMESPACE_SETUP], stdout=subprocess.PIPE, text=True
+        )
         assert self._holder.stdout.readline() == "ready\n"
         first = psutil.Process(self._holder.pid).children()[0].pid
         self._enter = ["nsenter", "--target", str(first), "--mount", "--net", "--pid", "--wdns=/"]
@@ -107,20 +111,20 @@ class Engine:
         root = self.folder / "debian"
         sources = subprocess.run(["apt-get", "indextargets", "--format", "$(REPO_URI)"], capture_output=True)
         mirror = next(line for line in sources.stdout.decode().split() if line.rstrip("/").endswith("debian"))
-        check(["debootstrap", "--variant=minbase", "bookworm", str(root), mirror])
+        run_checked(["debootstrap", "--variant=minbase", "bookworm", str(root), mirror])
         tar = subprocess.Popen(["tar", "-C", str(root), "-c", "."], stdout=subprocess.PIPE)
-        check(["podman", "import", "-", BASE], env=self.env, stdin=tar.stdout)
+        run_checked(["podman", "import", "-", BASE_IMAGE], env=self.env, stdin=tar.stdout)
         assert tar.wait() == 0
         shutil.rmtree(root)
 
     def build(self, target: str) -> None:
         """Build the image raytrec:TARGET with the pip settings of this machine."""
-        config, volumes, index = pip_of_this_machine(self.folder)
+        config, volumes, index = copy_pip_settings(self.folder)
         command = ["podman", "build", "--isolation", "chroot", "--network", "host", "--format", "docker"]
         command += ["--layers", "--pull-never", "--volume", f"{config}:/etc/pip.conf:ro", *volumes]
         command += ["--build-arg", f"TORCH_INDEX={index}", "--file", "deploy/Dockerfile"]
         command += ["--target", target, "--tag", f"raytrec:{target}", "."]
-        check(command, env=self.env, cwd=REPOSITORY, timeout=1800)
+        run_checked(command, env=self.env, cwd=REPOSITORY, timeout=1800)
 
     def podman(self, *arguments: str, timeout: float = 120, **options) -> subprocess.CompletedProcess:
         """Run a podman command inside the namespaces; stdout and stderr are text."""
@@ -129,7 +133,7 @@ class Engine:
     def compose(self, files: list[str], *arguments: str, timeout: float = 300) -> subprocess.CompletedProcess:
         """Run podman-compose on compose files inside the namespaces."""
         named = [word for file in files for word in ("--file", file)]
-        return self.inside(str(COMPOSE), *named, *arguments, timeout=timeout)
+        return self.inside(str(PODMAN_COMPOSE), *named, *arguments, timeout=timeout)
 
     def inside(self, *command: str, timeout: float = 120, **options) -> subprocess.CompletedProcess:
         """Run a command inside the namespaces."""
@@ -148,7 +152,7 @@ class Engine:
         return json.loads(shown.stdout)[0]
 
 
-def pip_of_this_machine(folder: Path) -> tuple[Path, list[str], str]:
+def copy_pip_settings(folder: Path) -> tuple[Path, list[str], str]:
     """Return (pip.conf, mount options, index URL) that give a build the pip settings of this machine."""
     # Imported here: a process that has imported pip cannot import setuptools, which torch.compile needs.
     from pip._internal.models.index import PyPI
@@ -176,7 +180,7 @@ def pip_of_this_machine(folder: Path) -> tuple[Path, list[str], str]:
     return config, volumes, index
 
 
-def check(command: list[str], **options) -> None:
+def run_checked(command: list[str], **options) -> None:
     """Run a command; raise AssertionError with the end of its output if it fails."""
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
     assert done.returncode == 0, f"{command[:3]} failed:\n{done.stdout[-3000:]}"

@@ -7,9 +7,9 @@ import pyarrow.parquet as pq
 import small
 import torch
 import yaml
-from checkpoints import progress
-from ranks import on_ranks
-from test_models import Modelled
+from checkpoints import progress_values
+from ranks import run_on_ranks
+from test_models import ModelCase
 
 import raytrec
 from raytrec.driver.track import track
@@ -17,7 +17,7 @@ from raytrec.driver.track import track
 ROWS = 12
 
 
-OWN_MODELS = """
+CUSTOM_MODELS_SOURCE = """
 import torch
 from torch import nn
 
@@ -38,7 +38,7 @@ class Branches(Sum):
 
 
 @dataclass(frozen=True)
-class Small:
+class SmallModelCase:
     """Model on the schema of tests/helpers/small.py.
 
     Args:
@@ -50,13 +50,13 @@ class Small:
     dense: bool = True
 
     def schema(self):
-        return small.a_schema(**({} if self.dense else {"dense": []}))
+        return small.make_small_schema(**({} if self.dense else {"dense": []}))
 
     def config(self):
-        return small.config(1, {"sharding_type": "table_wise"}, model=self.model)
+        return small.make_small_config(1, {"sharding_type": "table_wise"}, model=self.model)
 
 
-def as_table(batch, schema):
+def batch_to_table(batch, schema):
     """Convert a GlobalBatch to an Arrow table with list columns."""
     columns = {name: pa.array(batch.labels[:, i].numpy()) for i, name in enumerate(schema.labels)}
     columns |= {name: pa.array(batch.dense[:, i].numpy()) for i, name in enumerate(schema.dense)}
@@ -102,34 +102,34 @@ def _saved(rank, world, case, root):
     towers = ("query", "item") if config.model.retrieves else ()
     vectors = {tower: next(step.evaluate(iter(local[2:]), tower)).vectors for tower in towers}
     saver = CheckpointWriter(f"{root}/checkpoints", config.checkpoint)
-    about = {"config": values, "schema": schema.to_yaml(), "data": "", "progress": progress(2)}
+    about = {"config": values, "schema": schema.to_yaml(), "data": "", "progress": progress_values(2)}
     saver.save(2, LogicalState(step.model, step.optimizer).tensors(), about)
     folder = saver.taken().folder
     saver.close()
     return whole[2], folder, {task: o.predictions for task, o in outputs.tasks.items()}, vectors
 
 
-def trained(case, root):
-    """Train the model of a test_models.Modelled for two steps.
+def train_for_export(case, root):
+    """Train the model of a test_models.ModelCase for two steps.
 
     Returns:
         (checkpoint folder, rows as a table, task → predictions of these rows, tower → vectors).
     """
-    ((batch, folder, predictions, vectors),) = on_ranks(1, _saved, case, str(root))
-    table = as_table(batch, case.schema())
+    ((batch, folder, predictions, vectors),) = run_on_ranks(1, _saved, case, str(root))
+    table = batch_to_table(batch, case.schema())
     (root / "data").mkdir()
     pq.write_table(table, root / "data/rows.parquet")
     return folder, table, predictions, vectors
 
 
-def tracked(model, folder):
+def train_tracked_run(model, folder):
     """Train a model of test_models.CASES and track its run in the store sqlite:///FOLDER/mlflow.db.
 
     Returns:
         (rows as a table, task → predictions of these rows).
     """
     folder.mkdir()
-    _, table, predictions, _ = trained(Modelled(model, (1, 1)), folder)
+    _, table, predictions, _ = train_for_export(ModelCase(model, (1, 1)), folder)
     values = {
         "run": {"name": "small", "dir": str(folder)},
         "data": {"train": f"{folder}/data"},
@@ -140,7 +140,7 @@ def tracked(model, folder):
     return table, predictions
 
 
-def onnx_and_torch(export, rows):
+def score_with_onnx_and_torch(export, rows):
     """Return the scores of rows computed with onnxruntime and with torch, as two lists of arrays.
 
     Args:

@@ -23,7 +23,7 @@ RAY = str(Path(sys.executable).with_name("ray"))
 RAYTREC = str(Path(sys.executable).with_name("raytrec"))
 
 
-class Head:
+class RayHead:
     """Ray head on loopback: `with Head(folder) as head:`.
 
     Args:
@@ -43,17 +43,17 @@ class Head:
     def __init__(self, folder: Path, cpus: int = 6, environment: dict[str, str] | None = None):
         self.folder, self.root, self.token = folder, folder / "root", folder / "auth_token"
         self.root.mkdir(parents=True)
-        port, dashboard, client = free_ports(3)
+        port, dashboard, client = find_free_ports(3)
         self.address = f"127.0.0.1:{port}"
         self.url, self.client = f"http://127.0.0.1:{dashboard}", f"ray://127.0.0.1:{client}"
-        self.env = with_token(self.token)
-        short = {"RAY_TMPDIR": str(short_folder(folder))}
+        self.env = environment_with_token(self.token)
+        short = {"RAY_TMPDIR": str(make_short_link(folder))}
         self._environment = self.env | short | (environment or {})
         self._command = [RAYTREC, "head", "--root", str(self.root), "--port", str(port)]
         self._command += ["--dashboard-port", str(dashboard), "--client-port", str(client)]
         self._command += ["--cpus", str(cpus)]
 
-    def __enter__(self) -> Head:
+    def __enter__(self) -> RayHead:
         with (self.folder / "ray.log").open("w") as log:
             self._process = subprocess.Popen(
                 self._command, env=self._environment, stdout=log, stderr=subprocess.STDOUT
@@ -62,7 +62,7 @@ class Head:
         return self
 
     def __exit__(self, *_: object) -> None:
-        end(self._process)
+        end_ray(self._process)
 
     @property
     def pid(self) -> int:
@@ -85,12 +85,12 @@ class Head:
 
 
 def tiny_config(**changes) -> dict[str, Any]:
-    """Return config values for the parquet.dataset in `data/tiny` below RAYTREC_ROOT.
+    """Return config values for the parquet.write_dataset in `data/tiny` below RAYTREC_ROOT.
 
     Args:
         changes: section__key=value.
     """
-    values = parquet.settings("data/tiny", "unused", **changes)
+    values = parquet.config_values("data/tiny", "unused", **changes)
     del values["run"]
     return values
 
@@ -102,41 +102,41 @@ def plain_environment() -> dict[str, str]:
     return kept | {"OMP_NUM_THREADS": "1", "PATH": path}
 
 
-def with_token(file: Path) -> dict[str, str]:
+def environment_with_token(file: Path) -> dict[str, str]:
     """Write a new token to a file and return the environment of a user of that token."""
     file.touch(mode=0o600)
     file.write_text(secrets.token_hex(32))
     return plain_environment() | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(file)}
 
 
-def end(process: subprocess.Popen) -> None:
+def end_ray(process: subprocess.Popen) -> None:
     """End `ray start --head --block` and all its descendants."""
     if process.poll() is None:
-        children = descendants(process.pid)
+        children = descendant_pids(process.pid)
         process.send_signal(signal.SIGTERM)  # Ray ends its own processes
         try:
             process.wait(30)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        kill(children)
+        kill_processes(children)
 
 
-def kill(pids: list[int]) -> None:
+def kill_processes(pids: list[int]) -> None:
     """Kill the processes that are still running."""
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
-def descendants(pid: int) -> list[int]:
+def descendant_pids(pid: int) -> list[int]:
     """Return the process ids of all descendants."""
     import psutil
 
     return [child.pid for child in psutil.Process(pid).children(recursive=True)]
 
 
-def free_ports(count: int) -> list[int]:
+def find_free_ports(count: int) -> list[int]:
     """Return ports that are free on loopback."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
@@ -145,7 +145,7 @@ def free_ports(count: int) -> list[int]:
         return [each.getsockname()[1] for each in sockets]
 
 
-def short_folder(folder: Path) -> Path:
+def make_short_link(folder: Path) -> Path:
     """Create a short symlink to a folder for Ray's Unix sockets, whose paths are limited to 107 bytes."""
     link = Path(tempfile.mkdtemp(prefix="rt")) / "r"
     (folder / "ray").mkdir(exist_ok=True)

@@ -16,15 +16,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from heads import RAY, short_folder, with_token
+from heads import RAY, environment_with_token, make_short_link
 from waiting import wait_for
 
 PORT = 6379
-NETWORK = "10.77.0."
-HELD = ["--net", "--mount", "--pid", "--uts"]  # namespaces of a host
+NETWORK_PREFIX = "10.77.0."
+HOST_NAMESPACES = ["--net", "--mount", "--pid", "--uts"]  # namespaces of a host
 START_S = 240.0
-DISABLED, FORWARDING = "0", "3"  # bridge port states
-ALIVE = """
+PORT_DISABLED, PORT_FORWARDING = "0", "3"  # bridge port states
+COUNT_NODES_SOURCE = """
 import sys
 import ray
 from ray._raylet import GcsClient
@@ -35,7 +35,7 @@ except ray.exceptions.RayError:
 """
 
 
-class Hosts:
+class HostCluster:
     """Ray cluster on simulated hosts, started with `ray start` and a token.
 
     The first host is the head and has no CPUs for workers. `ray start --block` ends when the cluster declares
@@ -58,16 +58,20 @@ class Hosts:
     def __init__(
         self, folder: Path, workers: int = 3, cpus: int = 2, environment: dict[str, str] | None = None
     ):
-        self.address, self.root, self.token = f"{NETWORK}1:{PORT}", folder / "root", folder / "auth_token"
+        self.address, self.root, self.token = (
+            f"{NETWORK_PREFIX}1:{PORT}",
+            folder / "root",
+            folder / "auth_token",
+        )
         self.root.mkdir(parents=True, exist_ok=True)
-        self.env = with_token(self.token) | {"RAYTREC_ROOT": str(self.root)} | (environment or {})
+        self.env = environment_with_token(self.token) | {"RAYTREC_ROOT": str(self.root)} | (environment or {})
         self._folder, self._cpus = folder, [0, *[cpus] * workers]
-        self._switch: Host | None = None
-        self.all: list[Host] = []
+        self._switch: NamespaceHost | None = None
+        self.all: list[NamespaceHost] = []
 
-    def __enter__(self) -> Hosts:
+    def __enter__(self) -> HostCluster:
         try:
-            self._switch = Host("switch", self._folder)
+            self._switch = NamespaceHost("switch", self._folder)
             self._switch.net("ip", "link", "add", "br0", "type", "bridge")
             self._switch.net("ip", "link", "set", "br0", "up")
             for number, cpus in enumerate(self._cpus, 1):
@@ -85,12 +89,12 @@ class Hosts:
 
     def _connect(self, number: int) -> None:
         """Create a host and connect it to port p<number> of the bridge."""
-        host = Host(f"host{number}", self._folder)
+        host = NamespaceHost(f"host{number}", self._folder)
         self.all.append(host)
         cable = ["type", "veth", "peer", "name", "eth0", "netns", str(host.pid)]
         self._switch.net("ip", "link", "add", f"p{number}", *cable)
         self._switch.net("ip", "link", "set", f"p{number}", "master", "br0", "up")
-        host.address = f"{NETWORK}{number}"
+        host.address = f"{NETWORK_PREFIX}{number}"
         host.net("ip", "address", "add", f"{host.address}/24", "dev", "eth0")
         host.net("ip", "link", "set", "eth0", "up")
 
@@ -98,7 +102,7 @@ class Hosts:
         host, place = self.all[number - 1], self._folder / f"ray{number}"
         place.mkdir()
         command = [RAY, "start", "--block", f"--node-ip-address={host.address}", f"--num-cpus={cpus}"]
-        command += [f"--object-store-memory={200 << 20}", f"--temp-dir={short_folder(place)}"]
+        command += [f"--object-store-memory={200 << 20}", f"--temp-dir={make_short_link(place)}"]
         command += ["--disable-usage-stats"]
         if number == 1:
             command += ["--head", f"--port={PORT}", "--dashboard-host=127.0.0.1"]
@@ -116,7 +120,9 @@ class Hosts:
 
     def alive(self) -> int:
         """Return the number of nodes that are alive according to the cluster."""
-        return int(self.all[0].run(sys.executable, "-c", ALIVE, self.address, env=self.env).split()[-1])
+        return int(
+            self.all[0].run(sys.executable, "-c", COUNT_NODES_SOURCE, self.address, env=self.env).split()[-1]
+        )
 
     def cut_off(self, number: int) -> None:
         """Drop all packets from and to a host, so that connections hang without an error.
@@ -124,17 +130,17 @@ class Hosts:
         Args:
             number: number of the host (the head is 1), equal to the last part of its address.
         """
-        self._switch.net("bridge", "link", "set", "dev", f"p{number}", "state", DISABLED)
+        self._switch.net("bridge", "link", "set", "dev", f"p{number}", "state", PORT_DISABLED)
 
     def heal(self, number: int) -> None:
         """Reconnect a host that was cut off."""
-        self._switch.net("bridge", "link", "set", "dev", f"p{number}", "state", FORWARDING)
+        self._switch.net("bridge", "link", "set", "dev", f"p{number}", "state", PORT_FORWARDING)
 
     def logs(self) -> str:
         return "\n".join(f"{host.name}: {host.log.read_text()[-2000:]}" for host in self.all)
 
 
-class Host:
+class NamespaceHost:
     """Simulated host: namespaces held by their process 1.
 
     Attributes:
@@ -144,7 +150,16 @@ class Host:
 
     def __init__(self, name: str, folder: Path):
         self.name, self.log, self.address = name, folder / f"{name}.log", ""
-        hold = ["setpriv", "--pdeathsig", "KILL", "unshare", *HELD, "--fork", "--kill-child", "--mount-proc"]
+        hold = [
+            "setpriv",
+            "--pdeathsig",
+            "KILL",
+            "unshare",
+            *HOST_NAMESPACES,
+            "--fork",
+            "--kill-child",
+            "--mount-proc",
+        ]
         hold += ["sh", "-c", "sleep infinity & wait"]
         self._process = subprocess.Popen(hold, stdin=subprocess.DEVNULL, start_new_session=True)
         self.log.touch()
@@ -164,7 +179,7 @@ class Host:
 
     def command(self, *command: str) -> list[str]:
         """Return the command line that runs a command on this host."""
-        return ["nsenter", "--target", str(self.pid), *HELD, "--", *command]
+        return ["nsenter", "--target", str(self.pid), *HOST_NAMESPACES, "--", *command]
 
     def net(self, *command: str) -> None:
         """Run a command in the network namespace only; it sees the process ids of the machine."""
@@ -199,12 +214,12 @@ class Host:
         self._process.wait(30)
 
 
-def impossible(folder: Path) -> str | None:
+def why_hosts_unavailable(folder: Path) -> str | None:
     """Return the reason why simulated hosts cannot be created, or None if they can."""
     if os.geteuid() != 0:
         return "namespaces as hosts need root"
     try:
-        switch = Host("trial", folder)
+        switch = NamespaceHost("trial", folder)
         try:
             switch.net("ip", "link", "add", "br0", "type", "bridge")
             switch.net("ip", "link", "add", "p1", "type", "veth", "peer", "name", "eth0")

@@ -17,22 +17,22 @@ from ray.core.generated.autoscaler_pb2 import ClusterResourceConstraint, NodeSta
 from ray.core.generated.instance_manager_pb2 import Instance, NodeKind
 
 ROOT = Path(__file__).parents[2]
-AWS, GCP = ROOT / "cluster.yaml", ROOT / "deploy" / "cluster-gcp.yaml"
+AWS_CONFIG, GCP_CONFIG = ROOT / "cluster.yaml", ROOT / "deploy" / "cluster-gcp.yaml"
 Bundle = dict[str, float]
 
 
-def prepared(path: Path) -> dict[str, Any]:
+def prepare_launcher_config(path: Path) -> dict[str, Any]:
     """Load a configuration, fill in defaults and validate it like `ray up`."""
     config = prepare_config(yaml.safe_load(path.read_text()))
     validate_config(config)
     return config
 
 
-class Planner:
+class NodePlanner:
     """Ray's node scheduler (autoscaler v2) without a cluster.
 
     Args:
-        config: configuration from `prepared`, or converted from a RayCluster by Ray.
+        config: configuration from `prepare_launcher_config`, or converted from a RayCluster by Ray.
     """
 
     def __init__(self, config: dict[str, Any]):

@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 REPO = Path(__file__).parents[2]
-PLACE = REPO / ".venv-notebook"  # kept between runs because creating it takes a minute
-PINNED = REPO / "requirements" / "notebook.txt"
-ANSWER = "ANSWER "
-BEGIN = """
+NOTEBOOK_VENV = REPO / ".venv-notebook"  # kept between runs because creating it takes a minute
+NOTEBOOK_REQUIREMENTS = REPO / "requirements" / "notebook.txt"
+ANSWER_PREFIX = "ANSWER "
+PROGRAM_PREAMBLE = """
 import json, os, sys, time
 from raytrec import Cluster
 from raytrec.common.errors import RaytrecError, RunError
@@ -22,23 +22,25 @@ def answer(**values):
 """
 
 
-def python() -> str:
+def notebook_python() -> str:
     """Return the Python of the notebook environment; create it if missing or outdated."""
-    program, made = PLACE / "bin" / "python", PLACE / "made-of"
-    digest = hashlib.sha256(PINNED.read_bytes()).hexdigest()
+    program, made = NOTEBOOK_VENV / "bin" / "python", NOTEBOOK_VENV / "made-of"
+    digest = hashlib.sha256(NOTEBOOK_REQUIREMENTS.read_bytes()).hexdigest()
     if not made.is_file() or made.read_text() != digest:
         pip = [str(program), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        subprocess.run([sys.executable, "-m", "venv", "--clear", str(PLACE)], check=True, timeout=120)
-        subprocess.run([*pip, "-r", str(PINNED)], check=True, timeout=900)
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(NOTEBOOK_VENV)], check=True, timeout=120)
+        subprocess.run([*pip, "-r", str(NOTEBOOK_REQUIREMENTS)], check=True, timeout=900)
         subprocess.run([*pip, "--no-build-isolation", "-e", str(REPO)], check=True, timeout=300)
         made.write_text(digest)
     return str(program)
 
 
-def start(code: str, env: dict[str, str], *arguments: str, cwd: Path | None = None) -> subprocess.Popen:
+def start_notebook_program(
+    code: str, env: dict[str, str], *arguments: str, cwd: Path | None = None
+) -> subprocess.Popen:
     """Start a program in the notebook environment in the background."""
     return subprocess.Popen(
-        [python(), "-c", BEGIN + code, *arguments],
+        [notebook_python(), "-c", PROGRAM_PREAMBLE + code, *arguments],
         env=env,
         cwd=cwd,
         stdout=subprocess.PIPE,
@@ -47,16 +49,16 @@ def start(code: str, env: dict[str, str], *arguments: str, cwd: Path | None = No
     )
 
 
-def run(
+def run_notebook_program(
     code: str, env: dict[str, str], *arguments: str, timeout: float = 400, cwd: Path | None = None
 ) -> dict:
     """Run a program in the notebook environment; return its answer with stderr under the key "stderr"."""
-    process = start(code, env, *arguments, cwd=cwd)
+    process = start_notebook_program(code, env, *arguments, cwd=cwd)
     try:
         out, err = process.communicate(timeout=timeout)
     finally:
         process.kill()
         process.wait()
-    answers = [line for line in out.splitlines() if line.startswith(ANSWER)]
+    answers = [line for line in out.splitlines() if line.startswith(ANSWER_PREFIX)]
     assert process.returncode == 0 and answers, f"exit code {process.returncode}\n{out}\n{err[-8000:]}"
-    return json.loads(answers[-1].removeprefix(ANSWER)) | {"stderr": err}
+    return json.loads(answers[-1].removeprefix(ANSWER_PREFIX)) | {"stderr": err}

@@ -1,4 +1,4 @@
-"""The training loop of raytrec/worker/loop.py on a rank of on_ranks, without Ray and data files."""
+"""The training loop of raytrec/worker/loop.py on a rank of run_on_ranks, without Ray and data files."""
 
 import json
 from dataclasses import dataclass
@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import small
 
-ROWS = 12  # rows of a global batch of small.batches
+BATCH_ROWS = 12  # rows of a global batch of small.make_batches
 
 
-class Said(list):
+class RecordedMessages(list):
     """Stand-in for the coordinator's actor handle that records messages."""
 
     put = property(lambda self: self)
@@ -19,7 +19,7 @@ class Said(list):
         self.append({"kind": message.KIND, **json.loads(json.dumps(message.values()))})  # checks JSON types
 
 
-class Heartbeat:
+class FakeHeartbeat:
     """Heartbeat without a coordinator."""
 
     def __init__(self):
@@ -38,7 +38,7 @@ class Heartbeat:
 
 
 @dataclass
-class Loop:
+class WorkerLoop:
     """Training loop of one rank and its parts.
 
     Attributes:
@@ -54,7 +54,7 @@ class Loop:
     progress: object
     batches: object
     local: list
-    said: Said
+    said: RecordedMessages
     error: str | None = None
     unsaved: str | None = None
 
@@ -70,11 +70,11 @@ class Loop:
         try:
             self.observers.begin()
             for outputs in self.step.train(self.batches, steps):
-                self.progress.count(ROWS, outputs)
+                self.progress.count(BATCH_ROWS, outputs)
                 if self.progress.step % self.context.task.config.train.log_every_steps == 0:
                     self.progress.end_window()
                 self.progress.report(self.context)
-                self.observers.after_step(ROWS)
+                self.observers.after_step(BATCH_ROWS)
                 if after:
                     after(self)
                 self.checkpoints.after_step(outputs)
@@ -87,7 +87,7 @@ class Loop:
         return self
 
 
-def make(
+def make_worker_loop(
     rank,
     world,
     steps,
@@ -111,7 +111,7 @@ def make(
         plan: sharding type of all tables.
         schema: schema of the batches.
         kernel: compute kernel of all tables.
-        of: other arguments of small.config (model, tasks, …).
+        of: other arguments of small.make_small_config (model, tasks, …).
     """
     import torch
     import torch.distributed as dist
@@ -133,21 +133,21 @@ def make(
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     settings = [f"run.dir={folder}", *changes]
     tables = {"sharding_type": plan, "compute_kernel": kernel}
-    config, said = load_config(small.config(world, tables, **of), settings), Said()
+    config, said = load_config(small.make_small_config(world, tables, **of), settings), RecordedMessages()
     step, sharding = build_step(config, schema, device)
     features, learned = resolve_features(schema, config.model), resolve_tasks(config.tasks, schema)
-    _, local = small.batches(steps, rank, world, schema=schema, features=features, tasks=learned)
+    _, local = small.make_batches(steps, rank, world, schema=schema, features=features, tasks=learned)
     if spoil:
         spoil(rank, local)
     for number, batch in zip(count(), local):
         batch.step = number
     read = [batch.pin_memory() for batch in local] if on_gpu else local
     task = WorkerTask(config, schema, {}, SimpleNamespace(put=said), f"{folder}/checkpoints")
-    context = WorkerContext(rank, world, device, task, Heartbeat(), 0)
+    context = WorkerContext(rank, world, device, task, FakeHeartbeat(), 0)
     sums = Sums(Selection.from_config(config, schema), device)
     batches, progress = RecentBatches(iter(read), 0), Progress(sums)
     state = LogicalState(step.model, step.optimizer)
     run = RankRun(context, step, sharding, state, progress, batches, steps)
     observers = make_observers(run)
     checkpoints = CheckpointManager(run, observers.before_save)
-    return Loop(context, step, checkpoints, observers, progress, batches, local, said)
+    return WorkerLoop(context, step, checkpoints, observers, progress, batches, local, said)

@@ -3,25 +3,25 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from small import SCHEMA, batches, config
+from small import SCHEMA, make_batches, make_small_config
 
-ROW_WISE, COPIES = {"sharding_type": "row_wise"}, {"sharding_type": "data_parallel"}
-PLANS = {
+ROW_WISE, DATA_PARALLEL = {"sharding_type": "row_wise"}, {"sharding_type": "data_parallel"}
+SHARDING_PLANS = {
     "row-wise": ROW_WISE,
     "table-wise": {"sharding_type": "table_wise"},
     "column-wise": {"sharding_type": "column_wise"},
     "table-row-wise": {"sharding_type": "table_row_wise"},
     "table-column-wise": {"sharding_type": "table_column_wise"},
     "grid": {"sharding_type": "grid_shard"},
-    "data-parallel": COPIES,
+    "data-parallel": DATA_PARALLEL,
     "dense": {"sharding_type": "row_wise", "compute_kernel": "dense"},
     "fp16": {"sharding_type": "table_wise", "dtype": "fp16"},
 }
-ABOUT = {"config": "a: 1", "schema": "tables: {}", "torch": "2.13.0"}
+CHECKPOINT_ABOUT = {"config": "a: 1", "schema": "tables: {}", "torch": "2.13.0"}
 
 
 @dataclass
-class Scene:
+class FaultContext:
     """State of one rank that a fault can change.
 
     A fault is a function of a Scene and is called on every rank. It can return a function that is called at
@@ -35,7 +35,7 @@ class Scene:
     state: Any = None
     checks: Any = None
     local: list = field(default_factory=list)
-    about: dict = field(default_factory=lambda: dict(ABOUT))
+    about: dict = field(default_factory=lambda: dict(CHECKPOINT_ABOUT))
 
     @property
     def head(self):
@@ -46,7 +46,7 @@ class Scene:
         return [m for m in self.step.model.modules() if type(m).__name__ == kind]
 
 
-def loop(
+def train_with_checks(
     rank, world, plan, fault=None, after=4, *, optimizer="sgd", steps=6, every=3, balance="unequal", lr=0.1,
     schema=SCHEMA, checks=None, dense=None, model=None, tasks=None, device="cpu",
     qcomms=None, **train,
@@ -68,7 +68,7 @@ def loop(
     from raytrec.tasks.task import resolve_tasks
     from raytrec.worker.build import build_step
 
-    settings = config(world, plan, optimizer, lr, **train)
+    settings = make_small_config(world, plan, optimizer, lr, **train)
     settings.optim.dense.name = dense or settings.optim.dense.name
     settings.model = model or settings.model
     settings.tasks = [TaskSection(**task) for task in tasks or [{}]]
@@ -76,9 +76,9 @@ def loop(
     features = resolve_features(schema, settings.model)
     for name, reaction in (checks or {}).items():
         setattr(settings.checks, name, reaction)
-    scene = Scene(rank, world, build_step(settings, schema, torch.device(device))[0])
+    scene = FaultContext(rank, world, build_step(settings, schema, torch.device(device))[0])
     learned = resolve_tasks(settings.tasks, schema)
-    whole, scene.local = batches(steps, rank, world, balance, schema, features, learned)
+    whole, scene.local = make_batches(steps, rank, world, balance, schema, features, learned)
     for number, batch in enumerate(scene.local):
         batch.step = number
     undo = fault(scene) if fault and after == 0 else None
@@ -117,19 +117,19 @@ def loop(
             undo()
 
 
-def failed(answers, check=None):
+def failed_outcomes(answers, check=None):
     """Return the failed outcomes. The answers of all ranks must be equal."""
     assert all(answer == answers[0] for answer in answers), "the outcomes of the ranks differ"
     return [o for o in answers[0] if not o["passed"] and check in (None, o["check"])]
 
 
-def run(rank, world, plan, fault, settings):
-    return loop(rank, world, plan, fault, **settings)
+def run_with_fault(rank, world, plan, fault, settings):
+    return train_with_checks(rank, world, plan, fault, **settings)
 
 
-def the_one(answers, check, step=6):
+def only_failed_text(answers, check, step=6):
     """Return the text of a check that must be the only one to fail at a step, and not earlier."""
-    found = [o for o in failed(answers) if o["step"] == step]
+    found = [o for o in failed_outcomes(answers) if o["step"] == step]
     assert found and {o["check"] for o in found} == {check}, found
-    assert failed(answers)[0]["step"] == step, "a check failed before the fault was injected"
+    assert failed_outcomes(answers)[0]["step"] == step, "a check failed before the fault was injected"
     return found[0]["text"]

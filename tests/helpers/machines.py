@@ -7,7 +7,7 @@ from typing import Any
 from ray.autoscaler._private.fake_multi_node.node_provider import FakeMultiNodeProvider
 
 
-class Machines(FakeMultiNodeProvider):
+class LocalMachineProvider(FakeMultiNodeProvider):
     """Ray's fake node provider, changed to drop nodes whose raylet has died."""
 
     def non_terminated_nodes(self, tag_filters: dict[str, str]) -> list[str]:

@@ -7,13 +7,13 @@ import zlib
 
 import numpy as np
 import pyarrow as pa
-from served import ARROW, JSON, TOKEN, stream
+from served import ARROW, JSON, TOKEN, to_arrow_stream
 
 MIB = 1 << 20
-DEEP = 100_000
+JSON_NESTING_DEPTH = 100_000
 
 
-def json_bodies(rows):
+def malformed_json_bodies(rows):
     """Return [(name, type, body)] of malformed JSON bodies, derived from valid rows."""
     good = json.dumps({"rows": rows})
     first = rows[0]
@@ -25,9 +25,12 @@ def json_bodies(rows):
 
     found = [
         ("nothing", b""),
-        ("a list 100,000 deep", b"[" * DEEP + b"]" * DEEP),
-        ("an object 100,000 deep", b'{"rows":' * DEEP + b"1" + b"}" * DEEP),
-        ("a row 100,000 deep", b'{"rows":[' + b'{"a":' * DEEP + b"1" + b"}" * DEEP + b"]}"),
+        ("a list 100,000 deep", b"[" * JSON_NESTING_DEPTH + b"]" * JSON_NESTING_DEPTH),
+        ("an object 100,000 deep", b'{"rows":' * JSON_NESTING_DEPTH + b"1" + b"}" * JSON_NESTING_DEPTH),
+        (
+            "a row 100,000 deep",
+            b'{"rows":[' + b'{"a":' * JSON_NESTING_DEPTH + b"1" + b"}" * JSON_NESTING_DEPTH + b"]}",
+        ),
         ("16 MiB of [", b"[" * (16 * MIB)),
         ("16 MiB of {}", b'{"rows":[' + b"{}," * (5 * MIB) + b"{}]}"),
         ("more than 16 MiB", b" " * (16 * MIB + 1)),
@@ -65,7 +68,7 @@ def json_bodies(rows):
     return [(name, JSON, body) for name, body in found]
 
 
-def arrow_bodies(table):
+def malformed_arrow_bodies(table):
     """Return [(name, type, body)] of malformed Arrow bodies, derived from one valid row."""
     row = table.slice(0, 1)
     dense = next(f.name for f in table.schema if pa.types.is_floating(f.type))
@@ -74,7 +77,7 @@ def arrow_bodies(table):
     def with_column(name, array):
         count = len(array)
         whole = row.take(pa.array(np.zeros(count, np.int64)))
-        return stream(whole.set_column(whole.column_names.index(name), name, array))
+        return to_arrow_stream(whole.set_column(whole.column_names.index(name), name, array))
 
     def lists(values):
         return pa.ListArray.from_arrays(pa.array([0, len(values)], pa.int32()), values)
@@ -83,22 +86,22 @@ def arrow_bodies(table):
     for _ in range(60):
         deep = pa.StructArray.from_arrays([deep], ["x"])
     union = pa.UnionArray.from_sparse(pa.array([0], pa.int8()), [pa.array([1.0])])
-    good = stream(row)
+    good = to_arrow_stream(row)
     found = [
         ("nothing", b""),
         ("the end of a stream", b"\xff\xff\xff\xff\0\0\0\0"),
-        ("a schema alone", stream(row.slice(0, 0))),
-        ("no columns", stream(pa.table({}))),
+        ("a schema alone", to_arrow_stream(row.slice(0, 0))),
+        ("no columns", to_arrow_stream(pa.table({}))),
         (
             "a column twice",
-            stream(pa.Table.from_arrays([*row.columns, row[dense]], [*row.column_names, dense])),
+            to_arrow_stream(pa.Table.from_arrays([*row.columns, row[dense]], [*row.column_names, dense])),
         ),
-        ("10⁵ columns", stream(pa.table({str(i): pa.nulls(1) for i in range(10**5)}))),
-        ("2³⁰ nulls", stream(pa.table({dense: pa.nulls(1 << 30)}))),
-        ("structs in structs", stream(pa.table({dense: deep}))),
+        ("10⁵ columns", to_arrow_stream(pa.table({str(i): pa.nulls(1) for i in range(10**5)}))),
+        ("2³⁰ nulls", to_arrow_stream(pa.table({dense: pa.nulls(1 << 30)}))),
+        ("structs in structs", to_arrow_stream(pa.table({dense: deep}))),
         ("a message that claims 2 GiB", good[:4] + struct.pack("<i", 2**31 - 1) + good[8:]),
         ("a file in the place of a stream", b"ARROW1\0\0" + good),
-        ("a delta of a dictionary", deltas(dense)),
+        ("a delta of a dictionary", stream_with_dictionary_delta(dense)),
     ]
     kinds = {
         "a union": union,
@@ -126,7 +129,7 @@ def arrow_bodies(table):
     return [(name, ARROW, body) for name, body in found]
 
 
-def deltas(name):
+def stream_with_dictionary_delta(name):
     """Return an Arrow stream with a dictionary delta in the second batch."""
     sink = pa.BufferOutputStream()
     first, more = (pa.array(values).dictionary_encode() for values in (["a", "b"], ["a", "b", "c"]))
@@ -137,7 +140,7 @@ def deltas(name):
     return sink.getvalue().to_pybytes()
 
 
-def cut_and_changed(draw, body):
+def corrupt_body(draw, body):
     """Return a body that is truncated at, or has bytes replaced at, a random position."""
     at, length = int(draw.integers(len(body))), int(draw.integers(1, 9))
     if draw.random() < 0.3:
@@ -145,7 +148,7 @@ def cut_and_changed(draw, body):
     return body[:at] + draw.bytes(int(draw.integers(0, 9))) + body[at + length :]
 
 
-def other_values(draw, rows):
+def rows_with_wrong_type(draw, rows):
     """Return rows as JSON in which one value has another type."""
     row = dict(rows[draw.integers(len(rows))])
     column = str(draw.choice(sorted(row)))
@@ -175,7 +178,7 @@ def other_values(draw, rows):
     return json.dumps(whole).encode()
 
 
-def raw(url, data, wait_s=5.0, close=False):
+def send_raw_bytes(url, data, wait_s=5.0, close=False):
     """Send bytes to a service and return the HTTP status, or None if it closes the connection or waits.
 
     Args:
@@ -194,7 +197,7 @@ def raw(url, data, wait_s=5.0, close=False):
     return int(answer.split(b" ", 2)[1]) if answer.startswith(b"HTTP/1.") else None
 
 
-def raw_requests(body):
+def malformed_http_requests(body):
     """Return [(name, bytes)] of malformed HTTP requests, some with a valid body."""
     head = f"POST /predict HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n".encode()
     head += f"Content-Type: {JSON}\r\n".encode()

@@ -1,7 +1,7 @@
 """A small model with managed ids, and batches whose ids mostly change from step to step."""
 
 import torch
-from small import config
+from small import make_small_config
 
 from raytrec.config.schema import Schema
 
@@ -19,17 +19,17 @@ SPARSE = {
 STEPS, ROWS, SEED = 8, 12, 3
 
 
-def schema(tables=TABLES):
+def managed_schema(tables=TABLES):
     parts = {"labels": ["y"], "dense": ["a", "b"], "sparse": SPARSE, "tables": tables}
     return Schema.parse(parts, "managed")
 
 
-def raw_batches():
+def random_id_batches():
     """Return GlobalBatches of random 64-bit ids; consecutive steps have few ids in common."""
     from raytrec.checks.parity.batches import random_batches
 
     known = torch.randint(-(2**63), 2**63 - 1, (200,), generator=torch.Generator().manual_seed(1))
-    out = random_batches(schema(), ROWS, STEPS, seed=1)
+    out = random_batches(managed_schema(), ROWS, STEPS, seed=1)
     for step, batch in enumerate(out):
         for feature, (ids, bag, weights) in batch.bags.items():
             if feature != "city":
@@ -37,7 +37,7 @@ def raw_batches():
     return out
 
 
-def settings(world, sharding, optimizer, **train):
-    made = config(world, sharding, optimizer, **train)
+def managed_config(world, sharding, optimizer, **train):
+    made = make_small_config(world, sharding, optimizer, **train)
     made.optim.embeddings.eps, made.run.seed = 1e-6, SEED
     return made

@@ -12,10 +12,10 @@ class MeanModel(nn.Module):
         self.logit = nn.Linear(len(schema.dense) + width, outputs)
 
     def forward(self, dense, inputs):
-        return self.logit(torch.cat([dense, *(mean_of(inputs[name]) for name in self.features)], 1))
+        return self.logit(torch.cat([dense, *(mean_vector(inputs[name]) for name in self.features)], 1))
 
 
-def mean_of(given):
+def mean_vector(given):
     if isinstance(given, torch.Tensor):
         return given
     return given.vectors.sum(1) / given.present.sum(1, keepdim=True).clamp(min=1)

@@ -15,11 +15,11 @@ import urllib.request
 from contextlib import contextmanager
 from unittest.mock import patch
 
-from heads import free_ports
+from heads import find_free_ports
 
 BUCKET, START_S = "bucket", 120
 # Credentials of the client; it does not look for others.
-KEYS = {
+S3_CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "test",
     "AWS_SECRET_ACCESS_KEY": "test",
     "AWS_DEFAULT_REGION": "us-east-1",
@@ -28,21 +28,21 @@ KEYS = {
 
 
 @contextmanager
-def s3():
+def run_s3_store():
     """Run an S3 store and yield the URI of a bucket."""
     import boto3
 
-    (port,) = free_ports(1)
-    keys = KEYS | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}
+    (port,) = find_free_ports(1)
+    keys = S3_CREDENTIALS | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}
     with _serving(port, "moto.server", "-H", "127.0.0.1", "-p", port), patch.dict(os.environ, keys):
         boto3.client("s3").create_bucket(Bucket=BUCKET)
         yield f"s3://{BUCKET}"
 
 
 @contextmanager
-def gs():
+def run_gcs_store():
     """Run a Google Cloud Storage emulator and yield the URI of a bucket."""
-    (port,) = free_ports(1)
+    (port,) = find_free_ports(1)
     options = ["--host", "127.0.0.1", "--port", port, "--in-memory", "--default-bucket", BUCKET]
     with tempfile.NamedTemporaryFile("w", suffix=".json") as account:
         json.dump(_service_account(), account)

@@ -9,14 +9,14 @@ from raytrec.compat.torch_ import EveryOperator, described
 from raytrec.planning.dense_work import FREE_OPERATORS
 
 
-def is_launched(func):
+def launches_kernel(func):
     """Return True if an operator launches a kernel on a GPU."""
     name, _, is_view = described(func)
     room, _, name = name.partition("::")
     return room != "profiler" and not is_view and not name.startswith(FREE_OPERATORS)
 
 
-class Operators(EveryOperator):
+class OperatorCounter(EveryOperator):
     """Context manager that counts operator calls.
 
     Attributes:
@@ -30,5 +30,5 @@ class Operators(EveryOperator):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.calls[func._schema.name] += 1
-        self.launched += is_launched(func)
+        self.launched += launches_kernel(func)
         return func(*args, **(kwargs or {}))

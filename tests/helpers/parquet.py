@@ -21,7 +21,7 @@ tables:
 """
 
 
-def table(rows, seed):
+def make_tiny_table(rows, seed):
     """Return random rows whose label depends on user, tags and price, with noise."""
     rng = np.random.default_rng(seed)
     user, price = rng.integers(0, 40, rows), rng.normal(size=rows).astype(np.float32)
@@ -42,18 +42,18 @@ def table(rows, seed):
     )
 
 
-def write(folder, rows, seed, row_group=300, files=2):
+def write_split(folder, rows, seed, row_group=300, files=2):
     """Write a split as `files` Parquet files."""
     folder = Path(folder)
     folder.mkdir(parents=True)
-    whole, part = table(rows, seed), -(-rows // files)
+    whole, part = make_tiny_table(rows, seed), -(-rows // files)
     for i in range(files):
         pq.write_table(whole.slice(i * part, part), folder / f"part-{i}.parquet", row_group_size=row_group)
     return folder
 
 
-def change(path, column, values, **settings):
-    """Rewrite a file with changed values of a column, {row: value}; `settings` are for write_table."""
+def change_column_values(path, column, values, **settings):
+    """Rewrite a file with changed values of a column, {row: value}; `config_values` are for write_table."""
     changed = pq.read_table(path)
     column_values = changed[column].to_numpy().copy()
     for row, value in values.items():
@@ -62,23 +62,23 @@ def change(path, column, values, **settings):
     pq.write_table(changed.set_column(place, column, [column_values]), path, **settings)
 
 
-def dataset(folder, train=2000, valid=501, test=1003):
+def write_dataset(folder, train=2000, valid=501, test=1003):
     """Write train/, valid/, test/ and schema.yaml."""
     folder = Path(folder)
     for seed, (name, rows) in enumerate({"train": train, "valid": valid, "test": test}.items()):
-        write(folder / name, rows, seed)
+        write_split(folder / name, rows, seed)
     (folder / "schema.yaml").write_text(SCHEMA_YAML)
     return folder
 
 
-def schema(sparse=None, tables=None):
+def tiny_schema(sparse=None, tables=None):
     """Return the Schema of the dataset, with added or replaced features and tables."""
     values = yaml.safe_load(SCHEMA_YAML)
     parts = {"sparse": values["sparse"] | (sparse or {}), "tables": values["tables"] | (tables or {})}
     return Schema.parse(values | parts, "tiny")
 
 
-def settings(folder, run_dir, **changes):
+def config_values(folder, run_dir, **changes):
     """Return config values for the dataset; changes are section__key=value."""
     folder = Path(folder)
     values = {
@@ -101,7 +101,7 @@ def settings(folder, run_dir, **changes):
     return values
 
 
-def plain_rows(table, form):
+def canonical_to_dicts(table, form):
     """Convert a canonical table to dicts with labels, dense, present, weights and ids of each feature."""
     rows = []
     for row in table.to_pylist():

@@ -2,19 +2,19 @@
 
 from collections import Counter
 
-MASK = 2**64 - 1
+UINT64_MASK = 2**64 - 1
 
 
-def key(number):
+def splitmix64(number):
     """Return the splitmix64 hash of an integer as a signed integer."""
-    bits = (number + 0x9E3779B97F4A7C15) & MASK
-    bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & MASK
-    bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & MASK
+    bits = (number + 0x9E3779B97F4A7C15) & UINT64_MASK
+    bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & UINT64_MASK
+    bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & UINT64_MASK
     bits ^= bits >> 31
     return bits - 2**64 if bits >= 2**63 else bits
 
 
-class PlainIds:
+class ReferenceIdMap:
     """Map from ids of one table to rows. Rows are numbered in the order of their first assignment.
 
     Args:
@@ -33,7 +33,7 @@ class PlainIds:
         """Process a global batch of ids and return id → row, or None if the id has no row."""
         counts = Counter(ids)
         self.new, self.left = {}, []
-        wanted = [i for i in sorted(counts, key=key) if self._wants(i, counts[i], step)]
+        wanted = [i for i in sorted(counts, key=splitmix64) if self._wants(i, counts[i], step)]
         self._expire(step)
         self._trim(step)
         missing = len(wanted) - len(self.free)
@@ -57,8 +57,8 @@ class PlainIds:
         return sightings >= self.policy.admit_after
 
     def _draw(self, i, step):
-        salt = key((self.seed ^ key(step)) & MASK)
-        return key((key(i) ^ salt) & MASK) & MASK
+        salt = splitmix64((self.seed ^ splitmix64(step)) & UINT64_MASK)
+        return splitmix64((splitmix64(i) ^ salt) & UINT64_MASK) & UINT64_MASK
 
     def _to_free(self, missing):
         least = max(1, self.capacity // 64)
@@ -70,10 +70,10 @@ class PlainIds:
         """Return the ids that get a row, ordered by key."""
 
         def claim(i):
-            return self.waiting.get(i, [counts[i]])[0], self._draw(i, step) >> 33, key(i)
+            return self.waiting.get(i, [counts[i]])[0], self._draw(i, step) >> 33, splitmix64(i)
 
         best = sorted(wanted, key=claim)[max(0, len(wanted) - len(self.free)) :]
-        return sorted(best, key=key)
+        return sorted(best, key=splitmix64)
 
     def _expire(self, step):
         ttl_steps = self.policy.ttl_steps
@@ -84,16 +84,16 @@ class PlainIds:
         if len(self.waiting) > self.capacity:
             old = sorted(
                 (i for i in self.waiting if self.waiting[i][1] < step),
-                key=lambda i: (self.waiting[i][1], key(i)),
+                key=lambda i: (self.waiting[i][1], splitmix64(i)),
             )
             for i in old[: len(self.waiting) - self.capacity + self.capacity // 8]:
                 del self.waiting[i]
 
     def _worth(self, i):
         _, sightings, last = self.rows[i]
-        return last if self.policy.eviction == "lru" else (sightings, last), key(i)
+        return last if self.policy.eviction == "lru" else (sightings, last), splitmix64(i)
 
     def _leave(self, ids):
-        for i in sorted(ids, key=key):
+        for i in sorted(ids, key=splitmix64):
             self.free.append(self.rows.pop(i)[0])
             self.left.append(i)

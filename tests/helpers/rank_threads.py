@@ -8,7 +8,7 @@ import torch
 from raytrec.common.collectives import Peers
 
 
-class PeersInThreads(Peers):
+class ThreadPeers(Peers):
     """Peers that exchange values through a shared list.
 
     Attributes:
@@ -40,13 +40,13 @@ class PeersInThreads(Peers):
         return self._meet(value)
 
 
-def in_threads(world, function):
+def run_in_threads(world, function):
     """Run function(peers) in a thread per rank and return the results by rank."""
     everyone, barrier = [None] * world, Barrier(world)
 
     def run(rank):
         try:
-            return function(PeersInThreads(rank, world, everyone, barrier))
+            return function(ThreadPeers(rank, world, everyone, barrier))
         except BaseException:
             barrier.abort()
             raise

@@ -5,12 +5,12 @@ from raytrec.metrics.builtin.auc import AUC
 from raytrec.metrics.ranked import RankedRows, Ties, is_binary
 
 
-def ranked(predictions_N, labels_N):
+def rank_rows(predictions_N, labels_N):
     """Return the RankedRows of predictions and labels with weight 1."""
     ties = Ties.of(predictions_N.double(), labels_N, labels_N.new_ones(len(labels_N)))
     return RankedRows.sort(ties, Peers(alone=True), is_binary(labels_N))
 
 
-def auc_of(predictions_N, labels_N):
+def auc_of_predictions(predictions_N, labels_N):
     """Return the AUC of predictions and labels."""
-    return float(AUC.figure(AUC.sums(ranked(predictions_N, labels_N))))
+    return float(AUC.figure(AUC.sums(rank_rows(predictions_N, labels_N))))

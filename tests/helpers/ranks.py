@@ -16,12 +16,12 @@ from time import monotonic
 
 import warm
 
-TIMEOUT_S = 120
-KEPT = 4  # idle processes, in addition to the processes in use
+CALL_TIMEOUT_S = 120
+MAX_IDLE_PROCESSES = 4  # idle processes, in addition to the processes in use
 _pools = {}
 
 
-def on_ranks(world, function, *args, hosts=1, device="cpu"):
+def run_on_ranks(world, function, *args, hosts=1, device="cpu"):
     """Run function(rank, world, *args) in a process per rank and return the results by rank.
 
     Args:
@@ -33,7 +33,7 @@ def on_ranks(world, function, *args, hosts=1, device="cpu"):
     """
     key = world, hosts, device
     pool = _pools.pop(key, None)
-    while sum(size for size, _, _ in _pools) > KEPT:
+    while sum(size for size, _, _ in _pools) > MAX_IDLE_PROCESSES:
         _pools.pop(next(iter(_pools))).close()
     _pools[key] = pool or _Pool(world, hosts, device)  # least recently used pool first
     try:
@@ -55,7 +55,7 @@ class _Pool:
         call = sys.path, pickle.dumps((function, args))
         for end in self._ends:
             end.send(call)
-        deadline, results, waiting = monotonic() + TIMEOUT_S, {}, dict(enumerate(self._ends))
+        deadline, results, waiting = monotonic() + CALL_TIMEOUT_S, {}, dict(enumerate(self._ends))
         while waiting:
             for rank, end in list(waiting.items()):
                 if end.poll(0.01):
@@ -68,13 +68,13 @@ class _Pool:
                     results[rank] = value
                     del waiting[rank]
             if monotonic() > deadline:
-                raise TimeoutError(f"ranks {list(waiting)} did not end within {TIMEOUT_S} s")
+                raise TimeoutError(f"ranks {list(waiting)} did not end within {CALL_TIMEOUT_S} s")
         return [results[rank] for rank in sorted(results)]
 
     def close(self):
         for end in self._ends:
             end.close()
-        warm.end(self._pids)
+        warm.kill_and_wait(self._pids)
         self._folder.cleanup()
 
 
@@ -85,9 +85,9 @@ def _serve(end, rank, world, local, folder, device):
     torch.set_num_threads(1)
     if device == "cpu":
         return _answer(end, rank, world, folder, "gloo")
-    from standin import cuda
+    from standin import use_stand_in_gpu
 
-    with cuda(rank % local, local):
+    with use_stand_in_gpu(rank % local, local):
         _answer(end, rank, world, folder, "nccl")
 
 
@@ -117,7 +117,7 @@ def _answer(end, rank, world, folder, backend):
 
 
 @atexit.register
-def close_all():
+def close_rank_pools():
     """End the idle rank processes."""
     while _pools:
         _pools.popitem()[1].close()

@@ -6,11 +6,11 @@ from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
-CPUS = 6
-HERE = str(Path(__file__).parent)
+RAY_CPUS = 6
+HELPERS_FOLDER = str(Path(__file__).parent)
 
 
-class Rays:
+class SharedRay:
     """Local Ray that is restarted if a test needs another number of GPUs.
 
     Attributes:
@@ -31,7 +31,7 @@ class Rays:
         self.gpus = None
 
 
-def workers():
+def alive_worker_pids():
     """Return the process ids of the Ray Train workers that are alive."""
     import ray
 
@@ -45,20 +45,20 @@ def _started(gpus):
     """Start a local Ray on loopback with 6 logical CPUs and `gpus` simulated GPUs."""
     import ranks
     import ray
-    from stores import made_once
+    from stores import reuse_first_store
 
     from raytrec.cluster import warm_process
     from raytrec.cluster.session import ray_session
 
-    ranks.close_all()  # idle ranks would use CPU time
+    ranks.close_rank_pools()  # idle ranks would use CPU time
     assert not ray.is_initialized(), "an earlier test left Ray running"
     # Workers with stand-in GPUs import helper modules from this folder.
-    path = os.pathsep.join(p for p in (HERE, os.environ.get("PYTHONPATH")) if p)
+    path = os.pathsep.join(p for p in (HELPERS_FOLDER, os.environ.get("PYTHONPATH")) if p)
     with patch.dict(os.environ, {"PYTHONPATH": path} if gpus else {}):
         warm_process.warm_up()
         counted = patch("ray.init", partial(ray.init, num_gpus=gpus)) if gpus else nullcontext()
         try:
-            with made_once(), counted, ray_session(num_cpus=CPUS):
+            with reuse_first_store(), counted, ray_session(num_cpus=RAY_CPUS):
                 yield
         finally:
             warm_process.stop_warm_process()

@@ -14,7 +14,7 @@ from raytrec.data.stream import Stream
 parse_transforms = TypeAdapter(tuple[Transform, ...]).validate_python
 
 
-def read(place, plan, faults=None, skip=False):
+def read_canonical_rows(place, plan, faults=None, skip=False):
     """Return (all rows of a file or folder in canonical form, the form)."""
     data = scan(str(place), plan, skip=skip)
     parts = [Part(group.path, group.index, 0, group.rows) for group in data.groups]
@@ -22,7 +22,7 @@ def read(place, plan, faults=None, skip=False):
     return pa.concat_tables(tables), data.form
 
 
-def batch_of(table, form, features=None, padding=0):
+def collate_table(table, form, features=None, padding=0):
     """Collate rows in canonical form to one Batch with `padding` additional rows."""
     pieces = [Rows.of(batch) for batch in table.combine_chunks().to_batches()]
     return Collator(form, features)(pieces, table.num_rows + padding, table.num_rows)

@@ -5,8 +5,8 @@ import pyarrow as pa
 
 from raytrec.config.schema import Schema
 
-CANDIDATES = ["y", "price", "item", "shop"]
-PARTS = {
+CANDIDATE_COLUMNS = ["y", "price", "item", "shop"]
+REQUEST_SCHEMA_PARTS = {
     "labels": ["y"],
     "dense": ["age", "price", "hour"],
     "scale": {"price": {"mean": 1.0, "std": 2.0}},
@@ -24,12 +24,12 @@ PARTS = {
         "shop": {"rows": 5, "dim": 8},
     },
 }
-REPEATED = Schema.parse(PARTS, "repeated")
-SCHEMA = Schema.parse(PARTS | {"candidates": CANDIDATES}, "requests")
-LISTS = frozenset({"history"})
+REPEATED_SCHEMA = Schema.parse(REQUEST_SCHEMA_PARTS, "repeated")
+SCHEMA = Schema.parse(REQUEST_SCHEMA_PARTS | {"candidates": CANDIDATE_COLUMNS}, "requests")
+LIST_FEATURES = frozenset({"history"})
 
 
-def table(rows, seed, most=5):
+def make_request_table(rows, seed, most=5):
     """Return random requests in the file format; on average one in six has no candidates."""
     rng = np.random.default_rng(seed)
     counts = rng.integers(0, most + 1, rows)
@@ -57,16 +57,16 @@ def table(rows, seed, most=5):
     )
 
 
-def repeated(requests):
+def repeat_by_candidate(requests):
     """Convert requests to one row per candidate."""
     rows = requests.to_pylist()
-    listed = [*CANDIDATES, "shown"]
+    listed = [*CANDIDATE_COLUMNS, "shown"]
     found = [row | {k: row[k][i] for k in listed} for row in rows for i in range(len(row["y"]))]
     kinds = [(f.name, f.type.value_type if f.name in listed else f.type) for f in requests.schema]
     return pa.Table.from_pylist(found, pa.schema(kinds))
 
 
-def batch_of(requests, schema, features=None, padding=0, plan=None, global_rows=None):
+def requests_to_batch(requests, schema, features=None, padding=0, plan=None, global_rows=None):
     """Convert a table of requests to a Batch like a run."""
     from raytrec.data.batch import Collator
     from raytrec.data.canonical import canonical
@@ -74,7 +74,7 @@ def batch_of(requests, schema, features=None, padding=0, plan=None, global_rows=
     from raytrec.data.read_plans import ReadPlan, ResolvedReadPlan
     from raytrec.data.row_slices import Rows
 
-    form = ResolvedReadPlan(plan or ReadPlan(schema), lists=LISTS)
+    form = ResolvedReadPlan(plan or ReadPlan(schema), lists=LIST_FEATURES)
     made = canonical(requests, form, Place("test", 0, 0)).combine_chunks().to_batches()
     rows = requests.num_rows
     pieces = [Rows.of(piece) for piece in made]

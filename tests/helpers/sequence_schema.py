@@ -3,7 +3,7 @@
 from raytrec.config.schema import Schema
 
 
-def schema(weights=False, dense=()):
+def make_mixed_schema(weights=False, dense=()):
     scores = {"weights": "w"} if weights else {}
     return Schema.parse(
         {

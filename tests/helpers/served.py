@@ -14,7 +14,7 @@ from raytrec.serving.loaded_exports import LoadedExports
 TOKEN = "a token"
 
 
-class Http:
+class ServedApp:
     """HTTP service and its client.
 
     Args:
@@ -69,14 +69,14 @@ class Http:
         columns = {name: [row[name] for row in rows] for name in rows[0]}
         yield "rows", self.scores({"rows": rows})
         yield "columns", self.scores({"columns": columns})
-        yield "Arrow", self.scores(stream(table), kind=ARROW)
-        _, content, headers = self.ask("/predict", stream(table), kind=ARROW, accept=ARROW)
+        yield "Arrow", self.scores(to_arrow_stream(table), kind=ARROW)
+        _, content, headers = self.ask("/predict", to_arrow_stream(table), kind=ARROW, accept=ARROW)
         answer = pa.ipc.open_stream(content).read_all()
         assert answer.schema.metadata[b"version"].decode() == headers["X-Model-Version"]
         yield "Arrow in Arrow", answer.to_pydict()
 
 
-def stream(table, **options):
+def to_arrow_stream(table, **options):
     """Serialize a table as an Arrow stream.
 
     Args:
@@ -89,7 +89,7 @@ def stream(table, **options):
     return sink.getvalue().to_pybytes()
 
 
-def assert_same(predictions, expected):
+def assert_predictions_equal(predictions, expected):
     """Assert that predictions equal the columns of a table or mapping."""
     for name in getattr(expected, "column_names", expected):
         values = expected[name]

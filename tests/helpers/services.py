@@ -16,19 +16,19 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pyarrow as pa
-from checkpoints import flip
-from exports import trained
-from test_models import Modelled
+from checkpoints import flip_lowest_bit
+from exports import train_for_export
+from test_models import ModelCase
 from waiting import wait_for
 
 import raytrec
 
 TOKEN, START_S = "a token", 300
-PRECISIONS = {"whole": None, "small": "int8", "half": "fp16"}
+TABLE_PRECISIONS = {"whole": None, "small": "int8", "half": "fp16"}
 
 
 @dataclass(frozen=True)
-class Export:
+class ExportedModel:
     """Export of a trained model.
 
     Attributes:
@@ -40,19 +40,19 @@ class Export:
     model: object
 
 
-def exports_of_a_model(root):
+def export_in_all_precisions(root):
     """Export one trained model with three table precisions; return ({name: Export}, rows as a table)."""
-    folder, table, _, _ = trained(Modelled("two_tower", (1, 1)), root)
+    folder, table, _, _ = train_for_export(ModelCase("two_tower", (1, 1)), root)
     made = {}
-    for name, precision in PRECISIONS.items():
+    for name, precision in TABLE_PRECISIONS.items():
         path = raytrec.export(folder, str(root / name), quantize=precision).path
         model = raytrec.load(path)
-        made[name] = Export(path, model.manifest.version, model)
+        made[name] = ExportedModel(path, model.manifest.version, model)
     return made, table.select(made["whole"].model.columns.names)
 
 
 @dataclass(frozen=True)
-class Running:
+class RunningService:
     """Running service process; `folder` has the log."""
 
     process: subprocess.Popen
@@ -81,10 +81,10 @@ class Running:
     def family(self, name=""):
         """Return the descendant processes whose command line contains `name`."""
         found = psutil.Process(self.process.pid).children(recursive=True)
-        return [process for process in found if name in called(process)]
+        return [process for process in found if name in command_line(process)]
 
 
-def called(process):
+def command_line(process):
     """Return the command line of a process; empty if the process has ended."""
     try:
         return " ".join(process.cmdline())
@@ -93,7 +93,7 @@ def called(process):
 
 
 @contextmanager
-def running(export, replicas, folder, promote_from="/"):
+def run_service(export, replicas, folder, promote_from="/"):
     """Run `raytrec serve` until the block ends.
 
     Args:
@@ -111,7 +111,7 @@ def running(export, replicas, folder, promote_from="/"):
     environment = os.environ | {"RAYTREC_SERVE_TOKEN": TOKEN}
     with (folder / "serve.log").open("w") as log:
         process = subprocess.Popen([*command, "--port", str(port)], stdout=log, stderr=log, env=environment)
-    service = Running(process, f"http://127.0.0.1:{port}", folder)
+    service = RunningService(process, f"http://127.0.0.1:{port}", folder)
 
     def answers():
         assert process.poll() is None, (folder / "serve.log").read_text()
@@ -129,19 +129,19 @@ def running(export, replicas, folder, promote_from="/"):
                 process.kill()
 
 
-def copied(export, folder, change=lambda copy: None):
+def copy_export(export, folder, change=lambda copy: None):
     """Copy an export, apply `change` to the copy, and return its path."""
     copy = Path(shutil.copytree(export, folder))
     change(copy)
     return str(copy)
 
 
-def flip_a_table(copy):
+def corrupt_table(copy):
     """Flip a bit of a table file."""
-    flip(sorted((copy / "tables").iterdir())[0], -10)
+    flip_lowest_bit(sorted((copy / "tables").iterdir())[0], -10)
 
 
-def change_a_score(copy):
+def change_golden_score(copy):
     """Change the scores of the golden rows and update their checksum in the manifest."""
     table = pa.ipc.open_file(copy / "golden.arrow").read_all()
     place = table.column_names.index("score_y")

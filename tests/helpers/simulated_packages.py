@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-METADATA = "Metadata-Version: 2.1\nName: {}\nVersion: {}\n"
+PACKAGE_METADATA = "Metadata-Version: 2.1\nName: {}\nVersion: {}\n"
 
 
-def install(folder: Path, modules: dict[str, str] | None = None, **versions: str) -> str:
+def install_simulated_packages(folder: Path, modules: dict[str, str] | None = None, **versions: str) -> str:
     """Write the metadata of simulated packages and return the folder for sys.path.
 
     Args:
@@ -16,7 +16,7 @@ def install(folder: Path, modules: dict[str, str] | None = None, **versions: str
     for name, version in versions.items():
         info = folder / f"{name}-{version}.dist-info"
         info.mkdir(parents=True, exist_ok=True)
-        (info / "METADATA").write_text(METADATA.format(name.replace("_", "-"), version))
+        (info / "METADATA").write_text(PACKAGE_METADATA.format(name.replace("_", "-"), version))
         (info / "RECORD").write_text(f"{name}/__init__.py,sha256={version},1\n")
     for name, text in (modules or {}).items():
         file = folder / name

@@ -3,7 +3,7 @@
 from raytrec.config.run_config import load_config
 from raytrec.config.schema import Schema
 
-PARTS = {
+SMALL_SCHEMA_PARTS = {
     "labels": ["y"],
     "dense": ["a", "b"],
     "sparse": {
@@ -15,15 +15,15 @@ PARTS = {
 }
 
 
-def a_schema(**parts):
+def make_small_schema(**parts):
     """Return a Schema of PARTS, with some parts replaced."""
-    return Schema.parse(PARTS | parts, "small")
+    return Schema.parse(SMALL_SCHEMA_PARTS | parts, "small")
 
 
-SCHEMA = a_schema()
+SCHEMA = make_small_schema()
 
 
-def config(world, plan, optimizer="adagrad", lr=0.1, tables=None, tasks=None, model=None, **train):
+def make_small_config(world, plan, optimizer="adagrad", lr=0.1, tables=None, tasks=None, model=None, **train):
     """Return a RunConfig.
 
     `plan` is the value of plan.tables['*'], or plan.sharding_types if it is a list. `tables` is optim.tables.
@@ -47,7 +47,7 @@ def config(world, plan, optimizer="adagrad", lr=0.1, tables=None, tasks=None, mo
     )
 
 
-def build(config, schema=SCHEMA, device="cpu"):
+def build_step_on_rank(config, schema=SCHEMA, device="cpu"):
     """Build the Step of this rank."""
     import torch
 
@@ -56,7 +56,7 @@ def build(config, schema=SCHEMA, device="cpu"):
     return build_step(config, schema, torch.device(device))[0]
 
 
-def batches(count, rank, world, balance="unequal", schema=SCHEMA, features=None, tasks=(), rows=12):
+def make_batches(count, rank, world, balance="unequal", schema=SCHEMA, features=None, tasks=(), rows=12):
     """Return (random global batches, their local batches on this rank)."""
     from raytrec.checks.parity.batches import cuts, make_local_batch, random_batches
 
@@ -64,12 +64,12 @@ def batches(count, rank, world, balance="unequal", schema=SCHEMA, features=None,
     return whole, [make_local_batch(b, schema, cuts(rows, world, balance), rank, features) for b in whole]
 
 
-def train(step, local):
+def train_step(step, local):
     """Train a Step on local batches and return the outputs."""
     return list(step.train(iter(local), len(local)))
 
 
-def weights_of(step):
+def gather_weights(step):
     """Return name → copy of each dense parameter and full table. This is a collective call."""
     from raytrec.embeddings.tables import tables
 
@@ -77,23 +77,23 @@ def weights_of(step):
     return dense | {name: table.weight.dense() for name, table in tables(step.model).items()}
 
 
-def one_process(step, config, schema=SCHEMA):
+def make_reference_model(step, config, schema=SCHEMA):
     """Return a checks.parity.reference.Reference with the weights of a Step. This is a collective call."""
     from raytrec.checks.parity.reference import Reference
     from raytrec.models import build_model
     from raytrec.tasks.objective import Objective
 
-    weights, model = weights_of(step), build_model(schema, config.model)
+    weights, model = gather_weights(step), build_model(schema, config.model)
     model.load_state_dict({name: weights.pop(name) for name, _ in model.named_parameters()}, strict=False)
     return Reference(schema, weights, model, objective=Objective.of(config, schema))
 
 
-def largest_difference(weights, others):
+def max_weight_difference(weights, others):
     """Return the largest absolute difference of the tensors named in `others`."""
     return max(float((weights[name] - others[name]).abs().max()) for name in others)
 
 
-def state_of(step):
+def copy_local_state(step):
     """Return name → copies of this rank's shards of weights and optimizer state."""
     from raytrec.checkpoint.state import LogicalState
 
@@ -105,7 +105,7 @@ def state_of(step):
 
 
 def assert_same_state(state, other):
-    """Assert that two states from `state_of` are bitwise equal."""
+    """Assert that two states from `copy_local_state` are bitwise equal."""
     import torch
 
     assert state.keys() == other.keys()
@@ -113,15 +113,15 @@ def assert_same_state(state, other):
         assert all(torch.equal(a, b) for a, b in zip(values, other[name], strict=True)), name
 
 
-def objective(tasks, schema=SCHEMA, world=1, **options):
+def make_objective(tasks, schema=SCHEMA, world=1, **options):
     """Return the Objective of task sections."""
     from raytrec.tasks.objective import Objective
     from raytrec.tasks.task import resolve_tasks
 
-    return Objective(resolve_tasks(config(1, {}, tasks=tasks).tasks, schema), world, **options)
+    return Objective(resolve_tasks(make_small_config(1, {}, tasks=tasks).tasks, schema), world, **options)
 
 
-def labelled(labels, weights=None, rows=None, task_weights=None, keys=None):
+def batch_of_labels(labels, weights=None, rows=None, task_weights=None, keys=None):
     """Return a Batch with only labels, float32 [B] or [B, L]; `rows` is the row count (default: B)."""
     import torch
 

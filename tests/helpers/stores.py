@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 
 @contextmanager
-def made_once():
+def reuse_first_store():
     """Run migrations only for the first store of this process; later stores are copies."""
     from mlflow.store.db import utils
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pexpect
 
 PROMPT = "raytrec-prompt> "
-COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+ANSI_COLORS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 # Text that may differ between runs: a job name suffix, a folder, a number.
-VARYING = re.compile(r"(-\d{8}-\d{6}(?:-[0-9a-f]{4})?)|((?<![\w.])/[\w./-]+)|(\d[\d,.:]*)")
+VARYING_TEXT = re.compile(r"(-\d{8}-\d{6}(?:-[0-9a-f]{4})?)|((?<![\w.])/[\w./-]+)|(\d[\d,.:]*)")
 
 
 def console_blocks(page: Path) -> list[str]:
@@ -23,7 +23,7 @@ def console_blocks(page: Path) -> list[str]:
     return re.findall(r"^```console\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
-def commands(transcript: str) -> list[tuple[str, list[str]]]:
+def parse_transcript(transcript: str) -> list[tuple[str, list[str]]]:
     """Return (command, expected lines) of each command in a transcript."""
     out: list[tuple[str, list[str]]] = []
     for line in transcript.splitlines():
@@ -34,10 +34,10 @@ def commands(transcript: str) -> list[tuple[str, list[str]]]:
     return out
 
 
-def pattern(line: str) -> str:
+def line_pattern(line: str) -> str:
     """Return a regular expression that matches a line up to varying text."""
     parts, last = [], 0
-    for found in VARYING.finditer(line):
+    for found in VARYING_TEXT.finditer(line):
         parts.append(re.escape(line[last : found.start()]))
         name, folder, _ = found.groups()
         parts.append(r"-\d{8}-\d{6}(?:-[0-9a-f]{4})?" if name else r"/[\w./-]+" if folder else r"\d[\d,.:]*")
@@ -45,11 +45,11 @@ def pattern(line: str) -> str:
     return "".join([*parts, re.escape(line[last:])])
 
 
-def differences(expected: list[str], got: list[str]) -> str | None:
+def describe_difference(expected: list[str], got: list[str]) -> str | None:
     """Describe the first difference between expected and printed lines; None if they match."""
     lines = [line.rstrip() for line in got if not line.startswith("warning: ")]
     text = "".join(f"{line}\n" for line in lines)
-    parts = [r"(?:.*\n)*?" if line == "..." else pattern(line.rstrip()) + r"\n" for line in expected]
+    parts = [r"(?:.*\n)*?" if line == "..." else line_pattern(line.rstrip()) + r"\n" for line in expected]
     if re.fullmatch("".join(parts), text):
         return None
     come = max(n for n in range(len(parts) + 1) if re.match("".join(parts[:n]), text))
@@ -57,7 +57,7 @@ def differences(expected: list[str], got: list[str]) -> str | None:
     return f"expected: {[*expected, 'the end'][come]}\ngot:      {rest or 'the end'}"
 
 
-class Shell:
+class TerminalShell:
     """Shell on a pseudo-terminal."""
 
     def __init__(self, command: list[str], cwd: Path, env: dict[str, str], timeout: float):
@@ -79,12 +79,12 @@ class Shell:
         self._shell.sendline(command)
         if "^C" in expected:
             line = expected[expected.index("^C") - 1]
-            came = self._shell.expect([pattern(line), re.escape(PROMPT)])
+            came = self._shell.expect([line_pattern(line), re.escape(PROMPT)])
             printed = self._shell.before + self._shell.after
             assert came == 0, f"$ {command}\nended without printing: {line}\n--- output:\n{printed}"
             self._shell.sendintr()
         self._shell.expect_exact(PROMPT)
-        lines = COLOURS.sub("", printed + self._shell.before).replace("\r", "").splitlines()
+        lines = ANSI_COLORS.sub("", printed + self._shell.before).replace("\r", "").splitlines()
         return [line for line in lines if line.strip() and line != "^C"]
 
     def close(self) -> None:

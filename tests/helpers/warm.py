@@ -2,11 +2,11 @@
 
 Importing them takes 6 s of CPU time, more than most tests. A forked process has its own environment, working
 directory and output. Forked processes serve as ranks without Ray (ranks.py) and as workers of a local Ray
-(ray_workers).
+(fork_ray_workers).
 
 Ray workers import Ray only after the fork, because the import reads environment variables and seeds the
 generator of object ids. Workers forked after the import would all create the same ids. Other processes never
-connect to Ray. They are forked from a copy of the test process made after collection (`copy_this_process`),
+connect to Ray. They are forked from a copy of the test process made after collection (`fork_from_copy`),
 or from a forked process that has imported Ray.
 """
 
@@ -32,14 +32,21 @@ from threading import Thread
 from time import sleep
 from unittest.mock import patch
 
-TORCH = ("torchrec", "tensordict", "torch.distributed.checkpoint", "pandas", "pyarrow.dataset", "pydantic")
+TORCH_MODULES = (
+    "torchrec",
+    "tensordict",
+    "torch.distributed.checkpoint",
+    "pandas",
+    "pyarrow.dataset",
+    "pydantic",
+)
 # Saves 1 s of CPU time per rank. Processes that need another raytrec are not forked from here.
-WITH_RAY = ("ray", "raytrec.worker.build", "raytrec.worker.observers", "raytrec.checks.parity.compare")
-SOCKET = "RAYTREC_TESTS_WARM"  # environment variable with the server address, read by warm_worker.py
+RAY_MODULES = ("ray", "raytrec.worker.build", "raytrec.worker.observers", "raytrec.checks.parity.compare")
+SOCKET_VARIABLE = "RAYTREC_TESTS_WARM"  # environment variable with the server address, read by warm_worker.py
 _servers = {}
 
 
-def copy_this_process():
+def fork_from_copy():
     """Copy this process with all imported modules; later calls of `fork` fork from the copy.
 
     Call this function before any torch computation, because threads (e.g. of autograd) are not copied.
@@ -61,7 +68,7 @@ def _fork(address, target, *args):
     return connection.recv(), connection
 
 
-def end(pids):
+def kill_and_wait(pids):
     """Kill forked processes and wait until they have ended."""
     for pid in pids:
         with suppress(ProcessLookupError):
@@ -72,11 +79,11 @@ def end(pids):
 
 
 @contextmanager
-def ray_workers():
+def fork_ray_workers():
     """Fork the workers of a local Ray started in this block, except workers with another interpreter."""
     script = str(Path(__file__).with_name("warm_worker.py"))
     with (
-        patch.dict(os.environ, {SOCKET: _server().address}),
+        patch.dict(os.environ, {SOCKET_VARIABLE: _server().address}),
         patch("ray._private.ray_constants.SETUP_WORKER_FILENAME", script),
     ):
         yield
@@ -112,7 +119,9 @@ class _Server:
         self.address = f"{self._folder.name}/socket"
         context = get_context("spawn")
         self._alive, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, self.address, TORCH), daemon=True)
+        self._process = context.Process(
+            target=_serve, args=(theirs, self.address, TORCH_MODULES), daemon=True
+        )
         self._process.start()
         theirs.close()
         self._alive.recv()
@@ -128,7 +137,7 @@ class _Forked:
 
     def __init__(self):
         self.address = f"{_server().address}-with-ray"
-        _, self._alive = _fork(_server().address, _serve, self.address, WITH_RAY)
+        _, self._alive = _fork(_server().address, _serve, self.address, RAY_MODULES)
         self._alive.recv()
 
     def close(self):
@@ -140,19 +149,19 @@ class _Copy:
 
     def __init__(self):
         self._folder = tempfile.TemporaryDirectory(prefix="warm-")
-        self._redact_address, (self._alive, theirs) = f"{self._folder.name}/socket", Pipe()
+        self._address, (self._alive, theirs) = f"{self._folder.name}/socket", Pipe()
         self._ready, self._pid = False, os.fork()
         if not self._pid:
             self._alive.close()
             gc.freeze()  # garbage collections keep the pages shared with the parent
-            _begin(_serve, theirs, self._redact_address, (*TORCH, *WITH_RAY))
+            _begin(_serve, theirs, self._address, (*TORCH_MODULES, *RAY_MODULES))
         theirs.close()
 
     @property
     def address(self):
         if not self._ready:
             self._ready = self._alive.recv() is None
-        return self._redact_address
+        return self._address
 
     def close(self):
         self._alive.close()

@@ -9,25 +9,25 @@ import socket
 import struct
 import sys
 
-CONTEXT, LANGUAGE = "--serialized-runtime-env-context=", "--language="
+CONTEXT_OPTION, LANGUAGE_OPTION = "--serialized-runtime-env-context=", "--language="
 
 
 def main():
     """Request a forked worker, or run setup_worker.py if the worker needs another interpreter."""
-    context = next((a[len(CONTEXT) :] for a in sys.argv if a.startswith(CONTEXT)), "") or "{}"
+    context = next((a[len(CONTEXT_OPTION) :] for a in sys.argv if a.startswith(CONTEXT_OPTION)), "") or "{}"
     mine = json.loads(context)
     plain = not mine.get("command_prefix") and not mine.get("override_worker_entrypoint")
-    command = [a for a in sys.argv[1:] if not a.startswith((CONTEXT, LANGUAGE))]
+    command = [a for a in sys.argv[1:] if not a.startswith((CONTEXT_OPTION, LANGUAGE_OPTION))]
     if not (plain and mine.get("py_executable") in (None, sys.executable) and command[0].endswith(".py")):
         script = os.path.join(os.path.dirname(command[0]), "setup_worker.py")
         os.execv(sys.executable, [sys.executable, script, *sys.argv[1:]])
     env = dict(os.environ) | mine.get("env_vars", {})
     nice = os.getpriority(os.PRIO_PROCESS, 0)
     worker = {"command": command, "env": env, "folder": os.getcwd(), "nice": nice}
-    ask(os.environ["RAYTREC_TESTS_WARM"], worker, [0, 1, 2])
+    request_worker(os.environ["RAYTREC_TESTS_WARM"], worker, [0, 1, 2])
 
 
-def ask(place, request, fds):
+def request_worker(place, request, fds):
     """Send a request and wait until the worker or the server ends."""
     message = json.dumps(request).encode()
     connection = socket.socket(socket.AF_UNIX)

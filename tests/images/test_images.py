@@ -16,7 +16,7 @@ from compose_spec import PyCompose
 
 REPOSITORY = Path(__file__).parents[2]
 DEPLOY = REPOSITORY / "deploy"
-OURS = ("head", "worker", "mlflow", "notebook")
+SERVICES = ("head", "worker", "mlflow", "notebook")
 
 
 class Loader(yaml.SafeLoader):
@@ -41,7 +41,7 @@ def test_compose_files_meet_the_specification(name: str):
     PyCompose.from_yaml(yaml.safe_dump(values(name))).validate()
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", SERVICES)
 def test_compose_services_have_minimal_privileges(name: str):
     service = services()[name]
     assert service["read_only"] is True
@@ -64,7 +64,7 @@ def test_compose_publishes_ports_only_on_loopback():
 def test_compose_passes_tokens_as_files_not_variables():
     for secret in values("compose.yaml")["secrets"].values():
         assert secret["file"].startswith("./secrets/")
-    for name in OURS:
+    for name in SERVICES:
         variables = services()[name].get("environment", {})
         assert not [key for key in variables if "TOKEN" in key or "PASSWORD" in key]
 

@@ -12,7 +12,7 @@ from raytrec.inspection import column_stats
 from raytrec.inspection.propose import inspect
 
 
-def counted(monkeypatch, owner, name):
+def record_calls(monkeypatch, owner, name):
     """Patch a function and return a list that collects the arguments of its calls."""
     calls, function = [], getattr(owner, name)
 
@@ -32,14 +32,14 @@ def table(rows, **columns):
 def test_inspect_opens_each_file_once(tmp_path, monkeypatch):
     for name in ("a", "b"):
         write(tmp_path / f"{name}.parquet", table(400), row_group_size=20)
-    opened = counted(monkeypatch, pq, "ParquetFile")
+    opened = record_calls(monkeypatch, pq, "ParquetFile")
     found = inspect(str(tmp_path))
     assert found.rows == 800 and len(opened) == 2
 
 
 def test_hashes_are_sorted_once_for_many_row_groups(tmp_path, monkeypatch):
     write(tmp_path / "a.parquet", table(20_000), row_group_size=100)
-    sorted_arrays = [counted(monkeypatch, column_stats.np, name) for name in ("union1d", "unique")]
+    sorted_arrays = [record_calls(monkeypatch, column_stats.np, name) for name in ("union1d", "unique")]
     stats = inspect(str(tmp_path)).findings[1].stats
     assert stats.distinct == 20_000 and stats.low == 0 and stats.high == 19_999 * 7
     assert sum(map(len, sorted_arrays)) < 20, "fewer sorts than the 200 row groups"
@@ -63,7 +63,7 @@ def test_wide_row_groups_are_read_in_parts(tmp_path, monkeypatch):
 def test_disjoint_columns_are_not_compared_in_full(tmp_path, monkeypatch):
     columns = {f"c{i}": [f"{i} {row % 90}" for row in range(300)] for i in range(40)}
     write(tmp_path / "a.parquet", table(300, **columns))
-    compared = counted(monkeypatch, column_stats.np, "intersect1d")
+    compared = record_calls(monkeypatch, column_stats.np, "intersect1d")
     assert len(inspect(str(tmp_path)).schema.tables) == 41 and not compared
 
 

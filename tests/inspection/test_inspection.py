@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
-from any_parquet import accepted, odd_dataset, write
-from reading import batch_of, parse_transforms, read
+from any_parquet import read_with_schema_text, write, write_unusual_dataset
+from reading import collate_table, parse_transforms, read_canonical_rows
 from typer.testing import CliRunner
 
 from raytrec.cli import app
@@ -125,7 +125,7 @@ def test_dense_columns_have_a_scale(tmp_path):
     assert money.log and (money.mean, money.std) == pytest.approx((logs.mean(), logs.std()), rel=1e-4)
     assert gap.nulls == hole.nulls == "mean" and (hole.mean, hole.std) == (2.5, 1.0)
     rows = scan(str(tmp_path / "train"), ReadPlan(schema))
-    batch = batch_of(*read(tmp_path / "train", ReadPlan(schema)))
+    batch = collate_table(*read_canonical_rows(tmp_path / "train", ReadPlan(schema)))
     assert len(rows.groups) > 1 and batch.dense[:, 1:3].abs().max() < 6
     torch.testing.assert_close(batch.dense.mean(0), torch.zeros(4), rtol=0, atol=1e-2)
     assert batch.dense[::10, 2].count_nonzero() == 0 == batch.dense[:, 3].count_nonzero()
@@ -222,11 +222,13 @@ def test_dense_only_data_gets_bucket_features(tmp_path):
     }
     write(tmp_path / "train" / "a.parquet", columns)
     found = inspect(str(tmp_path))
-    schema = accepted(found.schema_yaml(), tmp_path / "train")
+    schema = read_with_schema_text(found.schema_yaml(), tmp_path / "train")
     assert schema.dense == list(columns)[1:] and len(schema.sparse) == len(schema.dense)
     assert "also looked up in buckets, because no column contains ids" in found.schema_yaml()
-    table, form = read(tmp_path / "train", ReadPlan(schema, transforms=parse_transforms(found.transforms)))
-    batch = batch_of(table, form)
+    table, form = read_canonical_rows(
+        tmp_path / "train", ReadPlan(schema, transforms=parse_transforms(found.transforms))
+    )
+    batch = collate_table(table, form)
     for name in ("x_bucket_2", "x_bucket_bucket", "a_b_bucket"):
         ids = batch.sparse[name].values().numpy()
         assert len(ids) == (1800 if name == "x_bucket_bucket" else ROWS)
@@ -238,7 +240,7 @@ def test_buckets_handle_extreme_values(tmp_path):
     for far in (1e10, 1e30, 1e300):
         write(tmp_path / "a.parquet", {"label": [1, 0, 1], "x": [0.5, far, -far]})
         found = inspect(str(tmp_path))
-        accepted(found.schema_yaml(), tmp_path)
+        read_with_schema_text(found.schema_yaml(), tmp_path)
         assert found.schema.scale["x"].log and found.schema.tables["x_bucket"].rows == 10
 
 
@@ -255,23 +257,23 @@ def test_show_does_not_overwrite_the_schema_file(folder, tmp_path, capsys):
 
 
 @pytest.fixture(scope="module")
-def odd(tmp_path_factory):
-    return odd_dataset(tmp_path_factory.mktemp("odd"))
+def odd_folder(tmp_path_factory):
+    return write_unusual_dataset(tmp_path_factory.mktemp("odd"))
 
 
-def test_schema_of_odd_columns_is_readable(odd, capsys):
-    found = inspect(str(odd))
+def test_schema_of_odd_columns_is_readable(odd_folder, capsys):
+    found = inspect(str(odd_folder))
     text = found.schema_yaml()
-    schema = accepted(text, odd / "train", odd / "test")
+    schema = read_with_schema_text(text, odd_folder / "train", odd_folder / "test")
     assert schema == found.schema
     found.show()
     captured = capsys.readouterr()
     assert captured.out == text and "[/red]" in captured.err
-    assert inspect(str(odd / "train")).schema == schema, "inspecting train/ also reads test/"
+    assert inspect(str(odd_folder / "train")).schema == schema, "inspecting train/ also reads test/"
 
 
-def test_inspect_assigns_roles_to_odd_columns(odd):
-    found = inspect(str(odd))
+def test_inspect_assigns_roles_to_odd_columns(odd_folder):
+    found = inspect(str(odd_folder))
     why = {f.stats.name: f.why for f in found.findings if f.kind == "skipped"}
     assert {name for name in why if "only nulls" in why[name]} == {"nothing"}
     assert why["deep"] == "type list<element: list<element: int64>> is not supported"
@@ -292,8 +294,8 @@ def test_inspect_assigns_roles_to_odd_columns(odd):
     assert "0 to 259 including test" in found.schema_yaml()
 
 
-def test_columns_of_the_same_ids_share_a_table(odd):
-    found = inspect(str(odd))
+def test_columns_of_the_same_ids_share_a_table(odd_folder):
+    found = inspect(str(odd_folder))
     sparse = found.schema.sparse
     assert sparse["clicked_items"].table == sparse["item_id"].table == "item"
     assert sparse["clicked_items"].pooling == "sequence" and sparse["views"].pooling == "mean"
@@ -350,7 +352,7 @@ def test_non_binary_labels_get_a_binarize_transform(tmp_path, name, values, tran
     found = inspect(str(tmp_path), labels=None if name == "label" else [name])
     assert found.transforms == [{"do": "binarize", "columns": [name], **transform}]
     text = found.schema_yaml()
-    assert accepted(text, tmp_path).labels == [name]
+    assert read_with_schema_text(text, tmp_path).labels == [name]
     assert "choose the t" in text
     if len(set(values)) < 64:
         assert "of the rows are currently 1" in text
@@ -398,7 +400,7 @@ def test_differing_files_are_named(tmp_path):
     write(tmp_path / "b.parquet", b)
     found = inspect(str(tmp_path))
     text = found.schema_yaml()
-    schema = accepted(text, tmp_path)
+    schema = read_with_schema_text(text, tmp_path)
     assert {"user_id", "x_id", "z", "v"} == set(schema.sparse) and set(schema.dense) == {"price"}
     where, there = tmp_path / "a.parquet", tmp_path / "b.parquet"
     assert f"its type differs: int64 in {where}; double in {there}" in text
@@ -418,7 +420,7 @@ def test_duplicate_or_unreadable_columns_are_skipped_by_name(tmp_path):
     write(tmp_path / "a.parquet", table)
     found = inspect(str(tmp_path))
     assert f"skipped: x (int64): several columns have this name in {tmp_path}" in found.schema_yaml()
-    accepted(found.schema_yaml(), tmp_path)
+    read_with_schema_text(found.schema_yaml(), tmp_path)
     spoiled = {"y": np.arange(n) % 2, "user": np.arange(n) % 9, "big": np.arange(n) * 7.5}
     write(tmp_path / "a.parquet", spoiled, compression="none", use_dictionary=False)
     raw = bytearray((tmp_path / "a.parquet").read_bytes())
@@ -429,8 +431,8 @@ def test_duplicate_or_unreadable_columns_are_skipped_by_name(tmp_path):
     assert f"skipped: big (double): cannot be read in {tmp_path / 'a.parquet'}, row group 0: " in text
 
 
-def test_nulls_inside_lists_are_reported(odd):
-    text = inspect(str(odd)).schema_yaml()
+def test_nulls_inside_lists_are_reported(odd_folder):
+    text = inspect(str(odd_folder)).schema_yaml()
     holes = next(line for line in text.splitlines() if line.startswith("  holes"))
     assert "2,800 nulls inside lists" in holes, "includes nulls of test/"
     assert "{do: drop_null, columns: [holes]}" in text, "nulls without weights are dropped"
@@ -491,7 +493,7 @@ def test_partition_columns_are_proposed(tmp_path):
         for zone in ("04", "4", "a b"):
             folder = tmp_path / f"train/label={label}/zone={zone}/day=2026-11-0{label + 1}"
             folder.mkdir(parents=True)
-            rows = parquet.table(40, label).drop_columns(["label"])
+            rows = parquet.make_tiny_table(40, label).drop_columns(["label"])
             pq.write_table(rows, folder / "a.parquet")
     found = inspect(str(tmp_path / "train"))
     assert found.schema.labels == ["label"] and "day" not in found.schema.sparse

@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import yaml
-from any_parquet import accepted, write
+from any_parquet import read_with_schema_text, write
 
 from raytrec.inspection.propose import inspect
 
@@ -14,7 +14,7 @@ ROWS = 300
 LABEL = np.random.default_rng(0).integers(0, 2, ROWS)
 
 
-def kinds(folder, **columns):
+def inspect_columns(folder, **columns):
     """Inspect a file with a label, user_id and these columns; return (role, reason) by column."""
     write(
         folder / "a.parquet", {"label": LABEL, "user_id": np.arange(ROWS) % 9, **columns}, row_group_size=70
@@ -38,13 +38,15 @@ def kinds(folder, **columns):
 )
 @pytest.mark.parametrize("name", ["x", "x_id"])
 def test_copy_of_the_label_is_not_a_feature(tmp_path, name, values):
-    assert kinds(tmp_path, **{name: values})[name] == ("skipped", "copies the label label")
+    assert inspect_columns(tmp_path, **{name: values})[name] == ("skipped", "copies the label label")
 
 
 def test_near_copy_of_the_label_is_a_feature(tmp_path):
     nearly = LABEL.copy()
     nearly[-1] = 1 - nearly[-1]
-    found = kinds(tmp_path, nearly=nearly, three=np.append(LABEL[:-1], 2), tags=[[int(v)] for v in LABEL])
+    found = inspect_columns(
+        tmp_path, nearly=nearly, three=np.append(LABEL[:-1], 2), tags=[[int(v)] for v in LABEL]
+    )
     assert not [name for name, (kind, _) in found.items() if kind == "skipped"]
 
 
@@ -61,13 +63,13 @@ def test_label_copies_are_detected_given_enough_rows(tmp_path):
 
 def test_unique_text_is_not_a_feature(tmp_path):
     rows = [f"request {i}" for i in range(ROWS)]
-    found = kinds(tmp_path, request_id=rows, query=[*rows[:-1], rows[0]])
+    found = inspect_columns(tmp_path, request_id=rows, query=[*rows[:-1], rows[0]])
     assert found["request_id"] == ("skipped", "a different value in each row")
     assert found["query"] == ("sparse", "text")
 
 
 def test_nan_among_ids_counts_as_null(tmp_path):
-    kinds(tmp_path, film_id=np.where(np.arange(ROWS) % 4, np.arange(ROWS) % 7, np.nan))
+    inspect_columns(tmp_path, film_id=np.where(np.arange(ROWS) % 4, np.arange(ROWS) % 7, np.nan))
     line = next(line for line in inspect(str(tmp_path)).schema_yaml().splitlines() if "film_id: " in line)
     assert "25 % null" in line
 
@@ -76,7 +78,7 @@ def test_proposed_tasks_skip_null_labels(tmp_path, capsys):
     label = pa.array(LABEL, mask=np.arange(ROWS) == 200)
     write(tmp_path / "a.parquet", {"label": label, "user_id": np.arange(ROWS) % 9}, row_group_size=70)
     found = inspect(str(tmp_path))
-    accepted(found.schema_yaml(), tmp_path)
+    read_with_schema_text(found.schema_yaml(), tmp_path)
     assert "#   - {label: label, nulls: skip}\n" in found.schema_yaml()
     found.show(str(tmp_path / "schema.yaml"))
     settings = dict(word.split("=", 1) for word in shlex.split(capsys.readouterr().err.splitlines()[-1])[3:])

@@ -6,8 +6,8 @@ from collections import Counter
 import numpy as np
 import pyarrow as pa
 import pytest
-from any_parquet import accepted, write
-from reading import batch_of, read
+from any_parquet import read_with_schema_text, write
+from reading import collate_table, read_canonical_rows
 
 from raytrec.data.batch import Collator
 from raytrec.data.read_plans import ReadPlan
@@ -17,7 +17,7 @@ from raytrec.scoring.request_rows import RowReader, to_table
 ROWS = 4000
 
 
-def shared_rows(folder, schema, values, feature="word", among=None):
+def compute_collision_share(folder, schema, values, feature="word", among=None):
     """Return the fraction of values whose table row is shared with a more frequent value.
 
     Rows are read in file order, as in a run.
@@ -25,7 +25,7 @@ def shared_rows(folder, schema, values, feature="word", among=None):
     Args:
         among: Values to compare; None compares all values.
     """
-    batch = batch_of(*read(folder, ReadPlan(schema)))
+    batch = collate_table(*read_canonical_rows(folder, ReadPlan(schema)))
     rows = batch.sparse[feature].values().tolist()
     pairs, counts = sorted(set(zip(rows, values, strict=True))), Counter(values)
     lost = 0
@@ -35,7 +35,7 @@ def shared_rows(folder, schema, values, feature="word", among=None):
     return lost / len(values)
 
 
-def drawn_words(kind, distinct, seed):
+def draw_words(kind, distinct, seed):
     """Return ROWS words: Zipf-distributed for kind zipf, equally frequent for kind even."""
     made = np.random.default_rng(seed)
     words = [f"{kind} {made.integers(1e9)} {i}" for i in range(distinct)]
@@ -46,10 +46,10 @@ def drawn_words(kind, distinct, seed):
 @pytest.mark.parametrize("kind,distinct", [("even", 7), ("even", 16), ("zipf", 60), ("even", 400)])
 @pytest.mark.parametrize("seed", range(3))
 def test_small_text_columns_have_no_collisions(tmp_path, kind, distinct, seed):
-    values = drawn_words(kind, distinct, seed)
+    values = draw_words(kind, distinct, seed)
     write(tmp_path / "a.parquet", {"label": np.arange(ROWS) % 2, "word": values})
     found = inspect(str(tmp_path))
-    assert shared_rows(tmp_path, found.schema, values) == 0
+    assert compute_collision_share(tmp_path, found.schema, values) == 0
     assert found.schema.tables["word"].rows <= 65_536
     assert "frequent values do not share a row" in found.schema_yaml()
 
@@ -65,9 +65,9 @@ def test_frequent_text_values_have_no_collisions(tmp_path):
     write(tmp_path / "a.parquet", {"label": np.arange(len(values)) % 2, "word": values})
     found = inspect(str(tmp_path))
     assert found.schema.tables["word"].rows <= 1.1 * 10 * 1800
-    lost = shared_rows(tmp_path, found.schema, values)
+    lost = compute_collision_share(tmp_path, found.schema, values)
     assert 0 < lost <= 1500 / len(values)
-    assert shared_rows(tmp_path, found.schema, values, among=set(frequent)) == 0
+    assert compute_collision_share(tmp_path, found.schema, values, among=set(frequent)) == 0
     assert f"{100 * lost:.2g} % of the lookups share a row with a more frequent value" in (
         found.schema_yaml()
     )
@@ -80,7 +80,7 @@ def test_hashed_integers_have_no_collisions(tmp_path, low):
     write(tmp_path / "a.parquet", {"label": np.arange(ROWS) % 2, "word_id": ids})
     schema = inspect(str(tmp_path)).schema
     assert schema.tables["word"].out_of_range == "hash"
-    assert shared_rows(tmp_path, schema, ids.tolist(), "word_id") == 0
+    assert compute_collision_share(tmp_path, schema, ids.tolist(), "word_id") == 0
 
 
 def test_features_in_a_shared_table_have_no_collisions(tmp_path):
@@ -90,7 +90,7 @@ def test_features_in_a_shared_table_have_no_collisions(tmp_path):
     write(tmp_path / "a.parquet", {"label": np.arange(ROWS) % 2, "home": home, "work": work})
     schema = inspect(str(tmp_path)).schema
     assert schema.sparse["home"].table == schema.sparse["work"].table
-    batch = batch_of(*read(tmp_path, ReadPlan(schema)))
+    batch = collate_table(*read_canonical_rows(tmp_path, ReadPlan(schema)))
     rows = np.concatenate([batch.sparse[name].values().numpy() for name in ("home", "work")])
     assert len(set(rows.tolist())) == len({*home, *work})
 
@@ -99,10 +99,10 @@ def test_binary_columns_have_no_collisions(tmp_path):
     values = [f"{i % 300}".encode() for i in range(ROWS)]
     for kind in (pa.binary(), pa.large_binary()):
         write(tmp_path / "a.parquet", {"label": np.arange(ROWS) % 2, "word": pa.array(values, kind)})
-        assert shared_rows(tmp_path, inspect(str(tmp_path)).schema, values) == 0
+        assert compute_collision_share(tmp_path, inspect(str(tmp_path)).schema, values) == 0
 
 
-def tables_of(folder, columns):
+def propose_tables(folder, columns):
     """Return the proposed (rows, out_of_range) of each feature's table."""
     write(folder / "a.parquet", {"label": np.arange(ROWS) % 2, **columns})
     schema = inspect(str(folder)).schema
@@ -119,7 +119,7 @@ def test_tables_reserve_a_row_for_unseen_integers(tmp_path):
         "shop": np.append(made.integers(0, 500, ROWS - 1), 499),
         "tags": pa.array([bag.tolist() for bag in np.split(made.integers(0, 40, ROWS * 2), ROWS)]),
     }
-    assert tables_of(tmp_path / "train", columns) == {
+    assert propose_tables(tmp_path / "train", columns) == {
         "age": (91, "clamp"),
         "year": (2025, "clamp"),
         "user_id": (301, "clamp"),
@@ -159,7 +159,9 @@ def test_whole_floats_get_the_same_roles_as_integers(tmp_path, kind):
     plain, floats = (inspect(str(tmp_path / name)) for name in "ab")
     assert set(plain.schema.sparse) == {"shop", "zip", "flag", "item_id"}
     assert floats.schema == plain.schema and not floats.transforms
-    rows = [batch_of(*read(tmp_path / name, ReadPlan(plain.schema))).sparse for name in "ab"]
+    rows = [
+        collate_table(*read_canonical_rows(tmp_path / name, ReadPlan(plain.schema))).sparse for name in "ab"
+    ]
     assert rows[0].values().tolist() == rows[1].values().tolist()
     assert rows[0].lengths().tolist() == rows[1].lengths().tolist()
 
@@ -176,7 +178,7 @@ def test_inexact_floats_are_not_read_as_ids(tmp_path):
     found = inspect(str(tmp_path))
     assert found.schema.dense == ["half", "hole"]
     assert {"do": "cast", "columns": ["key_id"], "to": "int64"} in found.transforms
-    accepted(found.schema_yaml(), tmp_path)
+    read_with_schema_text(found.schema_yaml(), tmp_path)
 
 
 def test_float_and_integer_columns_of_the_same_ids_share_a_table(tmp_path):

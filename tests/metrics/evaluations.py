@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import torch
-from ranks import on_ranks
+from ranks import run_on_ranks
 from small import SCHEMA
 
 from raytrec.config.tasks import EvalSection, TaskSection
@@ -31,7 +31,7 @@ class Case:
     texts: list | None = None  # values of the slice column `group`
 
 
-def selection_of(case):
+def make_selection(case):
     (task,) = resolve_tasks([TaskSection(label="y", loss=case.loss, metrics=[])], SCHEMA)
     group = None if case.groups is None else "group"
     item = None if case.items is None else "item"
@@ -79,7 +79,7 @@ def batches(case, task, rank, world):
         )
 
 
-def evaluate_here(rank, world, cases):
+def evaluate_on_rank(rank, world, cases):
     """Return [(figures, curves)] of the cases on this rank."""
     import torch.distributed as dist
 
@@ -89,7 +89,7 @@ def evaluate_here(rank, world, cases):
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     found = []
     for case in cases:
-        selection = selection_of(case)
+        selection = make_selection(case)
         task = selection.tasks["y"]
         stream = SimpleNamespace(
             batches=lambda case=case, task=task: batches(case, task, rank, world),
@@ -102,4 +102,4 @@ def evaluate_here(rank, world, cases):
 
 def evaluations(world, cases, **options):
     """Return [(figures, curves)] of the cases for each rank."""
-    return on_ranks(world, evaluate_here, cases, **options)
+    return run_on_ranks(world, evaluate_on_rank, cases, **options)

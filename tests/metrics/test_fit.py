@@ -23,7 +23,7 @@ def task(*metrics, predicts="probability", **changes):
     return replace(found, loss=loss, metrics=metrics, **changes)
 
 
-def refusal(*metrics, **about):
+def get_selection_error(*metrics, **about):
     with pytest.raises(ConfigError) as refused:
         Selection([task(*metrics, **about)])
     return refused.value
@@ -52,9 +52,9 @@ def test_metric_names_accept_a_cutoff_k():
 
 
 def test_group_metrics_require_a_group_column():
-    assert "metric gauc requires group" in refusal("gauc").what
-    assert "metric coverage@3 requires item" in refusal("coverage@3", group="u").what
-    assert "group and item" in refusal("coverage@3").what
+    assert "metric gauc requires group" in get_selection_error("gauc").what
+    assert "metric coverage@3 requires item" in get_selection_error("coverage@3", group="u").what
+    assert "group and item" in get_selection_error("coverage@3").what
     Selection([task("gauc", "coverage@3", group="u", item="u")])
 
 
@@ -68,7 +68,7 @@ def test_group_metrics_require_a_group_column():
 )
 def test_selection_rejects_metrics_that_do_not_fit_the_loss(predicts, metrics):
     for name in metrics:
-        refused = refusal(name, predicts=predicts, group="u")
+        refused = get_selection_error(name, predicts=predicts, group="u")
         assert (
             f"metric {name} does not support the predictions" in refused.what
             and name not in refused.expected.split(", ")
@@ -122,10 +122,10 @@ def test_console_and_report_show_slices(tmp_path, capsys):
 
 
 ROOT = Path(raytrec.__file__).parent
-THEIRS = ("metrics", "tasks/losses", "checks/parity/losses.py")  # a loss is also called mse
+EXEMPT_PATHS = ("metrics", "tasks/losses", "checks/parity/losses.py")  # a loss is also called mse
 
 
-def names_in(tree):
+def find_metric_names(tree):
     """Yield (name, line) for metric names that are a string, the last part of a key, or an argument."""
     docstrings = {
         id(node.body[0].value)
@@ -150,16 +150,16 @@ def test_metric_names_appear_only_in_the_metrics_package():
     found = [
         f"{path.relative_to(ROOT)}:{line}: {name}"
         for path in sorted(ROOT.rglob("*.py"))
-        if not str(path.relative_to(ROOT)).startswith(THEIRS)
-        for name, line in names_in(ast.parse(path.read_text()))
+        if not str(path.relative_to(ROOT)).startswith(EXEMPT_PATHS)
+        for name, line in find_metric_names(ast.parse(path.read_text()))
     ]
     assert not found, "metric names belong in raytrec/metrics:\n" + "\n".join(found)
 
 
 def test_metric_name_search_finds_names():
     text = 'x["eval.auc"]; f("train/ne"); g(logloss=1)\ndef h(auc): "calibration"\n("ne", "none", "aucs")'
-    assert [name for name, _ in names_in(ast.parse(text))].count("ne") == 2
-    assert {name for name, _ in names_in(ast.parse(text))} == {"auc", "ne", "logloss"}
+    assert [name for name, _ in find_metric_names(ast.parse(text))].count("ne") == 2
+    assert {name for name, _ in find_metric_names(ast.parse(text))} == {"auc", "ne", "logloss"}
 
 
 def test_builtin_metrics_have_a_module_and_a_docstring():

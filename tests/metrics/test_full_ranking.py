@@ -9,9 +9,9 @@ import pyarrow as pa
 import pytest
 import torch
 from evaluations import PARTS
-from ranks import on_ranks
+from ranks import run_on_ranks
 from small import SCHEMA
-from standin import cuda
+from standin import use_stand_in_gpu
 
 from raytrec.config.tasks import EvalSection, TaskSection
 from raytrec.metrics.selection import Selection
@@ -53,7 +53,7 @@ def rows(texts=False, seed=0, several=False):
     }
 
 
-def definition(given, places):
+def compute_reference(given, places):
     """Return the metrics, computed row by row from the sorted items and the relevant items."""
     place, figures, unknown = {key: i for i, key in enumerate(given["keys"])}, [], [0, 0]
     for i in range(ROWS):
@@ -70,15 +70,15 @@ def definition(given, places):
         # At equal scores, irrelevant items come first. NaN sorts first if irrelevant, and last if relevant.
         value = [(np.inf if j in own else -np.inf) if np.isnan(x) else -x for j, x in enumerate(scores)]
         order = sorted((j for j in range(ITEMS) if j not in left_out), key=lambda j: (value[j], j in own))
-        figures.append(of_order([j in own for j in order], len(right), places))
-    names = of_order([True], 1, places)
+        figures.append(compute_order_metrics([j in own for j in order], len(right), places))
+    names = compute_order_metrics([True], 1, places)
     found = {name: np.mean([each[name] for each in figures]) if figures else None for name in names}
     found |= {"rows": len(figures), "items": ITEMS}
     found |= {"unknown_items": unknown[0], "unknown_seen": unknown[1]}
     return {f"retrieval.{name}": value for name, value in found.items()}
 
 
-def of_order(hits, right, places):
+def compute_order_metrics(hits, right, places):
     """Return the metrics of one row from the positions of its relevant items."""
     precision = [sum(hits[: i + 1]) / (i + 1) if hit else 0 for i, hit in enumerate(hits)]
     gains = [hit / log2(2 + i) for i, hit in enumerate(hits)]
@@ -100,7 +100,7 @@ def test_reference_ranking_metrics_match_scikit_learn():
         hits = draw.random(20) < 0.3
         hits[draw.integers(20)] = True
         scores = -np.arange(20.0)
-        found = of_order(hits.tolist(), int(hits.sum()), (3, 20))
+        found = compute_order_metrics(hits.tolist(), int(hits.sum()), (3, 20))
         assert found["ndcg@3"] == pytest.approx(ndcg_score([hits], [scores], k=3))
         assert found["map@20"] == pytest.approx(average_precision_score(hits, scores))
 
@@ -132,7 +132,7 @@ def batches(columns, vectors, rank, world, **more):
         )
 
 
-def ranked(rank, world, given, cells):
+def rank_items(rank, world, given, cells):
     import torch.distributed as dist
 
     from raytrec.metrics.full_ranking import FullRanking
@@ -144,7 +144,7 @@ def ranked(rank, world, given, cells):
     )
     settings = EvalSection(retrieval={"items": "items", "seen": ["seen", "other"], "at": AT})
     selection = Selection(resolve_tasks([TaskSection(label="y", metrics=[])], SCHEMA), settings)
-    assert [f.key for f in selection.figures] == list(definition(given, AT))[:-4]
+    assert [f.key for f in selection.figures] == list(compute_reference(given, AT))[:-4]
     ranking, step = FullRanking(selection, device, cells), Step(device)
     all_items = SimpleNamespace(
         batches=lambda: batches({"item": given["keys"]}, given["vectors"], rank, world),
@@ -167,8 +167,8 @@ def ranked(rank, world, given, cells):
 @pytest.mark.parametrize("world, cells, texts", [(1, 1 << 22, True), (2, 1, False), (3, 100, True)])
 def test_full_ranking_metrics_match_the_reference(world, cells, texts, several):
     given = rows(texts, several=several)
-    expected = definition(given, AT)
-    for found in on_ranks(world, ranked, given, cells):
+    expected = compute_reference(given, AT)
+    for found in run_on_ranks(world, rank_items, given, cells):
         assert found == pytest.approx(expected, abs=1e-12)
     assert expected["retrieval.unknown_seen"] > 10 < 20 * expected["retrieval.unknown_items"]
     assert 0.05 < expected["retrieval.hit_rate@5"] < 0.8
@@ -177,33 +177,39 @@ def test_full_ranking_metrics_match_the_reference(world, cells, texts, several):
 @pytest.mark.parametrize("several", [False, True], ids=["one right item", "several"])
 def test_full_ranking_on_gpu_matches_the_reference(several):
     given = rows(several=several)
-    for found in on_ranks(2, ranked, given, 100, device="cuda"):
-        assert found == pytest.approx(definition(given, AT), abs=1e-12)
+    for found in run_on_ranks(2, rank_items, given, 100, device="cuda"):
+        assert found == pytest.approx(compute_reference(given, AT), abs=1e-12)
 
 
-def waited(rank, world, given, cells):
+def count_host_waits(rank, world, given, cells):
     """Return the number of host waits for the GPU per ranked batch."""
-    from standin import Gpu
+    from standin import StandInGpu
 
-    Gpu.active.waits.clear()
-    ranked(rank, world, given, cells)
-    adds = [w for w in Gpu.active.waits if any(place.endswith("full_ranking.py:add") for place in w.callers)]
+    StandInGpu.active.waits.clear()
+    rank_items(rank, world, given, cells)
+    adds = [
+        w
+        for w in StandInGpu.active.waits
+        if any(place.endswith("full_ranking.py:add") for place in w.callers)
+    ]
     return len(adds) / 3
 
 
 def test_full_ranking_needs_few_host_waits():
     """Two ranks; each block of items that float32 cannot decide adds at most one wait."""
-    whole, blocks = (on_ranks(2, waited, rows(), cells, device="cuda") for cells in (1 << 22, 100))
+    whole, blocks = (
+        run_on_ranks(2, count_host_waits, rows(), cells, device="cuda") for cells in (1 << 22, 100)
+    )
     assert max(whole) <= 12 and max(blocks) <= max(whole) + 5
 
 
 def test_full_ranking_without_positive_rows_has_no_metric():
     given = rows() | {"labels": np.zeros(ROWS, np.float32)}
-    for found in on_ranks(2, ranked, given, 100):
+    for found in run_on_ranks(2, rank_items, given, 100):
         assert found["retrieval.mrr"] is None and found["retrieval.rows"] == 0
 
 
-def close(count, width, seed):
+def make_close_vectors(count, width, seed):
     """Return queries and items; some items differ only in the last bits of their dot product."""
     draw = torch.Generator().manual_seed(seed)
     queries = torch.randn(4, width, generator=draw)
@@ -217,7 +223,7 @@ def test_float32_comparison_matches_float64(case):
     from raytrec.metrics.full_ranking import compare_exact, compare_fast
 
     for seed in range(20):
-        queries, items = close(400, 33, seed)
+        queries, items = make_close_vectors(400, 33, seed)
         if case == "ties":
             queries, items = queries.round(), items.round()
         if case == "zeros":
@@ -225,7 +231,7 @@ def test_float32_comparison_matches_float64(case):
         queries, items = (x * {"large": 1e18, "small": 1e-22}.get(case, 1.0) for x in (queries, items))
         if case == "not finite":
             items[3], items[4, 0], items[5], queries[1, 2] = np.nan, np.inf, 3e38, np.nan
-        scores = torch.stack([not_rounded(queries[i], items[7 * i]) for i in range(4)])
+        scores = torch.stack([compute_exact_score(queries[i], items[7 * i]) for i in range(4)])
         scores = torch.stack([scores, scores.flip(0)], 1)
         expected = [*compare_exact(queries, items, scores, [4, 2])]
         found = [*compare_fast(queries, items, scores, [4, 2])]
@@ -234,7 +240,7 @@ def test_float32_comparison_matches_float64(case):
         assert not torch.equal(~(queries @ items.T < scores[:, :1]), expected[0])
 
 
-def not_rounded(query, item):
+def compute_exact_score(query, item):
     return (query.double() * item.double()).sum().float()
 
 
@@ -242,7 +248,7 @@ def test_block_size_follows_free_gpu_memory():
     from raytrec.metrics.full_ranking import CELLS, MAX_CELLS, choose_block_cells
 
     assert choose_block_cells(torch.device("cpu")) == CELLS
-    with cuda():
+    with use_stand_in_gpu():
         assert choose_block_cells(torch.device("cuda")) == MAX_CELLS
         for free, cells in ((1 << 33, 1 << 26), (1 << 20, CELLS)):
             with patch.object(torch.cuda, "mem_get_info", lambda device, free=free: (free, 1 << 36)):

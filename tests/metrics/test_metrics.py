@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ranks import on_ranks
-from small import a_schema
+from ranks import run_on_ranks
+from small import make_small_schema
 
 from raytrec.common.errors import ConfigError
 from raytrec.config.tasks import TaskSection
@@ -16,8 +16,8 @@ from raytrec.tasks.outputs import StepOutputs, TaskOutputs
 from raytrec.tasks.task import resolve_tasks
 
 BATCHES, ROWS = 13, 40
-SCHEMA = a_schema(labels=["click", "watched"])
-TWO = [{"label": "click"}, {"label": "watched", "loss": "mse", "metrics": ["mae", "mse"]}]
+SCHEMA = make_small_schema(labels=["click", "watched"])
+TWO_TASKS = [{"label": "click"}, {"label": "watched", "loss": "mse", "metrics": ["mae", "mse"]}]
 
 
 def selection(tasks):
@@ -53,7 +53,7 @@ def batches(of, rank=0, world=1):
         yield StepOutputs(tasks, next(iter(tasks.values())).weights, torch.zeros(()))
 
 
-def summed(rank, world, tasks, first=0, total=None):
+def sum_metrics(rank, world, tasks, first=0, total=None):
     """Return (sums after 3 steps, metrics of all batches from `first`) of these tasks."""
     from raytrec.metrics.sums import Sums
 
@@ -70,7 +70,7 @@ def summed(rank, world, tasks, first=0, total=None):
     return so_far, sums.reduce()
 
 
-def defined(logits, labels, weights):
+def compute_reference(logits, labels, weights):
     """Return log loss, NE, calibration and AUC of rows with a positive weight, by their definitions."""
     real = weights > 0
     p, y = logits[real].double().sigmoid(), labels[real].double()
@@ -91,9 +91,9 @@ def test_metric_sums_equal_torchrecs():
     from torchrec.metrics.calibration import compute_calibration, get_calibration_states
     from torchrec.metrics.ne import compute_logloss, compute_ne, get_ne_states
 
-    ((_, figures),) = on_ranks(1, summed, TWO[:1])
+    ((_, figures),) = run_on_ranks(1, sum_metrics, TWO_TASKS[:1])
     total = torch.zeros(6, dtype=torch.float64)
-    steps = [outputs["click"] for outputs in batches(selection(TWO[:1]))]
+    steps = [outputs["click"] for outputs in batches(selection(TWO_TASKS[:1]))]
     for held in steps[:3], steps[3:11], steps[11:]:  # saved after 3 steps; at most 8 are pending
         own = [torch.cat([getattr(s, name) for s in held]) for name in ("labels", "predictions", "weights")]
         ne, calibration = get_ne_states(*own, 1e-12), get_calibration_states(*own)
@@ -106,24 +106,24 @@ def test_metric_sums_equal_torchrecs():
 
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (2, 2), (1, 1)])
 def test_metric_sums_resume_on_any_number_of_ranks(before, after):
-    so_far, whole = on_ranks(before, summed, TWO)[0]
-    resumed = on_ranks(after, summed, TWO, 3, so_far)
+    so_far, whole = run_on_ranks(before, sum_metrics, TWO_TASKS)[0]
+    resumed = run_on_ranks(after, sum_metrics, TWO_TASKS, 3, so_far)
     assert resumed[0][1] == pytest.approx(whole, rel=1e-6), "sums within a batch are float32"
     if before == after:
         assert resumed[0][1] == pytest.approx(whole, rel=1e-14)
-    forgotten = on_ranks(after, summed, TWO, 3)[0][1]
+    forgotten = run_on_ranks(after, sum_metrics, TWO_TASKS, 3)[0][1]
     assert forgotten["rows"] < whole["rows"]
 
 
 def test_metric_sums_launch_kernels_only_every_few_steps(monkeypatch):
     """The sums stay complete with pending steps, and the number of pending logits is limited."""
-    from operators import Operators
+    from operators import OperatorCounter
 
     from raytrec.metrics import sums as module
 
-    of = selection(TWO)
+    of = selection(TWO_TASKS)
     sums, given = module.Sums(of, torch.device("cpu")), list(batches(of))
-    with Operators() as operators:
+    with OperatorCounter() as operators:
         for outputs in given[: module.HELD - 1]:
             sums.add(outputs)
         assert not operators.calls
@@ -137,7 +137,7 @@ def test_metric_sums_launch_kernels_only_every_few_steps(monkeypatch):
     assert sums.reduce() == pytest.approx(whole, rel=1e-6) and whole["rows"] > 0
 
 
-def a_step(click_weights, watched_weights):
+def make_step_outputs(click_weights, watched_weights):
     """Return outputs of two tasks with losses; rows can have weight 0 in both tasks."""
     made = {}
     for name, weights in (("click", click_weights), ("watched", watched_weights)):
@@ -151,9 +151,9 @@ def a_step(click_weights, watched_weights):
 def test_metrics_without_counted_rows_are_nan(click_weights):
     from raytrec.metrics.sums import Sums
 
-    of = selection([TWO[0] | {"mask": "seen"}, TWO[1] | {"nulls": "error"}])
+    of = selection([TWO_TASKS[0] | {"mask": "seen"}, TWO_TASKS[1] | {"nulls": "error"}])
     sums = Sums(of, torch.device("cpu"))
-    sums.add(a_step(click_weights, [1.0, 1.0]))
+    sums.add(make_step_outputs(click_weights, [1.0, 1.0]))
     figures = sums.reduce()
     counted = sum(w > 0 for w in click_weights)
     assert figures["rows"] == 2 and figures["click.counted_rows"] == counted
@@ -161,27 +161,27 @@ def test_metrics_without_counted_rows_are_nan(click_weights):
     for name in ("logloss", "calibration", "loss"):
         assert isnan(figures[f"click.{name}"]) == (not counted), name
     assert figures["watched.loss"] == 1 and figures["loss"] == 1 + sum(click_weights) / 2
-    sums.add(a_step([0.0, 0.0], [0.0, 0.0]))
+    sums.add(make_step_outputs([0.0, 0.0], [0.0, 0.0]))
     assert isnan(sums.reduce()["loss"])
 
 
-def nothing_yet(rank, world, total):
+def resume_without_steps(rank, world, total):
     """Return the metrics without any step, and the sums saved directly after a restore."""
     from raytrec.metrics.sums import Sums
 
-    sums = Sums(selection(TWO), torch.device("cpu"))
+    sums = Sums(selection(TWO_TASKS), torch.device("cpu"))
     empty = sums.reduce()
     sums.resume(total)
     return empty, sums.total()
 
 
 def test_metric_sums_before_the_first_step_are_empty():
-    total = on_ranks(1, summed, TWO)[0][0]
-    for empty, same in on_ranks(2, nothing_yet, total):
+    total = run_on_ranks(1, sum_metrics, TWO_TASKS)[0][0]
+    for empty, same in run_on_ranks(2, resume_without_steps, total):
         assert empty == {"rows": 0} and same == total
 
 
-def evaluated(rank, world, tasks):
+def evaluate_tasks(rank, world, tasks):
     from raytrec.worker.evaluate import evaluate
 
     of = selection(tasks)
@@ -193,9 +193,9 @@ def evaluated(rank, world, tasks):
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_tasks_have_separate_metrics(world):
-    (figures, curves), *others = on_ranks(world, evaluated, TWO)
+    (figures, curves), *others = run_on_ranks(world, evaluate_tasks, TWO_TASKS)
     assert {name: figures[f"click.{name}"] for name in ("logloss", "ne", "calibration", "auc")} == (
-        pytest.approx(defined(*click()), abs=1e-6)
+        pytest.approx(compute_reference(*click()), abs=1e-6)
     )
     logits, labels, weights = watched()
     errors = (logits - labels).double()[weights > 0]
@@ -211,14 +211,14 @@ def test_tasks_have_separate_metrics(world):
 
 
 def test_single_task_metrics_have_no_prefix():
-    figures, curves = on_ranks(1, evaluated, TWO[:1])[0]
+    figures, curves = run_on_ranks(1, evaluate_tasks, TWO_TASKS[:1])[0]
     names = {"auc", "ne", "logloss", "calibration", "positives", "rows", "skipped_rows"}
     assert set(figures) == names and set(curves) == {"roc", "reliability"}
-    figures, curves = on_ranks(2, evaluated, TWO[1:])[0]
+    figures, curves = run_on_ranks(2, evaluate_tasks, TWO_TASKS[1:])[0]
     assert set(figures) == {"mae", "mse", "rows", "skipped_rows"} and curves is None
 
 
-OF_THE_USER = """
+USER_METRICS = """
 from raytrec.metrics.registry import SumMetric, metric
 
 
@@ -255,33 +255,36 @@ class Taken(SumMetric):
 """
 
 
-def of_the_user(rank, world, folder):
+def evaluate_user_metrics(rank, world, folder):
     import sys
 
     sys.path.insert(0, folder)
     tasks = [{"label": "click", "metrics": ["metrics_of_mine:HitRate", "ne", "metrics_of_mine:Spread"]}]
     of = selection(tasks)
-    return *evaluated(rank, world, tasks), of.described(), figures_of_no_row(of)
+    return *evaluate_tasks(rank, world, tasks), of.described(), compute_metrics_without_rows(of)
 
 
-def figures_of_no_row(of):
+def compute_metrics_without_rows(of):
     from raytrec.metrics.sums import Sums
 
     sums = Sums(of, torch.device("cpu"))
-    sums.add(a_step([0.0, 0.0], [0.0, 0.0]))
+    sums.add(make_step_outputs([0.0, 0.0], [0.0, 0.0]))
     return sums.reduce()
 
 
 def test_user_metric_runs_on_two_ranks(tmp_path):
-    (tmp_path / "metrics_of_mine.py").write_text(OF_THE_USER)
-    (figures, curves, described, of_none), (other, *_) = on_ranks(2, of_the_user, str(tmp_path))
+    (tmp_path / "metrics_of_mine.py").write_text(USER_METRICS)
+    (figures, curves, described, of_none), (other, *_) = run_on_ranks(2, evaluate_user_metrics, str(tmp_path))
     logits, labels, weights = click()
     real = weights > 0
     hits = ((logits.sigmoid() > 0.5) == (labels > 0.5))[real].double().mean()
     assert figures["hits_at_half"] == other["hits_at_half"] == pytest.approx(float(hits))
     p = logits[real].double().sigmoid()
     assert figures["spread"] == other["spread"] == pytest.approx(float((p - 0.5).abs().sum()))
-    assert figures["ne"] == pytest.approx(defined(logits, labels, weights)["ne"], abs=1e-6) and not curves
+    assert (
+        figures["ne"] == pytest.approx(compute_reference(logits, labels, weights)["ne"], abs=1e-6)
+        and not curves
+    )
     assert isnan(of_none["spread"]) and isnan(of_none["hits_at_half"])
     hit_rate, _, spread = figures_of({"metrics": described})
     assert (hit_rate.title, hit_rate.text(0.5), hit_rate.better) == ("hits at 0.5", "50.0%", "higher")
@@ -301,7 +304,7 @@ def test_user_metric_runs_on_two_ranks(tmp_path):
     ],
 )
 def test_unknown_metric_is_rejected(tmp_path, monkeypatch, reference, text):
-    (tmp_path / "metrics_of_mine.py").write_text(OF_THE_USER)
+    (tmp_path / "metrics_of_mine.py").write_text(USER_METRICS)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=text):
         find_metric(reference)
@@ -328,12 +331,12 @@ def test_invalid_metric_definition_is_rejected(name, options, text):
 @pytest.mark.parametrize(
     ("tasks", "key", "best"),
     [
-        (TWO[:1], None, "ne"),
-        (TWO[:1], "auc", "auc"),
-        (TWO[:1], "calibration", "calibration"),
-        (TWO[1:], None, "mae"),
-        (TWO, None, "click.ne"),
-        (TWO, "watched.mse", "watched.mse"),
+        (TWO_TASKS[:1], None, "ne"),
+        (TWO_TASKS[:1], "auc", "auc"),
+        (TWO_TASKS[:1], "calibration", "calibration"),
+        (TWO_TASKS[1:], None, "mae"),
+        (TWO_TASKS, None, "click.ne"),
+        (TWO_TASKS, "watched.mse", "watched.mse"),
         ([{"label": "click", "metrics": ["calibration", "auc"]}], None, "auc"),
     ],
 )
@@ -345,9 +348,9 @@ def test_invalid_best_metric_is_rejected():
     with pytest.raises(
         ConfigError, match=r"but the tasks have no metric with this name.*did you mean 'click.auc'"
     ):
-        selection(TWO).best("clik.auc")
+        selection(TWO_TASKS).best("clik.auc")
     with pytest.raises(ConfigError, match=r"checkpoint\.best_metric is ne"):
-        selection(TWO).best("ne")
+        selection(TWO_TASKS).best("ne")
     with pytest.raises(ConfigError, match="a metric with a direction"):
         selection([{"label": "click", "metrics": []}]).best(None)
     with pytest.raises(ConfigError, match="task click has the metric 'ne' twice"):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from evaluations import Case, evaluations
-from ranks import on_ranks
+from ranks import run_on_ranks
 from sklearn import metrics as sk
 
 ROWS, GROUPS = 500, 40
@@ -32,7 +32,7 @@ def rows(seed, ties=True, weights=True, gains=False):
     return {"logits": logits, "labels": labels, "weights": weight, "groups": groups, "items": items}
 
 
-KINDS = {
+CASES = {
     "ties, weights and a masked group": Case(**rows(0), metrics=[*RANKED, *GROUP_METRICS, *SUMMED]),
     "no ties, no weights": Case(
         **rows(1, ties=False, weights=False), metrics=[*RANKED, *GROUP_METRICS, *SUMMED]
@@ -53,15 +53,15 @@ KINDS = {
 NO_POSITIVE = {*RANKED, "ne", *GROUP_METRICS} - {"coverage@2"}
 
 
-def reference(case, name):
+def compute_reference(case, name):
     """Return the metric by its definition in docs/metrics.md, row by row, or by scikit-learn."""
     kept = case.weights > 0
     p = case.logits[kept].double()
     p = (p.sigmoid() if case.loss == "bce" else p).numpy()
     y, w = case.labels[kept].double().numpy(), case.weights[kept].double().numpy()
     metric, _, k = name.partition("@")
-    if metric in PLAIN:
-        return PLAIN[metric](y, p, w)
+    if metric in ROW_REFERENCES:
+        return ROW_REFERENCES[metric](y, p, w)
     groups = case.groups[kept].numpy()
     orders = {g: sorted(np.flatnonzero(groups == g), key=lambda i: (-p[i], y[i])) for g in set(groups)}
     if metric == "coverage":
@@ -69,14 +69,14 @@ def reference(case, name):
         return len({items[i] for order in orders.values() for i in order[: int(k)]}) / len(set(items))
     total = norm = 0.0
     for order in orders.values():
-        value = OF_GROUP[metric](y[order], p[order], w[order], int(k or 0))
+        value = GROUP_REFERENCES[metric](y[order], p[order], w[order], int(k or 0))
         if value is not None:
             weight = w[order].sum() if metric == "gauc" else w[order].mean()
             total, norm = total + weight * value, norm + weight
     return total / norm
 
 
-PLAIN = {
+ROW_REFERENCES = {
     "auc": lambda y, p, w: sk.roc_auc_score(y, p, sample_weight=w),
     "pr_auc": lambda y, p, w: sk.average_precision_score(y, p, sample_weight=w),
     "logloss": lambda y, p, w: sk.log_loss(y, p, sample_weight=w),
@@ -93,7 +93,7 @@ PLAIN = {
         sum(abs((w * (p - y))[(p >= b / 15) & (p < (b + 1) / 15)].sum()) for b in range(15)) / w.sum()
     ),
 }
-OF_GROUP = {
+GROUP_REFERENCES = {
     "gauc": lambda y, p, w, k: sk.roc_auc_score(y, p, sample_weight=w) if 0 < y.sum() < len(y) else None,
     "recall": lambda y, p, w, k: y[:k].sum() / y.sum() if y.any() else None,
     "hit_rate": lambda y, p, w, k: float(y[:k].any()) if y.any() else None,
@@ -111,24 +111,26 @@ def dcg(gains):
 
 @pytest.fixture(scope="module", params=[1, 2, 3])
 def found(request):
-    ranks = evaluations(request.param, list(KINDS.values()))
-    firsts = dict(zip(KINDS, ranks[0], strict=True))
+    ranks = evaluations(request.param, list(CASES.values()))
+    firsts = dict(zip(CASES, ranks[0], strict=True))
     for other in ranks[1:]:  # all ranks have the same metrics; only the first has curves
         for (figures, _), (same, curves) in zip(ranks[0], other, strict=True):
             assert same == pytest.approx(figures, nan_ok=True) and curves is None
     return firsts
 
 
-@pytest.mark.parametrize("kind", list(KINDS)[:4])
+@pytest.mark.parametrize("kind", list(CASES)[:4])
 def test_ranked_metrics_match_their_definitions(found, kind):
-    case, (figures, _) = KINDS[kind], found[kind]
-    wanted = {name: reference(case, name) for name in case.metrics if (kind, name) != ("gains", "auc")}
+    case, (figures, _) = CASES[kind], found[kind]
+    wanted = {
+        name: compute_reference(case, name) for name in case.metrics if (kind, name) != ("gains", "auc")
+    }
     assert {name: figures[name] for name in wanted} == pytest.approx(wanted, abs=1e-6)
     assert not any(name.endswith("_bound") for name in figures)
 
 
 def test_groups_without_metric_are_counted(found):
-    case, (figures, _) = (x["ties, weights and a masked group"] for x in (KINDS, found))
+    case, (figures, _) = (x["ties, weights and a masked group"] for x in (CASES, found))
     kept = case.weights > 0
     of_groups = [case.labels[kept & (case.groups == g)] for g in case.groups[kept].unique()]
     assert figures["groups"] == len(of_groups)
@@ -140,7 +142,7 @@ def test_undefined_metrics_have_no_value(found):
     assert found["gains"][0]["auc"] is None and found["gains"][1] is None
     for kind in ("one class", "no row counts", "a NaN"):
         figures, curves = found[kind]
-        for name in KINDS[kind].metrics if kind == "no row counts" else NO_POSITIVE & {*KINDS[kind].metrics}:
+        for name in CASES[kind].metrics if kind == "no row counts" else NO_POSITIVE & {*CASES[kind].metrics}:
             assert figures[name] is None or isnan(figures[name]), (kind, name)
         assert curves is None
     assert 0 < found["one class"][0]["coverage@2"] < 1
@@ -148,7 +150,7 @@ def test_undefined_metrics_have_no_value(found):
 
 def test_curves_match_the_rows(found):
     kind = "ties, weights and a masked group"
-    case, (_, curves) = KINDS[kind], found[kind]
+    case, (_, curves) = CASES[kind], found[kind]
     kept = case.weights > 0
     y, p, w = (x[kept].double().numpy() for x in (case.labels, case.logits.sigmoid(), case.weights))
     fpr, tpr, _ = sk.roc_curve(y, p, sample_weight=w, drop_intermediate=False)
@@ -165,7 +167,7 @@ def test_curves_match_the_rows(found):
 
 
 def test_ndcg_without_ties_matches_scikit_learn(found):
-    case, (figures, _) = (x["no ties, no weights"] for x in (KINDS, found))
+    case, (figures, _) = (x["no ties, no weights"] for x in (CASES, found))
     scores = []
     for group in case.groups.unique():
         y, p = (x[case.groups == group].numpy() for x in (case.labels, case.logits))
@@ -177,14 +179,14 @@ def test_ndcg_without_ties_matches_scikit_learn(found):
 @pytest.mark.parametrize("world", [1, 3])
 def test_binned_metrics_are_within_their_error_bound(world):
     kinds = ("no ties, no weights", "ties, weights and a masked group")
-    many = [Case(**{**vars(KINDS[kind]), "settings": {"max_exact_rows": 40}}) for kind in kinds]
+    many = [Case(**{**vars(CASES[kind]), "settings": {"max_exact_rows": 40}}) for kind in kinds]
     for case, (figures, curves) in zip(many, evaluations(world, many)[0], strict=True):
         for name in ("auc", "pr_auc"):
-            exact, bound = reference(case, name), figures[f"{name}_bound"]
+            exact, bound = compute_reference(case, name), figures[f"{name}_bound"]
             assert bound > 0 and abs(figures[name] - exact) <= bound
         assert figures["auc_bound"] < 0.05
         for name in (*GROUP_METRICS, *SUMMED):
-            assert figures[name] == pytest.approx(reference(case, name), abs=1e-6), name
+            assert figures[name] == pytest.approx(compute_reference(case, name), abs=1e-6), name
         assert sum(curves["reliability"]["rows"]) == (case.weights > 0).sum()
 
 
@@ -201,7 +203,7 @@ def test_bins_are_monotonic_in_predictions():
 
 
 def test_ranked_metrics_on_gpu_match_cpu():
-    cases = list(KINDS.values())[:2]
+    cases = list(CASES.values())[:2]
     expected, on_gpus = evaluations(2, cases)[0], evaluations(2, cases, device="cuda")
     for found in on_gpus:
         for (figures, _), (same, _) in zip(expected, found, strict=True):
@@ -224,7 +226,7 @@ def parts(rank, world):
 
 
 def test_sorted_rows_are_distributed_evenly():
-    different, same = zip(*on_ranks(3, parts), strict=True)
+    different, same = zip(*run_on_ranks(3, parts), strict=True)
     assert max(different) < 1.1 * sum(different) / 3 and sum(same) == 1
 
 

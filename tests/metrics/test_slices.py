@@ -24,7 +24,7 @@ def rows(**settings):
     return Case(logits, labels, weights, ["auc"], of * 31 + 5, settings=settings, texts=texts)
 
 
-def expected(case):
+def compute_expected(case):
     """Return country → (rows, AUC, calibration); AUC is None for a single class."""
     found = {}
     for country in COUNTRIES:
@@ -35,7 +35,7 @@ def expected(case):
     return found
 
 
-def enough(case, country):
+def has_enough_rows(case, country):
     kept = torch.tensor([str(text or "null") == country for text in case.texts]) & (case.weights > 0)
     positives = int(case.labels[kept].sum())
     return min(positives, int(kept.sum()) - positives) >= 30
@@ -47,9 +47,11 @@ def test_largest_and_worst_slices_are_listed_by_name(world):
     of_ranks = evaluations(world, cases)
     assert all(other[0][0] == of_ranks[0][0][0] for other in of_ranks)
     exact, binned = ({**figures["slices"]["y"]["group"]} for figures, _ in of_ranks[0])
-    wanted = expected(cases[0])
+    wanted = compute_expected(cases[0])
     by_rows = sorted(wanted, key=lambda name: -wanted[name][0])
-    by_auc = sorted((name for name in wanted if enough(cases[0], name)), key=lambda name: wanted[name][1])
+    by_auc = sorted(
+        (name for name in wanted if has_enough_rows(cases[0], name)), key=lambda name: wanted[name][1]
+    )
     assert exact["slices"] == binned["slices"] == len(COUNTRIES) and "LI" not in by_auc, "LI has too few rows"
     assert [each["slice"] for each in exact["largest"]] == by_rows[:SHOWN]
     assert [each["slice"] for each in exact["worst"]] == by_auc[:SHOWN]
@@ -74,11 +76,11 @@ def test_regression_slices_are_sorted_by_calibration():
     ((figures, _),) = evaluations(1, [numbers])[0]
     worst = figures["slices"]["y"]["group"]["worst"][0]
     assert worst["auc"] is None and worst["calibration"] > 0
-    of = [(-abs(torch.tensor(c).log()), n) for n, c in calibrations(numbers).items()]
+    of = [(-abs(torch.tensor(c).log()), n) for n, c in compute_calibrations(numbers).items()]
     assert worst["slice"] == min(of)[1]
 
 
-def calibrations(case):
+def compute_calibrations(case):
     names = [str(text or "null") for text in case.texts]
     kept = {n: torch.tensor([x == n for x in names]) & (case.weights > 0) for n in set(names) - {"LI"}}
     return {n: float(case.logits[k].sum() / case.labels[k].sum()) for n, k in kept.items()}

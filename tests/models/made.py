@@ -73,7 +73,7 @@ def weights(model, prefix=""):
     return {k.removeprefix(prefix): v for k, v in model.named_parameters() if k.startswith(prefix)}
 
 
-def ids_of(found, i, name="history"):
+def get_id_vectors(found, i, name="history"):
     """Return the vectors of one row's ids, [n, D], most recent first."""
     return found[name].vectors[i, : int(found[name].present[i].sum())]
 
@@ -86,7 +86,7 @@ def layers(w, name, x, count, step=2, activation=lambda name: torch.relu):
     return x
 
 
-def last(w, name, x):
+def apply_linear(w, name, x):
     """Apply the linear layer of this name."""
     return linear(x, w[f"{name}.weight"], w[f"{name}.bias"])
 
@@ -96,7 +96,7 @@ def prelu(w):
     return lambda name: lambda x: torch.where(x > 0, x, w[f"{name}.weight"] * x)
 
 
-def unit(x):
+def normalize_vectors(x):
     return x / x.square().sum(-1, keepdim=True).sqrt()
 
 
@@ -117,7 +117,7 @@ def loss(kind, own, others, weight=1.0):
     return sum(each) / len(each) if each else own * 0
 
 
-def assert_alone(model, dense, found):
+def assert_rows_independent(model, dense, found):
     """Check that rows do not depend on other rows (so sharding a batch changes nothing) or on padding
     vectors."""
     whole = model(dense, found)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from made import DIM, ROWS, inputs, last, layers, make, schema, weights
+from made import DIM, ROWS, apply_linear, inputs, layers, make, schema, weights
 
 from raytrec.models.dcn import Cross
 from raytrec.models.dlrm import DotInteraction
@@ -37,7 +37,7 @@ def test_dcn_matches_its_equations(rank, deep):
         x = torch.stack([x0[b] * (matrix @ x[b] + bias) + x[b] for b in range(ROWS)])
     parallel = deep == "parallel"
     x = torch.cat([x, layers(w, "deep", x0, 2)], 1) if parallel else layers(w, "deep", x, 2)
-    torch.testing.assert_close(model(dense, pooled), last(w, "logit", x)[:, 0])
+    torch.testing.assert_close(model(dense, pooled), apply_linear(w, "logit", x)[:, 0])
 
 
 def test_cross_layers_match_torchrec():
@@ -73,14 +73,14 @@ def test_mlperf_dcn_can_be_configured():
 MASKNET = {"reduction": 1.5, "top_mlp": [5]}
 
 
-def normal(x, eps=1e-5):
+def normalize(x, eps=1e-5):
     return (x - x.mean()) / (x.var(unbiased=False) + eps).sqrt()
 
 
 def block(w, name, v, h):
     """Apply equations 4, 7 and 8 to all embeddings v and the block input h."""
-    mask = last(w, f"{name}.mask.2", layers(w, f"{name}.mask", v, 1))
-    x = normal(w[f"{name}.layer.weight"] @ (mask * h))
+    mask = apply_linear(w, f"{name}.mask.2", layers(w, f"{name}.mask", v, 1))
+    x = normalize(w[f"{name}.layer.weight"] @ (mask * h))
     return (w[f"{name}.norm.weight"] * x + w[f"{name}.norm.bias"]).clamp(min=0)
 
 
@@ -95,14 +95,14 @@ def test_masknet_matches_its_equations(arrangement, columns):
         vectors = [dense[b, i] * w["fields.columns"][i] for i in range(len(columns))]
         vectors += [x[b] for x in pooled.values()]
         v = torch.cat(vectors)
-        n = torch.cat([w["gain"][i] * normal(x) + w["bias"][i] for i, x in enumerate(vectors)])
+        n = torch.cat([w["gain"][i] * normalize(x) + w["bias"][i] for i, x in enumerate(vectors)])
         if arrangement == "serial":
             h = n
             for i in range(3):
                 h = block(w, f"blocks.{i}", v, h)
         else:
             h = torch.cat([block(w, f"blocks.{i}", v, n) for i in range(3)])
-        expected.append(last(w, "logit", layers(w, "top", h, 1)))
+        expected.append(apply_linear(w, "logit", layers(w, "top", h, 1)))
     torch.testing.assert_close(model(*given), torch.stack(expected), rtol=1e-4, atol=1e-5)
 
 
@@ -125,7 +125,7 @@ def test_final_mlp_matches_its_equations(heads, outputs):
     w, expected = weights(model), []
 
     def gate(name, context):
-        return 2 * last(w, f"{name}.last", layers(w, f"{name}.hidden", context, 1)).sigmoid()
+        return 2 * apply_linear(w, f"{name}.last", layers(w, f"{name}.hidden", context, 1)).sigmoid()
 
     for b in range(ROWS):
         e = torch.cat([dense[b], *(x[b] for x in pooled.values())])
@@ -136,7 +136,7 @@ def test_final_mlp_matches_its_equations(heads, outputs):
             sum(left @ w["bilinear"][t, h] @ right for h, (left, right) in enumerate(of_heads))
             for t in range(outputs)
         ]
-        expected.append(last(w, "logit", torch.cat([one, two])) + torch.stack(forms))
+        expected.append(apply_linear(w, "logit", torch.cat([one, two])) + torch.stack(forms))
     torch.testing.assert_close(model(*given), torch.stack(expected).squeeze(1), rtol=1e-5, atol=1e-5)
 
 
@@ -147,5 +147,5 @@ def test_final_mlp_without_gates_reads_plain_features():
     w, e = weights(model), torch.cat([dense, *pooled.values()], 1)
     one, two = layers(w, "streams.0", e, 2), layers(w, "streams.1", e, 1)
     form = ((one @ w["bilinear"][0, 0]) * two).sum(1, keepdim=True)
-    expected = last(w, "logit", torch.cat([one, two], 1)) + form
+    expected = apply_linear(w, "logit", torch.cat([one, two], 1)) + form
     torch.testing.assert_close(model(*given), expected.squeeze(1))

@@ -5,11 +5,11 @@ from itertools import combinations, product
 
 import pytest
 import torch
-from made import ROWS, inputs, last, layers, make, schema, weights
+from made import ROWS, apply_linear, inputs, layers, make, schema, weights
 from torch import nn
 
 
-def fields(model, dense, pooled, outputs):
+def split_fields(model, dense, pooled, outputs):
     """Return per row the first-order weights, a list of [T], and the vectors, a list of [D]."""
     rows = []
     for b in range(ROWS):
@@ -28,11 +28,11 @@ def test_deepfm_matches_its_equations(outputs, dense):
     of = schema(dense=dense)
     model, given = make("deepfm", of, outputs, top_mlp=[6, 5]), inputs(of)
     w, expected = weights(model), []
-    for first, vectors in fields(model, *given, outputs):
+    for first, vectors in split_fields(model, *given, outputs):
         pairs = sum(a * b for a, b in combinations(vectors, 2))
         second = pairs.sum() if outputs == 1 else pairs @ w["factors"]
         deep = layers(w, "deep", torch.cat(vectors), 2)
-        expected.append(sum(first) + second + last(w, "logit", deep))
+        expected.append(sum(first) + second + apply_linear(w, "logit", deep))
     torch.testing.assert_close(model(*given), torch.stack(expected).squeeze(1), rtol=1e-5, atol=1e-5)
 
 
@@ -50,7 +50,7 @@ def test_wide_deep_with_cross_layers_matches_its_equations(outputs, dense):
         linear = linear + 5 * columns @ w["slopes.weight"].T
     x = torch.cat([columns, *(each[:, outputs:] for each in pooled.values())], 1)
     deep = layers(w, "deep", model.cross(x), 1)
-    expected = linear + last(w, "logit", deep)
+    expected = linear + apply_linear(w, "logit", deep)
     torch.testing.assert_close(model(columns, pooled), expected.squeeze(1), rtol=1e-5, atol=1e-5)
 
 
@@ -86,7 +86,7 @@ def test_xdeepfm_matches_its_equations(outputs, dense):
     of, sizes = schema(dense=dense), [4, 3]
     model, given = make("xdeepfm", of, outputs, cin=sizes, top_mlp=[6]), inputs(of)
     w, expected = weights(model), []
-    for first, vectors in fields(model, *given, outputs):
+    for first, vectors in split_fields(model, *given, outputs):
         before, sums = vectors, []
         for k, size in enumerate(sizes):
             matrix = w[f"cin.layers.{k}.weight"].view(size, len(before), len(vectors))
@@ -94,7 +94,7 @@ def test_xdeepfm_matches_its_equations(outputs, dense):
             before = [sum(matrix[h, i, j] * before[i] * vectors[j] for i, j in pairs) for h in range(size)]
             sums += [x.sum() for x in before]
         both = torch.cat([torch.stack(sums), layers(w, "deep", torch.cat(vectors), 1)])
-        expected.append(sum(first) + last(w, "logit", both))
+        expected.append(sum(first) + apply_linear(w, "logit", both))
     torch.testing.assert_close(model(*given), torch.stack(expected).squeeze(1), rtol=1e-5, atol=1e-5)
 
 
@@ -112,7 +112,7 @@ def test_wide_deep_matches_its_equations(outputs, wide, deep):
     else:
         linear_part = pooled["tags"][:, :outputs] + dense[:, 1:] @ w["slopes.weight"].T
         beside = torch.cat([dense[:, :1], pooled["user"], pooled["item"]], 1)
-    expected = linear_part + last(w, "logit", layers(w, "deep", beside, 1))
+    expected = linear_part + apply_linear(w, "logit", layers(w, "deep", beside, 1))
     torch.testing.assert_close(model(*given), expected.squeeze(1))
 
 

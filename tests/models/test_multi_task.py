@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from made import ROWS, inputs, last, layers, make, schema, weights
+from made import ROWS, apply_linear, inputs, layers, make, schema, weights
 
 TASKS = {"clicked": 1, "kind": 3, "bought": 1}
 SMALL = {"expert_mlp": [6, 5], "tower_mlp": [4]}
@@ -13,7 +13,7 @@ KEYS = {
     "dbmtl": {"bottom_mlp": [6], "tower_mlp": [5], "relation_mlp": [4]},
     "esmm": {"click": "clicked", "conversion": "bought", "tower_mlp": [6]},
 }
-ANY = [name for name in KEYS if name != "esmm"]  # models that support any number of tasks
+ANY_TASK_COUNT = [name for name in KEYS if name != "esmm"]  # models that support any number of tasks
 
 
 def made(name, tasks=TASKS, of=None, **keys):
@@ -21,16 +21,16 @@ def made(name, tasks=TASKS, of=None, **keys):
     return make(name, of, sum(tasks.values()), tasks=tasks, **KEYS[name] | keys), *inputs(of)
 
 
-def towers(w, of_tasks, hidden):
+def apply_towers(w, of_tasks, hidden):
     after = [layers(w, f"towers.towers.{k}", x, hidden) for k, x in enumerate(of_tasks)]
-    return torch.cat([last(w, f"towers.logits.{k}", x) for k, x in enumerate(after)], 1)
+    return torch.cat([apply_linear(w, f"towers.logits.{k}", x) for k, x in enumerate(after)], 1)
 
 
-def experts(w, name, count, x):
+def apply_experts(w, name, count, x):
     return [layers(w, f"{name}.experts.{e}", x, 2) for e in range(count)]
 
 
-def gated(w, name, x, of_experts):
+def apply_gate(w, name, x, of_experts):
     """Return the softmax-weighted sum of the experts' vectors."""
     scores = (x @ w[f"{name}.scores.weight"].T).exp()
     shares = scores / scores.sum(1, keepdim=True)
@@ -41,7 +41,7 @@ def gated(w, name, x, of_experts):
 def test_shared_bottom_matches_its_equations(dense):
     model, *given = made("shared_bottom", of=schema(dense=dense, dims=(4, 8, 12)))
     w, x = weights(model), torch.cat([given[0], *given[1].values()], 1)
-    expected = towers(w, [layers(w, "bottom", x, 1)] * 3, 1)
+    expected = apply_towers(w, [layers(w, "bottom", x, 1)] * 3, 1)
     assert expected.shape == (ROWS, 5)
     torch.testing.assert_close(model(*given), expected)
 
@@ -50,8 +50,8 @@ def test_mmoe_matches_its_equations():
     """Ma et al. 2018, equations 6 and 7."""
     model, dense, pooled = made("mmoe")
     w, x = weights(model), torch.cat([dense, *pooled.values()], 1)
-    of_experts = experts(w, "experts", 3, x)
-    expected = towers(w, [gated(w, f"gates.{k}", x, of_experts) for k in range(3)], 1)
+    of_experts = apply_experts(w, "experts", 3, x)
+    expected = apply_towers(w, [apply_gate(w, f"gates.{k}", x, of_experts) for k in range(3)], 1)
     torch.testing.assert_close(model(dense, pooled), expected)
 
 
@@ -63,13 +63,13 @@ def test_ple_matches_its_equations(levels):
     of_tasks, of_all = [x, x, x], x
     for level in range(levels):
         name = f"levels.{level}"
-        own = [experts(w, f"{name}.experts.{k}", 2, of_tasks[k]) for k in range(3)]
-        shared = experts(w, f"{name}.experts.3", 3, of_all)
+        own = [apply_experts(w, f"{name}.experts.{k}", 2, of_tasks[k]) for k in range(3)]
+        shared = apply_experts(w, f"{name}.experts.3", 3, of_all)
         if level < levels - 1:
-            after = gated(w, f"{name}.gates.3", of_all, [*own[0], *own[1], *own[2], *shared])
-        of_tasks = [gated(w, f"{name}.gates.{k}", of_tasks[k], own[k] + shared) for k in range(3)]
+            after = apply_gate(w, f"{name}.gates.3", of_all, [*own[0], *own[1], *own[2], *shared])
+        of_tasks = [apply_gate(w, f"{name}.gates.{k}", of_tasks[k], own[k] + shared) for k in range(3)]
         of_all = after if level < levels - 1 else None
-    torch.testing.assert_close(model(dense, pooled), towers(w, of_tasks, 1))
+    torch.testing.assert_close(model(dense, pooled), apply_towers(w, of_tasks, 1))
     assert len(model.levels[-1].gates) == 3
 
 
@@ -79,7 +79,7 @@ def test_esmm_matches_its_equations(names):
     model, dense, pooled = made("esmm", dict.fromkeys(names, 1))
     w, x = weights(model), torch.cat([dense, *pooled.values()], 1)
     ctr, cvr = (
-        torch.sigmoid(last(w, f"{tower}.1", layers(w, f"{tower}.0", x, 1))).double()
+        torch.sigmoid(apply_linear(w, f"{tower}.1", layers(w, f"{tower}.0", x, 1))).double()
         for tower in ("click", "conversion")
     )
     expected = {"clicked": ctr, "bought": ctr * cvr}
@@ -121,11 +121,11 @@ def test_dbmtl_matches_its_equations(relations, parents):
         k = names.index(name)
         own = layers(w, f"towers.{k}", shared, 2)
         related[name] = layers(w, f"relations.{k}", torch.cat([own, *(related[b] for b in before)], 1), 1)
-    expected = [last(w, f"logits.{k}", related[name]) for k, name in enumerate(names)]
+    expected = [apply_linear(w, f"logits.{k}", related[name]) for k, name in enumerate(names)]
     torch.testing.assert_close(model(dense, pooled), torch.cat(expected, 1))
 
 
-@pytest.mark.parametrize("name", ANY)
+@pytest.mark.parametrize("name", ANY_TASK_COUNT)
 def test_task_gradients_reach_only_own_and_shared_layers(name):
     model, dense, pooled = made(name)
     model(dense, pooled)[:, 0].sum().backward()
@@ -133,7 +133,7 @@ def test_task_gradients_reach_only_own_and_shared_layers(name):
     assert reached and not [name for name in reached if ".towers.1" in name or ".logits.1" in name]
 
 
-@pytest.mark.parametrize("name", ANY)
+@pytest.mark.parametrize("name", ANY_TASK_COUNT)
 def test_multi_task_model_with_one_task_returns_one_logit(name):
     model, dense, pooled = made(name, {"y": 1})
     assert model(dense, pooled).shape == (ROWS,)

@@ -7,19 +7,19 @@ from made import (
     LENGTHS,
     ROWS,
     SPARSE,
-    assert_alone,
+    apply_linear,
     assert_learns,
     assert_no_nan,
-    ids_of,
+    assert_rows_independent,
+    get_id_vectors,
     inputs,
-    last,
     loss,
+    normalize_vectors,
     schema,
-    unit,
     weights,
 )
 from made import make as make_model
-from standin import cuda
+from standin import use_stand_in_gpu
 from torch.nn.functional import layer_norm, silu
 
 from raytrec.models.parts.packed_sequences import PackedSequences
@@ -28,15 +28,15 @@ SIZES = {"max_length": LENGTH, "dropout": 0.0, "negatives": "negatives", "max_ne
 NAMES = ["sasrec", "hstu"]
 
 
-def of_items(**changes):
+def make_items_schema(**changes):
     return schema("user", "item", "history", "negatives", dense=(), **changes)
 
 
 def make(name, outputs=1, vectors=False, of=None, **keys):
-    return make_model(name, of or of_items(), outputs, vectors=vectors, **SIZES | keys)
+    return make_model(name, of or make_items_schema(), outputs, vectors=vectors, **SIZES | keys)
 
 
-def placed(model, past_TD, positions):
+def add_positions(model, past_TD, positions):
     """Return the item vectors plus their position vectors."""
     count = len(past_TD)
     places = range(count) if positions == "order" else range(count - 1, -1, -1)
@@ -44,14 +44,14 @@ def placed(model, past_TD, positions):
     return torch.stack([e * len(e) ** 0.5 + at[p] for e, p in zip(past_TD, places, strict=True)])
 
 
-def states_of_sasrec(model, past_TD, heads, positions, times):
+def compute_sasrec_states(model, past_TD, heads, positions, times):
     """Return the state after each item, [T, D]."""
     w, count, dim = weights(model), len(past_TD), past_TD.shape[1]
-    x = placed(model, past_TD, positions)
+    x = add_positions(model, past_TD, positions)
     for i in range(len(model.blocks)):
         of = weights(model, f"blocks.{i}.")
         n = layer_norm(x, (dim,), of["norms.0.weight"], of["norms.0.bias"])
-        q, k, v = last(of, "attention.inputs", n).split(dim, 1)
+        q, k, v = apply_linear(of, "attention.inputs", n).split(dim, 1)
         read, size = [], dim // heads
         for t in range(count):
             parts = []
@@ -60,16 +60,16 @@ def states_of_sasrec(model, past_TD, heads, positions, times):
                 shares = torch.stack([q[t, own] @ k[s, own] / size**0.5 for s in range(t + 1)]).softmax(0)
                 parts.append(sum(a * v[s, own] for s, a in enumerate(shares)))
             read.append(torch.cat(parts))
-        x = x + last(of, "attention.output", torch.stack(read))
+        x = x + apply_linear(of, "attention.output", torch.stack(read))
         n = layer_norm(x, (dim,), of["norms.1.weight"], of["norms.1.bias"])
-        x = x + last(of, "network.3", last(of, "network.0", n).relu())
+        x = x + apply_linear(of, "network.3", apply_linear(of, "network.0", n).relu())
     return layer_norm(x, (dim,), w["norm.weight"], w["norm.bias"])
 
 
-def states_of_hstu(model, past_TD, heads, positions, times):
+def compute_hstu_states(model, past_TD, heads, positions, times):
     """Return the state after each item, [T, D]."""
     count, dim = past_TD.shape
-    x = placed(model, past_TD, positions)
+    x = add_positions(model, past_TD, positions)
     for i in range(len(model.layers)):
         of = weights(model, f"layers.{i}.")
         width = of["inputs.weight"].shape[0] // 4
@@ -85,7 +85,7 @@ def states_of_hstu(model, past_TD, heads, positions, times):
                         place = between.log() / torch.tensor(1.35).double().log()
                         score = score + of["times"][min(int(place), 127)]
                     read[t, own] = read[t, own] + score * torch.sigmoid(score) / LENGTH * v[s, own]
-        x = x + last(of, "output", u * layer_norm(read, (width,)))
+        x = x + apply_linear(of, "output", u * layer_norm(read, (width,)))
     return x
 
 
@@ -101,23 +101,23 @@ def states_of_hstu(model, past_TD, heads, positions, times):
     ],
 )
 def test_next_item_models_match_their_equations(name, kind, keys):
-    of, timed = of_items(), "time" in keys
+    of, timed = make_items_schema(), "time" in keys
     if timed:
-        of = of_items(history=SPARSE["history"] | {"side_features": ["price", "at"]})
+        of = make_items_schema(history=SPARSE["history"] | {"side_features": ["price", "at"]})
     model = make(name, of=of, loss=kind, **keys)
     times = torch.tensor([[1e9, 9.99e8, 9.98e8, 5e8, 0.0]] * ROWS, dtype=torch.float64)
     dense, found = inputs(of, side_features=torch.stack([times * 0, times], 2) if timed else None)
     given, queries = model(dense, found), model.query(dense, found)
     normalize, temperature = model.config.normalize, model.config.temperature
-    scaled = unit if normalize else lambda x: x
-    states = states_of_sasrec if name == "sasrec" else states_of_hstu
+    scaled = normalize_vectors if normalize else lambda x: x
+    states = compute_sasrec_states if name == "sasrec" else compute_hstu_states
     for i, count in enumerate(LENGTHS):
         if not count:
             assert given[i].tolist() == [0, 0] and not queries[i].any()
             continue
-        history, at = ids_of(found, i).flip(0), times[i, :count].flip(0) if timed else None
+        history, at = get_id_vectors(found, i).flip(0), times[i, :count].flip(0) if timed else None
         after = scaled(states(model, history, keys.get("heads", 1), keys.get("positions", "recency"), at))
-        item, others = scaled(found["item"][i]), scaled(ids_of(found, i, "negatives"))
+        item, others = scaled(found["item"][i]), scaled(get_id_vectors(found, i, "negatives"))
         torch.testing.assert_close(queries[i], after[-1])
         torch.testing.assert_close(given[i, 0], after[-1] @ item / temperature)
         total = 0
@@ -126,19 +126,19 @@ def test_next_item_models_match_their_equations(name, kind, keys):
             total = total + loss(kind, own, list(others @ state / temperature))
         torch.testing.assert_close(given[i, 1], total / LENGTH)
     torch.testing.assert_close(model.item(dense, {"item": found["item"]}), scaled(found["item"]))
-    assert_alone(model, dense, found)
+    assert_rows_independent(model, dense, found)
     assert_learns(model, dense, found, unused=("user",))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_next_item_models_handle_evaluation_and_empty_histories(name):
-    model, (dense, found) = make(name), inputs(of_items())
+    model, (dense, found) = make(name), inputs(make_items_schema())
     assert not model.eval()(dense, found)[:, 1].any()
-    assert not assert_no_nan(model.train(), *inputs(of_items(), lengths=(0, 0), counts=(0, 3))).any()
+    assert not assert_no_nan(model.train(), *inputs(make_items_schema(), lengths=(0, 0), counts=(0, 3))).any()
 
 
 def test_sasrec_returns_several_outputs_and_vectors():
-    model, (dense, found) = make("sasrec", 2, True, temperature=0.5), inputs(of_items())
+    model, (dense, found) = make("sasrec", 2, True, temperature=0.5), inputs(make_items_schema())
     given, query, item = model(dense, found), model.query(dense, found), model.item(dense, found)
     assert given.shape == (ROWS, 2 + 1 + 2 * 8) and query.shape == (ROWS, 3, 8)
     torch.testing.assert_close(given[:, 1], (query[:, 1] * item).sum(1) / 0.5)
@@ -150,7 +150,7 @@ def test_sasrec_returns_several_outputs_and_vectors():
 
 
 def test_attention_dropout_applies_only_in_training():
-    model, (dense, found) = make("sasrec", attention_dropout=0.5), inputs(of_items())
+    model, (dense, found) = make("sasrec", attention_dropout=0.5), inputs(make_items_schema())
     assert not torch.equal(model(dense, found), model(dense, found))
     assert torch.equal(model.eval()(dense, found), model(dense, found))
 
@@ -159,7 +159,7 @@ def test_packed_sequences_with_host_lengths_never_wait_for_gpu():
     lengths = torch.tensor([2, 0, 5, 5, 1, 0, 3, 4, 2, 5, 0, 1], dtype=torch.int32)
     present = torch.arange(5) < lengths.unsqueeze(1)
     values = torch.randn(len(lengths), 5, 3)
-    with cuda() as gpu:
+    with use_stand_in_gpu() as gpu:
         here = present.to("cuda"), values.to("cuda")
         gpu.waits.clear()
         packed = PackedSequences(here[0], lengths)

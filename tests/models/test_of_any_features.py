@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from made import ROWS, assert_alone, assert_learns, inputs, make, schema
+from made import ROWS, assert_learns, assert_rows_independent, inputs, make, schema
 
 from raytrec.config.models.base import MODELS
 
@@ -22,7 +22,7 @@ KEYS = {
 }
 TASKS = {"y": 1, "z": 1}
 # Models whose outputs share all layers except the last.
-SHARING = {
+SHARED_LAYER_MODELS = {
     "dlrm": {"bottom_mlp": [3], "top_mlp": [6]},
     "dcn": {"cross_layers": 1, "top_mlp": [6], "deep": "parallel"},
     "sequence": {"max_length": 5, "top_mlp": [6]},
@@ -40,7 +40,7 @@ def made(name, dense=("age", "price"), **more):
 def test_models_keep_rows_independent(name, dense):
     model, columns, pooled = made(name, dense)
     assert model(columns, pooled).shape == (ROWS, 2)
-    assert_alone(model, columns, pooled)
+    assert_rows_independent(model, columns, pooled)
 
 
 @pytest.mark.parametrize("name", KEYS)
@@ -76,10 +76,10 @@ def test_bfloat16_logits_are_close_to_float32(name):
     torch.testing.assert_close(rough, model(columns, pooled), rtol=0.1, atol=0.1)
 
 
-@pytest.mark.parametrize("name", SHARING)
+@pytest.mark.parametrize("name", SHARED_LAYER_MODELS)
 def test_outputs_share_all_layers_except_the_last(name):
     of = schema("user", "item", "history")
-    model, (dense, found) = make(name, of, 3, **SHARING[name]), inputs(of)
+    model, (dense, found) = make(name, of, 3, **SHARED_LAYER_MODELS[name]), inputs(of)
     if name != "sequence":
         found["history"] = torch.randn(ROWS, 8)
     logits = model(dense, found)
@@ -90,7 +90,7 @@ def test_outputs_share_all_layers_except_the_last(name):
     of_last = next((grad for name, grad in grads.items() if name.endswith("logit.weight")), None)
     if of_last is not None:
         assert (of_last.abs().sum(1) > 0).tolist() == [False, True, False]
-    assert make(name, of, **SHARING[name])(dense, found).shape == (ROWS,)
+    assert make(name, of, **SHARED_LAYER_MODELS[name])(dense, found).shape == (ROWS,)
 
 
 def test_tested_models_are_registered():

@@ -3,8 +3,15 @@ the weights returns the same logits as evaluation."""
 
 import pytest
 import torch
-from ranks import on_ranks
-from small import PARTS, a_schema, batches, build, config, train
+from ranks import run_on_ranks
+from small import (
+    SMALL_SCHEMA_PARTS,
+    build_step_on_rank,
+    make_batches,
+    make_small_config,
+    make_small_schema,
+    train_step,
+)
 
 from raytrec.config.features import resolve_features
 
@@ -13,26 +20,26 @@ SECTIONS = {
     "two_tower": {"name": "two_tower", "towers": {"query": ["user", "a"], "item": ["friends", "tags", "b"]}},
     "sequence": {"name": "sequence", "max_length": 2, "target": "user", "top_mlp": [6]},
 }
-SEQUENCES = a_schema(
+SEQUENCES = make_small_schema(
     sparse={
         name: {**spec, "pooling": "sequence"} if "pooling" in spec else spec
-        for name, spec in PARTS["sparse"].items()
+        for name, spec in SMALL_SCHEMA_PARTS["sparse"].items()
     }
 )
 
 
-def state_after(rank, world, name, plan, root, first, last):
+def train_and_get_state(rank, world, name, plan, root, first, last):
     """Train steps first to last from the checkpoint in root, if any; return dense parameters and tables."""
     from raytrec.checkpoint.restore import restore
     from raytrec.checkpoint.save import CheckpointWriter
     from raytrec.checkpoint.state import LogicalState
     from raytrec.embeddings.tables import tables
 
-    settings = config(world, {"sharding_type": plan}, model=SECTIONS[name])
-    features, step = resolve_features(SEQUENCES, settings.model), build(settings, SEQUENCES)
+    settings = make_small_config(world, {"sharding_type": plan}, model=SECTIONS[name])
+    features, step = resolve_features(SEQUENCES, settings.model), build_step_on_rank(settings, SEQUENCES)
     state = LogicalState(step.model, step.optimizer)
     assert bool(restore(root, state).folder) == bool(first)
-    train(step, batches(last, rank, world, schema=SEQUENCES, features=features)[1][first:])
+    train_step(step, make_batches(last, rank, world, schema=SEQUENCES, features=features)[1][first:])
     saver = CheckpointWriter(root, settings.checkpoint)
     saver.save(last, state.tensors(), {})
     assert saver.taken().error is None
@@ -42,24 +49,26 @@ def state_after(rank, world, name, plan, root, first, last):
 
 @pytest.mark.parametrize("name", SECTIONS)
 def test_model_resumes_with_another_plan(name, tmp_path):
-    whole = on_ranks(1, state_after, name, "table_wise", str(tmp_path / "whole"), 0, 6)[0]
+    whole = run_on_ranks(1, train_and_get_state, name, "table_wise", str(tmp_path / "whole"), 0, 6)[0]
     place = str(tmp_path / "parts")
-    on_ranks(2, state_after, name, "row_wise", place, 0, 3)
-    parts = on_ranks(3, state_after, name, "column_wise", place, 3, 6)[0]
+    run_on_ranks(2, train_and_get_state, name, "row_wise", place, 0, 3)
+    parts = run_on_ranks(3, train_and_get_state, name, "column_wise", place, 3, 6)[0]
     torch.testing.assert_close(parts, whole, rtol=0, atol=2e-6)
 
 
-def scored(rank, world, matmul):
+def score_batch(rank, world, matmul):
     """Return the logits of a global batch from evaluation on ranks and from a recommender."""
     from raytrec.checks.parity.batches import make_local_batch
     from raytrec.embeddings.pooling import find_table_modules
     from raytrec.embeddings.tables import tables
     from raytrec.models.recommender import build_recommender
 
-    settings = config(world, {"sharding_type": "row_wise"}, model=SECTIONS["sequence"], matmul=matmul)
-    features, step = resolve_features(SEQUENCES, settings.model), build(settings, SEQUENCES)
-    whole, local = batches(3, rank, world, schema=SEQUENCES, features=features)
-    train(step, local)
+    settings = make_small_config(
+        world, {"sharding_type": "row_wise"}, model=SECTIONS["sequence"], matmul=matmul
+    )
+    features, step = resolve_features(SEQUENCES, settings.model), build_step_on_rank(settings, SEQUENCES)
+    whole, local = make_batches(3, rank, world, schema=SEQUENCES, features=features)
+    train_step(step, local)
     (outputs,) = step.evaluate(iter(local[-1:]))
     weights = {name: table.weight.dense() for name, table in tables(step.model).items()}
     recommender = build_recommender(settings, SEQUENCES, torch.device("cpu"))
@@ -75,7 +84,7 @@ def scored(rank, world, matmul):
 
 @pytest.mark.parametrize("matmul,tolerance", [("fp32", 1e-6), ("bf16", 1e-2)])
 def test_recommender_scores_match_distributed_evaluation(matmul, tolerance):
-    ranks = on_ranks(2, scored, matmul)
+    ranks = run_on_ranks(2, score_batch, matmul)
     evaluated = torch.cat([logits for logits, _ in ranks])
     for _, logits in ranks:
         torch.testing.assert_close(logits, evaluated, rtol=0, atol=tolerance)

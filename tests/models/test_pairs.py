@@ -5,15 +5,15 @@ import torch
 from made import (
     DIM,
     ROWS,
-    assert_alone,
+    apply_linear,
     assert_learns,
-    ids_of,
+    assert_rows_independent,
+    get_id_vectors,
     inputs,
-    last,
     layers,
     loss,
+    normalize_vectors,
     schema,
-    unit,
     weights,
 )
 from made import make as make_model
@@ -21,14 +21,14 @@ from made import make as make_model
 from raytrec.config.features import resolve_features
 from raytrec.config.models import SECTIONS
 
-OF = schema("user", "item", "history", "negatives", dense=())
+SCHEMA = schema("user", "item", "history", "negatives", dense=())
 DRAWN = {"negatives": "negatives", "max_negatives": 3}
 TOWERS = {"query": ["user", "history"], "item": ["item"]}
 KINDS = ["softmax", "bce", "bpr"]
 
 
 def make(name, outputs=1, vectors=False, **keys):
-    return make_model(name, OF, outputs, vectors=vectors, **DRAWN | keys)
+    return make_model(name, SCHEMA, outputs, vectors=vectors, **DRAWN | keys)
 
 
 def assert_scores(model, dense, found, kind, score):
@@ -37,15 +37,15 @@ def assert_scores(model, dense, found, kind, score):
     for i in range(ROWS):
         user, item = found["user"][i], found["item"][i]
         torch.testing.assert_close(given[i, 0], score(user, item))
-        others = [score(user, other) for other in ids_of(found, i, "negatives")]
+        others = [score(user, other) for other in get_id_vectors(found, i, "negatives")]
         torch.testing.assert_close(given[i, 1], loss(kind, score(user, item), others))
-    assert_alone(model, dense, found)
+    assert_rows_independent(model, dense, found)
 
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_mf_matches_its_equations(kind, bias):
-    model, (dense, found) = make("mf", loss=kind, bias=bias), inputs(OF)
+    model, (dense, found) = make("mf", loss=kind, bias=bias), inputs(SCHEMA)
 
     def score(user, item):
         if not bias:
@@ -62,7 +62,7 @@ def test_mf_matches_its_equations(kind, bias):
 @pytest.mark.parametrize("name", ["mf", "ncf"])
 def test_softmax_loss_does_not_train_the_bias(name):
     """The gradient is exactly 0 for losses that compare scores."""
-    model, (dense, found) = make(name, loss="softmax"), inputs(OF)
+    model, (dense, found) = make(name, loss="softmax"), inputs(SCHEMA)
     model(dense, found)[:, 1].sum().backward()
     assert model.bias.grad.tolist() == [0.0]
 
@@ -81,14 +81,14 @@ PARTS = {
 @pytest.mark.parametrize("parts", PARTS)
 def test_ncf_matches_its_equations(kind, parts):
     keys, first = PARTS[parts]
-    model, (dense, found) = make("ncf", loss=kind, mlp=[6, 5], **keys), inputs(OF)
+    model, (dense, found) = make("ncf", loss=kind, mlp=[6, 5], **keys), inputs(SCHEMA)
     w = weights(model)
 
     def score(user, item):
         own = (user, item) if parts == "shared" else (user[first:], item[first:])
         products = [user[:first] * item[:first]]
         if parts != "gmf":
-            products.append(last(w, "mlp.2", last(w, "first", torch.cat(own)).relu()).relu())
+            products.append(apply_linear(w, "mlp.2", apply_linear(w, "first", torch.cat(own)).relu()).relu())
         return w["logit.weight"][0] @ torch.cat(products) + w["bias"][0]
 
     assert_scores(model, dense, found, kind, score)
@@ -106,12 +106,12 @@ def test_two_tower_matches_its_equations(outputs, vectors, normalize):
     of_query = torch.cat([dense[:, :1], found["user"], found["history"]], 1)
     of_item = torch.cat([dense[:, 1:], found["item"], found["tags"]], 1)
     query, item = (
-        last(w, "last", layers(w, "hidden", x, 1))
+        apply_linear(w, "last", layers(w, "hidden", x, 1))
         for w, x in ((weights(model, "towers.query."), of_query), (weights(model, "towers.item."), of_item))
     )
     query = query.view(ROWS, outputs + vectors, 3)
     if normalize:
-        query, item = unit(query), unit(item)
+        query, item = normalize_vectors(query), normalize_vectors(item)
     # Each tower needs only its own features.
     alone = model.query(dense, {f: found[f] for f in ("user", "history")})
     torch.testing.assert_close(alone.view(query.shape), query)
@@ -130,7 +130,7 @@ def test_two_tower_matches_its_equations(outputs, vectors, normalize):
 def test_two_tower_with_negatives_matches_its_equations(kind, outputs, vectors):
     keys = {"towers": TOWERS, "tower_mlp": [6, 4], "normalize": True, "temperature": 0.4, "loss": kind}
     model = make("two_tower", outputs, vectors, learn_temperature=False, **keys)
-    dense, found = inputs(OF)
+    dense, found = inputs(SCHEMA)
     found["history"] = found["history"].vectors.sum(1)
     given, place = model(dense, found), outputs  # column of the model's own loss
     queries = model.query(dense, found).view(ROWS, -1, 4)
@@ -138,7 +138,7 @@ def test_two_tower_with_negatives_matches_its_equations(kind, outputs, vectors):
     bias = model.bias.view(-1)[-1] if outputs and kind == "bce" else 0
     for i in range(ROWS):
         own = query[i] @ model.item(dense, found)[i] / 0.4 + bias
-        drawn = ids_of(found, i, "negatives")
+        drawn = get_id_vectors(found, i, "negatives")
         items = [model.item(dense, {"item": other.unsqueeze(0)})[0] for other in drawn]
         others = [query[i] @ item / 0.4 + bias for item in items]
         torch.testing.assert_close(given[i, place], loss(kind, own, others))
@@ -150,7 +150,10 @@ def test_two_tower_with_negatives_matches_its_equations(kind, outputs, vectors):
 
 
 def test_two_tower_negatives_train_all_parameters():
-    model, (dense, found) = make("two_tower", towers=TOWERS, tower_mlp=[6, 4], temperature=0.5), inputs(OF)
+    model, (dense, found) = (
+        make("two_tower", towers=TOWERS, tower_mlp=[6, 4], temperature=0.5),
+        inputs(SCHEMA),
+    )
     mean = {**found, "history": found["history"].vectors.mean(1)}
     model(dense, mean)[:, 1].sum().backward()
     assert all(p.grad is not None for p in model.parameters())
@@ -168,4 +171,4 @@ def test_two_tower_negatives_train_all_parameters():
 )
 def test_pair_models_read_sequences_of_ids(name, keys, sequences):
     section = SECTIONS[name].model_validate({"name": name} | keys)
-    assert resolve_features(OF, section).sequences == sequences
+    assert resolve_features(SCHEMA, section).sequences == sequences

@@ -63,7 +63,7 @@ def function(schema, config):
 
 
 @pytest.fixture(autouse=True)
-def module(tmp_path, monkeypatch):
+def user_modules(tmp_path, monkeypatch):
     (tmp_path / "models_of_mine.py").write_text(MODULE)
     (tmp_path / "broken_models.py").write_text("import there_is_no_such_module\n")
     (tmp_path / "wrong_models.py").write_text("import os\nos.there_is_no_such_name\n")

@@ -7,36 +7,41 @@ from raytrec.common.errors import ConfigError
 
 ITEMS = schema("user", "item", "history", "negatives", dense=())
 NARROW = schema("user", "item", "history", "negatives", dense=(), dims=(4, 8, 8))
-ELSEWHERE = {"table": "user", "pooling": "sequence"}
+USER_SEQUENCE = {"table": "user", "pooling": "sequence"}
 TARGETS = schema("user", "history", "item", "tags", dims=(4, 8, 12))
 SEQUENCES = schema("user", "item", "tags", "history")
 TOWERS = {"query": ["user", "age", "history"], "item": ["item", "tags", "price"]}
 DRAWN = {"negatives": "negatives"}
-NEXT = DRAWN | {"max_length": 5}
+NEXT_ITEM = DRAWN | {"max_length": 5}
 
 
-def towers(query, item=TOWERS["item"]):
+def make_towers(query, item=TOWERS["item"]):
     return {"towers": {"query": query, "item": item}}
 
 
-def of_dims(*dims):
+def make_schema_with_dims(*dims):
     return schema(dims=dims)
 
 
 @pytest.mark.parametrize(
     "name,of,keys,message",
     [
-        ("dlrm", of_dims(8, 16, 8), {}, "dims 8, 16"),
+        ("dlrm", make_schema_with_dims(8, 16, 8), {}, "dims 8, 16"),
         ("dlrm", schema(), {"vectors": True}, r"model\.name=dlrm returns none"),
         ("dcn", schema(dense=()), {"bottom_mlp": [4]}, "no dense columns"),
         ("wide_deep", schema(), {"wide": ["usr"]}, "did you mean 'user'"),
         ("wide_deep", schema(), {"wide": ["user"], "deep": ["item"]}, "wide nor deep: age"),
-        ("wide_deep", of_dims(8, 4, 8), {"outputs": 4}, "table item has dim 4.*4 columns"),
-        ("deepfm", of_dims(8, 4, 8), {}, "dims 4, 8"),
+        ("wide_deep", make_schema_with_dims(8, 4, 8), {"outputs": 4}, "table item has dim 4.*4 columns"),
+        ("deepfm", make_schema_with_dims(8, 4, 8), {}, "dims 4, 8"),
         ("deepfm", schema(), {"outputs": 8}, r"(?s)table user has dim 8.*a dim of 12 or more"),
-        ("xdeepfm", of_dims(8, 4, 8), {}, "dims 4, 8"),
-        ("xdeepfm", of_dims(4, 4, 4), {"outputs": 5}, r"(?s)table user has dim 4.*a dim of 8 or more"),
-        ("masknet", of_dims(8, 4, 8), {}, "dims 4, 8"),
+        ("xdeepfm", make_schema_with_dims(8, 4, 8), {}, "dims 4, 8"),
+        (
+            "xdeepfm",
+            make_schema_with_dims(4, 4, 4),
+            {"outputs": 5},
+            r"(?s)table user has dim 4.*a dim of 8 or more",
+        ),
+        ("masknet", make_schema_with_dims(8, 4, 8), {}, "dims 4, 8"),
         ("final_mlp", schema(), {"gate1": ["usr"]}, "did you mean 'user'"),
         ("final_mlp", schema(), {"gating": False, "gate2": ["item"]}, "gating is false"),
         (
@@ -45,19 +50,19 @@ def of_dims(*dims):
             {"mlp1": [4], "mlp2": [6], "heads": 4},
             r"(?s)width 6 cannot be split into 4 heads.*model\.mlp2 to 8",
         ),
-        ("two_tower", SEQUENCES, towers(["usr"]), "did you mean 'user'"),
-        ("two_tower", SEQUENCES, towers(["user", "age", "item"]), "in both towers: item"),
-        ("two_tower", SEQUENCES, towers(["user"]), "in neither tower: age, history"),
-        ("two_tower", ITEMS, DRAWN | towers(["history"], ["item", "user"]), "only the ids of"),
-        ("two_tower", ITEMS, DRAWN | towers(["user", "neg*"], ["item"]), "matches 'neg\\*'"),
+        ("two_tower", SEQUENCES, make_towers(["usr"]), "did you mean 'user'"),
+        ("two_tower", SEQUENCES, make_towers(["user", "age", "item"]), "in both towers: item"),
+        ("two_tower", SEQUENCES, make_towers(["user"]), "in neither tower: age, history"),
+        ("two_tower", ITEMS, DRAWN | make_towers(["history"], ["item", "user"]), "only the ids of"),
+        ("two_tower", ITEMS, DRAWN | make_towers(["user", "neg*"], ["item"]), "matches 'neg\\*'"),
         ("mf", ITEMS, {"user": "usr"}, "did you mean 'user'"),
         ("mf", NARROW, {}, "the same dim"),
         ("mf", ITEMS, {"negatives": "user"}, "pooling: sequence"),
         ("ncf", ITEMS, {"gmf_dim": 12}, "at least 12"),
         ("ncf", ITEMS, {"gmf_dim": 2, "shared": True}, "only one of the keys"),
         ("ncf", NARROW, {"shared": True}, "have dim 4, but vectors of item have dim 8"),
-        ("hstu", ITEMS, NEXT | {"time": "at"}, "none is configured"),
-        ("hstu", ITEMS, NEXT | {"width": 6, "heads": 4}, "model.width is 6"),
+        ("hstu", ITEMS, NEXT_ITEM | {"time": "at"}, "none is configured"),
+        ("hstu", ITEMS, NEXT_ITEM | {"width": 6, "heads": 4}, "model.width is 6"),
         ("sequence", schema(), {}, "no sequence"),
         ("sequence", SEQUENCES, {"target": "itm"}, "did you mean 'item'"),
         (
@@ -99,13 +104,13 @@ def test_models_reject_unsuitable_schemas_and_keys(name, of, keys, message):
         (ITEMS, {"history": "user"}, "has pooling: sum"),
         (ITEMS, {"item": "user"}, "'history' looks up table item, but 'user' looks up table user"),
         (ITEMS, {"heads": 3}, "the dim of table item is 8"),
-        (schema("user", "item", "history", negatives=ELSEWHERE), {}, "table user"),
+        (schema("user", "item", "history", negatives=USER_SEQUENCE), {}, "table user"),
     ],
 )
 @pytest.mark.parametrize("name", ["sasrec", "hstu"])
 def test_next_item_models_reject_unsuitable_schemas_and_keys(name, of, keys, message):
     with pytest.raises(ConfigError, match=message):
-        make(name, of, **NEXT | keys)
+        make(name, of, **NEXT_ITEM | keys)
 
 
 def test_target_key_selects_the_target_feature():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from made import LENGTH, LENGTHS, ROWS, SPARSE, inputs, loss, schema
 from made import make as make_model
-from ranks import on_ranks
+from ranks import run_on_ranks
 
 from raytrec.common.errors import ConfigError
 from raytrec.config.models import SECTIONS
@@ -15,7 +15,7 @@ from raytrec.models.inputs import IDS, Sequence
 from raytrec.models.parts import shared_negatives
 from raytrec.models.parts.sampled_loss import SampledLoss
 
-OF = schema("user", "item", "history", "negatives", dense=())
+SCHEMA = schema("user", "item", "history", "negatives", dense=())
 DRAWN = {"negatives": "negatives", "max_negatives": 3, "share_negatives": True}
 MODELS = {
     "mf": {},
@@ -27,15 +27,15 @@ KINDS = ["softmax", "bce", "bpr"]
 
 
 def make(name, kind, **keys):
-    of = OF
+    of = SCHEMA
     if name == "two_tower":
         of = schema("user", "item", "negatives", dense=())
     return make_model(name, of, loss=kind, **DRAWN | MODELS[name] | keys)
 
 
-def with_ids():
+def make_inputs_with_ids():
     """Return inputs with few distinct ids; equal ids have equal vectors."""
-    dense, found = inputs(OF)
+    dense, found = inputs(SCHEMA)
     table, g = torch.randn(5, 8), torch.Generator().manual_seed(1)
     ids = {"item": torch.randint(0, 5, (ROWS, 1), generator=g)}
     found["item"] = table[ids["item"].squeeze(1)].requires_grad_()
@@ -47,7 +47,7 @@ def with_ids():
     return dense, found | {IDS: ids}
 
 
-def queries_of(name, model, dense, found, i):
+def iterate_queries(name, model, dense, found, i):
     """Yield (query, score bias, item vector, item id) for each query of a row."""
     item, own = found["item"], found[IDS]["item"][i, 0]
     if name in ("sasrec", "hstu"):
@@ -65,13 +65,13 @@ def queries_of(name, model, dense, found, i):
 
 @pytest.mark.parametrize("name,kind", [(n, k) for n in MODELS for k in KINDS])
 def test_shared_negatives_match_a_loop_over_queries(name, kind):
-    model, (dense, found) = make(name, kind), with_ids()
+    model, (dense, found) = make(name, kind), make_inputs_with_ids()
     drawn = found["negatives"].vectors[found["negatives"].present]
     ids = found[IDS]["negatives"][found["negatives"].present]
     given = model(dense, found)[:, 1]
     for i in range(ROWS):
         total = torch.zeros(())
-        for query, bias, vector, own in queries_of(name, model, dense, found, i):
+        for query, bias, vector, own in iterate_queries(name, model, dense, found, i):
             items = model.item(dense, {"item": torch.stack([vector, *drawn[ids != own]])})
             score, *others = items @ query + bias
             total = total + loss(kind, score, others)
@@ -86,7 +86,7 @@ def test_shared_negatives_match_a_loop_over_queries(name, kind):
 
 
 def test_softmax_over_all_items_equals_cross_entropy():
-    model, (dense, found) = make("mf", "softmax"), with_ids()
+    model, (dense, found) = make("mf", "softmax"), make_inputs_with_ids()
     table = torch.randn(9, 8)
     ids = torch.tensor([[0, 1, 2], [3, 4, -1], [-1, -1, -1], [5, 6, -1], [7, -1, -1], [8, -1, -1]])
     found["negatives"] = Sequence(table[ids] * (ids >= 0).unsqueeze(2), ids >= 0)
@@ -104,7 +104,7 @@ def test_log_share_corrects_scores_of_frequent_negatives(name):
     features = ["user", "item"] if name == "two_tower" else ["user", "item", "history"]
     of = schema(*features, dense=(), negatives=drawn)
     model = make_model(name, of, **DRAWN | MODELS[name] | {"log_share": "log_share"})
-    dense, found = with_ids()
+    dense, found = make_inputs_with_ids()
     side = torch.randn(*found["negatives"].present.shape, 2, dtype=torch.float64)
     found["negatives"] = found["negatives"]._replace(side_features=side)
     present = found["negatives"].present
@@ -112,7 +112,7 @@ def test_log_share_corrects_scores_of_frequent_negatives(name):
     vectors, given = found["negatives"].vectors[present], model(dense, found)[:, 1]
     for i in range(ROWS):
         total = torch.zeros(())
-        for query, bias, vector, own in queries_of(name, model, dense, found, i):
+        for query, bias, vector, own in iterate_queries(name, model, dense, found, i):
             items = model.item(dense, {"item": torch.stack([vector, *vectors[ids != own]])})
             score, *others = items @ query + bias
             total = total + loss("softmax", score, torch.stack(others).sub(shares[ids != own]).unbind())
@@ -128,7 +128,7 @@ def test_gbce_weight_matches_the_paper():
         found = SampledLoss("bce", t, items)(own, torch.stack(others), torch.tensor(4))
         torch.testing.assert_close(found, loss("bce", own, others, weight))
     model = make("sasrec", "bce", gbce=0.5)
-    assert (model.loss.gbce, model.loss.items) == (0.5, OF.tables["item"].rows)
+    assert (model.loss.gbce, model.loss.items) == (0.5, SCHEMA.tables["item"].rows)
 
 
 def parts(rank, world, kind, most, counts):
@@ -156,7 +156,7 @@ def parts(rank, world, kind, most, counts):
 @pytest.mark.parametrize("counts", [(4, 1), (2, 0, 3)], ids=str)
 def test_shared_negatives_on_ranks_match_one_process(kind, most, counts):
     whole = parts(0, 1, kind, 9, counts)
-    of_ranks = on_ranks(len(counts), parts, kind, most, counts)
+    of_ranks = run_on_ranks(len(counts), parts, kind, most, counts)
     for place, expected in enumerate(whole):
         together = torch.cat([found[place] for found in of_ranks])
         torch.testing.assert_close(together, expected, rtol=1e-5, atol=1e-6)
@@ -175,7 +175,7 @@ def test_shared_negatives_on_ranks_match_one_process(kind, most, counts):
     ],
 )
 def test_shared_negative_keys_are_validated(name, keys, where):
-    of = schema("user", "item", dense=()) if name == "two_tower" else OF
+    of = schema("user", "item", dense=()) if name == "two_tower" else SCHEMA
     with pytest.raises(ConfigError) as caught:
         SECTIONS[name].model_validate({"name": name} | keys).check(of)
     assert where in str(caught.value)

@@ -19,18 +19,18 @@ STEP = 3
 TENSORS = {"tables/user/weight": (40, 8), "tables/tag/weight": (12, 8), "dense/weight": (3,)}
 
 
-def settings(run, data):
+def make_settings(run, data):
     """Return the configuration of the run."""
-    return parquet.settings(data, run, run__name="recorded", tracking__enabled=False) | {
+    return parquet.config_values(data, run, run__name="recorded", tracking__enabled=False) | {
         "run": {"dir": str(run), "name": "recorded"}
     }
 
 
-def make(run, data):
+def make_run_folder(run, data):
     """Write the run folder."""
-    recorded.record(run)
+    recorded.write_recorded_run(run)
     (run / "result.json").unlink()  # the run was interrupted
-    config = load_config(settings(run, data))
+    config = load_config(make_settings(run, data))
     (run / "config.yaml").write_text(config.to_yaml())
     schema, datasets = open_data(config)
     (run / "schema.yaml").write_text(schema.to_yaml())
@@ -39,7 +39,7 @@ def make(run, data):
     about = {
         "name": "recorded",
         "saved_unix_s": 1.8e9,
-        "progress": checkpoints.progress(STEP, window={"rows": 0.0}),
+        "progress": checkpoints.progress_values(STEP, window={"rows": 0.0}),
         "evaluation": None,
         "data": fingerprint(identify_datasets(datasets)["train"]),
         "config": config.model_dump(by_alias=True, mode="json"),
@@ -52,9 +52,9 @@ def make(run, data):
     place.mkdir(parents=True)
     with warnings.catch_warnings(), contextlib.suppress(UserWarning):
         warnings.simplefilter("ignore")
-        dcp.save(tensors(), storage_writer=ShardWriter(str(place), "a", about), no_dist=True)
+        dcp.save(make_tensors(), storage_writer=ShardWriter(str(place), "a", about), no_dist=True)
 
 
-def tensors():
+def make_tensors():
     """Return the tensors of the checkpoint."""
     return {name: torch.ones(shape) for name, shape in TENSORS.items()}

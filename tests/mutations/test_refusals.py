@@ -13,40 +13,40 @@ import yaml
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from mutate import (
-    KINDS,
-    VALUES,
-    Place,
-    Reached,
-    changed_bytes,
-    changed_values,
-    command,
-    dumped,
-    put_kind,
-    rehash,
-    watched,
+    MUTATED_VALUES,
+    NON_FILE_KINDS,
+    MutationFolder,
+    RayStartReached,
+    draw_changed_bytes,
+    draw_changed_values,
+    dump_yaml,
+    replace_by_kind,
+    run_command,
+    run_with_watchdog,
+    update_index_hash,
 )
 
 from raytrec.config.run_config import _iterate_fields
 
-FEW, PARTS, EACH = 6, 10, 34  # examples of each of the six kinds: 6, or 10 × 34
+FEW_EXAMPLES, EXAMPLE_PARTS, EXAMPLES_PER_PART = 6, 10, 34  # examples of each of the six kinds: 6, or 10 × 34
 INDEX = f"run/checkpoints/step-{recorded_run.STEP:010d}/checkpoint.json"
 RUN_FILES = ("config.yaml", "schema.yaml", "driver.json", "plan.json")
 RUN_FILES += ("events.jsonl", "metrics.jsonl", "ranks.jsonl")
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def mutation_folder(tmp_path_factory):
     """Return the folder of the cases. Commands stop before they start Ray, draw or query a cluster."""
     from raytrec.client import queries
     from raytrec.driver import evaluation
     from raytrec.driver import run as driver
 
     def reached(*_, **__):
-        raise Reached
+        raise RayStartReached
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made = Place(tmp_path_factory.mktemp("mutations"))
+        made = MutationFolder(tmp_path_factory.mktemp("mutations"))
         patch.setattr(driver, "_drive", reached)
         patch.setattr(evaluation, "open_session", reached)
         patch.setattr(queries, "_hosts", dict)
@@ -56,7 +56,7 @@ def place(tmp_path_factory):
         yield made
 
 
-def examples(count, shrink):
+def make_hypothesis_settings(count, shrink):
     return settings(
         max_examples=count,
         deadline=None,
@@ -66,98 +66,104 @@ def examples(count, shrink):
     )
 
 
-def few_and_many(case, **strategies):
+def make_few_and_many(case, **strategies):
     """Return a test of a few fixed examples and a marked test of all examples in parts."""
 
     def few(place):
-        seed(0)(examples(FEW, shrink=False)(given(**strategies)(case)))(place)
+        seed(0)(make_hypothesis_settings(FEW_EXAMPLES, shrink=False)(given(**strategies)(case)))(place)
 
     def many(place, part):
-        seed(part + 1)(examples(EACH, shrink=True)(given(**strategies)(case)))(place)
+        seed(part + 1)(make_hypothesis_settings(EXAMPLES_PER_PART, shrink=True)(given(**strategies)(case)))(
+            place
+        )
 
-    many = pytest.mark.parametrize("part", range(PARTS))(many)
+    many = pytest.mark.parametrize("part", range(EXAMPLE_PARTS))(many)
     return few, pytest.mark.mutations(pytest.mark.timeout(900)(many))
 
 
-def on_config(place, content, overrides=(), name="config.yaml"):
+def check_config_commands(place, content, overrides=(), name="config.yaml"):
     """Run `config` and `train` with a configuration and check that nothing is written elsewhere."""
     with place.fresh() as work:
         before = place.outside()
         Path(name).write_bytes(content)
-        command("config", name, *overrides)
-        command("train", name, *overrides)
+        run_command("config", name, *overrides)
+        run_command("train", name, *overrides)
         assert place.outside() == before, "files were written outside the working directory"
         return work
 
 
-def bytes_of_configurations(place, data):
-    on_config(place, data.draw(changed_bytes((place.kept / "config.yaml").read_bytes())))
+def check_config_bytes(place, data):
+    check_config_commands(place, data.draw(draw_changed_bytes((place.kept / "config.yaml").read_bytes())))
 
 
-def values_of_configurations(place, data):
-    values = data.draw(changed_values(place.config()))
-    on_config(place, dumped(values))
+def check_config_values(place, data):
+    values = data.draw(draw_changed_values(place.config()))
+    check_config_commands(place, dump_yaml(values))
 
 
-KEYS = [key.replace("*", "user") for key, _ in _iterate_fields() if key not in ("run.dir", "run.root")]
-OVERRIDES = st.lists(st.tuples(st.sampled_from(KEYS), VALUES), min_size=1, max_size=3)
+CONFIG_KEYS = [key.replace("*", "user") for key, _ in _iterate_fields() if key not in ("run.dir", "run.root")]
+OVERRIDES = st.lists(st.tuples(st.sampled_from(CONFIG_KEYS), MUTATED_VALUES), min_size=1, max_size=3)
 
 
-def settings_on_the_command_line(place, overrides):
+def check_command_line_settings(place, overrides):
     values = ((key, yaml.safe_dump(value, default_flow_style=True)) for key, value in overrides)
     texts = [f"{key}={text.removesuffix('...' + chr(10))}" for key, text in values]
-    on_config(place, (place.kept / "config.yaml").read_bytes(), [t for t in texts if "\0" not in t])
+    check_config_commands(
+        place, (place.kept / "config.yaml").read_bytes(), [t for t in texts if "\0" not in t]
+    )
 
 
-def schemas(place, data):
+def check_schemas(place, data):
     text = (place.kept / "data/schema.yaml").read_text()
     values = data.draw(st.booleans())
     content = (
-        dumped(data.draw(changed_values(yaml.safe_load(text)))) if values else data.draw(changed_bytes(text))
+        dump_yaml(data.draw(draw_changed_values(yaml.safe_load(text))))
+        if values
+        else data.draw(draw_changed_bytes(text))
     )
     with place.fresh():
         if data.draw(st.integers(0, 9)) == 0:
-            put_kind("data/schema.yaml", data.draw(st.sampled_from(KINDS)))
+            replace_by_kind("data/schema.yaml", data.draw(st.sampled_from(NON_FILE_KINDS)))
         else:
             Path("data/schema.yaml").write_bytes(content)
-        command("train", "config.yaml")
+        run_command("train", "config.yaml")
 
 
-def run_folders(place, data):
+def check_run_folders(place, data):
     from raytrec.client import queries
 
     with place.fresh():
         for name in data.draw(st.lists(st.sampled_from(RUN_FILES), min_size=1, max_size=2, unique=True)):
             path = Path("run", name)
             if data.draw(st.integers(0, 4)) == 0:
-                put_kind(path, data.draw(st.sampled_from(KINDS)))
+                replace_by_kind(path, data.draw(st.sampled_from(NON_FILE_KINDS)))
             elif name.endswith(".yaml") and data.draw(st.booleans()):
                 path.write_bytes(
-                    dumped(data.draw(changed_values(yaml.safe_load((place.kept / path).read_text()))))
+                    dump_yaml(data.draw(draw_changed_values(yaml.safe_load((place.kept / path).read_text()))))
                 )
             elif data.draw(st.booleans()):
                 lines = (place.kept / path).read_text().splitlines()
                 line = data.draw(st.integers(0, len(lines) - 1))
                 try:
-                    lines[line] = json.dumps(data.draw(changed_values(json.loads(lines[line]))))
+                    lines[line] = json.dumps(data.draw(draw_changed_values(json.loads(lines[line]))))
                 except ValueError:
                     lines[line] = data.draw(st.text(max_size=30))
                 path.write_text("\n".join(lines) + "\n", errors="replace")
             else:
-                path.write_bytes(data.draw(changed_bytes((place.kept / path).read_bytes())))
-        command("train", "--resume", "run")
-        command("train", "--warm-start", "run", "data.train=data/train")
-        command("evaluate", "run", "--data", "data/test")
-        watched(lambda: history("run"), "history")
+                path.write_bytes(data.draw(draw_changed_bytes((place.kept / path).read_bytes())))
+        run_command("train", "--resume", "run")
+        run_command("train", "--warm-start", "run", "data.train=data/train")
+        run_command("evaluate", "run", "--data", "data/test")
+        run_with_watchdog(lambda: read_run_history("run"), "history")
         for call in (
             lambda: queries.news("./run", {}),
             lambda: queries.file("./run", "plan.json"),
             queries.runs,
         ):
-            watched(call, "queries")
+            run_with_watchdog(call, "queries")
 
 
-def history(folder):
+def read_run_history(folder):
     """Read and print a run as `report` and `compare` do, without drawing."""
     from raytrec.report.compare import compare, print_table
     from raytrec.report.report import made_with
@@ -168,7 +174,7 @@ def history(folder):
     print_table(compare([folder, folder]))
 
 
-def indexes(place, data):
+def check_indexes(place, data):
     from raytrec.checkpoint.restore import load
     from raytrec.client import queries
 
@@ -176,50 +182,50 @@ def indexes(place, data):
     with place.fresh():
         if data.draw(st.integers(0, 9)) == 0:
             name = data.draw(st.sampled_from([INDEX, INDEX.replace("checkpoint.json", "a-00000.bin")]))
-            put_kind(name, data.draw(st.sampled_from(KINDS)))
+            replace_by_kind(name, data.draw(st.sampled_from(NON_FILE_KINDS)))
         elif data.draw(st.booleans()):
-            Path(INDEX).write_bytes(data.draw(changed_bytes(text)))
+            Path(INDEX).write_bytes(data.draw(draw_changed_bytes(text)))
         else:
-            values = data.draw(changed_values(json.loads(text)))
-            Path(INDEX).write_bytes(rehash(json.dumps(values, default=str)))
-        command("train", "--resume", "run")
-        command("train", "--warm-start", "run", "data.train=data/train")
-        command("evaluate", str(Path(INDEX).parent), "--data", "data/test")
+            values = data.draw(draw_changed_values(json.loads(text)))
+            Path(INDEX).write_bytes(update_index_hash(json.dumps(values, default=str)))
+        run_command("train", "--resume", "run")
+        run_command("train", "--warm-start", "run", "data.train=data/train")
+        run_command("evaluate", str(Path(INDEX).parent), "--data", "data/test")
         for call in (lambda: queries.tables("./run"), lambda: queries.rows("./run", "user", [0, 39])):
-            watched(call, "queries")
-        watched(lambda: load(str(Path(INDEX).parent), recorded_run.tensors()), "load")
+            run_with_watchdog(call, "queries")
+        run_with_watchdog(lambda: load(str(Path(INDEX).parent), recorded_run.make_tensors()), "load")
 
 
 test_config_with_changed_bytes_is_handled, test_config_with_changed_bytes_is_handled_in_all_examples = (
-    few_and_many(bytes_of_configurations, data=st.data())
+    make_few_and_many(check_config_bytes, data=st.data())
 )
 test_config_with_changed_values_is_handled, test_config_with_changed_values_is_handled_in_all_examples = (
-    few_and_many(values_of_configurations, data=st.data())
+    make_few_and_many(check_config_values, data=st.data())
 )
 test_invalid_command_line_settings_are_handled, test_command_line_settings_are_handled_in_all_examples = (
-    few_and_many(settings_on_the_command_line, overrides=OVERRIDES)
+    make_few_and_many(check_command_line_settings, overrides=OVERRIDES)
 )
-test_changed_schemas_are_handled, test_changed_schemas_are_handled_in_all_examples = few_and_many(
-    schemas, data=st.data()
+test_changed_schemas_are_handled, test_changed_schemas_are_handled_in_all_examples = make_few_and_many(
+    check_schemas, data=st.data()
 )
-test_changed_run_folders_are_handled, test_changed_run_folders_are_handled_in_all_examples = few_and_many(
-    run_folders, data=st.data()
+test_changed_run_folders_are_handled, test_changed_run_folders_are_handled_in_all_examples = (
+    make_few_and_many(check_run_folders, data=st.data())
 )
 test_changed_checkpoint_indexes_are_handled, test_changed_checkpoint_indexes_are_handled_in_all_examples = (
-    few_and_many(indexes, data=st.data())
+    make_few_and_many(check_indexes, data=st.data())
 )
 
 
-def test_valid_input_reaches_the_start_of_ray(place):
+def test_valid_input_reaches_the_start_of_ray(mutation_folder):
     """Without this check, the other tests could pass for the wrong reason."""
-    with place.fresh():
-        assert command("train", "config.yaml", "run.dir=new")[1] is None
-        assert command("train", "--resume", "run")[1] is None
-        assert command("train", "--warm-start", "run", "data.train=data/train")[1] is None
-        assert command("evaluate", "run", "--data", "data/test")[1] is None
+    with mutation_folder.fresh():
+        assert run_command("train", "config.yaml", "run.dir=new")[1] is None
+        assert run_command("train", "--resume", "run")[1] is None
+        assert run_command("train", "--warm-start", "run", "data.train=data/train")[1] is None
+        assert run_command("evaluate", "run", "--data", "data/test")[1] is None
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", NON_FILE_KINDS)
 @pytest.mark.parametrize(
     "name",
     [
@@ -231,7 +237,9 @@ def test_valid_input_reaches_the_start_of_ray(place):
         INDEX,
     ],
 )
-def test_non_files_in_place_of_files_are_handled(place, name, kind):
-    with place.fresh():
-        put_kind(name, kind)
-        command("train", "--resume", "run") if name.startswith("run") else command("train", "config.yaml")
+def test_non_files_in_place_of_files_are_handled(mutation_folder, name, kind):
+    with mutation_folder.fresh():
+        replace_by_kind(name, kind)
+        run_command("train", "--resume", "run") if name.startswith("run") else run_command(
+            "train", "config.yaml"
+        )

@@ -10,7 +10,7 @@ import light
 import numpy as np
 import pytest
 import yaml
-from heads import RAYTREC, Head
+from heads import RAYTREC, RayHead
 
 REPO = Path(__file__).parents[2]
 NOTEBOOKS = REPO / "notebooks"
@@ -37,7 +37,7 @@ def movielens(folder):
 def head(tmp_path_factory):
     """Cluster with MovieLens at the path that jobs/movielens.yaml uses."""
     source = ML100K if ML100K.is_dir() else movielens(tmp_path_factory.mktemp("source") / "ml-100k")
-    with Head(tmp_path_factory.mktemp("head") / "h") as head:
+    with RayHead(tmp_path_factory.mktemp("head") / "h") as head:
         command = [RAYTREC, "prepare", "movielens", "--source", str(source), "--split", "random"]
         command += ["--out", str(head.root / "data" / "ml100k")]
         subprocess.run(command, check=True, capture_output=True, timeout=300)
@@ -45,14 +45,14 @@ def head(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def executed(head, tmp_path_factory):
+def execute_notebook(head, tmp_path_factory):
     """Function that executes a notebook without torch on a cluster and returns it with its outputs."""
     out = tmp_path_factory.mktemp("executed")
     for part in ("notebooks", "jobs"):
         shutil.copytree(REPO / part, out / part)
 
     def execute(name, address):
-        python = light.python()
+        python = light.notebook_python()
         env = head.env | {"RAYTREC_ADDRESS": address, "MOVIELENS": str(head.root / "data" / "ml100k")}
         env["PATH"] = os.pathsep.join([str(Path(python).parent), env["PATH"]])
         env |= {"IPYTHONDIR": str(out / "ipython"), "JUPYTER_CONFIG_DIR": str(out / "jupyter")}
@@ -89,8 +89,8 @@ def result_of(head, notebook):
 
 @pytest.mark.cluster
 @pytest.mark.timeout(1200)
-def test_quickstart_notebook_trains_and_evaluates(head, executed):
-    notebook = executed("quickstart", head.client)
+def test_quickstart_notebook_trains_and_evaluates(head, execute_notebook):
+    notebook = execute_notebook("quickstart", head.client)
     result, page = result_of(head, notebook)
     assert "width:100.0%" in page and f"<b>{result['eval.auc']:.4f}</b>" in page
     assert result["eval.auc"] > 0.7
@@ -105,9 +105,9 @@ def test_quickstart_notebook_trains_and_evaluates(head, executed):
 
 @pytest.mark.cluster
 @pytest.mark.timeout(1200)
-def test_explore_notebook_finds_similar_films(head, executed):
+def test_explore_notebook_finds_similar_films(head, execute_notebook):
     """The test requires the run of the quickstart notebook."""
-    notebook = executed("explore", head.client)
+    notebook = execute_notebook("explore", head.client)
     tables, films, near = outputs(notebook, "text/html")
     assert "item" in tables and "user" in tables and FILM not in near
     assert near.count("<tr>") == 11  # a header row and ten neighbors
@@ -120,8 +120,8 @@ def test_explore_notebook_finds_similar_films(head, executed):
 
 @pytest.mark.cluster
 @pytest.mark.timeout(1200)
-def test_jobs_notebook_stops_and_resumes_a_run(head, executed):
-    notebook = executed("jobs", head.url)
+def test_jobs_notebook_stops_and_resumes_a_run(head, execute_notebook):
+    notebook = execute_notebook("jobs", head.url)
     said = "\n".join(outputs(notebook, "stdout"))
     name = said.split(" trains ")[1].split()[0]
     assert "the run was stopped; its state is saved" in said
@@ -135,9 +135,9 @@ def test_jobs_notebook_stops_and_resumes_a_run(head, executed):
 
 @pytest.mark.cluster
 @pytest.mark.timeout(1200)
-def test_own_model_notebook_trains_its_model(head, executed):
+def test_own_model_notebook_trains_its_model(head, execute_notebook):
     """The model class of the notebook is uploaded with the run, since the cluster lacks its file."""
-    result, _ = result_of(head, executed("own_model", head.client))
+    result, _ = result_of(head, execute_notebook("own_model", head.client))
     assert result["name"].startswith("gru-ranker") and result["eval.auc"] > 0.7
     saved = yaml.safe_load((head.root / "runs" / result["name"] / "config.yaml").read_text())
     assert saved["model"]["name"] == "gru_ranker:GRURanker"

@@ -6,7 +6,7 @@ Each part takes minutes, and longer on a busy machine.
 import pytest
 import ranks
 
-PART_S = 1200
+PART_TIMEOUT_S = 1200
 
 
 def _is_whole(config):
@@ -18,9 +18,9 @@ def pytest_collection_modifyitems(config, items):
         return
     import record
 
-    record.steps, ranks.TIMEOUT_S = record.STEPS, PART_S
+    record.steps, ranks.CALL_TIMEOUT_S = record.STEPS, PART_TIMEOUT_S
     for item in items:
-        item.add_marker(pytest.mark.timeout(PART_S + 60))
+        item.add_marker(pytest.mark.timeout(PART_TIMEOUT_S + 60))
 
 
 def pytest_sessionfinish(session):

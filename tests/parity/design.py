@@ -33,7 +33,7 @@ EXTRAS = {
     "model": ["dlrm", "dcn", "two_tower", "sequence"],
 }
 
-OF_SEQUENCES = "sequence", "dien"
+SEQUENCE_MODELS = "sequence", "dien"
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Case:
 
     def config(self):
         tables = {"*": {"sharding_type": self.sharding, "compute_kernel": self.kernel, "dtype": self.dtype}}
-        if self.model in OF_SEQUENCES and self.sharding not in BY_ID_TYPES:
+        if self.model in SEQUENCE_MODELS and self.sharding not in BY_ID_TYPES:
             # Tables of sequences support fewer sharding types than the other table.
             nearest = {"table_column_wise": "column_wise"}.get(self.sharding, "row_wise")
             tables |= {"user": {"sharding_type": nearest}, "tag": {"sharding_type": nearest}}
@@ -89,7 +89,7 @@ class Case:
             sparse[feature] = {"table": table, "pooling": pooling}
             if weighted:
                 sparse[feature]["weights"] = f"{feature}_weights"
-        if self.model in OF_SEQUENCES:
+        if self.model in SEQUENCE_MODELS:
             sparse["friends"]["pooling"] = sparse["tags"]["pooling"] = "sequence"
         rows = {"user": 53, "tag": 5, "word": 23}
         more = 1 if self.ids == "managed" else 0  # the row of ids without an own row
@@ -109,13 +109,13 @@ def is_possible(sharding, optimizer, kernel):
     return True
 
 
-def _is_possible(values):
+def _are_values_possible(values):
     """Return True if these values of all FACTORS, then EXTRAS, can be combined."""
     named = dict(zip([*FACTORS, *EXTRAS], values, strict=True))
     return is_possible(named["sharding"], named["optimizer"], named["kernel"])
 
 
-def section(model, schema):
+def make_model_section(model, schema):
     """Return the `model` section; its sequences are shorter than the longest bags of random batches."""
     features = [*schema.dense, *schema.sparse]
     bags = [feature for feature, spec in schema.sparse.items() if spec.pooling != "sequence"]
@@ -143,7 +143,7 @@ def config(case, tables):
         {
             "data": {"train": "unused/train", "global_batch_size": ROWS},
             "scaling": {"num_workers": ranks},
-            "model": section(case.model, case.schema()),
+            "model": make_model_section(case.model, case.schema()),
             "optim": {"embeddings": embeddings, "dense": {"name": "sgd", "lr": 0.1}},
             "plan": {"tables": tables},
             "train": {
@@ -154,7 +154,7 @@ def config(case, tables):
     )
 
 
-def every_combination():
+def list_all_cases():
     """Return all possible combinations of FACTORS, each with randomly drawn extras."""
     random, cases = Random(0), []
     extras_of = cache(
@@ -172,10 +172,10 @@ def every_combination():
 
 
 @cache
-def pairwise():
+def list_pairwise_cases():
     """Return a few cases that cover every possible pair of values of two factors or extras."""
     names = [*FACTORS, *EXTRAS]
-    pool = [values for values in product(*FACTORS.values(), *EXTRAS.values()) if _is_possible(values)]
+    pool = [values for values in product(*FACTORS.values(), *EXTRAS.values()) if _are_values_possible(values)]
     pool = [Case(*values) for values in Random(1).sample(pool, 4000)]
     bits, pairs = {}, []  # each pair of values is a bit
     for case in pool:
@@ -189,7 +189,7 @@ def pairwise():
     return chosen
 
 
-HALVES = [
+FP16_CASES = [
     Case(sharding, "mixed", optimizer, place, "unequal", dtype="fp16")
     for optimizer in ("sgd", "adagrad", "rowwise_adagrad")
     for sharding in FACTORS["sharding"]
@@ -198,7 +198,7 @@ HALVES = [
 ]
 
 # Combinations with a current or former defect in TorchRec.
-CORNERS = [
+TORCHREC_DEFECT_CASES = [
     Case("grid_shard", "mean", "sgd", (4, 2), "equal"),
     Case("grid_shard", "mixed", "adagrad", (4, 2), "empty"),
     Case("row_wise", "mean", "sgd", (2, 1), "unequal"),

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from ranks import on_ranks
+from ranks import run_on_ranks
 
 STEPS, FEW_STEPS = 20, 8  # for `make parity`, and for `make test`
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "parity.json"
@@ -41,7 +41,7 @@ def assert_parity(cases, place):
     """Assert that every comparison of every case is within its limit."""
     ranks, hosts = place
     wrong = []
-    for case, found in zip(cases, on_ranks(ranks, run_cases, cases, steps, hosts=hosts)[0], strict=True):
+    for case, found in zip(cases, run_on_ranks(ranks, run_cases, cases, steps, hosts=hosts)[0], strict=True):
         assert {f["check"] for f in found} >= {"forward", "gradient", "weights"}
         _outcomes.append((case, found))
         wrong += [f"{case}: {f}" for f in found if not f["passed"]]

@@ -17,12 +17,12 @@ from raytrec.config.schema import Schema
 # Dense a, b; user and friends share a table, words and scored another; tags has its own; all dims are 8.
 SCHEMA = Case("row_wise", "mixed", "sgd", (1, 1), "equal").schema()
 ONE = [{"label": "y"}]
-TWO = [{"label": "y"}, {"label": "z", "weight": 0.5}]
-KINDS = {"name": "kind", "label": "y", "loss": "cross_entropy", "options": {"classes": 2}, "mask": "z"}
-THREE = [*TWO, KINDS]
+TWO_TASKS = [{"label": "y"}, {"label": "z", "weight": 0.5}]
+MULTICLASS = {"name": "kind", "label": "y", "loss": "cross_entropy", "options": {"classes": 2}, "mask": "z"}
+THREE_TASKS = [*TWO_TASKS, MULTICLASS]
 
 
-def with_sequences(*features):
+def make_sequence_schema(*features):
     """Return SCHEMA with these features as sequences without weights."""
     values = SCHEMA.model_dump()
     for feature in features:
@@ -30,41 +30,59 @@ def with_sequences(*features):
     return Schema.parse(values, "case")
 
 
-def with_drawn_items(*side_features):
+def make_negatives_schema(*side_features):
     """Return SCHEMA with user as the item, friends as the history, and drawn as the negatives."""
-    values = with_sequences("friends").model_dump()
+    values = make_sequence_schema("friends").model_dump()
     values["sparse"]["friends"]["side_features"] = side_features
     values["sparse"]["drawn"] = {"table": "user", "pooling": "sequence"}
     return Schema.parse(values, "case")
 
 
 PAIR = {"user": "tags", "item": "user", "negatives": "drawn", "max_negatives": 3}
-NEXT = {"history": "friends", "item": "user", "max_length": 3, "negatives": "drawn", "max_negatives": 4}
-OWN = [{"label": "y"}, {"name": "own", "label": "z", "loss": "from_model"}]
-NEAR = {"name": "near", "label": "z", "loss": "in_batch_softmax", "item": "film", "item_frequency": "often"}
+NEXT_ITEM = {"history": "friends", "item": "user", "max_length": 3, "negatives": "drawn", "max_negatives": 4}
+MODEL_LOSS = [{"label": "y"}, {"name": "own", "label": "z", "loss": "from_model"}]
+IN_BATCH_SOFTMAX = {
+    "name": "near",
+    "label": "z",
+    "loss": "in_batch_softmax",
+    "item": "film",
+    "item_frequency": "often",
+}
 
 
 # model → (schema, section, tasks)
 CASES = {
-    "dlrm": (SCHEMA, {"bottom_mlp": [6], "top_mlp": [10, 4]}, TWO),
-    "dcn": (SCHEMA, {"cross_layers": 2, "cross_rank": 5, "top_mlp": [6]}, TWO),
+    "dlrm": (SCHEMA, {"bottom_mlp": [6], "top_mlp": [10, 4]}, TWO_TASKS),
+    "dcn": (SCHEMA, {"cross_layers": 2, "cross_rank": 5, "top_mlp": [6]}, TWO_TASKS),
     "two_tower": (
         SCHEMA,
         {"towers": {"query": ["a", "user", "tags"], "item": ["b", "friends", "words", "scored"]}},
         [{"label": "y"}, {"name": "near", "label": "z", "loss": "in_batch_softmax"}],
     ),
-    "mf": (with_drawn_items(), PAIR | {"loss": "bce"}, [*OWN, NEAR]),
-    "ncf": (with_drawn_items(), PAIR | {"mlp": [6, 4]}, OWN),
-    "sasrec": (with_drawn_items(), NEXT | {"heads": 2, "loss": "bpr"}, OWN),
-    "hstu": (with_drawn_items("price", "at"), NEXT | {"temperature": 0.5, "time": "at"}, OWN),
-    "sequence": (with_sequences("friends"), {"max_length": 3, "target": "user", "top_mlp": [6]}, TWO),
-    "din": (with_sequences("friends"), {"max_length": 3, "attention_mlp": [5], "top_mlp": [6]}, TWO),
-    "dien": (
-        with_drawn_items(),
-        {"max_length": 3, "negatives": "drawn", "auxiliary_weight": 0.5, "top_mlp": [6]},
-        TWO,
+    "mf": (make_negatives_schema(), PAIR | {"loss": "bce"}, [*MODEL_LOSS, IN_BATCH_SOFTMAX]),
+    "ncf": (make_negatives_schema(), PAIR | {"mlp": [6, 4]}, MODEL_LOSS),
+    "sasrec": (make_negatives_schema(), NEXT_ITEM | {"heads": 2, "loss": "bpr"}, MODEL_LOSS),
+    "hstu": (
+        make_negatives_schema("price", "at"),
+        NEXT_ITEM | {"temperature": 0.5, "time": "at"},
+        MODEL_LOSS,
     ),
-    "bst": (with_sequences("friends"), {"max_length": 3, "feedforward": 5, "top_mlp": [6]}, TWO),
+    "sequence": (
+        make_sequence_schema("friends"),
+        {"max_length": 3, "target": "user", "top_mlp": [6]},
+        TWO_TASKS,
+    ),
+    "din": (
+        make_sequence_schema("friends"),
+        {"max_length": 3, "attention_mlp": [5], "top_mlp": [6]},
+        TWO_TASKS,
+    ),
+    "dien": (
+        make_negatives_schema(),
+        {"max_length": 3, "negatives": "drawn", "auxiliary_weight": 0.5, "top_mlp": [6]},
+        TWO_TASKS,
+    ),
+    "bst": (make_sequence_schema("friends"), {"max_length": 3, "feedforward": 5, "top_mlp": [6]}, TWO_TASKS),
     "wide_deep": (
         SCHEMA,
         {
@@ -74,47 +92,51 @@ CASES = {
             "slope_rate": 3.0,
             "deep_dropout": 0.5,
         },
-        TWO,
+        TWO_TASKS,
     ),
-    "deepfm": (SCHEMA, {"top_mlp": [6]}, TWO),
-    "xdeepfm": (SCHEMA, {"cin": [4, 3], "top_mlp": [6]}, TWO),
-    "masknet": (SCHEMA, {"arrangement": "serial", "blocks": [16, 12], "top_mlp": [4]}, TWO),
+    "deepfm": (SCHEMA, {"top_mlp": [6]}, TWO_TASKS),
+    "xdeepfm": (SCHEMA, {"cin": [4, 3], "top_mlp": [6]}, TWO_TASKS),
+    "masknet": (SCHEMA, {"arrangement": "serial", "blocks": [16, 12], "top_mlp": [4]}, TWO_TASKS),
     "final_mlp": (
         SCHEMA,
         {"mlp1": [6, 4], "mlp2": [8], "gate1": ["a", "user"], "gate_mlp": [5], "heads": 2},
-        TWO,
+        TWO_TASKS,
     ),
-    "shared_bottom": (SCHEMA, {"bottom_mlp": [6], "tower_mlp": [4]}, THREE),
-    "mmoe": (SCHEMA, {"experts": 3, "expert_mlp": [6], "tower_mlp": [4]}, THREE),
-    "ple": (SCHEMA, {"expert_mlp": [6], "tower_mlp": [4]}, THREE),
-    "esmm": (SCHEMA, {"click": "z", "conversion": "y", "tower_mlp": [6]}, TWO),
-    "dbmtl": (SCHEMA, {"bottom_mlp": [6], "tower_mlp": [5], "relation_mlp": [4]}, THREE),
+    "shared_bottom": (SCHEMA, {"bottom_mlp": [6], "tower_mlp": [4]}, THREE_TASKS),
+    "mmoe": (SCHEMA, {"experts": 3, "expert_mlp": [6], "tower_mlp": [4]}, THREE_TASKS),
+    "ple": (SCHEMA, {"expert_mlp": [6], "tower_mlp": [4]}, THREE_TASKS),
+    "esmm": (SCHEMA, {"click": "z", "conversion": "y", "tower_mlp": [6]}, TWO_TASKS),
+    "dbmtl": (SCHEMA, {"bottom_mlp": [6], "tower_mlp": [5], "relation_mlp": [4]}, THREE_TASKS),
 }
 
 # Negatives of the whole global batch: few negatives are sent between ranks, otherwise queries are sent.
 TOWERS = {"query": ["a", "b", "tags", "friends", "words", "scored"], "item": ["user"]}
 TOWERS = {"towers": TOWERS, "tower_mlp": [6], "negatives": "drawn", "max_negatives": 3}
-SHARED = {
-    "mf, shared": (with_drawn_items(), PAIR | {"name": "mf", "share_negatives": True, "loss": "bpr"}, OWN),
+SHARED_NEGATIVES_CASES = {
+    "mf, shared": (
+        make_negatives_schema(),
+        PAIR | {"name": "mf", "share_negatives": True, "loss": "bpr"},
+        MODEL_LOSS,
+    ),
     "two_tower, shared": (
-        with_drawn_items(),
+        make_negatives_schema(),
         TOWERS | {"name": "two_tower", "share_negatives": True},
-        OWN,
+        MODEL_LOSS,
     ),
     "sasrec, shared": (
-        with_drawn_items(),
-        NEXT | {"name": "sasrec", "share_negatives": True, "loss": "bce", "gbce": 0.5},
-        OWN,
+        make_negatives_schema(),
+        NEXT_ITEM | {"name": "sasrec", "share_negatives": True, "loss": "bce", "gbce": 0.5},
+        MODEL_LOSS,
     ),
     "hstu, shared": (
-        with_drawn_items(),
-        NEXT | {"name": "hstu", "share_negatives": True, "max_negatives": 1},
-        OWN,
+        make_negatives_schema(),
+        NEXT_ITEM | {"name": "hstu", "share_negatives": True, "max_negatives": 1},
+        MODEL_LOSS,
     ),
 }
-ALL = CASES | SHARED
+ALL_CASES = CASES | SHARED_NEGATIVES_CASES
 
-MIXED = {
+MIXED_PLAN = {
     "user": {"sharding_type": "row_wise"},
     "tag": {"sharding_type": "data_parallel", "compute_kernel": "dense"},
     "word": {"sharding_type": "table_wise"},
@@ -127,7 +149,7 @@ PLACES = {
 
 
 @dataclass(frozen=True)
-class Modelled:
+class ModelCase:
     """A case of design.Case with a model and its tasks, over the labels y and z."""
 
     model: str
@@ -141,13 +163,15 @@ class Modelled:
     groups = ("model", "place", "balance", "recomputed", "dense")
 
     def schema(self):
-        schema, _, _ = ALL[self.model]
+        schema, _, _ = ALL_CASES[self.model]
         return Schema.parse(schema.model_dump() | {"labels": ["y", "z"]}, "case")
 
     def config(self):
-        schema, section, tasks = ALL[self.model]
+        schema, section, tasks = ALL_CASES[self.model]
         case = Case("row_wise", "mixed", "sgd", self.place, self.balance, self.recomputed)
-        values = config(case, {name: MIXED.get(name, {}) for name in schema.tables}).model_dump(by_alias=True)
+        values = config(case, {name: MIXED_PLAN.get(name, {}) for name in schema.tables}).model_dump(
+            by_alias=True
+        )
         # eps: see raytrec/checks/parity/compare.py
         dense = {"name": self.dense, "lr": 0.01, "eps": 1e-5}
         values["optim"]["dense"] = dense if self.dense == "adam" else {"name": self.dense, "lr": 0.1}
@@ -158,11 +182,11 @@ def test_every_model_has_a_case():
     assert set(CASES) == set(MODELS.parts)
 
 
-@pytest.mark.parametrize("model", ALL)
+@pytest.mark.parametrize("model", ALL_CASES)
 @pytest.mark.parametrize(
     "place",
     [pytest.param(p, marks=[] if p == (1, 1) else [pytest.mark.parity]) for p in PLACES],
     ids=str,
 )
 def test_model_matches_one_process(model, place):
-    assert_parity([Modelled(model, place, **PLACES[place])], place)
+    assert_parity([ModelCase(model, place, **PLACES[place])], place)

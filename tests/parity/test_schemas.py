@@ -11,13 +11,17 @@ from record import assert_parity
 from raytrec.config.schema import Schema
 
 NAMES = ["user", "item", "tag", "word"]
-ROWS_OF_A_TABLE = st.integers(1, 5) | st.integers(1, 60)
+TABLE_ROWS = st.integers(1, 5) | st.integers(1, 60)
 # Replacements for tables of sequences, for which TorchRec supports fewer sharding types.
-INSTEAD = {"table_row_wise": "row_wise", "table_column_wise": "column_wise", "grid_shard": "column_wise"}
+SEQUENCE_SHARDING_TYPES = {
+    "table_row_wise": "row_wise",
+    "table_column_wise": "column_wise",
+    "grid_shard": "column_wise",
+}
 
 
 @dataclass(frozen=True)
-class Drawn:
+class RandomCase:
     """A case like design.Case, with its own schema and one sharding type per table."""
 
     tables: dict[str, int]  # rows
@@ -57,9 +61,9 @@ class Drawn:
 
 
 @st.composite
-def drawn(draw, place):
+def draw_cases(draw, place):
     """Draw a schema of up to 4 tables and 7 features, with one sharding type per table."""
-    tables = {name: draw(ROWS_OF_A_TABLE) for name in NAMES[: draw(st.integers(1, 4))]}
+    tables = {name: draw(TABLE_ROWS) for name in NAMES[: draw(st.integers(1, 4))]}
     feature = st.tuples(
         st.sampled_from(sorted(tables)), st.sampled_from(["sum", "mean", "sequence"]), st.booleans()
     )
@@ -76,8 +80,8 @@ def drawn(draw, place):
     model = draw(st.sampled_from(models))
     if model == "sequence":
         by_id = {table for table, pooling, _ in features if pooling == "sequence"}
-        sharding |= {table: INSTEAD.get(sharding[table], sharding[table]) for table in by_id}
-    return Drawn(
+        sharding |= {table: SEQUENCE_SHARDING_TYPES.get(sharding[table], sharding[table]) for table in by_id}
+    return RandomCase(
         tables=tables,
         features=features,
         sharding=sharding,
@@ -93,7 +97,7 @@ def drawn(draw, place):
     )
 
 
-def hold_for(place, examples):
+def check_random_cases(place, examples):
     @settings(
         max_examples=examples,
         derandomize=True,
@@ -102,7 +106,7 @@ def hold_for(place, examples):
         phases=[Phase.generate],  # a failure may be a hang, and shrinking it would take hours
         suppress_health_check=list(HealthCheck),
     )
-    @given(st.lists(drawn(place), min_size=1, max_size=4))
+    @given(st.lists(draw_cases(place), min_size=1, max_size=4))
     def holds(cases):
         assert_parity(cases, place)
 
@@ -126,7 +130,7 @@ def test_ranks_without_table_rows_match_one_process(tables, half):
     """
     features = tuple((table, "mean", False) for table in [*tables, *tables])
     cases = [
-        Drawn(
+        RandomCase(
             tables=tables,
             features=features,
             sharding=dict.fromkeys(tables, "row_wise"),
@@ -154,10 +158,10 @@ def test_ranks_without_table_rows_match_one_process(tables, half):
     ids=str,
 )
 def test_random_schemas_match_one_process(place):
-    hold_for(place, examples=4)
+    check_random_cases(place, examples=4)
 
 
 @pytest.mark.parity
 @pytest.mark.parametrize("place", FACTORS["place"], ids=str)
 def test_many_random_schemas_match_one_process(place):
-    hold_for(place, examples=60)
+    check_random_cases(place, examples=60)

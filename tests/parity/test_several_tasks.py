@@ -37,7 +37,7 @@ TASKS = {
     "bpr in groups": [{"loss": "bpr", "group": "user", **MASKED}],
     "bpr and bce": [{"label": "y", "loss": "bpr", "group": "user", "weight": 0.5}, {"label": "z"}],
 }
-VECTORS = {
+VECTOR_TASKS = {
     "softmax": [{"loss": "in_batch_softmax"}],
     "softmax by items": [
         {"loss": "in_batch_softmax", "options": {"temperature": 0.5}, "item": "film", **MASKED}
@@ -58,7 +58,7 @@ EXTRAS = {
 
 
 @dataclass(frozen=True)
-class Learned(Case):
+class TaskCase(Case):
     """A case with these tasks and two labels."""
 
     tasks: str = ""
@@ -70,30 +70,30 @@ class Learned(Case):
 
     def config(self):
         values = super().config().model_dump(by_alias=True)
-        return load_config(values | {"tasks": (TASKS | VECTORS)[self.tasks]})
+        return load_config(values | {"tasks": (TASKS | VECTOR_TASKS)[self.tasks]})
 
 
-PLAIN = {"sharding": "row_wise", "pooling": "mixed", "optimizer": "sgd", "balance": "unequal"}
+DEFAULT_VALUES = {"sharding": "row_wise", "pooling": "mixed", "optimizer": "sgd", "balance": "unequal"}
 
 
-def learned(name, place, random=None, **extras):
+def make_task_case(name, place, random=None, **extras):
     drawn = {key: random.choice(values) for key, values in EXTRAS.items()} if random else {}
-    models = ["two_tower"] if name in VECTORS else ["dlrm", "dcn", "two_tower", "sequence"]
+    models = ["two_tower"] if name in VECTOR_TASKS else ["dlrm", "dcn", "two_tower", "sequence"]
     model = random.choice(models) if random else models[0]
-    values = PLAIN | {"model": model} | drawn | extras
+    values = DEFAULT_VALUES | {"model": model} | drawn | extras
     kernel = "dense" if values["sharding"] == "data_parallel" else "fused"
-    return Learned(**values, place=place, kernel=kernel, tasks=name)
+    return TaskCase(**values, place=place, kernel=kernel, tasks=name)
 
 
-FEW = [
-    learned("two, masked and weighted", (2, 1), recomputed=True, max_grad_norm=0.05),
-    learned("classes and a number", (2, 1), model="two_tower", balance="empty"),
-    learned("bpr in groups", (2, 1), recomputed=True, balance="unequal"),
-    learned("softmax and bce", (2, 1), recomputed=True, balance="empty", sharding="table_wise"),
+SELECTED_CASES = [
+    make_task_case("two, masked and weighted", (2, 1), recomputed=True, max_grad_norm=0.05),
+    make_task_case("classes and a number", (2, 1), model="two_tower", balance="empty"),
+    make_task_case("bpr in groups", (2, 1), recomputed=True, balance="unequal"),
+    make_task_case("softmax and bce", (2, 1), recomputed=True, balance="empty", sharding="table_wise"),
 ]
 
 
-@pytest.mark.parametrize("case", FEW, ids=lambda case: case.tasks)
+@pytest.mark.parametrize("case", SELECTED_CASES, ids=lambda case: case.tasks)
 def test_selected_tasks_match_one_process(case):
     assert_parity([case], case.place)
 
@@ -104,7 +104,9 @@ def test_all_tasks_match_one_process(place):
     """Each loss runs with all balances, with and without activation checkpointing; the rest is random."""
     random = Random(2)
     cases = [
-        learned(name, place, random, balance=balance, recomputed=recomputed)
-        for name, balance, recomputed in product(TASKS | VECTORS, EXTRAS["balance"], EXTRAS["recomputed"])
+        make_task_case(name, place, random, balance=balance, recomputed=recomputed)
+        for name, balance, recomputed in product(
+            TASKS | VECTOR_TASKS, EXTRAS["balance"], EXTRAS["recomputed"]
+        )
     ]
     assert_parity(cases, place)

@@ -7,76 +7,80 @@ and the known TorchRec defects on 1 and 2 ranks; `make parity` runs all cases.
 from dataclasses import replace
 
 import pytest
-from design import CORNERS, FACTORS, HALVES, every_combination, pairwise
+from design import FACTORS, FP16_CASES, TORCHREC_DEFECT_CASES, list_all_cases, list_pairwise_cases
 from record import assert_parity
 
-CHUNK = 50
-FEW = [(1, 1), (2, 1)]  # the places of `make test`
+CHUNK_CASES = 50
+TEST_PLACES = [(1, 1), (2, 1)]  # the places of `make test`
 
 
-def places(of):
-    return [pytest.param(p, marks=[pytest.mark.parity] if p not in FEW else [], id=str(p)) for p in of]
+def make_place_params(of):
+    return [
+        pytest.param(p, marks=[pytest.mark.parity] if p not in TEST_PLACES else [], id=str(p)) for p in of
+    ]
 
 
-@pytest.mark.parametrize("place", places(FACTORS["place"]))
+@pytest.mark.parametrize("place", make_place_params(FACTORS["place"]))
 def test_pairwise_cases_match_one_process(place):
-    assert_parity([case for case in pairwise() if case.place == place], place)
+    assert_parity([case for case in list_pairwise_cases() if case.place == place], place)
 
 
-@pytest.mark.parametrize("place", places(sorted({case.place for case in CORNERS})))
+@pytest.mark.parametrize("place", make_place_params(sorted({case.place for case in TORCHREC_DEFECT_CASES})))
 def test_torchrec_defect_cases_match_one_process(place):
-    assert_parity([case for case in CORNERS if case.place == place], place)
+    assert_parity([case for case in TORCHREC_DEFECT_CASES if case.place == place], place)
 
 
-def few_halves():
+def select_fp16_cases():
     """Return one case on 2 ranks per sharding type; together the cases cover all optimizers."""
     of = {}
-    for case in HALVES:
+    for case in FP16_CASES:
         if case.place == (2, 1):
             of.setdefault(case.sharding, []).append(case)
     few = [cases[-1 - number % len(cases)] for number, cases in enumerate(of.values())]
-    assert {case.optimizer for case in few} == {case.optimizer for case in HALVES}
+    assert {case.optimizer for case in few} == {case.optimizer for case in FP16_CASES}
     return few
 
 
 def test_selected_fp16_tables_match_one_process():
     """The error is within LIMITS["fp16"] of an fp32 reference with the same initial fp16 values."""
-    assert_parity(few_halves(), (2, 1))
+    assert_parity(select_fp16_cases(), (2, 1))
 
 
 @pytest.mark.parity
 @pytest.mark.parametrize("place", [(1, 1), (2, 1), (4, 2)], ids=str)
 def test_all_fp16_tables_match_one_process(place):
-    few = few_halves()
-    assert_parity([case for case in HALVES if case.place == place and case not in few], place)
+    few = select_fp16_cases()
+    assert_parity([case for case in FP16_CASES if case.place == place and case not in few], place)
 
 
-def chunks():
-    everything = every_combination()
+def iterate_chunks():
+    everything = list_all_cases()
     for place in FACTORS["place"]:
         cases = [case for case in everything if case.place == place]
-        for start in range(0, len(cases), CHUNK):
-            yield pytest.param(cases[start : start + CHUNK], place, id=f"{place[0]} ranks, from case {start}")
+        for start in range(0, len(cases), CHUNK_CASES):
+            yield pytest.param(
+                cases[start : start + CHUNK_CASES], place, id=f"{place[0]} ranks, from case {start}"
+            )
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("cases,place", chunks())
+@pytest.mark.parametrize("cases,place", iterate_chunks())
 def test_all_combinations_match_one_process(cases, place):
     assert_parity(cases, place)
 
 
-def managed(cases):
+def use_managed_ids(cases):
     """Return these cases with managed ids, whose row order is arbitrary; rows are compared by id."""
     return [replace(case, ids="managed") for case in cases]
 
 
 def test_managed_id_defect_cases_match_one_process():
     """Means, weights, activation checkpointing, clipping, sequences and shared tables."""
-    few = [case for case in CORNERS if case.place == (3, 1) and case.recomputed]
-    assert_parity(managed(few), (3, 1))
+    few = [case for case in TORCHREC_DEFECT_CASES if case.place == (3, 1) and case.recomputed]
+    assert_parity(use_managed_ids(few), (3, 1))
 
 
 @pytest.mark.parity
 @pytest.mark.parametrize("place", FACTORS["place"], ids=str)
 def test_managed_id_pairwise_cases_match_one_process(place):
-    assert_parity(managed([case for case in pairwise() if case.place == place]), place)
+    assert_parity(use_managed_ids([case for case in list_pairwise_cases() if case.place == place]), place)

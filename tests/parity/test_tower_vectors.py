@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ranks import on_ranks
-from test_models import CASES, Modelled
+from ranks import run_on_ranks
+from test_models import CASES, ModelCase
 
 from raytrec.config.models.base import MODELS
 from raytrec.config.run_config import load_config
@@ -13,7 +13,7 @@ from raytrec.config.run_config import load_config
 ROWS = 12
 
 
-def of_one_query(batch, schema, members):
+def set_one_query(batch, schema, members):
     """Return the batch with the query of one row in all rows, so scores of one query are compared."""
     row = sum(
         torch.bincount(batch.bags[f][1], minlength=ROWS) for f in schema.sparse if f in members
@@ -31,7 +31,7 @@ def of_one_query(batch, schema, members):
     return replace(batch, dense=dense, bags=bags, side_features=side_features)
 
 
-def found(rank, world, model, root):
+def compute_tower_vectors(rank, world, model, root):
     """Return the vectors of each tower with and without the features of the other tower, (logits, query
     vectors), and the vectors that one process computes for each tower from the checkpoint."""
     from raytrec.checkpoint.files import folder_of
@@ -44,11 +44,11 @@ def found(rank, world, model, root):
     from raytrec.prediction.one_process import compute_outputs
     from raytrec.worker.build import build_step
 
-    case = Modelled(model, (world, 1))
+    case = ModelCase(model, (world, 1))
     values = case.config().model_dump(by_alias=True) | {"tasks": [{"label": "y"}]}
     values["data"]["test"], values["eval"] = "unused", {"retrieval": {"items": "unused"}}
     config, schema = load_config(values), case.schema()
-    whole = of_one_query(
+    whole = set_one_query(
         *random_batches(schema, ROWS, 1, seed=1), schema, config.model.tower_members(schema)["query"]
     )
     step, _ = build_step(config, schema, torch.device("cpu"))
@@ -84,7 +84,7 @@ def found(rank, world, model, root):
 
 @pytest.mark.parametrize("model", [name for name in CASES if MODELS.parts[name].retrieves])
 def test_tower_vectors_need_only_their_own_features(model, tmp_path):
-    parts = on_ranks(2, found, model, str(tmp_path))
+    parts = run_on_ranks(2, compute_tower_vectors, model, str(tmp_path))
     vectors = {}
     for tower in ("query", "item"):
         of_rows, alone = (torch.cat([pairs[tower][i] for pairs, _, _ in parts]) for i in (0, 1))

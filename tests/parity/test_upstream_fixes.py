@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from design import FACTORS, ROWS, Case
-from ranks import on_ranks
+from ranks import run_on_ranks
 
 from raytrec.config.schema import Schema
 
@@ -23,7 +23,7 @@ SHARDINGS = "row_wise", "table_wise", "column_wise"
 
 
 @dataclass(frozen=True)
-class Uneven(Case):
+class UnevenCase(Case):
     """A case with nonadjacent features of one table, and with whole sequences."""
 
     def schema(self):
@@ -38,13 +38,13 @@ class Uneven(Case):
         return made
 
 
-UNEVEN = [
-    Uneven(sharding, "mixed", "sgd", (2, 1), "unequal", model=model)
+UNEVEN_CASES = [
+    UnevenCase(sharding, "mixed", "sgd", (2, 1), "unequal", model=model)
     for model, sharding in [("dlrm", "row_wise"), ("sequence", "row_wise"), ("sequence", "table_wise")]
 ]
 
 
-def uneven_batches(schema, count, seed):
+def make_uneven_batches(schema, count, seed):
     """Return random batches in which features of one table have bags of very different lengths."""
     from raytrec.checks.parity.batches import random_batches
 
@@ -69,7 +69,7 @@ def compare_uneven(rank, world, cases):
     for case in cases:
         config, schema, device = case.config(), case.schema(), torch.device("cpu")
         bounds = cuts(ROWS, world, case.balance)
-        choices = [uneven_batches(schema, compare.CANDIDATES, seed) for seed in range(3)]
+        choices = [make_uneven_batches(schema, compare.CANDIDATES, seed) for seed in range(3)]
 
         def shard(config):
             return ShardedRun(build_step, config, schema, device, bounds)  # noqa: B023
@@ -83,14 +83,14 @@ def compare_uneven(rank, world, cases):
 
 def assert_uneven_parity(cases, place):
     ranks, hosts = place
-    for case, found in zip(cases, on_ranks(ranks, compare_uneven, cases, hosts=hosts)[0], strict=True):
+    for case, found in zip(cases, run_on_ranks(ranks, compare_uneven, cases, hosts=hosts)[0], strict=True):
         assert {f["check"] for f in found} >= {"forward", "gradient", "weights"}
         assert not [f"{case}: {f}" for f in found if not f["passed"]]
 
 
 @pytest.mark.parametrize("ids", ["static", "managed"])
 def test_features_of_shared_tables_keep_their_ids(ids):
-    assert_uneven_parity([replace(case, ids=ids) for case in UNEVEN], (2, 1))
+    assert_uneven_parity([replace(case, ids=ids) for case in UNEVEN_CASES], (2, 1))
 
 
 @pytest.mark.parity
@@ -98,7 +98,7 @@ def test_features_of_shared_tables_keep_their_ids(ids):
 @pytest.mark.parametrize("ids", ["static", "managed"])
 def test_features_of_shared_tables_keep_their_ids_on_all_ranks(ids, place):
     cases = [
-        Uneven(sharding, "mixed", optimizer, place, balance, model=model, ids=ids)
+        UnevenCase(sharding, "mixed", optimizer, place, balance, model=model, ids=ids)
         for model in ("dlrm", "sequence")
         for sharding in SHARDINGS
         for optimizer, balance in [("sgd", "unequal"), ("adagrad", "empty")]
@@ -106,7 +106,7 @@ def test_features_of_shared_tables_keep_their_ids_on_all_ranks(ids, place):
     assert_uneven_parity(cases, place)
 
 
-def weight_gradients(rank, world, case):
+def compute_weight_gradients(rank, world, case):
     """Return feature → gradients of the weights of its ids: (by the sharded lookup, in one process)."""
     from raytrec.checks.parity.batches import make_local_batch, random_batches
     from raytrec.checks.parity.sharded import ShardedRun
@@ -135,7 +135,7 @@ def weight_gradients(rank, world, case):
 def test_id_weights_have_a_gradient(kernel, pooling):
     """One rank is enough: TorchRec sends weights without gradients, and raytrec does not need them."""
     case = Case("table_wise", pooling, "sgd", (1, 1), "equal", kernel=kernel)
-    (found,) = on_ranks(1, weight_gradients, case)
+    (found,) = run_on_ranks(1, compute_weight_gradients, case)
     for feature, (got, expected) in found.items():
         assert expected.abs().max() > 0.1
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6, msg=feature)

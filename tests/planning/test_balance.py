@@ -1,7 +1,7 @@
 """Predicted step times and memory of balanced plans, compared with TorchRec 1.8.0."""
 
 import pytest
-from small import a_schema
+from small import make_small_schema
 
 from raytrec.config.run_config import load_config
 from raytrec.config.schema import Schema
@@ -9,22 +9,24 @@ from raytrec.planning.dry_run import ClusterEstimator
 from raytrec.planning.machines import Cluster, parse_cluster
 from raytrec.worker.build import build_unsharded
 
-FEW = {f"t{i}": {"rows": 40_000_000 if i < 4 else 2000, "dim": 128} for i in range(12)}
+TABLES = {f"t{i}": {"rows": 40_000_000 if i < 4 else 2000, "dim": 128} for i in range(12)}
 LENGTHS = {f"t{i}": 100.0 if i in (0, 5) else 3.0 for i in range(12)}
 
 
-def uneven():
+def make_uneven_schema():
     """Return a schema in which a few tables have most of the bytes and others most of the lookups."""
     lengths = ("mean_length", "p99_length", "max_length")
     known = {
-        name: dict.fromkeys(lengths, length) | {"distinct": FEW[name]["rows"]}
+        name: dict.fromkeys(lengths, length) | {"distinct": TABLES[name]["rows"]}
         for name, length in LENGTHS.items()
     }
-    values = a_schema(sparse={t: {"table": t} for t in FEW}, tables=FEW).model_dump(exclude_none=True)
+    values = make_small_schema(sparse={t: {"table": t} for t in TABLES}, tables=TABLES).model_dump(
+        exclude_none=True
+    )
     return Schema.parse(values | {"statistics": known}, "uneven")
 
 
-def predicted(cluster, **plan):
+def predict_plan(cluster, **plan):
     values = {
         "data": {"train": "unused/train", "global_batch_size": 65536, "lanes": 240},
         "scaling": {"num_workers": cluster.world, "device": "cuda" if cluster.machine else "cpu"},
@@ -33,38 +35,45 @@ def predicted(cluster, **plan):
         "plan": plan,
         "checkpoint": {"async_save": False},
     }
-    found = ClusterEstimator(load_config(values), uneven(), build_unsharded)(cluster)
+    found = ClusterEstimator(load_config(values), make_uneven_schema(), build_unsharded)(cluster)
     assert found.refusal is None, found.refusal
     return found
 
 
-ALL = ["table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise", "data_parallel"]
+SHARDING_TYPES = [
+    "table_wise",
+    "row_wise",
+    "column_wise",
+    "table_row_wise",
+    "table_column_wise",
+    "data_parallel",
+]
 
 
 @pytest.mark.parametrize(
     "machines, kinds, torchrecs_ms",
     [
         ("8xa100-80", ["table_wise"], 20.56),
-        ("2x8xh100", ALL, 11.64),
+        ("2x8xh100", SHARDING_TYPES, 11.64),
         pytest.param("4x4xl40s", ["table_wise", "row_wise"], 75.20, marks=pytest.mark.survive),
     ],
 )
 def test_plan_is_as_fast_as_torchrecs_and_fits_memory(machines, kinds, torchrecs_ms):
     cluster = parse_cluster(machines)
-    found = predicted(cluster, sharding_types=kinds)
+    found = predict_plan(cluster, sharding_types=kinds)
     assert found.time.step <= 1.01e-3 * torchrecs_ms
     assert max(found.memory.of("device")) <= cluster.memory_gib * 2**30
-    assert {table.table for table in found.tables} == {*FEW}
+    assert {table.table for table in found.tables} == {*TABLES}
 
 
 def test_plan_offloads_ranks_of_hot_tables():
-    found = predicted(parse_cluster("2x8xh100")).time
+    found = predict_plan(parse_cluster("2x8xh100")).time
     assert found.parts["lookup"] < 0.8 * 11.81e-3  # of TorchRec's plan
     assert found.step < 0.934 * 12.99e-3
 
 
 def test_balanced_column_shards_use_distinct_ranks():
-    found = predicted(parse_cluster("2x8xh100"), sharding_types=["table_wise", "column_wise"]).tables
+    found = predict_plan(parse_cluster("2x8xh100"), sharding_types=["table_wise", "column_wise"]).tables
     cut = [table for table in found if table.sharding_type == "column_wise"]
     assert cut, "the plan has no column-wise table, so this test checks nothing"
     for table in cut:
@@ -73,10 +82,10 @@ def test_balanced_column_shards_use_distinct_ranks():
 
 
 def test_plan_balances_lookups_on_cpu():
-    found = predicted(Cluster(1, 4, 200, 900, 1e6), sharding_types=["table_wise"])
+    found = predict_plan(Cluster(1, 4, 200, 900, 1e6), sharding_types=["table_wise"])
     assert max(found.loads.ids["adagrad"]) <= 6_750_208
 
 
 def test_plan_search_is_deterministic():
-    plans = [predicted(parse_cluster("2x8xh100"), sharding_types=ALL).tables for _ in range(2)]
+    plans = [predict_plan(parse_cluster("2x8xh100"), sharding_types=SHARDING_TYPES).tables for _ in range(2)]
     assert plans[0] == plans[1]

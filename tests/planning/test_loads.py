@@ -1,7 +1,14 @@
 """raytrec inspect --from-run: schema statistics from the lookups recorded by a run."""
 
 import pytest
-from uneven import IDS, config_of, lines_of, plan_of, schema_of, write_run
+from uneven import (
+    IDS_PER_ROW,
+    make_rank_lines,
+    plan_uneven_run,
+    uneven_config,
+    uneven_schema,
+    write_uneven_run,
+)
 
 from raytrec import cli
 from raytrec.common.errors import RunError
@@ -14,30 +21,33 @@ from raytrec.planning.loads import compute_recorded_lengths, replace_lengths
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """Write a run with both long bags on rank 0, because its schema expects one id per row of each table."""
-    return write_run(tmp_path_factory.mktemp("recorded") / "run")
+    return write_uneven_run(tmp_path_factory.mktemp("recorded") / "run")
 
 
-def command(capsys, *arguments):
+def run_inspect(capsys, *arguments):
     """Return the exit code, output and errors of raytrec inspect."""
     with pytest.raises(SystemExit) as ended:
         cli.main(["inspect", *map(str, arguments)])
     return (ended.value.code or 0, *capsys.readouterr())
 
 
-def ranks_of(tables):
+def get_table_ranks(tables):
     return {table.table: table.ranks for table in tables}
 
 
 def test_recorded_lookups_balance_the_plan(run, capsys, tmp_path):
     out = tmp_path / "schema.yaml"
-    assert command(capsys, "--from-run", run, "--out", out)[0] == 0
+    assert run_inspect(capsys, "--from-run", run, "--out", out)[0] == 0
     schema = Schema.load(str(out))
     lengths = {feature: known.mean_length for feature, known in schema.statistics.items()}
-    assert lengths == pytest.approx({name.replace("t", "f"): ids for name, ids in IDS.items()})
+    assert lengths == pytest.approx({name.replace("t", "f"): ids for name, ids in IDS_PER_ROW.items()})
     assert schema.statistics["f0"].hottest == [0.1, 0.4]
-    before, now = ranks_of(plan_of(config_of(run), schema_of())), ranks_of(plan_of(config_of(run), schema))
+    before, now = (
+        get_table_ranks(plan_uneven_run(uneven_config(run), uneven_schema())),
+        get_table_ranks(plan_uneven_run(uneven_config(run), schema)),
+    )
     assert before["t0"] == before["t2"] and now["t0"] != now["t2"], "the long bags are on different ranks"
-    assert command(capsys, "--from-run", run)[1] == out.read_text(encoding="utf-8")
+    assert run_inspect(capsys, "--from-run", run)[1] == out.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -50,12 +60,12 @@ def test_recorded_lookups_balance_the_plan(run, capsys, tmp_path):
     ],
 )
 def test_inspect_rejects_conflicting_arguments(run, capsys, arguments, message):
-    code, _, errors = command(capsys, *(str(run) if each == "RUN" else each for each in arguments))
+    code, _, errors = run_inspect(capsys, *(str(run) if each == "RUN" else each for each in arguments))
     assert code == 1 and message in errors and "Traceback" not in errors
 
 
 def test_inspect_rejects_runs_without_recorded_lookups(tmp_path):
-    run = write_run(tmp_path / "run", lines=[])
+    run = write_uneven_run(tmp_path / "run", lines=[])
     with pytest.raises(RunError, match="the run has not recorded any lookups") as error:
         read_run_schema(run)
     assert "tracking.every_steps" in error.value.expected
@@ -72,26 +82,28 @@ def test_inspect_rejects_runs_without_recorded_lookups(tmp_path):
     ],
 )
 def test_lengths_are_computed_for_each_sharding_type(tmp_path, kind, hosts, workers):
-    schema = schema_of()
+    schema = uneven_schema()
     schema.tables["t3"].rows = 5  # one of six ranks has no rows
-    config = config_of(tmp_path, workers, sharding_types=[kind])
-    lines = lines_of(plan_of(config, schema, hosts), workers)
-    assert compute_recorded_lengths(lines, config, schema) == pytest.approx(IDS)
+    config = uneven_config(tmp_path, workers, sharding_types=[kind])
+    lines = make_rank_lines(plan_uneven_run(config, schema, hosts), workers)
+    assert compute_recorded_lengths(lines, config, schema) == pytest.approx(IDS_PER_ROW)
 
 
 def test_unrecorded_ranks_get_the_mean_of_recorded_ranks(tmp_path):
-    config, schema = config_of(tmp_path, 128, sharding_types=["row_wise"]), schema_of()
+    config, schema = uneven_config(tmp_path, 128, sharding_types=["row_wise"]), uneven_schema()
     kept = [
-        line for line in lines_of(plan_of(config, schema), 128) if line.rank in select_recorded_ranks(128)
+        line
+        for line in make_rank_lines(plan_uneven_run(config, schema), 128)
+        if line.rank in select_recorded_ranks(128)
     ]
     assert len(kept) == 3 * 64
-    assert compute_recorded_lengths(kept, config, schema) == pytest.approx(IDS, rel=0.02)
+    assert compute_recorded_lengths(kept, config, schema) == pytest.approx(IDS_PER_ROW, rel=0.02)
 
 
 def test_features_share_recorded_lookups_of_their_table(tmp_path):
-    schema = schema_of(f1={"mean_length": 3, "p99_length": 9, "max_length": 9, "distinct": 9})
+    schema = uneven_schema(f1={"mean_length": 3, "p99_length": 9, "max_length": 9, "distinct": 9})
     schema.sparse["f0"].table = schema.sparse["f1"].table = schema.sparse["f2"].table = "t0"
     del schema.statistics["f2"]
-    known = replace_lengths(config_of(tmp_path), schema, {"t0": 10.0}).statistics
+    known = replace_lengths(uneven_config(tmp_path), schema, {"t0": 10.0}).statistics
     assert [known[name].mean_length for name in ("f0", "f1", "f2")] == [2, 6, 2]
     assert known["f3"] == schema.statistics["f3"] and schema.statistics["f1"].mean_length == 3

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from dry import Held
-from ranks import on_ranks
-from small import SCHEMA, a_schema, batches, config, train
+from dry import PlannedMemory
+from ranks import run_on_ranks
+from small import SCHEMA, make_batches, make_small_config, make_small_schema, train_step
 from torchrec.distributed.planner import Topology
 
 from raytrec.common.errors import ConfigError
@@ -37,7 +37,7 @@ from raytrec.worker.build import build_step, plan_of
 
 def schema(rows=100):
     tables = {f"t{i}": {"rows": rows, "dim": 8} for i in range(4)}
-    return a_schema(sparse={t: {"table": t} for t in tables}, tables=tables)
+    return make_small_schema(sparse={t: {"table": t} for t in tables}, tables=tables)
 
 
 def settings(world, plan, optimizer="adagrad", run=None):
@@ -52,7 +52,7 @@ def settings(world, plan, optimizer="adagrad", run=None):
     )
 
 
-def planned(rank, world, plan, rows=100, optimizer="adagrad", run=None):
+def plan_tables(rank, world, plan, rows=100, optimizer="adagrad", run=None):
     """Return describe(plan) with the shard offsets of each table, or the error message."""
     try:
         _, plan = build_step(settings(world, plan, optimizer, run), schema(rows), torch.device("cpu"))
@@ -68,7 +68,7 @@ def planned(rank, world, plan, rows=100, optimizer="adagrad", run=None):
 
 @pytest.mark.parametrize("sharding", [["table_wise"], ["row_wise"], ["table_wise", "data_parallel"]])
 def test_plan_uses_only_allowed_sharding_types_and_kernels(sharding):
-    one, two = on_ranks(2, planned, {"sharding_types": sharding})
+    one, two = run_on_ranks(2, plan_tables, {"sharding_types": sharding})
     assert one == two
     assert [entry["table"] for entry in one] == ["t0", "t1", "t2", "t3"]
     for entry in one:
@@ -86,7 +86,7 @@ def test_planner_keeps_manual_table_settings():
             "t3": {"sharding_type": "row_wise", "compute_kernel": "fused_uvm"},
         }
     }
-    t0, t1, t2, t3 = on_ranks(4, planned, plan, hosts=2)[0]
+    t0, t1, t2, t3 = run_on_ranks(4, plan_tables, plan, hosts=2)[0]
     assert (t0["sharding_type"], t0["ranks"]) == ("table_wise", [3])
     assert (t1["sharding_type"], t1["ranks"], t1["offsets"]) == ("column_wise", [2, 1], [[0, 0], [0, 4]])
     assert (t2["sharding_type"], t2["ranks"], t2["offsets"]) == ("table_row_wise", [2, 3], [[0, 0], [50, 0]])
@@ -95,17 +95,17 @@ def test_planner_keeps_manual_table_settings():
 
 def test_planner_colocates_groups_and_balances_other_tables():
     plan = {"sharding_types": ["table_wise"], "colocate": [["t0", "t3"]]}
-    t0, t1, t2, t3 = on_ranks(2, planned, plan)[0]
+    t0, t1, t2, t3 = run_on_ranks(2, plan_tables, plan)[0]
     assert t0["ranks"] == t3["ranks"]
     assert t1["ranks"] == t2["ranks"] != t0["ranks"]
     plan["tables"] = {"t3": {"ranks": [1]}}
-    t0, *_, t3 = on_ranks(2, planned, plan)[0]
+    t0, *_, t3 = run_on_ranks(2, plan_tables, plan)[0]
     assert t0["ranks"] == t3["ranks"] == [1]
 
 
 @pytest.mark.parametrize("sharding", ["column_wise", "table_column_wise", "grid_shard"])
 def test_column_shards_use_distinct_ranks(sharding):
-    for entry in on_ranks(4, planned, {"sharding_types": [sharding]}, hosts=2)[0]:
+    for entry in run_on_ranks(4, plan_tables, {"sharding_types": [sharding]}, hosts=2)[0]:
         assert entry["sharding_type"] == sharding
         ranks = entry["ranks"]
         assert len(set(ranks)) == len(ranks) == (4 if sharding == "grid_shard" else 2)
@@ -124,37 +124,37 @@ def test_disk_full_error_names_tables_size_and_resume_command(chosen, free, tmp_
         plan["tables"] = {"t[0-2]": {"compute_kernel": "fused_mmap"}}
     else:
         plan["compute_kernels"] = ["fused", "fused_mmap"]
-    (message,) = on_ranks(1, planned_on_small_disk, plan, free, None)
+    (message,) = run_on_ranks(1, plan_on_small_disk, plan, free, None)
     assert "tables t0, t1, t2 need 183 MiB of disk" in message
     assert f"but only {'102 MiB' if free else '0 B'} are free" in message
     assert f"plan.mmap_dir, {tmp_path}" in message and "make room" in message
     assert "add workers" not in message and "--resume" not in message
     (tmp_path / "config.yaml").touch()
-    (message,) = on_ranks(1, planned_on_small_disk, plan, free, str(tmp_path))
+    (message,) = run_on_ranks(1, plan_on_small_disk, plan, free, str(tmp_path))
     assert f"raytrec train --resume {tmp_path}" in message
 
 
 def test_planner_moves_tables_to_files_when_memory_is_short():
     plan = {"memory_gib": 0.1, "compute_kernels": ["fused", "fused_mmap"]}
-    found = on_ranks(2, planned, plan, 10**6)[0]  # each table takes 0.06 GiB with state
+    found = run_on_ranks(2, plan_tables, plan, 10**6)[0]  # each table takes 0.06 GiB with state
     assert [t["compute_kernel"] for t in found] == ["fused_mmap", "fused", "fused", "fused"]
     plan["memory_gib"] = 0.15
-    assert {t["compute_kernel"] for t in on_ranks(2, planned, plan, 10**6)[0]} == {"fused"}
+    assert {t["compute_kernel"] for t in run_on_ranks(2, plan_tables, plan, 10**6)[0]} == {"fused"}
     plan |= {"memory_gib": 0.1, "sharding_types": ["table_wise"]}  # one table for each of two workers
-    found = on_ranks(2, planned, plan, 10**6)[0]
+    found = run_on_ranks(2, plan_tables, plan, 10**6)[0]
     assert [t["compute_kernel"] for t in found] == ["fused_mmap", "fused_mmap", "fused", "fused"]
 
 
-def planned_on_small_disk(rank, world, plan, free, run):
+def plan_on_small_disk(rank, world, plan, free, run):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("raytrec.planning.plan.free_disk", lambda config: free)
-        return planned(rank, world, plan, 10**6, run=run)
+        return plan_tables(rank, world, plan, 10**6, run=run)
 
 
 def test_planner_rejects_pinned_tables_that_exceed_rank_memory():
     tables = {"t*": {"ranks": [1]}, "t3": {"sharding_type": "column_wise", "ranks": [1, 0]}}
     plan = {"sharding_types": ["table_wise"], "tables": tables, "memory_gib": 0.1}
-    message = on_ranks(2, planned, plan, 10**6, "sgd")[0]
+    message = run_on_ranks(2, plan_tables, plan, 10**6, "sgd")[0]
     assert "does not fit into the remaining memory of rank 1" in message
 
 
@@ -167,7 +167,7 @@ def places(*counts, expected_text=None, order=sorted):
     return out
 
 
-def by_name(numbers):
+def sort_by_text(numbers):
     """Sort GPU indices as strings, as Ray does: 10 comes before 2."""
     return sorted(numbers, key=str)
 
@@ -180,7 +180,7 @@ def by_name(numbers):
         (places(4, 2), 1),
         (places(8, 8, expected_text=4), 4),
         (places(4, 4, expected_text=8), 8),
-        (places(12, 12, order=by_name), 12),
+        (places(12, 12, order=sort_by_text), 12),
     ],
     ids=["equal", "8+5", "4+2", "halves of hosts", "two hosts as one", "many GPUs"],
 )
@@ -265,7 +265,7 @@ def test_cluster_is_parsed_from_memory_sizes(text, sizes):
 
 def test_gpu_speed_changes_the_sharding_type():
     tables = {f"t{i}": {"rows": 5000, "dim": 128} for i in range(8)}
-    given = a_schema(sparse={t: {"table": t} for t in tables}, tables=tables)
+    given = make_small_schema(sparse={t: {"table": t} for t in tables}, tables=tables)
     made = settings(8, {"sharding_types": ["table_wise", "data_parallel"]})
     made.data.global_batch_size = 65536
     slow, unknown = parse_cluster("8xl4"), Cluster(1, 8, 80, 640, 1000)
@@ -273,15 +273,15 @@ def test_gpu_speed_changes_the_sharding_type():
     assert dry_run(made, given, slow)[0].sharding_type == "data_parallel"
 
 
-def trained_on(rank, world, gpus, expected_text):
+def train_on_gpus(rank, world, gpus, expected_text):
     """Return the placements of a table's shards after one step on these GPUs."""
-    made = config(world, {"sharding_type": "row_wise"})
+    made = make_small_config(world, {"sharding_type": "row_wise"})
     device = torch.device("cuda", gpus[rank])
     torch.cuda.set_device(device)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(os.environ, "LOCAL_WORLD_SIZE", str(expected_text[rank]))
         step, plan = build_step(made, SCHEMA, device)
-        assert len(train(step, batches(1, rank, world)[1])) == 1
+        assert len(train_step(step, make_batches(1, rank, world)[1])) == 1
         step.model.state_dict()
     (module,) = plan.plan.values()
     return [str(shard.placement) for shard in module["user"].sharding_spec.shards]
@@ -294,7 +294,7 @@ def trained_on(rank, world, gpus, expected_text):
 )
 def test_training_steps_run_on_the_gpus_of_their_ranks(gpus, expected_text):
     expected = [f"rank:{rank}/cuda:{index}" for rank, index in enumerate(gpus)]
-    assert on_ranks(3, trained_on, gpus, expected_text, device="cuda") == [expected] * 3
+    assert run_on_ranks(3, train_on_gpus, gpus, expected_text, device="cuda") == [expected] * 3
 
 
 def dry(tables, optimizer="adagrad", rows=10_000_000, hosts=1, gpus=2, memory_gib=4, **options):
@@ -302,10 +302,10 @@ def dry(tables, optimizer="adagrad", rows=10_000_000, hosts=1, gpus=2, memory_gi
     plan = {"sharding_types": ["row_wise"], "tables": tables}
     made = settings(1, plan | {"compute_kernels": options.pop("kernels", ["fused"])}, optimizer)
     made.scaling.device, made.checkpoint.async_save = options.pop("device", "auto"), False
-    return Held(made, schema(rows), hosts, gpus, memory_gib, **options)
+    return PlannedMemory(made, schema(rows), hosts, gpus, memory_gib, **options)
 
 
-def planned_on_gpu(rank, world, plan, rows):
+def plan_kernels_on_gpu(rank, world, plan, rows):
     """Return the kernels of the plan without creating tables, or the error message."""
     try:
         plan = plan_of(settings(world, plan), schema(rows), torch.device("cuda", 0))
@@ -318,10 +318,10 @@ def test_planner_rejects_tables_larger_than_host_memory():
     """TorchRec assumes 128 GiB of host memory per rank."""
     rows = 2 * system_memory() // (4 * 8 * 8)  # four tables of 8 columns, with state of that size
     plan = {"tables": {"t*": {"compute_kernel": "fused_uvm"}}}
-    (message,) = on_ranks(1, planned_on_gpu, plan, rows, device="cuda")
+    (message,) = run_on_ranks(1, plan_kernels_on_gpu, plan, rows, device="cuda")
     assert "cannot place 4 tables" in message and "of host memory" in message
     assert "scaling.num_workers" in message
-    assert on_ranks(1, planned_on_gpu, plan, 1000, device="cuda") == [["fused_uvm"] * 4]
+    assert run_on_ranks(1, plan_kernels_on_gpu, plan, 1000, device="cuda") == [["fused_uvm"] * 4]
 
 
 def test_uvm_tables_count_towards_host_memory():
@@ -378,7 +378,7 @@ def test_plan_counts_resident_rows_of_file_tables():
     assert hot() == [0, 0]
 
 
-def share_of_places(rank, world, memory_gib):
+def get_resident_shares(rank, world, memory_gib):
     plan = {
         "memory_gib": memory_gib,
         "tables": {"*": {"sharding_type": "row_wise", "compute_kernel": "fused_mmap"}},
@@ -390,11 +390,11 @@ def share_of_places(rank, world, memory_gib):
 
 def test_resident_rows_match_the_plan():
     """Four tables of 12 MiB, with state, on two workers."""
-    shares = on_ranks(2, share_of_places, 0.015)
+    shares = run_on_ranks(2, get_resident_shares, 0.015)
     per_row = 8 * 4 * 2
     expected = (0.015 * GIB / 400_000 - 4) / (per_row + 10)
     assert 0.2 < expected < 0.6 and shares == [pytest.approx([expected] * 4, rel=1e-4)] * 2
-    assert on_ranks(2, share_of_places, None) == [[None]] * 2, "no limit: no resident rows"
+    assert run_on_ranks(2, get_resident_shares, None) == [[None]] * 2, "no limit: no resident rows"
 
 
 def test_planner_uses_host_memory_when_gpu_memory_is_short():
@@ -433,8 +433,8 @@ def test_inference_plan_needs_no_optimizer_state_memory():
     weights = 4 * 10_000_000 * 8 * 4 / 2 / GIB / 0.85  # on each of two GPUs
     config = settings(1, {"sharding_types": ["row_wise"]}, "adagrad")
     with pytest.raises(ConfigError, match="cannot place 4 tables"):
-        Held(config, schema(10_000_000), gpus=2, memory_gib=weights + 0.1, host_memory_gib=16)
-    Held(
+        PlannedMemory(config, schema(10_000_000), gpus=2, memory_gib=weights + 0.1, host_memory_gib=16)
+    PlannedMemory(
         exclude_training_memory(config),
         schema(10_000_000),
         gpus=2,
@@ -451,8 +451,8 @@ def test_managed_id_tables_do_not_use_uvm_caching(kernels):
     options = {"gpus": 2, "memory_gib": 14, "host_memory_gib": 200}
     if kernels == ["fused_uvm_caching"]:
         with pytest.raises(ConfigError, match="managed ids do not support kernel fused_uvm_caching"):
-            Held(config, made, **options)
+            PlannedMemory(config, made, **options)
         return
-    plan = Held(config, made, **options).plan
+    plan = PlannedMemory(config, made, **options).plan
     found = {name: table.compute_kernel for name, table in plan.items()}
     assert found["t2"] == "fused" and set(found.values()) == {*kernels}

@@ -1,7 +1,7 @@
 """The plan search: TorchRec's sharding options, with storage estimated once per shard size."""
 
 import torch
-from small import a_schema
+from small import make_small_schema
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -11,10 +11,17 @@ from raytrec.embeddings.constraints import TableConstraint
 from raytrec.embeddings.sharding import BagSharder
 from raytrec.planning.search import MAX_ADDED_SHARDS, estimate_once_per_size, narrow, split_columns
 
-ALL = ["table_wise", "row_wise", "data_parallel", "column_wise", "table_row_wise", "table_column_wise"]
+SHARDING_TYPES = [
+    "table_wise",
+    "row_wise",
+    "data_parallel",
+    "column_wise",
+    "table_row_wise",
+    "table_column_wise",
+]
 
 
-def options(world, tables, kinds, rows=lambda i: 10 + 7 * i, once=False):
+def enumerate_options(world, tables, kinds, rows=lambda i: 10 + 7 * i, once=False):
     """Return TorchRec's sharding options, with estimates, for tables of different sizes."""
     bags = [
         EmbeddingBagConfig(name=f"t{i}", feature_names=[f"f{i}"], num_embeddings=rows(i), embedding_dim=16)
@@ -38,7 +45,7 @@ def options(world, tables, kinds, rows=lambda i: 10 + 7 * i, once=False):
 
 
 def test_shard_storage_equals_torchrecs_estimate():
-    one, other = options(8, 5, ALL), options(8, 5, ALL, once=True)
+    one, other = enumerate_options(8, 5, SHARDING_TYPES), enumerate_options(8, 5, SHARDING_TYPES, once=True)
     assert len(one) == len(other) > 20
     for a, b in zip(one, other, strict=True):
         assert (a.fqn, a.sharding_type) == (b.fqn, b.sharding_type)
@@ -48,13 +55,13 @@ def test_shard_storage_equals_torchrecs_estimate():
 
 def test_storage_is_estimated_once_per_shard_size():
     seen = []
-    found = options(64, 1, ["row_wise"], rows=lambda i: 64 * 100 - 3)
+    found = enumerate_options(64, 1, ["row_wise"], rows=lambda i: 64 * 100 - 3)
     estimate_once_per_size(found, lambda few: seen.extend(len(option.shards) for option in few))
     assert max(seen) == 2 and all(len(option.shards) == 64 for option in found)
 
 
 def schema(tables, features=()):
-    return a_schema(
+    return make_small_schema(
         sparse={f"f{i}": {"table": t} for i, t in enumerate([*tables, *features])},
         tables={t: {"rows": rows, "dim": 8} for t, rows in tables.items()},
     )

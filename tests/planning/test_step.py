@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from small import a_schema
+from small import make_small_schema
 from torchrec.distributed.planner.constants import UVM_CACHING_RATIO
 
 from raytrec.common.errors import ConfigError
@@ -30,11 +30,11 @@ SHARDS = {
     "grid_shard": ([BYTES / 4] * 4, 500),
     "data_parallel": ([BYTES] * 4, ROWS),
 }
-OF_COLUMNS = ("column_wise", "table_column_wise", "grid_shard")
+COLUMN_SHARDING_TYPES = ("column_wise", "table_column_wise", "grid_shard")
 
 
 @pytest.fixture(autouse=True)
-def counted_once(monkeypatch, counts={}):  # noqa: B006
+def cache_dense_counts(monkeypatch, counts={}):  # noqa: B006
     """Count dense layers once per model and batch size for all tests."""
 
     def count(build, config, schema, rows):
@@ -48,7 +48,9 @@ def counted_once(monkeypatch, counts={}):  # noqa: B006
 
 def schema(ids=3, **parts):
     known = {"mean_length": ids, "p99_length": ids, "max_length": ids, "distinct": ROWS} | parts
-    made = a_schema(dense=["a", "b"], sparse={"t": {"table": "t"}}, tables={"t": {"rows": ROWS, "dim": DIM}})
+    made = make_small_schema(
+        dense=["a", "b"], sparse={"t": {"table": "t"}}, tables={"t": {"rows": ROWS, "dim": DIM}}
+    )
     return made.model_copy(update={"statistics": {"t": Statistics(**known)}})
 
 
@@ -65,26 +67,26 @@ def config(sharding="table_wise", kernel=None, optimizer="adagrad", device="cuda
     return load_config(values | parts)
 
 
-def predicted(made, rates=None, of=None):
+def predict_step(made, rates=None, of=None):
     found = ClusterEstimator(made, of or schema(), build_unsharded, rates)(Cluster(2, 2, 8, 32, 100))
     assert found.refusal is None, found.refusal
     return found
 
 
-def cases():
+def iterate_table_cases():
     for sharding in SHARDS:
         for kernel in ("fused", "fused_uvm", "fused_uvm_caching", "dense"):
             if sharding == "data_parallel" and kernel != "dense":
                 continue
             for optimizer in ("adagrad", "rowwise_adagrad", "sgd"):
-                if not (sharding in OF_COLUMNS and optimizer == "rowwise_adagrad"):
+                if not (sharding in COLUMN_SHARDING_TYPES and optimizer == "rowwise_adagrad"):
                     yield sharding, kernel, optimizer
 
 
-@pytest.mark.parametrize("sharding,kernel,optimizer", list(cases()))
+@pytest.mark.parametrize("sharding,kernel,optimizer", list(iterate_table_cases()))
 def test_table_memory_matches_hand_calculation(sharding, kernel, optimizer):
     ranks = {"table_wise": [0], "table_row_wise": [0, 1], "table_column_wise": [0, 1]}.get(sharding)
-    parts = predicted(config(sharding, kernel, optimizer, ranks=ranks)).memory.parts
+    parts = predict_step(config(sharding, kernel, optimizer, ranks=ranks)).memory.parts
     weights, rows = SHARDS[sharding]
     held = np.array(weights) > 0
     in_host_memory = kernel in ("fused_uvm", "fused_uvm_caching")
@@ -109,7 +111,7 @@ def test_step_memory_matches_hand_calculation():
     """64 rows of 3 ids on 4 ranks: 16 rows each."""
     made = config("table_wise", "fused", ranks=[0])
     made.checkpoint.async_save, made.train.ema = True, 0.9
-    parts = predicted(made).memory.parts
+    parts = predict_step(made).memory.parts
     dense = count_dense_layers(build_unsharded, made, schema(), 16).parameters
     batch = 16 * (3 * 8 + 4 + 4 * (2 + 1 + 1))
     arrived = np.array([64 * (3 * 8 + 4), 0, 0, 0])
@@ -132,7 +134,7 @@ def test_step_memory_matches_hand_calculation():
 )
 def test_communication_volume_matches_hand_calculation(sharding, near, far):
     """Compare the rank with the largest volume: one collective per direction, or two of one kind."""
-    loads = predicted(config(sharding, "fused", "sgd")).loads
+    loads = predict_step(config(sharding, "fused", "sgd")).loads
     kind = "reduce_scatter" if "row_wise" in sharding else "all_to_all"
     assert loads.near[kind].max() == pytest.approx(near)
     other = "all_to_all" if sharding == "table_row_wise" else kind
@@ -160,7 +162,7 @@ def test_activation_memory_counts_only_live_tensors():
     assert 2 * 4 * 4096 * 1000 < few < 8 * 4 * 4096 * 1000  # two layers and their gradients
 
 
-def a_machine(**parts):
+def make_rates(**parts):
     values = {
         **{"source": "test", "device": "cpu", "ranks": 4, "cores": 2, "copy": 1e9, "stream": 1e9},
         "lookup": {way: [1e-9, 1e-7, 0] for way in ("adagrad", "dense", "sgd")},
@@ -174,7 +176,7 @@ def a_machine(**parts):
 
 def test_cpu_step_time_is_the_sum_of_its_parts():
     made = config("table_wise", "fused", "adagrad", "cpu", ranks=[0])
-    found = predicted(made, a_machine())
+    found = predict_step(made, make_rates())
     time, dense = found.time, count_dense_layers(build_unsharded, made, schema(), 16)
     ids = 64 * 3
     distinct = ROWS * (1 - (1 - 1 / ROWS) ** ids)
@@ -191,7 +193,7 @@ def test_cpu_step_time_is_the_sum_of_its_parts():
 
 def test_ranks_sharing_cores_slow_down_dense_layers():
     one, four = (
-        ClusterEstimator(config("data_parallel", device="cpu"), schema(), build_unsharded, a_machine())(
+        ClusterEstimator(config("data_parallel", device="cpu"), schema(), build_unsharded, make_rates())(
             Cluster(1, ranks, 8, 32, 100)
         )
         for ranks in (1, 4)
@@ -205,7 +207,7 @@ def test_ranks_sharing_cores_slow_down_dense_layers():
 def test_hot_ids_touch_fewer_rows_and_hit_the_cache():
     hot = schema(hottest=[0.5, 0.9], distinct=100)
     cold, warm = (
-        predicted(config("row_wise", "fused", "sgd"), of=of).loads.touched["sgd"] for of in (schema(), hot)
+        predict_step(config("row_wise", "fused", "sgd"), of=of).loads.touched["sgd"] for of in (schema(), hot)
     )
     assert warm.sum() < cold.sum()
     known = hot.statistics["t"]
@@ -236,10 +238,10 @@ def test_rates_reject_invalid_files(text, tmp_path):
 
 
 def test_rates_round_trip_through_json():
-    rates = a_machine()
+    rates = make_rates()
     assert Rates.from_json(rates.to_json(), "test") == rates
 
 
 def test_rates_reject_unknown_keys():
     with pytest.raises(ConfigError, match="peers_s"):
-        a_machine(peers_s=0)
+        make_rates(peers_s=0)

@@ -3,7 +3,7 @@
 from contextlib import nullcontext
 
 import pytest
-from small import a_schema
+from small import make_small_schema
 
 from raytrec.common.errors import ConfigError
 from raytrec.config.features import Features
@@ -30,7 +30,7 @@ ROWS = {"user": 100, "user_tag": 50, "item": 1000, "shop": 7}
 
 def schema(dim=16):
     tables = {t: {"rows": n, "dim": dim} for t, n in ROWS.items()}
-    return a_schema(sparse={t: {"table": t} for t in ROWS}, tables=tables)
+    return make_small_schema(sparse={t: {"table": t} for t in ROWS}, tables=tables)
 
 
 def config(tables=None, together=(), optimizer="adagrad", workers=4, model=None, **plan):
@@ -45,7 +45,7 @@ def config(tables=None, together=(), optimizer="adagrad", workers=4, model=None,
     )
 
 
-def check(tables=None, together=(), device="cpu", memory=None, given=None, **options):
+def check_plan(tables=None, together=(), device="cpu", memory=None, given=None, **options):
     """Validate a plan of four workers on two hosts."""
     made = config(tables, together, **options)
     return validate_constraints(made, given or schema(), device, world=4, ranks_per_host=2, memory=memory)
@@ -69,13 +69,13 @@ def test_planner_chooses_among_unset_options():
 
 
 def test_colocated_tables_share_the_pinned_rank():
-    resolved = check({"item": {"ranks": [3]}}, together=[["user*", "item"]])
+    resolved = check_plan({"item": {"ranks": [3]}}, together=[["user*", "item"]])
     assert [resolved[t].ranks for t in ROWS] == [(3,), (3,), (3,), None]
     assert [resolved[t].group for t in ROWS] == [0, 0, 0, None]
     assert resolved["item"].sharding == ("table_wise",), "a table pinned to one rank is sharded table-wise"
 
 
-def item(sharding=None, kernel=None, **line):
+def make_item_line(sharding=None, kernel=None, **line):
     """Return plan.tables with one line for table item."""
     both = {"sharding_type": sharding, "compute_kernel": kernel}
     return {"item": line | {key: value for key, value in both.items() if value}}
@@ -86,19 +86,23 @@ def item(sharding=None, kernel=None, **line):
     [
         ({"itme": {"compute_kernel": "fused"}}, [], "'itme'; did you mean 'item'"),
         ({"x*": {"compute_kernel": "fused"}}, [], "'x*'"),
-        (item(ranks=[0, 1]), [], "table item: ranks [0, 1] are set without a sharding"),
-        (item("table_wise", ranks=[4]), [], "table item: there is no rank 4"),
-        (item("table_wise", ranks=[0, 1]), [], "table_wise cannot use ranks [0, 1]"),
-        (item("row_wise", ranks=[0, 1]), [], "all ranks in order"),
-        (item("column_wise", ranks=[0, 0]), [], "ranks [0, 0] contain duplicates"),
-        (item("column_wise", ranks=[0, 1, 2]), [], "16 columns into 3 parts"),
-        (item("table_row_wise", ranks=[1, 2]), [], "all ranks of one host"),
-        (item("table_column_wise", ranks=[1, 2]), [], "ranks of one host"),
-        (item("grid_shard", ranks=[0, 1, 2]), [], "all ranks of one or more hosts"),
-        (item("data_parallel", "fused"), [], "data_parallel does not support kernel fused"),
-        (item("data_parallel", "fused_mmap"), [], "data_parallel does not support kernel fused_mmap"),
-        (item("data_parallel", dtype="fp16"), [], "dense kernels do not support dtype fp16"),
-        (item(kernel="dense", dtype="fp16"), [], "dense kernels do not support dtype fp16"),
+        (make_item_line(ranks=[0, 1]), [], "table item: ranks [0, 1] are set without a sharding"),
+        (make_item_line("table_wise", ranks=[4]), [], "table item: there is no rank 4"),
+        (make_item_line("table_wise", ranks=[0, 1]), [], "table_wise cannot use ranks [0, 1]"),
+        (make_item_line("row_wise", ranks=[0, 1]), [], "all ranks in order"),
+        (make_item_line("column_wise", ranks=[0, 0]), [], "ranks [0, 0] contain duplicates"),
+        (make_item_line("column_wise", ranks=[0, 1, 2]), [], "16 columns into 3 parts"),
+        (make_item_line("table_row_wise", ranks=[1, 2]), [], "all ranks of one host"),
+        (make_item_line("table_column_wise", ranks=[1, 2]), [], "ranks of one host"),
+        (make_item_line("grid_shard", ranks=[0, 1, 2]), [], "all ranks of one or more hosts"),
+        (make_item_line("data_parallel", "fused"), [], "data_parallel does not support kernel fused"),
+        (
+            make_item_line("data_parallel", "fused_mmap"),
+            [],
+            "data_parallel does not support kernel fused_mmap",
+        ),
+        (make_item_line("data_parallel", dtype="fp16"), [], "dense kernels do not support dtype fp16"),
+        (make_item_line(kernel="dense", dtype="fp16"), [], "dense kernels do not support dtype fp16"),
         ({}, [["user", "no-table"]], "'no-table'"),
         ({}, [["user", "item"], ["item", "shop"]], "table item: it is in two groups"),
         ({"user": {"sharding_type": "row_wise"}}, [["user", "item"]], "colocate does not allow row_wise"),
@@ -107,31 +111,39 @@ def item(sharding=None, kernel=None, **line):
 )
 def test_plan_error_names_table_and_reason(tables, together, message):
     with pytest.raises(ConfigError) as error:
-        check(tables, together)
+        check_plan(tables, together)
     assert message in str(error.value), str(error.value)
 
 
 @pytest.mark.parametrize(
     "line,options,message",
     [
-        (item(kernel="fused"), {"optimizer": "adam"}, "no kernel fused for optimizer adam on CPU"),
-        (item(kernel="fused_mmap"), {"optimizer": "adam"}, "no kernel fused_mmap for optimizer adam on CPU"),
-        (item(dtype="fp16"), {"optimizer": "adam"}, "dense kernels do not support dtype fp16"),
-        (item(kernel="fused", dtype="fp16"), {"optimizer": "adam", "device": "cuda"}, None),
-        (item(kernel="fused_mmap"), {"device": "cuda"}, "GPUs do not support kernel fused_mmap, which reads"),
-        (item(kernel="fused_mmap", ranks=[0]), {"memory": 1}, None),
+        (make_item_line(kernel="fused"), {"optimizer": "adam"}, "no kernel fused for optimizer adam on CPU"),
+        (
+            make_item_line(kernel="fused_mmap"),
+            {"optimizer": "adam"},
+            "no kernel fused_mmap for optimizer adam on CPU",
+        ),
+        (make_item_line(dtype="fp16"), {"optimizer": "adam"}, "dense kernels do not support dtype fp16"),
+        (make_item_line(kernel="fused", dtype="fp16"), {"optimizer": "adam", "device": "cuda"}, None),
+        (
+            make_item_line(kernel="fused_mmap"),
+            {"device": "cuda"},
+            "GPUs do not support kernel fused_mmap, which reads",
+        ),
+        (make_item_line(kernel="fused_mmap", ranks=[0]), {"memory": 1}, None),
     ],
 )
 def test_plan_rejects_kernels_missing_on_the_device(line, options, message):
     with pytest.raises(ConfigError, match=message) if message else nullcontext():
-        check(line, **options)
+        check_plan(line, **options)
 
 
 @pytest.mark.parametrize("sharding", ["column_wise", "table_column_wise", "grid_shard"])
 def test_rowwise_adagrad_rejects_column_sharding(sharding):
-    for plan in ({"tables": item(sharding)}, {"sharding_types": [sharding]}):
+    for plan in ({"tables": make_item_line(sharding)}, {"sharding_types": [sharding]}):
         with pytest.raises(ConfigError, match="one value per row"):
-            check(optimizer="rowwise_adagrad", **plan)
+            check_plan(optimizer="rowwise_adagrad", **plan)
 
 
 @pytest.mark.parametrize(
@@ -153,14 +165,16 @@ INT8 = {"forward_precision": "int8"}
 def test_int8_qcomms_exclude_sharding_types_that_add_sums():
     types = ["row_wise", "table_wise", "table_row_wise", "column_wise", "grid_shard", "data_parallel"]
     for qcomms in (INT8, {"backward_precision": "int8"}):
-        resolved = check(sharding_types=types, qcomms=qcomms, given=schema(64))
+        resolved = check_plan(sharding_types=types, qcomms=qcomms, given=schema(64))
         assert {each.sharding for each in resolved.values()} == {
             ("table_wise", "column_wise", "data_parallel")
         }
-    assert check(sharding_types=types, qcomms={"forward_precision": "bf16"})["item"].sharding == tuple(types)
+    assert check_plan(sharding_types=types, qcomms={"forward_precision": "bf16"})["item"].sharding == tuple(
+        types
+    )
     for sharding in ("row_wise", "table_row_wise", "grid_shard"):
         with pytest.raises(ConfigError, match=f"{sharding} cannot be used with plan.qcomms int8: .*add up"):
-            check(item(sharding), qcomms=INT8)
+            check_plan(make_item_line(sharding), qcomms=INT8)
 
 
 @pytest.mark.parametrize(
@@ -183,17 +197,17 @@ def test_int8_qcomms_need_widths_with_a_common_divisor(dims, sharding, message):
     for table, dim in zip(given.tables.values(), dims, strict=True):
         table.dim = dim
     with pytest.raises(ConfigError, match=message) if message else nullcontext():
-        check(qcomms=INT8, sharding_types=[sharding], given=given)
+        check_plan(qcomms=INT8, sharding_types=[sharding], given=given)
 
 
 def test_plan_rejects_group_larger_than_device_memory():
     # 1,150 rows × 16 × (4 bytes of weight + 4 of Adagrad) = 147,200 bytes
-    check({}, [["user", "user_tag", "item"]], memory=147_200)
+    check_plan({}, [["user", "user_tag", "item"]], memory=147_200)
     with pytest.raises(ConfigError, match=r"user, user_tag, item: .* GiB .*including optimizer state"):
-        check({}, [["user", "user_tag", "item"]], memory=147_199)
-    check({}, [["user", "item"]], memory=147_199)
+        check_plan({}, [["user", "user_tag", "item"]], memory=147_199)
+    check_plan({}, [["user", "item"]], memory=147_199)
     with pytest.raises(ConfigError, match="on one rank"):
-        check({t: {"ranks": [1]} for t in ROWS}, memory=147_200)
+        check_plan({t: {"ranks": [1]} for t in ROWS}, memory=147_200)
 
 
 ITEM = 1000 * 16 * (4 + 4)  # bytes of table item: weights and Adagrad's state
@@ -201,7 +215,7 @@ ITEM = 1000 * 16 * (4 + 4)  # bytes of table item: weights and Adagrad's state
 
 @pytest.mark.parametrize("kernel", ["fused_uvm", "fused_uvm_caching"])
 def test_host_memory_tables_use_no_gpu_memory(kernel):
-    constraint = item(kernel=kernel, ranks=[0])
+    constraint = make_item_line(kernel=kernel, ranks=[0])
 
     def checked(tables, room, groups=(), device="cuda"):
         """Validate a plan with `room` bytes of host memory for tables."""
@@ -217,10 +231,10 @@ def test_host_memory_tables_use_no_gpu_memory(kernel):
         checked(constraint, ITEM - 1)
     with pytest.raises(ConfigError, match="GiB on one rank are required"):  # on CPU, tables share one memory
         checked(constraint, ITEM, device="cpu")
-    checked(item(kernel=kernel), ITEM, [["item", "shop"]])
+    checked(make_item_line(kernel=kernel), ITEM, [["item", "shop"]])
 
 
-def moved(memory, kernels=("fused", "fused_mmap"), tables=None, optimizer="adagrad"):
+def list_tables_in_files(memory, kernels=("fused", "fused_mmap"), tables=None, optimizer="adagrad"):
     """Return the tables in files for each attempt to find a plan."""
     settings = config(tables, optimizer=optimizer, compute_kernels=list(kernels))
     constraints = resolve_constraints(settings, schema())
@@ -230,18 +244,32 @@ def moved(memory, kernels=("fused", "fused_mmap"), tables=None, optimizer="adagr
 
 def test_largest_tables_move_to_files_first():
     whole = sum(ROWS.values()) * 16 * 8  # bytes with state
-    assert moved(whole, ["fused"]) == [[]]
-    assert moved(whole) == [[], ["item"], ["user", "item"], ["user", "user_tag", "item", "shop"]]
-    assert moved(whole - 1)[0] == ["item"] and moved(whole - ITEM - 1)[0] == ["user", "item"]
-    assert moved(0)[-1] == ["user", "user_tag", "item", "shop"] == moved(whole, ["fused_mmap"])[0]
-    assert moved(0, optimizer="adam") == [[]], "Adam updates are dense on CPU, so tables cannot be in files"
+    assert list_tables_in_files(whole, ["fused"]) == [[]]
+    assert list_tables_in_files(whole) == [
+        [],
+        ["item"],
+        ["user", "item"],
+        ["user", "user_tag", "item", "shop"],
+    ]
+    assert list_tables_in_files(whole - 1)[0] == ["item"] and list_tables_in_files(whole - ITEM - 1)[0] == [
+        "user",
+        "item",
+    ]
+    assert (
+        list_tables_in_files(0)[-1]
+        == ["user", "user_tag", "item", "shop"]
+        == list_tables_in_files(whole, ["fused_mmap"])[0]
+    )
+    assert list_tables_in_files(0, optimizer="adam") == [[]], (
+        "Adam updates are dense on CPU, so tables cannot be in files"
+    )
     fixed = {"item": {"compute_kernel": "fused"}, "shop": {"sharding_type": "data_parallel"}}
-    assert moved(0, tables=fixed)[-1] == ["user", "user_tag"]
+    assert list_tables_in_files(0, tables=fixed)[-1] == ["user", "user_tag"]
 
 
 def test_gpus_reject_mmap_kernels():
     with pytest.raises(ConfigError, match="which GPUs do not support"):
-        check(device="cuda", compute_kernels=["fused_mmap"])
+        check_plan(device="cuda", compute_kernels=["fused_mmap"])
     both = config(compute_kernels=["fused_mmap", "fused", "fused_uvm"])
     assert list_kernel_choices(both, "cuda", managed=False) == ["fused", "fused_uvm"]
     assert list_kernel_choices(both, "cpu", managed=False) == ["fused"]
@@ -249,7 +277,7 @@ def test_gpus_reject_mmap_kernels():
 
 def test_host_memory_limit_reserves_checkpoint_copies():
     """A rank's share also holds a reserve, prefetched rows, and copies of its part of all tables."""
-    settings, others = config(item(kernel="fused_uvm")), 157 * 16 * 8
+    settings, others = config(make_item_line(kernel="fused_uvm")), 157 * 16 * 8
     resolved = resolve_constraints(settings, schema())
     assert estimate_host_table_bytes(settings, schema(), resolved, 4, 1000) == 0
     settings.data.buffer_gib = 1000 / GIB
@@ -288,7 +316,7 @@ def test_column_shards_are_equal_and_multiples_of_four(dim, sharding, ranks, exp
     assert column_parts(dim, (sharding,), ranks, world=4, local=2) == expected
 
 
-SEQUENCES = a_schema(
+SEQUENCES = make_small_schema(
     sparse={
         "item": {"table": "item"},
         "history": {"table": "item", "pooling": "sequence"},
@@ -305,7 +333,7 @@ def test_sequence_tables_reject_unsupported_sharding_types(sharding):
         return resolve_constraints(config(tables, model=model, **plan), SEQUENCES)
 
     with pytest.raises(ConfigError, match=f"cannot plan table item: {sharding} cannot be used for a table"):
-        resolved(item(sharding))
+        resolved(make_item_line(sharding))
     allowed = resolved(sharding_types=["table_wise", sharding, "row_wise"])
     assert allowed["item"].sharding == ("table_wise", "row_wise")
     assert allowed["user"].sharding == ("table_wise", sharding, "row_wise")

@@ -8,15 +8,15 @@ import parquet
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from loop import Heartbeat, Said
-from ranks import on_ranks
+from loop import FakeHeartbeat, RecordedMessages
+from ranks import run_on_ranks
 
 from raytrec.prediction.folder import PredictionFolder
 
 BATCH = 40  # rows per rank and batch
 
 
-def read_here(stream, items):
+def read_items_locally(stream, items):
     """Replace Stream._tables and read without Ray."""
     from raytrec.data.item_reader import read_item
 
@@ -26,10 +26,10 @@ def read_here(stream, items):
 def settings(folder, **changes):
     from raytrec.config.run_config import load_config
 
-    return load_config(parquet.settings(folder, folder / "run", **changes))
+    return load_config(parquet.config_values(folder, folder / "run", **changes))
 
 
-def wanted(folder, dataset, out, columns=("row",), files=None):
+def make_prediction_task(folder, dataset, out, columns=("row",), files=None):
     """Return the task that the driver would send to the workers."""
     from raytrec.prediction.columns import CarriedColumns
     from raytrec.prediction.folder import Manifest, PredictionTask
@@ -67,9 +67,9 @@ def predict(rank, world, folder, out, changes, fail_after=None, restart_after=No
         schema.tables["user"].out_of_range = rule
     skip = config.data.on_error == "skip"
     dataset = scan(str(folder / "test"), ReadPlan(schema, read_labels=False), skip=skip)
-    said = Said()
+    said = RecordedMessages()
     task = WorkerTask(config, schema, {"predict": dataset}, said, "")
-    context = WorkerContext(rank, world, torch.device("cpu"), task, Heartbeat(), 0)
+    context = WorkerContext(rank, world, torch.device("cpu"), task, FakeHeartbeat(), 0)
     context.heartbeat.close = lambda: None
 
     def counted(batches, after="step"):
@@ -92,7 +92,7 @@ def predict(rank, world, folder, out, changes, fail_after=None, restart_after=No
 
     patches = [
         patch.object(WorkerContext, "enter", lambda task: context),
-        patch.object(Stream, "_tables", read_here),
+        patch.object(Stream, "_tables", read_items_locally),
         patch.object(build, "load_step", fresh),
     ]
     if fail_after is not None:
@@ -100,7 +100,7 @@ def predict(rank, world, folder, out, changes, fail_after=None, restart_after=No
     try:
         for each in patches:
             each.start()
-        worker.predict_worker(wanted(folder / "test", dataset, out), task)
+        worker.predict_worker(make_prediction_task(folder / "test", dataset, out), task)
     finally:
         patch.stopall()
     return list(said)
@@ -112,7 +112,7 @@ def folder(tmp_path_factory):
     base = tmp_path_factory.mktemp("predict")
     (base / "test" / "day=1").mkdir(parents=True)
     (base / "schema.yaml").write_text(parquet.SCHEMA_YAML)
-    whole = parquet.table(1300, 5)
+    whole = parquet.make_tiny_table(1300, 5)
     for name, first, rows, group in (
         ("a.parquet", 0, 120, 120),
         ("b.parquet", 120, 700, 90),
@@ -123,7 +123,7 @@ def folder(tmp_path_factory):
     return base
 
 
-def outputs(out):
+def read_parquet_bytes(out):
     """Return the bytes of every Parquet file by name."""
     return {str(p.relative_to(out)): p.read_bytes() for p in sorted(Path(out).rglob("*.parquet"))}
 
@@ -154,49 +154,55 @@ def expected_scores(rank, world, folder):
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_ranks_predict_every_row_once_and_in_order(folder, tmp_path, world):
-    said = on_ranks(world, predict, folder, tmp_path, {})[0]
+    said = run_on_ranks(world, predict, folder, tmp_path, {})[0]
     names = ["a.parquet", "b.parquet", "day=1/c.parquet", "day=1/d.parquet"]
-    assert sorted(outputs(tmp_path)) == names
+    assert sorted(read_parquet_bytes(tmp_path)) == names
     rows = pa.concat_tables([pq.ParquetFile(tmp_path / name).read() for name in names])
     assert rows.column_names == ["row", "score"]
     assert rows["row"].to_pylist() == list(range(1300))
-    np.testing.assert_allclose(rows["score"], on_ranks(1, expected_scores, folder)[0], rtol=1e-5)
+    np.testing.assert_allclose(rows["score"], run_on_ranks(1, expected_scores, folder)[0], rtol=1e-5)
     (result,) = [m for m in said if m["kind"] == "result"]
     assert result["predicted"] == 1300 and result["world_size"] == world
 
 
 @pytest.fixture(scope="module")
-def whole(folder, tmp_path_factory):
+def undisturbed_outputs(folder, tmp_path_factory):
     """Return the outputs of two ranks without failures."""
     out = tmp_path_factory.mktemp("whole")
-    on_ranks(2, predict, folder, out, {})
-    return outputs(out)
+    run_on_ranks(2, predict, folder, out, {})
+    return read_parquet_bytes(out)
 
 
 @pytest.mark.parametrize("fail_after", [0, 2, 4])
-def test_continued_predictions_are_bitwise_equal(folder, whole, tmp_path, fail_after):
+def test_continued_predictions_are_bitwise_equal(folder, undisturbed_outputs, tmp_path, fail_after):
     with pytest.raises(RuntimeError, match="predictions cannot be written"):
-        on_ranks(2, predict, folder, tmp_path / "again", {}, fail_after)
-    before = {name: p.stat().st_mtime_ns for name, p in files(tmp_path / "again")}
+        run_on_ranks(2, predict, folder, tmp_path / "again", {}, fail_after)
+    before = {name: p.stat().st_mtime_ns for name, p in list_parquet_files(tmp_path / "again")}
     assert len(before) >= fail_after and not list((tmp_path / "again").rglob("*.tmp"))
-    on_ranks(2, predict, folder, tmp_path / "again", {})
-    assert outputs(tmp_path / "again") == whole
+    run_on_ranks(2, predict, folder, tmp_path / "again", {})
+    assert read_parquet_bytes(tmp_path / "again") == undisturbed_outputs
     complete = {name for name in before if not name.startswith("_")}
-    assert all(dict(files(tmp_path / "again"))[n].stat().st_mtime_ns == before[n] for n in complete)
+    assert all(
+        dict(list_parquet_files(tmp_path / "again"))[n].stat().st_mtime_ns == before[n] for n in complete
+    )
 
 
-def test_restarted_group_keeps_written_spans(folder, whole, tmp_path):
+def test_restarted_group_keeps_written_spans(folder, undisturbed_outputs, tmp_path):
     """Only one rank receives the restart command. The next group has another number of ranks."""
     with pytest.raises(RuntimeError, match=r"Restart: after 1\d of \d+ batches"):
-        on_ranks(2, predict, folder, tmp_path / "again", {}, None, 12)
-    before = {name: path.stat().st_mtime_ns for name, path in files(tmp_path / "again")}
+        run_on_ranks(2, predict, folder, tmp_path / "again", {}, None, 12)
+    before = {name: path.stat().st_mtime_ns for name, path in list_parquet_files(tmp_path / "again")}
     assert len(before) > 0
-    on_ranks(3, predict, folder, tmp_path / "again", {})
+    run_on_ranks(3, predict, folder, tmp_path / "again", {})
     PredictionFolder(str(tmp_path / "again")).sweep()  # as the driver does; a killed rank may leave files
-    assert outputs(tmp_path / "again") == whole and not list((tmp_path / "again").rglob("*.tmp"))
+    assert read_parquet_bytes(tmp_path / "again") == undisturbed_outputs and not list(
+        (tmp_path / "again").rglob("*.tmp")
+    )
     complete = {name for name in before if not name.startswith("_")}
-    assert all(dict(files(tmp_path / "again"))[n].stat().st_mtime_ns == before[n] for n in complete)
+    assert all(
+        dict(list_parquet_files(tmp_path / "again"))[n].stat().st_mtime_ns == before[n] for n in complete
+    )
 
 
-def files(out):
+def list_parquet_files(out):
     return [(str(path.relative_to(out)), path) for path in Path(out).rglob("*.parquet")]

@@ -35,7 +35,7 @@ def file(tmp_path):
     return str(path)
 
 
-def transforms(*settings):
+def load_transforms(*settings):
     return tuple(load_config({"data": {"train": "x", "transforms": list(settings)}}).data.transforms)
 
 
@@ -53,7 +53,7 @@ def test_carried_columns_keep_values_and_types(file):
 
 
 def test_carried_columns_prefer_file_values_over_transforms(file):
-    made = transforms(
+    made = load_transforms(
         {"do": "hash", "columns": ["text"], "rows": 9},
         {"do": "date_part", "columns": ["when"], "part": "hour", "into": ["hour"]},
     )
@@ -64,7 +64,7 @@ def test_carried_columns_prefer_file_values_over_transforms(file):
 
 
 def test_transforms_can_read_partition_columns(file):
-    made = transforms(
+    made = load_transforms(
         {"do": "cast", "columns": ["day"], "to": "string"},
         {"do": "hash", "columns": ["day"], "rows": 9, "into": ["hashed"]},
     )
@@ -79,7 +79,7 @@ def test_missing_carried_column_suggests_a_similar_name(file):
 
 
 def test_transforms_that_only_make_labels_are_skipped():
-    given = transforms(
+    given = load_transforms(
         {"do": "fill_null", "columns": ["rating", "price"], "value": 0},
         {"do": "binarize", "columns": ["rating"], "at_least": 4, "into": ["label"]},
         {"do": "log", "columns": ["price"]},
@@ -99,7 +99,7 @@ def test_transforms_that_only_make_labels_are_skipped():
     ]
     assert needed[1] is given[2] and given[0].columns == ["rating", "price"]
     assert select_needed_transforms(given, ["label", "price"])[:2] == given[:2]
-    mine = transforms({"do": "os:getcwd", "reads": ["rating"], "writes": ["label"]})
+    mine = load_transforms({"do": "os:getcwd", "reads": ["rating"], "writes": ["label"]})
     assert (
         select_needed_transforms(mine, ["price"]) == () and select_needed_transforms(mine, ["label"]) == mine
     )

@@ -27,20 +27,20 @@ from raytrec.prediction.spans import cut_spans
 from raytrec.prediction.writer import SpanWriter, assemble, group_by_file
 
 
-def save(root, step, auc, **changes):
+def save_checkpoint_index(root, step, auc, **changes):
     """Write the part of a checkpoint that the driver reads."""
-    config = load_config(parquet.settings("/data", root.parent) | changes, ["data.global_batch_size=16"])
-    checkpoints.index_alone(
+    config = load_config(parquet.config_values("/data", root.parent) | changes, ["data.global_batch_size=16"])
+    checkpoints.write_index_only(
         root,
         step,
         config=config.model_dump(by_alias=True, mode="json"),
-        schema=parquet.SCHEMA_YAML.replace("user: {rows: 40, dim: 8}", HASHED),
-        progress=checkpoints.progress(step, evaluation={"auc": auc}),
+        schema=parquet.SCHEMA_YAML.replace("user: {rows: 40, dim: 8}", HASHED_USER_TABLE),
+        progress=checkpoints.progress_values(step, evaluation={"auc": auc}),
         evaluation={"auc": auc},
     )
 
 
-HASHED = "user: {rows: 40, dim: 8, out_of_range: hash}"
+HASHED_USER_TABLE = "user: {rows: 40, dim: 8, out_of_range: hash}"
 
 
 @pytest.fixture
@@ -48,22 +48,22 @@ def run(tmp_path):
     """Return a run folder with checkpoints of steps 10 and 20. The first has the better AUC."""
     changes = {"checkpoint": {"best_metric": "auc"}, "run": {"dir": str(tmp_path / "run"), "name": "r"}}
     for step, auc in ((10, 0.8), (20, 0.7)):
-        save(tmp_path / "run" / "checkpoints", step, auc, **changes)
+        save_checkpoint_index(tmp_path / "run" / "checkpoints", step, auc, **changes)
     return tmp_path / "run"
 
 
 @pytest.fixture
 def data(tmp_path):
     """Write three files without labels, one of them without rows."""
-    folder = parquet.write(tmp_path / "data" / "in", 500, 4, row_group=50)
-    pq.write_table(parquet.table(1, 1).slice(0, 0), folder / "none.parquet")
+    folder = parquet.write_split(tmp_path / "data" / "in", 500, 4, row_group=50)
+    pq.write_table(parquet.make_tiny_table(1, 1).slice(0, 0), folder / "none.parquet")
     for path in folder.glob("*.parquet"):
         pq.write_table(pq.read_table(path).drop(["label"]), path, row_group_size=50)
     return folder
 
 
 @pytest.fixture(autouse=True)
-def group(monkeypatch):
+def fake_group(monkeypatch):
     """Replace the workers: record calls, write 0.5 for every row and fail after `stop_after` spans."""
 
     class Group(list):
@@ -97,11 +97,11 @@ def group(monkeypatch):
     return made
 
 
-def read(out):
+def read_score_files(out):
     return pa.concat_tables([pq.ParquetFile(path).read() for path in sorted(Path(out).glob("*.parquet"))])
 
 
-def test_predict_command_writes_files_and_reports_metrics(run, data, tmp_path, group):
+def test_predict_command_writes_files_and_reports_metrics(run, data, tmp_path, fake_group):
     out = tmp_path / "out"
     words = ["predict", str(run), "--data", str(data), "--out", str(out), "--columns", "row,tags", "--json"]
     said = CliRunner().invoke(app, words)
@@ -109,41 +109,41 @@ def test_predict_command_writes_files_and_reports_metrics(run, data, tmp_path, g
     figures = json.loads(said.stdout)
     names = "_predictions.json", "none.parquet", "part-0.parquet", "part-1.parquet"
     assert sorted(p.name for p in out.iterdir()) == [*names]
-    table = read(out)
+    table = read_score_files(out)
     assert table.column_names == ["row", "tags", "score"]
     assert table["row"].to_pylist() == list(range(500))
-    assert table["tags"].to_pylist() == parquet.table(500, 4)["tags"].to_pylist()
+    assert table["tags"].to_pylist() == parquet.make_tiny_table(500, 4)["tags"].to_pylist()
     assert (figures["predict.rows"], figures["predict.files"]) == (500, 3)
     assert figures["predict.rows_per_s"] == 250.0
     assert (figures["predict.ids"], figures["predict.changed_ids"]) == (500, figures["changed"]["user"])
     assert figures["checkpoint"].endswith("step-0000000020")
     shown = CliRunner().invoke(app, words[:-1])
     assert "all files were already complete" in shown.stdout and "ids clamped or hashed" in shown.stdout
-    assert len(group) == 1
+    assert len(fake_group) == 1
 
 
-def test_predict_keeps_written_spans_after_a_failure(run, data, tmp_path, group):
-    out, group.stop_after = tmp_path / "out", 5
+def test_predict_keeps_written_spans_after_a_failure(run, data, tmp_path, fake_group):
+    out, fake_group.stop_after = tmp_path / "out", 5
     with pytest.raises(RunError, match="died"):
         predict(run, data, out, columns=["row"])
     assert len(list(out.glob("_parts/*/*/*.parquet"))) == 5 and not list(out.glob("part-*.parquet"))
-    none, group.stop_after = (out / "none.parquet").stat().st_mtime_ns, None
+    none, fake_group.stop_after = (out / "none.parquet").stat().st_mtime_ns, None
     made = predict(run, data, out, columns=["row"])
     assert made.metrics["predict.rows"] == 500 and not (out / "_parts").exists()
     assert made.metrics["predict.rows_per_s"] == 25, "only one of six spans is left"
     assert (out / "none.parquet").stat().st_mtime_ns == none
-    assert read(out)["row"].to_pylist() == list(range(500))
+    assert read_score_files(out)["row"].to_pylist() == list(range(500))
     (out / "part-0.parquet").write_bytes((out / "part-0.parquet").read_bytes()[:-9])
     assert predict(run, data, out, columns=["row"]).metrics["predict.rows_per_s"] == 125, "not rewritten"
-    group.stop_after = 0
+    fake_group.stop_after = 0
     assert predict(run, data, out, columns=["row"]).metrics["predict.rows_per_s"] is None
 
 
-def test_predict_removes_temporary_files_of_killed_writers(run, data, tmp_path, group):
+def test_predict_removes_temporary_files_of_killed_writers(run, data, tmp_path, fake_group):
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait(60)
     gone = re.sub(r"\d+$", str(ended.pid), owner())
-    out, group.stop_after = tmp_path / "out", 2
+    out, fake_group.stop_after = tmp_path / "out", 2
     with pytest.raises(RunError, match="died"):
         predict(run, data, out, columns=["row"])
     left = [out / f"_parts/1.{gone}.tmp", out / f"_predictions.json.{gone}.tmp"]
@@ -155,31 +155,35 @@ def test_predict_removes_temporary_files_of_killed_writers(run, data, tmp_path, 
     assert [path.exists() for path in left + others] == [False, False, True, True]
 
 
-def test_other_batch_sizes_discard_unfinished_parts(run, data, tmp_path, group):
-    out, group.stop_after = tmp_path / "out", 2
+def test_other_batch_sizes_discard_unfinished_parts(run, data, tmp_path, fake_group):
+    out, fake_group.stop_after = tmp_path / "out", 2
     with pytest.raises(RunError, match="died"):
         predict(run, data, out)
     (before,) = out.glob("_parts/*")
-    group.stop_after = None
+    fake_group.stop_after = None
     assert predict(run, data, out, workers=5).metrics["predict.rows"] == 500
-    assert group[0][1].plan == before.name != group[1][1].plan
-    assert (group[0][1].batch_rows, group[1][1].batch_rows) == (8, 4)
+    assert fake_group[0][1].plan == before.name != fake_group[1][1].plan
+    assert (fake_group[0][1].batch_rows, fake_group[1][1].batch_rows) == (8, 4)
 
 
-def test_predict_selects_the_checkpoint(run, data, tmp_path, group):
+def test_predict_selects_the_checkpoint(run, data, tmp_path, fake_group):
     predict(run, data, tmp_path / "a")
     predict(run, data, tmp_path / "b", checkpoint="best")
     predict(run, data, tmp_path / "c", checkpoint=10)
     predict(folder_of(str(run / "checkpoints"), 10), data, tmp_path / "d")
-    assert [checkpoint[-2:] for checkpoint, _ in group] == ["20", "10", "10", "10"]
+    assert [checkpoint[-2:] for checkpoint, _ in fake_group] == ["20", "10", "10", "10"]
 
 
-def test_predict_writes_columns_of_the_run_and_of_every_task(tmp_path, data, group):
+def test_predict_writes_columns_of_the_run_and_of_every_task(tmp_path, data, fake_group):
     tasks = [{"label": "label", "name": "buys"}, {"label": "label", "name": "looks", "loss": "mse"}]
-    carry = parquet.settings("/data", tmp_path / "run")["data"] | {"reserve_columns": ["row", "user"]}
-    save(tmp_path / "run" / "checkpoints", 10, 0.5, data=carry, tasks=tasks)
+    carry = parquet.config_values("/data", tmp_path / "run")["data"] | {"reserve_columns": ["row", "user"]}
+    save_checkpoint_index(tmp_path / "run" / "checkpoints", 10, 0.5, data=carry, tasks=tasks)
     made = predict(tmp_path / "run", data, tmp_path / "out")
-    assert made.columns == ["row", "user", "score_buys", "score_looks"] == read(made.path).column_names
+    assert (
+        made.columns
+        == ["row", "user", "score_buys", "score_looks"]
+        == read_score_files(made.path).column_names
+    )
     assert predict(tmp_path / "run", data, tmp_path / "none", columns=[""]).columns == made.columns[2:]
 
 
@@ -215,7 +219,7 @@ def test_predict_refuses_invalid_settings(run, data, tmp_path):
     (tmp_path / "text" / "a.csv").write_text("a")
     refused(DataError, "no Parquet files", data=tmp_path / "text")
     refused(ConfigError, "contains other files, such as a.csv", out=tmp_path / "text")
-    other = parquet.write(tmp_path / "other", 500, 4)
+    other = parquet.write_split(tmp_path / "other", 500, 4)
     refused(ConfigError, f"predictions of different rows, from {data}", data=other)
     with PredictionFolder(str(out)).hold():
         refused(RunError, "another process is writing to this folder")

@@ -8,13 +8,13 @@ from raytrec.data.fragments import Dataset, RowGroup
 from raytrec.prediction.spans import SpanOrder, cut_spans, deal, select_remaining
 
 
-def dataset(sizes):
+def make_dataset_of_sizes(sizes):
     """Return a dataset whose files have row groups of these sizes."""
     groups = [RowGroup(f"f{f:03}", g, rows) for f, file in enumerate(sizes) for g, rows in enumerate(file)]
     return Dataset("here", tuple(groups), None)
 
 
-def rows_of(part):
+def list_part_rows(part):
     return [(part.path, part.group, row) for row in range(part.first, part.first + part.rows)]
 
 
@@ -23,20 +23,27 @@ def rows_of(part):
 def test_spans_read_every_row_once_and_in_order(seed, world):
     chance = random.Random(seed)
     sizes = [[chance.randint(1, 400) for _ in range(chance.randint(1, 9))] for _ in range(6)]
-    whole, batch = dataset(sizes), chance.choice([1, 7, 64])
+    whole, batch = make_dataset_of_sizes(sizes), chance.choice([1, 7, 64])
     spans = cut_spans(whole, batch, span_rows=300)
-    assert [p for s in spans for p in s.parts] == [p for s in sorted(spans, key=place) for p in s.parts]
+    assert [p for s in spans for p in s.parts] == [
+        p for s in sorted(spans, key=span_sort_key) for p in s.parts
+    ]
     assert [(s.first, s.rows) for s in spans] == [
-        (first, s.rows) for s, first in zip(spans, firsts(spans), strict=True)
+        (first, s.rows) for s, first in zip(spans, iterate_first_rows(spans), strict=True)
     ]
     everything = [(g.path, g.index, row) for g in whole.groups for row in range(g.rows)]
-    assert [row for span in spans for part in span.parts for row in rows_of(part)] == everything
+    assert [row for span in spans for part in span.parts for row in list_part_rows(part)] == everything
     assert all(s.rows >= min(s.of_file, max(300, 8 * batch)) for s in spans if s.first + s.rows < s.of_file)
 
     order = SpanOrder(deal(spans, world, batch), batch)
     read = []
     for rank in range(world):
-        mine = [row for item in order.items(whole, 0, rank, world) for p in item.parts for row in rows_of(p)]
+        mine = [
+            row
+            for item in order.items(whole, 0, rank, world)
+            for p in item.parts
+            for row in list_part_rows(p)
+        ]
         taken = 0
         for step in range(order.steps()):
             ((_, count),) = order.shares(None, step, rank, world)
@@ -49,11 +56,11 @@ def test_spans_read_every_row_once_and_in_order(seed, world):
     assert sum(order.global_rows(None, step) for step in range(order.steps())) == len(everything)
 
 
-def place(span):
+def span_sort_key(span):
     return span.path, span.first
 
 
-def firsts(spans):
+def iterate_first_rows(spans):
     """Yield the first row of each span, which follows the previous span of the file."""
     before = {}
     for span in spans:
@@ -62,13 +69,13 @@ def firsts(spans):
 
 
 def test_spans_split_large_row_groups_and_mark_whole_files():
-    spans = cut_spans(dataset([[250_000], [10]]), 100)
+    spans = cut_spans(make_dataset_of_sizes([[250_000], [10]]), 100)
     assert [span.is_whole for span in spans] == [False] * 3 + [True]
     assert [span.rows for span in spans] == [80_000, 80_000, 90_000, 10]
 
 
 def test_finished_spans_do_not_move_other_spans():
-    spans = cut_spans(dataset([[500] * 20]), 10, span_rows=500)
+    spans = cut_spans(make_dataset_of_sizes([[500] * 20]), 10, span_rows=500)
     dealt = deal(spans, 3, 10)
     assert {len(mine) for mine in dealt} <= {6, 7}
     left = select_remaining(dealt, set(spans[:11]))
@@ -79,6 +86,6 @@ def test_finished_spans_do_not_move_other_spans():
 
 def test_ranks_get_balanced_loads():
     chance = random.Random(3)
-    spans = cut_spans(dataset([[chance.randint(1, 3000)] for _ in range(200)]), 50, span_rows=1)
+    spans = cut_spans(make_dataset_of_sizes([[chance.randint(1, 3000)] for _ in range(200)]), 50, span_rows=1)
     loads = [sum(-(-span.rows // 50) for span in mine) for mine in deal(spans, 8, 50)]
     assert max(loads) - min(loads) <= 60

@@ -28,7 +28,7 @@ def task(tmp_path):
     return PredictionTask(out, below, files, CarriedColumns(tuple(names)), manifest, 4, 40)
 
 
-def spans_of(task):
+def cut_task_spans(task):
     sizes = {path: 20 if rows == 60 else 7 for path, rows in task.files.items()}
     groups = (
         RowGroup(path, group, size)
@@ -38,7 +38,7 @@ def spans_of(task):
     return cut_spans(Dataset("in", tuple(groups), None), task.batch_rows, task.span_rows)
 
 
-def written(task, spans, skip=False, absent=()):
+def write_spans(task, spans, skip=False, absent=()):
     writer = SpanWriter(task, skip)
     for span in spans:
         rows = np.arange(span.first, span.first + span.rows, dtype=np.float32)
@@ -50,10 +50,10 @@ def written(task, spans, skip=False, absent=()):
 
 
 def test_files_contain_all_rows_with_scores_of_every_task(task):
-    spans = spans_of(task)
+    spans = cut_task_spans(task)
     assert [(span.first, span.rows) for span in spans] == [(0, 40), (40, 20), (0, 7)]
     assert [span.is_whole for span in spans] == [False, False, True]
-    written(task, reversed(spans), absent=(5, 41))
+    write_spans(task, reversed(spans), absent=(5, 41))
     folder = PredictionFolder(task.out)
     assert sorted(folder.names()) == [*sorted(map(task.part_of, spans[:2])), "b/c.parquet"]
     (mine,) = group_by_file(spans).values()
@@ -77,20 +77,20 @@ def test_files_contain_all_rows_with_scores_of_every_task(task):
 
 
 def test_unreadable_columns_are_null_if_rows_are_skipped(task):
-    whole = spans_of(task)[2:]
+    whole = cut_task_spans(task)[2:]
     changed = pa.table({"id": range(3), "city": ["x"] * 3})
     for path in list(task.files)[1:]:
         pq.write_table(changed, path)
     with pytest.raises(DataError, match="previously had 7 or more"):
-        written(task, whole)
-    written(task, whole, skip=True)
+        write_spans(task, whole)
+    write_spans(task, whole, skip=True)
     table = pq.read_table(f"{task.out}/b/c.parquet")
     assert table["id"].null_count == 7 and table["score_buys"].null_count == 0
 
 
 def test_assemble_refuses_changed_parts(task):
-    spans = spans_of(task)[:2]
-    written(task, spans)
+    spans = cut_task_spans(task)[:2]
+    write_spans(task, spans)
     pq.write_table(pa.table({"id": range(20)}), f"{task.out}/{task.part_of(spans[1])}")
     with pytest.raises(RunError, match="is damaged or has changed"):
         assemble(task, spans)

@@ -5,8 +5,8 @@ from html import unescape
 
 import pytest
 import recorded
-from ranks import on_ranks
-from recorded import interval, record
+from ranks import run_on_ranks
+from recorded import rank_line, write_recorded_run
 
 from raytrec.common.messages import RankLine, select_recorded_ranks
 from raytrec.report.findings import Times, find_bound
@@ -15,19 +15,19 @@ STEPS = 7
 PHASES = dict(zip(recorded.PHASES, (1.0, 0.5, 1.0, 4.0, 6.0, 8.0, 2.0, 3.0, 1.5), strict=True))
 
 
-def of(*lines):
+def sum_times(*lines):
     times = Times()
     for line in lines:
         times.add(line)
     return times
 
 
-def line(seconds=PHASES, steps=100, **fields):
-    return RankLine(**interval([], 0, 1, 100) | {"phases_s": dict(seconds), "steps": steps, **fields})
+def make_rank_line(seconds=PHASES, steps=100, **fields):
+    return RankLine(**rank_line([], 0, 1, 100) | {"phases_s": dict(seconds), "steps": steps, **fields})
 
 
 def test_bound_lists_seconds_and_shares_of_every_part():
-    found = find_bound(of(line()), 40.0, 1000.0)
+    found = find_bound(sum_times(make_rank_line()), 40.0, 1000.0)
     parts = found["bound.parts"]
     seconds = {"dense model": 6 + 8 + 2, "tables": 4, "exchange": 4, "ingest": 1.5, "start": 40 - 25.5}
     assert {name: part["seconds"] for name, part in parts.items()} == seconds
@@ -46,25 +46,27 @@ def test_bound_lists_seconds_and_shares_of_every_part():
     ],
 )
 def test_bound_sentence_describes_the_largest_part(phase, sentence):
-    found = find_bound(of(line(PHASES | {phase: 80.0})), 100.0, 1000.0)
+    found = find_bound(sum_times(make_rank_line(PHASES | {phase: 80.0})), 100.0, 1000.0)
     assert found["bound.sentence"].startswith(sentence)
 
 
 def test_start_bound_also_names_the_bound_of_steps():
-    sentence = find_bound(of(line()), 400.0, 1000.0)["bound.sentence"]
+    sentence = find_bound(sum_times(make_rank_line()), 400.0, 1000.0)["bound.sentence"]
     assert sentence.endswith("; steps bound by dense model: 63 % of the time")
 
 
 def test_times_average_ranks_and_exclude_first_steps():
     first = {"forward": 2.0}
-    slow = line({"forward": 8.0}, 11, world=2, first_s=first)
-    quick = line({"forward": 4.0}, 11, world=2, first_s=first)
-    times = of(slow, quick)
+    slow = make_rank_line({"forward": 8.0}, 11, world=2, first_s=first)
+    quick = make_rank_line({"forward": 4.0}, 11, world=2, first_s=first)
+    times = sum_times(slow, quick)
     assert times.seconds["forward"] == (6 + 2) / 2 and times.steps == 10
 
 
 def test_times_average_recorded_ranks_of_a_large_group():
-    times = of(*(line({"forward": 3.0}, 10, rank=rank, world=1024) for rank in select_recorded_ranks(1024)))
+    times = sum_times(
+        *(make_rank_line({"forward": 3.0}, 10, rank=rank, world=1024) for rank in select_recorded_ranks(1024))
+    )
     assert times.seconds["forward"] == pytest.approx(3.0) and times.steps == pytest.approx(10)
 
 
@@ -72,14 +74,14 @@ def test_bound_is_empty_without_steps():
     assert find_bound(Times(), 5.0, None) == {}
 
 
-def real(rank, world, changes, slow, folder):
+def train_with_slow_batches(rank, world, changes, slow, folder):
     """Train on batches that take `slow` seconds each; return the lines of this rank."""
     from time import sleep
 
     import loop
 
     off = ["checks.every_steps=null", "checks.at_checkpoints=false", "tracking.every_steps=3"]
-    made = loop.make(rank, world, STEPS, [*off, *changes], folder)
+    made = loop.make_worker_loop(rank, world, STEPS, [*off, *changes], folder)
     given = made.batches._batches
 
     def batches():
@@ -97,8 +99,8 @@ def real(rank, world, changes, slow, folder):
 )
 def test_bound_of_real_ranks_names_the_slow_part(tmp_path, slow, changes, by):
     """Only the steps after the first one count."""
-    (lines,) = on_ranks(1, real, changes, slow, str(tmp_path))
-    times = of(*lines)
+    (lines,) = run_on_ranks(1, train_with_slow_batches, changes, slow, str(tmp_path))
+    times = sum_times(*lines)
     assert times.steps == STEPS - 1
     found = find_bound(times, sum(times.seconds.values()), 100.0)
     assert found["bound.by"] == by and found["bound.share"] > 0.3
@@ -109,10 +111,10 @@ def test_bound_is_shown_on_console_report_and_comparison(tmp_path, capsys):
     from raytrec.report.compare import compare
     from raytrec.report.report import build
 
-    found = find_bound(of(line()), 40.0, 1000.0)
+    found = find_bound(sum_times(make_rank_line()), 40.0, 1000.0)
     sentence = found["bound.sentence"]
     for name in ("a", "b"):
-        record(tmp_path / name)
+        write_recorded_run(tmp_path / name)
         result = json.loads((tmp_path / name / "result.json").read_text())
         (tmp_path / name / "result.json").write_text(json.dumps(result | found))
     print_summary(Result(result | found, tmp_path))

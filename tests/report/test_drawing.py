@@ -4,25 +4,25 @@ from unittest.mock import patch
 from xml.etree import ElementTree
 
 import pytest
-from recorded import record
+from recorded import write_recorded_run
 
 from raytrec.report import report
 from raytrec.report.report import BackgroundRenderer
 
 
-class Warned(list):
+class WarningList(list):
     """Console that records its warnings."""
 
     warn = list.append
 
 
-def test_run_output_lists_pictures_only_if_drawn(tmp_path, drawn):
+def test_run_output_lists_pictures_only_if_drawn(tmp_path, draw_calls):
 
     from raytrec.config.run_config import RunConfig
     from raytrec.driver.run import _list_next_steps, _write_report
 
     for name in ("good", "bad"):
-        warned, folder = Warned(), record(tmp_path / name)
+        warned, folder = WarningList(), write_recorded_run(tmp_path / name)
         values = {"data": {"train": "unused"}, "tracking": {"enabled": False}, "run": {"dir": str(folder)}}
         config = RunConfig.model_validate(values)
         if name == "bad":
@@ -33,7 +33,7 @@ def test_run_output_lists_pictures_only_if_drawn(tmp_path, drawn):
 
 
 @pytest.fixture
-def drawn():
+def draw_calls():
     """Return the recorded calls that draw a reduced gallery."""
     from raytrec.report import figures
 
@@ -48,23 +48,25 @@ def drawn():
         yield calls
 
 
-def test_pictures_are_drawn_once_and_written_with_the_result(tmp_path, drawn):
-    record(tmp_path)
+def test_pictures_are_drawn_once_and_written_with_the_result(tmp_path, draw_calls):
+    write_recorded_run(tmp_path)
     early = BackgroundRenderer(tmp_path)
     early.begin()
     early.begin()  # a second result, after a restart
     early.confirm()
     (tmp_path / "result.json").write_text('{"name": "written since"}')
     page, pictures = early.write()
-    assert len(drawn) == 1 and page.read_text().count("<svg") == 5 and "written since" in page.read_text()
+    assert (
+        len(draw_calls) == 1 and page.read_text().count("<svg") == 5 and "written since" in page.read_text()
+    )
     assert {path.name for path in pictures} >= {"curves.svg", "timeline.svg"}
     for path in pictures:
         assert ElementTree.parse(path).getroot().tag.endswith("svg") and "var(" not in path.read_text()
 
 
 @pytest.mark.parametrize("begun, confirmed", [(False, False), (True, False), (True, True)])
-def test_missing_or_outdated_pictures_are_drawn_at_the_end(tmp_path, drawn, begun, confirmed):
-    record(tmp_path)
+def test_missing_or_outdated_pictures_are_drawn_at_the_end(tmp_path, draw_calls, begun, confirmed):
+    write_recorded_run(tmp_path)
     early = BackgroundRenderer(tmp_path)
     if begun:
         early.begin()
@@ -73,11 +75,11 @@ def test_missing_or_outdated_pictures_are_drawn_at_the_end(tmp_path, drawn, begu
     if confirmed:
         early.confirm()
     page, _ = early.write()
-    assert len(drawn) == 1 + begun and ("later" in page.read_text()) == begun
+    assert len(draw_calls) == 1 + begun and ("later" in page.read_text()) == begun
 
 
 def test_failed_early_drawing_raises_at_the_end(tmp_path):
-    record(tmp_path)
+    write_recorded_run(tmp_path)
     early = BackgroundRenderer(tmp_path)
     with patch.object(report, "draw", side_effect=RuntimeError("no room")):
         early.begin()

@@ -7,9 +7,9 @@ from dataclasses import asdict
 import matplotlib
 import numpy as np
 import pytest
-from drawn_texts import collisions
+from drawn_texts import find_text_collisions
 from matplotlib.colors import to_hex
-from recorded import METRICS, PHASE_S, PHASES, interval, record, write_lines
+from recorded import PHASE_SECONDS, PHASES, RUN_METRICS, rank_line, write_json_lines, write_recorded_run
 
 from raytrec.common.messages import Eval, Final, Train
 from raytrec.metrics.selection import figures_of
@@ -19,10 +19,10 @@ from raytrec.tracking.run_folder import RunFolder
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    return RunFolder.read(record(tmp_path_factory.mktemp("run")))
+    return RunFolder.read(write_recorded_run(tmp_path_factory.mktemp("run")))
 
 
-def drawn(axes, label):
+def get_line_points(axes, label):
     """Return the points of the line with this label."""
     (line,) = (line for line in axes.lines if line.get_label() == label)
     return [*map(float, line.get_xdata())], [*map(float, line.get_ydata())]
@@ -34,58 +34,60 @@ def test_learning_curves_show_the_recorded_metrics(run):
     for axes, name in ((loss, "logloss"), (ne, "ne")):
         for kind, label in ((Train, "training"), (Eval, "evaluation"), (Final, "final evaluation")):
             lines = run.figures(kind)
-            assert drawn(axes, label) == ([m.step for m in lines], [m.figure(name) for m in lines])
-    assert drawn(auc, "final evaluation") == ([500], [0.81])
-    assert drawn(loss, "restart")[0] == [150, 150]
+            assert get_line_points(axes, label) == ([m.step for m in lines], [m.figure(name) for m in lines])
+    assert get_line_points(auc, "final evaluation") == ([500], [0.81])
+    assert get_line_points(loss, "restart")[0] == [150, 150]
 
 
 def test_model_loss_has_a_panel_and_a_full_legend(tmp_path):
     loss = {"key": "loss", "title": "training loss", "label": "loss", "better": "lower", "sums": True}
-    described = [METRICS[0], {**loss, "format": "{:.4f}"}]
+    described = [RUN_METRICS[0], {**loss, "format": "{:.4f}"}]
     start = {"event": "start", "step": 0, "total": 20, "workers": 1, "metrics": described}
     train = [{"kind": "train", "step": step, "loss": 1 / step} for step in (10, 20)]
-    write_lines(tmp_path / "events.jsonl", [start])
-    write_lines(tmp_path / "metrics.jsonl", [*train, {"kind": "final", "step": 20, "auc": 0.8}])
+    write_json_lines(tmp_path / "events.jsonl", [start])
+    write_json_lines(tmp_path / "metrics.jsonl", [*train, {"kind": "final", "step": 20, "auc": 0.8}])
     finals = {"kind": "eval", "step": 10, "auc": 0.7}
-    write_lines(tmp_path / "metrics.jsonl", [*train, finals, {"kind": "final", "step": 20, "auc": 0.8}])
+    write_json_lines(tmp_path / "metrics.jsonl", [*train, finals, {"kind": "final", "step": 20, "auc": 0.8}])
     figure = learning.curves(RunFolder.read(tmp_path))
     above, below = figure.axes
     assert [above.get_ylabel(), below.get_ylabel()] == ["loss", "AUC"]
-    assert drawn(above, "training") == ([10, 20], [0.1, 0.05])
+    assert get_line_points(above, "training") == ([10, 20], [0.1, 0.05])
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["training", "evaluation", "final evaluation"]
 
 
-def learned(folder, train, *others):
+def record_learning_run(folder, train, *others):
     """Record a run of one task with a training loss and metrics."""
     loss = {"key": "loss", "title": "training loss", "label": "loss", "better": "lower", "format": "{:.4f}"}
-    start = {"event": "start", "step": 0, "total": 20, "workers": 1, "metrics": [*METRICS, loss]}
+    start = {"event": "start", "step": 0, "total": 20, "workers": 1, "metrics": [*RUN_METRICS, loss]}
     folder.mkdir(exist_ok=True)
-    write_lines(folder / "events.jsonl", [start])
+    write_json_lines(folder / "events.jsonl", [start])
     lines = [{"kind": "train", "step": 10 * n, **figures} for n, figures in enumerate(train, 1)]
-    write_lines(folder / "metrics.jsonl", [*lines, *others])
+    write_json_lines(folder / "metrics.jsonl", [*lines, *others])
     return RunFolder.read(folder)
 
 
 @pytest.mark.parametrize("factor, labels", [(1.004, ["log loss"]), (1.2, ["log loss", "loss"])])
 def test_loss_equal_to_log_loss_has_no_panel(tmp_path, factor, labels):
-    run = learned(tmp_path, [{"logloss": 0.5 / n, "loss": factor * 0.5 / n} for n in range(1, 9)])
+    run = record_learning_run(tmp_path, [{"logloss": 0.5 / n, "loss": factor * 0.5 / n} for n in range(1, 9)])
     assert [axes.get_ylabel() for axes in learning.curves(run).axes] == labels
     assert len(learning.draw_overlay([run, run], ["a", "b"])) == len(labels)
 
 
 def test_outlying_first_point_does_not_flatten_the_curve(tmp_path):
     values = [15.2, *(1 - 0.02 * n for n in range(20))]
-    run = learned(tmp_path, [{"ne": ne} for ne in values], {"kind": "eval", "step": 15, "ne": 1.1})
+    run = record_learning_run(
+        tmp_path, [{"ne": ne} for ne in values], {"kind": "eval", "step": 15, "ne": 1.1}
+    )
     for figure in (learning.curves(run), learning.draw_overlay([run], ["a"])[0]):
         (axes,) = figure.axes
         low, high = axes.get_ylim()
         assert low < 0.62 and 1 < high < 1.3, "the later points do not fill the panel"
         assert [y for line in axes.lines for y in line.get_ydata() if y > high] == [15.2]
         assert [text.get_text() for text in axes.texts] == ["▲ 15.2"], "the clipped point is not marked"
-        assert collisions(figure) == []
+        assert find_text_collisions(figure) == []
     overlaid = learning.draw_overlay([run] * 7, list("abcdefg"))[0]
-    assert len(overlaid.axes[0].texts) == 5 and collisions(overlaid) == []
+    assert len(overlaid.axes[0].texts) == 5 and find_text_collisions(overlaid) == []
 
 
 @pytest.mark.parametrize(
@@ -93,12 +95,14 @@ def test_outlying_first_point_does_not_flatten_the_curve(tmp_path):
 )
 def test_other_points_are_not_clipped(tmp_path, values):
     """A steady fall, a line of three points, a constant, and a late rise."""
-    (axes,) = learning.curves(learned(tmp_path, [{"ne": ne} for ne in values])).axes
+    (axes,) = learning.curves(record_learning_run(tmp_path, [{"ne": ne} for ne in values])).axes
     assert axes.get_ylim()[1] >= max(values) and not axes.texts
 
 
 def test_metric_with_one_point_is_shown_in_the_title(tmp_path):
-    run = learned(tmp_path, [{"ne": 0.9}, {"ne": 0.8}], {"kind": "final", "step": 20, "auc": 0.7, "ne": 0.85})
+    run = record_learning_run(
+        tmp_path, [{"ne": 0.9}, {"ne": 0.8}], {"kind": "final", "step": 20, "auc": 0.7, "ne": 0.85}
+    )
     figure = learning.curves(run)
     assert [axes.get_ylabel() for axes in figure.axes] == ["NE"]
     assert figure.get_suptitle() == "NE 0.8500, AUC 0.7000 at step 20"
@@ -107,8 +111,8 @@ def test_metric_with_one_point_is_shown_in_the_title(tmp_path):
 
 
 def test_run_of_one_interval_has_no_pictures_over_steps(tmp_path):
-    run = learned(tmp_path, [{"ne": 0.9, "calibration": 1.0, "rows_per_s": 5.0}])
-    write_lines(tmp_path / "ranks.jsonl", [interval(["t"], 0, 1, 100)])
+    run = record_learning_run(tmp_path, [{"ne": 0.9, "calibration": 1.0, "rows_per_s": 5.0}])
+    write_json_lines(tmp_path / "ranks.jsonl", [rank_line(["t"], 0, 1, 100)])
     run = RunFolder.read(tmp_path)
     over_steps = learning.curves, learning.ratios, timeline.draw_throughput, tables.health
     assert [draw(run) for draw in over_steps] == [None] * 4
@@ -118,22 +122,22 @@ def test_reliability_and_roc_show_the_last_evaluation(run, tmp_path):
     written = run.figures(Final)[-1].curves
     above, below = learning.reliability(run).axes
     points = written["reliability"]
-    assert drawn(above, "this model") == (points["predicted"], points["actual"])
+    assert get_line_points(above, "this model") == (points["predicted"], points["actual"])
     bars = [segment[1][1] for segment in below.collections[0].get_segments()]
     assert bars == points["rows"]
     figure = learning.roc(run)
     (axes,) = figure.axes
     assert figure.get_suptitle() == "ROC at step 500: AUC 0.8100"
-    assert drawn(axes, "this model") == (written["roc"]["fpr"], written["roc"]["tpr"])
+    assert get_line_points(axes, "this model") == (written["roc"]["fpr"], written["roc"]["tpr"])
     figure = learning.ratios(run)
     (axes,) = figure.axes
     assert figure.get_suptitle() == "Calibration 1.0020 at step 500" and axes.get_ylabel() == "calibration"
     assert axes.lines[0].get_ydata() == [1, 1]
-    assert drawn(axes, "training")[1] == [m.figure("calibration") for m in run.figures(Train)]
+    assert get_line_points(axes, "training")[1] == [m.figure("calibration") for m in run.figures(Train)]
 
 
 def test_tasks_have_separate_panels_and_curves(tmp_path):
-    record(tmp_path)
+    write_recorded_run(tmp_path)
     lines = (tmp_path / "metrics.jsonl").read_text().replace('"metric": "auc"', '"metric": "click.auc"')
     names = "auc", "ne", "logloss", "calibration", "roc", "reliability"
     for name in names:
@@ -142,13 +146,13 @@ def test_tasks_have_separate_panels_and_curves(tmp_path):
     for curves in (line["curves"] for line in written if "curves" in line):
         of_click = {name.replace("click", "like"): curve for name, curve in curves.items()}
         curves |= {name: curve | {"metric": "like.x"} for name, curve in of_click.items()}
-    write_lines(tmp_path / "metrics.jsonl", written)
+    write_json_lines(tmp_path / "metrics.jsonl", written)
     described = [asdict(figure) for figure in figures_of() if figure.key in (*names, "mae")]
     for each in described:
         task = "like" if each["key"] == "mae" else "click"
         each |= {"key": f"{task}.{each['key']}", "label": f"{task}: {each['label']}"}
     start = {"event": "start", "total": 500, "step": 0, "workers": 2, "metrics": described}
-    write_lines(tmp_path / "events.jsonl", [start])
+    write_json_lines(tmp_path / "events.jsonl", [start])
     run = RunFolder.read(tmp_path)
     panels = {axes.get_ylabel() for axes in learning.curves(run).axes}
     assert panels == {"click: NE", "click: log loss", "click: AUC", "like: MAE"}
@@ -177,7 +181,7 @@ def test_maps_show_bytes_and_load_of_each_table_on_each_rank(run):
 
 
 def test_maps_of_many_tables_group_the_small_ones(tmp_path):
-    run = RunFolder.read(record(tmp_path, tables=200, ranks=64, intervals=1))
+    run = RunFolder.read(write_recorded_run(tmp_path, tables=200, ranks=64, intervals=1))
     made = tables.draw_memory(run)
     cells = made.axes[1].images[0].get_array().filled(0)
     assert cells.shape == (41, 64)
@@ -190,15 +194,15 @@ def test_maps_of_many_tables_group_the_small_ones(tmp_path):
 
 
 def test_map_of_one_table_on_one_rank_labels_its_cell(tmp_path):
-    run = RunFolder.read(record(tmp_path, tables=1, ranks=1))
+    run = RunFolder.read(write_recorded_run(tmp_path, tables=1, ranks=1))
     for draw, text in ((tables.draw_memory, "6.64 KiB"), (tables.draw_load, "100 %")):
         assert [t.get_text() for t in draw(run).axes[1].texts] == [text]
 
 
 def test_map_shows_only_the_last_worker_group(tmp_path):
-    before = [interval(["a", "b"], rank, 3, 100) for rank in range(3)]
-    after = [interval(["a", "b"], rank, 2, 200, attempt=1) for rank in range(2)]
-    write_lines(tmp_path / "ranks.jsonl", before + after)
+    before = [rank_line(["a", "b"], rank, 3, 100) for rank in range(3)]
+    after = [rank_line(["a", "b"], rank, 2, 200, attempt=1) for rank in range(2)]
+    write_json_lines(tmp_path / "ranks.jsonl", before + after)
     assert tables.draw_memory(RunFolder.read(tmp_path)).axes[1].images[0].get_array().shape == (2, 2)
 
 
@@ -206,7 +210,7 @@ def test_phase_charts_show_milliseconds_per_step(run):
     (axes,) = timeline.draw_phase_totals(run).axes
     widths = {c.get_label(): [bar.get_width() for bar in c] for c in axes.containers}
     names = [phase.replace("_", " ") for phase in PHASES]
-    assert widths == {name: pytest.approx([10 * s] * 2) for name, s in zip(names, PHASE_S, strict=True)}
+    assert widths == {name: pytest.approx([10 * s] * 2) for name, s in zip(names, PHASE_SECONDS, strict=True)}
     assert [t.get_text() for t in axes.get_yticklabels()] == ["rank 0", "rank 1"]
     first, second = timeline.over_steps(run).axes
     assert (first.get_title("left"), second.get_title("left")) == ("rank 0", "rank 1")
@@ -217,21 +221,21 @@ def test_phase_charts_show_milliseconds_per_step(run):
 
 
 def test_phase_chart_title_names_the_straggler(tmp_path):
-    lines = [interval(["a"], rank, 3, step) for step in (100, 200) for rank in range(3)]
+    lines = [rank_line(["a"], rank, 3, step) for step in (100, 200) for rank in range(3)]
     for line in lines:
         line["seconds"] = 73.5
         line["phases_s"]["data" if line["rank"] == 2 else "collectives"] += 70.0
-    write_lines(tmp_path / "ranks.jsonl", lines)
+    write_json_lines(tmp_path / "ranks.jsonl", lines)
     made = timeline.draw_phase_totals(RunFolder.read(tmp_path))
     assert made.get_suptitle() == "Time of a step: rank 2 is slow"
 
 
 def test_phase_chart_shows_only_the_16_busiest_ranks(tmp_path):
-    lines = [interval(["a"], rank, 32, 100) for rank in range(32)]
+    lines = [rank_line(["a"], rank, 32, 100) for rank in range(32)]
     for line in lines:
         line["phases_s"]["forward"] += line["rank"] / 100
         line["phases_s"]["collectives"] -= line["rank"] / 100
-    write_lines(tmp_path / "ranks.jsonl", lines)
+    write_json_lines(tmp_path / "ranks.jsonl", lines)
     made = timeline.draw_phase_totals(RunFolder.read(tmp_path))
     labels = [t.get_text() for t in made.axes[0].get_yticklabels()]
     assert labels == [f"rank {rank}" for rank in range(31, 15, -1)]
@@ -250,11 +254,11 @@ def test_row_norm_chart_shows_shares_of_rows_per_step(run):
 
 
 def test_health_chart_labels_the_highest_tables(tmp_path):
-    lines = [interval([f"t{i}" for i in range(8)], 0, 1, step) for step in (100, 200)]
+    lines = [rank_line([f"t{i}" for i in range(8)], 0, 1, step) for step in (100, 200)]
     for line in lines:
         for i in range(8):
             line["tables"][f"t{i}"]["dead_share"] = i / 10
-    write_lines(tmp_path / "ranks.jsonl", lines)
+    write_json_lines(tmp_path / "ranks.jsonl", lines)
     axes = tables.health(RunFolder.read(tmp_path)).axes[0]
     assert sorted(line.get_ydata()[-1] for line in axes.lines) == pytest.approx([i / 10 for i in range(8)])
     assert [text.get_text() for text in axes.get_legend().texts] == ["t7", "t6", "t5", "t4", "t3"]
@@ -303,7 +307,7 @@ LONG_NAMES = ["W" * 30, "item_brand_and_manufacturer", "campaign_" + "w" * 20, "
 
 @pytest.mark.parametrize("names, ranks", [(LONG_NAMES, 1), (LONG_NAMES[:2], 4), (LONG_NAMES, 40)])
 def test_texts_in_pictures_do_not_overlap(tmp_path, names, ranks):
-    run = RunFolder.read(record(tmp_path, names=names, ranks=ranks))
+    run = RunFolder.read(write_recorded_run(tmp_path, names=names, ranks=ranks))
     with warnings.catch_warnings(action="ignore"):  # missing glyphs
         for draw in (
             tables.draw_row_norms,
@@ -312,7 +316,7 @@ def test_texts_in_pictures_do_not_overlap(tmp_path, names, ranks):
             tables.draw_load,
             timeline.over_steps,
         ):
-            assert collisions(draw(run)) == []
+            assert find_text_collisions(draw(run)) == []
 
 
 def test_long_names_are_shortened_in_the_middle():

@@ -36,7 +36,7 @@ tables:
 """
 
 
-def items_table(draw):
+def make_items_table(draw):
     ids = draw.permutation(ITEMS)
     return pa.table(
         {
@@ -52,7 +52,7 @@ def items_table(draw):
 def folder(tmp_path_factory):
     """Write data in which users like items with the same id modulo 5 as their own."""
     folder, draw = tmp_path_factory.mktemp("retrieval"), np.random.default_rng(3)
-    items = items_table(draw)
+    items = make_items_table(draw)
     place = {item: i for i, item in enumerate(items["item"].to_pylist())}
     for split, rows in (("train", 4 * ROWS), ("test", ROWS)):
         user, item = draw.integers(0, USERS, rows), draw.integers(0, ITEMS, rows)
@@ -106,17 +106,17 @@ def run(ray_cluster, folder, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def made(run, folder, tmp_path_factory):
+def items_index(run, folder, tmp_path_factory):
     """Build an index of the run's items, including a faiss index."""
     out = tmp_path_factory.mktemp("index") / "films"
     return index(run.path, folder / "items", out, faiss="HNSW8", workers=1)
 
 
-def test_retrieval_metrics_match_rankings_by_vectors(run, folder, made, tmp_path):
+def test_retrieval_metrics_match_rankings_by_vectors(run, folder, items_index, tmp_path):
     columns = ["item", "history", "label"]
     predict(run.path, folder / "test", tmp_path / "out", columns=columns, vectors="query", workers=1)
     rows, queries = read_vectors(str(tmp_path / "out"))
-    rows, found = rows.to_pylist(), raytrec.load_index(made.path)
+    rows, found = rows.to_pylist(), raytrec.load_index(items_index.path)
     place = {item: i for i, item in enumerate(found.items["item"].to_pylist())}
     scores = queries.astype(np.float64) @ found.vectors.T.astype(np.float64)
     ranks = []
@@ -143,8 +143,8 @@ def model(run, tmp_path_factory):
     return raytrec.load(raytrec.export(run.path, str(tmp_path_factory.mktemp("export") / "films")).path)
 
 
-def test_search_returns_the_best_items_of_a_user(model, made):
-    films = raytrec.load_index(made.path)
+def test_search_returns_the_best_items_of_a_user(model, items_index):
+    films = raytrec.load_index(items_index.path)
     query = model.vectors({"user": 7, "history": [2, 12, 37], "age": 7 / USERS})
     best = films.search(query, k=5)
     assert list(best.columns) == ["query", "rank", "item", "price", "genres", "title", "score"]
@@ -156,8 +156,8 @@ def test_search_returns_the_best_items_of_a_user(model, made):
     assert unseen["item"].tolist()[:3] == exact["item"].tolist()[2:]
 
 
-def test_model_vectors_match_the_index(model, folder, made):
-    films = raytrec.load_index(made.path)
+def test_model_vectors_match_the_index(model, folder, items_index):
+    films = raytrec.load_index(items_index.path)
     local = model.vectors(pq.ParquetDataset(folder / "items").read(), tower="item")
     np.testing.assert_allclose(local, films.vectors, atol=1e-6)
     frame = pd.read_parquet(folder / "test").head(3)
@@ -165,11 +165,11 @@ def test_model_vectors_match_the_index(model, folder, made):
     assert np.array_equal(vectors, model.vectors(pa.Table.from_pandas(frame)))
 
 
-def test_index_describes_its_content(run, folder, made):
-    about = raytrec.load_index(made.path).about
+def test_index_describes_its_content(run, folder, items_index):
+    about = raytrec.load_index(items_index.path).about
     assert about["item"] == "item" and about["faiss"] == "HNSW8" and about["index.items"] == ITEMS
     assert about["index.recall@10"] > 0.9 and about["index.queries"] == ROWS
-    again = index(run.path, folder / "items", made.path, faiss="HNSW8")
+    again = index(run.path, folder / "items", items_index.path, faiss="HNSW8")
     assert again.metrics["predict.rows_per_s"] is None, "the vectors were computed again"
 
 
@@ -219,9 +219,9 @@ def test_invalid_retrieval_settings_are_refused(folder, tmp_path, changes, error
         driver.train(values)
 
 
-def test_invalid_queries_raise_a_clear_error(model, made):
+def test_invalid_queries_raise_a_clear_error(model, items_index):
     with pytest.raises(ConfigError, match=r"the shape \[9\]"):
-        raytrec.load_index(made.path).search(np.zeros(9))
+        raytrec.load_index(items_index.path).search(np.zeros(9))
     with pytest.raises(DataError, match="column 'age' is missing"):
         model.vectors({"user": 7, "history": []})
 
@@ -243,7 +243,7 @@ def test_retrieval_metrics_do_not_depend_on_worker_count(run):
 
 
 @pytest.mark.survive
-def test_killed_index_command_continues(run, folder, made, tmp_path):
+def test_killed_index_command_continues(run, folder, items_index, tmp_path):
     """Kill the command once it has written vectors of items, then run the same command again."""
     words = [run.path, "--items", folder / "items", "--out", tmp_path / "out", "--faiss", "HNSW8"]
     command = [sys.executable, "-m", "raytrec", "index", *map(str, words)]
@@ -255,7 +255,7 @@ def test_killed_index_command_continues(run, folder, made, tmp_path):
         raytrec.load_index(tmp_path / "out")
     last = subprocess.run(command, capture_output=True, text=True)
     assert last.returncode == 0, last.stderr
-    again, whole = raytrec.load_index(tmp_path / "out"), raytrec.load_index(made.path)
+    again, whole = raytrec.load_index(tmp_path / "out"), raytrec.load_index(items_index.path)
     assert np.array_equal(again.vectors, whole.vectors)
     query = whole.vectors[:3]
     assert again.search(query, k=5).equals(whole.search(query, k=5))

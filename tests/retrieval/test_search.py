@@ -18,7 +18,7 @@ from raytrec.retrieval.index import FAISS_FILE, MANIFEST, Index, load_index, req
 WIDTH = 6
 
 
-def vectors(rows, seed, ties=False):
+def draw_vectors(rows, seed, ties=False):
     draw = np.random.default_rng(seed)
     found = draw.integers(-2, 3, (rows, WIDTH)) if ties else draw.normal(size=(rows, WIDTH))
     return found.astype(np.float32)
@@ -28,7 +28,7 @@ def vectors(rows, seed, ties=False):
 @pytest.mark.parametrize("queries, cells", [(2, 30), (100, 1 << 22)])
 @pytest.mark.parametrize("k", [1, 7, 50])
 def test_exact_search_matches_sorting_all_scores(ties, queries, cells, k):
-    items, asked = vectors(50, 0, ties), vectors(9, 1, ties)
+    items, asked = draw_vectors(50, 0, ties), draw_vectors(9, 1, ties)
     items[4], items[5], asked[0] = np.nan, -0.0, 0
     with patch.multiple(searched, QUERIES=queries, CELLS=cells):
         rows, scores = searched.search_exactly(items, asked, k)
@@ -38,25 +38,25 @@ def test_exact_search_matches_sorting_all_scores(ties, queries, cells, k):
     np.testing.assert_array_equal(scores, np.take_along_axis(whole, order, 1))
 
 
-def to_bytes(faiss):
+def serialize_faiss(faiss):
     return require_faiss().serialize_index(faiss).tobytes()
 
 
-def index(faiss=None):
-    items = vectors(50, 0)
+def make_film_index(faiss=None):
+    items = draw_vectors(50, 0)
     table = pa.table({"item": [f"film {i}" for i in range(50)], "year": np.arange(50)})
     return Index(table, items, "item", {"item": "item", "faiss": faiss}, faiss and build_faiss(faiss, items))
 
 
 def test_flat_faiss_matches_exact_search():
-    exactly, flat, asked = index(), index("Flat"), vectors(9, 1)
+    exactly, flat, asked = make_film_index(), make_film_index("Flat"), draw_vectors(9, 1)
     for k in (3, 50):
         assert np.array_equal(flat.nearest(asked, k)[0], exactly.nearest(asked, k)[0])
 
 
 @pytest.mark.parametrize("faiss", [None, "Flat", "IVF4,Flat"])
 def test_search_fills_up_after_leaving_out_items(faiss):
-    films, asked = index(faiss), vectors(2, 1)
+    films, asked = make_film_index(faiss), draw_vectors(2, 1)
     rows, _ = films.nearest(asked, 8)
     seen = [f"film {row}" for row in rows[0][:3]] + ["a film that is not there"]
     found = films.search(asked, 5, leave_out=[seen, None])
@@ -70,8 +70,8 @@ def test_search_fills_up_after_leaving_out_items(faiss):
 
 
 def test_search_accepts_one_vector_and_large_k():
-    films = index()
-    found = films.search(vectors(1, 3)[0], 1000)
+    films = make_film_index()
+    found = films.search(draw_vectors(1, 3)[0], 1000)
     assert len(found) == 50 and sorted(found["item"]) == sorted(films.items["item"].to_pylist())
     assert len(films.search(np.empty((0, WIDTH)))) == 0
 
@@ -79,20 +79,20 @@ def test_search_accepts_one_vector_and_large_k():
 @pytest.mark.parametrize("k", [0, -1, 2.5, True])
 def test_search_requires_a_positive_integer_k(k):
     with pytest.raises(ConfigError, match="invalid k: "):
-        index().search(vectors(1, 3), k)
+        make_film_index().search(draw_vectors(1, 3), k)
 
 
 def test_unsupported_faiss_index_raises_a_clear_error():
     with pytest.raises(ConfigError, match="faiss cannot build index 'Nonsense' of 50 vectors of width 6"):
-        build_faiss("Nonsense", vectors(50, 0))
+        build_faiss("Nonsense", draw_vectors(50, 0))
     with pytest.raises(ConfigError, match="--faiss"):
-        build_faiss("PQ4", vectors(50, 0))  # 4 does not divide the width
+        build_faiss("PQ4", draw_vectors(50, 0))  # 4 does not divide the width
 
 
 @pytest.fixture
 def folder(tmp_path):
     """Write an index of 50 films and one unreadable item, as `raytrec index` does."""
-    films = index("Flat")
+    films = make_film_index("Flat")
     (tmp_path / "items").mkdir()
     listed = pa.array([*films.vectors.tolist(), None], pa.list_(pa.float32()))
     table = pa.concat_tables([films.items, films.items.slice(0, 1)]).append_column("vector", listed)
@@ -103,7 +103,7 @@ def folder(tmp_path):
         write_page_checksum=True,
         compression="zstd",
     )
-    data = to_bytes(films.faiss)
+    data = serialize_faiss(films.faiss)
     (tmp_path / FAISS_FILE).write_bytes(data)
     written = {"index.items": 50, "index.faiss_sha256": sha256(data).hexdigest()}
     (tmp_path / MANIFEST).write_bytes(document({"format": 1, "item": "item", "faiss": "Flat", **written}))
@@ -111,7 +111,7 @@ def folder(tmp_path):
 
 
 def test_loaded_index_equals_the_written_index(folder):
-    films, same = index("Flat"), load_index(folder)
+    films, same = make_film_index("Flat"), load_index(folder)
     assert np.array_equal(same.vectors, films.vectors) and same.items.equals(films.items)
     assert same.faiss.ntotal == len(same) == 50 and same.key == "item"
     assert repr(same) == "<Index: 50 items × 6, Flat>"
@@ -161,7 +161,7 @@ def test_index_without_a_file_or_column_is_refused(folder):
         with pytest.raises(RunError, match=f"the index is damaged: .*{words}"):
             load_index(folder)
     pq.write_table(table, folder / "items/part-0.parquet")
-    (folder / FAISS_FILE).write_bytes(to_bytes(build_faiss("Flat", vectors(50, 2))))
+    (folder / FAISS_FILE).write_bytes(serialize_faiss(build_faiss("Flat", draw_vectors(50, 2))))
     with pytest.raises(RunError, match=r"index\.faiss does not match the checksum in index\.json"):
         load_index(folder)
     (folder / FAISS_FILE).unlink()
@@ -171,8 +171,8 @@ def test_index_without_a_file_or_column_is_refused(folder):
 
 @pytest.mark.parametrize("keys", [["a film", 2.5], "7", 7, [2**70], [None]])
 def test_leave_out_keys_of_another_type_are_refused(keys):
-    films = Index(pa.table({"item": np.arange(50)}), vectors(50, 0), "item")
+    films = Index(pa.table({"item": np.arange(50)}), draw_vectors(50, 0), "item")
     with pytest.raises(ConfigError, match="leave_out contains") as error:
-        films.search(vectors(2, 1), 5, leave_out=[[1, 2], keys])
+        films.search(draw_vectors(2, 1), 5, leave_out=[[1, 2], keys])
     assert "column item (int64)" in error.value.expected
-    assert 7 not in films.search(vectors(1, 1), 50, leave_out=[[7]])["item"].tolist()
+    assert 7 not in films.search(draw_vectors(1, 1), 50, leave_out=[[7]])["item"].tolist()

@@ -9,7 +9,7 @@ from raytrec.scoring.lookups import PRECISIONS, BlockTable
 
 torch.manual_seed(0)
 ROWS = torch.randn(40, 16)
-ODD = {
+EXTREME_ROWS = {
     "all equal": torch.full((3, 8), 0.7),
     "zeros": torch.zeros(3, 8),
     "tiny": torch.randn(3, 8) * 1e-30,
@@ -18,7 +18,7 @@ ODD = {
 }
 
 
-def of_fbgemm(rows, precision):
+def quantize_with_fbgemm(rows, precision):
     if precision == "int8":
         return torch.ops.fbgemm.Fused8BitRowwiseQuantizedToFloat(
             torch.ops.fbgemm.FloatToFused8BitRowwiseQuantized(rows)
@@ -42,7 +42,7 @@ def test_decoded_rows_are_within_quantization_error(precision):
 def test_quantization_matches_fbgemm(precision):
     packed = PRECISIONS[precision].encode(ROWS)
     ours = PRECISIONS[precision].decode(packed)
-    torch.testing.assert_close(ours, of_fbgemm(ROWS, precision), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours, quantize_with_fbgemm(ROWS, precision), rtol=1e-5, atol=1e-5)
     if precision == "int8":
         theirs = torch.ops.fbgemm.Fused8BitRowwiseQuantizedToFloat(packed)
     else:
@@ -50,10 +50,10 @@ def test_quantization_matches_fbgemm(precision):
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("name", EXTREME_ROWS)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_extreme_rows_stay_finite_and_close(precision, name):
-    rows = ODD[name]
+    rows = EXTREME_ROWS[name]
     found = PRECISIONS[precision].decode(PRECISIONS[precision].encode(rows))
     share = {"fp32": 0, "int8": 0.01, "fp16": 1e-3, "int4": 0.1}[precision]
     assert found.isfinite().all()

@@ -69,7 +69,7 @@ def marker(tmp_path):
     return tmp_path / "harm"
 
 
-def write(file, entries, more=()):
+def write_archive(file, entries, more=()):
     """Write an archive; `more` are further entries, whose names may be duplicates."""
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         for name, content in (*entries.items(), *more):
@@ -77,99 +77,103 @@ def write(file, entries, more=()):
     return file
 
 
-def pickled(marker):
+def pickle_touch(marker):
     into = io.BytesIO()
     torch.save(Touch(marker), into)
     return into.getvalue()
 
 
-def edited(entries, name, edit):
+def edit_entry(entries, name, edit):
     """Return the entries with one changed JSON document."""
     values = json.loads(entries[name])
     edit(values)
     return entries | {name: json.dumps(values).encode()}
 
 
-def graph(model):
+def get_graph(model):
     return model["graph_module"]["graph"]
 
 
-def legacy_weights(entries, marker, file):
-    return write(file, entries | {"data/weights/model.pt": pickled(marker)})
+def write_legacy_weights(entries, marker, file):
+    return write_archive(file, entries | {"data/weights/model.pt": pickle_touch(marker)})
 
 
-def legacy_constants(entries, marker, file):
-    return write(file, entries | {"data/constants/model.pt": pickled(marker)})
+def write_legacy_constants(entries, marker, file):
+    return write_archive(file, entries | {"data/constants/model.pt": pickle_touch(marker)})
 
 
-def opaque_constant(entries, marker, file):
+def write_opaque_constant(entries, marker, file):
     about = {"path_name": "opaque_obj_0", "is_param": False, "use_pickle": True, "tensor_meta": None}
-    changed = edited(entries, CONSTANTS, lambda values: values["config"].update(harm=about))
-    return write(file, changed | {"data/constants/opaque_obj_0": pickle.dumps(Touch(marker))})
+    changed = edit_entry(entries, CONSTANTS, lambda values: values["config"].update(harm=about))
+    return write_archive(file, changed | {"data/constants/opaque_obj_0": pickle.dumps(Touch(marker))})
 
 
-def pickled_weight(entries, marker, file):
-    changed = edited(entries, WEIGHTS, lambda values: values["config"]["layer.bias"].update(use_pickle=True))
-    return write(file, changed | {"data/weights/weight_1": pickled(marker)})
+def write_pickled_weight(entries, marker, file):
+    changed = edit_entry(
+        entries, WEIGHTS, lambda values: values["config"]["layer.bias"].update(use_pickle=True)
+    )
+    return write_archive(file, changed | {"data/weights/weight_1": pickle_touch(marker)})
 
 
-def layout_of_torch_2_7(entries, marker, file):
+def write_torch_2_7_layout(entries, marker, file):
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr("version", "8.8")
         archive.writestr("serialized_exported_program.json", entries[MODEL])
         for name in ("state_dict", "constants", "example_inputs"):
-            archive.writestr(f"serialized_{name}.pt", pickled(marker))
+            archive.writestr(f"serialized_{name}.pt", pickle_touch(marker))
     return file
 
 
-def expression(entries, marker, file):
+def write_code_expression(entries, marker, file):
     text = f"__import__('pathlib').Path({str(marker)!r}).touch() or Integer(3)"
     size = {"as_expr": {"expr_str": text, "hint": {"as_int": 3}}}
-    edit = lambda model: next(iter(graph(model)["tensor_values"].values())).update(sizes=[size])  # noqa: E731
-    return write(file, edited(entries, MODEL, edit))
+    edit = lambda model: next(iter(get_graph(model)["tensor_values"].values())).update(sizes=[size])  # noqa: E731
+    return write_archive(file, edit_entry(entries, MODEL, edit))
 
 
-def other_case(entries, marker, file):
-    (upper, content), rest = ("data/SAMPLE_INPUTS/model.pt", pickled(marker)), dict(entries)
-    return write(file, {upper: content} | rest)
+def write_uppercase_sample_inputs(entries, marker, file):
+    (upper, content), rest = ("data/SAMPLE_INPUTS/model.pt", pickle_touch(marker)), dict(entries)
+    return write_archive(file, {upper: content} | rest)
 
 
-def name_twice(entries, marker, file):
+def write_duplicate_sample_inputs(entries, marker, file):
     rest = {name: content for name, content in entries.items() if name != SAMPLE_INPUTS_ENTRY}
     with pytest.warns(UserWarning, match="Duplicate"):
-        return write(file, {SAMPLE_INPUTS_ENTRY: pickled(marker)} | rest, [(SAMPLE_INPUTS_ENTRY, b"")])
+        return write_archive(
+            file, {SAMPLE_INPUTS_ENTRY: pickle_touch(marker)} | rest, [(SAMPLE_INPUTS_ENTRY, b"")]
+        )
 
 
-def name_in_source(entries, marker, file):
+def write_code_in_names(entries, marker, file):
     def edit(model):
         text = json.dumps(model).replace(
             '"x"', json.dumps(f"x=__import__('pathlib').Path({str(marker)!r}).touch()")
         )
         model.update(json.loads(text))
 
-    return write(file, edited(entries, MODEL, edit))
+    return write_archive(file, edit_entry(entries, MODEL, edit))
 
 
-def shared_library(entries, marker, file):
-    return write(file, entries | {"data/aotinductor/model/model.wrapper.so": b"\x7fELF"})
+def write_shared_library(entries, marker, file):
+    return write_archive(file, entries | {"data/aotinductor/model/model.wrapper.so": b"\x7fELF"})
 
 
-HARMFUL = [
-    legacy_weights,
-    legacy_constants,
-    opaque_constant,
-    pickled_weight,
-    layout_of_torch_2_7,
-    expression,
-    other_case,
-    name_twice,
-    name_in_source,
-    shared_library,
+HARMFUL_ARCHIVES = [
+    write_legacy_weights,
+    write_legacy_constants,
+    write_opaque_constant,
+    write_pickled_weight,
+    write_torch_2_7_layout,
+    write_code_expression,
+    write_uppercase_sample_inputs,
+    write_duplicate_sample_inputs,
+    write_code_in_names,
+    write_shared_library,
 ]
 
 
 def test_program_without_metadata_computes_the_same(program, entries, tmp_path):
-    file = write(tmp_path / "predict.pt2", entries)
+    file = write_archive(tmp_path / "predict.pt2", entries)
     rows = torch.randn(5, 3)
     (expected,), (scores,) = program.module()(rows), load_program(file, 1)(rows)
     assert torch.equal(scores, expected)
@@ -177,13 +181,13 @@ def test_program_without_metadata_computes_the_same(program, entries, tmp_path):
     assert str(Path(__file__).parent).encode() not in sanitize_archive(file.read_bytes())
 
 
-@pytest.mark.parametrize("build", HARMFUL, ids=lambda build: build.__name__)
+@pytest.mark.parametrize("build", HARMFUL_ARCHIVES, ids=lambda build: build.__name__)
 def test_harmful_archives_are_refused(build, entries, marker, tmp_path):
     file = build(entries, marker, tmp_path / "predict.pt2")
     with pytest.raises(RunError, match=r"the program (contains|cannot be read)"):
         load_program(file, 1)
     assert not marker.exists()
-    if build is not shared_library:  # torch needs the rest of the package to load a library
+    if build is not write_shared_library:  # torch needs the rest of the package to load a library
         with suppress(Exception):
             torch.export.load(file).module()
         assert marker.exists(), "torch does not run this code, so the test shows nothing"
@@ -192,10 +196,10 @@ def test_harmful_archives_are_refused(build, entries, marker, tmp_path):
 @pytest.mark.parametrize(
     "edit",
     [
-        lambda model: graph(model)["nodes"][0].update(target="_operator.methodcaller"),
-        lambda model: graph(model)["nodes"][0].update(target="torch.hub.load"),
-        lambda model: graph(model)["nodes"][0].update(target="#harm:x"),
-        lambda model: graph(model)["inputs"].append({"as_custom_obj": {"name": "a", "class_fqn": "b"}}),
+        lambda model: get_graph(model)["nodes"][0].update(target="_operator.methodcaller"),
+        lambda model: get_graph(model)["nodes"][0].update(target="torch.hub.load"),
+        lambda model: get_graph(model)["nodes"][0].update(target="#harm:x"),
+        lambda model: get_graph(model)["inputs"].append({"as_custom_obj": {"name": "a", "class_fqn": "b"}}),
         lambda model: model["graph_module"]["signature"]["input_specs"][0]["parameter"].update(
             parameter_name='a")+exec("'
         ),
@@ -207,7 +211,7 @@ def test_harmful_archives_are_refused(build, entries, marker, tmp_path):
     ],
 )
 def test_unexpected_parts_of_a_program_are_refused(edit, entries, tmp_path):
-    file = write(tmp_path / "predict.pt2", edited(entries, MODEL, edit))
+    file = write_archive(tmp_path / "predict.pt2", edit_entry(entries, MODEL, edit))
     with pytest.raises(RunError, match="the program contains"):
         load_program(file, 1)
 
@@ -231,14 +235,14 @@ def test_unexpected_parts_of_a_program_are_refused(edit, entries, tmp_path):
 )
 def test_unsupported_expressions_are_refused(text, entries, tmp_path):
     size = {"as_expr": {"expr_str": text, "hint": None}}
-    edit = lambda model: graph(model)["tensor_values"].update(y={"sizes": [size]})  # noqa: E731
+    edit = lambda model: get_graph(model)["tensor_values"].update(y={"sizes": [size]})  # noqa: E731
     with pytest.raises(RunError, match="the program contains the unsupported expression"):
-        load_program(write(tmp_path / "predict.pt2", edited(entries, MODEL, edit)), 1)
+        load_program(write_archive(tmp_path / "predict.pt2", edit_entry(entries, MODEL, edit)), 1)
 
 
 def test_guards_and_metadata_are_dropped(entries, tmp_path):
     edit = lambda model: model.update(guards_code=["open('harm', 'w')"])  # noqa: E731
-    file = write(tmp_path / "predict.pt2", edited(entries, MODEL, edit))
+    file = write_archive(tmp_path / "predict.pt2", edit_entry(entries, MODEL, edit))
     assert b"harm" not in sanitize_archive(file.read_bytes())
     load_program(file, 1)
 
@@ -288,13 +292,13 @@ def test_allowed_operators_exist_and_check_their_bounds():
             compute()
 
 
-BROKEN = (None, b"", b"[" * 100_000, b"[1]", b"\xff{}", os.urandom(99))
+BROKEN_CONTENTS = (None, b"", b"[" * 100_000, b"[1]", b"\xff{}", os.urandom(99))
 
 
 @pytest.mark.parametrize(
     ("name", "contents"),
     [
-        *((name, BROKEN) for name in (MODEL, WEIGHTS, CONSTANTS, "archive_format")),
+        *((name, BROKEN_CONTENTS) for name in (MODEL, WEIGHTS, CONSTANTS, "archive_format")),
         (SAMPLE_INPUTS_ENTRY, (None, b"1")),
         ("data/weights/weight_0", (None, b"", b"123")),  # manifests have checksums for other values
     ],
@@ -303,4 +307,4 @@ def test_damaged_archives_raise_a_clear_error(name, contents, entries, tmp_path)
     for content in contents:
         parts = {key: value for key, value in (entries | {name: content}).items() if value is not None}
         with pytest.raises(RunError, match="the program"):
-            load_program(write(tmp_path / "predict.pt2", parts), 1)
+            load_program(write_archive(tmp_path / "predict.pt2", parts), 1)

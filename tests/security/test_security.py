@@ -16,7 +16,7 @@ import grpc
 import parquet
 import pytest
 import yaml
-from heads import PYTHON, RAYTREC, descendants, end, free_ports, plain_environment
+from heads import PYTHON, RAYTREC, descendant_pids, end_ray, find_free_ports, plain_environment
 from waiting import wait_for
 
 from raytrec.cluster.access import check_cluster, use_token
@@ -110,14 +110,14 @@ def test_redaction_keeps_yaml_without_secrets():
 def test_redacted_password_in_a_config_is_rejected(tmp_path):
     from raytrec.driver import run as driver
 
-    folder = parquet.dataset(tmp_path / "data")
-    values = parquet.settings(folder, tmp_path / "run", tracking__uri="http://me:***@127.0.0.1:5000")
+    folder = parquet.write_dataset(tmp_path / "data")
+    values = parquet.config_values(folder, tmp_path / "run", tracking__uri="http://me:***@127.0.0.1:5000")
     with pytest.raises(ConfigError, match=r"redacted in checkpoints and in MLflow: tracking\.uri"):
         driver.train(values)
     assert not (tmp_path / "run").exists()
 
 
-def stranger(head, kind):
+def make_stranger_environment(head, kind):
     """Return the environment of a user without a token or with a wrong one."""
     env = plain_environment() | {"HOME": str(head.folder / "away")}
     if kind == "without a token":
@@ -129,7 +129,7 @@ def stranger(head, kind):
 
 
 def config(head, place, **changes):
-    values = parquet.settings(head.root / "data" / "tiny", place.parent / "run", **changes)
+    values = parquet.config_values(head.root / "data" / "tiny", place.parent / "run", **changes)
     place.write_text(yaml.safe_dump(values))
     return str(place)
 
@@ -144,7 +144,9 @@ def test_train_reports_missing_or_wrong_token_soon(head, tmp_path, kind, way):
     began = time.monotonic()
     address = getattr(head, way)
     command = [RAYTREC, "train", config(head, tmp_path / "a.yaml"), f"scaling.address={address}"]
-    done = subprocess.run(command, env=stranger(head, kind), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, env=make_stranger_environment(head, kind), capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     what = "requires a token" if kind == "without a token" else "refuses the token"
     assert f"error: the cluster {what}" in done.stderr, done.stderr
@@ -163,7 +165,7 @@ def test_only_ray_ports_of_the_own_head_are_trusted(head):
     assert find_foreign_code({"scaling": {"address": dashboard}}) == {"scaling.address": dashboard}
 
 
-GCS = """
+GCS_PROGRAM = """
 import sys
 from ray._raylet import GcsClient
 print(len(GcsClient(address=sys.argv[1]).get_all_node_info()))
@@ -173,12 +175,12 @@ print(len(GcsClient(address=sys.argv[1]).get_all_node_info()))
 @pytest.mark.cluster
 @STRANGERS
 def test_cluster_rejects_requests_without_its_token(head, tmp_path, kind):
-    env = stranger(head, kind)
+    env = make_stranger_environment(head, kind)
     done = subprocess.run(
-        [PYTHON, "-c", GCS, head.address], env=env, capture_output=True, text=True, timeout=60
+        [PYTHON, "-c", GCS_PROGRAM, head.address], env=env, capture_output=True, text=True, timeout=60
     )
     assert done.returncode and "AuthenticationError" in done.stderr, done.stderr
-    done = head.run(PYTHON, "-c", GCS, head.address, timeout=60)
+    done = head.run(PYTHON, "-c", GCS_PROGRAM, head.address, timeout=60)
     assert done.stdout.strip() == "1", done.stderr
     headers = {} if kind == "without a token" else {"Authorization": f"Bearer {'0' * 64}"}
     for path, body in (
@@ -196,7 +198,7 @@ def test_cluster_rejects_requests_without_its_token(head, tmp_path, kind):
     assert done.returncode == 1 and "token" in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
-def watched(head, *command):
+def run_and_watch(head, *command):
     """Run a command as a user of the cluster and observe all processes until it ends.
 
     Returns:
@@ -210,7 +212,7 @@ def watched(head, *command):
     with subprocess.Popen(command, env=head.env, **pipes) as process, ThreadPoolExecutor() as pool:
         printed = pool.submit(process.stdout.read)
         while process.poll() is None:
-            mine = {process.pid, *descendants(process.pid), *descendants(head.pid)}
+            mine = {process.pid, *descendant_pids(process.pid), *descendant_pids(head.pid)}
             for pid in mine:
                 with suppress(OSError):  # it has ended
                     commands.add(Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " "))
@@ -224,7 +226,7 @@ def watched(head, *command):
 @pytest.fixture
 def mlflow_server(tmp_path):
     """`mlflow server` on loopback, over one sqlite file; its port."""
-    (port,) = free_ports(1)
+    (port,) = find_free_ports(1)
     command = [PYTHON, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     command += ["--backend-store-uri", f"sqlite:///{tmp_path}/mlflow.db"]
     command += ["--artifacts-destination", str(tmp_path / "artifacts")]
@@ -233,10 +235,10 @@ def mlflow_server(tmp_path):
         wait_for(lambda: not socket.socket().connect_ex(("127.0.0.1", port)), "the server's port", 90)
         yield port
     finally:
-        end(process)
+        end_ray(process)
 
 
-def found_in(folder, secret):
+def find_files_with_secret(folder, secret):
     """Return the files below a folder that contain a secret."""
     return {
         str(path.relative_to(folder))
@@ -251,16 +253,18 @@ def test_passwords_appear_only_in_the_private_config(head, tmp_path, mlflow_serv
     uri = f"http://me:{SECRET}@127.0.0.1:{mlflow_server}"
     tags = {"api_key": KEY, "team": "ads"}
     place = config(head, tmp_path / "a.yaml", tracking__uri=uri, tracking__tags=tags, tracking__report=True)
-    printed, commands, beyond = watched(head, RAYTREC, "train", place, f"scaling.address={head.address}")
+    printed, commands, beyond = run_and_watch(
+        head, RAYTREC, "train", place, f"scaling.address={head.address}"
+    )
     run = tmp_path / "run"
     assert json.loads((run / "result.json").read_text())["mlflow_run_id"], "the record went to the server"
     for secret in (SECRET, KEY):
         assert secret not in printed
         assert not [command for command in commands if secret in command]
-        assert found_in(run, secret) == {"config.yaml"}
+        assert find_files_with_secret(run, secret) == {"config.yaml"}
         # MLflow's database and artifacts must not contain the secret.
-        assert found_in(tmp_path, secret) == {"a.yaml", "run/config.yaml"}
-        assert not found_in(head.folder, secret), "Ray's logs"
+        assert find_files_with_secret(tmp_path, secret) == {"a.yaml", "run/config.yaml"}
+        assert not find_files_with_secret(head.folder, secret), "Ray's logs"
     assert (run / "config.yaml").stat().st_mode & 0o777 == 0o600
     artifacts = [path.read_text() for path in (tmp_path / "artifacts").rglob("config.yaml")]
     assert len(artifacts) == 1 and "http://me:***@127.0.0.1" in artifacts[0]
@@ -275,7 +279,7 @@ def test_passwords_appear_only_in_the_private_config(head, tmp_path, mlflow_serv
 @pytest.mark.timeout(600)
 def test_passwords_of_a_job_are_redacted(head, tmp_path):
     """The job fails because it cannot open its checkpoint folder."""
-    values = parquet.settings("data/tiny", "runs/secret")
+    values = parquet.config_values("data/tiny", "runs/secret")
     values["checkpoint"] = {"dir": f"s3://AKIA:{SECRET}@bucket/x?endpoint_override=127.0.0.1:9&scheme=http"}
     (tmp_path / "a.yaml").write_text(yaml.safe_dump(values))
     done = head.run(RAYTREC, "submit", str(tmp_path / "a.yaml"), "--address", head.url)
@@ -285,5 +289,7 @@ def test_passwords_of_a_job_are_redacted(head, tmp_path):
     request.add_header("Authorization", f"Bearer {head.token.read_text()}")
     jobs = urllib.request.urlopen(request, timeout=30).read().decode()
     assert "secret" not in jobs.replace("runs/secret", "") and SECRET not in jobs
-    kept = {path for path in found_in(head.folder, SECRET) if not path.endswith((".yaml", ".zip"))}
+    kept = {
+        path for path in find_files_with_secret(head.folder, SECRET) if not path.endswith((".yaml", ".zip"))
+    }
     assert not kept

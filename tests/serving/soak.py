@@ -32,16 +32,16 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 from services import (  # noqa: E402
     TOKEN,
-    called,
-    change_a_score,
-    copied,
-    exports_of_a_model,
-    flip_a_table,
+    change_golden_score,
+    command_line,
+    copy_export,
+    corrupt_table,
+    export_in_all_precisions,
     mapped_folders,
     resident_mib,
-    running,
+    run_service,
 )
-from soak_clients import CHANGING, KINDS, State, drive, requests_of  # noqa: E402
+from soak_clients import ANY_VERSION, NOTE_KINDS, SoakState, make_requests, run_clients  # noqa: E402
 from waiting import wait_for  # noqa: E402
 
 from raytrec.common.errors import RunError  # noqa: E402
@@ -49,11 +49,11 @@ from raytrec.serving.command import promote  # noqa: E402
 from raytrec.serving.coordinator import GONE_S  # noqa: E402
 
 REPLICAS = 2
-MOST_HELD = 2  # per replica: the current and the previous export
+MAX_MAPPED_EXPORTS = 2  # per replica: the current and the previous export
 # Events in order: swaps, refused promotions and kills. The service starts with the export `whole`.
 EVENTS = ["small", "kill", "half", "damaged", "small", "rollback", "killed promotion", "wrong golden row"]
 EVENTS += ["small", "kill", "half", "rollback"]
-SMALLEST = ["small", "killed promotion", "damaged"]
+SMOKE_EVENTS = ["small", "killed promotion", "damaged"]
 
 
 class Swaps:
@@ -72,7 +72,7 @@ class Swaps:
         elif event == "killed promotion":
             self._promote("whole", kill=True)
         elif event in ("damaged", "wrong golden row"):
-            self._refuse(flip_a_table if event == "damaged" else change_a_score)
+            self._refuse(corrupt_table if event == "damaged" else change_golden_score)
         else:
             self._promote(event)
         self.table.append((event, time.monotonic() - began))
@@ -87,13 +87,13 @@ class Swaps:
 
     def _copy(self, name, change=lambda copy: None):
         self._copies += 1
-        return copied(self._made[name].path, self.root / str(self._copies), change)
+        return copy_export(self._made[name].path, self.root / str(self._copies), change)
 
     def _promote(self, name, kill=False):
         """Promote a fresh copy of an export, or roll back to the previous version."""
         back = name == "rollback"
         target, uri = (self._before, None) if back else (name, self._copy(name))
-        self._state.change(CHANGING)
+        self._state.change(ANY_VERSION)
         outcome = []
 
         def ask():
@@ -147,17 +147,17 @@ def _held(service, swaps):
     """Return (process, private MiB, mapped exports) of every replica and the proxy."""
     processes = service.replicas()
     return [
-        (f"{called(p).split(':')[2]} {p.pid}", resident_mib(p), mapped_folders(p, swaps.root))
+        (f"{command_line(p).split(':')[2]} {p.pid}", resident_mib(p), mapped_folders(p, swaps.root))
         for p in processes
     ]
 
 
 def _show(report, counts, notes):
     """Print all figures. Return True if there was no error."""
-    kills, by = report["kills"], {kind: [note for note in notes if note[0] == kind] for kind in KINDS}
+    kills, by = report["kills"], {kind: [note for note in notes if note[0] == kind] for kind in NOTE_KINDS}
     others = [note for note in by["retried"] if not _in_hands(note, kills)]
-    held = {name: exports for name, _, exports in report["after"] if len(exports) > MOST_HELD}
-    answers = {name: count for name, count in counts.items() if name not in KINDS}
+    held = {name: exports for name, _, exports in report["after"] if len(exports) > MAX_MAPPED_EXPORTS}
+    answers = {name: count for name, count in counts.items() if name not in NOTE_KINDS}
     rows = {
         "answers": sum(answers.values()),
         **answers,
@@ -200,16 +200,16 @@ def main(
     smallest: Annotated[bool, typer.Option(help="Run a short smoke test.")] = False,
 ) -> None:
     """Run the soak test and print its results."""
-    requests, events = (600, SMALLEST) if smallest else (requests, EVENTS)
+    requests, events = (600, SMOKE_EVENTS) if smallest else (requests, EVENTS)
     os.environ["RAYTREC_SERVE_TOKEN"] = TOKEN
     with tempfile.TemporaryDirectory(prefix="raytrec-soak-") as scratch:
         root = Path(scratch)
-        made, rows = exports_of_a_model(root)
-        asked, versions = requests_of(made, rows), [each.version for each in made.values()]
-        with running(made["whole"].path, REPLICAS, root) as service:
-            state, results = State(requests), multiprocessing.Queue()
+        made, rows = export_in_all_precisions(root)
+        asked, versions = make_requests(made, rows), [each.version for each in made.values()]
+        with run_service(made["whole"].path, REPLICAS, root) as service:
+            state, results = SoakState(requests), multiprocessing.Queue()
             asking = multiprocessing.Process(
-                target=drive,
+                target=run_clients,
                 args=(service.url, asked, versions, state),
                 kwargs={"clients": clients, "results": results},
             )

@@ -7,18 +7,18 @@ import time
 from collections import Counter
 
 import numpy as np
-from served import stream
+from served import to_arrow_stream
 from services import TOKEN
 from urllib3 import PoolManager, Retry
 from urllib3.exceptions import HTTPError
 
 from raytrec.serving.bodies import ARROW, JSON
 
-CHANGING = -1
-KINDS = ("wrong", "failed", "retried")
+ANY_VERSION = -1
+NOTE_KINDS = ("wrong", "failed", "retried")
 
 
-def requests_of(made, table):
+def make_requests(made, table):
     """Return small requests in every format: (body, content type, version → scores)."""
     found, model = [], made["whole"].model
     mine = model.reader_of("query").columns.names
@@ -30,7 +30,7 @@ def requests_of(made, table):
         for body, kind, scored in (
             (json.dumps({"rows": rows}), JSON, {"rows": part}),
             (json.dumps({"columns": part.to_pydict()}), JSON, {"rows": part}),
-            (stream(part), ARROW, {"rows": part}),
+            (to_arrow_stream(part), ARROW, {"rows": part}),
             (json.dumps(asked), JSON, asked),
         ):
             scores = {each.version: each.model.predict(**scored).to_pydict() for each in made.values()}
@@ -90,7 +90,7 @@ class Clients:
         version = answer["version"]
         self.counts[version] += 1
         place, unchanged = stable[1], stable == self._state.version()
-        if unchanged and place != CHANGING and version != self._versions[place]:
+        if unchanged and place != ANY_VERSION and version != self._versions[place]:
             self._note("wrong", began, f"{version} instead of {self._versions[place]}")
         expected = scores.get(version, {})
         right = [np.allclose(answer["predictions"][k], v, rtol=1e-6, atol=1e-6) for k, v in expected.items()]
@@ -102,7 +102,7 @@ class Clients:
         self.notes.append((kind, began, time.time(), what))
 
 
-class State:
+class SoakState:
     """State shared by the process of the clients and the process that swaps versions."""
 
     def __init__(self, requests):
@@ -131,7 +131,7 @@ class State:
             self._version[:] = [self._version[0] + 1, place]
 
 
-def drive(*given, clients, results):
+def run_clients(*given, clients, results):
     """Run all clients in this process and put their counts and notes into `results`."""
     asking = Clients(*given)
     asking.run(clients)

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from exports import trained
+from exports import train_for_export
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from served import TOKEN, Http, assert_same, stream
-from test_models import Modelled
+from served import TOKEN, ServedApp, assert_predictions_equal, to_arrow_stream
+from test_models import ModelCase
 from waiting import wait_for
 
 import raytrec
@@ -36,44 +36,44 @@ LIMITS = Limits(body_bytes=200_000, rows=100, ids=50)
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def served_export(tmp_path_factory):
     """Return the path of an export and a table of rows."""
     root = tmp_path_factory.mktemp("serving")
-    folder, table, _, _ = trained(Modelled("two_tower", (1, 1)), root)
+    folder, table, _, _ = train_for_export(ModelCase("two_tower", (1, 1)), root)
     raytrec.export(folder, str(root / "small"), quantize="int8")
     return raytrec.export(folder, str(root / "export")).path, table
 
 
 @pytest.fixture(scope="module")
-def http(made):
-    http = Http(Service(LoadedExports(made[0]), TOKEN, LIMITS))
+def http(served_export):
+    http = ServedApp(Service(LoadedExports(served_export[0]), TOKEN, LIMITS))
     yield http
     http.close()
 
 
 @pytest.fixture(scope="module")
-def model(made):
-    return raytrec.load(made[0])
+def model(served_export):
+    return raytrec.load(served_export[0])
 
 
-def test_service_scores_every_row_format_like_load(http, model, made):
-    _, table = made
+def test_service_scores_every_row_format_like_load(http, model, served_export):
+    _, table = served_export
     expected = model.predict(table)
     for _, predictions in http.scores_of_forms(table.to_pylist(), table):
-        assert_same(predictions, expected)
+        assert_predictions_equal(predictions, expected)
 
 
-def test_service_scores_candidates_of_one_user(http, model, made):
-    _, table = made
+def test_service_scores_candidates_of_one_user(http, model, served_export):
+    _, table = served_export
     columns = model.reader_of("query").columns.names
     user = {name: table[name][0].as_py() for name in columns}
     candidates = table.drop_columns(columns).to_pylist()
     found = http.scores({"user": user, "candidates": candidates})
-    assert_same(found, model.predict(user=user, candidates=candidates))
+    assert_predictions_equal(found, model.predict(user=user, candidates=candidates))
 
 
-def test_service_returns_tower_vectors(http, model, made):
-    _, table = made
+def test_service_returns_tower_vectors(http, model, served_export):
+    _, table = served_export
     for tower in ("query", "item"):
         status, content, _ = http.ask(f"/vectors?tower={tower}", {"rows": table.to_pylist()})
         assert status == 200
@@ -81,7 +81,7 @@ def test_service_returns_tower_vectors(http, model, made):
         np.testing.assert_allclose(vectors, model.vectors(table, tower=tower), rtol=1e-6, atol=1e-6)
 
 
-def good(made):
+def get_valid_rows(made):
     return made[1].slice(0, 2).to_pylist()
 
 
@@ -116,8 +116,8 @@ def good(made):
         ({"path": "/predict", "method": "GET"}, 405, "GET /predict"),
     ],
 )
-def test_bad_request_error_names_the_cause(http, made, change, status, words):
-    rows, change = good(made), dict(change)
+def test_bad_request_error_names_the_cause(http, served_export, change, status, words):
+    rows, change = get_valid_rows(served_export), dict(change)
     if "row" in change:
         rows[1] |= change.pop("row")
     options = {"path": "/predict", "body": {"rows": rows * change.pop("times", 1)}} | change
@@ -126,7 +126,7 @@ def test_bad_request_error_names_the_cause(http, made, change, status, words):
     assert words in json.loads(content)["error"]
 
 
-def test_health_is_public_and_openapi_lists_every_endpoint(http, made):
+def test_health_is_public_and_openapi_lists_every_endpoint(http, served_export):
     assert http.ask("/ready", token="")[0] == http.ask("/health", token="")[0] == 200
     assert http.ask("/openapi.json", token="")[0] == 401
     document = json.loads(http.ask("/openapi.json")[1])
@@ -138,7 +138,7 @@ def test_health_is_public_and_openapi_lists_every_endpoint(http, made):
     assert json.loads(example) == body["example"] and http.scores(example)["score_y"]
 
 
-JSONS = st.recursive(
+JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=4),
     max_leaves=8,
@@ -147,11 +147,11 @@ JSONS = st.recursive(
 
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_malformed_bodies_never_cause_server_errors(http, made, data):
-    row, values = good(made)[0], data.draw(JSONS)
+def test_malformed_bodies_never_cause_server_errors(http, served_export, data):
+    row, values = get_valid_rows(served_export)[0], data.draw(JSON_VALUES)
     column = data.draw(st.sampled_from(sorted(row)))
     whole = json.dumps({"rows": [row | {column: values}]}).encode()
-    arrow = stream(made[1])
+    arrow = to_arrow_stream(served_export[1])
     cut = data.draw(st.integers(0, len(arrow)))
     bodies = [
         (JSON, whole),
@@ -167,8 +167,8 @@ def test_malformed_bodies_never_cause_server_errors(http, made, data):
         assert status == 200 or json.loads(content)["error"]
 
 
-def test_batched_requests_each_get_their_own_scores(http, model, made):
-    _, table = made
+def test_batched_requests_each_get_their_own_scores(http, model, served_export):
+    _, table = served_export
     expected, found = model.predict(table), {}
 
     def ask(place):
@@ -180,11 +180,14 @@ def test_batched_requests_each_get_their_own_scores(http, model, made):
     for thread in threads:
         thread.join()
     for place, predictions in found.items():
-        assert_same(predictions, expected.slice(place, 1))
+        assert_predictions_equal(predictions, expected.slice(place, 1))
 
 
-def test_invalid_row_fails_only_its_own_request(model, made):
-    rows, expected = good(made), model.predict(made[1].slice(0, len(good(made))))
+def test_invalid_row_fails_only_its_own_request(model, served_export):
+    rows, expected = (
+        get_valid_rows(served_export),
+        model.predict(served_export[1].slice(0, len(get_valid_rows(served_export)))),
+    )
     schema = model.reader.columns
     wrong = [*rows[:-1], {**rows[-1], schema.names[0]: {}}]
 
@@ -200,51 +203,54 @@ def test_invalid_row_fails_only_its_own_request(model, made):
             np.testing.assert_allclose(got, column.to_numpy(), rtol=1e-6)
 
 
-def test_full_queue_rejects_requests(made):
-    http = Http(Service(LoadedExports(made[0]), None))
+def test_full_queue_rejects_requests(served_export):
+    http = ServedApp(Service(LoadedExports(served_export[0]), None))
     try:
         http.service.batcher = Batcher(most_waiting=3)
         http.service.batcher.waiting = 2
-        status, content, headers = http.ask("/predict", {"rows": good(made)})
+        status, content, headers = http.ask("/predict", {"rows": get_valid_rows(served_export)})
         assert (
             status == 429 and headers["Retry-After"] == "1" and "are waiting" in json.loads(content)["error"]
         )
         http.service.batcher.waiting = 0
-        assert http.ask("/predict", {"rows": good(made)})[0] == 200
+        assert http.ask("/predict", {"rows": get_valid_rows(served_export)})[0] == 200
         assert http.service.batcher.waiting == 0
     finally:
         http.close()
 
 
-def test_replica_catches_up_on_missed_promotion(made):
-    versions, small = LoadedExports(made[0]), made[0].replace("export", "small")
+def test_replica_catches_up_on_missed_promotion(served_export):
+    versions, small = LoadedExports(served_export[0]), served_export[0].replace("export", "small")
     first, second = versions.version, read_manifest(small).version
     order = Order(7, Export(small, second), prepare=str(Path(small) / "nothing"))
     report = carry_out(versions, order, ReplicaState(-1, first))
     assert (report.done, report.version, versions.version) == (7, second, second)
     assert report.prepared is None and "there is no export in this folder" in str(report.error)
-    report = carry_out(versions, Order(8, Export(small, second), prepare=made[0]), report)
+    report = carry_out(versions, Order(8, Export(small, second), prepare=served_export[0]), report)
     assert (report.version, report.prepared, report.error) == (second, first, None)
-    assert carry_out(versions, Order(9, Export(made[0], first)), report).version == first
+    assert carry_out(versions, Order(9, Export(served_export[0], first)), report).version == first
 
 
-def cut_a_table(export):
+def truncate_one_table(export):
     os.truncate(next((export / "tables").iterdir()), 10)
 
 
-def replace_by_another(export, other):
+def replace_with_other_export(export, other):
     shutil.rmtree(export)
     shutil.copytree(other, export)
 
 
-@pytest.mark.parametrize("change", [cut_a_table, shutil.rmtree, replace_by_another])
-def test_changed_export_falls_back_to_previous_version(made, tmp_path, change):
-    path, small = Path(shutil.copytree(made[0], tmp_path / "export")), made[0].replace("export", "small")
+@pytest.mark.parametrize("change", [truncate_one_table, shutil.rmtree, replace_with_other_export])
+def test_changed_export_falls_back_to_previous_version(served_export, tmp_path, change):
+    path, small = (
+        Path(shutil.copytree(served_export[0], tmp_path / "export")),
+        served_export[0].replace("export", "small"),
+    )
     now, before = (Export(str(each), read_manifest(str(each)).version) for each in (path, small))
     versions, why = load_either(now, before, False)
     assert (versions.version, why) == (now.version, None)
     del versions
-    change(path, small) if change is replace_by_another else change(path)
+    change(path, small) if change is replace_with_other_export else change(path)
     versions, why = load_either(now, before, False)
     assert versions.version == before.version and str(path) in why
     for other in (None, Export(str(tmp_path / "nothing"), "films-1")):
@@ -261,37 +267,37 @@ def test_public_page_omits_the_model_version(http):
     assert (about["run"], about["step"]) == ("small", 2) and 0 <= about["age_s"] < 600
 
 
-def refusals(service):
+def count_rejections(service):
     return service.figures.requests.labels("/predict", 429)._value.get()
 
 
-def make_room_after_a_refusal(service):
-    wait_for(lambda: refusals(service) > 0, "a 429", 60)
+def free_queue_after_rejection(service):
+    wait_for(lambda: count_rejections(service) > 0, "a 429", 60)
     service.batcher.waiting = 0
 
 
-def test_documented_client_retries_rejected_requests(http, model, made, monkeypatch):
+def test_documented_client_retries_rejected_requests(http, model, served_export, monkeypatch):
     """The first request gets 429. The soak test covers requests in flight on a killed replica."""
     page = (Path(__file__).parents[2] / "docs/serving.md").read_text()
     (block,) = re.findall(r"(?m)^    import urllib3\n(?:(?:    .*)?\n)+", page)
     monkeypatch.setattr("raytrec.serving.batching.RETRY_AFTER_S", 0)
     monkeypatch.setattr(http.service, "batcher", Batcher(most_waiting=3))
     http.service.batcher.waiting = 2
-    threading.Thread(target=make_room_after_a_refusal, args=[http.service]).start()
-    names = {"token": TOKEN, "rows": good(made)}
+    threading.Thread(target=free_queue_after_rejection, args=[http.service]).start()
+    names = {"token": TOKEN, "rows": get_valid_rows(served_export)}
     exec(textwrap.dedent(block).replace("http://127.0.0.1:8000", http.url), names)
-    assert_same(names["answer"]["predictions"], model.predict(good(made)))
-    assert refusals(http.service) > 0
+    assert_predictions_equal(names["answer"]["predictions"], model.predict(get_valid_rows(served_export)))
+    assert count_rejections(http.service) > 0
 
 
-def test_prepared_version_answers_after_commit(made, tmp_path):
-    first = LoadedExports(made[0])
-    small = made[0].replace("export", "small")
+def test_prepared_version_answers_after_commit(served_export, tmp_path):
+    first = LoadedExports(served_export[0])
+    small = served_export[0].replace("export", "small")
     before, version = first.version, first.prepare(small)
     assert first.version == before != version
     first.commit(version)
     assert first.version == version and first.previous.scorer.version == before
-    assert first.prepare(made[0]) == before
+    assert first.prepare(served_export[0]) == before
     first.commit(before)
     assert first.version == before
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pyarrow as pa
 import pytest
-from served import ARROW, stream
+from served import ARROW, to_arrow_stream
 
 from raytrec.common.errors import DataError
 from raytrec.serving.bodies import Limits, RefusedRequest, decode_request
@@ -13,29 +13,31 @@ from raytrec.serving.bodies import Limits, RefusedRequest, decode_request
 MODEL = SimpleNamespace(columns=pa.schema([("ids", pa.list_(pa.int64())), ("text", pa.string())]))
 LIMITS = Limits(body_bytes=1 << 20, rows=2_000, ids=1_000)
 ROWS, TEXT = 2_000, "x" * 500_000
-TWICE = np.zeros(ROWS, np.int32)  # every row has the first value
+REPEATED_INDICES = np.zeros(ROWS, np.int32)  # every row has the first value
 IDS = pa.array(np.zeros(1_000, np.int64))
 
 
-def views_of(text):
+def make_text_views(text):
     """Return a string_view array in which every row refers to the same bytes."""
     one = pa.array([text], pa.string_view())
     _, view, *data = one.buffers()
     return pa.Array.from_buffers(one.type, ROWS, [None, pa.py_buffer(view.to_pybytes() * ROWS), *data])
 
 
-REPEATED = {
-    "text of a dictionary": pa.DictionaryArray.from_arrays(TWICE, pa.array([TEXT])),
-    "views of one text": views_of(TEXT),
+SHARED_VALUE_ARRAYS = {
+    "text of a dictionary": pa.DictionaryArray.from_arrays(REPEATED_INDICES, pa.array([TEXT])),
+    "views of one text": make_text_views(TEXT),
     "run-end encoded text": pa.RunEndEncodedArray.from_arrays(pa.array([ROWS], pa.int32()), [TEXT]),
-    "lists of a dictionary": pa.DictionaryArray.from_arrays(TWICE, pa.ListArray.from_arrays([0, 1_000], IDS)),
-    "views of one list": pa.ListViewArray.from_arrays(TWICE, TWICE + 1_000, IDS),
+    "lists of a dictionary": pa.DictionaryArray.from_arrays(
+        REPEATED_INDICES, pa.ListArray.from_arrays([0, 1_000], IDS)
+    ),
+    "views of one list": pa.ListViewArray.from_arrays(REPEATED_INDICES, REPEATED_INDICES + 1_000, IDS),
 }
 
 
-@pytest.mark.parametrize("array", REPEATED.values(), ids=REPEATED)
+@pytest.mark.parametrize("array", SHARED_VALUE_ARRAYS.values(), ids=SHARED_VALUE_ARRAYS)
 def test_shared_values_count_once_per_row(array):
-    body = stream(pa.table({"ids" if "list" in str(array.type) else "text": array}))
+    body = to_arrow_stream(pa.table({"ids" if "list" in str(array.type) else "text": array}))
     assert len(body) < LIMITS.body_bytes
     before = pa.total_allocated_bytes()
     with pytest.raises((RefusedRequest, DataError), match=r"the expanded values|unsupported type"):
@@ -45,7 +47,7 @@ def test_shared_values_count_once_per_row(array):
 
 @pytest.mark.parametrize("codec", ["lz4", "zstd"])
 def test_compressed_buffers_are_refused(codec):
-    body = stream(pa.table({"text": ["x" * (64 << 20)]}), compression=codec)
+    body = to_arrow_stream(pa.table({"text": ["x" * (64 << 20)]}), compression=codec)
     assert len(body) < LIMITS.body_bytes
     before = pa.total_allocated_bytes()
     with pytest.raises(DataError, match="compressed"):

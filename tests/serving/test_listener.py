@@ -13,7 +13,7 @@ from waiting import wait_for
 from raytrec.cluster.local_ray import check_ports
 from raytrec.serving.app import Listener
 
-LIMITS = "raytrec.compat.uvicorn_."
+LIMITS_MODULE_PREFIX = "raytrec.compat.uvicorn_."
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 POST = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n"
 CHUNKED = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -42,27 +42,27 @@ class Echo:
 
 
 @pytest.fixture(scope="module")
-def shared():
+def shared_listener():
     listener = Listener(echo := Echo(), "127.0.0.1", 0)
     yield listener, echo
     listener.close()
 
 
 @pytest.fixture
-def listener(shared):
-    return shared[0]
+def listener(shared_listener):
+    return shared_listener[0]
 
 
 @pytest.fixture
-def echo(shared):
-    shared[1].begun = 0
-    return shared[1]
+def echo(shared_listener):
+    shared_listener[1].begun = 0
+    return shared_listener[1]
 
 
 @pytest.fixture
-def short(monkeypatch):
+def short_client_timeout(monkeypatch):
     """Set the client timeout to 1.2 s. The listener checks its clients once a second."""
-    monkeypatch.setattr(LIMITS + "CLIENT_TIMEOUT_S", 1.2)
+    monkeypatch.setattr(LIMITS_MODULE_PREFIX + "CLIENT_TIMEOUT_S", 1.2)
 
 
 def connect(listener):
@@ -80,11 +80,11 @@ def read_all(connection):
     return found
 
 
-def statuses(answers):
+def parse_statuses(answers):
     return [int(part[:3]) for part in answers.split(b"HTTP/1.1 ")[1:]]
 
 
-SLOW = {
+SLOW_REQUESTS = {
     "a head": GET[:-2] + b"X: y\r\n" * 1000,
     "a body": POST + b"x" * 99,
     "a body in chunks": CHUNKED + b"1\r\nx\r\n" * 1000,
@@ -95,13 +95,13 @@ SLOW = {
 }
 
 
-def test_slow_clients_are_disconnected(short, listener):
+def test_slow_clients_are_disconnected(short_client_timeout, listener):
     """All clients run at the same time and send one byte every 0.05 s."""
     with ExitStack() as stack:
-        connections = {name: stack.enter_context(connect(listener)) for name in SLOW}
+        connections = {name: stack.enter_context(connect(listener)) for name in SLOW_REQUESTS}
         sending = [
             threading.Thread(target=send_slowly, args=(connections[name], data), daemon=True)
-            for name, data in SLOW.items()
+            for name, data in SLOW_REQUESTS.items()
         ]
         began = time.monotonic()
         for thread in sending:
@@ -111,7 +111,7 @@ def test_slow_clients_are_disconnected(short, listener):
         for thread in sending:
             thread.join(WAIT_S)
     assert {name for name, answers in found.items() if answers} == {
-        name for name in SLOW if "request" in name
+        name for name in SLOW_REQUESTS if "request" in name
     }
 
 
@@ -124,16 +124,16 @@ def send_slowly(connection, data):
             time.sleep(0.05)
 
 
-def test_client_timeout_applies_to_unread_bodies(short):
+def test_client_timeout_applies_to_unread_bodies(short_client_timeout):
     with closing(Listener(Echo(reads=False), "127.0.0.1", 0)) as listener, connect(listener) as connection:
         sending = threading.Thread(target=send_slowly, args=(connection, POST + b"x" * 99), daemon=True)
         sending.start()
         began = time.monotonic()
-        assert statuses(read_all(connection)) == [200] and time.monotonic() - began < 5
+        assert parse_statuses(read_all(connection)) == [200] and time.monotonic() - began < 5
         sending.join(WAIT_S)
 
 
-def test_response_may_take_longer_than_client_timeout(short):
+def test_response_may_take_longer_than_client_timeout(short_client_timeout):
     class Slow(Echo):
         async def __call__(self, scope, receive, send):
             await asyncio.sleep(2.6)
@@ -141,10 +141,10 @@ def test_response_may_take_longer_than_client_timeout(short):
 
     with closing(Listener(Slow(), "127.0.0.1", 0)) as listener, connect(listener) as connection:
         connection.sendall(GET)
-        assert statuses(connection.recv(1 << 16)) == [200]
+        assert parse_statuses(connection.recv(1 << 16)) == [200]
 
 
-LARGE = {
+LARGE_REQUESTS = {
     "a header": b"GET / HTTP/1.1\r\nX: " + b"x" * 200_000 + b"\r\n\r\n",
     "many headers": b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 40_000 + b"\r\n",
     "a path": b"GET /" + b"x" * 200_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
@@ -155,23 +155,23 @@ LARGE = {
 }
 
 
-@pytest.mark.parametrize("data", LARGE.values(), ids=LARGE)
+@pytest.mark.parametrize("data", LARGE_REQUESTS.values(), ids=LARGE_REQUESTS)
 @pytest.mark.parametrize("size", [4 << 20, 1000])
 def test_large_request_heads_are_refused(listener, echo, data, size):
     with connect(listener) as connection:
         pieces = [data[at : at + size] for at in range(0, len(data), size)]
-        sending = threading.Thread(target=send_quietly, args=(connection, *pieces), daemon=True)
+        sending = threading.Thread(target=send_until_closed, args=(connection, *pieces), daemon=True)
         sending.start()
         found = read_all(connection)
         sending.join(WAIT_S)
-    assert statuses(found) in ([400], []), found[:200]  # []: reset while the client sent the rest
+    assert parse_statuses(found) in ([400], []), found[:200]  # []: reset while the client sent the rest
     assert not echo.begun or data.startswith(CHUNKED)
 
 
 def test_request_head_of_30_kb_is_served(listener):
     with connect(listener) as connection:
         connection.sendall(GET[:-2] + b"X: " + b"x" * 30_000 + b"\r\n\r\n")
-        assert statuses(connection.recv(1 << 16)) == [200]
+        assert parse_statuses(connection.recv(1 << 16)) == [200]
 
 
 def test_large_chunked_body_is_not_refused_as_a_head(listener):
@@ -186,7 +186,7 @@ def test_pipelined_requests_are_answered_in_order(listener):
     with connect(listener) as connection:
         connection.sendall(b"".join(POST.replace(b"100", b"%d" % n) + b"x" * n for n in range(8)))
         found = b""
-        while len(statuses(found)) < 8 or not found.endswith(b"\r\n\r\n7"):
+        while len(parse_statuses(found)) < 8 or not found.endswith(b"\r\n\r\n7"):
             found += connection.recv(1 << 16)
     assert [part.rpartition(b"\r\n")[2] for part in found.split(b"HTTP/1.1 ")[1:]] == [
         b"%d" % n for n in range(8)
@@ -195,22 +195,22 @@ def test_pipelined_requests_are_answered_in_order(listener):
 
 def test_pipelining_is_bounded(listener, echo):
     with connect(listener) as connection:
-        sending = threading.Thread(target=send_quietly, args=(connection, GET * 20_000), daemon=True)
+        sending = threading.Thread(target=send_until_closed, args=(connection, GET * 20_000), daemon=True)
         sending.start()
         found = read_all(connection)
         sending.join(WAIT_S)
     assert 1 <= echo.begun <= 101, "more than 101 requests of one connection were started"
-    assert set(statuses(found)) <= {200, 400}
+    assert set(parse_statuses(found)) <= {200, 400}
 
 
-def send_quietly(connection, *pieces):
+def send_until_closed(connection, *pieces):
     with suppress(OSError):  # the listener has closed it
         for piece in pieces:
             connection.sendall(piece)
 
 
 @pytest.mark.parametrize("answer_bytes", [64 << 20, 40_000])
-def test_clients_that_do_not_read_are_disconnected(short, answer_bytes):
+def test_clients_that_do_not_read_are_disconnected(short_client_timeout, answer_bytes):
     listener = Listener(Echo(answer_bytes), "127.0.0.1", 0)
     with closing(listener), socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -224,7 +224,7 @@ def test_clients_that_do_not_read_are_disconnected(short, answer_bytes):
 
 
 def test_new_connection_replaces_the_longest_idle_one(monkeypatch, echo):
-    monkeypatch.setattr(LIMITS + "MAX_CONNECTIONS", 3)
+    monkeypatch.setattr(LIMITS_MODULE_PREFIX + "MAX_CONNECTIONS", 3)
     with ExitStack() as stack:
         listener = stack.enter_context(closing(Listener(echo, "127.0.0.1", 0)))
         kept, taken = [], listener._server.server_state.connections
@@ -235,7 +235,7 @@ def test_new_connection_replaces_the_longest_idle_one(monkeypatch, echo):
 
         def ask(connection):
             connection.sendall(GET)
-            assert statuses(connection.recv(1 << 16)) == [200]
+            assert parse_statuses(connection.recv(1 << 16)) == [200]
 
         ask(kept[0])  # kept[1] is then the longest idle connection when a fourth one is opened
         for connection in (stack.enter_context(connect(listener)), kept[0], kept[2]):
@@ -267,7 +267,7 @@ def test_closing_listener_answers_keep_alive_connections(echo):
         time.sleep(0.2)
         connection.sendall(GET)
         found = read_all(connection)
-        assert statuses(found) == [200] and b"connection: close" in found
+        assert parse_statuses(found) == [200] and b"connection: close" in found
         ending.join(WAIT_S)
 
 
@@ -286,7 +286,7 @@ def test_closing_listener_resets_no_request(echo):
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 try:
                     connection.sendall(GET)
-                    answered[0] += statuses(connection.recv(1 << 16)) == [200]
+                    answered[0] += parse_statuses(connection.recv(1 << 16)) == [200]
                 except OSError as error:
                     wrong.append(error)
 

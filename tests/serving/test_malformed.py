@@ -9,25 +9,32 @@ from itertools import islice
 
 import numpy as np
 import pytest
-from malformed import arrow_bodies, cut_and_changed, json_bodies, other_values, raw, raw_requests
-from served import ARROW, JSON, assert_same, stream
-from services import TOKEN, exports_of_a_model, resident_mib, running
+from malformed import (
+    corrupt_body,
+    malformed_arrow_bodies,
+    malformed_http_requests,
+    malformed_json_bodies,
+    rows_with_wrong_type,
+    send_raw_bytes,
+)
+from served import ARROW, JSON, assert_predictions_equal, to_arrow_stream
+from services import TOKEN, export_in_all_precisions, resident_mib, run_service
 from urllib3 import PoolManager
 
 pytestmark = pytest.mark.survive
 REQUESTS, WARM_UP, CLIENTS, SLOW_CLIENTS = 10_000, 2_000, 4, 8
-LARGE = 1 << 20  # larger ones go to the warm-up: the allocator keeps part of their memory
-GROWTH_MIB = 32  # per process, after the warm-up
+LARGE_BODY_BYTES = 1 << 20  # larger ones go to the warm-up: the allocator keeps part of their memory
+MAX_GROWTH_MIB = 32  # per process, after the warm-up
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    return exports_of_a_model(tmp_path_factory.mktemp("malformed"))
+def exports_and_table(tmp_path_factory):
+    return export_in_all_precisions(tmp_path_factory.mktemp("malformed"))
 
 
 @pytest.fixture(scope="module")
-def service(made, tmp_path_factory):
-    with running(made[0]["whole"].path, 2, tmp_path_factory.mktemp("log")) as service:
+def service(exports_and_table, tmp_path_factory):
+    with run_service(exports_and_table[0]["whole"].path, 2, tmp_path_factory.mktemp("log")) as service:
         yield service
 
 
@@ -66,16 +73,16 @@ class Sender:
             thread.join()
 
 
-def drawn(rows, table, small, seed):
+def iterate_malformed_bodies(rows, table, small, seed):
     """Yield an endless sequence of malformed bodies."""
     draw = np.random.default_rng(seed)
-    good = [(JSON, json.dumps({"rows": rows[:2]}).encode()), (ARROW, stream(table.slice(0, 2)))]
+    good = [(JSON, json.dumps({"rows": rows[:2]}).encode()), (ARROW, to_arrow_stream(table.slice(0, 2)))]
     while True:
         for name, kind, body in small:
             yield name, kind, body
-            yield "other values", JSON, other_values(draw, rows[:3])
+            yield "other values", JSON, rows_with_wrong_type(draw, rows[:3])
             for of, whole in good:
-                yield "cut or changed", of, cut_and_changed(draw, whole)
+                yield "cut or changed", of, corrupt_body(draw, whole)
             yield "of another type", *good[draw.integers(2)][:1], good[draw.integers(2)][1]
         yield "another token", *good[0], "another"
 
@@ -107,22 +114,32 @@ class SlowClients:
             connection.close()
 
 
-NO_URIS = [b"", b"[", b"[" * 50_000, b"[]", b'{"uri": 3}', b'{"uri": "\\u0000"}', b" " * (20 << 20)]
+INVALID_PROMOTION_BODIES = [
+    b"",
+    b"[",
+    b"[" * 50_000,
+    b"[]",
+    b'{"uri": 3}',
+    b'{"uri": "\\u0000"}',
+    b" " * (20 << 20),
+]
 
 
-@pytest.mark.parametrize("body", NO_URIS, ids=len)
-def test_promotion_without_a_valid_uri_is_refused(service, made, body):
-    answer = ask_to_promote(service, body, JSON)
+@pytest.mark.parametrize("body", INVALID_PROMOTION_BODIES, ids=len)
+def test_promotion_without_a_valid_uri_is_refused(service, exports_and_table, body):
+    answer = request_promotion(service, body, JSON)
     assert 400 <= answer.status < 500 and json.loads(answer.data)["error"], answer.data
-    assert service.versions() == [made[0]["whole"].version] * 2
+    assert service.versions() == [exports_and_table[0]["whole"].version] * 2
 
 
-def test_cross_site_promotion_is_refused(service, made):
-    answer = ask_to_promote(service, json.dumps({"uri": made[0]["whole"].path}).encode(), "text/plain")
+def test_cross_site_promotion_is_refused(service, exports_and_table):
+    answer = request_promotion(
+        service, json.dumps({"uri": exports_and_table[0]["whole"].path}).encode(), "text/plain"
+    )
     assert answer.status == 415, answer.data
 
 
-def ask_to_promote(service, body, kind):
+def request_promotion(service, body, kind):
     headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": kind}
     return PoolManager().request("POST", f"{service.url}/promote", body=body, headers=headers, retries=False)
 
@@ -130,30 +147,30 @@ def ask_to_promote(service, body, kind):
 def send_raw(url, requests):
     """Send each request twice: wait for the response, then close without reading it."""
     for name, data in requests:
-        status = raw(url, data)
+        status = send_raw_bytes(url, data)
         assert status is None or status < 500, (name, status)
-        raw(url, data, close=True)
+        send_raw_bytes(url, data, close=True)
 
 
-def test_malformed_requests_get_4xx_and_memory_stays_flat(service, made):
-    exports, table = made
+def test_malformed_requests_get_4xx_and_memory_stays_flat(service, exports_and_table):
+    exports, table = exports_and_table
     rows, model = table.to_pylist(), exports["whole"].model
-    bodies, sender = json_bodies(rows[:2]) + arrow_bodies(table), Sender(service.url)
-    small = [body for body in bodies if len(body[2]) < LARGE]
-    head = raw_requests(json.dumps({"rows": rows}).encode())
+    bodies, sender = malformed_json_bodies(rows[:2]) + malformed_arrow_bodies(table), Sender(service.url)
+    small = [body for body in bodies if len(body[2]) < LARGE_BODY_BYTES]
+    head = malformed_http_requests(json.dumps({"rows": rows}).encode())
     began = service.replicas()
     sender.send_all(bodies * 3)
     send_raw(service.url, head)
-    sender.send_all(islice(drawn(rows, table, small, 1), WARM_UP))
+    sender.send_all(islice(iterate_malformed_bodies(rows, table, small, 1), WARM_UP))
     before = [resident_mib(process) for process in began]
     with SlowClients(service.url, head[3][1]):
         send_raw(service.url, head)
-        sender.send_all(islice(drawn(rows, table, small, 2), REQUESTS))
+        sender.send_all(islice(iterate_malformed_bodies(rows, table, small, 2), REQUESTS))
     time.sleep(1)
     after = [resident_mib(process) for process in began]
     print(sender.counts, before, after)
     assert not sender.wrong, sender.wrong[:5]
     assert {200, 400, 401, 413} <= sender.counts.keys() and sum(sender.counts.values()) > REQUESTS
     assert all(process.is_running() for process in began)
-    assert all(b < a + GROWTH_MIB for a, b in zip(before, after, strict=True)), (before, after)
-    assert_same(service.ask("/predict", {"rows": rows})["predictions"], model.predict(table))
+    assert all(b < a + MAX_GROWTH_MIB for a, b in zip(before, after, strict=True)), (before, after)
+    assert_predictions_equal(service.ask("/predict", {"rows": rows})["predictions"], model.predict(table))

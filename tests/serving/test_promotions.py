@@ -13,7 +13,7 @@ from raytrec.serving.replica_metrics import Figures
 FIRST, SECOND = Export("a", "films-1"), Export("b", "films-2")
 
 
-class Kept:
+class InMemoryState:
     """In-memory replacement of the coordinator's persistent state."""
 
     value = None
@@ -25,12 +25,12 @@ class Kept:
         self.value = value
 
 
-def coordinator(kept=None):
-    kept = kept or Kept()
+def make_coordinator(kept=None):
+    kept = kept or InMemoryState()
     return Coordinator(FIRST, kept.read, kept.write)
 
 
-async def replica(of, name, loads=(FIRST, SECOND), failing=None, orders=None):
+async def run_replica(of, name, loads=(FIRST, SECOND), failing=None, orders=None):
     """Follow the coordinator and report every order as carried out."""
     versions, report, given = {each.uri: each.version for each in loads}, ReplicaState(-1, FIRST.version), -1
     while True:
@@ -42,7 +42,7 @@ async def replica(of, name, loads=(FIRST, SECOND), failing=None, orders=None):
         report = ReplicaState(order.number, order.answer.version, None if error else prepared, error)
 
 
-def run(scenario, *replicas):
+def run_with_replicas(scenario, *replicas):
     """Run a scenario while replicas follow the coordinator."""
 
     async def whole():
@@ -57,7 +57,7 @@ def run(scenario, *replicas):
 
 
 def test_promotion_and_rollback_reach_all_replicas():
-    made = coordinator()
+    made = make_coordinator()
 
     async def scenario():
         await asyncio.sleep(0.1)
@@ -69,13 +69,13 @@ def test_promotion_and_rollback_reach_all_replicas():
         assert await made.promote(None) == "films-1"
         return await made.versions()
 
-    assert run(scenario(), replica(made, "one"), replica(made, "two")) == dict.fromkeys(
+    assert run_with_replicas(scenario(), run_replica(made, "one"), run_replica(made, "two")) == dict.fromkeys(
         ("one", "two"), "films-1"
     )
 
 
 def test_failed_load_on_one_replica_cancels_the_promotion():
-    made, orders = coordinator(), []
+    made, orders = make_coordinator(), []
 
     async def scenario():
         await asyncio.sleep(0.1)
@@ -84,14 +84,16 @@ def test_failed_load_on_one_replica_cancels_the_promotion():
         await asyncio.sleep(0.1)
         return await made.versions(), (await made.exports())[0]
 
-    found = run(
-        scenario(), replica(made, "one", orders=orders), replica(made, "two", failing=RunError("no room"))
+    found = run_with_replicas(
+        scenario(),
+        run_replica(made, "one", orders=orders),
+        run_replica(made, "two", failing=RunError("no room")),
     )
     assert found == ({"one": "films-1", "two": "films-1"}, FIRST)
     assert {order.answer for order in orders} == {FIRST}
 
 
-async def ending(of, name):
+async def run_crashing_replicas(of, name):
     """Run replicas that end when they load an export; each one replaces the previous one."""
     for number in range(99):
         versions = ReplicaState(-1, FIRST.version)
@@ -105,7 +107,7 @@ async def ending(of, name):
 def test_promotion_fails_if_the_export_ends_replicas(monkeypatch):
     for name, seconds in (("FOLLOW_INTERVAL_S", 0.1), ("GONE_S", 0.3)):
         monkeypatch.setattr(f"raytrec.serving.coordinator.{name}", seconds)
-    made = coordinator()
+    made = make_coordinator()
 
     async def scenario():
         await asyncio.sleep(0.1)
@@ -115,19 +117,22 @@ def test_promotion_fails_if_the_export_ends_replicas(monkeypatch):
         await asyncio.sleep(0.5)
         return set((await made.versions()).values()), await made.exports()
 
-    assert run(scenario(), replica(made, "one"), ending(made, "two")) == ({FIRST.version}, (FIRST, None))
+    assert run_with_replicas(scenario(), run_replica(made, "one"), run_crashing_replicas(made, "two")) == (
+        {FIRST.version},
+        (FIRST, None),
+    )
 
 
 def test_restarted_coordinator_keeps_the_promotion():
-    kept = Kept()
-    first, orders = coordinator(kept), []
+    kept = InMemoryState()
+    first, orders = make_coordinator(kept), []
 
     async def scenario():
         await asyncio.sleep(0.1)
         await first.promote("b")
 
-    run(scenario(), replica(first, "one", orders=orders))
-    again = coordinator(kept)
+    run_with_replicas(scenario(), run_replica(first, "one", orders=orders))
+    again = make_coordinator(kept)
     assert asyncio.run(again.exports()) == (SECOND, FIRST)
     assert asyncio.run(again.overview())["before"] == FIRST.version
     last = orders[-1].number
@@ -138,7 +143,7 @@ def test_restarted_coordinator_keeps_the_promotion():
 def test_coordinator_rolls_back_if_no_replica_loads_the_export(monkeypatch, caplog):
     for name, seconds in (("FOLLOW_INTERVAL_S", 0.1), ("GONE_S", 0.5)):
         monkeypatch.setattr(f"raytrec.serving.coordinator.{name}", seconds)
-    made = coordinator(kept := Kept())
+    made = make_coordinator(kept := InMemoryState())
 
     async def promote():
         await asyncio.sleep(0.1)
@@ -147,22 +152,22 @@ def test_coordinator_rolls_back_if_no_replica_loads_the_export(monkeypatch, capl
             await made.fall_back(SECOND, "the table was cut")
         return await made.exports()
 
-    assert run(promote(), replica(made, "one")) == (SECOND, FIRST)
+    assert run_with_replicas(promote(), run_replica(made, "one")) == (SECOND, FIRST)
 
     async def end():
         await asyncio.sleep(0.6)
         await asyncio.gather(*(made.fall_back(SECOND, "the table was cut") for _ in range(2)))
         return await made.exports()
 
-    assert run(end()) == (FIRST, SECOND), "the coordinator has not rolled back exactly once"
+    assert run_with_replicas(end()) == (FIRST, SECOND), "the coordinator has not rolled back exactly once"
     assert "rolled back to films-1" in caplog.text and "the table was cut" in caplog.text
-    assert asyncio.run(coordinator(kept).exports()) == (FIRST, SECOND)
+    assert asyncio.run(make_coordinator(kept).exports()) == (FIRST, SECOND)
 
 
 def test_metrics_include_only_reporting_replicas(monkeypatch):
     now = 1000.0  # on the coordinator's clock
     monkeypatch.setattr("raytrec.serving.coordinator.monotonic", lambda: now)
-    made, about = coordinator(), {"version": FIRST.version, "age_s": 1.0}
+    made, about = make_coordinator(), {"version": FIRST.version, "age_s": 1.0}
 
     async def report(name, requests):
         figures = Figures()

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from test_app import ARROW, TOKEN, Http, good, made, stream  # noqa: F401
+from test_app import ARROW, TOKEN, ServedApp, get_valid_rows, served_export, to_arrow_stream  # noqa: F401
 
 import raytrec
 from raytrec.serving import request_log
@@ -18,11 +18,11 @@ from raytrec.serving.replica_metrics import Figures
 from raytrec.serving.request_log import RequestLog
 
 
-class Logging:
+class LoggingService:
     """HTTP service that writes a request log."""
 
     def __init__(self, export, folder, sample=1.0, **options):
-        self.http = Http(Service(LoadedExports(export), TOKEN))
+        self.http = ServedApp(Service(LoadedExports(export), TOKEN))
         service, self.folder = self.http.service, folder
         self.figures = figures = service.figures
         self.log = RequestLog(str(folder), sample, "writer", figures, **options)
@@ -39,27 +39,27 @@ class Logging:
         return self.figures.logged._value.get(), self.figures.not_logged._value.get()
 
 
-def files(folder):
+def list_log_files(folder):
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-def test_log_contains_rows_and_scores_of_every_request_format(made, tmp_path):  # noqa: F811
-    export, table = made
+def test_log_contains_rows_and_scores_of_every_request_format(served_export, tmp_path):  # noqa: F811
+    export, table = served_export
     model = raytrec.load(export)
     mine = model.reader_of("query").columns.names
     user = {name: table[name][0].as_py() for name in mine}
     candidates = table.drop_columns(mine).to_pylist()
-    with Logging(export, tmp_path / "log") as service:
+    with LoggingService(export, tmp_path / "log") as service:
         bodies = [
             service.http.ask("/predict", {"rows": table.to_pylist()}),
             service.http.ask("/predict", {"columns": table.to_pydict()}),
-            service.http.ask("/predict", stream(table), kind=ARROW),
+            service.http.ask("/predict", to_arrow_stream(table), kind=ARROW),
             service.http.ask("/predict", {"user": user, "candidates": candidates}),
         ]
         assert service.http.ask("/predict", {"rows": []})[0] == 400
     ids = [headers["X-Request-Id"] for _, _, headers in bodies]
     assert len(set(ids)) == 4 and service.counts() == (4 * len(table), 0)
-    (file,) = files(tmp_path / "log")
+    (file,) = list_log_files(tmp_path / "log")
     assert (tmp_path / "log").stat().st_mode & 0o777 == 0o700
     logged = pq.read_table(file)
     assert logged.select(model.reader.columns.names).schema.equals(model.reader.columns)
@@ -74,18 +74,18 @@ def test_log_contains_rows_and_scores_of_every_request_format(made, tmp_path):  
         np.testing.assert_allclose(rows["score_y"], again, rtol=1e-6, atol=1e-6)
 
 
-def test_log_samples_requests_and_rotates_files(made, tmp_path):  # noqa: F811
-    with Logging(made[0], tmp_path, sample=0.5, every_s=3600, most_rows=20) as service:
+def test_log_samples_requests_and_rotates_files(served_export, tmp_path):  # noqa: F811
+    with LoggingService(served_export[0], tmp_path, sample=0.5, every_s=3600, most_rows=20) as service:
         for _ in range(60):
-            service.http.ask("/predict", {"rows": good(made)})
+            service.http.ask("/predict", {"rows": get_valid_rows(served_export)})
         until = time.monotonic() + 60
-        while not files(tmp_path):
+        while not list_log_files(tmp_path):
             assert time.monotonic() < until
             time.sleep(0.01)
-    rows = [pq.read_metadata(file).num_rows for file in files(tmp_path)]
+    rows = [pq.read_metadata(file).num_rows for file in list_log_files(tmp_path)]
     assert 20 < sum(rows) < 100 and len(rows) > 1 and set(rows[:-1]) == {20}
-    with Logging(made[0], tmp_path / "timed", every_s=0.05) as service:
-        service.http.ask("/predict", {"rows": good(made)})
+    with LoggingService(served_export[0], tmp_path / "timed", every_s=0.05) as service:
+        service.http.ask("/predict", {"rows": get_valid_rows(served_export)})
         while not list(tmp_path.glob("timed/*.parquet")):
             assert time.monotonic() < until
             time.sleep(0.01)
@@ -93,24 +93,24 @@ def test_log_samples_requests_and_rotates_files(made, tmp_path):  # noqa: F811
 
 
 @pytest.mark.survive
-def test_each_version_is_logged_to_its_own_file(made, tmp_path):  # noqa: F811
-    with Logging(made[0], tmp_path) as service:
+def test_each_version_is_logged_to_its_own_file(served_export, tmp_path):  # noqa: F811
+    with LoggingService(served_export[0], tmp_path) as service:
         versions = service.http.service.versions
-        service.http.ask("/predict", {"rows": good(made)})
-        versions.commit(versions.prepare(made[0].replace("export", "small")))
-        service.http.ask("/predict", {"rows": good(made)})
-    found = [pq.read_table(file)["_version"].unique().to_pylist() for file in files(tmp_path)]
+        service.http.ask("/predict", {"rows": get_valid_rows(served_export)})
+        versions.commit(versions.prepare(served_export[0].replace("export", "small")))
+        service.http.ask("/predict", {"rows": get_valid_rows(served_export)})
+    found = [pq.read_table(file)["_version"].unique().to_pylist() for file in list_log_files(tmp_path)]
     assert sorted(map(len, found)) == [1, 1] and found[0] != found[1]
 
 
-def test_unwritable_log_fails_no_request(made, tmp_path, caplog):  # noqa: F811
+def test_unwritable_log_fails_no_request(served_export, tmp_path, caplog):  # noqa: F811
     (tmp_path / "log").write_text("a file in the place of the folder")
-    with Logging(made[0], tmp_path / "log") as service:
-        assert service.http.ask("/predict", {"rows": good(made)})[0] == 200
+    with LoggingService(served_export[0], tmp_path / "log") as service:
+        assert service.http.ask("/predict", {"rows": get_valid_rows(served_export)})[0] == 200
     assert service.counts() == (0, 2) and "cannot be written" in caplog.text
 
 
-def test_full_log_queue_drops_requests(made, tmp_path, monkeypatch):  # noqa: F811
+def test_full_log_queue_drops_requests(served_export, tmp_path, monkeypatch):  # noqa: F811
     stuck, go_on = threading.Event(), threading.Event()
     convert = request_log.to_logged_rows
 
@@ -121,9 +121,9 @@ def test_full_log_queue_drops_requests(made, tmp_path, monkeypatch):  # noqa: F8
 
     monkeypatch.setattr(request_log, "to_logged_rows", slowly)
     monkeypatch.setattr(request_log, "MAX_WAITING_ROWS", 6)
-    with Logging(made[0], tmp_path) as service:
+    with LoggingService(served_export[0], tmp_path) as service:
         for _ in range(10):
-            status, _, headers = service.http.ask("/predict", {"rows": good(made)})
+            status, _, headers = service.http.ask("/predict", {"rows": get_valid_rows(served_export)})
             assert status == 200
         assert stuck.is_set() and "X-Request-Id" not in headers
         go_on.set()

@@ -16,12 +16,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from services import (
     TOKEN,
-    change_a_score,
-    copied,
-    exports_of_a_model,
-    flip_a_table,
+    change_golden_score,
+    copy_export,
+    corrupt_table,
+    export_in_all_precisions,
     mapped_folders,
-    running,
+    run_service,
 )
 from urllib3 import PoolManager
 from urllib3.exceptions import NewConnectionError
@@ -45,13 +45,13 @@ def token():
 @pytest.fixture(scope="module")
 def exports(tmp_path_factory):
     """Return the exports by name and the rows."""
-    made, table = exports_of_a_model(tmp_path_factory.mktemp("service"))
+    made, table = export_in_all_precisions(tmp_path_factory.mktemp("service"))
     return made, table.to_pylist()
 
 
 @pytest.fixture(scope="module")
 def service(exports, tmp_path_factory):
-    with running(exports[0]["whole"].path, 2, tmp_path_factory.mktemp("log")) as service:
+    with run_service(exports[0]["whole"].path, 2, tmp_path_factory.mktemp("log")) as service:
         yield service
 
 
@@ -106,8 +106,8 @@ def test_promotions_under_load_lose_no_request(service, exports, tmp_path):
             time.sleep(0.5)
             gained = {v for v, count in load.counts.items() if count > before[v] + 4}
             assert gained == {version}, "another version answered after the promotion"
-        for number, change in enumerate((flip_a_table, change_a_score)):
-            bad = copied(made["whole"].path, tmp_path / str(number), change)
+        for number, change in enumerate((corrupt_table, change_golden_score)):
+            bad = copy_export(made["whole"].path, tmp_path / str(number), change)
             with pytest.raises(
                 RunError, match=r"differs from the exported file|differ from the exported scores"
             ):
@@ -120,10 +120,10 @@ def test_promotions_under_load_lose_no_request(service, exports, tmp_path):
 def test_replaced_exports_are_unmapped(service, exports, tmp_path):
     made, _ = exports
     for number, name in enumerate(("small", "half", "half", "whole")):
-        copy = copied(made[name].path, tmp_path / str(number))
+        copy = copy_export(made[name].path, tmp_path / str(number))
         promote(copy, service=service.url, name=None)
     with pytest.raises(RunError, match="differs from the exported file"):
-        promote(copied(copy, tmp_path / "bad", flip_a_table), service=service.url, name=None)
+        promote(copy_export(copy, tmp_path / "bad", corrupt_table), service=service.url, name=None)
     for replica in service.replicas():
         wait_for(lambda r=replica: mapped_folders(r, tmp_path) == ["1", "3"], "two exports", 10)
         assert not mapped_folders(replica, made["whole"].path)
@@ -134,7 +134,9 @@ def test_promotion_survives_a_killed_replica(service, exports):
     made, _ = exports
     with Load(service, exports, retries=20) as load:
         done = []
-        asking = threading.Thread(target=lambda: done.append(promoted(service, made["small"].path)))
+        asking = threading.Thread(
+            target=lambda: done.append(promote_with_retries(service, made["small"].path))
+        )
         asking.start()
         time.sleep(0.2)
         service.replicas()[0].kill()
@@ -146,7 +148,7 @@ def test_promotion_survives_a_killed_replica(service, exports):
     assert not load.failed, load.failed[:3]
 
 
-def promoted(service, uri):
+def promote_with_retries(service, uri):
     """Promote an export and return its version; retry if the contacted replica is killed."""
     while True:
         try:
@@ -179,7 +181,7 @@ def test_killed_replica_is_replaced_without_failed_requests(service, exports):
     assert set(service.versions()) == {exports[0]["whole"].version}
 
 
-def cut_tables(export):
+def truncate_all_tables(export):
     for table in Path(export, "tables").iterdir():
         os.truncate(table, 0)  # the rest of a partial page would be read as zeros
 
@@ -187,11 +189,11 @@ def cut_tables(export):
 def test_service_rolls_back_if_the_served_export_is_truncated(service, exports, tmp_path):
     """The kernel kills the replicas, because the files of their mapped tables are too short."""
     made, rows = exports
-    copy = copied(made["small"].path, tmp_path / "copy")
+    copy = copy_export(made["small"].path, tmp_path / "copy")
     promote(made["whole"].path, service=service.url, name=None)
     promote(copy, service=service.url, name=None)
     found = service.replicas()
-    cut_tables(copy)
+    truncate_all_tables(copy)
 
     def restored():
         with suppress(OSError):
@@ -201,19 +203,19 @@ def test_service_rolls_back_if_the_served_export_is_truncated(service, exports, 
     wait_for(restored, "the version before", 180)
     assert not any(replica.is_running() for replica in found)
     answer = service.ask("/predict", {"rows": rows})["predictions"]
-    assert all(np.allclose(answer[n], v, atol=1e-6) for n, v in scores_of(made["whole"], rows).items())
+    assert all(np.allclose(answer[n], v, atol=1e-6) for n, v in predict_scores(made["whole"], rows).items())
     said = f"version      rolled back to {made['whole'].version}: {copy} cannot be loaded"
     wait_for(lambda: said in (service.folder / "serve.log").read_text(), "the reason", 30)
 
 
-def scores_of(export, rows):
+def predict_scores(export, rows):
     return export.model.predict(rows).to_pydict()
 
 
 def test_exports_outside_the_folder_cannot_be_promoted(exports, tmp_path):
     made, _ = exports
-    copy = copied(made["small"].path, tmp_path / "copy")
-    with running(made["whole"].path, 1, tmp_path, promote_from=None) as service:
+    copy = copy_export(made["small"].path, tmp_path / "copy")
+    with run_service(made["whole"].path, 1, tmp_path, promote_from=None) as service:
         beside = str(Path(made["whole"].path, "..", "small"))
         assert promote(beside, service=service.url, name=None) == made["small"].version
         for uri in (copy, "s3://bucket/export?endpoint_override=127.0.0.1:9"):
@@ -227,7 +229,7 @@ def test_exports_outside_the_folder_cannot_be_promoted(exports, tmp_path):
         assert service.process.wait(60) == 0
 
 
-def metrics(service):
+def scrape_metrics(service):
     """Return (name, replica) → value, summed over the other labels."""
     request = urllib.request.Request(f"{service.url}/metrics", headers={"Authorization": f"Bearer {TOKEN}"})
     found = Counter()
@@ -243,10 +245,10 @@ def test_metrics_cover_all_replicas_and_counters_never_fall(service, exports):
     wait_for(lambda: len(service.versions()) == 2, "two replicas")
     replicas = set(service.ask("/versions"))
     with Load(service, exports):
-        seen, until = metrics(service), time.monotonic() + 12
+        seen, until = scrape_metrics(service), time.monotonic() + 12
         first = seen
         while time.monotonic() < until:
-            now = metrics(service)
+            now = scrape_metrics(service)
             assert {replica for _, replica in now} == replicas | {None}
             fallen = [key for key in seen if "waiting" not in key[0] and now[key] < seen[key]]
             assert not fallen
@@ -293,7 +295,7 @@ def test_shutdown_resets_no_request_and_frees_the_port(exports, tmp_path):
             except Exception as error:
                 wrong.append(error)
 
-    with running(made["whole"].path, 2, tmp_path) as service:
+    with run_service(made["whole"].path, 2, tmp_path) as service:
         threads = [threading.Thread(target=run, args=(service, number % 2)) for number in range(4)]
         for thread in threads:
             thread.start()
@@ -308,6 +310,9 @@ def test_shutdown_resets_no_request_and_frees_the_port(exports, tmp_path):
 
 
 def test_load_starts_a_second_replica(exports, tmp_path):
-    with running(exports[0]["whole"].path, "1:2", tmp_path) as service, Load(service, exports, 16) as load:
+    with (
+        run_service(exports[0]["whole"].path, "1:2", tmp_path) as service,
+        Load(service, exports, 16) as load,
+    ):
         wait_for(lambda: len(service.versions()) == 2, "a second replica", 180)
     assert not load.failed, load.failed[:3]

@@ -4,10 +4,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from raytrec.serving.replica_metrics import Figures, write_metrics
 
-ABOUT = {"version": "films-9", "age_s": 60.0}
+MODEL_INFO = {"version": "films-9", "age_s": 60.0}
 
 
-def figures(requests, seconds=0.004, path="/predict"):
+def make_replica_figures(requests, seconds=0.004, path="/predict"):
     made = Figures()
     for status, count in requests.items():
         made.requests.labels(path, status).inc(count)
@@ -19,7 +19,10 @@ def figures(requests, seconds=0.004, path="/predict"):
 
 
 def test_metrics_have_the_series_of_every_replica():
-    of = {"a": figures({200: 3, 400: 1}).collect(ABOUT, 7), "b": figures({200: 2}).collect(ABOUT, 0)}
+    of = {
+        "a": make_replica_figures({200: 3, 400: 1}).collect(MODEL_INFO, 7),
+        "b": make_replica_figures({200: 2}).collect(MODEL_INFO, 0),
+    }
     found = {
         (sample.name, *sorted(sample.labels.items())): sample.value
         for family in text_string_to_metric_families(write_metrics(of).decode())

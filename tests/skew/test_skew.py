@@ -8,8 +8,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from exports import trained
-from test_models import Modelled
+from exports import train_for_export
+from test_models import ModelCase
 
 import raytrec
 from raytrec.common.errors import RunError
@@ -20,15 +20,15 @@ from raytrec.skew.compare import skew
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def two_exports(tmp_path_factory):
     """Return the paths of an export and of another version of the model."""
     root = tmp_path_factory.mktemp("skew")
-    folder, *_ = trained(Modelled("two_tower", (1, 1)), root)
+    folder, *_ = train_for_export(ModelCase("two_tower", (1, 1)), root)
     small = raytrec.export(folder, str(root / "small"), quantize="int8").path
     return raytrec.export(folder, str(root / "export")).path, small
 
 
-def rows_of(seed, count, users=40):
+def make_skew_rows(seed, count, users=40):
     """Return rows for the exported model."""
     draw = np.random.default_rng(seed)
 
@@ -56,14 +56,14 @@ def rows_of(seed, count, users=40):
 
 
 @pytest.fixture(scope="module")
-def loaded(made):
-    return raytrec.load(made[0])
+def loaded_export(two_exports):
+    return raytrec.load(two_exports[0])
 
 
 @pytest.fixture(scope="module")
-def training(tmp_path_factory):
+def training_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("training")
-    pq.write_table(rows_of(1, 4000), folder / "rows.parquet", row_group_size=500)
+    pq.write_table(make_skew_rows(1, 4000), folder / "rows.parquet", row_group_size=500)
     return str(folder)
 
 
@@ -84,56 +84,67 @@ def write_log(folder, loaded, served, asked=None, error=0.0):
     return str(folder)
 
 
-def test_skew_finds_nothing_in_a_log_without_skew(made, loaded, training, tmp_path):
-    log = write_log(tmp_path, loaded, rows_of(2, 1200))
-    found = skew(log, made[0], data=training).metrics
+def test_skew_finds_nothing_in_a_log_without_skew(two_exports, loaded_export, training_folder, tmp_path):
+    log = write_log(tmp_path, loaded_export, make_skew_rows(2, 1200))
+    found = skew(log, two_exports[0], data=training_folder).metrics
     assert found["differs"] == [] and found["rows"] == 1200 and found["requests"] == 600
     assert found["rescored"]["score_y"]["max"] < 1e-6 and found["data_rows"] == 4000
     assert {each["column"] for each in found["columns"]} > {"a", "b", "user", "scored", "score_y"}
-    assert skew(log, made[0]).metrics["columns"] == []
+    assert skew(log, two_exports[0]).metrics["columns"] == []
 
 
-def scaled(rows):
+def scale_column_a(rows):
     return rows.set_column(0, "a", pa.compute.multiply(rows["a"], np.float32(100)))
 
 
-def with_new_users(rows):
+def add_unseen_users(rows):
     return rows.set_column(2, "user", pa.array([[40 + i % 13] for i in range(len(rows))]))
 
 
-def with_empty_bags(rows):
+def empty_scored_bags(rows):
     return rows.set_column(8, "scored", pa.array([[]] * len(rows), pa.list_(pa.int64())))
 
 
 @pytest.mark.parametrize(
     "change, error, first",
     [
-        (scaled, 0, "a (values)"),
-        pytest.param(with_new_users, 0, "user (unseen ids)", marks=pytest.mark.survive),
-        pytest.param(with_empty_bags, 0, "scored (length)", marks=pytest.mark.survive),
+        (scale_column_a, 0, "a (values)"),
+        pytest.param(add_unseen_users, 0, "user (unseen ids)", marks=pytest.mark.survive),
+        pytest.param(empty_scored_bags, 0, "scored (length)", marks=pytest.mark.survive),
         (None, 1e-4, "score_y (scored again)"),
     ],
 )
-def test_skew_names_the_injected_skew_first(made, loaded, training, tmp_path, change, error, first):
-    rows = rows_of(2, 1200)
-    log = write_log(tmp_path, loaded, change(rows) if change else rows, error=error)
-    found = skew(log, made[0], data=training).metrics
+def test_skew_names_the_injected_skew_first(
+    two_exports, loaded_export, training_folder, tmp_path, change, error, first
+):
+    rows = make_skew_rows(2, 1200)
+    log = write_log(tmp_path, loaded_export, change(rows) if change else rows, error=error)
+    found = skew(log, two_exports[0], data=training_folder).metrics
     assert found["differs"][0] == first
     assert (found["rescored"]["score_y"]["share"] == 1) == bool(error)
 
 
 @pytest.fixture
-def narrow(capsys, monkeypatch):
+def narrow_output(capsys, monkeypatch):
     """Return a function for the lines printed on a terminal of 80 columns."""
     monkeypatch.setenv("COLUMNS", "80")
     return lambda: capsys.readouterr().out.splitlines()
 
 
-def test_skew_shows_the_verdict_first_in_80_columns(made, loaded, training, tmp_path, narrow):
-    found = skew(write_log(tmp_path, loaded, scaled(rows_of(2, 1200))), made[0], data=training)
+def test_skew_shows_the_verdict_first_in_80_columns(
+    two_exports, loaded_export, training_folder, tmp_path, narrow_output
+):
+    found = skew(
+        write_log(tmp_path, loaded_export, scale_column_a(make_skew_rows(2, 1200))),
+        two_exports[0],
+        data=training_folder,
+    )
     found.show()
-    lines = narrow()
-    assert lines[0] == f"differs      {', '.join(found.metrics['differs'])}" and lines[1] == loaded.version
+    lines = narrow_output()
+    assert (
+        lines[0] == f"differs      {', '.join(found.metrics['differs'])}"
+        and lines[1] == loaded_export.version
+    )
     rows = [line for line in lines if line.startswith("│ differs │")]
     assert len(rows) == len(found.metrics["differs"]) > 0
     first = found.measures[0]
@@ -142,39 +153,41 @@ def test_skew_shows_the_verdict_first_in_80_columns(made, loaded, training, tmp_
 
 
 @pytest.mark.survive
-def test_skew_detects_logged_rows_that_were_not_scored(made, loaded, tmp_path):
-    rows = rows_of(2, 200)
-    found = skew(write_log(tmp_path, loaded, scaled(rows), rows), made[0]).metrics
+def test_skew_detects_logged_rows_that_were_not_scored(two_exports, loaded_export, tmp_path):
+    rows = make_skew_rows(2, 200)
+    found = skew(write_log(tmp_path, loaded_export, scale_column_a(rows), rows), two_exports[0]).metrics
     assert found["differs"] == ["score_y (scored again)", "score_near (scored again)"]
 
 
 @pytest.mark.survive
-def test_skew_lists_other_versions_without_comparison(made, loaded, training, tmp_path, capsys):
-    other = raytrec.load(made[1])
-    write_log(tmp_path, loaded, rows_of(2, 100))
-    found = skew(str(tmp_path), made[0])
+def test_skew_lists_other_versions_without_comparison(
+    two_exports, loaded_export, training_folder, tmp_path, capsys
+):
+    other = raytrec.load(two_exports[1])
+    write_log(tmp_path, loaded_export, make_skew_rows(2, 100))
+    found = skew(str(tmp_path), two_exports[0])
     assert found.metrics["other_versions"] == {}
-    write_log(tmp_path / "more", other, scaled(rows_of(3, 60)))
-    found = skew(str(tmp_path), made[0], data=training)
+    write_log(tmp_path / "more", other, scale_column_a(make_skew_rows(3, 60)))
+    found = skew(str(tmp_path), two_exports[0], data=training_folder)
     assert found.metrics["other_versions"] == {other.version: 60} and found.metrics["rows"] == 100
     found.show()
     shown = capsys.readouterr().out
     assert f"60 rows of {other.version}" in shown and "differs      nothing" in shown and "psi" in shown
     with pytest.raises(RunError, match="contains no rows of this export") as caught:
-        skew(str(tmp_path / "more"), made[0])
+        skew(str(tmp_path / "more"), two_exports[0])
     assert other.version in caught.value.expected
 
 
 @pytest.mark.survive
-def test_skew_samples_the_given_number_of_rows(made, loaded, training, tmp_path):
-    log = write_log(tmp_path, loaded, rows_of(2, 100))
-    found = skew(log, made[0], data=training, rows=80).metrics
+def test_skew_samples_the_given_number_of_rows(two_exports, loaded_export, training_folder, tmp_path):
+    log = write_log(tmp_path, loaded_export, make_skew_rows(2, 100))
+    found = skew(log, two_exports[0], data=training_folder, rows=80).metrics
     assert found["rows"] == found["data_rows"] == 80
 
 
 @pytest.mark.survive
-def test_skew_command_needs_only_the_score_extra(made, loaded, training, tmp_path):
-    write_log(tmp_path, loaded, scaled(rows_of(2, 400)))
+def test_skew_command_needs_only_the_score_extra(two_exports, loaded_export, training_folder, tmp_path):
+    write_log(tmp_path, loaded_export, scale_column_a(make_skew_rows(2, 400)))
     others = (
         "ray",
         "torchrec",
@@ -194,9 +207,9 @@ def test_skew_command_needs_only_the_score_extra(made, loaded, training, tmp_pat
         "skew",
         tmp_path,
         "--export",
-        made[0],
+        two_exports[0],
         "--data",
-        training,
+        training_folder,
         "--json",
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -3,7 +3,7 @@
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from small import a_schema
+from small import make_small_schema
 
 from raytrec.common.errors import DataError
 from raytrec.config.tasks import TaskSection
@@ -14,7 +14,7 @@ from raytrec.data.read_plans import ReadPlan
 from raytrec.tasks.task import resolve_tasks
 from raytrec.tasks.task_columns import label_ranges
 
-SCHEMA = a_schema(
+SCHEMA = make_small_schema(
     labels=["clicked", "stars"],
     dense=[],
     sparse={"user": {"table": "user"}},
@@ -24,7 +24,7 @@ STARS = {"label": "stars", "loss": "mse"}
 COUNT = {"label": "stars", "loss": "own_parts:Count"}
 
 
-def written(tmp_path, clicked, stars):
+def write_labels(tmp_path, clicked, stars):
     table = pa.table({"clicked": clicked, "stars": pa.array(stars, pa.float32()), "user": [1] * len(stars)})
     pq.write_table(table, tmp_path / "a.parquet")
     return str(tmp_path / "a.parquet")
@@ -40,15 +40,15 @@ def read(path, *tasks, check=True):
 
 
 @pytest.fixture(autouse=True)
-def own_parts(monkeypatch, request):
+def add_own_parts_to_path(monkeypatch, request):
     monkeypatch.syspath_prepend(str(request.path.parent))
 
 
 def test_mse_accepts_any_finite_label(tmp_path):
-    path = written(tmp_path, [0, 1], [4.5, -3.0])
+    path = write_labels(tmp_path, [0, 1], [4.5, -3.0])
     assert read(path, STARS) == ([[0, 4.5], [1, -3.0]], False)
-    assert read(written(tmp_path, [0, 1], [4.5, 3.0]), COUNT) == ([[0, 4.5], [1, 3.0]], False)
-    path = written(tmp_path, [0, 1], [4.5, -3.0])
+    assert read(write_labels(tmp_path, [0, 1], [4.5, 3.0]), COUNT) == ([[0, 4.5], [1, 3.0]], False)
+    path = write_labels(tmp_path, [0, 1], [4.5, -3.0])
     assert read(path, {"label": "clicked"}) == ([[0, 4.5], [1, -3.0]], False), "no task uses stars"
 
 
@@ -65,14 +65,14 @@ def test_mse_accepts_any_finite_label(tmp_path):
     ],
 )
 def test_labels_outside_the_range_of_the_loss_are_rejected(task, stars, message, tmp_path):
-    path = written(tmp_path, [0, 1], stars)
+    path = write_labels(tmp_path, [0, 1], stars)
     with pytest.raises(DataError) as error:
         read(path, task, check=False)
     assert message in str(error.value) and "row 1" in str(error.value)
 
 
 def test_invalid_labels_are_detected_from_footers(tmp_path):
-    path = written(tmp_path, [0, 1], [3.0, -1.0])
+    path = write_labels(tmp_path, [0, 1], [3.0, -1.0])
     with pytest.raises(DataError, match="label 'stars' is 3"):
         read(path, {"label": "stars"})
     with pytest.raises(DataError, match="label 'stars' is -1"):

@@ -2,15 +2,22 @@
 
 import pytest
 import torch
-from ranks import on_ranks
-from small import a_schema, build, config, objective, train, weights_of
+from ranks import run_on_ranks
+from small import (
+    build_step_on_rank,
+    gather_weights,
+    make_objective,
+    make_small_config,
+    make_small_schema,
+    train_step,
+)
 
 from raytrec.common.errors import ConfigError
 from raytrec.config.models import SECTIONS, check_model
 from raytrec.driver.datasets import check_lookup_l2
 
 ROWS, STEPS, RATE = 12, 4, 0.5
-SCHEMA = a_schema(
+SCHEMA = make_small_schema(
     dense=[],
     sparse={
         "user": {"table": "user"},
@@ -23,23 +30,23 @@ FACTORS = {"user": 0.3, "item": 0.8}
 MODEL = {"name": "mf", "negatives": "drawn", "max_negatives": 2, "loss": "bce", "lookup_l2": FACTORS}
 
 
-def ids(step):
+def make_step_ids(step):
     """Return the ids of one step: users and items with repeats, and 0 to 2 drawn items per row."""
     draw = torch.Generator().manual_seed(step)
     user, item = (torch.randint(0, rows, (ROWS,), generator=draw) for rows in (4, 5))
     return user, item, torch.randint(0, 11, (ROWS, 2), generator=draw), torch.arange(ROWS) % 3
 
 
-def on_rank(rank, world, plan):
+def train_on_rank(rank, world, plan):
     from raytrec.checks.parity.batches import GlobalBatch, cuts, make_local_batch
     from raytrec.config.features import resolve_features
 
     tasks = [{"label": "y", "loss": "from_model", "metrics": []}]
-    settings = config(world, {"sharding_type": plan}, "sgd", RATE, tasks=tasks, model=MODEL)
-    step, rows = build(settings, SCHEMA), torch.arange(ROWS)
-    before, local = weights_of(step), []
+    settings = make_small_config(world, {"sharding_type": plan}, "sgd", RATE, tasks=tasks, model=MODEL)
+    step, rows = build_step_on_rank(settings, SCHEMA), torch.arange(ROWS)
+    before, local = gather_weights(step), []
     for number in range(STEPS):
-        user, item, drawn, counts = ids(number)
+        user, item, drawn, counts = make_step_ids(number)
         there = torch.arange(2) < counts.unsqueeze(1)
         bags = {
             "user": (user, rows, torch.ones(ROWS)),
@@ -49,21 +56,21 @@ def on_rank(rank, world, plan):
         whole = GlobalBatch(torch.zeros(ROWS, 0), torch.ones(ROWS, 1), bags)
         bounds = cuts(ROWS, world, "empty")
         local.append(make_local_batch(whole, SCHEMA, bounds, rank, resolve_features(SCHEMA, settings.model)))
-    losses = [float(outputs.loss) for outputs in train(step, local)]
+    losses = [float(outputs.loss) for outputs in train_step(step, local)]
     evaluated = [float(outputs.loss) for outputs in step.evaluate(iter(local[:1]))]
-    return before, weights_of(step), losses, evaluated
+    return before, gather_weights(step), losses, evaluated
 
 
 @pytest.mark.parametrize(
     "world,plan", [(1, "table_wise"), (2, "row_wise"), (3, "column_wise"), (2, "data_parallel")]
 )
 def test_lookup_l2_matches_plain_torch(world, plan):
-    found = on_ranks(world, on_rank, plan)
+    found = run_on_ranks(world, train_on_rank, plan)
     before, after, *_ = found[0]
     tables = {name: torch.nn.Parameter(before[name].clone()) for name in FACTORS}
     bias = torch.nn.Parameter(before["bias"].clone())
     for number in range(STEPS):
-        user, item, drawn, counts = ids(number)
+        user, item, drawn, counts = make_step_ids(number)
         losses = []
         for i in range(ROWS):
             u, v = tables["user"][user[i]], tables["item"][item[i]]
@@ -91,7 +98,7 @@ def test_lookup_l2_can_be_set_per_table():
     section = SECTIONS["mf"].model_validate({"name": "mf", "lookup_l2": {"item": 2, "user": 0}})
     assert section.l2_factors(SCHEMA) == {"item": 2.0, "drawn": 2.0}
     assert SECTIONS["mf"].model_validate({"name": "mf"}).l2_factors(SCHEMA) == {}
-    assert objective([{}]).l2_factors == {}
+    assert make_objective([{}]).l2_factors == {}
 
 
 def test_lookup_l2_rejects_lists_and_weighted_ids():
@@ -101,9 +108,9 @@ def test_lookup_l2_rejects_lists_and_weighted_ids():
         ({"name": "dlrm", "lookup_l2": {"users": 0.1}}, "did you mean 'user'"),
     ):
         with pytest.raises(ConfigError, match=message):
-            check_model(a_schema(), SECTIONS["dlrm"].model_validate(values))
-    settings = config(1, {}, model=lists)
+            check_model(make_small_schema(), SECTIONS["dlrm"].model_validate(values))
+    settings = make_small_config(1, {}, model=lists)
     form = type("Form", (), {"lists": frozenset(["friends"])})
     datasets = {"train": type("Dataset", (), {"form": form})}
     with pytest.raises(ConfigError, match="friends contains lists of ids"):
-        check_lookup_l2(settings, a_schema(), datasets)
+        check_lookup_l2(settings, make_small_schema(), datasets)

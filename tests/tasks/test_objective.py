@@ -5,33 +5,33 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import on_ranks
+from ranks import run_on_ranks
 from small import (
     SCHEMA,
-    batches,
-    build,
-    config,
-    labelled,
-    largest_difference,
-    objective,
-    one_process,
-    train,
-    weights_of,
+    batch_of_labels,
+    build_step_on_rank,
+    gather_weights,
+    make_batches,
+    make_objective,
+    make_reference_model,
+    make_small_config,
+    max_weight_difference,
+    train_step,
 )
 
 from raytrec.common.errors import ConfigError
 from raytrec.tasks.objective import ScoringObjective, total
 
 HERE = str(Path(__file__).parent)
-TWO = SCHEMA.model_copy(update={"labels": ["y", "z"]})
+TWO_LABELS = SCHEMA.model_copy(update={"labels": ["y", "z"]})
 CLICK_AND_TIME = [{"label": "z", "loss": "mse", "weight": 0.25}, {"label": "y"}]
 FOCAL = [{"loss": "own_parts:Focal", "options": {"gamma": 1.5}}]
 
 
-def settings(world, tasks, logits=0, **changes):
+def make_config(world, tasks, logits=0, **changes):
     """Return a RunConfig with these tasks; `logits` selects own_parts:Linear instead of DLRM."""
     model = {"name": "own_parts:Linear", "options": {"tasks": logits}} if logits else None
-    return config(world, {"sharding_type": "row_wise"}, "sgd", tasks=tasks, model=model, **changes)
+    return make_small_config(world, {"sharding_type": "row_wise"}, "sgd", tasks=tasks, model=model, **changes)
 
 
 LOGITS, LABELS = torch.tensor([0.5, -2.0, 9.0]), torch.tensor([1.0, 0.25, 0.0])
@@ -44,18 +44,18 @@ FORMULAS = {
 @pytest.mark.parametrize("name", FORMULAS)
 @pytest.mark.parametrize("world,weight", [(1, 1.0), (2, 0.5), (3, 2.0)])
 def test_losses_match_their_formulas(name, world, weight):
-    made = objective([{"loss": name, "weight": weight}], world=world)
+    made = make_objective([{"loss": name, "weight": weight}], world=world)
     rows = [FORMULAS[name](float(x), float(y)) for x, y in zip(LOGITS, LABELS, strict=True)]
-    found = total(made.losses(LOGITS, labelled(LABELS, torch.tensor([1.0, 1.0, 0.0]), 7)))
+    found = total(made.losses(LOGITS, batch_of_labels(LABELS, torch.tensor([1.0, 1.0, 0.0]), 7)))
     expected = weight * world * (rows[0] + rows[1]) / 7
     assert float(found) == pytest.approx(expected, rel=1e-6)
 
 
 def test_predictions_are_in_label_units():
-    made = objective(CLICK_AND_TIME, TWO)
+    made = make_objective(CLICK_AND_TIME, TWO_LABELS)
     logits_BT, labels_BL = torch.stack([LOGITS, -LOGITS], 1), torch.stack([LABELS, 10 * LABELS], 1)
     weights = torch.tensor([1.0, 1.0, 0.0])
-    outputs = made.outputs(torch.tensor(1.5), logits_BT, labelled(labels_BL, weights))
+    outputs = made.outputs(torch.tensor(1.5), logits_BT, batch_of_labels(labels_BL, weights))
     assert list(outputs.tasks) == ["z", "y"] and not outputs.skipped
     assert torch.equal(outputs["z"].predictions, LOGITS) and torch.equal(outputs["z"].labels, 10 * LABELS)
     assert torch.equal(outputs["y"].predictions, torch.sigmoid(-LOGITS))
@@ -70,9 +70,9 @@ def test_scoring_predicts_every_task_without_labels():
         {"label": "z", "loss": "cross_entropy", "options": {"classes": 3}},
         {"label": "y", "name": "pairs", "loss": "bpr", "group": "user"},
     ]
-    scoring = ScoringObjective(objective(tasks, TWO).tasks, world=2)
+    scoring = ScoringObjective(make_objective(tasks, TWO_LABELS).tasks, world=2)
     logits = torch.tensor([[0.5, 1.0, 2.0, 3.0, -1.0], [-2.0, 0.0, 0.0, 0.0, 4.0]])
-    batch = labelled(torch.empty(2, 0), torch.tensor([1.0, 0.0]))
+    batch = batch_of_labels(torch.empty(2, 0), torch.tensor([1.0, 0.0]))
     loss = total(scoring.losses(logits, batch))
     outputs = scoring.outputs(loss, logits, batch)
     found = {name: each.predictions for name, each in outputs.tasks.items()}
@@ -92,12 +92,12 @@ def test_scoring_predicts_every_task_without_labels():
     ],
 )
 def test_model_must_return_one_logit_per_task(tasks, shape, message):
-    made = objective(tasks, TWO if len(tasks) > 1 else SCHEMA)
+    made = make_objective(tasks, TWO_LABELS if len(tasks) > 1 else SCHEMA)
     with pytest.raises(ConfigError, match=message):
-        total(made.losses(torch.zeros(shape), labelled(torch.zeros(3, 2))))
+        total(made.losses(torch.zeros(shape), batch_of_labels(torch.zeros(3, 2))))
 
 
-def trained(rank, world, tasks, logits, changes):
+def compare_training(rank, world, tasks, logits, changes):
     """Train three steps, sharded and in plain PyTorch.
 
     Returns:
@@ -105,11 +105,11 @@ def trained(rank, world, tasks, logits, changes):
     """
     from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
 
-    made, schema = settings(world, tasks, logits, **changes), TWO if logits else SCHEMA
-    step = build(made, schema)
-    start, one = weights_of(step), one_process(step, made, schema)
-    whole, local = batches(3, rank, world, schema=schema)
-    losses = [outputs.loss for outputs in train(step, local)]
+    made, schema = make_config(world, tasks, logits, **changes), TWO_LABELS if logits else SCHEMA
+    step = build_step_on_rank(made, schema)
+    start, one = gather_weights(step), make_reference_model(step, made, schema)
+    whole, local = make_batches(3, rank, world, schema=schema)
+    losses = [outputs.loss for outputs in train_step(step, local)]
     for loss in losses:
         torch.distributed.all_reduce(loss)
 
@@ -134,9 +134,9 @@ def trained(rank, world, tasks, logits, changes):
         for optimizer in optimizers:
             optimizer.step()
         errors.append(abs(float(loss) / world - float(expected)))
-    got = weights_of(step)
-    apart = largest_difference(got, dict(one.model.named_parameters()) | one.tables)
-    return apart, max(errors), largest_difference(got, start)
+    got = gather_weights(step)
+    apart = max_weight_difference(got, dict(one.model.named_parameters()) | one.tables)
+    return apart, max(errors), max_weight_difference(got, start)
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -150,22 +150,22 @@ def trained(rank, world, tasks, logits, changes):
 )
 def test_custom_losses_and_several_tasks_match_plain_torch(world, tasks, logits, changes, monkeypatch):
     monkeypatch.syspath_prepend(HERE)
-    for apart, error, moved in on_ranks(world, trained, tasks, logits, changes):
+    for apart, error, moved in run_on_ranks(world, compare_training, tasks, logits, changes):
         assert apart < 2e-6 and error < 2e-6
         assert moved > 1e-3
 
 
-def overflowing(rank, world):
+def train_overflowing_step(rank, world):
     """Run a step with finite logits and an infinite loss; return which outputs are finite."""
-    local = batches(1, rank, world)[1]
+    local = make_batches(1, rank, world)[1]
     local[0].labels[0, 0] = 1e30
-    (outputs,) = train(build(settings(world, [{"loss": "mse"}])), local)
-    (skipped,) = train(build(settings(world, [{"loss": "mse"}], on_nan="skip")), local)
+    (outputs,) = train_step(build_step_on_rank(make_config(world, [{"loss": "mse"}])), local)
+    (skipped,) = train_step(build_step_on_rank(make_config(world, [{"loss": "mse"}], on_nan="skip")), local)
     finite = [torch.isfinite(x).all().item() for x in (outputs["y"].logits, outputs.loss, skipped.loss)]
     return finite, skipped.skipped, skipped.rows.sum().item()
 
 
 def test_non_finite_loss_is_reported_for_finite_logits():
-    for finite, skipped, rows in on_ranks(1, overflowing):
+    for finite, skipped, rows in run_on_ranks(1, train_overflowing_step):
         assert finite == [True, False, True]
         assert skipped and rows == 0

@@ -5,8 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import on_ranks
-from small import SCHEMA, batches, build, config, labelled, objective, train
+from ranks import run_on_ranks
+from small import (
+    SCHEMA,
+    batch_of_labels,
+    build_step_on_rank,
+    make_batches,
+    make_objective,
+    make_small_config,
+    train_step,
+)
 
 from raytrec.checks.parity.batches import GlobalBatch
 from raytrec.checks.parity.losses import compute_loss
@@ -15,22 +23,22 @@ from raytrec.config.run_config import load_config
 from raytrec.tasks.objective import Objective, total
 
 HERE = str(Path(__file__).parent)
-TWO = SCHEMA.model_copy(update={"labels": ["y", "z"]})
-LEFT = {"label": "y", "loss": "from_model", "weight": 0.5, "positive_weight": 3.0}
+TWO_LABELS = SCHEMA.model_copy(update={"labels": ["y", "z"]})
+FROM_MODEL = {"label": "y", "loss": "from_model", "weight": 0.5, "positive_weight": 3.0}
 CASES = {
     "with a loss": [{"label": "y"}],
-    "for a task": [LEFT],
-    "by its weights": [LEFT | {"mask": "z"}, {"label": "z", "loss": "mse"}],
-    "with vectors": [{"label": "z"}, LEFT, {"name": "third", "label": "y", "loss": "in_batch_softmax"}],
+    "for a task": [FROM_MODEL],
+    "by its weights": [FROM_MODEL | {"mask": "z"}, {"label": "z", "loss": "mse"}],
+    "with vectors": [{"label": "z"}, FROM_MODEL, {"name": "third", "label": "y", "loss": "in_batch_softmax"}],
 }
 
 
-def settings(world, tasks, options=None, **changes):
+def make_config(world, tasks, options=None, **changes):
     own = {"name": "own_parts:Auxiliary", "gives_loss": True, **(options or {})}
-    return config(world, {"sharding_type": "row_wise"}, "sgd", tasks=tasks, model=own, **changes)
+    return make_small_config(world, {"sharding_type": "row_wise"}, "sgd", tasks=tasks, model=own, **changes)
 
 
-def columns(made, rows=5):
+def make_outputs(made, rows=5):
     """Return random model outputs, labels, and row weights per task."""
     torch.manual_seed(0)
     vectors = any(task.loss.reads_vectors for task in made.tasks)
@@ -42,10 +50,10 @@ def columns(made, rows=5):
 
 @pytest.mark.parametrize("tasks", CASES.values(), ids=CASES)
 def test_own_loss_is_weighted_by_the_rows_of_its_task(tasks):
-    made = objective(tasks, TWO, own_loss=True)
-    logits, labels, weights = columns(made)
+    made = make_objective(tasks, TWO_LABELS, own_loss=True)
+    logits, labels, weights = make_outputs(made)
     rows = torch.tensor([1.0, 1, 1, 1, 0])
-    batch = labelled(labels, rows, 4, weights)
+    batch = batch_of_labels(labels, rows, 4, weights)
     found = total(made.losses(logits, batch))
     place = sum(made._widths)
     without = torch.cat([logits[:, :place], logits[:, place + 1 :]], 1)
@@ -64,21 +72,21 @@ def test_own_loss_is_weighted_by_the_rows_of_its_task(tasks):
 
 @pytest.mark.parametrize("tasks", CASES.values(), ids=CASES)
 def test_own_loss_matches_the_parity_reference(tasks):
-    made = objective(tasks, TWO, own_loss=True)
-    logits, labels, weights = columns(made)
+    made = make_objective(tasks, TWO_LABELS, own_loss=True)
+    logits, labels, weights = make_outputs(made)
     batch = GlobalBatch(torch.zeros(5, 0), labels, {}, weights)
     expected = compute_loss(made.tasks, logits, batch, own_loss=True)
-    found = total(made.losses(logits, labelled(labels, task_weights=weights)))
+    found = total(made.losses(logits, batch_of_labels(labels, task_weights=weights)))
     assert float(found) == pytest.approx(float(expected))
 
 
-def parity(rank, world, tasks, changes):
+def check_parity(rank, world, tasks, changes):
     from raytrec.checks.parity.compare import compare
     from raytrec.worker.build import build_step
 
     sys.path.insert(0, HERE)
-    made = settings(world, tasks, **changes)
-    findings = compare(build_step, made, TWO, torch.device("cpu"), rows=12, steps=2)
+    made = make_config(world, tasks, **changes)
+    findings = compare(build_step, made, TWO_LABELS, torch.device("cpu"), rows=12, steps=2)
     return [(f.check, f.name, f.error) for f in findings if not f.error <= f.limit], len(findings)
 
 
@@ -87,21 +95,21 @@ def parity(rank, world, tasks, changes):
     [(2, "by its weights", {"activation_checkpointing": True}), (2, "with vectors", {"on_nan": "skip"})],
 )
 def test_own_loss_passes_parity_on_several_ranks(world, case, changes):
-    wrong, count = on_ranks(world, parity, CASES[case], changes)[0]
+    wrong, count = run_on_ranks(world, check_parity, CASES[case], changes)[0]
     assert count > 10 and not wrong
 
 
-def evaluated(rank, world):
+def train_and_evaluate(rank, world):
     sys.path.insert(0, HERE)
-    step = build(settings(world, CASES["for a task"], ema=0.5), TWO)
-    _, local = batches(2, rank, world, schema=TWO)
-    trained = train(step, local)
+    step = build_step_on_rank(make_config(world, CASES["for a task"], ema=0.5), TWO_LABELS)
+    _, local = make_batches(2, rank, world, schema=TWO_LABELS)
+    trained = train_step(step, local)
     seen = list(step.evaluate(iter(local)))
     return float(trained[0].loss), float(seen[0].loss), seen[0]["y"].predictions.shape
 
 
 def test_evaluation_has_no_own_loss():
-    ((trained, seen, shape),) = on_ranks(1, evaluated)
+    ((trained, seen, shape),) = run_on_ranks(1, train_and_evaluate)
     assert trained > 0 and seen == 0 and shape == (12,)
 
 
@@ -110,27 +118,30 @@ def test_evaluation_has_no_own_loss():
     [
         ([{"loss": "from_model"}], {"gives_loss": False}, "computes no loss as configured"),
         ([{"loss": "from_model"}], {"name": "dlrm"}, "model.name=dlrm computes no loss"),
-        ([LEFT, {"name": "b", "loss": "from_model"}], {}, "only one task can use loss: from_model"),
+        ([FROM_MODEL, {"name": "b", "loss": "from_model"}], {}, "only one task can use loss: from_model"),
     ],
 )
 def test_from_model_requires_a_model_with_a_loss(tasks, options, message):
-    values = settings(1, tasks).model_dump(by_alias=True)
+    values = make_config(1, tasks).model_dump(by_alias=True)
     model = {"name": "dlrm"} if options.get("name") else values["model"] | options
     with pytest.raises(ConfigError, match=message):
-        Objective.of(load_config(values | {"model": model}), TWO)
+        Objective.of(load_config(values | {"model": model}), TWO_LABELS)
 
 
-def figures_of_training(rank, world, tasks, changes, spoil=False):
+def collect_training_metrics(rank, world, tasks, changes, spoil=False):
     """Train three steps; return the training metrics and the loss of each step."""
     from raytrec.metrics.selection import Selection
     from raytrec.metrics.sums import Sums
 
     sys.path.insert(0, HERE)
-    made = settings(world, tasks, **changes)
-    _, local = batches(3, rank, world, schema=TWO)
+    made = make_config(world, tasks, **changes)
+    _, local = make_batches(3, rank, world, schema=TWO_LABELS)
     if spoil:
         local[1].dense[0, 0] = float("nan")
-    step, sums = build(made, TWO), Sums(Selection.from_config(made, TWO), torch.device("cpu"))
+    step, sums = (
+        build_step_on_rank(made, TWO_LABELS),
+        Sums(Selection.from_config(made, TWO_LABELS), torch.device("cpu")),
+    )
     losses = []
     for outputs in step.train(iter(local), 3):
         sums.add(outputs)
@@ -140,7 +151,7 @@ def figures_of_training(rank, world, tasks, changes, spoil=False):
 
 @pytest.mark.parametrize("case", CASES)
 def test_loss_metric_is_the_mean_of_step_losses(case):
-    one, many = (on_ranks(world, figures_of_training, CASES[case], {}) for world in (1, 2))
+    one, many = (run_on_ranks(world, collect_training_metrics, CASES[case], {}) for world in (1, 2))
     for ranks in (one, many):
         of_ranks = [sum(losses) / 3 for _, losses in ranks]
         assert ranks[0][0]["loss"] == pytest.approx(sum(of_ranks) / len(of_ranks), rel=1e-5) != 0
@@ -158,12 +169,14 @@ def test_loss_metric_is_the_mean_of_step_losses(case):
 
 def test_task_loss_is_its_weighted_log_loss():
     tasks = [{"label": "y"}, {"label": "z", "weight": 0.5}]
-    ((figures, _),) = on_ranks(1, figures_of_training, tasks, {})
+    ((figures, _),) = run_on_ranks(1, collect_training_metrics, tasks, {})
     assert figures["z.loss"] == pytest.approx(0.5 * figures["z.logloss"], rel=1e-5)
     assert figures["y.loss"] == pytest.approx(figures["y.logloss"], rel=1e-5)
 
 
 def test_loss_metric_ignores_skipped_steps():
-    for figures, losses in on_ranks(2, figures_of_training, CASES["with a loss"], {"on_nan": "skip"}, True):
+    for figures, losses in run_on_ranks(
+        2, collect_training_metrics, CASES["with a loss"], {"on_nan": "skip"}, True
+    ):
         assert losses[1] == 0 and losses[0] != 0
         assert figures["rows"] == 24 and figures["loss"] > 0.3

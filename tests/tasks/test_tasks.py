@@ -16,42 +16,42 @@ from raytrec.tasks.losses.pointwise import BinaryCrossEntropy
 from raytrec.tasks.task import count_logits, key_columns, needs_vectors, resolve_tasks
 from raytrec.tasks.task_columns import label_ranges, task_rows, whole_labels
 
-TWO = SCHEMA.model_copy(update={"labels": ["clicked", "watched s"]})
+TWO_LABELS = SCHEMA.model_copy(update={"labels": ["clicked", "watched s"]})
 
 
 @pytest.fixture(autouse=True)
-def here(monkeypatch):
+def run_in_tests_folder(monkeypatch):
     monkeypatch.chdir(Path(__file__).parent)
 
 
-def configured(tasks=None, **sections):
+def load_task_config(tasks=None, **sections):
     values = {"data": {"train": "d/train"}, **({"tasks": tasks} if tasks is not None else {})}
     return load_config(values | sections)
 
 
-def resolved(tasks=None, schema=SCHEMA):
-    return resolve_tasks(configured(tasks).tasks, schema)
+def resolve_task_config(tasks=None, schema=SCHEMA):
+    return resolve_tasks(load_task_config(tasks).tasks, schema)
 
 
 def test_default_task_uses_binary_cross_entropy():
-    (task,) = resolved()
+    (task,) = resolve_task_config()
     assert (task.name, task.label, task.column, task.weight) == ("y", "y", 0, 1.0)
     assert type(task.loss) is BinaryCrossEntropy and task.metrics == ("auc", "ne", "logloss", "calibration")
 
 
 def test_first_label_is_the_default():
-    (task,) = resolved([{}], TWO)
+    (task,) = resolve_task_config([{}], TWO_LABELS)
     assert (task.name, task.label, task.column) == ("clicked", "clicked", 0)
 
 
 def test_tasks_keep_their_order_and_settings():
-    tasks = resolved(
+    tasks = resolve_task_config(
         [
             {"label": "watched s", "loss": "mse", "weight": 0.1},
             {"label": "clicked", "loss": "own_parts:Focal", "options": {"gamma": 3}, "metrics": ["ne"]},
             {"name": "often", "label": "watched s", "loss": "own_parts:Count"},
         ],
-        TWO,
+        TWO_LABELS,
     )
     assert [task.name for task in tasks] == ["watched_s", "clicked", "often"]
     assert [task.column for task in tasks] == [1, 0, 1] and tasks[0].weight == 0.1
@@ -78,11 +78,11 @@ def test_tasks_keep_their_order_and_settings():
     ],
 )
 def test_label_ranges_satisfy_all_tasks(tasks, expected):
-    assert label_ranges(resolved(tasks, TWO), TWO) == expected
+    assert label_ranges(resolve_task_config(tasks, TWO_LABELS), TWO_LABELS) == expected
 
 
-THREE = {"loss": "cross_entropy", "options": {"classes": 3}}
-ROUND = [
+THREE_CLASSES = {"loss": "cross_entropy", "options": {"classes": 3}}
+MASK_CYCLE = [
     {"name": "a", "label": "clicked", "mask": "b"},
     {"name": "b", "label": "watched s", "mask": "a"},
 ]
@@ -91,8 +91,8 @@ ROUND = [
 @pytest.mark.parametrize(
     "tasks,schema,messages",
     [
-        ([{}, {"loss": "mse"}], TWO, ["two tasks have the name clicked"]),
-        ([{"label": "cliked"}], TWO, ["no label 'cliked'; did you mean 'clicked'?"]),
+        ([{}, {"loss": "mse"}], TWO_LABELS, ["two tasks have the name clicked"]),
+        ([{"label": "cliked"}], TWO_LABELS, ["no label 'cliked'; did you mean 'clicked'?"]),
         ([{"loss": "msee"}], SCHEMA, ["there is no loss 'msee'; did you mean 'mse'?", "tasks[0].loss"]),
         ([{"loss": "own_parts:Focall"}], SCHEMA, ["no attribute 'Focall'; did you mean 'Focal'?"]),
         ([{"loss": "no_such_parts:Focal"}], SCHEMA, ["no module named 'no_such_parts'"]),
@@ -101,13 +101,13 @@ ROUND = [
         ([{"loss": "own_parts:Focal", "options": {"gama": 2}}], SCHEMA, ["keyword argument 'gama'"]),
         ([{"loss": "bce", "options": {"gamma": 2}}], SCHEMA, ["tasks[0].options"]),
         ([{"mask": "y"}], SCHEMA, ["task y is its own mask", "tasks[0].mask"]),
-        (ROUND, TWO, ["masks of tasks form a cycle: a → b → a"]),
+        (MASK_CYCLE, TWO_LABELS, ["masks of tasks form a cycle: a → b → a"]),
         (
             [{"loss": "mse", "positive_weight": 2}],
             SCHEMA,
             ["positive_weight is 2, but the loss mse has no positives"],
         ),
-        ([{**THREE, "positive_weight": 2}], SCHEMA, ["tasks[0].positive_weight"]),
+        ([{**THREE_CLASSES, "positive_weight": 2}], SCHEMA, ["tasks[0].positive_weight"]),
         ([{"loss": "poisson", "negatives_kept": 0.5}], SCHEMA, ["negatives_kept is 0.5, but poisson predi"]),
         ([{"loss": "bpr", "negatives_kept": 0.5}], SCHEMA, ["tasks[0].negatives_kept"]),
         ([{"loss": "huber", "options": {"delta": 0}}], SCHEMA, ["delta is 0, not a number between 0 and"]),
@@ -134,7 +134,7 @@ ROUND = [
 )
 def test_invalid_tasks_are_rejected(tasks, schema, messages):
     with pytest.raises(ConfigError) as error:
-        resolved(tasks, schema)
+        resolve_task_config(tasks, schema)
     assert all(message in str(error.value) for message in messages), str(error.value)
 
 
@@ -155,59 +155,65 @@ def test_invalid_tasks_are_rejected(tasks, schema, messages):
 )
 def test_invalid_task_settings_are_rejected(tasks, message):
     with pytest.raises(ConfigError) as error:
-        configured(tasks)
+        load_task_config(tasks)
     assert message in str(error.value), str(error.value)
 
 
 def test_task_rows_follow_the_task_settings():
-    tasks = resolved(
+    tasks = resolve_task_config(
         [
             {"label": "clicked", "sample_weight": "w"},
             {"name": "time", "label": "watched s", "loss": "mse", "mask": "clicked"},
             {"name": "again", "label": "clicked", "mask": "shown", "nulls": "error"},
         ],
-        TWO,
+        TWO_LABELS,
     )
     assert [(each.mask, each.mask_label, each.nulls, each.sample_weight) for each in task_rows(tasks)] == [
         (None, None, "skip", "w"),
         (None, "clicked", "skip", None),
         ("shown", None, "error", None),
     ]
-    assert [each.nulls for each in task_rows(resolved([{"mask": "shown"}], TWO))] == ["error"]
+    assert [each.nulls for each in task_rows(resolve_task_config([{"mask": "shown"}], TWO_LABELS))] == [
+        "error"
+    ]
 
 
 def test_tasks_define_logit_and_key_columns():
-    tasks = resolved(
+    tasks = resolve_task_config(
         [
             {"label": "clicked", "group": "user", "item": "film"},
             {"name": "kind", "label": "watched s", "loss": "cross_entropy", "options": {"classes": 3}},
             {"name": "near", "label": "clicked", "loss": "in_batch_softmax", "item": "film"},
         ],
-        TWO,
+        TWO_LABELS,
     )
     assert count_logits(tasks) == {"clicked": 1, "kind": 3}
     assert needs_vectors(tasks) and not needs_vectors(tasks[:2])
     assert key_columns(tasks) == ("user", "film")
     assert key_columns(tasks, ["country", "user"]) == ("user", "film", "country")
     assert whole_labels(tasks) == {"watched s"}
-    assert label_ranges(tasks, TWO)["watched s"] == (0, 2)
+    assert label_ranges(tasks, TWO_LABELS)["watched s"] == (0, 2)
 
 
 @pytest.mark.parametrize("model", ["dlrm", "dcn", "own_parts:Linear"])
 def test_models_support_several_tasks(model):
     tasks = [{"label": "clicked"}, {"label": "watched s", "loss": "mse"}]
-    check_fit(configured(tasks[:1], model={"name": model}), TWO, here=False)
-    check_fit(configured(tasks, model={"name": model}), TWO, here=False)
+    check_fit(load_task_config(tasks[:1], model={"name": model}), TWO_LABELS, here=False)
+    check_fit(load_task_config(tasks, model={"name": model}), TWO_LABELS, here=False)
 
 
 @pytest.mark.parametrize("model", ["dlrm", "dcn"])
 def test_vector_losses_require_a_model_with_vectors(model):
-    config = configured([{"loss": "in_batch_softmax"}], model={"name": model})
+    config = load_task_config([{"loss": "in_batch_softmax"}], model={"name": model})
     with pytest.raises(ConfigError) as error:
-        check_fit(config, TWO, here=False)
+        check_fit(config, TWO_LABELS, here=False)
     assert f"reads query and item vectors, but model.name={model} returns none" in str(error.value)
     assert "where:    tasks, model.name" in str(error.value)
-    check_fit(configured([{"loss": "in_batch_softmax"}], model={"name": "own_parts:Linear"}), TWO, here=False)
+    check_fit(
+        load_task_config([{"loss": "in_batch_softmax"}], model={"name": "own_parts:Linear"}),
+        TWO_LABELS,
+        here=False,
+    )
 
 
 def test_remote_losses_and_metrics_are_foreign_code():
@@ -228,4 +234,4 @@ def test_loss_registry_does_not_import_torch():
 
 def test_task_name_replaces_invalid_label_characters():
     schema = Schema.parse(SCHEMA.model_dump() | {"labels": ["user.liked?"]}, "test")
-    assert [task.name for task in resolved(None, schema)] == ["user_liked_"]
+    assert [task.name for task in resolve_task_config(None, schema)] == ["user_liked_"]

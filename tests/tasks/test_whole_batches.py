@@ -5,9 +5,16 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from ranks import on_ranks
-from small import batches, build, config, labelled, objective, train
-from standin import cuda
+from ranks import run_on_ranks
+from small import (
+    batch_of_labels,
+    build_step_on_rank,
+    make_batches,
+    make_objective,
+    make_small_config,
+    train_step,
+)
+from standin import use_stand_in_gpu
 
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.tasks import global_batch
@@ -18,7 +25,7 @@ INF = float("inf")
 X, Y = torch.tensor([0.5, -2.0, 3.0]), torch.tensor([1.0, 0.0, 1.0])
 
 
-def of(name, logits, labels, **options):
+def compute_row_losses(name, logits, labels, **options):
     return loss.parts[name](**options).of_rows(logits, labels).tolist()
 
 
@@ -27,17 +34,19 @@ def test_row_losses_match_their_formulas():
     right = [p[0], 1 - p[1], p[2]]
     factor = [0.25, 0.75, 0.25]
     expected = [-a * (1 - r) ** 1.5 * math.log(r) for a, r in zip(factor, right, strict=True)]
-    assert of("focal", X, Y, gamma=1.5, alpha=0.25) == pytest.approx(expected, rel=1e-5)
-    assert of("focal", X, Y, gamma=0) == pytest.approx([-math.log(r) for r in right], rel=1e-5)
-    assert of("huber", X, Y, delta=1.0) == pytest.approx([0.125, 1.5, 1.5])
-    assert of("huber", X, Y, delta=0.1) == pytest.approx([0.045, 0.195, 0.195])
+    assert compute_row_losses("focal", X, Y, gamma=1.5, alpha=0.25) == pytest.approx(expected, rel=1e-5)
+    assert compute_row_losses("focal", X, Y, gamma=0) == pytest.approx(
+        [-math.log(r) for r in right], rel=1e-5
+    )
+    assert compute_row_losses("huber", X, Y, delta=1.0) == pytest.approx([0.125, 1.5, 1.5])
+    assert compute_row_losses("huber", X, Y, delta=0.1) == pytest.approx([0.045, 0.195, 0.195])
     counts = torch.tensor([0.0, 2.0, 7.0])
-    assert of("poisson", X, counts) == pytest.approx(
+    assert compute_row_losses("poisson", X, counts) == pytest.approx(
         [math.exp(x) - y * x for x, y in zip(X.tolist(), counts.tolist(), strict=True)], rel=1e-6
     )
     classes = torch.tensor([[1.0, 2.0, 0.0], [0.0, 0.0, 0.0]])
     total = math.e + math.e**2 + 1
-    assert of("cross_entropy", classes, torch.tensor([2.0, 1.0]), classes=3) == pytest.approx(
+    assert compute_row_losses("cross_entropy", classes, torch.tensor([2.0, 1.0]), classes=3) == pytest.approx(
         [math.log(total), math.log(3)]
     )
 
@@ -99,24 +108,24 @@ def test_gpu_compares_more_pairs_at_once(device, pieces, monkeypatch):
 
     logits, labels = torch.randn(8), (torch.arange(8) % 2).float()
     expected = made.of_batch(Rows(logits, labels, torch.ones(8)), slice(0, 8)).sum()
-    with cuda(), patch.object(made, "of_batch", piece):
+    with use_stand_in_gpu(), patch.object(made, "of_batch", piece):
         given = Rows(logits.to(device).requires_grad_(), labels.to(device), torch.ones(8, device=device))
         value = global_batch.compute_batch_loss(made, given, torch.ones(8, device=device), 1)
         assert float(value) == pytest.approx(float(expected)) and len(found) == pieces
 
 
 def test_loss_is_divided_by_global_batch_rows():
-    made = objective([{"loss": "mse", "sample_weight": "w"}])
+    made = make_objective([{"loss": "mse", "sample_weight": "w"}])
     weights = torch.tensor([[0.5], [0.0], [2.0]])
-    found = total(made.losses(X, labelled(Y, rows=8, task_weights=weights)))
+    found = total(made.losses(X, batch_of_labels(Y, rows=8, task_weights=weights)))
     assert float(found) == pytest.approx((0.5 * 0.25 + 2 * 4) / 8)
-    assert float(total(made.losses(X, labelled(Y, rows=8, task_weights=0 * weights)))) == 0
+    assert float(total(made.losses(X, batch_of_labels(Y, rows=8, task_weights=0 * weights)))) == 0
 
 
 def test_positive_weight_changes_only_the_loss():
-    made = objective([{"positive_weight": 3.0}])
-    plain = objective([{}])
-    batch = labelled(Y, torch.tensor([1.0, 1.0, 0.0]))
+    made = make_objective([{"positive_weight": 3.0}])
+    plain = make_objective([{}])
+    batch = batch_of_labels(Y, torch.tensor([1.0, 1.0, 0.0]))
     bce = loss.parts["bce"]().of_rows(X, Y)
     assert float(total(made.losses(X, batch))) == pytest.approx(float(3 * bce[0] + bce[1]) / 3)
     outputs = made.outputs(total(plain.losses(X, batch)), X, batch)
@@ -124,14 +133,14 @@ def test_positive_weight_changes_only_the_loss():
 
 
 def test_down_sampled_negatives_are_corrected():
-    made = objective([{"negatives_kept": 0.1}])
+    made = make_objective([{"negatives_kept": 0.1}])
     p = X.sigmoid()
     expected = p / (p + (1 - p) / 0.1)
-    outputs = made.outputs(torch.zeros(()), X, labelled(Y))
+    outputs = made.outputs(torch.zeros(()), X, batch_of_labels(Y))
     torch.testing.assert_close(outputs["y"].predictions, expected)
     torch.testing.assert_close(outputs["y"].logits.sigmoid(), expected)
-    same = total(objective([{}]).losses(X, labelled(Y)))
-    assert torch.equal(total(made.losses(X, labelled(Y))), same)
+    same = total(make_objective([{}]).losses(X, batch_of_labels(Y)))
+    assert torch.equal(total(made.losses(X, batch_of_labels(Y))), same)
 
 
 MIXED = [
@@ -142,10 +151,10 @@ MIXED = [
 
 
 def test_outputs_are_split_into_task_columns():
-    made = objective(MIXED)
+    made = make_objective(MIXED)
     logits, labels = torch.randn(3, 3 + 1 + 4), torch.tensor([[0.0], [1.0], [1.0]])
     weights = torch.tensor([[1.0, 0.0, 0.5], [1.0, 1.0, 1.0], [0.0, 1.0, 1.0]])
-    outputs = made.outputs(torch.zeros(()), logits, labelled(labels, task_weights=weights))
+    outputs = made.outputs(torch.zeros(()), logits, batch_of_labels(labels, task_weights=weights))
     torch.testing.assert_close(outputs["kind"].predictions, logits[:, :3].softmax(1))
     assert torch.equal(outputs["click"].logits, logits[:, 3])
     torch.testing.assert_close(outputs["near"].logits, (logits[:, 4:6] * logits[:, 6:]).sum(1))
@@ -154,32 +163,34 @@ def test_outputs_are_split_into_task_columns():
     assert list(outputs.tasks) == ["kind", "near", "click"]
     for width in (3, 4, 7):
         with pytest.raises(ConfigError, match=rf"\[3, {width}\] for 3 tasks"):
-            total(made.losses(torch.zeros(3, width), labelled(labels)))
+            total(made.losses(torch.zeros(3, width), batch_of_labels(labels)))
 
 
 def test_outputs_name_keys_by_their_columns():
-    made = objective([{"group": "user", "item": "film"}])
+    made = make_objective([{"group": "user", "item": "film"}])
     keys = torch.tensor([[1, 2], [3, 4], [5, 6]])
-    outputs = made.outputs(torch.zeros(()), X, labelled(Y, keys=keys))
+    outputs = made.outputs(torch.zeros(()), X, batch_of_labels(Y, keys=keys))
     assert {name: values.tolist() for name, values in outputs["y"].keys.items()} == {
         "user": [1, 3, 5],
         "film": [2, 4, 6],
     }
     sliced = Objective(made.tasks, keys=["user", "film", "country"])  # training reads no slices
-    outputs = sliced.outputs(torch.zeros(()), X, labelled(Y, keys=keys))
+    outputs = sliced.outputs(torch.zeros(()), X, batch_of_labels(Y, keys=keys))
     assert list(outputs["y"].keys) == ["user", "film"]
 
 
-def switches(rank, world):
+def read_torchrec_switches(rank, world):
     """Return TorchRec's process-wide switches after training, and the error if one was off before."""
     from torchrec.distributed import comm_ops
 
     plan = {"sharding_type": "row_wise"}
-    train(build(config(world, plan, max_grad_norm=0.1)), batches(2, rank, world)[1])
+    train_step(
+        build_step_on_rank(make_small_config(world, plan, max_grad_norm=0.1)), make_batches(2, rank, world)[1]
+    )
     after = comm_ops.get_gradient_division(), comm_ops.get_use_sync_collectives()
     comm_ops.set_gradient_division(False)
     try:
-        build(config(world, plan))
+        build_step_on_rank(make_small_config(world, plan))
     except RunError as error:
         return after, str(error)
     finally:
@@ -187,12 +198,12 @@ def switches(rank, world):
 
 
 def test_torchrec_switches_are_kept_and_checked():
-    for after, message in on_ranks(2, switches):
+    for after, message in run_on_ranks(2, read_torchrec_switches):
         assert after == (True, False)  # TorchRec's defaults
         assert "gradient division is disabled" in message
 
 
-def collectives(rank, world, tasks):
+def record_collectives(rank, world, tasks):
     """Return the torch.distributed calls of a batch loss, its value and its gradient."""
     import torch.distributed as dist
 
@@ -208,9 +219,9 @@ def collectives(rank, world, tasks):
         setattr(dist, name, counted(name))
     try:
         logits = (X + rank).requires_grad_()
-        made = objective(tasks, world=world)
+        made = make_objective(tasks, world=world)
         keys = torch.tensor([[1], [1], [2]]) if tasks[0].get("group") else None
-        found = total(made.losses(logits, labelled(Y, rows=3 * world, keys=keys)))
+        found = total(made.losses(logits, batch_of_labels(Y, rows=3 * world, keys=keys)))
         (grad,) = torch.autograd.grad(found, logits)
     finally:
         for name, function in before.items():
@@ -227,10 +238,10 @@ def collectives(rank, world, tasks):
     ],
 )
 def test_only_batch_losses_use_collectives(task, expected):
-    everyone = on_ranks(2, collectives, [task])
+    everyone = run_on_ranks(2, record_collectives, [task])
     logits = torch.cat([X, X + 1]).requires_grad_()
     keys = torch.tensor([[1], [1], [2]] * 2) if task.get("group") else None
-    whole = total(objective([task]).losses(logits, labelled(Y.repeat(2), keys=keys)))
+    whole = total(make_objective([task]).losses(logits, batch_of_labels(Y.repeat(2), keys=keys)))
     whole.backward()
     for rank, (calls, _, grad) in enumerate(everyone):
         assert calls == expected
@@ -238,16 +249,18 @@ def test_only_batch_losses_use_collectives(task, expected):
     assert sum(value for _, value, _ in everyone) / 2 == pytest.approx(whole.item(), rel=1e-6)
 
 
-def overflowing(rank, world):
+def train_overflowing_rank(rank, world):
     """Train a batch loss with non-finite logits on one rank; return which steps were skipped."""
-    local = batches(2, rank, world)[1]
+    local = make_batches(2, rank, world)[1]
     if rank == 0:
         local[0].dense[0, 0] = INF
-    step = build(config(world, {"sharding_type": "row_wise"}, tasks=[{"loss": "bpr"}], on_nan="skip"))
-    first, second = train(step, local)
+    step = build_step_on_rank(
+        make_small_config(world, {"sharding_type": "row_wise"}, tasks=[{"loss": "bpr"}], on_nan="skip")
+    )
+    first, second = train_step(step, local)
     finite = all(p.isfinite().all() for p in step.model.module.head.parameters())
     return first.skipped, second.skipped, bool(second.loss.isfinite()), finite
 
 
 def test_non_finite_step_is_skipped_on_all_ranks():
-    assert on_ranks(2, overflowing) == [(True, False, True, True)] * 2
+    assert run_on_ranks(2, train_overflowing_rank) == [(True, False, True, True)] * 2

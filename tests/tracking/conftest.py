@@ -6,15 +6,15 @@ import pytest
 
 
 @pytest.fixture(scope="session", autouse=True)
-def stores():
-    from stores import made_once
+def store_template():
+    from stores import reuse_first_store
 
-    with made_once():
+    with reuse_first_store():
         yield
 
 
 @pytest.fixture(scope="session")
-def processes():
+def preloaded_processes():
     """Return a multiprocessing context whose processes have MLflow imported."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["raytrec.tracking.delivery", "mlflow.store.tracking.sqlalchemy_store"])

@@ -14,7 +14,7 @@ from uuid import uuid4
 
 import pytest
 import tracked
-from tracked import add, client
+from tracked import add_compared_line, mlflow_client
 
 from raytrec.common.errors import ConfigError
 from raytrec.common.messages import METRICS
@@ -26,39 +26,41 @@ from raytrec.tracking.store import KEY, PARENT_NAME_TAG, Store
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def store_folder(tmp_path_factory):
     """Return a folder for one store that all tests share, because creating its tables takes seconds."""
     return tmp_path_factory.mktemp("store")
 
 
 @pytest.fixture
-def run(place, request, tmp_path):
+def make_delivery(store_folder, request, tmp_path):
     """Return a function that creates a delivery of the run folder and the list of its messages."""
 
     def make(**values):
         said = []
-        values = {"tracking": {"uri": f"sqlite:///{place}/new/mlflow.db"}, **values}
+        values = {"tracking": {"uri": f"sqlite:///{store_folder}/new/mlflow.db"}, **values}
         values["tracking"]["experiment"] = request.node.name
-        return Delivery(tmp_path, tracked.config(tmp_path, values), said.append), said
+        return Delivery(tmp_path, tracked.write_tracked_config(tmp_path, values), said.append), said
 
     return make
 
 
-def steps_of(delivery, name="loss"):
-    return [step for step, _, _ in tracked.history(delivery.uri, delivery.run_id, name)]
+def read_steps(delivery, name="loss"):
+    return [step for step, _, _ in tracked.metric_history(delivery.uri, delivery.run_id, name)]
 
 
-def test_delivery_writes_the_whole_run_folder_to_the_store(run, tmp_path):
+def test_delivery_writes_the_whole_run_folder_to_the_store(make_delivery, tmp_path):
     plan = {"tables": {"item*": {"sharding_type": "row_wise"}, "user": {"ranks": [0]}}}
-    delivery, said = run(plan=plan, warm_start={"from": "http://me:secret@host:5000/run"})
+    delivery, said = make_delivery(plan=plan, warm_start={"from": "http://me:secret@host:5000/run"})
     assert not (tmp_path / "mlflow.json").exists()
     assert delivery.deliver() and delivery.run_id
     (tmp_path / "tags.json").write_text(
         json.dumps({"cluster.nodes": "3", "team": "search", "api_key": "abc"})
     )
     for step in range(50):
-        add(tmp_path, {"loss": 1 / (step + 1), "auc": None, "ne": float("nan")}, step, unix_s=1e9 + step)
-    add(tmp_path, {"table/item*/rows": 3, **{f"many/{i}": i for i in range(2500)}}, 7)
+        add_compared_line(
+            tmp_path, {"loss": 1 / (step + 1), "auc": None, "ne": float("nan")}, step, unix_s=1e9 + step
+        )
+    add_compared_line(tmp_path, {"table/item*/rows": 3, **{f"many/{i}": i for i in range(2500)}}, 7)
     (tmp_path / "plan.json").write_text("first")
     assert delivery.deliver()
     (tmp_path / "plan.json").write_text("second")
@@ -67,7 +69,7 @@ def test_delivery_writes_the_whole_run_folder_to_the_store(run, tmp_path):
     assert delivery.finish("FINISHED", 60) is None
     assert said == []
 
-    run = client(delivery.uri).get_run(delivery.run_id)
+    run = mlflow_client(delivery.uri).get_run(delivery.run_id)
     assert (run.info.status, run.info.run_name) == ("FINISHED", "run")
     assert run.data.params["optim.embeddings.name"] == "rowwise_adagrad"
     assert run.data.params["warm_start.from"] == "http://me:***@host:5000/run"
@@ -77,62 +79,67 @@ def test_delivery_writes_the_whole_run_folder_to_the_store(run, tmp_path):
     many = {f"many/{i}": float(i) for i in range(2500)}
     assert run.data.metrics == {"loss": 1 / 50, "table/item_/rows": 3.0, **many}
     wanted = [(step, 1 / (step + 1), (10**9 + step) * 1000) for step in range(50)]
-    assert tracked.history(delivery.uri, delivery.run_id, "loss") == wanted
+    assert tracked.metric_history(delivery.uri, delivery.run_id, "loss") == wanted
     kept = tmp_path.parent / "mlartifacts" / delivery.run_id / "artifacts"
     found = sorted(str(path.relative_to(kept)) for path in kept.rglob("*") if path.is_file())
     assert found == ["config.yaml", "pictures/curves.svg", "plan.json"]
     assert (kept / "plan.json").read_text() == "second"
 
 
-def test_delivery_counts_rejected_records_and_keeps_the_rest(run, tmp_path):
-    delivery, said = run(run={"seed": 1})
-    add(tmp_path, {"loss": 1.0}, 1)
-    add(tmp_path, {"../loss": 1.0}, 1)  # an invalid MLflow metric name
-    add(tmp_path, {"loss": 2.0}, 2)
+def test_delivery_counts_rejected_records_and_keeps_the_rest(make_delivery, tmp_path):
+    delivery, said = make_delivery(run={"seed": 1})
+    add_compared_line(tmp_path, {"loss": 1.0}, 1)
+    add_compared_line(tmp_path, {"../loss": 1.0}, 1)  # an invalid MLflow metric name
+    add_compared_line(tmp_path, {"loss": 2.0}, 2)
     lost = delivery.finish("FAILED", 60)
     assert lost.startswith("MLflow lacks 1 record (") and "../loss" in lost
     assert said == [], "a permanent error was reported as an outage"
-    again, _ = run(run={"seed": 2})  # MLflow does not change an existing param
+    again, _ = make_delivery(run={"seed": 2})  # MLflow does not change an existing param
     assert again.finish("FAILED", 60) is None, "rejected records were written again"
-    stored = client(delivery.uri).get_run(delivery.run_id)
+    stored = mlflow_client(delivery.uri).get_run(delivery.run_id)
     assert again.run_id == delivery.run_id
     assert (stored.info.status, stored.data.params["run.seed"]) == ("FAILED", "1")
-    assert [value for _, value, _ in tracked.history(delivery.uri, delivery.run_id, "loss")] == [1.0, 2.0]
+    assert [value for _, value, _ in tracked.metric_history(delivery.uri, delivery.run_id, "loss")] == [
+        1.0,
+        2.0,
+    ]
 
 
-def test_delivery_resumes_a_run_or_recreates_a_deleted_one(run, tmp_path):
-    delivery, _ = run()
-    add(tmp_path, {"loss": 1.0}, 1)
+def test_delivery_resumes_a_run_or_recreates_a_deleted_one(make_delivery, tmp_path):
+    delivery, _ = make_delivery()
+    add_compared_line(tmp_path, {"loss": 1.0}, 1)
     delivery.finish("FAILED", 60)
     before = delivery.run_id
-    again, _ = run()
+    again, _ = make_delivery()
     again.deliver()
-    assert again.run_id == before and client(again.uri).get_run(before).info.status == "RUNNING"
-    add(tmp_path, {"loss": 0.5}, 2)
+    assert again.run_id == before and mlflow_client(again.uri).get_run(before).info.status == "RUNNING"
+    add_compared_line(tmp_path, {"loss": 0.5}, 2)
     again.finish("FINISHED", 60)
-    assert steps_of(again) == [1, 2]
+    assert read_steps(again) == [1, 2]
 
-    client(again.uri).delete_run(before)
-    other, _ = run()
+    mlflow_client(again.uri).delete_run(before)
+    other, _ = make_delivery()
     assert other.finish("FINISHED", 60) is None
     assert other.run_id not in (None, before)
-    assert steps_of(other) == [1, 2]
+    assert read_steps(other) == [1, 2]
 
 
-def test_run_is_created_once_if_the_response_is_lost(place):
-    config = tracked.config(place, {"tracking": {"uri": f"sqlite:///{place}/new/mlflow.db"}})
-    store = Store(config, place, "a key")
+def test_run_is_created_once_if_the_response_is_lost(store_folder):
+    config = tracked.write_tracked_config(
+        store_folder, {"tracking": {"uri": f"sqlite:///{store_folder}/new/mlflow.db"}}
+    )
+    store = Store(config, store_folder, "a key")
     store.open()
     made, store.run_id = store.run_id, None
     store.open()
     assert store.run_id == made
-    of_a_driver_that_died = Store(config, place, "a key")
+    of_a_driver_that_died = Store(config, store_folder, "a key")
     of_a_driver_that_died.open()
     assert of_a_driver_that_died.run_id == made
     assert store._client.get_run(made).data.tags[KEY] == "a key"
 
 
-class LooksBeforeOthersMake(Store):
+class RacingParentStore(Store):
     """Store that creates a parent after all stores have found none; the first call takes longest."""
 
     gate = Barrier(4, timeout=30)
@@ -147,10 +154,16 @@ class LooksBeforeOthersMake(Store):
         return super()._create(name, tag, value)
 
 
-def test_concurrent_runs_share_one_parent(place):
+def test_concurrent_runs_share_one_parent(store_folder):
     def open_store(kind, parent):
-        tracking = {"uri": f"sqlite:///{place}/new/mlflow.db", "experiment": "sweep", "parent_run": parent}
-        store = kind(tracked.config(place, {"tracking": tracking}), place, uuid4().hex)
+        tracking = {
+            "uri": f"sqlite:///{store_folder}/new/mlflow.db",
+            "experiment": "sweep",
+            "parent_run": parent,
+        }
+        store = kind(
+            tracked.write_tracked_config(store_folder, {"tracking": tracking}), store_folder, uuid4().hex
+        )
         store.open()
         return store
 
@@ -161,7 +174,7 @@ def test_concurrent_runs_share_one_parent(place):
     def parent_of(store):
         return store._client.get_run(store.run_id).data.tags["mlflow.parentRunId"]
 
-    stores = [open_store(LooksBeforeOthersMake, "it's a grid") for _ in range(4)]
+    stores = [open_store(RacingParentStore, "it's a grid") for _ in range(4)]
     with ThreadPoolExecutor(4) as threads:
         for _ in range(2):  # at the beginning of each run and at its end
             list(threads.map(lambda store: store.join_parent(), stores))
@@ -180,7 +193,7 @@ def test_concurrent_runs_share_one_parent(place):
 
 def test_reader_merges_records_up_to_the_call_limit(tmp_path):
     for step in range(6):
-        add(tmp_path, {f"m{i}": 1.0 for i in range(300)}, step)
+        add_compared_line(tmp_path, {f"m{i}": 1.0 for i in range(300)}, step)
     feed = RecordReader(tmp_path)
 
     def steps():
@@ -204,20 +217,20 @@ def test_invalid_store_is_refused_quickly_without_secrets(tmp_path, wrong):
         "port": "http://me:secret@127.0.0.1:port",
     }[wrong]
     began = perf_counter()
-    delivery = Delivery(tmp_path, tracked.config(tmp_path, {"tracking": {"uri": uri}}), print)
+    delivery = Delivery(tmp_path, tracked.write_tracked_config(tmp_path, {"tracking": {"uri": uri}}), print)
     with pytest.raises(ConfigError, match="cannot open the MLflow store") as error:
         delivery.deliver()
     assert "secret" not in str(error.value)
     assert perf_counter() - began < 60, "the error took too long; MLflow alone retries for 100 s"
 
 
-def test_deleted_experiment_error_names_the_restore_command(place, tmp_path):
+def test_deleted_experiment_error_names_the_restore_command(store_folder, tmp_path):
     said = []
-    uri = f"sqlite:///{place}/new/mlflow.db"
-    config = tracked.config(tmp_path, {"tracking": {"uri": uri, "experiment": "it's gone"}})
+    uri = f"sqlite:///{store_folder}/new/mlflow.db"
+    config = tracked.write_tracked_config(tmp_path, {"tracking": {"uri": uri, "experiment": "it's gone"}})
     Delivery(tmp_path, config, print).finish("FINISHED", 60)
-    experiment = client(uri).get_experiment_by_name("it's gone").experiment_id
-    client(uri).delete_experiment(experiment)
+    experiment = mlflow_client(uri).get_experiment_by_name("it's gone").experiment_id
+    mlflow_client(uri).delete_experiment(experiment)
     (tmp_path / "mlflow.json").unlink()
     with pytest.raises(ConfigError, match="the experiment it's gone is deleted") as error:
         Delivery(tmp_path, config, print).deliver()
@@ -226,7 +239,7 @@ def test_deleted_experiment_error_names_the_restore_command(place, tmp_path):
     later = Delivery(tmp_path, config, said.append)
     later._tried = True  # after an outage, the error does not stop a training run
     assert not later.deliver() and "the experiment it's gone is deleted" in said[0]
-    client(uri).restore_experiment(experiment)
+    mlflow_client(uri).restore_experiment(experiment)
     assert Delivery(tmp_path, config, print).deliver()
 
 
@@ -245,15 +258,15 @@ def test_unsupported_store_uri_is_refused_before_mlflow_import():
     assert done.stdout.endswith("False\n")
 
 
-def test_delivery_reports_invalid_lines_as_the_reason(run, tmp_path):
+def test_delivery_reports_invalid_lines_as_the_reason(make_delivery, tmp_path):
     (tmp_path / METRICS).write_text('{"kind": "train"}\n' * 19)
-    delivery, _ = run()
+    delivery, _ = make_delivery()
     lost = delivery.finish("FINISHED", 60)
     assert lost.startswith(f"MLflow lacks 19 records ({METRICS} contains an invalid line: "), lost
 
 
 @pytest.fixture
-def answers():
+def status_server():
     """Return a function that serves an HTTP status and returns the address and request times."""
     servers = []
 
@@ -285,19 +298,21 @@ def answers():
 
 
 @pytest.mark.parametrize("status", [401, 403, 404])
-def test_client_errors_of_the_server_are_refused(answers, tmp_path, status):
-    config = tracked.config(tmp_path, {"tracking": {"uri": answers(status)[0]}})
+def test_client_errors_of_the_server_are_refused(status_server, tmp_path, status):
+    config = tracked.write_tracked_config(tmp_path, {"tracking": {"uri": status_server(status)[0]}})
     with pytest.raises(ConfigError, match="cannot open the MLflow store") as error:
         Delivery(tmp_path, config, print).deliver()
     assert ("MLFLOW_TRACKING_TOKEN" in error.value.do) == (status != 404)
 
 
-def test_delivery_ignores_retry_after_of_a_failing_server(answers, tmp_path):
-    address, asked = answers(503, [("Retry-After", "3600")])
+def test_delivery_ignores_retry_after_of_a_failing_server(status_server, tmp_path):
+    address, asked = status_server(503, [("Retry-After", "3600")])
     said = []
-    delivery = Delivery(tmp_path, tracked.config(tmp_path, {"tracking": {"uri": address}}), said.append)
+    delivery = Delivery(
+        tmp_path, tracked.write_tracked_config(tmp_path, {"tracking": {"uri": address}}), said.append
+    )
     assert not delivery.deliver() and delivery.run_id is None
-    add(tmp_path, {"loss": 1.0}, 1)
+    add_compared_line(tmp_path, {"loss": 1.0}, 1)
     began = perf_counter()
     lost = delivery.finish("FINISHED", patience_s=2.5)
     assert perf_counter() - began < 40

@@ -26,29 +26,29 @@ from raytrec.tracking.journal import append_line
 RANKS = 2
 
 
-def message(kind, step):
+def make_message(kind, step):
     """Return a message that differs from all others of its kind."""
     if kind == "train":
         return messages.Train(step=step, unix_s=1e9 + step, figures={"loss": 1 / step})
     if kind == "check":
         found = {"passed": step % 7 != 0, "figure": step / 10, "limit": 1.0, "text": ""}
         return messages.Outcome(check="parity", step=step, unix_s=1e9 + step, **found)
-    line = recorded.interval(["user"], kind, RANKS, 100 * step, unix_s=1e9 + step)
+    line = recorded.rank_line(["user"], kind, RANKS, 100 * step, unix_s=1e9 + step)
     return messages.RankLine(**line | {"seconds": float(step)})
 
 
-def written_in(first, last):
+def make_messages(first, last):
     """Return the messages of steps first … last - 1: figures, a check, and a line of each rank."""
     kinds = ("train", "check", *range(RANKS))
-    return [message(kind, step) for step in range(first, last) for kind in kinds]
+    return [make_message(kind, step) for step in range(first, last) for kind in kinds]
 
 
-def add_all(folder, first, last):
-    for each in written_in(first, last):
+def append_messages(folder, first, last):
+    for each in make_messages(first, last):
         append_line(folder, each)
 
 
-def expected(steps):
+def list_expected_metrics(steps):
     """Return the expected (step, value, ms) of one or more metrics per kind of line."""
     ms = {step: round((1e9 + step) * 1000) for step in steps}
     return {
@@ -60,34 +60,34 @@ def expected(steps):
     }
 
 
-def stored(uri, run_id, names):
-    return {name: tracked.history(uri, run_id, name) for name in names}
+def read_stored_metrics(uri, run_id, names):
+    return {name: tracked.metric_history(uri, run_id, name) for name in names}
 
 
 @pytest.fixture(scope="module")
-def uri(tmp_path_factory):
+def feed_store_uri(tmp_path_factory):
     """Return the URI of a store whose tables exist."""
     place = tmp_path_factory.mktemp("feed")
     uri = f"sqlite:///{place}/mlflow.db"
-    track(uri, place / "first").finish("FINISHED", 60)
+    make_feed_delivery(uri, place / "first").finish("FINISHED", 60)
     return uri
 
 
-def track(uri, folder):
+def make_feed_delivery(uri, folder):
     values = {"run": {"name": folder.name}, "tracking": {"uri": uri, "experiment": "feed"}}
-    return Delivery(folder, tracked.config(folder, values), print)
+    return Delivery(folder, tracked.write_tracked_config(folder, values), print)
 
 
-def check(uri, folder, steps):
+def check_next_delivery(uri, folder, steps):
     """Deliver the missing lines and check that every line is stored exactly once."""
-    delivery = track(uri, folder)
+    delivery = make_feed_delivery(uri, folder)
     assert delivery.finish("FINISHED", 60) is None
-    wanted = expected(steps)
-    assert stored(uri, delivery.run_id, wanted) == wanted
+    wanted = list_expected_metrics(steps)
+    assert read_stored_metrics(uri, delivery.run_id, wanted) == wanted
     return delivery.run_id
 
 
-def drive(uri, folder, first, last, dies_after, told):
+def run_killed_driver(uri, folder, first, last, dies_after, told):
     """Run a driver that is killed after `dies_after` writes, before it records the last write."""
     from raytrec.tracking.store import Store
 
@@ -100,75 +100,79 @@ def drive(uri, folder, first, last, dies_after, told):
             os.kill(os.getpid(), signal.SIGKILL)
 
     Store.write_metrics = counted
-    delivery = track(uri, folder)
+    delivery = make_feed_delivery(uri, folder)
     delivery.deliver()
     told.put(delivery.run_id)
     for step in range(first, last):
-        add_all(folder, step, step + 1)
+        append_messages(folder, step, step + 1)
         sleep(0.05)
         if step % 10 == 0:
             delivery.deliver()
     delivery.finish("FINISHED", 60)
 
 
-def begin(processes, *args):
+def start_driver(processes, *args):
     """Start a driver process that adds and delivers lines; return it with its MLflow run id."""
     told = processes.Queue()
-    process = processes.Process(target=drive, args=(*args, told), daemon=True)
+    process = processes.Process(target=run_killed_driver, args=(*args, told), daemon=True)
     process.start()
     return process, told.get(timeout=120)
 
 
-def test_driver_killed_before_its_note_delivers_lines_once(uri, tmp_path, processes):
+def test_driver_killed_before_its_note_delivers_lines_once(feed_store_uri, tmp_path, preloaded_processes):
     folder = tmp_path / "between"
     folder.mkdir()
-    process, run_id = begin(processes, uri, folder, 1, 200, 2)
+    process, run_id = start_driver(preloaded_processes, feed_store_uri, folder, 1, 200, 2)
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
     noted = DeliveryState.read(folder)
-    last = mend(folder)
-    written = {step for step, _, _ in stored(uri, run_id, ["train/loss"])["train/loss"]}
+    last = complete_last_step(folder)
+    written = {
+        step for step, _, _ in read_stored_metrics(feed_store_uri, run_id, ["train/loss"])["train/loss"]
+    }
     lines = (folder / messages.METRICS).read_bytes()[: noted.offsets[messages.METRICS]].count(b"\n")
     assert 0 < lines < len(written), "the store has no more lines than the note"
     assert noted.run_id == run_id and last < 200
-    add_all(folder, last + 1, last + 20)  # as a resumed run does
-    assert check(uri, folder, range(1, last + 20)) == run_id
+    append_messages(folder, last + 1, last + 20)  # as a resumed run does
+    assert check_next_delivery(feed_store_uri, folder, range(1, last + 20)) == run_id
 
 
 @pytest.mark.survive
-def test_killed_drivers_and_locked_store_deliver_lines_once(uri, tmp_path, processes):
+def test_killed_drivers_and_locked_store_deliver_lines_once(feed_store_uri, tmp_path, preloaded_processes):
     """Kill a driver while the sqlite file is locked for 2 s, then run another driver for 1 s."""
     folder, random = tmp_path / "anywhere", Random(0)
     folder.mkdir()
-    process, run_id = begin(processes, uri, folder, 1, 400, 0)
+    process, run_id = start_driver(preloaded_processes, feed_store_uri, folder, 1, 400, 0)
     sleep(1 + random.random())
-    with closing(sqlite3.connect(uri.removeprefix("sqlite:///"), isolation_level=None)) as database:
+    with closing(
+        sqlite3.connect(feed_store_uri.removeprefix("sqlite:///"), isolation_level=None)
+    ) as database:
         database.execute("BEGIN EXCLUSIVE")
         sleep(2)
         process.kill()
         process.join(30)
-    done = mend(folder)
-    assert lines_behind(folder) > 8, "the driver was not behind while the store was locked"
-    process, again = begin(processes, uri, folder, done + 1, 400, 0)
+    done = complete_last_step(folder)
+    assert count_undelivered_lines(folder) > 8, "the driver was not behind while the store was locked"
+    process, again = start_driver(preloaded_processes, feed_store_uri, folder, done + 1, 400, 0)
     sleep(1 + random.random())
     process.kill()
     process.join(30)
-    done = mend(folder)
-    assert check(uri, folder, range(1, done + 1)) == run_id == again
+    done = complete_last_step(folder)
+    assert check_next_delivery(feed_store_uri, folder, range(1, done + 1)) == run_id == again
 
 
-def mend(folder):
+def complete_last_step(folder):
     """Append the missing lines of the step in which a driver was killed and return that step."""
     counts = [len((folder / name).read_text().splitlines()) for name in ("metrics.jsonl", "checks.jsonl")]
     of_ranks = len((folder / "ranks.jsonl").read_text().splitlines())
     done = counts[0]
     missing = ["check"] * (done - counts[1]) + list(range(of_ranks - RANKS * (done - 1), RANKS))
     for kind in missing:
-        append_line(folder, message(kind, done))
+        append_line(folder, make_message(kind, done))
     return done
 
 
-def lines_behind(folder):
+def count_undelivered_lines(folder):
     noted = DeliveryState.read(folder).offsets
     return sum(
         (folder / name).read_bytes()[noted.get(name, 0) :].count(b"\n")
@@ -176,7 +180,7 @@ def lines_behind(folder):
     )
 
 
-def records(feed):
+def read_records(feed):
     """Return all records that are ready for delivery."""
     found = []
     while batch := feed.next_batch():
@@ -187,36 +191,38 @@ def records(feed):
 
 def test_reader_skips_incomplete_lines_of_a_lost_group(tmp_path):
     """One rank's line is missing, then another driver starts and counts attempts from 0 again."""
-    add_all(tmp_path, 1, 3)
-    append_line(tmp_path, message(0, 3))
+    append_messages(tmp_path, 1, 3)
+    append_line(tmp_path, make_message(0, 3))
     feed = RecordReader(tmp_path)
-    assert len([r for r in records(feed) if "watch/rank/0/step_ms" in r.figures]) == 2
+    assert len([r for r in read_records(feed) if "watch/rank/0/step_ms" in r.figures]) == 2
     size = (tmp_path / "ranks.jsonl").stat().st_size
     assert feed.delivered.offsets[messages.RANKS] < size, "an interval that may still be completed is lost"
-    append_line(tmp_path, message(1, 3))
+    append_line(tmp_path, make_message(1, 3))
     resumed = RecordReader(tmp_path)
-    assert [r.step for r in records(resumed)] == [300], "the line that waited is missing"
+    assert [r.step for r in read_records(resumed)] == [300], "the line that waited is missing"
     assert resumed.delivered.offsets[messages.RANKS] > size
 
-    append_line(tmp_path, message(0, 4))
-    assert records(resumed) == []  # rank 1 stops reporting, and training resumes at step 300
+    append_line(tmp_path, make_message(0, 4))
+    assert read_records(resumed) == []  # rank 1 stops reporting, and training resumes at step 300
     again = [
-        messages.RankLine(**message(rank, step).line() | {"attempt": 1}) for step in (4, 5) for rank in (1, 0)
+        messages.RankLine(**make_message(rank, step).line() | {"attempt": 1})
+        for step in (4, 5)
+        for rank in (1, 0)
     ]
     for line in again:
         append_line(tmp_path, line)
-    assert [r.step for r in records(resumed)] == [400, 500]
+    assert [r.step for r in read_records(resumed)] == [400, 500]
     assert resumed.delivered.offsets[messages.RANKS] == (tmp_path / "ranks.jsonl").stat().st_size
 
 
 def test_reader_skips_torn_and_invalid_lines(tmp_path):
-    one, two, three = (json.dumps(message("train", step).line()) + "\n" for step in (1, 2, 3))
+    one, two, three = (json.dumps(make_message("train", step).line()) + "\n" for step in (1, 2, 3))
     feed = RecordReader(tmp_path)
 
     def add(text):
         with open(tmp_path / "metrics.jsonl", "a") as file:
             file.write(text)
-        return [r.step for r in records(feed)]
+        return [r.step for r in read_records(feed)]
 
     assert add(one + two[:20]) == [1]
     assert add(two[20:] + three[:20]) == [2], "the completed line is missing"
@@ -228,43 +234,43 @@ def test_reader_skips_torn_and_invalid_lines(tmp_path):
     "note", ["", "{", "[]", '{"key": 1}', '{"key": "a", "run_id": "b", "params": 1, "offsets": 3}']
 )
 def test_unreadable_note_delivers_all_lines_again(tmp_path, note):
-    add_all(tmp_path, 1, 4)
+    append_messages(tmp_path, 1, 4)
     (tmp_path / NOTE).write_text(note)
     feed = RecordReader(tmp_path)
-    assert feed.delivered.offsets == {} and len(records(feed)) == 9
+    assert feed.delivered.offsets == {} and len(read_records(feed)) == 9
 
 
-def test_lines_reach_mlflow_once_after_a_full_disk(uri, tmp_path):
+def test_lines_reach_mlflow_once_after_a_full_disk(feed_store_uri, tmp_path):
     """The driver buffers lines while the disk is full. MLflow receives each line once afterwards."""
     with disks.small_disk(tmp_path / "disk", "1m") as folder:
-        delivery = track(uri, folder)
+        delivery = make_feed_delivery(feed_store_uri, folder)
         delivery.deliver()
         record = Record(folder)
-        add_all(folder, 1, 2)
-        disks.fill(folder)
+        append_messages(folder, 1, 2)
+        disks.fill_disk(folder)
         wide = {f"wide/{i}": float(i) for i in range(300)}  # does not fit into the last page of the file
         record.keep(messages.Train(step=1, unix_s=1e9, figures=wide))
-        for each in written_in(2, 30):
+        for each in make_messages(2, 30):
             record.keep(each)
         assert delivery.deliver(), "an unwritable note stopped the delivery"
-        wanted = expected(range(1, 2))
-        assert stored(uri, delivery.run_id, wanted) == wanted
+        wanted = list_expected_metrics(range(1, 2))
+        assert read_stored_metrics(feed_store_uri, delivery.run_id, wanted) == wanted
         (folder / "ballast").unlink()
-        for each in written_in(30, 31):
+        for each in make_messages(30, 31):
             record.keep(each)
         assert [text for text in record.close() if "lacks" in text] == []
         assert delivery.finish("FINISHED", 60) is None
-        wanted = expected(range(1, 31))
-        assert stored(uri, delivery.run_id, wanted) == wanted
+        wanted = list_expected_metrics(range(1, 31))
+        assert read_stored_metrics(feed_store_uri, delivery.run_id, wanted) == wanted
         assert (folder / "checks.jsonl").read_text().count("\n") == 30
 
 
 @pytest.mark.survive
-def test_track_command_delivers_missing_records(uri, tmp_path, monkeypatch, capsys):
+def test_track_command_delivers_missing_records(feed_store_uri, tmp_path, monkeypatch, capsys):
     """Run `raytrec track` for a run that ended during a server outage."""
     folder = tmp_path / "later"
     folder.mkdir()
-    add_all(folder, 1, 4)
+    append_messages(folder, 1, 4)
     values = {"run": {"name": "later"}, "data": {"train": "d"}, "tracking": {"uri": "http://127.0.0.1:9"}}
     (folder / "config.yaml").write_text(json.dumps(values))  # JSON is YAML
     (folder / "result.json").write_text("{}")
@@ -279,15 +285,15 @@ def test_track_command_delivers_missing_records(uri, tmp_path, monkeypatch, caps
     assert (
         "tracking.uri=http://127.0.0.1:9" in error.value.where and "training" not in capsys.readouterr().err
     )
-    values["tracking"]["uri"] = uri
+    values["tracking"]["uri"] = feed_store_uri
     (folder / "config.yaml").write_text(json.dumps(values))
     for _ in range(2):
         with pytest.raises(SystemExit, match="0"):
             main(["track", str(folder), "--allow-code"])
         assert "contains all records of later" in capsys.readouterr().out
         run_id = json.loads((folder / NOTE).read_text())["run_id"]
-        wanted = expected(range(1, 4))
-        assert stored(uri, run_id, wanted) == wanted
-    client = tracked.client(uri)
+        wanted = list_expected_metrics(range(1, 4))
+        assert read_stored_metrics(feed_store_uri, run_id, wanted) == wanted
+    client = tracked.mlflow_client(feed_store_uri)
     assert client.get_run(run_id).info.status == "FINISHED"
     assert {file.path for file in client.list_artifacts(run_id)} == {"config.yaml", "result.json"}

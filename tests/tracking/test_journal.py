@@ -7,7 +7,7 @@ import os
 
 import disks
 import pytest
-from disks import fill
+from disks import fill_disk
 
 from raytrec.common.messages import RankLine, Result, Start, Train
 from raytrec.driver.recorder import Record, Watch, write_json, write_text
@@ -16,37 +16,37 @@ from raytrec.tracking.journal import Journal, append_to
 
 
 @pytest.fixture
-def disk(tmp_path):
+def small_disk_folder(tmp_path):
     """Return a file system of 1 MiB."""
     with disks.small_disk(tmp_path / "disk", "1m") as place:
         yield place
 
 
-def lines(path):
+def read_json_lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_journal_buffers_lines_while_the_disk_is_full(disk):
+def test_journal_buffers_lines_while_the_disk_is_full(small_disk_folder):
     said = []
-    kept = Journal(disk, said.append)
+    kept = Journal(small_disk_folder, said.append)
     kept.add("metrics.jsonl", {"step": 0})
-    fill(disk)
+    fill_disk(small_disk_folder)
     wide = "x" * 5000  # does not fit into the last page of the file
     for step in range(1, 50):
         kept.add("metrics.jsonl", {"step": step, "wide": wide})
         kept.add("events.jsonl", {"event": "saved", "step": step})
     kept.put("plan.json", "[]")
     assert len(said) == 1 and "No space left on device" in said[0] and "training continues" in said[0]
-    assert "the run folder lacks" in kept.missing() and not (disk / "plan.json").exists()
-    whole = lines(disk / "metrics.jsonl")
+    assert "the run folder lacks" in kept.missing() and not (small_disk_folder / "plan.json").exists()
+    whole = read_json_lines(small_disk_folder / "metrics.jsonl")
     assert [line["step"] for line in whole] == list(range(len(whole))), "a line is incomplete"
-    (disk / "ballast").unlink()
+    (small_disk_folder / "ballast").unlink()
     kept.add("metrics.jsonl", {"step": 50})
-    assert [line["step"] for line in lines(disk / "metrics.jsonl")] == list(range(51))
-    events = lines(disk / "events.jsonl")
+    assert [line["step"] for line in read_json_lines(small_disk_folder / "metrics.jsonl")] == list(range(51))
+    events = read_json_lines(small_disk_folder / "events.jsonl")
     assert [e["step"] for e in events if e["event"] == "saved"] == list(range(1, 50))
     assert [e["event"] for e in events if e["event"] != "saved"] == ["full", "room"]
-    assert events[-1]["event"] == "room" and (disk / "plan.json").read_text() == "[]"
+    assert events[-1]["event"] == "room" and (small_disk_folder / "plan.json").read_text() == "[]"
     assert len(said) == 2 and "is writable again" in said[1] and kept.missing() is None
 
 
@@ -66,7 +66,7 @@ def test_journal_bounds_its_buffer_and_reports_lost_records(tmp_path, monkeypatc
     assert kept._bytes <= 1000
     full = False
     kept.write()
-    left = [line["step"] for line in lines(tmp_path / "ranks.jsonl")]
+    left = [line["step"] for line in read_json_lines(tmp_path / "ranks.jsonl")]
     assert left == list(range(left[0], 1000)) and 30 < len(left) < 100
     assert f"except for the oldest {left[0] + 1:,} records" in said[1]  # plus the event of the full disk
     assert "lacks" in kept.missing()
@@ -79,40 +79,42 @@ def test_journal_appends_after_an_incomplete_line(tmp_path):
     assert text == ['{"event": "start"}', '{"event": "sav', '{"event": "started"}']
 
 
-def test_files_are_written_atomically(disk):
-    write_json(disk / "result.json", {"a": 1})
-    fill(disk)
+def test_files_are_written_atomically(small_disk_folder):
+    write_json(small_disk_folder / "result.json", {"a": 1})
+    fill_disk(small_disk_folder)
     with pytest.raises(OSError, match="No space left"):
-        write_text(disk / "result.json", "x" * 10_000)
-    assert json.loads((disk / "result.json").read_text()) == {"a": 1}
-    assert sorted(p.name for p in disk.iterdir()) == ["ballast", "result.json"], "an incomplete file is left"
+        write_text(small_disk_folder / "result.json", "x" * 10_000)
+    assert json.loads((small_disk_folder / "result.json").read_text()) == {"a": 1}
+    assert sorted(p.name for p in small_disk_folder.iterdir()) == ["ballast", "result.json"], (
+        "an incomplete file is left"
+    )
 
 
-class Console(list):
+class WarningRecorder(list):
     warn = list.append
 
 
-def test_unwritable_result_error_names_the_resume_command(disk):
-    console, record = Console(), Record(disk)
+def test_unwritable_result_error_names_the_resume_command(small_disk_folder):
+    console, record = WarningRecorder(), Record(small_disk_folder)
     watch = Watch(console, record)
-    fill(disk)
+    fill_disk(small_disk_folder)
     watch.receive(Start(step=0, total=3, workers=1))
     watch.receive(Train(step=3, figures={"logloss": 0.5}))
     watch.receive(Result(step=3, figures={"train.steps": 3, "eval.auc": float("nan")}))
     assert watch.result == {"train.steps": 3, "eval.auc": None} and watch.unsaved is None
     error = record.result(watch.result, None)
     assert "cannot write the result: No space left on device" in error.what
-    assert f"raytrec train --resume {disk}" in error.do
+    assert f"raytrec train --resume {small_disk_folder}" in error.do
     (lost,) = record.close()
     assert "the run folder lacks" in lost and len(console) == 1
-    assert not (disk / "result.json").exists()
+    assert not (small_disk_folder / "result.json").exists()
 
 
 def test_invalid_message_does_not_stop_recording(tmp_path):
-    console, names = Console(), [each.name for each in dataclasses.fields(RankLine)]
+    console, names = WarningRecorder(), [each.name for each in dataclasses.fields(RankLine)]
     watch = Watch(console, Record(tmp_path))
     for _ in range(2):
         watch.receive(RankLine(**dict.fromkeys(names)))  # all fields are None
     watch.receive(Train(step=2, figures={"logloss": 0.5}))
-    assert lines(tmp_path / "metrics.jsonl")[0]["step"] == 2
+    assert read_json_lines(tmp_path / "metrics.jsonl")[0]["step"] == 2
     assert len(console) == 1 and "messages of kind rank are not recorded" in console[0]

@@ -15,7 +15,7 @@ from urllib.request import urlopen
 import psutil
 import pytest
 import tracked
-from tracked import add, client
+from tracked import add_compared_line, mlflow_client
 from waiting import wait_for
 
 from raytrec.common.errors import ConfigError
@@ -23,7 +23,7 @@ from raytrec.driver.track import DeliveryProcess
 from raytrec.tracking.delivery import Delivery
 
 
-class Server:
+class MlflowServer:
     """`mlflow server` on a separate port on loopback, over one sqlite file."""
 
     def __init__(self, folder):
@@ -64,68 +64,70 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    server = Server(tmp_path_factory.mktemp("server"))
+def outage_server(tmp_path_factory):
+    server = MlflowServer(tmp_path_factory.mktemp("server"))
     yield server
     server.kill()
 
 
-def history(uri, run_id, name):
-    return [(step, value) for step, value, _ in tracked.history(uri, run_id, name)]
+def read_history(uri, run_id, name):
+    return [(step, value) for step, value, _ in tracked.metric_history(uri, run_id, name)]
 
 
-def follow(uri, folder, **tracking):
+def start_delivery_process(uri, folder, **tracking):
     """Start the delivery process of a run; return it with the list of its messages."""
     values = {"run": {"name": "run"}, "tracking": {"uri": uri, "experiment": "outage", **tracking}}
     said = []
-    return DeliveryProcess(tracked.config(folder, values), said.append), said
+    return DeliveryProcess(tracked.write_tracked_config(folder, values), said.append), said
 
 
-def run_id_of(follower):
+def wait_for_run_id(follower):
     return wait_for(lambda: (follower.check(), follower.run_id)[1], "a run in MLflow", 120)
 
 
 @pytest.mark.survive
-def test_delivery_starts_once_a_late_server_responds(server, tmp_path):
-    follower, said = follow(server.uri, tmp_path, parent_run="grid")
+def test_delivery_starts_once_a_late_server_responds(outage_server, tmp_path):
+    follower, said = start_delivery_process(outage_server.uri, tmp_path, parent_run="grid")
     wait_for(lambda: (follower.check(), said)[1], "a warning")
     assert follower.ready() is follower.run_id is None
     for step in range(100):
-        add(tmp_path, {"loss": step / 100}, step)
+        add_compared_line(tmp_path, {"loss": step / 100}, step)
     assert len(said) == 1 and "Connection refused" in said[0] and "stay in the run folder" in said[0]
-    server.start()
-    run_id = run_id_of(follower)
+    outage_server.start()
+    run_id = wait_for_run_id(follower)
     assert follower.close("FINISHED") is None
     assert len(said) == 2 and said[1].startswith("MLflow is reachable again")
-    assert history(server.uri, run_id, "loss") == [(step, step / 100) for step in range(100)]
-    assert [a.path for a in client(server.uri).list_artifacts(run_id)] == ["config.yaml"]
-    run = client(server.uri).get_run(run_id)
-    assert client(server.uri).get_run(run.data.tags["mlflow.parentRunId"]).info.run_name == "grid"
+    assert read_history(outage_server.uri, run_id, "loss") == [(step, step / 100) for step in range(100)]
+    assert [a.path for a in mlflow_client(outage_server.uri).list_artifacts(run_id)] == ["config.yaml"]
+    run = mlflow_client(outage_server.uri).get_run(run_id)
+    assert (
+        mlflow_client(outage_server.uri).get_run(run.data.tags["mlflow.parentRunId"]).info.run_name == "grid"
+    )
     assert run.info.status == "FINISHED"
 
 
 @pytest.mark.survive
-def test_delivery_continues_after_a_killed_server(server, tmp_path):
-    server.start()
-    follower, said = follow(server.uri, tmp_path)
-    run_id, steps = run_id_of(follower), iter(range(10**6))
+def test_delivery_continues_after_a_killed_server(outage_server, tmp_path):
+    outage_server.start()
+    follower, said = start_delivery_process(outage_server.uri, tmp_path)
+    run_id, steps = wait_for_run_id(follower), iter(range(10**6))
 
     def hand_over(seconds, until=lambda: False):
         """Add 20 figures per step, as a training loop does."""
         end = monotonic() + seconds
         while monotonic() < end and not until():
             step = next(steps)
-            add(tmp_path, {f"m{i}": step + i for i in range(20)}, step)
+            add_compared_line(tmp_path, {f"m{i}": step + i for i in range(20)}, step)
             sleep(0.02)
             follower.check()
 
     hand_over(3)
-    wait_for(lambda: history(server.uri, run_id, "m0"), "figures in MLflow")
-    server.kill()
+    wait_for(lambda: read_history(outage_server.uri, run_id, "m0"), "figures in MLflow")
+    outage_server.kill()
     hand_over(60, until=lambda: said)
     (tmp_path / "plan.json").write_text("kept")
     assert len(said) == 1 and "does not respond" in said[0]
-    server.start()
+    outage_server.start()
     hand_over(120, until=lambda: len(said) == 2)
     assert said[1].startswith("MLflow is reachable again")
     hand_over(1)
@@ -134,15 +136,17 @@ def test_delivery_continues_after_a_killed_server(server, tmp_path):
 
     sent = next(steps)
     for name, more in (("m0", 0), ("m19", 19)):
-        assert history(server.uri, run_id, name) == [(step, float(step + more)) for step in range(sent)]
-    found = {a.path for a in client(server.uri).list_artifacts(run_id)}
+        assert read_history(outage_server.uri, run_id, name) == [
+            (step, float(step + more)) for step in range(sent)
+        ]
+    found = {a.path for a in mlflow_client(outage_server.uri).list_artifacts(run_id)}
     assert found == {"config.yaml", "plan.json"}
-    assert client(server.uri).get_run(run_id).info.status == "FINISHED"
+    assert mlflow_client(outage_server.uri).get_run(run_id).info.status == "FINISHED"
 
-    again, _ = follow(server.uri, tmp_path)
-    assert run_id_of(again) == run_id
-    server.kill()
-    add(tmp_path, {"after": 1.0}, sent)
+    again, _ = start_delivery_process(outage_server.uri, tmp_path)
+    assert wait_for_run_id(again) == run_id
+    outage_server.kill()
+    add_compared_line(tmp_path, {"after": 1.0}, sent)
     began = perf_counter()
     lost = again.close("FINISHED", patience_s=1.5)
     assert perf_counter() - began < 30
@@ -151,16 +155,16 @@ def test_delivery_continues_after_a_killed_server(server, tmp_path):
 
 
 @pytest.fixture
-def ctrl_c():
+def default_sigint():
     """Restore the default SIGINT handler, because parallel test runs ignore SIGINT."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
-def test_ctrl_c_stops_waiting_for_delivery(server, tmp_path, ctrl_c):
-    server.kill()
-    follower, said = follow(server.uri, tmp_path)
+def test_ctrl_c_stops_waiting_for_delivery(outage_server, tmp_path, default_sigint):
+    outage_server.kill()
+    follower, said = start_delivery_process(outage_server.uri, tmp_path)
     wait_for(lambda: (follower.check(), said)[1], "a warning")
     Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
     began = perf_counter()
@@ -168,21 +172,21 @@ def test_ctrl_c_stops_waiting_for_delivery(server, tmp_path, ctrl_c):
     assert perf_counter() - began < 20
 
 
-def drive(uri, folder, told):
+def run_driver_until_killed(uri, folder, told):
     """Add lines until the process is killed."""
-    follower, _ = follow(uri, folder)
-    run_id = run_id_of(follower)
+    follower, _ = start_delivery_process(uri, folder)
+    run_id = wait_for_run_id(follower)
     told.put((run_id, follower._process.pid))
     for step in range(10**6):
-        add(folder, {"loss": float(step)}, step)
+        add_compared_line(folder, {"loss": float(step)}, step)
         sleep(0.05)
 
 
-def test_delivery_process_finishes_after_its_driver_dies(server, tmp_path):
-    uri = f"sqlite:///{server.folder}/other.db"
+def test_delivery_process_finishes_after_its_driver_dies(outage_server, tmp_path):
+    uri = f"sqlite:///{outage_server.folder}/other.db"
     context = multiprocessing.get_context("spawn")
     told = context.Queue()
-    driver = context.Process(target=drive, args=(uri, tmp_path, told), daemon=True)
+    driver = context.Process(target=run_driver_until_killed, args=(uri, tmp_path, told), daemon=True)
     driver.start()
     run_id, process = told.get(timeout=120)
     assert os.getpriority(os.PRIO_PROCESS, process) == 19
@@ -190,19 +194,19 @@ def test_delivery_process_finishes_after_its_driver_dies(server, tmp_path):
     driver.kill()
     driver.join(30)
     wait_for(lambda: not psutil.pid_exists(process) or psutil.Process(process).status() == "zombie", "end")
-    assert client(uri).get_run(run_id).info.status == "FAILED"
+    assert mlflow_client(uri).get_run(run_id).info.status == "FAILED"
     lines = (tmp_path / "metrics.jsonl").read_text().count("\n")
-    assert len(history(uri, run_id, "loss")) == lines, "lines of the killed driver are missing"
+    assert len(read_history(uri, run_id, "loss")) == lines, "lines of the killed driver are missing"
 
-    resumed, _ = follow(uri, tmp_path)
-    assert run_id_of(resumed) == run_id
-    assert client(uri).get_run(run_id).info.status == "RUNNING"
+    resumed, _ = start_delivery_process(uri, tmp_path)
+    assert wait_for_run_id(resumed) == run_id
+    assert mlflow_client(uri).get_run(run_id).info.status == "RUNNING"
     assert resumed.close("KILLED") is None
-    assert client(uri).get_run(run_id).info.status == "KILLED"
+    assert mlflow_client(uri).get_run(run_id).info.status == "KILLED"
 
 
-def test_killed_delivery_process_error_names_the_track_command(server, tmp_path):
-    follower, _ = follow(f"sqlite:///{server.folder}/other.db", tmp_path)
+def test_killed_delivery_process_error_names_the_track_command(outage_server, tmp_path):
+    follower, _ = start_delivery_process(f"sqlite:///{outage_server.folder}/other.db", tmp_path)
     follower._process.kill()
     follower._process.wait()
     follower.check()
@@ -213,7 +217,7 @@ def test_killed_delivery_process_error_names_the_track_command(server, tmp_path)
 
 def test_delivery_process_reports_an_invalid_store(tmp_path):
     (tmp_path / "file").write_text("")
-    follower, _ = follow(f"sqlite:///{tmp_path}/file/mlflow.db", tmp_path / "run")
+    follower, _ = start_delivery_process(f"sqlite:///{tmp_path}/file/mlflow.db", tmp_path / "run")
     with pytest.raises(ConfigError, match="cannot open the MLflow store"):
         follower.ready()
     assert follower.close("FINISHED") is None
@@ -222,40 +226,42 @@ def test_delivery_process_reports_an_invalid_store(tmp_path):
 WRITERS, STEPS, FIGURES = 8, 6, 100
 
 
-def write_a_run(uri, folder, writer, gate, results):
+def write_concurrent_run(uri, folder, writer, gate, results):
     """Write a run at the same time as other processes into a store that does not exist yet."""
     said, name = [], f"run-{writer}"
     tracking = {"uri": uri, "experiment": "many", "parent_run": "grid"}
-    config = tracked.config(folder / name, {"run": {"name": name}, "tracking": tracking})
+    config = tracked.write_tracked_config(folder / name, {"run": {"name": name}, "tracking": tracking})
     gate.wait()
     delivery = Delivery(folder / name, config, said.append)
     for step in range(STEPS):
-        add(folder / name, {f"m{i}": writer * 1000 + i + step / 100 for i in range(FIGURES)}, step)
+        add_compared_line(
+            folder / name, {f"m{i}": writer * 1000 + i + step / 100 for i in range(FIGURES)}, step
+        )
         delivery.deliver()
     lost = delivery.finish("FINISHED", 60)
     results.put((writer, delivery.run_id, lost, said))
 
 
 @pytest.mark.survive
-def test_eight_processes_can_write_to_one_new_sqlite_file(tmp_path, processes):
+def test_eight_processes_can_write_to_one_new_sqlite_file(tmp_path, preloaded_processes):
     uri = f"sqlite:///{tmp_path}/new/mlflow.db"
-    gate, results = processes.Barrier(WRITERS), processes.Queue()
+    gate, results = preloaded_processes.Barrier(WRITERS), preloaded_processes.Queue()
     for writer in range(WRITERS):
         args = uri, tmp_path, writer, gate, results
-        processes.Process(target=write_a_run, args=args, daemon=True).start()
+        preloaded_processes.Process(target=write_concurrent_run, args=args, daemon=True).start()
     found = sorted(results.get(timeout=120) for _ in range(WRITERS))
     assert [(lost, said) for _, _, lost, said in found] == [(None, [])] * WRITERS
 
     parents = set()
     for writer, run_id, _, _ in found:
-        run = client(uri).get_run(run_id)
+        run = mlflow_client(uri).get_run(run_id)
         parents.add(run.data.tags["mlflow.parentRunId"])
         assert len(run.data.metrics) == FIGURES
         for i in (0, FIGURES - 1):
             expected = [(step, writer * 1000 + i + step / 100) for step in range(STEPS)]
-            assert history(uri, run_id, f"m{i}") == expected
-    experiment = client(uri).get_experiment_by_name("many")
-    runs = client(uri).search_runs([experiment.experiment_id])
+            assert read_history(uri, run_id, f"m{i}") == expected
+    experiment = mlflow_client(uri).get_experiment_by_name("many")
+    runs = mlflow_client(uri).search_runs([experiment.experiment_id])
     left = {run.info.run_id for run in runs if run.info.run_name == "grid"}
     assert left == parents and len(parents) == 1, "the runs do not share exactly one parent"
     assert len(runs) == WRITERS + 1

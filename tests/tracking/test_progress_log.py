@@ -3,7 +3,7 @@
 from math import nan
 
 import pytest
-from recorded import METRICS
+from recorded import RUN_METRICS
 
 from raytrec.common.errors import RunError
 from raytrec.compat.ray_core import JOB_CONFIG_VARIABLE
@@ -18,7 +18,7 @@ NAME, FOLDER = "movielens-20261122-101500", "/shared/my [red] :eye: runs/moviele
 
 
 @pytest.fixture
-def written(monkeypatch, capsys):
+def job_console(monkeypatch, capsys):
     """Return a console in a job without a terminal, and a function that returns its output."""
     monkeypatch.setattr("raytrec.driver.console.PLAIN_LINE_INTERVAL_S", 0)
     monkeypatch.setenv("COLUMNS", "40")  # lines are not cut at the terminal width
@@ -26,14 +26,14 @@ def written(monkeypatch, capsys):
     return RunConsole(NAME), lambda: capsys.readouterr().err
 
 
-def people_see(text):
+def strip_messages_from(text):
     return "".join(lines.strip_messages(text))
 
 
-def test_console_messages_are_parsed_as_written(written):
-    console, out = written
+def test_console_messages_are_parsed_as_written(job_console):
+    console, out = job_console
     console.folder(FOLDER)
-    console.start(total=550, step=0, workers=2, metrics=METRICS)
+    console.start(total=550, step=0, workers=2, metrics=RUN_METRICS)
     console.train(step=60, logloss=0.61234, ne=1.01, rows_per_s=None, rows=100)
     console.train(step=120, logloss=0.51234, ne=0.9101, rows_per_s=80_000.4)
     console.eval(step=120, auc=0.78, ne=0.9, logloss=0.55, calibration=1.01, rows=100, curves={"roc": {}})
@@ -42,7 +42,7 @@ def test_console_messages_are_parsed_as_written(written):
     told = [found for line in out().splitlines() if (found := lines.parse(line))]
     assert told == [
         ("folder", {"folder": FOLDER}),
-        ("start", {"total": 550, "step": 0, "workers": 2, "metrics": METRICS}),
+        ("start", {"total": 550, "step": 0, "workers": 2, "metrics": RUN_METRICS}),
         ("train", {"step": 60, "rows_per_s": None, "logloss": 0.61234, "ne": 1.01, "rows": 100}),
         ("train", {"step": 120, "rows_per_s": 80_000.4, "logloss": 0.51234, "ne": 0.9101}),
         ("eval", {"step": 120, "auc": 0.78, "ne": 0.9, "logloss": 0.55, "calibration": 1.01, "rows": 100}),
@@ -60,7 +60,7 @@ def test_loss_that_prints_like_log_loss_is_omitted():
     assert lines.named(figures, {"loss": 0.5, "logloss": nan}) == ["loss 0.5000"]
 
 
-def test_result_and_error_messages_are_parsed_as_written(written, capsys):
+def test_result_and_error_messages_are_parsed_as_written(job_console, capsys):
     lines.write_message(lines.RESULT, {"eval.auc": 0.5, "eval.ne": nan})
     lines.write_message(lines.ERROR, RunError("bad rows", where="a file").parts)
     told = [lines.parse(line) for line in capsys.readouterr().out.splitlines()]
@@ -70,33 +70,33 @@ def test_result_and_error_messages_are_parsed_as_written(written, capsys):
     ]
 
 
-def test_job_log_lines_are_plain_text(written):
-    console, out = written
+def test_job_log_lines_are_plain_text(job_console):
+    console, out = job_console
     with console:
-        console.start(total=550, step=0, metrics=METRICS)
+        console.start(total=550, step=0, metrics=RUN_METRICS)
         console.train(step=60, logloss=0.6, ne=1.0, rows_per_s=80_000.0)
         console.eval(step=60, auc=0.78, ne=0.9, logloss=None, calibration=1.01, rows=100)
         console.train(step=550, logloss=0.5, ne=0.9, rows_per_s=80_000.0)
-    text = people_see(out())
+    text = strip_messages_from(out())
     assert "\x1b" not in text and "\r" not in text and text.isascii() and "{" not in text
     assert "step 60/550 (10%)  80,000 rows/s  NE 1.0000  log loss 0.6000\n" in text
     assert "step 60: AUC 0.7800  NE 0.9000  calibration 1.0100\n" in text
     assert text.rstrip().endswith("step 550/550 (100%)  80,000 rows/s  NE 0.9000  log loss 0.5000  ETA 0:00")
 
 
-def test_messages_are_written_only_in_a_job(written, monkeypatch):
+def test_messages_are_written_only_in_a_job(job_console, monkeypatch):
     monkeypatch.delenv(JOB_CONFIG_VARIABLE)
-    _, out = written
+    _, out = job_console
     console = RunConsole(NAME)
-    console.start(total=10, metrics=METRICS)
+    console.start(total=10, metrics=RUN_METRICS)
     console.train(step=5, ne=1.0, rows_per_s=10.0)
-    assert people_see(text := out()) == text != ""
+    assert strip_messages_from(text := out()) == text != ""
     lines.write_message(lines.RESULT, {"eval.auc": 0.5})
     assert out() == ""
 
 
-def test_console_omits_undefined_figures(written):
-    console, out = written
+def test_console_omits_undefined_figures(job_console):
+    console, out = job_console
     console.start(total=10, step=0)
     console.train(step=5, logloss=nan, ne=nan, rows_per_s=10.0)
     text = out()
@@ -105,12 +105,12 @@ def test_console_omits_undefined_figures(written):
     assert found == ("train", {"step": 5, "rows_per_s": 10.0, "logloss": None, "ne": None})
     console.eval(step=4, auc=None, ne=nan)
     console.eval(step=5, auc=None, ne=0.9, logloss=nan)
-    text = people_see(out())
+    text = strip_messages_from(out())
     assert "step 4: no metric is defined\n" in text and "step 5: NE 0.9000\n" in text
 
 
-def test_console_shows_custom_metrics_of_several_tasks(written):
-    console, out = written
+def test_console_shows_custom_metrics_of_several_tasks(job_console):
+    console, out = job_console
     hits = {"key": "click.hits", "title": "click: hits", "label": "click: hits", "better": "higher"}
     hits |= {"format": "{:.1%}", "sums": True}
     console.start(
@@ -118,13 +118,13 @@ def test_console_shows_custom_metrics_of_several_tasks(written):
     )
     console.train(step=5, rows_per_s=10.0, **{"click.hits": 0.5, "like.spread": 0.1})
     console.eval(step=5, **{"click.hits": 0.5, "like.spread": 0.1})
-    said = people_see(out())
+    said = strip_messages_from(out())
     assert "10 rows/s  click: hits 50.0%\n" in said
     assert "step 5: click: hits 50.0%  like: spread 10.0%\n" in said
 
 
-def test_console_shows_total_and_task_losses(written):
-    console, out = written
+def test_console_shows_total_and_task_losses(job_console):
+    console, out = job_console
     task = TaskSection(label="item", name="next", loss="from_model", metrics=["auc"])
     other = TaskSection(label="item", name="score", loss="mse", metrics=["mse"])
     sparse, tables = {"user": {"table": "user"}}, {"user": {"rows": 9, "dim": 4}}
@@ -132,12 +132,12 @@ def test_console_shows_total_and_task_losses(written):
     described = Selection(resolve_tasks([task, other], schema)).described(training=True)
     console.start(total=10, metrics=described)
     console.train(step=5, rows_per_s=10.0, **{"loss": 2.5, "next.loss": 2.0, "score.loss": 0.5})
-    assert "10 rows/s  next: loss 2.0000  score: loss 0.5000  loss 2.5000\n" in people_see(out())
+    assert "10 rows/s  next: loss 2.0000  score: loss 0.5000  loss 2.5000\n" in strip_messages_from(out())
 
 
 def test_strip_messages_keeps_all_other_lines():
     log = 'a\n{"raytrec": "train", "step": 3}\n{"other": 1}\nb {"raytrec": 2}\n\n{"raytrec": "eval"}\nend {'
-    assert people_see(log) == 'a\n{"other": 1}\nb {"raytrec": 2}\n\nend {'
+    assert strip_messages_from(log) == 'a\n{"other": 1}\nb {"raytrec": 2}\n\nend {'
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import recorded
-from recorded import interval, record, write_lines
+from recorded import rank_line, write_json_lines, write_recorded_run
 
 from raytrec.common.errors import RunError
 from raytrec.common.messages import METRICS, RANKS, Eval, Final, Train
@@ -16,7 +16,7 @@ NAMES = ["user", "item", "tag"]
 
 
 def test_run_folder_reads_all_recorded_files(tmp_path):
-    run = RunFolder.read(record(tmp_path))
+    run = RunFolder.read(write_recorded_run(tmp_path))
     assert run.name == "recorded" and run.dropped == 0
     assert [line.step for line in run.figures(Eval)] == [100, 200, 300, 400, 500]
     assert len(run.figures(Final)) == 1 and len(run.figures(Train)) == 25
@@ -27,7 +27,7 @@ def test_run_folder_reads_all_recorded_files(tmp_path):
     assert (run.restarts, run.step, run.total_steps) == ([150], 500, 500)
     assert [metric.key for metric in run.recorded_metrics] == ["auc", "ne", "logloss", "calibration"]
     assert run.table_size("table_1") == (200, 16) and run.table_size("no_such") is None
-    assert run.planned("table_0")["ranks"] == recorded.holders(0, 2)
+    assert run.planned("table_0")["ranks"] == recorded.ranks_holding_table(0, 2)
 
 
 def test_missing_folder_is_read_as_a_run_without_lines(tmp_path):
@@ -37,7 +37,7 @@ def test_missing_folder_is_read_as_a_run_without_lines(tmp_path):
 
 
 def test_torn_and_invalid_lines_are_dropped_and_counted(tmp_path):
-    good = interval(NAMES, 0, 2, 100)
+    good = rank_line(NAMES, 0, 2, 100)
     strange = [
         7,
         [],
@@ -50,7 +50,7 @@ def test_torn_and_invalid_lines_are_dropped_and_counted(tmp_path):
         {**good, "system": 3},
         {**good, "unix_s": 1e300},
     ]
-    write_lines(tmp_path / RANKS, [*strange, good], more=json.dumps(good)[:50] + "\n")
+    write_json_lines(tmp_path / RANKS, [*strange, good], more=json.dumps(good)[:50] + "\n")
     (tmp_path / METRICS).write_bytes(b'\xff\xfe{"step": 1\n{"kind": "train", "step": 20, "ne": NaN}\n\n{')
     (tmp_path / "config.yaml").write_text("a: [")
     (tmp_path / "plan.json").write_text("{")
@@ -62,10 +62,12 @@ def test_torn_and_invalid_lines_are_dropped_and_counted(tmp_path):
 
 
 def test_non_numeric_figures_are_read_as_undefined(tmp_path):
-    write_lines(tmp_path / METRICS, [{"kind": "eval", "step": 1, "auc": "high", "ne": 10**400, "rows": 3}])
-    line = interval(["user"], 0, 1, 100)
+    write_json_lines(
+        tmp_path / METRICS, [{"kind": "eval", "step": 1, "auc": "high", "ne": 10**400, "rows": 3}]
+    )
+    line = rank_line(["user"], 0, 1, 100)
     line["tables"]["user"] |= {"rows": [], "max_abs": {}, "row_norm_counts": ["x"] * 30}
-    write_lines(tmp_path / RANKS, [line])
+    write_json_lines(tmp_path / RANKS, [line])
     run = RunFolder.read(tmp_path)
     assert run.figures(Eval)[0].figures == {"auc": None, "ne": None, "rows": 3}
     entry = run.ranks[0].tables["user"]
@@ -91,7 +93,7 @@ def test_later_figures_of_a_step_replace_earlier_ones(tmp_path):
     lines = [{"kind": "train", "step": step, "ne": 1.0} for step in (20, 40, 60, 80)]
     again = [{"kind": "train", "step": step, "ne": 2.0} for step in (60, 80, 100)]
     other = [{"kind": "eval", "step": 60, "auc": 0.7}]
-    write_lines(tmp_path / METRICS, lines + other + again)
+    write_json_lines(tmp_path / METRICS, lines + other + again)
     run = RunFolder.read(tmp_path)
     assert [(line.step, line.figure("ne")) for line in run.figures(Train)] == [
         (20, 1.0), (40, 1.0), (60, 2.0), (80, 2.0), (100, 2.0)
@@ -101,7 +103,7 @@ def test_later_figures_of_a_step_replace_earlier_ones(tmp_path):
 
 def test_failed_check_is_kept_if_its_step_is_trained_again(tmp_path):
     line = {"step": 100, "check": "parity", "text": "differs", "figure": None, "limit": 1.0}
-    write_lines(tmp_path / "checks.jsonl", [line | {"passed": False}, line | {"passed": True}])
+    write_json_lines(tmp_path / "checks.jsonl", [line | {"passed": False}, line | {"passed": True}])
     run = RunFolder.read(tmp_path)
     assert [check.passed for check in run.checks] == [True]
     assert [check.passed for check in run.failures] == [False]
@@ -109,9 +111,9 @@ def test_failed_check_is_kept_if_its_step_is_trained_again(tmp_path):
 
 def test_retrained_intervals_replace_earlier_ones(tmp_path):
     """Ranks fail after step 200. One rank continues from step 150, so later lines of rank 1 are void."""
-    before = [interval(NAMES, rank, 2, step) for step in (100, 200) for rank in (0, 1)]
-    after = [interval(NAMES, 0, 1, step, attempt=1) for step in (250, 350)]  # first steps 150 and 250
-    write_lines(tmp_path / RANKS, before + after)
+    before = [rank_line(NAMES, rank, 2, step) for step in (100, 200) for rank in (0, 1)]
+    after = [rank_line(NAMES, 0, 1, step, attempt=1) for step in (250, 350)]  # first steps 150 and 250
+    write_json_lines(tmp_path / RANKS, before + after)
     ranks = RunFolder.read(tmp_path).ranks
     assert [(line.step, line.rank, line.world) for line in ranks] == [
         (100, 0, 2), (100, 1, 2), (250, 0, 1), (350, 0, 1)
@@ -121,25 +123,25 @@ def test_retrained_intervals_replace_earlier_ones(tmp_path):
 
 
 def test_line_of_a_new_rank_marks_a_restart(tmp_path):
-    before = [interval(NAMES, 0, 1, step) for step in (100, 200)]
-    after = [interval(NAMES, rank, 2, 250, attempt=1) for rank in (1, 0)]
-    write_lines(tmp_path / RANKS, before + after)
+    before = [rank_line(NAMES, 0, 1, step) for step in (100, 200)]
+    after = [rank_line(NAMES, rank, 2, 250, attempt=1) for rank in (1, 0)]
+    write_json_lines(tmp_path / RANKS, before + after)
     found = [(line.step, line.rank) for line in RunFolder.read(tmp_path).ranks]
     assert found == [(100, 0), (250, 0), (250, 1)]
 
 
 def test_resumed_run_may_restart_attempts_at_0(tmp_path):
-    first = [interval(NAMES, rank, 2, step, seconds=1.0) for step in (100, 200) for rank in (0, 1)]
-    second = [interval(NAMES, rank, 2, step, seconds=2.0) for step in (250, 350) for rank in (1, 0)]
-    write_lines(tmp_path / RANKS, first + second)
+    first = [rank_line(NAMES, rank, 2, step, seconds=1.0) for step in (100, 200) for rank in (0, 1)]
+    second = [rank_line(NAMES, rank, 2, step, seconds=2.0) for step in (250, 350) for rank in (1, 0)]
+    write_json_lines(tmp_path / RANKS, first + second)
     found = [(line.step, line.rank, line.seconds) for line in RunFolder.read(tmp_path).ranks]
     assert found == [(step, rank, 1.0 + (step > 100)) for step in (100, 250, 350) for rank in (0, 1)]
 
 
 def test_intervals_of_long_runs_are_merged_without_loss(tmp_path, monkeypatch):
     monkeypatch.setattr(history, "MAX_INTERVALS", 10)
-    lines = [interval(NAMES, rank, 2, 100 * k) for k in range(1, 51) for rank in (0, 1)]
-    write_lines(tmp_path / RANKS, lines)
+    lines = [rank_line(NAMES, rank, 2, 100 * k) for k in range(1, 51) for rank in (0, 1)]
+    write_json_lines(tmp_path / RANKS, lines)
     kept = RunFolder.read(tmp_path).ranks
     assert len({line.step for line in kept}) <= 11 and kept[-1].step == 5000
     for rank in (0, 1):
@@ -151,7 +153,7 @@ def test_intervals_of_long_runs_are_merged_without_loss(tmp_path, monkeypatch):
         assert total.phases_s["backward"] == pytest.approx(50 * 1.2)
         for name, entry in total.tables.items():
             assert entry["lookups"] == 50 * 100 * (NAMES.index(name) + 1)
-            assert rank in recorded.holders(NAMES.index(name), 2)
+            assert rank in recorded.ranks_holding_table(NAMES.index(name), 2)
 
 
 def test_check_run_folder_refuses_other_folders(tmp_path):
@@ -160,5 +162,5 @@ def test_check_run_folder_refuses_other_folders(tmp_path):
     with pytest.raises(RunError, match="no files of a run") as error:
         check_run_folder(tmp_path)
     assert error.value.do
-    write_lines(tmp_path / METRICS, recorded.metrics(100))
+    write_json_lines(tmp_path / METRICS, recorded.metric_lines(100))
     assert check_run_folder(tmp_path) == tmp_path

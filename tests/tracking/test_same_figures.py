@@ -16,7 +16,7 @@ TABLES = ("user", "item", "city")
 STEPS = (100, 200, 300)
 
 
-class Kept:
+class DeliveredFigures:
     """Figures of a run folder that are delivered to MLflow."""
 
     def __init__(self, folder):
@@ -28,11 +28,11 @@ class Kept:
         assert (feed.dropped, feed.waiting) == (0, 0)
 
 
-def line(rank, step, random):
+def make_random_rank_line(rank, step, random):
     """Return a line of a rank with random rows, lookups and figures."""
-    found = recorded.interval([], rank, 2, step)
+    found = recorded.rank_line([], rank, 2, step)
     for name in TABLES:
-        shard = recorded.shard(1, 1)
+        shard = recorded.shard_statistics(1, 1)
         shard |= {key: random.uniform(0.1, 0.9) for key, value in shard.items() if isinstance(value, float)}
         shard |= {key: random.uniform(0, 1) for key in shard if shard[key] is None}
         shard |= {
@@ -51,7 +51,7 @@ def line(rank, step, random):
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory):
+def delivered_and_report(tmp_path_factory):
     """Return the figures delivered to MLflow and the run as the report reads it."""
     folder, random = tmp_path_factory.mktemp("same"), Random(0)
     record = Record(folder)
@@ -68,19 +68,19 @@ def both(tmp_path_factory):
             )
         )
         for rank in (0, 1):
-            record.keep(messages.RankLine(**line(rank, step, random)))
+            record.keep(messages.RankLine(**make_random_rank_line(rank, step, random)))
     assert record.result({"train.steps": 300, "eval.auc": 0.75, "eval.ne": 0.5}, None) is None
     assert record.close() == []
-    return Kept(folder), RunFolder.read(folder)
+    return DeliveredFigures(folder), RunFolder.read(folder)
 
 
-def same(one, other):
+def figures_are_equal(one, other):
     """Return True if two figures are equal; None equals NaN."""
     one, other = (float("nan") if value is None else value for value in (one, other))
     return one == pytest.approx(other, rel=1e-12, nan_ok=True)
 
 
-COLUMNS = {
+TABLE_METRIC_KEYS = {
     "distinct ids": "unique_ratio",
     "never trained": "dead_share",
     "row norm, median": "row_norm_p50",
@@ -100,22 +100,25 @@ COLUMNS = {
 }
 
 
-def test_report_and_mlflow_agree_on_tables(both):
-    kept, history = both
+def test_report_and_mlflow_agree_on_tables(delivered_and_report):
+    kept, history = delivered_and_report
     sheet = sheets.build_table_sheet(history)
     for row in sheet.rows:
         cells = dict(zip(sheet.columns, row, strict=True))
         name = cells["table"].text
-        for column, key in COLUMNS.items():
-            assert same(cells[column].value, kept.figures[300][f"watch/table/{name}/{key}"]), (name, column)
+        for column, key in TABLE_METRIC_KEYS.items():
+            assert figures_are_equal(cells[column].value, kept.figures[300][f"watch/table/{name}/{key}"]), (
+                name,
+                column,
+            )
         held = [kept.figures[300][f"watch/table/{name}/{key}"] for key in ("weight_bytes", "state_bytes")]
-        assert same(cells["memory"].value, sum(held))
+        assert figures_are_equal(cells["memory"].value, sum(held))
         load = [sum(kept.figures[s][f"watch/table/{t}/lookup_bytes"] for s in STEPS) for t in (name, *TABLES)]
-        assert same(cells["lookups"].value, load[0] / sum(load[1:]))
+        assert figures_are_equal(cells["lookups"].value, load[0] / sum(load[1:]))
 
 
-def test_report_and_mlflow_agree_on_ranks(both):
-    kept, history = both
+def test_report_and_mlflow_agree_on_ranks(delivered_and_report):
+    kept, history = delivered_and_report
     sheet = sheets.ranks(history)
     looked = [sum(kept.figures[s][f"watch/rank/{rank}/lookup_bytes"] for s in STEPS[1:]) for rank in (0, 1)]
     for rank, row in enumerate(sheet.rows):
@@ -125,25 +128,25 @@ def test_report_and_mlflow_agree_on_ranks(both):
             for k, v in kept.figures[300].items()
             if f"rank/{rank}/" in k or f"rank_{rank}/" in k
         }
-        assert same(cells["ms per step"].value, seen["step_ms"])
-        assert same(cells["data wait"].value, seen["data_ms"] / seen["step_ms"])
-        assert same(cells["lookups"].value, looked[rank] / sum(looked))
-        assert same(cells["process"].value, 1e6 * seen["process_memory_usage_megabytes"])
-        assert same(cells["CPU"].value, seen["cpu_utilization_percentage"] / 100)
-        assert same(cells["GPU"].value, seen["gpu_utilization_percentage"] / 100)
-        assert same(cells["GPU memory"].value, 1e6 * seen["gpu_memory_usage_megabytes"])
-        assert same(cells["host memory"].value, seen["system_memory_usage_percentage"] / 100)
-        assert same(cells["sent/s"].value, 1e6 * seen["network_transmit_megabytes_per_s"])
+        assert figures_are_equal(cells["ms per step"].value, seen["step_ms"])
+        assert figures_are_equal(cells["data wait"].value, seen["data_ms"] / seen["step_ms"])
+        assert figures_are_equal(cells["lookups"].value, looked[rank] / sum(looked))
+        assert figures_are_equal(cells["process"].value, 1e6 * seen["process_memory_usage_megabytes"])
+        assert figures_are_equal(cells["CPU"].value, seen["cpu_utilization_percentage"] / 100)
+        assert figures_are_equal(cells["GPU"].value, seen["gpu_utilization_percentage"] / 100)
+        assert figures_are_equal(cells["GPU memory"].value, 1e6 * seen["gpu_memory_usage_megabytes"])
+        assert figures_are_equal(cells["host memory"].value, seen["system_memory_usage_percentage"] / 100)
+        assert figures_are_equal(cells["sent/s"].value, 1e6 * seen["network_transmit_megabytes_per_s"])
 
 
-def test_report_and_mlflow_agree_on_losses_checks_and_results(both):
-    kept, history = both
+def test_report_and_mlflow_agree_on_losses_checks_and_results(delivered_and_report):
+    kept, history = delivered_and_report
     for measured in history.figures(messages.Train, messages.Eval):
         for key, value in measured.figures.items():
-            assert same(kept.figures[measured.step][f"{measured.KIND}/{key}"], value)
+            assert figures_are_equal(kept.figures[measured.step][f"{measured.KIND}/{key}"], value)
     for check in history.checks:
         figures = kept.figures[check.step]
         assert figures["watch/check/parity"] == check.passed
-        assert same(figures["watch/check/parity_figure"], check.figure)
+        assert figures_are_equal(figures["watch/check/parity_figure"], check.figure)
     assert {k: kept.figures[300][k.replace(".", "/")] for k in history.result} == history.result
     assert not isnan(history.result["eval.auc"])

@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from test_searching import prepared
+from test_searching import prepare_test_search
 
 from raytrec.config.run_config import load_config
 from raytrec.config.trust import is_own_file
@@ -23,7 +23,7 @@ model.top_mlp: {choice: [[16], [32, 16]]}
 @pytest.fixture
 def search(tiny_data, tmp_path):
     """Return a search with one finished, one stopped, one failed and one waiting trial."""
-    made = prepared(tiny_data, tmp_path, SPACE, Settings(trials=4), tracking__enabled=False)
+    made = prepare_test_search(tiny_data, tmp_path, SPACE, Settings(trials=4), tracking__enabled=False)
     write_search(made)
     key = made.figure.key
     for trial, state, points in zip(
@@ -78,9 +78,9 @@ optim.schedule: {choice: [{}, {decay: linear, decay_steps: 1000}]}
 """
 
 
-def wide_search(data, tmp_path):
+def make_wide_search(data, tmp_path):
     """Return a search of 12 finished trials with many keys."""
-    made = prepared(data, tmp_path, WIDE_SPACE, Settings(trials=12), tracking__enabled=False)
+    made = prepare_test_search(data, tmp_path, WIDE_SPACE, Settings(trials=12), tracking__enabled=False)
     for trial in made.trials:
         trial.state, trial.step = State.FINISHED, 200
         trial.points = {100: 0.7, 200: 0.7 + 0.01 * trial.number}
@@ -102,7 +102,7 @@ def test_outcome_names_the_data_that_selected_the_best_trial(search, capsys, kin
 
 def test_wide_outcome_table_does_not_break_words(tiny_data, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    made = wide_search(tiny_data, tmp_path)
+    made = make_wide_search(tiny_data, tmp_path)
     print_outcome(made)
     table = capsys.readouterr().out
     assert all(len(line) <= 80 for line in table.splitlines() if "│" in line)
@@ -147,12 +147,12 @@ def test_unwritable_mlflow_store_keeps_the_outcome_files(search, tmp_path):
 
 def test_outcome_is_written_to_the_mlflow_parent_run(search, tmp_path):
     from mlflow import MlflowClient
-    from stores import made_once
+    from stores import reuse_first_store
 
     search.config.tracking.enabled = True
     search.config.tracking.uri = f"sqlite:///{tmp_path}/mlflow.db"
     warned = []
-    with made_once():
+    with reuse_first_store():
         for _ in range(2):  # as a resumed or extended search does
             write_outcome(search, warned.append)
     assert not warned

@@ -22,20 +22,20 @@ from raytrec.tuning.tune import tune
 SPACE = "optim.dense.lr: {log_uniform: [0.001, 0.1]}\nmodel.dropout: {uniform: [0, 0.5]}\n"
 
 
-def values(data, tmp_path, **changes):
+def make_config_values(data, tmp_path, **changes):
     """Return configuration values; `changes` are section__key=value or whole sections."""
     whole = {key: changes.pop(key) for key in list(changes) if "__" not in key}
-    return parquet.settings(data, tmp_path / "s", train__eval_every_steps=2, **changes) | whole
+    return parquet.config_values(data, tmp_path / "s", train__eval_every_steps=2, **changes) | whole
 
 
-def prepared(data, tmp_path, space=SPACE, settings=None, **changes):
+def prepare_test_search(data, tmp_path, space=SPACE, settings=None, **changes):
     """Prepare a search with these configuration values."""
-    config = resolve(load_config(values(data, tmp_path, **changes)), "own.yaml", "tune")
+    config = resolve(load_config(make_config_values(data, tmp_path, **changes)), "own.yaml", "tune")
     return prepare_search(config, Space.parse(space, "space.yaml"), settings or Settings(trials=3))
 
 
 def test_trials_have_drawn_values_and_separate_folders(tiny_data, tmp_path):
-    search = prepared(tiny_data, tmp_path)
+    search = prepare_test_search(tiny_data, tmp_path)
     assert [trial.number for trial in search.trials] == [1, 2, 3]
     assert [trial.folder.name for trial in search.trials] == ["trial-001", "trial-002", "trial-003"]
     for trial in search.trials:
@@ -45,9 +45,9 @@ def test_trials_have_drawn_values_and_separate_folders(tiny_data, tmp_path):
         assert config.run.dir == str(trial.folder)
         assert (trial.total, trial.rows(2)) == (16, 2 * 128)
     assert search.figure.better in ("higher", "lower")
-    again = prepared(tiny_data, tmp_path)
+    again = prepare_test_search(tiny_data, tmp_path)
     assert [t.values for t in again.trials] == [t.values for t in search.trials]
-    other = prepared(tiny_data, tmp_path, settings=Settings(trials=3, seed=1))
+    other = prepare_test_search(tiny_data, tmp_path, settings=Settings(trials=3, seed=1))
     assert [t.values for t in other.trials] != [t.values for t in search.trials]
 
 
@@ -67,7 +67,7 @@ def test_trials_have_drawn_values_and_separate_folders(tiny_data, tmp_path):
 )
 def test_invalid_space_error_names_key_and_line(tiny_data, tmp_path, space, line, mistake):
     with pytest.raises(ConfigError) as error:
-        prepared(tiny_data, tmp_path, space)
+        prepare_test_search(tiny_data, tmp_path, space)
     assert mistake in error.value.what and error.value.where == f"space.yaml, line {line}"
     assert not (tmp_path / "s").exists()
 
@@ -75,9 +75,9 @@ def test_invalid_space_error_names_key_and_line(tiny_data, tmp_path, space, line
 def test_invalid_combination_of_drawn_values_is_refused(tiny_data, tmp_path):
     space = "data.lanes: {choice: [1, 6]}\nscaling.num_workers: {choice: [1, 2]}"
     with pytest.raises(ConfigError, match=r"data.lanes = 1: "):  # the configuration has 2 workers
-        prepared(tiny_data, tmp_path, space)
+        prepare_test_search(tiny_data, tmp_path, space)
     with pytest.raises(ConfigError, match=r"trial \d \(.*num_workers = 2.*lanes") as error:
-        prepared(tiny_data, tmp_path, space, Settings(trials=4), scaling__num_workers=1)
+        prepare_test_search(tiny_data, tmp_path, space, Settings(trials=4), scaling__num_workers=1)
     assert "a choice of whole sections" in error.value.do
 
 
@@ -93,7 +93,7 @@ def test_invalid_combination_of_drawn_values_is_refused(tiny_data, tmp_path):
 def test_tune_refuses_an_invalid_configuration(tiny_data, tmp_path, changes, error, mistake):
     (tmp_path / "space.yaml").write_text(SPACE)
     with pytest.raises(error) as found:
-        tune(values(tiny_data, tmp_path, **changes), str(tmp_path / "space.yaml"))
+        tune(make_config_values(tiny_data, tmp_path, **changes), str(tmp_path / "space.yaml"))
     assert mistake in str(found.value) and not (tmp_path / "s").exists()
 
 
@@ -116,7 +116,7 @@ def test_tune_refuses_invalid_options(tiny_data, tmp_path, options, mistake):
     (tmp_path / "space.yaml").write_text(SPACE)
     given = {"space": str(tmp_path / "space.yaml"), "at_once": 1} | options
     with pytest.raises((ConfigError, RunError)) as error:
-        tune(values(tiny_data, tmp_path), **given)
+        tune(make_config_values(tiny_data, tmp_path), **given)
     assert mistake in str(error.value) and not (tmp_path / "s").exists()
 
 
@@ -127,18 +127,18 @@ def test_space_is_read_from_the_working_directory(tiny_data, tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RAYTREC_ROOT", str(tmp_path / "root"))
     with pytest.raises(ConfigError, match=r"optim\.dense\.lrr"):
-        tune(values(tiny_data, tmp_path), "space.yaml")
+        tune(make_config_values(tiny_data, tmp_path), "space.yaml")
 
 
 def test_tune_selects_the_metric_by_name(tiny_data, tmp_path):
-    search = prepared(tiny_data, tmp_path)
+    search = prepare_test_search(tiny_data, tmp_path)
     for figure in Selection.from_config(search.config, search.schema).figures:
-        named = prepared(tiny_data, tmp_path, settings=Settings(trials=1, metric=figure.key))
+        named = prepare_test_search(tiny_data, tmp_path, settings=Settings(trials=1, metric=figure.key))
         assert named.figure == figure and figure.better == METRICS.parts[figure.key].better
 
 
 def test_reopened_search_keeps_trial_states_and_values(tiny_data, tmp_path):
-    search = prepared(tiny_data, tmp_path)
+    search = prepare_test_search(tiny_data, tmp_path)
     assert not is_search(search.folder)
     write_search(search)
     assert is_search(search.folder) and [t.state for t in search.trials] == [State.WAITING] * 3
@@ -166,7 +166,7 @@ def test_reopened_search_keeps_trial_states_and_values(tiny_data, tmp_path):
         reopen_search(tmp_path, None, allow_code=False)
 
 
-KEYS = ("state", "values", "error")
+TRIAL_RECORD_KEYS = ("state", "values", "error")
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ KEYS = ("state", "values", "error")
     [
         *(
             (lambda trial, key=key: trial.pop(key), f"cannot be read: 1.{key}: Field required")
-            for key in KEYS
+            for key in TRIAL_RECORD_KEYS
         ),
         (lambda trial: trial.update(state="odd"), "trials.json of the search cannot be read"),
         (lambda trial: trial["values"].pop("model.dropout"), "trial 2 of the search differs from the values"),
@@ -183,7 +183,7 @@ KEYS = ("state", "values", "error")
     ],
 )
 def test_search_with_a_changed_trial_cannot_be_resumed(tiny_data, tmp_path, change, mistake):
-    search = prepared(tiny_data, tmp_path)
+    search = prepare_test_search(tiny_data, tmp_path)
     write_search(search)
     file = search.folder / "trials.json"
     records = json.loads(file.read_text())
@@ -196,7 +196,7 @@ def test_search_with_a_changed_trial_cannot_be_resumed(tiny_data, tmp_path, chan
 @pytest.mark.parametrize("name", ["search.json", "trials.json", "space.yaml", "base/config.yaml"])
 @pytest.mark.parametrize("text", [None, "", "{}", "[{}]", "null", '{"settings": {"factor": "x"}}'])
 def test_damaged_search_files_raise_a_clear_error(tiny_data, tmp_path, name, text):
-    search = prepared(tiny_data, tmp_path)
+    search = prepare_test_search(tiny_data, tmp_path)
     write_search(search)
     (search.folder / name).unlink()
     if text is not None:
@@ -208,7 +208,7 @@ def test_damaged_search_files_raise_a_clear_error(tiny_data, tmp_path, name, tex
 def test_resume_refuses_code_in_an_untrusted_search(tiny_data, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
     (tmp_path / "home").mkdir()
-    search = prepared(tiny_data, tmp_path)
+    search = prepare_test_search(tiny_data, tmp_path)
     write_search(search)
     reopen_search(search.folder, None, allow_code=False)
     for folder in (search.trials[1].folder, search.folder / "base"):
@@ -242,11 +242,11 @@ def test_untrusted_space_and_trials_must_not_draw_code(tiny_data, tmp_path, monk
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
     (tmp_path / "home").mkdir()
     tasks = [{"name": "bought"}]
-    search = prepared(tiny_data, tmp_path, tasks=tasks)
+    search = prepare_test_search(tiny_data, tmp_path, tasks=tasks)
     drawn = tmp_path / "drawn.yaml"
     drawn.write_text(json.dumps({key: {"choice": [value]}}))
     with pytest.raises(ConfigError, match="names code to run"):
-        tune(values(tiny_data, tmp_path, tasks=tasks), drawn.as_uri())
+        tune(make_config_values(tiny_data, tmp_path, tasks=tasks), drawn.as_uri())
     write_search(search)
     trials = search.folder / "trials.json"
     records = json.loads(trials.read_text())
@@ -260,7 +260,7 @@ def test_untrusted_space_and_trials_must_not_draw_code(tiny_data, tmp_path, monk
 
 
 def test_repeated_tune_command_finds_its_search(tiny_data, tmp_path):
-    given = values(tiny_data, tmp_path) | {"run": {"root": str(tmp_path)}}
+    given = make_config_values(tiny_data, tmp_path) | {"run": {"root": str(tmp_path)}}
     space, settings = Space.parse(SPACE, "space.yaml"), Settings(trials=3)
 
     def new(*overrides):
@@ -284,7 +284,7 @@ def test_repeated_tune_command_finds_its_search(tiny_data, tmp_path):
 
 
 def test_concurrent_trials_fill_the_cpus(tiny_data, tmp_path, monkeypatch):
-    search = prepared(tiny_data, tmp_path, "data.readers: {choice: [1, 3]}", Settings(trials=2))
+    search = prepare_test_search(tiny_data, tmp_path, "data.readers: {choice: [1, 3]}", Settings(trials=2))
     configs = [trial.config for trial in search.trials]  # 2 workers each: 4 and 8 CPUs
     for processors, places in ((4, 1), (16, 2), (17, 2)):
         monkeypatch.setattr("os.sched_getaffinity", lambda _, processors=processors: set(range(processors)))
@@ -296,7 +296,9 @@ def test_concurrent_trials_share_the_gpus_of_a_machine(tiny_data, tmp_path, monk
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)))
     monkeypatch.setattr(runner, "built_for", lambda: "cuda")
     monkeypatch.setattr(runner, "usable_gpus", lambda: ["0", "1", "2", "3", "4"])
-    configs = [trial.config for trial in prepared(tiny_data, tmp_path, scaling__device="auto").trials]
+    configs = [
+        trial.config for trial in prepare_test_search(tiny_data, tmp_path, scaling__device="auto").trials
+    ]
 
     def places(at_once=None):
         return [place.get("CUDA_VISIBLE_DEVICES") for place in runner.allocate_environments(configs, at_once)]
@@ -309,7 +311,9 @@ def test_concurrent_trials_share_the_gpus_of_a_machine(tiny_data, tmp_path, monk
 
 
 def test_concurrent_trials_fill_the_nodes_of_a_cluster(tiny_data, tmp_path, monkeypatch):
-    configs = [trial.config for trial in prepared(tiny_data, tmp_path).trials]  # 2 workers of 2 CPUs each
+    configs = [
+        trial.config for trial in prepare_test_search(tiny_data, tmp_path).trials
+    ]  # 2 workers of 2 CPUs each
     for config in configs:
         config.scaling.address, config.scaling.device = "10.0.0.1:6379", "auto"
     nodes = [{"Resources": {"CPU": cpus}} for cpus in (8.0, 3.0, 1.0)]
@@ -325,7 +329,7 @@ def test_reopened_search_draws_the_same_models(tiny_data, tmp_path):
     space = (
         "model.name: {choice: [dlrm, dcn, deepfm, masknet]}\noptim.schedule.warmup_steps: {choice: [0, 1]}"
     )
-    search = prepared(tiny_data, tmp_path, space, Settings(trials=8), model={"top_mlp": [8]})
+    search = prepare_test_search(tiny_data, tmp_path, space, Settings(trials=8), model={"top_mlp": [8]})
     write_search(search)
     again = reopen_search(search.folder, None, False)
     assert [trial.config for trial in again.trials] == [trial.config for trial in search.trials]

@@ -9,7 +9,7 @@ from raytrec.config.models.base import MODELS
 from raytrec.config.run_config import load_config
 from raytrec.tuning.space import Space
 
-TEXT = """\
+SPACE_TEXT = """\
 # learning rates
 optim.embeddings.lr: {log_uniform: [1e-3, 0.1]}
 optim.dense.lr: {uniform: [0, 0.5]}
@@ -19,12 +19,12 @@ data.global_batch_size: {choice: [512, 1024]}
 """
 
 
-def parse(text):
+def parse_space(text):
     return Space.parse(text, "space.yaml")
 
 
 def test_drawn_values_cover_their_ranges():
-    drawn = parse(TEXT).configurations(400, seed=0)
+    drawn = parse_space(SPACE_TEXT).configurations(400, seed=0)
     rates = [each["optim.embeddings.lr"] for each in drawn]
     assert all(1e-3 <= rate <= 0.1 for rate in rates)
     shares = [sum(rate < bound for rate in rates) / 400 for bound in (10**-2.5, 1e-2, 10**-1.5)]
@@ -38,18 +38,23 @@ def test_drawn_values_cover_their_ranges():
 
 
 def test_draws_do_not_depend_on_trial_count_or_other_keys():
-    few, many = parse(TEXT).configurations(5, seed=3), parse(TEXT).configurations(50, seed=3)
-    assert few == many[:5] and few != parse(TEXT).configurations(5, seed=4)
-    without = parse(TEXT.replace("model.cross_layers: {integer: [1, 4]}", "")).configurations(5, seed=3)
+    few, many = (
+        parse_space(SPACE_TEXT).configurations(5, seed=3),
+        parse_space(SPACE_TEXT).configurations(50, seed=3),
+    )
+    assert few == many[:5] and few != parse_space(SPACE_TEXT).configurations(5, seed=4)
+    without = parse_space(SPACE_TEXT.replace("model.cross_layers: {integer: [1, 4]}", "")).configurations(
+        5, seed=3
+    )
     assert [each.items() >= other.items() for each, other in zip(few, without, strict=True)] == [True] * 5
 
 
 def test_small_space_is_enumerated_once_in_seeded_order():
     text = "a.b: {choice: [x, y]}\nc.d: {integer: [1, 3]}"
-    drawn = parse(text).configurations(10, seed=0)
+    drawn = parse_space(text).configurations(10, seed=0)
     assert sorted((each["a.b"], each["c.d"]) for each in drawn) == [(a, c) for a in "xy" for c in (1, 2, 3)]
-    assert parse(text).configurations(4, seed=0) == drawn[:4]
-    assert any(parse(text).configurations(10, seed=seed) != drawn for seed in range(1, 5))
+    assert parse_space(text).configurations(4, seed=0) == drawn[:4]
+    assert any(parse_space(text).configurations(10, seed=seed) != drawn for seed in range(1, 5))
 
 
 @pytest.mark.parametrize(
@@ -80,7 +85,7 @@ def test_small_space_is_enumerated_once_in_seeded_order():
 )
 def test_space_error_names_key_and_line(text, line, mistake):
     with pytest.raises(ConfigError) as error:
-        parse(text)
+        parse_space(text)
     assert mistake in error.value.what and error.value.where == f"space.yaml, line {line}"
     assert error.value.expected
 
@@ -88,7 +93,7 @@ def test_space_error_names_key_and_line(text, line, mistake):
 @pytest.mark.parametrize("text", ["", "[]", "a: b: c", "a: 1\na: 2"])
 def test_space_without_keys_is_refused(text):
     with pytest.raises(ConfigError, match=r"no keys|not valid YAML"):
-        parse(text)
+        parse_space(text)
 
 
 def test_unreadable_space_file_is_refused(tmp_path):
@@ -97,7 +102,7 @@ def test_unreadable_space_file_is_refused(tmp_path):
     (tmp_path / "space.yaml").write_bytes(b"a.b: {choice: [\xff]}")
     with pytest.raises(ConfigError, match="not UTF-8"):
         Space.read(str(tmp_path / "space.yaml"))
-    (tmp_path / "space.yaml").write_text(TEXT)
+    (tmp_path / "space.yaml").write_text(SPACE_TEXT)
     assert len(Space.read(str(tmp_path / "space.yaml")).draws) == 4
 
 

@@ -27,19 +27,21 @@ BASE = {
 }
 
 
-def trial(number, state, value=nan):
+def make_trial(number, state, value=nan):
     points = {} if isnan(value) else {5: 0.1, 10: value}
     return Trial(number, {"a.b": number}, None, 20, state, points)
 
 
-def search_of(trials, figure):
+def make_ranked_search(trials, figure):
     return Search(load_config(BASE), None, Space("space.yaml", "", ()), Settings(), figure, trials)
 
 
 @pytest.mark.parametrize("figure, order", [(HIGH, [2, 3, 1]), (LOW, [1, 3, 2]), (NEAR_1, [3, 2, 1])])
 def test_ranking_puts_the_best_trial_first(figure, order):
     values = {1: 0.5, 2: 1.3, 3: 1.2}
-    search = search_of([trial(number, State.FINISHED, value) for number, value in values.items()], figure)
+    search = make_ranked_search(
+        [make_trial(number, State.FINISHED, value) for number, value in values.items()], figure
+    )
     assert [each.number for each in search.ranked] == order
     assert search.best.number == order[0]
 
@@ -47,9 +49,11 @@ def test_ranking_puts_the_best_trial_first(figure, order):
 def test_ranking_puts_finished_trials_first():
     states = [State.FAILED, State.WAITING, State.INTERRUPTED, State.STOPPED, State.FINISHED, State.FINISHED]
     values = (0.1, nan, 0.2, 0.3, 0.9, nan)
-    trials = [trial(n, state, value) for n, (state, value) in enumerate(zip(states, values, strict=True), 1)]
-    assert [each.number for each in search_of(trials, LOW).ranked] == [5, 6, 4, 3, 1, 2]
-    best = [search_of(trials[:count], LOW).best for count in (6, 4, 3)]
+    trials = [
+        make_trial(n, state, value) for n, (state, value) in enumerate(zip(states, values, strict=True), 1)
+    ]
+    assert [each.number for each in make_ranked_search(trials, LOW).ranked] == [5, 6, 4, 3, 1, 2]
+    best = [make_ranked_search(trials[:count], LOW).best for count in (6, 4, 3)]
     assert [each and each.number for each in best] == [5, 4, None]
 
 
@@ -92,22 +96,22 @@ def test_evaluations_are_read_while_they_are_written(tmp_path):
 
 # Stopped trials, compared with a plain definition of asynchronous successive halving.
 BATCH, STEPS = 10, 16
-VALUES = {
+TRIAL_VALUES = {
     "data": {"train": "/d", "valid": "/v", "global_batch_size": BATCH},
     "train": {"eval_every_steps": 1},
     "scaling": {"num_workers": 1},
 }
-CONFIG = load_config(VALUES)
+TRIAL_CONFIG = load_config(TRIAL_VALUES)
 
 
-def halving(factor=2.0, grace=None, trials=30):
-    made = {number: Trial(number, {}, CONFIG, STEPS) for number in range(trials)}
+def make_halving_rule(factor=2.0, grace=None, trials=30):
+    made = {number: Trial(number, {}, TRIAL_CONFIG, STEPS) for number in range(trials)}
     settings = Settings(grace_steps=grace, factor=factor)
-    search = SimpleNamespace(config=CONFIG, settings=settings, figure=HIGH, trials=list(made.values()))
+    search = SimpleNamespace(config=TRIAL_CONFIG, settings=settings, figure=HIGH, trials=list(made.values()))
     return SuccessiveHalving(search), made
 
 
-class Plain:
+class PlainHalving:
     """Reference rule: rungs at grace × factor^k; a trial continues if it is among the best 1/factor."""
 
     def __init__(self, factor, grace, most):
@@ -126,8 +130,8 @@ class Plain:
 
 @pytest.mark.parametrize("factor, grace", [(2.0, 1), (3.0, 2), (4.0, 1)])
 def test_halving_stops_the_same_trials_as_the_reference(factor, grace):
-    random, plain = Random(1), Plain(factor, grace, STEPS)
-    rule, trials = halving(factor, grace)
+    random, plain = Random(1), PlainHalving(factor, grace, STEPS)
+    rule, trials = make_halving_rule(factor, grace)
     expected, stopped, running = [], [], dict.fromkeys(trials, 0)
     while running:
         number = random.choice(list(running))
@@ -145,7 +149,7 @@ def test_halving_stops_the_same_trials_as_the_reference(factor, grace):
 
 
 def test_halving_compares_with_earlier_evaluations():
-    rule, trials = halving()
+    rule, trials = make_halving_rule()
     for number in (1, 2):
         trials[number].points = {1: 0.8 + number / 100, 2: 0.9}
         rule.falls_behind(trials[number])
@@ -156,20 +160,22 @@ def test_halving_compares_with_earlier_evaluations():
 
 
 def test_halving_compares_trials_by_trained_rows():
-    rule, trials = halving(factor=4.0)  # rungs at 10 and 40 rows
-    trials[1].config = load_config(VALUES | {"data": VALUES["data"] | {"global_batch_size": 4 * BATCH}})
+    rule, trials = make_halving_rule(factor=4.0)  # rungs at 10 and 40 rows
+    trials[1].config = load_config(
+        TRIAL_VALUES | {"data": TRIAL_VALUES["data"] | {"global_batch_size": 4 * BATCH}}
+    )
     trials[2].points = {1: 0.2, 4: 0.9}
     trials[1].points = {1: 0.5}  # after 40 rows
     assert not rule.falls_behind(trials[2]) and rule.falls_behind(trials[1])
 
 
 def test_halving_continues_trials_without_figures():
-    rule, trials = halving()
+    rule, trials = make_halving_rule()
     assert not any(map(rule.falls_behind, trials.values()))
 
 
 def test_halving_stops_no_trial_before_the_first_rung():
-    rule, trials = halving(grace=20)
+    rule, trials = make_halving_rule(grace=20)
     for number in (1, 2):
         trials[number].points = {STEPS: 1 / number}
         assert not rule.falls_behind(trials[number])

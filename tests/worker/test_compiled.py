@@ -4,8 +4,8 @@ from functools import partialmethod
 
 import pytest
 import torch
-from ranks import on_ranks
-from small import a_schema, batches, build, config, train
+from ranks import run_on_ranks
+from small import build_step_on_rank, make_batches, make_small_config, make_small_schema, train_step
 from torch import nn
 
 from raytrec.common.errors import ConfigError
@@ -16,7 +16,7 @@ ROWS = {"sharding_type": "row_wise"}
 BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.survive)]
 
 
-def trained(rank, world, backend):
+def train_and_evaluate(rank, world, backend):
     """Return (names of the dense state, its values, logits of an evaluation, number of compiled graphs)."""
     import torch._dynamo.utils
 
@@ -28,14 +28,14 @@ def trained(rank, world, backend):
     stats = torch._dynamo.utils.counters["stats"]
     before = stats["unique_graphs"]
     try:
-        settings = config(world, ROWS, compile=bool(backend), ema=0.9)
-        step = build(settings)
+        settings = make_small_config(world, ROWS, compile=bool(backend), ema=0.9)
+        step = build_step_on_rank(settings)
     finally:
         nn.Module.compile = plain
-    state, local = LogicalState(step.model, step.optimizer), batches(5, rank, world)[1]
-    train(step, local[:4])
+    state, local = LogicalState(step.model, step.optimizer), make_batches(5, rank, world)[1]
+    train_step(step, local[:4])
     (outputs,) = step.evaluate(iter(local[4:]))
-    train(step, local[:1])
+    train_step(step, local[:1])
     weights = {name: value.clone() for name, value in state.dense.items()}
     return sorted(weights), weights, outputs["y"].logits, stats["unique_graphs"] - before
 
@@ -43,8 +43,8 @@ def trained(rank, world, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.survive), 2])
 def test_compiled_model_matches_eager(world, backend):
-    plain = on_ranks(world, trained, None)
-    for own, other in zip(plain, on_ranks(world, trained, backend), strict=True):
+    plain = run_on_ranks(world, train_and_evaluate, None)
+    for own, other in zip(plain, run_on_ranks(world, train_and_evaluate, backend), strict=True):
         assert own[0] == other[0], "checkpoints have the same names"
         for name, value in own[1].items():
             torch.testing.assert_close(other[1][name], value, rtol=1e-4, atol=1e-6)
@@ -52,7 +52,7 @@ def test_compiled_model_matches_eager(world, backend):
         assert (own[3], other[3]) == (0, 2), "one graph for training, one for evaluation, any batch size"
 
 
-def trained_on_lengths(rank, world, name, dropout):
+def train_on_varying_lengths(rank, world, name, dropout):
     """Train plain and compiled on batches with different row counts and history lengths.
 
     Return the logits of each step, and the number of compiled graphs after each step.
@@ -67,7 +67,7 @@ def trained_on_lengths(rank, world, name, dropout):
         "history": {"table": "item", "pooling": "sequence"},
         "negatives": {"table": "item", "pooling": "sequence"},
     }
-    schema = a_schema(dense=[], sparse=sparse, tables={"item": {"rows": 31, "dim": 8}})
+    schema = make_small_schema(dense=[], sparse=sparse, tables={"item": {"rows": 31, "dim": 8}})
     model = {"name": name, "max_length": 12, "negatives": "negatives", "max_negatives": 3}
     model["dropout"] = dropout
     torch.compiler.reset()
@@ -76,8 +76,8 @@ def trained_on_lengths(rank, world, name, dropout):
     for compile in (False, True):
         nn.Module.compile = partialmethod(plain, backend="eager")
         try:
-            settings = config(world, ROWS, model=model, compile=compile)
-            step = build(settings, schema)
+            settings = make_small_config(world, ROWS, model=model, compile=compile)
+            step = build_step_on_rank(settings, schema)
         finally:
             nn.Module.compile = plain
         features = resolve_features(schema, settings.model)
@@ -88,7 +88,7 @@ def trained_on_lengths(rank, world, name, dropout):
             ids = torch.randint(0, 31, (int(lengths.sum()),), generator=g)
             bag = torch.arange(rows).repeat_interleave(lengths)
             whole.bags["history"] = ids, bag, torch.ones(len(ids))
-            (outputs,) = train(step, [make_local_batch(whole, schema, [0, rows], 0, features)])
+            (outputs,) = train_step(step, [make_local_batch(whole, schema, [0, rows], 0, features)])
             logits.append(outputs["y"].logits)
             graphs.append(stats["unique_graphs"] - before)
     return logits[:6], logits[6:], graphs
@@ -97,13 +97,13 @@ def trained_on_lengths(rank, world, name, dropout):
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("name", ["sasrec", pytest.param("hstu", marks=pytest.mark.survive)])
 def test_new_sequence_lengths_do_not_recompile(name, dropout):
-    ((plain, compiled, graphs),) = on_ranks(1, trained_on_lengths, name, dropout)
+    ((plain, compiled, graphs),) = run_on_ranks(1, train_on_varying_lengths, name, dropout)
     if not dropout:  # compiled dropout draws different random numbers
         torch.testing.assert_close(compiled, plain, rtol=1e-5, atol=1e-6)
     assert graphs[:6] == [0] * 6 and graphs[6] == graphs[-1] > 0
 
 
-def phases_of_compiling(rank, world):
+def collect_compile_phases(rank, world):
     """Return the heartbeat's phase during the compilation of a graph in a step, and after it."""
     from raytrec.worker.heartbeat import Heartbeat
 
@@ -121,10 +121,10 @@ def phases_of_compiling(rank, world):
 
 
 def test_compilation_in_a_step_uses_the_start_timeout():
-    assert on_ranks(1, phases_of_compiling) == [["start", "step"]]
+    assert run_on_ranks(1, collect_compile_phases) == [["start", "step"]]
 
 
-class Replayed:
+class BufferReusingBackend:
     """A compiler backend that reuses output buffers, as a CUDA graph does.
 
     Each call of a compiled function overwrites the outputs of its previous call.
@@ -160,26 +160,26 @@ class Replayed:
         return make_boxed_func(run)
 
 
-def replayed(rank, world, compile):
+def run_with_reused_buffers(rank, world, compile):
     """Train and evaluate on full batches and a smaller one.
 
     Return (weights, logits of each batch, modes of torch.compile, number of compiled functions).
     """
-    backend, plain, kept = Replayed(), nn.Module.compile, []
+    backend, plain, kept = BufferReusingBackend(), nn.Module.compile, []
     nn.Module.compile = partialmethod(plain, backend=backend)
     torch.compiler.reset()
     try:
-        step = build(config(world, ROWS, compile=compile))
+        step = build_step_on_rank(make_small_config(world, ROWS, compile=compile))
         step.head.register_forward_pre_hook(
             lambda head, _: kept.extend(
                 w for w in head.model.parameters() if head.training and w.grad is not None
             )
         )
-        local = batches(5, rank, world, balance="equal")[1]
-        smaller = batches(2, rank, world, balance="equal", rows=8)[1]
-        given = train(step, [*local[:3], smaller[0], local[3]])
+        local = make_batches(5, rank, world, balance="equal")[1]
+        smaller = make_batches(2, rank, world, balance="equal", rows=8)[1]
+        given = train_step(step, [*local[:3], smaller[0], local[3]])
         given += step.evaluate(iter([local[4], local[0], smaller[1]]))
-        given += train(step, local[4:])
+        given += train_step(step, local[4:])
     finally:
         nn.Module.compile = plain
     assert not kept, "gradients of the previous step are kept; the next replay would overwrite them"
@@ -189,7 +189,11 @@ def replayed(rank, world, compile):
 
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.survive)])
 def test_cuda_graph_replay_does_not_overwrite_outputs(world):
-    for own, other in zip(on_ranks(world, replayed, False), on_ranks(world, replayed, "graphs"), strict=True):
+    for own, other in zip(
+        run_on_ranks(world, run_with_reused_buffers, False),
+        run_on_ranks(world, run_with_reused_buffers, "graphs"),
+        strict=True,
+    ):
         for value, plain in zip([*other[0], *other[1]], [*own[0], *own[1]], strict=True):
             torch.testing.assert_close(value, plain, rtol=1e-4, atol=1e-6)
         assert other[2:] == ({"reduce-overhead"}, 3), (

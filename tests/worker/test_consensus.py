@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch.distributed as dist
-from ranks import on_ranks
+from ranks import run_on_ranks
 
 from raytrec.common.messages import Command
 from raytrec.worker.consensus import StepConsensus, _find_grid_position
@@ -13,7 +13,7 @@ from raytrec.worker.nonfinite import LossStatus
 STEPS = 6
 
 
-def decisions(rank, world, ring):
+def run_consensus(rank, world, ring):
     """Exchange commands for a few steps.
 
     Each rank sends a command at one step; the last rank reports a bad loss at step 4.
@@ -35,7 +35,7 @@ def decisions(rank, world, ring):
 
 @pytest.mark.parametrize(("world", "ring", "lag"), [(2, 64, 1), (4, 2, 2), (5, 4, 2)])
 def test_every_rank_gets_the_same_decision(world, ring, lag):
-    found = on_ranks(world, decisions, ring)
+    found = run_on_ranks(world, run_consensus, ring)
     assert all(each[:4] == found[0][:4] for each in found)
     own_lag, given, last, agreed, _ = found[0]
     assert own_lag == lag
@@ -52,7 +52,7 @@ def test_every_rank_gets_the_same_decision(world, ring, lag):
 
 
 def test_large_worlds_use_short_rings():
-    sizes = on_ranks(5, decisions, 4)
+    sizes = run_on_ranks(5, run_consensus, 4)
     assert all(max(each[4]) < 5 for each in sizes)
 
 

@@ -5,14 +5,14 @@ import random
 
 import pytest
 import torch
-from ranks import on_ranks
-from small import SCHEMA, config
+from ranks import run_on_ranks
+from small import SCHEMA, make_small_config
 
 from raytrec.common.errors import ConfigError
 from raytrec.config.run_config import load_config
 
 
-def expected(values, patience, better):
+def find_expected_stop(values, patience, better):
     """Return the number of evaluations until training ends, or None if it does not end early."""
     best, since = None, 0
     for number, value in enumerate(values, start=1):
@@ -26,14 +26,14 @@ def expected(values, patience, better):
     return None
 
 
-def ended(rank, world, values, section, resumed_after=None):
+def run_until_stop(rank, world, values, section, resumed_after=None):
     """Return the number of evaluations until a run ends, and its message. Only rank 0 knows the metrics."""
     from raytrec.config.training import EarlyStoppingSection
     from raytrec.metrics.selection import Selection
     from raytrec.metrics.sums import Sums
     from raytrec.worker.progress import EarlyStopping, Progress
 
-    selection = Selection.from_config(config(1, {"sharding_type": "row_wise"}), SCHEMA)
+    selection = Selection.from_config(make_small_config(1, {"sharding_type": "row_wise"}), SCHEMA)
 
     def begin():
         progress = Progress(Sums(selection, torch.device("cpu")))
@@ -54,15 +54,15 @@ def ended(rank, world, values, section, resumed_after=None):
     return None, stopping.result()["train.ended"]
 
 
-def all_ended(rank, world, cases):
+def run_all_cases(rank, world, cases):
     """Return the result of run_until_stop for each case."""
-    return [ended(rank, world, *case) for case in cases]
+    return [run_until_stop(rank, world, *case) for case in cases]
 
 
-BETTER = {"ne": "lower", "auc": "higher", "calibration": "closer to 1"}
+DIRECTIONS = {"ne": "lower", "auc": "higher", "calibration": "closer to 1"}
 
 
-@pytest.mark.parametrize("metric", BETTER)
+@pytest.mark.parametrize("metric", DIRECTIONS)
 def test_early_stopping_matches_its_definition(metric):
     draw, cases, expected_at = random.Random(metric), [], []
     for _ in range(20):
@@ -70,29 +70,32 @@ def test_early_stopping_matches_its_definition(metric):
             draw.choice([math.nan, *(round(draw.gauss(1, 0.1), 2) for _ in range(4))]) for _ in range(9)
         ]
         patience = draw.randint(1, 4)
-        expected_at.append(expected(values, patience, BETTER[metric]))
+        expected_at.append(find_expected_stop(values, patience, DIRECTIONS[metric]))
         section = {"metric": metric, "patience": patience}
         cases.append((values, section, draw.randint(1, 9)))
-    for found in on_ranks(2, all_ended, cases):
+    for found in run_on_ranks(2, run_all_cases, cases):
         assert [at for at, _ in found] == expected_at, cases
     assert len(set(expected_at)) > 3
     improving = {"ne": [0.9, 0.8, 0.7], "auc": [0.7, 0.8, 0.9], "calibration": [0.5, 1.3, 1.0]}[metric]
-    assert on_ranks(2, ended, improving, {"metric": metric, "patience": 1})[1] == (None, "after all steps")
+    assert run_on_ranks(2, run_until_stop, improving, {"metric": metric, "patience": 1})[1] == (
+        None,
+        "after all steps",
+    )
 
 
 def test_early_stopping_states_its_reason():
     section = {"metric": "auc", "patience": 2}
-    answers = on_ranks(2, ended, [0.7, 0.8, 0.8, 0.6, 0.9], section)
+    answers = run_on_ranks(2, run_until_stop, [0.7, 0.8, 0.8, 0.6, 0.9], section)
     assert answers == [(4, "auc has not improved in 2 evaluations; it was best at step 20, 0.8000")] * 2
-    assert on_ranks(1, ended, [0.7], section) == [(None, "after all steps")]
-    nan = on_ranks(1, ended, [math.nan] * 2, section)
+    assert run_on_ranks(1, run_until_stop, [0.7], section) == [(None, "after all steps")]
+    nan = run_on_ranks(1, run_until_stop, [math.nan] * 2, section)
     assert nan == [(2, "auc was undefined in 2 evaluations")]
 
 
 def test_invalid_early_stopping_is_rejected():
     from raytrec.metrics.selection import Selection
 
-    base = config(1, {"sharding_type": "row_wise"})
+    base = make_small_config(1, {"sharding_type": "row_wise"})
     with pytest.raises(ConfigError, match="early_stopping is set, but"):
         load_config(base, ["train.early_stopping={patience: 2}"])
     with pytest.raises(ConfigError, match="greater than 0"):
@@ -105,5 +108,5 @@ def test_invalid_early_stopping_is_rejected():
 def test_metric_of_single_task_accepts_task_prefix():
     from raytrec.metrics.selection import Selection
 
-    selection = Selection.from_config(config(1, {"sharding_type": "row_wise"}), SCHEMA)
+    selection = Selection.from_config(make_small_config(1, {"sharding_type": "row_wise"}), SCHEMA)
     assert selection.best("y.auc").key == "auc" == selection.best("auc").key

@@ -6,10 +6,12 @@ import pytest
 
 from raytrec.worker.heartbeat import PACKAGE, _locate_thread
 
-SITE = "/home/me/raytrec/.venv/lib/python3.11/site-packages/"  # path after `git clone` and `make install`
+SITE_PACKAGES = (
+    "/home/me/raytrec/.venv/lib/python3.11/site-packages/"  # path after `git clone` and `make install`
+)
 
 
-def place_of(*files):
+def locate_blocked_thread(*files):
     """Return the place of a thread that is blocked in functions of these files, outermost first."""
     blocked, release = Event(), Event()
 
@@ -35,14 +37,25 @@ def place_of(*files):
 @pytest.mark.parametrize(
     ("files", "waits"),
     [
-        ((f"{PACKAGE}worker/loop.py", f"{SITE}torch/distributed/distributed_c10d.py"), True),
-        ((f"{PACKAGE}worker/loop.py", f"{SITE}torch/distributed/c10d.py", f"{SITE}raytrec_tools/x.py"), True),
+        ((f"{PACKAGE}worker/loop.py", f"{SITE_PACKAGES}torch/distributed/distributed_c10d.py"), True),
         (
-            (f"{SITE}torch/distributed/c10d.py", f"{PACKAGE}models/mine.py", f"{SITE}torch/nn/linear.py"),
+            (
+                f"{PACKAGE}worker/loop.py",
+                f"{SITE_PACKAGES}torch/distributed/c10d.py",
+                f"{SITE_PACKAGES}raytrec_tools/x.py",
+            ),
+            True,
+        ),
+        (
+            (
+                f"{SITE_PACKAGES}torch/distributed/c10d.py",
+                f"{PACKAGE}models/mine.py",
+                f"{SITE_PACKAGES}torch/nn/linear.py",
+            ),
             False,
         ),
-        ((f"{PACKAGE}worker/loop.py", f"{SITE}torch/nn/modules/linear.py"), False),
+        ((f"{PACKAGE}worker/loop.py", f"{SITE_PACKAGES}torch/nn/modules/linear.py"), False),
     ],
 )
 def test_collective_is_recognized_in_a_raytrec_checkout(files, waits):
-    assert place_of(*files) is waits
+    assert locate_blocked_thread(*files) is waits

@@ -3,8 +3,8 @@
 import loop
 import pytest
 import torch
-from operators import Operators
-from ranks import on_ranks
+from operators import OperatorCounter
+from ranks import run_on_ranks
 
 from raytrec.driver.coordinator import SLOW_PHASES
 from raytrec.worker.step import derive_seed
@@ -17,11 +17,11 @@ def run(rank, world, steps, changes, folder, disturb=None):
     """Train with a checkpoint at step 5; return (this rank's records and checks, the error that ended the
     run)."""
     changes = ["checkpoint.every_s=null", "checkpoint.every_steps=5", *changes]
-    made = loop.make(rank, world, steps, changes, folder).train(steps, disturb)
+    made = loop.make_worker_loop(rank, world, steps, changes, folder).train(steps, disturb)
     return [message for message in made.said if message["kind"] in ("rank", "check")], made.error
 
 
-def flip_a_bit(made):
+def flip_bit(made):
     """Flip one bit of a dense weight on rank 1, before the fourth step."""
     if made.context.index == 1 and made.progress.step == 3:
         dense = made.checkpoints._state.dense
@@ -31,7 +31,7 @@ def flip_a_bit(made):
 
 def test_records_and_checks_follow_their_intervals(tmp_path):
     changes = ["tracking.every_steps=3", "checks.every_steps=4"]
-    for rank, (said, error) in enumerate(on_ranks(2, run, 8, changes, str(tmp_path))):
+    for rank, (said, error) in enumerate(run_on_ranks(2, run, 8, changes, str(tmp_path))):
         assert error is None
         lines = [m for m in said if m["kind"] == "rank"]
         # The last record is written at the end of training.
@@ -56,8 +56,8 @@ def test_records_and_checks_follow_their_intervals(tmp_path):
 
 @pytest.mark.parametrize("every,step", [(4, 4), (100, 5)])
 def test_failed_check_stops_all_ranks_and_prevents_saving(every, step, tmp_path):
-    for said, error in on_ranks(
-        2, run, 8, [NO_RECORDS, f"checks.every_steps={every}"], str(tmp_path), flip_a_bit
+    for said, error in run_on_ranks(
+        2, run, 8, [NO_RECORDS, f"checks.every_steps={every}"], str(tmp_path), flip_bit
     ):
         assert "a check failed" in error and "replicas" in error and f"step {step}" in error
         assert not any(m["kind"] == "rank" for m in said)
@@ -66,17 +66,17 @@ def test_failed_check_stops_all_ranks_and_prevents_saving(every, step, tmp_path)
 
 def test_failed_check_warns_when_configured(tmp_path):
     changes = [NO_RECORDS, "checks.every_steps=4", "checks.replicas=warn"]
-    (said, error), _ = on_ranks(2, run, 8, changes, str(tmp_path), flip_a_bit)
+    (said, error), _ = run_on_ranks(2, run, 8, changes, str(tmp_path), flip_bit)
     assert error is None
     assert {m["step"] for m in said if m["kind"] == "check" and not m["passed"]} == {4, 5, 8}
 
 
 def test_disabled_checks_and_records_report_nothing(tmp_path):
     changes = [NO_RECORDS, *(f"checks.{name}=off" for name in CHECKS)]
-    assert on_ranks(2, run, 4, changes, str(tmp_path), flip_a_bit) == [([], None), ([], None)]
+    assert run_on_ranks(2, run, 4, changes, str(tmp_path), flip_bit) == [([], None), ([], None)]
 
 
-def slow_start(made):
+def delay_rank_1(made):
     from time import sleep
 
     if made.context.index == 1:
@@ -88,7 +88,7 @@ def test_waiting_rank_reports_collective_time(tmp_path):
     from raytrec.common.messages import RankLine
     from raytrec.report.findings import find_straggler
 
-    results = on_ranks(2, run, 12, ["tracking.every_steps=6"], str(tmp_path), slow_start)
+    results = run_on_ranks(2, run, 12, ["tracking.every_steps=6"], str(tmp_path), delay_rank_1)
     lines = [[m for m in said if m["kind"] == "rank"][1] for said, _ in results]
     fast, slow = (line["phases_s"] for line in lines)
     assert slow["other"] > 0.18 > fast["other"]
@@ -101,9 +101,9 @@ def test_waiting_rank_reports_collective_time(tmp_path):
     assert "rank 1" in find_straggler([RankLine(**line) for line in lines])
 
 
-def phases_of_waits(rank, world, folder):
+def collect_wait_phases(rank, world, folder):
     """Return the heartbeat's phase at each wait for a checkpoint that is being written."""
-    made, found = loop.make(rank, world, 3, ["checkpoint.every_s=null"], folder), []
+    made, found = loop.make_worker_loop(rank, world, 3, ["checkpoint.every_s=null"], folder), []
     saver, heartbeat = made.checkpoints._saver, made.context.heartbeat
     taken = saver.taken
 
@@ -120,23 +120,25 @@ def phases_of_waits(rank, world, folder):
 
 def test_final_checkpoint_wait_has_its_own_phase(tmp_path):
     """The wait can be long, so the time limit of a slow phase applies."""
-    [found] = on_ranks(1, phases_of_waits, str(tmp_path))
+    [found] = run_on_ranks(1, collect_wait_phases, str(tmp_path))
     assert found and set(found) <= set(SLOW_PHASES)
 
 
-def all_reduces(rank, world, folder):
-    """Count the all_reduces of two ordinary steps.
+def count_all_reduces(rank, world, folder):
+    """Count the count_all_reduces of two ordinary steps.
 
     Return the count, the random numbers drawn in the last step, and the numbers expected from its seed.
     """
-    made = loop.make(rank, world, 8, ["train.log_every_steps=100", "checkpoint.every_s=null"], folder)
+    made = loop.make_worker_loop(
+        rank, world, 8, ["train.log_every_steps=100", "checkpoint.every_s=null"], folder
+    )
     found = []
     made.step.model.register_forward_pre_hook(lambda *_: found.append(torch.rand(3).tolist()))
     made.observers.begin()
-    with Operators() as operators:
+    with OperatorCounter() as operators:
         for number, outputs in enumerate(made.step.train(made.batches, 6), start=1):
-            made.progress.count(loop.ROWS, outputs)
-            made.observers.after_step(loop.ROWS)
+            made.progress.count(loop.BATCH_ROWS, outputs)
+            made.observers.after_step(loop.BATCH_ROWS)
             made.checkpoints.after_step(outputs)
             if number == 4:
                 operators.calls.clear()
@@ -146,20 +148,25 @@ def all_reduces(rank, world, folder):
 
 
 def test_single_rank_needs_no_all_reduce(tmp_path):
-    [(count, drawn, expected)] = on_ranks(1, all_reduces, str(tmp_path))
+    [(count, drawn, expected)] = run_on_ranks(1, count_all_reduces, str(tmp_path))
     assert count == 0
     assert drawn == expected
 
 
 def test_two_ranks_all_reduce_at_each_step(tmp_path):
-    (count, drawn, expected), (_, other, _) = on_ranks(2, all_reduces, str(tmp_path))
+    (count, drawn, expected), (_, other, _) = run_on_ranks(2, count_all_reduces, str(tmp_path))
     assert count >= 4
     assert drawn == expected != other
 
 
-def windows(rank, world, folder):
+def collect_train_reports(rank, world, folder):
     """Return the steps at which training metrics were reported, and their messages."""
-    made, at = loop.make(rank, world, 23, ["train.log_every_steps=5", "checkpoint.every_s=null"], folder), []
+    made, at = (
+        loop.make_worker_loop(
+            rank, world, 23, ["train.log_every_steps=5", "checkpoint.every_s=null"], folder
+        ),
+        [],
+    )
 
     def after(made):
         told = sum(message["kind"] == "train" for message in made.said)
@@ -172,8 +179,8 @@ def windows(rank, world, folder):
 
 
 def test_gpu_train_metrics_match_cpu_with_a_delay(tmp_path):
-    plain = on_ranks(2, windows, str(tmp_path / "cpu"))
-    on_gpus = on_ranks(2, windows, str(tmp_path / "cuda"), device="cuda")
+    plain = run_on_ranks(2, collect_train_reports, str(tmp_path / "cpu"))
+    on_gpus = run_on_ranks(2, collect_train_reports, str(tmp_path / "cuda"), device="cuda")
     (at, steps, *figures), (later, same, *others) = plain[0], on_gpus[0]  # only rank 0 sends messages
     assert at == steps == same == [5, 10, 15, 20] and later == [7, 12, 17, 22]
     assert figures == others

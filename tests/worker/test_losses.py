@@ -6,8 +6,8 @@ import checkpoints
 import loop
 import pyarrow.parquet as pq
 import pytest
-from ranks import on_ranks
-from standin.clock import simulated
+from ranks import run_on_ranks
+from standin.clock import use_simulated_clock
 
 QUIET = ["tracking.every_steps=null"] + [
     f"checks.{name}=off"
@@ -15,7 +15,7 @@ QUIET = ["tracking.every_steps=null"] + [
 ]
 
 
-def spoiled(step):
+def make_loss_infinite(step):
     """Return a function that sets a dense value of this step (from 1) to infinity on rank 1."""
 
     def spoil(rank, local):
@@ -33,12 +33,12 @@ def run(rank, world, folder, bad, steps, behind_s, changes):
 
     def busy(made):
         if behind_s:
-            from standin import Gpu
+            from standin import StandInGpu
 
-            Gpu.active.work(behind_s)
+            StandInGpu.active.work(behind_s)
 
-    made = loop.make(rank, world, steps, QUIET + changes, folder, spoil=spoiled(bad))
-    with simulated():
+    made = loop.make_worker_loop(rank, world, steps, QUIET + changes, folder, spoil=make_loss_infinite(bad))
+    with use_simulated_clock():
         made.train(steps, busy)
     failed = [line["error"] for line in made.said if line.get("error")]
     assert not failed and made.unsaved is None, (failed, made.unsaved)
@@ -47,18 +47,18 @@ def run(rank, world, folder, bad, steps, behind_s, changes):
     return made.error, made.progress.step, batch.labels[real, 0].tolist(), batch.dense[real].tolist()
 
 
-def heartbeats(rank, world, folder):
+def collect_heartbeats(rank, world, folder):
     """Return the heartbeat's report of the GPU at each of five steps of 0.3 s, and after the last step."""
-    from standin import Gpu
+    from standin import StandInGpu
 
     said = []
 
     def busy(made):
-        Gpu.active.work(0.3)
+        StandInGpu.active.work(0.3)
         said.append(made.context.heartbeat.unfinished())
 
-    made = loop.make(rank, world, 5, [*QUIET, "tracking.every_steps=100"], folder)
-    with simulated():
+    made = loop.make_worker_loop(rank, world, 5, [*QUIET, "tracking.every_steps=100"], folder)
+    with use_simulated_clock():
         made.train(5, busy)
     return [*said, made.context.heartbeat.unfinished()]
 
@@ -67,7 +67,7 @@ def test_heartbeat_reports_unfinished_gpu_step(tmp_path):
     from raytrec.driver.coordinator import GPU_PHASE_TEXTS
     from raytrec.worker.nonfinite import MAX_STEPS_IN_FLIGHT
 
-    for first, *said, recorded, last in on_ranks(2, heartbeats, str(tmp_path), device="cuda"):
+    for first, *said, recorded, last in run_on_ranks(2, collect_heartbeats, str(tmp_path), device="cuda"):
         assert first is recorded is last is None, "no unfinished step at start, after a record or at the end"
         for step, (unfinished, phase) in enumerate(said, 2):
             assert step - 1 - MAX_STEPS_IN_FLIGHT <= unfinished < step and phase in GPU_PHASE_TEXTS
@@ -83,7 +83,7 @@ def test_first_nonfinite_step_is_named_and_dumped(device, behind_s, bad, tmp_pat
     from raytrec.worker.nonfinite import MAX_STEPS_IN_FLIGHT
 
     changes = ["checkpoint.every_steps=4", "checkpoint.keep_last=9"]
-    results = on_ranks(2, run, str(tmp_path), bad, 9, behind_s, changes, device=device)
+    results = run_on_ranks(2, run, str(tmp_path), bad, 9, behind_s, changes, device=device)
     for rank, (error, ended, labels, dense) in enumerate(results):
         assert error and f"where: step {bad};" in " ".join(error.split()), error
         assert ended <= bad + 1 + (MAX_STEPS_IN_FLIGHT if device == "cuda" else 0)
@@ -93,5 +93,5 @@ def test_first_nonfinite_step_is_named_and_dumped(device, behind_s, bad, tmp_pat
         assert [list(row) for row in zip(*columns, strict=True)] == dense
     assert len(list((tmp_path / "nan").iterdir())) == 2
     places = sorted(Path(tmp_path).glob("checkpoints/step-*"))
-    kept = [checkpoints.about(place)["progress"]["step"] for place in places]
+    kept = [checkpoints.read_about(place)["progress"]["step"] for place in places]
     assert kept == [step for step in (4, 8) if step < bad]

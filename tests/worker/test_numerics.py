@@ -7,13 +7,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import on_ranks
-from small import SCHEMA, batches, build, config, largest_difference, one_process, train, weights_of
+from ranks import run_on_ranks
+from small import (
+    SCHEMA,
+    build_step_on_rank,
+    gather_weights,
+    make_batches,
+    make_reference_model,
+    make_small_config,
+    max_weight_difference,
+    train_step,
+)
 
 TESTS = Path(__file__).parents[1]
 
 
-class InBf16(torch.nn.Module):
+class Bf16Autocast(torch.nn.Module):
     """A dense model under plain torch's autocast."""
 
     def __init__(self, model):
@@ -27,34 +36,36 @@ class InBf16(torch.nn.Module):
         return logits.float()
 
 
-def bf16_step(rank, world, changes):
+def compare_bf16_step(rank, world, changes):
     """Compare one step and one evaluation with plain torch under autocast, and with fp32.
 
     Return the largest difference of a weight, as a share of the largest update.
     """
     from raytrec.checks.parity import reference
 
-    settings = config(world, {"sharding_type": "row_wise"}, "sgd", lr=1.0, matmul="bf16", **changes)
-    step = build(settings)
-    begun, (whole, local), expected = weights_of(step), batches(1, rank, world), {}
+    settings = make_small_config(
+        world, {"sharding_type": "row_wise"}, "sgd", lr=1.0, matmul="bf16", **changes
+    )
+    step = build_step_on_rank(settings)
+    begun, (whole, local), expected = gather_weights(step), make_batches(1, rank, world), {}
     for name in ("bf16", "fp32"):
-        one = one_process(step, settings)
-        dense, one.model = one.model, InBf16(one.model) if name == "bf16" else one.model
+        one = make_reference_model(step, settings)
+        dense, one.model = one.model, Bf16Autocast(one.model) if name == "bf16" else one.model
         optimizers = [
             torch.optim.SGD(one.tables.values(), lr=1.0),
             torch.optim.SGD(dense.parameters(), lr=0.1),
         ]
         reference.train(one, whole, optimizers)
         expected[name] = dict(dense.named_parameters()) | one.tables
-    (outputs,) = train(step, local)
+    (outputs,) = train_step(step, local)
     (evaluated,) = step.evaluate(iter(local))
     trained, evaluated = outputs["y"].logits, evaluated["y"].logits
     assert trained.dtype == evaluated.dtype == torch.float32
     assert {p.dtype for p in step.model.parameters()} == {torch.float32}
     assert torch.equal(evaluated, evaluated.bfloat16().float())  # the logits are exact bf16 values
-    got = weights_of(step)
+    got = gather_weights(step)
     return {
-        name: largest_difference(got, weights) / largest_difference(begun, weights)
+        name: max_weight_difference(got, weights) / max_weight_difference(begun, weights)
         for name, weights in expected.items()
     }
 
@@ -63,13 +74,13 @@ def bf16_step(rank, world, changes):
     "settings", [{}, {"activation_checkpointing": True, "on_nan": "skip"}, {"max_grad_norm": 100.0}]
 )
 def test_bf16_matches_autocast_of_the_dense_model(settings):
-    for errors in on_ranks(2, bf16_step, settings):
+    for errors in run_on_ranks(2, compare_bf16_step, settings):
         # A pooled embedding that differs in its last bit may round to another bfloat16: 2^-8.
         assert errors["bf16"] < 4e-3
         assert errors["fp32"] > 1e-4
 
 
-def bf16_models(rank, world):
+def measure_bf16_errors(rank, world):
     """Return the difference between bf16 and fp32 logits of each model, relative to the largest logit, per
     step."""
     from test_on_ranks import SECTIONS
@@ -82,36 +93,40 @@ def bf16_models(rank, world):
     for name, section in SECTIONS.items():
         of = {}
         for matmul in ("fp32", "bf16"):
-            settings = config(world, {}, model=section, matmul=matmul)
+            settings = make_small_config(world, {}, model=section, matmul=matmul)
             features = resolve_features(schema, settings.model)
-            _, local = batches(3, rank, world, schema=schema, features=features)
-            of[matmul] = torch.stack([o["y"].logits for o in train(build(settings, schema), local)])
+            _, local = make_batches(3, rank, world, schema=schema, features=features)
+            of[matmul] = torch.stack(
+                [o["y"].logits for o in train_step(build_step_on_rank(settings, schema), local)]
+            )
         errors[name] = ((of["bf16"] - of["fp32"]).abs().amax(1) / of["fp32"].abs().max()).tolist()
     return errors
 
 
 def test_every_model_trains_in_bf16(monkeypatch):
     monkeypatch.syspath_prepend(str(TESTS / "models"))
-    (errors,) = on_ranks(1, bf16_models)
+    (errors,) = run_on_ranks(1, measure_bf16_errors)
     for first, *later in errors.values():
         assert 1e-5 < first < 0.02, errors
         # Adagrad's first steps are the signs of gradients; rounding can flip signs of gradients near 0.
         assert max(later) < 0.3, errors
 
 
-def checked_in_bf16(rank, world):
-    from loops import PLANS, loop
+def run_checks_in_bf16(rank, world):
+    from loops import SHARDING_PLANS, train_with_checks
 
-    return loop(rank, world, PLANS["row-wise"], matmul="bf16", activation_checkpointing=True)
+    return train_with_checks(
+        rank, world, SHARDING_PLANS["row-wise"], matmul="bf16", activation_checkpointing=True
+    )
 
 
 def test_live_checks_pass_in_bf16():
-    for outcomes in on_ranks(2, checked_in_bf16):
+    for outcomes in run_on_ranks(2, run_checks_in_bf16):
         assert {outcome["check"] for outcome in outcomes} >= {"parity", "replicas", "numerics"}
         assert all(outcome["passed"] for outcome in outcomes)
 
 
-def switches(rank, world, settings, device):
+def record_torch_switches(rank, world, settings, device):
     """Return torch's switches in forward, in backward, between two steps and after the last step."""
     seen = []
 
@@ -126,9 +141,11 @@ def switches(rank, world, settings, device):
         if logits.requires_grad:
             logits.register_hook(look)
 
-    step = build(config(world, {"sharding_type": "row_wise"}, **settings), device=device)
+    step = build_step_on_rank(
+        make_small_config(world, {"sharding_type": "row_wise"}, **settings), device=device
+    )
     step.model.module.head.model.register_forward_hook(in_forward)
-    _, local = batches(2, rank, world)
+    _, local = make_batches(2, rank, world)
     for _ in step.train(iter(local), 2):
         look()
     for _ in step.evaluate(iter(local[:1])):
@@ -136,7 +153,7 @@ def switches(rank, world, settings, device):
     return seen, {name: os.environ.pop(name, None) for name in ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO")}
 
 
-AS_IT_WAS = ("highest", True, 0, True)
+DEFAULT_SWITCHES = ("highest", True, 0, True)
 
 
 @pytest.mark.parametrize(
@@ -145,14 +162,14 @@ AS_IT_WAS = ("highest", True, 0, True)
         ({}, "cuda", ("highest", False, 0, True)),
         ({"matmul": "bf16"}, "cuda", ("highest", False, 0, True)),
         ({"matmul": "tf32"}, "cuda", ("high", True, 0, True)),
-        ({"matmul": "tf32"}, "cpu", AS_IT_WAS),
+        ({"matmul": "tf32"}, "cpu", DEFAULT_SWITCHES),
         ({"deterministic": True}, "cuda", ("highest", False, 1, False)),
         ({"deterministic": True, "matmul": "tf32"}, "cuda", ("high", True, 1, False)),
     ],
 )
 def test_torch_switches_are_set_only_during_steps(settings, device, inside):
-    ((seen, environment),) = on_ranks(1, switches, settings, device, device=device)
-    assert seen == [inside, inside, AS_IT_WAS] * 2 + [inside, AS_IT_WAS]
+    ((seen, environment),) = run_on_ranks(1, record_torch_switches, settings, device, device=device)
+    assert seen == [inside, inside, DEFAULT_SWITCHES] * 2 + [inside, DEFAULT_SWITCHES]
     asked = settings.get("deterministic", False)
     assert environment["CUBLAS_WORKSPACE_CONFIG"] == (":4096:8" if asked else None)
     assert environment["NCCL_ALGO"] == ("^NVLS,NVLSTree" if asked else None)
@@ -168,7 +185,7 @@ def test_deterministic_keeps_user_environment_variables(monkeypatch):
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8" and os.environ["NCCL_ALGO"] == "Tree"
 
 
-def matmul_of_parity(rank, world):
+def collect_parity_precisions(rank, world):
     """Return the matmul precision of the sharded models that the parity check builds."""
     from raytrec.checks.parity.compare import compare
     from raytrec.worker.build import build_step
@@ -179,13 +196,13 @@ def matmul_of_parity(rank, world):
         built.append(config.train.matmul)
         return build_step(config, *args)
 
-    settings = config(world, {"sharding_type": "row_wise"}, matmul="bf16")
+    settings = make_small_config(world, {"sharding_type": "row_wise"}, matmul="bf16")
     findings = compare(build_and_note, settings, SCHEMA, torch.device("cpu"), steps=1)
     return built, settings.train.matmul, all(f.error <= f.limit for f in findings)
 
 
 def test_parity_runs_in_fp32():
-    ((built, configured, passed),) = on_ranks(1, matmul_of_parity)
+    ((built, configured, passed),) = run_on_ranks(1, collect_parity_precisions)
     assert built == ["fp32", "fp32"] and configured == "bf16" and passed
 
 
@@ -193,7 +210,7 @@ def test_resume_allows_deterministic_but_not_matmul_changes():
     from raytrec.driver.resume import _list_differences
 
     def changed(**settings):
-        return _list_differences(config(1, {}), config(1, {}, **settings))
+        return _list_differences(make_small_config(1, {}), make_small_config(1, {}, **settings))
 
     assert changed(deterministic=True) == []
     assert changed(matmul="tf32") == ["  train.matmul: fp32 → tf32"]

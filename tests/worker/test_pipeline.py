@@ -1,14 +1,23 @@
 """The pipeline for cached tables trains like the plain one, and evaluation has no side effects."""
 
 import torch
-from ranks import on_ranks
-from small import assert_same_state, batches, build, config, state_of, train
+from ranks import run_on_ranks
+from small import (
+    assert_same_state,
+    build_step_on_rank,
+    copy_local_state,
+    make_batches,
+    make_small_config,
+    train_step,
+)
 
 
-def a_run(rank, world, plan):
+def run_steps(rank, world, plan):
     """Run four training steps, an evaluation and three training steps."""
-    step = build(config(world, plan, "adagrad", max_grad_norm=0.1), device=torch.device("cuda", rank))
-    _, local = batches(7, rank, world)
+    step = build_step_on_rank(
+        make_small_config(world, plan, "adagrad", max_grad_norm=0.1), device=torch.device("cuda", rank)
+    )
+    _, local = make_batches(7, rank, world)
     local = [batch.pin_memory() for batch in local]
     pipeline = step._pipeline
     logits, locks = [], []
@@ -17,13 +26,13 @@ def a_run(rank, world, plan):
             logits.append(outputs["y"].logits.tolist())
             locks.append([kernel.lock_cache_line for kernel in getattr(pipeline, "_kernels", [])])
     names = {name for name, seconds in step.phases.take().items() if seconds > 0}
-    return type(pipeline).__name__, logits, state_of(step), locks, names
+    return type(pipeline).__name__, logits, copy_local_state(step), locks, names
 
 
 def test_prefetching_does_not_change_results():
-    plain = on_ranks(2, a_run, {"sharding_type": "row_wise"}, device="cuda")
-    prefetching = on_ranks(
-        2, a_run, {"sharding_type": "row_wise", "compute_kernel": "fused_uvm_caching"}, device="cuda"
+    plain = run_on_ranks(2, run_steps, {"sharding_type": "row_wise"}, device="cuda")
+    prefetching = run_on_ranks(
+        2, run_steps, {"sharding_type": "row_wise", "compute_kernel": "fused_uvm_caching"}, device="cuda"
     )
     for (kind, logits, state, _, _), (other, same, others, locks, phases) in zip(
         plain, prefetching, strict=True
@@ -36,17 +45,17 @@ def test_prefetching_does_not_change_results():
         assert phases >= {"data", "copy", "input_exchange", "forward", "backward", "optimizer"}
 
 
-def streams_around_steps(rank, world):
+def record_stream_order(rank, world):
     """Record the order of stream work around steps.
 
     Return, for each step, whether its prefetch into the cache has finished; and for each prefetch, whether it
     started after the work between steps and after all earlier work.
     """
-    from standin import Gpu
+    from standin import StandInGpu
 
-    gpu = Gpu.active
+    gpu = StandInGpu.active
     plan = {"sharding_type": "row_wise", "compute_kernel": "fused_uvm_caching"}
-    step = build(config(world, plan), device=torch.device("cuda", rank))
+    step = build_step_on_rank(make_small_config(world, plan), device=torch.device("cuda", rank))
     pipeline, kernel, flushed_at = step._pipeline, step._pipeline._kernels[0], [0.0]
     bring, settled, after_flush, after_all = kernel.prefetch, [], [], []
 
@@ -58,7 +67,7 @@ def streams_around_steps(rank, world):
 
     kernel.prefetch = slowly
     step.model.module.head.register_forward_hook(lambda *_: gpu.work(0.1))
-    _, local = batches(4, rank, world)
+    _, local = make_batches(4, rank, world)
     for outputs in (step.train(iter(local), 4), step.evaluate(iter(local))):
         for _ in outputs:
             settled.append(gpu.default_stream.done_at >= pipeline._prefetch_stream.done_at)
@@ -68,16 +77,16 @@ def streams_around_steps(rank, world):
 
 
 def test_cache_prefetch_is_complete_between_steps():
-    ((settled, after_flush, training, evaluating),) = on_ranks(1, streams_around_steps, device="cuda")
+    ((settled, after_flush, training, evaluating),) = run_on_ranks(1, record_stream_order, device="cuda")
     assert settled == [True] * 8
     assert after_flush == [True] * 8
     assert training == [True, False, False, False]  # during forward
     assert evaluating == [True] * 4
 
 
-def counts(rank, world):
+def count_updates(rank, world):
     """Return the number of updates counted by FBGEMM, on the device and on the host."""
-    step = build(config(world, {"sharding_type": "row_wise"}, "rowwise_adagrad"))
+    step = build_step_on_rank(make_small_config(world, {"sharding_type": "row_wise"}, "rowwise_adagrad"))
     from raytrec.compat.torchrec_ import iterate_sharded_kernels
 
     kernels = [kernel.emb_module for kernel in iterate_sharded_kernels(step.model)]
@@ -85,8 +94,8 @@ def counts(rank, world):
     def now():
         return [(int(kernel.iter), int(kernel.iter_cpu)) for kernel in kernels]
 
-    _, local = batches(4, rank, world)
-    train(step, local)
+    _, local = make_batches(4, rank, world)
+    train_step(step, local)
     trained, seen = now(), 0
     for _ in step.evaluate(iter(local)):
         seen += 1
@@ -97,17 +106,17 @@ def counts(rank, world):
 
 
 def test_evaluation_does_not_count_updates():
-    for trained, after, given_up, seen in on_ranks(2, counts):
+    for trained, after, given_up, seen in run_on_ranks(2, count_updates):
         assert seen == 4
         assert trained == after == given_up == [(4, 4)]
 
 
-def dense_kernels(rank, world, device):
+def find_fused_flags(rank, world, device):
     """Return the `fused` flags of the dense optimizer's groups; None means that torch chooses."""
-    step = build(config(world, {}), device=torch.device(device))
+    step = build_step_on_rank(make_small_config(world, {}), device=torch.device(device))
     return {group.get("fused") for group in step.optimizer.param_groups if "foreach" in group}
 
 
 def test_gpu_dense_layers_use_fused_optimizer():
-    assert on_ranks(1, dense_kernels, "cuda:0", device="cuda") == [{True}]
-    assert on_ranks(1, dense_kernels, "cpu") == [{None}]
+    assert run_on_ranks(1, find_fused_flags, "cuda:0", device="cuda") == [{True}]
+    assert run_on_ranks(1, find_fused_flags, "cpu") == [{None}]

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from ranks import on_ranks
-from small import Schema, batches, config, weights_of
+from ranks import run_on_ranks
+from small import Schema, gather_weights, make_batches, make_small_config
 from torch import nn
 
 ROWS, STEPS, DIM = 12, 5, 8
@@ -31,11 +31,11 @@ MODEL = {"bottom_mlp": [6], "top_mlp": [10, 4]}
 
 def local_batches(rank, world):
     """Return this rank's share of each global batch; with three ranks, rank 0 has no rows."""
-    return iter(batches(STEPS, rank, world, "empty" if world == 3 else "unequal", SCHEMA)[1])
+    return iter(make_batches(STEPS, rank, world, "empty" if world == 3 else "unequal", SCHEMA)[1])
 
 
-def sharded_run(rank, world, optimizer, sharding, loss):
-    from ranked_rows import auc_of
+def run_sharded(rank, world, optimizer, sharding, loss):
+    from ranked_rows import auc_of_predictions
 
     from raytrec.common.collectives import Peers
     from raytrec.metrics.selection import Selection
@@ -45,11 +45,11 @@ def sharded_run(rank, world, optimizer, sharding, loss):
 
     device, settings = (
         torch.device("cpu"),
-        config(world, sharding, optimizer, tasks=[{"loss": loss}], model=MODEL),
+        make_small_config(world, sharding, optimizer, tasks=[{"loss": loss}], model=MODEL),
     )
     step, plan = build_step(settings, SCHEMA, device)
     (task,) = resolve_tasks(settings.tasks, SCHEMA)
-    before, sums, losses = weights_of(step), Sums(Selection([task]), device), []
+    before, sums, losses = gather_weights(step), Sums(Selection([task]), device), []
     for outputs in step.train(local_batches(rank, world), STEPS):
         sums.add(outputs)
         losses.append(sums.reduce()[{"bce": "logloss", "mse": "mse"}[loss]])
@@ -60,9 +60,9 @@ def sharded_run(rank, world, optimizer, sharding, loss):
         labels.append(outputs["y"].labels[outputs["y"].weights > 0])
     figures = sums.reduce()
     logits, labels = Peers().gather([torch.cat(logits), torch.cat(labels)])
-    figures["auc"] = auc_of(task.loss.predict(logits.double()), labels)
+    figures["auc"] = auc_of_predictions(task.loss.predict(logits.double()), labels)
     sharding_used = {s.sharding_type for module in plan.plan.values() for s in module.values()}
-    return before, weights_of(step), losses, figures, sharding_used
+    return before, gather_weights(step), losses, figures, sharding_used
 
 
 class Reference(nn.Module):
@@ -113,7 +113,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
 LOSSES = {"bce": nn.functional.binary_cross_entropy_with_logits, "mse": nn.functional.mse_loss}
 
 
-def reference_run(weights, optimizer, criterion):
+def run_reference(weights, optimizer, criterion):
     model = Reference({name: values.clone() for name, values in weights.items()})
     classes = {
         "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
@@ -122,7 +122,7 @@ def reference_run(weights, optimizer, criterion):
         "adam": lambda p: torch.optim.Adam(p, lr=0.1, eps=1e-8),
     }
     optimizers = [classes[optimizer](model.tables.values()), torch.optim.SGD(model.dense.values(), lr=0.1)]
-    losses, whole = [], batches(STEPS, 0, 1, schema=SCHEMA)[0]
+    losses, whole = [], make_batches(STEPS, 0, 1, schema=SCHEMA)[0]
     for batch in whole:
         loss = LOSSES[criterion](model(batch), batch.labels[:, 0])
         model.zero_grad()
@@ -150,10 +150,10 @@ def reference_run(weights, optimizer, criterion):
     ],
 )
 def test_sharded_steps_equal_one_process(world, optimizer, sharding, loss):
-    ranks = on_ranks(world, sharded_run, optimizer, [sharding], loss)
+    ranks = run_on_ranks(world, run_sharded, optimizer, [sharding], loss)
     before, after, means, figures, used = ranks[0]
     assert used == {sharding}
-    model, losses, logits, labels = reference_run(before, optimizer, loss)
+    model, losses, logits, labels = run_reference(before, optimizer, loss)
     expected = dict(model.tables) | {name.replace("/", "."): p for name, p in model.dense.items()}
     # Adam normalizes gradients, which amplifies the rounding errors of the smallest gradients.
     atol = 2e-5 if optimizer == "adam" else 5e-6
@@ -164,12 +164,12 @@ def test_sharded_steps_equal_one_process(world, optimizer, sharding, loss):
         assert not torch.equal(values, before[name]), f"{name} was not trained"
     torch.testing.assert_close(torch.tensor(means), torch.tensor(losses), rtol=0, atol=1e-6)
     assert figures["rows"] == ROWS * STEPS
-    for name, value in metrics_of(loss, logits.double(), labels.double()).items():
+    for name, value in compute_metrics(loss, logits.double(), labels.double()).items():
         assert figures[name] == pytest.approx(float(value), abs=1e-4 if name == "auc" else 1e-5), name
     assert all(of_rank[3] == figures for of_rank in ranks)
 
 
-def metrics_of(loss, logits, labels):
+def compute_metrics(loss, logits, labels):
     """Return each metric, computed from its definition."""
     if loss == "mse":
         errors = (logits - labels).abs()

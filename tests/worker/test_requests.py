@@ -7,7 +7,7 @@ import request_rows as select_request_names
 import small
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
+from ranks import run_on_ranks
 from torch import nn
 
 STEPS, ROWS = 4, 12
@@ -27,15 +27,15 @@ MODELS = {
 }
 
 
-def parts(step, rank, world):
+def split_batch(step, rank, world):
     """Return the global batch, this rank's requests and the bounds; with three ranks, rank 0 has none in step
     1."""
-    whole = select_request_names.table(ROWS, step)
-    bounds = small_cuts(world, "empty" if world == 3 and step == 1 else "unequal")
+    whole = select_request_names.make_request_table(ROWS, step)
+    bounds = make_cuts(world, "empty" if world == 3 and step == 1 else "unequal")
     return whole, whole.slice(bounds[rank], bounds[rank + 1] - bounds[rank]), bounds
 
 
-def small_cuts(world, balance):
+def make_cuts(world, balance):
     from raytrec.checks.parity.batches import cuts
 
     return cuts(ROWS, world, balance)
@@ -49,38 +49,41 @@ def run(rank, world, name, form, tasks=TASKS, optimizer="rowwise_adagrad", **tra
     from raytrec.tasks.task import resolve_tasks
     from raytrec.tasks.task_columns import build_read_plan
 
-    schema = select_request_names.SCHEMA if form == "requests" else select_request_names.REPEATED
+    schema = select_request_names.SCHEMA if form == "requests" else select_request_names.REPEATED_SCHEMA
     kinds = ["row_wise", "table_wise"]
-    config = small.config(world, kinds, optimizer, tasks=tasks, model=MODELS[name], **train)
+    config = small.make_small_config(world, kinds, optimizer, tasks=tasks, model=MODELS[name], **train)
     features, learned = resolve_features(schema, config.model), resolve_tasks(config.tasks, schema)
     on_gpu = dist.get_backend() == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     plan = build_read_plan(learned, schema)
     made = []
     for number in range(STEPS):
-        whole, mine, bounds = parts(number, rank, world)
+        whole, mine, bounds = split_batch(number, rank, world)
         if form == "repeated":
-            whole, mine = select_request_names.repeated(whole), select_request_names.repeated(mine)
+            whole, mine = (
+                select_request_names.repeat_by_candidate(whole),
+                select_request_names.repeat_by_candidate(mine),
+            )
         padding = ROWS - (bounds[rank + 1] - bounds[rank]) if form == "requests" else 99 - mine.num_rows
         made.append(
-            select_request_names.batch_of(
+            select_request_names.requests_to_batch(
                 mine, schema, features, padding, plan=plan, global_rows=whole.num_rows
             )
         )
     made = [batch.pin_memory() for batch in made] if on_gpu else made
-    step = small.build(config, schema, device)
-    sums, losses, before = Sums(Selection(learned), device), [], small.weights_of(step)
+    step = small.build_step_on_rank(config, schema, device)
+    sums, losses, before = Sums(Selection(learned), device), [], small.gather_weights(step)
     for outputs in step.train(iter(made), STEPS):
         sums.add(outputs)
         losses.append(sums.reduce()["loss"])
     sums = Sums(Selection(learned), device)
     for outputs in step.evaluate(iter(made)):
         sums.add(outputs)
-    after = {name: values.cpu() for name, values in small.weights_of(step).items()}
+    after = {name: values.cpu() for name, values in small.gather_weights(step).items()}
     return {name: values.cpu() for name, values in before.items()}, after, losses, sums.reduce()
 
 
-def compiled(rank, world, name):
+def run_compiled(rank, world, name):
     """Run the requests with train.compile."""
     plain = nn.Module.compile
     nn.Module.compile = partialmethod(plain, backend="aot_eager")
@@ -94,15 +97,15 @@ def compiled(rank, world, name):
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.survive), 3])
 @pytest.mark.parametrize("name", MODELS)
 def test_requests_train_like_repeated_rows(name, world):
-    ours = on_ranks(world, run, name, "requests")
-    theirs = on_ranks(world, run, name, "repeated")
+    ours = run_on_ranks(world, run, name, "requests")
+    theirs = run_on_ranks(world, run, name, "repeated")
     (before, after, losses, figures), (others_before, others, their_losses, their_figures) = (
         ours[0],
         theirs[0],
     )
-    assert small.largest_difference(before, others_before) == 0
-    assert small.largest_difference(after, others) <= 1e-6
-    assert small.largest_difference(after, before) > 1e-3
+    assert small.max_weight_difference(before, others_before) == 0
+    assert small.max_weight_difference(after, others) <= 1e-6
+    assert small.max_weight_difference(after, before) > 1e-3
     assert losses == pytest.approx(their_losses, abs=1e-6)
     assert figures.pop("rows") == ROWS * STEPS and their_figures.pop("rows") != ROWS * STEPS
     assert figures == pytest.approx(their_figures, abs=1e-6)
@@ -113,14 +116,17 @@ def test_requests_train_like_repeated_rows(name, world):
     ["dcn", *(pytest.param(name, marks=pytest.mark.survive) for name in ("two_tower", "din", "sasrec"))],
 )
 def test_requests_train_equally_on_gpus_and_compiled(name):
-    one = on_ranks(2, run, name, "requests")[0]
-    for other in on_ranks(2, run, name, "requests", device="cuda")[0], on_ranks(2, compiled, name)[0]:
-        assert small.largest_difference(one[1], other[1]) <= 1e-5
+    one = run_on_ranks(2, run, name, "requests")[0]
+    for other in (
+        run_on_ranks(2, run, name, "requests", device="cuda")[0],
+        run_on_ranks(2, run_compiled, name)[0],
+    ):
+        assert small.max_weight_difference(one[1], other[1]) <= 1e-5
         assert other[2] == pytest.approx(one[2], abs=1e-5)
         assert other[3] == pytest.approx(one[3], abs=1e-5)
 
 
-def plain_logits(weights, request):
+def compute_plain_logits(weights, request):
     """Return the two-tower logit of each candidate of a request, computed from the definition."""
 
     def tower(name, x):
@@ -147,12 +153,14 @@ def plain_logits(weights, request):
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_requests_train_like_plain_torch(world):
-    before, after, losses, _ = on_ranks(world, run, "two_tower", "requests", TASKS[:1], "sgd")[0]
+    before, after, losses, _ = run_on_ranks(world, run, "two_tower", "requests", TASKS[:1], "sgd")[0]
     weights = {name: nn.Parameter(values.clone()) for name, values in before.items()}
     optimizer, expected = torch.optim.SGD(weights.values(), lr=0.1), []
     for step in range(STEPS):
-        requests = select_request_names.table(ROWS, step).to_pylist()
-        logits = torch.stack([logit for request in requests for logit in plain_logits(weights, request)])
+        requests = select_request_names.make_request_table(ROWS, step).to_pylist()
+        logits = torch.stack(
+            [logit for request in requests for logit in compute_plain_logits(weights, request)]
+        )
         labels = torch.tensor([y for request in requests for y in request["y"]], dtype=torch.float32)
         loss = nn.functional.binary_cross_entropy_with_logits(logits, labels)
         optimizer.zero_grad()
@@ -160,4 +168,4 @@ def test_requests_train_like_plain_torch(world):
         optimizer.step()
         expected.append(loss.item())
     assert losses == pytest.approx(expected, abs=1e-6)
-    assert small.largest_difference(after, {n: p.detach() for n, p in weights.items()}) <= 1e-6
+    assert small.max_weight_difference(after, {n: p.detach() for n, p in weights.items()}) <= 1e-6

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from ranks import on_ranks
-from small import SCHEMA, batches, build, config
+from ranks import run_on_ranks
+from small import SCHEMA, build_step_on_rank, make_batches, make_small_config
 
 SECTION = {"name": "wide_deep", "deep_dropout": 0.5, "top_mlp": [6]}
 
 
-class Held:
+class InMemoryStream:
     """Batches in memory, used in place of a Stream."""
 
     may_skip = False
@@ -20,18 +20,18 @@ class Held:
         return iter(self.local)
 
 
-def shrunk(rank, world, scale, average):
+def run_shrink(rank, world, scale, average):
     """Return (factor, weights before, weights after); labels come from the linear part plus scale × deep
     part."""
     from raytrec.metrics.selection import Selection
     from raytrec.worker.evaluate import can_shrink, evaluate, evaluate_shrunk, shrink
 
-    settings = config(
+    settings = make_small_config(
         world, {"sharding_type": "row_wise"}, model=SECTION, **({"ema": 0.9} if average else {})
     )
-    step = build(settings, SCHEMA)
+    step = build_step_on_rank(settings, SCHEMA)
     weight = step.head.model.logit.weight
-    _, local = batches(20, rank, world, "equal", schema=SCHEMA)
+    _, local = make_batches(20, rank, world, "equal", schema=SCHEMA)
     with torch.no_grad():
         torch.manual_seed(0)
         weight.copy_(torch.randn_like(weight) * 20)
@@ -44,7 +44,7 @@ def shrunk(rank, world, scale, average):
     selection = Selection.from_config(settings, SCHEMA)
     if not can_shrink(step):
         return None
-    held = Held(local, 240)
+    held = InMemoryStream(local, 240)
     figures, _, factor = evaluate_shrunk(step, held, torch.device("cpu"), selection)
     assert torch.equal(weight, kept)
     shrink(step, factor)
@@ -54,24 +54,24 @@ def shrunk(rank, world, scale, average):
 
 @pytest.mark.parametrize(("scale", "expected"), [(1.0, 1.0), (0.5, 0.5), (0.0, 0.0), (3.0, 1.0)])
 def test_shrink_factor_fits_held_out_rows(scale, expected):
-    for factor, before, after in on_ranks(2, shrunk, scale, False):
+    for factor, before, after in run_on_ranks(2, run_shrink, scale, False):
         assert factor == expected
         assert torch.equal(after, before * expected)
 
 
 def test_averaged_model_is_not_shrunk():
-    assert on_ranks(1, shrunk, 0.0, True) == [None]
+    assert run_on_ranks(1, run_shrink, 0.0, True) == [None]
 
 
-def begun(rank, world):
+def read_initial_bias(rank, world):
     """Return the initial bias of a new model."""
     from raytrec.worker.build import begin
 
-    settings = config(world, {"sharding_type": "row_wise"}, model=SECTION)
-    step = build(settings, SCHEMA)
+    settings = make_small_config(world, {"sharding_type": "row_wise"}, model=SECTION)
+    step = build_step_on_rank(settings, SCHEMA)
     begin(step, settings, SCHEMA, (-3.25,))
     return step.head.model.logit.bias.tolist()
 
 
 def test_new_run_sets_bias_to_the_log_odds():
-    assert on_ranks(2, begun) == [[-3.25], [-3.25]]
+    assert run_on_ranks(2, read_initial_bias) == [[-3.25], [-3.25]]

@@ -10,14 +10,14 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
-from loop import make
-from ranks import on_ranks
+from loop import make_worker_loop
+from ranks import run_on_ranks
 
 import raytrec
 
-WARM, COUNTED = 8, 8  # HELD in metrics.sums is also 8; the first sum imports modules
-OWN = str(Path(raytrec.__file__).parent)
-MOST = {
+WARMUP_STEPS, COUNTED_STEPS = 8, 8  # HELD in metrics.sums is also 8; the first sum imports modules
+PACKAGE_DIR = str(Path(raytrec.__file__).parent)
+MAX_COSTS = {
     # Of the next batch: lengths, ids and weights of ids. Of this batch: pooled embeddings (reduce-scatter),
     # their gradients (all-gather), dense gradients, and the ranks' agreement.
     "collectives": 8,
@@ -34,22 +34,22 @@ COPIES = {"aten::copy_", "aten::_to_copy", "aten::clone"}
 ALLOCATIONS = ("empty", "zeros", "ones")
 
 
-def counts(rank, world, folder):
+def measure_costs(rank, world, folder):
     """Return the costs of one step, averaged over COUNTED_STEPS."""
     import torch
-    from operators import Operators
+    from operators import OperatorCounter
 
     changes = ["tracking.every_steps=1000", "train.log_every_steps=1000", "checkpoint.every_s=null"]
-    loop = make(rank, world, WARM + 2 * COUNTED + 4, changes, folder)
+    loop = make_worker_loop(rank, world, WARMUP_STEPS + 2 * COUNTED_STEPS + 4, changes, folder)
     torch.set_num_threads(1)
     calls = Counter()
 
     def note(frame, event, _):
         if event == "call":
             calls["calls"] += 1
-            calls["own calls"] += frame.f_code.co_filename.startswith(OWN)
+            calls["own calls"] += frame.f_code.co_filename.startswith(PACKAGE_DIR)
 
-    steps = loop.step.train(loop.batches, WARM + 2 * COUNTED)
+    steps = loop.step.train(loop.batches, WARMUP_STEPS + 2 * COUNTED_STEPS)
 
     def train(count):
         for outputs in islice(steps, count):
@@ -58,12 +58,12 @@ def counts(rank, world, folder):
             loop.checkpoints.after_step(outputs)
 
     loop.observers.begin()
-    train(WARM)
+    train(WARMUP_STEPS)
     sys.setprofile(note)
-    train(COUNTED)
+    train(COUNTED_STEPS)
     sys.setprofile(None)
-    with Operators() as operators:
-        train(COUNTED)
+    with OperatorCounter() as operators:
+        train(COUNTED_STEPS)
     called = operators.calls
     found = {
         **calls,
@@ -73,23 +73,25 @@ def counts(rank, world, folder):
         "copies": sum(called[name] for name in COPIES),
         "allocations": sum(n for name, n in called.items() if any(word in name for word in ALLOCATIONS)),
     }
-    return {name: n / COUNTED for name, n in found.items()}
+    return {name: n / COUNTED_STEPS for name, n in found.items()}
 
 
 @pytest.fixture(scope="module")
-def step(tmp_path_factory):
-    return on_ranks(2, counts, str(tmp_path_factory.mktemp("run")))[0]
+def step_costs(tmp_path_factory):
+    return run_on_ranks(2, measure_costs, str(tmp_path_factory.mktemp("run")))[0]
 
 
-@pytest.mark.parametrize("what", MOST)
-def test_step_cost_stays_within_bound(step, what):
-    assert MOST[what] * 0.7 <= step[what] <= MOST[what], "lower the bound if the cost is far below it"
+@pytest.mark.parametrize("what", MAX_COSTS)
+def test_step_cost_stays_within_bound(step_costs, what):
+    assert MAX_COSTS[what] * 0.7 <= step_costs[what] <= MAX_COSTS[what], (
+        "lower the bound if the cost is far below it"
+    )
 
 
-def exchanges(rank, world, tables):
+def count_collectives(rank, world, tables):
     """Return the collectives of a step over three sequences that are looked up id by id in these tables."""
-    from operators import Operators
-    from small import a_schema, batches, build, config
+    from operators import OperatorCounter
+    from small import build_step_on_rank, make_batches, make_small_config, make_small_schema
 
     from raytrec.config.features import resolve_features
 
@@ -97,24 +99,24 @@ def exchanges(rank, world, tables):
         name: {"table": table, "pooling": "sequence"} for name, table in zip("abc", tables, strict=True)
     }
     sparse["target"] = {"table": tables[0]}
-    schema = a_schema(sparse=sparse, tables={table: {"rows": 40, "dim": 8} for table in tables})
+    schema = make_small_schema(sparse=sparse, tables={table: {"rows": 40, "dim": 8} for table in tables})
     model = {"name": "sequence", "max_length": 3, "target": "target", "top_mlp": [6]}
-    settings = config(world, {"sharding_type": "row_wise"}, model=model)
-    step = build(settings, schema)
-    local = batches(12, rank, world, schema=schema, features=resolve_features(schema, settings.model))[1]
+    settings = make_small_config(world, {"sharding_type": "row_wise"}, model=model)
+    step = build_step_on_rank(settings, schema)
+    local = make_batches(12, rank, world, schema=schema, features=resolve_features(schema, settings.model))[1]
     steps = step.train(iter(local), len(local))
     list(islice(steps, 4))
-    with Operators() as operators:
+    with OperatorCounter() as operators:
         list(islice(steps, 4))
     return sum(n for name, n in operators.calls.items() if name.startswith("c10d::")) / 4
 
 
 def test_sequence_tables_of_equal_dim_share_collectives():
-    one, three = (on_ranks(2, exchanges, tables)[0] for tables in ("xxx", "xyz"))
+    one, three = (run_on_ranks(2, count_collectives, tables)[0] for tables in ("xxx", "xyz"))
     assert one == three > 0
 
 
-def saved_bytes(rank, world, folder):
+def measure_checkpoint_bytes(rank, world, folder):
     """Return the checkpoint sizes in bytes of a table of 1,000 rows and of a table of 3,000 rows."""
     from growth import Point, measure_point
 
@@ -123,5 +125,5 @@ def saved_bytes(rank, world, folder):
 
 
 def test_checkpoint_row_holds_only_weights_and_state(tmp_path):
-    ((small, large),) = on_ranks(1, saved_bytes, str(tmp_path))
+    ((small, large),) = run_on_ranks(1, measure_checkpoint_bytes, str(tmp_path))
     assert (large - small) / 2000 == pytest.approx(8 * 4 + 4, abs=0.5)  # row-wise Adagrad: one float a row

@@ -5,9 +5,9 @@ from time import sleep
 import pytest
 import small
 import torch
-from ranks import on_ranks
-from standin import cuda, device
-from standin.clock import Time
+from ranks import run_on_ranks
+from standin import device, use_stand_in_gpu
+from standin.clock import SimulatedClock
 
 from raytrec.worker import progress
 from raytrec.worker import step_timing as module
@@ -19,16 +19,16 @@ GPU = torch.device("cuda", 0)
 
 @pytest.fixture
 def time():
-    return Time()
+    return SimulatedClock()
 
 
 @pytest.fixture
 def gpu(time):
-    with time.of(device, "perf_counter", "sleep"), cuda() as gpu:
+    with time.of(device, "perf_counter", "sleep"), use_stand_in_gpu() as gpu:
         yield gpu
 
 
-def step(phases, gpu, time, others, data=0.0, computing=0.0):
+def run_step(phases, gpu, time, others, data=0.0, computing=0.0):
     """Run a step like TorchRec's pipeline: batches and ids on separate streams."""
     memcpy, data_dist = others
     with torch.cuda.stream(data_dist), phases.phase("input_exchange"):
@@ -48,7 +48,7 @@ def step(phases, gpu, time, others, data=0.0, computing=0.0):
         gpu.work(computing / 2)
 
 
-def timed(gpu, time, steps, **times):
+def time_steps(gpu, time, steps, **times):
     """Run some steps; return (seconds of each phase, seconds of the host)."""
     phases, others = PhaseTimer(GPU), (torch.cuda.Stream(), torch.cuda.Stream())
     for stream in others:
@@ -56,14 +56,14 @@ def timed(gpu, time, steps, **times):
     began = time.now
     phases.resume()
     for _ in range(steps):
-        step(phases, gpu, time, others, **times)
+        run_step(phases, gpu, time, others, **times)
     phases.pause()
     taken = phases.take()
     return taken, time.now - began
 
 
 def test_phases_are_exclusive_and_sum_to_wall_time(gpu, time):
-    taken, wall = timed(gpu, time, 5, computing=0.02)
+    taken, wall = time_steps(gpu, time, 5, computing=0.02)
     assert all(seconds >= 0 for seconds in taken.values()), taken
     assert sum(taken.values()) == pytest.approx(wall, rel=0.01)
     assert taken["backward"] == pytest.approx(0.05, rel=0.01)
@@ -71,10 +71,10 @@ def test_phases_are_exclusive_and_sum_to_wall_time(gpu, time):
 
 
 def test_data_phase_counts_only_gpu_idle_time(gpu, time):
-    starved, wall = timed(gpu, time, 5, data=0.04, computing=0.004)
+    starved, wall = time_steps(gpu, time, 5, data=0.04, computing=0.004)
     assert sum(starved.values()) == pytest.approx(wall, rel=0.01)
     assert 0.12 < starved["data"] < 0.2, "all waiting time except remaining GPU work"
-    busy, wall = timed(gpu, time, 5, data=0.01, computing=0.04)
+    busy, wall = time_steps(gpu, time, 5, data=0.01, computing=0.04)
     assert sum(busy.values()) == pytest.approx(wall, rel=0.01)
     assert busy["data"] < 0.02, "the wait overlaps with earlier steps"
 
@@ -84,7 +84,7 @@ def test_reading_events_does_not_block_training(gpu, time, monkeypatch):
     phases, others = PhaseTimer(GPU), (torch.cuda.Stream(), torch.cuda.Stream())
     phases.resume()
     for _ in range(5):
-        step(phases, gpu, time, others, computing=0.02)
+        run_step(phases, gpu, time, others, computing=0.02)
     assert gpu.waits == [], "the GPU is still computing"
     assert phases.unfinished_phase == "forward", "the phase of the first step"
     phases.pause()
@@ -128,26 +128,26 @@ def test_stopwatch_pause_on_cpu_adds_no_time():
 STEPS, PAUSE_S = 3, 0.1
 
 
-def phases_of_steps(rank, world, pause, sharding):
+def measure_phases(rank, world, pause, sharding):
     """Return the seconds of each phase of some steps on this rank; `pause(rank, step)` adds a delay."""
-    step = small.build(small.config(world, {"sharding_type": sharding}))
-    _, local = small.batches(STEPS + 1, rank, world)
-    small.train(step, local[:1])  # warm-up step
+    step = small.build_step_on_rank(small.make_small_config(world, {"sharding_type": sharding}))
+    _, local = small.make_batches(STEPS + 1, rank, world)
+    small.train_step(step, local[:1])  # warm-up step
     step.phases.take()
     pause(rank, step)
-    small.train(step, local[1:])
+    small.train_step(step, local[1:])
     return step.phases.take()
 
 
-def kernels(step):
+def list_kernels(step):
     from raytrec.compat.torchrec_ import iterate_replicated_kernels, iterate_sharded_kernels
 
     return [*iterate_sharded_kernels(step.model), *iterate_replicated_kernels(step.model)]
 
 
-def in_lookups(rank, step):
+def slow_down_lookups(rank, step):
     """Add a delay to a lookup kernel's forward and to its part of backward."""
-    kernel = kernels(step)[0].emb_module
+    kernel = list_kernels(step)[0].emb_module
     forward = kernel.forward
 
     def slow(*args, **options):
@@ -159,7 +159,7 @@ def in_lookups(rank, step):
     kernel.forward = slow
 
 
-def in_dense_backward(rank, step):
+def slow_down_dense_backward(rank, step):
     """Delay rank 1 in backward, so that rank 0 waits in the all-reduce of the dense gradients."""
     if rank == 1:
         head = step.model.module.head
@@ -168,12 +168,12 @@ def in_dense_backward(rank, step):
 
 @pytest.mark.parametrize("sharding", ["row_wise", "data_parallel"])
 def test_lookup_time_counts_as_tables_phase(sharding):
-    for seconds in on_ranks(1, phases_of_steps, in_lookups, sharding):
+    for seconds in run_on_ranks(1, measure_phases, slow_down_lookups, sharding):
         assert seconds["tables"] > 1.9 * STEPS * PAUSE_S
         assert seconds["forward"] + seconds["backward"] < STEPS * PAUSE_S
 
 
 def test_dense_all_reduce_wait_counts_as_collectives():
-    waiting, slow = on_ranks(2, phases_of_steps, in_dense_backward, "data_parallel")
+    waiting, slow = run_on_ranks(2, measure_phases, slow_down_dense_backward, "data_parallel")
     assert waiting["collectives"] > 0.8 * STEPS * PAUSE_S > waiting["backward"]
     assert slow["backward"] > 0.9 * STEPS * PAUSE_S > slow["collectives"]

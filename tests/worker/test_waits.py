@@ -11,14 +11,14 @@ from unittest.mock import Mock, patch
 import loop
 import managed_ids
 import pytest
-from ranks import on_ranks
-from small import SCHEMA, a_schema
-from standin.clock import simulated
+from ranks import run_on_ranks
+from small import SCHEMA, make_small_schema
+from standin.clock import use_simulated_clock
 
 # (Waiting place, callers in raytrec, innermost first, as many as needed to identify it) → reason.
 SPLITS = "TorchRec reads on the host how many ids go to each rank; on the stream of the ids' exchange"
 THROTTLE = "the host is nonfinite.MAX_STEPS_IN_FLIGHT steps ahead; the GPU has work for them"
-ALLOWED = {
+ALLOWED_WAITS = {
     ("torchrec/sparse/jagged_tensor.py:_cuda_to_cpu_safe", "pipeline.py:start_sparse_data_dist"): SPLITS,
     ("torchrec/sparse/jagged_tensor.py:_cuda_to_cpu_safe", "pipeline.py:wait_sparse_data_dist"): SPLITS,
     ("torchrec/sparse/jagged_tensor.py:_cuda_to_cpu_safe", "pooling.py:forward"): SPLITS,
@@ -32,21 +32,21 @@ ALLOWED = {
         "nonfinite.py:step",
     ): "on_nan=skip: the forward pass decides whether optimizers step; the backward pass is queued behind it",
 }
-BY_ID = {
+SEQUENCE_WAITS = {
     ("torchrec/sparse/jagged_tensor.py:_cuda_to_cpu_safe", "pooling.py:<listcomp>"): SPLITS,
     (
         "torchrec/distributed/embedding.py:_dedup_indices",
         "pipeline.py:start_sparse_data_dist",
     ): "how many distinct ids there are; on the stream of the ids' exchange",
 }
-AHEAD = {("torchrec/sparse/jagged_tensor.py:_cuda_to_cpu_safe", "pipeline.py:_prefetch"): SPLITS}
+PREFETCH_WAITS = {("torchrec/sparse/jagged_tensor.py:_cuda_to_cpu_safe", "pipeline.py:_prefetch"): SPLITS}
 # In `assign`, on the copy stream: the host needs the numbers of new and evicted ids.
-ASSIGNED = 56  # per step, two evicting tables
-MOST_WAITS, MOST_COLLECTIVES = 65, 21  # per step, for any number of tables
+MAX_ASSIGN_WAITS = 56  # per step, two evicting tables
+MAX_WAITS, MAX_COLLECTIVES = 65, 21  # per step, for any number of tables
 SCHEMAS = {
     "bags": SCHEMA,
-    "managed ids": managed_ids.schema(),
-    "sequences": a_schema(
+    "managed ids": managed_ids.managed_schema(),
+    "sequences": make_small_schema(
         dense=[],
         sparse={
             "user": {"table": "user"},
@@ -79,29 +79,29 @@ CONFIGURATIONS = {
     "skip": Case(("train.on_nan=skip",)),
     "skip and max_grad_norm": Case(("train.on_nan=skip", "train.max_grad_norm=0.5")),
     "averages": Case(("train.ema=0.99",)),
-    "caches": Case(kernel="fused_uvm_caching", more=AHEAD),
+    "caches": Case(kernel="fused_uvm_caching", more=PREFETCH_WAITS),
     "managed ids": Case(schema="managed ids"),
-    "sasrec": Case(schema="sequences", model={"name": "sasrec", **NEXT_ITEM}, more=BY_ID),
-    "hstu": Case(schema="sequences", model={"name": "hstu", **NEXT_ITEM}, more=BY_ID),
+    "sasrec": Case(schema="sequences", model={"name": "sasrec", **NEXT_ITEM}, more=SEQUENCE_WAITS),
+    "hstu": Case(schema="sequences", model={"name": "hstu", **NEXT_ITEM}, more=SEQUENCE_WAITS),
     "dien": Case(
         schema="sequences",
         model={"name": "dien", "max_length": 4, "target": "item", "negatives": "negatives", "top_mlp": [6]},
-        more=BY_ID,
+        more=SEQUENCE_WAITS,
     ),
     "bst": Case(
         schema="sequences",
         model={"name": "bst", "max_length": 4, "target": "item", "top_mlp": [6]},
-        more=BY_ID,
+        more=SEQUENCE_WAITS,
     ),
     "in-batch softmax": Case(model={"name": "two_tower", **TOWERS}, tasks=({"loss": "in_batch_softmax"},)),
 }
-SLOWER = ["max_grad_norm", "skip", "hstu", "dien", "bst"]  # other cases cover their parts
-FIRST, LAST = 5, 25  # range of ordinary steps of 30: checks run before it, the last step is saved
-UPSTREAM = 13  # maximum waits of TorchRec per step
+SLOW_CASES = ["max_grad_norm", "skip", "hstu", "dien", "bst"]  # other cases cover their parts
+FIRST_STEP, LAST_STEP = 5, 25  # range of ordinary steps of 30: checks run before it, the last step is saved
+MAX_UPSTREAM_WAITS = 13  # maximum waits of TorchRec per step
 BACKWARD_S = 0.03  # GPU work after each backward pass, so that the host runs ahead
 
 
-def new_ids(rank, batches):
+def shift_managed_ids(rank, batches):
     """Shift the ids of managed tables at each step, so that new ids appear."""
     for step, batch in enumerate(batches):
         of_keys = batch.sparse.values().split(batch.sparse.length_per_key())
@@ -110,16 +110,16 @@ def new_ids(rank, batches):
                 ids += 2 * step
 
 
-def waits(rank, world, case, folder):
+def collect_waits(rank, world, case, folder):
     """Return (waits of the ordinary steps, id assignment waits per step).
 
     A wait is (place, callers in raytrec, whether the GPU ran out of work).
     """
-    from standin import Gpu
+    from standin import StandInGpu
 
-    gpu, found, assigned = Gpu.active, set(), []
-    made = loop.make(
-        *(rank, world, 30, case.changes, folder, new_ids if case.schema == "managed ids" else None),
+    gpu, found, assigned = StandInGpu.active, set(), []
+    made = loop.make_worker_loop(
+        *(rank, world, 30, case.changes, folder, shift_managed_ids if case.schema == "managed ids" else None),
         schema=SCHEMAS[case.schema],
         kernel=case.kernel,
         model=case.model,
@@ -130,30 +130,32 @@ def waits(rank, world, case, folder):
 
     def longer(losses):
         backward(losses)
-        gpu.work(BACKWARD_S * (FIRST <= made.progress.step < LAST))
+        gpu.work(BACKWARD_S * (FIRST_STEP <= made.progress.step < LAST_STEP))
 
     def after(made):
-        if made.progress.step == FIRST:
+        if made.progress.step == FIRST_STEP:
             gpu.waits.clear()
-        if made.progress.step == LAST:
+        if made.progress.step == LAST_STEP:
             assigned[:] = [
                 w for w in gpu.waits if any(c.endswith("managed/batches.py:assign") for c in w.callers)
             ]
             found.update((w.where, w.callers, w.drains) for w in gpu.waits if w not in assigned or w.drains)
             of_torchrec = sum(not w.where.startswith("raytrec/") for w in gpu.waits if w not in assigned)
-            assert case.schema != "bags" or of_torchrec <= UPSTREAM * (LAST - FIRST), of_torchrec
+            assert case.schema != "bags" or of_torchrec <= MAX_UPSTREAM_WAITS * (LAST_STEP - FIRST_STEP), (
+                of_torchrec
+            )
 
     pipeline._backward = longer
-    with simulated():
+    with use_simulated_clock():
         made.train(30, after)
     assert made.error is None, made.error
-    return found, len(assigned) / (LAST - FIRST)
+    return found, len(assigned) / (LAST_STEP - FIRST_STEP)
 
 
-def allowed(where, callers, more=()):
+def find_allowed_key(where, callers, more=()):
     """Return the matching key of ALLOWED_WAITS or of the additional waits, or None."""
     ours = where.startswith("raytrec/")
-    for key in (*ALLOWED, *more):
+    for key in (*ALLOWED_WAITS, *more):
         places = callers if ours else (where, *callers)
         if len(places) >= len(key) and all(p.endswith(k) for p, k in zip(places, key, strict=False)):
             return key
@@ -162,41 +164,44 @@ def allowed(where, callers, more=()):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.survive] if name in SLOWER else []) for name in CONFIGURATIONS],
+    [
+        pytest.param(name, marks=[pytest.mark.survive] if name in SLOW_CASES else [])
+        for name in CONFIGURATIONS
+    ],
 )
 def test_ordinary_steps_wait_only_at_allowed_places(name, tmp_path):
     case = CONFIGURATIONS[name]
-    for found, assigned in on_ranks(2, waits, case, str(tmp_path), device="cuda"):
-        keys = {(where, *callers): allowed(where, callers, case.more) for where, callers, _ in found}
+    for found, assigned in run_on_ranks(2, collect_waits, case, str(tmp_path), device="cuda"):
+        keys = {(where, *callers): find_allowed_key(where, callers, case.more) for where, callers, _ in found}
         new = sorted(places for places, key in keys.items() if not key)
         assert not new, "the host waits for the GPU in every step, at a place that is not in ALLOWED_WAITS"
-        skips = {key for key in ALLOWED if key[1] == "nonfinite.py:step"}
-        expected = set(ALLOWED) - (skips if "skip" not in name else set()) | set(case.more)
-        if case.more is AHEAD:  # other cases read this in forward
+        skips = {key for key in ALLOWED_WAITS if key[1] == "nonfinite.py:step"}
+        expected = set(ALLOWED_WAITS) - (skips if "skip" not in name else set()) | set(case.more)
+        if case.more is PREFETCH_WAITS:  # other cases read this in forward
             expected.remove(("torchrec/sparse/jagged_tensor.py:_cuda_to_cpu_safe", "pooling.py:forward"))
         assert set(keys.values()) == expected, "an allowed wait no longer occurs"
         dry = {keys[where, *callers] for where, callers, drains in found if drains}
         assert not dry, "the GPU is idle during the wait"
-        assert (0 < assigned <= ASSIGNED) if case.schema == "managed ids" else not assigned
+        assert (0 < assigned <= MAX_ASSIGN_WAITS) if case.schema == "managed ids" else not assigned
 
 
-def alike(copies):
+def make_table_pairs_schema(copies):
     """Return a Schema with this many pairs of tables; in each pair one table evicts by LRU, one by LFU."""
     names = [f"{name}_{copy}" for copy in range(copies) for name in ("user", "tag")]
-    return a_schema(
+    return make_small_schema(
         sparse={f"of_{name}": {"table": name, "pooling": "mean"} for name in names},
         tables={name: {**managed_ids.TABLES[name.split("_")[0]], "rows": 60} for name in names},
     )
 
 
-def costs_of_ids(rank, world, copies, folder):
+def measure_id_costs(rank, world, copies, folder):
     """Measure id assignment when each pair of tables sees the same ids.
 
     Return ([waits, collectives] of each step, evicted ids per table).
     """
     import torch
     import torch.distributed as dist
-    from standin import Gpu
+    from standin import StandInGpu
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
     def same_ids(rank, batches):
@@ -208,8 +213,10 @@ def costs_of_ids(rank, world, copies, folder):
             batch.sparse = KeyedJaggedTensor(batch.sparse.keys(), ids.repeat(copies), lengths=lengths)
             batch.lengths = lengths
 
-    made = loop.make(rank, world, 12, (), folder, same_ids, schema=alike(copies))
-    assign, counts, gpu = made.step.managed.assign, [], Gpu.active
+    made = loop.make_worker_loop(
+        rank, world, 12, (), folder, same_ids, schema=make_table_pairs_schema(copies)
+    )
+    assign, counts, gpu = made.step.managed.assign, [], StandInGpu.active
     names = "all_reduce", "all_gather_into_tensor", "all_to_all_single"
 
     def counted(batch, step):
@@ -223,21 +230,24 @@ def costs_of_ids(rank, world, copies, folder):
     made.step.managed.assign = counted
     made.train(12)
     assert made.error is None, made.error
-    return counts[FIRST:], {table: part.counted["evicted"] for table, part in made.step.maps.items()}
+    return counts[FIRST_STEP:], {table: part.counted["evicted"] for table, part in made.step.maps.items()}
 
 
 def test_id_assignment_cost_is_independent_of_table_count(tmp_path):
     (of_two, evicted), (of_six, _) = (
-        on_ranks(2, costs_of_ids, copies, str(tmp_path / str(copies)), device="cuda")[0] for copies in (1, 3)
+        run_on_ranks(2, measure_id_costs, copies, str(tmp_path / str(copies)), device="cuda")[0]
+        for copies in (1, 3)
     )
     assert all(evicted.values()) and of_six == of_two
-    assert max(waits for waits, _ in of_two) <= MOST_WAITS
-    assert max(collectives for _, collectives in of_two) <= MOST_COLLECTIVES
+    assert max(waits for waits, _ in of_two) <= MAX_WAITS
+    assert max(collectives for _, collectives in of_two) <= MAX_COLLECTIVES
 
 
-def forwards_before_ids(rank, world, changes, folder):
+def record_forwards_before_ids(rank, world, changes, folder):
     """Return (pipeline class name, number of launched forward passes at each id assignment)."""
-    made = loop.make(rank, world, 8, changes, folder, new_ids, schema=SCHEMAS["managed ids"])
+    made = loop.make_worker_loop(
+        rank, world, 8, changes, folder, shift_managed_ids, schema=SCHEMAS["managed ids"]
+    )
     managed, launched, at = made.step.managed, [], []
     assign = managed.assign
 
@@ -259,26 +269,28 @@ CACHED = ("plan.tables.city.sharding_type=row_wise", "plan.tables.city.compute_k
 def test_ids_are_assigned_during_a_forward_pass(changes, kind, tmp_path):
     # A step's ids are assigned after the forward pass two steps earlier; the first two before any.
     expected = kind, [0, 0, 1, 2, 3, 4, 5, 6]
-    assert on_ranks(2, forwards_before_ids, changes, str(tmp_path), device="cuda") == [expected] * 2
+    assert (
+        run_on_ranks(2, record_forwards_before_ids, changes, str(tmp_path), device="cuda") == [expected] * 2
+    )
 
 
-def waits_of_prediction(rank, world, folder):
+def collect_prediction_waits(rank, world, folder):
     """Return the waits while batches are predicted, without the first and the last batches."""
-    from standin import Gpu
+    from standin import StandInGpu
 
     from raytrec.prediction.worker import _SpanCollector
 
-    gpu, found = Gpu.active, []
-    made = loop.make(rank, world, 30, (), folder)
+    gpu, found = StandInGpu.active, []
+    made = loop.make_worker_loop(rank, world, 30, (), folder)
     batches, rows = [batch.pin_memory() for batch in made.local], len(made.local[0].weights)
     whole = SimpleNamespace(rows=30 * rows)
     spans = _SpanCollector([whole], SimpleNamespace(put=lambda span, scores, *_: found.extend(scores)), [])
     gpu.waits.clear()
-    with simulated():
+    with use_simulated_clock():
         for number, outputs in enumerate(made.step.evaluate(spans.watch(iter(batches)))):
-            if number == FIRST:
+            if number == FIRST_STEP:
                 gpu.waits.clear()
-            if number == LAST:
+            if number == LAST_STEP:
                 waited = {(w.where, w.callers, w.drains) for w in gpu.waits}
             gpu.work(BACKWARD_S)
             spans.take(outputs, rows)
@@ -288,7 +300,7 @@ def waits_of_prediction(rank, world, folder):
 
 
 def test_reading_predictions_does_not_stall_the_gpu(tmp_path):
-    for waited in on_ranks(2, waits_of_prediction, str(tmp_path), device="cuda"):
+    for waited in run_on_ranks(2, collect_prediction_waits, str(tmp_path), device="cuda"):
         ours = [callers for where, callers, _ in waited if where.startswith("raytrec/")]
         assert ours and all("raytrec/prediction/worker.py:_read_pending" in callers for callers in ours)
         assert not any(drains for *_, drains in waited)

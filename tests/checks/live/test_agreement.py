@@ -4,9 +4,9 @@ import random
 from types import SimpleNamespace
 
 import pytest
-from loops import COPIES, failed, loop
-from rank_threads import in_threads
-from ranks import on_ranks
+from loops import DATA_PARALLEL, failed_outcomes, train_with_checks
+from rank_threads import run_in_threads
+from ranks import run_on_ranks
 
 from raytrec.checks.live import probe
 from raytrec.checks.live.conservation import Conservation, IdCounts
@@ -20,7 +20,7 @@ WORLD, TABLES = 48, 6
 NAMES = [f"t{i}" for i in range(TABLES)]
 
 
-def checked_run(peers):
+def make_checked_run(peers):
     """Return a run with one feature per table and one shard per table; t1 is replicated on every rank."""
     tables = {}
     for name in NAMES:
@@ -30,7 +30,7 @@ def checked_run(peers):
     return SimpleNamespace(peers=peers, tables=tables, schema=SimpleNamespace(sparse=sparse))
 
 
-def conservation(run, rank, bad):
+def make_conservation(run, rank, bad):
     draw = random.Random(rank)
     sent = {f"f{name}": draw.randint(1, 9) for name in NAMES}
     looked_up = dict(sent)
@@ -42,7 +42,7 @@ def conservation(run, rank, bad):
     return one, Position(7, expected_rows=8 * WORLD)
 
 
-def numerics(run, rank, bad):
+def make_numerics(run, rank, bad):
     values = {f"table {name}": 1.0 + rank / 100 for name in NAMES}
     squares = {f"table {name}": 1.0 for name in NAMES} | {"dense layers' top": 4.0}
     one = Numerics(run)
@@ -54,7 +54,7 @@ def numerics(run, rank, bad):
     return one, Position(7)
 
 
-def finite(run, rank, bad):
+def make_finite(run, rank, bad):
     sizes = dict.fromkeys(NAMES, 1.0)
     if bad and rank in (5, 6):
         sizes["t3"] = float("nan")
@@ -65,62 +65,70 @@ def finite(run, rank, bad):
     return one, Position(7)
 
 
-def replicas(run, rank, bad):
+def make_replicas(run, rank, bad):
     one = Replicas(run)
     one.hashes = lambda: dict.fromkeys(NAMES, 2**60) | ({"t3": 1} if bad and rank == 37 else {})
     return one, Position(7)
 
 
-def same_environment(run, rank, bad):
+def make_same_environment(run, rank, bad):
     about = {"config": "x" * 9999, "torch": "2.12" if bad and rank == 37 else "2.13"}
     about[NETWORK] = "Socket" if bad and rank == 37 else "IB"
     return SameEnvironment(run), Position(7, about=about)
 
 
-TEXTS = {
-    conservation: [
+FAILURE_TEXTS = {
+    make_conservation: [
         "rank 10 trained the batch of step 7 at step 6",
         "ft1: rank 3 looked up 10 ids, but its batches contain 9",
     ],
-    numerics: ["table t4: the gradient is NaN or infinite on rank 9", "max |value| is 1e+09 (on rank 9)"],
-    finite: ["t5: a value is NaN or infinite on rank 30; t3: a value is NaN or infinite on ranks 5 and 6"],
-    replicas: ["t3 on rank 37 differs from the other ranks"],
-    same_environment: ["torch is '2.12' on rank 37 and '2.13' on the other ranks", "'Socket' on rank 37"],
+    make_numerics: [
+        "table t4: the gradient is NaN or infinite on rank 9",
+        "max |value| is 1e+09 (on rank 9)",
+    ],
+    make_finite: [
+        "t5: a value is NaN or infinite on rank 30; t3: a value is NaN or infinite on ranks 5 and 6"
+    ],
+    make_replicas: ["t3 on rank 37 differs from the other ranks"],
+    make_same_environment: [
+        "torch is '2.12' on rank 37 and '2.13' on the other ranks",
+        "'Socket' on rank 37",
+    ],
 }
-GOOD = {same_environment: "3 facts are the same on all ranks; NCCL's network is IB"}
+SUCCESS_TEXTS = {make_same_environment: "3 facts are the same on all ranks; NCCL's network is IB"}
 
 
 @pytest.mark.parametrize("bad", [False, True])
-@pytest.mark.parametrize("kind", TEXTS)
+@pytest.mark.parametrize("kind", FAILURE_TEXTS)
 def test_ranks_exchange_objects_only_after_a_failure(kind, bad):
     def evaluated(peers):
-        one, position = kind(checked_run(peers), peers.rank, bad)
+        one, position = kind(make_checked_run(peers), peers.rank, bad)
         return one.evaluate(position, True), peers.spoken
 
-    (outcome, spoken), *others = in_threads(WORLD, evaluated)
+    (outcome, spoken), *others = run_in_threads(WORLD, evaluated)
     assert all(other == (outcome, spoken) for other in others), "outcomes are equal on all ranks"
     assert outcome.passed != bad and spoken == bad
-    for text in TEXTS[kind] if bad else [GOOD.get(kind, "")]:
+    for text in FAILURE_TEXTS[kind] if bad else [SUCCESS_TEXTS.get(kind, "")]:
         assert text in outcome.text, outcome.text
 
 
-def silent(rank, world, fault):
+def loop_without_objects(rank, world, fault):
     """Run a loop whose ranks cannot exchange objects."""
     from unittest.mock import patch
 
     with patch("raytrec.common.collectives.Peers.objects", side_effect=RuntimeError("nothing is wrong")):
-        return loop(rank, world, COPIES, fault)
+        return train_with_checks(rank, world, DATA_PARALLEL, fault)
 
 
-def a_copy(scene):
+def change_one_copy(scene):
     if scene.rank == 1:
         scene.state.tables["tag"].weight.local[0].values[-1, -1] += 1
 
 
 def test_passing_checks_exchange_no_objects():
-    assert not failed(on_ranks(3, silent, None))
+    assert not failed_outcomes(run_on_ranks(3, loop_without_objects, None))
     with pytest.raises(RuntimeError, match="nothing is wrong"):
-        on_ranks(3, silent, a_copy)
+        run_on_ranks(3, loop_without_objects, change_one_copy)
 
 
 def test_probe_compares_bags_of_few_ranks_per_turn():

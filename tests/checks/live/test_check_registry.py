@@ -26,31 +26,31 @@ class Nameless(Check):
     pass
 
 
-def configured(**checks):
+def make_config(**checks):
     return load_config({"data": {"train": "unused"}, "checks": checks, "run": {"dir": "runs/a"}})
 
 
-def own(name, reaction="warn"):
-    return configured(custom={f"{__name__}:{name}": reaction})
+def make_custom_config(name, reaction="warn"):
+    return make_config(custom={f"{__name__}:{name}": reaction})
 
 
 def test_settings_match_builtin_checks():
     names = [setting for setting in ChecksSection.model_fields if setting not in NOT_CHECKS]
-    assert [one.name for one in list_builtin_checks()] == names == list(choose(configured()))
+    assert [one.name for one in list_builtin_checks()] == names == list(choose(make_config()))
     assert CHECKS.parts.keys() == set(names), "custom checks of these tests are not registered as built-in"
 
 
 def test_disabled_checks_are_not_chosen():
-    assert "replicas" not in choose(configured(replicas="off")) and "replicas" in choose(configured())
-    assert list(choose(configured(custom={"no_such_module:Check": "off"}))) == list(choose(configured()))
+    assert "replicas" not in choose(make_config(replicas="off")) and "replicas" in choose(make_config())
+    assert list(choose(make_config(custom={"no_such_module:Check": "off"}))) == list(choose(make_config()))
 
 
 def test_custom_check_runs_last_with_its_own_reaction():
-    chosen = choose(own("Steady"))
+    chosen = choose(make_custom_config("Steady"))
     assert list(chosen)[-1] == "steady" and chosen["steady"].check is Steady
     failed = [Outcome(check="steady", step=7, passed=False, figure=None, limit=None, text="it sways")]
-    assert verdict(failed, own("Steady")) is None, "it only warns"
-    error = verdict(failed, own("Steady", "stop"))
+    assert verdict(failed, make_custom_config("Steady")) is None, "it only warns"
+    error = verdict(failed, make_custom_config("Steady", "stop"))
     assert error.what == "a check failed: it sways" and error.where == "step 7, steady"
     assert (
         error.do
@@ -69,17 +69,17 @@ def test_custom_check_runs_last_with_its_own_reaction():
 )
 def test_invalid_custom_check_is_rejected(name, text):
     with pytest.raises(ConfigError, match=text) as error:
-        choose(own(name))
+        choose(make_custom_config(name))
     assert error.value.where == "checks.custom"
 
 
 @pytest.mark.parametrize("custom", [{"Steady": "stop"}, {"a.b:": "stop"}, {"a:B": "maybe"}, ["a:B"]])
 def test_invalid_custom_check_setting_is_rejected(custom):
     with pytest.raises(ConfigError, match=r"checks\.custom"):
-        configured(custom=custom)
+        make_config(custom=custom)
 
 
 def test_custom_check_counts_as_user_code():
-    values = own("Steady").model_dump(by_alias=True)
+    values = make_custom_config("Steady").model_dump(by_alias=True)
     assert list_user_code(values) == [f"{__name__}:Steady"] == list(find_foreign_code(values).values())
-    assert list_user_code(configured().model_dump(by_alias=True)) == []
+    assert list_user_code(make_config().model_dump(by_alias=True)) == []

@@ -7,12 +7,20 @@ pipeline has already exchanged the ids.
 from dataclasses import replace
 
 import pytest
-from loops import COPIES, PLANS, ROW_WISE, failed, loop, run, the_one
-from ranks import on_ranks
-from small import a_schema
+from loops import (
+    DATA_PARALLEL,
+    ROW_WISE,
+    SHARDING_PLANS,
+    failed_outcomes,
+    only_failed_text,
+    run_with_fault,
+    train_with_checks,
+)
+from ranks import run_on_ranks
+from small import make_small_schema
 
 
-def flip(tensor, bit=0):
+def flip_bit(tensor, bit=0):
     """Flip one bit of the last value."""
     import torch
 
@@ -22,17 +30,17 @@ def flip(tensor, bit=0):
 
 def flip_dense(scene):
     if scene.rank == 1:
-        flip(scene.state.dense["dense/head.model.top.0.weight/value"])
+        flip_bit(scene.state.dense["dense/head.model.top.0.weight/value"])
 
 
 def flip_adam(scene):
     if scene.rank == 1:
-        flip(scene.state.dense["dense/dense.head.model.top.0.weight/exp_avg_sq"])
+        flip_bit(scene.state.dense["dense/dense.head.model.top.0.weight/exp_avg_sq"])
 
 
 def flip_copy(scene):
     if scene.rank == 1:
-        flip(scene.state.tables["tag"].weight.local[0].values)
+        flip_bit(scene.state.tables["tag"].weight.local[0].values)
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -45,54 +53,56 @@ def flip_copy(scene):
     ],
 )
 def test_flipped_bit_of_a_replica_is_detected(world, fault, name, dense):
-    answers = on_ranks(world, run, COPIES, fault, {"dense": dense})
-    found = failed(answers, "replicas")
+    answers = run_on_ranks(world, run_with_fault, DATA_PARALLEL, fault, {"dense": dense})
+    found = failed_outcomes(answers, "replicas")
     assert found[0]["step"] == 6 and f"{name} on rank 1 differs" in found[0]["text"]
 
 
-def without_all_reduce(scene):
+def disable_dense_all_reduce(scene):
     for wrapped in scene.modules("DistributedDataParallel"):
         wrapped.require_backward_grad_sync = False
 
 
 def test_missing_dense_all_reduce_is_detected():
-    answers = on_ranks(2, run, ROW_WISE, without_all_reduce, {})
-    assert "dense/head.model.bottom.0.weight/value on rank 1" in the_one(answers, "replicas")
+    answers = run_on_ranks(2, run_with_fault, ROW_WISE, disable_dense_all_reduce, {})
+    assert "dense/head.model.bottom.0.weight/value on rank 1" in only_failed_text(answers, "replicas")
 
 
 @pytest.mark.parametrize("optimizer", ["adagrad", "adam"])
-@pytest.mark.parametrize("plan", [ROW_WISE, {"sharding_type": "table_wise"}, COPIES])
+@pytest.mark.parametrize("plan", [ROW_WISE, {"sharding_type": "table_wise"}, DATA_PARALLEL])
 def test_optimizer_state_on_some_ranks_passes(plan, optimizer):
-    assert not failed(on_ranks(2, run, plan, None, {"optimizer": optimizer, "dense": "adam"}))
+    assert not failed_outcomes(
+        run_on_ranks(2, run_with_fault, plan, None, {"optimizer": optimizer, "dense": "adam"})
+    )
 
 
-def sharded_metadata(scene, table):
+def get_shard_metadata(scene, table):
     """Return TorchRec's metadata of the shards of a table."""
     bags = scene.modules("ShardedEmbeddingBagCollection")[0]
     return bags.state_dict()[f"embedding_bags.{table}.weight"].metadata().shards_metadata
 
 
-def metadata_of_another_size(scene):
+def shrink_shard_metadata(scene):
     if scene.rank == 1:
-        sharded_metadata(scene, "user")[0].shard_sizes[0] -= 1
+        get_shard_metadata(scene, "user")[0].shard_sizes[0] -= 1
 
 
-def shards_exchanged(scene):
+def swap_shard_placements(scene):
     if scene.rank == 1:
-        one, other = sharded_metadata(scene, "user")
+        one, other = get_shard_metadata(scene, "user")
         one.placement, other.placement = other.placement, one.placement
 
 
-def nobodys_row(scene):
-    sharded_metadata(scene, "user")[1].shard_sizes[0] -= 1
+def drop_shard_row(scene):
+    get_shard_metadata(scene, "user")[1].shard_sizes[0] -= 1
 
 
-def state_elsewhere(scene):
+def swap_state_shards(scene):
     shards = scene.state.tables["tag"].state["sum"].shards
     shards[0], shards[1] = replace(shards[0], rows=shards[1].rows), replace(shards[1], rows=shards[0].rows)
 
 
-def weights_taken_away(scene):
+def truncate_shard_values(scene):
     shards = scene.state.tables["tag"].weight.shards
     if scene.rank == 1:
         shards[1] = replace(shards[1], values=shards[1].values[:1])
@@ -101,32 +111,32 @@ def weights_taken_away(scene):
 @pytest.mark.parametrize(
     "fault,step,words",
     [
-        (metadata_of_another_size, 0, ["table user's weight", "the map of shards on rank 1 differs"]),
-        (shards_exchanged, 0, ["table user's weight", "the map of shards on rank 1 differs"]),
-        (nobodys_row, 0, ["user's weight: rows 22 to 22 are in 0 shards (found on ranks 0 and 1)"]),
-        (state_elsewhere, 6, ["table tag's sum: the shard at row 3 and column 0 has shape"]),
-        (weights_taken_away, 6, ["table tag's weight: the shard at row 3 and column 0 has shape"]),
+        (shrink_shard_metadata, 0, ["table user's weight", "the map of shards on rank 1 differs"]),
+        (swap_shard_placements, 0, ["table user's weight", "the map of shards on rank 1 differs"]),
+        (drop_shard_row, 0, ["user's weight: rows 22 to 22 are in 0 shards (found on ranks 0 and 1)"]),
+        (swap_state_shards, 6, ["table tag's sum: the shard at row 3 and column 0 has shape"]),
+        (truncate_shard_values, 6, ["table tag's weight: the shard at row 3 and column 0 has shape"]),
     ],
 )
 def test_shard_map_faults_are_detected(fault, step, words):
     """Faults in TorchRec's metadata before the first step, and in memory later."""
     settings = {"checks": {"parity": "off", "numerics": "off"}, "optimizer": "adagrad"}
     settings |= {} if step else {"after": 0, "steps": 2, "every": 5}
-    text = the_one(on_ranks(2, run, ROW_WISE, fault, settings), "shards", step)
+    text = only_failed_text(run_on_ranks(2, run_with_fault, ROW_WISE, fault, settings), "shards", step)
     assert all(each in text for each in words), text
 
 
-def nan(scene):
+def set_nan(scene):
     if scene.rank == 1:
         scene.state.tables["tag"].weight.local[0].values[1, 2] = float("nan")
 
 
-def huge(scene):
+def set_huge_value(scene):
     if scene.rank == 1:
         scene.state.tables["tag"].weight.local[0].values[1, 2] = 1e5
 
 
-def nan_in_state(scene):
+def set_nan_in_state(scene):
     if scene.rank == 1:
         scene.state.tables["user"].state["sum"].local[0].values[3] = float("nan")
 
@@ -134,50 +144,54 @@ def nan_in_state(scene):
 @pytest.mark.parametrize(
     "fault,check,optimizer,after,words",
     [
-        (nan, "finite", "sgd", 12, "table tag: a value is NaN or infinite on rank 1"),
-        (nan, "finite", "sgd", 10, "a value is NaN or infinite on ranks 0 and 1"),
-        (huge, "numerics", "sgd", 10, "table tag: max |value| is 1e+05 (on rank 1)"),
-        (nan_in_state, "finite", "adagrad", 12, "table user's sum: a value is NaN or infinite on rank 1"),
+        (set_nan, "finite", "sgd", 12, "table tag: a value is NaN or infinite on rank 1"),
+        (set_nan, "finite", "sgd", 10, "a value is NaN or infinite on ranks 0 and 1"),
+        (set_huge_value, "numerics", "sgd", 10, "table tag: max |value| is 1e+05 (on rank 1)"),
+        (set_nan_in_state, "finite", "adagrad", 12, "table user's sum: a value is NaN or infinite on rank 1"),
     ],
 )
 def test_bad_values_in_a_shard_are_detected(fault, check, optimizer, after, words):
     """A NaN spreads to all values within one step, so only an immediate check can name its origin."""
     settings = {"optimizer": optimizer, "after": after, "steps": 12}
-    answers = on_ranks(2, run, ROW_WISE, fault, settings)
-    found = failed(answers, check)
+    answers = run_on_ranks(2, run_with_fault, ROW_WISE, fault, settings)
+    found = failed_outcomes(answers, check)
     assert found[0]["step"] == 12 and words in found[0]["text"]
 
 
-def learning_rate(scene):
+def raise_learning_rate(scene):
     scene.step._rates = [(group, rate * 1e8) for group, rate in scene.step._rates]
 
 
 def test_exploding_learning_rate_is_detected():
-    found = failed(on_ranks(2, run, ROW_WISE, learning_rate, {"after": 10, "steps": 12}), "numerics")
+    found = failed_outcomes(
+        run_on_ranks(2, run_with_fault, ROW_WISE, raise_learning_rate, {"after": 10, "steps": 12}), "numerics"
+    )
     assert found[0]["step"] == 12
     assert "max |value| is" in found[0]["text"] and "× its usual value" in found[0]["text"]
 
 
-def a_row_of_great_weight(scene):
+def scale_row_weight(scene):
     scene.local[11].weights[0] *= 1e6
 
 
 def test_exploding_gradient_is_detected():
-    found = failed(on_ranks(2, run, ROW_WISE, a_row_of_great_weight, {"after": 9, "steps": 12}), "numerics")
+    found = failed_outcomes(
+        run_on_ranks(2, run_with_fault, ROW_WISE, scale_row_weight, {"after": 9, "steps": 12}), "numerics"
+    )
     assert found[0]["step"] == 12 and found[0]["text"].startswith("the norm of the whole gradient is ")
 
 
-def batches_behind(scene):
+def repeat_batch(scene):
     if scene.rank == 1:
         scene.local[5] = scene.local[4]
 
 
-def rows_lost(scene):
+def drop_row(scene):
     if scene.rank == 1:
         scene.local[5].weights[0] = 0
 
 
-def an_id_lost(scene):
+def drop_id(scene):
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
     def without_the_last(kernel, inputs):
@@ -195,40 +209,40 @@ def an_id_lost(scene):
 @pytest.mark.parametrize(
     "plan,fault,words",
     [
-        (ROW_WISE, batches_behind, "rank 1 trained the batch of step 4 at step 5"),
-        (ROW_WISE, rows_lost, "the batches have 72 rows, but 71 were trained (by rank: 24, 47)"),
-        (ROW_WISE, an_id_lost, "table tag, feature tags: "),
-        (PLANS["grid"], an_id_lost, "table tag, feature tags: "),
-        (COPIES, an_id_lost, "table tag, feature tags: "),
+        (ROW_WISE, repeat_batch, "rank 1 trained the batch of step 4 at step 5"),
+        (ROW_WISE, drop_row, "the batches have 72 rows, but 71 were trained (by rank: 24, 47)"),
+        (ROW_WISE, drop_id, "table tag, feature tags: "),
+        (SHARDING_PLANS["grid"], drop_id, "table tag, feature tags: "),
+        (DATA_PARALLEL, drop_id, "table tag, feature tags: "),
     ],
 )
 def test_lost_batches_rows_and_ids_are_detected(plan, fault, words):
     # The pipeline fetches a batch two steps before training on it.
-    found = failed(on_ranks(2, run, plan, fault, {"after": 3}), "conservation")
+    found = failed_outcomes(run_on_ranks(2, run_with_fault, plan, fault, {"after": 3}), "conservation")
     assert found[0]["step"] == 6 and words in found[0]["text"]
-    if fault is an_id_lost:
+    if fault is drop_id:
         assert "user" not in found[0]["text"]
 
 
-def other_words(scene):
+def change_run_facts(scene):
     if scene.rank == 1:
         scene.about["config"] = "a: 2"
         del scene.about["torch"]
 
 
 def test_different_rank_environments_are_detected():
-    found = failed(on_ranks(2, loop_about, None))
+    found = failed_outcomes(run_on_ranks(2, loop_with_changed_facts, None))
     text = found[0]["text"]
     assert [o["check"] for o in found] == ["same_environment"] and found[0]["step"] == 0
     assert "config is 'a: 2' on rank 1 and 'a: 1' on the other ranks" in text
     assert "torch is 'None' on rank 1" in text and "schema" not in text
 
 
-def loop_about(rank, world, _):
-    return loop(rank, world, ROW_WISE, other_words, after=0, steps=2)
+def loop_with_changed_facts(rank, world, _):
+    return train_with_checks(rank, world, ROW_WISE, change_run_facts, after=0, steps=2)
 
 
-LABELS = a_schema(labels=["y", "z"])
+LABELS_SCHEMA = make_small_schema(labels=["y", "z"])
 TASKS = [
     {"label": "y", "loss": "bpr", "group": "user", "sample_weight": "w"},
     {"name": "kind", "label": "z", "loss": "cross_entropy", "options": {"classes": 3}, "weight": 0.5},
@@ -236,29 +250,33 @@ TASKS = [
 ]
 
 
-def watched(rank, world, fault):
+def loop_with_tasks(rank, world, fault):
     settings = {"activation_checkpointing": True, "max_grad_norm": 1.0}
-    return loop(rank, world, PLANS["row-wise"], fault, schema=LABELS, tasks=TASKS, **settings)
+    return train_with_checks(
+        rank, world, SHARDING_PLANS["row-wise"], fault, schema=LABELS_SCHEMA, tasks=TASKS, **settings
+    )
 
 
 def test_live_checks_support_several_tasks():
     """The tasks have masks and weights, and one loss compares rows of all ranks."""
-    answers = on_ranks(2, watched, None)
+    answers = run_on_ranks(2, loop_with_tasks, None)
     assert {record["check"] for record in answers[0]} >= {"parity", "conservation", "replicas", "shards"}
-    assert not failed(answers)
-    assert failed(on_ranks(2, watched, without_all_reduce), "replicas")
+    assert not failed_outcomes(answers)
+    assert failed_outcomes(run_on_ranks(2, loop_with_tasks, disable_dense_all_reduce), "replicas")
 
 
-def of_tables_alone(rank, world):
+def loop_without_dense_layers(rank, world):
     """Run a model without dense parameters, so that no parameter is replicated."""
     from raytrec.config.models.retrieval import MfSection
 
     section = MfSection(name="mf", user="user", item="tags")
     tasks = [{"label": "y", "loss": "in_batch_softmax"}]
-    return loop(rank, world, PLANS["row-wise"], schema=LABELS, model=section, tasks=tasks)
+    return train_with_checks(
+        rank, world, SHARDING_PLANS["row-wise"], schema=LABELS_SCHEMA, model=section, tasks=tasks
+    )
 
 
 def test_model_without_dense_layers_passes():
-    answers = on_ranks(2, of_tables_alone)
+    answers = run_on_ranks(2, loop_without_dense_layers)
     assert {record["check"] for record in answers[0]} >= {"parity", "replicas", "finite"}
-    assert not failed(answers)
+    assert not failed_outcomes(answers)

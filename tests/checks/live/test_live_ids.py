@@ -4,43 +4,43 @@ from dataclasses import replace
 
 import managed_ids
 import pytest
-from loops import ROW_WISE, failed, loop
-from ranks import on_ranks
+from loops import ROW_WISE, failed_outcomes, train_with_checks
+from ranks import run_on_ranks
 
-USER = 0  # index of table `user` among the tables with managed ids
+USER_TABLE = 0  # index of table `user` among the tables with managed ids
 
 
 def run(rank, world, fault, settings):
-    return loop(rank, world, ROW_WISE, fault, schema=managed_ids.schema(), **settings)
+    return train_with_checks(rank, world, ROW_WISE, fault, schema=managed_ids.managed_schema(), **settings)
 
 
-def two_ids_of_a_row(scene):
+def assign_row_twice(scene):
     """Assign the row of the second id of rank 1 to its first id."""
     if scene.rank == 1:
         one = scene.step.maps["user"]._maps.rows
-        slots = one.find_occupied_slots(USER)
+        slots = one.find_occupied_slots(USER_TABLE)
         one.fields["row"][slots[0]] = one.fields["row"][slots[1]]
 
 
-def row_of_the_fallback(scene):
+def assign_fallback_row(scene):
     if scene.rank == 1:
         one = scene.step.maps["user"]._maps.rows
-        one.fields["row"][one.find_occupied_slots(USER)[0]] = scene.step.maps["user"].capacity
+        one.fields["row"][one.find_occupied_slots(USER_TABLE)[0]] = scene.step.maps["user"].capacity
 
 
-def a_row_that_is_free_as_well(scene):
+def free_assigned_row(scene):
     import torch
 
     free = scene.step.maps["user"]._maps.free
-    free[USER] = replace(free[USER], left=torch.cat([free[USER].left, torch.tensor([3])]))
+    free[USER_TABLE] = replace(free[USER_TABLE], left=torch.cat([free[USER_TABLE].left, torch.tensor([3])]))
 
 
-def other_free_rows(scene):
+def free_row_on_rank_1(scene):
     if scene.rank == 1:
-        a_row_that_is_free_as_well(scene)
+        free_assigned_row(scene)
 
 
-def an_id_of_another_rank(scene):
+def insert_id_of_another_rank(scene):
     import torch
 
     from raytrec.embeddings.managed.key_map import KeyEntries
@@ -48,29 +48,29 @@ def an_id_of_another_rank(scene):
     if scene.rank == 0:
         nothing = torch.zeros(1, dtype=torch.int64)  # 0 is the smallest key of rank 1
         fields = dict.fromkeys(("row", "sightings", "last"), nothing)
-        tables = torch.full_like(nothing, USER)
+        tables = torch.full_like(nothing, USER_TABLE)
         scene.step.maps["user"]._maps.rows.insert(tables, [1, 0], KeyEntries(nothing, fields))
 
 
 @pytest.mark.parametrize(
     "fault,text",
     [
-        (two_ids_of_a_row, "table user: some rows have two ids"),
-        (row_of_the_fallback, "table user: rank 1 has 1 ids with rows outside the range for ids"),
-        (a_row_that_is_free_as_well, "free rows sum to 15, not 14"),
-        (other_free_rows, "table user: the free rows of rank 1 differ from those of rank 0"),
-        (an_id_of_another_rank, "table user: rank 0 has 1 ids that belong to other ranks"),
+        (assign_row_twice, "table user: some rows have two ids"),
+        (assign_fallback_row, "table user: rank 1 has 1 ids with rows outside the range for ids"),
+        (free_assigned_row, "free rows sum to 15, not 14"),
+        (free_row_on_rank_1, "table user: the free rows of rank 1 differ from those of rank 0"),
+        (insert_id_of_another_rank, "table user: rank 0 has 1 ids that belong to other ranks"),
     ],
 )
 def test_id_map_faults_are_detected(fault, text):
-    found = failed(on_ranks(2, run, fault, {}), "managed_ids")
+    found = failed_outcomes(run_on_ranks(2, run, fault, {}), "managed_ids")
     assert found[0]["step"] == 6 and text in found[0]["text"]
 
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_managed_ids_check_passes_without_a_fault(world):
-    answers = on_ranks(world, run, None, {"steps": 8, "every": 2})  # many ids are new at the first checks
-    assert not failed(answers)
+    answers = run_on_ranks(world, run, None, {"steps": 8, "every": 2})  # many ids are new at the first checks
+    assert not failed_outcomes(answers)
     assert {"managed_ids", "parity", "conservation"} <= {o["check"] for o in answers[0]}
 
 

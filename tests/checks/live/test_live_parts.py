@@ -8,11 +8,11 @@ import managed_ids
 import numpy as np
 import pytest
 import torch
-from loops import PLANS, failed, loop
-from rank_threads import in_threads
-from ranks import on_ranks
-from small import config
-from standin import cuda
+from loops import SHARDING_PLANS, failed_outcomes, train_with_checks
+from rank_threads import run_in_threads
+from ranks import run_on_ranks
+from small import make_small_config
+from standin import use_stand_in_gpu
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from raytrec.checks.live.finite import SAMPLED_ROWS_PER_SHARD, Finite, largest, sample
@@ -104,26 +104,28 @@ def test_deviating_ranks_differ_from_the_majority():
     assert ranks(list(range(100))) == "ranks 0, 1, 2, 3, 4, 5, 6 and 93 more"
 
 
-def numerics(peers=None):
+def make_numerics(peers=None):
     return Numerics(SimpleNamespace(peers=peers or Peers(alone=True)))
 
 
-def judged(numbers, step=1, values=0.5, gradient=0.1, ratios=None):
+def judge_sizes(numbers, step=1, values=0.5, gradient=0.1, ratios=None):
     return numbers.judge(Sizes({"table t": values}, {"table t": gradient**2}, ratios or {}), step)
 
 
 def test_growth_is_relative_to_the_median_of_earlier_checks():
-    numbers = numerics()
-    assert all(judged(numbers, values=x).passed for x in (0.5, 500.0, 0.5)), "first checks only record"
-    assert not judged(numbers, values=51.0).passed and judged(numbers, values=0.5).passed
-    assert judged(numbers, values=49.0).passed
-    assert "× its usual value" in judged(numbers, gradient=0.1 * MAX_GROWTH * 1.1).text
-    assert judged(numbers, gradient=0.1 * MAX_GROWTH * 0.9).passed
-    small = numerics()
-    assert all(judged(small, values=x).passed for x in (1e-4, 1e-4, 1e-4, 0.5, 9.0)), "tables start near 0"
-    rare = numerics()
-    assert all(judged(rare, gradient=x).passed for x in (0, 0, 0, 0, 0.1, 0.1, 0.1)), "no ids at first"
-    assert not judged(rare, gradient=20.0).passed
+    numbers = make_numerics()
+    assert all(judge_sizes(numbers, values=x).passed for x in (0.5, 500.0, 0.5)), "first checks only record"
+    assert not judge_sizes(numbers, values=51.0).passed and judge_sizes(numbers, values=0.5).passed
+    assert judge_sizes(numbers, values=49.0).passed
+    assert "× its usual value" in judge_sizes(numbers, gradient=0.1 * MAX_GROWTH * 1.1).text
+    assert judge_sizes(numbers, gradient=0.1 * MAX_GROWTH * 0.9).passed
+    small = make_numerics()
+    assert all(judge_sizes(small, values=x).passed for x in (1e-4, 1e-4, 1e-4, 0.5, 9.0)), (
+        "tables start near 0"
+    )
+    rare = make_numerics()
+    assert all(judge_sizes(rare, gradient=x).passed for x in (0, 0, 0, 0, 0.1, 0.1, 0.1)), "no ids at first"
+    assert not judge_sizes(rare, gradient=20.0).passed
 
 
 def test_numerics_leaves_nonfinite_values_to_finite_check():
@@ -131,11 +133,13 @@ def test_numerics_leaves_nonfinite_values_to_finite_check():
     both = [("t", torch.tensor([nan])), ("t", torch.tensor([2.0])), ("u", torch.tensor([-3.0, 1.0]))]
     for parts in (both, both[::-1]):
         assert str(largest(parts)["t"]) == "nan" and largest(parts)["u"] == 3.0
-    numbers = numerics()
-    assert all(judged(numbers, values=0.5).passed for _ in range(3))
-    assert all(judged(numbers, values=x).passed for x in (inf, nan, inf, nan, inf)), "left to finite check"
-    assert not judged(numbers, gradient=nan).passed
-    assert not judged(numbers, values=51.0).passed, "nonfinite values are not recorded"
+    numbers = make_numerics()
+    assert all(judge_sizes(numbers, values=0.5).passed for _ in range(3))
+    assert all(judge_sizes(numbers, values=x).passed for x in (inf, nan, inf, nan, inf)), (
+        "left to finite check"
+    )
+    assert not judge_sizes(numbers, gradient=nan).passed
+    assert not judge_sizes(numbers, values=51.0).passed, "nonfinite values are not recorded"
 
 
 def test_gradient_norm_covers_the_whole_gradient():
@@ -145,10 +149,10 @@ def test_gradient_norm_covers_the_whole_gradient():
     parts += [({dense: 9.0, table: part}, usual[1]) for part in (1e-9, 1e4)]
 
     def judge(peers):
-        numbers = numerics(peers)
+        numbers = make_numerics(peers)
         return [numbers.judge(Sizes({}, squares[peers.rank], {}), 1) for squares in parts]
 
-    found, same = in_threads(2, judge)
+    found, same = run_in_threads(2, judge)
     assert found == same
     assert all(outcome.passed for outcome in found[:4]) and found[3].figure == 1.0, "norm 5, usual norm 5"
     grown, other, less, more = found[4:]
@@ -172,11 +176,11 @@ def test_gradient_norm_covers_the_whole_gradient():
     ],
 )
 def test_calibration_drift_is_detected(step, ratio, positives, passed):
-    outcome = judged(numerics(), step, ratios={"calibration": (ratio, positives)})
+    outcome = judge_sizes(make_numerics(), step, ratios={"calibration": (ratio, positives)})
     assert outcome.passed == passed
     assert passed or f"predicted ÷ real rate is {ratio} over {positives} positives" in outcome.text
     one_of_two = {"click.calibration": (ratio, positives), "like.calibration": (1.0, 100)}
-    outcome = judged(numerics(), step, ratios=one_of_two)
+    outcome = judge_sizes(make_numerics(), step, ratios=one_of_two)
     assert outcome.passed == passed and (passed or f"rate of click is {ratio} over" in outcome.text)
 
 
@@ -204,7 +208,7 @@ def test_finite_check_covers_rows_of_probed_step():
     for touched, expected in [(777, True), (778, False)]:
         ids.values()[2] = touched
         run = CheckedRun(
-            config(1, {}), None, {"t": table}, {}, SimpleNamespace(lookups=[lookup]), values.device
+            make_small_config(1, {}), None, {"t": table}, {}, SimpleNamespace(lookups=[lookup]), values.device
         )
         check = Finite(run)
         for probed in (False, True):
@@ -238,18 +242,20 @@ def test_errors_are_relative_to_the_summed_magnitudes():
     assert find_largest_error(got[:0], expected[:0], torch.ones(0)) == (0.0, 0, 0)
 
 
-def outcome(check, passed, text="text"):
+def make_outcome(check, passed, text="text"):
     return Outcome(check=check, step=7, passed=passed, figure=None, limit=1.0, text=text)
 
 
 def test_verdict_stops_only_for_stop_reactions():
-    settings = config(2, {"sharding_type": "row_wise"})
-    assert verdict([outcome("replicas", True), outcome("numerics", False)], settings) is None, "it only warns"
-    error = verdict([outcome("shards", False, "one"), outcome("replicas", False, "two")], settings)
+    settings = make_small_config(2, {"sharding_type": "row_wise"})
+    assert verdict([make_outcome("replicas", True), make_outcome("numerics", False)], settings) is None, (
+        "it only warns"
+    )
+    error = verdict([make_outcome("shards", False, "one"), make_outcome("replicas", False, "two")], settings)
     assert "one" in error.what and "two" in error.what and error.where == "step 7, shards and replicas"
     assert "raytrec train --resume" in error.do and "checks.shards=warn" in error.do
     settings.checks.shards = settings.checks.replicas = "warn"
-    assert verdict([outcome("shards", False), outcome("replicas", False)], settings) is None
+    assert verdict([make_outcome("shards", False), make_outcome("replicas", False)], settings) is None
     assert all(check.do for check in list_builtin_checks())
 
 
@@ -264,37 +270,41 @@ def test_outcomes_are_json_serializable():
     }  # fmt: skip
 
 
-def off(rank, world, names):
+def loop_with_checks_off(rank, world, names):
     chosen = dict.fromkeys(names, "off")
-    return loop(rank, world, {"sharding_type": "row_wise"}, checks=chosen, schema=managed_ids.schema())
+    return train_with_checks(
+        rank, world, {"sharding_type": "row_wise"}, checks=chosen, schema=managed_ids.managed_schema()
+    )
 
 
 def test_disabled_checks_are_not_run():
     names = [check.name for check in list_builtin_checks()]
-    assert on_ranks(2, off, names) == [[], []]
+    assert run_on_ranks(2, loop_with_checks_off, names) == [[], []]
     for name in names:
-        answers = on_ranks(2, off, [other for other in names if other != name])
-        assert not failed(answers) and {o["check"] for o in answers[0]} == {name}
+        answers = run_on_ranks(2, loop_with_checks_off, [other for other in names if other != name])
+        assert not failed_outcomes(answers) and {o["check"] for o in answers[0]} == {name}
 
 
-def long(rank, world, plan, optimizer, lr):
-    return loop(
+def loop_long(rank, world, plan, optimizer, lr):
+    return train_with_checks(
         rank, world, plan, optimizer=optimizer, lr=lr, dense=optimizer, steps=200, every=5, balance="unequal"
     )
 
 
 RATES = {"sgd": 0.5, "adagrad": 0.1, "adam": 0.01}
-ONCE = [("row_wise", "adagrad")]  # cases of `make test`
-LONG = [
-    pytest.param(sharding, optimizer, lr, marks=[] if (sharding, optimizer) in ONCE else pytest.mark.survive)
+FAST_CASES = [("row_wise", "adagrad")]  # cases of `make test`
+LONG_CASES = [
+    pytest.param(
+        sharding, optimizer, lr, marks=[] if (sharding, optimizer) in FAST_CASES else pytest.mark.survive
+    )
     for sharding in ("row_wise", "column_wise", "data_parallel")
     for optimizer, lr in RATES.items()
 ]
 
 
-@pytest.mark.parametrize("sharding,optimizer,lr", LONG)
+@pytest.mark.parametrize("sharding,optimizer,lr", LONG_CASES)
 def test_ordinary_training_passes_all_checks(sharding, optimizer, lr):
-    assert not failed(on_ranks(2, long, {"sharding_type": sharding}, optimizer, lr))
+    assert not failed_outcomes(run_on_ranks(2, loop_long, {"sharding_type": sharding}, optimizer, lr))
 
 
 def test_checks_support_tensors_on_two_devices():
@@ -305,8 +315,8 @@ def test_checks_support_tensors_on_two_devices():
         "dense/a/sum": torch.rand(100),
         "dense/a/step": torch.tensor(4.0),
     }
-    settings, found = config(1, {}), []
-    with cuda() as gpu:
+    settings, found = make_small_config(1, {}), []
+    with use_stand_in_gpu() as gpu:
         of_gpu = {n: t if n.endswith("step") else t.clone().to("cuda") for n, t in of_host.items()}
         for dense in (of_host, of_gpu):
             run = CheckedRun(
@@ -320,7 +330,7 @@ def test_checks_support_tensors_on_two_devices():
 
 
 def test_read_copies_once_per_device_and_dtype():
-    with cuda() as gpu:
+    with use_stand_in_gpu() as gpu:
         tensors = [
             torch.arange(3).to("cuda"),
             torch.tensor(2.5),
@@ -334,18 +344,18 @@ def test_read_copies_once_per_device_and_dtype():
     assert read([]) == []
 
 
-def on_a_gpu(rank, world, plan, settings):
+def loop_on_device(rank, world, plan, settings):
     import torch.distributed as dist
 
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    return loop(rank, world, PLANS[plan], dense="adam", device=device, **settings)
+    return train_with_checks(rank, world, SHARDING_PLANS[plan], dense="adam", device=device, **settings)
 
 
 @pytest.mark.parametrize("plan", ["row-wise", "table-wise", "data-parallel", "dense"])
 def test_all_checks_pass_on_gpus(plan):
     """The outcomes are the same as on CPU, up to rounding errors."""
     settings = {"optimizer": "adagrad", "max_grad_norm": 10.0 if plan == "row-wise" else None}
-    found = {kind: on_ranks(2, on_a_gpu, plan, settings, device=kind) for kind in ("cuda", "cpu")}
-    assert not failed(found["cuda"])
+    found = {kind: run_on_ranks(2, loop_on_device, plan, settings, device=kind) for kind in ("cuda", "cpu")}
+    assert not failed_outcomes(found["cuda"])
     outcomes = [[(o["check"], o["step"], o["text"]) for o in found[kind][0]] for kind in ("cuda", "cpu")]
     assert outcomes[0] == outcomes[1]

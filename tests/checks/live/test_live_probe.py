@@ -4,9 +4,17 @@ raises no false alarm. The module docstring of test_live.py describes when fault
 from itertools import product
 
 import pytest
-from loops import COPIES, PLANS, ROW_WISE, failed, loop, run, the_one
-from ranks import on_ranks
-from small import SCHEMA, a_schema
+from loops import (
+    DATA_PARALLEL,
+    ROW_WISE,
+    SHARDING_PLANS,
+    failed_outcomes,
+    only_failed_text,
+    run_with_fault,
+    train_with_checks,
+)
+from ranks import run_on_ranks
+from small import SCHEMA, make_small_schema
 
 STEPS = {
     "plain": {},
@@ -22,13 +30,13 @@ STEPS = {
 ALL_STEPS = ["all", pytest.param("plain", marks=pytest.mark.survive)]
 
 
-def no_fault_but_weighted_sums(rank, world, plan):
+def loop_with_weighted_sums(rank, world, plan):
     schema = SCHEMA.model_copy(deep=True)
     schema.sparse["tags"].pooling = schema.sparse["friends"].pooling = "sum"
-    return loop(rank, world, plan, schema=schema)
+    return train_with_checks(rank, world, plan, schema=schema)
 
 
-def no_ids_at_all(rank, world, plan):
+def loop_with_empty_bags(rank, world, plan):
     """Run a loop whose probed batch has rows but no ids."""
 
     def emptied(scene):
@@ -40,44 +48,44 @@ def no_ids_at_all(rank, world, plan):
             old.keys(), old.values()[:0], old.weights()[:0], lengths=torch.zeros_like(old.lengths())
         )
 
-    return loop(rank, world, plan, emptied, 1)
+    return train_with_checks(rank, world, plan, emptied, 1)
 
 
-def sequences(rank, world, plan, settings, schema=SCHEMA):
+def loop_with_sequences(rank, world, plan, settings, schema=SCHEMA):
     """Run a model that looks up two sequences id by id, one of them with weights."""
     from raytrec.config.models.sequences import SequenceSection
 
     schema = schema.model_copy(deep=True)
     schema.sparse["tags"].pooling = schema.sparse["friends"].pooling = "sequence"
     model = SequenceSection(name="sequence", max_length=3, target="user", top_mlp=[6])
-    return loop(rank, world, plan, schema=schema, model=model, **settings)
+    return train_with_checks(rank, world, plan, schema=schema, model=model, **settings)
 
 
 @pytest.mark.parametrize("settings", ALL_STEPS)
 @pytest.mark.parametrize("plan", ["row-wise", "column-wise", "table-wise", "data-parallel"])
 def test_parity_passes_for_sequences(plan, settings):
-    assert not failed(on_ranks(2, sequences, PLANS[plan], STEPS[settings]))
+    assert not failed_outcomes(run_on_ranks(2, loop_with_sequences, SHARDING_PLANS[plan], STEPS[settings]))
 
 
-@pytest.mark.parametrize("batch", [no_fault_but_weighted_sums, no_ids_at_all])
-@pytest.mark.parametrize("plan", [ROW_WISE, {"sharding_type": "column_wise"}, COPIES])
+@pytest.mark.parametrize("batch", [loop_with_weighted_sums, loop_with_empty_bags])
+@pytest.mark.parametrize("plan", [ROW_WISE, {"sharding_type": "column_wise"}, DATA_PARALLEL])
 def test_parity_passes_for_special_batches(plan, batch):
-    assert not failed(on_ranks(2, batch, plan))
+    assert not failed_outcomes(run_on_ranks(2, batch, plan))
 
 
-def a_bad_batch(scene):
+def make_batch_infinite(scene):
     if scene.rank == 0:
         scene.local[5].dense[0, 0] = float("inf")
 
 
 @pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("plan", [ROW_WISE, COPIES])
+@pytest.mark.parametrize("plan", [ROW_WISE, DATA_PARALLEL])
 def test_skipped_probe_step_passes(plan, clip):
     settings = {"after": 3, "on_nan": "skip", "max_grad_norm": clip}
-    assert not failed(on_ranks(2, run, plan, a_bad_batch, settings))
+    assert not failed_outcomes(run_on_ranks(2, run_with_fault, plan, make_batch_infinite, settings))
 
 
-def rows_on_other_ranks(scene):
+def send_ids_to_other_ranks(scene):
     """Change the rows per rank (12 of 23 and 3 of 5) that TorchRec uses to find the rank of a row."""
     if scene.rank == 1:
         for exchange in scene.modules("ShardedEmbeddingBagCollection")[0]._input_dists:
@@ -85,11 +93,11 @@ def rows_on_other_ranks(scene):
 
 
 def test_misrouted_ids_are_detected():
-    text = the_one(on_ranks(2, run, ROW_WISE, rows_on_other_ranks, {}), "parity")
+    text = only_failed_text(run_on_ranks(2, run_with_fault, ROW_WISE, send_ids_to_other_ranks, {}), "parity")
     assert "table user, feature user: pooled embeddings on rank 1 differ" in text
 
 
-def divided_again(scene):
+def divide_means_twice(scene):
     from raytrec.embeddings.pooling import sum_bag_weights
 
     def again(means, inputs, pooled):
@@ -102,31 +110,31 @@ def divided_again(scene):
     scene.modules("BagMeans")[0].register_forward_hook(again)
 
 
-def slightly_off(scene):
+def scale_means_slightly(scene):
     def scaled(means, inputs, pooled):
         return {feature: values * (1 + 3e-5) for feature, values in pooled.items()}
 
     scene.modules("BagMeans")[0].register_forward_hook(scaled)
 
 
-def undivided(scene):
+def disable_gradient_division(scene):
     from torchrec.distributed import comm_ops
 
     comm_ops.set_gradient_division(False)
     return lambda: comm_ops.set_gradient_division(True)
 
 
-def combinations():
+def make_combinations():
     """Yield all cases; `make test` runs each plan with all settings on 2 ranks and plain on 3."""
-    for world, plan, settings in product([1, 2, 3], PLANS, STEPS):
+    for world, plan, settings in product([1, 2, 3], SHARDING_PLANS, STEPS):
         few = (world, settings) in [(2, "all"), (3, "plain")] or (world == 1 and plan == "row-wise")
         yield pytest.param(world, plan, settings, marks=[] if few else pytest.mark.survive)
 
 
-@pytest.mark.parametrize("world,plan,settings", combinations())
+@pytest.mark.parametrize("world,plan,settings", make_combinations())
 def test_all_checks_pass_without_a_fault(world, plan, settings):
-    answers = on_ranks(world, run, PLANS[plan], None, STEPS[settings])
-    assert not failed(answers)
+    answers = run_on_ranks(world, run_with_fault, SHARDING_PLANS[plan], None, STEPS[settings])
+    assert not failed_outcomes(answers)
     steps = [(o["check"], o["step"]) for o in answers[0]]
     each = ["shards", "replicas", "conservation", "finite", "numerics"]
     assert steps == [
@@ -140,40 +148,46 @@ def test_all_checks_pass_without_a_fault(world, plan, settings):
 
 
 @pytest.mark.parametrize("settings", ALL_STEPS)
-@pytest.mark.parametrize("plan", list(PLANS))
+@pytest.mark.parametrize("plan", list(SHARDING_PLANS))
 def test_twice_divided_means_are_detected(plan, settings):
-    text = the_one(on_ranks(2, run, PLANS[plan], divided_again, STEPS[settings]), "parity")
+    text = only_failed_text(
+        run_on_ranks(2, run_with_fault, SHARDING_PLANS[plan], divide_means_twice, STEPS[settings]), "parity"
+    )
     assert text.startswith("table user, feature friends: pooled embeddings on rank")
     assert "table tag, feature tags: pooled embeddings on rank" in text and "feature user" not in text
     assert ": the gradient that reaches rank" in text or "and 1 more" in text
 
 
-@pytest.mark.parametrize("plan", list(PLANS))
+@pytest.mark.parametrize("plan", list(SHARDING_PLANS))
 def test_slightly_wrong_factor_is_detected(plan):
-    answers = on_ranks(2, run, PLANS[plan], slightly_off, {})
-    assert "feature user" in the_one(answers, "parity")
-    assert 2.9e-5 < failed(answers)[0]["figure"] < 3.2e-5
+    answers = run_on_ranks(2, run_with_fault, SHARDING_PLANS[plan], scale_means_slightly, {})
+    assert "feature user" in only_failed_text(answers, "parity")
+    assert 2.9e-5 < failed_outcomes(answers)[0]["figure"] < 3.2e-5
 
 
 @pytest.mark.parametrize("settings", ALL_STEPS)
-@pytest.mark.parametrize("plan", [plan for plan in PLANS if plan != "data-parallel"])
+@pytest.mark.parametrize("plan", [plan for plan in SHARDING_PLANS if plan != "data-parallel"])
 def test_undivided_gradients_are_detected(plan, settings):
-    answers = on_ranks(2, run, PLANS[plan], undivided, STEPS[settings])
-    text = the_one(answers, "parity")
+    answers = run_on_ranks(
+        2, run_with_fault, SHARDING_PLANS[plan], disable_gradient_division, STEPS[settings]
+    )
+    text = only_failed_text(answers, "parity")
     assert "table user: the gradient that reaches rank" in text and "feature" not in text
-    figure = next(o["figure"] for o in failed(answers))
+    figure = next(o["figure"] for o in failed_outcomes(answers))
     assert 0.1 < figure < 1.1, "the gradient is twice as large as expected"
 
 
 @pytest.mark.parametrize("hosts", [2])
 @pytest.mark.parametrize("plan", ["table-row-wise", "grid"])
 def test_parity_check_works_on_two_hosts(plan, hosts):
-    assert not failed(on_ranks(4, run, PLANS[plan], None, {}, hosts=hosts))
-    answers = on_ranks(4, run, PLANS[plan], undivided, {}, hosts=hosts)
-    assert "table user: the gradient" in the_one(answers, "parity")
+    assert not failed_outcomes(run_on_ranks(4, run_with_fault, SHARDING_PLANS[plan], None, {}, hosts=hosts))
+    answers = run_on_ranks(
+        4, run_with_fault, SHARDING_PLANS[plan], disable_gradient_division, {}, hosts=hosts
+    )
+    assert "table user: the gradient" in only_failed_text(answers, "parity")
 
 
-def a_gradient_altered(scene):
+def scale_gradient_on_rank_1(scene):
     table, step = scene.state.tables["tag"], scene.step.optimizer.step
 
     def altered():
@@ -185,19 +199,19 @@ def a_gradient_altered(scene):
 
 
 def test_altered_gradient_of_one_replica_is_detected():
-    found = failed(on_ranks(2, run, COPIES, a_gradient_altered, {}))
+    found = failed_outcomes(run_on_ranks(2, run_with_fault, DATA_PARALLEL, scale_gradient_on_rank_1, {}))
     texts = {o["check"]: o["text"] for o in found if o["step"] == 6}
     assert texts["parity"].startswith("table tag: the gradient that reaches rank 1 differs")
     assert texts["replicas"] == "tables/tag/weight on rank 1 differs from rank 0"
 
 
-def without_all_reduce_of_tables(scene):
+def disable_table_all_reduce(scene):
     for lookup in scene.modules("ShardedEmbeddingBagCollection")[0]._lookups:
         lookup.require_backward_grad_sync = False
 
 
 def test_missing_table_all_reduce_is_detected():
-    found = failed(on_ranks(2, run, COPIES, without_all_reduce_of_tables, {}))
+    found = failed_outcomes(run_on_ranks(2, run_with_fault, DATA_PARALLEL, disable_table_all_reduce, {}))
     assert {o["step"] for o in found} == {6}
     texts = {o["check"]: o["text"] for o in found if o["check"] != "numerics"}
     assert set(texts) == {"replicas", "parity"}
@@ -206,50 +220,59 @@ def test_missing_table_all_reduce_is_detected():
 
 
 # Quantized collectives: correct runs stay within the stated bound, faulty runs do not.
-SENT = [name for name in PLANS if name not in ("data-parallel", "dense", "fp16")]
-WHOLE = ["table-wise", "column-wise", "table-column-wise"]
-FEW_QCOMMS = [
+EXCHANGING_PLANS = [name for name in SHARDING_PLANS if name not in ("data-parallel", "dense", "fp16")]
+WHOLE_TABLE_PLANS = ["table-wise", "column-wise", "table-column-wise"]
+FAST_QCOMMS_CASES = [
     ("row-wise", "fp16", "bf16", 2),
     ("table-wise", "int8", "int8", 2),
     ("column-wise", "fp32", "fp16", 2),
 ]
-LATER = [
+SLOW_QCOMMS_CASES = [
     pytest.param(*case, marks=pytest.mark.parity)
     for case in (
-        *product(SENT, ("fp32", "fp16", "bf16"), ("fp32", "fp16", "bf16"), (1, 2, 3)),
-        *product(WHOLE, ("fp16", "int8"), ("fp32", "int8"), (2, 3)),
+        *product(EXCHANGING_PLANS, ("fp32", "fp16", "bf16"), ("fp32", "fp16", "bf16"), (1, 2, 3)),
+        *product(WHOLE_TABLE_PLANS, ("fp16", "int8"), ("fp32", "int8"), (2, 3)),
     )
-    if case not in FEW_QCOMMS
+    if case not in FAST_QCOMMS_CASES
 ]
 
 
-WIDE = a_schema(tables={name: {"rows": rows, "dim": 32} for name, rows in (("user", 23), ("tag", 5))})
+WIDE_SCHEMA = make_small_schema(
+    tables={name: {"rows": rows, "dim": 32} for name, rows in (("user", 23), ("tag", 5))}
+)
 
 
-def quantized(rank, world, plan, forward, backward, fault=None, **settings):
+def loop_quantized(rank, world, plan, forward, backward, fault=None, **settings):
     qcomms = {"forward_precision": forward, "backward_precision": backward}
-    return loop(rank, world, plan, fault, schema=WIDE, qcomms=qcomms, **settings)
+    return train_with_checks(rank, world, plan, fault, schema=WIDE_SCHEMA, qcomms=qcomms, **settings)
 
 
-def passed(answers, forward, backward, world):
+def assert_passed(answers, forward, backward, world):
     """Assert that all checks passed and that the parity check saw rounding errors within its limit."""
-    assert not failed(answers)
+    assert not failed_outcomes(answers)
     found = [outcome for outcome in answers[0] if outcome["check"] == "parity"]
     assert found and all(outcome["figure"] <= outcome["limit"] for outcome in found)
     if world > 1 and {forward, backward} != {"fp32"}:
         assert all(outcome["figure"] > 1e-5 for outcome in found), "nothing was rounded"
 
 
-@pytest.mark.parametrize(("plan", "forward", "backward", "world"), [*FEW_QCOMMS, *LATER])
+@pytest.mark.parametrize(("plan", "forward", "backward", "world"), [*FAST_QCOMMS_CASES, *SLOW_QCOMMS_CASES])
 def test_qcomms_rounding_stays_within_the_bound(plan, forward, backward, world):
-    passed(on_ranks(world, quantized, PLANS[plan], forward, backward), forward, backward, world)
+    assert_passed(
+        run_on_ranks(world, loop_quantized, SHARDING_PLANS[plan], forward, backward), forward, backward, world
+    )
 
 
 @pytest.mark.parity
 @pytest.mark.parametrize("plan", ["table-row-wise", "grid", "row-wise", "table-column-wise"])
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_qcomms_rounding_is_bounded_on_two_hosts(plan, precision):
-    passed(on_ranks(4, quantized, PLANS[plan], precision, precision, hosts=2), precision, precision, 4)
+    assert_passed(
+        run_on_ranks(4, loop_quantized, SHARDING_PLANS[plan], precision, precision, hosts=2),
+        precision,
+        precision,
+        4,
+    )
 
 
 @pytest.mark.parametrize(
@@ -266,10 +289,15 @@ def test_qcomms_rounding_is_bounded_on_two_hosts(plan, precision):
 )
 def test_qcomms_rounding_is_bounded_for_sequences(plan, precision):
     settings = {"qcomms": {"forward_precision": precision, "backward_precision": precision}}
-    passed(on_ranks(2, sequences, PLANS[plan], settings, WIDE), precision, precision, 2)
+    assert_passed(
+        run_on_ranks(2, loop_with_sequences, SHARDING_PLANS[plan], settings, WIDE_SCHEMA),
+        precision,
+        precision,
+        2,
+    )
 
 
-def scaled_back_too_much(scene):
+def scale_decoded_gradients(scene):
     """Scale decoded gradients by 1.02."""
     from unittest.mock import patch
 
@@ -284,7 +312,9 @@ def scaled_back_too_much(scene):
 
 
 def test_error_above_the_rounding_bound_is_detected():
-    answers = on_ranks(2, quantized, PLANS["row-wise"], "fp16", "fp16", scaled_back_too_much)
-    (found,) = failed(answers, "parity")
+    answers = run_on_ranks(
+        2, loop_quantized, SHARDING_PLANS["row-wise"], "fp16", "fp16", scale_decoded_gradients
+    )
+    (found,) = failed_outcomes(answers, "parity")
     assert found["step"] == 6 and "the gradient that reaches rank" in found["text"]
     assert 0.01 < found["figure"] < 0.03 and 4e-4 < found["limit"] < 6e-4

@@ -31,7 +31,7 @@ SCHEMA = Schema.parse(
 )
 
 
-class Logits(nn.Module):
+class LinearModel(nn.Module):
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(16, 1)
@@ -40,10 +40,10 @@ class Logits(nn.Module):
         return self.linear(torch.cat(list(pooled.values()), 1)).squeeze(1)
 
 
-def model(loss="bce"):
+def make_reference(loss="bce"):
     torch.manual_seed(0)
     objective = Objective(resolve_tasks([TaskSection(loss=loss)], SCHEMA))
-    return reference.Reference(SCHEMA, {"t": torch.randn(11, 4)}, Logits(), objective=objective)
+    return reference.Reference(SCHEMA, {"t": torch.randn(11, 4)}, LinearModel(), objective=objective)
 
 
 @pytest.mark.parametrize("feature", POOLINGS)
@@ -54,7 +54,7 @@ def test_reference_pooling_matches_embedding_bag(feature):
     ids, bag, weights = batch.bags[feature]
     lengths = torch.bincount(bag, minlength=40)
     assert (lengths == 0).any() and (lengths > 1).any()
-    one = model()
+    one = make_reference()
     theirs = nn.EmbeddingBag.from_pretrained(
         one.tables["t"].detach().clone(), freeze=False, mode="sum" if weighted else pooling
     )
@@ -79,7 +79,7 @@ LOSSES = {"bce": nn.functional.binary_cross_entropy_with_logits, "mse": nn.funct
 @pytest.mark.parametrize("settings", [{}, {"max_grad_norm": 0.01}])
 def test_reference_training_matches_a_plain_loop(loss, settings):
     batches = random_batches(SCHEMA, 10, 5, seed=3)
-    one, other = model(loss), model()
+    one, other = make_reference(loss), make_reference()
     lr = 0.3 if loss == "bce" else 0.003  # small enough for stable training
     reference.train(one, batches, [torch.optim.SGD(one.parameters(), lr=lr)], **settings)
     sgd = torch.optim.SGD(other.parameters(), lr=lr)
@@ -93,15 +93,15 @@ def test_reference_training_matches_a_plain_loop(loss, settings):
         torch.testing.assert_close(got, expected)
 
 
-def some_rows():
+def draw_some_rows():
     return torch.randn(6, 4) * (torch.rand(6, 1) > 0.5)
 
 
-def same_columns():
+def draw_equal_columns():
     return torch.randn(6, 1).expand(6, 4).clone()
 
 
-def trained(make, gradient=some_rows):
+def train_table(make, gradient=draw_some_rows):
     """Return a 6 × 4 table after some steps."""
     torch.manual_seed(1)
     table = nn.Parameter(torch.randn(6, 4))
@@ -124,20 +124,22 @@ def _sparse(grad):
 def test_dense_table_updates_match_torch_optimizers(name, decay):
     eps = {} if name == "sgd" else {"eps": 1e-6}
     make = find_optimizer(name).torch_class()
-    ours = trained(lambda p: reference.TableReference(name, *p, lr=0.1, weight_decay=decay, **eps))
-    torch.testing.assert_close(ours, trained(lambda p: make(p, lr=0.1, weight_decay=decay, **eps)))
+    ours = train_table(lambda p: reference.TableReference(name, *p, lr=0.1, weight_decay=decay, **eps))
+    torch.testing.assert_close(ours, train_table(lambda p: make(p, lr=0.1, weight_decay=decay, **eps)))
 
 
 def test_touched_rows_adam_matches_sparse_adam():
-    ours = trained(lambda p: reference.TableReference("adam", *p, lr=0.1, eps=1e-12, touched_rows=True))
-    torch.testing.assert_close(ours, trained(lambda p: torch.optim.SparseAdam(p, lr=0.1, eps=1e-12)))
+    ours = train_table(lambda p: reference.TableReference("adam", *p, lr=0.1, eps=1e-12, touched_rows=True))
+    torch.testing.assert_close(ours, train_table(lambda p: torch.optim.SparseAdam(p, lr=0.1, eps=1e-12)))
 
 
 def test_row_wise_adagrad_uses_the_mean_square_of_each_row():
     """Row-wise Adagrad equals Adagrad if gradients are equal in all columns."""
 
-    ours = trained(lambda p: reference.TableReference("rowwise_adagrad", *p, lr=0.1, eps=1e-6), same_columns)
-    theirs = trained(lambda p: torch.optim.Adagrad(p, lr=0.1, eps=1e-6), same_columns)
+    ours = train_table(
+        lambda p: reference.TableReference("rowwise_adagrad", *p, lr=0.1, eps=1e-6), draw_equal_columns
+    )
+    theirs = train_table(lambda p: torch.optim.Adagrad(p, lr=0.1, eps=1e-6), draw_equal_columns)
     torch.testing.assert_close(ours, theirs)
     # All columns of a row share the mean of squared gradients: (1 + 9) ÷ 2 = 5.
     table = nn.Parameter(torch.zeros(1, 2))
@@ -148,14 +150,14 @@ def test_row_wise_adagrad_uses_the_mean_square_of_each_row():
 
 def test_half_tables_are_rounded_after_every_step():
     start = torch.randn(11, 4).half()
-    one = reference.Reference(SCHEMA, {"t": start}, Logits())
+    one = reference.Reference(SCHEMA, {"t": start}, LinearModel())
     reference.train(one, random_batches(SCHEMA, 10, 1, seed=3), [torch.optim.SGD(one.parameters(), lr=0.3)])
     values = one.tables["t"].detach()
     assert (values != start.float()).any()
     assert torch.equal(values, values.half().float())
 
 
-class Deep(nn.Module):
+class ReluModel(nn.Module):
     def __init__(self):
         super().__init__()
         self.hidden, self.relu, self.logit = nn.Linear(16, 3), nn.ReLU(), nn.Linear(3, 1)
@@ -166,10 +168,10 @@ class Deep(nn.Module):
 
 def test_kink_margins_match_relu_inputs():
     batch = random_batches(SCHEMA, 10, 1, seed=3)[0]
-    assert reference.measure_kink_margins(model(), [batch]) == [
+    assert reference.measure_kink_margins(make_reference(), [batch]) == [
         float("inf")
     ]  # make_reference() sets the seed for the following draws
-    one = reference.Reference(SCHEMA, {"t": torch.randn(11, 4)}, Deep())
+    one = reference.Reference(SCHEMA, {"t": torch.randn(11, 4)}, ReluModel())
     with torch.no_grad():
         inputs = one.model.hidden(torch.cat(list(one.pooled(batch).values()), 1)).abs()
     margin = pytest.approx(float(inputs.min() / inputs.max()), rel=1e-4)  # loses precision

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from ranks import on_ranks
-from small import PARTS, SCHEMA, a_schema, config
+from ranks import run_on_ranks
+from small import SCHEMA, SMALL_SCHEMA_PARTS, make_small_config, make_small_schema
 
 from raytrec.config.tables import QCommsSection, Schedule
 
 
-def compared(rank, world, settings, device="cpu", steps=2, build=None, schema=SCHEMA):
+def compare_steps(rank, world, settings, device="cpu", steps=2, build=None, schema=SCHEMA):
     """Return the findings of some steps as (check, name, whether the error is within its limit)."""
     from raytrec.checks.parity.compare import compare
     from raytrec.worker.build import build_step
@@ -19,11 +19,11 @@ def compared(rank, world, settings, device="cpu", steps=2, build=None, schema=SC
     return [(f.check, f.name, f.error <= f.limit) for f in found]
 
 
-def wrong(found):
+def find_failures(found):
     return {name for _, name, well in found if not well}
 
 
-def moved(rank, world, part, where):
+def compare_with_moved_replica(rank, world, part, where):
     """Move one rank's copy of a value by 0.01 before the first step; return the names that fail."""
     from raytrec.embeddings.tables import tables
     from raytrec.worker.build import build_step
@@ -37,13 +37,17 @@ def moved(rank, world, part, where):
                 next(step.model.module.head.model.logit.parameters())[0, 0] += 0.01
         return step, plan
 
-    return wrong(compared(rank, world, config(world, {"sharding_type": "data_parallel"}, "sgd"), build=build))
+    return find_failures(
+        compare_steps(
+            rank, world, make_small_config(world, {"sharding_type": "data_parallel"}, "sgd"), build=build
+        )
+    )
 
 
 @pytest.mark.parametrize("part,name", [("table", "user"), ("dense", "logit.weight")])
 def test_parity_detects_differing_replicas(part, name):
-    assert on_ranks(2, moved, part, None)[0] == set()
-    assert name in on_ranks(2, moved, part, 1)[0]
+    assert run_on_ranks(2, compare_with_moved_replica, part, None)[0] == set()
+    assert name in run_on_ranks(2, compare_with_moved_replica, part, 1)[0]
 
 
 @pytest.mark.parametrize(
@@ -54,10 +58,13 @@ def test_parity_detects_differing_replicas(part, name):
     ],
 )
 def test_gpu_ranks_match_one_cpu_process(plan, optimizer):
-    found = on_ranks(2, compared, config(2, plan, optimizer), "cuda", device="cuda")[0]
-    assert {check for check, _, _ in found} == {"forward", "gradient", "weights", "state"} and not wrong(
-        found
-    )
+    found = run_on_ranks(2, compare_steps, make_small_config(2, plan, optimizer), "cuda", device="cuda")[0]
+    assert {check for check, _, _ in found} == {
+        "forward",
+        "gradient",
+        "weights",
+        "state",
+    } and not find_failures(found)
 
 
 @pytest.mark.parametrize("sharding", ["row_wise", "column_wise", "table_wise"])
@@ -65,14 +72,19 @@ def test_gpu_sequence_lookups_match_one_cpu_process(sharding):
     """Two tables share one lookup, and ranks exchange distinct ids."""
     sparse = {
         name: spec | {"pooling": "sequence"} if "pooling" in spec else spec
-        for name, spec in PARTS["sparse"].items()
+        for name, spec in SMALL_SCHEMA_PARTS["sparse"].items()
     }
     model = {"name": "sequence", "max_length": 3, "target": "user", "top_mlp": [6]}
-    settings = config(2, {"sharding_type": sharding}, model=model, max_grad_norm=0.05)
-    found = on_ranks(2, compared, settings, "cuda", 2, None, a_schema(sparse=sparse), device="cuda")[0]
-    assert {check for check, _, _ in found} == {"forward", "gradient", "weights", "state"} and not wrong(
-        found
-    )
+    settings = make_small_config(2, {"sharding_type": sharding}, model=model, max_grad_norm=0.05)
+    found = run_on_ranks(
+        2, compare_steps, settings, "cuda", 2, None, make_small_schema(sparse=sparse), device="cuda"
+    )[0]
+    assert {check for check, _, _ in found} == {
+        "forward",
+        "gradient",
+        "weights",
+        "state",
+    } and not find_failures(found)
 
 
 @pytest.mark.parametrize(
@@ -84,17 +96,17 @@ def test_gpu_sequence_lookups_match_one_cpu_process(sharding):
     ],
 )
 def test_parity_follows_learning_rate_schedules(sharding, schedule):
-    settings = config(2, {"sharding_type": sharding}, "sgd")
+    settings = make_small_config(2, {"sharding_type": sharding}, "sgd")
     settings.optim.schedule = schedule
-    found = on_ranks(2, compared, settings, "cpu", 12)[0]
-    assert len(found) > 10 and not wrong(found)
+    found = run_on_ranks(2, compare_steps, settings, "cpu", 12)[0]
+    assert len(found) > 10 and not find_failures(found)
 
 
 def test_parity_ignores_configured_qcomms():
-    settings = config(2, {"sharding_type": "row_wise"}, "sgd")
+    settings = make_small_config(2, {"sharding_type": "row_wise"}, "sgd")
     settings.plan.qcomms = QCommsSection(forward_precision="bf16", backward_precision="bf16")
-    found = on_ranks(2, compared, settings)[0]
-    assert len(found) > 10 and not wrong(found)
+    found = run_on_ranks(2, compare_steps, settings)[0]
+    assert len(found) > 10 and not find_failures(found)
 
 
 def test_schedule_factors_match_their_definition():

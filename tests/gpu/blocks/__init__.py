@@ -1,7 +1,7 @@
-"""Blocks of `make gpu-check`, in order. Each module defines run(here), which asserts or raises CannotRun."""
+"""Blocks of `make gpu-check`, in order. Each module defines run(here), which asserts or raises BlockCannotRun."""
 
 # Module in this folder (or a dotted module path) → time limit in seconds. docs/gpu.md describes the blocks.
-BLOCKS = {
+BLOCK_TIMEOUTS_S = {
     "environment": 60,
     "collectives": 90,
     "parts": 90,

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from here import CannotRun, Here
+from here import BlockCannotRun, BlockContext
 
 STEPS, EVALUATIONS = 40, 20
 
 
-def run(here: Here) -> None:
+def run(here: BlockContext) -> None:
     import torch
 
     if here.stand_in:
-        raise CannotRun("a stand-in has no fused Adam")
+        raise BlockCannotRun("a stand-in has no fused Adam")
     with here.group():
         undisturbed, evaluated = _trained(here, False), _trained(here, True)
     for name, expected in undisturbed.items():
@@ -22,17 +22,17 @@ def run(here: Here) -> None:
     here.found["tensors"] = len(undisturbed)
 
 
-def _trained(here: Here, evaluate: bool) -> dict:
+def _trained(here: BlockContext, evaluate: bool) -> dict:
     """Return the tables and their optimizer state after STEPS steps."""
     import small
 
     from raytrec.embeddings.tables import tables
 
-    config = small.config(1, {"sharding_type": "row_wise"}, "adam", lr=0.01)
-    step = small.build(config, device=here.device)
-    batches, every = small.batches(STEPS, 0, 1)[1], STEPS // EVALUATIONS
+    config = small.make_small_config(1, {"sharding_type": "row_wise"}, "adam", lr=0.01)
+    step = small.build_step_on_rank(config, device=here.device)
+    batches, every = small.make_batches(STEPS, 0, 1)[1], STEPS // EVALUATIONS
     for start in range(0, STEPS, every):
-        small.train(step, batches[start : start + every])
+        small.train_step(step, batches[start : start + every])
         if evaluate:
             assert len(list(step.evaluate(iter(batches[:1])))) == 1
     found = tables(step.model, step.optimizer)

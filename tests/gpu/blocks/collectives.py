@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from here import Here, on_gpus
+from here import BlockContext, run_on_gpus
 
 
-def run(here: Here) -> None:
+def run(here: BlockContext) -> None:
     import torch
 
     with here.group():
-        exchange(here.device)
+        check_collectives(here.device)
         here.found["listens"] = listening = _listening()
     outside = [place for place in listening if not place.startswith(("127.", "::1"))]
     assert not outside, f"this process listens on {outside}, beyond loopback"
     gpus = torch.cuda.device_count() if here.kind == "cuda" else 0
     if gpus > 1:
-        on_gpus(here, gpus, exchange)
+        run_on_gpus(here, gpus, check_collectives)
         here.found["ranks"] = gpus
     elif gpus:
         here.found["ranks"] = "1: NCCL rejects two ranks on one GPU, so no data was exchanged between GPUs"
 
 
-def exchange(device) -> None:
+def check_collectives(device) -> None:
     """Run every collective that raytrec and TorchRec use and check its result."""
     import torch
     import torch.distributed as dist

@@ -6,32 +6,35 @@ import importlib.metadata
 import re
 from typing import Any
 
-from here import ROOT, CannotRun, Here
+from here import ROOT, BlockCannotRun, BlockContext
 
-CUDA, DRIVER = "13.0", 580  # CUDA version of torch 2.13 and 2.14; oldest driver that supports CUDA 13
+CUDA_VERSION, MIN_DRIVER_VERSION = (
+    "13.0",
+    580,
+)  # CUDA version of torch 2.13 and 2.14; oldest driver that supports CUDA 13
 PACKAGES = ("torch", "torchrec", "ray", "nvidia-nccl-cu13", "fbgemm-gpu", "fbgemm-gpu-cpu")
 
 
-def run(here: Here) -> None:
+def run(here: BlockContext) -> None:
     import fbgemm_gpu  # noqa: F401
     import torch
 
     from raytrec.compat.versions import require_versions
 
     if here.stand_in:
-        raise CannotRun("a stand-in has neither a driver nor kernels")
+        raise BlockCannotRun("a stand-in has neither a driver nor kernels")
     others = _others() if here.kind == "cuda" else []  # before this process is one of them
     fbgemm = "fbgemm-gpu" if here.kind == "cuda" else "fbgemm-gpu-cpu"
     require_versions()
-    file = "next" if (version("torchrec") or "").startswith("1.9.") else here.kind
+    file = "next" if (installed_version("torchrec") or "").startswith("1.9.") else here.kind
     pins = dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / f"requirements/{file}.txt").read_text(), re.M))
     wrong = [
-        f"{name} {version(name)} is installed, but {pins[name]} is pinned"
+        f"{name} {installed_version(name)} is installed, but {pins[name]} is pinned"
         for name in PACKAGES
-        if name in pins and (version(name) or "").partition("+")[0] != pins[name].partition("+")[0]
+        if name in pins and (installed_version(name) or "").partition("+")[0] != pins[name].partition("+")[0]
     ]
     assert not wrong, "; ".join(wrong)
-    both = [name for name in ("fbgemm-gpu", "fbgemm-gpu-cpu") if version(name)]
+    both = [name for name in ("fbgemm-gpu", "fbgemm-gpu-cpu") if installed_version(name)]
     assert both == [fbgemm], (
         f"{' and '.join(both)} installed; install only {fbgemm}, because both write to the same folder"
     )
@@ -44,16 +47,20 @@ def run(here: Here) -> None:
         assert not others, f"processes {others} also use this GPU, so timings are not reliable"
 
 
-def _check_gpu(here: Here) -> None:
+def _check_gpu(here: BlockContext) -> None:
     import torch
 
     from raytrec.common.machine import FBGEMM_CAPABILITIES
 
-    assert (torch.version.cuda or "").startswith(CUDA), f"torch is built for CUDA {torch.version.cuda}"
+    assert (torch.version.cuda or "").startswith(CUDA_VERSION), (
+        f"torch is built for CUDA {torch.version.cuda}"
+    )
     driver = driver_version()
-    assert int(driver.split(".")[0]) >= DRIVER, f"driver {driver}; CUDA {CUDA} needs {DRIVER} or newer"
+    assert int(driver.split(".")[0]) >= MIN_DRIVER_VERSION, (
+        f"driver {driver}; CUDA {CUDA_VERSION} needs {MIN_DRIVER_VERSION} or newer"
+    )
     assert torch.cuda.is_available(), "torch finds no usable GPU"
-    served = FBGEMM_CAPABILITIES[version("fbgemm-gpu")]
+    served = FBGEMM_CAPABILITIES[installed_version("fbgemm-gpu")]
     for gpu in range(torch.cuda.device_count()):
         capability = torch.cuda.get_device_capability(gpu)
         assert capability in served, f"GPU {gpu}: capability {capability}; FBGEMM supports {sorted(served)}"
@@ -65,7 +72,7 @@ def _check_gpu(here: Here) -> None:
     here.found["gpus"] = torch.cuda.device_count()
 
 
-def version(name: str) -> str | None:
+def installed_version(name: str) -> str | None:
     """Return the version of an installed distribution, or None."""
     try:
         return importlib.metadata.version(name)
@@ -85,10 +92,10 @@ def gpu_name() -> str:
     """Return the name of the GPU, e.g. NVIDIA H100 80GB HBM3."""
     import pynvml
 
-    return pynvml.nvmlDeviceGetName(handle())
+    return pynvml.nvmlDeviceGetName(nvml_handle())
 
 
-def handle() -> Any:
+def nvml_handle() -> Any:
     """Return the NVML handle of the GPU that the blocks use."""
     import pynvml
 
@@ -102,4 +109,4 @@ def _others() -> list[int]:
     """Return the ids of processes that use the GPU. In a container these are the process ids of the host."""
     import pynvml
 
-    return [process.pid for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle())]
+    return [process.pid for process in pynvml.nvmlDeviceGetComputeRunningProcesses(nvml_handle())]

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from here import Here, lines
+from here import BlockContext, read_json_records
 
-APART = 1e-5  # AUC difference allowed between an evaluation and predictions of the same model
-COARSE = 2e-2  # AUC difference allowed between fp32 and bf16 layers or 16-bit collectives
+PREDICTION_AUC_TOLERANCE = (
+    1e-5  # AUC difference allowed between an evaluation and predictions of the same model
+)
+LOW_PRECISION_AUC_TOLERANCE = (
+    2e-2  # AUC difference allowed between fp32 and bf16 layers or 16-bit collectives
+)
 
 
-def run(here: Here) -> None:
+def run(here: BlockContext) -> None:
     import torch
 
     with here.ray():
@@ -26,7 +30,7 @@ def run(here: Here) -> None:
             _on_two(here, plain)
 
 
-def _train(here: Here, name: str, **changes):
+def _train(here: BlockContext, name: str, **changes):
     """Train and evaluate a run; assert that all live checks pass."""
     from raytrec.driver import run as driver
 
@@ -37,13 +41,13 @@ def _train(here: Here, name: str, **changes):
         "checks__every_steps": every,
     }
     result = driver.train(here.settings(name, **settings, **changes))
-    failed = [line["text"] for line in lines(result.path / "checks.jsonl") if not line["passed"]]
+    failed = [line["text"] for line in read_json_records(result.path / "checks.jsonl") if not line["passed"]]
     assert not failed, f"{name}: {failed}"
     here.found[f"auc of {name}"] = result.metrics["eval.auc"]
     return result
 
 
-def _managed_schema(here: Here) -> str:
+def _managed_schema(here: BlockContext) -> str:
     """Write a schema whose first table has managed ids and fewer rows than ids; return its path."""
     import yaml
 
@@ -55,7 +59,7 @@ def _managed_schema(here: Here) -> str:
     return str(path)
 
 
-def _predictions_are_those_evaluated(here: Here, run) -> None:
+def _predictions_are_those_evaluated(here: BlockContext, run) -> None:
     import numpy as np
     import pyarrow.parquet as pq
 
@@ -70,24 +74,28 @@ def _predictions_are_those_evaluated(here: Here, run) -> None:
     ones = labels.sum()
     auc = (ranks[labels].sum() - ones * (ones + 1) / 2) / (ones * (len(labels) - ones))
     apart = abs(auc - run.metrics["eval.auc"])
-    assert apart < APART, f"AUC of predictions {auc:.6f}, AUC of evaluation {run.metrics['eval.auc']:.6f}"
+    assert apart < PREDICTION_AUC_TOLERANCE, (
+        f"AUC of predictions {auc:.6f}, AUC of evaluation {run.metrics['eval.auc']:.6f}"
+    )
 
 
 def _near(run, plain, what: str) -> None:
     apart = abs(run.metrics["eval.auc"] - plain.metrics["eval.auc"])
-    assert apart < COARSE, f"AUC {run.metrics['eval.auc']:.4f} {what}, {plain.metrics['eval.auc']:.4f} plain"
+    assert apart < LOW_PRECISION_AUC_TOLERANCE, (
+        f"AUC {run.metrics['eval.auc']:.4f} {what}, {plain.metrics['eval.auc']:.4f} plain"
+    )
 
 
-def _on_two(here: Here, plain) -> None:
+def _on_two(here: BlockContext, plain) -> None:
     """Train on two GPUs with 16-bit collectives, and resume a run of two GPUs on one."""
-    from blocks.resume import cut_off
+    from blocks.resume import copy_without_last_checkpoint
     from raytrec.driver import run as driver
 
     both = {"scaling__num_workers": 2}
     coarse = {"forward_precision": "fp16", "backward_precision": "bf16"}
     _near(_train(here, "quantized", plan__qcomms=coarse, **both), plain, "with quantized collectives")
     whole = _train(here, "two", checkpoint__every_steps=here.size(8, 8, 40), **both)
-    half = cut_off(whole.path, Path(here.folder, "one"))
+    half = copy_without_last_checkpoint(whole.path, Path(here.folder, "one"))
     fewer = driver.train(None, ["scaling.num_workers=1"], resume=half)
     apart = abs(fewer.metrics["eval.auc"] - whole.metrics["eval.auc"])
     assert apart < 2e-3, (

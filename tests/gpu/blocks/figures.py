@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from here import CannotRun, Here, lines
+from here import BlockCannotRun, BlockContext, read_json_records
 
 
-def run(here: Here) -> None:
+def run(here: BlockContext) -> None:
     left = here.shared / "train.run"
     if not left.exists():
-        raise CannotRun("there is no run of the block train")
+        raise BlockCannotRun("there is no run of the block train")
     folder = Path(left.read_text())
-    ranks = lines(folder / "ranks.jsonl")
+    ranks = read_json_records(folder / "ranks.jsonl")
     assert ranks, "ranks.jsonl is empty"
     wanted = ["cpu_percent", "rss_bytes", *(["gpu_percent", "gpu_memory_bytes"] if here.real else [])]
     for name in wanted:

@@ -5,36 +5,38 @@ from __future__ import annotations
 import json
 from time import monotonic, sleep
 
-from here import Here, lines
+from here import BlockContext, read_json_records
 
-HANG_S, STEPS = 8, 24
+HANG_TIMEOUT_S, MAX_STEPS = 8, 24
 
 
-def run(here: Here) -> None:
+def run(here: BlockContext) -> None:
     from raytrec.driver import run as driver
 
     before = _gpu_memory(here)
     values = here.settings(
         "disturbed",
-        scaling__hang_timeout_s=HANG_S,
+        scaling__hang_timeout_s=HANG_TIMEOUT_S,
         checkpoint__every_steps=5,
         train__epochs=2,
-        train__max_steps=STEPS,
+        train__max_steps=MAX_STEPS,
         tracking__every_steps=None,
     )
-    values["model"] = {"name": "disturbed:Disturbed", "options": {"folder": str(here.folder), "at": 8}}
+    values["model"] = {"name": "disturbed:FaultyModel", "options": {"folder": str(here.folder), "at": 8}}
     with here.ray():
         result = driver.train(values)
     steps = result.metrics["train.steps"]
-    assert steps == STEPS, f"trained {steps:,.0f} steps instead of {STEPS}"
-    events = lines(result.path / "events.jsonl")
+    assert steps == MAX_STEPS, f"trained {steps:,.0f} steps instead of {MAX_STEPS}"
+    events = read_json_records(result.path / "events.jsonl")
     stuck, killed = (json.loads((here.folder / f"{what}.json").read_text()) for what in ("stuck", "killed"))
     hangs = [e for e in events if e["event"] == "hang"]
     assert len(hangs) == 1, f"{len(hangs)} hangs were reported instead of one"
     cause, found_s = hangs[0]["cause"], hangs[0]["unix_s"] - stuck["unix_s"]
     here.found |= {"found_after_s": round(found_s, 1), "printed": cause}
     assert "rank 0" in cause and "NCCL" not in cause, f"the cause is: {cause}"
-    assert found_s < HANG_S + 10, f"hang reported after {found_s:.0f} s; scaling.hang_timeout_s is {HANG_S}"
+    assert found_s < HANG_TIMEOUT_S + 10, (
+        f"hang reported after {found_s:.0f} s; scaling.hang_timeout_s is {HANG_TIMEOUT_S}"
+    )
     starts = [e["unix_s"] for e in events if e["event"] == "started"]
     assert len(starts) == 3, f"{len(starts)} starts instead of 3 (initial, after the hang, after the kill)"
     here.found["again_after_s"] = [
@@ -58,18 +60,18 @@ def _alive(pid: int) -> bool:
         return False
 
 
-def _gpu_memory(here: Here) -> int:
+def _gpu_memory(here: BlockContext) -> int:
     """Return the GPU memory in use by all processes, in bytes."""
     if not here.real:
         return 0
     import pynvml
 
-    from blocks.environment import handle
+    from blocks.environment import nvml_handle
 
-    return pynvml.nvmlDeviceGetMemoryInfo(handle()).used
+    return pynvml.nvmlDeviceGetMemoryInfo(nvml_handle()).used
 
 
-def _check_memory(here: Here, before: int, wait_s: float = 15, slack: int = 256 << 20) -> None:
+def _check_memory(here: BlockContext, before: int, wait_s: float = 15, slack: int = 256 << 20) -> None:
     """Wait until the driver has freed the GPU memory of ended processes."""
     deadline = monotonic() + wait_s
     while (now := _gpu_memory(here)) > before + slack and monotonic() < deadline:

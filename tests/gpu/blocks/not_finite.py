@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
-from here import Here
+from here import BlockContext
 
 
-def run(here: Here) -> None:
+def run(here: BlockContext) -> None:
     with here.ray():
         step, kept = _diverged(here, "diverges", None)
         here.found |= {"step": step, "newest_checkpoint": kept}
@@ -20,7 +20,7 @@ def run(here: Here) -> None:
     assert kept < step, f"the loss of the last step ({step}) was not finite, but its checkpoint was saved"
 
 
-def _diverged(here: Here, name: str, max_steps: int | None) -> tuple[int, int]:
+def _diverged(here: BlockContext, name: str, max_steps: int | None) -> tuple[int, int]:
     """Train a run that diverges within a few steps and saves after each step.
 
     Return (step with the non-finite loss, step of the newest checkpoint).
@@ -44,5 +44,5 @@ def _diverged(here: Here, name: str, max_steps: int | None) -> tuple[int, int]:
         raise AssertionError("a run with a non-finite loss ended without an error")
     run = here.folder / name
     saved = list((run / "checkpoints").glob("step-*/checkpoint.json"))
-    newest = checkpoints.about(checkpoints.newest(run))["progress"]["step"] if saved else 0
+    newest = checkpoints.read_about(checkpoints.newest_checkpoint(run))["progress"]["step"] if saved else 0
     return step, newest

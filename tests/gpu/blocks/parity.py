@@ -2,33 +2,35 @@
 
 from __future__ import annotations
 
-from here import Here, on_gpus
+from here import BlockContext, run_on_gpus
 
 ROWS, STEPS = 24, 20  # rows of a global batch; training steps before weights and state are compared
 # UVM cases use tiny tables: managed memory larger than the free GPU memory can freeze the machine.
-UVM = ("fused_uvm", "fused_uvm_caching")
+UVM_KERNELS = ("fused_uvm", "fused_uvm_caching")
 
 
-def run(here: Here) -> None:
+def run(here: BlockContext) -> None:
     import torch
 
-    wanted = cases("cuda" if here.real else "cpu")
+    wanted = single_process_cases("cuda" if here.real else "cpu")
     with here.group():
-        worst = compare_all(here.device, wanted[: here.size(3, 40, 40)] + models()[: here.size(1, 40, 40)])
+        worst = compare_all(
+            here.device, wanted[: here.size(3, 40, 40)] + model_cases()[: here.size(1, 40, 40)]
+        )
         _bf16_is_refused(here)
     here.found |= {"cases": len(worst), "worst_share_of_the_limit": max(worst.values())}
     here.found["worst_case"] = max(worst, key=worst.get)
     gpus = torch.cuda.device_count() if here.kind == "cuda" else 0
     if gpus > 1:
         world = min(gpus, 3)  # like `make parity` on one host
-        several = on_gpus(here, world, compare_all, sharded_cases(world))
+        several = run_on_gpus(here, world, compare_all, sharded_cases(world))
         here.found |= {"ranks": world, "cases_on_several": len(several)}
         worst |= several
     wrong = [f"{case}: {share:.3g} × the limit" for case, share in worst.items() if not share <= 1]
     assert not wrong, "; ".join(wrong)
 
 
-def cases(kind: str) -> list:
+def single_process_cases(kind: str) -> list:
     """Return the single-process cases for a device kind."""
     from design import Case
 
@@ -42,7 +44,7 @@ def cases(kind: str) -> list:
         case("sgd", pooling=p, sharding="row_wise") for p in ("sum", "mean", "weighted sum", "weighted mean")
     ]
     found += [case(o, dtype="fp16") for o in ("sgd", "adagrad")]
-    found += [case(o, kernel=kernel) for o in ("rowwise_adagrad", "adam") for kernel in UVM]
+    found += [case(o, kernel=kernel) for o in ("rowwise_adagrad", "adam") for kernel in UVM_KERNELS]
     found += [
         case("adagrad", max_grad_norm=0.05, recomputed=True),
         case("adam", sharding="data_parallel", kernel="dense"),
@@ -51,12 +53,12 @@ def cases(kind: str) -> list:
     return [c for c in dict.fromkeys(found) if c not in fused_adam]  # FBGEMM has no fused Adam on CPU
 
 
-def models() -> list:
+def model_cases() -> list:
     """Return a case for every model of the registry, sequence models first."""
-    from test_models import CASES, Modelled
+    from test_models import CASES, ModelCase
 
     by_sequences = sorted(CASES, key=lambda model: "max_length" not in CASES[model][1])
-    return [Modelled(model, (1, 1)) for model in by_sequences]
+    return [ModelCase(model, (1, 1)) for model in by_sequences]
 
 
 def sharded_cases(world: int) -> list:
@@ -99,13 +101,13 @@ def compare_all(device, wanted: list) -> dict[str, float]:
     return out
 
 
-def _bf16_is_refused(here: Here) -> None:
+def _bf16_is_refused(here: BlockContext) -> None:
     """Check that raytrec rejects bf16 tables, for which FBGEMM has no kernels, before building the model."""
     from raytrec.common.errors import ConfigError
     from raytrec.config.run_config import load_config
     from raytrec.planning.validation import validate_constraints
 
-    case = cases(here.kind)[0]
+    case = single_process_cases(here.kind)[0]
     values = case.config().model_dump(by_alias=True)
     try:
         config = load_config(values, ["plan.tables={'*': {kernel: fused, dtype: bf16}}"])

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from here import Here
+from here import BlockContext
 
 
-def run(here: Here) -> None:
+def run(here: BlockContext) -> None:
     with here.group():
         step, state = _trained(here)
         _checks_pass(here, step, state)
@@ -19,22 +19,22 @@ def run(here: Here) -> None:
 def _config(seed: int):
     import small
 
-    config = small.config(1, {"sharding_type": "row_wise"}, "adagrad")
+    config = small.make_small_config(1, {"sharding_type": "row_wise"}, "adagrad")
     config.optim.dense.name, config.run.seed = "adam", seed  # Adam's count of steps is on the CPU
     return config
 
 
-def _trained(here: Here, seed: int = 3):
+def _trained(here: BlockContext, seed: int = 3):
     import small
 
     from raytrec.checkpoint.state import LogicalState
 
-    step = small.build(_config(seed), device=here.device)
-    small.train(step, small.batches(3, 0, 1)[1])
+    step = small.build_step_on_rank(_config(seed), device=here.device)
+    small.train_step(step, small.make_batches(3, 0, 1)[1])
     return step, LogicalState(step.model, step.optimizer)
 
 
-def _checks_pass(here: Here, step, state) -> None:
+def _checks_pass(here: BlockContext, step, state) -> None:
     import small
 
     from raytrec.checks.live.outcome import CHECKPOINT, START, CheckedRun, Position
@@ -61,7 +61,7 @@ def _hashes_agree(state) -> None:
         assert here == host, f"{name} has hash {here} on {value.device} and {host} on cpu"
 
 
-def _initial_values_agree(here: Here) -> None:
+def _initial_values_agree(here: BlockContext) -> None:
     """Check that initial values computed on the device equal those of the CPU bit for bit."""
     import torch
 
@@ -74,7 +74,7 @@ def _initial_values_agree(here: Here) -> None:
     assert torch.equal(found.cpu(), expected), "initial values differ between the device and the CPU"
 
 
-def _checkpoint_is_equal(here: Here, state) -> None:
+def _checkpoint_is_equal(here: BlockContext, state) -> None:
     """Save in the background thread, load into another model, and compare bit for bit."""
     import torch
     from torch.distributed._shard.sharded_tensor import ShardedTensor
@@ -113,14 +113,14 @@ def _local(value):
     return value.detach().reshape(-1).cpu()
 
 
-def _copies_keep_their_memory(here: Here) -> None:
+def _copies_keep_their_memory(here: BlockContext) -> None:
     """Check that record_stream protects batches copied on a side stream from reuse of their memory."""
     from dataclasses import replace
 
     import small
     import torch
 
-    (batch,) = small.batches(1, 0, 1)[1]
+    (batch,) = small.make_batches(1, 0, 1)[1]
     side, sums = torch.cuda.Stream(), []
     rounds = here.size(4, 4, 200)
     for number in range(rounds):

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 from time import perf_counter, sleep
 
-from here import Here
+from here import BlockContext
 
-SLEEP_S, STEPS = 0.02, 40
-MANY = 300  # steps without reading the phases
+DATA_DELAY_S, STEPS = 0.02, 40
+MAX_UNTIMED_STEPS = 300  # steps without reading the phases
 
 
-def run(here: Here) -> None:
+def run(here: BlockContext) -> None:
     import small
 
     with here.group():
-        step = small.build(small.config(1, {"sharding_type": "row_wise"}), device=here.device)
-        batches = small.batches(20, 0, 1)[1]
-        small.train(step, batches)  # warm-up
+        step = small.build_step_on_rank(
+            small.make_small_config(1, {"sharding_type": "row_wise"}), device=here.device
+        )
+        batches = small.make_batches(20, 0, 1)[1]
+        small.train_step(step, batches)  # warm-up
         step.phases.take()
         wall, planted, taken = _timed(here, step, batches)
-        small.train(step, batches * (here.size(40, MANY, MANY) // len(batches)))
+        small.train_step(
+            step, batches * (here.size(40, MAX_UNTIMED_STEPS, MAX_UNTIMED_STEPS) // len(batches))
+        )
         later = step.phases.take()
     here.found |= {"wall_s": wall, **{f"{name}_s": round(s, 4) for name, s in taken.items()}}
     for name, seconds in [*taken.items(), *later.items()]:
@@ -33,7 +37,7 @@ def run(here: Here) -> None:
     )
 
 
-def _timed(here: Here, step, batches) -> tuple[float, float, dict[str, float]]:
+def _timed(here: BlockContext, step, batches) -> tuple[float, float, dict[str, float]]:
     """Train on delayed batches; return (seconds, seconds of injected delay, phases)."""
     slept = 0.0
 
@@ -41,7 +45,7 @@ def _timed(here: Here, step, batches) -> tuple[float, float, dict[str, float]]:
         nonlocal slept
         for number in range(STEPS):
             before = perf_counter()
-            sleep(SLEEP_S)
+            sleep(DATA_DELAY_S)
             slept += perf_counter() - before
             yield batches[number % len(batches)]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from here import Here
+from here import BlockContext
 
-APART = 1e-5  # AUC difference allowed between devices
+AUC_TOLERANCE = 1e-5  # AUC difference allowed between devices
 
 
-def run(here: Here) -> None:
+def run(here: BlockContext) -> None:
     """Run with scaling.device: auto, so that the GPUs registered in Ray determine the device."""
     import checkpoints
 
@@ -22,8 +22,10 @@ def run(here: Here) -> None:
         whole = driver.train(_settings(here, "whole"))
         auc = whole.metrics["eval.auc"]
         here.found |= {"eval.auc": auc, "steps": whole.metrics["train.steps"]}
-        resumed = driver.train(None, resume=cut_off(whole.path, here.folder / "resumed"))
-        differ = checkpoints.equal(checkpoints.newest(whole.path), checkpoints.newest(resumed.path))
+        resumed = driver.train(None, resume=copy_without_last_checkpoint(whole.path, here.folder / "resumed"))
+        differ = checkpoints.differing_tensors(
+            checkpoints.newest_checkpoint(whole.path), checkpoints.newest_checkpoint(resumed.path)
+        )
         assert not differ, f"the resumed run ends with different values of {', '.join(differ)}"
         assert resumed.metrics["eval.auc"] == auc, f"AUC {resumed.metrics['eval.auc']} instead of {auc}"
     if here.kind == "cpu":
@@ -36,7 +38,7 @@ def run(here: Here) -> None:
         _same_auc(evaluate(on_cpu.path, test), expected, "cuda, of a model from cpu")
 
 
-def _settings(here: Here, name: str, steps: int = 60) -> dict:
+def _settings(here: BlockContext, name: str, steps: int = 60) -> dict:
     """Return settings with a checkpoint halfway and deterministic arithmetic."""
     return here.settings(
         name,
@@ -47,16 +49,16 @@ def _settings(here: Here, name: str, steps: int = 60) -> dict:
     )
 
 
-def cut_off(run: Path, to: Path) -> Path:
+def copy_without_last_checkpoint(run: Path, to: Path) -> Path:
     """Copy a run without its result and its newest checkpoint."""
     import checkpoints
 
     shutil.copytree(run, to)
     (to / "result.json").unlink()
-    shutil.rmtree(checkpoints.newest(to))
+    shutil.rmtree(checkpoints.newest_checkpoint(to))
     return to
 
 
 def _same_auc(result, expected: float, where: str) -> None:
     auc = result.metrics["eval.auc"]
-    assert abs(auc - expected) < APART, f"AUC {auc:.6f} evaluated on {where}; expected {expected:.6f}"
+    assert abs(auc - expected) < AUC_TOLERANCE, f"AUC {auc:.6f} evaluated on {where}; expected {expected:.6f}"

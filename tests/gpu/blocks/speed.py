@@ -7,18 +7,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from here import CannotRun, Here
+from here import BlockCannotRun, BlockContext
 
-IDLE = 0.1  # share of an fp32 step of 8192 rows (about 20 ms on an H100)
-KEEPS_UP = 0.9  # share of the throughput of reading or training alone, whichever is slower
+MAX_IDLE_SHARE = 0.1  # share of an fp32 step of 8192 rows (about 20 ms on an H100)
+MIN_THROUGHPUT_SHARE = 0.9  # share of the throughput of reading or training alone, whichever is slower
 READERS, ROUNDS = 12, 3
 
 
-def run(here: Here) -> None:
+def run(here: BlockContext) -> None:
     import gpu
 
     if here.stand_in:
-        raise CannotRun("a stand-in has no speed")
+        raise BlockCannotRun("a stand-in has no speed")
     device, cuda = here.device, here.kind == "cuda"
     size = gpu.size_for(device)
     with here.group():
@@ -42,13 +42,13 @@ def run(here: Here) -> None:
             )
         idle = {side.name: _idle(side) for side in steps}
         here.found["idle"] = {name: round(share, 3) for name, share in idle.items()}
-        assert idle["fp32"] < IDLE, f"the GPU is idle for {idle['fp32']:.0%} of an fp32 step"
+        assert idle["fp32"] < MAX_IDLE_SHARE, f"the GPU is idle for {idle['fp32']:.0%} of an fp32 step"
         del steps
         gpu.free(device)
         _reading_keeps_up(here, size)
 
 
-def _measured(here: Here, sides, title: str):
+def _measured(here: BlockContext, sides, title: str):
     import gpu
 
     figures = gpu.measure(sides, here.device, ROUNDS, here.size(0.02, 0.1, 0.3))
@@ -83,7 +83,7 @@ def idle_share(spans: list[tuple[float, float]]) -> float:
     return 1 - busy / (until - spans[0][0])
 
 
-def _reading_keeps_up(here: Here, size) -> None:
+def _reading_keeps_up(here: BlockContext, size) -> None:
     """Compare training from Parquet (MLPerf layers) with reading alone and training alone."""
     import gpu
 
@@ -114,6 +114,6 @@ def _reading_keeps_up(here: Here, size) -> None:
     alone = min(figures[sides[0].name].rows_per_s, figures["train"].rows_per_s)
     both = figures["both"].rows_per_s
     here.found["rows_per_s"] = {name: round(f.rows_per_s) for name, f in figures.items()}
-    assert both >= KEEPS_UP * alone, (
+    assert both >= MIN_THROUGHPUT_SHARE * alone, (
         f"{both:,.0f} rows/s from Parquet; the slower part alone reaches {alone:,.0f} rows/s"
     )

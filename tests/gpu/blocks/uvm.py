@@ -5,13 +5,16 @@ Saving takes about as much host memory as the state.
 
 from __future__ import annotations
 
-from here import Here
+from here import BlockContext
 
 TABLE_ROWS, DIM, BATCH, STEPS = 500_000, 32, 1024, 60
-MOST, SLACK = 1.1, 64 << 20  # host memory of a save: share of the state size, plus bytes for write buffers
+MAX_SAVE_MEMORY_RATIO, SAVE_MEMORY_SLACK_BYTES = (
+    1.1,
+    64 << 20,
+)  # host memory of a save: share of the state size, plus bytes for write buffers
 
 
-def run(here: Here) -> None:
+def run(here: BlockContext) -> None:
     here.needs_gpu("FBGEMM has a cache only on GPUs")
     import small
     import torch
@@ -21,10 +24,12 @@ def run(here: Here) -> None:
     from raytrec.compat.torchrec_ import iterate_sharded_kernels
 
     tables = {"t": {"rows": TABLE_ROWS, "dim": DIM}}
-    schema = small.a_schema(dense=["a"], sparse={"f": {"table": "t"}}, tables=tables)
-    config = small.config(1, {"sharding_type": "table_wise", "compute_kernel": "fused_uvm_caching"})
+    schema = small.make_small_schema(dense=["a"], sparse={"f": {"table": "t"}}, tables=tables)
+    config = small.make_small_config(
+        1, {"sharding_type": "table_wise", "compute_kernel": "fused_uvm_caching"}
+    )
     with here.group():
-        step = small.build(config, schema, here.device)
+        step = small.build_step_on_rank(config, schema, here.device)
         _train(step, here)
         (kernel,) = iterate_sharded_kernels(step.model)
         here.found["cache_hits"] = hits = measure_cache_hits(kernel)
@@ -39,7 +44,7 @@ def run(here: Here) -> None:
         _check_host_memory(here, tensors)
 
 
-def _train(step, here: Here) -> None:
+def _train(step, here: BlockContext) -> None:
     """Train on skewed ids: frequent ids hit the cache and rare ids evict rows."""
     import torch
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -70,7 +75,7 @@ def _lookup(kernel, ids):
         return kernel(KeyedJaggedTensor(["f"], ids, lengths=ones))
 
 
-def _check_host_memory(here: Here, tensors) -> None:
+def _check_host_memory(here: BlockContext, tensors) -> None:
     """Check the RSS of the process; torch's statistics do not include memory page-locked by raytrec."""
     import psutil
 
@@ -85,7 +90,9 @@ def _check_host_memory(here: Here, tensors) -> None:
     assert saved.error is None, str(saved.error)
     more, size = process.memory_info().rss - before, sum(_bytes(value) for value in tensors.values())
     here.found |= {"state_mib": size >> 20, "host_mib": more >> 20, "save_s": saved.seconds}
-    assert more <= MOST * size + SLACK, f"{more >> 20} MiB of host memory for a copy of {size >> 20} MiB"
+    assert more <= MAX_SAVE_MEMORY_RATIO * size + SAVE_MEMORY_SLACK_BYTES, (
+        f"{more >> 20} MiB of host memory for a copy of {size >> 20} MiB"
+    )
 
 
 def _bytes(value) -> int:

@@ -14,13 +14,13 @@ Not simulated: speed, rounding, CUDA-only kernels (FBGEMM's fused Adam, caches o
 that return unpooled vectors of several tables) and out-of-memory errors. Devices are not checked inside
 backward, because autograd's engine creates ordinary tensors.
 
-    with cuda() as gpu:
+    with use_stand_in_gpu() as gpu:
         torch.zeros(3, device="cuda") + torch.zeros(3)      # RuntimeError: … at least two devices
-        gpu.waits                                           # [Wait("item", "…/worker/step.py:train"), …]
+        gpu.waits                                           # [HostWait("item", "…/worker/step.py:train"), …]
 
-`ranks.on_ranks(..., device="cuda")` runs the stand-in in several processes.
+`ranks.run_on_ranks(..., device="cuda")` runs the stand-in in several processes.
 """
 
-from standin.device import Gpu, Wait, cuda
+from standin.device import HostWait, StandInGpu, use_stand_in_gpu
 
-__all__ = ["Gpu", "Wait", "cuda"]
+__all__ = ["HostWait", "StandInGpu", "use_stand_in_gpu"]

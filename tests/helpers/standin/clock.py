@@ -5,7 +5,7 @@ from time import perf_counter
 from unittest.mock import patch
 
 
-class Time:
+class SimulatedClock:
     """Replacement for time.perf_counter and time.sleep; each read advances the clock by 1 µs."""
 
     def __init__(self) -> None:
@@ -24,8 +24,8 @@ class Time:
         return patch.multiple(module, **{name: functions[name] for name in names})
 
 
-def simulated() -> AbstractContextManager:
+def use_simulated_clock() -> AbstractContextManager:
     """Return a context in which the streams of the stand-in use simulated time."""
     from standin import device
 
-    return Time().of(device, "perf_counter", "sleep")
+    return SimulatedClock().of(device, "perf_counter", "sleep")

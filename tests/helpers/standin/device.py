@@ -18,13 +18,15 @@ import torch
 import raytrec
 
 # Folders with a trailing separator, because a checkout or its parent can have any name.
-OURS, TORCH, STANDIN = (f"{Path(file).parent}/" for file in (raytrec.__file__, torch.__file__, __file__))
+RAYTREC_FOLDER, TORCH_FOLDER, STAND_IN_FOLDER = (
+    f"{Path(file).parent}/" for file in (raytrec.__file__, torch.__file__, __file__)
+)
 CLOCK_HZ = 1.755e9  # clock rate of the streaming multiprocessors
 # Explicit synchronizations, for which torch does not warn.
-UNSAID = ("torch.cuda.synchronize", "Stream.synchronize", "Event.synchronize")
+EXPLICIT_SYNCS = ("torch.cuda.synchronize", "Stream.synchronize", "Event.synchronize")
 
 
-class Wait(NamedTuple):
+class HostWait(NamedTuple):
     """Wait of the host for the device.
 
     Attributes:
@@ -42,25 +44,25 @@ class Wait(NamedTuple):
     drains: bool = False
 
 
-class Stream:
+class StandInStream:
     """Simulated CUDA stream."""
 
     def __init__(self, device: object = None, priority: int = 0, **_: object):
         self.done_at, self.cuda_stream = 0.0, id(self)
-        self.device = Gpu.active.device if device is None else torch.device(device)  # read by TorchRec
+        self.device = StandInGpu.active.device if device is None else torch.device(device)  # read by TorchRec
 
     def work(self, seconds: float) -> None:
         """Add work to this stream."""
         self.done_at = max(perf_counter(), self.done_at) + seconds
 
-    def wait_stream(self, other: Stream) -> None:
+    def wait_stream(self, other: StandInStream) -> None:
         self.done_at = max(self.done_at, other.done_at)
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event: StandInEvent) -> None:
         self.done_at = max(self.done_at, event.time or 0.0)
 
-    def record_event(self, event: Event | None = None) -> Event:
-        event = event or Event()
+    def record_event(self, event: StandInEvent | None = None) -> StandInEvent:
+        event = event or StandInEvent()
         event.record(self)
         return event
 
@@ -71,30 +73,30 @@ class Stream:
         return False
 
     def synchronize(self) -> None:
-        Gpu.active.wait("Stream.synchronize", self)
+        StandInGpu.active.wait("Stream.synchronize", self)
 
 
-class Event:
+class StandInEvent:
     """Simulated CUDA event."""
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False):
         self.timed, self.time, self.stream = enable_timing, None, None
 
-    def record(self, stream: Stream | None = None) -> None:
-        self.stream = stream or Gpu.active.stream
+    def record(self, stream: StandInStream | None = None) -> None:
+        self.stream = stream or StandInGpu.active.stream
         self.time = max(perf_counter(), self.stream.done_at)
 
-    def wait(self, stream: Stream | None = None) -> None:
-        (stream or Gpu.active.stream).wait_event(self)
+    def wait(self, stream: StandInStream | None = None) -> None:
+        (stream or StandInGpu.active.stream).wait_event(self)
 
     def query(self) -> bool:
         return self.time is None or perf_counter() >= self.time
 
     def synchronize(self) -> None:
         if self.time is not None:
-            Gpu.active.wait("Event.synchronize", until=self.time)
+            StandInGpu.active.wait("Event.synchronize", until=self.time)
 
-    def elapsed_time(self, end: Event) -> float:
+    def elapsed_time(self, end: StandInEvent) -> float:
         if not (self.timed and end.timed):
             raise ValueError("Both events must be created with argument 'enable_timing=True'.")
         if self.time is None or end.time is None:
@@ -105,7 +107,7 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Properties:
+class DeviceProperties:
     """Result of torch.cuda.get_device_properties: the properties of an H100."""
 
     name: str = "stand-in for an NVIDIA H100"
@@ -116,7 +118,7 @@ class Properties:
     L2_cache_size: int = 50 << 20
 
 
-class Gpu:
+class StandInGpu:
     """Simulated GPUs visible to this process, which uses one of them.
 
     Attributes:
@@ -126,13 +128,13 @@ class Gpu:
         warns: if True, a wait also emits a warning (torch.cuda.set_sync_debug_mode).
     """
 
-    active: Gpu | None = None
+    active: StandInGpu | None = None
 
     def __init__(self, index: int = 0, count: int = 1):
         self.index, self.count = index, count
-        self.waits: list[Wait] = []
+        self.waits: list[HostWait] = []
         self.warns = False
-        self.default_stream = Stream(self.device)
+        self.default_stream = StandInStream(self.device)
         self._current = threading.local()
         self._pinned: dict[int, tuple[int, object]] = {}  # address → bytes, what keeps it
 
@@ -141,12 +143,12 @@ class Gpu:
         return torch.device("cuda", self.index)
 
     @property
-    def stream(self) -> Stream:
+    def stream(self) -> StandInStream:
         """The current stream of this thread."""
         return getattr(self._current, "stream", None) or self.default_stream
 
     @contextmanager
-    def on_stream(self, stream: Stream | None) -> Iterator[None]:
+    def on_stream(self, stream: StandInStream | None) -> Iterator[None]:
         before = self.stream
         self._current.stream = stream or before
         try:
@@ -158,13 +160,13 @@ class Gpu:
         """Add work to the current stream."""
         self.stream.work(seconds)
 
-    def wait(self, what: str, stream: Stream | None = None, until: float | None = None) -> None:
+    def wait(self, what: str, stream: StandInStream | None = None, until: float | None = None) -> None:
         """Make the host wait for a stream (default: the current stream)."""
         until = (stream or self.stream).done_at if until is None else until
         drains = perf_counter() < self.default_stream.done_at <= until
         outside, ours = _callers()
-        self.waits.append(Wait(what, outside, ours[0] if ours else "", ours, drains))
-        if self.warns and what not in UNSAID:
+        self.waits.append(HostWait(what, outside, ours[0] if ours else "", ours, drains))
+        if self.warns and what not in EXPLICIT_SYNCS:
             warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
         if (rest := until - perf_counter()) > 0:
             sleep(rest)
@@ -200,11 +202,11 @@ class _Runtime:
         success = 0
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
-        Gpu.active.pin(address, size)
+        StandInGpu.active.pin(address, size)
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:
-        Gpu.active.unpin(address)
+        StandInGpu.active.unpin(address)
         return 0
 
 
@@ -214,41 +216,41 @@ def _callers() -> tuple[str, tuple[str, ...]]:
     while frame is not None:
         file = frame.f_code.co_filename
         place = f"{'/'.join(file.split('/')[-3:])}:{frame.f_code.co_name}"
-        if not file.startswith((TORCH, STANDIN)) and "contextlib" not in file:
+        if not file.startswith((TORCH_FOLDER, STAND_IN_FOLDER)) and "contextlib" not in file:
             outside = outside or place
-            if file.startswith(OURS):
+            if file.startswith(RAYTREC_FOLDER):
                 ours.append(place)
         frame = frame.f_back
     return outside, tuple(ours)
 
 
 @contextmanager
-def cuda(index: int = 0, count: int = 1) -> Iterator[Gpu]:
+def use_stand_in_gpu(index: int = 0, count: int = 1) -> Iterator[StandInGpu]:
     """Give this process simulated GPUs inside the block.
 
     Args:
         index: index of the GPU in use.
         count: number of visible GPUs.
     """
-    from standin.group import nccl
-    from standin.kernels import kernels
-    from standin.tensor import on_device
+    from standin.group import use_stand_in_nccl
+    from standin.kernels import use_cpu_kernels
+    from standin.tensor import create_tensors_on_device
 
-    gpu = Gpu(index, count)
+    gpu = StandInGpu(index, count)
     with ExitStack() as stack:
-        stack.enter_context(patch.object(Gpu, "active", gpu))
+        stack.enter_context(patch.object(StandInGpu, "active", gpu))
         for name, value in _torch_cuda(gpu).items():
             stack.enter_context(patch.object(torch.cuda, name, value))
         for name, value in _torch_accelerator(gpu).items():
             stack.enter_context(patch.object(torch.accelerator, name, value))
         # torch reads the NCCL version when it logs an error.
         stack.enter_context(patch.object(torch.cuda.nccl, "version", lambda: (2, 29, 7)))
-        for context in (on_device(gpu), nccl(), kernels()):
+        for context in (create_tensors_on_device(gpu), use_stand_in_nccl(), use_cpu_kernels()):
             stack.enter_context(context)
         yield gpu
 
 
-def _torch_accelerator(gpu: Gpu) -> dict[str, object]:
+def _torch_accelerator(gpu: StandInGpu) -> dict[str, object]:
     return {
         "current_accelerator": lambda check_available=False: torch.device("cuda"),
         "is_available": lambda: True,
@@ -259,7 +261,7 @@ def _torch_accelerator(gpu: Gpu) -> dict[str, object]:
     }
 
 
-def _torch_cuda(gpu: Gpu) -> dict[str, object]:
+def _torch_cuda(gpu: StandInGpu) -> dict[str, object]:
     def set_device(device: object) -> None:
         gpu.index = torch.device(device).index or 0 if not isinstance(device, int) else device
 
@@ -271,10 +273,10 @@ def _torch_cuda(gpu: Gpu) -> dict[str, object]:
         "device_count": lambda: gpu.count,
         "current_device": lambda: gpu.index,
         "set_device": set_device,
-        "get_device_properties": lambda device=None: Properties(),
+        "get_device_properties": lambda device=None: DeviceProperties(),
         "get_device_capability": lambda device=None: (9, 0),
-        "get_device_name": lambda device=None: Properties.name,
-        "mem_get_info": lambda device=None: (60 << 30, Properties.total_memory),
+        "get_device_name": lambda device=None: DeviceProperties.name,
+        "mem_get_info": lambda device=None: (60 << 30, DeviceProperties.total_memory),
         "memory_allocated": lambda device=None: 1 << 30,
         "memory_reserved": lambda device=None: 2 << 30,
         "max_memory_allocated": lambda device=None: 1 << 30,
@@ -284,8 +286,8 @@ def _torch_cuda(gpu: Gpu) -> dict[str, object]:
         "empty_cache": lambda: None,
         "manual_seed": lambda seed: None,
         "manual_seed_all": lambda seed: None,
-        "Stream": Stream,
-        "Event": Event,
+        "Stream": StandInStream,
+        "Event": StandInEvent,
         "stream": gpu.on_stream,
         "current_stream": lambda device=None: gpu.stream,
         "default_stream": lambda device=None: gpu.default_stream,

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from standin.device import Gpu
-from standin.tensor import is_on_device, tensors_in
+from standin.device import StandInGpu
+from standin.tensor import is_on_device, iterate_tensors
 
 COLLECTIVES = (
     *("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "gather", "scatter"),
@@ -24,7 +24,7 @@ COLLECTIVES = (
 
 
 @contextmanager
-def nccl() -> Iterator[None]:
+def use_stand_in_nccl() -> Iterator[None]:
     """Replace "nccl" groups created in this block by gloo groups that report NCCL."""
     names: set[str] = set()
     begin, new, backend_of = dist.init_process_group, dist.new_group, dist.get_backend
@@ -71,11 +71,11 @@ def _checked(collective: Callable, name: str, is_nccl: Callable) -> Callable:
     def checked(*args: Any, **kwargs: Any) -> Any:
         groups = [a for a in (*args, kwargs.get("group")) if isinstance(a, dist.ProcessGroup)]
         if is_nccl(groups[0] if groups else None) and torch._C._current_graph_task_id() == -1:
-            host = [t for t in tensors_in((args, kwargs)) if not is_on_device(t)]
+            host = [t for t in iterate_tensors((args, kwargs)) if not is_on_device(t)]
             if host:
                 raise RuntimeError(f"No backend type associated with device type cpu (in {name})")
             if name == "barrier":
-                Gpu.active.wait(name)  # a NCCL barrier waits for the current stream
+                StandInGpu.active.wait(name)  # a NCCL barrier waits for the current stream
         return collective(*args, **kwargs)
 
     return checked

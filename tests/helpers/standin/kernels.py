@@ -15,15 +15,15 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 
-from standin.tensor import place
+from standin.tensor import to_device_tensor
 
-library = torch.library.Library("fbgemm", "IMPL")
+fbgemm_library = torch.library.Library("fbgemm", "IMPL")
 # Prefixes of tensors that are on the device in FBGEMM's CUDA kernels (1.8.0); learning rates are on the host.
-ON_DEVICE = ("weights", "momentum")
+DEVICE_TENSOR_PREFIXES = ("weights", "momentum")
 
 
 @contextmanager
-def kernels() -> Iterator[None]:
+def use_cpu_kernels() -> Iterator[None]:
     """Build all kernels created in this block for CPU."""
     fused = SplitTableBatchedEmbeddingBagsCodegen.__init__
     dense = DenseTableBatchedEmbeddingBagsCodegen.__init__
@@ -73,13 +73,15 @@ def jagged_unique_indices(
     return lengths, torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]), own, places
 
 
-library.impl("jagged_unique_indices", jagged_unique_indices, "CPU")
+fbgemm_library.impl("jagged_unique_indices", jagged_unique_indices, "CPU")
 
 
 def _place(kernel: torch.nn.Module) -> None:
     for name, value in list(kernel._parameters.items()):
-        if value is not None and name.startswith(ON_DEVICE):
-            kernel._parameters[name] = torch.nn.Parameter(place(value.detach()), value.requires_grad)
+        if value is not None and name.startswith(DEVICE_TENSOR_PREFIXES):
+            kernel._parameters[name] = torch.nn.Parameter(
+                to_device_tensor(value.detach()), value.requires_grad
+            )
     for name, value in list(kernel._buffers.items()):
-        if value is not None and (name.startswith(ON_DEVICE) or name == "iter"):
-            kernel._buffers[name] = place(value)
+        if value is not None and (name.startswith(DEVICE_TENSOR_PREFIXES) or name == "iter"):
+            kernel._buffers[name] = to_device_tensor(value)

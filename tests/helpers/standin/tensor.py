@@ -12,24 +12,28 @@ from unittest.mock import patch
 import torch
 from torch.overrides import TorchFunctionMode, get_default_nowrap_functions
 
-from standin.device import Gpu
+from standin.device import StandInGpu
 
 # Operations that return a device value, or a size that depends on one, to the host (torch 2.13.0).
-WAITING = {
+WAITING_OPERATIONS = {
     *("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__complex__", "is_nonzero"),
     *("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "equal", "allclose"),
     *("bincount", "multinomial", "jagged_unique_indices", "__contains__", "__repr__", "__format__"),
 }
 # Operations that accept tensors on two devices.
-ACROSS = {
+CROSS_DEVICE_OPERATIONS = {
     *("copy_", "to", "_to_copy", "__set__", "__get__", "set_", "type", "as_subclass", "register_hook"),
     "backward",
 }
 # Indexing operations: host indices are allowed for device values, but not the reverse.
-INDEXING = {"__getitem__", "__setitem__", "index", "index_put", "index_put_", "_index_put_impl_"}
+INDEXING_OPERATIONS = {"__getitem__", "__setitem__", "index", "index_put", "index_put_", "_index_put_impl_"}
 # Operations that also reject scalar tensors on the other device.
-STRICT = {"stack", "cat", "concat", "concatenate", "hstack", "vstack"}
-COPIED = {"tensor", "as_tensor", "asarray"}  # factories that create values on the host and copy them
+SAME_DEVICE_OPERATIONS = {"stack", "cat", "concat", "concatenate", "hstack", "vstack"}
+COPYING_FACTORIES = {
+    "tensor",
+    "as_tensor",
+    "asarray",
+}  # factories that create values on the host and copy them
 
 
 class DeviceTensor(torch.Tensor):
@@ -37,7 +41,7 @@ class DeviceTensor(torch.Tensor):
 
     @property
     def device(self) -> torch.device:
-        return Gpu.active.device if Gpu.active else torch.device("cuda", 0)
+        return StandInGpu.active.device if StandInGpu.active else torch.device("cuda", 0)
 
     is_cuda = property(lambda self: True)
     is_cpu = property(lambda self: False)
@@ -53,29 +57,29 @@ class DeviceTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        return call(func, args, kwargs or {})
+        return call_on_device(func, args, kwargs or {})
 
 
-class Factories(TorchFunctionMode):
+class DeviceFactoryMode(TorchFunctionMode):
     """Mode that creates stand-in tensors for device="cuda", which torch's C++ code would reject."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if name_of(func) in ("to", "cuda") and args and not is_on_device(args[0]):
-            return moved(name_of(func), args, kwargs)
+        if operation_name(func) in ("to", "cuda") and args and not is_on_device(args[0]):
+            return move_tensor(operation_name(func), args, kwargs)
         target = kwargs.get("device")
         if target is None and not kwargs.get("pin_memory"):
             return func(*args, **kwargs)
-        if any(is_on_device(t) for t in tensors_in((args, kwargs))):
-            return call(func, args, kwargs)
-        return made(func, args, kwargs)
+        if any(is_on_device(t) for t in iterate_tensors((args, kwargs))):
+            return call_on_device(func, args, kwargs)
+        return call_factory(func, args, kwargs)
 
 
 def is_on_device(value: Any) -> bool:
     return isinstance(value, DeviceTensor)
 
 
-def place(value: torch.Tensor) -> torch.Tensor:
+def to_device_tensor(value: torch.Tensor) -> torch.Tensor:
     """Return a tensor as a stand-in tensor that shares its memory."""
     if is_on_device(value):
         return value
@@ -85,50 +89,50 @@ def place(value: torch.Tensor) -> torch.Tensor:
     return value.as_subclass(_both(kind))
 
 
-def off(value: torch.Tensor) -> torch.Tensor:
+def to_host_tensor(value: torch.Tensor) -> torch.Tensor:
     """Return a stand-in tensor as an ordinary tensor that shares its memory."""
     return torch.Tensor.as_subclass(value, torch.Tensor)
 
 
-def name_of(func: Any) -> str:
+def operation_name(func: Any) -> str:
     name = getattr(func, "__name__", "") or str(func)
     owner = getattr(func, "__self__", None)
     return f"{owner.__name__}.{name}" if name in ("__get__", "__set__") and owner is not None else name
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def iterate_tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
         for each in value:
-            yield from tensors_in(each)
+            yield from iterate_tensors(each)
     elif isinstance(value, dict):
-        yield from tensors_in(list(value.values()))
+        yield from iterate_tensors(list(value.values()))
 
 
-def made(func: Any, args: tuple, kwargs: dict) -> Any:
+def call_factory(func: Any, args: tuple, kwargs: dict) -> Any:
     """Call a tensor factory and return its result on the requested device."""
-    kwargs, gpu = dict(kwargs), Gpu.active
+    kwargs, gpu = dict(kwargs), StandInGpu.active
     target, pinned = kwargs.pop("device", None), kwargs.pop("pin_memory", False)
-    device = None if target is None else as_device(target)
+    device = None if target is None else to_torch_device(target)
     on_gpu = device is not None and device.type == "cuda"
     if device is not None:
         kwargs["device"] = torch.device("cpu") if on_gpu else device
     out = func(*args, **kwargs)
-    if on_gpu and name_of(func) in COPIED:
-        gpu.wait(f"torch.{name_of(func)}")
+    if on_gpu and operation_name(func) in COPYING_FACTORIES:
+        gpu.wait(f"torch.{operation_name(func)}")
     if pinned:
         gpu.pin(out.data_ptr(), out.untyped_storage().nbytes(), out.untyped_storage())
     if not on_gpu:
         return out
-    return place(out.clone()) if name_of(func) in COPIED else _placed(out, set())
+    return to_device_tensor(out.clone()) if operation_name(func) in COPYING_FACTORIES else _placed(out, set())
 
 
-def as_device(value: Any) -> torch.device:
+def to_torch_device(value: Any) -> torch.device:
     return torch.device("cuda", value) if isinstance(value, int) else torch.device(value)
 
 
-def moved(name: str, args: tuple, kwargs: dict) -> torch.Tensor:
+def move_tensor(name: str, args: tuple, kwargs: dict) -> torch.Tensor:
     """Run Tensor.to, .cuda or .cpu. A move between devices always copies."""
     value, rest = args[0], args[1:]
     if name == "to":
@@ -139,28 +143,28 @@ def moved(name: str, args: tuple, kwargs: dict) -> torch.Tensor:
         device, dtype = torch.device("cuda" if name == "cuda" else "cpu"), value.dtype
         non_blocking = kwargs.get("non_blocking", False)
     with torch._C.DisableTorchFunctionSubclass():
-        plain = off(value) if is_on_device(value) else value
+        plain = to_host_tensor(value) if is_on_device(value) else value
         if device.type != "cuda":
             if not is_on_device(value):
                 return value.to(device, dtype, copy=kwargs.get("copy", False))
-            Gpu.active.wait("to host memory")  # always waits, because the result is pageable
+            StandInGpu.active.wait("to host memory")  # always waits, because the result is pageable
             return plain.to(dtype, copy=True)
         if is_on_device(value):
-            return value if dtype == value.dtype else place(plain.to(dtype))
-        if not (non_blocking and Gpu.active.is_pinned(plain.data_ptr())):
-            Gpu.active.wait("to the device")
-        return place(plain.to(dtype, copy=True))
+            return value if dtype == value.dtype else to_device_tensor(plain.to(dtype))
+        if not (non_blocking and StandInGpu.active.is_pinned(plain.data_ptr())):
+            StandInGpu.active.wait("to the device")
+        return to_device_tensor(plain.to(dtype, copy=True))
 
 
 def _without_copy(kwargs: dict) -> dict:
     return {key: value for key, value in kwargs.items() if key != "copy"}
 
 
-def call(func: Any, args: tuple, kwargs: dict) -> Any:
+def call_on_device(func: Any, args: tuple, kwargs: dict) -> Any:
     """Run an operation with at least one stand-in tensor."""
-    name, gpu = name_of(func), Gpu.active
+    name, gpu = operation_name(func), StandInGpu.active
     if name in ("to", "cuda", "cpu"):
-        return moved(name, args, kwargs)
+        return move_tensor(name, args, kwargs)
     if name in ("numpy", "__array__"):
         raise TypeError(f"can't convert {gpu.device} device type tensor to numpy. Use Tensor.cpu() first.")
     if name == "_has_compatible_shallow_copy_type":  # else Module.to would keep ordinary parameters
@@ -168,17 +172,17 @@ def call(func: Any, args: tuple, kwargs: dict) -> Any:
     if name in ("register_hook", "register_post_accumulate_grad_hook"):
         args = (args[0], _hook(args[1]), *args[2:])
     _refuse_two_devices(name, func, args, kwargs)
-    if waits(name, args, kwargs):
+    if is_waiting(name, args, kwargs):
         gpu.wait(name)
     target = kwargs.get("device")
-    to_host = target is not None and as_device(target).type == "cpu"
+    to_host = target is not None and to_torch_device(target).type == "cpu"
     if target is not None:
         kwargs = kwargs | {"device": torch.device("cpu")}
     out = _run(func, args, kwargs)
     if to_host or _leaves_as_it_is(func, name):
         return out
     # An in-place operation on host memory returns a host tensor.
-    given = {id(t) for t in tensors_in((args, kwargs)) if not is_on_device(t)}
+    given = {id(t) for t in iterate_tensors((args, kwargs)) if not is_on_device(t)}
     return _placed(out, given)
 
 
@@ -186,7 +190,7 @@ def _run(func: Any, args: tuple, kwargs: dict) -> Any:
     with ExitStack() as stack:
         stack.enter_context(torch._C.DisableTorchFunctionSubclass())
         if isinstance(func, FunctionType):  # Python functions can create tensors with device="cuda"
-            stack.enter_context(Factories())
+            stack.enter_context(DeviceFactoryMode())
         return func(*args, **kwargs)
 
 
@@ -196,7 +200,7 @@ def _leaves_as_it_is(func: Any, name: str) -> bool:
 
 def _placed(value: Any, given: set[int]) -> Any:
     if isinstance(value, torch.Tensor):
-        return value if id(value) in given or value.is_meta else place(value)
+        return value if id(value) in given or value.is_meta else to_device_tensor(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(_placed(each, given) for each in value))
     if isinstance(value, (list, tuple)):  # includes torch.return_types
@@ -206,9 +210,9 @@ def _placed(value: Any, given: set[int]) -> Any:
     return value
 
 
-def waits(name: str, args: tuple, kwargs: dict) -> bool:
+def is_waiting(name: str, args: tuple, kwargs: dict) -> bool:
     """Return True if the host waits for the device in this operation."""
-    if name in WAITING:
+    if name in WAITING_OPERATIONS:
         return True
     if name == "copy_":
         into, source = args[0], args[1]
@@ -216,27 +220,29 @@ def waits(name: str, args: tuple, kwargs: dict) -> bool:
             return False
         host = source if is_on_device(into) else into
         non_blocking = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
-        return not (non_blocking and Gpu.active.is_pinned(host.data_ptr()))
+        return not (non_blocking and StandInGpu.active.is_pinned(host.data_ptr()))
     if name == "repeat_interleave":
         repeats = args[1] if len(args) > 1 else kwargs.get("repeats", args[0])
         return isinstance(repeats, torch.Tensor) and kwargs.get("output_size") is None
     if name == "where":
         return len(args) == 1
-    if name in INDEXING:
-        sent = any(t.dim() and not is_on_device(t) for t in tensors_in(args[1]))  # a pageable copy
-        masks = any(t.dtype == torch.bool for t in tensors_in(args[1]))
+    if name in INDEXING_OPERATIONS:
+        sent = any(t.dim() and not is_on_device(t) for t in iterate_tensors(args[1]))  # a pageable copy
+        masks = any(t.dtype == torch.bool for t in iterate_tensors(args[1]))
         fills = name == "__setitem__" and not (isinstance(args[2], torch.Tensor) and args[2].dim())
         return sent or (masks and not fills)
     return False
 
 
 def _refuse_two_devices(name: str, func: Any, args: tuple, kwargs: dict) -> None:
-    if name.rpartition(".")[2] in ACROSS or str(func).startswith(("fbgemm", "torchrec", "profiler")):
+    if name.rpartition(".")[2] in CROSS_DEVICE_OPERATIONS or str(func).startswith(
+        ("fbgemm", "torchrec", "profiler")
+    ):
         return
     if torch._C._current_graph_task_id() != -1:  # autograd's engine creates ordinary tensors
         return
-    if name in INDEXING:
-        indices = [t for t in tensors_in(args[1]) if t.dim()]
+    if name in INDEXING_OPERATIONS:
+        indices = [t for t in iterate_tensors(args[1]) if t.dim()]
         if not is_on_device(args[0]) and any(map(is_on_device, indices)):
             raise RuntimeError(
                 "indices should be either on cpu or on the same device as the indexed tensor (cpu)"
@@ -244,19 +250,19 @@ def _refuse_two_devices(name: str, func: Any, args: tuple, kwargs: dict) -> None
         if len(args) < 3 or not indices:
             return  # assignment between slices is a copy
         args = (args[0], args[2])
-    host = [t for t in tensors_in((args, kwargs)) if not is_on_device(t) and not t.is_meta]
-    if name not in STRICT:
+    host = [t for t in iterate_tensors((args, kwargs)) if not is_on_device(t) and not t.is_meta]
+    if name not in SAME_DEVICE_OPERATIONS:
         host = [t for t in host if t.dim()]
     if host:
         raise RuntimeError(
             f"Expected all tensors to be on the same device, but found at least two devices, "
-            f"{Gpu.active.device} and cpu! (in {name})"
+            f"{StandInGpu.active.device} and cpu! (in {name})"
         )
 
 
 def _hook(hook: Any) -> Any:
     def with_place(value: Any) -> Any:
-        return hook(place(value) if isinstance(value, torch.Tensor) else value)
+        return hook(to_device_tensor(value) if isinstance(value, torch.Tensor) else value)
 
     return with_place
 
@@ -272,12 +278,12 @@ def _both(kind: type) -> type:
 
 
 @contextmanager
-def on_device(gpu: Gpu) -> Iterator[None]:
+def create_tensors_on_device(gpu: StandInGpu) -> Iterator[None]:
     """Create stand-in tensors for device="cuda" in this thread and in threads started in the block."""
     run = Thread.run
 
     def run_on_device(self: Thread) -> None:
-        with Factories():  # modes are per thread
+        with DeviceFactoryMode():  # modes are per thread
             run(self)
 
     def pin(self: torch.Tensor, device: object = None) -> torch.Tensor:
@@ -296,6 +302,6 @@ def on_device(gpu: Gpu) -> Iterator[None]:
         patch.object(torch.Tensor, "pin_memory", pin),
         patch.object(torch.Tensor, "is_pinned", pinned),
         patch.object(Thread, "run", run_on_device),
-        Factories(),
+        DeviceFactoryMode(),
     ):
         yield

@@ -17,7 +17,7 @@ class StandInBackend(OwnAddressBackend):
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
         if backend_config.backend == "nccl":
-            worker_group.execute(enter)
+            worker_group.execute(enter_stand_in)
         super().on_start(worker_group, backend_config)
 
 
@@ -29,12 +29,12 @@ class StandInConfig(OwnAddressConfig):
         return StandInBackend
 
 
-def enter() -> None:
+def enter_stand_in() -> None:
     """Set up the stand-in with the GPUs that Ray assigned to this process."""
-    from standin import cuda
+    from standin import use_stand_in_gpu
 
     seen = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
-    _contexts.append(cuda(count=len(seen)))
+    _contexts.append(use_stand_in_gpu(count=len(seen)))
     _contexts[-1].__enter__()
 
 
@@ -42,7 +42,7 @@ _contexts: list[Any] = []  # never exited: the worker process ends with its run
 
 
 @contextmanager
-def workers_with_stand_ins() -> Iterator[None]:
+def use_stand_in_workers() -> Iterator[None]:
     """Give the workers of runs in this block stand-in GPUs.
 
     PYTHONPATH of the workers must include this package.
@@ -55,12 +55,12 @@ def workers_with_stand_ins() -> Iterator[None]:
 
 
 @contextmanager
-def local_ray(gpus: int) -> Iterator[None]:
+def start_ray_with_stand_ins(gpus: int) -> Iterator[None]:
     """Start a local Ray with `gpus` simulated GPUs; workers of runs get stand-in GPUs."""
     import ray
 
     from raytrec.cluster.session import ray_session
 
     counted = patch("ray.init", partial(ray.init, num_gpus=gpus))
-    with counted, workers_with_stand_ins() if gpus else nullcontext(), ray_session(num_cpus=8):
+    with counted, use_stand_in_workers() if gpus else nullcontext(), ray_session(num_cpus=8):
         yield
