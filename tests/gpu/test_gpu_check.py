@@ -19,7 +19,7 @@ BLOCK_SOURCES = {
     "crash": "import os\ndef run(here):\n    here.found['so_far'] = 1\n    os.abort()",
     "hang": "import time\ndef run(here):\n    print('about to wait')\n    time.sleep(600)",
     "wrong": "def run(here):\n    here.found['seen'] = 3\n    assert 1 > 2, 'one is less than two'",
-    "elsewhere": "from here import BlockCannotRun\ndef run(here):\n    raise BlockCannotRun('needs another GPU')",
+    "elsewhere": "import here\ndef run(_):\n    raise here.BlockCannotRun('needs another GPU')",
     "right": "def run(here):\n    here.found['answer'] = 42",
 }
 

@@ -69,12 +69,14 @@ def make_hypothesis_settings(count, shrink):
 def make_few_and_many(case, **strategies):
     """Return a test of a few fixed examples and a marked test of all examples in parts."""
 
-    def few(place):
-        seed(0)(make_hypothesis_settings(FEW_EXAMPLES, shrink=False)(given(**strategies)(case)))(place)
+    def few(mutation_folder):
+        seed(0)(make_hypothesis_settings(FEW_EXAMPLES, shrink=False)(given(**strategies)(case)))(
+            mutation_folder
+        )
 
-    def many(place, part):
+    def many(mutation_folder, part):
         seed(part + 1)(make_hypothesis_settings(EXAMPLES_PER_PART, shrink=True)(given(**strategies)(case)))(
-            place
+            mutation_folder
         )
 
     many = pytest.mark.parametrize("part", range(EXAMPLE_PARTS))(many)

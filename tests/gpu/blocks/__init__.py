@@ -1,4 +1,4 @@
-"""Blocks of `make gpu-check`, in order. Each module defines run(here), which asserts or raises BlockCannotRun."""
+"""Blocks of `make gpu-check`, in order. Each module defines run(here), which asserts or raises an error."""
 
 # Module in this folder (or a dotted module path) → time limit in seconds. docs/gpu.md describes the blocks.
 BLOCK_TIMEOUTS_S = {
