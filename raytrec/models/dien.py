@@ -174,8 +174,8 @@ class _Evolve(torch.autograd.Function):
     ) -> torch.Tensor:
         (rows, steps, _), width = inputs_BTG.shape, of_state_GH.shape[1]
         sizes = [2 * width, width]  # of both gates, of the new state
-        gates_TBG = inputs_BTG.new_empty(steps, rows, 3 * width)
-        candidates_TBH = inputs_BTG.new_empty(steps, rows, width)
+        gates_TBG = inputs_BTG.new_zeros(steps, rows, 3 * width)
+        candidates_TBH = inputs_BTG.new_zeros(steps, rows, width)
         states_TBH = inputs_BTG.new_zeros(steps + 1, rows, width)
         state_BH, saved = states_TBH[0], (gates_TBG, candidates_TBH, states_TBH[1:])
         # In exported programs, writing into a part of a tensor copies the whole tensor.

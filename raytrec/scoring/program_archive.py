@@ -53,7 +53,7 @@ OPERATOR_PATTERN = re.compile(r"torch\.ops\.aten\.(\w+?)_?\.(?!\w*out)\w+")
 # outside of their tensors. None of these returns uninitialized memory.
 OPERATORS = """
 _assert_scalar _assert_tensor_metadata _log_softmax _softmax _to_copy abs acos add addcdiv addcmul addmm
-all amax amin any arange argmax argmin argsort asin atan atan2 baddbmm batch_norm bitwise_and bitwise_not
+alias all amax amin any arange argmax argmin argsort asin atan atan2 baddbmm batch_norm bitwise_and bitwise_not
 bitwise_or bitwise_xor bmm broadcast_to cat ceil celu chunk clamp clamp_max clamp_min clone concat
 contiguous conv1d copy cos cosh cosine_similarity count_nonzero cummax cumprod cumsum detach div dot
 dropout einsum elu embedding eq erf exp exp2 expand expand_as expm1 fill flatten flip floor floor_divide
@@ -71,6 +71,7 @@ view_as where xlogy zeros zeros_like
 SIZES = "add sub mul floordiv truediv mod neg eq ne lt le gt ge and_ or_ getitem"  # on tensor sizes
 OTHERS = {
     *("torch.ops.higher_order.wrap_with_autocast", "torch.ops.higher_order.wrap_with_set_grad_enabled"),
+    *("torch.ops.aten.gru.input", "torch.ops.aten.repeat_interleave.self_int"),  # the only safe overloads
     *("torch.sym_float", "torch.sym_int", "torch.sym_max", "torch.sym_min", "torch.sym_not", "math.trunc"),
     *(f"_operator.{name}" for name in SIZES.split()),
 }

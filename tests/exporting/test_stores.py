@@ -150,7 +150,7 @@ def test_request_log_is_written_to_and_read_from_a_store(bucket, local_export):
 def test_unreachable_export_store_raises_a_clear_error(local_export, monkeypatch):
     for name, value in (object_stores.S3_CREDENTIALS | {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}).items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(RunError, match=r"manifest.json cannot be read: .*onnect"):
+    with pytest.raises(RunError, match=r"manifest.json of the export cannot be read: .*onnect"):
         raytrec.load("s3://bucket/export")
     with pytest.raises(RunError, match=r"the export cannot be written: .*onnect"):
         raytrec.export(local_export[0], "s3://bucket/export")
