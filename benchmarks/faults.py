@@ -18,7 +18,7 @@ from threading import Event, Thread
 
 from watched import Problem, Run
 
-from raytrec.checkpoint.files import folder_of
+from raytrec.checkpoint.files import get_step_folder
 from raytrec.checkpoint.index import INDEX, read_index
 
 NOTICE_S = 15.0  # seconds from the notice to the end of a drained node
@@ -54,7 +54,7 @@ def kill_in_commit(run: Run, rng: random.Random) -> float:
 def corrupt_data(run: Run, rng: random.Random) -> float:
     """Damage the largest tensor of the next checkpoint; bytes between tensors have no meaning."""
     step = run.new_checkpoint()
-    folder = Path(folder_of(run.checkpoints, step))
+    folder = Path(get_step_folder(run.checkpoints, step))
     chunks = [chunk for tensor in read_index(str(folder))["tensors"].values() for chunk in tensor["chunks"]]
     chunk = max(chunks, key=lambda chunk: prod(chunk["sizes"]))
     return _corrupt(
@@ -65,7 +65,7 @@ def corrupt_data(run: Run, rng: random.Random) -> float:
 def corrupt_index(run: Run, rng: random.Random) -> float:
     """Damage the index of the next checkpoint."""
     step = run.new_checkpoint()
-    path = Path(folder_of(run.checkpoints, step)) / INDEX
+    path = Path(get_step_folder(run.checkpoints, step)) / INDEX
     return _corrupt(run, rng, step, path, rng.randrange(path.stat().st_size))
 
 

@@ -173,7 +173,7 @@ class Loop:
         from raytrec.checkpoint.state import LogicalState
         from raytrec.config.run_config import RunConfig
         from raytrec.metrics.selection import Selection
-        from raytrec.metrics.sums import Sums
+        from raytrec.metrics.sums import MetricSums
         from raytrec.worker.build import build_step
         from raytrec.worker.checkpointing import CheckpointManager
         from raytrec.worker.context import WorkerContext, WorkerTask
@@ -197,7 +197,7 @@ class Loop:
         task = WorkerTask(config, schema, {}, Unheard(), f"{folder}/checkpoints")
         context = WorkerContext(rank, point.workers, device, task, Unheard(), 0)
         self.step, plan = build_step(config, schema, device)
-        self.progress = Progress(Sums(Selection.from_config(config, schema), device))
+        self.progress = Progress(MetricSums(Selection.from_config(config, schema), device))
         self.batches = RecentBatches(batches_of(point, schema), 0)
         state = LogicalState(self.step.model, self.step.optimizer)
         run = RankRun(context, self.step, plan, state, self.progress, self.batches, NEVER)

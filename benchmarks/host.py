@@ -41,7 +41,7 @@ from raytrec.data.canonical import build_canonical_table
 from raytrec.data.read_plans import ReadPlan, ResolvedReadPlan
 from raytrec.data.row_slices import Rows
 from raytrec.metrics.selection import Selection
-from raytrec.metrics.sums import HELD, Sums
+from raytrec.metrics.sums import MAX_PENDING_STEPS, MetricSums
 from raytrec.worker.build import build_step
 from raytrec.worker.progress import Progress
 from raytrec.worker.step import Step
@@ -49,7 +49,7 @@ from raytrec.worker.step import Step
 sys.path.append(str(REPO / "tests" / "helpers"))
 from operators import OperatorCounter, launches_kernel
 
-WARM, COUNTED, TIMED = HELD, HELD, 2 * HELD  # steps
+WARM, COUNTED, TIMED = MAX_PENDING_STEPS, MAX_PENDING_STEPS, 2 * MAX_PENDING_STEPS  # steps
 ROWS, WIDTH = 1000, 8
 LANES, BATCH = 4, 8192  # of one of 8 ranks: 32 places of the data
 CASES: dict[str, dict[str, Any]] = {
@@ -105,9 +105,9 @@ class _Loop:
         schema = schema_of(ROWS, WIDTH)
         config = config_of(replace(WHOLE, layers=model), 1, **train)
         device = torch.device("cpu")
-        with patch("raytrec.embeddings.optim.in_one_kernel", lambda weights: True):  # as on a GPU
+        with patch("raytrec.embeddings.optim.choose_fused_option", lambda weights: True):  # as on a GPU
             self._step, _ = build_step(config, schema, device)
-        self._progress = Progress(Sums(Selection.from_config(config, schema), device))
+        self._progress = Progress(MetricSums(Selection.from_config(config, schema), device))
         self._batch = batch
         self._train(WARM)
 

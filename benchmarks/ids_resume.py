@@ -125,17 +125,19 @@ def differences(one: Path, other: Path) -> dict[str, float]:
 
 def measure(steps: int, root: Path) -> dict[str, Any]:
     """Train all runs and return their figures and differences."""
-    from raytrec.checkpoint.files import folder_of
+    from raytrec.checkpoint.files import get_step_folder
 
     third, tail, paths = steps // 3, steps - steps // 3, {n: root / n for n in ("whole", "two", "others")}
     runs = [train(2, paths["whole"], 0, [third, steps])]
     for name in ("two", "others"):
         if not paths[name].exists():
-            shutil.copytree(folder_of(str(paths["whole"]), third), folder_of(str(paths[name]), third))
+            shutil.copytree(
+                get_step_folder(str(paths["whole"]), third), get_step_folder(str(paths[name]), third)
+            )
     runs.append(train(2, paths["two"], third, [steps]))
     runs.append(train(3, paths["others"], third, [third + tail // 2]))
     runs.append(train(1, paths["others"], third + tail // 2, [steps]))
-    ends = {name: Path(folder_of(str(path), steps)) for name, path in paths.items()}
+    ends = {name: Path(get_step_folder(str(path), steps)) for name, path in paths.items()}
     differing = {name: differences(ends["whole"], ends[name]) for name in ("two", "others")}
     return {"ids": steps * BATCH, "runs": runs, "differences": differing}
 

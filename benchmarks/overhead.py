@@ -32,7 +32,7 @@ from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.data.batch import Batch
 from raytrec.embeddings.constraints import resolve_optimizers
-from raytrec.embeddings.optim import combine, mark_fused
+from raytrec.embeddings.optim import combine_optimizers, mark_fused
 from raytrec.embeddings.pooling import make_embedding_bags
 from raytrec.embeddings.sharding import BagSharder
 from raytrec.models import build_model
@@ -115,7 +115,7 @@ def torchrec_pipeline(config: RunConfig, schema: Schema, device: torch.device, p
     plan = ShardingPlan({"bags": plan.plan["embeddings.bags"]})
     model = DistributedModelParallel(model, device=device, plan=plan, sharders=[BagSharder()])
     return TrainPipelineSparseDist(
-        model, combine(model, optimizers, config.optim.dense), device, execute_all_batches=True
+        model, combine_optimizers(model, optimizers, config.optim.dense), device, execute_all_batches=True
     )
 
 

@@ -15,7 +15,7 @@ from raytrec.checkpoint.restore import restore
 from raytrec.checkpoint.save import CheckpointWriter
 from raytrec.checkpoint.snapshot import RowSnapshot
 from raytrec.checkpoint.state import LogicalState
-from raytrec.checks.parity.batches import make_local_batch, random_batches
+from raytrec.checks.parity.batches import make_local_batch, make_random_batches
 from raytrec.common.memory import retain_freed_memory
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
@@ -58,7 +58,7 @@ class Trained:
     def random_batches(self, ids_of: Callable[[torch.Tensor, int], torch.Tensor], seed: int = 1) -> list[Any]:
         """Return batches whose ids `ids_of` makes from uniform numbers and the number of rows."""
         batches = []
-        for whole in random_batches(self.schema, BATCH, BATCHES, seed=seed):
+        for whole in make_random_batches(self.schema, BATCH, BATCHES, seed=seed):
             batch, rows = make_local_batch(whole, self.schema, [0, BATCH], 0), self.schema.tables["t"].rows
             values = batch.sparse.values()
             values.copy_(ids_of((values.double() + 0.5) / rows, rows))

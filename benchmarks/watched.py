@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from nodes import HERE, Nodes
 from recorder import PACE, Attempt, Record, records_of
 
-from raytrec.checkpoint.files import folder_of, steps
+from raytrec.checkpoint.files import get_step_folder, steps
 from raytrec.checkpoint.index import INDEX
 
 T = TypeVar("T")
@@ -193,12 +193,14 @@ class Run:
     def saved(self) -> list[int]:
         """Return the steps of complete checkpoints, the newest first."""
         return [
-            s for s in steps(self.checkpoints) if os.path.exists(f"{folder_of(self.checkpoints, s)}/{INDEX}")
+            s
+            for s in steps(self.checkpoints)
+            if os.path.exists(f"{get_step_folder(self.checkpoints, s)}/{INDEX}")
         ]
 
     def half_saved(self) -> str | None:
         """Return the folder of a checkpoint that is being written, if any."""
-        folders = [folder_of(self.checkpoints, step) for step in steps(self.checkpoints)[:1]]
+        folders = [get_step_folder(self.checkpoints, step) for step in steps(self.checkpoints)[:1]]
         return next((folder for folder in folders if not os.path.exists(f"{folder}/{INDEX}")), None)
 
     def new_checkpoint(self) -> int:

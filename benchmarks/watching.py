@@ -39,7 +39,7 @@ from raytrec.data.batch import Batch
 from raytrec.driver.recorder import Record
 from raytrec.driver.track import DeliveryProcess
 from raytrec.metrics.selection import Selection
-from raytrec.metrics.sums import Sums
+from raytrec.metrics.sums import MetricSums
 from raytrec.tracking.feed import RecordReader
 from raytrec.worker.build import build_step
 from raytrec.worker.context import WorkerContext, WorkerTask
@@ -89,7 +89,7 @@ class Side:
         task = WorkerTask(config, schema, {}, mailbox, "")
         context = WorkerContext(rank, world, device, task, Unheard(), 0)
         self._step, plan = build_step(config, schema, device)
-        sums = Sums(Selection.from_config(config, schema), device)
+        sums = MetricSums(Selection.from_config(config, schema), device)
         self._progress, self._rows, self._device = Progress(sums), rows, device
         state = LogicalState(self._step.model, self._step.optimizer)
         source = _endless(batches_of(rows // world, world, seed=rank))

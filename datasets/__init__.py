@@ -27,26 +27,30 @@ import typer
 from typer.core import TyperGroup
 
 from raytrec.common.errors import ConfigError
-from raytrec.common.storage import COPIES, ROOT, absolute
+from raytrec.common.storage import RAY_JOB_COPIES, ROOT, make_absolute
 
 
-def place(text: str) -> Path:
+def resolve_path_option(text: str) -> Path:
     """Return the path as given, or a path in the shared folder in a job of a cluster (storage.absolute)."""
-    return Path(absolute(text)) if os.environ.get(ROOT) or COPIES in os.getcwd() else Path(text)
+    return Path(make_absolute(text)) if os.environ.get(ROOT) or RAY_JOB_COPIES in os.getcwd() else Path(text)
 
 
 Count = Annotated[int, typer.Option(min=0)]
 PositiveCount = Annotated[int, typer.Option(min=1)]
-File = Annotated[Path | None, typer.Option(parser=place, metavar="FILE")]
+File = Annotated[Path | None, typer.Option(parser=resolve_path_option, metavar="FILE")]
 # Options that recipes share. A parameter with one of these names needs no annotation.
 SHARED = {
     "out": typer.Option(
-        parser=place, metavar="PATH", help="Folder to write train/, valid/, test/ and schema.yaml to."
+        parser=resolve_path_option,
+        metavar="PATH",
+        help="Folder to write train/, valid/, test/ and schema.yaml to.",
     ),
     "force": typer.Option("--force", help="Replace the content of the folder."),
     "dim": typer.Option(help="Width of the embeddings; a multiple of 4."),
     "seed": typer.Option(help="Random seed; the same seed produces the same data."),
-    "source": typer.Option(parser=place, metavar="PATH", help="Folder with the original files."),
+    "source": typer.Option(
+        parser=resolve_path_option, metavar="PATH", help="Folder with the original files."
+    ),
 }
 
 

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from raytrec.common.errors import ConfigError
-from raytrec.common.storage import relative
+from raytrec.common.storage import make_relative
 from raytrec.common.terminal import open_console
 from raytrec.config.schema import Schema
 
@@ -130,7 +130,7 @@ class Output:
             settings: Overrides that the example needs in addition to the paths.
             lines: Lines to print between the rows and the next command.
         """
-        rows, place = self.facts()["rows"], relative(self.folder)
+        rows, place = self.facts()["rows"], make_relative(self.folder)
         counts = ", ".join(f"{name} {count:,}" for name, count in rows.items())
         paths = [f"data.{name}={place}/{name}" for name in SPLITS if rows.get(name)]
         command = shlex.join(["raytrec", "train", f"jobs/{job}.yaml", *paths, *settings])

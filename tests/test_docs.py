@@ -274,7 +274,7 @@ def test_extending_page_examples_run(extending_module, tmp_path):
     from raytrec_datasets import find_recipe
 
     from raytrec.checks.live.outcome import STEP, Position
-    from raytrec.checks.live.registry import choose
+    from raytrec.checks.live.registry import select_enabled_checks
     from raytrec.config.run_config import load_config
     from raytrec.config.schema import Schema
     from raytrec.data.transform import apply_transforms
@@ -307,7 +307,7 @@ def test_extending_page_examples_run(extending_module, tmp_path):
         2 / 3
     )
 
-    bounded = choose(config)["bounded"]
+    bounded = select_enabled_checks(config)["bounded"]
     outcomes = [
         bounded.check(checked_run_with(torch.tensor([[size]]))).evaluate(Position(7), True)
         for size in (3.0, 200.0)

@@ -13,7 +13,9 @@ from raytrec.common.errors import ConfigError, DataError
 TRAIN, VALID, TEST = 0, 1, 2
 VALID_NAMES = ("valid", "validation", "val", "dev")  # names of the valid split in sources
 LEAVE_ONE_OUT, BY_TIME, RANDOM = "leave-one-out", "time", "random"
-FEWEST = 3  # interactions of a user for leave-one-out: one for test, one for valid, one for train
+MIN_USER_INTERACTIONS = (
+    3  # interactions of a user for leave-one-out: one for test, one for valid, one for train
+)
 
 
 class Vocabulary:
@@ -110,7 +112,7 @@ class Interactions:
         return np.lexsort((self.user,) if self.time is None else (self.time, self.user))
 
 
-class Gathering:
+class InteractionBuilder:
     """A builder that combines the parts of a source into one Interactions."""
 
     def __init__(self) -> None:
@@ -265,19 +267,20 @@ def _tenths(places: np.ndarray) -> np.ndarray:
 
 def _leave_one_out(data: Interactions, order: np.ndarray, lenient: bool) -> np.ndarray:
     counts = np.bincount(data.user, minlength=len(data.users))
-    few = np.flatnonzero((counts < FEWEST) & (counts > 0))
+    few = np.flatnonzero((counts < MIN_USER_INTERACTIONS) & (counts > 0))
     if len(few) and not lenient:
         raise DataError(
-            f"{len(few):,} users have fewer than {FEWEST} interactions; the first, "
+            f"{len(few):,} users have fewer than {MIN_USER_INTERACTIONS} interactions; the first, "
             f"{data.users[int(few[0])].as_py()!r}, has {counts[few[0]]}",
             where=f"--split {LEAVE_ONE_OUT}",
-            expected=f"{FEWEST} or more: one for test, one for valid, one for train",
-            do=f"exclude them with --min-interactions {FEWEST}, or keep them only in train with "
+            expected=f"{MIN_USER_INTERACTIONS} or more: one for test, one for valid, one for train",
+            do=f"exclude them with --min-interactions {MIN_USER_INTERACTIONS}, or keep them only in "
+            "train with "
             "--min-interactions 1",
         )
     user = data.user[order]
     from_end = np.cumsum(counts)[user] - 1 - np.arange(len(user))
-    is_held_out = (counts[user] >= FEWEST) & (from_end < 2)
+    is_held_out = (counts[user] >= MIN_USER_INTERACTIONS) & (from_end < 2)
     return _at(order, np.where(is_held_out, TEST - from_end, TRAIN).astype(np.int8))
 
 

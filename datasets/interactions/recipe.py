@@ -42,7 +42,7 @@ from raytrec_datasets.interactions.sides import Sides, read_sides
 from raytrec_datasets.writing import Output, progress, write_table
 
 from raytrec.common.errors import ConfigError
-from raytrec.common.storage import relative
+from raytrec.common.storage import make_relative
 from raytrec.config.overrides import to_override_texts
 from raytrec.config.schema import Schema
 
@@ -124,7 +124,7 @@ def write(out: Path, files: Files, columns: Columns, chosen: Choices, force: boo
             read_sides(files.item_features, columns.item) if files.item_features else [],
         )
         write_rows(output, data, chosen, sides)
-    output.summary(*fitting_job(output.folder, chosen))
+    output.summary(*choose_example_job(output.folder, chosen))
 
 
 def write_rows(output: Output, data: Interactions, chosen: Choices, sides: Sides) -> None:
@@ -212,7 +212,7 @@ def make_schema(users: int, items: int, chosen: Choices, sides: Sides) -> Schema
     return Schema.parse(values, "interactions")
 
 
-def fitting_job(folder: Path, chosen: Choices) -> tuple[str, list[str], list[str]]:
+def choose_example_job(folder: Path, chosen: Choices) -> tuple[str, list[str], list[str]]:
     """Return the job that fits: its name below jobs/, overrides, and a line about other jobs that fit.
 
     Rows of label 1 alone are learned against other items, of the batch or drawn. Without candidates, items
@@ -233,7 +233,7 @@ def fitting_job(folder: Path, chosen: Choices) -> tuple[str, list[str], list[str
     if not chosen.negatives:
         settings["tasks"] = [LOSS.get(job, IN_BATCH) | {"metrics": []}]
         lists = {"right_items": "right_items"} if chosen.test_rows == "user" else {}
-        settings["eval.retrieval"] = {"items": f"{relative(folder)}/items", "seen": ["seen"]} | lists
+        settings["eval.retrieval"] = {"items": f"{make_relative(folder)}/items", "seen": ["seen"]} | lists
     without = ", without model.towers" if "model.towers" in settings else ""
     also = [f"jobs/{MF}.yaml also fits: it reads only user and item{without}"] if job == TWO_TOWER else []
     return job, to_override_texts(settings), also

@@ -24,7 +24,7 @@ from raytrec_datasets.interactions.tables import check_columns
 from raytrec.common.errors import ConfigError, DataError
 
 ATTRIBUTES = "attributes"
-TAKEN = (
+RESERVED_COLUMN_NAMES = (
     "label",
     "user",
     "item",
@@ -134,7 +134,7 @@ def _table(path: Path, key: str) -> pa.Table:
 
 
 def _side(name: str, keys: pa.Array, values: pa.Array, path: Path) -> Side:
-    if name in TAKEN:
+    if name in RESERVED_COLUMN_NAMES:
         raise ConfigError(f"a side feature cannot be named '{name}'", where=str(path), do="rename the column")
     if pa.types.is_floating(values.type):
         _refuse_nulls(name, values, path)

@@ -20,7 +20,7 @@ import pyarrow.csv as csv
 import pyarrow.parquet as pq
 from raytrec_datasets.interactions.events import TRAIN, Columns, Gathering
 
-from raytrec.common.errors import ConfigError, DataError, hint
+from raytrec.common.errors import ConfigError, DataError, format_suggestion
 
 BATCH_ROWS, BLOCK_BYTES = 1 << 18, 1 << 24
 NUMBER = r"^[0-9]{1,18}$"
@@ -152,7 +152,7 @@ def check_columns(wanted: list[str], there: list[str], path: Path) -> None:
     for name in wanted:
         if name not in there:
             raise ConfigError(
-                f"there is no column '{name}'" + hint(name, there),
+                f"there is no column '{name}'" + format_suggestion(name, there),
                 where=str(path),
                 expected=f"one of {', '.join(there)}",
                 do="name the columns with --user, --item and --time",

@@ -100,7 +100,7 @@ def blocks(tensor: torch.Tensor, block_bytes: int) -> Iterator[memoryview]:
         yield memory(block)
 
 
-def pieces(tensor: torch.Tensor, block_bytes: int) -> Iterator[torch.Tensor]:
+def iterate_row_pieces(tensor: torch.Tensor, block_bytes: int) -> Iterator[torch.Tensor]:
     """Yield the values of a tensor; a plain tensor is split into views of some rows at a time."""
     if not is_host_contiguous(tensor) or not tensor.dim() or not tensor.numel():
         yield tensor

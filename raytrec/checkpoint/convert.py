@@ -16,15 +16,15 @@ import numpy as np
 import torch
 
 from raytrec.checkpoint.blocks import DTYPES, blocks
-from raytrec.checkpoint.index import write_index, writing
-from raytrec.checkpoint.managed import ids_of
+from raytrec.checkpoint.index import convert_write_errors, write_index
+from raytrec.checkpoint.managed import read_stored_ids
 from raytrec.checkpoint.rawfile import RawFileWriter, Source, make_folder, open_data_file, parse_chunks
 from raytrec.checkpoint.rows import StoredTable
 from raytrec.common.errors import SchemaError
 from raytrec.config.schema import Table
 from raytrec.config.schema_parts import ManagedIds
 from raytrec.data.ids import hash_bits
-from raytrec.embeddings.hashing import initial_values
+from raytrec.embeddings.hashing import compute_initial_values
 
 BAND_BYTES = 4 << 20  # float32 values of whole rows that are processed at a time
 
@@ -109,7 +109,9 @@ def resize_table(
         )
     new = table.model_copy(update={"rows": rows})
     if table.ids:
-        return _resize_ids(ids_of(folder, index, name), index["about"]["ids"][name], name, table, new)
+        return _resize_ids(
+            read_stored_ids(folder, index, name), index["about"]["ids"][name], name, table, new
+        )
     source = np.arange(rows)
     source[table.rows :] = -1
     more = rows - table.rows
@@ -184,7 +186,7 @@ def rewrite_checkpoint(
     with ExitStack() as stack:
         files = {chunk["file"] for entry in index["tensors"].values() for chunk in entry["chunks"]}
         sources = {name: stack.enter_context(open_data_file(folder, name)) for name in files}
-        stack.enter_context(writing(out))
+        stack.enter_context(convert_write_errors(out))
         make_folder(out)
         file = f"{attempt}-00000.bin"
         sink = stack.enter_context(RawFileWriter(out, file))
@@ -269,7 +271,7 @@ def _read_new_rows(
         new = np.flatnonzero(source < 0)
         if seed is not None and len(new):
             ids = torch.from_numpy(new + first)
-            band[new] = initial_values(seed, name, ids, range(stored.dim), change.table.rows).numpy()
+            band[new] = compute_initial_values(seed, name, ids, range(stored.dim), change.table.rows).numpy()
         # Rows that are consecutive in both tables are read together.
         ends = np.flatnonzero(np.diff(source) != 1) + 1
         for begin, end in zip([0, *ends], [*ends, len(source)], strict=True):

@@ -13,15 +13,22 @@ from raytrec.checkpoint.index import (
     CheckpointError,
     find_run_problem,
     is_local,
+    make_unreadable_error,
     read_index,
-    unreadable,
 )
 from raytrec.common.errors import RunError
-from raytrec.common.formatting import number
+from raytrec.common.formatting import parse_number
 from raytrec.common.reading import MAX_YAML_BYTES, UnreadableError, parse_yaml, read_bytes
-from raytrec.common.storage import absolute, chooses_server, file_info, join_uri, open_filesystem, split_query
+from raytrec.common.storage import (
+    chooses_server,
+    join_uri,
+    make_absolute,
+    open_filesystem,
+    query_file_info,
+    split_query,
+)
 from raytrec.config.trust import describe_foreign_file, is_own_file
-from raytrec.metrics.selection import Figure
+from raytrec.metrics.selection import MetricDisplay
 
 STEP_PREFIX = "step-"
 FOLDER = "checkpoints"  # below the run folder, unless checkpoint.dir is set
@@ -30,7 +37,7 @@ FOLDER = "checkpoints"  # below the run folder, unless checkpoint.dir is set
 _ABOUT_CACHE: dict[str, tuple[tuple[int, int], dict]] = {}
 
 
-def folder_of(root: str, step: int) -> str:
+def get_step_folder(root: str, step: int) -> str:
     """Return the folder of the checkpoint of a step."""
     return join_uri(root, f"{STEP_PREFIX}{step:010d}")
 
@@ -45,7 +52,7 @@ def steps(root: str) -> list[int]:
     return sorted((int(n.removeprefix(STEP_PREFIX)) for n in names if _is_step(n)), reverse=True)
 
 
-def indexes(
+def iterate_indexes(
     root: str, why_not: Callable[[dict[str, Any]], str | None]
 ) -> Iterator[tuple[str, dict[str, Any], CheckpointError | None]]:
     """Yield (folder, index, reason why it is incomplete or None) of all checkpoints, the newest first.
@@ -55,22 +62,26 @@ def indexes(
         why_not: Function that returns why an index's `about` cannot be used, or None if it can.
     """
     for step in steps(root):
-        folder = folder_of(root, step)
+        folder = get_step_folder(root, step)
         try:
             index = read_index(folder)
             if problem := why_not(index["about"]):
-                raise unreadable(f"its index is not from a training run ({problem})", join_uri(folder, INDEX))
+                raise make_unreadable_error(
+                    f"its index is not from a training run ({problem})", join_uri(folder, INDEX)
+                )
             yield folder, index, None
         except CheckpointError as error:
             yield folder, {}, error
 
 
-def newest(root: str) -> tuple[str | None, dict[str, Any]]:
+def find_newest_checkpoint(root: str) -> tuple[str | None, dict[str, Any]]:
     """Return the newest complete checkpoint and its index, or (None, {}) if there is none.
 
     Only the index is read; damaged data is only detected by loading the checkpoint.
     """
-    found = indexes(root, lambda about: None if isinstance(about.get("data"), str) else "about: no data")
+    found = iterate_indexes(
+        root, lambda about: None if isinstance(about.get("data"), str) else "about: no data"
+    )
     return next(((folder, index) for folder, index, error in found if error is None), (None, {}))
 
 
@@ -81,12 +92,12 @@ def find(place: str | Path) -> tuple[str, dict[str, Any]]:
         RunError: No checkpoint was found.
         CheckpointError: The given checkpoint is damaged.
     """
-    place = absolute(str(place))
+    place = make_absolute(str(place))
     for root in _list_roots(place):
-        folder, index = newest(root)
+        folder, index = find_newest_checkpoint(root)
         if folder:
             return folder, _check_run_index(folder, index)
-    if _is_step(split_query(place)[0].rpartition("/")[2]) or file_info(join_uri(place, INDEX)).is_file:
+    if _is_step(split_query(place)[0].rpartition("/")[2]) or query_file_info(join_uri(place, INDEX)).is_file:
         return place, _check_run_index(place, read_index(place))
     raise RunError(
         "the folder contains no run or checkpoint",
@@ -103,11 +114,11 @@ def find_step(place: str | Path, step: int) -> tuple[str, dict[str, Any]]:
         RunError: The step has no checkpoint.
         CheckpointError: The checkpoint is damaged.
     """
-    place = absolute(str(place))
+    place = make_absolute(str(place))
     saved: set[int] = set()
     for root in _list_roots(place):
         if step in (root_steps := steps(root)):
-            folder = folder_of(root, step)
+            folder = get_step_folder(root, step)
             return folder, _check_run_index(folder, read_index(folder))
         saved.update(root_steps)
     raise RunError(
@@ -117,24 +128,24 @@ def find_step(place: str | Path, step: int) -> tuple[str, dict[str, Any]]:
     )
 
 
-def find_best(place: str | Path, by: Figure) -> tuple[str, dict[str, Any]]:
+def find_best(place: str | Path, by: MetricDisplay) -> tuple[str, dict[str, Any]]:
     """Return the checkpoint of a run with the best evaluation by a metric, and its index.
 
     Raises:
         RunError: No checkpoint has been evaluated.
     """
-    for root in _list_roots(absolute(str(place))):
+    for root in _list_roots(make_absolute(str(place))):
         if best := _select_best(_read_all_abouts(root), 1, by):
             return find_step(place, best.pop())
     raise RunError(
         f"no checkpoint of this run has been evaluated with {by.key}",
-        where=absolute(str(place)),
+        where=make_absolute(str(place)),
         expected="a run that was evaluated during training (train.eval_every_steps)",
         do="pass a step, or omit --checkpoint to use the newest checkpoint",
     )
 
 
-def keep(root: str, last: int, best: int, by: Figure | None) -> None:
+def keep(root: str, last: int, best: int, by: MetricDisplay | None) -> None:
     """Remove all complete checkpoints except the newest `last` and the `best` ones by a metric.
 
     Incomplete checkpoints older than the newest complete one are removed as well. A checkpoint that cannot be
@@ -155,7 +166,7 @@ def remove_incomplete(root: str) -> None:
             _remove(root, step, complete=False)
 
 
-def remove_oldest(root: str, best: int, by: Figure | None) -> str | None:
+def remove_oldest(root: str, best: int, by: MetricDisplay | None) -> str | None:
     """Remove the oldest complete checkpoint to make room; return its folder, or None if all must stay.
 
     The newest one, from which a run resumes, and the `best` ones by a metric stay.
@@ -166,7 +177,7 @@ def remove_oldest(root: str, best: int, by: Figure | None) -> str | None:
     if not removable:
         return None
     _remove(root, removable[-1], complete=True)
-    return folder_of(root, removable[-1])
+    return get_step_folder(root, removable[-1])
 
 
 def _read_all_abouts(root: str) -> dict[int, dict | None]:
@@ -176,29 +187,29 @@ def _read_all_abouts(root: str) -> dict[int, dict | None]:
     """
     abouts: dict[int, dict | None] = {}
     for step in steps(root):
-        folder = folder_of(root, step)
+        folder = get_step_folder(root, step)
         try:
             abouts[step] = _about(folder)
         except CheckpointError:
-            if not file_info(join_uri(folder, INDEX)).is_file:
+            if not query_file_info(join_uri(folder, INDEX)).is_file:
                 abouts[step] = None
     return abouts
 
 
 def _about(folder: str) -> dict:
     """Return the `about` of an index, which is read again only if the file has changed."""
-    info = file_info(join_uri(folder, INDEX))
+    info = query_file_info(join_uri(folder, INDEX))
     version = info.size, info.mtime_ns
     if None in version or _ABOUT_CACHE.get(folder, (None,))[0] != version:
         _ABOUT_CACHE[folder] = version, read_index(folder)["about"]
     return _ABOUT_CACHE[folder][1]
 
 
-def _select_best(abouts: dict[int, dict | None], best: int, by: Figure | None) -> set[int]:
+def _select_best(abouts: dict[int, dict | None], best: int, by: MetricDisplay | None) -> set[int]:
     if not best or by is None:
         return set()
     values = {
-        step: number((about.get("evaluation") or {}).get(by.key))
+        step: parse_number((about.get("evaluation") or {}).get(by.key))
         for step, about in abouts.items()
         if about is not None
     }
@@ -207,8 +218,8 @@ def _select_best(abouts: dict[int, dict | None], best: int, by: Figure | None) -
 
 
 def _remove(root: str, step: int, *, complete: bool) -> None:
-    filesystem, path = open_filesystem(folder_of(root, step))
-    _ABOUT_CACHE.pop(folder_of(root, step), None)
+    filesystem, path = open_filesystem(get_step_folder(root, step))
+    _ABOUT_CACHE.pop(get_step_folder(root, step), None)
     if complete:  # the index first, so that a partly removed checkpoint is incomplete
         filesystem.delete_file(f"{path}/{INDEX}")
     filesystem.delete_dir(path)
@@ -225,7 +236,7 @@ def remove_other_attempts(folder: str, attempt: str) -> None:
             filesystem.delete_file(info.path)
 
 
-def free_bytes(root: str) -> int | None:
+def measure_free_bytes(root: str) -> int | None:
     """Return the bytes free for this user where checkpoints are, or None if unknown (object stores)."""
     filesystem, path = open_filesystem(root)
     if not is_local(filesystem):
@@ -257,7 +268,9 @@ def _check_run_index(folder: str, index: dict[str, Any]) -> dict[str, Any]:
         CheckpointError: The index lacks an entry that a run's checkpoint has.
     """
     if problem := find_run_problem(index["about"]):
-        raise unreadable(f"its index is not from a training run (about: {problem})", join_uri(folder, INDEX))
+        raise make_unreadable_error(
+            f"its index is not from a training run (about: {problem})", join_uri(folder, INDEX)
+        )
     return index
 
 

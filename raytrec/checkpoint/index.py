@@ -20,13 +20,13 @@ from pydantic import Field, Strict
 from typing_extensions import TypedDict
 
 from raytrec.common.documents import validate_as
-from raytrec.common.errors import RunError, first_line, some
+from raytrec.common.errors import RunError, get_first_line, shorten_repr
 from raytrec.common.reading import MAX_JSON_BYTES, UnreadableError, parse_json, retry_read, storage_hint
-from raytrec.common.storage import join_uri, open_filesystem, read_bytes, sync
+from raytrec.common.storage import join_uri, open_filesystem, read_bytes, sync_to_disk
 
 INDEX = "checkpoint.json"
 FORMAT = 1
-FULL = (errno.ENOSPC, errno.EDQUOT)
+DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 MAX_BLOCK_BYTES = 1 << 30  # a block is read as a whole
 MAX_DIMENSIONS = 8
 ITEM_BYTES = {"bool": 1, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
@@ -100,7 +100,7 @@ class CheckpointError(RunError):
     """Error for a checkpoint that is damaged, or cannot be read or written."""
 
 
-class NoRoom(CheckpointError):
+class InsufficientSpaceError(CheckpointError):
     """Error for a checkpoint that does not fit on the disk or in the user's quota."""
 
 
@@ -127,21 +127,21 @@ def read_index(folder: str) -> dict:
             do="pass the folder of a checkpoint; the files of an interrupted save cannot be loaded",
         ) from None
     except OSError as error:
-        raise unreadable(reason(error), where) from None
+        raise make_unreadable_error(reason(error), where) from None
     try:
         index = parse_json(text)
         version, stored_hash = index["format"], index["sha256"]
         is_intact = stored_hash == _hash_index(index)
     except (ValueError, KeyError, TypeError) as error:
-        raise unreadable(f"its index is damaged ({error})", where) from None
+        raise make_unreadable_error(f"its index is damaged ({error})", where) from None
     if version != FORMAT:
         raise CheckpointError(
-            f"the checkpoint has format {some(version)}", where=where, expected=f"format {FORMAT}"
+            f"the checkpoint has format {shorten_repr(version)}", where=where, expected=f"format {FORMAT}"
         )
     if not is_intact:
-        raise unreadable("its index is damaged (the hash does not match)", where)
+        raise make_unreadable_error("its index is damaged (the hash does not match)", where)
     if problem := find_index_problem(index):
-        raise unreadable(f"its index is damaged ({problem})", where)
+        raise make_unreadable_error(f"its index is damaged ({problem})", where)
     return index
 
 
@@ -163,14 +163,14 @@ def write_index(folder: str, content: dict) -> None:
         with filesystem.open_output_stream(f"{path}/{INDEX}") as stream:
             stream.write(text)
 
-    with writing(join_uri(folder, INDEX)):
+    with convert_write_errors(join_uri(folder, INDEX)):
         if is_local(filesystem):
             _replace(Path(path), content["attempt"], text)
         else:
             retry_read(folder, put)
 
 
-def unreadable(what: str, where: str) -> CheckpointError:
+def make_unreadable_error(what: str, where: str) -> CheckpointError:
     """Return the error for a part of a checkpoint that is damaged or cannot be read."""
     return CheckpointError(
         f"the checkpoint cannot be read: {what}",
@@ -182,7 +182,7 @@ def unreadable(what: str, where: str) -> CheckpointError:
 
 
 @contextmanager
-def writing(where: str) -> Iterator[None]:
+def convert_write_errors(where: str) -> Iterator[None]:
     """Turn errors of the file system in a block into CheckpointErrors with their place.
 
     Raises:
@@ -191,7 +191,7 @@ def writing(where: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        kind = NoRoom if error.errno in FULL else CheckpointError
+        kind = InsufficientSpaceError if error.errno in DISK_FULL_ERRNOS else CheckpointError
         raise kind(
             f"the checkpoint cannot be written: {reason(error)}",
             where=where,
@@ -202,7 +202,7 @@ def writing(where: str) -> Iterator[None]:
 
 def reason(error: OSError) -> str:
     """Return the message of the operating system or the object store in one line."""
-    return error.strerror or first_line(error)
+    return error.strerror or get_first_line(error)
 
 
 def is_local(filesystem) -> bool:
@@ -222,7 +222,7 @@ def _replace(folder: Path, attempt: str, text: bytes) -> None:
         with suppress(OSError):
             partial.unlink()
         raise
-    sync(folder)
+    sync_to_disk(folder)
 
 
 def _to_canonical_json(index: dict) -> bytes:

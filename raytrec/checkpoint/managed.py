@@ -139,11 +139,11 @@ def find_stored_rows(
         table: Settings of the table, with managed ids.
         ids: Ids to look up, int64 [n].
     """
-    saved = ids_of(folder, index, name, ("id", "row"))
+    saved = read_stored_ids(folder, index, name, ("id", "row"))
     return IdRows(table, ids_to_keys(saved["id"]), saved["row"])(ids)
 
 
-def ids_of(
+def read_stored_ids(
     folder: str, index: Mapping[str, Any], table: str, kinds: tuple[str, ...] = ("id", *ROWS)
 ) -> dict[str, torch.Tensor]:
     """Return the ids with a row in a checkpoint, and their rows, sightings and last steps: int64 [n].

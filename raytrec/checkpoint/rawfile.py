@@ -15,9 +15,16 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from raytrec.checkpoint.index import ITEM_BYTES, CheckpointError, is_local, reason, unreadable, writing
+from raytrec.checkpoint.index import (
+    ITEM_BYTES,
+    CheckpointError,
+    convert_write_errors,
+    is_local,
+    make_unreadable_error,
+    reason,
+)
 from raytrec.common.reading import open_regular, retry_read
-from raytrec.common.storage import join_uri, open_filesystem, sync
+from raytrec.common.storage import join_uri, open_filesystem, sync_to_disk
 
 ALIGNMENT_BYTES = 64  # bytes
 WRITEBACK_INTERVAL_BYTES = 32 << 20  # bytes after which the disk starts to write
@@ -37,11 +44,11 @@ def make_folder(folder: str) -> None:
     if not is_local(filesystem):
         return
     path = Path(place)
-    with writing(folder):
+    with convert_write_errors(folder):
         missing = [directory for directory in (path, *path.parents) if not directory.exists()]
         path.mkdir(parents=True, exist_ok=True)
         for directory in missing:
-            sync(directory.parent)
+            sync_to_disk(directory.parent)
 
 
 class RawFileWriter:
@@ -99,7 +106,7 @@ class RawFileWriter:
         """Flush the file to disk, so that it survives a power failure."""
         if self._local:
             os.fsync(self._file.fileno())
-            sync(self._path.parent)
+            sync_to_disk(self._path.parent)
 
 
 class Source:
@@ -218,11 +225,13 @@ def open_data_file(folder: str, name: str, where: str | None = None) -> Source:
         CheckpointError: The file cannot be opened, or its name points to another folder.
     """
     if "/" in name:
-        raise unreadable(f"its index is damaged (it names a file in another folder: {name})", folder)
+        raise make_unreadable_error(
+            f"its index is damaged (it names a file in another folder: {name})", folder
+        )
     try:
         return Source(folder, name)
     except OSError as error:
-        raise unreadable(reason(error), where or join_uri(folder, name)) from None
+        raise make_unreadable_error(reason(error), where or join_uri(folder, name)) from None
 
 
 def read_block(source: Source, start: int, into: memoryview, crc32: int | None, where: str) -> None:
@@ -241,11 +250,11 @@ def read_block(source: Source, start: int, into: memoryview, crc32: int | None, 
     try:
         count = source.read(start, into)
     except OSError as error:
-        raise unreadable(reason(error), where) from None
+        raise make_unreadable_error(reason(error), where) from None
     if count < len(into):
-        raise unreadable(f"the file ends {len(into) - count:,} bytes too early", where)
+        raise make_unreadable_error(f"the file ends {len(into) - count:,} bytes too early", where)
     if crc32 is not None and zlib.crc32(into) != crc32:
-        raise unreadable("its data is damaged (the checksum does not match)", where)
+        raise make_unreadable_error("its data is damaged (the checksum does not match)", where)
 
 
 def check_files(folder: str, sizes: dict[str, int]) -> None:
@@ -259,7 +268,7 @@ def check_files(folder: str, sizes: dict[str, int]) -> None:
         CheckpointError: A file is missing or has another size, because nodes do not share the folder.
     """
     filesystem, path = open_filesystem(folder)
-    with writing(folder):
+    with convert_write_errors(folder):
         infos = filesystem.get_file_info([f"{path}/{name}" for name in sizes])
     for (name, size), info in zip(sizes.items(), infos, strict=True):
         if info.size != size:

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 
-from raytrec.checkpoint.files import indexes
+from raytrec.checkpoint.files import iterate_indexes
 from raytrec.checkpoint.index import CheckpointError
 from raytrec.checkpoint.state import LogicalState, State, find_nonfinite, summarize_over_ranks
 from raytrec.checkpoint.storage import ShardReader
@@ -154,7 +154,7 @@ def _broadcast_checkpoints(root: str, why_not: Callable) -> list[tuple[str, dict
     if dist.get_rank() == 0:
         checkpoints[0] = [
             (folder, index.get("about", {}), error and f"{error.what} ({error.where})")
-            for folder, index, error in indexes(root, why_not)
+            for folder, index, error in iterate_indexes(root, why_not)
         ]
     dist.broadcast_object_list(checkpoints)
     return checkpoints[0]

@@ -16,7 +16,7 @@ import numpy as np
 
 from raytrec.checkpoint.index import CheckpointError
 from raytrec.checkpoint.rawfile import Source, StoredChunk, open_data_file, parse_chunks, read_block
-from raytrec.common.errors import RunError, SchemaError, hint
+from raytrec.common.errors import RunError, SchemaError, format_suggestion
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema, Table
 
@@ -53,7 +53,9 @@ class StoredTable:
         if entry is None:
             names = list_table_names(index)
             expected = ", ".join(names)
-            raise RunError(f"there is no table '{name}'{hint(name, names)}", where=folder, expected=expected)
+            raise RunError(
+                f"there is no table '{name}'{format_suggestion(name, names)}", where=folder, expected=expected
+            )
         if entry["dtype"] not in NUMPY_DTYPES:
             raise CheckpointError(f"table {name} has type {entry['dtype']}", expected=", ".join(NUMPY_DTYPES))
         self.rows, self.dim = _to_rows_and_columns(entry["shape"], 1)
@@ -214,6 +216,6 @@ def _describe_table(table: Table) -> str:
     return f"{size} with managed ids, {table.ids.fallback_rows:,} of the rows for the fallback"
 
 
-def schema_of(about: dict[str, Any]) -> Schema:
+def parse_stored_schema(about: dict[str, Any]) -> Schema:
     """Return the schema of a checkpoint's run."""
     return Schema.stored(str(about.get("schema", "")), "the checkpoint's schema")

@@ -16,25 +16,25 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 
-from raytrec.checkpoint.blocks import blocks, pieces
+from raytrec.checkpoint.blocks import blocks, iterate_row_pieces
 from raytrec.checkpoint.files import (
     discard,
-    folder_of,
-    free_bytes,
+    get_step_folder,
     keep,
+    measure_free_bytes,
     remove_incomplete,
     remove_oldest,
     remove_other_attempts,
 )
-from raytrec.checkpoint.index import NoRoom
+from raytrec.checkpoint.index import InsufficientSpaceError
 from raytrec.checkpoint.snapshot import HostStateBuffer, RowSnapshot
 from raytrec.checkpoint.state import State, find_nonfinite, summarize_over_ranks
 from raytrec.checkpoint.storage import ShardWriter
 from raytrec.common.collectives import Peers
 from raytrec.common.errors import RunError, get_root_cause
-from raytrec.compat.torch_ import ShardedTensor, local_parts
+from raytrec.compat.torch_ import ShardedTensor, list_local_parts
 from raytrec.config.training import CheckpointSection
-from raytrec.metrics.selection import Figure
+from raytrec.metrics.selection import MetricDisplay
 
 SLACK_BYTES = 1 << 20  # reserved on a disk for the index and Ray Train's notes of checkpoints
 
@@ -84,7 +84,7 @@ class CheckpointWriter:
         config: CheckpointSection,
         confirm: Callable[[], None] = lambda: None,
         unbounded: frozenset[str] = frozenset(),
-        best: Figure | None = None,
+        best: MetricDisplay | None = None,
         rows: RowSnapshot | None = None,
     ):
         self._root, self._config, self._confirm, self._unbounded = root, config, confirm, unbounded
@@ -151,7 +151,7 @@ class CheckpointWriter:
     def _write(
         self, step: int, attempt: str, tensors: State, about: dict, start_s: float, blocked: float
     ) -> Saved:
-        folder = folder_of(self._root, step)
+        folder = get_step_folder(self._root, step)
         notes = [self._host.note] if self._host.note else []
         try:
             error = self._find_nonfinite_error(tensors, step) or self._store(
@@ -166,7 +166,7 @@ class CheckpointWriter:
 
     def _find_nonfinite_error(self, tensors: State, step: int) -> NonfiniteStateError | None:
         """Return an error if this state must not be saved, the same on all ranks; None otherwise."""
-        pieces_of = self._rows.pieces if self._rows else pieces
+        pieces_of = self._rows.pieces if self._rows else iterate_row_pieces
         nonfinite = summarize_over_ranks(find_nonfinite(tensors, self._unbounded, pieces_of), self._group)
         if nonfinite is None:
             return None
@@ -190,7 +190,7 @@ class CheckpointWriter:
             error = self._write_attempt(folder, name, tensors, about)
             if dist.get_rank() == 0:
                 self._clean_up(folder, name, error, notes)
-            if not isinstance(error, NoRoom):
+            if not isinstance(error, InsufficientSpaceError):
                 return error
             final_error: list[RunError | None] = [None]
             if dist.get_rank() == 0 and not self._remove_oldest(notes):
@@ -216,7 +216,7 @@ class CheckpointWriter:
         """Remove older checkpoints until one more should fit, and return the bytes that it takes."""
         # Tensors that all ranks have are written by one rank; rank 0 counts them.
         own_tensors = [v for v in tensors.values() if isinstance(v, ShardedTensor) or dist.get_rank() == 0]
-        local_bytes = sum(part.nbytes for value in own_tensors for part in local_parts(value))
+        local_bytes = sum(part.nbytes for value in own_tensors for part in list_local_parts(value))
         needed = int(Peers(group=self._group).sum(torch.tensor(local_bytes)))
         try:
             if dist.get_rank() == 0 and self._is_short(needed):
@@ -229,7 +229,7 @@ class CheckpointWriter:
         return needed
 
     def _is_short(self, needed: int) -> bool:
-        free = free_bytes(self._root)
+        free = measure_free_bytes(self._root)
         return free is not None and free < needed + SLACK_BYTES
 
     def _remove_oldest(self, notes: list[str]) -> bool:
@@ -248,10 +248,10 @@ class CheckpointWriter:
             )
         return removed_folder is not None
 
-    def _add_sizes(self, error: NoRoom, needed: int) -> NoRoom:
-        free = free_bytes(self._root)
+    def _add_sizes(self, error: InsufficientSpaceError, needed: int) -> InsufficientSpaceError:
+        free = measure_free_bytes(self._root)
         free_text = "" if free is None else f", {free / 2**20:,.1f} MiB are free"
-        return NoRoom(
+        return InsufficientSpaceError(
             error.what,
             where=error.where,
             expected=f"space for one more checkpoint: {needed / 2**20:,.1f} MiB are needed{free_text}",

@@ -19,18 +19,18 @@ import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from raytrec.checkpoint.blocks import blocks, is_host_contiguous, memory, pieces
+from raytrec.checkpoint.blocks import blocks, is_host_contiguous, iterate_row_pieces, memory
 from raytrec.checkpoint.state import State
 from raytrec.common.memory import prefetch_pages
 from raytrec.compat.fbgemm import find_fused_lookup
-from raytrec.compat.torch_ import ShardedTensor, local_parts, replace_local_shards
-from raytrec.compat.torchrec_ import iterate_sharded_kernels, tables_of
+from raytrec.compat.torch_ import ShardedTensor, list_local_parts, replace_local_shards
+from raytrec.compat.torchrec_ import iterate_sharded_kernels, list_kernel_tables
 from raytrec.embeddings.tables import Table
 
 if TYPE_CHECKING:
     from torchrec.distributed.model_parallel import DistributedModelParallel
 
-SHARE = 0.1  # largest share of a table's bytes for the places and values of rows set aside
+MAX_ASIDE_SHARE = 0.1  # largest share of a table's bytes for the places and values of rows set aside
 MIN_ASIDE_BYTES = 8 << 20  # the same limit for small tables
 WAIT_INTERVAL_S = 1.0  # between two calls of `patient` while training waits
 ALIGNMENT_BYTES = 64  # of the start of a tensor, in bytes
@@ -60,7 +60,7 @@ class RowSnapshot:
         for kernel in iterate_sharded_kernels(model):
             if find_fused_lookup(kernel) is None:
                 continue
-            names = {table.name for table in tables_of(kernel)}
+            names = {table.name for table in list_kernel_tables(kernel)}
             for name in names:
                 parts = [tables[name].weight, *tables[name].state.values()]
                 live = [shard.values for part in parts for shard in part.local]
@@ -113,7 +113,7 @@ class RowSnapshot:
         Each piece is valid until the next one is requested.
         """
         if not self._begun or tensor.data_ptr() not in self._place:
-            yield from pieces(tensor, block_bytes)
+            yield from iterate_row_pieces(tensor, block_bytes)
             return
         count = max(1, block_bytes // tensor[0].nbytes)
         buffer = tensor.new_empty(min(len(tensor), count), *tensor.shape[1:])
@@ -149,7 +149,7 @@ class RowSnapshot:
         if not (self._begun and kernel.training and torch.is_grad_enabled()):
             return
         features: KeyedJaggedTensor = inputs[0]
-        names = [table.name for table in tables_of(kernel) for _ in table.feature_names]
+        names = [table.name for table in list_kernel_tables(kernel) for _ in table.feature_names]
         offsets = features.offsets()
         ends = offsets[:: (len(offsets) - 1) // len(names)].tolist()
         for name in dict.fromkeys(names):
@@ -173,7 +173,7 @@ class _ShardSnapshot:
     def begin(self) -> None:
         rows, size = len(self.live[0]), sum(values.nbytes for values in self.live)
         self._slots = torch.full((rows,), -1, dtype=torch.int32)
-        capacity = max(MIN_ASIDE_BYTES, int(SHARE * size) - self._slots.nbytes) // (size // rows)
+        capacity = max(MIN_ASIDE_BYTES, int(MAX_ASIDE_SHARE * size) - self._slots.nbytes) // (size // rows)
         # The system allocates pages of these buffers as they are written to.
         self._aside = [values.new_empty(min(rows, capacity), *values.shape[1:]) for values in self.live]
         self._count = 0
@@ -228,7 +228,7 @@ class HostStateBuffer:
         for name, value in tensors.items():
             parts = [
                 self._places[f"{name}/{i}"].copy_(part.detach(), non_blocking=True)
-                for i, part in enumerate(local_parts(value))
+                for i, part in enumerate(list_local_parts(value))
             ]
             copies[name] = (
                 replace_local_shards(value, parts) if isinstance(value, ShardedTensor) else parts[0]
@@ -300,4 +300,4 @@ class _HostMemory:
 def _iterate_local_tensors(tensors: State) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield this rank's tensors and shards by name."""
     for name, value in tensors.items():
-        yield from ((f"{name}/{i}", part) for i, part in enumerate(local_parts(value)))
+        yield from ((f"{name}/{i}", part) for i, part in enumerate(list_local_parts(value)))

@@ -22,25 +22,25 @@ from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import KeyedOptimizer
 
-from raytrec.checkpoint.blocks import pieces
-from raytrec.checks.live.outcome import group_by_rarity, read
+from raytrec.checkpoint.blocks import iterate_row_pieces
+from raytrec.checks.live.outcome import group_by_rarity, read_flat_values
 from raytrec.common.collectives import Peers
 from raytrec.compat.fbgemm import find_fused_lookup, get_update_count, set_update_count
-from raytrec.compat.torch_ import Shard, ShardedTensor, ShardMetadata, local_parts, make_sharded_tensor
+from raytrec.compat.torch_ import Shard, ShardedTensor, ShardMetadata, list_local_parts, make_sharded_tensor
 from raytrec.compat.torchrec_ import (
     iterate_sharded_kernels,
     iterate_torch_optimizers,
-    tables_of,
+    list_kernel_tables,
     unwrap_optimizer,
 )
 from raytrec.embeddings.optim import find_dense_average
 from raytrec.embeddings.optimizers import OPTIMIZERS
-from raytrec.embeddings.pooling import table_of
+from raytrec.embeddings.pooling import find_table_name
 from raytrec.embeddings.tables import ShardedValues, Table, tables
 
 State = dict[str, torch.Tensor | ShardedTensor]
 EMA_COUNT = "dense/ema/count"
-SHOWN = 3  # number of tensors that an error names
+MAX_SHOWN_TENSORS = 3  # number of tensors that an error names
 PIECE_BYTES = 4 << 20
 
 
@@ -66,7 +66,7 @@ class LogicalState:
             _make_lazy_state(plain)
         self._kernels = list(iterate_sharded_kernels(model))
         self.tables: dict[str, Table] = tables(model, plain if with_optimizer else None)
-        values = {fqn: value for fqn, value in model.state_dict().items() if table_of(fqn) is None}
+        values = {fqn: value for fqn, value in model.state_dict().items() if find_table_name(fqn) is None}
         self.dense = {f"dense/{fqn}/value": value.detach() for fqn, value in values.items()}
         if average := find_dense_average(optimizer):
             self.dense |= {f"dense/{fqn}/ema": value for fqn, value in average.values.items()}
@@ -79,7 +79,7 @@ class LogicalState:
             self.dense |= {
                 f"dense/{fqn}/{kind}": value
                 for fqn, states in plain.state_dict()["state"].items()
-                if table_of(fqn) is None
+                if find_table_name(fqn) is None
                 for kind, value in states.items()
                 if isinstance(value, torch.Tensor)
             }
@@ -102,7 +102,7 @@ class LogicalState:
             if name in leave_out:
                 continue
             for kind, parts in {"weight": table.weight, **table.state}.items():
-                out[f"tables/{name}/{kind}"] = sharded(parts, (rows or {}).get(name))
+                out[f"tables/{name}/{kind}"] = make_logical_tensor(parts, (rows or {}).get(name))
         return out
 
     def written(self) -> None:
@@ -117,10 +117,12 @@ class LogicalState:
         steps: State = {}
         for fqn, states in optimizer.state_dict()["state"].items():
             # torch may also count steps of other optimizers, for a learning-rate decay that is never set.
-            if (table := table_of(fqn)) and self.tables[table].optimizer.counts and "step" in states:
+            if (table := find_table_name(fqn)) and self.tables[table].optimizer.counts and "step" in states:
                 steps[f"tables/{table}/step"] = states["step"]
         for kernel in iterate_sharded_kernels(model):
-            counting = [table for table in tables_of(kernel) if self.tables[table.name].optimizer.counts]
+            counting = [
+                table for table in list_kernel_tables(kernel) if self.tables[table.name].optimizer.counts
+            ]
             if not counting or find_fused_lookup(kernel) is None:  # torch keeps the count in its state
                 continue
             step = torch.tensor(0.0)  # float32 as in torch
@@ -129,7 +131,7 @@ class LogicalState:
         return steps
 
 
-def sharded(parts: ShardedValues, rows: int | None = None) -> torch.Tensor | ShardedTensor:
+def make_logical_tensor(parts: ShardedValues, rows: int | None = None) -> torch.Tensor | ShardedTensor:
     """Return parts of a table, over the live values, as torch.distributed.checkpoint expects them.
 
     Args:
@@ -187,7 +189,7 @@ def _make_lazy_state(optimizer: KeyedOptimizer) -> None:
 def find_nonfinite(
     tensors: State,
     apart: frozenset[str] = frozenset(),
-    pieces_of: Callable[[torch.Tensor, int], Iterable[torch.Tensor]] = pieces,
+    pieces_of: Callable[[torch.Tensor, int], Iterable[torch.Tensor]] = iterate_row_pieces,
 ) -> list[str]:
     """Return the names of tensors with NaN or infinity in this rank's part of them.
 
@@ -200,10 +202,13 @@ def find_nonfinite(
             the current values.
     """
     named = [
-        (name, part) for name, value in tensors.items() if name not in apart for part in local_parts(value)
+        (name, part)
+        for name, value in tensors.items()
+        if name not in apart
+        for part in list_local_parts(value)
     ]
     named = [(name, part) for name, part in named if part.numel() and part.is_floating_point()]
-    flags = read(
+    flags = read_flat_values(
         [
             torch.stack([_are_finite(values) for values in pieces_of(part.detach(), PIECE_BYTES)]).all()
             for _, part in named
@@ -225,8 +230,10 @@ def summarize_over_ranks(mine: list[str], group: dist.ProcessGroup | None = None
     if not peers.largest(bool(mine)):
         return None
     affected = group_by_rarity(peers.objects(mine))
-    descriptions = [f"{describe_tensor(name)} on {where}" for name, where in affected[:SHOWN]]
-    more = f"; and {len(affected) - SHOWN} more tensors" if len(affected) > SHOWN else ""
+    descriptions = [f"{describe_tensor(name)} on {where}" for name, where in affected[:MAX_SHOWN_TENSORS]]
+    more = (
+        f"; and {len(affected) - MAX_SHOWN_TENSORS} more tensors" if len(affected) > MAX_SHOWN_TENSORS else ""
+    )
     return "; ".join(descriptions) + more
 
 

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from raytrec.checkpoint.blocks import DTYPES, Target, blocks, to_metadata
-from raytrec.checkpoint.index import INDEX, CheckpointError, read_index, write_index, writing
+from raytrec.checkpoint.index import INDEX, CheckpointError, convert_write_errors, read_index, write_index
 from raytrec.checkpoint.rawfile import (
     RawFileWriter,
     Source,
@@ -168,7 +168,7 @@ class ShardWriter(StorageWriter):
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         results = []
         with ExitStack() as stack:
-            stack.enter_context(writing(join_uri(self._folder, plan.storage_data)))
+            stack.enter_context(convert_write_errors(join_uri(self._folder, plan.storage_data)))
             file = stack.enter_context(RawFileWriter(self._folder, plan.storage_data))
             checks = stack.enter_context(ThreadPoolExecutor(1))
             for item in plan.items:

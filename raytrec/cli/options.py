@@ -92,7 +92,7 @@ def with_options(
     return run
 
 
-def show(result: Result, as_json: bool) -> None:
+def print_result(result: Result, as_json: bool) -> None:
     """Print the result of a command as JSON or as a table."""
     from raytrec.driver.console import print_summary
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from raytrec.cli.options import AllowCode, Config, Json, Overrides, RequiredConfig, print_json, show
+from raytrec.cli.options import AllowCode, Config, Json, Overrides, RequiredConfig, print_json, print_result
 
 
 def train(
@@ -49,9 +49,9 @@ def train(
     try:
         result = run(config, overrides, warm_start, resume, resume_latest, allow_code)
     except Unfinished as error:  # has a partial result
-        show(error.result, json)
+        print_result(error.result, json)
         raise
-    show(result, json)
+    print_result(result, json)
 
 
 def tune(
@@ -123,7 +123,13 @@ def doctor(
         measure (FILE): Only measure this machine's ranks, and write their rates as JSON.
         ranks: Number of ranks to measure with; default: one per GPU, or 2 on CPU.
     """
-    from raytrec.doctor.examine import as_json, diagnose, print_examination, shared, to_markdown
+    from raytrec.doctor.examine import (
+        anonymize_examination,
+        diagnose,
+        print_examination,
+        to_json_values,
+        to_markdown,
+    )
 
     if measure:
         from raytrec.doctor.child import write_rates
@@ -133,9 +139,9 @@ def doctor(
         from raytrec.config.run_config import load_config
         from raytrec.driver.prepare import resolve
     examination = diagnose(resolve(load_config(config), config) if config else None, address, storage or [])
-    examination = shared(examination) if share else examination
+    examination = anonymize_examination(examination) if share else examination
     if json:
-        print_json(as_json(examination))
+        print_json(to_json_values(examination))
     elif share:
         print(to_markdown(examination))
     else:
@@ -186,10 +192,10 @@ def config(config: Config = None, overrides: Overrides = None, schema: bool = Fa
     """
     from raytrec.common.errors import ConfigError
     from raytrec.common.redaction import hide_yaml
-    from raytrec.config.run_config import json_schema, load_config
+    from raytrec.config.run_config import build_json_schema, load_config
 
     if schema:
-        print(json.dumps(json_schema(), indent=2))
+        print(json.dumps(build_json_schema(), indent=2))
     elif config:
         resolved = load_config(config, overrides or [], allow_code=True)  # its code is not run
         print(hide_yaml(resolved.to_yaml()), end="")

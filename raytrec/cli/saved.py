@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from raytrec.cli.options import AllowCode, Changes, Checkpoint, Json, Run, RunFolder, Workers, show
+from raytrec.cli.options import AllowCode, Changes, Checkpoint, Json, Run, RunFolder, Workers, print_result
 
 
 def evaluate(
@@ -29,7 +29,7 @@ def evaluate(
     del options["json"]
     from raytrec.driver.evaluation import evaluate as run_evaluate
 
-    show(run_evaluate(options.pop("run"), **options), json)
+    print_result(run_evaluate(options.pop("run"), **options), json)
 
 
 def predict(
@@ -57,7 +57,7 @@ def predict(
     del options["json"]
     from raytrec.prediction.predict import predict as run_predict
 
-    show(run_predict(options.pop("run"), **options), json)
+    print_result(run_predict(options.pop("run"), **options), json)
 
 
 def index(
@@ -88,7 +88,7 @@ def index(
     del options["json"]
     from raytrec.retrieval.build import index as run_index
 
-    show(run_index(options.pop("run"), **options), json)
+    print_result(run_index(options.pop("run"), **options), json)
 
 
 def export(
@@ -119,7 +119,7 @@ def export(
     del options["json"]
     from raytrec.exporting.export import export as run_export
 
-    show(run_export(**options), json)
+    print_result(run_export(**options), json)
 
 
 def convert(
@@ -154,14 +154,14 @@ def report(run: RunFolder, out: str | None = None):
     Options:
         out: Folder to write to; default: RUN.
     """
-    from raytrec.common.storage import relative
+    from raytrec.common.storage import make_relative
     from raytrec.report.report import build
     from raytrec.tracking.run_folder import check_run_folder
 
     page, pictures = build(check_run_folder(run).absolute(), out and Path(out).absolute())
-    print(f"report       {relative(page)}")
+    print(f"report       {make_relative(page)}")
     if pictures:
-        print(f"pictures     {relative(pictures[0].parent)}")
+        print(f"pictures     {make_relative(pictures[0].parent)}")
 
 
 def track(run: RunFolder, allow_code: AllowCode = False, follow: bool = False):
@@ -176,9 +176,12 @@ def track(run: RunFolder, allow_code: AllowCode = False, follow: bool = False):
     config = track(run, allow_code=allow_code, follow=follow)
     if follow:
         return
-    from raytrec.driver.run import short
+    from raytrec.driver.run import shorten_store_uri
 
-    print(f"MLflow       {hide(short(config.tracking.uri))} contains all records of {config.run.name}")
+    print(
+        f"MLflow       {hide(shorten_store_uri(config.tracking.uri))} contains all records of "
+        f"{config.run.name}"
+    )
 
 
 def compare(

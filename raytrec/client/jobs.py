@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from raytrec.client.package import Source, code, config_name, find_user_modules
+from raytrec.client.package import Source, code, find_user_modules, get_config_file_name
 from raytrec.cluster.access import check_cluster_version, describe_token_source, use_token
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.redaction import hide
@@ -72,7 +72,7 @@ class Jobs:
             include: Additional files and folders that the job needs.
             root: Folder on the cluster for relative paths; default: the cluster's RAYTREC_ROOT.
         """
-        name, config = config_name(source), load_config(source, overrides)
+        name, config = get_config_file_name(source), load_config(source, overrides)
         patience = config.scaling.shutdown_grace_s + 30
         environment = {"RAY_JOB_STOP_WAIT_TIME_S": str(int(patience))}
         environment |= {"RAYTREC_ROOT": root} if root else {}

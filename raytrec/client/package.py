@@ -16,10 +16,12 @@ from raytrec.config.run_config import RunConfig
 from raytrec.config.trust import list_user_code
 
 Source = str | Path | dict | RunConfig  # a config file, its values, or a RunConfig
-OURS = ("raytrec", "raytrec_datasets")
-LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.pyc", ".git", ".venv", ".ipynb_checkpoints")
+OWN_PACKAGE_NAMES = ("raytrec", "raytrec_datasets")
+IGNORED_UPLOAD_PATTERNS = shutil.ignore_patterns(
+    "__pycache__", "*.pyc", ".git", ".venv", ".ipynb_checkpoints"
+)
 MAX_UPLOAD_FILES = 20_000
-LARGEST_BYTES = 100 << 20  # data belong on storage that all nodes reach; Ray's own limit is 500 MiB
+MAX_UPLOAD_BYTES = 100 << 20  # data belong on storage that all nodes reach; Ray's own limit is 500 MiB
 
 
 @contextmanager
@@ -40,7 +42,7 @@ def code(places: list[Path] | tuple = (), taken: tuple[str, ...] = ()) -> Iterat
     """
     package_files = {
         Path(package) / path: file
-        for package in OURS
+        for package in OWN_PACKAGE_NAMES
         for path, file in _walk_files(Path(find_spec(package).origin).parent, package)
     }
     uploads: dict[Path, Path] = {}
@@ -76,7 +78,7 @@ def code(places: list[Path] | tuple = (), taken: tuple[str, ...] = ()) -> Iterat
         shutil.rmtree(folder)
 
 
-def config_name(source: Source) -> str:
+def get_config_file_name(source: Source) -> str:
     """Return the name of the config file in the package."""
     return f"{to_run_name(Path(source).stem)}.yaml" if isinstance(source, (str, Path)) else "run.yaml"
 
@@ -89,7 +91,7 @@ def find_user_modules(config: RunConfig) -> list[Path]:
     modules = list_user_code(config.model_dump(by_alias=True, mode="json"))
     tops = {name.partition(":")[0].partition(".")[0] for name in modules}
     places = [place for top in sorted(tops) for place in (Path(top), Path(f"{top}.py"))]
-    return [place for place in places if place.exists() and place.stem not in OURS]
+    return [place for place in places if place.exists() and place.stem not in OWN_PACKAGE_NAMES]
 
 
 def _list_place_files(place: Path) -> Iterator[tuple[Path, Path]]:
@@ -121,7 +123,7 @@ def _walk_files(source: Path, label: str) -> Iterator[tuple[Path, Path]]:
         return
     parents: dict[str, tuple[str, ...]] = {str(source): (os.path.realpath(source),)}
     for folder, names, files in os.walk(source, followlinks=True):
-        skipped = LEFT_OUT(folder, [*names, *files])
+        skipped = IGNORED_UPLOAD_PATTERNS(folder, [*names, *files])
         names[:] = sorted(set(names) - skipped)
         for name in names:
             path = os.path.join(folder, name)
@@ -153,11 +155,11 @@ def _make_include_error(place: Path, what: str, expected: str) -> ConfigError:
 
 def _check_size(files: dict[Path, Path]) -> None:
     sizes = {path: file.stat().st_size for path, file in files.items()}
-    if (total := sum(sizes.values())) > LARGEST_BYTES:
+    if (total := sum(sizes.values())) > MAX_UPLOAD_BYTES:
         largest = max(sizes, key=sizes.get)
         raise ConfigError(
             f"the upload of the job is too large: {total >> 20} MiB",
             where=f"the largest file is {largest}, {sizes[largest] >> 20} MiB",
-            expected=f"at most {LARGEST_BYTES >> 20} MiB: code and small files",
+            expected=f"at most {MAX_UPLOAD_BYTES >> 20} MiB: code and small files",
             do="store data where all nodes of the cluster can read it, and set that path in the config",
         )

@@ -19,19 +19,19 @@ from raytrec.checkpoint.files import find
 from raytrec.checkpoint.rows import StoredTable, list_table_names
 from raytrec.cluster.session import pin_to_node, ray_session
 from raytrec.common.documents import find_document
-from raytrec.common.errors import RaytrecError, RunError, convert_os_errors, get_root_cause, hint
+from raytrec.common.errors import RaytrecError, RunError, convert_os_errors, format_suggestion, get_root_cause
 from raytrec.common.messages import EVENTS, METRICS
 from raytrec.common.reading import MAX_YAML_BYTES, UnreadableError, open_regular, parse_yaml, read_bytes
-from raytrec.common.storage import absolute
+from raytrec.common.storage import make_absolute
 from raytrec.config.run_config import RunConfig
 from raytrec.driver.driver_state import LOG_FILE, STOP_EXCEPTIONS, ask_to_stop, is_alive, read_driver_record
 from raytrec.tracking.run_folder import CONFIG, RESULT
 
 RUNS_FOLDER = "runs"
-GROWING = (METRICS, EVENTS, LOG_FILE)
+GROWING_FILES = (METRICS, EVENTS, LOG_FILE)
 FILES = (CONFIG, "schema.yaml", "plan.json", RESULT, "report.html", "error.txt", "skipped.jsonl")
 PICTURES = "pictures"
-MOST_BYTES = 16 << 20  # limit of one answer
+MAX_ANSWER_BYTES = 16 << 20  # limit of one answer
 STATES = {"FINISHED": "finished", "STOPPED": "stopped", "FAILED": "failed"}
 
 
@@ -44,7 +44,7 @@ def runs() -> list[dict[str, Any]]:
             "state": _state(folder),
             "unix_s": read_driver_record(folder).get("unix_s") or (folder / CONFIG).stat().st_mtime,
         }
-        for folder in Path(absolute(RUNS_FOLDER)).glob("*")
+        for folder in Path(make_absolute(RUNS_FOLDER)).glob("*")
         if _is_run(folder)
     ]
     return sorted(entries, key=lambda run: run["unix_s"], reverse=True)
@@ -58,21 +58,22 @@ def news(run: str, since: dict[str, int]) -> dict[str, Any]:
         since: File (GROWING) → number of bytes that have been read; default: 0.
 
     Returns:
-        "lines": file → its new complete lines, up to MOST_BYTES; "since": the argument of the next call;
+        "lines": file → its new complete lines, up to MAX_ANSWER_BYTES; "since": the argument of "
+        "the next call;
             "folder"; "state": running, finished, stopped, failed or interrupted; "error": parts of the error
             of a failed run; "result": the content of result.json, or empty.
     """
     folder = run_folder(run)
     # First, so that the last lines of an ended run are read.
     state, note = _state(folder), read_driver_record(folder)
-    lines = {name: _new_lines(folder / name, since.get(name, 0)) for name in GROWING}
+    lines = {name: _new_lines(folder / name, since.get(name, 0)) for name in GROWING_FILES}
     return {
         "lines": {name: data.decode(errors="replace") for name, data in lines.items()},
         "since": {name: since.get(name, 0) + len(data) for name, data in lines.items()},
         "folder": str(folder),
         "state": state,
         "error": note.get("error"),
-        "result": find_document(str(folder / RESULT), dict[str, Any], MOST_BYTES) or {},
+        "result": find_document(str(folder / RESULT), dict[str, Any], MAX_ANSWER_BYTES) or {},
     }
 
 
@@ -141,12 +142,12 @@ def run_folder(run: str) -> Path:
     Raises:
         RunError: There is no such run.
     """
-    folder = Path(absolute(run if "/" in run else f"{RUNS_FOLDER}/{run}"))
+    folder = Path(make_absolute(run if "/" in run else f"{RUNS_FOLDER}/{run}"))
     if run in ("", ".", "..") or not _is_run(folder):
         names = [each["name"] for each in runs()]
         raise RunError(
-            f"there is no run '{run}'{hint(run, names)}",
-            where=absolute(RUNS_FOLDER),
+            f"there is no run '{run}'{format_suggestion(run, names)}",
+            where=make_absolute(RUNS_FOLDER),
             expected=", ".join(names[:10]) or "the name or folder of a run; no runs exist yet",
         )
     return folder
@@ -183,7 +184,7 @@ def _hosts() -> dict[str, str]:
 
 
 def _new_lines(path: Path, since: int) -> bytes:
-    """Return the complete lines from a byte offset on, up to MOST_BYTES."""
+    """Return the complete lines from a byte offset on, up to MAX_ANSWER_BYTES."""
     missing = suppress(FileNotFoundError, NotADirectoryError)
     with (
         convert_os_errors(f"cannot read {path.name}", where=str(path.parent)),
@@ -191,7 +192,7 @@ def _new_lines(path: Path, since: int) -> bytes:
         open_regular(path) as file,
     ):
         file.seek(since)
-        data = file.read(MOST_BYTES)
+        data = file.read(MAX_ANSWER_BYTES)
         return data[: data.rfind(b"\n") + 1]
     return b""
 
@@ -201,7 +202,7 @@ def _read_run_file(path: Path) -> bytes:
         raise RunError(f"{path.name} is a symbolic link, which is not followed", where=str(path))
     with convert_os_errors(f"cannot read {path.name}", where=str(path)):
         try:
-            return read_bytes(path, MOST_BYTES)
+            return read_bytes(path, MAX_ANSWER_BYTES)
         except FileNotFoundError:
             raise RunError(f"the run has not written {path.name} yet", where=str(path.parent)) from None
 

@@ -14,7 +14,7 @@ from time import sleep
 from typing import Any
 
 from raytrec.client import queries
-from raytrec.client.package import Source, code, config_name, find_user_modules
+from raytrec.client.package import Source, code, find_user_modules, get_config_file_name
 from raytrec.client.run import ENDED, Run
 from raytrec.cluster.access import (
     RAY,
@@ -24,7 +24,7 @@ from raytrec.cluster.access import (
     use_token,
 )
 from raytrec.cluster.session import pin_to_node
-from raytrec.common.errors import RaytrecError, RunError, first_line, get_root_cause, last_line
+from raytrec.common.errors import RaytrecError, RunError, get_first_line, get_last_line, get_root_cause
 from raytrec.compat.ray_core import CLIENT_NOT_STARTED_TEXT, CLIENT_REJECTED_TEXT, find_head_nodes
 from raytrec.compat.versions import require_versions
 from raytrec.config.run_config import load_config
@@ -32,7 +32,7 @@ from raytrec.driver.driver_state import LOG_FILE
 from raytrec.tracking.progress_log import strip_messages
 from raytrec.tracking.run_folder import decode
 
-ANSWER_S = 120  # limit of calls that take a second; the cluster may first start a process
+ANSWER_TIMEOUT_S = 120  # limit of calls that take a second; the cluster may first start a process
 
 
 class RayClient:
@@ -57,7 +57,7 @@ class RayClient:
             self._connections[places] = Connection(self.address, places)
         connection = self._connections[places]
         driver = connection.actor(queries.Driver)
-        folder = connection.ask(driver.begin, config_name(source), config.to_yaml())
+        folder = connection.ask(driver.begin, get_config_file_name(source), config.to_yaml())
         return ClientRun(connection, folder, driver)
 
     def run(self, run: str) -> Run:
@@ -188,7 +188,7 @@ class Connection:
                 self._remote[function] = ray.remote(function).options(**pin_to_node(self._head))
         return self.ask(self._remote[function], *arguments)
 
-    def ask(self, remote: Any, *arguments: Any, timeout: float | None = ANSWER_S) -> Any:
+    def ask(self, remote: Any, *arguments: Any, timeout: float | None = ANSWER_TIMEOUT_S) -> Any:
         """Call a remote function or method, and return its result or raise its error."""
         with self.used():
             reference = remote.remote(*arguments)
@@ -208,7 +208,7 @@ class Connection:
         with self.used():
             return bool(ray.wait([reference], timeout=0)[0])
 
-    def result(self, reference: Any, timeout: float | None = ANSWER_S) -> Any:
+    def result(self, reference: Any, timeout: float | None = ANSWER_TIMEOUT_S) -> Any:
         """Return the result of a reference, or raise its error or a RunError about Ray."""
         import ray
         from ray.exceptions import GetTimeoutError, RayError
@@ -220,7 +220,7 @@ class Connection:
             raise RunError(f"the cluster did not answer within {timeout} s", where=self.address) from None
         except ConnectionError as error:
             raise RunError(
-                f"lost the connection to the cluster: {first_line(error)}",
+                f"lost the connection to the cluster: {get_first_line(error)}",
                 where=self.address,
                 do="reconnect with Cluster(ADDRESS), and start the runs of this connection again: they have "
                 "ended, and resume from their last checkpoints",
@@ -228,7 +228,7 @@ class Connection:
         except RayError as error:
             cause = get_root_cause(error)
             if cause is error or isinstance(cause, RayError):
-                cause = RunError(f"Ray reports: {first_line(cause)}", where=self.address)
+                cause = RunError(f"Ray reports: {get_first_line(cause)}", where=self.address)
             raise cause from None
 
     def close(self) -> None:
@@ -274,13 +274,13 @@ def _explain_connect_error(address: str, error: Exception) -> RunError:
     )
     if CLIENT_REJECTED_TEXT in text:
         return RunError(
-            f"the cluster rejected the connection: {last_line(text, '')}",
+            f"the cluster rejected the connection: {get_last_line(text, '')}",
             where=address,
             expected=f"Ray {RAY} on the cluster, as here, and capacity for one more process on the head node",
             do="check ray_client_server*.err in the logs of the head node",
         )
     return RunError(
-        f"cannot connect to the cluster: {first_line(error)}",
+        f"cannot connect to the cluster: {get_first_line(error)}",
         where=address,
         expected="a Ray client address such as ray://127.0.0.1:10001, and the cluster's token",
         do="forward the Ray client port (`ray attach -p 10001 cluster.yaml`, `kubectl port-forward`)",

@@ -30,10 +30,12 @@ from raytrec.compat.ray_core import (
     resolve_bootstrap_address,
 )
 from raytrec.compat.ray_start import read_token_again
-from raytrec.compat.versions import OTHERS
+from raytrec.compat.versions import SUPPORTED_VERSIONS
 
-(RAY,) = OTHERS["ray"]  # raytrec uses private parts of Ray that were checked for this version only
-ANSWER_S = 30.0  # timeout for a busy machine; missing machines are detected earlier
+(RAY,) = SUPPORTED_VERSIONS[
+    "ray"
+]  # raytrec uses private parts of Ray that were checked for this version only
+ANSWER_TIMEOUT_S = 30.0  # timeout for a busy machine; missing machines are detected earlier
 SCHEME = "ray://"
 STARTUP_TIMEOUT_S = 5.0  # time for a starting cluster to listen
 START_CLUSTER_HINT = "start a cluster with `raytrec head`, or omit the address to start a local Ray"
@@ -202,7 +204,7 @@ def _call_cluster(channel: Any, method: str, token: tuple[tuple[str, str], ...])
     import grpc
 
     try:
-        channel.unary_unary(method)(b"", timeout=ANSWER_S, metadata=token)
+        channel.unary_unary(method)(b"", timeout=ANSWER_TIMEOUT_S, metadata=token)
     except grpc.RpcError as error:
         return error.code()
     return None

@@ -161,14 +161,14 @@ def _can_fork_for(env: dict[str, str], overrides: dict[str, str]) -> bool:
         env: Environment with which Ray starts its workers.
         overrides: Variables added by the worker's runtime environment.
     """
-    from raytrec.compat.ray_start import LATE_READ_PREFIXES, LOAD_TIME_PREFIXES, READ_FOR_EVER
+    from raytrec.compat.ray_start import LATE_READ_PREFIXES, LOAD_TIME_PREFIXES, UNCHANGEABLE_VARIABLES
 
     early = {
         name: value
         for name, value in overrides.items()
         if name.startswith(LOAD_TIME_PREFIXES) and not name.startswith(LATE_READ_PREFIXES)
     }
-    early |= {name: env.get(name) for name in READ_FOR_EVER}
+    early |= {name: env.get(name) for name in UNCHANGEABLE_VARIABLES}
     return all(os.environ.get(name) == value for name, value in early.items())
 
 

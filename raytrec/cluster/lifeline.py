@@ -15,8 +15,8 @@ from typing import Any
 from raytrec.common.errors import RunError
 
 POLL_INTERVAL_S = 0.5
-CONNECT_S = 2.0
-GONE_S = 2.0  # time after which a process that refuses connections has ended
+LIFELINE_CONNECT_TIMEOUT_S = 2.0
+REFUSED_TIMEOUT_S = 2.0  # time after which a process that refuses connections has ended
 # The GCS of a joined cluster may restart if it is backed by Redis; Ray has a setting for the time to wait.
 GCS_RESTART_TIMEOUT_S, GCS_RECONNECT_VARIABLE = 10.0, "RAY_gcs_rpc_server_reconnect_timeout_s"
 RAYLET, GCS = "raylet", "GCS"
@@ -78,7 +78,7 @@ class RayMonitor:
 
     def _check(self, part: str, place: tuple[str, int]) -> None:
         try:
-            socket.create_connection(place, CONNECT_S).close()
+            socket.create_connection(place, LIFELINE_CONNECT_TIMEOUT_S).close()
         except OSError as error:
             refused = isinstance(error, ConnectionRefusedError)
         else:
@@ -87,7 +87,9 @@ class RayMonitor:
         began = self._since.setdefault(part, monotonic())
         comes_back = part == GCS and not self._own
         gone_s = (
-            float(os.environ.get(GCS_RECONNECT_VARIABLE, GCS_RESTART_TIMEOUT_S)) if comes_back else GONE_S
+            float(os.environ.get(GCS_RECONNECT_VARIABLE, GCS_RESTART_TIMEOUT_S))
+            if comes_back
+            else REFUSED_TIMEOUT_S
         )
         if monotonic() - began > (gone_s if refused else self._patience_s):
             lost = RayLost(

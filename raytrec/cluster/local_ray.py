@@ -21,16 +21,21 @@ from typing import NoReturn
 
 from raytrec.cluster.access import TOKEN_PATH_VARIABLE, token_file, use_token
 from raytrec.common.errors import RunError, convert_os_errors
-from raytrec.common.processes import lock
-from raytrec.compat.ray_start import CURRENT_CLUSTER_FILE, INFREQUENT_REPORTS_ENV, SOCKET, replace_popen
+from raytrec.common.processes import lock_file
+from raytrec.compat.ray_start import (
+    CURRENT_CLUSTER_FILE,
+    INFREQUENT_REPORTS_ENV,
+    LONGEST_SOCKET_PATH,
+    replace_popen,
+)
 
 FOLDER_PREFIX, OWNER = "raytrec-", "owner"
 RAY_TMPDIR_VARIABLE = "RAY_TMPDIR"
 # Maximum length of a Unix socket address (sys/un.h).
-LONGEST = 107 if sys.platform == "linux" else 103
+MAX_SOCKET_PATH_BYTES = 107 if sys.platform == "linux" else 103
 MIN_ABANDONED_AGE_S = 3600.0  # age at which a folder without owner is abandoned and not just being created
 # Maximum bytes per log file, and characters in total, that are kept.
-WORDS, MAX_LOG_CHARACTERS = 8_000, 200_000
+MAX_TAIL_BYTES, MAX_LOG_CHARACTERS = 8_000, 200_000
 JOB_STOP_TIMEOUT_S = 60  # by default, `ray job stop` kills after 3 s, which is too short for a checkpoint
 LINGER_S = 2.0  # time for Ray's processes to exit by themselves
 
@@ -62,7 +67,7 @@ def make_folder() -> tuple[Path, int]:
         sweep(base)
         folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=base))  # mode 0700
         owner = os.open(folder / f".{OWNER}", os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-    if lock(owner):  # without a lock, the folder is never swept
+    if lock_file(owner):  # without a lock, the folder is never swept
         with suppress(OSError):
             (folder / f".{OWNER}").rename(folder / OWNER)
     return folder, owner
@@ -74,7 +79,7 @@ def find_base_folder() -> Path:
         if value := os.environ.get(name):
             base = Path(value).absolute()
             base = base.parent if base.name.startswith(FOLDER_PREFIX) else base  # folder of an enclosing Ray
-            max_bytes = LONGEST - len(f"/{FOLDER_PREFIX}12345678{SOCKET}")
+            max_bytes = MAX_SOCKET_PATH_BYTES - len(f"/{FOLDER_PREFIX}12345678{LONGEST_SOCKET_PATH}")
             if len(os.fsencode(base)) <= max_bytes:
                 base.mkdir(parents=True, exist_ok=True, mode=0o700)
                 return base
@@ -95,7 +100,7 @@ def sweep(base: Path) -> None:
             _sweep_folder(folder)
 
 
-def heads() -> list[str]:
+def list_local_heads() -> list[str]:
     """Return HOST:PORT of this user's `raytrec head` clusters that accept connections."""
     addresses = []
     for note in find_base_folder().glob(f"{FOLDER_PREFIX}*/{CURRENT_CLUSTER_FILE}"):
@@ -126,7 +131,7 @@ def _sweep_folder(folder: Path) -> None:
             _remove(folder)
         return
     try:
-        if lock(owner):
+        if lock_file(owner):
             _remove(folder)
     except BlockingIOError:  # the owner is running
         return
@@ -176,7 +181,7 @@ def read_stderr_tails(logs: Path) -> str:
     parts = []
     for file in sorted(logs.glob("*.err"), key=lambda file: file.stat().st_mtime):
         with suppress(OSError), open(file, "rb") as stream:
-            stream.seek(max(0, file.stat().st_size - WORDS))
+            stream.seek(max(0, file.stat().st_size - MAX_TAIL_BYTES))
             if text := stream.read().decode(errors="replace").strip():
                 parts.append(f"\n{file.name}:\n{text}\n")
     return "".join(parts)[-MAX_LOG_CHARACTERS:]

@@ -21,7 +21,7 @@ from typing import Annotated
 
 import typer
 
-from raytrec.compat.ray_core import available_resources, drain
+from raytrec.compat.ray_core import drain, list_free_resources
 
 POLL_INTERVAL_S = 2.0
 METADATA_TIMEOUT_S = 2.0  # timeout of a machine's own metadata server
@@ -102,7 +102,7 @@ def wait_until_empty(node: str, seconds: float) -> None:
         total = next((n["Resources"] for n in ray.nodes() if n["NodeID"] == node and n["Alive"]), None)
         if total is None:
             return
-        free = available_resources().get(node, {})
+        free = list_free_resources().get(node, {})
         if all(free.get(name, 0) >= total.get(name, 0) for name in ("CPU", "GPU")):
             return
         time.sleep(0.5)

@@ -15,9 +15,9 @@ from typing import Any, NoReturn
 
 from raytrec.cluster.access import START_CLUSTER_HINT, check_cluster, check_version_mismatch, use_token
 from raytrec.cluster.lifeline import GCS, RAYLET, RayLost
-from raytrec.cluster.local_ray import create_private_folder, heads, isolate_sessions, listens
+from raytrec.cluster.local_ray import create_private_folder, isolate_sessions, list_local_heads, listens
 from raytrec.cluster.warm_process import fork_workers, warm_up
-from raytrec.common.errors import RunError, first_line
+from raytrec.common.errors import RunError, get_first_line
 from raytrec.compat.ray_core import JOB_CONFIG_VARIABLE, get_own_address, resolve_bootstrap_address
 from raytrec.compat.ray_start import (
     disable_auto_connect,
@@ -100,7 +100,7 @@ def _join_cluster(address: str, source: str) -> Iterator[None]:
 
     `source` names the source of the address in errors.
     """
-    if address == "auto" and not os.environ.get("RAY_ADDRESS") and (addresses := heads()):
+    if address == "auto" and not os.environ.get("RAY_ADDRESS") and (addresses := list_local_heads()):
         address = _require_single_address(addresses, source)
     if _is_on_loopback(address):
         stay_on_loopback()
@@ -221,7 +221,7 @@ def _connect(where: str, **options: Any) -> None:
             "RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL=minor here and where Ray is started",
         )
         do = START_CLUSTER_HINT if "ADDRESS" in where.upper() else "try again when the machine has less load"
-        raise RunError(f"cannot connect to Ray: {first_line(error)}", where=where, do=do) from None
+        raise RunError(f"cannot connect to Ray: {get_first_line(error)}", where=where, do=do) from None
     silence_workers()  # raytrec reports worker exits itself
     if current_thread() is main_thread():  # Ray's own handler exits with 15
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-AT_ONCE = 1 << 20  # rows per rank that `send` exchanges at a time
+ROWS_PER_EXCHANGE = 1 << 20  # rows per rank that `send` exchanges at a time
 
 
 def get_collective_device(group: dist.ProcessGroup | None = None) -> torch.device:
@@ -43,7 +43,7 @@ class Peers:
     def __init__(
         self,
         device: torch.device | None = None,
-        at_once: int = AT_ONCE,
+        at_once: int = ROWS_PER_EXCHANGE,
         alone: bool = False,
         group: dist.ProcessGroup | None = None,
     ):
@@ -124,7 +124,7 @@ class Peers:
         of_tables = [sum(of_table) for of_table in zip(*sizes_WT, strict=True)]
         if self.world > 1 and sum(of_ranks):
             gathered = self.concatenate(values, of_ranks)
-            values = gathered[compute_regrouping(on_device(sizes_WT, values.device), sum(of_ranks))]
+            values = gathered[compute_regrouping(to_device_tensor(sizes_WT, values.device), sum(of_ranks))]
         return list(values.split(of_tables))
 
     def union(self, keys: torch.Tensor) -> torch.Tensor:
@@ -251,7 +251,7 @@ def compute_regrouping(sizes_AB: torch.Tensor, total: int) -> torch.Tensor:
     return shifts.repeat_interleave(sizes_BA, output_size=total) + torch.arange(total, device=flat.device)
 
 
-def on_device(numbers: Sequence[Any], device: torch.device) -> torch.Tensor:
+def to_device_tensor(numbers: Sequence[Any], device: torch.device) -> torch.Tensor:
     """Return nested integers as a tensor, int64 [...].
 
     A copy from page-locked memory does not make the host wait for a GPU.

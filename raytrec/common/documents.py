@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from raytrec.common import messages
-from raytrec.common.errors import RunError, first_line
-from raytrec.common.formatting import number, number_or_zero
+from raytrec.common.errors import RunError, get_first_line
+from raytrec.common.formatting import parse_number, parse_number_or_zero
 from raytrec.common.messages import Event, Measured, Message, Outcome, RankLine
 from raytrec.common.reading import MAX_JSON_BYTES, UnreadableError, parse_json
 from raytrec.common.storage import join_uri, read_bytes
@@ -32,7 +32,7 @@ T = TypeVar("T")
 _adapter_of: Any = cache(TypeAdapter)
 
 
-def document(value: Any) -> bytes:
+def to_json_document(value: Any) -> bytes:
     """Return a dataclass or pydantic model as JSON text; NaN becomes null."""
     return _adapter_of(type(value)).dump_json(value, indent=2, by_alias=True) + b"\n"
 
@@ -95,7 +95,7 @@ def read_document(folder: str, name: str, kind: type[T], what: str, made_by: str
         ) from None
     except (OSError, UnreadableError, UnicodeError) as error:
         raise RunError(
-            f"{name} of the {what} cannot be read: {first_line(error)}",
+            f"{name} of the {what} cannot be read: {get_first_line(error)}",
             where=uri,
             expected=f"a file written by `{made_by}` of this version",
             do=f"restore the file, or run `{made_by}` again",
@@ -143,7 +143,7 @@ def _to_number(value: Any) -> float | None:
     """Return a number unchanged, a bool as 0 or 1, and None for any other value."""
     if isinstance(value, bool):
         return int(value)
-    return None if isnan(number(value)) else value
+    return None if isnan(parse_number(value)) else value
 
 
 def _clean_table_figures(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -154,7 +154,7 @@ def _clean_table_figures(values: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(replicated := values.get("replicated"), bool):
         figures["replicated"] = replicated
     if isinstance(counts := values.get("row_norm_counts"), list):
-        figures["row_norm_counts"] = [number_or_zero(count) for count in counts]
+        figures["row_norm_counts"] = [parse_number_or_zero(count) for count in counts]
     return figures
 
 

@@ -17,7 +17,7 @@ from typing_extensions import TypedDict
 from raytrec.common.redaction import hide
 
 MAX_WORD_LENGTH = 200  # characters; the time of a search for similar words grows with their square
-LONGEST = {"what": 2200, "where": 700, "expected": 500, "do": 450}  # bytes of UTF-8 of each part
+MAX_PART_BYTES = {"what": 2200, "where": 700, "expected": 500, "do": 450}  # bytes of UTF-8 of each part
 # Characters that move a terminal's cursor or reverse text, and those that UTF-8 cannot encode.
 CONTROL = re.compile("[\\x00-\\x09\\x0b-\\x1f\\x7f-\\x9f\\u2028-\\u202e\\u2066-\\u2069\\ud800-\\udfff]")
 
@@ -102,7 +102,7 @@ class RunError(RaytrecError):
     """A run could not start, failed, or cannot be loaded."""
 
 
-def some(value: object) -> str:
+def shorten_repr(value: object) -> str:
     """Return the repr of a value, shortened to a line."""
     return _REPR.repr(value)
 
@@ -114,7 +114,7 @@ def join_first_lines(lines: list[str], count: int | None = None) -> str:
         lines: First lines, or all.
         count: Number of all lines; default: that of `lines`.
     """
-    count, first_lines, room = count or len(lines), [], LONGEST["what"] - 100
+    count, first_lines, room = count or len(lines), [], MAX_PART_BYTES["what"] - 100
     for line in lines:
         line = _truncate_middle(line, 500)
         room -= len(line.encode(errors="replace")) + 1
@@ -130,7 +130,7 @@ def _sanitize_part(part: object, name: str) -> str:
     text = str(part)
     if len(text) > 1 << 20:  # the search for secrets takes time
         text = text[: 1 << 19] + " … " + text[-(1 << 19) :]
-    return _truncate_middle(CONTROL.sub(_escape_match, hide(text)), LONGEST[name])
+    return _truncate_middle(CONTROL.sub(_escape_match, hide(text)), MAX_PART_BYTES[name])
 
 
 def _escape_match(match: re.Match) -> str:
@@ -163,13 +163,13 @@ def find_similar_word(word: str, known: list[str]) -> str | None:
     return near[0] if near else None
 
 
-def hint(word: str, known: Iterable[str]) -> str:
+def format_suggestion(word: str, known: Iterable[str]) -> str:
     """Return "; did you mean 'NAME'?" with the most similar known word, or "" if none is similar."""
     near = find_similar_word(word, list(known))
     return f"; did you mean '{near}'?" if near else ""
 
 
-def unknown(
+def make_unknown_word_error(
     what: str,
     word: str,
     known: Iterable[str],
@@ -191,11 +191,14 @@ def unknown(
     """
     known = list(known)
     return kind(
-        what + hint(word, known), where=where, expected=expected or f"one of {', '.join(known)}", do=do
+        what + format_suggestion(word, known),
+        where=where,
+        expected=expected or f"one of {', '.join(known)}",
+        do=do,
     )
 
 
-def first_line(error: BaseException) -> str:
+def get_first_line(error: BaseException) -> str:
     """Return the first line of an error's text that is not blank, or the name of its type if all are."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
@@ -212,10 +215,10 @@ def convert_os_errors(what: str, kind: type[RaytrecError] = RunError, **parts: s
     try:
         yield
     except OSError as error:
-        raise kind(f"{what}: {error.strerror or first_line(error)}", **parts) from None
+        raise kind(f"{what}: {error.strerror or get_first_line(error)}", **parts) from None
 
 
-def last_line(text: str, otherwise: str) -> str:
+def get_last_line(text: str, otherwise: str) -> str:
     """Return the last line of a text, such as a traceback, that is not blank."""
     return (text.strip().splitlines() or [otherwise])[-1].strip()
 

@@ -6,13 +6,15 @@ from collections.abc import Callable, Mapping
 from math import isfinite, isnan, nan
 from typing import Any
 
-LARGEST = 1e60  # absolute value; larger numbers in files are taken for mistakes
+MAX_ABSOLUTE_VALUE = 1e60  # absolute value; larger numbers in files are taken for mistakes
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
-def number(value: Any) -> float:
+def parse_number(value: Any) -> float:
     """Return a number from a file; NaN if the value is not a finite number below LARGEST."""
-    usable = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST
+    usable = (
+        isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < MAX_ABSOLUTE_VALUE
+    )
     return float(value) if usable else nan
 
 
@@ -31,9 +33,9 @@ def null_nonfinite(values: Mapping[str, Any]) -> dict[str, Any]:
     return {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in values.items()}
 
 
-def number_or_zero(value: Any) -> float:
+def parse_number_or_zero(value: Any) -> float:
     """Return a number from a file; 0 if the value is not a finite number below LARGEST."""
-    return 0.0 if isnan(found := number(value)) else found
+    return 0.0 if isnan(found := parse_number(value)) else found
 
 
 def is_step(value: Any) -> bool:
@@ -41,7 +43,7 @@ def is_step(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
 
 
-def percent(share: float) -> str:
+def format_percent(share: float) -> str:
     """Format a share of 1: `0.708` is "71 %"; shares near 0 and 1 get more digits. NaN is "–"."""
     if isnan(share):
         return "–"
@@ -65,7 +67,7 @@ def format_bytes(count: float) -> str:
     return f"{count:.0f} {unit}" if count >= 100 or unit == "B" else f"{count:.3g} {unit}"
 
 
-def figure(value: float) -> str:
+def format_figure(value: float) -> str:
     """Format a number with about four significant digits: "1,234,567", "0.8104". NaN is "–"."""
     if isnan(value):
         return "–"
@@ -76,12 +78,12 @@ def figure(value: float) -> str:
     return f"{value:.2e}" if 0 < abs(value) < 1e-3 else f"{value:.4g}"
 
 
-def count(number: int, what: str) -> str:
+def format_count(number: int, what: str) -> str:
     """Format a number with its noun in singular or plural: "1 failure", "2 failures"."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Format seconds: "12 s", "3 min 5 s", "2 h 7 min"."""
     seconds = round(seconds)
     if seconds < 60:
@@ -91,7 +93,7 @@ def duration(seconds: float) -> str:
     return f"{seconds // 3600} h {seconds % 3600 // 60} min"
 
 
-def short(name: object, most: int = 20) -> str:
+def shorten_name(name: object, most: int = 20) -> str:
     """Return a name of at most `most` printable characters; the middle of a longer name is left out."""
     text = "".join(c if c.isprintable() else "?" for c in str(name))
     if len(text) <= most:
@@ -100,7 +102,7 @@ def short(name: object, most: int = 20) -> str:
     return f"{text[: most - 1 - tail]}…{text[-tail:]}"
 
 
-def ranges(ranks: list) -> str:
+def format_rank_ranges(ranks: list) -> str:
     """Format ranks as ranges: [0, 1, 2, 5] is "0–2, 5"."""
     whole = sorted({rank for rank in ranks if isinstance(rank, int)})
     parts: list[list[int]] = []

@@ -21,13 +21,13 @@ from raytrec.common.errors import ConfigError, GpuFailedError
 T = TypeVar("T")
 
 
-def visible_gpus() -> list[str]:
+def list_visible_gpus() -> list[str]:
     """Return the numbers or UUIDs of CUDA_VISIBLE_DEVICES; an empty list means all GPUs of the machine."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     return [name.strip() for name in names if name.strip()]
 
 
-def usable_gpus() -> list[str]:
+def list_usable_gpus() -> list[str]:
     """Return the numbers or UUIDs of the GPUs that this process may use."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return []
@@ -44,7 +44,7 @@ def get_gpu_handle(name: str) -> Any:
 
 def get_cuda_handle(device: str) -> Any:
     """Return NVML's handle of a device of torch; cuda:I is the I-th visible GPU."""
-    index, visible = int(device.partition(":")[2] or 0), visible_gpus()
+    index, visible = int(device.partition(":")[2] or 0), list_visible_gpus()
     return get_gpu_handle(visible[index] if visible else str(index))
 
 
@@ -66,7 +66,9 @@ def _query_gpus(read: Callable[[Any, str], T]) -> list[T]:
     """Return `read(NVML, name)` of each visible GPU; an empty list if one of them cannot be read."""
 
     def read_all(nvml: Any) -> list[T]:
-        return [read(nvml, name) for name in visible_gpus() or map(str, range(nvml.nvmlDeviceGetCount()))]
+        return [
+            read(nvml, name) for name in list_visible_gpus() or map(str, range(nvml.nvmlDeviceGetCount()))
+        ]
 
     return _query_nvml(read_all) or []
 
@@ -129,7 +131,7 @@ def check_fbgemm_support(kind: tuple[str, tuple[int, int]], host: str) -> Config
         kind: Name and compute capability of the GPU.
         host: Host of the GPU.
     """
-    package = installed("fbgemm-gpu")
+    package = get_installed_version("fbgemm-gpu")
     supported = FBGEMM_CAPABILITIES.get((package or "").partition("+")[0])  # None for builds from source
     gpu, capability = kind
     if not supported or capability in supported:
@@ -167,7 +169,7 @@ def find_needed_recovery(device: str) -> str | None:
     return _query_nvml(ask)
 
 
-def installed(package: str) -> str | None:
+def get_installed_version(package: str) -> str | None:
     """Return the version of a package of this environment; None if it is not installed."""
     try:
         return version(package)
@@ -175,19 +177,19 @@ def installed(package: str) -> str | None:
         return None
 
 
-def installed_versions(*more: str) -> dict[str, str]:
+def get_installed_versions(*more: str) -> dict[str, str]:
     """Return the versions of the installed packages among PACKAGES and `more`."""
-    return {package: found for package in (*PACKAGES, *more) if (found := installed(package))}
+    return {package: found for package in (*PACKAGES, *more) if (found := get_installed_version(package))}
 
 
-def built_for() -> str | None:
+def get_build_device() -> str | None:
     """Return the device for which torch and FBGEMM are built, "cuda" or "cpu"; None without torch.
 
     FBGEMM's builds are two distributions with one folder, so installing both breaks FBGEMM.
     """
-    if not installed("torch"):
+    if not get_installed_version("torch"):
         return None
-    return "cuda" if get_torch_cuda_version() and not installed("fbgemm-gpu-cpu") else "cpu"
+    return "cuda" if get_torch_cuda_version() and not get_installed_version("fbgemm-gpu-cpu") else "cpu"
 
 
 def get_torch_cuda_version() -> str | None:
@@ -251,7 +253,7 @@ def check_gpu(host: str) -> None:
                 expected="GPUs that need no recovery (nvidia-smi -q: GPU Recovery Action)",
                 do="recover the GPU or remove the node from the cluster, and resume the run",
             )
-            error.place = "", (visible_gpus() or {index: str(index)})[index]
+            error.place = "", (list_visible_gpus() or {index: str(index)})[index]
             raise error
 
 
@@ -274,7 +276,7 @@ def require_compiler(device: str) -> None:
         problem = f"there is no {'C++' if device == 'cpu' else 'C'} compiler ({' or '.join(names)})"
     elif not headers.is_file():
         problem = f"Python's headers are missing ({headers})"
-    elif device == "cuda" and not installed("triton"):
+    elif device == "cuda" and not get_installed_version("triton"):
         problem = "the package triton is not installed"
     if problem:
         raise ConfigError(

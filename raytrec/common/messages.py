@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, StrictBool
 
 from raytrec.common.errors import ErrorParts
-from raytrec.common.formatting import LARGEST, number
+from raytrec.common.formatting import MAX_ABSOLUTE_VALUE, parse_number
 
 HEARTBEAT_INTERVAL_S = 0.5  # shortest time between two heartbeats of a rank
 MAX_HEARTBEATS_PER_S = 512  # heartbeats per second of all ranks together, which one actor answers
@@ -21,7 +21,7 @@ METRICS, RANKS, CHECKS, EVENTS = "metrics.jsonl", "ranks.jsonl", "checks.jsonl",
 
 Figures = Mapping[str, Any]
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**53)]
-Real = Annotated[float, Field(strict=True, gt=-LARGEST, lt=LARGEST)]
+Real = Annotated[float, Field(strict=True, gt=-MAX_ABSOLUTE_VALUE, lt=MAX_ABSOLUTE_VALUE)]
 UnixTime = Annotated[float, Field(strict=True, ge=0, lt=1e11)]  # seconds since 1970, up to the year 5138
 PROFILED = "profiled"  # the Event of a run whose profile has been written
 ENDED_EARLY = "ended early"  # the Event of a run whose evaluations have ended training
@@ -197,7 +197,7 @@ class Measured(Message):
 
     def figure(self, name: str) -> float:
         """Return a figure; NaN if it is not defined."""
-        return number(self.figures.get(name))
+        return parse_number(self.figures.get(name))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,11 +15,11 @@ from pyarrow import fs
 
 from raytrec.common.documents import validate_as
 from raytrec.common.errors import ConfigError, RunError, convert_os_errors
-from raytrec.common.processes import lock, owner, remove_leftovers
+from raytrec.common.processes import get_owner_name, lock_file, remove_leftovers
 from raytrec.common.reading import UnreadableError, parse_json
-from raytrec.common.storage import join_uri, open_filesystem, read_bytes, sync
+from raytrec.common.storage import join_uri, open_filesystem, read_bytes, sync_to_disk
 
-OTHER = "choose another --out, or remove the folder"
+OTHER_FOLDER_ADVICE = "choose another --out, or remove the folder"
 T = TypeVar("T")
 
 
@@ -78,12 +78,12 @@ class OutputFolder:
             yield stream
             stream.close()
             return
-        written = f"{self._path}/{partial}.{owner()}.tmp"
+        written = f"{self._path}/{partial}.{get_owner_name()}.tmp"
         os.makedirs(os.path.dirname(written), exist_ok=True)
         try:
             with self._filesystem.open_output_stream(written) as stream:
                 yield stream
-            sync(written)
+            sync_to_disk(written)
             os.makedirs(os.path.dirname(target), exist_ok=True)
             os.replace(written, target)
         except BaseException:
@@ -147,7 +147,7 @@ class ClaimedFolder(OutputFolder):
 
     def _lock(self, descriptor: int) -> None:
         try:
-            lock(descriptor)
+            lock_file(descriptor)
         except BlockingIOError:
             raise RunError(
                 "another process is writing to this folder",
@@ -175,7 +175,7 @@ class ClaimedFolder(OutputFolder):
         except UnreadableError as error:
             raise self.refused(f"cannot read {name}: {error}") from None
 
-    def refused(self, what: str, do: str = OTHER) -> ConfigError:
+    def refused(self, what: str, do: str = OTHER_FOLDER_ADVICE) -> ConfigError:
         """Return the error for a folder that holds something else."""
         return ConfigError(
             what,

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO
 
 
-def lock(file: IO | int, wait: bool = False) -> bool:
+def lock_file(file: IO | int, wait: bool = False) -> bool:
     """Lock an open file or folder against other processes until it is closed or this process ends.
 
     Args:
@@ -54,7 +54,7 @@ def create_file(path: Path, data: bytes | str, mode: int = 0o600) -> None:
         file.write(content)
 
 
-def owner() -> str:
+def get_owner_name() -> str:
     """Return the part of a file name that identifies this process on this host."""
     return f"{socket.gethostname()}-{os.getpid()}"
 
@@ -64,8 +64,8 @@ def remove_leftovers(folder: str | Path, pattern: str, keep: str | None = None) 
 
     Args:
         folder: Folder to search.
-        pattern: Pattern of names, with {owner} in the place of `owner()` and * for any text. Names with the
-            owner of another host stay, because that host's processes are not visible here.
+        pattern: Pattern of names, with {owner} in the place of `get_owner_name()` and * for any text. Names
+            with the owner of another host stay, because that host's processes are not visible here.
         keep: Name of a file; folders that contain it stay.
     """
     parts = {"{owner}": rf"{re.escape(socket.gethostname())}-(\d+)", "*": ".*"}

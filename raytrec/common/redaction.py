@@ -48,10 +48,14 @@ SHAPES = re.compile(
 PASSWORD = r"passw(?:or)?d|passphrase|pwd|(?:private|api|access|account|shared|secret|encryption)[_-]?key"
 SECRET_NAME = re.compile(rf"{PASSWORD}|secret|token(?!i[sz])|credential|signature", re.IGNORECASE)
 PASSWORD_NAME = re.compile(PASSWORD, re.IGNORECASE)
-WORDS = frozenset(["pass", "pw", "sig", "sas", "jwt", "auth", "oauth", "authorization", "cookie", "bearer"])
-TAGS = frozenset(["session"])  # further words for keys of mappings; in text, session=3 may be a partition
+SECRET_WORDS = frozenset(
+    ["pass", "pw", "sig", "sas", "jwt", "auth", "oauth", "authorization", "cookie", "bearer"]
+)
+SECRET_KEYS = frozenset(
+    ["session"]
+)  # further words for keys of mappings; in text, session=3 may be a partition
 MAX_TOKEN_COUNT = 99_999  # largest number after `token` that is a count; larger numbers are tokens
-PLACES = frozenset(["path", "file", "dir", "mode"])  # last words of names of a place or use of a secret
+PLACE_WORDS = frozenset(["path", "file", "dir", "mode"])  # last words of names of a place or use of a secret
 WORD = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z0-9]+")
 CONTAINER_SCHEMES = ("abfs", "abfss", "wasb", "wasbs")  # schemes whose addresses begin with CONTAINER@ACCOUNT
 PLACEHOLDER_PASSWORDS = ("", "x-oauth-basic")  # passwords of addresses that have a token as their user
@@ -120,9 +124,9 @@ def anonymize(text: str, names: Mapping[str, str]) -> str:
 def is_secret(name: str) -> bool:
     """Return True if the name of a setting or parameter denotes a secret."""
     words = [word.lower() for word in WORD.findall(name[:200])]
-    if words and words[-1] in PLACES:
+    if words and words[-1] in PLACE_WORDS:
         return False
-    return bool(SECRET_NAME.search(name)) or not WORDS.isdisjoint(words)
+    return bool(SECRET_NAME.search(name)) or not SECRET_WORDS.isdisjoint(words)
 
 
 def hide_yaml(text: str) -> str:
@@ -164,7 +168,7 @@ def _redact_value(value: Any, *, secret: bool, password: bool, judged: bool) -> 
         return {
             key: _redact_value(
                 each,
-                secret=secret or (judged and (is_secret(str(key)) or str(key).lower() in TAGS)),
+                secret=secret or (judged and (is_secret(str(key)) or str(key).lower() in SECRET_KEYS)),
                 password=password or (judged and not _is_count(str(key), each)),
                 judged=str(key) not in USER_KEYED_SETTINGS,
             )

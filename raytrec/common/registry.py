@@ -18,7 +18,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Generic, TypeVar
 
-from raytrec.common.errors import ConfigError, hint, unknown
+from raytrec.common.errors import ConfigError, format_suggestion, make_unknown_word_error
 
 PYTHON_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # module:name
 T = TypeVar("T")
@@ -104,7 +104,7 @@ class Registry(Generic[T]):
         if PYTHON_PATH.fullmatch(name):
             return find_code(name, self._kind, where, folder)
         expected = f"{', '.join(parts)}, or module:name of a user-defined {self._kind}"
-        raise unknown(f"there is no {self._kind} '{name}'", name, parts, where, expected)
+        raise make_unknown_word_error(f"there is no {self._kind} '{name}'", name, parts, where, expected)
 
 
 def list_modules(package: str) -> list[str]:
@@ -140,7 +140,7 @@ def find_code(path: str, kind: str, where: str, folder: str | None = None) -> An
             raise  # an error of the module's own code
         raise ConfigError(
             f"cannot import {kind} {path}: the module has no attribute '{name}'"
-            + hint(name, [n for n in vars(sys.modules[module]) if not n.startswith("_")]),
+            + format_suggestion(name, [n for n in vars(sys.modules[module]) if not n.startswith("_")]),
             where=where,
             expected="module:name",
         ) from None

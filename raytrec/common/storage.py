@@ -14,7 +14,7 @@ from raytrec.common.errors import ConfigError, DataError
 from raytrec.common.reading import MAX_JSON_BYTES, MAX_YAML_BYTES, parse_yaml
 
 ROOT = "RAYTREC_ROOT"
-COPIES = (
+RAY_JOB_COPIES = (
     "/runtime_resources/working_dir_files/"  # folder in which Ray unpacks the working directories of jobs
 )
 # URIs of files on this machine or on the provider's own servers. pyarrow takes other servers from parameters
@@ -59,7 +59,7 @@ def open_filesystem(uri: str):
     return filesystem, path.rstrip("/") or "/"
 
 
-def file_info(uri: str):
+def query_file_info(uri: str):
     """Return pyarrow's FileInfo of a path or URI; its type is NotFound if nothing is there."""
     filesystem, path = open_filesystem(uri)
     return filesystem.get_file_info(path)
@@ -114,7 +114,7 @@ def read_yaml(uri: str) -> Any:
     return parse_yaml(read_bytes(uri))
 
 
-def absolute(uri: str, root: str | None = None) -> str:
+def make_absolute(uri: str, root: str | None = None) -> str:
     """Return the absolute form of a local path, because workers run in another directory; keep a URI.
 
     Args:
@@ -130,7 +130,7 @@ def absolute(uri: str, root: str | None = None) -> str:
         return uri
     place = os.path.expanduser(uri)
     root = root or os.environ.get(ROOT)
-    if not root and not os.path.isabs(place) and COPIES in os.getcwd():
+    if not root and not os.path.isabs(place) and RAY_JOB_COPIES in os.getcwd():
         raise ConfigError(
             f"'{uri}' is a relative path, but this job's working directory is a copy of the submitted files",
             where=os.getcwd(),
@@ -145,12 +145,12 @@ def quote_for_shell(place: str | Path) -> str:
     return shlex.quote(str(place))
 
 
-def relative(path: Path) -> str:
+def make_relative(path: Path) -> str:
     """Return a path relative to the working directory if it is inside, else unchanged."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
-def sync(path: str | Path) -> None:
+def sync_to_disk(path: str | Path) -> None:
     """Flush a local file, or the names in a local folder, to disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -185,7 +185,7 @@ def get_sibling(uri: str, name: str) -> str:
 def find_train_folder(uri: str) -> str:
     """Return the folder train/ inside a folder that has one, else the place itself."""
     inner = join_uri(uri, "train")
-    return inner if file_info(inner).type.name == "Directory" else uri
+    return inner if query_file_info(inner).type.name == "Directory" else uri
 
 
 def find_sibling_parts(uri: str) -> dict[str, str]:
@@ -196,6 +196,6 @@ def find_sibling_parts(uri: str) -> dict[str, str]:
     places = {}
     for part in ("valid", "val", "validation", "test", "eval"):
         place = get_sibling(uri, name.replace("train", part, 1))
-        if file_info(place).type.name != "NotFound":
+        if query_file_info(place).type.name != "NotFound":
             places[part] = place
     return places

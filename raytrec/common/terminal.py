@@ -30,16 +30,16 @@ def open_console(*, stderr: bool = False) -> Console:
     return Console(file=cast("TextIO", stream), markup=False, emoji=False, highlight=False)
 
 
-def plain(text: object) -> str:
+def to_plain_text(text: object) -> str:
     """Return a text, such as a name chosen by others, without control characters and secrets."""
     return CONTROL.sub("�", hide(str(text)))
 
 
-def bold(text: object) -> Text:
+def to_bold_text(text: object) -> Text:
     """Return a bold text."""
     from rich.text import Text
 
-    return Text(plain(text), style="bold")
+    return Text(to_plain_text(text), style="bold")
 
 
 class FaultTolerantStream:

@@ -11,11 +11,11 @@ import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import nn
 
-from raytrec.compat.torchrec_ import iterate_sharded_kernels, tables_of
+from raytrec.compat.torchrec_ import iterate_sharded_kernels, list_kernel_tables
 from raytrec.compat.versions import private
 
 # Settings of a fused kernel with a cache: hits are counted, and rows are locked until their batch is trained.
-CACHED = {"gather_uvm_cache_stats": True, "prefetch_pipeline": True}
+CACHE_SETTINGS = {"gather_uvm_cache_stats": True, "prefetch_pipeline": True}
 
 
 class ResidentRows(Protocol):
@@ -130,18 +130,18 @@ class Cache:
         return current_NC
 
 
-def caches(model: nn.Module) -> dict[str, Cache | ResidentRows]:
+def find_row_caches(model: nn.Module) -> dict[str, Cache | ResidentRows]:
     """Return table → the cache or the rows in memory of this rank's shard, for tables that have either."""
     caches_by_table: dict[str, Cache | ResidentRows] = {}
     for kernel in iterate_sharded_kernels(model):
         if (rows := find_resident_rows(kernel)) is not None:
-            caches_by_table[tables_of(kernel)[0].name] = rows
+            caches_by_table[list_kernel_tables(kernel)[0].name] = rows
         if not has_cache(kernel):
             continue
         # The list has one number per feature (-1 for tables that are not cached), then the total.
         first_of_feature = _get_undocumented(kernel.emb_module, "cache_hash_size_cumsum").tolist()
         feature = 0
-        for table in tables_of(kernel):
+        for table in list_kernel_tables(kernel):
             if first_of_feature[feature] >= 0:
                 caches_by_table[table.name] = Cache(kernel, first_of_feature[feature])
             feature += len(table.feature_names)

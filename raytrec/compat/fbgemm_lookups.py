@@ -22,7 +22,7 @@ from raytrec.compat.versions import private, replace_private
 MAPPED = "raytrec_mapped"  # key in a table's settings; tables with this key share no lookup with others
 
 
-class Files(Protocol):
+class LookupStorage(Protocol):
     """Factory for the storage of lookups of marked tables (embeddings/mapped.py).
 
     Attributes:
@@ -90,7 +90,7 @@ def map_table(weight: nn.Parameter, state: Mapping[str, str], name: str = "") ->
 
 
 @contextmanager
-def use_custom_lookups(files: Files) -> Iterator[None]:
+def use_custom_lookups(files: LookupStorage) -> Iterator[None]:
     """Make TorchRec create customized lookups in the block.
 
     Lookups of each id's vector in one table use bags of one id. Weights and optimizer state of marked tables
@@ -126,7 +126,7 @@ def use_custom_lookups(files: Files) -> Iterator[None]:
 
 
 def _make_buffers(
-    specs: list[tuple], settings: dict[str, Any], state: Mapping[str, str], files: Files, extra: int
+    specs: list[tuple], settings: dict[str, Any], state: Mapping[str, str], files: LookupStorage, extra: int
 ) -> dict[str, torch.Tensor] | None:
     """Return the weights and optimizer state of a fused kernel on CPU, or None for shards without rows.
 
@@ -143,7 +143,11 @@ def _make_buffers(
 
 
 def _make_lookup_with_extra_rows(
-    kind: Callable[..., nn.Module], specs: list[tuple], settings: dict[str, Any], files: Files, extra: int
+    kind: Callable[..., nn.Module],
+    specs: list[tuple],
+    settings: dict[str, Any],
+    files: LookupStorage,
+    extra: int,
 ) -> nn.Module:
     """Return a lookup of one table with additional rows behind its own, for rows in memory.
 
@@ -168,7 +172,7 @@ def _make_lookup_with_extra_rows(
 
 
 @contextmanager
-def substitute_known_kernels(plan: ShardingPlan, kernels: dict[str, str]) -> Iterator[None]:
+def substitute_torchrec_kernels(plan: ShardingPlan, kernels: dict[str, str]) -> Iterator[None]:
     """Replace raytrec's compute kernels in a plan by TorchRec's during the block.
 
     `kernels` maps raytrec's names to TorchRec's names.

@@ -39,7 +39,7 @@ def list_alive_nodes() -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"]]
 
 
-def available_resources() -> dict[str, dict[str, float]]:
+def list_free_resources() -> dict[str, dict[str, float]]:
     """Return node id → free resources."""
     import ray
 
@@ -114,7 +114,7 @@ def find_head_nodes() -> list[str]:
     return [node["NodeID"] for node in list_alive_nodes() if HEAD_NODE_RESOURCE_NAME in node["Resources"]]
 
 
-def system_memory() -> int:
+def measure_system_memory() -> int:
     """Return the bytes of main memory of this machine, or of the container of this process."""
     from ray._common.utils import get_system_memory
 
@@ -149,7 +149,7 @@ def is_ray_process(pid: int) -> bool:
     return b"ray::" in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
-def job_id() -> str | None:
+def get_submission_id() -> str | None:
     """Return the id under which Ray's Job API submitted this process, or None if it was not submitted."""
     try:
         return json.loads(os.environ.get(JOB_CONFIG_VARIABLE, "{}"))["metadata"]["job_submission_id"]
@@ -172,7 +172,7 @@ def find_nodes_without_gpus() -> dict[str, float]:
     return {node: has["CPU"] for node, has in alive.items() if has.get("CPU") and not has.get("GPU")}
 
 
-def reported(error: BaseException) -> BaseException:
+def unwrap_health_check_failure(error: BaseException) -> BaseException:
     """Return the cause of a failed worker health check; other errors are returned unchanged."""
     from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 

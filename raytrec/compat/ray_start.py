@@ -13,12 +13,12 @@ from raytrec.compat.versions import private, replace_private
 # Below RAY_TMPDIR: HOST:PORT of the cluster that was started last.
 CURRENT_CLUSTER_FILE = "ray/ray_current_cluster"
 # Path that Ray appends to RAY_TMPDIR; the length of a Unix socket address is limited.
-SOCKET = "/ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
+LONGEST_SOCKET_PATH = "/ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
 # Prefixes of environment variables that Python, C libraries or Ray read at load time; exceptions that are
 # read later, or again; and variables that cannot be read again after a fork.
 LOAD_TIME_PREFIXES = ("LD_", "MALLOC_", "PYTHON", "RAY_")
 LATE_READ_PREFIXES = ("RAY_AUTH_", "RAY_TRAIN_", "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC")
-READ_FOR_EVER = ("RAY_JOB_ID", "RAY_RAYLET_PID")
+UNCHANGEABLE_VARIABLES = ("RAY_JOB_ID", "RAY_RAYLET_PID")
 # Makes ray.init return without waiting for prestarted workers.
 NO_PRESTART_ENV = {"RAY_prestart_worker_first_driver": "0"}
 # Settings of periodic work in Ray's processes (ray_config_def.h), for a Ray that serves one run.
@@ -140,7 +140,7 @@ def get_first_job_env(raylet: int) -> dict[str, str]:
 
     `raylet` is the process id of the raylet.
     """
-    return dict(zip(READ_FOR_EVER, ("01000000", str(raylet)), strict=True))
+    return dict(zip(UNCHANGEABLE_VARIABLES, ("01000000", str(raylet)), strict=True))
 
 
 def draw_actor_class_ids_from(random: Callable[[int], bytes]) -> AbstractContextManager[None]:

@@ -118,7 +118,7 @@ def make_sharded_tensor(
     return ShardedTensor._init_from_local_shards_and_global_metadata(local, metadata)
 
 
-def local_parts(value: torch.Tensor | ShardedTensor) -> list[torch.Tensor]:
+def list_local_parts(value: torch.Tensor | ShardedTensor) -> list[torch.Tensor]:
     """Return this rank's shards of a sharded tensor; for another tensor, the tensor itself."""
     return [shard.tensor for shard in value.local_shards()] if isinstance(value, ShardedTensor) else [value]
 
@@ -214,7 +214,7 @@ def watch_compiler(begins: Callable[[], object], ends: Callable[[], object]) -> 
     callback_handler.register_end_callback(lambda _: ends())
 
 
-def described(operator: Any) -> tuple[str, Any, bool]:
+def describe_operator(operator: Any) -> tuple[str, Any, bool]:
     """Return the name (aten::mm), base function and is-view flag of an operator seen by EveryOperator."""
     schema = operator._schema
     is_view = any(value.alias_info is not None and not value.alias_info.is_write for value in schema.returns)

@@ -73,7 +73,7 @@ def returns_per_id_vectors(kernel: nn.Module) -> bool:
     return isinstance(kernel, BaseBatchedEmbedding)
 
 
-def tables_of(kernel: nn.Module) -> list[ShardedEmbeddingTable]:
+def list_kernel_tables(kernel: nn.Module) -> list[ShardedEmbeddingTable]:
     """Return the shards that a kernel looks up, in key order: .name, .feature_names, .local_cols."""
     return private(kernel, "config", "torchrec").embedding_tables
 
@@ -91,7 +91,7 @@ def is_pipelined(collection: nn.Module, sparse: Any) -> bool:
     return isinstance(sparse, Proxy) or isinstance(collection.forward, BaseForward)
 
 
-def layers(optimizer: KeyedOptimizer) -> Iterator[KeyedOptimizer]:
+def iterate_wrappers(optimizer: KeyedOptimizer) -> Iterator[KeyedOptimizer]:
     """Yield an optimizer's wrappers, such as GlobalNormClip, from the outside in, then the wrapped one."""
     yield optimizer
     while isinstance(optimizer, OptimizerWrapper):
@@ -101,7 +101,7 @@ def layers(optimizer: KeyedOptimizer) -> Iterator[KeyedOptimizer]:
 
 def unwrap_optimizer(optimizer: KeyedOptimizer) -> KeyedOptimizer:
     """Return the optimizer inside all wrappers."""
-    *_, innermost = layers(optimizer)
+    *_, innermost = iterate_wrappers(optimizer)
     return innermost
 
 

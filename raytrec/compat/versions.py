@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from raytrec.common.errors import RunError
-from raytrec.common.machine import REINSTALL_ADVICE, get_torch_cuda_version, installed
+from raytrec.common.machine import REINSTALL_ADVICE, get_installed_version, get_torch_cuda_version
 
 # Releases of torch, TorchRec and FBGEMM belong together: FBGEMM is compiled for one torch, and TorchRec calls
 # FBGEMM's operators. File in requirements/ → package → version or its prefix (compared by a test).
@@ -22,7 +22,7 @@ PAIRS = {
 }  # fmt: skip
 PAIRED_PACKAGES = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu")
 # Packages that are compatible with every pair.
-OTHERS = {"ray": ("2.60.0",), "mlflow": ("3.17", "3.18"), "pyarrow": ("25", "26")}
+SUPPORTED_VERSIONS = {"ray": ("2.60.0",), "mlflow": ("3.17", "3.18"), "pyarrow": ("25", "26")}
 
 
 def require_versions() -> None:
@@ -42,10 +42,18 @@ def find_wrong_versions() -> RunError | None:
         The error, or None. It names the packages of other versions and the pair nearest to the installed one;
             or two builds of FBGEMM in one folder; or a build for another CUDA version than torch's.
     """
-    versions = {name: version for name in (*OTHERS, *PAIRED_PACKAGES) if (version := installed(name))}
-    mismatched = [name for name in OTHERS if name in versions and not _matches(versions[name], *OTHERS[name])]
+    versions = {
+        name: version
+        for name in (*SUPPORTED_VERSIONS, *PAIRED_PACKAGES)
+        if (version := get_installed_version(name))
+    }
+    mismatched = [
+        name
+        for name in SUPPORTED_VERSIONS
+        if name in versions and not _matches(versions[name], *SUPPORTED_VERSIONS[name])
+    ]
     what = [f"{name} {versions[name]}" for name in mismatched]
-    expected = [f"{name} {' or '.join(OTHERS[name])}" for name in mismatched]
+    expected = [f"{name} {' or '.join(SUPPORTED_VERSIONS[name])}" for name in mismatched]
     paired = {name: versions[name] for name in PAIRED_PACKAGES if name in versions}
 
     def distance(pair: dict[str, str]) -> int:
@@ -138,8 +146,8 @@ def private(owner: Any, name: str, package: str) -> Any:
 
 def missing(name: str, package: str) -> RunError:
     """Return the error for a name that upstream no longer has."""
-    version = installed(package) or installed(f"{package}-cpu") or "(not installed)"
-    pins = OTHERS.get(package) or [pair[package] for pair in PAIRS.values()]
+    version = get_installed_version(package) or get_installed_version(f"{package}-cpu") or "(not installed)"
+    pins = SUPPORTED_VERSIONS.get(package) or [pair[package] for pair in PAIRS.values()]
     return RunError(
         f"{package} {version} has no {name}",
         where="raytrec/compat",

@@ -28,7 +28,9 @@ def _reject_bool(value: Any) -> Any:
 # Strict integers reject true, "3" and 3.0. Floats accept 1e-3, which YAML 1.1 reads as text.
 PositiveInt = Annotated[int, Field(strict=True, gt=0, le=MAX_COUNT)]
 NonNegativeInt = Annotated[int, Field(strict=True, ge=0, le=MAX_COUNT)]
-Few = Annotated[int, Field(strict=True, gt=0, le=2**16)]  # counts of objects that take memory or a process
+SmallCount = Annotated[
+    int, Field(strict=True, gt=0, le=2**16)
+]  # counts of objects that take memory or a process
 Number = Annotated[float, BeforeValidator(_reject_bool)]
 PositiveFloat = Annotated[Number, Field(gt=0, le=MAX_AMOUNT)]
 NonNegativeFloat = Annotated[Number, Field(ge=0, le=MAX_AMOUNT)]
@@ -65,7 +67,9 @@ class Section(BaseModel):
             yield name, hide_all({name: value})[name]
 
 
-def one_of(sections: Mapping[str, type[Section]], key: str, own: str, what: str, default: str = "") -> Any:
+def build_section_union(
+    sections: Mapping[str, type[Section]], key: str, own: str, what: str, default: str = ""
+) -> Any:
     """Return the union type of several sections, discriminated by the value of one key.
 
     Args:

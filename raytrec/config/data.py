@@ -7,24 +7,24 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from raytrec.common.errors import some
+from raytrec.common.errors import shorten_repr
 from raytrec.common.storage import get_sibling
-from raytrec.config.base import Few, Mark, Number, PositiveFloat, PositiveInt, Section
+from raytrec.config.base import Mark, Number, PositiveFloat, PositiveInt, Section, SmallCount
 from raytrec.config.transforms import BUILT_IN, Transform
 
 FREE = Mark.FREE  # paths are free, because resuming compares the contents of the data instead
-NAME = re.compile(r"\w[\w .,:+=@()-]{0,149}")
+RUN_NAME_PATTERN = re.compile(r"\w[\w .,:+=@()-]{0,149}")
 
 
 def to_run_name(text: str) -> str:
     """Return the valid run name that is nearest to a text."""
     name = re.sub(r"[^\w .,:+=@()-]", "_", text)[:100]
-    return name if NAME.fullmatch(name) else f"_{name}"
+    return name if RUN_NAME_PATTERN.fullmatch(name) else f"_{name}"
 
 
 def _check_run_name(name: str) -> str:
     """Check a run name, which becomes the name of a folder and appears in logs and on terminals."""
-    if not NAME.fullmatch(name) or name != name.strip() or len(name.encode()) > 200:
+    if not RUN_NAME_PATTERN.fullmatch(name) or name != name.strip() or len(name.encode()) > 200:
         raise ValueError(
             "run.name: expected at most 150 letters, digits, spaces and . , : + = @ ( ) - _, beginning with "
             f"a letter, digit or _ (got {name[:60]!r}); the folder of the run is set by run.dir"
@@ -66,14 +66,14 @@ class WarmStartSection(Section):
 Folders = str | Annotated[list[str], Field(min_length=1)]
 
 
-def folders(value: Folders) -> list[str]:
+def to_folder_list(value: Folders) -> list[str]:
     """Return one folder or several folders as a list."""
     return [value] if isinstance(value, str) else value
 
 
 def _check_unique(names: list[str]) -> list[str]:
     if duplicates := {name for name in names if names.count(name) > 1}:
-        raise ValueError(f"data.reserve_columns: column {some(min(duplicates))} is listed twice")
+        raise ValueError(f"data.reserve_columns: column {shorten_repr(min(duplicates))} is listed twice")
     return names
 
 
@@ -118,17 +118,17 @@ class DataSection(Section):
     shuffle: Literal["none", "groups", "window"] = "window"
     """none: file order. groups: row groups in a new seeded order each epoch. window: also shuffle rows within
     a window of row groups."""
-    window: Few = 2
+    window: SmallCount = 2
     """Row groups of each lane whose rows shuffle=window mixes. Large row groups are split into pieces of
     20,000 rows."""
-    lanes: Few = 24
+    lanes: SmallCount = 24
     """Positions of the data from which each global batch is read; also the maximum number of workers."""
     on_error: Literal["fail", "skip"] = "fail"
     """Treatment of rows that cannot be read or violate the schema: fail, or skip the rows. Skipped rows have
     no loss; they are counted (train.skipped_rows) and listed in skipped.jsonl."""
     drop_last: bool = False
     """Skip the last, smaller batch of each epoch."""
-    readers: Annotated[Few, FREE] = 1
+    readers: Annotated[SmallCount, FREE] = 1
     """Concurrent Ray Data read tasks per worker."""
     read_on: Annotated[Literal["auto", "gpu_nodes", "cpu_nodes"], FREE] = "auto"
     """Nodes that read rows for GPU workers. auto: nodes without GPUs, as long as they have CPUs for the
@@ -140,4 +140,4 @@ class DataSection(Section):
     @property
     def schema_uri(self) -> str:
         """Return the path of the schema: data.schema, or schema.yaml next to data.train's first folder."""
-        return self.schema_path or get_sibling(folders(self.train)[0], "schema.yaml")
+        return self.schema_path or get_sibling(to_folder_list(self.train)[0], "schema.yaml")

@@ -12,10 +12,10 @@ from typing import Any
 
 import yaml
 
-from raytrec.common.errors import ConfigError, some, unknown
+from raytrec.common.errors import ConfigError, make_unknown_word_error, shorten_repr
 from raytrec.common.reading import UnreadableError, parse_yaml
 from raytrec.common.redaction import hide, hide_yaml
-from raytrec.config.schema import scalar
+from raytrec.config.schema import format_yaml_scalar
 
 Overrides = Iterable[str] | Mapping[str, Any]
 
@@ -29,7 +29,7 @@ def to_override_texts(overrides: Overrides | None) -> list[str]:
     if not isinstance(overrides, Mapping):
         return [*(overrides or [])]
     with convert_yaml_errors("overrides"):
-        return [f"{key}={scalar(value)}" for key, value in overrides.items()]
+        return [f"{key}={format_yaml_scalar(value)}" for key, value in overrides.items()]
 
 
 @contextmanager
@@ -60,17 +60,19 @@ def apply_override(values: dict, override: str, sections: Collection[str]) -> No
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):
-        shown = some(key.strip()) if equals else some(hide(override))  # the text after = may be a secret
+        shown = (
+            shorten_repr(key.strip()) if equals else shorten_repr(hide(override))
+        )  # the text after = may be a secret
         raise ConfigError(f"{shown} is not an override", where="command line", expected="section.key=value")
     if len(parts) == 1 and parts[0] not in sections:
         expected = "section.key=value, or section={key: value, …} for a whole section"
-        what = f"there is no section {some(parts[0])}"
-        raise unknown(what, parts[0], sections, "command line", expected)
+        what = f"there is no section {shorten_repr(parts[0])}"
+        raise make_unknown_word_error(what, parts[0], sections, "command line", expected)
     try:
         value = parse_yaml(text) if text else None
     except UnreadableError as error:
         raise ConfigError(
-            f"{some(text)} is not a YAML value: {error}", where=f"command line, {some(key)}"
+            f"{shorten_repr(text)} is not a YAML value: {error}", where=f"command line, {shorten_repr(key)}"
         ) from None
     for part in parts[:-1]:
         if isinstance(values, list):
@@ -96,7 +98,9 @@ def _find_entry(values: list, name: str, key: str) -> dict[str, Any]:
     names = [str(each.get("name") or each.get("label")) for each in entries]
     if name not in names:
         expected = "" if names else "a section"
-        raise unknown(f"there is no entry '{name}'", name, names, f"command line, {key}", expected)
+        raise make_unknown_word_error(
+            f"there is no entry '{name}'", name, names, f"command line, {key}", expected
+        )
     return entries[names.index(name)]
 
 

@@ -20,7 +20,13 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from raytrec.common.errors import MAX_WORD_LENGTH, ConfigError, find_similar_word, join_first_lines, some
+from raytrec.common.errors import (
+    MAX_WORD_LENGTH,
+    ConfigError,
+    find_similar_word,
+    join_first_lines,
+    shorten_repr,
+)
 from raytrec.common.reading import parse_yaml
 from raytrec.common.redaction import hide_all
 from raytrec.common.storage import join_uri
@@ -44,7 +50,7 @@ from raytrec.config.training import (
     TrackingSection,
     TrainSection,
 )
-from raytrec.config.trust import find_foreign_code, origin, refuse_code
+from raytrec.config.trust import find_foreign_code, find_origin, refuse_code
 
 MAX_MISTAKES = 20  # listed in one error message
 EXPECTED = "Input should be "  # prefix of pydantic's messages
@@ -162,7 +168,7 @@ def load_config(
             values = parse_yaml(yaml.safe_dump(source))  # a copy that contains only YAML types
     else:
         values, where = _read(str(source)), str(source)
-        elsewhere = elsewhere or origin(where)
+        elsewhere = elsewhere or find_origin(where)
     foreign_code = find_foreign_code(values) if elsewhere and not allow_code else {}
     overrides = to_override_texts(overrides)
     for override in overrides:
@@ -225,7 +231,7 @@ def _explain(place: str, mistakes: list[dict]) -> str:
         return error["msg"].removeprefix("Value error, ")
     texts = dict.fromkeys(MAPPING_MESSAGE.sub("a mapping of keys", mistake["msg"]) for mistake in mistakes)
     message = " or ".join(texts).replace(f" or {EXPECTED}", " or ")
-    return f"{place}: {message} (got {some(hide_all({place: error['input']})[place])})"
+    return f"{place}: {message} (got {shorten_repr(hide_all({place: error['input']})[place])})"
 
 
 def _find_nearest_key(place: str) -> str | None:
@@ -260,7 +266,7 @@ def _iterate_fields(model: type[BaseModel] = RunConfig, prefix: str = "") -> Ite
                 )
 
 
-def json_schema() -> dict[str, Any]:
+def build_json_schema() -> dict[str, Any]:
     """Return the JSON Schema of RunConfig for editors. A key's description is the docstring below the key.
 
     Pydantic's use_attribute_docstrings would parse the docstrings in every process that imports them (0.1 s).

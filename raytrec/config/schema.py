@@ -39,7 +39,7 @@ from pathlib import Path
 import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from raytrec.common.errors import SchemaError, hint, join_first_lines, some
+from raytrec.common.errors import SchemaError, format_suggestion, join_first_lines, shorten_repr
 from raytrec.common.reading import UnreadableError, parse_yaml
 from raytrec.config.base import read_settings
 from raytrec.config.schema_parts import (
@@ -76,7 +76,9 @@ class Schema(SchemaPart):
     def _check_consistency(self) -> Schema:
         for name, feature in self.sparse.items():
             if feature.table not in self.tables:
-                near = hint(feature.table, self.tables) or f"; tables are {', '.join(self.tables)}"
+                near = (
+                    format_suggestion(feature.table, self.tables) or f"; tables are {', '.join(self.tables)}"
+                )
                 raise ValueError(f"sparse.{name}.table: there is no table '{feature.table}'{near}")
             if feature.side_features and feature.pooling != "sequence":
                 raise ValueError(f"sparse.{name}.side_features: side features require pooling: sequence")
@@ -111,7 +113,7 @@ class Schema(SchemaPart):
             if name not in names:
                 raise ValueError(
                     f"candidates: there is no label, dense column or sparse feature '{name}'"
-                    + hint(name, names)
+                    + format_suggestion(name, names)
                 )
             spec = self.sparse.get(name)
             if spec and (spec.weights is not None or spec.pooling == "sequence"):
@@ -253,25 +255,27 @@ class Schema(SchemaPart):
         for section in ("labels", "dense"):
             names = getattr(self, section)
             pairs = ((name, comments.get((section, name))) for name in names)
-            lines += [f"# {scalar(name)}: {comment}" for name, comment in pairs if comment]
-            lines.append(f"{section}: [{', '.join(map(scalar, names))}]")
+            lines += [f"# {format_yaml_scalar(name)}: {comment}" for name, comment in pairs if comment]
+            lines.append(f"{section}: [{', '.join(map(format_yaml_scalar, names))}]")
         for section in ("scale", "sparse", "tables"):
             lines += [f"{section}:"] if getattr(self, section) else []
             for name, spec in getattr(self, section).items():
                 values = spec.model_dump(exclude_defaults=True)
                 values |= {"ids": "managed"} if values.get("ids") == {} else {}
-                inner = ", ".join(f"{key}: {scalar(value)}" for key, value in values.items())
+                inner = ", ".join(f"{key}: {format_yaml_scalar(value)}" for key, value in values.items())
                 comment = comments.get((section, name))
-                lines.append(f"  {scalar(name)}: {{{inner}}}" + (f"  # {comment}" if comment else ""))
+                lines.append(
+                    f"  {format_yaml_scalar(name)}: {{{inner}}}" + (f"  # {comment}" if comment else "")
+                )
         for name, statistics in self.statistics.items():
             lines += ["statistics:"] if "statistics:" not in lines else []
-            lines.append(f"  {scalar(name)}: {json.dumps(statistics.model_dump())}")
+            lines.append(f"  {format_yaml_scalar(name)}: {json.dumps(statistics.model_dump())}")
         if self.candidates:
-            lines.append(f"candidates: [{', '.join(map(scalar, self.candidates))}]")
+            lines.append(f"candidates: [{', '.join(map(format_yaml_scalar, self.candidates))}]")
         return "\n".join(lines) + "\n"
 
 
-def scalar(value: object) -> str:
+def format_yaml_scalar(value: object) -> str:
     """Return a scalar as YAML flow text, quoted if necessary."""
     odd = isinstance(value, str) and not value.isprintable()  # needs escapes to stay on one line
     style = {"default_style": '"'} if odd else {"allow_unicode": True}
@@ -285,11 +289,13 @@ def _explain(error: dict) -> str:
         parts: dict[object, type[BaseModel]] = {"sparse": Sparse, "scale": Scale, "statistics": Statistics}
         of_part = parts.get(error["loc"][0], Table)
         known = dict[int, type[BaseModel]]({0: Schema, 2: of_part, 3: ManagedIds}).get(len(error["loc"]) - 1)
-        return f"{place}: unknown key" + hint(str(error["loc"][-1]), known.model_fields if known else ())
+        return f"{place}: unknown key" + format_suggestion(
+            str(error["loc"][-1]), known.model_fields if known else ()
+        )
     if error["type"] == "missing":
         return f"{place}: missing"
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "value_error" and not place:
         return message
-    received = "" if isinstance(error["input"], dict) else f" (got {some(error['input'])})"
+    received = "" if isinstance(error["input"], dict) else f" (got {shorten_repr(error['input'])})"
     return f"{place}: {message}{received}"

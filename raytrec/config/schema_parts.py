@@ -10,7 +10,7 @@ from raytrec.config.base import Number, PositiveFloat, PositiveInt
 
 Eviction = Literal["lru", "lfu", "none"]
 # Tables are entries of a torch.nn.ModuleDict, which rejects the names of its attributes as keys.
-RESERVED = frozenset(
+RESERVED_TABLE_NAMES = frozenset(
     """T_destination add_module apply bfloat16 buffers call_super_init children clear compile cpu cuda double
     dump_patches eval extra_repr float forward get_buffer get_extra_state get_parameter get_submodule half ipu
     items keys load_state_dict modules mtia named_buffers named_children named_modules named_parameters
@@ -25,7 +25,7 @@ RESERVED = frozenset(
 def to_table_name(text: str) -> str:
     """Return the valid table name that is nearest to a text."""
     name = text.replace(".", "_")
-    return f"{name}_table" if name in RESERVED else name
+    return f"{name}_table" if name in RESERVED_TABLE_NAMES else name
 
 
 class SchemaPart(BaseModel):

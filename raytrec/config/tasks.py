@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
 
-from raytrec.config.base import Few, Number, PositiveFloat, PositiveInt, Section
+from raytrec.config.base import Number, PositiveFloat, PositiveInt, Section, SmallCount
 
 TowerName = Literal["query", "item"]  # towers of a retrieval model
 Column = Annotated[str, Field(min_length=1)]
@@ -82,7 +82,7 @@ class RetrievalSection(Section):
     seen: list[Column] = Field(default_factory=list, max_length=20)
     """List columns of the evaluated rows, such as history: keys of items that are excluded from the row's
     ranking, except right items."""
-    at: list[Few] = Field([10], min_length=1, max_length=20)
+    at: list[SmallCount] = Field([10], min_length=1, max_length=20)
     """Cutoffs k of hit rate, recall, NDCG and MAP."""
 
     @property

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from raytrec.common.registry import PYTHON_PATH
-from raytrec.config.base import Few, Mark, NonNegativeInt, Number, PositiveFloat, PositiveInt, Section
+from raytrec.config.base import Mark, NonNegativeInt, Number, PositiveFloat, PositiveInt, Section, SmallCount
 
 FREE = Mark.FREE
 
@@ -15,21 +15,21 @@ FREE = Mark.FREE
 class WorkerRange(Section):
     """Range of the number of workers of an elastic run."""
 
-    min: Few
+    min: SmallCount
     """Minimum number of workers; the run waits until the cluster has room for them."""
-    max: Few
+    max: SmallCount
     """Maximum number of workers."""
 
 
 class ScalingSection(Section):
     """Workers of a run, their resources and their cluster."""
 
-    num_workers: Few | WorkerRange = 2
+    num_workers: SmallCount | WorkerRange = 2
     """Worker processes; on GPUs, one per GPU. {min, max}: as many as the cluster has room for. The run then
     shrinks and grows with the cluster at the same global batch size."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda if Ray has GPUs and the CUDA packages are installed, else cpu."""
-    cpus_per_worker: Few = 1
+    cpus_per_worker: SmallCount = 1
     """CPUs that Ray reserves for each worker."""
     address: Annotated[str | None, Mark.COMMON] = None
     """Ray cluster to join ('auto' or HOST:PORT); default: the cluster of a Ray job, else a local cluster on

@@ -28,7 +28,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
-from raytrec.config.base import Few, NonNegativeFloat, PositiveFloat, PositiveInt, Section, one_of
+from raytrec.config.base import (
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    SmallCount,
+    build_section_union,
+)
 
 OWN = "module:function"
 
@@ -226,7 +233,7 @@ class Sample(Section):
     do: Literal["sample"]
     column: str = Field(min_length=1)
     """Column to write: a list of ids in each row."""
-    count: Few | Literal["all"]
+    count: SmallCount | Literal["all"]
     """Number of ids per row; ids may repeat. all: each id once per global batch (model.share_negatives)."""
     rows: PositiveInt | None = None
     """End of the range [0, rows) of ids; default: the number of rows of the table that looks up the ids."""
@@ -296,4 +303,4 @@ BUILT_IN = {get_args(cls.model_fields["do"].annotation)[0]: cls for cls in _SECT
 if TYPE_CHECKING:
     Transform = OnColumns | Sample | Python
 else:
-    Transform = one_of({**BUILT_IN, OWN: Python}, "do", OWN, "transform")
+    Transform = build_section_union({**BUILT_IN, OWN: Python}, "do", OWN, "transform")

@@ -87,7 +87,7 @@ def refuse_code(before: dict[str, str], values: dict[str, Any], where: str) -> N
         )
 
 
-def mark(file: Path) -> None:
+def mark_as_own(file: Path) -> None:
     """Mark a file of settings, which this user has just written or approved, as this user's own.
 
     The file is not marked if a key cannot be stored (e.g. the home is not writable) or the folder is full.
@@ -105,7 +105,7 @@ def is_own_file(file: Path) -> bool:
         return False
 
 
-def origin(place: str) -> str | None:
+def find_origin(place: str) -> str | None:
     """Return the origin of settings from a URI or from another user's run or search, else None."""
     if "://" in place:
         return place

@@ -28,18 +28,18 @@ import numpy as np
 import pyarrow as pa
 
 from raytrec.common.errors import DataError
-from raytrec.config.schema import scalar
+from raytrec.config.schema import format_yaml_scalar
 from raytrec.data.arrow import is_list, to_plain_array, unnest
 from raytrec.data.column_conversion import (
     Place,
     find_first_length_mismatch,
     find_first_null,
-    label_of,
-    rows_of,
-    scaled,
+    make_row_lookup,
+    read_label,
+    read_scaled_column,
     task_weights,
 )
-from raytrec.data.ids import ChangeCounts, Feature, bags, compute_group_keys, side_features, single
+from raytrec.data.ids import ChangeCounts, Feature, bags, compute_group_keys, read_single_ids, side_features
 from raytrec.data.read_plans import ResolvedReadPlan
 
 Columns = Sequence[np.ndarray | int]
@@ -60,7 +60,7 @@ def canonical(table: pa.Table, form: ResolvedReadPlan, place: Place) -> pa.Table
     schema, sparse, tally = form.schema, form.schema.sparse, ChangeCounts()
 
     def dense(names: list[str], source: pa.Table, first_place: Place) -> list[np.ndarray]:
-        return [scaled(source[name], name, first_place, schema.scale.get(name)) for name in names]
+        return [read_scaled_column(source[name], name, first_place, schema.scale.get(name)) for name in names]
 
     features = {
         name: Feature(name, spec, schema.tables[spec.table], place, tally) for name, spec in sparse.items()
@@ -68,13 +68,13 @@ def canonical(table: pa.Table, form: ResolvedReadPlan, place: Place) -> pa.Table
     examples, example_place = unnest_candidates(table, form, place) if schema.candidates else (table, place)
     lists = [bags(table, features[name]) for name in form.bags]
     ends = {name: offsets for name, (offsets, _, _) in zip(form.bags, lists, strict=True)}
-    labels = {name: label_of(examples[name], name, form, example_place) for name in form.plan.labels}
+    labels = {name: read_label(examples[name], name, form, example_place) for name in form.plan.labels}
     reserved = {name: cast_reserved_column(table, name, form, place) for name in form.plan.reserved.names}
     return build_canonical_table(
         form,
         [values for values, _ in labels.values()],
         dense(schema.select_request_names(schema.dense), table, place),
-        [single(table, features[name], form.no_id) for name in form.singles],
+        [read_single_ids(table, features[name], form.no_id) for name in form.singles],
         lists,
         table.num_rows,
         tally,
@@ -100,7 +100,7 @@ class CandidatePlace(Place):
 
     def of(self, column: str, row: int | None = None) -> str:
         """Return the place of a candidate's value in words. `row` is the index of the candidate."""
-        return super().of(column, None if row is None else rows_of(self.offsets)(row))
+        return super().of(column, None if row is None else make_row_lookup(self.offsets)(row))
 
 
 def unnest_candidates(
@@ -139,7 +139,8 @@ def unnest_candidates(
                 f"column '{name}' has {length} values, but column '{first}' has {other_length}",
                 where=place.of(name, row),
                 expected="one value for each candidate of the row",
-                do=f"correct the data, or candidates: [{scalar(first)}, {scalar(name)}, …] in schema.yaml",
+                do=f"correct the data, or candidates: [{format_yaml_scalar(first)}, "
+                f"{format_yaml_scalar(name)}, …] in schema.yaml",
             )
         flat[name] = values
     rows = pa.array(np.repeat(np.arange(table.num_rows), np.diff(offsets)))
@@ -236,7 +237,7 @@ def build_canonical_table(
     return pa.table(columns)
 
 
-def nothing(form: ResolvedReadPlan, rows: int) -> pa.Table:
+def make_empty_rows(form: ResolvedReadPlan, rows: int) -> pa.Table:
     """Return `rows` rows without values in canonical form."""
     schema, plan = form.schema, form.plan
     offsets, no_values = np.zeros(rows + 1, np.int32), np.empty(0, np.float32)

@@ -12,14 +12,14 @@ import pyarrow.compute as pc
 from pyarrow import types
 
 from raytrec.common.errors import DataError
-from raytrec.config.schema import scalar
+from raytrec.config.schema import format_yaml_scalar
 from raytrec.config.schema_parts import Scale
 from raytrec.data.arrow import to_plain_array
 from raytrec.data.read_plans import ResolvedReadPlan
 
 UNITS_PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 DAY_S = 86_400
-EXACT = 2**53  # smallest integer from which float64 does not represent every integer
+FIRST_INEXACT_INTEGER = 2**53  # smallest integer from which float64 does not represent every integer
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Place:
         return where if row is None else f"{where}, row {self.first + row}"
 
 
-def numbers(
+def read_number_column(
     column: pa.ChunkedArray, name: str, place: Place, also: str = "", dtype: type = np.float32
 ) -> np.ndarray:
     """Return a column of numbers as float32 [n], or another float type.
@@ -58,7 +58,8 @@ def numbers(
             f"column '{name}' contains a null",
             where=place.of(name, row),
             expected="a number in every row of a dense column, label or sample weight",
-            do=f"{also}add to data.transforms: {{do: fill_null, columns: [{scalar(name)}], value: 0}}; or "
+            do=f"{also}add to data.transforms: "
+            f"{{do: fill_null, columns: [{format_yaml_scalar(name)}], value: 0}}; or "
             "skip such rows: data.on_error=skip",
         )
     values = as_floats(array, dtype)
@@ -66,7 +67,7 @@ def numbers(
     return values
 
 
-def scaled(column: pa.ChunkedArray, name: str, place: Place, scale: Scale | None) -> np.ndarray:
+def read_scaled_column(column: pa.ChunkedArray, name: str, place: Place, scale: Scale | None) -> np.ndarray:
     """Return a dense column with its scale applied: float32 [n], finite.
 
     Args:
@@ -79,11 +80,11 @@ def scaled(column: pa.ChunkedArray, name: str, place: Place, scale: Scale | None
         DataError: A value is not finite, or is null and the scale does not replace nulls.
     """
     if scale is None:
-        return numbers(column, name, place)
+        return read_number_column(column, name, place)
     if scale.nulls == "mean":
         x, is_present = to_nullable_floats(column, name, place, np.float64)
     else:
-        x, is_present = numbers(column, name, place, dtype=np.float64), None
+        x, is_present = read_number_column(column, name, place, dtype=np.float64), None
     x = signed_log(x) if scale.log else x
     with np.errstate(over="ignore"):
         x = ((x - scale.mean) / scale.std).astype(np.float32)
@@ -141,14 +142,14 @@ def convert_float_ids(array: pa.Array, feature: str, column: str, place: Place) 
         return array
     values = as_floats(array, np.float64)
     missing = np.isnan(values)
-    exact = missing | ((np.abs(values) < EXACT) & (values == np.floor(values)))
+    exact = missing | ((np.abs(values) < FIRST_INEXACT_INTEGER) & (values == np.floor(values)))
     if (row := find_first_true(~exact)) is not None:
         raise DataError(
             f"sparse feature '{feature}' contains the value {values[row]:.17g}",
             where=place.of(feature, row),
             expected="ids; in a column of floats, whole numbers below 2**53",
             do=f"list the column under dense; or add to data.transforms: {{do: bucketize, columns: "
-            f"[{scalar(column)}], boundaries: […]}}; or skip such rows: data.on_error=skip",
+            f"[{format_yaml_scalar(column)}], boundaries: […]}}; or skip such rows: data.on_error=skip",
         )
     return pa.array(np.where(missing, 0, values).astype(np.int64), mask=missing)
 
@@ -170,7 +171,8 @@ def check_finite(values: np.ndarray, name: str, place: Place, rows: Callable[[in
             f"column '{name}' contains " + f"{values[index]:g}".replace("nan", "NaN"),
             where=place.of(name, rows(index)),
             expected="finite numbers",
-            do=f"add to data.transforms: {{do: fill_null, columns: [{scalar(name)}], value: 0}} for NaN, "
+            do=f"add to data.transforms: "
+            f"{{do: fill_null, columns: [{format_yaml_scalar(name)}], value: 0}} for NaN, "
             "clip or log for values that are too large; or skip such rows: data.on_error=skip",
         )
 
@@ -189,7 +191,7 @@ def find_first_length_mismatch(ends: np.ndarray, offsets: np.ndarray) -> tuple[i
     return row, int(lengths[row]), int(other_lengths[row])
 
 
-def rows_of(offsets: np.ndarray) -> Callable[[int], int]:
+def make_row_lookup(offsets: np.ndarray) -> Callable[[int], int]:
     """Return a function that maps an index of the flat values to its row, for errors."""
     return lambda index: int(np.searchsorted(offsets, index, side="right")) - 1
 
@@ -209,7 +211,7 @@ def to_float64(array: pa.Array) -> np.ndarray:
 LabelValues = tuple[np.ndarray, np.ndarray | None]
 
 
-def label_of(column: pa.ChunkedArray, name: str, form: ResolvedReadPlan, place: Place) -> LabelValues:
+def read_label(column: pa.ChunkedArray, name: str, form: ResolvedReadPlan, place: Place) -> LabelValues:
     """Return a label. Rows without the label have the number nearest to 0 that the losses of its tasks allow.
 
     Raises:
@@ -221,8 +223,8 @@ def label_of(column: pa.ChunkedArray, name: str, form: ResolvedReadPlan, place: 
         if allowed:
             values[~is_present] = np.clip(np.float32(0), *allowed)
     else:
-        nulls_advice = f"set tasks: [{{label: {scalar(name)}, nulls: skip}}]; or "
-        values, is_present = numbers(column, name, place, nulls_advice), None
+        nulls_advice = f"set tasks: [{{label: {format_yaml_scalar(name)}, nulls: skip}}]; or "
+        values, is_present = read_number_column(column, name, place, nulls_advice), None
     low, high = allowed or (-np.inf, np.inf)
     invalid, kind = (values < low) | (values > high), "number"
     if name in form.plan.whole_labels:
@@ -232,8 +234,10 @@ def label_of(column: pa.ChunkedArray, name: str, form: ResolvedReadPlan, place: 
             f"label '{name}' is {values[row]:g}",
             where=place.of(name, row),
             expected=f"a {kind} in [{low:g}, {high:g}], the range of the task's loss",
-            do=f"add to data.transforms: {{do: binarize, columns: [{scalar(name)}], at_least: NUMBER}}; or "
-            f"learn the number with a regression loss: tasks: [{{label: {scalar(name)}, loss: mse}}]",
+            do=f"add to data.transforms: "
+            f"{{do: binarize, columns: [{format_yaml_scalar(name)}], at_least: NUMBER}}; or "
+            f"learn the number with a regression loss: tasks: "
+            f"[{{label: {format_yaml_scalar(name)}, loss: mse}}]",
         )
     return values, is_present
 
@@ -276,13 +280,14 @@ def task_weights(
 
 
 def _read_sample_weights(column: pa.ChunkedArray, name: str, place: Place) -> np.ndarray:
-    values = numbers(column, name, place)
+    values = read_number_column(column, name, place)
     if (row := find_first_true(values < 0)) is not None:
         raise DataError(
             f"sample weight '{name}' is {values[row]:g}",
             where=place.of(name, row),
             expected="a finite number ≥ 0",
-            do=f"add to data.transforms: {{do: clip, columns: [{scalar(name)}], low: 0}}; or skip such rows: "
+            do=f"add to data.transforms: "
+            f"{{do: clip, columns: [{format_yaml_scalar(name)}], low: 0}}; or skip such rows: "
             "data.on_error=skip",
         )
     return values
@@ -296,6 +301,7 @@ def _read_mask(column: pa.ChunkedArray, name: str, place: Place) -> np.ndarray:
             f"mask '{name}' is {values[row]:g}",
             where=place.of(name, row),
             expected="0 or 1 (false or true) in the column of a task's `mask`",
-            do=f"add to data.transforms: {{do: binarize, columns: [{scalar(name)}], at_least: NUMBER}}",
+            do=f"add to data.transforms: "
+            f"{{do: binarize, columns: [{format_yaml_scalar(name)}], at_least: NUMBER}}",
         )
     return values == 1

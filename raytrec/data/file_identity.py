@@ -19,7 +19,7 @@ from functools import partial
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raytrec.common.errors import DataError, first_line
+from raytrec.common.errors import DataError, get_first_line
 from raytrec.common.reading import retry_read, storage_hint
 from raytrec.common.storage import open_filesystem
 from raytrec.config.features import resolve_input_columns
@@ -79,7 +79,7 @@ class FileIdentity:
         return "the same number of rows and bytes, but different values"
 
 
-def look(dataset: Dataset) -> list[FileIdentity]:
+def identify_files(dataset: Dataset) -> list[FileIdentity]:
     """Return the contents of a dataset's files in order, then of its transforms' vocabularies.
 
     Raises:
@@ -102,7 +102,7 @@ def look(dataset: Dataset) -> list[FileIdentity]:
 
 def identify_datasets(datasets: dict[str, Dataset]) -> dict[str, list[FileIdentity]]:
     """Return the contents of the files of each dataset."""
-    return {name: look(dataset) for name, dataset in datasets.items()}
+    return {name: identify_files(dataset) for name, dataset in datasets.items()}
 
 
 def fingerprint(contents: Iterable[FileIdentity] | None) -> str:
@@ -115,7 +115,7 @@ def fingerprint(contents: Iterable[FileIdentity] | None) -> str:
     return f"2-{digest.hexdigest()}"  # format of fingerprints in checkpoints
 
 
-def differences(before: list[FileIdentity], after: list[FileIdentity]) -> list[str]:
+def list_differences(before: list[FileIdentity], after: list[FileIdentity]) -> list[str]:
     """Return the differences between two lists of contents, one line for each file that has changed."""
     was, now = (_by_name(contents) for contents in (before, after))
     lines = [f"{was[key].name}: removed" for key in was if key not in now]
@@ -127,7 +127,7 @@ def differences(before: list[FileIdentity], after: list[FileIdentity]) -> list[s
     return lines
 
 
-def written_again(before: list[FileIdentity], after: list[FileIdentity]) -> list[str]:
+def list_rewritten_files(before: list[FileIdentity], after: list[FileIdentity]) -> list[str]:
     """Return the names of large files that were written again and whose content is equal only by samples."""
     was, now = (_by_name(contents) for contents in (before, after))
     return [was[key].name for key in was if key in now and was[key].written_again(now[key])]
@@ -193,7 +193,7 @@ def _read_with_retry(path: str, read: Callable[[pa.NativeFile, int | None], File
         return retry_read(path, attempt)
     except (pa.ArrowException, OSError) as error:
         raise DataError(
-            f"cannot read the file: {first_line(error)}",
+            f"cannot read the file: {get_first_line(error)}",
             where=path,
             expected=storage_hint(path) + "a complete file that does not change while it is read",
         ) from None

@@ -22,7 +22,7 @@ from raytrec.common.reading import retry_read, storage_hint
 from raytrec.common.storage import open_filesystem
 from raytrec.data.read_plans import ResolvedReadPlan, TaskRows
 
-MOST_ROWS = 2**31 - 1  # maximum number of rows of a row group; far more than any writer produces
+MAX_GROUP_ROWS = 2**31 - 1  # maximum number of rows of a row group; far more than any writer produces
 MIN_FULLY_CHECKED_ROWS = 65_536  # in row groups with more rows, all columns are checked
 SIGNATURE_BYTES = 28  # bytes after a plaintext footer if columns are encrypted
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
@@ -42,7 +42,7 @@ def _check_claims(footer: pq.FileMetaData, size: int) -> None:
     """
     for g in range(footer.num_row_groups):
         group = footer.row_group(g)
-        if not 0 <= group.num_rows <= MOST_ROWS:
+        if not 0 <= group.num_rows <= MAX_GROUP_ROWS:
             raise ImplausibleFooterError(f"the footer claims {group.num_rows:,} rows in row group {g}")
         # Only one column of ordinary row groups is checked, because there may be millions of row groups.
         for c in range(

@@ -15,9 +15,9 @@ from raytrec.common.errors import DataError
 from raytrec.config.features import set_draw_rows
 from raytrec.data.arrow import empty_table, is_list, plain, select_schema
 from raytrec.data.footers import FooterStatistics, explain_empty_tasks, read_footer
-from raytrec.data.listing import Listing, list_files, name_of
+from raytrec.data.listing import Listing, join_folder_names, list_files
 from raytrec.data.partitions import (
-    ALL,
+    ALL_PARTITIONS,
     PartitionBounds,
     find_folder_columns,
     infer_folder_types,
@@ -130,7 +130,7 @@ def scan(
     plan: ReadPlan,
     key: str = "data",
     *,
-    between: PartitionBounds = ALL,
+    between: PartitionBounds = ALL_PARTITIONS,
     declared: Iterable[str] = (),
     skip: bool = False,
 ) -> Dataset:
@@ -181,7 +181,7 @@ def scan(
     if not groups:
         raise DataError(
             "the dataset has no rows",
-            where=f"{key}={name_of(places)}",
+            where=f"{key}={join_folder_names(places)}",
             expected=f"at least one row in {listing}"
             + (f"; {len(left_out)} files are skipped: {left_out[0].what}" if left_out else ""),
         )
@@ -190,7 +190,9 @@ def scan(
     empty = explain_empty_tasks(facts.excluded for facts in files)
     constant = dict(set.intersection(*(set(facts.constant.items()) for facts in files if facts.groups)))
     form = replace(form, lists=lists)
-    return Dataset(name_of(places), groups, form, tuple(left_out), accused, empty, constant, listing=listing)
+    return Dataset(
+        join_folder_names(places), groups, form, tuple(left_out), accused, empty, constant, listing=listing
+    )
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 from pyarrow import types
 
 from raytrec.common.errors import DataError
-from raytrec.config.schema import scalar
+from raytrec.config.schema import format_yaml_scalar
 from raytrec.config.schema_parts import Sparse, Table
 from raytrec.data.arrow import is_list, is_text, plain_array, to_plain_array, unnest
 from raytrec.data.column_conversion import (
@@ -20,7 +20,7 @@ from raytrec.data.column_conversion import (
     convert_float_ids,
     find_first_length_mismatch,
     find_first_null,
-    rows_of,
+    make_row_lookup,
     to_float64,
 )
 from raytrec.data.read_plans import NO_MANAGED_ID
@@ -55,7 +55,7 @@ class Feature:
         return self.spec.column or self.name
 
 
-def single(table: pa.Table, feature: Feature, no_id: int) -> np.ndarray:
+def read_single_ids(table: pa.Table, feature: Feature, no_id: int) -> np.ndarray:
     """Return the valid ids of a feature with one id a row, [n] of any integer type; `no_id` for nulls.
 
     Whole floats are accepted as ids, and NaN as null, because pandas writes integers with nulls as floats.
@@ -73,7 +73,7 @@ def single(table: pa.Table, feature: Feature, no_id: int) -> np.ndarray:
         return _in_range(array.to_numpy(), feature, int)
     offsets, flat = unnest(array)
     ids = np.full(len(array), no_id, np.int64)
-    ids[np.diff(offsets) > 0] = _ids(flat, feature, rows_of(offsets))
+    ids[np.diff(offsets) > 0] = _ids(flat, feature, make_row_lookup(offsets))
     return ids
 
 
@@ -86,13 +86,13 @@ def bags(table: pa.Table, feature: Feature) -> tuple[np.ndarray, np.ndarray, np.
     """
     name, spec, column = feature.name, feature.spec, to_plain_array(table[feature.column])
     offsets, flat = unnest(convert_float_ids(column, name, feature.column, feature.place))
-    rows = rows_of(offsets)
+    rows = make_row_lookup(offsets)
     if (index := find_first_null(flat)) is not None:
         raise DataError(
             f"feature '{name}' contains a null inside a list",
             where=feature.place.of(name, rows(index)),
             expected="ids; an empty list, or null instead of the list, for a row without ids",
-            do=f"add to data.transforms: {{do: drop_null, columns: [{scalar(feature.column)}]}}",
+            do=f"add to data.transforms: {{do: drop_null, columns: [{format_yaml_scalar(feature.column)}]}}",
         )
     ids = _ids(flat, feature, rows)
     if spec.weights is None:
@@ -120,7 +120,7 @@ def _align_with_ids(table: pa.Table, name: str, feature: Feature, offsets: np.nd
     if (index := find_first_null(flat)) is not None:
         raise DataError(
             f"column '{name}' contains a null inside a list",
-            where=feature.place.of(name, rows_of(offsets)(index)),
+            where=feature.place.of(name, make_row_lookup(offsets)(index)),
             expected=f"a value for each id of feature '{feature.name}'",
             do="correct the data; or skip such rows: data.on_error=skip",
         )
@@ -201,7 +201,7 @@ def side_features(table: pa.Table, feature: Feature, offsets: np.ndarray) -> np.
     values = np.empty((int(offsets[-1]), len(names)))
     for number, column in enumerate(names):
         values[:, number] = to_float64(_align_with_ids(table, column, feature, offsets))
-        check_finite(values[:, number], column, feature.place, rows_of(offsets))
+        check_finite(values[:, number], column, feature.place, make_row_lookup(offsets))
     return values
 
 

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from raytrec.common.errors import DataError
 from raytrec.common.memory import retain_freed_memory, trim_memory
-from raytrec.data.canonical import canonical, nothing, shuffle_rows
+from raytrec.data.canonical import canonical, make_empty_rows, shuffle_rows
 from raytrec.data.column_conversion import Place
 from raytrec.data.fragments import Dataset
 from raytrec.data.order import LaneItem, Part
@@ -25,8 +25,8 @@ from raytrec.data.pages.decode import ReadErrorPolicy, decode_columns
 from raytrec.data.read_plans import ResolvedReadPlan
 from raytrec.data.transform import Draw, apply_transforms
 
-AHEAD = 2  # number of items decoded ahead, each in a thread
-NICE = 10  # nice value of the decoding threads
+ITEMS_AHEAD = 2  # number of items decoded ahead, each in a thread
+DECODER_NICE = 10  # nice value of the decoding threads
 MAX_LOCATED_BAD_ROWS = (
     64  # bad rows of a row group that are located individually; beyond, whole slices are skipped
 )
@@ -49,9 +49,9 @@ def read_items(
     """
     all_items = _get_items(items)
     task_items = [all_items[i] for i in index["id"].to_pylist()]
-    with ThreadPoolExecutor(AHEAD, initializer=_lower_priority) as thread:
-        pending = deque(thread.submit(decode_item, item, form) for item in task_items[:AHEAD])
-        for item, next_item in zip_longest(task_items, task_items[AHEAD:]):
+    with ThreadPoolExecutor(ITEMS_AHEAD, initializer=_lower_priority) as thread:
+        pending = deque(thread.submit(decode_item, item, form) for item in task_items[:ITEMS_AHEAD])
+        for item, next_item in zip_longest(task_items, task_items[ITEMS_AHEAD:]):
             decoded = pending.popleft().result()
             if next_item is not None:
                 pending.append(thread.submit(decode_item, next_item, form))
@@ -65,7 +65,7 @@ def _lower_priority() -> None:
     On Linux, each thread has its own priority. Ray may have set a lower priority, which only root can raise.
     """
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, 0, max(NICE, os.getpriority(os.PRIO_PROCESS, 0)))
+        os.setpriority(os.PRIO_PROCESS, 0, max(DECODER_NICE, os.getpriority(os.PRIO_PROCESS, 0)))
 
 
 @lru_cache(maxsize=2)  # the lists of this epoch and the next
@@ -194,7 +194,7 @@ def _skip_bad_rows(
 
 def _make_skipped_rows(rows: int, form: ResolvedReadPlan) -> pa.Table:
     """Return skipped rows: canonical rows without values that are not present."""
-    return nothing(form, rows).append_column("present", pa.array(np.zeros(rows, bool)))
+    return make_empty_rows(form, rows).append_column("present", pa.array(np.zeros(rows, bool)))
 
 
 def check_suspect_groups(dataset: Dataset) -> None:

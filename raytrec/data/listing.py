@@ -12,16 +12,16 @@ from typing import Any
 
 from pyarrow import fs
 
-from raytrec.common.errors import DataError, first_line
+from raytrec.common.errors import DataError, get_first_line
 from raytrec.common.storage import open_filesystem
-from raytrec.config.data import folders
+from raytrec.config.data import to_folder_list
 from raytrec.data.partitions import (
-    ALL,
+    ALL_PARTITIONS,
     PartitionBounds,
     check_no_table_format,
-    in_order,
+    compute_path_key,
     parse_folder_values,
-    within,
+    select_partitions,
 )
 
 PARQUET_MAGIC = (b"PAR1", b"PARE")  # first and last bytes of a file; PARE: the footer is encrypted
@@ -37,7 +37,11 @@ TEMPORARY_SUFFIXES = (
     ".old",
     "~",
 )
-REASON_HIDDEN, TWICE, REASON_OUTSIDE_PARTITIONS = "hidden", "reached twice", "outside data.partitions"
+REASON_HIDDEN, REASON_DUPLICATE, REASON_OUTSIDE_PARTITIONS = (
+    "hidden",
+    "reached twice",
+    "outside data.partitions",
+)
 MAX_NAMES_PER_REASON = 100  # maximum number of names for each reason in the run folder
 REASON_UNREADABLE = "not readable files: pipes, devices, broken links, or names that are not UTF-8"
 
@@ -67,7 +71,7 @@ class Listing:
         return {"text": str(self), "counts": counts, "left_out": left_out}
 
 
-def list_files(places: str | list[str], key: str, between: PartitionBounds = ALL) -> Listing:
+def list_files(places: str | list[str], key: str, between: PartitionBounds = ALL_PARTITIONS) -> Listing:
     """List the Parquet files of folders, in the order of folders and by path in each folder.
 
     A file is read if its name ends with .parquet, in any case, or if it begins and ends with Parquet's magic
@@ -83,26 +87,26 @@ def list_files(places: str | list[str], key: str, between: PartitionBounds = ALL
             named twice.
     """
     files, left_out = [], defaultdict[str, list[str]](list)
-    for place in folders(places):
+    for place in to_folder_list(places):
         listing = _list_folder(place, key, between)
         files += listing.files
         for why, paths in listing.left_out.items():
             left_out[why] += paths
-    if len(folders(places)) > 1:
+    if len(to_folder_list(places)) > 1:
         counts = Counter(file if "://" in file else os.path.realpath(file) for file in files)
         if duplicates := [file for file, count in counts.items() if count > 1]:
             raise DataError(
                 f"some files are listed more than once ({len(duplicates)}); the first is {duplicates[0]}",
-                where=f"{key}={name_of(places)}",
+                where=f"{key}={join_folder_names(places)}",
                 expected="folders that do not contain each other",
                 do="list each folder once, because every row is trained once per epoch",
             )
     return Listing(tuple(files), dict(left_out))
 
 
-def name_of(places: str | list[str]) -> str:
+def join_folder_names(places: str | list[str]) -> str:
     """Return the names of folders as one text."""
-    return ", ".join(folders(places))
+    return ", ".join(to_folder_list(places))
 
 
 def _name(path: str) -> str:
@@ -146,7 +150,7 @@ def _list_folder(uri: str, key: str, between: PartitionBounds) -> Listing:
             do=f"check the entries of the folder: {Listing((), dict(left_out))}" if left_out else None,
         )
     if any(between):
-        chosen = within(files, path, between, uri)
+        chosen = select_partitions(files, path, between, uri)
         left_out[REASON_OUTSIDE_PARTITIONS] += set(files) - set(chosen)
         files = chosen
     return Listing(
@@ -184,7 +188,7 @@ def _list_local_folder(root: str, linked: set[str], left_out: dict[str, list[str
         if first_path != path and (
             is_link or is_folder or parse_folder_values(first_path) == parse_folder_values(path)
         ):
-            left_out[TWICE].append(to_utf8(path))
+            left_out[REASON_DUPLICATE].append(to_utf8(path))
         elif is_folder:
             pending_folders.append(path)
         else:
@@ -271,7 +275,7 @@ def _select_parquet_files(
         reasons = pool.map(partial(_find_rejection_reason, filesystem), candidates)
         for path, why in zip(candidates, reasons, strict=True):
             (files if why is None else left_out[why]).append(path)
-    return sorted(files, key=lambda path: (in_order(path), path))
+    return sorted(files, key=lambda path: (compute_path_key(path), path))
 
 
 def _find_rejection_reason(filesystem: fs.FileSystem, path: str) -> str | None:
@@ -281,7 +285,7 @@ def _find_rejection_reason(filesystem: fs.FileSystem, path: str) -> str | None:
             size = file.size()
             first, last = file.read_at(4, 0), file.read_at(4, max(0, size - 4))
     except OSError as error:
-        return f"unreadable: {first_line(error)}"
+        return f"unreadable: {get_first_line(error)}"
     if first not in PARQUET_MAGIC:
         return "not Parquet"
     return None if last in PARQUET_MAGIC else "cut off or still being written"

@@ -126,7 +126,7 @@ class Order:
         if self.shuffle == "none":
             return [(0, self.local_rows(rows, step, rank, world))]
         batch, (low, high) = self.global_rows(rows, step), self.lane_range(rank, world)
-        return [(lane, share(batch, lane, self.lanes)) for lane in range(low, high)]
+        return [(lane, lane_share(batch, lane, self.lanes)) for lane in range(low, high)]
 
     def padded_rows(self, rows: int, step: int, world: int) -> int:
         """Return the number of rows to which every rank pads its part: the largest part, at least 1."""
@@ -212,9 +212,11 @@ class _EpochLayout:
     def lane(self, lane: int, start_step: int) -> list[LaneItem]:
         """Return the items of one lane from a step to the end of the epoch."""
         order = self.order
-        per_step = share(order.batch_rows, lane, order.lanes)
-        start = self.full * offset(order.batch_rows, lane, order.lanes) + offset(self.tail, lane, order.lanes)
-        stop = start + self.full * per_step + share(self.tail, lane, order.lanes)
+        per_step = lane_share(order.batch_rows, lane, order.lanes)
+        start = self.full * lane_offset(order.batch_rows, lane, order.lanes) + lane_offset(
+            self.tail, lane, order.lanes
+        )
+        stop = start + self.full * per_step + lane_share(self.tail, lane, order.lanes)
         consumed = min(start_step, self.full) * per_step
         if start_step > self.full:
             consumed = stop - start
@@ -236,7 +238,7 @@ class _EpochLayout:
         for step in range(start_step, self.full + (self.tail > 0)):
             batch = order.batch_rows if step < self.full else self.tail
             begin = step * order.batch_rows
-            span = begin + offset(batch, low, order.lanes), begin + offset(batch, high, order.lanes)
+            span = begin + lane_offset(batch, low, order.lanes), begin + lane_offset(batch, high, order.lanes)
             for i, part in self.parts(*span) if span[0] < span[1] else ():
                 per_piece.setdefault(i, (step, []))[1].append(part)
         return [LaneItem(0, step, tuple(parts), None, draw=self.draw) for step, parts in per_piece.values()]
@@ -245,15 +247,15 @@ class _EpochLayout:
 @lru_cache(maxsize=64)  # called at every step, with only two batch sizes in an epoch
 def _largest_part(batch: int, lanes: int, world: int) -> int:
     """Return the number of rows of the largest rank's part of a batch, at least 1."""
-    ends = [offset(batch, rank * lanes // world, lanes) for rank in range(world + 1)]
+    ends = [lane_offset(batch, rank * lanes // world, lanes) for rank in range(world + 1)]
     return max(1, *(stop - start for start, stop in pairwise(ends)))
 
 
-def offset(rows: int, lane: int, lanes: int) -> int:
+def lane_offset(rows: int, lane: int, lanes: int) -> int:
     """Return the number of rows of a batch before a lane's share."""
     return lane * rows // lanes
 
 
-def share(rows: int, lane: int, lanes: int) -> int:
+def lane_share(rows: int, lane: int, lanes: int) -> int:
     """Return the number of rows of a lane's share of a batch."""
-    return offset(rows, lane + 1, lanes) - offset(rows, lane, lanes)
+    return lane_offset(rows, lane + 1, lanes) - lane_offset(rows, lane, lanes)

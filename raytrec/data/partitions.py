@@ -20,7 +20,7 @@ from raytrec.data.arrow import AmbiguousColumnError, find_column
 from raytrec.data.read_plans import ResolvedReadPlan
 
 PartitionBounds = tuple[str | None, str | None]  # first and last partition, both included; None: no bound
-ALL: PartitionBounds = (None, None)
+ALL_PARTITIONS: PartitionBounds = (None, None)
 NULL_PARTITION_VALUE = "__HIVE_DEFAULT_PARTITION__"  # the folder of rows without a value
 INTEGER = re.compile(r"0|-?[1-9][0-9]{0,17}")  # canonical spelling only: 04 and 4 are different texts
 DIGITS = re.compile(r"-?[0-9]+")  # compared as numbers in any spelling
@@ -48,11 +48,17 @@ TABLE_FORMATS = {
     ),
     "the output of a Spark stream": (r"_spark_metadata", SPARK_CONVERSION.format("parquet")),
 }
-RECORDS = ("_delta_log", "metadata", ".hoodie", "snapshot", "_spark_metadata")  # folders of the records
+RECORD_FOLDERS = (
+    "_delta_log",
+    "metadata",
+    ".hoodie",
+    "snapshot",
+    "_spark_metadata",
+)  # folders of the records
 _PATTERNS = {name: re.compile(rf"/{pattern}(?=/|$)") for name, (pattern, _) in TABLE_FORMATS.items()}
 
 
-def in_order(path: str) -> list[tuple]:
+def compute_path_key(path: str) -> list[tuple]:
     """Return a sort key of a path, in which integer values of key=value folders are compared as numbers."""
     return [_sort_key(part) for part in path.split("/")]
 
@@ -71,7 +77,7 @@ def _percent_decode(text: str) -> str:
         return text
 
 
-def within(paths: list[str], root: str, between: PartitionBounds, uri: str) -> list[str]:
+def select_partitions(paths: list[str], root: str, between: PartitionBounds, uri: str) -> list[str]:
     """Return the paths whose partition is in a range.
 
     A bound names all partition keys or only the outermost ones. The last bound `date=2026-11-07` includes
@@ -86,11 +92,11 @@ def within(paths: list[str], root: str, between: PartitionBounds, uri: str) -> l
     Raises:
         DataError: The keys of a bound differ from the keys of the folders, or no file is in the range.
     """
-    first, last = (in_order(_check_bound(bound)) if bound else [] for bound in between)
+    first, last = (compute_path_key(_check_bound(bound)) if bound else [] for bound in between)
     chosen = []
     for path in paths:
         partition = "/".join(part for part in path.removeprefix(root).split("/")[:-1] if "=" in part)
-        ranks = in_order(partition)
+        ranks = compute_path_key(partition)
         for rank, bound in ((first, between[0]), (last, between[1])):
             if [key for key, *_ in rank] != [key for key, *_ in ranks[: len(rank)]]:
                 raise DataError(
@@ -192,7 +198,7 @@ def check_no_table_format(filesystem: fs.FileSystem, path: str, inside: Iterable
     ancestors = [str(folder) for folder in (PurePosixPath(path), *PurePosixPath(path).parents)][
         :MAX_PARENT_LEVELS
     ]
-    folders = [f"{folder.rstrip('/')}/{name}" for folder in ancestors for name in RECORDS]
+    folders = [f"{folder.rstrip('/')}/{name}" for folder in ancestors for name in RECORD_FOLDERS]
     with ThreadPoolExecutor(16) as pool:
         entries = [path for paths in pool.map(partial(_list_entries, filesystem), folders) for path in paths]
     for entry in [path, *entries, *inside]:

@@ -50,7 +50,7 @@ class Stream:
         rank: This rank.
         world: Number of ranks.
         readers: Number of concurrent read tasks.
-        read_on: Nodes that run the read tasks; see `place`.
+        read_on: Nodes that run the read tasks; see `choose_read_options`.
         prefetch: Number of batches prepared ahead.
         faults: Treatment of rows that cannot be read. None: a DataError is raised.
         buffer_bytes: Limit on the bytes in Ray's object store of rows that are read but not yet received.
@@ -166,7 +166,7 @@ class Stream:
             # CPUs, a paused stream's tasks would keep them, and tasks of other streams would wait forever.
             num_cpus=0,
             compute=ray.data.TaskPoolStrategy(size=self.readers),
-            ray_remote_args_fn=partial(place, self.readers * self.world, self.read_on),
+            ray_remote_args_fn=partial(choose_read_options, self.readers * self.world, self.read_on),
         )
         context, limits = dataset.context, ray.data.ExecutionResources.for_limits
         context.execution_options.preserve_order = True
@@ -248,7 +248,7 @@ class PrefetchIterator:
         return False
 
 
-def place(readers: int, read_on: str = "auto") -> dict[str, Any]:
+def choose_read_options(readers: int, read_on: str = "auto") -> dict[str, Any]:
     """Return the Ray options of one read task.
 
     If a cluster has nodes with and without GPUs, the CPUs of nodes with GPUs are for training first. A node

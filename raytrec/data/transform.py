@@ -41,7 +41,7 @@ class Draw:
     first: int = 0
 
 
-ALIKE = Draw()  # for evaluations, and where only types or existing values matter
+EVALUATION_DRAW = Draw()  # for evaluations, and where only types or existing values matter
 
 
 def apply_transforms(
@@ -49,7 +49,7 @@ def apply_transforms(
     transforms: tuple[t.Transform, ...],
     where: str,
     folder: str | None = None,
-    draw: Draw = ALIKE,
+    draw: Draw = EVALUATION_DRAW,
 ) -> pa.Table:
     """Return a table after all transforms, with the same number of rows in the same order.
 

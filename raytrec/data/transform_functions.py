@@ -35,12 +35,12 @@ TIME_PARTS = {
 SECONDS = {"seconds": 1, "minutes": 60, "hours": 3600, "days": 86400}
 
 
-def does(kind: type) -> Callable[[Callable[..., pa.Array]], Callable[..., pa.Array]]:
+def register_transform(kind: type) -> Callable[[Callable[..., pa.Array]], Callable[..., pa.Array]]:
     """Return a decorator that registers a function for transforms of this kind."""
     return lambda function: VALUE_FUNCTIONS.setdefault(kind, function)
 
 
-@does(t.FillNull)
+@register_transform(t.FillNull)
 def _fill_null(spec: t.FillNull, array: pa.Array) -> pa.Array:
     if pa.types.is_floating(array.type):
         array = pc.if_else(pc.is_nan(array), pa.scalar(None, array.type), array)
@@ -55,7 +55,7 @@ def _scalar(value: float | int | str, kind: pa.DataType) -> pa.Scalar:
     return pa.scalar(str(value) if pa.types.is_decimal(kind) else value).cast(kind)
 
 
-@does(t.Clip)
+@register_transform(t.Clip)
 def _clip(spec: t.Clip, array: pa.Array) -> pa.Array:
     if spec.low is not None:
         array = pc.if_else(pc.less(array, spec.low), _scalar(spec.low, array.type), array)
@@ -64,27 +64,27 @@ def _clip(spec: t.Clip, array: pa.Array) -> pa.Array:
     return array
 
 
-@does(t.Log)
+@register_transform(t.Log)
 def _log(spec: t.Log, array: pa.Array) -> pa.Array:
     number = array.cast(pa.float64(), safe=False)
     return pc.multiply(pc.sign(number), pc.log1p(pc.abs(number))).cast(pa.float32(), safe=False)
 
 
-@does(t.Decay)
+@register_transform(t.Decay)
 def _decay(spec: t.Decay, array: pa.Array) -> pa.Array:
     age = pc.max_element_wise(array.cast(pa.float64(), safe=False), 0.0, skip_nulls=False)
     share = pc.power(2.0, pc.divide(age, -spec.half_life))
     return pc.add(pc.multiply(share, 1 - spec.floor), spec.floor).cast(pa.float32(), safe=False)
 
 
-@does(t.Bucketize)
+@register_transform(t.Bucketize)
 def _bucketize(spec: t.Bucketize, array: pa.Array) -> pa.Array:
     number = array.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)  # a null becomes NaN
     buckets = np.searchsorted(np.array(spec.boundaries), number, side="right")
     return pa.array(buckets, pa.int64(), mask=np.isnan(number))
 
 
-@does(t.Hash)
+@register_transform(t.Hash)
 def _hash(spec: t.Hash, array: pa.Array) -> pa.Array:
     valid = array.is_valid().to_numpy(zero_copy_only=False)
     flat = array.drop_null()
@@ -99,7 +99,7 @@ def _hash(spec: t.Hash, array: pa.Array) -> pa.Array:
     return pa.array(hashed, mask=~valid)
 
 
-@does(t.LookupVocabulary)
+@register_transform(t.LookupVocabulary)
 def _lookup_vocabulary(spec: t.LookupVocabulary, array: pa.Array) -> pa.Array:
     vocabulary = read_vocabulary(spec.vocabulary, array.type)
     ids = pc.index_in(array, value_set=vocabulary, skip_nulls=True).cast(pa.int64())
@@ -145,7 +145,7 @@ def read_cumulative_shares(uri: str, column: str, power: float) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(parts)])
 
 
-@does(t.Binarize)
+@register_transform(t.Binarize)
 def _binarize(spec: t.Binarize, array: pa.Array) -> pa.Array:
     kind = array.type
     if is_number(array.type):
@@ -166,7 +166,7 @@ def _binarize(spec: t.Binarize, array: pa.Array) -> pa.Array:
     return pc.if_else(array.is_valid(), is_positive, pa.scalar(None, pa.int8()))
 
 
-@does(t.Cast)
+@register_transform(t.Cast)
 def _cast(spec: t.Cast, array: pa.Array) -> pa.Array:
     kind = {"int64": pa.int64(), "float32": pa.float32(), "string": pa.string()}[spec.to]
     if is_text(array.type) and spec.to != "string":
@@ -178,13 +178,13 @@ def _cast(spec: t.Cast, array: pa.Array) -> pa.Array:
     return array.cast(kind, safe=spec.to != "float32")
 
 
-@does(t.DropNull)
+@register_transform(t.DropNull)
 def _drop_null(spec: t.DropNull, array: pa.Array) -> pa.Array:
     return array  # nulls in lists are dropped after every transform
 
 
-@does(t.DatePart)
-def date_part(spec: t.DatePart, array: pa.Array) -> pa.Array:
+@register_transform(t.DatePart)
+def extract_date_part(spec: t.DatePart, array: pa.Array) -> pa.Array:
     """Return the configured part of each time as int64; null for null."""
     if not types.is_time(array.type):
         array = to_timestamps(array, spec.since_1970)
@@ -195,8 +195,8 @@ def date_part(spec: t.DatePart, array: pa.Array) -> pa.Array:
     return TIME_PARTS[spec.part](array).cast(pa.int64())
 
 
-@does(t.Age)
-def age(spec: t.Age, array: pa.Array, until: pa.Array | None) -> pa.Array:
+@register_transform(t.Age)
+def compute_age(spec: t.Age, array: pa.Array, until: pa.Array | None) -> pa.Array:
     """Return the time from each value until another time, as float32 in `spec.unit`; null for null.
 
     Args:

@@ -8,7 +8,7 @@ import pyarrow as pa
 from pyarrow import types
 
 from raytrec.common.errors import DataError, find_similar_word
-from raytrec.config.schema import scalar
+from raytrec.config.schema import format_yaml_scalar
 from raytrec.data.arrow import (
     AmbiguousColumnError,
     find_column,
@@ -23,7 +23,7 @@ from raytrec.data.arrow import (
 if TYPE_CHECKING:
     from raytrec.data.read_plans import ReadPlan, ResolvedReadPlan
 
-SHOWN = 30  # maximum number of column names in a message
+MAX_NAMES_IN_MESSAGE = 30  # maximum number of column names in a message
 RELEVANT_ITEM_KEYS = ("eval.retrieval.item", "eval.retrieval.right_items")
 
 
@@ -67,8 +67,10 @@ def check_present(
 
 
 def _format_names(names: list[str]) -> str:
-    more = f" … and {len(names) - SHOWN:,} more" if len(names) > SHOWN else ""
-    return ", ".join(name if len(name) < 80 else f"{name[:80]}…" for name in names[:SHOWN]) + more
+    more = f" … and {len(names) - MAX_NAMES_IN_MESSAGE:,} more" if len(names) > MAX_NAMES_IN_MESSAGE else ""
+    return (
+        ", ".join(name if len(name) < 80 else f"{name[:80]}…" for name in names[:MAX_NAMES_IN_MESSAGE]) + more
+    )
 
 
 def check_types(arrow: pa.Schema, form: ResolvedReadPlan, uri: str) -> None:
@@ -264,8 +266,10 @@ def _advise_manual_conversion() -> str:
 
 
 def _format_transform(do: str, column: str, settings: str, into: str | None = None) -> str:
-    target = f", into: [{scalar(into)}]" if into else ""
-    return f"add to data.transforms: {{do: {do}, columns: [{scalar(column)}], {settings}{target}}}"
+    target = f", into: [{format_yaml_scalar(into)}]" if into else ""
+    return (
+        f"add to data.transforms: {{do: {do}, columns: [{format_yaml_scalar(column)}], {settings}{target}}}"
+    )
 
 
 def _truncate_type(kind: pa.DataType) -> str:

@@ -18,14 +18,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raytrec.common.errors import RunError, convert_os_errors, last_line
+from raytrec.common.errors import RunError, convert_os_errors, get_last_line
 from raytrec.common.machine import (
     REINSTALL_ADVICE,
-    built_for,
     check_fbgemm_support,
     check_gpu,
+    get_build_device,
     list_gpu_kinds,
-    usable_gpus,
+    list_usable_gpus,
 )
 from raytrec.common.registry import load_code
 from raytrec.compat.versions import PAIRS, find_wrong_versions
@@ -34,11 +34,11 @@ from raytrec.doctor.host_checks import FAILURE, OK, Diagnoses, Diagnosis, has_gp
 if TYPE_CHECKING:
     from raytrec.planning.rates import Rates
 
-ANSWER = "raytrec-doctor "
+ANSWER_PREFIX = "raytrec-doctor "
 ROOT = str(Path(__file__).parents[2])
-LOAD_S, GPU_TIMEOUT_S = 120.0, 120.0  # a first import from a network file system takes long
+LOAD_TIMEOUT_S, GPU_TIMEOUT_S = 120.0, 120.0  # a first import from a network file system takes long
 MEASURE_TIMEOUT_PER_RANK_S = 180.0  # limit of measuring, for each rank
-PINNED, *_ = PAIRS
+PINNED_REQUIREMENTS, *_ = PAIRS
 CUDA_LIBRARY_PATTERN = re.compile(r"lib(cud|cublas|cufft|curand|cusparse|cusolver|nccl|nv)\w*\.so")
 OLD_LIBC_PATTERN = re.compile(r"version `?(GLIBC|GLIBCXX|CXXABI)_")
 
@@ -75,12 +75,12 @@ def run_child(
     except subprocess.TimeoutExpired:
         raise TimeoutError(f"no answer within {limit_s:.0f} s") from None
     for line in run.stdout.splitlines():
-        if line.startswith(ANSWER):
-            answer = json.loads(line.removeprefix(ANSWER))
+        if line.startswith(ANSWER_PREFIX):
+            answer = json.loads(line.removeprefix(ANSWER_PREFIX))
             if "error" in answer:
                 raise ChildError(answer["error"])
             return answer
-    message = last_line(run.stderr, "")
+    message = get_last_line(run.stderr, "")
     ending = signal.Signals(-run.returncode).name if run.returncode < 0 else f"exit code {run.returncode}"
     raise ChildError(f"the process ended with {ending}" + (f": {message}" if message else ""))
 
@@ -143,14 +143,14 @@ def use_gpu() -> dict[str, Any]:
     return {"name": torch.cuda.get_device_name()}
 
 
-@host_check("operators", LOAD_S + 5)
-def operators() -> Diagnoses:
+@host_check("operators", LOAD_TIMEOUT_S + 5)
+def check_operators() -> Diagnoses:
     """Check that FBGEMM's libraries load; find the loader's error behind `No such operator fbgemm::…`."""
-    if built_for() is None:
+    if get_build_device() is None:
         yield Diagnosis(OK, "not checked: torch is not installed")
         return
     try:
-        files = run_child(load_fbgemm, limit_s=LOAD_S)
+        files = run_child(load_fbgemm, limit_s=LOAD_TIMEOUT_S)
     except ChildError as error:
         yield Diagnosis(FAILURE, str(error), _suggest_repair(str(error)))
     else:
@@ -160,7 +160,7 @@ def operators() -> Diagnoses:
 def _suggest_repair(error: str) -> str:
     if wrong := find_wrong_versions():
         return wrong.do
-    reinstall = f"pip install --no-deps --force-reinstall -r requirements/{PINNED}"
+    reinstall = f"pip install --no-deps --force-reinstall -r requirements/{PINNED_REQUIREMENTS}"
     if "undefined symbol" in error:
         return f"reinstall FBGEMM, whose release does not match torch despite its metadata: {reinstall}"
     if CUDA_LIBRARY_PATTERN.search(error):
@@ -174,10 +174,10 @@ def _suggest_repair(error: str) -> str:
 
 
 @host_check("gpus", GPU_TIMEOUT_S + 5)
-def gpus() -> Diagnoses:
+def check_gpus() -> Diagnoses:
     """Check that each GPU runs an FBGEMM operator and is not waiting for a reset."""
-    kinds, names = list_gpu_kinds(), usable_gpus()
-    if built_for() != "cuda" or not has_gpus():
+    kinds, names = list_gpu_kinds(), list_usable_gpus()
+    if get_build_device() != "cuda" or not has_gpus():
         yield Diagnosis(OK, "not needed: there is no GPU, or the packages are built for CPUs")
         return
     if not kinds:
@@ -216,7 +216,7 @@ def write_rates(file: Path, ranks: int | None) -> None:
     Raises:
         RunError: A rank failed, or the file cannot be written.
     """
-    gpus = usable_gpus() if built_for() == "cuda" else []
+    gpus = list_usable_gpus() if get_build_device() == "cuda" else []
     rates = measure_rates(ranks or len(gpus) or 2, lambda line: print(line, file=sys.stderr))
     with convert_os_errors("cannot write the rates", where=str(file)):
         file.write_text(rates.to_json(), encoding="utf-8")
@@ -276,7 +276,7 @@ def main() -> None:
         answer = load_code(sys.argv[1])(*arguments)
     except BaseException as error:
         answer = {"error": " ".join((str(error) or type(error).__name__).split())[:600]}
-    print(f"\n{ANSWER}{json.dumps(answer)}", flush=True)
+    print(f"\n{ANSWER_PREFIX}{json.dumps(answer)}", flush=True)
     os._exit(0)  # at a normal exit, a failed group may wait for its peers
 
 

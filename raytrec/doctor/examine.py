@@ -17,11 +17,11 @@ from rich.text import Text
 
 from raytrec import __version__
 from raytrec.cluster.session import starts_local_ray
-from raytrec.common.errors import first_line
-from raytrec.common.formatting import count
+from raytrec.common.errors import get_first_line
+from raytrec.common.formatting import format_count
 from raytrec.common.redaction import anonymize
-from raytrec.common.storage import absolute
-from raytrec.common.terminal import open_console, plain
+from raytrec.common.storage import make_absolute
+from raytrec.common.terminal import open_console, to_plain_text
 from raytrec.config.run_config import RunConfig
 from raytrec.doctor import network
 from raytrec.doctor.host_checks import (
@@ -81,7 +81,7 @@ class Examination:
     def summary(self) -> str:
         """Numbers of nodes, failures and warnings in words."""
         numbers = {"node": len(self.hosts), "failure": self.count(FAILURE), "warning": self.count(WARNING)}
-        return ", ".join(count(number, what) for what, number in numbers.items())
+        return ", ".join(format_count(number, what) for what, number in numbers.items())
 
     def place(self, diagnosis: Diagnosis) -> str:
         """Return the hosts of a diagnosis in words; empty if only one host was examined."""
@@ -123,7 +123,7 @@ def diagnose(config: RunConfig | None, address: str | None, storage: list[str]) 
         address: As in `examine`.
         storage: As in `examine`, relative paths included.
     """
-    places = [absolute(uri) for uri in storage]
+    places = [make_absolute(uri) for uri in storage]
     if config:
         address = address or config.scaling.address
         places += [_find_existing_folder(place) for place in (config.checkpoint.dir, config.run.dir) if place]
@@ -173,7 +173,7 @@ def _collect_diagnoses(name: str, hosts: list[str], answers: list[Any]) -> list[
     diagnoses = []
     for host, answer in zip(hosts, answers, strict=True):
         if isinstance(answer, Exception):
-            what = f"this host does not answer: {type(answer).__name__}: {first_line(answer)}"
+            what = f"this host does not answer: {type(answer).__name__}: {get_first_line(answer)}"
             answer = [Diagnosis(FAILURE, what, NO_ANSWER_REPAIR, name)]
         diagnoses += [replace(diagnosis, hosts=(host,)) for diagnosis in answer]
     return merge(diagnoses)
@@ -188,7 +188,7 @@ def merge(diagnoses: list[Diagnosis]) -> list[Diagnosis]:
     return [replace(bare, hosts=where) for bare, where in hosts.items()]
 
 
-def shared(found: Examination) -> Examination:
+def anonymize_examination(found: Examination) -> Examination:
     """Return the examination without hosts, users, paths and addresses; hosts become node 1, node 2, etc."""
     hosts = {host: f"node {number}" for number, host in enumerate(found.hosts, 1)}
     user = os.environ.get("LOGNAME") or os.environ.get("USER") or ""
@@ -201,8 +201,8 @@ def shared(found: Examination) -> Examination:
     diagnoses = [
         replace(
             each,
-            finding=anonymize(plain(each.finding), names),
-            do=anonymize(plain(each.do), names),
+            finding=anonymize(to_plain_text(each.finding), names),
+            do=anonymize(to_plain_text(each.do), names),
             hosts=tuple(hosts.get(host, "HOST") for host in each.hosts),
         )
         for each in found.diagnoses
@@ -210,9 +210,12 @@ def shared(found: Examination) -> Examination:
     return Examination([*hosts.values()], merge(diagnoses))
 
 
-def as_json(found: Examination) -> dict[str, Any]:
+def to_json_values(found: Examination) -> dict[str, Any]:
     """Return the numbers of failures and warnings, the hosts, and a row for each diagnosis."""
-    rows = [asdict(each) | {"finding": plain(each.finding), "do": plain(each.do)} for each in found.diagnoses]
+    rows = [
+        asdict(each) | {"finding": to_plain_text(each.finding), "do": to_plain_text(each.do)}
+        for each in found.diagnoses
+    ]
     return {
         "failures": found.count(FAILURE),
         "warnings": found.count(WARNING),
@@ -229,7 +232,7 @@ def to_markdown(found: Examination) -> str:
     lines += ["| result | check | where | finding | what to do |", "|---|---|---|---|---|"]
     for each in found.diagnoses:
         cells = (each.result, each.check, found.place(each), each.finding, each.do)
-        escaped = [plain(" ".join(cell.split())).replace("|", "\\|") for cell in cells]
+        escaped = [to_plain_text(" ".join(cell.split())).replace("|", "\\|") for cell in cells]
         lines.append(f"| {' | '.join(escaped)} |")
     return "\n".join(lines)
 
@@ -241,9 +244,9 @@ def print_examination(found: Examination) -> None:
         table.add_column(column, overflow="fold", no_wrap=column != "finding")
     for diagnosis in found.diagnoses:
         where = found.place(diagnosis)
-        text = Text(plain(f"{where}: {diagnosis.finding}" if where else diagnosis.finding))
+        text = Text(to_plain_text(f"{where}: {diagnosis.finding}" if where else diagnosis.finding))
         if diagnosis.do:
-            text.append(plain(f"\n→ {diagnosis.do}"), style="bold")
+            text.append(to_plain_text(f"\n→ {diagnosis.do}"), style="bold")
         table.add_row(diagnosis.check, Text(diagnosis.result, STYLES[diagnosis.result]), text)
     console.print(table)
     console.print(found.summary)

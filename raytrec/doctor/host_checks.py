@@ -16,22 +16,22 @@ from typing import Any
 
 from raytrec.cluster.access import AUTH_MODE_VARIABLE, TOKEN, token_file
 from raytrec.cluster.local_ray import RAY_TMPDIR_VARIABLE, find_base_folder, listens
-from raytrec.common.errors import RaytrecError, first_line
+from raytrec.common.errors import RaytrecError, get_first_line
 from raytrec.common.machine import (
     REINSTALL_ADVICE,
-    built_for,
+    get_build_device,
     get_driver_versions,
+    get_installed_version,
     get_torch_cuda_version,
-    installed,
     list_gpu_kinds,
 )
-from raytrec.compat.ray_core import system_memory
+from raytrec.compat.ray_core import measure_system_memory
 from raytrec.compat.ray_start import CURRENT_CLUSTER_FILE, get_logs_folder
 from raytrec.compat.versions import find_wrong_versions
 
 OK, WARNING, FAILURE = "ok", "warning", "failure"
 MIB, GIB = 1 << 20, 1 << 30
-SHARED_MEMORY_FOLDER, NVIDIA = Path("/dev/shm"), Path("/proc/driver/nvidia/gpus")
+SHARED_MEMORY_FOLDER, NVIDIA_GPUS_FOLDER = Path("/dev/shm"), Path("/proc/driver/nvidia/gpus")
 # Bytes of shared memory; Docker gives 64 MiB.
 MIN_SHARED_MEMORY_BYTES, RECOMMENDED_SHARED_MEMORY_BYTES = 64 * MIB, GIB
 MIN_OPEN_FILES, RECOMMENDED_OPEN_FILES = 1024, 8192  # open files of a process
@@ -40,7 +40,7 @@ MIN_OPEN_FILES, RECOMMENDED_OPEN_FILES = 1024, 8192  # open files of a process
 MIN_VIRTUAL_MEMORY_BYTES, OBJECT_STORE_SHARE = 12 * GIB, 0.3
 MIN_MEMORY_BYTES = GIB  # a worker takes about this much before it has a table
 MIN_DISK_BYTES, RAY_MAX_DISK_SHARE = 200 * MIB, 0.95  # Ray 2.60: local_fs_capacity_threshold
-LIMIT_S = 15.0
+DEFAULT_CHECK_LIMIT_S = 15.0
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ PRE_RUN_CHECKS = ("driver", "shared memory", "limits", "memory", "Ray's folder")
 
 
 def host_check(
-    name: str, limit_s: float = LIMIT_S
+    name: str, limit_s: float = DEFAULT_CHECK_LIMIT_S
 ) -> Callable[[Callable[[], Diagnoses]], Callable[[], Diagnoses]]:
     """Return a decorator that registers a check of the local host."""
 
@@ -82,7 +82,7 @@ def host_check(
 def run_check(name: str, function: Callable[[], Diagnoses], limit_s: float) -> list[Diagnosis]:
     """Return the diagnoses of a check; an exception or a timeout becomes one diagnosis."""
     try:
-        diagnoses = within(limit_s, lambda: list(function()))
+        diagnoses = call_within(limit_s, lambda: list(function()))
     except Exception as error:
         diagnoses = [diagnose_error(error)]
     return [replace(diagnosis, check=name) for diagnosis in diagnoses]
@@ -93,15 +93,17 @@ def diagnose_error(error: Exception) -> Diagnosis:
     if isinstance(error, ModuleNotFoundError):
         return Diagnosis(FAILURE, f"{error.name} is not installed", "install it (docs/install.md)")
     if isinstance(error, TimeoutError):
-        return Diagnosis(FAILURE, first_line(error), "check whether this host waits for a shared file system")
+        return Diagnosis(
+            FAILURE, get_first_line(error), "check whether this host waits for a shared file system"
+        )
     if not isinstance(error, RaytrecError):
-        what = f"the check itself failed: {type(error).__name__}: {first_line(error)}"
+        what = f"the check itself failed: {type(error).__name__}: {get_first_line(error)}"
         return Diagnosis(FAILURE, what, "report this with `raytrec doctor --share`")
     what = " ".join(error.what.split()) + (f"; expected {error.expected}" if error.expected else "")
     return Diagnosis(FAILURE, what, error.do or f"provide {error.expected or 'a valid value'}")
 
 
-def within(limit_s: float, function: Callable[[], Any]) -> Any:
+def call_within(limit_s: float, function: Callable[[], Any]) -> Any:
     """Call a function, and return its result. A function that hangs is left behind in its thread.
 
     Raises:
@@ -129,25 +131,25 @@ def check_before_run() -> list[str]:
 
 def has_gpus() -> bool:
     """Return True if this host has NVIDIA GPUs, even if no installed package can query them."""
-    return (NVIDIA.is_dir() and any(NVIDIA.iterdir())) or bool(list_gpu_kinds())
+    return (NVIDIA_GPUS_FOLDER.is_dir() and any(NVIDIA_GPUS_FOLDER.iterdir())) or bool(list_gpu_kinds())
 
 
 @host_check("packages")
-def packages() -> Diagnoses:
+def check_packages() -> Diagnoses:
     """Check that the versions of torch, TorchRec, FBGEMM, Ray, MLflow and pyarrow belong together."""
     if error := find_wrong_versions():
         yield diagnose_error(error)
         return
     names = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "ray")
-    versions = [f"{name} {version}" for name in names if (version := installed(name))]
+    versions = [f"{name} {version}" for name in names if (version := get_installed_version(name))]
     cuda = get_torch_cuda_version()
     yield Diagnosis(OK, ", ".join(versions) + (f", CUDA {cuda}" if cuda else ", built for CPUs"))
 
 
 @host_check("builds")
-def builds() -> Diagnoses:
+def check_builds() -> Diagnoses:
     """Check that torch and FBGEMM are built for the device of this host."""
-    device, gpus = built_for(), has_gpus()
+    device, gpus = get_build_device(), has_gpus()
     if device is None:
         yield Diagnosis(WARNING, "torch is not installed", "install it on workers (docs/install.md)")
     elif device == "cpu" and gpus:
@@ -160,7 +162,7 @@ def builds() -> Diagnoses:
 
 
 @host_check("driver")
-def driver() -> Diagnoses:
+def check_driver() -> Diagnoses:
     """Check that the NVIDIA driver is new enough for the CUDA version that torch is built for."""
     if not (cuda := get_torch_cuda_version()) or not has_gpus():
         yield Diagnosis(OK, "not needed: there is no GPU, or the packages are built for CPUs")
@@ -174,7 +176,7 @@ def driver() -> Diagnoses:
 
 
 @host_check("shared memory")
-def shared_memory() -> Diagnoses:
+def check_shared_memory() -> Diagnoses:
     """Check that /dev/shm, which Ray uses for objects and NCCL for exchanges within a host, has room."""
     disk = shutil.disk_usage(SHARED_MEMORY_FOLDER)
     what = f"{SHARED_MEMORY_FOLDER} has {disk.free / GIB:,.2f} GiB free of {disk.total / GIB:,.2f} GiB"
@@ -192,7 +194,7 @@ def shared_memory() -> Diagnoses:
 
 
 @host_check("limits")
-def limits() -> Diagnoses:
+def check_limits() -> Diagnoses:
     """Check the limits of open files, of virtual memory and, with InfiniBand, of locked memory."""
     _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -201,7 +203,7 @@ def limits() -> Diagnoses:
     what = f"{limited[0]} open files, {limited[1]} bytes of locked and {limited[2]} bytes of virtual memory"
     if (
         virtual != resource.RLIM_INFINITY
-        and virtual < MIN_VIRTUAL_MEMORY_BYTES + OBJECT_STORE_SHARE * system_memory()
+        and virtual < MIN_VIRTUAL_MEMORY_BYTES + OBJECT_STORE_SHARE * measure_system_memory()
     ):
         do = "remove the limit: ulimit -v unlimited, LimitAS=infinity (systemd); limit memory by cgroup"
         yield Diagnosis(FAILURE, f"{what}: Ray processes map more virtual memory, and exit at startup", do)
@@ -216,11 +218,14 @@ def limits() -> Diagnoses:
 
 
 @host_check("memory")
-def memory() -> Diagnoses:
+def check_main_memory() -> Diagnoses:
     """Check the available main memory, within the container's limit."""
     import psutil
 
-    total, available = system_memory(), min(psutil.virtual_memory().available, system_memory())
+    total, available = (
+        measure_system_memory(),
+        min(psutil.virtual_memory().available, measure_system_memory()),
+    )
     what = f"{available / GIB:,.1f} GiB available of {total / GIB:,.1f} GiB"
     if available < MIN_MEMORY_BYTES:
         do = "end other processes, or raise the container's limit: Linux may kill workers without a message"
@@ -230,7 +235,7 @@ def memory() -> Diagnoses:
 
 
 @host_check("Ray's folder")
-def ray_folder() -> Diagnoses:
+def check_ray_folder() -> Diagnoses:
     """Check the disk on which Ray keeps logs, and objects that do not fit into memory."""
     is_on_ray = "ray" in sys.modules and sys.modules["ray"].is_initialized()
     folder = get_logs_folder() if is_on_ray else find_base_folder()
@@ -249,7 +254,7 @@ def ray_folder() -> Diagnoses:
 
 
 @host_check("clusters")
-def clusters() -> Diagnoses:
+def check_clusters() -> Diagnoses:
     """Check that at most one Ray cluster runs on this host, and that no ended cluster is still noted."""
     import psutil
 
@@ -274,7 +279,7 @@ def clusters() -> Diagnoses:
 
 
 @host_check("token")
-def token() -> Diagnoses:
+def check_token() -> Diagnoses:
     """Check that Ray's token is present if a cluster requires it, and readable by its owner alone."""
     file = token_file()
     if os.environ.get(AUTH_MODE_VARIABLE, "token").lower() != "token":

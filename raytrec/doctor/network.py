@@ -15,10 +15,10 @@ from itertools import combinations
 from typing import Any
 
 from raytrec.cluster.session import find_interface
-from raytrec.common.machine import built_for, list_gpu_kinds
+from raytrec.common.machine import get_build_device, list_gpu_kinds
 from raytrec.doctor.child import run_child
 from raytrec.doctor.host_checks import FAILURE, OK, WARNING, Diagnoses, Diagnosis
-from raytrec.doctor.nodes import NO_ANSWER_REPAIR, REPLY_S, ThisHost
+from raytrec.doctor.nodes import NO_ANSWER_REPAIR, REPLY_TIMEOUT_S, ThisHost
 
 ALL_REDUCE_ELEMENTS, ROUNDS = 1 << 22, 4  # timed all-reduce: 16 MiB of float32, best of four
 PORT_CONNECT_TIMEOUT_S, COLLECTIVE_TIMEOUT_S, IMPORT_ALLOWANCE_S = 5.0, 90.0, 60.0
@@ -102,7 +102,9 @@ def listen(address: str, keep: bool = True) -> int:
     return port
 
 
-def reach(places: list[tuple[str, int]], limit_s: float = PORT_CONNECT_TIMEOUT_S) -> list[str]:
+def find_connection_errors(
+    places: list[tuple[str, int]], limit_s: float = PORT_CONNECT_TIMEOUT_S
+) -> list[str]:
     """Return, for each place, why a connection fails; empty if the connection is accepted."""
 
     def connect(place: tuple[str, int]) -> str:
@@ -122,7 +124,11 @@ def check_ports(nodes: ThisHost) -> Diagnoses:
     ports = nodes.ask(listen, each={i: (nodes.addresses[i],) for i in indices})
     listening = [i for i in indices if isinstance(ports[i], int)]
     places = [(nodes.addresses[i], ports[i]) for i in listening]
-    answers = nodes.ask(reach, places, limit_s=REPLY_S + PORT_CONNECT_TIMEOUT_S * (1 + len(places) // 64))
+    answers = nodes.ask(
+        find_connection_errors,
+        places,
+        limit_s=REPLY_TIMEOUT_S + PORT_CONNECT_TIMEOUT_S * (1 + len(places) // 64),
+    )
     for node in indices:
         if failed := [a for a in (ports[node], answers[node]) if isinstance(a, Exception)]:
             nodes.cut |= {frozenset((node, peer)) for peer in indices}
@@ -139,7 +145,7 @@ def check_ports(nodes: ThisHost) -> Diagnoses:
 
 def uses_nccl() -> bool:
     """Return True if runs use the GPUs of this host."""
-    return built_for() == "cuda" and bool(list_gpu_kinds())
+    return get_build_device() == "cuda" and bool(list_gpu_kinds())
 
 
 def join_group(
@@ -257,6 +263,8 @@ def _reduce(nodes: ThisHost, group: Sequence[int], backend: str) -> Any:
         for rank, node in enumerate(group)
     }
     answers = nodes.ask(
-        time_all_reduce_in_child, each=arguments, limit_s=COLLECTIVE_TIMEOUT_S + IMPORT_ALLOWANCE_S + REPLY_S
+        time_all_reduce_in_child,
+        each=arguments,
+        limit_s=COLLECTIVE_TIMEOUT_S + IMPORT_ALLOWANCE_S + REPLY_TIMEOUT_S,
     )
     return next((answer for answer in answers if isinstance(answer, Exception)), answers[group[0]])

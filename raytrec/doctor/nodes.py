@@ -16,15 +16,15 @@ from time import time
 from typing import Any
 
 from raytrec.cluster.session import pin_to_node, ray_session
-from raytrec.common.errors import RaytrecError, RunError, first_line, get_root_cause, last_line
+from raytrec.common.errors import RaytrecError, RunError, get_first_line, get_last_line, get_root_cause
 from raytrec.common.machine import PACKAGES, compute_code_hash
 from raytrec.common.storage import open_filesystem
 from raytrec.compat.ray_core import list_alive_nodes
-from raytrec.doctor.host_checks import FAILURE, OK, WARNING, Diagnoses, Diagnosis, within
+from raytrec.doctor.host_checks import FAILURE, OK, WARNING, Diagnoses, Diagnosis, call_within
 
-REPLY_S = 60.0  # on a busy host
+REPLY_TIMEOUT_S = 60.0  # on a busy host
 NO_ANSWER_REPAIR = "check Ray on this node (ray status), and whether the node has this version of raytrec"
-START_S = 120.0  # a node has to start a process before it answers
+START_TIMEOUT_S = 120.0  # a node has to start a process before it answers
 STORAGE_TIMEOUT_S = 60.0
 WARNING_SKEW_S, FAILURE_SKEW_S = 1.0, 300.0  # S3 refuses requests that are 15 minutes off
 CLOCK_MEASUREMENTS = 3  # measurements of a clock; the fastest answer counts
@@ -34,7 +34,7 @@ ENVIRONMENT_LINE_PATTERN = re.compile(r"\.dist-info/|^\.\./")
 
 
 Function = Callable[..., Any]
-Each = dict[int, tuple] | None
+HostArguments = dict[int, tuple] | None
 
 
 class ThisHost:
@@ -54,7 +54,9 @@ class ThisHost:
         self.unfit: set[int] = set()
         self.cut: set[frozenset[int]] = set()
 
-    def ask(self, call: Function, *arguments: Any, each: Each = None, limit_s: float = REPLY_S) -> list[Any]:
+    def ask(
+        self, call: Function, *arguments: Any, each: HostArguments = None, limit_s: float = REPLY_TIMEOUT_S
+    ) -> list[Any]:
         """Call a function on all hosts at once, and return the result or exception of each host.
 
         Args:
@@ -65,7 +67,7 @@ class ThisHost:
             limit_s: Seconds after which the answer of a host is a TimeoutError.
         """
         try:
-            return [within(limit_s, lambda: call(*arguments, *(each or {0: ()})[0]))]
+            return [call_within(limit_s, lambda: call(*arguments, *(each or {0: ()})[0]))]
         except Exception as error:
             return [error]
 
@@ -89,17 +91,21 @@ class ClusterNodes(ThisHost):
         names = _make_distinct_names([node["NodeManagerHostname"] for node in nodes], addresses)
         actor = ray.remote(max_restarts=0, max_concurrency=8)(_Caller)
         self._actors = [actor.options(**pin_to_node(node["NodeID"])).remote() for node in nodes]
-        answers = self.ask(compute_code_hash, limit_s=START_S)  # raises an error on nodes without raytrec
+        answers = self.ask(
+            compute_code_hash, limit_s=START_TIMEOUT_S
+        )  # raises an error on nodes without raytrec
         fit = [number for number, answer in enumerate(answers) if isinstance(answer, str)]
         self.silent = {
-            names[i]: last_line(str(answer), type(answer).__name__)[:300]
+            names[i]: get_last_line(str(answer), type(answer).__name__)[:300]
             for i, answer in enumerate(answers)
             if i not in fit
         }
         self.names, self.addresses = [names[i] for i in fit], [addresses[i] for i in fit]
         self._actors = [self._actors[i] for i in fit]
 
-    def ask(self, call: Function, *arguments: Any, each: Each = None, limit_s: float = REPLY_S) -> list[Any]:
+    def ask(
+        self, call: Function, *arguments: Any, each: HostArguments = None, limit_s: float = REPLY_TIMEOUT_S
+    ) -> list[Any]:
         """Call a function on the nodes, as `ThisHost.ask` on this host."""
         each = dict.fromkeys(range(len(self._actors)), ()) if each is None else each
         refs = [self._actors[i].call.remote(call, (*arguments, *extra)) for i, extra in each.items()]
@@ -194,7 +200,7 @@ def check_same_packages(nodes: ThisHost) -> Diagnoses:
             failed.append(Diagnosis(FAILURE, what, do, hosts=hosts))
     for name, answer in zip(nodes.names, answers, strict=True):
         if isinstance(answer, Exception):
-            what = f"the packages of this node are unknown: {first_line(answer)}"
+            what = f"the packages of this node are unknown: {get_first_line(answer)}"
             failed.append(Diagnosis(FAILURE, what, NO_ANSWER_REPAIR, hosts=(name,)))
     yield from failed or [Diagnosis(OK, f"{len(answers[0])} versions are the same on {len(answers)} nodes")]
 
@@ -242,7 +248,7 @@ def write_and_read(uri: str, name: str) -> str:
             same = stream.read() == data
         return "" if same else "the data read differs from the data written"
     except (OSError, RaytrecError) as error:
-        return first_line(error)
+        return get_first_line(error)
 
 
 def find_missing_files(uri: str, names: list[str]) -> list[str]:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from raytrec.common.errors import convert_os_errors
 from raytrec.common.messages import Compared
-from raytrec.common.terminal import bold, open_console, plain
+from raytrec.common.terminal import open_console, to_bold_text, to_plain_text
 from raytrec.config.overrides import Overrides
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
@@ -21,7 +21,7 @@ from raytrec.driver.launch import open_session, run_group
 from raytrec.driver.preflight import check_fit
 from raytrec.driver.prepare import resolve
 from raytrec.driver.recorder import Watch, write_json
-from raytrec.driver.run import short
+from raytrec.driver.run import shorten_store_uri
 from raytrec.driver.track import DELIVERY_TIMEOUT_S
 from raytrec.tracking.journal import append_line
 from raytrec.tracking.run_folder import CHECK_RESULT
@@ -123,7 +123,7 @@ def check(source: str | Path | dict | RunConfig, overrides: Overrides | None = N
                 path=folder,
                 seconds=round(perf_counter() - began, 3),
                 mlflow_run_id=delivery.run_id if delivery else None,
-                next_steps=[f"MLflow       mlflow ui --backend-store-uri {short(delivery.uri)}"]
+                next_steps=[f"MLflow       mlflow ui --backend-store-uri {shorten_store_uri(delivery.uri)}"]
                 if delivery
                 else [],
                 **comparison,
@@ -154,7 +154,7 @@ def print_check(result: CheckResult) -> None:
     """Print a table of the worst comparison of each check to stdout, then each comparison that failed."""
     console = open_console()
     console.print(
-        bold(result.name) + Text(f": {result.world_size} workers against one process"), soft_wrap=True
+        to_bold_text(result.name) + Text(f": {result.world_size} workers against one process"), soft_wrap=True
     )
     table = Table()
     for column in ("check", "compared", "max abs error", "relative", "limit", "result"):
@@ -176,9 +176,9 @@ def print_check(result: CheckResult) -> None:
                 f"FAIL  {CHECK_LABELS[f['check']]} of {f['name']}: relative error "
                 f"{_format_error(f['error'])}, limit "
             )
-            console.print(plain(line + f"{f['limit']:.0e}"), soft_wrap=True)
+            console.print(to_plain_text(line + f"{f['limit']:.0e}"), soft_wrap=True)
     for line in result.next_steps:
-        console.print(plain(line), soft_wrap=True)
+        console.print(to_plain_text(line), soft_wrap=True)
 
 
 def _format_error(value: float | None) -> str:

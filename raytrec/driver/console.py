@@ -21,9 +21,9 @@ from rich.text import Text
 
 from raytrec.cluster.session import is_job_driver
 from raytrec.common.messages import ENDED_EARLY, PROFILED
-from raytrec.common.terminal import bold, open_console, plain
+from raytrec.common.terminal import open_console, to_bold_text, to_plain_text
 from raytrec.metrics.results import build_slice_tables, format_result
-from raytrec.metrics.selection import figures_of
+from raytrec.metrics.selection import read_metric_displays
 from raytrec.tracking import progress_log as lines
 
 Pairs = list[tuple[str, str]]  # names and texts: the rows of a table
@@ -39,9 +39,9 @@ class RunConsole:
 
     def __init__(self, name: str):
         self._console = open_console(stderr=True)
-        self._name = plain(name)
+        self._name = to_plain_text(name)
         self._last_plain, self._total = 0.0, 0
-        self._figures = figures_of()  # replaced when training starts
+        self._figures = read_metric_displays()  # replaced when training starts
         self._begin: tuple[float, int] | None = None  # time and step of the first figures
         self._progress = Progress(
             SpinnerColumn(),
@@ -71,7 +71,7 @@ class RunConsole:
             text: Description of the activity.
             always: True to print a line without a terminal even if the last line is recent.
         """
-        self._progress.update(self._task, figures=plain(text))
+        self._progress.update(self._task, figures=to_plain_text(text))
         self._plain(text, always)
 
     def start(
@@ -84,7 +84,7 @@ class RunConsole:
     ) -> None:
         """Show that training begins at a step; `metrics` describes the figures (selection.Figure)."""
         self._progress.reset(self._task, total=total, completed=step, figures=f"step {step}/{total}")
-        self._total, self._begin, self._figures = total, None, figures_of({"metrics": metrics})
+        self._total, self._begin, self._figures = total, None, read_metric_displays({"metrics": metrics})
         self._write_message(
             "start", {"total": total, "step": step, "workers": workers, "metrics": metrics or []}
         )
@@ -120,7 +120,7 @@ class RunConsole:
 
     def note(self, text: str) -> None:
         """Print a line that stays on the terminal."""
-        self._console.print(f"{self._name}  {plain(text)}", soft_wrap=True)
+        self._console.print(f"{self._name}  {to_plain_text(text)}", soft_wrap=True)
 
     def folder(self, folder: str) -> None:
         """Print the folder of the run if this process is the driver of a job, for clients that follow it."""
@@ -142,7 +142,7 @@ class RunConsole:
         """Show the figures of an evaluation."""
         text = lines.evaluation(step, lines.named(self._figures, values))
         if self._console.is_terminal:
-            self._progress.print(f"{self._name}  {plain(text)}")
+            self._progress.print(f"{self._name}  {to_plain_text(text)}")
         self._plain(text, always=True)
         self._write_message("eval", {"step": step, **values})
 
@@ -154,7 +154,7 @@ class RunConsole:
 
     def warn(self, text: str) -> None:
         """Print a warning."""
-        self._console.print(Text("warning:", style="yellow"), plain(text), soft_wrap=True)
+        self._console.print(Text("warning:", style="yellow"), to_plain_text(text), soft_wrap=True)
 
     def _plain(self, text: str, always: bool) -> bool:
         """Print a line if there is no terminal, and return True if the line was printed.
@@ -165,7 +165,7 @@ class RunConsole:
         if self._console.is_terminal or not (always or now - self._last_plain >= PLAIN_LINE_INTERVAL_S):
             return False
         self._last_plain = now
-        self._console.print(f"{self._name}  {plain(text)}", soft_wrap=True)
+        self._console.print(f"{self._name}  {to_plain_text(text)}", soft_wrap=True)
         return True
 
     def _write_message(self, kind: str, values: dict[str, Any]) -> None:
@@ -211,15 +211,17 @@ def print_summary(summary: Result) -> None:
     table.add_column("figure")
     table.add_column("value", justify="right")
     for name, text in summary.rows:
-        table.add_row(plain(name), plain(text))
-    console.print(bold(summary.metrics["name"]), soft_wrap=True)
+        table.add_row(to_plain_text(name), to_plain_text(text))
+    console.print(to_bold_text(summary.metrics["name"]), soft_wrap=True)
     console.print(table)
     for title, slices in build_slice_tables(summary.metrics):
-        of_slices = Table(*map(plain, slices.columns), title=plain(title), title_justify="left")
+        of_slices = Table(
+            *map(to_plain_text, slices.columns), title=to_plain_text(title), title_justify="left"
+        )
         for cells in slices.rows:
-            of_slices.add_row(*(plain(cell.text) for cell in cells))
+            of_slices.add_row(*(to_plain_text(cell.text) for cell in cells))
         console.print(of_slices)
     sentence = summary.metrics.get("bound.sentence")
     for line in [*([sentence] if sentence else []), *summary.next_steps]:
-        console.print(plain(line), soft_wrap=True)
+        console.print(to_plain_text(line), soft_wrap=True)
     lines.write_message(lines.RESULT, summary.metrics)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from raytrec.checkpoint.index import INDEX, read_index
-from raytrec.checkpoint.rows import schema_of
+from raytrec.checkpoint.rows import parse_stored_schema
 from raytrec.common.errors import ConfigError, DataError
 from raytrec.common.storage import get_sibling, split_query
 from raytrec.config.features import resolve_features, select_needed_transforms
@@ -19,7 +19,7 @@ from raytrec.data.arrow import find_column, is_list, plain, type_at
 from raytrec.data.footers import read_footer
 from raytrec.data.fragments import Dataset, scan
 from raytrec.data.item_reader import check_suspect_groups
-from raytrec.data.listing import list_files, name_of
+from raytrec.data.listing import join_folder_names, list_files
 from raytrec.data.pages.decode import SKIPPED_ROWS_FILE, ReadErrorPolicy
 from raytrec.data.read_plans import ReadPlan, ReservedColumnSet
 from raytrec.driver.console import RunConsole
@@ -97,7 +97,7 @@ def to_example_schema(schema: Schema, places: str | list[str]) -> Schema:
         if path and is_list(plain(type_at(arrow, path))):
             raise DataError(
                 f"'{name}' contains lists of candidates",
-                where=name_of(places),
+                where=join_folder_names(places),
                 expected="one row for each candidate, as scores and vectors are computed row by row",
                 do="pass one row per candidate with --data; candidates in schema.yaml are for training only",
             )
@@ -174,7 +174,9 @@ def open_data(config: RunConfig) -> tuple[Schema, dict[str, Dataset]]:
     data = config.data
     list_files(data.train, "data.train")  # before the schema, whose default place is next to it
     folder, name = get_sibling(data.schema_uri, ""), split_query(data.schema_uri)[0].rpartition("/")[2]
-    schema = schema_of(read_index(folder)["about"]) if name == INDEX else Schema.load(data.schema_uri)
+    schema = (
+        parse_stored_schema(read_index(folder)["about"]) if name == INDEX else Schema.load(data.schema_uri)
+    )
     datasets = {
         name: open_dataset(config, schema, places, f"data.{name}")
         for name in ("train", "valid", "test")

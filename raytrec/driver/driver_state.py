@@ -18,15 +18,15 @@ from typing_extensions import TypedDict
 
 from raytrec.common.documents import find_document
 from raytrec.common.errors import ErrorParts, RaytrecError, RunError, convert_os_errors
-from raytrec.common.formatting import number_or_zero
+from raytrec.common.formatting import parse_number_or_zero
 from raytrec.common.messages import EVENTS, METRICS
-from raytrec.common.processes import lock
-from raytrec.compat.ray_core import job_id
+from raytrec.common.processes import lock_file
+from raytrec.compat.ray_core import get_submission_id
 from raytrec.tracking.run_folder import read_messages
 
 # Exceptions raised for signals. While Ray is starting, Ray's own handlers end the process instead.
 STOP_EXCEPTIONS = (KeyboardInterrupt, SystemExit)
-NOTE, LOG_FILE = "driver.json", "run.log"
+DRIVER_RECORD_FILE, LOG_FILE = "driver.json", "run.log"
 
 
 class DriverRecord(TypedDict, total=False):
@@ -65,7 +65,7 @@ def record_driver(folder: Path) -> Iterator[float]:
         "pid": os.getpid(),
         "started": _read_start_time(os.getpid()),
         "host": socket.gethostname(),
-        "job": job_id(),
+        "job": get_submission_id(),
         "unix_s": time(),
         "seconds": before_s,
         "status": "RUNNING",
@@ -93,13 +93,13 @@ def read_driver_record(folder: Path) -> DriverRecord:
 
     The status can be RUNNING although the process has died.
     """
-    return find_document(str(folder / NOTE), DriverRecord) or {}
+    return find_document(str(folder / DRIVER_RECORD_FILE), DriverRecord) or {}
 
 
 def _sum_driver_seconds(folder: Path) -> float:
     """Return the seconds of all drivers so far; a killed driver counts up to its last recorded message."""
     note = read_driver_record(folder)
-    seconds, begin = number_or_zero(note.get("seconds")), number_or_zero(note.get("unix_s"))
+    seconds, begin = parse_number_or_zero(note.get("seconds")), parse_number_or_zero(note.get("unix_s"))
     if note.get("status") != "RUNNING":
         return seconds
     messages = [message for name in (METRICS, EVENTS) for message in deque(read_messages(folder, name), 1)]
@@ -142,7 +142,7 @@ def _write_record(folder: Path, note: DriverRecord) -> None:
     from raytrec.driver.recorder import write_json
 
     with suppress(OSError):  # a full disk, which the run itself reports
-        write_json(folder / NOTE, note)
+        write_json(folder / DRIVER_RECORD_FILE, note)
 
 
 @contextmanager
@@ -180,7 +180,7 @@ class _TeeStream:
         return getattr(self._stream, name)
 
 
-LOCK = "driver.lock"
+DRIVER_LOCK_FILE = "driver.lock"
 
 
 @contextmanager
@@ -199,7 +199,7 @@ def hold_run_lock(folder: Path, patience_s: float, report: Callable[[str], None]
     """
     with convert_os_errors("cannot write the run folder", where=str(folder)):
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / LOCK).open("a+")
+        file = (folder / DRIVER_LOCK_FILE).open("a+")
     with file:
         _acquire_lock(file, folder, patience_s, report)
         yield
@@ -209,7 +209,7 @@ def _acquire_lock(file, folder: Path, patience_s: float, report: Callable[[str],
     deadline, is_reported = monotonic() + patience_s, False
     while True:
         try:
-            lock(file)
+            lock_file(file)
             return
         except BlockingIOError:
             note = read_driver_record(folder)

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from raytrec.checkpoint.files import find, find_best, find_step
 from raytrec.checkpoint.index import INDEX
-from raytrec.checkpoint.rows import schema_of
-from raytrec.common.errors import ConfigError, RunError, SchemaError, unknown
+from raytrec.checkpoint.rows import parse_stored_schema
+from raytrec.common.errors import ConfigError, RunError, SchemaError, make_unknown_word_error
 from raytrec.common.messages import RANKS
-from raytrec.common.processes import owner, remove_leftovers
-from raytrec.common.storage import absolute, join_uri, open_filesystem
+from raytrec.common.processes import get_owner_name, remove_leftovers
+from raytrec.common.storage import join_uri, make_absolute, open_filesystem
 from raytrec.config.overrides import Overrides, get_section_name, to_override_texts
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 # Sections that affect an evaluation without changing the model.
 OVERRIDABLE_SECTIONS = ("data", "scaling", "plan", "train", "eval")
-RULE = "out_of_range"
+OUT_OF_RANGE_KEY = "out_of_range"
 SCRATCH_PREFIX, TRACEBACK_FILE = "raytrec-evaluate-", "error.txt"
 TABLE_KINDS = "managed, resize:ROWS or hash"  # target kinds of a conversion
 
@@ -87,12 +87,13 @@ def load_evaluation_config(
             raise ConfigError(
                 f"'{override}' does not apply to an evaluation",
                 where="command line, --set",
-                expected=f"a key of {', '.join(OVERRIDABLE_SECTIONS)}, or tables.NAME.{RULE}; the "
+                expected=f"a key of {', '.join(OVERRIDABLE_SECTIONS)}, or "
+                f"tables.NAME.{OUT_OF_RANGE_KEY}; the "
                 "model cannot be changed",
             )
     elsewhere = find_checkpoint_origin(folder, about["config"])
     config = load_config(about["config"], of_sections, elsewhere=elsewhere, allow_code=allow_code)
-    values = schema_of(about).model_dump()
+    values = parse_stored_schema(about).model_dump()
     for override in of_tables:
         _apply_table_override(values["tables"], override)
     return config, Schema.parse(values, "the checkpoint's schema" + "".join(f" with {o}" for o in of_tables))
@@ -101,11 +102,12 @@ def load_evaluation_config(
 def _apply_table_override(tables: dict[str, dict[str, Any]], override: str) -> None:
     key, _, rule = override.partition("=")
     pattern, _, setting = key.removeprefix("tables.").rpartition(".")
-    if setting != RULE:
+    if setting != OUT_OF_RANGE_KEY:
         raise ConfigError(
             f"'{override}' cannot be set for an evaluation",
             where="command line, --set",
-            expected=f"tables.NAME.{RULE}=error, clamp or hash; the weights determine the size of a table",
+            expected=f"tables.NAME.{OUT_OF_RANGE_KEY}=error, clamp or hash; the weights determine "
+            "the size of a table",
         )
     matches = [table for table in tables if fnmatchcase(table, pattern)]
     if not matches:
@@ -115,7 +117,7 @@ def _apply_table_override(tables: dict[str, dict[str, Any]], override: str) -> N
             expected=f"one of {', '.join(tables)}, or a pattern such as '*'",
         )
     for table in matches:
-        tables[table][RULE] = rule
+        tables[table][OUT_OF_RANGE_KEY] = rule
 
 
 @contextmanager
@@ -126,7 +128,7 @@ def create_scratch_folder() -> Iterator[str]:
     a traceback is kept for the error message that names it.
     """
     remove_leftovers(tempfile.gettempdir(), f"{SCRATCH_PREFIX}{{owner}}-*", keep=TRACEBACK_FILE)
-    folder = tempfile.mkdtemp(prefix=f"{SCRATCH_PREFIX}{owner()}-")
+    folder = tempfile.mkdtemp(prefix=f"{SCRATCH_PREFIX}{get_owner_name()}-")
     try:
         yield folder
     finally:
@@ -172,11 +174,11 @@ def evaluate(
     changes += to_override_texts(overrides)
     saved = resolve_checkpoint(place, None, changes, allow_code)
     config, schema, folder = saved.config, saved.schema, saved.folder
-    places = absolute(data) if data else config.data.test or config.data.valid
+    places = make_absolute(data) if data else config.data.test or config.data.valid
     if not places:
         raise ConfigError("there is no data to evaluate", where=folder, expected="--data PARQUET")
     if config.eval.retrieval:
-        config.eval.retrieval.items = absolute(config.eval.retrieval.items)
+        config.eval.retrieval.items = make_absolute(config.eval.retrieval.items)
     datasets = {"test": open_dataset(config, schema, places, "--data")}
     datasets |= open_items(config, schema, datasets)
     for dataset in datasets.values():
@@ -259,7 +261,7 @@ def convert(
     """
     saved = resolve_checkpoint(place, checkpoint, [], allow_code)
     schema, folder, index = saved.schema, saved.folder, saved.index
-    kinds, out = _parse_table_kinds(tables, schema), absolute(out).rstrip("/")
+    kinds, out = _parse_table_kinds(tables, schema), make_absolute(out).rstrip("/")
     filesystem, index_file = open_filesystem(join_uri(out, INDEX))
     if filesystem.get_file_info(index_file).is_file:
         expected = "a folder without a checkpoint"
@@ -286,7 +288,7 @@ def _parse_table_kinds(tables: Sequence[str], schema: Schema) -> dict[str, str]:
             raise ConfigError(f"invalid --table {text}", expected=f"TABLE=KIND, where KIND is {TABLE_KINDS}")
         if table not in schema.tables:
             what, where = f"there is no table '{table}'", f"--table {text}"
-            raise unknown(what, table, schema.tables, where, kind=SchemaError)
+            raise make_unknown_word_error(what, table, schema.tables, where, kind=SchemaError)
         if table in kinds:
             raise ConfigError(f"--table names {table} twice", expected="one kind for each table")
         kinds[table] = kind

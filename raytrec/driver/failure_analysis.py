@@ -12,11 +12,11 @@ from raytrec.cluster.session import find_log_folder
 from raytrec.common.errors import RaytrecError, RunError, get_root_cause
 from raytrec.common.messages import Restart
 from raytrec.common.redaction import hide
-from raytrec.compat.ray_core import is_node_loss, is_out_of_memory, reported
+from raytrec.compat.ray_core import is_node_loss, is_out_of_memory, unwrap_health_check_failure
 from raytrec.config.run_config import RunConfig
 
 
-class Kind(IntEnum):
+class FailureKind(IntEnum):
     """Kinds of errors; a kind with a smaller value explains the others."""
 
     RESTART = 0  # a requested restart
@@ -36,7 +36,7 @@ class Cause:
         error: Error itself.
     """
 
-    kind: Kind
+    kind: FailureKind
     rank: int
     text: str
     error: BaseException
@@ -44,7 +44,7 @@ class Cause:
     @property
     def sentence(self) -> str:
         """Text of the cause, preceded by the rank unless the text is complete by itself."""
-        if self.kind in (Kind.OURS, Kind.RESTART):
+        if self.kind in (FailureKind.OURS, FailureKind.RESTART):
             return self.text
         return f"rank {self.rank} {self.text}"
 
@@ -81,21 +81,21 @@ def find_cause(failures: dict[int, BaseException]) -> Cause:
 def _classify(rank: int, error: BaseException) -> Cause:
     from ray.exceptions import RayActorError, RaySystemError
 
-    inner = reported(error)
+    inner = unwrap_health_check_failure(error)
     cause = get_root_cause(inner)
     text = str(cause).strip()
     if isinstance(cause, RaytrecError):
-        return Cause(Kind.OURS, rank, cause.what, cause)
+        return Cause(FailureKind.OURS, rank, cause.what, cause)
     if isinstance(cause, Restart):
-        return Cause(Kind.RESTART, rank, text, cause)
+        return Cause(FailureKind.RESTART, rank, text, cause)
     if is_node_loss(inner):
-        return Cause(Kind.NODE, rank, "lost its node", cause)
+        return Cause(FailureKind.NODE, rank, "lost its node", cause)
     if is_out_of_memory(inner):
-        return Cause(Kind.DEATH, rank, "was killed by Ray because its node ran low on memory", cause)
+        return Cause(FailureKind.DEATH, rank, "was killed by Ray because its node ran low on memory", cause)
     if isinstance(inner, (RayActorError, RaySystemError)):
-        return Cause(Kind.DEATH, rank, "died: its process was killed or crashed", cause)
+        return Cause(FailureKind.DEATH, rank, "died: its process was killed or crashed", cause)
     is_consequence = not _find_line(GPU_ERROR_PHRASES, text) and _find_line(COLLECTIVE_ERROR_PHRASES, text)
-    kind = Kind.CONSEQUENCE if is_consequence else Kind.ERROR
+    kind = FailureKind.CONSEQUENCE if is_consequence else FailureKind.ERROR
     return Cause(kind, rank, f"raised {type(cause).__name__}: {extract_main_line(text)}", cause)
 
 

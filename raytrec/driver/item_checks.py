@@ -21,7 +21,7 @@ from raytrec.data.pages.decode import decode_columns
 from raytrec.data.transform import apply_transforms
 
 SAMPLE_ROWS = 1000
-MOST = 0.5  # share of known ids that must match
+MIN_MATCHING_SHARE = 0.5  # share of known ids that must match
 
 
 def read_columns(dataset: Dataset, group: RowGroup, columns: list[str], rows: int) -> pa.Table:
@@ -129,7 +129,9 @@ def check_item_ids(section: RetrievalSection, items: Dataset, dataset: Dataset) 
         known_pairs = [_pairs(rows[each], read(own_key)) for each in references]
         for key in (section.item, *_find_id_columns(items)):
             pairs = _pairs(rows[column], read(key))
-            if not any(len(each) and np.isin(each, pairs).mean() > MOST for each in known_pairs):
+            if not any(
+                len(each) and np.isin(each, pairs).mean() > MIN_MATCHING_SHARE for each in known_pairs
+            ):
                 continue
             if key == section.item:
                 break

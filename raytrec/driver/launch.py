@@ -17,7 +17,7 @@ from raytrec.cluster.warm_process import keep_warm_process
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.memory import ALLOCATOR_ENV
 from raytrec.common.messages import Command
-from raytrec.common.storage import join_uri, open_filesystem, quote_for_shell, relative
+from raytrec.common.storage import join_uri, make_relative, open_filesystem, quote_for_shell
 from raytrec.compat.ray_core import (
     ENABLE_PREEMPTION_WATCHER,
     HEALTH_CHECK_INTERVAL_S,
@@ -29,11 +29,11 @@ from raytrec.config.schema import Schema
 from raytrec.data.fragments import Dataset
 from raytrec.driver.failure_analysis import to_raytrec_error, write_traceback
 from raytrec.driver.nodes import (
-    bundle,
+    build_worker_bundle,
     check_constraints,
     choose_device,
     count_local_cpus,
-    gpu_nodes,
+    list_gpu_nodes,
     reads_on_cpu_nodes,
 )
 from raytrec.driver.recorder import Watch
@@ -85,7 +85,7 @@ def resume_command(config: RunConfig, command: str = "train") -> str:
     """Return the command that resumes a run or search (tune); in a job, the advice to submit it again."""
     if is_job_driver():
         return "submit the same job again"
-    return f"raytrec {command} --resume {quote_for_shell(relative(Path(config.run.dir)))}"
+    return f"raytrec {command} --resume {quote_for_shell(make_relative(Path(config.run.dir)))}"
 
 
 def run_group(
@@ -122,7 +122,7 @@ def run_group(
     import ray
 
     scaling = config.scaling
-    nodes = gpu_nodes() if scaling.device != "cpu" else []
+    nodes = list_gpu_nodes() if scaling.device != "cpu" else []
     device = choose_device(config, nodes, watch.console)
     checked_config = (
         config if saves else exclude_training_memory(config) if checkpoint else disable_async_save(config)
@@ -140,7 +140,7 @@ def run_group(
 
     coordinator = start_coordinator(scaling.hang_timeout_s, PHASE_TIMEOUT_S)
     cpu_nodes_read = reads_on_cpu_nodes(config, device)
-    resources = bundle(config, device, cpu_nodes_read)
+    resources = build_worker_bundle(config, device, cpu_nodes_read)
     ray_scaling = ray.train.ScalingConfig(
         num_workers=(scaling.min_workers, scaling.max_workers) if scaling.elastic else scaling.max_workers,
         use_gpu=device == "cuda",
@@ -161,7 +161,7 @@ def run_group(
         scaling.max_failures if saves or restarts else 0,
         FailedGpus(scaling.min_workers),
     )
-    stop = Stop(coordinator, scaling.shutdown_grace_s if saves else 0)
+    stop = StopSignalHandler(coordinator, scaling.shutdown_grace_s if saves else 0)
     lifeline = RayMonitor(scaling.hang_timeout_s, own=has_local_ray())
     task = WorkerTask(config, schema, datasets, coordinator, checkpoint, fingerprint)
     trainer = ControlledTrainer(
@@ -257,7 +257,7 @@ class Interrupted(KeyboardInterrupt):
         self.signal, self.step = signal, step
 
 
-class Stop(AbstractContextManager):
+class StopSignalHandler(AbstractContextManager):
     """Handler of Ctrl-C and SIGTERM: the first asks the group to save and end, a second ends it at once.
 
     The handler of Ray Train 2.60 ends the workers and then the process, without a message. This handler gives

@@ -9,12 +9,17 @@ from raytrec.cluster.session import pin_to_node
 from raytrec.common.errors import ConfigError
 from raytrec.common.machine import (
     REINSTALL_ADVICE,
-    built_for,
     check_fbgemm_support,
+    get_build_device,
     get_smallest_gpu_memory,
     list_gpu_kinds,
 )
-from raytrec.compat.ray_core import find_nodes_without_gpus, has_autoscaler, list_alive_nodes, system_memory
+from raytrec.compat.ray_core import (
+    find_nodes_without_gpus,
+    has_autoscaler,
+    list_alive_nodes,
+    measure_system_memory,
+)
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.doctor.nodes import collect_answers
@@ -32,7 +37,7 @@ class GpuNode:
     Attributes:
         address: Address of the node.
         gpus: Number of GPUs that Ray counts.
-        built_for: Device that the node's packages are built for; None: no answer, or no torch.
+        get_build_device: Device that the node's packages are built for; None: no answer, or no torch.
         gpu_memory: Usable memory of the node's smallest GPU in bytes; None: unknown.
         host_memory: Main memory in bytes; None: unknown.
         kinds: Name and compute capability of each GPU; empty: unknown.
@@ -48,10 +53,10 @@ class GpuNode:
 
 def count_local_cpus(config: RunConfig) -> int:
     """Return the number of logical CPUs of a local cluster, for the workers and their readers."""
-    return int(config.scaling.max_workers * bundle(config, "cpu")["CPU"])
+    return int(config.scaling.max_workers * build_worker_bundle(config, "cpu")["CPU"])
 
 
-def bundle(config: RunConfig, device: str, others_read: bool = False) -> dict[str, float]:
+def build_worker_bundle(config: RunConfig, device: str, others_read: bool = False) -> dict[str, float]:
     """Return the resources that Ray reserves for a worker.
 
     They include the CPUs of the worker's readers, whose tasks therefore request none. Read tasks that request
@@ -75,7 +80,7 @@ def is_local() -> bool:
     return all(node["NodeManagerAddress"] == "127.0.0.1" for node in ray.nodes())
 
 
-def gpu_nodes() -> list[GpuNode]:
+def list_gpu_nodes() -> list[GpuNode]:
     """Return the nodes with GPUs, with their packages and memory; nodes that do not answer are included.
 
     The tasks that ask the nodes need neither CPU nor GPU, so that they do not wait for other work.
@@ -102,9 +107,9 @@ def gpu_nodes() -> list[GpuNode]:
 def inspect_this_node() -> dict[str, Any]:
     """Return the fields of GpuNode for the machine of this process."""
     return {
-        "built_for": built_for(),
+        "built_for": get_build_device(),
         "gpu_memory": get_smallest_gpu_memory(),
-        "host_memory": system_memory(),
+        "host_memory": measure_system_memory(),
         "kinds": tuple(list_gpu_kinds()),
     }
 
@@ -171,7 +176,10 @@ def _check_capacity(config: RunConfig, device: str, gpus: int) -> None:
     Raises:
         ConfigError: The nodes cannot hold them.
     """
-    least, resources = config.scaling.min_workers, bundle(config, device, reads_on_cpu_nodes(config, device))
+    least, resources = (
+        config.scaling.min_workers,
+        build_worker_bundle(config, device, reads_on_cpu_nodes(config, device)),
+    )
     if device == "cuda" and gpus < least:
         raise ConfigError(
             f"the cluster has {gpus} GPUs for {least} workers",
@@ -219,7 +227,7 @@ def check_constraints(
     if memory is None and device == "cuda":
         memory = min((node.gpu_memory for node in nodes if node.gpu_memory), default=None)
     elif memory is None and local:
-        memory = system_memory() // max_workers
+        memory = measure_system_memory() // max_workers
     for workers in range(min_workers, max_workers + 1):
         constraints = validate_constraints(
             config,
@@ -244,6 +252,6 @@ def check_constraints(
 def _compute_host_memory_share(nodes: list[GpuNode], workers: int, local: bool) -> int | None:
     """Return the bytes of main memory for each worker on GPUs; None if unknown."""
     if local:
-        return system_memory() // workers
+        return measure_system_memory() // workers
     measured = [node for node in nodes if node.host_memory]
     return min((node.host_memory // min(node.gpus, workers) for node in measured), default=None)

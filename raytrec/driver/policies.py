@@ -19,7 +19,7 @@ from raytrec.cluster.local_ray import listens
 from raytrec.cluster.session import pin_to_node
 from raytrec.common.errors import GpuFailedError
 from raytrec.common.messages import Command
-from raytrec.compat.ray_core import available_resources, has_autoscaler, list_alive_nodes, list_draining_nodes
+from raytrec.compat.ray_core import has_autoscaler, list_alive_nodes, list_draining_nodes, list_free_resources
 from raytrec.compat.ray_train import (
     RETRYABLE_CONTROLLER_ERRORS,
     FailureDecision,
@@ -28,11 +28,11 @@ from raytrec.compat.ray_train import (
     RequestingPolicy,
     ResizeDecision,
 )
-from raytrec.driver.failure_analysis import Cause, Kind, find_cause
+from raytrec.driver.failure_analysis import Cause, FailureKind, find_cause
 
 NUMBER_PATTERN = re.compile(r"\d[\d.]*( bytes| [KMGT]iB)?")
 NODE_SETTLE_TIME_S = 2.0  # after a failure, until lost nodes are no longer counted and returning ones are
-CONNECT_S = 1.0
+RAYLET_CONNECT_TIMEOUT_S = 1.0
 GPU_RELEASE_TIMEOUT_S = 10.0  # until the processes of the group have released their GPUs
 OLD_GROUP_TIMEOUT_S = 10.0  # after this time the old group is given up, even without free room
 SCALE_UP_INTERVAL_S = 15.0  # between two attempts to add workers, while fewer than the maximum run
@@ -101,19 +101,19 @@ class GroupFailurePolicy(FailurePolicy):
             return self._decide_failed_start(training_failed_error)
         cause = find_cause(training_failed_error.worker_failures)
         retry = self._should_restart(cause)
-        if cause.kind != Kind.RESTART:
-            dead = cause.kind != Kind.CONSEQUENCE
+        if cause.kind != FailureKind.RESTART:
+            dead = cause.kind != FailureKind.CONSEQUENCE
             self._coordinator.failed.remote(cause.rank, cause.sentence, dead, retry)
         return FailureDecision.RETRY if retry else FailureDecision.RAISE
 
     def _should_restart(self, cause: Cause) -> bool:
-        if cause.kind in (Kind.RESTART, Kind.NODE):
+        if cause.kind in (FailureKind.RESTART, FailureKind.NODE):
             return True
-        if cause.kind == Kind.OURS:
+        if cause.kind == FailureKind.OURS:
             return False
         self._left -= 1
         failure = NUMBER_PATTERN.sub("#", cause.text), self._fetch_step()
-        is_repeated = cause.kind == Kind.ERROR and self._last == failure
+        is_repeated = cause.kind == FailureKind.ERROR and self._last == failure
         self._last = failure
         return self._left >= 0 and not is_repeated
 
@@ -131,7 +131,7 @@ class GroupFailurePolicy(FailurePolicy):
             self._coordinator.failed.remote(None, f"{cause.text}; the GPU is left out", True, True)
             return FailureDecision.RETRY
         retry = isinstance(failure, RETRYABLE_CONTROLLER_ERRORS)
-        if not retry and cause.kind in (Kind.NODE, Kind.DEATH, Kind.CONSEQUENCE):
+        if not retry and cause.kind in (FailureKind.NODE, FailureKind.DEATH, FailureKind.CONSEQUENCE):
             retry = self._should_restart(cause)
         self._coordinator.failed.remote(None, f"workers did not start: a worker {cause.text}", True, retry)
         return FailureDecision.RETRY if retry else FailureDecision.RAISE
@@ -221,11 +221,11 @@ class NodeCapacityPolicy(RequestingPolicy):
     def _count_possible_workers(self, own_workers: Counter[str]) -> int:
         """Return how many workers have room next to other work; the group's own places count as free."""
         bundle = self.resources_per_worker
-        free, draining, slots = available_resources(), list_draining_nodes(), 0
+        free, draining, slots = list_free_resources(), list_draining_nodes(), 0
         for node in list_alive_nodes():
             # Ray counts a node for seconds after its end; its raylet then takes no connections.
             if node["NodeID"] in draining or not listens(
-                node["NodeManagerAddress"], node["NodeManagerPort"], CONNECT_S
+                node["NodeManagerAddress"], node["NodeManagerPort"], RAYLET_CONNECT_TIMEOUT_S
             ):
                 continue
             available, own = free.get(node["NodeID"], {}), own_workers[node["NodeID"]]

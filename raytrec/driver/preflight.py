@@ -9,8 +9,8 @@ from typing import Annotated
 from pydantic import Field, TypeAdapter, ValidationError
 
 from raytrec.cluster.session import starts_local_ray
-from raytrec.common.errors import ConfigError, DataError, convert_os_errors, some
-from raytrec.common.machine import built_for, require_compiler
+from raytrec.common.errors import ConfigError, DataError, convert_os_errors, shorten_repr
+from raytrec.common.machine import get_build_device, require_compiler
 from raytrec.common.reading import UnreadableError
 from raytrec.common.storage import read_yaml
 from raytrec.config.base import NonNegativeFloat
@@ -22,7 +22,12 @@ from raytrec.config.transforms import Sample
 from raytrec.doctor.host_checks import check_before_run
 from raytrec.driver.prepare import RunPlan, resolve
 from raytrec.driver.resume import check_warm_start
-from raytrec.embeddings.constraints import MMAP_KERNEL, free_disk, resolve_constraints, resolve_optimizers
+from raytrec.embeddings.constraints import (
+    MMAP_KERNEL,
+    measure_free_disk,
+    resolve_constraints,
+    resolve_optimizers,
+)
 from raytrec.metrics.selection import Selection
 from raytrec.planning.dry_run import ClusterEstimator
 from raytrec.planning.machines import MACHINES, Cluster, find_machine, parse_cluster
@@ -34,10 +39,10 @@ from raytrec.tasks.losses import BatchLoss
 from raytrec.tasks.task import Task, check_model_learns, count_logits, needs_vectors, resolve_tasks
 from raytrec.tasks.task_columns import check_group_columns
 from raytrec.tracking.store import check_tracking_uri
-from raytrec.worker.loop import total_steps
+from raytrec.worker.loop import count_total_steps
 
 PRICES_ADAPTER = TypeAdapter(Annotated[dict[str, NonNegativeFloat], Field(min_length=1)])
-ANY = "any"  # --on any: as many of every known machine as needed
+ANY_MACHINE = "any"  # --on any: as many of every known machine as needed
 
 
 def check_plan(plan: RunPlan) -> list[str]:
@@ -48,7 +53,7 @@ def check_plan(plan: RunPlan) -> list[str]:
         DataError: As in `check_constant_labels`.
     """
     config, schema, train = plan.config, plan.schema, plan.datasets["train"]
-    lines = check_row_and_step_counts(config, schema, total_steps(config, train.rows))
+    lines = check_row_and_step_counts(config, schema, count_total_steps(config, train.rows))
     lines += check_warm_start(config, schema) if plan.start == "warm" else []
     here = starts_local_ray(config.scaling.address)
     check_fit(config, schema, here=here)
@@ -80,7 +85,7 @@ def check_fit(config: RunConfig, schema: Schema, *, here: bool) -> None:
     varying = [*features.sequences, *schema.of_candidates(schema.sparse)]
     if config.train.compile == "graphs" and varying:
         raise ConfigError(
-            f"the model reads {some(varying)} id by id, so sizes vary between batches",
+            f"the model reads {shorten_repr(varying)} id by id, so sizes vary between batches",
             where="train.compile=graphs",
             expected="a model whose batches all have the same size",
             do="set train.compile=true",
@@ -97,7 +102,9 @@ def check_fit(config: RunConfig, schema: Schema, *, here: bool) -> None:
         selection.best(stopping.metric, "train.early_stopping.metric")
     if here:
         if config.train.compile:
-            require_compiler("cuda" if built_for() == "cuda" and config.scaling.device != "cpu" else "cpu")
+            require_compiler(
+                "cuda" if get_build_device() == "cuda" and config.scaling.device != "cpu" else "cpu"
+            )
         check_memory(config, schema)
 
 
@@ -161,15 +168,19 @@ def check_memory(config: RunConfig, schema: Schema) -> None:
     Raises:
         ConfigError: The tables do not fit under any plan.
     """
-    if config.scaling.device == "cuda" or (config.scaling.device == "auto" and built_for() != "cpu"):
+    if config.scaling.device == "cuda" or (config.scaling.device == "auto" and get_build_device() != "cpu"):
         return
-    from raytrec.compat.ray_core import system_memory
+    from raytrec.compat.ray_core import measure_system_memory
 
     constraints, optimizers = resolve_constraints(config, schema), resolve_optimizers(config, schema)
     sizes = {
         table: size.device for table, size in estimate_footprints(config, schema, constraints, "cpu").items()
     }
-    memory, free, id_maps = system_memory(), free_disk(config), estimate_id_map_bytes(schema, 1)
+    memory, free, id_maps = (
+        measure_system_memory(),
+        measure_free_disk(config),
+        estimate_id_map_bytes(schema, 1),
+    )
     check_disk(constraints, schema, config, memory - id_maps, free)
     required = sum(sizes.values()) + id_maps
     if required > memory + (free if MMAP_KERNEL in config.plan.compute_kernels else 0):
@@ -264,12 +275,16 @@ def plan(
     costs = _load_prices(prices) if prices else {}
     predict = ClusterEstimator(config, schema, build_unsharded, Rates.load(rates) if rates else None)
     names = [name.strip() for name in (on or "").split(",") if name.strip()]
-    clusters = [parse_cluster(name) for name in names if name != ANY]
+    clusters = [parse_cluster(name) for name in names if name != ANY_MACHINE]
     if not names and not costs:
         workers = config.scaling.max_workers
         gpus = max(count for count in range(1, 9) if workers % count == 0)
         clusters = [Cluster.described(workers // gpus, gpus, 80)]
-    choices = list(MACHINES.values()) if ANY in names else [find_machine(name, str(prices)) for name in costs]
+    choices = (
+        list(MACHINES.values())
+        if ANY_MACHINE in names
+        else [find_machine(name, str(prices)) for name in costs]
+    )
     chosen = predict.choose(choices, costs)
     estimates = [predict(cluster, remedies=True) for cluster in clusters]
     return Plans(config=config, schema=schema, on=estimates, chosen=chosen, prices=costs)

@@ -16,18 +16,18 @@ from raytrec.checkpoint.index import INDEX
 from raytrec.common.errors import ConfigError, RunError, convert_os_errors
 from raytrec.common.messages import CHECKS, EVENTS, METRICS, RANKS
 from raytrec.common.redaction import find_hidden_keys
-from raytrec.common.storage import absolute, join_uri, quote_for_shell, relative
+from raytrec.common.storage import join_uri, make_absolute, make_relative, quote_for_shell
 from raytrec.config.data import to_run_name
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
 from raytrec.config.transforms import VOCABULARY_TRANSFORMS
-from raytrec.config.trust import find_checkpoint_origin, mark
+from raytrec.config.trust import find_checkpoint_origin, mark_as_own
 from raytrec.data.fragments import Dataset
 from raytrec.driver.datasets import open_data
-from raytrec.driver.driver_state import NOTE as DRIVER
+from raytrec.driver.driver_state import DRIVER_RECORD_FILE as DRIVER
 from raytrec.driver.recorder import RESULT, write_text
-from raytrec.driver.resume import interrupted, resume_config
-from raytrec.tracking.feed import NOTE as DELIVERED
+from raytrec.driver.resume import find_interrupted_run, resume_config
+from raytrec.tracking.feed import DELIVERY_STATE_FILE as DELIVERED
 
 RUN_RECORD_FILES = (
     METRICS,
@@ -98,7 +98,7 @@ def resolve_config(
         config = load_config(source, overrides, allow_code=allow_code)
         is_named = bool(config.run.name or config.run.dir)
         config = resolve(config, source)
-        resume = interrupted(config, is_named) if resume_latest else None
+        resume = find_interrupted_run(config, is_named) if resume_latest else None
         if not resume:
             return config, False
     return resolve(resume_config(resume, source, overrides, allow_code), source), True
@@ -122,7 +122,7 @@ def resolve(config: RunConfig, source: object, kind: str = "run") -> RunConfig:
             expected="a folder on a file system that all nodes share",
             do="use a local or mounted folder; object stores are not supported as run folders",
         )
-    place = partial(absolute, root=run.root)
+    place = partial(make_absolute, root=run.root)
     with_vocabulary = [each for each in data.transforms if isinstance(each, VOCABULARY_TRANSFORMS)]
     places = [(run, "dir"), (config.checkpoint, "dir"), (config.plan, "mmap_dir")]
     places += [(data, key) for key in ("train", "valid", "test", "schema_path")]
@@ -160,7 +160,7 @@ def write_config(folder: Path, config: RunConfig) -> None:
 def write_marked_file(file: Path, text: str) -> None:
     """Write a file of settings, and mark the file as this user's (trust.py)."""
     write_text(file, text)
-    mark(file)
+    mark_as_own(file)
 
 
 def make_run_folder(folder: Path, config: RunConfig, schema: Schema) -> None:
@@ -187,7 +187,7 @@ def make_run_folder(folder: Path, config: RunConfig, schema: Schema) -> None:
             f"the folder already contains checkpoints up to step {saved_steps[0]}",
             where=config.checkpoint_root,
             expected="a new folder",
-            do=f"resume that run: raytrec train --resume {quote_for_shell(relative(folder))}; or "
+            do=f"resume that run: raytrec train --resume {quote_for_shell(make_relative(folder))}; or "
             "choose another "
             "run.dir or checkpoint.dir",
         )

@@ -7,17 +7,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from raytrec.checkpoint.files import find, newest
-from raytrec.checkpoint.rows import resolve_warm_starts, schema_of
+from raytrec.checkpoint.files import find, find_newest_checkpoint
+from raytrec.checkpoint.rows import parse_stored_schema, resolve_warm_starts
 from raytrec.common.errors import ConfigError, DataError, RunError, SchemaError, convert_os_errors
 from raytrec.common.formatting import flatten
 from raytrec.common.reading import parse_json, read_bytes, read_text
-from raytrec.common.storage import absolute, quote_for_shell
+from raytrec.common.storage import make_absolute, quote_for_shell
 from raytrec.config.base import Mark
 from raytrec.config.run_config import RunConfig, list_keys_with, load_config
 from raytrec.config.schema import Schema
 from raytrec.config.trust import describe_foreign_file, find_foreign_code, is_own_file, refuse_code
-from raytrec.data.file_identity import FileIdentity, differences, fingerprint, written_again
+from raytrec.data.file_identity import FileIdentity, fingerprint, list_differences, list_rewritten_files
 from raytrec.data.fragments import Dataset
 from raytrec.driver.recorder import RESULT, write_json
 from raytrec.embeddings.constraints import resolve_optimizers
@@ -42,7 +42,7 @@ def resume_config(
         RunError: The folder contains no run, or a finished one.
         ConfigError: A change would affect the result.
     """
-    folder = Path(absolute(str(place)))
+    folder = Path(make_absolute(str(place)))
     file = folder / "config.yaml"
     check_unfinished(folder)
     if not file.is_file():
@@ -90,7 +90,7 @@ def check_unfinished(folder: Path) -> None:
         )
 
 
-def interrupted(config: RunConfig, named: bool) -> Path | None:
+def find_interrupted_run(config: RunConfig, named: bool) -> Path | None:
     """Return the folder of the unfinished run that the same command has started before, or None.
 
     Args:
@@ -161,12 +161,14 @@ def check_same_data(
             expected="the schema that the run started with",
             do=f"set data.schema={file}",
         )
-    _, index = newest(root)
+    _, index = find_newest_checkpoint(root)
     if not index:
         return []  # no checkpoint depends on earlier data
     recorded, lines = _load_recorded_contents(folder), []
     if index["about"]["data"] != fingerprint(contents["train"]):
-        changes = differences(recorded.get("train", []), contents["train"]) if recorded.get("train") else []
+        changes = (
+            list_differences(recorded.get("train", []), contents["train"]) if recorded.get("train") else []
+        )
         raise DataError(
             "data.train has changed since the run was interrupted" + _format_list(changes),
             where=f"{datasets['train'].uri}; {root}",
@@ -177,12 +179,12 @@ def check_same_data(
         )
     for name, old_files in recorded.items():
         new_files = contents.get(name, [])
-        if new_files and (changes := differences(old_files, new_files)):
+        if new_files and (changes := list_differences(old_files, new_files)):
             lines.append(
                 f"data.{name} has changed since the run started, so metrics before and after the change "
                 f"cannot be compared{_format_list(changes)}"
             )
-        elif rewritten := written_again(old_files, new_files):
+        elif rewritten := list_rewritten_files(old_files, new_files):
             lines.append(
                 f"data.{name}: {len(rewritten)} files were rewritten, the first is {rewritten[0]}; their "
                 "sizes, footers and samples are unchanged, so the files are treated as copies"
@@ -245,7 +247,7 @@ def check_warm_start(config: RunConfig, schema: Schema) -> list[str]:
         ConfigError, SchemaError: A difference that warm_start.tables and warm_start.dense do not allow.
     """
     about = find(config.warm_start.from_)[1]["about"]
-    old_config, old_schema = load_config(about["config"], allow_code=True), schema_of(about)
+    old_config, old_schema = load_config(about["config"], allow_code=True), parse_stored_schema(about)
     lines = [start.note for start in resolve_warm_starts(config, old_schema, schema).values() if start.note]
     if config.warm_start.dense == "exact":
         _check_dense(config, old_config, old_schema, schema)

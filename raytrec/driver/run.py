@@ -10,11 +10,11 @@ from threading import Thread
 from time import perf_counter
 from typing import Any
 
-from raytrec.checkpoint.files import folder_of, newest
+from raytrec.checkpoint.files import find_newest_checkpoint, get_step_folder
 from raytrec.common.errors import ConfigError, DataError, RaytrecError, RunError
 from raytrec.common.messages import METRICS
 from raytrec.common.redaction import hide, hide_all
-from raytrec.common.storage import quote_for_shell, relative
+from raytrec.common.storage import make_relative, quote_for_shell
 from raytrec.config.overrides import Overrides, to_override_texts
 from raytrec.config.run_config import RunConfig
 from raytrec.config.trust import find_foreign_code, list_user_code
@@ -32,7 +32,7 @@ from raytrec.report.findings import find_bound, find_poor_fit
 from raytrec.report.report import BackgroundRenderer
 from raytrec.tracking.mlflow_records import collect_run_tags
 from raytrec.tracking.run_folder import TAGS, RunFolder
-from raytrec.worker.loop import total_steps, train_worker
+from raytrec.worker.loop import count_total_steps, train_worker
 
 PREVIOUS_DRIVER_TIMEOUT_S = 60.0  # time for an earlier driver to end, in addition to scaling.shutdown_grace_s
 
@@ -162,12 +162,12 @@ def _drive(
         status = "FAILED" if missing else "FINISHED"
         if problem := missing or store_error:
             error = Unfinished(**problem.parts)
-            error.result = Result(metrics, folder, [f"run folder   {relative(folder)}"])
+            error.result = Result(metrics, folder, [f"run folder   {make_relative(folder)}"])
             raise error
     except Unfinished:  # its message is complete
         raise
     except RaytrecError as error:
-        steps = watch.ended_early_at or total_steps(config, datasets["train"].rows)
+        steps = watch.ended_early_at or count_total_steps(config, datasets["train"].rows)
         raise add_recovery_hint(error, config, steps) from None
     except KeyboardInterrupt:
         status = "KILLED"
@@ -192,12 +192,12 @@ def add_recovery_hint(error: RaytrecError, config: RunConfig, steps: int) -> Ray
         steps: Number of steps of the whole run.
     """
     try:
-        folder, _ = newest(config.checkpoint_root)
+        folder, _ = find_newest_checkpoint(config.checkpoint_root)
     except OSError:
         return error
-    if not folder or folder != folder_of(config.checkpoint_root, steps):
+    if not folder or folder != get_step_folder(config.checkpoint_root, steps):
         return error
-    run = relative(Path(config.run.dir))
+    run = make_relative(Path(config.run.dir))
     words = ["raytrec", "evaluate", run]
     words += ["--set", "data.on_error=skip"] if isinstance(error, DataError) else []
     words += ["--allow-code"] if find_foreign_code(config.model_dump(by_alias=True)) else []
@@ -217,7 +217,7 @@ def _find_store_error(follower: DeliveryProcess, folder: Path) -> RaytrecError |
     try:
         follower.ready()
     except ConfigError as error:
-        run = relative(folder)
+        run = make_relative(folder)
         do = (
             f"the run is complete: in {run}/config.yaml, {error.do}; then run raytrec track "
             f"{quote_for_shell(run)}"
@@ -228,16 +228,16 @@ def _find_store_error(follower: DeliveryProcess, folder: Path) -> RaytrecError |
 
 def _list_next_steps(config: RunConfig, code: list[str] | None, page: Path | None) -> list[str]:
     """Return lines that name the files of a finished run, and commands to look at them."""
-    folder = relative(Path(config.run.dir))
+    folder = make_relative(Path(config.run.dir))
     lines = [f"run folder   {folder}"]
     if code:
         lines.append(f"your code    {', '.join(code)}")
     if page:
-        lines.append(f"pictures     {relative(page)}")
+        lines.append(f"pictures     {make_relative(page)}")
     if config.tracking.enabled:
         uri = config.tracking.uri
         at = "" if uri.startswith("http") else "mlflow ui --backend-store-uri "
-        lines.append(f"MLflow       {at}{hide(short(uri))}")
+        lines.append(f"MLflow       {at}{hide(shorten_store_uri(uri))}")
     return [*lines, f"evaluate     raytrec evaluate {quote_for_shell(folder)} --data PARQUET"]
 
 
@@ -254,7 +254,7 @@ def _write_report(renderer: BackgroundRenderer, console: RunConsole) -> Path | N
         return None
 
 
-def short(uri: str) -> str:
+def shorten_store_uri(uri: str) -> str:
     """Return the URI of a local store relative to the current folder; other URIs are unchanged."""
     return uri.replace(f"sqlite:///{Path.cwd()}/", "sqlite:///")
 

@@ -23,9 +23,9 @@ SERVER_ANSWER_TIMEOUT_S = 5.0  # wait for a silent server at the end of a run; a
 FILE_ANSWER_TIMEOUT_S = 60.0
 DELIVERY_TIMEOUT_S = 30.0  # time to deliver missing records at the end of a run
 SILENT_SERVER_TIMEOUT_S = 15.0  # time that `raytrec track` waits for a silent server
-NICE = 19
+DELIVERY_NICENESS = 19
 # The process computes nothing: threads and memory arenas would only make it larger.
-SMALL = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
+LOW_MEMORY_ENV = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
 
 
 class DeliveryProcess:
@@ -57,11 +57,11 @@ class DeliveryProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={**SMALL, **os.environ},
+            env={**LOW_MEMORY_ENV, **os.environ},
             start_new_session=True,  # Ctrl-C must not reach it
         )
         with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, process.pid, NICE)
+            os.setpriority(os.PRIO_PROCESS, process.pid, DELIVERY_NICENESS)
         return process
 
     def check(self) -> None:

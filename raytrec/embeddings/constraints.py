@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from raytrec.common.errors import ConfigError, hint
-from raytrec.common.storage import quote_for_shell, relative
+from raytrec.common.errors import ConfigError, format_suggestion
+from raytrec.common.storage import make_relative, quote_for_shell
 from raytrec.config.features import resolve_features
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
@@ -26,7 +26,7 @@ REDUCE_SCATTER_TYPES = ("row_wise", "table_row_wise", "grid_shard")
 COLUMN_SHARDED_TYPES = ("column_wise", "table_column_wise", "grid_shard")
 NO_REDUCTION_TYPES = ("table_wise", "column_wise", "table_column_wise", "data_parallel")
 # Reason for rejecting other sharding types, and the expected ones.
-OF_SEQUENCES = (
+BY_ID_REASON = (
     "cannot be used for a table with a sequence that the model reads id by id",
     f"one of {', '.join(BY_ID_TYPES)}, the only types that TorchRec supports for such a table",
 )
@@ -64,7 +64,7 @@ def match_tables(pattern: str, schema: Schema, where: str) -> list[str]:
     tables = [table for table in schema.tables if fnmatchcase(table, pattern)]
     if not tables:
         raise ConfigError(
-            f"no table matches '{pattern}'{hint(pattern, schema.tables)}",
+            f"no table matches '{pattern}'{format_suggestion(pattern, schema.tables)}",
             where=where,
             expected=f"one of {', '.join(schema.tables)}",
         )
@@ -104,16 +104,18 @@ def resolve_constraints(config: RunConfig, schema: Schema) -> dict[str, TableCon
             sharding = sharding or "table_wise"
         if ranks and sharding is None:
             what = f"ranks {list(ranks)} are set without a sharding_type"
-            raise refused(table, what, "plan.tables.….sharding_type in addition to ranks")
+            raise make_plan_error(table, what, "plan.tables.….sharding_type in addition to ranks")
         allowed: tuple[str, ...] = (sharding,) if sharding else tuple(config.plan.sharding_types)
         if table in by_id:
-            allowed = _filter_sharding_types(table, allowed, BY_ID_TYPES, *OF_SEQUENCES)
+            allowed = _filter_sharding_types(table, allowed, BY_ID_TYPES, *BY_ID_REASON)
         elif config.plan.qcomms.has_int8:
             allowed = _filter_sharding_types(table, allowed, NO_REDUCTION_TYPES, *INT8_REASON)
         kernel, dtype = values.get("compute_kernel"), values.get("dtype", "fp32")
         resolved[table] = TableConstraint(allowed, ranks, kernel, dtype, groups.get(table))
         if table in groups and sharding != "table_wise":
-            raise refused(table, f"plan.colocate does not allow {sharding}", "table_wise, on one rank")
+            raise make_plan_error(
+                table, f"plan.colocate does not allow {sharding}", "table_wise, on one rank"
+            )
     return _copy_group_ranks(resolved)
 
 
@@ -123,7 +125,7 @@ def _filter_sharding_types(
     """Return the sharding types that are among `kinds`; raise ConfigError if none is."""
     possible = tuple(kind for kind in sharding if kind in kinds)
     if not possible:
-        raise refused(table, f"{' or '.join(sharding)} {why}", expected)
+        raise make_plan_error(table, f"{' or '.join(sharding)} {why}", expected)
     return possible
 
 
@@ -133,7 +135,9 @@ def _index_groups(config: RunConfig, schema: Schema) -> dict[str, int]:
         for name in names:
             for table in match_tables(name, schema, f"plan.colocate, group {index + 1}"):
                 if groups.setdefault(table, index) != index:
-                    raise refused(table, "it is in two groups of plan.colocate", "one group that joins both")
+                    raise make_plan_error(
+                        table, "it is in two groups of plan.colocate", "one group that joins both"
+                    )
     return groups
 
 
@@ -145,7 +149,7 @@ def _copy_group_ranks(constraints: dict[str, TableConstraint]) -> dict[str, Tabl
             continue
         ranks = ranks_of.setdefault(constraint.group, constraint.ranks)
         if ranks != constraint.ranks:
-            raise refused(
+            raise make_plan_error(
                 table,
                 f"it is on rank {constraint.ranks[0]}, but its plan.colocate group is on rank {ranks[0]}",
                 "one rank for all tables of a group",
@@ -156,7 +160,9 @@ def _copy_group_ranks(constraints: dict[str, TableConstraint]) -> dict[str, Tabl
     }
 
 
-def column_parts(dim: int, sharding: tuple[str, ...], ranks: tuple[int, ...] | None, world: int, local: int):
+def count_column_shards(
+    dim: int, sharding: tuple[str, ...], ranks: tuple[int, ...] | None, world: int, local: int
+):
     """Return the number of column shards of a table under these sharding types, 1 if columns are not cut.
 
     There is one column shard per eligible rank, or fewer if widths would not be equal multiples of 4
@@ -173,7 +179,7 @@ def column_parts(dim: int, sharding: tuple[str, ...], ranks: tuple[int, ...] | N
     return next(parts for parts in range(max_parts, 0, -1) if (dim // 4) % parts == 0)
 
 
-def refused(table: str, what: str, expected: str) -> ConfigError:
+def make_plan_error(table: str, what: str, expected: str) -> ConfigError:
     """Return the error for a constraint that no plan can satisfy."""
     return ConfigError(f"cannot plan table {table}: {what}", where="plan", expected=expected)
 
@@ -181,7 +187,7 @@ def refused(table: str, what: str, expected: str) -> ConfigError:
 UVM_KERNELS = ("fused_uvm", "fused_uvm_caching")
 CACHING_KERNEL = UVM_KERNELS[1]
 MMAP_KERNEL = "fused_mmap"
-IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
+MEMORY_FILESYSTEMS = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
 
 
 def resolve_kernel(device: str, kernel: str | None) -> str | None:
@@ -221,17 +227,19 @@ def find_mmap_folder(config: RunConfig) -> Path:
     return next(place for place in (folder, *folder.parents) if place.is_dir())
 
 
-def free_disk(config: RunConfig) -> int:
+def measure_free_disk(config: RunConfig) -> int:
     """Return the number of free bytes on the disk of `find_mmap_folder`."""
     return shutil.disk_usage(find_mmap_folder(config)).free
 
 
-def make_room(config: RunConfig) -> str:
+def advise_disk_space(config: RunConfig) -> str:
     """Return advice for a disk without room for table files, with the resume command if a run has begun."""
     do, run = "make room, or set plan.mmap_dir to a folder on another disk", Path(config.run.dir or "")
     begun = config.run.dir and (run / "config.yaml").is_file()
     return (
-        f"{do}; then resume the run: raytrec train --resume {quote_for_shell(relative(run))}" if begun else do
+        f"{do}; then resume the run: raytrec train --resume {quote_for_shell(make_relative(run))}"
+        if begun
+        else do
     )
 
 
@@ -244,6 +252,9 @@ def find_memory_filesystem(folder: Path) -> str | None:
         return None
     device_id = f"{os.major(device)}:{os.minor(device)}"
     for line in lines:  # ID PARENT MAJOR:MINOR ROOT PLACE OPTIONS … - TYPE SOURCE OPTIONS
-        if line.split()[2] == device_id and (kind := line.partition(" - ")[2].split()[0]) in IN_MEMORY:
+        if (
+            line.split()[2] == device_id
+            and (kind := line.partition(" - ")[2].split()[0]) in MEMORY_FILESYSTEMS
+        ):
             return kind
     return None

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # 64-bit constants as torch's signed integers
-FIRST, SECOND = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
+MULTIPLIER_1, MULTIPLIER_2 = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 INVERSE_MULTIPLIER_1, INVERSE_MULTIPLIER_2 = 0x96DE1B173F119089 - 2**64, 0x319642B2D24D8EC3  # their inverses
 NO_KEY = -(2**63)  # marks an empty slot
 VALUES_PER_BLOCK = 2**19  # values made at once: they fit a CPU cache and keep a GPU busy
@@ -30,9 +30,9 @@ def hash_bits(values: torch.Tensor) -> torch.Tensor:
     """Return the splitmix64 hashes of integers (Steele, Lea, Flood 2014), int64 [...], one to one."""
     bits = values + GOLDEN
     bits ^= _shift_right(bits, 30)
-    bits *= FIRST
+    bits *= MULTIPLIER_1
     bits ^= _shift_right(bits, 27)
-    bits *= SECOND
+    bits *= MULTIPLIER_2
     bits ^= _shift_right(bits, 31)
     return bits
 
@@ -54,7 +54,9 @@ def _shift_right(bits: torch.Tensor, count: int) -> torch.Tensor:
     return (bits >> count).bitwise_and_(2 ** (64 - count) - 1)
 
 
-def initial_values(seed: int, table: str, ids: torch.Tensor, columns: range, rows: int) -> torch.Tensor:
+def compute_initial_values(
+    seed: int, table: str, ids: torch.Tensor, columns: range, rows: int
+) -> torch.Tensor:
     """Return the initial values of the rows of ids, uniform in ±1/√rows, on the device of the ids.
 
     Each value is a function of (seed, table, id, column) alone, with the same bits on CPU and GPU. An id
@@ -90,7 +92,7 @@ def ids_to_keys(ids: torch.Tensor) -> torch.Tensor:
     return hash_bits(ids).clamp_(min=NO_KEY + 1)
 
 
-def shares(keys: torch.Tensor, world: int) -> tuple[torch.Tensor, torch.Tensor]:
+def find_key_owners(keys: torch.Tensor, world: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the rank that owns each key and the key's position in that rank's span, 0 to 2³² - 1.
 
     Both are int64, and (rank, position) ascends with the key.
@@ -144,7 +146,7 @@ class DistinctKeys:
             distinct, places = torch.unique(keys, return_inverse=True)
             distinct_tables = torch.zeros_like(distinct)
         else:
-            sorted_keys, order = in_order(tables, keys)
+            sorted_keys, order = sort_within_tables(tables, keys)
             is_first = torch.ones_like(keys, dtype=torch.bool)
             is_first[1:] = (sorted_keys[1:] != sorted_keys[:-1]).logical_or_(tables[1:] != tables[:-1])
             starts = is_first.nonzero().squeeze(1)
@@ -164,7 +166,7 @@ def count_by_owner(tables: torch.Tensor, keys: torch.Tensor, count: int, world: 
         count: Number of tables.
         world: Number of ranks.
     """
-    return count_tables(tables * world + shares(keys, world)[0], count * world).view(count, world)
+    return count_tables(tables * world + find_key_owners(keys, world)[0], count * world).view(count, world)
 
 
 def count_tables(tables: torch.Tensor, count: int) -> torch.Tensor:
@@ -179,7 +181,7 @@ def count_tables(tables: torch.Tensor, count: int) -> torch.Tensor:
     return torch.searchsorted(tables, torch.arange(count + 1, device=tables.device)).diff()
 
 
-def in_order(tables: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def sort_within_tables(tables: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the keys sorted within each table, and their original places, int64 [n] each.
 
     Args:
@@ -200,7 +202,7 @@ def in_order(tables: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, to
     return torch.cat([sorted_keys for sorted_keys, _ in parts]), torch.cat(orders)
 
 
-def of_table(values_T: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
+def select_by_table(values_T: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
     """Return the value of each entry's table, [n], or [1] (which broadcasts) if there is only one table.
 
     Args:

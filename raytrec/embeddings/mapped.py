@@ -22,7 +22,12 @@ from raytrec.common.memory import is_page_resident, prefetch_pages, unmap_file
 from raytrec.compat.fbgemm_lookups import map_table
 from raytrec.config.run_config import RunConfig
 from raytrec.config.tables import EmbeddingOptim
-from raytrec.embeddings.constraints import MMAP_KERNEL, find_memory_filesystem, find_mmap_folder, make_room
+from raytrec.embeddings.constraints import (
+    MMAP_KERNEL,
+    advise_disk_space,
+    find_memory_filesystem,
+    find_mmap_folder,
+)
 from raytrec.embeddings.optimizers import find_optimizer
 from raytrec.embeddings.pooling import Collection, find_table_modules
 
@@ -87,7 +92,7 @@ class MappedFileFactory:
             f"cannot create a {format_bytes(size)} file for table {', '.join(tables)}: {why}",
             where=f"plan.mmap_dir, {self._folder}",
             expected="a folder on a disk of the node with room for its tables and their optimizer state",
-            do=make_room(self._config),
+            do=advise_disk_space(self._config),
         )
 
 

@@ -21,10 +21,10 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from raytrec.compat.torch_ import apply_optimizer_in_backward, multiply_
-from raytrec.compat.torchrec_ import iterate_sharded_kernels, layers
+from raytrec.compat.torchrec_ import iterate_sharded_kernels, iterate_wrappers
 from raytrec.config.tables import DenseOptim, EmbeddingOptim
 from raytrec.embeddings.optimizers import find_optimizer
-from raytrec.embeddings.pooling import Collection, find_table_modules, table_of
+from raytrec.embeddings.pooling import Collection, find_table_modules, find_table_name
 from raytrec.embeddings.tables import tables
 from raytrec.embeddings.taps import sum_squared_row_gradients
 
@@ -67,7 +67,9 @@ class RunOptimizer(CombinedOptimizer):
         self.names = names
 
 
-def combine(model: nn.Module, optimizers: Mapping[str, EmbeddingOptim], of_dense: DenseOptim) -> RunOptimizer:
+def combine_optimizers(
+    model: nn.Module, optimizers: Mapping[str, EmbeddingOptim], of_dense: DenseOptim
+) -> RunOptimizer:
     """Return one optimizer for all weights of a sharded model.
 
     It contains the fused optimizers, the dense layers' optimizer, and one optimizer for each set of settings
@@ -84,7 +86,9 @@ def combine(model: nn.Module, optimizers: Mapping[str, EmbeddingOptim], of_dense
     parts = [("fused", model.fused_optimizer)]
     configs = list(optimizers.values())
     for optimizer in [config for i, config in enumerate(configs) if config not in configs[:i]]:
-        weights = {n: p for n, p in rest.items() if (table := table_of(n)) and optimizers[table] == optimizer}
+        weights = {
+            n: p for n, p in rest.items() if (table := find_table_name(n)) and optimizers[table] == optimizer
+        }
         if weights:
             parts.append(
                 (
@@ -94,12 +98,14 @@ def combine(model: nn.Module, optimizers: Mapping[str, EmbeddingOptim], of_dense
                     ),
                 )
             )
-    if dense := {name: p for name, p in rest.items() if not table_of(name)}:
-        parts.append(("dense", _make_keyed_optimizer(dense, of_dense, fused=in_one_kernel(dense.values()))))
+    if dense := {name: p for name, p in rest.items() if not find_table_name(name)}:
+        parts.append(
+            ("dense", _make_keyed_optimizer(dense, of_dense, fused=choose_fused_option(dense.values())))
+        )
     return RunOptimizer(parts, {table: optimizer.name for table, optimizer in optimizers.items()})
 
 
-def in_one_kernel(weights: Iterable[torch.Tensor]) -> bool | None:
+def choose_fused_option(weights: Iterable[torch.Tensor]) -> bool | None:
     """Return True if all weights are on GPUs, so that one kernel updates them, or None for torch's default.
 
     By default, torch launches several kernels for each weight.
@@ -169,7 +175,9 @@ class GlobalNormClip(OptimizerWrapper):
         self._cuts: list[_LookupCut] = []
         # Every rank holds a copy of dense parameters and data-parallel tables, with the same gradient.
         copies = {name for name, table in tables(model).items() if table.weight.replicated}
-        self._replicated = [p for name, p in model.named_parameters() if table_of(name) in {None, *copies}]
+        self._replicated = [
+            p for name, p in model.named_parameters() if find_table_name(name) in {None, *copies}
+        ]
         for kernel in iterate_sharded_kernels(model):
             kernel.register_forward_hook(self._cut)
 
@@ -231,7 +239,7 @@ class DenseAverage(OptimizerWrapper):
         self._weights = {
             name: weight.detach()
             for name, weight in model.named_parameters()
-            if table_of(name) is None and weight.is_floating_point()
+            if find_table_name(name) is None and weight.is_floating_point()
         }
         self.values = {name: weight.clone() for name, weight in self._weights.items()}
         self.count = torch.tensor(0.0)
@@ -265,4 +273,4 @@ class DenseAverage(OptimizerWrapper):
 
 def find_dense_average(optimizer: KeyedOptimizer) -> DenseAverage | None:
     """Return the DenseAverage among an optimizer's wrappers, or None."""
-    return next((layer for layer in layers(optimizer) if isinstance(layer, DenseAverage)), None)
+    return next((layer for layer in iterate_wrappers(optimizer) if isinstance(layer, DenseAverage)), None)

@@ -110,7 +110,7 @@ def _get_attribute(collection: nn.Module) -> str:
     return "embedding_bags" if hasattr(collection, "embedding_bags") else "embeddings"
 
 
-def table_of(fqn: str) -> str | None:
+def find_table_name(fqn: str) -> str | None:
     """Return the table that a parameter or state-dict key belongs to, or None for a dense layer."""
     parts = fqn.split(".")
     if len(parts) < 3 or parts[-1] != "weight":
@@ -260,7 +260,7 @@ class DenseInputBuilder(nn.Module):
             if feature in weights:
                 vectors_ND = vectors_ND * weights[feature].unsqueeze(1)
             if feature in self._sequences:
-                sequences[feature] = padded(vectors_ND, jagged.offsets(), self._sequences[feature])
+                sequences[feature] = pad_sequences(vectors_ND, jagged.offsets(), self._sequences[feature])
             elif feature in self._candidates:
                 bags[feature] = vectors_ND
             else:
@@ -285,7 +285,7 @@ def sum_bags(vectors_ND: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
     return vectors_ND.new_zeros(len(lengths_B), vectors_ND.shape[1]).index_add(0, bag_N, vectors_ND)
 
 
-def padded(vectors_ND: torch.Tensor, offsets: torch.Tensor, length: int) -> torch.Tensor:
+def pad_sequences(vectors_ND: torch.Tensor, offsets: torch.Tensor, length: int) -> torch.Tensor:
     """Return bags of at most `length` vectors as a dense tensor, float32 [B, length, D], padded with 0."""
     return torch.ops.fbgemm.jagged_to_padded_dense(vectors_ND, [offsets], [length], 0.0)
 

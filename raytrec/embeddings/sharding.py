@@ -88,7 +88,7 @@ def list_shard_widths(plan: ShardingPlan) -> list[int]:
 # because FBGEMM adds 1e-8 to the divisor.
 MAX_ROUNDING_ERROR = {"fp32": 0.0, "fp16": 2.0**-11, "bf16": 2.0**-8, "int8": 1 / 250}
 # Smaller values have the same absolute error as this one: fp16 has no smaller exponent, int8 adds that 1e-8.
-SMALLEST = {"fp32": 0.0, "fp16": 2.0**-14, "bf16": 0.0, "int8": 2.0**-12}
+MIN_ROUNDED_VALUE = {"fp32": 0.0, "fp16": 2.0**-14, "bf16": 0.0, "int8": 2.0**-12}
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def bound_forward_rounding(
     # row_parts numbers are rounded and added in turn. Each of these roundings errs by at most a share of the
     # sum of their magnitudes. table_row_wise and grid_shard round once more when they add sums across hosts.
     times = 1 if by_id or sharding not in REDUCE_SCATTER_TYPES else row_parts + (sharding != "row_wise")
-    return Rounding((1 + MAX_ROUNDING_ERROR[precision]) ** times - 1, SMALLEST[precision])
+    return Rounding((1 + MAX_ROUNDING_ERROR[precision]) ** times - 1, MIN_ROUNDED_VALUE[precision])
 
 
 def bound_backward_rounding(
@@ -143,7 +143,7 @@ def bound_backward_rounding(
         return Rounding(0.0, 0.0)
     twice = not by_id and sharding in REDUCE_SCATTER_TYPES and sharding != "row_wise"
     # The first of the two process groups divides by its size before the second one sends.
-    smallest = SMALLEST[precision] / factor * (world / row_parts if twice else 1)
+    smallest = MIN_ROUNDED_VALUE[precision] / factor * (world / row_parts if twice else 1)
     return Rounding((1 + MAX_ROUNDING_ERROR[precision]) ** (2 if twice else 1) - 1, smallest)
 
 
@@ -193,7 +193,7 @@ class IdSharder(_ShardingTypesMixin, EmbeddingCollectionSharder):
         super().__init__({**(fused_params or {}), USE_ONE_TBE_PER_TABLE: device == "cpu"}, codecs, distinct)
 
 
-def sharders(
+def make_sharders(
     fused_params: dict[str, Any] | None = None,
     codecs: Codecs | None = None,
     device: str = "cpu",
@@ -212,10 +212,10 @@ def sharders(
 
 def make_planning_sharders(config: RunConfig, schema: Schema, world: int) -> list[ModuleSharder]:
     """Return the sharders for the planner, which counts the bytes that are sent."""
-    return sharders(codecs=make_codecs(config, [table.dim for table in schema.tables.values()], world))
+    return make_sharders(codecs=make_codecs(config, [table.dim for table in schema.tables.values()], world))
 
 
-def describe(plan: ShardingPlan) -> list[dict]:
+def describe_plan(plan: ShardingPlan) -> list[dict]:
     """Return {table, sharding_type, compute_kernel, ranks} for each table of a plan."""
     return [
         {

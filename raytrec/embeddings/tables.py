@@ -16,12 +16,12 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from raytrec.common.collectives import get_collective_device
 from raytrec.common.errors import RunError
-from raytrec.compat.fbgemm import Cache, ResidentRows, caches
-from raytrec.compat.torch_ import ShardedTensor, local_parts
+from raytrec.compat.fbgemm import Cache, ResidentRows, find_row_caches
+from raytrec.compat.torch_ import ShardedTensor, list_local_parts
 from raytrec.compat.torchrec_ import iterate_sharded_collections, unwrap_optimizer
-from raytrec.embeddings.hashing import VALUES_PER_BLOCK, initial_values
+from raytrec.embeddings.hashing import VALUES_PER_BLOCK, compute_initial_values
 from raytrec.embeddings.optimizers import TableOptimizer, find_optimizer
-from raytrec.embeddings.pooling import find_weight_name, table_of
+from raytrec.embeddings.pooling import find_table_name, find_weight_name
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ def tables(model: nn.Module, optimizer: KeyedOptimizer | None = None) -> dict[st
         live_state = _collect_live_state(optimizer, optimizers)
     for module in iterate_sharded_collections(model):
         live, parameters = module.state_dict(), dict(module.named_parameters())
-        cached = caches(module)
+        cached = find_row_caches(module)
         for name, spec in module.module_sharding_plan.items():
             key = find_weight_name(module, name)
             weight = _collect_weight(live[key], cached.get(name))
@@ -266,12 +266,12 @@ def _collect_live_state(
     """Return this rank's optimizer state as table → kind → shards in order."""
     live: dict[str, dict[str, list[torch.Tensor]]] = {}
     for fqn, states in optimizer.state_dict()["state"].items():
-        if (table := table_of(fqn)) is None:
+        if (table := find_table_name(fqn)) is None:
             continue
         kinds_of = {name: each.kind for each in optimizers[table].state for name in (each.kind, each.buffer)}
         for name, value in states.items():
             if kind := kinds_of.get(name.rpartition(".")[2]):  # a name used by torch.optim or by FBGEMM
-                parts = [part.detach() for part in local_parts(value)]
+                parts = [part.detach() for part in list_local_parts(value)]
                 # TorchRec's row-wise Adagrad stores one value per row as [rows, 1].
                 live.setdefault(table, {})[kind] = [
                     part.squeeze(1) if part.shape[1:] == (1,) else part for part in parts
@@ -296,5 +296,5 @@ def fill_tables(model: nn.Module, seed: int) -> None:
             for first in range(shard.rows.start, shard.rows.stop, block):
                 ids = torch.arange(first, min(first + block, shard.rows.stop), device=shard.values.device)
                 offset = first - shard.rows.start
-                values = initial_values(seed, table.name, ids, shard.columns, table.shape[0])
+                values = compute_initial_values(seed, table.name, ids, shard.columns, table.shape[0])
                 shard.values[offset : offset + len(ids)].copy_(values)

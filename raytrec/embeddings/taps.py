@@ -25,8 +25,8 @@ from raytrec.compat.torchrec_ import (
     ShardedEmbeddingTable,
     iterate_replicated_kernels,
     iterate_sharded_kernels,
+    list_kernel_tables,
     returns_per_id_vectors,
-    tables_of,
     watch_distinct_ids,
 )
 
@@ -77,7 +77,7 @@ def add_row_gradients(
         grad_BD: Gradients of the key's bags.
     """
     if len(rows_R):
-        hits, places = found(rows_R, key.ids)
+        hits, places = match_ids(rows_R, key.ids)
         out_RD.index_add_(0, places, grad_BD[key.bag[hits]].float() * key.weights[hits].unsqueeze(1))
 
 
@@ -90,17 +90,17 @@ def split_lookup(kernel: nn.Module, features: KeyedJaggedTensor, given: torch.Te
         given: Output of the lookup or its gradient, float: sums of bags [B, Σ columns], or one vector per id
             [N, columns]. In the latter case every id is a bag.
     """
-    shards = [table for table in tables_of(kernel) for _ in table.feature_names]
+    shards = [table for table in list_kernel_tables(kernel) for _ in table.feature_names]
     keys = list(iterate_keys(features, len(shards)))
     if returns_per_id_vectors(kernel):
-        keys = [each_id(key) for key in keys]
+        keys = [split_bags(key) for key in keys]
         parts = given.split([len(key.ids) for key in keys])
     else:
         parts = given.split([shard.local_cols for shard in shards], dim=1)
     yield from zip(shards, keys, parts, strict=True)
 
 
-def each_id(key: KeyLookups) -> KeyLookups:
+def split_bags(key: KeyLookups) -> KeyLookups:
     """Return the key with a separate bag for each id, without weights."""
     ones = torch.ones_like(key.ids)
     return KeyLookups(key.ids, torch.arange(len(key.ids), device=key.ids.device), ones.float(), ones)
@@ -120,7 +120,7 @@ def sum_squared_row_gradients(
         return _sum_squared_gradients(_offset_ids(kernel, features), gradient)
     total = torch.zeros((), dtype=torch.float64, device=gradient.device)
     grads = dict(zip(features.keys(), gradient.split(kernel.config.embedding_dims(), dim=1), strict=True))
-    for table in tables_of(kernel):
+    for table in list_kernel_tables(kernel):
         ids, per_id = [], []
         for name in table.feature_names:
             feature = features[name]
@@ -136,10 +136,12 @@ def sum_squared_row_gradients(
 
 def _offset_ids(kernel: nn.Module, features: KeyedJaggedTensor) -> torch.Tensor:
     """Return the looked-up ids, int64 [N], shifted by the rows of all preceding tables."""
-    ids_N, rows = features.values(), [table.local_rows for table in tables_of(kernel)]
+    ids_N, rows = features.values(), [table.local_rows for table in list_kernel_tables(kernel)]
     if len(rows) == 1:
         return ids_N
-    firsts = [sum(rows[:i]) for i, table in enumerate(tables_of(kernel)) for _ in table.feature_names]
+    firsts = [
+        sum(rows[:i]) for i, table in enumerate(list_kernel_tables(kernel)) for _ in table.feature_names
+    ]
     lengths_KB = features.lengths().view(len(firsts), -1)
     first_K = torch.tensor(firsts).to(ids_N.device, non_blocking=True)
     return ids_N + first_K.repeat_interleave(lengths_KB.sum(1), output_size=len(ids_N))
@@ -147,11 +149,11 @@ def _offset_ids(kernel: nn.Module, features: KeyedJaggedTensor) -> torch.Tensor:
 
 def _sum_squared_gradients(ids_N: torch.Tensor, grads_ND: torch.Tensor) -> torch.Tensor:
     """Return Σ over distinct ids of the squared sum of their gradients, a float64 scalar."""
-    sums_ND = torch.zeros_like(grads_ND).index_add_(0, places_of(ids_N), grads_ND)
+    sums_ND = torch.zeros_like(grads_ND).index_add_(0, rank_distinct_ids(ids_N), grads_ND)
     return sums_ND.double().square().sum()
 
 
-def places_of(ids_N: torch.Tensor) -> torch.Tensor:
+def rank_distinct_ids(ids_N: torch.Tensor) -> torch.Tensor:
     """Return, for each id, the number of distinct smaller ids, int64 [N].
 
     This is the inverse of torch.unique, but the host does not wait for the device to report the number of
@@ -163,7 +165,7 @@ def places_of(ids_N: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(order_N).scatter_(0, order_N, first_N.cumsum(0) - 1)
 
 
-def found(rows: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def match_ids(rows: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the places of the ids that are among `rows` (sorted, not empty), and their places in `rows`."""
     places = torch.searchsorted(rows, ids).clamp(max=len(rows) - 1)
     hits = (rows[places] == ids).nonzero().squeeze(1)
@@ -253,7 +255,9 @@ class Taps:
             lookup.ids = lookup.gradient = None
 
     def _hook_lookup(self, kernel: nn.Module, replicated: bool, device: torch.device) -> Lookup:
-        keys = [(feature, table.name) for table in tables_of(kernel) for feature in table.feature_names]
+        keys = [
+            (feature, table.name) for table in list_kernel_tables(kernel) for feature in table.feature_names
+        ]
         features, tables = map(list, zip(*keys, strict=True))
         received = torch.zeros(len(keys), dtype=torch.int64, device=device)
         lookup = Lookup(kernel, features, tables, replicated, received)

@@ -13,7 +13,7 @@ import pyarrow as pa
 import torch
 
 from raytrec.common.errors import DataError
-from raytrec.common.formatting import percent
+from raytrec.common.formatting import format_percent
 from raytrec.data.arrow import select_schema
 from raytrec.data.assembler import AssembledTensors, Bags
 from raytrec.data.batch import Batch
@@ -25,13 +25,13 @@ from raytrec.data.stream import Stream
 from raytrec.driver.console import RunConsole
 from raytrec.driver.datasets import check_usable_rows, open_dataset
 from raytrec.exporting.programs import ComparedProgram
-from raytrec.exporting.trained_model import Trained, make_rounding
+from raytrec.exporting.trained_model import TrainedModel, make_rounding
 from raytrec.metrics.selection import Selection
 from raytrec.prediction.one_process import compute_outputs, read_batch
 from raytrec.prediction.predict import list_score_columns
 from raytrec.scoring.lookups import PRECISIONS, Lookups
 from raytrec.scoring.manifest import Manifest, Metrics, PrecisionName, ProgramName
-from raytrec.scoring.request_rows import wide
+from raytrec.scoring.request_rows import widen_type
 from raytrec.scoring.scorer import Scorer
 from raytrec.tasks.outputs import StepOutputs
 from raytrec.worker.evaluate import evaluate
@@ -54,14 +54,15 @@ def select_golden_rows(dataset: Dataset, count: int) -> tuple[pa.Table, list[Par
     schemas = [select_schema(each.schema.to_arrow_schema(), file_columns) for each in footers.values()]
     schemas.append(pa.schema([(name, form.types[name]) for name in columns if name not in file_columns]))
     kinds = pa.unify_schemas(
-        [pa.schema([(f.name, wide(f.type)) for f in each]) for each in schemas], promote_options="permissive"
+        [pa.schema([(f.name, widen_type(f.type)) for f in each]) for each in schemas],
+        promote_options="permissive",
     )
     kinds = pa.schema([kinds.field(name) for name in columns])
     return pa.concat_tables([kinds.empty_table(), *(table.cast(kinds) for table in tables)]), parts
 
 
 def score_golden_rows(
-    trained: Trained, dataset: Dataset, parts: list[Part], precision: PrecisionName
+    trained: TrainedModel, dataset: Dataset, parts: list[Part], precision: PrecisionName
 ) -> dict[str, pa.Array]:
     """Return the scores of rows by the trainer's model, with tables rounded to a precision."""
     names = list_score_columns(trained.objective.tasks)
@@ -78,7 +79,7 @@ def score_golden_rows(
 
 
 def check_golden(
-    trained: Trained,
+    trained: TrainedModel,
     manifest: Manifest,
     golden: pa.Table,
     precision: PrecisionName,
@@ -109,7 +110,7 @@ def check_golden(
 
 
 def compare_precisions(
-    trained: Trained, places: str | list[str], precision: PrecisionName, console: RunConsole
+    trained: TrainedModel, places: str | list[str], precision: PrecisionName, console: RunConsole
 ) -> Metrics:
     """Return the metrics of the run's tasks over all rows of some data, with fp32 and quantized tables.
 
@@ -149,7 +150,9 @@ def compare_precisions(
     for name in precisions:
 
         def report(rows: int, name: str = name) -> None:
-            console.phase(f"evaluating {name} tables: {percent(rows / dataset.rows)} of rows", always=False)
+            console.phase(
+                f"evaluating {name} tables: {format_percent(rows / dataset.rows)} of rows", always=False
+            )
 
         with trained.lookups(name, checked=False) as lookups:  # the export has just read and checked all rows
             figures, _ = evaluate(
@@ -178,7 +181,7 @@ class _EvaluationModel:
         report: Function that is called with the number of evaluated rows.
     """
 
-    def __init__(self, trained: Trained, lookups: Lookups, report: Callable[[int], None]):
+    def __init__(self, trained: TrainedModel, lookups: Lookups, report: Callable[[int], None]):
         self._trained, self._lookups, self._report = trained, lookups, report
 
     def evaluate(self, batches: Iterator[Batch]) -> Iterator[StepOutputs]:

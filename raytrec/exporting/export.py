@@ -13,22 +13,22 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raytrec.checkpoint.managed import ids_of
+from raytrec.checkpoint.managed import read_stored_ids
 from raytrec.checkpoint.rows import StoredTable
 from raytrec.common.errors import ConfigError
-from raytrec.common.formatting import format_bytes, number, percent
+from raytrec.common.formatting import format_bytes, format_percent, parse_number
 from raytrec.common.output_folder import ClaimedFolder, compute_binding
-from raytrec.common.storage import absolute, open_filesystem
+from raytrec.common.storage import make_absolute, open_filesystem
 from raytrec.driver.console import Pairs, Result, RunConsole
 from raytrec.driver.datasets import open_inputs, to_example_schema
 from raytrec.driver.evaluation import resolve_checkpoint
 from raytrec.exporting.compare import check_golden, compare_precisions, score_golden_rows, select_golden_rows
-from raytrec.exporting.export_folder import ExportClaim, Target
+from raytrec.exporting.export_folder import ExportClaim, ExportFolder
 from raytrec.exporting.mlflow_model import MlflowRun
 from raytrec.exporting.programs import ComparedProgram, make_onnx
 from raytrec.exporting.trained_model import (
-    Trained,
-    block_bytes,
+    TrainedModel,
+    iterate_file_bytes,
     list_tasks,
     list_towers,
     make_source,
@@ -93,15 +93,15 @@ def export(
         >>> raytrec.export("runs/films", "films-export").metrics["export.golden_rows"]
         64
     """
-    began, out = perf_counter(), absolute(str(out))
+    began, out = perf_counter(), make_absolute(str(out))
     saved = resolve_checkpoint(run, checkpoint, [], allow_code)
     config = saved.config
-    places = absolute(str(data)) if data else config.data.test or config.data.valid or config.data.train
+    places = make_absolute(str(data)) if data else config.data.test or config.data.valid or config.data.train
     precision: PrecisionName = quantize or "fp32"
     options = precision, golden_rows, onnx
-    request = compute_binding(absolute(str(run)), checkpoint, *options)
+    request = compute_binding(make_absolute(str(run)), checkpoint, *options)
     binding = compute_binding(saved.index["sha256"], *options)
-    target = Target(ClaimedFolder(out, "raytrec export"), ExportClaim(binding, {}, request))
+    target = ExportFolder(ClaimedFolder(out, "raytrec export"), ExportClaim(binding, {}, request))
     if embed and not (mlflow and target.folder.is_local):
         raise ConfigError(
             "only a local export can be embedded in an MLflow model",
@@ -146,7 +146,7 @@ def _to_pairs(metrics: dict[str, Any]) -> Pairs:
     for key, value in metrics.items():
         if key.startswith(EVAL_PREFIX) and key.endswith(f".{precision}"):
             name = key.removesuffix(f".{precision}")
-            fp32, quantized = number(metrics[name]), number(value)
+            fp32, quantized = parse_number(metrics[name]), parse_number(value)
             compared.append((name, f"{fp32:.5f} fp32, {quantized:.5f} {precision}, {quantized - fp32:+.1e}"))
     return [
         ("version", metrics["version"]),
@@ -160,8 +160,8 @@ def _to_pairs(metrics: dict[str, Any]) -> Pairs:
 
 
 def _write_export(
-    target: Target,
-    trained: Trained,
+    target: ExportFolder,
+    trained: TrainedModel,
     places: str | list[str],
     precision: PrecisionName,
     golden_rows: int,
@@ -218,9 +218,9 @@ def _write_export(
     return manifest
 
 
-def _encode_ids(trained: Trained, table: str) -> bytes:
+def _encode_ids(trained: TrainedModel, table: str) -> bytes:
     """Return the ids of a table and their rows as Parquet."""
-    columns = ids_of(trained.saved.folder, trained.saved.index, table, ("id", "row"))
+    columns = read_stored_ids(trained.saved.folder, trained.saved.index, table, ("id", "row"))
     sink = io.BytesIO()
     pq.write_table(
         pa.table({name: values.numpy() for name, values in columns.items()}), sink, compression="zstd"
@@ -228,7 +228,7 @@ def _encode_ids(trained: Trained, table: str) -> bytes:
     return sink.getvalue()
 
 
-def _copy_vocabularies(target: Target, transforms: Sequence[Any]) -> list[Any]:
+def _copy_vocabularies(target: ExportFolder, transforms: Sequence[Any]) -> list[Any]:
     """Return the transforms with vocabularies copied into the export."""
     copied = []
     for place, transform in enumerate(transforms):
@@ -242,15 +242,19 @@ def _copy_vocabularies(target: Target, transforms: Sequence[Any]) -> list[Any]:
     return copied
 
 
-def _write_tables(target: Target, trained: Trained, manifest: Manifest, console: RunConsole) -> None:
+def _write_tables(
+    target: ExportFolder, trained: TrainedModel, manifest: Manifest, console: RunConsole
+) -> None:
     total = sum(table.rows for table in trained.schema.tables.values())
     rows_before = 0
     for name, entry in manifest.tables.items():
         with StoredTable(trained.saved.folder, trained.saved.index, name) as table:
             for number, file in enumerate(entry.files):
                 first = rows_before + number * entry.block_rows
-                console.phase(f"table {name}: {percent(first / total)} of all rows written", always=False)
-                target.write(file, block_bytes(table, entry, number))
+                console.phase(
+                    f"table {name}: {format_percent(first / total)} of all rows written", always=False
+                )
+                target.write(file, iterate_file_bytes(table, entry, number))
             rows_before += table.rows
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 
-from raytrec.common.documents import document
+from raytrec.common.documents import to_json_document
 from raytrec.common.errors import convert_os_errors
 from raytrec.common.output_folder import ClaimedFolder
 from raytrec.common.storage import join_uri
@@ -31,7 +31,7 @@ class ExportClaim:
     request: str = ""
 
 
-class Target:
+class ExportFolder:
     """Folder that an export is written to; complete files stay when the export is interrupted.
 
     Args:
@@ -82,19 +82,19 @@ class Target:
         digest, size = hashlib.sha256(), 0
         with _report_write_errors(join_uri(self.folder.uri, name)):
             if not files:  # before all other files, to claim the folder
-                self.folder.write(CLAIM_FILE, document(self.claim))
+                self.folder.write(CLAIM_FILE, to_json_document(self.claim))
             with self.folder.stream(name, f"{self.folder.partial}/{name.replace('/', '-')}") as stream:
                 for piece in data:
                     stream.write(piece)
                     digest.update(piece)
                     size += len(piece)
             files[name] = FileEntry(bytes=size, sha256=digest.hexdigest())
-            self.folder.write(CLAIM_FILE, document(self.claim))
+            self.folder.write(CLAIM_FILE, to_json_document(self.claim))
 
     def commit(self, manifest: Manifest) -> None:
         """Write the manifest, which completes the export."""
         with _report_write_errors(join_uri(self.folder.uri, MANIFEST_FILE)):
-            self.folder.write(MANIFEST_FILE, document(manifest))
+            self.folder.write(MANIFEST_FILE, to_json_document(manifest))
             with suppress(FileNotFoundError):  # the same export, at the same time, on a store without locks
                 self.folder.delete(CLAIM_FILE)
             self.folder.remove(self.folder.partial)

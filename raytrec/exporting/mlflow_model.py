@@ -28,9 +28,9 @@ from raytrec.tracking.feed import DeliveryState
 from raytrec.tracking.mlflow_errors import is_access_denied, reason
 from raytrec.tracking.store import URI_HINT, make_open_error
 
-MODEL, ARTIFACT_NAME = "model", "export"  # their names in MLflow
+MODEL_NAME, ARTIFACT_NAME = "model", "export"  # their names in MLflow
 PACKAGE = Path(raytrec.__file__).parent
-ENTRY = PACKAGE / "scoring/mlflow_entry.py"
+ENTRY_FILE = PACKAGE / "scoring/mlflow_entry.py"
 # Packages that scoring needs: raytrec's requirements and those of its extra `score`.
 REQUIRED_PACKAGES = (
     "numpy",
@@ -125,7 +125,7 @@ class MlflowRun:
                     about = {"uri": export, "version": manifest.version, "checksum": manifest.checksum}
                     artifact.write_text(json.dumps(about))
                 logged = mlflow.MlflowClient().create_logged_model(
-                    self.experiment_id, MODEL, self.run_id, params={"version": manifest.version}
+                    self.experiment_id, MODEL_NAME, self.run_id, params={"version": manifest.version}
                 )
                 info = Model.log(
                     None,
@@ -133,11 +133,11 @@ class MlflowRun:
                     run_id=self.run_id,
                     model_id=logged.model_id,
                     step=manifest.source.step,
-                    python_model=str(ENTRY),
+                    python_model=str(ENTRY_FILE),
                     code_paths=[str(PACKAGE)],
                     artifacts={ARTIFACT_NAME: str(artifact)},
                     model_config={"allow_code": False},
-                    pip_requirements=requirements(),
+                    pip_requirements=list_pip_requirements(),
                     **_describe_model(export, manifest),
                 )
         except Exception as error:  # MLflow and its stores raise many types
@@ -175,7 +175,7 @@ def _use_store(uri: str) -> Iterator[None]:
         sys.path[:] = path
 
 
-def requirements() -> list[str]:
+def list_pip_requirements() -> list[str]:
     """Return the packages that the model needs, at the installed versions, in pip's format."""
     return [f"{name}=={version(name).partition('+')[0]}" for name in ("mlflow", *REQUIRED_PACKAGES)]
 

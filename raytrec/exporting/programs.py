@@ -16,13 +16,13 @@ from torch import nn
 from torch.export import Dim, ExportedProgram, export, save
 from torch.export.graph_signature import InputKind
 
-from raytrec.common.errors import ConfigError, RaytrecError, RunError, first_line
+from raytrec.common.errors import ConfigError, RaytrecError, RunError, get_first_line
 from raytrec.config.tasks import TowerName
 from raytrec.models.inputs import Sequence as IdSequence
-from raytrec.models.recommender import Recommender, last_vectors
+from raytrec.models.recommender import Recommender, select_last_vectors
 from raytrec.scoring.manifest import Input
 from raytrec.scoring.program_archive import DisallowedContent, sanitize_archive
-from raytrec.scoring.single_rows import example
+from raytrec.scoring.single_rows import make_example_input
 from raytrec.tasks.objective import Objective
 
 EXAMPLE_ROWS = 3  # with 1, torch would specialize the program to 1 row
@@ -92,7 +92,7 @@ def make_program(
 
 def _export(model: nn.Module, inputs: tuple[Input, ...]) -> ExportedProgram:
     rows = Dim("rows", min=1)
-    examples = tuple(example(each, EXAMPLE_ROWS) for each in inputs)
+    examples = tuple(make_example_input(each, EXAMPLE_ROWS) for each in inputs)
     shapes = tuple({0: rows} for _ in inputs)
     try:
         with torch.no_grad():
@@ -101,7 +101,7 @@ def _export(model: nn.Module, inputs: tuple[Input, ...]) -> ExportedProgram:
         raise
     except Exception as error:  # torch's exceptions have no common base
         raise ConfigError(
-            f"torch cannot export the model: {first_line(error)}",
+            f"torch cannot export the model: {get_first_line(error)}",
             where=_find_model_line(error),
             expected="operations whose output shapes depend only on input shapes, for any number of rows",
             do="use x.shape[0] instead of len(x), and torch.where instead of branches on values",
@@ -156,7 +156,7 @@ class ScoringModule(nn.Module):
         """Return the predictions of each task, or the vectors of the tower."""
         if self._tower:
             tower = getattr(self.model, self._tower)
-            return (last_vectors(self._call.run(tower, *self._split_inputs(tensors))),)
+            return (select_last_vectors(self._call.run(tower, *self._split_inputs(tensors))),)
         return tuple(self._objective.predictions(self.logits(tensors)).values())
 
     def logits(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -241,7 +241,7 @@ def _summarize_error(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     missing = re.search(r"No ONNX function found for <OpOverload\(op='([\w.]+)'", str(error))
-    return f"ONNX does not support {missing[1]}" if missing else first_line(error)
+    return f"ONNX does not support {missing[1]}" if missing else get_first_line(error)
 
 
 class ComparedProgram:
@@ -297,4 +297,4 @@ class ComparedProgram:
             RunError: The outputs differ.
         """
         for rows in RANDOM_BATCH_SIZES:
-            self.forward(*(example(each, rows) for each in self._inputs))
+            self.forward(*(make_example_input(each, rows) for each in self._inputs))

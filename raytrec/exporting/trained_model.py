@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from raytrec import __version__
-from raytrec.checkpoint.managed import ids_of
+from raytrec.checkpoint.managed import read_stored_ids
 from raytrec.checkpoint.rows import StoredTable
 from raytrec.common.storage import split_query
 from raytrec.config.features import Features, resolve_features
@@ -35,11 +35,11 @@ from raytrec.scoring.manifest import (
 from raytrec.tasks.objective import Objective
 
 MAX_FILE_BYTES, PIECE_BYTES = 4 << 30, 32 << 20  # bytes of a file, and of the piece in memory
-NAMES = {torch.float32: "F32", torch.float16: "F16", torch.uint8: "U8"}  # of safetensors
+SAFETENSORS_DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.uint8: "U8"}  # of safetensors
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedModel:
     """Checkpoint that is exported.
 
     Attributes:
@@ -71,7 +71,7 @@ class Trained:
         """
         ids = {}
         for name in self.schema.managed:
-            stored_ids = ids_of(self.saved.folder, self.saved.index, name, ("id", "row"))
+            stored_ids = read_stored_ids(self.saved.folder, self.saved.index, name, ("id", "row"))
             ids[name] = IdRows(self.schema.tables[name], ids_to_keys(stored_ids["id"]), stored_ids["row"])
         with ExitStack() as files:
             tables = {}
@@ -81,7 +81,7 @@ class Trained:
             yield Lookups(self.features, tables, ids)
 
 
-def read_trained(saved: Checkpoint) -> Trained:
+def read_trained(saved: Checkpoint) -> TrainedModel:
     """Return a checkpoint with its programs.
 
     Raises:
@@ -101,10 +101,10 @@ def read_trained(saved: Checkpoint) -> Trained:
     part = schema.part(names)
     tables = {spec.table for spec in part.sparse.values()}
     part = part.model_copy(update={"tables": {n: t for n, t in schema.tables.items() if n in tables}})
-    return Trained(saved, part, recommender, objective, programs)
+    return TrainedModel(saved, part, recommender, objective, programs)
 
 
-def make_source(trained: Trained) -> ExportSource:
+def make_source(trained: TrainedModel) -> ExportSource:
     """Return the origin of the model, without paths of this machine."""
     return ExportSource(
         run=trained.saved.config.run.name,
@@ -116,7 +116,7 @@ def make_source(trained: Trained) -> ExportSource:
     )
 
 
-def list_tasks(trained: Trained) -> list[TaskEntry]:
+def list_tasks(trained: TrainedModel) -> list[TaskEntry]:
     """Return the tasks, with the columns of their predictions."""
     tasks = trained.objective.tasks
     return [
@@ -127,7 +127,7 @@ def list_tasks(trained: Trained) -> list[TaskEntry]:
     ]
 
 
-def list_towers(trained: Trained) -> dict[TowerName, list[str]]:
+def list_towers(trained: TrainedModel) -> dict[TowerName, list[str]]:
     """Return the features and dense columns of query and item; empty for models without towers."""
     model, schema = trained.saved.config.model, trained.saved.schema
     if not model.retrieves:
@@ -145,7 +145,7 @@ def plan_table_files(name: str, rows: int, dim: int, precision: PrecisionName) -
     return TableEntry(precision=precision, block_rows=block_rows, files=files)
 
 
-def block_bytes(table: StoredTable, entry: TableEntry, number: int) -> Iterator[bytes]:
+def iterate_file_bytes(table: StoredTable, entry: TableEntry, number: int) -> Iterator[bytes]:
     """Yield the file of a table's rows from number · block_rows on.
 
     The file is written by hand because the library needs all tensors in memory. The format is eight bytes
@@ -156,7 +156,7 @@ def block_bytes(table: StoredTable, entry: TableEntry, number: int) -> Iterator[
     precision = PRECISIONS[entry.precision]
     dtype, width = precision.dtype, precision.width(table.dim)
     about = {
-        "dtype": NAMES[dtype],
+        "dtype": SAFETENSORS_DTYPES[dtype],
         "shape": [rows, width],
         "data_offsets": [0, rows * width * dtype.itemsize],
     }

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 
 from raytrec.common.errors import SchemaError
-from raytrec.config.schema import scalar
+from raytrec.config.schema import format_yaml_scalar
 from raytrec.inspection.column_stats import ColumnStats
 
 LABEL_NAMES = tuple(
@@ -22,7 +22,7 @@ TIMES = {"s": (10**8, 10**10), "ms": (10**11, 10**13), "us": (10**14, 10**16), "
 MAX_ID_RANGE_FACTOR = 10  # the range of an id column is below this factor × its distinct values
 MAX_CODE_VALUES = 100  # integers with at most this many frequent values are codes
 REASON_CONSTANT = "constant: the model cannot learn anything from it"
-EXACT = 2**53  # integers of this size and above are not quantities
+MAX_EXACT_INTEGER = 2**53  # integers of this size and above are not quantities
 MAX_NAME_CHARS = 1000  # YAML keys have at most 1,024 characters
 
 
@@ -57,7 +57,7 @@ def find_role(s: ColumnStats, labels: list[str] | None, other_labels: bool) -> F
         if s.is_probability or labels or not other_labels:
             return _label(s, "named with --label" if labels else "its name")
         return Finding(s, "skipped", f"named like a label, but with values outside 0 to 1: {_values(s)}")
-    if s.trouble or s.lacking or len(scalar(s.name)) > MAX_NAME_CHARS:
+    if s.trouble or s.lacking or len(format_yaml_scalar(s.name)) > MAX_NAME_CHARS:
         return Finding(s, "skipped", s.trouble or s.lacking or "its name is too long for YAML")
     return _add_hints(_feature(s))
 
@@ -101,12 +101,12 @@ def _feature(s: ColumnStats) -> Finding:
         largest = max(abs(s.lowest), abs(s.highest))
         if largest >= 2**63:
             return Finding(s, "skipped", "whole numbers beyond int64; to use them as ids, write them as text")
-        exact = s.base == "float" and largest < EXACT
+        exact = s.base == "float" and largest < MAX_EXACT_INTEGER
         return finding if exact and not s.is_list else finding.needs("cast", to="int64")
     if s.is_list and s.base in ("float", "decimal"):
         return Finding(s, "skipped", "a list of floats that are not a feature's weights")
     if s.is_list and s.base == "bool":
-        hint = f"{{do: cast, columns: [{scalar(s.name)}], to: int64}}"
+        hint = f"{{do: cast, columns: [{format_yaml_scalar(s.name)}], to: int64}}"
         return Finding(s, "skipped", f"a list of bools; to use them as ids: {hint}")
     if s.is_list:
         return Finding(s, "skipped", f"type {s.type} is not supported")
@@ -202,7 +202,7 @@ def _label_of_text(f: Finding) -> Finding:
             where=s.name,
             expected=f"numbers in [0, 1], or at most {MAX_LABEL_VALUES} distinct texts, some of which mean 1",
             do="pass another column with --label COLUMN, or convert it to 0 and 1 in data.transforms: "
-            f"{{do: binarize, columns: [{scalar(s.name)}], positive: [TEXT, …]}}",
+            f"{{do: binarize, columns: [{format_yaml_scalar(s.name)}], positive: [TEXT, …]}}",
         )
     counts = {v.decode(errors="replace") if isinstance(v, bytes) else str(v): n for v, n in s.few.items()}
     positive = [text for text in counts if POSITIVE_TEXT.fullmatch(text.strip())] or [
@@ -232,10 +232,10 @@ def _values(s: ColumnStats) -> str:
 def _time_hint(s: ColumnStats, unit: str | None = None) -> str:
     name, since = s.name, f", since_1970: {unit}" if unit else ""
     if "duration" in s.type:
-        return f"{{do: age, columns: [{scalar(name)}], unit: days}}"
+        return f"{{do: age, columns: [{format_yaml_scalar(name)}], unit: days}}"
     part = "weekday" if "date" in s.type else "hour"
-    into = scalar(f"{name}_{part}")
-    return f"{{do: date_part, columns: [{scalar(name)}], part: {part}{since}, into: [{into}]}}"
+    into = format_yaml_scalar(f"{name}_{part}")
+    return f"{{do: date_part, columns: [{format_yaml_scalar(name)}], part: {part}{since}, into: [{into}]}}"
 
 
 def words(name: str) -> list[str]:
@@ -261,7 +261,7 @@ def _explain_id(s: ColumnStats) -> str | None:
         return "integers that fill their range"
     if s.lowest > 0 and span < MAX_ID_RANGE_FACTOR * s.distinct and repeat:
         return f"integers that fill a range starting at {s.lowest:,}"
-    if max(abs(s.lowest), abs(s.highest)) >= EXACT and repeat:
+    if max(abs(s.lowest), abs(s.highest)) >= MAX_EXACT_INTEGER and repeat:
         return "integers too large to be quantities"
     if s.distinct <= MAX_CODE_VALUES and s.lowest > span and s.distinct * 20 <= s.values:
         return f"{s.distinct} codes that occur repeatedly"

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from rich.progress import Progress
 
-from raytrec.common.errors import DataError, first_line
+from raytrec.common.errors import DataError, get_first_line
 from raytrec.common.storage import open_filesystem
 from raytrec.common.terminal import open_console
 from raytrec.data.arrow import (
@@ -172,7 +172,7 @@ def _add(
             raise data
         (column if part is None else column.elsewhere[part]).add(data)
     except Exception as error:  # an unreadable column must not stop the scan of others
-        first = first_line(error)
+        first = get_first_line(error)
         column.trouble = f"cannot be read in {where}: {first}"
         return _unreadable_error(first, where)
     return None
@@ -185,7 +185,7 @@ def _open_file(path: str, footer: pq.FileMetaData) -> Iterator[pq.ParquetFile]:
         filesystem, inner = open_filesystem(path)
         file = filesystem.open_input_file(inner)
     except OSError as error:
-        raise _unreadable_error(first_line(error), path) from None
+        raise _unreadable_error(get_first_line(error), path) from None
     with file:
         yield pq.ParquetFile(file, metadata=footer)
 

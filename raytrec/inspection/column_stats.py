@@ -16,12 +16,12 @@ from raytrec.config.base import MAX_AMOUNT
 from raytrec.config.schema_parts import Scale, Statistics
 from raytrec.data.arrow import is_list, to_plain_array, unnest
 from raytrec.data.column_conversion import signed_log
-from raytrec.inspection.sketches import SMALLEST, HotIds, SmallestHashes, count_distinct
+from raytrec.inspection.sketches import MAX_KEPT_HASHES, HotIds, SmallestHashes, count_distinct
 
 MAX_COUNTED_LENGTH = 10_000  # longer bags are counted as this length
-FEW = 64  # most distinct values that are counted exactly
+MAX_EXACT_VALUES = 64  # most distinct values that are counted exactly
 NUMBERS = frozenset({"integer", "float", "bool", "decimal"})
-FAR = 10  # distance from the mean, in standard deviations, from which logarithms are used
+LOG_SCALE_DEVIATIONS = 10  # distance from the mean, in standard deviations, from which logarithms are used
 
 
 @dataclass
@@ -143,12 +143,12 @@ class ColumnStats:
     @property
     def distinct_text(self) -> str:
         """Return the number of distinct values as text; ~ marks an estimate."""
-        return f"{'' if len(self.hashes) < SMALLEST else '~'}{self.distinct:,}"
+        return f"{'' if len(self.hashes) < MAX_KEPT_HASHES else '~'}{self.distinct:,}"
 
     @property
     def is_unique(self) -> bool:
         """Return True if each of many rows has a different value, estimated from the smallest hashes."""
-        least = self.values if len(self.hashes) < SMALLEST else 0.98 * self.values
+        least = self.values if len(self.hashes) < MAX_KEPT_HASHES else 0.98 * self.values
         return not self.is_list and self.values > 100 and self.distinct >= least
 
     @property
@@ -188,12 +188,12 @@ class ColumnStats:
             self._count_distinct(unique, counts)
 
     def _count_few(self, unique, counts) -> None:
-        if len(unique) > FEW:
+        if len(unique) > MAX_EXACT_VALUES:
             self.few = None
             return
         for value, count in zip(unique.to_pylist(), counts.to_pylist(), strict=True):
             self.few[value] = self.few.get(value, 0) + count
-        if len(self.few) > FEW:
+        if len(self.few) > MAX_EXACT_VALUES:
             self.few = None
 
     def _count_distinct(self, unique, counts) -> None:
@@ -230,7 +230,7 @@ class ColumnStats:
             return Scale(nulls=nulls)
         mean, std = apart / count, max(squares / count - (apart / count) ** 2, 0.0) ** 0.5  # may be NaN
         ends = np.array([self.low, self.high]) - self.first
-        if not std <= MAX_AMOUNT or (std and np.abs(ends - mean).max() > FAR * std):
+        if not std <= MAX_AMOUNT or (std and np.abs(ends - mean).max() > LOG_SCALE_DEVIATIONS * std):
             mean, std = logs / count, max(0.0, log_squares / count - (logs / count) ** 2) ** 0.5
             return _scale(mean, std, log=True, nulls=nulls)
         return _scale(self.first + mean, std, nulls=nulls)

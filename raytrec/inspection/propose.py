@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from raytrec.common.errors import ConfigError, DataError, SchemaError, unknown
+from raytrec.common.errors import ConfigError, DataError, SchemaError, make_unknown_word_error
 from raytrec.common.storage import find_sibling_parts, find_train_folder
 from raytrec.config.schema import Schema
 from raytrec.inspection.column_roles import (
@@ -133,7 +133,7 @@ def _add_buckets(findings: list[Finding]) -> None:
 def _check_columns_exist(named: list[str], names: list[str], uri: str) -> None:
     if missing := [name for name in named if name not in names]:
         what, expected = f"there is no column '{missing[0]}'", ", ".join(names[:50])
-        raise unknown(what, missing[0], names, uri, expected, kind=SchemaError)
+        raise make_unknown_word_error(what, missing[0], names, uri, expected, kind=SchemaError)
 
 
 def _check_has_label(findings: list[Finding], uri: str) -> None:

@@ -11,8 +11,8 @@ import numpy as np
 from rich.table import Table
 
 from raytrec.common.errors import ConfigError, convert_os_errors
-from raytrec.common.terminal import open_console, plain
-from raytrec.config.schema import Schema, scalar
+from raytrec.common.terminal import open_console, to_plain_text
+from raytrec.config.schema import Schema, format_yaml_scalar
 from raytrec.inspection.column_roles import REASON_CONSTANT, Finding
 from raytrec.inspection.column_scan import Scan
 from raytrec.inspection.column_stats import ColumnStats
@@ -80,7 +80,9 @@ class Inspection:
         )
         for f in self.findings:
             if f.kind == "skipped":
-                out.append(_printable(f"# skipped: {scalar(f.stats.name)} ({f.stats.type}): {f.why}"))
+                out.append(
+                    _printable(f"# skipped: {format_yaml_scalar(f.stats.name)} ({f.stats.type}): {f.why}")
+                )
         return "\n".join(out) + "\n"
 
     def _comments(self) -> dict[tuple[str, str], str]:
@@ -135,21 +137,25 @@ class Inspection:
 
     def _print_table(self) -> None:
         table = Table(
-            title=plain(f"{self.uri}: {self.rows:,} rows, {self.scan.listing}"), title_justify="left"
+            title=to_plain_text(f"{self.uri}: {self.rows:,} rows, {self.scan.listing}"), title_justify="left"
         )
         for heading in ("column", "role", "reason", "nulls", "distinct"):
             table.add_column(heading)
         for f in self.findings:
             why = "; ".join([f.why, *f.notes])
             table.add_row(
-                plain(f.stats.name), f.kind, plain(why), _nulls_text(f.stats), f.stats.distinct_text
+                to_plain_text(f.stats.name),
+                f.kind,
+                to_plain_text(why),
+                _nulls_text(f.stats),
+                f.stats.distinct_text,
             )
         console = open_console(stderr=True)
         console.print(table)
         for f in self.findings:
             if f.kind == "label" and REASON_CONSTANT in f.notes:
                 console.print(
-                    plain(f"warning: the label {f.stats.name} is {REASON_CONSTANT}"), soft_wrap=True
+                    to_plain_text(f"warning: the label {f.stats.name} is {REASON_CONSTANT}"), soft_wrap=True
                 )
 
 
@@ -187,7 +193,9 @@ def to_flow_yaml(value: object) -> str:
     """Return a value as YAML on one line."""
     if isinstance(value, dict):
         return f"{{{', '.join(f'{key}: {to_flow_yaml(inner)}' for key, inner in value.items())}}}"
-    return f"[{', '.join(map(to_flow_yaml, value))}]" if isinstance(value, list) else scalar(value)
+    return (
+        f"[{', '.join(map(to_flow_yaml, value))}]" if isinstance(value, list) else format_yaml_scalar(value)
+    )
 
 
 def _printable(text: str) -> str:

@@ -12,8 +12,8 @@ import numpy as np
 from raytrec.config.schema_parts import Scale, to_table_name
 from raytrec.data.ids import hash_integers
 from raytrec.inspection.column_roles import MAX_ID_RANGE_FACTOR, Finding, is_ordinal, words
-from raytrec.inspection.column_stats import FEW, ColumnStats
-from raytrec.inspection.sketches import SMALLEST, HotIds, count_distinct
+from raytrec.inspection.column_stats import MAX_EXACT_VALUES, ColumnStats
+from raytrec.inspection.sketches import MAX_KEPT_HASHES, HotIds, count_distinct
 
 MAX_COLLISION_FREE_VALUES = 1000  # tables of fewer values grow until each value has its own row
 MAX_SMALL_TABLE_ROWS = 65_536  # tables up to this size have ten rows per value
@@ -52,7 +52,9 @@ class SharedTable:
         parts, hot = [part for f in self.members for part in f.stats.parts], HotIds()
         for part in parts:
             hot.add(*part.hot.counts())
-        distinct = count_distinct(np.unique(np.concatenate([part.hashes for part in parts]))[:SMALLEST])
+        distinct = count_distinct(
+            np.unique(np.concatenate([part.hashes for part in parts]))[:MAX_KEPT_HASHES]
+        )
         low, high = min(p.low for p in parts), max(p.high for p in parts)
         kind = "ordinal" if all(is_ordinal(f.stats) for f in self.members) else "id"
         kind = "text" if any(f.stats.base == "text" for f in self.members) else kind
@@ -129,11 +131,11 @@ def make_table_name(column: str, taken: set[str]) -> str:
 
 def estimate_containment(inner: ColumnStats, outer: ColumnStats) -> float:
     """Return the share of a column's distinct values that another column has, estimated from hashes."""
-    bounds = [s.hashes[-1] for s in (inner, outer) if len(s.hashes) >= SMALLEST]
+    bounds = [s.hashes[-1] for s in (inner, outer) if len(s.hashes) >= MAX_KEPT_HASHES]
     inside, outside = (s.hashes[s.hashes <= min(bounds)] if bounds else s.hashes for s in (inner, outer))
-    first = inside[:FEW]  # a few values are enough to reject most pairs of columns
+    first = inside[:MAX_EXACT_VALUES]  # a few values are enough to reject most pairs of columns
     if (
-        len(inside) > FEW
+        len(inside) > MAX_EXACT_VALUES
         and len(outside)
         and not (outside[np.searchsorted(outside, first).clip(max=len(outside) - 1)] == first).any()
     ):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-MOST = 65_536  # most ids with a counter
+MAX_ID_COUNTERS = 65_536  # most ids with a counter
 TOP_ID_COUNTS = (1, 10, 100, 1_000, 10_000)
-SMALLEST = 65_536  # most hashes kept; counts of distinct values are exact below and ± 0.4 % above
+MAX_KEPT_HASHES = 65_536  # most hashes kept; counts of distinct values are exact below and ± 0.4 % above
 
 
 class SmallestHashes:
@@ -19,15 +19,15 @@ class SmallestHashes:
 
     def add(self, hashes: np.ndarray) -> None:
         """Add hashes of values, uint64 [n]."""
-        if len(self._hashes) == SMALLEST:
+        if len(self._hashes) == MAX_KEPT_HASHES:
             hashes = hashes[hashes < self._hashes[-1]]
         self._new.append(hashes)
         self._new_count += len(hashes)
-        if self._new_count >= SMALLEST:  # not per row group, because sorting is slower than reading
+        if self._new_count >= MAX_KEPT_HASHES:  # not per row group, because sorting is slower than reading
             self._merge()
 
     def _merge(self) -> None:
-        self._hashes = np.unique(np.concatenate([self._hashes, *self._new]))[:SMALLEST]
+        self._hashes = np.unique(np.concatenate([self._hashes, *self._new]))[:MAX_KEPT_HASHES]
         self._new, self._new_count = [], 0
 
     def values(self) -> np.ndarray:
@@ -43,9 +43,9 @@ def count_distinct(hashes: np.ndarray) -> int:
     Args:
         hashes: Smallest hashes, uint64, ascending; if fewer than SMALLEST, the hashes of all values.
     """
-    if len(hashes) < SMALLEST:
+    if len(hashes) < MAX_KEPT_HASHES:
         return len(hashes)
-    return round((SMALLEST - 1) / (float(hashes[SMALLEST - 1]) / 2**64))
+    return round((MAX_KEPT_HASHES - 1) / (float(hashes[MAX_KEPT_HASHES - 1]) / 2**64))
 
 
 class HotIds:
@@ -72,7 +72,7 @@ class HotIds:
         self._all += int(counts.sum())
         self._new.append((hashes, counts))
         self._new_count += len(hashes)
-        if self._new_count >= MOST:  # not per row group, because sorting is slower than reading
+        if self._new_count >= MAX_ID_COUNTERS:  # not per row group, because sorting is slower than reading
             self._merge()
 
     def _merge(self) -> None:
@@ -82,8 +82,8 @@ class HotIds:
         self._new, self._new_count = [], 0
         ids, places = np.unique(hashes, return_inverse=True)
         sums = np.bincount(places, counts, len(ids)).astype(np.int64)
-        if len(ids) > MOST:
-            place = len(sums) - MOST - 1
+        if len(ids) > MAX_ID_COUNTERS:
+            place = len(sums) - MAX_ID_COUNTERS - 1
             least = int(np.partition(sums, place)[place])
             self._taken += least
             ids, sums = ids[sums > least], sums[sums > least] - least

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 AUC_BYTES_PER_ROW = 160  # peak memory per row: float64, sorted, with cumulative sums
 MAX_LISTED_SLICES = 10  # slices in each list: the largest and the worst
-LEAST_ROWS = (
+MIN_SLICE_LABEL_ROWS = (
     30  # rows of each label that a slice needs to be listed as worst; with fewer, the AUC is mostly noise
 )
 MAX_SLICE_NAMES = 100_000  # values of a column whose text a rank stores
@@ -254,7 +254,11 @@ class SliceMetrics:
             for x in (positive, negative, rows, predicted, positive * negative / 2)
         )
         calibration = predicted / positives
-        has_enough = torch.minimum(positives, negatives) >= LEAST_ROWS if binary else rows >= 2 * LEAST_ROWS
+        has_enough = (
+            torch.minimum(positives, negatives) >= MIN_SLICE_LABEL_ROWS
+            if binary
+            else rows >= 2 * MIN_SLICE_LABEL_ROWS
+        )
         goodness = (auc if binary else -calibration.log().abs()).masked_fill(~has_enough, float("nan"))
         bound = {"auc_bound": tied / (positives * negatives)} if binary and binned else {}
         return cls(keys, rows, {"auc": auc, "calibration": calibration, **bound}, goodness)
@@ -271,7 +275,7 @@ class SliceMetrics:
         ][:MAX_LISTED_SLICES]
 
 
-class Names:
+class SliceNames:
     """Texts of slice values, collected on the host from passing batches.
 
     Args:

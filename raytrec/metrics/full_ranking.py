@@ -177,9 +177,9 @@ class Queries:
     seen: torch.Tensor
 
 
-CELLS = 1 << 22  # queries × items per block: 56 MiB while a block is counted
-MAX_CELLS = 1 << 28  # maximum on a GPU with enough memory
-BYTES = 128  # free GPU memory required per cell: four times the actual use
+DEFAULT_BLOCK_CELLS = 1 << 22  # queries × items per block: 56 MiB while a block is counted
+MAX_BLOCK_CELLS = 1 << 28  # maximum on a GPU with enough memory
+FREE_BYTES_PER_CELL = 128  # free GPU memory required per cell: four times the actual use
 UNDECIDED_DIVISOR = (
     8  # if float32 leaves more than 1 / UNDECIDED_DIVISOR of a block undecided, the whole block uses float64
 )
@@ -247,8 +247,10 @@ class Items:
 def choose_block_cells(device: torch.device) -> int:
     """Return the number of queries × items per block."""
     if device.type != "cuda":
-        return CELLS
-    return min(MAX_CELLS, max(CELLS, torch.cuda.mem_get_info(device)[0] // BYTES))
+        return DEFAULT_BLOCK_CELLS
+    return min(
+        MAX_BLOCK_CELLS, max(DEFAULT_BLOCK_CELLS, torch.cuda.mem_get_info(device)[0] // FREE_BYTES_PER_CELL)
+    )
 
 
 def compare_exact(
@@ -292,7 +294,9 @@ def _decide_unsure(
     queries, positions = unsure.nonzero(as_tuple=True)
     if len(queries) * UNDECIDED_DIVISOR > unsure.numel():
         return next(compare_exact(queries_QD, items_ND, scores_Q.unsqueeze(1), [len(scores_Q)]))
-    for part in torch.arange(len(queries), device=queries.device).split(max(1, CELLS // queries_QD.shape[1])):
+    for part in torch.arange(len(queries), device=queries.device).split(
+        max(1, DEFAULT_BLOCK_CELLS // queries_QD.shape[1])
+    ):
         part_queries, part_positions = queries[part], positions[part]
         exact_scores = (queries_QD[part_queries].double() * items_ND[part_positions].double()).sum(1).float()
         above[part_queries, part_positions] = ~(exact_scores < scores_Q[part_queries])

@@ -13,8 +13,8 @@ from raytrec.common.collectives import Peers
 SAMPLES = 256  # predictions per rank from which the borders between the ranks' parts are chosen
 BIN_BITS = 20  # leading bits that determine the bin: sign, exponent and 11 bits of fraction
 BIN_COUNT = 1 << BIN_BITS
-DROPPED = 32 - BIN_BITS
-LOWER = 0x7FFFFFFF
+DROPPED_BITS = 32 - BIN_BITS
+MAGNITUDE_MASK = 0x7FFFFFFF
 
 
 @dataclass(frozen=True)
@@ -242,11 +242,13 @@ def assign_bins(predictions_N: torch.Tensor) -> torch.Tensor:
     limits = torch.finfo(torch.float32)
     bits = predictions_N.float().clamp(limits.min, limits.max).nan_to_num() + 0.0  # converts -0.0 to 0.0
     bits = bits.view(torch.int32)
-    rising = bits ^ ((bits >> 31) & LOWER)  # bits order floats like integers, negative floats reversed
-    return (rising.long() >> DROPPED) + BIN_COUNT // 2
+    rising = bits ^ (
+        (bits >> 31) & MAGNITUDE_MASK
+    )  # bits order floats like integers, negative floats reversed
+    return (rising.long() >> DROPPED_BITS) + BIN_COUNT // 2
 
 
 def compute_midpoints(bins_N: torch.Tensor) -> torch.Tensor:
     """Return the prediction in the middle of each bin, float64 [N]."""
-    rising = (((bins_N - BIN_COUNT // 2) << DROPPED) + (1 << (DROPPED - 1))).int()
-    return (rising ^ ((rising >> 31) & LOWER)).view(torch.float32).double()
+    rising = (((bins_N - BIN_COUNT // 2) << DROPPED_BITS) + (1 << (DROPPED_BITS - 1))).int()
+    return (rising ^ ((rising >> 31) & MAGNITUDE_MASK)).view(torch.float32).double()

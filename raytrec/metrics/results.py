@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from math import isnan
 from typing import Any, NamedTuple
 
-from raytrec.common.formatting import as_dict, as_list, number
+from raytrec.common.formatting import as_dict, as_list, parse_number
 from raytrec.metrics.registry import BOUND_SUFFIX, COUNTED_ROWS, GROUPS, NO_POSITIVE, ONE_CLASS
-from raytrec.metrics.selection import EVAL_PREFIX, RANKING_COUNT_KEYS, Figure, figures_of
+from raytrec.metrics.selection import EVAL_PREFIX, RANKING_COUNT_KEYS, MetricDisplay, read_metric_displays
 
 BRIEF, IF_NONZERO = "brief", "when any"  # shown in a brief summary; shown unless 0
 RANKED_ROWS, RANKED_ITEMS, UNKNOWN_ITEMS, UNKNOWN_SEEN = (EVAL_PREFIX + key for key in RANKING_COUNT_KEYS)
-AFTER = {  # values listed after the metrics: key → title, format, BRIEF or IF_NONZERO
+RESULT_TITLES = {  # values listed after the metrics: key → title, format, BRIEF or IF_NONZERO
     RANKED_ROWS: ("rows with a ranked item", "{:,}", ""),
     RANKED_ITEMS: ("items in the ranking", "{:,}", ""),
     UNKNOWN_ITEMS: ("right items outside the ranking (never found)", "{:,}", IF_NONZERO),
@@ -33,14 +33,14 @@ AFTER = {  # values listed after the metrics: key → title, format, BRIEF or IF
     "bound.by": ("bound by", "{}", ""),
     "bound.share": ("share of the time", "{:.0%}", ""),
 }
-COUNTS = {  # counts listed with a task's metrics
+COUNT_TITLES = {  # counts listed with a task's metrics
     COUNTED_ROWS: "counted rows",
     GROUPS: "groups",
     NO_POSITIVE: "groups without a positive row (excluded)",
     ONE_CLASS: "groups with only one class (excluded)",
 }
 SLICES = "eval.slices"  # task → column → slices, largest, worst
-COLUMNS = {  # key in a slice record → title, format
+SLICE_COLUMNS = {  # key in a slice record → title, format
     "slice": ("value", "{}"),
     "rows": ("rows", "{:,.0f}"),
     "auc": ("AUC", "{:.4f}"),
@@ -73,22 +73,22 @@ class Row(NamedTuple):
 def format_result(result: Mapping[str, Any]) -> dict[str, Row]:
     """Return the values of a result that are displayed, by key."""
     rows: dict[str, tuple[str, str, str]] = {}
-    for figure in figures_of(result):
+    for figure in read_metric_displays(result):
         rows[EVAL_PREFIX + figure.key] = figure.title, figure.format, BRIEF if figure.is_directed else ""
         rows |= _list_metric_counts(figure)
     return {
         key: Row(title, as_text(result[key], form), form, when == BRIEF)
-        for key, (title, form, when) in (rows | AFTER).items()
+        for key, (title, form, when) in (rows | RESULT_TITLES).items()
         if key in result and (result[key] or when != IF_NONZERO)
     }
 
 
-def _list_metric_counts(figure: Figure) -> dict[str, tuple[str, str, str]]:
+def _list_metric_counts(figure: MetricDisplay) -> dict[str, tuple[str, str, str]]:
     """Return the counts that can accompany a metric: key → (title, format, "")."""
     metric_key, of_task = EVAL_PREFIX + figure.key, figure.title.rpartition(": ")[0]
     counts = {metric_key + BOUND_SUFFIX: (f"{figure.title}: maximum error", "{:.1e}", "")}
     task = figure.key.rpartition(".")[0]
-    for name, title in COUNTS.items():
+    for name, title in COUNT_TITLES.items():
         key = f"{EVAL_PREFIX}{task}.{name}" if task else EVAL_PREFIX + name
         counts[key] = (f"{of_task}: {title}" if task and of_task else title), "{:,}", ""
     return counts
@@ -98,7 +98,7 @@ def as_text(value: Any, form: str) -> str:
     """Return a value in a given format; values that are not numbers are converted with str."""
     if value is None:
         return "–"
-    return str(value) if isnan(number(value)) else form.format(value)
+    return str(value) if isnan(parse_number(value)) else form.format(value)
 
 
 class Cell(NamedTuple):
@@ -123,7 +123,7 @@ def build_slice_tables(result: Mapping[str, Any]) -> list[tuple[str, DataTable]]
     tasks = as_dict(result.get(SLICES))
     return [
         (
-            f"{task}: {name} slices of {column} ({number(slices.get('slices')):,.0f} values)",
+            f"{task}: {name} slices of {column} ({parse_number(slices.get('slices')):,.0f} values)",
             _build_slice_table(records),
         )
         for task, columns in tasks.items()
@@ -135,7 +135,9 @@ def build_slice_tables(result: Mapping[str, Any]) -> list[tuple[str, DataTable]]
 
 
 def _build_slice_table(records: list[dict[str, Any]]) -> DataTable:
-    columns = {key: column for key, column in COLUMNS.items() if any(key in record for record in records)}
+    columns = {
+        key: column for key, column in SLICE_COLUMNS.items() if any(key in record for record in records)
+    }
     rows = [[_build_cell(record.get(key), form) for key, (_, form) in columns.items()] for record in records]
     return DataTable([title for title, _ in columns.values()], rows)
 
@@ -143,5 +145,5 @@ def _build_slice_table(records: list[dict[str, Any]]) -> DataTable:
 def _build_cell(value: Any, form: str) -> Cell:
     if form == "{}" and isinstance(value, str):
         return Cell(value)
-    as_number = number(value)
+    as_number = parse_number(value)
     return Cell("–" if isnan(as_number) else form.format(as_number), as_number)

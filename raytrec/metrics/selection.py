@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from math import isnan
 from typing import Any
 
-from raytrec.common.errors import ConfigError, unknown
-from raytrec.common.formatting import number
+from raytrec.common.errors import ConfigError, make_unknown_word_error
+from raytrec.common.formatting import parse_number
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.config.tasks import EvalSection
@@ -44,7 +44,7 @@ PREDICTION_DESCRIPTIONS = {  # value of Loss.predicts → description
 
 
 @dataclass(frozen=True)
-class Figure:
+class MetricDisplay:
     """Display properties of a task's metric; usable even if the metric's code cannot be imported.
 
     Attributes:
@@ -65,7 +65,7 @@ class Figure:
 
     def text(self, value: Any) -> str:
         """Return a value as text; "–" if the value is undefined."""
-        return "–" if isnan(number(value)) else self.format.format(value)
+        return "–" if isnan(parse_number(value)) else self.format.format(value)
 
     def loss(self, value: float) -> float:
         """Return a number that decreases as the value improves."""
@@ -134,7 +134,7 @@ class Selection:
         return name if len(self.of) == 1 else f"{task}.{name}"
 
     @property
-    def figures(self) -> list[Figure]:
+    def figures(self) -> list[MetricDisplay]:
         """Return all metrics by task, followed by the metrics of full rankings."""
         task_figures = [
             _make_figure(self.key(task, metric.name), metric, "" if len(self.of) == 1 else f"{task}: ")
@@ -147,7 +147,7 @@ class Selection:
         ]
 
     def described(self, training: bool = False) -> list[dict[str, Any]]:
-        """Return `figures` as JSON for the result of a run; `figures_of` is the inverse.
+        """Return `figures` as JSON for the result of a run; `read_metric_displays` is the inverse.
 
         With `training`, the training losses are added, for the start message of a run.
         """
@@ -173,7 +173,7 @@ class Selection:
             if metric.better == "closer to 1"
         }
 
-    def best(self, key: str | None, where: str = "checkpoint.best_metric") -> Figure:
+    def best(self, key: str | None, where: str = "checkpoint.best_metric") -> MetricDisplay:
         """Return the metric that ranks evaluations.
 
         Args:
@@ -194,7 +194,7 @@ class Selection:
             return directed[key]
         what = f"{where} is {key}, but the tasks have no metric with this name and a direction"
         expected = "" if directed else "a metric with a direction in tasks.metrics"
-        raise unknown(what, key, directed, where, expected)
+        raise make_unknown_word_error(what, key, directed, where, expected)
 
 
 def select_ranking_metrics(places: Sequence[int]) -> list[type[GroupMetric]]:
@@ -230,7 +230,7 @@ def _check_metric_supported(metric: type[Metric], task: Task) -> None:
             )
 
 
-def figures_of(*records: Any) -> list[Figure]:
+def read_metric_displays(*records: Any) -> list[MetricDisplay]:
     """Return the metrics described under "metrics" in the first record that has valid descriptions.
 
     Records are start messages and contents of result.json. Without a description, raytrec's built-in metrics
@@ -243,12 +243,12 @@ def figures_of(*records: Any) -> list[Figure]:
     return [_make_figure(name, metric, "") for name, metric in METRICS.parts.items()]
 
 
-def _make_loss_figure(key: str, of_task: str = "") -> Figure:
-    return Figure(key, f"{of_task}training loss", f"{of_task}{LOSS}", "lower", "{:.4f}", sums=True)
+def _make_loss_figure(key: str, of_task: str = "") -> MetricDisplay:
+    return MetricDisplay(key, f"{of_task}training loss", f"{of_task}{LOSS}", "lower", "{:.4f}", sums=True)
 
 
-def _make_figure(key: str, metric: type[Metric], of_task: str) -> Figure:
-    return Figure(
+def _make_figure(key: str, metric: type[Metric], of_task: str) -> MetricDisplay:
+    return MetricDisplay(
         key,
         of_task + metric.title,
         of_task + metric.label,
@@ -258,7 +258,7 @@ def _make_figure(key: str, metric: type[Metric], of_task: str) -> Figure:
     )
 
 
-def _read_figure(values: Any) -> Figure | None:
+def _read_figure(values: Any) -> MetricDisplay | None:
     """Return a metric description read from a file; None if it is invalid."""
     if not isinstance(values, dict):
         return None
@@ -267,4 +267,6 @@ def _read_figure(values: Any) -> Figure | None:
     if not all(isinstance(text, str) and text for text in (key, title, label)) or better not in DIRECTIONS:
         return None
     is_valid = isinstance(form, str) and FORMAT.fullmatch(form)
-    return Figure(key, title, label, better, form if is_valid else DEFAULT_FORMAT, values.get("sums") is True)
+    return MetricDisplay(
+        key, title, label, better, form if is_valid else DEFAULT_FORMAT, values.get("sums") is True
+    )

@@ -16,10 +16,13 @@ from raytrec.tasks.outputs import StepOutputs, TaskOutputs
 ROWS = "rows"
 LOSS_PREFIX = "loss of "  # prefix of the names of the tasks' losses (StepOutputs.losses)
 COUNTED_ROWS_PREFIX = "counted rows of "  # prefix: rows with nonzero weight in a task
-HELD, HELD_VALUES = 8, 1 << 22  # steps that are summed together, fewer if they have this many logits
+MAX_PENDING_STEPS, MAX_PENDING_LOGITS = (
+    8,
+    1 << 22,
+)  # steps that are summed together, fewer if they have this many logits
 
 
-class Sums:
+class MetricSums:
     """Row counts and metric sums of all tasks: one float64 vector on the device, reduced with one all_reduce.
 
     Rows of HELD steps are kept and summed together. The GPU then launches an eighth of the kernels, each with
@@ -49,7 +52,7 @@ class Sums:
         """Add the outputs of one step of this rank, without making the host wait."""
         self._pending.append(replace(outputs, vectors=None))
         values = sum(own.logits.numel() for step in self._pending for own in step.tasks.values())
-        if len(self._pending) == HELD or values >= HELD_VALUES:
+        if len(self._pending) == MAX_PENDING_STEPS or values >= MAX_PENDING_LOGITS:
             self._flush()
 
     def _flush(self) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from raytrec.config.models.ranking import DcnSection
 from raytrec.config.schema import Schema
-from raytrec.models.parts.layers import dim_of, mlp
+from raytrec.models.parts.layers import get_embedding_dim, mlp
 
 
 class DCN(nn.Module):
@@ -36,7 +36,7 @@ class DCN(nn.Module):
         self.features = list(schema.sparse)
         self.bottom = mlp([len(schema.dense), *config.bottom_mlp]) if schema.dense else None
         dense = (config.bottom_mlp or [len(schema.dense)])[-1] if schema.dense else 0
-        width = dense + sum(dim_of(schema, feature) for feature in self.features)
+        width = dense + sum(get_embedding_dim(schema, feature) for feature in self.features)
         self.cross = Cross(width, config.cross_layers, config.cross_rank)
         self.deep = mlp([width, *config.top_mlp], config.dropout)
         self.parallel = config.deep == "parallel"

@@ -16,8 +16,8 @@ from torch.nn.functional import linear, softplus
 from raytrec.config.models.sequences import DienSection
 from raytrec.config.schema import Schema
 from raytrec.models.inputs import Sequence
-from raytrec.models.parts.layers import SequenceModules, dim_of, mlp_and_linear
-from raytrec.models.parts.packed_sequences import turn
+from raytrec.models.parts.layers import SequenceModules, get_embedding_dim, mlp_and_linear
+from raytrec.models.parts.packed_sequences import reverse_sequences
 
 
 class DIEN(nn.Module):
@@ -53,9 +53,14 @@ class DIEN(nn.Module):
         self.features = [feature for feature in schema.sparse if feature != config.negatives]
         self.interests = SequenceModules(
             target_of,
-            lambda feature: InterestEvolution(dim_of(schema, feature), dim_of(schema, target_of[feature])),
+            lambda feature: InterestEvolution(
+                get_embedding_dim(schema, feature), get_embedding_dim(schema, target_of[feature])
+            ),
         )
-        sizes = [len(schema.dense) + sum(dim_of(schema, f) for f in self.features), *config.top_mlp]
+        sizes = [
+            len(schema.dense) + sum(get_embedding_dim(schema, f) for f in self.features),
+            *config.top_mlp,
+        ]
         self.top, self.logit = mlp_and_linear(sizes, outputs, config.dropout, nn.PReLU)
 
     def forward(self, dense: torch.Tensor, inputs: dict[str, torch.Tensor | Sequence]) -> torch.Tensor:
@@ -99,11 +104,11 @@ class InterestEvolution(nn.Module):
         undefined.
         """
         lengths_B, present_BT = sequence.present.sum(1), sequence.present  # a prefix, in either order
-        states_BTD = self._states(turn(sequence.vectors, lengths_B))
+        states_BTD = self._states(reverse_sequences(sequence.vectors, lengths_B))
         scores_BT = torch.einsum("btd,bd->bt", states_BTD, self.attention(target_BD))
         scores_BT = scores_BT.float().masked_fill(~present_BT, torch.finfo(torch.float32).min)
         weights_BT = scores_BT.softmax(1) * present_BT
-        return self.evolution(states_BTD, weights_BT), turn(states_BTD, lengths_B)
+        return self.evolution(states_BTD, weights_BT), reverse_sequences(states_BTD, lengths_B)
 
     def _states(self, steps_BTD: torch.Tensor) -> torch.Tensor:
         """Return the states of the GRU; on a GPU always in float32.

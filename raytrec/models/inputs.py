@@ -117,7 +117,8 @@ class RequestExpander:
 
     Args:
         schema: Schema of the data.
-        encoded: Features that the model itself encodes per request (`once`); their inputs are not expanded.
+        encoded: Features that the model itself encodes per request (`encode_requests_once`); their inputs are
+            not expanded.
     """
 
     def __init__(self, schema: Schema, encoded: Collection[str] = ()):
@@ -160,7 +161,7 @@ class RequestExpander:
         return dense_Nn, rows
 
 
-def once(
+def encode_requests_once(
     encode: Callable[[torch.Tensor, dict[str, Any]], torch.Tensor],
     dense: torch.Tensor,
     inputs: dict[str, Any],

@@ -11,10 +11,10 @@ from torch.nn.functional import embedding, layer_norm, scaled_dot_product_attent
 
 from raytrec.config.models.sequences import HstuSection, NextItemSection, SasrecSection
 from raytrec.config.schema import Schema
-from raytrec.models.inputs import IDS, Sequence, once
-from raytrec.models.parts.layers import Dropout, dim_of
+from raytrec.models.inputs import IDS, Sequence, encode_requests_once
+from raytrec.models.parts.layers import Dropout, get_embedding_dim
 from raytrec.models.parts.packed_sequences import PackedSequences, pack_ids
-from raytrec.models.parts.sampled_loss import Queries, SampledLoss, result
+from raytrec.models.parts.sampled_loss import Queries, SampledLoss, combine_outputs
 from raytrec.models.parts.shared_negatives import ItemBatch, SharedNegatives
 
 NUM_TIME_BUCKETS = 128  # of times between items; the last bucket is unbounded
@@ -46,7 +46,7 @@ class NextItem(nn.Module, ABC):
         super().__init__()
         config.check(schema)
         self.config, self.outputs, self.vectors = config, outputs, vectors
-        self.dim = dim_of(schema, config.item)
+        self.dim = get_embedding_dim(schema, config.item)
         self.queries = Queries(outputs, vectors, self.dim)
         self.positions = nn.Parameter(torch.randn(config.max_length, self.dim) * 0.02)
         self.dropout = Dropout(config.dropout)
@@ -82,8 +82,11 @@ class NextItem(nn.Module, ABC):
             own_B = self._own_loss(states_ND, packed, inputs)
         elif self.config.own_loss:
             own_B = item_BD.new_zeros(item_BD.shape[0], dtype=torch.float32)
-        query = once(lambda *_: self._query(states_ND, packed), dense, inputs) / self.config.temperature
-        return result(query, item_BD, self.outputs, self.vectors, own_B)
+        query = (
+            encode_requests_once(lambda *_: self._query(states_ND, packed), dense, inputs)
+            / self.config.temperature
+        )
+        return combine_outputs(query, item_BD, self.outputs, self.vectors, own_B)
 
     @torch.compiler.disable
     def _own_loss(self, states_ND: torch.Tensor, packed: PackedSequences, inputs: dict) -> torch.Tensor:
@@ -238,10 +241,10 @@ class HSTU(NextItem):
         assert history.side_features is not None
         times_BL1 = history.side_features[:, :, self.time].unsqueeze(2)
         groups = [group_bT1.squeeze(2) for group_bT1 in packed.to_chronological(packed.pack(times_BL1))]
-        return [bucket(times_bT.unsqueeze(2) - times_bT.unsqueeze(1)) for times_bT in groups]
+        return [choose_time_bucket(times_bT.unsqueeze(2) - times_bT.unsqueeze(1)) for times_bT in groups]
 
 
-def bucket(between: torch.Tensor) -> torch.Tensor:
+def choose_time_bucket(between: torch.Tensor) -> torch.Tensor:
     """Return the bucket of a time between items, in the column's own unit: float [...] → int64 [...]."""
     return (between.clamp(min=1).log() / LOG_BUCKET_RATIO).long().clamp(max=NUM_TIME_BUCKETS - 1)
 

@@ -7,9 +7,9 @@ from torch import nn
 
 from raytrec.config.models.retrieval import MfSection, NcfSection, TwoTowerSection
 from raytrec.config.schema import Schema
-from raytrec.models.inputs import Sequence, once
-from raytrec.models.parts.layers import ConcatInputs, dim_of, mlp, mlp_and_linear
-from raytrec.models.parts.sampled_loss import Queries, SampledLoss, mask_absent, result
+from raytrec.models.inputs import Sequence, encode_requests_once
+from raytrec.models.parts.layers import ConcatInputs, get_embedding_dim, mlp, mlp_and_linear
+from raytrec.models.parts.sampled_loss import Queries, SampledLoss, combine_outputs, mask_absent
 from raytrec.models.parts.shared_negatives import SharedNegatives, compute_pair_losses
 
 
@@ -83,13 +83,13 @@ class TwoTower(nn.Module):
         With vectors or own loss, [B, outputs | own loss | query D, item D] (models/__init__.py), where D is
         tower_mlp[-1].
         """
-        query, item_BD = once(self.query, dense, pooled), self.item(dense, pooled)
+        query, item_BD = encode_requests_once(self.query, dense, pooled), self.item(dense, pooled)
         if self.queries == 1 and not self.vectors and not self.config.own_loss:
             return self.scale * (query * item_BD).sum(1) + self.bias
         query_BQD = self.scale.view(-1, 1) * query.view(-1, self.queries, self.width)
         own_B = self._own_loss(query_BQD, item_BD, dense, pooled) if self.config.own_loss else None
         outputs = self.queries - self.vectors
-        return result(query_BQD, item_BD, outputs, self.vectors, own_B, self.bias)
+        return combine_outputs(query_BQD, item_BD, outputs, self.vectors, own_B, self.bias)
 
     def _own_loss(
         self, query_BQD: torch.Tensor, item_BD: torch.Tensor, dense: torch.Tensor, pooled: dict
@@ -155,7 +155,7 @@ class MatrixFactorization(nn.Module):
         super().__init__()
         config.check(schema)
         self.config, self.outputs, self.vectors = config, outputs, vectors
-        self.queries = Queries(outputs, vectors, dim_of(schema, config.item))
+        self.queries = Queries(outputs, vectors, get_embedding_dim(schema, config.item))
         self.bias = nn.Parameter(torch.zeros(outputs)) if config.bias and outputs else None
         self.loss = SampledLoss.of(schema, config, config.item)
         self.shared = SharedNegatives.of(schema, config, self.loss)
@@ -172,10 +172,13 @@ class MatrixFactorization(nn.Module):
         """Return float32 [B], or [B, outputs | own loss | query D, item D] (models/__init__.py), D = dim."""
         item_BD, bias_BT = self.item(dense, inputs), None
         if self.bias is not None:
-            bias_BT = once(lambda _, given: given[self.config.user][:, -1:], dense, inputs) + self.bias
+            bias_BT = (
+                encode_requests_once(lambda _, given: given[self.config.user][:, -1:], dense, inputs)
+                + self.bias
+            )
         own_B = self._own_loss(item_BD, inputs, bias_BT) if self.config.own_loss else None
-        query = once(self.query, dense, inputs)
-        return result(query, item_BD, self.outputs, self.vectors, own_B, bias_BT)
+        query = encode_requests_once(self.query, dense, inputs)
+        return combine_outputs(query, item_BD, self.outputs, self.vectors, own_B, bias_BT)
 
     def _own_loss(self, item_BD: torch.Tensor, inputs: dict, bias_BT: torch.Tensor | None) -> torch.Tensor:
         """Return the own loss of each row, float32 [B]; 0 in evaluations."""

@@ -87,7 +87,7 @@ class ModelCall:
         called = getattr(model, tower) if tower else model
         output = self.run(called, dense, inputs)
         output = output if requests is None else output[: len(requests)]
-        return last_vectors(output) if tower else output
+        return select_last_vectors(output) if tower else output
 
     def run(self, called: Callable[..., torch.Tensor], dense: torch.Tensor, *inputs: Any) -> torch.Tensor:
         """Call a model or one of its methods and return its output as float32."""
@@ -107,7 +107,7 @@ class ModelCall:
         return output.float()
 
 
-def last_vectors(vectors: torch.Tensor) -> torch.Tensor:
+def select_last_vectors(vectors: torch.Tensor) -> torch.Tensor:
     """Return vectors [B, width]; if a query has one vector for each of several outputs, the last of these."""
     return vectors[:, -1] if vectors.dim() == 3 else vectors
 

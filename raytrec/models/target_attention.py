@@ -12,7 +12,7 @@ from raytrec.config.models.sequences import BstSection, DinSection, SequenceSect
 from raytrec.config.schema import Schema
 from raytrec.models.dlrm import DLRM
 from raytrec.models.inputs import Sequence
-from raytrec.models.parts.layers import SequenceModules, dim_of, mlp, mlp_and_linear
+from raytrec.models.parts.layers import SequenceModules, get_embedding_dim, mlp, mlp_and_linear
 
 
 class SequenceModel(nn.Module):
@@ -35,7 +35,8 @@ class SequenceModel(nn.Module):
         self.dlrm = DLRM(schema, config, outputs)
         length, sizes = config.max_length, config.attention_mlp
         self.attention = SequenceModules(
-            config.targets(schema), lambda feature: TargetAttention(dim_of(schema, feature), length, sizes)
+            config.targets(schema),
+            lambda feature: TargetAttention(get_embedding_dim(schema, feature), length, sizes),
         )
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor | Sequence]) -> torch.Tensor:
@@ -68,9 +69,12 @@ class DIN(nn.Module):
         self.features = list(schema.sparse)
         self.attention = SequenceModules(
             config.targets(schema),
-            lambda feature: ActivationUnit(dim_of(schema, feature), config.attention_mlp),
+            lambda feature: ActivationUnit(get_embedding_dim(schema, feature), config.attention_mlp),
         )
-        sizes = [len(schema.dense) + sum(dim_of(schema, f) for f in self.features), *config.top_mlp]
+        sizes = [
+            len(schema.dense) + sum(get_embedding_dim(schema, f) for f in self.features),
+            *config.top_mlp,
+        ]
         self.top, self.logit = mlp_and_linear(sizes, outputs, config.dropout, nn.PReLU)
 
     def forward(self, dense: torch.Tensor, inputs: dict[str, torch.Tensor | Sequence]) -> torch.Tensor:
@@ -102,7 +106,7 @@ class TargetAttention(nn.Module):
 
     def forward(self, sequence: Sequence, target_BD: torch.Tensor) -> torch.Tensor:
         """Return the weighted mean of each sequence, float32 [B, dim]."""
-        scores_BL = scores_of(self.score, sequence, target_BD) + self.recency
+        scores_BL = compute_id_scores(self.score, sequence, target_BD) + self.recency
         count_B1 = sequence.present.sum(1, keepdim=True).clamp(min=1)
         weights_BL = scores_BL.sigmoid() * sequence.present / count_B1
         return torch.einsum("bl,bld->bd", weights_BL, sequence.vectors)
@@ -126,7 +130,7 @@ class ActivationUnit(nn.Module):
 
     def forward(self, sequence: Sequence, target_BD: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum of each sequence, float32 [B, dim]."""
-        weights_BL = scores_of(self.score, sequence, target_BD) * sequence.present
+        weights_BL = compute_id_scores(self.score, sequence, target_BD) * sequence.present
         return torch.einsum("bl,bld->bd", weights_BL, sequence.vectors)
 
 
@@ -145,7 +149,7 @@ def build_score_layers(
     return nn.Sequential(*hidden, nn.Linear((sizes or [4 * dim])[-1], 1, bias=bias))
 
 
-def scores_of(layers: nn.Sequential, sequence: Sequence, target_BD: torch.Tensor) -> torch.Tensor:
+def compute_id_scores(layers: nn.Sequential, sequence: Sequence, target_BD: torch.Tensor) -> torch.Tensor:
     """Return the score of each id of a sequence, [B, L]; scores of positions without an id are undefined.
 
     The first layer is linear in e, t, e - t and e ⊙ t, so the target's part is computed once for all ids.
@@ -189,9 +193,11 @@ class BST(nn.Module):
         config.check(schema)
         target_of = config.targets(schema)
         self.others = [feature for feature in schema.sparse if feature not in target_of]
-        self.transformers = SequenceModules(target_of, lambda f: Transformer(dim_of(schema, f), config))
-        width = len(schema.dense) + sum(dim_of(schema, f) for f in self.others)
-        width += (config.max_length + 1) * sum(dim_of(schema, f) for f in target_of)
+        self.transformers = SequenceModules(
+            target_of, lambda f: Transformer(get_embedding_dim(schema, f), config)
+        )
+        width = len(schema.dense) + sum(get_embedding_dim(schema, f) for f in self.others)
+        width += (config.max_length + 1) * sum(get_embedding_dim(schema, f) for f in target_of)
         sizes = [width, *config.top_mlp]
         self.top, self.logit = mlp_and_linear(sizes, outputs, config.dropout, lambda _: nn.LeakyReLU())
 

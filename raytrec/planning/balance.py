@@ -14,16 +14,18 @@ from itertools import product
 import numpy as np
 from torchrec.distributed.planner.types import ShardingOption
 
-from raytrec.planning.placement import TIE_BREAK_WEIGHT, PartialPlan, PlacementSpace, PlanChange, Way
+from raytrec.planning.placement import TIE_BREAK_WEIGHT, PartialPlan, PlacementSpace, PlanChange, TableOption
 
-ALIKE = 0.005  # relative score difference below which plans are compared by their fullest rank's memory
-LARGEST = (1.0, 0.5, 0.25, 0.0)  # maximum time of a shard as a share of a rank's mean time
+SCORE_TOLERANCE = (
+    0.005  # relative score difference below which plans are compared by their fullest rank's memory
+)
+MAX_SHARD_SHARES = (1.0, 0.5, 0.25, 0.0)  # maximum time of a shard as a share of a rank's mean time
 # Maximum number of changes rated per slow rank, and in total per plan.
 MAX_CHANGES_PER_RANK, MAX_CHANGES_PER_PLAN = 8, 400
-SLOW = 3  # number of slowest ranks that changes try to relieve
+NUM_SLOW_RANKS = 3  # number of slowest ranks that changes try to relieve
 
 
-class NoRoom(Exception):
+class DoesNotFitError(Exception):
     """Raised if no plan that fits into memory was found; the message names a table."""
 
 
@@ -50,18 +52,18 @@ class PlanBalancer:
         """Return the sharding options of all tables, with ranks, of about the fastest plan that was found.
 
         Raises:
-            NoRoom: No plan fits into the memory of the ranks.
+            DoesNotFitError: No plan fits into the memory of the ranks.
         """
-        plans, refusal = [], NoRoom("")
+        plans, refusal = [], DoesNotFitError("")
         for kinds, largest in self._iterate_starts():
             try:
                 plans.append(self._build(kinds, largest))
-            except NoRoom as error:
+            except DoesNotFitError as error:
                 refusal = error
         if not plans:
             raise refusal
         refined = [self._refine(plan) for plan in plans]
-        score_limit = (1 + ALIKE) * min(plan.score for plan in refined)
+        score_limit = (1 + SCORE_TOLERANCE) * min(plan.score for plan in refined)
         close = [plan for plan in refined if plan.score <= score_limit]
         best = min(close, key=lambda plan: (round(float(self._board.filled(plan.room).max()), 1), plan.score))
         options = []
@@ -75,9 +77,9 @@ class PlanBalancer:
     def _iterate_starts(self) -> Iterator[tuple[set[str], float | None]]:
         """Yield (sharding types, LARGEST) of plans to build: all types, each type alone, and by memory."""
         kinds = {way.option.sharding_type for ways in self._board.ways.values() for way in ways}
-        yield from ((kinds, largest) for largest in LARGEST)
+        yield from ((kinds, largest) for largest in MAX_SHARD_SHARES)
         if len(kinds) > 1:
-            yield from (({kind}, LARGEST[-1]) for kind in sorted(kinds))
+            yield from (({kind}, MAX_SHARD_SHARES[-1]) for kind in sorted(kinds))
         yield kinds, None
 
     def _build(self, kinds: set[str], largest: float | None) -> PartialPlan:
@@ -90,7 +92,7 @@ class PlanBalancer:
                 minimize the memory use of the fullest rank.
 
         Raises:
-            NoRoom: A table does not fit next to the tables placed before it.
+            DoesNotFitError: A table does not fit next to the tables placed before it.
         """
         plan = self._board.empty()
         constraints = self._board.constraints
@@ -111,13 +113,13 @@ class PlanBalancer:
             self._add(plan, name, ways, largest, total_s)
         return self._board.rate(plan)
 
-    def _get_share(self, ways: Sequence[Way]) -> float:
+    def _get_share(self, ways: Sequence[TableOption]) -> float:
         """Return the largest share of a memory tier that a table takes with its smallest sharding option."""
         least = min((way.needs.sum(0) for way in ways), key=sum)
         return float((least / np.maximum(1.0, self._board.room.sum(0))).max())
 
     def _add(
-        self, plan: PartialPlan, name: str, ways: Sequence[Way], largest: float | None, total_s: float
+        self, plan: PartialPlan, name: str, ways: Sequence[TableOption], largest: float | None, total_s: float
     ) -> None:
         """Place one table as described in `_build`."""
         busy = plan.busy if largest is not None else self._board.filled(plan.room)
@@ -125,7 +127,7 @@ class PlanBalancer:
         if not places:
             pin = self._board.constraints[name].ranks
             where = f"rank{'s' if len(pin) > 1 else ''} {', '.join(map(str, pin))}" if pin else "the ranks"
-            raise NoRoom(f"table {name} does not fit into the remaining memory of {where}")
+            raise DoesNotFitError(f"table {name} does not fit into the remaining memory of {where}")
         small = [place for place in places if place[0].own.max() <= (largest or 0) * total_s]
         if largest is None:
             chosen = min(places, key=lambda place: self._get_fullest_share(plan.room, *place))
@@ -150,14 +152,16 @@ class PlanBalancer:
                 for way in chosen:
                     self._board.put(plan, way, [rank])
                 return
-        raise NoRoom(f"no rank has enough memory for tables {', '.join(group)} together")
+        raise DoesNotFitError(f"no rank has enough memory for tables {', '.join(group)} together")
 
-    def _get_fullest_share(self, room: np.ndarray, way: Way, ranks: Sequence[int]) -> tuple[float, float]:
+    def _get_fullest_share(
+        self, room: np.ndarray, way: TableOption, ranks: Sequence[int]
+    ) -> tuple[float, float]:
         """Return the used memory share of the fullest rank after adding a table, and its mean time."""
         free_bytes = room[list(ranks)] - way.needs
         return float(self._board.filled(free_bytes, list(ranks)).max()), self._board.mean(way)
 
-    def _estimate_finish_s(self, busy: np.ndarray, way: Way, ranks: Sequence[int]) -> float:
+    def _estimate_finish_s(self, busy: np.ndarray, way: TableOption, ranks: Sequence[int]) -> float:
         """Return the finish time of a table's slowest rank plus the mean time of the table."""
         return float((busy[list(ranks)] + way.own).max()) + way.spread + self._board.mean(way)
 
@@ -167,7 +171,7 @@ class PlanBalancer:
         while remaining_changes > 0:
             changes = (
                 change
-                for slow in np.argsort(-plan.busy, kind="stable").tolist()[:SLOW]
+                for slow in np.argsort(-plan.busy, kind="stable").tolist()[:NUM_SLOW_RANKS]
                 for _, change in sorted(self._changes(plan, slow), key=lambda pair: pair[0])[
                     :MAX_CHANGES_PER_RANK
                 ]
@@ -213,7 +217,7 @@ class PlanBalancer:
                     new_busy = busy + way.spread
                     new_busy[list(new_ranks)] += way.own
                     yield float(new_busy.max() + TIE_BREAK_WEIGHT * new_busy.mean()), [(way, new_ranks)]
-        for rank in np.argsort(plan.busy, kind="stable").tolist()[:SLOW]:
+        for rank in np.argsort(plan.busy, kind="stable").tolist()[:NUM_SLOW_RANKS]:
             other_ways = [way for way, ranks in movable.values() if ranks == (rank,) != (slow,)]
             for other_way, (slow_way, ranks) in product(other_ways, on_slow.values()):
                 gain = float(slow_way.own[0] - other_way.own[0])

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from raytrec.compat.torch_ import EveryOperator, described, get_storage_key, silence_tracing
+from raytrec.compat.torch_ import EveryOperator, describe_operator, get_storage_key, silence_tracing
 from raytrec.config.features import resolve_features
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 
 MAX_META_ROWS, NUM_CPU_ROWS = 8192, 64
 # Name prefixes of operators that compute nothing, in addition to views.
-FREE_OPERATORS = (
+UNCOUNTED_OPERATORS = (
     "empty",
     "detach",
     "_local_scalar_dense",
@@ -67,7 +67,7 @@ def estimate_dense_work(parameters: Iterable[torch.Tensor], rows: int) -> DenseW
     )
 
 
-class Counter(EveryOperator):
+class OperatorCounter(EveryOperator):
     """Context manager that counts the operators run inside its block.
 
     Attributes:
@@ -86,11 +86,11 @@ class Counter(EveryOperator):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        name, operator, is_view = described(func)
+        name, operator, is_view = describe_operator(func)
         if is_view:
             return out
         inputs, results = list(_iterate_tensors((args, kwargs))), list(_iterate_tensors(out))
-        if not name.partition("::")[2].startswith(FREE_OPERATORS):
+        if not name.partition("::")[2].startswith(UNCOUNTED_OPERATORS):
             self.launches += 1
             if (count := flop_registry.get(operator)) is not None:
                 self.flops += count(*args, **(kwargs or {}), out_val=out)
@@ -157,7 +157,7 @@ def count_dense_layers(
     Raises:
         ConfigError: No model can be built from this schema.
     """
-    from raytrec.checks.parity.batches import make_local_batch, random_batches
+    from raytrec.checks.parity.batches import make_local_batch, make_random_batches
     from raytrec.tasks.task import resolve_tasks
 
     silence_tracing()
@@ -165,10 +165,10 @@ def count_dense_layers(
 
     def count(device: str, rows: int) -> tuple[DenseWork, int]:
         """Return the work, and the bytes of live tensors between forward and backward."""
-        counter = Counter()
+        counter = OperatorCounter()
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             head = build(config, schema, torch.device("cpu")).head.to(device)
-            (global_batch,) = random_batches(schema, rows, 1, seed=0, tasks=tasks)
+            (global_batch,) = make_random_batches(schema, rows, 1, seed=0, tasks=tasks)
             local_batch = make_local_batch(global_batch, schema, [0, rows], 0, features)
             batch = local_batch.to(torch.device(device))
             batch.lengths = local_batch.lengths

@@ -20,7 +20,7 @@ from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
 from raytrec.embeddings.constraints import resolve_constraints, resolve_optimizers
 from raytrec.planning.machines import Cluster, Machine
-from raytrec.planning.memory import GIB, PlannedTable, estimate_footprints, planned
+from raytrec.planning.memory import GIB, PlannedTable, estimate_footprints, list_planned_tables
 from raytrec.planning.rates import Rates
 
 if TYPE_CHECKING:
@@ -254,7 +254,7 @@ def dry_run(
     from raytrec.embeddings.optim import mark_fused
     from raytrec.embeddings.pooling import PooledEmbeddings
     from raytrec.embeddings.sharding import make_planning_sharders
-    from raytrec.planning.plan import Hosts, search_plan, validated
+    from raytrec.planning.plan import Hosts, search_plan, validate_for_hosts
 
     device = "cpu" if config.scaling.device == "cpu" else "cuda"
     gpus, world, machine = cluster.gpus, cluster.world, cluster.machine
@@ -273,14 +273,14 @@ def dry_run(
     )
     optimizers = resolve_optimizers(config, schema)
     with _set_ranks_per_host(gpus):
-        constraints, topology = validated(hosts, world, config, schema, device)
+        constraints, topology = validate_for_hosts(hosts, world, config, schema, device)
         tables = PooledEmbeddings(schema, constraints, resolve_features(schema, config.model).sequences)
         mark_fused(
             tables.collections, optimizers, device
         )  # the planner reads the optimizer state from the result
         sharders = make_planning_sharders(config, schema, world)
         plan = search_plan(hosts, topology, constraints, schema, config, tables, sharders, dense)
-    return planned(plan, config, schema, world)
+    return list_planned_tables(plan, config, schema, world)
 
 
 @contextmanager

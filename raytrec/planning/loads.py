@@ -20,7 +20,7 @@ from raytrec.embeddings.constraints import (
     resolve_optimizers,
 )
 from raytrec.embeddings.optimizers import find_optimizer
-from raytrec.planning.memory import CACHED, DTYPE_BYTES, PlannedTable
+from raytrec.planning.memory import CACHED_ROWS_SHARE, DTYPE_BYTES, PlannedTable
 
 ID_BYTES, LENGTH_BYTES, VALUE_BYTES = 8, 4, 4
 WIRE_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1.125}  # int8: with scales of 64 values
@@ -155,7 +155,9 @@ class LoadCounter:
         moved, missed_share = ids * row + 2 * distinct * (row + (0.0 if dense else state)), 0.0
         if table.compute_kernel in UVM_KERNELS and not self._on_cpu:
             is_cached = table.compute_kernel == CACHING_KERNEL
-            missed_share = 1 - estimate_hit_share(table.rows * CACHED, table_statistics) if is_cached else 1.0
+            missed_share = (
+                1 - estimate_hit_share(table.rows * CACHED_ROWS_SHARE, table_statistics) if is_cached else 1.0
+            )
         add(out.host_bytes, missed_share * moved)
         if table.compute_kernel == MMAP_KERNEL:
             add(out.file_rows, distinct)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection
 from typing import NamedTuple
 
-from raytrec.common.errors import ConfigError, hint
+from raytrec.common.errors import ConfigError, format_suggestion
 
 DEFAULT_DISK_GIB = 1e6  # assumed disk size if none is given
 GIB_PATTERN = r"(\d+(?:\.\d+)?)gib"
@@ -126,7 +126,7 @@ def find_machine(name: str, where: str = "--on") -> Machine:
     machine = MACHINES.get(f"{gpus}x{_GPU_ALIASES.get(kind, kind)}")
     if machine is None:
         raise ConfigError(
-            f"there is no machine '{name}'{hint(name, MACHINES)}",
+            f"there is no machine '{name}'{format_suggestion(name, MACHINES)}",
             where=where,
             expected=f"one of {', '.join(MACHINES)}",
             do="describe other machines by the memory of their GPUs, such as 2x4x48gib, and pass --rates",
@@ -193,7 +193,7 @@ class Cluster(NamedTuple):
     @property
     def linked(self) -> tuple[int, int]:
         """(groups, GPUs per group) connected by links within a host, or by NVLink across hosts."""
-        return linked(self.hosts, self.gpus, [self.machine.gpu] if self.machine else [])
+        return group_linked_ranks(self.hosts, self.gpus, [self.machine.gpu] if self.machine else [])
 
 
 def parse_cluster(text: str) -> Cluster:
@@ -215,7 +215,7 @@ def parse_cluster(text: str) -> Cluster:
     return Cluster.of(count, find_machine(name))
 
 
-def linked(hosts: int, gpus: int, names: Collection[str]) -> tuple[int, int]:
+def group_linked_ranks(hosts: int, gpus: int, names: Collection[str]) -> tuple[int, int]:
     """Return (groups, GPUs per group) connected by links within a host, or by NVLink across hosts.
 
     `names` has the names of all GPUs.

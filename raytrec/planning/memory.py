@@ -21,9 +21,9 @@ from raytrec.embeddings.constraints import (
     MMAP_KERNEL,
     UVM_KERNELS,
     TableConstraint,
+    advise_disk_space,
     find_memory_filesystem,
     find_mmap_folder,
-    make_room,
     resolve_constraints,
     resolve_kernel,
     resolve_optimizers,
@@ -41,7 +41,9 @@ ID_BYTES, WAITING_ID_BYTES = 41, 35
 HOST_RESERVE_SHARE = (
     0.15  # share of a GPU host's memory kept for processes; TorchRec reserves as much of a GPU
 )
-CACHED = 0.2  # share of a table's rows in the GPU cache of fused_uvm_caching: FBGEMM's default (1.8.0)
+CACHED_ROWS_SHARE = (
+    0.2  # share of a table's rows in the GPU cache of fused_uvm_caching: FBGEMM's default (1.8.0)
+)
 TIERS = ("device", "host", "disk")  # memory tiers
 WEIGHTS, STATE, CACHE = "weights", "optimizer state", "cache"
 Constraints = dict[str, TableConstraint]
@@ -60,7 +62,9 @@ class Footprint(NamedTuple):
         return self.device + self.host + self.disk
 
 
-def parts_of(table: Table, dtype: str, optimizer: str, kernel: str | None = None) -> dict[str, Footprint]:
+def estimate_parts(
+    table: Table, dtype: str, optimizer: str, kernel: str | None = None
+) -> dict[str, Footprint]:
     """Return the bytes of a table or shard for each part: weights, optimizer state and cache.
 
     The parts are on the device. With a UVM kernel on a GPU, part of them is in host memory; with fused_mmap
@@ -81,7 +85,7 @@ def parts_of(table: Table, dtype: str, optimizer: str, kernel: str | None = None
         return {WEIGHTS: Footprint(weights, 0), STATE: Footprint(state + row_state, 0)}
     # FBGEMM (1.8.0, construct_split_state) keeps row-wise state on the GPU. The cache takes 4 bytes per row
     # and 16 bytes per slot in addition to the weights of the slots.
-    cache = table.rows * (4 + CACHED * (16 + table.dim * width)) if kernel == CACHING_KERNEL else 0
+    cache = table.rows * (4 + CACHED_ROWS_SHARE * (16 + table.dim * width)) if kernel == CACHING_KERNEL else 0
     return {
         WEIGHTS: Footprint(0, weights),
         STATE: Footprint(row_state, state),
@@ -89,7 +93,7 @@ def parts_of(table: Table, dtype: str, optimizer: str, kernel: str | None = None
     }
 
 
-def added(sizes: Iterable[Footprint]) -> Footprint:
+def add_footprints(sizes: Iterable[Footprint]) -> Footprint:
     """Return the sum of at least one footprint."""
     return Footprint(*map(sum, zip(*sizes, strict=True)))
 
@@ -100,8 +104,8 @@ def estimate_footprints(
     """Return the bytes of each table with a constraint, including optimizer state, on cpu or cuda."""
     optimizers = resolve_optimizers(config, schema)
     return {
-        table: added(
-            parts_of(
+        table: add_footprints(
+            estimate_parts(
                 schema.tables[table], spec.dtype, optimizers[table].name, resolve_kernel(device, spec.kernel)
             ).values()
         )
@@ -140,7 +144,7 @@ class PlannedTable:
 
 
 @dataclass
-class Held:
+class RankPart:
     """Part of a table that one rank holds.
 
     Attributes:
@@ -154,10 +158,12 @@ class Held:
     @property
     def size(self) -> Footprint:
         """Sum of all parts."""
-        return added(self.parts.values())
+        return add_footprints(self.parts.values())
 
 
-def planned(plan: ShardingPlan, config: RunConfig, schema: Schema, world: int) -> list[PlannedTable]:
+def list_planned_tables(
+    plan: ShardingPlan, config: RunConfig, schema: Schema, world: int
+) -> list[PlannedTable]:
     """Return the tables of a plan for `world` ranks."""
     constraints, out = resolve_constraints(config, schema), []
     for name, spec in (item for module in plan.plan.values() for item in sorted(module.items())):
@@ -170,23 +176,23 @@ def planned(plan: ShardingPlan, config: RunConfig, schema: Schema, world: int) -
     return out
 
 
-def held(
+def compute_rank_parts(
     tables: Sequence[PlannedTable], config: RunConfig, schema: Schema, device: str | None = None
-) -> dict[tuple[str, int], Held]:
+) -> dict[tuple[str, int], RankPart]:
     """Return (table, rank) → the part of the table that the rank holds.
 
     `device` is cpu or cuda; the default follows scaling.device, where auto means GPUs.
     """
     device = device or ("cpu" if config.scaling.device == "cpu" else "cuda")
     optimizers = resolve_optimizers(config, schema)
-    out: dict[tuple[str, int], Held] = {}
+    out: dict[tuple[str, int], RankPart] = {}
     for table in tables:
         storage_args = table.dtype, optimizers[table.table].name, resolve_kernel(device, table.compute_kernel)
         for rank, rows, dim in table.shards:
-            sizes = parts_of(Table.model_construct(rows=rows, dim=dim), *storage_args)
+            sizes = estimate_parts(Table.model_construct(rows=rows, dim=dim), *storage_args)
             if previous := out.get((table.table, rank)):
-                sizes = {part: added([size, previous.parts[part]]) for part, size in sizes.items()}
-            out[table.table, rank] = Held(rows, sizes)
+                sizes = {part: add_footprints([size, previous.parts[part]]) for part, size in sizes.items()}
+            out[table.table, rank] = RankPart(rows, sizes)
     return out
 
 
@@ -290,5 +296,5 @@ def check_disk(constraints: Constraints, schema: Schema, config: RunConfig, memo
         f"tables {', '.join(sizes)} need {format_bytes(need)} of disk with optimizer state, but {reason}",
         where=f"plan.mmap_dir, {folder}",
         expected="a folder on a disk with enough space for these tables and for all checkpoints on this disk",
-        do=make_room(config),
+        do=advise_disk_space(config),
     )

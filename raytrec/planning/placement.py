@@ -27,7 +27,7 @@ HOST_SHARDING_TYPES = ("table_row_wise", "table_column_wise", "grid_shard")
 
 
 @dataclass(frozen=True)
-class Way:
+class TableOption:
     """One sharding option of a table.
 
     Attributes:
@@ -43,7 +43,7 @@ class Way:
     spread: float
 
 
-PlanChange = list[tuple[Way, tuple[int, ...]]]  # new sharding options and ranks of some tables
+PlanChange = list[tuple[TableOption, tuple[int, ...]]]  # new sharding options and ranks of some tables
 
 
 @dataclass
@@ -58,7 +58,7 @@ class PartialPlan:
         score: Score of the plan; lower is better.
     """
 
-    of: dict[str, tuple[Way, tuple[int, ...]]]
+    of: dict[str, tuple[TableOption, tuple[int, ...]]]
     room: np.ndarray
     loads: Loads
     busy: np.ndarray
@@ -95,7 +95,7 @@ class PlacementSpace:
         self._base = self._counter.count()
         self._base.groups.update({("", option.sharding_type): 1 for option in options})
         self._idle = np.array(self._estimate_time(self._base).busy)
-        self.ways: dict[str, list[Way]] = {}
+        self.ways: dict[str, list[TableOption]] = {}
         for option in options:
             self.ways.setdefault(option.name, []).append(self._make_way(option))
 
@@ -114,7 +114,7 @@ class PlacementSpace:
         plan.score = time.step + TIE_BREAK_WEIGHT * sum(time.parts[name] for name in TABLE_STEP_PARTS)
         return plan
 
-    def _make_way(self, option: ShardingOption) -> Way:
+    def _make_way(self, option: ShardingOption) -> TableOption:
         needs = np.array([[s.storage.hbm, s.storage.ddr, s.storage.ssd] for s in option.shards], float)
         count = len(option.shards)
         table = self._make_table(option, range(count))
@@ -122,7 +122,7 @@ class PlacementSpace:
         extra = np.array(self._estimate_time(self._base).busy) - self._idle
         self._counter.add(self._base, table, -1)
         spread = float(extra[count:].min()) if count < self.world else 0.0
-        return Way(option, needs, np.maximum(0.0, extra[:count] - spread), spread)
+        return TableOption(option, needs, np.maximum(0.0, extra[:count] - spread), spread)
 
     def _make_table(self, option: ShardingOption, ranks: Iterable[int]) -> PlannedTable:
         rows, dim = option.tensor.shape
@@ -131,18 +131,18 @@ class PlacementSpace:
         sharding = option.sharding_type, kernel, [rank for rank, *_ in shards], shards
         return PlannedTable(option.name, rows, dim, *sharding, self.constraints[option.name].dtype)
 
-    def put(self, plan: PartialPlan, way: Way, ranks: Sequence[int]) -> None:
+    def put(self, plan: PartialPlan, way: TableOption, ranks: Sequence[int]) -> None:
         """Add a table to a plan."""
         plan.of[way.option.name] = way, tuple(ranks)
         self._apply(plan, way, ranks, 1)
 
-    def take(self, plan: PartialPlan, name: str) -> tuple[Way, tuple[int, ...]]:
+    def take(self, plan: PartialPlan, name: str) -> tuple[TableOption, tuple[int, ...]]:
         """Remove a table from a plan and return its sharding option and ranks."""
         way, ranks = plan.of.pop(name)
         self._apply(plan, way, ranks, -1)
         return way, ranks
 
-    def _apply(self, plan: PartialPlan, way: Way, ranks: Sequence[int], times: int) -> None:
+    def _apply(self, plan: PartialPlan, way: TableOption, ranks: Sequence[int], times: int) -> None:
         plan.room[list(ranks)] -= times * way.needs
         plan.busy[list(ranks)] += times * way.own
         plan.busy += times * way.spread
@@ -162,11 +162,11 @@ class PlacementSpace:
         """
         return (1 - room / np.maximum(1.0, self.room[ranks])).max(1)
 
-    def mean(self, way: Way) -> float:
+    def mean(self, way: TableOption) -> float:
         """Return the mean seconds per rank of a table."""
         return float(way.own.sum()) / self.world + way.spread
 
-    def place(self, way: Way, busy: np.ndarray, room: np.ndarray) -> tuple[int, ...]:
+    def place(self, way: TableOption, busy: np.ndarray, room: np.ndarray) -> tuple[int, ...]:
         """Return the least busy ranks with room for a table, one rank per shard; () if there is no room."""
         count, kind = len(way.option.shards), way.option.sharding_type
         pinned = self.constraints[way.option.name].ranks

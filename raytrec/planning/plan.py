@@ -15,14 +15,20 @@ from torchrec.distributed.planner import Topology
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from raytrec.common.errors import ConfigError
-from raytrec.compat.ray_core import system_memory
+from raytrec.compat.ray_core import measure_system_memory
 from raytrec.compat.torch_ import make_rank_placement
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.config.tables import PlanSection
-from raytrec.embeddings.constraints import TableConstraint, free_disk
+from raytrec.embeddings.constraints import TableConstraint, measure_free_disk
 from raytrec.planning.dense_work import estimate_dense_work
-from raytrec.planning.machines import UNKNOWN_GPU, UNKNOWN_NETWORK, find_gpu, find_network_bandwidth, linked
+from raytrec.planning.machines import (
+    UNKNOWN_GPU,
+    UNKNOWN_NETWORK,
+    find_gpu,
+    find_network_bandwidth,
+    group_linked_ranks,
+)
 from raytrec.planning.memory import GIB, check_disk, estimate_host_table_bytes, estimate_id_map_bytes
 from raytrec.planning.rates import Rates
 from raytrec.planning.search import Search
@@ -30,7 +36,7 @@ from raytrec.planning.validation import validate_constraints
 
 
 @dataclass(frozen=True)
-class Place:
+class RankLocation:
     """Location and resources of one rank.
 
     Attributes:
@@ -89,26 +95,26 @@ def agree_on_hosts(config: RunConfig, device: torch.device) -> Hosts:
     return hosts
 
 
-def _locate_rank(config: RunConfig, device: torch.device) -> Place:
+def _locate_rank(config: RunConfig, device: torch.device) -> RankLocation:
     memory, gpu = None, ""
     if device.type == "cuda":
         if device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         properties = torch.cuda.get_device_properties(device)
         memory, gpu = properties.total_memory, properties.name
-    return Place(
+    return RankLocation(
         # Cloned machines may share a hostname, so Ray's node rank is part of the name.
         f"{socket.gethostname()}/{os.environ.get('NODE_RANK', '')}",
         int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())),
         str(device),
         memory,
-        system_memory(),
-        free_disk(config),
+        measure_system_memory(),
+        measure_free_disk(config),
         gpu,
     )
 
 
-def merge_resources(places: list[Place], config: PlanSection) -> Hosts:
+def merge_resources(places: list[RankLocation], config: PlanSection) -> Hosts:
     """Return the properties that the places of all ranks imply.
 
     If hosts hold different numbers of ranks, each rank counts as its own host. Memory is the minimum over all
@@ -155,7 +161,7 @@ def make_plan(
             Raised on every rank.
     """
     hosts = agree_on_hosts(config, device)
-    constraints, topology = validated(hosts, dist.get_world_size(), config, schema, device.type)
+    constraints, topology = validate_for_hosts(hosts, dist.get_world_size(), config, schema, device.type)
     # A plan or an error. With TorchRec's collective_plan, an error on rank 0 leaves the other ranks waiting.
     outcome: list = [None]
     if dist.get_rank() == 0:
@@ -173,7 +179,7 @@ def make_plan(
     return name_devices(outcome[0], hosts.devices)
 
 
-def validated(
+def validate_for_hosts(
     hosts: Hosts, world: int, config: RunConfig, schema: Schema, device: str
 ) -> tuple[dict[str, TableConstraint], Topology]:
     """Return the validated constraints of tables, and the topology with the memory of each rank for tables.
@@ -229,13 +235,15 @@ def search_plan(
 ) -> ShardingPlan:
     """Return the plan for a topology.
 
-    `constraints` and `topology` are the result of `validated`. The shapes of the `dense` weights determine
-    the estimated work of the dense layers.
+    `constraints` and `topology` are the result of `validate_for_hosts`. The shapes of the `dense` weights
+    determine the estimated work of the dense layers.
 
     Raises:
         ConfigError: No plan fits.
     """
     rates = select_rates(hosts, topology.compute_device, topology.world_size)
-    shape = linked(topology.world_size // topology.local_world_size, topology.local_world_size, hosts.gpus)
+    shape = group_linked_ranks(
+        topology.world_size // topology.local_world_size, topology.local_world_size, hosts.gpus
+    )
     work = estimate_dense_work(dense, -(-config.data.global_batch_size // topology.world_size))
     return Search(topology, schema, config, model, sharders, work, rates, shape).find(constraints)

@@ -9,13 +9,13 @@ from typing import Any
 from rich.table import Column, Table
 
 from raytrec.common.errors import ConfigError
-from raytrec.common.formatting import ranges
-from raytrec.common.terminal import open_console, plain
+from raytrec.common.formatting import format_rank_ranges
+from raytrec.common.terminal import open_console, to_plain_text
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.planning.dry_run import ClusterEstimate, compute_hourly_price
 from raytrec.planning.machines import DEFAULT_DISK_GIB
-from raytrec.planning.memory import GIB, TIERS, held
+from raytrec.planning.memory import GIB, TIERS, compute_rank_parts
 
 TIER_NAMES = {"device": "GPU", "host": "host", "disk": "disk"}
 
@@ -102,18 +102,18 @@ def print_plans(plans: Plans) -> None:
 
 def _format_tables(plans: Plans, estimate: ClusterEstimate) -> Table:
     gib: dict[str, float] = {}
-    for (name, _), part in held(estimate.tables, plans.config, plans.schema).items():
+    for (name, _), part in compute_rank_parts(estimate.tables, plans.config, plans.schema).items():
         gib[name] = gib.get(name, 0.0) + part.size.total / GIB
     rows, dim, size = (Column(name, justify="right") for name in ("rows", "dim", "total GiB"))
     lines = Table("table", rows, dim, "sharding_type", "compute_kernel", "ranks", size)
     for table in estimate.tables:
         lines.add_row(
-            plain(table.table),
+            to_plain_text(table.table),
             f"{table.rows:,}",
             str(table.dim),
             table.sharding_type,
             table.compute_kernel,
-            ranges(table.ranks),
+            format_rank_ranges(table.ranks),
             f"{gib[table.table]:.2f}",
         )
     return lines
@@ -157,10 +157,10 @@ def _format_available(estimates: list[ClusterEstimate], tier: str) -> str:
 
 
 def _format_time(plans: Plans, estimates: list[ClusterEstimate]) -> Table:
-    from raytrec.planning.step_cost import PARTS
+    from raytrec.planning.step_cost import STEP_PARTS
 
     lines, times = _format_comparison("ms per step", estimates), [each.time for each in estimates]
-    for part in PARTS:
+    for part in STEP_PARTS:
         lines.add_row(part, *(f"{time.parts[part] * 1e3:.2f}" if time else "–" for time in times))
     lines.add_section()
     lines.add_row("step", *(f"{time.step * 1e3:.2f}" if time else "–" for time in times), style="bold")
@@ -204,7 +204,7 @@ def draw(plans: Plans, path: str | Path) -> None:
         ConfigError: The file has another extension, or there is no plan.
     """
     from raytrec.report.figures import style, tables
-    from raytrec.report.report import writing
+    from raytrec.report.report import convert_write_errors
 
     path = Path(path)
     if path.suffix not in (".svg", ".png"):
@@ -213,11 +213,11 @@ def draw(plans: Plans, path: str | Path) -> None:
     if estimate is None:
         raise ConfigError("there is no plan to draw", where="--picture")
     sizes: list[dict[str, float]] = [{} for _ in range(estimate.cluster.world)]
-    for (table, rank), part in held(estimate.tables, plans.config, plans.schema).items():
+    for (table, rank), part in compute_rank_parts(estimate.tables, plans.config, plans.schema).items():
         sizes[rank][table] = part.size.total
     figure = tables.memory_map(sizes)
-    with writing(path):
+    with convert_write_errors(path):
         if path.suffix == ".png":
             style.save_png(figure, path)
         else:
-            path.write_text(style.alone(style.to_svg(figure, "shards")), encoding="utf-8")
+            path.write_text(style.to_standalone_svg(style.to_svg(figure, "shards")), encoding="utf-8")

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 
 from raytrec.embeddings.optimizers import OPTIMIZERS, find_optimizer
-from raytrec.planning.dense_work import Counter
+from raytrec.planning.dense_work import OperatorCounter
 from raytrec.planning.rates import COLLECTIVES, DENSE, LookupRates, Rates
 
 BAGS, TABLE_BYTES, NUM_ID_SETS = 512, 64 << 20, 24
@@ -30,7 +30,7 @@ BAGS, TABLE_BYTES, NUM_ID_SETS = 512, 64 << 20, 24
 DENSE_UPDATE_BYTES = 4 * (3 + 2 + 3)
 # Shapes of lookups: (tables, columns, ids per bag). Bytes, ids and shards follow from these.
 LOOKUP_SHAPES = ((1, 16, 16), (8, 16, 1), (8, 64, 1), (1, 64, 16))
-SMALL, LARGE = 256, 1 << 20  # numbers of values in collectives
+SMALL_COLLECTIVE_VALUES, LARGE_COLLECTIVE_VALUES = 256, 1 << 20  # numbers of values in collectives
 ROUNDS = 7
 Sample = dict[str, float]
 Lookup = tuple[str, int, int, int]  # update type, followed by one of LOOKUP_SHAPES
@@ -84,9 +84,17 @@ def compute_rates(samples: Sequence[Sequence[Sample]]) -> Rates:
         seconds.setdefault(lookup[0], {})[lookup] = medians[f"lookup {lookup}"]
     latency, bandwidth = {}, {}
     for kind in COLLECTIVES:
-        small, large = (medians.get(f"{kind} {size}", 0.0) for size in (SMALL, LARGE))
+        small, large = (
+            medians.get(f"{kind} {size}", 0.0) for size in (SMALL_COLLECTIVE_VALUES, LARGE_COLLECTIVE_VALUES)
+        )
         latency[kind] = small
-        sent = 4 * (LARGE - SMALL) * (world - 1) / world * (2 if kind == "all_reduce" else 1)
+        sent = (
+            4
+            * (LARGE_COLLECTIVE_VALUES - SMALL_COLLECTIVE_VALUES)
+            * (world - 1)
+            / world
+            * (2 if kind == "all_reduce" else 1)
+        )
         bandwidth[kind] = sent / max(1e-9, large - small) if world > 1 else 1e12
     return replace(
         Rates.of_cpu(world) if device == "cpu" else Rates.of_gpu(""),
@@ -141,7 +149,7 @@ class RateProbe:
         self._x, self._w = values(512 * size, 512).requires_grad_(), values(256 * size, 512).requires_grad_()
         self._layers = [values(512, 512).requires_grad_() for _ in range(4)]
         self._large = torch.optim.Adagrad([values(1 << 24).requires_grad_()])
-        with Counter() as self._of_layers:
+        with OperatorCounter() as self._of_layers:
             self._run_layers()
         self._launch_s = (Rates.of_cpu(1) if device.type == "cpu" else Rates.of_gpu("")).launch_s
         self._lookups = {lookup: _Lookup(*lookup, device, rng) for lookup in list_lookups(device.type)}
@@ -175,7 +183,7 @@ class RateProbe:
             out[f"lookup {shape}"] = self._time_min(lookup, 1)
         if self._world > 1:
             for kind in COLLECTIVES:
-                for size in (SMALL, LARGE):
+                for size in (SMALL_COLLECTIVE_VALUES, LARGE_COLLECTIVE_VALUES):
                     out[f"{kind} {size}"] = self._time_collective(kind, size, clock)
         return out
 

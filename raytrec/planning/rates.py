@@ -21,7 +21,7 @@ COLLECTIVES = ("all_to_all", "reduce_scatter", "all_gather", "all_reduce")
 DENSE = "dense"  # update type of rows without a fused optimizer
 # Shares of the data sheets' rates that steps reach: fp32 products as in TorchRec's published 149,000 rows/s
 # on A100; tf32, bf16, memory and wires as assumed in docs/gpu.md; half for random rows of some hundred bytes.
-SHARES = {"fp32": 0.9, "tf32": 0.65, "bf16": 0.5, "copy": 0.75, "lookup": 0.5, "wire": 0.7}
+REACHED_RATE_SHARES = {"fp32": 0.9, "tf32": 0.65, "bf16": 0.5, "copy": 0.75, "lookup": 0.5, "wire": 0.7}
 
 # Bytes that FBGEMM moves per id to sort ids by row for the update. For each of 4 digits, 12 bytes of row and
 # position are read and written, and 8 are read again for counting; 16 bytes are for creating and reading.
@@ -206,10 +206,10 @@ class Rates:
             name: Name of the GPU as reported by its driver; an unknown GPU counts as V100.
             network: Network bandwidth to other hosts, in 10⁹ bytes/s.
         """
-        gpu, wire = find_gpu(name) or UNKNOWN_GPU, SHARES["wire"] * 1e9
-        copy = SHARES["copy"] * gpu.memory * 1e9
+        gpu, wire = find_gpu(name) or UNKNOWN_GPU, REACHED_RATE_SHARES["wire"] * 1e9
+        copy = REACHED_RATE_SHARES["copy"] * gpu.memory * 1e9
         near = gpu.intra_host * wire
-        lookup = LookupRates(1 / (SHARES["lookup"] * gpu.memory * 1e9), SORT_BYTES_PER_ID / copy)
+        lookup = LookupRates(1 / (REACHED_RATE_SHARES["lookup"] * gpu.memory * 1e9), SORT_BYTES_PER_ID / copy)
         return cls(
             source=f"data sheet of {name}",
             device="cuda",
@@ -218,7 +218,10 @@ class Rates:
             copy=copy,
             stream=copy,
             lookup=dict.fromkeys([*OPTIMIZERS.parts, DENSE], lookup),
-            matrix={name: SHARES[name] * getattr(gpu, name) * 1e12 for name in ("fp32", "tf32", "bf16")},
+            matrix={
+                name: REACHED_RATE_SHARES[name] * getattr(gpu, name) * 1e12
+                for name in ("fp32", "tf32", "bf16")
+            },
             latency_s=dict.fromkeys(COLLECTIVES, 20e-6),
             bandwidth=dict.fromkeys(COLLECTIVES, near),
             launch_s=11e-6,

@@ -30,12 +30,12 @@ from raytrec.embeddings.constraints import (
     COLUMN_SHARDED_TYPES,
     MMAP_KERNEL,
     UVM_KERNELS,
-    column_parts,
+    count_column_shards,
     list_kernel_choices,
     resolve_optimizers,
 )
 from raytrec.embeddings.optimizers import find_optimizer
-from raytrec.planning.balance import NoRoom, PlanBalancer
+from raytrec.planning.balance import DoesNotFitError, PlanBalancer
 from raytrec.planning.dense_work import DenseWork
 from raytrec.planning.loads import group_lengths_by_table
 from raytrec.planning.memory import GIB, Constraints, move_to_files
@@ -44,8 +44,8 @@ from raytrec.planning.rates import Rates
 
 RESERVED_SHARE = 0.15  # share of GPU memory reserved for dense layers, activations and other uses
 MAX_ADDED_SHARDS = 32_768  # maximum number of shards that sharding types over all ranks add to the search
-LARGE = 0.25  # share of a rank's memory above which a table may always be split
-SPREAD = ("row_wise", "grid_shard")  # sharding types with a shard on every rank, or on many
+ALWAYS_SPLIT_SHARE = 0.25  # share of a rank's memory above which a table may always be split
+MANY_RANK_SHARDING_TYPES = ("row_wise", "grid_shard")  # sharding types with a shard on every rank, or on many
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ class Search:
             choices = move_to_files(constraints, self.schema, self.config, world * memory)
         for chosen in choices:
             try:
-                return self._plan(narrow(chosen, self.schema, world, memory))
-            except (NoRoom, PlannerError) as error:
+                return self._plan(narrow_sharding_types(chosen, self.schema, world, memory))
+            except (DoesNotFitError, PlannerError) as error:
                 refusal = self._make_refusal(chosen, str(error).splitlines()[0].strip())
         raise refusal
 
@@ -145,7 +145,7 @@ class Search:
         for table, constraint in constraints.items():
             dim, kernel = self.schema.tables[table].dim, constraint.kernel
             kernels = list_kernel_choices(self.config, device, bool(self.schema.tables[table].ids))
-            parts = column_parts(dim, constraint.sharding, constraint.ranks, world, local)
+            parts = count_column_shards(dim, constraint.sharding, constraint.ranks, world, local)
             free = kernel in (None, "dense") or device == "cpu"
             out[table] = ParameterConstraints(
                 sharding_types=list(constraint.sharding),
@@ -175,7 +175,7 @@ class Search:
         )
 
 
-def narrow(constraints: Constraints, schema: Schema, world: int, memory: int) -> Constraints:
+def narrow_sharding_types(constraints: Constraints, schema: Schema, world: int, memory: int) -> Constraints:
     """Return constraints that keep the search small on `world` ranks with `memory` bytes for tables each.
 
     If there are too many tables × ranks, only the tables with the most bytes or lookups may be split across
@@ -191,14 +191,14 @@ def narrow(constraints: Constraints, schema: Schema, world: int, memory: int) ->
     def demand(table: str) -> tuple[float, int]:
         return max(bytes_of[table] / all_bytes, load_of[table] / all_load), bytes_of[table]
 
-    unchanged = {table for table in constraints if bytes_of[table] > LARGE * memory}
+    unchanged = {table for table in constraints if bytes_of[table] > ALWAYS_SPLIT_SHARE * memory}
     narrowed = {
         table: replace(each, sharding=("table_wise",))
         if world == 1 and {"table_wise", "row_wise"} <= {*each.sharding}
         else each
         for table, each in constraints.items()
     }
-    for kinds, largest_first in ((SPREAD, True), (("data_parallel",), False)):
+    for kinds, largest_first in ((MANY_RANK_SHARDING_TYPES, True), (("data_parallel",), False)):
         candidates = [
             table
             for table, each in narrowed.items()

@@ -19,7 +19,15 @@ from raytrec.embeddings.mapped import BYTES_PER_PLACE, ROW_BYTES
 from raytrec.embeddings.optimizers import find_optimizer
 from raytrec.planning.dense_work import DenseWork
 from raytrec.planning.loads import ID_BYTES, LENGTH_BYTES, VALUE_BYTES, Loads
-from raytrec.planning.memory import CACHE, GIB, TIERS, Held, PlannedTable, estimate_id_map_bytes, held
+from raytrec.planning.memory import (
+    CACHE,
+    GIB,
+    TIERS,
+    PlannedTable,
+    RankPart,
+    compute_rank_parts,
+    estimate_id_map_bytes,
+)
 from raytrec.planning.rates import COLLECTIVES, Rates
 
 DEVICE, HOST, DISK = TIERS
@@ -76,7 +84,7 @@ def estimate_memory(
 
     copies = np.zeros(world)
     kernels = {table.table: table.compute_kernel for table in plan}
-    shards = held(plan, config, schema)
+    shards = compute_rank_parts(plan, config, schema)
     for (table, rank), shard in shards.items():
         for part, size in shard.parts.items():
             for tier, tier_bytes in zip(TIERS, size, strict=True):
@@ -122,10 +130,12 @@ def estimate_batch_bytes(schema: Schema, loads: Loads, rows: int) -> float:
     return rows * (ids + VALUE_BYTES * (len(schema.dense) + len(schema.labels) + 1))
 
 
-BUCKET = 25 << 20  # bytes of gradients in one all-reduce (DistributedDataParallel)
+ALL_REDUCE_BUCKET_BYTES = 25 << 20  # bytes of gradients in one all-reduce (DistributedDataParallel)
 COMPILED_BYTES_RATIO, COMPILED_LAUNCHES_RATIO = 0.5, 1 / 3  # relative to eager layers (docs/gpu.md)
-HIDDEN = 0.5  # share of dense time that hides an all-reduce: backward except its first layers
-PARTS = (
+ALL_REDUCE_OVERLAP_SHARE = (
+    0.5  # share of dense time that hides an all-reduce: backward except its first layers
+)
+STEP_PARTS = (
     *("lookup", "input exchange", "output exchange", "dense layers", "all-reduce", "host launches"),
     *("ingest", "host to device"),
 )
@@ -233,7 +243,9 @@ def estimate_step_time(
         concurrent = {"ingest": parts["ingest"]}
     else:
         serial = {name: parts[name] for name in ("lookup", "output exchange", "dense layers")}
-        serial["all-reduce"] = max(0.0, parts["all-reduce"] - HIDDEN * parts["dense layers"])
+        serial["all-reduce"] = max(
+            0.0, parts["all-reduce"] - ALL_REDUCE_OVERLAP_SHARE * parts["dense layers"]
+        )
         concurrent = {name: seconds for name, seconds in parts.items() if name not in serial}
     step = max(sum(serial.values()), *concurrent.values())
     critical = serial if step == sum(serial.values()) else concurrent
@@ -272,7 +284,7 @@ def _estimate_output_exchange_s(loads: Loads, rates: Rates, world: int) -> np.nd
 def _estimate_all_reduce_s(size: float, rates: Rates, world: int, hosts: int, gpus: int) -> float:
     near = 2 * size * (min(world, gpus) - 1) / min(world, gpus) / rates.bandwidth["all_reduce"]
     far = 2 * size * (hosts - 1) / hosts / gpus / rates.far if hosts > 1 else 0.0
-    return -(-size // BUCKET) * _get_latency_s(rates, "all_reduce", world) + near + far
+    return -(-size // ALL_REDUCE_BUCKET_BYTES) * _get_latency_s(rates, "all_reduce", world) + near + far
 
 
 def _get_latency_s(rates: Rates, kind: str, world: int) -> float:
@@ -280,7 +292,7 @@ def _get_latency_s(rates: Rates, kind: str, world: int) -> float:
 
 
 def estimate_hot_rows(
-    found: Mapping[tuple[str, int], Held], config: RunConfig, schema: Schema, world: int
+    found: Mapping[tuple[str, int], RankPart], config: RunConfig, schema: Schema, world: int
 ) -> list[tuple[float, float]]:
     """Return for each rank the share of rows in files that memory also holds, and the bytes of these rows.
 

@@ -13,9 +13,9 @@ from raytrec.embeddings.constraints import (
     COLUMN_SHARDED_TYPES,
     MMAP_KERNEL,
     TableConstraint,
-    column_parts,
+    count_column_shards,
     list_kernel_choices,
-    refused,
+    make_plan_error,
     resolve_constraints,
     resolve_optimizers,
 )
@@ -28,7 +28,7 @@ from raytrec.planning.memory import (
     estimate_host_table_bytes,
 )
 
-ON_DEVICE = "on one rank", "(plan.memory_gib, or the memory of the device)"
+DEVICE_MEMORY_WORDING = "on one rank", "(plan.memory_gib, or the memory of the device)"
 HOST_MEMORY_WORDING = (
     "of host memory on one rank",
     "(the share of one rank, without the memory for checkpoint copies)",
@@ -79,7 +79,7 @@ def validate_constraints(
             [constraint.kernel] if constraint.kernel else list_kernel_choices(config, device, is_managed)
         )
         if is_managed and allowed in ([CACHING_KERNEL], []):
-            raise refused(
+            raise make_plan_error(
                 table,
                 f"managed ids do not support kernel {CACHING_KERNEL}, whose cache keeps rows of replaced ids",
                 "fused, fused_uvm or dense as compute_kernel or in plan.compute_kernels",
@@ -95,22 +95,24 @@ def _check_kernel(
     table: str, constraint: TableConstraint, sharding: str, optimizer: str, device: str
 ) -> None:
     if sharding in COLUMN_SHARDED_TYPES and find_optimizer(optimizer).by_row():
-        raise refused(
+        raise make_plan_error(
             table,
             f"{sharding} does not support optimizer {optimizer}, whose state is one value per row: each "
             "column shard would keep a separate value",
             "another optimizer, such as adagrad, or a sharding type that keeps rows whole",
         )
     if sharding == "data_parallel" and constraint.kernel not in (None, "dense"):
-        raise refused(table, f"data_parallel does not support kernel {constraint.kernel}", "dense or null")
+        raise make_plan_error(
+            table, f"data_parallel does not support kernel {constraint.kernel}", "dense or null"
+        )
     if constraint.kernel == MMAP_KERNEL and device == "cuda":
-        raise refused(
+        raise make_plan_error(
             table,
             "GPUs do not support kernel fused_mmap, which reads tables from files",
             "fused_uvm or fused_uvm_caching for tables in host memory (fused_mmap is for workers on CPU)",
         )
     if device not in find_optimizer(optimizer).devices and constraint.kernel not in (None, "dense"):
-        raise refused(
+        raise make_plan_error(
             table,
             f"FBGEMM has no kernel {constraint.kernel} for optimizer {optimizer} on {DEVICE_NAMES[device]}",
             "compute_kernel: dense",
@@ -156,7 +158,7 @@ def _check_dtype(table: str, constraint: TableConstraint, optimizer: str, device
         _has_dense_update(constraint, sharding, optimizer, device) for sharding in constraint.sharding
     )
     if constraint.dtype != "fp32" and dense:
-        raise refused(
+        raise make_plan_error(
             table,
             f"dense kernels do not support dtype {constraint.dtype}, which the optimizer state would share",
             "fp32, or a fused kernel (not data_parallel; an optimizer with such a kernel on this device)",
@@ -167,11 +169,11 @@ def _check_ranks(table: str, spec: Table, constraint: TableConstraint, world: in
     ranks, sharding = constraint.ranks, constraint.sharding[0]
     outside = [r for r in ranks if r >= world]
     if outside:
-        raise refused(
+        raise make_plan_error(
             table, f"there is no rank {outside[0]}", f"ranks 0 to {world - 1} (scaling.num_workers={world})"
         )
     if len(set(ranks)) < len(ranks):
-        raise refused(table, f"ranks {list(ranks)} contain duplicates", "each rank once")
+        raise make_plan_error(table, f"ranks {list(ranks)} contain duplicates", "each rank once")
     hosts = [list(range(h, h + per_host)) for h in range(0, world, per_host)]
     one_host = any(set(ranks) <= set(host) for host in hosts)
     whole_hosts = all(list(ranks[i : i + per_host]) in hosts for i in range(0, len(ranks), per_host))
@@ -185,11 +187,11 @@ def _check_ranks(table: str, spec: Table, constraint: TableConstraint, world: in
         "grid_shard": (whole_hosts, f"all ranks of one or more hosts out of {hosts}"),
     }[sharding]
     if not possible:
-        raise refused(table, f"{sharding} cannot use ranks {list(ranks)}", expected)
+        raise make_plan_error(table, f"{sharding} cannot use ranks {list(ranks)}", expected)
     if sharding in COLUMN_SHARDED_TYPES:
         num_parts = len(ranks) // per_host if sharding == "grid_shard" else len(ranks)
-        if column_parts(spec.dim, constraint.sharding, ranks, world, per_host) != num_parts:
-            raise refused(
+        if count_column_shards(spec.dim, constraint.sharding, ranks, world, per_host) != num_parts:
+            raise make_plan_error(
                 table,
                 f"{sharding} cannot split {spec.dim} columns into {num_parts} parts",
                 "parts of equal width, which is a multiple of 4",
@@ -214,7 +216,7 @@ def check_qcomms(
         return
     widths = {
         table: schema.tables[table].dim
-        // column_parts(schema.tables[table].dim, each.sharding, each.ranks, world, local or world)
+        // count_column_shards(schema.tables[table].dim, each.sharding, each.ranks, world, local or world)
         for table, each in constraints.items()
         if each.sharding != ("data_parallel",)
     }
@@ -257,7 +259,7 @@ def _check_room(
     )
     for tables in groups.values():
         sizes = estimate_footprints(config, schema, {table: constraints[table] for table in tables}, device)
-        _check_fits({table: size.device for table, size in sizes.items()}, memory, ON_DEVICE)
+        _check_fits({table: size.device for table, size in sizes.items()}, memory, DEVICE_MEMORY_WORDING)
         _check_fits({table: size.host for table, size in sizes.items()}, room, HOST_MEMORY_WORDING)
     if device == "cuda" and host_share is not None and config.checkpoint.async_save:
         copies, ahead = estimate_copy_bytes(config, schema, constraints, world)
@@ -274,7 +276,7 @@ def _check_room(
 
 def _check_fits(sizes: dict[str, int], memory: int | None, wording: tuple[str, str]) -> None:
     if memory is not None and (size := sum(sizes.values())) > memory:
-        raise refused(
+        raise make_plan_error(
             ", ".join(table for table, bytes_ in sizes.items() if bytes_),
             f"{size / GIB:.2f} GiB {wording[0]} are required, including optimizer state",
             f"at most {memory / GIB:.2f} GiB {wording[1]}",

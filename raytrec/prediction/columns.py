@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pyarrow as pa
 
-from raytrec.common.errors import ConfigError, DataError, unknown
+from raytrec.common.errors import ConfigError, DataError, make_unknown_word_error
 from raytrec.config.features import resolve_input_columns, select_needed_transforms
 from raytrec.config.transforms import Transform
 from raytrec.data.arrow import empty_table, find_column, leaf_names, select_schema, type_at
@@ -61,7 +61,7 @@ class CarriedColumns:
             available = leaf_names(arrow)
             what = f"column '{missing[0]}' does not exist in the input"
             do = "correct --columns (default: data.reserve_columns of the run)"
-            raise unknown(what, missing[0], available, uri, do=do, kind=DataError)
+            raise make_unknown_word_error(what, missing[0], available, uri, do=do, kind=DataError)
         return pa.schema([(name, _unwrap_dictionary(kinds[name])) for name in self.names])
 
     def read(self, part: Part) -> pa.Table:

@@ -24,9 +24,9 @@ from uuid import uuid4
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raytrec.common.documents import document
+from raytrec.common.documents import to_json_document
 from raytrec.common.errors import ConfigError, DataError, convert_os_errors
-from raytrec.common.output_folder import OTHER, ClaimedFolder, compute_binding
+from raytrec.common.output_folder import OTHER_FOLDER_ADVICE, ClaimedFolder, compute_binding
 from raytrec.common.reading import UnreadableError, parse_json
 from raytrec.common.storage import open_filesystem
 from raytrec.config.tasks import TowerName
@@ -36,7 +36,7 @@ from raytrec.prediction.spans import Span
 
 MANIFEST, PARTS_FOLDER = "_predictions.json", "_parts"
 VECTOR = "vector"  # name of the column of vectors
-KEY = b"raytrec"  # in the metadata of a file of predictions: Counts and binding as JSON
+COUNTS_KEY = b"raytrec"  # in the metadata of a file of predictions: Counts and binding as JSON
 ChangedIds = dict[str, list[int]]  # feature → [ids clamped or hashed into range, all ids]
 
 
@@ -81,26 +81,29 @@ class Manifest:
         """
         if before.checkpoint_id != self.checkpoint_id:
             what = f"predictions of checkpoint {before.checkpoint}"
-            return f"the folder contains {what}", f"predict with that checkpoint, or {OTHER}"
+            return f"the folder contains {what}", f"predict with that checkpoint, or {OTHER_FOLDER_ADVICE}"
         if before.vectors != self.vectors:
             what = f"vectors of the {before.vectors} tower" if before.vectors else "scores"
-            return f"the folder contains {what}", OTHER
+            return f"the folder contains {what}", OTHER_FOLDER_ADVICE
         for key, what in {"columns": "--columns", "scores": "tasks"}.items():
             if (names := getattr(before, key)) != getattr(self, key):
                 return (
                     f"the folder contains predictions with different {what}: {', '.join(names or ['none'])}",
-                    f"use the same {what}, or {OTHER}",
+                    f"use the same {what}, or {OTHER_FOLDER_ADVICE}",
                 )
         if before.input != self.input:
             what = f"the folder contains predictions of different rows, from {before.data}"
             if before.data == self.data:
                 what = "the input files have changed since the predictions were written"
-            return what, f"predict the whole input into a new folder: {OTHER}"
+            return what, f"predict the whole input into a new folder: {OTHER_FOLDER_ADVICE}"
         rules = before.rules
         changed = [name for name, rule in self.rules.items() if rules.get(name, rule) not in (rule, "error")]
         if changed:
             rule = f"tables.{changed[0]}.out_of_range={rules[changed[0]]}"
-            return f"the folder contains predictions with {rule}", f"use the same rule, or {OTHER}"
+            return (
+                f"the folder contains predictions with {rule}",
+                f"use the same rule, or {OTHER_FOLDER_ADVICE}",
+            )
         return None
 
 
@@ -174,13 +177,13 @@ class Counts:
     def metadata(self, binding: str) -> dict[bytes, bytes]:
         """Return the counts as metadata for a file of predictions."""
         values = {"of": binding, "rows": self.rows, "skipped": self.skipped, "changed": self.changed}
-        return {KEY: json.dumps(values, sort_keys=True).encode()}
+        return {COUNTS_KEY: json.dumps(values, sort_keys=True).encode()}
 
     @classmethod
     def of(cls, footer: pq.FileMetaData, binding: str) -> Counts | None:
         """Return the counts in a file's metadata; None if the file does not contain these predictions."""
         try:
-            values = parse_json((footer.metadata or {})[KEY])
+            values = parse_json((footer.metadata or {})[COUNTS_KEY])
             if values["of"] != binding or values["rows"] != footer.num_rows:
                 return None
             return cls(values["rows"], values["skipped"], values["changed"])
@@ -230,7 +233,7 @@ class PredictionFolder(ClaimedFolder):
         return counts if counts is not None and counts.rows == task.files[path] else None
 
 
-def claim(folder: PredictionFolder, manifest: Manifest) -> set[str]:
+def claim_prediction_folder(folder: PredictionFolder, manifest: Manifest) -> set[str]:
     """Claim a folder for these predictions, or check that it holds them; return the names of its files.
 
     Raises:
@@ -246,7 +249,7 @@ def claim(folder: PredictionFolder, manifest: Manifest) -> set[str]:
             raise folder.refused(*difference)
         folder.sweep()
         if previous != manifest:
-            folder.write(MANIFEST, document(manifest))
+            folder.write(MANIFEST, to_json_document(manifest))
     return names
 
 

@@ -15,14 +15,14 @@ from typing import Any
 import pyarrow as pa
 
 from raytrec.common.errors import DataError, RunError
-from raytrec.common.storage import absolute
+from raytrec.common.storage import make_absolute
 from raytrec.config.features import set_draw_rows
 from raytrec.config.overrides import Overrides, to_override_texts
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.config.tasks import TowerName
 from raytrec.config.transforms import Transform
-from raytrec.data.file_identity import fingerprint, look
+from raytrec.data.file_identity import fingerprint, identify_files
 from raytrec.data.footers import read_footer
 from raytrec.data.fragments import Dataset
 from raytrec.data.item_reader import check_suspect_groups
@@ -41,7 +41,7 @@ from raytrec.prediction.folder import (
     PredictionFolder,
     PredictionTask,
     check_output_folder,
-    claim,
+    claim_prediction_folder,
 )
 from raytrec.prediction.spans import MIN_SPAN_ROWS
 from raytrec.prediction.worker import predict_worker
@@ -103,7 +103,7 @@ def predict(
         >>> raytrec.predict("runs/films", "films/test", "scores", columns=["user_id"]).columns
         ['user_id', 'score']
     """
-    began, out, data = perf_counter(), absolute(str(out)), absolute(str(data))
+    began, out, data = perf_counter(), make_absolute(str(out)), make_absolute(str(data))
     changes = [f"scaling.num_workers={workers}"] if workers else []
     changes += to_override_texts(overrides)
     saved = resolve_checkpoint(place, checkpoint, changes, allow_code)
@@ -130,7 +130,9 @@ def predict(
     task = PredictionTask(out, below, files, carried, manifest, batch_rows, MIN_SPAN_ROWS)
     target = PredictionFolder(out)
     with target.hold():
-        figures = _predict_missing(target, claim(target, manifest), task, saved, dataset, tasks)
+        figures = _predict_missing(
+            target, claim_prediction_folder(target, manifest), task, saved, dataset, tasks
+        )
         metrics = _compute_figures(target, task, dataset) | figures
         target.remove(PARTS_FOLDER)
     metrics |= {
@@ -211,7 +213,9 @@ def _hash_input(dataset: Dataset, files: dict[str, int], below: str, config: Run
     """Return a hash of the names and contents of the input's files and of the transforms."""
     names = sorted(f"{path.removeprefix(below)} {rows}" for path, rows in files.items())
     transforms = [str(transform.model_dump(mode="json")) for transform in config.data.transforms]
-    return hashlib.sha256("\n".join([fingerprint(look(dataset)), *transforms, *names]).encode()).hexdigest()
+    return hashlib.sha256(
+        "\n".join([fingerprint(identify_files(dataset)), *transforms, *names]).encode()
+    ).hexdigest()
 
 
 def _predict_missing(

@@ -67,7 +67,7 @@ def cut_spans(dataset: Dataset, batch_rows: int, span_rows: int = MIN_SPAN_ROWS)
     return spans
 
 
-def deal(spans: Iterable[Span], world: int, batch_rows: int) -> list[list[Span]]:
+def assign_spans(spans: Iterable[Span], world: int, batch_rows: int) -> list[list[Span]]:
     """Return each rank's spans: the next span goes to the rank with the fewest batches so far."""
     dealt: list[list[Span]] = [[] for _ in range(world)]
     loads = [(0, rank) for rank in range(world)]

@@ -12,8 +12,8 @@ import numpy as np
 from raytrec.common import messages
 from raytrec.common.messages import Command, Restart
 from raytrec.prediction.folder import Counts, PredictionFolder, PredictionTask
-from raytrec.prediction.spans import Span, SpanOrder, cut_spans, deal, select_remaining
-from raytrec.prediction.writer import SpanWriter, assemble, group_by_file
+from raytrec.prediction.spans import Span, SpanOrder, assign_spans, cut_spans, select_remaining
+from raytrec.prediction.writer import SpanWriter, group_by_file, join_parts
 from raytrec.worker.context import WorkerContext, WorkerTask
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def predict_worker(wanted: PredictionTask, task: WorkerTask) -> None:
     names = [_list_finished(folder, spans, wanted) if context.index == 0 else None]
     dist.broadcast_object_list(names)
     done, complete = names[0]
-    dealt = select_remaining(deal(spans, context.world, wanted.batch_rows), done)
+    dealt = select_remaining(assign_spans(spans, context.world, wanted.batch_rows), done)
     order = SpanOrder(dealt, wanted.batch_rows)
     try:
         rows, seconds = _predict_spans(context, wanted, order) if order.steps() else (0, 0.0)
@@ -50,7 +50,7 @@ def predict_worker(wanted: PredictionTask, task: WorkerTask) -> None:
     context.enter_phase("joining files", "evaluate")
     split = sorted(group_by_file(span for span in spans if span.path not in complete).items())
     for path, parts in split[context.index :: context.world]:
-        assemble(wanted, parts, context.heartbeat.tick)
+        join_parts(wanted, parts, context.heartbeat.tick)
         folder.remove(wanted.parts_of(path))
     figures = {"world_size": context.world, "predicted": rows, "predict_s": seconds}
     context.report(messages.Result(step=order.steps(), figures=figures))

@@ -97,7 +97,7 @@ def to_score_column(scores: np.ndarray, present: np.ndarray) -> pa.Array:
     return pa.ListArray.from_arrays(offsets, pa.array(scores.reshape(-1), pa.float32()))
 
 
-def assemble(task: PredictionTask, spans: list[Span], tick: Callable[[], None] = lambda: None) -> None:
+def join_parts(task: PredictionTask, spans: list[Span], tick: Callable[[], None] = lambda: None) -> None:
     """Join the parts of a file in order; each part becomes a row group.
 
     Args:
@@ -111,7 +111,9 @@ def assemble(task: PredictionTask, spans: list[Span], tick: Callable[[], None] =
         for name, span in zip(names, spans, strict=True):
             part_counts = Counts.of(read_footer(name), binding)
             if part_counts is None or part_counts.rows != span.rows:
-                raise RunError("a part of the predictions is damaged or has changed", where=name, do=AGAIN)
+                raise RunError(
+                    "a part of the predictions is damaged or has changed", where=name, do=REPEAT_ADVICE
+                )
             counts += part_counts
         schema = read_footer(names[0]).schema.to_arrow_schema().with_metadata(counts.metadata(binding))
         with folder.writing(task.name_of(spans[0].path), schema) as writer:
@@ -120,7 +122,9 @@ def assemble(task: PredictionTask, spans: list[Span], tick: Callable[[], None] =
                 tick()
 
 
-AGAIN = "remove the folder _parts in the output folder and repeat the command; complete files are kept"
+REPEAT_ADVICE = (
+    "remove the folder _parts in the output folder and repeat the command; complete files are kept"
+)
 
 
 def read_verified(uri: str) -> pa.Table:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from raytrec.common.errors import RunError
-from raytrec.common.formatting import flatten, number
+from raytrec.common.formatting import flatten, parse_number
 from raytrec.common.redaction import hide
-from raytrec.metrics.results import AFTER, Row, as_text, format_result
+from raytrec.metrics.results import RESULT_TITLES, Row, as_text, format_result
 from raytrec.tracking.run_folder import RunFolder, check_run_folder
 
 # Ignored: differences have no meaning.
@@ -51,7 +51,12 @@ def compare(places: Sequence[str | Path]) -> Comparison:
         )
     runs = [RunFolder.read(check_run_folder(place)) for place in places]
     unordered = {key: row for run in runs for key, row in format_result(run.result).items()}
-    rows = dict(sorted(unordered.items(), key=lambda item: item[0] in AFTER and [*AFTER].index(item[0]) + 1))
+    rows = dict(
+        sorted(
+            unordered.items(),
+            key=lambda item: item[0] in RESULT_TITLES and [*RESULT_TITLES].index(item[0]) + 1,
+        )
+    )
     results = {key: [_format_result(key, row, run, runs[0]) for run in runs] for key, row in rows.items()}
     titles = {key: row.title for key, row in rows.items()}
     return Comparison(runs, _names(runs), results, titles, _compare_configs(runs))
@@ -82,7 +87,7 @@ def print_table(comparison: Comparison) -> None:
     """Print the results and the configuration differences as tables on stdout."""
     from rich.table import Table
 
-    from raytrec.common.terminal import open_console, plain
+    from raytrec.common.terminal import open_console, to_plain_text
 
     console = open_console()
     for title, rows in (("metric", comparison.results), ("configuration", comparison.config)):
@@ -91,10 +96,12 @@ def print_table(comparison: Comparison) -> None:
         table = Table()
         table.add_column(title)
         for name in comparison.names:
-            table.add_column(plain(name), justify="right" if title == "metric" else "left", overflow="fold")
+            table.add_column(
+                to_plain_text(name), justify="right" if title == "metric" else "left", overflow="fold"
+            )
         for key, texts in rows.items():
             label = comparison.titles[key] if title == "metric" else key
-            table.add_row(plain(label), *map(plain, texts))
+            table.add_row(to_plain_text(label), *map(to_plain_text, texts))
         console.print(table)
 
 
@@ -108,7 +115,7 @@ def _format_result(key: str, row: Row, run: RunFolder, first: RunFolder) -> str:
     if key not in run.result:
         return "–"
     text = as_text(run.result[key], row.form)
-    value, reference = number(run.result[key]), number(first.result.get(key))
+    value, reference = parse_number(run.result[key]), parse_number(first.result.get(key))
     if run is first or isnan(value) or isnan(reference):
         return text
     return f"{text} ({row.difference(run.result[key], first.result[key])})"

@@ -13,20 +13,22 @@ from math import isnan, nan
 from statistics import fmean, median
 from typing import Any
 
-from raytrec.common.formatting import as_dict, duration, number, percent
+from raytrec.common.formatting import as_dict, format_duration, format_percent, parse_number
 from raytrec.common.messages import PHASES, Eval, Final, RankLine, Train, select_recorded_ranks
 from raytrec.metrics.selection import EVAL_PREFIX, NE
-from raytrec.report.run_timeline import story
+from raytrec.report.run_timeline import build_timeline
 from raytrec.tracking import aggregate
 from raytrec.tracking.run_folder import RunFolder
 
 MIN_INTERVAL_S = (
     60.0  # minimum interval; in shorter ones, starting processes can occupy the CPUs of a small machine
 )
-SLOWER = 0.15  # a straggler's own time exceeds the others' median by this share of the interval
+STRAGGLER_EXCESS_SHARE = (
+    0.15  # a straggler's own time exceeds the others' median by this share of the interval
+)
 IDLE_GPU_PERCENT = 50
 MAX_DATA_WAIT_SHARE = 0.30  # share of the time above which waiting for data is reported
-HOT = 1.5  # a hot rank exceeds the mean lookup bytes by this factor
+HOT_RANK_FACTOR = 1.5  # a hot rank exceeds the mean lookup bytes by this factor
 
 LARGER_BATCH_HINT = "raise data.global_batch_size"
 # Phase → its description in a sentence, and the remedy if the phase takes too long.
@@ -54,7 +56,10 @@ PHASE_TEXTS = {
         "train.log_every_steps)",
     ),
 }
-DEAD, DEAD_BYTES = 0.9, 2**26  # share and bytes of untrained rows above which a table is reported
+MAX_DEAD_SHARE, MIN_DEAD_BYTES = (
+    0.9,
+    2**26,
+)  # share and bytes of untrained rows above which a table is reported
 MAX_CHANGED_SHARE = 0.01  # share of clamped or hashed ids above which a table is reported
 MAX_COLLISION_RATE = 0.1
 MIN_CACHE_HIT_RATE = 0.5  # hit rate of a cached table below which the table is reported
@@ -62,7 +67,7 @@ MAX_RATIO_ERROR = 0.1  # distance of a ratio from 1 above which the metric is re
 # Overfitting: evaluation NE ÷ mean training NE of the last windows.
 OVERFIT_NE_RATIO, OVERFIT_WINDOWS = 1.2, 5
 MAX_FINDINGS_PER_KIND = 5
-BAD = {"failed": "a failure", "hang": "a hang", "not saved": "a checkpoint was not saved"}
+BAD_EVENT_TEXTS = {"failed": "a failure", "hang": "a hang", "not saved": "a checkpoint was not saved"}
 
 
 def findings(run: RunFolder) -> list[str]:
@@ -78,8 +83,11 @@ def findings(run: RunFolder) -> list[str]:
 
 
 def _describe_events(run: RunFolder) -> list[str]:
-    marks = [mark for mark in story(run).marks if mark.bad and mark.text]
-    texts = [f"{BAD[mark.kind]} after {duration(mark.at_s)}: {mark.text.splitlines()[0]}" for mark in marks]
+    marks = [mark for mark in build_timeline(run).marks if mark.bad and mark.text]
+    texts = [
+        f"{BAD_EVENT_TEXTS[mark.kind]} after {format_duration(mark.at_s)}: {mark.text.splitlines()[0]}"
+        for mark in marks
+    ]
     if run.events and not run.result:
         texts.append("there is no result: the run is running or was interrupted (raytrec train --resume)")
     return texts
@@ -90,14 +98,16 @@ def _model(run: RunFolder) -> list[str]:
     for metric in run.recorded_metrics:
         values = _list_values(run, metric.key)
         if metric.is_ratio and values and abs(values[-1] - 1) > MAX_RATIO_ERROR:
-            texts.append(f"predictions are miscalibrated: {metric.title} is {percent(values[-1])}")
+            texts.append(f"predictions are miscalibrated: {metric.title} is {format_percent(values[-1])}")
     return find_poor_fit(run) + texts
 
 
 def _list_values(run: RunFolder, key: str) -> list[float]:
     """Return a metric's values in the result and in evaluations, the last evaluation last."""
     measured = [line.figure(key) for line in run.figures(Eval, Final)]
-    return [value for value in (number(run.result.get(EVAL_PREFIX + key)), *measured) if not isnan(value)]
+    return [
+        value for value in (parse_number(run.result.get(EVAL_PREFIX + key)), *measured) if not isnan(value)
+    ]
 
 
 def find_poor_fit(run: RunFolder) -> list[str]:
@@ -135,20 +145,22 @@ def _tables(run: RunFolder) -> list[str]:
     lines = list(aggregate.by_step(run.ranks).values())[-1] if run.ranks else []
     last = {name: run.combine_ranks(lines, name) for name in aggregate.order_by_load(lines)}
     for figures in last.values():
-        if figures["dead_share"] * figures["weight_bytes"] < DEAD_BYTES:
+        if figures["dead_share"] * figures["weight_bytes"] < MIN_DEAD_BYTES:
             figures["dead_share"] = nan
     texts = []
     for key, limit, text in (
-        ("dead_share", DEAD, "table {}: {} of the rows were never trained"),
+        ("dead_share", MAX_DEAD_SHARE, "table {}: {} of the rows were never trained"),
         ("changed_share", MAX_CHANGED_SHARE, "table {}: {} of the ids were out of range and were clamped"),
         ("collision_rate", MAX_COLLISION_RATE, "table {}: {} of the ids share a row (collisions)"),
     ):
         over = {n: t[key] for n, t in last.items() if t[key] > limit}
         ordered = sorted(over, key=lambda name: -over[name])
-        texts += _shorten([text.format(n, percent(over[n])) for n in ordered], "tables with this problem")
+        texts += _shorten(
+            [text.format(n, format_percent(over[n])) for n in ordered], "tables with this problem"
+        )
     hits = {n: t["cache_hit_rate"] for n, t in last.items() if not isnan(t["cache_hit_rate"])}
     text = "table {}: only {} of the lookups hit the cache"
-    cold = [text.format(n, percent(h)) for n, h in hits.items() if h < MIN_CACHE_HIT_RATE]
+    cold = [text.format(n, format_percent(h)) for n, h in hits.items() if h < MIN_CACHE_HIT_RATE]
     return texts + _shorten(cold, "tables with this problem")
 
 
@@ -172,7 +184,7 @@ def find_straggler(lines: list[RankLine]) -> str | None:
         return None
     others = [line for line in timed if line is not slow]
     excess = aggregate.get_own_time_s(slow) - median(aggregate.get_own_time_s(line) for line in others)
-    if excess <= SLOWER * slow.seconds:
+    if excess <= STRAGGLER_EXCESS_SHARE * slow.seconds:
         return None
     phase_excess = {
         phase: slow.phase_s(phase) - median(other.phase_s(phase) for other in others)
@@ -200,11 +212,12 @@ def find_low_utilization(lines: list[RankLine]) -> str | None:
     if busy and fmean(busy) < IDLE_GPU_PERCENT:
         phase = max(PHASES, key=lambda p: shares[p])
         return (
-            f"GPUs are busy {percent(fmean(busy) / 100)} of the time; {percent(shares[phase])} of it is "
+            f"GPUs are busy {format_percent(fmean(busy) / 100)} of the time; "
+            f"{format_percent(shares[phase])} of it is "
             f"spent on {': '.join(PHASE_TEXTS[phase])}"
         )
     if shares["data"] > MAX_DATA_WAIT_SHARE:
-        return f"ranks wait for data {percent(shares['data'])} of the time: {PHASE_TEXTS['data'][1]}"
+        return f"ranks wait for data {format_percent(shares['data'])} of the time: {PHASE_TEXTS['data'][1]}"
     return None
 
 
@@ -216,10 +229,11 @@ def find_hot_rank(lines: list[RankLine]) -> str | None:
         return None
     rank = max(loads, key=lambda r: loads[r])
     times = loads[rank] / (total / len(loads))
-    if times <= HOT:
+    if times <= HOT_RANK_FACTOR:
         return None
     return (
-        f"rank {rank} looked up {percent(loads[rank] / total)} of all bytes, {times:.1f} times the mean: "
+        f"rank {rank} looked up {format_percent(loads[rank] / total)} of all bytes, {times:.1f} "
+        "times the mean: "
         "spread its tables over more ranks (plan.tables)"
     )
 
@@ -280,7 +294,10 @@ def _describe_bound(seconds: Mapping[str, float], by: str, whole: float, rows_pe
     """Return the bound in words; if the start is the bound, the bound of the steps is added."""
     if by != START:
         return f"bound by {_words(seconds, by, whole, rows_per_s)}"
-    text = f"bound by start: {percent(seconds[START] / whole)} of the time, {duration(seconds[START])}, "
+    text = (
+        f"bound by start: {format_percent(seconds[START] / whole)} of the time, "
+        f"{format_duration(seconds[START])}, "
+    )
     text += "went into start-up, restarts, checkpoints and evaluation"
     steps = {part: s for part, s in seconds.items() if part != START}
     if not (whole := sum(steps.values())):
@@ -289,7 +306,7 @@ def _describe_bound(seconds: Mapping[str, float], by: str, whole: float, rows_pe
 
 
 def _words(seconds: Mapping[str, float], part: str, whole: float, rows_per_s: float | None) -> str:
-    text = f"{part}: {percent(seconds[part] / whole)} of the time"
+    text = f"{part}: {format_percent(seconds[part] / whole)} of the time"
     if part != INGEST:
         return text
     return f"{text}, waiting for batches" + (f", at {rows_per_s:,.0f} rows/s" if rows_per_s else "")

@@ -13,10 +13,10 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, NamedTuple
 
-from raytrec.checkpoint.files import FOLDER, newest
+from raytrec.checkpoint.files import FOLDER, find_newest_checkpoint
 from raytrec.common.errors import RunError
 from raytrec.common.formatting import as_dict
-from raytrec.common.processes import owner, remove_leftovers
+from raytrec.common.processes import get_owner_name, remove_leftovers
 from raytrec.common.redaction import hide, hide_yaml
 from raytrec.metrics.results import build_slice_tables, format_result
 from raytrec.report import sheets
@@ -26,7 +26,7 @@ from raytrec.tracking.run_folder import GROWING, RunFolder
 REPORT, PICTURES = "report.html", "pictures"
 
 
-class Drawn(NamedTuple):
+class RenderedFigure(NamedTuple):
     """Entry of the gallery with its <svg> element; None if there is no data."""
 
     picture: Any
@@ -64,22 +64,25 @@ def build(folder: str | Path, out: str | Path | None = None) -> tuple[Path, list
     return write_report(run, draw(run), Path(out or folder))
 
 
-def draw(run: RunFolder) -> list[Drawn]:
+def draw(run: RunFolder) -> list[RenderedFigure]:
     """Draw all figures of the gallery."""
     from raytrec.report.figures import GALLERY
     from raytrec.report.figures.style import to_svg
 
     figures = ((picture, picture.draw(run)) for picture in GALLERY)
-    return [Drawn(picture, to_svg(figure, picture.label) if figure else None) for picture, figure in figures]
+    return [
+        RenderedFigure(picture, to_svg(figure, picture.label) if figure else None)
+        for picture, figure in figures
+    ]
 
 
-def write_report(run: RunFolder, drawn: list[Drawn], target: Path) -> tuple[Path, list[Path]]:
+def write_report(run: RunFolder, drawn: list[RenderedFigure], target: Path) -> tuple[Path, list[Path]]:
     """Write report.html and pictures/ into a folder; the folder is created if it does not exist."""
-    from raytrec.report.figures.style import alone
+    from raytrec.report.figures.style import to_standalone_svg
 
     files = {target / PICTURES / f"{picture.name}.svg": svg for picture, svg in drawn if svg}
     began = min((event.unix_s for event in run.events if event.unix_s), default=None)
-    with writing(target):
+    with convert_write_errors(target):
         (target / PICTURES).mkdir(parents=True, exist_ok=True)
         page = write_page(
             target / REPORT,
@@ -101,10 +104,10 @@ def write_report(run: RunFolder, drawn: list[Drawn], target: Path) -> tuple[Path
             events=sheets.events(run),
             saves=sheets.saves(run),
             config=hide_yaml(run.config_text),
-            versions=made_with(run.path),
+            versions=read_package_versions(run.path),
         )
         for path, svg in files.items():
-            path.write_text(alone(svg), encoding="utf-8", errors="replace")
+            path.write_text(to_standalone_svg(svg), encoding="utf-8", errors="replace")
     return page, list(files)
 
 
@@ -119,7 +122,7 @@ class BackgroundRenderer:
 
     def __init__(self, folder: Path):
         self.folder, self._thread = folder, Thread(target=self._draw, name="drawing", daemon=True)
-        self._drawn: list[Drawn] | None = None
+        self._drawn: list[RenderedFigure] | None = None
         self._sizes: list[int] | None = None  # file sizes at the start of the drawing
         self._confirmed = False
 
@@ -151,7 +154,7 @@ class BackgroundRenderer:
         return [path.stat().st_size if path.is_file() else 0 for path in paths]
 
 
-def _group_by_section(drawn: list[Drawn]) -> dict[str, list[dict[str, Any]]]:
+def _group_by_section(drawn: list[RenderedFigure]) -> dict[str, list[dict[str, Any]]]:
     """Return the figures by section; entries without data have the reason."""
     from markupsafe import Markup
 
@@ -164,20 +167,20 @@ def _group_by_section(drawn: list[Drawn]) -> dict[str, list[dict[str, Any]]]:
     return sections
 
 
-def made_with(folder: Path) -> dict[str, str]:
+def read_package_versions(folder: Path) -> dict[str, str]:
     """Return package → version from the newest checkpoint in the run folder.
 
     Checkpoints outside the run folder are ignored, because a report does not read from object stores.
     """
     if not (folder / FOLDER).is_dir():
         return {}
-    _, index = newest(str(folder / FOLDER))
+    _, index = find_newest_checkpoint(str(folder / FOLDER))
     versions = as_dict(as_dict(index.get("about")).get("versions"))
     return {str(key): str(value) for key, value in versions.items()}
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
+def convert_write_errors(path: Path) -> Iterator[None]:
     """Convert file system errors of the block, which writes a page or its figures, into RunError.
 
     Raises:
@@ -212,9 +215,9 @@ def write_page(path: Path, template: str, **values: Any) -> Path:
         lstrip_blocks=True,
     )
     text = pages.get_template(template).render(**values)
-    partial = path.with_name(f"{path.name}.{owner()}.partial")
+    partial = path.with_name(f"{path.name}.{get_owner_name()}.partial")
     remove_leftovers(path.parent, f"{path.name}.{{owner}}.partial")
-    with writing(path):
+    with convert_write_errors(path):
         partial.write_text(text, encoding="utf-8", errors="replace")
         partial.replace(path)
     return path

@@ -74,7 +74,7 @@ class RunTimeline:
         return sum(mark.kind == kind for mark in self.marks)
 
 
-def story(run: RunFolder) -> RunTimeline:
+def build_timeline(run: RunFolder) -> RunTimeline:
     """Return the timeline of a run; empty if nothing was recorded."""
     events = [_TimedEvent(message.unix_s, message) for message in run.events if message.unix_s is not None]
     events, trained = _make_times_monotonic(events, run.progress)

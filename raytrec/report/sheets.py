@@ -5,10 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import nan
 
-from raytrec.common.formatting import as_dict, count, duration, figure, format_bytes, number, percent, ranges
+from raytrec.common.formatting import (
+    as_dict,
+    format_bytes,
+    format_count,
+    format_duration,
+    format_figure,
+    format_percent,
+    format_rank_ranges,
+    parse_number,
+)
 from raytrec.common.messages import Outcome, RankLine, Saved
 from raytrec.metrics.results import Cell, DataTable
-from raytrec.report.run_timeline import story
+from raytrec.report.run_timeline import build_timeline
 from raytrec.tracking import aggregate
 from raytrec.tracking.run_folder import RunFolder
 
@@ -21,8 +30,8 @@ def bounds(run: RunFolder) -> DataTable:
     return _build_slice_table(
         {
             "part": Cell(str(name)),
-            "seconds": _number_cell(number(part.get("seconds"))),
-            "share of the time": _share(number(part.get("share"))),
+            "seconds": _number_cell(parse_number(part.get("seconds"))),
+            "share of the time": _share(parse_number(part.get("share"))),
         }
         for name, part in parts.items()
         if isinstance(part, dict)
@@ -45,7 +54,7 @@ def _build_rank_row(line: RankLine, total: float) -> dict[str, Cell]:
     """
 
     def system(key: str) -> float:
-        return number(line.system.get(key))
+        return parse_number(line.system.get(key))
 
     return {
         "rank": Cell(str(line.rank), line.rank),
@@ -104,7 +113,7 @@ def _build_table_row(
         "dim": _number_cell(dim),
         "sharding_type": Cell(str(plan.get("sharding_type") or "")),
         "compute_kernel": Cell(str(plan.get("compute_kernel") or "")),
-        "ranks": Cell(ranges(on) if isinstance(on, list) else str(on)),
+        "ranks": Cell(format_rank_ranges(on) if isinstance(on, list) else str(on)),
         "memory": _bytes(sum(map(aggregate.sum_table_bytes, entries)) if entries else nan),
         "lookups": _share(load),
         "distinct ids": _share(figures["unique_ratio"]),
@@ -137,8 +146,8 @@ def checks(run: RunFolder) -> DataTable | None:
             "passed": _number_cell(sum(line.passed for line in lines)),
             "failed": _number_cell(sum(not line.passed for line in lines)),
             "last at step": _number_cell(lines[-1].step),
-            "value": _number_cell(number(lines[-1].figure)),
-            "limit": _number_cell(number(lines[-1].limit)),
+            "value": _number_cell(parse_number(lines[-1].figure)),
+            "limit": _number_cell(parse_number(lines[-1].limit)),
             "last message": Cell(lines[-1].text),
         }
         for check, lines in outcomes.items()
@@ -148,14 +157,14 @@ def checks(run: RunFolder) -> DataTable | None:
 
 def events(run: RunFolder) -> DataTable | None:
     """Return a table of the last MAX_EVENTS events, without successful saves."""
-    record = story(run)
+    record = build_timeline(run)
     items = [(mark.at_s, mark.kind, mark.step, mark.text) for mark in record.marks if mark.kind != "saved"]
     items += [(g.begin_s, "started", None, _started(g.workers, g.resumed_after_s)) for g in record.groups]
     rows = (
         {
-            "after": Cell(duration(at), at),
+            "after": Cell(format_duration(at), at),
             "event": Cell(kind),
-            "step": _number_cell(number(step)),
+            "step": _number_cell(parse_number(step)),
             "details": Cell(text),
         }
         for at, kind, step, text in sorted(items, key=lambda each: each[0])[-MAX_EVENTS:]
@@ -170,7 +179,7 @@ def saves(run: RunFolder) -> str:
         return "No checkpoint was recorded."
     wait_ms = 1e3 * sum(event.blocked_s for event in good) / len(good)
     wait = f"each save blocked training for {wait_ms:.0f} ms on average"
-    return f"Saved {count(len(good), 'time')}, last at step {good[-1].step}; {wait}."
+    return f"Saved {format_count(len(good), 'time')}, last at step {good[-1].step}; {wait}."
 
 
 def _build_slice_table(rows: Iterable[dict[str, Cell]]) -> DataTable:
@@ -181,11 +190,11 @@ def _build_slice_table(rows: Iterable[dict[str, Cell]]) -> DataTable:
 
 
 def _number_cell(value: float) -> Cell:
-    return Cell(figure(value), value)
+    return Cell(format_figure(value), value)
 
 
 def _share(value: float) -> Cell:
-    return Cell(percent(value), value)
+    return Cell(format_percent(value), value)
 
 
 def _bytes(value: float) -> Cell:
@@ -198,5 +207,5 @@ def _step_ms_cell(line: RankLine, seconds: float) -> Cell:
 
 
 def _started(workers: int, resumed_after_s: float | None) -> str:
-    later = f", resumed after {duration(resumed_after_s)}" if resumed_after_s else ""
-    return count(workers, "worker") + later
+    later = f", resumed after {format_duration(resumed_after_s)}" if resumed_after_s else ""
+    return format_count(workers, "worker") + later

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from raytrec.common.documents import document
-from raytrec.common.errors import ConfigError, RaytrecError, convert_os_errors, last_line
+from raytrec.common.documents import to_json_document
+from raytrec.common.errors import ConfigError, RaytrecError, convert_os_errors, get_last_line
 from raytrec.common.output_folder import OutputFolder
-from raytrec.common.storage import absolute, join_uri
+from raytrec.common.storage import join_uri, make_absolute
 from raytrec.config.overrides import Overrides, to_override_texts
 from raytrec.data.footers import read_footer
 from raytrec.data.fragments import Dataset
@@ -29,11 +29,19 @@ from raytrec.prediction.folder import VECTOR
 from raytrec.prediction.predict import predict
 from raytrec.retrieval.index import FAISS_FILE, ITEMS, MANIFEST, Index, read_vectors, require_faiss
 
-PLACES = (10, 100)  # values of k for which recall is reported
-QUERIES, CONSECUTIVE_QUERIES = 1000, 10  # number of queries for recall, and of consecutive rows among them
+RECALL_CUTOFFS = (10, 100)  # values of k for which recall is reported
+NUM_RECALL_QUERIES, CONSECUTIVE_QUERIES = (
+    1000,
+    10,
+)  # number of queries for recall, and of consecutive rows among them
 MAX_TRAIN_VECTORS = 1 << 18  # maximum number of vectors on which faiss trains clusters and codes
 VECTORS_PER_ADD = 1 << 16  # vectors added at a time
-TAKEN = ("query", "rank", "score", VECTOR)  # names reserved for columns of Index.search and for vectors
+RESERVED_COLUMNS = (
+    "query",
+    "rank",
+    "score",
+    VECTOR,
+)  # names reserved for columns of Index.search and for vectors
 
 
 def index(
@@ -84,7 +92,7 @@ def index(
         >>> raytrec.index("runs/films", "items.parquet", "index", item="item_id").metrics["index.items"]
         20
     """
-    began, out, items = perf_counter(), absolute(str(out)), absolute(str(items))
+    began, out, items = perf_counter(), make_absolute(str(out)), make_absolute(str(items))
     if faiss:
         require_faiss()
     overrides = to_override_texts(overrides)
@@ -115,7 +123,7 @@ def index(
             metrics["index.faiss_sha256"] = sha256(data).hexdigest()
     metrics |= {name: value for name, value in scored.metrics.items() if name not in ("name", "seconds")}
     metrics |= {"name": f"{config.run.name}: {items}", "seconds": round(perf_counter() - began, 3)}
-    _write_file(out, MANIFEST, document({"format": 1, "item": key, "faiss": faiss, **metrics}))
+    _write_file(out, MANIFEST, to_json_document({"format": 1, "item": key, "faiss": faiss, **metrics}))
     next_steps = [f"index        {out}", f"search with  raytrec.load_index({out!r}).search(vectors)"]
     return Result({"item": key, **metrics}, out, next_steps, _summarize(metrics))
 
@@ -135,11 +143,11 @@ def _summarize(metrics: dict[str, Any]) -> Pairs:
 
 
 def _check_columns(names: list[str]) -> None:
-    if reserved := [name for name in names if name in TAKEN]:
+    if reserved := [name for name in names if name in RESERVED_COLUMNS]:
         raise ConfigError(
             f"item column '{reserved[0]}' conflicts with a column of search results",
             where="--columns",
-            expected=f"names other than {', '.join(TAKEN)}",
+            expected=f"names other than {', '.join(RESERVED_COLUMNS)}",
             do="list the columns to keep with --columns and omit this column",
         )
 
@@ -148,7 +156,7 @@ def _open_queries(saved: Checkpoint, queries: str | None) -> Dataset | None:
     """Return the queries, or None if `asked` is None and the run's evaluation data cannot be read."""
     config, part = saved.config, select_tower_schema(saved.config, saved.schema, "query", "raytrec index")
     if queries:
-        return open_inputs(config, part, absolute(str(queries)), "--queries")
+        return open_inputs(config, part, make_absolute(str(queries)), "--queries")
     places = config.data.test or config.data.valid
     try:
         return open_inputs(config, part, places, "data.test") if places else None
@@ -160,7 +168,7 @@ def _compute_query_vectors(saved: Checkpoint, dataset: Dataset) -> np.ndarray:
     """Return the query vectors of some rows that are spread evenly over the dataset."""
     from raytrec.prediction.one_process import compute_outputs, read_batch
 
-    pieces = max(1, min(QUERIES, dataset.rows) // CONSECUTIVE_QUERIES)
+    pieces = max(1, min(NUM_RECALL_QUERIES, dataset.rows) // CONSECUTIVE_QUERIES)
     starts = np.arange(pieces) * dataset.rows // pieces
     parts, rows_before = [], 0
     for group in dataset.groups:
@@ -193,7 +201,7 @@ def build_faiss(spec: str, items_ND: np.ndarray, seed: int = 0) -> Any:
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(
             f"faiss cannot build index '{spec}' of {len(items_ND):,} vectors of width {items_ND.shape[1]}: "
-            f"{last_line(str(error), 'no reason given')}",
+            f"{get_last_line(str(error), 'no reason given')}",
             where="--faiss",
             expected="a specification for faiss.index_factory, such as HNSW32 or 'IVF256,Flat'",
         ) from None
@@ -203,7 +211,7 @@ def build_faiss(spec: str, items_ND: np.ndarray, seed: int = 0) -> Any:
 def _measure_recall(index: Index, queries: np.ndarray, uri: str) -> dict[str, Any]:
     """Return the share of the k best items that faiss finds among its k items."""
     metrics: dict[str, Any] = {}
-    for k in [k for k in PLACES if k <= len(index)] or [len(index)]:
+    for k in [k for k in RECALL_CUTOFFS if k <= len(index)] or [len(index)]:
         exact, approximate = (index.nearest(queries, k, exact=e)[0] for e in (True, False))
         common = sum(len(np.intersect1d(a, b)) for a, b in zip(exact, approximate, strict=True))
         metrics[f"index.recall@{k}"] = common / exact.size

@@ -20,14 +20,14 @@ from pydantic import with_config
 from typing_extensions import TypedDict
 
 from raytrec.common.documents import read_document
-from raytrec.common.errors import ConfigError, DataError, RunError, first_line, some
-from raytrec.common.storage import absolute, join_uri, open_filesystem
+from raytrec.common.errors import ConfigError, DataError, RunError, get_first_line, shorten_repr
+from raytrec.common.storage import join_uri, make_absolute, open_filesystem
 from raytrec.data.listing import list_files
 from raytrec.prediction.folder import VECTOR
 from raytrec.prediction.writer import read_verified
 
 MANIFEST, FAISS_FILE, ITEMS = "index.json", "index.faiss", "items"
-QUERIES, CELLS = 256, 1 << 22  # queries, and queries × items, in a block of exact search
+BLOCK_QUERIES, BLOCK_SCORES = 256, 1 << 22  # queries, and queries × items, in a block of exact search
 LOWER_32_BITS = np.uint64(0xFFFFFFFF)
 
 
@@ -122,7 +122,9 @@ class Index:
             return search_exactly(self.vectors, queries, k)
         faiss_rows = self.faiss.search(np.ascontiguousarray(queries, np.float32), k)[1]
         rows = faiss_rows.astype(np.int64, copy=False)
-        scores = np.where(rows < 0, -np.inf, scores_of(self.vectors, queries, rows)).astype(np.float32)
+        scores = np.where(rows < 0, -np.inf, compute_dot_products(self.vectors, queries, rows)).astype(
+            np.float32
+        )
         order = np.lexsort((rows, -scores), axis=1)
         return np.take_along_axis(rows, order, 1), np.take_along_axis(scores, order, 1)
 
@@ -148,7 +150,7 @@ class Index:
             places = self._row_by_key.get_indexer(pd.Index(list(keys), dtype=self._row_by_key.dtype))
         except (TypeError, ValueError, OverflowError):
             raise ConfigError(
-                f"leave_out contains {some(keys)} for a query",
+                f"leave_out contains {shorten_repr(keys)} for a query",
                 where="search",
                 expected=f"a list of values of column {self.key} ({self.items[self.key].type}), or None",
             ) from None
@@ -180,14 +182,14 @@ def load_index(folder: str) -> Index:
         >>> list(found.columns)
         ['query', 'rank', 'item_id', 'score']
     """
-    uri = absolute(str(folder))
+    uri = make_absolute(str(folder))
     about = dict(read_document(uri, MANIFEST, IndexManifest, "index", "raytrec index"))
     try:
         return _read_index(uri, about)
     except ConfigError:  # faiss is not installed
         raise
     except (DataError, OSError, ValueError, LookupError, RuntimeError, pa.ArrowException) as error:
-        why = error.what if isinstance(error, DataError) else first_line(error)
+        why = error.what if isinstance(error, DataError) else get_first_line(error)
         raise RunError(
             f"the index is damaged: {why}",
             where=uri,
@@ -245,10 +247,10 @@ def search_exactly(items_ND: np.ndarray, queries_QD: np.ndarray, k: int) -> tupl
         Rows int64 [Q, k] and scores float32 [Q, k], highest score first.
     """
     rows, scores = [np.empty((0, k), np.int64)], [np.empty((0, k), np.float32)]
-    for start in range(0, len(queries_QD), QUERIES):
-        queries = queries_QD[start : start + QUERIES].astype(np.float64)
+    for start in range(0, len(queries_QD), BLOCK_QUERIES):
+        queries = queries_QD[start : start + BLOCK_QUERIES].astype(np.float64)
         best = np.empty((len(queries), 0), np.uint64)
-        step = max(1, CELLS // len(queries))
+        step = max(1, BLOCK_SCORES // len(queries))
         for first in range(0, len(items_ND), step):
             block = items_ND[first : first + step].astype(np.float64)
             best = np.concatenate([best, _pack_ranks(queries @ block.T, first)], axis=1)
@@ -256,11 +258,11 @@ def search_exactly(items_ND: np.ndarray, queries_QD: np.ndarray, k: int) -> tupl
                 best = np.partition(best, best.shape[1] - k, axis=1)[:, -k:]
         best_rows = (LOWER_32_BITS - (np.sort(best, axis=1)[:, ::-1] & LOWER_32_BITS)).astype(np.int64)
         rows.append(best_rows)
-        scores.append(scores_of(items_ND, queries_QD[start : start + QUERIES], best_rows))
+        scores.append(compute_dot_products(items_ND, queries_QD[start : start + BLOCK_QUERIES], best_rows))
     return np.concatenate(rows), np.concatenate(scores)
 
 
-def scores_of(items_ND: np.ndarray, queries_QD: np.ndarray, rows_QK: np.ndarray) -> np.ndarray:
+def compute_dot_products(items_ND: np.ndarray, queries_QD: np.ndarray, rows_QK: np.ndarray) -> np.ndarray:
     """Return the scores of the given items for each query, float32 [Q, K]."""
     items = items_ND[rows_QK].astype(np.float64)
     return np.einsum("qkd,qd->qk", items, queries_QD.astype(np.float64)).astype(np.float32)

@@ -16,17 +16,17 @@ import pyarrow.parquet as pq
 import torch
 from pyarrow import fs
 
-from raytrec.common.errors import ConfigError, RunError, first_line
+from raytrec.common.errors import ConfigError, RunError, get_first_line
 from raytrec.common.formatting import format_bytes
 from raytrec.common.memory import advise_random_access
-from raytrec.common.processes import owner, remove_leftovers
-from raytrec.common.storage import absolute, open_filesystem
+from raytrec.common.processes import get_owner_name, remove_leftovers
+from raytrec.common.storage import make_absolute, open_filesystem
 from raytrec.config.transforms import Python
 from raytrec.embeddings.hashing import ids_to_keys
 from raytrec.scoring.lookups import PRECISIONS, BlockTable, IdRows, Lookups
 from raytrec.scoring.manifest import GOLDEN, MANIFEST_FILE, Manifest, TableEntry, read_manifest
 from raytrec.scoring.program_archive import load_program
-from raytrec.scoring.request_rows import wide
+from raytrec.scoring.request_rows import widen_type
 from raytrec.scoring.scorer import Scorer
 
 COPY_PREFIX = "raytrec-export-"  # prefix of temporary folders
@@ -53,7 +53,7 @@ def load(uri: str | Path, *, check_tables: bool = False, allow_code: bool = Fals
         >>> model.predict(user=user, candidates=films).column_names
         ['score']
     """
-    place = absolute(str(uri))
+    place = make_absolute(str(uri))
     manifest = read_manifest(place)
     refuse_code(manifest, place, allow_code)
     with ExitStack() as copies:
@@ -66,7 +66,7 @@ def load(uri: str | Path, *, check_tables: bool = False, allow_code: bool = Fals
             raise
         except Exception as error:  # a manifest that does not fit its files can fail anywhere
             raise RunError(
-                f"the files of the export do not match its {MANIFEST_FILE}: {first_line(error)}",
+                f"the files of the export do not match its {MANIFEST_FILE}: {get_first_line(error)}",
                 where=place,
                 expected="an export written by `raytrec export`",
                 do="export the run again",
@@ -112,7 +112,7 @@ def _copy_to_disk(place: str, manifest: Manifest, copies: ExitStack) -> tuple[Pa
     if filesystem.type_name == "local":
         return Path(path), False
     remove_leftovers(tempfile.gettempdir(), f"{COPY_PREFIX}{{owner}}-*")
-    folder = Path(tempfile.mkdtemp(prefix=f"{COPY_PREFIX}{owner()}-"))
+    folder = Path(tempfile.mkdtemp(prefix=f"{COPY_PREFIX}{get_owner_name()}-"))
     copies.callback(shutil.rmtree, folder, ignore_errors=True)
     needed, available = sum(entry.bytes for entry in manifest.files.values()), shutil.disk_usage(folder).free
     if needed > available:
@@ -188,7 +188,7 @@ def open_export(folder: Path, manifest: Manifest) -> Scorer:
         golden = pa.ipc.open_file(file).read_all()
     golden.validate(full=True)  # wrong offsets would read other memory
     scores = {task.column for task in manifest.tasks}
-    columns = pa.schema([(f.name, wide(f.type)) for f in golden.schema if f.name not in scores])
+    columns = pa.schema([(f.name, widen_type(f.type)) for f in golden.schema if f.name not in scores])
     return Scorer(manifest, programs, Lookups(manifest.features, tables, ids), columns, golden)
 
 

@@ -199,7 +199,7 @@ class Lookups:
                 inputs["bag", feature] = vectors_ND
             else:
                 mean = self._features.is_mean(feature)
-                inputs["bag", feature] = pooled(vectors_ND, lengths_B, bag_weights_N, mean)
+                inputs["bag", feature] = pool_bags(vectors_ND, lengths_B, bag_weights_N, mean)
         return inputs
 
     def rows_of(self, table: str, ids_N: torch.Tensor) -> torch.Tensor:
@@ -219,7 +219,7 @@ class Lookups:
         return inputs
 
 
-def pooled(
+def pool_bags(
     vectors_ND: torch.Tensor, lengths_B: torch.Tensor, weights_N: torch.Tensor | None, mean: bool
 ) -> torch.Tensor:
     """Return pooled bags of vectors, float32 [B, D]; 0 for empty bags.

@@ -29,7 +29,7 @@ from raytrec.config.transforms import Transform
 EXPORT_FORMAT: Literal[1] = 1
 MANIFEST_FILE, GOLDEN, ONNX_FILE = "manifest.json", "golden.arrow", "model.onnx"
 PrecisionName = Literal["fp32", "fp16", "int8", "int4"]
-INTERRUPTED = "run `raytrec export RUN --out URI`, or repeat that command if it was interrupted"
+EXPORT_ADVICE = "run `raytrec export RUN --out URI`, or repeat that command if it was interrupted"
 ProgramName = Literal["predict", "query", "item"]
 InputKind = Literal["dense", "bag", "vectors", "present", "side_features"]
 Metrics = dict[str, dict[PrecisionName, float | None]]
@@ -189,4 +189,4 @@ def read_manifest(uri: str) -> Manifest:
     Raises:
         RunError: There is no export, or its manifest cannot be read.
     """
-    return read_document(uri, MANIFEST_FILE, Manifest, "export", "raytrec export", do=INTERRUPTED)
+    return read_document(uri, MANIFEST_FILE, Manifest, "export", "raytrec export", do=EXPORT_ADVICE)

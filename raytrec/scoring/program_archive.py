@@ -18,7 +18,7 @@ from zipfile import ZIP_STORED, BadZipFile, ZipFile
 import torch
 from torch.export.pt2_archive import PT2ArchiveWriter
 
-from raytrec.common.errors import RunError, first_line
+from raytrec.common.errors import RunError, get_first_line
 from raytrec.common.formatting import as_dict
 from raytrec.common.reading import UnreadableError, parse_json
 from raytrec.compat.torch_ import is_dispatched, load_archive
@@ -29,10 +29,10 @@ TENSORS = {
     "data/weights/model_weights_config.json": re.compile(r"weight_\d+"),
     "data/constants/model_constants_config.json": re.compile(r"tensor_\d+"),
 }
-FIXED = {"archive_format": b"pt2", "archive_version": b"0", "byteorder": b"little"}
+FIXED_ENTRIES = {"archive_format": b"pt2", "archive_version": b"0", "byteorder": b"little"}
 WRITTEN_BY_TORCH = {".data/version", ".data/serialization_id"}
 
-DROPPED = {"metadata": {}, "guards_code": [], "treespec_namedtuple_fields": {}}  # not needed to compute
+DROPPED_KEYS = {"metadata": {}, "guards_code": [], "treespec_namedtuple_fields": {}}  # not needed to compute
 ARGUMENT_KINDS = {
     *("as_tensor", "as_tensors", "as_optional_tensor", "as_optional_tensors", "as_nested_tensors", "as_none"),
     *("as_int", "as_ints", "as_int_lists", "as_float", "as_floats", "as_bool", "as_bools", "as_string"),
@@ -53,23 +53,23 @@ OPERATOR_PATTERN = re.compile(r"torch\.ops\.aten\.(\w+?)_?\.(?!\w*out)\w+")
 # outside of their tensors. None of these returns uninitialized memory.
 OPERATORS = """
 _assert_scalar _assert_tensor_metadata _log_softmax _softmax _to_copy abs acos add addcdiv addcmul addmm
-alias all amax amin any arange argmax argmin argsort asin atan atan2 baddbmm batch_norm bitwise_and bitwise_not
-bitwise_or bitwise_xor bmm broadcast_to cat ceil celu chunk clamp clamp_max clamp_min clone concat
-contiguous conv1d copy cos cosh cosine_similarity count_nonzero cummax cumprod cumsum detach div dot
+alias all amax amin any arange argmax argmin argsort asin atan atan2 baddbmm batch_norm bitwise_and
+bitwise_not bitwise_or bitwise_xor bmm broadcast_to cat ceil celu chunk clamp clamp_max clamp_min clone
+concat contiguous conv1d copy cos cosh cosine_similarity count_nonzero cummax cumprod cumsum detach div dot
 dropout einsum elu embedding eq erf exp exp2 expand expand_as expm1 fill flatten flip floor floor_divide
 fmod full full_like gather ge gelu glu group_norm gt hardsigmoid hardswish hardtanh index index_add
-index_put index_select isfinite isinf isnan layer_norm le leaky_relu lerp lift_fresh_copy
-linalg_vector_norm linear log log10 log1p log2 log_sigmoid log_softmax logaddexp logical_and logical_not
-logical_or logical_xor logit logsumexp lt masked_fill matmul max maximum mean min minimum mish mm movedim
-mul mv nan_to_num narrow ne neg new_full new_ones new_zeros norm ones ones_like outer pad permute pow
-prelu prod reciprocal relu relu6 remainder repeat reshape rms_norm roll round rsqrt rsub scalar_tensor
-scaled_dot_product_attention scatter scatter_add select selu sigmoid sign silu sin sinh slice softmax
-softplus sort split split_with_sizes sqrt square squeeze stack std sub sum sym_size t tan tanh threshold
-tile to topk transpose tril triu true_divide trunc type_as unbind unflatten unsqueeze var var_mean view
-view_as where xlogy zeros zeros_like
+index_put index_select isfinite isinf isnan layer_norm le leaky_relu lerp lift_fresh_copy linalg_vector_norm
+linear log log10 log1p log2 log_sigmoid log_softmax logaddexp logical_and logical_not logical_or logical_xor
+logit logsumexp lt masked_fill matmul max maximum mean min minimum mish mm movedim mul mv nan_to_num narrow
+ne neg new_full new_ones new_zeros norm ones ones_like outer pad permute pow prelu prod reciprocal relu
+relu6 remainder repeat reshape rms_norm roll round rsqrt rsub scalar_tensor scaled_dot_product_attention
+scatter scatter_add select selu sigmoid sign silu sin sinh slice softmax softplus sort split
+split_with_sizes sqrt square squeeze stack std sub sum sym_size t tan tanh threshold tile to topk transpose
+tril triu true_divide trunc type_as unbind unflatten unsqueeze var var_mean view view_as where xlogy zeros
+zeros_like
 """
 SIZES = "add sub mul floordiv truediv mod neg eq ne lt le gt ge and_ or_ getitem"  # on tensor sizes
-OTHERS = {
+OTHER_OPERATORS = {
     *("torch.ops.higher_order.wrap_with_autocast", "torch.ops.higher_order.wrap_with_set_grad_enabled"),
     *("torch.ops.aten.gru.input", "torch.ops.aten.repeat_interleave.self_int"),  # the only safe overloads
     *("torch.sym_float", "torch.sym_int", "torch.sym_max", "torch.sym_min", "torch.sym_not", "math.trunc"),
@@ -82,7 +82,7 @@ EXPRESSION_FUNCTIONS = {
 }
 EXPRESSION_ATOMS = ("Symbol", "Integer", "Float", "Rational")
 # Kinds of arguments, with torch's text about each: a tensor, a tuple, and an empty mapping.
-SHAPES = {(None, None), ("builtins.tuple", "null"), ("builtins.dict", "[]")}
+ARGUMENT_STRUCTURES = {(None, None), ("builtins.tuple", "null"), ("builtins.dict", "[]")}
 MAX_EXPRESSION_CHARACTERS, MAX_EXPRESSION_CALLS = 2000, 40  # characters, calls
 
 
@@ -112,7 +112,7 @@ def load_program(file: Path, inputs: int) -> torch.fx.GraphModule:
             do="do not use this export; export the model again or obtain an export from a trusted source",
         ) from None
     except Exception as error:  # torch's exceptions have no common base
-        raise RunError(f"the program cannot be read: {first_line(error)}", where=str(file)) from None
+        raise RunError(f"the program cannot be read: {get_first_line(error)}", where=str(file)) from None
     if (count := len(program.graph_signature.user_inputs)) != inputs:
         raise RunError(
             f"the program {file.name} takes {count} tensors", where=str(file), expected=f"{inputs} tensors"
@@ -142,7 +142,7 @@ def sanitize_archive(content: bytes) -> bytes:
     parts[SAMPLE_INPUTS_ENTRY] = _pop_entry(entries, SAMPLE_INPUTS_ENTRY)
     if parts[SAMPLE_INPUTS_ENTRY]:
         raise DisallowedContent("pickled sample inputs")
-    for name, value in FIXED.items():
+    for name, value in FIXED_ENTRIES.items():
         if (parts.setdefault(name, _pop_entry(entries, name))) != value:
             raise DisallowedContent(f"an entry {name} other than {value.decode()}")
     if unknown := sorted(set(entries) - WRITTEN_BY_TORCH):
@@ -210,7 +210,7 @@ def _sanitize_value(value: Any, key: str) -> Any:
                 name.startswith("as_") and name not in ARGUMENT_KINDS
             ):
                 raise DisallowedContent(f"the unexpected key {name!r} in {MODEL}")
-        return {name: _sanitize_value(DROPPED.get(name, part), name) for name, part in value.items()}
+        return {name: _sanitize_value(DROPPED_KEYS.get(name, part), name) for name, part in value.items()}
     if isinstance(value, list):
         return [_sanitize_value(part, key) for part in value]
     if not isinstance(value, str):
@@ -232,7 +232,7 @@ def _sanitize_value(value: Any, key: str) -> Any:
 def _is_operator(target: str) -> bool:
     """Return True if a program may call this operator."""
     name = (OPERATOR_PATTERN.fullmatch(target) or ("", ""))[1]
-    return target in OTHERS or (name in OPERATORS.split() and is_dispatched(target))
+    return target in OTHER_OPERATORS or (name in OPERATORS.split() and is_dispatched(target))
 
 
 def _canonicalize_expression(text: str) -> str:
@@ -289,7 +289,7 @@ def _check_tree_shape(text: str) -> str:
         stack = [shape]
         while stack:
             part = stack.pop()
-            if len(part) != 3 or (part["type"], part["context"]) not in SHAPES:
+            if len(part) != 3 or (part["type"], part["context"]) not in ARGUMENT_STRUCTURES:
                 raise ValueError
             stack += part["children_spec"]
     except (ValueError, TypeError, KeyError, LookupError):

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import types
 
-from raytrec.common.errors import DataError, first_line, some
+from raytrec.common.errors import DataError, get_first_line, shorten_repr
 from raytrec.config.features import select_needed_transforms
 from raytrec.config.schema import Schema
 from raytrec.config.transforms import Transform
@@ -24,7 +24,7 @@ from raytrec.data.row_slices import Rows
 from raytrec.data.transform import apply_transforms
 from raytrec.data.type_checks import check_present, check_types
 
-THE_ROWS = "the rows"
+ROWS_PLACE = "the rows"
 
 
 class RowReader:
@@ -59,18 +59,22 @@ class RowReader:
         schema, plan = table.schema, self.form.plan
         is_checked = schema == self._checked
         if not is_checked:
-            check_present(schema, self.columns.names, THE_ROWS, self.form)
+            check_present(schema, self.columns.names, ROWS_PLACE, self.form)
         table = pick_columns(table, self.columns.names)
         if plan.transforms:
-            table = apply_transforms(table, plan.transforms, THE_ROWS, plan.folder)
+            table = apply_transforms(table, plan.transforms, ROWS_PLACE, plan.folder)
             check_present(
-                table.schema, self.form.wanted, f"{THE_ROWS}, after data.transforms", self.form, fields=False
+                table.schema,
+                self.form.wanted,
+                f"{ROWS_PLACE}, after data.transforms",
+                self.form,
+                fields=False,
             )
         if plan.transforms or not is_checked:
-            check_types(table.schema, self.form, THE_ROWS)
+            check_types(table.schema, self.form, ROWS_PLACE)
             self._checked = schema
         try:
-            rows_read = canonical(table, self.form, Place(THE_ROWS, None, 0))
+            rows_read = canonical(table, self.form, Place(ROWS_PLACE, None, 0))
         except DataError as error:
             error.do = "correct the rows"  # the error suggests settings of a run
             raise
@@ -142,8 +146,8 @@ def to_table(rows: Any, columns: pa.Schema) -> pa.Table:
             return pa.Table.from_pandas(rows, schema, preserve_index=False)
     except (pa.ArrowException, AttributeError, TypeError, ValueError) as error:
         raise DataError(
-            f"the rows are not tabular data: {first_line(error)}",
-            where=THE_ROWS,
+            f"the rows are not tabular data: {get_first_line(error)}",
+            where=ROWS_PLACE,
             expected="mappings of columns to values, a pandas.DataFrame or a pyarrow.Table",
         ) from None
 
@@ -169,7 +173,10 @@ def _transpose(rows: Sequence[Any], columns: pa.Schema) -> list[Sequence[Any]]:
         for at, row in enumerate(rows):
             if not isinstance(row, Mapping):
                 raise _make_type_error(
-                    f"the row is not a mapping: {some(row)}", at, None, "a mapping of columns to values"
+                    f"the row is not a mapping: {shorten_repr(row)}",
+                    at,
+                    None,
+                    "a mapping of columns to values",
                 ) from None
             for field in columns:
                 if field.name not in row:
@@ -188,7 +195,10 @@ def _to_column(values: Sequence[Any], field: pa.Field) -> pa.Array:
         not_text = (i for i, value in enumerate(values) if not isinstance(value, str | None))
         at = next(chain(invalid, not_text))
         raise _make_type_error(
-            f"column '{name}' has the invalid value {some(values[at])}", at, name, _describe_type(field.type)
+            f"column '{name}' has the invalid value {shorten_repr(values[at])}",
+            at,
+            name,
+            _describe_type(field.type),
         ) from None
 
 
@@ -218,7 +228,7 @@ def _is_convertible(value: Any, kind: pa.DataType) -> bool:
 
 def _make_type_error(what: str, row: int, column: str | None, expected: str) -> DataError:
     column_text = "" if column is None else f", column {column}"
-    return DataError(what, where=f"{THE_ROWS}{column_text}, row {row}", expected=expected)
+    return DataError(what, where=f"{ROWS_PLACE}{column_text}, row {row}", expected=expected)
 
 
 def _describe_type(kind: pa.DataType) -> str:
@@ -235,12 +245,12 @@ def _describe_type(kind: pa.DataType) -> str:
     return {pa.bool_(): "true or false", pa.string(): "text"}.get(kind, str(kind))
 
 
-def wide(kind: pa.DataType) -> pa.DataType:
+def widen_type(kind: pa.DataType) -> pa.DataType:
     """Return the type for values of a column that arrive without a type."""
     kind = plain(kind)
     inner = list_element_type(kind)
     if inner is not None:
-        return pa.list_(wide(inner))
+        return pa.list_(widen_type(inner))
     if types.is_integer(kind):
         return pa.uint64() if kind == pa.uint64() else pa.int64()
     if types.is_floating(kind) or types.is_decimal(kind):

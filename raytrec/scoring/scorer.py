@@ -18,7 +18,7 @@ from raytrec.data.assembler import Assembler
 from raytrec.data.row_slices import Rows
 from raytrec.scoring.lookups import Lookups, Tensors
 from raytrec.scoring.manifest import Manifest, ProgramName
-from raytrec.scoring.request_rows import THE_ROWS, RowReader, repeat_user, to_table
+from raytrec.scoring.request_rows import ROWS_PLACE, RowReader, repeat_user, to_table
 from raytrec.scoring.single_rows import Program, rewrite_for_single_rows
 
 TOLERANCE = 1e-6  # of golden rows' scores, relative to scores above 1
@@ -259,7 +259,7 @@ class Scorer:
 
     def _look_up(self, reader: RowReader, pieces: list[Rows], count: int) -> Tensors:
         if not count:
-            raise DataError("there are no rows", where=THE_ROWS, expected="at least one row")
+            raise DataError("there are no rows", where=ROWS_PLACE, expected="at least one row")
         rows = self._assembler(reader).assemble(pieces, count)
         return self.lookups(rows, reader.form.schema.sparse)
 
@@ -291,7 +291,7 @@ class Scorer:
         if largest > TOLERANCE:
             raise RunError(
                 f"the scores of the golden rows differ from the exported scores by {largest:.2g}",
-                where=f"{self.version}, {THE_ROWS}",
+                where=f"{self.version}, {ROWS_PLACE}",
                 expected=f"a difference of at most {TOLERANCE:g}",
                 do="export the run again",
             )

@@ -20,7 +20,7 @@ from raytrec.scoring.manifest import Input
 aten = torch.ops.aten
 BROADCASTING_OPERATORS = {aten.einsum.default, aten.matmul.default}
 # Tolerance and rows of the comparison with the whole program, on random inputs.
-CLOSE, NUM_COMPARED_ROWS = 1e-5, 5
+COMPARISON_TOLERANCE, NUM_COMPARED_ROWS = 1e-5, 5
 Program = Callable[..., tuple[torch.Tensor, ...]]
 ValueOrigin = Literal["user", "rows", "none"]
 
@@ -38,7 +38,9 @@ def rewrite_for_single_rows(
     torch_state = torch.random.get_rng_state()
     try:
         rewritten = _ProgramRewriter(program, once).result()
-        examples = [example(each, 1 if i in once else NUM_COMPARED_ROWS) for i, each in enumerate(inputs)]
+        examples = [
+            make_example_input(each, 1 if i in once else NUM_COMPARED_ROWS) for i, each in enumerate(inputs)
+        ]
         repeated = [t.expand(NUM_COMPARED_ROWS, *t.shape[1:]).contiguous() for t in examples]
         with torch.inference_mode():
             pairs = zip(rewritten(*examples), program.forward(*repeated), strict=True)
@@ -51,10 +53,12 @@ def rewrite_for_single_rows(
 
 
 def _is_close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
-    return bool(torch.allclose(actual, expected, rtol=CLOSE, atol=CLOSE, equal_nan=True))
+    return bool(
+        torch.allclose(actual, expected, rtol=COMPARISON_TOLERANCE, atol=COMPARISON_TOLERANCE, equal_nan=True)
+    )
 
 
-def example(of: Input, rows: int) -> torch.Tensor:
+def make_example_input(of: Input, rows: int) -> torch.Tensor:
     """Return a random tensor with the shape and dtype of an input."""
     if of.kind == "present":
         return torch.arange(of.length) < torch.arange(rows).unsqueeze(1) + 1

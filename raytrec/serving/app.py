@@ -25,11 +25,14 @@ from raytrec.serving.batching import Batcher, make_busy_refusal
 from raytrec.serving.bodies import JSON, Limits, RefusedRequest, decode_request, encode_response
 from raytrec.serving.loaded_exports import LoadedExports
 from raytrec.serving.openapi import Endpoint, describe, make_example_text, make_page
-from raytrec.serving.replica_metrics import Figures
+from raytrec.serving.replica_metrics import ReplicaMetrics
 from raytrec.serving.request_log import RequestLog
 
 log = logging.getLogger(__name__)
-LINGER_S, DRAIN_S = 1, 30  # when closing: seconds in which clients may send requests, and answers may finish
+CLOSE_GRACE_S, DRAIN_TIMEOUT_S = (
+    1,
+    30,
+)  # when closing: seconds in which clients may send requests, and answers may finish
 LISTEN_BACKLOG = 2048  # maximum number of connections waiting to be accepted
 SO_ATTACH_FILTER, BPF_RET = 26, 6  # linux/asm-generic/socket.h, linux/bpf_common.h
 
@@ -54,7 +57,7 @@ class Service:
         more: Sequence[Endpoint] = (),
     ):
         self.versions, self.limits, self._token, self._reading = versions, limits, token, 0
-        self.figures = Figures()
+        self.figures = ReplicaMetrics()
         self.batcher = Batcher(observe=self.figures.batch_rows.observe)
         self.request_log: RequestLog | None = None
         self.endpoints = [
@@ -234,7 +237,7 @@ class Listener:
             ws="none",
             server_header=False,
             timeout_keep_alive=CLIENT_TIMEOUT_S,
-            timeout_graceful_shutdown=DRAIN_S,
+            timeout_graceful_shutdown=DRAIN_TIMEOUT_S,
             callback_notify=lambda: abort_slow(self._server),
             timeout_notify=0,
         )
@@ -250,15 +253,16 @@ class Listener:
     def close(self) -> None:
         """Stop accepting connections, and return when all requests that have arrived are answered.
 
-        Clients with open connections have LINGER_S to send a request, whose answer closes the connection.
+        Clients with open connections have CLOSE_GRACE_S to send a request, whose answer closes the
+        connection.
         """
         refuse_connections(self._socket)
         closing, state = (b"connection", b"close"), self._server.server_state
         for headers in (self._server.config.encoded_headers, state.default_headers):
             headers.append(closing)
-        sleep(LINGER_S)
+        sleep(CLOSE_GRACE_S)
         self._server.should_exit = True
-        self._thread.join(DRAIN_S + 5)
+        self._thread.join(DRAIN_TIMEOUT_S + 5)
 
 
 def refuse_connections(listening: socket.socket) -> None:

@@ -10,10 +10,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import types
 
-from raytrec.common.errors import DataError, first_line
+from raytrec.common.errors import DataError, get_first_line
 
 RECORD_BATCH, DICTIONARY_BATCH = 3, 2  # of Arrow's MessageHeader (format/Message.fbs)
-PLAIN = "plain Arrow columns: no views, run-end encoding or unions, and no dictionaries of lists or structs"
+PLAIN_COLUMNS_TEXT = (
+    "plain Arrow columns: no views, run-end encoding or unions, and no dictionaries of lists or structs"
+)
 
 
 class ExpansionLimitError(Exception):
@@ -42,7 +44,7 @@ def read_stream(body: bytes, columns: Collection[str], most_bytes: int) -> pa.Ta
         table = pa.ipc.open_stream(body).read_all()
         table.validate(full=True)  # offsets outside of the body would crash the process
     except (pa.ArrowException, OSError, StructError) as error:
-        raise ValueError(first_line(error)) from None
+        raise ValueError(get_first_line(error)) from None
     sharing = [place for place, each in enumerate(table.schema) if _may_share(each.type)]
     if sharing:
         used = {name.partition(".")[0] for name in columns} | set(columns)
@@ -113,4 +115,6 @@ def _count_expanded_bytes(array: pa.Array | pa.ChunkedArray, name: str) -> int:
 
 
 def _make_type_error(kind: pa.DataType, name: str) -> DataError:
-    return DataError(f"unsupported type {kind}", where=f"the body, column {name}", expected=PLAIN)
+    return DataError(
+        f"unsupported type {kind}", where=f"the body, column {name}", expected=PLAIN_COLUMNS_TEXT
+    )

@@ -16,7 +16,7 @@ from raytrec.scoring.request_rows import ObjectRows
 from raytrec.serving.bodies import Query, RefusedRequest
 
 RETRY_AFTER_S = 1  # seconds after which a refused client may try again
-LEAST_ROWS = 32  # minimum size of a full batch, even if it exceeds the time budget
+MIN_FULL_BATCH_ROWS = 32  # minimum size of a full batch, even if it exceeds the time budget
 
 
 @dataclass(eq=False)
@@ -93,7 +93,7 @@ class Batcher:
 
     @property
     def _max_batch_rows(self) -> int:
-        return max(LEAST_ROWS, int(self._budget_s / self._row_s))
+        return max(MIN_FULL_BATCH_ROWS, int(self._budget_s / self._row_s))
 
     def _admit(self, rows: int) -> None:
         if self.waiting and self.waiting + rows > self._max_waiting:
@@ -110,7 +110,7 @@ class Batcher:
                 self._score(batch)
                 seconds, rows = perf_counter() - began, sum(len(piece.rows) for piece in batch)
                 self._observe(rows)
-                if rows >= LEAST_ROWS:
+                if rows >= MIN_FULL_BATCH_ROWS:
                     self._row_s += (seconds / rows - self._row_s) / 8
         finally:
             self._running = False

@@ -11,10 +11,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic_core import from_json, to_json
 
-from raytrec.common.errors import DataError, RaytrecError, first_line
+from raytrec.common.errors import DataError, RaytrecError, get_first_line
 from raytrec.data.arrow import is_list
 from raytrec.scoring.manifest import ProgramName
-from raytrec.scoring.request_rows import THE_ROWS, ObjectRows, concat_rows, to_array
+from raytrec.scoring.request_rows import ROWS_PLACE, ObjectRows, concat_rows, to_array
 from raytrec.scoring.scorer import Scorer
 from raytrec.serving.arrow_bodies import ExpansionLimitError, read_stream
 
@@ -140,7 +140,7 @@ def _decode_json(
         values = from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise _make_refusal(
-            f"invalid JSON: {first_line(error)}", "the body", "UTF-8 JSON without NaN or Infinity"
+            f"invalid JSON: {get_first_line(error)}", "the body", "UTF-8 JSON without NaN or Infinity"
         ) from None
     if not isinstance(values, dict):
         raise _make_refusal("the body is not an object", "the body", f"an object with {REQUEST_FORMS}")
@@ -176,7 +176,9 @@ def _table_from_columns(lists: Any, columns: pa.Schema) -> pa.Table:
             try:
                 arrays[field.name] = to_array(lists[field.name], field.type)
             except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
-                raise _make_refusal(first_line(error), f"columns, {field.name}", str(field.type)) from None
+                raise _make_refusal(
+                    get_first_line(error), f"columns, {field.name}", str(field.type)
+                ) from None
     if len({len(array) for array in arrays.values()}) > 1:
         raise _make_refusal("the columns have different numbers of values", "columns", "one value per row")
     return pa.table(arrays)
@@ -185,9 +187,9 @@ def _table_from_columns(lists: Any, columns: pa.Schema) -> pa.Table:
 def _check_count(rows: Sized, limits: Limits) -> None:
     """Raise Refused if a request has no rows, or too many."""
     if not len(rows):
-        raise _make_refusal("there are no rows", THE_ROWS, "at least one row")
+        raise _make_refusal("there are no rows", ROWS_PLACE, "at least one row")
     if len(rows) > limits.rows:
-        raise _make_refusal(f"there are {len(rows):,} rows", THE_ROWS, f"at most {limits.rows:,} rows", 413)
+        raise _make_refusal(f"there are {len(rows):,} rows", ROWS_PLACE, f"at most {limits.rows:,} rows", 413)
 
 
 def _check_lists(rows: pa.Table | ObjectRows, limits: Limits) -> None:

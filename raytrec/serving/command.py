@@ -13,7 +13,7 @@ from typing import Any
 
 from raytrec.cluster.local_ray import check_ports
 from raytrec.common.errors import ConfigError, RunError
-from raytrec.common.storage import absolute, open_filesystem
+from raytrec.common.storage import make_absolute, open_filesystem
 from raytrec.serving.options import TOKEN, ServiceOptions, read_token, token_file
 
 PROMOTION_TIMEOUT_S = 1800  # timeout of a promotion, during which all replicas load tables
@@ -40,7 +40,7 @@ def serve(served: ServiceOptions, address: str | None = None, replicas: str = "1
     token = None if served.no_token else read_token(served.name)
     _require_serve()
     from raytrec.cluster.session import ray_session
-    from raytrec.serving.deployment import deploy, end, print_news
+    from raytrec.serving.deployment import deploy, print_news, shut_down_service
 
     with ray_session(address, 1 + max_replicas):
         stop = Event()
@@ -51,7 +51,7 @@ def serve(served: ServiceOptions, address: str | None = None, replicas: str = "1
             _print_address(served.name, f"http://{served.host}:{served.port}", token is not None)
             print_news(served.name, stop)
         finally:
-            end(served.name)
+            shut_down_service(served.name)
 
 
 def _parse_replicas(replicas: str) -> tuple[int, int]:
@@ -108,7 +108,7 @@ def promote(uri: str | None, *, service: str, name: str | None, rollback: bool =
         )
     token = os.environ.get(TOKEN) or (name and token_file(name).exists() and read_token(name)) or ""
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
-    body = json.dumps({} if uri is None else {"uri": absolute(uri)}).encode()
+    body = json.dumps({} if uri is None else {"uri": make_absolute(uri)}).encode()
     request = urllib.request.Request(f"{service.rstrip('/')}/promote", body, headers, method="POST")
     try:
         with urllib.request.urlopen(request, timeout=PROMOTION_TIMEOUT_S) as answer:

@@ -27,8 +27,8 @@ from raytrec.serving.replica_metrics import write_metrics
 log = logging.getLogger(__name__)
 
 FOLLOW_INTERVAL_S = 5.0  # interval at which an idle replica asks again
-GONE_S = 15.0  # time without a request after which a replica counts as ended
-LOAD_S = 1800.0  # timeout of loading
+REPLICA_TIMEOUT_S = 15.0  # time without a request after which a replica counts as ended
+LOAD_TIMEOUT_S = 1800.0  # timeout of loading
 MAX_ENDED_REPLICAS = 1  # replicas that may end while an export is loaded; more ends abort the promotion
 
 
@@ -41,7 +41,7 @@ class Export:
 
 
 @dataclass(frozen=True)
-class Order:
+class ReplicaCommand:
     """Numbered order to replicas.
 
     Attributes:
@@ -94,7 +94,7 @@ class Coordinator:
         # Time by which all replicas have reported; after a restart, replicas already exist.
         self._complete = monotonic() + 2 * FOLLOW_INTERVAL_S if saved_state else 0.0
         # Numbers differ from those before a restart, which replicas may still report.
-        self._order, self._changed = Order(int(time.time() * 1000), self._current), asyncio.Event()
+        self._order, self._changed = ReplicaCommand(int(time.time() * 1000), self._current), asyncio.Event()
         self._replicas: dict[
             str, tuple[ReplicaState, float]
         ] = {}  # last report of each replica, and its time
@@ -113,7 +113,7 @@ class Coordinator:
             why: Reason.
 
         Raises:
-            RunError: Other replicas answer with the failed export, or ended less than GONE_S ago.
+            RunError: Other replicas answer with the failed export, or ended less than REPLICA_TIMEOUT_S ago.
         """
         if failed == self._current and self._previous:
             if self._live():
@@ -142,7 +142,7 @@ class Coordinator:
             self._publish_order()
         self._remember(self._current, self._previous, export)
 
-    async def follow(self, replica: str, report: ReplicaState, given: int) -> Order:
+    async def follow(self, replica: str, report: ReplicaState, given: int) -> ReplicaCommand:
         """Record a replica's report and return the next order, or the same one after FOLLOW_INTERVAL_S.
 
         Args:
@@ -213,7 +213,7 @@ class Coordinator:
         self._current, self._previous, self._declared = current, previous, declared
 
     def _publish_order(self, prepare: str | None = None) -> None:
-        self._order = Order(self._order.number + 1, self._current, prepare)
+        self._order = ReplicaCommand(self._order.number + 1, self._current, prepare)
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -224,7 +224,7 @@ class Coordinator:
             RunError: Loading takes too long, replicas end during loading, or there are no replicas.
         """
         began, seen_replicas = monotonic(), set[str]()
-        while monotonic() - began < LOAD_S:
+        while monotonic() - began < LOAD_TIMEOUT_S:
             live = self._live()
             seen_replicas |= live.keys()
             if self._order.prepare and len(seen_replicas - live.keys()) > MAX_ENDED_REPLICAS:
@@ -239,7 +239,7 @@ class Coordinator:
             done = all(report.done == self._order.number for report in live.values())
             if live and done and monotonic() > self._complete:
                 return live
-            if not live and monotonic() - began > 2 * GONE_S:
+            if not live and monotonic() - began > 2 * REPLICA_TIMEOUT_S:
                 break
             await asyncio.sleep(0.05)
         self._publish_order()
@@ -247,6 +247,6 @@ class Coordinator:
 
     def _live(self) -> dict[str, ReplicaState]:
         """Return the last report of each replica that still reports."""
-        oldest = monotonic() - GONE_S
+        oldest = monotonic() - REPLICA_TIMEOUT_S
         self._replicas = {name: report for name, report in self._replicas.items() if report[1] > oldest}
         return {name: report for name, (report, _) in self._replicas.items()}

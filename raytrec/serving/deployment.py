@@ -23,15 +23,22 @@ from raytrec.scoring.manifest import read_manifest
 from raytrec.scoring.scorer import Scorer
 from raytrec.serving.app import Listener, Service, json_response
 from raytrec.serving.bodies import JSON, RefusedRequest, check_type
-from raytrec.serving.coordinator import FOLLOW_INTERVAL_S, LOAD_S, Coordinator, Export, Order, ReplicaState
-from raytrec.serving.loaded_exports import carry_out, get_containing_folder, load_either, resolve_export
+from raytrec.serving.coordinator import (
+    FOLLOW_INTERVAL_S,
+    LOAD_TIMEOUT_S,
+    Coordinator,
+    Export,
+    ReplicaCommand,
+    ReplicaState,
+)
+from raytrec.serving.loaded_exports import execute_command, get_containing_folder, load_either, resolve_export
 from raytrec.serving.openapi import Endpoint
 from raytrec.serving.options import TOKEN, ServiceOptions
 from raytrec.serving.replica_metrics import describe_model
 from raytrec.serving.request_log import RequestLog
 
 NAMESPACE = "raytrec-serve"
-BUSY = 0.6  # target share of time in which replicas are busy
+TARGET_BUSY_SHARE = 0.6  # target share of time in which replicas are busy
 
 
 class Replica:
@@ -76,7 +83,7 @@ class Replica:
         self._load_thread, self._report_lock = ThreadPoolExecutor(1, "load"), Lock()
         self._last_report, self._is_current = ReplicaState(-1, self.service.versions.version), Event()
         Thread(target=self._follow, name="follow", daemon=True).start()
-        if not self._is_current.wait(LOAD_S):
+        if not self._is_current.wait(LOAD_TIMEOUT_S):
             raise self._last_report.error or RunError("the coordinator does not respond", where="the service")
 
     def check_health(self) -> None:
@@ -158,8 +165,8 @@ class Replica:
             if order.number != received or failed:
                 received, work = order.number, self._load_thread.submit(self._carry_out, order)
 
-    def _carry_out(self, order: Order) -> None:
-        report = carry_out(self.service.versions, order, self._last_report)
+    def _carry_out(self, order: ReplicaCommand) -> None:
+        report = execute_command(self.service.versions, order, self._last_report)
         with self._report_lock:  # reports are sent in order
             self._last_report = report
             self._coordinator.hear.remote(self._id, self._report())
@@ -175,7 +182,7 @@ class Replica:
 def compute_replicas(context: Any) -> tuple[float, dict]:
     """Return the number of replicas at which each is busy for BUSY of the time (Serve's scaling policy)."""
     busy = (context.aggregated_metrics or {}).get("busy", {})
-    return (sum(busy.values()) / BUSY if busy else context.current_num_replicas), {}
+    return (sum(busy.values()) / TARGET_BUSY_SHARE if busy else context.current_num_replicas), {}
 
 
 def app(args: dict[str, Any]) -> Any:
@@ -268,7 +275,7 @@ def print_news(name: str, stop: Event) -> None:
                 print(f"version      {news}", flush=True)
 
 
-def end(name: str) -> None:
+def shut_down_service(name: str) -> None:
     """Shut down Ray Serve and the coordinator of a service, even if the service has only partly started."""
     import ray
     from ray import serve

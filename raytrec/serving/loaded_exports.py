@@ -11,12 +11,12 @@ from typing import NamedTuple
 from urllib.parse import unquote
 
 from raytrec.common.errors import RaytrecError, RunError
-from raytrec.common.storage import absolute, chooses_server, open_filesystem
+from raytrec.common.storage import chooses_server, make_absolute, open_filesystem
 from raytrec.scoring.load import load
 from raytrec.scoring.manifest import read_manifest
 from raytrec.scoring.scorer import Scorer
 from raytrec.serving.bodies import RefusedRequest
-from raytrec.serving.coordinator import Export, Order, ReplicaState
+from raytrec.serving.coordinator import Export, ReplicaCommand, ReplicaState
 
 _log = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ def load_either(now: Export, before: Export | None, allow_code: bool) -> tuple[L
     raise errors[0]
 
 
-def carry_out(versions: LoadedExports, order: Order, before: ReplicaState) -> ReplicaState:
+def execute_command(versions: LoadedExports, order: ReplicaCommand, before: ReplicaState) -> ReplicaState:
     """Carry out an order and return the report.
 
     Args:
@@ -164,6 +164,6 @@ def resolve_export(uri: str, folder: str) -> str:
 def _split(uri: str) -> tuple[str, str]:
     """Return (path with links resolved, "") of a local location, (the rest, ?query) of a URI."""
     if "://" not in uri or uri.startswith("file:///"):
-        return os.path.realpath(open_filesystem(absolute(uri))[1]), ""
+        return os.path.realpath(open_filesystem(make_absolute(uri))[1]), ""
     place, mark, query = uri.partition("?")
     return place.rstrip("/"), mark + query

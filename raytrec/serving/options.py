@@ -9,12 +9,12 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from raytrec.cluster.access import load_or_create_token
-from raytrec.common.storage import absolute
+from raytrec.common.storage import make_absolute
 from raytrec.config.base import Section
 from raytrec.scoring.manifest import read_manifest
 
 TOKEN = "RAYTREC_SERVE_TOKEN"
-Location = Annotated[str, AfterValidator(lambda place: place and absolute(place))]  # local path or URI
+Location = Annotated[str, AfterValidator(lambda place: place and make_absolute(place))]  # local path or URI
 
 
 class ServiceOptions(Section):

@@ -17,7 +17,7 @@ SECONDS = (5e-4, *(m * 10**e for e in (-3, -2, -1, 0) for m in (1, 1.5, 2, 3, 5,
 BATCH_ROWS = tuple(2**e for e in range(14))
 
 
-class Figures:
+class ReplicaMetrics:
     """Metrics of a process."""
 
     def __init__(self) -> None:

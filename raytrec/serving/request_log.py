@@ -20,11 +20,11 @@ import pyarrow.parquet as pq
 
 from raytrec.common.output_folder import OutputFolder
 from raytrec.common.redaction import hide
-from raytrec.common.storage import absolute
+from raytrec.common.storage import make_absolute
 from raytrec.data.arrow import pick_columns
 from raytrec.scoring.request_rows import concat_rows, repeat_user
 from raytrec.serving.bodies import Query
-from raytrec.serving.replica_metrics import Figures
+from raytrec.serving.replica_metrics import ReplicaMetrics
 from raytrec.skew.samples import REQUEST_COLUMN, VERSION_KEY
 
 _log = logging.getLogger(__name__)
@@ -64,12 +64,12 @@ class RequestLog:
         uri: str,
         sample: float,
         writer: str,
-        figures: Figures,
+        figures: ReplicaMetrics,
         *,
         every_s: float = 60.0,
         most_rows: int = 10_000,
     ):
-        self._uri, self._sample, self._writer = absolute(uri), sample, writer
+        self._uri, self._sample, self._writer = make_absolute(uri), sample, writer
         self._written, self._dropped = figures.logged, figures.not_logged
         self._every_s, self._max_rows = every_s, most_rows
         self._queue: SimpleQueue[LoggedRequest | None] = SimpleQueue()  # None ends the thread

@@ -11,9 +11,9 @@ import numpy as np
 from rich.table import Table
 
 from raytrec.common.errors import RunError
-from raytrec.common.formatting import percent
-from raytrec.common.storage import absolute
-from raytrec.common.terminal import bold, open_console, plain
+from raytrec.common.formatting import format_percent
+from raytrec.common.storage import make_absolute
+from raytrec.common.terminal import open_console, to_bold_text, to_plain_text
 from raytrec.config.schema import Schema
 from raytrec.scoring.load import load
 from raytrec.scoring.scorer import TOLERANCE
@@ -22,8 +22,8 @@ from raytrec.skew.samples import RowSample, group_by_version, read_rows
 SAMPLE_ROWS = 50_000  # rows sampled from the log and from the data
 MODERATE_PSI = 0.1  # psi above which a change is moderate (Siddiqi 2006); above 0.25 it is large
 DECILES = 10  # numbers are compared in bins bounded by the deciles of training
-TOP = 20  # most frequent ids, compared one by one; all others are compared together
-LENGTHS = np.array([0, 1, 2, 4, 8, 16, 32, 64, 128, 256])  # upper bounds of the bins of bags' lengths
+NUM_TOP_IDS = 20  # most frequent ids, compared one by one; all others are compared together
+LENGTH_BOUNDS = np.array([0, 1, 2, 4, 8, 16, 32, 64, 128, 256])  # upper bounds of the bins of bags' lengths
 
 
 @dataclass(frozen=True)
@@ -69,15 +69,22 @@ class Skew:
     def show(self) -> None:
         """Print the verdict, followed by tables, to stdout."""
         metrics, console = self.metrics, open_console()
-        console.print(plain(f"differs      {', '.join(metrics['differs']) or 'nothing'}"), soft_wrap=True)
+        console.print(
+            to_plain_text(f"differs      {', '.join(metrics['differs']) or 'nothing'}"), soft_wrap=True
+        )
         rows = f"{metrics['rows']:,} rows of {metrics['requests']:,} requests"
-        console.print(bold(metrics["name"]), soft_wrap=True)
+        console.print(to_bold_text(metrics["name"]), soft_wrap=True)
         for version, count in metrics["other_versions"].items():
-            console.print(plain(f"not compared: {count:,} rows of {version}"), soft_wrap=True)
+            console.print(to_plain_text(f"not compared: {count:,} rows of {version}"), soft_wrap=True)
         table = Table("score", "largest", "mean", f"above {TOLERANCE:g}", title_justify="left")
-        table.title = plain(f"{rows}: differences from the scores of the export")
+        table.title = to_plain_text(f"{rows}: differences from the scores of the export")
         for name, each in metrics["rescored"].items():
-            table.add_row(plain(name), f"{each['max']:.2g}", f"{each['mean']:.2g}", percent(each["share"]))
+            table.add_row(
+                to_plain_text(name),
+                f"{each['max']:.2g}",
+                f"{each['mean']:.2g}",
+                format_percent(each["share"]),
+            )
         console.print(table)
         if self.measures:
             console.print(self._tabulate_columns(rows))
@@ -87,13 +94,13 @@ class Skew:
         table = Table("", "column", "measure", "psi", "log", "training", title_justify="left")
         for column in table.columns:  # narrow terminals wrap names and figures
             column.no_wrap, column.overflow = column.header in ("", "psi"), "fold"
-        table.title = plain(f"{rows}, compared with {self.metrics['data_rows']:,} rows of training")
+        table.title = to_plain_text(f"{rows}, compared with {self.metrics['data_rows']:,} rows of training")
         listed: set[str] = set()
         for diff in self.measures:
             if diff.differs or diff.column not in listed:
-                texts = (plain(_format_figures(figures)) for figures in (diff.log, diff.training))
+                texts = (to_plain_text(_format_figures(figures)) for figures in (diff.log, diff.training))
                 verdict = "differs" if diff.differs else ""
-                table.add_row(verdict, plain(diff.column), diff.measure, f"{diff.psi:.3f}", *texts)
+                table.add_row(verdict, to_plain_text(diff.column), diff.measure, f"{diff.psi:.3f}", *texts)
             listed.add(diff.column)
         return table
 
@@ -119,7 +126,7 @@ def skew(
         DataError: A file or a row is invalid.
     """
     scorer = load(export, allow_code=allow_code)
-    version, groups = scorer.manifest.version, group_by_version(absolute(log), "LOG")
+    version, groups = scorer.manifest.version, group_by_version(make_absolute(log), "LOG")
     others = {name: sum(g.rows for g in parts) for name, parts in groups.items() if name != version}
     if version not in groups:
         raise RunError(
@@ -130,7 +137,9 @@ def skew(
         )
     logged, measures, data_rows = read_rows(scorer, groups[version], rows, logged=True), [], 0
     if data:
-        training = [group for each in group_by_version(absolute(data), "--data").values() for group in each]
+        training = [
+            group for each in group_by_version(make_absolute(data), "--data").values() for group in each
+        ]
         trained = read_rows(scorer, training, rows, logged=False)
         compared = _Comparison(logged, trained).measures(scorer.reader.form.schema)
         measures, data_rows = sorted(compared, key=lambda m: (not m.differs, -m.psi)), trained.rows
@@ -182,7 +191,7 @@ class _Comparison:
     def _measure(self, column: str, measure: str, counts: Any, figures: Any) -> ColumnDifference:
         log_B, expected_B = counts
         bins = int(((log_B + expected_B) > 0).sum())
-        by_chance = chance(bins, *(each.independent_values for each in self._sides))
+        by_chance = estimate_chance_psi(bins, *(each.independent_values for each in self._sides))
         return ColumnDifference(column, measure, psi(log_B, expected_B), by_chance, *figures)
 
     def _measure_numbers(self, column: str, measure: str, values: list[np.ndarray]) -> ColumnDifference:
@@ -204,10 +213,10 @@ class _Comparison:
         sides = self._sides
         logged_N, expected_M = ids = [each.ids[feature] for each in sides]
         training_ids, id_counts = np.unique(expected_M, return_counts=True)
-        top = training_ids[np.argsort(-id_counts, kind="stable")[:TOP]]
+        top = training_ids[np.argsort(-id_counts, kind="stable")[:NUM_TOP_IDS]]
         top_counts = [np.array([(each == one).sum() for one in top], np.int64) for each in ids]
         counts = [np.append(of, len(each) - of.sum()) for of, each in zip(top_counts, ids, strict=True)]
-        tops = [{f"top {TOP}": 1 - each[-1] / max(1, each.sum())} for each in counts]
+        tops = [{f"top {NUM_TOP_IDS}": 1 - each[-1] / max(1, each.sum())} for each in counts]
         yield self._measure(feature, "ids", counts, tops)
         # The share of ids that occur once predicts the share of unseen ids among further lookups (I. J. Good,
         # "The population frequencies of species", 1953).
@@ -218,7 +227,7 @@ class _Comparison:
         yield self._measure_share(feature, f"ids {odd}", shares)
         lengths = [each.lengths[feature] for each in sides]
         figures = [{"mean": float(n.mean()), "empty": float((n == 0).mean())} for n in lengths]
-        yield self._measure(feature, "length", [_count_in_bins(n, LENGTHS) for n in lengths], figures)
+        yield self._measure(feature, "length", [_count_in_bins(n, LENGTH_BOUNDS) for n in lengths], figures)
 
 
 def _count_in_bins(values_N: np.ndarray, bounds: np.ndarray) -> np.ndarray:
@@ -241,7 +250,7 @@ def psi(found_B: np.ndarray, expected_B: np.ndarray) -> float:
     return float(((p_B - q_B) * np.log(p_B / q_B)).sum())
 
 
-def chance(bins: int, found: int, expected: int) -> float:
+def estimate_chance_psi(bins: int, found: int, expected: int) -> float:
     """Return the psi that two samples of one distribution exceed once in a thousand times.
 
     psi ÷ (1/n + 1/m) is approximately χ² with bins − 1 degrees of freedom (B. Yurdakul, "Statistical
@@ -271,8 +280,9 @@ def _describe_values(values_N: np.ndarray) -> dict[str, float]:
 
 def _format_figures(figures: dict[str, float]) -> str:
     if "share" in figures:
-        return percent(figures["share"])
-    shares = {"empty", f"top {TOP}"}
+        return format_percent(figures["share"])
+    shares = {"empty", f"top {NUM_TOP_IDS}"}
     return ", ".join(
-        f"{name} {percent(value) if name in shares else f'{value:.4g}'}" for name, value in figures.items()
+        f"{name} {format_percent(value) if name in shares else f'{value:.4g}'}"
+        for name, value in figures.items()
     )

@@ -16,7 +16,7 @@ from raytrec.tasks.losses import BatchLoss, Rows
 
 # Number of row pairs compared at a time: each float32 tensor takes 64 MiB; on a GPU 256 MiB, because each
 # piece takes a few dozen kernel launches.
-AT_ONCE = {"cpu": 1 << 24, "cuda": 1 << 26}
+MAX_PAIRS_AT_ONCE = {"cpu": 1 << 24, "cuda": 1 << 26}
 
 
 def compute_batch_loss(loss: BatchLoss, own: Rows, factors_B: torch.Tensor, world: int) -> torch.Tensor:
@@ -35,7 +35,10 @@ def compute_batch_loss(loss: BatchLoss, own: Rows, factors_B: torch.Tensor, worl
     count, gradient, peers = len(own.labels), torch.is_grad_enabled(), Peers(alone=world == 1)
     batch, first = (_gather_rows(own, peers), peers.rank * count) if world > 1 else (own, 0)
     logits = batch.logits.detach().requires_grad_(gradient)
-    batch, size = batch._replace(logits=logits), max(1, AT_ONCE[logits.device.type] // len(batch.labels))
+    batch, size = (
+        batch._replace(logits=logits),
+        max(1, MAX_PAIRS_AT_ONCE[logits.device.type] // len(batch.labels)),
+    )
     losses, grads = [], torch.zeros_like(logits, requires_grad=False)
     for start in range(0, count, size):
         stop = min(start + size, count)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import torch
 
 
-OF_ROWS = ("logits", "predictions", "labels", "weights")  # tensors of TaskOutputs
+ROW_TENSORS = ("logits", "predictions", "labels", "weights")  # tensors of TaskOutputs
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class TaskOutputs:
         """Return the concatenated rows of several steps of a task."""
         import torch
 
-        rows = {name: torch.cat([getattr(step, name) for step in steps]) for name in OF_ROWS}
+        rows = {name: torch.cat([getattr(step, name) for step in steps]) for name in ROW_TENSORS}
         keys = {name: torch.cat([step.keys[name] for step in steps]) for name in steps[0].keys}
         return cls(**rows, keys=keys)
 
@@ -80,7 +80,7 @@ class StepOutputs:
             return values.masked_fill(mask, 0)
 
         tasks = {
-            task: replace(outputs, **{name: mask_values(getattr(outputs, name)) for name in OF_ROWS})
+            task: replace(outputs, **{name: mask_values(getattr(outputs, name)) for name in ROW_TENSORS})
             for task, outputs in self.tasks.items()
         }
         losses = {name: mask_values(part) for name, part in self.losses.items()}

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from math import log
 from typing import TYPE_CHECKING
 
-from raytrec.common.errors import ConfigError, unknown
+from raytrec.common.errors import ConfigError, make_unknown_word_error
 from raytrec.config.models.base import ModelSection
 from raytrec.config.schema import Schema
 from raytrec.config.tasks import TaskSection
@@ -155,7 +155,9 @@ def _check_mask(task: Task, by_name: Mapping[str, Task], where: str) -> None:
 
 def _label(label: str | None, schema: Schema, where: str) -> str:
     if label is not None and label not in schema.labels:
-        raise unknown(f"the schema has no label '{label}'", label, schema.labels, f"{where}.label")
+        raise make_unknown_word_error(
+            f"the schema has no label '{label}'", label, schema.labels, f"{where}.label"
+        )
     return label or schema.labels[0]
 
 

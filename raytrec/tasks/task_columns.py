@@ -12,7 +12,7 @@ from math import log
 import numpy as np
 import pyarrow as pa
 
-from raytrec.common.errors import ConfigError, DataError, hint
+from raytrec.common.errors import ConfigError, DataError, format_suggestion
 from raytrec.config.features import select_needed_transforms
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
@@ -104,7 +104,7 @@ def check_group_columns(tasks: Sequence[Task], slices: Sequence[str], reserved: 
     for key, column in references:
         if column is not None and column not in reserved:
             raise ConfigError(
-                f"column '{column}' is not reserved" + hint(column, list(reserved)),
+                f"column '{column}' is not reserved" + format_suggestion(column, list(reserved)),
                 where=key,
                 expected=f"one of data.reserve_columns: {', '.join(reserved)}"
                 if reserved

@@ -15,8 +15,8 @@ from typing import Any
 
 from raytrec.common.documents import find_document
 from raytrec.common.errors import ConfigError
-from raytrec.common.formatting import count
-from raytrec.common.processes import lock
+from raytrec.common.formatting import format_count
+from raytrec.common.processes import lock_file
 from raytrec.common.redaction import hide_all
 from raytrec.compat.mlflow_ import block_unneeded_packages
 from raytrec.config.run_config import RunConfig
@@ -30,7 +30,7 @@ ARTIFACTS = (CONFIG, SCHEMA, PLAN, RESULT, REPORT, CHECK_RESULT)
 LOCK = "mlflow.lock"
 ROUND_INTERVAL_S = 1.0  # interval between the starts of two rounds of writing
 FINAL_ROUND_TIMEOUT_S = 25.0  # time limit of the last round, after training has ended
-MIN_RETRY_DELAY_S, LONGEST_S = 1.0, 30.0  # shortest and longest delay between two retries
+MIN_RETRY_DELAY_S, MAX_RETRY_DELAY_S = 1.0, 30.0  # shortest and longest delay between two retries
 RECOVERY_NOTICE = "MLflow is reachable again; the missing records are being written"
 MAX_PARAM_LENGTH, MAX_TAG_LENGTH = 6000, 8000  # characters
 LOGIN_HINT = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
@@ -61,7 +61,7 @@ class Delivery:
         self._uploaded: dict[Path, tuple[int, int]] = {}  # file → (modification time, size)
         self._joined = self._tried = self._ended = False
         self._final_status: str | None = None  # final status of the run; None during training
-        self._pause_s, self._max_delay_s, self._next = 0.0, LONGEST_S, 0.0
+        self._pause_s, self._max_delay_s, self._next = 0.0, MAX_RETRY_DELAY_S, 0.0
         self._why, self._dropped = "", 0
 
     @property
@@ -114,7 +114,7 @@ class Delivery:
             sleep(max(0.0, self._next - monotonic()))
         dropped = self._dropped + self._feed.dropped
         records = self._feed.waiting + len(self._changed_files()) + dropped
-        missing = [count(records, "record")] if records else []
+        missing = [format_count(records, "record")] if records else []
         missing += [] if self._ended else ["the end of the run"]
         return f"MLflow lacks {' and '.join(missing)} ({self._why or self._feed.why})" if missing else None
 
@@ -216,7 +216,7 @@ def hold_delivery_lock(folder: Path) -> Iterator[None]:
         yield
         return
     with file:
-        lock(file, wait=True)
+        lock_file(file, wait=True)
         yield
 
 

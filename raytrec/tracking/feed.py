@@ -16,14 +16,14 @@ from uuid import uuid4
 
 from pydantic import NonNegativeInt
 
-from raytrec.common.documents import document, find_document
+from raytrec.common.documents import find_document, to_json_document
 from raytrec.common.messages import CHECKS, METRICS, RANKS
 from raytrec.tracking.journal import write_atomically
 from raytrec.tracking.mlflow_records import Record, Translator
 from raytrec.tracking.run_folder import Line, decode, read_lines
 from raytrec.tracking.store import MAX_METRICS_PER_CALL
 
-NOTE = "mlflow.json"
+DELIVERY_STATE_FILE = "mlflow.json"
 FILES = (METRICS, CHECKS, RANKS)
 
 
@@ -46,12 +46,12 @@ class DeliveryState:
     @classmethod
     def read(cls, folder: Path) -> DeliveryState:
         """Read the state from a folder; if it is unreadable, everything is delivered again."""
-        return find_document(str(folder / NOTE), cls) or cls()
+        return find_document(str(folder / DELIVERY_STATE_FILE), cls) or cls()
 
     def write(self, folder: Path) -> None:
         """Replace the stored state; a write error is ignored, because the next write has the full state."""
         with suppress(OSError):
-            write_atomically(folder / NOTE, document(self))
+            write_atomically(folder / DELIVERY_STATE_FILE, to_json_document(self))
 
 
 class Batch(NamedTuple):

@@ -16,7 +16,7 @@ from raytrec.common.messages import (
     Train,
     select_recorded_ranks,
 )
-from raytrec.metrics.selection import EVAL_PREFIX, Figure, figures_of
+from raytrec.metrics.selection import EVAL_PREFIX, MetricDisplay, read_metric_displays
 
 MAX_INTERVALS = 600  # intervals kept of a run; in longer runs, neighbors are summed repeatedly
 LOAD_KEYS = ("lookups", "lookup_bytes")  # table values that are summed over intervals
@@ -190,12 +190,12 @@ class History:
         return self.starts[-1].total if self.starts else 0
 
     @property
-    def recorded_metrics(self) -> list[Figure]:
+    def recorded_metrics(self) -> list[MetricDisplay]:
         """Return the recorded metrics, as described by the run."""
         described = [start.line() for start in reversed(self.starts)]
         keys = {key for lines in self._metrics.values() for line in lines for key in line.figures}
         keys |= {key.removeprefix(EVAL_PREFIX) for key in self.result}
-        return [figure for figure in figures_of(*described, self.result) if figure.key in keys]
+        return [figure for figure in read_metric_displays(*described, self.result) if figure.key in keys]
 
 
 def _replace_later(lines: list[Any], line: Any) -> None:

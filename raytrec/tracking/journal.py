@@ -19,7 +19,7 @@ from raytrec.checkpoint.index import reason
 from raytrec.common.messages import EVENTS, Message
 from raytrec.common.processes import create_file
 
-MOST_BYTES = 32 << 20  # limit of pending lines; beyond it, the oldest are dropped
+MAX_PENDING_BYTES = 32 << 20  # limit of pending lines; beyond it, the oldest are dropped
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Journal:
     def _enqueue(self, item: PendingWrite) -> None:
         self._waiting.append(item)
         self._bytes += len(item.data)
-        while self._bytes > MOST_BYTES:
+        while self._bytes > MAX_PENDING_BYTES:
             self._bytes -= len(self._waiting.popleft().data)
             self._lost += 1
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from raytrec.common.formatting import flatten
-from raytrec.common.machine import installed_versions
+from raytrec.common.machine import get_installed_versions
 from raytrec.common.messages import Final, Measured, Message, Outcome, RankLine, Result
 from raytrec.common.redaction import hide, hide_all
 from raytrec.config.run_config import RunConfig
@@ -42,7 +42,7 @@ MAX_NAME_LENGTH = 250
 # A store accepts about 1,000 metrics per call; the run folder contains all metrics.
 MAX_TABLES = 200  # only the largest tables are delivered
 MAX_RANK_TABLES = 64  # maximum of ranks × tables; beyond it, tables are not delivered by rank
-TEXTS = 100  # parameters or tags that MLflow accepts in one call
+MAX_TEXTS_PER_CALL = 100  # parameters or tags that MLflow accepts in one call
 ACCELERATOR_PREFIX = "accelerator_type:"  # prefix of the Ray resource that names a node's GPU type
 
 
@@ -160,7 +160,7 @@ def collect_run_tags() -> dict[str, str]:
         directory if it is a git checkout; mlflow.user, mlflow.source.name; with Ray: cluster.nodes,
         cluster.cpus, cluster.gpus, cluster.gpu_types (such as '8 x H200').
     """
-    versions = {"python": platform.python_version(), **installed_versions("mlflow")}
+    versions = {"python": platform.python_version(), **get_installed_versions("mlflow")}
     tags = {f"version.{name}": text for name, text in versions.items()}
     return tags | _collect_git_tags() | _collect_user_tags() | _collect_cluster_tags()
 
@@ -227,4 +227,4 @@ def parameters(config: RunConfig) -> dict[str, str]:
 def split_texts(texts: Mapping[str, str], length: int) -> list[dict[str, str]]:
     """Split texts into parts that MLflow accepts in one call; truncate them and hide secrets in addresses."""
     items = [(key, hide(value)[:length]) for key, value in texts.items()]
-    return [dict(items[i : i + TEXTS]) for i in range(0, len(items), TEXTS)]
+    return [dict(items[i : i + MAX_TEXTS_PER_CALL]) for i in range(0, len(items), MAX_TEXTS_PER_CALL)]

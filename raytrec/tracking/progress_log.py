@@ -20,10 +20,10 @@ from typing_extensions import TypedDict
 from raytrec.cluster.session import is_job_driver
 from raytrec.common.documents import validate_as
 from raytrec.common.errors import ErrorParts
-from raytrec.common.formatting import null_nonfinite, number
+from raytrec.common.formatting import null_nonfinite, parse_number
 from raytrec.common.messages import Count
 from raytrec.common.reading import UnreadableError, parse_json
-from raytrec.metrics.selection import LOG_LOSS, LOSS, Figure
+from raytrec.metrics.selection import LOG_LOSS, LOSS, MetricDisplay
 
 PART_SEPARATOR = "  "  # separator of the parts of a line
 MARK = '{"raytrec": '  # prefix of messages
@@ -71,12 +71,12 @@ def evaluation(step: int, values: Iterable[str]) -> str:
     return f"step {step}: {PART_SEPARATOR.join(values) or 'no metric is defined'}"
 
 
-def named(figures: Iterable[Figure], values: Mapping[str, Any]) -> list[str]:
+def named(figures: Iterable[MetricDisplay], values: Mapping[str, Any]) -> list[str]:
     """Return the defined values, each with its label: "NE 0.9101".
 
     A training loss is left out if it has the same text as the log loss of the same task.
     """
-    defined = {each.key: each for each in figures if not isnan(number(values.get(each.key)))}
+    defined = {each.key: each for each in figures if not isnan(parse_number(values.get(each.key)))}
     texts = {key: each.format.format(values[key]) for key, each in defined.items()}
     losses = [key for key in texts if key.split(".")[-1] == LOSS]
     repeated = {key for key in losses if texts[key] == texts.get(f"{key.removesuffix(LOSS)}{LOG_LOSS}")}

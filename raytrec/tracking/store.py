@@ -9,7 +9,7 @@ from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 
 from raytrec.common.errors import ConfigError
-from raytrec.common.processes import lock
+from raytrec.common.processes import lock_file
 from raytrec.common.redaction import hide, hide_yaml
 from raytrec.compat.mlflow_ import EXPERIMENT_TAGS, PARENT_RUN_TAG, has_store, import_quietly
 from raytrec.config.run_config import RunConfig
@@ -230,7 +230,7 @@ def _initialize_sqlite_file(uri: str) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY)
     try:
-        lock(handle, wait=True)  # file systems without locks are accepted
+        lock_file(handle, wait=True)  # file systems without locks are accepted
         _check_writable(path)
         yield
     finally:

@@ -18,15 +18,15 @@ import numpy as np
 
 from raytrec.cluster.session import ray_session, starts_local_ray
 from raytrec.common.errors import RunError
-from raytrec.common.formatting import count
-from raytrec.common.machine import built_for, usable_gpus
-from raytrec.common.terminal import plain
+from raytrec.common.formatting import format_count
+from raytrec.common.machine import get_build_device, list_usable_gpus
+from raytrec.common.terminal import to_plain_text
 from raytrec.compat.ray_core import list_alive_nodes
 from raytrec.config.run_config import RunConfig
 from raytrec.driver.console import RunConsole
 from raytrec.driver.driver_state import hold_run_lock
 from raytrec.driver.launch import DUPLICATE_SIGNAL_WINDOW_S
-from raytrec.driver.nodes import bundle, count_local_cpus
+from raytrec.driver.nodes import build_worker_bundle, count_local_cpus
 from raytrec.driver.run import PREVIOUS_DRIVER_TIMEOUT_S
 from raytrec.tuning.folder import write_trials
 from raytrec.tuning.search import ENDED_STATES, Search, State, Trial
@@ -88,7 +88,7 @@ class TuneConsole(RunConsole):
         text = f"{len(ended)}/{len(search.trials)} trials  {', '.join(parts)}"
         done = sum(trial.total if trial in ended else trial.step for trial in search.trials)
         total = sum(trial.total for trial in search.trials)
-        self._progress.update(self._task, total=total, completed=done, figures=plain(text))
+        self._progress.update(self._task, total=total, completed=done, figures=to_plain_text(text))
         self._plain(text, always=False)
 
 
@@ -168,7 +168,7 @@ class Runner:
         if not self._waiting:
             return
         places = allocate_environments([trial.config for trial in self._waiting], at_once)
-        remaining, label = count(len(self._waiting), "trial"), self._search.figure.label
+        remaining, label = format_count(len(self._waiting), "trial"), self._search.figure.label
         self._console.note(f"running {remaining}, {len(places)} at a time, compared by {label}")
         running: dict[int, TrialProcess] = {}  # by index into places
         handlers = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
@@ -267,7 +267,7 @@ def allocate_environments(configs: list[RunConfig], at_once: int | None) -> list
         return [{}] * at_once
     processors = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     at_once = at_once or max(1, processors // max(map(count_local_cpus, configs)))
-    gpus = usable_gpus() if scaling.device != "cpu" and built_for() != "cpu" else []
+    gpus = list_usable_gpus() if scaling.device != "cpu" and get_build_device() != "cpu" else []
     if not gpus:
         return [{}] * at_once
     shares = [gpus[i : i + workers] for i in range(0, len(gpus) - workers + 1, workers)] or [gpus]
@@ -278,6 +278,6 @@ def _count_concurrent_trials(config: RunConfig) -> int:
     """Return the number of such trials that fit on the nodes if nothing else runs there; at least one."""
     scaling, nodes = config.scaling, [node["Resources"] for node in list_alive_nodes()]
     gpus = scaling.device == "cuda" or (scaling.device == "auto" and any(node.get("GPU") for node in nodes))
-    places = bundle(config, "cuda" if gpus else "cpu")
+    places = build_worker_bundle(config, "cuda" if gpus else "cpu")
     workers = sum(int(min(node.get(name, 0) // n for name, n in places.items())) for node in nodes)
     return max(1, workers // scaling.max_workers)

@@ -19,10 +19,10 @@ from raytrec.config.schema import Schema
 from raytrec.driver.datasets import open_data
 from raytrec.driver.preflight import check_fit
 from raytrec.driver.prepare import check_no_redacted_values, resolve
-from raytrec.metrics.selection import EVAL_PREFIX, Figure, Selection
+from raytrec.metrics.selection import EVAL_PREFIX, MetricDisplay, Selection
 from raytrec.tracking.run_folder import RESULT, RunFolder
 from raytrec.tuning.space import Space
-from raytrec.worker.loop import total_steps
+from raytrec.worker.loop import count_total_steps
 
 BEST_FILE = "best.yaml"
 MAX_TRIALS = 10_000
@@ -168,7 +168,7 @@ class Search:
     schema: Schema
     space: Space
     settings: Settings
-    figure: Figure
+    figure: MetricDisplay
     trials: list[Trial] = field(default_factory=list)
 
     @property
@@ -242,7 +242,7 @@ def prepare_search(config: RunConfig, space: Space, settings: Settings, allow_co
     schema, datasets = open_data(config)
     is_local = starts_local_ray(config.scaling.address)
 
-    def check(trial: RunConfig) -> Figure:
+    def check(trial: RunConfig) -> MetricDisplay:
         check_fit(trial, schema, here=is_local)
         metrics, key = Selection.from_config(trial, schema), settings.metric
         return metrics.best(trial.checkpoint.best_metric) if key is None else metrics.best(key, "--metric")
@@ -258,7 +258,7 @@ def prepare_search(config: RunConfig, space: Space, settings: Settings, allow_co
         with _attribute_errors(f"trial {index} ({values_text})", space.place, hint):
             trial = make_trial_config(config, values, index)
             check(trial)
-        search.trials.append(Trial(index, values, trial, total_steps(trial, datasets["train"].rows)))
+        search.trials.append(Trial(index, values, trial, count_total_steps(trial, datasets["train"].rows)))
     return search
 
 

@@ -18,13 +18,13 @@ from typing import Any
 import yaml
 from pydantic import ConfigDict, StrictInt, TypeAdapter, ValidationError
 
-from raytrec.common.errors import ConfigError, convert_os_errors, some, unknown
+from raytrec.common.errors import ConfigError, convert_os_errors, make_unknown_word_error, shorten_repr
 from raytrec.common.reading import UnreadableError, parse_yaml
 from raytrec.common.storage import read_bytes
 from raytrec.config.base import Mark, Number
 from raytrec.config.overrides import apply_override, to_override_texts
 from raytrec.config.run_config import RunConfig, list_keys_with
-from raytrec.config.trust import find_foreign_code, origin, refuse_code
+from raytrec.config.trust import find_foreign_code, find_origin, refuse_code
 
 # Kind → expected syntax.
 DRAW_KINDS = {
@@ -160,7 +160,7 @@ class Space:
         Raises:
             ConfigError: The space draws such code; the error lists the code.
         """
-        if elsewhere := origin(self.place):
+        if elsewhere := find_origin(self.place):
             allowed = find_foreign_code(config.get_changed_values()).items()
             for draw, value in self.extremes:
                 changed = config.get_changed_values()  # these values may be invalid
@@ -171,14 +171,16 @@ class Space:
 
 def _draw(key: str, spec: Any, where: str) -> Draw:
     if not isinstance(spec, dict) or len(spec) != 1:
-        raise ConfigError(f"{key}: {some(spec)} is not a distribution", where=where, expected=EXPECTED)
+        raise ConfigError(
+            f"{key}: {shorten_repr(spec)} is not a distribution", where=where, expected=EXPECTED
+        )
     ((kind, values),) = spec.items()
     if kind not in DRAW_KINDS:
-        raise unknown(f"{key}: unknown distribution '{kind}'", str(kind), DRAW_KINDS, where)
+        raise make_unknown_word_error(f"{key}: unknown distribution '{kind}'", str(kind), DRAW_KINDS, where)
     try:
         parsed = _parse_choices(values) if kind == "choice" else _ends(kind, values)
     except ValueError as error:
-        what = f"{key}: {kind} {error} (got {some(values)})"
+        what = f"{key}: {kind} {error} (got {shorten_repr(values)})"
         raise ConfigError(what, where=where, expected=DRAW_KINDS[kind]) from None
     return Draw(key, kind, parsed, where)
 

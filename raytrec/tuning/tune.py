@@ -14,9 +14,9 @@ from rich.table import Table
 
 from raytrec.cluster.session import is_job_driver
 from raytrec.common.errors import ConfigError, RunError
-from raytrec.common.formatting import number
-from raytrec.common.storage import absolute, quote_for_shell, relative
-from raytrec.common.terminal import bold, open_console, plain
+from raytrec.common.formatting import parse_number
+from raytrec.common.storage import make_absolute, make_relative, quote_for_shell
+from raytrec.common.terminal import open_console, to_bold_text, to_plain_text
 from raytrec.config.overrides import Overrides
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.driver.driver_state import hold_run_lock, record_driver
@@ -89,7 +89,7 @@ def tune(
                 where="command line",
                 expected="neither CONFIG nor --space",
             )
-        return _run(reopen_search(Path(absolute(str(resume))), trials, allow_code), at_once)
+        return _run(reopen_search(Path(make_absolute(str(resume))), trials, allow_code), at_once)
     if source is None or not space:
         raise ConfigError(
             "a search requires a config and a space", expected="raytrec tune CONFIG --space SPACE.yaml"
@@ -107,7 +107,7 @@ def tune(
             "the folder already contains a search",
             where=config.run.dir,
             expected="a new folder",
-            do=f"run raytrec tune --resume {relative(Path(config.run.dir))}, or choose another run.name",
+            do=f"run raytrec tune --resume {make_relative(Path(config.run.dir))}, or choose another run.name",
         )
     return _run(prepare_search(config, search_space, settings, allow_code), at_once)
 
@@ -169,7 +169,11 @@ def format_best_config(search: Search, best: Trial) -> str:
         f"# Trial {best.number} of {search.config.run.name}, {best.state} at step {best.step}: "
         f"{search.value_text(best)} on the {data} data.",
         *([f"# Warning: {search.test_data_warning}."] if search.test_data_warning else []),
-        *(f"# {key}: {value}" for key, value in best.read_last_figures().items() if not isnan(number(value))),
+        *(
+            f"# {key}: {value}"
+            for key, value in best.read_last_figures().items()
+            if not isnan(parse_number(value))
+        ),
         *(f"# {key} = {value}" for key, value in best.values.items()),
     ]
     values = search.config.with_(best.values).get_changed_values()
@@ -181,31 +185,35 @@ def format_best_config(search: Search, best: Trial) -> str:
 def print_outcome(search: Search) -> None:
     """Print a table of the trials, the best first, and the search folder on stdout."""
     console = open_console()
-    console.print(bold(search.config.run.name), soft_wrap=True)
+    console.print(to_bold_text(search.config.run.name), soft_wrap=True)
     table = _build_table(search, list(search.trials[0].values))
     if console.measure(table, options=console.options.update_width(10_000)).maximum > console.width:
         table = _build_table(search, [])
     console.print(table)
     lines = [f"warning: {search.test_data_warning}"] if search.test_data_warning else []
     lines += [f"trial {trial.number} failed: {trial.error}" for trial in search.trials if trial.error]
-    lines.append(f"search       {relative(search.folder)}")
+    lines.append(f"search       {make_relative(search.folder)}")
     if search.best:
-        lines.append(f"best         raytrec train {quote_for_shell(relative(search.folder / BEST_FILE))}")
+        lines.append(
+            f"best         raytrec train {quote_for_shell(make_relative(search.folder / BEST_FILE))}"
+        )
     for line in lines:
-        console.print(plain(line), soft_wrap=True)
+        console.print(to_plain_text(line), soft_wrap=True)
 
 
 def _build_table(search: Search, keys: list[str]) -> Table:
     """Return a table of the trials with one column per key; without keys, one column holds all values."""
     table, figure = Table(), search.figure
     for column in ("trial", figure.label, "step", *keys, "state"):
-        table.add_column(plain(column), justify="left" if column == "state" else "right", no_wrap=True)
+        table.add_column(
+            to_plain_text(column), justify="left" if column == "state" else "right", no_wrap=True
+        )
     if not keys:
         table.add_column("values", overflow="fold")
     for trial in search.ranked:
         cells = [trial.number, figure.text(trial.value), f"{trial.step:,}"]
         cells += [trial.values[key] for key in keys]
-        table.add_row(*map(plain, [*cells, trial.state, *([] if keys else [trial.values_text])]))
+        table.add_row(*map(to_plain_text, [*cells, trial.state, *([] if keys else [trial.values_text])]))
     return table
 
 
@@ -225,7 +233,7 @@ def _write_mlflow_run(search: Search, failed: list[str]) -> None:
         if best := search.best:
             tags |= {"best.trial": str(best.number)} | {f"best.{k}": str(v) for k, v in best.values.items()}
             figures: dict[str, Any] = {EVAL_PREFIX + search.figure.key: best.value} | best.read_last_figures()
-            figures = {key: value for key, value in figures.items() if not isnan(number(value))}
+            figures = {key: value for key, value in figures.items() if not isnan(parse_number(value))}
             store.write_metrics([Record(figures, best.step, round(time() * 1000))])
         store.write_tags(tags)
         for file in (SPACE, BEST_FILE):

@@ -14,24 +14,24 @@ from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from raytrec.checkpoint.index import find_progress_problem, read_index
 from raytrec.checkpoint.managed import allocate_ids, load_ids, load_with_ids
 from raytrec.checkpoint.restore import restore
-from raytrec.checkpoint.rows import resolve_warm_starts, schema_of
+from raytrec.checkpoint.rows import parse_stored_schema, resolve_warm_starts
 from raytrec.checkpoint.state import LogicalState, State, find_nonfinite, is_average, summarize_over_ranks
 from raytrec.common import messages
 from raytrec.common.collectives import Peers
 from raytrec.common.errors import RunError
-from raytrec.compat.fbgemm import CACHED, pad_empty_shards
-from raytrec.compat.fbgemm_lookups import substitute_known_kernels, use_custom_lookups
+from raytrec.compat.fbgemm import CACHE_SETTINGS, pad_empty_shards
+from raytrec.compat.fbgemm_lookups import substitute_torchrec_kernels, use_custom_lookups
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.embeddings.constraints import CACHING_KERNEL, MMAP_KERNEL, resolve_optimizers
 from raytrec.embeddings.managed.batches import ManagedBatches
 from raytrec.embeddings.mapped import MappedFileFactory, mark_mapped
-from raytrec.embeddings.optim import DenseAverage, GlobalNormClip, combine, mark_fused
-from raytrec.embeddings.sharding import list_shard_widths, make_codecs, make_planning_sharders, sharders
+from raytrec.embeddings.optim import DenseAverage, GlobalNormClip, combine_optimizers, mark_fused
+from raytrec.embeddings.sharding import list_shard_widths, make_codecs, make_planning_sharders, make_sharders
 from raytrec.embeddings.tables import fill_tables
 from raytrec.models.parts.shared_negatives import share_negatives_across_ranks
 from raytrec.models.recommender import build_recommender, checkpoint_activations, compile_dense
-from raytrec.planning.memory import exclude_training_memory, held, planned
+from raytrec.planning.memory import compute_rank_parts, exclude_training_memory, list_planned_tables
 from raytrec.planning.plan import make_plan
 from raytrec.planning.step_cost import estimate_hot_rows
 from raytrec.tasks.objective import Objective
@@ -88,29 +88,29 @@ def build_step(
     planners = make_planning_sharders(config, schema, world)
     plan = make_plan(model, planners, schema, config, device)
     codecs = make_codecs(config, list_shard_widths(plan), world)
-    tables = held(planned(plan, config, schema, world), config, schema, device.type)
+    tables = compute_rank_parts(list_planned_tables(plan, config, schema, world), config, schema, device.type)
     shares = [share for share, _ in estimate_hot_rows(tables, config, schema, world)]
     mark_mapped(model.embeddings.collections, plan, optimizers, any(shares))
     # For tables in host memory with a cache on the GPUs, hits are counted, and rows are fetched before their
     # step and locked until the step has been trained. On CPU there is no cache.
     kernels = {spec.compute_kernel for module in plan.plan.values() for spec in module.values()}
-    cache = CACHED if device.type == "cuda" and CACHING_KERNEL in kernels else None
+    cache = CACHE_SETTINGS if device.type == "cuda" and CACHING_KERNEL in kernels else None
     # An unpooled id is sent to other ranks once per batch, and its gradients are sent as a sum. FBGEMM
     # (1.8.0) finds distinct ids only on GPUs, and in fp16 the sum of many gradients may be infinite.
     deduplicate = device.type == "cuda" and world > 1 and config.plan.qcomms.backward_precision != "fp16"
     files = MappedFileFactory(config, shares[dist.get_rank()])
-    with use_custom_lookups(files), substitute_known_kernels(plan, {MMAP_KERNEL: "fused"}):
+    with use_custom_lookups(files), substitute_torchrec_kernels(plan, {MMAP_KERNEL: "fused"}):
         sharded = DistributedModelParallel(
             model,
             device=device,
             plan=plan,
-            sharders=sharders(cache, codecs, device.type, deduplicate),
+            sharders=make_sharders(cache, codecs, device.type, deduplicate),
             data_parallel_wrapper=_SingleRankWrapper() if world == 1 else None,
         )
     pad_empty_shards(sharded)
     if fill:
         fill_tables(sharded, config.run.seed)
-    optimizer = combine(sharded, optimizers, config.optim.dense)
+    optimizer = combine_optimizers(sharded, optimizers, config.optim.dense)
     if config.train.max_grad_norm:
         optimizer = GlobalNormClip(optimizer, sharded, config.train.max_grad_norm)
     if config.train.ema:
@@ -131,7 +131,7 @@ class _SingleRankWrapper(DataParallelWrapper):
         """Leave the model unchanged."""
 
 
-def plan_of(config: RunConfig, schema: Schema, device: torch.device) -> ShardingPlan:
+def compute_run_plan(config: RunConfig, schema: Schema, device: torch.device) -> ShardingPlan:
     """Return the plan that `build_step` would use, without creating any table; a collective."""
     world = dist.get_world_size()
     planners = make_planning_sharders(config, schema, world)
@@ -191,7 +191,7 @@ def begin(step: Step, config: RunConfig, schema: Schema, log_odds: Sequence[floa
     if not config.warm_start.from_:
         return
     index = read_index(config.warm_start.from_)
-    starts = resolve_warm_starts(config, schema_of(index["about"]), schema)
+    starts = resolve_warm_starts(config, parse_stored_schema(index["about"]), schema)
     rows = {table: start.rows for table, start in starts.items() if start.policy == "resize"}
     new_tables = {table for table, start in starts.items() if start.policy == "new"}
     state = LogicalState(step.model, step.optimizer, with_optimizer=config.warm_start.optimizer)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from raytrec.checkpoint.files import folder_of, steps
+from raytrec.checkpoint.files import get_step_folder, steps
 from raytrec.checkpoint.index import read_index
 from raytrec.checkpoint.managed import gather_ids, load_with_ids
 from raytrec.checkpoint.save import CheckpointWriter, NonfiniteStateError, Saved
@@ -19,12 +19,12 @@ from raytrec.checkpoint.snapshot import RowSnapshot
 from raytrec.checkpoint.state import LogicalState
 from raytrec.common import messages
 from raytrec.common.errors import ErrorParts, RunError
-from raytrec.common.machine import installed_versions
+from raytrec.common.machine import get_installed_versions
 from raytrec.common.messages import Command, Restart
 from raytrec.common.redaction import hide_all
 from raytrec.common.storage import quote_for_shell
 from raytrec.config.features import resolve_features
-from raytrec.embeddings.sharding import describe
+from raytrec.embeddings.sharding import describe_plan
 from raytrec.worker.consensus import Decision, StepConsensus
 from raytrec.worker.nonfinite import NAN_FOLDER, LossMonitor, dump
 from raytrec.worker.progress import RankRun
@@ -157,7 +157,7 @@ class CheckpointManager:
         dist.broadcast(exists, src=0)
         if not exists:
             return self._warn(f"the best checkpoint, step {step}, no longer exists; keeping the last weights")
-        folder = folder_of(root, step)
+        folder = get_step_folder(root, step)
         load_with_ids(folder, self._state.tensors(), self._step.maps, read_index(folder)["about"])
         self._state.written()
 
@@ -239,7 +239,7 @@ class CheckpointManager:
         if self._newest is None:
             do = f"restart with lower learning rates ({lower}), or set train.max_grad_norm"
         else:
-            folder = folder_of(self._context.task.checkpoint, self._newest)
+            folder = get_step_folder(self._context.task.checkpoint, self._newest)
             do = (
                 "restart with the weights of the last checkpoint, which is finite, and lower learning rates "
                 f"or train.max_grad_norm: raytrec train --warm-start {quote_for_shell(folder)} {lower}"
@@ -292,7 +292,7 @@ class CheckpointManager:
             "data": task.fingerprint,
             "config": hide_all(config.model_dump(by_alias=True, mode="json")),  # users share checkpoints
             "schema": task.schema.to_yaml(),
-            "plan": describe(self._run.plan),
+            "plan": describe_plan(self._run.plan),
             "world_size": self._context.world,
-            "versions": installed_versions(),
+            "versions": get_installed_versions(),
         }

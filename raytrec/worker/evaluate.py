@@ -14,11 +14,11 @@ from raytrec.common.errors import RunError
 from raytrec.data.batch import Batch
 from raytrec.data.stream import Stream
 from raytrec.embeddings.optim import find_dense_average
-from raytrec.metrics.evaluation import Names, TaskRows, choose_ranking_device
+from raytrec.metrics.evaluation import SliceNames, TaskRows, choose_ranking_device
 from raytrec.metrics.full_ranking import FullRanking
 from raytrec.metrics.ranked import WeightedRows
 from raytrec.metrics.selection import Selection
-from raytrec.metrics.sums import ROWS, Sums
+from raytrec.metrics.sums import ROWS, MetricSums
 from raytrec.tasks.outputs import StepOutputs
 from raytrec.tasks.task import key_columns
 from raytrec.worker.nonfinite import MAX_STEPS_IN_FLIGHT, AsyncHostCopy
@@ -27,7 +27,7 @@ from raytrec.worker.step import Step
 
 Curves = dict[str, dict[str, Any]]
 SLICES = "slices"  # key of the figures of slices
-FACTORS = (1.0, 0.75, 0.5, 0.25, 0.0)  # candidates for scaling the deep part
+SHRINK_FACTORS = (1.0, 0.75, 0.5, 0.25, 0.0)  # candidates for scaling the deep part
 
 
 class Model(Protocol):
@@ -62,10 +62,13 @@ def evaluate(
     Raises:
         RunError: The ranks together read more or fewer rows than the dataset has.
     """
-    sums, rows_by_task = Sums(selection, device), {task: TaskRows(selection, task) for task in selection.of}
+    sums, rows_by_task = (
+        MetricSums(selection, device),
+        {task: TaskRows(selection, task) for task in selection.of},
+    )
     collectors = [HostRowCollector(task, rows) for task, rows in rows_by_task.items() if rows.needed]
     slices = selection.settings.slices
-    names = Names(slices, key_columns(list(selection.tasks.values()), slices))
+    names = SliceNames(slices, key_columns(list(selection.tasks.values()), slices))
     ranking = None if items is None else FullRanking(selection, device)
     if ranking:
         ranking.compute_item_vectors(step, items)
@@ -162,7 +165,7 @@ def evaluate_shrunk(
     """
     weight: Any = step.head.model.shrunk
     figure, original, results = selection.best(None), weight.detach().clone(), []
-    for factor in FACTORS:
+    for factor in SHRINK_FACTORS:
         shrink(step, factor)
         figures, curves = evaluate(step, held, device, selection, items)
         results.append((figure.loss(broadcast_figure(figure, figures, device)), figures, curves, factor))

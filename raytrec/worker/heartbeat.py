@@ -15,10 +15,10 @@ from raytrec.common.errors import RunError
 from raytrec.common.messages import HEARTBEAT_INTERVAL_S, Command
 
 T = TypeVar("T")
-REPLY_S = 10.0  # timeout of the coordinator's answer
+REPLY_TIMEOUT_S = 10.0  # timeout of the coordinator's answer
 PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"  # folder of raytrec; its checkout may have any name
 # A thread with a frame in one of these files waits for other ranks.
-WAITS = ("torch/distributed/", "torchrec/distributed/", "torch/autograd/graph.py")
+WAITING_FILE_PARTS = ("torch/distributed/", "torchrec/distributed/", "torch/autograd/graph.py")
 
 
 class Heartbeat:
@@ -98,7 +98,7 @@ class Heartbeat:
         import ray
 
         try:
-            current = ray.get(self._coordinator.current.remote(self._attempt), timeout=REPLY_S)
+            current = ray.get(self._coordinator.current.remote(self._attempt), timeout=REPLY_TIMEOUT_S)
         except ray.exceptions.RayError as error:  # includes a timeout
             raise RunError("the driver does not respond, and may have abandoned this worker group") from error
         if not current:
@@ -129,7 +129,7 @@ class Heartbeat:
             last_ticks = ticks
             try:
                 beat = self.send(where, waiting, unfinished)
-                command, answered_at = Command(ray.get(beat, timeout=REPLY_S)), monotonic()
+                command, answered_at = Command(ray.get(beat, timeout=REPLY_TIMEOUT_S)), monotonic()
             except (ray.exceptions.GetTimeoutError, ray.exceptions.ActorUnavailableError):
                 if monotonic() - answered_at > self._lease_s:
                     self._exit_process(f"the driver has not responded for {monotonic() - answered_at:.0f} s")
@@ -164,7 +164,7 @@ def _locate_thread(thread: int) -> tuple[str, bool]:
     frame = sys._current_frames().get(thread) or sys._current_frames().get(main_thread().ident)
     innermost, waiting = frame, False
     while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE) and not waiting:
-        waiting = any(part in frame.f_code.co_filename for part in WAITS)
+        waiting = any(part in frame.f_code.co_filename for part in WAITING_FILE_PARTS)
         frame = frame.f_back
     if innermost is None:
         return "", False

@@ -19,9 +19,9 @@ def train_worker(task: WorkerTask) -> None:
     If an earlier group of the same run was interrupted, training resumes from its newest checkpoint.
     """
     from raytrec.checkpoint.state import LogicalState
-    from raytrec.embeddings.sharding import describe
+    from raytrec.embeddings.sharding import describe_plan
     from raytrec.metrics.selection import Selection
-    from raytrec.metrics.sums import Sums
+    from raytrec.metrics.sums import MetricSums
     from raytrec.worker.build import begin_or_resume, build_step
     from raytrec.worker.checkpointing import CheckpointManager, Stopped
     from raytrec.worker.evaluate import can_shrink, evaluate, evaluate_shrunk, shrink
@@ -35,14 +35,14 @@ def train_worker(task: WorkerTask) -> None:
     train, evaluation = context.stream("train", order), make_evaluation_order(config)
     valid, test, items = (context.stream(name, evaluation) for name in ("valid", "test", "items"))
     valid, test = valid or test, test or valid
-    epoch_steps, total = order.steps(train.dataset.rows), total_steps(config, train.dataset.rows)
+    epoch_steps, total = order.steps(train.dataset.rows), count_total_steps(config, train.dataset.rows)
 
     context.enter_phase("building the model", "plan")
     if config.train.compile:
         context.heartbeat.watch_compiler()
     step, plan = build_step(config, task.schema, context.device, fill=False, steps=total)
     selection = Selection.from_config(config, task.schema)
-    window = Sums(selection, context.device)
+    window = MetricSums(selection, context.device)
     state, progress = LogicalState(step.model, step.optimizer), Progress(window)
     begin_or_resume(context, step, state, progress)
     freeze_gc()
@@ -59,7 +59,7 @@ def train_worker(task: WorkerTask) -> None:
             total=total,
             step=progress.step,
             workers=context.world,
-            plan=describe(plan),
+            plan=describe_plan(plan),
             metrics=selection.described(training=True),
         )
     )
@@ -144,19 +144,19 @@ def check_worker(task: WorkerTask) -> None:
     The tables are shrunk; the plan is the one of the tables in their real size.
     """
     from raytrec.checks.parity.compare import compare, shrink
-    from raytrec.embeddings.sharding import describe
-    from raytrec.worker.build import build_step, plan_of
+    from raytrec.embeddings.sharding import describe_plan
+    from raytrec.worker.build import build_step, compute_run_plan
 
     context = WorkerContext.enter(task)
     context.enter_phase("planning", "plan")
-    plan = plan_of(task.config, task.schema, context.device)
+    plan = compute_run_plan(task.config, task.schema, context.device)
     config, schema = shrink(task.config, task.schema, plan)
     context.enter_phase(f"training {PARITY_STEPS} steps, sharded and in a single process", "plan")
     rows = max(24, 8 * context.world)
     findings = compare(build_step, config, schema, context.device, rows=rows, steps=PARITY_STEPS)
     figures = {
         "world_size": context.world,
-        "plan": describe(plan),
+        "plan": describe_plan(plan),
         "findings": [finding.record() for finding in findings],
     }
     context.report(messages.Result(step=0, figures=figures))
@@ -192,7 +192,7 @@ def resolve_epochs(config: RunConfig, rows: int) -> int:
     return max(epochs, -(-MIN_AUTO_STEPS // max(1, make_train_order(config).steps(rows))))
 
 
-def total_steps(config: RunConfig, rows: int) -> int:
+def count_total_steps(config: RunConfig, rows: int) -> int:
     """Return the number of steps of the whole run: epochs × steps per epoch, at most train.max_steps."""
     steps = resolve_epochs(config, rows) * make_train_order(config).steps(rows)
     return min(steps, config.train.max_steps or steps)

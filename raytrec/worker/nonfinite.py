@@ -22,7 +22,7 @@ MAX_STEPS_IN_FLIGHT = (
 )
 # Number of batches kept. A bad loss is known at most two steps later, and acted on one or two steps after
 # that (StepConsensus.lag); by then a pipeline has read up to three more batches.
-KEPT = MAX_STEPS_IN_FLIGHT + 6
+MAX_RECENT_BATCHES = MAX_STEPS_IN_FLIGHT + 6
 NAN_FOLDER = "nan"
 TASK_WEIGHTS_COLUMN = "task_weights"  # column with each row's factors
 
@@ -168,7 +168,7 @@ class RecentBatches:
 
     def __init__(self, batches: Iterator[Batch], first_step: int):
         self._batches, self._step = batches, first_step
-        self._recent: deque[tuple[int, Batch]] = deque(maxlen=KEPT)
+        self._recent: deque[tuple[int, Batch]] = deque(maxlen=MAX_RECENT_BATCHES)
 
     def __iter__(self) -> Iterator[Batch]:
         return self

@@ -13,10 +13,10 @@ from time import time
 from torch.profiler import ProfilerAction, profile
 
 from raytrec.checks.live.outcome import CHECKPOINT, START, STEP, CheckedRun, Outcome, Position
-from raytrec.checks.live.registry import LiveChecks, choose, verdict
+from raytrec.checks.live.registry import LiveChecks, make_stop_error, select_enabled_checks
 from raytrec.checks.live.same_environment import NETWORK
 from raytrec.common import messages
-from raytrec.common.machine import compute_code_hash, installed_versions
+from raytrec.common.machine import compute_code_hash, get_installed_versions
 from raytrec.compat.torch_ import record_memory, save_memory
 from raytrec.embeddings.taps import Taps
 from raytrec.worker.loop import resolve_evaluation_interval
@@ -148,7 +148,7 @@ class CheckRunner(Observer):
             "training data": context.task.fingerprint,
             "raytrec's code": compute_code_hash(),
             **({NETWORK: context.network} if context.device.type == "cuda" else {}),
-            **installed_versions(),
+            **get_installed_versions(),
         }
         self._report(self._checks.evaluate(START, Position(self._run.progress.step, about=about)))
 
@@ -185,7 +185,7 @@ class CheckRunner(Observer):
     def _report(self, outcomes: list[Outcome]) -> None:
         for outcome in outcomes:
             self._run.context.report(replace(outcome, unix_s=time()))
-        if error := verdict(outcomes, self._config):
+        if error := make_stop_error(outcomes, self._config):
             raise error
 
 
@@ -275,7 +275,7 @@ def make_observers(run: RankRun) -> ObserverList:
     observers: list[Observer] = []
     if config.train.profile:
         observers.append(StepProfiler(run))
-    recorded, checked = config.tracking.every_steps, bool(choose(config))
+    recorded, checked = config.tracking.every_steps, bool(select_enabled_checks(config))
     if not (recorded or checked):
         return ObserverList(observers)
     taps = Taps(step.model, step.head, list(schema.sparse))

@@ -13,11 +13,11 @@ from torchrec.distributed.types import ShardingPlan
 
 from raytrec.checkpoint.state import LogicalState
 from raytrec.common import messages
-from raytrec.common.formatting import null_nonfinite, number
+from raytrec.common.formatting import null_nonfinite, parse_number
 from raytrec.common.messages import ENDED_EARLY
 from raytrec.config.training import EarlyStoppingSection
-from raytrec.metrics.selection import Figure
-from raytrec.metrics.sums import Sums
+from raytrec.metrics.selection import MetricDisplay
+from raytrec.metrics.sums import MetricSums
 from raytrec.tasks.outputs import StepOutputs
 from raytrec.worker.context import WorkerContext
 from raytrec.worker.nonfinite import MAX_STEPS_IN_FLIGHT, AsyncHostCopy, RecentBatches
@@ -79,7 +79,7 @@ class Progress:
         deep_share: Factor of the deep part chosen by held-out rows at the end (worker.evaluate); None before.
     """
 
-    window: Sums
+    window: MetricSums
     step: int = 0
     rows: int = 0
     trained: int = 0
@@ -200,9 +200,9 @@ class RankRun:
     last_step: int
 
 
-def broadcast_figure(figure: Figure, figures: Mapping[str, Any], device: torch.device) -> float:
+def broadcast_figure(figure: MetricDisplay, figures: Mapping[str, Any], device: torch.device) -> float:
     """Return rank 0's value of a metric on every rank; NaN if undefined. A collective."""
-    shared = torch.tensor(number(figures.get(figure.key)), dtype=torch.float64, device=device)
+    shared = torch.tensor(parse_number(figures.get(figure.key)), dtype=torch.float64, device=device)
     dist.broadcast(shared, src=0)
     return float(shared)
 
@@ -225,7 +225,7 @@ class EarlyStopping:
 
     def __init__(self, section: EarlyStoppingSection | None, progress: Progress, device: torch.device):
         self._progress, self._device = progress, device
-        self._figure: Figure | None = None
+        self._figure: MetricDisplay | None = None
         self.restores = section is not None and section.restore_best
         if section:
             self._patience = section.patience
@@ -273,7 +273,7 @@ class EarlyStopping:
             return {}
         return {"train.ended": self._describe_end(self._figure) if self.over else "after all steps"}
 
-    def _describe_end(self, figure: Figure) -> str:
+    def _describe_end(self, figure: MetricDisplay) -> str:
         history = self._progress.early_stopping
         count = f"{history['since']} evaluation{'s' * (history['since'] > 1)}"
         if history.get("best") is None:

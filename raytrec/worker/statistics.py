@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from raytrec.checks.live.outcome import read
+from raytrec.checks.live.outcome import read_flat_values
 from raytrec.compat.fbgemm import measure_cache_hits
 from raytrec.config.schema import Schema
 from raytrec.embeddings.constraints import MMAP_KERNEL
 from raytrec.embeddings.tables import Shard, ShardedValues, Table
 from raytrec.embeddings.taps import Lookup, Part, Taps, add_row_gradients
 
-SAMPLE = 1024  # rows of a shard's sample, which may have up to twice as many
+MIN_SAMPLED_ROWS = 1024  # rows of a shard's sample, which may have up to twice as many
 NORM_EDGES = (-4.0, 2.0, 30)  # log10 of the first and last edge (1e-4 and 1e2), and number of bins
 
 
@@ -147,7 +147,7 @@ class Statistics:
         rows = shard.values.shape[0]
         if not rows:
             return {"max_abs": torch.zeros((), device=shard.values.device)}
-        stride = max(1, rows // SAMPLE)
+        stride = max(1, rows // MIN_SAMPLED_ROWS)
         # The factor is a prime, so that consecutive samples do not take neighboring rows.
         sample = slice(self._turn * 7919 % stride, None, stride)
         weights = shard.read(sample).float()
@@ -173,7 +173,7 @@ class Statistics:
             and self._count_read_ids(table.name)[1] == 1.0
         )
         if hashed and "dead_share" in figures:
-            figures["collision_rate"] = collisions(figures["dead_share"])
+            figures["collision_rate"] = estimate_collision_rate(figures["dead_share"])
         return figures
 
     def _compute_gradient_norm(self, table: Table, probed: ProbedRows) -> torch.Tensor | None:
@@ -224,7 +224,9 @@ class Statistics:
         shard = _get_local_shard(self._tables[name].weight)
         ids = torch.cat([_get_ids(features, key) for key in keys])
         rows = ids.unique()
-        sampled = rows[:: max(1, len(rows) // SAMPLE)].contiguous()  # contiguous, as rows are searched in it
+        sampled = rows[
+            :: max(1, len(rows) // MIN_SAMPLED_ROWS)
+        ].contiguous()  # contiguous, as rows are searched in it
         before = shard.read(sampled).detach().float()
         self._probed[name] = ProbedRows(lookup, sampled, len(rows), len(ids), before, keys)
 
@@ -234,7 +236,7 @@ class Statistics:
         return ids, changed / ids if ids else None
 
 
-def collisions(dead_share: torch.Tensor) -> torch.Tensor:
+def estimate_collision_rate(dead_share: torch.Tensor) -> torch.Tensor:
     """Return the share of distinct ids that share a row with an earlier id, if all ids are hashed.
 
     Of n ids hashed into R rows, R·exp(−n/R) rows stay empty. With the share d of empty rows, n = −R·ln d, and
@@ -284,7 +286,7 @@ def _get_ids(features: KeyedJaggedTensor, key: int) -> torch.Tensor:
 def _to_numbers(tables: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return the figures with tensors replaced by numbers, using one copy from the device."""
     tensors = [v for figures in tables.values() for v in figures.values() if isinstance(v, torch.Tensor)]
-    numbers = iter(read([tensor.double() for tensor in tensors]))
+    numbers = iter(read_flat_values([tensor.double() for tensor in tensors]))
 
     def plain(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):

@@ -10,14 +10,14 @@ from plain_ids import ReferenceIdMap, splitmix64
 from ranks import run_on_ranks
 from small import build_step_on_rank
 
-from raytrec.checkpoint.files import folder_of
+from raytrec.checkpoint.files import get_step_folder
 from raytrec.checkpoint.index import read_index
 from raytrec.checkpoint.managed import allocate_ids, find_stored_rows, gather_ids, load_ids
 from raytrec.checkpoint.restore import restore
 from raytrec.checkpoint.rows import resolve_warm_starts
 from raytrec.checkpoint.save import CheckpointWriter
 from raytrec.checkpoint.state import LogicalState
-from raytrec.checks.parity.batches import cuts, make_local_batch
+from raytrec.checks.parity.batches import compute_row_bounds, make_local_batch
 from raytrec.common.errors import SchemaError
 from raytrec.config.training import CheckpointSection
 from raytrec.worker.build import begin
@@ -28,7 +28,8 @@ MIDDLE_STEP = 3
 
 def make_own_batches(rank, world):
     return [
-        make_local_batch(b, managed_schema(), cuts(ROWS, world, "unequal"), rank) for b in random_id_batches()
+        make_local_batch(b, managed_schema(), compute_row_bounds(ROWS, world, "unequal"), rank)
+        for b in random_id_batches()
     ]
 
 
@@ -78,8 +79,8 @@ def read_stored_ids(folder):
 
 def test_checkpoint_holds_the_trained_ids(uninterrupted_run):
     for step in (MIDDLE_STEP, STEPS):
-        stored = read_stored_ids(folder_of(uninterrupted_run, step))
-        sizes = checkpoints.read_about(folder_of(uninterrupted_run, step))["ids"]
+        stored = read_stored_ids(get_step_folder(uninterrupted_run, step))
+        sizes = checkpoints.read_about(get_step_folder(uninterrupted_run, step))["ids"]
         for name in managed_schema().managed:
             plain = ReferenceIdMap(
                 managed_schema().tables[name].rows, managed_schema().tables[name].ids, SEED
@@ -104,11 +105,18 @@ def test_managed_ids_resume_on_another_world_size(uninterrupted_run, world, shar
     root = str(tmp_path)
     run_on_ranks(2, run, "row_wise", root, 0, MIDDLE_STEP)
     run_on_ranks(world, run, sharding, root, MIDDLE_STEP, STEPS)
-    one, other = (checkpoints.read_tensors(folder_of(place, STEPS)) for place in (uninterrupted_run, root))
-    assert read_stored_ids(folder_of(root, STEPS)) == read_stored_ids(folder_of(uninterrupted_run, STEPS))
+    one, other = (
+        checkpoints.read_tensors(get_step_folder(place, STEPS)) for place in (uninterrupted_run, root)
+    )
+    assert read_stored_ids(get_step_folder(root, STEPS)) == read_stored_ids(
+        get_step_folder(uninterrupted_run, STEPS)
+    )
     if world == 2:
         assert (
-            checkpoints.differing_tensors(folder_of(root, STEPS), folder_of(uninterrupted_run, STEPS)) == []
+            checkpoints.differing_tensors(
+                get_step_folder(root, STEPS), get_step_folder(uninterrupted_run, STEPS)
+            )
+            == []
         )
     for name in one:
         torch.testing.assert_close(other[name], one[name], rtol=0, atol=2e-6)
@@ -119,13 +127,15 @@ def test_draining_the_pipeline_does_not_change_training(uninterrupted_run, tmp_p
     assert ahead == other, "all ranks prefetch at the same steps"
     assert ahead[0] and not ahead[MIDDLE_STEP - 1] and not ahead[2 * MIDDLE_STEP - 1] and not ahead[-1]
     assert (
-        checkpoints.differing_tensors(folder_of(str(tmp_path), STEPS), folder_of(uninterrupted_run, STEPS))
+        checkpoints.differing_tensors(
+            get_step_folder(str(tmp_path), STEPS), get_step_folder(uninterrupted_run, STEPS)
+        )
         == []
     )
 
 
 def test_stored_rows_are_found_without_ranks(uninterrupted_run):
-    folder = folder_of(uninterrupted_run, STEPS)
+    folder = get_step_folder(uninterrupted_run, STEPS)
     stored, index = read_stored_ids(folder), read_index(folder)
     for name in managed_schema().managed:
         ids, table = stored[f"ids/{name}/id"], managed_schema().tables[name]
@@ -174,7 +184,7 @@ def run_warm_start(rank, world, folder):
 
 
 def test_warm_start_takes_over_managed_ids(uninterrupted_run):
-    folder = folder_of(uninterrupted_run, STEPS)
+    folder = get_step_folder(uninterrupted_run, STEPS)
     stored, got = read_stored_ids(folder), run_on_ranks(3, run_warm_start, folder)
     for name in managed_schema().managed:
         keys, rows, last = ([v for answer in got for v in answer[name][i]] for i in range(3))

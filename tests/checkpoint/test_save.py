@@ -17,9 +17,9 @@ from raytrec.checkpoint.save import CheckpointWriter, NonfiniteStateError
 from raytrec.checkpoint.state import LogicalState, describe_tensor, find_nonfinite
 from raytrec.checkpoint.storage import ShardWriter
 from raytrec.config.training import CheckpointSection
-from raytrec.metrics.selection import figures_of
+from raytrec.metrics.selection import read_metric_displays
 
-(BY_NE,) = [figure for figure in figures_of() if figure.key == "ne"]
+(BY_NE,) = [figure for figure in read_metric_displays() if figure.key == "ne"]
 
 
 def build_state(world, sharding="row_wise"):
@@ -119,7 +119,7 @@ def save_repeatedly(rank, world, root, keep_last, unseen):
     saves, found = make_writer(state, root, keep_last=keep_last), []
     with pytest.MonkeyPatch.context() as patch:
         if unseen:  # as with a disk quota
-            patch.setattr(save, "free_bytes", lambda root: None)
+            patch.setattr(save, "measure_free_bytes", lambda root: None)
         for number in range(1, 6):
             saved = save_and_wait(saves, number, tensors)
             torch.distributed.barrier()
@@ -160,7 +160,7 @@ def test_full_disk_keeps_the_only_checkpoint(tmp_path, unseen):
 
 def write_checkpoint(root, step, ne):
     """Write a checkpoint without tensors and with an evaluation."""
-    folder = Path(files.folder_of(str(root), step))
+    folder = Path(files.get_step_folder(str(root), step))
     folder.mkdir(exist_ok=True)
     about = {"evaluation": {"ne": ne}}
     write_index(str(folder), {"attempt": "a", "block_bytes": 8, "tensors": {}, "about": about})

@@ -75,7 +75,7 @@ def test_packing_rejects_unsupported_paths(workspace, include, what):
 
 
 def test_large_folder_is_rejected_before_copying(workspace, monkeypatch):
-    monkeypatch.setattr(package, "LARGEST_BYTES", 100)
+    monkeypatch.setattr(package, "MAX_UPLOAD_BYTES", 100)
     with pytest.raises(ConfigError, match="the upload of the job is too large"):
         pack("../x")
     assert list((workspace / "made").iterdir()) == []

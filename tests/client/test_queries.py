@@ -92,7 +92,7 @@ def test_unterminated_line_uses_bounded_memory(root):
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert peak < 3 * queries.MOST_BYTES
+    assert peak < 3 * queries.MAX_ANSWER_BYTES
 
 
 def test_news_reports_how_the_run_ended(root):

@@ -219,7 +219,7 @@ def test_abandoned_worker_group_commits_no_checkpoint(tmp_path):
     import torch
     import torch.distributed.checkpoint as dcp
 
-    from raytrec.checkpoint.files import newest
+    from raytrec.checkpoint.files import find_newest_checkpoint
     from raytrec.checkpoint.storage import ShardWriter
     from raytrec.common.errors import RunError, get_root_cause
     from raytrec.driver.coordinator import Coordinator
@@ -248,6 +248,6 @@ def test_abandoned_worker_group_commits_no_checkpoint(tmp_path):
         writer = ShardWriter(folder, "a", about, confirm=refuse)
         dcp.save({"t": torch.ones(3)}, storage_writer=writer, no_dist=True)
     assert "abandoned" in get_root_cause(failure.value).what
-    assert newest(str(tmp_path))[0] is None
+    assert find_newest_checkpoint(str(tmp_path))[0] is None
     dcp.save({"t": torch.ones(3)}, storage_writer=ShardWriter(folder, "b", about), no_dist=True)
-    assert newest(str(tmp_path))[0] == folder
+    assert find_newest_checkpoint(str(tmp_path))[0] == folder

@@ -39,7 +39,7 @@ def test_ray_folder_is_private_and_removed_at_exit(base):
         assert folder.parent == base and folder.stat().st_mode & 0o777 == 0o700
         (folder / "ray").mkdir(0o777)
         (folder / "ray" / "log").write_text("x")
-        assert len(f"{folder}{local_ray.SOCKET}") <= local_ray.LONGEST
+        assert len(f"{folder}{local_ray.LONGEST_SOCKET_PATH}") <= local_ray.MAX_SOCKET_PATH_BYTES
     assert not folder.exists()
 
 
@@ -86,7 +86,7 @@ def test_auto_address_finds_heads_of_this_user(base):
     """Ray itself would pick any GCS process on the machine, even the one of a local run."""
     from raytrec.cluster.session import _require_single_address
 
-    assert local_ray.heads() == []
+    assert local_ray.list_local_heads() == []
     with create_private_folder() as one, create_private_folder() as other, create_private_folder() as ended:
         addresses = []
         with socket.socket() as first, socket.socket() as second:
@@ -98,10 +98,12 @@ def test_auto_address_finds_heads_of_this_user(base):
                 (folder / "ray/ray_current_cluster").write_text(addresses[-1])
             (ended / "ray").mkdir()
             (ended / "ray/ray_current_cluster").write_text("127.0.0.1:9")
-            assert sorted(local_ray.heads()) == sorted(addresses)
+            assert sorted(local_ray.list_local_heads()) == sorted(addresses)
             with pytest.raises(RunError, match="there are 2 clusters on this machine"):
                 _require_single_address(addresses, "scaling.address=auto")
-        assert _require_single_address(addresses[:1], "") == addresses[0] and local_ray.heads() == []
+        assert (
+            _require_single_address(addresses[:1], "") == addresses[0] and local_ray.list_local_heads() == []
+        )
 
 
 def test_nested_ray_folder_is_a_sibling(base, monkeypatch):
@@ -160,7 +162,7 @@ def test_unreachable_cluster_is_reported_soon(monkeypatch, way, scheme):
 
 
 def test_server_that_is_not_a_cluster_is_reported(monkeypatch):
-    monkeypatch.setattr("raytrec.cluster.access.ANSWER_S", 0.5)
+    monkeypatch.setattr("raytrec.cluster.access.ANSWER_TIMEOUT_S", 0.5)
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     with socket.socket() as web:
         web.bind(("127.0.0.1", 0))
@@ -253,12 +255,12 @@ def test_duplicate_signals_count_as_one():
     """`timeout` sends each signal to the process and to its group."""
     from types import SimpleNamespace
 
-    from raytrec.driver.launch import DUPLICATE_SIGNAL_WINDOW_S, Stop
+    from raytrec.driver.launch import DUPLICATE_SIGNAL_WINDOW_S, StopSignalHandler
 
     said = []
     coordinator = SimpleNamespace(ask=SimpleNamespace(remote=lambda *a: said.append("save")))
     controller = SimpleNamespace(abort=SimpleNamespace(remote=lambda: said.append("abort")))
-    stopping = Stop(coordinator, patience_s=30)
+    stopping = StopSignalHandler(coordinator, patience_s=30)
     with stopping:
         stopping.install(controller)
         for _ in range(3):

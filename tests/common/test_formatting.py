@@ -2,7 +2,7 @@
 
 from math import nan
 
-from raytrec.common.formatting import percent
+from raytrec.common.formatting import format_percent
 
 
 def test_percent_shows_100_only_for_the_whole():
@@ -15,4 +15,4 @@ def test_percent_shows_100_only_for_the_whole():
         1.7: "170 %",
         nan: "–",
     }
-    assert {share: percent(share) for share in shares} == shares
+    assert {share: format_percent(share) for share in shares} == shares

@@ -7,16 +7,16 @@ import sys
 
 import pytest
 
-from raytrec.common.processes import owner, remove_leftovers
+from raytrec.common.processes import get_owner_name, remove_leftovers
 
 LEFTOVER_PROGRAM = """
 import os, sys, time
 from pathlib import Path
-from raytrec.common.processes import owner
-folder = Path(sys.argv[1], f"scratch-{owner()}-a")
+from raytrec.common.processes import get_owner_name
+folder = Path(sys.argv[1], f"scratch-{get_owner_name()}-a")
 folder.mkdir()
 (folder / "file").touch()
-Path(sys.argv[1], f"page.html.{owner()}.partial").touch()
+Path(sys.argv[1], f"page.html.{get_owner_name()}.partial").touch()
 print("made", flush=True)
 time.sleep(600)
 """
@@ -41,11 +41,17 @@ def test_remove_leftovers_keeps_other_files(tmp_path):
     remove(tmp_path / "missing")
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait(60)
-    gone = re.sub(r"\d+$", str(ended.pid), owner())
+    gone = re.sub(r"\d+$", str(ended.pid), get_owner_name())
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere/file").touch()
     (tmp_path / f"scratch-{gone}-link").symlink_to(tmp_path / "elsewhere")
-    stay = {"elsewhere", "scratch-1", f"scratch-{owner()}-mine", f"scratch-other{gone}-a", f"scratch-{gone}"}
+    stay = {
+        "elsewhere",
+        "scratch-1",
+        f"scratch-{get_owner_name()}-mine",
+        f"scratch-other{gone}-a",
+        f"scratch-{gone}",
+    }
     stay |= {f"other-{gone}-a", f"page.html.{gone}.partial.bak", f"pageXhtml.{gone}.partial"}
     for name in stay - {"elsewhere"}:
         (tmp_path / name).touch()

@@ -97,7 +97,7 @@ def test_secrets_are_hidden_in_every_output(address, tmp_path_factory):
 
     from raytrec.client.jobs import _check_no_secrets
     from raytrec.driver.console import Result, RunConsole, print_summary
-    from raytrec.tracking.mlflow_records import TEXTS, parameters, split_texts
+    from raytrec.tracking.mlflow_records import MAX_TEXTS_PER_CALL, parameters, split_texts
     from raytrec.worker.context import WorkerTask
 
     tags = {"team": "ads", "api_key": SEED, "see": address}
@@ -112,7 +112,7 @@ def test_secrets_are_hidden_in_every_output(address, tmp_path_factory):
             console.event("failed", cause=address)
         print_summary(Result({"name": "run"}, Path(), [f"MLflow       {address}"]))
     recorded = [*split_texts(parameters(config), 6000), *split_texts(hide_all(config.tracking.tags), 8000)]
-    assert all(len(part) <= TEXTS for part in recorded)
+    assert all(len(part) <= MAX_TEXTS_PER_CALL for part in recorded)
     shown = _to_json_serializable_value(WorkerTask(config, SCHEMA, {}, None, address))
     try:
         raise RunError(address)

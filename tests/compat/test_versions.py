@@ -22,9 +22,9 @@ def set_installed_versions(monkeypatch):
     """Return a function that fakes installed versions, e.g. torch="2.14.0"; None means not installed."""
 
     def install(cuda="13.0", **found):
-        pinned = versions.PAIRS[CPU] | {name: pins[0] for name, pins in versions.OTHERS.items()}
+        pinned = versions.PAIRS[CPU] | {name: pins[0] for name, pins in versions.SUPPORTED_VERSIONS.items()}
         pinned |= {"fbgemm-gpu": None} | {name.replace("_", "-"): version for name, version in found.items()}
-        monkeypatch.setattr(versions, "installed", pinned.get)
+        monkeypatch.setattr(versions, "get_installed_version", pinned.get)
         monkeypatch.setattr(versions, "get_torch_cuda_version", lambda: cuda)
 
     return install
@@ -159,9 +159,9 @@ def test_requirements_match_the_version_list():
             asked.setdefault(requirement.name, set()).add(str(requirement.specifier))
     for name, pin in versions.PAIRS[CPU].items():
         assert asked[name] == {f"=={pin}"}
-    assert asked["ray"] == {f"=={pin}" for pin in versions.OTHERS["ray"]}
+    assert asked["ray"] == {f"=={pin}" for pin in versions.SUPPORTED_VERSIONS["ray"]}
     for name in ("mlflow", "pyarrow"):
-        first, last = versions.OTHERS[name]
+        first, last = versions.SUPPORTED_VERSIONS[name]
         *series, number = last.split(".")
         after = ".".join([*series, str(int(number) + 1)])
         assert asked[name] == {f"=={first}.*", f"<{after},>={first}"}
@@ -169,7 +169,7 @@ def test_requirements_match_the_version_list():
         re.findall(r"^([a-z-]+)==(.+)$", (ROOT / "requirements/next.txt").read_text(), re.MULTILINE)
     )
     pair = {name: (pin,) for name, pin in versions.PAIRS[NEXT].items() if name != "fbgemm-gpu"}
-    for name, pins in (pair | versions.OTHERS).items():
+    for name, pins in (pair | versions.SUPPORTED_VERSIONS).items():
         assert versions._matches(pinned[name], pins[-1]), f"{name} {pinned[name]} in next.txt"
 
 

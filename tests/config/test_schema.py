@@ -80,9 +80,9 @@ def test_managed_ids_round_trip_through_yaml(tmp_path, ids, text):
 def test_reserved_table_names_are_module_dict_attributes():
     from torch import nn
 
-    from raytrec.config.schema_parts import RESERVED
+    from raytrec.config.schema_parts import RESERVED_TABLE_NAMES
 
-    assert {name for name in dir(nn.ModuleDict()) if not name.startswith("_")} == RESERVED
+    assert {name for name in dir(nn.ModuleDict()) if not name.startswith("_")} == RESERVED_TABLE_NAMES
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from raytrec.checkpoint.index import write_index
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.storage import chooses_server
 from raytrec.config.run_config import load_config
-from raytrec.config.trust import find_foreign_code, mark
+from raytrec.config.trust import find_foreign_code, mark_as_own
 from raytrec.driver import evaluation
 from raytrec.driver import run as driver
 from raytrec.driver.evaluation import load_evaluation_config
@@ -286,7 +286,7 @@ def test_best_config_of_foreign_search_cannot_name_code(tmp_path, account):
             driver.train(file)
         assert "theirs_search" not in sys.modules
         assert load_config(file, allow_code=True).model.name == "theirs_search:Model"
-        mark(file)
+        mark_as_own(file)
         assert load_config(file).model.name == "theirs_search:Model"
     (tmp_path / "best.yaml").write_text(yaml.safe_dump(config))
     assert load_config(tmp_path / "best.yaml").model.name == "theirs_search:Model", "the user's own copy"

@@ -7,10 +7,10 @@ import yaml
 
 from raytrec.common.errors import ConfigError
 from raytrec.config.run_config import load_config
-from raytrec.config.trust import CONFIG, MARK, find_foreign_code, is_own_file, mark
+from raytrec.config.trust import CONFIG, MARK, find_foreign_code, is_own_file, mark_as_own
 from raytrec.driver import run as driver
 from raytrec.driver.prepare import resolve, write_config
-from raytrec.driver.resume import interrupted, resume_config
+from raytrec.driver.resume import find_interrupted_run, resume_config
 
 VALUES = {
     "data": {
@@ -118,10 +118,10 @@ def _edit(run, home):
 
 def _change_user(run, home):
     (home / ".config/raytrec/key").unlink()
-    mark(run.parent / "nothing" / CONFIG)  # has no effect
+    mark_as_own(run.parent / "nothing" / CONFIG)  # has no effect
     (run.parent / "other").mkdir()
     (run.parent / "other/config.yaml").write_text("{}")
-    mark(run.parent / "other" / CONFIG)  # creates another key
+    mark_as_own(run.parent / "other" / CONFIG)  # creates another key
 
 
 @pytest.mark.parametrize("strange", [_unmark, _edit, _change_user])
@@ -193,4 +193,4 @@ def test_resume_latest_skips_damaged_runs(tmp_path):
         folder = tmp_path / "runs" / f"job-{name}"
         folder.mkdir(parents=True)
         (folder / "config.yaml").write_text(text)
-    assert interrupted(config, named=False).name == "job-20260101-000001"
+    assert find_interrupted_run(config, named=False).name == "job-20260101-000001"

@@ -16,7 +16,7 @@ from raytrec.common.errors import DataError
 from raytrec.config.schema import Schema
 from raytrec.config.transforms import LookupVocabulary
 from raytrec.data import file_identity
-from raytrec.data.file_identity import FileIdentity, fingerprint, look
+from raytrec.data.file_identity import FileIdentity, fingerprint, identify_files
 from raytrec.data.fragments import scan
 from raytrec.data.read_plans import ReadPlan
 from raytrec.driver.resume import check_same_data, record_data
@@ -50,14 +50,14 @@ def test_flipped_labels_change_the_fingerprint(folder, monkeypatch, whole):
         monkeypatch.setattr(file_identity, "MAX_FULL_HASH_BYTES", 0)
         monkeypatch.setattr(file_identity, "SAMPLES", 4)
     path = folder / "train/part-0.parquet"
-    before, footer = look(scan_dataset(folder)), pq.read_metadata(path)
+    before, footer = identify_files(scan_dataset(folder)), pq.read_metadata(path)
     flip_labels(path)
-    after = look(scan_dataset(folder))
+    after = identify_files(scan_dataset(folder))
     assert pq.read_metadata(path).equals(footer), "the footer must not reveal the change"
     assert [old == new for old, new in zip(before, after, strict=True)] == [False, True]
     assert before[0].whole == whole
     assert fingerprint(before) != fingerprint(after)
-    assert file_identity.differences(before, after) == [
+    assert file_identity.list_differences(before, after) == [
         "part-0.parquet: the same number of rows and bytes, but different values"
     ]
 
@@ -66,25 +66,25 @@ def test_flipped_labels_change_the_fingerprint(folder, monkeypatch, whole):
 def test_copied_files_have_the_same_fingerprint(folder, tmp_path, monkeypatch, whole):
     if not whole:
         monkeypatch.setattr(file_identity, "MAX_FULL_HASH_BYTES", 0)
-    before = look(scan_dataset(folder))
+    before = identify_files(scan_dataset(folder))
     shutil.copytree(folder, tmp_path / "copy", copy_function=shutil.copyfile)
     for path in (tmp_path / "copy/train").iterdir():
         os.utime(path, (1, 1))
-    after = look(scan_dataset(tmp_path / "copy"))
-    assert fingerprint(after) == fingerprint(before) and not file_identity.differences(before, after)
-    said = file_identity.written_again(before, after)
+    after = identify_files(scan_dataset(tmp_path / "copy"))
+    assert fingerprint(after) == fingerprint(before) and not file_identity.list_differences(before, after)
+    said = file_identity.list_rewritten_files(before, after)
     assert said == ([] if whole else ["part-0.parquet", "part-1.parquet"]), "samples prove no equality"
-    assert file_identity.written_again(before, look(scan_dataset(folder))) == []
+    assert file_identity.list_rewritten_files(before, identify_files(scan_dataset(folder))) == []
     assert [FileIdentity(**json.loads(json.dumps(asdict(c)))) for c in before] == before
 
 
 def test_differences_lists_each_changed_file(folder):
-    before = look(scan_dataset(folder))
+    before = identify_files(scan_dataset(folder))
     table = pq.read_table(folder / "train/part-0.parquet")
     pq.write_table(table.slice(0, 200), folder / "train/part-0.parquet", row_group_size=100)
     pq.write_table(table, folder / "train/part-2.parquet")
     (folder / "train/part-1.parquet").unlink()
-    assert file_identity.differences(before, look(scan_dataset(folder))) == [
+    assert file_identity.list_differences(before, identify_files(scan_dataset(folder))) == [
         "part-1.parquet: removed",
         "part-2.parquet: added",
         "part-0.parquet: 200 rows in 2 row groups, previously 300 in 1",
@@ -95,9 +95,9 @@ def test_changed_vocabulary_is_a_data_difference(folder, tmp_path):
     (tmp_path / "words").write_text("1\n2\n")
     transform = LookupVocabulary(do="lookup_vocabulary", columns=["user"], vocabulary=str(tmp_path / "words"))
     dataset = scan_dataset(folder, transforms=(transform,))
-    before = look(dataset)
+    before = identify_files(dataset)
     (tmp_path / "words").write_text("2\n1\n")
-    assert file_identity.differences(before, look(dataset)) == [
+    assert file_identity.list_differences(before, identify_files(dataset)) == [
         "data.transforms[0].vocabulary: the same number of rows and bytes, but different values"
     ]
 

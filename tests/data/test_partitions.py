@@ -7,7 +7,7 @@ import pytest
 
 from raytrec.common.errors import DataError
 from raytrec.config.transforms import Cast
-from raytrec.data.file_identity import fingerprint, look
+from raytrec.data.file_identity import fingerprint, identify_files
 from raytrec.data.fragments import scan
 from raytrec.data.item_reader import read_item
 from raytrec.data.listing import list_files
@@ -183,10 +183,10 @@ def test_ids_from_the_path_are_hashed_as_text(tmp_path):
 
 def test_swapped_label_folders_change_the_fingerprint(tmp_path):
     data = scan(str(write_partitioned(tmp_path, "label", [0, 1])), ReadPlan(SCHEMA))
-    before = look(data)
+    before = identify_files(data)
     for old, new in (("label=0", "x"), ("label=1", "label=0"), ("x", "label=1")):
         (tmp_path / old).rename(tmp_path / new)
-    assert fingerprint(look(scan(str(tmp_path), ReadPlan(SCHEMA)))) != fingerprint(before)
+    assert fingerprint(identify_files(scan(str(tmp_path), ReadPlan(SCHEMA)))) != fingerprint(before)
 
 
 def test_missing_column_error_mentions_partition_folders(tmp_path):

@@ -54,7 +54,7 @@ def test_reads_are_distributed_in_proportion_to_cpus(monkeypatch, read_on, cpus,
 
     monkeypatch.setattr(stream, "_count_nodes", lambda _: {"a": cpus / 4, "b": 3 * cpus / 4})
     monkeypatch.setattr(stream, "prefer_node", lambda node: node)
-    found = Counter(stream.place(32, read_on)["scheduling_strategy"] for _ in range(4000))
+    found = Counter(stream.choose_read_options(32, read_on)["scheduling_strategy"] for _ in range(4000))
     assert (found["a"] + found["b"]) / 4000 == pytest.approx(elsewhere, abs=0.05)
     assert not elsewhere or found["b"] / found["a"] == pytest.approx(3, rel=0.25)
 

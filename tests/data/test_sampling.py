@@ -22,7 +22,7 @@ from raytrec.data.stream import Stream
 from raytrec.data.transform import Draw, apply_transforms
 from raytrec.driver.datasets import check_sample_counts
 from raytrec.prediction.columns import CarriedColumns
-from raytrec.prediction.spans import SpanOrder, cut_spans, deal
+from raytrec.prediction.spans import SpanOrder, assign_spans, cut_spans
 
 SPARSE = {"row": {"table": "row"}, "negatives": {"table": "tag", "pooling": "sequence"}}
 TABLES = {"row": {"rows": 10_000, "dim": 8}, "tag": {"rows": 200, "dim": 8}}
@@ -198,7 +198,7 @@ def test_evaluation_and_prediction_draw_the_same_ids(data):
     found = [collect_negatives(data, Order.evaluation(size, 6), world) for size, world in ((100, 1), (64, 2))]
     assert found[0] == found[1]
     spans = cut_spans(data, 50, 200)
-    predicted = collect_negatives(data, SpanOrder(deal(spans, 1, 50), 50))
+    predicted = collect_negatives(data, SpanOrder(assign_spans(spans, 1, 50), 50))
     assert predicted == found[0] != collect_negatives(data, Order(100, 6))
     part = Part(data.groups[2].path, data.groups[2].index, 10, 5, 190)
     reserved = CarriedColumns(("negatives", "row"), (make_transform(),)).read(part)

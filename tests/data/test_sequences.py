@@ -8,7 +8,7 @@ import torch
 from reading import collate_table, read_canonical_rows
 from sequence_schema import make_mixed_schema
 
-from raytrec.checks.parity.batches import GlobalBatch, make_local_batch, random_batches
+from raytrec.checks.parity.batches import GlobalBatch, make_local_batch, make_random_batches
 from raytrec.config.features import Features, resolve_features
 from raytrec.config.models import PythonSection
 from raytrec.config.models.ranking import DlrmSection
@@ -97,7 +97,7 @@ def test_sequences_do_not_change_pooled_features(by_id):
     made = make_mixed_schema(weights=True)
     made.sparse["tags"].table = "item"
     made = made.model_copy(update={"tables": {"item": made.tables["item"]}})
-    whole = random_batches(made, 20, 1, seed=1)[0]
+    whole = make_random_batches(made, 20, 1, seed=1)[0]
     torch.manual_seed(0)
     table, given = torch.randn(1000, 4), {}
     for sequences in ({}, by_id):

@@ -20,7 +20,7 @@ from raytrec.cli import main
 from raytrec.cluster import session
 from raytrec.common.errors import RunError
 from raytrec.doctor import child, examine, host_checks, network, nodes
-from raytrec.doctor.examine import as_json, shared, to_markdown
+from raytrec.doctor.examine import anonymize_examination, to_json_values, to_markdown
 from raytrec.doctor.host_checks import FAILURE, HOST_CHECKS, OK, WARNING, run_check
 from raytrec.doctor.nodes import ThisHost
 
@@ -131,9 +131,11 @@ def with_gpus(installed, monkeypatch):
 def test_unsupported_and_failing_gpus_are_reported(with_gpus, monkeypatch):
     with_gpus(**CUDA_BUILD)
     # Hide the CPU build that is installed here.
-    real = host_checks.built_for.__globals__["installed"]
+    real = host_checks.get_build_device.__globals__["installed"]
     monkeypatch.setitem(
-        host_checks.built_for.__globals__, "installed", lambda name: name != "fbgemm-gpu-cpu" and real(name)
+        host_checks.get_build_device.__globals__,
+        "installed",
+        lambda name: name != "fbgemm-gpu-cpu" and real(name),
     )
     served, other = diagnoses("gpus")
     assert other.result == FAILURE and "no code for Tesla T4 (compute capability 7.5)" in other.finding
@@ -166,7 +168,7 @@ def test_low_disk_memory_and_limits_are_reported(tmp_path, monkeypatch):
     with small_disk(make_short_link(tmp_path).parent / "disk", "1m") as place:
         monkeypatch.setenv("RAY_TMPDIR", str(place))
         assert "RAY_TMPDIR" in get_only_diagnosis("Ray's folder", FAILURE).do
-    monkeypatch.setattr(host_checks, "system_memory", lambda: 1 << 29)
+    monkeypatch.setattr(host_checks, "measure_system_memory", lambda: 1 << 29)
     assert "0.5 GiB available of 0.5" in get_only_diagnosis("memory", WARNING).finding
     monkeypatch.setattr(host_checks, "MIN_OPEN_FILES", 1 << 40)
     monkeypatch.setattr(host_checks, "RECOMMENDED_OPEN_FILES", 1 << 40)
@@ -320,7 +322,7 @@ def test_blocked_port_error_names_both_nodes(monkeypatch):
     monkeypatch.setattr(
         network, "listen", lambda address: full.getsockname()[1] if address == "127.0.0.2" else real(address)
     )
-    monkeypatch.setattr(network.reach, "__defaults__", (0.3,))
+    monkeypatch.setattr(network.find_connection_errors, "__defaults__", (0.3,))
     found = [*network.check_ports(hosts := TwoHosts())]
     assert hosts.cut == {frozenset((0, 1))}
     assert "a (127.0.0.1) cannot reach b (127.0.0.2) at port" in found[0].finding
@@ -494,7 +496,7 @@ def test_shared_report_hides_hosts_users_and_paths(tmp_path, monkeypatch, capsys
         monkeypatch.setenv(name, str(value))
     monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
     found = examine.examine(storage=[str(home / "secret")])
-    whole, text = json.dumps(as_json(found)), to_markdown(shared(found))
+    whole, text = json.dumps(to_json_values(found)), to_markdown(anonymize_examination(found))
     assert "| failure | storage |" in text and "| warning | clusters |" in text, text
     for hidden in ("alice", "secret", "127.0.0", str(tmp_path), str(rays), sys.prefix):
         assert hidden in whole and hidden not in text
@@ -516,9 +518,9 @@ def test_shared_findings_replace_names():
         "ports",
         (names[1],),
     )
-    found = shared(examine.Examination(names, [diagnosis]))
+    found = anonymize_examination(examine.Examination(names, [diagnosis]))
     assert found.hosts == ["node 1", "node 2"]
-    (row,) = as_json(found)["checks"]
+    (row,) = to_json_values(found)["checks"]
     assert row["hosts"] == ("node 2",) and row["do"] == "look at /dev/shm and docs/gpu.md"
     assert row["finding"] == (
         "node 1 cannot reach node 2 at port 4711: ADDRESS node 1 ADDRESS PATH/x.so.13 loading "

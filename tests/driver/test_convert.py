@@ -17,9 +17,9 @@ from small import (
 )
 from typer.testing import CliRunner
 
-from raytrec.checkpoint.files import folder_of
+from raytrec.checkpoint.files import get_step_folder
 from raytrec.checkpoint.index import CheckpointError, read_index
-from raytrec.checkpoint.rows import schema_of
+from raytrec.checkpoint.rows import parse_stored_schema
 from raytrec.common.errors import ConfigError, SchemaError
 from raytrec.driver.evaluation import convert
 
@@ -53,10 +53,10 @@ def save_trained_checkpoint(rank, world, root, schema, optimizer):
 
 def make_local_batches(rank, world, seed=1):
     """Return this rank's part of batches whose ids exist in all tables."""
-    from raytrec.checks.parity.batches import cuts, make_local_batch, random_batches
+    from raytrec.checks.parity.batches import compute_row_bounds, make_local_batch, make_random_batches
 
-    whole = random_batches(SCHEMA, 12, STEPS, seed=seed)
-    return [make_local_batch(b, SCHEMA, cuts(12, world, "unequal"), rank) for b in whole]
+    whole = make_random_batches(SCHEMA, 12, STEPS, seed=seed)
+    return [make_local_batch(b, SCHEMA, compute_row_bounds(12, world, "unequal"), rank) for b in whole]
 
 
 def continue_training(rank, world, folder, optimizer):
@@ -65,7 +65,7 @@ def continue_training(rank, world, folder, optimizer):
     from raytrec.embeddings.hashing import unhash_bits
     from raytrec.worker.build import begin
 
-    schema = schema_of(read_index(folder)["about"])
+    schema = parse_stored_schema(read_index(folder)["about"])
     made = make_small_config(world, {"sharding_type": "row_wise"}, optimizer)
     made.warm_start.from_, made.warm_start.optimizer = folder, True
     step = build_step_on_rank(made, schema)
@@ -84,7 +84,7 @@ def trained(tmp_path_factory):
     root = tmp_path_factory.mktemp("trained")
     for optimizer in ("rowwise_adagrad", "adam"):
         run_on_ranks(2, save_trained_checkpoint, str(root / optimizer), SCHEMA, optimizer)
-    return {name: folder_of(str(root / name), STEPS) for name in ("rowwise_adagrad", "adam")}
+    return {name: get_step_folder(str(root / name), STEPS) for name in ("rowwise_adagrad", "adam")}
 
 
 @pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "adam"])
@@ -115,7 +115,7 @@ def test_convert_resizes_and_hashes_plain_tables(trained, kind, tmp_path):
     one, other = checkpoints.read_tensors(trained["adam"]), checkpoints.read_tensors(out)
     assert one.keys() == other.keys()
     changed = {name for name in one if not torch.equal(one[name], other[name])} if kind == "hash" else None
-    table = schema_of(checkpoints.read_about(out)).tables["user"]
+    table = parse_stored_schema(checkpoints.read_about(out)).tables["user"]
     if kind == "hash":
         assert changed == set() and table.out_of_range == "hash" and table.rows == 23
         return
@@ -138,7 +138,7 @@ def managed(tmp_path_factory):
     ids = {"eviction": "lfu", "fallback_rows": 2}
     schema = with_tables(user={"rows": 25, "dim": 8, "ids": ids}, tag={"rows": 6, "dim": 8, "ids": "managed"})
     run_on_ranks(2, save_trained_checkpoint, root, schema, "adagrad")
-    return folder_of(root, STEPS)
+    return get_step_folder(root, STEPS)
 
 
 @pytest.mark.parametrize("rows", [7, 24, 60])
@@ -170,7 +170,7 @@ def test_convert_keeps_waiting_ids(tmp_path):
     ids = {"admit_after": 4}
     schema = with_tables(user={"rows": 25, "dim": 8, "ids": ids})
     run_on_ranks(2, save_trained_checkpoint, str(tmp_path / "run"), schema, "adagrad")
-    place, out = folder_of(str(tmp_path / "run"), STEPS), str(tmp_path / "out")
+    place, out = get_step_folder(str(tmp_path / "run"), STEPS), str(tmp_path / "out")
     convert(place, ["user=resize:30"], out)
     one, other = checkpoints.read_tensors(place), checkpoints.read_tensors(out)
     waiting = {name for name in one if name.startswith("ids/user/waiting_")}

@@ -289,7 +289,7 @@ def two_gpus(monkeypatch):
     import torch
 
     kinds = [("Good GPU", (8, 9)), ("Some GPU", (8, 0))]
-    monkeypatch.setattr(machine, "installed", lambda package: "1.8.0")
+    monkeypatch.setattr(machine, "get_installed_version", lambda package: "1.8.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=0: kinds[index][0])

@@ -6,7 +6,7 @@ from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
 from raytrec.common.errors import DataError
 from raytrec.common.messages import Restart
-from raytrec.driver.failure_analysis import Kind, extract_main_line, find_cause
+from raytrec.driver.failure_analysis import FailureKind, extract_main_line, find_cause
 
 GLOO_ERROR = RuntimeError("[../third_party/gloo/gloo/pair.cc:547] Connection closed by peer [127.0.0.1]")
 OURS = DataError("label 'y' is 7", where="part-0.parquet")
@@ -15,18 +15,30 @@ OURS = DataError("label 'y' is 7", where="part-0.parquet")
 @pytest.mark.parametrize(
     "failures,kind,sentence",
     [
-        ({0: GLOO_ERROR, 1: ActorDiedError()}, Kind.DEATH, "rank 1 died: its process was killed or crashed"),
-        ({0: GLOO_ERROR, 1: KeyError("user"), 2: GLOO_ERROR}, Kind.ERROR, "rank 1 raised KeyError: 'user'"),
-        ({0: KeyError("x"), 1: OURS}, Kind.OURS, "label 'y' is 7"),
-        ({0: GLOO_ERROR, 2: NodeDiedError("gone")}, Kind.NODE, "rank 2 lost its node"),
-        ({0: ActorDiedError(), 1: NodeDiedError("gone")}, Kind.NODE, "rank 1 lost its node"),
-        ({0: Restart("at step 3"), 1: GLOO_ERROR}, Kind.RESTART, "at step 3"),
+        (
+            {0: GLOO_ERROR, 1: ActorDiedError()},
+            FailureKind.DEATH,
+            "rank 1 died: its process was killed or crashed",
+        ),
+        (
+            {0: GLOO_ERROR, 1: KeyError("user"), 2: GLOO_ERROR},
+            FailureKind.ERROR,
+            "rank 1 raised KeyError: 'user'",
+        ),
+        ({0: KeyError("x"), 1: OURS}, FailureKind.OURS, "label 'y' is 7"),
+        ({0: GLOO_ERROR, 2: NodeDiedError("gone")}, FailureKind.NODE, "rank 2 lost its node"),
+        ({0: ActorDiedError(), 1: NodeDiedError("gone")}, FailureKind.NODE, "rank 1 lost its node"),
+        ({0: Restart("at step 3"), 1: GLOO_ERROR}, FailureKind.RESTART, "at step 3"),
         (
             {0: GLOO_ERROR, 1: OutOfMemoryError("the node was")},
-            Kind.DEATH,
+            FailureKind.DEATH,
             "rank 1 was killed by Ray because",
         ),
-        ({1: RuntimeError("Timed out waiting 60000ms")}, Kind.CONSEQUENCE, "rank 1 raised RuntimeError"),
+        (
+            {1: RuntimeError("Timed out waiting 60000ms")},
+            FailureKind.CONSEQUENCE,
+            "rank 1 raised RuntimeError",
+        ),
     ],
 )
 def test_find_cause_returns_the_root_cause(failures, kind, sentence):
@@ -83,7 +95,7 @@ def test_gpu_error_in_a_collective_is_the_cause(text, message):
     """Rank 1 has the error; the other ranks only lost rank 1. The cause quotes the main line."""
     lost = NCCL.format("remote process exited or there was a network error", "ncclRemoteError: A call failed")
     cause = find_cause({0: RuntimeError(lost), 1: RuntimeError(text), 2: RuntimeError(lost)})
-    assert (cause.kind, cause.rank) == (Kind.ERROR, 1) and message in cause.text, cause
+    assert (cause.kind, cause.rank) == (FailureKind.ERROR, 1) and message in cause.text, cause
     assert message in extract_main_line(text) and "\n" not in extract_main_line(text)
 
 
@@ -109,7 +121,7 @@ def test_gpu_error_in_a_collective_is_the_cause(text, message):
     ],
 )
 def test_nccl_errors_about_peers_are_consequences(text):
-    assert find_cause({1: RuntimeError(text)}).kind == Kind.CONSEQUENCE
+    assert find_cause({1: RuntimeError(text)}).kind == FailureKind.CONSEQUENCE
 
 
 @pytest.mark.parametrize(

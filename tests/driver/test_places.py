@@ -28,7 +28,7 @@ from raytrec.planning.memory import estimate_copy_bytes
 @pytest.fixture
 def cpu_build():
     """Pretend that torch is built for CPUs, whatever build is installed."""
-    with patch("raytrec.driver.nodes.built_for", lambda: "cpu"):
+    with patch("raytrec.driver.nodes.get_build_device", lambda: "cpu"):
         yield
 
 
@@ -46,7 +46,7 @@ def settings(workers=2, readers=1, **scaling):
 
 
 def test_auto_chooses_cpu_if_torch_is_built_for_cpus(ray_with_gpus, cpu_build, console):
-    assert nodes.choose_device(settings(), nodes.gpu_nodes(), console) == "cpu"
+    assert nodes.choose_device(settings(), nodes.list_gpu_nodes(), console) == "cpu"
     (said,) = console.said
     assert "GPUs are available, but torch is built for CPUs on this machine" in said
     assert "make install DEVICE=cuda" in said
@@ -56,7 +56,7 @@ def test_cpu_training_rejects_cuda_graphs(ray_with_gpus, cpu_build, console):
     values = settings()
     values.train.compile = "graphs"
     with pytest.raises(ConfigError, match="training runs on CPUs") as error:
-        nodes.choose_device(values, nodes.gpu_nodes(), console)
+        nodes.choose_device(values, nodes.list_gpu_nodes(), console)
     assert error.value.do == "set train.compile=true"
 
 
@@ -68,8 +68,8 @@ def test_cuda_device_requires_a_cuda_build_of_torch(ray_with_gpus, cpu_build, ti
 
 
 def test_auto_chooses_cuda_if_torch_is_built_for_cuda(ray_with_gpus, console):
-    with patch("raytrec.driver.nodes.built_for", lambda: "cuda"):
-        assert nodes.choose_device(settings(), nodes.gpu_nodes(), console) == "cuda"
+    with patch("raytrec.driver.nodes.get_build_device", lambda: "cuda"):
+        assert nodes.choose_device(settings(), nodes.list_gpu_nodes(), console) == "cuda"
     assert not console.said
 
 
@@ -85,7 +85,7 @@ def test_gpu_nodes_answer_while_all_resources_are_in_use(ray_with_gpus):
     busy = Busy.remote()
     ray.get(busy.ready.remote(), timeout=60)
     with patch("raytrec.driver.nodes.is_local", lambda: False):
-        (node,) = nodes.gpu_nodes()
+        (node,) = nodes.list_gpu_nodes()
     ray.kill(busy)
     assert node == GpuNode("127.0.0.1", 2, **nodes.inspect_this_node())
     assert node.built_for in ("cpu", "cuda") and node.host_memory > 2**30
@@ -115,9 +115,9 @@ def test_capacity_check_includes_readers(ray_with_gpus, workers, readers, messag
 
 def test_worker_bundle_includes_reader_cpus():
     run = settings(2, 3, cpus_per_worker=2)
-    assert nodes.bundle(run, "cpu") == {"CPU": 5} and nodes.count_local_cpus(run) == 10
-    assert nodes.bundle(run, "cuda") == {"CPU": 5, "GPU": 1}
-    assert nodes.bundle(run, "cuda", others_read=True) == {"CPU": 2, "GPU": 1}
+    assert nodes.build_worker_bundle(run, "cpu") == {"CPU": 5} and nodes.count_local_cpus(run) == 10
+    assert nodes.build_worker_bundle(run, "cuda") == {"CPU": 5, "GPU": 1}
+    assert nodes.build_worker_bundle(run, "cuda", others_read=True) == {"CPU": 2, "GPU": 1}
 
 
 def test_run_requests_reader_cpus_from_the_autoscaler(ray_with_gpus):
@@ -223,9 +223,9 @@ def test_low_host_memory_for_checkpoints_causes_a_warning(ray_with_gpus, room, w
 def test_driver_rejects_nodes_without_a_supported_gpu(ray_with_gpus, console, monkeypatch, visible, refused):
     """If only some GPUs are unsupported, the workers may still get supported ones."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    monkeypatch.setattr(machine, "installed", lambda package: "1.8.0")
-    with FakeNvml().patches(), patch("raytrec.driver.nodes.built_for", lambda: "cuda"):
-        found = nodes.gpu_nodes()
+    monkeypatch.setattr(machine, "get_installed_version", lambda package: "1.8.0")
+    with FakeNvml().patches(), patch("raytrec.driver.nodes.get_build_device", lambda: "cuda"):
+        found = nodes.list_gpu_nodes()
     with pytest.raises(ConfigError, match="no code for Tesla T4") if refused else nullcontext():
         assert nodes.choose_device(settings(), found, console) == "cuda"
         assert ("bandwidths of Tesla T4 are" in "".join(console.said)) == (visible == "0,1")
@@ -242,7 +242,7 @@ def test_evaluation_reserves_no_memory_for_training(monkeypatch, saves, checkpoi
         seen.append(config)
         raise ConfigError("enough")
 
-    monkeypatch.setattr(launch, "gpu_nodes", list)
+    monkeypatch.setattr(launch, "list_gpu_nodes", list)
     monkeypatch.setattr(launch, "choose_device", lambda *_: "cuda")
     monkeypatch.setattr(launch, "check_constraints", check)
     with pytest.raises(ConfigError, match="enough"):

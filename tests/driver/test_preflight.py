@@ -88,7 +88,7 @@ def test_tables_in_files_must_fit_the_disk(tmp_path, monkeypatch):
         plan = {"tables": {"user": {"compute_kernel": "fused_mmap"}}} | plan
         check({"plan": plan}, {"tables": SCHEMA["tables"] | {"user": {"rows": rows, "dim": 8}}})
 
-    monkeypatch.setattr("raytrec.compat.ray_core.system_memory", lambda: 1 << 20)
+    monkeypatch.setattr("raytrec.compat.ray_core.measure_system_memory", lambda: 1 << 20)
     fits(100_000, mmap_dir=str(tmp_path))  # 3.4 MiB, of which memory has 1
     with pytest.raises(ConfigError, match="compute_kernel=fused_mmap"):
         fits(100_000, tables={})

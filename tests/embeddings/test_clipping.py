@@ -7,7 +7,7 @@ from small import SCHEMA, build_step_on_rank, make_batches, make_small_config, t
 
 from raytrec.checks.parity import reference
 from raytrec.embeddings.tables import tables
-from raytrec.embeddings.taps import places_of
+from raytrec.embeddings.taps import rank_distinct_ids
 from raytrec.models import build_model
 
 
@@ -54,7 +54,7 @@ def test_clipping_norm_matches_one_process(world, plan, max_norm):
 def test_places_of_matches_unique_inverse(count):
     for dtype in (torch.int32, torch.int64):
         ids = torch.randint(0, 50, (count,), generator=torch.Generator().manual_seed(count), dtype=dtype)
-        assert torch.equal(places_of(ids), ids.unique(return_inverse=True)[1])
+        assert torch.equal(rank_distinct_ids(ids), ids.unique(return_inverse=True)[1])
 
 
 def collect_clipping_waits(rank, world, plan):

@@ -10,7 +10,7 @@ from small import SCHEMA, build_step_on_rank, make_batches, make_small_config, t
 from raytrec.config.tables import QCommsSection
 from raytrec.embeddings.sharding import (
     MAX_ROUNDING_ERROR,
-    SMALLEST,
+    MIN_ROUNDED_VALUE,
     ScaledCodec,
     bound_backward_rounding,
     bound_forward_rounding,
@@ -65,7 +65,7 @@ def test_rounding_error_stays_within_the_stated_bound(precision, factor):
     values = torch.randn(len(sizes), GROUP) * sizes.unsqueeze(1)
     arrived, _ = send_through_codec(ScaledCodec(precision, GROUP, factor), values)
     largest = values.abs().amax(1, keepdim=True) if precision == "int8" else values.abs()
-    bound = MAX_ROUNDING_ERROR[precision] * largest.clamp(min=SMALLEST[precision] / factor)
+    bound = MAX_ROUNDING_ERROR[precision] * largest.clamp(min=MIN_ROUNDED_VALUE[precision] / factor)
     assert ((arrived - values).abs() <= bound * (1 + 1e-6)).all()
     assert ((arrived - values).abs() > bound / 3).any(), "the bound is too loose"
 

@@ -10,8 +10,8 @@ from ranks import run_on_ranks
 from small import initial_rows, make_small_config, make_small_schema
 
 from raytrec.data.ids import hash_bits as hash_bits_in_numpy
-from raytrec.embeddings.hashing import GOLDEN, VALUES_PER_BLOCK, hash_bits, initial_values
-from raytrec.embeddings.pooling import table_of
+from raytrec.embeddings.hashing import GOLDEN, VALUES_PER_BLOCK, compute_initial_values, hash_bits
+from raytrec.embeddings.pooling import find_table_name
 from raytrec.embeddings.tables import fill_tables
 from raytrec.worker.build import build_step
 
@@ -48,18 +48,18 @@ def test_hash_bits_match_unsigned_arithmetic():
 
 @pytest.mark.parametrize("columns", [range(16), range(4, 8), range(3, 8), range(5, 6), range(4, 4)])
 def test_initial_values_match_their_definition(columns):
-    found = initial_values(3, "user", IDS, columns, 1000)
+    found = compute_initial_values(3, "user", IDS, columns, 1000)
     assert found.dtype == torch.float32
     assert found.shape == (len(IDS), len(columns))
-    assert initial_values(3, "user", IDS[:0], columns, 1000).shape == (0, len(columns))
+    assert compute_initial_values(3, "user", IDS[:0], columns, 1000).shape == (0, len(columns))
     if columns:
         assert np.array_equal(found.numpy(), compute_by_definition(3, "user", IDS.numpy(), columns, 1000))
 
 
 def test_seed_and_table_change_all_values():
-    values = initial_values(3, "user", IDS, range(8), 1000)
+    values = compute_initial_values(3, "user", IDS, range(8), 1000)
     for seed, table in ((4, "user"), (3, "item")):
-        assert (values == initial_values(seed, table, IDS, range(8), 1000)).float().mean() < 0.01
+        assert (values == compute_initial_values(seed, table, IDS, range(8), 1000)).float().mean() < 0.01
     assert len(values.unique()) > 0.99 * values.numel()
     assert not (values == 0).any()
 
@@ -77,7 +77,7 @@ UNIFORMITY_CASES = {
 def test_initial_values_are_uniform_and_independent(of):
     """Each statistic is within 4.5 standard deviations of its value for independent uniform numbers."""
     ids, dim = UNIFORMITY_CASES[of]
-    values = initial_values(0, "table", ids, range(dim), 1).double()
+    values = compute_initial_values(0, "table", ids, range(dim), 1).double()
     count = values.numel()
     assert values.abs().max() < 1
     assert values.mean().abs() < 4.5 * (1 / 3 / count) ** 0.5
@@ -110,9 +110,9 @@ def measure_max_values(rank, world):
 
     def noted(seed, table, ids, columns, rows):
         sizes.append(len(ids) * len(columns))
-        return initial_values(seed, table, ids, columns, rows)
+        return compute_initial_values(seed, table, ids, columns, rows)
 
-    with patch("raytrec.embeddings.tables.initial_values", noted):
+    with patch("raytrec.embeddings.tables.compute_initial_values", noted):
         fill_tables(step.model, 3)
     return max(sizes)
 
@@ -125,7 +125,7 @@ def collect_local_parts(rank, world, sharding):
     step, _ = build_step(make_small_config(world, [sharding]), SCHEMA, torch.device("cpu"))
     out, dense = [], {}
     for name, value in step.model.state_dict().items():
-        table = table_of(name)
+        table = find_table_name(name)
         if table is None:
             dense[name] = value.clone()
         elif hasattr(value, "local_shards"):

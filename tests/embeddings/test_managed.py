@@ -8,10 +8,10 @@ from small import make_small_schema
 
 from raytrec.common.collectives import Peers
 from raytrec.config.schema_parts import ManagedIds
-from raytrec.embeddings.hashing import NO_KEY, hash_bits, ids_to_keys, shares, unhash_bits
+from raytrec.embeddings.hashing import NO_KEY, find_key_owners, hash_bits, ids_to_keys, unhash_bits
 from raytrec.embeddings.managed.batches import IdExchange
 from raytrec.embeddings.managed.key_map import KeyEntries, KeyMap
-from raytrec.embeddings.managed.policy import lowest
+from raytrec.embeddings.managed.policy import find_lowest_keys
 from raytrec.embeddings.managed.row_maps import RowMaps
 from raytrec.planning.memory import estimate_id_map_bytes
 
@@ -119,7 +119,7 @@ def test_keys_match_plain_python_and_are_invertible():
 def test_ranks_own_contiguous_key_ranges(world):
     firsts = torch.tensor([-(-rank * 2**32 // world) - 2**31 for rank in range(1, world)]).long() << 32
     keys = torch.cat([hash_bits(torch.arange(10_000)), firsts, firsts - 1]).sort().values
-    owners, within = shares(keys, world)
+    owners, within = find_key_owners(keys, world)
     assert (owners.diff() >= 0).all() and (owners * 2**32 + within).diff().min() >= 0
     assert torch.equal(torch.searchsorted(firsts, keys, right=True), owners)
     assert torch.bincount(owners, minlength=world).min() > 0.9 * 10_000 / world
@@ -184,13 +184,15 @@ def test_lowest_matches_a_sorted_list(highest):
 
     alone = torch.zeros_like(keys)
     for count in (1, 2, 150, 299, 300, 301):
-        assert lowest(alone, scores, keys, [count], ALONE).tolist() == sorted(expected(0, 300, count))
-    assert len(lowest(alone[:0], scores[:0], keys[:0], [5], ALONE)) == 0
+        assert find_lowest_keys(alone, scores, keys, [count], ALONE).tolist() == sorted(
+            expected(0, 300, count)
+        )
+    assert len(find_lowest_keys(alone[:0], scores[:0], keys[:0], [5], ALONE)) == 0
     tables = torch.tensor([0] * 100 + [2] * 40 + [3] * 160)  # table 1 is empty
     for counts in ([1, 1, 40, 159], [100, 3, 2, 80], [30, 9, 41, 161]):
         of_tables = zip((0, 100, 100, 140), (100, 100, 140, 300), counts, strict=True)
         chosen = [place for of_table in of_tables for place in expected(*of_table)]
-        assert lowest(tables, scores, keys, counts, ALONE).tolist() == sorted(chosen)
+        assert find_lowest_keys(tables, scores, keys, counts, ALONE).tolist() == sorted(chosen)
 
 
 @pytest.mark.parametrize("ids", ["managed", {"admit_after": 2}])

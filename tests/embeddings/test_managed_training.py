@@ -13,9 +13,9 @@ from small import assert_same_state, copy_local_state
 
 from raytrec.checks.parity import compare
 from raytrec.checks.parity import reference as one_process
-from raytrec.checks.parity.batches import cuts
+from raytrec.checks.parity.batches import compute_row_bounds
 from raytrec.checks.parity.sharded import ShardedRun
-from raytrec.embeddings.hashing import initial_values
+from raytrec.embeddings.hashing import compute_initial_values
 from raytrec.embeddings.tables import tables
 from raytrec.models import build_model
 from raytrec.worker.build import build_step
@@ -60,7 +60,9 @@ class IdLifetimes:
 def run_training(rank, world, sharding, optimizer, train):
     """Return, on rank 0, the trained values and the values of one process trained on the same batches."""
     batches, made = random_id_batches(), managed_config(world, sharding, optimizer, **train)
-    run = ShardedRun(build_step, made, managed_schema(), torch.device("cpu"), cuts(ROWS, world, "unequal"))
+    run = ShardedRun(
+        build_step, made, managed_schema(), torch.device("cpu"), compute_row_bounds(ROWS, world, "unequal")
+    )
     start = {n: None if v is None else v.clone() for n, v in run.weights().items()}
     ahead = random_id_batches()[-1]  # looked up but not trained
     run.train(batches)
@@ -99,7 +101,9 @@ def build_reference(run, start, batches):
     for name, table in managed_schema().tables.items():
         begin[name] = start[name]
         if name in lives:
-            own = initial_values(SEED, name, torch.tensor(lives[name].ids), range(table.dim), table.rows)
+            own = compute_initial_values(
+                SEED, name, torch.tensor(lives[name].ids), range(table.dim), table.rows
+            )
             begin[name] = torch.cat([own, start[name][table.own_rows :]])
     one = one_process.Reference(
         managed_schema(), begin, build_model(managed_schema(), run.config.model).train()
@@ -156,11 +160,13 @@ def train_on_device(rank, world, device, block):
     import torch.distributed as dist
 
     made, sizes = managed_config(world, {"sharding_type": "row_wise"}, "adagrad"), []
-    run = ShardedRun(build_step, made, managed_schema(), torch.device(device), cuts(ROWS, world, "unequal"))
+    run = ShardedRun(
+        build_step, made, managed_schema(), torch.device(device), compute_row_bounds(ROWS, world, "unequal")
+    )
 
     def values(seed, table, ids, columns, rows):
         sizes.append(len(ids) * len(columns))
-        return initial_values(seed, table, ids, columns, rows)
+        return compute_initial_values(seed, table, ids, columns, rows)
 
     groups, gather = set(), dist.all_gather_into_tensor
 
@@ -177,7 +183,7 @@ def train_on_device(rank, world, device, block):
         local = [batch.pin_memory() for batch in local]
     with (
         patch(f"{batches}.VALUES_PER_BLOCK", block or 2**19),
-        patch(f"{batches}.initial_values", values),
+        patch(f"{batches}.compute_initial_values", values),
         patch.object(dist, "all_gather_into_tensor", noted),
     ):
         for _ in run.step.train(iter(local), len(local)):

@@ -9,7 +9,7 @@ from small import SCHEMA, build_step_on_rank, make_batches, make_small_config, t
 from raytrec.checks.parity.compare import compare
 from raytrec.common.errors import ConfigError
 from raytrec.compat.fbgemm import find_fused_lookup
-from raytrec.compat.torchrec_ import iterate_sharded_kernels, tables_of
+from raytrec.compat.torchrec_ import iterate_sharded_kernels, list_kernel_tables
 from raytrec.config.run_config import load_config
 from raytrec.embeddings.constraints import resolve_constraints, resolve_optimizers
 from raytrec.embeddings.optimizers import OPTIMIZERS, TableOptimizer, table_optimizer
@@ -92,7 +92,7 @@ def list_lookups(rank, world, tables):
     """Return the tables of each lookup with its optimizer."""
     step = build_step_on_rank(make_small_config(world, PLANS["row-wise"], "adagrad", 0.1, tables))
     found = [
-        (find_fused_lookup(each), {t.name for t in tables_of(each)})
+        (find_fused_lookup(each), {t.name for t in list_kernel_tables(each)})
         for each in iterate_sharded_kernels(step.model)
     ]
     return sorted(str((str(lookup.optimizer) if lookup else "dense", names)) for lookup, names in found)

@@ -145,11 +145,11 @@ def test_every_row_format_scores_like_predict(folder, exported_run, model):
 @pytest.mark.survive
 def test_request_log_keeps_types_and_compares_every_column(folder, exported_run, model, tmp_path):
     from raytrec.serving.bodies import Query
-    from raytrec.serving.replica_metrics import Figures
+    from raytrec.serving.replica_metrics import ReplicaMetrics
     from raytrec.serving.request_log import RequestLog
     from raytrec.skew.compare import skew
 
-    figures = Figures()
+    figures = ReplicaMetrics()
     log = RequestLog(str(tmp_path), 1.0, "writer", figures)
     table = pq.read_table(folder / "data/train")
     scores = model.score([model.reader.read(table)])

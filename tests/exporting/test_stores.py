@@ -17,10 +17,10 @@ from test_models import ModelCase
 import raytrec
 from raytrec.common.errors import RunError
 from raytrec.common.output_folder import OutputFolder
-from raytrec.common.processes import owner
+from raytrec.common.processes import get_owner_name
 from raytrec.common.storage import open_filesystem
 from raytrec.serving.bodies import Query
-from raytrec.serving.replica_metrics import Figures
+from raytrec.serving.replica_metrics import ReplicaMetrics
 from raytrec.serving.request_log import RequestLog
 from raytrec.skew.compare import skew
 
@@ -121,22 +121,22 @@ def test_failed_copy_names_the_cause_and_leaves_no_files(bucket, local_export, c
 
 def test_copies_of_killed_processes_are_removed(bucket, local_export, copy_folder):
     uri = raytrec.export(local_export[0], f"{bucket}/again").path
-    host = owner().rpartition("-")[0]
+    host = get_owner_name().rpartition("-")[0]
     for name in (
         f"raytrec-export-{host}-999999999-abc",
-        f"raytrec-export-{owner()}-abc",
+        f"raytrec-export-{get_owner_name()}-abc",
         "raytrec-export-other",
     ):
         (copy_folder / name).mkdir()
     model = raytrec.load(uri)
     names = {path.name for path in copy_folder.iterdir()}
-    assert f"raytrec-export-{owner()}-abc" in names and "raytrec-export-other" in names
+    assert f"raytrec-export-{get_owner_name()}-abc" in names and "raytrec-export-other" in names
     assert len(names) == 3 and model
 
 
 def test_request_log_is_written_to_and_read_from_a_store(bucket, local_export):
     _, local, table = local_export
-    query, figures = Query(raytrec.load(local), "predict", table), Figures()
+    query, figures = Query(raytrec.load(local), "predict", table), ReplicaMetrics()
     log = RequestLog(f"{bucket}/log", 1.0, "writer", figures)
     log.offer("/predict", query, query.score([table]))
     log.close()
@@ -158,7 +158,7 @@ def test_unreachable_export_store_raises_a_clear_error(local_export, monkeypatch
 
 def test_paths_keep_the_query_of_their_uri(local_export, copy_folder, tmp_path):
     """Training data, a run's checkpoints and exports whose URI names a region."""
-    from raytrec.checkpoint.files import folder_of, newest
+    from raytrec.checkpoint.files import find_newest_checkpoint, get_step_folder
     from raytrec.common.storage import find_sibling_parts, find_train_folder
 
     folder, _, rows = local_export
@@ -169,8 +169,8 @@ def test_paths_keep_the_query_of_their_uri(local_export, copy_folder, tmp_path):
             filesystem.open_output_stream(f"{path}/{name}").close()
         assert find_train_folder(f"{bucket}/data{query}") == f"{bucket}/data/train{query}"
         assert find_sibling_parts(f"{bucket}/data/train{query}") == {"test": f"{bucket}/data/test{query}"}
-        assert folder_of(f"{bucket}/run{query}", 1) == f"{bucket}/run/step-0000000001{query}"
-        assert newest(f"{bucket}/run/checkpoints{query}")[0] is None
+        assert get_step_folder(f"{bucket}/run{query}", 1) == f"{bucket}/run/step-0000000001{query}"
+        assert find_newest_checkpoint(f"{bucket}/run/checkpoints{query}")[0] is None
         out = f"{bucket}/export{query}"
         raytrec.export(folder, out)
         assert "manifest.json" in OutputFolder(out).names()

@@ -15,7 +15,7 @@ from test_models import ModelCase
 import raytrec
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.output_folder import ClaimedFolder
-from raytrec.exporting.export_folder import Target
+from raytrec.exporting.export_folder import ExportFolder
 
 exporting = import_module("raytrec.exporting.export")
 
@@ -134,12 +134,12 @@ def test_two_processes_export_into_one_folder_at_once(run, tmp_path):
 def test_export_accepts_an_identical_concurrent_export(run, tmp_path, monkeypatch):
     """Object stores have no locks, so that two exports can be committed."""
     monkeypatch.setattr(ClaimedFolder, "hold", lambda folder: nullcontext())
-    commit, out = Target.commit, str(tmp_path / "out")
+    commit, out = ExportFolder.commit, str(tmp_path / "out")
 
     def after_another(self, manifest):
         commit(self, manifest)
         commit(self, manifest)
 
-    monkeypatch.setattr(Target, "commit", after_another)
+    monkeypatch.setattr(ExportFolder, "commit", after_another)
     raytrec.export(run, out)
     assert raytrec.load(out, check_tables=True).check() <= 1e-6

@@ -107,7 +107,9 @@ class BlockContext:
             else start_ray_with_stand_ins(gpus=int(kind == "cuda"))
         )
         # A machine with a stand-in has the CPU packages installed.
-        there = patch("raytrec.driver.nodes.built_for", lambda: "cuda") if self.stand_in else nullcontext()
+        there = (
+            patch("raytrec.driver.nodes.get_build_device", lambda: "cuda") if self.stand_in else nullcontext()
+        )
         with own, there:
             yield
 

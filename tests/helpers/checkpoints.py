@@ -52,10 +52,10 @@ def progress_values(step, **changes):
 
 def write_index_only(root, step, **about):
     """Write a checkpoint that consists only of an index and return its folder."""
-    from raytrec.checkpoint.files import folder_of
+    from raytrec.checkpoint.files import get_step_folder
     from raytrec.checkpoint.index import write_index
 
-    folder = folder_of(str(root), step)
+    folder = get_step_folder(str(root), step)
     Path(folder).mkdir(parents=True)
     about = {"progress": progress_values(step), "data": "", "config": {}, "schema": ""} | about
     write_index(folder, {"attempt": f"a{step}", "block_bytes": 1 << 22, "tensors": {}, "about": about})

@@ -2,7 +2,7 @@
 
 from raytrec.planning.dry_run import dry_run
 from raytrec.planning.machines import Cluster
-from raytrec.planning.memory import GIB, TIERS, held
+from raytrec.planning.memory import GIB, TIERS, compute_rank_parts
 
 
 class PlannedMemory:
@@ -20,7 +20,7 @@ class PlannedMemory:
         self.plan = {table.table: table for table in tables}
         self.ranks = {tier: [0.0] * cluster.world for tier in TIERS}
         self.of = {name: {tier: [0.0] * len(t.ranks) for tier in TIERS} for name, t in self.plan.items()}
-        for (name, rank), its in held(tables, config, schema).items():
+        for (name, rank), its in compute_rank_parts(tables, config, schema).items():
             for tier, bytes_ in zip(TIERS, its.size, strict=True):
                 self.ranks[tier][rank] += bytes_ / GIB
                 self.of[name][tier][self.plan[name].ranks.index(rank)] = bytes_ / GIB

@@ -83,7 +83,7 @@ def _saved(rank, world, case, root):
     """
     from raytrec.checkpoint.save import CheckpointWriter
     from raytrec.checkpoint.state import LogicalState
-    from raytrec.checks.parity.batches import cuts, make_local_batch, random_batches
+    from raytrec.checks.parity.batches import compute_row_bounds, make_local_batch, make_random_batches
     from raytrec.config.features import resolve_features
     from raytrec.config.run_config import load_config
     from raytrec.tasks.objective import Objective
@@ -94,8 +94,10 @@ def _saved(rank, world, case, root):
     values["run"]["name"] = "small"
     config = load_config(values)
     features, tasks = resolve_features(schema, config.model), Objective.of(config, schema).tasks
-    whole = random_batches(schema, ROWS, 3, seed=1, tasks=tasks)
-    local = [make_local_batch(batch, schema, cuts(ROWS, 1, "equal"), 0, features) for batch in whole]
+    whole = make_random_batches(schema, ROWS, 3, seed=1, tasks=tasks)
+    local = [
+        make_local_batch(batch, schema, compute_row_bounds(ROWS, 1, "equal"), 0, features) for batch in whole
+    ]
     step, _ = build_step(config, schema, torch.device("cpu"))
     list(step.train(iter(local[:2]), 2))
     (outputs,) = step.evaluate(iter(local[2:]))

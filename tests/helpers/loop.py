@@ -120,7 +120,7 @@ def make_worker_loop(
     from raytrec.config.features import resolve_features
     from raytrec.config.run_config import load_config
     from raytrec.metrics.selection import Selection
-    from raytrec.metrics.sums import Sums
+    from raytrec.metrics.sums import MetricSums
     from raytrec.tasks.task import resolve_tasks
     from raytrec.worker.build import build_step
     from raytrec.worker.checkpointing import CheckpointManager
@@ -144,7 +144,7 @@ def make_worker_loop(
     read = [batch.pin_memory() for batch in local] if on_gpu else local
     task = WorkerTask(config, schema, {}, SimpleNamespace(put=said), f"{folder}/checkpoints")
     context = WorkerContext(rank, world, device, task, FakeHeartbeat(), 0)
-    sums = Sums(Selection.from_config(config, schema), device)
+    sums = MetricSums(Selection.from_config(config, schema), device)
     batches, progress = RecentBatches(iter(read), 0), Progress(sums)
     state = LogicalState(step.model, step.optimizer)
     run = RankRun(context, step, sharding, state, progress, batches, steps)

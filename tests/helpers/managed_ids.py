@@ -26,10 +26,10 @@ def managed_schema(tables=TABLES):
 
 def random_id_batches():
     """Return GlobalBatches of random 64-bit ids; consecutive steps have few ids in common."""
-    from raytrec.checks.parity.batches import random_batches
+    from raytrec.checks.parity.batches import make_random_batches
 
     known = torch.randint(-(2**63), 2**63 - 1, (200,), generator=torch.Generator().manual_seed(1))
-    out = random_batches(managed_schema(), ROWS, STEPS, seed=1)
+    out = make_random_batches(managed_schema(), ROWS, STEPS, seed=1)
     for step, batch in enumerate(out):
         for feature, (ids, bag, weights) in batch.bags.items():
             if feature != "city":

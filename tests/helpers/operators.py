@@ -5,15 +5,15 @@ torch.profiler (2.13.0) is not used because its stop() crashed with a segmentati
 
 from collections import Counter
 
-from raytrec.compat.torch_ import EveryOperator, described
-from raytrec.planning.dense_work import FREE_OPERATORS
+from raytrec.compat.torch_ import EveryOperator, describe_operator
+from raytrec.planning.dense_work import UNCOUNTED_OPERATORS
 
 
 def launches_kernel(func):
     """Return True if an operator launches a kernel on a GPU."""
-    name, _, is_view = described(func)
+    name, _, is_view = describe_operator(func)
     room, _, name = name.partition("::")
-    return room != "profiler" and not is_view and not name.startswith(FREE_OPERATORS)
+    return room != "profiler" and not is_view and not name.startswith(UNCOUNTED_OPERATORS)
 
 
 class OperatorCounter(EveryOperator):

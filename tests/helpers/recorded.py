@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 
 from raytrec.common.messages import PHASES
-from raytrec.metrics.selection import figures_of
+from raytrec.metrics.selection import read_metric_displays
 from raytrec.tracking.aggregate import ID_STATISTIC_KEYS
 
 RUN_START_UNIX_S = 1.8e9
-METRIC_DESCRIPTIONS = {figure.key: asdict(figure) for figure in figures_of()}
+METRIC_DESCRIPTIONS = {figure.key: asdict(figure) for figure in read_metric_displays()}
 RUN_METRICS = [METRIC_DESCRIPTIONS[key] for key in ("auc", "ne", "logloss", "calibration")]
 PHASE_SECONDS = (0.1, 0.02, 0.2, 0.4, 0.6, 1.2, 0.1, 0.6, 0.28)  # phases of 100 steps, 3.5 s in total
 FAILURE_CAUSE = "rank 1 (pid 7 on 10.0.0.7) died at step 220"

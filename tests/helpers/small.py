@@ -58,10 +58,12 @@ def build_step_on_rank(config, schema=SCHEMA, device="cpu"):
 
 def make_batches(count, rank, world, balance="unequal", schema=SCHEMA, features=None, tasks=(), rows=12):
     """Return (random global batches, their local batches on this rank)."""
-    from raytrec.checks.parity.batches import cuts, make_local_batch, random_batches
+    from raytrec.checks.parity.batches import compute_row_bounds, make_local_batch, make_random_batches
 
-    whole = random_batches(schema, rows, count, seed=1, tasks=tasks)
-    return whole, [make_local_batch(b, schema, cuts(rows, world, balance), rank, features) for b in whole]
+    whole = make_random_batches(schema, rows, count, seed=1, tasks=tasks)
+    return whole, [
+        make_local_batch(b, schema, compute_row_bounds(rows, world, balance), rank, features) for b in whole
+    ]
 
 
 def train_step(step, local):
@@ -136,7 +138,7 @@ def initial_rows(schema, table, seed, start, stop):
     """Return the initial values of rows [start, stop) of a table, float32 [stop - start, dim]."""
     import torch
 
-    from raytrec.embeddings.hashing import initial_values
+    from raytrec.embeddings.hashing import compute_initial_values
 
     spec = schema.tables[table]
-    return initial_values(seed, table, torch.arange(start, stop), range(spec.dim), spec.rows)
+    return compute_initial_values(seed, table, torch.arange(start, stop), range(spec.dim), spec.rows)

@@ -13,7 +13,7 @@ from raytrec.inspection.sketches import HotIds
 
 @pytest.mark.parametrize("most", [65_536, 300])
 def test_hot_id_shares_match_an_exact_count(most, monkeypatch):
-    monkeypatch.setattr(sketches, "MOST", most)
+    monkeypatch.setattr(sketches, "MAX_ID_COUNTERS", most)
     monkeypatch.setattr(sketches, "TOP_ID_COUNTS", (1, 10, 100))
     made = np.random.default_rng(0)
     drawn = np.minimum(made.zipf(1.4, 60_000), 5_000).astype(np.uint64)

@@ -12,7 +12,7 @@ from raytrec.common.errors import ConfigError
 from raytrec.config.tasks import TaskSection
 from raytrec.metrics.registry import METRICS, GroupMetric, find_metric
 from raytrec.metrics.results import build_slice_tables, format_result
-from raytrec.metrics.selection import Selection, figures_of
+from raytrec.metrics.selection import Selection, read_metric_displays
 from raytrec.tasks.losses import Loss
 from raytrec.tasks.task import resolve_tasks
 
@@ -100,7 +100,7 @@ def test_slices_are_shown_as_tables():
     assert "maximum error" in worst.columns
     for strange in (None, {}, [1], {"y": 3}, {"y": {"c": {"largest": [3]}}}, {"y": {"c": {"worst": "x"}}}):
         assert build_slice_tables({"eval.slices": strange}) == []
-    assert build_slice_tables({}) == [] and figures_of({})
+    assert build_slice_tables({}) == [] and read_metric_displays({})
 
 
 def test_console_and_report_show_slices(tmp_path, capsys):

@@ -245,11 +245,11 @@ def compute_exact_score(query, item):
 
 
 def test_block_size_follows_free_gpu_memory():
-    from raytrec.metrics.full_ranking import CELLS, MAX_CELLS, choose_block_cells
+    from raytrec.metrics.full_ranking import DEFAULT_BLOCK_CELLS, MAX_BLOCK_CELLS, choose_block_cells
 
-    assert choose_block_cells(torch.device("cpu")) == CELLS
+    assert choose_block_cells(torch.device("cpu")) == DEFAULT_BLOCK_CELLS
     with use_stand_in_gpu():
-        assert choose_block_cells(torch.device("cuda")) == MAX_CELLS
-        for free, cells in ((1 << 33, 1 << 26), (1 << 20, CELLS)):
+        assert choose_block_cells(torch.device("cuda")) == MAX_BLOCK_CELLS
+        for free, cells in ((1 << 33, 1 << 26), (1 << 20, DEFAULT_BLOCK_CELLS)):
             with patch.object(torch.cuda, "mem_get_info", lambda device, free=free: (free, 1 << 36)):
                 assert choose_block_cells(torch.device("cuda")) == cells

@@ -11,7 +11,7 @@ from small import make_small_schema
 from raytrec.common.errors import ConfigError
 from raytrec.config.tasks import TaskSection
 from raytrec.metrics.registry import METRICS, SumMetric, find_metric, metric
-from raytrec.metrics.selection import Selection, figures_of
+from raytrec.metrics.selection import Selection, read_metric_displays
 from raytrec.tasks.outputs import StepOutputs, TaskOutputs
 from raytrec.tasks.task import resolve_tasks
 
@@ -55,10 +55,10 @@ def batches(of, rank=0, world=1):
 
 def sum_metrics(rank, world, tasks, first=0, total=None):
     """Return (sums after 3 steps, metrics of all batches from `first`) of these tasks."""
-    from raytrec.metrics.sums import Sums
+    from raytrec.metrics.sums import MetricSums
 
     of = selection(tasks)
-    sums = Sums(of, torch.device("cpu"))
+    sums = MetricSums(of, torch.device("cpu"))
     if total:
         sums.resume(total)
     so_far = None
@@ -122,16 +122,16 @@ def test_metric_sums_launch_kernels_only_every_few_steps(monkeypatch):
     from raytrec.metrics import sums as module
 
     of = selection(TWO_TASKS)
-    sums, given = module.Sums(of, torch.device("cpu")), list(batches(of))
+    sums, given = module.MetricSums(of, torch.device("cpu")), list(batches(of))
     with OperatorCounter() as operators:
-        for outputs in given[: module.HELD - 1]:
+        for outputs in given[: module.MAX_PENDING_STEPS - 1]:
             sums.add(outputs)
         assert not operators.calls
-        sums.add(given[module.HELD - 1])
-        assert 0 < operators.calls.total() < 12 * module.HELD
+        sums.add(given[module.MAX_PENDING_STEPS - 1])
+        assert 0 < operators.calls.total() < 12 * module.MAX_PENDING_STEPS
     whole = sums.reduce()
-    monkeypatch.setattr(module, "HELD_VALUES", 3 * 2 * ROWS)  # 3 steps of both tasks
-    for outputs in given[: module.HELD]:
+    monkeypatch.setattr(module, "MAX_PENDING_LOGITS", 3 * 2 * ROWS)  # 3 steps of both tasks
+    for outputs in given[: module.MAX_PENDING_STEPS]:
         sums.add(outputs)
         assert len(sums._pending) < 3
     assert sums.reduce() == pytest.approx(whole, rel=1e-6) and whole["rows"] > 0
@@ -149,10 +149,10 @@ def make_step_outputs(click_weights, watched_weights):
 
 @pytest.mark.parametrize("click_weights", [[0.0, 0.0], [0.0, 2.0]])
 def test_metrics_without_counted_rows_are_nan(click_weights):
-    from raytrec.metrics.sums import Sums
+    from raytrec.metrics.sums import MetricSums
 
     of = selection([TWO_TASKS[0] | {"mask": "seen"}, TWO_TASKS[1] | {"nulls": "error"}])
-    sums = Sums(of, torch.device("cpu"))
+    sums = MetricSums(of, torch.device("cpu"))
     sums.add(make_step_outputs(click_weights, [1.0, 1.0]))
     figures = sums.reduce()
     counted = sum(w > 0 for w in click_weights)
@@ -167,9 +167,9 @@ def test_metrics_without_counted_rows_are_nan(click_weights):
 
 def resume_without_steps(rank, world, total):
     """Return the metrics without any step, and the sums saved directly after a restore."""
-    from raytrec.metrics.sums import Sums
+    from raytrec.metrics.sums import MetricSums
 
-    sums = Sums(selection(TWO_TASKS), torch.device("cpu"))
+    sums = MetricSums(selection(TWO_TASKS), torch.device("cpu"))
     empty = sums.reduce()
     sums.resume(total)
     return empty, sums.total()
@@ -265,9 +265,9 @@ def evaluate_user_metrics(rank, world, folder):
 
 
 def compute_metrics_without_rows(of):
-    from raytrec.metrics.sums import Sums
+    from raytrec.metrics.sums import MetricSums
 
-    sums = Sums(of, torch.device("cpu"))
+    sums = MetricSums(of, torch.device("cpu"))
     sums.add(make_step_outputs([0.0, 0.0], [0.0, 0.0]))
     return sums.reduce()
 
@@ -286,7 +286,7 @@ def test_user_metric_runs_on_two_ranks(tmp_path):
         and not curves
     )
     assert isnan(of_none["spread"]) and isnan(of_none["hits_at_half"])
-    hit_rate, _, spread = figures_of({"metrics": described})
+    hit_rate, _, spread = read_metric_displays({"metrics": described})
     assert (hit_rate.title, hit_rate.text(0.5), hit_rate.better) == ("hits at 0.5", "50.0%", "higher")
     assert (spread.title, spread.better, spread.sums) == ("spread", None, True)
 
@@ -359,9 +359,11 @@ def test_invalid_best_metric_is_rejected():
 
 def test_foreign_metric_descriptions_are_not_executed():
     evil = {"key": "x", "title": "X", "label": "x", "better": None, "sums": 1}
-    (figure,) = figures_of({"metrics": [{**evil, "format": "{0.__class__.__mro__}"}, {"key": 3}, "x", None]})
+    (figure,) = read_metric_displays(
+        {"metrics": [{**evil, "format": "{0.__class__.__mro__}"}, {"key": 3}, "x", None]}
+    )
     assert figure.text(0.5) == "0.5" and not figure.sums
-    unknown = figures_of({"metrics": [{**evil, "better": "worse"}]})
+    unknown = read_metric_displays({"metrics": [{**evil, "better": "worse"}]})
     assert {figure.key for figure in unknown} == METRICS.parts.keys()
-    (figure,) = figures_of({"metrics": {}}, {"metrics": [{**evil, "format": 3}]})
+    (figure,) = read_metric_displays({"metrics": {}}, {"metrics": [{**evil, "format": 3}]})
     assert figure.key == "x"

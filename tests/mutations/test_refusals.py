@@ -168,11 +168,11 @@ def check_run_folders(place, data):
 def read_run_history(folder):
     """Read and print a run as `report` and `compare` do, without drawing."""
     from raytrec.report.compare import compare, print_table
-    from raytrec.report.report import made_with
+    from raytrec.report.report import read_package_versions
     from raytrec.tracking.run_folder import RunFolder, check_run_folder
 
     found = RunFolder.read(check_run_folder(folder))
-    print(found.name, found.config, found.tables, found.restarts, made_with(Path(folder)))
+    print(found.name, found.config, found.tables, found.restarts, read_package_versions(Path(folder)))
     print_table(compare([folder, folder]))
 
 

@@ -34,11 +34,11 @@ def set_one_query(batch, schema, members):
 def compute_tower_vectors(rank, world, model, root):
     """Return the vectors of each tower with and without the features of the other tower, (logits, query
     vectors), and the vectors that one process computes for each tower from the checkpoint."""
-    from raytrec.checkpoint.files import folder_of
+    from raytrec.checkpoint.files import get_step_folder
     from raytrec.checkpoint.index import read_index
     from raytrec.checkpoint.save import CheckpointWriter
     from raytrec.checkpoint.state import LogicalState
-    from raytrec.checks.parity.batches import cuts, make_local_batch, random_batches
+    from raytrec.checks.parity.batches import compute_row_bounds, make_local_batch, make_random_batches
     from raytrec.config.features import resolve_features
     from raytrec.driver.evaluation import Checkpoint
     from raytrec.prediction.one_process import compute_outputs
@@ -49,13 +49,17 @@ def compute_tower_vectors(rank, world, model, root):
     values["data"]["test"], values["eval"] = "unused", {"retrieval": {"items": "unused"}}
     config, schema = load_config(values), case.schema()
     whole = set_one_query(
-        *random_batches(schema, ROWS, 1, seed=1), schema, config.model.tower_members(schema)["query"]
+        *make_random_batches(schema, ROWS, 1, seed=1), schema, config.model.tower_members(schema)["query"]
     )
     step, _ = build_step(config, schema, torch.device("cpu"))
 
     def evaluated(batch, tower=None):
         local = make_local_batch(
-            batch, schema, cuts(ROWS, world, "equal"), rank, resolve_features(schema, config.model)
+            batch,
+            schema,
+            compute_row_bounds(ROWS, world, "equal"),
+            rank,
+            resolve_features(schema, config.model),
         )
         (outputs,) = step.evaluate(iter([local]), tower)
         assert bool(outputs.tasks) == (tower is None)
@@ -75,7 +79,7 @@ def compute_tower_vectors(rank, world, model, root):
     saver, state = CheckpointWriter(root, config.checkpoint), LogicalState(step.model, step.optimizer)
     saver.save(1, state.tensors(), {})
     assert saver.taken().error is None
-    folder = folder_of(root, 1)
+    folder = get_step_folder(root, 1)
     together = make_local_batch(whole, schema, [0, ROWS], 0, resolve_features(schema, config.model))
     saved = Checkpoint(config, schema, folder, read_index(folder))
     here = {tower: compute_outputs(saved, together, tower).numpy() for tower in pairs}

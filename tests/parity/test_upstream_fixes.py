@@ -46,9 +46,9 @@ UNEVEN_CASES = [
 
 def make_uneven_batches(schema, count, seed):
     """Return random batches in which features of one table have bags of very different lengths."""
-    from raytrec.checks.parity.batches import random_batches
+    from raytrec.checks.parity.batches import make_random_batches
 
-    generator, batches = torch.Generator().manual_seed(seed), random_batches(schema, ROWS, count, seed)
+    generator, batches = torch.Generator().manual_seed(seed), make_random_batches(schema, ROWS, count, seed)
     for batch in batches:
         for feature, length in LENGTHS.items():
             spec, bag = schema.sparse[feature], torch.arange(ROWS).repeat_interleave(length)
@@ -61,14 +61,14 @@ def make_uneven_batches(schema, count, seed):
 def compare_uneven(rank, world, cases):
     """Return the findings of one gradient and of three steps for each case (on rank 0)."""
     from raytrec.checks.parity import compare
-    from raytrec.checks.parity.batches import cuts
+    from raytrec.checks.parity.batches import compute_row_bounds
     from raytrec.checks.parity.sharded import ShardedRun
     from raytrec.worker.build import build_step
 
     out = []
     for case in cases:
         config, schema, device = case.config(), case.schema(), torch.device("cpu")
-        bounds = cuts(ROWS, world, case.balance)
+        bounds = compute_row_bounds(ROWS, world, case.balance)
         choices = [make_uneven_batches(schema, compare.CANDIDATES, seed) for seed in range(3)]
 
         def shard(config):
@@ -108,14 +108,14 @@ def test_features_of_shared_tables_keep_their_ids_on_all_ranks(ids, place):
 
 def compute_weight_gradients(rank, world, case):
     """Return feature → gradients of the weights of its ids: (by the sharded lookup, in one process)."""
-    from raytrec.checks.parity.batches import make_local_batch, random_batches
+    from raytrec.checks.parity.batches import make_local_batch, make_random_batches
     from raytrec.checks.parity.sharded import ShardedRun
     from raytrec.worker.build import build_step
 
     schema, bounds = case.schema(), [0, ROWS]
     run = ShardedRun(build_step, case.config(), schema, torch.device("cpu"), bounds)
     run.weights()
-    one, (batch,) = run.reference(), random_batches(schema, ROWS, 1, seed=2)
+    one, (batch,) = run.reference(), make_random_batches(schema, ROWS, 1, seed=2)
     weights = [weights.requires_grad_() for _, _, weights in batch.bags.values()]
     found = run.step.model.module.embeddings(
         make_local_batch(batch, schema, bounds, rank, run.features).sparse

@@ -12,13 +12,13 @@ from torchrec.distributed.planner import Topology
 
 from raytrec.common.errors import ConfigError
 from raytrec.compat.fbgemm import find_resident_rows
-from raytrec.compat.ray_core import system_memory
+from raytrec.compat.ray_core import measure_system_memory
 from raytrec.compat.torchrec_ import iterate_sharded_kernels
 from raytrec.config.run_config import load_config
 from raytrec.config.schema_parts import ManagedIds
 from raytrec.embeddings.constraints import resolve_constraints
 from raytrec.embeddings.pooling import PooledEmbeddings
-from raytrec.embeddings.sharding import describe, sharders
+from raytrec.embeddings.sharding import describe_plan, make_sharders
 from raytrec.planning.dry_run import dry_run
 from raytrec.planning.machines import (
     GPUS,
@@ -28,11 +28,11 @@ from raytrec.planning.machines import (
     find_network_bandwidth,
     parse_cluster,
 )
-from raytrec.planning.memory import GIB, exclude_training_memory, held
-from raytrec.planning.plan import Place, merge_resources, name_devices, search_plan, select_rates
-from raytrec.planning.rates import SHARES
+from raytrec.planning.memory import GIB, compute_rank_parts, exclude_training_memory
+from raytrec.planning.plan import RankLocation, merge_resources, name_devices, search_plan, select_rates
+from raytrec.planning.rates import REACHED_RATE_SHARES
 from raytrec.planning.step_cost import estimate_hot_rows
-from raytrec.worker.build import build_step, plan_of
+from raytrec.worker.build import build_step, compute_run_plan
 
 
 def schema(rows=100):
@@ -58,7 +58,7 @@ def plan_tables(rank, world, plan, rows=100, optimizer="adagrad", run=None):
         _, plan = build_step(settings(world, plan, optimizer, run), schema(rows), torch.device("cpu"))
     except ConfigError as error:
         return str(error)
-    entries = describe(plan)
+    entries = describe_plan(plan)
     for entry in entries:
         (module,) = plan.plan.values()
         spec = module[entry["table"]].sharding_spec
@@ -147,7 +147,7 @@ def test_planner_moves_tables_to_files_when_memory_is_short():
 
 def plan_on_small_disk(rank, world, plan, free, run):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("raytrec.planning.plan.free_disk", lambda config: free)
+        patch.setattr("raytrec.planning.plan.measure_free_disk", lambda config: free)
         return plan_tables(rank, world, plan, 10**6, run=run)
 
 
@@ -163,7 +163,9 @@ def places(*counts, expected_text=None, order=sorted):
     out = []
     for host, count in enumerate(counts):
         for index in order(range(count)):
-            out.append(Place(f"host{host}", expected_text or count, f"cuda:{index}", 80 * GIB, 1024 * GIB))
+            out.append(
+                RankLocation(f"host{host}", expected_text or count, f"cuda:{index}", 80 * GIB, 1024 * GIB)
+            )
     return out
 
 
@@ -190,7 +192,7 @@ def test_shards_are_placed_on_the_gpus_of_their_ranks(ranks, local, sharding):
     on = merge_resources(ranks, made.plan)
     assert on.ranks_per_host == local
     topology = Topology(len(ranks), "cuda", hbm_cap=on.memory, local_world_size=on.ranks_per_host)
-    given = schema(), made, PooledEmbeddings(schema()), sharders()
+    given = schema(), made, PooledEmbeddings(schema()), make_sharders()
     plan = name_devices(search_plan(on, topology, resolve_constraints(made, schema()), *given), on.devices)
     named = [
         str(shard.placement)
@@ -207,10 +209,10 @@ def test_shards_are_placed_on_the_gpus_of_their_ranks(ranks, local, sharding):
 def test_memory_limit_is_the_minimum_over_ranks():
     """All ranks use the same limit, so they fail together and no rank waits for another rank's plan."""
     section = settings(1, {}).plan
-    alone = Place("alone", 4, "cuda:0", 40 * GIB, 600 * GIB)
+    alone = RankLocation("alone", 4, "cuda:0", 40 * GIB, 600 * GIB)
     on = merge_resources([*places(4), alone], section)
     assert (on.memory, on.host_share) == (40 * GIB, 256 * GIB)
-    on_cpu = [Place("host", 4, "cpu", None, 64 * GIB)] * 4
+    on_cpu = [RankLocation("host", 4, "cpu", None, 64 * GIB)] * 4
     assert merge_resources(on_cpu, section).memory == 16 * GIB
     section.memory_gib = 3
     assert merge_resources(places(4), section).memory == merge_resources(on_cpu, section).memory == 3 * GIB
@@ -229,9 +231,11 @@ def test_memory_limit_is_the_minimum_over_ranks():
 def test_planner_rates_match_the_slowest_gpu(gpus, memory, intra_host, inter_host):
     ranks = [replace(place, gpu=gpus[i % len(gpus)]) for i, place in enumerate(places(4, 4))]
     rates = select_rates(merge_resources(ranks, settings(8, {}).plan), "cuda", 8)
-    assert rates.copy == pytest.approx(SHARES["copy"] * memory * 1e9)
+    assert rates.copy == pytest.approx(REACHED_RATE_SHARES["copy"] * memory * 1e9)
     reached = rates.bandwidth["all_reduce"], rates.far
-    assert reached == pytest.approx([SHARES["wire"] * gb * 1e9 for gb in (intra_host, inter_host)])
+    assert reached == pytest.approx(
+        [REACHED_RATE_SHARES["wire"] * gb * 1e9 for gb in (intra_host, inter_host)]
+    )
 
 
 @pytest.mark.parametrize("name", list(MACHINES))
@@ -308,7 +312,7 @@ def dry(tables, optimizer="adagrad", rows=10_000_000, hosts=1, gpus=2, memory_gi
 def plan_kernels_on_gpu(rank, world, plan, rows):
     """Return the kernels of the plan without creating tables, or the error message."""
     try:
-        plan = plan_of(settings(world, plan), schema(rows), torch.device("cuda", 0))
+        plan = compute_run_plan(settings(world, plan), schema(rows), torch.device("cuda", 0))
     except ConfigError as error:
         return str(error)
     return [spec.compute_kernel for module in plan.plan.values() for spec in module.values()]
@@ -316,7 +320,7 @@ def plan_kernels_on_gpu(rank, world, plan, rows):
 
 def test_planner_rejects_tables_larger_than_host_memory():
     """TorchRec assumes 128 GiB of host memory per rank."""
-    rows = 2 * system_memory() // (4 * 8 * 8)  # four tables of 8 columns, with state of that size
+    rows = 2 * measure_system_memory() // (4 * 8 * 8)  # four tables of 8 columns, with state of that size
     plan = {"tables": {"t*": {"compute_kernel": "fused_uvm"}}}
     (message,) = run_on_ranks(1, plan_kernels_on_gpu, plan, rows, device="cuda")
     assert "cannot place 4 tables" in message and "of host memory" in message
@@ -369,7 +373,10 @@ def test_plan_counts_resident_rows_of_file_tables():
     tables = dry_run(made, given, cluster)
 
     def hot():
-        return [taken / GIB for _, taken in estimate_hot_rows(held(tables, made, given), made, given, 2)]
+        return [
+            taken / GIB
+            for _, taken in estimate_hot_rows(compute_rank_parts(tables, made, given), made, given, 2)
+        ]
 
     assert hot() == pytest.approx([0.8 - size] * 2, rel=1e-6), "remaining memory"
     made.plan.memory_gib = 10

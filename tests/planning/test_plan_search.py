@@ -9,7 +9,12 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from raytrec.embeddings.constraints import TableConstraint
 from raytrec.embeddings.sharding import BagSharder
-from raytrec.planning.search import MAX_ADDED_SHARDS, estimate_once_per_size, narrow, split_columns
+from raytrec.planning.search import (
+    MAX_ADDED_SHARDS,
+    estimate_once_per_size,
+    narrow_sharding_types,
+    split_columns,
+)
 
 SHARDING_TYPES = [
     "table_wise",
@@ -72,8 +77,10 @@ def test_search_shards_only_large_or_hot_tables_on_many_ranks():
     few = schema(tables, ["hot"] * 50)
     both = TableConstraint(("table_wise", "row_wise", "data_parallel"))
     constraints = dict.fromkeys(tables, both) | {"t7": TableConstraint(("row_wise",))}
-    assert narrow(constraints, few, 8, 10**10) == constraints, "with few ranks, the search keeps all options"
-    narrowed = narrow(constraints, few, 1024, 10**10)
+    assert narrow_sharding_types(constraints, few, 8, 10**10) == constraints, (
+        "with few ranks, the search keeps all options"
+    )
+    narrowed = narrow_sharding_types(constraints, few, 1024, 10**10)
     cut = {t for t, constraint in narrowed.items() if "row_wise" in constraint.sharding}
     assert {"huge", "hot", "t7", "t999"} <= cut and "t1" not in cut
     assert len(cut) * 1024 <= MAX_ADDED_SHARDS + 3 * 1024
@@ -84,9 +91,9 @@ def test_search_shards_only_large_or_hot_tables_on_many_ranks():
 
 def test_search_prefers_table_wise_on_one_rank():
     both, cut = TableConstraint(("row_wise", "table_wise")), TableConstraint(("row_wise",))
-    narrowed = narrow({"a": both, "b": cut}, schema({"a": 5, "b": 10**9}), 1, 10**8)
+    narrowed = narrow_sharding_types({"a": both, "b": cut}, schema({"a": 5, "b": 10**9}), 1, 10**8)
     assert (narrowed["a"].sharding, narrowed["b"].sharding) == (("table_wise",), ("row_wise",))
-    assert narrow({"a": both}, schema({"a": 5}), 2, 10**8) == {"a": both}
+    assert narrow_sharding_types({"a": both}, schema({"a": 5}), 2, 10**8) == {"a": both}
 
 
 def test_search_tries_fewer_column_shards_than_ranks():

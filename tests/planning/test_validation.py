@@ -11,7 +11,7 @@ from raytrec.config.run_config import load_config
 from raytrec.config.schema import Statistics
 from raytrec.embeddings.constraints import (
     TableConstraint,
-    column_parts,
+    count_column_shards,
     list_kernel_choices,
     resolve_constraints,
 )
@@ -313,7 +313,7 @@ def test_checkpoint_copies_of_gpu_tables_need_host_memory():
     ],
 )
 def test_column_shards_are_equal_and_multiples_of_four(dim, sharding, ranks, expected):
-    assert column_parts(dim, (sharding,), ranks, world=4, local=2) == expected
+    assert count_column_shards(dim, (sharding,), ranks, world=4, local=2) == expected
 
 
 SEQUENCES = make_small_schema(

@@ -15,16 +15,16 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
-from raytrec.checkpoint.files import folder_of
+from raytrec.checkpoint.files import get_step_folder
 from raytrec.cli import app
 from raytrec.common.errors import ConfigError, DataError, RaytrecError, RunError
-from raytrec.common.processes import owner
+from raytrec.common.processes import get_owner_name
 from raytrec.config.run_config import load_config
 from raytrec.prediction import predict as predicting
 from raytrec.prediction.folder import Counts, PredictionFolder
 from raytrec.prediction.predict import predict
 from raytrec.prediction.spans import cut_spans
-from raytrec.prediction.writer import SpanWriter, assemble, group_by_file
+from raytrec.prediction.writer import SpanWriter, group_by_file, join_parts
 
 
 def save_checkpoint_index(root, step, auc, **changes):
@@ -87,7 +87,7 @@ def fake_group(monkeypatch):
             if self.stop_after is not None:
                 raise RunError("the workers have died")
             for parts in group_by_file([s for s in spans if s.path not in complete]).values():
-                assemble(predictions, parts)
+                join_parts(predictions, parts)
             return {"predicted": sum(s.rows for s in todo), "predict_s": 2.0, "world_size": 2}
 
     made = Group()
@@ -142,12 +142,12 @@ def test_predict_keeps_written_spans_after_a_failure(run, data, tmp_path, fake_g
 def test_predict_removes_temporary_files_of_killed_writers(run, data, tmp_path, fake_group):
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait(60)
-    gone = re.sub(r"\d+$", str(ended.pid), owner())
+    gone = re.sub(r"\d+$", str(ended.pid), get_owner_name())
     out, fake_group.stop_after = tmp_path / "out", 2
     with pytest.raises(RunError, match="died"):
         predict(run, data, out, columns=["row"])
     left = [out / f"_parts/1.{gone}.tmp", out / f"_predictions.json.{gone}.tmp"]
-    others = [out / f"_parts/1.{owner()}.tmp", out / "notes.tmp"]
+    others = [out / f"_parts/1.{get_owner_name()}.tmp", out / "notes.tmp"]
     for path in left + others:
         path.touch()
     with pytest.raises(RunError, match="died"):
@@ -170,7 +170,7 @@ def test_predict_selects_the_checkpoint(run, data, tmp_path, fake_group):
     predict(run, data, tmp_path / "a")
     predict(run, data, tmp_path / "b", checkpoint="best")
     predict(run, data, tmp_path / "c", checkpoint=10)
-    predict(folder_of(str(run / "checkpoints"), 10), data, tmp_path / "d")
+    predict(get_step_folder(str(run / "checkpoints"), 10), data, tmp_path / "d")
     assert [checkpoint[-2:] for checkpoint, _ in fake_group] == ["20", "10", "10", "10"]
 
 

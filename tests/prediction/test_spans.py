@@ -5,7 +5,7 @@ import random
 import pytest
 
 from raytrec.data.fragments import Dataset, RowGroup
-from raytrec.prediction.spans import SpanOrder, cut_spans, deal, select_remaining
+from raytrec.prediction.spans import SpanOrder, assign_spans, cut_spans, select_remaining
 
 
 def make_dataset_of_sizes(sizes):
@@ -35,7 +35,7 @@ def test_spans_read_every_row_once_and_in_order(seed, world):
     assert [row for span in spans for part in span.parts for row in list_part_rows(part)] == everything
     assert all(s.rows >= min(s.of_file, max(300, 8 * batch)) for s in spans if s.first + s.rows < s.of_file)
 
-    order = SpanOrder(deal(spans, world, batch), batch)
+    order = SpanOrder(assign_spans(spans, world, batch), batch)
     read = []
     for rank in range(world):
         mine = [
@@ -76,7 +76,7 @@ def test_spans_split_large_row_groups_and_mark_whole_files():
 
 def test_finished_spans_do_not_move_other_spans():
     spans = cut_spans(make_dataset_of_sizes([[500] * 20]), 10, span_rows=500)
-    dealt = deal(spans, 3, 10)
+    dealt = assign_spans(spans, 3, 10)
     assert {len(mine) for mine in dealt} <= {6, 7}
     left = select_remaining(dealt, set(spans[:11]))
     assert all(set(some) <= set(mine) for some, mine in zip(left, dealt, strict=True))
@@ -87,5 +87,5 @@ def test_finished_spans_do_not_move_other_spans():
 def test_ranks_get_balanced_loads():
     chance = random.Random(3)
     spans = cut_spans(make_dataset_of_sizes([[chance.randint(1, 3000)] for _ in range(200)]), 50, span_rows=1)
-    loads = [sum(-(-span.rows // 50) for span in mine) for mine in deal(spans, 8, 50)]
+    loads = [sum(-(-span.rows // 50) for span in mine) for mine in assign_spans(spans, 8, 50)]
     assert max(loads) - min(loads) <= 60

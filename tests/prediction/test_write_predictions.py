@@ -10,7 +10,7 @@ from raytrec.data.fragments import Dataset, RowGroup
 from raytrec.prediction.columns import CarriedColumns
 from raytrec.prediction.folder import Counts, Manifest, PredictionFolder, PredictionTask
 from raytrec.prediction.spans import cut_spans
-from raytrec.prediction.writer import SpanWriter, assemble, group_by_file, to_score_column
+from raytrec.prediction.writer import SpanWriter, group_by_file, join_parts, to_score_column
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_files_contain_all_rows_with_scores_of_every_task(task):
     folder = PredictionFolder(task.out)
     assert sorted(folder.names()) == [*sorted(map(task.part_of, spans[:2])), "b/c.parquet"]
     (mine,) = group_by_file(spans).values()
-    assemble(task, mine)
+    join_parts(task, mine)
     found = pq.ParquetFile(f"{task.out}/a.parquet")
     table = found.read()
     assert [found.metadata.row_group(i).num_rows for i in range(2)] == [40, 20]
@@ -93,7 +93,7 @@ def test_assemble_refuses_changed_parts(task):
     write_spans(task, spans)
     pq.write_table(pa.table({"id": range(20)}), f"{task.out}/{task.part_of(spans[1])}")
     with pytest.raises(RunError, match="is damaged or has changed"):
-        assemble(task, spans)
+        join_parts(task, spans)
     assert not (PredictionFolder(task.out).names() & {"a.parquet"})
 
 

@@ -12,7 +12,7 @@ from matplotlib.colors import to_hex
 from recorded import PHASE_SECONDS, PHASES, RUN_METRICS, rank_line, write_json_lines, write_recorded_run
 
 from raytrec.common.messages import Eval, Final, Train
-from raytrec.metrics.selection import figures_of
+from raytrec.metrics.selection import read_metric_displays
 from raytrec.report.figures import GALLERY, learning, style, tables, timeline
 from raytrec.tracking.run_folder import RunFolder
 
@@ -147,7 +147,7 @@ def test_tasks_have_separate_panels_and_curves(tmp_path):
         of_click = {name.replace("click", "like"): curve for name, curve in curves.items()}
         curves |= {name: curve | {"metric": "like.x"} for name, curve in of_click.items()}
     write_json_lines(tmp_path / "metrics.jsonl", written)
-    described = [asdict(figure) for figure in figures_of() if figure.key in (*names, "mae")]
+    described = [asdict(figure) for figure in read_metric_displays() if figure.key in (*names, "mae")]
     for each in described:
         task = "like" if each["key"] == "mae" else "click"
         each |= {"key": f"{task}.{each['key']}", "label": f"{task}: {each['label']}"}
@@ -212,7 +212,7 @@ def test_phase_charts_show_milliseconds_per_step(run):
     names = [phase.replace("_", " ") for phase in PHASES]
     assert widths == {name: pytest.approx([10 * s] * 2) for name, s in zip(names, PHASE_SECONDS, strict=True)}
     assert [t.get_text() for t in axes.get_yticklabels()] == ["rank 0", "rank 1"]
-    first, second = timeline.over_steps(run).axes
+    first, second = timeline.draw_phases_over_steps(run).axes
     assert (first.get_title("left"), second.get_title("left")) == ("rank 0", "rank 1")
     stairs = {patch.get_label(): patch.get_data() for patch in first.patches}
     assert np.allclose(stairs["backward"].edges, [0, 100, 200, 300, 400, 500])
@@ -277,7 +277,7 @@ def test_check_chart_marks_passed_and_failed_checks(run):
 
 
 def test_timeline_shows_workers_steps_and_failures(run):
-    made = timeline.elastic(run)
+    made = timeline.draw_elastic_timeline(run)
     workers, steps = made.axes
     assert [(b.get_x(), b.get_width(), b.get_height()) for b in workers.patches] == [(0, 9, 2), (20, 14, 2)]
     marks = {c.get_label(): c.get_offsets().tolist() for c in steps.collections}
@@ -314,7 +314,7 @@ def test_texts_in_pictures_do_not_overlap(tmp_path, names, ranks):
             tables.health,
             tables.draw_memory,
             tables.draw_load,
-            timeline.over_steps,
+            timeline.draw_phases_over_steps,
         ):
             assert find_text_collisions(draw(run)) == []
 

@@ -7,7 +7,7 @@ import pytest
 from recorded import RUN_START_UNIX_S, rank_line, write_json_lines, write_recorded_run
 
 from raytrec.report.report import build
-from raytrec.report.run_timeline import story
+from raytrec.report.run_timeline import build_timeline
 from raytrec.tracking.run_folder import RunFolder
 
 NAMES = ["user", "item", "tag"]
@@ -47,7 +47,7 @@ def test_timeline_of_a_failed_and_resumed_run(tmp_path):
     ]
     with open(tmp_path / "events.jsonl", "a") as file:
         file.writelines(json.dumps(e | {"unix_s": e["unix_s"] + RUN_START_UNIX_S}) + "\n" for e in later)
-    told = story(RunFolder.read(tmp_path))
+    told = build_timeline(RunFolder.read(tmp_path))
     assert [(g.begin_s, g.end_s, g.workers) for g in told.groups] == [(0, 9, 2), (20, 50, 2), (55, 65, 4)]
     assert [g.resumed_after_s for g in told.groups] == [None, None, 86_400]
     assert [(m.kind, m.bad) for m in told.marks] == [
@@ -74,7 +74,7 @@ def test_timeline_stays_in_order_if_the_clock_is_set_back(tmp_path):
     steps = {5020: 10, 5038: 20, 1010: 30, 1030: 40}
     trained = [{"kind": "train", "step": step, "unix_s": at} for at, step in steps.items()]
     write_json_lines(tmp_path / "metrics.jsonl", trained)
-    told = story(RunFolder.read(tmp_path))
+    told = build_timeline(RunFolder.read(tmp_path))
     assert [(g.begin_s, g.end_s, g.workers) for g in told.groups] == [(0, 40, 2), (40, 70, 3)]
     assert [step for _, step in told.progress] == [0, 10, 20, 20, 30, 40, 40]
     assert [(mark.kind, mark.at_s) for mark in told.marks] == [("stopped", 40), ("saved", 70)]
@@ -85,4 +85,4 @@ def test_timeline_stays_in_order_if_the_clock_is_set_back(tmp_path):
 def test_timeline_includes_groups_without_steps(tmp_path, after):
     starts = [{"event": "started", "unix_s": at, "attempt": 1, "workers": 2} for at in (5000, after)]
     write_json_lines(tmp_path / "events.jsonl", starts)
-    assert [(g.begin_s, g.end_s) for g in story(RunFolder.read(tmp_path)).groups] == [(0, 0), (0, 0)]
+    assert [(g.begin_s, g.end_s) for g in build_timeline(RunFolder.read(tmp_path)).groups] == [(0, 0), (0, 0)]

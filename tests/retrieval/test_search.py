@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raytrec.common.documents import document
+from raytrec.common.documents import to_json_document
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.retrieval import index as searched
 from raytrec.retrieval.build import build_faiss
@@ -106,7 +106,9 @@ def folder(tmp_path):
     data = serialize_faiss(films.faiss)
     (tmp_path / FAISS_FILE).write_bytes(data)
     written = {"index.items": 50, "index.faiss_sha256": sha256(data).hexdigest()}
-    (tmp_path / MANIFEST).write_bytes(document({"format": 1, "item": "item", "faiss": "Flat", **written}))
+    (tmp_path / MANIFEST).write_bytes(
+        to_json_document({"format": 1, "item": "item", "faiss": "Flat", **written})
+    )
     return tmp_path
 
 

@@ -46,7 +46,7 @@ from waiting import wait_for  # noqa: E402
 
 from raytrec.common.errors import RunError  # noqa: E402
 from raytrec.serving.command import promote  # noqa: E402
-from raytrec.serving.coordinator import GONE_S  # noqa: E402
+from raytrec.serving.coordinator import REPLICA_TIMEOUT_S  # noqa: E402
 
 REPLICAS = 2
 MAX_MAPPED_EXPORTS = 2  # per replica: the current and the previous export
@@ -79,7 +79,7 @@ class Swaps:
         wait_for(
             lambda: self._service.versions() == [self._version(self.now)] * REPLICAS,
             f"{event}: replicas of {self.now}",
-            3 * GONE_S,
+            3 * REPLICA_TIMEOUT_S,
         )
 
     def _version(self, name):
@@ -107,7 +107,7 @@ class Swaps:
         if kill:
             time.sleep(0.2)
             self._kill()
-        asking.join(4 * GONE_S)
+        asking.join(4 * REPLICA_TIMEOUT_S)
         if kill and isinstance(outcome[0], RunError):  # the request went to the killed replica
             ask()
         assert outcome and outcome[-1] == self._version(target), f"{name}: {outcome}"
@@ -126,7 +126,7 @@ class Swaps:
         """Kill a replica and wait for its replacement."""
         self._service.replicas()[0].kill()
         self.kills.append(time.time())
-        time.sleep(GONE_S + 1)  # until it is no longer counted as a replica
+        time.sleep(REPLICA_TIMEOUT_S + 1)  # until it is no longer counted as a replica
         wait_for(lambda: len(self._service.versions()) == REPLICAS, "the replacement of a killed replica", 90)
 
 
@@ -182,7 +182,7 @@ def _show(report, counts, notes):
 def _in_hands(note, kills):
     """Return True if a request overlaps the time from a kill until the replica is considered ended."""
     _, began, ended, _ = note
-    return any(began < kill + GONE_S and ended > kill for kill in kills)
+    return any(began < kill + REPLICA_TIMEOUT_S and ended > kill for kill in kills)
 
 
 def _print(title, lines):

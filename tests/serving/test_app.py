@@ -27,8 +27,8 @@ from raytrec.scoring.request_rows import ObjectRows
 from raytrec.serving.app import Service
 from raytrec.serving.batching import Batcher
 from raytrec.serving.bodies import ARROW, JSON, Limits, Query
-from raytrec.serving.coordinator import Export, Order, ReplicaState
-from raytrec.serving.loaded_exports import LoadedExports, carry_out, load_either
+from raytrec.serving.coordinator import Export, ReplicaCommand, ReplicaState
+from raytrec.serving.loaded_exports import LoadedExports, execute_command, load_either
 from raytrec.serving.openapi import make_page
 from raytrec.serving.replica_metrics import describe_model
 
@@ -222,13 +222,17 @@ def test_full_queue_rejects_requests(served_export):
 def test_replica_catches_up_on_missed_promotion(served_export):
     versions, small = LoadedExports(served_export[0]), served_export[0].replace("export", "small")
     first, second = versions.version, read_manifest(small).version
-    order = Order(7, Export(small, second), prepare=str(Path(small) / "nothing"))
-    report = carry_out(versions, order, ReplicaState(-1, first))
+    order = ReplicaCommand(7, Export(small, second), prepare=str(Path(small) / "nothing"))
+    report = execute_command(versions, order, ReplicaState(-1, first))
     assert (report.done, report.version, versions.version) == (7, second, second)
     assert report.prepared is None and "there is no export in this folder" in str(report.error)
-    report = carry_out(versions, Order(8, Export(small, second), prepare=served_export[0]), report)
+    report = execute_command(
+        versions, ReplicaCommand(8, Export(small, second), prepare=served_export[0]), report
+    )
     assert (report.version, report.prepared, report.error) == (second, first, None)
-    assert carry_out(versions, Order(9, Export(served_export[0], first)), report).version == first
+    assert (
+        execute_command(versions, ReplicaCommand(9, Export(served_export[0], first)), report).version == first
+    )
 
 
 def truncate_one_table(export):

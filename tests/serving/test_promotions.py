@@ -8,7 +8,7 @@ import pytest
 
 from raytrec.common.errors import RunError
 from raytrec.serving.coordinator import Coordinator, Export, ReplicaState
-from raytrec.serving.replica_metrics import Figures
+from raytrec.serving.replica_metrics import ReplicaMetrics
 
 FIRST, SECOND = Export("a", "films-1"), Export("b", "films-2")
 
@@ -170,7 +170,7 @@ def test_metrics_include_only_reporting_replicas(monkeypatch):
     made, about = make_coordinator(), {"version": FIRST.version, "age_s": 1.0}
 
     async def report(name, requests):
-        figures = Figures()
+        figures = ReplicaMetrics()
         figures.requests.labels("/predict", 200).inc(requests)
         counted = tuple(figures.collect(about, 0))
         await made.hear(name, replace(ReplicaState(1, FIRST.version), figures=counted))

@@ -14,7 +14,7 @@ import raytrec
 from raytrec.serving import request_log
 from raytrec.serving.app import Service
 from raytrec.serving.loaded_exports import LoadedExports
-from raytrec.serving.replica_metrics import Figures
+from raytrec.serving.replica_metrics import ReplicaMetrics
 from raytrec.serving.request_log import RequestLog
 
 
@@ -131,7 +131,7 @@ def test_full_log_queue_drops_requests(served_export, tmp_path, monkeypatch):  #
 
 
 def test_unconvertible_request_does_not_stop_the_log(tmp_path):
-    figures = Figures()
+    figures = ReplicaMetrics()
     log = RequestLog(str(tmp_path), 1.0, "writer", figures)
     log.offer("/predict", None, [np.zeros(3)])
     log.close()

@@ -30,7 +30,7 @@ from waiting import wait_for
 from raytrec.cluster.local_ray import check_ports
 from raytrec.common.errors import RunError
 from raytrec.serving.command import promote
-from raytrec.serving.coordinator import GONE_S
+from raytrec.serving.coordinator import REPLICA_TIMEOUT_S
 
 pytestmark = pytest.mark.survive
 
@@ -142,7 +142,7 @@ def test_promotion_survives_a_killed_replica(service, exports):
         service.replicas()[0].kill()
         asking.join(60)
         assert done == [made["small"].version]
-        time.sleep(GONE_S + 1)
+        time.sleep(REPLICA_TIMEOUT_S + 1)
         wait_for(lambda: service.versions() == [made["small"].version] * 2, "two replicas", 60)
         assert promote(made["whole"].path, service=service.url, name=None) == made["whole"].version
     assert not load.failed, load.failed[:3]
@@ -164,7 +164,7 @@ def test_killed_coordinator_keeps_the_promotion(service, exports):
         service.family("ray::Coordinator")[0].kill()
         wait_for(lambda: len(service.versions()) == 2, "the coordinator")
         service.replicas()[0].kill()
-        time.sleep(GONE_S + 1)
+        time.sleep(REPLICA_TIMEOUT_S + 1)
         wait_for(lambda: service.versions() == [made["small"].version] * 2, "two replicas", 60)
     assert not load.failed and list(load.counts) == [made["small"].version], load.counts
     assert promote(made["whole"].path, service=service.url, name=None) == made["whole"].version
@@ -241,7 +241,7 @@ def scrape_metrics(service):
 
 
 def test_metrics_cover_all_replicas_and_counters_never_fall(service, exports):
-    time.sleep(GONE_S + 1)  # until killed replicas are no longer counted
+    time.sleep(REPLICA_TIMEOUT_S + 1)  # until killed replicas are no longer counted
     wait_for(lambda: len(service.versions()) == 2, "two replicas")
     replicas = set(service.ask("/versions"))
     with Load(service, exports):

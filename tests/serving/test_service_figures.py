@@ -2,13 +2,13 @@
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from raytrec.serving.replica_metrics import Figures, write_metrics
+from raytrec.serving.replica_metrics import ReplicaMetrics, write_metrics
 
 MODEL_INFO = {"version": "films-9", "age_s": 60.0}
 
 
 def make_replica_figures(requests, seconds=0.004, path="/predict"):
-    made = Figures()
+    made = ReplicaMetrics()
     for status, count in requests.items():
         made.requests.labels(path, status).inc(count)
         for _ in range(count):

@@ -14,7 +14,7 @@ from test_models import ModelCase
 import raytrec
 from raytrec.common.errors import RunError
 from raytrec.serving.bodies import Query
-from raytrec.serving.replica_metrics import Figures
+from raytrec.serving.replica_metrics import ReplicaMetrics
 from raytrec.serving.request_log import RequestLog
 from raytrec.skew.compare import skew
 
@@ -75,7 +75,7 @@ def write_log(folder, loaded, served, asked=None, error=0.0):
         asked: Logged rows; None: the scored rows.
         error: Error that is added to the logged scores.
     """
-    log = RequestLog(str(folder), 1.0, "writer", Figures())
+    log = RequestLog(str(folder), 1.0, "writer", ReplicaMetrics())
     scores = loaded.score([loaded.reader.read(served)])
     for at in range(0, len(served), 2):
         query = Query(loaded, "predict", (asked or served).slice(at, 2))

@@ -38,7 +38,7 @@ def make_step_ids(step):
 
 
 def train_on_rank(rank, world, plan):
-    from raytrec.checks.parity.batches import GlobalBatch, cuts, make_local_batch
+    from raytrec.checks.parity.batches import GlobalBatch, compute_row_bounds, make_local_batch
     from raytrec.config.features import resolve_features
 
     tasks = [{"label": "y", "loss": "from_model", "metrics": []}]
@@ -54,7 +54,7 @@ def train_on_rank(rank, world, plan):
             "drawn": (drawn[there], rows.repeat_interleave(counts), torch.ones(int(counts.sum()))),
         }
         whole = GlobalBatch(torch.zeros(ROWS, 0), torch.ones(ROWS, 1), bags)
-        bounds = cuts(ROWS, world, "empty")
+        bounds = compute_row_bounds(ROWS, world, "empty")
         local.append(make_local_batch(whole, SCHEMA, bounds, rank, resolve_features(SCHEMA, settings.model)))
     losses = [float(outputs.loss) for outputs in train_step(step, local)]
     evaluated = [float(outputs.loss) for outputs in step.evaluate(iter(local[:1]))]

@@ -131,7 +131,7 @@ def test_from_model_requires_a_model_with_a_loss(tasks, options, message):
 def collect_training_metrics(rank, world, tasks, changes, spoil=False):
     """Train three steps; return the training metrics and the loss of each step."""
     from raytrec.metrics.selection import Selection
-    from raytrec.metrics.sums import Sums
+    from raytrec.metrics.sums import MetricSums
 
     sys.path.insert(0, HERE)
     made = make_config(world, tasks, **changes)
@@ -140,7 +140,7 @@ def collect_training_metrics(rank, world, tasks, changes, spoil=False):
         local[1].dense[0, 0] = float("nan")
     step, sums = (
         build_step_on_rank(made, TWO_LABELS),
-        Sums(Selection.from_config(made, TWO_LABELS), torch.device("cpu")),
+        MetricSums(Selection.from_config(made, TWO_LABELS), torch.device("cpu")),
     )
     losses = []
     for outputs in step.train(iter(local), 3):

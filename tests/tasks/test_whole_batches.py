@@ -99,7 +99,7 @@ def test_in_batch_softmax_matches_its_formula():
 
 @pytest.mark.parametrize("device,pieces", [("cpu", 4), ("cuda", 2)])
 def test_gpu_compares_more_pairs_at_once(device, pieces, monkeypatch):
-    monkeypatch.setattr(global_batch, "AT_ONCE", {"cpu": 16, "cuda": 32})
+    monkeypatch.setattr(global_batch, "MAX_PAIRS_AT_ONCE", {"cpu": 16, "cuda": 32})
     made, found = loss.parts["bpr"](), []
 
     def piece(rows, own):

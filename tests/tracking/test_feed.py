@@ -20,7 +20,7 @@ from raytrec.common.errors import RunError
 from raytrec.driver import track as track_module
 from raytrec.driver.recorder import Record
 from raytrec.tracking.delivery import Delivery
-from raytrec.tracking.feed import NOTE, DeliveryState, RecordReader
+from raytrec.tracking.feed import DELIVERY_STATE_FILE, DeliveryState, RecordReader
 from raytrec.tracking.journal import append_line
 
 RANKS = 2
@@ -235,7 +235,7 @@ def test_reader_skips_torn_and_invalid_lines(tmp_path):
 )
 def test_unreadable_note_delivers_all_lines_again(tmp_path, note):
     append_messages(tmp_path, 1, 4)
-    (tmp_path / NOTE).write_text(note)
+    (tmp_path / DELIVERY_STATE_FILE).write_text(note)
     feed = RecordReader(tmp_path)
     assert feed.delivered.offsets == {} and len(read_records(feed)) == 9
 
@@ -291,7 +291,7 @@ def test_track_command_delivers_missing_records(feed_store_uri, tmp_path, monkey
         with pytest.raises(SystemExit, match="0"):
             main(["track", str(folder), "--allow-code"])
         assert "contains all records of later" in capsys.readouterr().out
-        run_id = json.loads((folder / NOTE).read_text())["run_id"]
+        run_id = json.loads((folder / DELIVERY_STATE_FILE).read_text())["run_id"]
         wanted = list_expected_metrics(range(1, 4))
         assert read_stored_metrics(feed_store_uri, run_id, wanted) == wanted
     client = tracked.mlflow_client(feed_store_uri)

@@ -52,7 +52,7 @@ def test_journal_buffers_lines_while_the_disk_is_full(small_disk_folder):
 
 def test_journal_bounds_its_buffer_and_reports_lost_records(tmp_path, monkeypatch):
     said, full = [], True
-    monkeypatch.setattr(journal, "MOST_BYTES", 1000)
+    monkeypatch.setattr(journal, "MAX_PENDING_BYTES", 1000)
 
     def no_room(path, data):
         if full:

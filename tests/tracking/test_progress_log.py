@@ -10,7 +10,7 @@ from raytrec.compat.ray_core import JOB_CONFIG_VARIABLE
 from raytrec.config.schema import Schema
 from raytrec.config.tasks import TaskSection
 from raytrec.driver.console import RunConsole
-from raytrec.metrics.selection import Figure, Selection
+from raytrec.metrics.selection import MetricDisplay, Selection
 from raytrec.tasks.task import resolve_tasks
 from raytrec.tracking import progress_log as lines
 
@@ -51,7 +51,7 @@ def test_console_messages_are_parsed_as_written(job_console):
 
 def test_loss_that_prints_like_log_loss_is_omitted():
     def figure(key, label):
-        return Figure(key, label, label, "lower", "{:.4f}", sums=True)
+        return MetricDisplay(key, label, label, "lower", "{:.4f}", sums=True)
 
     keys = {"loss": "loss", "logloss": "log loss", "buy.loss": "buy loss", "buy.logloss": "buy log loss"}
     figures = [figure(*each) for each in keys.items()]

@@ -294,8 +294,8 @@ def test_concurrent_trials_fill_the_cpus(tiny_data, tmp_path, monkeypatch):
 
 def test_concurrent_trials_share_the_gpus_of_a_machine(tiny_data, tmp_path, monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)))
-    monkeypatch.setattr(runner, "built_for", lambda: "cuda")
-    monkeypatch.setattr(runner, "usable_gpus", lambda: ["0", "1", "2", "3", "4"])
+    monkeypatch.setattr(runner, "get_build_device", lambda: "cuda")
+    monkeypatch.setattr(runner, "list_usable_gpus", lambda: ["0", "1", "2", "3", "4"])
     configs = [
         trial.config for trial in prepare_test_search(tiny_data, tmp_path, scaling__device="auto").trials
     ]
@@ -304,9 +304,9 @@ def test_concurrent_trials_share_the_gpus_of_a_machine(tiny_data, tmp_path, monk
         return [place.get("CUDA_VISIBLE_DEVICES") for place in runner.allocate_environments(configs, at_once)]
 
     assert places() == ["0,1", "2,3"] and places(1) == ["0,1"]
-    monkeypatch.setattr(runner, "usable_gpus", lambda: ["0"])
+    monkeypatch.setattr(runner, "list_usable_gpus", lambda: ["0"])
     assert places() == ["0"]
-    monkeypatch.setattr(runner, "usable_gpus", list)
+    monkeypatch.setattr(runner, "list_usable_gpus", list)
     assert places(2) == [None, None]
 
 

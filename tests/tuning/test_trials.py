@@ -10,14 +10,14 @@ import pytest
 
 from raytrec.config.run_config import load_config
 from raytrec.metrics.registry import METRICS
-from raytrec.metrics.selection import Figure
+from raytrec.metrics.selection import MetricDisplay
 from raytrec.tuning.runner import SuccessiveHalving
 from raytrec.tuning.search import Search, Settings, State, Trial, make_trial_config
 from raytrec.tuning.space import Space
 
-HIGH = Figure("area", "area", "area", "higher", "{:.4f}", False)
-LOW = Figure("loss", "loss", "loss", "lower", "{:.4f}", True)
-NEAR_1 = Figure("ratio", "ratio", "ratio", "closer to 1", "{:.4f}", True)
+HIGH = MetricDisplay("area", "area", "area", "higher", "{:.4f}", False)
+LOW = MetricDisplay("loss", "loss", "loss", "lower", "{:.4f}", True)
+NEAR_1 = MetricDisplay("ratio", "ratio", "ratio", "closer to 1", "{:.4f}", True)
 BASE = {
     "run": {"name": "search", "dir": "/runs/search", "seed": 3},
     "data": {"train": "/d/train", "valid": "/d/valid", "test": "/d/test"},

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from waiting import wait_for
 
-from raytrec.checkpoint.files import newest
+from raytrec.checkpoint.files import find_newest_checkpoint
 from raytrec.common.errors import RunError
 from raytrec.config.run_config import load_config
 from raytrec.driver.driver_state import is_alive, read_driver_record
@@ -102,7 +102,7 @@ def start_raytrec(*arguments):
 
 def read_saved_step(folder):
     """Return the step of the newest complete checkpoint of a trial, or 0."""
-    _, index = newest(f"{folder}/checkpoints")
+    _, index = find_newest_checkpoint(f"{folder}/checkpoints")
     return index["about"]["progress"]["step"] if index else 0
 
 

@@ -59,7 +59,7 @@ def train_on_varying_lengths(rank, world, name, dropout):
     """
     import torch._dynamo.utils
 
-    from raytrec.checks.parity.batches import make_local_batch, random_batches
+    from raytrec.checks.parity.batches import make_local_batch, make_random_batches
     from raytrec.config.features import resolve_features
 
     sparse = {
@@ -82,7 +82,7 @@ def train_on_varying_lengths(rank, world, name, dropout):
             nn.Module.compile = plain
         features = resolve_features(schema, settings.model)
         for number, (rows, most) in enumerate([(24, 8), (31, 13), (24, 3), (40, 10), (24, 2), (13, 6)]):
-            (whole,) = random_batches(schema, rows, 1, seed=number)
+            (whole,) = make_random_batches(schema, rows, 1, seed=number)
             g = torch.Generator().manual_seed(number)
             lengths = torch.randint(0, most, (rows,), generator=g)
             ids = torch.randint(0, 31, (int(lengths.sum()),), generator=g)

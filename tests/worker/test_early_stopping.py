@@ -30,13 +30,13 @@ def run_until_stop(rank, world, values, section, resumed_after=None):
     """Return the number of evaluations until a run ends, and its message. Only rank 0 knows the metrics."""
     from raytrec.config.training import EarlyStoppingSection
     from raytrec.metrics.selection import Selection
-    from raytrec.metrics.sums import Sums
+    from raytrec.metrics.sums import MetricSums
     from raytrec.worker.progress import EarlyStopping, Progress
 
     selection = Selection.from_config(make_small_config(1, {"sharding_type": "row_wise"}), SCHEMA)
 
     def begin():
-        progress = Progress(Sums(selection, torch.device("cpu")))
+        progress = Progress(MetricSums(selection, torch.device("cpu")))
         return progress, EarlyStopping(EarlyStoppingSection(**section), progress, torch.device("cpu"))
 
     progress, stopping = begin()

@@ -3,7 +3,7 @@
 import pytest
 
 from raytrec.config.run_config import RunConfig
-from raytrec.worker.loop import resolve_epochs, total_steps
+from raytrec.worker.loop import count_total_steps, resolve_epochs
 
 
 @pytest.mark.parametrize(
@@ -22,4 +22,4 @@ def test_auto_epochs_depend_on_row_count(rows, epochs):
     values = {"data": data, "model": {"name": "dlrm"}, "train": {"epochs": "auto"}}
     config = RunConfig.model_validate(values)
     assert resolve_epochs(config, rows) == epochs
-    assert total_steps(config, rows) == epochs * -(-rows // 512)
+    assert count_total_steps(config, rows) == epochs * -(-rows // 512)

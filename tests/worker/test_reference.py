@@ -39,7 +39,7 @@ def run_sharded(rank, world, optimizer, sharding, loss):
 
     from raytrec.common.collectives import Peers
     from raytrec.metrics.selection import Selection
-    from raytrec.metrics.sums import Sums
+    from raytrec.metrics.sums import MetricSums
     from raytrec.tasks.task import resolve_tasks
     from raytrec.worker.build import build_step
 
@@ -49,11 +49,11 @@ def run_sharded(rank, world, optimizer, sharding, loss):
     )
     step, plan = build_step(settings, SCHEMA, device)
     (task,) = resolve_tasks(settings.tasks, SCHEMA)
-    before, sums, losses = gather_weights(step), Sums(Selection([task]), device), []
+    before, sums, losses = gather_weights(step), MetricSums(Selection([task]), device), []
     for outputs in step.train(local_batches(rank, world), STEPS):
         sums.add(outputs)
         losses.append(sums.reduce()[{"bce": "logloss", "mse": "mse"}[loss]])
-    logits, labels, sums = [], [], Sums(Selection([task]), device)
+    logits, labels, sums = [], [], MetricSums(Selection([task]), device)
     for outputs in step.evaluate(local_batches(rank, world)):
         sums.add(outputs)
         logits.append(outputs["y"].logits[outputs.rows > 0])

@@ -36,16 +36,16 @@ def split_batch(step, rank, world):
 
 
 def make_cuts(world, balance):
-    from raytrec.checks.parity.batches import cuts
+    from raytrec.checks.parity.batches import compute_row_bounds
 
-    return cuts(ROWS, world, balance)
+    return compute_row_bounds(ROWS, world, balance)
 
 
 def run(rank, world, name, form, tasks=TASKS, optimizer="rowwise_adagrad", **train):
     """Return (weights before, weights after, step losses, evaluation metrics) for one form of rows."""
     from raytrec.config.features import resolve_features
     from raytrec.metrics.selection import Selection
-    from raytrec.metrics.sums import Sums
+    from raytrec.metrics.sums import MetricSums
     from raytrec.tasks.task import resolve_tasks
     from raytrec.tasks.task_columns import build_read_plan
 
@@ -72,11 +72,11 @@ def run(rank, world, name, form, tasks=TASKS, optimizer="rowwise_adagrad", **tra
         )
     made = [batch.pin_memory() for batch in made] if on_gpu else made
     step = small.build_step_on_rank(config, schema, device)
-    sums, losses, before = Sums(Selection(learned), device), [], small.gather_weights(step)
+    sums, losses, before = MetricSums(Selection(learned), device), [], small.gather_weights(step)
     for outputs in step.train(iter(made), STEPS):
         sums.add(outputs)
         losses.append(sums.reduce()["loss"])
-    sums = Sums(Selection(learned), device)
+    sums = MetricSums(Selection(learned), device)
     for outputs in step.evaluate(iter(made)):
         sums.add(outputs)
     after = {name: values.cpu() for name, values in small.gather_weights(step).items()}

@@ -10,7 +10,7 @@ from ranks import run_on_ranks
 
 from raytrec.common.messages import RankLine
 from raytrec.tracking.aggregate import combine_shards
-from raytrec.worker.statistics import NORM_EDGES, _count_norms, collisions
+from raytrec.worker.statistics import NORM_EDGES, _count_norms, estimate_collision_rate
 
 STEPS = 3
 
@@ -21,7 +21,7 @@ def collect_statistics(rank, world, plan, optimizer, train, sample):
     from raytrec.embeddings.taps import Taps
     from raytrec.worker import statistics
 
-    statistics.SAMPLE = sample
+    statistics.MIN_SAMPLED_ROWS = sample
     device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
     step = small.build_step_on_rank(small.make_small_config(world, plan, optimizer, **train), device=device)
     state = LogicalState(step.model, step.optimizer)
@@ -163,7 +163,7 @@ def test_collision_estimate_matches_hashed_ids():
     generator = torch.Generator().manual_seed(0)
     for ids, rows in ((1000, 10_000), (10_000, 10_000), (50_000, 10_000)):
         taken = torch.randint(rows, (ids,), generator=generator).unique()
-        estimate = float(collisions(torch.tensor(1 - len(taken) / rows)))
+        estimate = float(estimate_collision_rate(torch.tensor(1 - len(taken) / rows)))
         assert abs(estimate - (1 - len(taken) / ids)) < 0.01
 
 

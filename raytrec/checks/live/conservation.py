@@ -13,7 +13,7 @@ from raytrec.checks.live.outcome import (
     Outcome,
     Position,
     find_deviating_ranks,
-    ranks,
+    format_ranks,
 )
 from raytrec.checks.live.registry import check
 from raytrec.embeddings.tables import ShardedValues
@@ -125,7 +125,7 @@ def _describe_step_mismatches(of_ranks: list[IdCounts]) -> list[str]:
     problems = []
     steps = [counts.step for counts in of_ranks]
     if odd := find_deviating_ranks(steps):
-        problems.append(f"{ranks(odd)} trained {steps[odd[0]]} steps, unlike the other ranks")
+        problems.append(f"{format_ranks(odd)} trained {steps[odd[0]]} steps, unlike the other ranks")
     for rank, counts in enumerate(of_ranks):
         if counts.is_behind:
             problems.append(

@@ -7,7 +7,7 @@ from math import isfinite
 
 import torch
 
-from raytrec.checks.live.outcome import Check, Outcome, Position, group_by_rarity, read
+from raytrec.checks.live.outcome import Check, Outcome, Position, group_by_rarity, read_flat_values
 from raytrec.checks.live.registry import check
 from raytrec.embeddings.tables import Shard
 from raytrec.embeddings.taps import Lookup
@@ -45,7 +45,7 @@ class Finite(Check):
     @torch.no_grad()
     def sizes(self, probed: bool) -> dict[str, float]:
         """Return max |value| on this rank of weights, then of optimizer state, by name; NaN if not finite."""
-        weights = weights_of(self.run, self._turn, probed)
+        weights = sample_weights(self.run, self._turn, probed)
         state = [
             (f"table {table.name}'s {kind}", sample(shard, self._turn))
             for table in self.run.tables.values()
@@ -54,10 +54,10 @@ class Finite(Check):
         ]
         state += [(name, value) for name, value in self.run.dense.items() if not name.endswith("/value")]
         self._turn += 1
-        return largest([*weights, *state])
+        return compute_max_magnitudes([*weights, *state])
 
 
-def weights_of(run, turn: int, probed: bool) -> list[tuple[str, torch.Tensor]]:
+def sample_weights(run, turn: int, probed: bool) -> list[tuple[str, torch.Tensor]]:
     """Return (name, values) of dense layers and of some rows of this rank's shards.
 
     The rows differ at each turn. After a probed step, some of the rows that the step looked up are added.
@@ -78,11 +78,13 @@ def sample(shard: Shard, turn: int) -> torch.Tensor:
     return shard.read(slice(turn % stride, None, stride))
 
 
-def largest(tensors: list[tuple[str, torch.Tensor]]) -> dict[str, float]:
+def compute_max_magnitudes(tensors: list[tuple[str, torch.Tensor]]) -> dict[str, float]:
     """Return max |value| by name; NaN if a value is NaN or infinite."""
     floats = [(name, t) for name, t in tensors if t.numel() and t.is_floating_point()]
     # aminmax is many times faster on CPU than torch.linalg.vector_norm(t, inf), and also propagates NaN.
-    sizes = read([torch.stack(t.aminmax()).float().abs().amax() for _, t in floats]) if floats else []
+    sizes = (
+        read_flat_values([torch.stack(t.aminmax()).float().abs().amax() for _, t in floats]) if floats else []
+    )
     magnitudes: dict[str, float] = {}
     for (name, _), (size,) in zip(floats, sizes, strict=True):
         previous = magnitudes.get(name, 0.0)

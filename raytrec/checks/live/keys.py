@@ -46,7 +46,7 @@ def compute_bag_factors(
     return weights_N / totals_B[bag_N], doubt_B, share_B
 
 
-def slots(key: KeyLookups, length: int | None) -> torch.Tensor:
+def compute_slots(key: KeyLookups, length: int | None) -> torch.Tensor:
     """Return the slot of each id's vector, int64 [N].
 
     The slot is the id's bag. For sequences of at most `length` ids, it is the id's position among the
@@ -58,7 +58,7 @@ def slots(key: KeyLookups, length: int | None) -> torch.Tensor:
     return key.bag * length + torch.arange(len(key.bag), device=key.bag.device) - starts[key.bag]
 
 
-def flat(values: torch.Tensor) -> torch.Tensor:
+def flatten_vectors(values: torch.Tensor) -> torch.Tensor:
     """Return values as [R, dim]; [R, L, dim] becomes [L·R, dim]."""
     return values if values.dim() == 2 else values.flatten(0, 1)
 
@@ -89,6 +89,6 @@ def select_bags(
     bag = torch.arange(len(at)).repeat_interleave(lengths)
     places = torch.arange(len(bag)) + starts[bag]
     some = KeyLookups(key.ids[places], bag, key.weights[places], lengths)
-    slot, count = slots(some, sequence), len(at) * (sequence or 1)
+    slot, count = compute_slots(some, sequence), len(at) * (sequence or 1)
     factors, doubt, share = compute_bag_factors(some.weights, slot, count, mean)
     return Bags(*(x.to(device) for x in (at, some.ids, slot, factors, doubt, share)))

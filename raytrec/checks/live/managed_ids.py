@@ -6,7 +6,7 @@ import torch
 
 from raytrec.checks.live.outcome import CHECKPOINT, STEP, Check, CheckedRun, Outcome, Position
 from raytrec.checks.live.registry import check
-from raytrec.embeddings.managed.row_map import is_one_to_one, problems
+from raytrec.embeddings.managed.row_map import describe_audit_errors, is_one_to_one
 
 
 @check("managed_ids")
@@ -37,7 +37,9 @@ class ManagedIdsCheck(Check):
             violations = [
                 f"table {table}: {problem}"
                 for table, part in maps.items()
-                for problem in problems([rank_audits[table] for rank_audits in audits], part.capacity)
+                for problem in describe_audit_errors(
+                    [rank_audits[table] for rank_audits in audits], part.capacity
+                )
             ]
         ids = sum(ids for _, ids, _ in totals)
         summary = f"each of {ids:,} managed ids has its own row"

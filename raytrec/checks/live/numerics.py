@@ -10,8 +10,8 @@ from statistics import median
 
 import torch
 
-from raytrec.checks.live.finite import largest, weights_of
-from raytrec.checks.live.outcome import Check, Outcome, Position, group_by_rarity, read
+from raytrec.checks.live.finite import compute_max_magnitudes, sample_weights
+from raytrec.checks.live.outcome import Check, Outcome, Position, group_by_rarity, read_flat_values
 from raytrec.checks.live.registry import check
 
 MAX_GROWTH = 100.0  # largest ratio of a value to its median at earlier evaluations
@@ -97,10 +97,12 @@ class Numerics(Check):
     def sizes(self, position: Position, probed: bool) -> Sizes:
         """Return the magnitudes on this rank."""
         run, figures = self.run, position.figures
-        weights = weights_of(run, self._turn, probed)
+        weights = sample_weights(run, self._turn, probed)
         self._turn += 1
         tables = [f"table {name}" for name in run.tables]
-        values = dict.fromkeys([*tables, *(name for name, _ in weights)], 0.0) | largest(weights)
+        values = dict.fromkeys([*tables, *(name for name, _ in weights)], 0.0) | compute_max_magnitudes(
+            weights
+        )
         squares: dict[str, float] = {}
         if probed:
             squares = dict.fromkeys([*(f"{DENSE} {name}" for name in run.parameters), *tables], 0.0)
@@ -147,7 +149,7 @@ class Numerics(Check):
             terms += [(f"table {t.name}", part.square().sum()) for t, _, part in lookup.gradients()]
         totals: dict[str, float] = defaultdict(float)
         if terms:
-            for (name, _), (value,) in zip(terms, read([v for _, v in terms]), strict=True):
+            for (name, _), (value,) in zip(terms, read_flat_values([v for _, v in terms]), strict=True):
                 totals[name] += value
         return dict(totals)
 

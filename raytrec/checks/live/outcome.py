@@ -136,7 +136,7 @@ class Check:
         return Outcome(check=self.name, step=step, passed=not problems, text=text, **values)
 
 
-def ranks(numbers: list[int]) -> str:
+def format_ranks(numbers: list[int]) -> str:
     """Return ranks in words: rank 1; ranks 0, 2 and 3."""
     words = [str(n) for n in numbers]
     if len(words) == 1:
@@ -155,7 +155,7 @@ def group_by_rarity(of_ranks: Sequence[Sequence[str]]) -> list[tuple[str, str]]:
     for rank, names in enumerate(of_ranks):
         for name in names:
             on[name].append(rank)
-    return [(name, ranks(on[name])) for name in sorted(on, key=lambda name: (len(on[name]), name))]
+    return [(name, format_ranks(on[name])) for name in sorted(on, key=lambda name: (len(on[name]), name))]
 
 
 def find_differing(found: Mapping[str, Any], peers: Peers) -> list[tuple[str, list[Any], list[int]]]:
@@ -182,7 +182,7 @@ def find_deviating_ranks(values: list[Any]) -> list[int]:
     return [rank for rank, text in enumerate(texts) if text != usual]
 
 
-def read(tensors: Sequence[torch.Tensor]) -> list[list[int | float | bool]]:
+def read_flat_values(tensors: Sequence[torch.Tensor]) -> list[list[int | float | bool]]:
     """Return the values of each tensor as a flat list of plain numbers.
 
     All tensors of one device and dtype take one copy to the host, and so one wait. Devices may differ, since

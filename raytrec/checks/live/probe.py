@@ -14,22 +14,22 @@ from math import prod
 import torch
 import torch.distributed as dist
 
-from raytrec.checks.live.keys import Bags, compute_bag_factors, flat, select_bags, slots
+from raytrec.checks.live.keys import Bags, compute_bag_factors, compute_slots, flatten_vectors, select_bags
 from raytrec.checks.live.outcome import STEP, Check, CheckedRun, Outcome, Position
 from raytrec.checks.live.registry import check
 from raytrec.compat.torchrec_ import get_shard_origin
 from raytrec.config.tables import QCommsSection
 from raytrec.data.batch import Batch
-from raytrec.embeddings.hashing import initial_values
+from raytrec.embeddings.hashing import compute_initial_values
 from raytrec.embeddings.sharding import (
     Rounding,
     bound_backward_rounding,
     bound_forward_rounding,
     choose_gradient_factor,
 )
-from raytrec.embeddings.taps import KeyLookups, add_row_gradients, each_id, found, iterate_keys
+from raytrec.embeddings.taps import KeyLookups, add_row_gradients, iterate_keys, match_ids, split_bags
 
-BAGS = 4  # compared bags per feature and rank, in addition to the longest one
+COMPARED_BAGS = 4  # compared bags per feature and rank, in addition to the longest one
 MAX_COMPARING_RANKS = (
     8  # ranks whose bags are compared at a time, since all ranks exchange the ids of these bags
 )
@@ -87,7 +87,7 @@ class Parity(Check):
         pooled = run.taps.input.pooled
         # Feature → error of its pooled embeddings; table → (error, rank that holds the largest error).
         forward = {
-            feature: find_largest_error(flat(pooled[feature][at]), expected, sizes)[0]
+            feature: find_largest_error(flatten_vectors(pooled[feature][at]), expected, sizes)[0]
             for feature, (at, expected, sizes) in self._expected.items()
         }
         gradient = dict(self._compare_gradients())
@@ -125,7 +125,9 @@ class Parity(Check):
             positions = torch.searchsorted(compared, rows)
             matches = compared[positions.clamp(max=len(compared) - 1)] == rows if len(compared) else rows < 0
             columns = range(table.shape[1])
-            initial = initial_values(self.run.config.run.seed, name, ids[matches], columns, table.shape[0])
+            initial = compute_initial_values(
+                self.run.config.run.seed, name, ids[matches], columns, table.shape[0]
+            )
             values[name][positions[matches]] = initial.to(table.dtype).float()
 
     def _bags(self, batch: Batch) -> dict[str, Bags]:
@@ -135,7 +137,7 @@ class Parity(Check):
         """
         is_turn = is_comparing(dist.get_rank(), dist.get_world_size(), self._turn)
         self._turn += 1
-        first = (batch.weights > 0).nonzero().squeeze(1)[: BAGS if is_turn else 0]
+        first = (batch.weights > 0).nonzero().squeeze(1)[: COMPARED_BAGS if is_turn else 0]
         return {
             feature: select_bags(
                 key,
@@ -152,7 +154,7 @@ class Parity(Check):
         """Yield the ids of each feature; for features of candidates, each id is a bag."""
         schema = self.run.schema
         for feature, key in zip(schema.sparse, iterate_keys(batch.sparse, len(schema.sparse)), strict=True):
-            yield feature, each_id(key) if feature in schema.candidates else key
+            yield feature, split_bags(key) if feature in schema.candidates else key
 
     def _gather_compared_rows(self, bags: dict[str, Bags]) -> dict[str, torch.Tensor]:
         """Return, by table, the rows in the bags of any rank, int64 [R], sorted."""
@@ -219,10 +221,13 @@ class Parity(Check):
             gradient, table = recorded.gradient.get(feature), features[feature].table
             if gradient is None or not len(rows[table]):
                 continue
-            grad_SD, slot = flat(gradient), slots(key, self.run.features.sequences.get(feature))
+            grad_SD, slot = (
+                flatten_vectors(gradient),
+                compute_slots(key, self.run.features.sequences.get(feature)),
+            )
             mean = self.run.features.is_mean(feature)
             factors, doubt, _ = compute_bag_factors(key.weights, slot, len(grad_SD), mean)
-            hits, positions = found(rows[table], key.ids)
+            hits, positions = match_ids(rows[table], key.ids)
             terms_ND = grad_SD[slot[hits]] * factors[hits].unsqueeze(1)
             expected[table].index_add_(0, positions, terms_ND)
             # Ranks send the bag's gradient, and the kernel multiplies it by the id's weight.

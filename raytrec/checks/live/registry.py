@@ -39,7 +39,7 @@ from raytrec.config.training import ChecksSection
 from raytrec.data.batch import Batch
 
 CHECKS: Registry[type[Check]] = Registry("check", __package__)
-WHERE = "checks.custom"
+CUSTOM_CHECKS_KEY = "checks.custom"
 T = TypeVar("T", bound="type[Check]")
 
 
@@ -77,7 +77,7 @@ def list_builtin_checks() -> list[type[Check]]:
     return [CHECKS.parts[name] for name in sorted(CHECKS.parts, key=settings.index)]
 
 
-def choose(config: RunConfig) -> dict[str, EnabledCheck]:
+def select_enabled_checks(config: RunConfig) -> dict[str, EnabledCheck]:
     """Return the enabled checks by name: raytrec's checks, then those of checks.custom.
 
     Raises:
@@ -91,21 +91,21 @@ def choose(config: RunConfig) -> dict[str, EnabledCheck]:
     for path, reaction in config.checks.custom.items():
         if reaction == "off":
             continue
-        cls = CHECKS.find(path, WHERE)
+        cls = CHECKS.find(path, CUSTOM_CHECKS_KEY)
         if not (isinstance(cls, type) and issubclass(cls, Check) and cls.name):
             raise ConfigError(
                 f"{path} is not a check",
-                where=WHERE,
+                where=CUSTOM_CHECKS_KEY,
                 expected="a class with @check(NAME), derived from Check",
             )
         if cls.name in chosen:
             first = chosen[cls.name].check
             raise ConfigError(
                 f"two checks have the name {cls.name}: {path} and {first.__module__}:{first.__qualname__}",
-                where=WHERE,
+                where=CUSTOM_CHECKS_KEY,
                 do="give one of them another name",
             )
-        chosen[cls.name] = EnabledCheck(cls, reaction, f"{WHERE}: {{{path}: warn}}")
+        chosen[cls.name] = EnabledCheck(cls, reaction, f"{CUSTOM_CHECKS_KEY}: {{{path}: warn}}")
     return {name: enabled for name, enabled in chosen.items() if enabled.reaction != "off"}
 
 
@@ -121,7 +121,9 @@ class LiveChecks:
 
     def __init__(self, run: CheckedRun):
         self._peers = run.peers
-        self._checks = [c.check(run) for c in choose(run.config).values() if c.check.applies(run)]
+        self._checks = [
+            c.check(run) for c in select_enabled_checks(run.config).values() if c.check.applies(run)
+        ]
         self.probes = any(check.probes for check in self._checks)
 
     def __len__(self) -> int:
@@ -152,10 +154,10 @@ class LiveChecks:
         return [replace(check.evaluate(position, moment == STEP), step=first) for check in checks]
 
 
-def verdict(outcomes: list[Outcome], config: RunConfig) -> RunError | None:
+def make_stop_error(outcomes: list[Outcome], config: RunConfig) -> RunError | None:
     """Return the error that ends the run if a failed check is set to stop it, or None to continue."""
     failed = [outcome for outcome in outcomes if not outcome.passed]
-    chosen = choose(config) if failed else {}
+    chosen = select_enabled_checks(config) if failed else {}
     failed = [outcome for outcome in failed if chosen[outcome.check].reaction == "stop"]
     if not failed:
         return None

@@ -7,14 +7,21 @@ from functools import cache
 
 import torch
 
-from raytrec.checks.live.outcome import Check, Outcome, Position, find_differing, ranks, read
+from raytrec.checks.live.outcome import (
+    Check,
+    Outcome,
+    Position,
+    find_differing,
+    format_ranks,
+    read_flat_values,
+)
 from raytrec.checks.live.registry import check
 from raytrec.embeddings.hashing import hash_bits
 
 # Number of values multiplied at once: they fit a core's cache, or keep a GPU busy.
 CHUNK = {"cpu": 1 << 16, "cuda": 1 << 22}
 INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
-ODD = 6364136223846793005  # Knuth's multiplier for 64 bits
+HASH_MULTIPLIER = 6364136223846793005  # Knuth's multiplier for 64 bits
 
 
 @check("replicas")
@@ -32,14 +39,14 @@ class Replicas(Check):
         problems = []
         for name, _, odd in find_differing(hashes, self.run.peers):
             others = "the other ranks" if world > 2 else f"rank {1 - odd[0]}"
-            problems.append(f"{name} on {ranks(odd)} differs from {others}")
+            problems.append(f"{name} on {format_ranks(odd)} differs from {others}")
         summary = f"{len(hashes)} tensors are the same on all ranks"
         return self.outcome(position.step, problems, summary, float(len(problems)), 0.0)
 
     def hashes(self) -> dict[str, int]:
         """Return the hashes of this rank's copies by name; empty if there are no copies."""
         copies = dict(sorted(self._copies(), key=lambda pair: pair[0]))
-        hashes = read([fingerprint(tensor) for tensor in copies.values()])
+        hashes = read_flat_values([fingerprint(tensor) for tensor in copies.values()])
         return {name: int(value) for name, (value,) in zip(copies, hashes, strict=True)}
 
     def _copies(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -71,7 +78,7 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     multipliers = _make_multipliers(size, tensor.device)
     total = torch.tensor(bits.numel(), dtype=torch.int64, device=tensor.device)
     for chunk in bits.split(size):
-        total = total * ODD + (chunk * multipliers[: len(chunk)]).sum()
+        total = total * HASH_MULTIPLIER + (chunk * multipliers[: len(chunk)]).sum()
     return total
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch.distributed as dist
 
-from raytrec.checks.live.outcome import Check, Outcome, Position, find_deviating_ranks, ranks
+from raytrec.checks.live.outcome import Check, Outcome, Position, find_deviating_ranks, format_ranks
 from raytrec.checks.live.registry import check
 from raytrec.embeddings.tables import Shard, ShardedValues
 
@@ -46,10 +46,12 @@ def _find_problems(maps_by_rank: list[dict[str, tuple[str, list[str]]]]) -> list
     for name in dict.fromkeys(name for maps in maps_by_rank for name in maps):
         reports = [maps.get(name, ("", ["the rank does not have this table"])) for maps in maps_by_rank]
         if odd := find_deviating_ranks([digest for digest, _ in reports]):
-            problems.append(f"table {name}: the map of shards on {ranks(odd)} differs from the other ranks")
+            problems.append(
+                f"table {name}: the map of shards on {format_ranks(odd)} differs from the other ranks"
+            )
         for text in dict.fromkeys(text for _, texts in reports for text in texts):
             where = [rank for rank, (_, texts) in enumerate(reports) if text in texts]
-            problems.append(f"table {name}: {text} (found on {ranks(where)})")
+            problems.append(f"table {name}: {text} (found on {format_ranks(where)})")
     return problems
 
 

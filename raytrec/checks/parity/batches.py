@@ -74,7 +74,7 @@ class GlobalBatch:
         return cls(dense, labels, bags, weights, keys, side_features)
 
 
-def random_batches(
+def make_random_batches(
     schema: Schema, rows: int, count: int, seed: int, tasks: Sequence[Task] = ()
 ) -> list[GlobalBatch]:
     """Return `count` batches of `rows` rows.
@@ -129,7 +129,7 @@ def random_batches(
     return batches
 
 
-def cuts(rows: int, world: int, balance: str) -> list[int]:
+def compute_row_bounds(rows: int, world: int, balance: str) -> list[int]:
     """Return the boundaries of the ranks' rows: rank r has rows [cuts[r], cuts[r + 1]).
 
     Args:
@@ -153,7 +153,7 @@ def make_local_batch(
     Args:
         batch: The global batch.
         schema: Schema of the run.
-        bounds: Boundaries of the ranks' rows (`cuts`).
+        bounds: Boundaries of the ranks' rows (`compute_row_bounds`).
         rank: Rank.
         features: Features of the run; default: those of a model that reads no sequence id by id.
     """
@@ -186,7 +186,7 @@ def make_local_batch(
     )
 
 
-def age(bag: torch.Tensor) -> torch.Tensor:
+def count_later_ids(bag: torch.Tensor) -> torch.Tensor:
     """Return, for each id, the number of ids after it in its bag, int64 [N]."""
     ends = torch.bincount(bag).cumsum(0)
     return ends[bag] - 1 - torch.arange(len(bag), device=bag.device)
@@ -200,6 +200,6 @@ def _order_recent_first(bag: torch.Tensor, length: int | None) -> torch.Tensor:
     """
     if length is None:
         return torch.arange(len(bag))
-    ages = age(bag)
+    ages = count_later_ids(bag)
     recent = (ages < length).nonzero().squeeze(1)
     return recent[(bag[recent] * length + ages[recent]).argsort()]

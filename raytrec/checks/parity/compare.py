@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torchrec.distributed.types import ShardingPlan
 
 from raytrec.checks.parity import reference
-from raytrec.checks.parity.batches import GlobalBatch, cuts, random_batches
+from raytrec.checks.parity.batches import GlobalBatch, compute_row_bounds, make_random_batches
 from raytrec.checks.parity.reference import Reference, TableReference
 from raytrec.checks.parity.sharded import ShardedRun
 from raytrec.common.formatting import null_nonfinite
@@ -21,7 +21,7 @@ from raytrec.config.schema import Schema
 from raytrec.config.schema_parts import ManagedIds
 from raytrec.config.tables import QCommsSection, Schedule, TablePlan
 from raytrec.embeddings.constraints import resolve_constraints, resolve_optimizers
-from raytrec.embeddings.sharding import describe
+from raytrec.embeddings.sharding import describe_plan
 from raytrec.models.inputs import Sequence
 from raytrec.tasks.task import resolve_tasks
 
@@ -91,7 +91,7 @@ def shrink(config: RunConfig, schema: Schema, plan: ShardingPlan) -> tuple[RunCo
             compute_kernel=entry["compute_kernel"],
             dtype=constraints[entry["table"]].dtype,
         )
-        for entry in describe(plan)
+        for entry in describe_plan(plan)
     }
     return config, schema
 
@@ -117,7 +117,7 @@ def compare(
         device: Device of this rank.
         rows: Number of rows of a global batch.
         steps: Number of steps.
-        balance: Distribution of rows over ranks; see `batches.cuts`.
+        balance: Distribution of rows over ranks; see `batches.compute_row_bounds`.
         seed: Seed of the batches.
 
     Returns:
@@ -125,9 +125,11 @@ def compare(
     """
     config = config.model_copy(deep=True)
     config.train.matmul, config.plan.qcomms = "fp32", QCommsSection()
-    bounds = cuts(rows, dist.get_world_size(), balance)
+    bounds = compute_row_bounds(rows, dist.get_world_size(), balance)
     tasks = resolve_tasks(config.tasks, schema)
-    choices = [random_batches(schema, rows, CANDIDATES, seed * steps + step, tasks) for step in range(steps)]
+    choices = [
+        make_random_batches(schema, rows, CANDIDATES, seed * steps + step, tasks) for step in range(steps)
+    ]
 
     def shard(config: RunConfig) -> ShardedRun:
         return ShardedRun(build, config, schema, device, bounds)

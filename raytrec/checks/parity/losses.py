@@ -1,7 +1,7 @@
 """Loss of a global batch from its definition, in plain torch and independent of raytrec's objective.
 
 Losses of single rows are those of torch.nn. Losses that compare rows are computed row by row. Each loss of
-raytrec has its definition in OF_ROWS or BATCH_LOSSES. A user's loss is its own definition: parity then
+raytrec has its definition in ROW_LOSSES or BATCH_LOSSES. A user's loss is its own definition: parity then
 compares only the summation over rows.
 """
 
@@ -79,8 +79,8 @@ def _compute_row_losses(
 ) -> torch.Tensor:
     """Return the loss of each row, [n]; `logits` is [n, columns of the task]."""
     key = next((key for key, kind in loss.parts.items() if kind is type(loss_fn)), None)
-    if key in OF_ROWS:
-        return OF_ROWS[key](loss_fn, logits if key == "cross_entropy" else logits.squeeze(1), labels)
+    if key in ROW_LOSSES:
+        return ROW_LOSSES[key](loss_fn, logits if key == "cross_entropy" else logits.squeeze(1), labels)
     if key in BATCH_LOSSES:
         return torch.stack(
             [BATCH_LOSSES[key](loss_fn, logits, labels, weights, keys, counts, i) for i in range(len(labels))]
@@ -130,7 +130,7 @@ def _in_batch_softmax(loss_fn: Any, pairs: torch.Tensor, labels: torch.Tensor, w
     return labels[i] * nn.CrossEntropyLoss()(scores.unsqueeze(0), (candidates == i).nonzero().squeeze(1))
 
 
-OF_ROWS: dict[str, Callable] = {
+ROW_LOSSES: dict[str, Callable] = {
     "bce": lambda _, x, y: nn.BCEWithLogitsLoss(reduction="none")(x, y),
     "mse": lambda _, x, y: nn.MSELoss(reduction="none")(x, y),
     "huber": lambda made, x, y: nn.HuberLoss(reduction="none", delta=made.delta)(x, y),

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
-from raytrec.checks.parity.batches import GlobalBatch, age
+from raytrec.checks.parity.batches import GlobalBatch, count_later_ids
 from raytrec.checks.parity.losses import compute_loss
 from raytrec.config.schema import Schema
 from raytrec.config.tasks import TaskSection
@@ -82,7 +82,7 @@ class Reference(nn.Module):
     def _sequence(
         self, vectors: torch.Tensor, bag: torch.Tensor, rows: int, length: int, sides: torch.Tensor | None
     ) -> Sequence:
-        ages = age(bag)
+        ages = count_later_ids(bag)
         is_recent = ages < length
         places = bag[is_recent], ages[is_recent]
 
@@ -110,7 +110,7 @@ class Reference(nn.Module):
         Sequences have their last id first; pooled bags have only their first id.
         """
         ids, bag, _ = batch.bags[feature]
-        places, length = age(bag), self.sequences.get(feature, 1)
+        places, length = count_later_ids(bag), self.sequences.get(feature, 1)
         if feature not in self.sequences:
             places = torch.bincount(bag)[bag] - 1 - places
         is_recent = places < length
@@ -122,7 +122,7 @@ class Reference(nn.Module):
         loss = compute_loss(self.objective.tasks, logits, batch, own_loss=self.objective.own_loss)
         for feature, factor in self.objective.l2_factors.items():
             ids, bag, _ = batch.bags[feature]
-            is_recent = age(bag) < self.sequences.get(feature, len(ids) + 1)
+            is_recent = count_later_ids(bag) < self.sequences.get(feature, len(ids) + 1)
             rows = self.tables[self.schema.sparse[feature].table][ids[is_recent]]
             loss = loss + factor / 2 * rows.float().square().sum() / len(batch)
         return loss

@@ -20,7 +20,7 @@ from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.data.batch import Batch
 from raytrec.embeddings.constraints import resolve_constraints
-from raytrec.embeddings.hashing import initial_values
+from raytrec.embeddings.hashing import compute_initial_values
 from raytrec.embeddings.tables import tables
 from raytrec.models import build_model
 from raytrec.tasks.objective import Objective
@@ -85,7 +85,7 @@ class ShardedRun:
                 whole[table.name] = values if values is None else values.cpu()
         for name in self.schema.managed:
             spec, seed = self.schema.tables[name], self.config.run.seed
-            initial = initial_values(seed, name, torch.arange(spec.rows), range(spec.dim), spec.rows)
+            initial = compute_initial_values(seed, name, torch.arange(spec.rows), range(spec.dim), spec.rows)
             whole[name] = self._sort_by_id(name, whole[name], initial)
         self._read = whole
         return whole

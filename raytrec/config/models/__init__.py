@@ -14,7 +14,7 @@ from pydantic import Field, JsonValue, field_validator
 
 from raytrec.common.errors import ConfigError
 from raytrec.common.registry import PYTHON_PATH
-from raytrec.config.base import one_of
+from raytrec.config.base import build_section_union
 from raytrec.config.models.base import MODELS, Lengths, ModelSection, check_lengths
 from raytrec.config.models.retrieval import Towers
 from raytrec.config.schema import Schema
@@ -108,4 +108,4 @@ def check_model(
 if TYPE_CHECKING:
     AnyModel = ModelSection
 else:
-    AnyModel = one_of(SECTIONS, "name", OWN, "model", default="dlrm")
+    AnyModel = build_section_union(SECTIONS, "name", OWN, "model", default="dlrm")

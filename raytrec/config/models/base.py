@@ -8,14 +8,14 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import Field
 
-from raytrec.common.errors import ConfigError, unknown
+from raytrec.common.errors import ConfigError, make_unknown_word_error
 from raytrec.common.registry import Registry
-from raytrec.config.base import Few, NonNegativeFloat, Number, Section
+from raytrec.config.base import NonNegativeFloat, Number, Section, SmallCount
 from raytrec.config.schema import Schema
 
 Size = Annotated[int, Field(strict=True, gt=0, le=2**20)]
 Sizes = Annotated[list[Size], Field(max_length=1000)]
-Lengths = Few | dict[str, Few]  # one for all sequences, or one for each sequence read id by id
+Lengths = SmallCount | dict[str, SmallCount]  # one for all sequences, or one for each sequence read id by id
 Dropout = Annotated[Number, Field(ge=0, lt=1)]
 
 
@@ -75,7 +75,9 @@ class ModelSection(Section):
         )
         for table in factors:
             if table not in schema.tables:
-                raise unknown(f"'{table}' is not a table", table, schema.tables, f"model.lookup_l2.{table}")
+                raise make_unknown_word_error(
+                    f"'{table}' is not a table", table, schema.tables, f"model.lookup_l2.{table}"
+                )
         result = {f: factors[spec.table] for f, spec in schema.sparse.items() if factors.get(spec.table)}
         for feature in result:
             if schema.sparse[feature].weights:
@@ -196,7 +198,9 @@ def match_names(patterns: Sequence[str], names: Sequence[str], where: str) -> se
         new_matches = {name for name in names if fnmatchcase(name, pattern)}
         if not new_matches:
             what = f"no feature or dense column matches '{pattern}'"
-            raise unknown(what, pattern, names, where, f"a name or pattern of {', '.join(names)}")
+            raise make_unknown_word_error(
+                what, pattern, names, where, f"a name or pattern of {', '.join(names)}"
+            )
         matches |= new_matches
     return matches
 
@@ -212,7 +216,7 @@ def check_lengths(schema: Schema, config: ModelSection) -> None:
     for name in lengths if isinstance(lengths, dict) else ():
         if name not in sequences:
             expected = f"a feature with pooling: sequence ({', '.join(sequences) or 'the schema has none'})"
-            raise unknown(
+            raise make_unknown_word_error(
                 f"'{name}' is not a sequence feature", name, sequences, f"model.max_length.{name}", expected
             )
 
@@ -230,7 +234,7 @@ def check_feature(schema: Schema, feature: str, key: str, *, sequence: bool = Fa
         ConfigError: The feature does not exist, or is not a sequence.
     """
     if feature not in schema.sparse:
-        raise unknown(f"'{feature}' is not a feature", feature, schema.sparse, key)
+        raise make_unknown_word_error(f"'{feature}' is not a feature", feature, schema.sparse, key)
     pooling = schema.sparse[feature].pooling
     if sequence and pooling != "sequence":
         raise ConfigError(
@@ -257,11 +261,13 @@ def find_side_feature(schema: Schema, feature: str, column: str, where: str) -> 
     if column not in columns:
         expected = f"a side feature of {feature} ({', '.join(columns) or 'none is configured'})"
         do = f"set side_features: [{column}] on {feature} in schema.yaml"
-        raise unknown(f"'{column}' is not a side feature of {feature}", column, columns, where, expected, do)
+        raise make_unknown_word_error(
+            f"'{column}' is not a side feature of {feature}", column, columns, where, expected, do
+        )
     return columns.index(column)
 
 
-def same_table(schema: Schema, feature: str, item: str, key: str) -> None:
+def check_same_table(schema: Schema, feature: str, item: str, key: str) -> None:
     """Check that a feature and the item look up the same table.
 
     Raises:

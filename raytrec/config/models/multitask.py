@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from raytrec.common.errors import ConfigError, unknown
-from raytrec.config.base import Few
+from raytrec.common.errors import ConfigError, make_unknown_word_error
+from raytrec.config.base import SmallCount
 from raytrec.config.models.base import Dropout, ModelSection, Sizes, model
 from raytrec.config.schema import Schema
 
@@ -31,7 +31,7 @@ class MMoESection(ModelSection):
     """Experts that all tasks share, with a gate and a tower per task."""
 
     name: Literal["mmoe"]
-    experts: Few = 4
+    experts: SmallCount = 4
     """Number of experts, each an MLP over all inputs."""
     expert_mlp: Annotated[Sizes, Field(min_length=1)] = Field([64])
     """Sizes of an expert's layers."""
@@ -46,11 +46,11 @@ class PLESection(ModelSection):
     """Levels of shared and task-specific experts, with gates between the levels."""
 
     name: Literal["ple"]
-    levels: Annotated[Few, Field(le=100)] = 2
+    levels: Annotated[SmallCount, Field(le=100)] = 2
     """Number of extraction levels, applied in sequence; 1 is CGC, the paper's single level."""
-    shared_experts: Few = 2
+    shared_experts: SmallCount = 2
     """Number of experts per level that all tasks read."""
-    task_experts: Few = 2
+    task_experts: SmallCount = 2
     """Number of experts per level and task that only this task reads."""
     expert_mlp: Annotated[Sizes, Field(min_length=1)] = Field([64])
     """Sizes of an expert's layers."""
@@ -68,7 +68,7 @@ def _check_task_name(name: str, tasks: Collection[str], where: str) -> None:
     """
     if name not in tasks:
         do = "use the name of an entry of tasks; the default name is the label"
-        raise unknown(f"there is no task '{name}'", name, tasks, where, do=do)
+        raise make_unknown_word_error(f"there is no task '{name}'", name, tasks, where, do=do)
 
 
 @model("esmm", "raytrec.models.multitask:ESMM")

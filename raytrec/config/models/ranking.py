@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from raytrec.common.errors import ConfigError
-from raytrec.config.base import Few, PositiveFloat
+from raytrec.config.base import PositiveFloat, SmallCount
 from raytrec.config.models.base import (
     Dropout,
     ModelSection,
@@ -41,7 +41,7 @@ class DcnSection(ModelSection):
     name: Literal["dcn"]
     bottom_mlp: Sizes = Field([])
     """Sizes of layers over the dense columns. []: the columns are used unchanged."""
-    cross_layers: Annotated[Few, Field(le=1000)] = 3
+    cross_layers: Annotated[SmallCount, Field(le=1000)] = 3
     """Number of cross layers, applied in sequence."""
     cross_rank: Size | None = None
     """Rank of each cross layer's matrix as a product U V; default: a full matrix."""
@@ -103,7 +103,7 @@ class WideDeepSection(ModelSection):
     """Sparse features and dense columns (or patterns) of the linear part, such as crosses of columns."""
     deep: Names = Field(["*"])
     """Sparse features and dense columns (or patterns) of the MLP. Each name must be in wide, deep or both."""
-    cross_layers: Annotated[Few, Field(le=1000)] | Literal[0] = 0
+    cross_layers: Annotated[SmallCount, Field(le=1000)] | Literal[0] = 0
     """Cross layers of DCN-V2 before the MLP."""
     top_mlp: Sizes = Field([128, 64])
     """Hidden sizes of the MLP."""
@@ -194,7 +194,7 @@ class FinalMLPSection(ModelSection):
     gate1."""
     gate_mlp: Sizes = Field([64])
     """Hidden sizes of the network that computes the weights."""
-    heads: Few = 1
+    heads: SmallCount = 1
     """Number of equal parts of the streams, each with its own bilinear form."""
     dropout: Dropout = 0.0
     """Dropout in both streams during training."""

@@ -7,17 +7,17 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from raytrec.common.errors import ConfigError
-from raytrec.config.base import Few, NonNegativeInt, Number, PositiveFloat, Section
+from raytrec.config.base import NonNegativeInt, Number, PositiveFloat, Section, SmallCount
 from raytrec.config.models.base import (
     Dropout,
     ModelSection,
     Sizes,
     check_feature,
     check_same_dim,
+    check_same_table,
     find_side_feature,
     match_names,
     model,
-    same_table,
 )
 from raytrec.config.schema import Schema
 
@@ -30,7 +30,7 @@ class SampledSection(ModelSection):
     """Feature of ids that a row's item is compared with, such as one written by do: sample in
     data.transforms. Enables the model's own loss (tasks: [{loss: from_model}]); default: the model has no own
     loss."""
-    max_negatives: Few = 100
+    max_negatives: SmallCount = 100
     """Maximum number of ids of `negatives` per row; missing ids are padded."""
     loss: Literal["softmax", "bce", "bpr"] = "softmax"
     """Loss of an item and its negatives. softmax: cross-entropy of the softmax over all of them. bce: binary
@@ -63,7 +63,7 @@ class SampledSection(ModelSection):
         """
         if self.negatives is not None:
             check_feature(schema, self.negatives, "model.negatives", sequence=True)
-            same_table(schema, self.negatives, item, "model.negatives")
+            check_same_table(schema, self.negatives, item, "model.negatives")
         self.check_own_loss()
         self.find_log_share_index(schema)
 

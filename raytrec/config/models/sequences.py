@@ -6,8 +6,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from raytrec.common.errors import ConfigError, unknown
-from raytrec.config.base import Few, PositiveFloat
+from raytrec.common.errors import ConfigError, make_unknown_word_error
+from raytrec.config.base import PositiveFloat, SmallCount
 from raytrec.config.models.base import (
     Dropout,
     ModelSection,
@@ -15,10 +15,10 @@ from raytrec.config.models.base import (
     Sizes,
     check_feature,
     check_same_dim,
+    check_same_table,
     find_side_feature,
     get_common_dim,
     model,
-    same_table,
 )
 from raytrec.config.models.retrieval import SampledSection
 from raytrec.config.schema import Schema
@@ -27,7 +27,7 @@ from raytrec.config.schema import Schema
 class TargetedSection(ModelSection):
     """A model that reads each sequence with respect to a target, such as an item that may come next."""
 
-    max_length: Few = 50
+    max_length: SmallCount = 50
     """Maximum number of most recent ids of a sequence feature that are read; the last id is the newest."""
     target: str | None = None
     """Feature with respect to which sequences are read; default: the feature that shares their table."""
@@ -71,7 +71,9 @@ class TargetedSection(ModelSection):
         if self.target in bags:
             return self.target
         if self.target is not None:
-            raise unknown(f"'{self.target}' is not a feature", self.target, bags, "model.target")
+            raise make_unknown_word_error(
+                f"'{self.target}' is not a feature", self.target, bags, "model.target"
+            )
         if len(same) != 1:
             raise ConfigError(
                 f"sequence {sequence} has no default target: {len(same)} other features look up its table",
@@ -179,9 +181,9 @@ class BstSection(TargetedSection):
     """Behavior Sequence Transformer: attention between a sequence and its target."""
 
     name: Literal["bst"]
-    blocks: Annotated[Few, Field(le=1000)] = 1
+    blocks: Annotated[SmallCount, Field(le=1000)] = 1
     """Number of transformer layers, applied in sequence."""
-    heads: Annotated[Few, Field(le=1000)] = 2
+    heads: Annotated[SmallCount, Field(le=1000)] = 2
     """Attention heads per layer."""
     feedforward: Size = 64
     """Hidden size of each layer's feedforward network."""
@@ -207,11 +209,11 @@ class NextItemSection(SampledSection):
     """Sequence of previous items, the most recent last."""
     item: str = "item"
     """Feature of the next item, or of a candidate."""
-    max_length: Few = 50
+    max_length: SmallCount = 50
     """Maximum number of most recent items of the history that are read."""
-    blocks: Annotated[Few, Field(le=1000)] = 2
+    blocks: Annotated[SmallCount, Field(le=1000)] = 2
     """Number of layers, applied in sequence."""
-    heads: Annotated[Few, Field(le=1000)] = 1
+    heads: Annotated[SmallCount, Field(le=1000)] = 1
     """Attention heads per layer."""
     dropout: Dropout = 0.2
     """Dropout of each layer's residual branches and of the model's input during training."""
@@ -238,7 +240,7 @@ class NextItemSection(SampledSection):
         """Check that history, item and negatives exist and share a table."""
         check_feature(schema, self.history, "model.history", sequence=True)
         check_feature(schema, self.item, "model.item")
-        same_table(schema, self.history, self.item, "model.history")
+        check_same_table(schema, self.history, self.item, "model.history")
         self.check_negatives(schema, self.item)
 
     def check_heads(self, schema: Schema, width: int | None = None) -> None:

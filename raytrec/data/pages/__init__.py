@@ -21,7 +21,7 @@ from raytrec.data.pages.chunks import PageIndex, ReadAt
 
 FileVersion = tuple[str, int, int | None]  # version of a file: path, size, modification time in ns
 # Errors raised for unexpected bytes. Storage errors (OSError) are not among them, because reads are retried.
-ODD = (ValueError, LookupError, TypeError, OverflowError, pa.ArrowException)
+DECODING_ERRORS = (ValueError, LookupError, TypeError, OverflowError, pa.ArrowException)
 
 STREAM_BUFFER_BYTES = 64 << 10  # buffer size of pyarrow's reads
 READ_AHEAD_BYTES = 4 << 20  # bytes that a search for pages reads from an object store at a time
@@ -68,7 +68,7 @@ def read_rows(
     paged = {name: leaf for name, leaf in single.items() if leaf in pieces}
     try:
         tables = _read_pages(pieces, span, paged)
-    except ODD:
+    except DECODING_ERRORS:
         paged, tables = {}, []
     if other_names := [name for name in names if name not in paged]:
         tables.append(_stream(_reader(file, footer), group, first, last - first, other_names))
@@ -170,7 +170,7 @@ def _fetch(file: pa.NativeFile, span: _RowSpan, leaves: list[int], used: set[int
             return (
                 ChunkBytes(pages.begin, *pages.read(read_at, span.first, span.last)) if leaf in used else None
             )
-        except ODD:
+        except DECODING_ERRORS:
             return None
 
     if remote:  # concurrent reads, as pyarrow does for whole row groups

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import fs
 
-from raytrec.common.errors import DataError, first_line
+from raytrec.common.errors import DataError, get_first_line
 from raytrec.common.reading import retry_read, storage_hint
 from raytrec.common.storage import open_filesystem
 from raytrec.data.arrow import find_required_columns, pick_columns
@@ -105,7 +105,7 @@ def _decode(path: str, group: int, first: int, rows: int, columns: list[str]) ->
         RecursionError,
     ) as error:
         raise DataError(
-            f"cannot decode the row group: {first_line(error)}",
+            f"cannot decode the row group: {get_first_line(error)}",
             where=f"{path}, row group {group}",
             expected=storage_hint(path) + "a complete Parquet file that does not change while it is read",
             do="write or copy the file again, or skip its rows: data.on_error=skip",

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from raytrec.common.collectives import Peers, RoundTrip, on_device
+from raytrec.common.collectives import Peers, RoundTrip, to_device_tensor
 from raytrec.common.errors import RunError
 from raytrec.config.schema import Schema
 from raytrec.config.schema_parts import ManagedIds
@@ -22,9 +22,9 @@ from raytrec.data.batch import Batch, NewRows
 from raytrec.embeddings.hashing import (
     VALUES_PER_BLOCK,
     DistinctKeys,
+    compute_initial_values,
     count_by_owner,
     ids_to_keys,
-    initial_values,
     unhash_bits,
 )
 from raytrec.embeddings.managed.row_map import RowMap
@@ -91,7 +91,7 @@ class IdExchange:
         With a single rank, there is no exchange and both sets of keys are the same.
         """
         keys, count = ids_to_keys(torch.cat([ids[table] for table in self.maps])), len(self.maps)
-        sizes = on_device([len(ids[table]) for table in self.maps], self._device)
+        sizes = to_device_tensor([len(ids[table]) for table in self.maps], self._device)
         numbers = torch.arange(count, device=self._device)
         requested = DistinctKeys.of(numbers.repeat_interleave(sizes, output_size=len(keys)), keys, count)
         if self._peers.world == 1:
@@ -226,7 +226,7 @@ class ManagedBatches:
             for shard in table.weight.local:
                 for block in places[shard.rows].split(max(1, VALUES_PER_BLOCK // len(shard.columns))):
                     shard_rows = rows[block] - shard.rows.start
-                    values = initial_values(self._seed, name, ids[block], shard.columns, spec.rows)
+                    values = compute_initial_values(self._seed, name, ids[block], shard.columns, spec.rows)
                     self.before_writing(name, shard_rows)
                     shard.write(shard_rows, values)
             for parts in table.state.values():

@@ -20,10 +20,10 @@ from itertools import accumulate
 
 import torch
 
-from raytrec.common.collectives import on_device
-from raytrec.embeddings.hashing import NO_KEY, of_table, shares
+from raytrec.common.collectives import to_device_tensor
+from raytrec.embeddings.hashing import NO_KEY, find_key_owners, select_by_table
 
-BUCKET = 8  # slots per bucket
+BUCKET_SLOTS = 8  # slots per bucket
 INITIAL_LOAD_FACTOR = 0.6  # share of slots filled when a map has the number of entries it was created for
 MAX_LOAD_FACTOR = 0.9  # share of filled slots above which a map grows
 
@@ -102,16 +102,17 @@ class KeyMap:
         self._world, self._device, self.counts = world, device, [0] * len(entries)
         self._buckets = [_count_buckets(count) for count in entries]
         total = sum(self._buckets)
-        self._keys = torch.full((total, BUCKET), NO_KEY, dtype=torch.int64, device=device)
+        self._keys = torch.full((total, BUCKET_SLOTS), NO_KEY, dtype=torch.int64, device=device)
         self._passed = torch.zeros(total, dtype=torch.int32, device=device)
         self.fields = {
-            name: torch.empty(total * BUCKET, dtype=dtype, device=device) for name, dtype in dtypes.items()
+            name: torch.empty(total * BUCKET_SLOTS, dtype=dtype, device=device)
+            for name, dtype in dtypes.items()
         }
         self._update_ranges()
 
     def _update_ranges(self) -> None:
         self._ends = list(accumulate(self._buckets))
-        ranges = on_device([self._ends, self._buckets], self._device)
+        ranges = to_device_tensor([self._ends, self._buckets], self._device)
         self._end_T, self._buckets_T = ranges.unbind()
         self._start_T = self._end_T - self._buckets_T
 
@@ -136,14 +137,14 @@ class KeyMap:
         column_M = _find_column(self._keys.index_select(0, bucket_M) == keys_M.unsqueeze(1))
         missing_M = column_M < 0
         continues_M = missing_M & (self._passed.index_select(0, bucket_M) > 0)
-        slots_M = (bucket_M * BUCKET + column_M).masked_fill_(missing_M, -1)
+        slots_M = (bucket_M * BUCKET_SLOTS + column_M).masked_fill_(missing_M, -1)
         return slots_M, continues_M.nonzero().squeeze(1)
 
     def insert(self, tables: torch.Tensor, sizes: Sequence[int], entries: KeyEntries) -> None:
         """Insert keys that are not in the map. Slots found earlier may change."""
         for table, size in enumerate(sizes):
             needed = self.counts[table] + size
-            if needed > MAX_LOAD_FACTOR * BUCKET * self._buckets[table]:
+            if needed > MAX_LOAD_FACTOR * BUCKET_SLOTS * self._buckets[table]:
                 self._grow(table, 2 * needed)
             self.counts[table] = needed
         self._insert_in_buckets(tables, entries)
@@ -167,7 +168,7 @@ class KeyMap:
 
         self._keys, self._passed = enlarge(self._keys, NO_KEY), enlarge(self._passed, 0)
         for name in self.fields:
-            self.fields[name] = enlarge(self.fields[name], 0, BUCKET)
+            self.fields[name] = enlarge(self.fields[name], 0, BUCKET_SLOTS)
         self._update_ranges()
         self._insert_in_buckets(torch.full_like(old_entries.keys, table), old_entries)
 
@@ -184,7 +185,7 @@ class KeyMap:
             taken_M8 = free_M8 & (free_M8.cumsum(1) == nth_M.unsqueeze(1) + 1)
             column_M = _find_column(taken_M8)
             placed, pending = (column_M >= 0).nonzero().squeeze(1), (column_M < 0).nonzero().squeeze(1)
-            new_slots, new_places = bucket_M[placed] * BUCKET + column_M[placed], place_M[placed]
+            new_slots, new_places = bucket_M[placed] * BUCKET_SLOTS + column_M[placed], place_M[placed]
             slots.index_copy_(0, new_places, new_slots)
             self._keys.view(-1).index_copy_(0, new_slots, keys[new_places])
             self._count_overflows(bucket_M[pending], 1)
@@ -194,7 +195,7 @@ class KeyMap:
 
     def remove(self, tables: torch.Tensor, sizes: Sequence[int], slots: torch.Tensor) -> None:
         """Remove keys by their distinct slots [n]."""
-        bucket = slots // BUCKET
+        bucket = slots // BUCKET_SLOTS
         home = self._find_home_buckets(tables, self._keys.view(-1)[slots])
         while len(passed := (home != bucket).nonzero().squeeze(1)):
             bucket, home, tables = bucket[passed], home[passed], tables[passed]
@@ -205,13 +206,13 @@ class KeyMap:
 
     def find_occupied_slots(self, table: int) -> torch.Tensor:
         """Return the slots with a key of a table, int64 [n], ascending."""
-        return self.sample(table, self._buckets[table] * BUCKET)
+        return self.sample(table, self._buckets[table] * BUCKET_SLOTS)
 
     def sample(self, table: int, most: int) -> torch.Tensor:
         """Return the slots with a key among about `most` evenly spaced slots of a table, int64 [n]."""
-        stride = max(1, self._buckets[table] * BUCKET // most)
+        stride = max(1, self._buckets[table] * BUCKET_SLOTS // most)
         taken = self._slice_table(table, self._keys.view(-1))[::stride] != NO_KEY
-        return taken.nonzero().squeeze(1) * stride + self._find_first_bucket(table) * BUCKET
+        return taken.nonzero().squeeze(1) * stride + self._find_first_bucket(table) * BUCKET_SLOTS
 
     def below(
         self, tables: Sequence[int], field: str, limits: Sequence[int]
@@ -230,19 +231,19 @@ class KeyMap:
             (self._slice_table(table, values) < limit).logical_and_(self._slice_table(table, keys) != NO_KEY)
             for table, limit in zip(tables, limits, strict=True)
         ]
-        starts = [self._find_first_bucket(table) * BUCKET for table in tables]
+        starts = [self._find_first_bucket(table) * BUCKET_SLOTS for table in tables]
         ends = list(accumulate(map(len, parts)))
         shifts = [start + len(part) - end for start, part, end in zip(starts, parts, ends, strict=True)]
-        ends_P, shifts_P = on_device([ends, shifts], self._device)
+        ends_P, shifts_P = to_device_tensor([ends, shifts], self._device)
         matches = torch.cat(parts).nonzero().squeeze(1)
         sizes_P = torch.searchsorted(matches, ends_P).diff(prepend=ends_P.new_zeros(1))
         which = torch.arange(len(tables), device=self._device)
         which = which.repeat_interleave(sizes_P, output_size=len(matches))
-        return which, matches + of_table(shifts_P, which)
+        return which, matches + select_by_table(shifts_P, which)
 
     def _slice_table(self, table: int, values: torch.Tensor) -> torch.Tensor:
         """Return a table's part of the values of all slots."""
-        return values[self._find_first_bucket(table) * BUCKET : self._ends[table] * BUCKET]
+        return values[self._find_first_bucket(table) * BUCKET_SLOTS : self._ends[table] * BUCKET_SLOTS]
 
     def _find_first_bucket(self, table: int) -> int:
         return self._ends[table] - self._buckets[table]
@@ -258,13 +259,15 @@ class KeyMap:
 
     def _find_home_buckets(self, tables: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Return the bucket of each key, in which the key is stored unless the bucket is full."""
-        within = (shares(keys, self._world)[1] * of_table(self._buckets_T, tables)) >> 32
-        return within.add_(of_table(self._start_T, tables))
+        within = (find_key_owners(keys, self._world)[1] * select_by_table(self._buckets_T, tables)) >> 32
+        return within.add_(select_by_table(self._start_T, tables))
 
     def _find_next_buckets(self, tables: torch.Tensor, buckets: torch.Tensor) -> torch.Tensor:
         """Return the bucket after each bucket; the first bucket of the table follows its last one."""
         following = buckets + 1
-        return following.where(following < of_table(self._end_T, tables), of_table(self._start_T, tables))
+        return following.where(
+            following < select_by_table(self._end_T, tables), select_by_table(self._start_T, tables)
+        )
 
     def _count_overflows(self, buckets: torch.Tensor, by: int) -> None:
         change = torch.full_like(buckets, by, dtype=self._passed.dtype)
@@ -272,7 +275,7 @@ class KeyMap:
 
 
 def _count_buckets(entries: int) -> int:
-    return max(1, -(-int(entries / INITIAL_LOAD_FACTOR) // BUCKET))
+    return max(1, -(-int(entries / INITIAL_LOAD_FACTOR) // BUCKET_SLOTS))
 
 
 def _find_column(chosen_M8: torch.Tensor) -> torch.Tensor:

@@ -9,31 +9,36 @@ from math import gcd, sqrt
 
 import torch
 
-from raytrec.common.collectives import Peers, on_device
+from raytrec.common.collectives import Peers, to_device_tensor
 from raytrec.config.schema_parts import Eviction
-from raytrec.embeddings.hashing import count_tables, hash_bits, in_order, of_table
+from raytrec.embeddings.hashing import count_tables, hash_bits, select_by_table, sort_within_tables
 
 EXPIRY_CHECKS_PER_TTL = 8  # searches for expired ids within ttl_steps steps
 MAX_SIGHTINGS = 2**31 - 1
 MIN_FREED_DIVISOR = 64  # at least 1/64 of the rows is freed at once, so that searches are rare
-STEPS, LRU_MAX_FREED_DIVISOR = 4, 4  # lru frees rows for 4 steps like the current one, up to 1/4 of the rows
-MOST_ROWS = 2**20  # maximum number of rows freed ahead; every rank keeps a list of them
+LRU_STEPS_AHEAD, LRU_MAX_FREED_DIVISOR = (
+    4,
+    4,
+)  # lru frees rows for 4 steps like the current one, up to 1/4 of the rows
+MAX_FREED_ROWS = 2**20  # maximum number of rows freed ahead; every rank keeps a list of them
 HISTOGRAM_BITS = 12  # bits of a score per histogram, which all ranks sum: 32 KiB
 
 
-def counted_sightings(eviction: Eviction) -> int:
+def get_max_counted_sightings(eviction: Eviction) -> int:
     """Return the maximum number of sightings that an id's score distinguishes; 0 with lru."""
     return 0 if eviction == "lru" else MAX_SIGHTINGS
 
 
-def scores(counted: torch.Tensor, sightings: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+def compute_eviction_scores(
+    counted: torch.Tensor, sightings: torch.Tensor, last: torch.Tensor
+) -> torch.Tensor:
     """Return the scores of ids with rows, int64 [n], 0 or more; ids with the lowest scores are evicted first.
 
     With lru, the score is the step of the last sighting. With lfu, it is the number of sightings, and the
     last step breaks ties.
 
     Args:
-        counted: Result of `counted_sightings` for each id's table, int64 [n].
+        counted: Result of `get_max_counted_sightings` for each id's table, int64 [n].
         sightings: Number of sightings of each id, int64 [n].
         last: Step of the last sighting of each id, integers [n], -1 or more.
     """
@@ -70,10 +75,12 @@ def count_rows_to_free(eviction: Eviction, missing: int, rows: int) -> int:
         missing: Number of missing rows.
         rows: Number of rows that ids can have.
     """
-    min_count = min(max(1, rows // MIN_FREED_DIVISOR), MOST_ROWS)
+    min_count = min(max(1, rows // MIN_FREED_DIVISOR), MAX_FREED_ROWS)
     if eviction != "lru":
         return min_count
-    return max(missing, min_count, min(STEPS * missing, rows // LRU_MAX_FREED_DIVISOR, MOST_ROWS))
+    return max(
+        missing, min_count, min(LRU_STEPS_AHEAD * missing, rows // LRU_MAX_FREED_DIVISOR, MAX_FREED_ROWS)
+    )
 
 
 def find_expiry_step(ttl_steps: int | None, step: int) -> int | None:
@@ -87,7 +94,7 @@ def find_expiry_step(ttl_steps: int | None, step: int) -> int | None:
     return step - ttl_steps if due else None
 
 
-def stride(rows: int) -> int:
+def choose_row_stride(rows: int) -> int:
     """Return the distance between rows that are assigned one after the other.
 
     It is close to the golden section of the table, so that any number of consecutive assignments is spread
@@ -99,7 +106,7 @@ def stride(rows: int) -> int:
     return step
 
 
-def lowest(
+def find_lowest_keys(
     tables: torch.Tensor, scores: torch.Tensor, keys: torch.Tensor, counts: list[int], peers: Peers
 ) -> torch.Tensor:
     """Return the places in `keys` of this rank's keys among the lowest of their table on all ranks.
@@ -135,12 +142,12 @@ def lowest(
     thresholds, tie_counts = _find_thresholds(tables, scores, counts, lows, highs, peers)
     for table in exhausted:
         thresholds[table] = 2**63 - 1
-    limits_T, tie_counts_T = on_device([thresholds, tie_counts], device)
-    limits = of_table(limits_T, tables)
+    limits_T, tie_counts_T = to_device_tensor([thresholds, tie_counts], device)
+    limits = select_by_table(limits_T, tables)
     chosen = scores < limits
     ties = (scores == limits).nonzero().squeeze(1)
     tie_tables = tables[ties]
-    ties = ties[in_order(tie_tables, keys[ties])[1]]
+    ties = ties[sort_within_tables(tie_tables, keys[ties])[1]]
     sizes_T = count_tables(tie_tables, len(counts))
     earlier_T = peers.stack(sizes_T)[: peers.rank].sum(0)
     places = torch.arange(len(ties), device=device) - (sizes_T.cumsum(0) - sizes_T)[tie_tables]
@@ -171,16 +178,18 @@ def _find_thresholds(
         widths = ((high - low).bit_length() for low, high in zip(lows, highs, strict=True))
         # If the threshold is known, the bins of the scores are irrelevant but must be within range.
         shifts = [max(0, width - HISTOGRAM_BITS) if width else 62 for width in widths]
-        low_T, shift_T, count_T = on_device([lows, shifts, counts], device)
+        low_T, shift_T, count_T = to_device_tensor([lows, shifts, counts], device)
         starts_T = torch.arange(len(counts), device=device) << HISTOGRAM_BITS
-        bins = ((scores - of_table(low_T, tables)) >> of_table(shift_T, tables)) + of_table(starts_T, tables)
+        bins = (
+            (scores - select_by_table(low_T, tables)) >> select_by_table(shift_T, tables)
+        ) + select_by_table(starts_T, tables)
         # torch.bincount would make the host wait.
         zeros = torch.zeros(len(counts) << HISTOGRAM_BITS, dtype=torch.int64, device=device)
         histogram = peers.sum(zeros.index_add_(0, bins, torch.ones_like(bins))).view(len(counts), -1)
         cumulative = histogram.cumsum(1)
         crossing = torch.searchsorted(cumulative, count_T.unsqueeze(1)).clamp_(max=2**HISTOGRAM_BITS - 1)
         below = (cumulative - histogram).gather(1, crossing)
-        inside = (bins == of_table(crossing.squeeze(1) + starts_T, tables)).nonzero().squeeze(1)
+        inside = (bins == select_by_table(crossing.squeeze(1) + starts_T, tables)).nonzero().squeeze(1)
         tables, scores = tables[inside], scores[inside]
         for table, (place, lower) in enumerate(torch.cat([crossing, below], 1).tolist()):
             if lows[table] < highs[table]:

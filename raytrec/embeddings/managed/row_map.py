@@ -8,13 +8,13 @@ from functools import partial
 
 import torch
 
-from raytrec.embeddings.hashing import hash_bits, shares
+from raytrec.embeddings.hashing import find_key_owners, hash_bits
 from raytrec.embeddings.managed.key_map import MapState
 from raytrec.embeddings.managed.row_maps import RowMaps
 
-SAMPLE = 2**16  # slots sampled for the age of ids
-CHUNK = 2**20  # rows hashed at a time
-MASK = 2**64 - 1
+AGE_SAMPLE_SLOTS = 2**16  # slots sampled for the age of ids
+HASH_BLOCK_ROWS = 2**20  # rows hashed at a time
+HASH_MASK = 2**64 - 1
 
 
 class RowMap:
@@ -70,7 +70,7 @@ class RowMap:
         """
         maps, table = self._maps, self._table
         for key_map, entries in (maps.rows, state.rows), (maps.waiting, state.waiting):
-            owners, _ = shares(entries.keys, maps.peers.world)
+            owners, _ = find_key_owners(entries.keys, maps.peers.world)
             local_entries = entries[owners == maps.peers.rank].in_order()
             sizes = [len(local_entries) * (number == table) for number in range(len(maps.free))]
             key_map.insert(torch.full_like(local_entries.keys, table), sizes, local_entries)
@@ -79,14 +79,14 @@ class RowMap:
     def ages(self, step: int) -> torch.Tensor:
         """Return the number of steps since the last sighting for a sample of this rank's ids, int64 [n]."""
         rows = self._maps.rows
-        last = rows.at(rows.sample(self._table, SAMPLE)).fields["last"]
+        last = rows.at(rows.sample(self._table, AGE_SAMPLE_SLOTS)).fields["last"]
         return (step - last.long()).clamp(min=0)
 
     def audit(self) -> MapAudit:
         """Return the figures needed to check that ids and rows are one to one over all ranks."""
         maps, table, peers = self._maps, self._table, self._maps.peers
         free, entries = maps.free[table], maps.rows.entries(table)
-        rows, (owners, _) = entries.fields["row"].long(), shares(entries.keys, peers.world)
+        rows, (owners, _) = entries.fields["row"].long(), find_key_owners(entries.keys, peers.world)
         total = sum_hashes(rows)
         part = peers.rank, peers.world
         handed_out = partial(maps.nth_row, table)
@@ -98,7 +98,7 @@ class RowMap:
             outside=int(((rows < 0) | (rows >= self.capacity)).sum()),
             strangers=int((owners != peers.rank).sum()),
             repeated=len(entries) - len(entries.keys.unique()),
-            sum=total & MASK,
+            sum=total & HASH_MASK,
             left=len(free.left),
             left_hash_sum=sum_hashes(free.left),
             unused=self.capacity - free.handed,
@@ -155,10 +155,12 @@ def is_one_to_one(mine: MapAudit, total: list[int], rows: int) -> bool:
         rows: Number of rows that ids can have.
     """
     wrong, ids, hashes = total
-    return not wrong and ids + mine.left + mine.unused == rows and not (hashes + mine.left_hash_sum) & MASK
+    return (
+        not wrong and ids + mine.left + mine.unused == rows and not (hashes + mine.left_hash_sum) & HASH_MASK
+    )
 
 
-def problems(audits: list[MapAudit], rows: int) -> list[str]:
+def describe_audit_errors(audits: list[MapAudit], rows: int) -> list[str]:
     """Return descriptions of the errors in a map, or an empty list if there are none.
 
     Args:
@@ -181,14 +183,14 @@ def problems(audits: list[MapAudit], rows: int) -> list[str]:
     ids = sum(audit.ids for audit in audits)
     if (counted := ids + first.left + first.unused) != rows:
         return [f"{ids:,} ids and {first.left + first.unused:,} free rows sum to {counted:,}, not {rows:,}"]
-    if (sum(audit.sum for audit in audits) + first.left_hash_sum) & MASK:
+    if (sum(audit.sum for audit in audits) + first.left_hash_sum) & HASH_MASK:
         return ["some rows have two ids, or have an id although they are free"]
     return []
 
 
 def sum_hashes(rows: torch.Tensor) -> int:
     """Return Σ of the hashes of rows [n], mod 2⁶⁴."""
-    return int(hash_bits(rows.long()).sum()) & MASK if len(rows) else 0
+    return int(hash_bits(rows.long()).sum()) & HASH_MASK if len(rows) else 0
 
 
 def sum_share_hashes(
@@ -197,7 +199,7 @@ def sum_share_hashes(
     """Return Σ of the hashes of `rows_of` applied to a rank's share of the numbers [first, end), mod 2⁶⁴."""
     count, total = end - first, 0
     begin, stop = first + count * rank // world, first + count * (rank + 1) // world
-    for start in range(begin, stop, CHUNK):
-        numbers = torch.arange(start, min(start + CHUNK, stop), device=device)
+    for start in range(begin, stop, HASH_BLOCK_ROWS):
+        numbers = torch.arange(start, min(start + HASH_BLOCK_ROWS, stop), device=device)
         total += sum_hashes(rows_of(numbers))
-    return total & MASK
+    return total & HASH_MASK

@@ -7,18 +7,24 @@ from dataclasses import replace
 
 import torch
 
-from raytrec.common.collectives import Peers, on_device
+from raytrec.common.collectives import Peers, to_device_tensor
 from raytrec.config.schema_parts import ManagedIds
-from raytrec.embeddings.hashing import DistinctKeys, assign_fallback_rows, count_tables, in_order, of_table
+from raytrec.embeddings.hashing import (
+    DistinctKeys,
+    assign_fallback_rows,
+    count_tables,
+    select_by_table,
+    sort_within_tables,
+)
 from raytrec.embeddings.managed.key_map import FreeRows, KeyEntries, KeyMap
 from raytrec.embeddings.managed.policy import (
+    choose_row_stride,
     compute_admission_scores,
+    compute_eviction_scores,
     count_rows_to_free,
-    counted_sightings,
     find_expiry_step,
-    lowest,
-    scores,
-    stride,
+    find_lowest_keys,
+    get_max_counted_sightings,
 )
 
 TRIM_DIVISOR = 8  # if too many ids wait for a row, the excess and 1/8 of the capacity are removed
@@ -60,7 +66,7 @@ class RowMaps:
     ):
         self.policies, self.seed, self.peers, self.device = policies, seed, peers, device
         self.capacities = [count - policy.fallback_rows for count, policy in zip(rows, policies, strict=True)]
-        self._strides = [stride(capacity) for capacity in self.capacities]
+        self._strides = [choose_row_stride(capacity) for capacity in self.capacities]
         shares = [-(-capacity // peers.world) for capacity in self.capacities]
         row = torch.int32 if max(rows) <= 2**31 else torch.int64
         fields = {"row": row, "sightings": torch.int64, "last": torch.int32}
@@ -73,10 +79,10 @@ class RowMaps:
         self.admitted, self.evicted = ([0] * len(rows) for _ in range(2))
         self.lookups_T, self.fallback_T = torch.zeros(2, len(rows), dtype=torch.int64, device=device)
         numbers = [
-            (capacity, policy.fallback_rows, policy.admit_after, counted_sightings(policy.eviction))
+            (capacity, policy.fallback_rows, policy.admit_after, get_max_counted_sightings(policy.eviction))
             for capacity, policy in zip(self.capacities, policies, strict=True)
         ]
-        columns = on_device(numbers, device).T.contiguous()
+        columns = to_device_tensor(numbers, device).T.contiguous()
         self._capacity_T, self._fallback_T, self._admit_after_T, self._counted_T = columns
 
     def nth_row(self, table: int, numbers: torch.Tensor) -> torch.Tensor:
@@ -92,7 +98,7 @@ class RowMaps:
     def fallback(self, tables: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Return the fallback row of each key [n], used while the key has no row."""
         return assign_fallback_rows(
-            keys, of_table(self._capacity_T, tables), of_table(self._fallback_T, tables)
+            keys, select_by_table(self._capacity_T, tables), select_by_table(self._fallback_T, tables)
         )
 
     def train(self, step: int, ids: DistinctKeys) -> tuple[torch.Tensor, torch.Tensor, list[list[int]]]:
@@ -108,7 +114,7 @@ class RowMaps:
         """
         rows, candidates, sightings = self._count_ids(step, ids)
         candidates_T = count_tables(ids.tables[candidates], len(self.policies))
-        sizes = torch.stack([candidates_T, on_device(self.waiting.counts, self.device)])
+        sizes = torch.stack([candidates_T, to_device_tensor(self.waiting.counts, self.device)])
         candidates_WT, waiting_WT = zip(*self.peers.stack(sizes).tolist(), strict=True)
         self._expire(step)
         self._trim_waiting(_sum_over_ranks(waiting_WT), step)
@@ -201,14 +207,14 @@ class RowMaps:
         Args:
             key_map: Map of the ids.
             counts: Number of ids on all ranks, by table.
-            counted_T: Argument `counted` of `policy.scores`, for each table.
+            counted_T: Argument `counted` of `policy.compute_eviction_scores`, for each table.
             step: Current step.
         """
         which, slots = key_map.below(list(counts), "last", [step] * len(counts))
         entries = key_map.at(slots)
-        counted = of_table(counted_T[self._to_table_numbers(counts)], which)
-        id_scores = scores(counted, entries.fields["sightings"], entries.fields["last"])
-        chosen = lowest(which, id_scores, entries.keys, list(counts.values()), self.peers)
+        counted = select_by_table(counted_T[self._to_table_numbers(counts)], which)
+        id_scores = compute_eviction_scores(counted, entries.fields["sightings"], entries.fields["last"])
+        chosen = find_lowest_keys(which, id_scores, entries.keys, list(counts.values()), self.peers)
         return which[chosen], slots[chosen]
 
     def _release_rows(self, tables: Sequence[int], which: torch.Tensor, slots: torch.Tensor) -> None:
@@ -217,7 +223,7 @@ class RowMaps:
         The slots belong to ids of `tables`; `which` is each slot's index into `tables`.
         """
         entries = self.rows.at(slots)
-        rows = entries.fields["row"][in_order(which, entries.keys)[1]].long()
+        rows = entries.fields["row"][sort_within_tables(which, entries.keys)[1]].long()
         sizes_WP = self.peers.stack(count_tables(which, len(tables))).tolist()
         mine = sizes_WP[self.peers.rank]
         self.rows.remove(self._to_table_numbers(tables)[which], self._spread_over_tables(tables, mine), slots)
@@ -245,7 +251,7 @@ class RowMaps:
         which = (numbers >= 0).nonzero().squeeze(1)
         numbers, contested = numbers[which], keys[which]
         key_scores = compute_admission_scores(contested, sightings[which], step, self.seed)
-        rejected = lowest(numbers, key_scores, contested, list(shortages.values()), self.peers)
+        rejected = find_lowest_keys(numbers, key_scores, contested, list(shortages.values()), self.peers)
         is_admitted = torch.ones_like(tables, dtype=torch.bool).index_fill_(0, which[rejected], False)
         chosen = is_admitted.nonzero().squeeze(1)
         return chosen, self.peers.stack(count_tables(tables[chosen], len(self.policies))).tolist()
@@ -286,7 +292,7 @@ class RowMaps:
         return torch.cat(parts)
 
     def _to_table_numbers(self, tables: Sequence[int] | Mapping[int, int]) -> torch.Tensor:
-        return on_device(list(tables), self.device)
+        return to_device_tensor(list(tables), self.device)
 
     def _spread_over_tables(
         self, tables: Sequence[int] | Mapping[int, int], values: Sequence[int]

@@ -171,8 +171,8 @@ class Accuracy(SumMetric):
         return sums["right"] / sums["weight"]
 
 
-BINS = 15  # bins of equal width in the ECE
-DRAWN = 20  # bins of the reliability diagram, with about equal numbers of rows
+NUM_ECE_BINS = 15  # bins of equal width in the ECE
+NUM_RELIABILITY_BINS = 20  # bins of the reliability diagram, with about equal numbers of rows
 
 
 def reliability(ranked: RankedRows) -> dict[str, list] | None:
@@ -186,10 +186,12 @@ def reliability(ranked: RankedRows) -> dict[str, list] | None:
     if not ranked.both_classes:
         return None
     ties = ranked.ties
-    places = (ranked.before(2) / ranked.total[2] * DRAWN).long().clamp(max=DRAWN - 1)
+    places = (
+        (ranked.before(2) / ranked.total[2] * NUM_RELIABILITY_BINS).long().clamp(max=NUM_RELIABILITY_BINS - 1)
+    )
     weights = ties.positive + ties.negative
     values = torch.stack([ties.predictions * weights, ties.positive, weights, ties.rows], 1)
-    sums = ranked.peers.sum(values.new_zeros(DRAWN, 4).index_add_(0, places, values))
+    sums = ranked.peers.sum(values.new_zeros(NUM_RELIABILITY_BINS, 4).index_add_(0, places, values))
     predicted, positive, weights, rows = sums[sums[:, 3] > 0].T
     return {
         "predicted": (predicted / weights).tolist(),
@@ -246,13 +248,13 @@ class ECE(SumMetric):
     @staticmethod
     def sums(outputs: TaskOutputs) -> dict[str, torch.Tensor]:
         """Return the sum of weights and each bin's weighted sum of prediction - label."""
-        places_B = (outputs.predictions * BINS).long().clamp(0, BINS - 1)
+        places_B = (outputs.predictions * NUM_ECE_BINS).long().clamp(0, NUM_ECE_BINS - 1)
         weights_B = outputs.weights.double()
         off_B = weights_B * (outputs.predictions.double() - outputs.labels)
-        bins = off_B.new_zeros(BINS).index_add_(0, places_B, off_B)
+        bins = off_B.new_zeros(NUM_ECE_BINS).index_add_(0, places_B, off_B)
         return {"weight": weights_B.sum(), **{f"bin{i}": each for i, each in enumerate(bins.unbind())}}
 
     @staticmethod
     def figure(sums: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the expected calibration error."""
-        return sum(sums[f"bin{i}"].abs() for i in range(BINS)) / sums["weight"]
+        return sum(sums[f"bin{i}"].abs() for i in range(NUM_ECE_BINS)) / sums["weight"]

@@ -53,7 +53,7 @@ def mlp_and_linear(
     return mlp(sizes, dropout, activation), nn.Linear(sizes[-1], outputs)
 
 
-def dim_of(schema: Schema, feature: str) -> int:
+def get_embedding_dim(schema: Schema, feature: str) -> int:
     """Return the width of a feature's embeddings."""
     return schema.tables[schema.sparse[feature].table].dim
 
@@ -119,7 +119,7 @@ class ConcatInputs(nn.Module):
         columns = [place for place, name in enumerate(schema.dense) if name in included]
         self.register_buffer("columns", torch.tensor(columns, dtype=torch.long), persistent=False)
         self.width = len(columns) + sum(
-            dim_of(schema, f) - first for f, first in self.skipped_columns.items()
+            get_embedding_dim(schema, f) - first for f, first in self.skipped_columns.items()
         )
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:

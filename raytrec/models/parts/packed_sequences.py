@@ -124,14 +124,14 @@ class PaddedSequences(PackedSequences):
 
     def to_chronological(self, values_ND: torch.Tensor) -> list[torch.Tensor]:
         """Return the values of all rows, oldest first: [N, D] → [B, L, D]."""
-        return [turn(values_ND.unflatten(0, (-1, self._length)), self._lengths_B)]
+        return [reverse_sequences(values_ND.unflatten(0, (-1, self._length)), self._lengths_B)]
 
     def from_chronological(self, groups: list[torch.Tensor]) -> torch.Tensor:
         """Return the ids' values, the reverse of `to_chronological`: [B, L, D] → [N, D]."""
-        return turn(groups[0], self._lengths_B).flatten(0, 1)
+        return reverse_sequences(groups[0], self._lengths_B).flatten(0, 1)
 
 
-def turn(values_BLx: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
+def reverse_sequences(values_BLx: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
     """Reverse the first `length` entries of each row, [B, L, …]; later entries stay in place.
 
     The function converts from most recent first to oldest first, and back.

@@ -147,7 +147,7 @@ class Queries(nn.Module):
         return query if self.weights is None else query * self.weights[self.own]
 
 
-def result(
+def combine_outputs(
     query: torch.Tensor,
     item_BD: torch.Tensor,
     outputs: int,

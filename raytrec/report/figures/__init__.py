@@ -43,7 +43,11 @@ GALLERY = (
     GalleryEntry("speed", "speed", "Rows per second over steps", timeline.draw_throughput, NO_METRICS),
     GalleryEntry("phases", "speed", "Time in each phase, by rank", timeline.draw_phase_totals, NO_RANKS),
     GalleryEntry(
-        "phases_over_steps", "speed", "Time in each phase, over steps", timeline.over_steps, NO_RANKS
+        "phases_over_steps",
+        "speed",
+        "Time in each phase, over steps",
+        timeline.draw_phases_over_steps,
+        NO_RANKS,
     ),
     GalleryEntry("memory_map", "tables", "Table memory by rank", tables.draw_memory, NO_TABLES),
     GalleryEntry("load_map", "tables", "Table lookups by rank", tables.draw_load, NO_TABLES),
@@ -51,6 +55,10 @@ GALLERY = (
     GalleryEntry("health", "tables", "Dead rows, distinct ids, gradients, updates", tables.health, NO_TABLES),
     GalleryEntry("checks", "checks", "Checks over steps", timeline.checks, "checks.jsonl contains no checks"),
     GalleryEntry(
-        "timeline", "timeline", "Workers and steps over time", timeline.elastic, "events.jsonl has no events"
+        "timeline",
+        "timeline",
+        "Workers and steps over time",
+        timeline.draw_elastic_timeline,
+        "events.jsonl has no events",
     ),
 )

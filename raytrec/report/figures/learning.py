@@ -11,10 +11,10 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from raytrec.common.formatting import as_list, number
+from raytrec.common.formatting import as_list, parse_number
 from raytrec.common.messages import Eval, Final, Measured, Train
 from raytrec.metrics.selection import LOG_LOSS, LOSS
-from raytrec.metrics.selection import Figure as Metric
+from raytrec.metrics.selection import MetricDisplay as Metric
 from raytrec.report.figures import style
 from raytrec.tracking.history import History
 
@@ -24,7 +24,7 @@ STYLES: dict[type[Measured], tuple[str, str, str | None, float]] = {
     Eval: ("evaluation", style.ORANGE, "o", 3.5),
     Final: ("final evaluation", style.GREEN, "D", 5),
 }
-SAME = 0.01  # relative difference below which two curves look the same
+SAME_CURVE_TOLERANCE = 0.01  # relative difference below which two curves look the same
 DASHES = ("-", "--", ":")  # with more runs than colors, colors are reused with dashes
 
 
@@ -54,7 +54,7 @@ def reliability(run: History) -> Figure | None:
     for curve, colour in zip(curves, cycle(style.LINES)):
         line = {"color": colour, "marker": "o", "markersize": 3.5, "label": curve["name"]}
         above.plot(curve["predicted"], curve["actual"], **line)
-        rows = [number(count) for count in as_list(curve["written"].get("rows"))]
+        rows = [parse_number(count) for count in as_list(curve["written"].get("rows"))]
         if len(rows) == len(curve["predicted"]):
             bars = colour if len(curves) > 1 else style.GREY
             below.vlines(curve["predicted"], 0, rows, color=bars, linewidth=4)
@@ -134,7 +134,7 @@ def _repeats_log_loss(run: History, key: str) -> bool:
     task, _, name = key.rpartition(".")
     losses, others = (points(run, Train, each)[1] for each in (key, f"{task}.{LOG_LOSS}".lstrip(".")))
     apart = [abs(a - b) / max(abs(b), 1e-12) for a, b in zip(losses, others, strict=False)]
-    return name == LOSS and bool(apart) and median(apart) < SAME
+    return name == LOSS and bool(apart) and median(apart) < SAME_CURVE_TOLERANCE
 
 
 def _measured(run: History) -> list[Metric]:
@@ -215,7 +215,7 @@ def _find_last_curves(
             task, _, kind = key.rpartition(".")
             if kind != name or not isinstance(curve, dict):
                 continue
-            first, second = ([number(v) for v in as_list(curve.get(each))] for each in keys)
+            first, second = ([parse_number(v) for v in as_list(curve.get(each))] for each in keys)
             if len(first) == len(second) > 0 and not any(map(isnan, first + second)):
                 pair = zip(keys, (first, second), strict=True)
                 task_curves.append({**dict(pair), "name": task or "this model", "written": curve})

@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import findfont, get_font
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from raytrec.common.formatting import format_bytes, percent, short
+from raytrec.common.formatting import format_bytes, format_percent, shorten_name
 
 WIDTH = 4.2  # inches
 MAX_TITLE_CHARACTERS = 54  # characters
@@ -32,7 +32,7 @@ MAX_PANEL_TITLE_POINTS, MAX_NAME_POINTS = 112, 90
 FONT = "DejaVu Sans"
 MAX_LINE_POINTS = 1000  # maximum points of a line
 MAX_MARKED_POINTS = 5  # maximum points beyond an edge that are annotated with their value
-FAR = 4  # points further above later points than this multiple of their range are clipped
+OUTLIER_RANGE_FACTOR = 4  # points further above later points than this multiple of their range are clipped
 ROUND = (1, 2, 2.5, 5, 10)  # ticks are multiples of these
 
 # Colors by role. In SVG, the page's variables replace them, which depend on light and dark mode (THEME).
@@ -171,7 +171,7 @@ def to_svg(figure: Figure, label: str) -> str:
     return svg.replace("<svg", f'<svg role="img" aria-label="{escape(label)}"', 1)
 
 
-def alone(svg: str) -> str:
+def to_standalone_svg(svg: str) -> str:
     """Return the element of `to_svg` as a separate file on white."""
     for colour, variable in THEME.items():
         svg = svg.replace(variable, colour)
@@ -203,10 +203,10 @@ def limit_ticks(axis: Axis, most: int = 4, whole: bool = False) -> None:
 
 def fit_name(name: object, points: float, size: float = STYLE["xtick.labelsize"]) -> str:
     """Return a name with its middle cut out if the name is wider than some points at a font size."""
-    text, max_chars = short(name, 60), 60
+    text, max_chars = shorten_name(name, 60), 60
     while max_chars > 3 and sum(map(_measure_em, text)) * size > points:
         max_chars = min(max_chars, len(text)) - 1
-        text = short(name, max_chars)
+        text = shorten_name(name, max_chars)
     return text
 
 
@@ -236,7 +236,7 @@ def clip_initial_outliers(axes: Axes) -> None:
     low, high = min(later), max(later)
     span = high - low or abs(high) or 1.0
     highest = [(colour, *max(zip(ys, xs, strict=True))) for colour, xs, ys in lines]
-    if all(y <= high + FAR * span for _, y, _ in highest):
+    if all(y <= high + OUTLIER_RANGE_FACTOR * span for _, y, _ in highest):
         return
     axes.set_ylim(low - 0.05 * span, high + 0.3 * span)
     cut = [each for each in highest if each[1] > high + 0.3 * span][:MAX_MARKED_POINTS]
@@ -246,7 +246,7 @@ def clip_initial_outliers(axes: Axes) -> None:
         axes.annotate(f"▲ {y:.3g}", (x, 1), xycoords=axes.get_xaxis_transform(), **text)
 
 
-PERCENT = FuncFormatter(lambda value, _: percent(round(value, 6)))
+PERCENT = FuncFormatter(lambda value, _: format_percent(round(value, 6)))
 BYTES = FuncFormatter(lambda value, _: format_bytes(value))
 WHOLE = FuncFormatter(lambda value, _: f"{value:,.0f}")
 PLAIN = FuncFormatter(lambda value, _: f"{value:g}")  # without powers of ten, even on logarithmic axes

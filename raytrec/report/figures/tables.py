@@ -11,13 +11,13 @@ from matplotlib.colors import LinearSegmentedColormap, LogNorm, Normalize, Power
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from raytrec.common.formatting import count, format_bytes, percent
+from raytrec.common.formatting import format_bytes, format_count, format_percent
 from raytrec.report.figures import style
 from raytrec.tracking.aggregate import BINS, select_last_group, sum_over_time, sum_table_bytes
 from raytrec.tracking.run_folder import RunFolder
 
 MAX_TABLES = 40  # tables with a separate row; all others share one row
-UNEVEN = 1.2  # bars above this multiple of the mean are highlighted
+UNEVEN_BAR_FACTOR = 1.2  # bars above this multiple of the mean are highlighted
 MAX_LABELED_RANKS = 4  # maximum number of ranks with values in the cells
 MAP = "cividis"
 
@@ -42,7 +42,7 @@ def memory_map(tables: list[dict[str, float]], ranks: list[int] | None = None) -
     if not grid.sum():
         return None
     span = f", {_format_range(grid)}" if len(ranks) > 1 else ""
-    title = f"Table memory: {format_bytes(grid.sum())} on {count(len(ranks), 'rank')}{span}"
+    title = f"Table memory: {format_bytes(grid.sum())} on {format_count(len(ranks), 'rank')}{span}"
     fig, axes = _draw(grid, names, ranks, title, style.BYTES, LogNorm(grid[grid > 0].min() / 2, grid.max()))
     axes.set_ylabel("total")
     return fig
@@ -61,7 +61,7 @@ def draw_load(run: RunFolder) -> Figure | None:
     shares = loads / loads.sum()
     hottest = int(shares.sum(axis=0).argmax())
     title = (
-        f"Load: rank {ranks[hottest]} looks up {percent(shares.sum(axis=0)[hottest])} of all bytes"
+        f"Load: rank {ranks[hottest]} looks up {format_percent(shares.sum(axis=0)[hottest])} of all bytes"
         if len(ranks) > 1
         else f"Load: share of {format_bytes(loads.sum())} looked up, by table"
     )
@@ -102,7 +102,9 @@ def _draw(
     ratios = 0.6, 0.3 + height
     figure, (bars, grid) = style.new_figure(title, 2.0 + height, 2, sharex=True, height_ratios=ratios)
     totals = cells.sum(axis=0)
-    colours = [style.VERMILION if total > UNEVEN * totals.mean() else style.BLUE for total in totals]
+    colours = [
+        style.VERMILION if total > UNEVEN_BAR_FACTOR * totals.mean() else style.BLUE for total in totals
+    ]
     bars.bar(range(len(ranks)), totals, color=colours, width=0.8)
     bars.set_yticks([0, totals.max()])
     bars.yaxis.set_major_formatter(kind)

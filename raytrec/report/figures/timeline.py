@@ -7,12 +7,12 @@ from statistics import median
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from raytrec.common.formatting import count, duration, short
+from raytrec.common.formatting import format_count, format_duration, shorten_name
 from raytrec.common.messages import PHASES, Outcome, RankLine, Train
 from raytrec.report.figures import style
 from raytrec.report.figures.learning import points
 from raytrec.report.findings import find_straggler
-from raytrec.report.run_timeline import Mark, RunTimeline, story
+from raytrec.report.run_timeline import Mark, RunTimeline, build_timeline
 from raytrec.tracking.aggregate import by_rank, get_own_time_s, skip_warmup, sum_over_time
 from raytrec.tracking.run_folder import RunFolder
 
@@ -31,9 +31,9 @@ EVENT_STYLES = {  # kind of event → name, color, marker
 
 
 @style.styled
-def elastic(run: RunFolder) -> Figure | None:
+def draw_elastic_timeline(run: RunFolder) -> Figure | None:
     """Draw the number of workers and, below, the steps over time with events; failures set steps back."""
-    record = story(run)
+    record = build_timeline(run)
     if not record.groups:
         return None
     unit, seconds = _choose_time_unit(max(group.end_s for group in record.groups))
@@ -52,7 +52,7 @@ def _draw_workers(axes: Axes, timeline: RunTimeline, unit_s: int) -> None:
         axes.bar(begin, group.workers, end - begin, align="edge", color=style.SKY)
         if group.resumed_after_s:
             axes.axvline(begin, color=style.MUTED, linewidth=0.8, linestyle=":")
-            text = f"resumed after {duration(group.resumed_after_s)}"
+            text = f"resumed after {format_duration(group.resumed_after_s)}"
             above = axes.get_xaxis_transform()
             axes.text(begin, 1.02, text, transform=above, fontsize=6.5, ha="center", va="bottom")
     axes.set_ylabel("workers")
@@ -89,11 +89,11 @@ def _get_mark_step(mark: Mark, timeline: RunTimeline) -> int:
 def _make_title(timeline: RunTimeline) -> str:
     seconds = max(group.end_s for group in timeline.groups)
     sizes = sorted({group.workers for group in timeline.groups})
-    workers = count(sizes[0], "worker") if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]} workers"
+    workers = format_count(sizes[0], "worker") if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]} workers"
     faults = timeline.count("failed") + timeline.count("hang")
-    parts = [duration(seconds), workers, count(faults, "failure") if faults else "no failures"]
+    parts = [format_duration(seconds), workers, format_count(faults, "failure") if faults else "no failures"]
     if timeline.restarts:
-        parts.append(count(timeline.restarts, "restart"))
+        parts.append(format_count(timeline.restarts, "restart"))
     return f"The run: {', '.join(parts)}"
 
 
@@ -120,7 +120,7 @@ def checks(run: RunFolder) -> Figure | None:
             continue
         places = [names.index(line.check) for line in lines]
         axes.scatter([line.step for line in lines], places, c=colour, marker=marker, s=size, label=label)
-    axes.set_yticks(range(len(names)), [short(name) for name in names])
+    axes.set_yticks(range(len(names)), [shorten_name(name) for name in names])
     axes.set_ylim(len(names) - 0.5, -0.5)
     style.draw_restart_lines(axes, run.restarts)
     style.format_step_axis(axes)
@@ -133,7 +133,7 @@ def _make_checks_title(checks: list[Outcome], failed: list[Outcome]) -> str:
         return f"Checks: all {len(checks)} passed"
     first = failed[0]
     also = f" and {len(failed) - 1} more" if len(failed) > 1 else ""
-    where = f"{short(first.check)} at step {first.step:,}{also}"
+    where = f"{shorten_name(first.check)} at step {first.step:,}{also}"
     return f"Checks: {len(failed)} of {len(checks)} failed: {where}"
 
 
@@ -186,7 +186,7 @@ def draw_phase_totals(run: RunFolder) -> Figure | None:
 
 
 @style.styled
-def over_steps(run: RunFolder) -> Figure | None:
+def draw_phases_over_steps(run: RunFolder) -> Figure | None:
     """Draw milliseconds per step in each phase over steps, with a panel for each rank."""
     ranks = [line for line in sum_over_time(run.ranks) if line.steps]
     if not ranks:

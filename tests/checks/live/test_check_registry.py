@@ -3,7 +3,13 @@
 import pytest
 
 from raytrec.checks.live.outcome import Check, Outcome
-from raytrec.checks.live.registry import CHECKS, check, choose, list_builtin_checks, verdict
+from raytrec.checks.live.registry import (
+    CHECKS,
+    check,
+    list_builtin_checks,
+    make_stop_error,
+    select_enabled_checks,
+)
 from raytrec.common.errors import ConfigError
 from raytrec.config.run_config import load_config
 from raytrec.config.training import ChecksSection
@@ -36,21 +42,25 @@ def make_custom_config(name, reaction="warn"):
 
 def test_settings_match_builtin_checks():
     names = [setting for setting in ChecksSection.model_fields if setting not in NOT_CHECKS]
-    assert [one.name for one in list_builtin_checks()] == names == list(choose(make_config()))
+    assert [one.name for one in list_builtin_checks()] == names == list(select_enabled_checks(make_config()))
     assert CHECKS.parts.keys() == set(names), "custom checks of these tests are not registered as built-in"
 
 
 def test_disabled_checks_are_not_chosen():
-    assert "replicas" not in choose(make_config(replicas="off")) and "replicas" in choose(make_config())
-    assert list(choose(make_config(custom={"no_such_module:Check": "off"}))) == list(choose(make_config()))
+    assert "replicas" not in select_enabled_checks(
+        make_config(replicas="off")
+    ) and "replicas" in select_enabled_checks(make_config())
+    assert list(select_enabled_checks(make_config(custom={"no_such_module:Check": "off"}))) == list(
+        select_enabled_checks(make_config())
+    )
 
 
 def test_custom_check_runs_last_with_its_own_reaction():
-    chosen = choose(make_custom_config("Steady"))
+    chosen = select_enabled_checks(make_custom_config("Steady"))
     assert list(chosen)[-1] == "steady" and chosen["steady"].check is Steady
     failed = [Outcome(check="steady", step=7, passed=False, figure=None, limit=None, text="it sways")]
-    assert verdict(failed, make_custom_config("Steady")) is None, "it only warns"
-    error = verdict(failed, make_custom_config("Steady", "stop"))
+    assert make_stop_error(failed, make_custom_config("Steady")) is None, "it only warns"
+    error = make_stop_error(failed, make_custom_config("Steady", "stop"))
     assert error.what == "a check failed: it sways" and error.where == "step 7, steady"
     assert (
         error.do
@@ -69,7 +79,7 @@ def test_custom_check_runs_last_with_its_own_reaction():
 )
 def test_invalid_custom_check_is_rejected(name, text):
     with pytest.raises(ConfigError, match=text) as error:
-        choose(make_custom_config(name))
+        select_enabled_checks(make_custom_config(name))
     assert error.value.where == "checks.custom"
 
 

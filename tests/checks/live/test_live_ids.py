@@ -75,17 +75,17 @@ def test_managed_ids_check_passes_without_a_fault(world):
 
 
 def test_summed_audits_give_the_same_verdict():
-    from raytrec.embeddings.managed.row_map import MASK, MapAudit, is_one_to_one, problems
+    from raytrec.embeddings.managed.row_map import HASH_MASK, MapAudit, describe_audit_errors, is_one_to_one
 
-    good = [MapAudit(rank, 5, 0, 0, 0, (-1) ** rank * 7 & MASK, 2, 9, 3) for rank in range(4)]
-    good[3] = replace(good[3], sum=(good[3].sum - 9) & MASK)
+    good = [MapAudit(rank, 5, 0, 0, 0, (-1) ** rank * 7 & HASH_MASK, 2, 9, 3) for rank in range(4)]
+    good[3] = replace(good[3], sum=(good[3].sum - 9) & HASH_MASK)
 
     def summed(audits):
         wrong, ids, total = (sum(column) for column in zip(*(a.numbers for a in audits), strict=True))
         return is_one_to_one(audits[0], [wrong, ids, total], 25)
 
-    assert problems(good, 25) == [] and summed(good) and problems(good, 24) != []
+    assert describe_audit_errors(good, 25) == [] and summed(good) and describe_audit_errors(good, 24) != []
     assert all(-(2**63) <= number < 2**63 for audit in good for number in audit.numbers)
     for change in ({"strangers": 1}, {"repeated": 2}, {"outside": 1}, {"sum": 5}, {"ids": 6}):
         changed = [*good[:2], replace(good[2], **change), good[3]]
-        assert problems(changed, 25) and not summed(changed)
+        assert describe_audit_errors(changed, 25) and not summed(changed)

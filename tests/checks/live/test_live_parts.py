@@ -15,7 +15,7 @@ from small import make_small_config
 from standin import use_stand_in_gpu
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from raytrec.checks.live.finite import SAMPLED_ROWS_PER_SHARD, Finite, largest, sample
+from raytrec.checks.live.finite import SAMPLED_ROWS_PER_SHARD, Finite, compute_max_magnitudes, sample
 from raytrec.checks.live.keys import LONGEST_BAG, select_bags
 from raytrec.checks.live.numerics import MAX_GROWTH, Numerics, Sizes
 from raytrec.checks.live.outcome import (
@@ -24,11 +24,11 @@ from raytrec.checks.live.outcome import (
     Outcome,
     Position,
     find_deviating_ranks,
-    ranks,
-    read,
+    format_ranks,
+    read_flat_values,
 )
 from raytrec.checks.live.probe import find_largest_error
-from raytrec.checks.live.registry import list_builtin_checks, verdict
+from raytrec.checks.live.registry import list_builtin_checks, make_stop_error
 from raytrec.checks.live.replicas import CHUNK, Replicas, _make_multipliers, fingerprint
 from raytrec.checks.live.shards import _find_gaps
 from raytrec.common.collectives import Peers
@@ -100,8 +100,8 @@ def test_shard_gaps_match_a_count_of_every_value(seed):
 def test_deviating_ranks_differ_from_the_majority():
     assert find_deviating_ranks([1, 1, 1]) == [] and find_deviating_ranks([1, 2]) == [1]
     assert find_deviating_ranks([2, 1, 1]) == [0] and find_deviating_ranks([1, 2, None, 1]) == [1, 2]
-    assert ranks([3]) == "rank 3" and ranks([0, 2, 3]) == "ranks 0, 2 and 3"
-    assert ranks(list(range(100))) == "ranks 0, 1, 2, 3, 4, 5, 6 and 93 more"
+    assert format_ranks([3]) == "rank 3" and format_ranks([0, 2, 3]) == "ranks 0, 2 and 3"
+    assert format_ranks(list(range(100))) == "ranks 0, 1, 2, 3, 4, 5, 6 and 93 more"
 
 
 def make_numerics(peers=None):
@@ -132,7 +132,7 @@ def test_numerics_leaves_nonfinite_values_to_finite_check():
     nan, inf = float("nan"), float("inf")
     both = [("t", torch.tensor([nan])), ("t", torch.tensor([2.0])), ("u", torch.tensor([-3.0, 1.0]))]
     for parts in (both, both[::-1]):
-        assert str(largest(parts)["t"]) == "nan" and largest(parts)["u"] == 3.0
+        assert str(compute_max_magnitudes(parts)["t"]) == "nan" and compute_max_magnitudes(parts)["u"] == 3.0
     numbers = make_numerics()
     assert all(judge_sizes(numbers, values=0.5).passed for _ in range(3))
     assert all(judge_sizes(numbers, values=x).passed for x in (inf, nan, inf, nan, inf)), (
@@ -248,14 +248,16 @@ def make_outcome(check, passed, text="text"):
 
 def test_verdict_stops_only_for_stop_reactions():
     settings = make_small_config(2, {"sharding_type": "row_wise"})
-    assert verdict([make_outcome("replicas", True), make_outcome("numerics", False)], settings) is None, (
-        "it only warns"
+    assert (
+        make_stop_error([make_outcome("replicas", True), make_outcome("numerics", False)], settings) is None
+    ), "it only warns"
+    error = make_stop_error(
+        [make_outcome("shards", False, "one"), make_outcome("replicas", False, "two")], settings
     )
-    error = verdict([make_outcome("shards", False, "one"), make_outcome("replicas", False, "two")], settings)
     assert "one" in error.what and "two" in error.what and error.where == "step 7, shards and replicas"
     assert "raytrec train --resume" in error.do and "checks.shards=warn" in error.do
     settings.checks.shards = settings.checks.replicas = "warn"
-    assert verdict([make_outcome("shards", False), make_outcome("replicas", False)], settings) is None
+    assert make_stop_error([make_outcome("shards", False), make_outcome("replicas", False)], settings) is None
     assert all(check.do for check in list_builtin_checks())
 
 
@@ -339,9 +341,9 @@ def test_read_copies_once_per_device_and_dtype():
         ]
         tensors += [torch.zeros(0).to("cuda"), torch.tensor(2**62 + 1).to("cuda")]
         gpu.waits.clear()
-        assert read(tensors) == [[0, 1, 2], [2.5], [1.0] * 4, [7], [], [2**62 + 1]]
+        assert read_flat_values(tensors) == [[0, 1, 2], [2.5], [1.0] * 4, [7], [], [2**62 + 1]]
         assert [wait.what for wait in gpu.waits] == ["tolist"] * 2, "one copy for int64, one for float32"
-    assert read([]) == []
+    assert read_flat_values([]) == []
 
 
 def loop_on_device(rank, world, plan, settings):

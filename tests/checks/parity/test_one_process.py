@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from raytrec.checks.parity import reference
-from raytrec.checks.parity.batches import random_batches
+from raytrec.checks.parity.batches import make_random_batches
 from raytrec.config.schema import Schema
 from raytrec.config.tasks import TaskSection
 from raytrec.embeddings.optimizers import find_optimizer
@@ -50,7 +50,7 @@ def make_reference(loss="bce"):
 def test_reference_pooling_matches_embedding_bag(feature):
     """nn.EmbeddingBag has no weighted mean, so its weighted sum is divided by the bag's sum of weights."""
     pooling, weighted = POOLINGS[feature]
-    batch = random_batches(SCHEMA, 40, 1, seed=2)[0]
+    batch = make_random_batches(SCHEMA, 40, 1, seed=2)[0]
     ids, bag, weights = batch.bags[feature]
     lengths = torch.bincount(bag, minlength=40)
     assert (lengths == 0).any() and (lengths > 1).any()
@@ -78,7 +78,7 @@ LOSSES = {"bce": nn.functional.binary_cross_entropy_with_logits, "mse": nn.funct
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("settings", [{}, {"max_grad_norm": 0.01}])
 def test_reference_training_matches_a_plain_loop(loss, settings):
-    batches = random_batches(SCHEMA, 10, 5, seed=3)
+    batches = make_random_batches(SCHEMA, 10, 5, seed=3)
     one, other = make_reference(loss), make_reference()
     lr = 0.3 if loss == "bce" else 0.003  # small enough for stable training
     reference.train(one, batches, [torch.optim.SGD(one.parameters(), lr=lr)], **settings)
@@ -151,7 +151,9 @@ def test_row_wise_adagrad_uses_the_mean_square_of_each_row():
 def test_half_tables_are_rounded_after_every_step():
     start = torch.randn(11, 4).half()
     one = reference.Reference(SCHEMA, {"t": start}, LinearModel())
-    reference.train(one, random_batches(SCHEMA, 10, 1, seed=3), [torch.optim.SGD(one.parameters(), lr=0.3)])
+    reference.train(
+        one, make_random_batches(SCHEMA, 10, 1, seed=3), [torch.optim.SGD(one.parameters(), lr=0.3)]
+    )
     values = one.tables["t"].detach()
     assert (values != start.float()).any()
     assert torch.equal(values, values.half().float())
@@ -167,7 +169,7 @@ class ReluModel(nn.Module):
 
 
 def test_kink_margins_match_relu_inputs():
-    batch = random_batches(SCHEMA, 10, 1, seed=3)[0]
+    batch = make_random_batches(SCHEMA, 10, 1, seed=3)[0]
     assert reference.measure_kink_margins(make_reference(), [batch]) == [
         float("inf")
     ]  # make_reference() sets the seed for the following draws
@@ -176,7 +178,7 @@ def test_kink_margins_match_relu_inputs():
         inputs = one.model.hidden(torch.cat(list(one.pooled(batch).values()), 1)).abs()
     margin = pytest.approx(float(inputs.min() / inputs.max()), rel=1e-4)  # loses precision
     assert reference.measure_kink_margins(one, [batch]) == [margin]
-    others = random_batches(SCHEMA, 10, 2, seed=4)
+    others = make_random_batches(SCHEMA, 10, 2, seed=4)
     together = reference.measure_kink_margins(one, [others[0], batch, others[1]])
     alone = [reference.measure_kink_margins(one, [other])[0] for other in others]
     assert together == [pytest.approx(alone[0], rel=1e-4), margin, pytest.approx(alone[1], rel=1e-4)]

@@ -65,11 +65,11 @@ def _initial_values_agree(here: BlockContext) -> None:
     """Check that initial values computed on the device equal those of the CPU bit for bit."""
     import torch
 
-    from raytrec.embeddings.hashing import initial_values
+    from raytrec.embeddings.hashing import compute_initial_values
 
     ids = torch.cat([torch.arange(5000), torch.arange(-9, 9) * 2**59])
-    expected = initial_values(3, "user", ids, range(3, 24), 1000)
-    found = initial_values(3, "user", ids.to(here.device), range(3, 24), 1000)
+    expected = compute_initial_values(3, "user", ids, range(3, 24), 1000)
+    found = compute_initial_values(3, "user", ids.to(here.device), range(3, 24), 1000)
     assert found.device.type == here.device.type, f"made on {found.device}"
     assert torch.equal(found.cpu(), expected), "initial values differ between the device and the CPU"
 

@@ -49,7 +49,7 @@ def use_stand_in_workers() -> Iterator[None]:
     """
     with (
         patch("raytrec.worker.rendezvous.OwnAddressConfig", StandInConfig),
-        patch("raytrec.driver.nodes.built_for", lambda: "cuda"),
+        patch("raytrec.driver.nodes.get_build_device", lambda: "cuda"),
     ):
         yield
 
