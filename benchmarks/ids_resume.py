@@ -70,7 +70,7 @@ def side(rank: int, world: int) -> Any:
         step, state = rank_rig.step, LogicalState(rank_rig.step.model, rank_rig.step.optimizer)
         saver = CheckpointWriter(root, CheckpointSection(async_save=False))
         if first:
-            restored = restore(root, state, more=lambda about: allocate_ids(about, step.maps))
+            restored = restore(root, state, make_extra_tensors=lambda about: allocate_ids(about, step.maps))
             load_ids(step.maps, restored.more, restored.about)
             step.trained = first
         batches = batches_from(rank_rig, rank, world, first)

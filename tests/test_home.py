@@ -32,10 +32,10 @@ def unusable_home(request, monkeypatch):
 
 
 def test_local_cluster_stores_token_in_environment(unusable_home):
-    use_token(create=True, own=True)
+    use_token(create=True, is_local_only=True)
     token = os.environ[TOKEN]
     assert len(token) == 64 and os.environ[AUTH_MODE_VARIABLE] == "token"
-    use_token(create=True, own=True)
+    use_token(create=True, is_local_only=True)
     assert os.environ[TOKEN] == token
 
 
@@ -55,7 +55,7 @@ def test_joining_without_token_raises_run_error(unusable_home):
 
 def test_home_directory_is_absolute_without_usable_home(unusable_home):
     """Importing ray.train resolves a folder below the home directory, so its path must be absolute."""
-    use_token(create=True, own=True)
+    use_token(create=True, is_local_only=True)
     assert os.path.isabs(os.path.expanduser("~")) and Path.home().is_absolute()
 
 

@@ -19,11 +19,11 @@ from raytrec.common.errors import ConfigError, DataError
 ROUNDS = 30  # rounds of redrawing rejected items; the few remaining users draw from an explicit list
 
 
-def is_among(keys: np.ndarray, known: np.ndarray) -> np.ndarray:
+def is_among(keys: np.ndarray, sorted_keys: np.ndarray) -> np.ndarray:
     """Return True for each key that is among the sorted known keys; bool [n]."""
-    if not len(known):
+    if not len(sorted_keys):
         return np.zeros(len(keys), bool)
-    return known[np.minimum(np.searchsorted(known, keys), len(known) - 1)] == keys
+    return sorted_keys[np.minimum(np.searchsorted(sorted_keys, keys), len(sorted_keys) - 1)] == keys
 
 
 def draw_unmet(

@@ -102,10 +102,10 @@ class Interactions:
     def __len__(self) -> int:
         return len(self.user)
 
-    def only(self, kept: np.ndarray) -> Interactions:
+    def only(self, selected_rows: np.ndarray) -> Interactions:
         """Return the interactions selected by a mask, or by positions in their order. Ids do not change."""
         some = {name: getattr(self, name) for name in ("user", "item", "time", "split")}
-        return replace(self, **{name: None if v is None else v[kept] for name, v in some.items()})
+        return replace(self, **{name: None if v is None else v[selected_rows] for name, v in some.items()})
 
     def order(self) -> np.ndarray:
         """Return positions sorted by user, then by time. Ties keep the order of the source."""
@@ -204,7 +204,9 @@ def _renumbered(pairs: Pairs | None, users: np.ndarray, items: np.ndarray) -> Pa
     return Pairs(*(ids.astype(np.int32) for ids in new))
 
 
-def divide(data: Interactions, order: np.ndarray, how: str | None, seed: int, lenient: bool) -> np.ndarray:
+def divide(
+    data: Interactions, order: np.ndarray, split_method: str | None, seed: int, lenient: bool
+) -> np.ndarray:
     """Return TRAIN, VALID or TEST of each interaction, int8 [n].
 
     leave-one-out: of each user's interactions, the last is test and the last but one is valid. time: of all
@@ -215,7 +217,7 @@ def divide(data: Interactions, order: np.ndarray, how: str | None, seed: int, le
     Args:
         data: All interactions of a source.
         order: Positions of the interactions, user after user (Interactions.order).
-        how: leave-one-out, time or random; None: as the source divides them, else leave-one-out.
+        split_method: leave-one-out, time or random; None: as the source divides them, else leave-one-out.
         seed: Seed of random choices.
         lenient: Put users with fewer than three interactions into train instead of raising an error.
 
@@ -225,17 +227,17 @@ def divide(data: Interactions, order: np.ndarray, how: str | None, seed: int, le
     """
     rng = np.random.default_rng([seed, 1])
     if data.split is not None:
-        if how:
+        if split_method:
             raise ConfigError(
                 "the source is already divided into splits",
-                where=f"--split {how}",
+                where=f"--split {split_method}",
                 do="omit --split, or pass one file of the source",
             )
         return data.split if VALID in data.split else _held_out_of_train(data, order, rng)
-    if how == RANDOM:
+    if split_method == RANDOM:
         return _tenths(rng.permutation(len(data)))
-    _check_order(data, how or LEAVE_ONE_OUT)
-    if how == BY_TIME:
+    _check_order(data, split_method or LEAVE_ONE_OUT)
+    if split_method == BY_TIME:
         in_time = np.arange(len(data)) if data.time is None else np.argsort(data.time, kind="stable")
         return _tenths(_at(in_time, np.arange(len(data))))
     return _leave_one_out(data, order, lenient)

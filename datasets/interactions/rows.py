@@ -75,7 +75,7 @@ class Rows:
         seed: Seed of the order of train and of drawn negatives.
         of_user: Side features of users: column → a value for each id.
         of_item: Side features of items: column → a value for each id.
-        seen: Add to rows of valid and test all items that their user met before, without the limit of
+        with_seen: Add to rows of valid and test all items that their user met before, without the limit of
             `length`.
         with_valid: Add the interactions of valid to train.
         rolling: Extend the histories of valid and test up to each row; not with candidates.
@@ -91,13 +91,13 @@ class Rows:
         seed: int,
         of_user: dict[str, pa.Array] | None = None,
         of_item: dict[str, pa.Array] | None = None,
-        seen: bool = False,
+        with_seen: bool = False,
         with_valid: bool = False,
         rolling: bool = False,
         by_user: bool = False,
     ):
         self._data, self._split, self._length, self._seed = data, split, length, seed
-        self._seen, self._rolling = seen, rolling
+        self._seen, self._rolling = with_seen, rolling
         self._sides = (of_user or {}, of_item or {})
         self._trained = split <= (VALID if with_valid else TRAIN)
         self._past = {
@@ -114,18 +114,21 @@ class Rows:
         """Return the keys user · items + item of the selected interactions, each once; int64, sorted."""
         return np.unique(self._data.user[rows].astype(np.int64) * self.items + self._data.item[rows])
 
-    def write_train(self, folder: Path, each: bool, negatives: int, advance: Callable[[int], None]) -> int:
+    def write_train(
+        self, folder: Path, per_interaction: bool, negatives: int, advance: Callable[[int], None]
+    ) -> int:
         """Write train in random order and return its number of rows.
 
         Args:
             folder: Folder of the split.
-            each: True: a row for each interaction; False: a row for each user and `length` interactions.
+            per_interaction: True: a row for each interaction; False: a row for each user and `length`
+                interactions.
             negatives: Number of rows of label 0 for each row, drawn from items that the user has not met in
                 train.
             advance: Called with the number of rows of label 1 written.
         """
         past, rng = self._past[TRAIN], np.random.default_rng([self._seed, 2])
-        place = np.arange(len(past)) if each else self._ends(past)
+        place = np.arange(len(past)) if per_interaction else self._ends(past)
         place = place[rng.permutation(len(place))]
         met = self._keys(self._trained) if negatives else None
         writer = self._writer(folder, TRAIN, len(place) * (1 + negatives))

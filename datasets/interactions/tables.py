@@ -138,23 +138,23 @@ def _of_inter(columns: Columns, names: list[str]) -> Columns:
     return Columns(user, item, by_name.get(columns.time or "timestamp", columns.time))
 
 
-def check_columns(wanted: list[str], there: list[str], path: Path) -> None:
+def check_columns(required_columns: list[str], available_columns: list[str], path: Path) -> None:
     """Check that a file has columns.
 
     Args:
-        wanted: Names of the required columns.
-        there: Names of the columns in the file.
+        required_columns: Names of the required columns.
+        available_columns: Names of the columns in the file.
         path: Path of the file.
 
     Raises:
         ConfigError: A column is missing; the error suggests the nearest name.
     """
-    for name in wanted:
-        if name not in there:
+    for name in required_columns:
+        if name not in available_columns:
             raise ConfigError(
-                f"there is no column '{name}'" + format_suggestion(name, there),
+                f"there is no column '{name}'" + format_suggestion(name, available_columns),
                 where=str(path),
-                expected=f"one of {', '.join(there)}",
+                expected=f"one of {', '.join(available_columns)}",
                 do="name the columns with --user, --item and --time",
             )
 

@@ -53,19 +53,19 @@ def steps(root: str) -> list[int]:
 
 
 def iterate_indexes(
-    root: str, why_not: Callable[[dict[str, Any]], str | None]
+    root: str, find_obstacle: Callable[[dict[str, Any]], str | None]
 ) -> Iterator[tuple[str, dict[str, Any], CheckpointError | None]]:
     """Yield (folder, index, reason why it is incomplete or None) of all checkpoints, the newest first.
 
     Args:
         root: Folder of all checkpoints.
-        why_not: Function that returns why an index's `about` cannot be used, or None if it can.
+        find_obstacle: Function that returns why an index's `about` cannot be used, or None if it can.
     """
     for step in steps(root):
         folder = get_step_folder(root, step)
         try:
             index = read_index(folder)
-            if problem := why_not(index["about"]):
+            if problem := find_obstacle(index["about"]):
                 raise make_unreadable_error(
                     f"its index is not from a training run ({problem})", join_uri(folder, INDEX)
                 )

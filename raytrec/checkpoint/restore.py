@@ -40,8 +40,8 @@ class RestoreResult:
 def restore(
     root: str,
     state: LogicalState,
-    why_not: Callable[[dict[str, Any]], str | None] = lambda about: None,
-    more: Callable[[dict[str, Any]], State] = lambda about: {},
+    find_obstacle: Callable[[dict[str, Any]], str | None] = lambda about: None,
+    make_extra_tensors: Callable[[dict[str, Any]], State] = lambda about: {},
 ) -> RestoreResult:
     """Load the newest valid checkpoint into a model; a collective.
 
@@ -50,19 +50,20 @@ def restore(
     Args:
         root: Folder of all checkpoints.
         state: State of the model to load.
-        why_not: Function that returns why an index's `about` cannot be resumed from, or None if it can.
-        more: Function that returns, from the same `about`, tensors to be read in addition to the model's.
+        find_obstacle: Function that returns why an index's `about` cannot be resumed from, or None if it can.
+        make_extra_tensors: Function that returns, from the same `about`, tensors to be read in addition to
+            the model's.
 
     Raises:
         CheckpointError: There are complete checkpoints, and none of them can be read.
     """
     result, unreadable = RestoreResult(), 0
-    for folder, about, reason in _broadcast_checkpoints(root, why_not):
+    for folder, about, reason in _broadcast_checkpoints(root, find_obstacle):
         if reason:
             result.skip_reasons.append(reason)
             continue
         try:
-            result.more = more(about)
+            result.more = make_extra_tensors(about)
             load(folder, state.tensors() | result.more)
             # Training from a state with NaN or infinity would yield NaN or infinity.
             if nonfinite := summarize_over_ranks(find_nonfinite(state.tensors(), state.unbounded)):

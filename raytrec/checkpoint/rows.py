@@ -170,17 +170,21 @@ class TableWarmStart:
     note: str | None
 
 
-def resolve_warm_starts(config: RunConfig, before: Schema, schema: Schema) -> dict[str, TableWarmStart]:
+def resolve_warm_starts(
+    config: RunConfig, stored_schema: Schema, schema: Schema
+) -> dict[str, TableWarmStart]:
     """Return the start of each table under warm_start.tables, including tables only in the checkpoint.
 
     Raises:
         SchemaError: A table has changed, and warm_start.tables has no matching entry.
     """
     starts = {}
-    for table in {**before.tables, **schema.tables}:
+    for table in {**stored_schema.tables, **schema.tables}:
         matching = [policy for key, policy in config.warm_start.tables.items() if fnmatchcase(table, key)]
         policy = matching[-1] if matching else "exact"  # the last matching pattern
-        starts[table] = _resolve_warm_start(table, before.tables.get(table), schema.tables.get(table), policy)
+        starts[table] = _resolve_warm_start(
+            table, stored_schema.tables.get(table), schema.tables.get(table), policy
+        )
     return starts
 
 

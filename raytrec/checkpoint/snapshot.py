@@ -46,16 +46,16 @@ class RowSnapshot:
     Args:
         model: Sharded model, whose lookups are observed from now on.
         tables: LogicalState.tables.
-        patient: Function called every second while training waits because no more rows can be set aside.
+        on_wait: Function called every second while training waits because no more rows can be set aside.
     """
 
     def __init__(
         self,
         model: DistributedModelParallel,
         tables: dict[str, Table],
-        patient: Callable[[], None] = lambda: None,
+        on_wait: Callable[[], None] = lambda: None,
     ):
-        self._patient, self._changed, self._begun = patient, Condition(), False
+        self._on_wait, self._changed, self._begun = on_wait, Condition(), False
         self._shards: dict[str, _ShardSnapshot] = {}  # table → this rank's part
         for kernel in iterate_sharded_kernels(model):
             if find_fused_lookup(kernel) is None:
@@ -133,7 +133,7 @@ class RowSnapshot:
         with self._changed:
             while self._begun and not shard.preserve_rows(rows):
                 self._changed.wait(WAIT_INTERVAL_S)
-                self._patient()
+                self._on_wait()
 
     def _read(self, tensor: torch.Tensor, first: int, last: int, buffer: torch.Tensor) -> torch.Tensor:
         shard, number = self._place[tensor.data_ptr()]

@@ -188,7 +188,7 @@ def _make_lazy_state(optimizer: KeyedOptimizer) -> None:
 
 def find_nonfinite(
     tensors: State,
-    apart: frozenset[str] = frozenset(),
+    unchecked_names: frozenset[str] = frozenset(),
     pieces_of: Callable[[torch.Tensor, int], Iterable[torch.Tensor]] = iterate_row_pieces,
 ) -> list[str]:
     """Return the names of tensors with NaN or infinity in this rank's part of them.
@@ -197,14 +197,14 @@ def find_nonfinite(
 
     Args:
         tensors: Tensors by name.
-        apart: Names that are not checked (LogicalState.unbounded).
+        unchecked_names: Names that are not checked (LogicalState.unbounded).
         pieces_of: Function that yields the values of a tensor to check, a number of bytes at a time; default:
             the current values.
     """
     named = [
         (name, part)
         for name, value in tensors.items()
-        if name not in apart
+        if name not in unchecked_names
         for part in list_local_parts(value)
     ]
     named = [(name, part) for name, part in named if part.numel() and part.is_floating_point()]
@@ -217,19 +217,19 @@ def find_nonfinite(
     return list(dict.fromkeys(name for (name, _), (ok,) in zip(named, flags, strict=True) if not ok))
 
 
-def summarize_over_ranks(mine: list[str], group: dist.ProcessGroup | None = None) -> str | None:
+def summarize_over_ranks(local_names: list[str], group: dist.ProcessGroup | None = None) -> str | None:
     """Return a text with the tensors named by any rank and their ranks, or None if there are none.
 
     A collective.
 
     Args:
-        mine: Result of `find_nonfinite` on this rank.
+        local_names: Result of `find_nonfinite` on this rank.
         group: Process group; None: all ranks.
     """
     peers = Peers(group=group)
-    if not peers.largest(bool(mine)):
+    if not peers.largest(bool(local_names)):
         return None
-    affected = group_by_rarity(peers.objects(mine))
+    affected = group_by_rarity(peers.objects(local_names))
     descriptions = [f"{describe_tensor(name)} on {where}" for name, where in affected[:MAX_SHOWN_TENSORS]]
     more = (
         f"; and {len(affected) - MAX_SHOWN_TENSORS} more tensors" if len(affected) > MAX_SHOWN_TENSORS else ""

@@ -76,7 +76,7 @@ class Jobs:
         patience = config.scaling.shutdown_grace_s + 30
         environment = {"RAY_JOB_STOP_WAIT_TIME_S": str(int(patience))}
         environment |= {"RAYTREC_ROOT": root} if root else {}
-        with code([*find_user_modules(config), *map(Path, include)], taken=(name,)) as folder:
+        with code([*find_user_modules(config), *map(Path, include)], reserved_names=(name,)) as folder:
             (folder / name).write_text(config.to_yaml())
             return self.start(
                 f"python -m raytrec train {shlex.quote(name)} --resume-latest",
@@ -142,11 +142,11 @@ class Jobs:
         """Ask a job to save and end. Return True if the job was running."""
         return self._call_api(lambda: self._client.stop_job(job))
 
-    def read(self, job: str, seen: int) -> tuple[str, str]:
-        """Return the log of a job from character `seen` on, and the job's status, queried before the log."""
+    def read(self, job: str, log_offset: int) -> tuple[str, str]:
+        """Return a job's log from character `log_offset` on, and its status, queried before the log."""
         status = self.status(job)
         try:
-            return self._call_api(lambda: self._client.get_job_logs(job))[seen:], status
+            return self._call_api(lambda: self._client.get_job_logs(job))[log_offset:], status
         except RunError:
             if status in STATES:
                 raise

@@ -25,7 +25,7 @@ MAX_UPLOAD_BYTES = 100 << 20  # data belong on storage that all nodes reach; Ray
 
 
 @contextmanager
-def code(places: list[Path] | tuple = (), taken: tuple[str, ...] = ()) -> Iterator[Path]:
+def code(places: list[Path] | tuple = (), reserved_names: tuple[str, ...] = ()) -> Iterator[Path]:
     """Yield a working directory for Ray, with raytrec's code as on this machine and other files and folders.
 
     The cluster needs only raytrec's dependencies and runs the same code. The folder is removed after the
@@ -34,7 +34,7 @@ def code(places: list[Path] | tuple = (), taken: tuple[str, ...] = ()) -> Iterat
     Args:
         places: Files and folders to add. Places below the working directory keep their path; others come to
             the top, under their name.
-        taken: Names at the top that are reserved for other files.
+        reserved_names: Names at the top that are reserved for other files.
 
     Raises:
         ConfigError: A file is missing, cannot be read, or would have the path of another file; or all files
@@ -50,7 +50,7 @@ def code(places: list[Path] | tuple = (), taken: tuple[str, ...] = ()) -> Iterat
         for path, file in _list_place_files(place):
             if path in package_files and not _is_working_directory(place):
                 raise _make_include_error(place, f"{path} is a file of raytrec itself", "another name")
-            if str(path) in taken and not _is_working_directory(place):
+            if str(path) in reserved_names and not _is_working_directory(place):
                 raise _make_include_error(
                     place, f"{path} is the name of the uploaded config file", "another name"
                 )

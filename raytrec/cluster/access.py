@@ -43,15 +43,15 @@ AUTH_MODE_VARIABLE, TOKEN, TOKEN_PATH_VARIABLE = "RAY_AUTH_MODE", "RAY_AUTH_TOKE
 UNWRITABLE_HOME = "/dev/null"  # a home folder in which files cannot be created
 
 
-def use_token(*, create: bool = False, own: bool = False) -> None:
+def use_token(*, create: bool = False, is_local_only: bool = False) -> None:
     """Make this process and its child processes require and send Ray's token; call before using Ray.
 
     RAY_AUTH_MODE, if set, is the user's choice; a job's driver uses the mode of its cluster.
 
     Args:
         create: True to create a missing token for a new cluster.
-        own: True if only this process and its children use the new cluster. The token is then kept in their
-            environment if the home folder cannot be written to or read.
+        is_local_only: True if only this process and its children use the new cluster. The token is then kept
+            in their environment if the home folder cannot be written to or read.
 
     Raises:
         RunError: The token is missing and must not be created, or cannot be stored.
@@ -63,7 +63,7 @@ def use_token(*, create: bool = False, own: bool = False) -> None:
     if os.environ.get(AUTH_MODE_VARIABLE, "token").lower() != "token":
         return
     if not os.environ.get(TOKEN):
-        _require_token_file(create, own)
+        _require_token_file(create, is_local_only)
     os.environ[AUTH_MODE_VARIABLE] = "token"
     if "ray" in sys.modules:  # Ray has already read its settings
         read_token_again()
@@ -129,18 +129,18 @@ def _require_token_file(create: bool, local_only: bool) -> None:
             file.chmod(0o600)  # `ray get-auth-token --generate` writes it readable by all
 
 
-def check_cluster(address: str, given: str) -> None:
+def check_cluster(address: str, address_source: str) -> None:
     """Check that a cluster listens at its address and accepts our token, before Ray connects.
 
     Args:
         address: HOST:PORT of the head, ray://HOST:PORT of its Ray client server, or 'auto'.
-        given: Source of the address, named in errors.
+        address_source: Source of the address, named in errors.
 
     Raises:
         RunError: Nothing answers, or the server is not a Ray cluster, refuses the token, or requires none.
     """
-    _check_listening(address, given)
-    _check_token(address, given)
+    _check_listening(address, address_source)
+    _check_token(address, address_source)
 
 
 def _check_listening(address: str, source: str) -> None:

@@ -41,11 +41,11 @@ class RayMonitor:
 
     Args:
         patience_s: Seconds to wait for a machine that does not answer at all.
-        own: True for a local Ray, whose parts do not restart.
+        is_own_ray: True for a local Ray, whose parts do not restart.
     """
 
-    def __init__(self, patience_s: float, own: bool):
-        self._patience_s, self._own, self._last_check = patience_s, own, 0.0
+    def __init__(self, patience_s: float, is_own_ray: bool):
+        self._patience_s, self._own, self._last_check = patience_s, is_own_ray, 0.0
         self._since: dict[str, float] = {}
         self._places = _places()
 
@@ -114,13 +114,13 @@ def _places() -> dict[str, tuple[str, int]]:
     return {RAYLET: raylet, GCS: (host.strip("[]"), int(port))}
 
 
-def wait_for(ref: Any, lifeline: RayMonitor, look: Callable[[], None] = lambda: None) -> Any:
+def wait_for(ref: Any, lifeline: RayMonitor, on_poll: Callable[[], None] = lambda: None) -> Any:
     """Return the result of a task or actor method while checking that Ray is running.
 
     Args:
         ref: Object reference of the result.
         lifeline: Lifeline of this driver.
-        look: Function called every half second; its exceptions are passed on.
+        on_poll: Function called every half second; its exceptions are passed on.
 
     Raises:
         RayLost: The raylet or the GCS has ended.
@@ -129,5 +129,5 @@ def wait_for(ref: Any, lifeline: RayMonitor, look: Callable[[], None] = lambda: 
 
     while not ray.wait([ref], timeout=POLL_INTERVAL_S, fetch_local=False)[0]:
         lifeline.check()
-        look()
+        on_poll()
     return ray.get(ref)

@@ -83,7 +83,7 @@ def ray_session(
         return
     in_environment = os.environ.get("RAY_ADDRESS")
     alone = not (address or in_environment)
-    use_token(create=alone, own=alone)
+    use_token(create=alone, is_local_only=alone)
     if alone:
         session = _start_local_ray(num_cpus)
     elif address:

@@ -55,16 +55,16 @@ def validate_as(values: Any, kind: type[T]) -> T:
         raise UnreadableError(f"{place}: {first['msg']}"[:300] if place else first["msg"][:300]) from None
 
 
-def find_document(uri: str, kind: type[T], most: int = MAX_JSON_BYTES) -> T | None:
+def find_document(uri: str, kind: type[T], max_document_bytes: int = MAX_JSON_BYTES) -> T | None:
     """Return a document, or None if the file does not exist or cannot be read as this type.
 
     Args:
         uri: Path or URI of the file.
         kind: Type of the document; see `validate_as`.
-        most: Largest number of bytes of the file.
+        max_document_bytes: Largest number of bytes of the file.
     """
     try:
-        return validate_as(parse_json(read_bytes(uri, most)), kind)
+        return validate_as(parse_json(read_bytes(uri, max_document_bytes)), kind)
     except (OSError, UnreadableError):
         return None
 

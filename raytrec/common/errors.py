@@ -153,26 +153,26 @@ _REPR = reprlib.Repr()
 _REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxlong = 3, 80, 80, 40
 
 
-def find_similar_word(word: str, known: list[str]) -> str | None:
+def find_similar_word(word: str, known_words: list[str]) -> str | None:
     """Return the known word that is most similar to a misspelt one, or None if none is similar."""
     from difflib import get_close_matches
 
     if len(word) > MAX_WORD_LENGTH:
         return None
-    near = get_close_matches(word, known, n=1, cutoff=0.6)
+    near = get_close_matches(word, known_words, n=1, cutoff=0.6)
     return near[0] if near else None
 
 
-def format_suggestion(word: str, known: Iterable[str]) -> str:
+def format_suggestion(word: str, known_words: Iterable[str]) -> str:
     """Return "; did you mean 'NAME'?" with the most similar known word, or "" if none is similar."""
-    near = find_similar_word(word, list(known))
+    near = find_similar_word(word, list(known_words))
     return f"; did you mean '{near}'?" if near else ""
 
 
 def make_unknown_word_error(
     what: str,
     word: str,
-    known: Iterable[str],
+    known_words: Iterable[str],
     where: str,
     expected: str = "",
     do: str | None = None,
@@ -183,17 +183,17 @@ def make_unknown_word_error(
     Args:
         what: Sentence that states the fault; see RaytrecError.
         word: Unknown word.
-        known: Known words.
+        known_words: Known words.
         where: Place of the word; see RaytrecError.
         expected: Default: "one of", and the known words.
         do: Advice; see RaytrecError.
         kind: Class of the error.
     """
-    known = list(known)
+    known_words = list(known_words)
     return kind(
-        what + format_suggestion(word, known),
+        what + format_suggestion(word, known_words),
         where=where,
-        expected=expected or f"one of {', '.join(known)}",
+        expected=expected or f"one of {', '.join(known_words)}",
         do=do,
     )
 

@@ -93,13 +93,13 @@ def format_duration(seconds: float) -> str:
     return f"{seconds // 3600} h {seconds % 3600 // 60} min"
 
 
-def shorten_name(name: object, most: int = 20) -> str:
-    """Return a name of at most `most` printable characters; the middle of a longer name is left out."""
+def shorten_name(name: object, max_characters: int = 20) -> str:
+    """Return at most `max_characters` printable characters of a name, without the middle of a longer name."""
     text = "".join(c if c.isprintable() else "?" for c in str(name))
-    if len(text) <= most:
+    if len(text) <= max_characters:
         return text
-    tail = (most - 1) // 2
-    return f"{text[: most - 1 - tail]}…{text[-tail:]}"
+    tail = (max_characters - 1) // 2
+    return f"{text[: max_characters - 1 - tail]}…{text[-tail:]}"
 
 
 def format_rank_ranges(ranks: list) -> str:

@@ -66,26 +66,26 @@ def open_regular(path: str | Path) -> FileIO:
     return file
 
 
-def read_bytes(path: str | Path, most: int = MAX_JSON_BYTES) -> bytes:
+def read_bytes(path: str | Path, max_file_bytes: int = MAX_JSON_BYTES) -> bytes:
     """Read a local file.
 
     Raises:
-        OSError: As for `open_regular`, or the file has more than `most` bytes.
+        OSError: As for `open_regular`, or the file has more than `max_file_bytes` bytes.
     """
     with open_regular(path) as file:
-        data = file.read(most + 1)  # the system returns fewer bytes only beyond 2 GiB
-    if len(data) > most:
-        raise OSError(errno.EFBIG, f"the file is larger than {most >> 20} MiB", str(path))
+        data = file.read(max_file_bytes + 1)  # the system returns fewer bytes only beyond 2 GiB
+    if len(data) > max_file_bytes:
+        raise OSError(errno.EFBIG, f"the file is larger than {max_file_bytes >> 20} MiB", str(path))
     return data
 
 
-def read_text(path: str | Path, most: int = MAX_YAML_BYTES) -> str:
+def read_text(path: str | Path, max_file_bytes: int = MAX_YAML_BYTES) -> str:
     """Read the text of a local file; bytes that are not UTF-8 are replaced.
 
     Raises:
         OSError: As for `read_bytes`.
     """
-    return read_bytes(path, most).decode(errors="replace")
+    return read_bytes(path, max_file_bytes).decode(errors="replace")
 
 
 def parse_yaml(text: str | bytes) -> Any:

@@ -77,20 +77,21 @@ def chooses_server(uri: str) -> bool:
     return "://" in uri and not OWN_SERVER_URI.fullmatch(uri)
 
 
-def read_bytes(uri: str, most: int = MAX_YAML_BYTES) -> bytes:
+def read_bytes(uri: str, max_file_bytes: int = MAX_YAML_BYTES) -> bytes:
     """Read a file.
 
     Raises:
         FileNotFoundError: The file does not exist.
-        OSError: The file cannot be read, is a pipe, a device or a folder, or has more than `most` bytes.
+        OSError: The file cannot be read, is a pipe, a device or a folder, or has more than `max_file_bytes`
+            bytes.
     """
     filesystem, path = open_filesystem(uri)
     if filesystem.type_name == "local":
-        return reading.read_bytes(path, most)
+        return reading.read_bytes(path, max_file_bytes)
     with filesystem.open_input_stream(path) as stream:
-        data = stream.read(most + 1)
-    if len(data) > most:
-        raise OSError(errno.EFBIG, f"the file is larger than {most >> 20} MiB", uri)
+        data = stream.read(max_file_bytes + 1)
+    if len(data) > max_file_bytes:
+        raise OSError(errno.EFBIG, f"the file is larger than {max_file_bytes >> 20} MiB", uri)
     return data
 
 

@@ -89,14 +89,14 @@ def get_logs_folder() -> Path:
 
 @contextmanager
 def replace_popen(
-    options: dict[str, Any], env: dict[str, str], began: Callable[[int, bool], None]
+    options: dict[str, Any], env: dict[str, str], on_process_start: Callable[[int, bool], None]
 ) -> Iterator[None]:
     """Make Ray start its processes in the block with additional options of subprocess.Popen.
 
     Args:
         options: Options of subprocess.Popen.
         env: Additional environment variables.
-        began: Function called with the id of each process, and True for the raylet.
+        on_process_start: Function called with the id of each process, and True for the raylet.
     """
     from ray._private import services
 
@@ -106,7 +106,7 @@ def replace_popen(
         def __init__(self, *args: Any, **settings: Any):
             settings["env"] = (settings.get("env") or os.environ) | env
             super().__init__(*args, **settings, **options)
-            began(self.pid, args[0][0] == services.RAYLET_EXECUTABLE)
+            on_process_start(self.pid, args[0][0] == services.RAYLET_EXECUTABLE)
 
     with replace_private(services, "ConsolePopen", CustomPopen, "ray"):
         yield

@@ -44,7 +44,7 @@ class ControlledTrainer(DataParallelTrainer):
         policies: Keyword arguments scaling_policy and failure_policy of the controller.
         on_start: Function called in the main thread with the started controller.
         wait: Function that waits for an object reference and returns its value.
-        own: True if the Ray ends with the run.
+        owns_ray: True if the Ray ends with the run.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class ControlledTrainer(DataParallelTrainer):
         policies: dict[str, Any],
         on_start: Callable[[Any], None],
         wait: Callable[[Any], Any],
-        own: bool = False,
+        owns_ray: bool = False,
         **options: Any,
     ):
         super().__init__(*args, **options)
-        self._policies, self._on_start, self._wait, self._owns_ray = policies, on_start, wait, own
+        self._policies, self._on_start, self._wait, self._owns_ray = policies, on_start, wait, owns_ray
 
     def _initialize_and_run_controller(self, **parts: Any) -> Any:
         """Run the controller; unlike Ray's method, the wait can be interrupted if a part of Ray ends."""
@@ -81,7 +81,7 @@ class ControlledTrainer(DataParallelTrainer):
         return replace_callback(callbacks, PlacementGroupCleanerCallback, cleaner)
 
 
-def replace_callback(callbacks: list[Any], kind: type, others: list[Any]) -> list[Any]:
+def replace_callback(callbacks: list[Any], kind: type, replacement_callbacks: list[Any]) -> list[Any]:
     """Return Ray Train's callbacks with the callback of class `kind` replaced by others.
 
     Raises:
@@ -89,7 +89,11 @@ def replace_callback(callbacks: list[Any], kind: type, others: list[Any]) -> lis
     """
     if not any(type(callback) is kind for callback in callbacks):
         raise missing(f"{kind.__name__} among TorchTrainer's callbacks", "ray")
-    return [new for callback in callbacks for new in (others if type(callback) is kind else [callback])]
+    return [
+        new
+        for callback in callbacks
+        for new in (replacement_callbacks if type(callback) is kind else [callback])
+    ]
 
 
 class OwnClusterCleaner(PlacementGroupCleaner):
@@ -154,15 +158,21 @@ class RequestingPolicy(ScalingPolicy):
 
     Args:
         scaling_config: Ray Train's scaling configuration.
-        most: Maximum number of workers.
-        cpus_beside: CPUs that the autoscaler should provide in addition to the workers' CPUs.
-        asks: False if there is no autoscaler. Nothing is requested then, and the actor that forwards requests
-            is not started.
+        max_train_workers: Maximum number of workers.
+        reader_cpus: CPUs that the autoscaler should provide in addition to the workers' CPUs.
+        autoscaler_exists: False if there is no autoscaler. Nothing is requested then, and the actor that
+            forwards requests is not started.
     """
 
-    def __init__(self, scaling_config: Any, most: int, cpus_beside: int, asks: bool = True):
+    def __init__(
+        self, scaling_config: Any, max_train_workers: int, reader_cpus: int, autoscaler_exists: bool = True
+    ):
         super().__init__(scaling_config)
-        self._workers, self._extra_cpus, self._has_autoscaler = most, cpus_beside, asks
+        self._workers, self._extra_cpus, self._has_autoscaler = (
+            max_train_workers,
+            reader_cpus,
+            autoscaler_exists,
+        )
         self._cpu_coordinator: DefaultAutoscalingCoordinator | None = None
         self._requested_at = 0.0
 

@@ -50,7 +50,7 @@ def iterate_sharded_collections(model: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
-def watch_distinct_ids(model: nn.Module, called: Callable[[KeyedJaggedTensor], object]) -> None:
+def watch_distinct_ids(model: nn.Module, on_lookup: Callable[[KeyedJaggedTensor], object]) -> None:
     """Call a function at each lookup of a collection that sends each id of a batch once (use_index_dedup).
 
     The function receives the ids sent for each sharding type. Ids of a table can be listed under any feature
@@ -62,7 +62,7 @@ def watch_distinct_ids(model: nn.Module, called: Callable[[KeyedJaggedTensor], o
 
         def look_up(ctx: Any, ids: Any, original: Callable = module.compute_and_output_dist) -> Any:
             for context in ctx.sharding_contexts:
-                called(context.features_before_input_dist)
+                on_lookup(context.features_before_input_dist)
             return original(ctx, ids)
 
         module.compute_and_output_dist = look_up

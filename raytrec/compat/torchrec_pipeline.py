@@ -40,7 +40,8 @@ class TimedMixin(Pipeline):
         device: Device of this rank.
         phase: Function from a part's name (data, copy, input_exchange, forward, backward, optimizer) to the
             context in which the part runs.
-        waits: Function called in backward when only the all-reduce of the dense layers remains.
+        before_all_reduce_wait: Function called in backward when only the all-reduce of the dense layers
+            remains.
         options: Options of TorchRec's pipeline.
     """
 
@@ -50,10 +51,10 @@ class TimedMixin(Pipeline):
         optimizer: Any,
         device: torch.device,
         phase: Callable[[str], AbstractContextManager],
-        waits: Callable[[], object],
+        before_all_reduce_wait: Callable[[], object],
         **options: Any,
     ):
-        self._phase, self._waits = phase, waits
+        self._phase, self._waits = phase, before_all_reduce_wait
         super().__init__(model, optimizer, device, custom_model_fwd=self._timed_forward, **options)
 
     def _timed_forward(self, batch: Any) -> Any:

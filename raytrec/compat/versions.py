@@ -118,14 +118,14 @@ def _parse_release(version: str) -> int:
 
 
 @contextmanager
-def replace_private(owner: Any, name: str, own: Any, package: str) -> Iterator[None]:
+def replace_private(owner: Any, name: str, replacement_value: Any, package: str) -> Iterator[None]:
     """Replace an attribute of an upstream package during the block.
 
     Raises:
         RunError: The attribute is missing (see `private`).
     """
     original = private(owner, name, package)
-    setattr(owner, name, own)
+    setattr(owner, name, replacement_value)
     try:
         yield
     finally:

@@ -68,29 +68,33 @@ class Section(BaseModel):
 
 
 def build_section_union(
-    sections: Mapping[str, type[Section]], key: str, own: str, what: str, default: str = ""
+    sections: Mapping[str, type[Section]],
+    key: str,
+    user_code_key: str,
+    error_type_name: str,
+    default: str = "",
 ) -> Any:
     """Return the union type of several sections, discriminated by the value of one key.
 
     Args:
         sections: Value of the key → section.
         key: Name of the key, such as name.
-        own: Entry of `sections` for the user's own code. Its value of the key is a path such as
+        user_code_key: Entry of `sections` for the user's own code. Its value of the key is a path such as
             module:Class.
-        what: Type of pydantic's error.
+        error_type_name: Type of pydantic's error.
         default: Value of the key for a mapping without this key.
     """
-    built_in = [name for name in sections if name != own]
+    built_in = [name for name in sections if name != user_code_key]
 
     def get_tag(value: Any) -> str | None:
         kind = value.get(key, default) if isinstance(value, dict) else getattr(value, key, None)
         if isinstance(kind, str) and kind in built_in:
             return kind
-        return own if PYTHON_PATH.fullmatch(str(kind)) else None
+        return user_code_key if PYTHON_PATH.fullmatch(str(kind)) else None
 
     members = tuple(Annotated[section, Tag(name)] for name, section in sections.items())
-    message = f"{key} must be one of {', '.join(built_in)}, or {own}"
-    choice = Discriminator(get_tag, custom_error_type=what, custom_error_message=message)
+    message = f"{key} must be one of {', '.join(built_in)}, or {user_code_key}"
+    choice = Discriminator(get_tag, custom_error_type=error_type_name, custom_error_message=message)
     return Annotated[Union[members], choice]  # noqa: UP007
 
 

@@ -63,19 +63,19 @@ def list_user_code(values: dict[str, Any]) -> list[str]:
     return list(dict.fromkeys(_find_modules(values).values()))
 
 
-def refuse_code(before: dict[str, str], values: dict[str, Any], where: str) -> None:
+def refuse_code(original_code: dict[str, str], values: dict[str, Any], where: str) -> None:
     """Raise if a configuration from elsewhere names code or servers that overrides have not replaced.
 
     Args:
-        before: Result of `find_foreign_code` for the values before overrides.
+        original_code: Result of `find_foreign_code` for the values before overrides.
         values: Values with overrides applied.
         where: Origin of the configuration, for errors.
 
     Raises:
         ConfigError: The configuration names code or servers; the message lists all of them.
     """
-    now = find_foreign_code(values) if before else {}
-    named = [f"{key}: {value}" for key, value in before.items() if now.get(key) == value]
+    now = find_foreign_code(values) if original_code else {}
+    named = [f"{key}: {value}" for key, value in original_code.items() if now.get(key) == value]
     if named:
         raise ConfigError(
             f"an untrusted configuration names code to run or servers to contact: {'; '.join(named)}",

@@ -270,17 +270,17 @@ class Assembler:
         return joined
 
 
-def order_recent_first(lengths: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
+def order_recent_first(lengths: np.ndarray, max_ids: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the positions of the most recent ids of each bag, from the bag's last id backwards.
 
     Args:
         lengths: Lengths of n consecutive bags, each with its most recent id at the end, int [n].
-        most: Maximum number of ids per bag.
+        max_ids: Maximum number of ids per bag.
 
     Returns:
         Positions int64 [N], and number of remaining ids of each bag int [n].
     """
-    kept_lengths = np.minimum(lengths, most)
+    kept_lengths = np.minimum(lengths, max_ids)
     # The first output of a bag is its last id, and the positions then decrease by one within the bag.
     last_in, first_out = lengths.cumsum() - 1, kept_lengths.cumsum() - kept_lengths
     return np.repeat(last_in + first_out, kept_lengths) - np.arange(kept_lengths.sum()), kept_lengths

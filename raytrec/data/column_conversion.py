@@ -38,7 +38,7 @@ class Place:
 
 
 def read_number_column(
-    column: pa.ChunkedArray, name: str, place: Place, also: str = "", dtype: type = np.float32
+    column: pa.ChunkedArray, name: str, place: Place, extra_advice: str = "", dtype: type = np.float32
 ) -> np.ndarray:
     """Return a column of numbers as float32 [n], or another float type.
 
@@ -46,7 +46,7 @@ def read_number_column(
         column: Decoded column.
         name: Name of the column.
         place: Place of the first row.
-        also: Additional advice in the error about a null.
+        extra_advice: Additional advice in the error about a null.
         dtype: Float type of the result.
 
     Raises:
@@ -58,7 +58,7 @@ def read_number_column(
             f"column '{name}' contains a null",
             where=place.of(name, row),
             expected="a number in every row of a dense column, label or sample weight",
-            do=f"{also}add to data.transforms: "
+            do=f"{extra_advice}add to data.transforms: "
             f"{{do: fill_null, columns: [{format_yaml_scalar(name)}], value: 0}}; or "
             "skip such rows: data.on_error=skip",
         )

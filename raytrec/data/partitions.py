@@ -183,13 +183,15 @@ def collect_folder_values(paths: Iterable[str]) -> dict[str, set[str | None]]:
     return values
 
 
-def check_no_table_format(filesystem: fs.FileSystem, path: str, inside: Iterable[str], where: str) -> None:
+def check_no_table_format(
+    filesystem: fs.FileSystem, path: str, folder_entries: Iterable[str], where: str
+) -> None:
     """Check that no table format owns a folder, its parents or folders inside of the folder.
 
     Args:
         filesystem: Filesystem of the folder.
         path: Path of the folder or file in that filesystem.
-        inside: Paths of entries in the folder; hidden folders are listed without their contents.
+        folder_entries: Paths of entries in the folder; hidden folders are listed without their contents.
         where: Config key and name of the folder, for messages.
 
     Raises:
@@ -201,7 +203,7 @@ def check_no_table_format(filesystem: fs.FileSystem, path: str, inside: Iterable
     folders = [f"{folder.rstrip('/')}/{name}" for folder in ancestors for name in RECORD_FOLDERS]
     with ThreadPoolExecutor(16) as pool:
         entries = [path for paths in pool.map(partial(_list_entries, filesystem), folders) for path in paths]
-    for entry in [path, *entries, *inside]:
+    for entry in [path, *entries, *folder_entries]:
         for name, pattern in _PATTERNS.items():
             if match := pattern.search(entry):
                 table = entry[: match.start()]

@@ -159,7 +159,9 @@ def _read_sample_vocabulary(spec: t.Sample, table: pa.Table) -> pa.Array | None:
     return read_vocabulary(spec.vocabulary, pa.int64() if kind and pa.types.is_integer(kind) else kind)
 
 
-def sample(spec: Sample, table: pa.Table, draw: Draw, known: pa.Array | None = None) -> list[pa.ListArray]:
+def sample(
+    spec: Sample, table: pa.Table, draw: Draw, vocabulary_values: pa.Array | None = None
+) -> list[pa.ListArray]:
     """Draw `count` ids for each row from [0, rows) or a vocabulary, except the ids in columns `exclude`.
 
     Draws are independent, so an id may be drawn twice. Excluded ids that are out of range or not in the
@@ -169,7 +171,7 @@ def sample(spec: Sample, table: pa.Table, draw: Draw, known: pa.Array | None = N
         spec: Settings of the transform.
         table: Table with the columns to exclude.
         draw: Seed of the draws.
-        known: Vocabulary; None: ids are drawn from [0, rows).
+        vocabulary_values: Vocabulary; None: ids are drawn from [0, rows).
 
     Returns:
         The drawn ids of each row. With `frequency` and `log_share`, also ln of the ratio between each id's
@@ -180,10 +182,10 @@ def sample(spec: Sample, table: pa.Table, draw: Draw, known: pa.Array | None = N
     """
     if spec.count == "all":  # Assembler adds the ids
         return [pa.ListArray.from_arrays(np.zeros(table.num_rows + 1, np.int32), pa.array([], pa.int64()))]
-    id_count = spec.rows if known is None else len(known)
+    id_count = spec.rows if vocabulary_values is None else len(vocabulary_values)
     begins = read_cumulative_shares(spec.vocabulary, spec.frequency, spec.power) if spec.frequency else None
     total = id_count if begins is None else int(begins[-1])
-    rows, (owners, ids) = table.num_rows, _excluded(spec, table, id_count, known)
+    rows, (owners, ids) = table.num_rows, _excluded(spec, table, id_count, vocabulary_values)
     seed = hash_bits(_seed(spec, draw))
     lengths, parts = np.full(rows, spec.count, np.int64), [np.empty(0, np.int64)]
     if not draw.key and not spec.in_evaluations:
@@ -200,7 +202,11 @@ def sample(spec: Sample, table: pa.Table, draw: Draw, known: pa.Array | None = N
     offsets = np.zeros(len(lengths) + 1, np.int32)
     np.cumsum(lengths, out=offsets[1:])
     numbers_drawn = np.concatenate(parts)
-    values = [pa.array(numbers_drawn) if known is None else known.take(pa.array(numbers_drawn))]
+    values = [
+        pa.array(numbers_drawn)
+        if vocabulary_values is None
+        else vocabulary_values.take(pa.array(numbers_drawn))
+    ]
     if begins is not None and spec.log_share:
         values.append(pa.array(np.log(np.diff(begins)[numbers_drawn] * (id_count / total))))
     return [pa.ListArray.from_arrays(offsets, column) for column in values]

@@ -188,12 +188,12 @@ def merge(diagnoses: list[Diagnosis]) -> list[Diagnosis]:
     return [replace(bare, hosts=where) for bare, where in hosts.items()]
 
 
-def anonymize_examination(found: Examination) -> Examination:
+def anonymize_examination(examination: Examination) -> Examination:
     """Return the examination without hosts, users, paths and addresses; hosts become node 1, node 2, etc."""
-    hosts = {host: f"node {number}" for number, host in enumerate(found.hosts, 1)}
+    hosts = {host: f"node {number}" for number, host in enumerate(examination.hosts, 1)}
     user = os.environ.get("LOGNAME") or os.environ.get("USER") or ""
     names = {user: "USER"} if user not in COMMON_USERS else {}
-    for host in (*found.hosts, socket.gethostname()):
+    for host in (*examination.hosts, socket.gethostname()):
         name = host.partition(" ")[0]
         for word in {name, name.partition(".")[0]} - {"", "localhost"}:
             names.setdefault(word, hosts.get(host, "HOST"))
@@ -205,48 +205,48 @@ def anonymize_examination(found: Examination) -> Examination:
             do=anonymize(to_plain_text(each.do), names),
             hosts=tuple(hosts.get(host, "HOST") for host in each.hosts),
         )
-        for each in found.diagnoses
+        for each in examination.diagnoses
     ]
     return Examination([*hosts.values()], merge(diagnoses))
 
 
-def to_json_values(found: Examination) -> dict[str, Any]:
+def to_json_values(examination: Examination) -> dict[str, Any]:
     """Return the numbers of failures and warnings, the hosts, and a row for each diagnosis."""
     rows = [
         asdict(each) | {"finding": to_plain_text(each.finding), "do": to_plain_text(each.do)}
-        for each in found.diagnoses
+        for each in examination.diagnoses
     ]
     return {
-        "failures": found.count(FAILURE),
-        "warnings": found.count(WARNING),
-        "hosts": found.hosts,
+        "failures": examination.count(FAILURE),
+        "warnings": examination.count(WARNING),
+        "hosts": examination.hosts,
         "raytrec": __version__,
         "checks": rows,
     }
 
 
-def to_markdown(found: Examination) -> str:
+def to_markdown(examination: Examination) -> str:
     """Return a Markdown table that can be pasted into an issue."""
     system = f"Python {platform.python_version()}, {platform.system()} {platform.machine()}"
-    lines = [f"**raytrec doctor** {__version__}, {system}: {found.summary}", ""]
+    lines = [f"**raytrec doctor** {__version__}, {system}: {examination.summary}", ""]
     lines += ["| result | check | where | finding | what to do |", "|---|---|---|---|---|"]
-    for each in found.diagnoses:
-        cells = (each.result, each.check, found.place(each), each.finding, each.do)
+    for each in examination.diagnoses:
+        cells = (each.result, each.check, examination.place(each), each.finding, each.do)
         escaped = [to_plain_text(" ".join(cell.split())).replace("|", "\\|") for cell in cells]
         lines.append(f"| {' | '.join(escaped)} |")
     return "\n".join(lines)
 
 
-def print_examination(found: Examination) -> None:
+def print_examination(examination: Examination) -> None:
     """Print the table to stdout, with a repair for each diagnosis that is not ok."""
     console, table = open_console(), Table()
     for column in ("check", "result", "finding"):
         table.add_column(column, overflow="fold", no_wrap=column != "finding")
-    for diagnosis in found.diagnoses:
-        where = found.place(diagnosis)
+    for diagnosis in examination.diagnoses:
+        where = examination.place(diagnosis)
         text = Text(to_plain_text(f"{where}: {diagnosis.finding}" if where else diagnosis.finding))
         if diagnosis.do:
             text.append(to_plain_text(f"\n→ {diagnosis.do}"), style="bold")
         table.add_row(diagnosis.check, Text(diagnosis.result, STYLES[diagnosis.result]), text)
     console.print(table)
-    console.print(found.summary)
+    console.print(examination.summary)

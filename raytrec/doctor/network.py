@@ -54,7 +54,7 @@ def check_interfaces(nodes: ThisHost) -> Diagnoses:
     """Check that gloo and NCCL use an interface that other nodes reach: no Docker bridge, no loopback."""
     arguments = {i: (address,) for i, address in enumerate(nodes.addresses)}
     loopback = [ip_address(address).is_loopback for address in nodes.addresses]
-    answers = nodes.ask(describe_interfaces, each=arguments)
+    answers = nodes.ask(describe_interfaces, host_arguments=arguments)
     for name, address, local, answer in zip(nodes.names, nodes.addresses, loopback, answers, strict=True):
         parts = _diagnose_interfaces(answer, address, local and not all(loopback), len(answers) > 1)
         yield Diagnosis(*parts, hosts=(name,))
@@ -121,7 +121,7 @@ def find_connection_errors(
 def check_ports(nodes: ThisHost) -> Diagnoses:
     """Check that each node reaches a free port of every other node; record failing pairs (ThisHost.cut)."""
     indices = range(len(nodes.names))
-    ports = nodes.ask(listen, each={i: (nodes.addresses[i],) for i in indices})
+    ports = nodes.ask(listen, host_arguments={i: (nodes.addresses[i],) for i in indices})
     listening = [i for i in indices if isinstance(ports[i], int)]
     places = [(nodes.addresses[i], ports[i]) for i in listening]
     answers = nodes.ask(
@@ -149,7 +149,7 @@ def uses_nccl() -> bool:
 
 
 def join_group(
-    rank: int, world: int, address: str, port: int, backend: str, own: str, timeout_s: float
+    rank: int, world: int, address: str, port: int, backend: str, own_address: str, timeout_s: float
 ) -> dict[str, Any]:
     """Reduce 16 MiB over a group of processes, and return the seconds and the network used.
 
@@ -159,7 +159,7 @@ def join_group(
         address: Address of the store of rank 0.
         port: Port of that store.
         backend: nccl or gloo.
-        own: Address of this host.
+        own_address: Address of this host.
         timeout_s: Timeout of each collective in seconds.
     """
     import torch
@@ -167,7 +167,7 @@ def join_group(
 
     from raytrec.worker.rendezvous import enable_network_log, listen_on_own_address, read_chosen_network
 
-    listen_on_own_address(own)
+    listen_on_own_address(own_address)
     device, network = "cpu", f"gloo over TCP ({os.environ.get('GLOO_SOCKET_IFNAME', 'default interface')})"
     if backend == "nccl":
         enable_network_log()
@@ -255,7 +255,7 @@ def find_smallest_failing_group(
 def _reduce(nodes: ThisHost, group: Sequence[int], backend: str) -> Any:
     """Return the answer of the first node of a group, or the first exception of any node."""
     first = nodes.addresses[group[0]]
-    port = nodes.ask(listen, each={group[0]: (first, False)})[group[0]]
+    port = nodes.ask(listen, host_arguments={group[0]: (first, False)})[group[0]]
     if isinstance(port, Exception):
         return port
     arguments = {
@@ -264,7 +264,7 @@ def _reduce(nodes: ThisHost, group: Sequence[int], backend: str) -> Any:
     }
     answers = nodes.ask(
         time_all_reduce_in_child,
-        each=arguments,
+        host_arguments=arguments,
         limit_s=COLLECTIVE_TIMEOUT_S + IMPORT_ALLOWANCE_S + REPLY_TIMEOUT_S,
     )
     return next((answer for answer in answers if isinstance(answer, Exception)), answers[group[0]])

@@ -55,19 +55,23 @@ class ThisHost:
         self.cut: set[frozenset[int]] = set()
 
     def ask(
-        self, call: Function, *arguments: Any, each: HostArguments = None, limit_s: float = REPLY_TIMEOUT_S
+        self,
+        call: Function,
+        *arguments: Any,
+        host_arguments: HostArguments = None,
+        limit_s: float = REPLY_TIMEOUT_S,
     ) -> list[Any]:
         """Call a function on all hosts at once, and return the result or exception of each host.
 
         Args:
             call: Function to call.
             *arguments: Arguments on every host.
-            each: Index of a host → additional arguments; the answer of other hosts is None. Default: call all
-                hosts.
+            host_arguments: Index of a host → additional arguments; the answer of other hosts is None.
+                Default: call all hosts.
             limit_s: Seconds after which the answer of a host is a TimeoutError.
         """
         try:
-            return [call_within(limit_s, lambda: call(*arguments, *(each or {0: ()})[0]))]
+            return [call_within(limit_s, lambda: call(*arguments, *(host_arguments or {0: ()})[0]))]
         except Exception as error:
             return [error]
 
@@ -104,12 +108,20 @@ class ClusterNodes(ThisHost):
         self._actors = [self._actors[i] for i in fit]
 
     def ask(
-        self, call: Function, *arguments: Any, each: HostArguments = None, limit_s: float = REPLY_TIMEOUT_S
+        self,
+        call: Function,
+        *arguments: Any,
+        host_arguments: HostArguments = None,
+        limit_s: float = REPLY_TIMEOUT_S,
     ) -> list[Any]:
         """Call a function on the nodes, as `ThisHost.ask` on this host."""
-        each = dict.fromkeys(range(len(self._actors)), ()) if each is None else each
-        refs = [self._actors[i].call.remote(call, (*arguments, *extra)) for i, extra in each.items()]
-        answers = dict(zip(each, collect_answers(refs, limit_s), strict=True))
+        host_arguments = (
+            dict.fromkeys(range(len(self._actors)), ()) if host_arguments is None else host_arguments
+        )
+        refs = [
+            self._actors[i].call.remote(call, (*arguments, *extra)) for i, extra in host_arguments.items()
+        ]
+        answers = dict(zip(host_arguments, collect_answers(refs, limit_s), strict=True))
         return [answers.get(i) for i in range(len(self._actors))]
 
 
@@ -211,7 +223,7 @@ def check_clocks(nodes: ThisHost) -> Diagnoses:
     for number, name in enumerate(nodes.names):
         for _ in range(CLOCK_MEASUREMENTS):
             began = time()
-            remote_time, ended = nodes.ask(time, each={number: ()})[number], time()
+            remote_time, ended = nodes.ask(time, host_arguments={number: ()})[number], time()
             if isinstance(remote_time, float):
                 skew, doubt = remote_time - (began + ended) / 2, (ended - began) / 2
                 skews[name] = min(skews.get(name, (skew, doubt)), (skew, doubt), key=lambda pair: pair[1])
@@ -274,7 +286,7 @@ def check_storage(nodes: ThisHost, uri: str) -> Diagnoses:
     file_arguments = {number: (name,) for number, name in enumerate(names)}
     do = f"make {uri} accessible to this user on every node: mounts, credentials, region, endpoint, quota"
     try:
-        answers = nodes.ask(write_and_read, uri, each=file_arguments, limit_s=STORAGE_TIMEOUT_S)
+        answers = nodes.ask(write_and_read, uri, host_arguments=file_arguments, limit_s=STORAGE_TIMEOUT_S)
         reasons = [str(answer) for answer in answers]
         written = [name for name, reason in zip(names, reasons, strict=True) if not reason]
         for host, reason in zip(nodes.names, reasons, strict=True):

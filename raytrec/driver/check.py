@@ -101,7 +101,7 @@ def check(source: str | Path | dict | RunConfig, overrides: Overrides | None = N
     config = resolve(load_config(source, overrides), source, "check")
     folder = Path(config.run.dir)
     schema = Schema.load(config.data.schema_uri).model_copy(update={"candidates": []})
-    check_fit(config, schema, here=False)  # tables are cut to fit
+    check_fit(config, schema, on_this_machine=False)  # tables are cut to fit
     with convert_os_errors("cannot write the folder", where=str(folder)):
         folder.mkdir(parents=True, exist_ok=True)
     status = "FAILED"

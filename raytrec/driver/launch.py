@@ -99,7 +99,7 @@ def run_group(
     fingerprint: str = "",
     saves: bool = False,
     restarts: bool = False,
-    look: Callable[[], None] = lambda: None,
+    on_poll: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Run a function on a Ray Train worker group, and return the figures reported by rank 0.
 
@@ -113,7 +113,7 @@ def run_group(
         fingerprint: Fingerprint of the training data (data.contents), which is stored in checkpoints.
         saves: True if the function saves checkpoints, so that it can be restarted and asked to stop.
         restarts: True if the function can be restarted although it does not save.
-        look: Called every half second while the group runs; a ConfigError that it raises ends the group.
+        on_poll: Called every half second while the group runs; a ConfigError that it raises ends the group.
 
     Raises:
         Interrupted: Ctrl-C or SIGTERM ended the group.
@@ -152,8 +152,8 @@ def run_group(
         coordinator,
         scaling.min_workers,
         scaling.max_workers,
-        cpus_beside=scaling.max_workers * config.data.readers if cpu_nodes_read else 0,
-        asks=not has_local_ray(),
+        reader_cpus=scaling.max_workers * config.data.readers if cpu_nodes_read else 0,
+        autoscaler_exists=not has_local_ray(),
     )
     failure_policy = GroupFailurePolicy(
         ray.train.FailureConfig(),
@@ -162,7 +162,7 @@ def run_group(
         FailedGpus(scaling.min_workers),
     )
     stop = StopSignalHandler(coordinator, scaling.shutdown_grace_s if saves else 0)
-    lifeline = RayMonitor(scaling.hang_timeout_s, own=has_local_ray())
+    lifeline = RayMonitor(scaling.hang_timeout_s, is_own_ray=has_local_ray())
     task = WorkerTask(config, schema, datasets, coordinator, checkpoint, fingerprint)
     trainer = ControlledTrainer(
         worker,
@@ -173,9 +173,9 @@ def run_group(
         scaling_config=ray_scaling,
         run_config=_make_ray_run_config(checkpoint if saves else join_uri(config.run.dir, "ray")),
         policies={"scaling_policy": scaling_policy, "failure_policy": failure_policy},
-        own=has_local_ray(),
+        owns_ray=has_local_ray(),
         on_start=stop.install,
-        wait=lambda ref: wait_for(ref, lifeline, look),
+        wait=lambda ref: wait_for(ref, lifeline, on_poll),
     )
     with stop, watch.reading(coordinator):
         try:

@@ -56,7 +56,9 @@ def count_local_cpus(config: RunConfig) -> int:
     return int(config.scaling.max_workers * build_worker_bundle(config, "cpu")["CPU"])
 
 
-def build_worker_bundle(config: RunConfig, device: str, others_read: bool = False) -> dict[str, float]:
+def build_worker_bundle(
+    config: RunConfig, device: str, cpu_nodes_read_rows: bool = False
+) -> dict[str, float]:
     """Return the resources that Ray reserves for a worker.
 
     They include the CPUs of the worker's readers, whose tasks therefore request none. Read tasks that request
@@ -66,10 +68,11 @@ def build_worker_bundle(config: RunConfig, device: str, others_read: bool = Fals
     Args:
         config: Configuration of the run.
         device: cpu or cuda.
-        others_read: True if nodes without GPUs read all rows, so that their CPUs are used for reading.
+        cpu_nodes_read_rows: True if nodes without GPUs read all rows, so that their CPUs are used for
+            reading.
     """
     scaling = config.scaling
-    cpus: float = scaling.cpus_per_worker + (0 if others_read else config.data.readers)
+    cpus: float = scaling.cpus_per_worker + (0 if cpu_nodes_read_rows else config.data.readers)
     return {"CPU": cpus} | ({"GPU": 1.0} if device == "cuda" else {})
 
 

@@ -140,29 +140,30 @@ class GroupFailurePolicy(FailurePolicy):
 class NodeCapacityPolicy(RequestingPolicy):
     """ScalingPolicy with as many workers as remaining nodes have room for, between minimum and maximum.
 
-    The policy never resizes a running group: it asks the group to save and end, so that no step is lost.
+    The policy never resizes a running group: it autoscaler_exists the group to save and end, so that no step
+    is lost.
 
     Args:
         scaling_config: Scaling configuration of Ray Train.
         coordinator: Coordinator of the run.
-        least: Minimum number of workers.
-        most: Maximum number of workers.
-        cpus_beside: CPUs for reading that an autoscaler provides in addition to the workers' CPUs; read tasks
+        min_workers: Minimum number of workers.
+        max_workers: Maximum number of workers.
+        reader_cpus: CPUs for reading that an autoscaler provides in addition to the workers' CPUs; read tasks
             request none themselves (nodes.bundle).
-        asks: As in RequestingPolicy.
+        autoscaler_exists: As in RequestingPolicy.
     """
 
     def __init__(
         self,
         scaling_config: Any,
         coordinator: Any,
-        least: int,
-        most: int,
-        cpus_beside: int = 0,
-        asks: bool = True,
+        min_workers: int,
+        max_workers: int,
+        reader_cpus: int = 0,
+        autoscaler_exists: bool = True,
     ):
-        super().__init__(scaling_config, most, cpus_beside, asks)
-        self._coordinator, self._least, self._most = coordinator, least, most
+        super().__init__(scaling_config, max_workers, reader_cpus, autoscaler_exists)
+        self._coordinator, self._min_workers, self._max_workers = coordinator, min_workers, max_workers
         self._checked_at, self._had_room = monotonic(), False
         self._held: Counter[str] = Counter()  # node → workers of the running group
         self._since: float | None = None  # when the group was found to be down
@@ -174,17 +175,17 @@ class NodeCapacityPolicy(RequestingPolicy):
         is_first, now = not self._asked_for, monotonic()
         self._since = self._since or now
         slots, waited, size = self._count_possible_workers(self._held), now - self._since, self._held.total()
-        wanted = min(self._most, max(size, self._least))
+        wanted = min(self._max_workers, max(size, self._min_workers))
         if slots < wanted and not is_first and waited < NODE_SETTLE_TIME_S:
             return NoopDecision()
-        if slots < self._least:
+        if slots < self._min_workers:
             if waited > OLD_GROUP_TIMEOUT_S and self._asked_for:  # its processes may hold the resources
-                return self._resize(self._least)
+                return self._resize(self._min_workers)
             if not self._reported:
                 self._reported = True
-                self._coordinator.waiting.remote(slots, self._least)
+                self._coordinator.waiting.remote(slots, self._min_workers)
             return NoopDecision()
-        return self._resize(min(slots, self._most))
+        return self._resize(min(slots, self._max_workers))
 
     def make_decision_for_running_worker_group(self, worker_group_state: Any, worker_group_status: Any):
         """Ask for a restart if a node will be preempted or more workers fit; never resize the group."""
@@ -197,7 +198,7 @@ class NodeCapacityPolicy(RequestingPolicy):
             self._coordinator.ask.remote(
                 Command.RESTART, f"{len(draining)} of {len(nodes)} nodes will be preempted"
             )
-        elif nodes.total() < self._most and monotonic() - self._checked_at > SCALE_UP_INTERVAL_S:
+        elif nodes.total() < self._max_workers and monotonic() - self._checked_at > SCALE_UP_INTERVAL_S:
             self._checked_at = monotonic()
             self._request_scale_up(nodes)
         return NoopDecision()
@@ -207,7 +208,7 @@ class NodeCapacityPolicy(RequestingPolicy):
 
         Room that is found only once may be due to a pause of a reader.
         """
-        slots = min(self._count_possible_workers(nodes), self._most)
+        slots = min(self._count_possible_workers(nodes), self._max_workers)
         if slots > nodes.total() and self._had_room:
             self._coordinator.ask.remote(Command.RESTART, f"there is room for {slots} workers")
         elif slots > nodes.total():

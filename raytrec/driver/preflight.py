@@ -56,18 +56,18 @@ def check_plan(plan: RunPlan) -> list[str]:
     lines = check_row_and_step_counts(config, schema, count_total_steps(config, train.rows))
     lines += check_warm_start(config, schema) if plan.start == "warm" else []
     here = starts_local_ray(config.scaling.address)
-    check_fit(config, schema, here=here)
+    check_fit(config, schema, on_this_machine=here)
     lines += check_before_run() if here else []
     return lines + check_constant_labels(plan)
 
 
-def check_fit(config: RunConfig, schema: Schema, *, here: bool) -> None:
+def check_fit(config: RunConfig, schema: Schema, *, on_this_machine: bool) -> None:
     """Check that a configuration can work with its schema.
 
     Args:
         config: Configuration to check.
         schema: Schema of the data.
-        here: True if the workers run on this machine, with its memory.
+        on_this_machine: True if the workers run on this machine, with its memory.
 
     Raises:
         ConfigError, SchemaError: The model cannot use the tasks, metrics, dims or features; plan.tables or
@@ -100,7 +100,7 @@ def check_fit(config: RunConfig, schema: Schema, *, here: bool) -> None:
         selection.best(keeping.best_metric)
     if stopping := config.train.early_stopping:
         selection.best(stopping.metric, "train.early_stopping.metric")
-    if here:
+    if on_this_machine:
         if config.train.compile:
             require_compiler(
                 "cuda" if get_build_device() == "cuda" and config.scaling.device != "cpu" else "cpu"
@@ -271,7 +271,7 @@ def plan(
 
     config = resolve(load_config(source, overrides), source)
     schema = Schema.load(config.data.schema_uri)
-    check_fit(config, schema, here=False)
+    check_fit(config, schema, on_this_machine=False)
     costs = _load_prices(prices) if prices else {}
     predict = ClusterEstimator(config, schema, build_unsharded, Rates.load(rates) if rates else None)
     names = [name.strip() for name in (on or "").split(",") if name.strip()]

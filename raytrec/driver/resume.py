@@ -90,28 +90,30 @@ def check_unfinished(folder: Path) -> None:
         )
 
 
-def find_interrupted_run(config: RunConfig, named: bool) -> Path | None:
+def find_interrupted_run(config: RunConfig, is_user_named: bool) -> Path | None:
     """Return the folder of the unfinished run that the same command has started before, or None.
 
     Args:
         config: Resolved configuration of a new run.
-        named: True if the user has chosen the run's name or folder. Otherwise, the newest run with the same
-            name (except date and time), configuration and data is returned.
+        is_user_named: True if the user has chosen the run's name or folder. Otherwise, the newest run with
+            the same name (except date and time), configuration and data is returned.
     """
-    folders = (each for each in list_earlier_folders(config, named) if (each / "config.yaml").is_file())
+    folders = (
+        each for each in list_earlier_folders(config, is_user_named) if (each / "config.yaml").is_file()
+    )
     unfinished = (each for each in folders if not (each / RESULT).exists())
-    return next((each for each in unfinished if named or _is_same_run(each, config)), None)
+    return next((each for each in unfinished if is_user_named or _is_same_run(each, config)), None)
 
 
-def list_earlier_folders(config: RunConfig, named: bool) -> list[Path]:
+def list_earlier_folders(config: RunConfig, is_user_named: bool) -> list[Path]:
     """Return the folders in which the same command may have started before, newest first.
 
     Args:
         config: Resolved configuration of a new run or search.
-        named: True if the user has chosen the name or folder. Otherwise names end in date and time.
+        is_user_named: True if the user has chosen the name or folder. Otherwise names end in date and time.
     """
     folder, stem = Path(config.run.dir), config.run.name.rsplit("-", 2)[0]  # NAME-date-time
-    return [folder] if named else sorted(folder.parent.glob(f"{stem}-*"), reverse=True)
+    return [folder] if is_user_named else sorted(folder.parent.glob(f"{stem}-*"), reverse=True)
 
 
 def _is_same_run(folder: Path, config: RunConfig) -> bool:

@@ -138,7 +138,7 @@ def _drive(
                 watch,
                 fingerprint=fingerprint(data["train"]),
                 saves=True,
-                look=follower.check,
+                on_poll=follower.check,
             )
 
         figures = run_in_session(config, watch.failed, work)

@@ -68,7 +68,7 @@ class RunOptimizer(CombinedOptimizer):
 
 
 def combine_optimizers(
-    model: nn.Module, optimizers: Mapping[str, EmbeddingOptim], of_dense: DenseOptim
+    model: nn.Module, optimizers: Mapping[str, EmbeddingOptim], dense_config: DenseOptim
 ) -> RunOptimizer:
     """Return one optimizer for all weights of a sharded model.
 
@@ -79,7 +79,7 @@ def combine_optimizers(
     Args:
         model: DistributedModelParallel.
         optimizers: Optimizer of every table (constraints.resolve_optimizers).
-        of_dense: Optimizer of the dense layers.
+        dense_config: Optimizer of the dense layers.
     """
     # A row-wise table with fewer rows than ranks has empty shards on some ranks, with nothing to train.
     rest = {n: p for n, p in in_backward_optimizer_filter(model.named_parameters()) if p.numel()}
@@ -100,7 +100,7 @@ def combine_optimizers(
             )
     if dense := {name: p for name, p in rest.items() if not find_table_name(name)}:
         parts.append(
-            ("dense", _make_keyed_optimizer(dense, of_dense, fused=choose_fused_option(dense.values())))
+            ("dense", _make_keyed_optimizer(dense, dense_config, fused=choose_fused_option(dense.values())))
         )
     return RunOptimizer(parts, {table: optimizer.name for table, optimizer in optimizers.items()})
 

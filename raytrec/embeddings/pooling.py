@@ -28,7 +28,7 @@ Collection: TypeAlias = EmbeddingBagCollection | EmbeddingCollection
 def make_embedding_bags(
     schema: Schema,
     constraints: Mapping[str, TableConstraint] | None = None,
-    leave_out: Mapping[str, object] | None = None,
+    excluded_tables: Mapping[str, object] | None = None,
 ) -> EmbeddingBagCollection | None:
     """Return the tables that produce sums of bags, on the meta device, as TorchRec shards them.
 
@@ -38,10 +38,10 @@ def make_embedding_bags(
     Args:
         schema: Schema of the run.
         constraints: Constraint of every table, used for its dtype; default: fp32 for all tables.
-        leave_out: Tables to exclude. If no table remains, None is returned.
+        excluded_tables: Tables to exclude. If no table remains, None is returned.
     """
     features_of: dict[str, list[str]] = {
-        table: [] for table in schema.tables if table not in (leave_out or {})
+        table: [] for table in schema.tables if table not in (excluded_tables or {})
     }
     for feature, spec in schema.sparse.items():
         if spec.table in features_of:

@@ -81,22 +81,24 @@ def add_row_gradients(
         out_RD.index_add_(0, places, grad_BD[key.bag[hits]].float() * key.weights[hits].unsqueeze(1))
 
 
-def split_lookup(kernel: nn.Module, features: KeyedJaggedTensor, given: torch.Tensor) -> Iterator[Part]:
+def split_lookup(
+    kernel: nn.Module, features: KeyedJaggedTensor, lookup_values: torch.Tensor
+) -> Iterator[Part]:
     """Yield the shard, the ids, and the part of the output (or its gradient) for each key of a lookup.
 
     Args:
         kernel: A module of `iterate_sharded_kernels` or `iterate_replicated_kernels`.
         features: Looked-up ids, as rows of this rank's shards.
-        given: Output of the lookup or its gradient, float: sums of bags [B, Σ columns], or one vector per id
-            [N, columns]. In the latter case every id is a bag.
+        lookup_values: Output of the lookup or its gradient, float: sums of bags [B, Σ columns], or one vector
+            per id [N, columns]. In the latter case every id is a bag.
     """
     shards = [table for table in list_kernel_tables(kernel) for _ in table.feature_names]
     keys = list(iterate_keys(features, len(shards)))
     if returns_per_id_vectors(kernel):
         keys = [split_bags(key) for key in keys]
-        parts = given.split([len(key.ids) for key in keys])
+        parts = lookup_values.split([len(key.ids) for key in keys])
     else:
-        parts = given.split([shard.local_cols for shard in shards], dim=1)
+        parts = lookup_values.split([shard.local_cols for shard in shards], dim=1)
     yield from zip(shards, keys, parts, strict=True)
 
 

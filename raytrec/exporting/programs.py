@@ -231,9 +231,9 @@ def make_onnx(program: Program, outputs: Sequence[str]) -> bytes:
     return buffer.getvalue()
 
 
-def make_input_name(of: Input) -> str:
+def make_input_name(program_input: Input) -> str:
     """Return the name of an input, such as dense, bag.user, vectors.history."""
-    return f"{of.kind}.{of.feature}" if of.feature else of.kind
+    return f"{program_input.kind}.{program_input.feature}" if program_input.feature else program_input.kind
 
 
 def _summarize_error(error: BaseException) -> str:

@@ -68,25 +68,25 @@ class TaskRows:
         for store in self._stores:
             store.add(rows)
 
-    def figures(self, peers: Peers, place: torch.device) -> tuple[dict[str, float | None], dict]:
+    def figures(self, peers: Peers, device: torch.device) -> tuple[dict[str, float | None], dict]:
         """Return values by key, and curves (evaluate.Curves), the same on all ranks; a collective."""
         figures: dict[str, float | None] = {}
         curves: dict[str, dict[str, Any]] = {}
         if self._scores:
-            self._add_ranked_metrics(peers, place, figures, curves)
+            self._add_ranked_metrics(peers, device, figures, curves)
         if self._groups:
-            self._add_group_metrics(peers, place, figures)
+            self._add_group_metrics(peers, device, figures)
         return {self._key(name): value for name, value in figures.items()}, curves
 
     def slices(
-        self, peers: Peers, place: torch.device, names: Mapping[str, dict[int, str]]
+        self, peers: Peers, device: torch.device, names: Mapping[str, dict[int, str]]
     ) -> dict[str, Any]:
         """Return the metrics of slices by column (Slices.figures); a collective.
 
         `names` maps each column to the texts of values that this rank has seen, by key.
         """
         return {
-            column: slices.figures(peers, place, names.get(column, {}))
+            column: slices.figures(peers, device, names.get(column, {}))
             for column, slices in self._slices.items()
         }
 
@@ -162,14 +162,14 @@ class Slices(BoundedRows):
 
     _bins: list[torch.Tensor] | None = None  # binned ties by slice (`_merge_slice_ties`)
 
-    def figures(self, peers: Peers, place: torch.device, names: Mapping[int, str]) -> dict[str, Any]:
+    def figures(self, peers: Peers, device: torch.device, names: Mapping[int, str]) -> dict[str, Any]:
         """Return the largest and the worst slices of all ranks, the same on each rank.
 
         A collective. The rows are discarded afterwards.
 
         Args:
             peers: Ranks of the evaluation.
-            place: Device that sorts the rows.
+            device: Device that sorts the rows.
             names: Key → text of the slice values that this rank has seen.
 
         Returns:
@@ -178,7 +178,7 @@ class Slices(BoundedRows):
         """
         if binned := peers.largest(self._bins is not None) > 0:
             self._bin_rows()
-        ties = [x.to(place) for x in self._bins or self._to_ties()]
+        ties = [x.to(device) for x in self._bins or self._to_ties()]
         self._bins = None
         ties = _merge_slice_ties(*peers.send(ties, assign_ranks(ties[0], peers.world)))
         slices = SliceMetrics.of(ties, peers.largest(not self._binary) == 0, binned)

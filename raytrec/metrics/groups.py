@@ -170,16 +170,16 @@ class GroupRows:
         if self._rows > self._exact_rows:
             self._write()
 
-    def groups(self, peers: Peers, place: torch.device) -> Iterator[Groups]:
+    def groups(self, peers: Peers, device: torch.device) -> Iterator[Groups]:
         """Yield all groups in parts, with each group complete on one rank.
 
         Each part is a collective, and all ranks yield the same number of parts. Rows are sorted on the device
-        `place`.
+        `device`.
         """
         for rows in self._parts(peers):
             keys, logits, labels, weights, *item = peers.send(rows, assign_ranks(rows[0], peers.world))
-            predictions = self._predict(logits.to(place).double())
-            yield Groups.make(keys.to(place), predictions, *(x.to(place) for x in (labels, weights, *item)))
+            predictions = self._predict(logits.to(device).double())
+            yield Groups.make(keys.to(device), predictions, *(x.to(device) for x in (labels, weights, *item)))
 
     def _parts(self, peers: Peers) -> Iterator[list[torch.Tensor]]:
         """Yield this rank's rows in one part, or in DISK_PARTS if any rank has rows on disk.

@@ -211,10 +211,10 @@ class Scores(BoundedRows):
 
     _bins: torch.Tensor | None = None  # float64 [3, BIN_COUNT]: positive, negative, rows
 
-    def ranked(self, peers: Peers, place: torch.device) -> tuple[RankedRows, bool]:
+    def ranked(self, peers: Peers, device: torch.device) -> tuple[RankedRows, bool]:
         """Return the sorted rows of all ranks, and True if the rows are binned; a collective.
 
-        If any rank has binned rows, all ranks bin. Rows are sorted on the device `place` and then discarded.
+        If any rank has binned rows, all ranks bin. Rows are sorted on the device `device` and then discarded.
         """
         binned = peers.largest(self._bins is not None) > 0
         if binned:
@@ -222,7 +222,7 @@ class Scores(BoundedRows):
             filled = (self._bins[2] > 0).nonzero().squeeze(1)
             ties = Ties(compute_midpoints(filled), *self._bins[:, filled])
         else:
-            logits, labels, weights = (column.to(place) for column in self._concatenate_rows())
+            logits, labels, weights = (column.to(device) for column in self._concatenate_rows())
             ties = Ties.of(self._predict(logits.double()), labels, weights)
         self._bins = None
         return RankedRows.sort(ties, peers, self._binary), binned

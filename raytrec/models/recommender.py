@@ -89,15 +89,17 @@ class ModelCall:
         output = output if requests is None else output[: len(requests)]
         return select_last_vectors(output) if tower else output
 
-    def run(self, called: Callable[..., torch.Tensor], dense: torch.Tensor, *inputs: Any) -> torch.Tensor:
+    def run(
+        self, module_or_method: Callable[..., torch.Tensor], dense: torch.Tensor, *inputs: Any
+    ) -> torch.Tensor:
         """Call a model or one of its methods and return its output as float32."""
         if self.graph_rows is None:
-            return self._run(called, dense, *inputs)
+            return self._run(module_or_method, dense, *inputs)
         if len(dense) != self.graph_rows:  # another size would compile and record a graph
             with torch.compiler.set_stance("force_eager"):
-                return self._run(called, dense, *inputs)
+                return self._run(module_or_method, dense, *inputs)
         torch.compiler.cudagraph_mark_step_begin()
-        return self._run(called, dense, *inputs).clone()  # the next replay overwrites it
+        return self._run(module_or_method, dense, *inputs).clone()  # the next replay overwrites it
 
     def _run(self, called: Callable[..., torch.Tensor], dense: torch.Tensor, *inputs: Any) -> torch.Tensor:
         if not self._bf16:

@@ -35,17 +35,17 @@ class PlanBalancer:
     Tables with fixed ranks stay on these ranks, and each group of tables stays together on one rank.
 
     Args:
-        board: Sharding options of the tables.
+        space: Sharding options of the tables.
     """
 
-    def __init__(self, board: PlacementSpace):
-        self._board = board
+    def __init__(self, space: PlacementSpace):
+        self._space = space
         groups: dict[int, list[str]] = {}
-        for name in self._board.ways:
-            if (group := self._board.constraints[name].group) is not None:
+        for name in self._space.ways:
+            if (group := self._space.constraints[name].group) is not None:
                 groups.setdefault(group, []).append(name)
         self._groups = sorted(
-            groups.values(), key=lambda names: -sum(self._get_share(self._board.ways[name]) for name in names)
+            groups.values(), key=lambda names: -sum(self._get_share(self._space.ways[name]) for name in names)
         )
 
     def choose(self) -> list[ShardingOption]:
@@ -65,9 +65,9 @@ class PlanBalancer:
         refined = [self._refine(plan) for plan in plans]
         score_limit = (1 + SCORE_TOLERANCE) * min(plan.score for plan in refined)
         close = [plan for plan in refined if plan.score <= score_limit]
-        best = min(close, key=lambda plan: (round(float(self._board.filled(plan.room).max()), 1), plan.score))
+        best = min(close, key=lambda plan: (round(float(self._space.filled(plan.room).max()), 1), plan.score))
         options = []
-        for name in self._board.ways:
+        for name in self._space.ways:
             way, ranks = best.of[name]
             for shard, rank in zip(way.option.shards, ranks, strict=True):
                 shard.rank = rank
@@ -76,7 +76,7 @@ class PlanBalancer:
 
     def _iterate_starts(self) -> Iterator[tuple[set[str], float | None]]:
         """Yield (sharding types, LARGEST) of plans to build: all types, each type alone, and by memory."""
-        kinds = {way.option.sharding_type for ways in self._board.ways.values() for way in ways}
+        kinds = {way.option.sharding_type for ways in self._space.ways.values() for way in ways}
         yield from ((kinds, largest) for largest in MAX_SHARD_SHARES)
         if len(kinds) > 1:
             yield from (({kind}, MAX_SHARD_SHARES[-1]) for kind in sorted(kinds))
@@ -94,10 +94,10 @@ class PlanBalancer:
         Raises:
             DoesNotFitError: A table does not fit next to the tables placed before it.
         """
-        plan = self._board.empty()
-        constraints = self._board.constraints
-        free = {name: ways for name, ways in self._board.ways.items() if constraints[name].group is None}
-        seconds = {name: min(map(self._board.mean, ways)) for name, ways in free.items()}
+        plan = self._space.empty()
+        constraints = self._space.constraints
+        free = {name: ways for name, ways in self._space.ways.items() if constraints[name].group is None}
+        seconds = {name: min(map(self._space.mean, ways)) for name, ways in free.items()}
         total_s = max(1e-12, sum(seconds.values()))
         weight = {name: self._get_share(ways) for name, ways in free.items()}
         if largest is not None:
@@ -105,52 +105,52 @@ class PlanBalancer:
         order = sorted(free, key=lambda name: (not constraints[name].ranks, -weight[name], name))
         pinned = [name for name in order if constraints[name].ranks]
         for name in pinned:
-            self._add(plan, name, self._board.ways[name], largest, total_s)
+            self._add(plan, name, self._space.ways[name], largest, total_s)
         for group in self._groups:
             self._add_group(plan, group)
         for name in order[len(pinned) :]:
             ways = [way for way in free[name] if way.option.sharding_type in kinds] or free[name]
             self._add(plan, name, ways, largest, total_s)
-        return self._board.rate(plan)
+        return self._space.rate(plan)
 
     def _get_share(self, ways: Sequence[TableOption]) -> float:
         """Return the largest share of a memory tier that a table takes with its smallest sharding option."""
         least = min((way.needs.sum(0) for way in ways), key=sum)
-        return float((least / np.maximum(1.0, self._board.room.sum(0))).max())
+        return float((least / np.maximum(1.0, self._space.room.sum(0))).max())
 
     def _add(
         self, plan: PartialPlan, name: str, ways: Sequence[TableOption], largest: float | None, total_s: float
     ) -> None:
         """Place one table as described in `_build`."""
-        busy = plan.busy if largest is not None else self._board.filled(plan.room)
-        places = [(way, ranks) for way in ways if (ranks := self._board.place(way, busy, plan.room))]
+        busy = plan.busy if largest is not None else self._space.filled(plan.room)
+        places = [(way, ranks) for way in ways if (ranks := self._space.place(way, busy, plan.room))]
         if not places:
-            pin = self._board.constraints[name].ranks
+            pin = self._space.constraints[name].ranks
             where = f"rank{'s' if len(pin) > 1 else ''} {', '.join(map(str, pin))}" if pin else "the ranks"
             raise DoesNotFitError(f"table {name} does not fit into the remaining memory of {where}")
         small = [place for place in places if place[0].own.max() <= (largest or 0) * total_s]
         if largest is None:
             chosen = min(places, key=lambda place: self._get_fullest_share(plan.room, *place))
         elif small:
-            chosen = min(small, key=lambda place: self._board.mean(place[0]))
+            chosen = min(small, key=lambda place: self._space.mean(place[0]))
         else:
             chosen = min(places, key=lambda place: self._estimate_finish_s(plan.busy, *place))
-        self._board.put(plan, *chosen)
+        self._space.put(plan, *chosen)
 
     def _add_group(self, plan: PartialPlan, group: Sequence[str]) -> None:
         """Place a group of tables together on the least busy rank that has room for all of them."""
-        pin = self._board.constraints[group[0]].ranks
+        pin = self._space.constraints[group[0]].ranks
         for rank in pin or np.argsort(plan.busy, kind="stable").tolist():
             free_bytes, chosen = plan.room[rank].copy(), []
             for name in group:
-                fits = [way for way in self._board.ways[name] if (way.needs[0] <= free_bytes).all()]
+                fits = [way for way in self._space.ways[name] if (way.needs[0] <= free_bytes).all()]
                 if not fits:
                     break
-                chosen.append(min(fits, key=self._board.mean))
+                chosen.append(min(fits, key=self._space.mean))
                 free_bytes -= chosen[-1].needs[0]
             if len(chosen) == len(group):
                 for way in chosen:
-                    self._board.put(plan, way, [rank])
+                    self._space.put(plan, way, [rank])
                 return
         raise DoesNotFitError(f"no rank has enough memory for tables {', '.join(group)} together")
 
@@ -159,11 +159,11 @@ class PlanBalancer:
     ) -> tuple[float, float]:
         """Return the used memory share of the fullest rank after adding a table, and its mean time."""
         free_bytes = room[list(ranks)] - way.needs
-        return float(self._board.filled(free_bytes, list(ranks)).max()), self._board.mean(way)
+        return float(self._space.filled(free_bytes, list(ranks)).max()), self._space.mean(way)
 
     def _estimate_finish_s(self, busy: np.ndarray, way: TableOption, ranks: Sequence[int]) -> float:
         """Return the finish time of a table's slowest rank plus the mean time of the table."""
-        return float((busy[list(ranks)] + way.own).max()) + way.spread + self._board.mean(way)
+        return float((busy[list(ranks)] + way.own).max()) + way.spread + self._space.mean(way)
 
     def _refine(self, plan: PartialPlan) -> PartialPlan:
         """Relieve the slowest ranks until the predicted step gets no shorter."""
@@ -187,15 +187,15 @@ class PlanBalancer:
     def _try(self, plan: PartialPlan, change: PlanChange) -> bool:
         """Apply a change if it improves the plan; return True if it was applied."""
         previous_score, busy = plan.score, plan.busy.copy()
-        removed = [self._board.take(plan, way.option.name) for way, _ in change]
+        removed = [self._space.take(plan, way.option.name) for way, _ in change]
         for way, ranks in change:
-            self._board.put(plan, way, ranks)
-        if (plan.room >= 0).all() and self._board.rate(plan).score < previous_score * (1 - 1e-4):
+            self._space.put(plan, way, ranks)
+        if (plan.room >= 0).all() and self._space.rate(plan).score < previous_score * (1 - 1e-4):
             return True
         for way, _ in change:
-            self._board.take(plan, way.option.name)
+            self._space.take(plan, way.option.name)
         for way, ranks in removed:
-            self._board.put(plan, way, ranks)
+            self._space.put(plan, way, ranks)
         plan.busy, plan.score = busy, previous_score
         return False
 
@@ -205,14 +205,14 @@ class PlanBalancer:
         A change moves a table to other ranks, uses another sharding option, or swaps two whole tables between
         this rank and a less busy one.
         """
-        movable = {name: placement for name, placement in plan.of.items() if not self._board.is_fixed(name)}
+        movable = {name: placement for name, placement in plan.of.items() if not self._space.is_fixed(name)}
         on_slow = {name: placement for name, placement in movable.items() if slow in placement[1]}
         for name, (current, ranks) in on_slow.items():
             busy, room = plan.busy - current.spread, plan.room.copy()
             busy[list(ranks)] -= current.own
             room[list(ranks)] += current.needs
-            for way in self._board.ways[name]:
-                new_ranks = self._board.place(way, busy, room)
+            for way in self._space.ways[name]:
+                new_ranks = self._space.place(way, busy, room)
                 if new_ranks and (way.option is not current.option or set(new_ranks) != set(ranks)):
                     new_busy = busy + way.spread
                     new_busy[list(new_ranks)] += way.own

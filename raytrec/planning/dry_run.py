@@ -174,20 +174,20 @@ class ClusterEstimator:
         if larger:
             yield f"{larger.cluster.hosts} hosts of this type" if not cluster.machine else larger.cluster.name
 
-    def smallest(self, of_hosts: Callable[[int], Cluster], least: int = 1) -> ClusterEstimate | None:
+    def smallest(self, make_cluster: Callable[[int], Cluster], min_hosts: int = 1) -> ClusterEstimate | None:
         """Return the prediction for the smallest number of hosts on which the run fits, or None.
 
-        The number of hosts is doubled from `least`, then bisected. `of_hosts` returns the cluster with a
-        number of hosts.
+        The number of hosts is doubled from `min_hosts`, then bisected. `make_cluster` returns the cluster
+        with a number of hosts.
         """
-        single_host = of_hosts(1)
+        single_host = make_cluster(1)
         config = _configure_for(self._config, single_host)
         needed, room = self._estimate_tables_gib(config, single_host)
         if config.plan.compute_kernels == ["fused"]:
-            least = max(least, math.ceil(needed / room))
-        high, low, num_refused = least, least - 1, 0
+            min_hosts = max(min_hosts, math.ceil(needed / room))
+        high, low, num_refused = min_hosts, min_hosts - 1, 0
         while True:
-            estimate = self(of_hosts(high))
+            estimate = self(make_cluster(high))
             if estimate.fits:
                 break
             num_refused += estimate.refusal is not None
@@ -197,7 +197,7 @@ class ClusterEstimator:
             low, high = high, min(2 * high, MAX_HOSTS)
         while high - low > 1:
             middle = (low + high) // 2
-            middle_estimate = self(of_hosts(middle))
+            middle_estimate = self(make_cluster(middle))
             if middle_estimate.fits:
                 high, estimate = middle, middle_estimate
             else:
@@ -225,11 +225,11 @@ class ClusterEstimator:
         )
 
 
-def compute_hourly_price(found: ClusterEstimate, prices: Mapping[str, float]) -> float | None:
+def compute_hourly_price(estimate: ClusterEstimate, prices: Mapping[str, float]) -> float | None:
     """Return the price per hour of a prediction's cluster; None if unknown."""
-    machine = found.cluster.machine
+    machine = estimate.cluster.machine
     price = prices.get(machine.name) if machine else None
-    return None if price is None else found.cluster.hosts * price
+    return None if price is None else estimate.cluster.hosts * price
 
 
 def _configure_for(config: RunConfig, cluster: Cluster) -> RunConfig:

@@ -247,14 +247,14 @@ def _estimate_distinct_rows(draws: float, rows: int, statistics: Statistics | No
     return min(total, float(rows))
 
 
-def estimate_hit_share(rows: float, known: Statistics | None) -> float:
+def estimate_hit_share(rows: float, statistics: Statistics | None) -> float:
     """Return the share of lookups that go to the `rows` hottest rows of a table.
 
     Between two powers of ten, the share grows with the logarithm of the number of rows.
     """
-    if known is None or not known.hottest:
+    if statistics is None or not statistics.hottest:
         return DEFAULT_HIT_SHARE
-    shares, distinct = [*known.hottest], max(1, known.distinct)
+    shares, distinct = [*statistics.hottest], max(1, statistics.distinct)
     exponents = [float(power) for power in range(len(shares))]
     if 10 ** exponents[-1] < distinct:
         exponents, shares = [*exponents, float(np.log10(distinct))], [*shares, 1.0]

@@ -111,18 +111,19 @@ def compute_rates(samples: Sequence[Sequence[Sample]]) -> Rates:
     )
 
 
-def fit_lookup_rates(took: Mapping[Lookup, float]) -> LookupRates:
+def fit_lookup_rates(durations: Mapping[Lookup, float]) -> LookupRates:
     """Return the seconds per byte, id and shard as a non-negative least-squares fit of relative errors.
 
     Args:
-        took: Lookup → measured seconds.
+        durations: Lookup → measured seconds.
     """
     rates, used = [0.0, 0.0, 0.0], [0, 1, 2]
     while used:
         matrix = (
-            np.array([count_lookup_work(*shape) for shape in took])[:, used] / np.array([[*took.values()]]).T
+            np.array([count_lookup_work(*shape) for shape in durations])[:, used]
+            / np.array([[*durations.values()]]).T
         )
-        values = np.linalg.lstsq(matrix, np.ones(len(took)), rcond=None)[0]
+        values = np.linalg.lstsq(matrix, np.ones(len(durations)), rcond=None)[0]
         if (values >= 0).all():
             for column, value in zip(used, values.tolist(), strict=True):
                 rates[column] = value
@@ -281,12 +282,12 @@ class _Lookup:
         self._kernel(next(self._ids), self._offsets).backward(self._gradient)
 
 
-def count_lookup_work(way: str, tables: int, dim: int, length: int) -> tuple[float, float, float]:
+def count_lookup_work(update_type: str, tables: int, dim: int, length: int) -> tuple[float, float, float]:
     """Return the bytes at random places, ids and shards of `_Lookup`, as counted by loads.LoadCounter."""
     bags, row, state = BAGS * tables, 4.0 * dim, 0.0
-    if way != DENSE:
-        state = dim * find_optimizer(way).count_state_bytes("value") + find_optimizer(way).count_state_bytes(
-            "row"
-        )
+    if update_type != DENSE:
+        state = dim * find_optimizer(update_type).count_state_bytes("value") + find_optimizer(
+            update_type
+        ).count_state_bytes("row")
     touched = bags * (length * (row + row + 2 * (row + state)) + 2 * row)
     return touched, float(bags * length), float(tables)

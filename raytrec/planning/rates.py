@@ -101,20 +101,20 @@ class Rates:
     read_column_s: float = 26e-9
     read_id_s: float = 5e-9
 
-    def get_lookup_rates(self, way: str) -> LookupRates:
+    def get_lookup_rates(self, update_type: str) -> LookupRates:
         """Return the rates of a table optimizer, or of dense updates.
 
         Raises:
             ConfigError: The rates were measured without this update type.
         """
-        if way not in self.lookup:
+        if update_type not in self.lookup:
             raise ConfigError(
-                f"the rates do not include lookups with optimizer {way}",
+                f"the rates do not include lookups with optimizer {update_type}",
                 where=self.source,
                 expected=f"one of {', '.join(self.lookup)}",
                 do="measure the rates again with `raytrec doctor --measure FILE`",
             )
-        return self.lookup[way]
+        return self.lookup[update_type]
 
     def to_json(self) -> str:
         """Return the rates as JSON text, which `from_json` reads."""

@@ -292,7 +292,7 @@ def _get_latency_s(rates: Rates, kind: str, world: int) -> float:
 
 
 def estimate_hot_rows(
-    found: Mapping[tuple[str, int], RankPart], config: RunConfig, schema: Schema, world: int
+    rank_parts: Mapping[tuple[str, int], RankPart], config: RunConfig, schema: Schema, world: int
 ) -> list[tuple[float, float]]:
     """Return for each rank the share of rows in files that memory also holds, and the bytes of these rows.
 
@@ -300,7 +300,7 @@ def estimate_hot_rows(
     """
     free = [(config.plan.memory_gib or 0) * GIB - estimate_id_map_bytes(schema, world)] * world
     sizes, place_bytes = [0] * world, [0] * world
-    for (_, rank), part in found.items():
+    for (_, rank), part in rank_parts.items():
         free[rank] -= part.size.device
         if part.size.disk:
             free[rank] -= part.rows * ROW_BYTES

@@ -106,23 +106,25 @@ def _unwrap_dictionary(kind: pa.DataType) -> pa.DataType:
     return _unwrap_dictionary(kind.value_type) if pa.types.is_dictionary(kind) else kind
 
 
-def split_names(asked: Sequence[str]) -> list[str]:
+def split_names(column_options: Sequence[str]) -> list[str]:
     """Return the names in --columns, each of which has one name or several with commas."""
-    return [name.strip() for each in asked for name in each.split(",") if name.strip()]
+    return [name.strip() for each in column_options for name in each.split(",") if name.strip()]
 
 
-def choose_columns(asked: Sequence[str] | None, carry: Sequence[str], scores: Sequence[str]) -> list[str]:
+def choose_columns(
+    requested_columns: Sequence[str] | None, carry: Sequence[str], scores: Sequence[str]
+) -> list[str]:
     """Return the names of the carried columns.
 
     Args:
-        asked: Values of --columns, each one name or several with commas; None: `carry` is used.
+        requested_columns: Values of --columns, each one name or several with commas; None: `carry` is used.
         carry: Default columns: data.reserve_columns of the run.
         scores: Names of the columns of scores.
 
     Raises:
         ConfigError: A column is named twice, or has the name of a column of scores.
     """
-    names = list(carry) if asked is None else split_names(asked)
+    names = list(carry) if requested_columns is None else split_names(requested_columns)
     if repeated := {name for name in names if names.count(name) > 1}:
         raise ConfigError(f"column '{min(repeated)}' is repeated", where="--columns", expected="unique names")
     if conflicts := set(names) & set(scores):

@@ -73,30 +73,32 @@ class Manifest:
         tower = [self.vectors] if self.vectors else []
         return compute_binding(self.checkpoint_id, self.scores, self.columns, self.input, *tower)
 
-    def difference(self, before: Manifest) -> tuple[str, str] | None:
-        """Return how a folder with the manifest `before` differs and what to do, or None if it does not.
+    def difference(self, earlier_manifest: Manifest) -> tuple[str, str] | None:
+        """Return how a folder with `earlier_manifest` differs and what to do, or None if it does not.
 
         If a table's rule was `error`, complete files are valid: they contain no id that the new rule would
         change.
         """
-        if before.checkpoint_id != self.checkpoint_id:
-            what = f"predictions of checkpoint {before.checkpoint}"
+        if earlier_manifest.checkpoint_id != self.checkpoint_id:
+            what = f"predictions of checkpoint {earlier_manifest.checkpoint}"
             return f"the folder contains {what}", f"predict with that checkpoint, or {OTHER_FOLDER_ADVICE}"
-        if before.vectors != self.vectors:
-            what = f"vectors of the {before.vectors} tower" if before.vectors else "scores"
+        if earlier_manifest.vectors != self.vectors:
+            what = (
+                f"vectors of the {earlier_manifest.vectors} tower" if earlier_manifest.vectors else "scores"
+            )
             return f"the folder contains {what}", OTHER_FOLDER_ADVICE
         for key, what in {"columns": "--columns", "scores": "tasks"}.items():
-            if (names := getattr(before, key)) != getattr(self, key):
+            if (names := getattr(earlier_manifest, key)) != getattr(self, key):
                 return (
                     f"the folder contains predictions with different {what}: {', '.join(names or ['none'])}",
                     f"use the same {what}, or {OTHER_FOLDER_ADVICE}",
                 )
-        if before.input != self.input:
-            what = f"the folder contains predictions of different rows, from {before.data}"
-            if before.data == self.data:
+        if earlier_manifest.input != self.input:
+            what = f"the folder contains predictions of different rows, from {earlier_manifest.data}"
+            if earlier_manifest.data == self.data:
                 what = "the input files have changed since the predictions were written"
             return what, f"predict the whole input into a new folder: {OTHER_FOLDER_ADVICE}"
-        rules = before.rules
+        rules = earlier_manifest.rules
         changed = [name for name, rule in self.rules.items() if rules.get(name, rule) not in (rule, "error")]
         if changed:
             rule = f"tables.{changed[0]}.out_of_range={rules[changed[0]]}"

@@ -24,7 +24,7 @@ MAX_STEPS_IN_FLIGHT = 2  # batches after which scores are read from a GPU
 PROGRESS_INTERVAL_S = 2.0  # between two progress messages
 
 
-def predict_worker(wanted: PredictionTask, task: WorkerTask) -> None:
+def predict_worker(prediction_task: PredictionTask, task: WorkerTask) -> None:
     """Predict this rank's spans and write them, then join the files with several spans.
 
     Raises:
@@ -33,16 +33,16 @@ def predict_worker(wanted: PredictionTask, task: WorkerTask) -> None:
     import torch.distributed as dist
 
     context = WorkerContext.enter(task)
-    folder = PredictionFolder(wanted.out)
+    folder = PredictionFolder(prediction_task.out)
     context.enter_phase("listing finished files", "restore")
-    spans = cut_spans(task.datasets["predict"], wanted.batch_rows, wanted.span_rows)
-    names = [_list_finished(folder, spans, wanted) if context.index == 0 else None]
+    spans = cut_spans(task.datasets["predict"], prediction_task.batch_rows, prediction_task.span_rows)
+    names = [_list_finished(folder, spans, prediction_task) if context.index == 0 else None]
     dist.broadcast_object_list(names)
     done, complete = names[0]
-    dealt = select_remaining(assign_spans(spans, context.world, wanted.batch_rows), done)
-    order = SpanOrder(dealt, wanted.batch_rows)
+    dealt = select_remaining(assign_spans(spans, context.world, prediction_task.batch_rows), done)
+    order = SpanOrder(dealt, prediction_task.batch_rows)
     try:
-        rows, seconds = _predict_spans(context, wanted, order) if order.steps() else (0, 0.0)
+        rows, seconds = _predict_spans(context, prediction_task, order) if order.steps() else (0, 0.0)
     except Restart:
         context.close()
         raise
@@ -50,8 +50,8 @@ def predict_worker(wanted: PredictionTask, task: WorkerTask) -> None:
     context.enter_phase("joining files", "evaluate")
     split = sorted(group_by_file(span for span in spans if span.path not in complete).items())
     for path, parts in split[context.index :: context.world]:
-        join_parts(wanted, parts, context.heartbeat.tick)
-        folder.remove(wanted.parts_of(path))
+        join_parts(prediction_task, parts, context.heartbeat.tick)
+        folder.remove(prediction_task.parts_of(path))
     figures = {"world_size": context.world, "predicted": rows, "predict_s": seconds}
     context.report(messages.Result(step=order.steps(), figures=figures))
     context.close()

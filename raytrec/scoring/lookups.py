@@ -175,7 +175,7 @@ class Lookups:
     def __init__(self, features: Features, tables: Mapping[str, TableRows], ids: Mapping[str, IdRows]):
         self._features, self._tables, self._ids = features, tables, ids
 
-    def __call__(self, rows: AssembledTensors, wanted: Collection[str]) -> Tensors:
+    def __call__(self, rows: AssembledTensors, needed_features: Collection[str]) -> Tensors:
         """Return the inputs of the wanted features, B rows of each, and the dense columns."""
         inputs: Tensors = {("dense", ""): rows.dense}
         bags = rows.bags
@@ -185,7 +185,7 @@ class Lookups:
         for feature, ids_N, lengths_B, weights_N, is_single in zip(
             bags.keys, ids, lengths, weights, single, strict=True
         ):
-            if feature not in wanted:
+            if feature not in needed_features:
                 continue
             spec = self._features.schema.sparse[feature]
             vectors_ND = self._tables[spec.table].vectors(self.rows_of(spec.table, ids_N))

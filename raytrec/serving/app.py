@@ -46,7 +46,7 @@ class Service:
         versions: Exports of the process; the current one answers.
         token: Token required in requests; None: no token is required.
         limits: Limits of requests.
-        more: Further endpoints.
+        extra_endpoints: Further endpoints.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Service:
         versions: LoadedExports,
         token: str | None,
         limits: Limits = Limits(),
-        more: Sequence[Endpoint] = (),
+        extra_endpoints: Sequence[Endpoint] = (),
     ):
         self.versions, self.limits, self._token, self._reading = versions, limits, token, 0
         self.figures = ReplicaMetrics()
@@ -70,7 +70,7 @@ class Service:
             Endpoint("GET", "/-/healthz", self._healthz, "Health check for KubeRay.", True),
             Endpoint("GET", "/openapi.json", self._openapi, "This document."),
             Endpoint("GET", "/example", self._example, "Example request body for /predict."),
-            *more,
+            *extra_endpoints,
         ]
         self._table = {(each.method, each.path): each for each in self.endpoints}
         self._open = {each.path for each in self.endpoints if each.is_open}

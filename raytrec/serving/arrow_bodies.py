@@ -22,13 +22,13 @@ class ExpansionLimitError(Exception):
     """Error for rows that expand to more bytes than a body may have."""
 
 
-def read_stream(body: bytes, columns: Collection[str], most_bytes: int) -> pa.Table:
+def read_stream(body: bytes, columns: Collection[str], max_expanded_bytes: int) -> pa.Table:
     """Return the rows of an Arrow stream.
 
     Args:
         body: The stream.
         columns: Columns that are used, as named in a schema; others are ignored.
-        most_bytes: Maximum size of the columns after shared values are copied into each row.
+        max_expanded_bytes: Maximum size of the columns after shared values are copied into each row.
 
     Raises:
         ValueError: The body is not a stream.
@@ -51,7 +51,7 @@ def read_stream(body: bytes, columns: Collection[str], most_bytes: int) -> pa.Ta
         names = table.column_names
         if (
             sum(_count_expanded_bytes(table.column(i), names[i]) for i in sharing if names[i] in used)
-            > most_bytes
+            > max_expanded_bytes
         ):
             raise ExpansionLimitError
     return table

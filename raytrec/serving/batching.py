@@ -46,7 +46,7 @@ class Batcher:
     Args:
         budget_s: Approximate maximum time of a batch in seconds. Larger requests are scored in parts, between
             which other requests are scored.
-        most_waiting: Maximum number of waiting rows; further requests are refused.
+        max_waiting_rows: Maximum number of waiting rows; further requests are refused.
         observe: Function that is called with the number of rows of each batch.
 
     Attributes:
@@ -56,10 +56,10 @@ class Batcher:
     def __init__(
         self,
         budget_s: float = 0.02,
-        most_waiting: int = 32_768,
+        max_waiting_rows: int = 32_768,
         observe: Callable[[int], object] = lambda rows: None,
     ):
-        self._budget_s, self._max_waiting, self._observe = budget_s, most_waiting, observe
+        self._budget_s, self._max_waiting, self._observe = budget_s, max_waiting_rows, observe
         self._queue: deque[_BatchPart] = deque()
         self._row_s = budget_s / 1024  # seconds per row, averaged over recent batches
         self._running = False

@@ -105,16 +105,18 @@ def decode_request(
     return Query(scorer, program, rows, user)
 
 
-def check_type(content_type: str, *known: str) -> str:
+def check_type(content_type: str, *supported_types: str) -> str:
     """Return the type of a body.
 
     Raises:
         RefusedRequest: The type is not among the known ones.
     """
     kind = content_type.partition(";")[0].strip().lower()
-    if kind not in known:
+    if kind not in supported_types:
         what = f"the content type '{kind}' is not supported"
-        raise RefusedRequest(415, DataError(what, where="Content-Type", expected=" or ".join(known)))
+        raise RefusedRequest(
+            415, DataError(what, where="Content-Type", expected=" or ".join(supported_types))
+        )
     return kind
 
 

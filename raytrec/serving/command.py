@@ -19,11 +19,11 @@ from raytrec.serving.options import TOKEN, ServiceOptions, read_token, token_fil
 PROMOTION_TIMEOUT_S = 1800  # timeout of a promotion, during which all replicas load tables
 
 
-def serve(served: ServiceOptions, address: str | None = None, replicas: str = "1") -> None:
+def serve(service_options: ServiceOptions, address: str | None = None, replicas: str = "1") -> None:
     """Serve an export until SIGINT or SIGTERM.
 
     Args:
-        served: Options of the service.
+        service_options: Options of the service.
         address: Address of a Ray cluster; default: a new local one, which ends with the service.
         replicas: Number of processes that answer: N, or MIN:MAX depending on the load.
 
@@ -33,11 +33,11 @@ def serve(served: ServiceOptions, address: str | None = None, replicas: str = "1
         DataError: The address of the log is malformed.
     """
     min_replicas, max_replicas = _parse_replicas(replicas)
-    if served.log_requests:
-        open_filesystem(served.log_requests)
-    served = served.named()
-    check_ports({"--port": served.port})
-    token = None if served.no_token else read_token(served.name)
+    if service_options.log_requests:
+        open_filesystem(service_options.log_requests)
+    service_options = service_options.named()
+    check_ports({"--port": service_options.port})
+    token = None if service_options.no_token else read_token(service_options.name)
     _require_serve()
     from raytrec.cluster.session import ray_session
     from raytrec.serving.deployment import deploy, print_news, shut_down_service
@@ -47,11 +47,15 @@ def serve(served: ServiceOptions, address: str | None = None, replicas: str = "1
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: stop.set())
         try:
-            deploy(served, (min_replicas, max_replicas), token)
-            _print_address(served.name, f"http://{served.host}:{served.port}", token is not None)
-            print_news(served.name, stop)
+            deploy(service_options, (min_replicas, max_replicas), token)
+            _print_address(
+                service_options.name,
+                f"http://{service_options.host}:{service_options.port}",
+                token is not None,
+            )
+            print_news(service_options.name, stop)
         finally:
-            shut_down_service(served.name)
+            shut_down_service(service_options.name)
 
 
 def _parse_replicas(replicas: str) -> tuple[int, int]:

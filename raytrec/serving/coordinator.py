@@ -79,13 +79,15 @@ class Coordinator:
 
     Args:
         export: Export that replicas answer with until another one is promoted.
-        read: Function that returns the state kept before Ray restarted the actor, or None.
-        keep: Function that keeps the state for a restart.
+        read_state: Function that returns the state kept before Ray restarted the actor, or None.
+        store_state: Function that keeps the state for a restart.
     """
 
-    def __init__(self, export: Export, read: Callable[[], bytes | None], keep: Callable[[bytes], None]):
-        self._store = keep
-        self._current, self._previous, self._declared, saved_state = export, None, export, read()
+    def __init__(
+        self, export: Export, read_state: Callable[[], bytes | None], store_state: Callable[[bytes], None]
+    ):
+        self._store = store_state
+        self._current, self._previous, self._declared, saved_state = export, None, export, read_state()
         if saved_state:
             exports = (each and Export(**each) for each in json.loads(saved_state))
             self._current, self._previous, self._declared = exports
@@ -142,16 +144,16 @@ class Coordinator:
             self._publish_order()
         self._remember(self._current, self._previous, export)
 
-    async def follow(self, replica: str, report: ReplicaState, given: int) -> ReplicaCommand:
+    async def follow(self, replica: str, report: ReplicaState, last_command: int) -> ReplicaCommand:
         """Record a replica's report and return the next order, or the same one after FOLLOW_INTERVAL_S.
 
         Args:
             replica: Id of the replica.
             report: State of the replica.
-            given: Number of the last order that the replica received.
+            last_command: Number of the last order that the replica received.
         """
         await self.hear(replica, report)
-        if given == self._order.number:
+        if last_command == self._order.number:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), FOLLOW_INTERVAL_S)
         return self._order

@@ -44,7 +44,7 @@ TARGET_BUSY_SHARE = 0.6  # target share of time in which replicas are busy
 class Replica:
     """Replica of a service: loads exports, answers, and follows the coordinator's orders in a thread."""
 
-    def __init__(self, served: ServiceOptions, token: str | None):
+    def __init__(self, service_options: ServiceOptions, token: str | None):
         import ray
         import torch
         from ray import serve
@@ -54,10 +54,10 @@ class Replica:
         prepare_replica()
         torch.set_num_threads(1)
         gc.freeze()  # collections in Versions skip imported objects and take tens of milliseconds
-        self._coordinator = ray.get_actor(get_coordinator_name(served.name), NAMESPACE)
+        self._coordinator = ray.get_actor(get_coordinator_name(service_options.name), NAMESPACE)
         self._id = serve.get_replica_context().replica_id.unique_id
         current, previous = ray.get(self._coordinator.exports.remote())
-        versions, failed = load_either(current, previous, served.allow_code)
+        versions, failed = load_either(current, previous, service_options.allow_code)
         if failed:
             ray.get(self._coordinator.fall_back.remote(current, failed))
         endpoints = [
@@ -66,13 +66,15 @@ class Replica:
             Endpoint("GET", "/metrics", self._metrics, "Prometheus metrics of all replicas."),
             Endpoint("GET", "/model", self._model, "Current model and previous version."),
         ]
-        self.service = Service(versions, token, more=endpoints)
-        if folder := served.log_requests:
-            self.service.request_log = RequestLog(folder, served.log_sample, self._id, self.service.figures)
-        self._promote_from = served.promote_from or served.uri
+        self.service = Service(versions, token, extra_endpoints=endpoints)
+        if folder := service_options.log_requests:
+            self.service.request_log = RequestLog(
+                folder, service_options.log_sample, self._id, self.service.figures
+            )
+        self._promote_from = service_options.promote_from or service_options.uri
         self._join()
         self._busy = perf_counter(), process_time()
-        self._listener = Listener(self.service, served.host, served.port)
+        self._listener = Listener(self.service, service_options.host, service_options.port)
 
     def _join(self) -> None:
         """Follow the coordinator, and return when this replica has the version that all answer with.
@@ -204,11 +206,11 @@ def app(args: dict[str, Any]) -> Any:
     return build(served.named(), None if served.no_token else token)
 
 
-def build(served: ServiceOptions, token: str | None, **scaling: Any) -> Any:
+def build(service_options: ServiceOptions, token: str | None, **scaling: Any) -> Any:
     """Start the service's coordinator, and return the application of Ray Serve.
 
     Args:
-        served: Options of the service.
+        service_options: Options of the service.
         token: Token required in requests; None: no token is required.
         **scaling: num_replicas or autoscaling_config.
 
@@ -221,11 +223,13 @@ def build(served: ServiceOptions, token: str | None, **scaling: Any) -> Any:
 
     from raytrec.compat.ray_core import load_actor_value, store_actor_value
 
-    folder = served.promote_from or get_containing_folder(served.uri)  # resolved now, as a link may change
-    served = served.model_copy(update={"promote_from": folder})
-    export = Export(served.uri, read_manifest(served.uri).version)
+    folder = service_options.promote_from or get_containing_folder(
+        service_options.uri
+    )  # resolved now, as a link may change
+    service_options = service_options.model_copy(update={"promote_from": folder})
+    export = Export(service_options.uri, read_manifest(service_options.uri).version)
     actor = ray.remote(num_cpus=0, max_restarts=-1)(Coordinator).options(
-        name=get_coordinator_name(served.name),
+        name=get_coordinator_name(service_options.name),
         namespace=NAMESPACE,
         lifetime="detached",
         max_concurrency=1000,
@@ -239,14 +243,14 @@ def build(served: ServiceOptions, token: str | None, **scaling: Any) -> Any:
         logging_config=LoggingConfig(enable_access_log=False, log_level="WARNING"),
         **scaling,
     )
-    return deployment.bind(served, token)
+    return deployment.bind(service_options, token)
 
 
-def deploy(served: ServiceOptions, replicas: tuple[int, int], token: str | None) -> None:
+def deploy(service_options: ServiceOptions, replicas: tuple[int, int], token: str | None) -> None:
     """Start a service on the Ray cluster of this process, and return when the service answers.
 
     Args:
-        served: Options of the service.
+        service_options: Options of the service.
         replicas: Minimum and maximum number of replicas; the number in between depends on the load.
         token: Token required in requests; None: no token is required.
     """
@@ -260,7 +264,7 @@ def deploy(served: ServiceOptions, replicas: tuple[int, int], token: str | None)
         config = AutoscalingConfig(min_replicas=min_replicas, max_replicas=max_replicas, policy=policy)
         scaling = {"autoscaling_config": config}
     serve.start(proxy_location=ProxyLocation.Disabled)
-    serve.run(build(served, token, **scaling), name=served.name, route_prefix=None)
+    serve.run(build(service_options, token, **scaling), name=service_options.name, route_prefix=None)
 
 
 def print_news(name: str, stop: Event) -> None:

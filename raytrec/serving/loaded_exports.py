@@ -87,7 +87,9 @@ class LoadedExports:
             gc.collect()
 
 
-def load_either(now: Export, before: Export | None, allow_code: bool) -> tuple[LoadedExports, str | None]:
+def load_either(
+    current_export: Export, previous_export: Export | None, allow_code: bool
+) -> tuple[LoadedExports, str | None]:
     """Load the current export, or the previous one if the current one is damaged.
 
     Returns:
@@ -97,7 +99,7 @@ def load_either(now: Export, before: Export | None, allow_code: bool) -> tuple[L
         RaytrecError: The current export cannot be loaded, and neither can the previous one, if there is one.
     """
     errors: list[RaytrecError] = []
-    for export in filter(None, (now, before)):
+    for export in filter(None, (current_export, previous_export)):
         try:
             versions = LoadedExports(export.uri, allow_code)
             if (version := versions.version) == export.version:
@@ -109,18 +111,20 @@ def load_either(now: Export, before: Export | None, allow_code: bool) -> tuple[L
     raise errors[0]
 
 
-def execute_command(versions: LoadedExports, order: ReplicaCommand, before: ReplicaState) -> ReplicaState:
+def execute_command(
+    versions: LoadedExports, order: ReplicaCommand, last_report: ReplicaState
+) -> ReplicaState:
     """Carry out an order and return the report.
 
     Args:
         versions: Exports of the process.
         order: The order.
-        before: Report of the previous order.
+        last_report: Report of the previous order.
     """
     answer, prepared, error = order.answer, None, None
     try:
         if versions.version != answer.version:
-            if before.prepared != answer.version:
+            if last_report.prepared != answer.version:
                 versions.prepare(answer.uri)
             versions.commit(answer.version)
         if order.prepare:

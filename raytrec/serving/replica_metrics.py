@@ -75,7 +75,7 @@ class _MergedCollector(Collector):
         return self._metrics
 
 
-def write_metrics(of_replicas: Mapping[str, Collection[Metric]]) -> bytes:
+def write_metrics(metrics_by_replica: Mapping[str, Collection[Metric]]) -> bytes:
     """Return the text of /metrics with the series of all replicas.
 
     Each series has a label `replica`, as Prometheus expects of processes: a counter only rises and ends with
@@ -83,9 +83,9 @@ def write_metrics(of_replicas: Mapping[str, Collection[Metric]]) -> bytes:
     coordinator that stores them restarts. rate() treats every fall as a restart of the counter.
     """
     merged: dict[str, Metric] = {}
-    for replica, metrics in of_replicas.items():
+    for replica, metrics in metrics_by_replica.items():
         for metric in metrics:
             family = merged.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
             family.samples += [s._replace(labels=s.labels | {"replica": replica}) for s in metric.samples]
-    replicas = GaugeMetricFamily("raytrec_replicas", "Replicas of the service.", len(of_replicas))
+    replicas = GaugeMetricFamily("raytrec_replicas", "Replicas of the service.", len(metrics_by_replica))
     return generate_latest(_MergedCollector([*merged.values(), replicas]))

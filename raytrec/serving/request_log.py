@@ -55,8 +55,8 @@ class RequestLog:
         sample: Share of requests that is written.
         writer: Part of the files' names; must be unique to the process.
         figures: Counters of written and dropped rows.
-        every_s: Seconds after which a file is closed.
-        most_rows: Number of rows after which a file is closed.
+        file_interval_s: Seconds after which a file is closed.
+        max_file_rows: Number of rows after which a file is closed.
     """
 
     def __init__(
@@ -66,12 +66,12 @@ class RequestLog:
         writer: str,
         figures: ReplicaMetrics,
         *,
-        every_s: float = 60.0,
-        most_rows: int = 10_000,
+        file_interval_s: float = 60.0,
+        max_file_rows: int = 10_000,
     ):
         self._uri, self._sample, self._writer = make_absolute(uri), sample, writer
         self._written, self._dropped = figures.logged, figures.not_logged
-        self._every_s, self._max_rows = every_s, most_rows
+        self._every_s, self._max_rows = file_interval_s, max_file_rows
         self._queue: SimpleQueue[LoggedRequest | None] = SimpleQueue()  # None ends the thread
         self._waiting, self._lock, self._files = 0, Lock(), 0
         self._thread = Thread(target=self._run, name="request-log", daemon=True)

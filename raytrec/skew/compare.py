@@ -235,7 +235,7 @@ def _count_in_bins(values_N: np.ndarray, bounds: np.ndarray) -> np.ndarray:
     return np.bincount(np.searchsorted(bounds, values_N), minlength=len(bounds) + 1)
 
 
-def psi(found_B: np.ndarray, expected_B: np.ndarray) -> float:
+def psi(observed_B: np.ndarray, expected_B: np.ndarray) -> float:
     """Return the population stability index Σ (p − q) ln(p / q) of two samples' counts in the same bins.
 
     The index is the symmetric divergence of Jeffreys ("An invariant form for the prior probability in
@@ -243,14 +243,14 @@ def psi(found_B: np.ndarray, expected_B: np.ndarray) -> float:
     Scorecards" (2006). Half a count is added to each bin, so that the index is finite for empty bins.
 
     Args:
-        found_B: Counts of one sample, [bins].
+        observed_B: Counts of one sample, [bins].
         expected_B: Counts of the other sample, [bins].
     """
-    p_B, q_B = ((each + 0.5) / (each.sum() + 0.5 * len(each)) for each in (found_B, expected_B))
+    p_B, q_B = ((each + 0.5) / (each.sum() + 0.5 * len(each)) for each in (observed_B, expected_B))
     return float(((p_B - q_B) * np.log(p_B / q_B)).sum())
 
 
-def estimate_chance_psi(bins: int, found: int, expected: int) -> float:
+def estimate_chance_psi(bins: int, first_count: int, second_count: int) -> float:
     """Return the psi that two samples of one distribution exceed once in a thousand times.
 
     psi ÷ (1/n + 1/m) is approximately χ² with bins − 1 degrees of freedom (B. Yurdakul, "Statistical
@@ -259,12 +259,12 @@ def estimate_chance_psi(bins: int, found: int, expected: int) -> float:
 
     Args:
         bins: Number of bins that are not empty.
-        found: Number of independent values of one sample.
-        expected: Number of independent values of the other sample.
+        first_count: Number of independent values of one sample.
+        second_count: Number of independent values of the other sample.
     """
     k, z = max(1, bins - 1), 3.09
     quantile = k * (1 - 2 / (9 * k) + z * sqrt(2 / (9 * k))) ** 3
-    return quantile * (1 / max(1, found) + 1 / max(1, expected))
+    return quantile * (1 / max(1, first_count) + 1 / max(1, second_count))
 
 
 def _describe_values(values_N: np.ndarray) -> dict[str, float]:

@@ -19,12 +19,12 @@ from raytrec.tasks.losses import BatchLoss, Rows
 MAX_PAIRS_AT_ONCE = {"cpu": 1 << 24, "cuda": 1 << 26}
 
 
-def compute_batch_loss(loss: BatchLoss, own: Rows, factors_B: torch.Tensor, world: int) -> torch.Tensor:
+def compute_batch_loss(loss: BatchLoss, rank_rows: Rows, factors_B: torch.Tensor, world: int) -> torch.Tensor:
     """Return this rank's part of a loss that compares rows of the global batch; a collective.
 
     Args:
         loss: Loss of the task.
-        own: Rows of this rank with padding; every rank has the same number.
+        rank_rows: Rows of this rank with padding; every rank has the same number.
         factors_B: Factors of the losses of these rows, float32 [B].
         world: Number of ranks.
 
@@ -32,8 +32,8 @@ def compute_batch_loss(loss: BatchLoss, own: Rows, factors_B: torch.Tensor, worl
         Float32 scalar. If gradients are enabled, its gradient for `own.logits` is the gradient of the sum
         over the global batch.
     """
-    count, gradient, peers = len(own.labels), torch.is_grad_enabled(), Peers(alone=world == 1)
-    batch, first = (_gather_rows(own, peers), peers.rank * count) if world > 1 else (own, 0)
+    count, gradient, peers = len(rank_rows.labels), torch.is_grad_enabled(), Peers(alone=world == 1)
+    batch, first = (_gather_rows(rank_rows, peers), peers.rank * count) if world > 1 else (rank_rows, 0)
     logits = batch.logits.detach().requires_grad_(gradient)
     batch, size = (
         batch._replace(logits=logits),
@@ -50,7 +50,7 @@ def compute_batch_loss(loss: BatchLoss, own: Rows, factors_B: torch.Tensor, worl
     if not gradient:
         return value
     return _PrecomputedGradient.apply(
-        own.logits, value, peers.sum_own(grads.view(peers.world, *own.logits.shape))
+        rank_rows.logits, value, peers.sum_own(grads.view(peers.world, *rank_rows.logits.shape))
     )
 
 

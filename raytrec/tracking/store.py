@@ -29,20 +29,20 @@ class Store:
             parent is created.
         folder: Run folder; for an sqlite store, artifacts are stored near this folder.
         key: Key of the run, stored in a tag. The key identifies a run whose creation was not answered.
-        before: Id of a run to continue; if the store does not have the run, a new one is created.
+        previous_run_id: Id of a run to continue; if the store does not have the run, a new one is created.
 
     Attributes:
         uri: Address of the store.
         run_id: Id of the run; None until `open` has found or created the run.
     """
 
-    def __init__(self, config: RunConfig, folder: Path, key: str = "", before: str | None = None):
+    def __init__(self, config: RunConfig, folder: Path, key: str = "", previous_run_id: str | None = None):
         tracking = config.tracking
         self.uri, self._experiment, self._parent = tracking.uri, tracking.experiment, tracking.parent_run
         self.run_id: str | None = None
         self._name, self._artifacts = config.run.name, choose_artifact_folder(tracking.uri, folder)
         self._is_file = self.uri.startswith("sqlite")
-        self._previous_id, self._key = before, key
+        self._previous_id, self._key = previous_run_id, key
         self._created_parent: str | None = None
 
     def open(self) -> None:

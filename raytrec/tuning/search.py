@@ -243,7 +243,7 @@ def prepare_search(config: RunConfig, space: Space, settings: Settings, allow_co
     is_local = starts_local_ray(config.scaling.address)
 
     def check(trial: RunConfig) -> MetricDisplay:
-        check_fit(trial, schema, here=is_local)
+        check_fit(trial, schema, on_this_machine=is_local)
         metrics, key = Selection.from_config(trial, schema), settings.metric
         return metrics.best(trial.checkpoint.best_metric) if key is None else metrics.best(key, "--metric")
 
@@ -273,14 +273,14 @@ def _attribute_errors(what: str, where: str, do: str | None = None) -> Iterator[
         ) from None
 
 
-def make_trial_config(base: RunConfig, drawn: dict[str, Any], number: int) -> RunConfig:
+def make_trial_config(base: RunConfig, drawn_values: dict[str, Any], number: int) -> RunConfig:
     """Return the resolved configuration of one trial.
 
     A trial uses data.valid for its final evaluation as well, so that data.test takes no part in the search.
     Its report is only created on request, by `raytrec report FOLDER`. The run of `base`, the resolved
     configuration of the search, is the MLflow parent of all trials.
     """
-    config = base.with_(drawn)
+    config = base.with_(drawn_values)
     folder = Path(base.run.dir) / f"trial-{number:03}"
     config.run.name, config.run.dir = f"{base.run.name}-{number:03}", str(folder)
     config.tracking.parent_run, config.tracking.report = base.run.name, False

@@ -35,12 +35,12 @@ class Stopped(Exception):
     """Signal, raised by all ranks, that the state is saved and the run ends because a user stopped it."""
 
 
-def make_row_snapshot(step: Step, state: LogicalState, patient: Callable[[], None]) -> RowSnapshot:
+def make_row_snapshot(step: Step, state: LogicalState, on_wait: Callable[[], None]) -> RowSnapshot:
     """Return a snapshot that preserves rows that change during a save, by training or by reassignment of ids.
 
-    `patient` is called as in RowSnapshot.
+    `on_wait` is called as in RowSnapshot.
     """
-    rows = RowSnapshot(step.model, state.tables, patient)
+    rows = RowSnapshot(step.model, state.tables, on_wait)
     if step.managed is not None:
         step.managed.before_writing = rows.preserve_rows
     return rows

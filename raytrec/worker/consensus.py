@@ -55,16 +55,16 @@ class StepConsensus:
         self.lag = max(1, len(self._rings))
         self._pending: deque[_PendingDecision] = deque()
 
-    def exchange(self, command: Command, known: LossStatus, busy: bool) -> Decision | None:
+    def exchange(self, command: Command, loss_status: LossStatus, busy: bool) -> Decision | None:
         """Start this step's decision, and return the decision of `lag` steps ago, or None if there is none.
 
         Args:
             command: Command that this rank has received.
-            known: State of this rank's losses; on a GPU, recent steps are not included.
+            loss_status: State of this rank's losses; on a GPU, recent steps are not included.
             busy: True if this rank is writing a checkpoint.
         """
         earlier = list(self._pending)
-        self._begin(command, known, busy)
+        self._begin(command, loss_status, busy)
         for pending in earlier:
             self._advance(pending)
         return self._pending.popleft().decision() if len(self._pending) > self.lag else None
@@ -79,10 +79,10 @@ class StepConsensus:
             decision = pending.decision()
         return decision
 
-    def agree(self, known: LossStatus) -> Decision:
+    def agree(self, loss_status: LossStatus) -> Decision:
         """Exchange the state of the losses once more, and wait for the decision of all ranks."""
         self.finish()
-        self._begin(Command.GO, known, False)
+        self._begin(Command.GO, loss_status, False)
         decision = self.finish()
         assert decision is not None
         return decision

@@ -145,7 +145,11 @@ def can_shrink(step: Step) -> bool:
 
 
 def evaluate_shrunk(
-    step: Step, held: Stream, device: torch.device, selection: Selection, items: Stream | None = None
+    step: Step,
+    held_out_stream: Stream,
+    device: torch.device,
+    selection: Selection,
+    items: Stream | None = None,
 ) -> tuple[dict[str, Any], Curves | None, float]:
     """Evaluate the model with its deep part scaled by the factor that predicts held-out rows best.
 
@@ -155,7 +159,7 @@ def evaluate_shrunk(
 
     Args:
         step: Step with the trained model.
-        held: Stream of rows that are not trained on.
+        held_out_stream: Stream of rows that are not trained on.
         device: Device of the rank.
         selection: Metrics of the run.
         items: As in evaluate.
@@ -167,7 +171,7 @@ def evaluate_shrunk(
     figure, original, results = selection.best(None), weight.detach().clone(), []
     for factor in SHRINK_FACTORS:
         shrink(step, factor)
-        figures, curves = evaluate(step, held, device, selection, items)
+        figures, curves = evaluate(step, held_out_stream, device, selection, items)
         results.append((figure.loss(broadcast_figure(figure, figures, device)), figures, curves, factor))
         with torch.no_grad():
             weight.copy_(original)

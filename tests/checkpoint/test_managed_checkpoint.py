@@ -42,7 +42,7 @@ def run(rank, world, sharding, root, first, last, drained=()):
     made = managed_config(world, {"sharding_type": sharding}, "adagrad")
     step = build_step_on_rank(made, managed_schema())
     state, saver = LogicalState(step.model, step.optimizer), CheckpointWriter(root, made.checkpoint)
-    found = restore(root, state, more=lambda about: allocate_ids(about, step.maps))
+    found = restore(root, state, make_extra_tensors=lambda about: allocate_ids(about, step.maps))
     assert bool(found.folder) == bool(first)
     if found.folder:
         load_ids(step.maps, found.more, found.about)

@@ -24,7 +24,7 @@ def workspace(tmp_path, monkeypatch):
 
 
 def pack(*include):
-    with package.code(list(map(Path, include)), taken=("run.yaml",)) as folder:
+    with package.code(list(map(Path, include)), reserved_names=("run.yaml",)) as folder:
         files = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
         beside = [p.name for p in folder.parent.iterdir() if p != folder]
     assert beside == [] and not folder.exists()

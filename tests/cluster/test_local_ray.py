@@ -234,7 +234,7 @@ def test_run_in_its_own_ray_starts_no_unused_actors():
     from raytrec.driver.policies import NodeCapacityPolicy
 
     def kinds(own):
-        trainer = ControlledTrainer(lambda: None, policies={}, on_start=None, wait=None, own=own)
+        trainer = ControlledTrainer(lambda: None, policies={}, on_start=None, wait=None, owns_ray=own)
         callbacks = trainer._create_default_callbacks()
         assert next(c for c in callbacks if type(c) is NoDatasets).before_init_train_context([None]) == {}
         return [type(callback) for callback in callbacks]
@@ -244,7 +244,7 @@ def test_run_in_its_own_ray_starts_no_unused_actors():
     assert kinds(own=False).count(ours) == 1 and theirs not in kinds(own=False)
     with pytest.raises(RunError, match="has no PlacementGroupCleanerCallback"):
         ray_train.replace_callback([], theirs, [])
-    alone = NodeCapacityPolicy(ScalingConfig(), None, 1, 1, cpus_beside=1, asks=False)
+    alone = NodeCapacityPolicy(ScalingConfig(), None, 1, 1, reader_cpus=1, autoscaler_exists=False)
     alone.after_controller_start(None)
     alone.request_resources()
     alone.before_controller_abort()

@@ -193,4 +193,4 @@ def test_resume_latest_skips_damaged_runs(tmp_path):
         folder = tmp_path / "runs" / f"job-{name}"
         folder.mkdir(parents=True)
         (folder / "config.yaml").write_text(text)
-    assert find_interrupted_run(config, named=False).name == "job-20260101-000001"
+    assert find_interrupted_run(config, is_user_named=False).name == "job-20260101-000001"

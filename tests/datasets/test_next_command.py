@@ -52,7 +52,7 @@ def open_job(job, overrides):
     """Return the configuration, schema and datasets of a run before it starts."""
     config = resolve(load_config(REPO / "jobs" / job, overrides), job)
     schema, datasets = open_data(config)
-    check_fit(config, schema, here=True)
+    check_fit(config, schema, on_this_machine=True)
     return config, schema, datasets
 
 

@@ -301,10 +301,14 @@ class TwoHosts(ThisHost):
         super().__init__()
         self.names, self.addresses = ["a (127.0.0.1)", "b (127.0.0.2)"], ["127.0.0.1", "127.0.0.2"]
 
-    def ask(self, call, *arguments, each=None, limit_s=20):
-        each = {0: (), 1: ()} if each is None else each
+    def ask(self, call, *arguments, host_arguments=None, limit_s=20):
+        if host_arguments is None:
+            host_arguments = {0: (), 1: ()}
         one = ThisHost()
-        answers = {i: one.ask(call, *arguments, each={0: own}, limit_s=limit_s) for i, own in each.items()}
+        answers = {
+            i: one.ask(call, *arguments, host_arguments={0: own}, limit_s=limit_s)
+            for i, own in host_arguments.items()
+        }
         return [answers[i][0] if i in answers else None for i in (0, 1)]
 
 
@@ -375,7 +379,7 @@ class SeveralHosts(ThisHost):
 
         monkeypatch.setattr(network, "_reduce", reduce)
 
-    def ask(self, call, *arguments, each=None, limit_s=20):
+    def ask(self, call, *arguments, host_arguments=None, limit_s=20):
         return [False] * len(self.names)
 
 

@@ -117,7 +117,7 @@ def test_worker_bundle_includes_reader_cpus():
     run = settings(2, 3, cpus_per_worker=2)
     assert nodes.build_worker_bundle(run, "cpu") == {"CPU": 5} and nodes.count_local_cpus(run) == 10
     assert nodes.build_worker_bundle(run, "cuda") == {"CPU": 5, "GPU": 1}
-    assert nodes.build_worker_bundle(run, "cuda", others_read=True) == {"CPU": 2, "GPU": 1}
+    assert nodes.build_worker_bundle(run, "cuda", cpu_nodes_read_rows=True) == {"CPU": 2, "GPU": 1}
 
 
 def test_run_requests_reader_cpus_from_the_autoscaler(ray_with_gpus):
@@ -135,7 +135,7 @@ def test_run_requests_reader_cpus_from_the_autoscaler(ray_with_gpus):
 
     places = {"CPU": 1, "GPU": 1}
     scaling = ray.train.ScalingConfig(num_workers=2, use_gpu=True, resources_per_worker=places)
-    room = NodeCapacityPolicy(scaling, None, 2, 2, cpus_beside=4)
+    room = NodeCapacityPolicy(scaling, None, 2, 2, reader_cpus=4)
     room.after_controller_start(SimpleNamespace(run_id="a"))
     wait_for(lambda: asks(readers=4, workers=2), "request", 120)
     room.before_controller_abort()

@@ -22,7 +22,7 @@ def check(values=(), schema=(), here=True, settings=()):
     """Run check_fit on these values and schema sections, with device cpu."""
     least = {"data": {"train": "d/train"}, "scaling": {"device": "cpu"}}
     config = load_config(least | dict(values), settings)
-    fit.check_fit(config, Schema.parse(SCHEMA | dict(schema), "test"), here=here)
+    fit.check_fit(config, Schema.parse(SCHEMA | dict(schema), "test"), on_this_machine=here)
 
 
 @pytest.mark.parametrize(

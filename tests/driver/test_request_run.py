@@ -99,5 +99,5 @@ def test_request_data_rejects_unsupported_features(key, changes):
     config = small.make_small_config(1, {}).model_dump(by_alias=True) | changes
     config["data"] |= {"reserve_columns": ["g"], "valid": "unused"}
     with pytest.raises(ConfigError) as error:
-        check_fit(load_config(config), request_rows.SCHEMA, here=False)
+        check_fit(load_config(config), request_rows.SCHEMA, on_this_machine=False)
     assert error.value.where == key

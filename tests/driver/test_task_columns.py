@@ -41,7 +41,7 @@ def open_datasets(folder, *tasks, reserve_columns=(), **eval_section):
     values |= {"tasks": [{"label": "label", **task} for task in tasks or [{}]], "eval": eval_section}
     config = load_config(values)
     schema, datasets = open_data(config)
-    check_fit(config, schema, here=False)
+    check_fit(config, schema, on_this_machine=False)
     return datasets
 
 

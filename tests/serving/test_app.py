@@ -206,7 +206,7 @@ def test_invalid_row_fails_only_its_own_request(model, served_export):
 def test_full_queue_rejects_requests(served_export):
     http = ServedApp(Service(LoadedExports(served_export[0]), None))
     try:
-        http.service.batcher = Batcher(most_waiting=3)
+        http.service.batcher = Batcher(max_waiting_rows=3)
         http.service.batcher.waiting = 2
         status, content, headers = http.ask("/predict", {"rows": get_valid_rows(served_export)})
         assert (
@@ -285,7 +285,7 @@ def test_documented_client_retries_rejected_requests(http, model, served_export,
     page = (Path(__file__).parents[2] / "docs/serving.md").read_text()
     (block,) = re.findall(r"(?m)^    import urllib3\n(?:(?:    .*)?\n)+", page)
     monkeypatch.setattr("raytrec.serving.batching.RETRY_AFTER_S", 0)
-    monkeypatch.setattr(http.service, "batcher", Batcher(most_waiting=3))
+    monkeypatch.setattr(http.service, "batcher", Batcher(max_waiting_rows=3))
     http.service.batcher.waiting = 2
     threading.Thread(target=free_queue_after_rejection, args=[http.service]).start()
     names = {"token": TOKEN, "rows": get_valid_rows(served_export)}

@@ -136,7 +136,7 @@ def test_restarted_coordinator_keeps_the_promotion():
     assert asyncio.run(again.exports()) == (SECOND, FIRST)
     assert asyncio.run(again.overview())["before"] == FIRST.version
     last = orders[-1].number
-    order = asyncio.run(again.follow("one", ReplicaState(last, SECOND.version), given=last))
+    order = asyncio.run(again.follow("one", ReplicaState(last, SECOND.version), last_command=last))
     assert order.number > last and order.answer == SECOND, "the restarted coordinator repeats an order number"
 
 

@@ -198,21 +198,21 @@ def test_tasks_define_logit_and_key_columns():
 @pytest.mark.parametrize("model", ["dlrm", "dcn", "own_parts:Linear"])
 def test_models_support_several_tasks(model):
     tasks = [{"label": "clicked"}, {"label": "watched s", "loss": "mse"}]
-    check_fit(load_task_config(tasks[:1], model={"name": model}), TWO_LABELS, here=False)
-    check_fit(load_task_config(tasks, model={"name": model}), TWO_LABELS, here=False)
+    check_fit(load_task_config(tasks[:1], model={"name": model}), TWO_LABELS, on_this_machine=False)
+    check_fit(load_task_config(tasks, model={"name": model}), TWO_LABELS, on_this_machine=False)
 
 
 @pytest.mark.parametrize("model", ["dlrm", "dcn"])
 def test_vector_losses_require_a_model_with_vectors(model):
     config = load_task_config([{"loss": "in_batch_softmax"}], model={"name": model})
     with pytest.raises(ConfigError) as error:
-        check_fit(config, TWO_LABELS, here=False)
+        check_fit(config, TWO_LABELS, on_this_machine=False)
     assert f"reads query and item vectors, but model.name={model} returns none" in str(error.value)
     assert "where:    tasks, model.name" in str(error.value)
     check_fit(
         load_task_config([{"loss": "in_batch_softmax"}], model={"name": "own_parts:Linear"}),
         TWO_LABELS,
-        here=False,
+        on_this_machine=False,
     )
 
 

@@ -58,14 +58,14 @@ class Numerics(Check):
         """Return the outcome for this rank's current magnitudes; a collective."""
         return self.judge(self.sizes(position, probed), position.step)
 
-    def judge(self, mine: Sizes, step: int) -> Outcome:
+    def judge(self, local_sizes: Sizes, step: int) -> Outcome:
         """Return the outcome; a collective.
 
         Args:
-            mine: Magnitudes on this rank.
+            local_sizes: Magnitudes on this rank.
             step: Number of trained steps.
         """
-        values, squares = self._reduce_over_ranks(mine)
+        values, squares = self._reduce_over_ranks(local_sizes)
         # Only the norm over dense layers and all tables is judged: the norm of a single part can grow a
         # thousandfold when training leaves a plateau.
         norm, top_part = sqrt(sum(squares.values())), max(squares, key=squares.get, default="")
@@ -75,7 +75,7 @@ class Numerics(Check):
         }
         exploded = [name for name, grown in growths.items() if grown > MAX_GROWTH]
         undefined = [name for name, square in squares.items() if not isfinite(square)]
-        by_rank = self.run.peers.objects(mine) if exploded or undefined else []
+        by_rank = self.run.peers.objects(local_sizes) if exploded or undefined else []
         bad = [[name for name in undefined if not isfinite(sizes.squares[name])] for sizes in by_rank]
         problems = [
             f"{name}: the gradient is NaN or infinite on {where}" for name, where in group_by_rarity(bad)
@@ -89,7 +89,7 @@ class Numerics(Check):
             size, rank = max((sizes.values[name], rank) for rank, sizes in enumerate(by_rank))
             ratio = f"{growths[name]:,.0f} × its usual value"
             problems.append(f"{name}: max |value| is {size:.3g} (on rank {rank}), {ratio}")
-        problems += _describe_drift(mine.ratios) if step >= MIN_RATIO_STEP else ()
+        problems += _describe_drift(local_sizes.ratios) if step >= MIN_RATIO_STEP else ()
         summary = "all gradients are finite, and no magnitude is unusually large"
         return self.outcome(step, problems, summary, max([growth, *growths.values()]), MAX_GROWTH)
 

@@ -158,18 +158,18 @@ def group_by_rarity(of_ranks: Sequence[Sequence[str]]) -> list[tuple[str, str]]:
     return [(name, format_ranks(on[name])) for name in sorted(on, key=lambda name: (len(on[name]), name))]
 
 
-def find_differing(found: Mapping[str, Any], peers: Peers) -> list[tuple[str, list[Any], list[int]]]:
+def find_differing(local_values: Mapping[str, Any], peers: Peers) -> list[tuple[str, list[Any], list[int]]]:
     """Return (name, values of all ranks, deviating ranks) for values that are not the same on all ranks.
 
     This is a collective. If all values are the same, only a hash is exchanged.
 
     Args:
-        found: Plain values of this rank by name.
+        local_values: Plain values of this rank by name.
         peers: Ranks to compare.
     """
-    if peers.same(found):
+    if peers.same(local_values):
         return []
-    of_ranks = peers.objects(found)
+    of_ranks = peers.objects(local_values)
     names = dict.fromkeys(name for one in of_ranks for name in one)
     values = {name: [one.get(name) for one in of_ranks] for name in names}
     return [(name, each, odd) for name, each in values.items() if (odd := find_deviating_ranks(each))]

@@ -136,14 +136,14 @@ class ShardedRun:
         return single
 
     @torch.no_grad()
-    def hand_over(self, one: Reference) -> None:
+    def hand_over(self, single_process: Reference) -> None:
         """Copy the weights of the last call of `weights` to the reference."""
-        for name, parameter in self.named(one).items():
+        for name, parameter in self.named(single_process).items():
             parameter.copy_(self._read[name])
 
-    def named(self, one: Reference) -> dict[str, torch.nn.Parameter]:
+    def named(self, single_process: Reference) -> dict[str, torch.nn.Parameter]:
         """Return the reference's parameters by their names in `weights`."""
-        return one.tables | dict(one.model.named_parameters())
+        return single_process.tables | dict(single_process.model.named_parameters())
 
 
 def _disable_dropout(model: torch.nn.Module) -> None:

@@ -208,9 +208,9 @@ class KeyMap:
         """Return the slots with a key of a table, int64 [n], ascending."""
         return self.sample(table, self._buckets[table] * BUCKET_SLOTS)
 
-    def sample(self, table: int, most: int) -> torch.Tensor:
-        """Return the slots with a key among about `most` evenly spaced slots of a table, int64 [n]."""
-        stride = max(1, self._buckets[table] * BUCKET_SLOTS // most)
+    def sample(self, table: int, max_slots: int) -> torch.Tensor:
+        """Return the slots with a key among about `max_slots` evenly spaced slots of a table, int64 [n]."""
+        stride = max(1, self._buckets[table] * BUCKET_SLOTS // max_slots)
         taken = self._slice_table(table, self._keys.view(-1))[::stride] != NO_KEY
         return taken.nonzero().squeeze(1) * stride + self._find_first_bucket(table) * BUCKET_SLOTS
 

@@ -144,19 +144,21 @@ class MapAudit:
         return self.left, self.left_hash_sum, self.unused
 
 
-def is_one_to_one(mine: MapAudit, total: list[int], rows: int) -> bool:
+def is_one_to_one(any_audit: MapAudit, total: list[int], rows: int) -> bool:
     """Return True if each row of a map has exactly one id or is free.
 
     Rows that occur twice change the sum of hashes except with a probability of 2⁻⁶⁴.
 
     Args:
-        mine: Audit of any rank; `free` must be the same on all ranks.
+        any_audit: Audit of any rank; `free` must be the same on all ranks.
         total: Sum of `numbers` over all ranks.
         rows: Number of rows that ids can have.
     """
     wrong, ids, hashes = total
     return (
-        not wrong and ids + mine.left + mine.unused == rows and not (hashes + mine.left_hash_sum) & HASH_MASK
+        not wrong
+        and ids + any_audit.left + any_audit.unused == rows
+        and not (hashes + any_audit.left_hash_sum) & HASH_MASK
     )
 
 

@@ -82,32 +82,32 @@ class SharedNegatives(nn.Module):
     def forward(
         self,
         query_ND: torch.Tensor,
-        own: ItemBatch,
+        query_items: ItemBatch,
         negatives: ItemBatch,
-        most: int,
+        max_queries: int,
         bias_N: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the loss of each query, float32 [N]. The call is a collective.
 
         Args:
             query_ND: Query vectors, float [N, D]; a score is the dot product with an item.
-            own: Item of each query, [N, D].
+            query_items: Item of each query, [N, D].
             negatives: Negatives of this rank's rows, [K, D]; K is equal on all ranks.
-            most: Upper bound of N on all ranks, equal on all ranks.
+            max_queries: Upper bound of N on all ranks, equal on all ranks.
             bias_N: Bias added to all scores of a query; see SampledLoss.remove_canceling_bias.
         """
-        own_N = (query_ND * own.vectors).sum(1).float()
+        own_N = (query_ND * query_items.vectors).sum(1).float()
         bias_N = torch.zeros_like(own_N) if bias_N is None else self.loss.remove_canceling_bias(bias_N)
         queries_NE = torch.cat([query_ND.float(), (own_N + bias_N).unsqueeze(1), bias_N.unsqueeze(1)], 1)
         if self.peers.world == 1:
-            added_N, count_N = self._compare_with_negatives(queries_NE, own.ids, negatives).unbind(1)
-        elif self.peers.world * len(negatives.ids) <= most:
+            added_N, count_N = self._compare_with_negatives(queries_NE, query_items.ids, negatives).unbind(1)
+        elif self.peers.world * len(negatives.ids) <= max_queries:
             vectors = _Gather.apply(negatives.vectors, self.peers)
             others = (each if each is None else self.peers.stack(each).flatten() for each in negatives[1:])
             gathered = ItemBatch(vectors, *others)
-            added_N, count_N = self._compare_with_negatives(queries_NE, own.ids, gathered).unbind(1)
+            added_N, count_N = self._compare_with_negatives(queries_NE, query_items.ids, gathered).unbind(1)
         else:
-            added_N, count_N = self._compare_on_all_ranks(queries_NE, own.ids, negatives)
+            added_N, count_N = self._compare_on_all_ranks(queries_NE, query_items.ids, negatives)
         return self.loss.finish(own_N + bias_N, added_N, count_N)
 
     def _compare_on_all_ranks(

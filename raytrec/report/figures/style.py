@@ -196,9 +196,9 @@ def format_step_axis(axes: Axes) -> None:
     axes.xaxis.set_major_formatter(WHOLE)
 
 
-def limit_ticks(axis: Axis, most: int = 4, whole: bool = False) -> None:
+def limit_ticks(axis: Axis, max_ticks: int = 4, whole: bool = False) -> None:
     """Limit an axis to a number of round ticks."""
-    axis.set_major_locator(MaxNLocator(most, integer=whole, steps=ROUND))
+    axis.set_major_locator(MaxNLocator(max_ticks, integer=whole, steps=ROUND))
 
 
 def fit_name(name: object, points: float, size: float = STYLE["xtick.labelsize"]) -> str:
