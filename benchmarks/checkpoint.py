@@ -130,7 +130,7 @@ def turn(name: str, folder: Path, state: State, into: State) -> dict[str, float]
 def copied(saver: CheckpointWriter, step: int, state: State) -> float:
     """Return the seconds for which a step waits for an asynchronous save, on the slowest rank."""
     saver.save(step, state, {})
-    saved = saver.taken()
+    saved = saver.collect_outcome()
     assert saved is not None and saved.error is None
     waited = torch.tensor(saved.blocked_s)
     dist.all_reduce(waited, dist.ReduceOp.MAX)

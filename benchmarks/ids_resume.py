@@ -71,7 +71,7 @@ def side(rank: int, world: int) -> Any:
         saver = CheckpointWriter(root, CheckpointSection(async_save=False))
         if first:
             restored = restore(root, state, make_extra_tensors=lambda about: allocate_ids(about, step.maps))
-            load_ids(step.maps, restored.more, restored.about)
+            load_ids(step.maps, restored.extra_tensors, restored.about)
             step.trained = first
         batches = batches_from(rank_rig, rank, world, first)
         start_bytes, began, early = 0, perf_counter(), first + (saves[-1] - first) // 10
@@ -81,7 +81,7 @@ def side(rank: int, world: int) -> Any:
                     start_bytes = status_bytes("VmRSS")
             ids, about = gather_ids(step.maps)
             saver.save(save, state.tensors(), about, ids)
-            if error := saver.taken().error:
+            if error := saver.collect_outcome().error:
                 raise error
         return perf_counter() - began, status_bytes("VmRSS") - start_bytes
 

@@ -97,7 +97,7 @@ def collate_numpy(schema: Schema, batch: dict[str, np.ndarray]):
     dense = torch.as_tensor(np.stack([batch[name] for name in schema.dense], axis=1), dtype=torch.float32)
     values, lengths = [], []
     for feature in schema.sparse:
-        column = batch[schema.column_of(feature)]
+        column = batch[schema.get_ids_column(feature)]
         if column.dtype == object:
             lengths.append(np.fromiter((len(bag) for bag in column), np.int32, len(column)))
             values.append(np.concatenate(list(column)))

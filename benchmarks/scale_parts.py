@@ -243,7 +243,7 @@ def mlflow(world: int, tables: int, folder: Path) -> dict:
             store.write_metrics(batch.records)
             count = sum(len(record.figures) for record in batch.records)
             metrics, calls = metrics + count, calls + -(-count // 1000)
-            feed.written()
+            feed.mark_batch_written()
     return {
         "metrics_a_record": metrics // RECORDS,
         "calls_a_record": calls / RECORDS,

@@ -171,7 +171,7 @@ def collate(table: Any, schema: Any) -> Any:
 
     values, lengths = [], []
     for feature in schema.sparse:
-        ids = column(schema.column_of(feature))
+        ids = column(schema.get_ids_column(feature))
         if pa.types.is_list(ids.type):
             lengths.append(np.diff(ids.offsets.to_numpy()))
             ids = ids.flatten()

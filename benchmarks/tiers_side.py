@@ -86,7 +86,7 @@ class Trained:
         return saver
 
     def _end_save(self, saver: CheckpointWriter) -> None:
-        if error := saver.taken().error:
+        if error := saver.collect_outcome().error:
             raise error
         saver.close()
 

@@ -170,7 +170,7 @@ def main(
                 turns.release()
                 earlier, messages[side] = messages[side], []
                 for each in earlier:
-                    record.keep(each)
+                    record.store_message(each)
 
         args = (workers, rounds, batch, queue, turns)
         seconds = on_ranks(workers, measure, *args, device=device, meanwhile=write)[0]

@@ -28,13 +28,13 @@ class RestoreResult:
         folder: Folder of the restored checkpoint; None if the run has no checkpoint.
         about: Entry "about" of its index.
         skip_reasons: Reasons why newer checkpoints were not used.
-        more: Tensors that have been read in addition to the model's.
+        extra_tensors: Tensors that have been read in addition to the model's.
     """
 
     folder: str | None = None
     about: dict[str, Any] = field(default_factory=dict)
     skip_reasons: list[str] = field(default_factory=list)
-    more: State = field(default_factory=dict)
+    extra_tensors: State = field(default_factory=dict)
 
 
 def restore(
@@ -63,8 +63,8 @@ def restore(
             result.skip_reasons.append(reason)
             continue
         try:
-            result.more = make_extra_tensors(about)
-            load(folder, state.tensors() | result.more)
+            result.extra_tensors = make_extra_tensors(about)
+            load(folder, state.tensors() | result.extra_tensors)
             # Training from a state with NaN or infinity would yield NaN or infinity.
             if nonfinite := summarize_over_ranks(find_nonfinite(state.tensors(), state.unbounded)):
                 raise CheckpointError(f"the checkpoint contains NaN or infinity: {nonfinite}", where=folder)
@@ -72,7 +72,7 @@ def restore(
             result.skip_reasons.append(f"{error.what} ({error.where})")
             unreadable += 1
             continue
-        state.written()
+        state.refresh_kernels()
         result.folder, result.about = folder, about
         return result
     if unreadable:

@@ -222,4 +222,4 @@ def _describe_table(table: Table) -> str:
 
 def parse_stored_schema(about: dict[str, Any]) -> Schema:
     """Return the schema of a checkpoint's run."""
-    return Schema.stored(str(about.get("schema", "")), "the checkpoint's schema")
+    return Schema.parse_stored(str(about.get("schema", "")), "the checkpoint's schema")

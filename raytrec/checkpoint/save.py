@@ -136,7 +136,7 @@ class CheckpointWriter:
         rows.begin()
         return {name: copies.get(name, value) for name, value in tensors.items()}
 
-    def taken(self) -> Saved | None:
+    def collect_outcome(self) -> Saved | None:
         """Wait for the last save and return its outcome once; None if there is none."""
         if self._running is None:
             return None

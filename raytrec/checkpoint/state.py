@@ -47,7 +47,8 @@ PIECE_BYTES = 4 << 20
 class LogicalState:
     """The live state of a sharded model and its optimizer.
 
-    Reading the tensors reads the model. Writing the tensors, followed by `written`, changes the model.
+    Reading the tensors reads the model. Writing the tensors, followed by `refresh_kernels`, changes the
+    model.
 
     Args:
         model: Model of `worker.build.build_step`.
@@ -105,7 +106,7 @@ class LogicalState:
                 out[f"tables/{name}/{kind}"] = make_logical_tensor(parts, (rows or {}).get(name))
         return out
 
-    def written(self) -> None:
+    def refresh_kernels(self) -> None:
         """Update the copies that kernels keep of the tensors; call after the tensors have been written."""
         for kernel in self._kernels:
             kernel.purge()  # drops cached rows
@@ -227,7 +228,7 @@ def summarize_over_ranks(local_names: list[str], group: dist.ProcessGroup | None
         group: Process group; None: all ranks.
     """
     peers = Peers(group=group)
-    if not peers.largest(bool(local_names)):
+    if not peers.max_number(bool(local_names)):
         return None
     affected = group_by_rarity(peers.objects(local_names))
     descriptions = [f"{describe_tensor(name)} on {where}" for name, where in affected[:MAX_SHOWN_TENSORS]]

@@ -51,7 +51,7 @@ class JobApi(Jobs):
         """Return the jobs of the cluster, newest first: name (job id), folder (None), state, unix_s."""
         return [
             {"name": job, "folder": None, "state": STATES.get(status, "running"), "unix_s": unix_s}
-            for job, status, unix_s in self.known()
+            for job, status, unix_s in self.list_submitted_jobs()
         ]
 
     def close(self) -> None:

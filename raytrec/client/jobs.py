@@ -102,7 +102,7 @@ class Jobs:
                     raise
                 time.sleep(1)
 
-    def known(self) -> list[tuple[str, str, float]]:
+    def list_submitted_jobs(self) -> list[tuple[str, str, float]]:
         """Return all submitted jobs, newest first: id, status, and start time (Unix time in seconds)."""
         submitted = [
             (job.submission_id, str(job.status.value), (job.start_time or 0) / 1000)
@@ -117,7 +117,7 @@ class Jobs:
         Raises:
             RunError: No job has been submitted.
         """
-        for job, _, _ in self.known():
+        for job, _, _ in self.list_submitted_jobs():
             return job
         raise RunError("no job has been submitted to this cluster", where=self.address)
 

@@ -100,7 +100,7 @@ class Page:
 
 def render_progress(name: str, run: Run) -> str:
     """Return a progress bar and a line of figures as HTML; after the end of the run, its result."""
-    progress = run.known()
+    progress = run.get_last_progress()
     share = 100 * progress["step"] / progress["total"] if progress["total"] else 0
     colour = COLOURS.get(run.state, "#0072b2")
     if run.history.result:

@@ -91,7 +91,7 @@ class ClientRun(Run):
         if driver is None:
             self._poll()
             return
-        with connection.used():
+        with connection.activate_context():
             self._result = driver.train.remote()
 
     @property
@@ -167,11 +167,11 @@ class Connection:
         with code(places) as folder:
             self._context = _connect(address, folder)
         check_cluster_version(self._context.ray_version, where=address)
-        with self.used():
+        with self.activate_context():
             self._head, *_ = find_head_nodes()
 
     @contextmanager
-    def used(self) -> Iterator[None]:
+    def activate_context(self) -> Iterator[None]:
         """Use this connection for calls of Ray in the block.
 
         Only one thread can be in such a block, because the context is swapped.
@@ -183,14 +183,14 @@ class Connection:
         """Call a function on the head node, and return its result."""
         import ray
 
-        with self.used():
+        with self.activate_context():
             if function not in self._remote:
                 self._remote[function] = ray.remote(function).options(**pin_to_node(self._head))
         return self.ask(self._remote[function], *arguments)
 
     def ask(self, remote: Any, *arguments: Any, timeout: float | None = ANSWER_TIMEOUT_S) -> Any:
         """Call a remote function or method, and return its result or raise its error."""
-        with self.used():
+        with self.activate_context():
             reference = remote.remote(*arguments)
         return self.result(reference, timeout)
 
@@ -198,14 +198,14 @@ class Connection:
         """Start an actor of a class on the head node."""
         import ray
 
-        with self.used():
+        with self.activate_context():
             return ray.remote(kind).options(**pin_to_node(self._head)).remote()
 
     def is_done(self, reference: Any) -> bool:
         """Return True if the result of a reference is available."""
         import ray
 
-        with self.used():
+        with self.activate_context():
             return bool(ray.wait([reference], timeout=0)[0])
 
     def result(self, reference: Any, timeout: float | None = ANSWER_TIMEOUT_S) -> Any:
@@ -214,7 +214,7 @@ class Connection:
         from ray.exceptions import GetTimeoutError, RayError
 
         try:
-            with self.used():
+            with self.activate_context():
                 return ray.get(reference, timeout=timeout)
         except GetTimeoutError:
             raise RunError(f"the cluster did not answer within {timeout} s", where=self.address) from None

@@ -129,9 +129,9 @@ class Run:
     def progress(self) -> dict[str, Any]:
         """Return step, total, rows_per_s, the metrics of training, state and eta_s; None: not known yet."""
         self._poll()
-        return self.known()
+        return self.get_last_progress()
 
-    def known(self) -> dict[str, Any]:
+    def get_last_progress(self) -> dict[str, Any]:
         """Return the same values as `progress` from data that has already been read."""
         trained = self.history.figures(Train)
         latest = trained[-1].figures if trained else {}

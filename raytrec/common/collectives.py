@@ -56,7 +56,7 @@ class Peers:
         """Return the sum over ranks of values [...], which have the same shape and dtype on all ranks."""
         return self._reduce(values, dist.ReduceOp.SUM)
 
-    def sum_own(self, values: torch.Tensor) -> torch.Tensor:
+    def reduce_scatter_sum(self, values: torch.Tensor) -> torch.Tensor:
         """Return this rank's part [...] of the sum over ranks of values [ranks, ...]."""
         if self.world == 1:
             return values[0]
@@ -69,11 +69,11 @@ class Peers:
         """Return the maximum over ranks of values [...], which have the same shape and dtype on all ranks."""
         return self._reduce(values, dist.ReduceOp.MAX)
 
-    def largest(self, number: float) -> float:
+    def max_number(self, number: float) -> float:
         """Return the maximum of a number over ranks."""
         return float(self.max(torch.tensor(number, dtype=torch.float64, device=self.device)))
 
-    def same(self, value: Any) -> bool:
+    def is_same_on_all(self, value: Any) -> bool:
         """Return True if a value has the same repr on all ranks; hashes are compared."""
         digest = hashlib.sha256(repr(value).encode()).digest()
         number = int.from_bytes(digest[:8], signed=True)
@@ -150,7 +150,7 @@ class Peers:
         if self.world == 1:
             return list(columns)
         received: list[list[torch.Tensor]] = [[column[:0]] for column in columns]
-        for start in range(0, int(self.largest(len(ranks_N))), self._at_once):
+        for start in range(0, int(self.max_number(len(ranks_N))), self._at_once):
             part = slice(start, start + self._at_once)
             order, counts = ranks_N[part].argsort(stable=True), ranks_N[part].bincount(minlength=self.world)
             sizes = counts.tolist(), self.transpose(counts).tolist()
@@ -223,7 +223,7 @@ class RoundTrip:
         numbers = torch.arange(len(sent_TW), device=values.device)
         self.tables = numbers.repeat_interleave(received_WT.sum(0), output_size=of_all)
 
-    def back(self, answers: torch.Tensor) -> torch.Tensor:
+    def send_answers(self, answers: torch.Tensor) -> torch.Tensor:
         """Return the answers to the values that this rank sent, in their order.
 
         Args:

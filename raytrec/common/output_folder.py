@@ -46,7 +46,7 @@ class OutputFolder:
         """Return the path or URI of a file."""
         return join_uri(self.uri, name)
 
-    def names(self) -> set[str]:
+    def list_names(self) -> set[str]:
         """Return the names of all files, including those in subfolders."""
         infos = self._filesystem.get_file_info(
             fs.FileSelector(self._path, recursive=True, allow_not_found=True)
@@ -165,17 +165,17 @@ class ClaimedFolder(OutputFolder):
         Raises:
             ConfigError: The folder holds other files without a claim, or the claim is damaged.
         """
-        names = self.names()
+        names = self.list_names()
         if name not in names:
             if others := sorted(each for each in names if not each.startswith(name)):
-                raise self.refused(f"the folder contains other files, such as {others[0]}")
+                raise self.make_refusal(f"the folder contains other files, such as {others[0]}")
             return names, None
         try:
             return names, validate_as(parse_json(read_bytes(self.uri_of(name))), kind)
         except UnreadableError as error:
-            raise self.refused(f"cannot read {name}: {error}") from None
+            raise self.make_refusal(f"cannot read {name}: {error}") from None
 
-    def refused(self, what: str, do: str = OTHER_FOLDER_ADVICE) -> ConfigError:
+    def make_refusal(self, what: str, do: str = OTHER_FOLDER_ADVICE) -> ConfigError:
         """Return the error for a folder that holds something else."""
         return ConfigError(
             what,

@@ -25,7 +25,7 @@ class ResidentRows(Protocol):
         """Return the indices at which the kernel finds these rows."""
         ...
 
-    def share_found(self) -> float | None:
+    def take_hit_share(self) -> float | None:
         """Return the share of lookups that found their row in memory since the last call."""
         ...
 
@@ -156,7 +156,7 @@ def measure_cache_hits(kernel: nn.Module) -> float | None:
     """
     lookup = find_fused_lookup(kernel)
     if (rows := find_resident_rows(kernel)) is not None:
-        return rows.share_found()
+        return rows.take_hit_share()
     if lookup is None or not _get_undocumented(lookup, "gather_uvm_cache_stats"):
         return None
     # Calls, ids, distinct ids, distinct misses, …

@@ -31,11 +31,13 @@ class LookupStorage(Protocol):
 
     share: float
 
-    def zeros(self, tables: list[str], count: int, dtype: torch.dtype, more: int = 0) -> torch.Tensor:
+    def allocate_zeros(
+        self, tables: list[str], count: int, dtype: torch.dtype, more: int = 0
+    ) -> torch.Tensor:
         """Return zeros, [count + more], of which the first `count` are shared with a new file."""
         ...
 
-    def in_memory(self, whole: list[torch.Tensor], rows: int) -> ResidentRows:
+    def make_hot_rows(self, whole: list[torch.Tensor], rows: int) -> ResidentRows:
         """Return the rows in memory of a table with `rows` rows."""
         ...
 
@@ -139,7 +141,10 @@ def _make_buffers(
     kinds = {"weights": ("value", settings["weights_precision"].as_dtype())}
     kinds |= {name: (per, torch.float32) for name, per in state.items()}
     tables = list(dict.fromkeys(settings["table_names"]))
-    return {name: files.zeros(tables, sizes[per], dtype, extras[per]) for name, (per, dtype) in kinds.items()}
+    return {
+        name: files.allocate_zeros(tables, sizes[per], dtype, extras[per])
+        for name, (per, dtype) in kinds.items()
+    }
 
 
 def _make_lookup_with_extra_rows(
@@ -159,7 +164,7 @@ def _make_lookup_with_extra_rows(
     weights = private(lookup, "split_embedding_weights", "fbgemm-gpu")()
     (states,) = lookup.split_optimizer_states() or [[]]
     lookup.embedding_specs = specs
-    hot_rows = lookup.in_memory = files.in_memory([*weights, *states], rows)
+    hot_rows = lookup.make_hot_rows = files.make_hot_rows([*weights, *states], rows)
     lookup.flush, lookup.reset_cache_states = hot_rows.flush, hot_rows.purge
 
     def translate(module: nn.Module, args: tuple, inputs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

@@ -52,7 +52,7 @@ class Features:
     @cached_property
     def tables_by_id(self) -> dict[str, list[str]]:
         """Return table → all features that read it, for tables that return a vector per id."""
-        by_id = [*self.sequences, *self.schema.of_candidates(self.schema.sparse)]
+        by_id = [*self.sequences, *self.schema.select_candidate_names(self.schema.sparse)]
         tables = {self.schema.sparse[feature].table for feature in by_id}
         readers: dict[str, list[str]] = {table: [] for table in self.schema.tables if table in tables}
         for feature, spec in self.schema.sparse.items():
@@ -106,7 +106,7 @@ def set_draw_rows(transforms: Iterable[Transform], schema: Schema) -> tuple[Tran
 
 
 def _get_table_rows(transform: Sample, schema: Schema) -> int:
-    features = [name for name in schema.sparse if schema.column_of(name) == transform.column]
+    features = [name for name in schema.sparse if schema.get_ids_column(name) == transform.column]
     tables = {schema.sparse[name].table for name in features}
     where = f"data.transforms, do: sample, column: {transform.column}"
     if not tables:

@@ -134,7 +134,7 @@ class RunConfig(Section):
         """
         return self.model_dump(by_alias=True, mode="json", exclude_defaults=True)
 
-    def with_(self, overrides: Overrides) -> RunConfig:
+    def with_overrides(self, overrides: Overrides) -> RunConfig:
         """Return a copy with overrides. Another kind of model does not inherit this one's defaults."""
         return load_config(self.get_changed_values(), overrides)
 

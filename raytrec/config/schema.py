@@ -120,12 +120,12 @@ class Schema(SchemaPart):
                 raise ValueError(
                     f"candidates: {name} has weights or is a sequence; a candidate has one id per feature"
                 )
-        if self.candidates and not self.of_candidates(self.sparse):
+        if self.candidates and not self.select_candidate_names(self.sparse):
             raise ValueError(
                 "candidates: at least one sparse feature is required, by whose ids candidates are counted"
             )
 
-    def of_candidates(self, names: Collection[str]) -> list[str]:
+    def select_candidate_names(self, names: Collection[str]) -> list[str]:
         """Return the names that belong to candidates, in the given order.
 
         Args:
@@ -141,11 +141,11 @@ class Schema(SchemaPart):
         """
         return [name for name in names if name not in self.candidates]
 
-    def column_of(self, feature: str) -> str:
+    def get_ids_column(self, feature: str) -> str:
         """Return the Parquet column that holds a sparse feature's ids."""
         return self.sparse[feature].column or feature
 
-    def dim_of(self, feature: str) -> int:
+    def get_feature_dim(self, feature: str) -> int:
         """Return the width of the vectors that a sparse feature looks up."""
         return self.tables[self.sparse[feature].table].dim
 
@@ -154,7 +154,7 @@ class Schema(SchemaPart):
         """Return every Parquet column to read, each once, labels first."""
         names = [*self.labels, *self.dense]
         for feature, spec in self.sparse.items():
-            names.append(self.column_of(feature))
+            names.append(self.get_ids_column(feature))
             if spec.weights is not None:
                 names.append(spec.weights)
             names += spec.side_features
@@ -165,7 +165,7 @@ class Schema(SchemaPart):
         """Return every Parquet column except labels, each once."""
         return [name for name in self.columns if name not in self.labels]
 
-    def part(self, names: Collection[str]) -> Schema:
+    def select_features(self, names: Collection[str]) -> Schema:
         """Return a copy with only these dense columns and sparse features. All labels and tables are kept."""
         dense = [name for name in self.dense if name in names]
         parts: dict[str, Mapping] = {
@@ -215,7 +215,7 @@ class Schema(SchemaPart):
             ) from None
 
     @classmethod
-    def stored(cls, text: str, where: str) -> Schema:
+    def parse_stored(cls, text: str, where: str) -> Schema:
         """Parse a schema that a run or a checkpoint has stored as text; `where` names the source in errors.
 
         Raises:

@@ -72,13 +72,13 @@ class Schedule(Section):
             raise ValueError("optim.schedule: decay_steps is set, but decay is constant")
         return self
 
-    def over(self, steps: int) -> Schedule:
+    def resolve_decay_steps(self, steps: int) -> Schedule:
         """Return the schedule with `decay_steps` resolved for a run of this many steps."""
         if self.decay == "constant" or self.decay_steps:
             return self
         return self.model_copy(update={"decay_steps": max(1, steps - self.warmup_steps)})
 
-    def factor(self, step: int) -> float:
+    def compute_factor(self, step: int) -> float:
         """Return the factor at a step; steps are counted from 0."""
         if step < self.warmup_steps:
             return (step + 1) / (self.warmup_steps + 1)

@@ -79,7 +79,7 @@ class Assembler:
         self._keys = features.keys
         self._column = {name: i for i, name in enumerate(form.singles)}
         self._has_single_ids_only = form.singles == self._keys
-        self._candidate_feature = next(iter(form.schema.of_candidates(form.schema.sparse)), None)
+        self._candidate_feature = next(iter(form.schema.select_candidate_names(form.schema.sparse)), None)
         places = [schema.dense.index(name) for name in form.schema.select_request_names(form.schema.dense)]
         self._dense_places = None if len(places) == len(schema.dense) else places
         # Matrix of a Batch → number of columns and type; None: the Batch has no such matrix.

@@ -82,7 +82,7 @@ def canonical(table: pa.Table, form: ResolvedReadPlan, place: Place) -> pa.Table
         [compute_group_keys(reserved[name]) for name in form.plan.reserved.keys],
         [reserved[name] for name in form.plan.reserved.columns],
         {name: side_features(table, features[name], ends[name]) for name in form.features_with_side_features},
-        (example_place.offsets, dense(schema.of_candidates(schema.dense), examples, example_place))
+        (example_place.offsets, dense(schema.select_candidate_names(schema.dense), examples, example_place))
         if isinstance(example_place, CandidatePlace)
         else None,
     )
@@ -115,9 +115,11 @@ def unnest_candidates(
     """
     schema, offsets, flat, first = form.schema, None, {}, ""
     task_columns = [read.column for read in form.plan.task_columns]
-    task_names = dict.fromkeys([*form.plan.labels, *schema.of_candidates(schema.dense), *task_columns])
+    task_names = dict.fromkeys(
+        [*form.plan.labels, *schema.select_candidate_names(schema.dense), *task_columns]
+    )
     lists = dict.fromkeys(
-        schema.column_of(name) if name in schema.sparse else name
+        schema.get_ids_column(name) if name in schema.sparse else name
         for name in schema.candidates
         if form.plan.read_labels or name not in schema.labels
     )

@@ -61,13 +61,13 @@ class FileIdentity:
     modified_ns: int | None = field(default=None, compare=False)
     version: str | None = field(default=None, compare=False)
 
-    def written_again(self, other: FileIdentity) -> bool:
+    def is_rewritten(self, other: FileIdentity) -> bool:
         """Return True if the file was written again, so that only samples show that the content is equal."""
         if self.whole or (self.version and self.version == other.version):
             return False
         return (self.modified_ns, self.version) != (other.modified_ns, other.version)
 
-    def difference(self, other: FileIdentity) -> str:
+    def describe_difference(self, other: FileIdentity) -> str:
         """Return how the file's current content `other` differs from this earlier content, in words."""
         if self.groups != other.groups:
             now, was = ((sum(r for _, r in c.groups), len(c.groups)) for c in (other, self))
@@ -121,7 +121,7 @@ def list_differences(before: list[FileIdentity], after: list[FileIdentity]) -> l
     lines = [f"{was[key].name}: removed" for key in was if key not in now]
     lines += [f"{now[key].name}: added" for key in now if key not in was]
     changed = [(was[key], now[key]) for key in was if key in now and was[key] != now[key]]
-    lines += [f"{old.name}: {old.difference(new)}" for old, new in changed]
+    lines += [f"{old.name}: {old.describe_difference(new)}" for old, new in changed]
     if not lines and [c.name for c in before] != [c.name for c in after]:
         lines = ["the order of the files has changed"]
     return lines
@@ -130,7 +130,7 @@ def list_differences(before: list[FileIdentity], after: list[FileIdentity]) -> l
 def list_rewritten_files(before: list[FileIdentity], after: list[FileIdentity]) -> list[str]:
     """Return the names of large files that were written again and whose content is equal only by samples."""
     was, now = (_by_name(contents) for contents in (before, after))
-    return [was[key].name for key in was if key in now and was[key].written_again(now[key])]
+    return [was[key].name for key in was if key in now and was[key].is_rewritten(now[key])]
 
 
 def _by_name(contents: list[FileIdentity]) -> dict[tuple, FileIdentity]:

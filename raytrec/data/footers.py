@@ -120,7 +120,7 @@ class FooterStatistics:
         self._outputs = {name for transform in form.plan.transforms for name in transform.writes}
         self._places = {metadata.schema.column(i).path: i for i in range(metadata.num_columns)}
 
-    def accused(self) -> list[int]:
+    def list_suspect_groups(self) -> list[int]:
         """Return the indexes of row groups whose statistics show invalid values."""
         checks = [
             (i, wrong)
@@ -133,7 +133,7 @@ class FooterStatistics:
             if any(wrong(column) for i, wrong in checks if (column := group.column(i)).is_stats_set)
         ]
 
-    def excluded(self) -> dict[str, list[set[str]]]:
+    def list_exclusions(self) -> dict[str, list[set[str]]]:
         """Return task → reasons why no row counts, for each row group with rows.
 
         The set of reasons is empty if rows of the row group may count.
@@ -212,7 +212,7 @@ def _list_statistics_checks(form: ResolvedReadPlan, outputs: set[str]) -> Iterat
                 partial(_has_invalid_values, allowed=(0, 1 if is_mask else MAX_FLOAT32), null=is_mask),
             )
     for name, spec in schema.sparse.items():
-        table, column = schema.tables[spec.table], schema.column_of(name)
+        table, column = schema.tables[spec.table], schema.get_ids_column(name)
         if column not in outputs and table.out_of_range == "error" and not table.ids:
             yield column, partial(_is_out_of_range, low=0, high=table.rows - 1)
 

@@ -38,12 +38,12 @@ class Split:
     Attributes:
         total: Number of rows of the whole row group.
         every: Number of rows of a block.
-        held: True for the held-out rows, False for the other rows.
+        is_holdout: True for the held-out rows, False for the other rows.
     """
 
     total: int
     every: int
-    held: bool
+    is_holdout: bool
 
     def rows(self) -> np.ndarray:
         """Return the indexes of the rows in their row group, int64, ascending."""
@@ -55,7 +55,7 @@ def _split_rows(split: Split) -> np.ndarray:
     blocks, is_held_out = split.total // split.every, np.zeros(split.total, bool)
     places = np.random.default_rng((split.total, split.every)).integers(0, split.every, blocks)
     is_held_out[np.arange(blocks) * split.every + places] = True
-    return np.flatnonzero(is_held_out == split.held)
+    return np.flatnonzero(is_held_out == split.is_holdout)
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Dataset:
         groups: Row groups with rows, by path of the file, then by index.
         form: Form of the rows.
         left_out: Errors of files that are skipped (data.on_error: skip).
-        accused: Row groups whose footers show values at which a run will stop (footers.py).
+        suspect_groups: Row groups whose footers show values at which a run will stop (footers.py).
         empty_tasks: Task in which no row counts, according to the footers → reason.
         constant_labels: Label with a single value, according to the footers → that value.
         log_odds: Initial bias of each column of logits (train.initial_bias); (): the bias is not changed.
@@ -95,7 +95,7 @@ class Dataset:
     groups: tuple[RowGroup, ...]
     form: ResolvedReadPlan
     left_out: tuple[DataError, ...] = ()
-    accused: tuple[RowGroup, ...] = ()
+    suspect_groups: tuple[RowGroup, ...] = ()
     empty_tasks: Mapping[str, str] = field(default_factory=dict)
     constant_labels: Mapping[str, float] = field(default_factory=dict)
     log_odds: tuple[float, ...] = ()
@@ -116,7 +116,7 @@ class Dataset:
             )
             return replace(self, groups=tuple(group for group in groups if group.rows))
 
-        held_out = replace(part(is_held_out=True), accused=(), left_out=(), listing=Listing())
+        held_out = replace(part(is_held_out=True), suspect_groups=(), left_out=(), listing=Listing())
         return (part(is_held_out=False), held_out) if held_out.groups else (self, None)
 
     @cached_property
@@ -154,7 +154,9 @@ def scan(
     # Keys whose ids are hashed or managed are text. Otherwise, a new folder could turn the key from integers
     # into text, which would change the hash of `4`.
     schema = plan.schema
-    text = {schema.column_of(n) for n, spec in schema.sparse.items() if schema.tables[spec.table].takes_text}
+    text = {
+        schema.get_ids_column(n) for n, spec in schema.sparse.items() if schema.tables[spec.table].takes_text
+    }
     scan_form = ResolvedReadPlan(
         replace(plan, reserved=replace(plan.reserved, columns=tuple(columns))),
         types=infer_folder_types(listing.files, text),
@@ -230,14 +232,16 @@ def _look(uri: str, form: ResolvedReadPlan) -> _FileFacts:
     arrow = select_schema(arrow, form.columns)
     if form.plan.transforms:
         arrow = apply_transforms(empty_table(arrow), form.plan.transforms, uri, form.plan.folder).schema
-        check_present(arrow, form.wanted, f"{uri}, after data.transforms", form, fields=False)
+        check_present(
+            arrow, form.columns_after_transforms, f"{uri}, after data.transforms", form, fields=False
+        )
     check_types(arrow, form, uri)
-    lists = {name for name in schema.sparse if is_list(arrow.field(schema.column_of(name)).type)}
+    lists = {name for name in schema.sparse if is_list(arrow.field(schema.get_ids_column(name)).type)}
     counts = (metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))
     groups = [RowGroup(uri, i, rows) for i, rows in enumerate(counts) if rows]
     types = {name: plain(arrow.field(name).type) for name in form.plan.reserved.names}
     footer = FooterStatistics(metadata, form)
-    facts = groups, lists, footer.accused(), footer.excluded(), footer.constant_labels()
+    facts = groups, lists, footer.list_suspect_groups(), footer.list_exclusions(), footer.constant_labels()
     return _FileFacts(uri, types, form.from_folders, *facts)
 
 

@@ -203,7 +203,7 @@ def check_suspect_groups(dataset: Dataset) -> None:
     Raises:
         DataError: A row group has such a value; names file, row group, column and row.
     """
-    for group in dataset.accused[:MAX_CHECKED_SUSPECT_GROUPS]:
+    for group in dataset.suspect_groups[:MAX_CHECKED_SUSPECT_GROUPS]:
         for first in range(0, group.rows, CHECK_BATCH_ROWS):
             part = Part(group.path, group.index, first, min(CHECK_BATCH_ROWS, group.rows - first))
             read_item(LaneItem(0, 0, (part,), None), dataset.form)

@@ -195,7 +195,7 @@ class ResolvedReadPlan:
         return {name: self.types.get(name) for name in self.from_folders}
 
     @cached_property
-    def wanted(self) -> list[str]:
+    def columns_after_transforms(self) -> list[str]:
         """Return the columns that must exist after the transforms, without duplicates."""
         plan = self.plan
         names = [name for name in plan.schema.columns if plan.read_labels or name not in plan.schema.labels]
@@ -206,7 +206,7 @@ class ResolvedReadPlan:
     @cached_property
     def columns(self) -> list[str]:
         """Return the columns to read from files or folder names."""
-        return resolve_input_columns(self.plan.transforms, self.wanted)
+        return resolve_input_columns(self.plan.transforms, self.columns_after_transforms)
 
     @cached_property
     def trained_columns(self) -> list[str]:
@@ -214,7 +214,9 @@ class ResolvedReadPlan:
         plan = self.plan
         learned = {*plan.schema.columns, *plan.reserved.groups, *(c.column for c in plan.task_columns)}
         passive = set(plan.reserved.names) - learned
-        return resolve_input_columns(plan.transforms, [name for name in self.wanted if name not in passive])
+        return resolve_input_columns(
+            plan.transforms, [name for name in self.columns_after_transforms if name not in passive]
+        )
 
     @cached_property
     def singles(self) -> list[str]:
@@ -239,7 +241,7 @@ class ResolvedReadPlan:
     @cached_property
     def of_candidates(self) -> tuple[int, int, int]:
         """Return the numbers of labels, dense columns and task weights of each candidate."""
-        dense = self.schema.of_candidates(self.schema.dense)
+        dense = self.schema.select_candidate_names(self.schema.dense)
         return len(self.plan.labels), len(dense), len(self.plan.tasks) * self.plan.has_task_weights
 
     @cached_property
@@ -268,7 +270,7 @@ class ResolvedReadPlan:
         """Return the features of which each global batch has every id exactly once → number of ids."""
         samples = (transform for transform in self.plan.transforms if isinstance(transform, Sample))
         rows = {sample.column: sample.rows for sample in samples if sample.count == "all"}
-        columns = {name: self.schema.column_of(name) for name in self.schema.sparse}
+        columns = {name: self.schema.get_ids_column(name) for name in self.schema.sparse}
         return {name: rows[column] for name, column in columns.items() if column in rows}
 
     @cached_property

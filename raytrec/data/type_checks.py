@@ -80,8 +80,8 @@ def check_types(arrow: pa.Schema, form: ResolvedReadPlan, uri: str) -> None:
         DataError: A column has a wrong type; the message suggests a transform or another name.
     """
     schema = form.schema
-    for name in schema.of_candidates([*form.plan.labels, *schema.dense, *schema.sparse]):
-        column = schema.column_of(name) if name in schema.sparse else name
+    for name in schema.select_candidate_names([*form.plan.labels, *schema.dense, *schema.sparse]):
+        column = schema.get_ids_column(name) if name in schema.sparse else name
         _check_candidates(arrow.field(column).type, column, uri)
 
     def get_value_type(column: str) -> pa.DataType:
@@ -107,7 +107,7 @@ def check_types(arrow: pa.Schema, form: ResolvedReadPlan, uri: str) -> None:
     for column in schema.dense:
         _check_number(get_value_type(column), column, "dense column", uri)
     for feature, spec in schema.sparse.items():
-        column = schema.column_of(feature)
+        column = schema.get_ids_column(feature)
         is_text_allowed = schema.tables[spec.table].takes_text
         _check_ids(arrow.field(column).type, feature, column, spec.table, is_text_allowed, uri)
         if spec.weights is not None:

@@ -141,8 +141,8 @@ def _find_existing_folder(place: str) -> str:
 
 
 def _run_checks(nodes: ThisHost, storage: list[str], show: Callable[[str], None], exam: Examination) -> None:
-    exam.hosts = [*nodes.names, *nodes.silent]
-    for host, why in nodes.silent.items():
+    exam.hosts = [*nodes.names, *nodes.unresponsive_hosts]
+    for host, why in nodes.unresponsive_hosts.items():
         what = f"this node does not answer: {why}"
         exam.diagnoses.append(Diagnosis(FAILURE, what, NO_ANSWER_REPAIR, "nodes", (host,)))
     storage_diagnoses = (diagnosis for uri in storage for diagnosis in check_storage(nodes, uri))
@@ -161,7 +161,7 @@ def _run_checks(nodes: ThisHost, storage: list[str], show: Callable[[str], None]
         exam.diagnoses += diagnoses
         if name == "operators":
             bad = {host for diagnosis in diagnoses if diagnosis.result == FAILURE for host in diagnosis.hosts}
-            nodes.unfit.update(i for i, host in enumerate(nodes.names) if host in bad)
+            nodes.hosts_without_torch.update(i for i, host in enumerate(nodes.names) if host in bad)
 
 
 def check_host(name: str) -> list[Diagnosis]:

@@ -119,7 +119,7 @@ def find_connection_errors(
 
 
 def check_ports(nodes: ThisHost) -> Diagnoses:
-    """Check that each node reaches a free port of every other node; record failing pairs (ThisHost.cut)."""
+    """Check that each node reaches a free port of every other node; record failing pairs in `nodes`."""
     indices = range(len(nodes.names))
     ports = nodes.ask(listen, host_arguments={i: (nodes.addresses[i],) for i in indices})
     listening = [i for i in indices if isinstance(ports[i], int)]
@@ -131,15 +131,15 @@ def check_ports(nodes: ThisHost) -> Diagnoses:
     )
     for node in indices:
         if failed := [a for a in (ports[node], answers[node]) if isinstance(a, Exception)]:
-            nodes.cut |= {frozenset((node, peer)) for peer in indices}
+            nodes.disconnected_pairs |= {frozenset((node, peer)) for peer in indices}
             yield Diagnosis(FAILURE, f"no result: {failed[0]}", NO_ANSWER_REPAIR, hosts=(nodes.names[node],))
             continue
         for peer, (_, port), reason in zip(listening, places, answers[node], strict=True):
             if reason and node != peer:
-                nodes.cut.add(frozenset((node, peer)))
+                nodes.disconnected_pairs.add(frozenset((node, peer)))
                 pair = f"{nodes.names[node]} cannot reach {nodes.names[peer]}"
                 yield Diagnosis(FAILURE, f"{pair} at port {port}: {reason}", PORTS_REPAIR)
-    if not nodes.cut:
+    if not nodes.disconnected_pairs:
         yield Diagnosis(OK, f"{len(listening)} nodes reach each other at free ports")
 
 
@@ -205,12 +205,12 @@ def check_all_reduce(nodes: ThisHost) -> Diagnoses:
 
     If the all-reduce fails, the smallest failing groups of nodes are named, and the other nodes are timed.
     """
-    remaining = [i for i in range(len(nodes.names)) if i not in nodes.unfit]
+    remaining = [i for i in range(len(nodes.names)) if i not in nodes.hosts_without_torch]
     if len(remaining) < 2:
         what = "fewer than two nodes can import torch"
         yield Diagnosis(WARNING, what, "first repair failures of `operators`")
         return
-    if any(frozenset(pair) in nodes.cut for pair in combinations(remaining, 2)):
+    if any(frozenset(pair) in nodes.disconnected_pairs for pair in combinations(remaining, 2)):
         yield Diagnosis(WARNING, "not timed: some nodes cannot connect", "first repair failures of `ports`")
         return
     nccl = nodes.ask(uses_nccl)

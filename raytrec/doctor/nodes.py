@@ -43,16 +43,16 @@ class ThisHost:
     Attributes:
         names: Names of the hosts.
         addresses: Addresses by which other hosts reach them.
-        silent: Names of hosts that have not answered, and are left out → reason.
-        unfit: Indices of hosts that cannot import torch.
-        cut: Pairs of hosts (indices) that cannot connect.
+        unresponsive_hosts: Names of hosts that have not answered, and are left out → reason.
+        hosts_without_torch: Indices of hosts that cannot import torch.
+        disconnected_pairs: Pairs of hosts (indices) that cannot connect.
     """
 
     def __init__(self):
         self.names, self.addresses = [socket.gethostname()], ["127.0.0.1"]
-        self.silent: dict[str, str] = {}
-        self.unfit: set[int] = set()
-        self.cut: set[frozenset[int]] = set()
+        self.unresponsive_hosts: dict[str, str] = {}
+        self.hosts_without_torch: set[int] = set()
+        self.disconnected_pairs: set[frozenset[int]] = set()
 
     def ask(
         self,
@@ -99,7 +99,7 @@ class ClusterNodes(ThisHost):
             compute_code_hash, limit_s=START_TIMEOUT_S
         )  # raises an error on nodes without raytrec
         fit = [number for number, answer in enumerate(answers) if isinstance(answer, str)]
-        self.silent = {
+        self.unresponsive_hosts = {
             names[i]: get_last_line(str(answer), type(answer).__name__)[:300]
             for i, answer in enumerate(answers)
             if i not in fit

@@ -48,7 +48,7 @@ def select_tower_schema(config: RunConfig, schema: Schema, tower: TowerName, whe
             where=where,
             expected="a model with a query and an item tower, such as two_tower (docs/retrieval.md)",
         )
-    return schema.part(config.model.tower_members(schema)[tower])
+    return schema.select_features(config.model.tower_members(schema)[tower])
 
 
 def open_inputs(
@@ -92,8 +92,8 @@ def to_example_schema(schema: Schema, places: str | list[str]) -> Schema:
     if not schema.candidates:
         return schema
     arrow = read_footer(list_files(places, "--data").files[0]).schema.to_arrow_schema()
-    for name in schema.of_candidates([*schema.dense, *schema.sparse]):
-        path = find_column(arrow, schema.column_of(name) if name in schema.sparse else name)
+    for name in schema.select_candidate_names([*schema.dense, *schema.sparse]):
+        path = find_column(arrow, schema.get_ids_column(name) if name in schema.sparse else name)
         if path and is_list(plain(type_at(arrow, path))):
             raise DataError(
                 f"'{name}' contains lists of candidates",

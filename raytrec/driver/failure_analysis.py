@@ -20,7 +20,7 @@ class FailureKind(IntEnum):
     """Kinds of errors; a kind with a smaller value explains the others."""
 
     RESTART = 0  # a requested restart
-    OURS = 1  # an error for people, which would recur
+    RAYTREC_ERROR = 1  # an error for people, which would recur
     NODE = 2  # the node is lost
     DEATH = 3  # the process has ended
     ERROR = 4  # an exception of the rank itself
@@ -44,7 +44,7 @@ class Cause:
     @property
     def sentence(self) -> str:
         """Text of the cause, preceded by the rank unless the text is complete by itself."""
-        if self.kind in (FailureKind.OURS, FailureKind.RESTART):
+        if self.kind in (FailureKind.RAYTREC_ERROR, FailureKind.RESTART):
             return self.text
         return f"rank {self.rank} {self.text}"
 
@@ -85,7 +85,7 @@ def _classify(rank: int, error: BaseException) -> Cause:
     cause = get_root_cause(inner)
     text = str(cause).strip()
     if isinstance(cause, RaytrecError):
-        return Cause(FailureKind.OURS, rank, cause.what, cause)
+        return Cause(FailureKind.RAYTREC_ERROR, rank, cause.what, cause)
     if isinstance(cause, Restart):
         return Cause(FailureKind.RESTART, rank, text, cause)
     if is_node_loss(inner):

@@ -111,14 +111,14 @@ def check_item_ids(section: RetrievalSection, items: Dataset, dataset: Dataset) 
     """
     read = cache(partial(read_keys, items))
     schema = dataset.form.schema
-    columns = {schema.column_of(name): name for name in items.form.singles}
+    columns = {schema.get_ids_column(name): name for name in items.form.singles}
     ordered = sorted(columns, key=lambda column: column != section.item)
     own_key = next((column for column in ordered if len(np.unique(read(column))) == len(read(column))), None)
     if own_key is None or not dataset.groups:
         return
     sampled = {each.column for each in dataset.form.plan.transforms if isinstance(each, Sample)}
     table = schema.sparse[columns[own_key]].table
-    same_table = {schema.column_of(f) for f in dataset.form.lists if schema.sparse[f].table == table}
+    same_table = {schema.get_ids_column(f) for f in dataset.form.lists if schema.sparse[f].table == table}
     histories = sorted(same_table - sampled)
     sources = {section.right_column: [own_key]} | dict.fromkeys(section.seen, histories)
     try:

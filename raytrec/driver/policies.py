@@ -109,7 +109,7 @@ class GroupFailurePolicy(FailurePolicy):
     def _should_restart(self, cause: Cause) -> bool:
         if cause.kind in (FailureKind.RESTART, FailureKind.NODE):
             return True
-        if cause.kind == FailureKind.OURS:
+        if cause.kind == FailureKind.RAYTREC_ERROR:
             return False
         self._left -= 1
         failure = NUMBER_PATTERN.sub("#", cause.text), self._fetch_step()

@@ -82,7 +82,7 @@ def check_fit(config: RunConfig, schema: Schema, *, on_this_machine: bool) -> No
     if config.tracking.enabled and config.tracking.uri:
         check_tracking_uri(config.tracking.uri)
     features = resolve_features(schema, config.model)
-    varying = [*features.sequences, *schema.of_candidates(schema.sparse)]
+    varying = [*features.sequences, *schema.select_candidate_names(schema.sparse)]
     if config.train.compile == "graphs" and varying:
         raise ConfigError(
             f"the model reads {shorten_repr(varying)} id by id, so sizes vary between batches",
@@ -141,7 +141,7 @@ def check_sampled_ids(config: RunConfig, schema: Schema) -> list[str]:
     lines, transforms = [], enumerate(config.data.transforms)
     for place, sample in [(n, each) for n, each in transforms if isinstance(each, Sample) and each.rows]:
         key, rows = f"data.transforms[{place}].rows", sample.rows
-        for feature in (name for name in schema.sparse if schema.column_of(name) == sample.column):
+        for feature in (name for name in schema.sparse if schema.get_ids_column(name) == sample.column):
             name = schema.sparse[feature].table
             table = schema.tables[name]
             size = f"{table.rows:,} rows"
@@ -279,13 +279,13 @@ def plan(
     if not names and not costs:
         workers = config.scaling.max_workers
         gpus = max(count for count in range(1, 9) if workers % count == 0)
-        clusters = [Cluster.described(workers // gpus, gpus, 80)]
+        clusters = [Cluster.from_sizes(workers // gpus, gpus, 80)]
     choices = (
         list(MACHINES.values())
         if ANY_MACHINE in names
         else [find_machine(name, str(prices)) for name in costs]
     )
-    chosen = predict.choose(choices, costs)
+    chosen = predict.choose_clusters(choices, costs)
     estimates = [predict(cluster, remedies=True) for cluster in clusters]
     return Plans(config=config, schema=schema, on=estimates, chosen=chosen, prices=costs)
 

@@ -114,7 +114,7 @@ class Watch:
         Any exception becomes a warning, because later messages must still be read.
         """
         try:
-            return self._record.keep(message)
+            return self._record.store_message(message)
         except Exception as error:
             warning = f"messages of kind {message.KIND} are not recorded: {type(error).__name__}: {error}"
             is_new = warning not in self._unrecorded
@@ -176,7 +176,7 @@ class Record:
         missing = self._journal.missing()
         return [*self._take_warnings(), *filter(None, [missing])]
 
-    def keep(self, message: Message) -> list[str]:
+    def store_message(self, message: Message) -> list[str]:
         """Write one message, and return sentences for people."""
         if message.FILE and message.values().get("unix_s") is None:
             message = replace(message, unix_s=time())  # type: ignore[call-arg]

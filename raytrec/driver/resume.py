@@ -225,7 +225,7 @@ def load_stored_schema(folder: Path) -> Schema:
         do="restore the file from a backup",
     ):
         text = read_text(file)
-    return Schema.stored(text, str(file))
+    return Schema.parse_stored(text, str(file))
 
 
 def _format_list(lines: list[str]) -> str:

@@ -131,7 +131,7 @@ class DistinctKeys:
     places: torch.Tensor
 
     @classmethod
-    def of(
+    def from_keys(
         cls, tables: torch.Tensor, keys: torch.Tensor, count: int, counts: torch.Tensor | None = None
     ) -> DistinctKeys:
         """Return the distinct keys among N keys whose tables ascend.

@@ -52,11 +52,13 @@ class MappedFileFactory:
     def __init__(self, config: RunConfig, share: float = 0.0):
         self._config, self._folder, self.share = config, find_mmap_folder(config), share
 
-    def in_memory(self, whole: list[torch.Tensor], rows: int) -> HotRowCache:
+    def make_hot_rows(self, whole: list[torch.Tensor], rows: int) -> HotRowCache:
         """Return the HotRowCache of a shard."""
         return HotRowCache(whole, rows)
 
-    def zeros(self, tables: list[str], count: int, dtype: torch.dtype, more: int = 0) -> torch.Tensor:
+    def allocate_zeros(
+        self, tables: list[str], count: int, dtype: torch.dtype, more: int = 0
+    ) -> torch.Tensor:
         """Return zeros [count + more] whose first `count` values are shared with a new file.
 
         Disk space is reserved at once: on a full disk, writing a page back would otherwise kill the process.
@@ -115,7 +117,11 @@ def mark_mapped(
         for table, module in find_table_modules(collection).items():
             if kernels[table] == MMAP_KERNEL:
                 state = find_optimizer(optimizers[table].name).state
-                map_table(module.weight, {kind.buffer: kind.per for kind in state}, table if hot else "")
+                map_table(
+                    module.weight,
+                    {kind.buffer: kind.value_granularity for kind in state},
+                    table if hot else "",
+                )
 
 
 class HotRowCache:
@@ -169,7 +175,7 @@ class HotRowCache:
             self._prefetch_pages(cold)
         return torch.where(places >= 0, places.to(rows.dtype) + self._rows, rows)
 
-    def share_found(self) -> float | None:
+    def take_hit_share(self) -> float | None:
         """Return the share of training lookups found in memory since the last call; None without lookups."""
         share = self._hits / self._lookups if self._lookups else None
         self._lookups = self._hits = 0

@@ -237,7 +237,7 @@ class DenseInputBuilder(nn.Module):
     def __init__(self, features: Features):
         super().__init__()
         sparse, self._sequences = features.schema.sparse, dict(features.sequences)
-        self._candidates = frozenset(features.schema.of_candidates(sparse))
+        self._candidates = frozenset(features.schema.select_candidate_names(sparse))
         self._weighted = {feature for feature, spec in sparse.items() if spec.weights is not None}
         self.means = BagMeans([features.is_mean(feature) for feature in sparse])
 

@@ -255,7 +255,7 @@ def _collect_state(
             local_values = next(values, None) if shard.values is not None else None
             cache = None if isinstance(shard.cache, Cache) else shard.cache  # on GPUs, state is not cached
             shards.append(replace(shard, values=local_values, cache=cache))
-        shape = weight.shape[:1] if state_kind.per == "row" else weight.shape
+        shape = weight.shape[:1] if state_kind.value_granularity == "row" else weight.shape
         states[state_kind.kind] = replace(weight, shape=shape, dtype=torch.float32, shards=shards)
     return states
 

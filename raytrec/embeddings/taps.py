@@ -232,13 +232,13 @@ class Taps:
         sent: Number of ids in this rank's part of the batches since the start, int64 [features]. If each
             distinct id of a table is sent once, only distinct ids count, under any of the table's features.
         rows: Number of rows in this rank's batches that are not padding, int64 scalar.
-        probing: Set to True before a step to keep that step's values.
+        is_probing: Set to True before a step to keep that step's values.
         input: Inputs of the dense layers in the probed step.
     """
 
     def __init__(self, model: DistributedModelParallel, head: nn.Module, features: list[str]):
         device = model.device  # some heads, such as that of mf, have no parameters
-        self.features, self.probing = features, False
+        self.features, self.is_probing = features, False
         self.input: Input | None = None
         self._distinct: dict[tuple[str, ...], tuple[torch.Tensor, torch.Tensor]] = {}
         self.sent = torch.zeros(len(features), dtype=torch.int64, device=device)
@@ -252,7 +252,7 @@ class Taps:
 
     def forget(self) -> None:
         """Discard the values of the probed step."""
-        self.probing, self.input = False, None
+        self.is_probing, self.input = False, None
         for lookup in self.lookups:
             lookup.ids = lookup.gradient = None
 
@@ -269,7 +269,7 @@ class Taps:
                 return
             offsets = inputs[0].offsets()  # already computed by the lookup
             lookup.received += offsets[:: (len(offsets) - 1) // len(keys)].diff()
-            if self.probing:
+            if self.is_probing:
                 lookup.ids, lookup.gradient = inputs[0], None
                 output.register_hook(lambda gradient: setattr(lookup, "gradient", gradient))
 
@@ -286,7 +286,7 @@ class Taps:
             sent.index_copy_(0, places, distinct)
         self.sent += sent
         self.rows += torch.count_nonzero(batch.weights)
-        if self.probing:
+        if self.is_probing:
             self.input = Input({name: values.detach() for name, values in pooled.items()}, {}, batch)
             for name, values in pooled.items():
                 values.register_hook(lambda gradient, name=name: self.input.gradient.update({name: gradient}))

@@ -108,7 +108,7 @@ def export(
             where="--embed",
             expected="--mlflow and a local --out",
         )
-    tracked = MlflowRun.of(run, allow_code) if mlflow else None
+    tracked = MlflowRun.from_run_folder(run, allow_code) if mlflow else None
     with RunConsole(config.run.name) as console, target.folder.hold():
         if (manifest := target.complete()) is None:
             console.phase("exporting the dense model")
@@ -201,7 +201,7 @@ def _write_export(
     checked = ComparedProgram(trained.programs["predict"], model) if model else None
     check_golden(trained, manifest, golden, precision, checked)
     for name, program in trained.programs.items():
-        target.write(f"{name}.pt2", [program.written()])
+        target.write(f"{name}.pt2", [program.to_pt2_bytes()])
     if model:
         target.write(ONNX_FILE, [model])
     manifest.transforms = _copy_vocabularies(target, transforms)

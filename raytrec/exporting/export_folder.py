@@ -52,11 +52,11 @@ class ExportFolder:
             ConfigError: The folder has other content.
         """
         with _report_write_errors(self.folder.uri):
-            if MANIFEST_FILE in self.folder.names():
+            if MANIFEST_FILE in self.folder.list_names():
                 manifest = read_manifest(self.folder.uri)
                 if manifest.binding == self.claim.binding:
                     return manifest
-                raise self.folder.refused(f"the folder contains another export: {manifest.version}")
+                raise self.folder.make_refusal(f"the folder contains another export: {manifest.version}")
             names, previous = self.folder.claim(CLAIM_FILE, ExportClaim)
             if previous is None:
                 return None
@@ -64,7 +64,7 @@ class ExportFolder:
                 self.claim.files.update({n: entry for n, entry in previous.files.items() if n in names})
             elif previous.request != self.claim.request:
                 what = "an interrupted export of another run or with other options"
-                raise self.folder.refused(f"the folder contains {what}")
+                raise self.folder.make_refusal(f"the folder contains {what}")
             else:
                 for name in previous.files.keys() & names:
                     self.folder.delete(name)

@@ -61,7 +61,7 @@ class MlflowRun:
     experiment_id: str
 
     @classmethod
-    def of(cls, run: str | Path, allow_code: bool) -> MlflowRun:
+    def from_run_folder(cls, run: str | Path, allow_code: bool) -> MlflowRun:
         """Return the MLflow run of a run folder.
 
         Raises:

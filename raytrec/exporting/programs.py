@@ -46,7 +46,7 @@ class Program:
     inputs: tuple[Input, ...]
     model: ScoringModule
 
-    def written(self) -> bytes:
+    def to_pt2_bytes(self) -> bytes:
         """Return the .pt2 file, without examples, which would be a pickle, and without paths of this machine.
 
         Raises:

@@ -98,7 +98,7 @@ def read_trained(saved: Checkpoint) -> TrainedModel:
     inputs_read = [each for program in programs.values() for each in program.inputs]
     names = {each.feature for each in inputs_read if each.feature}
     names |= set(schema.dense) if any(each.kind == "dense" for each in inputs_read) else set()
-    part = schema.part(names)
+    part = schema.select_features(names)
     tables = {spec.table for spec in part.sparse.values()}
     part = part.model_copy(update={"tables": {n: t for n, t in schema.tables.items() if n in tables}})
     return TrainedModel(saved, part, recommender, objective, programs)

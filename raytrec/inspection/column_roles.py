@@ -36,7 +36,7 @@ class Finding:
     notes: list[str] = field(default_factory=list)
     transforms: list[dict] = field(default_factory=list)
 
-    def needs(self, do: str, **settings) -> Finding:
+    def add_transform(self, do: str, **settings) -> Finding:
         """Add a transform of the column."""
         self.transforms.append({"do": do, "columns": [self.stats.name], **settings})
         return self
@@ -102,7 +102,7 @@ def _feature(s: ColumnStats) -> Finding:
         if largest >= 2**63:
             return Finding(s, "skipped", "whole numbers beyond int64; to use them as ids, write them as text")
         exact = s.base == "float" and largest < MAX_EXACT_INTEGER
-        return finding if exact and not s.is_list else finding.needs("cast", to="int64")
+        return finding if exact and not s.is_list else finding.add_transform("cast", to="int64")
     if s.is_list and s.base in ("float", "decimal"):
         return Finding(s, "skipped", "a list of floats that are not a feature's weights")
     if s.is_list and s.base == "bool":
@@ -127,22 +127,22 @@ def _add_hints(f: Finding) -> Finding:
     if s.nulls_inside:
         f.notes.append(f"{s.count('nulls_inside'):,} nulls inside lists")
     if f.kind == "sparse" and s.mixed and not f.transforms:
-        f.needs("cast", to="string" if s.base == "text" else "int64")
+        f.add_transform("cast", to="string" if s.base == "text" else "int64")
     if f.kind == "sparse" and s.count("nulls_inside"):
-        f.needs("drop_null")
+        f.add_transform("drop_null")
     return _require_finite_numbers(f) if f.kind == "dense" else f
 
 
 def _require_finite_numbers(f: Finding) -> Finding:
     s = f.stats
     if s.mixed:
-        f.needs("cast", to="float32")
+        f.add_transform("cast", to="float32")
     if s.count("nulls") or s.count("nan"):
         what = [f"{s.count(n):,} {t}" for n, t in (("nulls", "nulls"), ("nan", "NaN")) if s.count(n)]
         f.notes.append(f"{' and '.join(what)}: replaced by the mean (scale)")
     if s.count("infinite"):
         f.notes.append(f"{s.count('infinite'):,} infinite values, which training rejects")
-        f.needs("clip", low=s.lowest, high=s.highest)
+        f.add_transform("clip", low=s.lowest, high=s.highest)
     return f
 
 
@@ -150,11 +150,11 @@ def fill_weights(f: Finding) -> None:
     """Add the transforms that make all weights finite numbers; nulls and NaN become 0."""
     s = f.stats
     if s.mixed or s.base == "decimal":
-        f.needs("cast", to="float32")
+        f.add_transform("cast", to="float32")
     if s.count("nulls_inside") or s.count("nan"):
-        f.needs("fill_null", value=0)
+        f.add_transform("fill_null", value=0)
     if s.count("infinite"):
-        f.needs("clip", low=s.lowest, high=s.highest)
+        f.add_transform("clip", low=s.lowest, high=s.highest)
 
 
 def _label(s: ColumnStats, why: str) -> Finding:
@@ -178,12 +178,12 @@ def _label(s: ColumnStats, why: str) -> Finding:
     if s.base == "text":
         return _label_of_text(f)
     if s.mixed:
-        f.needs("cast", to="float32")
+        f.add_transform("cast", to="float32")
     if s.is_probability:
         return f
     threshold = _threshold(s)
     f.notes.append(f"{_values(s)}, not 0 and 1: choose the threshold{_share(s, lambda v: v >= threshold)}")
-    return f.needs("binarize", at_least=threshold)
+    return f.add_transform("binarize", at_least=threshold)
 
 
 def _threshold(s: ColumnStats) -> float:
@@ -212,8 +212,8 @@ def _label_of_text(f: Finding) -> Finding:
     chosen = ", ".join(sorted(positive))
     f.notes.append(f"{_values(s)}, not 0 and 1: choose the texts that mean 1, currently {chosen}{share}")
     if s.mixed:
-        f.needs("cast", to="string")
-    return f.needs("binarize", positive=sorted(positive))
+        f.add_transform("cast", to="string")
+    return f.add_transform("binarize", positive=sorted(positive))
 
 
 def _share(s: ColumnStats, positive) -> str:

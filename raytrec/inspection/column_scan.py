@@ -35,8 +35,8 @@ class Scan:
         columns: Statistics of each column.
         rows: Rows of the training data that were read.
         whole: True if all rows of all parts were read.
-        also: Name → path of validation and test data that was read.
-        not_seen: Name → reason, for validation and test data that was not read.
+        inspected_parts: Name → path of validation and test data that was read.
+        skipped_parts: Name → reason, for validation and test data that was not read.
         listing: Files of the training data, and the reasons for excluded files.
         folders: Keys of the key=value folders that contain all files of the training data.
     """
@@ -44,8 +44,8 @@ class Scan:
     columns: list[ColumnStats]
     rows: int
     whole: bool
-    also: dict[str, str]
-    not_seen: dict[str, str]
+    inspected_parts: dict[str, str]
+    skipped_parts: dict[str, str]
     listing: Listing
     folders: list[str]
 
@@ -144,7 +144,7 @@ def _read_columns(
         for (part, path), of_file in groupby(steps, key=lambda step: step[:2]):
             with _open_file(path, footers[part][path]) as reader:
                 for *_, index, batch in of_file:
-                    usable = [c for c in batch if not c.trouble and (part is None or part in c.elsewhere)]
+                    usable = [c for c in batch if not c.trouble and (part is None or part in c.stats_by_part)]
                     label_columns = [c for c in labels if part is None and usable and not c.trouble]
                     names = list(dict.fromkeys(column.name for column in [*usable, *label_columns]))
                     stored = [name for name in names if name not in kinds]
@@ -170,7 +170,7 @@ def _add(
     try:
         if isinstance(data, Exception):
             raise data
-        (column if part is None else column.elsewhere[part]).add(data)
+        (column if part is None else column.stats_by_part[part]).add(data)
     except Exception as error:  # an unreadable column must not stop the scan of others
         first = get_first_line(error)
         column.trouble = f"cannot be read in {where}: {first}"

@@ -43,7 +43,7 @@ class ColumnStats:
         lengths: Histogram of the lengths of lists.
         pairs: Label → value → the label's value in the same rows; None if not one to one
             (`pair_with_labels`).
-        elsewhere: Part → statistics of validation and test data.
+        stats_by_part: Part → statistics of validation and test data.
         hot: The most frequent whole numbers, or hashes (SipHash) of text.
         smallest: Smallest hashes of the values.
         moments: Count, Σ and Σ² of the numbers' distance from `first`, and of their logarithms (Scale.log).
@@ -69,7 +69,7 @@ class ColumnStats:
     few: dict | None = field(default_factory=dict)
     lengths: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     pairs: dict[str, dict | None] = field(default_factory=dict)
-    elsewhere: dict[str, ColumnStats] = field(default_factory=dict)
+    stats_by_part: dict[str, ColumnStats] = field(default_factory=dict)
     hot: HotIds = field(init=False, default_factory=HotIds)
     moments: np.ndarray = field(init=False, default_factory=lambda: np.zeros(5))
     first: float | None = field(init=False, default=None)
@@ -83,7 +83,7 @@ class ColumnStats:
     @property
     def parts(self) -> list[ColumnStats]:
         """Return the statistics of training, validation and test data."""
-        return [self, *self.elsewhere.values()]
+        return [self, *self.stats_by_part.values()]
 
     def count(self, what: str) -> int:
         """Return the sum of a count, such as nulls or nan, over all parts."""

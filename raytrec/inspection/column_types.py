@@ -87,8 +87,8 @@ def _column(name: str, schemas: dict[str | None, dict]) -> ColumnStats:
     base, is_list, mixed = _unify_types([] if ambiguous else list(types))
     kind = next((t for t in types if ambiguous or _base_type(t)[0] != "null"), next(iter(types)))
     column = ColumnStats(name, str(kind), base, is_list, {str(t): p for t, p in types.items()}, mixed)
-    column.elsewhere = {
-        part: replace(column, few=None, elsewhere={}) for part in schemas if part and not missing[part]
+    column.stats_by_part = {
+        part: replace(column, few=None, stats_by_part={}) for part in schemas if part and not missing[part]
     }
     lacking = [path for paths in missing.values() for path in paths]
     if ambiguous:

@@ -126,7 +126,7 @@ def _add_buckets(findings: list[Finding]) -> None:
         if f.kind == "dense":
             into = make_table_name(f"{f.stats.name}_bucket", taken)
             taken.add(into)
-            f.needs("bucketize", boundaries=bucket_boundaries(f.stats.scale()), into=[into])
+            f.add_transform("bucketize", boundaries=bucket_boundaries(f.stats.scale()), into=[into])
             f.notes.append("also looked up in buckets, because no column contains ids")
 
 
@@ -202,10 +202,10 @@ def _keep_length(f: Finding) -> None:
     f.transforms = [t for t in f.transforms if t["do"] != "drop_null"]
     s = f.stats
     if s.base == "text":
-        f.needs("fill_null", value="")
+        f.add_transform("fill_null", value="")
         return
     s.high = max(int(s.highest) + 1, 0)
-    f.needs("fill_null", value=s.high)
+    f.add_transform("fill_null", value=s.high)
 
 
 def _schema(findings: list[Finding], tables: list[SharedTable], dim: int, sampled: bool, uri: str) -> Schema:

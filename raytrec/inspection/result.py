@@ -58,11 +58,15 @@ class Inspection:
     def schema_yaml(self) -> str:
         """Return the text of schema.yaml, with the transforms and a comment for every column."""
         sampled = "" if self.scan.whole else ", a sample: cardinalities and ranges are lower bounds"
-        others = f", ids also read from {' and '.join(self.scan.also)}" if self.scan.also else ""
+        others = (
+            f", ids also read from {' and '.join(self.scan.inspected_parts)}"
+            if self.scan.inspected_parts
+            else ""
+        )
         lines = [
             f"Inferred from {self.uri} ({self.rows:,} rows{sampled}{others}). Review it before training."
         ]
-        lines += [f"{part} was not inspected: {why}" for part, why in self.scan.not_seen.items()]
+        lines += [f"{part} was not inspected: {why}" for part, why in self.scan.skipped_parts.items()]
         if self.transforms or self.reserve_columns or self.tasks:
             lines.append("Training also requires these settings:")
         if self.transforms or self.reserve_columns:
@@ -120,7 +124,9 @@ class Inspection:
 
     def _command(self, schema: str) -> str:
         """Return the command that trains with a schema file."""
-        parts = {"test" if name == "test" else "valid": place for name, place in self.scan.also.items()}
+        parts = {
+            "test" if name == "test" else "valid": place for name, place in self.scan.inspected_parts.items()
+        }
         settings = [f"data.train={self.uri}", *(f"data.{name}={place}" for name, place in parts.items())]
         settings.append(f"data.schema={schema}")
         if self.tasks:
@@ -208,7 +214,7 @@ def _describe(finding: Finding) -> str:
     parts = [s.type, f"{s.distinct_text} distinct", s.range_text, f"{_nulls_text(s)} null"]
     if s.is_list:
         parts.append(f"bags {format_bag_lengths(s)}")
-    beyond = [part for part, other in s.elsewhere.items() if other.high > s.high or other.low < s.low]
+    beyond = [part for part, other in s.stats_by_part.items() if other.high > s.high or other.low < s.low]
     if finding.kind == "sparse" and beyond and s.base != "text":
         parts.append(f"{s.lowest:.10g} to {s.highest:.10g} including {' and '.join(beyond)}")
     return ", ".join(p for p in [*parts, *finding.notes] if p)

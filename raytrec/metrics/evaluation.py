@@ -176,12 +176,12 @@ class Slices(BoundedRows):
             slices: the number of all slices; largest and worst: lists of slice (its value as text), rows,
             auc, calibration (None if undefined), and auc_bound if rows are in bins.
         """
-        if binned := peers.largest(self._bins is not None) > 0:
+        if binned := peers.max_number(self._bins is not None) > 0:
             self._bin_rows()
         ties = [x.to(device) for x in self._bins or self._to_ties()]
         self._bins = None
         ties = _merge_slice_ties(*peers.send(ties, assign_ranks(ties[0], peers.world)))
-        slices = SliceMetrics.of(ties, peers.largest(not self._binary) == 0, binned)
+        slices = SliceMetrics.of(ties, peers.max_number(not self._binary) == 0, binned)
         lists = {"largest": slices.first(-slices.rows, peers), "worst": slices.first(slices.goodness, peers)}
         records = [record for listed in lists.values() for record in listed]
         texts: dict[int, str] = {}

@@ -64,7 +64,7 @@ class FullRanking:
         sorted_keys, order = torch.from_numpy(np.concatenate(keys)).to(all_vectors.device).sort()
         self._items = Items(sorted_keys, all_vectors[order])
 
-    def note(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+    def store_queries(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yield the batches unchanged after storing their queries, which `add` ranks later."""
         for batch in batches:
             self._pending.append(self._extract_queries(batch))

@@ -186,7 +186,7 @@ class GroupRows:
 
         A group's rows are in the same part on all ranks. A collective, after which the rows are discarded.
         """
-        if peers.largest(bool(self._files)) > 0:
+        if peers.max_number(bool(self._files)) > 0:
             self._write()
             for part in range(DISK_PARTS):
                 yield self._read(part)

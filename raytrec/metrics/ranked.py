@@ -136,7 +136,7 @@ class RankedRows:
         has_both = bool(total[0] > 0 and total[1] > 0 and total[3] == 0)
         return cls(ties, below[:3], total[:3], has_both, peers)
 
-    def before(self, which: int) -> torch.Tensor:
+    def sum_below(self, which: int) -> torch.Tensor:
         """Return the sum below each tie of this rank, float64 [D]: positive (0), negative (1) or rows (2)."""
         values = self.ties[1 + which]
         return self.below[which] + values.cumsum(0) - values
@@ -216,7 +216,7 @@ class Scores(BoundedRows):
 
         If any rank has binned rows, all ranks bin. Rows are sorted on the device `device` and then discarded.
         """
-        binned = peers.largest(self._bins is not None) > 0
+        binned = peers.max_number(self._bins is not None) > 0
         if binned:
             self._bin_rows()
             filled = (self._bins[2] > 0).nonzero().squeeze(1)

@@ -146,7 +146,7 @@ class Selection:
             for m in self.retrieval_metrics
         ]
 
-    def described(self, training: bool = False) -> list[dict[str, Any]]:
+    def describe_metrics(self, training: bool = False) -> list[dict[str, Any]]:
         """Return `figures` as JSON for the result of a run; `read_metric_displays` is the inverse.
 
         With `training`, the training losses are added, for the start message of a run.
@@ -160,7 +160,7 @@ class Selection:
     def result(self, figures: Mapping[str, Any]) -> dict[str, Any]:
         """Return the entries of result.json for the last evaluation."""
         return {f"{EVAL_PREFIX}{key}": value for key, value in figures.items()} | {
-            "metrics": self.described()
+            "metrics": self.describe_metrics()
         }
 
     @property

@@ -49,7 +49,7 @@ class DIEN(nn.Module):
         super().__init__()
         config.check(schema)
         self.config, target_of = config, config.targets(schema)
-        self.get_supervised_sequences = config.get_supervised_sequences(schema)
+        self.supervised_sequences = config.get_supervised_sequences(schema)
         self.features = [feature for feature in schema.sparse if feature != config.negatives]
         self.interests = SequenceModules(
             target_of,
@@ -71,7 +71,7 @@ class DIEN(nn.Module):
         encoded, own_B = dict(inputs), dense.new_zeros(dense.shape[0])
         for feature, (last_BD, states_BLD) in self.interests(inputs).items():
             encoded[feature] = last_BD
-            if self.training and feature in self.get_supervised_sequences:
+            if self.training and feature in self.supervised_sequences:
                 negatives = inputs[self.config.negatives]
                 own_B = own_B + self.config.auxiliary_weight * compute_auxiliary_loss(
                     states_BLD, inputs[feature], negatives

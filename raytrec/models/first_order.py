@@ -43,11 +43,13 @@ class WideDeep(nn.Module):
         self.register_buffer("columns", torch.tensor(columns, dtype=torch.long), persistent=False)
         self.slopes = nn.Linear(len(columns), outputs, bias=False) if columns else None
         self.slope_rate, self.shrinks = config.slope_rate, config.deep_dropout > 0
-        self.beside = ConcatInputs(schema, parts["deep"], dict.fromkeys(self.wide, outputs))
-        self.cross = Cross(self.beside.width, config.cross_layers) if config.cross_layers else nn.Identity()
-        sizes = [self.beside.width, *config.top_mlp]
+        self.concat_inputs = ConcatInputs(schema, parts["deep"], dict.fromkeys(self.wide, outputs))
+        self.cross = (
+            Cross(self.concat_inputs.width, config.cross_layers) if config.cross_layers else nn.Identity()
+        )
+        sizes = [self.concat_inputs.width, *config.top_mlp]
         self.deep, self.logit = mlp_and_linear(sizes, outputs, config.dropout)
-        self.kept = nn.Dropout(config.deep_dropout)  # of whole rows
+        self.row_dropout = nn.Dropout(config.deep_dropout)  # of whole rows
         if self.shrinks:
             nn.init.uniform_(self.logit.weight, -0.01, 0.01)
             if self.slopes is not None:
@@ -60,9 +62,9 @@ class WideDeep(nn.Module):
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return the logit of each row, float32 [B]; [B, T] for several outputs."""
-        deep_BM = self.deep(self.cross(self.beside(dense, pooled)))
+        deep_BM = self.deep(self.cross(self.concat_inputs(dense, pooled)))
         if self.training and self.shrinks:
-            deep_BM = deep_BM * (self.kept(torch.ones_like(deep_BM[:, :1])) > 0)
+            deep_BM = deep_BM * (self.row_dropout(torch.ones_like(deep_BM[:, :1])) > 0)
         logits_BT = self.logit(deep_BM)
         for feature in self.wide:
             logits_BT = logits_BT + pooled[feature][:, : self.outputs]

@@ -29,8 +29,8 @@ class FinalMLP(nn.Module):
 
     def __init__(self, schema: Schema, config: FinalMLPSection, outputs: int = 1):
         super().__init__()
-        self.beside = ConcatInputs(schema)
-        width, self.heads = self.beside.width, config.heads
+        self.concat_inputs = ConcatInputs(schema)
+        width, self.heads = self.concat_inputs.width, config.heads
         self.streams = nn.ModuleList(
             mlp([width, *sizes], config.dropout) for sizes in (config.mlp1, config.mlp2)
         )
@@ -47,7 +47,7 @@ class FinalMLP(nn.Module):
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return the logit of each row, float32 [B]; [B, outputs] for several outputs."""
-        e_BN = self.beside(dense, pooled)
+        e_BN = self.concat_inputs(dense, pooled)
         gated = [gate(dense, pooled) * e_BN for gate in self.gates] or [e_BN, e_BN]
         one, two = (stream(x_BN) for stream, x_BN in zip(self.streams, gated, strict=True))
         heads = (o.view(-1, self.heads, o.shape[1] // self.heads) for o in (one, two))

@@ -104,11 +104,11 @@ class RequestInputs(NamedTuple):
     """The rows of a batch that are requests, some of whose inputs are [R, ...].
 
     Attributes:
-        of: Request of each example, int64 [N].
+        example_requests: Request of each example, int64 [N].
         dense: Dense columns, float32 [R, dense columns]; columns of candidates are 0.
     """
 
-    of: torch.Tensor
+    example_requests: torch.Tensor
     dense: torch.Tensor
 
 
@@ -122,9 +122,9 @@ class RequestExpander:
     """
 
     def __init__(self, schema: Schema, encoded: Collection[str] = ()):
-        columns = schema.of_candidates(schema.dense)
+        columns = schema.select_candidate_names(schema.dense)
         self._columns = [schema.dense.index(name) for name in columns]
-        self._candidates = schema.of_candidates(schema.sparse)
+        self._candidates = schema.select_candidate_names(schema.sparse)
         self._fixed = {*self._candidates, *encoded}
         self._encodes = bool(encoded)
 

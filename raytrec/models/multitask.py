@@ -31,14 +31,14 @@ class SharedBottom(nn.Module):
 
     def __init__(self, schema: Schema, config: SharedBottomSection, tasks: Mapping[str, int]):
         super().__init__()
-        self.beside = ConcatInputs(schema)
-        self.bottom = mlp([self.beside.width, *config.bottom_mlp], config.dropout)
+        self.concat_inputs = ConcatInputs(schema)
+        self.bottom = mlp([self.concat_inputs.width, *config.bottom_mlp], config.dropout)
         self.towers = TaskTowers(config.bottom_mlp[-1], config.tower_mlp, tasks, config.dropout)
         self.count = len(tasks)
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return the logits of all tasks in order, float32 [B, columns]; [B] for a single column."""
-        shared_BN = self.bottom(self.beside(dense, pooled))
+        shared_BN = self.bottom(self.concat_inputs(dense, pooled))
         return self.towers([shared_BN] * self.count)
 
 
@@ -56,15 +56,15 @@ class MMoE(nn.Module):
 
     def __init__(self, schema: Schema, config: MMoESection, tasks: Mapping[str, int]):
         super().__init__()
-        self.beside = ConcatInputs(schema)
-        width = self.beside.width
+        self.concat_inputs = ConcatInputs(schema)
+        width = self.concat_inputs.width
         self.experts = Experts(config.experts, width, config.expert_mlp, config.dropout)
         self.gates = nn.ModuleList(Gate(width, config.experts) for _ in tasks)
         self.towers = TaskTowers(config.expert_mlp[-1], config.tower_mlp, tasks, config.dropout)
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return the logits of all tasks in order, float32 [B, columns]; [B] for a single column."""
-        x_BN = self.beside(dense, pooled)
+        x_BN = self.concat_inputs(dense, pooled)
         experts_BEM = self.experts(x_BN)
         return self.towers([gate(x_BN, experts_BEM) for gate in self.gates])
 
@@ -84,8 +84,8 @@ class PLE(nn.Module):
 
     def __init__(self, schema: Schema, config: PLESection, tasks: Mapping[str, int]):
         super().__init__()
-        self.beside, self.count = ConcatInputs(schema), len(tasks)
-        widths = [self.beside.width, *[config.expert_mlp[-1]] * (config.levels - 1)]
+        self.concat_inputs, self.count = ConcatInputs(schema), len(tasks)
+        widths = [self.concat_inputs.width, *[config.expert_mlp[-1]] * (config.levels - 1)]
         self.levels = nn.ModuleList(
             Level(width, self.count, config, last=place == config.levels - 1)
             for place, width in enumerate(widths)
@@ -94,7 +94,7 @@ class PLE(nn.Module):
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return the logits of all tasks in order, float32 [B, columns]; [B] for a single column."""
-        inputs = [self.beside(dense, pooled)] * (self.count + 1)
+        inputs = [self.concat_inputs(dense, pooled)] * (self.count + 1)
         for level in self.levels:
             inputs = level(inputs)
         return self.towers(inputs)
@@ -211,8 +211,8 @@ class ESMM(nn.Module):
 
     def __init__(self, schema: Schema, config: ESMMSection, tasks: Mapping[str, int]):
         super().__init__()
-        self.beside = ConcatInputs(schema)
-        sizes = [self.beside.width, *config.tower_mlp]
+        self.concat_inputs = ConcatInputs(schema)
+        sizes = [self.concat_inputs.width, *config.tower_mlp]
         self.click, self.conversion = (
             nn.Sequential(*mlp_and_linear(sizes, 1, config.dropout)) for _ in range(2)
         )
@@ -220,7 +220,7 @@ class ESMM(nn.Module):
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return the logits of both tasks, float32 [B, 2], in the order of the tasks."""
-        x_BN = self.beside(dense, pooled)
+        x_BN = self.concat_inputs(dense, pooled)
         click_B1, given_click_B1 = self.click(x_BN).float(), self.conversion(x_BN).float()
         against_B3 = torch.cat([-click_B1, -given_click_B1, -click_B1 - given_click_B1], dim=1)
         both_B1 = -against_B3.logsumexp(dim=1, keepdim=True)
@@ -245,9 +245,9 @@ class DBMTL(nn.Module):
 
     def __init__(self, schema: Schema, config: DBMTLSection, tasks: Mapping[str, int]):
         super().__init__()
-        self.beside = ConcatInputs(schema)
-        self.bottom = mlp([self.beside.width, *config.bottom_mlp], config.dropout)
-        shared = (config.bottom_mlp or [self.beside.width])[-1]
+        self.concat_inputs = ConcatInputs(schema)
+        self.bottom = mlp([self.concat_inputs.width, *config.bottom_mlp], config.dropout)
+        shared = (config.bottom_mlp or [self.concat_inputs.width])[-1]
         places = {name: place for place, name in enumerate(tasks)}
         # index of a task → indices of its parent tasks, in topological order
         self.parents = {
@@ -264,7 +264,7 @@ class DBMTL(nn.Module):
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return the logits of all tasks in order, float32 [B, columns]; [B] for a single column."""
-        shared_BN = self.bottom(self.beside(dense, pooled))
+        shared_BN = self.bottom(self.concat_inputs(dense, pooled))
         related: dict[int, torch.Tensor] = {}
         for place, parents in self.parents.items():
             tower_BM = self.towers[place](shared_BN)

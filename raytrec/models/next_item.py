@@ -50,14 +50,14 @@ class NextItem(nn.Module, ABC):
         self.queries = Queries(outputs, vectors, self.dim)
         self.positions = nn.Parameter(torch.randn(config.max_length, self.dim) * 0.02)
         self.dropout = Dropout(config.dropout)
-        self.loss = SampledLoss.of(schema, config, config.item)
-        self.shared = SharedNegatives.of(schema, config, self.loss)
+        self.loss = SampledLoss.from_section(schema, config, config.item)
+        self.shared = SharedNegatives.from_section(schema, config, self.loss)
 
     @abstractmethod
     def states(self, history: Sequence, packed: PackedSequences) -> torch.Tensor:
         """Return the state after each item, from this item and older ones alone: float32 [N, D]."""
 
-    def placed(self, history: Sequence, packed: PackedSequences) -> torch.Tensor:
+    def embed_positions(self, history: Sequence, packed: PackedSequences) -> torch.Tensor:
         """Return √D · e + p, with dropout, for each item's embedding e and position vector p: [N, D]."""
         places_N = packed.recency if self.config.positions == "recency" else packed.order
         x_ND = packed.pack(history.vectors) * self.dim**0.5
@@ -110,14 +110,14 @@ class NextItem(nn.Module, ABC):
             packed.to_chronological(next_ND),
             packed.to_groups(self._normalize(drawn.vectors)),
             packed.to_groups(drawn.present),
-            packed.there,
+            packed.group_masks,
             strict=True,
         )
         losses = [
             (self.loss.loss_of_vectors(query_bTD, next_bTD, Sequence(vectors, present)) * mask_bT).sum(1)
             for query_bTD, next_bTD, vectors, present, mask_bT in groups
         ]
-        return packed.in_rows(losses)
+        return packed.from_groups(losses)
 
     def _shared_losses(
         self, query_ND: torch.Tensor, next_ND: torch.Tensor, packed: PackedSequences, inputs: dict
@@ -127,10 +127,12 @@ class NextItem(nn.Module, ABC):
         next_BL = torch.cat([ids[self.config.item], ids[self.config.history][:, :-1]], dim=1)
         items = ItemBatch(next_ND, packed.pack(next_BL.unsqueeze(2)).squeeze(1))
         negatives = self._normalize(inputs[self.config.negatives].vectors)
-        return packed.sum_rows(self.shared(query_ND, items, self.shared.drawn(negatives, inputs), limit))
+        return packed.sum_rows(
+            self.shared(query_ND, items, self.shared.collect_negatives(negatives, inputs), limit)
+        )
 
     def _query(self, states_ND: torch.Tensor, packed: PackedSequences) -> torch.Tensor:
-        return self._normalize(self.queries(packed.newest(states_ND)))
+        return self._normalize(self.queries(packed.select_newest(states_ND)))
 
     def _normalize(self, vectors: torch.Tensor) -> torch.Tensor:
         return nn.functional.normalize(vectors, dim=-1) if self.config.normalize else vectors
@@ -156,7 +158,7 @@ class SASRec(NextItem):
 
     def states(self, history: Sequence, packed: PackedSequences) -> torch.Tensor:
         """Return the state after each item, float32 [N, D]."""
-        x_ND = self.placed(history, packed)
+        x_ND = self.embed_positions(history, packed)
         for block in self.blocks:
             x_ND = block(x_ND, packed)
         return self.norm(x_ND)
@@ -229,7 +231,7 @@ class HSTU(NextItem):
 
     def states(self, history: Sequence, packed: PackedSequences) -> torch.Tensor:
         """Return the state after each item, float32 [N, D]."""
-        x_ND = self.placed(history, packed)
+        x_ND = self.embed_positions(history, packed)
         buckets = None if self.time is None else self._buckets(history, packed)
         for layer in self.layers:
             x_ND = layer(x_ND, packed, buckets)

@@ -63,8 +63,8 @@ class TwoTower(nn.Module):
         self.loss, self.shared = None, None
         if config.own_loss:
             (item,) = members["item"]
-            self.loss = SampledLoss.of(schema, config, item)
-            self.shared = SharedNegatives.of(schema, config, self.loss)
+            self.loss = SampledLoss.from_section(schema, config, item)
+            self.shared = SharedNegatives.from_section(schema, config, self.loss)
 
     def query(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return the query tower's vectors, float32 [B, tower_mlp[-1]], from its own features only.
@@ -97,7 +97,7 @@ class TwoTower(nn.Module):
         """Return the own loss of each row, float32 [B]; 0 in evaluations. query_BQD includes the scale."""
         if not self.training:
             return item_BD.new_zeros(item_BD.shape[0], dtype=torch.float32)
-        drawn, (feature,) = pooled[self.config.negatives], self.towers["item"].beside.skipped_columns
+        drawn, (feature,) = pooled[self.config.negatives], self.towers["item"].concat_inputs.skipped_columns
         drawn_vectors = self._vectors("item", dense, {feature: drawn.vectors.flatten(0, 1)})
         # The query of the last output; without outputs, the only query.
         query_index = self.queries - 1 - (self.vectors and self.bias is not None)
@@ -125,13 +125,13 @@ class Tower(nn.Module):
 
     def __init__(self, schema: Schema, members: set[str], config: TwoTowerSection, outputs: int):
         super().__init__()
-        self.beside = ConcatInputs(schema, members)
-        sizes = [self.beside.width, *config.tower_mlp[:-1]]
+        self.concat_inputs = ConcatInputs(schema, members)
+        sizes = [self.concat_inputs.width, *config.tower_mlp[:-1]]
         self.hidden, self.last = mlp_and_linear(sizes, outputs, config.dropout)
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return the tower's output, float32 [B, outputs]."""
-        return self.last(self.hidden(self.beside(dense, pooled)))
+        return self.last(self.hidden(self.concat_inputs(dense, pooled)))
 
 
 class MatrixFactorization(nn.Module):
@@ -157,8 +157,8 @@ class MatrixFactorization(nn.Module):
         self.config, self.outputs, self.vectors = config, outputs, vectors
         self.queries = Queries(outputs, vectors, get_embedding_dim(schema, config.item))
         self.bias = nn.Parameter(torch.zeros(outputs)) if config.bias and outputs else None
-        self.loss = SampledLoss.of(schema, config, config.item)
-        self.shared = SharedNegatives.of(schema, config, self.loss)
+        self.loss = SampledLoss.from_section(schema, config, config.item)
+        self.shared = SharedNegatives.from_section(schema, config, self.loss)
 
     def query(self, dense: torch.Tensor, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return the query vectors of the user, float32 [B, D]; [B, outputs, D] for several outputs."""
@@ -225,7 +225,7 @@ class NeuMF(nn.Module):
         self.mlp = nn.Sequential(nn.ReLU(), nn.Dropout(config.dropout), *layers) if self.first else None
         self.logit = nn.Linear(self.products + (config.mlp[-1] if self.first else 0), outputs, bias=False)
         self.bias = nn.Parameter(torch.zeros(outputs))
-        self.loss = SampledLoss.of(schema, config, config.item)
+        self.loss = SampledLoss.from_section(schema, config, config.item)
 
     def forward(self, dense: torch.Tensor, inputs: dict) -> torch.Tensor:
         """Return float32 [B], or [B, outputs | own loss] (models/__init__.py)."""

@@ -148,7 +148,7 @@ def _find_request_features(model: ModelSection, schema: Schema) -> set[str]:
     if not model.retrieves or isinstance(model, PythonSection):
         return set()
     members = model.tower_members(schema)["query"]
-    return set() if schema.of_candidates(members) else members & {*schema.sparse}
+    return set() if schema.select_candidate_names(members) else members & {*schema.sparse}
 
 
 def compile_dense(

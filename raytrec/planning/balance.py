@@ -41,11 +41,12 @@ class PlanBalancer:
     def __init__(self, space: PlacementSpace):
         self._space = space
         groups: dict[int, list[str]] = {}
-        for name in self._space.ways:
+        for name in self._space.table_options:
             if (group := self._space.constraints[name].group) is not None:
                 groups.setdefault(group, []).append(name)
         self._groups = sorted(
-            groups.values(), key=lambda names: -sum(self._get_share(self._space.ways[name]) for name in names)
+            groups.values(),
+            key=lambda names: -sum(self._get_share(self._space.table_options[name]) for name in names),
         )
 
     def choose(self) -> list[ShardingOption]:
@@ -65,9 +66,12 @@ class PlanBalancer:
         refined = [self._refine(plan) for plan in plans]
         score_limit = (1 + SCORE_TOLERANCE) * min(plan.score for plan in refined)
         close = [plan for plan in refined if plan.score <= score_limit]
-        best = min(close, key=lambda plan: (round(float(self._space.filled(plan.room).max()), 1), plan.score))
+        best = min(
+            close,
+            key=lambda plan: (round(float(self._space.get_used_shares(plan.room).max()), 1), plan.score),
+        )
         options = []
-        for name in self._space.ways:
+        for name in self._space.table_options:
             way, ranks = best.of[name]
             for shard, rank in zip(way.option.shards, ranks, strict=True):
                 shard.rank = rank
@@ -76,7 +80,7 @@ class PlanBalancer:
 
     def _iterate_starts(self) -> Iterator[tuple[set[str], float | None]]:
         """Yield (sharding types, LARGEST) of plans to build: all types, each type alone, and by memory."""
-        kinds = {way.option.sharding_type for ways in self._space.ways.values() for way in ways}
+        kinds = {way.option.sharding_type for ways in self._space.table_options.values() for way in ways}
         yield from ((kinds, largest) for largest in MAX_SHARD_SHARES)
         if len(kinds) > 1:
             yield from (({kind}, MAX_SHARD_SHARES[-1]) for kind in sorted(kinds))
@@ -96,7 +100,9 @@ class PlanBalancer:
         """
         plan = self._space.empty()
         constraints = self._space.constraints
-        free = {name: ways for name, ways in self._space.ways.items() if constraints[name].group is None}
+        free = {
+            name: ways for name, ways in self._space.table_options.items() if constraints[name].group is None
+        }
         seconds = {name: min(map(self._space.mean, ways)) for name, ways in free.items()}
         total_s = max(1e-12, sum(seconds.values()))
         weight = {name: self._get_share(ways) for name, ways in free.items()}
@@ -105,7 +111,7 @@ class PlanBalancer:
         order = sorted(free, key=lambda name: (not constraints[name].ranks, -weight[name], name))
         pinned = [name for name in order if constraints[name].ranks]
         for name in pinned:
-            self._add(plan, name, self._space.ways[name], largest, total_s)
+            self._add(plan, name, self._space.table_options[name], largest, total_s)
         for group in self._groups:
             self._add_group(plan, group)
         for name in order[len(pinned) :]:
@@ -122,13 +128,13 @@ class PlanBalancer:
         self, plan: PartialPlan, name: str, ways: Sequence[TableOption], largest: float | None, total_s: float
     ) -> None:
         """Place one table as described in `_build`."""
-        busy = plan.busy if largest is not None else self._space.filled(plan.room)
+        busy = plan.busy if largest is not None else self._space.get_used_shares(plan.room)
         places = [(way, ranks) for way in ways if (ranks := self._space.place(way, busy, plan.room))]
         if not places:
             pin = self._space.constraints[name].ranks
             where = f"rank{'s' if len(pin) > 1 else ''} {', '.join(map(str, pin))}" if pin else "the ranks"
             raise DoesNotFitError(f"table {name} does not fit into the remaining memory of {where}")
-        small = [place for place in places if place[0].own.max() <= (largest or 0) * total_s]
+        small = [place for place in places if place[0].shard_seconds.max() <= (largest or 0) * total_s]
         if largest is None:
             chosen = min(places, key=lambda place: self._get_fullest_share(plan.room, *place))
         elif small:
@@ -143,7 +149,7 @@ class PlanBalancer:
         for rank in pin or np.argsort(plan.busy, kind="stable").tolist():
             free_bytes, chosen = plan.room[rank].copy(), []
             for name in group:
-                fits = [way for way in self._space.ways[name] if (way.needs[0] <= free_bytes).all()]
+                fits = [way for way in self._space.table_options[name] if (way.needs[0] <= free_bytes).all()]
                 if not fits:
                     break
                 chosen.append(min(fits, key=self._space.mean))
@@ -159,11 +165,11 @@ class PlanBalancer:
     ) -> tuple[float, float]:
         """Return the used memory share of the fullest rank after adding a table, and its mean time."""
         free_bytes = room[list(ranks)] - way.needs
-        return float(self._space.filled(free_bytes, list(ranks)).max()), self._space.mean(way)
+        return float(self._space.get_used_shares(free_bytes, list(ranks)).max()), self._space.mean(way)
 
     def _estimate_finish_s(self, busy: np.ndarray, way: TableOption, ranks: Sequence[int]) -> float:
         """Return the finish time of a table's slowest rank plus the mean time of the table."""
-        return float((busy[list(ranks)] + way.own).max()) + way.spread + self._space.mean(way)
+        return float((busy[list(ranks)] + way.shard_seconds).max()) + way.rank_seconds + self._space.mean(way)
 
     def _refine(self, plan: PartialPlan) -> PartialPlan:
         """Relieve the slowest ranks until the predicted step gets no shorter."""
@@ -208,19 +214,19 @@ class PlanBalancer:
         movable = {name: placement for name, placement in plan.of.items() if not self._space.is_fixed(name)}
         on_slow = {name: placement for name, placement in movable.items() if slow in placement[1]}
         for name, (current, ranks) in on_slow.items():
-            busy, room = plan.busy - current.spread, plan.room.copy()
-            busy[list(ranks)] -= current.own
+            busy, room = plan.busy - current.rank_seconds, plan.room.copy()
+            busy[list(ranks)] -= current.shard_seconds
             room[list(ranks)] += current.needs
-            for way in self._space.ways[name]:
+            for way in self._space.table_options[name]:
                 new_ranks = self._space.place(way, busy, room)
                 if new_ranks and (way.option is not current.option or set(new_ranks) != set(ranks)):
-                    new_busy = busy + way.spread
-                    new_busy[list(new_ranks)] += way.own
+                    new_busy = busy + way.rank_seconds
+                    new_busy[list(new_ranks)] += way.shard_seconds
                     yield float(new_busy.max() + TIE_BREAK_WEIGHT * new_busy.mean()), [(way, new_ranks)]
         for rank in np.argsort(plan.busy, kind="stable").tolist()[:NUM_SLOW_RANKS]:
             other_ways = [way for way, ranks in movable.values() if ranks == (rank,) != (slow,)]
             for other_way, (slow_way, ranks) in product(other_ways, on_slow.values()):
-                gain = float(slow_way.own[0] - other_way.own[0])
+                gain = float(slow_way.shard_seconds[0] - other_way.shard_seconds[0])
                 if len(ranks) == 1 and gain > 0:
                     slowest = max(plan.busy[slow] - gain, plan.busy[rank] + gain)
                     yield float(slowest), [(slow_way, (rank,)), (other_way, (slow,))]

@@ -76,12 +76,12 @@ class OperatorCounter(EveryOperator):
         bytes: See DenseWork.
         launches: See DenseWork.
         peak: Peak bytes of live tensors created inside the block.
-        kept: Bytes of live tensors at the last call of `keep`.
+        recorded_bytes: Bytes of live tensors at the last call of `record_live_bytes`.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.flops = self.matrices = self.bytes = self.launches = self.peak = self.kept = 0
+        self.flops = self.matrices = self.bytes = self.launches = self.peak = self.recorded_bytes = 0
         self._alive, self._live = 0, set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -104,9 +104,9 @@ class OperatorCounter(EveryOperator):
                 self._record_storage(storage)
         return out
 
-    def keep(self) -> None:
+    def record_live_bytes(self) -> None:
         """Record the bytes of live tensors; between forward and backward these are the activations."""
-        self.kept = self._alive
+        self.recorded_bytes = self._alive
 
     def _record_storage(self, storage: torch.UntypedStorage) -> None:
         key, size = get_storage_key(storage), storage.nbytes()

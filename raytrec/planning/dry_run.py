@@ -126,13 +126,13 @@ class ClusterEstimator:
         memory = estimate_memory(config, self._schema, tables, loads, dense)
         rates, cpus, machine = self._rates, 0.0, cluster.machine
         if machine:
-            rates = rates or Rates.of_gpu(machine.gpu, machine.gpu_network)
+            rates = rates or Rates.for_gpu(machine.gpu, machine.gpu_network)
             cpus = machine.cpus / cluster.gpus
         time = estimate_step_time(config, self._schema, loads, dense, rates, *shape, cpus) if rates else None
-        needs = {tier: memory.of(tier) / GIB for tier in cluster.rooms}
+        needs = {tier: memory.of(tier) / GIB for tier in cluster.gib_by_tier}
         lacks = [
             MemoryShortage(tier, int(needs[tier].argmax()), float(needs[tier].max()), room)
-            for tier, room in cluster.rooms.items()
+            for tier, room in cluster.gib_by_tier.items()
             if needs[tier].max() > room
         ]
         return ClusterEstimate(cluster, tables, loads, memory, time, lacks=lacks)
@@ -170,11 +170,13 @@ class ClusterEstimator:
                 continue
             if self._predict(changed, cluster).fits:
                 yield change + (" (changes results)" if change.startswith("optim") else "")
-        larger = self.smallest(lambda hosts: cluster._replace(hosts=hosts), cluster.hosts + 1)
+        larger = self.find_smallest_cluster(lambda hosts: cluster._replace(hosts=hosts), cluster.hosts + 1)
         if larger:
             yield f"{larger.cluster.hosts} hosts of this type" if not cluster.machine else larger.cluster.name
 
-    def smallest(self, make_cluster: Callable[[int], Cluster], min_hosts: int = 1) -> ClusterEstimate | None:
+    def find_smallest_cluster(
+        self, make_cluster: Callable[[int], Cluster], min_hosts: int = 1
+    ) -> ClusterEstimate | None:
         """Return the prediction for the smallest number of hosts on which the run fits, or None.
 
         The number of hosts is doubled from `min_hosts`, then bisected. `make_cluster` returns the cluster
@@ -213,12 +215,14 @@ class ClusterEstimator:
         memory = config.plan.memory_gib or cluster.memory_gib
         return sum(size.device for size in sizes.values()) / GIB, share * memory * cluster.world
 
-    def choose(self, machines: list[Machine], prices: Mapping[str, float]) -> list[ClusterEstimate]:
+    def choose_clusters(self, machines: list[Machine], prices: Mapping[str, float]) -> list[ClusterEstimate]:
         """Return the smallest fitting cluster of each machine, sorted by number of GPUs, then by price.
 
         `prices` maps machines to their price per hour.
         """
-        estimates = [self.smallest(partial(Cluster.of, machine=machine)) for machine in machines]
+        estimates = [
+            self.find_smallest_cluster(partial(Cluster.from_machine, machine=machine)) for machine in machines
+        ]
         return sorted(
             (each for each in estimates if each),
             key=lambda each: (each.cluster.world, compute_hourly_price(each, prices) or 0),

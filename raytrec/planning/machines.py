@@ -154,7 +154,7 @@ class Cluster(NamedTuple):
     machine: Machine | None = None
 
     @classmethod
-    def described(
+    def from_sizes(
         cls,
         hosts: int,
         gpus: int,
@@ -166,7 +166,7 @@ class Cluster(NamedTuple):
         return cls(hosts, gpus, memory_gib, host_gib or 2 * memory_gib * gpus, disk_gib or DEFAULT_DISK_GIB)
 
     @classmethod
-    def of(cls, hosts: int, machine: Machine) -> Cluster:
+    def from_machine(cls, hosts: int, machine: Machine) -> Cluster:
         """Return a cluster of known machines."""
         memory = GPUS[machine.gpu].memory_gib
         return cls(hosts, machine.gpus, memory, machine.memory_gib, machine.disk_gib, machine)
@@ -182,7 +182,7 @@ class Cluster(NamedTuple):
         return self.hosts * self.gpus
 
     @property
-    def rooms(self) -> dict[str, float]:
+    def gib_by_tier(self) -> dict[str, float]:
         """Tier (memory.TIERS) → GiB per rank; of the host's memory and disk, each rank has an equal share."""
         return {
             "device": self.memory_gib,
@@ -211,8 +211,8 @@ def parse_cluster(text: str) -> Cluster:
         raise ConfigError(f"the number of machines is {count}", where=f"--on {text}", expected="at least 1")
     if sizes_match := HOST_SIZES_PATTERN.fullmatch(name.strip().lower()):
         memory, host, disk = (float(size) if size else None for size in sizes_match.groups()[1:])
-        return Cluster.described(count, int(sizes_match[1]), memory, host, disk)
-    return Cluster.of(count, find_machine(name))
+        return Cluster.from_sizes(count, int(sizes_match[1]), memory, host, disk)
+    return Cluster.from_machine(count, find_machine(name))
 
 
 def group_linked_ranks(hosts: int, gpus: int, names: Collection[str]) -> tuple[int, int]:

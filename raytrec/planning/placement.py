@@ -33,14 +33,14 @@ class TableOption:
     Attributes:
         option: Option as enumerated by TorchRec.
         needs: Bytes of each shard in (GPU, host, disk), float64 [shards, 3].
-        own: Seconds that each shard adds to its own rank, float64 [shards].
-        spread: Seconds that the table adds to every rank.
+        shard_seconds: Seconds that each shard adds to its own rank, float64 [shards].
+        rank_seconds: Seconds that the table adds to every rank.
     """
 
     option: ShardingOption
     needs: np.ndarray
-    own: np.ndarray
-    spread: float
+    shard_seconds: np.ndarray
+    rank_seconds: float
 
 
 PlanChange = list[tuple[TableOption, tuple[int, ...]]]  # new sharding options and ranks of some tables
@@ -76,7 +76,7 @@ class PlacementSpace:
         kernels: Table → compute kernel to use instead of the option's kernel.
 
     Attributes:
-        ways: Table → sharding options.
+        table_options: Table → sharding options.
         world: Number of ranks.
         constraints: Table → constraint.
         room: Bytes of each rank available to tables, float64 [ranks, 3].
@@ -95,9 +95,9 @@ class PlacementSpace:
         self._base = self._counter.count()
         self._base.groups.update({("", option.sharding_type): 1 for option in options})
         self._idle = np.array(self._estimate_time(self._base).busy)
-        self.ways: dict[str, list[TableOption]] = {}
+        self.table_options: dict[str, list[TableOption]] = {}
         for option in options:
-            self.ways.setdefault(option.name, []).append(self._make_way(option))
+            self.table_options.setdefault(option.name, []).append(self._make_way(option))
 
     def empty(self) -> PartialPlan:
         """Return a plan without tables."""
@@ -144,8 +144,8 @@ class PlacementSpace:
 
     def _apply(self, plan: PartialPlan, way: TableOption, ranks: Sequence[int], times: int) -> None:
         plan.room[list(ranks)] -= times * way.needs
-        plan.busy[list(ranks)] += times * way.own
-        plan.busy += times * way.spread
+        plan.busy[list(ranks)] += times * way.shard_seconds
+        plan.busy += times * way.rank_seconds
         self._counter.add(plan.loads, self._make_table(way.option, ranks), times)
 
     def is_fixed(self, name: str) -> bool:
@@ -153,7 +153,7 @@ class PlacementSpace:
         constraint = self.constraints[name]
         return constraint.group is not None or constraint.ranks is not None
 
-    def filled(self, room: np.ndarray, ranks: Sequence[int] | slice = slice(None)) -> np.ndarray:
+    def get_used_shares(self, room: np.ndarray, ranks: Sequence[int] | slice = slice(None)) -> np.ndarray:
         """Return the used share of the fullest memory tier of each rank, float64 [ranks].
 
         Args:
@@ -164,7 +164,7 @@ class PlacementSpace:
 
     def mean(self, way: TableOption) -> float:
         """Return the mean seconds per rank of a table."""
-        return float(way.own.sum()) / self.world + way.spread
+        return float(way.shard_seconds.sum()) / self.world + way.rank_seconds
 
     def place(self, way: TableOption, busy: np.ndarray, room: np.ndarray) -> tuple[int, ...]:
         """Return the least busy ranks with room for a table, one rank per shard; () if there is no room."""

@@ -144,9 +144,9 @@ def select_rates(hosts: Hosts, device: str, world: int) -> Rates:
         world: Number of ranks.
     """
     if device == "cpu":
-        return Rates.of_cpu(world)
+        return Rates.for_cpu(world)
     slowest = min(sorted(hosts.gpus), key=lambda name: (find_gpu(name) or UNKNOWN_GPU).memory, default="")
-    return Rates.of_gpu(slowest, hosts.network or find_network_bandwidth(slowest) or UNKNOWN_NETWORK)
+    return Rates.for_gpu(slowest, hosts.network or find_network_bandwidth(slowest) or UNKNOWN_NETWORK)
 
 
 def make_plan(

@@ -151,7 +151,7 @@ def _format_gib(estimate: ClusterEstimate, tier: str, part: str | None = None) -
 
 
 def _format_available(estimates: list[ClusterEstimate], tier: str) -> str:
-    rooms = [each.cluster.rooms[tier] for each in estimates]
+    rooms = [each.cluster.gib_by_tier[tier] for each in estimates]
     rooms = rooms if len({*rooms}) > 1 else rooms[:1]
     return ", ".join(f"{room:.0f}" if room < DEFAULT_DISK_GIB / 1000 else "enough" for room in rooms)
 

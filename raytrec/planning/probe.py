@@ -97,7 +97,7 @@ def compute_rates(samples: Sequence[Sequence[Sample]]) -> Rates:
         )
         bandwidth[kind] = sent / max(1e-9, large - small) if world > 1 else 1e12
     return replace(
-        Rates.of_cpu(world) if device == "cpu" else Rates.of_gpu(""),
+        Rates.for_cpu(world) if device == "cpu" else Rates.for_gpu(""),
         source=f"measured with {world} ranks",
         ranks=world,
         copy=medians["copy"],
@@ -152,7 +152,7 @@ class RateProbe:
         self._large = torch.optim.Adagrad([values(1 << 24).requires_grad_()])
         with OperatorCounter() as self._of_layers:
             self._run_layers()
-        self._launch_s = (Rates.of_cpu(1) if device.type == "cpu" else Rates.of_gpu("")).launch_s
+        self._launch_s = (Rates.for_cpu(1) if device.type == "cpu" else Rates.for_gpu("")).launch_s
         self._lookups = {lookup: _Lookup(*lookup, device, rng) for lookup in list_lookups(device.type)}
         self._copy_host = torch.empty(1 << 24, dtype=torch.uint8, pin_memory=device.type == "cuda")
 

@@ -155,7 +155,7 @@ class Rates:
         return cls.from_json(text, str(path))
 
     @classmethod
-    def of_cpu(cls, world: int) -> Rates:
+    def for_cpu(cls, world: int) -> Rates:
         """Return rates of CPU ranks, accurate to an order of magnitude.
 
         The rates are from two ranks with one core each (benchmarks/results/plan.json). Hosts are assumed to
@@ -193,7 +193,7 @@ class Rates:
         )
 
     @classmethod
-    def of_gpu(cls, name: str, network: float = UNKNOWN_NETWORK) -> Rates:
+    def for_gpu(cls, name: str, network: float = UNKNOWN_NETWORK) -> Rates:
         """Return rates from a GPU's data sheet, multiplied by SHARES.
 
         Host rates follow from the operators and milliseconds per step in benchmarks/results/host.json.

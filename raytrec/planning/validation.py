@@ -94,7 +94,7 @@ def validate_constraints(
 def _check_kernel(
     table: str, constraint: TableConstraint, sharding: str, optimizer: str, device: str
 ) -> None:
-    if sharding in COLUMN_SHARDED_TYPES and find_optimizer(optimizer).by_row():
+    if sharding in COLUMN_SHARDED_TYPES and find_optimizer(optimizer).has_row_state():
         raise make_plan_error(
             table,
             f"{sharding} does not support optimizer {optimizer}, whose state is one value per row: each "

@@ -73,7 +73,7 @@ class Manifest:
         tower = [self.vectors] if self.vectors else []
         return compute_binding(self.checkpoint_id, self.scores, self.columns, self.input, *tower)
 
-    def difference(self, earlier_manifest: Manifest) -> tuple[str, str] | None:
+    def explain_difference(self, earlier_manifest: Manifest) -> tuple[str, str] | None:
         """Return how a folder with `earlier_manifest` differs and what to do, or None if it does not.
 
         If a table's rule was `error`, complete files are valid: they contain no id that the new rule would
@@ -182,7 +182,7 @@ class Counts:
         return {COUNTS_KEY: json.dumps(values, sort_keys=True).encode()}
 
     @classmethod
-    def of(cls, footer: pq.FileMetaData, binding: str) -> Counts | None:
+    def from_footer(cls, footer: pq.FileMetaData, binding: str) -> Counts | None:
         """Return the counts in a file's metadata; None if the file does not contain these predictions."""
         try:
             values = parse_json((footer.metadata or {})[COUNTS_KEY])
@@ -206,7 +206,7 @@ class PredictionFolder(ClaimedFolder):
         super().__init__(uri, "raytrec predict")
 
     @contextmanager
-    def writing(self, name: str, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
+    def open_parquet_writer(self, name: str, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
         """Open a Parquet file for writing in a block; the file only exists if the block succeeds."""
         with (
             self.stream(name, f"{PARTS_FOLDER}/{uuid4().hex}") as stream,
@@ -229,7 +229,7 @@ class PredictionFolder(ClaimedFolder):
 
     def _counts(self, task: PredictionTask, path: str) -> Counts | None:
         try:
-            counts = Counts.of(read_footer(self.uri_of(task.name_of(path))), task.manifest.binding)
+            counts = Counts.from_footer(read_footer(self.uri_of(task.name_of(path))), task.manifest.binding)
         except DataError:  # the file is incomplete
             return None
         return counts if counts is not None and counts.rows == task.files[path] else None
@@ -247,8 +247,8 @@ def claim_prediction_folder(folder: PredictionFolder, manifest: Manifest) -> set
         "the folder cannot be read or written", where=f"--out {folder.uri}", expected=expected
     ):
         names, previous = folder.claim(MANIFEST, Manifest)
-        if previous is not None and (difference := manifest.difference(previous)):
-            raise folder.refused(*difference)
+        if previous is not None and (difference := manifest.explain_difference(previous)):
+            raise folder.make_refusal(*difference)
         folder.sweep()
         if previous != manifest:
             folder.write(MANIFEST, to_json_document(manifest))

@@ -264,7 +264,7 @@ def _compute_figures(target: PredictionFolder, task: PredictionTask, dataset: Da
     Raises:
         RunError: A file is missing, although all workers have succeeded.
     """
-    complete, counts = target.find_finished(task, target.names()), Counts()
+    complete, counts = target.find_finished(task, target.list_names()), Counts()
     if missing := [path for path in task.files if path not in complete]:
         raise RunError(
             f"predictions of {len(missing)} input files are missing, such as {missing[0]}",

@@ -30,19 +30,19 @@ class Span:
         first: First row in the file.
         rows: Number of rows.
         parts: Parts of row groups with these rows, in order.
-        of_file: Number of rows of the whole file.
+        num_file_rows: Number of rows of the whole file.
     """
 
     path: str
     first: int
     rows: int
     parts: tuple[Part, ...]
-    of_file: int
+    num_file_rows: int
 
     @property
     def is_whole(self) -> bool:
         """Return True if the span covers its whole file."""
-        return self.rows == self.of_file
+        return self.rows == self.num_file_rows
 
 
 def cut_spans(dataset: Dataset, batch_rows: int, span_rows: int = MIN_SPAN_ROWS) -> list[Span]:
@@ -84,12 +84,12 @@ class SpanOrder:
     All ranks take as many steps as the one with the most batches. Every batch is padded to `batch_rows`.
 
     Args:
-        dealt: Spans of each rank that are not done.
+        rank_spans: Spans of each rank that are not done.
         batch_rows: Largest number of rows of one rank's batch.
     """
 
     def __init__(self, dealt: list[list[Span]], batch_rows: int):
-        self.dealt, self.batch_rows = dealt, batch_rows
+        self.rank_spans, self.batch_rows = dealt, batch_rows
         self._sizes = [_list_batch_sizes(spans, batch_rows) for spans in dealt]
         self._whole = [sum(sizes) for sizes in zip_longest(*self._sizes, fillvalue=0)]
 
@@ -118,7 +118,7 @@ class SpanOrder:
         self, dataset: Dataset, epoch: int, rank: int, world: int, start_step: int = 0
     ) -> list[LaneItem]:
         """Return a rank's items in order, one per part."""
-        return [LaneItem(0, 0, (part,), None) for span in self.dealt[rank] for part in span.parts]
+        return [LaneItem(0, 0, (part,), None) for span in self.rank_spans[rank] for part in span.parts]
 
 
 def _list_batch_sizes(spans: list[Span], batch_rows: int) -> list[int]:

@@ -61,7 +61,7 @@ def _list_finished(
     folder: PredictionFolder, spans: list[Span], task: PredictionTask
 ) -> tuple[set[Span], set[str]]:
     """Return the spans that are done, and the input files that are complete."""
-    names = folder.names()
+    names = folder.list_names()
     complete = set(folder.find_finished(task, names))
     done = {s for s in spans if s.path in complete or (not s.is_whole and task.part_of(s) in names)}
     return done, complete
@@ -79,7 +79,7 @@ def _predict_spans(context: WorkerContext, task: PredictionTask, order: SpanOrde
     context.enter_phase("predicting", "evaluate")
     context.report(messages.Start(total=total, step=0, workers=context.world))
     writer = SpanWriter(task, context.task.config.data.on_error == "skip")
-    spans = _SpanCollector(order.dealt[context.index], writer, list(stream.dataset.form.schema.sparse))
+    spans = _SpanCollector(order.rank_spans[context.index], writer, list(stream.dataset.form.schema.sparse))
     tower, consensus = task.manifest.vectors, StepConsensus()
     rows, began, reported = 0, monotonic(), monotonic()
     try:

@@ -67,7 +67,7 @@ class SpanWriter:
             table = (
                 pa.table([*carried.columns, *columns], schema) if kinds.names else pa.table(columns, schema)
             )
-            with self._folder.writing(self._task.output_of(span), schema) as writer:
+            with self._folder.open_parquet_writer(self._task.output_of(span), schema) as writer:
                 writer.write_table(table, row_group_size=len(table))
 
     def _read_carried(self, part, kinds: pa.Schema) -> pa.Table:
@@ -109,14 +109,14 @@ def join_parts(task: PredictionTask, spans: list[Span], tick: Callable[[], None]
     with _report_write_errors(task):
         names = [folder.uri_of(task.part_of(span)) for span in spans]
         for name, span in zip(names, spans, strict=True):
-            part_counts = Counts.of(read_footer(name), binding)
+            part_counts = Counts.from_footer(read_footer(name), binding)
             if part_counts is None or part_counts.rows != span.rows:
                 raise RunError(
                     "a part of the predictions is damaged or has changed", where=name, do=REPEAT_ADVICE
                 )
             counts += part_counts
         schema = read_footer(names[0]).schema.to_arrow_schema().with_metadata(counts.metadata(binding))
-        with folder.writing(task.name_of(spans[0].path), schema) as writer:
+        with folder.open_parquet_writer(task.name_of(spans[0].path), schema) as writer:
             for table in map(read_verified, names):
                 writer.write_table(table.replace_schema_metadata(schema.metadata), row_group_size=len(table))
                 tick()
@@ -137,7 +137,7 @@ def read_verified(uri: str) -> pa.Table:
 def write_empty(task: PredictionTask, path: str, scores: list[pa.DataType]) -> None:
     """Write the predictions of an input file without rows."""
     schema = _make_schema(task, task.carried.schema(path), scores, Counts())
-    with PredictionFolder(task.out).writing(task.name_of(path), schema) as writer:
+    with PredictionFolder(task.out).open_parquet_writer(task.name_of(path), schema) as writer:
         writer.write_table(schema.empty_table())
 
 

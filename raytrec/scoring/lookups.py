@@ -37,16 +37,16 @@ class TablePrecision:
     Attributes:
         dtype: dtype of the stored rows.
         bits: Bits of a quantized value; 0: values are not quantized.
-        side: dtype of a quantized row's scale and offset.
+        scale_dtype: dtype of a quantized row's scale and offset.
     """
 
     dtype: torch.dtype
     bits: int = 0
-    side: torch.dtype = torch.float32
+    scale_dtype: torch.dtype = torch.float32
 
     def width(self, dim: int) -> int:
         """Return the number of stored elements of a row of `dim` values."""
-        return dim * self.bits // 8 + 2 * self.side.itemsize if self.bits else dim
+        return dim * self.bits // 8 + 2 * self.scale_dtype.itemsize if self.bits else dim
 
     def encode(self, rows_ND: torch.Tensor) -> torch.Tensor:
         """Return rows as they are stored.
@@ -57,7 +57,7 @@ class TablePrecision:
         Raises:
             ConfigError: A value is too large for the precision.
         """
-        halves = torch.float16 in (self.dtype, self.side)
+        halves = torch.float16 in (self.dtype, self.scale_dtype)
         if halves and not bool((rows_ND.abs() <= MAX_FLOAT16).all()):
             name = next(name for name, each in PRECISIONS.items() if each == self)
             raise ConfigError(
@@ -69,9 +69,9 @@ class TablePrecision:
         if not self.bits:
             return rows_ND.to(self.dtype)
         levels = 2**self.bits - 1
-        offsets_N1 = rows_ND.amin(1, keepdim=True).to(self.side)
+        offsets_N1 = rows_ND.amin(1, keepdim=True).to(self.scale_dtype)
         spans_N1 = rows_ND.amax(1, keepdim=True) - offsets_N1.float()
-        scales_N1 = (spans_N1 / levels).to(self.side)
+        scales_N1 = (spans_N1 / levels).to(self.scale_dtype)
         divisors_N1 = scales_N1.float().where(scales_N1 > 0, 1.0)
         steps_ND = ((rows_ND - offsets_N1.float()) / divisors_N1).round().clamp(0, levels).byte()
         if self.bits == 4:
@@ -82,8 +82,8 @@ class TablePrecision:
         """Return the values of stored rows: float32 [n, dim]."""
         if not self.bits:
             return stored.float()
-        width = stored.shape[1] - 2 * self.side.itemsize
-        scale_offset_N2 = stored[:, width:].contiguous().view(self.side).float()
+        width = stored.shape[1] - 2 * self.scale_dtype.itemsize
+        scale_offset_N2 = stored[:, width:].contiguous().view(self.scale_dtype).float()
         steps_ND = stored[:, :width]
         if self.bits == 4:
             steps_ND = torch.stack([steps_ND & 15, steps_ND >> 4], 2).flatten(1)
@@ -94,7 +94,7 @@ PRECISIONS: dict[PrecisionName, TablePrecision] = {
     "fp32": TablePrecision(torch.float32),
     "fp16": TablePrecision(torch.float16),
     "int8": TablePrecision(torch.uint8, bits=8),
-    "int4": TablePrecision(torch.uint8, bits=4, side=torch.float16),
+    "int4": TablePrecision(torch.uint8, bits=4, scale_dtype=torch.float16),
 }
 
 
@@ -188,7 +188,7 @@ class Lookups:
             if feature not in needed_features:
                 continue
             spec = self._features.schema.sparse[feature]
-            vectors_ND = self._tables[spec.table].vectors(self.rows_of(spec.table, ids_N))
+            vectors_ND = self._tables[spec.table].vectors(self.find_table_rows(spec.table, ids_N))
             bag_weights_N = weights_N if spec.weights else None
             if bag_weights_N is not None:
                 vectors_ND = vectors_ND * bag_weights_N.unsqueeze(1)
@@ -202,7 +202,7 @@ class Lookups:
                 inputs["bag", feature] = pool_bags(vectors_ND, lengths_B, bag_weights_N, mean)
         return inputs
 
-    def rows_of(self, table: str, ids_N: torch.Tensor) -> torch.Tensor:
+    def find_table_rows(self, table: str, ids_N: torch.Tensor) -> torch.Tensor:
         """Return the rows of ids in a table: int64 [N] → int64 [N]."""
         return self._ids[table](ids_N) if table in self._ids else ids_N
 

@@ -65,7 +65,7 @@ class RowReader:
             table = apply_transforms(table, plan.transforms, ROWS_PLACE, plan.folder)
             check_present(
                 table.schema,
-                self.form.wanted,
+                self.form.columns_after_transforms,
                 f"{ROWS_PLACE}, after data.transforms",
                 self.form,
                 fields=False,

@@ -110,7 +110,7 @@ class Scorer:
             ConfigError: The model has no query and item vectors.
             DataError: A row does not fit the model.
         """
-        reader = self.reader_of(tower)
+        reader = self.get_reader(tower)
         return self.score([reader.read(to_table(rows, reader.columns))], tower)[0]
 
     @cached_property
@@ -121,9 +121,9 @@ class Scorer:
     @cached_property
     def reader(self) -> RowReader:
         """Reader of rows for `score`."""
-        return self.reader_of("predict")
+        return self.get_reader("predict")
 
-    def reader_of(self, program: ProgramName) -> RowReader:
+    def get_reader(self, program: ProgramName) -> RowReader:
         """Return the reader of rows for a program.
 
         Raises:
@@ -151,7 +151,9 @@ class Scorer:
 
     def _make_reader(self, names: Collection[str]) -> RowReader:
         manifest = self.manifest
-        return RowReader(manifest.data_schema.part(names), manifest.transforms, manifest.lists, self.columns)
+        return RowReader(
+            manifest.data_schema.select_features(names), manifest.transforms, manifest.lists, self.columns
+        )
 
     def score(self, pieces: Sequence[Rows], program: ProgramName = "predict") -> list[np.ndarray]:
         """Return the predictions of rows, which may come from several requests.
@@ -164,7 +166,7 @@ class Scorer:
             float32 [rows] or [rows, classes] for each task; for a tower, a single [rows, width].
         """
         count = sum(map(len, pieces))
-        tensors = self._look_up(self.reader_of(program), list(pieces), count)
+        tensors = self._look_up(self.get_reader(program), list(pieces), count)
         inputs = self.manifest.programs[program].inputs
         return _run_program(
             self._programs[program].forward, [tensors[each.kind, each.feature] for each in inputs]
@@ -223,7 +225,7 @@ class Scorer:
         user_names = {
             name
             for name in all_names
-            if set(resolve_input_columns(transforms, schema.part([name]).inputs)) <= names
+            if set(resolve_input_columns(transforms, schema.select_features([name]).inputs)) <= names
         }
         if user_names == all_names:
             raise DataError(

@@ -149,7 +149,7 @@ class Service:
 
     async def _vectors(self, request: Request, scorer: Scorer) -> Response:
         tower: ProgramName = "item" if request.query_params.get("tower", "query") == "item" else "query"
-        scorer.reader_of(tower)  # before the body is read
+        scorer.get_reader(tower)  # before the body is read
         return await self._score(request, scorer, tower, ["vector"])
 
     async def _score(

@@ -81,7 +81,7 @@ class Query:
         rows = concat_rows(parts)
         if self.user is not None:
             return self.scorer.rank(self.user, rows)
-        return self.scorer.score([self.scorer.reader_of(self.program).read(rows)], self.program)
+        return self.scorer.score([self.scorer.get_reader(self.program).read(rows)], self.program)
 
 
 def decode_request(
@@ -157,7 +157,7 @@ def _decode_json(
         raise _make_refusal("the rows are not a list", "rows or candidates", "a list of objects")
     _check_count(rows, limits)  # before rows are converted and take more memory
     if "rows" in values:
-        return ObjectRows(rows, scorer.reader_of(program).columns), None
+        return ObjectRows(rows, scorer.get_reader(program).columns), None
     if program != "predict":
         raise _make_refusal("/vectors does not accept user and candidates", "the body", "rows or columns")
     if not isinstance(values["user"], dict):

@@ -35,7 +35,7 @@ def serve(service_options: ServiceOptions, address: str | None = None, replicas:
     min_replicas, max_replicas = _parse_replicas(replicas)
     if service_options.log_requests:
         open_filesystem(service_options.log_requests)
-    service_options = service_options.named()
+    service_options = service_options.fill_name()
     check_ports({"--port": service_options.port})
     token = None if service_options.no_token else read_token(service_options.name)
     _require_serve()

@@ -60,14 +60,14 @@ class ReplicaState:
     """State of a replica.
 
     Attributes:
-        done: Number of the last order that the replica has carried out.
+        completed_command: Number of the last order that the replica has carried out.
         version: Version that the replica answers with.
         prepared: Version that the order asked to prepare; None: none is prepared.
         error: Reason why the order could not be carried out; None if the replica carried it out.
         figures: Metrics of the replica.
     """
 
-    done: int
+    completed_command: int
     version: str
     prepared: str | None = None
     error: RaytrecError | None = None
@@ -152,13 +152,13 @@ class Coordinator:
             report: State of the replica.
             last_command: Number of the last order that the replica received.
         """
-        await self.hear(replica, report)
+        await self.record_report(replica, report)
         if last_command == self._order.number:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), FOLLOW_INTERVAL_S)
         return self._order
 
-    async def hear(self, replica: str, report: ReplicaState) -> None:
+    async def record_report(self, replica: str, report: ReplicaState) -> None:
         """Record a replica's report."""
         self._replicas[replica] = report, monotonic()
 
@@ -238,7 +238,7 @@ class Coordinator:
                     where=where,
                     do="check the log of the service; the export may need more memory than is available",
                 )
-            done = all(report.done == self._order.number for report in live.values())
+            done = all(report.completed_command == self._order.number for report in live.values())
             if live and done and monotonic() > self._complete:
                 return live
             if not live and monotonic() - began > 2 * REPLICA_TIMEOUT_S:

@@ -171,7 +171,7 @@ class Replica:
         report = execute_command(self.service.versions, order, self._last_report)
         with self._report_lock:  # reports are sent in order
             self._last_report = report
-            self._coordinator.hear.remote(self._id, self._report())
+            self._coordinator.record_report.remote(self._id, self._report())
         if report.version == order.answer.version:
             self._is_current.set()
 
@@ -203,7 +203,7 @@ def app(args: dict[str, Any]) -> Any:
             expected="the token that clients send",
             do=f"set {TOKEN} on all nodes from a Secret, or no_token: true if access is restricted elsewhere",
         )
-    return build(served.named(), None if served.no_token else token)
+    return build(served.fill_name(), None if served.no_token else token)
 
 
 def build(service_options: ServiceOptions, token: str | None, **scaling: Any) -> Any:

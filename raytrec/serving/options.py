@@ -38,7 +38,7 @@ class ServiceOptions(Section):
     log_sample: float = Field(default=0.01, gt=0, le=1)
     """Share of requests that is logged."""
 
-    def named(self) -> ServiceOptions:
+    def fill_name(self) -> ServiceOptions:
         """Return the options with a name; the default name is the run's.
 
         Raises:

@@ -223,7 +223,7 @@ class _Comparison:
         once = float((id_counts == 1).sum()) / max(1, len(expected_M))
         unseen = float((~np.isin(logged_N, training_ids)).sum() / max(1, len(logged_N)))
         yield self._measure_share(feature, "unseen ids", [unseen, once])
-        shares = [each.odd[feature] / max(1, len(each.ids[feature])) for each in sides]
+        shares = [each.odd_lookups[feature] / max(1, len(each.ids[feature])) for each in sides]
         yield self._measure_share(feature, f"ids {odd}", shares)
         lengths = [each.lengths[feature] for each in sides]
         figures = [{"mean": float(n.mean()), "empty": float((n == 0).mean())} for n in lengths]

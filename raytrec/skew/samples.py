@@ -43,7 +43,7 @@ class RowSample:
         dense: Dense columns, float32 [rows, dense columns].
         ids: Looked-up ids of each feature, int64.
         lengths: Lengths of the bags of each feature, int32 [rows].
-        odd: Number of lookups of each feature that are out of range or in fallback rows.
+        odd_lookups: Number of lookups of each feature that are out of range or in fallback rows.
         nulls: Number of rows with a null in the source columns of each dense column or feature.
         scores: Scores in the log; for training data, those of the export.
         rescored: Scores of the export.
@@ -54,7 +54,7 @@ class RowSample:
     dense: np.ndarray
     ids: dict[str, np.ndarray]
     lengths: dict[str, np.ndarray]
-    odd: dict[str, int]
+    odd_lookups: dict[str, int]
     nulls: Counter
     scores: Scores
     rescored: Scores
@@ -110,7 +110,9 @@ def read_rows(scorer: Scorer, groups: Sequence[RowGroup], rows: int, *, logged: 
     reader, names = scorer.reader, [task.column for task in scorer.manifest.tasks]
     schema, transforms = reader.form.schema, reader.form.plan.transforms
     sources = {name: resolve_input_columns(transforms, [name]) for name in schema.dense}
-    sources |= {name: resolve_input_columns(transforms, [schema.column_of(name)]) for name in schema.sparse}
+    sources |= {
+        name: resolve_input_columns(transforms, [schema.get_ids_column(name)]) for name in schema.sparse
+    }
     columns = [*reader.columns.names, *([*names, REQUEST_COLUMN] if logged else [])]
     pieces: list[Rows] = []
     nulls, requests, scores, rescored = Counter(), set[str](), [], []
@@ -145,7 +147,7 @@ def _count_odd_lookups(
     schema = scorer.reader.form.schema
     name = schema.sparse[feature].table
     if schema.tables[name].ids:
-        return int((scorer.lookups.rows_of(name, ids_N) >= schema.tables[name].own_rows).sum())
+        return int((scorer.lookups.find_table_rows(name, ids_N) >= schema.tables[name].own_rows).sum())
     return int(rows.changed[0, place]) if rows.changed is not None else 0
 
 

@@ -50,7 +50,7 @@ def compute_batch_loss(loss: BatchLoss, rank_rows: Rows, factors_B: torch.Tensor
     if not gradient:
         return value
     return _PrecomputedGradient.apply(
-        rank_rows.logits, value, peers.sum_own(grads.view(peers.world, *rank_rows.logits.shape))
+        rank_rows.logits, value, peers.reduce_scatter_sum(grads.view(peers.world, *rank_rows.logits.shape))
     )
 
 

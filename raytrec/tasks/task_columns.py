@@ -152,7 +152,9 @@ def log_odds(config: RunConfig, schema: Schema, dataset: Dataset) -> tuple[float
     plan = dataset.form.plan
     names = [*schema.labels, *(column.column for column in plan.task_columns)]
     transforms = select_needed_transforms(plan.transforms, names)
-    plan = replace(plan, schema=schema.part(()), transforms=transforms, reserved=ReservedColumnSet())
+    plan = replace(
+        plan, schema=schema.select_features(()), transforms=transforms, reserved=ReservedColumnSet()
+    )
     form = replace(dataset.form, plan=plan)
     sums = np.zeros((2, len(tasks)))  # sum of the weights of negatives, and of positives
     for group in dataset.groups[:: -(-dataset.rows // MAX_LABELS_READ)]:

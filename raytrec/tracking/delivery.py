@@ -181,7 +181,7 @@ class Delivery:
             if not self._attempt(self._store.write_metrics, batch.records):
                 for record in batch.records:
                     self._write(self._store.write_metrics, [record])
-            self._feed.written()
+            self._feed.mark_batch_written()
 
     def _upload_files(self) -> None:
         for path, version in self._changed_files().items():

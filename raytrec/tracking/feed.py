@@ -62,7 +62,7 @@ class Batch(NamedTuple):
 
 
 class RecordReader:
-    """Reader of a run folder in batches; a batch is returned again until `written` is called.
+    """Reader of a run folder in batches; a batch is returned again until `mark_batch_written` is called.
 
     Attributes:
         folder: Run folder.
@@ -89,7 +89,7 @@ class RecordReader:
         self._batch = self._batch or self._read_batch()
         return self._batch
 
-    def written(self) -> None:
+    def mark_batch_written(self) -> None:
         """Record that the store has the batch."""
         self.delivered.offsets |= self._batch.offsets
         self.delivered.write(self.folder)

@@ -250,7 +250,7 @@ def prepare_search(config: RunConfig, space: Space, settings: Settings, allow_co
     search = Search(config, schema, space, settings, check(config))
     for draw, value in space.extremes:  # one key at a time, so that an error names the key and its line
         with _attribute_errors(f"{draw.key} = {value}", draw.where):
-            check(config.with_({draw.key: value}))
+            check(config.with_overrides({draw.key: value}))
     for index, values in enumerate(space.configurations(settings.trials, settings.seed), 1):
         hint = "draw dependent values together as a choice of whole sections, such as "
         hint += "optim.schedule: {choice: [{}, {decay: linear}]}"
@@ -280,7 +280,7 @@ def make_trial_config(base: RunConfig, drawn_values: dict[str, Any], number: int
     Its report is only created on request, by `raytrec report FOLDER`. The run of `base`, the resolved
     configuration of the search, is the MLflow parent of all trials.
     """
-    config = base.with_(drawn_values)
+    config = base.with_overrides(drawn_values)
     folder = Path(base.run.dir) / f"trial-{number:03}"
     config.run.name, config.run.dir = f"{base.run.name}-{number:03}", str(folder)
     config.tracking.parent_run, config.tracking.report = base.run.name, False

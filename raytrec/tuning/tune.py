@@ -176,7 +176,7 @@ def format_best_config(search: Search, best: Trial) -> str:
         ),
         *(f"# {key} = {value}" for key, value in best.values.items()),
     ]
-    values = search.config.with_(best.values).get_changed_values()
+    values = search.config.with_overrides(best.values).get_changed_values()
     values["run"] = {key: value for key, value in values["run"].items() if key not in ("name", "dir")}
     values = {section: inner for section, inner in values.items() if inner != {}}
     return "\n".join(lines) + "\n" + yaml.safe_dump(values, sort_keys=False, allow_unicode=True)

@@ -168,7 +168,7 @@ def begin_or_resume(context: WorkerContext, step: Step, state: LogicalState, pro
     if not restored.folder:
         context.enter_phase("setting initial values", "plan")
         return begin(step, context.task.config, context.task.schema, context.task.datasets["train"].log_odds)
-    load_ids(step.maps, restored.more, restored.about)
+    load_ids(step.maps, restored.extra_tensors, restored.about)
     progress.resume(restored.about["progress"])
     step.trained = progress.step
 
@@ -213,7 +213,7 @@ def begin(step: Step, config: RunConfig, schema: Schema, log_odds: Sequence[floa
             expected="finite weights and optimizer state",
             do="use an earlier checkpoint, or set warm_start.optimizer=false if all weights are finite",
         )
-    state.written()
+    state.refresh_kernels()
 
 
 def load_step(context: WorkerContext, objective: type[Objective] = Objective) -> Step:

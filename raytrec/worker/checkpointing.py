@@ -42,7 +42,7 @@ def make_row_snapshot(step: Step, state: LogicalState, on_wait: Callable[[], Non
     """
     rows = RowSnapshot(step.model, state.tables, on_wait)
     if step.managed is not None:
-        step.managed.before_writing = rows.preserve_rows
+        step.managed.on_write = rows.preserve_rows
     return rows
 
 
@@ -83,7 +83,7 @@ class CheckpointManager:
         if self._context.index == 0 and command == Command.GO and is_due and not self._requested:
             command, self._requested = Command.SAVE, True
         self._losses.add(step, outputs.loss)
-        decision = self._consensus.exchange(command, self._losses.look(), self._saver.busy)
+        decision = self._consensus.exchange(command, self._losses.poll_status(), self._saver.busy)
         if decision is None:
             decision = Decision(Command.GO, 0, None, True)
         self._raise_if_nonfinite(decision)
@@ -98,7 +98,7 @@ class CheckpointManager:
         if command == Command.GO and every and step % every == 0:
             command = Command.SAVE
         self._pending = max(self._pending, command)
-        if self._pending != Command.GO and self._step.ahead:
+        if self._pending != Command.GO and self._step.is_map_ahead:
             return self._step.drain()
         command, self._pending = self._pending, Command.GO
         if command == Command.SAVE:
@@ -159,7 +159,7 @@ class CheckpointManager:
             return self._warn(f"the best checkpoint, step {step}, no longer exists; keeping the last weights")
         folder = get_step_folder(root, step)
         load_with_ids(folder, self._state.tensors(), self._step.maps, read_index(folder)["about"])
-        self._state.written()
+        self._state.refresh_kernels()
 
     def finish(self, *, again: bool = False) -> None:
         """Write the last checkpoint of the run.
@@ -176,7 +176,7 @@ class CheckpointManager:
         if self._error is None or again:
             self._saver.close()
 
-    def unsaved(self) -> ErrorParts | None:
+    def find_unsaved_error(self) -> ErrorParts | None:
         """Return why the trained model is not saved, as RaytrecError.parts; None if the model is saved.
 
         If `finish` has failed, it is called once more, because space may have been freed.
@@ -205,7 +205,7 @@ class CheckpointManager:
         Ray Train does not get a report. Its note on the same storage would end the run if that storage is
         full (ray 2.60.0, CheckpointManager). raytrec does not ask Ray Train for checkpoints.
         """
-        saved = self._saver.taken()
+        saved = self._saver.collect_outcome()
         if saved is None:
             return None
         if saved.error:

@@ -73,7 +73,7 @@ def evaluate(
     if ranking:
         ranking.compute_item_vectors(step, items)
     batches = names.note(stream.batches())
-    for outputs in step.evaluate(ranking.note(batches) if ranking else batches):
+    for outputs in step.evaluate(ranking.store_queries(batches) if ranking else batches):
         if ranking:
             ranking.add(outputs.vectors)
         sums.add(outputs)

@@ -60,7 +60,7 @@ def train_worker(task: WorkerTask) -> None:
             step=progress.step,
             workers=context.world,
             plan=describe_plan(plan),
-            metrics=selection.described(training=True),
+            metrics=selection.describe_metrics(training=True),
         )
     )
     try:
@@ -116,7 +116,9 @@ def train_worker(task: WorkerTask) -> None:
         figures, curves = evaluate(step, test, context.device, selection, items)
         context.report(messages.Final(step=progress.step, figures=figures, curves=curves))
         result |= selection.result(figures)
-    context.report(messages.Result(step=progress.step, figures=result, unsaved=checkpoints.unsaved()))
+    context.report(
+        messages.Result(step=progress.step, figures=result, unsaved=checkpoints.find_unsaved_error())
+    )
     return context.close()
 
 

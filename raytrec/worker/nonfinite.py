@@ -88,7 +88,7 @@ class LossMonitor:
             self._status = self._status._replace(through=step - 1)
         self._pending.append((step, AsyncHostCopy(~torch.isfinite(loss))))
 
-    def look(self) -> LossStatus:
+    def poll_status(self) -> LossStatus:
         """Return the results known so far, which include all but the last two steps."""
         while self._pending and (len(self._pending) > MAX_STEPS_IN_FLIGHT or self._pending[0][1].arrived):
             self._read()

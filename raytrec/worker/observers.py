@@ -206,7 +206,7 @@ class ProbeScheduler(Observer):
 
     def _schedule_probe(self) -> None:
         requests = [observer.wants_probe(self._run.progress.step + 1) for observer in self._observers]
-        self._taps.probing |= any(requests)
+        self._taps.is_probing |= any(requests)
 
 
 class StepProfiler(Observer):
@@ -281,7 +281,7 @@ def make_observers(run: RankRun) -> ObserverList:
     taps = Taps(step.model, step.head, list(schema.sparse))
     probing: list[RankRecorder | CheckRunner] = []
     if recorded:
-        id_figures = step.managed.figures if step.managed is not None else dict
+        id_figures = step.managed.collect_figures if step.managed is not None else dict
         probing.append(RankRecorder(run, Statistics(schema, run.state.tables, taps, id_figures)))
     if checked:
         checked_run = CheckedRun(

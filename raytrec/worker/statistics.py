@@ -205,7 +205,7 @@ class Statistics:
                 return
             for name in without_state:
                 self._mark_rows(name, inputs[0], keys_of_table[name])
-            if self._taps.probing:
+            if self._taps.is_probing:
                 for name, keys in keys_of_table.items():
                     self._probe(name, lookup, inputs[0], keys)
 

@@ -93,7 +93,7 @@ class Step:
     The pipeline looks two batches ahead. It therefore receives batches in segments and is empty after each.
     Between two segments no batch is in flight, and the model can be evaluated. Between two steps of a segment
     the model can be saved: only the exchange of the next ids has begun, which depends on no weight. With
-    managed ids, their maps are then `ahead` of the tables; to save the maps, the pipeline is drained.
+    managed ids, their maps are then `is_map_ahead` of the tables; to save the maps, the pipeline is drained.
 
     Args:
         model: Sharded model.
@@ -124,7 +124,11 @@ class Step:
         self.drain_every: int | None = None
         self._draining = False
         self.model, self.optimizer, self._device, self.managed = model, optimizer, device, managed
-        self.trained, self._seed, self._schedule = 0, config.run.seed, config.optim.schedule.over(steps)
+        self.trained, self._seed, self._schedule = (
+            0,
+            config.run.seed,
+            config.optim.schedule.resolve_decay_steps(steps),
+        )
         self._rates = [(group, group["lr"]) for group in optimizer.param_groups]
         average = find_dense_average(optimizer)
         self._averaged = average.use_averages if average else nullcontext
@@ -163,7 +167,7 @@ class Step:
         return batches if self.managed is None else self._assign_rows(batches)
 
     @property
-    def ahead(self) -> bool:
+    def is_map_ahead(self) -> bool:
         """Return True if the maps of managed ids already include batches that are still in the pipeline."""
         return self.managed is not None and self.managed.steps > self.trained
 
@@ -176,7 +180,7 @@ class Step:
         self._draining = False
         for step, batch in enumerate(batches, self.trained):
             with self.phases.phase("input_exchange"):
-                self.managed.assign(batch, step)
+                self.managed.map_and_admit_ids(batch, step)
             yield batch
             if self._draining or (self.drain_every and (step + 1) % self.drain_every == 0):
                 return self.drain()
@@ -189,7 +193,7 @@ class Step:
         torch.default_generator.manual_seed(seed)
         if self._device.type == "cuda":
             torch.cuda.manual_seed(seed)
-        factor = self._schedule.factor(self.trained)
+        factor = self._schedule.compute_factor(self.trained)
         for group, rate in self._rates:  # kernels read the rate in zero_grad, the pipeline's first call
             group["lr"] = rate * factor
 
@@ -204,7 +208,7 @@ class Step:
         self.model.eval()
         self.head.tower = tower
         if self.managed is not None:
-            batches = map(self.managed.find, batches)
+            batches = map(self.managed.map_known_ids, batches)
         with torch.no_grad(), exclude_from_update_counts(self.model), self._averaged():
             while (outputs := self._run_pipeline_step(batches)) is not None:
                 yield outputs

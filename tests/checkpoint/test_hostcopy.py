@@ -111,7 +111,7 @@ def train_and_save(rank, world, plan, optimizer, device, root, asynchronous):
     devices = {str(shard.metadata.placement.device()) for t in sharded for shard in t.local_shards()}
     saver.save(3, tensors, {})
     train_step(step, make_batches(2, rank, world)[1])  # must not change the checkpoint
-    saved = saver.taken()
+    saved = saver.collect_outcome()
     saver.close()
     if saved.error:
         raise saved.error

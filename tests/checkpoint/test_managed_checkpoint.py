@@ -45,19 +45,19 @@ def run(rank, world, sharding, root, first, last, drained=()):
     found = restore(root, state, make_extra_tensors=lambda about: allocate_ids(about, step.maps))
     assert bool(found.folder) == bool(first)
     if found.folder:
-        load_ids(step.maps, found.more, found.about)
+        load_ids(step.maps, found.extra_tensors, found.about)
         step.trained = first
     local = make_own_batches(rank, world)
     # The pipeline prefetches all batches it can; it is drained before the middle is saved.
     step.drain_every, ahead = MIDDLE_STEP, []
     for number, _ in enumerate(step.train(iter(local[first:]), STEPS - first), first + 1):
-        ahead.append(step.ahead)
+        ahead.append(step.is_map_ahead)
         if number in drained:
             step.drain()
         if number in (MIDDLE_STEP, STEPS):
             ids, about = gather_ids(step.maps)
             saver.save(number, state.tensors(), about | {"schema": managed_schema().to_yaml()}, ids)
-            assert saver.taken().error is None
+            assert saver.collect_outcome().error is None
         if number == last:
             break
     return ahead
@@ -160,7 +160,7 @@ def save_alone_and_concurrently(rank, world, root):
             alone.save(number, state.tensors(), {})
             beside.save(number, state.tensors(), {})
     go.set()
-    return [saver.taken().folder for saver in (alone, beside)]
+    return [saver.collect_outcome().folder for saver in (alone, beside)]
 
 
 def test_reassigned_rows_do_not_change_a_running_save(tmp_path):

@@ -34,7 +34,7 @@ def make_writer(state, root, **changes):
 
 def save_and_wait(saver, step, tensors):
     saver.save(step, tensors, {})
-    return saver.taken()
+    return saver.collect_outcome()
 
 
 def save_broken_states(rank, world, root, asynchronous):

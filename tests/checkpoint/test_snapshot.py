@@ -50,7 +50,7 @@ def save_alone_and_concurrently(rank, world, plan, optimizer, root, room):
                 Timer(0.3, go.set).start()
             train_step(step, [batch])
             go.set()
-            outcome = beside.taken()
+            outcome = beside.collect_outcome()
             if outcome.error:
                 raise outcome.error
             folders.append(outcome.folder)

@@ -100,10 +100,10 @@ class FakeJobs(JobApi):
     def __init__(self, log="", status="RUNNING"):
         self.log, self.now, self.started = log, status, []
 
-    def read(self, job, seen):
-        return self.log[seen:], self.now
+    def read(self, job, log_offset):
+        return self.log[log_offset:], self.now
 
-    def known(self):
+    def list_submitted_jobs(self):
         return [("mine-1", self.now, 5.0)]
 
     def message(self, job):

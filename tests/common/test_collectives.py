@@ -13,7 +13,7 @@ def send_rows(rank, world, at_once):
     numbers, halves = peers.send([mine, mine / 2], mine % world)
     assert (halves == numbers / 2).all()
     assert peers.union(mine % 50).tolist() == [*range(30)]
-    return sorted(numbers.tolist()), peers.largest(rank), peers.sum(mine[:1].sum()).item()
+    return sorted(numbers.tolist()), peers.max_number(rank), peers.sum(mine[:1].sum()).item()
 
 
 @pytest.mark.parametrize("at_once", [4, 1000])
@@ -32,7 +32,7 @@ def gather_rows(rank, world, device):
     assert peers.max(values).tolist() == [2, 0] and peers.stack(values).tolist() == [[0, 0], [1, -1], [2, -2]]
     assert values.tolist() == [rank, -rank], "max and stack changed their input"
     parts = torch.randn(world, 2, 3, generator=torch.Generator().manual_seed(rank))
-    assert torch.equal(peers.sum_own(parts), peers.sum(parts)[rank])
+    assert torch.equal(peers.reduce_scatter_sum(parts), peers.sum(parts)[rank])
     return rows.tolist()
 
 
@@ -46,7 +46,7 @@ def compare_values(rank, world):
     same = [{"a": 1, "b": [2.5, "x"]}, ("x", None, 2**80), []]
     other = [{"a": 1 + odd}, [None] * (1 + odd), "x" * odd, -(2**70) * (1 + odd)]
     assert peers.objects(rank) == [0, 1, 2]
-    return [peers.same(value) for value in same], [peers.same(value) for value in other]
+    return [peers.is_same_on_all(value) for value in same], [peers.is_same_on_all(value) for value in other]
 
 
 def test_same_detects_values_that_differ_between_ranks():
@@ -55,7 +55,7 @@ def test_same_detects_values_that_differ_between_ranks():
 
 def test_single_process_exchanges_nothing():
     peers, values = Peers(), torch.tensor([3, 1, 3])
-    assert peers.world == 1 and peers.same(values) and peers.objects(5) == [5]
+    assert peers.world == 1 and peers.is_same_on_all(values) and peers.objects(5) == [5]
     assert peers.sum(values) is values and peers.send([values], values)[0] is values
     assert peers.stack(values).tolist() == [[3, 1, 3]] and peers.union(values).tolist() == [1, 3]
 

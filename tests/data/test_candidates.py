@@ -127,7 +127,7 @@ def test_schema_rejects_invalid_candidates(named, text):
 
 def test_schema_yaml_includes_candidates():
     assert Schema.parse(yaml.safe_load(SCHEMA.to_yaml()), "test") == SCHEMA
-    assert SCHEMA.part({"item", "user"}).candidates == ["y", "item"]
+    assert SCHEMA.select_features({"item", "user"}).candidates == ["y", "item"]
 
 
 def test_batch_dump_stores_candidates_as_lists(tmp_path):

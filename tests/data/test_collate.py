@@ -220,7 +220,7 @@ def test_features_outside_the_read_schema_are_empty(tmp_path, tower):
         table, form = read_canonical_rows(tmp_path / "a.parquet", ReadPlan(schema, read_labels=False))
         return batch_of_table(table, form, Features(TOWERS, {"history": 2}), padding=1)
 
-    part = TOWERS.part(set(tower) - {"liked"})
+    part = TOWERS.select_features(set(tower) - {"liked"})
     found = batch({name: COLUMNS[name][0] for name in tower}, part)
     emptied = {n: v if n in tower else pa.array([none] * 3, v.type) for n, (v, none) in COLUMNS.items()}
     same = batch(emptied, TOWERS)

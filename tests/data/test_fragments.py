@@ -216,7 +216,7 @@ def scan_changed_rows(folder, changes, schema=None, skip=False, **options):
 )
 def test_footer_statistics_reveal_invalid_values(tmp_path, column, value, message):
     dataset = scan_changed_rows(tmp_path, [(column, 310, value)])
-    assert [group.index for group in dataset.accused] == [1]
+    assert [group.index for group in dataset.suspect_groups] == [1]
     with pytest.raises(DataError, match=message) as error:
         check_suspect_groups(dataset)
     assert "a.parquet, row group 1" in error.value.where and "row 10" in error.value.where
@@ -225,11 +225,11 @@ def test_footer_statistics_reveal_invalid_values(tmp_path, column, value, messag
 def test_values_with_a_policy_or_transform_are_not_suspect(tmp_path):
     """Values that a table accepts, a transform repairs or the policy skips do not stop the run."""
     changes = [("user", 310, 40), ("price", 5, None)]
-    assert scan_changed_rows(tmp_path, []).accused == ()
-    assert len(scan_changed_rows(tmp_path, changes).accused) == 2
-    assert scan_changed_rows(tmp_path, changes, skip=True).accused == ()
+    assert scan_changed_rows(tmp_path, []).suspect_groups == ()
+    assert len(scan_changed_rows(tmp_path, changes).suspect_groups) == 2
+    assert scan_changed_rows(tmp_path, changes, skip=True).suspect_groups == ()
     mend = FillNull(do="fill_null", columns=["price"], value=0)
     hashing = parquet.tiny_schema(tables={"user": {"rows": 40, "dim": 8, "out_of_range": "hash"}})
-    assert scan_changed_rows(tmp_path, changes, hashing, transforms=(mend,)).accused == ()
+    assert scan_changed_rows(tmp_path, changes, hashing, transforms=(mend,)).suspect_groups == ()
     clip = Clip(do="clip", columns=["user"], low=0, high=39)
-    assert scan_changed_rows(tmp_path, changes, transforms=(mend, clip)).accused == ()
+    assert scan_changed_rows(tmp_path, changes, transforms=(mend, clip)).suspect_groups == ()

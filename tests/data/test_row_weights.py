@@ -117,7 +117,7 @@ def test_label_used_only_as_mask_can_be_null(tmp_path):
     batch = read(path, [TaskRows("buy", mask_label="click")])
     assert batch.task_weights[:3].tolist() == [[0], [0], [1]]
     task = TaskRows("buy", mask_label="click")
-    assert not scan(path, ReadPlan(SCHEMA, tasks=(task,), label_ranges=RANGES)).accused
+    assert not scan(path, ReadPlan(SCHEMA, tasks=(task,), label_ranges=RANGES)).suspect_groups
 
 
 def test_null_labels_are_skipped_after_transforms(tmp_path):
@@ -160,7 +160,7 @@ def test_invalid_weights_masks_and_labels_are_rejected(tmp_path, columns, task, 
         read(path, tasks)
     assert f"a.parquet, row group 1, column {next(iter(columns))}, row 0" in error.value.where
     data = scan(path, ReadPlan(SCHEMA, tasks=tasks, label_ranges=RANGES))
-    assert [group.index for group in data.accused] == [1] * in_footer
+    assert [group.index for group in data.suspect_groups] == [1] * in_footer
     if in_footer:
         with pytest.raises(DataError, match=expected_text):
             check_suspect_groups(data)

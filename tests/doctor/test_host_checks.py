@@ -328,7 +328,7 @@ def test_blocked_port_error_names_both_nodes(monkeypatch):
     )
     monkeypatch.setattr(network.find_connection_errors, "__defaults__", (0.3,))
     found = [*network.check_ports(hosts := TwoHosts())]
-    assert hosts.cut == {frozenset((0, 1))}
+    assert hosts.disconnected_pairs == {frozenset((0, 1))}
     assert "a (127.0.0.1) cannot reach b (127.0.0.2) at port" in found[0].finding
     assert "no answer within" in found[0].finding and "security group" in found[0].do
     reduced = [*network.check_all_reduce(hosts)]
@@ -419,10 +419,10 @@ def test_number_of_all_reduce_attempts_is_limited(monkeypatch):
 
 def test_all_reduce_check_skips_unreachable_nodes(monkeypatch):
     hosts = SeveralHosts(monkeypatch, 3)
-    hosts.cut = {frozenset((0, 2))}
+    hosts.disconnected_pairs = {frozenset((0, 2))}
     (cut,) = network.check_all_reduce(hosts)
     assert (cut.result, cut.finding) == (WARNING, "not timed: some nodes cannot connect") and not hosts.tried
-    hosts.unfit = {2}
+    hosts.hosts_without_torch = {2}
     (fine,) = network.check_all_reduce(hosts)
     assert fine.result == OK and hosts.tried == [(0, 1)]
 

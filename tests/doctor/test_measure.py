@@ -27,12 +27,12 @@ def test_rates_are_medians_of_samples():
     assert (found.copy, found.ranks, found.device) == (1e10, 2, "cpu") and found.cores >= 1
     assert found.latency_s["all_to_all"] == 1e-4
     assert found.bandwidth["all_gather"] == pytest.approx(4 * (2**20 - 256) / 2 / 9e-4)
-    assert found.step_s == Rates.of_cpu(2).step_s > 0
+    assert found.step_s == Rates.for_cpu(2).step_s > 0
 
 
 def test_lookup_benchmarks_cover_all_optimizers():
     assert {way for way, *_ in list_lookups("cuda")} == {*OPTIMIZERS.parts, DENSE}
-    assert {way for way, *_ in list_lookups("cpu")} == {*Rates.of_cpu(1).lookup}
+    assert {way for way, *_ in list_lookups("cpu")} == {*Rates.for_cpu(1).lookup}
 
 
 @pytest.mark.survive

@@ -48,7 +48,7 @@ def save_trained_checkpoint(rank, world, root, schema, optimizer):
     ids, about_ids = gather_ids(step.maps)
     about |= {"progress": checkpoints.progress_values(STEPS)} | about_ids
     saver.save(STEPS, state.tensors(), about, ids)
-    assert saver.taken().error is None
+    assert saver.collect_outcome().error is None
 
 
 def make_local_batches(rank, world, seed=1):

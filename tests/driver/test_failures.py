@@ -25,7 +25,7 @@ OURS = DataError("label 'y' is 7", where="part-0.parquet")
             FailureKind.ERROR,
             "rank 1 raised KeyError: 'user'",
         ),
-        ({0: KeyError("x"), 1: OURS}, FailureKind.OURS, "label 'y' is 7"),
+        ({0: KeyError("x"), 1: OURS}, FailureKind.RAYTREC_ERROR, "label 'y' is 7"),
         ({0: GLOO_ERROR, 2: NodeDiedError("gone")}, FailureKind.NODE, "rank 2 lost its node"),
         ({0: ActorDiedError(), 1: NodeDiedError("gone")}, FailureKind.NODE, "rank 1 lost its node"),
         ({0: Restart("at step 3"), 1: GLOO_ERROR}, FailureKind.RESTART, "at step 3"),

@@ -57,11 +57,11 @@ def intervals(count, slow=False):
 
 def test_rank_is_reported_slow_after_one_minute(tmp_path):
     record = Record(tmp_path)
-    first = [record.keep(message) for message in intervals(12, slow=True)]
+    first = [record.store_message(message) for message in intervals(12, slow=True)]
     # The first interval is ignored; the other 11 add up to 60.5 s. Rank 1 reports last in each.
     assert first[:-1] == [[]] * 23 and "rank 1 is slow" in first[-1][0]
     record = Record(tmp_path)
-    assert [record.keep(message) for message in intervals(30)] == [[]] * 60
+    assert [record.store_message(message) for message in intervals(30)] == [[]] * 60
 
 
 def test_run_duration_sums_all_drivers(tmp_path):
@@ -82,7 +82,7 @@ def test_new_run_ignores_records_of_a_failed_start(tmp_path, tiny_data):
     record = Record(tmp_path)
     passed = Outcome(check="finite", step=1, passed=True, text="", figure=0.0, limit=None)
     for message in [*intervals(12), passed]:
-        record.keep(message)
+        record.store_message(message)
     with pytest.raises(RunError), record_driver(tmp_path):
         raise RunError("a failure")
     assert Record(tmp_path).checks and Record(tmp_path).times.steps

@@ -105,7 +105,7 @@ def run_warm_start(rank, world, root):
     step = build_step_on_rank(make_small_config(world, ROWS, ema=DECAY))
     state = LogicalState(step.model, step.optimizer, with_optimizer=False)
     load(f"{root}/step-{3:010d}", {n: v for n, v in state.tensors().items() if not is_average(n)})
-    state.written()
+    state.refresh_kernels()
     train_step(step, make_batches(1, rank, world)[1])
     average = find_dense_average(step.optimizer)
     return int(average.count), average.values, copy_dense_weights(step)

@@ -129,7 +129,7 @@ def save_while_training(rank, world, kernel, share, folder):
     moved = sum(written)
     state.tensors()  # writes all rows back during the save
     go.set()
-    first = saver.taken()
+    first = saver.collect_outcome()
     if first.error:
         raise first.error
     saver.close()
@@ -204,6 +204,6 @@ def test_cache_evicts_only_rows_not_in_use():
     assert weights[:, 0].tolist() == [0, 1, 2, 103, 4, 5, 6, 7, 8, 9, 5, 107]
     assert hot.look_up(torch.tensor([3, 7]), trains=False).tolist() == [3, 11]
     assert hot.read(weights[:10], torch.tensor([7, 3]))[:, 0].tolist() == [107, 103]
-    assert hot.share_found() == 4 / 18 and hot.share_found() is None
+    assert hot.take_hit_share() == 4 / 18 and hot.take_hit_share() is None
     hot.flush()
     assert weights[:10, 0].tolist() == [0, 1, 2, 103, 4, 5, 6, 107, 8, 9]

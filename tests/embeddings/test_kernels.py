@@ -110,7 +110,7 @@ def collect_observations(rank, world, kernel, optimizer):
     parity, numbers = Parity(run), Numerics(run)
     local = make_batches(3, rank, world)[1]
     train_step(step, local[:-1])
-    taps.probing = True
+    taps.is_probing = True
     with caches.holding():
         parity.prepare(local[-1])
     train_step(step, local[-1:])

@@ -165,7 +165,7 @@ def test_key_map_matches_one_dict_per_table(made_for, steps):
             assert dict(zip(its.keys.tolist(), its.fields["b"].tolist(), strict=True)) == plain[table]
             assert map.counts[table] == len(plain[table])
         few = [table for table in tables if table != 1]
-        which, slots = map.below(few, "b", [2**30 + table for table in few])
+        which, slots = map.find_below(few, "b", [2**30 + table for table in few])
         low = [(n, v) for n, t in enumerate(few) for v in plain[t].values() if v < 2**30 + t]
         assert sorted(zip(which.tolist(), map.fields["a"][slots].tolist(), strict=True)) == sorted(low)
     # Removed keys no longer count as passing.

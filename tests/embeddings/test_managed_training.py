@@ -66,7 +66,7 @@ def run_training(rank, world, sharding, optimizer, train):
     start = {n: None if v is None else v.clone() for n, v in run.weights().items()}
     ahead = random_id_batches()[-1]  # looked up but not trained
     run.train(batches)
-    figures, nothing = run.step.managed.figures(), run.step.managed.figures()
+    figures, nothing = run.step.managed.collect_figures(), run.step.managed.collect_figures()
     assert nothing["user"]["fallback_share"] is None and nothing["user"]["admitted_ids"] == 0
     (outputs,) = run.step.evaluate(iter([run._local(ahead)]))
     evaluated = outputs["y"].logits
@@ -75,7 +75,7 @@ def run_training(rank, world, sharding, optimizer, train):
     for name in managed_schema().managed:
         features = [feature for feature, spec in SPARSE.items() if spec["table"] == name]
         ids = torch.cat([batch.bags[feature][0] for batch in batches for feature in features]).unique()
-        known[name] = dict(zip(ids.tolist(), run.step.managed.rows_of(name, ids).tolist(), strict=True))
+        known[name] = dict(zip(ids.tolist(), run.step.managed.look_up_rows(name, ids).tolist(), strict=True))
     after = tables(run.step.model, run.step.optimizer)
     raw = {n: [t.weight.dense(), *(t.state[k].dense() for k in sorted(t.state))] for n, t in after.items()}
     if rank:

@@ -115,7 +115,7 @@ def test_torchrec_does_not_initialize_weights():
 def allocate_zeros(folder):
     plan = {"mmap_dir": str(folder)}
     files = MappedFileFactory(load_config({"data": {"train": "d/train"}, "plan": plan}))
-    return files.zeros(["user"], 1 << 20, torch.float32)
+    return files.allocate_zeros(["user"], 1 << 20, torch.float32)
 
 
 def test_full_disk_and_tmpfs_are_rejected(tmp_path, monkeypatch):

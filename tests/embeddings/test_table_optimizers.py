@@ -34,7 +34,7 @@ def test_optimizer_without_rates_is_rejected():
     with pytest.raises(TypeError, match="Momentum has a CPU kernel but does not define cpu_lookup"):
         table_optimizer(type("Momentum", (TableOptimizer,), {}))
     with pytest.raises(ConfigError, match="the rates do not include lookups with optimizer lamb"):
-        Rates.of_cpu(2).get_lookup_rates("lamb")
+        Rates.for_cpu(2).get_lookup_rates("lamb")
 
 
 def test_later_optimizer_settings_override_earlier_ones():

@@ -69,8 +69,8 @@ def iterate_user_columns(name, model, table):
     schema, section = model.manifest.data_schema, MODELS.parts[name]
     own = model.manifest.towers["query"] if section.retrieves else list(model.manifest.sequences)
     for features in (own, list(schema.sparse)[:1], list(schema.sparse)[1:]):
-        mine = [c for c in schema.part(features).inputs if c in model.columns.names]
-        mine = [c for c in mine if c not in schema.part(set(schema.sparse) - set(features)).inputs]
+        mine = [c for c in schema.select_features(features).inputs if c in model.columns.names]
+        mine = [c for c in mine if c not in schema.select_features(set(schema.sparse) - set(features)).inputs]
         if mine:
             yield {column: table[column][3].as_py() for column in mine}
 

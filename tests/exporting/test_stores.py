@@ -51,7 +51,9 @@ def copy_folder(tmp_path, monkeypatch):
 def read_stored_files(uri):
     """Return the bytes of every file by name."""
     filesystem, path = open_filesystem(uri)
-    return {name: filesystem.open_input_stream(f"{path}/{name}").read() for name in OutputFolder(uri).names()}
+    return {
+        name: filesystem.open_input_stream(f"{path}/{name}").read() for name in OutputFolder(uri).list_names()
+    }
 
 
 def test_interrupted_store_export_continues_where_it_stopped(bucket, local_export, monkeypatch):
@@ -71,7 +73,7 @@ def test_interrupted_store_export_continues_where_it_stopped(bucket, local_expor
 
     monkeypatch.setattr(OutputFolder, "stream", breaking)
     tries = 0
-    while "manifest.json" not in OutputFolder(out).names():
+    while "manifest.json" not in OutputFolder(out).list_names():
         left[0], tries = 5, tries + 1
         assert tries < 20, "complete files were not kept"
         try:
@@ -173,5 +175,5 @@ def test_paths_keep_the_query_of_their_uri(local_export, copy_folder, tmp_path):
         assert find_newest_checkpoint(f"{bucket}/run/checkpoints{query}")[0] is None
         out = f"{bucket}/export{query}"
         raytrec.export(folder, out)
-        assert "manifest.json" in OutputFolder(out).names()
+        assert "manifest.json" in OutputFolder(out).list_names()
         assert raytrec.load(out).predict(rows).num_rows == rows.num_rows

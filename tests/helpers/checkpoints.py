@@ -16,7 +16,7 @@ def save_checkpoint(root, step, number, **section):
 
     saver = CheckpointWriter(str(root), CheckpointSection(**section))
     saver.save(number, LogicalState(step.model, step.optimizer).tensors(), {})
-    saved = saver.taken()
+    saved = saver.collect_outcome()
     saver.close()
     if saved.error:
         raise saved.error

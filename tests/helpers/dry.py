@@ -15,7 +15,7 @@ class PlannedMemory:
     """
 
     def __init__(self, config, schema, hosts=1, gpus=8, memory_gib=80, host_memory_gib=None, disk_gib=1e6):
-        cluster = Cluster.described(hosts, gpus, memory_gib, host_memory_gib, disk_gib)
+        cluster = Cluster.from_sizes(hosts, gpus, memory_gib, host_memory_gib, disk_gib)
         tables = dry_run(config, schema, cluster)
         self.plan = {table.table: table for table in tables}
         self.ranks = {tier: [0.0] * cluster.world for tier in TIERS}

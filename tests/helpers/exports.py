@@ -68,7 +68,7 @@ def batch_to_table(batch, schema):
         def lists(values, offsets=offsets):
             return pa.ListArray.from_arrays(offsets, pa.array(values.numpy()))
 
-        columns[schema.column_of(feature)] = lists(ids)
+        columns[schema.get_ids_column(feature)] = lists(ids)
         if spec.weights:
             columns[spec.weights] = lists(weights)
         for number, side in enumerate(spec.side_features):
@@ -106,7 +106,7 @@ def _saved(rank, world, case, root):
     saver = CheckpointWriter(f"{root}/checkpoints", config.checkpoint)
     about = {"config": values, "schema": schema.to_yaml(), "data": "", "progress": progress_values(2)}
     saver.save(2, LogicalState(step.model, step.optimizer).tensors(), about)
-    folder = saver.taken().folder
+    folder = saver.collect_outcome().folder
     saver.close()
     return whole[2], folder, {task: o.predictions for task, o in outputs.tasks.items()}, vectors
 

@@ -82,7 +82,7 @@ class WorkerLoop:
             self.checkpoints.finish()
         except RunError as error:
             self.error = str(error)
-            saved = self.checkpoints._saver.taken()  # waits for the checkpoint being written
+            saved = self.checkpoints._saver.collect_outcome()  # waits for the checkpoint being written
             self.unsaved = str(saved.error) if saved and saved.error else None
         return self
 

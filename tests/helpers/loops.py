@@ -101,14 +101,14 @@ def train_with_checks(
         stream = (scene.local[i] for i in range(steps))  # lazy: read when the pipeline needs them
         for done, _ in enumerate(scene.step.train(stream, steps), start=1):
             rows += len(whole[done - 1])
-            if scene.taps.probing:
+            if scene.taps.is_probing:
                 position = Position(done, scene.taps.input.batch.step, rows)
                 outcomes += scene.checks.evaluate(STEP, position)
                 scene.taps.forget()
             if fault and done == after:
                 undo = fault(scene)
             if (done + 1) % every == 0 and done < steps:
-                scene.taps.probing = scene.checks.probes
+                scene.taps.is_probing = scene.checks.probes
                 scene.checks.prepare(scene.local[done])
         outcomes += scene.checks.evaluate(CHECKPOINT, Position(steps, None, rows))
         return [outcome.line() for outcome in outcomes]

@@ -452,11 +452,11 @@ def test_inspect_of_a_file_reads_its_sibling_splits(tmp_path):
     write(tmp_path / "valid.parquet", {"label": [0, 1] * 50, "user_id": [1, 7] * 50})
     found = inspect(str(tmp_path / "train.parquet"))
     assert found.schema.tables["user"].rows == 9 and found.rows == 100
-    assert found.scan.also == {"valid": str(tmp_path / "valid.parquet")}
+    assert found.scan.inspected_parts == {"valid": str(tmp_path / "valid.parquet")}
     write(tmp_path / "test.parquet", {"user_id": [1, 9] * 50})
     (tmp_path / "val.parquet").mkdir()
     found = inspect(str(tmp_path / "train.parquet"))
-    assert list(found.scan.also) == ["valid"] and found.schema.tables["user"].rows == 9
+    assert list(found.scan.inspected_parts) == ["valid"] and found.schema.tables["user"].rows == 9
     assert "# test was not inspected: column label is missing\n" in found.schema_yaml()
     assert "# val was not inspected: the folder contains no Parquet files\n" in found.schema_yaml()
 

@@ -158,7 +158,7 @@ def rank_items(rank, world, given, cells):
     own = batches(
         columns, given["queries"], rank, world, labels=given["labels"], task_weights=given["weights"]
     )
-    for outputs in step.evaluate(ranking.note(own)):
+    for outputs in step.evaluate(ranking.store_queries(own)):
         ranking.add(outputs.vectors)
     return ranking.figures()
 

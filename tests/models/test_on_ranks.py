@@ -42,7 +42,7 @@ def train_and_get_state(rank, world, name, plan, root, first, last):
     train_step(step, make_batches(last, rank, world, schema=SEQUENCES, features=features)[1][first:])
     saver = CheckpointWriter(root, settings.checkpoint)
     saver.save(last, state.tensors(), {})
-    assert saver.taken().error is None
+    assert saver.collect_outcome().error is None
     found = {key: p.detach().clone() for key, p in step.model.module.head.model.named_parameters()}
     return found | {name: table.weight.dense(first_only=True) for name, table in tables(step.model).items()}
 

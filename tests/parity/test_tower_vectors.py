@@ -78,7 +78,7 @@ def compute_tower_vectors(rank, world, model, root):
     outputs = evaluated(whole)
     saver, state = CheckpointWriter(root, config.checkpoint), LogicalState(step.model, step.optimizer)
     saver.save(1, state.tensors(), {})
-    assert saver.taken().error is None
+    assert saver.collect_outcome().error is None
     folder = get_step_folder(root, 1)
     together = make_local_batch(whole, schema, [0, ROWS], 0, resolve_features(schema, config.model))
     saved = Checkpoint(config, schema, folder, read_index(folder))

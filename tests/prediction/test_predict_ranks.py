@@ -83,7 +83,7 @@ def predict(rank, world, folder, out, changes, fail_after=None, restart_after=No
     def fresh(context, objective):
         return build_step(config, schema, context.device, objective=objective)[0]
 
-    writing = PredictionFolder.writing
+    writing = PredictionFolder.open_parquet_writer
 
     def failing(self, *what):
         if len(list(Path(out).rglob("*.parquet"))) >= fail_after:
@@ -96,7 +96,7 @@ def predict(rank, world, folder, out, changes, fail_after=None, restart_after=No
         patch.object(build, "load_step", fresh),
     ]
     if fail_after is not None:
-        patches.append(patch.object(PredictionFolder, "writing", failing))
+        patches.append(patch.object(PredictionFolder, "open_parquet_writer", failing))
     try:
         for each in patches:
             each.start()

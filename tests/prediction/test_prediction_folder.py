@@ -74,7 +74,7 @@ def fake_group(monkeypatch):
             self.append((checkpoint, predictions))
             assert restarts and watch.console
             folder = PredictionFolder(predictions.out)
-            names = folder.names()
+            names = folder.list_names()
             complete = folder.find_finished(predictions, names)
             spans = cut_spans(datasets["predict"], predictions.batch_rows, predictions.span_rows)
             todo = [s for s in spans if s.path not in complete and predictions.part_of(s) not in names]

@@ -33,7 +33,11 @@ def test_spans_read_every_row_once_and_in_order(seed, world):
     ]
     everything = [(g.path, g.index, row) for g in whole.groups for row in range(g.rows)]
     assert [row for span in spans for part in span.parts for row in list_part_rows(part)] == everything
-    assert all(s.rows >= min(s.of_file, max(300, 8 * batch)) for s in spans if s.first + s.rows < s.of_file)
+    assert all(
+        s.rows >= min(s.num_file_rows, max(300, 8 * batch))
+        for s in spans
+        if s.first + s.rows < s.num_file_rows
+    )
 
     order = SpanOrder(assign_spans(spans, world, batch), batch)
     read = []

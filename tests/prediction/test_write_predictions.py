@@ -55,7 +55,7 @@ def test_files_contain_all_rows_with_scores_of_every_task(task):
     assert [span.is_whole for span in spans] == [False, False, True]
     write_spans(task, reversed(spans), absent=(5, 41))
     folder = PredictionFolder(task.out)
-    assert sorted(folder.names()) == [*sorted(map(task.part_of, spans[:2])), "b/c.parquet"]
+    assert sorted(folder.list_names()) == [*sorted(map(task.part_of, spans[:2])), "b/c.parquet"]
     (mine,) = group_by_file(spans).values()
     join_parts(task, mine)
     found = pq.ParquetFile(f"{task.out}/a.parquet")
@@ -67,13 +67,13 @@ def test_files_contain_all_rows_with_scores_of_every_task(task):
         assert [i for i, score in enumerate(table[name].to_pylist()) if score is None] == [5, 41]
     assert table["score_kind"].type == pa.list_(pa.float32())
     assert table["score_kind"][42].as_py() == [42, -42, 0]
-    complete = folder.find_finished(task, folder.names())
+    complete = folder.find_finished(task, folder.list_names())
     first, second = task.files
     assert complete[first] == Counts(60, 2, {"user": [2, 60]}) and complete[second].skipped == 1
     again = f"{task.out}/again.parquet"
     pq.write_table(table.slice(1), again)
-    assert Counts.of(pq.read_metadata(again), task.manifest.binding) is None
-    assert Counts.of(found.metadata, "others") is None
+    assert Counts.from_footer(pq.read_metadata(again), task.manifest.binding) is None
+    assert Counts.from_footer(found.metadata, "others") is None
 
 
 def test_unreadable_columns_are_null_if_rows_are_skipped(task):
@@ -94,7 +94,7 @@ def test_assemble_refuses_changed_parts(task):
     pq.write_table(pa.table({"id": range(20)}), f"{task.out}/{task.part_of(spans[1])}")
     with pytest.raises(RunError, match="is damaged or has changed"):
         join_parts(task, spans)
-    assert not (PredictionFolder(task.out).names() & {"a.parquet"})
+    assert not (PredictionFolder(task.out).list_names() & {"a.parquet"})
 
 
 def test_score_column_is_null_only_for_absent_rows():

@@ -21,7 +21,7 @@ NOTE_KINDS = ("wrong", "failed", "retried")
 def make_requests(made, table):
     """Return small requests in every format: (body, content type, version → scores)."""
     found, model = [], made["whole"].model
-    mine = model.reader_of("query").columns.names
+    mine = model.get_reader("query").columns.names
     for first in range(0, len(table) - 3, 3):
         part = table.slice(first, 1 + first % 4)
         rows, user = part.to_pylist(), part.select(mine).slice(0, 1).to_pylist()[0]

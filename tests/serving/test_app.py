@@ -65,7 +65,7 @@ def test_service_scores_every_row_format_like_load(http, model, served_export):
 
 def test_service_scores_candidates_of_one_user(http, model, served_export):
     _, table = served_export
-    columns = model.reader_of("query").columns.names
+    columns = model.get_reader("query").columns.names
     user = {name: table[name][0].as_py() for name in columns}
     candidates = table.drop_columns(columns).to_pylist()
     found = http.scores({"user": user, "candidates": candidates})
@@ -224,7 +224,7 @@ def test_replica_catches_up_on_missed_promotion(served_export):
     first, second = versions.version, read_manifest(small).version
     order = ReplicaCommand(7, Export(small, second), prepare=str(Path(small) / "nothing"))
     report = execute_command(versions, order, ReplicaState(-1, first))
-    assert (report.done, report.version, versions.version) == (7, second, second)
+    assert (report.completed_command, report.version, versions.version) == (7, second, second)
     assert report.prepared is None and "there is no export in this folder" in str(report.error)
     report = execute_command(
         versions, ReplicaCommand(8, Export(small, second), prepare=served_export[0]), report

@@ -173,7 +173,7 @@ def test_metrics_include_only_reporting_replicas(monkeypatch):
         figures = ReplicaMetrics()
         figures.requests.labels("/predict", 200).inc(requests)
         counted = tuple(figures.collect(about, 0))
-        await made.hear(name, replace(ReplicaState(1, FIRST.version), figures=counted))
+        await made.record_report(name, replace(ReplicaState(1, FIRST.version), figures=counted))
 
     def shown():
         text = asyncio.run(made.metrics()).decode()

@@ -46,7 +46,7 @@ def list_log_files(folder):
 def test_log_contains_rows_and_scores_of_every_request_format(served_export, tmp_path):  # noqa: F811
     export, table = served_export
     model = raytrec.load(export)
-    mine = model.reader_of("query").columns.names
+    mine = model.get_reader("query").columns.names
     user = {name: table[name][0].as_py() for name in mine}
     candidates = table.drop_columns(mine).to_pylist()
     with LoggingService(export, tmp_path / "log") as service:

@@ -36,7 +36,7 @@ def read(path, *tasks, check=True):
     if check:
         check_suspect_groups(dataset)
     item = LaneItem(0, 0, (Part(path, 0, 0, dataset.rows),), None, 0)
-    return read_item(item, dataset.form)["labels"].to_pylist(), bool(dataset.accused)
+    return read_item(item, dataset.form)["labels"].to_pylist(), bool(dataset.suspect_groups)
 
 
 @pytest.fixture(autouse=True)

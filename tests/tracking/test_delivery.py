@@ -200,9 +200,9 @@ def test_reader_merges_records_up_to_the_call_limit(tmp_path):
         return [record.step for record in feed.next_batch().records]
 
     assert steps() == steps() == [0, 1, 2, 3], "four records reach the limit of 1,000 metrics per call"
-    feed.written()
+    feed.mark_batch_written()
     assert steps() == [4, 5] and (feed.dropped, feed.waiting) == (0, 2)
-    feed.written()
+    feed.mark_batch_written()
     assert feed.next_batch() is None
 
 

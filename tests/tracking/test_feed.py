@@ -185,7 +185,7 @@ def read_records(feed):
     found = []
     while batch := feed.next_batch():
         found += batch.records
-        feed.written()
+        feed.mark_batch_written()
     return found
 
 
@@ -249,15 +249,15 @@ def test_lines_reach_mlflow_once_after_a_full_disk(feed_store_uri, tmp_path):
         append_messages(folder, 1, 2)
         disks.fill_disk(folder)
         wide = {f"wide/{i}": float(i) for i in range(300)}  # does not fit into the last page of the file
-        record.keep(messages.Train(step=1, unix_s=1e9, figures=wide))
+        record.store_message(messages.Train(step=1, unix_s=1e9, figures=wide))
         for each in make_messages(2, 30):
-            record.keep(each)
+            record.store_message(each)
         assert delivery.deliver(), "an unwritable note stopped the delivery"
         wanted = list_expected_metrics(range(1, 2))
         assert read_stored_metrics(feed_store_uri, delivery.run_id, wanted) == wanted
         (folder / "ballast").unlink()
         for each in make_messages(30, 31):
-            record.keep(each)
+            record.store_message(each)
         assert [text for text in record.close() if "lacks" in text] == []
         assert delivery.finish("FINISHED", 60) is None
         wanted = list_expected_metrics(range(1, 31))

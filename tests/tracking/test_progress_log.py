@@ -129,7 +129,7 @@ def test_console_shows_total_and_task_losses(job_console):
     other = TaskSection(label="item", name="score", loss="mse", metrics=["mse"])
     sparse, tables = {"user": {"table": "user"}}, {"user": {"rows": 9, "dim": 4}}
     schema = Schema.parse({"labels": ["item"], "sparse": sparse, "tables": tables}, "here")
-    described = Selection(resolve_tasks([task, other], schema)).described(training=True)
+    described = Selection(resolve_tasks([task, other], schema)).describe_metrics(training=True)
     console.start(total=10, metrics=described)
     console.train(step=5, rows_per_s=10.0, **{"loss": 2.5, "next.loss": 2.0, "score.loss": 0.5})
     assert "10 rows/s  next: loss 2.0000  score: loss 0.5000  loss 2.5000\n" in strip_messages_from(out())

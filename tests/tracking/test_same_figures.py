@@ -24,7 +24,7 @@ class DeliveredFigures:
         while batch := feed.next_batch():
             for record in batch.records:
                 self.figures.setdefault(record.step, {}).update(record.figures)
-            feed.written()
+            feed.mark_batch_written()
         assert (feed.dropped, feed.waiting) == (0, 0)
 
 
@@ -56,19 +56,19 @@ def delivered_and_report(tmp_path_factory):
     folder, random = tmp_path_factory.mktemp("same"), Random(0)
     record = Record(folder)
     plan = [{"table": t, "ranks": [0, 1]} for t in TABLES]
-    record.keep(messages.Start(step=0, workers=2, total=300, plan=plan))
+    record.store_message(messages.Start(step=0, workers=2, total=300, plan=plan))
     for step in STEPS:
         figures = {"logloss": random.random(), "ne": random.random(), "rows_per_s": random.random()}
-        record.keep(messages.Train(step=step, figures=figures))
+        record.store_message(messages.Train(step=step, figures=figures))
         if step < 300:  # the last evaluation is in the result
-            record.keep(messages.Eval(step=step, figures={**figures, "auc": random.random()}))
-        record.keep(
+            record.store_message(messages.Eval(step=step, figures={**figures, "auc": random.random()}))
+        record.store_message(
             messages.Outcome(
                 check="parity", step=step, passed=step != 200, figure=random.random(), limit=1.0, text=""
             )
         )
         for rank in (0, 1):
-            record.keep(messages.RankLine(**make_random_rank_line(rank, step, random)))
+            record.store_message(messages.RankLine(**make_random_rank_line(rank, step, random)))
     assert record.result({"train.steps": 300, "eval.auc": 0.75, "eval.ne": 0.5}, None) is None
     assert record.close() == []
     return DeliveredFigures(folder), RunFolder.read(folder)

@@ -109,7 +109,9 @@ def test_unreadable_space_file_is_refused(tmp_path):
 def test_drawn_values_are_set_in_the_configuration():
     tasks = [{"label": "clicked"}, {"name": "buy", "label": "bought"}]
     config = load_config({"tasks": tasks, "data": {"train": "d"}})
-    drawn = config.with_({"optim.dense.lr": 0.5, "tasks.buy.weight": 0.1, "tasks.clicked.weight": 0.2})
+    drawn = config.with_overrides(
+        {"optim.dense.lr": 0.5, "tasks.buy.weight": 0.1, "tasks.clicked.weight": 0.2}
+    )
     assert drawn.optim.dense.lr == 0.5 != config.optim.dense.lr
     assert [task.weight for task in drawn.tasks] == [0.2, 0.1]
     for key, mistake in (
@@ -118,7 +120,7 @@ def test_drawn_values_are_set_in_the_configuration():
         ("tasks.x", "no keys"),
     ):
         with pytest.raises(ConfigError, match=mistake):
-            config.with_({key: 1})
+            config.with_overrides({key: 1})
 
 
 @pytest.mark.parametrize("name", MODELS.parts)
@@ -127,4 +129,4 @@ def test_trial_config_keeps_the_model_type(name):
     keys = {key: "x" for key, field in kind.model_fields.items() if field.is_required()}
     keys |= {"towers": {"query": ["user"], "item": ["item"]}} if name == "two_tower" else {}
     config = load_config({"data": {"train": "d"}, "model": keys | {"name": name}})
-    assert type(config.with_({"optim.dense.lr": 0.5}).model) is kind
+    assert type(config.with_overrides({"optim.dense.lr": 0.5}).model) is kind

@@ -105,14 +105,14 @@ def collect_wait_phases(rank, world, folder):
     """Return the heartbeat's phase at each wait for a checkpoint that is being written."""
     made, found = loop.make_worker_loop(rank, world, 3, ["checkpoint.every_s=null"], folder), []
     saver, heartbeat = made.checkpoints._saver, made.context.heartbeat
-    taken = saver.taken
+    taken = saver.collect_outcome
 
     def waits():
         if saver._running is not None:
             found.append(heartbeat.phase)
         return taken()
 
-    saver.taken = waits
+    saver.collect_outcome = waits
     made.train(3)
     assert made.error is None
     return found

@@ -31,7 +31,7 @@ def collect_statistics(rank, world, plan, optimizer, train, sample):
     small.train_step(step, local[:-1])
     before = {name: table.weight.dense() for name, table in state.tables.items()}
     model = {name: p.detach().clone() for name, p in step.head.model.named_parameters()}
-    taps.probing = True
+    taps.is_probing = True
     small.train_step(step, local[-1:])
     found = watched.collect()
     after = {name: table.weight.dense() for name, table in state.tables.items()}

@@ -25,7 +25,12 @@ ALLOWED_WAITS = {
     ("train_pipeline/runtime_forwards.py:<listcomp>", "pipeline.py:start_sparse_data_dist"): SPLITS,
     ("train_pipeline/runtime_forwards.py:__call__", "pipeline.py:start_sparse_data_dist"): SPLITS,
     ("torchrec/distributed/dist_data.py:_get_recat", "pipeline.py:wait_sparse_data_dist"): SPLITS,
-    ("nonfinite.py:wait", "nonfinite.py:_read", "nonfinite.py:look", "checkpointing.py:after_step"): THROTTLE,
+    (
+        "nonfinite.py:wait",
+        "nonfinite.py:_read",
+        "nonfinite.py:poll_status",
+        "checkpointing.py:after_step",
+    ): THROTTLE,
     ("nonfinite.py:wait", "progress.py:_read_pending", "progress.py:report"): THROTTLE,
     (
         "nonfinite.py:wait",
@@ -137,7 +142,9 @@ def collect_waits(rank, world, case, folder):
             gpu.waits.clear()
         if made.progress.step == LAST_STEP:
             assigned[:] = [
-                w for w in gpu.waits if any(c.endswith("managed/batches.py:assign") for c in w.callers)
+                w
+                for w in gpu.waits
+                if any(c.endswith("managed/batches.py:map_and_admit_ids") for c in w.callers)
             ]
             found.update((w.where, w.callers, w.drains) for w in gpu.waits if w not in assigned or w.drains)
             of_torchrec = sum(not w.where.startswith("raytrec/") for w in gpu.waits if w not in assigned)
@@ -216,7 +223,7 @@ def measure_id_costs(rank, world, copies, folder):
     made = loop.make_worker_loop(
         rank, world, 12, (), folder, same_ids, schema=make_table_pairs_schema(copies)
     )
-    assign, counts, gpu = made.step.managed.assign, [], StandInGpu.active
+    assign, counts, gpu = made.step.managed.map_and_admit_ids, [], StandInGpu.active
     names = "all_reduce", "all_gather_into_tensor", "all_to_all_single"
 
     def counted(batch, step):
@@ -227,7 +234,7 @@ def measure_id_costs(rank, world, copies, folder):
             counts.append([len(gpu.waits) - before, sum(one.call_count for one in its)])
         return out
 
-    made.step.managed.assign = counted
+    made.step.managed.map_and_admit_ids = counted
     made.train(12)
     assert made.error is None, made.error
     return counts[FIRST_STEP:], {table: part.counted["evicted"] for table, part in made.step.maps.items()}
@@ -249,13 +256,13 @@ def record_forwards_before_ids(rank, world, changes, folder):
         rank, world, 8, changes, folder, shift_managed_ids, schema=SCHEMAS["managed ids"]
     )
     managed, launched, at = made.step.managed, [], []
-    assign = managed.assign
+    assign = managed.map_and_admit_ids
 
     def noted(batch, step):
         at.append(len(launched))
         return assign(batch, step)
 
-    managed.assign = noted
+    managed.map_and_admit_ids = noted
     made.step.model.register_forward_hook(lambda *_: launched.append(1))
     made.train(8)
     assert made.error is None, made.error

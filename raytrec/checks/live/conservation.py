@@ -68,7 +68,7 @@ class Conservation(Check):
         lost = [feature for feature, *ids in pairs if self._has_lost_ids(feature, *ids)]
         is_consistent = not mismatches and not lost and position.expected_rows in (None, rows)
         problems: list[str] = []
-        if not (peers.same((position.step, position.expected_rows)) and is_consistent):
+        if not (peers.is_same_on_all((position.step, position.expected_rows)) and is_consistent):
             problems = self._problems(peers.objects(counts), lost, position.expected_rows)
         summary = f"all {sum(sent):,} ids were received"
         return self.outcome(position.step, problems, summary, float(len(problems)), 0.0)

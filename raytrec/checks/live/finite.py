@@ -36,7 +36,7 @@ class Finite(Check):
         """Return the outcome, with the names of values that are not finite; a collective."""
         peers = self.run.peers
         nonfinite = [name for name, size in self.sizes(probed).items() if not isfinite(size)]
-        on_ranks = group_by_rarity(peers.objects(nonfinite)) if peers.largest(bool(nonfinite)) else []
+        on_ranks = group_by_rarity(peers.objects(nonfinite)) if peers.max_number(bool(nonfinite)) else []
         problems = [f"{name}: a value is NaN or infinite on {where}" for name, where in on_ranks]
         return self.outcome(
             position.step, problems, "all weights and optimizer state are finite", len(problems), 0

@@ -32,7 +32,7 @@ class ManagedIdsCheck(Check):
         parts = zip(local_audits.values(), totals, maps.values(), strict=True)
         is_consistent = all(is_one_to_one(audit, total, part.capacity) for audit, total, part in parts)
         violations: list[str] = []
-        if not (peers.same([audit.free for audit in local_audits.values()]) and is_consistent):
+        if not (peers.is_same_on_all([audit.free for audit in local_audits.values()]) and is_consistent):
             audits = peers.objects(local_audits)
             violations = [
                 f"table {table}: {problem}"

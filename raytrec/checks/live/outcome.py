@@ -167,7 +167,7 @@ def find_differing(local_values: Mapping[str, Any], peers: Peers) -> list[tuple[
         local_values: Plain values of this rank by name.
         peers: Ranks to compare.
     """
-    if peers.same(local_values):
+    if peers.is_same_on_all(local_values):
         return []
     of_ranks = peers.objects(local_values)
     names = dict.fromkeys(name for one in of_ranks for name in one)

@@ -63,12 +63,12 @@ class EnabledCheck:
     Attributes:
         check: Class of the check.
         reaction: Reaction to a failure: warn or stop.
-        lenient: Setting that lets a run continue after a failure.
+        warn_setting: Setting that lets a run continue after a failure.
     """
 
     check: type[Check]
     reaction: str
-    lenient: str
+    warn_setting: str
 
 
 def list_builtin_checks() -> list[type[Check]]:
@@ -169,5 +169,5 @@ def make_stop_error(outcomes: list[Outcome], config: RunConfig) -> RunError | No
         f"a check failed: {'. '.join(o.text for o in failed)}",
         where=f"step {failed[0].step}, {' and '.join(names)}",
         expected="the same result on all ranks as in a single process",
-        do=f"{do}. Set {first.lenient} to continue after a failure",
+        do=f"{do}. Set {first.warn_setting} to continue after a failure",
     )

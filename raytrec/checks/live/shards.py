@@ -35,7 +35,9 @@ class Shards(Check):
                     _hash_shard_map(parts),
                     [*_find_gaps(parts), *_find_misfits(parts)],
                 )
-        is_consistent = peers.same(local_maps) and not any(texts for _, texts in local_maps.values())
+        is_consistent = peers.is_same_on_all(local_maps) and not any(
+            texts for _, texts in local_maps.values()
+        )
         problems = [] if is_consistent else _find_problems(peers.objects(local_maps))
         summary = f"all rows of {len(self.run.tables)} tables and their state exist exactly once"
         return self.outcome(position.step, problems, summary, float(len(problems)), 0.0)

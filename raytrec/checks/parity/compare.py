@@ -170,7 +170,7 @@ def _compare_gradient(
         vectors = expected.vectors if isinstance(expected, Sequence) else expected
         table = run.schema.sparse[feature].table
         findings.append(_make_finding(run, "forward", feature, pooled[feature], vectors.detach(), table))
-    parameters = run.named(single)
+    parameters = run.list_parameters(single)
     sizes = reference.measure_max_row_gradients(single, batch, list(parameters.values()))
     reference.train(single, [batch], [])
     for (name, parameter), size in zip(parameters.items(), sizes, strict=True):
@@ -190,7 +190,7 @@ def _compare_steps(
     later steps amplify this difference.
     """
     config = config.model_copy(deep=True)
-    config.optim.schedule = config.optim.schedule.over(len(choices))
+    config.optim.schedule = config.optim.schedule.resolve_decay_steps(len(choices))
     run = shard(config)
     start, single = run.weights(), run.reference()
     optimizers = _make_optimizers(run, single) if single else {}
@@ -204,7 +204,7 @@ def _compare_steps(
         if single and number == 1:
             sizes = _measure_sizes(run, single, start, ahead[0])
         for group, rate in rates:
-            group["lr"] = rate * config.optim.schedule.factor(number - 1)
+            group["lr"] = rate * config.optim.schedule.compute_factor(number - 1)
         if single:
             reference.train(
                 single, ahead[-1:], list(optimizers.values()), max_grad_norm=config.train.max_grad_norm
@@ -217,7 +217,7 @@ def _compare_steps(
         if single:
             findings = [
                 _make_finding(run, "weights", name, weights[name], parameter.detach(), name, sizes[name])
-                for name, parameter in run.named(single).items()
+                for name, parameter in run.list_parameters(single).items()
             ]
             for table, kinds in state.items():
                 expected = optimizers[table].state[single.tables[table]]
@@ -228,7 +228,7 @@ def _compare_steps(
             for finding in findings:
                 key = finding.check, finding.name
                 worst[key] = max(worst.get(key, finding), finding, key=lambda f: (isnan(f.error), f.error))
-            run.hand_over(single)
+            run.copy_weights_to(single)
     return list(worst.values())
 
 

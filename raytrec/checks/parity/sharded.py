@@ -60,7 +60,7 @@ class ShardedRun:
         rank = dist.get_rank()
         local = self._local(batch).to(self.device)
         if self.step.managed is not None:  # the ids have rows before the batch is trained
-            self.step.managed.reset_new_rows(self.step.managed.assign(local, 0))
+            self.step.managed.reset_new_rows(self.step.managed.map_and_admit_ids(local, 0))
         out = self.step.model.module.embeddings(local.sparse)
         local_part = {f: v[: self.bounds[rank + 1] - self.bounds[rank]].cpu() for f, v in out.items()}
         parts: list | None = [None] * dist.get_world_size() if rank == 0 else None
@@ -101,7 +101,7 @@ class ShardedRun:
             without_row: Values of ids without a row, of the same shape.
         """
         own_rows = self.schema.tables[table].own_rows
-        rows = self.step.managed.rows_of(table, torch.arange(own_rows)).cpu()
+        rows = self.step.managed.look_up_rows(table, torch.arange(own_rows)).cpu()
         if values is None:
             return None
         out = without_row.to(values.dtype)
@@ -132,16 +132,16 @@ class ShardedRun:
         tables = {t: self._read[t] for t in self.schema.tables}
         with_ids = section.reads_ids(self.schema)
         single = Reference(self.schema, tables, model.train(), self.features.sequences, objective, with_ids)
-        self.hand_over(single)
+        self.copy_weights_to(single)
         return single
 
     @torch.no_grad()
-    def hand_over(self, single_process: Reference) -> None:
+    def copy_weights_to(self, single_process: Reference) -> None:
         """Copy the weights of the last call of `weights` to the reference."""
-        for name, parameter in self.named(single_process).items():
+        for name, parameter in self.list_parameters(single_process).items():
             parameter.copy_(self._read[name])
 
-    def named(self, single_process: Reference) -> dict[str, torch.nn.Parameter]:
+    def list_parameters(self, single_process: Reference) -> dict[str, torch.nn.Parameter]:
         """Return the reference's parameters by their names in `weights`."""
         return single_process.tables | dict(single_process.model.named_parameters())
 

@@ -172,7 +172,7 @@ def check_same_dim(schema: Schema, features: Sequence[str], expected: str, do: s
         ConfigError: The dims differ.
     """
     one, other = features
-    dims = [schema.dim_of(feature) for feature in features]
+    dims = [schema.get_feature_dim(feature) for feature in features]
     if dims[0] != dims[1]:
         raise ConfigError(
             f"vectors of {one} have dim {dims[0]}, but vectors of {other} have dim {dims[1]}",

@@ -177,7 +177,7 @@ class NcfSection(PairSection):
         Raises:
             ConfigError: The products would have different widths of user and item.
         """
-        dims = [schema.dim_of(feature) for feature in (self.user, self.item)]
+        dims = [schema.get_feature_dim(feature) for feature in (self.user, self.item)]
         if self.shared and self.gmf_dim is not None:
             raise ConfigError(
                 f"model.shared is true, but model.gmf_dim is {self.gmf_dim}",

@@ -196,7 +196,7 @@ class BstSection(TargetedSection):
         """Check that sequences are as wide as their targets and that the heads divide the width."""
         self.check_dims(schema)
         for sequence in self.targets(schema):
-            dim = schema.dim_of(sequence)
+            dim = schema.get_feature_dim(sequence)
             _check_heads(self.heads, dim, f"the vectors of {sequence} have dim {dim}")
 
 
@@ -250,7 +250,7 @@ class NextItemSection(SampledSection):
             ConfigError: The width is not a multiple of the heads.
         """
         what = f"the dim of table {schema.sparse[self.item].table}" if width is None else "model.width"
-        width = width or schema.dim_of(self.item)
+        width = width or schema.get_feature_dim(self.item)
         _check_heads(self.heads, width, f"{what} is {width}")
 
 

@@ -93,13 +93,15 @@ class IdExchange:
         keys, count = ids_to_keys(torch.cat([ids[table] for table in self.maps])), len(self.maps)
         sizes = to_device_tensor([len(ids[table]) for table in self.maps], self._device)
         numbers = torch.arange(count, device=self._device)
-        requested = DistinctKeys.of(numbers.repeat_interleave(sizes, output_size=len(keys)), keys, count)
+        requested = DistinctKeys.from_keys(
+            numbers.repeat_interleave(sizes, output_size=len(keys)), keys, count
+        )
         if self._peers.world == 1:
             return requested, None, requested
         sent_TW = count_by_owner(requested.tables, requested.keys, count, self._peers.world)
         trip = RoundTrip(torch.stack([requested.keys, requested.counts], 1), sent_TW, self._peers)
         keys, counts = trip.received.unbind(1)
-        return requested, trip, DistinctKeys.of(trip.tables, keys, count, counts)
+        return requested, trip, DistinctKeys.from_keys(trip.tables, keys, count, counts)
 
     def _return_rows(
         self,
@@ -119,10 +121,12 @@ class IdExchange:
             rows: Rows of `owned`, -1 for ids without a row.
         """
         if trip:
-            rows = trip.back(rows[owned.places])
+            rows = trip.send_answers(rows[owned.places])
         gaps = (rows < 0).nonzero().squeeze(1)
         if len(gaps):
-            rows = rows.index_copy(0, gaps, self._all.fallback(requested.tables[gaps], requested.keys[gaps]))
+            rows = rows.index_copy(
+                0, gaps, self._all.find_fallback_rows(requested.tables[gaps], requested.keys[gaps])
+            )
         parts = rows.index_select(0, requested.places).split([len(ids[table]) for table in self.maps])
         return dict(zip(self.maps, parts, strict=True))
 
@@ -157,14 +161,14 @@ class ManagedBatches:
     Attributes:
         maps: This rank's part of the map of each managed table.
         steps: Number of steps whose ids have been mapped; a pipeline may be ahead of the trained steps.
-        before_writing: Function (table, rows) called before rows of a shard are written; the rows, int64 [n],
+        on_write: Function (table, rows) called before rows of a shard are written; the rows, int64 [n],
             are relative to the shard's first row.
     """
 
     def __init__(
         self, model: nn.Module, live: Mapping[str, Table], schema: Schema, seed: int, device: torch.device
     ):
-        self.before_writing: Callable[[str, torch.Tensor], None] = lambda table, rows: None
+        self.on_write: Callable[[str, torch.Tensor], None] = lambda table, rows: None
         self._tables, self._schema, self._seed = live, schema, seed
         self._shards = {
             name: {shard.rows for part in (table.weight, *table.state.values()) for shard in part.local}
@@ -182,7 +186,7 @@ class ManagedBatches:
             for table in self.maps
         }
 
-    def assign(self, batch: Batch, step: int) -> Batch:
+    def map_and_admit_ids(self, batch: Batch, step: int) -> Batch:
         """Replace the ids of a batch by rows in place, assigning rows to new ids, and return the batch.
 
         Args:
@@ -227,24 +231,24 @@ class ManagedBatches:
                 for block in places[shard.rows].split(max(1, VALUES_PER_BLOCK // len(shard.columns))):
                     shard_rows = rows[block] - shard.rows.start
                     values = compute_initial_values(self._seed, name, ids[block], shard.columns, spec.rows)
-                    self.before_writing(name, shard_rows)
+                    self.on_write(name, shard_rows)
                     shard.write(shard_rows, values)
             for parts in table.state.values():
                 for shard in parts.local:
                     shard_rows = rows[places[shard.rows]] - shard.rows.start
                     shard.write(shard_rows, shard.values.new_zeros(len(shard_rows), *shard.values.shape[1:]))
 
-    def find(self, batch: Batch) -> Batch:
+    def map_known_ids(self, batch: Batch) -> Batch:
         """Return a copy of the batch with rows in place of ids, without assigning rows."""
         rows = self._exchange.look_up(self._collect_ids(batch.sparse))
         self._synchronize()
         return replace(batch, sparse=self._replace_ids(batch.sparse, rows), new_rows={})
 
-    def figures(self) -> dict[str, dict[str, float]]:
+    def collect_figures(self) -> dict[str, dict[str, float]]:
         """Return figures of each managed table since the last call, over all ranks (docs/monitoring.md)."""
         sums = []
         for table, part in self.maps.items():
-            ages, previous = part.ages(self.steps), self._previous_counts.get(table, {})
+            ages, previous = part.sample_ages(self.steps), self._previous_counts.get(table, {})
             self._previous_counts[table] = current = {key: int(part.counted[key]) for key in COUNTED}
             counted = [current[key] - previous.get(key, 0) for key in COUNTED]
             sums.append([len(part), len(ages), int(ages.sum()), *counted])
@@ -261,7 +265,7 @@ class ManagedBatches:
             }
         return out
 
-    def rows_of(self, table: str, ids: torch.Tensor) -> torch.Tensor:
+    def look_up_rows(self, table: str, ids: torch.Tensor) -> torch.Tensor:
         """Return the rows of this rank's ids of one table, int64 [n]; fallback rows for ids without a row."""
         requested = {name: ids[: len(ids) if name == table else 0].to(self._device) for name in self.maps}
         return self._exchange.look_up(requested)[table]

@@ -214,7 +214,7 @@ class KeyMap:
         taken = self._slice_table(table, self._keys.view(-1))[::stride] != NO_KEY
         return taken.nonzero().squeeze(1) * stride + self._find_first_bucket(table) * BUCKET_SLOTS
 
-    def below(
+    def find_below(
         self, tables: Sequence[int], field: str, limits: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys whose field is below their table's limit, as (index into `tables`, slot).
@@ -248,14 +248,14 @@ class KeyMap:
     def _find_first_bucket(self, table: int) -> int:
         return self._ends[table] - self._buckets[table]
 
-    def at(self, slots: torch.Tensor) -> KeyEntries:
+    def read_slots(self, slots: torch.Tensor) -> KeyEntries:
         """Return the entries in these slots, each of which has a key."""
         fields = {name: values.index_select(0, slots) for name, values in self.fields.items()}
         return KeyEntries(self._keys.view(-1).index_select(0, slots), fields)
 
     def entries(self, table: int) -> KeyEntries:
         """Return all entries of a table in no particular order."""
-        return self.at(self.find_occupied_slots(table))
+        return self.read_slots(self.find_occupied_slots(table))
 
     def _find_home_buckets(self, tables: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Return the bucket of each key, in which the key is stored unless the bucket is full."""

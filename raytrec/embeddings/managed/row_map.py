@@ -76,10 +76,10 @@ class RowMap:
             key_map.insert(torch.full_like(local_entries.keys, table), sizes, local_entries)
         maps.free[table] = state.free
 
-    def ages(self, step: int) -> torch.Tensor:
+    def sample_ages(self, step: int) -> torch.Tensor:
         """Return the number of steps since the last sighting for a sample of this rank's ids, int64 [n]."""
         rows = self._maps.rows
-        last = rows.at(rows.sample(self._table, AGE_SAMPLE_SLOTS)).fields["last"]
+        last = rows.read_slots(rows.sample(self._table, AGE_SAMPLE_SLOTS)).fields["last"]
         return (step - last.long()).clamp(min=0)
 
     def audit(self) -> MapAudit:
@@ -89,14 +89,14 @@ class RowMap:
         rows, (owners, _) = entries.fields["row"].long(), find_key_owners(entries.keys, peers.world)
         total = sum_hashes(rows)
         part = peers.rank, peers.world
-        handed_out = partial(maps.nth_row, table)
+        handed_out = partial(maps.compute_nth_row, table)
         total += sum_share_hashes(free.handed, self.capacity, *part, handed_out, self.device)
         total -= sum_share_hashes(0, self.capacity, *part, lambda numbers: numbers, self.device)
         return MapAudit(
             rank=peers.rank,
             ids=len(entries),
-            outside=int(((rows < 0) | (rows >= self.capacity)).sum()),
-            strangers=int((owners != peers.rank).sum()),
+            out_of_range_rows=int(((rows < 0) | (rows >= self.capacity)).sum()),
+            foreign_ids=int((owners != peers.rank).sum()),
             repeated=len(entries) - len(entries.keys.unique()),
             sum=total & HASH_MASK,
             left=len(free.left),
@@ -112,8 +112,8 @@ class MapAudit:
     Attributes:
         rank: Rank.
         ids: Number of this rank's ids that have a row.
-        outside: Number of these ids with a row outside the range for ids.
-        strangers: Number of these ids that another rank owns.
+        out_of_range_rows: Number of these ids with a row outside the range for ids.
+        foreign_ids: Number of these ids that another rank owns.
         repeated: Number of repetitions among these ids.
         sum: Σ of the hashes of the ids' rows and of this rank's share of the rows never assigned, minus the
             hashes of this rank's share of all rows; mod 2⁶⁴.
@@ -124,8 +124,8 @@ class MapAudit:
 
     rank: int
     ids: int
-    outside: int
-    strangers: int
+    out_of_range_rows: int
+    foreign_ids: int
     repeated: int
     sum: int
     left: int
@@ -136,7 +136,7 @@ class MapAudit:
     def numbers(self) -> list[int]:
         """64-bit integers to be summed over ranks: number of local errors, number of ids, sum of hashes."""
         signed = self.sum - 2**64 if self.sum >= 2**63 else self.sum
-        return [self.outside + self.strangers + self.repeated, self.ids, signed]
+        return [self.out_of_range_rows + self.foreign_ids + self.repeated, self.ids, signed]
 
     @property
     def free(self) -> tuple[int, int, int]:
@@ -172,10 +172,12 @@ def describe_audit_errors(audits: list[MapAudit], rows: int) -> list[str]:
     messages, first = [], audits[0]
     for audit in audits:
         rank = audit.rank
-        if audit.outside:
-            messages.append(f"rank {rank} has {audit.outside:,} ids with rows outside the range for ids")
-        if audit.strangers:
-            messages.append(f"rank {rank} has {audit.strangers:,} ids that belong to other ranks")
+        if audit.out_of_range_rows:
+            messages.append(
+                f"rank {rank} has {audit.out_of_range_rows:,} ids with rows outside the range for ids"
+            )
+        if audit.foreign_ids:
+            messages.append(f"rank {rank} has {audit.foreign_ids:,} ids that belong to other ranks")
         if audit.repeated:
             messages.append(f"rank {rank} has {audit.repeated:,} duplicate ids")
         if audit.free != first.free:

@@ -85,7 +85,7 @@ class RowMaps:
         columns = to_device_tensor(numbers, device).T.contiguous()
         self._capacity_T, self._fallback_T, self._admit_after_T, self._counted_T = columns
 
-    def nth_row(self, table: int, numbers: torch.Tensor) -> torch.Tensor:
+    def compute_nth_row(self, table: int, numbers: torch.Tensor) -> torch.Tensor:
         """Return the row assigned to the n-th new id, for each number n."""
         return numbers * self._strides[table] % self.capacities[table]
 
@@ -95,7 +95,7 @@ class RowMaps:
         rows = self.rows.fields["row"].index_select(0, slots.clamp(min=0)).long()
         return torch.where(slots >= 0, rows, -1)
 
-    def fallback(self, tables: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    def find_fallback_rows(self, tables: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Return the fallback row of each key [n], used while the key has no row."""
         return assign_fallback_rows(
             keys, select_by_table(self._capacity_T, tables), select_by_table(self._fallback_T, tables)
@@ -161,7 +161,7 @@ class RowMaps:
         expiry_steps = (find_expiry_step(policy.ttl_steps, step) for policy in self.policies)
         due = {table: oldest for table, oldest in enumerate(expiry_steps) if oldest is not None}
         if due:
-            self._release_rows(list(due), *self.rows.below(list(due), "last", list(due.values())))
+            self._release_rows(list(due), *self.rows.find_below(list(due), "last", list(due.values())))
 
     def _trim_waiting(self, waiting: Sequence[int], step: int) -> None:
         """Remove the waiting ids that have not been seen for longest."""
@@ -210,8 +210,8 @@ class RowMaps:
             counted_T: Argument `counted` of `policy.compute_eviction_scores`, for each table.
             step: Current step.
         """
-        which, slots = key_map.below(list(counts), "last", [step] * len(counts))
-        entries = key_map.at(slots)
+        which, slots = key_map.find_below(list(counts), "last", [step] * len(counts))
+        entries = key_map.read_slots(slots)
         counted = select_by_table(counted_T[self._to_table_numbers(counts)], which)
         id_scores = compute_eviction_scores(counted, entries.fields["sightings"], entries.fields["last"])
         chosen = find_lowest_keys(which, id_scores, entries.keys, list(counts.values()), self.peers)
@@ -222,7 +222,7 @@ class RowMaps:
 
         The slots belong to ids of `tables`; `which` is each slot's index into `tables`.
         """
-        entries = self.rows.at(slots)
+        entries = self.rows.read_slots(slots)
         rows = entries.fields["row"][sort_within_tables(which, entries.keys)[1]].long()
         sizes_WP = self.peers.stack(count_tables(which, len(tables))).tolist()
         mine = sizes_WP[self.peers.rank]
@@ -286,7 +286,7 @@ class RowMaps:
             numbers = range(free.handed + min(first, fresh), free.handed + min(end, fresh))
             if numbers:
                 numbers_F = torch.arange(numbers.start, numbers.stop, device=self.device)
-                parts.append(self.nth_row(table, numbers_F))
+                parts.append(self.compute_nth_row(table, numbers_F))
             parts.append(free.left[max(first - fresh, 0) : max(end - fresh, 0)])
             self.free[table] = FreeRows(free.handed + fresh, free.left[count - fresh :])
         return torch.cat(parts)
@@ -304,7 +304,7 @@ class RowMaps:
 
 def _record_sightings(map: KeyMap, slots: torch.Tensor, counts: torch.Tensor, step: int) -> KeyEntries:
     """Count a sighting of distinct keys, and return their previous entries."""
-    previous = map.at(slots)
+    previous = map.read_slots(slots)
     map.fields["sightings"].index_copy_(0, slots, previous.fields["sightings"] + counts)
     map.fields["last"].index_fill_(0, slots, step)
     return previous

@@ -32,12 +32,13 @@ class StateKind(NamedTuple):
 
     Attributes:
         kind: Name in torch.optim and in checkpoints.
-        per: "value" for one number per weight, [rows, dim]; "row" for one number per row, [rows].
+        value_granularity: "value" for one number per weight, [rows, dim]; "row" for one number per row,
+            [rows].
         buffer: Name in FBGEMM.
     """
 
     kind: str
-    per: Literal["value", "row"]
+    value_granularity: Literal["value", "row"]
     buffer: str
 
 
@@ -96,12 +97,12 @@ class TableOptimizer(ABC):
     @classmethod
     def count_state_bytes(cls, unit: Literal["value", "row"]) -> int:
         """Return the bytes of state for each weight ("value") or each row ("row")."""
-        return BYTES_PER_STATE_VALUE * sum(state.per == unit for state in cls.state)
+        return BYTES_PER_STATE_VALUE * sum(state.value_granularity == unit for state in cls.state)
 
     @classmethod
-    def by_row(cls) -> bool:
+    def has_row_state(cls) -> bool:
         """Return True if any state has one value per row, so that each column shard keeps a separate copy."""
-        return any(state.per == "row" for state in cls.state)
+        return any(state.value_granularity == "row" for state in cls.state)
 
 
 OPTIMIZERS: Registry[type[TableOptimizer]] = Registry("optimizer", __name__)

@@ -25,7 +25,7 @@ def roc(ranked: RankedRows) -> dict[str, list] | None:
 
     if not ranked.both_classes:
         return None
-    positive, negative = ranked.before(0), ranked.before(1)
+    positive, negative = ranked.sum_below(0), ranked.sum_below(1)
     of_ranks = ranked.peers.stack(torch.tensor([len(positive)], device=positive.device)).squeeze(1)
     offset, distinct = int(of_ranks[: ranked.peers.rank].sum()), int(of_ranks.sum())
     # Rates of the rows predicted at least as high as each distinct prediction. More than MAX_ROC_POINTS
@@ -62,7 +62,7 @@ class AUC(RankedMetric):
         positive, negative = ranked.ties.positive, ranked.ties.negative
         tied = positive * negative / 2
         return {
-            "pairs": (positive * ranked.before(1) + tied).sum(),
+            "pairs": (positive * ranked.sum_below(1) + tied).sum(),
             "tied": tied.sum(),
             "positive": positive.sum(),
             "negative": negative.sum(),
@@ -93,8 +93,8 @@ class PRAUC(RankedMetric):
         """Return the sums of precision, of its maximum error by binning, and of positive weights."""
         positive, negative = ranked.ties.positive, ranked.ties.negative
         # Weights of all rows with higher predictions; rounding must not make them negative.
-        above_1 = (ranked.total[0] - ranked.before(0) - positive).clamp(min=0)
-        above_0 = (ranked.total[1] - ranked.before(1) - negative).clamp(min=0)
+        above_1 = (ranked.total[0] - ranked.sum_below(0) - positive).clamp(min=0)
+        above_0 = (ranked.total[1] - ranked.sum_below(1) - negative).clamp(min=0)
         above_and_here = above_1 + above_0 + positive + negative
         precision = positive * (above_1 + positive) / above_and_here
         # Bounds if all positive rows of a bin were above its negative rows, or below them. The latter is an

@@ -187,7 +187,9 @@ def reliability(ranked: RankedRows) -> dict[str, list] | None:
         return None
     ties = ranked.ties
     places = (
-        (ranked.before(2) / ranked.total[2] * NUM_RELIABILITY_BINS).long().clamp(max=NUM_RELIABILITY_BINS - 1)
+        (ranked.sum_below(2) / ranked.total[2] * NUM_RELIABILITY_BINS)
+        .long()
+        .clamp(max=NUM_RELIABILITY_BINS - 1)
     )
     weights = ties.positive + ties.negative
     values = torch.stack([ties.predictions * weights, ties.positive, weights, ties.rows], 1)

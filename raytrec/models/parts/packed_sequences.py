@@ -38,7 +38,7 @@ class PackedSequences:
     Attributes:
         recency: int64 [N], number of more recent ids in the row.
         order: int64 [N], number of older ids in the row.
-        there: bool [b, T] of each group, True at positions with an id.
+        group_masks: bool [b, T] of each group, True at positions with an id.
     """
 
     def __init__(self, present: torch.Tensor, lengths: torch.Tensor | None = None):
@@ -60,7 +60,7 @@ class PackedSequences:
         padded_B[self._by_length] = widths_B.cumsum(0) - widths_B
         self._by_time = padded_B[rows_N] + self.order
         groups = zip(group_lengths, sorted_B.split(self._size), strict=True)
-        self.there = [_make_mask(lengths_b.unsqueeze(1), length) for length, lengths_b in groups]
+        self.group_masks = [_make_mask(lengths_b.unsqueeze(1), length) for length, lengths_b in groups]
         self._rows = self._by_length[:rows]
         self._newest = starts_B[self._rows]
 
@@ -70,15 +70,15 @@ class PackedSequences:
         return _Take.apply(values_BLD.flatten(0, 1), self._recent_first)
 
     @torch.compiler.disable
-    def newest(self, values_ND: torch.Tensor) -> torch.Tensor:
+    def select_newest(self, values_ND: torch.Tensor) -> torch.Tensor:
         """Return the vector of the most recent id of each row: [N, D] → [B, D]; 0 for empty sequences."""
         return _Put.apply(_Take.apply(values_ND, self._newest), self._rows, self._count)
 
     def to_chronological(self, values_ND: torch.Tensor) -> list[torch.Tensor]:
         """Return the values of each group, oldest first: [N, D] → [b, T, D]; 0 at positions without an id."""
-        sizes = [mask_bT.numel() for mask_bT in self.there]
+        sizes = [mask_bT.numel() for mask_bT in self.group_masks]
         parts = _Put.apply(values_ND, self._by_time, sum(sizes)).split(sizes)
-        return [part.view(*mask_bT.shape, -1) for part, mask_bT in zip(parts, self.there, strict=True)]
+        return [part.view(*mask_bT.shape, -1) for part, mask_bT in zip(parts, self.group_masks, strict=True)]
 
     def from_chronological(self, groups: list[torch.Tensor]) -> torch.Tensor:
         """Return the ids' values from groups, [b, T, D] each → [N, D]; the reverse of `to_chronological`."""
@@ -92,7 +92,7 @@ class PackedSequences:
         """Return values of rows by group: [B, …] → [b, …] of each group."""
         return values.index_select(0, self._by_length).split(self._size)
 
-    def in_rows(self, groups: list[torch.Tensor]) -> torch.Tensor:
+    def from_groups(self, groups: list[torch.Tensor]) -> torch.Tensor:
         """Return values of groups by row, the reverse of `to_groups`: [b] of each group → [B]."""
         values_B = torch.cat(groups)
         return torch.empty_like(values_B).index_copy(0, self._by_length, values_B)
@@ -102,8 +102,8 @@ class PaddedSequences(PackedSequences):
     """Packed ids including padding, N = B · L, for torch.export.
 
     Values at positions without an id are finite and do not affect the values of other ids. There is one group
-    of all rows, L ids long. `to_groups` and `in_rows` are for training only. For arguments and attributes,
-    see PackedSequences.
+    of all rows, L ids long. `to_groups` and `from_groups` are for training only. For arguments and
+    attributes, see PackedSequences.
     """
 
     def __init__(self, present: torch.Tensor):
@@ -111,13 +111,13 @@ class PaddedSequences(PackedSequences):
         recency_BL = torch.arange(self._length, device=present.device).expand_as(present)
         self.recency = recency_BL.flatten()
         self.order = (self._lengths_B.unsqueeze(1) - 1 - recency_BL).clamp(min=0).flatten()
-        self.there = [present]
+        self.group_masks = [present]
 
     def pack(self, values_BLD: torch.Tensor) -> torch.Tensor:
         """Return the ids' values: [B, L, D], most recent first → [N, D]."""
         return values_BLD.flatten(0, 1)
 
-    def newest(self, values_ND: torch.Tensor) -> torch.Tensor:
+    def select_newest(self, values_ND: torch.Tensor) -> torch.Tensor:
         """Return the vector of the most recent id of each row: [N, D] → [B, D]; 0 for empty sequences."""
         newest_BD = values_ND.unflatten(0, (-1, self._length))[:, 0]
         return newest_BD.where(self._lengths_B.unsqueeze(1) > 0, 0)

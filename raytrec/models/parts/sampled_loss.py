@@ -36,7 +36,7 @@ class SampledLoss:
     items: int = 2
 
     @classmethod
-    def of(cls, schema: Schema, config: SampledSection, item: str) -> SampledLoss:
+    def from_section(cls, schema: Schema, config: SampledSection, item: str) -> SampledLoss:
         """Return the configured loss for the feature that contains the items."""
         return cls(config.loss, config.gbce, schema.tables[schema.sparse[item].table].rows)
 
@@ -128,14 +128,14 @@ class Queries(nn.Module):
 
     Attributes:
         count: Number of query vectors.
-        own: Index of the vector for the model's own loss: the last output's; without outputs, the vector for
-            losses that compare rows.
+        own_loss_index: Index of the vector for the model's own loss: the last output's; without outputs, the
+            vector for losses that compare rows.
     """
 
     def __init__(self, outputs: int, vectors: bool, width: int):
         super().__init__()
         self.outputs, self.vectors, self.count = outputs, vectors, outputs + vectors
-        self.own = max(outputs, 1) - 1
+        self.own_loss_index = max(outputs, 1) - 1
         self.weights = nn.Parameter(torch.ones(self.count, width)) if self.count > 1 else None
 
     def forward(self, query: torch.Tensor) -> torch.Tensor:
@@ -144,7 +144,7 @@ class Queries(nn.Module):
 
     def own_loss_query(self, query: torch.Tensor) -> torch.Tensor:
         """Return the query vector for the model's own loss: float [..., D] → [..., D]."""
-        return query if self.weights is None else query * self.weights[self.own]
+        return query if self.weights is None else query * self.weights[self.own_loss_index]
 
 
 def combine_outputs(

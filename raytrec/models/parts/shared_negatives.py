@@ -60,13 +60,15 @@ class SharedNegatives(nn.Module):
         self.negatives, self.log_share = negatives, log_share
 
     @classmethod
-    def of(cls, schema: Schema, config: SampledSection, loss: SampledLoss) -> SharedNegatives | None:
+    def from_section(
+        cls, schema: Schema, config: SampledSection, loss: SampledLoss
+    ) -> SharedNegatives | None:
         """Return the configured loss, or None if rows do not share negatives."""
         if not config.share_negatives:
             return None
         return cls(loss, config.negatives, config.find_log_share_index(schema))
 
-    def drawn(self, vectors: torch.Tensor, inputs: dict[str, Any]) -> ItemBatch:
+    def collect_negatives(self, vectors: torch.Tensor, inputs: dict[str, Any]) -> ItemBatch:
         """Return the negatives of this rank's rows.
 
         Args:
@@ -181,7 +183,7 @@ def compute_pair_losses(
         return loss.loss_of_vectors(query_BD.unsqueeze(1), item_BD.unsqueeze(1), drawn, bias).squeeze(1)
     items = ItemBatch(item_BD, inputs[IDS][item].squeeze(1))
     bias_B = None if bias is None else bias.expand(len(item_BD), 1).squeeze(1)
-    return shared(query_BD, items, shared.drawn(drawn.vectors, inputs), len(item_BD), bias_B)
+    return shared(query_BD, items, shared.collect_negatives(drawn.vectors, inputs), len(item_BD), bias_B)
 
 
 def share_negatives_across_ranks(model: nn.Module, peers: Peers) -> None:
@@ -201,7 +203,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.peers.sum_own(grad.unflatten(0, (ctx.peers.world, -1))), None
+        return ctx.peers.reduce_scatter_sum(grad.unflatten(0, (ctx.peers.world, -1))), None
 
 
 class _Transpose(torch.autograd.Function):

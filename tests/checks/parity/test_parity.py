@@ -111,11 +111,13 @@ def test_parity_ignores_configured_qcomms():
 
 def test_schedule_factors_match_their_definition():
     schedule = Schedule(warmup_steps=4, decay="linear", decay_steps=10)
-    assert [schedule.factor(s) for s in (0, 3, 4, 9, 14, 99)] == pytest.approx([0.2, 0.8, 1, 0.5, 0, 0])
-    assert Schedule(decay="cosine", decay_steps=10).factor(5) == pytest.approx(0.5)
-    assert Schedule().factor(10**6) == 1
-    whole = Schedule(warmup_steps=4, decay="linear").over(14)
-    assert [whole.factor(step) for step in (3, 4, 9, 14)] == pytest.approx([0.8, 1, 0.5, 0])
-    assert schedule.over(1000) == schedule and Schedule().over(5) == Schedule()
+    assert [schedule.compute_factor(s) for s in (0, 3, 4, 9, 14, 99)] == pytest.approx(
+        [0.2, 0.8, 1, 0.5, 0, 0]
+    )
+    assert Schedule(decay="cosine", decay_steps=10).compute_factor(5) == pytest.approx(0.5)
+    assert Schedule().compute_factor(10**6) == 1
+    whole = Schedule(warmup_steps=4, decay="linear").resolve_decay_steps(14)
+    assert [whole.compute_factor(step) for step in (3, 4, 9, 14)] == pytest.approx([0.8, 1, 0.5, 0])
+    assert schedule.resolve_decay_steps(1000) == schedule and Schedule().resolve_decay_steps(5) == Schedule()
     with pytest.raises(ValueError, match="decay is constant"):
         Schedule(decay_steps=3)

@@ -91,13 +91,13 @@ def _checkpoint_is_equal(here: BlockContext, state) -> None:
     saver = CheckpointWriter(str(here.folder / "checkpoints"), CheckpointSection(every_s=None))
     for number in (3, 4):  # the second save reuses the buffers of the first
         saver.save(number, tensors, {})
-        saved = saver.taken()
+        saved = saver.collect_outcome()
         assert saved.error is None, str(saved.error)
     _, other = _trained(here, seed=4)
     into = other.tensors()
     assert any(not torch.equal(_local(into[n]), _local(v)) for n, v in tensors.items())
     load(saved.folder, into)
-    other.written()
+    other.refresh_kernels()
     differ = [n for n, v in tensors.items() if not torch.equal(_local(other.tensors()[n]), _local(v))]
     assert not differ, f"loaded values differ from the saved values: {differ}"
     here.found["tensors"] = len(tensors)

@@ -86,7 +86,7 @@ def _check_host_memory(here: BlockContext, tensors) -> None:
     before = process.memory_info().rss
     saver = CheckpointWriter(str(here.folder / "checkpoints"), CheckpointSection(every_s=None))
     saver.save(1, tensors, {})
-    saved = saver.taken()
+    saved = saver.collect_outcome()
     assert saved.error is None, str(saved.error)
     more, size = process.memory_info().rss - before, sum(_bytes(value) for value in tensors.values())
     here.found |= {"state_mib": size >> 20, "host_mib": more >> 20, "save_s": saved.seconds}
