@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 from raytrec_datasets.interactions import tables
-from raytrec_datasets.interactions.events import Columns, Gathering, Pairs
+from raytrec_datasets.interactions.events import Columns, InteractionBuilder, Pairs
 
 from raytrec.common.errors import ConfigError, DataError
 
@@ -83,7 +83,7 @@ def _check_enough(users: np.ndarray, count: int, items: int, met: np.ndarray) ->
         )
 
 
-def read_candidates(path: Path, gathering: Gathering, columns: Columns) -> Pairs:
+def read_candidates(path: Path, builder: InteractionBuilder, columns: Columns) -> Pairs:
     """Read the candidates in a file, in the ids of a source that has been read.
 
     Users that the source does not have are skipped. Items that the source does not have get new ids.
@@ -93,7 +93,7 @@ def read_candidates(path: Path, gathering: Gathering, columns: Columns) -> Pairs
         DataError: A line or row is invalid; the error names the file and the line.
     """
     users, items = [], []
-    kinds = gathering.users.keys.type, gathering.items.keys.type
+    kinds = builder.users.keys.type, builder.items.keys.type
     for user_keys, item_keys, _ in _parts(path, columns):
         try:
             user_keys, item_keys = user_keys.cast(kinds[0]), item_keys.cast(kinds[1])
@@ -101,9 +101,9 @@ def read_candidates(path: Path, gathering: Gathering, columns: Columns) -> Pairs
             raise DataError(
                 f"the users or items do not match the source: {error}", where=f"--candidates {path}"
             ) from None
-        user = gathering.users.known_ids(user_keys)
+        user = builder.users.known_ids(user_keys)
         users.append(user[user >= 0])
-        items.append(gathering.items.ids(item_keys.filter(pa.array(user >= 0))))
+        items.append(builder.items.ids(item_keys.filter(pa.array(user >= 0))))
     if not sum(map(len, users)):
         raise DataError("none of the users occur in the source", where=f"--candidates {path}")
     return Pairs(np.concatenate(users), np.concatenate(items))

@@ -30,7 +30,7 @@ from raytrec_datasets.interactions.events import (
     VALID,
     VALID_NAMES,
     Columns,
-    Gathering,
+    InteractionBuilder,
     Interactions,
     Pairs,
 )
@@ -65,31 +65,31 @@ def read_interactions(source: Path, columns: Columns, candidates: Path | None) -
     """
     if not source.exists():
         raise DataError("the file or folder does not exist", where=str(source), expected=EXPECTED)
-    gathering = Gathering()
-    facts = _read(source, columns, gathering)
+    builder = InteractionBuilder()
+    facts = _read(source, columns, builder)
     if candidates and "candidates" in facts:
         raise ConfigError(
             "the source has its own candidates", where=f"--candidates {candidates}", do="omit --candidates"
         )
     if candidates:
-        facts["candidates"] = read_candidates(candidates, gathering, columns)
-    return gathering.finish(str(source), **facts)
+        facts["candidates"] = read_candidates(candidates, builder, columns)
+    return builder.finish(str(source), **facts)
 
 
-def _read(source: Path, columns: Columns, gathering: Gathering) -> dict[str, Any]:
+def _read(source: Path, columns: Columns, builder: InteractionBuilder) -> dict[str, Any]:
     """Add all interactions of a source and return further attributes of Interactions."""
     if train := _ncf_file(source):
-        return _read_ncf(train, gathering)
+        return _read_ncf(train, builder)
     facts: dict[str, Any] = {}
     splits = find_splits(source)
     for split, files in splits.items():
-        facts = tables.read(files, columns, gathering, split)
+        facts = tables.read(files, columns, builder, split)
     if splits:
         return facts | ({"in_order": False} if suffix_of(splits[TRAIN][0]) == ".txt" else {})
     files = sorted(source.rglob("*.parquet")) if source.is_dir() else [source]
     if not files or not suffix_of(files[0]):
         raise DataError("unknown layout of interactions", where=str(source), expected=EXPECTED)
-    return tables.read(files, columns, gathering)
+    return tables.read(files, columns, builder)
 
 
 def suffix_of(path: Path) -> str | None:
@@ -142,7 +142,7 @@ def _ncf_file(source: Path) -> Path | None:
     return paths[0] if paths and paths[0].name.endswith(TRAIN_END) else None
 
 
-def _read_ncf(train: Path, gathering: Gathering) -> dict[str, Any]:
+def _read_ncf(train: Path, builder: InteractionBuilder) -> dict[str, Any]:
     """Read all files of a name. If NAME.test.negative exists, users of the test have its candidates.
 
     Raises:
@@ -160,20 +160,20 @@ def _read_ncf(train: Path, gathering: Gathering) -> dict[str, Any]:
     timed = all(part.shape[1] == 3 for part in parts.values())
     for split, part in parts.items():
         times = pa.array(part[:, 2]) if timed else None
-        gathering.add(pa.array(part[:, 0]), pa.array(part[:, 1]), times, split)
+        builder.add(pa.array(part[:, 0]), pa.array(part[:, 1]), times, split)
     facts: dict[str, Any] = {"in_order": timed, "of_all": False}
     if negative.is_file():
         lists = read_negatives(negative)
         check_same(dict(parts[TEST][:, :2].tolist()), {u: items[0] for u, items in lists.items()}, test)
-        facts["candidates"] = _as_pairs(lists, gathering)
+        facts["candidates"] = _as_pairs(lists, builder)
     return facts
 
 
-def _as_pairs(lists: dict[int, list[int]], gathering: Gathering) -> Pairs:
+def _as_pairs(lists: dict[int, list[int]], builder: InteractionBuilder) -> Pairs:
     """Convert candidates from keys of users and items to ids of a source."""
     users = np.repeat(list(lists), [len(items) for items in lists.values()])
     items = np.concatenate([np.array(items) for items in lists.values()])
-    return Pairs(gathering.users.ids(pa.array(users)), gathering.items.ids(pa.array(items)))
+    return Pairs(builder.users.ids(pa.array(users)), builder.items.ids(pa.array(items)))
 
 
 def read_negatives(path: Path) -> dict[int, list[int]]:

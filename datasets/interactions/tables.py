@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv as csv
 import pyarrow.parquet as pq
-from raytrec_datasets.interactions.events import TRAIN, Columns, Gathering
+from raytrec_datasets.interactions.events import TRAIN, Columns, InteractionBuilder
 
 from raytrec.common.errors import ConfigError, DataError, format_suggestion
 
@@ -27,7 +27,9 @@ NUMBER = r"^[0-9]{1,18}$"
 Batch = tuple[pa.Array, pa.Array, pa.Array | None]
 
 
-def read(files: list[Path], columns: Columns, gathering: Gathering, split: int = TRAIN) -> dict[str, bool]:
+def read(
+    files: list[Path], columns: Columns, builder: InteractionBuilder, split: int = TRAIN
+) -> dict[str, bool]:
     """Add the interactions of files of one layout, and return which of their orders are known.
 
     Raises:
@@ -37,7 +39,7 @@ def read(files: list[Path], columns: Columns, gathering: Gathering, split: int =
     of_all = True
     for path in files:
         for users, items, times in batches(path, columns):
-            gathering.add(users, items, times, split)
+            builder.add(users, items, times, split)
         of_all &= path.suffix != ".txt" and not (path.suffix == ".parquet" and has_lists(path, columns))
     return {"of_all": of_all}
 

@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
-from raytrec_datasets.interactions.events import TEST, TRAIN, Gathering, Interactions, Pairs
+from raytrec_datasets.interactions.events import TEST, TRAIN, InteractionBuilder, Interactions, Pairs
 from raytrec_datasets.interactions.recipe import Choices, write_rows
 from raytrec_datasets.interactions.sides import Side, Sides, encode
 from raytrec_datasets.movielens.candidates import Candidates, read_candidates
@@ -46,9 +46,9 @@ def write_interactions(output: Output, source: Path, chosen: Choices) -> None:
 
 
 def _of_ratings(source: Path) -> tuple[Interactions, pd.DataFrame | None, pd.DataFrame]:
-    dataset, gathering = read(source), Gathering()
-    gathering.add(*(pa.array(dataset.ratings[name].to_numpy()) for name in ("user", "item", "timestamp")))
-    return gathering.finish(str(source)), dataset.users, dataset.items
+    dataset, builder = read(source), InteractionBuilder()
+    builder.add(*(pa.array(dataset.ratings[name].to_numpy()) for name in ("user", "item", "timestamp")))
+    return builder.finish(str(source)), dataset.users, dataset.items
 
 
 def _of_candidates(

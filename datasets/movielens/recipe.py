@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 from raytrec_datasets.interactions.events import BY_TIME
-from raytrec_datasets.interactions.recipe import Choices, fitting_job
+from raytrec_datasets.interactions.recipe import Choices, choose_example_job
 from raytrec_datasets.interactions.rows import slices
 from raytrec_datasets.movielens.candidates import has_candidates, write_candidates
 from raytrec_datasets.movielens.interactions import write_interactions
@@ -58,7 +58,7 @@ def write(
         output = Output(out, "movielens", {**asdict(chosen), "source": str(source), "split": split}, force)
         if not output.is_ready():
             write_interactions(output, source, chosen)
-        return output.summary(*fitting_job(output.folder, chosen))
+        return output.summary(*choose_example_job(output.folder, chosen))
     if has_candidates(source) and not has_ratings(source):
         options = {"source": str(source), "layout": "candidates"}
         options |= {"negatives": negatives, "seed": seed, "dim": dim}

@@ -48,7 +48,7 @@ class ResidentRows(Protocol):
 
 def find_resident_rows(kernel: nn.Module) -> ResidentRows | None:
     """Return the rows in memory of a kernel's only table, or None if the table is not in a file."""
-    return getattr(find_fused_lookup(kernel), "in_memory", None)
+    return getattr(find_fused_lookup(kernel), "resident_rows", None)
 
 
 def find_fused_lookup(kernel: nn.Module) -> SplitTableBatchedEmbeddingBagsCodegen | None:

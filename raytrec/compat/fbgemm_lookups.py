@@ -164,7 +164,7 @@ def _make_lookup_with_extra_rows(
     weights = private(lookup, "split_embedding_weights", "fbgemm-gpu")()
     (states,) = lookup.split_optimizer_states() or [[]]
     lookup.embedding_specs = specs
-    hot_rows = lookup.make_hot_rows = files.make_hot_rows([*weights, *states], rows)
+    hot_rows = lookup.resident_rows = files.make_hot_rows([*weights, *states], rows)
     lookup.flush, lookup.reset_cache_states = hot_rows.flush, hot_rows.purge
 
     def translate(module: nn.Module, args: tuple, inputs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

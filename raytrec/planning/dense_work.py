@@ -179,13 +179,13 @@ def count_dense_layers(
                 looked_up[name] = torch.zeros(shape, device=device, requires_grad=True)
             with counter:
                 loss, _ = head(looked_up, batch)
-                counter.keep()
+                counter.record_live_bytes()
                 loss.backward()
         parameters = list(head.parameters())
         size = sum(p.numel() * p.element_size() for p in parameters)
         activations = max(0.0, counter.peak - size)
         work = counter.flops, counter.matrices, counter.bytes, counter.launches
-        return DenseWork(*work, size, len(parameters), activations), counter.kept
+        return DenseWork(*work, size, len(parameters), activations), counter.recorded_bytes
 
     try:
         if rows <= MAX_META_ROWS:
