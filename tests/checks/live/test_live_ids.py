@@ -86,6 +86,6 @@ def test_summed_audits_give_the_same_verdict():
 
     assert describe_audit_errors(good, 25) == [] and summed(good) and describe_audit_errors(good, 24) != []
     assert all(-(2**63) <= number < 2**63 for audit in good for number in audit.numbers)
-    for change in ({"strangers": 1}, {"repeated": 2}, {"outside": 1}, {"sum": 5}, {"ids": 6}):
+    for change in ({"foreign_ids": 1}, {"repeated": 2}, {"out_of_range_rows": 1}, {"sum": 5}, {"ids": 6}):
         changed = [*good[:2], replace(good[2], **change), good[3]]
         assert describe_audit_errors(changed, 25) and not summed(changed)
