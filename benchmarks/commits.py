@@ -33,9 +33,7 @@ def find_faults(subjects: list[str]) -> list[str]:
     """Return a line for each fault of a subject, in the order of the subjects."""
     source = "".join(f"def commit_{n}():\n    {json.dumps(s + '.')}\n" for n, s in enumerate(subjects))
     command = [sys.executable, "-m", "ruff", "check", "--isolated", f"--select={','.join(RULES)}", "-"]
-    ruff = subprocess.run(
-        [*command, "--output-format=json"], input=source, capture_output=True, text=True, timeout=60
-    )
+    ruff = subprocess.run([*command, "--output-format=json"], input=source, capture_output=True, text=True, timeout=60)
     faults = [(hit["location"]["row"] // 2 - 1, RULES[hit["code"]]) for hit in json.loads(ruff.stdout)]
     for number, subject in enumerate(subjects):
         if len(subject) > MAX_SUBJECT_LENGTH:

@@ -46,9 +46,7 @@ def difference(one: dict, other: dict) -> list[float]:
 
 def draw(runs: dict[int, dict]) -> None:
     """Plot the curves, and their differences below."""
-    figure, (above, below) = plt.subplots(
-        2, 1, sharex=True, figsize=(8, 6), height_ratios=(3, 2), layout="constrained"
-    )
+    figure, (above, below) = plt.subplots(2, 1, sharex=True, figsize=(8, 6), height_ratios=(3, 2), layout="constrained")
     for workers, width in zip(runs, (7, 4.5, 2.5, 1), strict=True):
         steps, losses = zip(*runs[workers]["loss"], strict=True)
         name = f"{workers} worker{'s' * (workers > 1)}, test AUC {runs[workers]['auc']:.5f}"

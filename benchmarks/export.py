@@ -66,8 +66,7 @@ def _enlarge(run: Path, size: int) -> int:
     entry["shape"], entry["chunks"] = [rows, DIM], [{**about, "offsets": [part * i, 0]} for i in range(parts)]
     schema = index["about"]["schema"].splitlines()
     index["about"]["schema"] = "\n".join(
-        f"  {TABLE}: {{rows: {rows}, dim: {DIM}}}" if line.startswith(f"  {TABLE}: {{rows") else line
-        for line in schema
+        f"  {TABLE}: {{rows: {rows}, dim: {DIM}}}" if line.startswith(f"  {TABLE}: {{rows") else line for line in schema
     )
     write_index(folder, {key: value for key, value in index.items() if key not in ("format", "sha256")})
     return rows
@@ -152,8 +151,7 @@ def main(
         run = _trained(Path(scratch))
         rows = _enlarge(run, int(gib * GIB))
         exports = [
-            _measure(run, Path(scratch, "export"), precision, rows, requests)
-            for precision in harness.split(precisions)
+            _measure(run, Path(scratch, "export"), precision, rows, requests) for precision in harness.split(precisions)
         ]
     grid(exports).show()
     if not smallest:

@@ -57,9 +57,7 @@ def corrupt_data(run: Run, rng: random.Random) -> float:
     folder = Path(get_step_folder(run.checkpoints, step))
     chunks = [chunk for tensor in read_index(str(folder))["tensors"].values() for chunk in tensor["chunks"]]
     chunk = max(chunks, key=lambda chunk: prod(chunk["sizes"]))
-    return _corrupt(
-        run, rng, step, folder / chunk["file"], chunk["start"] + rng.randrange(prod(chunk["sizes"]))
-    )
+    return _corrupt(run, rng, step, folder / chunk["file"], chunk["start"] + rng.randrange(prod(chunk["sizes"])))
 
 
 def corrupt_index(run: Run, rng: random.Random) -> float:

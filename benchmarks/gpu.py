@@ -123,9 +123,7 @@ def size_for(device: torch.device) -> Size:
     memory = torch.cuda.get_device_properties(device).total_memory
     rows = int(0.4 * memory / (FEATURES * WHOLE.dim * 2 * 4))
     batches = WHOLE.batches if memory > 40e9 else (8192,)
-    return replace(
-        WHOLE, batches=batches, lookup_rows=min(WHOLE.lookup_rows, rows), step_rows=min(200_000, rows // 4)
-    )
+    return replace(WHOLE, batches=batches, lookup_rows=min(WHOLE.lookup_rows, rows), step_rows=min(200_000, rows // 4))
 
 
 @dataclass
@@ -251,9 +249,7 @@ def other_bytes(model: nn.Module, width: int, cross_layers: int) -> int:
     twice, and adds up two gradients, 3 each. x₀ is put together and taken apart. A ReLU reads 3 and writes 2.
     """
     hidden = sum(
-        m.out_features
-        for m in model.modules()
-        if isinstance(m, nn.Linear) and m.out_features not in (1, width)
+        m.out_features for m in model.modules() if isinstance(m, nn.Linear) and m.out_features not in (1, width)
     )
     return 4 * (cross_layers * (4 + 6 + 6) * width + 4 * width + 5 * hidden)
 
@@ -267,9 +263,7 @@ def lookup_bytes(ids: int, dim: int) -> int:
     return 4 * dim * (ids * (1 + 2 + 2) + FEATURES * 2)
 
 
-def dense_least_s(
-    size: Size, model: nn.Module, rows: int, precision: str, peaks: Peaks | None
-) -> float | None:
+def dense_least_s(size: Size, model: nn.Module, rows: int, precision: str, peaks: Peaks | None) -> float | None:
     """Return the least seconds of the dense layers; with bf16 every value counts as 2 bytes."""
     if peaks is None:
         return None
@@ -300,9 +294,7 @@ def lookups(size: Size, batch: int, device: torch.device, peaks: Peaks | None) -
     return sides
 
 
-def dense(
-    size: Size, batch: int, device: torch.device, peaks: Peaks | None, compiled: bool = True
-) -> list[Side]:
+def dense(size: Size, batch: int, device: torch.device, peaks: Peaks | None, compiled: bool = True) -> list[Side]:
     """Return sides with the dense layers alone, on given embeddings."""
     schema = schema_of(1, size.dim)
     embeddings = {f: torch.randn(batch, size.dim, device=device).requires_grad_() for f in schema.sparse}
@@ -319,9 +311,7 @@ def dense(
             model.compile()
         optimizer = torch.optim.Adagrad(model.parameters(), lr=0.005)
 
-        def steps(
-            count: int, model=model, optimizer=optimizer, train=config.train, bf16=precision == "bf16"
-        ) -> None:
+        def steps(count: int, model=model, optimizer=optimizer, train=config.train, bf16=precision == "bf16") -> None:
             with numerics(train, device):
                 for _ in range(count):
                     optimizer.zero_grad()
@@ -394,9 +384,7 @@ def kinds_of_steps(size: Size, batch: int, device: torch.device) -> list[Side]:
         layers = {"name": name, "max_length": length, "max_negatives": length, **NEXT_ITEM}
         config = config_of(replace(size, layers=layers), rows, matmul="tf32")
         step, _ = build_step(config, items_schema(size.step_rows, dim), device)
-        sides.append(
-            Side(f"{name}, {rows} rows of up to {length} ids", _steps_of(step, sequences), rows, None)
-        )
+        sides.append(Side(f"{name}, {rows} rows of up to {length} ids", _steps_of(step, sequences), rows, None))
     return sides
 
 
@@ -445,9 +433,7 @@ def exchange(rank: int, device: torch.device, size: Size, batch: int, world: int
 
 
 @contextmanager
-def ingest(
-    folder: Path, batch: int, device: torch.device, peaks: Peaks | None, readers: int
-) -> Iterator[list[Side]]:
+def ingest(folder: Path, batch: int, device: torch.device, peaks: Peaks | None, readers: int) -> Iterator[list[Side]]:
     """Yield sides that read one batch per step, on a local Ray that runs during the block."""
     from raytrec.cluster.session import ray_session
     from raytrec.data.fragments import scan
@@ -458,9 +444,7 @@ def ingest(
     data, cuda = scan(str(folder / "train"), ReadPlan(schema), "benchmark"), device.type == "cuda"
 
     def forever() -> Iterator[Batch]:
-        stream = Stream(
-            data, Order(batch, 24, "groups", 2), rank=0, world=1, readers=readers, pin_memory=cuda
-        )
+        stream = Stream(data, Order(batch, 24, "groups", 2), rank=0, world=1, readers=readers, pin_memory=cuda)
         yield from stream.epochs(1_000_000)
 
     with ray_session(num_cpus=readers + 1):

@@ -88,9 +88,7 @@ CURVES = {
         False,
         _vary("rows", [10**4, 10**5, 10**6, 10**7, 10**8], features=1, dim=4, bag=50),
     ),
-    "features": Curve(
-        "features, each with its table", "ms a step", True, _vary("features", TABLES, rows=1000, bag=1)
-    ),
+    "features": Curve("features, each with its table", "ms a step", True, _vary("features", TABLES, rows=1000, bag=1)),
     "bag": Curve("ids of a bag", "ms a step", True, _vary("bag", [1, 10, 50, 200, 500], features=8)),
     "batch": Curve("rows of a batch", "ms a step", True, _vary("batch", [128, 512, 2048, 8192])),
     "workers": Curve(
@@ -235,9 +233,7 @@ def measure(rank: int, device: Any, points: list[Point], steps: int, folder: str
 
 def measure_point(point: Point, rank: int, steps: int, folder: str) -> dict[str, float]:
     """Return cpu_ms of a point on this rank and, on rank 0, the bytes of a checkpoint."""
-    loops = [
-        Loop(point, rank, folder, every) for every in ((1, NEVER) if point.what == "record" else (NEVER,))
-    ]
+    loops = [Loop(point, rank, folder, every) for every in ((1, NEVER) if point.what == "record" else (NEVER,))]
     for loop in loops:
         loop.train(2)
     if point.what == "save":

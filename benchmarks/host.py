@@ -141,9 +141,7 @@ class Assembling:
     def __init__(self, rows: int):
         form, n = ResolvedReadPlan(ReadPlan(schema_of(ROWS, WIDTH))), rows // LANES
         numbers, ids = np.zeros(n, np.float32), np.zeros(n, np.int32)
-        table = build_canonical_table(
-            form, [numbers], [numbers] * len(form.schema.dense), [ids] * FEATURES, [], n
-        )
+        table = build_canonical_table(form, [numbers], [numbers] * len(form.schema.dense), [ids] * FEATURES, [], n)
         self._collate, self._rows = Collator(form), rows
         self._pieces = [Rows.of(table.to_batches()[0])] * LANES
 

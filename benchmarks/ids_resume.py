@@ -131,9 +131,7 @@ def measure(steps: int, root: Path) -> dict[str, Any]:
     runs = [train(2, paths["whole"], 0, [third, steps])]
     for name in ("two", "others"):
         if not paths[name].exists():
-            shutil.copytree(
-                get_step_folder(str(paths["whole"]), third), get_step_folder(str(paths[name]), third)
-            )
+            shutil.copytree(get_step_folder(str(paths["whole"]), third), get_step_folder(str(paths[name]), third))
     runs.append(train(2, paths["two"], third, [steps]))
     runs.append(train(3, paths["others"], third, [third + tail // 2]))
     runs.append(train(1, paths["others"], third + tail // 2, [steps]))

@@ -60,8 +60,7 @@ def decode_groups(groups: list[RowGroup], columns: list[str]) -> int:
     """Decode row groups in this process and return the number of rows."""
     files = {path: pq.ParquetFile(path, pre_buffer=True) for path in {group.path for group in groups}}
     return sum(
-        files[group.path].read_row_group(group.index, columns=columns, use_threads=False).num_rows
-        for group in groups
+        files[group.path].read_row_group(group.index, columns=columns, use_threads=False).num_rows for group in groups
     )
 
 
@@ -123,13 +122,10 @@ class Groups(torch.utils.data.IterableDataset):
         paths = {group.path for group in self.groups}
         files = {path: pq.ParquetFile(path, pre_buffer=True) for path in paths}
         for group in self.groups[worker.id :: worker.num_workers]:
-            table = files[group.path].read_row_group(
-                group.index, columns=self.schema.columns, use_threads=False
-            )
+            table = files[group.path].read_row_group(group.index, columns=self.schema.columns, use_threads=False)
             for batch in table.to_batches(max_chunksize=BATCH):
                 columns = {
-                    name: batch.column(i).to_numpy(zero_copy_only=False)
-                    for i, name in enumerate(batch.schema.names)
+                    name: batch.column(i).to_numpy(zero_copy_only=False) for i, name in enumerate(batch.schema.names)
                 }
                 yield collate_numpy(self.schema, columns)
 
@@ -241,10 +237,7 @@ def first_batches(
             for shuffle in ("groups", "window"):
                 turns[shuffle, size] = lambda dataset=dataset, shuffle=shuffle: first(dataset, shuffle)
         seconds = take_turns(turns, rounds, warm_up=1)  # the first turn starts processes
-    return {
-        shuffle: {size: median(seconds[shuffle, size]) for size in group_rows}
-        for shuffle in ("groups", "window")
-    }
+    return {shuffle: {size: median(seconds[shuffle, size]) for size in group_rows} for shuffle in ("groups", "window")}
 
 
 def main(
@@ -269,9 +262,7 @@ def main(
         for size in (once, repeated(once, 8)):  # first, before other variants leave memory behind
             memory[size.rows] = peak_memory_mib(partial(VARIANTS["stream"], size, schema, readers, None))
         with pool:
-            runs = {
-                name: partial(VARIANTS[name], dataset, schema, readers, pool) for name in only or VARIANTS
-            }
+            runs = {name: partial(VARIANTS[name], dataset, schema, readers, pool) for name in only or VARIANTS}
             turns = take_turns(
                 {name: lambda run=run: measure(run, dataset.rows) for name, run in runs.items()},
                 rounds,
@@ -297,9 +288,7 @@ def main(
             "consumer_cpu": consumer,
             "stream_memory_mib": memory,
             "first_batch_s": starts,
-            "ratios": {
-                f"stream_over_{name}": rate["stream"] / rate[name] for name in ("decode", "numpy_collate")
-            },
+            "ratios": {f"stream_over_{name}": rate["stream"] / rate[name] for name in ("decode", "numpy_collate")},
         }
         harness.store("ingest", content)
 

@@ -85,9 +85,7 @@ def files(places: list[Path]) -> list[Path]:
     """Return the Python and Markdown files in these places."""
     found = [place.rglob("*") if place.is_dir() else [place] for place in places]
     kinds, this = (".py", ".md"), Path(__file__).resolve()  # this file names the words
-    return sorted(
-        path for paths in found for path in paths if path.suffix in kinds and path.resolve() != this
-    )
+    return sorted(path for paths in found for path in paths if path.suffix in kinds and path.resolve() != this)
 
 
 def main(arguments: list[str]) -> int:

@@ -58,18 +58,14 @@ def evaluate(
         logits = torch.randn(count) - 2
         labels = (torch.rand(count) < logits.sigmoid()).float()
         task_rows.add(
-            WeightedRows(
-                logits, labels, torch.ones(count), {"user": torch.randint(0, 1 + rows // 50, (count,))}
-            )
+            WeightedRows(logits, labels, torch.ones(count), {"user": torch.randint(0, 1 + rows // 50, (count,))})
         )
     figures, _ = task_rows.figures(Peers(device), device)
     return status_bytes("VmHWM") - start_bytes, perf_counter() - began, figures
 
 
 def main(
-    rows: Annotated[
-        str, typer.Option(help="Numbers of rows, separated by commas.")
-    ] = "100000,1000000,10000000",
+    rows: Annotated[str, typer.Option(help="Numbers of rows, separated by commas.")] = "100000,1000000,10000000",
     exact_rows: Annotated[int | None, typer.Option(help="eval.max_exact_rows; default: raytrec's.")] = None,
     only: harness.Only = ",".join(METRICS),
     smallest: harness.Smallest = False,

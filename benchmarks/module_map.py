@@ -28,9 +28,7 @@ def rooms() -> list[str]:
 
 def first_sentence(path: Path) -> str:
     """Return the first sentence of a module's docstring, or "" without a docstring."""
-    text = " ".join(
-        (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n\n")[0].split()
-    )
+    text = " ".join((ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n\n")[0].split())
     return re.split(r"(?<=[^.]\.)\s(?=[A-Z`])", text)[0]
 
 

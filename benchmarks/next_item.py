@@ -133,9 +133,7 @@ def table_of(points: list[dict[str, Any]]) -> str:
     """Return the table for docs/benchmarks.md: a row for each point."""
     rows = []
     for point in points:
-        speeds, costs = (
-            [point[side][figure] for side in SIDES] for figure in ("tokens_per_s", "cpu_us_per_token")
-        )
+        speeds, costs = ([point[side][figure] for side in SIDES] for figure in ("tokens_per_s", "cpu_us_per_token"))
         cells = [point["model"], point["shape"], str(point["workers"]), *(f"{s:,.0f}" for s in speeds)]
         rows.append([*cells, f"{speeds[1] / speeds[0]:.2f} ×", *(f"{cost:.1f}" for cost in costs)])
     return Grid(HEADER, rows, left=2).markdown()

@@ -112,9 +112,7 @@ def of_scikit_learn(trained: pd.DataFrame, tested: pd.DataFrame) -> dict[str, tu
     linear = LogisticRegression(max_iter=3000).fit(linear_train, trained["label"])
     ordered = OrdinalEncoder(handle_unknown="use_encoded_value", unknown_value=-1)
     numbers_of = make_column_transformer((ordered, kinds), ("passthrough", numeric))
-    trees = HistGradientBoostingClassifier(random_state=0).fit(
-        numbers_of.fit_transform(trained), trained["label"]
-    )
+    trees = HistGradientBoostingClassifier(random_state=0).fit(numbers_of.fit_transform(trained), trained["label"])
     predictions = {
         "logistic": linear.predict_proba(linear_test)[:, 1],
         "trees": trees.predict_proba(numbers_of.transform(tested))[:, 1],

@@ -154,9 +154,7 @@ def census(rows: int = 90_000) -> Split:
 def wide_numbers(rows: int = 24_000, count: int = 150) -> Split:
     """Draw rows of 150 correlated numbers, of which a third count, and an id without information; linear."""
     draw = np.random.default_rng(9)
-    values = draw.normal(0, 1, (rows, 20)) @ draw.normal(0, 0.3, (20, count)) + draw.normal(
-        0, 1, (rows, count)
-    )
+    values = draw.normal(0, 1, (rows, 20)) @ draw.normal(0, 0.3, (20, count)) + draw.normal(0, 1, (rows, count))
     odds = values @ (draw.normal(0, 1, count) * (draw.random(count) < 0.3)) * 0.14 - 1
     columns = {f"q{i}": values[:, i] * 10.0 ** draw.integers(-3, 4) for i in range(count)}
     columns |= {"c0": draw.integers(0, 20, rows)}

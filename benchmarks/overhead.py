@@ -40,11 +40,7 @@ from raytrec.worker.build import build_step
 
 FEATURES, ROWS, DIM, DENSE, LONGEST = 20, 100_000, 64, 13, 10
 BATCHES, STEPS = 8, 8  # number of different batches; steps of a side in a turn
-CASES = [
-    (sharding, pooling)
-    for sharding in ("table_wise", "row_wise", "both")
-    for pooling in ("sum", "mean", "half")
-]
+CASES = [(sharding, pooling) for sharding in ("table_wise", "row_wise", "both") for pooling in ("sum", "mean", "half")]
 
 
 def schema_of(pooling: str) -> Schema:

@@ -176,10 +176,7 @@ def summary(rows: list[Row]) -> dict[str, float]:
     for row in plans:
         groups.setdefault((row.ranks, row.schema), []).append(row)
     choices = [group for group in groups.values() if len(group) > 1]
-    good = [
-        min(group, key=lambda row: row.predicted_ms).ms <= 1.05 * min(row.ms for row in group)
-        for group in choices
-    ]
+    good = [min(group, key=lambda row: row.predicted_ms).ms <= 1.05 * min(row.ms for row in group) for group in choices]
     measured, predicted = ([getattr(row, name) for row in rows] for name in ("ms", "predicted_ms"))
     places = [np.argsort(np.argsort(values)) for values in (measured, predicted)]
     return {
@@ -246,9 +243,7 @@ def document(rows: list[Row], figures: dict[str, float]) -> str:
 def main(
     rounds: harness.Rounds = 3,
     smallest: harness.Smallest = False,
-    again: Annotated[
-        bool, typer.Option("--again", help="Predict the measured plans of plan.json again.")
-    ] = False,
+    again: Annotated[bool, typer.Option("--again", help="Predict the measured plans of plan.json again.")] = False,
 ) -> None:
     """Print the table."""
     ways = {2: ("table_wise", "row_wise")} if smallest else WAYS

@@ -33,9 +33,7 @@ def _schema(dense: int, features: list[tuple[int, int, int]]) -> Schema:
             "labels": ["y"],
             "dense": [f"d{i}" for i in range(dense)],
             "sparse": {name: {"table": name} for name in names},
-            "tables": {
-                name: {"rows": rows, "dim": dim} for name, (rows, dim, _) in zip(names, features, strict=True)
-            },
+            "tables": {name: {"rows": rows, "dim": dim} for name, (rows, dim, _) in zip(names, features, strict=True)},
             "statistics": statistics,
         },
         "plans",

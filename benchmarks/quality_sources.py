@@ -61,9 +61,7 @@ def _ml1m(folder: Path, lists: list[np.ndarray], rng: np.random.Generator) -> No
 
 
 def _toys(folder: Path, lists: list[np.ndarray], rng: np.random.Generator) -> None:
-    lines = [
-        f"{user + 1} {' '.join(str(item + 1) for item in items[:9])}\n" for user, items in enumerate(lists)
-    ]
+    lines = [f"{user + 1} {' '.join(str(item + 1) for item in items[:9])}\n" for user, items in enumerate(lists)]
     (folder / "Toys_and_Games.txt").write_text("".join(lines))
 
 

@@ -184,9 +184,7 @@ def compare(
     for side, ranks in sides.items():
         built = ranks.time(**requests[side])["s"] / first_steps
         steps[side] = max(2, min(40, round(turn_s / built)))
-    turns = take_turns(
-        {side: lambda side=side: sides[side].time(steps=steps[side]) for side in sides}, rounds
-    )
+    turns = take_turns({side: lambda side=side: sides[side].time(steps=steps[side]) for side in sides}, rounds)
     return {
         side: {
             "step_ms": 1e3 * min(turn["s"] for turn in of_side) / steps[side],

@@ -34,9 +34,7 @@ def measure(part: str, world: int, tables: int, folder: Path) -> dict:
     command = [sys.executable, "-W", "ignore", str(HERE / "scale_parts.py"), part, str(world), str(tables)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     try:
-        done = subprocess.run(
-            [*command, str(folder)], env=environment, capture_output=True, text=True, timeout=LIMIT_S
-        )
+        done = subprocess.run([*command, str(folder)], env=environment, capture_output=True, text=True, timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
         return {"missing": f"timed out after {LIMIT_S} s"}
     if done.returncode:

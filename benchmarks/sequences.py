@@ -139,16 +139,13 @@ def measure_lengths(worlds: list[int], lengths: list[int], rounds: int) -> list[
     return points
 
 
-def measure_models(
-    worlds: list[int], cases: dict[tuple[str, str], dict], rounds: int
-) -> list[dict[str, Any]]:
+def measure_models(worlds: list[int], cases: dict[tuple[str, str], dict], rounds: int) -> list[dict[str, Any]]:
     """Return the figures of each side, for each number of workers and case."""
     points = []
     for world in worlds:
         with ExitStack() as stack:
             sides = {
-                side: Ranks("next_item.py", 1 if plain else world, stack)
-                for side, plain in next_item.SIDES.items()
+                side: Ranks("next_item.py", 1 if plain else world, stack) for side, plain in next_item.SIDES.items()
             }
             for (model, shape), sizes in cases.items():
                 figures = next_item.measure(sides, model, sizes, rounds)

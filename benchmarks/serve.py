@@ -164,9 +164,7 @@ def _running(words: list[str], port: int, body: bytes, environment: dict[str, st
     """Run a service and enter the block when it answers."""
     words = [str(HERE.parent / word) if word.startswith("benchmarks/") else word for word in words]
     with tempfile.TemporaryFile("w+", encoding="utf-8") as log:
-        process = subprocess.Popen(
-            [sys.executable, *words], env=os.environ | environment, stdout=log, stderr=log
-        )
+        process = subprocess.Popen([sys.executable, *words], env=os.environ | environment, stdout=log, stderr=log)
         try:
             until = time.monotonic() + START_S
             while not _answers(port, body):

@@ -19,9 +19,7 @@ import uvloop
 STEP = 7  # bodies from one request of a client to its next
 
 
-async def ask(
-    port: int, head: bytes, bodies: list[bytes], first: int, until: float, durations: list[float]
-) -> None:
+async def ask(port: int, head: bytes, bodies: list[bytes], first: int, until: float, durations: list[float]) -> None:
     """Send requests until the time is over and append the seconds of each to `durations`."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     while perf_counter() < until:

@@ -50,8 +50,7 @@ def summarize(title: str, runs: dict[str, dict[str, list[Any]]]) -> dict[str, An
             for side in sides
         }
     results["rounds"] = {
-        case: {side: [round(m.samples_per_s) for m in of[side]] for side in sides}
-        for case, of in runs.items()
+        case: {side: [round(m.samples_per_s) for m in of[side]] for side in sides} for case, of in runs.items()
     }
     by_case = {case: _compare(results, case) for case in runs}
     results["ratios"] = {
@@ -68,14 +67,11 @@ def summarize(title: str, runs: dict[str, dict[str, list[Any]]]) -> dict[str, An
 def _compare(results: dict[str, Any], case: str) -> dict[str, float]:
     """Return the ratios of raytrec to the other sides in one case."""
     speeds, cpu_us = (
-        {side: of[case] for side, of in results[figure].items()}
-        for figure in ("samples_per_s", "cpu_us_per_row")
+        {side: of[case] for side, of in results[figure].items()} for figure in ("samples_per_s", "cpu_us_per_row")
     )
     if "raytrec" not in speeds:
         return {}
-    ratios = {
-        f"raytrec_over_{other}": speeds["raytrec"] / speeds[other] for other in OTHERS if other in speeds
-    }
+    ratios = {f"raytrec_over_{other}": speeds["raytrec"] / speeds[other] for other in OTHERS if other in speeds}
     if "limit" in cpu_us:
         ratios["cpu_ratio"] = cpu_us["raytrec"] / cpu_us["limit"]
     return {name: round(value, 4) for name, value in ratios.items()}
@@ -124,9 +120,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
 
     @styled
     def made() -> Any:
-        figure, panels = new_figure(
-            f"Training against loops written by hand: {results['title']}", 4.6, rows=2
-        )
+        figure, panels = new_figure(f"Training against loops written by hand: {results['title']}", 4.6, rows=2)
         cases = list(results["by_case"])
         for axes, name, label in zip(panels, FIGURES[:2], ("rows/s", "CPU-µs a row"), strict=False):
             for place, (side, values) in enumerate(results[name].items()):

@@ -161,9 +161,7 @@ def main(
     turns: Annotated[int, typer.Option(help="Turns of each kernel for speed; 0: no turns.")] = 20,
     kernels: Annotated[str, typer.Option(help="Kernels, separated by commas.")] = "fused,fused_mmap",
     folder: Annotated[Path, typer.Option(help="Folder of checkpoints and files of tables.")] = Path("data"),
-    short_gib: Annotated[
-        float, typer.Option(help="Size in GiB of the table with limited memory; 0: skip.")
-    ] = 0.25,
+    short_gib: Annotated[float, typer.Option(help="Size in GiB of the table with limited memory; 0: skip.")] = 0.25,
     smallest: harness.Smallest = False,
 ) -> None:
     """Print the tables that the module docstring describes."""
@@ -205,9 +203,7 @@ def show_memory(lines: list[dict[str, Any]], rows: int) -> None:
         ]
         for line in lines
     ]
-    Grid(header, cells, f"{rows:,} rows of {DIM}, {rows * ROW_BYTES / 2**30:.2f} GiB with their state").show(
-        150
-    )
+    Grid(header, cells, f"{rows:,} rows of {DIM}, {rows * ROW_BYTES / 2**30:.2f} GiB with their state").show(150)
 
 
 def speed_row(line: dict[str, Any]) -> list[str]:
@@ -225,9 +221,7 @@ def show_speed(lines: list[dict[str, Any]]) -> None:
 
 def document(results: dict[str, Any]) -> str:
     """Return the tables for docs/benchmarks.md."""
-    memory = [
-        [f"`{of['kernel']}`", *(f"{of['memory'][name]:.2f}" for name in PHASES)] for of in results["memory"]
-    ]
+    memory = [[f"`{of['kernel']}`", *(f"{of['memory'][name]:.2f}" for name in PHASES)] for of in results["memory"]]
     grids = [Grid(("memory ÷ table", *PHASES), memory)]
     kernels = [f"`{name}`, ms a step" for name in results["speed"][0]["seconds"]]
     grids.append(Grid(("ids", *kernels, "ratio"), [speed_row(line) for line in results["speed"]]))

@@ -117,9 +117,7 @@ def run_short(folder: str, gib: float, warm_up: int, turns: int) -> dict[str, An
     ranks: dict[str, Ranks] = {}
     groups = []
     with ExitStack() as at_end:
-        at_end.callback(
-            lambda: [group.rmdir() for group in groups if group.exists()]
-        )  # after their processes
+        at_end.callback(lambda: [group.rmdir() for group in groups if group.exists()])  # after their processes
         for number, (side, (kernel, bounded, memory)) in enumerate(SIDES.items()):
             settings = Settings(kernel, rows, 0, folder, memory and memory * gib)
             ranks[side] = Ranks("tiers_short.py", 1, at_end)

@@ -192,11 +192,7 @@ class Run:
 
     def saved(self) -> list[int]:
         """Return the steps of complete checkpoints, the newest first."""
-        return [
-            s
-            for s in steps(self.checkpoints)
-            if os.path.exists(f"{get_step_folder(self.checkpoints, s)}/{INDEX}")
-        ]
+        return [s for s in steps(self.checkpoints) if os.path.exists(f"{get_step_folder(self.checkpoints, s)}/{INDEX}")]
 
     def half_saved(self) -> str | None:
         """Return the folder of a checkpoint that is being written, if any."""

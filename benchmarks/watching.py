@@ -133,8 +133,7 @@ def measure(
         for number, (name, changes) in enumerate(SIDES.items())
     }
     calls = {
-        name: lambda number=number, side=side: turn(number, side)
-        for number, (name, side) in enumerate(sides.items())
+        name: lambda number=number, side=side: turn(number, side) for number, (name, side) in enumerate(sides.items())
     }
     return take_turns(calls, rounds, warm_up=1)
 

@@ -91,9 +91,7 @@ def weigh(tree: Path) -> dict[str, int]:
         CODE_LINES: sum(code.values()),
         **{f"  {room}": count for room, count in by_room.most_common()},
         "files of raytrec/": len(texts),
-        f"files over {LONG_FILE_LINES} lines": sum(
-            text.count("\n") > LONG_FILE_LINES for text in texts.values()
-        ),
+        f"files over {LONG_FILE_LINES} lines": sum(text.count("\n") > LONG_FILE_LINES for text in texts.values()),
         f"rooms over {LARGE_ROOM_FILES} files": sum(count > LARGE_ROOM_FILES for count in rooms.values()),
         "configuration keys": int(keys.stdout),
         "words of documentation, without the map": sum(
@@ -139,9 +137,7 @@ def main(
             archive = subprocess.run(["git", "archive", against], cwd=REPO, capture_output=True, check=True)
             subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
             columns = {against[:12]: weigh(Path(folder)), **columns}
-            allowed = allowed_growth(
-                (Path(folder) / "CHANGELOG.md").read_text(), (REPO / "CHANGELOG.md").read_text()
-            )
+            allowed = allowed_growth((Path(folder) / "CHANGELOG.md").read_text(), (REPO / "CHANGELOG.md").read_text())
     table = Table(title="make weight")
     table.add_column("")
     for name in columns:

@@ -48,9 +48,7 @@ SHARED = {
     "force": typer.Option("--force", help="Replace the content of the folder."),
     "dim": typer.Option(help="Width of the embeddings; a multiple of 4."),
     "seed": typer.Option(help="Random seed; the same seed produces the same data."),
-    "source": typer.Option(
-        parser=resolve_path_option, metavar="PATH", help="Folder with the original files."
-    ),
+    "source": typer.Option(parser=resolve_path_option, metavar="PATH", help="Folder with the original files."),
 }
 
 

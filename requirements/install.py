@@ -192,9 +192,7 @@ def check_installed(device: str, installed: dict[str, str], pinned: str) -> None
     if not is_right_torch(device, version, pinned):
         raise InstallError(
             f"torch {version or '(missing)'} is not the build for {device}",
-            expected=f"torch {pinned}+cpu"
-            if device == "cpu"
-            else f"torch {pinned} for CUDA {CUDA}, as on PyPI",
+            expected=f"torch {pinned}+cpu" if device == "cpu" else f"torch {pinned} for CUDA {CUDA}, as on PyPI",
             do="check pip's constraints and indexes (pip config list), then recreate "
             f"the environment: make clean, make install DEVICE={device}",
         )

@@ -67,9 +67,7 @@ def find_ray_fixture(item):
 def collection_order_key(item):
     name, ray = item.module.__name__, find_ray_fixture(item)
     kinds = [None, *RAY_GROUPS]
-    return kinds.index(ray), LONGEST_MODULES.index(name) if ray and name in LONGEST_MODULES else len(
-        LONGEST_MODULES
-    )
+    return kinds.index(ray), LONGEST_MODULES.index(name) if ray and name in LONGEST_MODULES else len(LONGEST_MODULES)
 
 
 def pytest_collection_finish(session):

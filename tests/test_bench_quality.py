@@ -55,9 +55,7 @@ def test_quality_configs_report_metrics_of_their_rows():
 def evaluation_keys(config):
     """Return the keys of result.json that the evaluations of a configuration write."""
     if config.eval.retrieval:
-        return {
-            f"eval.retrieval.{name}@{k}" for name in ("hit_rate", "ndcg") for k in config.eval.retrieval.at
-        }
+        return {f"eval.retrieval.{name}@{k}" for name in ("hit_rate", "ndcg") for k in config.eval.retrieval.at}
     several = len(config.tasks) > 1
     named = [(f"{task.name or task.label}." if several else "", task.metrics) for task in config.tasks]
     return {f"eval.{start}{metric}" for start, metrics in named for metric in metrics or ["auc"]}
@@ -103,9 +101,7 @@ def test_rows_are_selected_by_name_model_or_data():
 
 def test_quality_table_has_mean_std_and_cost():
     published = {"figures": {"a": 0.5}, "source": "an author"}
-    row = quality.Row(
-        "mf", "toys", {"a": "eval.a", "b": "eval.b"}, "x --source {source}/y", "Toys", published
-    )
+    row = quality.Row("mf", "toys", {"a": "eval.a", "b": "eval.b"}, "x --source {source}/y", "Toys", published)
     costs = {"parameters": 12345, "rows_per_s": 1000, "seconds": 9.6}
     slower = costs | {"rows_per_s": 500, "seconds": 18.0}
     runs = [{"figures": {"a": 0.4, "b": 1}, **slower}, {"figures": {"a": 0.6, "b": 1}, **costs}]

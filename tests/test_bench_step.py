@@ -33,9 +33,7 @@ def results():
         "ray_recipe": [measured(50.0, 20.0), measured(25.0, 24.0)],
         "raytrec": [measured(95.0, 10.5), measured(40.0, 12.6)],
     }
-    slower = {
-        side: [measured(m.samples_per_s / 2, m.cpu_us_per_row) for m in of] for side, of in rounds.items()
-    }
+    slower = {side: [measured(m.samples_per_s / 2, m.cpu_us_per_row) for m in of] for side, of in rounds.items()}
     slower["raytrec"] = [measured(30.0, 12.0), measured(15.0, 14.4)]
     return summarize("some rows", {"dlrm_1": rounds, "dlrm_2": slower})
 
@@ -86,9 +84,7 @@ def test_growth_reports_points_off_fitted_curve():
     assert of(False, 7.0, 7.5, 8.0, 14.0)["kinks"] == [1000.0]
 
 
-@pytest.mark.parametrize(
-    "name", ["growth", "start", "share", "ids", "ids_quality", "sequences", "tiers", "grouped"]
-)
+@pytest.mark.parametrize("name", ["growth", "start", "share", "ids", "ids_quality", "sequences", "tiers", "grouped"])
 def test_benchmarks_page_has_latest_results(name):
     found = harness.load(name)
     expected = import_module(name).document(found) if found else ""

@@ -26,9 +26,7 @@ def test_commit_lint_reports_subject_and_fault(subject, fault):
 def test_read_subjects_skips_merge_commits(tmp_path):
     def git(*arguments):
         identity = ("-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false")
-        subprocess.run(
-            ["git", "-C", tmp_path, *identity, *arguments], check=True, capture_output=True, timeout=60
-        )
+        subprocess.run(["git", "-C", tmp_path, *identity, *arguments], check=True, capture_output=True, timeout=60)
 
     assert commits.read_subjects(5, tmp_path) == []
     git("init", "--initial-branch=main")

@@ -147,10 +147,7 @@ def test_docs_mention_only_existing_config_keys(page):
 
 
 def test_key_search_finds_config_keys():
-    assert (
-        len({key for page in PAGES for snippet in code_snippets(page) for key in config_keys_in(snippet)})
-        > 50
-    )
+    assert len({key for page in PAGES for snippet in code_snippets(page) for key in config_keys_in(snippet)}) > 50
     assert (
         not is_config_key("train.los")
         and not is_config_key("plan.tables.X.kernel")
@@ -225,14 +222,7 @@ def test_call_search_finds_commands():
         "stop",
     ]
     assert (
-        len(
-            {
-                call.split()[0]
-                for page in PAGES
-                for snippet in code_snippets(page)
-                for call in raytrec_calls(snippet)
-            }
-        )
+        len({call.split()[0] for page in PAGES for snippet in code_snippets(page) for call in raytrec_calls(snippet)})
         > 8
     )
     assert "--source" in options_by_command()["prepare"] and "--detach" in options_by_command()["submit"]
@@ -242,9 +232,7 @@ def test_call_search_finds_commands():
 def test_docs_mention_only_existing_files(page):
     roots = "raytrec|tests|benchmarks|jobs|datasets|deploy|docs|notebooks|requirements"
     for snippet in code_snippets(page):
-        for path in re.findall(
-            rf"(?<![\w/.~])((?:{roots})/[\w./-]+\.(?:py|yaml|yml|md|txt|sh|ipynb))", snippet
-        ):
+        for path in re.findall(rf"(?<![\w/.~])((?:{roots})/[\w./-]+\.(?:py|yaml|yml|md|txt|sh|ipynb))", snippet):
             assert (REPO / path).exists(), f"{page}: {path}"
 
 
@@ -303,14 +291,11 @@ def test_extending_page_examples_run(extending_module, tmp_path):
     selection = Selection([task])
     assert selection.best(config.checkpoint.best_metric).title == "accuracy at 0.5"
     view = TaskOutputs(logits_B.detach(), torch.tensor([0.1, 0.9, 0.2]), labels_B, torch.ones(3))
-    assert float(extending_module.Accuracy.figure(extending_module.Accuracy.sums(view))) == pytest.approx(
-        2 / 3
-    )
+    assert float(extending_module.Accuracy.figure(extending_module.Accuracy.sums(view))) == pytest.approx(2 / 3)
 
     bounded = select_enabled_checks(config)["bounded"]
     outcomes = [
-        bounded.check(checked_run_with(torch.tensor([[size]]))).evaluate(Position(7), True)
-        for size in (3.0, 200.0)
+        bounded.check(checked_run_with(torch.tensor([[size]]))).evaluate(Position(7), True) for size in (3.0, 200.0)
     ]
     assert bounded.reaction == "warn" and STEP in bounded.check.moments
     assert outcomes[0].passed and not outcomes[1].passed and "item has a weight of 200" in outcomes[1].text

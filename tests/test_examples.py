@@ -65,9 +65,7 @@ def run_examples(test):
 
 
 def doctest_of(name):
-    (test,) = doctest.DocTestFinder(recurse=False).find(
-        getattr(raytrec, name), name, globs={"raytrec": raytrec}
-    )
+    (test,) = doctest.DocTestFinder(recurse=False).find(getattr(raytrec, name), name, globs={"raytrec": raytrec})
     return test
 
 

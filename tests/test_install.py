@@ -71,15 +71,11 @@ class InstallEnvironment:
         requirements = folder / "requirements"
         requirements.mkdir()
         shutil.copy(REPOSITORY / "requirements/install.py", requirements)
-        (requirements / "cpu.txt").write_text(
-            f"fbgemm-gpu-cpu==1.8.0\ntorch=={TORCH_VERSION}\n    # via torchrec\n"
-        )
+        (requirements / "cpu.txt").write_text(f"fbgemm-gpu-cpu==1.8.0\ntorch=={TORCH_VERSION}\n    # via torchrec\n")
         (requirements / "cuda.txt").write_text(f"fbgemm-gpu==1.8.0\ntorch=={TORCH_VERSION}\n")
         venv.create(folder / "env")  # without pip, as in deploy/Dockerfile; the outer pip installs into it
 
-    def install(
-        self, *arguments: str, index: str = UNREACHABLE_INDEX, **pip: str
-    ) -> subprocess.CompletedProcess:
+    def install(self, *arguments: str, index: str = UNREACHABLE_INDEX, **pip: str) -> subprocess.CompletedProcess:
         """Run the install script with `index` as --torch-index."""
         script = self.folder / "requirements/install.py"
         return self.run(script, *arguments, "--torch-index", index, **pip)
@@ -95,9 +91,7 @@ class InstallEnvironment:
     def version(self) -> str:
         """Return the version of the installed torch, or the last line of its import error."""
         code = "import torch; print(torch.__version__)"
-        done = subprocess.run(
-            [self.folder / "env/bin/python", "-c", code], capture_output=True, text=True, timeout=60
-        )
+        done = subprocess.run([self.folder / "env/bin/python", "-c", code], capture_output=True, text=True, timeout=60)
         return done.stdout.strip() or done.stderr.strip().splitlines()[-1]
 
 
@@ -129,9 +123,7 @@ def test_install_takes_cpu_torch_from_pytorch_index(install_environment):
     done = install_environment.install("cpu", "--only-binary", ":all:", index=install_environment.pytorch)
     assert done.returncode == 0, done.stderr
     assert install_environment.version() == f"{TORCH_VERSION}+cpu"
-    again = install_environment.install(
-        "cpu", INDEX_URL=UNREACHABLE_INDEX
-    )  # installed packages need no index
+    again = install_environment.install("cpu", INDEX_URL=UNREACHABLE_INDEX)  # installed packages need no index
     assert again.returncode == 0 and "Retrying" not in again.stderr, again.stderr
 
 
@@ -139,11 +131,7 @@ def test_install_fails_without_cpu_build(install_environment):
     done = install_environment.install("cpu")
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     assert f"error: found no CPU build of torch {TORCH_VERSION}" in done.stderr
-    assert (
-        UNREACHABLE_INDEX in done.stderr
-        and "TORCH_INDEX=URL" in done.stderr
-        and "PIP_FIND_LINKS" in done.stderr
-    )
+    assert UNREACHABLE_INDEX in done.stderr and "TORCH_INDEX=URL" in done.stderr and "PIP_FIND_LINKS" in done.stderr
     assert "ModuleNotFoundError" in install_environment.version(), "a wrong build of torch is still installed"
 
 
@@ -199,9 +187,7 @@ def test_install_rejects_python_without_wheels(install_script, version, good):
     assert (f"{version[0]}.{version[1]}" in SpecifierSet(project["requires-python"])) == good
     if good:
         return install_script.refuse_other_python(version)
-    with pytest.raises(
-        install_script.InstallError, match=r"Python 3\.1[05]\n.*\n  expected: Python 3\.11 to 3\.14"
-    ):
+    with pytest.raises(install_script.InstallError, match=r"Python 3\.1[05]\n.*\n  expected: Python 3\.11 to 3\.14"):
         install_script.refuse_other_python(version)
 
 
@@ -227,9 +213,9 @@ def test_requirements_pin_expected_torch(install_script):
     for device in install_script.FBGEMM:
         text = (REPOSITORY / f"requirements/{device}.txt").read_text()
         assert f"\n{install_script.FBGEMM[device]}==" in text and f"\ntorch=={TORCH_VERSION}\n" in text
-    assert install_script.is_right_torch(
-        "cuda", "2.13.0+cu130", TORCH_VERSION
-    ) and not install_script.is_right_torch("cuda", "", TORCH_VERSION)
+    assert install_script.is_right_torch("cuda", "2.13.0+cu130", TORCH_VERSION) and not install_script.is_right_torch(
+        "cuda", "", TORCH_VERSION
+    )
 
 
 def run_make(

@@ -14,9 +14,7 @@ def test_map_page_matches_module_map():
 
 def test_every_module_has_a_docstring():
     files = (REPO / "raytrec").rglob("*.py")
-    assert [
-        str(path) for path in files if path.name != "__main__.py" and not module_map.first_sentence(path)
-    ] == []
+    assert [str(path) for path in files if path.name != "__main__.py" and not module_map.first_sentence(path)] == []
 
 
 def test_module_map_lists_every_module():

@@ -196,9 +196,7 @@ print(json.dumps([served, direct, there]))
 
 @pytest.mark.survive
 @pytest.mark.parametrize("embed", [False, True])
-def test_mlflow_model_is_served_without_trainer_packages(
-    make_minimal_environment, tmp_path, monkeypatch, embed
-):
+def test_mlflow_model_is_served_without_trainer_packages(make_minimal_environment, tmp_path, monkeypatch, embed):
     monkeypatch.setenv("MLFLOW_ALLOW_PICKLE_DESERIALIZATION", "false")
     table, predictions = train_tracked_run("din", tmp_path / "run")
     export = raytrec.export(tmp_path / "run", str(tmp_path / "export"), mlflow=True, embed=embed)

@@ -162,9 +162,7 @@ class Adult:
                 "labels": LABELS,
                 "dense": DENSE,
                 "sparse": {name: {"table": name} for name in SPARSE},
-                "tables": {
-                    name: {"rows": len(known) + 1, "dim": dim} for name, known in self.vocabularies.items()
-                },
+                "tables": {name: {"rows": len(known) + 1, "dim": dim} for name, known in self.vocabularies.items()},
             },
             "adult",
         )

@@ -75,9 +75,7 @@ def _blocks(chunk: Chunk) -> Iterator[bytes]:
                 while block := file.read(CHUNK_BYTES):
                     yield block + file.readline()
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise DataError(
-                f"cannot decompress the file: {error}", where=chunk.path, do="download it again"
-            ) from None
+            raise DataError(f"cannot decompress the file: {error}", where=chunk.path, do="download it again") from None
         return
     with open(chunk.path, "rb") as file:
         start = chunk.start
@@ -112,8 +110,7 @@ def _well_formed(table: pa.Table) -> bool:
     """Return True if each label is 0 or 1 and each value has at most 8 hexadecimal digits."""
     good = pc.all(pc.fill_null(pc.is_in(table["label"], pa.array([0, 1], pa.int8())), False)).as_py()
     return good is not False and all(
-        pc.all(pc.match_substring_regex(table[name], "^[0-9a-fA-F]{1,8}$")).as_py() is not False
-        for name in SPARSE
+        pc.all(pc.match_substring_regex(table[name], "^[0-9a-fA-F]{1,8}$")).as_py() is not False for name in SPARSE
     )
 
 
@@ -142,9 +139,7 @@ def _problem(line: bytes) -> str:
     if len(fields) != len(COLUMNS):
         return f"the line has {len(fields)} fields"
     patterns = [b"[01]", *[INTEGER] * len(DENSE), *[HEX] * len(SPARSE)]
-    wrong = next(
-        i for i, (p, field) in enumerate(zip(patterns, fields, strict=True)) if not re.fullmatch(p, field)
-    )
+    wrong = next(i for i, (p, field) in enumerate(zip(patterns, fields, strict=True)) if not re.fullmatch(p, field))
     name = "the label" if wrong == 0 else COLUMNS[wrong]
     return f"{name} is {fields[wrong].decode('latin-1')!r}"
 

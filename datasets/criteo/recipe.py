@@ -92,9 +92,7 @@ def find_files(source: Path, layout: str) -> Files:
     names = [source] if source.is_file() else sorted(source.iterdir()) if source.is_dir() else []
     days = [p for p in names if re.fullmatch(r"day_\d+(\.gz)?", p.name)]
     days.sort(key=lambda p: int(re.search(r"\d+", p.name)[0]))
-    kaggle = [p for p in names if p.name in ("train.txt", "train.txt.gz")] or (
-        [source] if source.is_file() else []
-    )
+    kaggle = [p for p in names if p.name in ("train.txt", "train.txt.gz")] or ([source] if source.is_file() else [])
     if layout != "kaggle" and days:
         if len(days) < 2:
             raise DataError(
@@ -229,9 +227,7 @@ def _added_up(parts: list[pa.Table]) -> pa.Table:
 class ChunkWriter:
     """The task that writes a chunk as part files of its splits."""
 
-    def __init__(
-        self, folder: str, bounds: tuple[int, int], tables: dict[str, np.ndarray] | None, hash_rows: int
-    ):
+    def __init__(self, folder: str, bounds: tuple[int, int], tables: dict[str, np.ndarray] | None, hash_rows: int):
         self._folder, self._bounds, self._hash_rows = folder, bounds, hash_rows
         self._tables = None
         if tables is not None:
@@ -248,9 +244,7 @@ class ChunkWriter:
             ready = self._convert(table)
             for name, part in self._divide(ready, first):
                 if name not in writers:
-                    writers[name] = SplitWriter(
-                        Path(self._folder) / name, ready.schema, prefix=f"part-{number:05d}"
-                    )
+                    writers[name] = SplitWriter(Path(self._folder) / name, ready.schema, prefix=f"part-{number:05d}")
                 writers[name].write(part)
             first += len(table)
         for writer in writers.values():

@@ -26,9 +26,7 @@ def is_among(keys: np.ndarray, sorted_keys: np.ndarray) -> np.ndarray:
     return sorted_keys[np.minimum(np.searchsorted(sorted_keys, keys), len(sorted_keys) - 1)] == keys
 
 
-def draw_unmet(
-    users: np.ndarray, count: int, items: int, met: np.ndarray, rng: np.random.Generator
-) -> np.ndarray:
+def draw_unmet(users: np.ndarray, count: int, items: int, met: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Draw `count` different items for each entry of `users` that the user has not met; int64 [n, count].
 
     Args:

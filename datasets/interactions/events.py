@@ -13,9 +13,7 @@ from raytrec.common.errors import ConfigError, DataError
 TRAIN, VALID, TEST = 0, 1, 2
 VALID_NAMES = ("valid", "validation", "val", "dev")  # names of the valid split in sources
 LEAVE_ONE_OUT, BY_TIME, RANDOM = "leave-one-out", "time", "random"
-MIN_USER_INTERACTIONS = (
-    3  # interactions of a user for leave-one-out: one for test, one for valid, one for train
-)
+MIN_USER_INTERACTIONS = 3  # interactions of a user for leave-one-out: one for test, one for valid, one for train
 
 
 class Vocabulary:
@@ -120,9 +118,7 @@ class InteractionBuilder:
         self._parts: list[tuple[np.ndarray, ...]] = []
         self._time_type: pa.DataType | None = None
 
-    def add(
-        self, users: pa.Array, items: pa.Array, times: pa.Array | None = None, split: int = TRAIN
-    ) -> None:
+    def add(self, users: pa.Array, items: pa.Array, times: pa.Array | None = None, split: int = TRAIN) -> None:
         """Add interactions.
 
         Args:
@@ -204,9 +200,7 @@ def _renumbered(pairs: Pairs | None, users: np.ndarray, items: np.ndarray) -> Pa
     return Pairs(*(ids.astype(np.int32) for ids in new))
 
 
-def divide(
-    data: Interactions, order: np.ndarray, split_method: str | None, seed: int, lenient: bool
-) -> np.ndarray:
+def divide(data: Interactions, order: np.ndarray, split_method: str | None, seed: int, lenient: bool) -> np.ndarray:
     """Return TRAIN, VALID or TEST of each interaction, int8 [n].
 
     leave-one-out: of each user's interactions, the last is test and the last but one is valid. time: of all

@@ -152,11 +152,7 @@ def _read_ncf(train: Path, builder: InteractionBuilder) -> dict[str, Any]:
     test, negative = train.with_name(name + TEST_END), train.with_name(name + NEGATIVE_END)
     places = [train.with_name(f"{name}.{word}.rating") for word in VALID_NAMES]
     valid = next((path for path in places if path.is_file()), None)
-    parts = (
-        {TRAIN: read_ratings(train)}
-        | ({VALID: read_ratings(valid)} if valid else {})
-        | {TEST: read_ratings(test)}
-    )
+    parts = {TRAIN: read_ratings(train)} | ({VALID: read_ratings(valid)} if valid else {}) | {TEST: read_ratings(test)}
     timed = all(part.shape[1] == 3 for part in parts.values())
     for split, part in parts.items():
         times = pa.array(part[:, 2]) if timed else None
@@ -220,9 +216,7 @@ def read_ratings(path: Path) -> np.ndarray:
         DataError: The file is missing, or a line is invalid; the error names the file and the line.
     """
     try:
-        table = csv.read_csv(
-            path, csv.ReadOptions(autogenerate_column_names=True), csv.ParseOptions(delimiter="\t")
-        )
+        table = csv.read_csv(path, csv.ReadOptions(autogenerate_column_names=True), csv.ParseOptions(delimiter="\t"))
     except (OSError, pa.ArrowInvalid) as error:
         raise _broken(path, str(error)) from None
     columns = [table.column(place) for place in (0, 1, 3) if place < table.num_columns]

@@ -46,9 +46,7 @@ from raytrec.common.storage import make_relative
 from raytrec.config.overrides import to_override_texts
 from raytrec.config.schema import Schema
 
-DRAWN = {
-    ("sparse", "negatives"): "drawn by data.transforms, {do: sample, …}, as in jobs/interactions/sasrec.yaml"
-}
+DRAWN = {("sparse", "negatives"): "drawn by data.transforms, {do: sample, …}, as in jobs/interactions/sasrec.yaml"}
 OWN, SASREC, TWO_TOWER = "own", "interactions/sasrec", "interactions/two_tower"
 MF = "interactions/mf"
 LOSS = {SASREC: {"loss": "from_model"}}
@@ -151,9 +149,7 @@ def write_rows(output: Output, data: Interactions, chosen: Choices, sides: Sides
     ranked = not chosen.negatives
     by_user = chosen.test_rows == "user"
     rolling = ranked and chosen.split == BY_TIME and not by_user
-    rows = Rows(
-        data, split, chosen.max_length, chosen.seed, *in_rows, ranked, chosen.with_valid, rolling, by_user
-    )
+    rows = Rows(data, split, chosen.max_length, chosen.seed, *in_rows, ranked, chosen.with_valid, rolling, by_user)
     with output, progress("interactions", len(data)) as advance:
         each = chosen.rows == "each"
         counts = {"train": rows.write_train(output.partial / "train", each, chosen.train_negatives, advance)}

@@ -114,9 +114,7 @@ class Rows:
         """Return the keys user · items + item of the selected interactions, each once; int64, sorted."""
         return np.unique(self._data.user[rows].astype(np.int64) * self.items + self._data.item[rows])
 
-    def write_train(
-        self, folder: Path, per_interaction: bool, negatives: int, advance: Callable[[int], None]
-    ) -> int:
+    def write_train(self, folder: Path, per_interaction: bool, negatives: int, advance: Callable[[int], None]) -> int:
         """Write train in random order and return its number of rows.
 
         Args:
@@ -156,9 +154,7 @@ class Rows:
         user = past.user[place]
         start = np.maximum(past.offsets[user], place - self._length)
         time = None if past.time is None else past.time[place]
-        return Targets(
-            user, past.item[place].astype(np.int64), np.ones(len(place), np.int8), start, place, time
-        )
+        return Targets(user, past.item[place].astype(np.int64), np.ones(len(place), np.int8), start, place, time)
 
     def _with_drawn(self, rows: Targets, count: int, met: np.ndarray, rng: np.random.Generator) -> Targets:
         """Return each row with `count` drawn items of its user, in random order."""
@@ -219,9 +215,7 @@ class Rows:
             return self._given(users, user * self.items + item)
         if not negatives:
             return np.empty(0, np.int64), np.empty(0, np.int64)
-        drawn = draw_unmet(
-            users, negatives, self.items, self._met, np.random.default_rng([self._seed, 3, split])
-        )
+        drawn = draw_unmet(users, negatives, self.items, self._met, np.random.default_rng([self._seed, 3, split]))
         return np.repeat(users, negatives), drawn.ravel()
 
     def _given(self, users: np.ndarray, positive: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

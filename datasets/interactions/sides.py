@@ -92,9 +92,7 @@ class Sides:
     @property
     def features(self) -> list[Side]:
         """Return the features that models train on."""
-        return [
-            side for side in (*self.user, *self.item) if side.rows or pa.types.is_floating(side.values.type)
-        ]
+        return [side for side in (*self.user, *self.item) if side.rows or pa.types.is_floating(side.values.type)]
 
 
 def read_sides(path: Path, key: str) -> list[Side]:
@@ -112,9 +110,7 @@ def read_sides(path: Path, key: str) -> list[Side]:
     keys = table[key].combine_chunks()
     if pc.count_distinct(keys).as_py() != len(keys) or keys.null_count:
         raise DataError(f"a value of {key} is empty or duplicated", where=str(path), expected="unique keys")
-    return [
-        _side(name, keys, table[name].combine_chunks(), path) for name in table.column_names if name != key
-    ]
+    return [_side(name, keys, table[name].combine_chunks(), path) for name in table.column_names if name != key]
 
 
 def _table(path: Path, key: str) -> pa.Table:

@@ -27,9 +27,7 @@ NUMBER = r"^[0-9]{1,18}$"
 Batch = tuple[pa.Array, pa.Array, pa.Array | None]
 
 
-def read(
-    files: list[Path], columns: Columns, builder: InteractionBuilder, split: int = TRAIN
-) -> dict[str, bool]:
+def read(files: list[Path], columns: Columns, builder: InteractionBuilder, split: int = TRAIN) -> dict[str, bool]:
     """Add the interactions of files of one layout, and return which of their orders are known.
 
     Raises:
@@ -134,9 +132,7 @@ def _first_bad(words: pa.Array) -> int:
 def _of_inter(columns: Columns, names: list[str]) -> Columns:
     """Return the columns as named in a .inter file (name:type). RecBole's own names are the fallback."""
     by_name = {name.partition(":")[0]: name for name in names}
-    user, item = (
-        by_name.get(name if name in by_name else f"{name}_id", name) for name in (columns.user, columns.item)
-    )
+    user, item = (by_name.get(name if name in by_name else f"{name}_id", name) for name in (columns.user, columns.item))
     return Columns(user, item, by_name.get(columns.time or "timestamp", columns.time))
 
 
@@ -167,9 +163,7 @@ def _batch(batch: pa.RecordBatch, columns: Columns, where: str) -> Batch:
     if pa.types.is_list(item.type) or pa.types.is_large_list(item.type):
         lengths = pc.list_value_length(item).fill_null(0)
         if time is not None and lengths != _lengths(time, columns, where):
-            raise DataError(
-                f"the lists of {columns.time} and {columns.item} have different lengths", where=where
-            )
+            raise DataError(f"the lists of {columns.time} and {columns.item} have different lengths", where=where)
         user = user.take(pa.array(np.repeat(np.arange(len(user)), lengths.to_numpy(zero_copy_only=False))))
         item, time = item.flatten(), None if time is None else time.flatten()
     keys = _keys(user, columns.user, where), _keys(item, columns.item, where)

@@ -133,9 +133,7 @@ def write_candidates(output: Output, source: Path, negatives: int, seed: int, di
     labels = np.array([number == 0 for items in data.test.values() for number in range(len(items))])
     all_keys = np.unique(np.concatenate([_key(pairs[:, 0], pairs[:, 1]), _key(*test[labels].T)]))
     with output, progress("rows", len(train) * (1 + negatives)) as advance:
-        rows = {
-            "train": _write_train(output.partial / "train", train, keys, negatives, data.items, rng, advance)
-        }
+        rows = {"train": _write_train(output.partial / "train", train, keys, negatives, data.items, rng, advance)}
         wide = _with_negatives(valid, all_keys, VALID_CANDIDATES, data.items, rng)
         rows["valid"] = write_table(output.partial / "valid", _table(*wide))
         rows["test"] = write_table(output.partial / "test", _table(test, labels))

@@ -51,9 +51,7 @@ def _of_ratings(source: Path) -> tuple[Interactions, pd.DataFrame | None, pd.Dat
     return builder.finish(str(source)), dataset.users, dataset.items
 
 
-def _of_candidates(
-    source: Path, ranked: bool
-) -> tuple[Interactions, pd.DataFrame | None, pd.DataFrame | None]:
+def _of_candidates(source: Path, ranked: bool) -> tuple[Interactions, pd.DataFrame | None, pd.DataFrame | None]:
     """Read the layout with candidates. Keys are userID and movieID if pairs.parquet exists, else numbers."""
     layout, has_keys = read_candidates(source), (source / "pairs.parquet").is_file()
     ordered = has_keys and (source / SEQUENCES).is_file()

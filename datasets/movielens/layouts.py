@@ -157,9 +157,7 @@ def _lines(path: Path, separator: str, fields: int) -> pd.DataFrame:
     rows = [line.split(separator) for line in path.read_text("latin-1").split("\n") if line]
     for number, row in enumerate(rows, 1):
         if len(row) != fields:
-            raise _broken(
-                path, f"line {number} has {len(row)} fields", f"{fields} fields separated by '{separator}'"
-            )
+            raise _broken(path, f"line {number} has {len(row)} fields", f"{fields} fields separated by '{separator}'")
     return pd.DataFrame(rows)
 
 

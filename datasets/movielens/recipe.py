@@ -40,9 +40,7 @@ def write(
 ) -> None:
     """Write the dataset; the arguments are those of `raytrec prepare movielens`."""
     if source is None and download is None:
-        raise ConfigError(
-            "no data source was given", expected="--source DIR, or --download 100k, 1m, 20m, 25m or 32m"
-        )
+        raise ConfigError("no data source was given", expected="--source DIR, or --download 100k, 1m, 20m, 25m or 32m")
     if download:
         source = fetch(download, (source or out.absolute().parent / "movielens-original").expanduser())
     source = source.expanduser().absolute()
@@ -155,9 +153,7 @@ class Ratings:
     def histories(self, rows: np.ndarray) -> pa.ListArray:
         """Return the liked items strictly before each rating, oldest first: list<int64> [len(rows)]."""
         first = np.searchsorted(self._like_keys, self._user[rows] << TIME_BITS)
-        end = np.searchsorted(
-            self._like_keys, (self._user[rows] << TIME_BITS) + self._time[rows], side="left"
-        )
+        end = np.searchsorted(self._like_keys, (self._user[rows] << TIME_BITS) + self._time[rows], side="left")
         start = np.maximum(first, end - self._history)
         return slices(self._like_items, start, end - start)
 

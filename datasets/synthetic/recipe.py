@@ -49,14 +49,11 @@ def write(
         counts = {"train": rows, "valid": max(rows // 10, 1), "test": max(rows // 10, 1)}
         with output, progress("synthetic rows", sum(counts.values())) as advance:
             best = {
-                s: _write_split(output.partial / s, model, seed, i, counts[s], advance)
-                for i, s in enumerate(SPLITS)
+                s: _write_split(output.partial / s, model, seed, i, counts[s], advance) for i, s in enumerate(SPLITS)
             }
             output.finish(schema_of(shape, dim), counts, best_auc=best)
     best = output.facts()["best_auc"]
-    output.summary(
-        "synthetic", lines=[f"best reachable AUC (the planted model itself): test {best['test']:.4f}"]
-    )
+    output.summary("synthetic", lines=[f"best reachable AUC (the planted model itself): test {best['test']:.4f}"])
 
 
 def schema_of(shape: Shape, dim: int) -> Schema:

@@ -81,18 +81,14 @@ def to_hash(name: str, table: Table) -> TableConversion:
         reason = "the checkpoint does not record whether its ids were text (hashed differently from integers)"
         raise _conversion_error(name, reason, "a table whose ids are its row numbers")
     if table.out_of_range == "hash":
-        raise _conversion_error(
-            name, "its ids are already hashed", "a table with out_of_range: error or clamp"
-        )
+        raise _conversion_error(name, "its ids are already hashed", "a table with out_of_range: error or clamp")
     return TableConversion(
         table.model_copy(update={"out_of_range": "hash"}),
         f"table {name}: ids 0 to {table.rows - 1:,} keep their rows; all other ids are hashed to these rows",
     )
 
 
-def resize_table(
-    folder: str, index: Mapping[str, Any], name: str, table: Table, rows: int
-) -> TableConversion:
+def resize_table(folder: str, index: Mapping[str, Any], name: str, table: Table, rows: int) -> TableConversion:
     """Return the change to another number of rows.
 
     Without managed ids, the first rows stay. With managed ids, all ids stay, or those seen most often.
@@ -104,21 +100,15 @@ def resize_table(
     if rows == table.rows:
         raise _conversion_error(name, f"it already has {rows:,} rows", "a different number of rows")
     if table.ids and rows <= table.ids.fallback_rows:
-        raise _conversion_error(
-            name, f"{rows} rows leave no row for ids", f"a number above {table.ids.fallback_rows}"
-        )
+        raise _conversion_error(name, f"{rows} rows leave no row for ids", f"a number above {table.ids.fallback_rows}")
     new = table.model_copy(update={"rows": rows})
     if table.ids:
-        return _resize_ids(
-            read_stored_ids(folder, index, name), index["about"]["ids"][name], name, table, new
-        )
+        return _resize_ids(read_stored_ids(folder, index, name), index["about"]["ids"][name], name, table, new)
     source = np.arange(rows)
     source[table.rows :] = -1
     more = rows - table.rows
     rest = f"{more:,} rows with initial values are added" if more > 0 else f"the last {-more:,} are dropped"
-    return TableConversion(
-        new, f"table {name}: its first {min(rows, table.rows):,} rows are kept, {rest}", source
-    )
+    return TableConversion(new, f"table {name}: its first {min(rows, table.rows):,} rows are kept, {rest}", source)
 
 
 def _resize_ids(
@@ -235,9 +225,7 @@ class _TensorWriter:
         chunk = {"offsets": [0] * len(shape), "sizes": shape, "file": self._file, "start": start}
         return {"dtype": dtype, "shape": shape, "chunks": [{**chunk, "crc32": crc32}]}
 
-    def copy(
-        self, folder: str, sources: dict[str, Source], name: str, entry: dict[str, Any]
-    ) -> dict[str, Any]:
+    def copy(self, folder: str, sources: dict[str, Source], name: str, entry: dict[str, Any]) -> dict[str, Any]:
         """Copy a tensor of another checkpoint, and return its entry in the index."""
         chunks = []
         for chunk, part in zip(parse_chunks(name, entry), entry["chunks"], strict=True):
@@ -252,9 +240,7 @@ class _TensorWriter:
         return zlib.crc32(block)
 
 
-def _read_new_rows(
-    stored: StoredTable, name: str, change: TableConversion, seed: int | None
-) -> Iterator[torch.Tensor]:
+def _read_new_rows(stored: StoredTable, name: str, change: TableConversion, seed: int | None) -> Iterator[torch.Tensor]:
     """Yield the new rows of a table, some at a time: float32 [n, dim].
 
     Args:

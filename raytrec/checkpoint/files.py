@@ -79,9 +79,7 @@ def find_newest_checkpoint(root: str) -> tuple[str | None, dict[str, Any]]:
 
     Only the index is read; damaged data is only detected by loading the checkpoint.
     """
-    found = iterate_indexes(
-        root, lambda about: None if isinstance(about.get("data"), str) else "about: no data"
-    )
+    found = iterate_indexes(root, lambda about: None if isinstance(about.get("data"), str) else "about: no data")
     return next(((folder, index) for folder, index, error in found if error is None), (None, {}))
 
 
@@ -268,9 +266,7 @@ def _check_run_index(folder: str, index: dict[str, Any]) -> dict[str, Any]:
         CheckpointError: The index lacks an entry that a run's checkpoint has.
     """
     if problem := find_run_problem(index["about"]):
-        raise make_unreadable_error(
-            f"its index is not from a training run (about: {problem})", join_uri(folder, INDEX)
-        )
+        raise make_unreadable_error(f"its index is not from a training run (about: {problem})", join_uri(folder, INDEX))
     return index
 
 

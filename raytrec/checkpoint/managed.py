@@ -80,9 +80,7 @@ def allocate_ids(about: Mapping[str, Any], tables: Mapping[str, object]) -> Stat
     return tensors
 
 
-def load_ids(
-    maps: Mapping[str, RowMap], tensors: State, about: Mapping[str, Any], *, new_run: bool = False
-) -> None:
+def load_ids(maps: Mapping[str, RowMap], tensors: State, about: Mapping[str, Any], *, new_run: bool = False) -> None:
     """Load maps, which must be empty, from the tensors of `allocate_ids`; a collective.
 
     Args:
@@ -93,9 +91,7 @@ def load_ids(
     """
     for table, part in maps.items():
         sizes, device = about["ids"][table], part.device
-        rows, waiting = (
-            _send_to_owners(names, tensors, device) for names, _ in _list_tensor_names(table, sizes)
-        )
+        rows, waiting = (_send_to_owners(names, tensors, device) for names, _ in _list_tensor_names(table, sizes))
         free_rows = tensors.get(f"ids/{table}/left", torch.empty(0, dtype=torch.int64)).to(device)
         if new_run:
             for entries in (rows, waiting):
@@ -127,9 +123,7 @@ def load_with_ids(
     load_ids(maps, ids, about, new_run=new_run)
 
 
-def find_stored_rows(
-    folder: str, index: Mapping[str, Any], name: str, table: Table, ids: torch.Tensor
-) -> torch.Tensor:
+def find_stored_rows(folder: str, index: Mapping[str, Any], name: str, table: Table, ids: torch.Tensor) -> torch.Tensor:
     """Return the rows of ids in a checkpoint, int64 [n]; needs no process group.
 
     Args:
@@ -170,9 +164,7 @@ def _list_tensor_names(table: str, sizes: Mapping[str, int]) -> list[tuple[list[
     return [(of_rows, sizes["rows"]), (of_waiting, sizes["waiting"])]
 
 
-def _to_columns(
-    prefix: str, entries: KeyEntries, names: tuple[str, ...], sizes: list[int], peers: Peers
-) -> State:
+def _to_columns(prefix: str, entries: KeyEntries, names: tuple[str, ...], sizes: list[int], peers: Peers) -> State:
     """Return the entries of all ranks, concatenated in the order of ranks: name → int64 [Σ sizes]."""
     if not sum(sizes):
         return {}

@@ -225,9 +225,7 @@ def open_data_file(folder: str, name: str, where: str | None = None) -> Source:
         CheckpointError: The file cannot be opened, or its name points to another folder.
     """
     if "/" in name:
-        raise make_unreadable_error(
-            f"its index is damaged (it names a file in another folder: {name})", folder
-        )
+        raise make_unreadable_error(f"its index is damaged (it names a file in another folder: {name})", folder)
     try:
         return Source(folder, name)
     except OSError as error:

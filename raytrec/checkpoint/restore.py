@@ -134,9 +134,7 @@ class _FirstRowsReader(ShardReader):
             rows = self._rows.get(name.split("/")[1]) if name.startswith("tables/") else None
             if rows is not None and len(entry.size):
                 chunks = [
-                    ChunkStorageMetadata(
-                        c.offsets, torch.Size((min(c.sizes[0], rows - c.offsets[0]), *c.sizes[1:]))
-                    )
+                    ChunkStorageMetadata(c.offsets, torch.Size((min(c.sizes[0], rows - c.offsets[0]), *c.sizes[1:])))
                     for c in entry.chunks
                     if c.offsets[0] < rows
                 ]

@@ -46,9 +46,7 @@ class StoredTable:
         CheckpointError: The table cannot be read.
     """
 
-    def __init__(
-        self, folder: str, index: dict[str, Any], name: str, kind: str = "weight", checked: bool = True
-    ):
+    def __init__(self, folder: str, index: dict[str, Any], name: str, kind: str = "weight", checked: bool = True):
         entry = index["tensors"].get(TENSOR_KEY.format(name, kind))
         if entry is None:
             names = list_table_names(index)
@@ -170,9 +168,7 @@ class TableWarmStart:
     note: str | None
 
 
-def resolve_warm_starts(
-    config: RunConfig, stored_schema: Schema, schema: Schema
-) -> dict[str, TableWarmStart]:
+def resolve_warm_starts(config: RunConfig, stored_schema: Schema, schema: Schema) -> dict[str, TableWarmStart]:
     """Return the start of each table under warm_start.tables, including tables only in the checkpoint.
 
     Raises:
@@ -182,9 +178,7 @@ def resolve_warm_starts(
     for table in {**stored_schema.tables, **schema.tables}:
         matching = [policy for key, policy in config.warm_start.tables.items() if fnmatchcase(table, key)]
         policy = matching[-1] if matching else "exact"  # the last matching pattern
-        starts[table] = _resolve_warm_start(
-            table, stored_schema.tables.get(table), schema.tables.get(table), policy
-        )
+        starts[table] = _resolve_warm_start(table, stored_schema.tables.get(table), schema.tables.get(table), policy)
     return starts
 
 

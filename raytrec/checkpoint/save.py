@@ -103,9 +103,7 @@ class CheckpointWriter:
         """Return True if a save is being written."""
         return self._running is not None and not self._running.done()
 
-    def save(
-        self, step: int, tensors: State, about: dict[str, Any], copied: Mapping[str, Any] | None = None
-    ) -> None:
+    def save(self, step: int, tensors: State, about: dict[str, Any], copied: Mapping[str, Any] | None = None) -> None:
         """Start a save, and return when training may change the tensors.
 
         Args:
@@ -148,15 +146,11 @@ class CheckpointWriter:
         self._thread.shutdown()
         self._host.close()
 
-    def _write(
-        self, step: int, attempt: str, tensors: State, about: dict, start_s: float, blocked: float
-    ) -> Saved:
+    def _write(self, step: int, attempt: str, tensors: State, about: dict, start_s: float, blocked: float) -> Saved:
         folder = get_step_folder(self._root, step)
         notes = [self._host.note] if self._host.note else []
         try:
-            error = self._find_nonfinite_error(tensors, step) or self._store(
-                folder, attempt, tensors, about, notes
-            )
+            error = self._find_nonfinite_error(tensors, step) or self._store(folder, attempt, tensors, about, notes)
         except Exception as failure:  # an error of the exchange between ranks
             error = RunError(str(failure), where=folder)
         finally:
@@ -176,9 +170,7 @@ class CheckpointWriter:
             expected="finite weights and optimizer state, because no other state is saved",
         )
 
-    def _store(
-        self, folder: str, attempt: str, tensors: State, about: dict, notes: list[str]
-    ) -> RunError | None:
+    def _store(self, folder: str, attempt: str, tensors: State, about: dict, notes: list[str]) -> RunError | None:
         """Write and commit the checkpoint; if space is missing, remove older checkpoints and try again.
 
         Returns:

@@ -230,9 +230,7 @@ class HostStateBuffer:
                 self._places[f"{name}/{i}"].copy_(part.detach(), non_blocking=True)
                 for i, part in enumerate(list_local_parts(value))
             ]
-            copies[name] = (
-                replace_local_shards(value, parts) if isinstance(value, ShardedTensor) else parts[0]
-            )
+            copies[name] = replace_local_shards(value, parts) if isinstance(value, ShardedTensor) else parts[0]
         for device in {value.device for _, value in _iterate_local_tensors(tensors) if value.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
         return copies
@@ -245,9 +243,7 @@ class HostStateBuffer:
         self._memory = None
 
     def _make_room(self, tensors: State) -> None:
-        layout = [
-            (name, value.shape, value.dtype, value.is_cuda) for name, value in _iterate_local_tensors(tensors)
-        ]
+        layout = [(name, value.shape, value.dtype, value.is_cuda) for name, value in _iterate_local_tensors(tensors)]
         if layout == self._layout:
             return
         self.close()

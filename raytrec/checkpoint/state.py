@@ -59,9 +59,7 @@ class LogicalState:
         unbounded: Names of buffers of the dense layers that contain infinity by design, such as masks.
     """
 
-    def __init__(
-        self, model: DistributedModelParallel, optimizer: KeyedOptimizer, *, with_optimizer: bool = True
-    ):
+    def __init__(self, model: DistributedModelParallel, optimizer: KeyedOptimizer, *, with_optimizer: bool = True):
         plain = unwrap_optimizer(optimizer)
         if with_optimizer:
             _make_lazy_state(plain)
@@ -121,9 +119,7 @@ class LogicalState:
             if (table := find_table_name(fqn)) and self.tables[table].optimizer.counts and "step" in states:
                 steps[f"tables/{table}/step"] = states["step"]
         for kernel in iterate_sharded_kernels(model):
-            counting = [
-                table for table in list_kernel_tables(kernel) if self.tables[table.name].optimizer.counts
-            ]
+            counting = [table for table in list_kernel_tables(kernel) if self.tables[table.name].optimizer.counts]
             if not counting or find_fused_lookup(kernel) is None:  # torch keeps the count in its state
                 continue
             step = torch.tensor(0.0)  # float32 as in torch
@@ -232,9 +228,7 @@ def summarize_over_ranks(local_names: list[str], group: dist.ProcessGroup | None
         return None
     affected = group_by_rarity(peers.objects(local_names))
     descriptions = [f"{describe_tensor(name)} on {where}" for name, where in affected[:MAX_SHOWN_TENSORS]]
-    more = (
-        f"; and {len(affected) - MAX_SHOWN_TENSORS} more tensors" if len(affected) > MAX_SHOWN_TENSORS else ""
-    )
+    more = f"; and {len(affected) - MAX_SHOWN_TENSORS} more tensors" if len(affected) > MAX_SHOWN_TENSORS else ""
     return "; ".join(descriptions) + more
 
 

@@ -1,9 +1,8 @@
 """Storage of tensors for torch.distributed.checkpoint, as raw bytes with checksums, without pickle.
 
 Each rank writes one file, ATTEMPT-RANK.bin, with its chunks (whole tensors, or shards of them). A chunk is
-little-endian values in row-major order and starts at a multiple of 64 bytes. The index has the place of each
-chunk, and a crc32 for each of its blocks. Data is read one block at a time, so that memory does not grow with
-tables.
+little-endian values in row-major order and starts at a multiple of 64 bytes. The index has the place of each chunk,
+and a crc32 for each of its blocks. Data is read one block at a time, so that memory does not grow with tables.
 """
 
 from __future__ import annotations
@@ -112,9 +111,7 @@ class ShardWriter(StorageWriter):
                 raise CheckpointError(f"only tensors can be saved, but {item.index.fqn!r} is not a tensor")
             dtype = item.tensor_data.properties.dtype
             if dtype not in DTYPES.values():
-                raise CheckpointError(
-                    f"cannot save {item.index.fqn!r} with dtype {dtype}", expected=", ".join(DTYPES)
-                )
+                raise CheckpointError(f"cannot save {item.index.fqn!r} with dtype {dtype}", expected=", ".join(DTYPES))
         items = [  # tensors that are entirely empty stay in the plan
             item
             for item in plan.items
@@ -125,8 +122,7 @@ class ShardWriter(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Assign each rank the name of its file."""
         return [
-            dataclasses.replace(plan, storage_data=f"{self._attempt}-{rank:05d}.bin")
-            for rank, plan in enumerate(plans)
+            dataclasses.replace(plan, storage_data=f"{self._attempt}-{rank:05d}.bin") for rank, plan in enumerate(plans)
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -192,9 +188,8 @@ class ShardReader(StorageReader):
     Shards may differ from the saved ones. Values are cast if a tensor has another dtype than the saved one.
     Tensors are written in place while blocks are checked, so that their content is undefined after an error.
 
-    Memory: `MAX_LOCAL_READS` blocks (`MAX_REMOTE_READS` for object stores) in addition to the tensors,
-        whatever
-    their size.
+    Memory: `MAX_LOCAL_READS` blocks (`MAX_REMOTE_READS` for object stores) in addition to the tensors, whatever their
+    size.
 
     Args:
         folder: Local path or URI.

@@ -34,9 +34,7 @@ Address = Annotated[
 ]
 AllowCode = Annotated[
     bool,
-    typer.Option(
-        "--allow-code", help="Allow code (module:name) named by a config from a URI, run or checkpoint."
-    ),
+    typer.Option("--allow-code", help="Allow code (module:name) named by a config from a URI, run or checkpoint."),
 ]
 Workers = Annotated[int | None, typer.Option(help="Number of workers; default: as in training.")]
 Changes = Annotated[
@@ -67,9 +65,7 @@ def with_options(
         shared: Parameter name → Option, for parameters without an Option in their annotation.
     """
     text, *more = re.split(r"\n(?:Args|Options):\n", inspect.getdoc(command) or "", maxsplit=1)
-    described = {
-        name: (metavar, " ".join(words.split())) for name, metavar, words in ENTRY.findall("".join(more))
-    }
+    described = {name: (metavar, " ".join(words.split())) for name, metavar, words in ENTRY.findall("".join(more))}
     hints = get_type_hints(command, include_extras=True)
 
     def run(**values: Any) -> None:

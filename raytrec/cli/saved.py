@@ -178,10 +178,7 @@ def track(run: RunFolder, allow_code: AllowCode = False, follow: bool = False):
         return
     from raytrec.driver.run import shorten_store_uri
 
-    print(
-        f"MLflow       {hide(shorten_store_uri(config.tracking.uri))} contains all records of "
-        f"{config.run.name}"
-    )
+    print(f"MLflow       {hide(shorten_store_uri(config.tracking.uri))} contains all records of {config.run.name}")
 
 
 def compare(

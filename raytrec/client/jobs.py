@@ -93,9 +93,7 @@ class Jobs:
         while True:
             try:
                 return self._call_api(
-                    lambda: self._client.submit_job(
-                        entrypoint=command, submission_id=job, runtime_env=runtime_env
-                    )
+                    lambda: self._client.submit_job(entrypoint=command, submission_id=job, runtime_env=runtime_env)
                 )
             except RunError as error:  # the cluster has just been started
                 if NO_AGENT_TEXT not in error.what or time.monotonic() > deadline:

@@ -74,9 +74,7 @@ class Pictures(dict):
 
     def _repr_html_(self) -> str:
         style = "width:420px;max-width:100%;margin:4px;background:white"
-        data = {
-            escape(name): f"data:image/png;base64,{b64encode(png).decode()}" for name, png in self.items()
-        }
+        data = {escape(name): f"data:image/png;base64,{b64encode(png).decode()}" for name, png in self.items()}
         tags = (f'<img alt="{name}" style="{style}" src="{url}">' for name, url in data.items())
         return f'<div style="display:flex;flex-wrap:wrap;align-items:flex-start">{"".join(tags)}</div>'
 

@@ -17,9 +17,7 @@ from raytrec.config.trust import list_user_code
 
 Source = str | Path | dict | RunConfig  # a config file, its values, or a RunConfig
 OWN_PACKAGE_NAMES = ("raytrec", "raytrec_datasets")
-IGNORED_UPLOAD_PATTERNS = shutil.ignore_patterns(
-    "__pycache__", "*.pyc", ".git", ".venv", ".ipynb_checkpoints"
-)
+IGNORED_UPLOAD_PATTERNS = shutil.ignore_patterns("__pycache__", "*.pyc", ".git", ".venv", ".ipynb_checkpoints")
 MAX_UPLOAD_FILES = 20_000
 MAX_UPLOAD_BYTES = 100 << 20  # data belong on storage that all nodes reach; Ray's own limit is 500 MiB
 
@@ -51,9 +49,7 @@ def code(places: list[Path] | tuple = (), reserved_names: tuple[str, ...] = ()) 
             if path in package_files and not _is_working_directory(place):
                 raise _make_include_error(place, f"{path} is a file of raytrec itself", "another name")
             if str(path) in reserved_names and not _is_working_directory(place):
-                raise _make_include_error(
-                    place, f"{path} is the name of the uploaded config file", "another name"
-                )
+                raise _make_include_error(place, f"{path} is the name of the uploaded config file", "another name")
             if uploads.setdefault(path, file).resolve() != file.resolve():
                 raise _make_include_error(
                     place, f"{path} is included twice: {uploads[path]}, {file}", "only one of them"
@@ -69,9 +65,7 @@ def code(places: list[Path] | tuple = (), reserved_names: tuple[str, ...] = ()) 
         for path, file in uploads.items():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             where = f"--include {file}"
-            with convert_os_errors(
-                "cannot copy the file", ConfigError, where=where, expected="a readable file"
-            ):
+            with convert_os_errors("cannot copy the file", ConfigError, where=where, expected="a readable file"):
                 shutil.copy2(file, folder / path)
         yield folder
     finally:
@@ -102,9 +96,7 @@ def _list_place_files(place: Path) -> Iterator[tuple[Path, Path]]:
         has_name = place.name not in ("", ".", "..")
         source = place.absolute().parent.resolve() / place.name if has_name else place.resolve()
         if not source.exists():
-            raise _make_include_error(
-                place, "there is no such file or folder", "a file or folder on this machine"
-            )
+            raise _make_include_error(place, "there is no such file or folder", "a file or folder on this machine")
         top = source.relative_to(working_dir) if source.is_relative_to(working_dir) else Path(source.name)
         if working_dir.is_relative_to(source) and working_dir != source:
             raise _make_include_error(place, "the folder contains the working directory", "the needed files")

@@ -118,9 +118,7 @@ def stop(run: str) -> None:
     import ray
 
     with ray_session():
-        ray.get(
-            ray.remote(ask_to_stop).options(**pin_to_node(_hosts()[note["host"]])).remote(note), timeout=60
-        )
+        ray.get(ray.remote(ask_to_stop).options(**pin_to_node(_hosts()[note["host"]])).remote(note), timeout=60)
 
 
 def tables(run: str) -> dict[str, list[int]]:
@@ -227,9 +225,7 @@ class Driver:
 
         path = Path(mkdtemp(prefix="raytrec-")) / name
         path.write_text(text)
-        self._config: RunConfig = _call_raising_raytrec_errors(resolve_config, path, [], resume_latest=True)[
-            0
-        ]
+        self._config: RunConfig = _call_raising_raytrec_errors(resolve_config, path, [], resume_latest=True)[0]
         return self._config.run.dir
 
     def train(self) -> dict[str, Any] | None:

@@ -47,9 +47,7 @@ class Cluster:
         logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)  # it asks for ipywidgets
         self.address, self._backend = address, Backend(address)
 
-    def train(
-        self, source: Source, overrides: Overrides | None = None, include: list[str | Path] | tuple = ()
-    ) -> Run:
+    def train(self, source: Source, overrides: Overrides | None = None, include: list[str | Path] | tuple = ()) -> Run:
         """Start a run, or resume it if the same run was interrupted; return at once.
 
         raytrec's code on this machine and modules that the config names are uploaded.

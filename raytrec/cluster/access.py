@@ -32,9 +32,7 @@ from raytrec.compat.ray_core import (
 from raytrec.compat.ray_start import read_token_again
 from raytrec.compat.versions import SUPPORTED_VERSIONS
 
-(RAY,) = SUPPORTED_VERSIONS[
-    "ray"
-]  # raytrec uses private parts of Ray that were checked for this version only
+(RAY,) = SUPPORTED_VERSIONS["ray"]  # raytrec uses private parts of Ray that were checked for this version only
 ANSWER_TIMEOUT_S = 30.0  # timeout for a busy machine; missing machines are detected earlier
 SCHEME = "ray://"
 STARTUP_TIMEOUT_S = 5.0  # time for a starting cluster to listen
@@ -178,8 +176,7 @@ def _check_token(address: str, source: str) -> None:
                 "the cluster requires a token" if no_token else "the cluster refuses the token",
                 where=source,
                 expected="the token with which the cluster was started",
-                do=f"store it in {token_file()} (chmod 600), or set {TOKEN_PATH_VARIABLE} "
-                f"to its file{no_token}",
+                do=f"store it in {token_file()} (chmod 600), or set {TOKEN_PATH_VARIABLE} to its file{no_token}",
             )
         if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
             raise RunError(

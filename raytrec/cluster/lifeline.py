@@ -69,10 +69,7 @@ class RayMonitor:
         """
         self._last_check = 0.0
         self.check()
-        while (
-            self._since
-            and not monotonic() - min(self._since.values()) > GCS_RESTART_TIMEOUT_S + POLL_INTERVAL_S
-        ):
+        while self._since and not monotonic() - min(self._since.values()) > GCS_RESTART_TIMEOUT_S + POLL_INTERVAL_S:
             sleep(POLL_INTERVAL_S)
             self.check()
 
@@ -87,9 +84,7 @@ class RayMonitor:
         began = self._since.setdefault(part, monotonic())
         comes_back = part == GCS and not self._own
         gone_s = (
-            float(os.environ.get(GCS_RECONNECT_VARIABLE, GCS_RESTART_TIMEOUT_S))
-            if comes_back
-            else REFUSED_TIMEOUT_S
+            float(os.environ.get(GCS_RECONNECT_VARIABLE, GCS_RESTART_TIMEOUT_S)) if comes_back else REFUSED_TIMEOUT_S
         )
         if monotonic() - began > (gone_s if refused else self._patience_s):
             lost = RayLost(

@@ -214,9 +214,7 @@ def _members(sessions: set[int]) -> list[int]:
     return members
 
 
-def start_head(
-    root: Path, *, port: int, dashboard_port: int, client_port: int, cpus: int | None = None
-) -> NoReturn:
+def start_head(root: Path, *, port: int, dashboard_port: int, client_port: int, cpus: int | None = None) -> NoReturn:
     """Replace this process with `ray start --head --block`, which Ctrl-C or SIGTERM ends with its processes.
 
     Args:
@@ -257,9 +255,7 @@ def check_ports(ports: dict[str, int]) -> None:
     options: dict[int, str] = {}
     for option, port in ports.items():
         if (other := options.setdefault(port, option)) != option:
-            raise RunError(
-                f"port {port} is used twice", where=f"{other}, {option}", expected="two different ports"
-            )
+            raise RunError(f"port {port} is used twice", where=f"{other}, {option}", expected="two different ports")
         if why := _explain_unusable_port(port):
             raise RunError(
                 f"port {port} cannot be used: {why}",

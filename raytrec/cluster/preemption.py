@@ -46,10 +46,7 @@ def has_aws_notice(base: str = "http://169.254.169.254") -> bool:
 
 def has_gcp_notice(base: str = "http://metadata.google.internal") -> bool:
     """Return True if GCP has announced the preemption of this machine."""
-    return (
-        _query_metadata(f"{base}/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"})
-        == "TRUE"
-    )
+    return _query_metadata(f"{base}/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"}) == "TRUE"
 
 
 def _query_metadata(url: str, headers: dict[str, str], method: str = "GET") -> str | None:

@@ -55,9 +55,7 @@ def warm_up_early() -> None:
 
 
 @contextmanager
-def ray_session(
-    address: str | None = None, num_cpus: int | None = None, any_versions: bool = False
-) -> Iterator[None]:
+def ray_session(address: str | None = None, num_cpus: int | None = None, any_versions: bool = False) -> Iterator[None]:
     """Connect to Ray, or start a local Ray, for the duration of the block.
 
     The first match is used: a Ray to which this process is connected (left running); the cluster at
@@ -275,9 +273,7 @@ def get_interface_variables(interface: str) -> dict[str, str]:
     administrator has set the interface there.
     """
     gloo = {"GLOO_SOCKET_IFNAME": interface}
-    return (
-        gloo if is_set_in_nccl_files("NCCL_SOCKET_IFNAME") else gloo | {"NCCL_SOCKET_IFNAME": f"={interface}"}
-    )
+    return gloo if is_set_in_nccl_files("NCCL_SOCKET_IFNAME") else gloo | {"NCCL_SOCKET_IFNAME": f"={interface}"}
 
 
 def find_interface(address: str) -> str | None:

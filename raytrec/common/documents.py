@@ -122,9 +122,7 @@ def from_line(file: str, values: Mapping[str, Any]) -> Message:
     if isinstance(message, Measured):
         return replace(message, figures={name: _to_number(value) for name, value in message.figures.items()})
     if isinstance(message, RankLine):
-        return replace(
-            message, tables={name: _clean_table_figures(entry) for name, entry in message.tables.items()}
-        )
+        return replace(message, tables={name: _clean_table_figures(entry) for name, entry in message.tables.items()})
     return message
 
 

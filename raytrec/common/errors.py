@@ -47,9 +47,7 @@ class RaytrecError(Exception):
           expected: one of click, price
     """
 
-    def __init__(
-        self, what: str, *, where: str | None = None, expected: str | None = None, do: str | None = None
-    ):
+    def __init__(self, what: str, *, where: str | None = None, expected: str | None = None, do: str | None = None):
         self.what = _sanitize_part(what, "what")
         self.where = where and _sanitize_part(where, "where")
         self.expected = expected and _sanitize_part(expected, "expected")

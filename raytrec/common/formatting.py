@@ -12,9 +12,7 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 def parse_number(value: Any) -> float:
     """Return a number from a file; NaN if the value is not a finite number below LARGEST."""
-    usable = (
-        isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < MAX_ABSOLUTE_VALUE
-    )
+    usable = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < MAX_ABSOLUTE_VALUE
     return float(value) if usable else nan
 
 

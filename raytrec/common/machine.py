@@ -66,9 +66,7 @@ def _query_gpus(read: Callable[[Any, str], T]) -> list[T]:
     """Return `read(NVML, name)` of each visible GPU; an empty list if one of them cannot be read."""
 
     def read_all(nvml: Any) -> list[T]:
-        return [
-            read(nvml, name) for name in list_visible_gpus() or map(str, range(nvml.nvmlDeviceGetCount()))
-        ]
+        return [read(nvml, name) for name in list_visible_gpus() or map(str, range(nvml.nvmlDeviceGetCount()))]
 
     return _query_nvml(read_all) or []
 

@@ -48,9 +48,7 @@ class OutputFolder:
 
     def list_names(self) -> set[str]:
         """Return the names of all files, including those in subfolders."""
-        infos = self._filesystem.get_file_info(
-            fs.FileSelector(self._path, recursive=True, allow_not_found=True)
-        )
+        infos = self._filesystem.get_file_info(fs.FileSelector(self._path, recursive=True, allow_not_found=True))
         files = (info.path for info in infos if info.type == fs.FileType.File)
         return {path.removeprefix(self._path).lstrip("/") for path in files}
 

@@ -161,9 +161,7 @@ class _Loader(Composer, _Parser, SafeConstructor, Resolver):  # type: ignore[mis
         event = self.peek_event()
         if isinstance(event, yaml.AliasEvent):
             if event.anchor in self._open:
-                raise UnreadableError(
-                    f"anchor {event.anchor} refers to itself{_format_position(event.start_mark)}"
-                )
+                raise UnreadableError(f"anchor {event.anchor} refers to itself{_format_position(event.start_mark)}")
             return super().compose_node(parent, index)
         if self._depth == MAX_DOCUMENT_DEPTH:
             raise UnreadableError(
@@ -256,6 +254,4 @@ def storage_hint(uri: str) -> str:
 
     pyarrow raises the same error for a store that does not answer and for malformed content.
     """
-    return (
-        f"reachable storage (after {len(RETRY_DELAYS_S) + 1} failed attempts), and " if "://" in uri else ""
-    )
+    return f"reachable storage (after {len(RETRY_DELAYS_S) + 1} failed attempts), and " if "://" in uri else ""

@@ -21,9 +21,7 @@ ADDRESS = re.compile(r"([A-Za-z0-9+.-]*+)://([^\s<>\"]*+)")
 WHOLE_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*+)://(.*+)", re.DOTALL)
 PARAMETER = re.compile(r"[?&;#]([^=&;#?/\s]{1,200}+)=")
 PARAMETER_VALUE = re.compile(r"[^&\s]*+")
-SETTING = re.compile(
-    r"(?<![\w.%-])([\w.%-]++)(\s*+=\s*+|['\"]\s*+:\s*+)('[^']*+'|\"[^\"]*+\"|[^\s&,;'\"<>(){}\[\]]++)"
-)
+SETTING = re.compile(r"(?<![\w.%-])([\w.%-]++)(\s*+=\s*+|['\"]\s*+:\s*+)('[^']*+'|\"[^\"]*+\"|[^\s&,;'\"<>(){}\[\]]++)")
 FIELD = re.compile(
     r"(?<![\w.%-])([\w.%-]++)(:[ \t]++)('[^'\n]*+'|\"[^\"\n]*+\"|(?:(?:Bearer|Basic|Token)[ \t]++)?+\S++)",
     re.IGNORECASE,
@@ -48,12 +46,8 @@ SHAPES = re.compile(
 PASSWORD = r"passw(?:or)?d|passphrase|pwd|(?:private|api|access|account|shared|secret|encryption)[_-]?key"
 SECRET_NAME = re.compile(rf"{PASSWORD}|secret|token(?!i[sz])|credential|signature", re.IGNORECASE)
 PASSWORD_NAME = re.compile(PASSWORD, re.IGNORECASE)
-SECRET_WORDS = frozenset(
-    ["pass", "pw", "sig", "sas", "jwt", "auth", "oauth", "authorization", "cookie", "bearer"]
-)
-SECRET_KEYS = frozenset(
-    ["session"]
-)  # further words for keys of mappings; in text, session=3 may be a partition
+SECRET_WORDS = frozenset(["pass", "pw", "sig", "sas", "jwt", "auth", "oauth", "authorization", "cookie", "bearer"])
+SECRET_KEYS = frozenset(["session"])  # further words for keys of mappings; in text, session=3 may be a partition
 MAX_TOKEN_COUNT = 99_999  # largest number after `token` that is a count; larger numbers are tokens
 PLACE_WORDS = frozenset(["path", "file", "dir", "mode"])  # last words of names of a place or use of a secret
 WORD = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z0-9]+")
@@ -142,9 +136,7 @@ def hide_yaml(text: str) -> str:
 def find_hidden_keys(value: Any, key: str = "") -> list[str]:
     """Return the keys, such as `tracking.uri`, of nested settings in which a secret has been hidden."""
     if isinstance(value, dict):
-        return [
-            found for k, each in value.items() for found in find_hidden_keys(each, f"{key}.{k}".strip("."))
-        ]
+        return [found for k, each in value.items() for found in find_hidden_keys(each, f"{key}.{k}".strip("."))]
     if isinstance(value, list | tuple):
         return list(dict.fromkeys(found for each in value for found in find_hidden_keys(each, key)))
     return [key] if isinstance(value, str) and HIDDEN_TRACE.search(value) else []
@@ -197,9 +189,7 @@ def _redact_user(scheme: str, info: str) -> str:
     user, colon, password = info.partition(":")
     if not colon:
         return info if scheme.lower() in CONTAINER_SCHEMES and len(info) < 64 else HIDDEN
-    is_name = (
-        len(user) < MAX_USER_NAME_LENGTH and password not in PLACEHOLDER_PASSWORDS and not SHAPES.search(user)
-    )
+    is_name = len(user) < MAX_USER_NAME_LENGTH and password not in PLACEHOLDER_PASSWORDS and not SHAPES.search(user)
     return f"{user if is_name else HIDDEN}:{HIDDEN}"
 
 

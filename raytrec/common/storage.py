@@ -14,9 +14,7 @@ from raytrec.common.errors import ConfigError, DataError
 from raytrec.common.reading import MAX_JSON_BYTES, MAX_YAML_BYTES, parse_yaml
 
 ROOT = "RAYTREC_ROOT"
-RAY_JOB_COPIES = (
-    "/runtime_resources/working_dir_files/"  # folder in which Ray unpacks the working directories of jobs
-)
+RAY_JOB_COPIES = "/runtime_resources/working_dir_files/"  # folder in which Ray unpacks the working directories of jobs
 # URIs of files on this machine or on the provider's own servers. pyarrow takes other servers from parameters
 # such as endpoint_override, scheme and blob_storage_authority, and from the host of abfs:// and hdfs://.
 OWN_SERVER_URI = re.compile(

@@ -160,9 +160,7 @@ def measure_cache_hits(kernel: nn.Module) -> float | None:
     if lookup is None or not _get_undocumented(lookup, "gather_uvm_cache_stats"):
         return None
     # Calls, ids, distinct ids, distinct misses, …
-    _, _, distinct, misses, *_ = _get_undocumented(lookup, "get_uvm_cache_stats")(
-        use_local_cache=False
-    ).tolist()
+    _, _, distinct, misses, *_ = _get_undocumented(lookup, "get_uvm_cache_stats")(use_local_cache=False).tolist()
     lookup.reset_uvm_cache_stats()
     return 1 - misses / distinct if distinct else None
 
@@ -191,11 +189,7 @@ def exclude_from_update_counts(model: nn.Module) -> Iterator[None]:
     count for bias correction, and the count is saved. Without this block, evaluation would change later
     training.
     """
-    fused = [
-        lookup
-        for kernel in iterate_sharded_kernels(model)
-        if (lookup := find_fused_lookup(kernel)) is not None
-    ]
+    fused = [lookup for kernel in iterate_sharded_kernels(model) if (lookup := find_fused_lookup(kernel)) is not None]
     counters = [_get_undocumented(lookup, name) for lookup in fused for name in ("iter", "iter_cpu")]
     saved_counts = [counter.clone() for counter in counters]
     try:
@@ -220,9 +214,7 @@ def pad_empty_shards(model: nn.Module) -> None:
         if ends[-1] == ends[-2]:
             ends[-1] += 1
         if find_fused_lookup(kernel) is not None and not _get_undocumented(lookup, "weights_host").numel():
-            lookup.weights_host = torch.zeros(
-                _get_undocumented(lookup, "max_D"), dtype=lookup.weights_host.dtype
-            )
+            lookup.weights_host = torch.zeros(_get_undocumented(lookup, "max_D"), dtype=lookup.weights_host.dtype)
 
 
 def _get_undocumented(lookup: Any, name: str) -> Any:

@@ -31,9 +31,7 @@ class LookupStorage(Protocol):
 
     share: float
 
-    def allocate_zeros(
-        self, tables: list[str], count: int, dtype: torch.dtype, more: int = 0
-    ) -> torch.Tensor:
+    def allocate_zeros(self, tables: list[str], count: int, dtype: torch.dtype, more: int = 0) -> torch.Tensor:
         """Return zeros, [count + more], of which the first `count` are shared with a new file."""
         ...
 
@@ -111,9 +109,7 @@ def use_custom_lookups(files: LookupStorage) -> Iterator[None]:
             extra = int(files.share * specs[0][0]) if name else 0
             settings["preallocated_host_buffers"] = _make_buffers(specs, settings, dict(state), files, extra)
             return (
-                _make_lookup_with_extra_rows(kind, specs, settings, files, extra)
-                if extra
-                else kind(*args, **settings)
+                _make_lookup_with_extra_rows(kind, specs, settings, files, extra) if extra else kind(*args, **settings)
             )
 
         return make_lookup
@@ -141,10 +137,7 @@ def _make_buffers(
     kinds = {"weights": ("value", settings["weights_precision"].as_dtype())}
     kinds |= {name: (per, torch.float32) for name, per in state.items()}
     tables = list(dict.fromkeys(settings["table_names"]))
-    return {
-        name: files.allocate_zeros(tables, sizes[per], dtype, extras[per])
-        for name, (per, dtype) in kinds.items()
-    }
+    return {name: files.allocate_zeros(tables, sizes[per], dtype, extras[per]) for name, (per, dtype) in kinds.items()}
 
 
 def _make_lookup_with_extra_rows(

@@ -234,7 +234,5 @@ def prepare_replica() -> None:
     from ray.serve._private import replica
 
     add_port = replica.add_port_to_grpc_server
-    replica.add_port_to_grpc_server = lambda server, address: add_port(
-        server, address.replace("[::]:", "127.0.0.1:")
-    )
+    replica.add_port_to_grpc_server = lambda server, address: add_port(server, address.replace("[::]:", "127.0.0.1:"))
     replica.RAY_SERVE_FREEZE_GC_ON_STARTUP = False

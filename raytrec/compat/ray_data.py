@@ -81,9 +81,7 @@ def throttle_executors() -> None:
         # Counts change when tasks of an operator start, produce output or end, or output is consumed.
         counts = [tuple(private(op.metrics, name, "ray") for name in PROGRESS_FIELDS) for op in topology]
         previous, sleep_s = getattr(self, "raytrec_progress", (None, 0.0))
-        idle = (
-            counts == previous and monotonic() - start < MAX_IDLE_STEP_S
-        )  # a longer step has waited for a task
+        idle = counts == previous and monotonic() - start < MAX_IDLE_STEP_S  # a longer step has waited for a task
         sleep_s = min(max(2 * sleep_s, MIN_SLEEP_S), MAX_SLEEP_S) if idle else 0.0
         self.raytrec_progress = counts, sleep_s
         if sleep_s and has_more:

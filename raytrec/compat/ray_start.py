@@ -74,9 +74,7 @@ def make_idle_arguments() -> dict[str, Any]:
 
     Settings in the environment (RAY_enable_metrics_collection=1) take precedence.
     """
-    settings = {
-        name: value for name, value in INFREQUENT_WORK_SETTINGS.items() if f"RAY_{name}" not in os.environ
-    }
+    settings = {name: value for name, value in INFREQUENT_WORK_SETTINGS.items() if f"RAY_{name}" not in os.environ}
     return {"_system_config": settings}
 
 

@@ -89,11 +89,7 @@ def replace_callback(callbacks: list[Any], kind: type, replacement_callbacks: li
     """
     if not any(type(callback) is kind for callback in callbacks):
         raise missing(f"{kind.__name__} among TorchTrainer's callbacks", "ray")
-    return [
-        new
-        for callback in callbacks
-        for new in (replacement_callbacks if type(callback) is kind else [callback])
-    ]
+    return [new for callback in callbacks for new in (replacement_callbacks if type(callback) is kind else [callback])]
 
 
 class OwnClusterCleaner(PlacementGroupCleaner):
@@ -164,9 +160,7 @@ class RequestingPolicy(ScalingPolicy):
             forwards requests is not started.
     """
 
-    def __init__(
-        self, scaling_config: Any, max_train_workers: int, reader_cpus: int, autoscaler_exists: bool = True
-    ):
+    def __init__(self, scaling_config: Any, max_train_workers: int, reader_cpus: int, autoscaler_exists: bool = True):
         super().__init__(scaling_config)
         self._workers, self._extra_cpus, self._has_autoscaler = (
             max_train_workers,

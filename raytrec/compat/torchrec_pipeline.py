@@ -117,9 +117,7 @@ class PrefetchPipeline(PrefetchTrainPipelineSparseDist):
         self._enqueue_batch_after_forward = enqueue_batch_after_forward
         # TorchRec's default stream here is a new stream, on which nothing runs.
         self._default_stream = torch.get_device_module(device).current_stream()
-        self._kernels = [
-            k for kernel in iterate_sharded_kernels(model) if (k := find_fused_lookup(kernel)) is not None
-        ]
+        self._kernels = [k for kernel in iterate_sharded_kernels(model) if (k := find_fused_lookup(kernel)) is not None]
 
     def progress(self, dataloader_iter: Iterator) -> Any:
         """Run one step and return the output of the model.

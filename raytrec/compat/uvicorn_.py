@@ -11,9 +11,7 @@ from uvicorn.server import Server
 MAX_HEAD_BYTES = 32 << 10  # request line and headers; also consecutive bytes outside of heads and bodies
 MAX_PIPELINED = 100  # requests of one connection that wait for the answer to an earlier request
 MAX_CONNECTIONS = 4096  # per process
-CLIENT_TIMEOUT_S = (
-    90  # seconds within which a client must send a request, or the next one, and read the answer
-)
+CLIENT_TIMEOUT_S = 90  # seconds within which a client must send a request, or the next one, and read the answer
 
 
 class BoundedProtocol(HttpToolsProtocol):

@@ -43,9 +43,7 @@ def find_wrong_versions() -> RunError | None:
             or two builds of FBGEMM in one folder; or a build for another CUDA version than torch's.
     """
     versions = {
-        name: version
-        for name in (*SUPPORTED_VERSIONS, *PAIRED_PACKAGES)
-        if (version := get_installed_version(name))
+        name: version for name in (*SUPPORTED_VERSIONS, *PAIRED_PACKAGES) if (version := get_installed_version(name))
     }
     mismatched = [
         name
@@ -58,9 +56,7 @@ def find_wrong_versions() -> RunError | None:
 
     def distance(pair: dict[str, str]) -> int:
         """Return the number of releases X.Y between the installed packages and a pair, over all packages."""
-        return sum(
-            abs(_parse_release(version) - _parse_release(pair[name])) for name, version in paired.items()
-        )
+        return sum(abs(_parse_release(version) - _parse_release(pair[name])) for name, version in paired.items())
 
     files, pair = min(PAIRS.items(), key=lambda item: distance(item[1]))
     if not all(_matches(version, pair[name]) for name, version in paired.items()):

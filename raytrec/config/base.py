@@ -28,9 +28,7 @@ def _reject_bool(value: Any) -> Any:
 # Strict integers reject true, "3" and 3.0. Floats accept 1e-3, which YAML 1.1 reads as text.
 PositiveInt = Annotated[int, Field(strict=True, gt=0, le=MAX_COUNT)]
 NonNegativeInt = Annotated[int, Field(strict=True, ge=0, le=MAX_COUNT)]
-SmallCount = Annotated[
-    int, Field(strict=True, gt=0, le=2**16)
-]  # counts of objects that take memory or a process
+SmallCount = Annotated[int, Field(strict=True, gt=0, le=2**16)]  # counts of objects that take memory or a process
 Number = Annotated[float, BeforeValidator(_reject_bool)]
 PositiveFloat = Annotated[Number, Field(gt=0, le=MAX_AMOUNT)]
 NonNegativeFloat = Annotated[Number, Field(ge=0, le=MAX_AMOUNT)]
@@ -57,9 +55,7 @@ class Section(BaseModel):
     The docstring under a key is its description in `raytrec config --schema`.
     """
 
-    model_config = ConfigDict(
-        extra="forbid", populate_by_name=True, validate_default=True, allow_inf_nan=False
-    )
+    model_config = ConfigDict(extra="forbid", populate_by_name=True, validate_default=True, allow_inf_nan=False)
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         """Yield the fields without secrets, because they reach logs, tracebacks and Ray's dashboard."""

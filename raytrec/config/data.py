@@ -104,8 +104,7 @@ class DataSection(Section):
     """Path of the schema.yaml; default: schema.yaml in the parent folder of data.train."""
     transforms: list[Transform] = Field(
         default_factory=list,
-        description="Transforms of columns, applied before the schema: "
-        f"{', '.join(BUILT_IN)}, or module:function.",
+        description=f"Transforms of columns, applied before the schema: {', '.join(BUILT_IN)}, or module:function.",
     )
     holdout: Annotated[Number, Field(gt=0, le=0.5)] | Literal["auto"] | None = None
     """Share of the rows of data.train that is held out of training and used as data.valid; ignored if

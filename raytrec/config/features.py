@@ -70,15 +70,11 @@ def resolve_features(schema: Schema, model: ModelSection | None = None) -> Featu
             averaged.
     """
     lengths = model.sequence_lengths(schema) if model else {}
-    sequences = {
-        f: lengths[f] for f in schema.sparse if f in lengths and schema.sparse[f].pooling == "sequence"
-    }
+    sequences = {f: lengths[f] for f in schema.sparse if f in lengths and schema.sparse[f].pooling == "sequence"}
     return Features(schema, sequences)
 
 
-def resolve_input_columns(
-    transforms: list[Transform] | tuple[Transform, ...], columns: list[str]
-) -> list[str]:
+def resolve_input_columns(transforms: list[Transform] | tuple[Transform, ...], columns: list[str]) -> list[str]:
     """Return the columns that files must have so that `columns` exist after the transforms."""
     needed = dict.fromkeys(columns)
     for transform in reversed(transforms):
@@ -136,9 +132,7 @@ def select_needed_transforms(transforms: tuple[Transform, ...], columns: list[st
     needed, selected = set(columns), []
     for transform in reversed(transforms):
         if isinstance(transform, OnColumns):
-            pairs = [
-                pair for pair in zip(transform.columns, transform.writes, strict=True) if pair[1] in needed
-            ]
+            pairs = [pair for pair in zip(transform.columns, transform.writes, strict=True) if pair[1] in needed]
             if not pairs:
                 continue
             if len(pairs) < len(transform.columns):

@@ -98,9 +98,7 @@ def _find_entry(values: list, name: str, key: str) -> dict[str, Any]:
     names = [str(each.get("name") or each.get("label")) for each in entries]
     if name not in names:
         expected = "" if names else "a section"
-        raise make_unknown_word_error(
-            f"there is no entry '{name}'", name, names, f"command line, {key}", expected
-        )
+        raise make_unknown_word_error(f"there is no entry '{name}'", name, names, f"command line, {key}", expected)
     return entries[names.index(name)]
 
 

@@ -156,9 +156,8 @@ def load_config(
         allow_code: Allow values from elsewhere to name code and servers.
 
     Raises:
-        ConfigError: The file does not exist or is not YAML, or the values name code that is not allowed. Keys
-            are unknown (with the nearest valid key), types are wrong or combinations impossible. One message
-            lists all invalid keys.
+        ConfigError: The file does not exist or is not YAML, or the values name code that is not allowed. Keys are
+            unknown (with the nearest valid key), types are wrong or combinations impossible; all are listed.
     """
     if isinstance(source, RunConfig):
         values, where = source.model_dump(by_alias=True), "RunConfig"
@@ -261,9 +260,7 @@ def _iterate_fields(model: type[BaseModel] = RunConfig, prefix: str = "") -> Ite
         parts = (field.annotation, *get_args(field.annotation))
         for part in (get_args(p)[0] if get_origin(p) is Annotated else p for p in parts):
             if isinstance(part, type) and issubclass(part, Section):
-                yield from _iterate_fields(
-                    part, key + (".*." if get_origin(field.annotation) is dict else ".")
-                )
+                yield from _iterate_fields(part, key + (".*." if get_origin(field.annotation) is dict else "."))
 
 
 def build_json_schema() -> dict[str, Any]:

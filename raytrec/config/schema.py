@@ -76,9 +76,7 @@ class Schema(SchemaPart):
     def _check_consistency(self) -> Schema:
         for name, feature in self.sparse.items():
             if feature.table not in self.tables:
-                near = (
-                    format_suggestion(feature.table, self.tables) or f"; tables are {', '.join(self.tables)}"
-                )
+                near = format_suggestion(feature.table, self.tables) or f"; tables are {', '.join(self.tables)}"
                 raise ValueError(f"sparse.{name}.table: there is no table '{feature.table}'{near}")
             if feature.side_features and feature.pooling != "sequence":
                 raise ValueError(f"sparse.{name}.side_features: side features require pooling: sequence")
@@ -117,13 +115,9 @@ class Schema(SchemaPart):
                 )
             spec = self.sparse.get(name)
             if spec and (spec.weights is not None or spec.pooling == "sequence"):
-                raise ValueError(
-                    f"candidates: {name} has weights or is a sequence; a candidate has one id per feature"
-                )
+                raise ValueError(f"candidates: {name} has weights or is a sequence; a candidate has one id per feature")
         if self.candidates and not self.select_candidate_names(self.sparse):
-            raise ValueError(
-                "candidates: at least one sparse feature is required, by whose ids candidates are counted"
-            )
+            raise ValueError("candidates: at least one sparse feature is required, by whose ids candidates are counted")
 
     def select_candidate_names(self, names: Collection[str]) -> list[str]:
         """Return the names that belong to candidates, in the given order.
@@ -173,9 +167,7 @@ class Schema(SchemaPart):
             "scale": self.scale,
             "statistics": self.statistics,
         }
-        update = {
-            key: {name: of for name, of in part.items() if name in names} for key, part in parts.items()
-        }
+        update = {key: {name: of for name, of in part.items() if name in names} for key, part in parts.items()}
         candidates = [name for name in self.candidates if name in (*self.labels, *names)]
         return self.model_copy(update={"dense": dense, "candidates": candidates} | update)
 
@@ -264,9 +256,7 @@ class Schema(SchemaPart):
                 values |= {"ids": "managed"} if values.get("ids") == {} else {}
                 inner = ", ".join(f"{key}: {format_yaml_scalar(value)}" for key, value in values.items())
                 comment = comments.get((section, name))
-                lines.append(
-                    f"  {format_yaml_scalar(name)}: {{{inner}}}" + (f"  # {comment}" if comment else "")
-                )
+                lines.append(f"  {format_yaml_scalar(name)}: {{{inner}}}" + (f"  # {comment}" if comment else ""))
         for name, statistics in self.statistics.items():
             lines += ["statistics:"] if "statistics:" not in lines else []
             lines.append(f"  {format_yaml_scalar(name)}: {json.dumps(statistics.model_dump())}")
@@ -289,9 +279,7 @@ def _explain(error: dict) -> str:
         parts: dict[object, type[BaseModel]] = {"sparse": Sparse, "scale": Scale, "statistics": Statistics}
         of_part = parts.get(error["loc"][0], Table)
         known = dict[int, type[BaseModel]]({0: Schema, 2: of_part, 3: ManagedIds}).get(len(error["loc"]) - 1)
-        return f"{place}: unknown key" + format_suggestion(
-            str(error["loc"][-1]), known.model_fields if known else ()
-        )
+        return f"{place}: unknown key" + format_suggestion(str(error["loc"][-1]), known.model_fields if known else ())
     if error["type"] == "missing":
         return f"{place}: missing"
     message = error["msg"].removeprefix("Value error, ")

@@ -37,8 +37,7 @@ class TaskSection(Section):
     """Label of the schema; default: the first label."""
     loss: str = Field(
         "bce",
-        description=f"Loss to minimize: {', '.join(_built_in_losses())}, or a user-defined class as "
-        "module:Class.",
+        description=f"Loss to minimize: {', '.join(_built_in_losses())}, or a user-defined class as module:Class.",
     )
     options: dict[str, JsonValue] = Field(default_factory=dict)
     """Keyword arguments of the loss."""

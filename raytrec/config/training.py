@@ -179,9 +179,7 @@ class TrackingSection(Section):
 
 
 # YAML reads a plain `off` as false.
-Reaction = Annotated[
-    Literal["off", "warn", "stop"], BeforeValidator(lambda value: "off" if value is False else value)
-]
+Reaction = Annotated[Literal["off", "warn", "stop"], BeforeValidator(lambda value: "off" if value is False else value)]
 ModuleName = Annotated[str, Field(pattern=f"^{PYTHON_PATH.pattern}$")]
 
 

@@ -82,8 +82,7 @@ def refuse_code(original_code: dict[str, str], values: dict[str, Any], where: st
             where=where,
             expected="no module:name, no cluster, no URI that selects its server, and no MLflow server while "
             "an MLflow password is set",
-            do="add --allow-code or use your own copy of the file if you trust its source; else override "
-            "these keys",
+            do="add --allow-code or use your own copy of the file if you trust its source; else override these keys",
         )
 
 

@@ -185,9 +185,7 @@ def is_text(kind: pa.DataType) -> bool:
 
 def is_number(kind: pa.DataType) -> bool:
     """Return True if an Arrow type is a number or a boolean."""
-    return (
-        types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind) or types.is_decimal(kind)
-    )
+    return types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind) or types.is_decimal(kind)
 
 
 def value_type(kind: pa.DataType) -> pa.DataType:
@@ -244,9 +242,7 @@ def unnest(array: pa.Array) -> tuple[np.ndarray, pa.Array]:
         offsets = offsets - offsets[0] if offsets[0] else offsets
     else:
         nested = is_list(array.type)
-        lengths = (
-            pc.fill_null(pc.list_value_length(array), 0) if nested else array.is_valid().cast(pa.int32())
-        )
+        lengths = pc.fill_null(pc.list_value_length(array), 0) if nested else array.is_valid().cast(pa.int32())
         flat = array.flatten() if nested else array.drop_null()
         offsets = np.zeros(len(array) + 1, np.int32)
         np.cumsum(lengths.to_numpy(zero_copy_only=False), out=offsets[1:])

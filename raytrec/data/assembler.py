@@ -154,9 +154,7 @@ class Assembler:
         """Return the reserved columns of the rows that are present, copied to contiguous memory."""
         if not pieces:
             types = self._form.types
-            return pa.schema(
-                [(n, types.get(n, pa.null())) for n in self._form.plan.reserved.columns]
-            ).empty_table()
+            return pa.schema([(n, types.get(n, pa.null())) for n in self._form.plan.reserved.columns]).empty_table()
         table = pa.Table.from_batches([piece.reserved() for piece in pieces])
         return table.combine_chunks() if present is None else table.filter(present).combine_chunks()
 
@@ -259,9 +257,7 @@ class Assembler:
                 new[: len(old)] = old
         return replace(bags, ids=all_ids, weights=weights, counts=counts)
 
-    def _concatenate(
-        self, parts: list[np.ndarray], dtype: torch.dtype, width: int | None = None
-    ) -> torch.Tensor:
+    def _concatenate(self, parts: list[np.ndarray], dtype: torch.dtype, width: int | None = None) -> torch.Tensor:
         """Return the concatenation of parts of shape [n], or [n, width]."""
         size = sum(map(len, parts))
         joined, values = self._allocate(size if width is None else (size, width), dtype)

@@ -112,9 +112,7 @@ class Batch(Pipelineable):
     def _map_tensors(self, move: Callable) -> Batch:
         """Return a copy in which `move` is applied to the tensors and side features that a device reads."""
         sides = self.side_features and {name: move(s) for name, s in self.side_features.items()}
-        return replace(
-            self, side_features=sides, **{name: move(p) for name, p in self._device_tensors().items()}
-        )
+        return replace(self, side_features=sides, **{name: move(p) for name, p in self._device_tensors().items()})
 
 
 class Collator(Assembler):

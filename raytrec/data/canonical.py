@@ -62,9 +62,7 @@ def canonical(table: pa.Table, form: ResolvedReadPlan, place: Place) -> pa.Table
     def dense(names: list[str], source: pa.Table, first_place: Place) -> list[np.ndarray]:
         return [read_scaled_column(source[name], name, first_place, schema.scale.get(name)) for name in names]
 
-    features = {
-        name: Feature(name, spec, schema.tables[spec.table], place, tally) for name, spec in sparse.items()
-    }
+    features = {name: Feature(name, spec, schema.tables[spec.table], place, tally) for name, spec in sparse.items()}
     examples, example_place = unnest_candidates(table, form, place) if schema.candidates else (table, place)
     lists = [bags(table, features[name]) for name in form.bags]
     ends = {name: offsets for name, (offsets, _, _) in zip(form.bags, lists, strict=True)}
@@ -103,9 +101,7 @@ class CandidatePlace(Place):
         return super().of(column, None if row is None else make_row_lookup(self.offsets)(row))
 
 
-def unnest_candidates(
-    table: pa.Table, form: ResolvedReadPlan, place: Place
-) -> tuple[pa.Table, CandidatePlace]:
+def unnest_candidates(table: pa.Table, form: ResolvedReadPlan, place: Place) -> tuple[pa.Table, CandidatePlace]:
     """Return the columns of tasks and candidates' dense columns, one row for each candidate, and their place.
 
     Values of requests are repeated for each candidate.
@@ -115,9 +111,7 @@ def unnest_candidates(
     """
     schema, offsets, flat, first = form.schema, None, {}, ""
     task_columns = [read.column for read in form.plan.task_columns]
-    task_names = dict.fromkeys(
-        [*form.plan.labels, *schema.select_candidate_names(schema.dense), *task_columns]
-    )
+    task_names = dict.fromkeys([*form.plan.labels, *schema.select_candidate_names(schema.dense), *task_columns])
     lists = dict.fromkeys(
         schema.get_ids_column(name) if name in schema.sparse else name
         for name in schema.candidates
@@ -228,9 +222,7 @@ def build_canonical_table(
             columns[f"side_features.{name}"] = pa.ListArray.from_arrays(ends, values.reshape(-1))
     for name, array in zip(form.plan.reserved.columns, reserved, strict=True):
         columns[f"{RESERVED_PREFIX}{name}"] = array
-    if (
-        form.accepts_out_of_range_ids
-    ):  # the first row carries the table's counts, wherever a shuffle moves that row
+    if form.accepts_out_of_range_ids:  # the first row carries the table's counts, wherever a shuffle moves that row
         counts = [tally[feature] for feature in form.schema.sparse] if tally and rows else []
         flat = np.array(counts, np.int32).T.ravel()
         offsets = np.full(rows + 1, flat.size, np.int32)
@@ -254,10 +246,7 @@ def make_empty_rows(form: ResolvedReadPlan, rows: int) -> pa.Table:
         [0] * (len(plan.tasks) if plan.has_task_weights else 0),
         [0] * len(plan.reserved.keys),
         [pa.nulls(rows, form.types.get(name, pa.null())) for name in plan.reserved.columns],
-        {
-            name: np.empty((0, len(schema.sparse[name].side_features)))
-            for name in form.features_with_side_features
-        },
+        {name: np.empty((0, len(schema.sparse[name].side_features))) for name in form.features_with_side_features},
         (offsets, [0] * form.of_candidates[1]) if schema.candidates else None,
     )
 

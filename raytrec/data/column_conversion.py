@@ -301,7 +301,6 @@ def _read_mask(column: pa.ChunkedArray, name: str, place: Place) -> np.ndarray:
             f"mask '{name}' is {values[row]:g}",
             where=place.of(name, row),
             expected="0 or 1 (false or true) in the column of a task's `mask`",
-            do=f"add to data.transforms: "
-            f"{{do: binarize, columns: [{format_yaml_scalar(name)}], at_least: NUMBER}}",
+            do=f"add to data.transforms: {{do: binarize, columns: [{format_yaml_scalar(name)}], at_least: NUMBER}}",
         )
     return values == 1

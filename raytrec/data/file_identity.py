@@ -143,9 +143,7 @@ def _by_name(contents: list[FileIdentity]) -> dict[tuple, FileIdentity]:
     return by_name
 
 
-def _identify_file(
-    form: ResolvedReadPlan, share: int, path: str, groups: list[list[int]], number: int
-) -> FileIdentity:
+def _identify_file(form: ResolvedReadPlan, share: int, path: str, groups: list[list[int]], number: int) -> FileIdentity:
     """Return the content of a file.
 
     Args:

@@ -45,9 +45,7 @@ def _check_claims(footer: pq.FileMetaData, size: int) -> None:
         if not 0 <= group.num_rows <= MAX_GROUP_ROWS:
             raise ImplausibleFooterError(f"the footer claims {group.num_rows:,} rows in row group {g}")
         # Only one column of ordinary row groups is checked, because there may be millions of row groups.
-        for c in range(
-            group.num_columns if group.num_rows > MIN_FULLY_CHECKED_ROWS else min(1, group.num_columns)
-        ):
+        for c in range(group.num_columns if group.num_rows > MIN_FULLY_CHECKED_ROWS else min(1, group.num_columns)):
             chunk, column = group.column(c), footer.schema.column(c)
             begin = min(chunk.data_page_offset, chunk.dictionary_page_offset or chunk.data_page_offset)
             chunk_bytes = chunk.total_compressed_size
@@ -139,9 +137,7 @@ class FooterStatistics:
         The set of reasons is empty if rows of the row group may count.
         """
         return {
-            task.name: self._find_exclusions(task)
-            for task in self._form.plan.tasks
-            if self._form.plan.has_task_weights
+            task.name: self._find_exclusions(task) for task in self._form.plan.tasks if self._form.plan.has_task_weights
         }
 
     def _find_exclusions(self, task: TaskRows) -> list[set[str]]:
@@ -157,9 +153,7 @@ class FooterStatistics:
     def constant_labels(self) -> dict[str, float]:
         """Return label → its only value, for labels with a single value in all rows that have the label."""
         columns = {name: self._columns(name) for name in self._form.plan.labels if name not in self._outputs}
-        values = {
-            name: self._find_constant_value(places[0]) for name, places in columns.items() if len(places) == 1
-        }
+        values = {name: self._find_constant_value(places[0]) for name, places in columns.items() if len(places) == 1}
         return {name: value for name, value in values.items() if value is not None}
 
     def _find_constant_value(self, place: int) -> float | None:
@@ -244,9 +238,7 @@ def _stays_below(chunk: pq.ColumnChunkMetaData, bound: float, reaches: bool) -> 
     return greatest < bound if reaches else greatest <= bound
 
 
-def _has_invalid_values(
-    chunk: pq.ColumnChunkMetaData, allowed: tuple[float, float] | None, null: bool
-) -> bool:
+def _has_invalid_values(chunk: pq.ColumnChunkMetaData, allowed: tuple[float, float] | None, null: bool) -> bool:
     has_null = bool(chunk.statistics.has_null_count and chunk.statistics.null_count)
     return (has_null and not null) or (allowed is not None and _is_out_of_range(chunk, *allowed))
 

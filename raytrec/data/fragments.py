@@ -111,9 +111,7 @@ class Dataset:
 
         def part(is_held_out: bool) -> Dataset:
             splits = (Split(group.rows, every, is_held_out) for group in self.groups)
-            groups = (
-                replace(g, rows=len(s.rows()), split=s) for g, s in zip(self.groups, splits, strict=True)
-            )
+            groups = (replace(g, rows=len(s.rows()), split=s) for g, s in zip(self.groups, splits, strict=True))
             return replace(self, groups=tuple(group for group in groups if group.rows))
 
         held_out = replace(part(is_held_out=True), suspect_groups=(), left_out=(), listing=Listing())
@@ -154,9 +152,7 @@ def scan(
     # Keys whose ids are hashed or managed are text. Otherwise, a new folder could turn the key from integers
     # into text, which would change the hash of `4`.
     schema = plan.schema
-    text = {
-        schema.get_ids_column(n) for n, spec in schema.sparse.items() if schema.tables[spec.table].takes_text
-    }
+    text = {schema.get_ids_column(n) for n, spec in schema.sparse.items() if schema.tables[spec.table].takes_text}
     scan_form = ResolvedReadPlan(
         replace(plan, reserved=replace(plan.reserved, columns=tuple(columns))),
         types=infer_folder_types(listing.files, text),
@@ -192,9 +188,7 @@ def scan(
     empty = explain_empty_tasks(facts.excluded for facts in files)
     constant = dict(set.intersection(*(set(facts.constant.items()) for facts in files if facts.groups)))
     form = replace(form, lists=lists)
-    return Dataset(
-        join_folder_names(places), groups, form, tuple(left_out), accused, empty, constant, listing=listing
-    )
+    return Dataset(join_folder_names(places), groups, form, tuple(left_out), accused, empty, constant, listing=listing)
 
 
 @dataclass(frozen=True)
@@ -232,9 +226,7 @@ def _look(uri: str, form: ResolvedReadPlan) -> _FileFacts:
     arrow = select_schema(arrow, form.columns)
     if form.plan.transforms:
         arrow = apply_transforms(empty_table(arrow), form.plan.transforms, uri, form.plan.folder).schema
-        check_present(
-            arrow, form.columns_after_transforms, f"{uri}, after data.transforms", form, fields=False
-        )
+        check_present(arrow, form.columns_after_transforms, f"{uri}, after data.transforms", form, fields=False)
     check_types(arrow, form, uri)
     lists = {name for name in schema.sparse if is_list(arrow.field(schema.get_ids_column(name)).type)}
     counts = (metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))

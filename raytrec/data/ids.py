@@ -168,8 +168,7 @@ def _in_range(ids: np.ndarray, feature: Feature, rows: Callable[[int], int]) -> 
             f"id {ids[index]} of feature '{name}' is out of range for table '{feature.spec.table}'",
             where=feature.place.of(name, rows(index)),
             expected=f"0 ≤ id < {table.rows} ({key}.rows)",
-            do=f"correct the data or {key}.rows, or set {key}.out_of_range to clamp or hash, or {key}.ids to "
-            "managed",
+            do=f"correct the data or {key}.rows, or set {key}.out_of_range to clamp or hash, or {key}.ids to managed",
         )
     if table.out_of_range == "clamp":
         return np.clip(ids, 0, table.rows - 1).astype(np.int64)

@@ -27,9 +27,7 @@ from raytrec.data.transform import Draw, apply_transforms
 
 ITEMS_AHEAD = 2  # number of items decoded ahead, each in a thread
 DECODER_NICE = 10  # nice value of the decoding threads
-MAX_LOCATED_BAD_ROWS = (
-    64  # bad rows of a row group that are located individually; beyond, whole slices are skipped
-)
+MAX_LOCATED_BAD_ROWS = 64  # bad rows of a row group that are located individually; beyond, whole slices are skipped
 CHECK_BATCH_ROWS = 1 << 16  # number of rows read at a time by checks before the run
 MAX_CHECKED_SUSPECT_GROUPS = 4  # number of row groups that are read because of their footers
 
@@ -111,9 +109,7 @@ def finish_item(
     pieces = []
     for ((path, group), parts), table in zip(_groups(item), decoded, strict=True):
         draw = Draw(item.draw, parts[0].number - parts[0].first + _span(parts)[0])
-        pieces.append(
-            _finish_group(Place(path, group, 0), parts, table, form, faults or ReadErrorPolicy(), draw)
-        )
+        pieces.append(_finish_group(Place(path, group, 0), parts, table, form, faults or ReadErrorPolicy(), draw))
     table = pieces[0] if len(pieces) == 1 else pa.concat_tables(pieces)
     if item.seed is not None:
         table = shuffle_rows(table, np.random.default_rng(item.seed))

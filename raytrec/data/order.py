@@ -157,9 +157,7 @@ class Order:
             number += group.split.total if group.split else group.rows
         return pieces
 
-    def items(
-        self, dataset: Dataset, epoch: int, rank: int, world: int, start_step: int = 0
-    ) -> list[LaneItem]:
+    def items(self, dataset: Dataset, epoch: int, rank: int, world: int, start_step: int = 0) -> list[LaneItem]:
         """Return a rank's items for the steps from `start_step` on, in the order of their first steps."""
         layout = _EpochLayout(dataset, self, epoch)
         low, high = self.lane_range(rank, world)
@@ -213,9 +211,7 @@ class _EpochLayout:
         """Return the items of one lane from a step to the end of the epoch."""
         order = self.order
         per_step = lane_share(order.batch_rows, lane, order.lanes)
-        start = self.full * lane_offset(order.batch_rows, lane, order.lanes) + lane_offset(
-            self.tail, lane, order.lanes
-        )
+        start = self.full * lane_offset(order.batch_rows, lane, order.lanes) + lane_offset(self.tail, lane, order.lanes)
         stop = start + self.full * per_step + lane_share(self.tail, lane, order.lanes)
         consumed = min(start_step, self.full) * per_step
         if start_step > self.full:

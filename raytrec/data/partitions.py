@@ -183,9 +183,7 @@ def collect_folder_values(paths: Iterable[str]) -> dict[str, set[str | None]]:
     return values
 
 
-def check_no_table_format(
-    filesystem: fs.FileSystem, path: str, folder_entries: Iterable[str], where: str
-) -> None:
+def check_no_table_format(filesystem: fs.FileSystem, path: str, folder_entries: Iterable[str], where: str) -> None:
     """Check that no table format owns a folder, its parents or folders inside of the folder.
 
     Args:
@@ -197,9 +195,7 @@ def check_no_table_format(
     Raises:
         DataError: The folder belongs to a table.
     """
-    ancestors = [str(folder) for folder in (PurePosixPath(path), *PurePosixPath(path).parents)][
-        :MAX_PARENT_LEVELS
-    ]
+    ancestors = [str(folder) for folder in (PurePosixPath(path), *PurePosixPath(path).parents)][:MAX_PARENT_LEVELS]
     folders = [f"{folder.rstrip('/')}/{name}" for folder in ancestors for name in RECORD_FOLDERS]
     with ThreadPoolExecutor(16) as pool:
         entries = [path for paths in pool.map(partial(_list_entries, filesystem), folders) for path in paths]
@@ -212,8 +208,7 @@ def check_no_table_format(
                     "replaced or never committed",
                     where=f"{where}, {table}{match.group()}",
                     expected="a folder of Parquet files that contain only current rows",
-                    do="write the current rows as plain Parquet: "
-                    + TABLE_FORMATS[name][1].format(table=table),
+                    do="write the current rows as plain Parquet: " + TABLE_FORMATS[name][1].format(table=table),
                 )
 
 

@@ -278,15 +278,9 @@ class ResolvedReadPlan:
         """Return the approximate size of a row in bytes, with 8 ids in each bag, and all drawn ids."""
         samples = [transform for transform in self.plan.transforms if isinstance(transform, Sample)]
         drawn = sum(sample.count for sample in samples if sample.count != "all")
-        numbers = (
-            len(self.schema.labels)
-            + len(self.schema.dense)
-            + len(self.plan.tasks) * self.plan.has_task_weights
-        )
+        numbers = len(self.schema.labels) + len(self.schema.dense) + len(self.plan.tasks) * self.plan.has_task_weights
         reserved = 8 * len(self.plan.reserved.keys) + 16 * len(self.plan.reserved.columns)
         reserved += sum(8 * 8 * len(spec.side_features) for spec in self.schema.sparse.values())
         return (
-            reserved
-            + 4 * numbers
-            + np.dtype(self.id_dtype).itemsize * (len(self.singles) + 8 * len(self.bags) + drawn)
+            reserved + 4 * numbers + np.dtype(self.id_dtype).itemsize * (len(self.singles) + 8 * len(self.bags) + drawn)
         )

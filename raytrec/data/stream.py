@@ -88,9 +88,7 @@ class Stream:
             DataError: A read task failed; raised by the iterator.
         """
         device = torch.cuda.current_device() if self.pin_memory else None
-        return PrefetchIterator(
-            lambda reading: self._assemble(reading, epoch, start_step), self.prefetch, device
-        )
+        return PrefetchIterator(lambda reading: self._assemble(reading, epoch, start_step), self.prefetch, device)
 
     def epochs(self, count: int, first_step: int = 0) -> Iterator[Batch]:
         """Return an iterator over the batches of epochs 0 to count - 1. Reading starts immediately.
@@ -198,9 +196,7 @@ class PrefetchIterator:
         is_read_event: Event that is set once all rows of the remaining batches are read.
     """
 
-    def __init__(
-        self, make: Callable[[PrefetchIterator], Iterator[Batch]], prefetch: int, device: int | None = None
-    ):
+    def __init__(self, make: Callable[[PrefetchIterator], Iterator[Batch]], prefetch: int, device: int | None = None):
         self.is_read_event, self._device = Event(), device
         self._ready: Queue = Queue(prefetch)
         self._stop = Event()

@@ -74,9 +74,7 @@ def apply_transforms(
             kind = f"{type(error).__name__}: " if is_unexpected or not message else ""
             raise _transform_error(number, transform, where, f"{kind}{message}") from error
         if not isinstance(after, pa.Table) or after.num_rows != table.num_rows:
-            returned = (
-                f"{after.num_rows} rows, not {table.num_rows}" if isinstance(after, pa.Table) else type(after)
-            )
+            returned = f"{after.num_rows} rows, not {table.num_rows}" if isinstance(after, pa.Table) else type(after)
             raise _transform_error(number, transform, where, f"it returned {returned}")
         table = after
     return table
@@ -127,9 +125,7 @@ def _cast_null_array(array: pa.Array, transform: t.Transform) -> pa.Array:
         kind = pa.scalar(transform.value).type
     elif isinstance(transform, (t.DatePart, t.Age)):
         kind = pa.timestamp("us")
-    elif isinstance(transform, t.LookupVocabulary) or (
-        isinstance(transform, t.Binarize) and transform.positive
-    ):
+    elif isinstance(transform, t.LookupVocabulary) or (isinstance(transform, t.Binarize) and transform.positive):
         kind = pa.string()
     if not is_list(array.type):
         return array.cast(kind)
@@ -159,9 +155,7 @@ def _read_sample_vocabulary(spec: t.Sample, table: pa.Table) -> pa.Array | None:
     return read_vocabulary(spec.vocabulary, pa.int64() if kind and pa.types.is_integer(kind) else kind)
 
 
-def sample(
-    spec: Sample, table: pa.Table, draw: Draw, vocabulary_values: pa.Array | None = None
-) -> list[pa.ListArray]:
+def sample(spec: Sample, table: pa.Table, draw: Draw, vocabulary_values: pa.Array | None = None) -> list[pa.ListArray]:
     """Draw `count` ids for each row from [0, rows) or a vocabulary, except the ids in columns `exclude`.
 
     Draws are independent, so an id may be drawn twice. Excluded ids that are out of range or not in the
@@ -202,11 +196,7 @@ def sample(
     offsets = np.zeros(len(lengths) + 1, np.int32)
     np.cumsum(lengths, out=offsets[1:])
     numbers_drawn = np.concatenate(parts)
-    values = [
-        pa.array(numbers_drawn)
-        if vocabulary_values is None
-        else vocabulary_values.take(pa.array(numbers_drawn))
-    ]
+    values = [pa.array(numbers_drawn) if vocabulary_values is None else vocabulary_values.take(pa.array(numbers_drawn))]
     if begins is not None and spec.log_share:
         values.append(pa.array(np.log(np.diff(begins)[numbers_drawn] * (id_count / total))))
     return [pa.ListArray.from_arrays(offsets, column) for column in values]
@@ -218,9 +208,7 @@ def _seed(spec: Sample, draw: Draw) -> np.ndarray:
     return np.random.SeedSequence(numbers, spawn_key=(len(draw.key),)).generate_state(1, np.uint64)
 
 
-def _excluded(
-    spec: Sample, table: pa.Table, id_count: int, vocab: pa.Array | None
-) -> tuple[np.ndarray, np.ndarray]:
+def _excluded(spec: Sample, table: pa.Table, id_count: int, vocab: pa.Array | None) -> tuple[np.ndarray, np.ndarray]:
     """Return (rows int64 [N] ascending, ids int64 [N]) of excluded ids that could be drawn.
 
     Ids of a vocabulary are given as positions.

@@ -254,9 +254,7 @@ def to_timestamps(array: pa.Array, since_1970: str | None) -> pa.Array:
         return pc.coalesce(utc, naive.cast(utc.type))
     if types.is_integer(kind) or types.is_floating(kind):
         if since_1970 is None:
-            raise TypeError(
-                f"the column contains numbers ({kind}): set since_1970 to their unit: s, ms, us or ns"
-            )
+            raise TypeError(f"the column contains numbers ({kind}): set since_1970 to their unit: s, ms, us or ns")
         if types.is_floating(kind):
             array = pc.if_else(pc.is_finite(array), array, pa.scalar(None, kind))
             scale = {"s": 1e6, "ms": 1e3, "us": 1.0, "ns": 1e-3}[since_1970]

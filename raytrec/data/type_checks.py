@@ -68,9 +68,7 @@ def check_present(
 
 def _format_names(names: list[str]) -> str:
     more = f" … and {len(names) - MAX_NAMES_IN_MESSAGE:,} more" if len(names) > MAX_NAMES_IN_MESSAGE else ""
-    return (
-        ", ".join(name if len(name) < 80 else f"{name[:80]}…" for name in names[:MAX_NAMES_IN_MESSAGE]) + more
-    )
+    return ", ".join(name if len(name) < 80 else f"{name[:80]}…" for name in names[:MAX_NAMES_IN_MESSAGE]) + more
 
 
 def check_types(arrow: pa.Schema, form: ResolvedReadPlan, uri: str) -> None:
@@ -116,9 +114,7 @@ def check_types(arrow: pa.Schema, form: ResolvedReadPlan, uri: str) -> None:
             _check_side(arrow.field(side).type, side, feature, uri)
 
 
-def _unsupported_type_error(
-    what: str, kind: pa.DataType, column: str, uri: str, expected: str, do: str
-) -> DataError:
+def _unsupported_type_error(what: str, kind: pa.DataType, column: str, uri: str, expected: str, do: str) -> DataError:
     """Return the error for a column of an unsupported type."""
     return DataError(
         f"{what} has type {_truncate_type(kind)}",
@@ -150,9 +146,7 @@ def _advise_number(kind: pa.DataType, column: str, role: str) -> str:
     return _advise_fields(kind, column) or _advise_time(kind, column) or _advise_manual_conversion()
 
 
-def _check_ids(
-    kind: pa.DataType, feature: str, column: str, table: str, is_text_allowed: bool, uri: str
-) -> None:
+def _check_ids(kind: pa.DataType, feature: str, column: str, table: str, is_text_allowed: bool, uri: str) -> None:
     value = value_type(kind)
     is_integral = types.is_integer(value) or types.is_floating(plain(kind))  # floats: integers with nulls
     if is_integral or (is_text(value) and is_text_allowed) or types.is_null(value):
@@ -184,9 +178,7 @@ def _check_reserved(kind: pa.DataType, column: str, plan: ReadPlan, uri: str) ->
         advice = _advise_fields(kind, column) or _advise_manual_conversion()
         if is_key and plan.reserved.named_by.get(column) in RELEVANT_ITEM_KEYS:
             advice = "write the lists to another column and set eval.retrieval.right_items=COLUMN"
-        raise _unsupported_type_error(
-            f"reserved column '{column}'", kind, column, uri, "one value per row", advice
-        )
+        raise _unsupported_type_error(f"reserved column '{column}'", kind, column, uri, "one value per row", advice)
 
 
 def _check_candidates(kind: pa.DataType, column: str, uri: str) -> None:
@@ -267,9 +259,7 @@ def _advise_manual_conversion() -> str:
 
 def _format_transform(do: str, column: str, settings: str, into: str | None = None) -> str:
     target = f", into: [{format_yaml_scalar(into)}]" if into else ""
-    return (
-        f"add to data.transforms: {{do: {do}, columns: [{format_yaml_scalar(column)}], {settings}{target}}}"
-    )
+    return f"add to data.transforms: {{do: {do}, columns: [{format_yaml_scalar(column)}], {settings}{target}}}"
 
 
 def _truncate_type(kind: pa.DataType) -> str:

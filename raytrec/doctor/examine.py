@@ -152,9 +152,7 @@ def _run_checks(nodes: ThisHost, storage: list[str], show: Callable[[str], None]
             continue
         show(name)
         if name in node_checks:
-            exam.diagnoses += merge(
-                run_check(name, partial(node_checks[name], nodes), CLUSTER_CHECK_TIMEOUT_S)
-            )
+            exam.diagnoses += merge(run_check(name, partial(node_checks[name], nodes), CLUSTER_CHECK_TIMEOUT_S))
             continue
         answers = nodes.ask(check_host, name, limit_s=HOST_CHECKS[name][1] + ANSWER_MARGIN_S)
         diagnoses = _collect_diagnoses(name, nodes.names, answers)

@@ -93,9 +93,7 @@ def diagnose_error(error: Exception) -> Diagnosis:
     if isinstance(error, ModuleNotFoundError):
         return Diagnosis(FAILURE, f"{error.name} is not installed", "install it (docs/install.md)")
     if isinstance(error, TimeoutError):
-        return Diagnosis(
-            FAILURE, get_first_line(error), "check whether this host waits for a shared file system"
-        )
+        return Diagnosis(FAILURE, get_first_line(error), "check whether this host waits for a shared file system")
     if not isinstance(error, RaytrecError):
         what = f"the check itself failed: {type(error).__name__}: {get_first_line(error)}"
         return Diagnosis(FAILURE, what, "report this with `raytrec doctor --share`")
@@ -154,9 +152,7 @@ def check_builds() -> Diagnoses:
         yield Diagnosis(WARNING, "torch is not installed", "install it on workers (docs/install.md)")
     elif device == "cpu" and gpus:
         do = f"reinstall the packages for GPUs: {REINSTALL_ADVICE.format(device='cuda')}"
-        yield Diagnosis(
-            WARNING, "there are GPUs, but torch or FBGEMM is built for CPUs, so runs train on CPU", do
-        )
+        yield Diagnosis(WARNING, "there are GPUs, but torch or FBGEMM is built for CPUs, so runs train on CPU", do)
     else:
         yield Diagnosis(OK, f"built for {device}, and this host has {'' if gpus else 'no '}GPUs")
 
@@ -180,10 +176,7 @@ def check_shared_memory() -> Diagnoses:
     """Check that /dev/shm, which Ray uses for objects and NCCL for exchanges within a host, has room."""
     disk = shutil.disk_usage(SHARED_MEMORY_FOLDER)
     what = f"{SHARED_MEMORY_FOLDER} has {disk.free / GIB:,.2f} GiB free of {disk.total / GIB:,.2f} GiB"
-    do = (
-        f"remove unused files in this folder, or enlarge it: mount -o remount,size=8G "
-        f"{SHARED_MEMORY_FOLDER}; "
-    )
+    do = f"remove unused files in this folder, or enlarge it: mount -o remount,size=8G {SHARED_MEMORY_FOLDER}; "
     do += "docker run --shm-size=8g; in Kubernetes, an emptyDir with medium Memory"
     if disk.free >= RECOMMENDED_SHARED_MEMORY_BYTES:
         yield Diagnosis(OK, what)

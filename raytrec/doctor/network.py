@@ -102,9 +102,7 @@ def listen(address: str, keep: bool = True) -> int:
     return port
 
 
-def find_connection_errors(
-    places: list[tuple[str, int]], limit_s: float = PORT_CONNECT_TIMEOUT_S
-) -> list[str]:
+def find_connection_errors(places: list[tuple[str, int]], limit_s: float = PORT_CONNECT_TIMEOUT_S) -> list[str]:
     """Return, for each place, why a connection fails; empty if the connection is accepted."""
 
     def connect(place: tuple[str, int]) -> str:
@@ -195,9 +193,7 @@ def join_group(
 
 def time_all_reduce_in_child(*arguments: Any) -> dict[str, Any]:
     """Take part in an all-reduce in a child process; the arguments go to `join_group`, before its timeout."""
-    return run_child(
-        join_group, *arguments, COLLECTIVE_TIMEOUT_S, limit_s=COLLECTIVE_TIMEOUT_S + IMPORT_ALLOWANCE_S
-    )
+    return run_child(join_group, *arguments, COLLECTIVE_TIMEOUT_S, limit_s=COLLECTIVE_TIMEOUT_S + IMPORT_ALLOWANCE_S)
 
 
 def check_all_reduce(nodes: ThisHost) -> Diagnoses:
@@ -234,9 +230,7 @@ def check_all_reduce(nodes: ThisHost) -> Diagnoses:
         yield Diagnosis(OK, f"over {which} {len(remaining)} nodes: {speed}, {answer['network']}")
 
 
-def find_smallest_failing_group(
-    group: Sequence[int], fails: Callable[[Sequence[int]], bool]
-) -> Sequence[int]:
+def find_smallest_failing_group(group: Sequence[int], fails: Callable[[Sequence[int]], bool]) -> Sequence[int]:
     """Return a node, a pair or, if neither fails by itself, a larger part of a group that fails.
 
     Two binary searches find the shortest failing beginning of the group, and the shortest beginning that
@@ -259,8 +253,7 @@ def _reduce(nodes: ThisHost, group: Sequence[int], backend: str) -> Any:
     if isinstance(port, Exception):
         return port
     arguments = {
-        node: (rank, len(group), first, port, backend, nodes.addresses[node])
-        for rank, node in enumerate(group)
+        node: (rank, len(group), first, port, backend, nodes.addresses[node]) for rank, node in enumerate(group)
     }
     answers = nodes.ask(
         time_all_reduce_in_child,

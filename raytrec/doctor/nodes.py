@@ -95,9 +95,7 @@ class ClusterNodes(ThisHost):
         names = _make_distinct_names([node["NodeManagerHostname"] for node in nodes], addresses)
         actor = ray.remote(max_restarts=0, max_concurrency=8)(_Caller)
         self._actors = [actor.options(**pin_to_node(node["NodeID"])).remote() for node in nodes]
-        answers = self.ask(
-            compute_code_hash, limit_s=START_TIMEOUT_S
-        )  # raises an error on nodes without raytrec
+        answers = self.ask(compute_code_hash, limit_s=START_TIMEOUT_S)  # raises an error on nodes without raytrec
         fit = [number for number, answer in enumerate(answers) if isinstance(answer, str)]
         self.unresponsive_hosts = {
             names[i]: get_last_line(str(answer), type(answer).__name__)[:300]
@@ -115,12 +113,8 @@ class ClusterNodes(ThisHost):
         limit_s: float = REPLY_TIMEOUT_S,
     ) -> list[Any]:
         """Call a function on the nodes, as `ThisHost.ask` on this host."""
-        host_arguments = (
-            dict.fromkeys(range(len(self._actors)), ()) if host_arguments is None else host_arguments
-        )
-        refs = [
-            self._actors[i].call.remote(call, (*arguments, *extra)) for i, extra in host_arguments.items()
-        ]
+        host_arguments = dict.fromkeys(range(len(self._actors)), ()) if host_arguments is None else host_arguments
+        refs = [self._actors[i].call.remote(call, (*arguments, *extra)) for i, extra in host_arguments.items()]
         answers = dict(zip(host_arguments, collect_answers(refs, limit_s), strict=True))
         return [answers.get(i) for i in range(len(self._actors))]
 
@@ -296,9 +290,7 @@ def check_storage(nodes: ThisHost, uri: str) -> Diagnoses:
         for host, reason, missing in zip(nodes.names, reasons, missing_by_host, strict=True):
             if not reason and missing:
                 failed = isinstance(missing, Exception)
-                what = (
-                    f"cannot be listed: {missing}" if failed else f"lacks {len(missing)} files of other nodes"
-                )
+                what = f"cannot be listed: {missing}" if failed else f"lacks {len(missing)} files of other nodes"
                 mount_repair = f"mount the same storage at {uri} on every node, or use s3://"
                 yield Diagnosis(FAILURE, f"{uri} on this node {what}", mount_repair, hosts=(host,))
         if not any(reasons) and not any(missing_by_host):

@@ -128,9 +128,7 @@ def check(source: str | Path | dict | RunConfig, overrides: Overrides | None = N
                 else [],
                 **comparison,
             )
-            write_json(
-                folder / CHECK_RESULT, result.metrics | {"plan": result.plan, "findings": result.findings}
-            )
+            write_json(folder / CHECK_RESULT, result.metrics | {"plan": result.plan, "findings": result.findings})
             append_line(folder, Compared(step=0, unix_s=time(), figures=result.metrics))
             status = "FINISHED" if result.passed else "FAILED"
         except KeyboardInterrupt:
@@ -173,8 +171,7 @@ def print_check(result: CheckResult) -> None:
     for f in result.findings:
         if not f["passed"]:
             line = (
-                f"FAIL  {CHECK_LABELS[f['check']]} of {f['name']}: relative error "
-                f"{_format_error(f['error'])}, limit "
+                f"FAIL  {CHECK_LABELS[f['check']]} of {f['name']}: relative error {_format_error(f['error'])}, limit "
             )
             console.print(to_plain_text(line + f"{f['limit']:.0e}"), soft_wrap=True)
     for line in result.next_steps:

@@ -85,9 +85,7 @@ class RunConsole:
         """Show that training begins at a step; `metrics` describes the figures (selection.Figure)."""
         self._progress.reset(self._task, total=total, completed=step, figures=f"step {step}/{total}")
         self._total, self._begin, self._figures = total, None, read_metric_displays({"metrics": metrics})
-        self._write_message(
-            "start", {"total": total, "step": step, "workers": workers, "metrics": metrics or []}
-        )
+        self._write_message("start", {"total": total, "step": step, "workers": workers, "metrics": metrics or []})
         if step:
             self.note(f"resuming at step {step} with {workers} workers")
 
@@ -215,9 +213,7 @@ def print_summary(summary: Result) -> None:
     console.print(to_bold_text(summary.metrics["name"]), soft_wrap=True)
     console.print(table)
     for title, slices in build_slice_tables(summary.metrics):
-        of_slices = Table(
-            *map(to_plain_text, slices.columns), title=to_plain_text(title), title_justify="left"
-        )
+        of_slices = Table(*map(to_plain_text, slices.columns), title=to_plain_text(title), title_justify="left")
         for cells in slices.rows:
             of_slices.add_row(*(to_plain_text(cell.text) for cell in cells))
         console.print(of_slices)

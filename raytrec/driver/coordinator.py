@@ -211,9 +211,7 @@ class Coordinator:
                 await asyncio.sleep(0.1)
         self._cause = cause if rank is None else self._cause or cause
         step = await self.step()
-        self._report_event(
-            "failed", cause=self._cause, rank=silent.rank if silent else rank, step=step, again=again
-        )
+        self._report_event("failed", cause=self._cause, rank=silent.rank if silent else rank, step=step, again=again)
         self._attempt = ""  # given up: its ranks, even unreachable ones, must end
 
     async def cause(self) -> str:

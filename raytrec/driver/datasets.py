@@ -174,9 +174,7 @@ def open_data(config: RunConfig) -> tuple[Schema, dict[str, Dataset]]:
     data = config.data
     list_files(data.train, "data.train")  # before the schema, whose default place is next to it
     folder, name = get_sibling(data.schema_uri, ""), split_query(data.schema_uri)[0].rpartition("/")[2]
-    schema = (
-        parse_stored_schema(read_index(folder)["about"]) if name == INDEX else Schema.load(data.schema_uri)
-    )
+    schema = parse_stored_schema(read_index(folder)["about"]) if name == INDEX else Schema.load(data.schema_uri)
     datasets = {
         name: open_dataset(config, schema, places, f"data.{name}")
         for name in ("train", "valid", "test")

@@ -106,8 +106,7 @@ def _apply_table_override(tables: dict[str, dict[str, Any]], override: str) -> N
         raise ConfigError(
             f"'{override}' cannot be set for an evaluation",
             where="command line, --set",
-            expected=f"tables.NAME.{OUT_OF_RANGE_KEY}=error, clamp or hash; the weights determine "
-            "the size of a table",
+            expected=f"tables.NAME.{OUT_OF_RANGE_KEY}=error, clamp or hash; the weights determine the size of a table",
         )
     matches = [table for table in tables if fnmatchcase(table, pattern)]
     if not matches:
@@ -268,9 +267,7 @@ def convert(
         raise ConfigError("the folder already contains a checkpoint", where=f"--out {out}", expected=expected)
     from raytrec.checkpoint.convert import rewrite_checkpoint
 
-    changes = {
-        table: _build_table_change(folder, index, schema, table, kind) for table, kind in kinds.items()
-    }
+    changes = {table: _build_table_change(folder, index, schema, table, kind) for table, kind in kinds.items()}
     new_tables = {table: change.table for table, change in changes.items()}
     schema = schema.model_copy(update={"tables": {**schema.tables, **new_tables}})
     about = {**index["about"], "schema": schema.to_yaml()}

@@ -129,9 +129,7 @@ def check_item_ids(section: RetrievalSection, items: Dataset, dataset: Dataset) 
         known_pairs = [_pairs(rows[each], read(own_key)) for each in references]
         for key in (section.item, *_find_id_columns(items)):
             pairs = _pairs(rows[column], read(key))
-            if not any(
-                len(each) and np.isin(each, pairs).mean() > MIN_MATCHING_SHARE for each in known_pairs
-            ):
+            if not any(len(each) and np.isin(each, pairs).mean() > MIN_MATCHING_SHARE for each in known_pairs):
                 continue
             if key == section.item:
                 break
@@ -146,9 +144,7 @@ def check_item_ids(section: RetrievalSection, items: Dataset, dataset: Dataset) 
 def _find_id_columns(items: Dataset) -> list[str]:
     """Return the columns of the items' files that hold integers or text."""
     fields = read_footer(items.groups[0].path).schema.to_arrow_schema()
-    return [
-        each.name for each in fields if pa.types.is_integer(plain(each.type)) or is_text(plain(each.type))
-    ]
+    return [each.name for each in fields if pa.types.is_integer(plain(each.type)) or is_text(plain(each.type))]
 
 
 def _pairs(column: pa.ChunkedArray, keys: np.ndarray) -> np.ndarray:

@@ -124,9 +124,7 @@ def run_group(
     scaling = config.scaling
     nodes = list_gpu_nodes() if scaling.device != "cpu" else []
     device = choose_device(config, nodes, watch.console)
-    checked_config = (
-        config if saves else exclude_training_memory(config) if checkpoint else disable_async_save(config)
-    )
+    checked_config = config if saves else exclude_training_memory(config) if checkpoint else disable_async_save(config)
     check_constraints(checked_config, schema, device, nodes, watch.console)
     watch.console.phase("starting the workers")
     for name, value in RAY_TRAIN_ENV.items():

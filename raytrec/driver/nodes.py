@@ -56,9 +56,7 @@ def count_local_cpus(config: RunConfig) -> int:
     return int(config.scaling.max_workers * build_worker_bundle(config, "cpu")["CPU"])
 
 
-def build_worker_bundle(
-    config: RunConfig, device: str, cpu_nodes_read_rows: bool = False
-) -> dict[str, float]:
+def build_worker_bundle(config: RunConfig, device: str, cpu_nodes_read_rows: bool = False) -> dict[str, float]:
     """Return the resources that Ray reserves for a worker.
 
     They include the CPUs of the worker's readers, whose tasks therefore request none. Read tasks that request
@@ -208,14 +206,11 @@ def reads_on_cpu_nodes(config: RunConfig, device: str) -> bool:
     if device != "cuda" or config.data.read_on != "auto":
         return device == "cuda" and config.data.read_on == "cpu_nodes"
     return (
-        has_autoscaler()
-        or sum(find_nodes_without_gpus().values()) >= config.scaling.max_workers * config.data.readers
+        has_autoscaler() or sum(find_nodes_without_gpus().values()) >= config.scaling.max_workers * config.data.readers
     )
 
 
-def check_constraints(
-    config: RunConfig, schema: Schema, device: str, nodes: list[GpuNode], console: Any
-) -> None:
+def check_constraints(config: RunConfig, schema: Schema, device: str, nodes: list[GpuNode], console: Any) -> None:
     """Check that constraints can be kept with every number of workers, where hosts and memory are known.
 
     Args:

@@ -195,9 +195,7 @@ class NodeCapacityPolicy(RequestingPolicy):
             self._held, self._checked_at, self._had_room = nodes, monotonic(), False
         draining = list_draining_nodes() & set(nodes)
         if draining:
-            self._coordinator.ask.remote(
-                Command.RESTART, f"{len(draining)} of {len(nodes)} nodes will be preempted"
-            )
+            self._coordinator.ask.remote(Command.RESTART, f"{len(draining)} of {len(nodes)} nodes will be preempted")
         elif nodes.total() < self._max_workers and monotonic() - self._checked_at > SCALE_UP_INTERVAL_S:
             self._checked_at = monotonic()
             self._request_scale_up(nodes)

@@ -102,9 +102,7 @@ def check_fit(config: RunConfig, schema: Schema, *, on_this_machine: bool) -> No
         selection.best(stopping.metric, "train.early_stopping.metric")
     if on_this_machine:
         if config.train.compile:
-            require_compiler(
-                "cuda" if get_build_device() == "cuda" and config.scaling.device != "cpu" else "cpu"
-            )
+            require_compiler("cuda" if get_build_device() == "cuda" and config.scaling.device != "cpu" else "cpu")
         check_memory(config, schema)
 
 
@@ -173,9 +171,7 @@ def check_memory(config: RunConfig, schema: Schema) -> None:
     from raytrec.compat.ray_core import measure_system_memory
 
     constraints, optimizers = resolve_constraints(config, schema), resolve_optimizers(config, schema)
-    sizes = {
-        table: size.device for table, size in estimate_footprints(config, schema, constraints, "cpu").items()
-    }
+    sizes = {table: size.device for table, size in estimate_footprints(config, schema, constraints, "cpu").items()}
     memory, free, id_maps = (
         measure_system_memory(),
         measure_free_disk(config),
@@ -280,11 +276,7 @@ def plan(
         workers = config.scaling.max_workers
         gpus = max(count for count in range(1, 9) if workers % count == 0)
         clusters = [Cluster.from_sizes(workers // gpus, gpus, 80)]
-    choices = (
-        list(MACHINES.values())
-        if ANY_MACHINE in names
-        else [find_machine(name, str(prices)) for name in costs]
-    )
+    choices = list(MACHINES.values()) if ANY_MACHINE in names else [find_machine(name, str(prices)) for name in costs]
     chosen = predict.choose_clusters(choices, costs)
     estimates = [predict(cluster, remedies=True) for cluster in clusters]
     return Plans(config=config, schema=schema, on=estimates, chosen=chosen, prices=costs)

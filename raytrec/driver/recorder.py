@@ -27,9 +27,7 @@ from raytrec.tracking.journal import Journal, write_atomically
 from raytrec.tracking.run_folder import PLAN, RESULT, read_messages
 
 WAIT_S = 0.5  # interval between checks for the end of a group
-MESSAGE_WAIT_S = (
-    5.0  # wait of one call for messages of the coordinator; each call takes both a few milliseconds
-)
+MESSAGE_WAIT_S = 5.0  # wait of one call for messages of the coordinator; each call takes both a few milliseconds
 
 
 class Watch:

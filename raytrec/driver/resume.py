@@ -26,9 +26,7 @@ from raytrec.tracking.run_folder import DATA, FILES_KEY, SCHEMA
 FREE_KEYS, FIXED_KEYS = list_keys_with(Mark.FREE), list_keys_with(Mark.FIXED)  # on resume
 
 
-def resume_config(
-    place: str | Path, source: Any, overrides: list[str], allow_code: bool = False
-) -> RunConfig:
+def resume_config(place: str | Path, source: Any, overrides: list[str], allow_code: bool = False) -> RunConfig:
     """Return the configuration of an unfinished run, with permitted changes applied.
 
     Args:
@@ -55,9 +53,7 @@ def resume_config(
     stored = load_config(file, allow_code=True)  # none of its code runs until it is allowed
     foreign = {} if allow_code or is_own_file(file) else find_foreign_code(stored.model_dump(by_alias=True))
     elsewhere = describe_foreign_file(file) if foreign and source is None else None
-    config = load_config(
-        stored if source is None else source, overrides, elsewhere=elsewhere, allow_code=allow_code
-    )
+    config = load_config(stored if source is None else source, overrides, elsewhere=elsewhere, allow_code=allow_code)
     for section, key in (("run", "name"), ("run", "dir"), ("warm_start", "from_"), ("checkpoint", "dir")):
         part = getattr(config, section)
         if getattr(part, key) is None:
@@ -98,9 +94,7 @@ def find_interrupted_run(config: RunConfig, is_user_named: bool) -> Path | None:
         is_user_named: True if the user has chosen the run's name or folder. Otherwise, the newest run with
             the same name (except date and time), configuration and data is returned.
     """
-    folders = (
-        each for each in list_earlier_folders(config, is_user_named) if (each / "config.yaml").is_file()
-    )
+    folders = (each for each in list_earlier_folders(config, is_user_named) if (each / "config.yaml").is_file())
     unfinished = (each for each in folders if not (each / RESULT).exists())
     return next((each for each in unfinished if is_user_named or _is_same_run(each, config)), None)
 
@@ -168,9 +162,7 @@ def check_same_data(
         return []  # no checkpoint depends on earlier data
     recorded, lines = _load_recorded_contents(folder), []
     if index["about"]["data"] != fingerprint(contents["train"]):
-        changes = (
-            list_differences(recorded.get("train", []), contents["train"]) if recorded.get("train") else []
-        )
+        changes = list_differences(recorded.get("train", []), contents["train"]) if recorded.get("train") else []
         raise DataError(
             "data.train has changed since the run was interrupted" + _format_list(changes),
             where=f"{datasets['train'].uri}; {root}",
@@ -203,9 +195,7 @@ def _load_recorded_contents(folder: Path) -> dict[str, list[FileIdentity]]:
     """Return the contents of the datasets when the run began; empty if no usable record exists."""
     try:
         recorded = parse_json(read_bytes(folder / DATA))
-        return {
-            n: [FileIdentity(**values) for values in files] for n, files in recorded.items() if n != FILES_KEY
-        }
+        return {n: [FileIdentity(**values) for values in files] for n, files in recorded.items() if n != FILES_KEY}
     except (OSError, ValueError, TypeError, AttributeError):
         return {}
 

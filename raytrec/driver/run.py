@@ -104,9 +104,7 @@ def train(
             return _drive(plan, contents, console, began - before_s)
 
 
-def _drive(
-    plan: RunPlan, contents: Future[dict[str, list[FileIdentity]]], console: RunConsole, began: float
-) -> Result:
+def _drive(plan: RunPlan, contents: Future[dict[str, list[FileIdentity]]], console: RunConsole, began: float) -> Result:
     """Start Ray, train, and write the result of a run whose folder is ready.
 
     Args:
@@ -218,10 +216,7 @@ def _find_store_error(follower: DeliveryProcess, folder: Path) -> RaytrecError |
         follower.ready()
     except ConfigError as error:
         run = make_relative(folder)
-        do = (
-            f"the run is complete: in {run}/config.yaml, {error.do}; then run raytrec track "
-            f"{quote_for_shell(run)}"
-        )
+        do = f"the run is complete: in {run}/config.yaml, {error.do}; then run raytrec track {quote_for_shell(run)}"
         return RunError(**error.parts | {"do": do})
     return None
 

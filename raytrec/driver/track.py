@@ -84,9 +84,7 @@ class DeliveryProcess:
         Raises:
             ConfigError: As in `check`.
         """
-        deadline = monotonic() + (
-            FILE_ANSWER_TIMEOUT_S if self._uri.startswith("sqlite") else SERVER_ANSWER_TIMEOUT_S
-        )
+        deadline = monotonic() + (FILE_ANSWER_TIMEOUT_S if self._uri.startswith("sqlite") else SERVER_ANSWER_TIMEOUT_S)
         while self._process and not self._answered and (remaining_s := deadline - monotonic()) > 0:
             if not self._read_reports(remaining_s):
                 break
@@ -122,9 +120,7 @@ class DeliveryProcess:
             self._process.wait()
         if self._refusal or not self._missing:
             return None
-        return (
-            f"{self._missing}; the run folder has all records: raytrec track {quote_for_shell(self._folder)}"
-        )
+        return f"{self._missing}; the run folder has all records: raytrec track {quote_for_shell(self._folder)}"
 
     def _read_reports(self, wait_s: float) -> bool:
         """Handle reports that arrive within `wait_s` seconds. Return False if the process has ended."""

@@ -113,9 +113,7 @@ def resolve_constraints(config: RunConfig, schema: Schema) -> dict[str, TableCon
         kernel, dtype = values.get("compute_kernel"), values.get("dtype", "fp32")
         resolved[table] = TableConstraint(allowed, ranks, kernel, dtype, groups.get(table))
         if table in groups and sharding != "table_wise":
-            raise make_plan_error(
-                table, f"plan.colocate does not allow {sharding}", "table_wise, on one rank"
-            )
+            raise make_plan_error(table, f"plan.colocate does not allow {sharding}", "table_wise, on one rank")
     return _copy_group_ranks(resolved)
 
 
@@ -135,9 +133,7 @@ def _index_groups(config: RunConfig, schema: Schema) -> dict[str, int]:
         for name in names:
             for table in match_tables(name, schema, f"plan.colocate, group {index + 1}"):
                 if groups.setdefault(table, index) != index:
-                    raise make_plan_error(
-                        table, "it is in two groups of plan.colocate", "one group that joins both"
-                    )
+                    raise make_plan_error(table, "it is in two groups of plan.colocate", "one group that joins both")
     return groups
 
 
@@ -160,9 +156,7 @@ def _copy_group_ranks(constraints: dict[str, TableConstraint]) -> dict[str, Tabl
     }
 
 
-def count_column_shards(
-    dim: int, sharding: tuple[str, ...], ranks: tuple[int, ...] | None, world: int, local: int
-):
+def count_column_shards(dim: int, sharding: tuple[str, ...], ranks: tuple[int, ...] | None, world: int, local: int):
     """Return the number of column shards of a table under these sharding types, 1 if columns are not cut.
 
     There is one column shard per eligible rank, or fewer if widths would not be equal multiples of 4
@@ -236,11 +230,7 @@ def advise_disk_space(config: RunConfig) -> str:
     """Return advice for a disk without room for table files, with the resume command if a run has begun."""
     do, run = "make room, or set plan.mmap_dir to a folder on another disk", Path(config.run.dir or "")
     begun = config.run.dir and (run / "config.yaml").is_file()
-    return (
-        f"{do}; then resume the run: raytrec train --resume {quote_for_shell(make_relative(run))}"
-        if begun
-        else do
-    )
+    return f"{do}; then resume the run: raytrec train --resume {quote_for_shell(make_relative(run))}" if begun else do
 
 
 def find_memory_filesystem(folder: Path) -> str | None:
@@ -252,9 +242,6 @@ def find_memory_filesystem(folder: Path) -> str | None:
         return None
     device_id = f"{os.major(device)}:{os.minor(device)}"
     for line in lines:  # ID PARENT MAJOR:MINOR ROOT PLACE OPTIONS … - TYPE SOURCE OPTIONS
-        if (
-            line.split()[2] == device_id
-            and (kind := line.partition(" - ")[2].split()[0]) in MEMORY_FILESYSTEMS
-        ):
+        if line.split()[2] == device_id and (kind := line.partition(" - ")[2].split()[0]) in MEMORY_FILESYSTEMS:
             return kind
     return None

@@ -54,9 +54,7 @@ def _shift_right(bits: torch.Tensor, count: int) -> torch.Tensor:
     return (bits >> count).bitwise_and_(2 ** (64 - count) - 1)
 
 
-def compute_initial_values(
-    seed: int, table: str, ids: torch.Tensor, columns: range, rows: int
-) -> torch.Tensor:
+def compute_initial_values(seed: int, table: str, ids: torch.Tensor, columns: range, rows: int) -> torch.Tensor:
     """Return the initial values of the rows of ids, uniform in ±1/√rows, on the device of the ids.
 
     Each value is a function of (seed, table, id, column) alone, with the same bits on CPU and GPU. An id
@@ -101,9 +99,7 @@ def find_key_owners(keys: torch.Tensor, world: int) -> tuple[torch.Tensor, torch
     return scaled >> _OWNER_BITS, scaled & (2**_OWNER_BITS - 1)
 
 
-def assign_fallback_rows(
-    keys: torch.Tensor, first: int | torch.Tensor, rows: int | torch.Tensor
-) -> torch.Tensor:
+def assign_fallback_rows(keys: torch.Tensor, first: int | torch.Tensor, rows: int | torch.Tensor) -> torch.Tensor:
     """Return the fallback row of each key [n], used while the key has no row, int64 [n].
 
     Args:

@@ -56,9 +56,7 @@ class MappedFileFactory:
         """Return the HotRowCache of a shard."""
         return HotRowCache(whole, rows)
 
-    def allocate_zeros(
-        self, tables: list[str], count: int, dtype: torch.dtype, more: int = 0
-    ) -> torch.Tensor:
+    def allocate_zeros(self, tables: list[str], count: int, dtype: torch.dtype, more: int = 0) -> torch.Tensor:
         """Return zeros [count + more] whose first `count` values are shared with a new file.
 
         Disk space is reserved at once: on a full disk, writing a page back would otherwise kill the process.

@@ -33,9 +33,7 @@ def _make_settings(config: EmbeddingOptim | DenseOptim) -> dict:
     return {"lr": config.lr} | {key: getattr(config, key) for key in find_optimizer(config.name).settings}
 
 
-def mark_fused(
-    collections: Iterable[Collection], optimizers: Mapping[str, EmbeddingOptim], device: str
-) -> None:
+def mark_fused(collections: Iterable[Collection], optimizers: Mapping[str, EmbeddingOptim], device: str) -> None:
     """Mark the tables to be updated in backward, if the device has a kernel for that. Call before sharding.
 
     TorchRec (1.8.0, group_tables) then puts tables with the same collection, optimizer and learning rate into
@@ -86,22 +84,16 @@ def combine_optimizers(
     parts = [("fused", model.fused_optimizer)]
     configs = list(optimizers.values())
     for optimizer in [config for i, config in enumerate(configs) if config not in configs[:i]]:
-        weights = {
-            n: p for n, p in rest.items() if (table := find_table_name(n)) and optimizers[table] == optimizer
-        }
+        weights = {n: p for n, p in rest.items() if (table := find_table_name(n)) and optimizers[table] == optimizer}
         if weights:
             parts.append(
                 (
                     "tables",
-                    _make_keyed_optimizer(
-                        weights, optimizer, **_choose_one_pass(optimizer, weights.values())
-                    ),
+                    _make_keyed_optimizer(weights, optimizer, **_choose_one_pass(optimizer, weights.values())),
                 )
             )
     if dense := {name: p for name, p in rest.items() if not find_table_name(name)}:
-        parts.append(
-            ("dense", _make_keyed_optimizer(dense, dense_config, fused=choose_fused_option(dense.values())))
-        )
+        parts.append(("dense", _make_keyed_optimizer(dense, dense_config, fused=choose_fused_option(dense.values()))))
     return RunOptimizer(parts, {table: optimizer.name for table, optimizer in optimizers.items()})
 
 
@@ -175,9 +167,7 @@ class GlobalNormClip(OptimizerWrapper):
         self._cuts: list[_LookupCut] = []
         # Every rank holds a copy of dense parameters and data-parallel tables, with the same gradient.
         copies = {name for name, table in tables(model).items() if table.weight.replicated}
-        self._replicated = [
-            p for name, p in model.named_parameters() if find_table_name(name) in {None, *copies}
-        ]
+        self._replicated = [p for name, p in model.named_parameters() if find_table_name(name) in {None, *copies}]
         for kernel in iterate_sharded_kernels(model):
             kernel.register_forward_hook(self._cut)
 

@@ -40,9 +40,7 @@ def make_embedding_bags(
         constraints: Constraint of every table, used for its dtype; default: fp32 for all tables.
         excluded_tables: Tables to exclude. If no table remains, None is returned.
     """
-    features_of: dict[str, list[str]] = {
-        table: [] for table in schema.tables if table not in (excluded_tables or {})
-    }
+    features_of: dict[str, list[str]] = {table: [] for table in schema.tables if table not in (excluded_tables or {})}
     for feature, spec in schema.sparse.items():
         if spec.table in features_of:
             features_of[spec.table].append(feature)
@@ -72,9 +70,7 @@ def make_by_id_collections(
         columns = len(constraint.ranks or ()) if "column_wise" in constraint.sharding else 0
         table = EmbeddingConfig(**_make_args(features.schema, name, names, constraints))
         groups.setdefault((table.embedding_dim, columns), []).append(table)
-    return nn.ModuleList(
-        EmbeddingCollection(device=torch.device("meta"), tables=tables) for tables in groups.values()
-    )
+    return nn.ModuleList(EmbeddingCollection(device=torch.device("meta"), tables=tables) for tables in groups.values())
 
 
 def _make_args(

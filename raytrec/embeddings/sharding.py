@@ -104,9 +104,7 @@ class Rounding:
     smallest: float
 
 
-def bound_forward_rounding(
-    precision: Precision, sharding: str, world: int, row_parts: int, by_id: bool
-) -> Rounding:
+def bound_forward_rounding(precision: Precision, sharding: str, world: int, row_parts: int, by_id: bool) -> Rounding:
     """Return the bound on the rounding error of a table's embeddings.
 
     Args:
@@ -187,9 +185,7 @@ class IdSharder(_ShardingTypesMixin, EmbeddingCollectionSharder):
 
     kinds = BY_ID_TYPES
 
-    def __init__(
-        self, fused_params: dict[str, Any] | None, codecs: Codecs | None, device: str, distinct: bool
-    ):
+    def __init__(self, fused_params: dict[str, Any] | None, codecs: Codecs | None, device: str, distinct: bool):
         super().__init__({**(fused_params or {}), USE_ONE_TBE_PER_TABLE: device == "cpu"}, codecs, distinct)
 
 

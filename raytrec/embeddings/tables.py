@@ -201,9 +201,7 @@ def tables(model: nn.Module, optimizer: KeyedOptimizer | None = None) -> dict[st
     """
     optimizers, live_state, collected = {}, {}, {}
     if optimizer is not None:
-        optimizers = {
-            table: find_optimizer(name) for table, name in unwrap_optimizer(optimizer).names.items()
-        }
+        optimizers = {table: find_optimizer(name) for table, name in unwrap_optimizer(optimizer).names.items()}
         live_state = _collect_live_state(optimizer, optimizers)
     for module in iterate_sharded_collections(model):
         live, parameters = module.state_dict(), dict(module.named_parameters())

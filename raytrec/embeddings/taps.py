@@ -59,15 +59,11 @@ def iterate_keys(features: KeyedJaggedTensor, count: int) -> Iterator[KeyLookups
     if weights is None:
         weights = torch.ones_like(features.values(), dtype=torch.float32)
     bags = torch.arange(lengths_KB.shape[1], device=lengths_KB.device)
-    for lengths, ids, id_weights in zip(
-        lengths_KB, features.values().split(sizes), weights.split(sizes), strict=True
-    ):
+    for lengths, ids, id_weights in zip(lengths_KB, features.values().split(sizes), weights.split(sizes), strict=True):
         yield KeyLookups(ids, bags.repeat_interleave(lengths, output_size=len(ids)), id_weights, lengths)
 
 
-def add_row_gradients(
-    out_RD: torch.Tensor, rows_R: torch.Tensor, key: KeyLookups, grad_BD: torch.Tensor
-) -> None:
+def add_row_gradients(out_RD: torch.Tensor, rows_R: torch.Tensor, key: KeyLookups, grad_BD: torch.Tensor) -> None:
     """Add the contributions of a key's bags to the gradients of rows.
 
     Args:
@@ -81,9 +77,7 @@ def add_row_gradients(
         out_RD.index_add_(0, places, grad_BD[key.bag[hits]].float() * key.weights[hits].unsqueeze(1))
 
 
-def split_lookup(
-    kernel: nn.Module, features: KeyedJaggedTensor, lookup_values: torch.Tensor
-) -> Iterator[Part]:
+def split_lookup(kernel: nn.Module, features: KeyedJaggedTensor, lookup_values: torch.Tensor) -> Iterator[Part]:
     """Yield the shard, the ids, and the part of the output (or its gradient) for each key of a lookup.
 
     Args:
@@ -108,9 +102,7 @@ def split_bags(key: KeyLookups) -> KeyLookups:
     return KeyLookups(key.ids, torch.arange(len(key.ids), device=key.ids.device), ones.float(), ones)
 
 
-def sum_squared_row_gradients(
-    kernel: nn.Module, features: KeyedJaggedTensor, gradient: torch.Tensor
-) -> torch.Tensor:
+def sum_squared_row_gradients(kernel: nn.Module, features: KeyedJaggedTensor, gradient: torch.Tensor) -> torch.Tensor:
     """Return Σ of the squared gradient of each table row that a lookup touched, a float64 scalar.
 
     Args:
@@ -126,9 +118,7 @@ def sum_squared_row_gradients(
         ids, per_id = [], []
         for name in table.feature_names:
             feature = features[name]
-            grad_ND = grads[name].repeat_interleave(
-                feature.lengths(), dim=0, output_size=len(feature.values())
-            )
+            grad_ND = grads[name].repeat_interleave(feature.lengths(), dim=0, output_size=len(feature.values()))
             weights = feature.weights_or_none()
             per_id.append(grad_ND if weights is None else grad_ND * weights.unsqueeze(1))
             ids.append(feature.values())
@@ -141,9 +131,7 @@ def _offset_ids(kernel: nn.Module, features: KeyedJaggedTensor) -> torch.Tensor:
     ids_N, rows = features.values(), [table.local_rows for table in list_kernel_tables(kernel)]
     if len(rows) == 1:
         return ids_N
-    firsts = [
-        sum(rows[:i]) for i, table in enumerate(list_kernel_tables(kernel)) for _ in table.feature_names
-    ]
+    firsts = [sum(rows[:i]) for i, table in enumerate(list_kernel_tables(kernel)) for _ in table.feature_names]
     lengths_KB = features.lengths().view(len(firsts), -1)
     first_K = torch.tensor(firsts).to(ids_N.device, non_blocking=True)
     return ids_N + first_K.repeat_interleave(lengths_KB.sum(1), output_size=len(ids_N))
@@ -244,9 +232,7 @@ class Taps:
         self.sent = torch.zeros(len(features), dtype=torch.int64, device=device)
         self.rows = torch.zeros((), dtype=torch.int64, device=device)
         self.lookups = [self._hook_lookup(kernel, False, device) for kernel in iterate_sharded_kernels(model)]
-        self.lookups += [
-            self._hook_lookup(kernel, True, device) for kernel in iterate_replicated_kernels(model)
-        ]
+        self.lookups += [self._hook_lookup(kernel, True, device) for kernel in iterate_replicated_kernels(model)]
         watch_distinct_ids(model, self._count_distinct)
         head.register_forward_pre_hook(self._before_head)
 
@@ -257,9 +243,7 @@ class Taps:
             lookup.ids = lookup.gradient = None
 
     def _hook_lookup(self, kernel: nn.Module, replicated: bool, device: torch.device) -> Lookup:
-        keys = [
-            (feature, table.name) for table in list_kernel_tables(kernel) for feature in table.feature_names
-        ]
+        keys = [(feature, table.name) for table in list_kernel_tables(kernel) for feature in table.feature_names]
         features, tables = map(list, zip(*keys, strict=True))
         received = torch.zeros(len(keys), dtype=torch.int64, device=device)
         lookup = Lookup(kernel, features, tables, replicated, received)

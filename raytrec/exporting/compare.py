@@ -73,8 +73,7 @@ def score_golden_rows(
     logits = compute_outputs(trained.saved, batch, as_stored=make_rounding(PRECISIONS[precision]))
     predictions = trained.objective.predictions(logits).values()
     return {
-        name: pa.array(list(values.numpy()), kind)
-        for name, kind, values in zip(names, kinds, predictions, strict=True)
+        name: pa.array(list(values.numpy()), kind) for name, kind, values in zip(names, kinds, predictions, strict=True)
     }
 
 
@@ -99,9 +98,7 @@ def check_golden(
     """
     scores = {task.column for task in manifest.tasks}
     columns = pa.schema([field for field in golden.schema if field.name not in scores])
-    programs: dict[ProgramName, Any] = {
-        name: program.exported.module() for name, program in trained.programs.items()
-    }
+    programs: dict[ProgramName, Any] = {name: program.exported.module() for name, program in trained.programs.items()}
     if onnx:
         onnx.compare_random_rows()
         programs["predict"] = onnx
@@ -150,14 +147,10 @@ def compare_precisions(
     for name in precisions:
 
         def report(rows: int, name: str = name) -> None:
-            console.phase(
-                f"evaluating {name} tables: {format_percent(rows / dataset.rows)} of rows", always=False
-            )
+            console.phase(f"evaluating {name} tables: {format_percent(rows / dataset.rows)} of rows", always=False)
 
         with trained.lookups(name, checked=False) as lookups:  # the export has just read and checked all rows
-            figures, _ = evaluate(
-                _EvaluationModel(trained, lookups, report), stream, torch.device("cpu"), selection
-            )
+            figures, _ = evaluate(_EvaluationModel(trained, lookups, report), stream, torch.device("cpu"), selection)
         for key, values in metrics.items():
             value = figures.get(key)
             values[name] = None if value is None or isnan(value) else float(value)

@@ -222,9 +222,7 @@ def _encode_ids(trained: TrainedModel, table: str) -> bytes:
     """Return the ids of a table and their rows as Parquet."""
     columns = read_stored_ids(trained.saved.folder, trained.saved.index, table, ("id", "row"))
     sink = io.BytesIO()
-    pq.write_table(
-        pa.table({name: values.numpy() for name, values in columns.items()}), sink, compression="zstd"
-    )
+    pq.write_table(pa.table({name: values.numpy() for name, values in columns.items()}), sink, compression="zstd")
     return sink.getvalue()
 
 
@@ -242,18 +240,14 @@ def _copy_vocabularies(target: ExportFolder, transforms: Sequence[Any]) -> list[
     return copied
 
 
-def _write_tables(
-    target: ExportFolder, trained: TrainedModel, manifest: Manifest, console: RunConsole
-) -> None:
+def _write_tables(target: ExportFolder, trained: TrainedModel, manifest: Manifest, console: RunConsole) -> None:
     total = sum(table.rows for table in trained.schema.tables.values())
     rows_before = 0
     for name, entry in manifest.tables.items():
         with StoredTable(trained.saved.folder, trained.saved.index, name) as table:
             for number, file in enumerate(entry.files):
                 first = rows_before + number * entry.block_rows
-                console.phase(
-                    f"table {name}: {format_percent(first / total)} of all rows written", always=False
-                )
+                console.phase(f"table {name}: {format_percent(first / total)} of all rows written", always=False)
                 target.write(file, iterate_file_bytes(table, entry, number))
             rows_before += table.rows
 

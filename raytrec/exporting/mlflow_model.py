@@ -80,9 +80,7 @@ class MlflowRun:
             mlflow_run = MlflowClient(uri).get_run(run_id) if run_id else None
         except Exception as error:
             if getattr(error, "error_code", "") != "RESOURCE_DOES_NOT_EXIST":
-                raise make_open_error(
-                    uri, reason(error), LOGIN_HINT if is_access_denied(error) else URI_HINT
-                ) from None
+                raise make_open_error(uri, reason(error), LOGIN_HINT if is_access_denied(error) else URI_HINT) from None
             mlflow_run = None
         if mlflow_run is None:
             raise RunError(

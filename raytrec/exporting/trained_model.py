@@ -120,9 +120,7 @@ def list_tasks(trained: TrainedModel) -> list[TaskEntry]:
     """Return the tasks, with the columns of their predictions."""
     tasks = trained.objective.tasks
     return [
-        TaskEntry(
-            name=task.name, label=task.label, column=column, classes=task.outputs, predicts=task.loss.predicts
-        )
+        TaskEntry(name=task.name, label=task.label, column=column, classes=task.outputs, predicts=task.loss.predicts)
         for task, column in zip(tasks, list_score_columns(tasks), strict=True)
     ]
 

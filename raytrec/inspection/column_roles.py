@@ -121,9 +121,7 @@ def _add_hints(f: Finding) -> Finding:
     """Add notes and transforms that the column needs before training."""
     s = f.stats
     if len(s.types) > 1:
-        f.notes.append(
-            f"its type differs: {'; '.join(f'{kind} in {path}' for kind, path in s.types.items())}"
-        )
+        f.notes.append(f"its type differs: {'; '.join(f'{kind} in {path}' for kind, path in s.types.items())}")
     if s.nulls_inside:
         f.notes.append(f"{s.count('nulls_inside'):,} nulls inside lists")
     if f.kind == "sparse" and s.mixed and not f.transforms:
@@ -205,9 +203,7 @@ def _label_of_text(f: Finding) -> Finding:
             f"{{do: binarize, columns: [{format_yaml_scalar(s.name)}], positive: [TEXT, …]}}",
         )
     counts = {v.decode(errors="replace") if isinstance(v, bytes) else str(v): n for v, n in s.few.items()}
-    positive = [text for text in counts if POSITIVE_TEXT.fullmatch(text.strip())] or [
-        min(counts, key=counts.get)
-    ]
+    positive = [text for text in counts if POSITIVE_TEXT.fullmatch(text.strip())] or [min(counts, key=counts.get)]
     share = _share(s, lambda v: v in positive)
     chosen = ", ".join(sorted(positive))
     f.notes.append(f"{_values(s)}, not 0 and 1: choose the texts that mean 1, currently {chosen}{share}")

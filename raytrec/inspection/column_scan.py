@@ -81,15 +81,11 @@ def scan_columns(
         if missing := labels - find_common_columns(footers[part]):
             not_seen[part] = f"column {', '.join(sorted(missing))} is missing"
             del footers[part]
-    kinds = infer_folder_column_types(
-        {path: footer for files in footers.values() for path, footer in files.items()}
-    )
+    kinds = infer_folder_column_types({path: footer for files in footers.values() for path, footer in files.items()})
     columns = unify_columns(footers, kinds)
     groups = {part: _groups(files) for part, files in footers.items()}
     if not sum(rows for *_, rows in groups[None]):
-        raise DataError(
-            "the data has no rows", where=uri, expected=f"rows in its {len(footers[None])} Parquet files"
-        )
+        raise DataError("the data has no rows", where=uri, expected=f"rows in its {len(footers[None])} Parquet files")
     chosen = {part: _choose_row_groups(of, max_rows) for part, of in groups.items()}
     _read_columns(columns, chosen, footers, kinds, [c for c in columns if c.name in labels])
     rows = sum(rows for *_, rows in chosen[None])
@@ -163,9 +159,7 @@ def _read_columns(
         raise errors[0]
 
 
-def _add(
-    column: ColumnStats, part: str | None, data: pa.ChunkedArray | Exception, where: str
-) -> DataError | None:
+def _add(column: ColumnStats, part: str | None, data: pa.ChunkedArray | Exception, where: str) -> DataError | None:
     """Add a row group's column to the statistics. Return an error if the column cannot be read."""
     try:
         if isinstance(data, Exception):

@@ -267,9 +267,7 @@ def to_comparable(array, base: str, mixed: bool):
     return array.cast(pa.string()) if mixed else array
 
 
-def pair_with_labels(
-    column: ColumnStats, data: Mapping[str, pa.ChunkedArray], labels: Sequence[ColumnStats]
-) -> None:
+def pair_with_labels(column: ColumnStats, data: Mapping[str, pa.ChunkedArray], labels: Sequence[ColumnStats]) -> None:
     """Add a row group's pairs of values. A label is dropped at the first contradiction to a copy.
 
     Args:

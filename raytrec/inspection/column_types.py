@@ -29,9 +29,7 @@ DATE_PATTERN = re.compile(r"(19|20)\d\d-?[01]\d(-?[0-3]\d|$)|__|$")
 
 def find_common_columns(footers: dict) -> set[str]:
     """Return the columns that all files have, including keys of their folders."""
-    names = (
-        {*leaf_names(f.schema.to_arrow_schema()), *parse_folder_values(path)} for path, f in footers.items()
-    )
+    names = ({*leaf_names(f.schema.to_arrow_schema()), *parse_folder_values(path)} for path, f in footers.items())
     return set.intersection(*names)
 
 
@@ -61,8 +59,7 @@ def _arrow(path: str, footer: pq.FileMetaData, kinds: dict[str, pa.DataType]) ->
 def unify_columns(footers: dict[str | None, dict], kinds: dict[str, pa.DataType]) -> list[ColumnStats]:
     """Return every column, including fields of structs, with the type that all files agree on."""
     schemas = {
-        part: {path: _arrow(path, footer, kinds) for path, footer in files.items()}
-        for part, files in footers.items()
+        part: {path: _arrow(path, footer, kinds) for path, footer in files.items()} for part, files in footers.items()
     }
     names = dict.fromkeys(
         name for files in schemas.values() for schema in files.values() for name in leaf_names(schema)

@@ -240,8 +240,6 @@ def _transforms(findings: list[Finding]) -> list[dict]:
     together: dict[str, dict] = {}
     for transform in (t for f in findings if f.kind != "skipped" for t in f.transforms):
         settings = {key: value for key, value in transform.items() if key != "columns"}
-        merged = together.setdefault(
-            to_flow_yaml(settings), {"do": transform["do"], "columns": [], **settings}
-        )
+        merged = together.setdefault(to_flow_yaml(settings), {"do": transform["do"], "columns": [], **settings})
         merged["columns"] += transform["columns"]
     return sorted(together.values(), key=lambda t: ORDER.index(t["do"]))

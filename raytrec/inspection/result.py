@@ -58,14 +58,8 @@ class Inspection:
     def schema_yaml(self) -> str:
         """Return the text of schema.yaml, with the transforms and a comment for every column."""
         sampled = "" if self.scan.whole else ", a sample: cardinalities and ranges are lower bounds"
-        others = (
-            f", ids also read from {' and '.join(self.scan.inspected_parts)}"
-            if self.scan.inspected_parts
-            else ""
-        )
-        lines = [
-            f"Inferred from {self.uri} ({self.rows:,} rows{sampled}{others}). Review it before training."
-        ]
+        others = f", ids also read from {' and '.join(self.scan.inspected_parts)}" if self.scan.inspected_parts else ""
+        lines = [f"Inferred from {self.uri} ({self.rows:,} rows{sampled}{others}). Review it before training."]
         lines += [f"{part} was not inspected: {why}" for part, why in self.scan.skipped_parts.items()]
         if self.transforms or self.reserve_columns or self.tasks:
             lines.append("Training also requires these settings:")
@@ -79,21 +73,15 @@ class Inspection:
         if self.tasks:
             lines += ["tasks:", *(f"  - {to_flow_yaml(task)}" for task in self.tasks)]
         out = [f"# {_printable(line)}" for line in lines]
-        out.append(
-            self.schema.to_yaml({key: _printable(text) for key, text in self._comments().items()}).rstrip()
-        )
+        out.append(self.schema.to_yaml({key: _printable(text) for key, text in self._comments().items()}).rstrip())
         for f in self.findings:
             if f.kind == "skipped":
-                out.append(
-                    _printable(f"# skipped: {format_yaml_scalar(f.stats.name)} ({f.stats.type}): {f.why}")
-                )
+                out.append(_printable(f"# skipped: {format_yaml_scalar(f.stats.name)} ({f.stats.type}): {f.why}"))
         return "\n".join(out) + "\n"
 
     def _comments(self) -> dict[tuple[str, str], str]:
         """Return (section, column) → comment."""
-        shared = {
-            name: f"shares {t.name}'s table: {why}" for t in self.tables for name, why in t.reasons.items()
-        }
+        shared = {name: f"shares {t.name}'s table: {why}" for t in self.tables for name, why in t.reasons.items()}
         comments = {("tables", t.name): t.comment for t in self.tables}
         for f in self.findings:
             section = {"label": "labels", "dense": "dense", "sparse": "sparse"}.get(f.kind)
@@ -124,9 +112,7 @@ class Inspection:
 
     def _command(self, schema: str) -> str:
         """Return the command that trains with a schema file."""
-        parts = {
-            "test" if name == "test" else "valid": place for name, place in self.scan.inspected_parts.items()
-        }
+        parts = {"test" if name == "test" else "valid": place for name, place in self.scan.inspected_parts.items()}
         settings = [f"data.train={self.uri}", *(f"data.{name}={place}" for name, place in parts.items())]
         settings.append(f"data.schema={schema}")
         if self.tasks:
@@ -142,9 +128,7 @@ class Inspection:
         return command
 
     def _print_table(self) -> None:
-        table = Table(
-            title=to_plain_text(f"{self.uri}: {self.rows:,} rows, {self.scan.listing}"), title_justify="left"
-        )
+        table = Table(title=to_plain_text(f"{self.uri}: {self.rows:,} rows, {self.scan.listing}"), title_justify="left")
         for heading in ("column", "role", "reason", "nulls", "distinct"):
             table.add_column(heading)
         for f in self.findings:
@@ -160,9 +144,7 @@ class Inspection:
         console.print(table)
         for f in self.findings:
             if f.kind == "label" and REASON_CONSTANT in f.notes:
-                console.print(
-                    to_plain_text(f"warning: the label {f.stats.name} is {REASON_CONSTANT}"), soft_wrap=True
-                )
+                console.print(to_plain_text(f"warning: the label {f.stats.name} is {REASON_CONSTANT}"), soft_wrap=True)
 
 
 def write_schema(text: str, out: str | None) -> None:
@@ -199,9 +181,7 @@ def to_flow_yaml(value: object) -> str:
     """Return a value as YAML on one line."""
     if isinstance(value, dict):
         return f"{{{', '.join(f'{key}: {to_flow_yaml(inner)}' for key, inner in value.items())}}}"
-    return (
-        f"[{', '.join(map(to_flow_yaml, value))}]" if isinstance(value, list) else format_yaml_scalar(value)
-    )
+    return f"[{', '.join(map(to_flow_yaml, value))}]" if isinstance(value, list) else format_yaml_scalar(value)
 
 
 def _printable(text: str) -> str:

@@ -52,9 +52,7 @@ class SharedTable:
         parts, hot = [part for f in self.members for part in f.stats.parts], HotIds()
         for part in parts:
             hot.add(*part.hot.counts())
-        distinct = count_distinct(
-            np.unique(np.concatenate([part.hashes for part in parts]))[:MAX_KEPT_HASHES]
-        )
+        distinct = count_distinct(np.unique(np.concatenate([part.hashes for part in parts]))[:MAX_KEPT_HASHES])
         low, high = min(p.low for p in parts), max(p.high for p in parts)
         kind = "ordinal" if all(is_ordinal(f.stats) for f in self.members) else "id"
         kind = "text" if any(f.stats.base == "text" for f in self.members) else kind
@@ -119,9 +117,7 @@ def _subject_words(name: str) -> frozenset[str]:
 
 def make_table_name(column: str, taken: set[str]) -> str:
     """Return an unused table name from a column name, without characters that tables or figures reject."""
-    name = re.sub(r"[^\w\-]+", "_", re.sub(r"(?<=.)([_.][iI][dD]s?|(?<=[a-z])I[dD]s?)$", "", column)).strip(
-        "_"
-    )
+    name = re.sub(r"[^\w\-]+", "_", re.sub(r"(?<=.)([_.][iI][dD]s?|(?<=[a-z])I[dD]s?)$", "", column)).strip("_")
     name = to_table_name(name or "ids")
     number = 2
     while name in taken:
@@ -143,9 +139,7 @@ def estimate_containment(inner: ColumnStats, outer: ColumnStats) -> float:
     return len(np.intersect1d(inside, outside, assume_unique=True)) / max(len(inside), 1)
 
 
-def table_size(
-    low: float, high: float, distinct: int, hot: HotIds, kind: str, sampled: bool
-) -> tuple[int, str, str]:
+def table_size(low: float, high: float, distinct: int, hot: HotIds, kind: str, sampled: bool) -> tuple[int, str, str]:
     """Return a table's `rows` and `out_of_range`, and a comment.
 
     Args:

@@ -76,9 +76,7 @@ class HotIds:
             self._merge()
 
     def _merge(self) -> None:
-        hashes, counts = (
-            np.concatenate(each) for each in zip((self._ids, self._counts), *self._new, strict=True)
-        )
+        hashes, counts = (np.concatenate(each) for each in zip((self._ids, self._counts), *self._new, strict=True))
         self._new, self._new_count = [], 0
         ids, places = np.unique(hashes, return_inverse=True)
         sums = np.bincount(places, counts, len(ids)).astype(np.int64)

@@ -78,17 +78,12 @@ class TaskRows:
             self._add_group_metrics(peers, device, figures)
         return {self._key(name): value for name, value in figures.items()}, curves
 
-    def slices(
-        self, peers: Peers, device: torch.device, names: Mapping[str, dict[int, str]]
-    ) -> dict[str, Any]:
+    def slices(self, peers: Peers, device: torch.device, names: Mapping[str, dict[int, str]]) -> dict[str, Any]:
         """Return the metrics of slices by column (Slices.figures); a collective.
 
         `names` maps each column to the texts of values that this rank has seen, by key.
         """
-        return {
-            column: slices.figures(peers, device, names.get(column, {}))
-            for column, slices in self._slices.items()
-        }
+        return {column: slices.figures(peers, device, names.get(column, {})) for column, slices in self._slices.items()}
 
     def _add_ranked_metrics(self, peers: Peers, device: torch.device, figures: dict, curves: dict) -> None:
         """Add metrics and curves over rows sorted by prediction to `figures` and `curves`."""
@@ -126,9 +121,7 @@ class TaskRows:
         return self._selection.key(self._task, name)
 
 
-def choose_ranking_device(
-    rows: int, device: torch.device, row_bytes: int = AUC_BYTES_PER_ROW
-) -> torch.device:
+def choose_ranking_device(rows: int, device: torch.device, row_bytes: int = AUC_BYTES_PER_ROW) -> torch.device:
     """Return the CUDA device if half of its free memory can hold the rows, else the CPU.
 
     By default, `row_bytes` is the memory of the AUC. A device that is not CUDA is returned unchanged.
@@ -208,9 +201,7 @@ class Slices(BoundedRows):
         return _merge_slice_ties(keys, predictions, *sums)
 
 
-def _merge_slice_ties(
-    keys: torch.Tensor, predictions: torch.Tensor, *sums: torch.Tensor
-) -> list[torch.Tensor]:
+def _merge_slice_ties(keys: torch.Tensor, predictions: torch.Tensor, *sums: torch.Tensor) -> list[torch.Tensor]:
     """Return ties by slice and descending prediction.
 
     The columns are keys, predictions, and sums over rows that agree in both: positive weights, negative
@@ -255,9 +246,7 @@ class SliceMetrics:
         )
         calibration = predicted / positives
         has_enough = (
-            torch.minimum(positives, negatives) >= MIN_SLICE_LABEL_ROWS
-            if binary
-            else rows >= 2 * MIN_SLICE_LABEL_ROWS
+            torch.minimum(positives, negatives) >= MIN_SLICE_LABEL_ROWS if binary else rows >= 2 * MIN_SLICE_LABEL_ROWS
         )
         goodness = (auc if binary else -calibration.log().abs()).masked_fill(~has_enough, float("nan"))
         bound = {"auc_bound": tied / (positives * negatives)} if binary and binned else {}
@@ -302,9 +291,7 @@ class SliceNames:
 
     def _record_names(self, texts: dict[int, str], keys, values) -> None:
         distinct, first = np.unique(keys, return_index=True)
-        new = [
-            (key, row) for key, row in zip(distinct.tolist(), first.tolist(), strict=True) if key not in texts
-        ]
+        new = [(key, row) for key, row in zip(distinct.tolist(), first.tolist(), strict=True) if key not in texts]
         for key, row in new[: MAX_SLICE_NAMES - len(texts)]:
             value = values[row].as_py()
             texts[key] = "null" if value is None else str(value)

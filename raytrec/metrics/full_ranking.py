@@ -135,9 +135,7 @@ class FullRanking:
         is_own_P = (position_P >= 0).to(device)
         scores_P, owners_P = self._peers.sum(torch.stack([scores_P.double(), is_own_P.double()]))
         lowest = torch.finfo(torch.float32).min  # score of NaN, which ranks last
-        scores_P = torch.where(scores_P.isnan(), lowest, scores_P.float()).masked_fill(
-            owners_P == 0, -torch.inf
-        )
+        scores_P = torch.where(scores_P.isnan(), lowest, scores_P.float()).masked_fill(owners_P == 0, -torch.inf)
         scores_QR = scores_P.new_full((len(queries_QD), len(active)), -torch.inf)
         scores_QR[of_P.to(device), number_P.to(device)] = scores_P
         scores_QR = scores_QR.sort(dim=1, descending=True).values
@@ -248,9 +246,7 @@ def choose_block_cells(device: torch.device) -> int:
     """Return the number of queries × items per block."""
     if device.type != "cuda":
         return DEFAULT_BLOCK_CELLS
-    return min(
-        MAX_BLOCK_CELLS, max(DEFAULT_BLOCK_CELLS, torch.cuda.mem_get_info(device)[0] // FREE_BYTES_PER_CELL)
-    )
+    return min(MAX_BLOCK_CELLS, max(DEFAULT_BLOCK_CELLS, torch.cuda.mem_get_info(device)[0] // FREE_BYTES_PER_CELL))
 
 
 def compare_exact(

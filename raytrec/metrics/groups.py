@@ -146,9 +146,7 @@ class GroupRows:
         columns: Column `group` of the task and, if metrics need it, `item`.
     """
 
-    def __init__(
-        self, predict: Callable[[torch.Tensor], torch.Tensor], exact_rows: int, columns: Sequence[str]
-    ):
+    def __init__(self, predict: Callable[[torch.Tensor], torch.Tensor], exact_rows: int, columns: Sequence[str]):
         self._predict, self._columns, self._exact_rows = predict, columns, exact_rows
         key, value = torch.empty(0, dtype=torch.int64), torch.empty(0)
         self._empty_rows = [key, value, value, value, *[key] * (len(columns) - 1)]

@@ -242,9 +242,7 @@ def assign_bins(predictions_N: torch.Tensor) -> torch.Tensor:
     limits = torch.finfo(torch.float32)
     bits = predictions_N.float().clamp(limits.min, limits.max).nan_to_num() + 0.0  # converts -0.0 to 0.0
     bits = bits.view(torch.int32)
-    rising = bits ^ (
-        (bits >> 31) & MAGNITUDE_MASK
-    )  # bits order floats like integers, negative floats reversed
+    rising = bits ^ ((bits >> 31) & MAGNITUDE_MASK)  # bits order floats like integers, negative floats reversed
     return (rising.long() >> DROPPED_BITS) + BIN_COUNT // 2
 
 

@@ -228,9 +228,7 @@ def metric(
                 expected="lower-case letters, digits and _, except " + ", ".join(sorted(RESERVED)),
             )
         if better not in DIRECTIONS:
-            raise ConfigError(
-                f"{better!r} is not a direction", where=where, expected=", ".join(map(str, DIRECTIONS))
-            )
+            raise ConfigError(f"{better!r} is not a direction", where=where, expected=", ".join(map(str, DIRECTIONS)))
         if not FORMAT.fullmatch(format):
             raise ConfigError(f"{format!r} is not a format", where=where, expected='a text such as "{:.4f}"')
         if not issubclass(cls, KINDS):

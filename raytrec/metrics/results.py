@@ -135,9 +135,7 @@ def build_slice_tables(result: Mapping[str, Any]) -> list[tuple[str, DataTable]]
 
 
 def _build_slice_table(records: list[dict[str, Any]]) -> DataTable:
-    columns = {
-        key: column for key, column in SLICE_COLUMNS.items() if any(key in record for record in records)
-    }
+    columns = {key: column for key, column in SLICE_COLUMNS.items() if any(key in record for record in records)}
     rows = [[_build_cell(record.get(key), form) for key, (_, form) in columns.items()] for record in records]
     return DataTable([title for title, _ in columns.values()], rows)
 

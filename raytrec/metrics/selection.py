@@ -32,9 +32,7 @@ LOSS = "loss"  # key of the training loss; TASK.loss is the part of one task
 NE, LOG_LOSS = "ne", "logloss"  # names of metrics that reports use
 EVAL_PREFIX = "eval."  # prefix of evaluation keys in result.json
 RETRIEVAL_PREFIX = "retrieval"  # prefix of the keys of full rankings (eval.retrieval)
-RANKING_COUNT_KEYS = [
-    f"{RETRIEVAL_PREFIX}.{name}" for name in ("rows", "items", "unknown_items", "unknown_seen")
-]
+RANKING_COUNT_KEYS = [f"{RETRIEVAL_PREFIX}.{name}" for name in ("rows", "items", "unknown_items", "unknown_seen")]
 PREDICTION_DESCRIPTIONS = {  # value of Loss.predicts → description
     "probability": "probabilities",
     "number": "numbers in the label's units",
@@ -142,8 +140,7 @@ class Selection:
             for metric in metrics
         ]
         return task_figures + [
-            _make_figure(f"{RETRIEVAL_PREFIX}.{m.name}", m, f"{RETRIEVAL_PREFIX}: ")
-            for m in self.retrieval_metrics
+            _make_figure(f"{RETRIEVAL_PREFIX}.{m.name}", m, f"{RETRIEVAL_PREFIX}: ") for m in self.retrieval_metrics
         ]
 
     def describe_metrics(self, training: bool = False) -> list[dict[str, Any]]:
@@ -159,9 +156,7 @@ class Selection:
 
     def result(self, figures: Mapping[str, Any]) -> dict[str, Any]:
         """Return the entries of result.json for the last evaluation."""
-        return {f"{EVAL_PREFIX}{key}": value for key, value in figures.items()} | {
-            "metrics": self.describe_metrics()
-        }
+        return {f"{EVAL_PREFIX}{key}": value for key, value in figures.items()} | {"metrics": self.describe_metrics()}
 
     @property
     def ratios(self) -> dict[str, str]:
@@ -267,6 +262,4 @@ def _read_figure(values: Any) -> MetricDisplay | None:
     if not all(isinstance(text, str) and text for text in (key, title, label)) or better not in DIRECTIONS:
         return None
     is_valid = isinstance(form, str) and FORMAT.fullmatch(form)
-    return MetricDisplay(
-        key, title, label, better, form if is_valid else DEFAULT_FORMAT, values.get("sums") is True
-    )
+    return MetricDisplay(key, title, label, better, form if is_valid else DEFAULT_FORMAT, values.get("sums") is True)

@@ -84,9 +84,7 @@ def build_model(
     return _build_checked_model(cls, schema, config, kwargs) if is_custom else cls(schema, config, **kwargs)
 
 
-def _build_checked_model(
-    cls: type, schema: Schema, config: ModelSection, kwargs: dict[str, Any]
-) -> nn.Module:
+def _build_checked_model(cls: type, schema: Schema, config: ModelSection, kwargs: dict[str, Any]) -> nn.Module:
     """Return a model of the user's class after checking the class against the contract."""
     try:
         inspect.signature(cls).bind(schema, config, **kwargs)

@@ -209,9 +209,7 @@ class _Evolve(torch.autograd.Function):
         added_TBG = torch.empty_like(gates_TBG)
         of_reset_TBH, of_keep_TBH, of_new_state_TBH = added_TBG.chunk(3, 2)
         torch.mul(of_new_TBH, reset_TBH, out=of_new_state_TBH)
-        torch.mul(of_new_state_TBH, of_state_TBH, out=of_reset_TBH).addcmul_(
-            of_reset_TBH, reset_TBH, value=-1
-        )
+        torch.mul(of_new_state_TBH, of_state_TBH, out=of_reset_TBH).addcmul_(of_reset_TBH, reset_TBH, value=-1)
         torch.mul(back_TBH, share_TBH, out=of_keep_TBH).mul_(keep_TBH)
         grads_TBH = torch.empty_like(states_TBH)
         grads_TBH[-1] = grad_BH

@@ -44,9 +44,7 @@ class WideDeep(nn.Module):
         self.slopes = nn.Linear(len(columns), outputs, bias=False) if columns else None
         self.slope_rate, self.shrinks = config.slope_rate, config.deep_dropout > 0
         self.concat_inputs = ConcatInputs(schema, parts["deep"], dict.fromkeys(self.wide, outputs))
-        self.cross = (
-            Cross(self.concat_inputs.width, config.cross_layers) if config.cross_layers else nn.Identity()
-        )
+        self.cross = Cross(self.concat_inputs.width, config.cross_layers) if config.cross_layers else nn.Identity()
         sizes = [self.concat_inputs.width, *config.top_mlp]
         self.deep, self.logit = mlp_and_linear(sizes, outputs, config.dropout)
         self.row_dropout = nn.Dropout(config.deep_dropout)  # of whole rows

@@ -31,18 +31,14 @@ class FinalMLP(nn.Module):
         super().__init__()
         self.concat_inputs = ConcatInputs(schema)
         width, self.heads = self.concat_inputs.width, config.heads
-        self.streams = nn.ModuleList(
-            mlp([width, *sizes], config.dropout) for sizes in (config.mlp1, config.mlp2)
-        )
+        self.streams = nn.ModuleList(mlp([width, *sizes], config.dropout) for sizes in (config.mlp1, config.mlp2))
         self.gates = nn.ModuleList(
             Gate(schema, config.context(schema, stream), config.gate_mlp, width)
             for stream in (("gate1", "gate2") if config.gating else ())
         )
         one, two = config.mlp1[-1], config.mlp2[-1]
         self.logit = nn.Linear(one + two, outputs)
-        self.bilinear = nn.Parameter(
-            torch.empty(outputs, config.heads, one // config.heads, two // config.heads)
-        )
+        self.bilinear = nn.Parameter(torch.empty(outputs, config.heads, one // config.heads, two // config.heads))
         nn.init.xavier_normal_(self.bilinear)
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:

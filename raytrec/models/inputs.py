@@ -145,9 +145,7 @@ class RequestExpander:
         for place, column in enumerate(self._columns):
             dense_Nn[:, column] = dense_of_candidates[:, place]
         rows = dict(inputs)
-        bags = [
-            name for name, of in inputs.items() if name not in self._fixed and not isinstance(of, Sequence)
-        ]
+        bags = [name for name, of in inputs.items() if name not in self._fixed and not isinstance(of, Sequence)]
         if bags:  # one index_select for all, as there may be hundreds
             widths = [inputs[name].shape[1] for name in bags]
             wide_NS = torch.cat([inputs[name] for name in bags], 1).index_select(0, requests_N)

@@ -87,8 +87,7 @@ class PLE(nn.Module):
         self.concat_inputs, self.count = ConcatInputs(schema), len(tasks)
         widths = [self.concat_inputs.width, *[config.expert_mlp[-1]] * (config.levels - 1)]
         self.levels = nn.ModuleList(
-            Level(width, self.count, config, last=place == config.levels - 1)
-            for place, width in enumerate(widths)
+            Level(width, self.count, config, last=place == config.levels - 1) for place, width in enumerate(widths)
         )
         self.towers = TaskTowers(config.expert_mlp[-1], config.tower_mlp, tasks, config.dropout)
 
@@ -118,9 +117,7 @@ class Level(nn.Module):
         super().__init__()
         per_task, shared = config.task_experts, config.shared_experts
         counts = [per_task] * tasks + [shared]
-        self.experts = nn.ModuleList(
-            Experts(count, inputs, config.expert_mlp, config.dropout) for count in counts
-        )
+        self.experts = nn.ModuleList(Experts(count, inputs, config.expert_mlp, config.dropout) for count in counts)
         gate_sizes = [per_task + shared] * tasks + [sum(counts)] * (not last)
         self.gates = nn.ModuleList(Gate(inputs, count) for count in gate_sizes)
 
@@ -213,9 +210,7 @@ class ESMM(nn.Module):
         super().__init__()
         self.concat_inputs = ConcatInputs(schema)
         sizes = [self.concat_inputs.width, *config.tower_mlp]
-        self.click, self.conversion = (
-            nn.Sequential(*mlp_and_linear(sizes, 1, config.dropout)) for _ in range(2)
-        )
+        self.click, self.conversion = (nn.Sequential(*mlp_and_linear(sizes, 1, config.dropout)) for _ in range(2))
         self.click_first = next(iter(tasks)) == config.click
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -251,8 +246,7 @@ class DBMTL(nn.Module):
         places = {name: place for place, name in enumerate(tasks)}
         # index of a task → indices of its parent tasks, in topological order
         self.parents = {
-            places[name]: [places[parent] for parent in parents]
-            for name, parents in config.order(tasks).items()
+            places[name]: [places[parent] for parent in parents] for name, parents in config.order(tasks).items()
         }
         tower_width, related = config.tower_mlp[-1], config.relation_mlp[-1]
         self.towers = nn.ModuleList(mlp([shared, *config.tower_mlp], config.dropout) for _ in tasks)

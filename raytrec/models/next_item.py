@@ -82,10 +82,7 @@ class NextItem(nn.Module, ABC):
             own_B = self._own_loss(states_ND, packed, inputs)
         elif self.config.own_loss:
             own_B = item_BD.new_zeros(item_BD.shape[0], dtype=torch.float32)
-        query = (
-            encode_requests_once(lambda *_: self._query(states_ND, packed), dense, inputs)
-            / self.config.temperature
-        )
+        query = encode_requests_once(lambda *_: self._query(states_ND, packed), dense, inputs) / self.config.temperature
         return combine_outputs(query, item_BD, self.outputs, self.vectors, own_B)
 
     @torch.compiler.disable
@@ -127,9 +124,7 @@ class NextItem(nn.Module, ABC):
         next_BL = torch.cat([ids[self.config.item], ids[self.config.history][:, :-1]], dim=1)
         items = ItemBatch(next_ND, packed.pack(next_BL.unsqueeze(2)).squeeze(1))
         negatives = self._normalize(inputs[self.config.negatives].vectors)
-        return packed.sum_rows(
-            self.shared(query_ND, items, self.shared.collect_negatives(negatives, inputs), limit)
-        )
+        return packed.sum_rows(self.shared(query_ND, items, self.shared.collect_negatives(negatives, inputs), limit))
 
     def _query(self, states_ND: torch.Tensor, packed: PackedSequences) -> torch.Tensor:
         return self._normalize(self.queries(packed.select_newest(states_ND)))
@@ -201,9 +196,7 @@ class Attention(nn.Module):
         for group_bTE in packed.to_chronological(projected_NE):
             heads = group_bTE.unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # [3, b, H, T, D ÷ H]
             query_bHTd, key_bHTd, value_bHTd = heads.unbind(0)
-            read_bHTd = scaled_dot_product_attention(
-                query_bHTd, key_bHTd, value_bHTd, dropout_p=rate, is_causal=True
-            )
+            read_bHTd = scaled_dot_product_attention(query_bHTd, key_bHTd, value_bHTd, dropout_p=rate, is_causal=True)
             read.append(read_bHTd.transpose(1, 2).flatten(2))
         return packed.from_chronological(read)
 
@@ -264,9 +257,7 @@ class Layer(nn.Module):
         nn.init.normal_(self.inputs.weight, std=0.02)
         nn.init.xavier_uniform_(self.output.weight)
 
-    def forward(
-        self, x_ND: torch.Tensor, packed: PackedSequences, buckets: list[torch.Tensor] | None
-    ) -> torch.Tensor:
+    def forward(self, x_ND: torch.Tensor, packed: PackedSequences, buckets: list[torch.Tensor] | None) -> torch.Tensor:
         """Return the output of the unit, [N, D]."""
         projected_NW = silu(self.inputs(layer_norm(x_ND, x_ND.shape[1:])))
         width = projected_NW.shape[1] // 4
@@ -281,9 +272,7 @@ class Layer(nn.Module):
     ) -> torch.Tensor:
         """Return Σ_j a_ij v_j: [N, 3 · width] → [N, width]."""
         groups = packed.to_chronological(others_NW)
-        return packed.from_chronological(
-            [self._attend_group(g, buckets and buckets[i]) for i, g in enumerate(groups)]
-        )
+        return packed.from_chronological([self._attend_group(g, buckets and buckets[i]) for i, g in enumerate(groups)])
 
     def _attend_group(self, group_bTW: torch.Tensor, buckets_bTT: torch.Tensor | None) -> torch.Tensor:
         """Return Σ_j a_ij v_j of one group: [b, T, 3 · width] → [b, T, width]."""

@@ -47,9 +47,7 @@ class TwoTower(nn.Module):
         self.config = config
         self.queries, self.vectors, self.width = outputs + vectors, vectors, config.tower_mlp[-1]
         widths = {"query": self.queries * self.width, "item": self.width}
-        self.towers = nn.ModuleDict(
-            {name: Tower(schema, members[name], config, widths[name]) for name in members}
-        )
+        self.towers = nn.ModuleDict({name: Tower(schema, members[name], config, widths[name]) for name in members})
         self.normalize = config.normalize
         # Dot products of vectors grow with the root of their width; cosines are at most 1.
         scale = 5.0 if config.normalize else self.width**-0.5
@@ -172,10 +170,7 @@ class MatrixFactorization(nn.Module):
         """Return float32 [B], or [B, outputs | own loss | query D, item D] (models/__init__.py), D = dim."""
         item_BD, bias_BT = self.item(dense, inputs), None
         if self.bias is not None:
-            bias_BT = (
-                encode_requests_once(lambda _, given: given[self.config.user][:, -1:], dense, inputs)
-                + self.bias
-            )
+            bias_BT = encode_requests_once(lambda _, given: given[self.config.user][:, -1:], dense, inputs) + self.bias
         own_B = self._own_loss(item_BD, inputs, bias_BT) if self.config.own_loss else None
         query = encode_requests_once(self.query, dense, inputs)
         return combine_outputs(query, item_BD, self.outputs, self.vectors, own_B, bias_BT)

@@ -89,9 +89,7 @@ class ModelCall:
         output = output if requests is None else output[: len(requests)]
         return select_last_vectors(output) if tower else output
 
-    def run(
-        self, module_or_method: Callable[..., torch.Tensor], dense: torch.Tensor, *inputs: Any
-    ) -> torch.Tensor:
+    def run(self, module_or_method: Callable[..., torch.Tensor], dense: torch.Tensor, *inputs: Any) -> torch.Tensor:
         """Call a model or one of its methods and return its output as float32."""
         if self.graph_rows is None:
             return self._run(module_or_method, dense, *inputs)
@@ -136,9 +134,7 @@ def build_recommender(
     model = build_model(schema, config.model, outputs, vectors, tasks).to(device)
     constraints, features = resolve_constraints(config, schema), resolve_features(schema, config.model)
     sequences = SequenceLookup(features, config.model.reads_ids(schema)) if features.sequences else None
-    examples = (
-        RequestExpander(schema, _find_request_features(config.model, schema)) if schema.candidates else None
-    )
+    examples = RequestExpander(schema, _find_request_features(config.model, schema)) if schema.candidates else None
     call = ModelCall(sequences, config.train.matmul == "bf16", examples)
     return Recommender(PooledEmbeddings(schema, constraints, features.sequences), model, call)
 
@@ -151,9 +147,7 @@ def _find_request_features(model: ModelSection, schema: Schema) -> set[str]:
     return set() if schema.select_candidate_names(members) else members & {*schema.sparse}
 
 
-def compile_dense(
-    model: nn.Module, call: ModelCall, device: torch.device, graph_rows: int | None = None
-) -> None:
+def compile_dense(model: nn.Module, call: ModelCall, device: torch.device, graph_rows: int | None = None) -> None:
     """Compile a dense model in place at its first forward. Parameters keep their names.
 
     Training and evaluation are compiled separately, each in its first step. Without CUDA graphs, sizes are

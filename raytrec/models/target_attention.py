@@ -193,9 +193,7 @@ class BST(nn.Module):
         config.check(schema)
         target_of = config.targets(schema)
         self.others = [feature for feature in schema.sparse if feature not in target_of]
-        self.transformers = SequenceModules(
-            target_of, lambda f: Transformer(get_embedding_dim(schema, f), config)
-        )
+        self.transformers = SequenceModules(target_of, lambda f: Transformer(get_embedding_dim(schema, f), config))
         width = len(schema.dense) + sum(get_embedding_dim(schema, f) for f in self.others)
         width += (config.max_length + 1) * sum(get_embedding_dim(schema, f) for f in target_of)
         sizes = [width, *config.top_mlp]

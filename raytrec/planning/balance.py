@@ -16,9 +16,7 @@ from torchrec.distributed.planner.types import ShardingOption
 
 from raytrec.planning.placement import TIE_BREAK_WEIGHT, PartialPlan, PlacementSpace, PlanChange, TableOption
 
-SCORE_TOLERANCE = (
-    0.005  # relative score difference below which plans are compared by their fullest rank's memory
-)
+SCORE_TOLERANCE = 0.005  # relative score difference below which plans are compared by their fullest rank's memory
 MAX_SHARD_SHARES = (1.0, 0.5, 0.25, 0.0)  # maximum time of a shard as a share of a rank's mean time
 # Maximum number of changes rated per slow rank, and in total per plan.
 MAX_CHANGES_PER_RANK, MAX_CHANGES_PER_PLAN = 8, 400
@@ -100,9 +98,7 @@ class PlanBalancer:
         """
         plan = self._space.empty()
         constraints = self._space.constraints
-        free = {
-            name: ways for name, ways in self._space.table_options.items() if constraints[name].group is None
-        }
+        free = {name: ways for name, ways in self._space.table_options.items() if constraints[name].group is None}
         seconds = {name: min(map(self._space.mean, ways)) for name, ways in free.items()}
         total_s = max(1e-12, sum(seconds.values()))
         weight = {name: self._get_share(ways) for name, ways in free.items()}
@@ -160,9 +156,7 @@ class PlanBalancer:
                 return
         raise DoesNotFitError(f"no rank has enough memory for tables {', '.join(group)} together")
 
-    def _get_fullest_share(
-        self, room: np.ndarray, way: TableOption, ranks: Sequence[int]
-    ) -> tuple[float, float]:
+    def _get_fullest_share(self, room: np.ndarray, way: TableOption, ranks: Sequence[int]) -> tuple[float, float]:
         """Return the used memory share of the fullest rank after adding a table, and its mean time."""
         free_bytes = room[list(ranks)] - way.needs
         return float(self._space.get_used_shares(free_bytes, list(ranks)).max()), self._space.mean(way)
@@ -178,9 +172,7 @@ class PlanBalancer:
             changes = (
                 change
                 for slow in np.argsort(-plan.busy, kind="stable").tolist()[:NUM_SLOW_RANKS]
-                for _, change in sorted(self._changes(plan, slow), key=lambda pair: pair[0])[
-                    :MAX_CHANGES_PER_RANK
-                ]
+                for _, change in sorted(self._changes(plan, slow), key=lambda pair: pair[0])[:MAX_CHANGES_PER_RANK]
             )
             for change in changes:
                 remaining_changes -= 1

@@ -62,9 +62,7 @@ def estimate_dense_work(parameters: Iterable[torch.Tensor], rows: int) -> DenseW
     """
     params = [parameter for parameter in parameters if parameter.requires_grad]
     values, widths = sum(each.numel() for each in params), sum(sum(each.shape) for each in params)
-    return DenseWork(
-        6.0 * values * rows, 0.0, 32.0 * widths * rows, 9.0 * len(params), 4.0 * values, len(params), 0.0
-    )
+    return DenseWork(6.0 * values * rows, 0.0, 32.0 * widths * rows, 9.0 * len(params), 4.0 * values, len(params), 0.0)
 
 
 class OperatorCounter(EveryOperator):

@@ -88,9 +88,7 @@ class ClusterEstimator:
         rates: Rates of all clusters; None: use the data sheets of named machines.
     """
 
-    def __init__(
-        self, config: RunConfig, schema: Schema, build: Callable[..., Any], rates: Rates | None = None
-    ):
+    def __init__(self, config: RunConfig, schema: Schema, build: Callable[..., Any], rates: Rates | None = None):
         self._config, self._schema, self._build, self._rates = config, schema, build, rates
         self._dense: dict[tuple, DenseWork] = {}
         self._parameters: list[Any] = []
@@ -220,9 +218,7 @@ class ClusterEstimator:
 
         `prices` maps machines to their price per hour.
         """
-        estimates = [
-            self.find_smallest_cluster(partial(Cluster.from_machine, machine=machine)) for machine in machines
-        ]
+        estimates = [self.find_smallest_cluster(partial(Cluster.from_machine, machine=machine)) for machine in machines]
         return sorted(
             (each for each in estimates if each),
             key=lambda each: (each.cluster.world, compute_hourly_price(each, prices) or 0),
@@ -279,9 +275,7 @@ def dry_run(
     with _set_ranks_per_host(gpus):
         constraints, topology = validate_for_hosts(hosts, world, config, schema, device)
         tables = PooledEmbeddings(schema, constraints, resolve_features(schema, config.model).sequences)
-        mark_fused(
-            tables.collections, optimizers, device
-        )  # the planner reads the optimizer state from the result
+        mark_fused(tables.collections, optimizers, device)  # the planner reads the optimizer state from the result
         sharders = make_planning_sharders(config, schema, world)
         plan = search_plan(hosts, topology, constraints, schema, config, tables, sharders, dense)
     return list_planned_tables(plan, config, schema, world)

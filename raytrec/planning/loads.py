@@ -125,9 +125,7 @@ class LoadCounter:
         out.row_values += times * table.dim * vectors
         optimizer = find_optimizer(self._optimizers[table.table].name)
         ranks = np.array([rank for rank, _, _ in table.shards])
-        rows, columns = (
-            np.array(of, float) for of in zip(*(shard[1:] for shard in table.shards), strict=True)
-        )
+        rows, columns = (np.array(of, float) for of in zip(*(shard[1:] for shard in table.shards), strict=True))
         share = rows / table.rows
         batches = float(self._batch if kind == "data_parallel" else self._total)
         draws = batches * ids_per_row
@@ -264,9 +262,7 @@ def estimate_hit_share(rows: float, statistics: Statistics | None) -> float:
 EMPTY_STATISTICS = Statistics(mean_length=0, p99_length=0, max_length=0, distinct=0)
 
 
-def compute_recorded_lengths(
-    lines: Iterable[RankLine], config: RunConfig, schema: Schema
-) -> dict[str, float]:
+def compute_recorded_lengths(lines: Iterable[RankLine], config: RunConfig, schema: Schema) -> dict[str, float]:
     """Return the mean number of ids per row of the global batch, by table, over all recorded steps.
 
     Copies of a replicated table count once. Ranks that are not recorded (messages.select_recorded_ranks) are

@@ -38,12 +38,8 @@ DTYPE_BYTES = {"fp32": 4, "fp16": 2}
 # Bytes per row (key, sightings, last step, row) and per id that waits for a row, in a map of managed ids
 # (embeddings/managed/key_map.py) with 60 % of its slots in use.
 ID_BYTES, WAITING_ID_BYTES = 41, 35
-HOST_RESERVE_SHARE = (
-    0.15  # share of a GPU host's memory kept for processes; TorchRec reserves as much of a GPU
-)
-CACHED_ROWS_SHARE = (
-    0.2  # share of a table's rows in the GPU cache of fused_uvm_caching: FBGEMM's default (1.8.0)
-)
+HOST_RESERVE_SHARE = 0.15  # share of a GPU host's memory kept for processes; TorchRec reserves as much of a GPU
+CACHED_ROWS_SHARE = 0.2  # share of a table's rows in the GPU cache of fused_uvm_caching: FBGEMM's default (1.8.0)
 TIERS = ("device", "host", "disk")  # memory tiers
 WEIGHTS, STATE, CACHE = "weights", "optimizer state", "cache"
 Constraints = dict[str, TableConstraint]
@@ -62,9 +58,7 @@ class Footprint(NamedTuple):
         return self.device + self.host + self.disk
 
 
-def estimate_parts(
-    table: Table, dtype: str, optimizer: str, kernel: str | None = None
-) -> dict[str, Footprint]:
+def estimate_parts(table: Table, dtype: str, optimizer: str, kernel: str | None = None) -> dict[str, Footprint]:
     """Return the bytes of a table or shard for each part: weights, optimizer state and cache.
 
     The parts are on the device. With a UVM kernel on a GPU, part of them is in host memory; with fused_mmap
@@ -161,9 +155,7 @@ class RankPart:
         return add_footprints(self.parts.values())
 
 
-def list_planned_tables(
-    plan: ShardingPlan, config: RunConfig, schema: Schema, world: int
-) -> list[PlannedTable]:
+def list_planned_tables(plan: ShardingPlan, config: RunConfig, schema: Schema, world: int) -> list[PlannedTable]:
     """Return the tables of a plan for `world` ranks."""
     constraints, out = resolve_constraints(config, schema), []
     for name, spec in (item for module in plan.plan.values() for item in sorted(module.items())):
@@ -198,9 +190,7 @@ def compute_rank_parts(
 
 def disable_async_save(config: RunConfig) -> RunConfig:
     """Return the configuration without memory for the copies from which checkpoints are written."""
-    return config.model_copy(
-        update={"checkpoint": config.checkpoint.model_copy(update={"async_save": False})}
-    )
+    return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"async_save": False})})
 
 
 def exclude_training_memory(config: RunConfig) -> RunConfig:
@@ -225,9 +215,7 @@ def estimate_host_table_bytes(
     return max(0, int(room))
 
 
-def estimate_copy_bytes(
-    config: RunConfig, schema: Schema, constraints: Constraints, world: int
-) -> tuple[float, float]:
+def estimate_copy_bytes(config: RunConfig, schema: Schema, constraints: Constraints, world: int) -> tuple[float, float]:
     """Return the bytes of main memory per GPU rank for checkpoint copies of tables, and for rows read ahead.
 
     The copies are page-locked; checkpoints are written from them.
@@ -236,9 +224,7 @@ def estimate_copy_bytes(
     return sum(size.device for size in sizes) / world, config.data.buffer_gib * GIB
 
 
-def move_to_files(
-    constraints: Constraints, schema: Schema, config: RunConfig, memory: int
-) -> Iterator[Constraints]:
+def move_to_files(constraints: Constraints, schema: Schema, config: RunConfig, memory: int) -> Iterator[Constraints]:
     """Yield constraints for CPU with an increasing number of tables in files; use the first that has a plan.
 
     `memory` is the number of bytes for tables on all ranks together. Tables move only if plan.compute_kernels
@@ -259,9 +245,7 @@ def move_to_files(
         and "cpu" in find_optimizer(optimizers[table].name).devices
     ]
     movable.sort(key=lambda table: (features[table] / schema.tables[table].rows, table))
-    sizes = {
-        table: size.device for table, size in estimate_footprints(config, schema, constraints, "cpu").items()
-    }
+    sizes = {table: size.device for table, size in estimate_footprints(config, schema, constraints, "cpu").items()}
     total_bytes, count = sum(sizes.values()), 0 if "fused" in config.plan.compute_kernels else len(movable)
     while count < len(movable) and total_bytes - sum(sizes[table] for table in movable[:count]) > memory:
         count += 1

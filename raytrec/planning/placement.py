@@ -17,9 +17,7 @@ from raytrec.planning.step_cost import StepTime, estimate_step_time
 if TYPE_CHECKING:
     from raytrec.planning.search import Search
 
-TIE_BREAK_WEIGHT = (
-    0.1  # weight of the sum of all parts; it breaks ties between steps that are limited by the host
-)
+TIE_BREAK_WEIGHT = 0.1  # weight of the sum of all parts; it breaks ties between steps that are limited by the host
 TABLE_STEP_PARTS = ("lookup", "input exchange", "output exchange", "all-reduce")
 ALL_RANK_SHARDING_TYPES = ("row_wise", "data_parallel")  # sharding types that use all ranks, in order
 # Sharding types that use one or more hosts.

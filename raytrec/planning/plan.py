@@ -242,8 +242,6 @@ def search_plan(
         ConfigError: No plan fits.
     """
     rates = select_rates(hosts, topology.compute_device, topology.world_size)
-    shape = group_linked_ranks(
-        topology.world_size // topology.local_world_size, topology.local_world_size, hosts.gpus
-    )
+    shape = group_linked_ranks(topology.world_size // topology.local_world_size, topology.local_world_size, hosts.gpus)
     work = estimate_dense_work(dense, -(-config.data.global_batch_size // topology.world_size))
     return Search(topology, schema, config, model, sharders, work, rates, shape).find(constraints)

@@ -39,9 +39,7 @@ class Plans:
     def cheapest(self) -> ClusterEstimate | None:
         """Return the chosen prediction with the lowest price; None if no price is known."""
         priced = [
-            (price, each)
-            for each in self.chosen
-            if (price := compute_hourly_price(each, self.prices)) is not None
+            (price, each) for each in self.chosen if (price := compute_hourly_price(each, self.prices)) is not None
         ]
         return min(priced, key=lambda pair: pair[0])[1] if priced else None
 

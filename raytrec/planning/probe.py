@@ -120,8 +120,7 @@ def fit_lookup_rates(durations: Mapping[Lookup, float]) -> LookupRates:
     rates, used = [0.0, 0.0, 0.0], [0, 1, 2]
     while used:
         matrix = (
-            np.array([count_lookup_work(*shape) for shape in durations])[:, used]
-            / np.array([[*durations.values()]]).T
+            np.array([count_lookup_work(*shape) for shape in durations])[:, used] / np.array([[*durations.values()]]).T
         )
         values = np.linalg.lstsq(matrix, np.ones(len(durations)), rcond=None)[0]
         if (values >= 0).all():

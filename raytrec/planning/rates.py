@@ -218,10 +218,7 @@ class Rates:
             copy=copy,
             stream=copy,
             lookup=dict.fromkeys([*OPTIMIZERS.parts, DENSE], lookup),
-            matrix={
-                name: REACHED_RATE_SHARES[name] * getattr(gpu, name) * 1e12
-                for name in ("fp32", "tf32", "bf16")
-            },
+            matrix={name: REACHED_RATE_SHARES[name] * getattr(gpu, name) * 1e12 for name in ("fp32", "tf32", "bf16")},
             latency_s=dict.fromkeys(COLLECTIVES, 20e-6),
             bandwidth=dict.fromkeys(COLLECTIVES, near),
             launch_s=11e-6,

@@ -233,9 +233,7 @@ def split_columns(
         parts *= 2
 
 
-def estimate_once_per_size(
-    options: list[ShardingOption], estimate: Callable[[list[ShardingOption]], None]
-) -> None:
+def estimate_once_per_size(options: list[ShardingOption], estimate: Callable[[list[ShardingOption]], None]) -> None:
     """Run TorchRec's `estimate` on all options, once per distinct shard size of each option."""
     shards_of = [option.shards for option in options]
     for option in options:

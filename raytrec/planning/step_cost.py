@@ -36,13 +36,9 @@ CUDA_CONTEXT_GIB = 1.5  # GPU memory of the CUDA context with its kernels, and o
 # A rank's process takes 331 MiB after importing torch and TorchRec, and grows during a run. With CUDA's
 # libraries, pinned batches and Ray's worker it takes 6 GiB.
 PROCESS_GIB = {"cpu": 0.45, "cuda": 6.0}
-PYTHON_OBJECTS_MIB = (
-    6  # Python objects of model, plan and pipeline, with allocator overhead (make bench-plan)
-)
+PYTHON_OBJECTS_MIB = 6  # Python objects of model, plan and pipeline, with allocator overhead (make bench-plan)
 GLOO_COPIES = 3  # copies in Gloo's reduce-scatter and all-gather (make bench-plan)
-SORT_BUFFER_BYTES_PER_ID = (
-    40  # per id in FBGEMM's update on GPUs: row and position, unsorted and sorted, and the run
-)
+SORT_BUFFER_BYTES_PER_ID = 40  # per id in FBGEMM's update on GPUs: row and position, unsorted and sorted, and the run
 
 
 @dataclass(frozen=True)
@@ -100,9 +96,7 @@ def estimate_memory(
     add(DEVICE, "gradients", dense.parameters + 2 * loads.gradients)
     add(DEVICE, "activations", dense.activations)
     arrived = batch * loads.row_values * VALUE_BYTES
-    sorting = (
-        SORT_BUFFER_BYTES_PER_ID * sum(loads.ids.values()) if device == "cuda" else GLOO_COPIES * loads.summed
-    )
+    sorting = SORT_BUFFER_BYTES_PER_ID * sum(loads.ids.values()) if device == "cuda" else GLOO_COPIES * loads.summed
     add(DEVICE, "exchange buffers", 2 * loads.pooled + (2 * arrived if world > 1 else 0.0) + sorting)
     add(
         DEVICE,
@@ -132,9 +126,7 @@ def estimate_batch_bytes(schema: Schema, loads: Loads, rows: int) -> float:
 
 ALL_REDUCE_BUCKET_BYTES = 25 << 20  # bytes of gradients in one all-reduce (DistributedDataParallel)
 COMPILED_BYTES_RATIO, COMPILED_LAUNCHES_RATIO = 0.5, 1 / 3  # relative to eager layers (docs/gpu.md)
-ALL_REDUCE_OVERLAP_SHARE = (
-    0.5  # share of dense time that hides an all-reduce: backward except its first layers
-)
+ALL_REDUCE_OVERLAP_SHARE = 0.5  # share of dense time that hides an all-reduce: backward except its first layers
 STEP_PARTS = (
     *("lookup", "input exchange", "output exchange", "dense layers", "all-reduce", "host launches"),
     *("ingest", "host to device"),
@@ -212,9 +204,7 @@ def estimate_step_time(
         lookups += rates.get_lookup_rates(update).seconds(loads.touched[update], count, loads.shards[update])
     precision = "fp32" if on_cpu and config.train.matmul == "tf32" else config.train.matmul
     moved = dense.bytes * (COMPILED_BYTES_RATIO if config.train.compile and not on_cpu else 1.0)
-    moved += dense.parameters * (
-        3 + 2 * count_optimizer_states(config.optim.dense) + 3 * bool(config.train.ema)
-    )
+    moved += dense.parameters * (3 + 2 * count_optimizer_states(config.optim.dense) + 3 * bool(config.train.ema))
     products = dense.flops / rates.matrix[precision] + dense.matrices * rates.matrix_s + moved / rates.copy
     launches = dense.launches * (COMPILED_LAUNCHES_RATIO if config.train.compile and not on_cpu else 1.0)
     host = dense.tensors * rates.tensor_s + launches * rates.launch_s + rates.step_s
@@ -243,9 +233,7 @@ def estimate_step_time(
         concurrent = {"ingest": parts["ingest"]}
     else:
         serial = {name: parts[name] for name in ("lookup", "output exchange", "dense layers")}
-        serial["all-reduce"] = max(
-            0.0, parts["all-reduce"] - ALL_REDUCE_OVERLAP_SHARE * parts["dense layers"]
-        )
+        serial["all-reduce"] = max(0.0, parts["all-reduce"] - ALL_REDUCE_OVERLAP_SHARE * parts["dense layers"])
         concurrent = {name: seconds for name, seconds in parts.items() if name not in serial}
     step = max(sum(serial.values()), *concurrent.values())
     critical = serial if step == sum(serial.values()) else concurrent
@@ -274,9 +262,7 @@ def _estimate_output_exchange_s(loads: Loads, rates: Rates, world: int) -> np.nd
         near = near + sent / rates.bandwidth[kind]
         far = far + (sent_far / rates.far if rates.far else 0.0)
     summed = sum(kind in ("row_wise", "table_row_wise", "grid_shard") for kind in kinds)
-    out += summed * (
-        _get_latency_s(rates, "reduce_scatter", world) + _get_latency_s(rates, "all_gather", world)
-    )
+    out += summed * (_get_latency_s(rates, "reduce_scatter", world) + _get_latency_s(rates, "all_gather", world))
     out += 2 * (len(kinds) - kinds.count("row_wise")) * _get_latency_s(rates, "all_to_all", world)
     return out + np.maximum(near, far)
 
@@ -306,9 +292,7 @@ def estimate_hot_rows(
             free[rank] -= part.rows * ROW_BYTES
             sizes[rank] += part.size.disk + part.rows * BYTES_PER_PLACE
             place_bytes[rank] += part.rows * ROW_BYTES
-    shares = [
-        min(1.0, max(0.0, room / size)) if size else 0.0 for room, size in zip(free, sizes, strict=True)
-    ]
+    shares = [min(1.0, max(0.0, room / size)) if size else 0.0 for room, size in zip(free, sizes, strict=True)]
     return [
         (share, share * size + of_rows if share else 0.0)
         for share, size, of_rows in zip(shares, sizes, place_bytes, strict=True)

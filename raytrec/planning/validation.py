@@ -75,9 +75,7 @@ def validate_constraints(
         is_managed = bool(schema.tables[table].ids)
         for sharding in constraint.sharding:
             _check_kernel(table, constraint, sharding, optimizers[table].name, device)
-        allowed = (
-            [constraint.kernel] if constraint.kernel else list_kernel_choices(config, device, is_managed)
-        )
+        allowed = [constraint.kernel] if constraint.kernel else list_kernel_choices(config, device, is_managed)
         if is_managed and allowed in ([CACHING_KERNEL], []):
             raise make_plan_error(
                 table,
@@ -91,9 +89,7 @@ def validate_constraints(
     return constraints
 
 
-def _check_kernel(
-    table: str, constraint: TableConstraint, sharding: str, optimizer: str, device: str
-) -> None:
+def _check_kernel(table: str, constraint: TableConstraint, sharding: str, optimizer: str, device: str) -> None:
     if sharding in COLUMN_SHARDED_TYPES and find_optimizer(optimizer).has_row_state():
         raise make_plan_error(
             table,
@@ -102,9 +98,7 @@ def _check_kernel(
             "another optimizer, such as adagrad, or a sharding type that keeps rows whole",
         )
     if sharding == "data_parallel" and constraint.kernel not in (None, "dense"):
-        raise make_plan_error(
-            table, f"data_parallel does not support kernel {constraint.kernel}", "dense or null"
-        )
+        raise make_plan_error(table, f"data_parallel does not support kernel {constraint.kernel}", "dense or null")
     if constraint.kernel == MMAP_KERNEL and device == "cuda":
         raise make_plan_error(
             table,
@@ -119,9 +113,7 @@ def _check_kernel(
         )
 
 
-def check_decay(
-    constraints: dict[str, TableConstraint], optimizers: dict[str, EmbeddingOptim], device: str
-) -> None:
+def check_decay(constraints: dict[str, TableConstraint], optimizers: dict[str, EmbeddingOptim], device: str) -> None:
     """Check that no table with weight decay may be updated in backward, on a cpu or cuda device.
 
     Weight decay has the semantics of torch.optim: every row decays at every step. FBGEMM's fused kernels
@@ -134,9 +126,7 @@ def check_decay(
     """
     for table, constraint in constraints.items():
         name = optimizers[table].name
-        fused = [
-            kind for kind in constraint.sharding if not _has_dense_update(constraint, kind, name, device)
-        ]
+        fused = [kind for kind in constraint.sharding if not _has_dense_update(constraint, kind, name, device)]
         if optimizers[table].weight_decay and fused:
             raise ConfigError(
                 f"table {table} has weight_decay and may be {fused[0]} with a fused kernel, which does not "
@@ -154,9 +144,7 @@ def _has_dense_update(constraint: TableConstraint, sharding: str, optimizer: str
 
 
 def _check_dtype(table: str, constraint: TableConstraint, optimizer: str, device: str) -> None:
-    dense = any(
-        _has_dense_update(constraint, sharding, optimizer, device) for sharding in constraint.sharding
-    )
+    dense = any(_has_dense_update(constraint, sharding, optimizer, device) for sharding in constraint.sharding)
     if constraint.dtype != "fp32" and dense:
         raise make_plan_error(
             table,
@@ -252,11 +240,7 @@ def _check_room(
             groups.setdefault(("rank", constraint.ranks[0]), []).append(table)
         elif constraint.group is not None:
             groups.setdefault(("group", constraint.group), []).append(table)
-    room = (
-        None
-        if host_share is None
-        else estimate_host_table_bytes(config, schema, constraints, world, host_share)
-    )
+    room = None if host_share is None else estimate_host_table_bytes(config, schema, constraints, world, host_share)
     for tables in groups.values():
         sizes = estimate_footprints(config, schema, {table: constraints[table] for table in tables}, device)
         _check_fits({table: size.device for table, size in sizes.items()}, memory, DEVICE_MEMORY_WORDING)

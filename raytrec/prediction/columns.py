@@ -111,9 +111,7 @@ def split_names(column_options: Sequence[str]) -> list[str]:
     return [name.strip() for each in column_options for name in each.split(",") if name.strip()]
 
 
-def choose_columns(
-    requested_columns: Sequence[str] | None, carry: Sequence[str], scores: Sequence[str]
-) -> list[str]:
+def choose_columns(requested_columns: Sequence[str] | None, carry: Sequence[str], scores: Sequence[str]) -> list[str]:
     """Return the names of the carried columns.
 
     Args:

@@ -83,9 +83,7 @@ class Manifest:
             what = f"predictions of checkpoint {earlier_manifest.checkpoint}"
             return f"the folder contains {what}", f"predict with that checkpoint, or {OTHER_FOLDER_ADVICE}"
         if earlier_manifest.vectors != self.vectors:
-            what = (
-                f"vectors of the {earlier_manifest.vectors} tower" if earlier_manifest.vectors else "scores"
-            )
+            what = f"vectors of the {earlier_manifest.vectors} tower" if earlier_manifest.vectors else "scores"
             return f"the folder contains {what}", OTHER_FOLDER_ADVICE
         for key, what in {"columns": "--columns", "scores": "tasks"}.items():
             if (names := getattr(earlier_manifest, key)) != getattr(self, key):
@@ -243,9 +241,7 @@ def claim_prediction_folder(folder: PredictionFolder, manifest: Manifest) -> set
         RunError: The folder cannot be read or written.
     """
     expected = "a folder that all nodes can write to"
-    with convert_os_errors(
-        "the folder cannot be read or written", where=f"--out {folder.uri}", expected=expected
-    ):
+    with convert_os_errors("the folder cannot be read or written", where=f"--out {folder.uri}", expected=expected):
         names, previous = folder.claim(MANIFEST, Manifest)
         if previous is not None and (difference := manifest.explain_difference(previous)):
             raise folder.make_refusal(*difference)

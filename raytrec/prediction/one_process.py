@@ -68,9 +68,7 @@ def _renumber_ids(saved: Checkpoint, sparse: KeyedJaggedTensor) -> tuple[UsedRow
     key_ids = list(sparse.values().split(sparse.length_per_key()))
     for place, table in enumerate(table_of):
         if schema.tables[table].ids:
-            key_ids[place] = find_stored_rows(
-                saved.folder, saved.index, table, schema.tables[table], key_ids[place]
-            )
+            key_ids[place] = find_stored_rows(saved.folder, saved.index, table, schema.tables[table], key_ids[place])
     parts = [part.numpy() for part in key_ids]
     used = {
         table: np.unique(np.concatenate([p for p, t in zip(parts, table_of, strict=True) if t == table]))

@@ -130,9 +130,7 @@ def predict(
     task = PredictionTask(out, below, files, carried, manifest, batch_rows, MIN_SPAN_ROWS)
     target = PredictionFolder(out)
     with target.hold():
-        figures = _predict_missing(
-            target, claim_prediction_folder(target, manifest), task, saved, dataset, tasks
-        )
+        figures = _predict_missing(target, claim_prediction_folder(target, manifest), task, saved, dataset, tasks)
         metrics = _compute_figures(target, task, dataset) | figures
         target.remove(PARTS_FOLDER)
     metrics |= {
@@ -191,9 +189,7 @@ def _is_broken(path: str, places: set[str]) -> bool:
         return True
 
 
-def _make_carried_columns(
-    names: list[str], transforms: tuple[Transform, ...], files: dict[str, int]
-) -> CarriedColumns:
+def _make_carried_columns(names: list[str], transforms: tuple[Transform, ...], files: dict[str, int]) -> CarriedColumns:
     """Return the carried columns, after a check that every file has them.
 
     Raises:
@@ -213,9 +209,7 @@ def _hash_input(dataset: Dataset, files: dict[str, int], below: str, config: Run
     """Return a hash of the names and contents of the input's files and of the transforms."""
     names = sorted(f"{path.removeprefix(below)} {rows}" for path, rows in files.items())
     transforms = [str(transform.model_dump(mode="json")) for transform in config.data.transforms]
-    return hashlib.sha256(
-        "\n".join([fingerprint(identify_files(dataset)), *transforms, *names]).encode()
-    ).hexdigest()
+    return hashlib.sha256("\n".join([fingerprint(identify_files(dataset)), *transforms, *names]).encode()).hexdigest()
 
 
 def _predict_missing(

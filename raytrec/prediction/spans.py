@@ -114,9 +114,7 @@ class SpanOrder:
         """Return the number of rows to which every rank pads its batch."""
         return self.batch_rows
 
-    def items(
-        self, dataset: Dataset, epoch: int, rank: int, world: int, start_step: int = 0
-    ) -> list[LaneItem]:
+    def items(self, dataset: Dataset, epoch: int, rank: int, world: int, start_step: int = 0) -> list[LaneItem]:
         """Return a rank's items in order, one per part."""
         return [LaneItem(0, 0, (part,), None) for span in self.rank_spans[rank] for part in span.parts]
 

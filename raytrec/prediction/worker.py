@@ -57,9 +57,7 @@ def predict_worker(prediction_task: PredictionTask, task: WorkerTask) -> None:
     context.close()
 
 
-def _list_finished(
-    folder: PredictionFolder, spans: list[Span], task: PredictionTask
-) -> tuple[set[Span], set[str]]:
+def _list_finished(folder: PredictionFolder, spans: list[Span], task: PredictionTask) -> tuple[set[Span], set[str]]:
     """Return the spans that are done, and the input files that are complete."""
     names = folder.list_names()
     complete = set(folder.find_finished(task, names))

@@ -64,9 +64,7 @@ class SpanWriter:
             kinds = self._task.carried.schema(span.path)
             schema = _make_schema(self._task, kinds, [column.type for column in columns], counts)
             carried = pa.concat_tables([self._read_carried(part, kinds) for part in span.parts])
-            table = (
-                pa.table([*carried.columns, *columns], schema) if kinds.names else pa.table(columns, schema)
-            )
+            table = pa.table([*carried.columns, *columns], schema) if kinds.names else pa.table(columns, schema)
             with self._folder.open_parquet_writer(self._task.output_of(span), schema) as writer:
                 writer.write_table(table, row_group_size=len(table))
 
@@ -79,9 +77,7 @@ class SpanWriter:
             return pa.table([pa.nulls(part.rows, field.type) for field in kinds], kinds)
 
 
-def _make_schema(
-    task: PredictionTask, carried: pa.Schema, scores: list[pa.DataType], counts: Counts
-) -> pa.Schema:
+def _make_schema(task: PredictionTask, carried: pa.Schema, scores: list[pa.DataType], counts: Counts) -> pa.Schema:
     """Return the schema of a file with carried columns and scores of these types."""
     fields = [*carried, *(pa.field(*column) for column in zip(task.manifest.scores, scores, strict=True))]
     return pa.schema(fields, counts.metadata(task.manifest.binding))
@@ -111,9 +107,7 @@ def join_parts(task: PredictionTask, spans: list[Span], tick: Callable[[], None]
         for name, span in zip(names, spans, strict=True):
             part_counts = Counts.from_footer(read_footer(name), binding)
             if part_counts is None or part_counts.rows != span.rows:
-                raise RunError(
-                    "a part of the predictions is damaged or has changed", where=name, do=REPEAT_ADVICE
-                )
+                raise RunError("a part of the predictions is damaged or has changed", where=name, do=REPEAT_ADVICE)
             counts += part_counts
         schema = read_footer(names[0]).schema.to_arrow_schema().with_metadata(counts.metadata(binding))
         with folder.open_parquet_writer(task.name_of(spans[0].path), schema) as writer:
@@ -122,9 +116,7 @@ def join_parts(task: PredictionTask, spans: list[Span], tick: Callable[[], None]
                 tick()
 
 
-REPEAT_ADVICE = (
-    "remove the folder _parts in the output folder and repeat the command; complete files are kept"
-)
+REPEAT_ADVICE = "remove the folder _parts in the output folder and repeat the command; complete files are kept"
 
 
 def read_verified(uri: str) -> pa.Table:

@@ -96,9 +96,7 @@ def print_table(comparison: Comparison) -> None:
         table = Table()
         table.add_column(title)
         for name in comparison.names:
-            table.add_column(
-                to_plain_text(name), justify="right" if title == "metric" else "left", overflow="fold"
-            )
+            table.add_column(to_plain_text(name), justify="right" if title == "metric" else "left", overflow="fold")
         for key, texts in rows.items():
             label = comparison.titles[key] if title == "metric" else key
             table.add_row(to_plain_text(label), *map(to_plain_text, texts))
@@ -124,11 +122,7 @@ def _format_result(key: str, row: Row, run: RunFolder, first: RunFolder) -> str:
 def _compare_configs(runs: list[RunFolder]) -> dict[str, list[str]]:
     flat = [flatten(run.config) for run in runs]
     keys = dict.fromkeys(key for values in flat for key in values)
-    texts = {
-        key: [_value(values, key) for values in flat]
-        for key in keys
-        if not key.startswith(IGNORED_KEY_PREFIXES)
-    }
+    texts = {key: [_value(values, key) for values in flat] for key in keys if not key.startswith(IGNORED_KEY_PREFIXES)}
     return {key: row for key, row in texts.items() if len(set(row)) > 1}
 
 

@@ -20,12 +20,8 @@ from raytrec.report.run_timeline import build_timeline
 from raytrec.tracking import aggregate
 from raytrec.tracking.run_folder import RunFolder
 
-MIN_INTERVAL_S = (
-    60.0  # minimum interval; in shorter ones, starting processes can occupy the CPUs of a small machine
-)
-STRAGGLER_EXCESS_SHARE = (
-    0.15  # a straggler's own time exceeds the others' median by this share of the interval
-)
+MIN_INTERVAL_S = 60.0  # minimum interval; in shorter ones, starting processes can occupy the CPUs of a small machine
+STRAGGLER_EXCESS_SHARE = 0.15  # a straggler's own time exceeds the others' median by this share of the interval
 IDLE_GPU_PERCENT = 50
 MAX_DATA_WAIT_SHARE = 0.30  # share of the time above which waiting for data is reported
 HOT_RANK_FACTOR = 1.5  # a hot rank exceeds the mean lookup bytes by this factor
@@ -52,8 +48,7 @@ PHASE_TEXTS = {
     ),
     "other": (
         "work outside the step (evaluation, saving, reports)",
-        "evaluate, save or report less often (train.eval_every_steps, checkpoint.every_s, "
-        "train.log_every_steps)",
+        "evaluate, save or report less often (train.eval_every_steps, checkpoint.every_s, train.log_every_steps)",
     ),
 }
 MAX_DEAD_SHARE, MIN_DEAD_BYTES = (
@@ -105,9 +100,7 @@ def _model(run: RunFolder) -> list[str]:
 def _list_values(run: RunFolder, key: str) -> list[float]:
     """Return a metric's values in the result and in evaluations, the last evaluation last."""
     measured = [line.figure(key) for line in run.figures(Eval, Final)]
-    return [
-        value for value in (parse_number(run.result.get(EVAL_PREFIX + key)), *measured) if not isnan(value)
-    ]
+    return [value for value in (parse_number(run.result.get(EVAL_PREFIX + key)), *measured) if not isnan(value)]
 
 
 def find_poor_fit(run: RunFolder) -> list[str]:
@@ -136,9 +129,7 @@ def find_poor_fit(run: RunFolder) -> list[str]:
 
 def _describe_ranks(run: RunFolder) -> list[str]:
     lines = aggregate.sum_over_time(aggregate.skip_warmup(run.ranks))
-    return [
-        text for advise in (find_straggler, find_low_utilization, find_hot_rank) if (text := advise(lines))
-    ]
+    return [text for advise in (find_straggler, find_low_utilization, find_hot_rank) if (text := advise(lines))]
 
 
 def _tables(run: RunFolder) -> list[str]:
@@ -155,9 +146,7 @@ def _tables(run: RunFolder) -> list[str]:
     ):
         over = {n: t[key] for n, t in last.items() if t[key] > limit}
         ordered = sorted(over, key=lambda name: -over[name])
-        texts += _shorten(
-            [text.format(n, format_percent(over[n])) for n in ordered], "tables with this problem"
-        )
+        texts += _shorten([text.format(n, format_percent(over[n])) for n in ordered], "tables with this problem")
     hits = {n: t["cache_hit_rate"] for n, t in last.items() if not isnan(t["cache_hit_rate"])}
     text = "table {}: only {} of the lookups hit the cache"
     cold = [text.format(n, format_percent(h)) for n, h in hits.items() if h < MIN_CACHE_HIT_RATE]
@@ -193,8 +182,7 @@ def find_straggler(lines: list[RankLine]) -> str | None:
     }
     phase = max(phase_excess, key=lambda p: phase_excess[p])
     own_ms, excess_ms, phase_ms = (
-        seconds / max(1, slow.steps) * 1e3
-        for seconds in (aggregate.get_own_time_s(slow), excess, phase_excess[phase])
+        seconds / max(1, slow.steps) * 1e3 for seconds in (aggregate.get_own_time_s(slow), excess, phase_excess[phase])
     )
     return (
         f"rank {slow.rank} is slow: {own_ms:.1f} ms of own time per step, {excess_ms:.1f} ms more than "
@@ -275,9 +263,7 @@ def find_bound(times: Times, wall_s: float, rows_per_s: float | None) -> dict[st
     """
     if not times.steps:
         return {}
-    seconds = {
-        part: sum(times.seconds.get(phase, 0.0) for phase in phases) for part, phases in PART_PHASES.items()
-    }
+    seconds = {part: sum(times.seconds.get(phase, 0.0) for phase in phases) for part, phases in PART_PHASES.items()}
     in_steps = sum(seconds.values())
     seconds[START] = max(0.0, wall_s - in_steps)
     whole = max(wall_s, in_steps, 1e-9)
@@ -294,10 +280,7 @@ def _describe_bound(seconds: Mapping[str, float], by: str, whole: float, rows_pe
     """Return the bound in words; if the start is the bound, the bound of the steps is added."""
     if by != START:
         return f"bound by {_words(seconds, by, whole, rows_per_s)}"
-    text = (
-        f"bound by start: {format_percent(seconds[START] / whole)} of the time, "
-        f"{format_duration(seconds[START])}, "
-    )
+    text = f"bound by start: {format_percent(seconds[START] / whole)} of the time, {format_duration(seconds[START])}, "
     text += "went into start-up, restarts, checkpoints and evaluation"
     steps = {part: s for part, s in seconds.items() if part != START}
     if not (whole := sum(steps.values())):

@@ -70,10 +70,7 @@ def draw(run: RunFolder) -> list[RenderedFigure]:
     from raytrec.report.figures.style import to_svg
 
     figures = ((picture, picture.draw(run)) for picture in GALLERY)
-    return [
-        RenderedFigure(picture, to_svg(figure, picture.label) if figure else None)
-        for picture, figure in figures
-    ]
+    return [RenderedFigure(picture, to_svg(figure, picture.label) if figure else None) for picture, figure in figures]
 
 
 def write_report(run: RunFolder, drawn: list[RenderedFigure], target: Path) -> tuple[Path, list[Path]]:

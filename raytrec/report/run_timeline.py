@@ -155,11 +155,7 @@ def _build_groups(events: list[_TimedEvent], records: list[float], clock: _Clock
         if pause:
             clock.cut(previous, begin)
         following = starts[index + 1].unix_s if index + 1 < len(starts) else float("inf")
-        down = [
-            event.unix_s
-            for event in events
-            if event.kind in DOWN_EVENTS and begin < event.unix_s <= following
-        ]
+        down = [event.unix_s for event in events if event.kind in DOWN_EVENTS and begin < event.unix_s <= following]
         last = max((t for t in records if begin < t < following), default=begin)
         workers = start.detail("workers")
         end = clock(min(down, default=last))

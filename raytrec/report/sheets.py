@@ -83,11 +83,7 @@ def build_table_sheet(run: RunFolder) -> DataTable | None:
     latest = list(aggregate.by_step(run.ranks).values())[-1] if run.ranks else []
     names = list(dict.fromkeys([*aggregate.order_by_load(group), *run.plan]))
     looked = sum(line.added("lookup_bytes") for line in group)
-    return (
-        _build_slice_table(_build_table_row(run, name, group, latest, looked) for name in names)
-        if names
-        else None
-    )
+    return _build_slice_table(_build_table_row(run, name, group, latest, looked) for name in names) if names else None
 
 
 def _build_table_row(

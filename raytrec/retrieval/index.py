@@ -122,9 +122,7 @@ class Index:
             return search_exactly(self.vectors, queries, k)
         faiss_rows = self.faiss.search(np.ascontiguousarray(queries, np.float32), k)[1]
         rows = faiss_rows.astype(np.int64, copy=False)
-        scores = np.where(rows < 0, -np.inf, compute_dot_products(self.vectors, queries, rows)).astype(
-            np.float32
-        )
+        scores = np.where(rows < 0, -np.inf, compute_dot_products(self.vectors, queries, rows)).astype(np.float32)
         order = np.lexsort((rows, -scores), axis=1)
         return np.take_along_axis(rows, order, 1), np.take_along_axis(scores, order, 1)
 
@@ -214,9 +212,7 @@ def _read_index(uri: str, about: dict[str, Any]) -> Index:
         raise ValueError(f"{FAISS_FILE} does not match the checksum in {MANIFEST}")
     faiss = require_faiss().deserialize_index(np.frombuffer(data, np.uint8))
     if (faiss.ntotal, faiss.d) != vectors.shape:
-        raise ValueError(
-            f"{FAISS_FILE} has the shape {(faiss.ntotal, faiss.d)}, but {ITEMS} has {vectors.shape}"
-        )
+        raise ValueError(f"{FAISS_FILE} has the shape {(faiss.ntotal, faiss.d)}, but {ITEMS} has {vectors.shape}")
     return Index(items, vectors, about["item"], about, faiss)
 
 

@@ -175,13 +175,10 @@ def open_export(folder: Path, manifest: Manifest) -> Scorer:
     """Return the scorer of an export whose files have been compared with the manifest."""
     vocabularies = [_resolve_vocabulary(each, folder) for each in manifest.transforms]
     manifest = manifest.model_copy(update={"transforms": vocabularies})
-    programs = {
-        name: load_program(folder / each.file, len(each.inputs)) for name, each in manifest.programs.items()
-    }
+    programs = {name: load_program(folder / each.file, len(each.inputs)) for name, each in manifest.programs.items()}
     shapes = manifest.data_schema.tables
     tables = {
-        name: open_table(folder, each, shapes[name].rows, shapes[name].dim)
-        for name, each in manifest.tables.items()
+        name: open_table(folder, each, shapes[name].rows, shapes[name].dim) for name, each in manifest.tables.items()
     }
     ids = {name: _read_ids(folder / file, manifest, name) for name, file in manifest.ids.items()}
     with pa.memory_map(str(folder / GOLDEN)) as file:

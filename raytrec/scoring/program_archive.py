@@ -114,9 +114,7 @@ def load_program(file: Path, inputs: int) -> torch.fx.GraphModule:
     except Exception as error:  # torch's exceptions have no common base
         raise RunError(f"the program cannot be read: {get_first_line(error)}", where=str(file)) from None
     if (count := len(program.graph_signature.user_inputs)) != inputs:
-        raise RunError(
-            f"the program {file.name} takes {count} tensors", where=str(file), expected=f"{inputs} tensors"
-        )
+        raise RunError(f"the program {file.name} takes {count} tensors", where=str(file), expected=f"{inputs} tensors")
     return module
 
 
@@ -206,9 +204,7 @@ def _sanitize_value(value: Any, key: str) -> Any:
     """
     if isinstance(value, dict):
         for name in value:
-            if not IDENTIFIER_PATTERN.fullmatch(name) or (
-                name.startswith("as_") and name not in ARGUMENT_KINDS
-            ):
+            if not IDENTIFIER_PATTERN.fullmatch(name) or (name.startswith("as_") and name not in ARGUMENT_KINDS):
                 raise DisallowedContent(f"the unexpected key {name!r} in {MODEL}")
         return {name: _sanitize_value(DROPPED_KEYS.get(name, part), name) for name, part in value.items()}
     if isinstance(value, list):
@@ -219,11 +215,7 @@ def _sanitize_value(value: Any, key: str) -> Any:
         return _canonicalize_expression(value)
     if key in ("in_spec", "out_spec"):
         return _check_tree_shape(value)
-    allowed = (
-        _is_operator(value)
-        if key == "target"
-        else FIELD_PATTERNS.get(key, IDENTIFIER_PATTERN).fullmatch(value)
-    )
+    allowed = _is_operator(value) if key == "target" else FIELD_PATTERNS.get(key, IDENTIFIER_PATTERN).fullmatch(value)
     if not allowed:
         raise DisallowedContent(f"the unexpected value {value[:100]!r} of {key} in {MODEL}")
     return value
@@ -261,17 +253,11 @@ def _is_expression(node: ast.expr) -> bool:
         return node.id in ("true", "false")
     if isinstance(node, ast.Constant):
         return isinstance(node.value, int | float)
-    if not (
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Name)
-        and node.func.id in EXPRESSION_FUNCTIONS
-    ):
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in EXPRESSION_FUNCTIONS):
         return False
     if node.func.id != "Symbol":
         calls = [
-            arg
-            for arg in node.args
-            if isinstance(arg, ast.Call) and ast.unparse(arg.func) not in EXPRESSION_ATOMS
+            arg for arg in node.args if isinstance(arg, ast.Call) and ast.unparse(arg.func) not in EXPRESSION_ATOMS
         ]
         if node.func.id == "Mul" and len(calls) > 1:
             return False

@@ -41,9 +41,7 @@ class RowReader:
         columns: Columns that rows must have, with their types for values that have no type.
     """
 
-    def __init__(
-        self, schema: Schema, transforms: Sequence[Transform], lists: Sequence[str], columns: pa.Schema
-    ):
+    def __init__(self, schema: Schema, transforms: Sequence[Transform], lists: Sequence[str], columns: pa.Schema):
         needed = select_needed_transforms(tuple(transforms), schema.inputs)
         feature_lists = frozenset(lists) & set(schema.sparse)
         self.form = ResolvedReadPlan(ReadPlan(schema, needed, read_labels=False), feature_lists)

@@ -61,15 +61,11 @@ class Scorer:
         lookups: Lookups in the tables.
     """
 
-    def __init__(
-        self, manifest: Manifest, programs: Programs, lookups: Lookups, columns: pa.Schema, golden: pa.Table
-    ):
+    def __init__(self, manifest: Manifest, programs: Programs, lookups: Lookups, columns: pa.Schema, golden: pa.Table):
         self.manifest, self.columns, self.golden = manifest, columns, golden
         self._programs, self.lookups, self._features = programs, lookups, manifest.features
         self._split = lru_cache(MAX_CACHED_SPLITS)(self._make_split)
-        self._assembler = lru_cache(4 * MAX_CACHED_SPLITS)(
-            lambda reader: Assembler(reader.form, self._features)
-        )
+        self._assembler = lru_cache(4 * MAX_CACHED_SPLITS)(lambda reader: Assembler(reader.form, self._features))
 
     def predict(self, rows: Any = None, *, user: Any = None, candidates: Any = None) -> pa.Table:
         """Return the predictions of rows, or of one user's candidates.
@@ -151,9 +147,7 @@ class Scorer:
 
     def _make_reader(self, names: Collection[str]) -> RowReader:
         manifest = self.manifest
-        return RowReader(
-            manifest.data_schema.select_features(names), manifest.transforms, manifest.lists, self.columns
-        )
+        return RowReader(manifest.data_schema.select_features(names), manifest.transforms, manifest.lists, self.columns)
 
     def score(self, pieces: Sequence[Rows], program: ProgramName = "predict") -> list[np.ndarray]:
         """Return the predictions of rows, which may come from several requests.
@@ -168,9 +162,7 @@ class Scorer:
         count = sum(map(len, pieces))
         tensors = self._look_up(self.get_reader(program), list(pieces), count)
         inputs = self.manifest.programs[program].inputs
-        return _run_program(
-            self._programs[program].forward, [tensors[each.kind, each.feature] for each in inputs]
-        )
+        return _run_program(self._programs[program].forward, [tensors[each.kind, each.feature] for each in inputs])
 
     def to_ranking_tables(self, user: Any, candidates: Any) -> tuple[pa.Table, pa.Table]:
         """Return a user and candidates, in any form that `predict` accepts, as tables for `rank`.

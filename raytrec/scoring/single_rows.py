@@ -25,9 +25,7 @@ Program = Callable[..., tuple[torch.Tensor, ...]]
 ValueOrigin = Literal["user", "rows", "none"]
 
 
-def rewrite_for_single_rows(
-    program: fx.GraphModule, inputs: Sequence[Input], once: Collection[int]
-) -> Program | None:
+def rewrite_for_single_rows(program: fx.GraphModule, inputs: Sequence[Input], once: Collection[int]) -> Program | None:
     """Return a program that takes a single row of some inputs, or None if the program cannot be rewritten.
 
     Args:
@@ -38,9 +36,7 @@ def rewrite_for_single_rows(
     torch_state = torch.random.get_rng_state()
     try:
         rewritten = _ProgramRewriter(program, once).result()
-        examples = [
-            make_example_input(each, 1 if i in once else NUM_COMPARED_ROWS) for i, each in enumerate(inputs)
-        ]
+        examples = [make_example_input(each, 1 if i in once else NUM_COMPARED_ROWS) for i, each in enumerate(inputs)]
         repeated = [t.expand(NUM_COMPARED_ROWS, *t.shape[1:]).contiguous() for t in examples]
         with torch.inference_mode():
             pairs = zip(rewritten(*examples), program.forward(*repeated), strict=True)
@@ -53,9 +49,7 @@ def rewrite_for_single_rows(
 
 
 def _is_close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
-    return bool(
-        torch.allclose(actual, expected, rtol=COMPARISON_TOLERANCE, atol=COMPARISON_TOLERANCE, equal_nan=True)
-    )
+    return bool(torch.allclose(actual, expected, rtol=COMPARISON_TOLERANCE, atol=COMPARISON_TOLERANCE, equal_nan=True))
 
 
 def make_example_input(of: Input, rows: int) -> torch.Tensor:
@@ -142,9 +136,7 @@ class _ProgramRewriter:
             return _TensorValue(
                 origin, node, self._copy(node, lambda v: v.user if isinstance(v, _SymbolicSize) else v.new)
             )
-        broadcasts = node.target in BROADCASTING_OPERATORS or torch.Tag.pointwise in getattr(
-            node.target, "tags", ()
-        )
+        broadcasts = node.target in BROADCASTING_OPERATORS or torch.Tag.pointwise in getattr(node.target, "tags", ())
         if node.target is aten.bmm.default and "user" in kinds:
             return _TensorValue("rows", node, self._copy(node, self._get_node, aten.matmul.default))
         return _TensorValue("rows", node, self._copy(node, self._get_node if broadcasts else self._expand))

@@ -95,9 +95,7 @@ class Service:
             return Response(status_code=499)
         except Exception as error:
             log.exception("a request failed")
-            reported = (
-                error if isinstance(error, RaytrecError) else RunError("internal error", do="check the log")
-            )
+            reported = error if isinstance(error, RaytrecError) else RunError("internal error", do="check the log")
             return Response(RefusedRequest(500, reported).body, 500, media_type=JSON)
 
     def _endpoint(self, request: Request) -> Endpoint:
@@ -152,9 +150,7 @@ class Service:
         scorer.get_reader(tower)  # before the body is read
         return await self._score(request, scorer, tower, ["vector"])
 
-    async def _score(
-        self, request: Request, scorer: Scorer, program: ProgramName, names: list[str]
-    ) -> Response:
+    async def _score(self, request: Request, scorer: Scorer, program: ProgramName, names: list[str]) -> Response:
         body, headers = await self.read(request), {"X-Model-Version": scorer.version}
         query = decode_request(request.headers.get("content-type", ""), body, scorer, program, self.limits)
         scores = await self.batcher.score(query)

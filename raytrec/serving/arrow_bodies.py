@@ -38,9 +38,7 @@ def read_stream(body: bytes, columns: Collection[str], max_expanded_bytes: int) 
     try:
         for message in pa.ipc.MessageReader.open_stream(body):
             if _is_compressed(message.metadata):  # Arrow allocates the size that a buffer claims
-                raise DataError(
-                    "the Arrow buffers are compressed", where="the body", expected="an uncompressed stream"
-                )
+                raise DataError("the Arrow buffers are compressed", where="the body", expected="an uncompressed stream")
         table = pa.ipc.open_stream(body).read_all()
         table.validate(full=True)  # offsets outside of the body would crash the process
     except (pa.ArrowException, OSError, StructError) as error:
@@ -115,6 +113,4 @@ def _count_expanded_bytes(array: pa.Array | pa.ChunkedArray, name: str) -> int:
 
 
 def _make_type_error(kind: pa.DataType, name: str) -> DataError:
-    return DataError(
-        f"unsupported type {kind}", where=f"the body, column {name}", expected=PLAIN_COLUMNS_TEXT
-    )
+    return DataError(f"unsupported type {kind}", where=f"the body, column {name}", expected=PLAIN_COLUMNS_TEXT)

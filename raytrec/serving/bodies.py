@@ -84,9 +84,7 @@ class Query:
         return self.scorer.score([self.scorer.get_reader(self.program).read(rows)], self.program)
 
 
-def decode_request(
-    content_type: str, body: bytes, scorer: Scorer, program: ProgramName, limits: Limits
-) -> Query:
+def decode_request(content_type: str, body: bytes, scorer: Scorer, program: ProgramName, limits: Limits) -> Query:
     """Return the query of a request.
 
     Raises:
@@ -114,9 +112,7 @@ def check_type(content_type: str, *supported_types: str) -> str:
     kind = content_type.partition(";")[0].strip().lower()
     if kind not in supported_types:
         what = f"the content type '{kind}' is not supported"
-        raise RefusedRequest(
-            415, DataError(what, where="Content-Type", expected=" or ".join(supported_types))
-        )
+        raise RefusedRequest(415, DataError(what, where="Content-Type", expected=" or ".join(supported_types)))
     return kind
 
 
@@ -147,9 +143,7 @@ def _decode_json(
     if not isinstance(values, dict):
         raise _make_refusal("the body is not an object", "the body", f"an object with {REQUEST_FORMS}")
     if set(values) not in ({"rows"}, {"columns"}, {"user", "candidates"}):
-        raise _make_refusal(
-            f"the body has the keys [{', '.join(sorted(values)[:8])}]", "the body", REQUEST_FORMS
-        )
+        raise _make_refusal(f"the body has the keys [{', '.join(sorted(values)[:8])}]", "the body", REQUEST_FORMS)
     if "columns" in values:
         return _table_from_columns(values["columns"], scorer.columns), None
     rows = values.get("rows", values.get("candidates"))
@@ -169,18 +163,14 @@ def _decode_json(
 def _table_from_columns(lists: Any, columns: pa.Schema) -> pa.Table:
     """Return the model's columns of a body as a table; other columns are ignored."""
     if not isinstance(lists, dict) or not all(isinstance(values, list) for values in lists.values()):
-        raise _make_refusal(
-            "columns is not an object of lists", "columns", "a list of values for each column"
-        )
+        raise _make_refusal("columns is not an object of lists", "columns", "a list of values for each column")
     arrays = {}
     for field in columns:
         if field.name in lists:
             try:
                 arrays[field.name] = to_array(lists[field.name], field.type)
             except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
-                raise _make_refusal(
-                    get_first_line(error), f"columns, {field.name}", str(field.type)
-                ) from None
+                raise _make_refusal(get_first_line(error), f"columns, {field.name}", str(field.type)) from None
     if len({len(array) for array in arrays.values()}) > 1:
         raise _make_refusal("the columns have different numbers of values", "columns", "one value per row")
     return pa.table(arrays)
@@ -211,9 +201,7 @@ def _longest_list(rows: pa.Table | ObjectRows, place: int, name: str) -> int:
     return max((len(value) for value in values if isinstance(value, list)), default=0)
 
 
-def encode_response(
-    accept: str, version: str, names: Sequence[str], values: Sequence[np.ndarray]
-) -> tuple[str, bytes]:
+def encode_response(accept: str, version: str, names: Sequence[str], values: Sequence[np.ndarray]) -> tuple[str, bytes]:
     """Return the type and the body of a response.
 
     Args:

@@ -61,9 +61,7 @@ def serve(service_options: ServiceOptions, address: str | None = None, replicas:
 def _parse_replicas(replicas: str) -> tuple[int, int]:
     parts = replicas.split(":")
     if len(parts) > 2 or not all(part.isdecimal() and int(part) for part in parts):
-        raise ConfigError(
-            f"invalid value '{replicas}'", where="--replicas", expected="N or MIN:MAX, such as 2 or 1:4"
-        )
+        raise ConfigError(f"invalid value '{replicas}'", where="--replicas", expected="N or MIN:MAX, such as 2 or 1:4")
     min_replicas, max_replicas = int(parts[0]), int(parts[-1])
     if min_replicas > max_replicas:
         raise ConfigError(f"MIN exceeds MAX in '{replicas}'", where="--replicas", expected="MIN ≤ MAX")

@@ -83,9 +83,7 @@ class Coordinator:
         store_state: Function that keeps the state for a restart.
     """
 
-    def __init__(
-        self, export: Export, read_state: Callable[[], bytes | None], store_state: Callable[[bytes], None]
-    ):
+    def __init__(self, export: Export, read_state: Callable[[], bytes | None], store_state: Callable[[bytes], None]):
         self._store = store_state
         self._current, self._previous, self._declared, saved_state = export, None, export, read_state()
         if saved_state:
@@ -97,9 +95,7 @@ class Coordinator:
         self._complete = monotonic() + 2 * FOLLOW_INTERVAL_S if saved_state else 0.0
         # Numbers differ from those before a restart, which replicas may still report.
         self._order, self._changed = ReplicaCommand(int(time.time() * 1000), self._current), asyncio.Event()
-        self._replicas: dict[
-            str, tuple[ReplicaState, float]
-        ] = {}  # last report of each replica, and its time
+        self._replicas: dict[str, tuple[ReplicaState, float]] = {}  # last report of each replica, and its time
         self._news = ""
         self._busy = asyncio.Lock()
 

@@ -68,9 +68,7 @@ class Replica:
         ]
         self.service = Service(versions, token, extra_endpoints=endpoints)
         if folder := service_options.log_requests:
-            self.service.request_log = RequestLog(
-                folder, service_options.log_sample, self._id, self.service.figures
-            )
+            self.service.request_log = RequestLog(folder, service_options.log_sample, self._id, self.service.figures)
         self._promote_from = service_options.promote_from or service_options.uri
         self._join()
         self._busy = perf_counter(), process_time()

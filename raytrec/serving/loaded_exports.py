@@ -111,9 +111,7 @@ def load_either(
     raise errors[0]
 
 
-def execute_command(
-    versions: LoadedExports, order: ReplicaCommand, last_report: ReplicaState
-) -> ReplicaState:
+def execute_command(versions: LoadedExports, order: ReplicaCommand, last_report: ReplicaState) -> ReplicaState:
     """Carry out an order and return the report.
 
     Args:

@@ -44,9 +44,7 @@ class ReplicaMetrics:
         """
         version = GaugeMetricFamily("raytrec_version", "1 for the current version.", labels=["version"])
         version.add_metric([about["version"]], 1)
-        age = GaugeMetricFamily(
-            "raytrec_model_age_seconds", "Seconds since the export was created.", about["age_s"]
-        )
+        age = GaugeMetricFamily("raytrec_model_age_seconds", "Seconds since the export was created.", about["age_s"])
         waiting_rows = GaugeMetricFamily("raytrec_waiting_rows", "Rows waiting to be scored.", waiting)
         counters = list(self._registry.collect())
         for metric in counters:

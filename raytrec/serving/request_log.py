@@ -140,9 +140,7 @@ class RequestLog:
             if folder.is_local:
                 os.makedirs(folder.uri, 0o700, exist_ok=True)  # folder of real users' data
             with folder.stream(name, f"{folder.partial}/{name}") as stream:
-                pq.write_table(
-                    table.replace_schema_metadata({VERSION_KEY: version}), stream, compression="zstd"
-                )
+                pq.write_table(table.replace_schema_metadata({VERSION_KEY: version}), stream, compression="zstd")
             self._written.inc(len(table))
         except Exception as error:
             _log.warning("%s: %s logged rows cannot be written: %s", hide(self._uri), len(table), error)

@@ -69,9 +69,7 @@ class Skew:
     def show(self) -> None:
         """Print the verdict, followed by tables, to stdout."""
         metrics, console = self.metrics, open_console()
-        console.print(
-            to_plain_text(f"differs      {', '.join(metrics['differs']) or 'nothing'}"), soft_wrap=True
-        )
+        console.print(to_plain_text(f"differs      {', '.join(metrics['differs']) or 'nothing'}"), soft_wrap=True)
         rows = f"{metrics['rows']:,} rows of {metrics['requests']:,} requests"
         console.print(to_bold_text(metrics["name"]), soft_wrap=True)
         for version, count in metrics["other_versions"].items():
@@ -105,9 +103,7 @@ class Skew:
         return table
 
 
-def skew(
-    log: str, export: str, *, data: str | None = None, rows: int = SAMPLE_ROWS, allow_code: bool = False
-) -> Skew:
+def skew(log: str, export: str, *, data: str | None = None, rows: int = SAMPLE_ROWS, allow_code: bool = False) -> Skew:
     """Compare a log of `raytrec serve --log-requests` with the export that answered, and with training data.
 
     The log's rows are scored again; a difference shows that the service does not compute the export's scores.
@@ -137,9 +133,7 @@ def skew(
         )
     logged, measures, data_rows = read_rows(scorer, groups[version], rows, logged=True), [], 0
     if data:
-        training = [
-            group for each in group_by_version(make_absolute(data), "--data").values() for group in each
-        ]
+        training = [group for each in group_by_version(make_absolute(data), "--data").values() for group in each]
         trained = read_rows(scorer, training, rows, logged=False)
         compared = _Comparison(logged, trained).measures(scorer.reader.form.schema)
         measures, data_rows = sorted(compared, key=lambda m: (not m.differs, -m.psi)), trained.rows
@@ -181,9 +175,7 @@ class _Comparison:
             yield self._measure_numbers(name, "values", [each.dense[:, place] for each in self._sides])
             yield self._measure_nulls(name)
         for name, spec in schema.sparse.items():
-            yield from self._measure_ids(
-                name, "without a row" if schema.tables[spec.table].ids else "out of range"
-            )
+            yield from self._measure_ids(name, "without a row" if schema.tables[spec.table].ids else "out of range")
             yield self._measure_nulls(name)
         for name in self._sides[0].scores:
             yield self._measure_numbers(name, "scores", [each.scores[name] for each in self._sides])
@@ -283,6 +275,5 @@ def _format_figures(figures: dict[str, float]) -> str:
         return format_percent(figures["share"])
     shares = {"empty", f"top {NUM_TOP_IDS}"}
     return ", ".join(
-        f"{name} {format_percent(value) if name in shares else f'{value:.4g}'}"
-        for name, value in figures.items()
+        f"{name} {format_percent(value) if name in shares else f'{value:.4g}'}" for name, value in figures.items()
     )

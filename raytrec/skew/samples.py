@@ -92,9 +92,7 @@ def _iterate_tables(
                 types = {field.name: field.type for field in reader.columns}
                 form = replace(form, types=types, from_folders=find_folder_columns(arrow, form, group.path))
             table = decode_columns(group.path, group.index, first, count, columns, form.folders)
-            yield from (
-                (group.path, table.slice(at, ROWS_PER_SCORING)) for at in range(0, count, ROWS_PER_SCORING)
-            )
+            yield from ((group.path, table.slice(at, ROWS_PER_SCORING)) for at in range(0, count, ROWS_PER_SCORING))
         remaining -= count
 
 
@@ -110,9 +108,7 @@ def read_rows(scorer: Scorer, groups: Sequence[RowGroup], rows: int, *, logged: 
     reader, names = scorer.reader, [task.column for task in scorer.manifest.tasks]
     schema, transforms = reader.form.schema, reader.form.plan.transforms
     sources = {name: resolve_input_columns(transforms, [name]) for name in schema.dense}
-    sources |= {
-        name: resolve_input_columns(transforms, [schema.get_ids_column(name)]) for name in schema.sparse
-    }
+    sources |= {name: resolve_input_columns(transforms, [schema.get_ids_column(name)]) for name in schema.sparse}
     columns = [*reader.columns.names, *([*names, REQUEST_COLUMN] if logged else [])]
     pieces: list[Rows] = []
     nulls, requests, scores, rescored = Counter(), set[str](), [], []
@@ -140,9 +136,7 @@ def read_rows(scorer: Scorer, groups: Sequence[RowGroup], rows: int, *, logged: 
     return RowSample(count, len(requests), dense, ids, lengths, odd, nulls, sample_scores, export_scores)
 
 
-def _count_odd_lookups(
-    scorer: Scorer, feature: str, ids_N: torch.Tensor, rows: AssembledTensors, place: int
-) -> int:
+def _count_odd_lookups(scorer: Scorer, feature: str, ids_N: torch.Tensor, rows: AssembledTensors, place: int) -> int:
     """Return the number of a feature's lookups that are out of range or in fallback rows."""
     schema = scorer.reader.form.schema
     name = schema.sparse[feature].table

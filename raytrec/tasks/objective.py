@@ -33,9 +33,7 @@ from raytrec.tasks.losses import BatchLoss, Rows
 from raytrec.tasks.outputs import StepOutputs, TaskOutputs
 from raytrec.tasks.task import Task, check_model_learns, key_columns, resolve_tasks
 
-MODEL_LOSS_KEY = (
-    ""  # key, in place of a task name, of lookup_l2's loss and of a model's loss that no task uses
-)
+MODEL_LOSS_KEY = ""  # key, in place of a task name, of lookup_l2's loss and of a model's loss that no task uses
 
 
 def rank_loss(
@@ -124,9 +122,7 @@ class Objective:
             factors_B = task.factors(labels_B, weights_B)
             if isinstance(task.loss, BatchLoss):
                 key = self._select_keys(getattr(task, task.loss.by) if task.loss.by else None, batch.keys)
-                rows = Rows(
-                    task_logits, labels_B, weights_B, key, self._select_keys(task.item_frequency, batch.keys)
-                )
+                rows = Rows(task_logits, labels_B, weights_B, key, self._select_keys(task.item_frequency, batch.keys))
                 losses = compute_batch_loss(task.loss, rows, factors_B, self.world)
                 factors_B = losses.new_ones(())
             else:
@@ -153,9 +149,7 @@ class Objective:
         )
         return torch.stack(list(of_features)).sum(0)
 
-    def _model_loss(
-        self, logits: torch.Tensor, batch: Batch, weights: Sequence[torch.Tensor]
-    ) -> torch.Tensor:
+    def _model_loss(self, logits: torch.Tensor, batch: Batch, weights: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return this rank's part of the model's own loss.
 
         Args:
@@ -199,9 +193,7 @@ class Objective:
         for task, task_logits, weights_B in per_task:
             logits_B = task.calibrate(task_logits)
             predictions = task.loss.predict(logits_B)
-            tasks[task.name] = TaskOutputs(
-                logits_B, predictions, batch.labels[:, task.column], weights_B, column_keys
-            )
+            tasks[task.name] = TaskOutputs(logits_B, predictions, batch.labels[:, task.column], weights_B, column_keys)
         return StepOutputs(tasks, batch.weights, loss.detach(), losses=parts)
 
     def predictions(self, logits: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -229,9 +221,7 @@ class Objective:
             return logits.unbind(1)
         # torch.export cannot load a split into zero parts.
         parts = iter(logits[:, :columns].split(self._widths, 1) if self._widths else ())
-        return [
-            logits[:, scalars:] if task.loss.reads_vectors else next(parts).squeeze(1) for task in self.tasks
-        ]
+        return [logits[:, scalars:] if task.loss.reads_vectors else next(parts).squeeze(1) for task in self.tasks]
 
     def _shape_error(self, logits: torch.Tensor, columns: int, vectors: bool) -> ConfigError:
         shape = ", ".join(map(str, logits.shape))

@@ -108,8 +108,7 @@ def resolve_tasks(sections: Sequence[TaskSection], schema: Schema) -> tuple[Task
         _check_mask(task, by_name, f"tasks[{place}].mask")
     label_of = {label: label for label in schema.labels} | {task.name: task.label for task in tasks}
     return tuple(
-        replace(task, mask=None, mask_label=label_of[task.mask]) if task.mask in label_of else task
-        for task in tasks
+        replace(task, mask=None, mask_label=label_of[task.mask]) if task.mask in label_of else task for task in tasks
     )
 
 
@@ -143,9 +142,7 @@ def _check_mask(task: Task, by_name: Mapping[str, Task], where: str) -> None:
         if current.name in chain:
             cycle = " → ".join([*chain, current.name])
             raise ConfigError(
-                f"task {task.name} is its own mask"
-                if len(chain) == 1
-                else f"masks of tasks form a cycle: {cycle}",
+                f"task {task.name} is its own mask" if len(chain) == 1 else f"masks of tasks form a cycle: {cycle}",
                 where=where,
                 expected="another task whose masks form no cycle, or a column of 0 and 1",
                 do="set mask to a column without a task's name, or remove mask from one of the tasks",
@@ -155,9 +152,7 @@ def _check_mask(task: Task, by_name: Mapping[str, Task], where: str) -> None:
 
 def _label(label: str | None, schema: Schema, where: str) -> str:
     if label is not None and label not in schema.labels:
-        raise make_unknown_word_error(
-            f"the schema has no label '{label}'", label, schema.labels, f"{where}.label"
-        )
+        raise make_unknown_word_error(f"the schema has no label '{label}'", label, schema.labels, f"{where}.label")
     return label or schema.labels[0]
 
 

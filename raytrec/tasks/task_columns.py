@@ -25,9 +25,7 @@ from raytrec.data.pages.decode import ReadErrorPolicy
 from raytrec.data.read_plans import ReadPlan, ReservedColumnSet, TaskRows
 from raytrec.tasks.task import Task, key_columns, resolve_tasks
 
-MAX_LABELS_READ = (
-    1_000_000  # approximate number of rows whose labels are read, in row groups all over the files
-)
+MAX_LABELS_READ = 1_000_000  # approximate number of rows whose labels are read, in row groups all over the files
 
 
 def build_read_plan(
@@ -60,9 +58,7 @@ def build_read_plan(
             keys=keys,
             groups=tuple(dict.fromkeys([*key_columns(tasks), *ranked])),
             lists=seen_columns,
-            optional_lists=(retrieval.right_column,)
-            if retrieval and retrieval.right_column not in keys
-            else (),
+            optional_lists=(retrieval.right_column,) if retrieval and retrieval.right_column not in keys else (),
             named_by=named_by | dict.fromkeys(seen_columns, "eval.retrieval.seen"),
         ),
         label_ranges(tasks, schema),
@@ -152,18 +148,14 @@ def log_odds(config: RunConfig, schema: Schema, dataset: Dataset) -> tuple[float
     plan = dataset.form.plan
     names = [*schema.labels, *(column.column for column in plan.task_columns)]
     transforms = select_needed_transforms(plan.transforms, names)
-    plan = replace(
-        plan, schema=schema.select_features(()), transforms=transforms, reserved=ReservedColumnSet()
-    )
+    plan = replace(plan, schema=schema.select_features(()), transforms=transforms, reserved=ReservedColumnSet())
     form = replace(dataset.form, plan=plan)
     sums = np.zeros((2, len(tasks)))  # sum of the weights of negatives, and of positives
     for group in dataset.groups[:: -(-dataset.rows // MAX_LABELS_READ)]:
         for first in range(0, group.rows, CHECK_BATCH_ROWS):
             rows = min(CHECK_BATCH_ROWS, group.rows - first)
             part = Part(group.path, group.index, first, rows, split=group.split)
-            table = read_item(
-                LaneItem(0, 0, (part,), None), form, ReadErrorPolicy(config.data.on_error == "skip")
-            )
+            table = read_item(LaneItem(0, 0, (part,), None), form, ReadErrorPolicy(config.data.on_error == "skip"))
             labels = _matrix(table, "labels")
             weights = _matrix(table, "task_weights") if plan.has_task_weights else np.ones((rows, len(tasks)))
             if "present" in table.column_names:

@@ -118,9 +118,7 @@ def combine_shards(lines: list[RankLine], table: str, replicated: bool = False) 
     replicated = replicated or any(entry.get("replicated") is True for entry in entries)
     out: dict[str, Any] = {key: _merge(entries, key, sum) for key in SUMMED}
     out |= {key: _merge(entries, key, max) for key in MAXIMUM_KEYS}
-    out |= {
-        key: _merge(entries, key, max if replicated else lambda values: hypot(*values)) for key in NORM_KEYS
-    }
+    out |= {key: _merge(entries, key, max if replicated else lambda values: hypot(*values)) for key in NORM_KEYS}
     out |= {key: _compute_weighted_mean(entries, key, weight) for key, weight in WEIGHTS.items()}
     counts = [c for entry in entries if (c := entry.get("row_norm_counts")) and len(c) == BINS]
     out["row_norm_counts"] = [sum(column) for column in zip(*counts, strict=True)] if counts else None

@@ -246,9 +246,7 @@ def follow(folder: Path, config: RunConfig) -> None:
         except ConfigError as error:
             _print_message("refused", error.parts)
         except Exception as error:
-            _print_message(
-                "missing", f"MLflow lacks the end of the run ({type(error).__name__}: {reason(error)})"
-            )
+            _print_message("missing", f"MLflow lacks the end of the run ({type(error).__name__}: {reason(error)})")
 
 
 def read_final_status(folder: Path) -> str:

@@ -107,9 +107,7 @@ def sum_intervals(lines: list[RankLine]) -> RankLine:
     tables = {}
     for name in dict.fromkeys(name for line in lines for name in line.tables):
         entries = [line.tables.get(name, {}) for line in lines]
-        tables[name] = entries[-1] | {
-            key: sum(entry.get(key) or 0.0 for entry in entries) for key in LOAD_KEYS
-        }
+        tables[name] = entries[-1] | {key: sum(entry.get(key) or 0.0 for entry in entries) for key in LOAD_KEYS}
     return replace(
         lines[-1],
         first_step=lines[0].first_step,

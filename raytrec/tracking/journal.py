@@ -105,9 +105,7 @@ class Journal:
             "records stay in memory until there is space"
         )
         self._enqueue(
-            PendingWrite(
-                EVENTS, json.dumps({"event": "full", "unix_s": time(), "error": why}).encode() + b"\n"
-            )
+            PendingWrite(EVENTS, json.dumps({"event": "full", "unix_s": time(), "error": why}).encode() + b"\n")
         )
 
     def _write(self, item: PendingWrite) -> None:

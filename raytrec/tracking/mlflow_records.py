@@ -200,9 +200,7 @@ def _collect_cluster_tags() -> dict[str, str]:
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     gpus = Counter()
     for resources in nodes:
-        kinds = [
-            name.removeprefix(ACCELERATOR_PREFIX) for name in resources if name.startswith(ACCELERATOR_PREFIX)
-        ]
+        kinds = [name.removeprefix(ACCELERATOR_PREFIX) for name in resources if name.startswith(ACCELERATOR_PREFIX)]
         gpus[kinds[0] if kinds else "GPU"] += int(resources.get("GPU", 0))
     tags = {
         "cluster.nodes": str(len(nodes)),

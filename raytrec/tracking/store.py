@@ -145,9 +145,7 @@ class Store:
                 )
             return experiment.experiment_id
         try:
-            return self._client.create_experiment(
-                self._experiment, artifact_location=local, tags=EXPERIMENT_TAGS
-            )
+            return self._client.create_experiment(self._experiment, artifact_location=local, tags=EXPERIMENT_TAGS)
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise

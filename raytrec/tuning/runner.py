@@ -50,11 +50,7 @@ class SuccessiveHalving:
     """
 
     def __init__(self, search: Search):
-        steps = (
-            search.settings.grace_steps
-            or resolve_evaluation_interval(search.config, search.trials[0].total)
-            or 1
-        )
+        steps = search.settings.grace_steps or resolve_evaluation_interval(search.config, search.trials[0].total) or 1
         rows: float = steps * search.config.data.global_batch_size
         self._figure = search.figure
         self._share = 1 / search.settings.factor

@@ -268,9 +268,7 @@ def _attribute_errors(what: str, where: str, do: str | None = None) -> Iterator[
     try:
         yield
     except RaytrecError as error:
-        raise ConfigError(
-            f"{what}: {error.what}", where=where, expected=error.expected, do=do or error.do
-        ) from None
+        raise ConfigError(f"{what}: {error.what}", where=where, expected=error.expected, do=do or error.do) from None
 
 
 def make_trial_config(base: RunConfig, drawn_values: dict[str, Any], number: int) -> RunConfig:

@@ -77,11 +77,7 @@ class Draw:
         if self.kind == "choice":
             return self.values
         low, high = self.values
-        return (
-            range(low, high + 1)
-            if self.kind == "integer" and high - low < MAX_LISTED_CONFIGURATIONS
-            else None
-        )
+        return range(low, high + 1) if self.kind == "integer" and high - low < MAX_LISTED_CONFIGURATIONS else None
 
 
 @dataclass(frozen=True)
@@ -171,9 +167,7 @@ class Space:
 
 def _draw(key: str, spec: Any, where: str) -> Draw:
     if not isinstance(spec, dict) or len(spec) != 1:
-        raise ConfigError(
-            f"{key}: {shorten_repr(spec)} is not a distribution", where=where, expected=EXPECTED
-        )
+        raise ConfigError(f"{key}: {shorten_repr(spec)} is not a distribution", where=where, expected=EXPECTED)
     ((kind, values),) = spec.items()
     if kind not in DRAW_KINDS:
         raise make_unknown_word_error(f"{key}: unknown distribution '{kind}'", str(kind), DRAW_KINDS, where)

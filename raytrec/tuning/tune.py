@@ -91,9 +91,7 @@ def tune(
             )
         return _run(reopen_search(Path(make_absolute(str(resume))), trials, allow_code), at_once)
     if source is None or not space:
-        raise ConfigError(
-            "a search requires a config and a space", expected="raytrec tune CONFIG --space SPACE.yaml"
-        )
+        raise ConfigError("a search requires a config and a space", expected="raytrec tune CONFIG --space SPACE.yaml")
     settings = Settings(10 if trials is None else trials, metric, seed, grace_steps, reduction_factor)
     config = load_config(source, overrides, allow_code=allow_code)
     named = bool(config.run.name or config.run.dir)
@@ -169,11 +167,7 @@ def format_best_config(search: Search, best: Trial) -> str:
         f"# Trial {best.number} of {search.config.run.name}, {best.state} at step {best.step}: "
         f"{search.value_text(best)} on the {data} data.",
         *([f"# Warning: {search.test_data_warning}."] if search.test_data_warning else []),
-        *(
-            f"# {key}: {value}"
-            for key, value in best.read_last_figures().items()
-            if not isnan(parse_number(value))
-        ),
+        *(f"# {key}: {value}" for key, value in best.read_last_figures().items() if not isnan(parse_number(value))),
         *(f"# {key} = {value}" for key, value in best.values.items()),
     ]
     values = search.config.with_overrides(best.values).get_changed_values()
@@ -194,9 +188,7 @@ def print_outcome(search: Search) -> None:
     lines += [f"trial {trial.number} failed: {trial.error}" for trial in search.trials if trial.error]
     lines.append(f"search       {make_relative(search.folder)}")
     if search.best:
-        lines.append(
-            f"best         raytrec train {quote_for_shell(make_relative(search.folder / BEST_FILE))}"
-        )
+        lines.append(f"best         raytrec train {quote_for_shell(make_relative(search.folder / BEST_FILE))}")
     for line in lines:
         console.print(to_plain_text(line), soft_wrap=True)
 
@@ -205,9 +197,7 @@ def _build_table(search: Search, keys: list[str]) -> Table:
     """Return a table of the trials with one column per key; without keys, one column holds all values."""
     table, figure = Table(), search.figure
     for column in ("trial", figure.label, "step", *keys, "state"):
-        table.add_column(
-            to_plain_text(column), justify="left" if column == "state" else "right", no_wrap=True
-        )
+        table.add_column(to_plain_text(column), justify="left" if column == "state" else "right", no_wrap=True)
     if not keys:
         table.add_column("values", overflow="fold")
     for trial in search.ranked:

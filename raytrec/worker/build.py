@@ -231,7 +231,5 @@ def load_step(context: WorkerContext, objective: type[Objective] = Objective) ->
     state = LogicalState(step.model, step.optimizer, with_optimizer=False)
     load_with_ids(task.checkpoint, state.tensors(), step.maps, read_index(task.checkpoint)["about"])
     if nonfinite := summarize_over_ranks(find_nonfinite(state.tensors(), state.unbounded)):
-        context.report(
-            messages.Warn(text=f"the checkpoint contains NaN or infinity; metrics are invalid: {nonfinite}")
-        )
+        context.report(messages.Warn(text=f"the checkpoint contains NaN or infinity; metrics are invalid: {nonfinite}"))
     return step

@@ -119,9 +119,7 @@ class WorkerContext:
             return None
         data = self.task.config.data
         # Skipped rows are recorded in the run folder; an evaluation of a checkpoint has no such folder.
-        skipped = (
-            join_uri(self.task.config.run.dir, SKIPPED_ROWS_FILE) if "train" in self.task.datasets else None
-        )
+        skipped = join_uri(self.task.config.run.dir, SKIPPED_ROWS_FILE) if "train" in self.task.datasets else None
         stream = Stream(
             self.task.datasets[name],
             order,

@@ -84,9 +84,7 @@ def evaluate(
     figures = sums.reduce()
     skipped = stream.dataset.rows - figures[ROWS]
     if skipped < 0 or (skipped and not stream.may_skip):
-        raise RunError(
-            f"the evaluation read {figures[ROWS]} rows of {stream.dataset.rows}", where=stream.dataset.uri
-        )
+        raise RunError(f"the evaluation read {figures[ROWS]} rows of {stream.dataset.rows}", where=stream.dataset.uri)
     peers, extra, curves = Peers(device), {}, {}
     place = choose_ranking_device(stream.dataset.rows, device)
     for rows in rows_by_task.values():

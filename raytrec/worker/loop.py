@@ -116,9 +116,7 @@ def train_worker(task: WorkerTask) -> None:
         figures, curves = evaluate(step, test, context.device, selection, items)
         context.report(messages.Final(step=progress.step, figures=figures, curves=curves))
         result |= selection.result(figures)
-    context.report(
-        messages.Result(step=progress.step, figures=result, unsaved=checkpoints.find_unsaved_error())
-    )
+    context.report(messages.Result(step=progress.step, figures=result, unsaved=checkpoints.find_unsaved_error()))
     return context.close()
 
 

@@ -17,9 +17,7 @@ from torchrec.optim.keyed import KeyedOptimizer, OptimizerWrapper
 from raytrec.config.schema import Schema
 from raytrec.data.batch import Batch
 
-MAX_STEPS_IN_FLIGHT = (
-    2  # steps that the host may be ahead of a GPU: keeps the GPU busy with few batches in flight
-)
+MAX_STEPS_IN_FLIGHT = 2  # steps that the host may be ahead of a GPU: keeps the GPU busy with few batches in flight
 # Number of batches kept. A bad loss is known at most two steps later, and acted on one or two steps after
 # that (StepConsensus.lag); by then a pipeline has read up to three more batches.
 MAX_RECENT_BATCHES = MAX_STEPS_IN_FLIGHT + 6
@@ -184,9 +182,7 @@ class RecentBatches:
         return dict(self._recent).get(step)
 
 
-def dump(
-    batch: Batch, schema: Schema, folder: str, step: int, rank: int, sequences: Collection[str] = ()
-) -> str:
+def dump(batch: Batch, schema: Schema, folder: str, step: int, rank: int, sequences: Collection[str] = ()) -> str:
     """Write a rank's part of a batch as Parquet, in the columns of the schema, and return the path.
 
     Ids are written as the tables see them, after hashing and clamping; padded rows are skipped. If tasks

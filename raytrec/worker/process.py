@@ -59,9 +59,7 @@ class SystemMonitor:
 
     def __init__(self, device: Any = "cpu"):
         self._process = _read_or_none(psutil.Process)
-        self._gpu = (
-            _read_or_none(lambda: _GpuMonitor(str(device))) if str(device).startswith("cuda") else None
-        )
+        self._gpu = _read_or_none(lambda: _GpuMonitor(str(device))) if str(device).startswith("cuda") else None
         self._previous: tuple[float, int, int] | None = None
         self.sample()  # starting point of the next sample's averages
 

@@ -168,10 +168,7 @@ class Statistics:
             figures["state_norm"] = (moments.square().sum(1).mean() * rows).sqrt()
         elif (used := self._used.get(table.name)) is not None:
             figures["dead_share"] = 1 - used.float().mean()
-        hashed = (
-            self._schema.tables[table.name].out_of_range == "hash"
-            and self._count_read_ids(table.name)[1] == 1.0
-        )
+        hashed = self._schema.tables[table.name].out_of_range == "hash" and self._count_read_ids(table.name)[1] == 1.0
         if hashed and "dead_share" in figures:
             figures["collision_rate"] = estimate_collision_rate(figures["dead_share"])
         return figures
@@ -195,9 +192,7 @@ class Statistics:
 
     def _before_update(self, lookup: Lookup) -> Any:
         """Return a forward hook that records the values that the update of a probed step changes."""
-        keys_of_table = {
-            name: [i for i, owner in enumerate(lookup.tables) if owner == name] for name in lookup.tables
-        }
+        keys_of_table = {name: [i for i, owner in enumerate(lookup.tables) if owner == name] for name in lookup.tables}
         without_state = [name for name in keys_of_table if _find_second_moment(self._tables[name]) is None]
 
         def after(kernel: torch.nn.Module, inputs: tuple, output: torch.Tensor) -> None:
@@ -224,9 +219,7 @@ class Statistics:
         shard = _get_local_shard(self._tables[name].weight)
         ids = torch.cat([_get_ids(features, key) for key in keys])
         rows = ids.unique()
-        sampled = rows[
-            :: max(1, len(rows) // MIN_SAMPLED_ROWS)
-        ].contiguous()  # contiguous, as rows are searched in it
+        sampled = rows[:: max(1, len(rows) // MIN_SAMPLED_ROWS)].contiguous()  # contiguous, as rows are searched in it
         before = shard.read(sampled).detach().float()
         self._probed[name] = ProbedRows(lookup, sampled, len(rows), len(ids), before, keys)
 

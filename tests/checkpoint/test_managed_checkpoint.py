@@ -72,9 +72,7 @@ def uninterrupted_run(tmp_path_factory):
 
 
 def read_stored_ids(folder):
-    return {
-        name: v.tolist() for name, v in checkpoints.read_tensors(folder).items() if name.startswith("ids/")
-    }
+    return {name: v.tolist() for name, v in checkpoints.read_tensors(folder).items() if name.startswith("ids/")}
 
 
 def test_checkpoint_holds_the_trained_ids(uninterrupted_run):
@@ -82,9 +80,7 @@ def test_checkpoint_holds_the_trained_ids(uninterrupted_run):
         stored = read_stored_ids(get_step_folder(uninterrupted_run, step))
         sizes = checkpoints.read_about(get_step_folder(uninterrupted_run, step))["ids"]
         for name in managed_schema().managed:
-            plain = ReferenceIdMap(
-                managed_schema().tables[name].rows, managed_schema().tables[name].ids, SEED
-            )
+            plain = ReferenceIdMap(managed_schema().tables[name].rows, managed_schema().tables[name].ids, SEED)
             features = [feature for feature, spec in SPARSE.items() if spec["table"] == name]
             for number, batch in enumerate(random_id_batches()[:step]):
                 plain.step(number, [i for f in features for i in batch.bags[f][0].tolist()])
@@ -105,18 +101,11 @@ def test_managed_ids_resume_on_another_world_size(uninterrupted_run, world, shar
     root = str(tmp_path)
     run_on_ranks(2, run, "row_wise", root, 0, MIDDLE_STEP)
     run_on_ranks(world, run, sharding, root, MIDDLE_STEP, STEPS)
-    one, other = (
-        checkpoints.read_tensors(get_step_folder(place, STEPS)) for place in (uninterrupted_run, root)
-    )
-    assert read_stored_ids(get_step_folder(root, STEPS)) == read_stored_ids(
-        get_step_folder(uninterrupted_run, STEPS)
-    )
+    one, other = (checkpoints.read_tensors(get_step_folder(place, STEPS)) for place in (uninterrupted_run, root))
+    assert read_stored_ids(get_step_folder(root, STEPS)) == read_stored_ids(get_step_folder(uninterrupted_run, STEPS))
     if world == 2:
         assert (
-            checkpoints.differing_tensors(
-                get_step_folder(root, STEPS), get_step_folder(uninterrupted_run, STEPS)
-            )
-            == []
+            checkpoints.differing_tensors(get_step_folder(root, STEPS), get_step_folder(uninterrupted_run, STEPS)) == []
         )
     for name in one:
         torch.testing.assert_close(other[name], one[name], rtol=0, atol=2e-6)
@@ -127,9 +116,7 @@ def test_draining_the_pipeline_does_not_change_training(uninterrupted_run, tmp_p
     assert ahead == other, "all ranks prefetch at the same steps"
     assert ahead[0] and not ahead[MIDDLE_STEP - 1] and not ahead[2 * MIDDLE_STEP - 1] and not ahead[-1]
     assert (
-        checkpoints.differing_tensors(
-            get_step_folder(str(tmp_path), STEPS), get_step_folder(uninterrupted_run, STEPS)
-        )
+        checkpoints.differing_tensors(get_step_folder(str(tmp_path), STEPS), get_step_folder(uninterrupted_run, STEPS))
         == []
     )
 
@@ -178,8 +165,7 @@ def run_warm_start(rank, world, folder):
     local = make_own_batches(rank, world)
     assert len(list(step.train(iter(local), STEPS))) == STEPS
     return {
-        name: [values.tolist() for values in (e.keys, e.fields["row"], e.fields["last"])]
-        for name, e in states.items()
+        name: [values.tolist() for values in (e.keys, e.fields["row"], e.fields["last"])] for name, e in states.items()
     }
 
 

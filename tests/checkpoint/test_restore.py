@@ -77,9 +77,7 @@ def build_step_and_batches(name, optimizer, rank):
         length = 4 if name.startswith("ids") else None
         settings.model = PythonSection(name="mean_model:MeanModel", max_length=length)
         schema, features = SEQUENCES, resolve_features(SEQUENCES, settings.model)
-    return build_step_on_rank(settings, schema), make_batches(
-        5, rank, world, schema=schema, features=features
-    )[1]
+    return build_step_on_rank(settings, schema), make_batches(5, rank, world, schema=schema, features=features)[1]
 
 
 def train_and_save(rank, world, name, optimizer, root):

@@ -93,10 +93,7 @@ def test_find_nonfinite_covers_all_dtypes():
     assert find_nonfinite(tensors) == ["tables/a/sum", "tables/b/weight", "dense/mask/value"]
     assert find_nonfinite(tensors, frozenset({"dense/mask/value"})) == ["tables/a/sum", "tables/b/weight"]
     assert describe_tensor("tables/a.b/sum") == "table a.b's sum"
-    assert (
-        describe_tensor("dense/m.w/value") == "m.w"
-        and describe_tensor("dense/m.w/exp_avg") == "m.w's exp_avg"
-    )
+    assert describe_tensor("dense/m.w/value") == "m.w" and describe_tensor("dense/m.w/exp_avg") == "m.w's exp_avg"
 
 
 def find_nonfinite_with_mask(rank, world):

@@ -65,11 +65,7 @@ def view_bytes(tensor):
 
 
 def is_same(one, other):
-    return (
-        one.dtype == other.dtype
-        and one.shape == other.shape
-        and torch.equal(view_bytes(one), view_bytes(other))
-    )
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(view_bytes(one), view_bytes(other))
 
 
 def make_spans(size, parts, gap):
@@ -96,8 +92,7 @@ def shard_tensor(whole, cut, rank, world, gap):
         for column, columns in wide
     ]
     metadata = [
-        ShardMetadata(offsets, sizes, f"rank:{(world - 1 + i) % world}/cpu")
-        for i, (offsets, sizes) in enumerate(boxes)
+        ShardMetadata(offsets, sizes, f"rank:{(world - 1 + i) % world}/cpu") for i, (offsets, sizes) in enumerate(boxes)
     ]
     local = [Shard(take_shard(whole, box), box) for box in metadata if box.placement.rank() == rank]
     every = ShardedTensorMetadata(metadata, whole.size(), TensorProperties(dtype=whole.dtype))
@@ -109,9 +104,7 @@ def make_state(rank, world, cuts, empty=False):
 
     If `empty` is set, the state dict contains zeros to be loaded into.
     """
-    wholes = {
-        name: draw_values(shape, dtype, i) for i, (name, (shape, dtype)) in enumerate(TENSOR_SPECS.items())
-    }
+    wholes = {name: draw_values(shape, dtype, i) for i, (name, (shape, dtype)) in enumerate(TENSOR_SPECS.items())}
     plain = {f"plain/{dtype}": draw_values((7, 3), dtype, 50 + i) for i, dtype in enumerate(DTYPES)}
     plain |= {"scalar": torch.tensor(3.25), "count": torch.tensor(7, dtype=torch.int64)}
     plain |= {"turned": draw_values((6, 9), torch.float32, 90).t(), "empty": torch.empty(0)}
@@ -251,9 +244,7 @@ def record_reads():
     """Record the file offsets that are read."""
     read, places = rawfile.Source.read, []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            rawfile.Source, "read", lambda self, at, into: places.append(at) or read(self, at, into)
-        )
+        patch.setattr(rawfile.Source, "read", lambda self, at, into: places.append(at) or read(self, at, into))
         yield places
 
 
@@ -261,9 +252,7 @@ def collect_read_offsets(rank, world, folder):
     """Return the offsets read by this rank for its rows of one table and half the columns of another."""
     cuts = {"rows": "rows", "columns": "few"}
     with record_reads() as places:
-        tensors = {
-            n: shard_tensor(torch.zeros(40, 4), cut, rank, world, gap=False) for n, cut in cuts.items()
-        }
+        tensors = {n: shard_tensor(torch.zeros(40, 4), cut, rank, world, gap=False) for n, cut in cuts.items()}
         dcp.load(tensors, storage_reader=ShardReader(folder))
     return sorted(places)
 
@@ -344,13 +333,8 @@ def test_checkpoints_do_not_use_pickle(saved_checkpoint, monkeypatch):
 
 
 def test_save_rejects_unsupported_values(small_blocks, tmp_path):
-    assert (
-        "'a' is not a tensor" in get_failure(save_alone, tmp_path / "c", {"a": 3, "b": torch.zeros(2)}).what
-    )
-    assert (
-        "complex64"
-        in get_failure(save_alone, tmp_path / "c", {"a": torch.zeros(2, dtype=torch.complex64)}).what
-    )
+    assert "'a' is not a tensor" in get_failure(save_alone, tmp_path / "c", {"a": 3, "b": torch.zeros(2)}).what
+    assert "complex64" in get_failure(save_alone, tmp_path / "c", {"a": torch.zeros(2, dtype=torch.complex64)}).what
     with pytest.raises(CheckpointError, match="JSON"):
         ShardWriter(str(tmp_path), "a", {"loss": float("nan")})
     with pytest.raises(CheckpointError, match="JSON"):
@@ -369,9 +353,7 @@ def test_new_attempt_replaces_the_index_and_keeps_old_files(saved_checkpoint):
     other = {name: tensor.flip(0) for name, tensor in tensors.items()}
     error = get_failure(save_alone, folder, other)
     assert "File exists" in error.what
-    assert all(is_same(t, tensors[n]) for n, t in load_alone(folder, tensors).items()), (
-        "attempts use distinct files"
-    )
+    assert all(is_same(t, tensors[n]) for n, t in load_alone(folder, tensors).items()), "attempts use distinct files"
     save_alone(folder, other, attempt="b")
     assert all(is_same(t, other[n]) for n, t in load_alone(folder, tensors).items())
     assert sorted(p.name for p in folder.iterdir()) == ["a-00000.bin", "b-00000.bin", INDEX]

@@ -40,9 +40,7 @@ def save(folder, table, cut):
         place = ShardMetadata([first, column], [count, width], "rank:0/cpu")
         values = table[first : first + count, column : column + width].clone()
         parts.append(Shard(values, place))
-    whole = ShardedTensorMetadata(
-        [part.metadata for part in parts], table.shape, TensorProperties(dtype=table.dtype)
-    )
+    whole = ShardedTensorMetadata([part.metadata for part in parts], table.shape, TensorProperties(dtype=table.dtype))
     sharded = ShardedTensor._init_from_local_shards_and_global_metadata(parts, whole)
     dcp.save({"tables/item/weight": sharded}, storage_writer=ShardWriter(str(folder), "a", {}))
     return read_index(str(folder))

@@ -42,9 +42,7 @@ def run(*arguments):
 def test_parameters_become_arguments_options_and_flags():
     assert run("a").exit_code == 0 and received == [(Path("a"), 7, 0.5, None, False, 0)]
     words = ["a", "--rows", "3", "--part", "1", "--kinds", "x", "--kinds", "y", "--dry-run"]
-    assert run(*words, "--from-seed", "2").exit_code == 0 and received == [
-        (Path("a"), 3, 1.0, ["x", "y"], True, 2)
-    ]
+    assert run(*words, "--from-seed", "2").exit_code == 0 and received == [(Path("a"), 3, 1.0, ["x", "y"], True, 2)]
 
 
 @pytest.mark.parametrize("words", [[], ["a", "--part", "2"], ["a", "--no-dry-run"], ["a", "--rows", "x"]])

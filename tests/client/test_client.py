@@ -123,9 +123,7 @@ def test_client_shows_metrics_as_written(full_run):
     scores = [path.name for path in (folder.parents[1] / "predictions" / folder.name).glob("*.parquet")]
     assert got["predicted"]["predict.rows"] == 501 and len(scores) == got["predicted"]["predict.files"]
     name = got["job"] if way == "url" else folder.name
-    assert {"name": name, "state": "finished"} in [
-        {key: run[key] for key in ("name", "state")} for run in got["runs"]
-    ]
+    assert {"name": name, "state": "finished"} in [{key: run[key] for key in ("name", "state")} for run in got["runs"]]
 
 
 def test_only_ray_client_serves_run_files(full_run):
@@ -226,9 +224,7 @@ def test_client_builds_an_item_index(head, way):
     model = {"name": "two_tower", "towers": {"query": ["user", "price"], "item": ["tags"]}}
     settings = json.loads(short_config(model__name="two_tower", optim__dense={"lr": lr})) | {"model": model}
     settings["train"]["epochs"] = 1
-    got = light.run_notebook_program(
-        INDEX_PROGRAM, head.env, getattr(head, way), json.dumps(settings), timeout=800
-    )
+    got = light.run_notebook_program(INDEX_PROGRAM, head.env, getattr(head, way), json.dumps(settings), timeout=800)
     name = got["folder"].rpartition("/")[2]
     index = load_index(head.root / "indexes" / name)
     assert got["figures"]["index.items"] == 12 and got["figures"]["name"].startswith(f"{name}: ")
@@ -371,9 +367,7 @@ def test_client_reports_wrong_or_missing_token(head, way, tmp_path):
     )
     assert "refuses the token" in got["error"] and got["seconds"] < 60
     assert got["rendered"] == [f"error: {got['error']}"]
-    got = light.run_notebook_program(
-        CONNECT_PROGRAM, plain_environment() | {"HOME": str(tmp_path)}, getattr(head, way)
-    )
+    got = light.run_notebook_program(CONNECT_PROGRAM, plain_environment() | {"HOME": str(tmp_path)}, getattr(head, way))
     assert "the token of the Ray cluster is missing" in got["error"]
 
 

@@ -168,9 +168,7 @@ def test_resubmitted_search_continues_its_trials(head, checkout):
     assert starts[0] == 0 and starts[-1] > 0, "the trial must resume from its checkpoint"
 
 
-DATA = [f"data.{name}=data/made/{name}" for name in ("train", "valid", "test")] + [
-    "data.global_batch_size=256"
-]
+DATA = [f"data.{name}=data/made/{name}" for name in ("train", "valid", "test")] + ["data.global_batch_size=256"]
 
 
 @pytest.mark.parametrize(
@@ -201,9 +199,7 @@ def test_submit_reports_mistakes_with_an_exit_code(head, tmp_path):
     )
     assert wrong.returncode == 1
     assert "error:" in wrong.stdout and "data/nowhere" in wrong.stdout and "Traceback" not in wrong.stdout
-    early = head.run(
-        RAYTREC, "submit", write_config(tmp_path / "wrong.yaml"), "train.epoch=3", "--address", head.url
-    )
+    early = head.run(RAYTREC, "submit", write_config(tmp_path / "wrong.yaml"), "train.epoch=3", "--address", head.url)
     assert early.returncode == 1 and "train.epochs" in early.stderr and "job " not in early.stdout
 
 

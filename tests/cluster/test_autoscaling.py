@@ -33,9 +33,7 @@ class ClusterRun(Run):
         command = [sys.executable, str(BENCHMARKS / "recorder.py"), "train", *arguments]
         env = self.nodes.env | {"RAY_ADDRESS": self.nodes.address, RECORDS: os.environ[RECORDS]}
         with self.log.open("w") as log:
-            self._process = subprocess.Popen(
-                [*command, "tracking.report=false"], env=env, stdout=log, stderr=log
-            )
+            self._process = subprocess.Popen([*command, "tracking.report=false"], env=env, stdout=log, stderr=log)
 
     def tail(self):
         return f"{super().tail()}\n{self.nodes.log()}"
@@ -82,9 +80,7 @@ def test_autoscaler_adds_replaces_and_removes_nodes(tmp_path, monkeypatch):
 
             going, before = run.machine(), run.attempt()
             told = time.time()
-            cluster.run(
-                sys.executable, "-m", "raytrec.cluster.preemption", "now", "--node", going, "--seconds", "90"
-            )
+            cluster.run(sys.executable, "-m", "raytrec.cluster.preemption", "now", "--node", going, "--seconds", "90")
             assert time.time() - told < 80, "the node has not become empty in time"
             later = run.wait("going on", lambda: run.since(told))[0]
             assert later.first == before.last + 1, "a step was lost despite the notice"

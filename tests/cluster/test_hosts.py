@@ -170,9 +170,7 @@ with ray_session(num_cpus=1):
 @pytest.mark.cluster
 @pytest.mark.timeout(200)
 def test_worker_exits_if_the_driver_does_not_respond():
-    done = subprocess.run(
-        [sys.executable, "-c", SILENT_DRIVER_PROGRAM], capture_output=True, text=True, timeout=180
-    )
+    done = subprocess.run([sys.executable, "-c", SILENT_DRIVER_PROGRAM], capture_output=True, text=True, timeout=180)
     os.kill(int(done.stdout), signal.SIGKILL)
     assert done.returncode == 70, done.stderr
     assert "rank 0: the driver has not responded for" in done.stderr

@@ -101,9 +101,7 @@ def test_auto_address_finds_heads_of_this_user(base):
             assert sorted(local_ray.list_local_heads()) == sorted(addresses)
             with pytest.raises(RunError, match="there are 2 clusters on this machine"):
                 _require_single_address(addresses, "scaling.address=auto")
-        assert (
-            _require_single_address(addresses[:1], "") == addresses[0] and local_ray.list_local_heads() == []
-        )
+        assert _require_single_address(addresses[:1], "") == addresses[0] and local_ray.list_local_heads() == []
 
 
 def test_nested_ray_folder_is_a_sibling(base, monkeypatch):

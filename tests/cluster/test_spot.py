@@ -107,9 +107,7 @@ def test_ec2_accepts_every_node_type(account):
     """boto3 checks each key against EC2's API."""
     ec2, provider, config, _ = account
     for name, kind in config["available_node_types"].items():
-        provider(config["provider"], "raytrec").create_node(
-            kind["node_config"], TAGS | {"ray-user-node-type": name}, 1
-        )
+        provider(config["provider"], "raytrec").create_node(kind["node_config"], TAGS | {"ray-user-node-type": name}, 1)
     machines = {i.instance_type: i for i in list_running(ec2)}
     assert set(machines) == {"m7i.2xlarge", "g6.12xlarge", "c7i.4xlarge"}
     assert {i.metadata_options["HttpTokens"] for i in machines.values()} == {"required"}
@@ -168,9 +166,7 @@ def test_plain_ray_gets_no_machine_without_spot_capacity(account):
 
 def test_config_mistake_fails_the_on_demand_request(account):
     ec2, provider, config, _ = account
-    config["available_node_types"]["gpu"]["node_config"]["IamInstanceProfile"] = {
-        "Arn": "arn:aws:iam::1:x/no"
-    }
+    config["available_node_types"]["gpu"]["node_config"]["IamInstanceProfile"] = {"Arn": "arn:aws:iam::1:x/no"}
     (error,) = launch(provider, config, 1)
     assert "not found" in str(error.__cause__)
     assert count_purchases(ec2) == {}
@@ -264,9 +260,7 @@ def find_unknown_keys(value, name, schemas, where=""):
     missing = [f"{where}{key}" for key in value if key not in schema["properties"]]
     known = [(key, each) for key, each in value.items() if key in schema["properties"]]
     return missing + [
-        k
-        for key, each in known
-        for k in find_unknown_keys(each, schema["properties"][key], schemas, f"{where}{key}.")
+        k for key, each in known for k in find_unknown_keys(each, schema["properties"][key], schemas, f"{where}{key}.")
     ]
 
 
@@ -278,9 +272,7 @@ def test_gcp_api_knows_every_node_type_key(google):
         assert find_unknown_keys(kind["node_config"], "Instance", schemas) == [], name
         models = schemas["Scheduling"]["properties"]["provisioningModel"]["enum"]
         assert kind["node_config"].get("scheduling", {}).get("provisioningModel", "SPOT") in models
-    assert find_unknown_keys({"scheduling": {"preemptable": True}}, "Instance", schemas) == [
-        "scheduling.preemptable"
-    ]
+    assert find_unknown_keys({"scheduling": {"preemptable": True}}, "Instance", schemas) == ["scheduling.preemptable"]
 
 
 class Metadata(TextHandler):

@@ -31,9 +31,7 @@ def test_every_message_class_has_an_example():
     assert {type(message) for message in EXAMPLES} == set(CLASSES.values())
 
 
-@pytest.mark.parametrize(
-    "message", [message for message in EXAMPLES if message.FILE], ids=lambda message: message.KIND
-)
+@pytest.mark.parametrize("message", [message for message in EXAMPLES if message.FILE], ids=lambda message: message.KIND)
 def test_messages_round_trip_through_lines(message):
     line = json.loads(json.dumps(message.line()))
     assert not set(message.LEFT_OUT) & set(line)

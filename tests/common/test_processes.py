@@ -23,9 +23,7 @@ time.sleep(600)
 
 
 def test_leftovers_are_removed_only_after_their_owner_ends(tmp_path):
-    maker = subprocess.Popen(
-        [sys.executable, "-c", LEFTOVER_PROGRAM, str(tmp_path)], stdout=subprocess.PIPE, text=True
-    )
+    maker = subprocess.Popen([sys.executable, "-c", LEFTOVER_PROGRAM, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     try:
         assert maker.stdout.readline() == "made\n"
         remove(tmp_path)

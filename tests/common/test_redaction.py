@@ -18,13 +18,9 @@ from raytrec.common.redaction import find_hidden_keys, hide, hide_all, hide_yaml
 from raytrec.config.run_config import load_config
 
 SEED = "Zq9x7Kw"  # part of every secret, and of no other text
-ANY_TEXT = st.text(
-    st.characters(min_codepoint=33, max_codepoint=0x2FF, exclude_characters='<>" \x85\xa0'), max_size=12
-)
+ANY_TEXT = st.text(st.characters(min_codepoint=33, max_codepoint=0x2FF, exclude_characters='<>" \x85\xa0'), max_size=12)
 PLAIN_TEXT = st.text("abcdefgh0123456789_-.~%!$*+", max_size=12)
-HOST = st.sampled_from(
-    ["host", "host:5000/x", "10.0.0.1/a/b?region=eu", "bucket/part-0.parquet", "db.example.com"]
-)
+HOST = st.sampled_from(["host", "host:5000/x", "10.0.0.1/a/b?region=eu", "bucket/part-0.parquet", "db.example.com"])
 SCHEME = st.sampled_from(["http", "https", "s3", "gs", "postgresql", "mysql+pymysql", "git+https", "redis"])
 PARAMETERS = [
     "sig", "X-Amz-Signature", "x-amz-credential", "X-Amz-Security-Token", "X%2DAmz%2DSignature", "pwd",

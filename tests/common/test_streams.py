@@ -49,18 +49,14 @@ def test_closed_streams_drop_text():
     assert nothing.write("a") == 1 and not hasattr(nothing, "isatty")
 
 
-@pytest.mark.parametrize(
-    ("target", "code", "message"), [("/dev/full", 1, "No space left"), ("closed", 0, "")]
-)
+@pytest.mark.parametrize(("target", "code", "message"), [("/dev/full", 1, "No space left"), ("closed", 0, "")])
 def test_lost_output_is_an_error_unless_the_reader_has_exited(target, code, message):
     if target == "closed":
         reading, writing = os.pipe()
         os.close(reading)
     else:
         writing = os.open(target, os.O_WRONLY)
-    ended = subprocess.run(
-        [*CONFIG, "--schema"], stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120
-    )
+    ended = subprocess.run([*CONFIG, "--schema"], stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120)
     os.close(writing)
     assert ended.returncode == code and message in ended.stderr and "Traceback" not in ended.stderr
 

@@ -64,11 +64,7 @@ class PrivateNameFinder(ast.NodeVisitor):
         path = self._path(node)
         if _is_private(node.attr) and not (
             node.attr in self._own
-            or (
-                isinstance(node.value, ast.Name)
-                and node.value.id == "self"
-                and node.attr in _of_own_classes()
-            )
+            or (isinstance(node.value, ast.Name) and node.value.id == "self" and node.attr in _of_own_classes())
             or _is_python(node)
         ):
             self.found.append((node.lineno, ast.unparse(node)))
@@ -137,9 +133,7 @@ def _own(tree):
     nodes = list(ast.walk(tree))
     names = {n.name for n in nodes if isinstance(n, DEFINITIONS)}
     names |= {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
-    return names | {
-        n.target.id for n in nodes if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
-    }
+    return names | {n.target.id for n in nodes if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
 
 
 @cache

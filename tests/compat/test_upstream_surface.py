@@ -81,9 +81,7 @@ SOURCES = {
         "self.response_started = ",
         "                    self.transport.close()\n                self.on_response()",
     ],
-    "uvicorn:Server.on_tick": [
-        "self.server_state.default_headers = date_header + self.config.encoded_headers"
-    ],
+    "uvicorn:Server.on_tick": ["self.server_state.default_headers = date_header + self.config.encoded_headers"],
     # ray_train.py
     TRAINER + "fit": [
         "self._initialize_and_run_controller(",
@@ -105,17 +103,13 @@ SOURCES = {
         "self._cancel_resource_request()"
     ],
     CALLBACKS + "backend_setup:BackendSetupCallback.__init__": ["backend_cls()"],
-    CALLBACKS + "backend_setup:BackendSetupCallback": [
-        "self._backend.on_start(execution_group, self._backend_config)"
-    ],
+    CALLBACKS + "backend_setup:BackendSetupCallback": ["self._backend.on_start(execution_group, self._backend_config)"],
     EXECUTION + "worker_group.worker_group:WorkerGroup": ["cb.before_init_train_context(workers)"],
     "ray.train.v2._internal.exceptions:WorkerHealthCheckFailedError": ["self.health_check_failure"],
     CALLBACKS + "placement_group_callback:PlacementGroupCleanerCallback.after_controller_start": [
         "(PlacementGroupCleaner)"
     ],
-    CALLBACKS + "placement_group_callback:PlacementGroupCleanerCallback": [
-        "self._cleaner.start_monitoring.remote()"
-    ],
+    CALLBACKS + "placement_group_callback:PlacementGroupCleanerCallback": ["self._cleaner.start_monitoring.remote()"],
     EXECUTION + "controller.placement_group_cleaner:PlacementGroupCleaner._monitor_loop": ["is_actor_alive("],
     # ray_core.py
     SERVICES + "get_node_ip_address": ["not ray_constants.ENABLE_RAY_CLUSTER"],
@@ -153,9 +147,7 @@ SOURCES = {
     ],
     "torch._ops:OpOverload.__init__": ["self._schema = ", "self._overloadpacket = "],
     # torchrec_pipeline.py
-    "torchrec.distributed.embedding_sharding:FusedKJTListSplitsAwaitable.__init__": [
-        "t_list = _safe_tolist(t)"
-    ],
+    "torchrec.distributed.embedding_sharding:FusedKJTListSplitsAwaitable.__init__": ["t_list = _safe_tolist(t)"],
     "torchrec.distributed.dist_data:_check_int_overflow": ["if not values:"],
     # torchrec_.py
     "torchrec.distributed.dist_data:KJTAllToAllTensorsAwaitable._wait_impl": [".wait()"],
@@ -215,9 +207,7 @@ SOURCES = {
         "features_by_shards = self._dedup_indices(ctx, features_by_shards)",
         "features_before_input_dist=features",
     ],
-    "torchrec.distributed.embedding:ShardedEmbeddingCollection.compute_and_output_dist": [
-        "ctx.sharding_contexts"
-    ],
+    "torchrec.distributed.embedding:ShardedEmbeddingCollection.compute_and_output_dist": ["ctx.sharding_contexts"],
     LOOKUP + "GroupedPooledEmbeddingsLookup": ["self._emb_modules"],
     LOOKUP + "GroupedEmbeddingsLookup": ["self._emb_modules"],
     KERNELS + "BatchedDenseEmbedding": [

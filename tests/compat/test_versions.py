@@ -38,9 +38,7 @@ def test_all_version_mismatches_are_in_one_error(set_installed_versions):
     set_installed_versions(torch="2.14.0+cpu", ray="2.60.1", mlflow="3.17.9")
     with pytest.raises(RunError) as error:
         versions.require_versions()
-    assert error.value.what.endswith(
-        "ray 2.60.1, torch 2.14.0+cpu with torchrec 1.8.0 with fbgemm-gpu-cpu 1.8.0"
-    )
+    assert error.value.what.endswith("ray 2.60.1, torch 2.14.0+cpu with torchrec 1.8.0 with fbgemm-gpu-cpu 1.8.0")
     assert error.value.expected == "ray 2.60.0, torch 2.13.0 with torchrec 1.8.0 with fbgemm-gpu-cpu 1.8.0"
     assert "requirements/cpu.txt" in error.value.do
 
@@ -165,9 +163,7 @@ def test_requirements_match_the_version_list():
         *series, number = last.split(".")
         after = ".".join([*series, str(int(number) + 1)])
         assert asked[name] == {f"=={first}.*", f"<{after},>={first}"}
-    pinned = dict(
-        re.findall(r"^([a-z-]+)==(.+)$", (ROOT / "requirements/next.txt").read_text(), re.MULTILINE)
-    )
+    pinned = dict(re.findall(r"^([a-z-]+)==(.+)$", (ROOT / "requirements/next.txt").read_text(), re.MULTILINE))
     pair = {name: (pin,) for name, pin in versions.PAIRS[NEXT].items() if name != "fbgemm-gpu"}
     for name, pins in (pair | versions.SUPPORTED_VERSIONS).items():
         assert versions._matches(pinned[name], pins[-1]), f"{name} {pinned[name]} in next.txt"

@@ -29,12 +29,8 @@ def get_ref_name(part):
 
 
 MODELS = [get_ref_name(part) for part in WHOLE["properties"]["model"]["oneOf"]]
-TRANSFORMS = [
-    get_ref_name(part) for part in PARTS["DataSection"]["properties"]["transforms"]["items"]["oneOf"]
-]
-SECTIONS = {
-    key: get_ref_name(part) for key, part in WHOLE["properties"].items() if "$ref" in part and key != "data"
-}
+TRANSFORMS = [get_ref_name(part) for part in PARTS["DataSection"]["properties"]["transforms"]["items"]["oneOf"]]
+SECTIONS = {key: get_ref_name(part) for key, part in WHOLE["properties"].items() if "$ref" in part and key != "data"}
 
 
 def draw_numbers(part, strategy, **limits):
@@ -183,9 +179,7 @@ def test_any_accepted_schema_round_trips_through_yaml(data):
         "labels": [f"{label}y" for label in labels] + ["y"],
         "dense": [f"{name} d" for name in dense],
         "scale": {f"{name} d": data.draw(draw_values(PARTS["Scale"])) for name in dense[:1]},
-        "sparse": {
-            name: data.draw(draw_values(PARTS["Sparse"])) | {"table": table} for name in [*sparse, "user"]
-        },
+        "sparse": {name: data.draw(draw_values(PARTS["Sparse"])) | {"table": table} for name in [*sparse, "user"]},
         "tables": {table: data.draw(draw_values(PARTS["Table"])) | {"dim": 8}},
         "statistics": {name: data.draw(draw_values(PARTS["Statistics"])) for name in sparse[:1]},
         "candidates": data.draw(st.sampled_from([[], ["y", "user"]])),

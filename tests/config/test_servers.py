@@ -174,9 +174,7 @@ URI_KEYS = [
 def test_trust_check_covers_all_uri_keys(section, names, key):
     uri = "s3://b?endpoint_override=h"
     for text in (uri, "!!binary czM6Ly9iP2VuZHBvaW50X292ZXJyaWRlPWg="):
-        assert find_foreign_code(yaml.safe_load(yaml.safe_dump({section: names}).replace("X", text))) == {
-            key: uri
-        }
+        assert find_foreign_code(yaml.safe_load(yaml.safe_dump({section: names}).replace("X", text))) == {key: uri}
 
 
 def test_only_uris_with_a_custom_server_need_trust():
@@ -219,9 +217,7 @@ def test_checkpoint_inherits_trust_of_own_run(tmp_path, account):
 def test_warm_start_from_a_given_uri_is_trusted(tmp_path, account):
     config = parquet.config_values(tmp_path / "none", tmp_path / "run")
     checkpoint(tmp_path / "c", config)
-    assert load_checkpoint_config((tmp_path / "c").as_uri(), ["data.train=d"])[0].warm_start.from_.startswith(
-        "file://"
-    )
+    assert load_checkpoint_config((tmp_path / "c").as_uri(), ["data.train=d"])[0].warm_start.from_.startswith("file://")
 
 
 @pytest.mark.parametrize("scheme", ["", "ray://"])

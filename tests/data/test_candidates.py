@@ -37,9 +37,7 @@ def write(path, rows=30, group=10, **columns):
 
 def test_batch_keeps_candidates_in_row_order(tmp_path):
     made = write(tmp_path / "a.parquet")
-    batch = collate_table(
-        *read_canonical_rows(tmp_path / "a.parquet", ReadPlan(SCHEMA, tasks=(TASK,))), padding=2
-    )
+    batch = collate_table(*read_canonical_rows(tmp_path / "a.parquet", ReadPlan(SCHEMA, tasks=(TASK,))), padding=2)
     rows = repeat_by_candidate(made)
     assert batch.requests.tolist() == rows["row"].to_pylist()
     assert batch.labels[:, 0].tolist() == rows["y"].to_pylist()
@@ -132,9 +130,7 @@ def test_schema_yaml_includes_candidates():
 
 def test_batch_dump_stores_candidates_as_lists(tmp_path):
     made = write(tmp_path / "a.parquet", 12)
-    batch = collate_table(
-        *read_canonical_rows(tmp_path / "a.parquet", ReadPlan(SCHEMA, tasks=(TASK,))), padding=1
-    )
+    batch = collate_table(*read_canonical_rows(tmp_path / "a.parquet", ReadPlan(SCHEMA, tasks=(TASK,))), padding=1)
     kept = pq.read_table(dump(batch, SCHEMA, str(tmp_path), 5, 0))
     assert kept["y"].to_pylist() == made["y"].to_pylist()
     assert kept["item"].to_pylist() == made["item"].to_pylist()

@@ -150,9 +150,7 @@ def test_gpu_batches_are_collated_in_pinned_memory(counts, weights, reserved, mo
         for found in (batch, sent.to(torch.device("cpu"))):
             assert all(map(torch.equal, list_tensors(found), list_tensors(usual)))
             assert found.reserved == usual.reserved
-            assert all(
-                a.dtype == b.dtype for a, b in zip(list_tensors(found), list_tensors(usual), strict=True)
-            )
+            assert all(a.dtype == b.dtype for a, b in zip(list_tensors(found), list_tensors(usual), strict=True))
 
 
 def list_tensors(batch):

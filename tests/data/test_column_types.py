@@ -288,17 +288,13 @@ def test_inspect_advises_the_same_transform_for_bool_lists(tmp_path):
     with pytest.raises(DataError) as error:
         write_and_read_rows(tmp_path, table, schema(x={}))
     (skipped,) = [f for f in inspect(str(tmp_path)).findings if f.stats.name == "x"]
-    assert yaml.safe_load(skipped.why.partition("; to use them as ids: ")[2]) == parse_advised_transform(
-        error
-    )
+    assert yaml.safe_load(skipped.why.partition("; to use them as ids: ")[2]) == parse_advised_transform(error)
 
 
 def test_error_for_ids_beyond_63_bits_suggests_managed_ids(tmp_path):
     ids = pa.array([[2**63], [2**64 - 1, 5], [2**63]], pa.list_(pa.uint64()))
     table = {**BASE, "x": ids}
-    with pytest.raises(
-        DataError, match=r"(?s)id 9223372036854775808 .* or tables\.t\.ids to managed"
-    ) as error:
+    with pytest.raises(DataError, match=r"(?s)id 9223372036854775808 .* or tables\.t\.ids to managed") as error:
         write_and_read_rows(tmp_path, table, schema(x={}))
     assert "row 0" in str(error.value)
     spec = schema(x={})

@@ -138,7 +138,5 @@ def test_flipped_level_bit_does_not_change_other_rows(tmp_path, version, checksu
     pages._page_cache.clear()
     decoding._open_files.files.clear()
     rows = read(900)
-    assert len(rows) == 200 and all(
-        row == right or not row["present"] for row, right in zip(rows, good, strict=True)
-    )
+    assert len(rows) == 200 and all(row == right or not row["present"] for row, right in zip(rows, good, strict=True))
     assert not any(row["present"] for row in read(250)), "rows of the damaged page are skipped"

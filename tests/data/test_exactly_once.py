@@ -112,9 +112,7 @@ def test_each_row_is_trained_once_across_restarts(
 
 def check_exactly_once(folder, rows, order, phases):
     data, steps = scan(str(folder), ReadPlan(SCHEMA)), order.steps(rows)
-    undisturbed = [
-        ids for epoch in (0, 1) for ids in collect_trained_batches(data, order, epoch, 1, 0, steps)
-    ]
+    undisturbed = [ids for epoch in (0, 1) for ids in collect_trained_batches(data, order, epoch, 1, 0, steps)]
     assert Counter(i for ids in undisturbed for i in ids) == Counter(dict.fromkeys(range(rows), 2))
     got, epoch, step = [], 0, 0
     while epoch < 2:

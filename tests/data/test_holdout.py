@@ -34,13 +34,7 @@ def test_each_row_is_either_trained_or_held_out(sizes, every):
     assert (held.rows if held else 0) == sum(rows // every for rows in sizes)
     assert kept.rows + (held.rows if held else 0) == whole.rows
     for index, rows in enumerate(sizes):
-        parts = [
-            g.split.rows()
-            for side in (kept, held)
-            if side
-            for g in side.groups
-            if g.index == index and g.split
-        ]
+        parts = [g.split.rows() for side in (kept, held) if side for g in side.groups if g.index == index and g.split]
         if parts:
             assert sorted(np.concatenate(parts)) == list(range(rows))
 

@@ -23,9 +23,7 @@ def read_batch_ids(tmp_path, item, seen):
     path = tmp_path / "a.parquet"
     users = pa.array([8, None, 0, 1][: len(item)], pa.int16())
     pq.write_table(pa.table({"y": [0.0] * len(item), "user": users, "item": item, "seen": seen}), path)
-    sparse = collate_table(
-        *read_canonical_rows(path, ReadPlan(Schema.parse(SCHEMA, "test"))), padding=2
-    ).sparse
+    sparse = collate_table(*read_canonical_rows(path, ReadPlan(Schema.parse(SCHEMA, "test"))), padding=2).sparse
     return {name: [ids.tolist() for ids in sparse[name].to_dense()] for name in SCHEMA["sparse"]}
 
 

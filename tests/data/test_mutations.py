@@ -134,9 +134,7 @@ def make_mutations():
 def read_outcome(rank, world, path, skip):
     """Read a path; return (kind, error text, pickled rows in canonical form or None)."""
     try:
-        rows = parquet.canonical_to_dicts(
-            *read_canonical_rows(path, ReadPlan(SCHEMA), ReadErrorPolicy(skip), skip)
-        )
+        rows = parquet.canonical_to_dicts(*read_canonical_rows(path, ReadPlan(SCHEMA), ReadErrorPolicy(skip), skip))
     except DataError as error:
         return "error", str(error), None
     return "rows", "", pickle.dumps(rows)

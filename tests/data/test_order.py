@@ -84,9 +84,7 @@ def check_batches(data, order, epoch, start):
     assert len(seen) == (data.rows // order.batch_rows * order.batch_rows if order.drop_last else data.rows)
     assert [len(rows) for rows in one] == [order.global_rows(data.rows, k) for k in range(len(one))]
     for world in (2, 3, 5):
-        assert [set(rows) for rows in collect_global_batches(order, data, epoch, world)] == [
-            set(rows) for rows in one
-        ]
+        assert [set(rows) for rows in collect_global_batches(order, data, epoch, world)] == [set(rows) for rows in one]
         start = min(start, len(one))
         resumed = collect_global_batches(order, data, epoch, world, start)
         assert [set(rows) for rows in resumed] == [set(rows) for rows in one[start:]]
@@ -174,9 +172,7 @@ def test_small_row_groups_are_not_split():
 def test_epoch_order_is_stable_across_versions():
     """Checkpoints store (epoch, step): a changed order would repeat some rows and skip others."""
     items = Order(60, 6, "window", 2, seed=3).items(dataset([100, 30, 20_000, 59_000, 7]), 1, 0, 2)
-    text = repr(
-        [(i.lane, i.step, [(p.path, p.group, p.first, p.rows) for p in i.parts], i.seed) for i in items]
-    )
+    text = repr([(i.lane, i.step, [(p.path, p.group, p.first, p.rows) for p in i.parts], i.seed) for i in items])
     assert hashlib.sha256(text.encode()).hexdigest()[:16] == "153bbb4e6c0f878e"
 
 

@@ -46,10 +46,7 @@ WRITERS = {
     "version 2": {"data_page_version": "2.0", "data_page_size": 500},
     "checksums": {"write_page_checksum": True, "max_rows_per_page": 90},
     "an index of pages": {"write_page_index": True, "max_rows_per_page": 70},
-    **{
-        codec: {"compression": codec, "max_rows_per_page": 200}
-        for codec in ("none", "zstd", "gzip", "brotli", "lz4")
-    },
+    **{codec: {"compression": codec, "max_rows_per_page": 200} for codec in ("none", "zstd", "gzip", "brotli", "lz4")},
 }
 
 
@@ -211,9 +208,7 @@ def test_page_cache_size_is_limited(tmp_path, monkeypatch):
 
 
 @settings(max_examples=100, deadline=None)
-@given(
-    st.lists(st.tuples(st.booleans(), st.integers(1, 40), st.integers(0, 3)), max_size=8), st.integers(1, 3)
-)
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 40), st.integers(0, 3)), max_size=8), st.integers(1, 3))
 def test_count_rows_handles_runs_and_packed_groups(runs, width):
     """Encode levels as Parquet does: as runs and as packed groups of eight."""
     data, expected = b"", []
@@ -222,9 +217,7 @@ def test_count_rows_handles_runs_and_packed_groups(runs, width):
         if packed:
             levels = [(level + i) % (1 << width) for i in range(8 * count)]
             bits = "".join(format(v, f"0{width}b")[::-1] for v in levels)
-            data += encode_varint(count << 1 | 1) + bytes(
-                int(bits[i : i + 8][::-1], 2) for i in range(0, len(bits), 8)
-            )
+            data += encode_varint(count << 1 | 1) + bytes(int(bits[i : i + 8][::-1], 2) for i in range(0, len(bits), 8))
             expected += levels
         else:
             data, expected = data + encode_varint(count << 1) + bytes([level]), expected + [level] * count

@@ -150,9 +150,7 @@ def write_partitioned(root, key, values, **columns):
 
 
 def read_all_rows(data):
-    return pa.concat_tables(
-        read_item(item, data.form) for item in Order(99, 1, shuffle="none").items(data, 0, 0, 1)
-    )
+    return pa.concat_tables(read_item(item, data.form) for item in Order(99, 1, shuffle="none").items(data, 0, 0, 1))
 
 
 def test_label_can_come_from_the_path(tmp_path):

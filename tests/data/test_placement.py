@@ -59,9 +59,7 @@ def test_reads_are_distributed_in_proportion_to_cpus(monkeypatch, read_on, cpus,
     assert not elsewhere or found["b"] / found["a"] == pytest.approx(3, rel=0.25)
 
 
-@pytest.mark.parametrize(
-    "read_on,cpus,found", [("auto", 4, True), ("auto", 3, False), ("cpu_nodes", 1, True)]
-)
+@pytest.mark.parametrize("read_on,cpus,found", [("auto", 4, True), ("auto", 3, False), ("cpu_nodes", 1, True)])
 def test_reads_on_cpu_nodes_requires_enough_cpus(monkeypatch, read_on, cpus, found):
     from raytrec.driver import nodes
 

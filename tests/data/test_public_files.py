@@ -55,9 +55,7 @@ def try_read(read, *arguments):
 
 def read_by_pages(path, reader, group, first, last, name):
     with pa.OSFile(str(path)) as file:
-        return read_rows(file, (str(path), path.stat().st_size, None), reader, group, first, last, [name])[
-            name
-        ]
+        return read_rows(file, (str(path), path.stat().st_size, None), reader, group, first, last, [name])[name]
 
 
 def read_by_pyarrow(path, group, name):
@@ -81,9 +79,7 @@ def outcomes(path):
                     yield "refused by both" if len(refusing) == 2 else f"refused by {refusing[0]} alone"
                 else:
                     expected = whole.slice(first, last - first)
-                    same = found.equals(expected) or str(found.to_pylist()) == str(
-                        expected.to_pylist()
-                    )  # NaN
+                    same = found.equals(expected) or str(found.to_pylist()) == str(expected.to_pylist())  # NaN
                     yield "equal" if same else "different"
 
 

@@ -127,9 +127,7 @@ def test_reserved_columns_of_compatible_types_are_unified(tmp_path, first, secon
     data = scan_reserving(tmp_path, "x", keys=("x",))
     assert data.form.types == {"x": whole}
     values = first.to_pylist() + second.to_pylist()
-    assert collect_reserved(data, Order(3, 2, "window")) == {
-        u: {"x": value} for u, value in enumerate(values)
-    }
+    assert collect_reserved(data, Order(3, 2, "window")) == {u: {"x": value} for u, value in enumerate(values)}
     keys = {value: compute_group_keys(pa.array([value], whole))[0] for value in values if value is not None}
     for batch in batches(data, Order(4, 1, "none")):
         assert batch.keys[:, 0].tolist() == [keys.get(value, NULL_KEY) for value in values]
@@ -229,9 +227,7 @@ def test_group_keys_keep_integers_and_hash_other_types():
     words = [str(i) for i in range(20_000)]
     keys = compute_group_keys(pa.array(words))
     assert len(set(keys.tolist())) == len(words)
-    assert (
-        compute_group_keys(pa.array(words, pa.large_string()).dictionary_encode()).tolist() == keys.tolist()
-    )
+    assert compute_group_keys(pa.array(words, pa.large_string()).dictionary_encode()).tolist() == keys.tolist()
     assert compute_group_keys(pa.array([w.encode() for w in words])).tolist() == keys.tolist()
     assert abs(np.sign(keys).mean()) < 0.03
 

@@ -85,10 +85,7 @@ def test_task_weights_match_the_definition(tmp_path_factory, rows, first, second
     arrays = {name: pa.array(values, kinds.get(name)) for name, values in columns.items()}
     batch = read(write(path, **arrays), tasks)
     padding = [[0.0] * len(tasks)] * 3
-    assert (
-        batch.task_weights.tolist()
-        == [[compute_task_weight(task, row) for task in tasks] for row in rows] + padding
-    )
+    assert batch.task_weights.tolist() == [[compute_task_weight(task, row) for task in tasks] for row in rows] + padding
     clicks = [0 if row["click"] is None or math.isnan(row["click"]) else row["click"] for row in rows]
     assert batch.labels[: len(rows), 0].tolist() == clicks
     assert batch.labels[: len(rows), 1].tolist() == [row["buy"] or 1 for row in rows], "closest to 0 in range"

@@ -60,15 +60,11 @@ def test_draws_differ_by_row_epoch_seed_and_column(monkeypatch):
     assert len({i for own in one for i in own}) == 300
     others = [Draw((3, 1)), Draw((4, 0)), Draw(), Draw((0, 3)), Draw((3, 0), 60)]
     values = [draw_negatives(table, draw, rows=10**9) for draw in others] + [
-        apply_transforms(table, (make_transform(column="b", rows=10**9),), "t", draw=Draw((3, 0)))[
-            "b"
-        ].to_pylist()
+        apply_transforms(table, (make_transform(column="b", rows=10**9),), "t", draw=Draw((3, 0)))["b"].to_pylist()
     ]
     seen = [{i for own in each for i in own} for each in [one, *values]]
     assert len(set.union(*seen)) == 7 * 300
-    assert draw_negatives(table.slice(20), Draw((3, 0), 20), rows=10**9) == one[20:], (
-        "draws depend on the row number"
-    )
+    assert draw_negatives(table.slice(20), Draw((3, 0), 20), rows=10**9) == one[20:], "draws depend on the row number"
     assert [own[:2] for own in one] == draw_negatives(table, count=2, rows=10**9)
     monkeypatch.setattr(transform, "MAX_IDS_PER_DRAW", 12)
     assert draw_negatives(table, rows=10**9) == one
@@ -214,9 +210,7 @@ def test_count_all_draws_every_id_in_each_global_batch(tmp_path, world):
     features = Features(SCHEMA, {"negatives": 2})
     order = Order(128, 6, "window", 2, seed=3)
     place = {"world": world, "features": features}
-    steps = zip(
-        *(DirectStream(made, order, rank=r, train=True, **place).batches() for r in range(world)), strict=True
-    )
+    steps = zip(*(DirectStream(made, order, rank=r, train=True, **place).batches() for r in range(world)), strict=True)
     for parts in steps:  # the last has 107 rows
         ids = [batch.sparse["negatives"].values() for batch in parts]
         assert torch.cat(ids).sort().values.tolist() == list(range(200))
@@ -252,6 +246,4 @@ def test_too_small_max_negatives_is_rejected_before_the_run(tmp_path):
 @pytest.mark.usefixtures("ray_cluster")
 def test_draws_are_the_same_through_ray(data):
     order = Order(128, 6, "window", 2, seed=3)
-    assert collect_negatives(data, order, 2, 1, kind=Stream, readers=2) == collect_negatives(
-        data, order, epoch=1
-    )
+    assert collect_negatives(data, order, 2, 1, kind=Stream, readers=2) == collect_negatives(data, order, epoch=1)

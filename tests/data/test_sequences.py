@@ -39,9 +39,7 @@ def write_and_read_batch(folder, weights=False):
     """Write the rows and read them as a batch for a sequence model, with two padding rows."""
     columns = {"item": range(30), "seen": HISTORY, "w": SCORES, "last": LAST, "tags": TAGS}
     pq.write_table(pa.table({n: pa.array(v) for n, v in columns.items()}), folder / "a.parquet")
-    table, form = read_canonical_rows(
-        folder / "a.parquet", ReadPlan(make_mixed_schema(weights), read_labels=False)
-    )
+    table, form = read_canonical_rows(folder / "a.parquet", ReadPlan(make_mixed_schema(weights), read_labels=False))
     features = resolve_features(form.schema, SEQUENCE)
     assert features.sequences == {"history": LENGTH, "last": LENGTH}
     assert features.tables_by_id == {"item": ["item", "history", "last"]}
@@ -75,9 +73,7 @@ def test_sequence_lookup_returns_padded_vectors():
     bag = torch.tensor([b for b, row in enumerate(rows) for _ in row])
     nothing = torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.long), torch.zeros(0)
     whole = {f: nothing for f in made.sparse} | {"history": (ids, bag, torch.ones(len(ids)))}
-    batch = make_local_batch(
-        GlobalBatch(torch.zeros(3, 0), torch.zeros(3, 1), whole), made, [0, 3], 0, features
-    )
+    batch = make_local_batch(GlobalBatch(torch.zeros(3, 0), torch.zeros(3, 1), whole), made, [0, 3], 0, features)
     assert batch.sparse["history"].values().tolist() == [8, 7, 6, 9]
     embeddings = PooledEmbeddings(made, None, features.sequences).to_empty(device="cpu")
     table = torch.arange(1000.0).unsqueeze(1).expand(-1, 4)

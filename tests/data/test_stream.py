@@ -134,9 +134,7 @@ def test_closing_a_stream_stops_its_thread(folder):
 
 def test_waiting_stream_does_not_poll(folder, monkeypatch):
     monkeypatch.setattr(stream_module, "BLOCK_BYTES", 1000)
-    stream = Stream(
-        scan(str(folder), ReadPlan(SCHEMA)), Order(8, 6), rank=0, world=1, prefetch=1, buffer_bytes=10_000
-    )
+    stream = Stream(scan(str(folder), ReadPlan(SCHEMA)), Order(8, 6), rank=0, world=1, prefetch=1, buffer_bytes=10_000)
     batches, rounds = stream.batches(), []
     next(batches)
     time.sleep(1)  # until the read-ahead buffer is full

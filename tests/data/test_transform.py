@@ -126,9 +126,7 @@ def test_date_part_matches_python_datetime(part):
     text = apply_to_each(str, TIMESTAMPS)
     assert run(text, do="date_part", part=part) == expected
     assert run(pa.array(text, pa.string_view()), do="date_part", part=part) == expected
-    assert (
-        run(apply_to_each(lambda t: f"{t.isoformat()}Z", TIMESTAMPS), do="date_part", part=part) == expected
-    )
+    assert run(apply_to_each(lambda t: f"{t.isoformat()}Z", TIMESTAMPS), do="date_part", part=part) == expected
     assert (
         run(apply_to_each(lambda t: f"{t - timedelta(hours=2)}-02:00", TIMESTAMPS), do="date_part", part=part)
         == expected
@@ -142,9 +140,7 @@ def test_date_part_matches_python_datetime(part):
         assert run(pa.array(TIMESTAMPS, pa.date32()), do="date_part", part=part) == expected
     else:
         clock = [time(23, 59, 58), None]
-        assert run(pa.array(clock, pa.time32("s")), do="date_part", part=part) == apply_to_each(
-            parts[part], clock
-        )
+        assert run(pa.array(clock, pa.time32("s")), do="date_part", part=part) == apply_to_each(parts[part], clock)
 
 
 def test_date_part_uses_the_timezone():
@@ -159,26 +155,17 @@ def test_date_part_uses_the_timezone():
 
 def test_age_is_the_time_until_a_reference():
     until = "2026-03-01"
-    expected = apply_to_each(
-        lambda t: pytest.approx((datetime(2026, 3, 1) - t).total_seconds() / 86400), TIMESTAMPS
-    )
+    expected = apply_to_each(lambda t: pytest.approx((datetime(2026, 3, 1) - t).total_seconds() / 86400), TIMESTAMPS)
     assert run(TIMESTAMPS, do="age", until=until) == expected
     assert run(apply_to_each(str, TIMESTAMPS), do="age", until=until) == expected
     assert run([TIMESTAMPS[:2], []], do="age", until=until) == [expected[:2], []]
     hours = apply_to_each(lambda days: pytest.approx(24 * days.expected), expected)
-    assert (
-        run(pa.array(TIMESTAMPS, pa.timestamp("ns", "Asia/Tokyo")), do="age", until=until, unit="hours")
-        == hours
-    )
+    assert run(pa.array(TIMESTAMPS, pa.timestamp("ns", "Asia/Tokyo")), do="age", until=until, unit="hours") == hours
     assert run(pa.array([timedelta(minutes=90), None]), do="age", unit="hours") == [1.5, None]
     assert run([date(2026, 2, 27), date(2026, 3, 2)], do="age", until="2026-03-01T12:00") == [2.5, -0.5]
-    assert run(
-        [1_700_000_000_000], do="age", until="2023-11-14T22:13:21", unit="seconds", since_1970="ms"
-    ) == [1]
+    assert run([1_700_000_000_000], do="age", until="2023-11-14T22:13:21", unit="seconds", since_1970="ms") == [1]
     table = pa.table({"joined": TIMESTAMPS, "now": [datetime(2026, 3, 1)] * 3 + [None]})
-    (spec,) = parse_transforms(
-        [{"do": "age", "columns": ["joined"], "into": ["days"], "until_column": "now"}]
-    )
+    (spec,) = parse_transforms([{"do": "age", "columns": ["joined"], "into": ["days"], "until_column": "now"}])
     assert resolve_input_columns([spec], ["days"]) == ["joined", "now"]
     assert apply_transforms(table, (spec,), "test")["days"].to_pylist() == expected
     (read,) = parse_transforms([yaml.safe_load("{do: age, columns: [x], until: 2026-03-01}")])

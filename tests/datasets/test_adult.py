@@ -48,9 +48,7 @@ def write(folder, data, test):
 
 
 def run(folder, *arguments):
-    return CliRunner().invoke(
-        app, ["adult", "--source", str(folder), "--out", str(folder / "out"), *arguments]
-    )
+    return CliRunner().invoke(app, ["adult", "--source", str(folder), "--out", str(folder / "out"), *arguments])
 
 
 def read_split(folder, split):

@@ -23,10 +23,7 @@ def make_lines(rows, seed):
     out = []
     for _ in range(rows):
         dense = [rng.choice(["", str(rng.randint(-2, 500))]) for _ in range(13)]
-        sparse = [
-            rng.choice(["", f"{rng.randint(0, 12) * 7919:08x}", f"{rng.getrandbits(32):08x}"])
-            for _ in range(26)
-        ]
+        sparse = [rng.choice(["", f"{rng.randint(0, 12) * 7919:08x}", f"{rng.getrandbits(32):08x}"]) for _ in range(26)]
         out.append("\t".join([str(rng.randint(0, 1)), *dense, *sparse]))
     return out
 
@@ -74,9 +71,7 @@ def test_1tb_layout_uses_a_frequency_vocabulary(tmp_path):
     with gzip.open(tmp_path / "day_1.gz", "wt") as file:
         file.write("\n".join(days[1]) + "\n")
     (tmp_path / "day_2").write_text("\n".join(days[2]))  # no newline at the end
-    result = run(
-        "--source", tmp_path, "--out", tmp_path / "out", "--vocabulary", "frequency", "--min-count", 5
-    )
+    result = run("--source", tmp_path, "--out", tmp_path / "out", "--vocabulary", "frequency", "--min-count", 5)
     assert result.exit_code == 0, result.exception
     got = {s: read_rows(tmp_path / "out" / s) for s in ("train", "valid", "test")}
     assert {s: len(rows) for s, rows in got.items()} == {"train": 400, "valid": 100, "test": 100}
@@ -119,9 +114,7 @@ def test_every_line_is_in_one_chunk(tmp_path, monkeypatch):
     path.write_text("\n".join(text))
     for size in (1, 7, 64, 1000, 10**6):
         monkeypatch.setattr(lines, "CHUNK_BYTES", size)
-        found = [
-            line for c in lines.chunks(path) for block in lines._blocks(c) for line in block.splitlines()
-        ]
+        found = [line for c in lines.chunks(path) for block in lines._blocks(c) for line in block.splitlines()]
         assert found == [line.encode() for line in text]
 
 

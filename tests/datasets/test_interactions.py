@@ -24,19 +24,14 @@ SPLITS, LISTS = ("train", "valid", "test"), ("history", "seen", "right_items")
 
 
 def run(source, out, *arguments):
-    return CliRunner().invoke(
-        app, ["interactions", "--source", str(source), "--out", str(out), *map(str, arguments)]
-    )
+    return CliRunner().invoke(app, ["interactions", "--source", str(source), "--out", str(out), *map(str, arguments)])
 
 
 def prepare_splits(source, out, *arguments):
     """Run the recipe and return the rows of each split, with the source's keys in place of ids."""
     result = run(source, out, *arguments)
     assert result.exit_code == 0, result.exception
-    keys = {
-        name: dict(zip(*pq.read_table(out / f"{name}s").columns[:2], strict=True))
-        for name in ("user", "item")
-    }
+    keys = {name: dict(zip(*pq.read_table(out / f"{name}s").columns[:2], strict=True)) for name in ("user", "item")}
     keys = {name: {k.as_py(): v.as_py() for k, v in known.items()} for name, known in keys.items()}
 
     def named(row):
@@ -119,9 +114,7 @@ def test_leave_one_out_split_matches_plain_python(source, tmp_path):
     rows = prepare_splits(given[0], tmp_path / "out", *given[1:], "--negatives", 5, "--max-length", LONGEST)
     when, lists = {(u, i): t for u, i, t in found}, group_by_user(found)
     counts = Counter(item for items in lists.values() for item in items[:-2])
-    expected = [
-        (u, items[:place], items[place]) for u, items in lists.items() for place in range(len(items) - 2)
-    ]
+    expected = [(u, items[:place], items[place]) for u, items in lists.items() for place in range(len(items) - 2)]
     train = [(row["user"], row["history"], row["item"]) for row in rows["train"]]
     assert sorted(train) == sorted((u, before[-LONGEST:], item) for u, before, item in expected)
     assert [user for user, *_ in train] != sorted(user for user, *_ in train), "train is not shuffled"
@@ -203,9 +196,7 @@ def test_user_test_rows_reject_candidates(tmp_path):
 
 def test_with_valid_adds_validation_rows_to_train(tmp_path):
     given = write_words(tmp_path, make_events())
-    rows = prepare_splits(
-        given[0], tmp_path / "out", "--negatives", 0, "--with-valid", "--train-negatives", 2
-    )
+    rows = prepare_splits(given[0], tmp_path / "out", "--negatives", 0, "--with-valid", "--train-negatives", 2)
     lists = group_by_user(make_events())
     counts = Counter(item for items in lists.values() for item in items[:-1])
     met = sorted((row["user"], row["item"]) for row in rows["train"] if row["label"])
@@ -263,9 +254,7 @@ def test_time_split_histories_cross_the_split_boundary(tmp_path):
 
 def test_train_negatives_are_unseen_items(tmp_path):
     given = write_words(tmp_path, make_events())
-    rows = prepare_splits(
-        given[0], tmp_path / "out", "--train-negatives", 3, "--max-length", 0, "--negatives", 1
-    )
+    rows = prepare_splits(given[0], tmp_path / "out", "--train-negatives", 3, "--max-length", 0, "--negatives", 1)
     met = {(row["user"], row["item"]) for row in rows["train"] if row["label"]}
     drawn = [(row["user"], row["item"]) for row in rows["train"] if not row["label"]]
     assert len(drawn) == 3 * len(met) and not set(drawn) & met
@@ -284,9 +273,7 @@ def test_interactions_are_deterministic_per_seed(tmp_path):
 def test_light_gcn_layout_keeps_its_test_split(tmp_path):
     lists = group_by_user(make_events())
     write_user_lines(tmp_path / "train.txt", [(u, i) for u, items in lists.items() for i in items[:-2]])
-    write_user_lines(
-        tmp_path / "test.txt", [(u, i) for u, items in lists.items() for i in items[-2:]], end=" "
-    )
+    write_user_lines(tmp_path / "test.txt", [(u, i) for u, items in lists.items() for i in items[-2:]], end=" ")
     with (tmp_path / "test.txt").open("a") as file:
         file.write("77\n")
     rows = prepare_splits(tmp_path, tmp_path / "out", "--negatives", 4)
@@ -330,8 +317,7 @@ def test_source_with_splits_keeps_them(name, valid, tmp_path):
     lists, when = group_by_user(make_events()), {(u, i): t for u, i, t in make_events()}
     parts = {"train": slice(None, -2), valid: slice(-2, -1), "test": slice(-1, None)}
     of = {
-        split: [(u, i, when[u, i]) for u, items in lists.items() for i in items[part]]
-        for split, part in parts.items()
+        split: [(u, i, when[u, i]) for u, items in lists.items() for i in items[part]] for split, part in parts.items()
     }
     source = tmp_path / "in"
     source.mkdir()
@@ -426,9 +412,7 @@ def test_min_interactions_keeps_the_k_core(tmp_path):
 
 def test_side_feature_files_are_joined(tmp_path):
     given, folder = write_csv(tmp_path, make_events()), tmp_path
-    (folder / "users.csv").write_text(
-        "who,sex,age\n" + "".join(f"{u},{'mf'[u % 2]},{u / 2}\n" for u in range(3, 20))
-    )
+    (folder / "users.csv").write_text("who,sex,age\n" + "".join(f"{u},{'mf'[u % 2]},{u / 2}\n" for u in range(3, 20)))
     (folder / "items.json").write_text(
         str({str(i): [f"g{i % 3}", "all"] for i in range(0, ITEMS, 2)}).replace("'", '"')
     )
@@ -440,9 +424,7 @@ def test_side_feature_files_are_joined(tmp_path):
         expected = [names.index(f"g{row['item'] % 3}") + 1, 1] if row["item"] % 2 == 0 else []
         assert row["attributes"] == expected
     schema = Schema.load(folder / "out/schema.yaml")
-    assert (
-        schema.dense == ["age"] and schema.tables["sex"].rows == 3 and schema.tables["attributes"].rows == 5
-    )
+    assert schema.dense == ["age"] and schema.tables["sex"].rows == 3 and schema.tables["attributes"].rows == 5
     assert schema.sparse["attributes"].pooling == "mean"
     assert pq.read_schema(next((folder / "out/items").glob("*"))).names[2:] == ["item_count", "attributes"]
 

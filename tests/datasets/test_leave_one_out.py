@@ -48,9 +48,7 @@ def test_leave_one_out_supports_all_movielens_layouts(layout, tmp_path):
     test_movielens.LAYOUTS[layout](tmp_path / "in", ratings)
     arguments = ("--negatives", 2, "--candidates", 3, "--history", 5)
     rows, items = prepare_splits(tmp_path / "in", tmp_path / "out", *arguments)
-    met = {
-        user: [i for u, i, _, t in sorted(ratings, key=lambda r: r[3]) if u == user] for user in range(1, 13)
-    }
+    met = {user: [i for u, i, _, t in sorted(ratings, key=lambda r: r[3]) if u == user] for user in range(1, 13)}
     when = {(user, item): t for user, item, _, t in ratings}
     for split, place in (("valid", -2), ("test", -1)):
         assert len(rows[split]) == 12 * 4
@@ -112,9 +110,7 @@ def write_sequences(folder):
     lists = {}
     for pair in random.Random(4).sample(pairs, len(pairs)):
         lists.setdefault(int(pair["userID"]), []).append(int(pair["movieID"]))
-    pq.write_table(
-        pa.table({"user": list(lists), "movies": list(lists.values())}), folder / "sequences.parquet"
-    )
+    pq.write_table(pa.table({"user": list(lists), "movies": list(lists.values())}), folder / "sequences.parquet")
     return lists
 
 
@@ -144,9 +140,7 @@ def test_zero_candidates_give_one_test_row_per_user(tmp_path):
     order = write_sequences(tmp_path / "in")
     arguments = ("--candidates", 0, "--negatives", 0, "--rows", "user", "--history", 3)
     rows, _ = prepare_splits(tmp_path / "in", tmp_path / "out", *arguments)
-    assert {row["user"]: row["item"] for row in rows["test"]} == {
-        u: movies[-1] for u, movies in order.items()
-    }
+    assert {row["user"]: row["item"] for row in rows["test"]} == {u: movies[-1] for u, movies in order.items()}
     assert all(len(row["seen"]) == len(order[row["user"]]) - 1 for row in rows["test"])
     assert {row["user"]: row["history"] for row in rows["test"]} == {u: m[-4:-1] for u, m in order.items()}
 
@@ -174,9 +168,7 @@ def test_sequences_with_other_films_are_rejected(tmp_path):
     write_source(tmp_path / "in")
     lists = write_sequences(tmp_path / "in")
     lists[3][0], lists[3][1] = lists[3][1], 12345
-    pq.write_table(
-        pa.table({"user": list(lists), "movies": list(lists.values())}), tmp_path / "in/sequences.parquet"
-    )
+    pq.write_table(pa.table({"user": list(lists), "movies": list(lists.values())}), tmp_path / "in/sequences.parquet")
     result = run(tmp_path / "in", tmp_path / "out")
     assert isinstance(result.exception, DataError) and "sequences.parquet" in str(result.exception)
 
@@ -222,9 +214,7 @@ def test_leave_one_out_splits_have_the_expected_rows(tmp_path, layout):
 def test_leave_one_out_is_deterministic_per_seed(tmp_path):
     write_source(tmp_path / "in")
     for out, seed in (("a", 1), ("b", 1), ("c", 2)):
-        assert (
-            run_movielens("--source", tmp_path / "in", "--out", tmp_path / out, "--seed", seed).exit_code == 0
-        )
+        assert run_movielens("--source", tmp_path / "in", "--out", tmp_path / out, "--seed", seed).exit_code == 0
     one, same, other = (read_split(tmp_path / out, "train") for out in "abc")
     assert one == same != other
 

@@ -106,9 +106,7 @@ def test_rows_histories_and_splits_match_a_plain_loop(tmp_path, layout, split):
     by_split = {s: [get_rating(r, items) for r in found] for s, found in rows.items()}
     assert sorted(k for keys in by_split.values() for k in keys) == sorted(ratings)
     assert {s: len(k) for s, k in by_split.items()} == (
-        {"train": 156, "valid": 12, "test": 12}
-        if split == "per-user"
-        else {"train": 144, "valid": 18, "test": 18}
+        {"train": 156, "valid": 12, "test": 12} if split == "per-user" else {"train": 144, "valid": 18, "test": 18}
     )
     if split == "time":
         assert max(k[3] for k in by_split["train"]) <= min(k[3] for k in by_split["valid"])

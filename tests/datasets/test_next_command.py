@@ -27,9 +27,7 @@ def source(tmp_path_factory):
     rows = [(u, i) for u in range(USERS) for i in rng.sample(range(ITEMS), rng.randint(4, 9))]
     (folder / "x.csv").write_text("user,item\n" + "".join(f"{u},{i}\n" for u, i in rows))
     (folder / "users.csv").write_text("user,city\n" + "".join(f"{u},{u % 3}\n" for u in range(USERS)))
-    (folder / "items.csv").write_text(
-        "item,brand,price\n" + "".join(f"{i},{i % 7},{i / 4}\n" for i in range(ITEMS))
-    )
+    (folder / "items.csv").write_text("item,brand,price\n" + "".join(f"{i},{i % 7},{i / 4}\n" for i in range(ITEMS)))
     return folder
 
 

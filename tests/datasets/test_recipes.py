@@ -35,9 +35,7 @@ def test_parameters_become_options():
     assert run("plain", "--out", "a", "--rows", "3", "--seed", "4", "--source", "b", "--force").exit_code == 0
     assert recorded_calls == [(Path("a"), 3, 4, Path("b"), True)]
     assert run("plain", "--out", "a").exit_code == 0 and recorded_calls == [(Path("a"), 7, 0, None, False)]
-    assert run("annotated", "--out", "a", "--part", "0.25").exit_code == 0 and recorded_calls == [
-        (Path("a"), 0.25)
-    ]
+    assert run("annotated", "--out", "a", "--part", "0.25").exit_code == 0 and recorded_calls == [(Path("a"), 0.25)]
 
 
 @pytest.mark.parametrize(
@@ -55,9 +53,7 @@ def test_help_shows_docstring_and_shared_options():
 
 
 def test_recipe_in_the_working_directory_is_found(tmp_path, monkeypatch):
-    (tmp_path / "corner_recipe.py").write_text(
-        "def prepare(out, rows: int = 1):\n    'Ours.'\n    print(out, rows)\n"
-    )
+    (tmp_path / "corner_recipe.py").write_text("def prepare(out, rows: int = 1):\n    'Ours.'\n    print(out, rows)\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     done = CliRunner().invoke(app, ["corner_recipe:prepare", "--out", "x", "--rows", "2"])

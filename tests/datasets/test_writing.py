@@ -31,9 +31,7 @@ def test_force_keeps_folders_not_created_by_a_recipe(tmp_path, marker):
         (tmp_path / "prepared.json").write_text(marker)
     for force in ([], ["--force"]):
         result = run(tmp_path, *force)
-        assert isinstance(result.exception, ConfigError) and "was not created by a recipe" in str(
-            result.exception
-        )
+        assert isinstance(result.exception, ConfigError) and "was not created by a recipe" in str(result.exception)
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
 
 
@@ -58,10 +56,7 @@ def test_row_group_sizes_do_not_depend_on_write_calls(tmp_path):
         writer.write(table.slice(start, stop - start))
     writer.close()
     files = sorted(tmp_path.glob("part-*.parquet"))
-    groups = [
-        [meta.row_group(i).num_rows for i in range(meta.num_row_groups)]
-        for meta in map(pq.read_metadata, files)
-    ]
+    groups = [[meta.row_group(i).num_rows for i in range(meta.num_row_groups)] for meta in map(pq.read_metadata, files)]
     assert groups == [[100] * 4, [100] * 4, [100, 100, 50]]
     assert pq.read_metadata(files[0]).row_group(0).column(0).compression == "ZSTD"
     assert pa.concat_tables(map(pq.read_table, files))["x"].to_pylist() == list(range(1050))

@@ -62,9 +62,7 @@ def test_job_configs_load_and_build_their_models(name):
     path = JOBS / f"{name}.yaml"
     text = path.read_text()
     assert text.startswith("#"), "a comment must state the purpose"
-    config = load_config(
-        path, [] if "train:" in str(yaml.safe_load(text)["data"]) else ["data.train=d/train"]
-    )
+    config = load_config(path, [] if "train:" in str(yaml.safe_load(text)["data"]) else ["data.train=d/train"])
     assert load_config(yaml.safe_load(config.to_yaml())) == config
     assert sum(p.numel() for p in build_model(schema_for(name), config.model).parameters()) > 0
 
@@ -96,9 +94,7 @@ def test_plan_reports_device_and_host_memory(tmp_path, capsys):
 
     schema = tmp_path / "schema.yaml"
     schema.write_text(yaml.safe_dump(criteo([10_000_000] * 26).model_dump(exclude_none=True)))
-    pins = (
-        "plan.tables={C1: {compute_kernel: fused_uvm}, C2: {compute_kernel: fused_uvm_caching, ranks: [9]}}"
-    )
+    pins = "plan.tables={C1: {compute_kernel: fused_uvm}, C2: {compute_kernel: fused_uvm_caching, ranks: [9]}}"
     given = JOBS / "criteo_1tb_2x8xh100.yaml", [f"data.schema={schema}", pins]
     plans = plan(*given, "2x8x80gib:2048gib")
     (found,) = plans.metrics()["clusters"]
@@ -150,9 +146,7 @@ def test_each_job_script_runs_its_command(monkeypatch):
     scripts = sorted(JOBS.glob("*.py"))
     page = (JOBS.parent / "docs/jobs.md").read_text()
     section = page.partition("## With Ray's own command line")[2].partition("\n## ")[0]
-    assert {f"{name}.py" for name in re.findall(r"`(?:jobs/)?(\w+)\.py`", section)} == {
-        path.name for path in scripts
-    }
+    assert {f"{name}.py" for name in re.findall(r"`(?:jobs/)?(\w+)\.py`", section)} == {path.name for path in scripts}
     given = []
     monkeypatch.setattr(cli, "main", given.append)
     for path in scripts:

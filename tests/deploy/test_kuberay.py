@@ -167,9 +167,7 @@ def test_rayservice_matches_the_cluster_and_serve_options(cluster, service, pods
         assert {"name": "serve", "containerPort": served.port} in container["ports"]
     assert container["readinessProbe"]["httpGet"] == {"path": "/ready", "port": "serve"}
     (scaling,) = (each["autoscaling_config"] for each in application["deployments"])
-    assert (
-        scaling["policy"]["policy_function"] == f"{compute_replicas.__module__}:{compute_replicas.__name__}"
-    )
+    assert scaling["policy"]["policy_function"] == f"{compute_replicas.__module__}:{compute_replicas.__name__}"
     (group,) = ours["workerGroupSpecs"]
     cpus = int(container["resources"]["limits"]["cpu"]) * group["maxReplicas"]
     assert scaling["max_replicas"] <= cpus, "more replicas than there are CPUs for"

@@ -39,9 +39,7 @@ def address(tmp_path, monkeypatch):
     other = simulated_packages.install_simulated_packages(tmp_path / "other", torchrec="1.7.0")
     broken = {"torch/__init__.py": BROKEN, "torch/version.py": ""}
     broken = simulated_packages.install_simulated_packages(tmp_path / "broken", broken)
-    without = simulated_packages.install_simulated_packages(
-        tmp_path / "without", {"sitecustomize.py": NO_RAYTREC}
-    )
+    without = simulated_packages.install_simulated_packages(tmp_path / "without", {"sitecustomize.py": NO_RAYTREC})
     node = {"num_cpus": 2, "node_ip_address": "127.0.0.1", "object_store_memory": 100 << 20}
     with omit_unneeded_processes():
         cluster = Cluster(initialize_head=True, head_node_args=node)
@@ -75,16 +73,11 @@ def test_doctor_names_the_node_of_each_difference(address):
     ((_, _, (third,)),) = [key for key in rows if key[:2] == ("operators", FAILURE)]
     assert third != second
     broken = rows.pop(("operators", FAILURE, (third,)))
-    assert (
-        "undefined symbol" in broken.finding
-        and "reinstall FBGEMM, whose release does not match torch" in broken.do
-    )
+    assert "undefined symbol" in broken.finding and "reinstall FBGEMM, whose release does not match torch" in broken.do
     assert not [v for v in rows.values() if v.result != OK]
     (reduced,) = [v for v in rows.values() if v.check == "all-reduce"]
     assert re.fullmatch(r"over all 2 nodes: .* GB/s .*, gloo over TCP \(lo\)", reduced.finding), "torch loads"
-    assert [v.finding for v in rows.values() if v.check == "ports"] == [
-        "3 nodes reach each other at free ports"
-    ]
+    assert [v.finding for v in rows.values() if v.check == "ports"] == ["3 nodes reach each other at free ports"]
 
 
 def _find_host(found, version):

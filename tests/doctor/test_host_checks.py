@@ -214,9 +214,7 @@ def test_stale_and_second_clusters_are_reported(tmp_path, monkeypatch):
     gcs.symlink_to(sys.executable)
     wait = "import sys; print(); sys.stdout.flush(); sys.stdin.read()"
     heads = [
-        subprocess.Popen(
-            [gcs, "-c", wait, f"--gcs_server_port={port}"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
+        subprocess.Popen([gcs, "-c", wait, f"--gcs_server_port={port}"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         for port in (7001, 7002)
     ]
     try:
@@ -226,9 +224,7 @@ def test_stale_and_second_clusters_are_reported(tmp_path, monkeypatch):
     finally:
         for head in heads:
             head.communicate()
-    assert (
-        ended.result == WARNING and "but no process listens there" in ended.finding and str(note) in ended.do
-    )
+    assert ended.result == WARNING and "but no process listens there" in ended.finding and str(note) in ended.do
     assert second.result == WARNING and "7001, 7002" in second.finding and "ray stop" in second.do
 
 
@@ -306,8 +302,7 @@ class TwoHosts(ThisHost):
             host_arguments = {0: (), 1: ()}
         one = ThisHost()
         answers = {
-            i: one.ask(call, *arguments, host_arguments={0: own}, limit_s=limit_s)
-            for i, own in host_arguments.items()
+            i: one.ask(call, *arguments, host_arguments={0: own}, limit_s=limit_s) for i, own in host_arguments.items()
         }
         return [answers[i][0] if i in answers else None for i in (0, 1)]
 
@@ -332,9 +327,7 @@ def test_blocked_port_error_names_both_nodes(monkeypatch):
     assert "a (127.0.0.1) cannot reach b (127.0.0.2) at port" in found[0].finding
     assert "no answer within" in found[0].finding and "security group" in found[0].do
     reduced = [*network.check_all_reduce(hosts)]
-    assert [diagnosis.result for diagnosis in reduced] == [WARNING], (
-        "the all-reduce is skipped if ports are blocked"
-    )
+    assert [diagnosis.result for diagnosis in reduced] == [WARNING], "the all-reduce is skipped if ports are blocked"
     for each in (full, *clients):
         each.close()
 

@@ -68,8 +68,7 @@ def test_log_odds_exclude_held_out_rows(tmp_path):
     config = settings(tmp_path, [{"label": "y"}])
     kept = load_config(config, ["data.holdout=0.1"])
     columns = {
-        name: np.resize(np.array(values, float if name != "item" else int), 100)
-        for name, values in COLUMNS.items()
+        name: np.resize(np.array(values, float if name != "item" else int), 100) for name, values in COLUMNS.items()
     }
     pq.write_table(pa.table(columns | {"z": rows % 2, "y": rows % 2}), tmp_path / "train" / "a.parquet")
     _, datasets = open_data(kept)

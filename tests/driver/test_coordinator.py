@@ -61,9 +61,7 @@ def test_coordinator_names_the_rank_whose_gpu_is_behind():
     found = describe_gpu_hang(*((57, False, (55, phase)) for phase in ("collectives", "forward", "backward")))
     assert found.startswith("rank 1 (pid 101 on 10.0.0.1) has made no progress for 8 s: its GPU has not")
     assert "its GPU has not finished step 55 (in the forward pass); the rank is at step 57" in found
-    assert describe_gpu_hang((57, False, (56, "forward")), (57, False, (55, "backward"))).startswith(
-        "rank 1 "
-    )
+    assert describe_gpu_hang((57, False, (56, "forward")), (57, False, (55, "backward"))).startswith("rank 1 ")
     found = describe_gpu_hang((57, True, (55, "backward")), (57, True, (55, "forward")))
     assert found.startswith("rank 1 ") and "waited for each other" not in found
 
@@ -84,10 +82,7 @@ def test_heartbeat_rate_is_bounded():
     assert compute_heartbeat_interval(1) == compute_heartbeat_interval(256) == HEARTBEAT_INTERVAL_S, (
         "few ranks must keep the default interval"
     )
-    assert all(
-        world / compute_heartbeat_interval(world) <= MAX_HEARTBEATS_PER_S
-        for world in (1, 256, 257, 1024, 4096)
-    )
+    assert all(world / compute_heartbeat_interval(world) <= MAX_HEARTBEATS_PER_S for world in (1, 256, 257, 1024, 4096))
 
 
 def test_long_heartbeat_interval_is_not_silence():

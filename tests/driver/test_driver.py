@@ -245,10 +245,7 @@ def test_gloo_and_nccl_use_the_interface_of_ray(monkeypatch, tmp_path):
     assert conf == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": None}, "NCCL's file sets it"
     for name in names:
         monkeypatch.delenv(name, raising=False)
-    assert (
-        get_loopback_environment().items()
-        >= {"NCCL_SOCKET_IFNAME": "=lo", "GLOO_SOCKET_IFNAME": "lo"}.items()
-    )
+    assert get_loopback_environment().items() >= {"NCCL_SOCKET_IFNAME": "=lo", "GLOO_SOCKET_IFNAME": "lo"}.items()
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
     assert get_loopback_environment()["NCCL_SOCKET_IFNAME"] == "eth7"
 
@@ -316,11 +313,7 @@ def test_check_gpu_rejects_failed_gpu(two_gpus, monkeypatch, action, status, ask
         monkeypatch.setattr(pynvml, name, lambda: None)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda index: index)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetFieldValues", lambda gpu, _: [field if gpu else healthy])
-    with (
-        pytest.raises(GpuFailedError, match=f"GPU 1 of .* requires {asks}")
-        if asks
-        else nullcontext() as error
-    ):
+    with pytest.raises(GpuFailedError, match=f"GPU 1 of .* requires {asks}") if asks else nullcontext() as error:
         check_gpu("127.0.0.1")
     assert not asks or error.value.place[1] == "1"
 
@@ -378,9 +371,7 @@ def test_run_rejects_more_workers_than_cpus(tiny_data, tmp_path):
 @pytest.mark.survive
 def test_unusable_mlflow_store_is_reported(tiny_data, tmp_path):
     (tmp_path / "file").write_text("")
-    values = parquet.config_values(
-        tiny_data, tmp_path / "run", tracking__uri=f"sqlite:///{tmp_path}/file/mlflow.db"
-    )
+    values = parquet.config_values(tiny_data, tmp_path / "run", tracking__uri=f"sqlite:///{tmp_path}/file/mlflow.db")
     with pytest.raises((ConfigError, driver.Unfinished), match="cannot open the MLflow store") as error:
         driver.train(values)  # depends on whether MLflow or training finishes first
     if isinstance(error.value, driver.Unfinished):

@@ -46,9 +46,7 @@ def test_early_stopping_reports_its_reason(stopped_run):
     result = json.loads((stopped_run.path / "result.json").read_text())
     assert result["train.steps"] == LAST_STEP
     assert result["train.rows"] == 2000 + 14 * 128, "rows since the last report are counted"
-    assert result["train.ended"].startswith(
-        "auc has not improved in 2 evaluations; it was best at step 10, 0."
-    )
+    assert result["train.ended"].startswith("auc has not improved in 2 evaluations; it was best at step 10, 0.")
     assert result["eval.rows"] == 1003 and "bound.by" in result
     events = [json.loads(line) for line in (stopped_run.path / "events.jsonl").read_text().splitlines()]
     assert [e["reason"] for e in events if e["event"] == "ended early"] == [result["train.ended"]]
@@ -106,9 +104,7 @@ def test_resumed_run_stops_early_at_the_same_step(stopped_run, tmp_path, last):
     assert again["bound.parts"]["ingest"]["seconds"] == pytest.approx(spent)
     for key in ("train.steps", "train.rows", "train.ended", "eval.auc", "eval.ne"):
         assert again[key] == stopped_run.metrics[key], key
-    one, other = (
-        checkpoints.read_tensors(checkpoints.newest_checkpoint(each)) for each in (stopped_run.path, run)
-    )
+    one, other = (checkpoints.read_tensors(checkpoints.newest_checkpoint(each)) for each in (stopped_run.path, run))
     assert all(torch.equal(one[name], other[name]) for name in one.keys() | other.keys())
 
 

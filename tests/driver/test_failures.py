@@ -124,9 +124,7 @@ def test_nccl_errors_about_peers_are_consequences(text):
     assert find_cause({1: RuntimeError(text)}).kind == FailureKind.CONSEQUENCE
 
 
-@pytest.mark.parametrize(
-    "text,line", [("", ""), ("\n", ""), ("a\nb\n", "b"), ("bad value" + FRAMES, "bad value")]
-)
+@pytest.mark.parametrize("text,line", [("", ""), ("\n", ""), ("a\nb\n", "b"), ("bad value" + FRAMES, "bad value")])
 def test_main_line_excludes_stack_frames(text, line):
     assert extract_main_line(text) == line
 
@@ -163,9 +161,7 @@ def test_policy_retries_transient_failures_within_budget(coordinator):
     assert make_decisions(coordinator, 8, same, same) == ["RETRY", "RAISE"], "the same error, same step"
     assert make_decisions(coordinator, 8, same, died, same) == ["RETRY"] * 3
     memory = [{0: RuntimeError(f"CUDA out of memory. {left} is free")} for left in ("1.25 GiB", "921.60 MiB")]
-    assert make_decisions(coordinator, 8, *memory) == ["RETRY", "RAISE"], (
-        "the same error with different numbers"
-    )
+    assert make_decisions(coordinator, 8, *memory) == ["RETRY", "RAISE"], "the same error with different numbers"
     assert make_decisions(coordinator, 8, ControllerError(ValueError("a bug"))) == ["RAISE"]
 
 

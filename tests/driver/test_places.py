@@ -231,9 +231,7 @@ def test_driver_rejects_nodes_without_a_supported_gpu(ray_with_gpus, console, mo
         assert ("bandwidths of Tesla T4 are" in "".join(console.said)) == (visible == "0,1")
 
 
-@pytest.mark.parametrize(
-    "saves,checkpoint,state,copies", [(1, "r", 1, 1), (0, "r/step-8", 0, 0), (0, "", 1, 0)]
-)
+@pytest.mark.parametrize("saves,checkpoint,state,copies", [(1, "r", 1, 1), (0, "r/step-8", 0, 0), (0, "", 1, 0)])
 def test_evaluation_reserves_no_memory_for_training(monkeypatch, saves, checkpoint, state, copies):
     """The cases are a run, an evaluation of a checkpoint, and `raytrec check`, each on GPUs."""
     seen = []

@@ -62,9 +62,7 @@ def test_plan_chooses_smallest_and_cheapest_cluster(folder, capsys):
 
 
 def test_plan_reports_lack_of_gpu_memory_for_a_step(folder):
-    made = plan(
-        folder / "config.yaml", ["data.global_batch_size=8388608", "plan.sharding_types=[row_wise]"], "8xl4"
-    )
+    made = plan(folder / "config.yaml", ["data.global_batch_size=8388608", "plan.sharding_types=[row_wise]"], "8xl4")
     (found,) = made.on
     (lack,) = found.lacks
     assert lack.tier == "device" and lack.needs > lack.has == 22

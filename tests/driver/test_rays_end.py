@@ -109,9 +109,7 @@ def test_killed_driver_leaves_no_ray_processes(tiny_data, tmp_path):
 def test_signal_to_the_process_group_saves_the_run(undisturbed, tiny_data, tmp_path, way):  # noqa: F811
     """Batch systems and containers signal the group; `timeout` also signals the process."""
     run = tmp_path / "run"
-    with training(
-        run_file(tiny_data, tmp_path), *(["timeout", "600"] if way == "timeout" else [])
-    ) as process:
+    with training(run_file(tiny_data, tmp_path), *(["timeout", "600"] if way == "timeout" else [])) as process:
         os.killpg(process.pid, signal.SIGTERM)
         _, said = process.communicate(timeout=60)
     assert process.returncode == 143, said

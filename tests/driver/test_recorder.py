@@ -100,8 +100,6 @@ def test_killed_driver_counts_until_its_last_metric(tmp_path, last, seconds):
     (tmp_path / "driver.json").write_text(json.dumps(note))
     if last is not None:
         line = {"kind": "train", "step": 1, "unix_s": begin + last}
-        (tmp_path / "metrics.jsonl").write_text(
-            json.dumps({"unix_s": begin + 9999}) + "\n" + json.dumps(line) + "\n"
-        )
+        (tmp_path / "metrics.jsonl").write_text(json.dumps({"unix_s": begin + 9999}) + "\n" + json.dumps(line) + "\n")
     with record_driver(tmp_path) as before_s:
         assert before_s == pytest.approx(seconds)

@@ -88,9 +88,7 @@ def test_mismatched_item_columns_are_rejected(folder, item, seen, right, message
 
 def test_item_columns_are_checked_against_schema_histories(folder):
     with pytest.raises(DataError, match="'seen' refers to items by 'item'"):
-        open_retrieval_data(
-            folder, {"name": "mf"}, item="item_key", seen=["seen"], right_items="right_items_keys"
-        )
+        open_retrieval_data(folder, {"name": "mf"}, item="item_key", seen=["seen"], right_items="right_items_keys")
 
 
 def test_seen_column_may_differ_from_the_history(folder, tmp_path):

@@ -109,9 +109,7 @@ def test_hanging_worker_is_detected_and_named(undisturbed, tiny_data, tmp_path):
 def start_command(*arguments):
     """Start the raytrec command in a subprocess."""
     log = subprocess.PIPE
-    return subprocess.Popen(
-        [sys.executable, "-m", "raytrec", *map(str, arguments)], stdout=log, stderr=log, text=True
-    )
+    return subprocess.Popen([sys.executable, "-m", "raytrec", *map(str, arguments)], stdout=log, stderr=log, text=True)
 
 
 def mlflow_run(run):
@@ -245,9 +243,7 @@ def test_resume_with_another_worker_count_gives_same_model(no_dropout, tmp_path,
     resumed = driver.train(None, [f"scaling.num_workers={workers}"], resume=interrupted)
     assert resumed.metrics["world_size"] == workers
     assert resumed.metrics["train.rows"] == no_dropout.metrics["train.rows"]
-    one, other = (
-        checkpoints.read_tensors(checkpoints.newest_checkpoint(r.path)) for r in (no_dropout, resumed)
-    )
+    one, other = (checkpoints.read_tensors(checkpoints.newest_checkpoint(r.path)) for r in (no_dropout, resumed))
     for name, value in one.items():
         torch.testing.assert_close(other[name], value, rtol=1e-3, atol=1e-4, msg=name)
     assert resumed.metrics["eval.auc"] == pytest.approx(no_dropout.metrics["eval.auc"], abs=1e-4)
@@ -287,9 +283,7 @@ def test_run_keeps_the_last_and_the_best_checkpoints(tiny_data, tmp_path):
     values["optim"] = {"embeddings": {"lr": 0.5}, "dense": {"lr": 0.02}}  # overfits: the best are early
     driver.train(values)
     root = tmp_path / "run/checkpoints"
-    kept = {
-        int(p.parent.name[5:]): read_index(str(p.parent))["about"] for p in root.glob("*/checkpoint.json")
-    }
+    kept = {int(p.parent.name[5:]): read_index(str(p.parent))["about"] for p in root.glob("*/checkpoint.json")}
     assert max(kept) == STEPS and len(kept) == 3
     assert sorted(p.name for p in root.glob("step-*")) == [f"step-{s:010d}" for s in sorted(kept)]
     from mlflow import MlflowClient

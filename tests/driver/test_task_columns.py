@@ -100,23 +100,17 @@ def test_evaluation_without_usable_rows_is_rejected(tmp_path):
         pq.write_table(table.append_column("seen", pa.array([int(train)] * len(table))), path)
     masked, weighted = {"name": "masked", "mask": "seen"}, {"name": "weighed", "sample_weight": "seen"}
     for tasks in ([masked], [weighted], [masked, weighted]):
-        with pytest.raises(
-            DataError, match=r"no row can be used.*(is not 1 in any row|is 0 in every row)"
-        ) as found:
+        with pytest.raises(DataError, match=r"no row can be used.*(is not 1 in any row|is 0 in every row)") as found:
             open_datasets(folder, *tasks)
         assert "d/valid" in found.value.where and found.value.expected and found.value.do
-    assert set(open_datasets(folder, {}, masked)) == {"train", "valid", "test"}, (
-        "the other task has usable rows"
-    )
+    assert set(open_datasets(folder, {}, masked)) == {"train", "valid", "test"}, "the other task has usable rows"
 
 
 def test_evaluations_read_slices_and_training_does_not(folder):
     """Evaluations also read the keys and texts of slices; training reads only the columns of its tasks."""
     click = {"sample_weight": "weight", "group": "user"}
     buy = {**BUY, "mask": "clicked", "item": "odd"}
-    found = open_datasets(
-        folder, click, buy, reserve_columns=["user", "odd", "country", "share"], slices=["country"]
-    )
+    found = open_datasets(folder, click, buy, reserve_columns=["user", "odd", "country", "share"], slices=["country"])
     train, valid = found["train"].form, found["valid"].form
     reserved, evaluated = train.plan.reserved, valid.plan.reserved
     assert reserved.keys == ("user", "odd") and reserved.columns == ()

@@ -75,9 +75,7 @@ def test_transformed_partitions_train_like_prepared_data(tiny_data, tmp_path):
     whole = pq.read_table(tiny_data / "train")
     rows = len(whole)
     names = pa.array([f"user {i}" for i in range(40)])
-    raw = whole.set_column(
-        whole.column_names.index("user"), "user_name", names.take(whole["user"].combine_chunks())
-    )
+    raw = whole.set_column(whole.column_names.index("user"), "user_name", names.take(whole["user"].combine_chunks()))
     for day, (start, count) in enumerate([(0, 500), (500, rows - 500), (0, 300)]):
         path = tmp_path / f"raw/date=2026-11-0{day + 1}"
         path.mkdir(parents=True)
@@ -103,9 +101,7 @@ def test_transformed_partitions_train_like_prepared_data(tiny_data, tmp_path):
     for values in (plain, settings):
         driver.train(values)
 
-    weights = [
-        checkpoints.read_tensors(checkpoints.newest_checkpoint(tmp_path / name)) for name in ("a", "b")
-    ]
+    weights = [checkpoints.read_tensors(checkpoints.newest_checkpoint(tmp_path / name)) for name in ("a", "b")]
     assert len(weights[0]) > 5 and weights[0].keys() == weights[1].keys()
     for name, value in weights[0].items():
         torch.testing.assert_close(weights[1][name], value, rtol=1e-5, atol=1e-6, msg=name)
@@ -190,9 +186,7 @@ def test_schema_proposed_by_inspect_can_be_trained(tmp_path, model):
     folder = write_unusual_dataset(tmp_path / "odd")
     found = inspect(str(folder), dim=8)
     (folder / "schema.yaml").write_text(found.schema_yaml(), encoding="utf-8")
-    config = parquet.config_values(
-        folder, tmp_path / "run", data__transforms=found.transforms, train__epochs=1
-    )
+    config = parquet.config_values(folder, tmp_path / "run", data__transforms=found.transforms, train__epochs=1)
     config["data"]["valid"] = None
     config["model"] = {"name": model}
     run = driver.train(config)

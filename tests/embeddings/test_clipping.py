@@ -61,14 +61,10 @@ def collect_clipping_waits(rank, world, plan):
     """Return the host's waits for the GPU in raytrec's clipping code, and the norm."""
     from standin import StandInGpu
 
-    step = build_step_on_rank(
-        make_small_config(world, plan, max_grad_norm=0.01), device=torch.device("cuda", rank)
-    )
+    step = build_step_on_rank(make_small_config(world, plan, max_grad_norm=0.01), device=torch.device("cuda", rank))
     _, local = make_batches(3, rank, world)
     train_step(step, [batch.pin_memory() for batch in local])
-    return [wait for wait in StandInGpu.active.waits if "optim.py:" in wait.ours], float(
-        step.optimizer.last_norm
-    )
+    return [wait for wait in StandInGpu.active.waits if "optim.py:" in wait.ours], float(step.optimizer.last_norm)
 
 
 @pytest.mark.parametrize("plan", [{"sharding_type": "row_wise"}, ["table_wise", "data_parallel"]])

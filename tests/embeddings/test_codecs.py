@@ -156,9 +156,7 @@ def compute_update(rank, world, backward):
 
 
 def test_backward_exchange_rounds_gradients():
-    exact, fp16, bf16 = (
-        run_on_ranks(2, compute_update, precision)[0] for precision in ("fp32", "fp16", "bf16")
-    )
+    exact, fp16, bf16 = (run_on_ranks(2, compute_update, precision)[0] for precision in ("fp32", "fp16", "bf16"))
     largest = exact.abs().max()
     assert 0 < (fp16 - exact).abs().max() < 1e-3 * largest
     assert 1e-3 * largest < (bf16 - exact).abs().max() < 1e-2 * largest

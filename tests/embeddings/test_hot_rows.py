@@ -47,19 +47,13 @@ def build_with_hot_rows(world, plan, optimizer, kernel, share, folder):
 
 def patch_hot_share(share):
     patch = pytest.MonkeyPatch()
-    patch.setattr(
-        build_module, "estimate_hot_rows", lambda found, config, schema, world: [(share, 0.0)] * world
-    )
+    patch.setattr(build_module, "estimate_hot_rows", lambda found, config, schema, world: [(share, 0.0)] * world)
     return closing(SimpleNamespace(close=patch.undo))
 
 
 def list_hot_caches(step):
     """Return the hot row cache of each kernel that has one."""
-    return [
-        hot
-        for kernel in iterate_sharded_kernels(step.model)
-        if (hot := find_resident_rows(kernel)) is not None
-    ]
+    return [hot for kernel in iterate_sharded_kernels(step.model) if (hot := find_resident_rows(kernel)) is not None]
 
 
 def count_written_rows(places):
@@ -87,9 +81,7 @@ def train_and_read(rank, world, plan, optimizer, kernel, share, folder):
     written = count_written_rows(places)
     losses = [float(o.loss.detach()) for o in train_step(step, make_batches(16, rank, world)[1])]
     shares = [
-        measure_cache_hits(kernel)
-        for kernel in iterate_sharded_kernels(step.model)
-        if find_resident_rows(kernel)
+        measure_cache_hits(kernel) for kernel in iterate_sharded_kernels(step.model) if find_resident_rows(kernel)
     ]
     assert all(0 < share <= 1 for share in shares) and len(shares) == len(places)
     filled, moved = sum(hot._filled for hot in places), sum(written)
@@ -158,25 +150,15 @@ def test_hot_rows_save_and_resume_like_tables_in_memory(tmp_path):
     assert found[3] > 0
     for one, other in zip(of_memory[:3], found[:3], strict=True):
         assert checkpoints.differing_tensors(one, other) == []
-    assert (
-        checkpoints.differing_tensors(found[0], found[1])
-        == []
-        != checkpoints.differing_tensors(found[1], found[2])
-    )
+    assert checkpoints.differing_tensors(found[0], found[1]) == [] != checkpoints.differing_tensors(found[1], found[2])
     begun, expected = run_on_ranks(1, resume_and_save, "fused", 0.0, folder)[0]
     hot_begun, hot = run_on_ranks(1, resume_and_save, "fused_mmap", HOT_SHARE, folder)[0]
-    assert (
-        checkpoints.differing_tensors(begun, hot_begun)
-        == []
-        == checkpoints.differing_tensors(begun, of_memory[0])
-    )
+    assert checkpoints.differing_tensors(begun, hot_begun) == [] == checkpoints.differing_tensors(begun, of_memory[0])
     assert checkpoints.differing_tensors(expected, hot) == []
 
 
 def train_with_managed_ids(rank, world, kernel, share, folder):
-    made = managed_ids.managed_config(
-        world, {"sharding_type": "row_wise", "compute_kernel": kernel}, "adagrad"
-    )
+    made = managed_ids.managed_config(world, {"sharding_type": "row_wise", "compute_kernel": kernel}, "adagrad")
     made.plan.mmap_dir = folder
     with patch_hot_share(share):
         bounds = [0, 5, managed_ids.ROWS]

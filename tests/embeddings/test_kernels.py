@@ -54,9 +54,7 @@ def read_through_cache(rank, world, plan):
     with caches.holding():
         saved = state.tensors()
         for name in state.tables:
-            for part, values in zip(
-                saved[f"tables/{name}/weight"].local_shards(), before[name], strict=False
-            ):
+            for part, values in zip(saved[f"tables/{name}/weight"].local_shards(), before[name], strict=False):
                 assert torch.equal(part.tensor, values)
     with caches.holding():
         for table in state.tables.values():

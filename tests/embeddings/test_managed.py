@@ -184,9 +184,7 @@ def test_lowest_matches_a_sorted_list(highest):
 
     alone = torch.zeros_like(keys)
     for count in (1, 2, 150, 299, 300, 301):
-        assert find_lowest_keys(alone, scores, keys, [count], ALONE).tolist() == sorted(
-            expected(0, 300, count)
-        )
+        assert find_lowest_keys(alone, scores, keys, [count], ALONE).tolist() == sorted(expected(0, 300, count))
     assert len(find_lowest_keys(alone[:0], scores[:0], keys[:0], [5], ALONE)) == 0
     tables = torch.tensor([0] * 100 + [2] * 40 + [3] * 160)  # table 1 is empty
     for counts in ([1, 1, 40, 159], [100, 3, 2, 80], [30, 9, 41, 161]):
@@ -198,9 +196,7 @@ def test_lowest_matches_a_sorted_list(highest):
 @pytest.mark.parametrize("ids", ["managed", {"admit_after": 2}])
 def test_full_map_size_matches_the_planned_estimate(ids):
     rows = 100_001
-    schema = make_small_schema(
-        sparse={"f": {"table": "t"}}, tables={"t": {"rows": rows, "dim": 4, "ids": ids}}
-    )
+    schema = make_small_schema(sparse={"f": {"table": "t"}}, tables={"t": {"rows": rows, "dim": 4, "ids": ids}})
     part = RowMaps([rows], [schema.tables["t"].ids], 0, ALONE, CPU)
     keys = ids_to_keys(torch.arange(rows - 1))
     entries = KeyEntries(keys, dict.fromkeys(("row", "sightings", "last"), torch.ones_like(keys)))

@@ -33,10 +33,7 @@ def remap(rank, world, names):
         exchange = IdExchange({table: (rows, policy) for table, rows in ROWS.items()}, 7, peers, CPU)
         maps, steps = exchange.maps, []
         for step in range(STEPS):
-            ids = {
-                table: take_part(lists[step], rank, world)
-                for table, lists in make_table_batches(name).items()
-            }
+            ids = {table: take_part(lists[step], rank, world) for table, lists in make_table_batches(name).items()}
             given = {table: torch.tensor(part, dtype=torch.int64) for table, part in ids.items()}
             rows, new = exchange.train(given, step)
             assert torch.equal(exchange.look_up(given)["one"], rows["one"])

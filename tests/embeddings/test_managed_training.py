@@ -101,13 +101,9 @@ def build_reference(run, start, batches):
     for name, table in managed_schema().tables.items():
         begin[name] = start[name]
         if name in lives:
-            own = compute_initial_values(
-                SEED, name, torch.tensor(lives[name].ids), range(table.dim), table.rows
-            )
+            own = compute_initial_values(SEED, name, torch.tensor(lives[name].ids), range(table.dim), table.rows)
             begin[name] = torch.cat([own, start[name][table.own_rows :]])
-    one = one_process.Reference(
-        managed_schema(), begin, build_model(managed_schema(), run.config.model).train()
-    )
+    one = one_process.Reference(managed_schema(), begin, build_model(managed_schema(), run.config.model).train())
     with torch.no_grad():
         for name, parameter in one.model.named_parameters():
             parameter.copy_(start[name])

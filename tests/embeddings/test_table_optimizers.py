@@ -58,9 +58,9 @@ def compare_with_reference(rank, world, plan, tables, changes=()):
 @pytest.mark.parametrize("optimizer", NEXT_OPTIMIZER)
 def test_two_tables_use_two_optimizers(optimizer, world, plan):
     tables = {"user": {"name": optimizer, "lr": 0.02}, "tag": {"name": NEXT_OPTIMIZER[optimizer], "lr": 0.3}}
-    wrong, with_state = run_on_ranks(
-        world, compare_with_reference, PLANS[plan], tables, ["train.max_grad_norm=0.05"]
-    )[0]
+    wrong, with_state = run_on_ranks(world, compare_with_reference, PLANS[plan], tables, ["train.max_grad_norm=0.05"])[
+        0
+    ]
     assert wrong == []
     assert with_state == 2 - ("sgd" in (optimizer, NEXT_OPTIMIZER[optimizer]))
 
@@ -70,17 +70,12 @@ def test_two_tables_use_two_optimizers(optimizer, world, plan):
 def test_weight_decay_reaches_every_row(optimizer, plan):
     """Weight decay also applies to rows that a step does not look up."""
     changes = [f"optim.embeddings.name={optimizer}", "optim.embeddings.weight_decay=0.3"]
-    assert (
-        run_on_ranks(2, compare_with_reference, PLANS[plan], {"tag": {"weight_decay": 0.1}}, changes)[0][0]
-        == []
-    )
+    assert run_on_ranks(2, compare_with_reference, PLANS[plan], {"tag": {"weight_decay": 0.1}}, changes)[0][0] == []
 
 
 @pytest.mark.parametrize("optimizer,device", [("sgd", "cpu"), ("rowwise_adagrad", "cuda"), ("adam", "cuda")])
 def test_fused_kernels_reject_weight_decay(optimizer, device):
-    settings = make_small_config(
-        2, ["row_wise", "data_parallel"], optimizer, tables={"tag": {"weight_decay": 0.1}}
-    )
+    settings = make_small_config(2, ["row_wise", "data_parallel"], optimizer, tables={"tag": {"weight_decay": 0.1}})
     constraints, optimizers = resolve_constraints(settings, SCHEMA), resolve_optimizers(settings, SCHEMA)
     with pytest.raises(ConfigError, match="table tag has weight_decay and may be row_wise with a fused"):
         check_decay(constraints, optimizers, device)

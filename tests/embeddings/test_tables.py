@@ -41,8 +41,7 @@ def read_and_write(rank, world, sharding, kernel, optimizer):
     out["first"] = {n: t.weight.dense(range(2, 5), first_only=True) for n, t in after.items()}
     out["state"] = {n: {k: p.dense() for k, p in sorted(t.state.items())} for n, t in after.items()}
     out["state part"] = {
-        n: {k: p.dense(range(1, 4), first_only=True) for k, p in sorted(t.state.items())}
-        for n, t in after.items()
+        n: {k: p.dense(range(1, 4), first_only=True) for k, p in sorted(t.state.items())} for n, t in after.items()
     }
     # Writes through one Table are visible through another and in the model.
     for table in after.values():

@@ -74,9 +74,7 @@ class Bessel(torch.nn.Module):
 def test_export_names_operators_missing_in_onnx():
     rows = {0: torch.export.Dim("rows", min=1)}
     program = torch.export.export(Bessel(), (torch.ones(3, 2),), dynamic_shapes=(rows,))
-    with pytest.raises(
-        ConfigError, match=r"cannot be exported to ONNX: ONNX does not support prims\.bessel_j0"
-    ):
+    with pytest.raises(ConfigError, match=r"cannot be exported to ONNX: ONNX does not support prims\.bessel_j0"):
         make_onnx(Program(program, (Input(kind="dense", width=2),), Bessel()), ["score"])
 
 

@@ -89,9 +89,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("scores")
     for split, seed, users in (("train", 1, 30), ("test", 2, 45)):
         (folder / "data" / split).mkdir(parents=True)
-        pq.write_table(
-            make_film_rows(seed, users), folder / "data" / split / "rows.parquet", row_group_size=100
-        )
+        pq.write_table(make_film_rows(seed, users), folder / "data" / split / "rows.parquet", row_group_size=100)
     (folder / "channels.txt").write_text("web\napp\ntv\n")
     (folder / "data/schema.yaml").write_text(yaml.safe_dump(SCHEMA))
     return folder
@@ -169,14 +167,10 @@ def test_request_log_keeps_types_and_compares_every_column(folder, exported_run,
     assert logged.select(model.columns.names).schema.equals(model.columns)
     found = skew(str(tmp_path), str(exported_run[2]), data=str(folder / "data/train")).metrics
     assert found["rows"] == len(table) + 9 and not found["differs"]
-    assert {"score_kind[2]", "score_watched", "price", "film"} <= {
-        each["column"] for each in found["columns"]
-    }
+    assert {"score_kind[2]", "score_watched", "price", "film"} <= {each["column"] for each in found["columns"]}
     found = skew(str(tmp_path), str(exported_run[2]), data=str(folder / "data/test")).metrics
     shares = {
-        (each["column"], each["measure"]): each["log"]["share"]
-        for each in found["columns"]
-        if "share" in each["log"]
+        (each["column"], each["measure"]): each["log"]["share"] for each in found["columns"] if "share" in each["log"]
     }
     assert shares["price", "nulls"] == pytest.approx(34 / 300, abs=0.02)
     assert shares["film", "ids out of range"] == pytest.approx(0.09, abs=0.05)
@@ -298,13 +292,8 @@ def test_quantized_tables_are_smaller_and_nearly_exact(
     assert 0 < small.check() + 1e-12 <= 1e-6
     scores = np.array(small.predict(pq.read_table(folder / "data/test"))["score_clicked"])
     assert 0 < np.abs(scores - np.array(expected["score_clicked"])).max() < off
-    whole = sum(
-        (exported_run[2] / name).stat().st_size for t in model.manifest.tables.values() for name in t.files
-    )
-    assert (
-        sum((tmp_path / "out" / n).stat().st_size for t in small.manifest.tables.values() for n in t.files)
-        < whole
-    )
+    whole = sum((exported_run[2] / name).stat().st_size for t in model.manifest.tables.values() for name in t.files)
+    assert sum((tmp_path / "out" / n).stat().st_size for t in small.manifest.tables.values() for n in t.files) < whole
 
 
 def test_interrupted_export_is_never_loadable(folder, exported_run, tmp_path, monkeypatch):

@@ -51,9 +51,7 @@ def copy_folder(tmp_path, monkeypatch):
 def read_stored_files(uri):
     """Return the bytes of every file by name."""
     filesystem, path = open_filesystem(uri)
-    return {
-        name: filesystem.open_input_stream(f"{path}/{name}").read() for name in OutputFolder(uri).list_names()
-    }
+    return {name: filesystem.open_input_stream(f"{path}/{name}").read() for name in OutputFolder(uri).list_names()}
 
 
 def test_interrupted_store_export_continues_where_it_stopped(bucket, local_export, monkeypatch):

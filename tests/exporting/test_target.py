@@ -125,9 +125,7 @@ def test_two_processes_export_into_one_folder_at_once(run, tmp_path):
     said = [each.communicate(timeout=120)[1] for each in both]
     codes = [each.returncode for each in both]
     assert 0 in codes, said
-    assert all(
-        not code or "another process is writing" in text for code, text in zip(codes, said, strict=True)
-    ), said
+    assert all(not code or "another process is writing" in text for code, text in zip(codes, said, strict=True)), said
     assert raytrec.load(out, check_tables=True).check() <= 1e-6
 
 

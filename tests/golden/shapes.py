@@ -70,9 +70,7 @@ ML1M = {"labels": ["label"], **_make_tables({"user_id": 6040, "item_id": 3706}, 
 ADULT = {
     "labels": ["income", "never_married"],
     "dense": ["age", "education_num", "capital_gain", "capital_loss", "hours_per_week"],
-    **_make_tables(
-        {"workclass": 9, "education": 17, "occupation": 15, "race": 6, "sex": 3, "native_country": 41}, 8
-    ),
+    **_make_tables({"workclass": 9, "education": 17, "occupation": 15, "race": 6, "sex": 3, "native_country": 41}, 8),
 }
 
 SHAPES = {

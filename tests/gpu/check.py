@@ -62,9 +62,7 @@ def run_block(name: str, limit_s: int, here: BlockContext) -> BlockResult:
     command += ["--folder", str(here.shared), *(["--smallest"] if here.smallest else [])]
     command += ["--stand-in"] if here.stand_in else []
     began, log = perf_counter(), here.folder / "log.txt"
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([*sys.path[:4], os.environ.get("PYTHONPATH", "")])
-    }
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([*sys.path[:4], os.environ.get("PYTHONPATH", "")])}
     late = False
     with log.open("wb") as output:
         options = {"stdout": output, "stderr": output, "env": environment, "start_new_session": True}
@@ -186,9 +184,7 @@ def print_table(outcomes: list[BlockResult]) -> None:
     from rich.table import Table
 
     facts = next((o.about for o in outcomes if o.about), {})
-    table = Table(
-        title=", ".join(str(facts[k]) for k in ("device", "driver", "torch") if k in facts), show_lines=True
-    )
+    table = Table(title=", ".join(str(facts[k]) for k in ("device", "driver", "torch") if k in facts), show_lines=True)
     for column in ("block", "result", "s", "what was found"):
         table.add_column(column, justify="right" if column == "s" else "left", overflow="fold")
     colors = {PASSED: "green", FAILED: "red", CANNOT_RUN: "yellow"}

@@ -101,15 +101,9 @@ class BlockContext:
         from standin.worker import start_ray_with_stand_ins
 
         kind = kind or self.kind
-        own = (
-            nullcontext()
-            if kind == "cuda" and self.real
-            else start_ray_with_stand_ins(gpus=int(kind == "cuda"))
-        )
+        own = nullcontext() if kind == "cuda" and self.real else start_ray_with_stand_ins(gpus=int(kind == "cuda"))
         # A machine with a stand-in has the CPU packages installed.
-        there = (
-            patch("raytrec.driver.nodes.get_build_device", lambda: "cuda") if self.stand_in else nullcontext()
-        )
+        there = patch("raytrec.driver.nodes.get_build_device", lambda: "cuda") if self.stand_in else nullcontext()
         with own, there:
             yield
 

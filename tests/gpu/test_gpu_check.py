@@ -34,9 +34,7 @@ def test_failed_block_does_not_stop_other_blocks(tmp_path, monkeypatch):
     crash, hang, wrong, elsewhere, right = run_blocks("cpu", tmp_path / "shared", blocks)
     assert crash.result == FAILED and "SIGABRT" in crash.why
     assert hang.result == FAILED and "not done after 5 s" in hang.why
-    assert (wrong.result, wrong.found) == (FAILED, {"seen": 3}) and wrong.why.startswith(
-        "one is less than two"
-    )
+    assert (wrong.result, wrong.found) == (FAILED, {"seen": 3}) and wrong.why.startswith("one is less than two")
     assert (elsewhere.result, elsewhere.why) == (CANNOT_RUN, "needs another GPU")
     assert (right.result, right.found) == (PASSED, {"answer": 42})
     assert right.about["torch"] and max(o.seconds for o in (crash, wrong, right)) < 120
@@ -89,18 +87,14 @@ def test_block_reports_result_on_stand_in(tmp_path, name):
 @pytest.mark.survive
 def test_gpu_check_command_runs_on_stand_in(tmp_path):
     expected = {"phases": PASSED, "uvm": CANNOT_RUN}
-    status, values, said = run_check_command(
-        tmp_path, "--device", "cuda", "--stand-in", "--only", ",".join(expected)
-    )
+    status, values, said = run_check_command(tmp_path, "--device", "cuda", "--stand-in", "--only", ",".join(expected))
     assert results_by_block(values) == expected, said
     assert status == 0 and "stand-in" in values["about"]["device"]
 
 
 @pytest.mark.survive
 @pytest.mark.timeout(1000)
-@pytest.mark.parametrize(
-    "device", [["--device", "cpu"], ["--device", "cuda", "--stand-in"]], ids=["cpu", "stand-in"]
-)
+@pytest.mark.parametrize("device", [["--device", "cpu"], ["--device", "cuda", "--stand-in"]], ids=["cpu", "stand-in"])
 def test_blocks_with_training_runs_pass(tmp_path, device):
     names = ["train", "resume", "not_finite", "syncs", "hang", "features", "figures"]
     _, values, said = run_check_command(tmp_path, *device, "--only", ",".join(names))
@@ -138,8 +132,7 @@ def test_wait_is_attributed_to_innermost_library_caller(tmp_path):
     assert disturbed.find_waiting_caller(stack(ours, torch_file)) == ["raytrec", "raytrec/worker/step.py:7"]
     assert disturbed.find_waiting_caller(stack(ours, theirs, torch_file))[0] == "upstream"
     assert (
-        disturbed.find_waiting_caller(stack(theirs, ours, sys.prefix + "/lib/python3.11/contextlib.py"))[0]
-        == "raytrec"
+        disturbed.find_waiting_caller(stack(theirs, ours, sys.prefix + "/lib/python3.11/contextlib.py"))[0] == "raytrec"
     )
 
 

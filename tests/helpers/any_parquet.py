@@ -38,9 +38,7 @@ def nested_types(inner):
 
 column_types = st.recursive(st.sampled_from(LEAF_TYPES), nested_types, max_leaves=4)
 column_names = st.one_of(
-    st.sampled_from(
-        ["x", "label", "user.id", "history", "x_weights", "click", "day_id", "a b", "x.a", "ids"]
-    ),
+    st.sampled_from(["x", "label", "user.id", "history", "x_weights", "click", "day_id", "a b", "x.a", "ids"]),
     st.text(st.characters(codec="utf-8", exclude_characters="\x00"), max_size=12),
 )
 

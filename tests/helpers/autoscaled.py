@@ -68,9 +68,7 @@ class AutoscaledCluster:
         settings = autoscaler_config(self.address, idle_s)
         config.write_text(json.dumps(settings))
         paths = [os.environ.get("PYTHONPATH"), str(TESTS), str(BENCHMARKS)]  # machines, recorder
-        self.env = environment_with_token(folder / "auth_token") | {
-            "PYTHONPATH": os.pathsep.join(filter(None, paths))
-        }
+        self.env = environment_with_token(folder / "auth_token") | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
         # Same settings as raytrec.cluster.session.stay_on_loopback.
         self.env |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "GLOO_SOCKET_IFNAME": "lo"}
         self._environment = self.env | {
@@ -88,9 +86,7 @@ class AutoscaledCluster:
 
     def __enter__(self) -> AutoscaledCluster:
         with (self._folder / "ray.log").open("w") as log:
-            self._process = subprocess.Popen(
-                self._command, env=self._environment, stdout=log, stderr=subprocess.STDOUT
-            )
+            self._process = subprocess.Popen(self._command, env=self._environment, stdout=log, stderr=subprocess.STDOUT)
         try:
             wait_for(self._has_monitor, "the autoscaler", START_S)
         except BaseException:

@@ -49,9 +49,7 @@ class SimulatedCaches:
         # .data: hide from autograd the changes that are undone before backward.
         shards = [values.data for values in lookup.split_embedding_weights()]
         rows = [len(shard) for shard in shards]
-        layout = construct_cache_state(
-            rows, [EmbeddingLocation.MANAGED_CACHING] * len(rows), lookup.feature_table_map
-        )
+        layout = construct_cache_state(rows, [EmbeddingLocation.MANAGED_CACHING] * len(rows), lookup.feature_table_map)
         numbers = torch.randperm(sum(rows))[: -(-sum(rows) * 2 // 3)]  # two of three rows are cached
         sets = -(-len(numbers) // CACHE_ASSOCIATIVITY) + 1
         state = torch.full((sets, CACHE_ASSOCIATIVITY), -1)
@@ -77,9 +75,7 @@ class SimulatedCaches:
             for cached, stored in places():
                 cached.copy_(stored)
                 stored.fill_(STALE_VALUE)
-        before = {
-            n: getattr(lookup, n) for n in ("lxu_cache_state", "lxu_cache_weights", "cache_hash_size_cumsum")
-        }
+        before = {n: getattr(lookup, n) for n in ("lxu_cache_state", "lxu_cache_weights", "cache_hash_size_cumsum")}
         lookup.lxu_cache_state, lookup.lxu_cache_weights = state, weights
         lookup.cache_hash_size_cumsum = torch.tensor(layout.cache_hash_size_cumsum)
         lookup.flush = flush

@@ -18,9 +18,7 @@ REPOSITORY = Path(__file__).parents[2]
 PODMAN_COMPOSE = Path(sys.executable).with_name("podman-compose")
 REQUIRED_PROGRAMS = ["podman", "debootstrap", "crun", "unshare", "nsenter", "iptables"]
 MISSING_PROGRAMS = [name for name in REQUIRED_PROGRAMS if not shutil.which(name)]
-INSTALL_COMMAND = (
-    "apt-get install --no-install-recommends podman crun netavark aardvark-dns iptables debootstrap"
-)
+INSTALL_COMMAND = "apt-get install --no-install-recommends podman crun netavark aardvark-dns iptables debootstrap"
 BASE_IMAGE = "docker.io/library/debian:bookworm-slim"
 
 # In a sandbox, limits cannot be raised and cgroups cannot be delegated, so containers run without both.
@@ -90,9 +88,7 @@ class PodmanEngine:
     def __enter__(self) -> PodmanEngine:
         own = ["setpriv", "--pdeathsig", "KILL"]  # end the namespaces if this process is killed
         own += ["unshare", "--mount", "--net", "--pid", "--fork", "--mount-proc", "--kill-child"]
-        self._holder = subprocess.Popen(
-            [*own, "sh", "-c", NAMESPACE_SETUP], stdout=subprocess.PIPE, text=True
-        )
+        self._holder = subprocess.Popen([*own, "sh", "-c", NAMESPACE_SETUP], stdout=subprocess.PIPE, text=True)
         assert self._holder.stdout.readline() == "ready\n"
         first = psutil.Process(self._holder.pid).children()[0].pid
         self._enter = ["nsenter", "--target", str(first), "--mount", "--net", "--pid", "--wdns=/"]
@@ -146,9 +142,7 @@ class PodmanEngine:
 
     def image(self, tag: str) -> dict:
         """Return the output of `podman image inspect`."""
-        shown = subprocess.run(
-            ["podman", "image", "inspect", tag], capture_output=True, env=self.env, check=True
-        )
+        shown = subprocess.run(["podman", "image", "inspect", tag], capture_output=True, env=self.env, check=True)
         return json.loads(shown.stdout)[0]
 
 

@@ -95,9 +95,7 @@ def _saved(rank, world, case, root):
     config = load_config(values)
     features, tasks = resolve_features(schema, config.model), Objective.of(config, schema).tasks
     whole = make_random_batches(schema, ROWS, 3, seed=1, tasks=tasks)
-    local = [
-        make_local_batch(batch, schema, compute_row_bounds(ROWS, 1, "equal"), 0, features) for batch in whole
-    ]
+    local = [make_local_batch(batch, schema, compute_row_bounds(ROWS, 1, "equal"), 0, features) for batch in whole]
     step, _ = build_step(config, schema, torch.device("cpu"))
     list(step.train(iter(local[:2]), 2))
     (outputs,) = step.evaluate(iter(local[2:]))

@@ -55,9 +55,7 @@ class RayHead:
 
     def __enter__(self) -> RayHead:
         with (self.folder / "ray.log").open("w") as log:
-            self._process = subprocess.Popen(
-                self._command, env=self._environment, stdout=log, stderr=subprocess.STDOUT
-            )
+            self._process = subprocess.Popen(self._command, env=self._environment, stdout=log, stderr=subprocess.STDOUT)
         wait_for(self._answers, "the head's answer", 90)
         return self
 
@@ -70,9 +68,7 @@ class RayHead:
 
     def run(self, *command: str, timeout: float = 240, **options) -> subprocess.CompletedProcess:
         """Run a command as a cluster user and wait until it ends; stdout and stderr are text."""
-        return subprocess.run(
-            command, env=self.env, capture_output=True, text=True, timeout=timeout, **options
-        )
+        return subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=timeout, **options)
 
     def _answers(self) -> bool:
         assert self._process.poll() is None, (self.folder / "ray.log").read_text()

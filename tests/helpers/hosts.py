@@ -55,9 +55,7 @@ class HostCluster:
         env: environment variables for commands of a cluster user.
     """
 
-    def __init__(
-        self, folder: Path, workers: int = 3, cpus: int = 2, environment: dict[str, str] | None = None
-    ):
+    def __init__(self, folder: Path, workers: int = 3, cpus: int = 2, environment: dict[str, str] | None = None):
         self.address, self.root, self.token = (
             f"{NETWORK_PREFIX}1:{PORT}",
             folder / "root",
@@ -120,9 +118,7 @@ class HostCluster:
 
     def alive(self) -> int:
         """Return the number of nodes that are alive according to the cluster."""
-        return int(
-            self.all[0].run(sys.executable, "-c", COUNT_NODES_SOURCE, self.address, env=self.env).split()[-1]
-        )
+        return int(self.all[0].run(sys.executable, "-c", COUNT_NODES_SOURCE, self.address, env=self.env).split()[-1])
 
     def cut_off(self, number: int) -> None:
         """Drop all packets from and to a host, so that connections hang without an error.

@@ -46,9 +46,7 @@ def run_on_ranks(world, function, *args, hosts=1, device="cpu"):
 class _Pool:
     def __init__(self, world, hosts, device):
         self._folder = tempfile.TemporaryDirectory()
-        ranks = [
-            warm.fork(_serve, rank, world, world // hosts, self._folder.name, device) for rank in range(world)
-        ]
+        ranks = [warm.fork(_serve, rank, world, world // hosts, self._folder.name, device) for rank in range(world)]
         self._pids, self._ends = zip(*ranks, strict=True)
 
     def run(self, function, args):

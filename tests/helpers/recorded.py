@@ -53,9 +53,7 @@ def write_recorded_run(
     write_json_lines(folder / "ranks.jsonl", lines)
     write_json_lines(folder / "metrics.jsonl", metric_lines(100 * intervals))
     write_json_lines(folder / "checks.jsonl", check_lines(100 * intervals))
-    write_json_lines(
-        folder / "events.jsonl", [e | {"unix_s": e["unix_s"] + RUN_START_UNIX_S} for e in EVENTS]
-    )
+    write_json_lines(folder / "events.jsonl", [e | {"unix_s": e["unix_s"] + RUN_START_UNIX_S} for e in EVENTS])
     plan = [
         {
             "table": name,
@@ -126,9 +124,7 @@ def shard_statistics(table: int, parts: int) -> dict:
         "gradient_norm": 0.04,
         "update_norm": 0.004,
         "dead_share": 0.25,
-        **dict.fromkeys(
-            ("state_norm", "changed_share", "cache_hit_rate", "collision_rate", *ID_STATISTIC_KEYS)
-        ),
+        **dict.fromkeys(("state_norm", "changed_share", "cache_hit_rate", "collision_rate", *ID_STATISTIC_KEYS)),
     }
 
 
@@ -145,9 +141,7 @@ def metric_lines(last: int) -> list[dict]:
         when = {"step": step, "unix_s": RUN_START_UNIX_S + at_s, "rows": 20 * 2048}
         lines.append({"kind": "train", **when, **figures, "rows_per_s": 60_000.0})
         if step % 100 == 0:
-            lines.append(
-                {"kind": "eval", **when, **figures, "auc": 0.8 - 2 / step, "curves": metric_curves()}
-            )
+            lines.append({"kind": "eval", **when, **figures, "auc": 0.8 - 2 / step, "curves": metric_curves()})
     lines.append({**lines[-1], "kind": "final", "auc": 0.81, "step": last, "curves": metric_curves(0.2)})
     return lines
 

@@ -61,9 +61,7 @@ def make_batches(count, rank, world, balance="unequal", schema=SCHEMA, features=
     from raytrec.checks.parity.batches import compute_row_bounds, make_local_batch, make_random_batches
 
     whole = make_random_batches(schema, rows, count, seed=1, tasks=tasks)
-    return whole, [
-        make_local_batch(b, schema, compute_row_bounds(rows, world, balance), rank, features) for b in whole
-    ]
+    return whole, [make_local_batch(b, schema, compute_row_bounds(rows, world, balance), rank, features) for b in whole]
 
 
 def train_step(step, local):

@@ -90,8 +90,7 @@ def write_uneven_run(folder, workers=2, lines=None):
     schema, config = uneven_schema(), uneven_config(folder, workers)
     tables = plan_uneven_run(config, schema)
     entries = [
-        {key: getattr(table, key) for key in ("table", "sharding_type", "compute_kernel", "ranks")}
-        for table in tables
+        {key: getattr(table, key) for key in ("table", "sharding_type", "compute_kernel", "ranks")} for table in tables
     ]
     (folder / "schema.yaml").write_text(schema.to_yaml())
     write_config(folder, config)

@@ -119,9 +119,7 @@ class _Server:
         self.address = f"{self._folder.name}/socket"
         context = get_context("spawn")
         self._alive, theirs = context.Pipe()
-        self._process = context.Process(
-            target=_serve, args=(theirs, self.address, TORCH_MODULES), daemon=True
-        )
+        self._process = context.Process(target=_serve, args=(theirs, self.address, TORCH_MODULES), daemon=True)
         self._process.start()
         theirs.close()
         self._alive.recv()

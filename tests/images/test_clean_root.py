@@ -147,9 +147,7 @@ def test_submitted_run_is_recorded_in_mlflow(cluster: PodmanEngine):
 
 
 def test_stopped_worker_container_lets_the_run_save(cluster: PodmanEngine):
-    command = make_submit_command(
-        "train.epochs=400", "scaling.num_workers={min: 1, max: 2}", "tracking.enabled=false"
-    )
+    command = make_submit_command("train.epochs=400", "scaling.num_workers={min: 1, max: 2}", "tracking.enabled=false")
     job = cluster.start("timeout", "--signal=INT", "400", *command, env=environment(cluster))
     try:
         lines = iter(job.stdout.readline, "")

@@ -153,9 +153,7 @@ def test_reserved_columns_are_not_features(folder, tmp_path, capsys):
     found.show(str(tmp_path / "schema.yaml"))
     settings = shlex.split(capsys.readouterr().err.splitlines()[-1])
     assert "data.reserve_columns=[city, row, hour]" in settings
-    config = load_config(
-        {"data": {"train": "x"}}, [s for s in settings[3:] if s.startswith(("tasks", "data.res"))]
-    )
+    config = load_config({"data": {"train": "x"}}, [s for s in settings[3:] if s.startswith(("tasks", "data.res"))])
     assert [task.label for task in config.tasks] == ["click", "premium"]
     columns = config.data.reserve_columns
     assert scan(str(tmp_path / "train"), ReadPlan(schema), declared=columns).form.schema == schema
@@ -172,9 +170,7 @@ def test_inspect_reads_train_of_a_dataset(folder):
 
 def test_many_distinct_values_are_estimated(tmp_path):
     values = np.random.default_rng(0).permutation(400_000)
-    pq.write_table(
-        pa.table({"y": values % 2, "user_id": values}), tmp_path / "a.parquet", row_group_size=50_000
-    )
+    pq.write_table(pa.table({"y": values % 2, "user_id": values}), tmp_path / "a.parquet", row_group_size=50_000)
     stats = inspect(str(tmp_path)).findings[1].stats
     assert stats.distinct == pytest.approx(400_000, rel=0.02)
     assert stats.distinct_text.startswith("~")
@@ -283,9 +279,7 @@ def test_inspect_assigns_roles_to_odd_columns(odd_folder):
     schema = found.schema
     assert schema.labels == ["label"]
     assert {"Größe (cm)", "", "half", "money", "huge", "flag"} == set(schema.dense)
-    assert {"year", "code", "pandas_id", "oracle_id", "key", "view", "user.age", "user.x.zip"} < set(
-        schema.sparse
-    )
+    assert {"year", "code", "pandas_id", "oracle_id", "key", "view", "user.age", "user.x.zip"} < set(schema.sparse)
     tables = schema.tables
     assert (tables["user"].rows, tables["user"].out_of_range) == (261, "clamp"), "includes ids of test/"
     assert tables[schema.sparse["code"].table].rows == 100 and tables["year"].rows == 2025
@@ -414,9 +408,7 @@ def test_differing_files_are_named(tmp_path):
 
 def test_duplicate_or_unreadable_columns_are_skipped_by_name(tmp_path):
     n = 300
-    table = pa.table(
-        [np.arange(n) % 2, np.arange(n) % 9, np.arange(n), np.arange(n)], ["y", "user", "x", "x"]
-    )
+    table = pa.table([np.arange(n) % 2, np.arange(n) % 9, np.arange(n), np.arange(n)], ["y", "user", "x", "x"])
     write(tmp_path / "a.parquet", table)
     found = inspect(str(tmp_path))
     assert f"skipped: x (int64): several columns have this name in {tmp_path}" in found.schema_yaml()

@@ -16,9 +16,7 @@ LABEL = np.random.default_rng(0).integers(0, 2, ROWS)
 
 def inspect_columns(folder, **columns):
     """Inspect a file with a label, user_id and these columns; return (role, reason) by column."""
-    write(
-        folder / "a.parquet", {"label": LABEL, "user_id": np.arange(ROWS) % 9, **columns}, row_group_size=70
-    )
+    write(folder / "a.parquet", {"label": LABEL, "user_id": np.arange(ROWS) % 9, **columns}, row_group_size=70)
     return {f.stats.name: (f.kind, f.why) for f in inspect(str(folder)).findings}
 
 
@@ -44,9 +42,7 @@ def test_copy_of_the_label_is_not_a_feature(tmp_path, name, values):
 def test_near_copy_of_the_label_is_a_feature(tmp_path):
     nearly = LABEL.copy()
     nearly[-1] = 1 - nearly[-1]
-    found = inspect_columns(
-        tmp_path, nearly=nearly, three=np.append(LABEL[:-1], 2), tags=[[int(v)] for v in LABEL]
-    )
+    found = inspect_columns(tmp_path, nearly=nearly, three=np.append(LABEL[:-1], 2), tags=[[int(v)] for v in LABEL])
     assert not [name for name, (kind, _) in found.items() if kind == "skipped"]
 
 
@@ -54,9 +50,7 @@ def test_label_copies_are_detected_given_enough_rows(tmp_path):
     columns = {"click": LABEL, "buy": LABEL[::-1], "copy": LABEL[::-1], "user_id": np.arange(ROWS) % 9}
     write(tmp_path / "a.parquet", columns)
     found = inspect(str(tmp_path), labels=["click", "buy"])
-    assert {f.stats.name: f.why for f in found.findings if f.kind == "skipped"} == {
-        "copy": "copies the label buy"
-    }
+    assert {f.stats.name: f.why for f in found.findings if f.kind == "skipped"} == {"copy": "copies the label buy"}
     write(tmp_path / "a.parquet", {name: values[:100] for name, values in columns.items()})
     assert "skipped" not in [f.kind for f in inspect(str(tmp_path), labels=["click", "buy"]).findings]
 

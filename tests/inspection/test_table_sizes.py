@@ -68,9 +68,7 @@ def test_frequent_text_values_have_no_collisions(tmp_path):
     lost = compute_collision_share(tmp_path, found.schema, values)
     assert 0 < lost <= 1500 / len(values)
     assert compute_collision_share(tmp_path, found.schema, values, among=set(frequent)) == 0
-    assert f"{100 * lost:.2g} % of the lookups share a row with a more frequent value" in (
-        found.schema_yaml()
-    )
+    assert f"{100 * lost:.2g} % of the lookups share a row with a more frequent value" in (found.schema_yaml())
 
 
 @pytest.mark.parametrize("low", [-(2**62), 0, 10**7])
@@ -128,8 +126,7 @@ def test_tables_reserve_a_row_for_unseen_integers(tmp_path):
     }
     text = inspect(str(tmp_path / "train")).schema_yaml()
     assert (
-        "user: {rows: 301, dim: 16, out_of_range: clamp}  # larger ids use the last row, which is not trained"
-        in text
+        "user: {rows: 301, dim: 16, out_of_range: clamp}  # larger ids use the last row, which is not trained" in text
     )
     assert "age: {rows: 91, dim: 16, out_of_range: clamp}  # larger values are clamped to 90" in text
 
@@ -159,9 +156,7 @@ def test_whole_floats_get_the_same_roles_as_integers(tmp_path, kind):
     plain, floats = (inspect(str(tmp_path / name)) for name in "ab")
     assert set(plain.schema.sparse) == {"shop", "zip", "flag", "item_id"}
     assert floats.schema == plain.schema and not floats.transforms
-    rows = [
-        collate_table(*read_canonical_rows(tmp_path / name, ReadPlan(plain.schema))).sparse for name in "ab"
-    ]
+    rows = [collate_table(*read_canonical_rows(tmp_path / name, ReadPlan(plain.schema))).sparse for name in "ab"]
     assert rows[0].values().tolist() == rows[1].values().tolist()
     assert rows[0].lengths().tolist() == rows[1].lengths().tolist()
 

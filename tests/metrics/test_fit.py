@@ -69,9 +69,8 @@ def test_group_metrics_require_a_group_column():
 def test_selection_rejects_metrics_that_do_not_fit_the_loss(predicts, metrics):
     for name in metrics:
         refused = get_selection_error(name, predicts=predicts, group="u")
-        assert (
-            f"metric {name} does not support the predictions" in refused.what
-            and name not in refused.expected.split(", ")
+        assert f"metric {name} does not support the predictions" in refused.what and name not in refused.expected.split(
+            ", "
         )
         Selection([task(name, predicts=None, group="u")])
     suits = {"classes": ["accuracy", "logloss"], "number": ["auc", "rmse", "mrr"], "score": ["auc", "ndcg@3"]}
@@ -113,9 +112,7 @@ def test_console_and_report_show_slices(tmp_path, capsys):
     found = {"slices": 2000, "largest": [record], "worst": []}
     result = {"name": "run", "eval.slices": {"y": {"country": found}}}
     print_summary(Result(result, tmp_path))
-    assert (
-        "<b>DE</b>" in (out := capsys.readouterr().out) and "largest slices of country (2,000 values)" in out
-    )
+    assert "<b>DE</b>" in (out := capsys.readouterr().out) and "largest slices of country (2,000 values)" in out
     (tmp_path / "result.json").write_text(json.dumps(result))
     page = build(tmp_path)[0].read_text()
     assert "&lt;b&gt;DE&lt;/b&gt;" in page and "largest slices of country (2,000 values)" in page

@@ -114,9 +114,7 @@ class Step:
     def evaluate(self, batches, tower=None):
         for batch in list(batches):  # the pipeline reads ahead of its outputs
             nothing = torch.zeros((), device=self._device)
-            yield StepOutputs(
-                {}, batch.weights.to(self._device), nothing, vectors=batch.vectors.to(self._device)
-            )
+            yield StepOutputs({}, batch.weights.to(self._device), nothing, vectors=batch.vectors.to(self._device))
 
 
 def batches(columns, vectors, rank, world, **more):
@@ -137,11 +135,7 @@ def rank_items(rank, world, given, cells):
 
     from raytrec.metrics.full_ranking import FullRanking
 
-    device = (
-        torch.device("cuda", torch.cuda.current_device())
-        if dist.get_backend() == "nccl"
-        else torch.device("cpu")
-    )
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
     settings = EvalSection(retrieval={"items": "items", "seen": ["seen", "other"], "at": AT})
     selection = Selection(resolve_tasks([TaskSection(label="y", metrics=[])], SCHEMA), settings)
     assert [f.key for f in selection.figures] == list(compute_reference(given, AT))[:-4]
@@ -155,9 +149,7 @@ def rank_items(rank, world, given, cells):
     lists = any(isinstance(each, list) for each in given["item"])
     columns = {"item": pa.array(given["item"], kind if lists else None)}
     columns |= {n: pa.array(given[n], kind) for n in ("seen", "other")}
-    own = batches(
-        columns, given["queries"], rank, world, labels=given["labels"], task_weights=given["weights"]
-    )
+    own = batches(columns, given["queries"], rank, world, labels=given["labels"], task_weights=given["weights"])
     for outputs in step.evaluate(ranking.store_queries(own)):
         ranking.add(outputs.vectors)
     return ranking.figures()
@@ -187,19 +179,13 @@ def count_host_waits(rank, world, given, cells):
 
     StandInGpu.active.waits.clear()
     rank_items(rank, world, given, cells)
-    adds = [
-        w
-        for w in StandInGpu.active.waits
-        if any(place.endswith("full_ranking.py:add") for place in w.callers)
-    ]
+    adds = [w for w in StandInGpu.active.waits if any(place.endswith("full_ranking.py:add") for place in w.callers)]
     return len(adds) / 3
 
 
 def test_full_ranking_needs_few_host_waits():
     """Two ranks; each block of items that float32 cannot decide adds at most one wait."""
-    whole, blocks = (
-        run_on_ranks(2, count_host_waits, rows(), cells, device="cuda") for cells in (1 << 22, 100)
-    )
+    whole, blocks = (run_on_ranks(2, count_host_waits, rows(), cells, device="cuda") for cells in (1 << 22, 100))
     assert max(whole) <= 12 and max(blocks) <= max(whole) + 5
 
 

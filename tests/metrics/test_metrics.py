@@ -281,10 +281,7 @@ def test_user_metric_runs_on_two_ranks(tmp_path):
     assert figures["hits_at_half"] == other["hits_at_half"] == pytest.approx(float(hits))
     p = logits[real].double().sigmoid()
     assert figures["spread"] == other["spread"] == pytest.approx(float((p - 0.5).abs().sum()))
-    assert (
-        figures["ne"] == pytest.approx(compute_reference(logits, labels, weights)["ne"], abs=1e-6)
-        and not curves
-    )
+    assert figures["ne"] == pytest.approx(compute_reference(logits, labels, weights)["ne"], abs=1e-6) and not curves
     assert isnan(of_none["spread"]) and isnan(of_none["hits_at_half"])
     hit_rate, _, spread = read_metric_displays({"metrics": described})
     assert (hit_rate.title, hit_rate.text(0.5), hit_rate.better) == ("hits at 0.5", "50.0%", "higher")
@@ -345,9 +342,7 @@ def test_best_metric_defaults_by_task(tasks, key, best):
 
 
 def test_invalid_best_metric_is_rejected():
-    with pytest.raises(
-        ConfigError, match=r"but the tasks have no metric with this name.*did you mean 'click.auc'"
-    ):
+    with pytest.raises(ConfigError, match=r"but the tasks have no metric with this name.*did you mean 'click.auc'"):
         selection(TWO_TASKS).best("clik.auc")
     with pytest.raises(ConfigError, match=r"checkpoint\.best_metric is ne"):
         selection(TWO_TASKS).best("ne")
@@ -359,9 +354,7 @@ def test_invalid_best_metric_is_rejected():
 
 def test_foreign_metric_descriptions_are_not_executed():
     evil = {"key": "x", "title": "X", "label": "x", "better": None, "sums": 1}
-    (figure,) = read_metric_displays(
-        {"metrics": [{**evil, "format": "{0.__class__.__mro__}"}, {"key": 3}, "x", None]}
-    )
+    (figure,) = read_metric_displays({"metrics": [{**evil, "format": "{0.__class__.__mro__}"}, {"key": 3}, "x", None]})
     assert figure.text(0.5) == "0.5" and not figure.sums
     unknown = read_metric_displays({"metrics": [{**evil, "better": "worse"}]})
     assert {figure.key for figure in unknown} == METRICS.parts.keys()

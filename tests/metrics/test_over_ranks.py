@@ -34,17 +34,11 @@ def rows(seed, ties=True, weights=True, gains=False):
 
 CASES = {
     "ties, weights and a masked group": Case(**rows(0), metrics=[*RANKED, *GROUP_METRICS, *SUMMED]),
-    "no ties, no weights": Case(
-        **rows(1, ties=False, weights=False), metrics=[*RANKED, *GROUP_METRICS, *SUMMED]
-    ),
+    "no ties, no weights": Case(**rows(1, ties=False, weights=False), metrics=[*RANKED, *GROUP_METRICS, *SUMMED]),
     "gains": Case(**rows(2, gains=True), metrics=["auc", "ndcg@4", "mrr", "calibration"], loss="mse"),
-    "equal predictions": Case(
-        **{**rows(3), "logits": torch.ones(ROWS)}, metrics=["auc", "pr_auc", *GROUP_METRICS]
-    ),
+    "equal predictions": Case(**{**rows(3), "logits": torch.ones(ROWS)}, metrics=["auc", "pr_auc", *GROUP_METRICS]),
     "one class": Case(**{**rows(4), "labels": torch.zeros(ROWS)}, metrics=["ne", *RANKED, *GROUP_METRICS]),
-    "no row counts": Case(
-        **{**rows(5), "weights": torch.zeros(ROWS)}, metrics=[*RANKED, *SUMMED, *GROUP_METRICS]
-    ),
+    "no row counts": Case(**{**rows(5), "weights": torch.zeros(ROWS)}, metrics=[*RANKED, *SUMMED, *GROUP_METRICS]),
     "a NaN": Case(
         **{**rows(6, weights=False), "logits": torch.ones(ROWS).index_fill(0, torch.tensor([7]), torch.nan)},
         metrics=["auc", "pr_auc", "gauc", "mrr"],
@@ -86,8 +80,7 @@ ROW_REFERENCES = {
     "accuracy": lambda y, p, w: sk.accuracy_score(y, p > 0.5, sample_weight=w),
     "calibration": lambda y, p, w: (w * p).sum() / (w * y).sum(),
     "ne": lambda y, p, w: (
-        sk.log_loss(y, p, sample_weight=w)
-        / sk.log_loss(y, np.full_like(p, (w * y).sum() / w.sum()), sample_weight=w)
+        sk.log_loss(y, p, sample_weight=w) / sk.log_loss(y, np.full_like(p, (w * y).sum() / w.sum()), sample_weight=w)
     ),
     "ece": lambda y, p, w: (
         sum(abs((w * (p - y))[(p >= b / 15) & (p < (b + 1) / 15)].sum()) for b in range(15)) / w.sum()
@@ -122,9 +115,7 @@ def found(request):
 @pytest.mark.parametrize("kind", list(CASES)[:4])
 def test_ranked_metrics_match_their_definitions(found, kind):
     case, (figures, _) = CASES[kind], found[kind]
-    wanted = {
-        name: compute_reference(case, name) for name in case.metrics if (kind, name) != ("gains", "auc")
-    }
+    wanted = {name: compute_reference(case, name) for name in case.metrics if (kind, name) != ("gains", "auc")}
     assert {name: figures[name] for name in wanted} == pytest.approx(wanted, abs=1e-6)
     assert not any(name.endswith("_bound") for name in figures)
 

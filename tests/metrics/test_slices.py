@@ -49,9 +49,7 @@ def test_largest_and_worst_slices_are_listed_by_name(world):
     exact, binned = ({**figures["slices"]["y"]["group"]} for figures, _ in of_ranks[0])
     wanted = compute_expected(cases[0])
     by_rows = sorted(wanted, key=lambda name: -wanted[name][0])
-    by_auc = sorted(
-        (name for name in wanted if has_enough_rows(cases[0], name)), key=lambda name: wanted[name][1]
-    )
+    by_auc = sorted((name for name in wanted if has_enough_rows(cases[0], name)), key=lambda name: wanted[name][1])
     assert exact["slices"] == binned["slices"] == len(COUNTRIES) and "LI" not in by_auc, "LI has too few rows"
     assert [each["slice"] for each in exact["largest"]] == by_rows[:SHOWN]
     assert [each["slice"] for each in exact["worst"]] == by_auc[:SHOWN]
@@ -69,9 +67,7 @@ def test_largest_and_worst_slices_are_listed_by_name(world):
 
 def test_regression_slices_are_sorted_by_calibration():
     case = rows()
-    numbers = Case(
-        **{**vars(case), "logits": case.logits.abs() + case.groups, "loss": "mse", "metrics": ["mse"]}
-    )
+    numbers = Case(**{**vars(case), "logits": case.logits.abs() + case.groups, "loss": "mse", "metrics": ["mse"]})
     numbers = Case(**{**vars(numbers), "labels": numbers.groups * 2.0})
     ((figures, _),) = evaluations(1, [numbers])[0]
     worst = figures["slices"]["y"]["group"]["worst"][0]

@@ -133,8 +133,7 @@ def test_final_mlp_matches_its_equations(heads, outputs):
         two = layers(w, "streams.1", e * gate("gates.1", w["gates.1.vector"][0]), 1)
         of_heads = list(zip(one.chunk(heads), two.chunk(heads), strict=True))
         forms = [
-            sum(left @ w["bilinear"][t, h] @ right for h, (left, right) in enumerate(of_heads))
-            for t in range(outputs)
+            sum(left @ w["bilinear"][t, h] @ right for h, (left, right) in enumerate(of_heads)) for t in range(outputs)
         ]
         expected.append(apply_linear(w, "logit", torch.cat([one, two])) + torch.stack(forms))
     torch.testing.assert_close(model(*given), torch.stack(expected).squeeze(1), rtol=1e-5, atol=1e-5)

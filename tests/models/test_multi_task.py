@@ -96,9 +96,7 @@ def test_esmm_log_odds_are_exact_for_extreme_probabilities():
                 tower[1].weight.zero_()
                 tower[1].bias.fill_([60.0, -80.0][place])
             p = torch.tensor([60.0, -80.0][place], dtype=torch.float64).sigmoid()
-            exact = (
-                -(-2 * p.log()).expm1().log() if place else -(2 * torch.tensor(-60.0).exp().double()).log()
-            )
+            exact = -(-2 * p.log()).expm1().log() if place else -(2 * torch.tensor(-60.0).exp().double()).log()
             torch.testing.assert_close(model(dense, pooled)[0, 1].double(), exact, rtol=1e-6, atol=0)
             assert (model(dense, pooled)[0, 1] * logit) > 50
     model(dense, pooled).sum().backward()

@@ -169,9 +169,7 @@ def test_packed_sequences_with_host_lengths_never_wait_for_gpu():
         assert not gpu.waits and torch.equal(back.cpu(), found.cpu())
         assert torch.equal(found.cpu(), values[present])
         assert torch.equal(newest.cpu(), values[:, 0].where(lengths.unsqueeze(1) > 0, 0))
-        assert [len(group) * group.shape[1] for group in groups] == [
-            there.numel() for there in packed.group_masks
-        ]
+        assert [len(group) * group.shape[1] for group in groups] == [there.numel() for there in packed.group_masks]
         plain = PackedSequences(present)
         for name, value in vars(plain).items():
             given = getattr(packed, name)

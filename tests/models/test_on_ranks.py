@@ -63,9 +63,7 @@ def score_batch(rank, world, matmul):
     from raytrec.embeddings.tables import tables
     from raytrec.models.recommender import build_recommender
 
-    settings = make_small_config(
-        world, {"sharding_type": "row_wise"}, model=SECTIONS["sequence"], matmul=matmul
-    )
+    settings = make_small_config(world, {"sharding_type": "row_wise"}, model=SECTIONS["sequence"], matmul=matmul)
     features, step = resolve_features(SEQUENCES, settings.model), build_step_on_rank(settings, SEQUENCES)
     whole, local = make_batches(3, rank, world, schema=SEQUENCES, features=features)
     train_step(step, local)

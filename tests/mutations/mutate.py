@@ -96,9 +96,7 @@ def iterate_paths(values, path=()):
     """Yield the path of every nested value."""
     if path:
         yield path
-    inner = (
-        values.items() if isinstance(values, dict) else enumerate(values if isinstance(values, list) else [])
-    )
+    inner = values.items() if isinstance(values, dict) else enumerate(values if isinstance(values, list) else [])
     for key, each in inner:
         yield from iterate_paths(each, (*path, key))
 
@@ -121,9 +119,7 @@ def draw_changed_values(draw, values):
         elif what == "remove":
             holder.pop(last)
         elif isinstance(holder, dict):
-            name = draw(
-                st.one_of(st.text(max_size=8), st.sampled_from([f"{last}s", str(last)[::-1], SECRET[:5]]))
-            )
+            name = draw(st.one_of(st.text(max_size=8), st.sampled_from([f"{last}s", str(last)[::-1], SECRET[:5]])))
             holder[name] = holder.pop(last) if what == "rename" else deepcopy(draw(MUTATED_VALUES))
         else:
             holder.append(deepcopy(draw(MUTATED_VALUES)))
@@ -141,11 +137,7 @@ def draw_changed_bytes(draw, text):
     if what == "cut":
         return data[:begin] + data[end:]
     if what == "put":
-        return (
-            data[:begin]
-            + draw(st.sampled_from(INSERTED_PIECES)).encode(errors="surrogatepass")
-            + data[begin:]
-        )
+        return data[:begin] + draw(st.sampled_from(INSERTED_PIECES)).encode(errors="surrogatepass") + data[begin:]
     if what == "repeat":
         return data[:end] + data[begin:end] + data[end:]
     if what == "line":
@@ -273,9 +265,7 @@ def run_with_watchdog(call, what):
     assert (code == 1) <= ("error: " in text), f"{what}: fails without a message: {text[:300]}"
     assert "Traceback (most" not in text, f"{what}: {text[:1000]}"
     size = len(text.encode(errors="surrogatepass"))
-    assert size <= MAX_OUTPUT_BYTES, (
-        f"{what}: {size} bytes after {time.monotonic() - began:.1f} s: {text[:500]}"
-    )
+    assert size <= MAX_OUTPUT_BYTES, f"{what}: {size} bytes after {time.monotonic() - began:.1f} s: {text[:500]}"
     assert not any(c < " " and c not in "\n\t" for c in text), f"{what}: control characters: {text[:300]!r}"
     assert SECRET not in text + out.getvalue(), f"{what}: shows a secret: {text[:500]}"
     return text, code

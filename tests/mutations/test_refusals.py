@@ -70,9 +70,7 @@ def make_few_and_many(case, **strategies):
     """Return a test of a few fixed examples and a marked test of all examples in parts."""
 
     def few(mutation_folder):
-        seed(0)(make_hypothesis_settings(FEW_EXAMPLES, shrink=False)(given(**strategies)(case)))(
-            mutation_folder
-        )
+        seed(0)(make_hypothesis_settings(FEW_EXAMPLES, shrink=False)(given(**strategies)(case)))(mutation_folder)
 
     def many(mutation_folder, part):
         seed(part + 1)(make_hypothesis_settings(EXAMPLES_PER_PART, shrink=True)(given(**strategies)(case)))(
@@ -110,9 +108,7 @@ OVERRIDES = st.lists(st.tuples(st.sampled_from(CONFIG_KEYS), MUTATED_VALUES), mi
 def check_command_line_settings(place, overrides):
     values = ((key, yaml.safe_dump(value, default_flow_style=True)) for key, value in overrides)
     texts = [f"{key}={text.removesuffix('...' + chr(10))}" for key, text in values]
-    check_config_commands(
-        place, (place.kept / "config.yaml").read_bytes(), [t for t in texts if "\0" not in t]
-    )
+    check_config_commands(place, (place.kept / "config.yaml").read_bytes(), [t for t in texts if "\0" not in t])
 
 
 def check_schemas(place, data):
@@ -210,8 +206,8 @@ test_invalid_command_line_settings_are_handled, test_command_line_settings_are_h
 test_changed_schemas_are_handled, test_changed_schemas_are_handled_in_all_examples = make_few_and_many(
     check_schemas, data=st.data()
 )
-test_changed_run_folders_are_handled, test_changed_run_folders_are_handled_in_all_examples = (
-    make_few_and_many(check_run_folders, data=st.data())
+test_changed_run_folders_are_handled, test_changed_run_folders_are_handled_in_all_examples = make_few_and_many(
+    check_run_folders, data=st.data()
 )
 test_changed_checkpoint_indexes_are_handled, test_changed_checkpoint_indexes_are_handled_in_all_examples = (
     make_few_and_many(check_indexes, data=st.data())
@@ -242,6 +238,4 @@ def test_valid_input_reaches_the_start_of_ray(mutation_folder):
 def test_non_files_in_place_of_files_are_handled(mutation_folder, name, kind):
     with mutation_folder.fresh():
         replace_by_kind(name, kind)
-        run_command("train", "--resume", "run") if name.startswith("run") else run_command(
-            "train", "config.yaml"
-        )
+        run_command("train", "--resume", "run") if name.startswith("run") else run_command("train", "config.yaml")

@@ -94,9 +94,7 @@ class Case:
         rows = {"user": 53, "tag": 5, "word": 23}
         more = 1 if self.ids == "managed" else 0  # the row of ids without an own row
         tables = {name: {"rows": n + more, "dim": 8, "ids": self.ids} for name, n in rows.items()}
-        return Schema.parse(
-            {"labels": ["y"], "dense": ["a", "b"], "sparse": sparse, "tables": tables}, "case"
-        )
+        return Schema.parse({"labels": ["y"], "dense": ["a", "b"], "sparse": sparse, "tables": tables}, "case")
 
 
 def is_possible(sharding, optimizer, kernel):

@@ -169,9 +169,7 @@ class ModelCase:
     def config(self):
         schema, section, tasks = ALL_CASES[self.model]
         case = Case("row_wise", "mixed", "sgd", self.place, self.balance, self.recomputed)
-        values = config(case, {name: MIXED_PLAN.get(name, {}) for name in schema.tables}).model_dump(
-            by_alias=True
-        )
+        values = config(case, {name: MIXED_PLAN.get(name, {}) for name in schema.tables}).model_dump(by_alias=True)
         # eps: see raytrec/checks/parity/compare.py
         dense = {"name": self.dense, "lr": 0.01, "eps": 1e-5}
         values["optim"]["dense"] = dense if self.dense == "adam" else {"name": self.dense, "lr": 0.1}

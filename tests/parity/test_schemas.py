@@ -64,9 +64,7 @@ class RandomCase:
 def draw_cases(draw, place):
     """Draw a schema of up to 4 tables and 7 features, with one sharding type per table."""
     tables = {name: draw(TABLE_ROWS) for name in NAMES[: draw(st.integers(1, 4))]}
-    feature = st.tuples(
-        st.sampled_from(sorted(tables)), st.sampled_from(["sum", "mean", "sequence"]), st.booleans()
-    )
+    feature = st.tuples(st.sampled_from(sorted(tables)), st.sampled_from(["sum", "mean", "sequence"]), st.booleans())
     # At least one feature looks up each table.
     features = [(name, *draw(feature)[1:]) for name in tables] + draw(st.lists(feature, max_size=3))
     optimizer = draw(st.sampled_from(FACTORS["optimizer"]))

@@ -39,9 +39,7 @@ TASKS = {
 }
 VECTOR_TASKS = {
     "softmax": [{"loss": "in_batch_softmax"}],
-    "softmax by items": [
-        {"loss": "in_batch_softmax", "options": {"temperature": 0.5}, "item": "film", **MASKED}
-    ],
+    "softmax by items": [{"loss": "in_batch_softmax", "options": {"temperature": 0.5}, "item": "film", **MASKED}],
     "softmax and bce": [
         {"name": "near", "loss": "in_batch_softmax", "item": "film"},
         {"label": "z", "positive_weight": 2.0},
@@ -105,8 +103,6 @@ def test_all_tasks_match_one_process(place):
     random = Random(2)
     cases = [
         make_task_case(name, place, random, balance=balance, recomputed=recomputed)
-        for name, balance, recomputed in product(
-            TASKS | VECTOR_TASKS, EXTRAS["balance"], EXTRAS["recomputed"]
-        )
+        for name, balance, recomputed in product(TASKS | VECTOR_TASKS, EXTRAS["balance"], EXTRAS["recomputed"])
     ]
     assert_parity(cases, place)

@@ -15,9 +15,7 @@ TEST_PLACES = [(1, 1), (2, 1)]  # the places of `make test`
 
 
 def make_place_params(of):
-    return [
-        pytest.param(p, marks=[pytest.mark.parity] if p not in TEST_PLACES else [], id=str(p)) for p in of
-    ]
+    return [pytest.param(p, marks=[pytest.mark.parity] if p not in TEST_PLACES else [], id=str(p)) for p in of]
 
 
 @pytest.mark.parametrize("place", make_place_params(FACTORS["place"]))
@@ -58,9 +56,7 @@ def iterate_chunks():
     for place in FACTORS["place"]:
         cases = [case for case in everything if case.place == place]
         for start in range(0, len(cases), CHUNK_CASES):
-            yield pytest.param(
-                cases[start : start + CHUNK_CASES], place, id=f"{place[0]} ranks, from case {start}"
-            )
+            yield pytest.param(cases[start : start + CHUNK_CASES], place, id=f"{place[0]} ranks, from case {start}")
 
 
 @pytest.mark.parity

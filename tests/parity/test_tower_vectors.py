@@ -15,9 +15,7 @@ ROWS = 12
 
 def set_one_query(batch, schema, members):
     """Return the batch with the query of one row in all rows, so scores of one query are compared."""
-    row = sum(
-        torch.bincount(batch.bags[f][1], minlength=ROWS) for f in schema.sparse if f in members
-    ).argmax()
+    row = sum(torch.bincount(batch.bags[f][1], minlength=ROWS) for f in schema.sparse if f in members).argmax()
     dense, bags, side_features = batch.dense.clone(), dict(batch.bags), dict(batch.side_features)
     columns = [i for i, name in enumerate(schema.dense) if name in members]
     dense[:, columns] = dense[row, columns]
@@ -70,9 +68,7 @@ def compute_tower_vectors(rank, world, model, root):
         dense = whole.dense.clone()
         dense[:, [i for i, name in enumerate(schema.dense) if name not in members]] = 0
         bags = {f: bag if f in members else tuple(part[:0] for part in bag) for f, bag in whole.bags.items()}
-        side_features = {
-            f: values if f in members else values[:0] for f, values in whole.side_features.items()
-        }
+        side_features = {f: values if f in members else values[:0] for f, values in whole.side_features.items()}
         alone = replace(whole, dense=dense, bags=bags, side_features=side_features)
         pairs[tower] = evaluated(whole, tower).vectors, evaluated(alone, tower).vectors
     outputs = evaluated(whole)

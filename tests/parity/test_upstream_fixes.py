@@ -74,9 +74,7 @@ def compare_uneven(rank, world, cases):
         def shard(config):
             return ShardedRun(build_step, config, schema, device, bounds)  # noqa: B023
 
-        found = compare._compare_gradient(shard, config, choices[0]) + compare._compare_steps(
-            shard, config, choices
-        )
+        found = compare._compare_gradient(shard, config, choices[0]) + compare._compare_steps(shard, config, choices)
         out.append([finding.record() for finding in found])
     return out
 
@@ -117,9 +115,7 @@ def compute_weight_gradients(rank, world, case):
     run.weights()
     one, (batch,) = run.reference(), make_random_batches(schema, ROWS, 1, seed=2)
     weights = [weights.requires_grad_() for _, _, weights in batch.bags.values()]
-    found = run.step.model.module.embeddings(
-        make_local_batch(batch, schema, bounds, rank, run.features).sparse
-    )
+    found = run.step.model.module.embeddings(make_local_batch(batch, schema, bounds, rank, run.features).sparse)
     slopes = {feature: torch.randn_like(vectors) for feature, vectors in found.items()}
 
     def gradients(vectors):

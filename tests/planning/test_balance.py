@@ -17,12 +17,9 @@ def make_uneven_schema():
     """Return a schema in which a few tables have most of the bytes and others most of the lookups."""
     lengths = ("mean_length", "p99_length", "max_length")
     known = {
-        name: dict.fromkeys(lengths, length) | {"distinct": TABLES[name]["rows"]}
-        for name, length in LENGTHS.items()
+        name: dict.fromkeys(lengths, length) | {"distinct": TABLES[name]["rows"]} for name, length in LENGTHS.items()
     }
-    values = make_small_schema(sparse={t: {"table": t} for t in TABLES}, tables=TABLES).model_dump(
-        exclude_none=True
-    )
+    values = make_small_schema(sparse={t: {"table": t} for t in TABLES}, tables=TABLES).model_dump(exclude_none=True)
     return Schema.parse(values | {"statistics": known}, "uneven")
 
 

@@ -163,9 +163,7 @@ def places(*counts, expected_text=None, order=sorted):
     out = []
     for host, count in enumerate(counts):
         for index in order(range(count)):
-            out.append(
-                RankLocation(f"host{host}", expected_text or count, f"cuda:{index}", 80 * GIB, 1024 * GIB)
-            )
+            out.append(RankLocation(f"host{host}", expected_text or count, f"cuda:{index}", 80 * GIB, 1024 * GIB))
     return out
 
 
@@ -233,9 +231,7 @@ def test_planner_rates_match_the_slowest_gpu(gpus, memory, intra_host, inter_hos
     rates = select_rates(merge_resources(ranks, settings(8, {}).plan), "cuda", 8)
     assert rates.copy == pytest.approx(REACHED_RATE_SHARES["copy"] * memory * 1e9)
     reached = rates.bandwidth["all_reduce"], rates.far
-    assert reached == pytest.approx(
-        [REACHED_RATE_SHARES["wire"] * gb * 1e9 for gb in (intra_host, inter_host)]
-    )
+    assert reached == pytest.approx([REACHED_RATE_SHARES["wire"] * gb * 1e9 for gb in (intra_host, inter_host)])
 
 
 @pytest.mark.parametrize("name", list(MACHINES))
@@ -373,10 +369,7 @@ def test_plan_counts_resident_rows_of_file_tables():
     tables = dry_run(made, given, cluster)
 
     def hot():
-        return [
-            taken / GIB
-            for _, taken in estimate_hot_rows(compute_rank_parts(tables, made, given), made, given, 2)
-        ]
+        return [taken / GIB for _, taken in estimate_hot_rows(compute_rank_parts(tables, made, given), made, given, 2)]
 
     assert hot() == pytest.approx([0.8 - size] * 2, rel=1e-6), "remaining memory"
     made.plan.memory_gib = 10

@@ -34,9 +34,7 @@ def enumerate_options(world, tables, kinds, rows=lambda i: 10 + 7 * i, once=Fals
     ]
     model = EmbeddingBagCollection(tables=bags, device=torch.device("meta"))
     constraints = {
-        bag.name: ParameterConstraints(
-            sharding_types=kinds, compute_kernels=["dense", "fused"], min_partition=4
-        )
+        bag.name: ParameterConstraints(sharding_types=kinds, compute_kernels=["dense", "fused"], min_partition=4)
         for bag in bags
     }
     topology = Topology(world_size=world, local_world_size=min(4, world), compute_device="cuda")

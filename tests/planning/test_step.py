@@ -48,9 +48,7 @@ def cache_dense_counts(monkeypatch, counts={}):  # noqa: B006
 
 def schema(ids=3, **parts):
     known = {"mean_length": ids, "p99_length": ids, "max_length": ids, "distinct": ROWS} | parts
-    made = make_small_schema(
-        dense=["a", "b"], sparse={"t": {"table": "t"}}, tables={"t": {"rows": ROWS, "dim": DIM}}
-    )
+    made = make_small_schema(dense=["a", "b"], sparse={"t": {"table": "t"}}, tables={"t": {"rows": ROWS, "dim": DIM}})
     return made.model_copy(update={"statistics": {"t": Statistics(**known)}})
 
 
@@ -142,9 +140,7 @@ def test_communication_volume_matches_hand_calculation(sharding, near, far):
 
 
 def test_dense_flops_match_hand_calculation():
-    made = config(
-        model={"name": "dcn", "bottom_mlp": [16, 8], "cross_layers": 2, "cross_rank": 4, "top_mlp": [8]}
-    )
+    made = config(model={"name": "dcn", "bottom_mlp": [16, 8], "cross_layers": 2, "cross_rank": 4, "top_mlp": [8]})
     work, x0 = count_dense_layers(build_unsharded, made, schema(), 10), 8 + DIM
     layers = [(2, 16), (16, 8), *[(x0, 4), (4, x0)] * 2, (x0, 8), (8, 1)]
     products = sum(2 * 10 * a * b for a, b in layers)
@@ -155,9 +151,7 @@ def test_dense_flops_match_hand_calculation():
 
 def test_activation_memory_counts_only_live_tensors():
     made = config(model={"bottom_mlp": [4096], "top_mlp": [4096]})
-    few, many = (
-        count_dense_layers(build_unsharded, made, schema(), rows).activations for rows in (1000, 2000)
-    )
+    few, many = (count_dense_layers(build_unsharded, made, schema(), rows).activations for rows in (1000, 2000))
     assert many == pytest.approx(2 * few, rel=0.01)
     assert 2 * 4 * 4096 * 1000 < few < 8 * 4 * 4096 * 1000  # two layers and their gradients
 

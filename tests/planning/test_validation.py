@@ -166,12 +166,8 @@ def test_int8_qcomms_exclude_sharding_types_that_add_sums():
     types = ["row_wise", "table_wise", "table_row_wise", "column_wise", "grid_shard", "data_parallel"]
     for qcomms in (INT8, {"backward_precision": "int8"}):
         resolved = check_plan(sharding_types=types, qcomms=qcomms, given=schema(64))
-        assert {each.sharding for each in resolved.values()} == {
-            ("table_wise", "column_wise", "data_parallel")
-        }
-    assert check_plan(sharding_types=types, qcomms={"forward_precision": "bf16"})["item"].sharding == tuple(
-        types
-    )
+        assert {each.sharding for each in resolved.values()} == {("table_wise", "column_wise", "data_parallel")}
+    assert check_plan(sharding_types=types, qcomms={"forward_precision": "bf16"})["item"].sharding == tuple(types)
     for sharding in ("row_wise", "table_row_wise", "grid_shard"):
         with pytest.raises(ConfigError, match=f"{sharding} cannot be used with plan.qcomms int8: .*add up"):
             check_plan(make_item_line(sharding), qcomms=INT8)
@@ -222,9 +218,7 @@ def test_host_memory_tables_use_no_gpu_memory(kernel):
         settings = config(tables, groups)
         settings.data.buffer_gib, settings.checkpoint.async_save = 1000 / GIB, False
         share = (room + 1000.5) / (1 - HOST_RESERVE_SHARE)
-        validate_constraints(
-            settings, schema(), device, world=4, ranks_per_host=2, memory=ITEM // 2, host_share=share
-        )
+        validate_constraints(settings, schema(), device, world=4, ranks_per_host=2, memory=ITEM // 2, host_share=share)
 
     checked(constraint, ITEM)
     with pytest.raises(ConfigError, match=r"table item: .* of host memory on one rank"):

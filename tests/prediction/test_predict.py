@@ -37,9 +37,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(ray_cluster, folder, tmp_path_factory):
-    values = parquet.config_values(
-        folder, tmp_path_factory.mktemp("predict") / "run", tracking__enabled=False
-    )
+    values = parquet.config_values(folder, tmp_path_factory.mktemp("predict") / "run", tracking__enabled=False)
     return driver.train(values)
 
 
@@ -63,9 +61,7 @@ def compute_auc(labels, scores):
     """Return the AUC of scores without ties."""
     ranks = np.argsort(np.argsort(scores)) + 1.0
     positives = labels.sum()
-    return (ranks[labels == 1].sum() - positives * (positives + 1) / 2) / (
-        positives * (len(labels) - positives)
-    )
+    return (ranks[labels == 1].sum() - positives * (positives + 1) / 2) / (positives * (len(labels) - positives))
 
 
 def test_predictions_match_the_evaluation_of_the_run(run, folder, undisturbed_predictions):
@@ -98,9 +94,7 @@ def test_predict_handles_bad_rows_and_empty_files(run, tmp_path):
     pq.write_table(table.slice(0, 0), tmp_path / "in/none.parquet")
     (tmp_path / "in/broken.parquet").write_bytes(b"PAR1")
     rules = ["data.on_error=skip", "tables.user.out_of_range=hash"]
-    made = predict(
-        run.path, tmp_path / "in", tmp_path / "out", columns=["row"], workers=3, overrides=rules
-    ).metrics
+    made = predict(run.path, tmp_path / "in", tmp_path / "out", columns=["row"], workers=3, overrides=rules).metrics
     assert (made["predict.rows"], made["predict.skipped_rows"], made["predict.skipped_files"]) == (90, 2, 1)
     assert (made["changed"], made["predict.changed_ids"], made["world_size"]) == ({"user": 2}, 2, 3)
     found = pq.ParquetFile(tmp_path / "out/b/rows.parquet").read()
@@ -125,9 +119,7 @@ def kill_workers_after(written, out, everybody):
 
 @pytest.mark.survive
 @pytest.mark.parametrize("everybody", [False, True])
-def test_killed_workers_do_not_change_predictions(
-    run, folder, undisturbed_predictions, tmp_path, everybody, capfd
-):
+def test_killed_workers_do_not_change_predictions(run, folder, undisturbed_predictions, tmp_path, everybody, capfd):
     killer = kill_workers_after(1, tmp_path / "out", everybody)
     again = predict(run.path, folder / "test", tmp_path / "out", columns=COLUMNS)
     killer.join()

@@ -182,9 +182,7 @@ def test_continued_predictions_are_bitwise_equal(folder, undisturbed_outputs, tm
     run_on_ranks(2, predict, folder, tmp_path / "again", {})
     assert read_parquet_bytes(tmp_path / "again") == undisturbed_outputs
     complete = {name for name in before if not name.startswith("_")}
-    assert all(
-        dict(list_parquet_files(tmp_path / "again"))[n].stat().st_mtime_ns == before[n] for n in complete
-    )
+    assert all(dict(list_parquet_files(tmp_path / "again"))[n].stat().st_mtime_ns == before[n] for n in complete)
 
 
 def test_restarted_group_keeps_written_spans(folder, undisturbed_outputs, tmp_path):
@@ -199,9 +197,7 @@ def test_restarted_group_keeps_written_spans(folder, undisturbed_outputs, tmp_pa
         (tmp_path / "again").rglob("*.tmp")
     )
     complete = {name for name in before if not name.startswith("_")}
-    assert all(
-        dict(list_parquet_files(tmp_path / "again"))[n].stat().st_mtime_ns == before[n] for n in complete
-    )
+    assert all(dict(list_parquet_files(tmp_path / "again"))[n].stat().st_mtime_ns == before[n] for n in complete)
 
 
 def list_parquet_files(out):

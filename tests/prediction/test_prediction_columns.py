@@ -100,6 +100,4 @@ def test_transforms_that_only_make_labels_are_skipped():
     assert needed[1] is given[2] and given[0].columns == ["rating", "price"]
     assert select_needed_transforms(given, ["label", "price"])[:2] == given[:2]
     mine = load_transforms({"do": "os:getcwd", "reads": ["rating"], "writes": ["label"]})
-    assert (
-        select_needed_transforms(mine, ["price"]) == () and select_needed_transforms(mine, ["label"]) == mine
-    )
+    assert select_needed_transforms(mine, ["price"]) == () and select_needed_transforms(mine, ["label"]) == mine

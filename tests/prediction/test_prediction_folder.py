@@ -179,11 +179,7 @@ def test_predict_writes_columns_of_the_run_and_of_every_task(tmp_path, data, fak
     carry = parquet.config_values("/data", tmp_path / "run")["data"] | {"reserve_columns": ["row", "user"]}
     save_checkpoint_index(tmp_path / "run" / "checkpoints", 10, 0.5, data=carry, tasks=tasks)
     made = predict(tmp_path / "run", data, tmp_path / "out")
-    assert (
-        made.columns
-        == ["row", "user", "score_buys", "score_looks"]
-        == read_score_files(made.path).column_names
-    )
+    assert made.columns == ["row", "user", "score_buys", "score_looks"] == read_score_files(made.path).column_names
     assert predict(tmp_path / "run", data, tmp_path / "none", columns=[""]).columns == made.columns[2:]
 
 

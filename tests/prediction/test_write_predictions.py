@@ -30,11 +30,7 @@ def task(tmp_path):
 
 def cut_task_spans(task):
     sizes = {path: 20 if rows == 60 else 7 for path, rows in task.files.items()}
-    groups = (
-        RowGroup(path, group, size)
-        for path, size in sizes.items()
-        for group in range(task.files[path] // size)
-    )
+    groups = (RowGroup(path, group, size) for path, size in sizes.items() for group in range(task.files[path] // size))
     return cut_spans(Dataset("in", tuple(groups), None), task.batch_rows, task.span_rows)
 
 

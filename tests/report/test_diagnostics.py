@@ -107,9 +107,7 @@ def test_cpu_ranks_that_wait_for_data_are_found():
 
 def make_lines_of_loads(*loads: float) -> list[RankLine]:
     halves = [{table: {"lookup_bytes": load / 2} for table in "ab"} for load in loads]
-    return [
-        RankLine(**rank_line([], rank, len(loads), 100, tables=tables)) for rank, tables in enumerate(halves)
-    ]
+    return [RankLine(**rank_line([], rank, len(loads), 100, tables=tables)) for rank, tables in enumerate(halves)]
 
 
 def test_hot_rank_finding_names_rank_and_share():
@@ -147,9 +145,7 @@ def test_intentionally_hashed_ids_are_no_finding(tmp_path):
 
 def test_untrained_share_is_not_rounded_to_100_percent(tmp_path):
     large = {"weight_bytes": 2**30, "dead_share": 0.9996}
-    assert find_table_findings(tmp_path, **large)["hash"] == [
-        "table table_0: 99.96 % of the rows were never trained"
-    ]
+    assert find_table_findings(tmp_path, **large)["hash"] == ["table table_0: 99.96 % of the rows were never trained"]
 
 
 def test_untrained_rows_of_small_tables_are_no_finding(tmp_path):
@@ -174,9 +170,7 @@ def test_model_worse_than_base_rate_is_the_first_finding(tmp_path):
 def test_overfitting_finding_needs_a_large_gap(tmp_path):
     trained = [{"kind": "train", "step": step, "ne": ne} for step, ne in enumerate([2.0, *[0.5] * 5])]
     for evaluated, expected in ((0.59, []), (0.62, ["NE is 0.6200 in evaluation and 0.5000 in training"])):
-        write_json_lines(
-            tmp_path / "metrics.jsonl", [*trained, {"kind": "final", "step": 10, "ne": evaluated}]
-        )
+        write_json_lines(tmp_path / "metrics.jsonl", [*trained, {"kind": "final", "step": 10, "ne": evaluated}])
         found = [text.partition(":")[0] for text in find_poor_fit(RunFolder.read(tmp_path))]
         assert found == expected
     (tmp_path / "config.yaml").write_text("train: {early_stopping: {restore_best: true}}")
@@ -191,6 +185,4 @@ def test_base_rate_finding_covers_tasks_and_unfinished_runs(tmp_path):
     train = {"kind": "train", "step": 10, "click.ne": 7.0, "buy.ne": 7.0}
     write_json_lines(tmp_path / "metrics.jsonl", [train, *lines])
     found = [text for text in findings(RunFolder.read(tmp_path)) if "NE" in text]
-    assert found == [
-        "buy: NE is 2.0000: worse than predicting the label's mean for every row, which has NE 1"
-    ]
+    assert found == ["buy: NE is 2.0000: worse than predicting the label's mean for every row, which has NE 1"]

@@ -56,9 +56,7 @@ def test_pictures_are_drawn_once_and_written_with_the_result(tmp_path, draw_call
     early.confirm()
     (tmp_path / "result.json").write_text('{"name": "written since"}')
     page, pictures = early.write()
-    assert (
-        len(draw_calls) == 1 and page.read_text().count("<svg") == 5 and "written since" in page.read_text()
-    )
+    assert len(draw_calls) == 1 and page.read_text().count("<svg") == 5 and "written since" in page.read_text()
     assert {path.name for path in pictures} >= {"curves.svg", "timeline.svg"}
     for path in pictures:
         assert ElementTree.parse(path).getroot().tag.endswith("svg") and "var(" not in path.read_text()

@@ -76,9 +76,7 @@ def test_loss_equal_to_log_loss_has_no_panel(tmp_path, factor, labels):
 
 def test_outlying_first_point_does_not_flatten_the_curve(tmp_path):
     values = [15.2, *(1 - 0.02 * n for n in range(20))]
-    run = record_learning_run(
-        tmp_path, [{"ne": ne} for ne in values], {"kind": "eval", "step": 15, "ne": 1.1}
-    )
+    run = record_learning_run(tmp_path, [{"ne": ne} for ne in values], {"kind": "eval", "step": 15, "ne": 1.1})
     for figure in (learning.curves(run), learning.draw_overlay([run], ["a"])[0]):
         (axes,) = figure.axes
         low, high = axes.get_ylim()

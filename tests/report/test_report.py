@@ -134,9 +134,7 @@ def test_report_escapes_hostile_texts(tmp_path):
     ]
     write_json_lines(tmp_path / "events.jsonl", events)
     result = json.loads((tmp_path / "result.json").read_text())
-    (tmp_path / "result.json").write_text(
-        json.dumps(result | {"name": HOSTILE_TEXT, "eval.auc": HOSTILE_TEXT})
-    )
+    (tmp_path / "result.json").write_text(json.dumps(result | {"name": HOSTILE_TEXT, "eval.auc": HOSTILE_TEXT}))
     (tmp_path / "config.yaml").write_text(f"run: {HOSTILE_TEXT}", errors="replace")
     page = CheckedPage(build(tmp_path)[0])
     assert page.tags.count("script") == 1  # the script that sorts tables

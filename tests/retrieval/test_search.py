@@ -106,9 +106,7 @@ def folder(tmp_path):
     data = serialize_faiss(films.faiss)
     (tmp_path / FAISS_FILE).write_bytes(data)
     written = {"index.items": 50, "index.faiss_sha256": sha256(data).hexdigest()}
-    (tmp_path / MANIFEST).write_bytes(
-        to_json_document({"format": 1, "item": "item", "faiss": "Flat", **written})
-    )
+    (tmp_path / MANIFEST).write_bytes(to_json_document({"format": 1, "item": "item", "faiss": "Flat", **written}))
     return tmp_path
 
 

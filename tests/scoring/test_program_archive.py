@@ -49,9 +49,7 @@ class Touch:
 
 @pytest.fixture(scope="module")
 def program():
-    exported = export(
-        Small().eval(), (torch.ones(3, 3),), dynamic_shapes=({0: Dim("rows", min=1)},), strict=False
-    )
+    exported = export(Small().eval(), (torch.ones(3, 3),), dynamic_shapes=({0: Dim("rows", min=1)},), strict=False)
     exported.example_inputs = None
     return exported
 
@@ -109,9 +107,7 @@ def write_opaque_constant(entries, marker, file):
 
 
 def write_pickled_weight(entries, marker, file):
-    changed = edit_entry(
-        entries, WEIGHTS, lambda values: values["config"]["layer.bias"].update(use_pickle=True)
-    )
+    changed = edit_entry(entries, WEIGHTS, lambda values: values["config"]["layer.bias"].update(use_pickle=True))
     return write_archive(file, changed | {"data/weights/weight_1": pickle_touch(marker)})
 
 
@@ -139,16 +135,12 @@ def write_uppercase_sample_inputs(entries, marker, file):
 def write_duplicate_sample_inputs(entries, marker, file):
     rest = {name: content for name, content in entries.items() if name != SAMPLE_INPUTS_ENTRY}
     with pytest.warns(UserWarning, match="Duplicate"):
-        return write_archive(
-            file, {SAMPLE_INPUTS_ENTRY: pickle_touch(marker)} | rest, [(SAMPLE_INPUTS_ENTRY, b"")]
-        )
+        return write_archive(file, {SAMPLE_INPUTS_ENTRY: pickle_touch(marker)} | rest, [(SAMPLE_INPUTS_ENTRY, b"")])
 
 
 def write_code_in_names(entries, marker, file):
     def edit(model):
-        text = json.dumps(model).replace(
-            '"x"', json.dumps(f"x=__import__('pathlib').Path({str(marker)!r}).touch()")
-        )
+        text = json.dumps(model).replace('"x"', json.dumps(f"x=__import__('pathlib').Path({str(marker)!r}).touch()"))
         model.update(json.loads(text))
 
     return write_archive(file, edit_entry(entries, MODEL, edit))

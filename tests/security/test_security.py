@@ -157,9 +157,7 @@ def test_train_reports_missing_or_wrong_token_soon(head, tmp_path, kind, way):
 @pytest.mark.cluster
 def test_only_ray_ports_of_the_own_head_are_trusted(head):
     # Its Ray client server is the last to listen.
-    wait_for(
-        lambda: not find_foreign_code({"scaling": {"address": head.client}}), "trust in the head's Ray client"
-    )
+    wait_for(lambda: not find_foreign_code({"scaling": {"address": head.client}}), "trust in the head's Ray client")
     assert find_foreign_code({"scaling": {"address": head.address}}) == {}
     dashboard = head.url.removeprefix("http://")
     assert find_foreign_code({"scaling": {"address": dashboard}}) == {"scaling.address": dashboard}
@@ -253,9 +251,7 @@ def test_passwords_appear_only_in_the_private_config(head, tmp_path, mlflow_serv
     uri = f"http://me:{SECRET}@127.0.0.1:{mlflow_server}"
     tags = {"api_key": KEY, "team": "ads"}
     place = config(head, tmp_path / "a.yaml", tracking__uri=uri, tracking__tags=tags, tracking__report=True)
-    printed, commands, beyond = run_and_watch(
-        head, RAYTREC, "train", place, f"scaling.address={head.address}"
-    )
+    printed, commands, beyond = run_and_watch(head, RAYTREC, "train", place, f"scaling.address={head.address}")
     run = tmp_path / "run"
     assert json.loads((run / "result.json").read_text())["mlflow_run_id"], "the record went to the server"
     for secret in (SECRET, KEY):
@@ -289,7 +285,5 @@ def test_passwords_of_a_job_are_redacted(head, tmp_path):
     request.add_header("Authorization", f"Bearer {head.token.read_text()}")
     jobs = urllib.request.urlopen(request, timeout=30).read().decode()
     assert "secret" not in jobs.replace("runs/secret", "") and SECRET not in jobs
-    kept = {
-        path for path in find_files_with_secret(head.folder, SECRET) if not path.endswith((".yaml", ".zip"))
-    }
+    kept = {path for path in find_files_with_secret(head.folder, SECRET) if not path.endswith((".yaml", ".zip"))}
     assert not kept

@@ -147,8 +147,7 @@ def _held(service, swaps):
     """Return (process, private MiB, mapped exports) of every replica and the proxy."""
     processes = service.replicas()
     return [
-        (f"{command_line(p).split(':')[2]} {p.pid}", resident_mib(p), mapped_folders(p, swaps.root))
-        for p in processes
+        (f"{command_line(p).split(':')[2]} {p.pid}", resident_mib(p), mapped_folders(p, swaps.root)) for p in processes
     ]
 
 

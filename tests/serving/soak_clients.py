@@ -73,9 +73,7 @@ class Clients:
             headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": kind}
             stable, began = self._state.version(), time.time()
             try:
-                answer = http.request(
-                    "POST", self._url, body=body, headers=headers, retries=self._retry, timeout=60
-                )
+                answer = http.request("POST", self._url, body=body, headers=headers, retries=self._retry, timeout=60)
             except HTTPError as error:
                 self._note("failed", began, repr(error))
                 continue

@@ -209,9 +209,7 @@ def test_full_queue_rejects_requests(served_export):
         http.service.batcher = Batcher(max_waiting_rows=3)
         http.service.batcher.waiting = 2
         status, content, headers = http.ask("/predict", {"rows": get_valid_rows(served_export)})
-        assert (
-            status == 429 and headers["Retry-After"] == "1" and "are waiting" in json.loads(content)["error"]
-        )
+        assert status == 429 and headers["Retry-After"] == "1" and "are waiting" in json.loads(content)["error"]
         http.service.batcher.waiting = 0
         assert http.ask("/predict", {"rows": get_valid_rows(served_export)})[0] == 200
         assert http.service.batcher.waiting == 0
@@ -226,13 +224,9 @@ def test_replica_catches_up_on_missed_promotion(served_export):
     report = execute_command(versions, order, ReplicaState(-1, first))
     assert (report.completed_command, report.version, versions.version) == (7, second, second)
     assert report.prepared is None and "there is no export in this folder" in str(report.error)
-    report = execute_command(
-        versions, ReplicaCommand(8, Export(small, second), prepare=served_export[0]), report
-    )
+    report = execute_command(versions, ReplicaCommand(8, Export(small, second), prepare=served_export[0]), report)
     assert (report.version, report.prepared, report.error) == (second, first, None)
-    assert (
-        execute_command(versions, ReplicaCommand(9, Export(served_export[0], first)), report).version == first
-    )
+    assert execute_command(versions, ReplicaCommand(9, Export(served_export[0], first)), report).version == first
 
 
 def truncate_one_table(export):

@@ -110,9 +110,7 @@ def test_slow_clients_are_disconnected(short_client_timeout, listener):
         assert time.monotonic() - began < 8
         for thread in sending:
             thread.join(WAIT_S)
-    assert {name for name, answers in found.items() if answers} == {
-        name for name in SLOW_REQUESTS if "request" in name
-    }
+    assert {name for name, answers in found.items() if answers} == {name for name in SLOW_REQUESTS if "request" in name}
 
 
 def send_slowly(connection, data):
@@ -188,9 +186,7 @@ def test_pipelined_requests_are_answered_in_order(listener):
         found = b""
         while len(parse_statuses(found)) < 8 or not found.endswith(b"\r\n\r\n7"):
             found += connection.recv(1 << 16)
-    assert [part.rpartition(b"\r\n")[2] for part in found.split(b"HTTP/1.1 ")[1:]] == [
-        b"%d" % n for n in range(8)
-    ]
+    assert [part.rpartition(b"\r\n")[2] for part in found.split(b"HTTP/1.1 ")[1:]] == [b"%d" % n for n in range(8)]
 
 
 def test_pipelining_is_bounded(listener, echo):

@@ -133,9 +133,7 @@ def test_promotion_without_a_valid_uri_is_refused(service, exports_and_table, bo
 
 
 def test_cross_site_promotion_is_refused(service, exports_and_table):
-    answer = request_promotion(
-        service, json.dumps({"uri": exports_and_table[0]["whole"].path}).encode(), "text/plain"
-    )
+    answer = request_promotion(service, json.dumps({"uri": exports_and_table[0]["whole"].path}).encode(), "text/plain")
     assert answer.status == 415, answer.data
 
 

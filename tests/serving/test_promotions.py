@@ -99,9 +99,7 @@ async def run_crashing_replicas(of, name):
         versions = ReplicaState(-1, FIRST.version)
         order = await of.follow(f"{name} {number}", versions, -1)
         while not order.prepare:
-            order = await of.follow(
-                f"{name} {number}", ReplicaState(order.number, FIRST.version), order.number
-            )
+            order = await of.follow(f"{name} {number}", ReplicaState(order.number, FIRST.version), order.number)
 
 
 def test_promotion_fails_if_the_export_ends_replicas(monkeypatch):

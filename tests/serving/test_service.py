@@ -108,9 +108,7 @@ def test_promotions_under_load_lose_no_request(service, exports, tmp_path):
             assert gained == {version}, "another version answered after the promotion"
         for number, change in enumerate((corrupt_table, change_golden_score)):
             bad = copy_export(made["whole"].path, tmp_path / str(number), change)
-            with pytest.raises(
-                RunError, match=r"differs from the exported file|differ from the exported scores"
-            ):
+            with pytest.raises(RunError, match=r"differs from the exported file|differ from the exported scores"):
                 promote(bad, service=service.url, name=None)
             assert set(service.versions()) == {made["small"].version}
         assert promote(None, service=service.url, name=None, rollback=True) == made["whole"].version
@@ -134,9 +132,7 @@ def test_promotion_survives_a_killed_replica(service, exports):
     made, _ = exports
     with Load(service, exports, retries=20) as load:
         done = []
-        asking = threading.Thread(
-            target=lambda: done.append(promote_with_retries(service, made["small"].path))
-        )
+        asking = threading.Thread(target=lambda: done.append(promote_with_retries(service, made["small"].path)))
         asking.start()
         time.sleep(0.2)
         service.replicas()[0].kill()
@@ -286,9 +282,7 @@ def test_shutdown_resets_no_request_and_frees_the_port(exports, tmp_path):
         while not stop.is_set():
             try:
                 own = headers | ({"Connection": "close"} if closing else {})
-                answer = http.request(
-                    "POST", f"{service.url}/predict", json={"rows": rows}, headers=own, retries=False
-                )
+                answer = http.request("POST", f"{service.url}/predict", json={"rows": rows}, headers=own, retries=False)
                 answered[answer.status] += 1
             except NewConnectionError:
                 return

@@ -37,9 +37,7 @@ def make_skew_rows(seed, count, users=40):
         return pa.array(values, pa.list_(kind))
 
     tags, words = bags(5, 4), bags(23, 3)
-    weights = [
-        pa.array([[1.0] * len(bag.as_py()) for bag in each], pa.list_(pa.float32())) for each in (tags, words)
-    ]
+    weights = [pa.array([[1.0] * len(bag.as_py()) for bag in each], pa.list_(pa.float32())) for each in (tags, words)]
     return pa.table(
         {
             "a": pa.array(draw.normal(2, 1, count), pa.float32()),
@@ -141,10 +139,7 @@ def test_skew_shows_the_verdict_first_in_80_columns(
     )
     found.show()
     lines = narrow_output()
-    assert (
-        lines[0] == f"differs      {', '.join(found.metrics['differs'])}"
-        and lines[1] == loaded_export.version
-    )
+    assert lines[0] == f"differs      {', '.join(found.metrics['differs'])}" and lines[1] == loaded_export.version
     rows = [line for line in lines if line.startswith("│ differs │")]
     assert len(rows) == len(found.metrics["differs"]) > 0
     first = found.measures[0]
@@ -160,9 +155,7 @@ def test_skew_detects_logged_rows_that_were_not_scored(two_exports, loaded_expor
 
 
 @pytest.mark.survive
-def test_skew_lists_other_versions_without_comparison(
-    two_exports, loaded_export, training_folder, tmp_path, capsys
-):
+def test_skew_lists_other_versions_without_comparison(two_exports, loaded_export, training_folder, tmp_path, capsys):
     other = raytrec.load(two_exports[1])
     write_log(tmp_path, loaded_export, make_skew_rows(2, 100))
     found = skew(str(tmp_path), two_exports[0])

@@ -175,8 +175,6 @@ def test_task_loss_is_its_weighted_log_loss():
 
 
 def test_loss_metric_ignores_skipped_steps():
-    for figures, losses in run_on_ranks(
-        2, collect_training_metrics, CASES["with a loss"], {"on_nan": "skip"}, True
-    ):
+    for figures, losses in run_on_ranks(2, collect_training_metrics, CASES["with a loss"], {"on_nan": "skip"}, True):
         assert losses[1] == 0 and losses[0] != 0
         assert figures["rows"] == 24 and figures["loss"] > 0.3

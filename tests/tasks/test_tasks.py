@@ -173,9 +173,7 @@ def test_task_rows_follow_the_task_settings():
         (None, "clicked", "skip", None),
         ("shown", None, "error", None),
     ]
-    assert [each.nulls for each in task_rows(resolve_task_config([{"mask": "shown"}], TWO_LABELS))] == [
-        "error"
-    ]
+    assert [each.nulls for each in task_rows(resolve_task_config([{"mask": "shown"}], TWO_LABELS))] == ["error"]
 
 
 def test_tasks_define_logit_and_key_columns():

@@ -35,9 +35,7 @@ def test_row_losses_match_their_formulas():
     factor = [0.25, 0.75, 0.25]
     expected = [-a * (1 - r) ** 1.5 * math.log(r) for a, r in zip(factor, right, strict=True)]
     assert compute_row_losses("focal", X, Y, gamma=1.5, alpha=0.25) == pytest.approx(expected, rel=1e-5)
-    assert compute_row_losses("focal", X, Y, gamma=0) == pytest.approx(
-        [-math.log(r) for r in right], rel=1e-5
-    )
+    assert compute_row_losses("focal", X, Y, gamma=0) == pytest.approx([-math.log(r) for r in right], rel=1e-5)
     assert compute_row_losses("huber", X, Y, delta=1.0) == pytest.approx([0.125, 1.5, 1.5])
     assert compute_row_losses("huber", X, Y, delta=0.1) == pytest.approx([0.045, 0.195, 0.195])
     counts = torch.tensor([0.0, 2.0, 7.0])
@@ -184,9 +182,7 @@ def read_torchrec_switches(rank, world):
     from torchrec.distributed import comm_ops
 
     plan = {"sharding_type": "row_wise"}
-    train_step(
-        build_step_on_rank(make_small_config(world, plan, max_grad_norm=0.1)), make_batches(2, rank, world)[1]
-    )
+    train_step(build_step_on_rank(make_small_config(world, plan, max_grad_norm=0.1)), make_batches(2, rank, world)[1])
     after = comm_ops.get_gradient_division(), comm_ops.get_use_sync_collectives()
     comm_ops.set_gradient_division(False)
     try:

@@ -53,13 +53,9 @@ def test_delivery_writes_the_whole_run_folder_to_the_store(make_delivery, tmp_pa
     delivery, said = make_delivery(plan=plan, warm_start={"from": "http://me:secret@host:5000/run"})
     assert not (tmp_path / "mlflow.json").exists()
     assert delivery.deliver() and delivery.run_id
-    (tmp_path / "tags.json").write_text(
-        json.dumps({"cluster.nodes": "3", "team": "search", "api_key": "abc"})
-    )
+    (tmp_path / "tags.json").write_text(json.dumps({"cluster.nodes": "3", "team": "search", "api_key": "abc"}))
     for step in range(50):
-        add_compared_line(
-            tmp_path, {"loss": 1 / (step + 1), "auc": None, "ne": float("nan")}, step, unix_s=1e9 + step
-        )
+        add_compared_line(tmp_path, {"loss": 1 / (step + 1), "auc": None, "ne": float("nan")}, step, unix_s=1e9 + step)
     add_compared_line(tmp_path, {"table/item*/rows": 3, **{f"many/{i}": i for i in range(2500)}}, 7)
     (tmp_path / "plan.json").write_text("first")
     assert delivery.deliver()
@@ -161,9 +157,7 @@ def test_concurrent_runs_share_one_parent(store_folder):
             "experiment": "sweep",
             "parent_run": parent,
         }
-        store = kind(
-            tracked.write_tracked_config(store_folder, {"tracking": tracking}), store_folder, uuid4().hex
-        )
+        store = kind(tracked.write_tracked_config(store_folder, {"tracking": tracking}), store_folder, uuid4().hex)
         store.open()
         return store
 
@@ -308,9 +302,7 @@ def test_client_errors_of_the_server_are_refused(status_server, tmp_path, status
 def test_delivery_ignores_retry_after_of_a_failing_server(status_server, tmp_path):
     address, asked = status_server(503, [("Retry-After", "3600")])
     said = []
-    delivery = Delivery(
-        tmp_path, tracked.write_tracked_config(tmp_path, {"tracking": {"uri": address}}), said.append
-    )
+    delivery = Delivery(tmp_path, tracked.write_tracked_config(tmp_path, {"tracking": {"uri": address}}), said.append)
     assert not delivery.deliver() and delivery.run_id is None
     add_compared_line(tmp_path, {"loss": 1.0}, 1)
     began = perf_counter()

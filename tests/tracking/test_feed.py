@@ -127,9 +127,7 @@ def test_driver_killed_before_its_note_delivers_lines_once(feed_store_uri, tmp_p
     assert process.exitcode == -signal.SIGKILL
     noted = DeliveryState.read(folder)
     last = complete_last_step(folder)
-    written = {
-        step for step, _, _ in read_stored_metrics(feed_store_uri, run_id, ["train/loss"])["train/loss"]
-    }
+    written = {step for step, _, _ in read_stored_metrics(feed_store_uri, run_id, ["train/loss"])["train/loss"]}
     lines = (folder / messages.METRICS).read_bytes()[: noted.offsets[messages.METRICS]].count(b"\n")
     assert 0 < lines < len(written), "the store has no more lines than the note"
     assert noted.run_id == run_id and last < 200
@@ -144,9 +142,7 @@ def test_killed_drivers_and_locked_store_deliver_lines_once(feed_store_uri, tmp_
     folder.mkdir()
     process, run_id = start_driver(preloaded_processes, feed_store_uri, folder, 1, 400, 0)
     sleep(1 + random.random())
-    with closing(
-        sqlite3.connect(feed_store_uri.removeprefix("sqlite:///"), isolation_level=None)
-    ) as database:
+    with closing(sqlite3.connect(feed_store_uri.removeprefix("sqlite:///"), isolation_level=None)) as database:
         database.execute("BEGIN EXCLUSIVE")
         sleep(2)
         process.kill()
@@ -205,9 +201,7 @@ def test_reader_skips_incomplete_lines_of_a_lost_group(tmp_path):
     append_line(tmp_path, make_message(0, 4))
     assert read_records(resumed) == []  # rank 1 stops reporting, and training resumes at step 300
     again = [
-        messages.RankLine(**make_message(rank, step).line() | {"attempt": 1})
-        for step in (4, 5)
-        for rank in (1, 0)
+        messages.RankLine(**make_message(rank, step).line() | {"attempt": 1}) for step in (4, 5) for rank in (1, 0)
     ]
     for line in again:
         append_line(tmp_path, line)
@@ -277,14 +271,10 @@ def test_track_command_delivers_missing_records(feed_store_uri, tmp_path, monkey
     import mlflow  # noqa: F401  (excludes the import from the time limit)
 
     began = perf_counter()
-    with pytest.raises(
-        RunError, match=r"MLflow lacks 1[0-9] records and the end of the run \(.*refused"
-    ) as error:
+    with pytest.raises(RunError, match=r"MLflow lacks 1[0-9] records and the end of the run \(.*refused") as error:
         track_module.track(folder, allow_code=True)
     assert perf_counter() - began < 30, "the delivery waited for too long"
-    assert (
-        "tracking.uri=http://127.0.0.1:9" in error.value.where and "training" not in capsys.readouterr().err
-    )
+    assert "tracking.uri=http://127.0.0.1:9" in error.value.where and "training" not in capsys.readouterr().err
     values["tracking"]["uri"] = feed_store_uri
     (folder / "config.yaml").write_text(json.dumps(values))
     for _ in range(2):

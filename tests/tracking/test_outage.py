@@ -100,9 +100,7 @@ def test_delivery_starts_once_a_late_server_responds(outage_server, tmp_path):
     assert read_history(outage_server.uri, run_id, "loss") == [(step, step / 100) for step in range(100)]
     assert [a.path for a in mlflow_client(outage_server.uri).list_artifacts(run_id)] == ["config.yaml"]
     run = mlflow_client(outage_server.uri).get_run(run_id)
-    assert (
-        mlflow_client(outage_server.uri).get_run(run.data.tags["mlflow.parentRunId"]).info.run_name == "grid"
-    )
+    assert mlflow_client(outage_server.uri).get_run(run.data.tags["mlflow.parentRunId"]).info.run_name == "grid"
     assert run.info.status == "FINISHED"
 
 
@@ -136,9 +134,7 @@ def test_delivery_continues_after_a_killed_server(outage_server, tmp_path):
 
     sent = next(steps)
     for name, more in (("m0", 0), ("m19", 19)):
-        assert read_history(outage_server.uri, run_id, name) == [
-            (step, float(step + more)) for step in range(sent)
-        ]
+        assert read_history(outage_server.uri, run_id, name) == [(step, float(step + more)) for step in range(sent)]
     found = {a.path for a in mlflow_client(outage_server.uri).list_artifacts(run_id)}
     assert found == {"config.yaml", "plan.json"}
     assert mlflow_client(outage_server.uri).get_run(run_id).info.status == "FINISHED"
@@ -234,9 +230,7 @@ def write_concurrent_run(uri, folder, writer, gate, results):
     gate.wait()
     delivery = Delivery(folder / name, config, said.append)
     for step in range(STEPS):
-        add_compared_line(
-            folder / name, {f"m{i}": writer * 1000 + i + step / 100 for i in range(FIGURES)}, step
-        )
+        add_compared_line(folder / name, {f"m{i}": writer * 1000 + i + step / 100 for i in range(FIGURES)}, step)
         delivery.deliver()
     lost = delivery.finish("FINISHED", 60)
     results.put((writer, delivery.run_id, lost, said))

@@ -113,9 +113,7 @@ def test_console_shows_custom_metrics_of_several_tasks(job_console):
     console, out = job_console
     hits = {"key": "click.hits", "title": "click: hits", "label": "click: hits", "better": "higher"}
     hits |= {"format": "{:.1%}", "sums": True}
-    console.start(
-        total=10, metrics=[hits, {**hits, "key": "like.spread", "label": "like: spread", "sums": False}]
-    )
+    console.start(total=10, metrics=[hits, {**hits, "key": "like.spread", "label": "like: spread", "sums": False}])
     console.train(step=5, rows_per_s=10.0, **{"click.hits": 0.5, "like.spread": 0.1})
     console.eval(step=5, **{"click.hits": 0.5, "like.spread": 0.1})
     said = strip_messages_from(out())

@@ -62,9 +62,7 @@ def test_torn_and_invalid_lines_are_dropped_and_counted(tmp_path):
 
 
 def test_non_numeric_figures_are_read_as_undefined(tmp_path):
-    write_json_lines(
-        tmp_path / METRICS, [{"kind": "eval", "step": 1, "auc": "high", "ne": 10**400, "rows": 3}]
-    )
+    write_json_lines(tmp_path / METRICS, [{"kind": "eval", "step": 1, "auc": "high", "ne": 10**400, "rows": 3}])
     line = rank_line(["user"], 0, 1, 100)
     line["tables"]["user"] |= {"rows": [], "max_abs": {}, "row_norm_counts": ["x"] * 30}
     write_json_lines(tmp_path / RANKS, [line])

@@ -36,8 +36,7 @@ def make_random_rank_line(rank, step, random):
         shard |= {key: random.uniform(0.1, 0.9) for key, value in shard.items() if isinstance(value, float)}
         shard |= {key: random.uniform(0, 1) for key in shard if shard[key] is None}
         shard |= {
-            key: random.randrange(10, 10**6)
-            for key in ("rows", "lookups", "lookup_bytes", "read_ids", "touched_rows")
+            key: random.randrange(10, 10**6) for key in ("rows", "lookups", "lookup_bytes", "read_ids", "touched_rows")
         }
         if name == "city":  # one rank has no figures of this table
             shard |= {key: None for key in ("unique_ratio", "gradient_norm", "touched_rows") if rank}
@@ -63,9 +62,7 @@ def delivered_and_report(tmp_path_factory):
         if step < 300:  # the last evaluation is in the result
             record.store_message(messages.Eval(step=step, figures={**figures, "auc": random.random()}))
         record.store_message(
-            messages.Outcome(
-                check="parity", step=step, passed=step != 200, figure=random.random(), limit=1.0, text=""
-            )
+            messages.Outcome(check="parity", step=step, passed=step != 200, figure=random.random(), limit=1.0, text="")
         )
         for rank in (0, 1):
             record.store_message(messages.RankLine(**make_random_rank_line(rank, step, random)))

@@ -274,10 +274,7 @@ def test_repeated_tune_command_finds_its_search(tiny_data, tmp_path):
     assert find_matching_search(later, space, settings, named=False) == search.folder
     assert find_matching_search(later, space, settings, named=True) is None
     assert find_matching_search(later, space, replace(settings, seed=1), named=False) is None
-    assert (
-        find_matching_search(later, Space.parse(SPACE + "# changed", "space.yaml"), settings, named=False)
-        is None
-    )
+    assert find_matching_search(later, Space.parse(SPACE + "# changed", "space.yaml"), settings, named=False) is None
     assert find_matching_search(new("train.epochs=2"), space, settings, named=False) is None
     (search.folder / "outcome.json").write_text("{}")
     assert find_matching_search(later, space, settings, named=False) is None
@@ -296,9 +293,7 @@ def test_concurrent_trials_share_the_gpus_of_a_machine(tiny_data, tmp_path, monk
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)))
     monkeypatch.setattr(runner, "get_build_device", lambda: "cuda")
     monkeypatch.setattr(runner, "list_usable_gpus", lambda: ["0", "1", "2", "3", "4"])
-    configs = [
-        trial.config for trial in prepare_test_search(tiny_data, tmp_path, scaling__device="auto").trials
-    ]
+    configs = [trial.config for trial in prepare_test_search(tiny_data, tmp_path, scaling__device="auto").trials]
 
     def places(at_once=None):
         return [place.get("CUDA_VISIBLE_DEVICES") for place in runner.allocate_environments(configs, at_once)]
@@ -311,9 +306,7 @@ def test_concurrent_trials_share_the_gpus_of_a_machine(tiny_data, tmp_path, monk
 
 
 def test_concurrent_trials_fill_the_nodes_of_a_cluster(tiny_data, tmp_path, monkeypatch):
-    configs = [
-        trial.config for trial in prepare_test_search(tiny_data, tmp_path).trials
-    ]  # 2 workers of 2 CPUs each
+    configs = [trial.config for trial in prepare_test_search(tiny_data, tmp_path).trials]  # 2 workers of 2 CPUs each
     for config in configs:
         config.scaling.address, config.scaling.device = "10.0.0.1:6379", "auto"
     nodes = [{"Resources": {"CPU": cpus}} for cpus in (8.0, 3.0, 1.0)]
@@ -326,9 +319,7 @@ def test_concurrent_trials_fill_the_nodes_of_a_cluster(tiny_data, tmp_path, monk
 
 
 def test_reopened_search_draws_the_same_models(tiny_data, tmp_path):
-    space = (
-        "model.name: {choice: [dlrm, dcn, deepfm, masknet]}\noptim.schedule.warmup_steps: {choice: [0, 1]}"
-    )
+    space = "model.name: {choice: [dlrm, dcn, deepfm, masknet]}\noptim.schedule.warmup_steps: {choice: [0, 1]}"
     search = prepare_test_search(tiny_data, tmp_path, space, Settings(trials=8), model={"top_mlp": [8]})
     write_search(search)
     again = reopen_search(search.folder, None, False)

@@ -43,9 +43,7 @@ def test_draws_do_not_depend_on_trial_count_or_other_keys():
         parse_space(SPACE_TEXT).configurations(50, seed=3),
     )
     assert few == many[:5] and few != parse_space(SPACE_TEXT).configurations(5, seed=4)
-    without = parse_space(SPACE_TEXT.replace("model.cross_layers: {integer: [1, 4]}", "")).configurations(
-        5, seed=3
-    )
+    without = parse_space(SPACE_TEXT.replace("model.cross_layers: {integer: [1, 4]}", "")).configurations(5, seed=3)
     assert [each.items() >= other.items() for each, other in zip(few, without, strict=True)] == [True] * 5
 
 
@@ -109,9 +107,7 @@ def test_unreadable_space_file_is_refused(tmp_path):
 def test_drawn_values_are_set_in_the_configuration():
     tasks = [{"label": "clicked"}, {"name": "buy", "label": "bought"}]
     config = load_config({"tasks": tasks, "data": {"train": "d"}})
-    drawn = config.with_overrides(
-        {"optim.dense.lr": 0.5, "tasks.buy.weight": 0.1, "tasks.clicked.weight": 0.2}
-    )
+    drawn = config.with_overrides({"optim.dense.lr": 0.5, "tasks.buy.weight": 0.1, "tasks.clicked.weight": 0.2})
     assert drawn.optim.dense.lr == 0.5 != config.optim.dense.lr
     assert [task.weight for task in drawn.tasks] == [0.2, 0.1]
     for key, mistake in (

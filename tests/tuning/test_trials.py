@@ -39,9 +39,7 @@ def make_ranked_search(trials, figure):
 @pytest.mark.parametrize("figure, order", [(HIGH, [2, 3, 1]), (LOW, [1, 3, 2]), (NEAR_1, [3, 2, 1])])
 def test_ranking_puts_the_best_trial_first(figure, order):
     values = {1: 0.5, 2: 1.3, 3: 1.2}
-    search = make_ranked_search(
-        [make_trial(number, State.FINISHED, value) for number, value in values.items()], figure
-    )
+    search = make_ranked_search([make_trial(number, State.FINISHED, value) for number, value in values.items()], figure)
     assert [each.number for each in search.ranked] == order
     assert search.best.number == order[0]
 
@@ -49,9 +47,7 @@ def test_ranking_puts_the_best_trial_first(figure, order):
 def test_ranking_puts_finished_trials_first():
     states = [State.FAILED, State.WAITING, State.INTERRUPTED, State.STOPPED, State.FINISHED, State.FINISHED]
     values = (0.1, nan, 0.2, 0.3, 0.9, nan)
-    trials = [
-        make_trial(n, state, value) for n, (state, value) in enumerate(zip(states, values, strict=True), 1)
-    ]
+    trials = [make_trial(n, state, value) for n, (state, value) in enumerate(zip(states, values, strict=True), 1)]
     assert [each.number for each in make_ranked_search(trials, LOW).ranked] == [5, 6, 4, 3, 1, 2]
     best = [make_ranked_search(trials[:count], LOW).best for count in (6, 4, 3)]
     assert [each and each.number for each in best] == [5, 4, None]
@@ -161,9 +157,7 @@ def test_halving_compares_with_earlier_evaluations():
 
 def test_halving_compares_trials_by_trained_rows():
     rule, trials = make_halving_rule(factor=4.0)  # rungs at 10 and 40 rows
-    trials[1].config = load_config(
-        TRIAL_VALUES | {"data": TRIAL_VALUES["data"] | {"global_batch_size": 4 * BATCH}}
-    )
+    trials[1].config = load_config(TRIAL_VALUES | {"data": TRIAL_VALUES["data"] | {"global_batch_size": 4 * BATCH}})
     trials[2].points = {1: 0.2, 4: 0.9}
     trials[1].points = {1: 0.5}  # after 40 rows
     assert not rule.falls_behind(trials[2]) and rule.falls_behind(trials[1])

@@ -52,9 +52,7 @@ def read_trial_states(folder):
 @pytest.mark.survive
 def test_search_finds_the_best_trial_and_stops_the_other(tiny_data, tmp_path, capfd):
     space = write_space(tmp_path, {"model": {"choice": [GOOD_MODEL, BAD_MODEL]}})
-    outcome = tune(
-        make_tune_settings(tiny_data, tmp_path / "s"), space, trials=2, seed=SEED, at_once=1, grace_steps=4
-    )
+    outcome = tune(make_tune_settings(tiny_data, tmp_path / "s"), space, trials=2, seed=SEED, at_once=1, grace_steps=4)
     shown = capfd.readouterr().err
     print(shown)
     good, bad = outcome.trials
@@ -68,9 +66,7 @@ def test_search_finds_the_best_trial_and_stops_the_other(tiny_data, tmp_path, ca
     folder = tmp_path / "s"
     written = json.loads((folder / "outcome.json").read_text())
     assert written == outcome.metrics == json.loads(json.dumps(outcome.metrics))
-    assert (
-        outcome.metrics["best"]["trial"] == good.number and read_trial_states(folder)[bad.number] == "stopped"
-    )
+    assert outcome.metrics["best"]["trial"] == good.number and read_trial_states(folder)[bad.number] == "stopped"
     config = load_config(folder / "best.yaml")
     assert config.model.top_mlp == [16] and config.data.test == f"{tiny_data}/test" and config.run.dir is None
     assert f"{good.value:.4f}" in (folder / "best.yaml").read_text().splitlines()[0]
@@ -113,9 +109,7 @@ def read_start_steps(folder):
 
 
 @pytest.mark.survive
-@pytest.mark.parametrize(
-    "number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name
-)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
 def test_interrupted_search_is_resumed(tiny_data, tmp_path, number):
     """Finished trials do not change. The running trial saves and continues from its checkpoint."""
     space = write_space(tmp_path, {"model": {"choice": [GOOD_MODEL, GOOD_MODEL | {"top_mlp": [600, 600]}]}})
@@ -125,9 +119,7 @@ def test_interrupted_search_is_resumed(tiny_data, tmp_path, number):
     arguments = ("tune", config, "--space", space, "--trials", 2, "--at-once", 1, "--seed", SEED)
     process = start_raytrec(*arguments, "--grace-steps", 10_000)
     first, second = folder / "trial-001", folder / "trial-002"
-    wait_for(
-        lambda: read_saved_step(second) or process.poll() is not None, "checkpoint of the second trial", 240
-    )
+    wait_for(lambda: read_saved_step(second) or process.poll() is not None, "checkpoint of the second trial", 240)
     before = (first / "result.json").read_bytes()
     os.kill(process.pid, number)
     said = process.communicate(timeout=120)[1]

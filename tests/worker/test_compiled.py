@@ -171,9 +171,7 @@ def run_with_reused_buffers(rank, world, compile):
     try:
         step = build_step_on_rank(make_small_config(world, ROWS, compile=compile))
         step.head.register_forward_pre_hook(
-            lambda head, _: kept.extend(
-                w for w in head.model.parameters() if head.training and w.grad is not None
-            )
+            lambda head, _: kept.extend(w for w in head.model.parameters() if head.training and w.grad is not None)
         )
         local = make_batches(5, rank, world, balance="equal")[1]
         smaller = make_batches(2, rank, world, balance="equal", rows=8)[1]

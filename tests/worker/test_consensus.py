@@ -23,9 +23,7 @@ def run_consensus(rank, world, ring):
     for step in range(1, STEPS + 1):
         command = Command.SAVE if step == 1 + rank % 3 else Command.GO
         bad = 100 + rank if step == 4 and rank == world - 1 else None
-        given.append(
-            consensus.exchange(command, LossStatus(step - rank % 2, bad), busy=rank == 0 and step == 2)
-        )
+        given.append(consensus.exchange(command, LossStatus(step - rank % 2, bad), busy=rank == 0 and step == 2))
     last = consensus.finish()
     assert consensus.finish() is None
     agreed = consensus.agree(LossStatus(50 + rank, 7 if rank == 1 else None))
@@ -61,6 +59,6 @@ def test_grid_pairs_every_row_with_every_column(world):
     places = [_find_grid_position(rank, world) for rank in range(world)]
     rows, columns = ({place[axis] for place in places} for axis in (0, 1))
     assert set(places) == {(row, column) for row in rows for column in columns}
-    assert max(
-        max(Counter(row for row, _ in places).values()), max(Counter(c for _, c in places).values())
-    ) <= (world**0.5 + 2)
+    assert max(max(Counter(row for row, _ in places).values()), max(Counter(c for _, c in places).values())) <= (
+        world**0.5 + 2
+    )

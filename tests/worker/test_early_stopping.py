@@ -66,9 +66,7 @@ DIRECTIONS = {"ne": "lower", "auc": "higher", "calibration": "closer to 1"}
 def test_early_stopping_matches_its_definition(metric):
     draw, cases, expected_at = random.Random(metric), [], []
     for _ in range(20):
-        values = [
-            draw.choice([math.nan, *(round(draw.gauss(1, 0.1), 2) for _ in range(4))]) for _ in range(9)
-        ]
+        values = [draw.choice([math.nan, *(round(draw.gauss(1, 0.1), 2) for _ in range(4))]) for _ in range(9)]
         patience = draw.randint(1, 4)
         expected_at.append(find_expected_stop(values, patience, DIRECTIONS[metric]))
         section = {"metric": metric, "patience": patience}

@@ -6,9 +6,7 @@ import pytest
 
 from raytrec.worker.heartbeat import PACKAGE, _locate_thread
 
-SITE_PACKAGES = (
-    "/home/me/raytrec/.venv/lib/python3.11/site-packages/"  # path after `git clone` and `make install`
-)
+SITE_PACKAGES = "/home/me/raytrec/.venv/lib/python3.11/site-packages/"  # path after `git clone` and `make install`
 
 
 def locate_blocked_thread(*files):

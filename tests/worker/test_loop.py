@@ -46,9 +46,7 @@ def test_records_and_checks_follow_their_intervals(tmp_path):
             assert not checks  # only rank 0 reports checks
             continue
         assert all(m["passed"] for m in checks)
-        at = {
-            name: [m["step"] for m in checks if m["check"] == name] for name in {m["check"] for m in checks}
-        }
+        at = {name: [m["step"] for m in checks if m["check"] == name] for name in {m["check"] for m in checks}}
         assert at["same_environment"] == [0]
         assert at["parity"] == [2, 4, 8]  # first step with a prefetched batch, then every 4 steps
         assert at["replicas"] == [0, 2, 4, 5, 8]  # 5: before a checkpoint
@@ -56,9 +54,7 @@ def test_records_and_checks_follow_their_intervals(tmp_path):
 
 @pytest.mark.parametrize("every,step", [(4, 4), (100, 5)])
 def test_failed_check_stops_all_ranks_and_prevents_saving(every, step, tmp_path):
-    for said, error in run_on_ranks(
-        2, run, 8, [NO_RECORDS, f"checks.every_steps={every}"], str(tmp_path), flip_bit
-    ):
+    for said, error in run_on_ranks(2, run, 8, [NO_RECORDS, f"checks.every_steps={every}"], str(tmp_path), flip_bit):
         assert "a check failed" in error and "replicas" in error and f"step {step}" in error
         assert not any(m["kind"] == "rank" for m in said)
     assert not list(tmp_path.glob("checkpoints/step-*"))
@@ -129,9 +125,7 @@ def count_all_reduces(rank, world, folder):
 
     Return the count, the random numbers drawn in the last step, and the numbers expected from its seed.
     """
-    made = loop.make_worker_loop(
-        rank, world, 8, ["train.log_every_steps=100", "checkpoint.every_s=null"], folder
-    )
+    made = loop.make_worker_loop(rank, world, 8, ["train.log_every_steps=100", "checkpoint.every_s=null"], folder)
     found = []
     made.step.model.register_forward_pre_hook(lambda *_: found.append(torch.rand(3).tolist()))
     made.observers.begin()
@@ -162,9 +156,7 @@ def test_two_ranks_all_reduce_at_each_step(tmp_path):
 def collect_train_reports(rank, world, folder):
     """Return the steps at which training metrics were reported, and their messages."""
     made, at = (
-        loop.make_worker_loop(
-            rank, world, 23, ["train.log_every_steps=5", "checkpoint.every_s=null"], folder
-        ),
+        loop.make_worker_loop(rank, world, 23, ["train.log_every_steps=5", "checkpoint.every_s=null"], folder),
         [],
     )
 

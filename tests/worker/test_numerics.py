@@ -43,9 +43,7 @@ def compare_bf16_step(rank, world, changes):
     """
     from raytrec.checks.parity import reference
 
-    settings = make_small_config(
-        world, {"sharding_type": "row_wise"}, "sgd", lr=1.0, matmul="bf16", **changes
-    )
+    settings = make_small_config(world, {"sharding_type": "row_wise"}, "sgd", lr=1.0, matmul="bf16", **changes)
     step = build_step_on_rank(settings)
     begun, (whole, local), expected = gather_weights(step), make_batches(1, rank, world), {}
     for name in ("bf16", "fp32"):
@@ -96,9 +94,7 @@ def measure_bf16_errors(rank, world):
             settings = make_small_config(world, {}, model=section, matmul=matmul)
             features = resolve_features(schema, settings.model)
             _, local = make_batches(3, rank, world, schema=schema, features=features)
-            of[matmul] = torch.stack(
-                [o["y"].logits for o in train_step(build_step_on_rank(settings, schema), local)]
-            )
+            of[matmul] = torch.stack([o["y"].logits for o in train_step(build_step_on_rank(settings, schema), local)])
         errors[name] = ((of["bf16"] - of["fp32"]).abs().amax(1) / of["fp32"].abs().max()).tolist()
     return errors
 
@@ -115,9 +111,7 @@ def test_every_model_trains_in_bf16(monkeypatch):
 def run_checks_in_bf16(rank, world):
     from loops import SHARDING_PLANS, train_with_checks
 
-    return train_with_checks(
-        rank, world, SHARDING_PLANS["row-wise"], matmul="bf16", activation_checkpointing=True
-    )
+    return train_with_checks(rank, world, SHARDING_PLANS["row-wise"], matmul="bf16", activation_checkpointing=True)
 
 
 def test_live_checks_pass_in_bf16():
@@ -141,9 +135,7 @@ def record_torch_switches(rank, world, settings, device):
         if logits.requires_grad:
             logits.register_hook(look)
 
-    step = build_step_on_rank(
-        make_small_config(world, {"sharding_type": "row_wise"}, **settings), device=device
-    )
+    step = build_step_on_rank(make_small_config(world, {"sharding_type": "row_wise"}, **settings), device=device)
     step.model.module.head.model.register_forward_hook(in_forward)
     _, local = make_batches(2, rank, world)
     for _ in step.train(iter(local), 2):

@@ -24,16 +24,13 @@ def test_gpu_run_matches_cpu_run(gpus, tiny_data, tmp_path):
     every = {f"{section}__every_steps": 3 for section in ("tracking", "checks")}
     every |= {"train__max_steps": 6, "train__eval_every_steps": 3, "checkpoint__every_steps": 2}
     on_gpu, on_cpu = (
-        driver.train(
-            parquet.config_values(tiny_data, tmp_path / place, scaling__device=device, **every)
-        ).metrics
+        driver.train(parquet.config_values(tiny_data, tmp_path / place, scaling__device=device, **every)).metrics
         for place, device in (("gpu", "cuda"), ("cpu", "cpu"))
     )
     for name in ("eval.auc", "eval.logloss", "eval.calibration", "train.rows", "train.steps"):
         assert on_gpu[name] == pytest.approx(on_cpu[name], abs=1e-6), name
     one, other = (
-        checkpoints.read_tensors(checkpoints.newest_checkpoint(tmp_path / device))
-        for device in ("gpu", "cpu")
+        checkpoints.read_tensors(checkpoints.newest_checkpoint(tmp_path / device)) for device in ("gpu", "cpu")
     )
     assert one.keys() == other.keys()
     for name, value in one.items():

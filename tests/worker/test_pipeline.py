@@ -34,9 +34,7 @@ def test_prefetching_does_not_change_results():
     prefetching = run_on_ranks(
         2, run_steps, {"sharding_type": "row_wise", "compute_kernel": "fused_uvm_caching"}, device="cuda"
     )
-    for (kind, logits, state, _, _), (other, same, others, locks, phases) in zip(
-        plain, prefetching, strict=True
-    ):
+    for (kind, logits, state, _, _), (other, same, others, locks, phases) in zip(plain, prefetching, strict=True):
         assert kind == "TimedPipeline" and other == "TimedPrefetchPipeline"
         assert same == logits
         assert_same_state(state, others)

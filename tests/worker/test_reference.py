@@ -88,9 +88,7 @@ class Reference(nn.Module):
                 divisor = torch.zeros(ROWS).index_add(0, rows, weights)
                 total = total / divisor.masked_fill(divisor == 0, 1).unsqueeze(1)
             vectors.append(total)
-        pairs = [
-            (vectors[i] * vectors[j]).sum(1) for i in range(len(vectors)) for j in range(i + 1, len(vectors))
-        ]
+        pairs = [(vectors[i] * vectors[j]).sum(1) for i in range(len(vectors)) for j in range(i + 1, len(vectors))]
         h = torch.cat([x, torch.stack(pairs, 1)], 1)
         return self.linear("logit", self.linear("top/2", self.linear("top/0", h).relu()).relu()).squeeze(1)
 

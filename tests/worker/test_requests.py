@@ -158,9 +158,7 @@ def test_requests_train_like_plain_torch(world):
     optimizer, expected = torch.optim.SGD(weights.values(), lr=0.1), []
     for step in range(STEPS):
         requests = select_request_names.make_request_table(ROWS, step).to_pylist()
-        logits = torch.stack(
-            [logit for request in requests for logit in compute_plain_logits(weights, request)]
-        )
+        logits = torch.stack([logit for request in requests for logit in compute_plain_logits(weights, request)])
         labels = torch.tensor([y for request in requests for y in request["y"]], dtype=torch.float32)
         loss = nn.functional.binary_cross_entropy_with_logits(logits, labels)
         optimizer.zero_grad()

@@ -52,16 +52,12 @@ def compute_reference_gradients(before, model, batch):
 
 
 def collect_ids(table, batches):
-    return torch.cat(
-        [b.bags[f][0] for b in batches for f, s in small.SCHEMA.sparse.items() if s.table == table]
-    )
+    return torch.cat([b.bags[f][0] for b in batches for f, s in small.SCHEMA.sparse.items() if s.table == table])
 
 
 def test_statistics_support_models_without_dense_layers():
     parts = {"model": {"name": "mf", "item": "friends"}, "tasks": [{"loss": "in_batch_softmax"}]}
-    ((found, _, _, dense, _),) = run_on_ranks(
-        1, collect_statistics, {"sharding_type": "row_wise"}, "sgd", parts, 4096
-    )
+    ((found, _, _, dense, _),) = run_on_ranks(1, collect_statistics, {"sharding_type": "row_wise"}, "sgd", parts, 4096)
     assert not dense and found["user"]["lookups"] > 0
 
 
@@ -97,9 +93,7 @@ def test_shard_statistics_match_whole_tables(sharding, optimizer):
         if copies == 1:
             assert_close(figures["max_abs"], after[name].abs().max())
             assert_close(max(s["row_norm_max"] for s in shards if s["rows"]), after[name].norm(dim=1).max())
-            assert sum(sum(s["row_norm_counts"]) for s in shards if s["rows"]) == sum(
-                s["rows"] for s in shards
-            )
+            assert sum(sum(s["row_norm_counts"]) for s in shards if s["rows"]) == sum(s["rows"] for s in shards)
         touched = collect_ids(name, whole[-1:])
         if sharding in ("table_wise", "row_wise"):
             assert sum(s.get("touched_rows", 0) for s in shards) == len(touched.unique())
@@ -112,8 +106,7 @@ def test_shard_statistics_match_whole_tables(sharding, optimizer):
 def test_gpu_statistics_match_cpu(sharding, optimizer):
     plan = {"sharding_type": sharding}
     found = [
-        run_on_ranks(2, collect_statistics, plan, optimizer, {}, 4096, device=device)
-        for device in ("cuda", "cpu")
+        run_on_ranks(2, collect_statistics, plan, optimizer, {}, 4096, device=device) for device in ("cuda", "cpu")
     ]
     for rank, ((of_gpu, *_), (of_cpu, *_)) in enumerate(zip(*found, strict=True)):
         for name, figures in of_cpu.items():
@@ -152,9 +145,7 @@ def test_sampled_norms_estimate_whole_table_norms():
 
 def test_dead_rows_are_counted_with_adam_on_cpu():
     """The dense kernel is used; rows that were never in a batch have no second moment."""
-    (found, _, _, _, whole), *_ = run_on_ranks(
-        1, collect_statistics, {"sharding_type": "row_wise"}, "adam", {}, 4096
-    )
+    (found, _, _, _, whole), *_ = run_on_ranks(1, collect_statistics, {"sharding_type": "row_wise"}, "adam", {}, 4096)
     assert_close(found["user"]["dead_share"], 1 - len(collect_ids("user", whole).unique()) / 23)
     assert found["user"]["state_norm"] > 0
 

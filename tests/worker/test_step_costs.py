@@ -83,9 +83,7 @@ def step_costs(tmp_path_factory):
 
 @pytest.mark.parametrize("what", MAX_COSTS)
 def test_step_cost_stays_within_bound(step_costs, what):
-    assert MAX_COSTS[what] * 0.7 <= step_costs[what] <= MAX_COSTS[what], (
-        "lower the bound if the cost is far below it"
-    )
+    assert MAX_COSTS[what] * 0.7 <= step_costs[what] <= MAX_COSTS[what], "lower the bound if the cost is far below it"
 
 
 def count_collectives(rank, world, tables):
@@ -95,9 +93,7 @@ def count_collectives(rank, world, tables):
 
     from raytrec.config.features import resolve_features
 
-    sparse = {
-        name: {"table": table, "pooling": "sequence"} for name, table in zip("abc", tables, strict=True)
-    }
+    sparse = {name: {"table": table, "pooling": "sequence"} for name, table in zip("abc", tables, strict=True)}
     sparse["target"] = {"table": tables[0]}
     schema = make_small_schema(sparse=sparse, tables={table: {"rows": 40, "dim": 8} for table in tables})
     model = {"name": "sequence", "max_length": 3, "target": "target", "top_mlp": [6]}

@@ -142,15 +142,11 @@ def collect_waits(rank, world, case, folder):
             gpu.waits.clear()
         if made.progress.step == LAST_STEP:
             assigned[:] = [
-                w
-                for w in gpu.waits
-                if any(c.endswith("managed/batches.py:map_and_admit_ids") for c in w.callers)
+                w for w in gpu.waits if any(c.endswith("managed/batches.py:map_and_admit_ids") for c in w.callers)
             ]
             found.update((w.where, w.callers, w.drains) for w in gpu.waits if w not in assigned or w.drains)
             of_torchrec = sum(not w.where.startswith("raytrec/") for w in gpu.waits if w not in assigned)
-            assert case.schema != "bags" or of_torchrec <= MAX_UPSTREAM_WAITS * (LAST_STEP - FIRST_STEP), (
-                of_torchrec
-            )
+            assert case.schema != "bags" or of_torchrec <= MAX_UPSTREAM_WAITS * (LAST_STEP - FIRST_STEP), of_torchrec
 
     pipeline._backward = longer
     with use_simulated_clock():
@@ -171,10 +167,7 @@ def find_allowed_key(where, callers, more=()):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[pytest.mark.survive] if name in SLOW_CASES else [])
-        for name in CONFIGURATIONS
-    ],
+    [pytest.param(name, marks=[pytest.mark.survive] if name in SLOW_CASES else []) for name in CONFIGURATIONS],
 )
 def test_ordinary_steps_wait_only_at_allowed_places(name, tmp_path):
     case = CONFIGURATIONS[name]
@@ -220,9 +213,7 @@ def measure_id_costs(rank, world, copies, folder):
             batch.sparse = KeyedJaggedTensor(batch.sparse.keys(), ids.repeat(copies), lengths=lengths)
             batch.lengths = lengths
 
-    made = loop.make_worker_loop(
-        rank, world, 12, (), folder, same_ids, schema=make_table_pairs_schema(copies)
-    )
+    made = loop.make_worker_loop(rank, world, 12, (), folder, same_ids, schema=make_table_pairs_schema(copies))
     assign, counts, gpu = made.step.managed.map_and_admit_ids, [], StandInGpu.active
     names = "all_reduce", "all_gather_into_tensor", "all_to_all_single"
 
@@ -242,8 +233,7 @@ def measure_id_costs(rank, world, copies, folder):
 
 def test_id_assignment_cost_is_independent_of_table_count(tmp_path):
     (of_two, evicted), (of_six, _) = (
-        run_on_ranks(2, measure_id_costs, copies, str(tmp_path / str(copies)), device="cuda")[0]
-        for copies in (1, 3)
+        run_on_ranks(2, measure_id_costs, copies, str(tmp_path / str(copies)), device="cuda")[0] for copies in (1, 3)
     )
     assert all(evicted.values()) and of_six == of_two
     assert max(waits for waits, _ in of_two) <= MAX_WAITS
@@ -252,9 +242,7 @@ def test_id_assignment_cost_is_independent_of_table_count(tmp_path):
 
 def record_forwards_before_ids(rank, world, changes, folder):
     """Return (pipeline class name, number of launched forward passes at each id assignment)."""
-    made = loop.make_worker_loop(
-        rank, world, 8, changes, folder, shift_managed_ids, schema=SCHEMAS["managed ids"]
-    )
+    made = loop.make_worker_loop(rank, world, 8, changes, folder, shift_managed_ids, schema=SCHEMAS["managed ids"])
     managed, launched, at = made.step.managed, [], []
     assign = managed.map_and_admit_ids
 
@@ -276,9 +264,7 @@ CACHED = ("plan.tables.city.sharding_type=row_wise", "plan.tables.city.compute_k
 def test_ids_are_assigned_during_a_forward_pass(changes, kind, tmp_path):
     # A step's ids are assigned after the forward pass two steps earlier; the first two before any.
     expected = kind, [0, 0, 1, 2, 3, 4, 5, 6]
-    assert (
-        run_on_ranks(2, record_forwards_before_ids, changes, str(tmp_path), device="cuda") == [expected] * 2
-    )
+    assert run_on_ranks(2, record_forwards_before_ids, changes, str(tmp_path), device="cuda") == [expected] * 2
 
 
 def collect_prediction_waits(rank, world, folder):

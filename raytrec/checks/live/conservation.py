@@ -84,10 +84,7 @@ class Conservation(Check):
 
     def _has_copy_mismatch(self, feature: str, counts: IdCounts) -> bool:
         """Return True if the number of ids looked up in a rank's copy of a table differs from its batches."""
-        return (
-            self._collect_weight(feature).replicated
-            and counts.looked_up.get(feature, 0) != counts.sent[feature]
-        )
+        return self._collect_weight(feature).replicated and counts.looked_up.get(feature, 0) != counts.sent[feature]
 
     def _has_lost_ids(self, feature: str, sent: int, received: int) -> bool:
         """Return True if the ids of all ranks were not looked up once per set of their table's columns."""
@@ -114,9 +111,7 @@ class Conservation(Check):
                 received = [counts.looked_up.get(feature, 0) for counts in of_ranks]
                 sent = sum(counts.sent[feature] for counts in of_ranks) * self._count_row_parts(feature)
                 listed = ", ".join(f"{ids:,}" for ids in received[:MAX_SHOWN_RANKS])
-                problems.append(
-                    f"{where}: {sent:,} ids were sent, but {sum(received):,} received (by rank: {listed})"
-                )
+                problems.append(f"{where}: {sent:,} ids were sent, but {sum(received):,} received (by rank: {listed})")
         return problems
 
 
@@ -128,9 +123,7 @@ def _describe_step_mismatches(of_ranks: list[IdCounts]) -> list[str]:
         problems.append(f"{format_ranks(odd)} trained {steps[odd[0]]} steps, unlike the other ranks")
     for rank, counts in enumerate(of_ranks):
         if counts.is_behind:
-            problems.append(
-                f"rank {rank} trained the batch of step {counts.batch_step} at step {counts.step - 1}"
-            )
+            problems.append(f"rank {rank} trained the batch of step {counts.batch_step} at step {counts.step - 1}")
     return problems
 
 

@@ -38,9 +38,7 @@ class Finite(Check):
         nonfinite = [name for name, size in self.sizes(probed).items() if not isfinite(size)]
         on_ranks = group_by_rarity(peers.objects(nonfinite)) if peers.max_number(bool(nonfinite)) else []
         problems = [f"{name}: a value is NaN or infinite on {where}" for name, where in on_ranks]
-        return self.outcome(
-            position.step, problems, "all weights and optimizer state are finite", len(problems), 0
-        )
+        return self.outcome(position.step, problems, "all weights and optimizer state are finite", len(problems), 0)
 
     @torch.no_grad()
     def sizes(self, probed: bool) -> dict[str, float]:
@@ -82,9 +80,7 @@ def compute_max_magnitudes(tensors: list[tuple[str, torch.Tensor]]) -> dict[str,
     """Return max |value| by name; NaN if a value is NaN or infinite."""
     floats = [(name, t) for name, t in tensors if t.numel() and t.is_floating_point()]
     # aminmax is many times faster on CPU than torch.linalg.vector_norm(t, inf), and also propagates NaN.
-    sizes = (
-        read_flat_values([torch.stack(t.aminmax()).float().abs().amax() for _, t in floats]) if floats else []
-    )
+    sizes = read_flat_values([torch.stack(t.aminmax()).float().abs().amax() for _, t in floats]) if floats else []
     magnitudes: dict[str, float] = {}
     for (name, _), (size,) in zip(floats, sizes, strict=True):
         previous = magnitudes.get(name, 0.0)

@@ -37,9 +37,7 @@ class ManagedIdsCheck(Check):
             violations = [
                 f"table {table}: {problem}"
                 for table, part in maps.items()
-                for problem in describe_audit_errors(
-                    [rank_audits[table] for rank_audits in audits], part.capacity
-                )
+                for problem in describe_audit_errors([rank_audits[table] for rank_audits in audits], part.capacity)
             ]
         ids = sum(ids for _, ids, _ in totals)
         summary = f"each of {ids:,} managed ids has its own row"

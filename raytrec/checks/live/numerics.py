@@ -70,16 +70,12 @@ class Numerics(Check):
         # thousandfold when training leaves a plateau.
         norm, top_part = sqrt(sum(squares.values())), max(squares, key=squares.get, default="")
         growth = self._measure_growth("the gradient", norm, 0.0)
-        growths = {
-            name: self._measure_growth(name, size, MIN_USUAL_MAGNITUDE) for name, size in values.items()
-        }
+        growths = {name: self._measure_growth(name, size, MIN_USUAL_MAGNITUDE) for name, size in values.items()}
         exploded = [name for name, grown in growths.items() if grown > MAX_GROWTH]
         undefined = [name for name, square in squares.items() if not isfinite(square)]
         by_rank = self.run.peers.objects(local_sizes) if exploded or undefined else []
         bad = [[name for name in undefined if not isfinite(sizes.squares[name])] for sizes in by_rank]
-        problems = [
-            f"{name}: the gradient is NaN or infinite on {where}" for name, where in group_by_rarity(bad)
-        ]
+        problems = [f"{name}: the gradient is NaN or infinite on {where}" for name, where in group_by_rarity(bad)]
         if growth > MAX_GROWTH:
             ratio = f"{growth:,.0f} × its usual value"
             problems.append(
@@ -100,9 +96,7 @@ class Numerics(Check):
         weights = sample_weights(run, self._turn, probed)
         self._turn += 1
         tables = [f"table {name}" for name in run.tables]
-        values = dict.fromkeys([*tables, *(name for name, _ in weights)], 0.0) | compute_max_magnitudes(
-            weights
-        )
+        values = dict.fromkeys([*tables, *(name for name, _ in weights)], 0.0) | compute_max_magnitudes(weights)
         squares: dict[str, float] = {}
         if probed:
             squares = dict.fromkeys([*(f"{DENSE} {name}" for name in run.parameters), *tables], 0.0)
@@ -141,9 +135,7 @@ class Numerics(Check):
     def _square_gradients(self) -> dict[str, float]:
         """Return the squared gradients of dense parameters, and of each table's lookup outputs."""
         terms = [
-            (f"{DENSE} {name}", p.grad.square().sum())
-            for name, p in self.run.parameters.items()
-            if p.grad is not None
+            (f"{DENSE} {name}", p.grad.square().sum()) for name, p in self.run.parameters.items() if p.grad is not None
         ]
         for lookup in self.run.taps.lookups:
             terms += [(f"table {t.name}", part.square().sum()) for t, _, part in lookup.gradients()]

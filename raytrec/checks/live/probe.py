@@ -30,9 +30,7 @@ from raytrec.embeddings.sharding import (
 from raytrec.embeddings.taps import KeyLookups, add_row_gradients, iterate_keys, match_ids, split_bags
 
 COMPARED_BAGS = 4  # compared bags per feature and rank, in addition to the longest one
-MAX_COMPARING_RANKS = (
-    8  # ranks whose bags are compared at a time, since all ranks exchange the ids of these bags
-)
+MAX_COMPARING_RANKS = 8  # ranks whose bags are compared at a time, since all ranks exchange the ids of these bags
 COMPARED_ROWS = 256  # rows per table whose gradient is compared
 MAX_RELATIVE_ERROR = 1e-5  # largest relative error, plus the rounding of plan.qcomms; see Parity
 MIN_MAGNITUDE = 1e-30  # smaller numbers lose digits
@@ -125,9 +123,7 @@ class Parity(Check):
             positions = torch.searchsorted(compared, rows)
             matches = compared[positions.clamp(max=len(compared) - 1)] == rows if len(compared) else rows < 0
             columns = range(table.shape[1])
-            initial = compute_initial_values(
-                self.run.config.run.seed, name, ids[matches], columns, table.shape[0]
-            )
+            initial = compute_initial_values(self.run.config.run.seed, name, ids[matches], columns, table.shape[0])
             values[name][positions[matches]] = initial.to(table.dtype).float()
 
     def _bags(self, batch: Batch) -> dict[str, Bags]:
@@ -231,9 +227,7 @@ class Parity(Check):
             terms_ND = grad_SD[slot[hits]] * factors[hits].unsqueeze(1)
             expected[table].index_add_(0, positions, terms_ND)
             # Ranks send the bag's gradient, and the kernel multiplies it by the id's weight.
-            sizes_N = torch.maximum(
-                terms_ND.abs().amax(1), self._backward[table].smallest * key.weights[hits].abs()
-            )
+            sizes_N = torch.maximum(terms_ND.abs().amax(1), self._backward[table].smallest * key.weights[hits].abs())
             size[table].index_add_(0, positions, sizes_N * doubt[slot[hits]])
 
     def _add_actual_gradients(self, rows: dict[str, torch.Tensor], actual: dict[str, torch.Tensor]) -> None:
@@ -268,9 +262,7 @@ def is_comparing(rank: int, world: int, turn: int) -> bool:
     return rank % turns == turn % turns
 
 
-def find_largest_error(
-    got: torch.Tensor, expected: torch.Tensor, sizes: torch.Tensor
-) -> tuple[float, int, int]:
+def find_largest_error(got: torch.Tensor, expected: torch.Tensor, sizes: torch.Tensor) -> tuple[float, int, int]:
     """Return the largest error, and its row and column.
 
     Args:

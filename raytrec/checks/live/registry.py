@@ -85,8 +85,7 @@ def select_enabled_checks(config: RunConfig) -> dict[str, EnabledCheck]:
             check.
     """
     chosen = {
-        c.name: EnabledCheck(c, getattr(config.checks, c.name), f"checks.{c.name}=warn")
-        for c in list_builtin_checks()
+        c.name: EnabledCheck(c, getattr(config.checks, c.name), f"checks.{c.name}=warn") for c in list_builtin_checks()
     }
     for path, reaction in config.checks.custom.items():
         if reaction == "off":
@@ -121,9 +120,7 @@ class LiveChecks:
 
     def __init__(self, run: CheckedRun):
         self._peers = run.peers
-        self._checks = [
-            c.check(run) for c in select_enabled_checks(run.config).values() if c.check.applies(run)
-        ]
+        self._checks = [c.check(run) for c in select_enabled_checks(run.config).values() if c.check.applies(run)]
         self.probes = any(check.probes for check in self._checks)
 
     def __len__(self) -> int:

@@ -24,9 +24,7 @@ class SameEnvironment(Check):
         for key, values, odd in find_differing(position.about, self.run.peers):
             usual = next(value for rank, value in enumerate(values) if rank not in odd)
             odd_text, usual_text = _split_at_difference(str(values[odd[0]]), str(usual))
-            problems.append(
-                f"{key} is {odd_text!r} on {format_ranks(odd)} and {usual_text!r} on the other ranks"
-            )
+            problems.append(f"{key} is {odd_text!r} on {format_ranks(odd)} and {usual_text!r} on the other ranks")
         summary = f"{len(position.about)} facts are the same on all ranks"
         if network := position.about.get(NETWORK):
             summary += f"; NCCL's network is {network}"

@@ -35,9 +35,7 @@ class Shards(Check):
                     _hash_shard_map(parts),
                     [*_find_gaps(parts), *_find_misfits(parts)],
                 )
-        is_consistent = peers.is_same_on_all(local_maps) and not any(
-            texts for _, texts in local_maps.values()
-        )
+        is_consistent = peers.is_same_on_all(local_maps) and not any(texts for _, texts in local_maps.values())
         problems = [] if is_consistent else _find_problems(peers.objects(local_maps))
         summary = f"all rows of {len(self.run.tables)} tables and their state exist exactly once"
         return self.outcome(position.step, problems, summary, float(len(problems)), 0.0)
@@ -48,9 +46,7 @@ def _find_problems(maps_by_rank: list[dict[str, tuple[str, list[str]]]]) -> list
     for name in dict.fromkeys(name for maps in maps_by_rank for name in maps):
         reports = [maps.get(name, ("", ["the rank does not have this table"])) for maps in maps_by_rank]
         if odd := find_deviating_ranks([digest for digest, _ in reports]):
-            problems.append(
-                f"table {name}: the map of shards on {format_ranks(odd)} differs from the other ranks"
-            )
+            problems.append(f"table {name}: the map of shards on {format_ranks(odd)} differs from the other ranks")
         for text in dict.fromkeys(text for _, texts in reports for text in texts):
             where = [rank for rank, (_, texts) in enumerate(reports) if text in texts]
             problems.append(f"table {name}: {text} (found on {format_ranks(where)})")

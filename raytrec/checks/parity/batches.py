@@ -68,8 +68,7 @@ class GlobalBatch:
             for parts in zip(*((b.dense, b.labels, b.weights, b.keys) for b in batches), strict=True)
         )
         side_features = {
-            feature: torch.cat([b.side_features[feature] for b in batches])
-            for feature in batches[0].side_features
+            feature: torch.cat([b.side_features[feature] for b in batches]) for feature in batches[0].side_features
         }
         return cls(dense, labels, bags, weights, keys, side_features)
 
@@ -93,9 +92,7 @@ def make_random_batches(
     """
     ranges, classes = label_ranges(tasks, schema), whole_labels(tasks)
     bounds_L = [ranges[label] or (0.0, 1.0) for label in schema.labels]
-    low_L, high_L = torch.tensor(bounds_L).T.nan_to_num(
-        posinf=MAX_UNBOUNDED_LABEL, neginf=-MAX_UNBOUNDED_LABEL
-    )
+    low_L, high_L = torch.tensor(bounds_L).T.nan_to_num(posinf=MAX_UNBOUNDED_LABEL, neginf=-MAX_UNBOUNDED_LABEL)
     weighs, columns = any(task.is_weighted for task in tasks), len(key_columns(tasks))
     widths = {name: len(spec.side_features) for name, spec in schema.sparse.items() if spec.side_features}
     g = torch.Generator().manual_seed(seed)
@@ -110,8 +107,7 @@ def make_random_batches(
             weights = torch.rand(len(ids), generator=g) * 2 if spec.weights else torch.ones(len(ids))
             bags[feature] = ids, torch.arange(rows).repeat_interleave(lengths), weights
         side_features = {  # times within the first hour of 2026, in seconds
-            name: START_OF_2026_S
-            + 3600 * torch.rand(len(bags[name][0]), width, generator=g, dtype=torch.float64)
+            name: START_OF_2026_S + 3600 * torch.rand(len(bags[name][0]), width, generator=g, dtype=torch.float64)
             for name, width in widths.items()
         }
         dense = torch.randn(rows, len(schema.dense), generator=g)

@@ -127,9 +127,7 @@ def compare(
     config.train.matmul, config.plan.qcomms = "fp32", QCommsSection()
     bounds = compute_row_bounds(rows, dist.get_world_size(), balance)
     tasks = resolve_tasks(config.tasks, schema)
-    choices = [
-        make_random_batches(schema, rows, CANDIDATES, seed * steps + step, tasks) for step in range(steps)
-    ]
+    choices = [make_random_batches(schema, rows, CANDIDATES, seed * steps + step, tasks) for step in range(steps)]
 
     def shard(config: RunConfig) -> ShardedRun:
         return ShardedRun(build, config, schema, device, bounds)
@@ -206,9 +204,7 @@ def _compare_steps(
         for group, rate in rates:
             group["lr"] = rate * config.optim.schedule.compute_factor(number - 1)
         if single:
-            reference.train(
-                single, ahead[-1:], list(optimizers.values()), max_grad_norm=config.train.max_grad_norm
-            )
+            reference.train(single, ahead[-1:], list(optimizers.values()), max_grad_norm=config.train.max_grad_norm)
         if not every_step and number < len(choices):
             continue
         run.train(ahead)
@@ -222,9 +218,7 @@ def _compare_steps(
             for table, kinds in state.items():
                 expected = optimizers[table].state[single.tables[table]]
                 for kind, values in kinds.items():
-                    findings.append(
-                        _make_finding(run, "state", f"{table}.{kind}", values, expected[kind], table)
-                    )
+                    findings.append(_make_finding(run, "state", f"{table}.{kind}", values, expected[kind], table))
             for finding in findings:
                 key = finding.check, finding.name
                 worst[key] = max(worst.get(key, finding), finding, key=lambda f: (isnan(f.error), f.error))

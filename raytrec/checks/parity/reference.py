@@ -224,18 +224,14 @@ def measure_kink_margins(reference: Reference, batches: list[GlobalBatch]) -> li
         sizes_NM = sizes.reshape(len(batches) if is_per_row else 1, -1)
         margins.copy_(margins.minimum(sizes_NM.amin(1) / sizes_NM.amax(1).clamp(min=1e-30)))
 
-    hooks = [
-        m.register_forward_pre_hook(look) for m in reference.modules() if isinstance(m, KINKED_ACTIVATIONS)
-    ]
+    hooks = [m.register_forward_pre_hook(look) for m in reference.modules() if isinstance(m, KINKED_ACTIVATIONS)]
     reference(joined)
     for hook in hooks:
         hook.remove()
     return margins.tolist()
 
 
-def measure_max_row_gradients(
-    reference: Reference, batch: GlobalBatch, parameters: list[nn.Parameter]
-) -> list[float]:
+def measure_max_row_gradients(reference: Reference, batch: GlobalBatch, parameters: list[nn.Parameter]) -> list[float]:
     """Return, for each parameter, the largest value in any single row's contribution to the gradient.
 
     Contributions may cancel in the sum, but their rounding does not. Errors must be compared with this

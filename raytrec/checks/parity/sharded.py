@@ -38,9 +38,7 @@ class ShardedRun:
         bounds: Boundaries of the ranks' rows in a global batch (batches.cuts).
     """
 
-    def __init__(
-        self, build: Callable, config: RunConfig, schema: Schema, device: torch.device, bounds: list[int]
-    ):
+    def __init__(self, build: Callable, config: RunConfig, schema: Schema, device: torch.device, bounds: list[int]):
         self.config, self.schema, self.device, self.bounds = config, schema, device, bounds
         self.dtypes = {table: each.dtype for table, each in resolve_constraints(config, schema).items()}
         self.features = resolve_features(schema, config.model)
@@ -90,9 +88,7 @@ class ShardedRun:
         self._read = whole
         return whole
 
-    def _sort_by_id(
-        self, table: str, values: torch.Tensor | None, without_row: torch.Tensor
-    ) -> torch.Tensor | None:
+    def _sort_by_id(self, table: str, values: torch.Tensor | None, without_row: torch.Tensor) -> torch.Tensor | None:
         """Return values of a managed table in the order of ids, followed by the fallback rows.
 
         Args:

@@ -68,11 +68,7 @@ class ModelSection(Section):
         Raises:
             ConfigError: A table does not exist, or a feature has weights.
         """
-        factors = (
-            self.lookup_l2
-            if isinstance(self.lookup_l2, dict)
-            else dict.fromkeys(schema.tables, self.lookup_l2)
-        )
+        factors = self.lookup_l2 if isinstance(self.lookup_l2, dict) else dict.fromkeys(schema.tables, self.lookup_l2)
         for table in factors:
             if table not in schema.tables:
                 raise make_unknown_word_error(
@@ -198,9 +194,7 @@ def match_names(patterns: Sequence[str], names: Sequence[str], where: str) -> se
         new_matches = {name for name in names if fnmatchcase(name, pattern)}
         if not new_matches:
             what = f"no feature or dense column matches '{pattern}'"
-            raise make_unknown_word_error(
-                what, pattern, names, where, f"a name or pattern of {', '.join(names)}"
-            )
+            raise make_unknown_word_error(what, pattern, names, where, f"a name or pattern of {', '.join(names)}")
         matches |= new_matches
     return matches
 

@@ -217,10 +217,7 @@ class Towers(Section):
         Raises:
             ConfigError: A pattern matches nothing.
         """
-        return {
-            tower: match_names(getattr(self, tower), names, f"model.towers.{tower}")
-            for tower in ("query", "item")
-        }
+        return {tower: match_names(getattr(self, tower), names, f"model.towers.{tower}") for tower in ("query", "item")}
 
 
 @model("two_tower", "raytrec.models.pairs:TwoTower")

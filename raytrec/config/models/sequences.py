@@ -71,9 +71,7 @@ class TargetedSection(ModelSection):
         if self.target in bags:
             return self.target
         if self.target is not None:
-            raise make_unknown_word_error(
-                f"'{self.target}' is not a feature", self.target, bags, "model.target"
-            )
+            raise make_unknown_word_error(f"'{self.target}' is not a feature", self.target, bags, "model.target")
         if len(same) != 1:
             raise ConfigError(
                 f"sequence {sequence} has no default target: {len(same)} other features look up its table",

@@ -167,9 +167,7 @@ def _fetch(file: pa.NativeFile, span: _RowSpan, leaves: list[int], used: set[int
         pages = _pages(span, leaf)
         try:
             pages.look_up(ReadAheadReader(read_at, READ_AHEAD_BYTES) if remote else read_at)
-            return (
-                ChunkBytes(pages.begin, *pages.read(read_at, span.first, span.last)) if leaf in used else None
-            )
+            return ChunkBytes(pages.begin, *pages.read(read_at, span.first, span.last)) if leaf in used else None
         except DECODING_ERRORS:
             return None
 

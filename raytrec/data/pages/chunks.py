@@ -101,9 +101,7 @@ class PageIndex:
         if fields := header.get(DATA_HEADERS.get(kind, 0)):
             values, rows, begins_row = fields[VALUES], fields[VALUES], True
             if not 0 <= values <= self._left:
-                raise DamagedPageError(
-                    f"a page of column {self._name} claims {values:,} of {self._left:,} values left"
-                )
+                raise DamagedPageError(f"a page of column {self._name} claims {values:,} of {self._left:,} values left")
             if self._depth:
                 rows, begins_row = self._count_page_rows(read_at, self._at + size, header, values)
             if begins_row:
@@ -126,20 +124,14 @@ class PageIndex:
                     raise
                 size *= 16
             except ValueError as error:  # pyarrow could misread the header as another page
-                raise DamagedPageError(
-                    f"a page of column {self._name} has no valid header: {error}"
-                ) from None
+                raise DamagedPageError(f"a page of column {self._name} has no valid header: {error}") from None
 
-    def _count_page_rows(
-        self, read_at: ReadAt, at: int, header: dict[int, Any], values: int
-    ) -> tuple[int, bool]:
+    def _count_page_rows(self, read_at: ReadAt, at: int, header: dict[int, Any], values: int) -> tuple[int, bool]:
         """Return (number of rows that begin in a page of lists, True if a row begins with the page)."""
         body = read_at(at, header[COMPRESSED])
         if CRC in header and crc32(body) != header[CRC] % (1 << 32):
             raise ValueError("a page's checksum is wrong")
-        if (
-            header[TYPE] == DATA_PAGE_V2
-        ):  # its field of rows is unreliable: Arrow used to write the value count
+        if header[TYPE] == DATA_PAGE_V2:  # its field of rows is unreliable: Arrow used to write the value count
             packed = body[: max(0, header[DATA_HEADER_V2][V2_LEVELS_BYTES])]
         else:
             packed = self._decompress_levels(body, header)

@@ -25,9 +25,7 @@ _footers: dict[FileVersion, pq.FileMetaData] = {}  # shared by the threads of th
 _lock = threading.Lock()
 MAX_FOOTER_CACHE_BYTES = 16 << 20
 MAX_OPEN_FILES = 8  # per thread
-MAX_FULL_DECODE_ROWS = (
-    65_536  # row groups with at most this number of rows are decoded completely, then sliced
-)
+MAX_FULL_DECODE_ROWS = 65_536  # row groups with at most this number of rows are decoded completely, then sliced
 
 
 @dataclass(frozen=True)
@@ -151,9 +149,7 @@ class _OpenFiles(threading.local):
 _open_files = _OpenFiles()
 
 
-def _open_cached(
-    version: FileVersion, open_file: Callable[[], pa.NativeFile]
-) -> tuple[pa.NativeFile, pq.ParquetFile]:
+def _open_cached(version: FileVersion, open_file: Callable[[], pa.NativeFile]) -> tuple[pa.NativeFile, pq.ParquetFile]:
     """Return a file and its reader, and keep them open for the next row groups.
 
     Opening a file takes as long as decoding a thousand rows.
@@ -181,7 +177,6 @@ def _cache_footer(version: FileVersion, footer: pq.FileMetaData) -> None:
     with _lock:
         _footers[version] = footer
         while (
-            sum(cached.serialized_size for cached in _footers.values()) > MAX_FOOTER_CACHE_BYTES
-            and len(_footers) > 1
+            sum(cached.serialized_size for cached in _footers.values()) > MAX_FOOTER_CACHE_BYTES and len(_footers) > 1
         ):
             del _footers[next(iter(_footers))]

@@ -47,16 +47,12 @@ class IdExchange:
         maps: This rank's part of the map of each table.
     """
 
-    def __init__(
-        self, tables: Mapping[str, tuple[int, ManagedIds]], seed: int, peers: Peers, device: torch.device
-    ):
+    def __init__(self, tables: Mapping[str, tuple[int, ManagedIds]], seed: int, peers: Peers, device: torch.device):
         rows, policies = zip(*tables.values(), strict=True)
         self._all, self._peers, self._device = RowMaps(rows, policies, seed, peers, device), peers, device
         self.maps = {table: RowMap(self._all, number) for number, table in enumerate(tables)}
 
-    def train(
-        self, ids: Mapping[str, torch.Tensor], step: int
-    ) -> tuple[dict[str, torch.Tensor], dict[str, NewRows]]:
+    def train(self, ids: Mapping[str, torch.Tensor], step: int) -> tuple[dict[str, torch.Tensor], dict[str, NewRows]]:
         """Return the rows of the ids of a global batch, after assigning rows to some of these ids.
 
         Args:
@@ -83,9 +79,7 @@ class IdExchange:
         requested, trip, owned = self._request(ids)
         return self._return_rows(ids, requested, trip, owned, self._all.look_up(owned))
 
-    def _request(
-        self, ids: Mapping[str, torch.Tensor]
-    ) -> tuple[DistinctKeys, RoundTrip | None, DistinctKeys]:
+    def _request(self, ids: Mapping[str, torch.Tensor]) -> tuple[DistinctKeys, RoundTrip | None, DistinctKeys]:
         """Return the keys this rank requests, their exchange, and the keys all ranks request from this rank.
 
         With a single rank, there is no exchange and both sets of keys are the same.
@@ -93,9 +87,7 @@ class IdExchange:
         keys, count = ids_to_keys(torch.cat([ids[table] for table in self.maps])), len(self.maps)
         sizes = to_device_tensor([len(ids[table]) for table in self.maps], self._device)
         numbers = torch.arange(count, device=self._device)
-        requested = DistinctKeys.from_keys(
-            numbers.repeat_interleave(sizes, output_size=len(keys)), keys, count
-        )
+        requested = DistinctKeys.from_keys(numbers.repeat_interleave(sizes, output_size=len(keys)), keys, count)
         if self._peers.world == 1:
             return requested, None, requested
         sent_TW = count_by_owner(requested.tables, requested.keys, count, self._peers.world)
@@ -124,9 +116,7 @@ class IdExchange:
             rows = trip.send_answers(rows[owned.places])
         gaps = (rows < 0).nonzero().squeeze(1)
         if len(gaps):
-            rows = rows.index_copy(
-                0, gaps, self._all.find_fallback_rows(requested.tables[gaps], requested.keys[gaps])
-            )
+            rows = rows.index_copy(0, gaps, self._all.find_fallback_rows(requested.tables[gaps], requested.keys[gaps]))
         parts = rows.index_select(0, requested.places).split([len(ids[table]) for table in self.maps])
         return dict(zip(self.maps, parts, strict=True))
 
@@ -165,9 +155,7 @@ class ManagedBatches:
             are relative to the shard's first row.
     """
 
-    def __init__(
-        self, model: nn.Module, live: Mapping[str, Table], schema: Schema, seed: int, device: torch.device
-    ):
+    def __init__(self, model: nn.Module, live: Mapping[str, Table], schema: Schema, seed: int, device: torch.device):
         self.on_write: Callable[[str, torch.Tensor], None] = lambda table, rows: None
         self._tables, self._schema, self._seed = live, schema, seed
         self._shards = {
@@ -182,8 +170,7 @@ class ManagedBatches:
         self.maps = self._exchange.maps
         features = list(schema.sparse.values())
         self._keys = {
-            table: [place for place, spec in enumerate(features) if spec.table == table]
-            for table in self.maps
+            table: [place for place, spec in enumerate(features) if spec.table == table] for table in self.maps
         }
 
     def map_and_admit_ids(self, batch: Batch, step: int) -> Batch:

@@ -96,17 +96,14 @@ class KeyMap:
         counts: Number of keys of each table.
     """
 
-    def __init__(
-        self, entries: Sequence[int], dtypes: Mapping[str, torch.dtype], world: int, device: torch.device
-    ):
+    def __init__(self, entries: Sequence[int], dtypes: Mapping[str, torch.dtype], world: int, device: torch.device):
         self._world, self._device, self.counts = world, device, [0] * len(entries)
         self._buckets = [_count_buckets(count) for count in entries]
         total = sum(self._buckets)
         self._keys = torch.full((total, BUCKET_SLOTS), NO_KEY, dtype=torch.int64, device=device)
         self._passed = torch.zeros(total, dtype=torch.int32, device=device)
         self.fields = {
-            name: torch.empty(total * BUCKET_SLOTS, dtype=dtype, device=device)
-            for name, dtype in dtypes.items()
+            name: torch.empty(total * BUCKET_SLOTS, dtype=dtype, device=device) for name, dtype in dtypes.items()
         }
         self._update_ranges()
 
@@ -130,9 +127,7 @@ class KeyMap:
             place_M = place_M[pending]
         return slots
 
-    def _find_in_buckets(
-        self, bucket_M: torch.Tensor, keys_M: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _find_in_buckets(self, bucket_M: torch.Tensor, keys_M: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the slot of each key (-1 if not in its bucket) and the keys that may be in the next one."""
         column_M = _find_column(self._keys.index_select(0, bucket_M) == keys_M.unsqueeze(1))
         missing_M = column_M < 0
@@ -214,9 +209,7 @@ class KeyMap:
         taken = self._slice_table(table, self._keys.view(-1))[::stride] != NO_KEY
         return taken.nonzero().squeeze(1) * stride + self._find_first_bucket(table) * BUCKET_SLOTS
 
-    def find_below(
-        self, tables: Sequence[int], field: str, limits: Sequence[int]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def find_below(self, tables: Sequence[int], field: str, limits: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys whose field is below their table's limit, as (index into `tables`, slot).
 
         Both are int64 [n], ascending.
@@ -265,9 +258,7 @@ class KeyMap:
     def _find_next_buckets(self, tables: torch.Tensor, buckets: torch.Tensor) -> torch.Tensor:
         """Return the bucket after each bucket; the first bucket of the table follows its last one."""
         following = buckets + 1
-        return following.where(
-            following < select_by_table(self._end_T, tables), select_by_table(self._start_T, tables)
-        )
+        return following.where(following < select_by_table(self._end_T, tables), select_by_table(self._start_T, tables))
 
     def _count_overflows(self, buckets: torch.Tensor, by: int) -> None:
         change = torch.full_like(buckets, by, dtype=self._passed.dtype)

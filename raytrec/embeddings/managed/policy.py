@@ -29,9 +29,7 @@ def get_max_counted_sightings(eviction: Eviction) -> int:
     return 0 if eviction == "lru" else MAX_SIGHTINGS
 
 
-def compute_eviction_scores(
-    counted: torch.Tensor, sightings: torch.Tensor, last: torch.Tensor
-) -> torch.Tensor:
+def compute_eviction_scores(counted: torch.Tensor, sightings: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
     """Return the scores of ids with rows, int64 [n], 0 or more; ids with the lowest scores are evicted first.
 
     With lru, the score is the step of the last sighting. With lfu, it is the number of sightings, and the
@@ -45,9 +43,7 @@ def compute_eviction_scores(
     return (torch.minimum(sightings, counted) << 31) | (last + 1)
 
 
-def compute_admission_scores(
-    keys: torch.Tensor, sightings: torch.Tensor, step: int, seed: int
-) -> torch.Tensor:
+def compute_admission_scores(keys: torch.Tensor, sightings: torch.Tensor, step: int, seed: int) -> torch.Tensor:
     """Return the scores of ids without a row, int64 [n], 0 or more, used if there are too few rows.
 
     Ids with more sightings are admitted first. A uniform draw, a function of (seed, step, key), breaks ties.
@@ -78,9 +74,7 @@ def count_rows_to_free(eviction: Eviction, missing: int, rows: int) -> int:
     min_count = min(max(1, rows // MIN_FREED_DIVISOR), MAX_FREED_ROWS)
     if eviction != "lru":
         return min_count
-    return max(
-        missing, min_count, min(LRU_STEPS_AHEAD * missing, rows // LRU_MAX_FREED_DIVISOR, MAX_FREED_ROWS)
-    )
+    return max(missing, min_count, min(LRU_STEPS_AHEAD * missing, rows // LRU_MAX_FREED_DIVISOR, MAX_FREED_ROWS))
 
 
 def find_expiry_step(ttl_steps: int | None, step: int) -> int | None:
@@ -180,9 +174,9 @@ def _find_thresholds(
         shifts = [max(0, width - HISTOGRAM_BITS) if width else 62 for width in widths]
         low_T, shift_T, count_T = to_device_tensor([lows, shifts, counts], device)
         starts_T = torch.arange(len(counts), device=device) << HISTOGRAM_BITS
-        bins = (
-            (scores - select_by_table(low_T, tables)) >> select_by_table(shift_T, tables)
-        ) + select_by_table(starts_T, tables)
+        bins = ((scores - select_by_table(low_T, tables)) >> select_by_table(shift_T, tables)) + select_by_table(
+            starts_T, tables
+        )
         # torch.bincount would make the host wait.
         zeros = torch.zeros(len(counts) << HISTOGRAM_BITS, dtype=torch.int64, device=device)
         histogram = peers.sum(zeros.index_add_(0, bins, torch.ones_like(bins))).view(len(counts), -1)

@@ -173,9 +173,7 @@ def describe_audit_errors(audits: list[MapAudit], rows: int) -> list[str]:
     for audit in audits:
         rank = audit.rank
         if audit.out_of_range_rows:
-            messages.append(
-                f"rank {rank} has {audit.out_of_range_rows:,} ids with rows outside the range for ids"
-            )
+            messages.append(f"rank {rank} has {audit.out_of_range_rows:,} ids with rows outside the range for ids")
         if audit.foreign_ids:
             messages.append(f"rank {rank} has {audit.foreign_ids:,} ids that belong to other ranks")
         if audit.repeated:
@@ -197,9 +195,7 @@ def sum_hashes(rows: torch.Tensor) -> int:
     return int(hash_bits(rows.long()).sum()) & HASH_MASK if len(rows) else 0
 
 
-def sum_share_hashes(
-    first: int, end: int, rank: int, world: int, rows_of: Callable, device: torch.device
-) -> int:
+def sum_share_hashes(first: int, end: int, rank: int, world: int, rows_of: Callable, device: torch.device) -> int:
     """Return Σ of the hashes of `rows_of` applied to a rank's share of the numbers [first, end), mod 2⁶⁴."""
     count, total = end - first, 0
     begin, stop = first + count * rank // world, first + count * (rank + 1) // world

@@ -122,9 +122,7 @@ class RowMaps:
         chosen, admitted_WT = self._choose_admitted(step, ids, candidates, sightings, list(candidates_WT))
         places = candidates[chosen]
         if any(_sum_over_ranks(admitted_WT)):
-            rows = rows.index_copy(
-                0, places, self._assign_rows(step, ids, places, sightings[chosen], admitted_WT)
-            )
+            rows = rows.index_copy(0, places, self._assign_rows(step, ids, places, sightings[chosen], admitted_WT))
         # The counts stay on the device, because the host would wait for them.
         self.lookups_T.index_add_(0, ids.tables, ids.counts)
         self.fallback_T.index_add_(0, ids.tables, ids.counts * (rows < 0))
@@ -174,9 +172,7 @@ class RowMaps:
             nothing_T = torch.zeros_like(self._counted_T)
             which, slots = self._select_lowest(self.waiting, counts, nothing_T, step)
             sizes = count_tables(which, len(counts)).tolist()
-            self.waiting.remove(
-                self._to_table_numbers(counts)[which], self._spread_over_tables(counts, sizes), slots
-            )
+            self.waiting.remove(self._to_table_numbers(counts)[which], self._spread_over_tables(counts, sizes), slots)
 
     def _evict(self, requested: Sequence[int], step: int) -> None:
         """Free rows, including some for later steps."""
@@ -191,8 +187,7 @@ class RowMaps:
     def _count_missing_rows(self, requested: Sequence[int]) -> dict[int, int]:
         """Return the number of missing rows for each table that has too few."""
         free_counts = (
-            capacity - free.handed + len(free.left)
-            for capacity, free in zip(self.capacities, self.free, strict=True)
+            capacity - free.handed + len(free.left) for capacity, free in zip(self.capacities, self.free, strict=True)
         )
         missing = (count - available for count, available in zip(requested, free_counts, strict=True))
         return {table: count for table, count in enumerate(missing) if count > 0}
@@ -294,9 +289,7 @@ class RowMaps:
     def _to_table_numbers(self, tables: Sequence[int] | Mapping[int, int]) -> torch.Tensor:
         return to_device_tensor(list(tables), self.device)
 
-    def _spread_over_tables(
-        self, tables: Sequence[int] | Mapping[int, int], values: Sequence[int]
-    ) -> list[int]:
+    def _spread_over_tables(self, tables: Sequence[int] | Mapping[int, int], values: Sequence[int]) -> list[int]:
         """Return a value for each table: the given values, and 0 for other tables."""
         by_table = dict(zip(tables, values, strict=True))
         return [by_table.get(table, 0) for table in range(len(self.policies))]

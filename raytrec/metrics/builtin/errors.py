@@ -44,9 +44,7 @@ def _sum_class_entropy(outputs: TaskOutputs) -> dict[str, torch.Tensor]:
     }
 
 
-@metric(
-    "logloss", title="log loss (nats)", label="log loss", better="lower", takes=("probability", "classes")
-)
+@metric("logloss", title="log loss (nats)", label="log loss", better="lower", takes=("probability", "classes"))
 class LogLoss(SumMetric):
     """Mean cross-entropy per row in nats: -Σ w (y ln p + (1 - y) ln (1 - p)) ÷ Σ w.
 
@@ -186,11 +184,7 @@ def reliability(ranked: RankedRows) -> dict[str, list] | None:
     if not ranked.both_classes:
         return None
     ties = ranked.ties
-    places = (
-        (ranked.sum_below(2) / ranked.total[2] * NUM_RELIABILITY_BINS)
-        .long()
-        .clamp(max=NUM_RELIABILITY_BINS - 1)
-    )
+    places = (ranked.sum_below(2) / ranked.total[2] * NUM_RELIABILITY_BINS).long().clamp(max=NUM_RELIABILITY_BINS - 1)
     weights = ties.positive + ties.negative
     values = torch.stack([ties.predictions * weights, ties.positive, weights, ties.rows], 1)
     sums = ranked.peers.sum(values.new_zeros(NUM_RELIABILITY_BINS, 4).index_add_(0, places, values))

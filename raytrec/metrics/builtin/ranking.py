@@ -122,9 +122,7 @@ class NDCG(GroupMetric):
         """Return the NDCG from the ranks of positive rows, each with gain 1."""
         reached = ((ranks_GR + 1.0).double().log2().reciprocal() * (ranks_GR <= cls.k)).sum(1)
         places = ranks_GR.new_ones(cls.k).cumsum(0)
-        return (
-            reached / (places + 1.0).double().log2().reciprocal().cumsum(0)[positives_G.clamp(max=cls.k) - 1]
-        )
+        return reached / (places + 1.0).double().log2().reciprocal().cumsum(0)[positives_G.clamp(max=cls.k) - 1]
 
 
 @metric("coverage", title="coverage at {k}", label="coverage@{k}", better="higher", at_k=True)

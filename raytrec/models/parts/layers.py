@@ -109,9 +109,7 @@ class ConcatInputs(nn.Module):
         width: Width of the output.
     """
 
-    def __init__(
-        self, schema: Schema, members: Collection[str] | None = None, skip: dict[str, int] | None = None
-    ):
+    def __init__(self, schema: Schema, members: Collection[str] | None = None, skip: dict[str, int] | None = None):
         super().__init__()
         included = {*schema.dense, *schema.sparse} if members is None else members
         skip = skip or {}
@@ -155,9 +153,7 @@ class FieldVectors(nn.Module):
         self.dim = dim - first_order
         self.columns = nn.Parameter(torch.randn(len(schema.dense), dim) * 0.1) if schema.dense else None
 
-    def forward(
-        self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return Σ over fields of first-order weights, float32 [B, T], and vectors, float32 [B, F, D]."""
         rows_BFD = torch.stack([pooled[f] for f in self.features], dim=1)
         if self.columns is not None:

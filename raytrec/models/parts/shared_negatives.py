@@ -60,9 +60,7 @@ class SharedNegatives(nn.Module):
         self.negatives, self.log_share = negatives, log_share
 
     @classmethod
-    def from_section(
-        cls, schema: Schema, config: SampledSection, loss: SampledLoss
-    ) -> SharedNegatives | None:
+    def from_section(cls, schema: Schema, config: SampledSection, loss: SampledLoss) -> SharedNegatives | None:
         """Return the configured loss, or None if rows do not share negatives."""
         if not config.share_negatives:
             return None

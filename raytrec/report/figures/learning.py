@@ -96,9 +96,7 @@ def draw_overlay(runs: Sequence[History], names: list[str]) -> list[Figure]:
     Training and evaluations have separate figures. A diamond is a final evaluation, which may use other data.
     Metrics of one point have no figure.
     """
-    metrics = {
-        each.key: each.label for run in runs for each in _select_distinct_metrics(run) if each.is_directed
-    }
+    metrics = {each.key: each.label for run in runs for each in _select_distinct_metrics(run) if each.is_directed}
     titles = {
         (kind, name): f"{label} {where}"
         for kind, where in ((Train, "in training"), (Eval, "in evaluations (diamonds: final evaluation)"))
@@ -139,9 +137,7 @@ def _repeats_log_loss(run: History, key: str) -> bool:
 
 def _measured(run: History) -> list[Metric]:
     """Return the metrics that were measured; metrics of training first."""
-    metrics = [
-        each for each in _select_distinct_metrics(run) if any(points(run, k, each.key)[0] for k in STYLES)
-    ]
+    metrics = [each for each in _select_distinct_metrics(run) if any(points(run, k, each.key)[0] for k in STYLES)]
     return sorted(metrics, key=lambda each: not points(run, Train, each.key)[0])
 
 
@@ -164,9 +160,7 @@ def _draw_over_steps(run: History, metrics: list[Metric], right: float | None = 
         panel.set_ylabel(metric.label)
     style.format_step_axis(axes[-1])
     # The first panel may lack a kind: training has no AUC, and evaluations have no training loss.
-    kinds = {
-        label: line for panel in axes for line, label in zip(*panel.get_legend_handles_labels(), strict=True)
-    }
+    kinds = {label: line for panel in axes for line, label in zip(*panel.get_legend_handles_labels(), strict=True)}
     figure.legend(kinds.values(), kinds.keys(), ncols=4, loc="outside lower left")
     return figure
 
@@ -202,9 +196,7 @@ def _format_metric(metric: Metric, line: Measured) -> str:
     return "" if isnan(value) else f"{metric.label} {metric.text(value)}"
 
 
-def _find_last_curves(
-    run: History, name: str, keys: tuple[str, str]
-) -> tuple[Measured | None, list[dict[str, Any]]]:
+def _find_last_curves(run: History, name: str, keys: tuple[str, str]) -> tuple[Measured | None, list[dict[str, Any]]]:
     """Return the last evaluation with such curves, and the curve of each task.
 
     A curve consists of two lists of numbers of equal length, a name for a legend, and the recorded curve.

@@ -98,9 +98,7 @@ def styled(draw: Callable) -> Callable:
     return inner
 
 
-def new_figure(
-    title: str, height: float, rows: int = 1, columns: int = 1, **options
-) -> tuple[Figure, list[Axes]]:
+def new_figure(title: str, height: float, rows: int = 1, columns: int = 1, **options) -> tuple[Figure, list[Axes]]:
     """Return a figure with a title above its axes, and the axes row by row.
 
     Args:
@@ -116,9 +114,7 @@ def new_figure(
     return figure, list(axes.flat)
 
 
-def new_grid(
-    title: str, count: int, height: float, row_height: float, label: str
-) -> tuple[Figure, list[Axes]]:
+def new_grid(title: str, count: int, height: float, row_height: float, label: str) -> tuple[Figure, list[Axes]]:
     """Return a figure of panels over steps in two columns that share both axes, and its panels.
 
     Args:

@@ -102,9 +102,7 @@ def _draw(
     ratios = 0.6, 0.3 + height
     figure, (bars, grid) = style.new_figure(title, 2.0 + height, 2, sharex=True, height_ratios=ratios)
     totals = cells.sum(axis=0)
-    colours = [
-        style.VERMILION if total > UNEVEN_BAR_FACTOR * totals.mean() else style.BLUE for total in totals
-    ]
+    colours = [style.VERMILION if total > UNEVEN_BAR_FACTOR * totals.mean() else style.BLUE for total in totals]
     bars.bar(range(len(ranks)), totals, color=colours, width=0.8)
     bars.set_yticks([0, totals.max()])
     bars.yaxis.set_major_formatter(kind)
@@ -149,9 +147,7 @@ def _format_range(cells: np.ndarray) -> str:
 
 
 EDGES = np.logspace(-4, 2, BINS + 1)  # bin edges of row_norm_counts
-FADING_COLORMAP = LinearSegmentedColormap.from_list(
-    "fading", [to_rgba(style.BLUE, 0.0), to_rgba(style.BLUE, 1.0)]
-)
+FADING_COLORMAP = LinearSegmentedColormap.from_list("fading", [to_rgba(style.BLUE, 0.0), to_rgba(style.BLUE, 1.0)])
 MAX_MAPS = 12
 MAX_NAMED_LINES = 5  # lines of a panel that have a color and a name
 
@@ -181,9 +177,7 @@ def draw_row_norms(run: RunFolder) -> Figure | None:
     for axes, name in zip(panels, names, strict=True):
         steps = sorted(measured[name])
         shares = np.array([np.array(measured[name][s]) / sum(measured[name][s]) for s in steps]).T
-        axes.pcolormesh(
-            _compute_column_borders(steps), EDGES, shares, cmap=FADING_COLORMAP, vmin=0, rasterized=True
-        )
+        axes.pcolormesh(_compute_column_borders(steps), EDGES, shares, cmap=FADING_COLORMAP, vmin=0, rasterized=True)
         axes.set_title(style.fit_name(name, style.MAX_PANEL_TITLE_POINTS, style.STYLE["axes.titlesize"]))
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(FixedLocator([1e-4, 1e-2, 1, 100]))

@@ -142,7 +142,5 @@ def check_in_range(name: str, value: object, low: float, high: float, *, exclusi
     number = value if isinstance(value, int | float) and not isinstance(value, bool) else float("nan")
     if not (low < number < high if exclusive else low <= number <= high):
         border = "between" if exclusive else "from"
-        raise ValueError(
-            f"{name} is {value!r}, not a number {border} {low:g} {'and' if exclusive else 'to'} {high:g}"
-        )
+        raise ValueError(f"{name} is {value!r}, not a number {border} {low:g} {'and' if exclusive else 'to'} {high:g}")
     return float(number)

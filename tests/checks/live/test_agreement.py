@@ -86,9 +86,7 @@ FAILURE_TEXTS = {
         "table t4: the gradient is NaN or infinite on rank 9",
         "max |value| is 1e+09 (on rank 9)",
     ],
-    make_finite: [
-        "t5: a value is NaN or infinite on rank 30; t3: a value is NaN or infinite on ranks 5 and 6"
-    ],
+    make_finite: ["t5: a value is NaN or infinite on rank 30; t3: a value is NaN or infinite on ranks 5 and 6"],
     make_replicas: ["t3 on rank 37 differs from the other ranks"],
     make_same_environment: [
         "torch is '2.12' on rank 37 and '2.13' on the other ranks",

@@ -47,9 +47,9 @@ def test_settings_match_builtin_checks():
 
 
 def test_disabled_checks_are_not_chosen():
-    assert "replicas" not in select_enabled_checks(
-        make_config(replicas="off")
-    ) and "replicas" in select_enabled_checks(make_config())
+    assert "replicas" not in select_enabled_checks(make_config(replicas="off")) and "replicas" in select_enabled_checks(
+        make_config()
+    )
     assert list(select_enabled_checks(make_config(custom={"no_such_module:Check": "off"}))) == list(
         select_enabled_checks(make_config())
     )
@@ -62,10 +62,7 @@ def test_custom_check_runs_last_with_its_own_reaction():
     assert make_stop_error(failed, make_custom_config("Steady")) is None, "it only warns"
     error = make_stop_error(failed, make_custom_config("Steady", "stop"))
     assert error.what == "a check failed: it sways" and error.where == "step 7, steady"
-    assert (
-        error.do
-        == f"look at runs/a. Set checks.custom: {{{__name__}:Steady: warn}} to continue after a failure"
-    )
+    assert error.do == f"look at runs/a. Set checks.custom: {{{__name__}:Steady: warn}} to continue after a failure"
 
 
 @pytest.mark.parametrize(

@@ -71,9 +71,7 @@ def test_missing_dense_all_reduce_is_detected():
 @pytest.mark.parametrize("optimizer", ["adagrad", "adam"])
 @pytest.mark.parametrize("plan", [ROW_WISE, {"sharding_type": "table_wise"}, DATA_PARALLEL])
 def test_optimizer_state_on_some_ranks_passes(plan, optimizer):
-    assert not failed_outcomes(
-        run_on_ranks(2, run_with_fault, plan, None, {"optimizer": optimizer, "dense": "adam"})
-    )
+    assert not failed_outcomes(run_on_ranks(2, run_with_fault, plan, None, {"optimizer": optimizer, "dense": "adam"}))
 
 
 def get_shard_metadata(scene, table):
@@ -271,9 +269,7 @@ def loop_without_dense_layers(rank, world):
 
     section = MfSection(name="mf", user="user", item="tags")
     tasks = [{"label": "y", "loss": "in_batch_softmax"}]
-    return train_with_checks(
-        rank, world, SHARDING_PLANS["row-wise"], schema=LABELS_SCHEMA, model=section, tasks=tasks
-    )
+    return train_with_checks(rank, world, SHARDING_PLANS["row-wise"], schema=LABELS_SCHEMA, model=section, tasks=tasks)
 
 
 def test_model_without_dense_layers_passes():

@@ -120,9 +120,7 @@ def test_growth_is_relative_to_the_median_of_earlier_checks():
     assert "× its usual value" in judge_sizes(numbers, gradient=0.1 * MAX_GROWTH * 1.1).text
     assert judge_sizes(numbers, gradient=0.1 * MAX_GROWTH * 0.9).passed
     small = make_numerics()
-    assert all(judge_sizes(small, values=x).passed for x in (1e-4, 1e-4, 1e-4, 0.5, 9.0)), (
-        "tables start near 0"
-    )
+    assert all(judge_sizes(small, values=x).passed for x in (1e-4, 1e-4, 1e-4, 0.5, 9.0)), "tables start near 0"
     rare = make_numerics()
     assert all(judge_sizes(rare, gradient=x).passed for x in (0, 0, 0, 0, 0.1, 0.1, 0.1)), "no ids at first"
     assert not judge_sizes(rare, gradient=20.0).passed
@@ -135,9 +133,7 @@ def test_numerics_leaves_nonfinite_values_to_finite_check():
         assert str(compute_max_magnitudes(parts)["t"]) == "nan" and compute_max_magnitudes(parts)["u"] == 3.0
     numbers = make_numerics()
     assert all(judge_sizes(numbers, values=0.5).passed for _ in range(3))
-    assert all(judge_sizes(numbers, values=x).passed for x in (inf, nan, inf, nan, inf)), (
-        "left to finite check"
-    )
+    assert all(judge_sizes(numbers, values=x).passed for x in (inf, nan, inf, nan, inf)), "left to finite check"
     assert not judge_sizes(numbers, gradient=nan).passed
     assert not judge_sizes(numbers, values=51.0).passed, "nonfinite values are not recorded"
 
@@ -199,9 +195,7 @@ def test_finite_check_covers_rows_of_probed_step():
     rows = 10 * SAMPLED_ROWS_PER_SHARD
     values = torch.zeros(rows, 2)
     values[777] = float("nan")
-    whole = ShardedValues(
-        (rows, 2), values.dtype, [Shard(0, range(rows), range(2), values)], False, values.device
-    )
+    whole = ShardedValues((rows, 2), values.dtype, [Shard(0, range(rows), range(2), values)], False, values.device)
     table = Table("t", (rows, 2), values.dtype, "table_wise", "fused", whole, None, {}, None)
     ids = KeyedJaggedTensor(["a", "b"], torch.tensor([5, 6, 777]), lengths=torch.tensor([1, 1, 1, 0]))
     lookup = Lookup(None, ["a", "b"], ["other", "t"], False, torch.zeros(2), ids)
@@ -248,12 +242,10 @@ def make_outcome(check, passed, text="text"):
 
 def test_verdict_stops_only_for_stop_reactions():
     settings = make_small_config(2, {"sharding_type": "row_wise"})
-    assert (
-        make_stop_error([make_outcome("replicas", True), make_outcome("numerics", False)], settings) is None
-    ), "it only warns"
-    error = make_stop_error(
-        [make_outcome("shards", False, "one"), make_outcome("replicas", False, "two")], settings
+    assert make_stop_error([make_outcome("replicas", True), make_outcome("numerics", False)], settings) is None, (
+        "it only warns"
     )
+    error = make_stop_error([make_outcome("shards", False, "one"), make_outcome("replicas", False, "two")], settings)
     assert "one" in error.what and "two" in error.what and error.where == "step 7, shards and replicas"
     assert "raytrec train --resume" in error.do and "checks.shards=warn" in error.do
     settings.checks.shards = settings.checks.replicas = "warn"
@@ -296,9 +288,7 @@ def loop_long(rank, world, plan, optimizer, lr):
 RATES = {"sgd": 0.5, "adagrad": 0.1, "adam": 0.01}
 FAST_CASES = [("row_wise", "adagrad")]  # cases of `make test`
 LONG_CASES = [
-    pytest.param(
-        sharding, optimizer, lr, marks=[] if (sharding, optimizer) in FAST_CASES else pytest.mark.survive
-    )
+    pytest.param(sharding, optimizer, lr, marks=[] if (sharding, optimizer) in FAST_CASES else pytest.mark.survive)
     for sharding in ("row_wise", "column_wise", "data_parallel")
     for optimizer, lr in RATES.items()
 ]
@@ -321,9 +311,7 @@ def test_checks_support_tensors_on_two_devices():
     with use_stand_in_gpu() as gpu:
         of_gpu = {n: t if n.endswith("step") else t.clone().to("cuda") for n, t in of_host.items()}
         for dense in (of_host, of_gpu):
-            run = CheckedRun(
-                settings, None, {}, dense, SimpleNamespace(lookups=[]), dense["dense/a/value"].device
-            )
+            run = CheckedRun(settings, None, {}, dense, SimpleNamespace(lookups=[]), dense["dense/a/value"].device)
             gpu.waits.clear()
             found.append([Replicas(run).hashes(), Finite(run).sizes(False)])
     assert found[0] == found[1]

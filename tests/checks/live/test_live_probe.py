@@ -142,9 +142,7 @@ def test_all_checks_pass_without_a_fault(world, plan, settings):
         *((c, s) for s in (3, 6) for c in ("shards", "replicas", "parity", *each[2:])),
         *((check, 6) for check in each),
     ]
-    assert all(o["figure"] < 1e-6 for o in answers[0] if o["check"] == "parity"), (
-        "the limit is ten times as large"
-    )
+    assert all(o["figure"] < 1e-6 for o in answers[0] if o["check"] == "parity"), "the limit is ten times as large"
 
 
 @pytest.mark.parametrize("settings", ALL_STEPS)
@@ -168,9 +166,7 @@ def test_slightly_wrong_factor_is_detected(plan):
 @pytest.mark.parametrize("settings", ALL_STEPS)
 @pytest.mark.parametrize("plan", [plan for plan in SHARDING_PLANS if plan != "data-parallel"])
 def test_undivided_gradients_are_detected(plan, settings):
-    answers = run_on_ranks(
-        2, run_with_fault, SHARDING_PLANS[plan], disable_gradient_division, STEPS[settings]
-    )
+    answers = run_on_ranks(2, run_with_fault, SHARDING_PLANS[plan], disable_gradient_division, STEPS[settings])
     text = only_failed_text(answers, "parity")
     assert "table user: the gradient that reaches rank" in text and "feature" not in text
     figure = next(o["figure"] for o in failed_outcomes(answers))
@@ -181,9 +177,7 @@ def test_undivided_gradients_are_detected(plan, settings):
 @pytest.mark.parametrize("plan", ["table-row-wise", "grid"])
 def test_parity_check_works_on_two_hosts(plan, hosts):
     assert not failed_outcomes(run_on_ranks(4, run_with_fault, SHARDING_PLANS[plan], None, {}, hosts=hosts))
-    answers = run_on_ranks(
-        4, run_with_fault, SHARDING_PLANS[plan], disable_gradient_division, {}, hosts=hosts
-    )
+    answers = run_on_ranks(4, run_with_fault, SHARDING_PLANS[plan], disable_gradient_division, {}, hosts=hosts)
     assert "table user: the gradient" in only_failed_text(answers, "parity")
 
 
@@ -237,9 +231,7 @@ SLOW_QCOMMS_CASES = [
 ]
 
 
-WIDE_SCHEMA = make_small_schema(
-    tables={name: {"rows": rows, "dim": 32} for name, rows in (("user", 23), ("tag", 5))}
-)
+WIDE_SCHEMA = make_small_schema(tables={name: {"rows": rows, "dim": 32} for name, rows in (("user", 23), ("tag", 5))})
 
 
 def loop_quantized(rank, world, plan, forward, backward, fault=None, **settings):
@@ -281,9 +273,7 @@ def test_qcomms_rounding_is_bounded_on_two_hosts(plan, precision):
         ("row-wise", "int8"),
         *[
             pytest.param(plan, precision, marks=pytest.mark.parity)
-            for plan, precision in product(
-                ("table-wise", "column-wise", "row-wise"), ("fp16", "bf16", "int8")
-            )
+            for plan, precision in product(("table-wise", "column-wise", "row-wise"), ("fp16", "bf16", "int8"))
         ],
     ],
 )
@@ -312,9 +302,7 @@ def scale_decoded_gradients(scene):
 
 
 def test_error_above_the_rounding_bound_is_detected():
-    answers = run_on_ranks(
-        2, loop_quantized, SHARDING_PLANS["row-wise"], "fp16", "fp16", scale_decoded_gradients
-    )
+    answers = run_on_ranks(2, loop_quantized, SHARDING_PLANS["row-wise"], "fp16", "fp16", scale_decoded_gradients)
     (found,) = failed_outcomes(answers, "parity")
     assert found["step"] == 6 and "the gradient that reaches rank" in found["text"]
     assert 0.01 < found["figure"] < 0.03 and 4e-4 < found["limit"] < 6e-4

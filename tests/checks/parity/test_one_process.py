@@ -136,9 +136,7 @@ def test_touched_rows_adam_matches_sparse_adam():
 def test_row_wise_adagrad_uses_the_mean_square_of_each_row():
     """Row-wise Adagrad equals Adagrad if gradients are equal in all columns."""
 
-    ours = train_table(
-        lambda p: reference.TableReference("rowwise_adagrad", *p, lr=0.1, eps=1e-6), draw_equal_columns
-    )
+    ours = train_table(lambda p: reference.TableReference("rowwise_adagrad", *p, lr=0.1, eps=1e-6), draw_equal_columns)
     theirs = train_table(lambda p: torch.optim.Adagrad(p, lr=0.1, eps=1e-6), draw_equal_columns)
     torch.testing.assert_close(ours, theirs)
     # All columns of a row share the mean of squared gradients: (1 + 9) ÷ 2 = 5.
@@ -151,9 +149,7 @@ def test_row_wise_adagrad_uses_the_mean_square_of_each_row():
 def test_half_tables_are_rounded_after_every_step():
     start = torch.randn(11, 4).half()
     one = reference.Reference(SCHEMA, {"t": start}, LinearModel())
-    reference.train(
-        one, make_random_batches(SCHEMA, 10, 1, seed=3), [torch.optim.SGD(one.parameters(), lr=0.3)]
-    )
+    reference.train(one, make_random_batches(SCHEMA, 10, 1, seed=3), [torch.optim.SGD(one.parameters(), lr=0.3)])
     values = one.tables["t"].detach()
     assert (values != start.float()).any()
     assert torch.equal(values, values.half().float())

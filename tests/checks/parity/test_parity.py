@@ -38,9 +38,7 @@ def compare_with_moved_replica(rank, world, part, where):
         return step, plan
 
     return find_failures(
-        compare_steps(
-            rank, world, make_small_config(world, {"sharding_type": "data_parallel"}, "sgd"), build=build
-        )
+        compare_steps(rank, world, make_small_config(world, {"sharding_type": "data_parallel"}, "sgd"), build=build)
     )
 
 
@@ -76,9 +74,9 @@ def test_gpu_sequence_lookups_match_one_cpu_process(sharding):
     }
     model = {"name": "sequence", "max_length": 3, "target": "user", "top_mlp": [6]}
     settings = make_small_config(2, {"sharding_type": sharding}, model=model, max_grad_norm=0.05)
-    found = run_on_ranks(
-        2, compare_steps, settings, "cuda", 2, None, make_small_schema(sparse=sparse), device="cuda"
-    )[0]
+    found = run_on_ranks(2, compare_steps, settings, "cuda", 2, None, make_small_schema(sparse=sparse), device="cuda")[
+        0
+    ]
     assert {check for check, _, _ in found} == {
         "forward",
         "gradient",
@@ -111,9 +109,7 @@ def test_parity_ignores_configured_qcomms():
 
 def test_schedule_factors_match_their_definition():
     schedule = Schedule(warmup_steps=4, decay="linear", decay_steps=10)
-    assert [schedule.compute_factor(s) for s in (0, 3, 4, 9, 14, 99)] == pytest.approx(
-        [0.2, 0.8, 1, 0.5, 0, 0]
-    )
+    assert [schedule.compute_factor(s) for s in (0, 3, 4, 9, 14, 99)] == pytest.approx([0.2, 0.8, 1, 0.5, 0, 0])
     assert Schedule(decay="cosine", decay_steps=10).compute_factor(5) == pytest.approx(0.5)
     assert Schedule().compute_factor(10**6) == 1
     whole = Schedule(warmup_steps=4, decay="linear").resolve_decay_steps(14)

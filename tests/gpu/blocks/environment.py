@@ -52,9 +52,7 @@ def _check_gpu(here: BlockContext) -> None:
 
     from raytrec.common.machine import FBGEMM_CAPABILITIES
 
-    assert (torch.version.cuda or "").startswith(CUDA_VERSION), (
-        f"torch is built for CUDA {torch.version.cuda}"
-    )
+    assert (torch.version.cuda or "").startswith(CUDA_VERSION), f"torch is built for CUDA {torch.version.cuda}"
     driver = driver_version()
     assert int(driver.split(".")[0]) >= MIN_DRIVER_VERSION, (
         f"driver {driver}; CUDA {CUDA_VERSION} needs {MIN_DRIVER_VERSION} or newer"

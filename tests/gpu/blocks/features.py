@@ -6,12 +6,8 @@ from pathlib import Path
 
 from here import BlockContext, read_json_records
 
-PREDICTION_AUC_TOLERANCE = (
-    1e-5  # AUC difference allowed between an evaluation and predictions of the same model
-)
-LOW_PRECISION_AUC_TOLERANCE = (
-    2e-2  # AUC difference allowed between fp32 and bf16 layers or 16-bit collectives
-)
+PREDICTION_AUC_TOLERANCE = 1e-5  # AUC difference allowed between an evaluation and predictions of the same model
+LOW_PRECISION_AUC_TOLERANCE = 2e-2  # AUC difference allowed between fp32 and bf16 layers or 16-bit collectives
 
 
 def run(here: BlockContext) -> None:

@@ -11,9 +11,7 @@ def run(here: BlockContext) -> None:
     with here.ray():
         step, kept = _diverged(here, "diverges", None)
         here.found |= {"step": step, "newest_checkpoint": kept}
-        assert kept < step, (
-            f"the loss of step {step} was not finite, but a checkpoint of step {kept} was saved"
-        )
+        assert kept < step, f"the loss of step {step} was not finite, but a checkpoint of step {kept} was saved"
         # Repeat with this step as the last one: no later step can detect the non-finite loss.
         last, kept = _diverged(here, "at_the_end", step)
     assert last == step, f"the loss was not finite at step {step}, and now at step {last}"
@@ -30,9 +28,7 @@ def _diverged(here: BlockContext, name: str, max_steps: int | None) -> tuple[int
     from raytrec.common.errors import RunError
     from raytrec.driver import run as driver
 
-    values = here.settings(
-        name, checkpoint__every_steps=1, train__max_steps=max_steps, tracking__every_steps=None
-    )
+    values = here.settings(name, checkpoint__every_steps=1, train__max_steps=max_steps, tracking__every_steps=None)
     values["optim"] = {"dense": {"name": "sgd", "lr": 1e9}}
     values["checks"] = {"finite": "off", "numerics": "off"}
     try:

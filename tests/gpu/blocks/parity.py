@@ -14,9 +14,7 @@ def run(here: BlockContext) -> None:
 
     wanted = single_process_cases("cuda" if here.real else "cpu")
     with here.group():
-        worst = compare_all(
-            here.device, wanted[: here.size(3, 40, 40)] + model_cases()[: here.size(1, 40, 40)]
-        )
+        worst = compare_all(here.device, wanted[: here.size(3, 40, 40)] + model_cases()[: here.size(1, 40, 40)])
         _bf16_is_refused(here)
     here.found |= {"cases": len(worst), "worst_share_of_the_limit": max(worst.values())}
     here.found["worst_case"] = max(worst, key=worst.get)
@@ -40,9 +38,7 @@ def single_process_cases(kind: str) -> list:
     optimizers = ("sgd", "rowwise_adagrad", "adagrad", "adam")
     found = [case(kernel="fused"), case("rowwise_adagrad", max_grad_norm=0.05), case("adam", kernel="dense")]
     found += [case(o, kernel=kernel) for o in optimizers for kernel in ("fused", "dense")]
-    found += [
-        case("sgd", pooling=p, sharding="row_wise") for p in ("sum", "mean", "weighted sum", "weighted mean")
-    ]
+    found += [case("sgd", pooling=p, sharding="row_wise") for p in ("sum", "mean", "weighted sum", "weighted mean")]
     found += [case(o, dtype="fp16") for o in ("sgd", "adagrad")]
     found += [case(o, kernel=kernel) for o in ("rowwise_adagrad", "adam") for kernel in UVM_KERNELS]
     found += [
@@ -68,9 +64,7 @@ def sharded_cases(world: int) -> list:
     ways = [(way, "mixed", "adagrad", (world, 1), "unequal") for way in FACTORS["sharding"]]
     return [Case(*way, kernel="dense" if way[0] == "data_parallel" else "fused") for way in ways] + [
         Case("row_wise", "weighted mean", "sgd", (world, 1), "empty"),
-        Case(
-            "row_wise", "mixed", "rowwise_adagrad", (world, 1), "unequal", max_grad_norm=0.05, recomputed=True
-        ),
+        Case("row_wise", "mixed", "rowwise_adagrad", (world, 1), "unequal", max_grad_norm=0.05, recomputed=True),
     ]
 
 

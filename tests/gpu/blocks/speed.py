@@ -37,9 +37,7 @@ def run(here: BlockContext) -> None:
         if peaks:
             wanted = min(3.0, 0.6 * peaks.tf32 / peaks.fp32)
             times = layers["tf32"].rows_per_s / layers["fp32"].rows_per_s
-            assert times >= wanted, (
-                f"tf32 is {times:.1f} × as fast as fp32; expected with tensor cores: {wanted:.1f} ×"
-            )
+            assert times >= wanted, f"tf32 is {times:.1f} × as fast as fp32; expected with tensor cores: {wanted:.1f} ×"
         idle = {side.name: _idle(side) for side in steps}
         here.found["idle"] = {name: round(share, 3) for name, share in idle.items()}
         assert idle["fp32"] < MAX_IDLE_SHARE, f"the GPU is idle for {idle['fp32']:.0%} of an fp32 step"
@@ -53,8 +51,7 @@ def _measured(here: BlockContext, sides, title: str):
 
     figures = gpu.measure(sides, here.device, ROUNDS, here.size(0.02, 0.1, 0.3))
     here.found[title] = {
-        name: f"{f.ms:.2f} ms" + (f", {f.share:.0%} of the most" if f.share else "")
-        for name, f in figures.items()
+        name: f"{f.ms:.2f} ms" + (f", {f.share:.0%} of the most" if f.share else "") for name, f in figures.items()
     }
     return figures
 

@@ -29,9 +29,7 @@ def run(here: BlockContext) -> None:
             on_cpu = driver.train(_settings(here, "cpu", "cpu")).metrics
         here.found["eval.auc on cpu"] = on_cpu["eval.auc"]
         apart = abs(figures["eval.auc"] - on_cpu["eval.auc"])
-        assert apart < DEVICE_AUC_TOLERANCE, (
-            f"AUC {figures['eval.auc']:.5f} on GPU, {on_cpu['eval.auc']:.5f} on CPU"
-        )
+        assert apart < DEVICE_AUC_TOLERANCE, f"AUC {figures['eval.auc']:.5f} on GPU, {on_cpu['eval.auc']:.5f} on CPU"
 
 
 def _settings(here: BlockContext, name: str, device: str) -> dict:

@@ -25,9 +25,7 @@ def run(here: BlockContext) -> None:
 
     tables = {"t": {"rows": TABLE_ROWS, "dim": DIM}}
     schema = small.make_small_schema(dense=["a"], sparse={"f": {"table": "t"}}, tables=tables)
-    config = small.make_small_config(
-        1, {"sharding_type": "table_wise", "compute_kernel": "fused_uvm_caching"}
-    )
+    config = small.make_small_config(1, {"sharding_type": "table_wise", "compute_kernel": "fused_uvm_caching"})
     with here.group():
         step = small.build_step_on_rank(config, schema, here.device)
         _train(step, here)

@@ -190,8 +190,7 @@ class StandInGpu:
     def pinned_bytes(self) -> int:
         """Pinned bytes. torch rounds its allocations up to powers of two; registered memory is exact."""
         return sum(
-            size if keep is None else 1 << (size - 1).bit_length()
-            for size, keep in self._pinned.copy().values()
+            size if keep is None else 1 << (size - 1).bit_length() for size, keep in self._pinned.copy().values()
         )
 
 

@@ -79,9 +79,7 @@ fbgemm_library.impl("jagged_unique_indices", jagged_unique_indices, "CPU")
 def _place(kernel: torch.nn.Module) -> None:
     for name, value in list(kernel._parameters.items()):
         if value is not None and name.startswith(DEVICE_TENSOR_PREFIXES):
-            kernel._parameters[name] = torch.nn.Parameter(
-                to_device_tensor(value.detach()), value.requires_grad
-            )
+            kernel._parameters[name] = torch.nn.Parameter(to_device_tensor(value.detach()), value.requires_grad)
     for name, value in list(kernel._buffers.items()):
         if value is not None and (name.startswith(DEVICE_TENSOR_PREFIXES) or name == "iter"):
             kernel._buffers[name] = to_device_tensor(value)

@@ -235,18 +235,14 @@ def is_waiting(name: str, args: tuple, kwargs: dict) -> bool:
 
 
 def _refuse_two_devices(name: str, func: Any, args: tuple, kwargs: dict) -> None:
-    if name.rpartition(".")[2] in CROSS_DEVICE_OPERATIONS or str(func).startswith(
-        ("fbgemm", "torchrec", "profiler")
-    ):
+    if name.rpartition(".")[2] in CROSS_DEVICE_OPERATIONS or str(func).startswith(("fbgemm", "torchrec", "profiler")):
         return
     if torch._C._current_graph_task_id() != -1:  # autograd's engine creates ordinary tensors
         return
     if name in INDEXING_OPERATIONS:
         indices = [t for t in iterate_tensors(args[1]) if t.dim()]
         if not is_on_device(args[0]) and any(map(is_on_device, indices)):
-            raise RuntimeError(
-                "indices should be either on cpu or on the same device as the indexed tensor (cpu)"
-            )
+            raise RuntimeError("indices should be either on cpu or on the same device as the indexed tensor (cpu)")
         if len(args) < 3 or not indices:
             return  # assignment between slices is a copy
         args = (args[0], args[2])
