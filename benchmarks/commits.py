@@ -16,10 +16,7 @@ from pathlib import Path
 
 REPO = Path(__file__).parents[1]
 MAX_SUBJECT_LENGTH = 72
-RULES = {
-    "D401": "is not imperative, such as 'Fix …' or 'Add …'",
-    "D403": "does not begin with a capital letter",
-}
+RULES = {"D401": "is not imperative, such as 'Fix …' or 'Add …'", "D403": "does not begin with a capital letter"}
 
 
 def read_subjects(count: int, folder: Path = REPO) -> list[str]:

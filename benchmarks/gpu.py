@@ -208,10 +208,7 @@ def config_of(size: Size, batch: int, **train: Any) -> RunConfig:
             "data": {"train": "unused/train", "global_batch_size": batch},
             "scaling": {"num_workers": 1},
             "model": size.layers,
-            "optim": {
-                "embeddings": {"name": "adagrad", "lr": 0.005},
-                "dense": {"name": "adagrad", "lr": 0.005},
-            },
+            "optim": {"embeddings": {"name": "adagrad", "lr": 0.005}, "dense": {"name": "adagrad", "lr": 0.005}},
             "plan": {"sharding_types": ["table_wise"]},
             "train": train,
         }
@@ -327,11 +324,7 @@ def dense(size: Size, batch: int, device: torch.device, peaks: Peaks | None, com
 
 
 def whole_steps(
-    size: Size,
-    batch: int,
-    device: torch.device,
-    peaks: Peaks | None,
-    precisions: tuple[str, ...] = PRECISIONS,
+    size: Size, batch: int, device: torch.device, peaks: Peaks | None, precisions: tuple[str, ...] = PRECISIONS
 ) -> list[Side]:
     """Return sides with raytrec's step of `raytrec train`, without reading."""
     sides, schema = [], schema_of(size.step_rows, size.dim)
@@ -560,8 +553,7 @@ def main(
     data: Annotated[str, typer.Option(help="Folder of `raytrec prepare synthetic`.")] = "data/ingest",
     compiled: Annotated[bool, typer.Option(help="Also compile; requires a C compiler.")] = True,
     out: Annotated[
-        Path | None,
-        typer.Option(help="Output file; default: benchmarks/results/gpu.json, only on a GPU."),
+        Path | None, typer.Option(help="Output file; default: benchmarks/results/gpu.json, only on a GPU.")
     ] = None,
 ) -> None:
     """Print the table and, on a GPU, write benchmarks/results/gpu.json."""

@@ -26,10 +26,7 @@ from harness import Grid
 from rank_group import Ranks, compare, rig, run_script, trainer
 
 SIDES = {"repeated": False, "grouped": True}
-HEADER = (
-    *("model", "workers", "examples/s: repeated", "grouped", ""),
-    *("CPU-µs an example: repeated", "grouped", ""),
-)
+HEADER = (*("model", "workers", "examples/s: repeated", "grouped", ""), *("CPU-µs an example: repeated", "grouped", ""))
 DIM, REQUESTS, PIECES, COLUMNS = 16, 256, 4, 100
 ITEMS, SHOWN = {"item": {"rows": 3706, "dim": DIM}, "user": {"rows": 6040, "dim": DIM}}, 5
 HISTORY = {"item": {"table": "item"}, "history": {"table": "item", "pooling": "sequence"}}
@@ -51,12 +48,7 @@ CASES: dict[str, tuple[dict, dict, list[str], int]] = {
         ["item"],
         SHOWN,
     ),
-    "din": (
-        IMPRESSIONS,
-        {"name": "din", "target": "item", "max_length": 200, "top_mlp": TOP},
-        ["item"],
-        SHOWN,
-    ),
+    "din": (IMPRESSIONS, {"name": "din", "target": "item", "max_length": 200, "top_mlp": TOP}, ["item"], SHOWN),
     "wide two_tower": (WIDE, {"name": "two_tower", "towers": WIDE_TOWERS, "tower_mlp": TOP}, OF_ITEM, 10),
     "wide dcn": (WIDE, {"name": "dcn", "top_mlp": TOP, "cross_rank": 32}, OF_ITEM, 10),
 }

@@ -40,11 +40,7 @@ SIDES = (
     *((kind, share) for share in (0.5, 0.1) for kind in ("managed", "lru", "hashed")),
 )
 # Sides with managed ids → policy if there are fewer rows than ids.
-KINDS: dict[str, dict[str, Any]] = {
-    "numbers": {},
-    "managed": {"eviction": "lfu", "admit_after": 5},
-    "lru": {},
-}
+KINDS: dict[str, dict[str, Any]] = {"numbers": {}, "managed": {"eviction": "lfu", "admit_after": 5}, "lru": {}}
 OPTIM = {"embeddings": {"name": "adagrad", "lr": 0.1}, "dense": {"lr": 0.01}}
 
 

@@ -54,10 +54,7 @@ def texts(path: Path) -> Iterator[tuple[int, str]]:
     parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
-            yield (
-                node.lineno,
-                "".join(str(getattr(part, "value", "")) for part in map(_constant, node.values)),
-            )
+            yield (node.lineno, "".join(str(getattr(part, "value", "")) for part in map(_constant, node.values)))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts:
             yield node.lineno, node.value
     yield from _comments(content)

@@ -19,10 +19,7 @@ from harness import Grid, status_bytes
 from rank_group import on_ranks
 
 WORLD, BATCH = 2, 1 << 16
-METRICS = {
-    "of an order": ["auc", "pr_auc", "calibration"],
-    "of groups": ["gauc", "ndcg@10", "recall@10"],
-}
+METRICS = {"of an order": ["auc", "pr_auc", "calibration"], "of groups": ["gauc", "ndcg@10", "recall@10"]}
 
 
 def evaluate(
@@ -39,15 +36,7 @@ def evaluate(
     from raytrec.tasks.losses.pointwise import BinaryCrossEntropy
     from raytrec.tasks.task import Task
 
-    task = Task(
-        label="y",
-        name="y",
-        column=0,
-        loss=BinaryCrossEntropy(),
-        weight=1.0,
-        metrics=(*metrics,),
-        group="user",
-    )
+    task = Task(label="y", name="y", column=0, loss=BinaryCrossEntropy(), weight=1.0, metrics=(*metrics,), group="user")
     settings = EvalSection(**({} if exact_rows is None else {"max_exact_rows": exact_rows}))
     task_rows, peers, numbers = TaskRows(Selection([task], settings), "y"), Peers(device), torch.arange(1000)
     peers.send([numbers], numbers % WORLD)  # torch and gloo allocate memory once

@@ -16,10 +16,7 @@ from rank_group import Ranks, compare, rig, run_script, trainer
 
 SIDES = {"plain": True, "raytrec": False}
 PIECES = 4  # batches, on which the steps train repeatedly
-HEADER = (
-    *("model", "shape", "workers", "tokens/s: plain torch", "raytrec", ""),
-    *("CPU-µs a token: plain", "raytrec"),
-)
+HEADER = (*("model", "shape", "workers", "tokens/s: plain torch", "raytrec", ""), *("CPU-µs a token: plain", "raytrec"))
 # Histories are log-normal around `median`, cut to `shortest` and `length`: 157 and 7 ids on average.
 ML1M = {
     "rows": 128,

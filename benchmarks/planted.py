@@ -49,11 +49,7 @@ def prepare(folder: Path, steps: int) -> int:
     schema = {
         "labels": ["label"],
         "dense": ["price"],
-        "sparse": {
-            "user": {"table": "user"},
-            "tags": {"table": "tag", "pooling": "mean"},
-            "row": {"table": "row"},
-        },
+        "sparse": {"user": {"table": "user"}, "tags": {"table": "tag", "pooling": "mean"}, "row": {"table": "row"}},
         "tables": {
             "user": {"rows": USERS, "dim": 4},
             "tag": {"rows": TAGS, "dim": 4},
@@ -79,12 +75,7 @@ def configure(folder: Path, data: Path, workers: int | dict[str, int]) -> Path:
         "optim": {"dense": {"lr": 3e-4}},
         "train": {"epochs": EPOCHS, "log_every_steps": 50},
         "checkpoint": {"every_steps": 25, "keep_last": 2},
-        "scaling": {
-            "num_workers": workers,
-            "device": "cpu",
-            "hang_timeout_s": 20,
-            "max_failures": 1000,
-        },
+        "scaling": {"num_workers": workers, "device": "cpu", "hang_timeout_s": 20, "max_failures": 1000},
         "tracking": {"uri": f"sqlite:///{folder}/mlflow.db"},
     }
     path = folder / f"{'fixed' if workers == MOST else 'elastic'}.yaml"

@@ -7,10 +7,7 @@ from typing import Any
 
 from harness import Grid
 
-COLUMNS = (
-    *("data", "model", "metric", "mean ± spread", "seeds", "published"),
-    *("parameters", "rows/s", "s a run"),
-)
+COLUMNS = (*("data", "model", "metric", "mean ± spread", "seeds", "published"), *("parameters", "rows/s", "s a run"))
 PRECISIONS = ("fp16", "int8", "int4")
 
 

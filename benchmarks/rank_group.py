@@ -282,12 +282,7 @@ class Rig:
 
 
 def rig(
-    schema: dict[str, Any],
-    model: dict[str, Any],
-    world: int,
-    rows: int,
-    lists: Iterable[str] = (),
-    **sections: Any,
+    schema: dict[str, Any], model: dict[str, Any], world: int, rows: int, lists: Iterable[str] = (), **sections: Any
 ) -> Rig:
     """Build a model on this rank (CPU).
 
@@ -309,11 +304,7 @@ def rig(
     from raytrec.worker.build import build_step
 
     parsed = Schema.parse({"labels": ["y"], "dense": [], **schema}, "benchmark")
-    values = {
-        "data": {"train": "unused", "global_batch_size": rows},
-        "scaling": {"num_workers": world},
-        "model": model,
-    }
+    values = {"data": {"train": "unused", "global_batch_size": rows}, "scaling": {"num_workers": world}, "model": model}
     config = RunConfig.model_validate(values | sections)
     form = ResolvedReadPlan(ReadPlan(parsed), lists=frozenset(lists) & set(parsed.sparse))
     step, _ = build_step(config, parsed, torch.device("cpu"))

@@ -129,10 +129,7 @@ def measure_lengths(worlds: list[int], lengths: list[int], rounds: int) -> list[
             for fill, share in FILLS.items():
                 for length in lengths:
                     ids = max(1, round(length * share))
-                    requests = {
-                        "mean": {"length": None, "ids": ids},
-                        "by_id": {"length": length, "ids": ids},
-                    }
+                    requests = {"mean": {"length": None, "ids": ids}, "by_id": {"length": length, "ids": ids}}
                     figures = compare(sides, requests, rounds, BATCH * world)
                     points.append({"workers": world, "length": length, "fill": fill, "ids": ids, **figures})
                     print(json.dumps(points[-1]), flush=True)

@@ -60,11 +60,7 @@ HTTP_HEADER = (
     *("requests/s × ray", "p99 ÷ ray's", "requests/s × fastapi"),
 )
 INSIDE_HEADER = ("in process", "500 rows, ms", "1 user, 500 candidates, ms", "×", "largest difference")
-SPEED_HEADER = (
-    "rows/s in batches of 2,048",
-    "`raytrec.load`, one thread",
-    "`raytrec predict`, one worker",
-)
+SPEED_HEADER = ("rows/s in batches of 2,048", "`raytrec.load`, one thread", "`raytrec predict`, one worker")
 
 
 def _dlrm(table_rows: int) -> tuple[str, pa.Table]:
@@ -95,12 +91,7 @@ def _sasrec() -> tuple[str, pa.Table]:
     Path("sequences/train").mkdir(parents=True)
     pq.write_table(table, "sequences/train/rows.parquet")
     sparse = {"item": {"table": "item"}, "history": {"table": "item", "pooling": "sequence"}}
-    schema = {
-        "labels": ["label"],
-        "dense": [],
-        "sparse": sparse,
-        "tables": {"item": {"rows": ITEMS, "dim": 64}},
-    }
+    schema = {"labels": ["label"], "dense": [], "sparse": sparse, "tables": {"item": {"rows": ITEMS, "dim": 64}}}
     Path("sequences/schema.yaml").write_text(yaml.safe_dump(schema), encoding="utf-8")
     config = {
         "data": {"train": "sequences/train", "global_batch_size": 500},
@@ -251,11 +242,7 @@ def _http_rows(rounds: list[dict]) -> list[list[str]]:
                 return [each[of][clients][figure] for each in rounds]
 
             rate, p50, p99 = (values(figure, side) for figure in ("rate", "p50", "p99"))
-            compared = (
-                (rate, values("rate", "ray")),
-                (p99, values("p99", "ray")),
-                (rate, values("rate", "fastapi")),
-            )
+            compared = ((rate, values("rate", "ray")), (p99, values("p99", "ray")), (rate, values("rate", "fastapi")))
             cells = [side, clients, f"{median(rate):,.0f}", f"{median(p50):.1f}", f"{median(p99):.1f}"]
             rows.append([*cells, *(f"{median_ratio(*pair):.2f}" for pair in compared)])
     return rows

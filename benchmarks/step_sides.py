@@ -179,9 +179,7 @@ def collate(table: Any, schema: Any) -> Any:
             lengths.append(np.ones(len(ids), np.int32))
         values.append(ids.to_numpy())
     sparse = KeyedJaggedTensor(
-        list(schema.sparse),
-        torch.from_numpy(np.concatenate(values)),
-        lengths=torch.from_numpy(np.concatenate(lengths)),
+        list(schema.sparse), torch.from_numpy(np.concatenate(values)), lengths=torch.from_numpy(np.concatenate(lengths))
     )
     dense = np.stack([column(name).to_numpy() for name in schema.dense], axis=1)
     labels = column(schema.labels[0]).to_numpy().astype(np.float32)

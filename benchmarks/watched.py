@@ -186,8 +186,7 @@ class Run:
     def node(self, rng: random.Random) -> Any:
         """Return the node of a random worker."""
         return self.wait(
-            "a worker's node",
-            lambda: self.nodes.of(rng.choice(sorted(self.attempt().raylets.items()))[1]),
+            "a worker's node", lambda: self.nodes.of(rng.choice(sorted(self.attempt().raylets.items()))[1])
         )
 
     def saved(self) -> list[int]:

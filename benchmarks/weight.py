@@ -127,9 +127,7 @@ def allowed_growth(older: str, newer: str) -> int:
     return sum(int(lines.replace(",", "")) for entry in added.elements() for lines in BUDGET.findall(entry))
 
 
-def main(
-    against: Annotated[str, typer.Option(help="A commit to compare with.")] = "",
-) -> None:
+def main(against: Annotated[str, typer.Option(help="A commit to compare with.")] = "") -> None:
     """Print the size of the tree; with `--against`, exit with 1 if raytrec/ has grown too much."""
     columns, allowed = {"now": weigh(REPO)}, 0
     if against:

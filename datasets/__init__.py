@@ -41,9 +41,7 @@ File = Annotated[Path | None, typer.Option(parser=resolve_path_option, metavar="
 # Options that recipes share. A parameter with one of these names needs no annotation.
 SHARED = {
     "out": typer.Option(
-        parser=resolve_path_option,
-        metavar="PATH",
-        help="Folder to write train/, valid/, test/ and schema.yaml to.",
+        parser=resolve_path_option, metavar="PATH", help="Folder to write train/, valid/, test/ and schema.yaml to."
     ),
     "force": typer.Option("--force", help="Replace the content of the folder."),
     "dim": typer.Option(help="Width of the embeddings; a multiple of 4."),
@@ -93,8 +91,6 @@ def find_recipe(path: str) -> Callable[..., None]:
     recipe = find_code(path, "recipe", "raytrec prepare", os.getcwd())
     if not inspect.isfunction(recipe):
         raise ConfigError(
-            f"the recipe {path} is not a function",
-            where="raytrec prepare",
-            expected="def prepare(out: Path, …)",
+            f"the recipe {path} is not a function", where="raytrec prepare", expected="def prepare(out: Path, …)"
         )
     return recipe

@@ -11,25 +11,11 @@ import pytest
 
 # Names that mark a test module as one that starts processes.
 FORKING_NAMES = {"run_on_ranks", "ranks", "assert_parity", "warm"}
-PROCESS_STARTING_NAMES = FORKING_NAMES | {
-    "subprocess",
-    "multiprocessing",
-    "ray_session",
-    "heads",
-    "hosts",
-    "Head",
-}
+PROCESS_STARTING_NAMES = FORKING_NAMES | {"subprocess", "multiprocessing", "ray_session", "heads", "hosts", "Head"}
 # Ray fixture -> xdist group suffix. Tests run in this order, after all tests without Ray.
 RAY_GROUPS = {"ray_with_gpus": "on Ray with GPUs", "ray_cluster": "on Ray"}
 # Slowest test modules on the shared Ray. They run first so that parallel workers finish at the same time.
-LONGEST_MODULES = [
-    "test_driver",
-    "test_survive",
-    "test_out_of_tree",
-    "test_cli",
-    "test_warm_start",
-    "test_check",
-]
+LONGEST_MODULES = ["test_driver", "test_survive", "test_out_of_tree", "test_cli", "test_warm_start", "test_check"]
 
 
 def pytest_sessionstart(session):

@@ -26,10 +26,7 @@ def train_both_sides(rank, world, shape):
         for name, weight in zip(order, own, strict=True):
             weight.copy_(dense.pop(name))
     assert not dense, dense.keys()
-    return [
-        [float(out.loss) for out in ours.train(batches, 6)],
-        [float(loss) for loss in plain.train(padded, 6)],
-    ]
+    return [[float(out.loss) for out in ours.train(batches, 6)], [float(loss) for loss in plain.train(padded, 6)]]
 
 
 TABLE_PARAMETERS = {"items.weight", "positions.weight"}

@@ -25,11 +25,7 @@ SCHEMA = {
 }
 CONFIG = {
     "data": {"train": "films/train", "valid": "films/valid", "test": "films/test", "global_batch_size": 48},
-    "model": {
-        "name": "two_tower",
-        "towers": {"query": ["user_id", "history"], "item": ["item_id"]},
-        "tower_mlp": [16],
-    },
+    "model": {"name": "two_tower", "towers": {"query": ["user_id", "history"], "item": ["item_id"]}, "tower_mlp": [16]},
     "scaling": {"num_workers": 1, "device": "cpu"},
     "train": {"eval_every_steps": 5},
     "tracking": {"enabled": False, "report": False},

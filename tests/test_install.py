@@ -234,12 +234,7 @@ def run_make(
     env = {name: value for name, value in os.environ.items() if name not in left_out}
     env |= {"PATH": str(path)} if path else {}
     return subprocess.run(
-        [shutil.which("make"), "-n", *arguments],
-        cwd=folder,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=30,
+        [shutil.which("make"), "-n", *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=30
     )
 
 

@@ -23,13 +23,7 @@ def wait_operations(gpu):
 def test_stand_in_tensors_report_cuda_device(gpu):
     value = torch.zeros(3, device="cuda")
     assert value.is_cuda and not value.is_cpu and value.device == torch.device("cuda", 0)
-    for other in (
-        value + 1,
-        value[1:],
-        torch.empty_like(value),
-        value.new_ones(2),
-        torch.cat([value, value]),
-    ):
+    for other in (value + 1, value[1:], torch.empty_like(value), value.new_ones(2), torch.cat([value, value])):
         assert other.is_cuda
     assert not value.cpu().is_cuda and not torch.zeros_like(value, device="cpu").is_cuda
     assert torch.arange(4, device=value.device).is_cuda and not torch.arange(4).is_cuda

@@ -27,15 +27,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from raytrec_datasets.interactions.events import (
-    BY_TIME,
-    TEST,
-    VALID,
-    Columns,
-    Interactions,
-    divide,
-    keep_core,
-)
+from raytrec_datasets.interactions.events import BY_TIME, TEST, VALID, Columns, Interactions, divide, keep_core
 from raytrec_datasets.interactions.layouts import read_interactions
 from raytrec_datasets.interactions.rows import Rows
 from raytrec_datasets.interactions.sides import Sides, read_sides

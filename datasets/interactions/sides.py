@@ -121,9 +121,7 @@ def _table(path: Path, key: str) -> pa.Table:
         table = pq.read_table(path) if path.suffix == ".parquet" else csv.read_csv(path)
     except (OSError, ValueError, TypeError, AttributeError, pa.ArrowException) as error:
         raise DataError(
-            f"cannot read the file: {error}",
-            where=str(path),
-            expected="FILE.parquet, FILE.csv or FILE.json",
+            f"cannot read the file: {error}", where=str(path), expected="FILE.parquet, FILE.csv or FILE.json"
         ) from None
     check_columns([key], table.column_names, path)
     return table

@@ -67,9 +67,7 @@ def read(folder: Path) -> MovieLens:
             for other in others:
                 if not (folder / other).is_file():
                     raise DataError(
-                        f"{marker} exists, but {other} is missing",
-                        where=str(folder),
-                        do="extract the whole zip",
+                        f"{marker} exists, but {other} is missing", where=str(folder), do="extract the whole zip"
                     )
             return reader(folder)
     raise DataError(
@@ -171,12 +169,7 @@ def _ratings(path: Path, separator: str) -> pd.DataFrame:
             csv.ReadOptions(column_names=names, skip_rows=int(separator == ",")),
             csv.ParseOptions(delimiter="," if separator == "," else "\t"),
             csv.ConvertOptions(
-                column_types={
-                    "user": pa.int64(),
-                    "item": pa.int64(),
-                    "rating": pa.float32(),
-                    "timestamp": pa.int64(),
-                }
+                column_types={"user": pa.int64(), "item": pa.int64(), "rating": pa.float32(), "timestamp": pa.int64()}
             ),
         )
     except pa.ArrowInvalid as error:

@@ -199,12 +199,7 @@ class Ratings:
         """Return the schema; history shares the table of items."""
         rows = {"user_id": len(self._user_ids) + 1, "item_id": len(self._items) + 1}
         rows |= {name: int(ids.max()) + 1 for name, ids in self._of_user.items()}
-        rows |= {
-            "release_year": len(self._years) + 1,
-            "genres": len(self._genres) + 1,
-            "hour": 24,
-            "weekday": 7,
-        }
+        rows |= {"release_year": len(self._years) + 1, "genres": len(self._genres) + 1, "hour": 24, "weekday": 7}
         sparse = {name: {"table": name.removesuffix("_id")} for name in rows}
         sparse["genres"]["pooling"] = "mean"
         sparse["history"] = {"table": "item", "pooling": "sequence"}

@@ -30,15 +30,7 @@ SAMPLE_ROWS = 50_000
 
 
 def write(
-    out: Path,
-    rows: int,
-    seed: int,
-    dense: int,
-    sparse: int,
-    multi_hot: int,
-    table_rows: int,
-    dim: int,
-    force: bool,
+    out: Path, rows: int, seed: int, dense: int, sparse: int, multi_hot: int, table_rows: int, dim: int, force: bool
 ) -> None:
     """Write the dataset; the arguments are those of `raytrec prepare synthetic`."""
     options = {name: value for name, value in locals().items() if name not in ("out", "force")}

@@ -152,12 +152,7 @@ def _conversion_error(table: str, reason: str, expected: str) -> SchemaError:
 
 
 def rewrite_checkpoint(
-    folder: str,
-    index: dict[str, Any],
-    out: str,
-    changes: Mapping[str, TableConversion],
-    about: dict,
-    seed: int,
+    folder: str, index: dict[str, Any], out: str, changes: Mapping[str, TableConversion], about: dict, seed: int
 ) -> None:
     """Write a checkpoint with the tensors of another one, with changes to some tables.
 

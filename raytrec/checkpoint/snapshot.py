@@ -50,10 +50,7 @@ class RowSnapshot:
     """
 
     def __init__(
-        self,
-        model: DistributedModelParallel,
-        tables: dict[str, Table],
-        on_wait: Callable[[], None] = lambda: None,
+        self, model: DistributedModelParallel, tables: dict[str, Table], on_wait: Callable[[], None] = lambda: None
     ):
         self._on_wait, self._changed, self._begun = on_wait, Condition(), False
         self._shards: dict[str, _ShardSnapshot] = {}  # table → this rank's part

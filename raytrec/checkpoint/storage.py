@@ -36,14 +36,7 @@ from torch.futures import Future
 
 from raytrec.checkpoint.blocks import DTYPES, Target, blocks, to_metadata
 from raytrec.checkpoint.index import INDEX, CheckpointError, convert_write_errors, read_index, write_index
-from raytrec.checkpoint.rawfile import (
-    RawFileWriter,
-    Source,
-    StoredChunk,
-    check_files,
-    make_folder,
-    open_data_file,
-)
+from raytrec.checkpoint.rawfile import RawFileWriter, Source, StoredChunk, check_files, make_folder, open_data_file
 from raytrec.common.storage import join_uri
 
 BLOCK_BYTES = 4 << 20  # unit of checksums and of reading; a multiple of the largest element

@@ -25,17 +25,7 @@ app = typer.Typer(
 )
 app.add_typer(prepare_app, name="prepare")
 # Packages that the base installation does not include.
-EXTRA_PACKAGES = (
-    "ray",
-    "torch",
-    "torchrec",
-    "fbgemm_gpu",
-    "mlflow",
-    "psutil",
-    "matplotlib",
-    "jinja2",
-    "safetensors",
-)
+EXTRA_PACKAGES = ("ray", "torch", "torchrec", "fbgemm_gpu", "mlflow", "psutil", "matplotlib", "jinja2", "safetensors")
 COMMANDS: list[Callable[..., None]] = [
     *(runs.train, runs.tune, service.submit, service.head, service.follow_job, service.stop_job),
     *(saved.evaluate, saved.predict, saved.index, saved.convert, runs.check, runs.doctor, runs.plan),

@@ -25,16 +25,13 @@ Run = Annotated[str, typer.Argument(metavar="RUN", help="Run folder or checkpoin
 RunFolder = Annotated[str, typer.Argument(metavar="RUN", help="Run folder.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[section.key=value]...", help="Overrides.")]
 Job = Annotated[
-    str | None,
-    typer.Argument(metavar="[JOB]", help="Job id, as printed by `raytrec submit`; default: the newest job."),
+    str | None, typer.Argument(metavar="[JOB]", help="Job id, as printed by `raytrec submit`; default: the newest job.")
 ]
 Address = Annotated[
-    str | None,
-    typer.Option(help="http://HOST:PORT of the cluster's dashboard; default: http://127.0.0.1:8265."),
+    str | None, typer.Option(help="http://HOST:PORT of the cluster's dashboard; default: http://127.0.0.1:8265.")
 ]
 AllowCode = Annotated[
-    bool,
-    typer.Option("--allow-code", help="Allow code (module:name) named by a config from a URI, run or checkpoint."),
+    bool, typer.Option("--allow-code", help="Allow code (module:name) named by a config from a URI, run or checkpoint.")
 ]
 Workers = Annotated[int | None, typer.Option(help="Number of workers; default: as in training.")]
 Changes = Annotated[

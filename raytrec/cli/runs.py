@@ -43,8 +43,7 @@ def train(
         raise ConfigError("--resume-latest selects the run itself", expected="CONFIG alone, or --resume RUN")
     if config is None and earlier is None:
         raise ConfigError(
-            "no config was given",
-            expected="raytrec train CONFIG, or raytrec train --warm-start RUN, or --resume RUN",
+            "no config was given", expected="raytrec train CONFIG, or raytrec train --warm-start RUN, or --resume RUN"
         )
     try:
         result = run(config, overrides, warm_start, resume, resume_latest, allow_code)
@@ -123,13 +122,7 @@ def doctor(
         measure (FILE): Only measure this machine's ranks, and write their rates as JSON.
         ranks: Number of ranks to measure with; default: one per GPU, or 2 on CPU.
     """
-    from raytrec.doctor.examine import (
-        anonymize_examination,
-        diagnose,
-        print_examination,
-        to_json_values,
-        to_markdown,
-    )
+    from raytrec.doctor.examine import anonymize_examination, diagnose, print_examination, to_json_values, to_markdown
 
     if measure:
         from raytrec.doctor.child import write_rates

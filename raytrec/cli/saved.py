@@ -181,10 +181,7 @@ def track(run: RunFolder, allow_code: AllowCode = False, follow: bool = False):
     print(f"MLflow       {hide(shorten_store_uri(config.tracking.uri))} contains all records of {config.run.name}")
 
 
-def compare(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN RUN...")],
-    out: str = "compare.html",
-):
+def compare(runs: Annotated[list[str], typer.Argument(metavar="RUN RUN...")], out: str = "compare.html"):
     """Compare results, configurations and curves of runs, on the terminal and as an HTML page.
 
     Options:

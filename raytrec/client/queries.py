@@ -184,11 +184,7 @@ def _hosts() -> dict[str, str]:
 def _new_lines(path: Path, since: int) -> bytes:
     """Return the complete lines from a byte offset on, up to MAX_ANSWER_BYTES."""
     missing = suppress(FileNotFoundError, NotADirectoryError)
-    with (
-        convert_os_errors(f"cannot read {path.name}", where=str(path.parent)),
-        missing,
-        open_regular(path) as file,
-    ):
+    with convert_os_errors(f"cannot read {path.name}", where=str(path.parent)), missing, open_regular(path) as file:
         file.seek(since)
         data = file.read(MAX_ANSWER_BYTES)
         return data[: data.rfind(b"\n") + 1]

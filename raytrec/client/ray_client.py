@@ -16,13 +16,7 @@ from typing import Any
 from raytrec.client import queries
 from raytrec.client.package import Source, code, find_user_modules, get_config_file_name
 from raytrec.client.run import ENDED, Run
-from raytrec.cluster.access import (
-    RAY,
-    check_cluster,
-    check_cluster_version,
-    check_version_mismatch,
-    use_token,
-)
+from raytrec.cluster.access import RAY, check_cluster, check_cluster_version, check_version_mismatch, use_token
 from raytrec.cluster.session import pin_to_node
 from raytrec.common.errors import RaytrecError, RunError, get_first_line, get_last_line, get_root_cause
 from raytrec.compat.ray_core import CLIENT_NOT_STARTED_TEXT, CLIENT_REJECTED_TEXT, find_head_nodes

@@ -22,12 +22,7 @@ from typing import NoReturn
 from raytrec.cluster.access import TOKEN_PATH_VARIABLE, token_file, use_token
 from raytrec.common.errors import RunError, convert_os_errors
 from raytrec.common.processes import lock_file
-from raytrec.compat.ray_start import (
-    CURRENT_CLUSTER_FILE,
-    INFREQUENT_REPORTS_ENV,
-    LONGEST_SOCKET_PATH,
-    replace_popen,
-)
+from raytrec.compat.ray_start import CURRENT_CLUSTER_FILE, INFREQUENT_REPORTS_ENV, LONGEST_SOCKET_PATH, replace_popen
 
 FOLDER_PREFIX, OWNER = "raytrec-", "owner"
 RAY_TMPDIR_VARIABLE = "RAY_TMPDIR"

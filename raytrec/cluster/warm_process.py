@@ -23,21 +23,10 @@ from raytrec.common.memory import ALLOCATOR_ENV
 from raytrec.compat.ray_start import NO_PRESTART_ENV, get_first_job_env, replace_worker_script
 
 HERE = Path(__file__).parent
-FORK_SERVER_PROGRAM, FORKED_WORKER_PROGRAM, PLACE = (
-    HERE / "forking.py",
-    HERE / "forked_worker.py",
-    "RAYTREC_WARM",
-)
+FORK_SERVER_PROGRAM, FORKED_WORKER_PROGRAM, PLACE = (HERE / "forking.py", HERE / "forked_worker.py", "RAYTREC_WARM")
 EXIT_TIMEOUT_S = 0.5  # time in which the warm process ends, unless it is importing
 # Modules imported by ranks, read tasks and Ray Train's controller; MODULES do not import Ray.
-PRELOADED_MODULES = (
-    "torch",
-    "torchrec",
-    "torch.distributed.checkpoint",
-    "pandas",
-    "pyarrow.dataset",
-    "pydantic",
-)
+PRELOADED_MODULES = ("torch", "torchrec", "torch.distributed.checkpoint", "pandas", "pyarrow.dataset", "pydantic")
 ON_RAY = (
     "ray.data",
     "ray.train.torch",

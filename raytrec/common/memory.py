@@ -39,11 +39,7 @@ def retain_freed_memory() -> bool:
     """
     if not hasattr(_LIBC, "gnu_get_libc_version"):
         return False
-    settings = {
-        M_MMAP_THRESHOLD: LARGEST_BYTES,
-        M_TRIM_THRESHOLD: TRIM_THRESHOLD_BYTES,
-        M_TOP_PAD: TOP_PAD_BYTES,
-    }
+    settings = {M_MMAP_THRESHOLD: LARGEST_BYTES, M_TRIM_THRESHOLD: TRIM_THRESHOLD_BYTES, M_TOP_PAD: TOP_PAD_BYTES}
     return all([_LIBC.mallopt(name, size) for name, size in settings.items()])
 
 

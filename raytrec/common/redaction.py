@@ -86,8 +86,7 @@ def hide(text: str) -> str:
     if "://" in text:
         text = ADDRESS.sub(_redact_address, text)
     text = OPTION.sub(
-        _redact_option,
-        FIELD.sub(_redact_field, COOKIE.sub(rf"\1{HIDDEN}", SETTING.sub(_redact_setting, text))),
+        _redact_option, FIELD.sub(_redact_field, COOKIE.sub(rf"\1{HIDDEN}", SETTING.sub(_redact_setting, text)))
     )
     return SHAPES.sub(HIDDEN, HEADER.sub(rf"\1{HIDDEN}", text))
 

@@ -141,11 +141,7 @@ def _make_buffers(
 
 
 def _make_lookup_with_extra_rows(
-    kind: Callable[..., nn.Module],
-    specs: list[tuple],
-    settings: dict[str, Any],
-    files: LookupStorage,
-    extra: int,
+    kind: Callable[..., nn.Module], specs: list[tuple], settings: dict[str, Any], files: LookupStorage, extra: int
 ) -> nn.Module:
     """Return a lookup of one table with additional rows behind its own, for rows in memory.
 

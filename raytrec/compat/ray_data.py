@@ -8,11 +8,7 @@ from uuid import uuid4
 
 from raytrec.compat.versions import private
 
-STATISTICS_METHODS = (
-    "register_dataset_to_stats_actor",
-    "update_execution_metrics",
-    "update_iteration_metrics",
-)
+STATISTICS_METHODS = ("register_dataset_to_stats_actor", "update_execution_metrics", "update_iteration_metrics")
 # Fields of OpRuntimeMetrics.
 PROGRESS_FIELDS = (
     "num_tasks_submitted",

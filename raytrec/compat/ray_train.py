@@ -6,9 +6,7 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
-from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import (
-    DefaultAutoscalingCoordinator,
-)
+from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import DefaultAutoscalingCoordinator
 from ray.train.v2._internal.callbacks import placement_group_callback
 from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
@@ -162,11 +160,7 @@ class RequestingPolicy(ScalingPolicy):
 
     def __init__(self, scaling_config: Any, max_train_workers: int, reader_cpus: int, autoscaler_exists: bool = True):
         super().__init__(scaling_config)
-        self._workers, self._extra_cpus, self._has_autoscaler = (
-            max_train_workers,
-            reader_cpus,
-            autoscaler_exists,
-        )
+        self._workers, self._extra_cpus, self._has_autoscaler = (max_train_workers, reader_cpus, autoscaler_exists)
         self._cpu_coordinator: DefaultAutoscalingCoordinator | None = None
         self._requested_at = 0.0
 

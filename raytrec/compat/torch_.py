@@ -26,14 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as EveryOperator
 from raytrec.compat.versions import missing
 
 # Names of torch for other modules; functions defined below need no entry.
-__all__ = [
-    "Dropout",
-    "EveryOperator",
-    "Shard",
-    "ShardMetadata",
-    "ShardedTensor",
-    "apply_optimizer_in_backward",
-]
+__all__ = ["Dropout", "EveryOperator", "Shard", "ShardMetadata", "ShardedTensor", "apply_optimizer_in_backward"]
 
 MAX_MEMORY_EVENTS = 100_000  # maximum number of recorded allocator events, a few KB each
 

@@ -64,11 +64,7 @@ class Section(BaseModel):
 
 
 def build_section_union(
-    sections: Mapping[str, type[Section]],
-    key: str,
-    user_code_key: str,
-    error_type_name: str,
-    default: str = "",
+    sections: Mapping[str, type[Section]], key: str, user_code_key: str, error_type_name: str, default: str = ""
 ) -> Any:
     """Return the union type of several sections, discriminated by the value of one key.
 

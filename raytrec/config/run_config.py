@@ -20,13 +20,7 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from raytrec.common.errors import (
-    MAX_WORD_LENGTH,
-    ConfigError,
-    find_similar_word,
-    join_first_lines,
-    shorten_repr,
-)
+from raytrec.common.errors import MAX_WORD_LENGTH, ConfigError, find_similar_word, join_first_lines, shorten_repr
 from raytrec.common.reading import parse_yaml
 from raytrec.common.redaction import hide_all
 from raytrec.common.storage import join_uri
@@ -43,13 +37,7 @@ from raytrec.config.overrides import (
 )
 from raytrec.config.tables import OptimSection, PlanSection
 from raytrec.config.tasks import EvalSection, TaskSection
-from raytrec.config.training import (
-    CheckpointSection,
-    ChecksSection,
-    ScalingSection,
-    TrackingSection,
-    TrainSection,
-)
+from raytrec.config.training import CheckpointSection, ChecksSection, ScalingSection, TrackingSection, TrainSection
 from raytrec.config.trust import find_foreign_code, find_origin, refuse_code
 
 MAX_MISTAKES = 20  # listed in one error message

@@ -42,15 +42,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from raytrec.common.errors import SchemaError, format_suggestion, join_first_lines, shorten_repr
 from raytrec.common.reading import UnreadableError, parse_yaml
 from raytrec.config.base import read_settings
-from raytrec.config.schema_parts import (
-    ManagedIds,
-    Scale,
-    SchemaPart,
-    Sparse,
-    Statistics,
-    Table,
-    to_table_name,
-)
+from raytrec.config.schema_parts import ManagedIds, Scale, SchemaPart, Sparse, Statistics, Table, to_table_name
 
 
 class Schema(SchemaPart):
@@ -162,11 +154,7 @@ class Schema(SchemaPart):
     def select_features(self, names: Collection[str]) -> Schema:
         """Return a copy with only these dense columns and sparse features. All labels and tables are kept."""
         dense = [name for name in self.dense if name in names]
-        parts: dict[str, Mapping] = {
-            "sparse": self.sparse,
-            "scale": self.scale,
-            "statistics": self.statistics,
-        }
+        parts: dict[str, Mapping] = {"sparse": self.sparse, "scale": self.scale, "statistics": self.statistics}
         update = {key: {name: of for name, of in part.items() if name in names} for key, part in parts.items()}
         candidates = [name for name in self.candidates if name in (*self.labels, *names)]
         return self.model_copy(update={"dense": dense, "candidates": candidates} | update)

@@ -28,14 +28,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
-from raytrec.config.base import (
-    NonNegativeFloat,
-    PositiveFloat,
-    PositiveInt,
-    Section,
-    SmallCount,
-    build_section_union,
-)
+from raytrec.config.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section, SmallCount, build_section_union
 
 OWN = "module:function"
 

@@ -201,19 +201,14 @@ def _list_statistics_checks(form: ResolvedReadPlan, outputs: set[str]) -> Iterat
     for read in form.plan.task_columns:
         if read.column not in outputs:
             is_mask = read.role == "mask"
-            yield (
-                read.column,
-                partial(_has_invalid_values, allowed=(0, 1 if is_mask else MAX_FLOAT32), null=is_mask),
-            )
+            yield (read.column, partial(_has_invalid_values, allowed=(0, 1 if is_mask else MAX_FLOAT32), null=is_mask))
     for name, spec in schema.sparse.items():
         table, column = schema.tables[spec.table], schema.get_ids_column(name)
         if column not in outputs and table.out_of_range == "error" and not table.ids:
             yield column, partial(_is_out_of_range, low=0, high=table.rows - 1)
 
 
-def _list_exclusion_conditions(
-    task: TaskRows,
-) -> Iterator[tuple[str, str, Callable[[pq.ColumnChunkMetaData], bool]]]:
+def _list_exclusion_conditions(task: TaskRows) -> Iterator[tuple[str, str, Callable[[pq.ColumnChunkMetaData], bool]]]:
     """Yield (column, reason why no row counts, function that returns True if a chunk shows the reason)."""
     if task.nulls == "skip":
         yield task.label, f"its label '{task.label}' is null in every row", _is_all_null

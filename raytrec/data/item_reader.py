@@ -100,10 +100,7 @@ def decode_item(item: LaneItem, form: ResolvedReadPlan) -> list[pa.Table | DataE
 
 
 def finish_item(
-    item: LaneItem,
-    decoded: list[pa.Table | DataError],
-    form: ResolvedReadPlan,
-    faults: ReadErrorPolicy | None = None,
+    item: LaneItem, decoded: list[pa.Table | DataError], form: ResolvedReadPlan, faults: ReadErrorPolicy | None = None
 ) -> pa.Table:
     """Convert the result of `decode_item` to the result of `read_item`."""
     pieces = []

@@ -25,23 +25,8 @@ from raytrec.data.partitions import (
 )
 
 PARQUET_MAGIC = (b"PAR1", b"PARE")  # first and last bytes of a file; PARE: the footer is encrypted
-TEMPORARY_SUFFIXES = (
-    ".tmp",
-    ".temp",
-    ".part",
-    ".crdownload",
-    ".inprogress",
-    "._copying_",
-    ".swp",
-    ".bak",
-    ".old",
-    "~",
-)
-REASON_HIDDEN, REASON_DUPLICATE, REASON_OUTSIDE_PARTITIONS = (
-    "hidden",
-    "reached twice",
-    "outside data.partitions",
-)
+TEMPORARY_SUFFIXES = (".tmp", ".temp", ".part", ".crdownload", ".inprogress", "._copying_", ".swp", ".bak", ".old", "~")
+REASON_HIDDEN, REASON_DUPLICATE, REASON_OUTSIDE_PARTITIONS = ("hidden", "reached twice", "outside data.partitions")
 MAX_NAMES_PER_REASON = 100  # maximum number of names for each reason in the run folder
 REASON_UNREADABLE = "not readable files: pipes, devices, broken links, or names that are not UTF-8"
 
@@ -236,11 +221,7 @@ def _is_hidden(name: str) -> bool:
 
 
 def _select_parquet_files(
-    filesystem: fs.FileSystem,
-    root: str,
-    entries: list[ListedFile],
-    left_out: dict[str, list[str]],
-    where: str,
+    filesystem: fs.FileSystem, root: str, entries: list[ListedFile], left_out: dict[str, list[str]], where: str
 ) -> list[str]:
     """Return the Parquet files among the entries in order, and add the other entries to `left_out`.
 

@@ -48,13 +48,7 @@ TABLE_FORMATS = {
     ),
     "the output of a Spark stream": (r"_spark_metadata", SPARK_CONVERSION.format("parquet")),
 }
-RECORD_FOLDERS = (
-    "_delta_log",
-    "metadata",
-    ".hoodie",
-    "snapshot",
-    "_spark_metadata",
-)  # folders of the records
+RECORD_FOLDERS = ("_delta_log", "metadata", ".hoodie", "snapshot", "_spark_metadata")  # folders of the records
 _PATTERNS = {name: re.compile(rf"/{pattern}(?=/|$)") for name, (pattern, _) in TABLE_FORMATS.items()}
 
 

@@ -18,12 +18,7 @@ import torch
 from raytrec.common.errors import get_root_cause
 from raytrec.common.memory import retain_freed_memory, trim_memory
 from raytrec.compat.ray_core import find_nodes_without_gpus
-from raytrec.compat.ray_data import (
-    disable_autoscaling_requests,
-    disable_statistics,
-    prefer_node,
-    throttle_executors,
-)
+from raytrec.compat.ray_data import disable_autoscaling_requests, disable_statistics, prefer_node, throttle_executors
 from raytrec.config.features import Features
 from raytrec.data.batch import Batch, Collator
 from raytrec.data.fragments import Dataset

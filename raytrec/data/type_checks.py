@@ -117,10 +117,7 @@ def check_types(arrow: pa.Schema, form: ResolvedReadPlan, uri: str) -> None:
 def _unsupported_type_error(what: str, kind: pa.DataType, column: str, uri: str, expected: str, do: str) -> DataError:
     """Return the error for a column of an unsupported type."""
     return DataError(
-        f"{what} has type {_truncate_type(kind)}",
-        where=f"{uri}, column {column}",
-        expected=expected,
-        do=do,
+        f"{what} has type {_truncate_type(kind)}", where=f"{uri}, column {column}", expected=expected, do=do
     )
 
 
@@ -213,10 +210,7 @@ def _check_weights(kind: pa.DataType, column: str, feature: str, uri: str) -> No
     value = value_type(kind)
     if not (is_list(kind) and (types.is_floating(value) or types.is_integer(value) or types.is_null(value))):
         cast = f"for lists of other numbers, {_format_transform('cast', column, 'to: float32')}"
-        advice, what = (
-            _advise_fields(plain(kind), column) or cast,
-            f"weights column '{column}' of '{feature}'",
-        )
+        advice, what = (_advise_fields(plain(kind), column) or cast, f"weights column '{column}' of '{feature}'")
         raise _unsupported_type_error(what, kind, column, uri, "lists with one number per id", advice)
 
 

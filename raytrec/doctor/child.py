@@ -243,14 +243,7 @@ def measure_rates(ranks: int, show: Callable[[str], None]) -> Rates:
     with tempfile.TemporaryDirectory(prefix="raytrec-rates-") as folder, ThreadPoolExecutor(ranks) as pool:
         futures = [
             pool.submit(
-                run_child,
-                take_samples,
-                rank,
-                ranks,
-                folder,
-                MEASURE_TIMEOUT_PER_RANK_S,
-                limit_s=limit_s,
-                **environment,
+                run_child, take_samples, rank, ranks, folder, MEASURE_TIMEOUT_PER_RANK_S, limit_s=limit_s, **environment
             )
             for rank in range(ranks)
         ]

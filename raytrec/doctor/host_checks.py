@@ -215,10 +215,7 @@ def check_main_memory() -> Diagnoses:
     """Check the available main memory, within the container's limit."""
     import psutil
 
-    total, available = (
-        measure_system_memory(),
-        min(psutil.virtual_memory().available, measure_system_memory()),
-    )
+    total, available = (measure_system_memory(), min(psutil.virtual_memory().available, measure_system_memory()))
     what = f"{available / GIB:,.1f} GiB available of {total / GIB:,.1f} GiB"
     if available < MIN_MEMORY_BYTES:
         do = "end other processes, or raise the container's limit: Linux may kill workers without a message"

@@ -123,9 +123,7 @@ def check_ports(nodes: ThisHost) -> Diagnoses:
     listening = [i for i in indices if isinstance(ports[i], int)]
     places = [(nodes.addresses[i], ports[i]) for i in listening]
     answers = nodes.ask(
-        find_connection_errors,
-        places,
-        limit_s=REPLY_TIMEOUT_S + PORT_CONNECT_TIMEOUT_S * (1 + len(places) // 64),
+        find_connection_errors, places, limit_s=REPLY_TIMEOUT_S + PORT_CONNECT_TIMEOUT_S * (1 + len(places) // 64)
     )
     for node in indices:
         if failed := [a for a in (ports[node], answers[node]) if isinstance(a, Exception)]:

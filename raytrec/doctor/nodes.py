@@ -55,11 +55,7 @@ class ThisHost:
         self.disconnected_pairs: set[frozenset[int]] = set()
 
     def ask(
-        self,
-        call: Function,
-        *arguments: Any,
-        host_arguments: HostArguments = None,
-        limit_s: float = REPLY_TIMEOUT_S,
+        self, call: Function, *arguments: Any, host_arguments: HostArguments = None, limit_s: float = REPLY_TIMEOUT_S
     ) -> list[Any]:
         """Call a function on all hosts at once, and return the result or exception of each host.
 
@@ -106,11 +102,7 @@ class ClusterNodes(ThisHost):
         self._actors = [self._actors[i] for i in fit]
 
     def ask(
-        self,
-        call: Function,
-        *arguments: Any,
-        host_arguments: HostArguments = None,
-        limit_s: float = REPLY_TIMEOUT_S,
+        self, call: Function, *arguments: Any, host_arguments: HostArguments = None, limit_s: float = REPLY_TIMEOUT_S
     ) -> list[Any]:
         """Call a function on the nodes, as `ThisHost.ask` on this host."""
         host_arguments = dict.fromkeys(range(len(self._actors)), ()) if host_arguments is None else host_arguments

@@ -8,14 +8,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from rich.progress import (
-    BarColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -75,12 +68,7 @@ class RunConsole:
         self._plain(text, always)
 
     def start(
-        self,
-        total: int,
-        step: int = 0,
-        workers: int = 0,
-        metrics: list[dict[str, Any]] | None = None,
-        **_: Any,
+        self, total: int, step: int = 0, workers: int = 0, metrics: list[dict[str, Any]] | None = None, **_: Any
     ) -> None:
         """Show that training begins at a step; `metrics` describes the figures (selection.Figure)."""
         self._progress.reset(self._task, total=total, completed=step, figures=f"step {step}/{total}")

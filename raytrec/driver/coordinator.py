@@ -136,10 +136,7 @@ class Coordinator:
             if self._command != Command.STOP:
                 self._command = Command.GO
             self._report_event("started", attempt=self._attempts, workers=world)
-        self._members[rank], self._beat_s = (
-            RankState(rank, pid, node, node_id),
-            compute_heartbeat_interval(world),
-        )
+        self._members[rank], self._beat_s = (RankState(rank, pid, node, node_id), compute_heartbeat_interval(world))
         if self._watcher is None:
             self._watcher = asyncio.get_running_loop().create_task(self._watch_ranks())
         return self._attempts - 1

@@ -25,13 +25,7 @@ from raytrec.config.schema import Schema
 from raytrec.config.trust import find_checkpoint_origin
 from raytrec.data.item_reader import check_suspect_groups
 from raytrec.driver.console import Result, RunConsole
-from raytrec.driver.datasets import (
-    check_usable_rows,
-    open_dataset,
-    open_items,
-    record_skipped_files,
-    show_file_counts,
-)
+from raytrec.driver.datasets import check_usable_rows, open_dataset, open_items, record_skipped_files, show_file_counts
 from raytrec.driver.launch import open_session, run_group
 from raytrec.driver.recorder import Watch
 from raytrec.driver.resume import load_stored_schema
@@ -183,11 +177,7 @@ def evaluate(
     for dataset in datasets.values():
         check_suspect_groups(dataset)
         check_usable_rows(dataset)
-    with (
-        create_scratch_folder() as config.run.dir,
-        RunConsole(config.run.name) as console,
-        open_session(config),
-    ):
+    with create_scratch_folder() as config.run.dir, RunConsole(config.run.name) as console, open_session(config):
         show_file_counts(console, datasets)
         for line in (left_out := record_skipped_files(Path(config.run.dir), datasets)):
             console.warn(line)
@@ -230,12 +220,7 @@ def resolve_checkpoint(
 
 
 def convert(
-    place: str | Path,
-    tables: Sequence[str],
-    out: str,
-    *,
-    checkpoint: str | int | None = None,
-    allow_code: bool = False,
+    place: str | Path, tables: Sequence[str], out: str, *, checkpoint: str | int | None = None, allow_code: bool = False
 ) -> tuple[str, list[str]]:
     """Write a checkpoint in which tables have another kind or size.
 

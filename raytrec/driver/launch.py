@@ -211,11 +211,7 @@ def compute_collective_timeout(config: RunConfig, device: str) -> int:
 PHASE_TIMEOUT_S = 1800
 # Interval of checks for the end or an error; time that Ray waits for places that are no longer free; and no
 # preemption watcher, because policies.NodeCapacityPolicy detects leaving nodes sooner and needs no barrier.
-RAY_TRAIN_ENV = {
-    HEALTH_CHECK_INTERVAL_S: "0.5",
-    WORKER_GROUP_START_TIMEOUT_S: "20",
-    ENABLE_PREEMPTION_WATCHER: "0",
-}
+RAY_TRAIN_ENV = {HEALTH_CHECK_INTERVAL_S: "0.5", WORKER_GROUP_START_TIMEOUT_S: "20", ENABLE_PREEMPTION_WATCHER: "0"}
 
 
 def _make_ray_run_config(folder: str) -> Any:
@@ -232,10 +228,7 @@ def _make_ray_run_config(folder: str) -> Any:
     filesystem, path = open_filesystem(folder)  # not the URI, which Ray Train would show
     place, _, name = path.rpartition("/")
     return ray.train.RunConfig(
-        name=name,
-        storage_path=place,
-        storage_filesystem=filesystem,
-        worker_runtime_env={"env_vars": ALLOCATOR_ENV},
+        name=name, storage_path=place, storage_filesystem=filesystem, worker_runtime_env={"env_vars": ALLOCATOR_ENV}
     )
 
 

@@ -14,12 +14,7 @@ from raytrec.common.machine import (
     get_smallest_gpu_memory,
     list_gpu_kinds,
 )
-from raytrec.compat.ray_core import (
-    find_nodes_without_gpus,
-    has_autoscaler,
-    list_alive_nodes,
-    measure_system_memory,
-)
+from raytrec.compat.ray_core import find_nodes_without_gpus, has_autoscaler, list_alive_nodes, measure_system_memory
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.doctor.nodes import collect_answers

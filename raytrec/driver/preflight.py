@@ -22,12 +22,7 @@ from raytrec.config.transforms import Sample
 from raytrec.doctor.host_checks import check_before_run
 from raytrec.driver.prepare import RunPlan, resolve
 from raytrec.driver.resume import check_warm_start
-from raytrec.embeddings.constraints import (
-    MMAP_KERNEL,
-    measure_free_disk,
-    resolve_constraints,
-    resolve_optimizers,
-)
+from raytrec.embeddings.constraints import MMAP_KERNEL, measure_free_disk, resolve_constraints, resolve_optimizers
 from raytrec.metrics.selection import Selection
 from raytrec.planning.dry_run import ClusterEstimator
 from raytrec.planning.machines import MACHINES, Cluster, find_machine, parse_cluster
@@ -172,11 +167,7 @@ def check_memory(config: RunConfig, schema: Schema) -> None:
 
     constraints, optimizers = resolve_constraints(config, schema), resolve_optimizers(config, schema)
     sizes = {table: size.device for table, size in estimate_footprints(config, schema, constraints, "cpu").items()}
-    memory, free, id_maps = (
-        measure_system_memory(),
-        measure_free_disk(config),
-        estimate_id_map_bytes(schema, 1),
-    )
+    memory, free, id_maps = (measure_system_memory(), measure_free_disk(config), estimate_id_map_bytes(schema, 1))
     check_disk(constraints, schema, config, memory - id_maps, free)
     required = sum(sizes.values()) + id_maps
     if required > memory + (free if MMAP_KERNEL in config.plan.compute_kernels else 0):

@@ -29,14 +29,7 @@ from raytrec.driver.recorder import RESULT, write_text
 from raytrec.driver.resume import find_interrupted_run, resume_config
 from raytrec.tracking.feed import DELIVERY_STATE_FILE as DELIVERED
 
-RUN_RECORD_FILES = (
-    METRICS,
-    RANKS,
-    CHECKS,
-    EVENTS,
-    DELIVERED,
-    DRIVER,
-)  # records that a new run does not continue
+RUN_RECORD_FILES = (METRICS, RANKS, CHECKS, EVENTS, DELIVERED, DRIVER)  # records that a new run does not continue
 
 
 @dataclass(frozen=True)

@@ -128,11 +128,7 @@ def record_data(folder: Path, datasets: dict[str, Dataset], contents: dict[str, 
 
 
 def check_same_data(
-    folder: Path,
-    root: str,
-    schema: Schema,
-    datasets: dict[str, Dataset],
-    contents: dict[str, list[FileIdentity]],
+    folder: Path, root: str, schema: Schema, datasets: dict[str, Dataset], contents: dict[str, list[FileIdentity]]
 ) -> list[str]:
     """Check that the position in the newest checkpoint still refers to the same rows.
 

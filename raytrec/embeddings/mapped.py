@@ -22,12 +22,7 @@ from raytrec.common.memory import is_page_resident, prefetch_pages, unmap_file
 from raytrec.compat.fbgemm_lookups import map_table
 from raytrec.config.run_config import RunConfig
 from raytrec.config.tables import EmbeddingOptim
-from raytrec.embeddings.constraints import (
-    MMAP_KERNEL,
-    advise_disk_space,
-    find_memory_filesystem,
-    find_mmap_folder,
-)
+from raytrec.embeddings.constraints import MMAP_KERNEL, advise_disk_space, find_memory_filesystem, find_mmap_folder
 from raytrec.embeddings.optimizers import find_optimizer
 from raytrec.embeddings.pooling import Collection, find_table_modules
 
@@ -97,10 +92,7 @@ class MappedFileFactory:
 
 
 def mark_mapped(
-    collections: Iterable[Collection],
-    plan: ShardingPlan,
-    optimizers: Mapping[str, EmbeddingOptim],
-    hot: bool = False,
+    collections: Iterable[Collection], plan: ShardingPlan, optimizers: Mapping[str, EmbeddingOptim], hot: bool = False
 ) -> None:
     """Mark the tables that a plan assigns to fused_mmap. Call before sharding.
 
@@ -115,11 +107,7 @@ def mark_mapped(
         for table, module in find_table_modules(collection).items():
             if kernels[table] == MMAP_KERNEL:
                 state = find_optimizer(optimizers[table].name).state
-                map_table(
-                    module.weight,
-                    {kind.buffer: kind.value_granularity for kind in state},
-                    table if hot else "",
-                )
+                map_table(module.weight, {kind.buffer: kind.value_granularity for kind in state}, table if hot else "")
 
 
 class HotRowCache:

@@ -87,10 +87,7 @@ def combine_optimizers(
         weights = {n: p for n, p in rest.items() if (table := find_table_name(n)) and optimizers[table] == optimizer}
         if weights:
             parts.append(
-                (
-                    "tables",
-                    _make_keyed_optimizer(weights, optimizer, **_choose_one_pass(optimizer, weights.values())),
-                )
+                ("tables", _make_keyed_optimizer(weights, optimizer, **_choose_one_pass(optimizer, weights.values())))
             )
     if dense := {name: p for name, p in rest.items() if not find_table_name(name)}:
         parts.append(("dense", _make_keyed_optimizer(dense, dense_config, fused=choose_fused_option(dense.values()))))

@@ -54,8 +54,7 @@ def select_golden_rows(dataset: Dataset, count: int) -> tuple[pa.Table, list[Par
     schemas = [select_schema(each.schema.to_arrow_schema(), file_columns) for each in footers.values()]
     schemas.append(pa.schema([(name, form.types[name]) for name in columns if name not in file_columns]))
     kinds = pa.unify_schemas(
-        [pa.schema([(f.name, widen_type(f.type)) for f in each]) for each in schemas],
-        promote_options="permissive",
+        [pa.schema([(f.name, widen_type(f.type)) for f in each]) for each in schemas], promote_options="permissive"
     )
     kinds = pa.schema([kinds.field(name) for name in columns])
     return pa.concat_tables([kinds.empty_table(), *(table.cast(kinds) for table in tables)]), parts
@@ -78,11 +77,7 @@ def score_golden_rows(
 
 
 def check_golden(
-    trained: TrainedModel,
-    manifest: Manifest,
-    golden: pa.Table,
-    precision: PrecisionName,
-    onnx: ComparedProgram | None,
+    trained: TrainedModel, manifest: Manifest, golden: pa.Table, precision: PrecisionName, onnx: ComparedProgram | None
 ) -> None:
     """Score the golden rows with the programs, before any file is written.
 

@@ -32,17 +32,7 @@ MODEL_NAME, ARTIFACT_NAME = "model", "export"  # their names in MLflow
 PACKAGE = Path(raytrec.__file__).parent
 ENTRY_FILE = PACKAGE / "scoring/mlflow_entry.py"
 # Packages that scoring needs: raytrec's requirements and those of its extra `score`.
-REQUIRED_PACKAGES = (
-    "numpy",
-    "pandas",
-    "pyarrow",
-    "pydantic",
-    "pyyaml",
-    "rich",
-    "safetensors",
-    "torch",
-    "typer",
-)
+REQUIRED_PACKAGES = ("numpy", "pandas", "pyarrow", "pydantic", "pyyaml", "rich", "safetensors", "torch", "typer")
 EXAMPLE_ROWS = 3
 
 

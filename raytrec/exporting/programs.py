@@ -263,9 +263,7 @@ class ComparedProgram:
             self._session = onnxruntime.InferenceSession(onnx, providers=["CPUExecutionProvider"])
         except Exception as error:  # its exceptions have no common base
             raise ConfigError(
-                f"onnxruntime cannot load the model: {_summarize_error(error)}",
-                where="--onnx",
-                do="omit --onnx",
+                f"onnxruntime cannot load the model: {_summarize_error(error)}", where="--onnx", do="omit --onnx"
             ) from error
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

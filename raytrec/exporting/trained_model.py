@@ -24,14 +24,7 @@ from raytrec.models.recommender import Recommender
 from raytrec.prediction.one_process import load_model
 from raytrec.prediction.predict import list_score_columns
 from raytrec.scoring.lookups import PRECISIONS, IdRows, Lookups, TablePrecision
-from raytrec.scoring.manifest import (
-    ExportSource,
-    PrecisionName,
-    ProgramName,
-    TableEntry,
-    TaskEntry,
-    list_inputs,
-)
+from raytrec.scoring.manifest import ExportSource, PrecisionName, ProgramName, TableEntry, TaskEntry, list_inputs
 from raytrec.tasks.objective import Objective
 
 MAX_FILE_BYTES, PIECE_BYTES = 4 << 30, 32 << 20  # bytes of a file, and of the piece in memory

@@ -14,10 +14,7 @@ from rich.progress import Progress
 from raytrec.common.errors import DataError, get_first_line
 from raytrec.common.storage import open_filesystem
 from raytrec.common.terminal import open_console
-from raytrec.data.arrow import (
-    find_required_columns,
-    pick_columns,
-)
+from raytrec.data.arrow import find_required_columns, pick_columns
 from raytrec.data.footers import read_footer
 from raytrec.data.listing import Listing, list_files
 from raytrec.data.partitions import build_folder_column, parse_folder_values
@@ -114,11 +111,7 @@ def _choose_row_groups(groups: list, max_rows: int | None) -> list:
 
 
 def _read_columns(
-    columns: list[ColumnStats],
-    chosen: dict,
-    footers: dict,
-    kinds: dict[str, pa.DataType],
-    labels: list[ColumnStats],
+    columns: list[ColumnStats], chosen: dict, footers: dict, kinds: dict[str, pa.DataType], labels: list[ColumnStats]
 ) -> None:
     """Add row groups to the statistics, with a progress bar on terminals.
 

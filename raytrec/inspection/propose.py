@@ -35,14 +35,7 @@ import numpy as np
 from raytrec.common.errors import ConfigError, DataError, SchemaError, make_unknown_word_error
 from raytrec.common.storage import find_sibling_parts, find_train_folder
 from raytrec.config.schema import Schema
-from raytrec.inspection.column_roles import (
-    LABEL_NAMES,
-    Finding,
-    fill_weights,
-    find_reserved,
-    find_role,
-    has_label_name,
-)
+from raytrec.inspection.column_roles import LABEL_NAMES, Finding, fill_weights, find_reserved, find_role, has_label_name
 from raytrec.inspection.column_scan import scan_columns
 from raytrec.inspection.column_stats import ColumnStats
 from raytrec.inspection.result import Inspection, to_flow_yaml
@@ -91,10 +84,7 @@ def inspect(
         raise ConfigError(f"cannot read {max_rows} rows", where="--rows", expected="1 or more")
     uri = find_train_folder(uri)
     scan = scan_columns(
-        uri,
-        max_rows,
-        find_sibling_parts(uri),
-        lambda name: name in labels if labels else has_label_name(name),
+        uri, max_rows, find_sibling_parts(uri), lambda name: name in labels if labels else has_label_name(name)
     )
     names = [column.name for column in scan.columns]
     _check_columns_exist(labels or [], names, uri)

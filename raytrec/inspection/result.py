@@ -134,11 +134,7 @@ class Inspection:
         for f in self.findings:
             why = "; ".join([f.why, *f.notes])
             table.add_row(
-                to_plain_text(f.stats.name),
-                f.kind,
-                to_plain_text(why),
-                _nulls_text(f.stats),
-                f.stats.distinct_text,
+                to_plain_text(f.stats.name), f.kind, to_plain_text(why), _nulls_text(f.stats), f.stats.distinct_text
             )
         console = open_console(stderr=True)
         console.print(table)

@@ -13,14 +13,7 @@ import torch
 from raytrec.common.collectives import Peers
 from raytrec.common.formatting import null_nonfinite
 from raytrec.metrics.groups import GroupRows, assign_ranks, compute_group_auc
-from raytrec.metrics.ranked import (
-    BoundedRows,
-    Scores,
-    WeightedRows,
-    assign_bins,
-    compute_midpoints,
-    sum_equal_rows,
-)
+from raytrec.metrics.ranked import BoundedRows, Scores, WeightedRows, assign_bins, compute_midpoints, sum_equal_rows
 from raytrec.metrics.registry import BOUND_SUFFIX, GroupMetric, Metric, RankedMetric
 from raytrec.metrics.selection import Selection
 

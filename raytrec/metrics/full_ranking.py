@@ -280,11 +280,7 @@ def compare_fast(
 
 
 def _decide_unsure(
-    queries_QD: torch.Tensor,
-    items_ND: torch.Tensor,
-    scores_Q: torch.Tensor,
-    above: torch.Tensor,
-    unsure: torch.Tensor,
+    queries_QD: torch.Tensor, items_ND: torch.Tensor, scores_Q: torch.Tensor, above: torch.Tensor, unsure: torch.Tensor
 ) -> torch.Tensor:
     """Return `above` after deciding the unsure pairs with float64 products."""
     queries, positions = unsure.nonzero(as_tuple=True)

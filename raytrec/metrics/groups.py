@@ -101,11 +101,7 @@ class Groups:
 
 
 def compute_group_auc(
-    of_N: torch.Tensor,
-    count: int,
-    predictions_N: torch.Tensor,
-    positive_N: torch.Tensor,
-    negative_N: torch.Tensor,
+    of_N: torch.Tensor, count: int, predictions_N: torch.Tensor, positive_N: torch.Tensor, negative_N: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the AUC of each group, float64 [G], and a mask of the groups with both classes, bool [G].
 

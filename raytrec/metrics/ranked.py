@@ -175,12 +175,7 @@ class BoundedRows:
         columns: Columns whose keys are kept as well.
     """
 
-    def __init__(
-        self,
-        predict: Callable[[torch.Tensor], torch.Tensor],
-        exact_rows: int,
-        columns: Sequence[str] = (),
-    ):
+    def __init__(self, predict: Callable[[torch.Tensor], torch.Tensor], exact_rows: int, columns: Sequence[str] = ()):
         self._predict, self._exact_rows, self._columns = predict, exact_rows, columns
         empty = torch.empty(0)
         self._empty_rows = [empty, empty, empty, *[empty.long() for _ in columns]]

@@ -267,9 +267,7 @@ def find_metric(reference: str, folder: str | None = None) -> type[Metric]:
         )
     if METRICS.parts.get(cls.name, cls) is not cls:
         raise ConfigError(
-            f"the metric name '{cls.name}' is already used by raytrec",
-            where=where,
-            expected="another name in @metric",
+            f"the metric name '{cls.name}' is already used by raytrec", where=where, expected="another name in @metric"
         )
     if not cls.at_k and not separator:
         return cls

@@ -148,10 +148,7 @@ class Selection:
 
         With `training`, the training losses are added, for the start message of a run.
         """
-        losses = [
-            *(_make_loss_figure(f"{task}.{LOSS}", f"{task}: ") for task in self.tasks),
-            _make_loss_figure(LOSS),
-        ]
+        losses = [*(_make_loss_figure(f"{task}.{LOSS}", f"{task}: ") for task in self.tasks), _make_loss_figure(LOSS)]
         return [asdict(figure) for figure in [*self.figures, *(losses if training else [])]]
 
     def result(self, figures: Mapping[str, Any]) -> dict[str, Any]:
@@ -244,12 +241,7 @@ def _make_loss_figure(key: str, of_task: str = "") -> MetricDisplay:
 
 def _make_figure(key: str, metric: type[Metric], of_task: str) -> MetricDisplay:
     return MetricDisplay(
-        key,
-        of_task + metric.title,
-        of_task + metric.label,
-        metric.better,
-        metric.format,
-        issubclass(metric, SumMetric),
+        key, of_task + metric.title, of_task + metric.label, metric.better, metric.format, issubclass(metric, SumMetric)
     )
 
 

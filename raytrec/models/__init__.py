@@ -106,9 +106,7 @@ def _build_checked_model(cls: type, schema: Schema, config: ModelSection, kwargs
         inspect.signature(model.forward).bind(None, {})
     except TypeError as error:
         raise _contract_error(
-            config.name,
-            f"its forward does not accept (dense, pooled): {error}",
-            "def forward(self, dense, pooled)",
+            config.name, f"its forward does not accept (dense, pooled): {error}", "def forward(self, dense, pooled)"
         ) from None
     return model
 

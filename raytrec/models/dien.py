@@ -57,10 +57,7 @@ class DIEN(nn.Module):
                 get_embedding_dim(schema, feature), get_embedding_dim(schema, target_of[feature])
             ),
         )
-        sizes = [
-            len(schema.dense) + sum(get_embedding_dim(schema, f) for f in self.features),
-            *config.top_mlp,
-        ]
+        sizes = [len(schema.dense) + sum(get_embedding_dim(schema, f) for f in self.features), *config.top_mlp]
         self.top, self.logit = mlp_and_linear(sizes, outputs, config.dropout, nn.PReLU)
 
     def forward(self, dense: torch.Tensor, inputs: dict[str, torch.Tensor | Sequence]) -> torch.Tensor:
@@ -171,11 +168,7 @@ class _Evolve(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        inputs_BTG: torch.Tensor,
-        weights_BT1: torch.Tensor,
-        of_state_GH: torch.Tensor,
-        bias_G: torch.Tensor,
+        ctx: Any, inputs_BTG: torch.Tensor, weights_BT1: torch.Tensor, of_state_GH: torch.Tensor, bias_G: torch.Tensor
     ) -> torch.Tensor:
         (rows, steps, _), width = inputs_BTG.shape, of_state_GH.shape[1]
         sizes = [2 * width, width]  # of both gates, of the new state

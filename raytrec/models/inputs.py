@@ -160,9 +160,7 @@ class RequestExpander:
 
 
 def encode_requests_once(
-    encode: Callable[[torch.Tensor, dict[str, Any]], torch.Tensor],
-    dense: torch.Tensor,
-    inputs: dict[str, Any],
+    encode: Callable[[torch.Tensor, dict[str, Any]], torch.Tensor], dense: torch.Tensor, inputs: dict[str, Any]
 ) -> torch.Tensor:
     """Return the encoding of each row's request, [N, ...].
 

@@ -7,13 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from raytrec.config.models.multitask import (
-    DBMTLSection,
-    ESMMSection,
-    MMoESection,
-    PLESection,
-    SharedBottomSection,
-)
+from raytrec.config.models.multitask import DBMTLSection, ESMMSection, MMoESection, PLESection, SharedBottomSection
 from raytrec.config.schema import Schema
 from raytrec.models.parts.layers import ConcatInputs, mlp, mlp_and_linear
 

@@ -57,19 +57,12 @@ class ModelCall:
     graph_rows: int | None = None
 
     def __init__(
-        self,
-        sequences: SequenceLookup | None = None,
-        bf16: bool = False,
-        examples: RequestExpander | None = None,
+        self, sequences: SequenceLookup | None = None, bf16: bool = False, examples: RequestExpander | None = None
     ):
         self._sequences, self._bf16, self._examples = sequences, bf16, examples
 
     def __call__(
-        self,
-        model: nn.Module,
-        batch: Batch,
-        pooled: dict[str, torch.Tensor],
-        tower: TowerName | None = None,
+        self, model: nn.Module, batch: Batch, pooled: dict[str, torch.Tensor], tower: TowerName | None = None
     ) -> torch.Tensor:
         """Return the logits, float32 [B] or [B, columns]; or the vectors of one tower, float32 [B, width].
 

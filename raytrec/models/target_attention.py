@@ -35,8 +35,7 @@ class SequenceModel(nn.Module):
         self.dlrm = DLRM(schema, config, outputs)
         length, sizes = config.max_length, config.attention_mlp
         self.attention = SequenceModules(
-            config.targets(schema),
-            lambda feature: TargetAttention(get_embedding_dim(schema, feature), length, sizes),
+            config.targets(schema), lambda feature: TargetAttention(get_embedding_dim(schema, feature), length, sizes)
         )
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor | Sequence]) -> torch.Tensor:
@@ -71,10 +70,7 @@ class DIN(nn.Module):
             config.targets(schema),
             lambda feature: ActivationUnit(get_embedding_dim(schema, feature), config.attention_mlp),
         )
-        sizes = [
-            len(schema.dense) + sum(get_embedding_dim(schema, f) for f in self.features),
-            *config.top_mlp,
-        ]
+        sizes = [len(schema.dense) + sum(get_embedding_dim(schema, f) for f in self.features), *config.top_mlp]
         self.top, self.logit = mlp_and_linear(sizes, outputs, config.dropout, nn.PReLU)
 
     def forward(self, dense: torch.Tensor, inputs: dict[str, torch.Tensor | Sequence]) -> torch.Tensor:

@@ -43,8 +43,7 @@ class PlanBalancer:
             if (group := self._space.constraints[name].group) is not None:
                 groups.setdefault(group, []).append(name)
         self._groups = sorted(
-            groups.values(),
-            key=lambda names: -sum(self._get_share(self._space.table_options[name]) for name in names),
+            groups.values(), key=lambda names: -sum(self._get_share(self._space.table_options[name]) for name in names)
         )
 
     def choose(self) -> list[ShardingOption]:
@@ -64,10 +63,7 @@ class PlanBalancer:
         refined = [self._refine(plan) for plan in plans]
         score_limit = (1 + SCORE_TOLERANCE) * min(plan.score for plan in refined)
         close = [plan for plan in refined if plan.score <= score_limit]
-        best = min(
-            close,
-            key=lambda plan: (round(float(self._space.get_used_shares(plan.room).max()), 1), plan.score),
-        )
+        best = min(close, key=lambda plan: (round(float(self._space.get_used_shares(plan.room).max()), 1), plan.score))
         options = []
         for name in self._space.table_options:
             way, ranks = best.of[name]

@@ -18,15 +18,7 @@ from raytrec.config.schema import Schema
 
 MAX_META_ROWS, NUM_CPU_ROWS = 8192, 64
 # Name prefixes of operators that compute nothing, in addition to views.
-UNCOUNTED_OPERATORS = (
-    "empty",
-    "detach",
-    "_local_scalar_dense",
-    "sym_",
-    "is_pinned",
-    "_unsafe_view",
-    "_reshape_alias",
-)
+UNCOUNTED_OPERATORS = ("empty", "detach", "_local_scalar_dense", "sym_", "is_pinned", "_unsafe_view", "_reshape_alias")
 
 
 @dataclass(frozen=True)

@@ -100,10 +100,7 @@ _HOSTS: dict[str, tuple[str, dict[int, tuple[int, float, float, float]]]] = {
     "l40s": ("L40S", {8: (192, 1536, 400, 7.6), 4: (48, 384, 100, 3.8), 1: (16, 128, 20, 0.6)}),
     "a100-40": ("A100-SXM4-40GB", {8: (96, 900, 1600, 6.5), 4: (48, 340, 50, 1.5), 1: (12, 85, 24, 0.4)}),
     "a100-80": ("A100-SXM4-80GB", {8: (96, 1900, 1600, 6.4), 4: (48, 680, 50, 1.5), 1: (12, 170, 24, 0.4)}),
-    "h100-sxm": (
-        "H100 80GB HBM3",
-        {8: (192, 2048, 3200, 30.7), 4: (104, 936, 100, 3.0), 1: (26, 234, 25, 0.7)},
-    ),
+    "h100-sxm": ("H100 80GB HBM3", {8: (192, 2048, 3200, 30.7), 4: (104, 936, 100, 3.0), 1: (26, 234, 25, 0.7)}),
     "h200": ("H200", {8: (192, 2048, 3200, 30.7)}),
     "b200": ("B200", {8: (192, 2048, 3200, 30.7)}),
     "gb200": ("GB200", {4: (144, 960, 1600, 22.5)}),
@@ -155,12 +152,7 @@ class Cluster(NamedTuple):
 
     @classmethod
     def from_sizes(
-        cls,
-        hosts: int,
-        gpus: int,
-        memory_gib: float,
-        host_gib: float | None = None,
-        disk_gib: float | None = None,
+        cls, hosts: int, gpus: int, memory_gib: float, host_gib: float | None = None, disk_gib: float | None = None
     ) -> Cluster:
         """Return a cluster of hosts described by their sizes."""
         return cls(hosts, gpus, memory_gib, host_gib or 2 * memory_gib * gpus, disk_gib or DEFAULT_DISK_GIB)
@@ -184,11 +176,7 @@ class Cluster(NamedTuple):
     @property
     def gib_by_tier(self) -> dict[str, float]:
         """Tier (memory.TIERS) → GiB per rank; of the host's memory and disk, each rank has an equal share."""
-        return {
-            "device": self.memory_gib,
-            "host": self.host_memory_gib / self.gpus,
-            "disk": self.disk_gib / self.gpus,
-        }
+        return {"device": self.memory_gib, "host": self.host_memory_gib / self.gpus, "disk": self.disk_gib / self.gpus}
 
     @property
     def linked(self) -> tuple[int, int]:

@@ -80,11 +80,7 @@ def estimate_parts(table: Table, dtype: str, optimizer: str, kernel: str | None 
     # FBGEMM (1.8.0, construct_split_state) keeps row-wise state on the GPU. The cache takes 4 bytes per row
     # and 16 bytes per slot in addition to the weights of the slots.
     cache = table.rows * (4 + CACHED_ROWS_SHARE * (16 + table.dim * width)) if kernel == CACHING_KERNEL else 0
-    return {
-        WEIGHTS: Footprint(0, weights),
-        STATE: Footprint(row_state, state),
-        CACHE: Footprint(int(cache), 0),
-    }
+    return {WEIGHTS: Footprint(0, weights), STATE: Footprint(row_state, state), CACHE: Footprint(int(cache), 0)}
 
 
 def add_footprints(sizes: Iterable[Footprint]) -> Footprint:
@@ -232,10 +228,7 @@ def move_to_files(constraints: Constraints, schema: Schema, config: RunConfig, m
     because lookups in files are slow. At first, only as many tables move as needed for the rest to fit into
     memory. If the ranks cannot divide the rest, twice as many are tried.
     """
-    optimizers, features = (
-        resolve_optimizers(config, schema),
-        Counter(f.table for f in schema.sparse.values()),
-    )
+    optimizers, features = (resolve_optimizers(config, schema), Counter(f.table for f in schema.sparse.values()))
     movable = [
         table
         for table, constraint in constraints.items()

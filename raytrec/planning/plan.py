@@ -22,13 +22,7 @@ from raytrec.config.schema import Schema
 from raytrec.config.tables import PlanSection
 from raytrec.embeddings.constraints import TableConstraint, measure_free_disk
 from raytrec.planning.dense_work import estimate_dense_work
-from raytrec.planning.machines import (
-    UNKNOWN_GPU,
-    UNKNOWN_NETWORK,
-    find_gpu,
-    find_network_bandwidth,
-    group_linked_ranks,
-)
+from raytrec.planning.machines import UNKNOWN_GPU, UNKNOWN_NETWORK, find_gpu, find_network_bandwidth, group_linked_ranks
 from raytrec.planning.memory import GIB, check_disk, estimate_host_table_bytes, estimate_id_map_bytes
 from raytrec.planning.rates import Rates
 from raytrec.planning.search import Search

@@ -179,12 +179,7 @@ class Rates:
                 "all_gather": 3e-4 * rings,
                 "all_reduce": 4e-4 * rings,
             },
-            bandwidth={
-                "all_to_all": 1.4e9,
-                "reduce_scatter": 0.6e9,
-                "all_gather": 0.7e9,
-                "all_reduce": 1.3e9,
-            },
+            bandwidth={"all_to_all": 1.4e9, "reduce_scatter": 0.6e9, "all_gather": 0.7e9, "all_reduce": 1.3e9},
             launch_s=2.9e-6,
             tensor_s=12.3e-6,
             step_s=1.5e-3,

@@ -19,15 +19,7 @@ from raytrec.embeddings.mapped import BYTES_PER_PLACE, ROW_BYTES
 from raytrec.embeddings.optimizers import find_optimizer
 from raytrec.planning.dense_work import DenseWork
 from raytrec.planning.loads import ID_BYTES, LENGTH_BYTES, VALUE_BYTES, Loads
-from raytrec.planning.memory import (
-    CACHE,
-    GIB,
-    TIERS,
-    PlannedTable,
-    RankPart,
-    compute_rank_parts,
-    estimate_id_map_bytes,
-)
+from raytrec.planning.memory import CACHE, GIB, TIERS, PlannedTable, RankPart, compute_rank_parts, estimate_id_map_bytes
 from raytrec.planning.rates import COLLECTIVES, Rates
 
 DEVICE, HOST, DISK = TIERS

@@ -100,10 +100,7 @@ class Manifest:
         changed = [name for name, rule in self.rules.items() if rules.get(name, rule) not in (rule, "error")]
         if changed:
             rule = f"tables.{changed[0]}.out_of_range={rules[changed[0]]}"
-            return (
-                f"the folder contains predictions with {rule}",
-                f"use the same rule, or {OTHER_FOLDER_ADVICE}",
-            )
+            return (f"the folder contains predictions with {rule}", f"use the same rule, or {OTHER_FOLDER_ADVICE}")
         return None
 
 

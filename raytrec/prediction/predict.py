@@ -229,11 +229,7 @@ def _predict_missing(
             write_empty(task, path, kinds)
     if all(path in complete or not rows for path, rows in task.files.items()):
         return {"predict.rows_per_s": None, "world_size": 0}
-    with (
-        create_scratch_folder() as config.run.dir,
-        RunConsole(config.run.name) as console,
-        open_session(config),
-    ):
+    with create_scratch_folder() as config.run.dir, RunConsole(config.run.name) as console, open_session(config):
         show_file_counts(console, {"data": dataset})
         for error in dataset.left_out:
             console.warn(f"skipped {error.where}: {error.what}")

@@ -52,10 +52,7 @@ def compare(places: Sequence[str | Path]) -> Comparison:
     runs = [RunFolder.read(check_run_folder(place)) for place in places]
     unordered = {key: row for run in runs for key, row in format_result(run.result).items()}
     rows = dict(
-        sorted(
-            unordered.items(),
-            key=lambda item: item[0] in RESULT_TITLES and [*RESULT_TITLES].index(item[0]) + 1,
-        )
+        sorted(unordered.items(), key=lambda item: item[0] in RESULT_TITLES and [*RESULT_TITLES].index(item[0]) + 1)
     )
     results = {key: [_format_result(key, row, run, runs[0]) for run in runs] for key, row in rows.items()}
     titles = {key: row.title for key, row in rows.items()}

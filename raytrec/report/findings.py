@@ -35,10 +35,7 @@ PHASE_TEXTS = {
         "exchanging ids",
         f"{LARGER_BATCH_HINT}, or place tables that are looked up together on one rank (plan.colocate)",
     ),
-    "tables": (
-        "lookups and updates of tables",
-        "spread tables over more ranks (plan.tables), or reduce their dim",
-    ),
+    "tables": ("lookups and updates of tables", "spread tables over more ranks (plan.tables), or reduce their dim"),
     "forward": ("the dense model's forward pass", f"{LARGER_BATCH_HINT}, or make the dense model smaller"),
     "backward": ("the dense model's backward pass", f"{LARGER_BATCH_HINT}, or make the dense model smaller"),
     "optimizer": ("the optimizer", f"{LARGER_BATCH_HINT}, or set plan.tables kernels to fused"),
@@ -51,10 +48,7 @@ PHASE_TEXTS = {
         "evaluate, save or report less often (train.eval_every_steps, checkpoint.every_s, train.log_every_steps)",
     ),
 }
-MAX_DEAD_SHARE, MIN_DEAD_BYTES = (
-    0.9,
-    2**26,
-)  # share and bytes of untrained rows above which a table is reported
+MAX_DEAD_SHARE, MIN_DEAD_BYTES = (0.9, 2**26)  # share and bytes of untrained rows above which a table is reported
 MAX_CHANGED_SHARE = 0.01  # share of clamped or hashed ids above which a table is reported
 MAX_COLLISION_RATE = 0.1
 MIN_CACHE_HIT_RATE = 0.5  # hit rate of a cached table below which the table is reported

@@ -30,18 +30,10 @@ from raytrec.prediction.predict import predict
 from raytrec.retrieval.index import FAISS_FILE, ITEMS, MANIFEST, Index, read_vectors, require_faiss
 
 RECALL_CUTOFFS = (10, 100)  # values of k for which recall is reported
-NUM_RECALL_QUERIES, CONSECUTIVE_QUERIES = (
-    1000,
-    10,
-)  # number of queries for recall, and of consecutive rows among them
+NUM_RECALL_QUERIES, CONSECUTIVE_QUERIES = (1000, 10)  # number of queries for recall, and of consecutive rows among them
 MAX_TRAIN_VECTORS = 1 << 18  # maximum number of vectors on which faiss trains clusters and codes
 VECTORS_PER_ADD = 1 << 16  # vectors added at a time
-RESERVED_COLUMNS = (
-    "query",
-    "rank",
-    "score",
-    VECTOR,
-)  # names reserved for columns of Index.search and for vectors
+RESERVED_COLUMNS = ("query", "rank", "score", VECTOR)  # names reserved for columns of Index.search and for vectors
 
 
 def index(

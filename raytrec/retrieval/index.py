@@ -56,12 +56,7 @@ class Index:
     """
 
     def __init__(
-        self,
-        items: pa.Table,
-        vectors: np.ndarray,
-        key: str,
-        about: dict[str, Any] | None = None,
-        faiss: Any = None,
+        self, items: pa.Table, vectors: np.ndarray, key: str, about: dict[str, Any] | None = None, faiss: Any = None
     ):
         self.items, self.vectors, self.key, self.about, self.faiss = items, vectors, key, about or {}, faiss
 

@@ -171,10 +171,7 @@ def _transpose(rows: Sequence[Any], columns: pa.Schema) -> list[Sequence[Any]]:
         for at, row in enumerate(rows):
             if not isinstance(row, Mapping):
                 raise _make_type_error(
-                    f"the row is not a mapping: {shorten_repr(row)}",
-                    at,
-                    None,
-                    "a mapping of columns to values",
+                    f"the row is not a mapping: {shorten_repr(row)}", at, None, "a mapping of columns to values"
                 ) from None
             for field in columns:
                 if field.name not in row:
@@ -193,10 +190,7 @@ def _to_column(values: Sequence[Any], field: pa.Field) -> pa.Array:
         not_text = (i for i, value in enumerate(values) if not isinstance(value, str | None))
         at = next(chain(invalid, not_text))
         raise _make_type_error(
-            f"column '{name}' has the invalid value {shorten_repr(values[at])}",
-            at,
-            name,
-            _describe_type(field.type),
+            f"column '{name}' has the invalid value {shorten_repr(values[at])}", at, name, _describe_type(field.type)
         ) from None
 
 

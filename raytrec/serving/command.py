@@ -49,9 +49,7 @@ def serve(service_options: ServiceOptions, address: str | None = None, replicas:
         try:
             deploy(service_options, (min_replicas, max_replicas), token)
             _print_address(
-                service_options.name,
-                f"http://{service_options.host}:{service_options.port}",
-                token is not None,
+                service_options.name, f"http://{service_options.host}:{service_options.port}", token is not None
             )
             print_news(service_options.name, stop)
         finally:

@@ -78,10 +78,7 @@ class Skew:
         table.title = to_plain_text(f"{rows}: differences from the scores of the export")
         for name, each in metrics["rescored"].items():
             table.add_row(
-                to_plain_text(name),
-                f"{each['max']:.2g}",
-                f"{each['mean']:.2g}",
-                format_percent(each["share"]),
+                to_plain_text(name), f"{each['max']:.2g}", f"{each['mean']:.2g}", format_percent(each["share"])
             )
         console.print(table)
         if self.measures:
@@ -261,13 +258,7 @@ def estimate_chance_psi(bins: int, first_count: int, second_count: int) -> float
 
 def _describe_values(values_N: np.ndarray) -> dict[str, float]:
     low, middle, high = np.quantile(values_N, (0.05, 0.5, 0.95)).tolist()
-    return {
-        "mean": float(values_N.mean()),
-        "std": float(values_N.std()),
-        "5%": low,
-        "50%": middle,
-        "95%": high,
-    }
+    return {"mean": float(values_N.mean()), "std": float(values_N.std()), "5%": low, "50%": middle, "95%": high}
 
 
 def _format_figures(figures: dict[str, float]) -> str:

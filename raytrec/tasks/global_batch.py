@@ -35,10 +35,7 @@ def compute_batch_loss(loss: BatchLoss, rank_rows: Rows, factors_B: torch.Tensor
     count, gradient, peers = len(rank_rows.labels), torch.is_grad_enabled(), Peers(alone=world == 1)
     batch, first = (_gather_rows(rank_rows, peers), peers.rank * count) if world > 1 else (rank_rows, 0)
     logits = batch.logits.detach().requires_grad_(gradient)
-    batch, size = (
-        batch._replace(logits=logits),
-        max(1, MAX_PAIRS_AT_ONCE[logits.device.type] // len(batch.labels)),
-    )
+    batch, size = (batch._replace(logits=logits), max(1, MAX_PAIRS_AT_ONCE[logits.device.type] // len(batch.labels)))
     losses, grads = [], torch.zeros_like(logits, requires_grad=False)
     for start in range(0, count, size):
         stop = min(start + size, count)

@@ -169,11 +169,7 @@ class Objective:
         return None if column is None or keys is None else keys[:, self.keys.index(column)]
 
     def outputs(
-        self,
-        loss: torch.Tensor,
-        logits: torch.Tensor,
-        batch: Batch,
-        losses: Mapping[str, torch.Tensor] | None = None,
+        self, loss: torch.Tensor, logits: torch.Tensor, batch: Batch, losses: Mapping[str, torch.Tensor] | None = None
     ) -> StepOutputs:
         """Return the outputs of a step for the metrics.
 
@@ -253,11 +249,7 @@ class ScoringObjective(Objective):
         return {self.tasks[0].name: logits.new_zeros(())}
 
     def outputs(
-        self,
-        loss: torch.Tensor,
-        logits: torch.Tensor,
-        batch: Batch,
-        losses: Mapping[str, torch.Tensor] | None = None,
+        self, loss: torch.Tensor, logits: torch.Tensor, batch: Batch, losses: Mapping[str, torch.Tensor] | None = None
     ) -> StepOutputs:
         """Return the outputs of a step with labels 0, in which every row counts in every task."""
         labels = batch.labels.new_zeros(len(batch.labels), 1 + max(task.column for task in self.tasks))

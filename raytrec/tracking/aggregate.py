@@ -15,13 +15,7 @@ WAIT_PHASES = ("input_exchange", "collectives")  # phases that include waiting f
 SUMMED = ("weight_bytes", "state_bytes", "lookups", "lookup_bytes", "touched_rows")
 MAXIMUM_KEYS = ("max_abs", "row_norm_max")
 NORM_KEYS = ("weight_norm", "gradient_norm", "update_norm", "state_norm")
-ID_STATISTIC_KEYS = (
-    "occupancy",
-    "admitted_ids",
-    "evicted_ids",
-    "fallback_share",
-    "id_age",
-)  # equal on all ranks
+ID_STATISTIC_KEYS = ("occupancy", "admitted_ids", "evicted_ids", "fallback_share", "id_age")  # equal on all ranks
 # Statistic → weight of a shard in the average: the total to which the shard's share refers.
 WEIGHTS: dict[str, Callable[[dict[str, Any]], float]] = {
     **dict.fromkeys(

@@ -240,8 +240,7 @@ def follow(folder: Path, config: RunConfig) -> None:
                     _print_message("run_id", sent_id := delivery.run_id)
                 status = _read_status(max(0.0, began + ROUND_INTERVAL_S - monotonic()))
             _print_message(
-                "missing",
-                delivery.finish(status or read_final_status(folder), FINAL_ROUND_TIMEOUT_S if status else 0),
+                "missing", delivery.finish(status or read_final_status(folder), FINAL_ROUND_TIMEOUT_S if status else 0)
             )
         except ConfigError as error:
             _print_message("refused", error.parts)

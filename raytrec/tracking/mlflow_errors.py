@@ -8,12 +8,7 @@ from collections.abc import Iterator
 from raytrec.common.redaction import hide
 from raytrec.compat.mlflow_ import is_server_failure
 
-TRANSIENT_SQLITE_CODES = (
-    sqlite3.SQLITE_BUSY,
-    sqlite3.SQLITE_LOCKED,
-    sqlite3.SQLITE_FULL,
-    sqlite3.SQLITE_IOERR,
-)
+TRANSIENT_SQLITE_CODES = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
 TRANSIENT_HTTP_CODES = (401, 403, 408, 409, 429, 499)  # 4xx codes that do not depend on the request's content
 
 

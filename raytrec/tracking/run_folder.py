@@ -18,14 +18,7 @@ from raytrec.common.documents import find_document, from_line, validate_as
 from raytrec.common.errors import RunError
 from raytrec.common.formatting import as_dict, is_step
 from raytrec.common.messages import CHECKS, EVENTS, METRICS, RANKS, Message, RankLine
-from raytrec.common.reading import (
-    MAX_JSON_BYTES,
-    UnreadableError,
-    open_regular,
-    parse_json,
-    parse_yaml,
-    read_text,
-)
+from raytrec.common.reading import MAX_JSON_BYTES, UnreadableError, open_regular, parse_json, parse_yaml, read_text
 from raytrec.tracking.aggregate import by_step, combine_shards, order_by_load
 from raytrec.tracking.history import History
 

@@ -139,11 +139,7 @@ def compute_run_plan(config: RunConfig, schema: Schema, device: torch.device) ->
 
 
 def build_unsharded(
-    config: RunConfig,
-    schema: Schema,
-    device: torch.device,
-    world: int = 1,
-    objective: type[Objective] = Objective,
+    config: RunConfig, schema: Schema, device: torch.device, world: int = 1, objective: type[Objective] = Objective
 ) -> LossModel:
     """Return the model and objective of one of `world` ranks: dense layers on the device, tables on meta."""
     task_objective = objective.of(config, schema, world)

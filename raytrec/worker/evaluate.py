@@ -62,10 +62,7 @@ def evaluate(
     Raises:
         RunError: The ranks together read more or fewer rows than the dataset has.
     """
-    sums, rows_by_task = (
-        MetricSums(selection, device),
-        {task: TaskRows(selection, task) for task in selection.of},
-    )
+    sums, rows_by_task = (MetricSums(selection, device), {task: TaskRows(selection, task) for task in selection.of})
     collectors = [HostRowCollector(task, rows) for task, rows in rows_by_task.items() if rows.needed]
     slices = selection.settings.slices
     names = SliceNames(slices, key_columns(list(selection.tasks.values()), slices))
@@ -143,11 +140,7 @@ def can_shrink(step: Step) -> bool:
 
 
 def evaluate_shrunk(
-    step: Step,
-    held_out_stream: Stream,
-    device: torch.device,
-    selection: Selection,
-    items: Stream | None = None,
+    step: Step, held_out_stream: Stream, device: torch.device, selection: Selection, items: Stream | None = None
 ) -> tuple[dict[str, Any], Curves | None, float]:
     """Evaluate the model with its deep part scaled by the factor that predicts held-out rows best.
 

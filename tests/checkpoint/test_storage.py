@@ -118,10 +118,7 @@ def make_state(rank, world, cuts, empty=False):
     return found, wholes, plain
 
 
-SAVED_CUTS = {name: name if name in CUTS else "rows" for name in TENSOR_SPECS} | {
-    "wide": "few",
-    "nothing": "one",
-}
+SAVED_CUTS = {name: name if name in CUTS else "rows" for name in TENSOR_SPECS} | {"wide": "few", "nothing": "one"}
 
 
 def save(rank, world, folder):

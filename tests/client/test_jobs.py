@@ -190,12 +190,7 @@ def test_job_scripts_run_on_the_cluster(head, checkout, command, output):
 
 def test_submit_reports_mistakes_with_an_exit_code(head, tmp_path):
     wrong = head.run(
-        RAYTREC,
-        "submit",
-        write_config(tmp_path / "wrong.yaml"),
-        "data.train=data/nowhere",
-        "--address",
-        head.url,
+        RAYTREC, "submit", write_config(tmp_path / "wrong.yaml"), "data.train=data/nowhere", "--address", head.url
     )
     assert wrong.returncode == 1
     assert "error:" in wrong.stdout and "data/nowhere" in wrong.stdout and "Traceback" not in wrong.stdout

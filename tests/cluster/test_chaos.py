@@ -36,11 +36,7 @@ def test_crashed_chaos_benchmark_keeps_its_record():
     paths = [os.environ.get("PYTHONPATH"), str(BENCHMARKS)]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", BROKEN_BENCHMARK],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=540,
+        [sys.executable, "-W", "ignore", "-c", BROKEN_BENCHMARK], env=env, capture_output=True, text=True, timeout=540
     )
     assert done.returncode == 1, done.stdout + done.stderr
     assert "FAILED" in done.stdout and "StopIteration" in done.stdout, done.stdout + done.stderr

@@ -27,10 +27,7 @@ def hosts(tmp_path_factory):
         pytest.skip(why)
     records = str(folder / "records")
     environment = {"PYTHONPATH": str(BENCHMARKS), recorder.RECORDS: records}
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        HostCluster(folder, WORKERS, environment=environment) as cluster,
-    ):
+    with pytest.MonkeyPatch.context() as patch, HostCluster(folder, WORKERS, environment=environment) as cluster:
         patch.setenv(recorder.RECORDS, records)
         (cluster.root / "data").mkdir()
         cluster.rows = planted.prepare(cluster.root / "data", STEPS)

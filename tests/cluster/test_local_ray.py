@@ -13,13 +13,7 @@ import pytest
 from waiting import wait_for
 
 from raytrec.cluster import local_ray
-from raytrec.cluster.local_ray import (
-    RAY_TMPDIR_VARIABLE,
-    check_ports,
-    create_private_folder,
-    end_sessions,
-    sweep,
-)
+from raytrec.cluster.local_ray import RAY_TMPDIR_VARIABLE, check_ports, create_private_folder, end_sessions, sweep
 from raytrec.cluster.session import ray_session
 from raytrec.common.errors import RunError
 

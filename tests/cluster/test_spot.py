@@ -138,12 +138,7 @@ def test_ray_adds_no_security_group_or_rule(account):
 
 
 @pytest.mark.parametrize(
-    ("free", "expected"),
-    [
-        (100, {"spot": 3}),
-        (1, {"spot": 1, "on demand": 2}),
-        (0, {"on demand": 3}),
-    ],
+    ("free", "expected"), [(100, {"spot": 3}), (1, {"spot": 1, "on demand": 2}), (0, {"on demand": 3})]
 )
 def test_spot_machines_are_preferred_to_on_demand(account, free, expected):
     ec2, provider, config, left = account

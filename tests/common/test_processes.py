@@ -43,13 +43,7 @@ def test_remove_leftovers_keeps_other_files(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere/file").touch()
     (tmp_path / f"scratch-{gone}-link").symlink_to(tmp_path / "elsewhere")
-    stay = {
-        "elsewhere",
-        "scratch-1",
-        f"scratch-{get_owner_name()}-mine",
-        f"scratch-other{gone}-a",
-        f"scratch-{gone}",
-    }
+    stay = {"elsewhere", "scratch-1", f"scratch-{get_owner_name()}-mine", f"scratch-other{gone}-a", f"scratch-{gone}"}
     stay |= {f"other-{gone}-a", f"page.html.{gone}.partial.bak", f"pageXhtml.{gone}.partial"}
     for name in stay - {"elsewhere"}:
         (tmp_path / name).touch()

@@ -217,10 +217,7 @@ SOURCES = {
     KERNELS + "BaseBatchedEmbedding": ["def config("],
     KERNELS + "BaseBatchedEmbeddingBag": ["def config("],
     # fbgemm.py
-    FUSED + ".__init__": [
-        '_preallocated_host_buffers.get("weights")',
-        '_preallocated_host_buffers.get("momentum1")',
-    ],
+    FUSED + ".__init__": ['_preallocated_host_buffers.get("weights")', '_preallocated_host_buffers.get("momentum1")'],
     FUSED + "._prefetch": ["self.lock_cache_line", "self.lxu_cache_locking_counter"],
     FUSED + ".forward": ["self.iter_cpu.item() == 0"],
     FUSED + ".set_optimizer_step": ["self.iter"],

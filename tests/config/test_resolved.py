@@ -92,12 +92,7 @@ def make_first_value(part):
     if "$ref" in part:
         return make_minimal_value(get_ref_name(part))
     part = part.get("anyOf", [part])[0]
-    kinds = {
-        "integer": 3,
-        "number": 3,
-        "string": "100..110",
-        "array": lambda: [make_first_value(part["items"])],
-    }
+    kinds = {"integer": 3, "number": 3, "string": "100..110", "array": lambda: [make_first_value(part["items"])]}
     value = part.get("const") or (part["enum"][0] if "enum" in part else kinds[part["type"]])
     return value() if callable(value) else value
 

@@ -63,10 +63,7 @@ def test_schema_error_names_key_and_file(path, value, message):
 
 @pytest.mark.parametrize(
     "ids,text",
-    [
-        ("managed", "ids: managed"),
-        ({"admit_after": 3, "ttl_steps": 5}, "ids: {admit_after: 3, ttl_steps: 5}"),
-    ],
+    [("managed", "ids: managed"), ({"admit_after": 3, "ttl_steps": 5}, "ids: {admit_after: 3, ttl_steps: 5}")],
 )
 def test_managed_ids_round_trip_through_yaml(tmp_path, ids, text):
     schema = Schema.parse(make_changed_values(USER_IDS, ids), "test")

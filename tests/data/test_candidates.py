@@ -86,9 +86,7 @@ def test_candidate_errors_name_file_row_and_column(tmp_path, name, row, value, t
             rows[row][other] = [0] * len(rows[row]["y"] or [])
     rows[row][name] = value
     pq.write_table(
-        pa.Table.from_pylist(rows, make_request_table(30, 1).schema),
-        tmp_path / "a.parquet",
-        row_group_size=10,
+        pa.Table.from_pylist(rows, make_request_table(30, 1).schema), tmp_path / "a.parquet", row_group_size=10
     )
     plan = ReadPlan(SCHEMA, tasks=(TASK,))
     with pytest.raises(DataError) as error:

@@ -108,12 +108,7 @@ def test_length_per_key_matches_bag_lengths(counts, longest, weights, by_id, abs
     assert sum(count_ids_per_key(sparse)) == len(sparse.values())
     order = np.random.default_rng(seed).permutation(len(sparse.keys())).tolist()
     permuted = sparse.permute(order)
-    for moved in (
-        copy_sparse(sparse),
-        permuted,
-        *sparse.split([1, len(order) - 1]),
-        *permuted.split([len(order)]),
-    ):
+    for moved in (copy_sparse(sparse), permuted, *sparse.split([1, len(order) - 1]), *permuted.split([len(order)])):
         assert moved.length_per_key_or_none() == count_ids_per_key(moved)
 
 

@@ -52,10 +52,7 @@ CODED = pa.dictionary(pa.int32(), pa.string())
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        *(pa.list_(pa.int32()), pa.large_list(pa.uint64()), pa.list_view(pa.int32())),
-        pa.large_list_view(pa.int16()),
-    ],
+    [*(pa.list_(pa.int32()), pa.large_list(pa.uint64()), pa.list_view(pa.int32())), pa.large_list_view(pa.int16())],
 )
 def test_all_list_types_are_read_as_ids(tmp_path, kind):
     assert ids(tmp_path, pa.array(VALUES, kind)) == [[5, 6], [], [7]]
@@ -125,11 +122,7 @@ def test_invalid_float_ids_are_reported(tmp_path, value, policy):
 
 
 def test_half_float_weights_are_read(tmp_path):
-    table = {
-        **BASE,
-        "x": pa.array(VALUES),
-        "w": pa.array([[0.5, 1.5], None, [2.0]], pa.list_view(pa.float16())),
-    }
+    table = {**BASE, "x": pa.array(VALUES), "w": pa.array([[0.5, 1.5], None, [2.0]], pa.list_view(pa.float16()))}
     rows = write_and_read_rows(tmp_path, table, schema(x={"weights": "w"}))
     assert [row["weights"]["x"] for row in rows] == [[0.5, 1.5], [], [2.0]]
 

@@ -39,11 +39,7 @@ def test_bad_rows_are_skipped_one_by_one(tmp_path):
     table = item_reader.read_item(item, FORM, ReadErrorPolicy(True, str(log)))
     assert np.flatnonzero(~table["present"].to_numpy()).tolist() == [30, 31, 899]  # 50 is outside the item
     notes = [json.loads(line) for line in log.read_text().splitlines()]
-    assert [(n["rows"], n["where"].rpartition("row ")[2]) for n in notes] == [
-        (1, "130"),
-        (1, "131"),
-        (1, "999"),
-    ]
+    assert [(n["rows"], n["where"].rpartition("row ")[2]) for n in notes] == [(1, "130"), (1, "131"), (1, "999")]
     assert "id 40 of feature 'user'" in notes[0]["what"]
     with pytest.raises(DataError, match="id 40"):
         item_reader.read_item(item, FORM)

@@ -32,14 +32,7 @@ def test_parquet_files_are_detected_by_content(tmp_path):
 
 
 def test_skipped_entries_have_a_reason(tmp_path):
-    write_files(
-        tmp_path,
-        "a.parquet",
-        "_temporary/0/b.parquet",
-        ".hidden.parquet",
-        "_day=1/c.parquet",
-        "d.parquet.tmp",
-    )
+    write_files(tmp_path, "a.parquet", "_temporary/0/b.parquet", ".hidden.parquet", "_day=1/c.parquet", "d.parquet.tmp")
     write_files(tmp_path, "e.parquet~", "f.csv.gz", "growing")
     (tmp_path / "growing").write_bytes((tmp_path / "growing").read_bytes()[:-9])
     for name, text in {"_SUCCESS": "", "empty": "", "notes.txt": "PAR", "f.csv.gz": "a,b"}.items():

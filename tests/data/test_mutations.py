@@ -201,9 +201,7 @@ def write_random_file(path, columns, seed, rows=60):
 
 COLUMNS = st.lists(st.tuples(column_names, column_types), min_size=1, max_size=4)
 FUZZ_SETTINGS = settings(
-    max_examples=int(os.environ.get("RAYTREC_EXAMPLES", 25)),
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
+    max_examples=int(os.environ.get("RAYTREC_EXAMPLES", 25)), deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 

@@ -24,8 +24,7 @@ from raytrec.data.read_plans import ReadPlan, TaskRows
 from raytrec.worker.nonfinite import dump
 
 SCHEMA = Schema.parse(
-    {"labels": ["click", "buy"], "sparse": {"u": {"table": "u"}}, "tables": {"u": {"rows": 99, "dim": 4}}},
-    "test",
+    {"labels": ["click", "buy"], "sparse": {"u": {"table": "u"}}, "tables": {"u": {"rows": 99, "dim": 4}}}, "test"
 )
 RANGES = {"click": (0.0, 1.0), "buy": (1.0, 5.0)}
 CLICK, BUY = TaskRows("click", "click", "skip"), TaskRows("buy", "buy", "skip")
@@ -93,10 +92,7 @@ def test_task_weights_match_the_definition(tmp_path_factory, rows, first, second
 
 def test_row_can_count_in_a_single_task(tmp_path):
     path = write(
-        tmp_path / "a.parquet",
-        click=[0, None, 1],
-        buy=[None, 2, 3],
-        w=[Decimal(n) for n in ("1.0", "2.0", "0.5")],
+        tmp_path / "a.parquet", click=[0, None, 1], buy=[None, 2, 3], w=[Decimal(n) for n in ("1.0", "2.0", "0.5")]
     )
     weighted = TaskRows("buy", "buy", "skip", sample_weight="w")
     assert read(path, [CLICK, weighted]).task_weights[:3].tolist() == [[1, 0], [0, 2], [1, 0.5]]

@@ -95,12 +95,7 @@ def test_lookup_vocabulary_maps_values_to_positions(tmp_path):
         run(["x"], do="lookup_vocabulary", vocabulary=str(tmp_path / "w.txt"))
 
 
-TIMESTAMPS = [
-    datetime(2026, 2, 28, 23, 59, 58),
-    datetime(2024, 12, 30, 0, 5),
-    datetime(1969, 7, 20, 20, 17, 40),
-    None,
-]
+TIMESTAMPS = [datetime(2026, 2, 28, 23, 59, 58), datetime(2024, 12, 30, 0, 5), datetime(1969, 7, 20, 20, 17, 40), None]
 DATE_PARTS = {
     "weekday": lambda t: t.weekday(),
     "day": lambda t: t.day,
@@ -309,12 +304,7 @@ def read_transformed_rows(tmp_path, *transforms, **columns):
     return read_canonical_rows(tmp_path / "a.parquet", plan)
 
 
-RATIO = {
-    "do": "my_features:ratio",
-    "reads": ["clicks", "views"],
-    "writes": ["ratio"],
-    "options": {"smooth": 1},
-}
+RATIO = {"do": "my_features:ratio", "reads": ["clicks", "views"], "writes": ["ratio"], "options": {"smooth": 1}}
 HASH = {"do": "hash", "columns": ["city"], "rows": 100}
 
 

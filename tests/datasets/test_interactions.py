@@ -73,10 +73,7 @@ def write_lists(folder, found):
 
 
 def write_csv(folder, found):
-    lines = [
-        "who,stars,what,when",
-        *(f'"{u}",5,{i},{t}' for u, i, t in random.Random(2).sample(found, len(found))),
-    ]
+    lines = ["who,stars,what,when", *(f'"{u}",5,{i},{t}' for u, i, t in random.Random(2).sample(found, len(found)))]
     with gzip.open(folder / "x.csv.gz", "wt") as file:
         file.write("\n".join(lines))
     return folder / "x.csv.gz", "--user", "who", "--item", "what", "--time", "when"

@@ -20,11 +20,7 @@ from raytrec.data.fragments import scan
 from raytrec.data.read_plans import ReadPlan
 
 REAL = Path(os.environ.get("RAYTREC_ML100K", Path(__file__).parents[3] / "shared/data/ml-100k"))
-MOVIES = [
-    (1, "Toy Story (1995)", ["Animation", "Comedy"]),
-    (5, "Naïve, The (1950)", ["Drama"]),
-    (9, "Untitled", []),
-]
+MOVIES = [(1, "Toy Story (1995)", ["Animation", "Comedy"]), (5, "Naïve, The (1950)", ["Drama"]), (9, "Untitled", [])]
 MOVIES += [(i, f"Film {i} ({1900 + i})", ["Comedy"]) for i in range(20, 40)]
 
 
@@ -230,11 +226,7 @@ def serve_archive(tmp_path, name, files):
 
 
 def test_download_verifies_and_extracts(tmp_path, capsys):
-    files = {
-        "ml-100k/README": "the licence",
-        "ml-100k/u.data": "1\t1\t5\t1\n",
-        "../outside": "must not leave",
-    }
+    files = {"ml-100k/README": "the licence", "ml-100k/u.data": "1\t1\t5\t1\n", "../outside": "must not leave"}
     (base, md5), cache = serve_archive(tmp_path, "ml-100k.zip", files), tmp_path / "cache"
     with pytest.raises(DataError, match="checksum"):
         layouts.fetch("100k", cache, base=base)

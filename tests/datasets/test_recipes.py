@@ -39,8 +39,7 @@ def test_parameters_become_options():
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [["plain"], ["plain", "--out", "a", "--rows", "x"], ["annotated", "--out", "a", "--part", "2"]],
+    "arguments", [["plain"], ["plain", "--out", "a", "--rows", "x"], ["annotated", "--out", "a", "--part", "2"]]
 )
 def test_invalid_recipe_options_are_rejected(arguments):
     assert run(*arguments).exit_code == 2 and not recorded_calls

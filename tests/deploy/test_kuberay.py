@@ -153,11 +153,7 @@ def test_rayservice_matches_the_cluster_and_serve_options(cluster, service, pods
     config = yaml.safe_load(service["spec"]["serveConfigV2"])
     (application,) = config["applications"]
     served = ServiceOptions(**application["args"])
-    assert (config["proxy_location"], application["route_prefix"], served.host) == (
-        "Disabled",
-        None,
-        "0.0.0.0",
-    )
+    assert (config["proxy_location"], application["route_prefix"], served.host) == ("Disabled", None, "0.0.0.0")
     for name in ("service-head", "service-cpu"):
         (container,) = pods[name]["spec"]["containers"]
         env = {each["name"]: each for each in container["env"]}

@@ -133,9 +133,7 @@ def test_unsupported_and_failing_gpus_are_reported(with_gpus, monkeypatch):
     # Hide the CPU build that is installed here.
     real = host_checks.get_build_device.__globals__["installed"]
     monkeypatch.setitem(
-        host_checks.get_build_device.__globals__,
-        "installed",
-        lambda name: name != "fbgemm-gpu-cpu" and real(name),
+        host_checks.get_build_device.__globals__, "installed", lambda name: name != "fbgemm-gpu-cpu" and real(name)
     )
     served, other = diagnoses("gpus")
     assert other.result == FAILURE and "no code for Tesla T4 (compute capability 7.5)" in other.finding
@@ -422,10 +420,7 @@ def test_all_reduce_check_skips_unreachable_nodes(monkeypatch):
 
 def test_clock_offsets_are_diagnosed():
     found = [*nodes.diagnose_clocks({"a": (0.2, 0.01), "b": (-7.0, 0.5), "c": (1000.0, 1.0), "d": (5, 6)})]
-    assert [(diagnosis.hosts, diagnosis.result) for diagnosis in found] == [
-        (("b",), WARNING),
-        (("c",), FAILURE),
-    ]
+    assert [(diagnosis.hosts, diagnosis.result) for diagnosis in found] == [(("b",), WARNING), (("c",), FAILURE)]
     assert "7.0 s behind" in found[0].finding and "ahead of" in found[1].finding
     (fine,) = nodes.diagnose_clocks({"a": (0.2, 0.01)})
     assert fine.result == OK

@@ -19,10 +19,7 @@ COLUMNS = {
     "price": [1.0, 2, 3, 4, 5, 6, 7, 8],
     "item": [0, 1, 2, 3, 0, 1, 2, 3],
 }
-OTHER_TASKS = [
-    {"label": "z", "name": "other", "nulls": "skip"},
-    {"label": "price", "name": "p", "loss": "mse"},
-]
+OTHER_TASKS = [{"label": "z", "name": "other", "nulls": "skip"}, {"label": "price", "name": "p", "loss": "mse"}]
 SCHEMA = """
 labels: [y, z, price]
 sparse: {item: {table: item}}
@@ -100,11 +97,7 @@ def test_log_odds_include_labels_of_partition_folders(tmp_path):
 )
 def test_held_out_rows_include_evaluation_columns(tmp_path, evaluation, monkeypatch):
     monkeypatch.setattr("raytrec.driver.datasets.open_items", lambda *_: {})
-    changes = {
-        "data__holdout": 0.2,
-        "data__test": f"{tmp_path}/train",
-        "data__reserve_columns": ["shown", "item"],
-    }
+    changes = {"data__holdout": 0.2, "data__test": f"{tmp_path}/train", "data__reserve_columns": ["shown", "item"]}
     values = settings(tmp_path, [{"label": "y"}]).model_dump(by_alias=True) | {"eval": evaluation}
     for key, value in changes.items():
         section, _, name = key.partition("__")

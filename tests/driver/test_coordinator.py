@@ -2,12 +2,7 @@
 
 import asyncio
 
-from raytrec.common.messages import (
-    HEARTBEAT_INTERVAL_S,
-    MAX_HEARTBEATS_PER_S,
-    Command,
-    compute_heartbeat_interval,
-)
+from raytrec.common.messages import HEARTBEAT_INTERVAL_S, MAX_HEARTBEATS_PER_S, Command, compute_heartbeat_interval
 from raytrec.driver.coordinator import Coordinator
 
 WAIT_LOCATION = "wait, distributed/comm_ops.py:12"

@@ -270,10 +270,7 @@ EXPANDABLE_SEGMENTS = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 def test_expandable_segments_respect_existing_settings(monkeypatch):
     from raytrec.worker.rendezvous import enable_expandable_segments
 
-    for given, set_for_it in (
-        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, {}),
-        ({}, EXPANDABLE_SEGMENTS),
-    ):
+    for given, set_for_it in (({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, {}), ({}, EXPANDABLE_SEGMENTS)):
         with monkeypatch.context() as patch:
             patch.setattr(os, "environ", dict(given))
             enable_expandable_segments()

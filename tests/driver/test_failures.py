@@ -15,30 +15,14 @@ OURS = DataError("label 'y' is 7", where="part-0.parquet")
 @pytest.mark.parametrize(
     "failures,kind,sentence",
     [
-        (
-            {0: GLOO_ERROR, 1: ActorDiedError()},
-            FailureKind.DEATH,
-            "rank 1 died: its process was killed or crashed",
-        ),
-        (
-            {0: GLOO_ERROR, 1: KeyError("user"), 2: GLOO_ERROR},
-            FailureKind.ERROR,
-            "rank 1 raised KeyError: 'user'",
-        ),
+        ({0: GLOO_ERROR, 1: ActorDiedError()}, FailureKind.DEATH, "rank 1 died: its process was killed or crashed"),
+        ({0: GLOO_ERROR, 1: KeyError("user"), 2: GLOO_ERROR}, FailureKind.ERROR, "rank 1 raised KeyError: 'user'"),
         ({0: KeyError("x"), 1: OURS}, FailureKind.RAYTREC_ERROR, "label 'y' is 7"),
         ({0: GLOO_ERROR, 2: NodeDiedError("gone")}, FailureKind.NODE, "rank 2 lost its node"),
         ({0: ActorDiedError(), 1: NodeDiedError("gone")}, FailureKind.NODE, "rank 1 lost its node"),
         ({0: Restart("at step 3"), 1: GLOO_ERROR}, FailureKind.RESTART, "at step 3"),
-        (
-            {0: GLOO_ERROR, 1: OutOfMemoryError("the node was")},
-            FailureKind.DEATH,
-            "rank 1 was killed by Ray because",
-        ),
-        (
-            {1: RuntimeError("Timed out waiting 60000ms")},
-            FailureKind.CONSEQUENCE,
-            "rank 1 raised RuntimeError",
-        ),
+        ({0: GLOO_ERROR, 1: OutOfMemoryError("the node was")}, FailureKind.DEATH, "rank 1 was killed by Ray because"),
+        ({1: RuntimeError("Timed out waiting 60000ms")}, FailureKind.CONSEQUENCE, "rank 1 raised RuntimeError"),
     ],
 )
 def test_find_cause_returns_the_root_cause(failures, kind, sentence):

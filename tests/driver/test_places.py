@@ -198,8 +198,7 @@ class FakeNvml:
 
 
 @pytest.mark.parametrize(
-    "visible,mig,memory",
-    [("", (), 39), ("0", (), 78), ("0,1", (), 39), ("1", (1,), None), ("MIG-1", (), None)],
+    "visible,mig,memory", [("", (), 39), ("0", (), 78), ("0,1", (), 39), ("1", (1,), None), ("MIG-1", (), None)]
 )
 def test_gpu_memory_is_read_without_allocating_a_gpu(monkeypatch, visible, mig, memory):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

@@ -76,12 +76,7 @@ def open_datasets(folder, *tasks, reserve_columns=(), **eval_section):
         ({"mask": "never"}, DataError, "for task label: its mask 'never' is not 1 in any row", "d/train"),
         ({"mask": "country"}, DataError, "mask 'country' has type string", "column country"),
         ({"sample_weight": "below"}, DataError, "sample weight 'below' is -1", "column below, row 7"),
-        (
-            {"sample_weight": "nothing"},
-            DataError,
-            "column 'nothing' contains a null",
-            "column nothing, row 0",
-        ),
+        ({"sample_weight": "nothing"}, DataError, "column 'nothing' contains a null", "column nothing, row 0"),
         ({"sample_weight": "never"}, DataError, "weight 'never' is 0 in every row", "d/train"),
     ],
 )

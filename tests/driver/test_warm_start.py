@@ -33,12 +33,7 @@ def first(tiny_data, tmp_path_factory):
 def test_warm_start_restores_the_weights(first, tiny_data, tmp_path, workers):
     """Without learning, a warm start has the first run's metrics, even on other data with another plan."""
     new = parquet.write_split(tmp_path / "new", 1500, seed=77)
-    changes = [
-        f"data.train={new}",
-        f"run.dir={tmp_path / 'run'}",
-        f"scaling.num_workers={workers}",
-        *NO_LEARNING,
-    ]
+    changes = [f"data.train={new}", f"run.dir={tmp_path / 'run'}", f"scaling.num_workers={workers}", *NO_LEARNING]
     second = driver.train(None, [*changes, "plan.sharding_types=[row_wise]"], start_from=first.path)
     assert second.metrics["train.rows"] == 2 * 1500
     for name in ("eval.auc", "eval.ne", "eval.logloss", "eval.calibration"):

@@ -60,10 +60,7 @@ def evaluate_logits(step, batch):
 
 def compare_evaluations(rank, world):
     """Return evaluation logits with averages, with averages copied into the weights, and with raw weights."""
-    step, local = (
-        build_step_on_rank(make_small_config(world, ROWS, ema=DECAY)),
-        make_batches(5, rank, world)[1],
-    )
+    step, local = (build_step_on_rank(make_small_config(world, ROWS, ema=DECAY)), make_batches(5, rank, world)[1])
     untrained = evaluate_logits(step, local[4])
     train_step(step, local[:4])
     before = copy_dense_weights(step)

@@ -22,10 +22,7 @@ def run_clipped_step(rank, world, plan, max_norm):
     whole, local = make_batches(1, rank, world)
     train_step(step, local)
     out = {name: table.weight.dense() for name, table in tables(step.model).items()}
-    optimizers = [
-        torch.optim.SGD(one.tables.values(), lr=1.0),
-        torch.optim.SGD(one.model.parameters(), lr=0.1),
-    ]
+    optimizers = [torch.optim.SGD(one.tables.values(), lr=1.0), torch.optim.SGD(one.model.parameters(), lr=0.1)]
     reference.train(one, whole, [])
     norm = torch.stack([p.grad.square().sum() for p in one.parameters()]).sum().sqrt()
     reference.train(one, whole, optimizers, max_grad_norm=max_norm)

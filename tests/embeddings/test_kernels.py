@@ -16,13 +16,7 @@ from raytrec.checkpoint.state import LogicalState
 from raytrec.checks.live.numerics import Numerics
 from raytrec.checks.live.outcome import CheckedRun, Position
 from raytrec.checks.live.probe import Parity
-from raytrec.compat.fbgemm import (
-    Cache,
-    find_fused_lookup,
-    get_update_count,
-    measure_cache_hits,
-    set_update_count,
-)
+from raytrec.compat.fbgemm import Cache, find_fused_lookup, get_update_count, measure_cache_hits, set_update_count
 from raytrec.compat.torchrec_ import iterate_sharded_kernels
 from raytrec.embeddings.tables import tables
 from raytrec.embeddings.taps import Taps

@@ -171,10 +171,7 @@ def train_on_device(rank, world, device, block):
             groups.add(options["group"] not in (None, dist.group.WORLD))
         return gather(*args, **options)
 
-    batches, local = (
-        "raytrec.embeddings.managed.batches",
-        [run._local(batch) for batch in random_id_batches()],
-    )
+    batches, local = ("raytrec.embeddings.managed.batches", [run._local(batch) for batch in random_id_batches()])
     if device != "cpu":
         local = [batch.pin_memory() for batch in local]
     with (

@@ -92,12 +92,7 @@ TWO_WAYS = ["plan.tables.a.sharding_type=row_wise", "plan.tables.b.sharding_type
         # TorchRec divided each rank's part of a bag by that part's length. The pinned version is correct for
         # ROW_WISE and TABLE_ROW_WISE; raytrec never divides before the sum is global.
         (make_small_config(2, ROW_WISE, "sgd"), {"a": "mean", "b": "mean"}, disable_mean_division, 1),
-        (
-            load_config(make_small_config(2, {}, "sgd"), TWO_WAYS),
-            {"a": "mean", "b": "sum"},
-            use_torchrec_means,
-            1,
-        ),
+        (load_config(make_small_config(2, {}, "sgd"), TWO_WAYS), {"a": "mean", "b": "sum"}, use_torchrec_means, 1),
         # Not reported upstream: there is no division at all.
         (make_small_config(4, {"sharding_type": "grid_shard"}, "sgd"), {"a": "mean"}, use_torchrec_means, 2),
     ],

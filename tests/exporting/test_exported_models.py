@@ -30,8 +30,7 @@ def http():
 
 
 @pytest.mark.parametrize(
-    "name",
-    [name if name in FAST_SUITE_MODELS else pytest.param(name, marks=pytest.mark.survive) for name in CASES],
+    "name", [name if name in FAST_SUITE_MODELS else pytest.param(name, marks=pytest.mark.survive) for name in CASES]
 )
 def test_exported_models_score_like_training(name, http, tmp_path):
     folder, table, predictions, vectors = train_for_export(ModelCase(name, (1, 1)), tmp_path)

@@ -131,13 +131,7 @@ def test_mlflow_requirements_match_the_score_extra():
 
 
 def test_signature_types_accept_nulls():
-    columns = {
-        "id": [1, None],
-        "whole": [1, 2],
-        "ids": [[1], None],
-        "price": [0.5, None],
-        "score": [0.5, 0.5],
-    }
+    columns = {"id": [1, None], "whole": [1, 2], "ids": [[1], None], "price": [0.5, None], "score": [0.5, 0.5]}
     signature = make_signature(pa.table(columns), ["score"])
     kinds = [each["type"] for each in signature.inputs.to_dict()]
     assert kinds == ["any", "long", "array", "double"]

@@ -192,11 +192,7 @@ def test_service_scores_like_predict(folder, exported_run, model):
 
 def test_user_columns_are_given_once_for_all_candidates(folder, model):
     rows = to_json_rows(pq.read_table(folder / "data/test"))[:40]
-    for mine in (
-        ["user", "history"],
-        ["user"],
-        ["user", "history", "seen_at", "price", "tags", "tag_weights"],
-    ):
+    for mine in (["user", "history"], ["user"], ["user", "history", "seen_at", "price", "tags", "tag_weights"]):
         user = {name: rows[0][name] for name in mine}
         others = [{k: v for k, v in row.items() if k not in mine} for row in rows]
         assert_equal(model.predict(user=user, candidates=others), model.predict([row | user for row in rows]))

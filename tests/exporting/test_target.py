@@ -95,10 +95,7 @@ def test_interrupted_export_restarts_with_newest_checkpoint(run, saved_checkpoin
 
 def test_export_refuses_a_folder_in_use(run, tmp_path):
     out = tmp_path / "out"
-    with (
-        ClaimedFolder(str(out), "raytrec export").hold(),
-        pytest.raises(RunError, match="another process is writing"),
-    ):
+    with ClaimedFolder(str(out), "raytrec export").hold(), pytest.raises(RunError, match="another process is writing"):
         raytrec.export(run, str(out))
     assert raytrec.export(run, str(out)).path == str(out)
 

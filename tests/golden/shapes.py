@@ -26,11 +26,7 @@ def _make_tables(rows, dim, **features):
 def _make_click_schema(sizes, dim, **features):
     """Return a schema with Criteo's 13 numbers and 26 ids."""
     rows = {f"C{i}": size for i, size in enumerate(sizes, 1)}
-    return {
-        "labels": ["label"],
-        "dense": [f"I{i}" for i in range(1, 14)],
-        **_make_tables(rows, dim, **features),
-    }
+    return {"labels": ["label"], "dense": [f"I{i}" for i in range(1, 14)], **_make_tables(rows, dim, **features)}
 
 
 MOVIELENS = {  # as written by `raytrec prepare movielens` for the 100K set

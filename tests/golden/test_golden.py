@@ -25,9 +25,7 @@ def data(tmp_path_factory):
     ("name", "workers"),
     [
         pytest.param(
-            name,
-            workers,
-            marks=[] if workers == 1 + number % 2 and name not in LARGE_EXAMPLES else pytest.mark.parity,
+            name, workers, marks=[] if workers == 1 + number % 2 and name not in LARGE_EXAMPLES else pytest.mark.parity
         )
         for number, name in enumerate(EXAMPLES)
         for workers in WORKERS

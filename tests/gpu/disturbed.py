@@ -26,15 +26,7 @@ STUCK_CYCLES = 1 << 40  # GPU clock cycles, about ten minutes
 STUCK_S = 600
 PACKAGE_FOLDER = str(Path(raytrec.__file__).parent)
 # Frames in these paths are attributed to their caller.
-LIBRARY_PATHS = (
-    "/torch/",
-    "/lib/python3",
-    "<frozen",
-    "/disturbed.py",
-    "/standin/",
-    "<string>",
-    "<eval_with_key>",
-)
+LIBRARY_PATHS = ("/torch/", "/lib/python3", "<frozen", "/disturbed.py", "/standin/", "<string>", "<eval_with_key>")
 
 
 class StepCountingModel(DLRM):

@@ -41,10 +41,7 @@ class SimulatedCaches:
 
     @contextmanager
     def _cached(self, lookup):
-        from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
-            EmbeddingLocation,
-            construct_cache_state,
-        )
+        from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, construct_cache_state
 
         # .data: hide from autograd the changes that are undone before backward.
         shards = [values.data for values in lookup.split_embedding_weights()]

@@ -56,11 +56,7 @@ class HostCluster:
     """
 
     def __init__(self, folder: Path, workers: int = 3, cpus: int = 2, environment: dict[str, str] | None = None):
-        self.address, self.root, self.token = (
-            f"{NETWORK_PREFIX}1:{PORT}",
-            folder / "root",
-            folder / "auth_token",
-        )
+        self.address, self.root, self.token = (f"{NETWORK_PREFIX}1:{PORT}", folder / "root", folder / "auth_token")
         self.root.mkdir(parents=True, exist_ok=True)
         self.env = environment_with_token(self.token) | {"RAYTREC_ROOT": str(self.root)} | (environment or {})
         self._folder, self._cpus = folder, [0, *[cpus] * workers]
@@ -146,16 +142,7 @@ class NamespaceHost:
 
     def __init__(self, name: str, folder: Path):
         self.name, self.log, self.address = name, folder / f"{name}.log", ""
-        hold = [
-            "setpriv",
-            "--pdeathsig",
-            "KILL",
-            "unshare",
-            *HOST_NAMESPACES,
-            "--fork",
-            "--kill-child",
-            "--mount-proc",
-        ]
+        hold = ["setpriv", "--pdeathsig", "KILL", "unshare", *HOST_NAMESPACES, "--fork", "--kill-child", "--mount-proc"]
         hold += ["sh", "-c", "sleep infinity & wait"]
         self._process = subprocess.Popen(hold, stdin=subprocess.DEVNULL, start_new_session=True)
         self.log.touch()

@@ -88,16 +88,7 @@ class WorkerLoop:
 
 
 def make_worker_loop(
-    rank,
-    world,
-    steps,
-    changes,
-    folder,
-    spoil=None,
-    plan="row_wise",
-    schema=small.SCHEMA,
-    kernel="fused",
-    **of,
+    rank, world, steps, changes, folder, spoil=None, plan="row_wise", schema=small.SCHEMA, kernel="fused", **of
 ):
     """Create a Loop over random batches.
 

@@ -27,18 +27,12 @@ def malformed_json_bodies(rows):
         ("nothing", b""),
         ("a list 100,000 deep", b"[" * JSON_NESTING_DEPTH + b"]" * JSON_NESTING_DEPTH),
         ("an object 100,000 deep", b'{"rows":' * JSON_NESTING_DEPTH + b"1" + b"}" * JSON_NESTING_DEPTH),
-        (
-            "a row 100,000 deep",
-            b'{"rows":[' + b'{"a":' * JSON_NESTING_DEPTH + b"1" + b"}" * JSON_NESTING_DEPTH + b"]}",
-        ),
+        ("a row 100,000 deep", b'{"rows":[' + b'{"a":' * JSON_NESTING_DEPTH + b"1" + b"}" * JSON_NESTING_DEPTH + b"]}"),
         ("16 MiB of [", b"[" * (16 * MIB)),
         ("16 MiB of {}", b'{"rows":[' + b"{}," * (5 * MIB) + b"{}]}"),
         ("more than 16 MiB", b" " * (16 * MIB + 1)),
         ("keys twice", b'{"rows":[],' + good.encode()[1:]),
-        (
-            "a row's keys twice",
-            b'{"rows":[{"%s":"x",' % dense.encode() + json.dumps(first).encode()[1:] + b"]}",
-        ),
+        ("a row's keys twice", b'{"rows":[{"%s":"x",' % dense.encode() + json.dumps(first).encode()[1:] + b"]}"),
         ("bytes other than UTF-8", b'{"rows":[{"a":"\xff\xfe"}]}'),
         ("half a surrogate", b'{"rows":[{"\\ud800":1}]}'),
         ("UTF-16", good.encode("utf-16")),
@@ -50,18 +44,7 @@ def malformed_json_bodies(rows):
         ("10⁶ empty candidates", json.dumps({"user": {dense: 1.0}, "candidates": [{}] * 10**6}).encode()),
         ("10⁶ columns", json.dumps({"rows": [{str(i): 0 for i in range(10**6)}]}).encode()),
     ]
-    for text in (
-        "NaN",
-        "Infinity",
-        "1e400",
-        "-1e400",
-        "1e39",
-        "9" * 4000,
-        "9" * MIB,
-        "1e999999999",
-        "null",
-        "true",
-    ):
+    for text in ("NaN", "Infinity", "1e400", "-1e400", "1e39", "9" * 4000, "9" * MIB, "1e999999999", "null", "true"):
         found += [(f"{text[:12]} in {column}", with_text(column, text)) for column in (dense, ids)]
     for text in (2**63, -(2**63) - 1, 2**64, 2**40, -1, 1.5, '"3"', "[1]", "null", "{}"):
         found.append((f"an id {text}", with_text(ids, f"[{text}]")))
@@ -120,10 +103,7 @@ def malformed_arrow_bodies(table):
         "a dictionary": pa.array(["x"]).dictionary_encode(),
     }
     for name, array in kinds.items():
-        found += [
-            (f"{name} in {dense}", with_column(dense, array)),
-            (f"{name} in {ids}", with_column(ids, array)),
-        ]
+        found += [(f"{name} in {dense}", with_column(dense, array)), (f"{name} in {ids}", with_column(ids, array))]
         if not isinstance(array, pa.RunEndEncodedArray | pa.ExtensionArray):
             found.append((f"lists of {name}", with_column(ids, lists(array))))
     return [(name, ARROW, body) for name, body in found]
@@ -152,23 +132,7 @@ def rows_with_wrong_type(draw, rows):
     """Return rows as JSON in which one value has another type."""
     row = dict(rows[draw.integers(len(rows))])
     column = str(draw.choice(sorted(row)))
-    values = [
-        None,
-        True,
-        "",
-        "x" * 50,
-        2**63,
-        -1,
-        1e308,
-        [],
-        [None],
-        [[]],
-        {},
-        [2**40],
-        ["3"],
-        [1.5],
-        {"a": [1]},
-    ]
+    values = [None, True, "", "x" * 50, 2**63, -1, 1e308, [], [None], [[]], {}, [2**40], ["3"], [1.5], {"a": [1]}]
     row[column] = values[draw.integers(len(values))]
     if draw.random() < 0.2:
         del row[column]
@@ -224,10 +188,7 @@ def malformed_http_requests(body):
         ("a path with %00", head.replace(b"/predict", b"/%00%ff..") + size % 0 + b"\r\n"),
         ("HTTP/9", head.replace(b"HTTP/1.1", b"HTTP/9.9") + size % len(body) + b"\r\n" + body),
         ("a claim of gzip", head + b"Content-Encoding: gzip\r\n" + size % len(body) + b"\r\n" + body),
-        (
-            "a token of other bytes",
-            head.replace(TOKEN.encode(), b"\xff\xfe") + size % len(body) + b"\r\n" + body,
-        ),
+        ("a token of other bytes", head.replace(TOKEN.encode(), b"\xff\xfe") + size % len(body) + b"\r\n" + body),
         ("Expect", head + b"Expect: 100-continue\r\n" + size % len(body) + b"\r\n" + body),
         ("an upgrade", upgrade + b"\r\n"),
         ("a websocket", upgrade + key + b"\r\n"),

@@ -94,11 +94,7 @@ def _answer(end, rank, world, folder, backend):
     import torch.distributed as dist
 
     dist.init_process_group(
-        backend,
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=60),
+        backend, init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=60)
     )
     while True:
         try:

@@ -35,11 +35,7 @@ def uneven_config(folder, workers=2, **plan):
     return load_config(
         {
             "run": {"dir": str(folder), "name": "uneven"},
-            "data": {
-                "train": str(folder / "train"),
-                "global_batch_size": GLOBAL_BATCH_SIZE,
-                "lanes": 24 * workers,
-            },
+            "data": {"train": str(folder / "train"), "global_batch_size": GLOBAL_BATCH_SIZE, "lanes": 24 * workers},
             "optim": {"embeddings": {"name": "adagrad"}},
             "model": {"bottom_mlp": [16], "top_mlp": [16]},
             "scaling": {"num_workers": workers, "device": "cpu"},
@@ -73,11 +69,7 @@ def make_rank_lines(tables, workers, steps=10, intervals=3, ids=IDS_PER_ROW):
             lines.append(
                 RankLine(
                     **{"rank": rank, "world": workers, "attempt": 0, "steps": steps, "system": {}},
-                    **{
-                        "first_step": number * steps,
-                        "step": (number + 1) * steps,
-                        "unix_s": RUN_START_UNIX_S,
-                    },
+                    **{"first_step": number * steps, "step": (number + 1) * steps, "unix_s": RUN_START_UNIX_S},
                     **{"seconds": 0.4 + 0.1 * rank, "phases_s": dict.fromkeys(PHASES, 0.0), "tables": held},
                 )
             )

@@ -32,14 +32,7 @@ from threading import Thread
 from time import sleep
 from unittest.mock import patch
 
-TORCH_MODULES = (
-    "torchrec",
-    "tensordict",
-    "torch.distributed.checkpoint",
-    "pandas",
-    "pyarrow.dataset",
-    "pydantic",
-)
+TORCH_MODULES = ("torchrec", "tensordict", "torch.distributed.checkpoint", "pandas", "pyarrow.dataset", "pydantic")
 # Saves 1 s of CPU time per rank. Processes that need another raytrec are not forked from here.
 RAY_MODULES = ("ray", "raytrec.worker.build", "raytrec.worker.observers", "raytrec.checks.parity.compare")
 SOCKET_VARIABLE = "RAYTREC_TESTS_WARM"  # environment variable with the server address, read by warm_worker.py

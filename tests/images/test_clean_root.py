@@ -175,8 +175,7 @@ def test_jupyter_requires_its_token(cluster: PodmanEngine):
 
 def test_notebook_image_rejects_arguments(engine: PodmanEngine):
     done = engine.podman(
-        *("run", "--rm", "--network", "none", "raytrec:notebook"),
-        *("notebook", "--IdentityProvider.token="),
+        *("run", "--rm", "--network", "none", "raytrec:notebook"), *("notebook", "--IdentityProvider.token=")
     )
     assert done.returncode == 1
     assert "takes no arguments" in done.stderr

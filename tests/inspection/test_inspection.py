@@ -469,8 +469,7 @@ def test_inspect_rejects_max_rows_below_one(rows, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "out,what",
-    [("there.yaml", "the file exists"), ("no/x.yaml", "folder does not exist"), (".", "is a folder")],
+    "out,what", [("there.yaml", "the file exists"), ("no/x.yaml", "folder does not exist"), (".", "is a folder")]
 )
 def test_inspect_checks_the_output_path_before_reading(out, what, tmp_path, monkeypatch):
     (tmp_path / "there.yaml").write_text("")
@@ -507,10 +506,7 @@ def test_weights_must_match_the_lengths_of_their_ids(tmp_path):
 @pytest.mark.parametrize("kind", [pa.float64(), pa.decimal256(60, 0)])
 def test_integers_beyond_int64_are_not_ids(tmp_path, kind):
     values = pa.array([10**20 * (i % 7 - 3) for i in range(100)], pa.decimal256(60, 0)).cast(kind)
-    write(
-        tmp_path / "a.parquet",
-        pa.table({"label": [0, 1] * 50, "item_id": values, "user_id": [1, 2, 3, 4] * 25}),
-    )
+    write(tmp_path / "a.parquet", pa.table({"label": [0, 1] * 50, "item_id": values, "user_id": [1, 2, 3, 4] * 25}))
     found = {f.stats.name: f for f in inspect(str(tmp_path)).findings}
     assert found["item_id"].kind == "skipped" and "int64" in found["item_id"].why
 
@@ -529,8 +525,7 @@ def test_column_missing_in_some_files_is_read_from_folders(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("texts", "positive"),
-    [(["00", "01"], "01"), (["0.0", "1.0"], "1.0"), (["no", "Yes"], "Yes"), (["x", "y z"], "x")],
+    ("texts", "positive"), [(["00", "01"], "01"), (["0.0", "1.0"], "1.0"), (["no", "Yes"], "Yes"), (["x", "y z"], "x")]
 )
 def test_positive_text_of_a_label_is_detected(tmp_path, texts, positive):
     """The rarer text is positive, unless another text is a known positive value."""

@@ -4,14 +4,7 @@ the weights returns the same logits as evaluation."""
 import pytest
 import torch
 from ranks import run_on_ranks
-from small import (
-    SMALL_SCHEMA_PARTS,
-    build_step_on_rank,
-    make_batches,
-    make_small_config,
-    make_small_schema,
-    train_step,
-)
+from small import SMALL_SCHEMA_PARTS, build_step_on_rank, make_batches, make_small_config, make_small_schema, train_step
 
 from raytrec.config.features import resolve_features
 

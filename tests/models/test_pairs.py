@@ -150,10 +150,7 @@ def test_two_tower_with_negatives_matches_its_equations(kind, outputs, vectors):
 
 
 def test_two_tower_negatives_train_all_parameters():
-    model, (dense, found) = (
-        make("two_tower", towers=TOWERS, tower_mlp=[6, 4], temperature=0.5),
-        inputs(SCHEMA),
-    )
+    model, (dense, found) = (make("two_tower", towers=TOWERS, tower_mlp=[6, 4], temperature=0.5), inputs(SCHEMA))
     mean = {**found, "history": found["history"].vectors.mean(1)}
     model(dense, mean)[:, 1].sum().backward()
     assert all(p.grad is not None for p in model.parameters())

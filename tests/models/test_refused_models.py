@@ -35,12 +35,7 @@ def make_schema_with_dims(*dims):
         ("deepfm", make_schema_with_dims(8, 4, 8), {}, "dims 4, 8"),
         ("deepfm", schema(), {"outputs": 8}, r"(?s)table user has dim 8.*a dim of 12 or more"),
         ("xdeepfm", make_schema_with_dims(8, 4, 8), {}, "dims 4, 8"),
-        (
-            "xdeepfm",
-            make_schema_with_dims(4, 4, 4),
-            {"outputs": 5},
-            r"(?s)table user has dim 4.*a dim of 8 or more",
-        ),
+        ("xdeepfm", make_schema_with_dims(4, 4, 4), {"outputs": 5}, r"(?s)table user has dim 4.*a dim of 8 or more"),
         ("masknet", make_schema_with_dims(8, 4, 8), {}, "dims 4, 8"),
         ("final_mlp", schema(), {"gate1": ["usr"]}, "did you mean 'user'"),
         ("final_mlp", schema(), {"gating": False, "gate2": ["item"]}, "gating is false"),
@@ -65,12 +60,7 @@ def make_schema_with_dims(*dims):
         ("hstu", ITEMS, NEXT_ITEM | {"width": 6, "heads": 4}, "model.width is 6"),
         ("sequence", schema(), {}, "no sequence"),
         ("sequence", SEQUENCES, {"target": "itm"}, "did you mean 'item'"),
-        (
-            "sequence",
-            schema("user", "item", "history", last=SPARSE["item"]),
-            {},
-            "model.target to one of",
-        ),
+        ("sequence", schema("user", "item", "history", last=SPARSE["item"]), {}, "model.target to one of"),
         ("sequence", TARGETS, {}, "dims 4, 8"),
         ("din", schema(), {}, "no sequence"),
         ("din", TARGETS, {"target": "itm"}, "did you mean 'item'"),
@@ -130,18 +120,8 @@ ESMM = {"click": "clicked", "conversion": "bought"}
         ("esmm", ESMM, ["clicked", "bought", "y"], "not for y"),
         ("esmm", ESMM | {"conversion": "kind"}, ["clicked", "kind"], "kind has 3 columns"),
         ("dbmtl", {"relations": {"bougt": ["clicked"]}}, ["clicked", "bought"], "did you mean 'bought'"),
-        (
-            "dbmtl",
-            {"relations": {"bought": ["clik"]}},
-            ["clicked", "bought"],
-            r"(?s)'clicked'.*relations\.bought",
-        ),
-        (
-            "dbmtl",
-            {"relations": {"bought": ["clicked"], "clicked": ["bought"]}},
-            ["clicked", "bought"],
-            "cycle",
-        ),
+        ("dbmtl", {"relations": {"bought": ["clik"]}}, ["clicked", "bought"], r"(?s)'clicked'.*relations\.bought"),
+        ("dbmtl", {"relations": {"bought": ["clicked"], "clicked": ["bought"]}}, ["clicked", "bought"], "cycle"),
     ],
 )
 def test_multi_task_models_reject_unsuitable_tasks(name, keys, tasks, message):

@@ -153,11 +153,7 @@ def check_run_folders(place, data):
         run_command("train", "--warm-start", "run", "data.train=data/train")
         run_command("evaluate", "run", "--data", "data/test")
         run_with_watchdog(lambda: read_run_history("run"), "history")
-        for call in (
-            lambda: queries.news("./run", {}),
-            lambda: queries.file("./run", "plan.json"),
-            queries.runs,
-        ):
+        for call in (lambda: queries.news("./run", {}), lambda: queries.file("./run", "plan.json"), queries.runs):
             run_with_watchdog(call, "queries")
 
 
@@ -226,14 +222,7 @@ def test_valid_input_reaches_the_start_of_ray(mutation_folder):
 @pytest.mark.parametrize("kind", NON_FILE_KINDS)
 @pytest.mark.parametrize(
     "name",
-    [
-        "config.yaml",
-        "data/schema.yaml",
-        "data/train/part-0.parquet",
-        "run/config.yaml",
-        "run/schema.yaml",
-        INDEX,
-    ],
+    ["config.yaml", "data/schema.yaml", "data/train/part-0.parquet", "run/config.yaml", "run/schema.yaml", INDEX],
 )
 def test_non_files_in_place_of_files_are_handled(mutation_folder, name, kind):
     with mutation_folder.fresh():

@@ -120,12 +120,7 @@ def make_model_section(model, schema):
     bottom = [6] if schema.dense else []
     return {"name": model} | {
         "dlrm": {"bottom_mlp": [6], "top_mlp": [10, 4]},
-        "dcn": {
-            "bottom_mlp": bottom,
-            "cross_layers": 2,
-            "cross_rank": 5,
-            "top_mlp": [6],
-        },
+        "dcn": {"bottom_mlp": bottom, "cross_layers": 2, "cross_rank": 5, "top_mlp": [6]},
         "two_tower": {"towers": {"query": features[::2], "item": features[1::2]}, "tower_mlp": [6, 5]},
         "sequence": {"max_length": 3, "target": bags[0] if bags else None, "top_mlp": [6]},
         "dien": {"max_length": 3, "target": bags[0] if bags else None, "top_mlp": [6]},
@@ -144,10 +139,7 @@ def config(case, tables):
             "model": make_model_section(case.model, case.schema()),
             "optim": {"embeddings": embeddings, "dense": {"name": "sgd", "lr": 0.1}},
             "plan": {"tables": tables},
-            "train": {
-                "activation_checkpointing": case.recomputed,
-                "max_grad_norm": case.max_grad_norm,
-            },
+            "train": {"activation_checkpointing": case.recomputed, "max_grad_norm": case.max_grad_norm},
         }
     )
 

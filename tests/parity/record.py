@@ -25,13 +25,7 @@ def run_cases(rank, world, cases, steps):
     out = []
     for seed, case in enumerate(cases):
         found = compare(
-            build_step,
-            case.config(),
-            case.schema(),
-            torch.device("cpu"),
-            steps=steps,
-            balance=case.balance,
-            seed=seed,
+            build_step, case.config(), case.schema(), torch.device("cpu"), steps=steps, balance=case.balance, seed=seed
         )
         out.append([finding.record() for finding in found])
     return out
@@ -59,10 +53,6 @@ def write():
             for f in found:
                 worst, error = entry.get(f["check"], 0.0), f["error"]
                 entry[f["check"]] = None if worst is None or error is None else max(worst, error)
-    out = {
-        "cases": groups["all"]["cases"],
-        "failed": groups["all"]["failed"],
-        "groups": dict(sorted(groups.items())),
-    }
+    out = {"cases": groups["all"]["cases"], "failed": groups["all"]["failed"], "groups": dict(sorted(groups.items()))}
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
     RESULTS.write_text(json.dumps(out, indent=1) + "\n")

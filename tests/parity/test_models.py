@@ -41,13 +41,7 @@ def make_negatives_schema(*side_features):
 PAIR = {"user": "tags", "item": "user", "negatives": "drawn", "max_negatives": 3}
 NEXT_ITEM = {"history": "friends", "item": "user", "max_length": 3, "negatives": "drawn", "max_negatives": 4}
 MODEL_LOSS = [{"label": "y"}, {"name": "own", "label": "z", "loss": "from_model"}]
-IN_BATCH_SOFTMAX = {
-    "name": "near",
-    "label": "z",
-    "loss": "in_batch_softmax",
-    "item": "film",
-    "item_frequency": "often",
-}
+IN_BATCH_SOFTMAX = {"name": "near", "label": "z", "loss": "in_batch_softmax", "item": "film", "item_frequency": "often"}
 
 
 # model → (schema, section, tasks)
@@ -62,21 +56,9 @@ CASES = {
     "mf": (make_negatives_schema(), PAIR | {"loss": "bce"}, [*MODEL_LOSS, IN_BATCH_SOFTMAX]),
     "ncf": (make_negatives_schema(), PAIR | {"mlp": [6, 4]}, MODEL_LOSS),
     "sasrec": (make_negatives_schema(), NEXT_ITEM | {"heads": 2, "loss": "bpr"}, MODEL_LOSS),
-    "hstu": (
-        make_negatives_schema("price", "at"),
-        NEXT_ITEM | {"temperature": 0.5, "time": "at"},
-        MODEL_LOSS,
-    ),
-    "sequence": (
-        make_sequence_schema("friends"),
-        {"max_length": 3, "target": "user", "top_mlp": [6]},
-        TWO_TASKS,
-    ),
-    "din": (
-        make_sequence_schema("friends"),
-        {"max_length": 3, "attention_mlp": [5], "top_mlp": [6]},
-        TWO_TASKS,
-    ),
+    "hstu": (make_negatives_schema("price", "at"), NEXT_ITEM | {"temperature": 0.5, "time": "at"}, MODEL_LOSS),
+    "sequence": (make_sequence_schema("friends"), {"max_length": 3, "target": "user", "top_mlp": [6]}, TWO_TASKS),
+    "din": (make_sequence_schema("friends"), {"max_length": 3, "attention_mlp": [5], "top_mlp": [6]}, TWO_TASKS),
     "dien": (
         make_negatives_schema(),
         {"max_length": 3, "negatives": "drawn", "auxiliary_weight": 0.5, "top_mlp": [6]},
@@ -85,13 +67,7 @@ CASES = {
     "bst": (make_sequence_schema("friends"), {"max_length": 3, "feedforward": 5, "top_mlp": [6]}, TWO_TASKS),
     "wide_deep": (
         SCHEMA,
-        {
-            "wide": ["a", "user", "words"],
-            "top_mlp": [6],
-            "cross_layers": 2,
-            "slope_rate": 3.0,
-            "deep_dropout": 0.5,
-        },
+        {"wide": ["a", "user", "words"], "top_mlp": [6], "cross_layers": 2, "slope_rate": 3.0, "deep_dropout": 0.5},
         TWO_TASKS,
     ),
     "deepfm": (SCHEMA, {"top_mlp": [6]}, TWO_TASKS),
@@ -113,16 +89,8 @@ CASES = {
 TOWERS = {"query": ["a", "b", "tags", "friends", "words", "scored"], "item": ["user"]}
 TOWERS = {"towers": TOWERS, "tower_mlp": [6], "negatives": "drawn", "max_negatives": 3}
 SHARED_NEGATIVES_CASES = {
-    "mf, shared": (
-        make_negatives_schema(),
-        PAIR | {"name": "mf", "share_negatives": True, "loss": "bpr"},
-        MODEL_LOSS,
-    ),
-    "two_tower, shared": (
-        make_negatives_schema(),
-        TOWERS | {"name": "two_tower", "share_negatives": True},
-        MODEL_LOSS,
-    ),
+    "mf, shared": (make_negatives_schema(), PAIR | {"name": "mf", "share_negatives": True, "loss": "bpr"}, MODEL_LOSS),
+    "two_tower, shared": (make_negatives_schema(), TOWERS | {"name": "two_tower", "share_negatives": True}, MODEL_LOSS),
     "sasrec, shared": (
         make_negatives_schema(),
         NEXT_ITEM | {"name": "sasrec", "share_negatives": True, "loss": "bce", "gbce": 0.5},
@@ -182,9 +150,7 @@ def test_every_model_has_a_case():
 
 @pytest.mark.parametrize("model", ALL_CASES)
 @pytest.mark.parametrize(
-    "place",
-    [pytest.param(p, marks=[] if p == (1, 1) else [pytest.mark.parity]) for p in PLACES],
-    ids=str,
+    "place", [pytest.param(p, marks=[] if p == (1, 1) else [pytest.mark.parity]) for p in PLACES], ids=str
 )
 def test_model_matches_one_process(model, place):
     assert_parity([ModelCase(model, place, **PLACES[place])], place)

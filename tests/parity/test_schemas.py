@@ -151,9 +151,7 @@ def test_ranks_without_table_rows_match_one_process(tables, half):
 
 
 @pytest.mark.parametrize(
-    "place",
-    [pytest.param(p, marks=[] if p == (2, 1) else [pytest.mark.parity]) for p in FACTORS["place"]],
-    ids=str,
+    "place", [pytest.param(p, marks=[] if p == (2, 1) else [pytest.mark.parity]) for p in FACTORS["place"]], ids=str
 )
 def test_random_schemas_match_one_process(place):
     check_random_cases(place, examples=4)

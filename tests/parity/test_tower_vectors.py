@@ -53,11 +53,7 @@ def compute_tower_vectors(rank, world, model, root):
 
     def evaluated(batch, tower=None):
         local = make_local_batch(
-            batch,
-            schema,
-            compute_row_bounds(ROWS, world, "equal"),
-            rank,
-            resolve_features(schema, config.model),
+            batch, schema, compute_row_bounds(ROWS, world, "equal"), rank, resolve_features(schema, config.model)
         )
         (outputs,) = step.evaluate(iter([local]), tower)
         assert bool(outputs.tasks) == (tower is None)

@@ -37,14 +37,7 @@ def predict_plan(cluster, **plan):
     return found
 
 
-SHARDING_TYPES = [
-    "table_wise",
-    "row_wise",
-    "column_wise",
-    "table_row_wise",
-    "table_column_wise",
-    "data_parallel",
-]
+SHARDING_TYPES = ["table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise", "data_parallel"]
 
 
 @pytest.mark.parametrize(

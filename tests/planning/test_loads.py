@@ -1,14 +1,7 @@
 """raytrec inspect --from-run: schema statistics from the lookups recorded by a run."""
 
 import pytest
-from uneven import (
-    IDS_PER_ROW,
-    make_rank_lines,
-    plan_uneven_run,
-    uneven_config,
-    uneven_schema,
-    write_uneven_run,
-)
+from uneven import IDS_PER_ROW, make_rank_lines, plan_uneven_run, uneven_config, uneven_schema, write_uneven_run
 
 from raytrec import cli
 from raytrec.common.errors import RunError

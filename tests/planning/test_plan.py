@@ -20,14 +20,7 @@ from raytrec.embeddings.constraints import resolve_constraints
 from raytrec.embeddings.pooling import PooledEmbeddings
 from raytrec.embeddings.sharding import describe_plan, make_sharders
 from raytrec.planning.dry_run import dry_run
-from raytrec.planning.machines import (
-    GPUS,
-    MACHINES,
-    Cluster,
-    find_machine,
-    find_network_bandwidth,
-    parse_cluster,
-)
+from raytrec.planning.machines import GPUS, MACHINES, Cluster, find_machine, find_network_bandwidth, parse_cluster
 from raytrec.planning.memory import GIB, compute_rank_parts, exclude_training_memory
 from raytrec.planning.plan import RankLocation, merge_resources, name_devices, search_plan, select_rates
 from raytrec.planning.rates import REACHED_RATE_SHARES
@@ -359,11 +352,7 @@ def test_cpu_plan_counts_memory_and_disk():
 def test_plan_counts_resident_rows_of_file_tables():
     """Four tables of 0.6 GiB on two workers; two tables are in files."""
     size, maps = 10_000_000 * 8 * 4 * 2 / GIB, 10_000_000 * 4 / GIB
-    plan = {
-        "memory_gib": 0.8,
-        "sharding_types": ["row_wise"],
-        "tables": {"t[01]": {"compute_kernel": "fused_mmap"}},
-    }
+    plan = {"memory_gib": 0.8, "sharding_types": ["row_wise"], "tables": {"t[01]": {"compute_kernel": "fused_mmap"}}}
     made, given, cluster = settings(2, plan), schema(10_000_000), Cluster(2, 1, 4, 8, 100)
     made.scaling.device = "cpu"
     tables = dry_run(made, given, cluster)
@@ -379,10 +368,7 @@ def test_plan_counts_resident_rows_of_file_tables():
 
 
 def get_resident_shares(rank, world, memory_gib):
-    plan = {
-        "memory_gib": memory_gib,
-        "tables": {"*": {"sharding_type": "row_wise", "compute_kernel": "fused_mmap"}},
-    }
+    plan = {"memory_gib": memory_gib, "tables": {"*": {"sharding_type": "row_wise", "compute_kernel": "fused_mmap"}}}
     step, _ = build_step(settings(world, plan), schema(200_000), torch.device("cpu"))
     places = [find_resident_rows(kernel) for kernel in iterate_sharded_kernels(step.model)]
     return [hot and hot._count / hot._rows for hot in places]
@@ -435,11 +421,7 @@ def test_inference_plan_needs_no_optimizer_state_memory():
     with pytest.raises(ConfigError, match="cannot place 4 tables"):
         PlannedMemory(config, schema(10_000_000), gpus=2, memory_gib=weights + 0.1, host_memory_gib=16)
     PlannedMemory(
-        exclude_training_memory(config),
-        schema(10_000_000),
-        gpus=2,
-        memory_gib=weights + 0.1,
-        host_memory_gib=16,
+        exclude_training_memory(config), schema(10_000_000), gpus=2, memory_gib=weights + 0.1, host_memory_gib=16
     )
 
 

@@ -9,21 +9,9 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from raytrec.embeddings.constraints import TableConstraint
 from raytrec.embeddings.sharding import BagSharder
-from raytrec.planning.search import (
-    MAX_ADDED_SHARDS,
-    estimate_once_per_size,
-    narrow_sharding_types,
-    split_columns,
-)
+from raytrec.planning.search import MAX_ADDED_SHARDS, estimate_once_per_size, narrow_sharding_types, split_columns
 
-SHARDING_TYPES = [
-    "table_wise",
-    "row_wise",
-    "data_parallel",
-    "column_wise",
-    "table_row_wise",
-    "table_column_wise",
-]
+SHARDING_TYPES = ["table_wise", "row_wise", "data_parallel", "column_wise", "table_row_wise", "table_column_wise"]
 
 
 def enumerate_options(world, tables, kinds, rows=lambda i: 10 + 7 * i, once=False):

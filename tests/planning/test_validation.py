@@ -96,11 +96,7 @@ def make_item_line(sharding=None, kernel=None, **line):
         (make_item_line("table_column_wise", ranks=[1, 2]), [], "ranks of one host"),
         (make_item_line("grid_shard", ranks=[0, 1, 2]), [], "all ranks of one or more hosts"),
         (make_item_line("data_parallel", "fused"), [], "data_parallel does not support kernel fused"),
-        (
-            make_item_line("data_parallel", "fused_mmap"),
-            [],
-            "data_parallel does not support kernel fused_mmap",
-        ),
+        (make_item_line("data_parallel", "fused_mmap"), [], "data_parallel does not support kernel fused_mmap"),
         (make_item_line("data_parallel", dtype="fp16"), [], "dense kernels do not support dtype fp16"),
         (make_item_line(kernel="dense", dtype="fp16"), [], "dense kernels do not support dtype fp16"),
         ({}, [["user", "no-table"]], "'no-table'"),
@@ -119,18 +115,10 @@ def test_plan_error_names_table_and_reason(tables, together, message):
     "line,options,message",
     [
         (make_item_line(kernel="fused"), {"optimizer": "adam"}, "no kernel fused for optimizer adam on CPU"),
-        (
-            make_item_line(kernel="fused_mmap"),
-            {"optimizer": "adam"},
-            "no kernel fused_mmap for optimizer adam on CPU",
-        ),
+        (make_item_line(kernel="fused_mmap"), {"optimizer": "adam"}, "no kernel fused_mmap for optimizer adam on CPU"),
         (make_item_line(dtype="fp16"), {"optimizer": "adam"}, "dense kernels do not support dtype fp16"),
         (make_item_line(kernel="fused", dtype="fp16"), {"optimizer": "adam", "device": "cuda"}, None),
-        (
-            make_item_line(kernel="fused_mmap"),
-            {"device": "cuda"},
-            "GPUs do not support kernel fused_mmap, which reads",
-        ),
+        (make_item_line(kernel="fused_mmap"), {"device": "cuda"}, "GPUs do not support kernel fused_mmap, which reads"),
         (make_item_line(kernel="fused_mmap", ranks=[0]), {"memory": 1}, None),
     ],
 )
@@ -178,11 +166,7 @@ def test_int8_qcomms_exclude_sharding_types_that_add_sums():
     [
         ((16, 32, 48, 64), "table_wise", None),
         ((12, 12, 36, 24), "table_wise", None),
-        (
-            (16, 32, 8, 64),
-            "table_wise",
-            "does not reduce exchanges: 8 values.*a shard of table item has 8 columns",
-        ),
+        ((16, 32, 8, 64), "table_wise", "does not reduce exchanges: 8 values.*a shard of table item has 8 columns"),
         ((16, 16, 16, 20), "table_wise", "int8 does not reduce exchanges: 4 values"),
         ((16, 64, 64, 64), "column_wise", "a shard of table user has 4 columns"),  # 16 on 4 ranks
         ((8, 8, 8, 8), "data_parallel", None),
@@ -239,12 +223,7 @@ def list_tables_in_files(memory, kernels=("fused", "fused_mmap"), tables=None, o
 def test_largest_tables_move_to_files_first():
     whole = sum(ROWS.values()) * 16 * 8  # bytes with state
     assert list_tables_in_files(whole, ["fused"]) == [[]]
-    assert list_tables_in_files(whole) == [
-        [],
-        ["item"],
-        ["user", "item"],
-        ["user", "user_tag", "item", "shop"],
-    ]
+    assert list_tables_in_files(whole) == [[], ["item"], ["user", "item"], ["user", "user_tag", "item", "shop"]]
     assert list_tables_in_files(whole - 1)[0] == ["item"] and list_tables_in_files(whole - ITEM - 1)[0] == [
         "user",
         "item",
@@ -311,11 +290,7 @@ def test_column_shards_are_equal_and_multiples_of_four(dim, sharding, ranks, exp
 
 
 SEQUENCES = make_small_schema(
-    sparse={
-        "item": {"table": "item"},
-        "history": {"table": "item", "pooling": "sequence"},
-        "user": {"table": "user"},
-    },
+    sparse={"item": {"table": "item"}, "history": {"table": "item", "pooling": "sequence"}, "user": {"table": "user"}},
     tables={"item": {"rows": 100, "dim": 16}, "user": {"rows": 100, "dim": 16}},
 )
 

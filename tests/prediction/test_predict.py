@@ -74,10 +74,7 @@ def test_predictions_match_the_evaluation_of_the_run(run, folder, undisturbed_pr
     figures = undisturbed_predictions.metrics
     assert (figures["predict.rows"], figures["predict.files"], figures["world_size"]) == (ROWS, FILES, 2)
     assert figures["predict.rows_per_s"] > 0 and figures["predict.skipped_rows"] == 0
-    assert sorted(path.name for path in Path(undisturbed_predictions.path).iterdir()) == [
-        "_predictions.json",
-        "large",
-    ]
+    assert sorted(path.name for path in Path(undisturbed_predictions.path).iterdir()) == ["_predictions.json", "large"]
     again = predict(run.path, folder / "test", undisturbed_predictions.path, columns=COLUMNS)
     assert again.metrics["predict.rows_per_s"] is None, "all files were already complete"
     assert again.metrics["predict.rows"] == ROWS

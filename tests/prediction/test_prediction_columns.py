@@ -91,12 +91,7 @@ def test_transforms_that_only_make_labels_are_skipped():
         ("log", ["price"], ["price"]),
         ("age", ["joined"], ["days"]),
     ]
-    assert sorted(resolve_input_columns(needed, ["price", "days", "user"])) == [
-        "joined",
-        "price",
-        "seen_at",
-        "user",
-    ]
+    assert sorted(resolve_input_columns(needed, ["price", "days", "user"])) == ["joined", "price", "seen_at", "user"]
     assert needed[1] is given[2] and given[0].columns == ["rating", "price"]
     assert select_needed_transforms(given, ["label", "price"])[:2] == given[:2]
     mine = load_transforms({"do": "os:getcwd", "reads": ["rating"], "writes": ["label"]})

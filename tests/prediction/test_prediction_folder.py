@@ -198,10 +198,7 @@ def test_predict_refuses_invalid_settings(run, data, tmp_path):
     refused(RunError, "no checkpoint of step 7", "one of the steps 10, 20", checkpoint=7)
     refused(ConfigError, "'last' is not a checkpoint", checkpoint="last")
     refused(
-        DataError,
-        "column 'rwo' does not exist in the input; did you mean 'row'",
-        out=tmp_path / "o",
-        columns=["rwo"],
+        DataError, "column 'rwo' does not exist in the input; did you mean 'row'", out=tmp_path / "o", columns=["rwo"]
     )
     refused(ConfigError, "'row' is repeated", columns=["row", "row"])
     refused(ConfigError, "'score' conflicts with a score column", columns=["score"])

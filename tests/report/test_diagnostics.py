@@ -6,13 +6,7 @@ from dataclasses import replace
 from recorded import RUN_METRICS, rank_line, write_json_lines, write_recorded_run
 
 from raytrec.common.messages import RankLine
-from raytrec.report.findings import (
-    find_hot_rank,
-    find_low_utilization,
-    find_poor_fit,
-    find_straggler,
-    findings,
-)
+from raytrec.report.findings import find_hot_rank, find_low_utilization, find_poor_fit, find_straggler, findings
 from raytrec.tracking.run_folder import RunFolder
 
 NAMES = ["user", "item", "tag"]

@@ -118,14 +118,7 @@ def test_report_works_without_any_single_file(tmp_path, left_out, drawn):
 
 def test_report_escapes_hostile_texts(tmp_path):
     write_recorded_run(tmp_path, names=[HOSTILE_TEXT, "a" * 300, r"$\frac$"])
-    line = {
-        "step": 100,
-        "check": HOSTILE_TEXT,
-        "passed": False,
-        "text": HOSTILE_TEXT,
-        "figure": 1.0,
-        "limit": None,
-    }
+    line = {"step": 100, "check": HOSTILE_TEXT, "passed": False, "text": HOSTILE_TEXT, "figure": 1.0, "limit": None}
     write_json_lines(tmp_path / "checks.jsonl", [line])
     events = [
         {"event": "started", "unix_s": 1.8e9, "attempt": 1, "workers": 1},

@@ -176,11 +176,7 @@ def test_index_describes_its_content(run, folder, items_index):
 @pytest.mark.parametrize(
     "change, error, message",
     [
-        (
-            lambda t: pa.concat_tables([t, t.slice(3, 2)]),
-            DataError,
-            "2 items repeat the key of an earlier item",
-        ),
+        (lambda t: pa.concat_tables([t, t.slice(3, 2)]), DataError, "2 items repeat the key of an earlier item"),
         (lambda t: t.drop_columns(["genres"]), DataError, "column 'genres' is missing"),
         (lambda t: t.set_column(0, "item", pa.nulls(ITEMS, pa.int64())), DataError, "an item is missing"),
     ],
@@ -200,11 +196,7 @@ def test_invalid_items_are_refused_before_training(folder, tmp_path, change, err
     "changes, error, message",
     [
         ({"model": {"name": "dcn"}}, ConfigError, "does not produce query and item vectors"),
-        (
-            {"retrieval": {"seen": ["user"]}},
-            DataError,
-            "column 'user' of seen items has type int64",
-        ),
+        ({"retrieval": {"seen": ["user"]}}, DataError, "column 'user' of seen items has type int64"),
         ({"retrieval": {"at": [0]}}, ConfigError, "eval.retrieval.at"),
         ({"retrieval": {"item": "title"}}, DataError, "columns named by eval.retrieval.item"),
         ({"retrieval": {"seen": ["met"]}}, DataError, "columns named by eval.retrieval.seen"),

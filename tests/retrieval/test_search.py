@@ -97,11 +97,7 @@ def folder(tmp_path):
     listed = pa.array([*films.vectors.tolist(), None], pa.list_(pa.float32()))
     table = pa.concat_tables([films.items, films.items.slice(0, 1)]).append_column("vector", listed)
     pq.write_table(
-        table,
-        tmp_path / "items/part-0.parquet",
-        row_group_size=20,
-        write_page_checksum=True,
-        compression="zstd",
+        table, tmp_path / "items/part-0.parquet", row_group_size=20, write_page_checksum=True, compression="zstd"
     )
     data = serialize_faiss(films.faiss)
     (tmp_path / FAISS_FILE).write_bytes(data)

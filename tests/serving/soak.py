@@ -157,12 +157,7 @@ def _show(report, counts, notes):
     others = [note for note in by["retried"] if not _in_hands(note, kills)]
     held = {name: exports for name, _, exports in report["after"] if len(exports) > MAX_MAPPED_EXPORTS}
     answers = {name: count for name, count in counts.items() if name not in NOTE_KINDS}
-    rows = {
-        "answers": sum(answers.values()),
-        **answers,
-        "wrong": len(by["wrong"]),
-        "failed": len(by["failed"]),
-    }
+    rows = {"answers": sum(answers.values()), **answers, "wrong": len(by["wrong"]), "failed": len(by["failed"])}
     rows["failed attempts affected by a kill"] = len(by["retried"]) - len(others)
     rows["other failed attempts"] = len(others)
     seconds = report["seconds"]

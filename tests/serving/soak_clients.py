@@ -49,11 +49,7 @@ class Clients:
     def __init__(self, url, requests, versions, state):
         # The retries of docs/serving.md.
         self._retry = Retry(
-            10,
-            status_forcelist=[429, 500, 502, 503, 504],
-            allowed_methods=None,
-            backoff_factor=0.1,
-            backoff_max=5,
+            10, status_forcelist=[429, 500, 502, 503, 504], allowed_methods=None, backoff_factor=0.1, backoff_max=5
         )
         self._url, self._requests, self._versions, self._state = f"{url}/predict", requests, versions, state
         self.counts, self.notes = Counter(), []

@@ -114,15 +114,7 @@ class SlowClients:
             connection.close()
 
 
-INVALID_PROMOTION_BODIES = [
-    b"",
-    b"[",
-    b"[" * 50_000,
-    b"[]",
-    b'{"uri": 3}',
-    b'{"uri": "\\u0000"}',
-    b" " * (20 << 20),
-]
+INVALID_PROMOTION_BODIES = [b"", b"[", b"[" * 50_000, b"[]", b'{"uri": 3}', b'{"uri": "\\u0000"}', b" " * (20 << 20)]
 
 
 @pytest.mark.parametrize("body", INVALID_PROMOTION_BODIES, ids=len)

@@ -85,9 +85,7 @@ def test_failed_load_on_one_replica_cancels_the_promotion():
         return await made.versions(), (await made.exports())[0]
 
     found = run_with_replicas(
-        scenario(),
-        run_replica(made, "one", orders=orders),
-        run_replica(made, "two", failing=RunError("no room")),
+        scenario(), run_replica(made, "one", orders=orders), run_replica(made, "two", failing=RunError("no room"))
     )
     assert found == ({"one": "films-1", "two": "films-1"}, FIRST)
     assert {order.answer for order in orders} == {FIRST}

@@ -38,10 +38,7 @@ class DeployedService:
         return found["status"], found["message"]
 
     def _ask(self, method, body=None):
-        headers = {
-            "Authorization": f"Bearer {self._head.token.read_text()}",
-            "Content-Type": "application/json",
-        }
+        headers = {"Authorization": f"Bearer {self._head.token.read_text()}", "Content-Type": "application/json"}
         address = f"{self._head.url}/api/serve/applications/"
         with urllib.request.urlopen(urllib.request.Request(address, body, headers, method=method)) as answer:
             return answer.read()
@@ -80,11 +77,7 @@ def test_rayservice_configuration_serves_promotes_and_logs(head, exports, tmp_pa
     assert not load.failed and set(load.counts) == {whole.version, small.version}, load.failed[:3]
     assert deployed.service.ask("/predict", {"rows": rows})["version"] == small.version
     deployed._ask("DELETE")
-    wait_for(
-        lambda: not json.loads(deployed._ask("GET"))["applications"],
-        "the end of the replicas",
-        START_TIMEOUT_S,
-    )
+    wait_for(lambda: not json.loads(deployed._ask("GET"))["applications"], "the end of the replicas", START_TIMEOUT_S)
     for export in (whole, small):
         found = skew(str(tmp_path / "requests"), export.path).metrics
         assert found["rows"] >= len(rows) and not found["differs"], export.version

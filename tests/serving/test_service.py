@@ -304,9 +304,6 @@ def test_shutdown_resets_no_request_and_frees_the_port(exports, tmp_path):
 
 
 def test_load_starts_a_second_replica(exports, tmp_path):
-    with (
-        run_service(exports[0]["whole"].path, "1:2", tmp_path) as service,
-        Load(service, exports, 16) as load,
-    ):
+    with run_service(exports[0]["whole"].path, "1:2", tmp_path) as service, Load(service, exports, 16) as load:
         wait_for(lambda: len(service.versions()) == 2, "a second replica", 180)
     assert not load.failed, load.failed[:3]

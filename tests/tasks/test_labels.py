@@ -15,10 +15,7 @@ from raytrec.tasks.task import resolve_tasks
 from raytrec.tasks.task_columns import label_ranges
 
 SCHEMA = make_small_schema(
-    labels=["clicked", "stars"],
-    dense=[],
-    sparse={"user": {"table": "user"}},
-    tables={"user": {"rows": 9, "dim": 4}},
+    labels=["clicked", "stars"], dense=[], sparse={"user": {"table": "user"}}, tables={"user": {"rows": 9, "dim": 4}}
 )
 STARS = {"label": "stars", "loss": "mse"}
 COUNT = {"label": "stars", "loss": "own_parts:Count"}

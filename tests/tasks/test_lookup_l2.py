@@ -3,14 +3,7 @@
 import pytest
 import torch
 from ranks import run_on_ranks
-from small import (
-    build_step_on_rank,
-    gather_weights,
-    make_objective,
-    make_small_config,
-    make_small_schema,
-    train_step,
-)
+from small import build_step_on_rank, gather_weights, make_objective, make_small_config, make_small_schema, train_step
 
 from raytrec.common.errors import ConfigError
 from raytrec.config.models import SECTIONS, check_model
@@ -19,11 +12,7 @@ from raytrec.driver.datasets import check_lookup_l2
 ROWS, STEPS, RATE = 12, 4, 0.5
 SCHEMA = make_small_schema(
     dense=[],
-    sparse={
-        "user": {"table": "user"},
-        "item": {"table": "item"},
-        "drawn": {"table": "item", "pooling": "sequence"},
-    },
+    sparse={"user": {"table": "user"}, "item": {"table": "item"}, "drawn": {"table": "item", "pooling": "sequence"}},
     tables={"user": {"rows": 7, "dim": 8}, "item": {"rows": 11, "dim": 8}},
 )
 FACTORS = {"user": 0.3, "item": 0.8}

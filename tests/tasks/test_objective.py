@@ -122,10 +122,7 @@ def compare_training(rank, world, tasks, logits, changes):
         right = torch.where(labels[:, 0] > 0, p, 1 - p)
         return (-right.log() * (1 - right) ** 1.5).mean()
 
-    optimizers = [
-        torch.optim.SGD(one.tables.values(), lr=0.1),
-        torch.optim.SGD(one.model.parameters(), lr=0.1),
-    ]
+    optimizers = [torch.optim.SGD(one.tables.values(), lr=0.1), torch.optim.SGD(one.model.parameters(), lr=0.1)]
     errors = []
     for batch, loss in zip(whole, losses, strict=True):
         one.zero_grad()

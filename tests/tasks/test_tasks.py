@@ -69,10 +69,7 @@ def test_tasks_keep_their_order_and_settings():
             {"clicked": (0, 1), "watched s": None},
         ),
         (
-            [
-                {"label": "clicked", "loss": "mse"},
-                {"name": "b", "label": "clicked", "loss": "own_parts:Count"},
-            ],
+            [{"label": "clicked", "loss": "mse"}, {"name": "b", "label": "clicked", "loss": "own_parts:Count"}],
             {"clicked": (0, float("inf")), "watched s": None},
         ),
     ],
@@ -82,10 +79,7 @@ def test_label_ranges_satisfy_all_tasks(tasks, expected):
 
 
 THREE_CLASSES = {"loss": "cross_entropy", "options": {"classes": 3}}
-MASK_CYCLE = [
-    {"name": "a", "label": "clicked", "mask": "b"},
-    {"name": "b", "label": "watched s", "mask": "a"},
-]
+MASK_CYCLE = [{"name": "a", "label": "clicked", "mask": "b"}, {"name": "b", "label": "watched s", "mask": "a"}]
 
 
 @pytest.mark.parametrize(
@@ -102,26 +96,14 @@ MASK_CYCLE = [
         ([{"loss": "bce", "options": {"gamma": 2}}], SCHEMA, ["tasks[0].options"]),
         ([{"mask": "y"}], SCHEMA, ["task y is its own mask", "tasks[0].mask"]),
         (MASK_CYCLE, TWO_LABELS, ["masks of tasks form a cycle: a → b → a"]),
-        (
-            [{"loss": "mse", "positive_weight": 2}],
-            SCHEMA,
-            ["positive_weight is 2, but the loss mse has no positives"],
-        ),
+        ([{"loss": "mse", "positive_weight": 2}], SCHEMA, ["positive_weight is 2, but the loss mse has no positives"]),
         ([{**THREE_CLASSES, "positive_weight": 2}], SCHEMA, ["tasks[0].positive_weight"]),
         ([{"loss": "poisson", "negatives_kept": 0.5}], SCHEMA, ["negatives_kept is 0.5, but poisson predi"]),
         ([{"loss": "bpr", "negatives_kept": 0.5}], SCHEMA, ["tasks[0].negatives_kept"]),
         ([{"loss": "huber", "options": {"delta": 0}}], SCHEMA, ["delta is 0, not a number between 0 and"]),
-        (
-            [{"loss": "focal", "options": {"gamma": "2"}}],
-            SCHEMA,
-            ["gamma is '2', not a number from 0"],
-        ),
+        ([{"loss": "focal", "options": {"gamma": "2"}}], SCHEMA, ["gamma is '2', not a number from 0"]),
         ([{"loss": "focal", "options": {"alpha": 1.0}}], SCHEMA, ["alpha is 1.0"]),
-        (
-            [{"loss": "cross_entropy", "options": {"classes": 1}}],
-            SCHEMA,
-            ["classes is 1, not a whole"],
-        ),
+        ([{"loss": "cross_entropy", "options": {"classes": 1}}], SCHEMA, ["classes is 1, not a whole"]),
         ([{"loss": "in_batch_softmax", "options": {"temperature": -1}}], SCHEMA, ["temperature is -1"]),
         (
             [{"loss": "own_parts:WithinGroups"}],

@@ -6,14 +6,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from ranks import run_on_ranks
-from small import (
-    batch_of_labels,
-    build_step_on_rank,
-    make_batches,
-    make_objective,
-    make_small_config,
-    train_step,
-)
+from small import batch_of_labels, build_step_on_rank, make_batches, make_objective, make_small_config, train_step
 from standin import use_stand_in_gpu
 
 from raytrec.common.errors import ConfigError, RunError

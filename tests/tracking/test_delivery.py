@@ -95,10 +95,7 @@ def test_delivery_counts_rejected_records_and_keeps_the_rest(make_delivery, tmp_
     stored = mlflow_client(delivery.uri).get_run(delivery.run_id)
     assert again.run_id == delivery.run_id
     assert (stored.info.status, stored.data.params["run.seed"]) == ("FAILED", "1")
-    assert [value for _, value, _ in tracked.metric_history(delivery.uri, delivery.run_id, "loss")] == [
-        1.0,
-        2.0,
-    ]
+    assert [value for _, value, _ in tracked.metric_history(delivery.uri, delivery.run_id, "loss")] == [1.0, 2.0]
 
 
 def test_delivery_resumes_a_run_or_recreates_a_deleted_one(make_delivery, tmp_path):
@@ -152,11 +149,7 @@ class RacingParentStore(Store):
 
 def test_concurrent_runs_share_one_parent(store_folder):
     def open_store(kind, parent):
-        tracking = {
-            "uri": f"sqlite:///{store_folder}/new/mlflow.db",
-            "experiment": "sweep",
-            "parent_run": parent,
-        }
+        tracking = {"uri": f"sqlite:///{store_folder}/new/mlflow.db", "experiment": "sweep", "parent_run": parent}
         store = kind(tracked.write_tracked_config(store_folder, {"tracking": tracking}), store_folder, uuid4().hex)
         store.open()
         return store

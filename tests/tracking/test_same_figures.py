@@ -41,11 +41,7 @@ def make_random_rank_line(rank, step, random):
         if name == "city":  # one rank has no figures of this table
             shard |= {key: None for key in ("unique_ratio", "gradient_norm", "touched_rows") if rank}
         found["tables"][name] = shard | {"replicated": name == "item"}
-    found["system"] |= {
-        "gpu_percent": 40.0 + rank,
-        "gpu_memory_bytes": 2**30,
-        "network_sent_bytes_per_s": 1e6,
-    }
+    found["system"] |= {"gpu_percent": 40.0 + rank, "gpu_memory_bytes": 2**30, "network_sent_bytes_per_s": 1e6}
     return found
 
 

@@ -38,10 +38,7 @@ def test_drawn_values_cover_their_ranges():
 
 
 def test_draws_do_not_depend_on_trial_count_or_other_keys():
-    few, many = (
-        parse_space(SPACE_TEXT).configurations(5, seed=3),
-        parse_space(SPACE_TEXT).configurations(50, seed=3),
-    )
+    few, many = (parse_space(SPACE_TEXT).configurations(5, seed=3), parse_space(SPACE_TEXT).configurations(50, seed=3))
     assert few == many[:5] and few != parse_space(SPACE_TEXT).configurations(5, seed=4)
     without = parse_space(SPACE_TEXT.replace("model.cross_layers: {integer: [1, 4]}", "")).configurations(5, seed=3)
     assert [each.items() >= other.items() for each, other in zip(few, without, strict=True)] == [True] * 5

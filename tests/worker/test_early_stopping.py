@@ -75,10 +75,7 @@ def test_early_stopping_matches_its_definition(metric):
         assert [at for at, _ in found] == expected_at, cases
     assert len(set(expected_at)) > 3
     improving = {"ne": [0.9, 0.8, 0.7], "auc": [0.7, 0.8, 0.9], "calibration": [0.5, 1.3, 1.0]}[metric]
-    assert run_on_ranks(2, run_until_stop, improving, {"metric": metric, "patience": 1})[1] == (
-        None,
-        "after all steps",
-    )
+    assert run_on_ranks(2, run_until_stop, improving, {"metric": metric, "patience": 1})[1] == (None, "after all steps")
 
 
 def test_early_stopping_states_its_reason():

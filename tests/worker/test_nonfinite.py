@@ -12,14 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_on_ranks
-from small import (
-    assert_same_state,
-    build_step_on_rank,
-    copy_local_state,
-    make_batches,
-    make_small_config,
-    train_step,
-)
+from small import assert_same_state, build_step_on_rank, copy_local_state, make_batches, make_small_config, train_step
 
 from raytrec.common.errors import RunError
 from raytrec.driver import run as driver

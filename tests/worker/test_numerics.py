@@ -49,10 +49,7 @@ def compare_bf16_step(rank, world, changes):
     for name in ("bf16", "fp32"):
         one = make_reference_model(step, settings)
         dense, one.model = one.model, Bf16Autocast(one.model) if name == "bf16" else one.model
-        optimizers = [
-            torch.optim.SGD(one.tables.values(), lr=1.0),
-            torch.optim.SGD(dense.parameters(), lr=0.1),
-        ]
+        optimizers = [torch.optim.SGD(one.tables.values(), lr=1.0), torch.optim.SGD(dense.parameters(), lr=0.1)]
         reference.train(one, whole, optimizers)
         expected[name] = dict(dense.named_parameters()) | one.tables
     (outputs,) = train_step(step, local)

@@ -2,14 +2,7 @@
 
 import torch
 from ranks import run_on_ranks
-from small import (
-    assert_same_state,
-    build_step_on_rank,
-    copy_local_state,
-    make_batches,
-    make_small_config,
-    train_step,
-)
+from small import assert_same_state, build_step_on_rank, copy_local_state, make_batches, make_small_config, train_step
 
 
 def run_steps(rank, world, plan):

@@ -18,11 +18,7 @@ SCHEMA = Schema.parse(
             "words": {"table": "word", "weights": "word_weights"},
             "scored": {"table": "word", "pooling": "mean", "weights": "scores"},
         },
-        "tables": {
-            "user": {"rows": 50, "dim": DIM},
-            "tag": {"rows": 5, "dim": DIM},
-            "word": {"rows": 23, "dim": DIM},
-        },
+        "tables": {"user": {"rows": 50, "dim": DIM}, "tag": {"rows": 5, "dim": DIM}, "word": {"rows": 23, "dim": DIM}},
     },
     "test",
 )

@@ -99,10 +99,7 @@ def run_compiled(rank, world, name):
 def test_requests_train_like_repeated_rows(name, world):
     ours = run_on_ranks(world, run, name, "requests")
     theirs = run_on_ranks(world, run, name, "repeated")
-    (before, after, losses, figures), (others_before, others, their_losses, their_figures) = (
-        ours[0],
-        theirs[0],
-    )
+    (before, after, losses, figures), (others_before, others, their_losses, their_figures) = (ours[0], theirs[0])
     assert small.max_weight_difference(before, others_before) == 0
     assert small.max_weight_difference(after, others) <= 1e-6
     assert small.max_weight_difference(after, before) > 1e-3
@@ -112,15 +109,11 @@ def test_requests_train_like_repeated_rows(name, world):
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["dcn", *(pytest.param(name, marks=pytest.mark.survive) for name in ("two_tower", "din", "sasrec"))],
+    "name", ["dcn", *(pytest.param(name, marks=pytest.mark.survive) for name in ("two_tower", "din", "sasrec"))]
 )
 def test_requests_train_equally_on_gpus_and_compiled(name):
     one = run_on_ranks(2, run, name, "requests")[0]
-    for other in (
-        run_on_ranks(2, run, name, "requests", device="cuda")[0],
-        run_on_ranks(2, run_compiled, name)[0],
-    ):
+    for other in (run_on_ranks(2, run, name, "requests", device="cuda")[0], run_on_ranks(2, run_compiled, name)[0]):
         assert small.max_weight_difference(one[1], other[1]) <= 1e-5
         assert other[2] == pytest.approx(one[2], abs=1e-5)
         assert other[3] == pytest.approx(one[3], abs=1e-5)

@@ -62,10 +62,7 @@ def test_network_rates_match_host_counters(monkeypatch):
     monkeypatch.setattr("psutil.net_io_counters", lambda pernic: now)
     system = SystemMonitor()
     time.sleep(0.2)
-    now = {
-        "lo": counter._replace(bytes_sent=10**10),
-        "eth0": counter._replace(bytes_sent=2000, bytes_recv=500),
-    }
+    now = {"lo": counter._replace(bytes_sent=10**10), "eth0": counter._replace(bytes_sent=2000, bytes_recv=500)}
     sample = system.sample()
     assert 2000 / 60 < sample["network_sent_bytes_per_s"] <= 2000 / 0.2
     assert sample["network_sent_bytes_per_s"] == pytest.approx(4 * sample["network_received_bytes_per_s"])

@@ -25,12 +25,7 @@ ALLOWED_WAITS = {
     ("train_pipeline/runtime_forwards.py:<listcomp>", "pipeline.py:start_sparse_data_dist"): SPLITS,
     ("train_pipeline/runtime_forwards.py:__call__", "pipeline.py:start_sparse_data_dist"): SPLITS,
     ("torchrec/distributed/dist_data.py:_get_recat", "pipeline.py:wait_sparse_data_dist"): SPLITS,
-    (
-        "nonfinite.py:wait",
-        "nonfinite.py:_read",
-        "nonfinite.py:poll_status",
-        "checkpointing.py:after_step",
-    ): THROTTLE,
+    ("nonfinite.py:wait", "nonfinite.py:_read", "nonfinite.py:poll_status", "checkpointing.py:after_step"): THROTTLE,
     ("nonfinite.py:wait", "progress.py:_read_pending", "progress.py:report"): THROTTLE,
     (
         "nonfinite.py:wait",
@@ -166,8 +161,7 @@ def find_allowed_key(where, callers, more=()):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.survive] if name in SLOW_CASES else []) for name in CONFIGURATIONS],
+    "name", [pytest.param(name, marks=[pytest.mark.survive] if name in SLOW_CASES else []) for name in CONFIGURATIONS]
 )
 def test_ordinary_steps_wait_only_at_allowed_places(name, tmp_path):
     case = CONFIGURATIONS[name]

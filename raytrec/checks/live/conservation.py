@@ -6,15 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from raytrec.checks.live.outcome import (
-    CHECKPOINT,
-    STEP,
-    Check,
-    Outcome,
-    Position,
-    find_deviating_ranks,
-    format_ranks,
-)
+from raytrec.checks.live.outcome import CHECKPOINT, STEP, Check, Outcome, Position, find_deviating_ranks, format_ranks
 from raytrec.checks.live.registry import check
 from raytrec.embeddings.tables import ShardedValues
 

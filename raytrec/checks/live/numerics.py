@@ -118,10 +118,7 @@ class Numerics(Check):
         maxima = self.run.peers.max(largest_of.nan_to_num(nan=inf, posinf=inf)).tolist()
         sums = self.run.peers.sum(torch.tensor([*parts.values()], dtype=torch.float64)).tolist()
         values, squares = maxima[: len(mine.values)], [*maxima[len(mine.values) :], *sums]
-        return (
-            dict(zip(mine.values, values, strict=True)),
-            dict(zip([*dense, *parts], squares, strict=True)),
-        )
+        return (dict(zip(mine.values, values, strict=True)), dict(zip([*dense, *parts], squares, strict=True)))
 
     def _measure_growth(self, name: str, size: float, floor: float) -> float:
         """Return the ratio of a magnitude to its usual value; 0 in the first WARMUP_EVALUATIONS calls."""

@@ -122,12 +122,7 @@ class Check:
         raise NotImplementedError
 
     def outcome(
-        self,
-        step: int,
-        problems: list[str],
-        good: str,
-        figure: float | None = None,
-        limit: float | None = None,
+        self, step: int, problems: list[str], good: str, figure: float | None = None, limit: float | None = None
     ) -> Outcome:
         """Return the outcome: failed if there are problems, with the first three in its text."""
         more_text = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""

@@ -217,10 +217,7 @@ class Parity(Check):
             gradient, table = recorded.gradient.get(feature), features[feature].table
             if gradient is None or not len(rows[table]):
                 continue
-            grad_SD, slot = (
-                flatten_vectors(gradient),
-                compute_slots(key, self.run.features.sequences.get(feature)),
-            )
+            grad_SD, slot = (flatten_vectors(gradient), compute_slots(key, self.run.features.sequences.get(feature)))
             mean = self.run.features.is_mean(feature)
             factors, doubt, _ = compute_bag_factors(key.weights, slot, len(grad_SD), mean)
             hits, positions = match_ids(rows[table], key.ids)

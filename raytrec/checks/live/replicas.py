@@ -7,14 +7,7 @@ from functools import cache
 
 import torch
 
-from raytrec.checks.live.outcome import (
-    Check,
-    Outcome,
-    Position,
-    find_differing,
-    format_ranks,
-    read_flat_values,
-)
+from raytrec.checks.live.outcome import Check, Outcome, Position, find_differing, format_ranks, read_flat_values
 from raytrec.checks.live.registry import check
 from raytrec.embeddings.hashing import hash_bits
 

@@ -255,13 +255,7 @@ def _measure_sizes(
 
 
 def _make_finding(
-    run: ShardedRun,
-    check: str,
-    name: str,
-    got: torch.Tensor,
-    expected: torch.Tensor,
-    owner: str,
-    size: float = 0.0,
+    run: ShardedRun, check: str, name: str, got: torch.Tensor, expected: torch.Tensor, owner: str, size: float = 0.0
 ) -> Finding:
     """Return a finding about a tensor.
 

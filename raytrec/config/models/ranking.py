@@ -9,15 +9,7 @@ from pydantic import Field
 
 from raytrec.common.errors import ConfigError
 from raytrec.config.base import PositiveFloat, SmallCount
-from raytrec.config.models.base import (
-    Dropout,
-    ModelSection,
-    OneDimSection,
-    Size,
-    Sizes,
-    match_names,
-    model,
-)
+from raytrec.config.models.base import Dropout, ModelSection, OneDimSection, Size, Sizes, match_names, model
 from raytrec.config.schema import Schema
 
 

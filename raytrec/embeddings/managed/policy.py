@@ -150,12 +150,7 @@ def find_lowest_keys(
 
 
 def _find_thresholds(
-    tables: torch.Tensor,
-    scores: torch.Tensor,
-    counts: list[int],
-    lows: list[int],
-    highs: list[int],
-    peers: Peers,
+    tables: torch.Tensor, scores: torch.Tensor, counts: list[int], lows: list[int], highs: list[int], peers: Peers
 ) -> tuple[list[int], list[int]]:
     """Return, for each table, the score of the last key to take and how many keys of that score to take.
 

@@ -57,12 +57,7 @@ class RowMaps:
     """
 
     def __init__(
-        self,
-        rows: Sequence[int],
-        policies: Sequence[ManagedIds],
-        seed: int,
-        peers: Peers,
-        device: torch.device,
+        self, rows: Sequence[int], policies: Sequence[ManagedIds], seed: int, peers: Peers, device: torch.device
     ):
         self.policies, self.seed, self.peers, self.device = policies, seed, peers, device
         self.capacities = [count - policy.fallback_rows for count, policy in zip(rows, policies, strict=True)]
@@ -252,12 +247,7 @@ class RowMaps:
         return chosen, self.peers.stack(count_tables(tables[chosen], len(self.policies))).tolist()
 
     def _assign_rows(
-        self,
-        step: int,
-        ids: DistinctKeys,
-        places: torch.Tensor,
-        sightings: torch.Tensor,
-        admitted_WT: list[list[int]],
+        self, step: int, ids: DistinctKeys, places: torch.Tensor, sightings: torch.Tensor, admitted_WT: list[list[int]]
     ) -> torch.Tensor:
         """Assign the next rows to the ids at these places, and return the rows, int64 [n]."""
         tables, keys, sizes = ids.tables[places], ids.keys[places], admitted_WT[self.peers.rank]

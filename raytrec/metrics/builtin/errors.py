@@ -128,12 +128,7 @@ class MSE(SumMetric):
 
 
 @metric(
-    "rmse",
-    title="RMSE (root of the mean squared error)",
-    label="RMSE",
-    better="lower",
-    format="{:.4g}",
-    takes=NUMBERS,
+    "rmse", title="RMSE (root of the mean squared error)", label="RMSE", better="lower", format="{:.4g}", takes=NUMBERS
 )
 class RMSE(SumMetric):
     """√(Σ w (p - y)² ÷ Σ w), in units of the label; NaN without rows."""
@@ -196,12 +191,7 @@ def reliability(ranked: RankedRows) -> dict[str, list] | None:
     }
 
 
-@metric(
-    "calibration",
-    title="calibration (predicted ÷ real)",
-    better="closer to 1",
-    takes=("probability", "number"),
-)
+@metric("calibration", title="calibration (predicted ÷ real)", better="closer to 1", takes=("probability", "number"))
 class Calibration(SumMetric):
     """Weighted sum of predictions ÷ weighted sum of labels; NaN if the sum of labels is 0.
 

@@ -44,10 +44,7 @@ def mlp(
 
 
 def mlp_and_linear(
-    sizes: list[int],
-    outputs: int,
-    dropout: float = 0.0,
-    activation: Callable[[int], nn.Module] = lambda _: nn.ReLU(),
+    sizes: list[int], outputs: int, dropout: float = 0.0, activation: Callable[[int], nn.Module] = lambda _: nn.ReLU()
 ) -> tuple[nn.Sequential, nn.Linear]:
     """Return an MLP as `mlp` builds it, and a linear layer from its last size to `outputs`."""
     return mlp(sizes, dropout, activation), nn.Linear(sizes[-1], outputs)

@@ -85,11 +85,7 @@ class SampledLoss:
         return bias if self.kind == "bce" else 0 * bias
 
     def loss_of_vectors(
-        self,
-        query_BLD: torch.Tensor,
-        item_BLD: torch.Tensor,
-        negatives: Sequence,
-        bias: torch.Tensor | None = None,
+        self, query_BLD: torch.Tensor, item_BLD: torch.Tensor, negatives: Sequence, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return the loss of each of L queries of a row, float32 [B, L].
 

@@ -43,11 +43,7 @@ GALLERY = (
     GalleryEntry("speed", "speed", "Rows per second over steps", timeline.draw_throughput, NO_METRICS),
     GalleryEntry("phases", "speed", "Time in each phase, by rank", timeline.draw_phase_totals, NO_RANKS),
     GalleryEntry(
-        "phases_over_steps",
-        "speed",
-        "Time in each phase, over steps",
-        timeline.draw_phases_over_steps,
-        NO_RANKS,
+        "phases_over_steps", "speed", "Time in each phase, over steps", timeline.draw_phases_over_steps, NO_RANKS
     ),
     GalleryEntry("memory_map", "tables", "Table memory by rank", tables.draw_memory, NO_TABLES),
     GalleryEntry("load_map", "tables", "Table lookups by rank", tables.draw_load, NO_TABLES),

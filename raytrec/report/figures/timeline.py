@@ -67,10 +67,7 @@ def _steps(axes: Axes, timeline: RunTimeline, unit_s: int) -> None:
         axes.plot([at for at, _ in points], [step for _, step in points], color=style.BLUE, linewidth=1)
     for kind, (name, colour, marker) in EVENT_STYLES.items():
         marks = [mark for mark in timeline.marks if mark.kind == kind]
-        times, heights = (
-            [mark.at_s / unit_s for mark in marks],
-            [_get_mark_step(mark, timeline) for mark in marks],
-        )
+        times, heights = ([mark.at_s / unit_s for mark in marks], [_get_mark_step(mark, timeline) for mark in marks])
         if marks:
             axes.scatter(times, heights, c=colour, marker=marker, s=32, label=name, zorder=3)
     axes.set_ylabel("step")
@@ -169,12 +166,7 @@ def draw_phase_totals(run: RunFolder) -> Figure | None:
     for phase in PHASES:
         widths = [line.phase_s(phase) / line.steps * 1e3 for line in selected]
         axes.barh(
-            range(len(selected)),
-            widths,
-            left=offsets,
-            color=COLOURS[phase],
-            label=_format_phase(phase),
-            height=0.75,
+            range(len(selected)), widths, left=offsets, color=COLOURS[phase], label=_format_phase(phase), height=0.75
         )
         offsets = [a + b for a, b in zip(offsets, widths, strict=True)]
     axes.set_yticks(range(len(selected)), [f"rank {line.rank}" for line in selected])

@@ -82,16 +82,10 @@ FAILURE_TEXTS = {
         "rank 10 trained the batch of step 7 at step 6",
         "ft1: rank 3 looked up 10 ids, but its batches contain 9",
     ],
-    make_numerics: [
-        "table t4: the gradient is NaN or infinite on rank 9",
-        "max |value| is 1e+09 (on rank 9)",
-    ],
+    make_numerics: ["table t4: the gradient is NaN or infinite on rank 9", "max |value| is 1e+09 (on rank 9)"],
     make_finite: ["t5: a value is NaN or infinite on rank 30; t3: a value is NaN or infinite on ranks 5 and 6"],
     make_replicas: ["t3 on rank 37 differs from the other ranks"],
-    make_same_environment: [
-        "torch is '2.12' on rank 37 and '2.13' on the other ranks",
-        "'Socket' on rank 37",
-    ],
+    make_same_environment: ["torch is '2.12' on rank 37 and '2.13' on the other ranks", "'Socket' on rank 37"],
 }
 SUCCESS_TEXTS = {make_same_environment: "3 facts are the same on all ranks; NCCL's network is IB"}
 

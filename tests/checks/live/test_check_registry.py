@@ -3,13 +3,7 @@
 import pytest
 
 from raytrec.checks.live.outcome import Check, Outcome
-from raytrec.checks.live.registry import (
-    CHECKS,
-    check,
-    list_builtin_checks,
-    make_stop_error,
-    select_enabled_checks,
-)
+from raytrec.checks.live.registry import CHECKS, check, list_builtin_checks, make_stop_error, select_enabled_checks
 from raytrec.common.errors import ConfigError
 from raytrec.config.run_config import load_config
 from raytrec.config.training import ChecksSection

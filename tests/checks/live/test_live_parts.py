@@ -302,11 +302,7 @@ def test_ordinary_training_passes_all_checks(sharding, optimizer, lr):
 def test_checks_support_tensors_on_two_devices():
     """torch keeps an optimizer's step count in host memory."""
     torch.manual_seed(0)
-    of_host = {
-        "dense/a/value": torch.randn(100),
-        "dense/a/sum": torch.rand(100),
-        "dense/a/step": torch.tensor(4.0),
-    }
+    of_host = {"dense/a/value": torch.randn(100), "dense/a/sum": torch.rand(100), "dense/a/step": torch.tensor(4.0)}
     settings, found = make_small_config(1, {}), []
     with use_stand_in_gpu() as gpu:
         of_gpu = {n: t if n.endswith("step") else t.clone().to("cuda") for n, t in of_host.items()}
@@ -321,12 +317,7 @@ def test_checks_support_tensors_on_two_devices():
 
 def test_read_copies_once_per_device_and_dtype():
     with use_stand_in_gpu() as gpu:
-        tensors = [
-            torch.arange(3).to("cuda"),
-            torch.tensor(2.5),
-            torch.ones(2, 2).to("cuda"),
-            torch.tensor(7),
-        ]
+        tensors = [torch.arange(3).to("cuda"), torch.tensor(2.5), torch.ones(2, 2).to("cuda"), torch.tensor(7)]
         tensors += [torch.zeros(0).to("cuda"), torch.tensor(2**62 + 1).to("cuda")]
         gpu.waits.clear()
         assert read_flat_values(tensors) == [[0, 1, 2], [2.5], [1.0] * 4, [7], [], [2**62 + 1]]

@@ -18,12 +18,7 @@ from small import SCHEMA, make_small_schema
 
 STEPS = {
     "plain": {},
-    "all": {
-        "max_grad_norm": 0.01,
-        "activation_checkpointing": True,
-        "on_nan": "skip",
-        "balance": "empty",
-    },
+    "all": {"max_grad_norm": 0.01, "activation_checkpointing": True, "on_nan": "skip", "balance": "empty"},
 }
 
 
@@ -260,10 +255,7 @@ def test_qcomms_rounding_stays_within_the_bound(plan, forward, backward, world):
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_qcomms_rounding_is_bounded_on_two_hosts(plan, precision):
     assert_passed(
-        run_on_ranks(4, loop_quantized, SHARDING_PLANS[plan], precision, precision, hosts=2),
-        precision,
-        precision,
-        4,
+        run_on_ranks(4, loop_quantized, SHARDING_PLANS[plan], precision, precision, hosts=2), precision, precision, 4
     )
 
 
@@ -280,10 +272,7 @@ def test_qcomms_rounding_is_bounded_on_two_hosts(plan, precision):
 def test_qcomms_rounding_is_bounded_for_sequences(plan, precision):
     settings = {"qcomms": {"forward_precision": precision, "backward_precision": precision}}
     assert_passed(
-        run_on_ranks(2, loop_with_sequences, SHARDING_PLANS[plan], settings, WIDE_SCHEMA),
-        precision,
-        precision,
-        2,
+        run_on_ranks(2, loop_with_sequences, SHARDING_PLANS[plan], settings, WIDE_SCHEMA), precision, precision, 2
     )
 
 

@@ -50,19 +50,11 @@ def test_parity_detects_differing_replicas(part, name):
 
 @pytest.mark.parametrize(
     "plan,optimizer",
-    [
-        ({"sharding_type": "table_wise", "dtype": "fp16"}, "adagrad"),
-        ({"sharding_type": "data_parallel"}, "adam"),
-    ],
+    [({"sharding_type": "table_wise", "dtype": "fp16"}, "adagrad"), ({"sharding_type": "data_parallel"}, "adam")],
 )
 def test_gpu_ranks_match_one_cpu_process(plan, optimizer):
     found = run_on_ranks(2, compare_steps, make_small_config(2, plan, optimizer), "cuda", device="cuda")[0]
-    assert {check for check, _, _ in found} == {
-        "forward",
-        "gradient",
-        "weights",
-        "state",
-    } and not find_failures(found)
+    assert {check for check, _, _ in found} == {"forward", "gradient", "weights", "state"} and not find_failures(found)
 
 
 @pytest.mark.parametrize("sharding", ["row_wise", "column_wise", "table_wise"])
@@ -77,12 +69,7 @@ def test_gpu_sequence_lookups_match_one_cpu_process(sharding):
     found = run_on_ranks(2, compare_steps, settings, "cuda", 2, None, make_small_schema(sparse=sparse), device="cuda")[
         0
     ]
-    assert {check for check, _, _ in found} == {
-        "forward",
-        "gradient",
-        "weights",
-        "state",
-    } and not find_failures(found)
+    assert {check for check, _, _ in found} == {"forward", "gradient", "weights", "state"} and not find_failures(found)
 
 
 @pytest.mark.parametrize(

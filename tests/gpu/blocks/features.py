@@ -31,11 +31,7 @@ def _train(here: BlockContext, name: str, **changes):
     from raytrec.driver import run as driver
 
     every = here.size(8, 8, 40)
-    settings = {
-        "train__max_steps": 3 * every,
-        "train__eval_every_steps": 2 * every,
-        "checks__every_steps": every,
-    }
+    settings = {"train__max_steps": 3 * every, "train__eval_every_steps": 2 * every, "checks__every_steps": every}
     result = driver.train(here.settings(name, **settings, **changes))
     failed = [line["text"] for line in read_json_records(result.path / "checks.jsonl") if not line["passed"]]
     assert not failed, f"{name}: {failed}"

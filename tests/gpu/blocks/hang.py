@@ -39,10 +39,7 @@ def run(here: BlockContext) -> None:
     )
     starts = [e["unix_s"] for e in events if e["event"] == "started"]
     assert len(starts) == 3, f"{len(starts)} starts instead of 3 (initial, after the hang, after the kill)"
-    here.found["again_after_s"] = [
-        round(starts[1] - hangs[0]["unix_s"], 1),
-        round(starts[2] - killed["unix_s"], 1),
-    ]
+    here.found["again_after_s"] = [round(starts[1] - hangs[0]["unix_s"], 1), round(starts[2] - killed["unix_s"], 1)]
     died = [e["cause"] for e in events if e["event"] == "failed"][-1]
     assert "died" in died and "NCCL" not in died, f"the cause reported for the killed worker is: {died}"
     for what in (stuck, killed):

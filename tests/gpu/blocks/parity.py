@@ -79,14 +79,7 @@ def compare_all(device, wanted: list) -> dict[str, float]:
     for seed, case in enumerate(wanted):
         print(case, flush=True)
         found = compare(
-            build_step,
-            case.config(),
-            case.schema(),
-            device,
-            rows=ROWS,
-            steps=STEPS,
-            balance=case.balance,
-            seed=seed,
+            build_step, case.config(), case.schema(), device, rows=ROWS, steps=STEPS, balance=case.balance, seed=seed
         )
         shares = [f.error / f.limit for f in found]
         out[f"{case}, {getattr(case, 'dtype', 'fp32')}"] = (

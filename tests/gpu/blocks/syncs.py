@@ -6,10 +6,7 @@ import json
 
 from here import BlockCannotRun, BlockContext
 
-FIRST_WATCHED_STEP, LAST_WATCHED_STEP = (
-    30,
-    50,
-)  # watched steps; raytrec does not log, record or check in between
+FIRST_WATCHED_STEP, LAST_WATCHED_STEP = (30, 50)  # watched steps; raytrec does not log, record or check in between
 
 
 def run(here: BlockContext) -> None:

@@ -29,11 +29,7 @@ CROSS_DEVICE_OPERATIONS = {
 INDEXING_OPERATIONS = {"__getitem__", "__setitem__", "index", "index_put", "index_put_", "_index_put_impl_"}
 # Operations that also reject scalar tensors on the other device.
 SAME_DEVICE_OPERATIONS = {"stack", "cat", "concat", "concatenate", "hstack", "vstack"}
-COPYING_FACTORIES = {
-    "tensor",
-    "as_tensor",
-    "asarray",
-}  # factories that create values on the host and copy them
+COPYING_FACTORIES = {"tensor", "as_tensor", "asarray"}  # factories that create values on the host and copy them
 
 
 class DeviceTensor(torch.Tensor):
