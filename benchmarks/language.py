@@ -34,6 +34,9 @@ INSTEAD = {
     r"beside": "in addition to, next to, besides",
     r"of (its|their) own": "its own X, separate, a dedicated X",
     r"what (there is|there are|is there|waits|is left)": "name the thing: existing files, queued messages",
+    r"what (it|they) (is|was|are|were|has|have|had)": "name the thing: its content, their type",
+    r"those of before|the ones? (that|which)|the one of": "repeat the noun",
+    r"as far as|but for": "if, up to, except",
     r"says?|said|tells|told": "has, states, is set to, reports, prints, is given",
     r"(?<!there )(is|are|was|were|be) no(?= (?!longer|more|less|fewer|such|other)\w)": "is not a, are not",
 }

@@ -14,7 +14,7 @@ from raytrec.cluster.access import AUTH_MODE_VARIABLE, TOKEN, TOKEN_PATH_VARIABL
 from raytrec.cluster.session import get_interface_variables
 from raytrec.common.errors import RunError
 
-# A folder that nobody can write to, a file, and (None) a user without a passwd entry.
+# A folder that no process can write to, a file, and (None) a user without a passwd entry.
 UNUSABLE_HOMES = ["/proc/none", "/dev/null", None]
 
 

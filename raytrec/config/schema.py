@@ -4,7 +4,7 @@ A `schema.yaml` next to the data:
 
     labels: [label]                    # numbers; in [0, 1] where probabilities are learned
     dense: [price, age]                # numbers
-    scale:                             # what they are read as
+    scale:                             # normalization of dense columns
       price: {mean: 2.1, std: 0.8, log: true}
     sparse:                            # feature: how it is looked up
       user_id: {table: user}

@@ -49,7 +49,7 @@ def _check_claims(footer: pq.FileMetaData, size: int) -> None:
             chunk, column = group.column(c), footer.schema.column(c)
             begin = min(chunk.data_page_offset, chunk.dictionary_page_offset or chunk.data_page_offset)
             chunk_bytes = chunk.total_compressed_size
-            what = f"the footer claims {group.num_rows:,} rows in row group {g}, but for column {column.path}"
+            what = f"the footer claims {group.num_rows:,} rows in row group {g} and, for column {column.path},"
             if begin < 0 or chunk_bytes < 0 or begin + chunk_bytes > size:
                 raise ImplausibleFooterError(
                     f"{what} {chunk_bytes:,} bytes from byte {begin:,} on, in a file of {size:,} bytes"

@@ -141,7 +141,7 @@ def evaluate_worker(task: WorkerTask) -> None:
 def check_worker(task: WorkerTask) -> None:
     """Compare sharded training with training in a single process, and report the differences.
 
-    The tables are shrunk; the plan is the one of the tables in their real size.
+    The tables are shrunk; the plan is made for the full size of the tables.
     """
     from raytrec.checks.parity.compare import compare, shrink
     from raytrec.embeddings.sharding import describe_plan

@@ -77,7 +77,7 @@ def test_too_long_ray_path_is_reported(base, monkeypatch):
 
 
 def test_auto_address_finds_heads_of_this_user(base):
-    """Ray itself would pick any GCS process on the machine, even the one of a local run."""
+    """Ray itself would pick any GCS process on the machine, including that of a local run."""
     from raytrec.cluster.session import _require_single_address
 
     assert local_ray.list_local_heads() == []

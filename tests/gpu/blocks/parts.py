@@ -87,7 +87,7 @@ def _checkpoint_is_equal(here: BlockContext, state) -> None:
     for name, value in tensors.items():
         for shard in value.local_shards() if isinstance(value, ShardedTensor) else []:
             claimed, lies = shard.metadata.placement.device(), shard.tensor.device
-            assert claimed == lies, f"{name} is on {lies}, but its metadata says {claimed}"
+            assert claimed == lies, f"{name} is on {lies}, but its metadata names {claimed}"
     saver = CheckpointWriter(str(here.folder / "checkpoints"), CheckpointSection(every_s=None))
     for number in (3, 4):  # the second save reuses the buffers of the first
         saver.save(number, tensors, {})
