@@ -136,9 +136,8 @@ def test_install_fails_without_cpu_build(install_environment):
 
 
 def test_install_rejects_torch_build_chosen_by_pip_option(install_environment):
-    done = install_environment.install(
-        "cpu", "--force-reinstall", index=install_environment.pytorch
-    )  # reinstalls torch from PyPI
+    # Reinstalls torch from PyPI.
+    done = install_environment.install("cpu", "--force-reinstall", index=install_environment.pytorch)
     assert done.returncode == 1, done.stdout
     assert f"error: torch {TORCH_VERSION} is not the build for cpu" in done.stderr
     assert "make clean" in done.stderr

@@ -60,9 +60,8 @@ def apply_override(values: dict, override: str, sections: Collection[str]) -> No
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):
-        shown = (
-            shorten_repr(key.strip()) if equals else shorten_repr(hide(override))
-        )  # the text after = may be a secret
+        # The text after = may be a secret.
+        shown = shorten_repr(key.strip() if equals else hide(override))
         raise ConfigError(f"{shown} is not an override", where="command line", expected="section.key=value")
     if len(parts) == 1 and parts[0] not in sections:
         expected = "section.key=value, or section={key: value, …} for a whole section"

@@ -16,10 +16,8 @@ from raytrec.tasks.outputs import StepOutputs, TaskOutputs
 ROWS = "rows"
 LOSS_PREFIX = "loss of "  # prefix of the names of the tasks' losses (StepOutputs.losses)
 COUNTED_ROWS_PREFIX = "counted rows of "  # prefix: rows with nonzero weight in a task
-MAX_PENDING_STEPS, MAX_PENDING_LOGITS = (
-    8,
-    1 << 22,
-)  # steps that are summed together, fewer if they have this many logits
+# Steps that are summed together, fewer if they have this many logits.
+MAX_PENDING_STEPS, MAX_PENDING_LOGITS = 8, 1 << 22
 
 
 class MetricSums:

@@ -29,10 +29,8 @@ from raytrec.serving.replica_metrics import ReplicaMetrics
 from raytrec.serving.request_log import RequestLog
 
 log = logging.getLogger(__name__)
-CLOSE_GRACE_S, DRAIN_TIMEOUT_S = (
-    1,
-    30,
-)  # when closing: seconds in which clients may send requests, and answers may finish
+# When closing: seconds in which clients may send requests, and answers may finish.
+CLOSE_GRACE_S, DRAIN_TIMEOUT_S = 1, 30
 LISTEN_BACKLOG = 2048  # maximum number of connections waiting to be accepted
 SO_ATTACH_FILTER, BPF_RET = 26, 6  # linux/asm-generic/socket.h, linux/bpf_common.h
 

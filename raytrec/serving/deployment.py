@@ -221,9 +221,8 @@ def build(service_options: ServiceOptions, token: str | None, **scaling: Any) ->
 
     from raytrec.compat.ray_core import load_actor_value, store_actor_value
 
-    folder = service_options.promote_from or get_containing_folder(
-        service_options.uri
-    )  # resolved now, as a link may change
+    # Resolved now, as a link may change.
+    folder = service_options.promote_from or get_containing_folder(service_options.uri)
     service_options = service_options.model_copy(update={"promote_from": folder})
     export = Export(service_options.uri, read_manifest(service_options.uri).version)
     actor = ray.remote(num_cpus=0, max_restarts=-1)(Coordinator).options(

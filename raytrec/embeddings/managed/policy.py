@@ -16,10 +16,8 @@ from raytrec.embeddings.hashing import count_tables, hash_bits, select_by_table,
 EXPIRY_CHECKS_PER_TTL = 8  # searches for expired ids within ttl_steps steps
 MAX_SIGHTINGS = 2**31 - 1
 MIN_FREED_DIVISOR = 64  # at least 1/64 of the rows is freed at once, so that searches are rare
-LRU_STEPS_AHEAD, LRU_MAX_FREED_DIVISOR = (
-    4,
-    4,
-)  # lru frees rows for 4 steps like the current one, up to 1/4 of the rows
+# lru frees rows for 4 steps like the current one, up to 1/4 of the rows.
+LRU_STEPS_AHEAD, LRU_MAX_FREED_DIVISOR = 4, 4
 MAX_FREED_ROWS = 2**20  # maximum number of rows freed ahead; every rank keeps a list of them
 HISTOGRAM_BITS = 12  # bits of a score per histogram, which all ranks sum: 32 KiB
 

@@ -8,10 +8,8 @@ from typing import Any
 
 from here import ROOT, BlockCannotRun, BlockContext
 
-CUDA_VERSION, MIN_DRIVER_VERSION = (
-    "13.0",
-    580,
-)  # CUDA version of torch 2.13 and 2.14; oldest driver that supports CUDA 13
+# CUDA version of torch 2.13 and 2.14; oldest driver that supports CUDA 13.
+CUDA_VERSION, MIN_DRIVER_VERSION = "13.0", 580
 PACKAGES = ("torch", "torchrec", "ray", "nvidia-nccl-cu13", "fbgemm-gpu", "fbgemm-gpu-cpu")
 
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 from here import BlockContext
 
 TABLE_ROWS, DIM, BATCH, STEPS = 500_000, 32, 1024, 60
-MAX_SAVE_MEMORY_RATIO, SAVE_MEMORY_SLACK_BYTES = (
-    1.1,
-    64 << 20,
-)  # host memory of a save: share of the state size, plus bytes for write buffers
+# Host memory of a save: share of the state size, plus bytes for write buffers.
+MAX_SAVE_MEMORY_RATIO, SAVE_MEMORY_SLACK_BYTES = 1.1, 64 << 20
 
 
 def run(here: BlockContext) -> None:
