@@ -169,4 +169,4 @@ def encode_requests_once(
     requests = inputs.get(REQUESTS)
     if requests is None:
         return encode(dense, inputs)
-    return encode(requests.dense, inputs).index_select(0, requests.of)
+    return encode(requests.dense, inputs).index_select(0, requests.example_requests)
