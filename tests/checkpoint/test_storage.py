@@ -422,7 +422,7 @@ def save_with_full_disk(rank, world, folder):
 
 def test_save_error_of_one_rank_reaches_all_ranks(tmp_path):
     folder = str(tmp_path / "c")
-    expected = {1: (f"{folder}/b-00001.bin", "NoRoom")}
+    expected = {1: (f"{folder}/b-00001.bin", "InsufficientSpaceError")}
     assert run_on_ranks(2, save_with_full_disk, folder) == [expected] * 2
     assert not (tmp_path / "c" / INDEX).exists()
 

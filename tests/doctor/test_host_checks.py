@@ -131,9 +131,11 @@ def with_gpus(installed, monkeypatch):
 def test_unsupported_and_failing_gpus_are_reported(with_gpus, monkeypatch):
     with_gpus(**CUDA_BUILD)
     # Hide the CPU build that is installed here.
-    real = host_checks.get_build_device.__globals__["installed"]
+    real = host_checks.get_build_device.__globals__["get_installed_version"]
     monkeypatch.setitem(
-        host_checks.get_build_device.__globals__, "installed", lambda name: name != "fbgemm-gpu-cpu" and real(name)
+        host_checks.get_build_device.__globals__,
+        "get_installed_version",
+        lambda name: name != "fbgemm-gpu-cpu" and real(name),
     )
     served, other = diagnoses("gpus")
     assert other.result == FAILURE and "no code for Tesla T4 (compute capability 7.5)" in other.finding

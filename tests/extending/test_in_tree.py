@@ -31,7 +31,7 @@ class Share(OnColumns):
 
 '''
 FUNCTION = """\
-@does(t.Share)
+@register_transform(t.Share)
 def _share(spec: t.Share, array: pa.Array) -> pa.Array:
     return pc.min_element_wise(pc.divide(array, spec.most), 1.0)
 
@@ -84,7 +84,7 @@ PARTS = {
     "optimizer": [("shop_optimizer.py", "raytrec/embeddings/optimizers/rmsprop.py")],
     "transform": [
         ("raytrec/config/transforms.py", "class Python(", TRANSFORM),
-        ("raytrec/data/transform_functions.py", "@does(t.DropNull)", FUNCTION),
+        ("raytrec/data/transform_functions.py", "@register_transform(t.DropNull)", FUNCTION),
     ],
     "recipe": [("shop_recipe.py", "datasets/shop/__init__.py")],
 }

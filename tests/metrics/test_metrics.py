@@ -261,7 +261,7 @@ def evaluate_user_metrics(rank, world, folder):
     sys.path.insert(0, folder)
     tasks = [{"label": "click", "metrics": ["metrics_of_mine:HitRate", "ne", "metrics_of_mine:Spread"]}]
     of = selection(tasks)
-    return *evaluate_tasks(rank, world, tasks), of.described(), compute_metrics_without_rows(of)
+    return *evaluate_tasks(rank, world, tasks), of.describe_metrics(), compute_metrics_without_rows(of)
 
 
 def compute_metrics_without_rows(of):

@@ -30,7 +30,7 @@ def draw_vectors(rows, seed, ties=False):
 def test_exact_search_matches_sorting_all_scores(ties, queries, cells, k):
     items, asked = draw_vectors(50, 0, ties), draw_vectors(9, 1, ties)
     items[4], items[5], asked[0] = np.nan, -0.0, 0
-    with patch.multiple(searched, QUERIES=queries, CELLS=cells):
+    with patch.multiple(searched, BLOCK_QUERIES=queries, BLOCK_SCORES=cells):
         rows, scores = searched.search_exactly(items, asked, k)
     whole = (asked.astype(np.float64) @ items.T.astype(np.float64)).astype(np.float32)
     order = np.argsort(-whole, axis=1, kind="stable")[:, :k]  # NaN last; ties keep the row order

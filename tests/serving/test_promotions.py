@@ -101,7 +101,7 @@ async def run_crashing_replicas(of, name):
 
 
 def test_promotion_fails_if_the_export_ends_replicas(monkeypatch):
-    for name, seconds in (("FOLLOW_INTERVAL_S", 0.1), ("GONE_S", 0.3)):
+    for name, seconds in (("FOLLOW_INTERVAL_S", 0.1), ("REPLICA_TIMEOUT_S", 0.3)):
         monkeypatch.setattr(f"raytrec.serving.coordinator.{name}", seconds)
     made = make_coordinator()
 
@@ -137,7 +137,7 @@ def test_restarted_coordinator_keeps_the_promotion():
 
 
 def test_coordinator_rolls_back_if_no_replica_loads_the_export(monkeypatch, caplog):
-    for name, seconds in (("FOLLOW_INTERVAL_S", 0.1), ("GONE_S", 0.5)):
+    for name, seconds in (("FOLLOW_INTERVAL_S", 0.1), ("REPLICA_TIMEOUT_S", 0.5)):
         monkeypatch.setattr(f"raytrec.serving.coordinator.{name}", seconds)
     made = make_coordinator(kept := InMemoryState())
 

@@ -75,7 +75,7 @@ def test_log_contains_rows_and_scores_of_every_request_format(served_export, tmp
 
 
 def test_log_samples_requests_and_rotates_files(served_export, tmp_path):  # noqa: F811
-    with LoggingService(served_export[0], tmp_path, sample=0.5, every_s=3600, most_rows=20) as service:
+    with LoggingService(served_export[0], tmp_path, sample=0.5, file_interval_s=3600, max_file_rows=20) as service:
         for _ in range(60):
             service.http.ask("/predict", {"rows": get_valid_rows(served_export)})
         until = time.monotonic() + 60
@@ -84,7 +84,7 @@ def test_log_samples_requests_and_rotates_files(served_export, tmp_path):  # noq
             time.sleep(0.01)
     rows = [pq.read_metadata(file).num_rows for file in list_log_files(tmp_path)]
     assert 20 < sum(rows) < 100 and len(rows) > 1 and set(rows[:-1]) == {20}
-    with LoggingService(served_export[0], tmp_path / "timed", every_s=0.05) as service:
+    with LoggingService(served_export[0], tmp_path / "timed", file_interval_s=0.05) as service:
         service.http.ask("/predict", {"rows": get_valid_rows(served_export)})
         while not list(tmp_path.glob("timed/*.parquet")):
             assert time.monotonic() < until
