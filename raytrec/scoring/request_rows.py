@@ -98,9 +98,8 @@ class ObjectRows:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def slice(self, offset: int, length: int) -> ObjectRows:
-        """Return some of the rows."""
-        return ObjectRows(self.rows[offset : offset + length], self.schema)
+    def __getitem__(self, rows: slice) -> ObjectRows:
+        return ObjectRows(self.rows[rows], self.schema)
 
 
 def concat_rows(parts: Sequence[pa.Table | ObjectRows]) -> pa.Table:

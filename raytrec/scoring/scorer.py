@@ -18,6 +18,7 @@ from raytrec.data.assembler import Assembler
 from raytrec.data.row_slices import Rows
 from raytrec.scoring.lookups import Lookups, Tensors
 from raytrec.scoring.manifest import Manifest, ProgramName
+from raytrec.scoring.plain_rows import PlainRowReader, make_plain_reader
 from raytrec.scoring.request_rows import ROWS_PLACE, RowReader, repeat_user, to_table
 from raytrec.scoring.single_rows import Program, rewrite_for_single_rows
 
@@ -132,6 +133,14 @@ class Scorer:
                 expected="a model with a query and an item tower, such as two_tower (docs/retrieval.md)",
             )
         return self._readers[program]
+
+    def get_plain_reader(self, program: ProgramName) -> PlainRowReader | None:
+        """Return the reader of a program's plain rows, or None if the program has no plain rows."""
+        return self._plain_readers[program]
+
+    @cached_property
+    def _plain_readers(self) -> dict[ProgramName, PlainRowReader | None]:
+        return {name: make_plain_reader(reader) for name, reader in self._readers.items()}
 
     @cached_property
     def _readers(self) -> dict[ProgramName, RowReader]:

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from raytrec.common.errors import DataError, RunError
+from raytrec.data.row_slices import Rows
 from raytrec.scoring.request_rows import ObjectRows
 from raytrec.serving.bodies import Query, RefusedRequest
 
@@ -24,7 +25,7 @@ class _BatchPart:
     """Rows of a query that are scored together; the scores are set in `done`."""
 
     query: Query
-    rows: pa.Table | ObjectRows
+    rows: pa.Table | ObjectRows | Rows
     done: asyncio.Future
 
     def joins(self, other: _BatchPart) -> bool:
@@ -34,6 +35,8 @@ class _BatchPart:
             return False
         if query.user is not None or other_query.user is not None or type(self.rows) is not type(other.rows):
             return False
+        if isinstance(self.rows, Rows) or isinstance(other.rows, Rows):
+            return True
         return self.rows.schema.equals(other.rows.schema)
 
 
@@ -75,7 +78,7 @@ class Batcher:
         rows, max_rows = query.rows, self._max_batch_rows
         self._admit(len(rows))
         loop, is_whole = asyncio.get_running_loop(), len(rows) <= max_rows
-        parts = [rows] if is_whole else [rows.slice(at, max_rows) for at in range(0, len(rows), max_rows)]
+        parts = [rows] if is_whole else [rows[at : at + max_rows] for at in range(0, len(rows), max_rows)]
         pieces = [_BatchPart(query, part, loop.create_future()) for part in parts]
         try:
             self._queue.extend(pieces)

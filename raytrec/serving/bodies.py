@@ -13,6 +13,7 @@ from pydantic_core import from_json, to_json
 
 from raytrec.common.errors import DataError, RaytrecError, get_first_line
 from raytrec.data.arrow import is_list
+from raytrec.data.row_slices import Rows
 from raytrec.scoring.manifest import ProgramName
 from raytrec.scoring.request_rows import ROWS_PLACE, ObjectRows, concat_rows, to_array
 from raytrec.scoring.scorer import Scorer
@@ -60,16 +61,24 @@ class Query:
     Attributes:
         scorer: Model that answers.
         program: Program of the model: predict, or a tower.
-        rows: Rows; with a user, the candidates.
+        rows: Rows, which are `Rows` if they are plain; with a user, the candidates.
         user: The user's single row, whose columns the candidates do not repeat; None: rows are complete.
+        body: Body of a request with plain rows.
     """
 
     scorer: Scorer
     program: ProgramName
-    rows: pa.Table | ObjectRows
+    rows: pa.Table | ObjectRows | Rows
     user: pa.Table | None = None
+    body: pa.Table | bytes | None = None
 
-    def score(self, parts: Sequence[pa.Table | ObjectRows]) -> list[np.ndarray]:
+    def to_table(self) -> pa.Table:
+        """Return the rows as a table with the columns of the request."""
+        if isinstance(self.body, bytes):
+            return concat_rows([_decode_json(self.body, self.scorer, self.program, Limits())[0]])
+        return concat_rows([self.rows if self.body is None else self.body])
+
+    def score(self, parts: Sequence[pa.Table | ObjectRows | Rows]) -> list[np.ndarray]:
         """Return the scores of rows of this query, or of queries to the same program, like Scorer.score.
 
         Args:
@@ -78,6 +87,8 @@ class Query:
         Raises:
             DataError: A value does not fit the model.
         """
+        if isinstance(self.rows, Rows):
+            return self.scorer.score([part for part in parts if isinstance(part, Rows)], self.program)
         rows = concat_rows(parts)
         if self.user is not None:
             return self.scorer.rank(self.user, rows)
@@ -91,10 +102,14 @@ def decode_request(content_type: str, body: bytes, scorer: Scorer, program: Prog
         RefusedRequest: The body is malformed, or exceeds a limit.
         DataError: A value does not fit its column.
     """
-    user = None
-    if check_type(content_type, JSON, ARROW) == ARROW:
-        rows = _decode_arrow(body, scorer.columns, limits)
-    else:
+    is_arrow, plain_reader = check_type(content_type, JSON, ARROW) == ARROW, scorer.get_plain_reader(program)
+    rows, user = (_decode_arrow(body, scorer.columns, limits) if is_arrow else None), None
+    if plain_reader is not None:
+        sizes = limits.rows, limits.ids
+        plain = plain_reader.read_json(body, *sizes) if rows is None else plain_reader.read_table(rows, *sizes)
+        if plain is not None:
+            return Query(scorer, program, plain, body=body if rows is None else rows)
+    if rows is None:
         rows, user = _decode_json(body, scorer, program, limits)
     _check_count(rows, limits)
     _check_lists(rows, limits)

@@ -1,0 +1,207 @@
+"""Plain rows of requests: numbers and ids without nulls, read with one call for all columns.
+
+`PlainRowReader` reads only values about which no question arises. All other rows, such as rows with nulls,
+text or invalid values, are read or refused by `RowReader`, which alone defines the meaning of a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from types import GenericAlias
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from raytrec.data.arrow import is_list, plain, unnest
+from raytrec.data.column_conversion import FIRST_INEXACT_INTEGER, signed_log
+from raytrec.data.read_plans import NO_MANAGED_ID
+from raytrec.data.row_slices import Chunk, Rows
+from raytrec.scoring.request_rows import RowReader
+
+PYTHON_TYPES: Mapping[pa.DataType, Any] = {pa.int64(): int, pa.float64(): float, pa.list_(pa.int64()): list[int]}
+
+
+class PlainRowReader:
+    """Reader of plain rows for one program of a model.
+
+    Args:
+        reader: Reader of all rows of the program.
+
+    Raises:
+        ValueError: The model's rows are never plain: columns are transformed, weighted or neither integers
+            nor floats, or a row is a request with candidates.
+        ImportError: msgspec is not installed.
+    """
+
+    def __init__(self, reader: RowReader):
+        form = reader.form
+        schema, types = form.schema, {field.name: PYTHON_TYPES.get(field.type) for field in reader.columns}
+        columns = {name: schema.get_ids_column(name) for name in schema.sparse}
+        self._dense = list(schema.dense)
+        self._ids = list(dict.fromkeys(columns[name] for name in form.singles))
+        self._lists = list(dict.fromkeys(columns[name] for name in form.bags))
+        special = form.plan.transforms or schema.candidates or schema.has_weights or form.features_with_side_features
+        if special or not (
+            all(types[name] in (int, float) for name in self._dense)
+            and all(types[name] is int for name in self._ids)
+            and all(types[name] == list[int] for name in self._lists)
+        ):
+            raise ValueError("the rows of this model are not plain")
+        self._form = form
+        self._single_places = [self._ids.index(columns[name]) for name in form.singles]
+        self._bag_places = [self._lists.index(columns[name]) for name in form.bags]
+        # As unsigned numbers, negative ids are larger than all others. Any number is a managed id.
+        limits = {
+            name: 2**64 - 1 if (table := schema.tables[spec.table]).ids else table.rows
+            for name, spec in schema.sparse.items()
+        }
+        self._single_limits = np.array([limits[name] for name in form.singles], np.uint64).reshape(-1, 1)
+        self._bag_limits = [np.uint64(limits[name]) for name in form.bags]
+        scales = [schema.scale.get(name) for name in self._dense]
+        self._is_log = np.array([scale is not None and scale.log for scale in scales], bool)
+        self._means = np.array([scale.mean if scale else 0.0 for scale in scales])
+        self._stds = np.array([scale.std if scale else 1.0 for scale in scales])
+        self._make_decoders(types)
+
+    def _make_decoders(self, types: Mapping[str, Any]) -> None:
+        import msgspec
+
+        names = [*self._dense, *self._ids, *self._lists]
+
+        def make_decoder(columns: bool) -> Any:
+            kinds = [GenericAlias(list, types[name]) if columns else types[name] for name in names]
+            fields = [(f"f{i}", kinds[i], msgspec.field(name=name)) for i, name in enumerate(names)]
+            values = msgspec.defstruct("Values", fields, gc=False)
+            entry = ("columns", values) if columns else ("rows", GenericAlias(list, values))
+            return msgspec.json.Decoder(msgspec.defstruct("Body", [entry], forbid_unknown_fields=True))
+
+        self._row_decoder, self._column_decoder = make_decoder(columns=False), make_decoder(columns=True)
+        self._errors, self._as_tuple = (msgspec.MsgspecError, RecursionError), msgspec.structs.astuple
+
+    def read_json(self, body: bytes, max_rows: int, max_ids: int) -> Rows | None:
+        """Return the rows of a body with `rows` or `columns`, or None if they are not plain."""
+        objects, lists = body.count(b"{"), body.count(b"[")
+        if b"\\" in body or objects > max_rows + 1:
+            return None
+        try:
+            if not body.isascii():
+                body.decode()  # columns that are ignored must be UTF-8, too
+            if objects > 2 or b'"rows"' in body:
+                rows = list(map(self._as_tuple, self._row_decoder.decode(body).rows))
+                # Any other object or list is in a column that is ignored; it must not be nested too deeply.
+                if len(rows) != objects - 1 or lists != 1 + len(rows) * len(self._lists) or not rows:
+                    return None
+                return self._read_values(rows, max_ids)
+            columns = self._as_tuple(self._column_decoder.decode(body).columns)
+        except (*self._errors, UnicodeDecodeError):
+            return None
+        count = len(columns[0])
+        if lists != len(columns) + count * len(self._lists) or {len(each) for each in columns} != {count}:
+            return None
+        return self._read_values(list(zip(*columns, strict=True)), max_ids) if 0 < count <= max_rows else None
+
+    def _read_values(self, rows: Sequence[Sequence[Any]], max_ids: int) -> Rows | None:
+        """Return rows of values: numbers, then ids, then lists."""
+        dense, ids = len(self._dense), len(self._dense) + len(self._ids)
+        numbers = np.array([row[:dense] for row in rows], np.float64).T
+        try:
+            single = np.array([row[dense:ids] for row in rows], np.int64).T
+            lists = []
+            for place in range(ids, ids + len(self._lists)):
+                values = [row[place] for row in rows]
+                lengths = np.fromiter(map(len, values), np.int32, len(values))
+                lists.append((lengths, np.fromiter(chain.from_iterable(values), np.int64, int(lengths.sum()))))
+        except OverflowError:
+            return None
+        return self.to_rows(numbers, single, lists, max_ids)
+
+    def read_table(self, table: pa.Table, max_rows: int, max_ids: int) -> Rows | None:
+        """Return the rows of a table, or None if they are not plain."""
+        count, names = len(table), table.column_names
+        if not 0 < count <= max_rows:
+            return None
+        arrays = []
+        for name in (*self._dense, *self._ids, *self._lists):
+            column = table.column(name) if names.count(name) == 1 else None
+            if column is None or column.null_count or column.num_chunks != 1:
+                return None
+            arrays.append(column.chunk(0))
+        dense, ids = len(self._dense), len(self._dense) + len(self._ids)
+        numbers, single = np.empty((dense, count)), np.empty((len(self._ids), count), np.int64)
+        lists = []
+        for place, array in enumerate(arrays):
+            kind = plain(array.type)
+            if place < dense and (pa.types.is_integer(kind) or pa.types.is_floating(kind)) and kind == array.type:
+                numbers[place] = array.to_numpy()
+            elif dense <= place < ids and pa.types.is_integer(kind) and kind == array.type and kind != pa.uint64():
+                single[place - dense] = array.to_numpy()
+            elif place >= ids and is_list(kind) and kind == array.type:
+                offsets, flat = unnest(array)
+                if flat.null_count or not pa.types.is_integer(flat.type) or flat.type == pa.uint64():
+                    return None
+                lists.append((np.diff(offsets), flat.to_numpy().astype(np.int64)))
+            else:
+                return None
+        return self.to_rows(numbers, single, lists, max_ids)
+
+    def to_rows(
+        self, numbers_DB: np.ndarray, ids_SB: np.ndarray, lists: Sequence[tuple[np.ndarray, np.ndarray]], max_ids: int
+    ) -> Rows | None:
+        """Return canonical rows, or None if a value is not plain.
+
+        Args:
+            numbers_DB: Values of the dense columns, float64 [D, B].
+            ids_SB: Ids of the columns with one id a row, int64 [S, B].
+            lists: For each column of lists, the lengths of its lists, int32 [B], and the ids, int64 [N].
+            max_ids: Maximum number of ids in a list.
+        """
+        count, matrices = numbers_DB.shape[1] if len(self._dense) else ids_SB.shape[1], {}
+        if len(self._dense):
+            dense_DB = self._scale(numbers_DB)
+            if dense_DB is None:
+                return None
+            matrices["dense"] = dense_DB.T
+        if self._single_places:
+            single_SB = ids_SB if self._single_places == list(range(len(ids_SB))) else ids_SB[self._single_places]
+            if not (np.ascontiguousarray(single_SB).view(np.uint64) < self._single_limits).all():
+                return None
+            matrices["ids"] = self._mark_managed(single_SB).T
+        offsets, values = np.zeros((count + 1, len(self._bag_places)), np.int32), []
+        for bag, place in enumerate(self._bag_places):
+            lengths_B, ids_N = lists[place]
+            if lengths_B.max(initial=0) > max_ids or not (ids_N.view(np.uint64) < self._bag_limits[bag]).all():
+                return None
+            np.cumsum(lengths_B, out=offsets[1:, bag])
+            values.append(self._mark_managed(ids_N))
+        places = {f"ids.{name}": place for place, name in enumerate(self._form.bags)}
+        if self._form.accepts_out_of_range_ids:  # no id was brought into range
+            places["changed"] = len(places)
+            offsets, values = np.pad(offsets, ((0, 0), (0, 1))), [*values, np.empty(0, np.int32)]
+        matrices["lengths"] = np.diff(offsets, axis=0)
+        return Rows(Chunk(matrices, places, values, offsets, None), 0, count)
+
+    def _scale(self, numbers_DB: np.ndarray) -> np.ndarray | None:
+        """Return scaled numbers as float32 [D, B], or None if a number is not finite or may be inexact."""
+        if not (np.abs(numbers_DB) < FIRST_INEXACT_INTEGER).all():  # also False for NaN
+            return None
+        if self._is_log.any():
+            numbers_DB = numbers_DB.copy()
+            numbers_DB[self._is_log] = signed_log(numbers_DB[self._is_log])
+        scaled_DB = (numbers_DB - self._means[:, None]) / self._stds[:, None]
+        with np.errstate(over="ignore"):
+            scaled_DB = scaled_DB.astype(np.float32)
+        return scaled_DB if np.isfinite(scaled_DB).all() else None
+
+    def _mark_managed(self, ids: np.ndarray) -> np.ndarray:
+        """Replace the number that marks a missing managed id."""
+        return np.maximum(ids, NO_MANAGED_ID + 1) if self._form.schema.managed else ids
+
+
+def make_plain_reader(reader: RowReader) -> PlainRowReader | None:
+    """Return the reader of a program's plain rows, or None without msgspec or for rows that are never plain."""
+    try:
+        return PlainRowReader(reader)
+    except (ValueError, ImportError):
+        return None
