@@ -18,7 +18,7 @@ def test_empty_dataframe_bags_may_have_another_dtype():
 def test_rows_of_several_requests_are_converted_together():
     schema = pa.schema({"id": pa.int64(), "price": pa.float64()})
     first, second = [{"id": 1, "price": 0.5}, {"id": 2, "price": None}], [{"id": 3, "price": 1, "other": "x"}]
-    table = concat_rows([ObjectRows(first, schema), ObjectRows(second, schema).slice(0, 1)])
+    table = concat_rows([ObjectRows(first, schema), ObjectRows(second, schema)[:1]])
     assert table.to_pydict() == {"id": [1, 2, 3], "price": [0.5, None, 1.0]}
     assert table["id"].num_chunks == 1  # one conversion per request would give one chunk each
 

@@ -10,7 +10,9 @@ from served import ARROW, to_arrow_stream
 from raytrec.common.errors import DataError
 from raytrec.serving.bodies import Limits, RefusedRequest, decode_request
 
-MODEL = SimpleNamespace(columns=pa.schema([("ids", pa.list_(pa.int64())), ("text", pa.string())]))
+MODEL = SimpleNamespace(
+    get_plain_reader=lambda program: None, columns=pa.schema([("ids", pa.list_(pa.int64())), ("text", pa.string())])
+)
 LIMITS = Limits(body_bytes=1 << 20, rows=2_000, ids=1_000)
 ROWS, TEXT = 2_000, "x" * 500_000
 REPEATED_INDICES = np.zeros(ROWS, np.int32)  # every row has the first value
