@@ -1,8 +1,8 @@
-"""Archives of torch.export (.pt2), whose content is checked before torch reads it.
+"""Archives of torch.export (.pt2), whose content is checked before torch loads them.
 
 torch.export.load can run code of an archive: it unpickles entries, evaluates symbolic expressions, loads
 libraries, and writes names into Python source. Archives are therefore read by one strict parser, which
-accepts only content that `raytrec export` writes. torch loads a new archive made of the checked parts.
+accepts only content that `raytrec export` writes. torch then loads a new archive that consists of the checked parts.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def load_program(file: Path, inputs: int) -> torch.fx.GraphModule:
 
 
 def sanitize_archive(content: bytes) -> bytes:
-    """Return an archive with the checked parts of an archive of torch.export, without metadata.
+    """Return a torch.export archive rebuilt from its checked parts, without metadata.
 
     Raises:
         DisallowedContent: The archive contains something that `raytrec export` does not write.
@@ -184,7 +184,7 @@ def _parse_entry(entries: dict[str, bytes], name: str) -> dict[str, Any]:
 
 
 def _sanitize_tensors(config: dict[str, Any], pattern: re.Pattern) -> dict[str, Any]:
-    """Return a configuration of tensors, whose entries match a pattern and are not pickles."""
+    """Return a configuration of tensors after checking that its entries match a pattern and are not pickles."""
     tensors = as_dict(config.get("config"))
     for name, value in tensors.items():
         tensor = as_dict(value)
@@ -198,7 +198,7 @@ def _sanitize_tensors(config: dict[str, Any], pattern: re.Pattern) -> dict[str, 
 
 
 def _sanitize_value(value: Any, key: str) -> Any:
-    """Return a value of model.json without the parts in DROPPED, after checking its strings.
+    """Return a value of model.json without the parts in DROPPED_KEYS, after checking its strings.
 
     A string must be an operator, a symbolic expression, the shape of arguments, or match its key's pattern.
     """
@@ -230,7 +230,7 @@ def _is_operator(target: str) -> bool:
 def _canonicalize_expression(text: str) -> str:
     """Return a symbolic expression, such as "Add(Symbol('s0', integer=True), Integer(1))", in canonical form.
 
-    sympy evaluates it as Python.
+    sympy evaluates the expression as Python code.
     """
     try:
         short = len(text) <= MAX_EXPRESSION_CHARACTERS and text.count("(") <= MAX_EXPRESSION_CALLS
@@ -243,7 +243,7 @@ def _canonicalize_expression(text: str) -> str:
 
 
 def _is_expression(node: ast.expr) -> bool:
-    """Return True for a number, a truth value, or a call of FUNCTIONS with such arguments.
+    """Return True for a number, a truth value, or a call of EXPRESSION_FUNCTIONS with such arguments.
 
     At most one factor of a product may be a call, as sympy expands products of sums in exponential time.
     """
