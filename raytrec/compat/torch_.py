@@ -50,6 +50,12 @@ def is_dispatched(target: str) -> bool:
     return torch._C._dispatch_has_kernel(name)
 
 
+def get_schema(target: str) -> torch.FunctionSchema:
+    """Return the schema of the operator "torch.ops.aten.NAME.OVERLOAD"."""
+    name, overload = target.removeprefix("torch.ops.aten.").split(".")
+    return getattr(getattr(torch.ops.aten, name), overload)._schema
+
+
 def silence_tracing() -> None:
     """Silence a torch warning about calls made by TorchRec (1.8.0), which users cannot change."""
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)

@@ -61,7 +61,7 @@ class Program:
             raise ConfigError(
                 f"the exported model contains {error}",
                 expected="operators of torch.ops.aten that check all sizes and indices",
-                do="use only operators listed in OPERATORS in raytrec/scoring/program_archive.py",
+                do="use only operators listed in OPERATORS in raytrec/scoring/operators.py",
             ) from error
 
 
