@@ -105,7 +105,7 @@ class ShardedRun:
         return out
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return table → kind → optimizer state as a whole tensor on rank 0; sharded state is None elsewhere."""
+        """Return table → kind → optimizer state as a whole tensor on rank 0, or None on other ranks."""
         out: dict[str, dict[str, torch.Tensor]] = {}
         for table in tables(self.step.model, self.step.optimizer).values():
             for kind, parts in sorted(table.state.items()):
