@@ -16,9 +16,7 @@ import numpy as np
 
 from raytrec.data.fragments import Dataset, Split
 
-PAGE_ROWS = (
-    20_000  # typical number of rows per page in files by Spark and Arrow; reads that start at a page are fastest
-)
+PAGE_ROWS = 20_000  # rows per page in files by Spark and Arrow; reads that start at a page are fastest
 
 
 @dataclass(frozen=True)

@@ -170,9 +170,7 @@ class Stream:
         context.target_max_block_size = BLOCK_BYTES
         context.raise_original_map_exception = True  # otherwise Ray wraps a DataError and loses its attributes
         context.enable_progress_bars = False
-        context.memory_usage_poll_interval_s = (
-            None  # polling would use a thread in each reader, and nothing reads the result
-        )
+        context.memory_usage_poll_interval_s = None  # polling uses a thread per reader; nothing reads the result
         yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1)
 
     def _limit_buffer_bytes(self) -> int:

@@ -166,10 +166,7 @@ def count_rows(data: bytes, width: int, count: int) -> tuple[int, bool]:
     Raises:
         ValueError: There are fewer than `count` levels.
     """
-    packed, levels = (
-        bytearray(),
-        0,
-    )  # bytes and number of levels in all bit-packed groups; only the last group may be truncated
+    packed, levels = bytearray(), 0  # bytes and number of levels in bit-packed groups; only the last may be truncated
     rows, begins_row = 0, False
     at, remaining = 0, count
     while remaining > 0:
