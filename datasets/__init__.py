@@ -1,7 +1,7 @@
 """Recipes that convert public data into Parquet and a schema.yaml; the commands of `raytrec prepare`.
 
 A recipe is a function. The types and defaults of its parameters determine the command's options, and the
-section `Options` of its docstring contains their help texts:
+section `Args` or `Options` of its docstring contains their help texts:
 
     def prepare(out: Path, rows: int = 1000, force: bool = False):
         '''Write clicks of our shop.'''
