@@ -13,9 +13,9 @@ again during training. Another process restores the checkpoint and continues.
           system can drop them
 resumed   yes if the losses after restoring equal those of the first process, bit for bit
 
-Speed: one process trains a table with each kernel in turns of 16 steps. Ids are uniform (the worst case for a
-table in a file, because almost every id is on a different page) or skewed (half of all ids are from 3 % of
-the rows).
+Speed: one process trains a table with each kernel in turns of 16 steps. Ids are uniform or skewed. Uniform ids
+are the worst case for a table in a file, because almost every id is on a different page. Of skewed ids, half
+are from 3 % of the rows.
 
 ms a step the median over turns
 equal     yes if all losses equal those of the first kernel, bit for bit

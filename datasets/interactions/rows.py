@@ -143,7 +143,7 @@ class Rows:
     def _ends(self, past: Past) -> np.ndarray:
         """Return positions with a history, `length` apart, backwards from each user's last interaction.
 
-        Each interaction is then the item of a row, or in the history of one row.
+        Each interaction except a user's first is then a target once: as the item of a row, or in its history.
         """
         counts = np.diff(past.offsets)
         rows = np.where(counts > 0, np.maximum(1, -(-(counts - 1) // self._length)), 0)

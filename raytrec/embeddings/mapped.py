@@ -114,10 +114,10 @@ class HotRowCache:
     """In-memory cache of a shard's frequently used rows, whose values in the file can be out of date.
 
     The lookups of the run determine the cached rows. A row that has been looked up in ADMISSION_SIGHTINGS
-    steps gets a place in memory. If all places are taken, the row replaces a row that has not been looked up
-    since the clock hand last passed (CLOCK, the algorithm of page caches). A page cache keeps a whole page of
-    4 KiB for each of the rows scattered over a file. HotRowCache keeps only the row, which is written back
-    when the row is replaced or the cache is flushed.
+    steps gets a place in memory. If all places are taken, the row replaces one that has not been looked up
+    since the hand last passed (CLOCK, as in page caches). A page cache keeps a page of 4 KiB for each of the
+    rows scattered over a file. HotRowCache keeps only the row, which is written back when it is replaced or
+    the cache is flushed.
 
     Args:
         whole: Weights of the lookup, [rows + places, columns], and its optimizer state, of the same shape or

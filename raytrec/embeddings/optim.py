@@ -135,10 +135,10 @@ class _LookupCut:
 class GlobalNormClip(OptimizerWrapper):
     """Optimizer wrapper that scales the whole gradient to an L2 norm of at most `max_norm` before each step.
 
-    The factor is min(1, max_norm ÷ (norm + 1e-6)), as in torch.nn.utils.clip_grad_norm_. norm² is a sum of
-    squares over dense parameters and data-parallel tables, counted once rather than once per rank, and over
-    the touched rows of all sharded tables. Each touched row counts once, with its gradient summed over the
-    global batch.
+    The factor is min(1, max_norm ÷ (norm + 1e-6)), as in torch.nn.utils.clip_grad_norm_. norm² sums squares
+    over dense parameters, data-parallel tables and the touched rows of all sharded tables. Dense parameters
+    and data-parallel tables count once rather than once per rank. Each touched row counts once, with its
+    gradient summed over the global batch.
 
     Tables that FBGEMM updates in backward have no gradient, and clipping must precede that backward. The
     graph is therefore cut at the output of each rank's lookups. Backward ends there, with the gradients of

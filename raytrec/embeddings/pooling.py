@@ -153,10 +153,9 @@ class PooledEmbeddings(FixedDtype):
     def forward(self, sparse: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
         """Return the inputs of the dense layers by feature, float32 [B, dim of the feature's table].
 
-        For a bag of ids with vectors eᵢ and weights wᵢ (1 if unweighted), sum pooling returns Σ wᵢ·eᵢ and
-        mean pooling Σ wᵢ·eᵢ ÷ Σ wᵢ, without the division if Σ wᵢ is 0. Empty bags are 0. A sequence that is
-        read id by id is [B, L, dim]: the wᵢ·eᵢ in the order of the ids, padded with 0. Features of candidates
-        are [N, dim].
+        For a bag with vectors eᵢ and weights wᵢ (1 if unweighted), sum pooling returns Σ wᵢ·eᵢ. Mean pooling
+        divides this sum by Σ wᵢ unless Σ wᵢ is 0. Empty bags are 0. A sequence that is read id by id is
+        [B, L, dim]: the wᵢ·eᵢ in the order of the ids, padded with 0. Features of candidates are [N, dim].
         """
         # TorchRec's pipeline traces this method with a Proxy and later exchanges copies of the ids in advance.
         ids = sparse if is_pipelined(self.collections[0], sparse) else copy_sparse(sparse)

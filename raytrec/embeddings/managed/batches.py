@@ -124,8 +124,8 @@ class IdExchange:
 def _make_peers(device: torch.device) -> Peers:
     """Return all ranks as peers, with a separate process group on GPUs.
 
-    NCCL executes the requests of one group in order, so in the default group, the ids of the next batch would
-    wait for the gradients of this batch.
+    NCCL executes the requests of one group in order. In the default group, the ids of the next batch would
+    therefore wait for the gradients of this batch.
     """
     if device.type != "cuda" or not dist.is_initialized() or dist.get_world_size() == 1:
         return Peers()

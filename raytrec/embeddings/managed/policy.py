@@ -23,7 +23,7 @@ HISTOGRAM_BITS = 12  # bits of a score per histogram, which all ranks sum: 32 Ki
 
 
 def get_max_counted_sightings(eviction: Eviction) -> int:
-    """Return the number of sightings up to which an id's score counts them; 0 with lru."""
+    """Return the maximum number of sightings that an id's score counts; 0 with lru."""
     return 0 if eviction == "lru" else MAX_SIGHTINGS
 
 
