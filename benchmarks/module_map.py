@@ -2,8 +2,8 @@
 
     python benchmarks/module_map.py
 
-Rooms are listed in the order of imports, which the contract in pyproject.toml defines. tests/test_map.py
-fails if the page is out of date.
+Rooms are listed in import order, which the contract in pyproject.toml defines. tests/test_map.py fails if the
+page is out of date.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ WIDTH = 116
 
 
 def rooms() -> list[str]:
-    """Return the rooms and files at the top of raytrec/, in the order of imports."""
+    """Return the top-level rooms and files of raytrec/, in import order."""
     settings = tomllib.loads((REPO / "pyproject.toml").read_text())
     return settings["tool"]["importlinter"]["contracts"][0]["layers"]
 
 
 def first_sentence(path: Path) -> str:
-    """Return the first sentence of a module's docstring, or "" without a docstring."""
+    """Return the first sentence of a module's docstring, or "" if there is no docstring."""
     text = " ".join((ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n\n")[0].split())
     return re.split(r"(?<=[^.]\.)\s(?=[A-Z`])", text)[0]
 
 
 def module_map() -> str:
-    """Return the map as Markdown: a list for each room."""
+    """Return the map as Markdown, with a list for each room."""
     parts = []
     for room in rooms():
         place = REPO / "raytrec" / room
