@@ -1,1 +1,1 @@
-"""What every room may use: errors, storage, texts and times."""
+"""Helpers that every package can use: errors, storage, texts and times."""
