@@ -38,8 +38,8 @@ class Point:
     """Sizes of one measurement.
 
     Attributes:
-        features: Number of features, each with its own table.
-        rows: Number of rows per table.
+        features: Number of features, one table each.
+        rows: Rows of each table.
         dim: Width of each table.
         bag: Number of ids per feature and row.
         batch: Number of rows per rank and step.
@@ -89,7 +89,7 @@ CURVES = {
         False,
         _vary("rows", [10**4, 10**5, 10**6, 10**7, 10**8], features=1, dim=4, bag=50),
     ),
-    "features": Curve("features, each with its table", "ms a step", True, _vary("features", TABLES, rows=1000, bag=1)),
+    "features": Curve("features, one table each", "ms a step", True, _vary("features", TABLES, rows=1000, bag=1)),
     "bag": Curve("ids of a bag", "ms a step", True, _vary("bag", [1, 10, 50, 200, 500], features=8)),
     "batch": Curve("rows of a batch", "ms a step", True, _vary("batch", [128, 512, 2048, 8192])),
     "workers": Curve(

@@ -2,7 +2,7 @@
 
     python benchmarks/module_map.py
 
-Rooms are listed in import order, which the contract in pyproject.toml defines. tests/test_map.py fails if the
+Packages are listed in import order, which the contract in pyproject.toml defines. tests/test_map.py fails if the
 page is out of date.
 """
 
@@ -20,8 +20,8 @@ PLACE = re.compile(r"(?s)(<!-- map -->\n).*?(<!-- end of the map -->)")
 WIDTH = 116
 
 
-def rooms() -> list[str]:
-    """Return the top-level rooms and files of raytrec/, in import order."""
+def packages() -> list[str]:
+    """Return the packages and files at the top of raytrec/, in the order of imports."""
     settings = tomllib.loads((REPO / "pyproject.toml").read_text())
     return settings["tool"]["importlinter"]["contracts"][0]["layers"]
 
@@ -33,26 +33,26 @@ def first_sentence(path: Path) -> str:
 
 
 def module_map() -> str:
-    """Return the map as Markdown, with a list for each room."""
+    """Return the map as Markdown: a list for each package."""
     parts = []
-    for room in rooms():
-        place = REPO / "raytrec" / room
+    for package in packages():
+        place = REPO / "raytrec" / package
         if not place.is_dir():
-            parts.append(_entry(f"{room}.py", first_sentence(place.with_suffix(".py"))))
+            parts.append(_entry(f"{package}.py", first_sentence(place.with_suffix(".py"))))
             continue
-        parts.append(f"\n### {room}/\n\n{textwrap.fill(first_sentence(place / '__init__.py'), WIDTH)}\n")
+        parts.append(f"\n### {package}/\n\n{textwrap.fill(first_sentence(place / '__init__.py'), WIDTH)}\n")
         parts += _entries(place, place)
     return "\n".join(parts).replace("\n\n\n", "\n\n").strip()
 
 
-def _entries(folder: Path, room: Path) -> list[str]:
+def _entries(folder: Path, package: Path) -> list[str]:
     entries = []
     for path in sorted(folder.iterdir(), key=lambda path: (path.is_dir(), path.name)):
-        name = path.relative_to(room).as_posix()
+        name = path.relative_to(package).as_posix()
         if path.suffix == ".py" and path.name != "__init__.py":
             entries.append(_entry(name, first_sentence(path)))
         elif path.is_dir() and list(path.glob("*.py")):
-            entries += [_entry(f"{name}/", first_sentence(path / "__init__.py")), *_entries(path, room)]
+            entries += [_entry(f"{name}/", first_sentence(path / "__init__.py")), *_entries(path, package)]
     return entries
 
 

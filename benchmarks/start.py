@@ -42,14 +42,14 @@ START = {
     "Ray started": "GCS, raylet",
     "controller asked": "coordinator, Ray Train",
     RANK: "controller, worker processes, process group",
-    "entered": "the rank's place",
+    "entered": "rank setup",
     "built": "model, plan, sharding",
     "restored": "checkpoint or initial values",
     "checked": "observers, start checks",
     "first batch": "readers, first batch",
     FIRST: "first step",
 }
-AGAIN = {"noticed": "until it is noticed", **dict(list(START.items())[5:])}
+AGAIN = {"noticed": "failure detection", **dict(list(START.items())[5:])}
 
 
 class Failed(Exception):
@@ -114,7 +114,7 @@ def parts(names: dict[str, str], began: float, moments: list[Moment]) -> dict[st
                 firsts[moment.pid] = min(moment.unix_s, firsts.get(moment.pid, moment.unix_s))
         at = max(firsts.values(), default=previous)
         seconds[part], previous = round(at - previous, 3), at
-    return seconds | {"in all": round(previous - began, 3)}
+    return seconds | {"total": round(previous - began, 3)}
 
 
 def read_moments(file: Path) -> list[Moment]:
@@ -172,7 +172,7 @@ def prepare(folder: Path, save: str) -> Path:
 def grid(values: dict[str, Any]) -> Grid:
     """Return the table, with a row for each part and for the sum."""
     rows = []
-    for part in [*dict.fromkeys([*START.values(), *AGAIN.values()]), "in all"]:
+    for part in [*dict.fromkeys([*START.values(), *AGAIN.values()]), "total"]:
         seconds = (values[which].get(part) for which in ("start", "restart"))
         rows.append([part, *("" if value is None else f"{value:.2f}" for value in seconds)])
     return Grid(("part", "start, s", "restart, s"), rows)
@@ -191,7 +191,7 @@ def main(rounds: harness.Rounds = 5, smallest: harness.Smallest = False) -> None
         config = prepare(Path(place), save="every_steps: 100")
         for number in range(1 if smallest else rounds):
             done.append(one_round(config, Path(place, str(number)), rng))
-            start, restart = (done[-1][which]["in all"] for which in ("start", "restart"))
+            start, restart = (done[-1][which]["total"] for which in ("start", "restart"))
             print(f"round {number + 1}: start {start:.1f} s, restart {restart:.1f} s", flush=True)
     values: dict[str, Any] = {
         which: {part: round(median(each[which][part] for each in done), 2) for part in done[0][which]}

@@ -16,7 +16,7 @@ SIDES = {
 NAMES = {"dlrm": "DLRM", "dcn": "DCN-V2"}
 FIGURES = ("samples_per_s", "cpu_us_per_row", "peak_mib", "first_step_s")
 OTHERS = ("limit", "by_hand", "ray_recipe")
-COLUMNS = ("side", "rows/s", "CPU-µs a row", "× limit", "peak MiB", "first step after, s")
+COLUMNS = ("side", "rows/s", "CPU-µs a row", "CPU ratio", "peak MiB", "first step after, s")
 
 
 def cases_of(models: list[str], workers: list[int]) -> dict[str, tuple[str, int]]:

@@ -233,7 +233,7 @@ def document(results: dict[str, Any]) -> str:
             for line in alone["memory"]
             for title, of, digits in (("memory ÷ table", "memory", 2), ("s", "seconds", 0))
         ]
-        grids.append(Grid((f"{size:,.0f} GiB, on a machine of {host:,.0f}", *PHASES), rows))
+        grids.append(Grid((f"{size:,.0f} GiB, on a {host:,.0f} GiB machine", *PHASES), rows))
     return "\n\n".join(grid.markdown() for grid in grids)
 
 

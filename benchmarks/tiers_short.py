@@ -28,7 +28,7 @@ FEW = 0.01  # share of the table's rows
 # Side → (kernel, True if memory is limited, plan.memory_gib as a share of the table).
 SIDES = {
     "whole table in a file": ("fused_mmap", True, None),
-    "likewise, pages asked for at once": ("fused_mmap", True, FEW + ROW_BYTES_IN_MEMORY / ROW_BYTES),
+    "whole table in a file, pages prefetched": ("fused_mmap", True, FEW + ROW_BYTES_IN_MEMORY / ROW_BYTES),
     "hot rows in memory": ("fused_mmap", True, HOT * BUDGET),
     "all in memory": ("fused", False, None),
 }
@@ -154,7 +154,7 @@ def short_table(results: dict[str, Any]) -> Grid:
         for side, rate in rates.items()
     ]
     title = f"{size:,.0f} MiB, of which {BUDGET:.0%} fit in memory"
-    return Grid((title, "rows a second", "÷ first", "lookups of rows in memory"), rows)
+    return Grid((title, "rows a second", "÷ first", "lookups served from memory"), rows)
 
 
 if __name__ == "__main__":

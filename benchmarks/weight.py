@@ -31,7 +31,7 @@ BUDGET = re.compile(r"\(budget: \+([\d,]+) code lines\)")
 GENERATED = re.compile(r"(?s)<!-- map -->.*?<!-- end of the map -->")
 TOP_PAGES = ("README.md", "ARCHITECTURE.md", "CHANGELOG.md")
 LONG_FILE_LINES = 300
-LARGE_ROOM_FILES = 20
+LARGE_PACKAGE_FILES = 20
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 KEYS = """
 import typing
@@ -76,23 +76,23 @@ def weigh(tree: Path) -> dict[str, int]:
     """Return figure → value for a checkout of the repository."""
     texts = {path: path.read_text() for path in sorted((tree / "raytrec").rglob("*.py"))}
     code = {path: lines_of_code(text) for path, text in texts.items()}
-    rooms = Counter(path.parent for path in texts)
+    packages = Counter(path.parent for path in texts)
     pages = [*(tree / name for name in TOP_PAGES), *(tree / "docs").glob("*.md")]
     architecture = GENERATED.sub("", (tree / "ARCHITECTURE.md").read_text())
     keys = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", KEYS],
         capture_output=True, text=True, check=True, cwd=tree, env={"PYTHONPATH": str(tree)},
     )  # fmt: skip
-    by_room: Counter[str] = Counter()
+    by_package: Counter[str] = Counter()
     for path, count in code.items():
         parts = path.relative_to(tree / "raytrec").parts
-        by_room[parts[0] + "/" if len(parts) > 1 else "(top)"] += count
+        by_package[parts[0] + "/" if len(parts) > 1 else "(top)"] += count
     return {
         CODE_LINES: sum(code.values()),
-        **{f"  {room}": count for room, count in by_room.most_common()},
+        **{f"  {package}": count for package, count in by_package.most_common()},
         "files of raytrec/": len(texts),
         f"files over {LONG_FILE_LINES} lines": sum(text.count("\n") > LONG_FILE_LINES for text in texts.values()),
-        f"rooms over {LARGE_ROOM_FILES} files": sum(count > LARGE_ROOM_FILES for count in rooms.values()),
+        f"packages over {LARGE_PACKAGE_FILES} files": sum(count > LARGE_PACKAGE_FILES for count in packages.values()),
         "configuration keys": int(keys.stdout),
         "words of documentation, without the map": sum(
             len(GENERATED.sub("", page.read_text()).split()) for page in pages

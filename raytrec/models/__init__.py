@@ -36,6 +36,7 @@ names. `tasks` maps each task to its number of logit columns, in order, e.g. to 
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -70,7 +71,7 @@ def build_model(
     """
     tasks = dict(tasks or {f"task_{place}": 1 for place in range(outputs)})
     check_model(schema, config, vectors, tasks)
-    cls = find_code(config.path, "model", "model.name")
+    cls = find_code(config.path, "model", "model.name", os.getcwd())
     is_custom = isinstance(config, PythonSection)
     if is_custom and not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise _contract_error(config.name, "it is not a torch.nn.Module", "a subclass of torch.nn.Module")
