@@ -23,7 +23,9 @@ PARAMETER = re.compile(r"[?&;#]([^=&;#?/\s]{1,200}+)=")
 PARAMETER_VALUE = re.compile(r"[^&\s]*+")
 SETTING = re.compile(r"(?<![\w.%-])([\w.%-]++)(\s*+=\s*+|['\"]\s*+:\s*+)('[^']*+'|\"[^\"]*+\"|[^\s&,;'\"<>(){}\[\]]++)")
 FIELD = re.compile(
-    r"(?<![\w.%-])([\w.%-]++)(:[ \t]++)('[^'\n]*+'|\"[^\"\n]*+\"|(?:(?:Bearer|Basic|Token)[ \t]++)?+\S++)",
+    # TOKEN is a placeholder in advice.
+    r"(?<![\w.%-])([\w.%-]++)(:[ \t]++)(?!(?:Bearer )?TOKEN(?![\w.~+/=-]))"
+    r"('[^'\n]*+'|\"[^\"\n]*+\"|(?:(?:Bearer|Basic|Token)[ \t]++)?+\S++)",
     re.IGNORECASE,
 )
 COOKIE = re.compile(r"(\bcookie:[ \t]*+)[^\n'\"]++", re.IGNORECASE)

@@ -107,12 +107,12 @@ class ClusterEstimator:
         from raytrec.planning.loads import LoadCounter
         from raytrec.planning.step_cost import estimate_memory, estimate_step_time
 
+        if not self._parameters:  # the same on all clusters
+            head = self._build(config, self._schema, torch.device("cpu")).head
+            self._parameters = list(head.parameters())
         try:
             with catch_warnings():  # TorchRec warns of future changes
                 simplefilter("ignore", FutureWarning)
-                if not self._parameters:  # the same on all clusters
-                    head = self._build(config, self._schema, torch.device("cpu")).head
-                    self._parameters = list(head.parameters())
                 tables = dry_run(config, self._schema, cluster, self._parameters)
         except ConfigError as refusal:
             return ClusterEstimate(

@@ -144,7 +144,8 @@ def to_table(rows: Any, columns: pa.Schema) -> pa.Table:
             return pa.Table.from_pandas(rows, schema, preserve_index=False)
     except (pa.ArrowException, AttributeError, TypeError, ValueError) as error:
         raise DataError(
-            f"the rows are not tabular data: {get_first_line(error)}",
+            f"the rows are not tabular data: "
+            f"{type(rows).__name__ if isinstance(error, AttributeError) else get_first_line(error)}",
             where=ROWS_PLACE,
             expected="mappings of columns to values, a pandas.DataFrame or a pyarrow.Table",
         ) from None
@@ -202,7 +203,10 @@ def to_array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
     """
     if types.is_temporal(kind) and str in set(map(type, values)):
         return pa.array(values, pa.string()).cast(kind)
-    array, element = pa.array(values, kind), list_element_type(kind)
+    element = list_element_type(kind)
+    if element and str in set(map(type, values)):  # Arrow takes text for a list of characters
+        raise TypeError("a value is text instead of a list")
+    array = pa.array(values, kind)
     if types.is_integer(element or kind):  # Arrow truncates fractions
         flat = chain.from_iterable(filter(None, values)) if element else values
         if float in set(map(type, flat)):

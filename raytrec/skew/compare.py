@@ -11,7 +11,7 @@ import numpy as np
 from rich.table import Table
 
 from raytrec.common.errors import RunError
-from raytrec.common.formatting import format_percent
+from raytrec.common.formatting import format_count, format_percent
 from raytrec.common.storage import make_absolute
 from raytrec.common.terminal import open_console, to_bold_text, to_plain_text
 from raytrec.config.schema import Schema
@@ -70,7 +70,7 @@ class Skew:
         """Print the names of the differences, followed by tables, to stdout."""
         metrics, console = self.metrics, open_console()
         console.print(to_plain_text(f"differs      {', '.join(metrics['differs']) or 'nothing'}"), soft_wrap=True)
-        rows = f"{metrics['rows']:,} rows of {metrics['requests']:,} requests"
+        rows = f"{metrics['rows']:,} rows of {format_count(metrics['requests'], 'request')}"
         console.print(to_bold_text(metrics["name"]), soft_wrap=True)
         for version, count in metrics["other_versions"].items():
             console.print(to_plain_text(f"not compared: {count:,} rows of {version}"), soft_wrap=True)
